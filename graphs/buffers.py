@@ -9,7 +9,7 @@ from itertools import accumulate
 import numpy as np
 import torch
 
-from .device import Blocks, CudaDevice
+from .device import Blocks, CudaDevice, DeviceUpload
 
 #: Columns begin at multiples of 16 bytes, so kernels compiled for that alignment are right for every bucket.
 _ALIGN = 2
@@ -34,6 +34,11 @@ class DecodeViews:
     """`[bucket]` integers on the host, updated in place by `fill`; of each sequence, if some have several tokens."""
     tables: list[Sequence[int]]
     """The block table of each entry, updated in place by `fill`; of each sequence, if some have several tokens."""
+
+
+def column_width(tokens: int) -> int:
+    """Elements of a column with room for `tokens`."""
+    return -(-tokens // _ALIGN) * _ALIGN
 
 
 def num_columns(groups: int) -> int:
@@ -177,7 +182,7 @@ class DeviceDecodeBuffers:
         device: CudaDevice,
         groups: int = 1,
     ) -> None:
-        widths = {size: -(-size // _ALIGN) * _ALIGN for size in sizes}
+        widths = {size: column_width(size) for size in sizes}
         self._host = DecodeBuffers(sizes, max_pages_per_row, block_tokens, dummy_page, groups)
         count = num_columns(groups)
         values = torch.zeros(count * max(widths.values()), dtype=torch.long, device=device.torch_device)
@@ -205,3 +210,28 @@ class DeviceDecodeBuffers:
         self._device.copy(target, staged)
         event.record()
         return self.views[bucket]
+
+
+class StaticColumns:
+    """Int64 columns on a device, one after the other in memory that is allocated once. Steps of any number of columns
+    and tokens use the same memory, in stream order.
+    """
+
+    def __init__(self, most: int, most_tokens: int, device: CudaDevice) -> None:
+        """most: columns of a step. most_tokens: of a column."""
+        self.values = torch.zeros(most * column_width(most_tokens), dtype=torch.long, device=device.torch_device)
+        self._upload = DeviceUpload(device, self.values.numel() * self.values.itemsize)
+
+    def view(self, count: int, tokens: int) -> torch.Tensor:
+        """`[count, column_width(tokens)]`, contiguous."""
+        width = column_width(tokens)
+        return self.values[: count * width].view(count, width)
+
+    def write(self, columns: Sequence[torch.Tensor], tokens: int) -> torch.Tensor:
+        """Copy columns of at most `tokens` values in one copy, padded with zeros; return their view."""
+        padded = torch.zeros(len(columns), column_width(tokens), dtype=torch.long)
+        for target, values in zip(padded, columns, strict=True):
+            target[: len(values)] = values
+        static = self.view(*padded.shape)
+        self._upload(static, padded)
+        return static

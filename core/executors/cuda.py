@@ -43,8 +43,9 @@ from .adapters import CudaAdapters
 from .base import ModelExecutor
 from .cuda_lora_offload import CudaLoraOffload, CudaOffloadAdapters
 from .cuda_merged import CudaShadow
+from .cuda_outputs import Outputs
 from .cuda_rank_memory import DeviceRankContext
-from .cuda_steps import CudaSteps, Outputs
+from .cuda_steps import CudaSteps
 from .swaps import PageSwaps
 
 logger = logging.getLogger(__name__)
@@ -168,7 +169,7 @@ class CudaExecutor(CudaShapes):
             steps = self.steps
             self.shadow = CudaShadow(steps.decoder, self.arena, steps.lora, steps.merged_graphs, self._watched)
             with torch.inference_mode():
-                self.steps.choose_attention()
+                self.steps.decoding.choose_attention()
                 self.steps.capture_ahead()
             self._device.synchronize()
             if self._offload is not None:
@@ -188,9 +189,9 @@ class CudaExecutor(CudaShapes):
         """Launch a step. Work that depends on its tokens runs in order on the device, whatever the host does."""
         with self._watched(), torch.inference_mode(), span(_name(plan)):
             rows, steps = plan.rows_with_logits(), self.steps
-            outputs = self._launch(plan, rows, steps.asks_logits(rows))
-            sample = partial(steps.sample, rows, *outputs)
-            read = None if plan.sources is not None and steps.look_back(rows) else sample()
+            outputs = self._launch(plan, rows, steps.outputs.asks_logits(rows))
+            sample = partial(steps.outputs.sample, rows, *outputs)
+            read = None if plan.sources is not None and steps.outputs.look_back(rows) else sample()
             accept = partial(accept_drafts, plan, rows) if plan.num_drafts else None
             late = steps.lora.late_requests(plan.sequences) if plan.adapters else []
             end = partial(self._offload.end, plan) if self._offload is not None and plan.bucket is None else None
@@ -203,7 +204,7 @@ class CudaExecutor(CudaShapes):
         """
         with self._watched(), torch.inference_mode(), span(_name(plan)):
             self._launch(plan, plan.rows_with_logits(), asks_logits)
-            self.steps.join_prompt_logprobs(plan.sequences)
+            self.steps.outputs.join_prompt_logprobs(plan.sequences)
             return self.steps.lora.late_requests(plan.sequences) if plan.adapters else []
 
     def advance(self) -> None:
@@ -230,10 +231,16 @@ class CudaExecutor(CudaShapes):
         if plan.bucket is None:
             logits, chosen = self._ragged(plan)
         else:
-            logits, chosen = self.steps.decode(
-                plan.bucket, rows, plan.adapters, plan.sources, plan.merged, has_drafts=plan.num_drafts > 0
+            logits, chosen = self.steps.decoding.run(
+                plan.bucket,
+                rows,
+                plan.adapters,
+                plan.sources,
+                plan.merged,
+                merged_graphs=self.steps.merged_graphs,
+                has_drafts=plan.num_drafts > 0,
             )
-        return self.steps.whole(logits) if asks_logits else logits, chosen
+        return self.steps.outputs.whole(logits) if asks_logits else logits, chosen
 
     def _ragged(self, plan: StepPlan) -> Outputs:
         launch = partial(self.steps.ragged, plan.sequences, plan.adapters, plan.sources, plan.merged)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 def choose_decode_attention(
     usual: Mapping[int, GroupedAttention],
     rival: Mapping[int, GroupedAttention],
-    names: tuple[str, str],
+    names: Sequence[str],
     decoder: DecoderModel,
     device: CudaDevice,
     *,

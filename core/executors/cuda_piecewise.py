@@ -8,14 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
-import torch
-
-from ...graphs.buffers import num_columns, split_columns
+from ...graphs.buffers import StaticColumns, num_columns, split_columns
 from ...graphs.device import CudaDevice
 from ...graphs.runner import NO_TAIL, USUAL_ROOM, GraphRunner, StepForm, StepMode, StepPart
 from ...memory.adapters.adapter import Adapter
 from ...ops.attention import GroupedAttention
-from ..model.batch import StepBatch, StepStates, column_width
+from ..model.batch import StepBatch, StepStates
 from ..model.decoder import DecoderModel
 from ..model.layer import Residual
 from ..model.lora_launches import LoraLaunches
@@ -59,16 +57,15 @@ class PiecewiseSteps:
         device: CudaDevice,
         attention: GroupedAttention,
         lora: CudaLoraState,
-        columns: torch.Tensor,
+        columns: StaticColumns,
         sizes: Sequence[int],
     ) -> None:
-        """attention: for sequences of any length. columns: flat int64 buffer for a step's token ids, positions, offsets
-        and pages, one after the other, with `column_width(bucket)` values each. sizes: buckets in rising order; may
-        be empty.
+        """attention: for sequences of any length. columns: a step's token ids, positions, offsets and pages. sizes:
+        buckets in rising order; may be empty.
         """
         self._decoder, self._device, self._attention, self._lora = decoder, device, attention, lora
         self._columns, self.sizes = columns, sizes
-        self._groups = decoder.arena.layout.pages_per_block
+        self._num_columns = num_columns(decoder.arena.layout.pages_per_block)
         self._flow = decoder.new_flow(max(sizes, default=0))
         self._num_tokens = 0  # of the current step
         self._states: StepStates | None = None
@@ -127,13 +124,12 @@ class PiecewiseSteps:
 
     def prepare(self, bucket: int) -> None:
         """Make a bucket's buffers and the adapter tables hold a step without sequences."""
-        self._columns[: num_columns(self._groups) * column_width(bucket)].zero_()
+        self._columns.view(self._num_columns, bucket).zero_()
         self._lora.rest()
 
     def _pieces(self, bucket: int, lora: Lora, *, merged: bool) -> list[Callable[[], None]]:
-        count, width = num_columns(self._groups), column_width(bucket)
-        columns = self._columns[: count * width].view(count, width)[:, :bucket]
-        token_ids, positions, offset, page = split_columns(columns)
+        columns = self._columns.view(self._num_columns, bucket)
+        token_ids, positions, offset, page = split_columns(columns[:, :bucket])
         batch = StepBatch(
             token_ids=token_ids,
             positions=positions,

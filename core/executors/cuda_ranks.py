@@ -103,7 +103,7 @@ class CudaRanksExecutor(RanksExecutorBase[CudaExecutor]):
         }
         self._known.introduce_all(plan)
         self._processes.send(
-            "step", plan_to_wire(plan, samples=False), self.first.steps.asks_logits(plan.sequences), coming
+            "step", plan_to_wire(plan, samples=False), self.first.steps.outputs.asks_logits(plan.sequences), coming
         )
         step = _RankStep(self, self._launched(partial(self.first.start, plan)))
         self._open.append(step)

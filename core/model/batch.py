@@ -109,13 +109,6 @@ class StepBatch(Generic[P, L]):
     states: StepStates | None = None
 
 
-def column_width(tokens: int) -> int:
-    """Elements of one of a batch's columns where they lie in static buffers one behind the other: each begins on 16
-    bytes, as kernels are compiled for that.
-    """
-    return -(-tokens // 2) * 2
-
-
 def _kept_tokens(rows: Sequence[ScheduledSequence], begins: Sequence[int]) -> tuple[list[int], list[int]]:
     """Tokens of prompt log-probabilities, and pooled ones: see `StepBatch.kept_tokens`. begins: index of each row's
     first token.

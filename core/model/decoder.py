@@ -25,7 +25,7 @@ from ...ops.rotation import KvSlots
 from ...ops.sgmv import AdapterRows
 from .batch import GemmBackend, StepBatch, StepStates
 from .config import ModelConfig
-from .experts import ExpertKernels, ExpertWeights, packed_experts, stacked_experts
+from .experts import ExpertKernels, ExpertWeights, ListedExperts, packed_experts, stacked_experts
 from .layer import HEAD, Layer, Residual, multiply
 from .layer_weights import MATRICES, LayerWeights
 from .layers import AttentionSpec, HeadNorm, NormSpec
@@ -506,14 +506,14 @@ def _moved(
     norm: NormSpec,
     device: torch.device,
     dtype: torch.dtype,
-    keep_experts: Callable[[ExpertWeights], ExpertWeights],
+    keep_experts: Callable[[ListedExperts], ExpertWeights],
 ) -> LayerWeights:
     """The layer, with every part in `dtype` on `device`; the same tensors where they are that."""
     for field in fields(layer):
         part = getattr(layer, field.name)
         if isinstance(part, DeltaWeights):
             layer.delta = _moved_delta(part, device)
-        elif isinstance(part, ExpertWeights):
+        elif isinstance(part, ListedExperts):
             layer.experts = keep_experts(part)
         elif part is not None and not isinstance(part, NarrowWeight) and not part.is_mkldnn:
             is_norm = field.name.endswith("norm")
@@ -523,7 +523,7 @@ def _moved(
 
 def _keeps_experts(
     kernels: ExpertKernels, dtype: torch.dtype, device: torch.device
-) -> Callable[[ExpertWeights], ExpertWeights]:
+) -> Callable[[ListedExperts], ExpertWeights]:
     """The function that converts a layer's experts after they were read."""
     if kernels is ExpertKernels.TILES:
         return partial(stacked_experts, dtype=dtype, device=device)

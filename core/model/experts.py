@@ -6,6 +6,7 @@ from the best to the worst.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -28,18 +29,12 @@ _T = TypeVar("_T")
 _LANES = 64
 
 
-@dataclass(slots=True)
-class ExpertWeights:
+@dataclass(slots=True, kw_only=True)
+class ExpertWeights(ABC):
     """A layer's experts and their router."""
 
     router: torch.Tensor
     """`[experts, hidden]`, float32."""
-
-    gate_up: list[Matrix] | Stack
-    """Of each expert `[2·size, hidden]`; a stack has the biases, too."""
-
-    down: list[Matrix] | Stack
-    """Of each expert `[hidden, size]`."""
 
     correction: torch.Tensor | None = None
     """`[experts]`, float32: see `Routing.corrected`."""
@@ -56,11 +51,80 @@ class ExpertWeights:
     router_bias: torch.Tensor | None = None
     """`[experts]`, float32: see `Routing.bias`."""
 
+    @abstractmethod
+    def outputs(
+        self, x: torch.Tensor, chosen: torch.Tensor, spec: Experts, lora: MixtureLora | None = None
+    ) -> torch.Tensor:
+        """What the experts give for rows `[rows, hidden]`: `[rows · per_token, hidden]`. Only those that a row goes to
+        are read.
+
+        chosen: `[rows, per_token]` int64, the experts of each row. lora: what adapters add; None: nothing.
+        """
+
+
+@dataclass(slots=True, kw_only=True)
+class ListedExperts(ExpertWeights):
+    """A layer's experts one by one, for a CPU."""
+
+    gate_up: list[Matrix]
+    """Of each expert `[2·size, hidden]`."""
+
+    down: list[Matrix]
+    """Of each expert `[hidden, size]`."""
+
     gate_up_bias: Sequence[torch.Tensor] | None = None
     """Of each expert `[2·size]`: see `Experts.biased`."""
 
     down_bias: Sequence[torch.Tensor] | None = None
     """Of each expert `[hidden]`."""
+
+    def outputs(
+        self, x: torch.Tensor, chosen: torch.Tensor, spec: Experts, lora: MixtureLora | None = None
+    ) -> torch.Tensor:
+        by_expert = chosen.flatten().argsort(stable=True)  # places in `chosen`
+        counts = chosen.flatten().bincount(minlength=spec.count).tolist()
+        used = [expert for expert, count in enumerate(counts) if count]
+        ends, tokens = list(accumulate(counts[expert] for expert in used)), by_expert // chosen.shape[1]
+
+        def of_used(each: Sequence[_T] | None) -> list[_T] | None:
+            return None if each is None else [each[expert] for expert in used]
+
+        parts = _Parts(
+            ends,
+            [self.gate_up[expert] for expert in used],
+            [self.down[expert] for expert in used],
+            of_used(self.gate_up_bias),
+            of_used(self.down_bias),
+        )
+        added = None
+        if lora is not None:
+            going = [tokens[begin:end].tolist() for begin, end in pairwise((0, *ends))]
+            added = _Added(lora, Group.EXPERT_GATE_UP, Group.EXPERT_DOWN, list(zip(used, going, strict=True)))
+        found = x.new_empty(chosen.numel(), x.shape[1])
+        found[by_expert] = _through(x[tokens], parts, spec.activation, added)
+        return found
+
+
+@dataclass(slots=True, kw_only=True)
+class StackedExperts(ExpertWeights):
+    """A layer's experts in one tensor, for a kernel that multiplies all of them in one launch, on a GPU. The host never
+    learns which experts are chosen.
+    """
+
+    gate_up: Stack
+    """Of each expert `[2·size, hidden]`, with its biases."""
+
+    down: Stack
+    """Of each expert `[hidden, size]`, with its biases."""
+
+    def outputs(
+        self, x: torch.Tensor, chosen: torch.Tensor, spec: Experts, lora: MixtureLora | None = None
+    ) -> torch.Tensor:
+        from ...ops.expert_tiles_triton import multiply  # needs triton
+
+        tiles = ExpertTiles.of(chosen, spec.count)
+        y = multiply(x, self.gate_up, tiles, spec.routing.per_token)
+        return multiply(_activated(y, spec.activation), self.down, tiles, 1)
 
 
 class ExpertKernels(StrEnum):
@@ -76,10 +140,11 @@ class ExpertKernels(StrEnum):
     """A kernel that multiplies all experts of a layer in one launch, on a GPU."""
 
 
-def packed_experts(experts: ExpertWeights, dtype: torch.dtype, pack: expert_products.Pack) -> ExpertWeights:
-    """A layer's experts, as they are read from a checkpoint, for kernels on a CPU. What chooses among them is float32.
+def packed_experts(experts: ListedExperts, dtype: torch.dtype, pack: expert_products.Pack) -> ListedExperts:
+    """Pack a layer's experts, as they are read from a checkpoint, for kernels on a CPU. The router and its correction
+    stay float32.
 
-    Matrices are packed one by one, so that memory has no two forms of a layer's.
+    Matrices are packed one by one, so memory never holds a layer in both forms.
     """
     for matrices in (_unpacked(experts.gate_up), _unpacked(experts.down)):
         for index, weight in enumerate(matrices):
@@ -94,24 +159,29 @@ def packed_experts(experts: ExpertWeights, dtype: torch.dtype, pack: expert_prod
     )
 
 
-def stacked_experts(experts: ExpertWeights, dtype: torch.dtype, device: torch.device) -> ExpertWeights:
-    """Likewise, for the kernel that multiplies all experts in one launch, on a GPU."""
-    choosing = ("router", "correction", "shared_gate", "router_bias")
-    shared = ("shared_gate_up", "shared_down")
-    return replace(
-        experts,
+def stacked_experts(experts: ListedExperts, dtype: torch.dtype, device: torch.device) -> StackedExperts:
+    """Stack a layer's experts, as they are read from a checkpoint, on a GPU. The router and its correction stay
+    float32.
+    """
+
+    def moved(part: Any, dtype: torch.dtype = torch.float32) -> Any:
+        return None if part is None else part.to(device, dtype)
+
+    return StackedExperts(
+        router=experts.router.to(device),
         gate_up=_stacked(_unpacked(experts.gate_up), experts.gate_up_bias, dtype, device),
         down=_stacked(_unpacked(experts.down), experts.down_bias, dtype, device),
-        gate_up_bias=None,
-        down_bias=None,
-        **{name: found.to(device) for name in choosing if (found := getattr(experts, name)) is not None},
-        **{name: found.to(device, dtype) for name in shared if (found := getattr(experts, name)) is not None},
+        correction=moved(experts.correction),
+        shared_gate_up=moved(experts.shared_gate_up, dtype),
+        shared_down=moved(experts.shared_down, dtype),
+        shared_gate=moved(experts.shared_gate),
+        router_bias=moved(experts.router_bias),
     )
 
 
-def _unpacked(matrices: list[Matrix] | Stack) -> list[Any]:
+def _unpacked(matrices: list[Matrix]) -> list[Any]:
     """The same list, of tensors that nothing has packed yet."""
-    if isinstance(matrices, Stack) or any(isinstance(each, Panels) for each in matrices):
+    if any(isinstance(each, Panels) for each in matrices):
         raise TypeError("a layer's experts are packed already")
     return matrices
 
@@ -164,15 +234,13 @@ def _within_groups(ranked: torch.Tensor, routing: Routing) -> torch.Tensor:
 def mix_experts(
     x: torch.Tensor, weights: ExpertWeights, spec: Experts, lora: MixtureLora | None = None
 ) -> torch.Tensor:
-    """What a layer's experts give for rows `[rows, hidden]`. Only the experts that a row goes to are read, of adapters
-    too. lora: what adapters add; None: nothing.
-    """
+    """What a layer's mixture of experts gives for rows `[rows, hidden]`. lora: what adapters add; None: nothing."""
     bias = None if weights.router_bias is None else [weights.router_bias]
     logits = multiply_each(x.float(), [len(x)], [weights.router], bias)
     if lora is not None:
         lora.add(Group.ROUTER, logits, x.float())
     choice = choose(logits, spec.routing, weights.correction)
-    outputs = _outputs(x, choice.experts, weights, spec, lora)
+    outputs = weights.outputs(x, choice.experts, spec, lora).view(*choice.experts.shape, -1)
     mixed = outputs[:, 0].float() * choice.weights[:, :1]
     for place in range(1, spec.routing.per_token):
         mixed += outputs[:, place].float() * choice.weights[:, place : place + 1]
@@ -187,48 +255,6 @@ def mix_experts(
             shared = shared * gates.expand(-1, _LANES).contiguous().sigmoid()[:, :1]
         mixed += shared
     return mixed.to(x.dtype)
-
-
-def _outputs(
-    x: torch.Tensor, chosen: torch.Tensor, weights: ExpertWeights, spec: Experts, lora: MixtureLora | None
-) -> torch.Tensor:
-    """What each row's experts give `[rows, per_token, hidden]`."""
-    rows, per_token = chosen.shape
-    if isinstance(weights.gate_up, Stack) or isinstance(weights.down, Stack):
-        return _outputs_by_tiles(x, chosen, weights, spec).view(rows, per_token, -1)
-    by_expert = chosen.flatten().argsort(stable=True)  # places in `chosen`
-    counts = chosen.flatten().bincount(minlength=spec.count).tolist()
-    used = [expert for expert, count in enumerate(counts) if count]
-    ends, tokens = list(accumulate(counts[expert] for expert in used)), by_expert // per_token
-
-    def of_used(each: Sequence[_T] | None) -> list[_T] | None:
-        return None if each is None else [each[expert] for expert in used]
-
-    parts = _Parts(
-        ends,
-        [weights.gate_up[expert] for expert in used],
-        [weights.down[expert] for expert in used],
-        of_used(weights.gate_up_bias),
-        of_used(weights.down_bias),
-    )
-    added = None
-    if lora is not None:
-        going = [tokens[begin:end].tolist() for begin, end in pairwise((0, *ends))]
-        added = _Added(lora, Group.EXPERT_GATE_UP, Group.EXPERT_DOWN, list(zip(used, going, strict=True)))
-    found = x.new_empty(rows * per_token, x.shape[1])
-    found[by_expert] = _through(x[tokens], parts, spec.activation, added)
-    return found.view(rows, per_token, -1)
-
-
-def _outputs_by_tiles(x: torch.Tensor, chosen: torch.Tensor, weights: ExpertWeights, spec: Experts) -> torch.Tensor:
-    """What each row's experts give `[rows · per_token, hidden]`; the host never learns which they are."""
-    if not isinstance(weights.gate_up, Stack) or not isinstance(weights.down, Stack):
-        raise TypeError("all of a layer's experts are in stacks, or none")
-    from ...ops.expert_tiles_triton import multiply  # needs triton
-
-    tiles = ExpertTiles.of(chosen, spec.count)
-    y = multiply(x, weights.gate_up, tiles, spec.routing.per_token)
-    return multiply(_activated(y, spec.activation), weights.down, tiles, 1)
 
 
 class _Parts(NamedTuple):

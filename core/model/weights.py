@@ -15,7 +15,7 @@ import torch
 from ...ops.float8_kv import UNSCALED, KvScales
 from ...ops.gated_delta import DeltaWeights
 from .config import ModelConfig, UnsupportedModel
-from .experts import ExpertWeights
+from .experts import ListedExperts
 from .kv_scales import read_kv_scales
 from .layer_weights import LayerWeights
 from .layers import Experts
@@ -177,7 +177,7 @@ class Weights(ABC):
             experts=None if spec.experts is None else self._experts(at, spec.experts),
         )
 
-    def _experts(self, at: str, spec: Experts) -> ExpertWeights:
+    def _experts(self, at: str, spec: Experts) -> ListedExperts:
         """A layer's experts, not packed; what chooses among them is float32 whatever the model's dtype. See `_layer`
         for biases of down.
         """
@@ -191,7 +191,7 @@ class Weights(ABC):
             return [self._read(*(f"{at}{path}.{name}.bias" for name in names)) for path in paths]
 
         paths = [f"mlp.experts.{number}" for number in range(spec.count)]
-        return ExpertWeights(
+        return ListedExperts(
             router=self._read(f"{at}{ROUTER}.weight", dtype=torch.float32),
             gate_up=[matrix(path, "gate_proj", "up_proj") for path in paths],
             down=[matrix(path, "down_proj") for path in paths],

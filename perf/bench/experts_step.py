@@ -15,7 +15,7 @@ from functools import partial
 
 import torch
 
-from ...core.model.experts import ExpertWeights, choose, mix_experts
+from ...core.model.experts import ListedExperts, choose, mix_experts
 from ...core.model.layers import Experts, Routing
 from ...memory.pages import hugepages
 from ...ops import expert_products, packed_gemm
@@ -56,7 +56,7 @@ class Layers:
         self._generator = torch.Generator().manual_seed(0)
         self._layers = [self._layer() for _ in range(count)]
 
-    def _layer(self) -> ExpertWeights:
+    def _layer(self) -> ListedExperts:
         shape = self._shape
 
         def matrix(rows: int, columns: int) -> expert_products.Matrix:
@@ -65,7 +65,7 @@ class Layers:
         router = torch.randn(shape.count, shape.hidden, generator=self._generator)
         gate_up = [matrix(2 * shape.size, shape.hidden) for _ in range(shape.count)]
         down = [matrix(shape.hidden, shape.size) for _ in range(shape.count)]
-        return ExpertWeights(packed_gemm.pack(router), gate_up, down)
+        return ListedExperts(router=packed_gemm.pack(router), gate_up=gate_up, down=down)
 
     def rate(self, rows: int) -> float:
         """Bytes of experts per second that one step of the next layer reads."""

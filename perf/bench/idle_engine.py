@@ -138,7 +138,7 @@ def idle_engine(
         if not forward:
             stack.enter_context(patch.object(DecoderModel, "forward", _nothing))
         executor = CudaExecutor(config, device)
-        executor.steps.logits[:, 1] = 1.0  # token 1 for every sequence
+        executor.steps.outputs.logits[:, 1] = 1.0  # token 1 for every sequence
         engine = Engine(config, executor, reads=InlineReads())
         for name, path in random_model.adapters(model, work_dir).items():
             engine.store.register(name, path)

@@ -35,7 +35,7 @@ def decode_launches(work_dir: Path) -> list[dict[str, Any]]:
     """
     rows = []
     with _engine(work_dir) as (engine, _, layers):
-        steps = engine.executor.steps
+        steps = engine.executor.steps.decoding
         for adapters in (False, True):
             ids = _decode(engine, adapters)
             for by, backends in _WAYS.items():

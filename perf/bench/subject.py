@@ -111,7 +111,7 @@ class Subject:
     def startup(self) -> dict[str, Any]:
         """Seconds to build the engine, cost of the captures so far, and each bucket's GEMM backends."""
         report = [*self._graphs.report, *(self._steps.mixed.graphs.report if hasattr(self._steps, "mixed") else ())]
-        backends = getattr(self._steps, "backends", {})
+        backends = getattr(self._decoding, "backends", {})
         seconds = [step.seconds for step in report]
         return {
             "seconds": self._startup_seconds,
@@ -221,7 +221,7 @@ class Subject:
 
         A replay reads and writes the same data as the step, so it changes nothing. NaN if steps are not captured.
         """
-        if not getattr(self._steps, "_captures", True):
+        if not getattr(self._decoding, "captures", True):
             return math.nan
         bucket, form = self._buckets.pick(rows), StepForm(StepMode.LORA if lora else StepMode.BASE)
         device = getattr(self.executor, "_device", None)
@@ -298,12 +298,17 @@ class Subject:
 
     @property
     def _steps(self) -> Any:
-        """The object that captures steps: the executor itself, or its steps."""
+        """The object that runs steps: the executor itself, or its steps."""
         return getattr(self.executor, "steps", self.executor)
 
     @property
+    def _decoding(self) -> Any:
+        """The object that captures decode steps."""
+        return getattr(self._steps, "decoding", self._steps)
+
+    @property
     def _graphs(self) -> GraphRunner:
-        return self._steps.graphs
+        return self._decoding.graphs
 
     def _expect(self, name: str, tier: Tier) -> None:
         """Wait until a read whose bytes have all arrived has returned, too; raises Unsettled in any other tier."""

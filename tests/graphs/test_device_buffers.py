@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chorus.graphs.buffers import DecodeBuffers, DeviceDecodeBuffers
+from chorus.graphs.buffers import DecodeBuffers, DeviceDecodeBuffers, StaticColumns
 
 from .late_device import LateDevice
 from .test_buffers import BLOCK, DUMMY, MAX_PAGES, SIZES, fill, steps
@@ -57,3 +57,16 @@ def test_padding_alone_is_a_step_too():
     views = buffers.fill(4, [], [], [])
     assert views.page.tolist() == [[DUMMY] * 4]
     assert views.kv_lens == [1] * 4
+
+
+def test_static_columns_are_written_in_one_copy_and_padded():
+    device = LateDevice()
+    columns = StaticColumns(3, 7, device)
+    for tokens, written in ((7, [[1] * 7, [2] * 3, [3] * 5]), (3, [[4, 5, 6], [7]])):
+        copies = device.num_copies
+        view = columns.write([torch.tensor(each) for each in written], tokens)
+        device.synchronize()
+        assert device.num_copies == copies + 1
+        assert view.tolist() == [each + [0] * (view.shape[1] - len(each)) for each in written]
+        assert view.data_ptr() == columns.values.data_ptr() == columns.view(*view.shape).data_ptr()
+        assert all(column.data_ptr() % 16 == view.data_ptr() % 16 for column in view)

@@ -124,7 +124,7 @@ def test_products_of_more_rows_in_graphs_equal_those_of_eager_steps(drive, small
     config = {"small_gemm": small_gemm, "attention": "triton", "max_num_seqs": 64, "mixed_graph_tokens": 0}
     captured, eager = drive("bfloat16", **config), drive("bfloat16", graph_capture="off", **config)
     for driver in (captured, eager):
-        backends = driver.executor.inner.steps.backends
+        backends = driver.executor.inner.steps.decoding.backends
         assert {size: set(of) for size, of in backends.items() if size > 16} == {
             size: {GemmBackend.SMALL} if small_gemm == "on" or size > 32 else {GemmBackend.SMALL, GemmBackend.EXPANDED}
             for size in (24, 32, 40, 48, 56, 64)
@@ -138,7 +138,7 @@ def test_products_of_more_rows_in_graphs_equal_those_of_eager_steps(drive, small
         eager.step()
         buckets.add(captured.plans[-1].bucket)
         mine, its = (
-            each.executor.inner.steps.logits[: len(captured.plans[-1].sequences)] for each in (captured, eager)
+            each.executor.inner.steps.outputs.logits[: len(captured.plans[-1].sequences)] for each in (captured, eager)
         )
         assert torch.equal(mine, its), f"bucket {captured.plans[-1].bucket}"
     assert 64 in buckets
@@ -163,7 +163,7 @@ def test_graphs_equal_eager_steps_bit_for_bit(drive, config):
         assert [replace(row, seed=0) for row in plan.sequences] == [replace(row, seed=0) for row in other.sequences]
         decoded += plan.bucket is not None
         mixed += plan.bucket is None and any(len(row.tokens) == 1 for row in plan.sequences)
-        mine, its = (driver.executor.inner.steps.logits[: len(plan.sequences)] for driver in (captured, eager))
+        mine, its = (driver.executor.inner.steps.outputs.logits[: len(plan.sequences)] for driver in (captured, eager))
         assert torch.equal(mine, its), f"step {plan.step_id}, bucket {plan.bucket}, {plan.num_tokens} tokens"
     assert decoded > 10
     assert mixed > 5
@@ -186,10 +186,10 @@ def test_padding_changes_no_bits_of_other_tokens(drive):
         flow = steps.mixed._flow  # noqa: SLF001
         for values in (flow.rows, flow.q, flow.attended):
             values.fill_(left)
-        steps._inputs.fill_(3)  # noqa: SLF001
+        steps.columns.values.fill_(3)
         torch.cuda.synchronize()
         executor.execute(plan)
-        logits.append(steps.logits[0].clone())
+        logits.append(steps.outputs.logits[0].clone())
     assert torch.equal(logits[0], logits[1])
     assert torch.equal(logits[0], logits[2])
 
@@ -240,10 +240,10 @@ def test_whoever_multiplies_is_chosen_by_time(drive, caplog):
         chosen, library = drive("bfloat16", small_gemm="auto"), drive("bfloat16", small_gemm="off")
     assert "base products of 1 rows: qkv " in caplog.text
     assert "is not used" not in caplog.text
-    assert set(chosen.executor.inner.steps.backends) == {1, 2, 4, 8}
+    assert set(chosen.executor.inner.steps.decoding.backends) == {1, 2, 4, 8}
     for driver in (chosen, library):
         driver.run("x", None, [5, 6, 7], max_tokens=2)
-    mine, its = (driver.executor.inner.steps.logits[0] for driver in (chosen, library))
+    mine, its = (driver.executor.inner.steps.outputs.logits[0] for driver in (chosen, library))
     assert float((mine - its).abs().max()) <= 0.1 * float(its.abs().max())
 
 

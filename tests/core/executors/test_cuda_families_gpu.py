@@ -21,10 +21,10 @@ from chorus.core.config import EngineConfig
 from chorus.core.engine import Engine
 from chorus.core.executors.cpu import CpuExecutor
 from chorus.core.executors.cuda import CudaExecutor
+from chorus.core.model.experts import StackedExperts
 from chorus.core.model.quantization.round_to_nearest import RoundToNearest
 from chorus.core.model.read_config import read_model_config
 from chorus.graphs.runner import StepMode
-from chorus.ops.expert_tiles import Stack
 from chorus.ops.narrow_weights import NarrowWeight
 from chorus.perf.bench.random_model import RandomModel, adapters, checkpoint
 from chorus.perf.bench.sizes import Geometry
@@ -137,7 +137,7 @@ def test_families(tiny, drive, on_cpu, family):
         assert executor.captured
     if family in EXPERTS:
         layers = executor.steps.decoder.layers
-        assert all(isinstance(layer.experts.down, Stack) for layer in layers if layer.experts is not None)
+        assert all(isinstance(layer.experts, StackedExperts) for layer in layers if layer.experts is not None)
 
 
 @pytest.mark.parametrize("family", ["qwen3-moe-mixed", "qwen3.5", "gemma-2"])

@@ -15,12 +15,12 @@ from chorus.core.engine import Engine
 from chorus.core.executors import cuda
 from chorus.core.executors.cuda import CudaExecutor
 from chorus.core.executors.cuda_ranks import CudaRanksExecutor
+from chorus.core.model.experts import StackedExperts
 from chorus.graphs.runner import StepMode
 from chorus.ops import attention_flashinfer, native_library
 from chorus.ops.attention_backend import Obstacle
 from chorus.ops.attention_flashinfer import FlashInferBackend
 from chorus.ops.attention_triton import TritonBackend
-from chorus.ops.expert_tiles import Stack
 from chorus.perf.inline_reads import InlineReads
 
 from ...graphs.late_device import LateDevice
@@ -104,7 +104,7 @@ def test_mixtures(tiny, drive, family, mixed_graph_tokens):
     driver = drive(it, ["r3-all"], mixed_graph_tokens=mixed_graph_tokens)
     check(it, driver, (None, 30, 4), ("r3-all", 9, 6), ("r3-all", 17, 5), (None, 5, 4))
     layers = driver.engine.executor.inner.steps.decoder.layers
-    assert all(isinstance(layer.experts.down, Stack) for layer in layers if layer.experts is not None)
+    assert all(isinstance(layer.experts, StackedExperts) for layer in layers if layer.experts is not None)
     assert driver.engine.executor.inner.captured
 
 

@@ -223,9 +223,9 @@ def test_padding_changes_no_bits_of_other_tokens(drive, tiny, monkeypatch):
         flow = steps.mixed._flow  # noqa: SLF001
         for values in (flow.rows, flow.q, flow.attended):
             values.fill_(left)
-        steps._inputs.fill_(3)  # noqa: SLF001
+        steps.columns.values.fill_(3)
         driver.executor.inner.execute(plan)
-        logits.append(steps.logits[0].clone())
+        logits.append(steps.outputs.logits[0].clone())
     assert torch.equal(logits[0], logits[1])
     assert torch.equal(logits[0], logits[2])
     assert torch.isfinite(steps.mixed._flow.rows).all()  # noqa: SLF001
@@ -343,9 +343,9 @@ def test_a_step_of_more_tiles_than_captured_is_captured_with_more(drive, tiny):
     driver = drive(adapters=["pattern"], max_lora_rank=256, max_num_seqs=1)
     steps = driver.executor.inner.steps
     parts = len(driver.engine.store.get("pattern").manifest.parts)
-    assert parts > steps.bucket_lora[1].num_tiles
+    assert parts > steps.decoding.launches[1].num_tiles
     check(driver, ask(driver, tiny, ("pattern", 2, 2)))
-    assert steps.graphs.keys[-1] == (1, StepForm(StepMode.LORA, room=LaunchSize(1)))
+    assert steps.decoding.graphs.keys[-1] == (1, StepForm(StepMode.LORA, room=LaunchSize(1)))
     assert set(steps.eager) == {EagerReason.TOKENS}, "of the prompt"
 
 
@@ -409,7 +409,7 @@ def test_merged_steps_have_launches_for_a_quarter_of_their_rows(drive, tiny):
     driver = drive(adapters=["r1-qv", "r17-all"], max_num_seqs=4)
     merge(driver, "r1-qv")
     steps = driver.executor.inner.steps
-    tiles = {room: steps.mixture_lora[4].variant((), LaunchSize(room)).num_tiles for room in (0, 1)}
+    tiles = {room: steps.decoding.mixture_launches[4].variant((), LaunchSize(room)).num_tiles for room in (0, 1)}
     assert tiles == {0: 1, 1: 4}
     captured = len(steps.captured)
     with pytest.MonkeyPatch.context() as patch:
@@ -737,7 +737,7 @@ def test_a_replayed_step_leaves_nothing_to_score(drive, monkeypatch):
     """On a GPU a replay runs no Python, so values kept by the step before would be taken for its own."""
     driver = drive(adapters=[])
     steps = driver.executor.inner.steps
-    monkeypatch.setattr(steps.graphs, "replay", lambda bucket, mode: None)
+    monkeypatch.setattr(steps.decoding.graphs, "replay", lambda bucket, mode: None)
     driver.add("a", None, [5, 6, 7], max_tokens=2, prompt_logprobs=0)
     driver.step()
     assert driver.plans[-1].bucket is None
@@ -902,7 +902,7 @@ def test_a_closed_executor_frees_its_arena_at_once(tiny):
         gc.enable()
 
 
-@pytest.mark.parametrize(("arrives", "most"), [(False, 24), (True, 42)])
+@pytest.mark.parametrize(("arrives", "most"), [(False, 24), (True, 43)])
 def test_a_step_enters_few_files(drive, tiny, arrives, most):
     """A replay here calls the captured functions, so the kernels' launches are counted, too."""
     driver = drive(adapters=["r1-qv"], max_num_seqs=3, async_scheduling=not arrives)
@@ -960,7 +960,7 @@ def test_products_are_by_what_takes_least_time_of_whole_steps(tiny, float32_prod
     device = TimedDevice(planted)
     caplog.set_level(logging.INFO)
     executor = CudaExecutor(make_config(tiny), device)
-    assert executor.steps.backends == {1: fused, 2: on, 4: off}
+    assert executor.steps.decoding.backends == {1: fused, 2: on, 4: off}
     assert {captures for *_, captures in device.asked} == {0}, "graphs were captured before the choice"
     assert device.num_captures
     found = {(backends, lora) for backends, rows, lora, _ in device.asked if rows == 4}
@@ -979,7 +979,7 @@ def test_our_products_give_the_references_tokens(drive, tiny, float32_products, 
     """In steps with adapters and without, captured; adapters of one part, and of several."""
     driver = drive(small_gemm=setting, adapters=["r17-all", "r5-o-down", "pattern"])
     backend = GemmBackend.SMALL if setting == "on" else GemmBackend.EXPANDED
-    backends = driver.executor.inner.steps.backends
+    backends = driver.executor.inner.steps.decoding.backends
     assert set(backends.values()) == {((backend,) * 4) + (GemmBackend.SMALL,)}
     check(driver, ask(driver, tiny, ("r17-all", 5, 4), (None, 6, 5), ("r5-o-down", 3, 3), ("pattern", 4, 2)))
     assert {bool(plan.adapters) for plan in driver.plans if plan.bucket} == {True, False}
@@ -997,7 +997,7 @@ def test_our_products_of_more_rows_give_the_references_tokens(drive, tiny, float
     )
     names = [("r17-all", None, "r5-o-down")[index % 3] for index in range(18)]
     check(driver, ask(driver, tiny, *((name, 2, 3 + index % 2) for index, name in enumerate(names))))
-    assert driver.executor.inner.steps.backends[18] == ((GemmBackend.EXPANDED,) * 4) + (GemmBackend.SMALL,)
+    assert driver.executor.inner.steps.decoding.backends[18] == ((GemmBackend.EXPANDED,) * 4) + (GemmBackend.SMALL,)
     assert 18 in {plan.bucket for plan in driver.plans}
 
 
@@ -1044,7 +1044,7 @@ def test_a_product_with_other_values_is_not_used(tiny, float32_products, monkeyp
     right = small_gemm_triton.multiply
     monkeypatch.setattr(small_gemm_triton, "multiply", lambda x, *rest, **joined: 1.01 * right(x, *rest, **joined))
     executor = CudaExecutor(make_config(tiny, small_gemm="on", max_num_seqs=1), LateDevice())
-    assert set(executor.steps.backends.values()) == {BY_LIBRARY}
+    assert set(executor.steps.decoding.backends.values()) == {BY_LIBRARY}
     assert "small of qkv is not used: it differs by 1.0e-02 of the largest value" in caplog.text
     executor.close()
 
@@ -1060,6 +1060,6 @@ def test_a_product_with_other_values_is_not_used(tiny, float32_products, monkeyp
 def test_says_why_products_are_the_librarys(tiny, caplog, config, why):
     caplog.set_level(logging.INFO)
     executor = CudaExecutor(make_config(tiny, max_num_seqs=1, **config), LateDevice())
-    assert set(executor.steps.backends.values()) == {BY_LIBRARY}
+    assert set(executor.steps.decoding.backends.values()) == {BY_LIBRARY}
     assert f"base products by the library: {why}" in caplog.text
     executor.close()

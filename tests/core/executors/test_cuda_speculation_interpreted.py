@@ -205,8 +205,8 @@ def test_few_sequences_have_room_for_their_drafts(tiny):  # noqa: F811
     config = make_config(tiny, speculation="ngram", max_num_seqs=1, max_num_batched_tokens=12, graph_capture="lazy")
     executor = CudaExecutor(config, LateDevice())
     try:
-        assert len(executor.steps.logits) == 9
-        assert list(executor.steps.bucket_lora) == [1, 2, 4, 8, 9]
+        assert len(executor.steps.outputs.logits) == 9
+        assert list(executor.steps.decoding.launches) == [1, 2, 4, 8, 9]
     finally:
         executor.close()
 

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from chorus.core.engine import Engine
-from chorus.core.executors import cuda_steps
+from chorus.core.executors import cuda_decode
 from chorus.core.executors.cuda import CudaExecutor
 from chorus.graphs.runner import StepMode
 from chorus.ops import vectors_triton
@@ -101,6 +101,6 @@ def test_small_products_with_vectors(drive, zoo, monkeypatch):
     from chorus.core.model.batch import GemmBackend
 
     backends = (GemmBackend.EXPANDED,) * 4 + (GemmBackend.LIBRARY,)
-    monkeypatch.setattr(cuda_steps, "choose_gemm_backends", lambda *args, **kwargs: dict.fromkeys(range(9), backends))
+    monkeypatch.setattr(cuda_decode, "choose_gemm_backends", lambda *args, **kwargs: dict.fromkeys(range(9), backends))
     driver = drive(graph_capture="off", adapters=["dora", "plain"])
     check(driver, zoo, ["dora", "plain", None], lengths=(1, 4))

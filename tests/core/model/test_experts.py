@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from chorus.core.model.experts import ExpertWeights, choose, mix_experts
+from chorus.core.model.experts import ListedExperts, choose, mix_experts
 from chorus.core.model.layers import Activation, ClampedSwiglu, Experts, Routing, Scoring
 from chorus.core.model.mixture_lora import MixtureLora
 from chorus.memory.pages.projections import MIXTURE_GROUPS, Group
@@ -79,25 +79,30 @@ def level(request, monkeypatch) -> str:
     return request.param
 
 
-def weights_of(spec: Experts, dtype: torch.dtype = torch.float32) -> ExpertWeights:
+def weights_of(spec: Experts, dtype: torch.dtype = torch.float32) -> ListedExperts:
     generator = torch.Generator().manual_seed(0)
 
     def matrix(rows: int, columns: int) -> Matrix:
         made = torch.randn(rows, columns, generator=generator) / columns**0.5
         return pack(made.to(dtype))
 
+    def biases(columns: int) -> list[torch.Tensor] | None:
+        return list(torch.randn(spec.count, columns, generator=generator).to(dtype)) if spec.biased else None
+
     shared = spec.shared_size
-    return ExpertWeights(
-        packed_gemm.pack(torch.randn(spec.count, HIDDEN, generator=generator)),
-        [matrix(2 * spec.size, HIDDEN) for _ in range(spec.count)],
-        [matrix(HIDDEN, spec.size) for _ in range(spec.count)],
-        torch.randn(spec.count, generator=generator) if spec.routing.corrected else None,
-        matrix(2 * shared, HIDDEN) if shared else None,
-        matrix(HIDDEN, shared) if shared else None,
-        torch.randn(1, HIDDEN, generator=generator) if spec.shared_gate else None,
-        torch.randn(spec.count, generator=generator) if spec.routing.bias else None,
-        list(torch.randn(spec.count, 2 * spec.size, generator=generator).to(dtype)) if spec.biased else None,
-        list(torch.randn(spec.count, HIDDEN, generator=generator).to(dtype)) if spec.biased else None,
+    return ListedExperts(
+        router=packed_gemm.pack(torch.randn(spec.count, HIDDEN, generator=generator)),
+        gate_up=[matrix(2 * spec.size, HIDDEN) for _ in range(spec.count)],
+        down=[matrix(HIDDEN, spec.size) for _ in range(spec.count)],
+        correction=torch.randn(spec.count, generator=generator) if spec.routing.corrected else None,
+        shared_gate_up=matrix(2 * shared, HIDDEN) if shared else None,
+        shared_down=matrix(HIDDEN, shared) if shared else None,
+        shared_gate=torch.randn(1, HIDDEN, generator=generator) if spec.shared_gate else None,
+        router_bias=torch.randn(spec.count, generator=generator) if spec.routing.bias else None,
+        gate_up_bias=list(torch.randn(spec.count, 2 * spec.size, generator=generator).to(dtype))
+        if spec.biased
+        else None,
+        down_bias=list(torch.randn(spec.count, HIDDEN, generator=generator).to(dtype)) if spec.biased else None,
     )
 
 
