@@ -7,9 +7,15 @@ import math
 import pytest
 import torch
 
+from chorus.core.model.layer_weights import LayerWeights
+from chorus.memory.pages.projections import dense_projections
+from chorus.ops import native, native_library, native_model
 from chorus.ops.elementwise import write_kv
 from chorus.ops.float8_kv import DTYPE, LARGEST, KvScales, inverse, rounded
 from chorus.ops.rotation import KvSlots
+from chorus.ops.sgmv import Segments
+
+from .layerless import layerless_model
 
 NUMBERS = torch.arange(256, dtype=torch.uint8).view(DTYPE).float()
 FINITE = NUMBERS[NUMBERS.isfinite()].sort().values
@@ -57,3 +63,53 @@ def test_writes_go_where_they_belong_and_nowhere_else():
             assert torch.equal(written.float(), rounded(values[index], scale).float())
     assert int((caches != 0x11).sum()) <= 2 * 3 * 2 * 8
     assert (caches[:, [0, 2]] == 0x11).all()
+
+
+def a_layer_that_stores_its_inputs(values: torch.Tensor, scales: KvScales) -> native_model.NativeModel:
+    """A model with one layer whose keys and values are a token's `values` `[tokens, head_dim]`."""
+    tokens, size = values.shape
+    one, none = torch.eye(size, dtype=values.dtype), torch.zeros(size, size, dtype=values.dtype)
+    weights = [torch.cat(parts) for parts in ((none, one, one), (none,), (none, none), (none,))]
+    names = ("qkv", "o", "gate_up", "down")
+    layer = LayerWeights(**{name: native_model.pack(weight) for name, weight in zip(names, weights, strict=True)})
+    table = dense_projections(1, size, size, 1, 1, size)
+    return layerless_model(
+        torch.zeros_like(values),
+        values,
+        layers=[layer],
+        values=[native_model.LayerValues(1.0, k_scale=scales.k, v_scale=scales.v)],
+        products=table.products,
+        product_of=table.product_of,
+        positions=tokens,
+        block_tokens=tokens,
+        arena=torch.zeros(2, 2 * tokens * size // values.itemsize, dtype=values.dtype),
+        float8_kv=True,
+    )
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("level", native_library.levels())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("scales", [KvScales(), KvScales(0.3, 1e-37)])
+def test_the_native_decoder_stores_the_same_bytes(monkeypatch, level, dtype, scales):
+    """Of numbers of every size, halfway between two of the format and next to that, and of what is not finite."""
+    monkeypatch.setenv(native_library.ISA, level)
+    between = torch.cat(((FINITE[1:] + FINITE[:-1]) / 2, FINITE, torch.tensor([448.0, 463.9, 464.0, 480.0, 1e30])))
+    away = torch.tensor([math.inf] * len(between))
+    generator = torch.Generator().manual_seed(0)
+    random = torch.randn(4096, generator=generator) * 2.0 ** torch.randint(-30, 12, (4096,), generator=generator)
+    near = [between, between.nextafter(away), between.nextafter(-away)]
+    numbers = torch.cat([random, *near, *(each * scales.k for each in near)])
+    values = numbers[: len(numbers) // 32 * 32].view(-1, 32).to(dtype)
+    values = torch.cat((values, values[:2]))
+    values[-2, 7], values[-1, 3] = math.nan, -math.inf
+    tokens = len(values)
+    model = a_layer_that_stores_its_inputs(values, scales)
+    decoder, rows, every = native.NativeDecoder(model, 1), native.NativeRows(), torch.arange(tokens)
+    rows.plan([0, tokens], torch.ones(1, 1, dtype=torch.long), [tokens])
+    decoder.forward(every, every, torch.ones(1, tokens, dtype=torch.long), every, rows, every[:1], Segments())
+    stored = model.arena.view(torch.uint8)[1].view(2, tokens, 32)
+    product = values.float() @ torch.eye(32)  # of what is not finite, everything is NaN
+    for found, scale in zip(stored, scales, strict=True):
+        assert torch.equal(found, rounded(product.to(dtype), scale).view(torch.uint8))
+    decoder.close()
