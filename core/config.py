@@ -80,7 +80,7 @@ class EngineConfig(BaseModel):
         default="auto",
         description="dtype of keys and values in the page pool. auto: that of dtype; fp8: E4M3, one byte each, with "
         "the checkpoint's k_scale and v_scale of each layer where it has them, else 1; values beyond 448 times the "
-        "scale become that. On a CPU steps then run on PyTorch's operators",
+        "scale become that",
     )
     device: str = Field(
         default="auto",

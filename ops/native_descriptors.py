@@ -116,7 +116,7 @@ class LayerDescriptor(Structure):
         *((name, c_void_p) for name in LAYER_WEIGHTS),
         ("integers", IntegersDescriptor * len(PROJECTIONS)),
         *((name, c_void_p) for name in (*HEAD_NORMS, "cos", "sin", "query_factors")),
-        *((name, c_float) for name in ("scale", "softcap", "residual_multiplier")),
+        *((name, c_float) for name in ("scale", "softcap", "k_scale", "v_scale", "residual_multiplier")),
         *(
             (name, c_int32)
             for name in (
@@ -149,7 +149,8 @@ class ModelDescriptor(Structure):
         *((name, c_void_p) for name in ("embed", "lm_head")),
         ("lm_head_integers", IntegersDescriptor), ("norm", c_void_p), ("arena", c_void_p),
         ("page_elems", c_int64), ("page_bytes", c_int64),
-        *((name, c_int32) for name in ("output_gate", "k_heads", "v_heads", "k_dim", "v_dim", "conv_size")),
+        *((name, c_int32) for name in
+          ("float8_kv", "output_gate", "k_heads", "v_heads", "k_dim", "v_dim", "conv_size")),
         ("delta_eps", c_float), *((name, c_int32) for name in ("convs_per_page", "heads_per_page", "conv_pages")),
         *((name, c_int32) for name in ("most_drafts", "drafts_per_page", "draft_page")),
         *((name, c_int32) for name in

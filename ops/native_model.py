@@ -75,6 +75,10 @@ class LayerValues:
     page_layer: int | None = None
     """Its place among the layers in these pages; None: its index."""
 
+    k_scale: float = 1.0
+    """Stored keys stand for so many times what is stored: of a KV cache in FP8."""
+
+    v_scale: float = 1.0
     residual_multiplier: float = 1.0
     activation: NativeActivation = NativeActivation.SILU
 
@@ -145,6 +149,9 @@ class NativeModel:
 
     kv_copies: int = 1
     """TP ranks that have the same K/V heads."""
+
+    float8_kv: bool = False
+    """Keys and values are in FP8, one byte each: see `float8_kv`."""
 
     output_gate: bool = False
     """Each head's query is followed by a gate of its output."""

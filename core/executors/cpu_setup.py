@@ -45,8 +45,7 @@ def cpu_pages(config: EngineConfig, shapes: ModelExecutor, layout: PageLayout, w
 def use_native(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> bool:
     if config.cpu_kernels == "torch":
         return False
-    reason = "it has no KV cache in FP8, and kv_cache_dtype is 'fp8'" if config.kv_cache_dtype == "fp8" else None
-    if (reason := reason or why_unsupported(model, dtype)) is None:
+    if (reason := why_unsupported(model, dtype)) is None:
         return True
     if config.cpu_kernels == "native":
         raise UnsupportedModel(f"cpu_kernels is 'native', but {reason}; use 'auto' or 'torch' instead")

@@ -16,6 +16,7 @@ from ...memory.pages.layout import PageGroup, PageLayout
 from ...memory.pages.projections import Group
 from ...ops import native, native_integers, native_library, native_model
 from ...ops.elementwise import rotary_table
+from ...ops.float8_kv import KvScales
 from ...ops.lora_offload import Offloading
 from ...ops.ranks import Ranks
 from ...ops.sampling import RowSamplingParams
@@ -78,12 +79,14 @@ class NativeDecoderModel:
         packed, weights.keeps = PackedWeights(embed.dtype), is_packable
         self.layers = [_native_layer(layer) for layer in weights.layers(packed.add)]
         head = weights.kept_lm_head(embed)
+        kv_scales = weights.kv_scales() if arena.layout.float8_kv else ()
         self._share = vocab = len(head.values if isinstance(head, GroupScaled) else head)
         model = native_model.NativeModel(
             hidden=config.hidden_size, ffn=config.intermediate_size, heads=config.num_heads,
             kv_heads=config.num_kv_heads, head_dim=config.head_dim, vocab=vocab,
             block_tokens=arena.layout.block_tokens, eps=config.norm.eps, centered=config.norm.centered,
-            layers=self.layers, values=layer_values(config.layers, max_model_len, arena.layout),
+            layers=self.layers, values=layer_values(config.layers, max_model_len, arena.layout, kv_scales),
+            float8_kv=arena.layout.float8_kv,
             products=config.projections.products, product_of=config.projections.product_of,
             positions=max_model_len, page_groups=arena.layout.pages_per_block, embed=embed,
             lm_head=packed.add(head), norm=weights.norm().float(), arena=arena.pages,
@@ -191,11 +194,15 @@ class NativeDecoderModel:
 
 
 def layer_values(
-    layers: Sequence[LayerSpec], positions: int, layout: PageLayout | None = None
+    layers: Sequence[LayerSpec],
+    positions: int,
+    layout: PageLayout | None = None,
+    kv_scales: Sequence[KvScales] = (),
 ) -> list[native_model.LayerValues]:
     """How the library computes layers, with the angles of that many positions; layers with the same rope share them.
 
-    layout: where their KV is; by default all layers' in each page.
+    layout: where their KV is; by default all layers' in each page. kv_scales: of each layer's KV; none: it is
+    not in FP8.
     """
     ropes = dict.fromkeys(layer.attention.rope for layer in layers if layer.attention)
     tables = {rope: (None, None) if rope is None else _angles(rope, positions) for rope in ropes}
@@ -206,7 +213,10 @@ def layer_values(
         if (mixer := layer.attention) is None:
             found.append(_delta_values(layer, index - with_kv))
         else:
-            found.append(_layer_values(layer, mixer, *tables[mixer.rope], *places[with_kv], positions))
+            values = _layer_values(layer, mixer, *tables[mixer.rope], *places[with_kv], positions)
+            if kv_scales:
+                values.k_scale, values.v_scale = kv_scales[with_kv]
+            found.append(values)
             with_kv += 1
     return found
 

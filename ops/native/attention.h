@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <vector>
 #include "elementwise.h"
+#include "float8.h"
 #include "gemm.h"
 
 namespace chorus {
@@ -15,6 +16,7 @@ namespace chorus {
 //   page_groups  entries of a block table from block to block
 //   group       query heads that share a K/V head
 //   scale       of a score
+//   v_scale     of what is stored of values
 //   softcap     scores s become softcap · tanh(s / softcap); 0: they stay
 //   window      keys that a query sees, its own included; 0: all
 template <class T>
@@ -22,7 +24,7 @@ struct PagedCache {
     T *k, *v;
     int64_t page_elems;
     int block_tokens, page_groups, kv_heads, head_dim, group;
-    float scale, softcap;
+    float scale, v_scale, softcap;
     int window;
 
     // The first key that a query sees, of `visible` up to its own.
@@ -54,19 +56,20 @@ struct KvRow {
     int length;            // tokens
 };
 
-// Words of sixteen keys as columns: out[w] is word w of all sixteen; a word is a pair of bf16, or a float32.
+// Words of sixteen keys as columns: out[w] is word w of all sixteen; a word is a pair of bf16, or a float32, to which FP8 is
+// widened.
 //
 //   keys    [16], addresses
 //   offset  elements from there to the first word
 //   words   at most eight
 template <class T>
 inline void key_columns(const T* const* keys, long offset, int words, Floats* out) {
-    auto row = [&](int i) { return (const float*)(keys[i] + offset); };
+    auto row = [&](int i) { return keys[i] + offset; };
     Floats rows[8];
 #pragma GCC unroll 8
     for (int i = 0; i < 8; i++) {
         const int first = i / 4 * 8 + i % 4;
-        load_two(row(first), row(first + 4), words, rows[i]);
+        load_words_of_two(row(first), row(first + 4), words, rows[i]);
     }
     transpose16x8(rows, out);
 }
@@ -98,7 +101,7 @@ inline float softmax(float* scores, int first, int visible, int padded, float sc
 }
 
 // Weights of the keys that a query sees, before they are divided by their sum, as X in the memory of their scores; returns
-// 1 / the sum.
+// what their sum over stored values is multiplied by: the values' scale / the weights' sum.
 //
 //   cache    the layer
 //   scores   see softmax
@@ -113,8 +116,9 @@ inline float weights_of(const PagedCache<T>& cache, float* scores, int first, in
         cap(scores + begin, padded - begin, scale, cache.softcap);
         scale = 1;
     }
-    if (first) return softmax<X, true>(scores, first, visible, padded, scale);
-    return softmax<X, false>(scores, 0, visible, padded, scale);
+    const float factor = first ? softmax<X, true>(scores, first, visible, padded, scale)
+                               : softmax<X, false>(scores, 0, visible, padded, scale);
+    return factor * cache.v_scale;
 }
 
 // Values of `Kind<X>::pair` keys, 16·COUNT columns of them, as registers to multiply a weight of each key with: the columns in
@@ -140,15 +144,14 @@ inline void store_sums(const Floats* sums, float factor, int columns, float* out
         if (j * kLanes < columns) store16(out + j * kLanes, sums[j] * floats(factor), head(columns - j * kLanes));
 }
 #ifdef CHORUS_BF16
-template <int COUNT>
-inline void join_values(const bf16* one, const bf16* other, int columns, Kind<bf16>::Reg* out) {
+template <int COUNT, class T>
+inline void join_values(const T* one, const T* other, int columns, Kind<bf16>::Reg* out) {
     using K = Kind<bf16>;
 #pragma GCC unroll 2
     for (int j = 0; j < COUNT; j += 2, one += 32, other += other ? 32 : 0, columns -= 32) {
         const int count = std::max(0, columns);
-        const __m512i a = (__m512i)(count < 32 ? K::load(one, count) : K::load(one));
-        const __m512i b =
-            other ? (__m512i)(count < 32 ? K::load(other, count) : K::load(other)) : _mm512_setzero_si512();
+        const __m512i a = (__m512i)load_pairs(one, count);
+        const __m512i b = other ? (__m512i)load_pairs(other, count) : _mm512_setzero_si512();
         out[j] = (K::Reg)_mm512_unpacklo_epi16(a, b);
         out[j + 1] = (K::Reg)_mm512_unpackhi_epi16(a, b);
     }
@@ -174,6 +177,7 @@ inline int whole_columns(int head_dim) { return (head_dim + 4 * kLanes - 1) / (4
 struct AttentionScratch {
     std::vector<float> scores, sums, factors, values, keys;
     std::vector<const void*> places;
+    std::vector<float> head;  // a key or value, before it is stored
 };
 
 }  // namespace chorus

@@ -229,21 +229,34 @@ class Decoder final : public AnyDecoder {
         const Rows<X> out = rows_of(attended_, w.delta.conv ? m_.delta.v_size() : q_size());
         if (w.delta.conv)
             delta_.run(team_, me, w.delta, PagedStates{m_, step, w.state_layer}, (Rows<const float>)y, out);
-        else attend(step, me, w, y, out);
+        else if (m_.float8_kv) attend<Float8<X>>(step, me, w, y, out);
+        else attend<T>(step, me, w, y, out);
         return out;
     }
 
-    // out = attention of a layer with weights w: q, k and v, which y has, are rotated, and k and v written to their pages.
+    // out = attention of a layer with weights w: q, k and v, which y has, are rotated, and k and v written to their pages, whose
+    // elements are P.
+    template <class P>
     void attend(const StepDesc& step, Team::Member& me, const LayerDesc& w, Rows<float> y, Rows<X> out) {
         const Rows<X> q = rows_of(q_, q_size());
         const int64_t plane = (int64_t)m_.block_tokens * kv_size();
-        T* keys = (T*)m_.arena + 2 * w.page_layer * plane;
-        const PagedCache<T> cache{keys,           keys + plane, m_.page_elems, m_.block_tokens,
-                                  m_.page_groups, m_.kv_heads,  m_.head_dim,   m_.heads / m_.kv_heads,
-                                  w.scale,        w.softcap,    w.window};
+        P* keys = (P*)m_.arena + 2 * w.page_layer * plane;
+        const PagedCache<P> cache{keys,
+                                  keys + plane,
+                                  m_.page_bytes / (int64_t)sizeof(P),
+                                  m_.block_tokens,
+                                  m_.page_groups,
+                                  m_.kv_heads,
+                                  m_.head_dim,
+                                  m_.heads / m_.kv_heads,
+                                  w.scale * w.k_scale,
+                                  w.v_scale,
+                                  w.softcap,
+                                  w.window};
         if (w.norms_all_heads) normalise_heads(me, w, step.tokens, y);
         auto rotate = [&](int t, int first, int count) {
-            for (int h = first; h < first + count; h++) rotate_and_store(step, w, cache, t, h);
+            for (int h = first; h < first + count; h++)
+                rotate_and_store(step, w, cache, t, h, attention_scratch_[me.thread]);
         };
         auto row_of = [&](int row) {
             return KvRow{step.page_table + row * step.table_stride + w.page_group, step.kv_lens[row]};
@@ -252,7 +265,7 @@ class Decoder final : public AnyDecoder {
             decodes_.each(team_, me, [&](const DecodeUnit& unit, const DecodeUnit* next) {
                 const int row = unit.row;
                 rotate(row, unit.first, unit.heads);
-                attend_decode<T>(cache, unit, q[row], out[row], row_of(row), attention_scratch_[me.thread],
+                attend_decode<P>(cache, unit, q[row], out[row], row_of(row), attention_scratch_[me.thread],
                                  next ? NextRead{row_of(next->row), next->first} : NextRead{});
                 gate(y[row], unit.first * cache.group, unit.heads * cache.group, out[row]);
             });
@@ -263,7 +276,7 @@ class Decoder final : public AnyDecoder {
             rotate(t, 0, m_.kv_heads);
         });
         attention_.each(team_, me, [&](const AttentionUnit& unit, const AttentionUnit*) {
-            chorus::attend<T>(cache, unit, q, out, row_of(unit.row), step.qo_indptr[unit.row + 1],
+            chorus::attend<P>(cache, unit, q, out, row_of(unit.row), step.qo_indptr[unit.row + 1],
                               attention_scratch_[me.thread]);
             for (int t = unit.token; t < unit.token + unit.tokens; t++)
                 gate(y[t], unit.kv_head * cache.group, cache.group, out[t]);
@@ -413,7 +426,9 @@ class Decoder final : public AnyDecoder {
 
     // Of token t, one K/V head and the query heads that share it: norm each (where the layer does) and rotate q and k, then write
     // q to its buffer, k and v to their page.
-    void rotate_and_store(const StepDesc& step, const LayerDesc& w, const PagedCache<T>& cache, int t, int kv_head) {
+    template <class P>
+    void rotate_and_store(const StepDesc& step, const LayerDesc& w, const PagedCache<P>& cache, int t, int kv_head,
+                          AttentionScratch& scratch) {
         const int head_dim = m_.head_dim;
         float* y = rows_of(y_, outputs(w, kQkv))[t];
         X* q = rows_of(q_, q_size())[t];
@@ -428,10 +443,27 @@ class Decoder final : public AnyDecoder {
                 norm_.run(x, norm, head_dim, x);
             if (!key && w.query_factors)
                 for (int d = 0; d < head_dim; d++) x[d] *= w.query_factors[step.positions[t]];
-            if (key) rotation.run(x, head_dim, cache.k + place);
+            if (key) store(cache.k + place, w.k_scale, scratch, [&](T* to) { rotation.run(x, head_dim, to); });
             else rotation.run(x, head_dim, q + head * head_dim);
         }
-        convert(y + q_rows() + kv_size() + kv_head * head_dim, head_dim, cache.v + place);
+        const float* v = y + q_rows() + kv_size() + kv_head * head_dim;
+        store(cache.v + place, w.v_scale, scratch, [&](T* to) { convert(v, head_dim, to); });
+    }
+
+    // Write a head of K or V as T to `out`, or, where that is FP8, round it from there.
+    //
+    //   out    [head_dim]
+    //   scale  of what is stored
+    //   write  write(to) writes [head_dim] of T
+    template <class P, class Write>
+    void store(P* out, float scale, AttentionScratch& scratch, Write write) const {
+        if constexpr (std::is_same_v<P, T>) {
+            write(out);
+        } else {
+            grow(scratch.head, m_.head_dim);
+            write((T*)scratch.head.data());
+            convert_scaled((const T*)scratch.head.data(), m_.head_dim, scale, out);
+        }
     }
 
     ModelDesc m_;

@@ -37,6 +37,7 @@ struct LayerDesc {
     const float* query_factors;  // [positions]; null: queries have none
     float scale;  // of scores
     float softcap;  // scores s become softcap · tanh(s / softcap); 0: they stay
+    float k_scale, v_scale;  // what is stored of K and V stands for so many times that: of FP8, else 1
     float residual_multiplier;  // of what each part adds to the residual stream
     int32_t window;  // tokens that a query sees, itself included; 0: all before it
     int32_t rotary_dim;  // leading elements of a head that are rotated
@@ -63,6 +64,7 @@ struct ModelDesc {
     const float* norm;  // [hidden]
     void* arena;
     int64_t page_elems, page_bytes;
+    int32_t float8_kv;  // 1: K and V are in FP8
     int32_t output_gate;  // 1: each head's query is followed by a gate of its output
     DeltaShape delta;  // without heads where no layer has Gated DeltaNet
     int32_t convs_per_page, heads_per_page, conv_pages;  // of a state: see paged_states.h

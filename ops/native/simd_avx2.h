@@ -25,6 +25,7 @@ inline void load(const double* p, Doubles4& v) { v = _mm256_loadu_pd(p); }
 inline void load(const uint16_t* p, Words8& v) {
     v = (Words8)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p));
 }
+inline void load(const uint8_t* p, Words8& v) { v = (Words8)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p)); }
 inline void load(const uint16_t* p, Halves& v) { v = _mm256_loadu_si256((const __m256i*)p); }
 inline void store(float* p, Floats8 v) { _mm256_storeu_ps(p, v); }
 inline void stream(float* p, Floats8 v) { _mm256_stream_ps(p, v); }  // past the caches; p: of a register's size
@@ -36,6 +37,9 @@ inline __m128i narrowed(Words8 v) {
     return _mm_packus_epi32(_mm256_castsi256_si128((__m256i)v), _mm256_extracti128_si256((__m256i)v, 1));
 }
 inline void store(uint16_t* p, Words8 v) { _mm_storeu_si128((__m128i*)p, narrowed(v)); }
+inline void store(uint8_t* p, Words8 v) {  // lanes of at most 8 bits
+    _mm_storel_epi64((__m128i*)p, _mm_packus_epi16(narrowed(v), _mm_setzero_si128()));
+}
 
 inline Floats8 as_floats(Words8 v) { return (Floats8)v; }
 inline Words8 as_words(Floats8 v) { return (Words8)v; }

@@ -29,6 +29,7 @@ inline void load(const double* p, Doubles& v) { v = _mm512_loadu_pd(p); }
 inline void load(const uint16_t* p, Words& v) {
     v = (Words)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p));
 }
+inline void load(const uint8_t* p, Words& v) { v = (Words)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p)); }
 inline void store(float* p, Floats v) { _mm512_storeu_ps(p, v); }
 inline void stream(float* p, Floats v) { _mm512_stream_ps(p, v); }  // past the caches; p: of a cache line
 inline void store(uint32_t* p, Words v) { _mm512_storeu_si512(p, (__m512i)v); }
@@ -43,10 +44,12 @@ inline void load(const uint16_t* p, Head h, Words& v) {
     v = (Words)_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(h, p));
 }
 inline void load(const uint16_t* p, Head h, Halves& v) { v = _mm256_maskz_loadu_epi16(h, p); }
+inline void load(const uint8_t* p, Head h, Words& v) { v = (Words)_mm512_cvtepu8_epi32(_mm_maskz_loadu_epi8(h, p)); }
 inline void store(float* p, Floats v, Head h) { _mm512_mask_storeu_ps(p, h, v); }
 inline void store(uint32_t* p, Words v, Head h) { _mm512_mask_storeu_epi32(p, h, (__m512i)v); }
 inline void store(double* p, Doubles v, Head h) { _mm512_mask_storeu_pd(p, (__mmask8)h, v); }
 inline void store(uint16_t* p, Words v, Head h) { _mm256_mask_storeu_epi16(p, h, _mm512_cvtepi32_epi16((__m512i)v)); }
+inline void store(uint8_t* p, Words v, Head h) { _mm_mask_storeu_epi8(p, h, _mm512_cvtepi32_epi8((__m512i)v)); }
 inline void store(uint16_t* p, Halves v, Head h) { _mm256_mask_storeu_epi16(p, h, v); }
 // v's head, and `other` beyond.
 inline Floats keep(Floats v, Head h, Floats other) { return _mm512_mask_mov_ps(other, h, v); }
@@ -55,6 +58,11 @@ inline void load_two(const float* one, const float* other, int count, Floats& v)
     const __mmask8 mask = (__mmask8)head(count);
     v = _mm512_insertf32x8(_mm512_castps256_ps512(_mm256_maskz_loadu_ps(mask, one)), _mm256_maskz_loadu_ps(mask, other),
                            1);
+}
+inline void load_two(const uint8_t* one, const uint8_t* other, int count, Words& v) {
+    const Head mask = (Head)(head(count) & 0xFF);
+    v = (Words)_mm512_cvtepu8_epi32(
+        _mm_unpacklo_epi64(_mm_maskz_loadu_epi8(mask, one), _mm_maskz_loadu_epi8(mask, other)));
 }
 
 inline Floats as_floats(Words v) { return (Floats)v; }

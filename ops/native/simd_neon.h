@@ -23,11 +23,21 @@ inline void load(const float* p, Floats4& v) { v = vld1q_f32(p); }
 inline void load(const uint32_t* p, Words4& v) { v = vld1q_u32(p); }
 inline void load(const double* p, Doubles2& v) { v = vld1q_f64(p); }
 inline void load(const uint16_t* p, Words4& v) { v = vmovl_u16(vld1_u16(p)); }
+inline void load(const uint8_t* p, Words4& v) {
+    uint32_t bytes;
+    memcpy(&bytes, p, sizeof bytes);
+    v = vmovl_u16(vget_low_u16(vmovl_u8(vcreate_u8(bytes))));
+}
 inline void store(float* p, Floats4 v) { vst1q_f32(p, v); }
 inline void stream(float* p, Floats4 v) { vst1q_f32(p, v); }  // NEON has no store that passes the caches by
 inline void store(uint32_t* p, Words4 v) { vst1q_u32(p, v); }
 inline void store(double* p, Doubles2 v) { vst1q_f64(p, v); }
 inline void store(uint16_t* p, Words4 v) { vst1_u16(p, vmovn_u32(v)); }
+inline void store(uint8_t* p, Words4 v) {
+    const uint16x4_t halves = vmovn_u32(v);
+    const uint32_t bytes = vget_lane_u32(vreinterpret_u32_u8(vmovn_u16(vcombine_u16(halves, halves))), 0);
+    memcpy(p, &bytes, sizeof bytes);
+}
 
 inline Floats4 as_floats(Words4 v) { return vreinterpretq_f32_u32(v); }
 // Of pairs of bf16 the first ones, or the second ones, as float32.

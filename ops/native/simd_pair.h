@@ -127,10 +127,10 @@ template <class V> inline V keep(const V& v, Head h, const V& other) {
     load(elements, out);
     return out;
 }
-template <class H> CHORUS_INLINE void load_two(const float* one, const float* other, int count, Pair<H>& v) {
+template <class E, class H> CHORUS_INLINE void load_two(const E* one, const E* other, int count, Pair<H>& v) {
     if (count >= kLanes / 2) return load(one, v.low), load(other, v.high);
-    float elements[kLanes] = {};
-    memcpy(elements, one, count * sizeof(float)), memcpy(elements + kLanes / 2, other, count * sizeof(float));
+    E elements[kLanes] = {};
+    memcpy(elements, one, count * sizeof(E)), memcpy(elements + kLanes / 2, other, count * sizeof(E));
     load(elements, v);
 }
 

@@ -1,4 +1,4 @@
-"""Quality of quantised weights: perplexity on texts, and tokens in common with the plain weights' greedy output.
+"""Quality of quantised weights and KV caches: perplexity on texts, and tokens in common with the plain greedy output.
 
 `--texts` are files with a JSON object per line, of `question` and `answer` or `instruction` and `response`. The first
 is the prompt; perplexity is that of the second's tokens. The prompts of the first file are completed greedily.
@@ -29,13 +29,15 @@ FORMS: dict[str, dict[str, Any]] = {
     "int8 with lm_head": {"quantization": "int8", "quantize_lm_head": True},
     "int4": {"quantization": "int4"},
     "int4 with lm_head": {"quantization": "int4", "quantize_lm_head": True},
+    "plain, FP8 KV cache": {"kv_cache_dtype": "fp8"},
+    "int8, FP8 KV cache": {"quantization": "int8", "kv_cache_dtype": "fp8"},
 }
 _PAIRS = (("question", "answer"), ("instruction", "response"))
 
 
 @dataclass
 class Quality:
-    """Of one form of the weights."""
+    """Of one form of the weights and the KV cache."""
 
     perplexity: dict[str, float] = field(default_factory=dict)
     """By file."""

@@ -91,7 +91,8 @@ def build(rng: random.Random, dtype: torch.dtype) -> World:
     hidden, ffn = 2 * rng.randint(8, 90), rng.choice((2 * rng.randint(8, 120), 32 * rng.randint(1, 7)))
     num_layers, vocab = rng.randint(1, 3), rng.choice(VOCAB)
     q, kv = heads * head_dim, kv_heads * head_dim
-    layout = PageLayout(num_layers, kv_heads, head_dim, rng.choice((4, 16, 32)), dtype.itemsize)
+    float8_kv = rng.random() < 0.3
+    layout = PageLayout(num_layers, kv_heads, head_dim, rng.choice((4, 16, 32)), dtype.itemsize, float8_kv=float8_kv)
     table = dense_projections(num_layers, hidden, ffn, heads, kv_heads, head_dim)
     own = rng.random() < 0.3
     biased = rng.random() < 0.5
@@ -150,6 +151,8 @@ def build(rng: random.Random, dtype: torch.dtype) -> World:
     requests_end = max(len(request.tokens) for request in requests)
     values = [_values(rng, head_dim, requests_end) for _ in range(num_layers)]
     for layer, own in zip(layers, values, strict=True):
+        if float8_kv:
+            own.k_scale, own.v_scale = rng.choice((1.0, 0.01)), rng.choice((1.0, 0.003))
         _place_norms(rng, layer, own, vector)
         if layer.q_norm is not None and rng.random() < 0.3:
             own.norms_all_heads, layer.q_norm, layer.k_norm = True, vector(q), vector(kv)
@@ -171,6 +174,7 @@ def build(rng: random.Random, dtype: torch.dtype) -> World:
         lm_head=native_model.pack(weights(vocab, hidden)),
         norm=vector(hidden),
         arena=arena,
+        float8_kv=float8_kv,
         centered=rng.random() < 0.2,
         logits_scale=rng.choice((1.0, 0.25)),
         logits_softcap=rng.choice((0.0, 20.0)),

@@ -18,6 +18,8 @@ from chorus.core.config import EngineConfig
 from chorus.core.executors.base import ModelExecutor
 from chorus.core.executors.cpu import CpuExecutor
 from chorus.core.model.config import UnsupportedModel
+from chorus.core.model.decoder import DecoderModel
+from chorus.core.model.native_decoder import NativeDecoderModel
 from chorus.graphs.runner import StepMode
 from chorus.ops.float8_kv import UNSCALED, KvScales
 
@@ -98,12 +100,6 @@ def check(driver, cases):
     assert [answers[str(index)].tokens for index in range(len(cases))] == [case.want for case in cases]
 
 
-@pytest.fixture(params=["torch"])
-def kernels(request):
-    """The native decoder has no such cache."""
-    return request.param
-
-
 @pytest.fixture
 def drive8(drive):
     def make(it, **config):
@@ -115,9 +111,12 @@ def drive8(drive):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_mixed_batch_equals_transformers_whose_cache_rounds(tiny, drive8, family):
+def test_mixed_batch_equals_transformers_whose_cache_rounds(tiny, drive8, family, kernels):
     it = tiny(family)
-    driver = drive8(it, max_num_seqs=8, max_num_batched_tokens=24, max_model_len=128)
+    native = kernels == "native" and family not in ("gpt-oss", "mixtral")  # it has neither sinks nor experts
+    cpu_kernels = kernels if native else "auto" if kernels == "native" else "torch"
+    driver = drive8(it, cpu_kernels=cpu_kernels, max_num_seqs=8, max_num_batched_tokens=24, max_model_len=128)
+    assert isinstance(driver.executor.rank.decoder, NativeDecoderModel if native else DecoderModel)
     check(driver, make_cases(it, 8))
     chunks = [row for plan in driver.plans for row in plan.sequences if row.start > 0 and len(row.tokens) > 1]
     assert chunks, "no prompt was cut"
@@ -190,17 +189,14 @@ def settings_of(model, **config) -> EngineConfig:
     return EngineConfig(model=model, memory_bytes=4 << 20, threads=1, device="cpu", kv_cache_dtype="fp8", **config)
 
 
-def test_the_native_decoder_leaves_it_to_torch_and_that_is_said(tiny, caplog):
-    settings = settings_of(tiny("llama3").model, dtype="float32")
+@pytest.mark.parametrize("kernels", ["native", "torch"])
+def test_what_scales_a_checkpoint_has_is_said(tiny, caplog, kernels):
+    settings = settings_of(tiny("llama3").model, dtype="float32", cpu_kernels=kernels)
     caplog.set_level("INFO")
     CpuExecutor(settings).close()
     assert [record.getMessage() for record in caplog.records if "FP8" in record.getMessage()] == [
-        "steps run on torch's operators, many times as slow as the native decoder: it has no KV cache in FP8, and "
-        "kv_cache_dtype is 'fp8'",
         "the KV cache is in FP8: the checkpoint has scales for 0 of 2 layers, others have 1",
     ]
-    with pytest.raises(UnsupportedModel, match="cpu_kernels is 'native', but it has no KV cache in FP8"):
-        CpuExecutor(settings.model_copy(update={"cpu_kernels": "native"}))
 
 
 def test_a_page_too_small_for_a_recurrent_state_is_refused_by_name(tiny):

@@ -38,8 +38,8 @@ uint64_t hash(const void* data, size_t bytes) {  // of words of 32 bits, by FNV-
 }
 
 // kFfn: not a multiple of a panel, or one, by which gate and up get panels of their own. kinds: layers differ from Llama's.
-// bits: of whole-number weights, in groups of 24 with zero points; 0: none are.
-template <class T, int kFfn> void run(bool kinds, int bits = 0) {
+// bits: of whole-number weights, in groups of 24 with zero points; 0: none are. float8: keys and values are in FP8.
+template <class T, int kFfn> void run(bool kinds, int bits = 0, bool float8 = false) {
     std::vector<std::vector<T>> weights;
     std::vector<std::vector<float>> vectors;
     auto weight = [&](int n, int k) -> const void* {  // in panels; what lies beyond n is never stored
@@ -75,13 +75,14 @@ template <class T, int kFfn> void run(bool kinds, int bits = 0) {
     layers[1].bias[kQkv] = vector(kQ + 2 * kKv, 0.3f, 0);
     layers[1].q_norm = vector(kHeadDim, 0.3f, 1), layers[1].k_norm = vector(kHeadDim, 0.3f, 1);
     const auto embed = numbers<T>(kVocab * kHidden, 2);
-    const int64_t page_elems = 2 * kLayers * kBlock * kKv;
+    const int64_t page_elems = 2 * kLayers * kBlock * kKv / (float8 ? sizeof(T) : 1);
     auto arena = numbers<T>(page_elems * kPages, 0.4f);
     const float *norm = vector(kHidden, 0.3f, 1), *cos = vector(256 * kHeadDim, 2, 0),
                 *sin = vector(256 * kHeadDim, 2, 0);
     for (LayerDesc& layer : layers) {
         layer.cos = cos, layer.sin = sin, layer.rotary_dim = kHeadDim;
         layer.scale = 1.0f / std::sqrt((float)kHeadDim), layer.residual_multiplier = 1;
+        layer.k_scale = float8 ? 0.03f : 1, layer.v_scale = float8 ? 0.004f : 1;
     }
     const ProductDesc products[kGroups] = {{kQkv, kHidden, 3, {{0, 0, kQ}, {1, kQ, kKv}, {2, kQ + kKv, kKv}}},
                                            {kO, kQ, 1, {{3, 0, kHidden}}},
@@ -97,7 +98,7 @@ template <class T, int kFfn> void run(bool kinds, int bits = 0) {
     model.num_products = kGroups, model.eps = 1e-5f, model.embedding_multiplier = model.logits_scale = 1;
     model.layer = layers, model.products = products, model.embed = embed.data(), model.lm_head = weight(kVocab, kHidden);
     model.norm = norm, model.arena = arena.data(), model.page_elems = page_elems;
-    model.page_bytes = page_elems * sizeof(T);
+    model.page_bytes = page_elems * sizeof(T), model.float8_kv = float8;
     if (kinds) {
         layers[0].window = 33, layers[0].softcap = 0.7f, layers[0].residual_multiplier = 0.3f;
         layers[0].rotary_dim = 12, layers[0].interleaved = 1, layers[0].activation = kGelu;
@@ -189,5 +190,9 @@ int main() {
     for (const int bits : {8, 4}) {
         run<float, 136>(false, bits);
         run<bf16, 160>(false, bits);
+    }
+    for (const bool kinds : {false, true}) {
+        run<float, 136>(kinds, 0, true);
+        run<bf16, 160>(kinds, 0, true);
     }
 }

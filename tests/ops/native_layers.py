@@ -17,6 +17,8 @@ from chorus.memory.pages.adapter_layout import AdapterLayout, uniform_parts
 from chorus.memory.pages.layout import PageLayout
 from chorus.memory.pages.projections import Projections, attention_projections, gated_projections
 from chorus.ops import native, native_model
+from chorus.ops.float8_kv import DTYPE as FLOAT8
+from chorus.ops.float8_kv import KvScales, rounded
 from chorus.ops.sgmv import AdapterRows, Segments
 
 from ..tables import LLAMA
@@ -50,6 +52,8 @@ class Kind:
     embedding_multiplier: float = 1.0
     logits_scale: float = 1.0
     logits_softcap: float | None = None
+    kv_scales: KvScales | None = None
+    """Keys and values are in FP8, with these scales."""
     two_mixers: bool = False
     """The second layer's mixer has projections of its own, with other ids."""
 
@@ -131,7 +135,8 @@ class Model:
     def __post_init__(self) -> None:
         kind = self.kind
         self._generator = torch.Generator().manual_seed(self.seed)
-        self.layout = PageLayout(LAYERS, kind.kv_heads, kind.head_dim, BLOCK, self.dtype.itemsize)
+        shape = LAYERS, kind.kv_heads, kind.head_dim, BLOCK, self.dtype.itemsize
+        self.layout = PageLayout(*shape, float8_kv=kind.kv_scales is not None)
         q, kv, hidden = kind.heads * kind.head_dim, kind.kv_heads * kind.head_dim, kind.hidden
         self.table = kind.table()
         self.specs = kind.layers()
@@ -139,7 +144,8 @@ class Model:
         self.embed = self._matrix(VOCAB, hidden, 1.0)
         self.head = self._matrix(VOCAB, hidden, 2 * hidden**-0.5)
         self.norm = self._vector(hidden, 1.0)
-        self.arena = torch.full((self.pages, self.layout.page_elems), math.nan, dtype=self.dtype)
+        self.arena = torch.empty((self.pages, self.layout.page_elems), dtype=self.dtype)
+        self.spoil(range(self.pages))
         self._free = list(range(1, self.pages))
         self.rows: list[list[AdapterRows]] = []
         """Of each adapter's parts."""
@@ -163,7 +169,7 @@ class Model:
             block_tokens=BLOCK,
             eps=kind.norm.eps,
             layers=[layer.packed() for layer in self.weights],
-            values=layer_values(self.specs, positions),
+            values=layer_values(self.specs, positions, kv_scales=[kind.kv_scales] * LAYERS if kind.kv_scales else ()),
             products=self.table.products,
             product_of=self.table.product_of,
             positions=positions,
@@ -171,6 +177,7 @@ class Model:
             lm_head=native_model.pack(self.head),
             norm=self.norm,
             arena=self.arena,
+            float8_kv=self.layout.float8_kv,
             centered=kind.centered,
             embedding_multiplier=kind.embedding_multiplier,
             logits_scale=kind.logits_scale,
@@ -180,6 +187,20 @@ class Model:
     def take(self, tokens: int) -> list[int]:
         """Pages for a sequence."""
         return [self._free.pop() for _ in range(-(-tokens // BLOCK))]
+
+    def spoil(self, pages: Sequence[int]) -> None:
+        """Make all keys and values in pages NaN."""
+        kv = self.arena.view(FLOAT8) if self.layout.float8_kv else self.arena
+        nan = torch.full(kv.shape[1:], math.nan).to(kv.dtype).view(self.arena.dtype)
+        self.arena[list(pages)] = nan
+
+    def stored(self, pages: Sequence[int], layer: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of a sequence's first tokens, `[kv_heads, tokens, head_dim]` float64, as they are in FP8."""
+        assert self.kind.kv_scales is not None
+        kv = self.arena.view(FLOAT8).view(self.pages, LAYERS, 2, BLOCK, self.kind.kv_heads, self.kind.head_dim)
+        kv = kv.view(torch.uint8)[list(pages), layer].view(FLOAT8).double()
+        k, v = (kv[:, side].flatten(0, 1)[:count].transpose(0, 1) for side in (0, 1))
+        return k * self.kind.kv_scales.k, v * self.kind.kv_scales.v
 
     def add_adapter(self, rank: int = 3, scale: float = 0.5) -> int:
         """Place a random adapter of all modules in the arena; returns its number."""
@@ -291,12 +312,16 @@ def step(
     return list(logits.clone().split(counts)) if len(logits) == at else []
 
 
-def reference(model: Model, tokens: Sequence[int], adapter: int | None = None) -> torch.Tensor:
-    """Logits of all tokens, in float64."""
+def reference(
+    model: Model, tokens: Sequence[int], adapter: int | None = None, pages: Sequence[int] | None = None
+) -> torch.Tensor:
+    """Logits of all tokens, in float64. pages: of a sequence that was computed, whose keys and values are in FP8: they
+    are compared with their own, and attended to.
+    """
     kind = model.kind
     x = model.embed.double()[list(tokens)] * kind.embedding_multiplier
     for index, (spec, weights) in enumerate(zip(model.specs, model.weights, strict=True)):
-        x = _Layer(model, index, spec, weights, adapter)(x)
+        x = _Layer(model, index, spec, weights, adapter, pages)(x)
     logits = norm(kind.norm, x, model.norm) @ model.head.double().T * kind.logits_scale
     if kind.logits_softcap:
         logits = kind.logits_softcap * torch.tanh(logits / kind.logits_softcap)
@@ -318,6 +343,7 @@ class _Layer:
     spec: LayerSpec
     weights: Weights
     adapter: int | None
+    pages: Sequence[int] | None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         weights, factor = self.weights, self.spec.residual_multiplier
@@ -363,6 +389,8 @@ class _Layer:
             q, k = self.norm(q, weights.q_norm), self.norm(k, weights.k_norm)
         if spec.rope is not None:
             q, k = rotated(spec.rope, q), rotated(spec.rope, k)
+        if self.pages is not None:
+            k, v = self.stored(k, v)
         k, v = (part.repeat_interleave(spec.num_heads // spec.num_kv_heads, dim=0) for part in (k, v))
         scores = q @ k.transpose(1, 2) * spec.scale
         if spec.softcap:
@@ -372,6 +400,19 @@ class _Layer:
         seen = (age >= 0) & (age < (spec.window or len(x)))
         attended = scores.masked_fill(~seen, -math.inf).softmax(-1) @ v
         return self.project(attended.transpose(0, 1).flatten(1), weights.o, weights.o_bias, LLAMA[3:4])
+
+    def stored(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values as they are in pages: rounded, of numbers that are nearly these."""
+        model, scales = self.model, self.model.kind.kv_scales
+        assert self.pages is not None
+        assert scales is not None
+        found = model.stored(self.pages, self.index, k.shape[1])
+        near = 1e-5 if model.dtype == torch.float32 else 0.05
+        for values, own, scale in zip((k, v), found, scales, strict=True):
+            off = near * values.std()
+            low, high = (scale * rounded((values + way * off).float(), scale).double() for way in (-1, 1))
+            assert ((low <= own) & (own <= high)).all()
+        return found
 
     def feed(self, x: torch.Tensor) -> torch.Tensor:
         weights = self.weights

@@ -15,6 +15,7 @@ import torch
 
 from chorus.core.model.layers import Activation, HeadNorm, Norms
 from chorus.ops import native, native_library
+from chorus.ops.float8_kv import UNSCALED
 from chorus.ops.lora_offload import EXCHANGES_BYTES, OffloadedSegments, OffloadWorker, exchange_floats
 from chorus.ops.ranks import Ranks
 from chorus.ops.sampling import RowSamplingParams
@@ -189,20 +190,21 @@ def test_prompt_logits_and_sampled_tokens_are_of_the_same_logits(kind):
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kv_scales", [None, UNSCALED], ids=["own dtype", "FP8"])
 @pytest.mark.parametrize("window", [1, 2, 7, 15, 16, 17, 40])
-def test_what_lies_before_the_window_is_not_read(monkeypatch, level, dtype, window):
+def test_what_lies_before_the_window_is_not_read(monkeypatch, level, dtype, window, kv_scales):
     """Not even where it is not finite; pages that a window has left may hold anything."""
     monkeypatch.setenv(native_library.ISA, level)
-    model = Model(Kind(window=window, heads=6, kv_heads=2), dtype)
+    model = Model(Kind(window=window, heads=6, kv_heads=2, kv_scales=kv_scales), dtype)
     tokens, pages = model.tokens(LENGTH), model.take(LENGTH)
     decoder = native.NativeDecoder(model.native(LENGTH), 1)
     (clean,) = step(decoder, model, [(tokens, pages, 0, LENGTH, None)])
     assert clean.isfinite().all()
-    per_token = model.arena.view(model.pages, LAYERS * 2, BLOCK, -1)
+    per_token = model.arena.view(torch.uint8).view(model.pages, LAYERS * 2, BLOCK, -1)
     for begin in (window, window + 1, 50, LENGTH - 1):
         step(decoder, model, [(tokens, pages, 0, begin, None)])
         for position in range(begin - window + 1):
-            per_token[pages[position // BLOCK], :, position % BLOCK] = math.nan
+            per_token[pages[position // BLOCK], :, position % BLOCK] = 0xFF  # NaN of any dtype
         for end in (begin + 1, LENGTH):
             (found,) = step(decoder, model, [(tokens, pages, begin, end, None)])
             assert torch.equal(found, clean[begin:end]), (begin, end)

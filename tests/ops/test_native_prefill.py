@@ -32,11 +32,12 @@ SHAPES = {
 class Rows:
     """Sequences over one executor: each computes its tokens in chunks, with or without company and an adapter."""
 
-    def __init__(self, shape: Geometry, dtype: str, threads: int, work_dir) -> None:
+    def __init__(self, shape: Geometry, dtype: str, threads: int, work_dir, kv_cache_dtype: str = "auto") -> None:
         model = random_model.checkpoint(random_model.RandomModel(shape), work_dir)
         config = EngineConfig(
             model=model,
             dtype=dtype,
+            kv_cache_dtype=kv_cache_dtype,
             cpu_kernels="native",
             threads=threads,
             num_pages=PAGES,
@@ -45,7 +46,7 @@ class Rows:
         )
         self._executor = CpuExecutor(config)
         self._pages = self._executor.arena.pages
-        self._pages.fill_(float("nan"))
+        self._pages.view(torch.uint8).fill_(0xFF)  # NaN of any dtype
         self._free = list(range(1, PAGES))
         self.generator = torch.Generator().manual_seed(1)
 
@@ -100,9 +101,10 @@ def shape(request) -> Geometry:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
 @pytest.mark.parametrize("threads", [1, 3])
-def test_a_tokens_bits_depend_neither_on_the_chunk_nor_on_company(tmp_path, shape, dtype, threads):
-    rows = Rows(shape, dtype, threads, tmp_path)
+def test_a_tokens_bits_depend_neither_on_the_chunk_nor_on_company(tmp_path, shape, dtype, kv_cache_dtype, threads):
+    rows = Rows(shape, dtype, threads, tmp_path, kv_cache_dtype)
     length = 203
     alone = rows.sequence(length)
     one_by_one = torch.cat([rows.step([(alone, at, at + 1)])[0] for at in range(length)])
@@ -165,9 +167,10 @@ def test_chunks_of_a_long_segment_fit_their_buffers(tmp_path, length):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_what_a_later_token_holds_does_not_reach_an_earlier_one(tmp_path, shape, dtype):
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
+def test_what_a_later_token_holds_does_not_reach_an_earlier_one(tmp_path, shape, dtype, kv_cache_dtype):
     """A weight of 0 does not undo NaN: a later token's values stay out of the sum."""
-    rows = Rows(shape, dtype, 2, tmp_path)
+    rows = Rows(shape, dtype, 2, tmp_path, kv_cache_dtype)
     row, bad = rows.sequence(123), 7
     row.tokens[row.tokens == bad] = bad + 1
     (clean,) = rows.step([(row, 0, 123)])

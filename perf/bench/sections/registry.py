@@ -29,10 +29,11 @@ SECTIONS = {
     "ranks": "(o) decode steps of several ranks of one thread, and of one rank with as many threads",
     "levels": "(s) steps at each ISA level, compared with the machine's limits",
     "quantization": "(q) steps with quantised weights, compared with bf16 and with the machine's limits",
+    "kv_cache": "(l) decode steps after long prompts with KV in FP8, compared with the model's dtype",
 }
 
 _OF_KERNELS = {"equality", "sgmv", "products", "attention"}
-_OF_CPUS = {"swapping", "tenants", "peers", "ranks", "levels", "quantization"}
+_OF_CPUS = {"swapping", "tenants", "peers", "ranks", "levels", "quantization", "kv_cache"}
 
 
 def sections_of(device: str, smoke: bool) -> dict[str, str]:

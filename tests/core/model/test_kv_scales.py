@@ -64,7 +64,8 @@ def test_scales_that_can_t_be_used_are_refused_by_name(tmp_path, k, v, why):
 
 
 @pytest.mark.numerics
-def test_an_engine_uses_them(tmp_path, monkeypatch):
+@pytest.mark.parametrize("kernels", ["native", "torch"])
+def test_an_engine_uses_them(tmp_path, monkeypatch, kernels):
     """Logits are those of rounding by these scales, and others than by ones."""
     scales = {"k_scale": 0.002, "v_scale": 0.7}  # keys beyond the range become its end
 
@@ -74,7 +75,7 @@ def test_an_engine_uses_them(tmp_path, monkeypatch):
 
     prompts = [[5, 6, 7], list(range(3, 40))]
     path, _ = write_twins(tmp_path, FORMS["fp8"], spoil=add)
-    found = logits_of(executor_of(path, dtype="float32", kv_cache_dtype="fp8"), prompts)
+    found = logits_of(executor_of(path, dtype="float32", cpu_kernels=kernels, kv_cache_dtype="fp8"), prompts)
 
     def write(slots, k, v):
         for cache, values, scale in zip(slots[:2], (k, v), scales.values(), strict=True):

@@ -215,6 +215,14 @@ def test_quantization(context):
 
 
 @pytest.mark.skipif(not native_library.available(torch.float32), reason="no native library")
+def test_kv_cache(context):
+    plain, float8 = run(context, "kv_cache")["rows"]
+    assert (plain["kv"], float8["kv"]) == ("auto", "fp8")
+    assert plain["of_plain"] == 1.0 and float8["of_plain"] > 0 and float8["share"] > 0
+    assert plain["megabytes"] > float8["megabytes"]
+
+
+@pytest.mark.skipif(not native_library.available(torch.float32), reason="no native library")
 def test_another_build_runs_beside_ours(context, tmp_path):
     """A copy of our library stands for it."""
     (ours,) = Path(native_library.__file__).parent.glob(f"_native_{native_library.level()}.*so")
@@ -252,7 +260,8 @@ def test_a_cpu_that_is_measured_has_sections_and_bars_of_its_own(tmp_path, capsy
 
 def test_a_gpu_leaves_out_what_is_of_cpus(tmp_path):
     known = Options.parse(["--quick", "--out", str(tmp_path)]).known
-    assert set(SECTIONS) - set(known) == {"swapping", "tenants", "peers", "ranks", "levels", "quantization"}
+    of_cpus = {"swapping", "tenants", "peers", "ranks", "levels", "quantization", "kv_cache"}
+    assert set(SECTIONS) - set(known) == of_cpus
 
 
 def test_equality(context):
