@@ -81,12 +81,11 @@ class watched:
 class CudaShapes(ModelExecutor):
     """The shapes of a checkpoint that GPUs serve, with their defaults."""
 
-    state_slots = 3
-    states_go_back = False
-
     def __init__(self, config: EngineConfig, shard: Shard = WHOLE, *, device: CudaDevice) -> None:
         """Raises UnsupportedModel."""
         self._device = device
+        is_ahead = config.async_scheduling and config.speculation == "off"
+        self.state_slots = 3 if is_ahead else 2
         super().__init__(config, shard)
         if not (experts := self.config.num_experts):
             return
@@ -231,7 +230,12 @@ class CudaExecutor(CudaShapes):
             logits, chosen = self._ragged(plan)
         else:
             logits, chosen = self.steps.decode(
-                plan.bucket, rows, plan.adapters, plan.sources, plan.merged, has_drafts=plan.num_drafts > 0
+                plan.bucket,
+                rows,
+                plan.adapters,
+                plan.sources,
+                plan.merged,
+                drafted=plan.sequences if plan.num_drafts else None,
             )
         return self.steps.whole(logits) if asks_logits else logits, chosen
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -42,6 +43,7 @@ from ..model.layer import Residual
 from ..model.load_progress import progress
 from ..model.lora_launches import LoraLaunches
 from ..model.lora_state_cuda import CudaLoraState, StepLimits
+from ..model.paged_states_cuda import CudaPagedStates
 from ..model.pooling import add_pooled
 from ..model.sampler import (
     DeviceSampling,
@@ -193,7 +195,7 @@ class CudaSteps:
         self._grammars = grammars_of(config.tokenizer_dir, model.config.vocab_size, model.config.eos_token_ids)
         # for the last list of rows
         self._last_asks: tuple[Sequence[ScheduledSequence], _Asks] = (), _Asks(False, False, False, False)
-        self._states = model.new_states(rows)
+        self._states = self._new_states()
         can_capture = attention.captures or where.type == "cpu"
         self._captures = config.graph_capture != "off" and can_capture
         # TP ranks make merged weights at their own pace, but must capture together: in a step that all of them have
@@ -204,11 +206,16 @@ class CudaSteps:
     def use_arena(self, arena: Arena) -> None:
         """Use another arena of the same layout from now on; nothing may have been captured yet."""
         self.decoder.use_arena(arena)
-        self._states = self.decoder.new_states(self._most_rows)
+        self._states = self._new_states()
         self.lora.use_arena(arena.pages)
         if self._config.graph_capture != "off":
             self.mixed.allow_captures()
         self.eager.clear()
+
+    def _new_states(self) -> CudaPagedStates | None:
+        """The states of a step's sequences, in the decoder's arena; None for a model without Gated DeltaNet."""
+        decoder = self.decoder
+        return None if decoder.config.delta is None else CudaPagedStates(decoder.config, decoder.arena, self._most_rows)
 
     @property
     def captured(self) -> Sequence[CapturedStep]:
@@ -277,19 +284,20 @@ class CudaSteps:
         sources: Sequence[int] | None = None,
         merged: Adapter | None = None,
         *,
-        has_drafts: bool = False,
+        drafted: Sequence[ScheduledSequence] | None = None,
     ) -> Outputs:
         """Run a step with one token per sequence in the bucket's static buffers, captured if steps are.
 
-        has_drafts: rows are of `positions_of`, and each has its last token only. Those of one sequence have the same
-        pages: a layer writes K and V of all tokens before any attends. Their number is padded to the next bucket.
+        drafted: the sequences of a step with drafts; rows are then of `positions_of`, and each has its last token only.
+        Those of one sequence have the same pages: a layer writes K and V of all tokens before any attends. Their number
+        is padded to the next bucket.
         sources: for each entry the index in the last step of the sequence that sampled its token, or -1 if the entry
         has its own token; None if all have. Until the tokens are gathered, the token-id buffer holds indices into
         `_samplable`. merged: as in `ragged`.
         """
-        if has_drafts:
+        if drafted is not None:
             bucket = self._buckets.pick(bucket)
-        self._fill(bucket, rows, self._places(rows, sources), has_drafts=has_drafts)
+        self._fill(bucket, rows, self._places(rows, sources), drafted)
         if sources is not None:
             self._take_sampled(self._buffers.views[bucket].token_ids)
         mode, launches, graphs = StepMode.BASE, None, self.graphs
@@ -408,15 +416,16 @@ class CudaSteps:
         bucket: int,
         rows: list[ScheduledSequence],
         places: Sequence[int] | None = None,
-        *,
-        has_drafts: bool = False,
+        drafted: Sequence[ScheduledSequence] | None = None,
     ) -> None:
+        """Write a decode step into its static buffers. places: of `_places`. drafted: see `decode`."""
         tokens = [row.tokens[-1] for row in rows] if places is None else places
-        positions = [row.kv_len - 1 for row in rows] if has_drafts else [row.start for row in rows]
+        positions = [row.start for row in rows] if drafted is None else [row.kv_len - 1 for row in rows]
         views = self._buffers.fill(bucket, tokens, positions, [row.pages for row in rows])
         self._attention[bucket].plan(range(bucket + 1), views.page_table, views.kv_lens, views.tables)
         if self._states is not None:
-            self._states.set_step(rows, range(bucket + 1))
+            qo_indptr = range(bucket + 1) if drafted is None else _padded_indptr(drafted, bucket)
+            self._states.set_step(rows if drafted is None else drafted, qo_indptr)
 
     def _batch(
         self, bucket: int, lora: LoraLaunches | None, merged: bool = False, backends: GemmBackends | None = None
@@ -661,6 +670,13 @@ class CudaSteps:
         is_late = mode is StepMode.BASE and bucket in self._late
         with dependent_launch.only(False) if is_late else nullcontext():
             return self._device.capture(make(bucket, lora, mode in MERGED_MODES))
+
+
+def _padded_indptr(sequences: Sequence[ScheduledSequence], bucket: int) -> Sequence[int]:
+    """See `PagedStates.set_step`: after the sequences, padding of one token each, then of none, to `bucket` entries."""
+    ends = list(accumulate(len(sequence.tokens) for sequence in sequences))
+    padded = [0, *ends, *range(ends[-1] + 1, bucket + 1)]
+    return padded + [bucket] * (bucket + 1 - len(padded))
 
 
 def _of_all_ranks(
