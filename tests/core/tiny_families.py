@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from pathlib import Path
@@ -512,18 +513,20 @@ def _paths(config: ModelConfig, layer: int, targets: list[str]) -> list[str]:
     return [path for path, modules in config.module_paths.in_layer(layer).items() if set(modules) & set(targets)]
 
 
-def make_tiny(name: str, root: Path, **arguments: Any) -> Tiny:
-    """A family's model with ADAPTERS, below `root`. arguments: further ones of `LoraConfig`."""
+def make_tiny(name: str, root: Path, changes: Mapping[str, Any] | None = None, **arguments: Any) -> Tiny:
+    """A family's model with ADAPTERS, below `root`. changes: to its configuration. arguments: further ones of
+    `LoraConfig`.
+    """
     conversion = "peft.utils.transformers_weight_conversion.get_checkpoint_conversion_mapping"
     with patch(conversion, lambda *_: None):  # PEFT would take gate_proj of a dense layer for that of experts
-        return _make_tiny(name, root, **arguments)
+        return _make_tiny(name, root, changes or {}, **arguments)
 
 
-def _make_tiny(name: str, root: Path, **arguments: Any) -> Tiny:
+def _make_tiny(name: str, root: Path, changes: Mapping[str, Any], **arguments: Any) -> Tiny:
     from peft import LoraConfig, PeftModel, get_peft_model
     from transformers import AutoModelForCausalLM
 
-    save_family(name, root / "model")
+    save_family(name, root / "model", **changes)
     adapters = {adapter: root / adapter for adapter in ADAPTERS}
     config = read_model_config(root / "model")
     paths = config.module_paths.by_path
