@@ -190,7 +190,7 @@ class EngineConfig(BaseModel):
     speculation: Literal["off", "ngram"] = Field(
         default="off",
         description="propose tokens and verify several per step; the output stays the same. ngram: what followed the "
-        "last tokens earlier in the prompt or the answer. On a GPU only for models without linear attention",
+        "last tokens earlier in the prompt or the answer",
     )
     speculation_cache_tokens: int = Field(
         default=0,

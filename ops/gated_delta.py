@@ -28,6 +28,7 @@ import torch
 from torch.nn.functional import pad, silu, softplus
 
 from .attention import count_prefills
+from .gated_delta_schedule import StepConstants
 
 
 @cache
@@ -118,6 +119,29 @@ def gated_delta(
     return torch.cat(parts) if len(parts) > 1 else parts[0]
 
 
+def step_in_pages(
+    out: torch.Tensor,
+    mixed: torch.Tensor,
+    weights: DeltaWeights,
+    eps: float,
+    pages: torch.Tensor,
+    table: torch.Tensor,
+    layer: int,
+    constants: StepConstants,
+) -> None:
+    """As `gated_delta`, of sequences with one known token, in one launch that reads and writes states in pages.
+
+    out: `[tokens, v_heads · v_dim]`; rows of other tokens are left alone. pages: `[pages, elements]` float32. table:
+    `[sequences, 4 + 2 · state pages]` int64: for each sequence its first token; how many it has, all drafts but the
+    first, or 0; the accepted drafts of the step before; 1 if it begins with a state of zeros; the pages that it reads;
+    those that it writes. layer: its index among those with a state.
+
+    The launch's grid depends only on the number of sequences, so it can be captured.
+    """
+    parts = weights.conv, weights.dt_bias, weights.a_log, weights.norm
+    _kernels().step(out, mixed, *parts, eps, pages, table, layer, constants)
+
+
 def _take_in(number: int, weights: DeltaWeights, state: DeltaState) -> None:
     """Let one sequence's state go on over its first drafts of the step before."""
     assert state.drafts is not None
@@ -153,9 +177,6 @@ def _prompt(mixed: torch.Tensor, weights: DeltaWeights, state: DeltaState, eps: 
 
 def _tokens(mixed: torch.Tensor, weights: DeltaWeights, state: DeltaState, eps: float) -> torch.Tensor:
     """One token of each sequence."""
-    if _uses_kernels(mixed):
-        parts = weights.conv, weights.dt_bias, weights.a_log, weights.norm
-        return _kernels().step(mixed, *parts, state.conv, state.recurrent, eps)
     rows = mixed.float()
     convolved = _convolved_tokens(rows[:, : state.conv.shape[2]], weights.conv, state.conv)
     attended = _recurrent(_inputs(convolved, rows, weights, state), state.recurrent)

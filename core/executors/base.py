@@ -181,9 +181,6 @@ class ModelExecutor(ExecutorBase):
     state_slots = 2
     """Slots of a request for its recurrent states: one more than steps that are under way at once."""
 
-    states_go_back = True
-    """True if recurrent states take in accepted drafts only: see `StateSlots`."""
-
     def __init__(self, config: EngineConfig, shard: Shard = WHOLE) -> None:
         """shard: the share of the model that the executor computes. Raises UnsupportedModel."""
         import torch
@@ -216,11 +213,6 @@ class ModelExecutor(ExecutorBase):
             model.vocab_size, limit, model.eos_token_ids, window, grammars, generates=model.has_lm_head, head=head
         )
         self.layout = self._page_layout(config, limit)
-        if config.speculation != "off" and self.layout.states is not None and not self.states_go_back:
-            raise UnsupportedModel(
-                f"speculation is {config.speculation!r}, but this model has recurrent states, and on a GPU they "
-                "can't go back to the token before a rejected one; set it to 'off', or device to 'cpu'"
-            )
 
     def _page_layout(self, config: EngineConfig, max_model_len: int) -> PageLayout:
         """Raises UnsupportedModel."""

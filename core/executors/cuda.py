@@ -82,12 +82,11 @@ class watched:
 class CudaShapes(ModelExecutor):
     """The shapes of a checkpoint that GPUs serve, with their defaults."""
 
-    state_slots = 3
-    states_go_back = False
-
     def __init__(self, config: EngineConfig, shard: Shard = WHOLE, *, device: CudaDevice) -> None:
         """Raises UnsupportedModel."""
         self._device = device
+        is_ahead = config.async_scheduling and config.speculation == "off"
+        self.state_slots = 3 if is_ahead else 2
         super().__init__(config, shard)
         if not (experts := self.config.num_experts):
             return
@@ -238,7 +237,7 @@ class CudaExecutor(CudaShapes):
                 plan.sources,
                 plan.merged,
                 merged_graphs=self.steps.merged_graphs,
-                has_drafts=plan.num_drafts > 0,
+                drafted=plan.sequences if plan.num_drafts else None,
             )
         return self.steps.outputs.whole(logits) if asks_logits else logits, chosen
 

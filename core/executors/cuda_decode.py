@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
+from itertools import accumulate
 
 from ...graphs.buffers import DeviceDecodeBuffers
 from ...graphs.device import CudaDevice
@@ -24,6 +25,7 @@ from ..model.decoder import DecoderModel
 from ..model.layer import Residual
 from ..model.lora_launches import LoraLaunches
 from ..model.lora_state_cuda import CudaLoraState
+from ..model.paged_states_cuda import CudaPagedStates
 from ..requests.draft_length import most_logits
 from ..requests.types import BASE_LORA_INDEX, ScheduledSequence
 from .cuda_attention_choice import choose_decode_attention
@@ -67,7 +69,7 @@ class DecodeSteps:
             device=device,
             groups=layout.pages_per_block,
         )
-        self.states = model.new_states(self._most_rows)
+        self.states = self._new_states()
         """Of sequences in layers of Gated DeltaNet; None for a model without them."""
         self.captures = config.graph_capture != "off" and (usual.captures or device.torch_device.type == "cpu")
         self.eager: Counter[EagerReason] = Counter()
@@ -85,7 +87,11 @@ class DecodeSteps:
 
     def use_arena(self) -> None:
         """Use the model's present arena from now on."""
-        self.states = self._decoder.new_states(self._most_rows)
+        self.states = self._new_states()
+
+    def _new_states(self) -> CudaPagedStates | None:
+        decoder = self._decoder
+        return None if decoder.config.delta is None else CudaPagedStates(decoder.config, decoder.arena, self._most_rows)
 
     def run(
         self,
@@ -96,18 +102,19 @@ class DecodeSteps:
         merged: Adapter | None = None,
         *,
         merged_graphs: PlacedGraphs,
-        has_drafts: bool = False,
+        drafted: Sequence[ScheduledSequence] | None = None,
     ) -> Outputs:
         """Run a step with one token per sequence in the bucket's static buffers, captured if steps are.
 
-        has_drafts: rows are of `positions_of`, and each has its last token only. Those of one sequence have the same
-        pages: a layer writes K and V of all tokens before any attends. Their number is padded to the next bucket.
+        drafted: the sequences of a step with drafts; rows are then of `positions_of`, and each has its last token only.
+        Those of one sequence have the same pages: a layer writes K and V of all tokens before any attends. Their number
+        is padded to the next bucket.
         sources: see `StepOutputs.indices`. Until the tokens are gathered, the token-id buffer holds indices. merged:
         the adapter added to its weights, for which there are `merged_graphs`.
         """
-        if has_drafts:
+        if drafted is not None:
             bucket = self._buckets.pick(bucket)
-        self._fill(bucket, rows, self._outputs.indices(rows, sources), has_drafts=has_drafts)
+        self._fill(bucket, rows, self._outputs.indices(rows, sources), drafted)
         if sources is not None:
             self._outputs.take_sampled(self._buffers.views[bucket].token_ids)
         mode, launches, graphs = StepMode.BASE, None, self.graphs
@@ -151,16 +158,16 @@ class DecodeSteps:
         bucket: int,
         rows: Sequence[ScheduledSequence],
         indices: Sequence[int] | None = None,
-        *,
-        has_drafts: bool = False,
+        drafted: Sequence[ScheduledSequence] | None = None,
     ) -> None:
-        """indices: written in place of the sequences' tokens."""
+        """indices: written in place of the sequences' tokens. drafted: see `run`."""
         tokens = [row.tokens[-1] for row in rows] if indices is None else indices
-        positions = [row.kv_len - 1 for row in rows] if has_drafts else [row.start for row in rows]
+        positions = [row.start for row in rows] if drafted is None else [row.kv_len - 1 for row in rows]
         views = self._buffers.fill(bucket, tokens, positions, [row.pages for row in rows])
         self._attention[bucket].plan(range(bucket + 1), views.page_table, views.kv_lens, views.tables)
         if self.states is not None:
-            self.states.set_step(rows, range(bucket + 1))
+            qo_indptr = range(bucket + 1) if drafted is None else _padded_indptr(drafted, bucket)
+            self.states.set_step(rows if drafted is None else drafted, qo_indptr)
 
     def _batch(
         self, bucket: int, lora: LoraLaunches | None, merged: bool = False, backends: GemmBackends | None = None
@@ -261,3 +268,10 @@ class DecodeSteps:
         is_late = mode is StepMode.BASE and bucket in self._late
         with dependent_launch.only(False) if is_late else nullcontext():
             return self._device.capture(make(bucket, lora, mode in MERGED_MODES))
+
+
+def _padded_indptr(sequences: Sequence[ScheduledSequence], bucket: int) -> Sequence[int]:
+    """See `PagedStates.set_step`: after the sequences, padding of one token each, then of none, to `bucket` entries."""
+    ends = list(accumulate(len(sequence.tokens) for sequence in sequences))
+    padded = [0, *ends, *range(ends[-1] + 1, bucket + 1)]
+    return padded + [bucket] * (bucket + 1 - len(padded))

@@ -5,20 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
 
 from ...graphs.buffers import split_columns
 from ...memory.pages.layout import PageLayout
-from ...ops.gated_delta import DeltaState
+from ...ops.gated_delta import DeltaWeights
 from ..requests.types import ScheduledSequence
 from .sampler import following_tokens
 from .step_lora import StepLora
-
-if TYPE_CHECKING:
-    from .paged_states import PagedStates
 
 T = TypeVar("T")
 
@@ -56,30 +53,19 @@ BY_LIBRARY: GemmBackends = (GemmBackend.LIBRARY,) * 5
 class StepStates(Protocol):
     """The states of a step's sequences in layers of Gated DeltaNet."""
 
-    @property
-    def qo_indptr(self) -> Sequence[int]:
-        """Sequence i has the tokens `qo_indptr[i]` … `qo_indptr[i + 1]`-1, in the batch's order."""
-        ...
+    def mix(self, layer: int, mixed: torch.Tensor, weights: DeltaWeights, eps: float, /) -> torch.Tensor:
+        """Compute a layer between its projections, as `gated_delta` does, and let the sequences' states go on.
 
-    @property
-    def accepted(self) -> Sequence[int]:
-        """For each sequence, the drafts of the step before whose inputs its state takes in first."""
-        ...
-
-    @property
-    def drafts(self) -> Sequence[int]:
-        """For each sequence, the last of its tokens, which its state must not see yet."""
-        ...
-
-    def of(self, layer: int, /) -> DeltaState:
-        """The states before the step, zeros where a sequence begins. layer: its index in the model.
-
-        The layer changes them in place and then hands them to `write`.
+        layer: its index in the model.
         """
         ...
 
-    def write(self, layer: int, state: DeltaState, /) -> None:
-        """Keep the states after the step."""
+
+class StatesOfSteps(StepStates, Protocol):
+    """States that serve one step after another."""
+
+    def set_step(self, sequences: Sequence[ScheduledSequence], qo_indptr: Sequence[int], /) -> None:
+        """Begin a step: see `PagedStates.set_step`."""
         ...
 
 
@@ -141,7 +127,7 @@ def ragged_batch(
     attention: P,
     lora: L | None,
     merged: bool = False,
-    states: PagedStates | None = None,
+    states: StatesOfSteps | None = None,
 ) -> StepBatch[P, L]:
     """The unpadded batch of a step that holds prefill chunks; plans `attention` for it."""
     token_ids, positions, qo_indptr = [], [], [0]

@@ -16,7 +16,7 @@ from ...ops import expert_products
 from ...ops.attention import PLAIN, GroupedAttention, HeadShape, PagedAttention, Scores
 from ...ops.elementwise import HeadNorms, RotaryEmbedding, Rotation, gate_output, rotate_and_write, split_gates
 from ...ops.float8_kv import UNSCALED, KvScales
-from ...ops.gated_delta import DeltaWeights, gated_delta
+from ...ops.gated_delta import DeltaWeights
 from ...ops.merge import merge
 from ...ops.narrow_weights import NarrowWeight, is_kept, keep
 from ...ops.packed_gemm import pack, unpack
@@ -144,11 +144,9 @@ class DecoderModel:
         config = self.config
         return HeadShape(config.num_heads, config.num_kv_heads, config.head_dim, self._arena.layout.block_tokens)
 
-    def new_states(self, most: int = 0) -> PagedStates | None:
-        """Where steps have the states of their sequences; None for a model without Gated DeltaNet. most: see
-        `PagedStates`.
-        """
-        return None if self.config.delta is None else PagedStates(self.config, self._arena, most)
+    def new_states(self) -> PagedStates | None:
+        """Where steps have the states of their sequences; None for a model without Gated DeltaNet."""
+        return None if self.config.delta is None else PagedStates(self.config, self._arena)
 
     def close(self) -> None:
         """Nothing outlives the object."""
@@ -229,10 +227,7 @@ class DecoderModel:
         if states is None or weights is None or spec is None:
             raise RuntimeError(f"layer {index} is Gated DeltaNet, and the step has no states for it")
         with span("delta.run"):
-            state = states.of(index)
-            mixed = gated_delta(inputs, weights, state, states.qo_indptr, spec.eps, states.accepted, states.drafts)
-            states.write(index, state)
-        return mixed
+            return states.mix(index, inputs, weights, spec.eps)
 
     def attend(
         self, index: int, attention: GroupedAttention, q: torch.Tensor, out: torch.Tensor | None = None

@@ -12,9 +12,25 @@ import torch
 
 from ...memory.pages.arena import Arena
 from ...memory.pages.pool import PagePool
-from ...ops.gated_delta import DeltaState
+from ...memory.pages.states import StateLayout, StateSlots
+from ...ops.gated_delta import DeltaState, DeltaWeights, gated_delta
 from ..requests.types import ScheduledSequence
 from .config import ModelConfig
+
+
+def layers_with_states(config: ModelConfig) -> list[int]:
+    """For each layer of the model that has a state, its index among those."""
+    return [count - 1 for count in accumulate(layer.delta is not None for layer in config.layers)]
+
+
+def checked_states(sequence: ScheduledSequence, layout: StateLayout) -> StateSlots:
+    """Return a sequence's slots. Raises RuntimeError if they can't serve its step."""
+    states, most = sequence.states, layout.shape.most_drafts
+    if states is None:
+        raise RuntimeError("a sequence has no pages for its states")
+    if max(states.accepted, sequence.drafts) > most or sequence.drafts >= len(sequence.tokens):
+        raise RuntimeError(f"a sequence has {sequence.drafts} drafts, and states keep the inputs of {most}")
+    return states
 
 
 class PagedStates:
@@ -24,21 +40,19 @@ class PagedStates:
     begins with the same state.
     """
 
-    def __init__(self, config: ModelConfig, arena: Arena, most: int = 0) -> None:
-        """config: of a model with Gated DeltaNet; the arena's layout has its states. most: sequences of the largest
-        step that is captured: up to so many, tables stay where they are.
-        """
+    def __init__(self, config: ModelConfig, arena: Arena) -> None:
+        """config: of a model with Gated DeltaNet; the arena's layout has its states."""
         assert config.delta is not None and arena.layout.states is not None
         self._spec, self._layout = config.delta, arena.layout.states
         self._pages = arena.pages.view(torch.float32)
-        self._index = [count - 1 for count in accumulate(layer.delta is not None for layer in config.layers)]
+        self._index = layers_with_states(config)
         self._heads = [self._heads_of(index) for index in range(self._layout.shape.num_layers)]
         self.qo_indptr: Sequence[int] = [0]
         self.accepted: Sequence[int] = ()
         """For each sequence, the drafts of the step before whose inputs its state takes in first."""
         self.drafts: Sequence[int] = ()
         """For each sequence, the last of its tokens, whose inputs are kept beside its state."""
-        self._make_tables(most)
+        self._make_tables(0)
         self.read, self.written = self._tables[:, :0].unbind(0)
         """`[sequences, pages of a state]` int64: what each sequence reads, and writes."""
         self.fresh = self._fresh[:0]
@@ -50,18 +64,17 @@ class PagedStates:
         self._fresh = torch.ones(most, dtype=torch.bool, device=device)
 
     def set_step(self, sequences: Sequence[ScheduledSequence], qo_indptr: Sequence[int]) -> None:
-        """Begin a step. qo_indptr: see `StepStates`; entries beyond the sequences are padding."""
-        count, most = len(qo_indptr) - 1, self._layout.shape.most_drafts
+        """Begin a step. qo_indptr: sequence i has the tokens `qo_indptr[i]` … `qo_indptr[i + 1]`-1; entries beyond the
+        sequences are padding.
+        """
+        count = len(qo_indptr) - 1
         read, written = [], []
         accepted, drafts = [0] * count, [0] * count
         for index, each in enumerate(sequences):
-            if each.states is None:
-                raise RuntimeError("a sequence has no pages for its states")
-            read.append(each.states.read_by(each.state_step))
-            written.append(each.states.written_by(each.state_step))
-            accepted[index], drafts[index] = each.states.accepted, each.drafts
-            if max(accepted[index], each.drafts) > most or each.drafts >= len(each.tokens):
-                raise RuntimeError(f"a sequence has {each.drafts} drafts, and states keep the inputs of {most}")
+            states = checked_states(each, self._layout)
+            read.append(states.read_by(each.state_step))
+            written.append(states.written_by(each.state_step))
+            accepted[index], drafts[index] = states.accepted, each.drafts
         self.accepted, self.drafts = accepted, drafts
         padding = [[PagePool.DUMMY] * self._layout.num_pages] * (count - len(sequences))
         self.qo_indptr = qo_indptr
@@ -72,8 +85,15 @@ class PagedStates:
         self.fresh.copy_(torch.tensor([each.start == 0 for each in sequences] + [True] * len(padding)))
         self.read, self.written = tables.unbind(0)
 
+    def mix(self, layer: int, mixed: torch.Tensor, weights: DeltaWeights, eps: float) -> torch.Tensor:
+        """See `StepStates.mix`."""
+        state = self.of(layer)
+        out = gated_delta(mixed, weights, state, self.qo_indptr, eps, self.accepted, self.drafts)
+        self.write(layer, state)
+        return out
+
     def of(self, layer: int) -> DeltaState:
-        """See `StepStates.of`."""
+        """The states before the step, zeros where a sequence begins. layer: its index in the model."""
         index, shape = self._index[layer], self._spec.recurrent_shape
         page, at = self._layout.conv(index)
         conv = self._pages[self.read[:, page], at : at + self._layout.shape.conv_elems].unflatten(
@@ -86,7 +106,7 @@ class PagedStates:
         return DeltaState(conv, recurrent, self._drafts_of(index) if any(self.accepted) or any(self.drafts) else None)
 
     def write(self, layer: int, state: DeltaState) -> None:
-        """See `StepStates.write`."""
+        """Keep the states after the step."""
         index = self._index[layer]
         page, at = self._layout.conv(index)
         self._pages[self.written[:, page], at : at + self._layout.shape.conv_elems] = state.conv.flatten(1)

@@ -15,6 +15,7 @@ from multiprocessing import get_context
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ...core.requests.draft_length import MOST_DRAFTS
 from ...ops import elementwise_schedule, expert_tiles_schedule, gated_delta_schedule, sampling_schedule
 from ...ops import small_gemm_schedule as small
 from ...ops.attention_schedule import LEAST_FLOAT8, attention_constants, attention_options, largest_head
@@ -327,15 +328,23 @@ def _draws(vocab: int) -> dict[str, Elementwise]:
 DRAWS = _draws(128256)
 
 
+#: Places of the states of Qwen3.5-9B in pages of 512 KiB: see `gated_delta_schedule.StepConstants`.
+_PLACES = {"convs_per_page": 5, "heads_per_page": 8, "conv_pages": 5}
+
+
 def _deltas(k_heads: int, v_heads: int, k_dim: int, v_dim: int) -> dict[str, Elementwise]:
     its, made = gated_delta_schedule, partial(Elementwise, "gated_delta_triton")
-    floats = dict.fromkeys(("conv_in", "conv_out", "recurrent", "taps", "dt_bias", "a_log", "norm"), "*fp32")
-    step = {**floats, "eps": "fp32", **_strides("mixed", "out")}
+    step = dict.fromkeys(("pages", "taps", "dt_bias", "a_log", "norm"), "*fp32") | {"table": "*i64", "eps": "fp32"}
+    step |= {"layer": "i32", **_strides("mixed", "out", "page")}
     scan = {**dict.fromkeys(("out", "q", "k", "v", "log_decay", "beta", "recurrent"), "*fp32"), "tokens": "i32"}
-    constants = {"C": its.step_constants(k_heads, v_heads, k_dim, v_dim, 4)}
+    shape, options = (k_heads, v_heads, k_dim, v_dim, 4), its.step_options()
+    plain = its.step_constants(*shape, **_PLACES, num_pages=101)
+    drafts = {"drafts_per_page": 15, "draft_page": 101, "most_drafts": MOST_DRAFTS}
+    drafted = its.step_constants(*shape, **_PLACES, **drafts, num_pages=114)
     scanned = {"C": its.scan_constants(v_heads, k_dim, v_dim)}
     return {
-        "delta.step": made("step_heads", constants, its.step_options(k_dim, v_dim), ("out", "mixed"), step),
+        "delta.step": made("step_heads", {"C": plain}, options, ("out", "mixed"), step),
+        "delta.drafted": made("step_heads", {"C": drafted}, options, ("out", "mixed"), step),
         "delta.scan": made("scan_heads", scanned, its.scan_options(), (), scan),
     }
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from chorus.core.model.config import ModelConfig
-from chorus.ops.gated_delta import DeltaState
+from chorus.ops.gated_delta import DeltaState, DeltaWeights, gated_delta
 
 
 class PlainStates:
@@ -33,14 +33,19 @@ class StepStates:
     """States of a step's sequences; see `core.model.batch.StepStates`."""
 
     def __init__(self, sequences: Sequence[Mapping[int, DeltaState]], qo_indptr: Sequence[int]) -> None:
-        self._sequences, self.qo_indptr = sequences, qo_indptr
-        self.accepted = self.drafts = [0] * len(sequences)
+        self._sequences, self._qo_indptr = sequences, qo_indptr
 
-    def of(self, layer: int) -> DeltaState:
+    def mix(self, layer: int, mixed: torch.Tensor, weights: DeltaWeights, eps: float) -> torch.Tensor:
+        state = self._of(layer)
+        out = gated_delta(mixed, weights, state, self._qo_indptr, eps)
+        self._write(layer, state)
+        return out
+
+    def _of(self, layer: int) -> DeltaState:
         states = [sequence[layer] for sequence in self._sequences]
         return DeltaState(torch.cat([state.conv for state in states]), torch.cat([state.recurrent for state in states]))
 
-    def write(self, layer: int, state: DeltaState) -> None:
+    def _write(self, layer: int, state: DeltaState) -> None:
         for index, sequence in enumerate(self._sequences):
             own = state.of(slice(index, index + 1))
             sequence[layer].conv.copy_(own.conv)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import hashlib
+import json
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cache, cached_property
@@ -545,9 +547,11 @@ def without_conversion() -> AbstractContextManager[Any]:
     return patch(conversion, lambda *_: None)
 
 
-def make_tiny(name: str, **arguments: Any) -> Tiny:
-    """A family's model with ADAPTERS. arguments: further ones of `LoraConfig`."""
-    root = kept_files(" ".join(["tiny", name, *arguments]), lambda root: _save_tiny(name, root, **arguments))
+def make_tiny(name: str, changes: Mapping[str, Any] | None = None, **arguments: Any) -> Tiny:
+    """A family's model with ADAPTERS. changes: to its configuration. arguments: further ones of `LoraConfig`."""
+    others = json.dumps([changes, arguments], sort_keys=True)
+    key = f" {hashlib.sha256(others.encode()).hexdigest()[:8]}" * bool(changes or arguments)
+    root = kept_files(f"tiny {name}{key}", lambda root: _save_tiny(name, root, changes or {}, **arguments))
     return Tiny(root / "model", {adapter: root / adapter for adapter in ADAPTERS}, load_peft, KeptAnswers(root))
 
 
@@ -568,11 +572,11 @@ def load_peft(path: Path, adapters: dict[str, Path]) -> Any:
 
 
 @without_conversion()
-def _save_tiny(name: str, root: Path, **arguments: Any) -> None:
+def _save_tiny(name: str, root: Path, changes: Mapping[str, Any], **arguments: Any) -> None:
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
-    save_family(name, root / "model")
+    save_family(name, root / "model", **changes)
     config = read_model_config(root / "model")
     paths = config.module_paths.by_path
     for seed, (adapter, (rank, alpha, targets)) in enumerate(ADAPTERS.items()):

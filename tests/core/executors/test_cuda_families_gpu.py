@@ -161,7 +161,7 @@ def test_fp8_kv_caches(tiny, drive, on_cpu, family):
         check(cpu, driver, (None, 50, 8), ("r3-all", 9, 8), ("r8-qv", 40, 8), ("r17-o-mlp", 17, 8))
 
 
-@pytest.mark.parametrize("family", ["qwen3", "mixtral", "gpt-oss"])
+@pytest.mark.parametrize("family", ["qwen3", "mixtral", "gpt-oss", "qwen3.5"])
 def test_drafts(tiny, drive, on_cpu, family):
     """Right ones, and ones that are wrong from some token on, beside prompts and in captured steps."""
     it = tiny(family)

@@ -17,6 +17,7 @@ from chorus.core.speculation.ngrams import NgramProposer
 
 from ...conftest import Subject
 from ...tiny_tokenizer import save_tokenizer
+from ..tiny_families import make_tiny
 from .stand_ins import Drawn, Free, Wrong
 from .test_speculation import drafted, same
 
@@ -54,13 +55,27 @@ def wide(subject, tmp_path_factory) -> Subject:
 
 
 @pytest.fixture(scope="module")
+def hybrid(tmp_path_factory) -> Subject:
+    """Shaped like Qwen3.5: three of four layers have states, of heads 128 wide, two of values for one of keys."""
+    shape = {
+        "vocab_size": 300, "num_hidden_layers": 4, "full_attention_interval": 4, "head_dim": 64,
+        "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+    }  # fmt: skip
+    it, model = make_tiny("qwen3.5", shape), tmp_path_factory.mktemp("hybrid") / "model"
+    shutil.copytree(it.model, model)
+    save_tokenizer(model)
+    return Subject(model, it.adapters)
+
+
+@pytest.fixture(scope="module")
 def grammars(wide) -> Grammars:
     return Grammars(wide.model, 300, (EOS,))
 
 
-def ask(driver, wide):
+def ask(driver, wide, count=24):
     adapters = [None, *list(wide.adapters)[:3]]
-    for index in range(24):
+    for index in range(count):
         grammar = GRAMMARS[index % len(GRAMMARS)] if index % 6 else None
         params = {"max_tokens": 60, "ignore_eos": False, "seed": index, "grammar": grammar, **WAYS[index % len(WAYS)]}
         driver.add(f"r{index}", adapters[index % 4], [5, 6, 7, 8, 5, 6], **params)
@@ -84,6 +99,25 @@ def test_the_answers_are_those_without_speculation(wide, drive, kernels, kind):
     with_grammars = [row for row in drafted(driver) if row.params.grammar is not None]
     assert with_grammars and all(row.params.repetition_penalty == 1.0 for row in with_grammars)
     assert driver.engine.stats().num_accepted_tokens > 20
+
+
+@pytest.mark.parametrize("kind", ["ngram", "drawn"])
+def test_recurrent_states_take_in_the_drafts_that_a_grammar_allows(hybrid, drive, kernels, kind):
+    """Forced text, and other proposals that are pruned; some are rejected, as the sampler chose another spelling."""
+    limits = {"block_tokens": 64, "memory_bytes": 64 << 20, "max_num_seqs": 4}
+    driver = drive(hybrid, **limits)
+    assert driver.engine.executor.layout.states is not None
+    ask(driver, hybrid, 12)
+    wanted = driver.drain()
+    proposer = NgramProposer() if kind == "ngram" else Drawn(lambda each: wanted[each.id].tokens, random.Random(3))
+    driver = drive(hybrid, speculation="ngram", policies=Policies(proposer=proposer), **limits)
+    driver.engine.speculation.cost = Free()
+    ask(driver, hybrid, 12)
+    same(driver.drain(), wanted, kernels)
+    forced = [row for row in drafted(driver) if row.params.grammar is not None]
+    assert len(forced) > 5
+    stats = driver.engine.stats()
+    assert 20 < stats.num_accepted_tokens < stats.num_proposed_tokens
 
 
 def test_text_that_a_grammar_forces_takes_few_steps(wide, drive, kernels):
