@@ -223,16 +223,20 @@ class CudaSteps:
         adapters: Sequence[Adapter],
         sources: Sequence[int] | None = None,
         merged: Adapter | None = None,
+        *,
+        is_largest: bool = False,
     ) -> Outputs:
         """Run a step with sequences of any length; there are logits of each one's last known token, and of its drafts.
 
-        sources: as in `decode`. merged: the adapter added to its weights.
+        sources: as in `decode`. merged: the adapter added to its weights. is_largest: take the memory of any adapters.
         """
         lora, is_merged = None, merged is not None
         lora_indices, lengths = adapter_runs(rows)
         num_tokens = sum(lengths)
         bucket = None if num_tokens > self._most_padded else self.mixed.bucket(num_tokens)
-        if bucket is not None:
+        if is_largest:
+            lora = self.lora.largest(lengths)
+        elif bucket is not None:
             lora = self.mixed.begin(bucket, adapters, lora_indices, lengths, merged)
         elif adapters or is_merged:
             lora = self.lora.begin_ragged(adapters, lora_indices, lengths, merged)
@@ -312,10 +316,10 @@ class CudaSteps:
             graphs.replay(bucket, StepForm(mode))
         elif self.lora.model_segments.rows:
             batch = self._batch(bucket, launches, merged is not None)
-            form = StepForm(mode, StepPart.LAYERS, launches.scales, launches.room)
+            form = _form(mode, StepPart.LAYERS, launches)
             self._around_layers(batch, partial(graphs.replay, bucket, form))
         else:
-            graphs.replay(bucket, StepForm(mode, StepPart.WHOLE, launches.scales, launches.room))
+            graphs.replay(bucket, _form(mode, StepPart.WHOLE, launches))
         return self._outputs(bucket)
 
     def _around_layers(self, batch: StepBatch[GroupedAttention, LoraLaunches], layers: Callable[[], None]) -> None:
@@ -633,7 +637,7 @@ class CudaSteps:
         for length in lengths + decoding:
             tokens, pages = [0] * length, [PagePool.DUMMY] * self._layout.table_width(length)
             rows.append(self._row(len(rows), tokens, 0, pages, params))
-        logits, chosen = self.ragged(rows, ())
+        logits, chosen = self.ragged(rows, (), is_largest=True)
         logits = self.whole(logits)
         if self.decoder.ranks is not None and self.decoder.ranks.rank:
             self.join_prompt_logprobs(rows)
@@ -656,11 +660,15 @@ class CudaSteps:
         if form.part is StepPart.PIECES:
             return self.mixed.capture(bucket, form)
         mode, launches = form.mode, {StepMode.LORA: self.bucket_lora, StepMode.MIXTURE: self.mixture_lora}
-        lora = launches[mode][bucket].variant(form.scales, form.room) if mode in launches else None
+        lora = launches[mode][bucket].variant(form.scales, form.room, form.mixture) if mode in launches else None
         make = self._layers if form.part is StepPart.LAYERS else self._step
         is_late = mode is StepMode.BASE and bucket in self._late
         with dependent_launch.only(False) if is_late else nullcontext():
             return self._device.capture(make(bucket, lora, mode in MERGED_MODES))
+
+
+def _form(mode: StepMode, part: StepPart, lora: LoraLaunches) -> StepForm:
+    return StepForm(mode, part, lora.scales, lora.room, lora.mixture_groups)
 
 
 def _of_all_ranks(

@@ -20,6 +20,7 @@ from ...ops.elementwise import clamped_swiglu, gelu_and_mul, silu_and_mul
 from ...ops.expert_products import Matrix, Panels, multiply_each
 from ...ops.expert_tiles import ExpertTiles, Stack
 from .layers import Activation, ClampedSwiglu, Experts, Routing, Scoring
+from .mixture_launches import MixtureLaunches
 from .mixture_lora import MixtureLora
 
 _T = TypeVar("_T")
@@ -162,7 +163,7 @@ def _within_groups(ranked: torch.Tensor, routing: Routing) -> torch.Tensor:
 
 
 def mix_experts(
-    x: torch.Tensor, weights: ExpertWeights, spec: Experts, lora: MixtureLora | None = None
+    x: torch.Tensor, weights: ExpertWeights, spec: Experts, lora: MixtureLora | MixtureLaunches | None = None
 ) -> torch.Tensor:
     """What a layer's experts give for rows `[rows, hidden]`. Only the experts that a row goes to are read, of adapters
     too. lora: what adapters add; None: nothing.
@@ -190,12 +191,20 @@ def mix_experts(
 
 
 def _outputs(
-    x: torch.Tensor, chosen: torch.Tensor, weights: ExpertWeights, spec: Experts, lora: MixtureLora | None
+    x: torch.Tensor,
+    chosen: torch.Tensor,
+    weights: ExpertWeights,
+    spec: Experts,
+    lora: MixtureLora | MixtureLaunches | None,
 ) -> torch.Tensor:
     """What each row's experts give `[rows, per_token, hidden]`."""
     rows, per_token = chosen.shape
     if isinstance(weights.gate_up, Stack) or isinstance(weights.down, Stack):
-        return _outputs_by_tiles(x, chosen, weights, spec).view(rows, per_token, -1)
+        if isinstance(lora, MixtureLora):
+            raise TypeError("experts in stacks have a GPU's adapters")
+        return _outputs_by_tiles(x, chosen, weights, spec, lora).view(rows, per_token, -1)
+    if isinstance(lora, MixtureLaunches):
+        raise TypeError("a GPU's adapters are of experts in stacks")
     by_expert = chosen.flatten().argsort(stable=True)  # places in `chosen`
     counts = chosen.flatten().bincount(minlength=spec.count).tolist()
     used = [expert for expert, count in enumerate(counts) if count]
@@ -220,15 +229,26 @@ def _outputs(
     return found.view(rows, per_token, -1)
 
 
-def _outputs_by_tiles(x: torch.Tensor, chosen: torch.Tensor, weights: ExpertWeights, spec: Experts) -> torch.Tensor:
+def _outputs_by_tiles(
+    x: torch.Tensor, chosen: torch.Tensor, weights: ExpertWeights, spec: Experts, lora: MixtureLaunches | None
+) -> torch.Tensor:
     """What each row's experts give `[rows · per_token, hidden]`; the host never learns which they are."""
     if not isinstance(weights.gate_up, Stack) or not isinstance(weights.down, Stack):
         raise TypeError("all of a layer's experts are in stacks, or none")
     from ...ops.expert_tiles_triton import multiply  # needs triton
 
-    tiles = ExpertTiles.of(chosen, spec.count)
-    y = multiply(x, weights.gate_up, tiles, spec.routing.per_token)
-    return multiply(_activated(y, spec.activation), weights.down, tiles, 1)
+    tiles, per_token = ExpertTiles.of(chosen, spec.count), spec.routing.per_token
+    added = None if lora is None else lora.routed(chosen)
+    if added is None:
+        y = multiply(x, weights.gate_up, tiles, per_token)
+        return multiply(_activated(y, spec.activation), weights.down, tiles, 1)
+    x, tiles = x[added.pairs // per_token], added.in_rows(tiles)
+    y = multiply(x, weights.gate_up, tiles, 1)
+    added.add(Group.EXPERT_GATE_UP, y, x)
+    hidden = _activated(y, spec.activation)
+    y = multiply(hidden, weights.down, tiles, 1)
+    added.add(Group.EXPERT_DOWN, y, hidden)
+    return added.by_pair(y)
 
 
 class _Parts(NamedTuple):
@@ -245,14 +265,14 @@ class _Parts(NamedTuple):
 class _Added(NamedTuple):
     """What adapters add to the two products of experts."""
 
-    lora: MixtureLora
+    lora: MixtureLora | MixtureLaunches
     gate_up: Group
     down: Group
     experts: Sequence[tuple[int, Sequence[int]]] | None = None
     """Each with the tokens that go to it; None: the shared one, which all of the step's go to."""
 
     def add(self, group: Group, y: torch.Tensor, x: torch.Tensor, ends: Sequence[int]) -> None:
-        if self.experts is None:
+        if self.experts is None or isinstance(self.lora, MixtureLaunches):
             return self.lora.add(group, y, x)
         for (begin, end), (expert, tokens) in zip(pairwise((0, *ends)), self.experts, strict=True):
             self.lora.add_of_expert(group, y[begin:end], x[begin:end], expert, tokens)
