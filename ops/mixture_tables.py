@@ -3,7 +3,7 @@
 Which expert a token goes to is known on the device alone. So the tables have the places of every expert's rank-rows,
 and `mixture_tables_triton` writes the tiles of each product, in the form of `SgmvTables`, before SGMV's launches.
 
-Tests: tests/ops/test_mixture_tables_interpreted.py
+Tests: tests/core/model/test_mixture_launches_interpreted.py
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from .sgmv import MAX_MODULES, AdapterRows
-from .sgmv_tables import OFFSETS_B, OFFSETS_WIDTH, SgmvTables, TablesFull, TableSizes
+from .sgmv_tables import OFFSETS_B, OFFSETS_WIDTH, SgmvTables, TablesFull, TableSizes, place_window
 from .table_records import Copy, TableRecords
 
 #: The most parts of an adapter: a place says in its low bits which part it is of.
@@ -138,7 +138,7 @@ class MixtureTables:
         )
         self.parts = torch.zeros((sizes.adapters, MAX_PARTS, PART_WIDTH), dtype=torch.int32, device=device)
         self.pages = torch.zeros((sizes.adapters, sizes.max_pages), dtype=torch.int32, device=device)
-        self.window = (sizes.max_rank * sizes.slab_elems - 2) // sizes.page_elems + 2
+        self.window = place_window(sizes.page_elems, sizes.max_rank * sizes.slab_elems)
         self.tiles = SgmvTables(
             TableSizes(
                 table_rows=sizes.tiles,

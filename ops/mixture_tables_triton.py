@@ -104,20 +104,19 @@ def write_tiles(out, known, runs, layer, layers, max_pages, num_tiles, first_pai
     tl.store(out.first_elem + row, begin.to(tl.int64))
     pages = known.pages_of + adapter.to(tl.int64) * max_pages
     window = tl.arange(0, WINDOW_BLOCK)
-    inside = window < WINDOW
-    near = tl.load(pages + tl.minimum(page + window, max_pages - 1), mask=inside, other=0)
-    tl.store(out.pages + row.to(tl.int64) * WINDOW + window, near, mask=inside)
+    near = tl.load(pages + tl.minimum(page + window, max_pages - 1), mask=window < WINDOW, other=0)
+    tl.store(out.pages + row.to(tl.int64) * WINDOW + window, near, mask=window < WINDOW)
     if RECORD:
         column = tl.arange(0, RECORD_BLOCK)
         for block in range(BLOCKS):
             start = begin + block * _ROWS * slab
             index = start // PAGE
             record = out.places + (row.to(tl.int64) * BLOCKS + block) * (RECORD + 1)
-            near = tl.load(
-                pages + tl.minimum(page + index + column, max_pages - 1), mask=column < RECORD, other=0
-            )
+            after = tl.minimum(page + index + column, max_pages - 1)
+            inside = column < RECORD
+            found = tl.load(pages + after, mask=inside, other=0)
             tl.store(record, start - index * PAGE)
-            tl.store(record + 1 + column, near, mask=column < RECORD)
+            tl.store(record + 1 + column, found, mask=inside)
 
 
 def write(

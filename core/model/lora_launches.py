@@ -13,7 +13,7 @@ import torch
 
 from ...graphs.runner import NO_TAIL, USUAL_ROOM, EagerReason, LaunchSize
 from ...ops.sgmv_schedule import Schedule
-from ...ops.sgmv_tables import SgmvTables
+from ...ops.sgmv_tables import MAX_GRID, SgmvTables
 from .mixture_launches import MixtureForm, MixtureLaunches
 from .step_lora import HeadLora
 
@@ -22,9 +22,6 @@ if TYPE_CHECKING:
 
 #: Captured launches have as many tiles as a usual step needs, or this many times as many.
 _FACTORS = 1, 4, 16, 64
-
-#: The most programs of a launch in the dimension of its tiles.
-_MAX_GRID = 65535
 
 
 class StepOffload(Protocol):
@@ -162,7 +159,7 @@ class LoraLaunches:
             return None
         found = self.variant(scales, room, mixture.groups)
         most = found.num_tiles + (0 if found.tail is None else found.tail.num_tiles)
-        return found if most <= min(self._state.tables.max_tiles, _MAX_GRID) else None
+        return found if most <= min(self._state.tables.max_tiles, MAX_GRID) else None
 
     @cached_property
     def _products(self) -> dict[int, Sgmv]:

@@ -114,7 +114,7 @@ class CudaLoraState(LoraState):
         usual_tiles = self._max_tokens // least_tile + 2 * self._max_rows
         self.mixtures: MixtureState | None = None
         """Of adapters on mixtures of experts; None for a model without."""
-        if config.experts is not None:
+        if self._projections.mixture:
             self.mixtures = MixtureState(
                 config,
                 arena,

@@ -1,6 +1,6 @@
 """What a step's adapters add in a layer's mixture of experts on a GPU: launches over tiles that the device makes.
 
-Tests: tests/core/executors/test_cuda_experts_interpreted.py
+Tests: tests/core/model/test_mixture_launches_interpreted.py, tests/core/executors/test_cuda_experts_interpreted.py
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ...ops.expert_tiles import ExpertTiles
 from ...ops.expert_tiles_schedule import num_tiles
 from ...ops.mixture_tables import MixtureSizes, MixtureTables, ModuleGroup
 from ...ops.sgmv_schedule import Schedule, decode, prefill
-from ...ops.sgmv_tables import SgmvTables
+from ...ops.sgmv_tables import MAX_GRID, SgmvTables
 from ...ops.table_records import Copy
 from .config import ModelConfig
 
@@ -152,8 +152,7 @@ class MixtureState:
         written = write(
             self.tables, group, layer, pairs=pairs, first_pair=first, chosen=chosen, compile_only=compile_only
         )
-        tiles = self.tables.tiles.tiles_of_pass
-        self.product(self._single, group)(y[first:], x[first:], 0, tiles, written, compile_only=compile_only)
+        self._multiply(self.product(self._single, group), y[first:], x[first:], written, compile_only=compile_only)
 
     def add_runs(
         self,
@@ -170,8 +169,17 @@ class MixtureState:
         from ...ops.mixture_tables_triton import write  # needs triton
 
         written = write(self.tables, group, layer, chosen=chosen, runs=runs, compile_only=compile_only)
-        tiles, rows = self.tables.tiles.tiles_of_pass, len(runs.pairs)
-        self.product(self._runs, group)(y[:rows], x[:rows], 0, tiles, written, compile_only=compile_only)
+        rows = len(runs.pairs)
+        self._multiply(self.product(self._runs, group), y[:rows], x[:rows], written, compile_only=compile_only)
+
+    def _multiply(
+        self, product: Sgmv, y: torch.Tensor, x: torch.Tensor, written: int, *, compile_only: bool
+    ) -> None:
+        """Add the products of the tiles that were written; more than a launch can have are in several."""
+        (tiles,) = self.tables.tiles.tiles_of_pass
+        for begin in range(0, written, MAX_GRID):
+            own = tiles[begin:] if begin else tiles
+            product(y, x, 0, [own], min(written - begin, MAX_GRID), compile_only=compile_only)
 
     def runs_of(self, chosen: torch.Tensor, adapters: int) -> ExpertTiles:
         """Tiles of tokens' pairs, by expert and adapter. adapters: the most that the tokens have."""
