@@ -301,14 +301,15 @@ class CudaLoraState(LoraState):
         undone = [self.segments.rows[index].scale < 0 for index in self.segments.vectors]
         return tuple(undo for undo in (True, False) if undo in undone)
 
-    def _plan_mixtures(self, border: int = 0) -> MixtureForm:
-        """Write the tables of a step's adapters on mixtures of experts; return how they change these. border: see
+    def _plan_mixtures(self, border: int = 0, end: int | None = None) -> MixtureForm:
+        """Write the tables of a step's adapters on mixtures of experts; return how they change these. border, end: see
         `MixtureForm`.
         """
         if self.mixtures is None:
             return MixtureForm()
-        if self._planned[0] is self.mixture_segments and self._planned[1].border == border:
-            return self._planned[1]
+        segments, form = self._planned
+        if segments is self.mixture_segments and (form.border, form.end) == (border, end):
+            return form
         parts: dict[tuple[int, int], list[AdapterRows]] = {}
         for begin, end, rows in self.mixture_segments:
             parts.setdefault((begin, end), []).append(rows)
@@ -316,7 +317,7 @@ class CudaLoraState(LoraState):
         self.mixtures.tables.plan(runs)
         modules = {module for rows in self.mixture_segments.rows for module, at in enumerate(rows.a_offset) if at >= 0}
         groups = tuple(int(group) for group in MIXTURE_GROUPS if not modules.isdisjoint(self._mixture_modules[group]))
-        found = MixtureForm(groups, border, len({own for begin, _, own in runs if begin < border}))
+        found = MixtureForm(groups, border, len({own for begin, _, own in runs if begin < border}), end)
         self._planned = self.mixture_segments, found
         return found
 
@@ -327,7 +328,7 @@ class CudaLoraState(LoraState):
         if tokens <= self._max_rows and sum(lengths_of_rows) <= _SHORT * len(lengths_of_rows):
             schedule = self._decode(tokens)
             num_tiles = self.tables.plan(segments, schedule.tile_tokens)
-            variant = Variant(scales, eager=eager, mixture=self._plan_mixtures())
+            variant = Variant(scales, eager=eager, mixture=self._plan_mixtures(0, tokens))
             return LoraLaunches(self, schedule, num_tiles, self.wait, self.tables.passes, variant=variant)
         border = _border(lengths)
         rank = max((rows.rank for begin, _, rows in segments if begin < border), default=1)
@@ -341,7 +342,7 @@ class CudaLoraState(LoraState):
             wait=self.wait,
             passes=self.tables.passes,
             tail=Tail(tail, self.tables.tail_tiles, border) if self.tables.tail_tiles else None,
-            variant=Variant(scales, eager=eager, mixture=self._plan_mixtures(border)),
+            variant=Variant(scales, eager=eager, mixture=self._plan_mixtures(border, tokens)),
         )
 
     def mixture(self, layer: int, form: MixtureForm) -> MixtureLaunches | None:
@@ -355,7 +356,7 @@ class CudaLoraState(LoraState):
         if self.mixtures is None:
             return None
         self.rest()
-        form = MixtureForm(tuple(self.mixtures.tables.groups), _border(lengths), len(self.tables.offsets))
+        form = MixtureForm(tuple(self.mixtures.tables.groups), _border(lengths), len(self.tables.offsets), sum(lengths))
         schedule = next(reversed(self._possible()))
         return LoraLaunches(self, schedule, 0, variant=Variant(eager=EagerReason.EXPERTS, mixture=form))
 

@@ -39,6 +39,8 @@ class MixtureForm(NamedTuple):
     """Tokens from here on are those of decoding sequences, with the kernels of decode steps."""
     adapters: int = 0
     """Adapters of the tokens before the border, which are multiplied in runs."""
+    end: int | None = None
+    """Tokens from here on are padding; None: a captured step has no more than decoding sequences."""
 
 
 class MixtureState:
@@ -141,18 +143,19 @@ class MixtureState:
         *,
         chosen: torch.Tensor | None = None,
         first: int = 0,
+        last: int | None = None,
         compile_only: bool = False,
     ) -> None:
-        """Add to rows from the `first` on, each with the kernels of a decode step. chosen: see `mixture_tables_triton`."""
+        """Add to rows `first:last`, each with the kernels of a decode step. chosen: see `mixture_tables_triton`."""
         from ...ops.mixture_tables_triton import write  # needs triton
 
-        pairs = len(x) - first
-        if not pairs:
+        y, x = y[first:last], x[first:last]
+        if not (pairs := len(x)):
             return
         written = write(
             self.tables, group, layer, pairs=pairs, first_pair=first, chosen=chosen, compile_only=compile_only
         )
-        self._multiply(self.product(self._single, group), y[first:], x[first:], written, compile_only=compile_only)
+        self._multiply(self.product(self._single, group), y, x, written, compile_only=compile_only)
 
     def add_runs(
         self,
@@ -234,7 +237,9 @@ class RoutedLora:
     def __init__(self, state: MixtureState, layer: int, form: MixtureForm, chosen: torch.Tensor) -> None:
         self._state, self._layer, self._form, self._chosen = state, layer, form, chosen
         self._runs: ExpertTiles | None = None
-        self._first = form.border * chosen.shape[1]  # pair of decoding sequences
+        per_token = chosen.shape[1]
+        # pairs of decoding sequences
+        self._first, self._last = form.border * per_token, None if form.end is None else form.end * per_token
         pairs = torch.arange(chosen.numel(), device=chosen.device)
         if form.adapters:
             self._runs = state.runs_of(chosen[: form.border], form.adapters)
@@ -258,7 +263,8 @@ class RoutedLora:
             return
         if self._runs is not None:
             self._state.add_runs(group, y, x, self._layer, self._runs, self._chosen)
-        self._state.add_singles(group, y, x, self._layer, chosen=self._chosen, first=self._first)
+        rows = {"first": self._first, "last": self._last}
+        self._state.add_singles(group, y, x, self._layer, chosen=self._chosen, **rows)
 
     def by_pair(self, y: torch.Tensor) -> torch.Tensor:
         """Rows in the order of pairs."""

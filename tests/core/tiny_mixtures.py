@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -54,23 +55,23 @@ class Mixture(Tiny):
         return super().use(adapter and "default")
 
 
-def make_mixture(name: str, root: Path) -> Mixture:
-    """A family's model with ADAPTERS, below `root`."""
+def make_mixture(name: str, root: Path, recipes: Mapping[str, Mapping[str, Any]] = ADAPTERS) -> Mixture:
+    """A family's model with adapters, below `root`. recipes: see `ADAPTERS`."""
     save_family(name, root / "model")
     conversion = "peft.utils.transformers_weight_conversion.get_checkpoint_conversion_mapping"
     with patch(conversion, lambda *_: None):  # see `make_tiny`
-        references = {adapter: _trained(root, adapter, seed) for seed, adapter in enumerate(ADAPTERS)}
+        references = {name: _trained(root, name, recipe, seed) for seed, (name, recipe) in enumerate(recipes.items())}
     paths = {adapter: root / adapter for adapter in references}
     return Mixture(root / "model", paths, None, references=references)
 
 
-def _trained(root: Path, adapter: str, seed: int) -> Any:
+def _trained(root: Path, adapter: str, recipe: Mapping[str, Any], seed: int) -> Any:
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_pretrained(root / "model", dtype=torch.float32)
-    fields = dict(ADAPTERS[adapter])
+    fields = dict(recipe)
     names = {name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
     fields["target_modules"] = [each for each in fields["target_modules"] if any(n.endswith(f".{each}") for n in names)]
     parameters = [name for name, _ in model.named_parameters() if name.removesuffix(".weight") not in names]
