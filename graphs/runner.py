@@ -88,6 +88,8 @@ class StepForm(NamedTuple):
     scales: tuple[bool, ...] = ()
     """Launches that scale and shift outputs, for adapters with vectors: True undoes those of a merged adapter."""
     room: LaunchSize = USUAL_ROOM
+    mixture: tuple[int, ...] = ()
+    """The groups of projections of mixtures of experts that adapters change."""
 
 
 class EagerReason(StrEnum):
@@ -101,6 +103,8 @@ class EagerReason(StrEnum):
     """Its adapters have more parts than the widest captured launches have tiles for."""
     OFFLOAD = "offload"
     """Other processes compute a part of its adapters' products."""
+    EXPERTS = "experts"
+    """It has prompts, and its adapters change a mixture of experts."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,16 +53,18 @@ class ExpertTiles:
     end: torch.Tensor
 
     @classmethod
-    def of(cls, chosen: torch.Tensor, experts: int) -> ExpertTiles:
-        """chosen: `[rows, per_token]` int64, the experts of each row."""
-        block_t, flat = tile_rows(len(chosen)), chosen.flatten()
+    def of(cls, chosen: torch.Tensor, experts: int, block_t: int = 0, used: int | None = None) -> ExpertTiles:
+        """chosen: `[rows, per_token]` int64, the experts of each row. block_t: 0 for that of base products. used: the
+        most experts that rows go to, by default all.
+        """
+        block_t, flat = block_t or tile_rows(len(chosen)), chosen.flatten()
         pairs = flat.argsort(stable=True)
         all_experts = torch.arange(experts, device=flat.device)
         ends = torch.searchsorted(flat[pairs], all_experts, right=True)
         begins = torch.cat((ends.new_zeros(1), ends[:-1]))
         tiles = (ends - begins + block_t - 1) // block_t
         last = tiles.cumsum(0)
-        index = torch.arange(num_tiles(len(flat), experts, block_t), device=flat.device)
+        index = torch.arange(num_tiles(len(flat), used or experts, block_t), device=flat.device)
         expert = torch.searchsorted(last, index, right=True).clamp_(max=experts - 1)
         first = begins[expert] + (index - (last - tiles)[expert]) * block_t
         end = torch.minimum(first + block_t, ends[expert])

@@ -24,6 +24,9 @@ OFFSETS_WIDTH = 2 * MAX_MODULES
 #: Rank-rows per record in `SgmvTables.places`: at least as many as a program of a decode launch reads at once.
 PLACE_ROWS = 16
 
+#: The most programs of a launch in the dimension of its tiles.
+MAX_GRID = 65535
+
 #: A tile without work.
 _IDLE = 0, 0, -1
 
@@ -269,6 +272,11 @@ def place_blocks(max_rank: int) -> int:
 
 def place_pages(page_elems: int, slab_elems: int) -> int:
     """The most pages that PLACE_ROWS rank-rows touch, wherever the first begins; 0 if a record can't hold them."""
-    pages = (PLACE_ROWS * slab_elems - 2) // page_elems + 2
+    pages = place_window(page_elems, PLACE_ROWS * slab_elems)
     in_reach = page_elems + PLACE_ROWS * slab_elems < 1 << 31  # kernels count elements from the first page in 32 bits
     return pages if pages <= _PLACE_PAGES and in_reach else 0
+
+
+def place_window(page_elems: int, elems: int) -> int:
+    """The most pages that so many elements in a row touch, wherever the first is."""
+    return (elems - 2) // page_elems + 2

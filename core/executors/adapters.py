@@ -142,11 +142,6 @@ def check_tables(manifest: AdapterManifest, path: Path, max_rank: int) -> None:
             f"{path}: adds tokens beyond the base model's vocabulary, which a GPU does not serve; set device to 'cpu', "
             "or resize the base model's vocabulary and serve that"
         )
-    if targets := manifest.mixture_targets:
-        raise AdapterFormatError(
-            f"{path}: changes {', '.join(targets)}, parts of a mixture of experts, which adapters can't change on a "
-            "GPU; set device to 'cpu', or train attention and dense layers only"
-        )
     if manifest.rank > max_rank:
         raise AdapterFormatError(
             f"{path}: has rank {manifest.rank}, above max_lora_rank {max_rank}; raise max_lora_rank"

@@ -137,10 +137,10 @@ class DecodeSteps:
             graphs.replay(bucket, StepForm(mode))
         elif self._lora.model_segments.rows:
             batch = self._batch(bucket, launches, merged is not None)
-            form = StepForm(mode, StepPart.LAYERS, launches.scales, launches.room)
+            form = _form(mode, StepPart.LAYERS, launches)
             self._around_layers(batch, partial(graphs.replay, bucket, form))
         else:
-            graphs.replay(bucket, StepForm(mode, StepPart.WHOLE, launches.scales, launches.room))
+            graphs.replay(bucket, _form(mode, StepPart.WHOLE, launches))
         return self._outputs.of(bucket)
 
     def _around_layers(self, batch: StepBatch[GroupedAttention, LoraLaunches], layers: Callable[[], None]) -> None:
@@ -263,11 +263,15 @@ class DecodeSteps:
     def capture(self, bucket: int, form: StepForm) -> Callable[[], None]:
         """Capture a bucket; its attention must have been planned. See `GraphRunner`."""
         mode, launches = form.mode, {StepMode.LORA: self.launches, StepMode.MIXTURE: self.mixture_launches}
-        lora = launches[mode][bucket].variant(form.scales, form.room) if mode in launches else None
+        lora = launches[mode][bucket].variant(form.scales, form.room, form.mixture) if mode in launches else None
         make = self._layers if form.part is StepPart.LAYERS else self._step
         is_late = mode is StepMode.BASE and bucket in self._late
         with dependent_launch.only(False) if is_late else nullcontext():
             return self._device.capture(make(bucket, lora, mode in MERGED_MODES))
+
+
+def _form(mode: StepMode, part: StepPart, lora: LoraLaunches) -> StepForm:
+    return StepForm(mode, part, lora.scales, lora.room, lora.mixture_groups)
 
 
 def _padded_indptr(sequences: Sequence[ScheduledSequence], bucket: int) -> Sequence[int]:

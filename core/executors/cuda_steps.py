@@ -137,16 +137,20 @@ class CudaSteps:
         adapters: Sequence[Adapter],
         sources: Sequence[int] | None = None,
         merged: Adapter | None = None,
+        *,
+        is_largest: bool = False,
     ) -> Outputs:
         """Run a step with sequences of any length; there are logits of each one's last known token, and of its drafts.
 
-        sources, merged: see `DecodeSteps.run`.
+        sources, merged: see `DecodeSteps.run`. is_largest: take the memory of any adapters.
         """
         lora, is_merged, states = None, merged is not None, self.decoding.states
         lora_indices, lengths = adapter_runs(rows)
         num_tokens = sum(lengths)
         bucket = None if num_tokens > self._most_padded else self.mixed.bucket(num_tokens)
-        if bucket is not None:
+        if is_largest:
+            lora = self.lora.largest(lengths)
+        elif bucket is not None:
             lora = self.mixed.begin(bucket, adapters, lora_indices, lengths, merged)
         elif adapters or is_merged:
             lora = self.lora.begin_ragged(adapters, lora_indices, lengths, merged)
@@ -253,7 +257,7 @@ class CudaSteps:
             max_model_len=self._max_model_len,
             vocab=self.decoder.config.vocab_size,
         )
-        logits, chosen = self.ragged(rows, ())
+        logits, chosen = self.ragged(rows, (), is_largest=True)
         logits = self.outputs.whole(logits)
         if self.decoder.ranks is not None and self.decoder.ranks.rank:
             self.outputs.join_prompt_logprobs(rows)

@@ -21,6 +21,7 @@ from ...ops.elementwise import clamped_swiglu, gelu_and_mul, silu_and_mul
 from ...ops.expert_products import Matrix, Panels, multiply_each
 from ...ops.expert_tiles import ExpertTiles, Stack
 from .layers import Activation, ClampedSwiglu, Experts, Routing, Scoring
+from .mixture_launches import MixtureLaunches
 from .mixture_lora import MixtureLora
 
 _T = TypeVar("_T")
@@ -53,7 +54,7 @@ class ExpertWeights(ABC):
 
     @abstractmethod
     def outputs(
-        self, x: torch.Tensor, chosen: torch.Tensor, spec: Experts, lora: MixtureLora | None = None
+        self, x: torch.Tensor, chosen: torch.Tensor, spec: Experts, lora: MixtureLora | MixtureLaunches | None = None
     ) -> torch.Tensor:
         """What the experts give for rows `[rows, hidden]`: `[rows · per_token, hidden]`. Only those that a row goes to
         are read.
@@ -79,8 +80,10 @@ class ListedExperts(ExpertWeights):
     """Of each expert `[hidden]`."""
 
     def outputs(
-        self, x: torch.Tensor, chosen: torch.Tensor, spec: Experts, lora: MixtureLora | None = None
+        self, x: torch.Tensor, chosen: torch.Tensor, spec: Experts, lora: MixtureLora | MixtureLaunches | None = None
     ) -> torch.Tensor:
+        if isinstance(lora, MixtureLaunches):
+            raise TypeError("a GPU's adapters are of experts in stacks")
         by_expert = chosen.flatten().argsort(stable=True)  # places in `chosen`
         counts = chosen.flatten().bincount(minlength=spec.count).tolist()
         used = [expert for expert, count in enumerate(counts) if count]
@@ -118,13 +121,24 @@ class StackedExperts(ExpertWeights):
     """Of each expert `[hidden, size]`, with its biases."""
 
     def outputs(
-        self, x: torch.Tensor, chosen: torch.Tensor, spec: Experts, lora: MixtureLora | None = None
+        self, x: torch.Tensor, chosen: torch.Tensor, spec: Experts, lora: MixtureLora | MixtureLaunches | None = None
     ) -> torch.Tensor:
         from ...ops.expert_tiles_triton import multiply  # needs triton
 
-        tiles = ExpertTiles.of(chosen, spec.count)
-        y = multiply(x, self.gate_up, tiles, spec.routing.per_token)
-        return multiply(_activated(y, spec.activation), self.down, tiles, 1)
+        if isinstance(lora, MixtureLora):
+            raise TypeError("experts in stacks have a GPU's adapters")
+        tiles, per_token = ExpertTiles.of(chosen, spec.count), spec.routing.per_token
+        added = None if lora is None else lora.routed(chosen)
+        if added is None:
+            y = multiply(x, self.gate_up, tiles, per_token)
+            return multiply(_activated(y, spec.activation), self.down, tiles, 1)
+        x, tiles = x[added.pairs // per_token], added.in_rows(tiles)
+        y = multiply(x, self.gate_up, tiles, 1)
+        added.add(Group.EXPERT_GATE_UP, y, x)
+        hidden = _activated(y, spec.activation)
+        y = multiply(hidden, self.down, tiles, 1)
+        added.add(Group.EXPERT_DOWN, y, hidden)
+        return added.by_pair(y)
 
 
 class ExpertKernels(StrEnum):
@@ -232,7 +246,7 @@ def _within_groups(ranked: torch.Tensor, routing: Routing) -> torch.Tensor:
 
 
 def mix_experts(
-    x: torch.Tensor, weights: ExpertWeights, spec: Experts, lora: MixtureLora | None = None
+    x: torch.Tensor, weights: ExpertWeights, spec: Experts, lora: MixtureLora | MixtureLaunches | None = None
 ) -> torch.Tensor:
     """What a layer's mixture of experts gives for rows `[rows, hidden]`. lora: what adapters add; None: nothing."""
     bias = None if weights.router_bias is None else [weights.router_bias]
@@ -271,14 +285,14 @@ class _Parts(NamedTuple):
 class _Added(NamedTuple):
     """What adapters add to the two products of experts."""
 
-    lora: MixtureLora
+    lora: MixtureLora | MixtureLaunches
     gate_up: Group
     down: Group
     experts: Sequence[tuple[int, Sequence[int]]] | None = None
     """Each with the tokens that go to it; None: the shared one, which all of the step's go to."""
 
     def add(self, group: Group, y: torch.Tensor, x: torch.Tensor, ends: Sequence[int]) -> None:
-        if self.experts is None:
+        if self.experts is None or isinstance(self.lora, MixtureLaunches):
             return self.lora.add(group, y, x)
         for (begin, end), (expert, tokens) in zip(pairwise((0, *ends)), self.experts, strict=True):
             self.lora.add_of_expert(group, y[begin:end], x[begin:end], expert, tokens)

@@ -13,7 +13,8 @@ import torch
 
 from ...graphs.runner import NO_TAIL, USUAL_ROOM, EagerReason, LaunchSize
 from ...ops.sgmv_schedule import Schedule
-from ...ops.sgmv_tables import SgmvTables
+from ...ops.sgmv_tables import MAX_GRID, SgmvTables
+from .mixture_launches import MixtureForm, MixtureLaunches
 from .step_lora import HeadLora
 
 if TYPE_CHECKING:
@@ -21,9 +22,6 @@ if TYPE_CHECKING:
 
 #: Captured launches have as many tiles as a usual step needs, or this many times as many.
 _FACTORS = 1, 4, 16, 64
-
-#: The most programs of a launch in the dimension of its tiles.
-_MAX_GRID = 65535
 
 
 class StepOffload(Protocol):
@@ -63,6 +61,11 @@ class LaunchState(Protocol):
 
     def prompt_logits(self) -> HeadLora | None: ...
 
+    def mixture(self, layer: int, form: MixtureForm, /) -> MixtureLaunches | None: ...
+
+
+_NO_MIXTURE = MixtureForm()
+
 
 class Variant(NamedTuple):
     """What launches with one schedule differ in."""
@@ -73,6 +76,8 @@ class Variant(NamedTuple):
     """Of captured ones."""
     eager: EagerReason | None = None
     """Why a step with them is not captured; None if it may be."""
+    mixture: MixtureForm = _NO_MIXTURE
+    """Of mixtures of experts."""
 
 
 _USUAL = Variant()
@@ -107,18 +112,23 @@ class LoraLaunches:
         variant: Variant = _USUAL,
     ) -> None:
         self.schedule, self.num_tiles, self.wait, self.passes = schedule, num_tiles, wait, passes
-        self.scales, self.room, self.eager = variant
+        self.scales, self.room, self.eager, self._mixture = variant
         self._state, self.tail = state, tail
         self._variant, self._variants = variant, dict[Variant, LoraLaunches]()
         self._tiles = state.tables.tiles_of_pass[:passes]
         self._tokens = (tail and tail.border) or None
         self._tail_tiles = [] if tail is None else [tiles[num_tiles:] for tiles in self._tiles]
 
-    def variant(self, scales: tuple[bool, ...], room: LaunchSize) -> LoraLaunches:
-        """Return captured launches with other launches for vectors, and room for more tiles, made once; of those of the
-        usual room.
+    @property
+    def mixture_groups(self) -> tuple[int, ...]:
+        """See `MixtureForm.groups`."""
+        return self._mixture.groups
+
+    def variant(self, scales: tuple[bool, ...], room: LaunchSize, mixture: tuple[int, ...] = ()) -> LoraLaunches:
+        """Return captured launches with other launches for vectors and mixtures of experts, and room for more tiles,
+        made once; of those of the usual room.
         """
-        if (variant := Variant(scales, room)) == self._variant:
+        if (variant := Variant(scales, room, mixture=MixtureForm(mixture))) == self._variant:
             return self
         if (found := self._variants.get(variant)) is None:
             tail = self.tail
@@ -136,7 +146,9 @@ class LoraLaunches:
             )
         return found
 
-    def with_room(self, num_tiles: int, tail_tiles: int, scales: tuple[bool, ...]) -> LoraLaunches | None:
+    def with_room(
+        self, num_tiles: int, tail_tiles: int, scales: tuple[bool, ...], mixture: MixtureForm = _NO_MIXTURE
+    ) -> LoraLaunches | None:
         """Return captured launches for so many tiles, with as little more as there is; None if none have so many, or
         the tables don't.
         """
@@ -145,9 +157,9 @@ class LoraLaunches:
         room = LaunchSize(_least_room(num_tiles, self.num_tiles), tail)
         if max(room) == len(_FACTORS):
             return None
-        found = self.variant(scales, room)
+        found = self.variant(scales, room, mixture.groups)
         most = found.num_tiles + (0 if found.tail is None else found.tail.num_tiles)
-        return found if most <= min(self._state.tables.max_tiles, _MAX_GRID) else None
+        return found if most <= min(self._state.tables.max_tiles, MAX_GRID) else None
 
     @cached_property
     def _products(self) -> dict[int, Sgmv]:
@@ -207,8 +219,9 @@ class LoraLaunches:
         """See `StepLora.prompt_logits`."""
         return self._state.prompt_logits()
 
-    def mixture(self, layer: int) -> None:
-        """GPUs serve no adapters on mixtures of experts."""
+    def mixture(self, layer: int) -> MixtureLaunches | None:
+        """See `StepLora.mixture`."""
+        return self._state.mixture(layer, self._mixture)
 
     def offload(self, group: int, x: torch.Tensor, layer: int) -> None:
         """See `StepLora.offload`."""

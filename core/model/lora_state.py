@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from operator import itemgetter
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -33,26 +33,37 @@ T = TypeVar("T")
 #: scale. ((3, 1.0), (0, -1.0)) is what slot 3 adds beyond slot 0.
 RowAdapters = int | tuple[tuple[int, float], ...]
 
-#: The page list that rows were made for, and the rows of each part: of those in layers, and of the model's modules.
-_Resident = tuple[list[int], list[AdapterRows], list[AdapterRows]]
+
+class _Resident(NamedTuple):
+    """An adapter's rows in its current pages."""
+
+    pages: list[int]
+    """The list that they were made for."""
+    in_layers: list[AdapterRows]
+    """Of the parts in layers, outside mixtures of experts, and of vectors."""
+    of_model: list[AdapterRows]
+    """Of the parts that change the model's own modules."""
+    of_mixture: tuple[AdapterRows, ...]
+    """Of the parts in mixtures of experts."""
 
 
 class LoraState:
     """Applies a step's adapters to a model; the segments' adapters are set once per step.
 
     segments: of the parts in layers. model_segments: of the parts that change the token embeddings or the output
-    projection; most steps have none.
+    projection; most steps have none. mixture_segments: of the parts that change mixtures of experts.
     """
 
     def __init__(self, config: ModelConfig, arena: torch.Tensor, max_stall: float = 0.0) -> None:
         """max_stall: seconds that a step may wait in all for adapters that are still coming."""
         self.arena = arena
         self.max_stall = max_stall
-        self.segments, self.model_segments = Segments(), Segments()
+        self.segments, self.model_segments, self.mixture_segments = Segments(), Segments(), Segments()
         self._coming: dict[int, Transfer] = {}  # by slot
         self._late: set[int] = set()
         self._lora_indices: list[int] = []  # of each segment
         self._model_indices: list[int] = []  # of each of the model's
+        self._mixture_indices: list[int] = []  # of each of mixtures
         self._logit_tokens: tuple[Sequence[int] | None, Sequence[int]] = None, ()
         self._patience = 0.0  # seconds that the step may still wait
         self._step: tuple[object, ...] | None = None  # what `segments` were made of
@@ -85,17 +96,19 @@ class LoraState:
             return  # most decode steps have the same segments as the step before
         self._late.clear()
         self._patience = self.max_stall
-        self._lora_indices, self._model_indices = [], []
-        self.segments, self.model_segments = Segments(), Segments()
+        self._lora_indices, self._model_indices, self._mixture_indices = [], [], []
+        self.segments, self.model_segments, self.mixture_segments = Segments(), Segments(), Segments()
         if merged is not None:
             own = adapters.index(merged) if merged in adapters else None
             self._subtract(merged, [lora_index == own for lora_index in lora_indices], lengths)
         rows = [[] if adapter is merged else self.rows_of(adapter) for adapter in adapters]
         of_model = [self.model_rows_of(adapter) for adapter in adapters]
+        of_mixture = [self.mixture_rows_of(adapter) for adapter in adapters]
         for used, begin, end in _runs(lora_indices, lengths):
             for lora_index, factor in _factors(used):
                 self._add(begin, end, lora_index, factor, rows[lora_index])
                 self._add_of_model(begin, end, lora_index, factor, of_model[lora_index])
+                self._add_of_mixture(begin, end, lora_index, factor, of_mixture[lora_index])
 
     def _is_last_step(
         self,
@@ -137,6 +150,14 @@ class LoraState:
             self.model_segments.add(begin, end, part if factor == 1.0 else self._times(part, factor), address)
             self._model_indices.append(lora_index)
 
+    def _add_of_mixture(
+        self, begin: int, end: int, lora_index: int, factor: float, parts: Sequence[AdapterRows]
+    ) -> None:
+        """As `_add`, of mixtures of experts. No library that waits for layers computes these."""
+        for part in parts:
+            self.mixture_segments.add(begin, end, part if factor == 1.0 else self._times(part, factor))
+            self._mixture_indices.append(lora_index)
+
     def wait(self, layer: int) -> None:
         """Wait for `layer` of adapters that are still being loaded; adapters that miss the deadline are late."""
         for lora_index, transfer in self._coming.items():
@@ -156,6 +177,9 @@ class LoraState:
         late = {index for index, of in enumerate(self._model_indices) if of == lora_index}
         self.model_segments = self.model_segments.without(late)
         self._model_indices = [of for of in self._model_indices if of != lora_index]
+        late = {index for index, of in enumerate(self._mixture_indices) if of == lora_index}
+        self.mixture_segments = self.mixture_segments.without(late)
+        self._mixture_indices = [of for of in self._mixture_indices if of != lora_index]
 
     def _is_awaited(self, lora_index: int, transfer: Transfer, layer: int) -> bool:
         """False if a step needs nothing of an adapter's layer, because other processes compute all of it."""
@@ -196,7 +220,7 @@ class LoraState:
 
     def mixture(self, layer: int) -> MixtureLora | None:
         """See `StepLora.mixture`."""
-        return MixtureLora.of(self.arena, self.segments, layer, self._groups[layer])
+        return MixtureLora.of(self.arena, self.mixture_segments, layer, self._groups[layer])
 
     def shrink(self, group: int, x: torch.Tensor, layer: int) -> None:
         """Nothing is shared with a product on a CPU."""
@@ -261,26 +285,30 @@ class LoraState:
         return made[factor]
 
     def rows_of(self, adapter: Adapter) -> list[AdapterRows]:
-        """Return the rows of the adapter's parts in layers, and its vectors, in its current pages, cached per page
-        list.
+        """Return the rows of the adapter's parts in layers, outside mixtures of experts, and its vectors, in its
+        current pages, cached per page list.
         """
-        return self._resident(adapter)[1]
+        return self._resident(adapter).in_layers
 
     def model_rows_of(self, adapter: Adapter) -> list[AdapterRows]:
         """As `rows_of`, of its parts that change the model's own modules."""
-        return self._resident(adapter)[2]
+        return self._resident(adapter).of_model
+
+    def mixture_rows_of(self, adapter: Adapter) -> tuple[AdapterRows, ...]:
+        """As `rows_of`, of its parts that change mixtures of experts."""
+        return self._resident(adapter).of_mixture
 
     def _resident(self, adapter: Adapter) -> _Resident:
         found: _Resident | None = self._rows.get(adapter)
-        if found is None or found[0] is not adapter.pages:
-            found = (adapter.pages, list[AdapterRows](), list[AdapterRows]())
-            in_layers, of_model = found[1:]
+        if found is None or found.pages is not adapter.pages:
+            in_layers, of_model, of_mixture = list[AdapterRows](), list[AdapterRows](), list[AdapterRows]()
             for part, place in zip(adapter.manifest.parts, adapter.layout.parts, strict=True):
-                own = of_model if self._projections[part.targets[0]].is_of_model else in_layers
+                its = self._projections[part.targets[0]]
+                own = of_model if its.is_of_model else of_mixture if its.is_of_mixture else in_layers
                 own.append(rows_in(part, place, adapter.pages))
             if (vectors := adapter.layout.vectors) is not None:
                 in_layers.append(vectors_in(vectors, adapter.pages))
-            self._rows[adapter] = found
+            found = self._rows[adapter] = _Resident(adapter.pages, in_layers, of_model, tuple(of_mixture))
         return found
 
 

@@ -14,9 +14,10 @@ from ...memory.adapters.adapter import Adapter
 from ...memory.files.whole_copies import MAX_TRAINED_ROWS
 from ...memory.pages.adapter_layout import AdapterLayout, AdapterPart, VectorTarget, uniform_parts
 from ...memory.pages.layout import PageLayout, SlabLayout
-from ...memory.pages.projections import LAYER_GROUPS, Product
+from ...memory.pages.projections import LAYER_GROUPS, MIXTURE_GROUPS, Product
 from ...memory.transfers.transfer import Transfer
-from ...ops.sgmv import Segments
+from ...ops.mixture_tables import MAX_PARTS, Parts
+from ...ops.sgmv import AdapterRows, Segments
 from ...ops.sgmv_schedule import Schedule, decode, prefill, rank_classes, token_limits
 from ...ops.sgmv_tables import SgmvTables, TableSizes
 from ...ops.table_records import Copy
@@ -25,13 +26,11 @@ from ..cpus import available_cpus
 from .config import ModelConfig
 from .lora_launches import LoraLaunches, StepOffload, Tail, Variant
 from .lora_state import LoraState, RowAdapters, rows_in
+from .mixture_launches import MixtureForm, MixtureLaunches, MixtureState
 
 if TYPE_CHECKING:
     from ...ops.sgmv_triton import Sgmv
     from ...ops.vectors_triton import ScaleRows
-
-#: The most parts of an adapter, which rank and alpha patterns create; each has its own row in the tables.
-MAX_PARTS = 16
 
 #: New adapters with vectors of one copy to the device; few adapters have them.
 _USUAL_VECTORS = 16
@@ -113,6 +112,20 @@ class CudaLoraState(LoraState):
         self.offloaded: StepOffload | None = None
         """The offloaded part of the current step."""
         usual_tiles = self._max_tokens // least_tile + 2 * self._max_rows
+        self.mixtures: MixtureState | None = None
+        """Of adapters on mixtures of experts; None for a model without."""
+        if self._projections.mixture:
+            self.mixtures = MixtureState(
+                config,
+                arena,
+                max_rank=self.max_rank,
+                adapters=max_adapters,
+                rows=self._max_rows,
+                tokens=max(self._max_tokens, self._max_rows, padded),
+                max_pages=widest.num_pages,
+                make_copy=make_copy,
+            )
+        scratch = max(self._scratch(max(tokens, padded), schedule) for schedule, tokens in possible.items())
         sizes = TableSizes(
             # one more, because a merged adapter is subtracted from the rows of others
             table_rows=(max_adapters + 1) * MAX_PARTS,
@@ -124,9 +137,15 @@ class CudaLoraState(LoraState):
             max_tiles=MAX_PARTS * usual_tiles,
             usual_rows=(max_adapters + 1) * self._usual_parts,
             usual_tiles=usual_tiles * self._usual_parts,
-            scratch=max(self._scratch(max(tokens, padded), schedule) for schedule, tokens in possible.items()),
+            scratch=max(scratch, 0 if self.mixtures is None else self.mixtures.scratch),
         )
         self.tables = SgmvTables(sizes, arena.device, make_copy)
+        if self.mixtures is not None:
+            self.mixtures.use_scratch(self.tables.h)
+        self._mixture_modules = {
+            group: {module for columns in self._groups for module, _, _ in columns[group]} for group in MIXTURE_GROUPS
+        }
+        self._planned = Segments(), MixtureForm()  # of the last step with tables for mixtures
         self._vectors = VectorTables(
             2 * (max_adapters + 1),  # those of a merged adapter are undone, and others are applied
             config.num_layers,
@@ -141,7 +160,8 @@ class CudaLoraState(LoraState):
     @property
     def table_bytes(self) -> int:
         """Device memory of the tables, without the partial sums."""
-        return self.tables.num_bytes + self._vectors.num_bytes
+        mixtures = 0 if self.mixtures is None else self.mixtures.tables.num_bytes
+        return self.tables.num_bytes + self._vectors.num_bytes + mixtures
 
     def set_step(
         self,
@@ -164,6 +184,8 @@ class CudaLoraState(LoraState):
         self.arena = arena
         for product in (one for made in (*self._products.values(), *self._scales.values()) for one in made.values()):
             product.use_arena(arena)
+        if self.mixtures is not None:
+            self.mixtures.use_arena(arena)
 
     def bucket(self, size: int, passes: int = 1) -> LoraLaunches:
         """Return the launches of a captured step: a tile for each sequence, if adapters have the usual parts; with
@@ -199,6 +221,8 @@ class CudaLoraState(LoraState):
         self._begin(adapters, lora_indices, lengths, merged)
         if self._is_contained(merged):
             return None
+        if self.mixture_segments.rows:
+            return self._ragged(lengths, EagerReason.EXPERTS)
         assert captured.tail is not None
         scales, tables = self._plan_vectors(), self.tables
         tiles = captured.schedule.tile_tokens, _border(lengths), captured.tail.schedule.tile_tokens
@@ -229,17 +253,17 @@ class CudaLoraState(LoraState):
         if self._is_contained(merged):
             return None
         num_tiles = self.tables.plan(self.segments, captured.schedule.tile_tokens)
-        scales, passes = self._plan_vectors(), self.tables.passes
-        found = captured.with_room(num_tiles, 0, scales) if passes <= captured.passes else None
+        scales, passes, mixture = self._plan_vectors(), self.tables.passes, self._plan_mixtures()
+        found = captured.with_room(num_tiles, 0, scales, mixture) if passes <= captured.passes else None
         if found is not None:
             return found
-        return LoraLaunches(
-            self, captured.schedule, num_tiles, passes=passes, variant=Variant(scales, eager=EagerReason.TILES)
-        )
+        variant = Variant(scales, eager=EagerReason.TILES, mixture=mixture)
+        return LoraLaunches(self, captured.schedule, num_tiles, passes=passes, variant=variant)
 
     def _is_contained(self, merged: Adapter | None) -> bool:
         """True if merged weights contain everything that a step needs of its adapters."""
-        return merged is not None and not (self.segments.rows or self.model_segments.rows)
+        own = self.segments.rows or self.model_segments.rows or self.mixture_segments.rows
+        return merged is not None and not own
 
     def begin_ragged(
         self,
@@ -277,14 +301,35 @@ class CudaLoraState(LoraState):
         undone = [self.segments.rows[index].scale < 0 for index in self.segments.vectors]
         return tuple(undo for undo in (True, False) if undo in undone)
 
+    def _plan_mixtures(self, border: int = 0, end: int | None = None) -> MixtureForm:
+        """Write the tables of a step's adapters on mixtures of experts; return how they change these. border, end: see
+        `MixtureForm`.
+        """
+        if self.mixtures is None:
+            return MixtureForm()
+        segments, form = self._planned
+        if segments is self.mixture_segments and (form.border, form.end) == (border, end):
+            return form
+        parts: dict[tuple[int, int], list[AdapterRows]] = {}
+        for begin, end, rows in self.mixture_segments:
+            parts.setdefault((begin, end), []).append(rows)
+        runs: list[tuple[int, int, Parts]] = [(*run, tuple(own)) for run, own in parts.items()]
+        self.mixtures.tables.plan(runs)
+        modules = {module for rows in self.mixture_segments.rows for module, at in enumerate(rows.a_offset) if at >= 0}
+        groups = tuple(int(group) for group in MIXTURE_GROUPS if not modules.isdisjoint(self._mixture_modules[group]))
+        found = MixtureForm(groups, border, len({own for begin, _, own in runs if begin < border}), end)
+        self._planned = self.mixture_segments, found
+        return found
+
     def _ragged(self, lengths: Sequence[int], eager: EagerReason = EagerReason.TOKENS) -> LoraLaunches:
         segments, tokens, scales = self.segments, sum(lengths), self._plan_vectors()
-        lengths_of_rows = [end - begin for begin, end, rows in segments if rows.rank]
+        every = (*segments, *self.mixture_segments)
+        lengths_of_rows = [end - begin for begin, end, rows in every if rows.rank]
         if tokens <= self._max_rows and sum(lengths_of_rows) <= _SHORT * len(lengths_of_rows):
             schedule = self._decode(tokens)
             num_tiles = self.tables.plan(segments, schedule.tile_tokens)
-            passes = self.tables.passes
-            return LoraLaunches(self, schedule, num_tiles, self.wait, passes, variant=Variant(scales, eager=eager))
+            variant = Variant(scales, eager=eager, mixture=self._plan_mixtures(0, tokens))
+            return LoraLaunches(self, schedule, num_tiles, self.wait, self.tables.passes, variant=variant)
         border = _border(lengths)
         rank = max((rows.rank for begin, _, rows in segments if begin < border), default=1)
         schedule = next(each for (most, limit), each in self._prefills.items() if border <= most and rank <= limit)
@@ -297,8 +342,23 @@ class CudaLoraState(LoraState):
             wait=self.wait,
             passes=self.tables.passes,
             tail=Tail(tail, self.tables.tail_tiles, border) if self.tables.tail_tiles else None,
-            variant=Variant(scales, eager=eager),
+            variant=Variant(scales, eager=eager, mixture=self._plan_mixtures(border, tokens)),
         )
+
+    def mixture(self, layer: int, form: MixtureForm) -> MixtureLaunches | None:
+        """The launches of a step's adapters on a layer's mixture of experts; None if there are none."""
+        return None if self.mixtures is None else self.mixtures.launches(layer, form)
+
+    def largest(self, lengths: Sequence[int]) -> LoraLaunches | None:
+        """Launches without work that take as much memory as any step's of these lengths; None if no launches of an
+        eager step take any.
+        """
+        if self.mixtures is None:
+            return None
+        self.rest()
+        form = MixtureForm(tuple(self.mixtures.tables.groups), _border(lengths), len(self.tables.offsets), sum(lengths))
+        schedule = next(reversed(self._possible()))
+        return LoraLaunches(self, schedule, 0, variant=Variant(eager=EagerReason.EXPERTS, mixture=form))
 
     def sgmvs(self, schedule: Schedule) -> dict[int, Sgmv]:
         """Return a schedule's launches by the index of the product, made once."""
@@ -356,6 +416,7 @@ class CudaLoraState(LoraState):
         """Make the tables say that there is nothing to do, for any launch."""
         self.set_step((), (), ())
         self.tables.plan(self.segments, 1)
+        self._plan_mixtures()
 
     def warm_up(self) -> None:
         """Compile every kernel, as many at once as there are processors, and launch each once without work.
@@ -374,10 +435,14 @@ class CudaLoraState(LoraState):
         outputs = [(group, torch.zeros(1, each.outputs, dtype=dtype, device=device), layer)
                    for (layer, group), each in places]  # fmt: skip
         with compiling(available_cpus()):
+            if self.mixtures is not None:
+                self.mixtures.warm_up(compile_only=True)
             for launches, *case in cases:
                 launches.add(*case, compile_only=True)
             for case, undo in itertools.product(outputs, (False, True)):
                 self.scale(*case, undo=undo, compile_only=True)
+        if self.mixtures is not None:
+            self.mixtures.warm_up(compile_only=False)
         for launches, *case in cases:
             launches.add(*case)
         for case, undo in itertools.product(outputs, (False, True)):
@@ -396,11 +461,11 @@ class CudaLoraState(LoraState):
         return parts, AdapterLayout.build(parts, self._projections, self._page_elems, self._itemsize)
 
     def _widest(self) -> AdapterLayout:
-        """The layout of the largest adapter: on every module of the layers, outside mixtures of experts, and of the
-        model, with vectors and with all rows that it may have of its own.
+        """The layout of the largest adapter: on every module of the layers and of the model, with vectors and with all
+        rows that it may have of its own.
         """
         its = self._projections
-        names = [each.name for each in its if not (each.is_rows or each.is_of_mixture)]
+        names = [each.name for each in its if not each.is_rows]
         parts = list(uniform_parts(its, self.max_rank, targets=names))
         own = [each.name for each in its if each.is_rows]
         parts += [AdapterPart(MAX_TRAINED_ROWS, 1.0, its.layers_of(name), (name,)) for name in own]

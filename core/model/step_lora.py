@@ -13,6 +13,7 @@ import torch
 from ...memory.pages.projections import LAYER_GROUPS
 from ...ops.sgmv import Segments, sgmv
 from ...ops.trained_rows import TrainedRows
+from .mixture_launches import MixtureLaunches
 from .mixture_lora import MixtureLora
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ class StepLora(Protocol):
         launch; None where `add` must do both.
         """
 
-    def mixture(self, layer: int, /) -> MixtureLora | None:
+    def mixture(self, layer: int, /) -> MixtureLora | MixtureLaunches | None:
         """What adapters add in a layer's mixture of experts; None if they add nothing."""
 
     def embed(self, rows: torch.Tensor, token_ids: torch.Tensor, /) -> None:

@@ -176,7 +176,7 @@ def layers_with(projections: Projections, name: str) -> str:
 
 def parts_of(targets: Targets, projections: Projections) -> tuple[AdapterPart, ...]:
     """Group targets by rank, scale and set of layers, which thus have all of them; in the order of their first
-    layers.
+    layers. Those of the model and of mixtures of experts are in parts of their own.
     """
     experts: dict[tuple[int, str, int, float], list[int]] = defaultdict(list)
     layers: dict[tuple[int, float, str, tuple[int, ...]], list[int]] = defaultdict(list)
@@ -188,11 +188,12 @@ def parts_of(targets: Targets, projections: Projections) -> tuple[AdapterPart, .
             experts[layer, projections.name_of_all(module), rank, scale].append(projection.expert)
     for (layer, module, rank, scale), numbers in experts.items():
         layers[rank, scale, module, tuple(sorted(numbers))].append(layer)
-    modules: dict[tuple[int, float, tuple[int, ...], tuple[int, ...], bool], list[str]] = defaultdict(list)
+    modules: dict[tuple[int, float, tuple[int, ...], tuple[int, ...], bool, bool], list[str]] = defaultdict(list)
     for (rank, scale, module, own), numbers in layers.items():
-        modules[rank, scale, tuple(numbers), own, projections[module].is_of_model].append(module)
+        its = projections[module]
+        modules[rank, scale, tuple(numbers), own, its.is_of_model, its.is_of_mixture].append(module)
     parts = (
         AdapterPart(rank, scale, numbers, tuple(sorted(names, key=projections.id)), experts=own)
-        for (rank, scale, numbers, own, _), names in modules.items()
+        for (rank, scale, numbers, own, *_), names in modules.items()
     )
     return tuple(sorted(parts, key=lambda part: (part.layers, projections.id(part.targets[0]), part.experts)))

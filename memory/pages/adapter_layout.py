@@ -17,8 +17,8 @@ class AdapterPart:
     """A share of an adapter: every one of `targets` (module names) in every one of `layers` has this rank and scale.
 
     Every one of `layers` has all `targets`. An ordinary adapter of a model with equal layers is one part; rank, alpha
-    and layer patterns make several, and so do layers with other projections. Modules of the model are in parts of
-    their own.
+    and layer patterns make several, and so do layers with other projections. Modules of the model, and those of
+    mixtures of experts, are in parts of their own.
     """
 
     rank: int
@@ -67,14 +67,14 @@ def uniform_parts(
     layer that has them.
     """
     wanted = projections.names if targets is None else targets
-    by_layers: dict[tuple[tuple[int, ...], bool, int], list[str]] = {}
+    by_layers: dict[tuple[tuple[int, ...], bool, bool, int], list[str]] = {}
     for each in projections:
         if each.name in wanted:
-            key = projections.layers_of(each.name), each.is_of_model, each.experts
+            key = projections.layers_of(each.name), each.is_of_model, each.is_of_mixture, each.experts
             by_layers.setdefault(key, []).append(each.name)
     return tuple(
         AdapterPart(rank, scale, layers, tuple(names), experts=tuple(range(experts)))
-        for (layers, _, experts), names in sorted(by_layers.items())
+        for (layers, *_, experts), names in sorted(by_layers.items())
     )
 
 

@@ -20,9 +20,10 @@ from ...ops import elementwise_schedule, expert_tiles_schedule, gated_delta_sche
 from ...ops import small_gemm_schedule as small
 from ...ops.attention_schedule import LEAST_FLOAT8, attention_constants, attention_options, largest_head
 from ...ops.dependent_launch import LEAST_MAJOR
+from ...ops.mixture_tables import TileWriter
 from ...ops.narrow_weights_schedule import WIDEN_WARPS, WidenConstants
 from ...ops.sgmv_schedule import ExpandShape, Schedule, decode, expand_constants, prefill, shrink_constants
-from ...ops.sgmv_tables import place_pages
+from ...ops.sgmv_tables import place_blocks, place_pages, place_window
 from ...ops.vectors_schedule import vector_constants, vector_options
 from ..bench.sizes import SIZES
 
@@ -77,6 +78,8 @@ class Elementwise(NamedTuple):
     """Other arguments, with their types; `*own`: a pointer to the variant's dtype."""
     pointer: str = ""
     """The argument for weights, or keys, which are multiplied on tensor cores."""
+    has_rows: bool = True
+    """False: a program reads and writes some numbers of tables, no rows of them."""
 
 
 def _strides(*names: str) -> dict[str, str]:
@@ -307,6 +310,43 @@ EXPERTS = {
     for rows in (64, 2048)
 }
 
+
+def _mixture_tiles(*, per_token: int, experts: int, adapters: int = 0) -> Elementwise:
+    """Tiles of adapters on experts of Qwen3-30B-A3B, with ranks up to 64. adapters: that runs are numbered with."""
+    page, rank, slab = PAGE_ELEMS // 4, 64, 3 * (2048 + 768)
+    constants = TileWriter(
+        first=0,
+        places=3 * 128 + 1,
+        experts=experts,
+        per_token=per_token,
+        adapters=adapters,
+        page=page,
+        window=place_window(page, rank * slab),
+        blocks=place_blocks(rank),
+        record=place_pages(page, slab),
+    )
+    written = (*((name, "*i32") for name in ("tiles", "offsets", "places")), ("first_elem", "*i64"), ("pages", "*i32"))
+    known = ("adapter_of", "*i32"), ("places_of", "*i64"), ("parts", "*i32"), ("pages_of", "*i32")
+    runs = ("chosen", "*i64"), ("group", "*i32"), ("first", "*i32"), ("end", "*i32")
+    numbers = dict.fromkeys(("layer", "layers", "max_pages", "num_tiles", "first_pair"), "i32")
+    return Elementwise(
+        "mixture_tables_triton",
+        "write_tiles",
+        constants={"C": constants},
+        options={"num_warps": 1},
+        own=(),
+        others={"out": written, "known": known, "runs": runs, **numbers},
+        has_rows=False,
+    )
+
+
+#: The tiles of a product of experts, of prompts and of decoding sequences, and of a router.
+MIXTURE_TILES = {
+    "tiles.runs": _mixture_tiles(per_token=8, experts=128, adapters=65),
+    "tiles.pairs": _mixture_tiles(per_token=8, experts=128),
+    "tiles.tokens": _mixture_tiles(per_token=1, experts=0),
+}
+
 _DRAWN = {"logits": "*fp32", "entries": "*fp64", "row_stride": "i32"}
 _PEAKS = {"peaks": "*fp32", "lows": "*fp32"}
 _SUMS = {"sums": "*fp64"}
@@ -370,7 +410,7 @@ VECTORS = {
 }
 
 #: Launches that read no rank-rows.
-PLAIN = ELEMENTWISE | WIDENED | PRODUCTS | DRAWS | DELTAS | VECTORS | EXPERTS
+PLAIN = ELEMENTWISE | WIDENED | PRODUCTS | DRAWS | DELTAS | VECTORS | EXPERTS | MIXTURE_TILES
 
 
 @dataclass(frozen=True, slots=True)
@@ -484,7 +524,7 @@ class Line:
             yield f"takes {self.shared_bytes} bytes of shared memory, more than {SHARED_LIMIT}"
         if self.is_early:
             yield "reads or writes what the launch before it may still write"
-        if not self.wide_loads:
+        if not self.wide_loads and (self.variant.launch is None or self.variant.launch.has_rows):
             yield "never loads 16 bytes at once"
         if self.loads_before > 2 and not self.variant.kernel.endswith("prefill"):
             yield f"waits for {self.loads_before} loads one after the other before it loads weights"
@@ -529,7 +569,7 @@ def plain_variants() -> Iterator[Variant]:
     for group, launch in EXPERTS.items():
         for dtype in ("bf16", "fp16"):
             yield Variant(launch.kernel, group, dtype, launch.constants["C"].block_t)
-    for group, launch in DRAWS.items():
+    for group, launch in (DRAWS | MIXTURE_TILES).items():
         yield Variant(launch.kernel, group, "fp32", 64)
     for group, launch in VECTORS.items():
         for dtype in ITEMSIZE:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -52,26 +53,26 @@ class Mixture(Tiny):
         return super().use(adapter and "default")
 
 
-def make_mixture(name: str) -> Mixture:
-    """A family's model with ADAPTERS."""
-    root = kept_files(f"mixture {name}", lambda root: _save_mixture(name, root))
-    return Mixture(root / "model", {adapter: root / adapter for adapter in ADAPTERS}, load_peft, KeptAnswers(root))
+def make_mixture(name: str, recipes: Mapping[str, Mapping[str, Any]] = ADAPTERS) -> Mixture:
+    """A family's model with adapters. recipes: see `ADAPTERS`."""
+    root = kept_files(" ".join(["mixture", name, *recipes]), lambda root: _save_mixture(name, root, recipes))
+    return Mixture(root / "model", {adapter: root / adapter for adapter in recipes}, load_peft, KeptAnswers(root))
 
 
 @without_conversion()
-def _save_mixture(name: str, root: Path) -> None:
+def _save_mixture(name: str, root: Path, recipes: Mapping[str, Mapping[str, Any]]) -> None:
     save_family(name, root / "model")
-    for seed, adapter in enumerate(ADAPTERS):
-        _save_trained(root, adapter, seed)
+    for seed, (adapter, recipe) in enumerate(recipes.items()):
+        _save_trained(root, adapter, recipe, seed)
 
 
-def _save_trained(root: Path, adapter: str, seed: int) -> None:
+def _save_trained(root: Path, adapter: str, recipe: Mapping[str, Any], seed: int) -> None:
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_pretrained(root / "model", dtype=torch.float32)
-    fields = dict(ADAPTERS[adapter])
+    fields = dict(recipe)
     names = {name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
     fields["target_modules"] = [each for each in fields["target_modules"] if any(n.endswith(f".{each}") for n in names)]
     parameters = [name for name, _ in model.named_parameters() if name.removesuffix(".weight") not in names]

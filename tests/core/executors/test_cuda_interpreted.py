@@ -870,9 +870,9 @@ def test_profiles_the_largest_step(tiny, monkeypatch, limits, lengths):
     seen = []
     ragged = CudaSteps.ragged
 
-    def noted(self, rows, adapters):
+    def noted(self, rows, adapters, **how):
         seen.append([len(row.tokens) for row in rows])
-        return ragged(self, rows, adapters)
+        return ragged(self, rows, adapters, **how)
 
     monkeypatch.setattr(CudaSteps, "ragged", noted)
     rows, tokens = limits
