@@ -133,9 +133,7 @@ class MixtureTables:
             raise ValueError(f"a mixture has more than the {MAX_MODULES} projections that tables hold")
         self._num_places, self._layers = num_places, sizes.layers
         self.adapter_of = torch.full((sizes.tokens,), -1, dtype=torch.int32, device=device)
-        self.places = torch.full(
-            (sizes.adapters, sizes.layers, num_places), -1, dtype=torch.int64, device=device
-        )
+        self.places = torch.full((sizes.adapters, sizes.layers, num_places), -1, dtype=torch.int64, device=device)
         self.parts = torch.zeros((sizes.adapters, MAX_PARTS, PART_WIDTH), dtype=torch.int32, device=device)
         self.pages = torch.zeros((sizes.adapters, sizes.max_pages), dtype=torch.int32, device=device)
         self.window = place_window(sizes.page_elems, sizes.max_rank * sizes.slab_elems)

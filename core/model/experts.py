@@ -200,11 +200,7 @@ def _outputs(
     """What each row's experts give `[rows, per_token, hidden]`."""
     rows, per_token = chosen.shape
     if isinstance(weights.gate_up, Stack) or isinstance(weights.down, Stack):
-        if isinstance(lora, MixtureLora):
-            raise TypeError("experts in stacks have a GPU's adapters")
         return _outputs_by_tiles(x, chosen, weights, spec, lora).view(rows, per_token, -1)
-    if isinstance(lora, MixtureLaunches):
-        raise TypeError("a GPU's adapters are of experts in stacks")
     by_expert = chosen.flatten().argsort(stable=True)  # places in `chosen`
     counts = chosen.flatten().bincount(minlength=spec.count).tolist()
     used = [expert for expert, count in enumerate(counts) if count]
@@ -221,7 +217,7 @@ def _outputs(
         of_used(weights.down_bias),
     )
     added = None
-    if lora is not None:
+    if (lora := _of(lora, MixtureLora)) is not None:
         going = [tokens[begin:end].tolist() for begin, end in pairwise((0, *ends))]
         added = _Added(lora, Group.EXPERT_GATE_UP, Group.EXPERT_DOWN, list(zip(used, going, strict=True)))
     found = x.new_empty(rows * per_token, x.shape[1])
@@ -229,8 +225,19 @@ def _outputs(
     return found.view(rows, per_token, -1)
 
 
+def _of(lora: MixtureLora | MixtureLaunches | None, kind: type[_T]) -> _T | None:
+    """The adapters, which are of this kind: those of a GPU are of experts in stacks, and of no others."""
+    if lora is None or isinstance(lora, kind):
+        return lora
+    raise TypeError(f"what adapters add to these experts must be {kind.__name__}, not {type(lora).__name__}")
+
+
 def _outputs_by_tiles(
-    x: torch.Tensor, chosen: torch.Tensor, weights: ExpertWeights, spec: Experts, lora: MixtureLaunches | None
+    x: torch.Tensor,
+    chosen: torch.Tensor,
+    weights: ExpertWeights,
+    spec: Experts,
+    lora: MixtureLora | MixtureLaunches | None,
 ) -> torch.Tensor:
     """What each row's experts give `[rows · per_token, hidden]`; the host never learns which they are."""
     if not isinstance(weights.gate_up, Stack) or not isinstance(weights.down, Stack):
@@ -238,7 +245,8 @@ def _outputs_by_tiles(
     from ...ops.expert_tiles_triton import multiply  # needs triton
 
     tiles, per_token = ExpertTiles.of(chosen, spec.count), spec.routing.per_token
-    added = None if lora is None else lora.routed(chosen)
+    launches = _of(lora, MixtureLaunches)
+    added = None if launches is None else launches.routed(chosen)
     if added is None:
         y = multiply(x, weights.gate_up, tiles, per_token)
         return multiply(_activated(y, spec.activation), weights.down, tiles, 1)

@@ -47,7 +47,6 @@ class _Resident(NamedTuple):
     """Of the parts in mixtures of experts."""
 
 
-
 class LoraState:
     """Applies a step's adapters to a model; the segments' adapters are set once per step.
 

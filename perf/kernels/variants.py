@@ -310,7 +310,6 @@ EXPERTS = {
 }
 
 
-
 def _mixture_tiles(*, per_token: int, experts: int, adapters: int = 0) -> Elementwise:
     """Tiles of adapters on experts of Qwen3-30B-A3B, with ranks up to 64. adapters: that runs are numbered with."""
     page, rank, slab = PAGE_ELEMS // 4, 64, 3 * (2048 + 768)

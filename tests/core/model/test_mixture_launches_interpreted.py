@@ -202,7 +202,9 @@ def test_captured_launches_read_the_tables_of_the_present_step():
     step(-1, -1, -1, 1)
     assert torch.equal(mix_experts(x, world.stacked, SPEC, launches.mixture(LAYER)), found)
     world.gpu.rest()
-    assert torch.equal(mix_experts(x, world.stacked, SPEC, launches.mixture(LAYER)), mix_experts(x, world.stacked, SPEC))
+    assert torch.equal(
+        mix_experts(x, world.stacked, SPEC, launches.mixture(LAYER)), mix_experts(x, world.stacked, SPEC)
+    )
 
 
 def test_a_step_has_the_launches_of_what_its_adapters_change():
