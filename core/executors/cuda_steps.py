@@ -144,16 +144,11 @@ class CudaSteps:
 
         sources, merged: see `DecodeSteps.run`. is_largest: take the memory of any adapters.
         """
-        lora, is_merged, states = None, merged is not None, self.decoding.states
-        lora_indices, lengths = adapter_runs(rows)
+        is_merged, states = merged is not None, self.decoding.states
+        _, lengths = runs = adapter_runs(rows)
         num_tokens = sum(lengths)
         bucket = None if num_tokens > self._most_padded else self.mixed.bucket(num_tokens)
-        if is_largest:
-            lora = self.lora.largest(lengths)
-        elif bucket is not None:
-            lora = self.mixed.begin(bucket, adapters, lora_indices, lengths, merged)
-        elif adapters or is_merged:
-            lora = self.lora.begin_ragged(adapters, lora_indices, lengths, merged)
+        lora = self.lora.largest(lengths) if is_largest else self._ragged_lora(bucket, runs, adapters, merged)
         if self._config.graph_capture == "off":
             self.eager[EagerReason.OFF] += 1
         elif bucket is None:
@@ -186,6 +181,20 @@ class CudaSteps:
             self.decoder.compute_logits(x, batch, logits)
         self.outputs.pick(logits, chosen)
         return logits, chosen
+
+    def _ragged_lora(
+        self,
+        bucket: int | None,
+        runs: tuple[Sequence[int], Sequence[int]],
+        adapters: Sequence[Adapter],
+        merged: Adapter | None,
+    ) -> LoraLaunches | None:
+        """Write the adapter tables of a ragged step; return its launches. runs: see `adapter_runs`."""
+        if bucket is not None:
+            return self.mixed.begin(bucket, adapters, *runs, merged)
+        if adapters or merged is not None:
+            return self.lora.begin_ragged(adapters, *runs, merged)
+        return None
 
     def _to_device(
         self, batch: StepBatch[GroupedAttention, LoraLaunches], tokens: int

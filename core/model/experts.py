@@ -82,8 +82,6 @@ class ListedExperts(ExpertWeights):
     def outputs(
         self, x: torch.Tensor, chosen: torch.Tensor, spec: Experts, lora: MixtureLora | MixtureLaunches | None = None
     ) -> torch.Tensor:
-        if isinstance(lora, MixtureLaunches):
-            raise TypeError("a GPU's adapters are of experts in stacks")
         by_expert = chosen.flatten().argsort(stable=True)  # places in `chosen`
         counts = chosen.flatten().bincount(minlength=spec.count).tolist()
         used = [expert for expert, count in enumerate(counts) if count]
@@ -100,7 +98,7 @@ class ListedExperts(ExpertWeights):
             of_used(self.down_bias),
         )
         added = None
-        if lora is not None:
+        if (lora := _of(lora, MixtureLora)) is not None:
             going = [tokens[begin:end].tolist() for begin, end in pairwise((0, *ends))]
             added = _Added(lora, Group.EXPERT_GATE_UP, Group.EXPERT_DOWN, list(zip(used, going, strict=True)))
         found = x.new_empty(chosen.numel(), x.shape[1])
@@ -125,10 +123,9 @@ class StackedExperts(ExpertWeights):
     ) -> torch.Tensor:
         from ...ops.expert_tiles_triton import multiply  # needs triton
 
-        if isinstance(lora, MixtureLora):
-            raise TypeError("experts in stacks have a GPU's adapters")
         tiles, per_token = ExpertTiles.of(chosen, spec.count), spec.routing.per_token
-        added = None if lora is None else lora.routed(chosen)
+        launches = _of(lora, MixtureLaunches)
+        added = None if launches is None else launches.routed(chosen)
         if added is None:
             y = multiply(x, self.gate_up, tiles, per_token)
             return multiply(_activated(y, spec.activation), self.down, tiles, 1)
@@ -139,6 +136,13 @@ class StackedExperts(ExpertWeights):
         y = multiply(hidden, self.down, tiles, 1)
         added.add(Group.EXPERT_DOWN, y, hidden)
         return added.by_pair(y)
+
+
+def _of(lora: MixtureLora | MixtureLaunches | None, kind: type[_T]) -> _T | None:
+    """The adapters, which are of this kind: those of a GPU are of experts in stacks, and of no others."""
+    if lora is None or isinstance(lora, kind):
+        return lora
+    raise TypeError(f"what adapters add to these experts must be {kind.__name__}, not {type(lora).__name__}")
 
 
 class ExpertKernels(StrEnum):

@@ -61,7 +61,7 @@ class LaunchState(Protocol):
 
     def prompt_logits(self) -> HeadLora | None: ...
 
-    def mixture(self, layer: int, form: MixtureForm, /) -> MixtureLaunches | None: ...
+    def mixture_launches(self, layer: int, form: MixtureForm, /) -> MixtureLaunches | None: ...
 
 
 _NO_MIXTURE = MixtureForm()
@@ -221,7 +221,7 @@ class LoraLaunches:
 
     def mixture(self, layer: int) -> MixtureLaunches | None:
         """See `StepLora.mixture`."""
-        return self._state.mixture(layer, self._mixture)
+        return self._state.mixture_launches(layer, self._mixture)
 
     def offload(self, group: int, x: torch.Tensor, layer: int) -> None:
         """See `StepLora.offload`."""

@@ -26,7 +26,7 @@ from ..cpus import available_cpus
 from .config import ModelConfig
 from .lora_launches import LoraLaunches, StepOffload, Tail, Variant
 from .lora_state import LoraState, RowAdapters, rows_in
-from .mixture_launches import MixtureForm, MixtureLaunches, MixtureState
+from .mixture_launches import MixtureForm, MixtureLaunches, MixtureLimits, MixtureState
 
 if TYPE_CHECKING:
     from ...ops.sgmv_triton import Sgmv
@@ -115,16 +115,9 @@ class CudaLoraState(LoraState):
         self.mixtures: MixtureState | None = None
         """Of adapters on mixtures of experts; None for a model without."""
         if self._projections.mixture:
-            self.mixtures = MixtureState(
-                config,
-                arena,
-                max_rank=self.max_rank,
-                adapters=max_adapters,
-                rows=self._max_rows,
-                tokens=max(self._max_tokens, self._max_rows, padded),
-                max_pages=widest.num_pages,
-                make_copy=make_copy,
-            )
+            tokens = max(self._max_tokens, self._max_rows, padded)
+            most = MixtureLimits(max_adapters, self._max_rows, tokens, self.max_rank, widest.num_pages)
+            self.mixtures = MixtureState(config, arena, most, make_copy)
         scratch = max(self._scratch(max(tokens, padded), schedule) for schedule, tokens in possible.items())
         sizes = TableSizes(
             # one more, because a merged adapter is subtracted from the rows of others
@@ -345,7 +338,7 @@ class CudaLoraState(LoraState):
             variant=Variant(scales, eager=eager, mixture=self._plan_mixtures(border, tokens)),
         )
 
-    def mixture(self, layer: int, form: MixtureForm) -> MixtureLaunches | None:
+    def mixture_launches(self, layer: int, form: MixtureForm) -> MixtureLaunches | None:
         """The launches of a step's adapters on a layer's mixture of experts; None if there are none."""
         return None if self.mixtures is None else self.mixtures.launches(layer, form)
 

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 #: A number of tokens above the limits of all schedules but the last: these launches have one schedule for any step.
 _MANY = 1 << 30
 
+_ALL = slice(None)
+
 _EXPERT_GROUPS = (Group.EXPERT_GATE_UP, Group.EXPERT_DOWN)
 
 
@@ -43,6 +45,18 @@ class MixtureForm(NamedTuple):
     """Tokens from here on are padding; None: a captured step has no more than decoding sequences."""
 
 
+class MixtureLimits(NamedTuple):
+    """The largest step, and the largest adapter."""
+
+    adapters: int
+    rows: int
+    """Tokens of a decode step."""
+    tokens: int
+    rank: int
+    pages: int
+    """Of an adapter."""
+
+
 class MixtureState:
     """The tables and launches of adapters on mixtures; for the largest step, so captured launches never move."""
 
@@ -50,15 +64,11 @@ class MixtureState:
         self,
         config: ModelConfig,
         arena: torch.Tensor,
-        *,
-        max_rank: int,
-        adapters: int,
-        rows: int,
-        tokens: int,
-        max_pages: int,
+        limits: MixtureLimits,
         make_copy: Callable[[int], Copy],
     ) -> None:
-        """rows, tokens: the most of a decode step, and of any. max_pages: of an adapter."""
+        """make_copy: see `SgmvTables`."""
+        adapters, rows, tokens, max_rank, max_pages = limits
         self.arena, self.max_rank = arena, max_rank
         spec, projections = config.experts, config.projections
         assert spec is not None, "the model has experts"
@@ -140,16 +150,16 @@ class MixtureState:
         layer: int,
         *,
         chosen: torch.Tensor | None = None,
-        first: int = 0,
-        last: int | None = None,
+        rows: slice = _ALL,
         compile_only: bool = False,
     ) -> None:
-        """Add to rows `first:last`, each with the kernels of a decode step. chosen: see `mixture_tables_triton`."""
+        """Add to some rows, each with the kernels of a decode step. chosen: see `mixture_tables_triton`."""
         from ...ops.mixture_tables_triton import write  # needs triton
 
-        y, x = y[first:last], x[first:last]
+        y, x = y[rows], x[rows]
         if not (pairs := len(x)):
             return
+        first = rows.start or 0
         written = write(
             self.tables, group, layer, pairs=pairs, first_pair=first, chosen=chosen, compile_only=compile_only
         )
@@ -235,7 +245,7 @@ class RoutedLora:
         self._runs: ExpertTiles | None = None
         per_token = chosen.shape[1]
         # pairs of decoding sequences
-        self._first, self._last = form.border * per_token, None if form.end is None else form.end * per_token
+        self._singles = slice(form.border * per_token, None if form.end is None else form.end * per_token)
         pairs = torch.arange(chosen.numel(), device=chosen.device)
         if form.adapters:
             self._runs = state.runs_of(chosen[: form.border], form.adapters)
@@ -259,8 +269,7 @@ class RoutedLora:
             return
         if self._runs is not None:
             self._state.add_runs(group, y, x, self._layer, self._runs, self._chosen)
-        rows = {"first": self._first, "last": self._last}
-        self._state.add_singles(group, y, x, self._layer, chosen=self._chosen, **rows)
+        self._state.add_singles(group, y, x, self._layer, chosen=self._chosen, rows=self._singles)
 
     def by_pair(self, y: torch.Tensor) -> torch.Tensor:
         """Rows in the order of pairs."""
