@@ -29,11 +29,12 @@ def run(context: Context) -> dict[str, Any]:
     """Milliseconds of whole engine steps, the shortest, the rate over KV in the model's dtype, and the time to read a
     step's bytes as a share of the step.
     """
-    cases = context.pick(((2, 24),), ((1, 4096), (8, 2048)), ((1, 4096), (1, 16384), (8, 4096)))
+    longest = context.size.geometry.positions * 3 // 4  # the rest is for what is decoded
+    cases = context.pick(((2, 24),), ((1, 4096), (8, 2048)), ((1, 16384), (8, 4096)))
     steps, rounds = context.pick((2, 1), (8, 6), (16, 20))
     threads = context.pick(1, torch.get_num_threads(), torch.get_num_threads())
     found: dict[str, Any] = {"level": native_library.level(), "read": 0.0, "rows": []}
-    for rows, prompt in cases:
+    for rows, prompt in ((rows, min(tokens, longest)) for rows, tokens in cases):
         with context.row(found, f"{rows} rows after {prompt} tokens"), ExitStack() as stack:
             size = {"max_seqs": rows, "max_batched": 512, "max_len": prompt + steps * rounds + rows + 16}
             work = {}
