@@ -206,7 +206,7 @@ def _last_occurrence(tokens: Sequence[int], wanted: Sequence[int]) -> int:
 
 
 def _vocabulary(vocab: int, added: Collection[int]) -> str:
-    """What token ids may be, for an error."""
+    """The range of token ids, for an error."""
     more = f" and the {len(added)} tokens that its adapter adds" if added else ""
     return f"the vocabulary of {vocab}{more}"
 

@@ -1,7 +1,7 @@
 """Paged attention with FlashInfer's plan/run split: `plan` once a step on host data, `run` once a layer.
 
-This is torch's, for a CPU and for what FlashInfer does not take; rows are prefill chunks first, then decode rows of one
-token each. `attention_backend` says which implementation serves.
+This is torch's, for a CPU and for models that FlashInfer does not take; rows are prefill chunks first, then decode
+rows of one token each. `attention_backend` says which implementation serves.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class PlannedRows(NamedTuple):
 class KvCache(NamedTuple):
     """A layer's K and V, `[num_pages, block_tokens, kv_heads, head_dim]`, any strides.
 
-    scales: what they stand for is so many times what is stored; of FP8.
+    scales: factors of the stored values; of FP8.
     """
 
     k: torch.Tensor
@@ -144,7 +144,7 @@ class Attention(ABC):
         qo_indptr: row i has tokens `qo_indptr[i]:qo_indptr[i+1]`, the last of its `kv_lens[i]` tokens.
         page_table: `[rows, max_pages]` int64, in host memory wherever the cache is; entries past a row's pages must be
         valid page ids (the dummy page). tables: the block tables that page_table was filled from, for implementations
-        that keep what they made of the last step's; they are lists that only ever grow.
+        that keep their results for the last step's; they are lists that only ever grow.
         Rows with more than one token come first.
         """
         self._plan(PlannedRows(qo_indptr, page_table, kv_lens, tables))
@@ -299,7 +299,7 @@ class PagedAttention(Attention):
     def _gather_decode(self, cache: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """The decode rows' cache `[rows · places, kv_heads, head_dim]` in `dtype`, zero where nothing is visible.
 
-        What an earlier owner left in a page may be NaN or infinite, and masking a score does not undo that.
+        Values that an earlier owner left in a page may be NaN or infinite, and masking a score does not undo that.
         """
         places = _pages_of(cache, self._decode_pages).view(-1, self._kv_heads, self._head_dim).to(dtype)
         return places.index_fill_(0, self._decode_tail, 0)
@@ -360,7 +360,7 @@ class GroupedAttention:
     ) -> None:
         """See `Attention.plan`. page_table: `[rows, max_pages]`, a page of each group for every block.
 
-        A group with a window is given only the blocks that its rows see: pages behind it may have left their place.
+        A group with a window is given only the blocks that its rows see: pages before it may have left their place.
         """
         count = len(self._groups)
         if count == 1 and self._groups[0][1] is None:

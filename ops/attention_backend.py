@@ -37,7 +37,7 @@ class Obstacle(NamedTuple):
 
     reason: str
     fix: str = ""
-    """What to install or set to fix it; empty if nothing helps."""
+    """The package to install, or the setting, that fixes it; empty if nothing helps."""
 
     def __str__(self) -> str:
         return f"{self.reason}: {self.fix}" if self.fix else self.reason
@@ -154,7 +154,7 @@ def _with_xqa(setup: AttentionSetup, chosen: AttentionBackend) -> AttentionBacke
 def rival_attention(setup: AttentionSetup, chosen: AttentionBackend) -> AttentionBackend | None:
     """Return another backend for decode steps that may be faster than the chosen one; None if there is none.
 
-    That is XQA beside FlashInfer, if its modules are built ahead: a compiler would take minutes.
+    That is XQA next to FlashInfer, if its modules are built ahead: a compiler would take minutes.
     """
     if not chosen.name.startswith("flashinfer") or setup.device.type != "cuda":
         return None

@@ -29,7 +29,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """`x / sqrt(mean(x²) + eps) · weight` over the last dimension, statistics in float32.
 
     x: `[tokens, hidden]`; on a CPU any number of dimensions. weight: where it is wider than x, the product with it is
-    rounded, rather than what it is a product of.
+    rounded, rather than its factors.
     """
     if x.is_cuda and weight.dtype == x.dtype:
         return _kernels().rms_norm(x, weight, eps)

@@ -30,7 +30,7 @@ UNSCALED = KvScales()
 
 @cache
 def inverse(scale: float) -> float:
-    """What values are multiplied by before they are rounded: 1 / scale in float32."""
+    """Factors of values before they are rounded: 1 / scale in float32."""
     return float(1 / torch.tensor(scale, dtype=torch.float32))
 
 

@@ -298,7 +298,7 @@ def add_embeddings(
     """Add every segment's LoRA term of the token embeddings to y `[tokens, hidden]`, in place.
 
     Rank-row i of A has a value for each of `vocab` tokens: a token's are gathered in place of a product. token_ids:
-    `[tokens]` int64. module: of the embeddings; adapters have its rank-rows beside those of layer 0.
+    `[tokens]` int64. module: of the embeddings; adapters have its rank-rows next to those of layer 0.
     """
     for begin, end, adapter in segments:
         a_blocks, b_blocks = adapter.blocks(arena, 0, module, vocab, y.shape[1])

@@ -1,4 +1,4 @@
-"""Adapters' vectors: a scale and an offset for each output of a projection, applied to what LoRA has been added to.
+"""Adapters' vectors: a scale and an offset for each output of a projection, applied after LoRA has been added.
 
     y[s:e] = scale · y[s:e] + offset        for every segment [s, e) of tokens whose adapter has vectors
 

@@ -48,7 +48,7 @@ class ModelAdapters:
     ) -> None:
         self._scope = scope
         self.base = base
-        """What adapters with DoRA or biases are read with; None: they can't be read."""
+        """Reads adapters with DoRA or biases; None: they can't be read."""
         self._config = config
         self._page = arena.layout
         self._dtype = dtype

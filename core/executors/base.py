@@ -203,7 +203,7 @@ class ModelExecutor(ExecutorBase):
         self.quantiser = quantiser_of(config.quantization, config.quantize_lm_head, stored, model.num_experts)
         self._dtype: torch.dtype = getattr(torch, model.dtype if config.dtype == "auto" else config.dtype)
         self.base_weights = CheckpointWeights(config, self.whole, self._dtype, self.quantiser)
-        """What adapters with DoRA or biases are read with."""
+        """Reads adapters with DoRA or biases."""
         grammars = grammars_of(config.tokenizer_dir, model.vocab_size, model.eos_token_ids)
         limit = max_model_len_of(config, model, within_window=self._within_window(config))
         window = model.window if limit == model.window else None
@@ -237,7 +237,7 @@ class ModelExecutor(ExecutorBase):
             raise UnsupportedModel(f"block_tokens is {block_tokens}, but {error}; {fix}") from error
 
     def warn_if_dequantised(self, who: str) -> None:
-        """Say that quantised weights are kept dequantised, if there are any. who: what multiplies them."""
+        """Say that quantised weights are kept dequantised, if there are any. who: the library that multiplies them."""
         if self.quantiser is not None:
             logger.warning(
                 "quantization is %s, but %s dequantised weights: they take as much memory as the checkpoint's own; the "

@@ -160,7 +160,9 @@ class CpuExecutor(ModelExecutor):
         sample = partial(sample_tokens, eos_token_ids=self.model.eos_token_ids, grammars=self.model.grammars)
         adapters = adding(plan, rows)
         if adapters and logits.at:
-            result = sample_with_added(rows, adapters, vocab, StepLogits(argmax, logits, chosen), sample, sampling)
+            result = sample_with_added(
+                rows, adapters, vocab, StepLogits(argmax, logits, chosen), sample=sample, sampling=sampling
+            )
         else:
             result = sample(rows, argmax, logits, sampling, chosen=chosen)
         if any(row.wants_prompt_logprobs for row in rows):

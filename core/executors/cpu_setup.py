@@ -1,4 +1,4 @@
-"""What a CPU executor settles before it loads weights: threads, pages, and what computes in which dtype.
+"""Settings that a CPU executor makes before it loads weights: threads, pages, kernels and dtypes.
 
 Tests: tests/core/executors/test_cpu_executor.py.
 """

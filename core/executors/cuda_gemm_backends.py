@@ -57,7 +57,7 @@ def choose_gemm_backends(
     """Choose the GEMM backends of each bucket.
 
     Call it before anything is captured and before any adapter is in the arena, which it leaves zeroed. seconds: times
-    decode steps, captured, beside sample adapters; None if they will not be captured: eager steps would wait for the
+    decode steps, captured, next to sample adapters; None if they will not be captured: eager steps would wait for the
     host's launches.
 
     setting:

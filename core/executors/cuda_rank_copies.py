@@ -1,9 +1,9 @@
 """Copies of all ranks' images between host memory and the arenas of several GPUs.
 
-The first rank owns the images, in shared memory, and tells the others what to copy where. Each rank copies its share,
-on its own streams, in the order of its steps. A copy is done when it is done on every rank. The copies of an adapter
-begin when all of it has been read. Then no clock decides whether a layer is present when a step needs it, so all ranks
-agree.
+The first rank owns the images, in shared memory, and tells the others which bytes to copy where. Each rank copies its
+share, on its own streams, in the order of its steps. A copy is done when it is done on every rank. The copies of an
+adapter begin when all of it has been read. Then no clock decides whether a layer is present when a step needs it, so
+all ranks agree.
 
 Tests: tests/core/executors/test_cuda_ranks.py
 """

@@ -21,7 +21,7 @@ def scattered_rows(count: int, arena: Arena, max_model_len: int) -> list[Schedul
     length, layout = min(_SAMPLE_TOKENS, max_model_len), arena.layout
     width, num_pages = layout.table_width(length), len(arena.pages)
     return [
-        _row(layout, index, [0], length - 1, [(index * width + at) % num_pages for at in range(width)])
+        _row(layout, index, [0], start=length - 1, pages=[(index * width + at) % num_pages for at in range(width)])
         for index in range(count)
     ]
 
@@ -42,14 +42,21 @@ def largest_rows(
     while left and len(lengths) < most_rows - len(decoding):
         lengths.append(min(left, max_model_len))
         left -= lengths[-1]
+    pages = [[PagePool.DUMMY] * layout.table_width(length) for length in lengths + decoding]
     return [
-        _row(layout, index, [0] * length, 0, [PagePool.DUMMY] * layout.table_width(length), params)
+        _row(layout, index, [0] * length, pages=pages[index], params=params)
         for index, length in enumerate(lengths + decoding)
     ]
 
 
 def _row(
-    layout: PageLayout, index: int, tokens: list[int], start: int, pages: list[int], params: RequestParams | None = None
+    layout: PageLayout,
+    index: int,
+    tokens: list[int],
+    *,
+    pages: list[int],
+    start: int = 0,
+    params: RequestParams | None = None,
 ) -> ScheduledSequence:
     """A sequence of no request, of the base model."""
     return ScheduledSequence(

@@ -135,7 +135,7 @@ class ModelConfig:
 
     @property
     def intermediate_size(self) -> int:
-        """Width of the feed-forward part of layers without experts; if all have experts, of what a token uses."""
+        """Width of the feed-forward part of layers without experts; if all have experts, of those that a token uses."""
         dense = (layer.feed_forward.size for layer in self.layers if layer.experts is None)
         return next(dense, self.experts.active_size if self.experts else 0)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 
 class UnsupportedModel(ValueError):
-    """A checkpoint that can't be served; the message names the file, the field and what would be accepted."""
+    """A checkpoint that can't be served; the message names the file, the field and the accepted values."""
 
 
 class ConfigJson:

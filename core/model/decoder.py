@@ -44,7 +44,7 @@ Batch = StepBatch[GroupedAttention, StepLora]
 
 @dataclass(slots=True)
 class Flow:
-    """What goes from piece to piece of a step, in memory that does not move: of `bucket` tokens."""
+    """Tensors that one piece of a step hands to the next, in memory that does not move: of `bucket` tokens."""
 
     rows: torch.Tensor
     """The residual stream `[tokens, hidden]`."""
@@ -89,7 +89,7 @@ class DecoderModel:
         """Read all of `weights`, layer by layer, into the arena's device; requests may have up to `max_model_len`
         tokens. Projections stay narrow if `weights.keeps` any.
 
-        dtype: what steps on a CPU compute in. In float32, packed copies of the weights are kept, beside the embeddings
+        dtype: what steps on a CPU compute in. In float32, packed copies of the weights are kept, next to the embeddings
         as they are. None: they compute in the weights' own dtype and layout. ranks: the ranks that compute a layer's
         shares with this one; `config` is of a share. Each has its columns of the logits.
         """
@@ -176,7 +176,7 @@ class DecoderModel:
     def _mixed(
         self, layer: Layer, x: Residual, index: int, batch: Batch, rotations: dict[RopeConfig | None, Rotation | None]
     ) -> torch.Tensor:
-        """What a layer's mixer gives `[tokens, out]`."""
+        """The output of a layer's mixer, `[tokens, out]`."""
         inputs = layer.begin(x)
         if self._deltas[index] is not None:
             return self._delta(index, inputs, batch.states)
@@ -185,11 +185,11 @@ class DecoderModel:
         return attended if gates is None else gate_output(attended, gates)
 
     def piece(self, index: int, batch: Batch, flow: Flow) -> None:
-        """Compute what lies between the mixer of layer `index - 1` and that of layer `index`: the rest of the one, and
-        the input of the other, with its keys and values written. The first begins with the embedding, the one behind
+        """Compute the part between the mixer of layer `index - 1` and that of layer `index`: the rest of the one, and
+        the input of the other, with its keys and values written. The first begins with the embedding, the one after
         the last layer leaves all in the residual stream.
 
-        Pieces 0 … layers, with `mix` between each and the next, and `compute_logits` behind the last, are a `forward`.
+        Pieces 0 … layers, with `mix` between each and the next, and `compute_logits` after the last, are a `forward`.
         """
         x = Residual(flow.rows, self.config.norm)
         if index:
@@ -208,7 +208,7 @@ class DecoderModel:
             x.rows.add_(x.added)
 
     def _mixed_flow(self, index: int, flow: Flow) -> torch.Tensor:
-        """What a layer's mixer has given to the next piece."""
+        """The output of a layer's mixer for the next piece."""
         if self._deltas[index] is not None:
             return flow.delta_out
         attended = flow.attended.view(len(flow.rows), -1)
@@ -262,7 +262,7 @@ class DecoderModel:
         )
 
     def compute_logits(self, x: Residual, batch: Batch, logits: torch.Tensor | None = None) -> torch.Tensor:
-        """Logits of the batch's tokens from what the last layer gave; see `forward`."""
+        """Logits of the batch's tokens from the last layer's output; see `forward`."""
         self.kept_states, lora = None, batch.lora
         with span("logits"):
             if batch.kept_tokens is not None:
@@ -388,9 +388,9 @@ class DecoderModel:
         lora: StepLora | None = None,
     ) -> torch.Tensor:
         """Run the products of one group, or the logits', alone, as a step does: with the norm before them, adapters
-        with them and the activation behind them, where there are. Returns the last one's.
+        with them and the activation after them, where there are. Returns the last one's.
 
-        x: `[rows, in]`, what the product or the norm before it is of; residual: `[rows, in]`, changed.
+        x: `[rows, in]`, the input of the product or of the norm before it; residual: `[rows, in]`, changed.
         """
         if group == HEAD:
             return multiply(backend, x, self._lm_head)
@@ -486,7 +486,7 @@ def _rotary(rope: RopeConfig, positions: int, dtype: torch.dtype, device: torch.
 
 
 def scores_of(mixer: AttentionSpec | None, max_model_len: int) -> Scores:
-    """How a layer's attention makes weights of scores; PLAIN where it does what most models do, or has no attention. A
+    """How a layer's attention makes weights of scores; PLAIN where it does as most models, or has no attention. A
     window that no request can leave counts as none.
     """
     if mixer is None:

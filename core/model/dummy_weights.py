@@ -45,7 +45,7 @@ class DummyWeights(Weights):
         return torch.cat([part[own or ...] for name, part in parts for own in self._parts(name)])
 
     def _first_rank(self, name: str) -> torch.Tensor | None:
-        made = self._read(name)  # what comes next is the same on all ranks
+        made = self._read(name)  # the next numbers are the same on all ranks
         return None if self._shard.rank else made
 
     def _make(self, name: str, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:

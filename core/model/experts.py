@@ -56,10 +56,10 @@ class ExpertWeights(ABC):
     def outputs(
         self, x: torch.Tensor, chosen: torch.Tensor, spec: Experts, lora: MixtureLora | MixtureLaunches | None = None
     ) -> torch.Tensor:
-        """What the experts give for rows `[rows, hidden]`: `[rows · per_token, hidden]`. Only those that a row goes to
+        """The experts' outputs for rows `[rows, hidden]`: `[rows · per_token, hidden]`. Only those that a row goes to
         are read.
 
-        chosen: `[rows, per_token]` int64, the experts of each row. lora: what adapters add; None: nothing.
+        chosen: `[rows, per_token]` int64, the experts of each row. lora: the step's adapters; None: no adapters.
         """
 
 
@@ -146,7 +146,7 @@ def _of(lora: MixtureLora | MixtureLaunches | None, kind: type[_T]) -> _T | None
 
 
 class ExpertKernels(StrEnum):
-    """What multiplies experts."""
+    """Kernels that multiply experts."""
 
     NATIVE = "native"
     """The native library, where it is there."""
@@ -252,7 +252,7 @@ def _within_groups(ranked: torch.Tensor, routing: Routing) -> torch.Tensor:
 def mix_experts(
     x: torch.Tensor, weights: ExpertWeights, spec: Experts, lora: MixtureLora | MixtureLaunches | None = None
 ) -> torch.Tensor:
-    """What a layer's mixture of experts gives for rows `[rows, hidden]`. lora: what adapters add; None: nothing."""
+    """The output of a layer's mixture of experts for rows `[rows, hidden]`. lora: the step's adapters."""
     bias = None if weights.router_bias is None else [weights.router_bias]
     logits = multiply_each(x.float(), [len(x)], [weights.router], bias)
     if lora is not None:
@@ -279,7 +279,7 @@ class _Parts(NamedTuple):
     """Experts that rows go through, each some of them."""
 
     ends: Sequence[int]
-    """Rows behind those of each expert."""
+    """End of each expert's rows."""
     gate_up: Sequence[Matrix]
     down: Sequence[Matrix]
     gate_up_bias: Sequence[torch.Tensor] | None = None
@@ -287,7 +287,7 @@ class _Parts(NamedTuple):
 
 
 class _Added(NamedTuple):
-    """What adapters add to the two products of experts."""
+    """Adds adapters to the two products of experts."""
 
     lora: MixtureLora | MixtureLaunches
     gate_up: Group

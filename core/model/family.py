@@ -20,18 +20,18 @@ class Family:
     """A family of checkpoints."""
 
     title: str
-    """What users call it."""
+    """Its name for users."""
 
     architectures: tuple[str, ...]
     """Values of `architectures` in `config.json`."""
 
     read: Callable[[ConfigJson], ModelConfig]
-    """Reads the configuration; raises UnsupportedModel for what would not be computed as transformers does."""
+    """Reads the configuration; raises UnsupportedModel for values that would not be computed as transformers does."""
 
     defaults: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
-    """What transformers assumes where `config.json` is silent."""
+    """transformers' defaults for fields that `config.json` leaves out."""
 
     tensors: TensorNames = LLAMA_TENSORS
 
     notes: str = ""
-    """What of it is not served, for the documentation."""
+    """The parts that are not served, for the documentation."""

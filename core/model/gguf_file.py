@@ -54,7 +54,12 @@ class GgufFile:
             ) from error
         try:
             self._reader: GGUFReader = GGUFReader(path)
-        except (OSError, ValueError, LookupError, TypeError) as error:  # what numpy raises beyond a file's end, too
+        except (
+            OSError,
+            ValueError,
+            LookupError,
+            TypeError,
+        ) as error:  # numpy raises some of these beyond a file's end, too
             raise UnsupportedModel(f"{path}: cannot be read as GGUF: {error}; {_MEND}") from error
         self.tensors = {tensor.name: tensor for tensor in self._reader.tensors}
         if (count := self.get("split.count", 1)) != 1:

@@ -96,7 +96,7 @@ class Layer:
         return qkv
 
     def finish(self, x: Residual, attended: torch.Tensor) -> None:
-        """Compute what follows the mixer, whose output `[tokens, out]` is given."""
+        """Compute the part after the mixer, whose output `[tokens, out]` is given."""
         weights = self._weights
         x.added = self._output(self.o(attended), x.norm, weights.attention_out_norm)
         if self._spec.norms is not Norms.PARALLEL:
@@ -140,7 +140,7 @@ class Layer:
         return y if self._ranks is None else self._ranks.add_up(y)
 
     def _output(self, y: torch.Tensor, norm: NormSpec, weight: torch.Tensor | None) -> torch.Tensor:
-        """What a part adds to the residual stream, from its last product."""
+        """A part's addition to the residual stream, from its last product."""
         y = y if weight is None else normed(y, weight, norm)
         factor = self._spec.residual_multiplier
         return y if factor == 1.0 else y * factor

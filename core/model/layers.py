@@ -1,4 +1,4 @@
-"""What a model's layers are made of: values alone, read from a checkpoint by its family and obeyed by every decoder.
+"""Specifications of a model's layers: values alone, read from a checkpoint by its family and obeyed by every decoder.
 
 A layer is a mixer of tokens (attention or Gated DeltaNet) and a feed-forward part (gated, or a mixture of experts),
 each with norms around it, added to the residual stream x. With `Norms.BEFORE`:
@@ -203,7 +203,7 @@ class GatedDeltaSpec:
 
     @property
     def draft_size(self) -> int:
-        """Width of what a draft's state is made of: queries, keys and values, then b and a."""
+        """Width of the inputs that make a draft's state: queries, keys and values, then b and a."""
         return self.channels + 2 * self.num_v_heads
 
     @property
@@ -341,7 +341,7 @@ class LayerSpec:
     norms: Norms = Norms.BEFORE
 
     residual_multiplier: float = 1.0
-    """Factor of what each part adds to the residual stream (Granite)."""
+    """Factor of each part's addition to the residual stream (Granite)."""
 
     @property
     def attention(self) -> AttentionSpec | None:

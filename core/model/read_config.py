@@ -26,8 +26,8 @@ _GENERATOR, CLASSIFIER, BARE = "ForCausalLM", "ForSequenceClassification", "Mode
 def read_model_config(directory: Path, tokenizer: Path | None = None) -> ModelConfig:
     """Read `directory/config.json` (and `generation_config.json` for the end-of-sequence ids, where present).
 
-    tokenizer: the directory of its tokenizer, if that is another. Raises UnsupportedModel for what is missing, of the
-    wrong type, or would not be computed as transformers does.
+    tokenizer: the directory of its tokenizer, if that is another. Raises UnsupportedModel for fields that are missing,
+    of the wrong type, or would not be computed as transformers does.
     """
     raw = ConfigJson.read(directory / "config.json")
     architecture = (raw.texts("architectures") or ["none named"])[0]

@@ -25,7 +25,7 @@ _WHOLE: tuple[Part, ...] = ((),)
 #: Tensors of Gated DeltaNet that ranks share as they share the outputs of a projection, by the ends of their names.
 _SHARED_AS = {"conv1d.weight": "in_proj_qkv", "dt_bias": "in_proj_b", "A_log": "in_proj_a"}
 
-#: The name of a projection in a layer, and what of it a tensor is.
+#: The name of a projection in a layer, and the kind of a tensor of it.
 _PROJECTION = re.compile(r"\.layers\.\d+\.\w+\.(.+)\.(weight|bias)$")
 
 
@@ -55,8 +55,8 @@ class Shard:
         return slice(first, end)
 
     def of_tensor(self, name: str, whole: ModelConfig) -> tuple[Part, ...]:
-        """What this rank reads of a checkpoint's tensor: parts, one after the other in its first dimension. A weight is
-        `[out, in]`, a bias `[out]`.
+        """The share of a checkpoint's tensor that this rank reads: parts, one after the other in its first dimension. A
+        weight is `[out, in]`, a bias `[out]`.
         """
         if self.size == 1:
             return _WHOLE

@@ -28,7 +28,7 @@ FUSED_GATE_UP = {"mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj")}
 STACKED_EXPERTS = {"mlp.experts.gate_up_proj": ("gate_proj", "up_proj"), "mlp.experts.down_proj": ("down_proj",)}
 
 
-#: Ends of names for what a stacked tensor is where its weights are packed (MXFP4), and of that of biases.
+#: Ends of names of a stacked tensor's parts where its weights are packed (MXFP4), and of its biases.
 PACKED, BIASES = ("_blocks", "_scales"), "_bias"
 
 

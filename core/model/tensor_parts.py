@@ -30,7 +30,7 @@ _MATRICES = ("gate_proj", "up_proj", "down_proj")
 
 _OF_EXPERTS = re.compile(rf"\.(mlp\.experts\.\d+|{re.escape(SHARED)})\.")
 
-#: What chooses among experts is quantised only where it is stored so: many tools leave it out without a word.
+#: A router is quantised only where it is stored so: many tools leave it out without a word.
 ROUTERS = (f".{ROUTER}.weight", f".{SHARED_GATE}.weight")
 
 SINKS = "self_attn.sinks"
@@ -186,7 +186,7 @@ def _expert_source(
     rows: Mapping[str, int],
     names: Container[str],
 ) -> Source:
-    """Where a checkpoint has a matrix of an expert, or its bias. at: what names in the layer begin with. rows: of each
+    """Where a checkpoint has a matrix of an expert, or its bias. at: the beginning of names in the layer. rows: of each
     matrix.
     """
     for name, order in tensors.stacked_experts.items():

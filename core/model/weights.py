@@ -178,7 +178,7 @@ class Weights(ABC):
         )
 
     def _experts(self, at: str, spec: Experts) -> ListedExperts:
-        """A layer's experts, not packed; what chooses among them is float32 whatever the model's dtype. See `_layer`
+        """A layer's experts, not packed; their router is float32 whatever the model's dtype. See `_layer`
         for biases of down.
         """
 

@@ -63,9 +63,9 @@ class Chance:
 
 
 class DraftLength:
-    """Adapts the length of a sequence's proposals to what was accepted, and to what a proposed token costs.
+    """Adapts the length of a sequence's proposals to the accepted tokens, and to the cost of a proposed token.
 
-    The length becomes twice that of a proposal that was accepted as a whole, otherwise one more than what was accepted.
+    The length becomes twice that of a proposal that was accepted whole, otherwise one more than the accepted tokens.
     Token j of a proposal is expected to be accepted with probability p^j, where p is estimated from the sequence's
     latest proposals, at first from those of others; tokens below the cost are left out. After a proposal without an
     accepted token, and where not even the first token is worth its cost, steps without a proposal follow: 1, then 2,

@@ -83,7 +83,7 @@ class StepBuilder:
         return self.tokens.was_short
 
     def begin_admission(self) -> None:
-        """Count what the running requests use, before waiting ones are admitted.
+        """Count the running requests' use, before waiting ones are admitted.
 
         If they use every slot, at least one token is left: a request that gets the slot of another can decode.
         """

@@ -1,4 +1,4 @@
-"""N-gram proposals: what followed the last tokens when they occurred before.
+"""N-gram proposals: the tokens that followed the last ones when they occurred before.
 
 A request's texts are its prompt and answer, the prediction of its answer, and recent answers of its adapter. Source:
 prompt lookup decoding (Saxena 2023).
@@ -18,7 +18,7 @@ from .ngram_table import BREAK, LENGTHS, NgramTable
 
 
 class NgramProposer:
-    """Proposes what followed the longest match of a request's last tokens, found by the last n-grams of `LENGTHS`.
+    """Proposes the tokens that followed the longest match of a request's last tokens, found by n-grams of `LENGTHS`.
 
     It takes constant time per token. Memory per request: a table of its prompt and answer, and one of its prediction.
     """
@@ -51,7 +51,7 @@ class NgramIndex:
         self.own = NgramTable(tokens)
         self._predicted: tuple[NgramTable, ...] = ()
         self._match: tuple[NgramTable, int] | None = None
-        """A text, and the position in it after what matched the first `_num_seen` tokens."""
+        """A text, and the position in it after the match of the first `_num_seen` tokens."""
         self._num_seen = num_prompt_tokens
         if prediction:
             predicted = NgramTable(array("i", prediction))

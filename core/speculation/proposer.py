@@ -1,4 +1,4 @@
-"""The interface of proposers: what guesses a sequence's next tokens."""
+"""The interface of proposers, which guess a sequence's next tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a token more costs a step, learned from the steps that run.
+"""The cost of one more token in a step, learned from the steps that run.
 
 Tests: tests/core/speculation/test_token_cost.py.
 """

@@ -124,7 +124,9 @@ class SwappedKv:
             return None
         data, transfer = self.backend.copy_out(copied)
         accepted = 0 if table.states is None else table.states.accepted
-        image = KvImage(data, num_bytes, blocks, held, num_tokens, accepted, is_whole=transfer is None)
+        image = KvImage(
+            data, num_bytes, blocks, held, num_tokens=num_tokens, accepted=accepted, is_whole=transfer is None
+        )
         self._images[image] = None
         self.num_bytes += num_bytes
         if transfer is not None:

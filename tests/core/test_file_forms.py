@@ -31,8 +31,10 @@ def draft_of(path):
 def test_other_forms_of_one_adapter(zoo, drive, tmp_path):
     it = draft_of(zoo.adapters["plain"])
     unnamed = Draft(it.config, {name.replace(".weight", ".default.weight"): each for name, each in it.tensors.items()})
-    heads = {name: json.loads((zoo.model / "config.json").read_text())[f"num_{kind}_heads"]
-             for name, kind in (("q_proj", "attention"), ("k_proj", "key_value"))}  # fmt: skip
+    heads = {
+        name: json.loads((zoo.model / "config.json").read_text())[f"num_{kind}_heads"]
+        for name, kind in (("q_proj", "attention"), ("k_proj", "key_value"))
+    }
     forms = {
         "plain": zoo.adapters["plain"],
         "mlx": write_mlx(it, tmp_path / "mlx"),

@@ -132,8 +132,10 @@ def test_rejected_drafts_change_no_bit(layer, level, seed):
     rows, steps = verified_steps(layer, lengths, most, seed)
     state = layer.state(len(lengths), most)
     plain = copy(state)
-    want = [torch.cat([layer.run([row], plain.of(slice(i, i + 1)))[0] for row in own.split(1)]) for i, own in
-            enumerate(rows)]  # fmt: skip
+    want = [
+        torch.cat([layer.run([row], plain.of(slice(i, i + 1)))[0] for row in own.split(1)])
+        for i, own in enumerate(rows)
+    ]
     done = [0] * len(rows)
     for at, (parts, accepted, drafts) in enumerate(steps):
         counts = [len(part) for part in parts]

@@ -1,4 +1,4 @@
-"""Gemma 1, and what all versions share: scaled embeddings, norms with weights of 1 + w, GELU."""
+"""Gemma 1, and the parts that all versions share: scaled embeddings, norms with weights of 1 + w, GELU."""
 
 from __future__ import annotations
 

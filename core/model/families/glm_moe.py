@@ -1,4 +1,4 @@
-"""GLM-4.5, 4.6 and 4.7: experts chosen by sigmoids with a learned correction, behind a few dense layers."""
+"""GLM-4.5, 4.6 and 4.7: experts chosen by sigmoids with a learned correction, after a few dense layers."""
 
 from __future__ import annotations
 
@@ -69,5 +69,5 @@ GLM_4_MOE = Family(
         "num_nextn_predict_layers": 1,
     },
     TensorNames(names=_NAMES),
-    notes=f"{reading.EXPERTS_NOTE}; draft layers behind the last are left out",
+    notes=f"{reading.EXPERTS_NOTE}; draft layers after the last are left out",
 )

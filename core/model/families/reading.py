@@ -162,7 +162,7 @@ def _number(scaling: ConfigJson, fields: ConfigJson, name: str, default: float) 
 
 def _scaling(scaling: ConfigJson, fields: ConfigJson, rope_type: str, dim: int) -> dict[str, Any]:
     """The fields of RopeConfig that only some types have."""
-    if rope_type in ("default", "dynamic"):  # a request has at most the positions that a dynamic rope begins behind
+    if rope_type in ("default", "dynamic"):  # a dynamic rope begins after a request's last possible position
         return {}
     if rope_type == "linear":
         return {"factor": scaling.number("factor")}

@@ -33,7 +33,7 @@ FILES = ("hf_quant_config.json", "quant_config.json", "quantize_config.json")
 
 
 def read_format(config: ConfigJson) -> WeightFormat | None:
-    """Return the format that `quantization_config`, the older `compression_config`, or a file beside config.json
+    """Return the format that `quantization_config`, the older `compression_config`, or a file next to config.json
     describes; None where there is none.
     """
     fields = config.object("quantization_config") or config.object("compression_config")

@@ -24,7 +24,7 @@ class RoundToNearest:
     divide the row. Symmetric: there are no zero points.
 
     A scale is the largest weight's size divided by (2^bits - 1) / 2, as in compressed-tensors, and rounded to bfloat16,
-    which is what a quantised checkpoint stores.
+    as a quantised checkpoint stores them.
     """
 
     name: Name

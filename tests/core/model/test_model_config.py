@@ -304,15 +304,28 @@ def test_experts_that_are_not_computed_as_transformers_does_are_refused(read, ch
 
 
 GPT_OSS = {
-    "architectures": ["GptOssForCausalLM"], "num_hidden_layers": 3, "attention_bias": True, "hidden_act": "silu",
-    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 128,
-    "num_local_experts": 32, "num_experts_per_tok": 4, "experts_per_token": 4, "swiglu_limit": 7.0,
-    "initial_context_length": 4096, "rope_theta": 150000, "max_position_embeddings": 131072,
+    "architectures": ["GptOssForCausalLM"],
+    "num_hidden_layers": 3,
+    "attention_bias": True,
+    "hidden_act": "silu",
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "sliding_window": 128,
+    "num_local_experts": 32,
+    "num_experts_per_tok": 4,
+    "experts_per_token": 4,
+    "swiglu_limit": 7.0,
+    "initial_context_length": 4096,
+    "rope_theta": 150000,
+    "max_position_embeddings": 131072,
     "rope_scaling": {
-        "beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096,
-        "rope_type": "yarn", "truncate": False,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "factor": 32.0,
+        "original_max_position_embeddings": 4096,
+        "rope_type": "yarn",
+        "truncate": False,
     },
-}  # fmt: skip
+}
 
 
 def test_gpt_oss_as_its_checkpoints_describe_it(read):

@@ -14,9 +14,18 @@ from chorus.core.requests.types import NOT_FINITE, ScheduledSequence, StepPlan, 
 def sequence(name, tokens, drafts=0, start=10):
     known = [*range(100, 100 + start), *tokens[: len(tokens) - drafts]]
     return ScheduledSequence(
-        name, -1, tokens, start, [1, 2, 3], RequestParams(), 3, samples=True, token_ids=known, num_prompt_tokens=4,
+        name,
+        -1,
+        tokens,
+        start,
+        [1, 2, 3],
+        RequestParams(),
+        3,
+        samples=True,
+        token_ids=known,
+        num_prompt_tokens=4,
         drafts=drafts,
-    )  # fmt: skip
+    )
 
 
 def test_each_position_is_a_sequence_with_the_draw_of_its_own():

@@ -108,8 +108,11 @@ def test_a_changed_source_is_noticed(two, tmp_path):
         assert str(other.path) in str(file.changed())
     with pytest.raises(AdapterChanged, match=str(other.path)):
         open_unchanged(made)
-    assert not any("adapter_model" in os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")
-                   if os.path.exists(f"/proc/self/fd/{fd}"))  # fmt: skip
+    assert not any(
+        "adapter_model" in os.readlink(f"/proc/self/fd/{fd}")
+        for fd in os.listdir("/proc/self/fd")
+        if os.path.exists(f"/proc/self/fd/{fd}")
+    )
 
 
 def test_an_activated_source_is_refused(adapter_draft, tmp_path):

@@ -45,8 +45,17 @@ def test_a_group_is_one_product_with_its_outputs_side_by_side():
 
 def test_layers_of_two_kinds_share_the_products_that_are_equal():
     table = hybrid_table("LLAL")
-    assert table.names == (*LINEAR[:4], "q_proj", "k_proj", "v_proj", "out_proj", "o_proj",
-                           "gate_proj", "up_proj", "down_proj")  # fmt: skip
+    assert table.names == (
+        *LINEAR[:4],
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "out_proj",
+        "o_proj",
+        "gate_proj",
+        "up_proj",
+        "down_proj",
+    )
     assert table.layers_of("q_proj") == (2,) and table.layers_of("in_proj_z") == (0, 1, 3)
     assert table.layers_of("gate_proj") == (0, 1, 2, 3)
     assert len(table.products) == 6
