@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from chorus.core.model.config import ModelConfig
-from chorus.core.model.experts import ExpertWeights, mix_experts, packed_experts, stacked_experts
+from chorus.core.model.experts import ListedExperts, mix_experts, packed_experts, stacked_experts
 from chorus.core.model.layers import AttentionSpec, Experts, LayerSpec, NormSpec, Routing
 from chorus.core.model.lora_state import LoraState
 from chorus.core.model.lora_state_cuda import CudaLoraState, StepLimits
@@ -105,16 +105,16 @@ class World:
         pages = torch.randperm(NUM_PAGES, generator=self.generator)[: placed.num_pages].tolist()
         return Resident(placed, SimpleNamespace(parts=parts), pages)
 
-    def _weights(self) -> ExpertWeights:
+    def _weights(self) -> ListedExperts:
         generator = torch.Generator().manual_seed(1)
 
         def matrix(*shape):
             return torch.randn(*shape, generator=generator) / shape[-1] ** 0.5
 
-        return ExpertWeights(
-            matrix(SPEC.count, HIDDEN),
-            [matrix(2 * SPEC.size, HIDDEN) for _ in range(SPEC.count)],
-            [matrix(HIDDEN, SPEC.size) for _ in range(SPEC.count)],
+        return ListedExperts(
+            router=matrix(SPEC.count, HIDDEN),
+            gate_up=[matrix(2 * SPEC.size, HIDDEN) for _ in range(SPEC.count)],
+            down=[matrix(HIDDEN, SPEC.size) for _ in range(SPEC.count)],
             shared_gate_up=matrix(2 * SPEC.shared_size, HIDDEN),
             shared_down=matrix(HIDDEN, SPEC.shared_size),
             shared_gate=matrix(1, HIDDEN),
