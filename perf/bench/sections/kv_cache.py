@@ -24,6 +24,9 @@ from .registry import rows_table
 ITEMSIZES = {"auto": 0, "fp8": 1}
 """Bytes of an element of KV by `kv_cache_dtype`; 0: those of the model's dtype."""
 
+_CHUNK = 512
+"""Tokens of a step that computes prompts."""
+
 
 def run(context: Context) -> dict[str, Any]:
     """Milliseconds of whole engine steps, the shortest, the rate over KV in the model's dtype, and the time to read a
@@ -36,11 +39,12 @@ def run(context: Context) -> dict[str, Any]:
     found: dict[str, Any] = {"level": native_library.level(), "read": 0.0, "rows": []}
     for rows, prompt in ((rows, min(tokens, longest)) for rows, tokens in cases):
         with context.row(found, f"{rows} rows after {prompt} tokens"), ExitStack() as stack:
-            size = {"max_seqs": rows, "max_batched": 512, "max_len": prompt + steps * rounds + rows + 16}
+            decoded = steps * rounds + -(-rows * prompt // _CHUNK)  # some while others' prompts are computed
+            size = {"max_seqs": rows, "max_batched": _CHUNK, "max_len": prompt + decoded + rows + 16}
             work = {}
             for name in ITEMSIZES:
                 engine = Subject(context, {}, cpu_kernels="native", kv_cache_dtype=name, threads=threads, **size)
-                stack.enter_context(engine).decoding([None] * rows, prompt, steps * rounds)
+                stack.enter_context(engine).decoding([None] * rows, prompt, decoded)
                 work[name] = partial(_shortest, engine, steps, rows)
             seconds = in_turns(work, rounds)
             found["read"] = max(found["read"], rates(context, threads)["read"])
