@@ -1,6 +1,6 @@
 """Schedules of the launches of Gated DeltaNet; they depend only on shapes.
 
-Tests: tests/ops/test_gated_delta_interpreted.py
+Tests: tests/ops/test_gated_delta_interpreted.py, tests/core/model/test_paged_states_interpreted.py
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 The arithmetic is that of `gated_delta`, in float32. Import this module lazily: it needs triton.
 
-Tests: tests/ops/test_gated_delta_interpreted.py
+Tests: tests/ops/test_gated_delta_interpreted.py, tests/core/model/test_paged_states_interpreted.py
 """
 
 # A kernel is Triton's language in Python's syntax, so type checkers misread its arguments and loops.

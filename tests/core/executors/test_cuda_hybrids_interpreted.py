@@ -12,13 +12,17 @@ from chorus.core.engine import Engine
 from chorus.core.executors.cuda import CudaExecutor
 from chorus.core.executors.cuda_ranks import CudaRanksExecutor
 from chorus.core.policies import Policies
+from chorus.core.requests.grammar import Grammar
+from chorus.core.speculation.ngrams import NgramProposer
 from chorus.graphs.runner import StepMode
 from chorus.ops import native_library
 from chorus.perf.inline_reads import InlineReads
 
+from ...tiny_tokenizer import save_tokenizer
 from ..conftest import Driver, RecordingExecutor, ticking
 from ..merging.test_merged import merge
 from ..speculation.stand_ins import Free, Right, Wrong
+from ..tiny_families import make_tiny
 from .test_cuda_interpreted import Launches
 from .test_cuda_ranks_interpreted import DEVICES, one_launch_at_a_time  # noqa: F401 - a fixture
 from .test_cuda_speculation_interpreted import PartlyRight, decodes, replays
@@ -30,7 +34,9 @@ NAMES = (None, "r3-all", "r8-qv")
 
 @pytest.fixture
 def drive():
-    """`drive(it, proposer, **config)`: an engine that speculates; draft lengths don't depend on the time of steps."""
+    """`drive(it, proposer, **config)`: an engine that speculates by default; draft lengths don't depend on
+    the time of steps.
+    """
     engines = []
 
     def make(it, proposer, adapters=NAMES[1:], **config) -> Driver:
@@ -45,7 +51,8 @@ def drive():
         else:
             executor = RecordingExecutor(CudaExecutor(settings, Launches()))
         engine = Engine(settings, executor, ticking(), InlineReads(), Policies(proposer=proposer))
-        engine.speculation.cost = Free()
+        if engine.speculation is not None:
+            engine.speculation.cost = Free()
         engines.append(engine)
         for name in adapters:
             engine.store.register(name, it.adapters[name])
@@ -110,7 +117,7 @@ def test_rejected_drafts_leave_no_trace_in_a_state(tiny, drive, family, proposer
     first, rest = dict(list(requests.items())[:1]), dict(list(requests.items())[1:])
     for key, (name, prompt, want) in first.items():
         driver.add(key, name, prompt, max_tokens=len(want))
-    for _ in range(3):
+    for _ in range(2 if proposer is Right else 3):
         driver.step()
     check(driver, rest)
     assert {key: driver.answers[key].tokens for key in first} == {key: want for key, (_, _, want) in first.items()}
@@ -137,7 +144,7 @@ def test_drafts_of_merged_steps(tiny, drive):
 def test_a_checkpoint_may_lie_between_accepted_drafts(tiny, drive, proposer):
     """A second turn begins where the prefix cache has the first one's answer."""
     it, requests = tiny("qwen3.5-tied"), {}
-    more = [4] if proposer is PartlyRight else []
+    more = [9] if proposer is PartlyRight else []
     driver = drive(it, proposer(answer_of(requests), *more), (), block_tokens=16, state_checkpoint_tokens=16)
     prompt, whole = it.case(None, 9, seed=0, count=48)
     kept, keep = [], driver.engine.prefix.keep_checkpoint
@@ -169,6 +176,21 @@ def test_preempted_requests_keep_their_accepted_drafts(tiny, drive, preemption):
     assert stats.num_preemptions > 0
     assert (stats.num_swaps_out > 0) == (preemption == "swap")
     assert stats.num_accepted_tokens > 20
+
+
+@pytest.mark.slow
+def test_drafts_that_a_grammar_allows(tmp_path, drive):
+    """Forced text, and proposals of which it allows a part; the answers are those without speculation."""
+    it, found = make_tiny("qwen3.5-tied", tmp_path, {"vocab_size": 300}), []
+    save_tokenizer(it.model)
+    grammar = Grammar("regex", "the sum is [0-9]{2,5}!")
+    for setting in ("off", "ngram"):
+        driver = drive(it, NgramProposer(), ["r3-all"], speculation=setting, max_num_seqs=2)
+        for key, (name, way) in {"a": (None, {}), "b": ("r3-all", {"temperature": 1.0, "seed": 3})}.items():
+            driver.add(key, name, [5, 6, 7], max_tokens=20, grammar=grammar, ignore_eos=False, **way)
+        found.append({key: answer.tokens for key, answer in driver.drain().items()})
+    assert found[0] == found[1]
+    assert driver.engine.stats().num_accepted_tokens > 8 and decodes(driver)
 
 
 @pytest.mark.slow

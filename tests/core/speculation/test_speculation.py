@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from chorus.core.config import EngineConfig
 from chorus.core.executors.cuda import CudaShapes
-from chorus.core.model.config import UnsupportedModel
 from chorus.core.policies import Policies
 from chorus.core.requests.draft_length import MOST_DRAFTS
 from chorus.core.requests.plan_wire import plan_from_wire, plan_to_wire
@@ -478,10 +477,17 @@ def test_nothing_is_proposed_beyond_the_last_token(subject, drive, known):
     assert all(row.kv_len < ends[row.request_id] for row in drafted(driver))
 
 
-def test_a_recurrent_model_is_refused_on_a_gpu(tiny):
-    config = EngineConfig(model=tiny("qwen3.5").model, device="cuda", dtype="float32", speculation="ngram")
-    with pytest.raises(UnsupportedModel, match="speculation is 'ngram', but this model has recurrent states, and on a"):
-        CudaShapes(config, device=HostDevice())
+@pytest.mark.parametrize("kernels", ["torch"])
+@pytest.mark.parametrize(
+    ("speculation", "is_ahead", "slots", "most"),
+    [("off", True, 3, 0), ("off", False, 2, 0), ("ngram", True, 2, MOST_DRAFTS)],
+)
+def test_states_on_a_gpu_have_slots_for_steps_under_way(tiny, kernels, speculation, is_ahead, slots, most):
+    """A step with drafts isn't launched ahead, and keeps their inputs."""
+    model = tiny("qwen3.5").model
+    config = EngineConfig(model=model, device="cuda", speculation=speculation, async_scheduling=is_ahead)
+    layout = CudaShapes(config, device=HostDevice()).layout
+    assert (layout.state_slots, layout.states.shape.most_drafts) == (slots, most)
 
 
 def test_without_speculation_no_request_has_its_state(subject, drive):
