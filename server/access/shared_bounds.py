@@ -57,10 +57,6 @@ class RequestSlots:
         if not self._held[tenant]:
             del self._held[tenant]
 
-    def num_taken(self) -> int:
-        """Slots taken by this process."""
-        return sum(map(len, self._held.values()))
-
 
 class TokenBudgets:
     """Token budgets of tenants: used tokens of `tokens_per_minute`, which come back evenly.
