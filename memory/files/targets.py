@@ -175,9 +175,7 @@ def layers_with(projections: Projections, name: str) -> str:
 
 
 def parts_of(targets: Targets, projections: Projections) -> tuple[AdapterPart, ...]:
-    """Group targets by rank, scale and set of layers, which thus have all of them; in the order of their first
-    layers.
-    """
+    """Group targets by rank, scale and set of layers, in the order of their first layers."""
     experts: dict[tuple[int, str, int, float], list[int]] = defaultdict(list)
     layers: dict[tuple[int, float, str, tuple[int, ...]], list[int]] = defaultdict(list)
     for (layer, module), (rank, scale) in targets.items():
