@@ -96,7 +96,7 @@ class Dispatcher:
         num_bytes: int = 0,
         version: str = "",
     ) -> None:
-        """Take a request; `accepted` fails with ValueError for an id in use. rank, num_bytes, version: its adapter's."""
+        """Take a request; `accepted` fails with ValueError for a used id. rank, num_bytes, version: its adapter's."""
         if not accepted.set_running_or_notify_cancel():
             return
         try:
