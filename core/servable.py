@@ -73,9 +73,7 @@ class Servable:
             )
 
     def _activate(self, request: Request, adapter: Adapter) -> None:
-        """Set where an activated LoRA begins; without an invocation in the prompt, the base model serves the request,
-        as in PEFT.
-        """
+        """Set where an activated LoRA begins; as in PEFT, the base model serves prompts without an invocation."""
         prompt = request.token_ids[: request.num_prompt_tokens]
         begin = _last_occurrence(prompt, adapter.manifest.invocation_tokens)
         if begin >= 0:

@@ -116,9 +116,7 @@ class DecodeBuffers:
         block_tables: Sequence[Sequence[int]],
         lengths: Sequence[int] | None = None,
     ) -> DecodeViews:
-        """Like `fill`, but write the per-token vectors into the rows of `columns`, int64 `[num_columns, bucket or
-        more]`.
-        """
+        """Like `fill`, but write the per-token vectors into `columns`, int64 `[num_columns, bucket or more]`."""
         views, block_tokens, used, groups = self.view(bucket), self._block_tokens, len(token_ids), self._groups
         of_tokens, lasts = block_tables, positions
         if lengths is not None:

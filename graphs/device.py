@@ -49,9 +49,7 @@ class CudaDevice:
         return torch.cuda.Event()
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """`target.copy_(source)` in stream order. Host memory must be pinned, and must not change until the copy is
-        done.
-        """
+        """`target.copy_(source)` in stream order. Host memory must be pinned, and unchanged until the copy is done."""
         target.copy_(source, non_blocking=True)
 
     def capture(self, work: Callable[[], object]) -> Callable[[], None]:
@@ -146,9 +144,7 @@ class Blocks:
         self._parts: dict[tuple[int, torch.Size, torch.dtype], torch.Tensor] = {}
 
     def next(self, shape: torch.Size, dtype: torch.dtype) -> tuple[torch.Tensor, Any]:
-        """Return the beginning of the next block as a tensor, and the block's event; record the event after each
-        copy.
-        """
+        """Return the next block's beginning as a tensor, and its event; record the event after each copy."""
         self._turn = 1 - self._turn
         block, event = self._blocks[self._turn]
         key = self._turn, shape, dtype

@@ -142,9 +142,7 @@ class GraphRunner(Generic[Output]):
         return tuple(self._captured)
 
     def capture(self, bucket: int, form: StepForm) -> CapturedStep:
-        """Capture the step of (bucket, form) now. Capture the largest buckets first, so smaller ones reuse their
-        memory.
-        """
+        """Capture the step of (bucket, form) now. Capture large buckets first: smaller ones reuse their memory."""
         self._new(bucket, form)
         return self.report[-1]
 

@@ -85,9 +85,7 @@ def greedy(logits: torch.Tensor) -> list[int]:
 
 
 def logprob_rows(vocab: int) -> int:
-    """Rows of logits processed at a time for log-probabilities, so a long prompt takes no more memory than a short
-    one.
-    """
+    """Rows of logits processed at a time for log-probabilities, so long prompts take no more memory."""
     return max(1, SLICE_BYTES // (vocab * 4))
 
 

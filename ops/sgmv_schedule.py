@@ -62,9 +62,7 @@ class Schedule:
         return {"num_warps": warps, "num_stages": self.stages, "enable_fp_fusion": True}
 
     def max_tiles(self, tokens: int, segments: int) -> int:
-        """The most tiles that `segments` segments with `tokens` tokens in all may need, for any distribution of
-        tokens.
-        """
+        """The most tiles that `segments` segments with `tokens` tokens in all may need, however they are split."""
         return min(tokens, tokens // self.tile_tokens + segments)
 
 
@@ -96,9 +94,7 @@ def decode(tokens: int, max_rank: int) -> Schedule:
 
 
 def rank_classes(max_rank: int) -> list[int]:
-    """The largest ranks, rising to the tables' own, for which prefill has schedules. They are few, as each is compiled
-    ahead.
-    """
+    """The largest ranks of prefill's schedules, up to the tables' own: few, as each is compiled ahead."""
     return [*(limit for limit in RANK_CLASSES if limit < max_rank), max_rank]
 
 

@@ -149,9 +149,7 @@ class ApiError(Exception):
         return self.code == "internal_error"
 
     def body(self, path: str = "") -> dict[str, Any]:
-        """The error in the format of a path's clients: OpenAI's, or, with field and code added, Anthropic's, TGI's or
-        LoRAX's.
-        """
+        """The error in the format of a path's clients: OpenAI's; Anthropic's, TGI's or LoRAX's add field and code."""
         told = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
         if path.startswith(ANTHROPICS):
             kind = _ANTHROPICS_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")

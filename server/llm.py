@@ -280,9 +280,7 @@ class LLM:
         normalize: bool | None = None,
         truncate_prompt_tokens: int | None = None,
     ) -> Embedding | list[Embedding]:
-        """Vectors of prompts: one for a single prompt, a list for a list. The keywords are those of
-        POST /v1/embeddings.
-        """
+        """Vectors of prompts: one for a prompt, a list for a list. Keywords are those of POST /v1/embeddings."""
         given, alone = prompts_of(prompts)
         adapters = for_each(adapter, len(given), "adapter", (str, type(None)), "an adapter's name")
         fields = {

@@ -32,6 +32,8 @@ PRIVATE_WORDS = (
 WORDS_WITH_OTHER_MEANINGS = r"rows?|slots?|places?|pauses?|paused|fronts?|life|ways?|products?|draws?|drawn|scores?"
 """Words that the glossary replaces in one meaning, and that are right in another."""
 STIFF_WORDS = r"what|behind|beside"
+MADE = "Written by docs/generate.py", "This page is made by"
+"""In pages that are made from code."""
 
 
 def tracked(*patterns: str) -> list[Path]:
@@ -193,10 +195,12 @@ def print_prose() -> None:
 
 def print_pages() -> None:
     counts = Counter({str(path.relative_to(ROOT)): len(words(prose_of(path))) for path in pages("docs")})
+    generated = {str(path.relative_to(ROOT)) for path in pages("docs") if any(map(path.read_text().__contains__, MADE))}
     print("\nwords per page")
     for name, count in counts.most_common():
-        print(f"{name:50} {count:>7,}")
-    print(f"{'all':50} {counts.total():>7,}")
+        print(f"{name:50} {count:>7,}{' made from code' * (name in generated)}")
+    by_hand = sum(count for name, count in counts.items() if name not in generated)
+    print(f"{'written by hand':50} {by_hand:>7,}\n{'all':50} {counts.total():>7,}")
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -156,9 +156,7 @@ class CudaExecutor(CudaShapes):
                 return self._measure(self._free)
 
     def open(self, num_pages: int) -> None:
-        """Make an arena of `num_pages` pages, and capture the graphs that are captured ahead; all ranks call it
-        together.
-        """
+        """Make an arena of `num_pages` pages and capture the graphs for it; all ranks call it together."""
         self.num_pages = num_pages
         with self._device.scope():
             self.arena = Arena(self.layout, self.num_pages, self._dtype, self._device.torch_device)

@@ -31,9 +31,7 @@ _MASK = 0xFFFFFFFF
 
 
 class CudaExchange:
-    """The GPU's side of exchanges. One thread at a time may use it, except that another one calls `is_stuck` and
-    `give_up`.
-    """
+    """The GPU's side of exchanges. One thread at a time may use it; another may call `is_stuck` and `give_up`."""
 
     def __init__(
         self,

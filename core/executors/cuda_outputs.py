@@ -61,9 +61,7 @@ class StepOutputs:
         self.logits = torch.zeros(rows, model.logits_width, device=where)
         vocab = torch.arange(model.config.vocab_size, device=where)
         self._samplable = torch.cat((torch.zeros(2 * rows, dtype=torch.long, device=where), vocab))
-        """The tokens sampled by the last step, and the other outputs of `pick`; followed by every token id of the
-        vocabulary.
-        """
+        """The last step's tokens and the other output of `pick`; then every token id of the vocabulary."""
         self.chosen = self._samplable[: 2 * rows]
         self._views: dict[int, Outputs] = {}  # of logits and `chosen`, by number of rows
         self._download = Download(device, 8 * max_fetched_values(rows))
@@ -118,9 +116,7 @@ class StepOutputs:
     def sample(
         self, rows: Sequence[ScheduledSequence], logits: torch.Tensor, chosen: torch.Tensor
     ) -> Callable[[], StepResult]:
-        """Sample the tokens of the last step, and compute its prompt log-probabilities; the returned function waits for
-        both.
-        """
+        """Sample the last step's tokens and compute prompt logprobs; the returned function waits for both."""
         eos, asks = self._decoder.config.eos_token_ids, self._asks_of(rows)
         if asks.logits:
             begun = DeviceSampling(
@@ -164,9 +160,7 @@ class StepOutputs:
         return self._asks_of(rows).tokens
 
     def _asks_of(self, rows: Sequence[ScheduledSequence]) -> _Asks:
-        """Return the needs of a step, found once per list: decode steps reuse their list, and its needs stay the
-        same.
-        """
+        """Return the needs of a step, found once per list: decode steps reuse their list, and its needs stay."""
         if rows is not self._last_asks[0]:
             logits, prompt_logprobs = any(map(needs_logits, rows)), any(row.wants_prompt_logprobs for row in rows)
             pooled = any(row.params.pooling is not None for row in rows)

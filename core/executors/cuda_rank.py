@@ -29,9 +29,7 @@ class _Unread(CompleteTransfer):
 
 
 class CudaTpWorker(TpWorker):
-    """Launches its share of the first rank's steps. An error ends the process, because no collective can be
-    cancelled.
-    """
+    """Launches its share of the first rank's steps. An error ends the process: no collective can be cancelled."""
 
     fatal = "meet", "measure", "open", "step"
     _copies: TpWorkerCopies | None = None

@@ -193,9 +193,7 @@ class CudaRanksExecutor(RanksExecutorBase[CudaExecutor]):
 
     @contextmanager
     def _limited(self) -> Iterator[None]:
-        """Within this context, the ranks are lost after `patience` seconds: the host may wait for a device that is
-        stuck.
-        """
+        """Within this context, ranks are lost after `patience` seconds: the host may wait for a stuck device."""
         self._wait = object()
         try:
             yield

@@ -40,9 +40,7 @@ def default_arena_bytes(
 
 
 def default_host_cache_bytes(available: int | None = None) -> int:
-    """Host memory for images: a share of the memory that this process may still take; by default, read from the
-    system.
-    """
+    """Host memory for images: a share of the memory that this process may still take, by default the system's."""
     return max(LEAST_HOST_CACHE_BYTES, int(HOST_CACHE_SHARE * (available_bytes() if available is None else available)))
 
 

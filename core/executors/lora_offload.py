@@ -69,9 +69,7 @@ class _Coming:
     """True once a step has started with it."""
 
     def arrival(self, arrived: int, now: float, per_elem: float) -> Arrival:
-        """Estimate its arrival from its own pace; before its first layer, from `per_elem`, the pace of earlier
-        copies.
-        """
+        """Estimate its arrival from its own pace; before its first layer, from `per_elem`, earlier copies' pace."""
         layers, elapsed = self.layout.num_layers, now - self.began
         each = elapsed / arrived if arrived else max(elapsed, per_elem * self.layout.num_elems / layers)
         return Arrival(layers, each, each * (layers - arrived), arrived)
@@ -249,9 +247,7 @@ class LoraOffload:
         return self._begin_offload(segments, entries, offsets, row) if entries else None
 
     def _offset_to_offload(self, address: int, coming: _Coming, tokens: int, now: float, fits: bool) -> int | None:
-        """Return where the offload workers find an adapter if they compute its tokens; None if its layers are waited
-        for.
-        """
+        """Return where the offload workers find an adapter whose tokens they compute; None if the step waits for it."""
         offset = None if coming.image.data is None else self._memory.offset(coming.image.data)
         cold_start = self._choose(address, coming, tokens, now)
         if offset is None or not fits or self._is_lost:

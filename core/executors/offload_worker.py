@@ -1,6 +1,4 @@
-"""An offload worker: a process that computes LoRA terms for the base model's process (CPU LoRA offload, CaraServe
-§4).
-"""
+"""An offload worker: a process that computes LoRA terms for the base model's process (CaraServe §4)."""
 
 from __future__ import annotations
 

@@ -22,9 +22,7 @@ LEAST_IMAGE_BYTES = 64 << 20
 
 
 def image_bytes(host_bytes: int) -> int:
-    """Room for images: twice the host memory budget, because gaps between images are lost. Only used pages take
-    memory.
-    """
+    """Room for images: twice the host memory budget, because gaps are lost. Only used pages take memory."""
     return max(LEAST_IMAGE_BYTES, 2 * host_bytes)
 
 

@@ -94,9 +94,7 @@ class WorkerProcesses:
         return found
 
     def watch(self, on_lost: Callable[[ExecutorLost], None]) -> None:
-        """Register `on_lost`, which is called, from any thread, when a process ends by itself or has done so
-        already.
-        """
+        """Register `on_lost`: it is called, from any thread, when a process ends by itself, or has already ended."""
         self._on_lost = on_lost
         for index, process in enumerate(self._processes):
             if process.poll() is not None:

@@ -178,9 +178,7 @@ def packed_experts(experts: ListedExperts, dtype: torch.dtype, pack: expert_prod
 
 
 def stacked_experts(experts: ListedExperts, dtype: torch.dtype, device: torch.device) -> StackedExperts:
-    """Stack a layer's experts, as they are read from a checkpoint, on a GPU. The router and its correction stay
-    float32.
-    """
+    """Stack a layer's experts, as read from a checkpoint, on a GPU. Router and correction stay float32."""
 
     def moved(part: Any, dtype: torch.dtype = torch.float32) -> Any:
         return None if part is None else part.to(device, dtype)

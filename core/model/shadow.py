@@ -87,9 +87,7 @@ class CapturedSteps(Protocol):
 
 
 class ShadowWeights:
-    """The merged weights of one adapter at a time, in runs of pages of the arena; made matrix by matrix between
-    steps.
-    """
+    """The merged weights of one adapter, in runs of pages of the arena; made matrix by matrix between steps."""
 
     def __init__(
         self, model: MergeableModel, arena: Arena, lora: LoraState, captured: CapturedSteps | None = None

@@ -162,9 +162,7 @@ class Grammars:
 
 @lru_cache(8)
 def grammars_of(model: Path, vocab_size: int, eos_token_ids: tuple[int, ...]) -> Grammars:
-    """Return the process's grammars of a model: those that the API has checked are compiled when the engine needs
-    them.
-    """
+    """Return a model's grammars, one object per process: the API compiles those that the engine needs later."""
     return Grammars(model, vocab_size, eos_token_ids)
 
 

@@ -147,9 +147,7 @@ class RequestMemory:
         states.slots += own
 
     def limit_chunk(self, request: Request, computed: int, count: int) -> int:
-        """Return how many of the `count` tokens after `computed` ones a step may compute: none beyond the next
-        checkpoint.
-        """
+        """Return how many of `count` tokens after `computed` a step may compute: up to the next checkpoint."""
         if count < 2 or not (self.layout.state_pages and self.use_prefix_cache and self.checkpoint_tokens):
             return count
         return min(count, self._next_checkpoint(request, computed) - computed)

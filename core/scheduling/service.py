@@ -25,9 +25,7 @@ _MOST_TENANTS = 4096
 
 
 class QueuePolicy(Protocol):
-    """Orders tenants by the service that they received. tenant: a tenant's name or, with `fair_by="adapter"`, an
-    adapter's.
-    """
+    """Orders tenants by the service that they received. tenant: its name or, with `fair_by="adapter"`, an adapter's."""
 
     def arrive(self, tenant: str, waiting: Collection[str], least: float | None) -> None:
         """Record that a tenant's queue is no longer empty. waiting: the other waiting tenants. least: the lowest of
@@ -36,9 +34,7 @@ class QueuePolicy(Protocol):
         ...
 
     def standing(self, tenant: str) -> float:
-        """Return a tenant's sort key: the lowest comes next. While the tenant waits, only `charge` and `settle` change
-        it.
-        """
+        """Return a tenant's sort key; the lowest is next. While it waits, only `charge` and `settle` change it."""
         ...
 
     def charge(self, request: Request, length: int) -> None:

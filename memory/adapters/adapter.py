@@ -21,9 +21,7 @@ MAX_NAME_CHARACTERS = 256
 
 
 def check_name(name: str) -> str:
-    """Return the name if responses, log lines and metrics can contain it; else raise AdapterFormatError, safely
-    quoted.
-    """
+    """Return the name if responses, logs and metrics can contain it; else raise AdapterFormatError, quoted."""
     if len(name) > MAX_NAME_CHARACTERS:
         raise AdapterFormatError(
             f"{shown(name[:MAX_NAME_CHARACTERS])}… has {len(name)} characters; names have at most {MAX_NAME_CHARACTERS}"
@@ -100,9 +98,7 @@ class AdapterBackend(Protocol):
     """Reads and moves adapter bytes; the executor implements it, so the store never touches a tensor."""
 
     def inspect(self, path: Path, roots: Sequence[Path] = ()) -> AdapterManifest:
-        """Check a directory and the headers of its files. If `roots` are given, the files must really be below one of
-        them.
-        """
+        """Check a directory and the headers of its files. With `roots`, the files must be below one of them."""
         ...
 
     def layout(self, manifest: AdapterManifest) -> AdapterLayout: ...
@@ -116,7 +112,5 @@ class AdapterBackend(Protocol):
         ...
 
     def save(self, layout: AdapterLayout, pages: list[int]) -> HostImage | None:
-        """Copy an adapter's pages to host memory and return the image, complete; None if it can be read again at any
-        time.
-        """
+        """Copy an adapter's pages to host memory; return the complete image, or None if it can be read again."""
         ...

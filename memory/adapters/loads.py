@@ -101,9 +101,7 @@ class AdapterLoads:
         self._images.put(adapter, self._size(adapter), image, may_drop=lambda: _may_drop(adapter))
 
     def make_image(self, adapter: Adapter) -> None:
-        """Make an image of a resident adapter. If that fails, the adapter will be read again if it can be. Raises
-        ExecutorLost.
-        """
+        """Make an image of a resident adapter. If that fails, it is read again if possible. Raises ExecutorLost."""
         if self._images.is_ready(adapter) and self._images.error(adapter) is None:
             return
         try:
@@ -117,9 +115,7 @@ class AdapterLoads:
             self.keep(adapter, image)
 
     def fetch(self, adapter: Adapter) -> bool:
-        """Start reading an adapter if needed; return True once all of it is in host memory or pages. Raises its read's
-        error.
-        """
+        """Start reading an adapter if needed; return True once all of it is here. Raises its read's error."""
         if adapter.transfer is not None:
             image = self.under_way[adapter.transfer].image
             if image.error is not None:

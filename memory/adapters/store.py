@@ -148,9 +148,7 @@ class AdapterStore:
         return layout
 
     def unregister(self, name: str) -> None:
-        """Forget `name`. Requests that hold it finish with it, then its pages are freed. Raises UnknownAdapter if
-        absent.
-        """
+        """Forget `name`; its pages are freed after the requests that hold it. Raises UnknownAdapter if absent."""
         try:
             adapter = self._current.pop(name)
         except KeyError:

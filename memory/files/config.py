@@ -162,9 +162,7 @@ class AdapterConfig:
 
     @classmethod
     def read(cls, directory: AdapterDirectory) -> AdapterConfig:
-        """Read a directory's `adapter_config.json`. Raises AdapterFormatError if it could not be served as PEFT applies
-        it.
-        """
+        """Read `adapter_config.json`. Raises AdapterFormatError if it can't be served as PEFT applies it."""
         return cls(_Fields(directory.path / CONFIG_FILE, read_fields(directory)))
 
     @classmethod
@@ -291,9 +289,7 @@ class _Fields:
             )
 
     def saved_modules(self) -> tuple[str, ...]:
-        """The last parts of the names in `modules_to_save`, but for a score head; output projections by their usual
-        name.
-        """
+        """Last parts of the names in `modules_to_save`, without score heads; output projections by their usual name."""
         value = self.names("modules_to_save") or ()
         names = ((value,) if isinstance(value, str) else value) or ()
         found = (name.rpartition(".")[2] for name in names)
@@ -419,9 +415,7 @@ class _Matcher:
 def _first_matches(
     patterns: tuple[tuple[NamePattern, Any], ...], names: ModuleNames, ends: int, default: Any
 ) -> dict[str, Any]:
-    """For each name in `ends`, the value of the first pattern that matches its end after a dot: PEFT's
-    `get_pattern_key`.
-    """
+    """For each of `ends`, the value of the first pattern that matches it after a dot: PEFT's `get_pattern_key`."""
     found = dict.fromkeys(names.at(ends), default)
     for pattern, value in patterns:  # all patterns are compiled: a wrong one is refused even if no name is left
         matching = pattern.tail(names, ends)

@@ -77,9 +77,7 @@ class ContentStore:
             return self._read_count()
 
     def reserve(self, num_bytes: int) -> None:
-        """Reserve room for bytes that will be written. Raises StoreFull, and reserves nothing, if there is too
-        little.
-        """
+        """Reserve room for bytes that will be written. Raises StoreFull, reserving nothing, if there is too little."""
         with self._counting():
             used = self._read_count()
             if used + num_bytes > self._max_total_bytes or used >= self._max_total_bytes:
@@ -101,9 +99,7 @@ class ContentStore:
             self._write_count(sum(map(_bytes_taken, found)))
 
     def remove_unused(self, is_used: Callable[[list[Path]], Collection[Path]]) -> None:
-        """Remove the directories that `is_used` does not return; it is called with those that no staged upload
-        holds.
-        """
+        """Remove directories that `is_used` does not return; it is called with those that no staged upload holds."""
         found = [path for path in self.directories() if not _is_held(path)]
         used = is_used(found) if found else ()
         for path in found:
@@ -249,9 +245,7 @@ class StagedUpload:
         digest.update(data)
 
     def seal(self) -> Path:
-        """Move the files to their final directory and return it; if the same files already exist, return that
-        directory.
-        """
+        """Move the files to their final directory and return it; if they already exist there, return that one."""
         with self._busy:
             self._require_open()
             return self._seal()

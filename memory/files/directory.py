@@ -71,9 +71,7 @@ class AdapterDirectory:
             return []
 
     def open(self, name: str, kind: str) -> int:
-        """Open the regular file `name` and return a descriptor, which the caller closes. kind: the needed file, for
-        messages.
-        """
+        """Open the regular file `name`; the caller closes the descriptor. kind: the needed file, for messages."""
         file = self.path / name
         try:
             fd = os.open(name, (_LOOK_ONLY or os.O_RDONLY) | _CLOSED, dir_fd=self._fd)

@@ -51,9 +51,7 @@ class Owner(NamedTuple):
 
 
 class OwnedStore(ContentStore):
-    """A content store with an owner, see the module. Processes of one cluster may share it; a file counts the bytes in
-    use.
-    """
+    """A content store with an owner, see the module. A cluster's processes may share it; a file counts bytes."""
 
     places = ("", LOST)
 
@@ -100,9 +98,7 @@ class OwnedStore(ContentStore):
         self.retire([path])
 
     def find(self, path: Path) -> Path:
-        """Find a named directory: in the present root, even if it was registered in another root, or brought back from
-        `lost`.
-        """
+        """Find a named directory: in the present root, even if registered in another, or brought back from `lost`."""
         if not CONTENT_NAME.fullmatch(path.name):
             return path
         here = self.root / path.name

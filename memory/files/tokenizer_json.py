@@ -81,9 +81,7 @@ def vocabulary_in(data: bytes) -> dict[str, int]:
 
 
 def with_parts(text: str) -> Tokenizer:
-    """The library's tokenizer of an empty vocabulary with the parts in a JSON text. Raises ValueError if it can't be
-    made.
-    """
+    """The library's tokenizer with an empty vocabulary and the parts in a JSON text. Raises ValueError."""
     from tokenizers import Tokenizer
 
     model = {"type": "BPE", "vocab": {}, "merges": []}

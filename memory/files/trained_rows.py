@@ -107,9 +107,7 @@ def module_of(part: AdapterPart) -> str:
 
 
 def row_runs(part: AdapterPart) -> Iterator[tuple[int, int, int]]:
-    """Rows of a part that are side by side in the file: the first of the part's, the first of the file's, and how
-    many.
-    """
+    """Rows of a part that are side by side in the file: first row of the part, first of the file, count."""
     first = 0
     for index in range(1, len(part.file_rows) + 1):
         if index == len(part.file_rows) or part.file_rows[index] != part.file_rows[index - 1] + 1:

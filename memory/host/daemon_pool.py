@@ -137,9 +137,7 @@ class DaemonPool(Executor):
         return group != "" and self._hanging[group] >= self._most_of_group
 
     def shutdown(self, wait: bool = False, *, cancel_futures: bool = True) -> None:
-        """Accept no more calls. Never waits, whatever `wait` says, because a thread may be stuck forever. See
-        `join`.
-        """
+        """Accept no more calls. Never waits, whatever `wait` says: a thread may be stuck forever. See `join`."""
         with self._changed:
             self._is_closed = True
             dropped = [future for future, _, _ in self._queue] if cancel_futures else []
@@ -228,9 +226,7 @@ class DaemonPool(Executor):
         return any(not self.is_full(group) for _, _, group in self._queue)
 
     def _count_next(self) -> bool:
-        """Count one more thread, which the caller must start, if none is idle and one may be. The caller holds the
-        lock.
-        """
+        """Count one more thread, for the caller to start, if none is idle and one may be. The caller has the lock."""
         if self._num_idle or self._num_threads == self._most_threads or self._is_closed:
             return False
         self._num_threads += 1

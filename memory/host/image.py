@@ -36,9 +36,7 @@ class LayerStream:
         return self._ready.ctypes.data
 
     def publish(self, num_ready: int) -> bool:
-        """Publish layers 0 … num_ready-1, which must be written. Return False, and publish nothing, if it has
-        failed.
-        """
+        """Publish layers 0 … num_ready-1, which must be written. If it has failed, return False and publish nothing."""
         with self._changed:
             if self._ready[0] == self.FAILED:
                 return False
@@ -66,9 +64,7 @@ class HostImage:
 
     def __init__(self) -> None:
         self.error: BaseException | None = None
-        """Why it failed. A failed image holds no memory and has no followers, so a reference to the error keeps nothing
-        alive.
-        """
+        """Why it failed. A failed image has no memory and no followers, so the error keeps nothing alive."""
         self.data: Any = None
         """The buffer that the backend reads into and owns; set before the first layer is published."""
         self.stream = LayerStream()

@@ -153,9 +153,7 @@ class HostImages(Generic[Key]):
         self._add(key, _Entry(_ended(), num_bytes, image, "", may_drop))
 
     def has_room(self, num_bytes: int) -> bool:
-        """True if `num_bytes` more fit in addition to the images that may not be dropped and the budget's other
-        users.
-        """
+        """True if `num_bytes` more fit next to the images that may not be dropped and the budget's other users."""
         excess = self.budget.excess(num_bytes)
         return excess <= 0 or self.can_spare(excess)
 

@@ -112,9 +112,7 @@ class PagePool:
         return pages
 
     def take(self, runs: Sequence[range], kind: PageKind) -> None:
-        """Allocate exactly these pages with one reference each. Raises OutOfPages, and takes none, if one is not
-        free.
-        """
+        """Allocate exactly these pages with one reference each. If one is not free, raise OutOfPages and take none."""
         if any(self._kind[run.start : run.stop].count(_FREE) < len(run) for run in runs):
             raise OutOfPages(f"not all of {sum(map(len, runs))} pages are free")
         self._mark(runs, kind, 1)

@@ -201,9 +201,7 @@ class PrefixCache:
         return blocks[:longest]
 
     def unused(self, blocks: Sequence[Block]) -> int:
-        """Number of unused pages among those that `take` would take: taking them reduces the pages that can be
-        reclaimed.
-        """
+        """Number of unused pages that `take` would take, which reduces the pages that can be reclaimed."""
         pages = [page for page in self.pages_of(blocks) if page]
         if blocks and (checkpoint := blocks[-1].checkpoint) is not None:
             pages += checkpoint.pages
@@ -222,9 +220,7 @@ class PrefixCache:
         ]
 
     def take(self, blocks: Sequence[Block], num_tokens: int) -> list[int]:
-        """Use matched blocks for a request of `num_tokens` tokens, adding one reference each; return their pages in
-        order.
-        """
+        """Use matched blocks for a request of `num_tokens` tokens, with a reference each; return their pages."""
         self.num_query_tokens += num_tokens
         if not blocks:
             return []

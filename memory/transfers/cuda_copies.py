@@ -108,9 +108,7 @@ class CudaCopies:
         return transfer
 
     def advance(self) -> None:
-        """Issue every copy that can be issued and has room, lowest layers of all transfers first; drop transfers that
-        have ended.
-        """
+        """Issue every copy that has room, lowest layers of all transfers first; drop transfers that have ended."""
         with self.lock:
             self._live = [transfer for transfer in self._live if not transfer.is_quiet()]
             while ready := self._ready():

@@ -169,9 +169,7 @@ class CudaTransfer:
                 self._unfollow()
 
     def next_group(self) -> CopyGroup | None:
-        """Return the group that may be issued now; None if all are issued, none has been read, or the transfer has
-        ended.
-        """
+        """Return the group that may be issued now; None if none is left or read, or the transfer has ended."""
         if self._has_ended():
             return None
         group = self._plan.groups[len(self._events)]
@@ -239,17 +237,13 @@ class CudaTransfer:
     # -- state
 
     def is_done(self) -> bool:
-        """True if all bytes are in place. Issues everything that can be issued and queries the device, but does not
-        wait.
-        """
+        """True if all bytes are in place. Issues copies that can be issued and queries the device; never waits."""
         with self._engine.lock:
             self.advance()
             return not self._has_stopped() and self._count_fired() == len(self._plan.groups)
 
     def has_failed(self) -> bool:
-        """True if the rest will never come: the read failed, the driver refused a copy, or the transfer was
-        cancelled.
-        """
+        """True if the rest will never come: the read or a copy failed, or the transfer was cancelled."""
         with self._engine.lock:
             return self._has_stopped()
 

@@ -42,9 +42,7 @@ class HostCopies:
             np.take(self._target, pages, axis=0, out=bits_of(image), mode="clip")
 
     def copy_in(self, image: torch.Tensor, ranges: Sequence[tuple[int, int]], pages: Sequence[int]) -> None:
-        """Copy runs of elements `begin … end` of an image into its pages. Raises ValueError for an image of another
-        shape.
-        """
+        """Copy runs of elements `begin … end` of an image into its pages. Raises ValueError for another shape."""
         check_image(image, len(pages), self._pages)
         source = image.view(-1) if self._pages.is_cuda else bits_of(image).reshape(-1)
         target, page_elems = self._target, self._target.shape[1]
@@ -130,9 +128,7 @@ class HostTransfer:
         return self.arrived.address
 
     def advance(self) -> None:
-        """Copy the layers that have been read; thread-safe. If a copy fails, the transfer has failed, and the error is
-        raised.
-        """
+        """Copy the layers that have been read; thread-safe. If a copy fails, so does the transfer; raises its error."""
         with self._lock:
             image = self._image
             if image is None:

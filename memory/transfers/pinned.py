@@ -81,9 +81,7 @@ class CupyPinnedMemory(CupyCalls):
         self._pool = self._cuda.PinnedMemoryPool(allocator) if allocator else self._cuda.PinnedMemoryPool()
 
     def allocate(self, num_bytes: int) -> Any:
-        """Allocate a buffer that lasts as long as it is referenced. Raises MemoryError if the system grants no more;
-        ExecutorLost.
-        """
+        """Allocate a buffer that lasts while it is referenced. Raises MemoryError or ExecutorLost."""
         try:
             with self._device():
                 return self._pool.malloc(num_bytes)
@@ -160,9 +158,7 @@ class PinnedBuffers:
         return torch.frombuffer(lease, dtype=dtype, count=count).view(tuple(shape))
 
     def reserve(self, num_bytes: int) -> int:
-        """Pin whole chunks of at most `num_bytes`, within the limit, so no read waits for pinning; return the bytes
-        pinned.
-        """
+        """Pin whole chunks of at most `num_bytes`, within the limit; return the bytes. Then no read waits for it."""
         size, most = self._chunk_bytes, min(num_bytes, self._limit_bytes)
         while UNIT_BYTES < size > most:
             size //= 2

@@ -25,9 +25,7 @@ class SwapBackend(Protocol):
         ...
 
     def copy_out(self, pages: Sequence[int]) -> tuple[Any, Transfer | None]:
-        """Begin to copy pages to host memory; return the image, and its transfer, or None if the image is already
-        complete.
-        """
+        """Begin to copy pages to host memory; return the image, and its transfer unless it is already complete."""
         ...
 
     def copy_in(self, image: Any, skip: int, pages: Sequence[int]) -> Transfer | None:
@@ -41,9 +39,7 @@ class SwapBackend(Protocol):
 
 @dataclass(slots=True, eq=False)
 class KvImage:
-    """KV of a request's first `num_tokens` tokens, without the blocks before `blocks`, which others used at that
-    time.
-    """
+    """KV of a request's first `num_tokens` tokens, without the blocks before `blocks`, which others used then."""
 
     data: Any
     num_bytes: int

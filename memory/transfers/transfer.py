@@ -1,6 +1,4 @@
-"""Transfers of images between the host and the arena: the interfaces of copy engines and of the transfers they
-start.
-"""
+"""Transfers of images between host and arena: interfaces of copy engines and of the transfers they start."""
 
 from __future__ import annotations
 
@@ -23,15 +21,11 @@ class Transfer(Protocol):
 
     @property
     def address(self) -> int:
-        """Address of an int32 that counts the layers in place, as far as the host has checked; 0 if layers are not
-        counted.
-        """
+        """Address of an int32: the layers in place, as far as the host has checked; 0 if they are not counted."""
         ...
 
     def wait_layer(self, layer: int, timeout: float) -> bool:
-        """Make later computations see `layer`, waiting at most `timeout` seconds; return False if that is
-        impossible.
-        """
+        """Make later computations see `layer`, waiting at most `timeout` seconds; return False if impossible."""
         ...
 
     def is_done(self) -> bool:
@@ -93,9 +87,7 @@ def check_pages(pages: Sequence[int], wanted: int, num_pages: int) -> None:
 
 
 def check_image(image: torch.Tensor, num_pages: int, arena: torch.Tensor) -> None:
-    """Raise ValueError unless `image` is contiguous, on the host, `[num_pages, page_elems]` and of the arena's
-    dtype.
-    """
+    """Raise ValueError unless `image` is contiguous, on the host, `[num_pages, page_elems]` and of the dtype."""
     want = (num_pages, arena.shape[1])
     is_host = image.device.type == "cpu"
     if not is_host or tuple(image.shape) != want or image.dtype != arena.dtype or not image.is_contiguous():

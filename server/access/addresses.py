@@ -22,9 +22,7 @@ def parse_address(text: str) -> IpAddress | None:
 
 @lru_cache(4096)
 def place_of(address: str) -> str:
-    """The tenant name of a client without a key. A /64 network is one client: one machine may use all of its
-    addresses.
-    """
+    """The tenant name of a client without a key. A /64 network is one client: it may be one machine."""
     known = parse_address(address)
     if known is None:
         return f"at-{address}"

@@ -1,6 +1,4 @@
-"""Host names under which the server answers, so a web page can't reach it through a name that the page's owner
-controls.
-"""
+"""Host names that the server answers to: a web page can't reach it through a name of its own."""
 
 from __future__ import annotations
 

@@ -108,9 +108,7 @@ class DrainAdapter(AdapterBody):
 
 
 class AdapterRoots:
-    """Directories that must contain a path after symbolic links are resolved; without any, adapters can't be
-    changed.
-    """
+    """Directories that must contain a resolved path; without any, adapters can't be changed."""
 
     def __init__(self, roots: Sequence[Path]) -> None:
         self.roots = tuple(root.resolve() for root in roots)

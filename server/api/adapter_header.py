@@ -11,8 +11,6 @@ ADAPTER = "x-chorus-adapter"
 
 
 def adapter_header(name: str, label: str, content_hash: str | None) -> str:
-    """The header's value. content_hash: left out while unknown. Characters that a header can't contain are
-    percent-encoded.
-    """
+    """The header's value, percent-encoded where needed. content_hash: left out while unknown."""
     shown = quote(versioned(name, label), safe="@/!#$&'()*+,:=[]~ ")
     return shown if content_hash is None else f"{shown}; sha256={content_hash}"

@@ -100,9 +100,7 @@ ROUTES: dict[str, tuple[Callable[[bytes, RequestLimits], ParsedRequest], type[Ba
 
 @dataclass(slots=True)
 class GenerationApi:
-    """Completions and chat completions, in the formats of several servers; `GenerationBuilder` and `Responder` do the
-    common part.
-    """
+    """Completions and chat completions in several formats; `GenerationBuilder` and `Responder` are common."""
 
     builder: GenerationBuilder
     responder: Responder

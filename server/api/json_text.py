@@ -45,9 +45,7 @@ def sliced(items: Sequence[Any], make: Callable[[Any], Any]) -> list[Any] | Slic
 
 
 def dumps(value: Any) -> bytes:
-    """A value's JSON, written at once. Raises TypeError for types without JSON; a number that is not finite becomes
-    null.
-    """
+    """A value's JSON, written at once; numbers that are not finite become null. Raises TypeError without JSON."""
     return orjson.dumps(value, _plain)
 
 

@@ -223,9 +223,7 @@ class GenerationRequest(GrammarFields):
     @property
     @abstractmethod
     def asked_logprobs(self) -> int | None:
-        """Number of top log-probabilities that the client asks for with each generated token; None: no
-        log-probabilities.
-        """
+        """Number of top log-probabilities per generated token that the client asks for; None: no logprobs."""
 
     @property
     def num_logprobs(self) -> int | None:

@@ -60,9 +60,7 @@ def openapi_route(routes: Sequence[Route]) -> Callable[[Request], Awaitable[Resp
 
 
 def document(routes: Sequence[Route]) -> Body:
-    """The OpenAPI document of the API's routes, without the page and without `ABSENT` routes, which only explain a
-    refusal.
-    """
+    """The OpenAPI document of the API's routes, without the page and the `ABSENT` routes."""
     models = sorted({model for body in BODIES.values() for model in body}, key=lambda model: model.__name__)
     _, shared = models_json_schema([(model, "validation") for model in models], ref_template=_REF)
     paths: dict[str, Body] = {}

@@ -53,9 +53,7 @@ def output_grammar(
 def _calls(
     form: ToolCallFormat, tools: Mapping[str, dict[str, Any]], rules: list[str], spelt: Speller, *, parallel: bool
 ) -> str:
-    """The grammar of output that consists of calls; adds its rules, of which `calls` is the part after a form's
-    `open`.
-    """
+    """The grammar of output that consists of calls. Adds rules; `calls` is the part after a form's `open`."""
     for index, (name, schema) in enumerate(tools.items()):
         arguments = _tags(schema, spelt) if form.xml else _json(schema)
         rules.append(f"call_{index}: {spelt(form.begin.format(name=name))} {arguments} {spelt(form.end)}")

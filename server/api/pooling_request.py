@@ -136,9 +136,7 @@ class PairBody(_ScoringBody):
 
 
 class ScoreBody(PairBody):
-    """Pairs of texts to score: one with each of several, or as many as there are of both. The fields have several
-    names.
-    """
+    """Pairs of texts to score: one with each of several, or as many of both. The fields have several names."""
 
     text_1: str | list[str] | None = None
     text_2: str | list[str] | None = None

@@ -149,9 +149,7 @@ class ToolFields(BaseModel):
         )
 
     def obeyed_budget(self, tokenizer: Tokenizer) -> int | None:
-        """Most tokens of reasoning; None: unlimited, also for a model whose reasoning does not end with a special
-        token.
-        """
+        """Most tokens of reasoning; None: unlimited, as where reasoning ends without a special token."""
         reasoning = self.syntax(tokenizer).reasoning
         if reasoning is None or reasoning.close not in tokenizer.specials_in(reasoning.close):
             return None

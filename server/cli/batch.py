@@ -96,9 +96,7 @@ def _wrong(path: Path, number: int, what: str) -> UsageError:
 
 
 def _keep_answers(output: Path) -> set[str]:
-    """The custom_ids of results that stay; removes incomplete ones, and ones that another run may improve, from the
-    file.
-    """
+    """The custom_ids of results that stay; removes incomplete ones, and those that another run may improve."""
     kept: set[str] = set()
     if not output.exists():
         return kept

@@ -82,9 +82,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, out: TextIO | None = None) -> int:
-    """Run the command; return 0 if all are served unchanged, 1 if one is refused, 3 if one differs. Raises
-    CommandError.
-    """
+    """Run the command; return 0 if all are served unchanged, 1 if one is refused, 3 if one differs."""
     base = None if arguments.model is None else _base_of(arguments.model, arguments.served_model_name)
     verdicts = [check(path, base) for path in arguments.adapters]
     if arguments.json:

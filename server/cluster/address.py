@@ -29,9 +29,7 @@ HANDSHAKE_SECONDS = 10.0
 """Seconds that a TLS handshake may take."""
 
 UNREAD_SECONDS = 30
-"""Seconds without an acknowledgement after which the operating system ends a TCP connection: the peer's machine is
-gone.
-"""
+"""Seconds without an acknowledgement after which the operating system ends a TCP connection."""
 
 CERTIFICATE, KEY, CA = "tls.crt", "tls.key", "ca.crt"
 """Files of a TLS directory, with the names that Kubernetes gives them in a mounted secret."""

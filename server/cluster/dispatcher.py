@@ -96,9 +96,7 @@ class Dispatcher:
         num_bytes: int = 0,
         version: str = "",
     ) -> None:
-        """Take a request; `accepted` fails with ValueError if its id is in use. rank, num_bytes, version: its
-        adapter's.
-        """
+        """Take a request; `accepted` fails with ValueError for a used id. rank, num_bytes, version: its adapter's."""
         if not accepted.set_running_or_notify_cancel():
             return
         try:
@@ -172,9 +170,7 @@ class Dispatcher:
         return True
 
     def retire(self, content_hash: str) -> None:
-        """Mark a content as retired: no new request has it, and replicas forget it when the last request with it
-        ends.
-        """
+        """Retire a content: no new request has it; replicas forget it when its last request ends."""
         self._retired.add(content_hash)
         self.on_retire(content_hash)
         self._forget_content(content_hash)

@@ -101,9 +101,7 @@ class Fleet(Placements):
                 link.pin(content)
 
     def take_failure(self, content_hash: str | None) -> tuple[str, str] | None:
-        """The reason why no connected replica has an adapter; None while one has it or may get it. The load is then
-        retried.
-        """
+        """Why no connected replica has an adapter; None while one has it or may get it. Then the load is retried."""
         up = [link for link in self.links if link.is_up]
         if content_hash is None or not up or any(content_hash not in link.failed for link in up):
             return None

@@ -110,9 +110,7 @@ class InFlightTable:
         return self._open.values()
 
     def waiting(self) -> list[OpenRequest]:
-        """Requests that wait at the API server. A request with tokens comes first, because its client is already
-        reading.
-        """
+        """Requests that wait at the API server, those with tokens first: their clients are already reading."""
         waiting = list(self._at[None].values())
         waiting.sort(key=lambda request: request.num_output_tokens == 0)
         return waiting

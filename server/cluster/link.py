@@ -27,9 +27,7 @@ class LinkEvents(Protocol):
     def on_up(self, link: Link) -> None: ...
     def on_frame(self, link: Link, frame: Frame) -> None: ...
     def on_down(self, link: Link, *, stuck: bool) -> None:
-        """The connection has ended, and with it this API server's requests on the replica. stuck: it was silent for too
-        long.
-        """
+        """The connection has ended, and so have its requests on the replica. stuck: it was silent for too long."""
         ...
 
 

@@ -37,10 +37,6 @@ class PlannedChanges(ABC, Generic[T]):
         self._links: list[Link] = []
         """Replicas of the plan."""
 
-    @property
-    def is_planning(self) -> bool:
-        return self._plan is not None
-
     def look(self) -> None:
         """Carry out the plan that has been completed, or start one if it is due."""
         if self._plan is None:

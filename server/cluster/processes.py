@@ -1,6 +1,4 @@
-"""The processes of a cluster: replicas, which may run on a Ray cluster, the registry and API servers; and their
-directory.
-"""
+"""A cluster's processes: replicas (perhaps on Ray), the registry and API servers; and their directory."""
 
 from __future__ import annotations
 

@@ -124,9 +124,7 @@ class RayReplica:
         self._thread.join(seconds)
 
     def _follow(self) -> None:
-        """Publish the replica's address for the API servers: the replica, its actor and its node may be replaced at any
-        time.
-        """
+        """Publish the replica's address: the replica, its actor and its node may be replaced at any time."""
         import ray
         from ray.exceptions import ActorDiedError, GetTimeoutError, RayError
 

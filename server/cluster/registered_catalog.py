@@ -56,9 +56,7 @@ class RegisteredCatalog(Catalog):
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def follow(self, address: Address, secret: bytes) -> RegistryClient:
-        """Begin to follow a registry, on the running loop; returns the client, whose first copy the caller should
-        await.
-        """
+        """Follow a registry on the running loop; returns the client, whose first copy the caller should await."""
         self._loop = asyncio.get_running_loop()
         self._client = client = RegistryClient(address, secret, self.adopt)
         client.start()

@@ -197,9 +197,7 @@ class Registry:
             return self._store.generation, existed, label
 
     async def _wait_until_seen(self, generation: int) -> None:
-        """Return once every connected API server has seen the generation; one that takes too long loses its
-        connection.
-        """
+        """Return once every connected API server has seen the generation; slow ones lose their connection."""
         async with self._news:
             try:
                 async with asyncio.timeout(SEEN_SECONDS):

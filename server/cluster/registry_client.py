@@ -180,10 +180,6 @@ class RegistryClient:
         """Return once there is a copy to route from."""
         await self._first.wait()
 
-    @property
-    def is_connected(self) -> bool:
-        return self._stream is not None
-
     async def put(self, entry: Entry, *, replace: bool = True) -> tuple[int, bool]:
         """Register the entry of a name; returns its generation, and whether the name existed before. On return all API
         servers know it.

@@ -159,9 +159,7 @@ class Replica:
             return manifest, image
 
     async def pin(self, content_hash: str) -> None:
-        """Keep a registered adapter resident until `unpin`. Errors: AdapterFormatError; InvalidRequest if there is no
-        room.
-        """
+        """Keep a registered adapter resident until `unpin`. Raises AdapterFormatError; InvalidRequest without room."""
         self._pinned.add(content_hash)
         adapters = self.worker.adapters
         while content_hash in self._pinned and not await asyncio.wrap_future(adapters.pin(content_hash)):

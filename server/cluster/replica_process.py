@@ -32,9 +32,7 @@ if TYPE_CHECKING:
 
 
 class ReplicaSettings(BaseModel):
-    """engine: without adapters; API servers name the adapters to load. roots: directories that must contain the
-    adapters.
-    """
+    """engine: without adapters; API servers name those to load. roots: directories that must contain them."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -67,9 +65,7 @@ REFUSING_SECONDS = 0.3
 
 
 def run(listener: Listener, settings_file: Path) -> int:
-    """Serve until SIGTERM, then drain; return the exit code. The process ends at once when its standard input
-    closes.
-    """
+    """Serve until SIGTERM, drain, return the exit code. It ends at once when its standard input closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for the API server, which drains
     end_with_parent()
     settings = ReplicaSettings.model_validate_json(settings_file.read_text())

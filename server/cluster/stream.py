@@ -87,9 +87,7 @@ class FrameStream:
         return frame
 
     def send(self, kind: str, *fields: Any) -> None:
-        """Queue a frame. Raises PeerStuck if too much waits already, and FrameTooLarge; frames to a dead peer are
-        lost.
-        """
+        """Queue a frame; to a dead peer it is lost. Raises PeerStuck if too much waits, and FrameTooLarge."""
         if self._writer.transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
             raise PeerStuck(f"the peer has left {MAX_UNSENT_BYTES} bytes unread")
         self._writer.write(self._out.frame(kind, *fields))
@@ -189,9 +187,7 @@ def new_secret(path: Path) -> bytes:
 
 
 def read_secret(path: Path) -> bytes:
-    """The secret in a file: 64 hexadecimal digits. Raises ValueError, which does not show the contents, for anything
-    else.
-    """
+    """The secret in a file: 64 hexadecimal digits. Raises ValueError, which does not show the contents."""
     try:
         secret = bytes.fromhex(path.read_text().strip())
     except ValueError:

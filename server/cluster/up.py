@@ -45,9 +45,7 @@ STUCK_POLL_SECONDS = 1.0
 
 
 def up(plan: ClusterPlan, settings: Settings, given: dict[str, Any]) -> int:
-    """Serve a cluster until a signal; return the exit code. given: the settings given as flags, by name, for API
-    servers.
-    """
+    """Serve a cluster until a signal; return the exit code. given: settings given as flags, for API servers."""
     check_model(settings)
     if plan.migration in NEED_HIGHS and not has_highs():
         raise LaunchError(f"--migration {plan.migration} needs highspy: pip install 'chorus-lora[plan]'")
@@ -118,9 +116,7 @@ def _start(plan: ClusterPlan, settings: Settings) -> Processes:
 
 
 class _Owner(NamedTuple):
-    """The owner of the replicas' processes, as an API server sees it: in this process, or through files of the
-    directory.
-    """
+    """The owner of the replicas' processes, for an API server: in this process, or through files."""
 
     kill: Callable[[Link], None]
     hint: Callable[[int, int], None]

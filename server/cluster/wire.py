@@ -71,9 +71,7 @@ class FrameWriter:
         self._pack = msgpack.Packer(autoreset=True).pack
 
     def frame(self, kind: str, *fields: Any) -> bytes:
-        """The next frame's bytes. Raises FrameTooLarge, without counting it; TypeError for values that msgpack can't
-        hold.
-        """
+        """The next frame's bytes. Raises FrameTooLarge, without counting it; TypeError for other values."""
         payload = self._pack((kind, *fields))
         if len(payload) > self._max_bytes:
             raise FrameTooLarge(f"can't send a frame {kind} of {len(payload)} bytes; the limit is {self._max_bytes}")

@@ -45,9 +45,7 @@ class NamedVersion(Protocol):
 
 
 class AdapterTable(Protocol):
-    """The table of names of an engine, or of an API server. A version has a name, a number `version`, a label and a
-    manifest.
-    """
+    """The table of names of an engine or API server. A version has a name, a `version`, a label, a manifest."""
 
     quarantine: dict[str, Quarantined]
     """Adapters that are not served, by name."""
@@ -92,9 +90,7 @@ class AdapterTable(Protocol):
 
 
 class BackendAdapters(ABC):
-    """Adapters by name. Methods may be called from any thread; they raise UnknownAdapter for a name that is not
-    registered.
-    """
+    """Adapters by name. Any thread may call methods; they raise UnknownAdapter for an unregistered name."""
 
     as_base: str | None = None
     """The adapter that serves requests for the base model's name, whether it is registered or not; None: the base model

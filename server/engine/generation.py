@@ -37,9 +37,7 @@ BULK = 64
 
 @dataclass(slots=True)  # not frozen: one is made per token, and freezing would quadruple the time
 class Delta:
-    """The text and tokens that one step added to one choice. `finish_reason` is OpenAI's word, on the last delta
-    only.
-    """
+    """Text and tokens that one step added to one choice. `finish_reason` is OpenAI's, on the last delta only."""
 
     index: int
     text: str
@@ -285,9 +283,7 @@ class Generation:
             self._spend(self.num_prompt_tokens)
 
     def _check_tokenizer(self) -> None:
-        """Raise EngineUnavailable if the adapter's name came to mean a version with other tokens after the prompts were
-        made.
-        """
+        """Raise EngineUnavailable if the adapter's name means a version with other tokens than the prompts'."""
         for choice in self.choices if self._tokenizer is not None else ():
             bound = choice.request.bound
             if bound is not None and bound.manifest.tokens != self.tokenizer.tokens:

@@ -133,9 +133,7 @@ class NameChanges:
             return removed
 
     def pause(self, name: str, *, paused: bool) -> None:
-        """Refuse new requests for all versions of a name, or accept them again. Raises UnknownAdapter,
-        StorageUnavailable.
-        """
+        """Refuse or accept new requests for all versions of a name. Raises UnknownAdapter, StorageUnavailable."""
         if self._names is None:
             self._adapters.pause(name, paused=paused).result()
             return

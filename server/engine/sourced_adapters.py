@@ -1,6 +1,4 @@
-"""Fetches adapters that are not registered when a request names them from the store that a rule gives, and loads
-them.
-"""
+"""Fetches unregistered adapters, which requests name, from the store that a rule gives, and loads them."""
 
 from __future__ import annotations
 

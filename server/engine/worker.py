@@ -163,9 +163,7 @@ class EngineWorker:
     def resume(
         self, record: Mapping[str, Any], on_output: OnOutput, loop: asyncio.AbstractEventLoop | None = None
     ) -> Future[NotHere | None]:
-        """Gives the engine a request that another process exported; otherwise like `submit`. NotHere: see
-        `Engine.resume`.
-        """
+        """Gives the engine a request that another process exported, like `submit`. NotHere: see `Engine.resume`."""
         return self._enqueue(partial(self._resume, record, on_output, loop))
 
     def check_room(self, tenant: str, adapter_name: str | None, count: int) -> None:
@@ -206,9 +204,7 @@ class EngineWorker:
         return self._engine.adapters.check(path, roots, image)
 
     def check_weights(self, manifest: AdapterManifest) -> AdapterManifest:
-        """Reads and checks the weights of an adapter whose header was checked before; otherwise like
-        `check_adapter`.
-        """
+        """Reads and checks the weights of an adapter with a checked header; otherwise like `check_adapter`."""
         if self.failure is not None:
             raise EngineUnavailable(self.failure)
         return self._engine.adapters.check_weights(manifest)

@@ -38,9 +38,7 @@ class Accepted:
         self._since = time.monotonic()
 
     def read(self) -> bool:
-        """Read the received bytes. True if the connection can be started: a request's head is there, or nothing more
-        will come.
-        """
+        """Read the received bytes. True if the connection can start: it has a request's head, or nothing more comes."""
         data = self.socket.recv(MAX_HEAD_BYTES)
         self.data += data
         head = self.data.find(b"\r\n\r\n") + 4

@@ -12,9 +12,7 @@ access = logging.getLogger("chorus.access")
 
 
 class AccessLog:
-    """Middleware that adds the request's fields to the log lines written inside it. writes: also write a line per
-    request.
-    """
+    """Middleware that adds the request's fields to log lines inside it. writes: write a line per request."""
 
     def __init__(self, app: ASGIApp, *, writes: bool) -> None:
         self._app = app

@@ -172,9 +172,7 @@ class Doors:
         return next((one for one in self.routes if one.matches(scope)[0] is Match.FULL), None)
 
     def _admit(self, scope: Scope, headers: Headers) -> RequestIdentity | None:
-        """Return the caller; None at an open route without a valid key. Raises an ApiError if the request is
-        refused.
-        """
+        """Return the caller; None at an open route without a valid key. Raises an ApiError for a refusal."""
         if CONTROL.search(scope["path"]):
             raise ApiError(400, "the path holds a control character", code="invalid_path")
         self._check_host(scope["method"], headers)

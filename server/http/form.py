@@ -43,9 +43,7 @@ def boundary_of(content_type: str) -> bytes | None:
 
 
 async def pieces(body: AsyncIterator[bytes], boundary: bytes) -> AsyncIterator[Piece]:
-    """The pieces of all parts in order, with an empty piece at the end of each part. Raises an ApiError for an invalid
-    form.
-    """
+    """Pieces of all parts in order, with an empty piece after each part. Raises an ApiError if invalid."""
     form = _Form(boundary)
     async for data in body:
         for piece in form.read(data):

@@ -122,9 +122,7 @@ class HttpServer(uvicorn.Server):
         log.info("shut down")
 
     def _failed(self, now: float) -> None:
-        """The engine failed for good: answer with errors for `FAILURE_SECONDS`, then end with code 1 for the parent
-        process.
-        """
+        """The engine failed for good: answer with errors for `FAILURE_SECONDS`, then end with code 1."""
         if self._failed_at is None:
             self._failed_at = now
             log.critical("%s; the process ends in %g s", self.worker.failure, FAILURE_SECONDS)

@@ -105,9 +105,7 @@ class Asking:
     async def embed(
         self, given: Sequence[Any], adapters: Sequence[str | None], fields: Mapping[str, Any]
     ) -> list[Embedding]:
-        """Vectors in the order of the inputs; those of an adapter are computed together. fields: those of the
-        equivalent HTTP request.
-        """
+        """Vectors in the order of the inputs; an adapter's are computed together. fields: the HTTP request's."""
         places: dict[str | None, list[int]] = defaultdict(list)
         for place, adapter in enumerate(adapters):
             places[adapter].append(place)

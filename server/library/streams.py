@@ -12,9 +12,7 @@ from .loop import LoopThread
 
 
 class Stream:
-    """Pieces of a completion's text. The first read starts the request; leaving the loop ends it and frees its
-    pages.
-    """
+    """Pieces of a completion's text. The first read starts the request; leaving the loop ends it."""
 
     def __init__(self, loop: LoopThread, pieces: AsyncGenerator[str, None], ended: list[Completion]) -> None:
         """pieces: run on `loop`. ended: gets the whole completion at the end."""

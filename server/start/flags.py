@@ -168,9 +168,7 @@ def _group(name: str) -> str:
 
 
 def add_settings(parser: argparse.ArgumentParser, names: Iterable[str] | None = None) -> None:
-    """Add flags for these settings, or for all of them, in groups. Values stay text; the settings' schema parses
-    them.
-    """
+    """Add flags for these settings, or all, in groups. Values stay text; the settings' schema parses them."""
     parser.add_argument("--help-all", action=HelpAll)
     groups: dict[str, Any] = dict.fromkeys((*GROUPS, "the engine", "limits of a request", "the server"))
     chosen = [name for name in Settings.model_fields if names is None or name in names]

@@ -150,9 +150,7 @@ class _Web:
 
 @contextmanager
 def _answer(client: httpx.Client, url: str) -> Iterator[httpx.Response]:
-    """A successful response whose body is still to be read. Raises StoreError for any other, and if the body breaks
-    off.
-    """
+    """A successful response, its body still unread. Raises StoreError for others, and if the body breaks off."""
     try:
         with client.stream("GET", url) as response:
             status = response.status_code

@@ -51,9 +51,7 @@ class _Transport(httpx.HTTPTransport):
 
 
 class _Backend(httpcore.SyncBackend):
-    """Connects to exactly the address that was checked, so a name can't resolve to another one in between (DNS
-    rebinding).
-    """
+    """Connects to exactly the checked address, so a name can't resolve to another one (DNS rebinding)."""
 
     def __init__(self, allowed: Allowed, deadline: Deadline) -> None:
         self._allowed = allowed

@@ -353,9 +353,7 @@ class Tokenizer:
         return [e.ids for e in self.backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)]
 
     def encode_chat_now(self, conversation: Conversation | list[dict[str, Any]], most: int | None = None) -> list[int]:
-        """The tokens of the prompt of a conversation, or of its messages. Only the template's special tokens are
-        special.
-        """
+        """The tokens of a conversation's prompt, or of its messages. Only the template's tokens are special."""
         if not isinstance(conversation, Conversation):
             conversation = Conversation(conversation)
         mark = new_mark()

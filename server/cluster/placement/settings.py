@@ -36,9 +36,7 @@ class MigrationSettings:
     """Seconds for which a moved request is not moved again."""
     solve_seconds: float = 1.0
     solve_nodes: int = 10
-    """Most seconds and most nodes of the integer program's search; a search that ends by nodes gives the same plan
-    every time.
-    """
+    """Most seconds and nodes of the integer program's search; ending by nodes gives the same plan every time."""
 
     @classmethod
     def of(cls, texts: Iterable[str]) -> MigrationSettings:

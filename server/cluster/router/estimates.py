@@ -60,9 +60,7 @@ PRIOR = "h200-llama3.1-8b"
 _MOST_QUEUES = 1 << 16
 
 SLO_STEPS = 1.5
-"""Without an SLO, a token may take as long as so many decode steps of one request without an adapter (CaraServe,
-§7.5).
-"""
+"""Without an SLO, a token may take so many decode steps of one base request (CaraServe, §7.5)."""
 
 
 class Estimates:

@@ -96,9 +96,7 @@ class RankAware:
         return found
 
     def _mixed_queues(self, replica: ReplicaState, tokens: int, rank: int) -> tuple[float, float]:
-        """Like `_queues`, for a step that includes decoding sequences; adapters are left out: they belong to
-        Δdecode.
-        """
+        """Like `_queues`, for a step with decoding sequences. Adapters are left out: they belong to Δdecode."""
         model, requests, waiting = self._costs.step, replica.num_requests, replica.num_waiting
         before, queue = model.with_prompt(replica.pending_tokens + requests - waiting, requests, tokens)
         if waiting:

@@ -10,15 +10,12 @@ import itertools
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from chorus.core.config import EngineConfig
-from chorus.core.engine import Engine
 from chorus.core.executors.cpu import CpuExecutor
 from chorus.core.executors.cuda import CudaExecutor
 from chorus.core.model.experts import StackedExperts
@@ -28,17 +25,17 @@ from chorus.graphs.runner import StepMode
 from chorus.ops.narrow_weights import NarrowWeight
 from chorus.perf.bench.random_model import RandomModel, adapters, checkpoint
 from chorus.perf.bench.sizes import Geometry
-from chorus.perf.inline_reads import InlineReads
 
 from ...conftest import MIN_MARGIN, ModelSpec, Subject, save_model
 from ..adapter_zoo import save_zoo
-from ..conftest import Driver, RecordingExecutor, ticking
+from ..conftest import Driver
 from ..merging.test_merged import merge
 from ..model_module_forms import FORMS as MODULE_FORMS
 from ..model_module_forms import save_form
 from ..speculation.stand_ins import Free
 from ..test_float8_kv import CLEAR
 from ..tiny_families import ADAPTERS, EXPERTS, FAMILIES, HYBRIDS
+from .family_drivers import drivers
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 
@@ -56,25 +53,20 @@ OTHERS = [
 @pytest.fixture
 def drive() -> Iterator[Callable[..., Driver]]:
     """`drive(it, names, **config)`: an engine on the GPU with these adapters of `it`."""
-    engines: list[Engine] = []
+    yield from drivers(
+        CudaExecutor, dtype="float32", device="cuda", max_num_seqs=8, max_num_batched_tokens=24, block_tokens=16,
+        memory_bytes=32 << 20, max_lora_rank=40, threads=1, mixed_graph_tokens=24, max_model_len=128,
+        graph_capture="lazy",
+    )  # fmt: skip
 
-    def make(it: Any, names: Any = (), **config: Any) -> Driver:
-        defaults = {
-            "dtype": "float32", "device": "cuda", "max_num_seqs": 8, "max_num_batched_tokens": 24, "block_tokens": 16,
-            "memory_bytes": 32 << 20, "max_lora_rank": 40, "threads": 1, "mixed_graph_tokens": 24, "max_model_len": 128,
-            "graph_capture": "lazy",
-        }  # fmt: skip
-        settings = EngineConfig(model=it.model, **{**defaults, **config})
-        executor = RecordingExecutor(CudaExecutor(settings))
-        engine = Engine(settings, executor, ticking(), InlineReads())
-        engines.append(engine)
-        for name in names:
-            engine.store.register(name, it.adapters[name])
-        return Driver(engine, executor)
 
-    yield make
-    for engine in engines:
-        engine.close()
+@pytest.fixture
+def on_cpu() -> Iterator[Callable[..., Driver]]:
+    """`on_cpu(it, names, **config)`: an engine on PyTorch's operators, for a request at a time."""
+    yield from drivers(
+        CpuExecutor, dtype="float32", device="cpu", cpu_kernels="torch", memory_bytes=64 << 20, threads=1,
+        prefix_cache=False,
+    )  # fmt: skip
 
 
 def case(cpu: Driver, adapter: str | None, length: int, count: int, seed: int) -> tuple[list[int], list[int]]:
@@ -86,26 +78,6 @@ def case(cpu: Driver, adapter: str | None, length: int, count: int, seed: int) -
         if min(each.top[0][1] - each.top[1][1] for each in answer.logprobs) >= MIN_MARGIN:
             return prompt, answer.tokens
     raise AssertionError
-
-
-@pytest.fixture
-def on_cpu() -> Iterator[Callable[..., Driver]]:
-    """`on_cpu(it, names, **config)`: an engine on PyTorch's operators, for a request at a time."""
-    engines: list[Engine] = []
-
-    def make(it: Any, names: Any = (), **config: Any) -> Driver:
-        defaults = {"dtype": "float32", "device": "cpu", "cpu_kernels": "torch", "memory_bytes": 64 << 20, "threads": 1}
-        settings = EngineConfig(model=it.model, prefix_cache=False, **{**defaults, **config})
-        executor = RecordingExecutor(CpuExecutor(settings))
-        engine = Engine(settings, executor, ticking(), InlineReads())
-        engines.append(engine)
-        for name in names:
-            engine.store.register(name, it.adapters[name])
-        return Driver(engine, executor)
-
-    yield make
-    for engine in engines:
-        engine.close()
 
 
 def check(cpu: Driver, driver: Driver, *requests: tuple[str | None, int, int]) -> None:

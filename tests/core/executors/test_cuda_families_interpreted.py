@@ -10,8 +10,6 @@ import os
 import pytest
 import torch
 
-from chorus.core.config import EngineConfig
-from chorus.core.engine import Engine
 from chorus.core.executors import cuda
 from chorus.core.executors.cuda import CudaExecutor
 from chorus.core.executors.cuda_ranks import CudaRanksExecutor
@@ -21,13 +19,12 @@ from chorus.ops import attention_flashinfer, native_library
 from chorus.ops.attention_backend import Obstacle
 from chorus.ops.attention_flashinfer import FlashInferBackend
 from chorus.ops.attention_triton import TritonBackend
-from chorus.perf.inline_reads import InlineReads
 
 from ...graphs.late_device import LateDevice
 from ...ops.fake_flashinfer import FakeFlashInfer, Stream
 from ..adapter_zoo import save_zoo
-from ..conftest import Driver, RecordingExecutor, ticking
 from ..merging.test_merged import merge
+from .family_drivers import drivers
 from .test_cuda_ranks_interpreted import DEVICES, one_launch_at_a_time  # noqa: F401 - a fixture
 
 EVERY = os.environ.get("CHORUS_FAMILIES") == "every"
@@ -52,30 +49,19 @@ MIXED = [0, 24] if EVERY else [24]
 ON_A_GPU = ["gemma-3", "gemma-2-untied", "mistral-window"]
 
 
+def open_interpreted(settings):
+    if settings.tensor_parallel_size > 1:
+        return CudaRanksExecutor(settings, DEVICES)
+    return CudaExecutor(settings, LateDevice())
+
+
 @pytest.fixture
 def drive():
-    engines = []
-
-    def make(it, adapters=(), **config):
-        defaults = {
-            "dtype": "float32", "device": "cuda", "max_num_seqs": 4, "max_num_batched_tokens": 24, "block_tokens": 8,
-            "memory_bytes": 8 << 20, "max_lora_rank": 32, "threads": 1, "mixed_graph_tokens": 0, "max_model_len": 128,
-            "graph_capture": "lazy",
-        }  # fmt: skip
-        settings = EngineConfig(model=it.model, **{**defaults, **config})
-        if settings.tensor_parallel_size > 1:
-            executor = RecordingExecutor(CudaRanksExecutor(settings, DEVICES))
-        else:
-            executor = RecordingExecutor(CudaExecutor(settings, LateDevice()))
-        engine = Engine(settings, executor, ticking(), InlineReads())
-        engines.append(engine)
-        for name in adapters:
-            engine.store.register(name, it.adapters[name])
-        return Driver(engine, executor)
-
-    yield make
-    for engine in engines:
-        engine.close()
+    yield from drivers(
+        open_interpreted, dtype="float32", device="cuda", max_num_seqs=4, max_num_batched_tokens=24, block_tokens=8,
+        memory_bytes=8 << 20, max_lora_rank=32, threads=1, mixed_graph_tokens=0, max_model_len=128,
+        graph_capture="lazy",
+    )  # fmt: skip
 
 
 def check(it, driver, *requests):

@@ -46,7 +46,7 @@ def test_a_tenant_has_so_many_seats_and_those_it_gives_back(tmp_path, is_shared)
     taken = [seats.take("a", 2) for _ in range(3)]
     assert taken == [0, 1, None] and seats.take("b", 1) == 0
     seats.give_back("a", 0)
-    assert seats.take("a", 2) == 0 and seats.num_taken() == 3
+    assert seats.take("a", 2) == 0 and sum(map(len, seats._held.values())) == 3  # noqa: SLF001
     assert seats.take("a", 1) is None, "a bound that was lowered counts those in progress"
 
 

@@ -37,9 +37,9 @@ def moved(api_server, mover):
     api_server.now += SETTINGS.interval_seconds
     before = {name: api_server.at(name).name for name in NAMES}
     mover.look()
-    if mover.is_planning:
+    if mover._plan is not None:  # noqa: SLF001
         api_server.calls.get(timeout=60)()
-        assert not mover.is_planning, "the plan waited for the next look"
+        assert mover._plan is None, "the plan waited for the next look"  # noqa: SLF001
     return {name for name, replica in before.items() if api_server.at(name).name != replica}
 
 
@@ -97,7 +97,7 @@ def test_a_plan_that_holds_no_more_is_not_carried_out(api_server):
     for name in NAMES:
         api_server.ask(name, "h")
     mover.look()
-    assert mover.is_planning
+    assert mover._plan is not None  # noqa: SLF001
     api_server.links[1].draining = True
     api_server.dispatcher.fleet.changed()
     assert moved(api_server, mover) == set()
@@ -108,7 +108,7 @@ def test_few_requests_stay(api_server):
     for name in NAMES[:3]:
         api_server.ask(name, "h")
     mover.look()
-    assert not mover.is_planning
+    assert mover._plan is None  # noqa: SLF001
 
 
 def test_replicas_have_adapters_before_the_next_request(api_server):
@@ -125,7 +125,7 @@ def test_replicas_have_adapters_before_the_next_request(api_server):
     def place():
         api_server.now += INTERVAL_SECONDS
         preloader.look()
-        finish(preloader.look, lambda: preloader.is_planning)
+        finish(preloader.look, lambda: preloader._plan is not None)  # noqa: SLF001
 
     place()
     assert ("prefetch", "h") not in first.sent and second.sent == [("load", "h", "/adapters/h")]

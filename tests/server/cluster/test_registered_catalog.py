@@ -222,7 +222,7 @@ def test_without_the_registry_names_stay_and_changes_are_503(tmp_path):
         async with registry(tmp_path):
             await one.follow(tmp_path)
             await one.put(disk["/a/1"], "alice")
-        await until(lambda: not one.client.is_connected)
+        await until(lambda: one.client._stream is None)  # noqa: SLF001
         assert one.content("alice") == "1"
         for change in (one.put(disk["/a/1"], "bob"), one.remove("alice")):
             with pytest.raises(RegistryAway) as away:
@@ -233,7 +233,7 @@ def test_without_the_registry_names_stay_and_changes_are_503(tmp_path):
         async with registry(tmp_path):  # an API server that starts now has the adapters that were registered before
             await two.follow(tmp_path)
             assert two.content("alice") == "1"
-            await until(lambda: one.client.is_connected)
+            await until(lambda: one.client._stream is not None)  # noqa: SLF001
         for each in (one, two):
             await each.client.stop()
 

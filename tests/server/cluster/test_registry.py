@@ -174,13 +174,13 @@ def test_while_it_is_away_names_stay_and_writes_are_refused(tmp_path):
             async with registry(tmp_path):
                 await one.wait_for_copy()
                 await one.put(entry("alice"))
-            await until(lambda: not one.is_connected)
+            await until(lambda: one._stream is None)  # noqa: SLF001
             assert names(one) == {"alice": "a"}
             for write in (one.put(entry("bob")), one.remove("alice")):
                 with pytest.raises(RegistryAway):
                     await write
             async with registry(tmp_path):
-                await until(lambda: one.is_connected)
+                await until(lambda: one._stream is not None)  # noqa: SLF001
                 assert names(one) == {"alice": "a"}
                 assert await one.put(entry("bob")) == (2, False)
 
@@ -254,7 +254,7 @@ def test_bytes_that_are_no_frames(tmp_path, data):
             writer.close()
             async with api_server(tmp_path, secret=b"w" * 32) as stranger:
                 await asyncio.sleep(0.05)
-                assert not stranger.is_connected
+                assert stranger._stream is None  # noqa: SLF001
             assert await one.put(entry("alice")) == (1, False)
 
     run(test())
@@ -400,11 +400,11 @@ def test_kill_9_in_the_middle_of_writes_loses_none_that_was_acknowledged(begin, 
         async with api_server(tmp_path, secret=secret) as client:
             for _ in range(rounds):
                 process = begin()
-                await until(lambda: client.is_connected)
+                await until(lambda: client._stream is not None)  # noqa: SLF001
                 check(client.copy.entries, client.copy.generation)
                 await write(client, process)
                 process.wait()
-                await until(lambda: not client.is_connected)
+                await until(lambda: client._stream is None)  # noqa: SLF001
 
     def check(entries, generation):
         for name, (least, number) in acknowledged.items():
