@@ -43,10 +43,18 @@ def drive():
 
     def make(it, reads=None, adapters=(), **config):
         defaults = {
-            "dtype": "float32", "device": "cuda", "max_num_seqs": 4, "max_num_batched_tokens": 24, "block_tokens": 8,
-            "memory_bytes": 4 << 20, "max_lora_rank": 8, "threads": 1, "mixed_graph_tokens": 0, "max_model_len": 64,
+            "dtype": "float32",
+            "device": "cuda",
+            "max_num_seqs": 4,
+            "max_num_batched_tokens": 24,
+            "block_tokens": 8,
+            "memory_bytes": 4 << 20,
+            "max_lora_rank": 8,
+            "threads": 1,
+            "mixed_graph_tokens": 0,
+            "max_model_len": 64,
             "graph_capture": "lazy",
-        }  # fmt: skip
+        }
         settings = EngineConfig(model=it.model, **{**defaults, **config})
         executor = RecordingExecutor(CudaExecutor(settings, LateDevice()))
         engine = Engine(settings, executor, ticking(), reads or InlineReads())
@@ -169,9 +177,17 @@ def test_the_largest_step_takes_the_memory_of_adapters(mixture, monkeypatch):
         monkeypatch.setattr(MixtureState, name, noted)
     it = mixture("mixtral")
     config = EngineConfig(
-        model=it.model, dtype="float32", device="cuda", max_num_seqs=2, max_num_batched_tokens=5, max_model_len=16,
-        max_lora_rank=8, memory_bytes=1 << 20, threads=1, graph_capture="off",
-    )  # fmt: skip
+        model=it.model,
+        dtype="float32",
+        device="cuda",
+        max_num_seqs=2,
+        max_num_batched_tokens=5,
+        max_model_len=16,
+        max_lora_rank=8,
+        memory_bytes=1 << 20,
+        threads=1,
+        graph_capture="off",
+    )
     CudaExecutor(config, LateDevice()).close()
     each = [("add_singles", Group.ROUTER, 5)]
     for group in (Group.EXPERT_GATE_UP, Group.EXPERT_DOWN):

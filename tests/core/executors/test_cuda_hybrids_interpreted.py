@@ -41,10 +41,19 @@ def drive():
 
     def make(it, proposer, adapters=NAMES[1:], **config) -> Driver:
         defaults = {
-            "dtype": "float32", "device": "cuda", "max_num_seqs": 3, "max_num_batched_tokens": 24, "block_tokens": 8,
-            "memory_bytes": 8 << 20, "max_lora_rank": 32, "threads": 1, "mixed_graph_tokens": 0, "max_model_len": 128,
-            "graph_capture": "lazy", "speculation": "ngram",
-        }  # fmt: skip
+            "dtype": "float32",
+            "device": "cuda",
+            "max_num_seqs": 3,
+            "max_num_batched_tokens": 24,
+            "block_tokens": 8,
+            "memory_bytes": 8 << 20,
+            "max_lora_rank": 32,
+            "threads": 1,
+            "mixed_graph_tokens": 0,
+            "max_model_len": 128,
+            "graph_capture": "lazy",
+            "speculation": "ngram",
+        }
         settings = EngineConfig(model=it.model, **{**defaults, **config})
         if settings.tensor_parallel_size > 1:
             executor = RecordingExecutor(CudaRanksExecutor(settings, DEVICES))

@@ -56,7 +56,7 @@ ADAPTERS = [
     ],
     [AdapterPart(8, 0.5, (0,), ("gate",)), AdapterPart(8, 0.5, (0,), (*GATE_UP, DOWN), experts=EVERY)],
     [AdapterPart(8, 0.5, BOTH, ("q_proj",))],
-]  # fmt: skip
+]
 
 #: Steps of (adapter, tokens): decode steps; prompts; prompts, then decoding sequences; with adapters of these alone.
 DECODED = [(0, 1), (1, 1), (BASE_LORA_INDEX, 1), (0, 1), (2, 1), (3, 1), (1, 1)]

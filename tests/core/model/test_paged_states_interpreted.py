@@ -63,9 +63,7 @@ class Paged:
     def sequence(self) -> ScheduledSequence:
         size = self.layout.num_pages
         slots = [[self._free.pop() for _ in range(size)] for _ in range(2)]
-        return ScheduledSequence(
-            "", -1, [], 0, [], RequestParams(), 0, True, [], 0, states=StateSlots(slots)
-        )  # fmt: skip
+        return ScheduledSequence("", -1, [], 0, [], RequestParams(), 0, True, [], 0, states=StateSlots(slots))
 
     def step(self, sequences, known, drafts, dtype, spare=0, empty=0):
         """A step of all layers, with padding of two tokens and `empty` entries without any; both ways must agree."""

@@ -58,10 +58,15 @@ def wide(subject, tmp_path_factory) -> Subject:
 def hybrid(tmp_path_factory) -> Subject:
     """Shaped like Qwen3.5: three of four layers have states, of heads 128 wide, two of values for one of keys."""
     shape = {
-        "vocab_size": 300, "num_hidden_layers": 4, "full_attention_interval": 4, "head_dim": 64,
-        "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 128,
+        "vocab_size": 300,
+        "num_hidden_layers": 4,
+        "full_attention_interval": 4,
+        "head_dim": 64,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 128,
         "linear_value_head_dim": 128,
-    }  # fmt: skip
+    }
     it, model = make_tiny("qwen3.5", shape), tmp_path_factory.mktemp("hybrid") / "model"
     shutil.copytree(it.model, model)
     save_tokenizer(model)
