@@ -196,7 +196,7 @@ class ModelExecutor(ExecutorBase):
         self.whole, self.shard = read_model_config(config.model, config.tokenizer), shard
         """Shapes of the share; `whole` has those of the whole model."""
         self.config = model = shard.config(self.whole)
-        names = [each.name for each in model.projections if not each.is_of_mixture]  # a mixture's have tables of their own
+        names = [each.name for each in model.projections if not each.is_of_mixture]  # others have own tables
         if len(names) > MAX_MODULES:
             raise UnsupportedModel(
                 f"adapters could change {len(names)} projections of {config.model}, but tables hold {MAX_MODULES} of "
