@@ -87,7 +87,8 @@ def test_what_is_old_is_removed(source):
     source.write_text("2")
     kept_root.cache_clear()
     assert kept_root() != old and old.exists()
-    os.utime(old, (time.time() - 2 * DAY,) * 2)
+    past = time.time() - 2 * DAY
+    os.utime(old, (past, past))
     kept_root.cache_clear()
     kept_root()
     assert not old.exists()
