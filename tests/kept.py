@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -85,11 +85,19 @@ def kept_root() -> Path:
 
 def _state() -> str:
     """A hash of all that could change the files or answers."""
-    found = hashlib.sha256(repr([version(library) for library in LIBRARIES]).encode())
+    found = hashlib.sha256(repr([_version(library) for library in LIBRARIES]).encode())
     for folder in FOLDERS:
         for path in sorted((ROOT / folder).rglob("*.py")):
             found.update(path.read_bytes())
     return found.hexdigest()[:16]
+
+
+def _version(library: str) -> str | None:
+    """None for a copy without its package's description."""
+    try:
+        return version(library)
+    except PackageNotFoundError:
+        return None
 
 
 @contextmanager

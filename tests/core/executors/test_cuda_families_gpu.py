@@ -35,6 +35,7 @@ from ..model_module_forms import save_form
 from ..speculation.stand_ins import Free
 from ..test_float8_kv import CLEAR
 from ..tiny_families import ADAPTERS, EXPERTS, FAMILIES, HYBRIDS
+from ..tiny_mixtures import make_mixture
 from .family_drivers import drivers
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
@@ -110,6 +111,18 @@ def test_families(tiny, drive, on_cpu, family):
     if family in EXPERTS:
         layers = executor.steps.decoder.layers
         assert all(isinstance(layer.experts, StackedExperts) for layer in layers if layer.experts is not None)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gpt-oss", "qwen3.5-moe", "glm-4-moe-groups"])
+def test_adapters_on_routers_and_experts(drive, on_cpu, family):
+    """In runs of one expert in prompts, one by one in decode steps, which are captured if attention is."""
+    it = make_mixture(family)
+    driver = drive(it, [*it.adapters])
+    requests = [(None, 30, 8), *((name, 7 + 9 * index, 10) for index, name in enumerate(it.adapters))]
+    check(on_cpu(it, it.adapters), driver, *requests)
+    executor = driver.executor.inner
+    if "gpt-oss" not in family:
+        assert any(captured.form.mixture for captured in executor.captured)
 
 
 @pytest.mark.parametrize("family", ["qwen3-moe-mixed", "qwen3.5", "gemma-2"])
