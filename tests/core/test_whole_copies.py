@@ -40,7 +40,7 @@ def it(request, tmp_path_factory):
     adapters = {name: root / name for name in FORMS}
     for seed, (name, arguments) in enumerate(FORMS.items()):
         save_form(root / "model", adapters[name], seed, save_embedding_layers=True, **arguments)
-    return Alone(root / "model", adapters, {})
+    return Alone(root / "model", adapters)
 
 
 def manifest_of(it, path):
@@ -211,7 +211,7 @@ def test_tied_weights_are_trained_alike(tmp_path, drive):
             target_modules=["q_proj", "embed_tokens"],
             ensure_weight_tying=name == "tied",
         )
-    it = Alone(tmp_path / "model", adapters, {})
+    it = Alone(tmp_path / "model", adapters)
     driver, want = drive(it), {}
     for name in adapters:
         prompt, want[name] = it.case(name, 20, seed=3)
