@@ -2,7 +2,8 @@
 
 A step reads the weights of all experts that any of its rows goes to, once; these bytes count, and nothing else does.
 Steps take the layers in turns, with new rows, so that no cache has their experts.
-The limit is the rate at which the same threads read memory, measured in turns with the step.
+The limit is the rate at which the same threads read memory, measured in turns with the step. So are steps in which each
+row has an adapter of its own on the router and on all experts.
 
 Tests: tests/perf/bench/test_experts_step.py
 """
@@ -17,14 +18,22 @@ import torch
 
 from ...core.model.experts import ListedExperts, choose, mix_experts
 from ...core.model.layers import Experts, Routing
+from ...core.model.lora_state import rows_in
+from ...core.model.mixture_lora import MixtureLora
 from ...memory.pages import hugepages
+from ...memory.pages.adapter_layout import AdapterLayout, uniform_parts
+from ...memory.pages.projections import MIXTURE_GROUPS, Group, Projections, mixture_projections
 from ...ops import expert_products, packed_gemm
+from ...ops.sgmv import Segments
 from ..report.command import judge, parser
 from ..report.table import Goal, Table
 from .recurrent_step import read_rate
 
 BARS = {1: 0.7, 8: 0.6}
 """Share of the memory's rate that a step of so many rows must reach."""
+
+ADAPTERS_BAR = 0.6
+"""Share of the rate without adapters that a step of eight rows with eight adapters must reach."""
 
 PACKS = {"native": partial(expert_products.pack, take=hugepages.Pieces().take), "torch": packed_gemm.pack}
 
@@ -48,6 +57,30 @@ class Shape:
         return Experts(self.count, self.size, Routing(self.per_token, renormalised=True))
 
 
+class Adapters:
+    """Random adapters of one rank on the router and on all experts of some layers, in an arena of pages."""
+
+    _PAGE_ELEMS = 1 << 15
+
+    def __init__(self, shape: Shape, layers: int, count: int, rank: int) -> None:
+        table = Projections((mixture_projections(shape.hidden, shape.count, shape.size),) * layers)
+        parts = uniform_parts(table, rank, scale=2.0, targets=[each.name for each in table])
+        layout = AdapterLayout.build(parts, table, self._PAGE_ELEMS, torch.bfloat16.itemsize)
+        generator = torch.Generator().manual_seed(1)
+        pages = torch.randperm(count * layout.num_pages, generator=generator).view(count, -1).tolist()
+        self._arena = hugepages.zeros((count * layout.num_pages, self._PAGE_ELEMS), torch.bfloat16)
+        self._arena.normal_(0, 0.02, generator=generator)
+        self._columns = [{group: table.columns(layer, group) for group in MIXTURE_GROUPS} for layer in range(layers)]
+        self._segments = Segments()
+        for row, own in enumerate(pages):
+            for part, place in zip(parts, layout.parts, strict=True):
+                self._segments.add(row, row + 1, rows_in(part, place, own))
+
+    def of(self, layer: int) -> MixtureLora:
+        """What they add in a layer: adapter i to row i."""
+        return MixtureLora(self._arena, self._segments, layer, self._columns[layer])
+
+
 class Layers:
     """Random experts of some layers."""
 
@@ -67,15 +100,19 @@ class Layers:
         down = [matrix(shape.hidden, shape.size) for _ in range(shape.count)]
         return ListedExperts(router=packed_gemm.pack(router), gate_up=gate_up, down=down)
 
-    def rate(self, rows: int) -> float:
-        """Bytes of experts per second that one step of the next layer reads."""
-        weights, spec = self._layers[self._turn % len(self._layers)], self._shape.spec
+    def rate(self, rows: int, adapters: Adapters | None = None) -> float:
+        """Bytes of experts per second that one step of the next layer reads. Those of adapters don't count."""
+        layer, spec = self._turn % len(self._layers), self._shape.spec
+        weights, lora = self._layers[layer], adapters and adapters.of(layer)
         self._turn += 1
         x = torch.randn(rows, self._shape.hidden, generator=self._generator).bfloat16()
         router = weights.router.to_dense() if weights.router.is_mkldnn else weights.router
-        used = len(choose(x.float() @ router.T, spec.routing).experts.unique())
+        logits = x.float() @ router.T
+        if lora is not None:
+            lora.add(Group.ROUTER, logits, x.float())
+        used = len(choose(logits, spec.routing).experts.unique())
         begin = time.perf_counter()
-        mix_experts(x, weights, spec)
+        mix_experts(x, weights, spec, lora)
         return used * self._shape.expert_bytes / (time.perf_counter() - begin)
 
 
@@ -91,6 +128,7 @@ def main(argv: list[str] | None = None) -> int:
     add(
         "--kernels", choices=PACKS, default="native", help="of experts' products; native: the library's, if it is there"
     )
+    add("--rank", type=int, default=8, help="of the adapters; 0: measure without any")
     add("--threads", type=int, default=torch.get_num_threads())
     add("--rounds", type=int, default=24, help="of which the best counts")
     add("--memory", type=int, default=512 << 20, help="bytes that are read for the limit")
@@ -99,19 +137,26 @@ def main(argv: list[str] | None = None) -> int:
     memory = hugepages.zeros((arguments.memory,), torch.uint8).fill_(1)
     shape = Shape(arguments.hidden, arguments.size, arguments.experts, arguments.per_token)
     layers = Layers(shape, arguments.layers, PACKS[arguments.kernels])
-    table = Table("step of experts", ["rows", "GB/s", "memory GB/s", "share"])
-    shares, goals = {}, []
+    table = Table("step of experts", ["rows", "GB/s", "memory GB/s", "share", "with adapters / without"])
+    shares, ratios, goals = {}, {}, []
     for rows in arguments.rows:
-        found = limit = 0.0
+        adapters = Adapters(shape, arguments.layers, rows, arguments.rank) if arguments.rank else None
+        found = limit = beside = 0.0
         for _ in range(arguments.rounds):
             limit = max(limit, read_rate(memory, arguments.threads))
             found = max(found, layers.rate(rows))
+            if adapters is not None:
+                beside = max(beside, layers.rate(rows, adapters))
         shares[str(rows)] = found / limit
-        table.add(rows, found / 1e9, limit / 1e9, found / limit)
+        if adapters is not None:
+            ratios[str(rows)] = beside / found
+        table.add(rows, found / 1e9, limit / 1e9, found / limit, ratios.get(str(rows)))
         if rows in BARS:
             goals.append(Goal("share of the memory's rate", found / limit, BARS[rows], where=f"{rows} rows"))
+        if rows == 8 and adapters is not None:
+            goals.append(Goal("with eight adapters / without", beside / found, ADAPTERS_BAR, where="8 rows"))
     table.show()
-    return judge({"shares": shares}, goals)
+    return judge({"shares": shares, "with adapters": ratios}, goals)
 
 
 if __name__ == "__main__":

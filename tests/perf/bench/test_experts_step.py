@@ -9,10 +9,12 @@ import pytest
 import torch
 
 from chorus.core.model import experts as mixture
+from chorus.core.model.mixture_lora import MixtureLora
+from chorus.memory.pages.projections import Group
 from chorus.ops import native_library
 from chorus.ops.expert_products import Matrix
 from chorus.perf.bench import experts_step
-from chorus.perf.bench.experts_step import Layers, Shape, main
+from chorus.perf.bench.experts_step import Adapters, Layers, Shape, main
 
 SMALL = Shape(hidden=32, size=16, count=6, per_token=2)
 
@@ -33,9 +35,29 @@ def test_bytes_are_those_of_the_experts_that_are_read(monkeypatch, rows):
     monkeypatch.setattr(mixture, "multiply_each", counted)
     clock = iter(range(100))
     monkeypatch.setattr(experts_step.time, "perf_counter", lambda: next(clock))
-    assert Layers(SMALL, 2).rate(rows) == seen[0] * SMALL.expert_bytes
+    layers = Layers(SMALL, 2)
+    assert layers.rate(rows) == seen[0] * SMALL.expert_bytes
     assert seen == [seen[0]] * 2, "gate and up, and down"
     assert seen[0] == 2 if rows == 1 else 2 < seen[0] <= 6
+
+
+def test_each_row_has_an_adapter_of_its_own_on_router_and_experts(monkeypatch):
+    adapters, layers, seen = Adapters(SMALL, 2, 3, rank=2), Layers(SMALL, 2), []
+    of_expert = MixtureLora.add_of_expert
+
+    def noted(lora, group, y, x, expert, tokens):
+        before = y.clone()
+        of_expert(lora, group, y, x, expert, tokens)
+        seen.extend((group, token) for token, changed in zip(tokens, (y != before).any(1), strict=True) if changed)
+
+    monkeypatch.setattr(MixtureLora, "add_of_expert", noted)
+    assert layers.rate(3, adapters) > 0
+    assert {token for _, token in seen} == {0, 1, 2}
+    assert len(seen) == 2 * 3 * SMALL.per_token, "gate and up, and down, of each expert that a row goes to"
+    logits = torch.zeros(3, SMALL.count)
+    adapters.of(1).add(Group.ROUTER, logits, torch.ones(3, SMALL.hidden))
+    assert len({tuple(row) for row in logits.tolist()}) == 3, "equal rows have other adapters"
+    assert logits.any(1).all()
 
 
 @pytest.mark.parametrize("kernels", ["native", "torch"])
@@ -49,10 +71,13 @@ def test_experts_are_packed_for_the_kernels_that_are_asked_for(monkeypatch, kern
 @pytest.mark.parametrize(("rate", "code"), [(1.0, 0), (1e15, 1)])
 def test_the_share_of_the_memorys_rate_is_judged(monkeypatch, capsys, rate, code):
     monkeypatch.setattr(experts_step, "read_rate", lambda *_: rate)
-    assert main(FLAGS) == code
+    assert main([*FLAGS, "--rank", "0"]) == code
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert result["met"] is (code == 0)
     assert set(result["shares"]) == {"1", "8"}
+    assert result["with adapters"] == {}
+    main(FLAGS)
+    assert set(json.loads(capsys.readouterr().out.splitlines()[-1])["with adapters"]) == {"1", "8"}
 
 
 @pytest.mark.skipif(not native_library.available(torch.float32), reason="the native library is not built")
