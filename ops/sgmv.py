@@ -198,15 +198,19 @@ class Segments:
                 found.add(first, last, rows)
         return found
 
-    def of_expert(self, expert: int, layer: int, tokens: Sequence[int]) -> Segments:
-        """Return the entries of `of_rows` with rank-rows of an expert in a layer, as entries of these rank-rows."""
-        found = Segments()
-        for begin, end, rows in self:
-            first, last = bisect_left(tokens, begin), bisect_left(tokens, end)
-            if first < last and rows.experts and rows.first_elem[layer] >= 0:
-                own = rows.of_expert(expert)
-                if own is not None:
-                    found.add(first, last, own)
+    def of_experts(self, going: Sequence[tuple[int, Sequence[int]]], layer: int) -> Segments:
+        """Return the entries with rank-rows of experts in a layer, as entries of each expert's rank-rows.
+
+        going: experts, each with the tokens that go to it, in rising order. Rows are these tokens, expert after expert.
+        """
+        found, row = Segments(), 0
+        of_experts = [each for each in self if each[2].experts and each[2].first_elem[layer] >= 0]
+        for expert, tokens in going:
+            for begin, end, rows in of_experts:
+                first, last = bisect_left(tokens, begin), bisect_left(tokens, end)
+                if first < last and (own := rows.of_expert(expert)) is not None:
+                    found.add(row + first, row + last, own)
+            row += len(tokens)
         return found
 
     def within(self, begin: int, end: int) -> Segments:

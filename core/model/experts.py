@@ -22,7 +22,7 @@ from ...ops.expert_products import Matrix, Panels, multiply_each
 from ...ops.expert_tiles import ExpertTiles, Stack
 from .layers import Activation, ClampedSwiglu, Experts, Routing, Scoring
 from .mixture_launches import MixtureLaunches
-from .mixture_lora import MixtureLora
+from .mixture_lora import Going, MixtureLora
 
 _T = TypeVar("_T")
 
@@ -290,15 +290,14 @@ class _Added(NamedTuple):
     lora: MixtureLora | MixtureLaunches
     gate_up: Group
     down: Group
-    experts: Sequence[tuple[int, Sequence[int]]] | None = None
-    """Each with the tokens that go to it; None: the shared one, which all of the step's go to."""
+    experts: Going | None = None
+    """None: the shared one, which all of the step's tokens go to."""
 
-    def add(self, group: Group, y: torch.Tensor, x: torch.Tensor, ends: Sequence[int]) -> None:
+    def add(self, group: Group, y: torch.Tensor, x: torch.Tensor) -> None:
         if self.experts is None or isinstance(self.lora, MixtureLaunches):
-            return self.lora.add(group, y, x)
-        for (begin, end), (expert, tokens) in zip(pairwise((0, *ends)), self.experts, strict=True):
-            self.lora.add_of_expert(group, y[begin:end], x[begin:end], expert, tokens)
-        return None
+            self.lora.add(group, y, x)
+        else:
+            self.lora.add_of_experts(group, y, x, self.experts)
 
 
 def _through(
@@ -306,11 +305,11 @@ def _through(
 ) -> torch.Tensor:
     y = multiply_each(x, parts.ends, parts.gate_up, parts.gate_up_bias)
     if added is not None:
-        added.add(added.gate_up, y, x, parts.ends)
+        added.add(added.gate_up, y, x)
     hidden = _activated(y, activation)
     y = multiply_each(hidden, parts.ends, parts.down, parts.down_bias)
     if added is not None:
-        added.add(added.down, y, hidden, parts.ends)
+        added.add(added.down, y, hidden)
     return y
 
 

@@ -15,13 +15,16 @@ from ...ops.sgmv import Segments, sgmv
 Columns = Mapping[int, Sequence[tuple[int, int, int]]]
 """By group: (module id, first column, width) of its projections."""
 
+Going = Sequence[tuple[int, Sequence[int]]]
+"""Experts, each with the step's tokens that go to it, in rising order."""
+
 
 class MixtureLora:
     """Adds LoRA products to those of a layer's mixture of experts, through the arena `[pages, page_elems]`."""
 
     def __init__(self, arena: torch.Tensor, segments: Segments, layer: int, columns: Columns) -> None:
         self._arena, self._segments, self._layer, self._columns = arena, segments, layer, columns
-        self._gathered: dict[int, tuple[Sequence[int], Segments]] = {}  # by expert
+        self._routed: tuple[Going, Segments] = (), Segments()
 
     @classmethod
     def of(cls, arena: torch.Tensor, segments: Segments, layer: int, columns: Columns) -> MixtureLora | None:
@@ -36,11 +39,8 @@ class MixtureLora:
         """Add to products y `[tokens, out]` of all of the step's tokens x `[tokens, in]`."""
         sgmv(y, x, self._arena, self._segments, self._layer, modules=self._columns[group])
 
-    def add_of_expert(self, group: Group, y: torch.Tensor, x: torch.Tensor, expert: int, tokens: Sequence[int]) -> None:
-        """Likewise, of an expert: row i is the step's token `tokens[i]`; these are in rising order."""
-        tokens_before, own = self._gathered.get(expert, (None, None))
-        if own is None or tokens_before is not tokens:
-            own = self._segments.of_expert(expert, self._layer, tokens)
-            self._gathered[expert] = tokens, own
-        if own.rows:
-            sgmv(y, x, self._arena, own, self._layer, modules=self._columns[group])
+    def add_of_experts(self, group: Group, y: torch.Tensor, x: torch.Tensor, going: Going) -> None:
+        """Likewise, of experts. Rows are the tokens that go to each of them, expert after expert."""
+        if self._routed[0] is not going:
+            self._routed = going, self._segments.of_experts(going, self._layer)
+        sgmv(y, x, self._arena, self._routed[1], self._layer, modules=self._columns[group])

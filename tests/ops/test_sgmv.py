@@ -217,3 +217,34 @@ def test_what_overflows_with_another_adapter_does_not_reach_a_token():
     sgmv(got, x, arena, make_segments([0, 1, 2, 3], [large, small, large]), 1, [(0, 0, 6)])
     assert got[:2].isfinite().all()
     assert got[2].isnan().all()
+
+
+@settings(max_examples=60)
+@given(seed=st.integers(0, 2**32 - 1), tokens=st.integers(1, 30), per_token=st.integers(1, 3))
+def test_entries_of_experts_are_those_of_the_tokens_that_go_there(seed, tokens, per_token):
+    """Two adapters with experts of their own, one of them in two parts, beside tokens without."""
+    generator = torch.Generator().manual_seed(seed)
+    arena, layer = torch.randn(40, 64, generator=generator), 1
+
+    def part(pages, rank, first, experts):
+        return AdapterRows(pages, rank, 0.5, 12, [0, -1], [8, -1], [-1, first], experts=experts)
+
+    one = [part(range(20), 2, 5, (0, 2)), part(range(20), 3, 300, (3,))]
+    other = [part(range(20, 40), 4, 0, (0, 1, 2, 3))]
+    bounds = sorted(torch.randint(0, tokens + 1, (3,), generator=generator).tolist())
+    segments = Segments()
+    for begin, end, parts in zip((0, *bounds), (*bounds, tokens), (one, [], other, one), strict=True):
+        for rows in parts if begin < end else ():
+            segments.add(begin, end, rows)
+    chosen = [sorted(torch.randperm(4, generator=generator)[:per_token].tolist()) for _ in range(tokens)]
+    going = [(expert, [token for token in range(tokens) if expert in chosen[token]]) for expert in range(4)]
+    pairs = [(expert, token) for expert, each in going for token in each]
+    x = torch.randn(len(pairs), 8, generator=generator)
+    got, want = torch.zeros(len(pairs), 4), torch.zeros(len(pairs), 4)
+    sgmv(got, x, arena, segments.of_experts(going, layer), layer, [(0, 0, 4)])
+    for row, (expert, token) in enumerate(pairs):
+        for begin, end, rows in segments:
+            if begin <= token < end and expert in rows.experts:
+                a, b = rows.of_expert(expert).matrices(arena, layer, 0, 8, 4)
+                want[row] += 0.5 * (x[row] @ a.T @ b)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)

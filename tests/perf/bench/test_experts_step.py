@@ -43,14 +43,15 @@ def test_bytes_are_those_of_the_experts_that_are_read(monkeypatch, rows):
 
 def test_each_row_has_an_adapter_of_its_own_on_router_and_experts(monkeypatch):
     adapters, layers, seen = Adapters(SMALL, 2, 3, rank=2), Layers(SMALL, 2), []
-    of_expert = MixtureLora.add_of_expert
+    of_experts = MixtureLora.add_of_experts
 
-    def noted(lora, group, y, x, expert, tokens):
+    def noted(lora, group, y, x, going):
         before = y.clone()
-        of_expert(lora, group, y, x, expert, tokens)
+        of_experts(lora, group, y, x, going)
+        tokens = [token for _, each in going for token in each]
         seen.extend((group, token) for token, changed in zip(tokens, (y != before).any(1), strict=True) if changed)
 
-    monkeypatch.setattr(MixtureLora, "add_of_expert", noted)
+    monkeypatch.setattr(MixtureLora, "add_of_experts", noted)
     assert layers.rate(3, adapters) > 0
     assert {token for _, token in seen} == {0, 1, 2}
     assert len(seen) == 2 * 3 * SMALL.per_token, "gate and up, and down, of each expert that a row goes to"
