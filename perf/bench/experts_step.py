@@ -70,7 +70,9 @@ class Adapters:
         pages = torch.randperm(count * layout.num_pages, generator=generator).view(count, -1).tolist()
         self._arena = hugepages.zeros((count * layout.num_pages, self._PAGE_ELEMS), torch.bfloat16)
         self._arena.normal_(0, 0.02, generator=generator)
-        self._columns = [{group: table.columns(layer, group) for group in MIXTURE_GROUPS} for layer in range(layers)]
+        self._columns = [
+            {int(group): table.columns(layer, group) for group in MIXTURE_GROUPS} for layer in range(layers)
+        ]
         self._segments = Segments()
         for row, own in enumerate(pages):
             for part, place in zip(parts, layout.parts, strict=True):

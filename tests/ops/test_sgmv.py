@@ -245,6 +245,9 @@ def test_entries_of_experts_are_those_of_the_tokens_that_go_there(seed, tokens, 
     for row, (expert, token) in enumerate(pairs):
         for begin, end, rows in segments:
             if begin <= token < end and expert in rows.experts:
-                a, b = rows.of_expert(expert).matrices(arena, layer, 0, 8, 4)
+                own = rows.of_expert(expert)
+                assert own is not None
+                a, b = own.matrices(arena, layer, 0, 8, 4)
+                assert a is not None and b is not None
                 want[row] += 0.5 * (x[row] @ a.T @ b)
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
