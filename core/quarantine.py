@@ -66,7 +66,7 @@ class Quarantined:
 
 
 def adapter_directories(directory: Path) -> list[Path]:
-    """Sub-directories and files that hold an adapter, by name. Raises NotADirectoryError if there is no directory."""
+    """Paths that hold an adapter, sorted by name. Raises NotADirectoryError if there is no such directory."""
     if not directory.is_dir():
         raise NotADirectoryError(f"adapters directory {directory} does not exist; create it or leave the flag out")
     found, skipped = [], []

@@ -44,7 +44,7 @@ class StepConstants:
     """`k_dim`, or the next power of two; block_v likewise."""
     block_v: int
     convs_per_page: int
-    """Layers of which a page has the convolution's part."""
+    """How many layers' convolution states fit in a page."""
     heads_per_page: int
     drafts_per_page: int
     """Rows of drafts' inputs."""

@@ -107,7 +107,7 @@ class MixtureTables:
                 MAX_PARTS, and the part; -1 if there are none
     parts:      int32 `[adapters, MAX_PARTS, PART_WIDTH]`
     pages:      int32 `[adapters, max_pages]`, the adapter's pages in the arena
-    tiles:      what the device writes for each product
+    tiles:      tiles of one product, which the device writes before each
     """
 
     def __init__(

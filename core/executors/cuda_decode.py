@@ -82,7 +82,7 @@ class DecodeSteps:
         """The backends of each bucket's GEMMs."""
         self._late: set[int] = set()  # buckets of whose base steps no kernel begins before another ends
         self.graphs: GraphRunner[None] = GraphRunner(self.capture, lambda: device.memory()[0])
-        # embeddings, residual stream, and what is to be added to it, of layers that are captured alone
+        # inputs and outputs of layers captured alone: embeddings, the residual stream, and its pending addend
         self._residual = [model.new_rows(sizes[-1]) for _ in range(3)]
 
     def use_arena(self) -> None:

@@ -6,7 +6,6 @@ Run in a process that interprets, see `tests/interpreted.py`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 import pytest
@@ -25,6 +24,8 @@ from chorus.memory.pages.projections import Group
 from chorus.ops import mixture_tables
 from chorus.ops.packed_gemm import pack
 from chorus.ops.sgmv_tables import TablesFull
+
+from .test_lora_state_cuda import Resident
 
 HIDDEN, NUM_PAGES, LAYER = 32, 40, 1
 SPEC = Experts(6, 24, Routing(2, renormalised=True), shared_size=16, shared_gate=True)
@@ -73,16 +74,6 @@ def exact():
 
     fix_bf16()
     multiply_row_by_row()
-
-
-@dataclass(eq=False)
-class Resident:
-    """The part of an adapter that a step's tables are written from."""
-
-    layout: AdapterLayout
-    manifest: SimpleNamespace
-    pages: list[int] = field(default_factory=list)
-    transfer: None = None
 
 
 class World:
