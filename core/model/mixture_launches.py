@@ -171,9 +171,9 @@ class MixtureState:
         y: torch.Tensor,
         x: torch.Tensor,
         layer: int,
+        *,
         runs: ExpertTiles,
         chosen: torch.Tensor,
-        *,
         compile_only: bool = False,
     ) -> None:
         """Add to the first rows, which are in the order of `runs`."""
@@ -210,7 +210,7 @@ class MixtureState:
             own = chosen if its.experts else None
             self.add_singles(group, y, x, 0, chosen=own, compile_only=compile_only)
             if its.experts:
-                self.add_runs(group, y, x, 0, runs, chosen, compile_only=compile_only)
+                self.add_runs(group, y, x, 0, runs=runs, chosen=chosen, compile_only=compile_only)
 
 
 class MixtureLaunches:
@@ -268,7 +268,7 @@ class RoutedLora:
         if group not in self._form.groups:
             return
         if self._runs is not None:
-            self._state.add_runs(group, y, x, self._layer, self._runs, self._chosen)
+            self._state.add_runs(group, y, x, self._layer, runs=self._runs, chosen=self._chosen)
         self._state.add_singles(group, y, x, self._layer, chosen=self._chosen, rows=self._singles)
 
     def by_pair(self, y: torch.Tensor) -> torch.Tensor:

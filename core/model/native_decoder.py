@@ -163,10 +163,19 @@ class NativeDecoderModel:
         segments = self._no_segments if lora is None else lora.segments
         states = batch.states if isinstance(batch.states, PagedStates) else None
         logits = self._decoder.forward(
-            batch.token_ids, batch.positions, batch.page, batch.offset, batch.attention, logit_tokens, segments,
-            0.0 if lora is None else lora.max_stall, batch.kept_tokens, batch.merged, states,
-            None if lora is None else lora.model_segments,
-        )  # fmt: skip
+            token_ids=batch.token_ids,
+            positions=batch.positions,
+            page=batch.page,
+            offset=batch.offset,
+            rows=batch.attention,
+            logit_tokens=logit_tokens,
+            segments=segments,
+            max_stall=0.0 if lora is None else lora.max_stall,
+            kept_tokens=batch.kept_tokens,
+            merged=batch.merged,
+            states=states,
+            model_segments=None if lora is None else lora.model_segments,
+        )
         return self._gathered(logits)
 
     bias_dtype = torch.float32

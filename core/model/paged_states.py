@@ -88,7 +88,7 @@ class PagedStates:
     def mix(self, layer: int, mixed: torch.Tensor, weights: DeltaWeights, eps: float) -> torch.Tensor:
         """See `StepStates.mix`."""
         state = self.of(layer)
-        out = gated_delta(mixed, weights, state, self.qo_indptr, eps, self.accepted, self.drafts)
+        out = gated_delta(mixed, weights, state, self.qo_indptr, eps, accepted=self.accepted, drafts=self.drafts)
         self.write(layer, state)
         return out
 

@@ -76,7 +76,16 @@ class CudaPagedStates:
                 out[span] = part
         if self._count:
             table = self._table[: self._count]
-            step_in_pages(out, mixed, weights, eps, self._pages, table, self._index[layer], self._constants)
+            step_in_pages(
+                out,
+                mixed,
+                weights,
+                eps,
+                pages=self._pages,
+                table=table,
+                layer=self._index[layer],
+                constants=self._constants,
+            )
         return out
 
 
