@@ -187,10 +187,11 @@ class EngineConfig(BaseModel):
         default=True,
         description="on a GPU: launch the next step before the tokens of the current one are read",
     )
-    speculation: Literal["off", "ngram"] = Field(
-        default="off",
+    speculation: Literal["auto", "ngram", "off"] = Field(
+        default="auto",
         description="propose tokens and verify several per step; the output stays the same. ngram: what followed the "
-        "last tokens earlier in the prompt or the answer",
+        "last tokens earlier in the prompt or the answer. auto: ngram on a CPU with the native decoder, or with "
+        "speculation_cache_tokens; else off",
     )
     speculation_cache_tokens: int = Field(
         default=0,
@@ -287,6 +288,11 @@ class EngineConfig(BaseModel):
     )
 
     @property
+    def speculates(self) -> bool:
+        """False for `auto`, which `completed` replaces by what it means on this machine."""
+        return self.speculation == "ngram"
+
+    @property
     def tokenizer_dir(self) -> Path:
         """The directory of tokenizer.json."""
         return self.tokenizer or self.model
@@ -330,8 +336,8 @@ class EngineConfig(BaseModel):
     def _answers_are_cached_to_speculate(self) -> EngineConfig:
         if self.speculation_cache_tokens and self.speculation == "off":
             raise ValueError(
-                f"speculation_cache_tokens is {self.speculation_cache_tokens}, but speculation is 'off'; set that to "
-                "'ngram', or leave speculation_cache_tokens"
+                f"speculation_cache_tokens is {self.speculation_cache_tokens}, but speculation is 'off'; leave out "
+                "one of them"
             )
         return self
 

@@ -122,10 +122,11 @@ class Engine:
         self.starts = executor.cold_starts
         loads = LoadPolicy(self.store, costs, self.starts, self.pages_per_token, config.max_load_stall_seconds)
         policies = policies or Policies()
-        speculates = config.speculation != "off"
-        self.answers = AnswerCache(config.speculation_cache_tokens) if config.speculation_cache_tokens else None
+        self.answers: AnswerCache | None = None
         self.speculation: Speculation | None = None
-        if speculates:
+        if config.speculates:
+            if config.speculation_cache_tokens:
+                self.answers = AnswerCache(config.speculation_cache_tokens)
             proposer = policies.proposer or NgramProposer(self.answers)
             self.speculation = Speculation(proposer, self.model.grammars)
         self.scheduler = self.scheduler_type(
@@ -135,7 +136,7 @@ class Engine:
             self.scheduler.lifecycle.note_answer = self.answers.add
         self.adapters = ServedAdapters(config, executor.adapters, self.reclaimer, self.scheduler)
         self.modes = self._modes(policies.mode)
-        start = executor.start if config.async_scheduling and not speculates else None  # drafts need the tokens
+        start = executor.start if config.async_scheduling and not config.speculates else None  # drafts need the tokens
         self.async_steps = (
             None if start is None else AsyncSteps(start, executor, self._plan_ahead, self.scheduler.rollback)
         )

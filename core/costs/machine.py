@@ -100,7 +100,7 @@ def measure_machine(
     if config.adapters is None:
         raise MeasureError("there are no adapters to measure with; name a directory of some, of several ranks")
     paths = adapter_directories(config.adapters)
-    engine = Engine.from_config(config)
+    engine = Engine.from_config(config.model_copy(update={"speculation": "off"}))  # steps of known sizes
     try:
         return _measure(engine, paths, batches=batches, rounds=rounds, seed=seed, progress=progress, clock=clock)
     finally:

@@ -51,6 +51,8 @@ class ModelInfo:
     """False for a model without an output projection."""
     head: ScoreHead | None = field(default=None, compare=False)
     """Its score head; None if it has none."""
+    speculates: bool = False
+    """True if steps may verify proposed tokens."""
 
 
 class ShadowBackend(Protocol):
@@ -211,7 +213,14 @@ class ModelExecutor(ExecutorBase):
         has_head = model.is_classifier and not shard.rank and config.load_format == "auto"
         head = read_score_head(config.model, model.hidden_size) if has_head else None
         self.model = ModelInfo(
-            model.vocab_size, limit, model.eos_token_ids, window, grammars, generates=model.has_lm_head, head=head
+            model.vocab_size,
+            limit,
+            model.eos_token_ids,
+            window,
+            grammars,
+            generates=model.has_lm_head,
+            head=head,
+            speculates=config.speculates,
         )
         self.layout = self._page_layout(config, limit)
 
@@ -227,7 +236,7 @@ class ModelExecutor(ExecutorBase):
                 itemsize=self._dtype.itemsize,
                 state_slots=self.state_slots,
                 state=_state_shape(
-                    model.delta, model.num_layers - len(model.attention_layers), speculates=config.speculation != "off"
+                    model.delta, model.num_layers - len(model.attention_layers), speculates=config.speculates
                 ),
                 float8_kv=config.kv_cache_dtype == "fp8",
                 windows=tuple(mixer.window_within(max_model_len) for mixer in model.attention_layers),

@@ -19,8 +19,12 @@ GPU_BATCHES = {40 << 30: (256, 8192), 14 << 30: (128, 4096)}
 
 
 def completed(config: EngineConfig) -> EngineConfig:
-    """Complete the configuration from the machine: host memory for images and, on a GPU, the batch limits."""
+    """Complete the configuration from the machine: host memory for images, speculation and, on a GPU, the batch
+    limits.
+    """
     chosen = {}
+    if config.speculation == "auto":
+        chosen["speculation"] = _speculation(config)
     if config.host_cache_bytes is None:
         chosen["host_cache_bytes"] = default_host_cache_bytes()
     if (batch := gpu_batch(gpu_bytes(config.device))) is not None:
@@ -32,6 +36,16 @@ def completed(config: EngineConfig) -> EngineConfig:
     if config.tensor_parallel_size > 1 and uses_gpu(config.device):
         chosen["max_load_stall_seconds"] = 0.0  # see `cuda_rank_copies`
     return config.model_copy(update=chosen)
+
+
+def _speculation(config: EngineConfig) -> str:
+    """What `auto` means: n-grams where a step of any size gives the same bits, so that answers stay the same, or where
+    the configuration has a cache for them.
+    """
+    from ...ops import native_library
+
+    native = config.cpu_kernels != "torch" and not uses_gpu(config.device) and native_library.level() is not None
+    return "ngram" if native or config.speculation_cache_tokens else "off"
 
 
 def gpu_batch(memory: int) -> tuple[int, int] | None:

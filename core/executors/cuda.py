@@ -85,7 +85,7 @@ class CudaShapes(ModelExecutor):
     def __init__(self, config: EngineConfig, shard: Shard = WHOLE, *, device: CudaDevice) -> None:
         """Raises UnsupportedModel."""
         self._device = device
-        is_ahead = config.async_scheduling and config.speculation == "off"
+        is_ahead = config.async_scheduling and not config.speculates
         self.state_slots = 3 if is_ahead else 2
         super().__init__(config, shard)
         if not (experts := self.config.num_experts):

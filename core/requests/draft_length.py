@@ -34,7 +34,7 @@ _PRIOR = 1.0
 def most_logits(config: EngineConfig) -> int:
     """The most tokens of a step that have logits: one of each sequence, and drafts."""
     rows = config.max_num_seqs
-    if config.speculation != "off":
+    if config.speculates:
         rows = max(rows, min(rows * (1 + MOST_DRAFTS), MOST_DRAFTED))
     return min(rows, config.max_num_batched_tokens)
 

@@ -96,6 +96,7 @@ def _run(arguments: Any, work: Path) -> int:
         threads=arguments.threads,
         max_model_len=arguments.prefix + arguments.tail + len(INVOCATION) + 2,
         memory_bytes=1 << 30,
+        speculation="off",
     )
     engine = Engine.from_config(config, InlineReads())
     try:

@@ -86,6 +86,7 @@ class Subject:
             "graph_capture": "lazy",
             "host_cache_bytes": 2 * sum(files.values()) + (1 << 20),
             "prefix_cache": False,
+            "speculation": "off",  # steps have a token of each sequence
             "lookahead": max(1, max_seqs),
             "threads": 1 if context.smoke else None,
             "seed": context.seed,

@@ -82,6 +82,7 @@ def run(args: Any) -> dict[str, Any]:
         max_num_seqs=SEATS,
         max_num_batched_tokens=256,
         memory_bytes=128 << 20,
+        speculation="off",  # simulated steps verify nothing
     )
     fleet = Fleet.of(config, args.replicas)
     found: dict[str, list[dict[str, Any]]] = {policy: [] for policy in args.policies}

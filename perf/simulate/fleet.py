@@ -115,7 +115,8 @@ def cluster(config: EngineConfig, replicas: int, policy: str) -> Iterator[tuple[
     """
     flags = ["--model", config.model, "--served-model-name", config.model.name, "--adapters", config.adapters]
     flags += ["--max-num-seqs", config.max_num_seqs, "--max-num-batched-tokens", config.max_num_batched_tokens]
-    flags += ["--memory-bytes", config.memory_bytes, "--threads", 1, "--replicas", replicas, "--policy", policy]
+    flags += ["--memory-bytes", config.memory_bytes, "--threads", 1, "--speculation", config.speculation]
+    flags += ["--replicas", replicas, "--policy", policy]
     flags += ["--migration", "greedy", *(f"--migration-setting={text}" for text in MIGRATION), "--no-access-log"]
     with launched([str(flag) for flag in flags], command=("cluster", "up")) as server:
         pids = {"front": [server.pid], "replica": server.children("replica")}

@@ -131,7 +131,7 @@ def engine_config(fields: Mapping[str, Any], origin: str = "engine") -> EngineCo
         config = EngineConfig(model=MODEL, **fields)
     except ValidationError as error:
         raise StudyError(wrong_fields(origin, fields, error).partition("\n")[0]) from None
-    if config.speculation != "off":
+    if config.speculates:
         raise StudyError(f"{origin}.speculation is {config.speculation!r}, but simulated steps verify nothing; omit it")
     return config
 

@@ -251,16 +251,12 @@ class GenerationBuilder:
 
     def _ignored(self, asked: GenerationRequest, tokenizer: Tokenizer) -> list[str]:
         """Fields without an effect."""
-        has_no_use = asked.prediction is not None and not self._speculates
+        has_no_use = asked.prediction is not None and not self.worker.model.speculates
         return [*asked.ignored(tokenizer), *(["prediction"] if has_no_use else [])]
-
-    @property
-    def _speculates(self) -> bool:
-        return self.settings.speculation != "off"
 
     async def _prediction(self, asked: GenerationRequest, tokenizer: Tokenizer) -> list[int]:
         """The tokens of the predicted answer; none without speculation, which is what they are for."""
-        if asked.prediction is None or not self._speculates:
+        if asked.prediction is None or not self.worker.model.speculates:
             return []
         most = self.worker.model.max_model_len
         texts = [asked.prediction.content]

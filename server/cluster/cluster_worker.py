@@ -293,7 +293,7 @@ class ClusterWorker:
 
     def on_up(self, link: Link) -> None:
         if link.hello is not None:
-            self._model = link.hello.model
+            self._model = replace(link.hello.model, speculates=link.hello.speculates)
         self.dispatcher.on_up(link)
 
     def on_frame(self, link: Link, frame: Any) -> None:

@@ -135,6 +135,8 @@ class Hello(Told):
     block_tokens: int
     pages_per_token: float
     pid: int
+    speculates: bool = False
+    """See `ModelInfo.speculates`; replicas of earlier versions don't say."""
 
     @classmethod
     def of(cls, engine: Engine, pid: int) -> Hello:
@@ -148,6 +150,7 @@ class Hello(Told):
             block_tokens=engine.block_tokens,
             pages_per_token=engine.pages_per_token,
             pid=pid,
+            speculates=engine.model.speculates,
         )
 
 

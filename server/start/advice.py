@@ -62,7 +62,7 @@ INSTEAD = {
     "--rope-scaling": "change rope_scaling in the model's config.json; --max-model-len may then be more",
     "--rope-theta": "change rope_theta in the model's config.json",
     "--scheduling-policy": "use --fair-by and --weights",
-    "--speculative-config": "use --speculation ngram; draft models are not served",
+    "--speculative-config": "use --speculation; draft models are not served",
     **dict.fromkeys(
         ("--ssl-ca-certs", "--ssl-cert-reqs", "--ssl-certfile", "--ssl-keyfile"),
         "let a proxy terminate TLS; see docs/how-to/deploy.md",

@@ -50,6 +50,7 @@ def servers():
                 speculation=speculation,
             )
             engine = cast(Any, Engine.from_config(config))
+            assert engine.model.speculates is (speculation == "ngram")
             if engine.speculation is not None:
                 engine.speculation.cost = Free()
             settings = {"model": BUILTIN_MODEL, "served_model_name": "base", "speculation": speculation}

@@ -1,4 +1,4 @@
-"""Output tokens per second over HTTP, by `chorus serve` with default settings, compared with the same requests without
+"""Output tokens per second over HTTP, by `chorus serve` without speculation, compared with the same requests without
 HTTP.
 """
 
@@ -36,6 +36,7 @@ def run(context: Context) -> dict[str, Any]:
     offline["base"] = mixes.get("base", {}).get("tokens_per_s")
     flags = ["--model", str(model), "--load-format", "dummy", "--device", context.device, "--adapters", str(folder)]
     flags += ["--max-model-len", str(size["prompt_tokens"] + size["output_tokens"] + 16)]
+    flags += ["--speculation", "off"]  # as in section mixes; a random model repeats itself
     if context.smoke:
         flags += ["--cpu-kernels", "torch", "--threads", "1"]
     for name, value in context.engine.items():

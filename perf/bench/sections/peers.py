@@ -80,7 +80,7 @@ class Served:
 
 def chorus(load: Load, path: Path, lora: bool, stack: ExitStack) -> Served:
     flags = ["--model", load.model, "--max-model-len", load.room, "--max-num-seqs", REQUESTS, "--threads", load.threads]
-    flags += ["--max-num-batched-tokens", _BATCH]
+    flags += ["--max-num-batched-tokens", _BATCH, "--speculation", "off"]  # a random model repeats itself
     if lora:
         (folder,) = {each.parent for each in load.files.values()}
         flags += ["--adapters", folder]

@@ -12,6 +12,7 @@ from chorus.core.config import EngineConfig
 from chorus.core.executors import choice
 from chorus.core.executors.cpu import CpuExecutor
 from chorus.graphs.device import DeviceError
+from chorus.ops import native_library
 from chorus.server.cluster.replica_process import ReplicaSettings
 from chorus.server.settings import Settings
 
@@ -62,6 +63,25 @@ def test_a_step_is_as_large_as_the_gpu_by_default(monkeypatch, gigabytes, asked,
     monkeypatch.setattr(choice, "gpu_bytes", lambda device: gigabytes * 10**9)
     found = choice.completed(EngineConfig(model=".", **asked))
     assert (found.max_num_seqs, found.max_num_batched_tokens) == want
+
+
+@pytest.mark.parametrize(
+    ("level", "fields", "want"),
+    [
+        ("avx2", {}, "ngram"),
+        ("avx2", {"speculation": "off"}, "off"),
+        ("avx2", {"cpu_kernels": "torch"}, "off"),
+        ("avx2", {"cpu_kernels": "torch", "speculation": "ngram"}, "ngram"),
+        ("avx2", {"device": "cuda"}, "off"),
+        ("avx2", {"device": "cuda", "speculation_cache_tokens": 1000}, "ngram"),
+        (None, {}, "off"),
+    ],
+)
+def test_auto_speculates_where_steps_of_all_sizes_give_the_same_bits(monkeypatch, level, fields, want):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(native_library, "level", lambda: level)
+    found = choice.completed(EngineConfig(model=".", **fields))
+    assert (found.speculation, found.speculates) == (want, want == "ngram")
 
 
 @pytest.mark.parametrize(("flags", "want"), [({}, (256, 8192)), ({"max_num_seqs": 32}, (32, 8192))])

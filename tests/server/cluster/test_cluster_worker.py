@@ -7,11 +7,13 @@ import threading
 
 import pytest
 
+from chorus.core.executors.base import ModelInfo
 from chorus.core.requests.types import RequestOutput
 from chorus.server.cluster.address import UnixSocket
 from chorus.server.cluster.cluster_worker import ClusterWorker
 from chorus.server.cluster.link import Link
 from chorus.server.cluster.registered_catalog import RegisteredCatalog
+from chorus.server.cluster.report import Hello, ModelIdentity
 from chorus.server.cluster.router import POLICIES, Estimates
 from chorus.server.demo.builtin import BUILTIN_MODEL
 from chorus.server.engine.subscribers import Subscribers
@@ -89,6 +91,19 @@ def test_a_front_waits_for_all_replicas_at_the_cluster_s_start_and_for_one_when_
     wait(was_whole=True)
     worker.links[0].hello = object()
     wait(was_whole=False)
+
+
+@pytest.mark.parametrize("speculates", [False, True])
+def test_the_model_speculates_as_its_replicas_do(worker, monkeypatch, speculates):
+    """So that an API server tells its clients truly whether their `prediction` has an effect."""
+    identity, model = ModelIdentity("model", "float32", "avx512", "1"), ModelInfo(300, 512, (2,))
+    told = Hello(identity, model, 8, 8, 16, 1 / 16, 1, speculates=speculates).to_wire()
+    monkeypatch.setattr(worker.dispatcher, "on_up", lambda link: None)
+    worker.links[0].hello = Hello.from_wire(told)
+    worker.on_up(worker.links[0])
+    assert worker.model.speculates is speculates
+    del told["speculates"]
+    assert not Hello.from_wire(told).speculates, "a replica of an earlier version"
 
 
 def test_names_are_asked_for_once_a_replica_is_there_to_check_their_adapters(tmp_path, monkeypatch):
