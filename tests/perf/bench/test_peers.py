@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -176,6 +177,50 @@ def test_peers_get_the_adapters_where_lora_is_on(monkeypatch, name, path, progra
     assert served[0].more(None) == {}
     wanted = {} if name == "vllm" else {"lora": [{"id": 0, "scale": 0.0}, {"id": 1, "scale": 1.0}]}
     assert served[1].more(1) == wanted
+
+
+@pytest.mark.parametrize(("asked", "kind"), [("int8", "Q8_0"), ("int4", "Q4_K_S")])
+def test_llama_cpp_gets_weights_of_as_many_bits(tmp_path, monkeypatch, asked, kind):
+    commands, ran = [], []
+
+    @contextmanager
+    def started(words, environment=None):
+        commands.append(words)
+        yield SimpleNamespace()
+
+    def run(command, **options):
+        ran.append([str(word) for word in command])
+        Path(command[2]).write_text("gguf")
+
+    monkeypatch.setattr(peers, "started", started)
+    monkeypatch.setattr(peers, "launched", started)
+    monkeypatch.setattr(peers, "converted", lambda *_: tmp_path / "model.bf16.gguf")
+    monkeypatch.setattr(peers.subprocess, "run", run)
+    load = replace(LOAD, engine={"quantization": asked, "quantize_lm_head": "true"})
+    with ExitStack() as stack:
+        for _ in range(2):
+            peers.llamacpp(load, Path("tree"), False, stack)
+        peers.chorus(load, Path(), False, stack)
+    assert [words[:1] + words[-1:] for words in ran] == [["tree/build/bin/llama-quantize", kind]]
+    made = tmp_path / f"model.bf16.{kind}.gguf"
+    assert str(made) in commands[0] and str(made) in commands[1] and made.read_text() == "gguf"
+    assert commands[2][-4:] == ["--quantization", asked, "--quantize-lm-head", "true"]
+    with pytest.raises(ValueError, match=f"quantization is {asked}, which only llamacpp"), ExitStack() as stack:
+        peers.vllm(load, Path("vllm"), False, stack)
+
+
+def test_bars_of_quantised_weights_are_their_own():
+    rates = {("chorus", "base"): 130, ("llamacpp", "plain"): 100, ("chorus", "mixed"): 90, ("llamacpp", "mixed"): 25}
+    rows = [
+        {"peer": peer, "case": case} | dict.fromkeys(("rate", "prefill_rate", "decode_rate"), rate)
+        for (peer, case), rate in rates.items()
+    ]
+    found = peers.goals({"rows": rows, "limits": {}, "quantization": "int8"})
+    assert [(goal.value, goal.mark, goal.met) for goal in found] == [
+        (1.3, 1.2, True),
+        (3.6, 3.0, True),
+        (1.3, 1.0, True),
+    ]
 
 
 def test_files_are_converted_once(tmp_path, monkeypatch):
