@@ -92,7 +92,8 @@ class Served:
 def chorus(load: Load, path: Path, lora: bool, stack: ExitStack) -> Served:
     flags = ["--model", load.model, "--max-model-len", load.room, "--max-num-seqs", REQUESTS, "--threads", load.threads]
     flags += ["--max-num-batched-tokens", _BATCH, "--speculation", "off"]  # a random model repeats itself
-    flags += [word for name, value in load.engine.items() for word in (f"--{name.replace('_', '-')}", value)]
+    for name, value in load.engine.items():
+        flags += [f"--{name.replace('_', '-')}", *([] if value == "true" else [value])]
     if lora:
         (folder,) = {each.parent for each in load.files.values()}
         flags += ["--adapters", folder]

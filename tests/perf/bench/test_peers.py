@@ -204,7 +204,7 @@ def test_llama_cpp_gets_weights_of_as_many_bits(tmp_path, monkeypatch, asked, ki
     assert [words[:1] + words[-1:] for words in ran] == [["tree/build/bin/llama-quantize", kind]]
     made = tmp_path / f"model.bf16.{kind}.gguf"
     assert str(made) in commands[0] and str(made) in commands[1] and made.read_text() == "gguf"
-    assert commands[2][-4:] == ["--quantization", asked, "--quantize-lm-head", "true"]
+    assert commands[2][-3:] == ["--quantization", asked, "--quantize-lm-head"]
     with pytest.raises(ValueError, match=f"quantization is {asked}, which only llamacpp"), ExitStack() as stack:
         peers.vllm(load, Path("vllm"), False, stack)
 
