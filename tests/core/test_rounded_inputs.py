@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from chorus.core.config import EngineConfig
 from chorus.core.executors.cpu import CpuExecutor
 from chorus.core.model.layer_weights import MATRICES
-from chorus.core.model.quantization.rounded_inputs import BLOCK
+from chorus.core.model.quantization.rounded_inputs import BLOCK, RoundedInputs
 from chorus.core.requests.types import CannotMerge
 from chorus.ops import native_library
 from chorus.ops.native_integers import IntegerPanels
@@ -28,8 +28,10 @@ from .conftest import KERNELS
 from .executors.thread_ranks import ThreadProcess
 from .merging.test_merged import load
 from .model.quantization.integer_forms import compressed_integers
+from .model.quantization.test_forms import with_experts
 from .model.quantization.test_rounded_inputs import DYNAMIC, with_inputs
 from .model.quantization.twins import write_twins
+from .test_families import logits_of as last_logits
 from .test_parity import add_all, check, make_cases
 from .test_quantised_logits import PROMPTS, logits_of
 
@@ -210,3 +212,18 @@ def test_projections_that_are_multiplied_together_must_agree(tmp_path):
     layer = executor.decoder.layers[0]
     assert [hasattr(getattr(layer, name), "inputs") for name in MATRICES] == [False, True, True, True]
     executor.close()
+
+
+def test_experts_get_their_activations_as_they_are(tmp_path):
+    """They are dequantised; attention of the same layers is not."""
+    of_experts = with_experts("compressed int8", "MixtralForCausalLM")
+    form = with_inputs(DYNAMIC)
+    quantised, _ = write_twins(
+        tmp_path, replace(form, plain=of_experts.plain, config=of_experts.config), "MixtralForCausalLM"
+    )
+    config = EngineConfig(model=quantised, memory_bytes=4 << 20, threads=1)
+    executor = CpuExecutor(config)
+    layer = executor.decoder.layers[0]
+    assert layer.qkv.inputs == layer.o.inputs == RoundedInputs()
+    found = last_logits(executor, [[3, 7, 11, 4, 5, 9]])
+    assert found.isfinite().all() and found.std() > 0
