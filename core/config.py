@@ -67,11 +67,12 @@ class EngineConfig(BaseModel):
         description="auto: the checkpoint's weights; dummy: random weights, to measure a model from its "
         "config.json alone",
     )
-    quantization: Literal["int8", "int4"] | None = Field(
+    quantization: Literal["int8", "int4", "w8a8", "w4a8"] | None = Field(
         default=None,
         description="quantise the projections of layers while the checkpoint is read, each weight to the nearest of "
         "256 or 16 values. int8: one scale per row; int4: one per row and group of 128 inputs (64 or 32 where 128 "
-        "does not divide the row). Adapters and KV cache keep dtype. Default: weights stay as they are",
+        "does not divide the row). w8a8 and w4a8: the same weights, and on a CPU activations are rounded to 8 bits "
+        "where they are multiplied with them. Adapters and KV cache keep dtype. Default: weights stay as they are",
     )
     quantize_lm_head: bool = Field(
         default=False, description="quantise the output projection, too; the embeddings stay. Needs quantization"
@@ -329,7 +330,9 @@ class EngineConfig(BaseModel):
     @model_validator(mode="after")
     def _lm_head_is_quantised_with_the_rest(self) -> EngineConfig:
         if self.quantize_lm_head and self.quantization is None:
-            raise ValueError("quantize_lm_head needs quantization: set it to int8 or int4, or leave quantize_lm_head")
+            raise ValueError(
+                "quantize_lm_head needs quantization: set it to int8, int4, w8a8 or w4a8, or leave quantize_lm_head"
+            )
         return self
 
     @model_validator(mode="after")

@@ -507,7 +507,8 @@ def _integers_of(weights: torch.Tensor | IntegerPanels) -> IntegersDescriptor:
     if not isinstance(weights, IntegerPanels):
         return IntegersDescriptor()
     zeros = _pointer_or_null(weights.zeros)
-    return IntegersDescriptor(_pointer(weights.scales), zeros, weights.bits, weights.group)
+    inputs = weights.input_bits, weights.input_block
+    return IntegersDescriptor(_pointer(weights.scales), zeros, weights.bits, weights.group, *inputs)
 
 
 def _pointer_or_null(tensor: torch.Tensor | None) -> int | None:

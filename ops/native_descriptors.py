@@ -87,7 +87,11 @@ class NativeActivation(IntEnum):
 class IntegersDescriptor(Structure):
     """How a projection's weights are whole numbers: see `native/integers.h`. Without bits, they are not."""
 
-    _fields_ = [("scales", c_void_p), ("zeros", c_void_p), ("bits", c_int32), ("group", c_int32)]
+    _fields_ = [
+        ("scales", c_void_p),
+        ("zeros", c_void_p),
+        *((name, c_int32) for name in ("bits", "group", "input_bits", "input_block")),
+    ]
 
 
 PROJECTIONS = ("qkv", "o", "gate_up", "down")

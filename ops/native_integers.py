@@ -14,6 +14,9 @@ from .native_model import PANEL
 BITS = (4, 8)
 """Bits of a weight that the library multiplies."""
 
+BLOCK = 256
+"""The largest block of activations of 16 bits: a sum of its products has 31 bits."""
+
 MULTIPLE = 8
 """A group's inputs must be a multiple of it."""
 
@@ -41,6 +44,12 @@ class IntegerPanels:
     outputs: int
     inputs: int
 
+    input_bits: int = 16
+    """Bits of an activation as it is multiplied: 8, or 16 (in float32 models 31)."""
+
+    input_block: int = BLOCK
+    """Inputs of a row of activations that share a factor, at most: a multiple of 8 that is also within a group."""
+
 
 def integer_sizes(outputs: int, inputs: int, bits: int, group: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Shapes of a projection's `IntegerPanels.data` and `IntegerPanels.scales`. Raises ValueError if it can't be
@@ -62,11 +71,13 @@ def pack_integers(
     bits: int,
     group: int,
     out: tuple[torch.Tensor, torch.Tensor] | None = None,
+    input_bits: int = 16,
+    input_block: int = BLOCK,
 ) -> IntegerPanels:
     """Pack weights `(integers - zeros) · scales`.
 
     integers: `[out, in]` int8 from -2^(bits-1) to 2^(bits-1) - 1. scales, zeros: `[out, groups]`. out: optional memory
-    for data and scales, of `integer_sizes`.
+    for data and scales, of `integer_sizes`. input_bits, input_block: see `IntegerPanels`.
     """
     rows, inputs = integers.shape
     group = -(-inputs // MULTIPLE) * MULTIPLE if group >= inputs else group
@@ -80,7 +91,10 @@ def pack_integers(
     data.copy_(low | high[0] << 4 if high else low)
     packed_scales.copy_(_by_panel(scales.float(), panels))
     packed_zeros = None if zeros is None else _by_panel(zeros.to(torch.bfloat16), panels).contiguous()
-    return IntegerPanels(data, packed_scales, packed_zeros, bits=bits, group=group, outputs=rows, inputs=inputs)
+    return IntegerPanels(
+        data, packed_scales, packed_zeros, bits=bits, group=group, outputs=rows, inputs=inputs,
+        input_bits=input_bits, input_block=input_block,
+    )  # fmt: skip
 
 
 def _by_panel(values: torch.Tensor, panels: int) -> torch.Tensor:

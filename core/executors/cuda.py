@@ -290,6 +290,10 @@ class CudaExecutor(CudaShapes):
             quantiser=self.quantiser,
         ) as weights:
             weights.keeps = stays_narrow if self._keeps_narrow else None
+            if weights.rounds_inputs:
+                logger.info(
+                    "activations are not rounded to 8 bits on a GPU: it multiplies weights of 8 or 4 bits with them"
+                )
             cuda_memory.check_weights(weights.num_bytes_kept, *device.memory())
             return DecoderModel(
                 self.config, weights, arena, self.model.max_model_len, expert_kernels=ExpertKernels.TILES

@@ -160,7 +160,7 @@ class Merging:
             raise CannotMerge(f"adapter {adapter.name!r} is not resident; merge it once it has been loaded")
         self._store.hold(adapter)  # an adapter that a request waits for is not evicted for the runs
         try:
-            sizes = backend.sizes(adapter)
+            sizes = self._sizes(backend, adapter)
             runs = self._reclaimer.find_runs(sizes, backend.wished_runs(adapter))
             if runs is None:
                 self._retry_at = self._clock() + RETRY_SECONDS
@@ -175,6 +175,14 @@ class Merging:
         backend.begin(adapter, runs)
         self.shadowed, self.is_under_way, self._runs, self._spent, self._uses = adapter, True, runs[::-1], 0.0, 0
         self._take_runs(0.0)
+
+    def _sizes(self, backend: ShadowBackend, adapter: Adapter) -> list[int]:
+        """Pages of each run of the shadow. Raises CannotMerge, and remembers it."""
+        try:
+            return backend.sizes(adapter)
+        except CannotMerge as error:
+            self._refused[adapter] = str(error)
+            raise
 
     def _take_runs(self, most: float) -> None:
         """Take more of the runs, for `most` seconds or until something had to be evicted from one; give the shadow up

@@ -23,6 +23,7 @@ from ...ops.packed_gemm import pack, unpack
 from ...ops.ranks import Collectives
 from ...ops.rotation import KvSlots
 from ...ops.sgmv import AdapterRows
+from ..requests.types import CannotMerge
 from .batch import GemmBackend, StepBatch, StepStates
 from .config import ModelConfig
 from .experts import ExpertKernels, ExpertWeights, ListedExperts, packed_experts, stacked_experts
@@ -33,8 +34,10 @@ from .lora_state import lora_groups
 from .nvtx_spans import span
 from .paged_states import PagedStates
 from .quantization.group_scaled import GroupScaled
-from .quantization.groups import evenly_grouped, packed_bits, plain, with_signed_values
+from .quantization.groups import evenly_grouped, packed_bits, plain, rounds_inputs, with_signed_values
 from .rope_config import RopeConfig
+from .rounding_weight import RoundingWeight
+from .shadow import INPUTS_ARE_ROUNDED
 from .step_lora import ATTN_O, GATE_UP, QKV, HeadLora, StepLora
 from .weights import Pack, Weights
 
@@ -105,7 +108,11 @@ class DecoderModel:
         packs = dtype == torch.float32
         self._dtype = dtype = dtype or embed.dtype
         self._embed = embed.to(device)
-        kept = _kept(device, embed.dtype, packs=packs, narrow=weights.keeps is not None)
+        if device.type == "cpu" and weights.keeps is None and weights.rounds_inputs:
+            weights.keeps = rounds_inputs
+            kept = partial(_rounding, dtype=embed.dtype, packs=packs)
+        else:
+            kept = _kept(device, embed.dtype, packs=packs, narrow=weights.keeps is not None)
         if head is embed and not packs:
             self._lm_head = self._embed
         else:
@@ -297,6 +304,8 @@ class DecoderModel:
     def merged_form(self, layer: int, group: int) -> tuple[torch.Size, torch.dtype]:
         """See `MergeableModel.merged_form`."""
         origin = getattr(self.layers[layer], MATRICES[group])
+        if isinstance(origin, RoundingWeight):
+            raise CannotMerge(INPUTS_ARE_ROUNDED)
         return origin.shape, origin.dtype
 
     def merge(
@@ -467,6 +476,16 @@ def stays_narrow(weight: GroupScaled) -> bool:
     return is_kept(signed.values.shape[1], packed_bits(signed), group)
 
 
+def _rounding(weight: torch.Tensor | GroupScaled, dtype: torch.dtype, *, packs: bool) -> torch.Tensor | RoundingWeight:
+    """A dequantised projection on a CPU. packs: in float32, and packed."""
+    dense = plain(weight, dtype)
+    dense = pack(dense.float()) if packs else dense.clone() if dense is weight else dense
+    if not isinstance(weight, GroupScaled) or weight.inputs is None or not rounds_inputs(weight):
+        return dense
+    _, group = evenly_grouped(weight)
+    return RoundingWeight(dense, weight.inputs.within(group, weight.values.shape[1]))
+
+
 def _narrowed(
     weight: torch.Tensor | GroupScaled, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor | NarrowWeight:
@@ -510,7 +529,7 @@ def _moved(
             layer.delta = _moved_delta(part, device)
         elif isinstance(part, ListedExperts):
             layer.experts = keep_experts(part)
-        elif part is not None and not isinstance(part, NarrowWeight) and not part.is_mkldnn:
+        elif part is not None and not isinstance(part, NarrowWeight | RoundingWeight) and not part.is_mkldnn:
             is_norm = field.name.endswith("norm")
             setattr(layer, field.name, _moved_norm(part, norm, device, dtype) if is_norm else part.to(device, dtype))
     return layer

@@ -16,6 +16,7 @@ from .experts import mix_experts
 from .layer_weights import LayerWeights
 from .layers import Activation, LayerSpec, Norms, NormSpec
 from .nvtx_spans import span
+from .rounding_weight import RoundingWeight
 from .step_lora import ATTN_O, DOWN, GATE_UP, QKV, StepLora
 
 if TYPE_CHECKING:
@@ -169,16 +170,18 @@ class Layer:
 def multiply(
     backend: GemmBackend,
     x: torch.Tensor,
-    weight: torch.Tensor | NarrowWeight,
+    weight: torch.Tensor | NarrowWeight | RoundingWeight,
     bias: torch.Tensor | None = None,
     *,
     gate: bool = False,
     shrunk: Shrunk | None = None,
 ) -> torch.Tensor:
     """`x @ weightᵀ + bias`. x: `[rows, in]`, weight: `[out, in]`; a narrow one is widened in memory for the
-    library. gate: `silu(gate) · up` of the halves of that, the
+    library, and x is rounded for one that says so. gate: `silu(gate) · up` of the halves of that, the
     same bits as one after the other of the same way. shrunk: of adapters that are expanded in the product's launch.
     """
+    if isinstance(weight, RoundingWeight):
+        x, weight = weight.inputs(x), weight.weight
     if backend is GemmBackend.LIBRARY:
         weight = weight.dense() if isinstance(weight, NarrowWeight) else weight
         y = (packed_linear if weight.is_mkldnn else linear)(x, weight, bias)

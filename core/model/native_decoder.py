@@ -21,15 +21,17 @@ from ...ops.lora_offload import Offloading
 from ...ops.ranks import Ranks
 from ...ops.sampling import RowSamplingParams
 from ...ops.sgmv import AdapterRows, Segments
+from ..requests.types import CannotMerge
 from .batch import StepBatch
 from .config import ModelConfig
-from .layer_weights import LayerWeights
+from .layer_weights import MATRICES, LayerWeights
 from .layers import Activation, AttentionSpec, ClampedSwiglu, GatedDeltaSpec, HeadNorm, LayerSpec, Norms
 from .lora_state import LoraState
 from .paged_states import PagedStates
 from .quantization.group_scaled import GroupScaled
 from .quantization.groups import evenly_grouped, is_packable, packed_bits, plain, with_signed_values
 from .rope_config import RopeConfig
+from .shadow import INPUTS_ARE_ROUNDED
 from .weights import Weights
 
 _ACTIVATIONS: dict[Activation | ClampedSwiglu, native_model.NativeActivation] = {
@@ -182,6 +184,9 @@ class NativeDecoderModel:
 
     def merged_form(self, layer: int, group: int) -> tuple[torch.Size, torch.dtype]:
         """See `MergeableModel.merged_form`."""
+        origin = getattr(self.layers[layer], MATRICES[group])
+        if isinstance(origin, native_integers.IntegerPanels) and origin.input_bits == 8:
+            raise CannotMerge(INPUTS_ARE_ROUNDED)
         projection = self.config.projections.products[self.config.projections.product_of[layer][group]]
         dtype = self._arena.pages.dtype
         return torch.Size(native_model.packed_shape(projection.outputs, projection.inputs, dtype)), dtype
@@ -319,9 +324,10 @@ class PackedWeights:
         rows, inputs = even.values.shape
         bits = packed_bits(even)
         data, scales = native_integers.integer_sizes(rows, inputs, bits, group)
+        rounded = {} if even.inputs is None else {"input_bits": 8, "input_block": even.inputs.block}
         return native_integers.pack_integers(
             even.values, even.scales * even.factor, even.zeros, bits=bits, group=group,
-            out=(self._pieces.take(data, torch.uint8), self._pieces.take(scales, torch.float32)),
+            out=(self._pieces.take(data, torch.uint8), self._pieces.take(scales, torch.float32)), **rounded,
         )  # fmt: skip
 
 

@@ -35,6 +35,12 @@ MOST_GROWTH = {2: 2.0, 4: 256.0}
 PIECE_BYTES = 1 << 20
 
 
+INPUTS_ARE_ROUNDED = (
+    "the model's activations are rounded to 8 bits for its quantised weights, and merged ones would be multiplied with "
+    "others; adapters are served unmerged"
+)
+
+
 class MergeableModel(Protocol):
     """A model with replaceable layer weights."""
 
@@ -45,7 +51,7 @@ class MergeableModel(Protocol):
     def bias_dtype(self) -> torch.dtype: ...
 
     def merged_form(self, layer: int, group: int, /) -> tuple[torch.Size, torch.dtype]:
-        """Shape and dtype of a merged matrix, which is not quantised."""
+        """Shape and dtype of a merged matrix, which is not quantised. Raises CannotMerge."""
         ...
 
     def merge(self, layer: int, group: int, rows: Sequence[AdapterRows], origin: Any, out: torch.Tensor, /) -> float:

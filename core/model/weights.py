@@ -83,6 +83,11 @@ class Weights(ABC):
             num_bytes += kept_bytes(*of, self.quantiser) - kept_bytes(*of)
         return num_bytes
 
+    @property
+    def rounds_inputs(self) -> bool:
+        """True if activations are rounded for some projections."""
+        return self.quantiser is not None and self.quantiser.inputs is not None
+
     def _dense_bytes(self, name: str) -> int:
         """Bytes of the rank's share of a part, dequantised."""
         return self._shape([name]).numel() * self._dtype.itemsize
@@ -369,6 +374,12 @@ class WeightLoader(Weights):
                     share = self._shape([name]).numel() / math.prod(self._stored[source])
                     num_bytes -= max(0, dense - int(self._num_bytes[source] * share))
         return num_bytes
+
+    @property
+    def rounds_inputs(self) -> bool:
+        how = self._config.weight_format
+        found = () if how is None else map(how.narrow, self._quantised)
+        return super().rounds_inputs or any(each is not None and each.inputs is not None for each in found)
 
     @property
     def num_bytes(self) -> int:

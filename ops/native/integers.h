@@ -4,7 +4,8 @@
 //
 // with w in panels of 32 output columns, as in gemm.h. A word holds what a column has for some inputs that follow each other: four of 8
 // bits, or eight of 4. It is widened to pairs of 16 bits in registers: bits 0 … hold the first pair's first input, bits
-// 16 … its second. x is in fixed point, so that a block's sum is exact; blocks are added in float32, in order.
+// 16 … its second. x is in fixed point, so that a block's sum is exact; blocks are added in float32, in order. Where x has 8
+// bits and the level has products of bytes, a word's bytes, or the lower and the upper halves of them, are multiplied as they are.
 #pragma once
 #include <numeric>
 #include "fixed_rows.h"
@@ -18,10 +19,11 @@ namespace chorus {
 //   zeros   [panels, groups, kPanel] bf16: zero points less the center; null: all are the center
 //   bits    of a weight, 4 or 8; 0: weights are no whole numbers
 //   group   inputs that share a scale, a multiple of 8; the last group may be shorter
+//   input_bits, input_block  of the activations: see FixedForm; a block is within a group
 struct Integers {
     const float* scales;
     const bf16* zeros;
-    int32_t bits, group;
+    int32_t bits, group, input_bits, input_block;
 };
 
 // A panel of such weights.
@@ -33,12 +35,15 @@ struct IntegerPanel {
     int k;
     const float* scales;
     const bf16* zeros;
-    int bits, group;
+    int bits, group, input_bits, input_block;
 
-    // Inputs of a block: they have one scale.
-    int block() const { return group >= k ? kFixedBlock : std::gcd(group, kFixedBlock); }
+    // Of the activations. Inputs of a block have one scale.
+    FixedForm inputs() const {
+        return {input_bits, group >= k ? input_block : std::gcd(group, input_block), bits};
+    }
     IntegerPanel from(int column) const {
-        return {data + 4 * column, k, scales + column, zeros ? zeros + column : nullptr, bits, group};
+        return {data + 4 * column, k, scales + column, zeros ? zeros + column : nullptr, bits, group, input_bits,
+                input_block};
     }
 };
 
@@ -46,12 +51,17 @@ inline size_t integer_panel_bytes(int k, int bits) { return (size_t)((k + 7) / 8
 
 // Weights of some bits: inputs of a word, and what a weight of 0 is stored as.
 template <int BITS> struct WholeWord {
-    static constexpr int inputs = 32 / BITS, pairs = inputs / 2, center = 1 << (BITS - 1);
+    static constexpr int inputs = 32 / BITS, center = 1 << (BITS - 1);
     static constexpr uint32_t mask = (1u << BITS) - 1;
     // Both weights of pair P.
     template <int P> CHORUS_INLINE static Words pair(Words w) {
-        if constexpr (P == pairs - 1) return down16<BITS * P>(w);
+        if constexpr (P == inputs / 2 - 1) return down16<BITS * P>(w);
         else return (P ? w >> BITS * P : w) & words(mask << 16 | mask);
+    }
+    // Four weights as bytes: those in lower halves of bytes, or in upper ones.
+    template <int P> CHORUS_INLINE static Words four(Words w) {
+        if constexpr (BITS == 8) return w;
+        else return (P ? w >> 4 : w) & words(0x0F0F0F0F);
     }
     // The weight of input i alone, without the center.
     CHORUS_INLINE static int one(uint32_t word, int i) {
@@ -59,22 +69,39 @@ template <int BITS> struct WholeWord {
     }
 };
 
-CHORUS_INLINE Words both_of(const int16_t* p) {
-    uint32_t two;
-    memcpy(&two, p, 4);
-    return words(two);
+CHORUS_INLINE Words broadcast_word(const char* p) {
+    uint32_t word;
+    memcpy(&word, p, 4);
+    return words(word);
 }
+
+// Products of words in steps: in each, four bytes of a row are multiplied.
+template <class F, int BITS> struct WordSteps {
+    static constexpr bool bytes = sizeof(typename F::Part) == 1;
+    static constexpr int count = WholeWord<BITS>::inputs / (bytes ? 4 : 2);
+    template <int Q> CHORUS_INLINE static Words weights(Words w) {
+        if constexpr (bytes) return WholeWord<BITS>::template four<Q>(w);
+        else return WholeWord<BITS>::template pair<Q>(w);
+    }
+    CHORUS_INLINE static Words add(Words acc, Words weights, Words values) {
+#ifdef CHORUS_MAC8
+        if constexpr (bytes) return mac8(acc, weights, values);
+#endif
+        return mac16(acc, weights, values);
+    }
+};
 
 // ROWS rows against HALVES times 16 columns of a panel; parameters as of `tile` in gemm.h.
 //
-//   x  its first row is the tile's
-template <class T, int BITS, int ROWS, int HALVES>
+//   x  its first row is the tile's, stored as F
+template <class F, int BITS, int ROWS, int HALVES>
 __attribute__((noinline)) void integer_tile(const FixedRows& x, const IntegerPanel& w, const Outputs& out,
                                             Ahead ahead) {
     using S = WholeWord<BITS>;
-    constexpr int parts = kParts<T>, tile = ROWS * HALVES, word = kPanel * 4;
+    using Steps = WordSteps<F, BITS>;
+    constexpr int parts = F::parts, tile = ROWS * HALVES, word = kPanel * 4, part_bytes = sizeof(typename F::Part);
     // Whole numbers may be added in any order: few rows have several sums each, as each waits for the one before.
-    constexpr int chains = 3 * tile * parts * S::pairs < 2 * kTileVectors ? S::pairs : 1;
+    constexpr int chains = 3 * tile * parts * Steps::count < 2 * kTileVectors ? Steps::count : 1;
     Head heads[HALVES];
 #pragma GCC unroll 2
     for (int h = 0; h < HALVES; h++) heads[h] = head(std::max(0, out.columns - h * kLanes));
@@ -86,21 +113,17 @@ __attribute__((noinline)) void integer_tile(const FixedRows& x, const IntegerPan
         if (out.bias) start = start + load16(out.bias + h * kLanes, heads[h]);
         store16(acc + i * kLanes, start);
     }
-    const RowAddresses<ROWS> rows(x.values.stride * (long)sizeof(int16_t));
-    const int block = w.block();
+    const RowAddresses<ROWS> rows(x.values.stride);
+    const int block = w.inputs().block;
     const uint8_t* panel = w.data;
     for (int b = 0, first = 0; first < w.k; b++, first += block) {
-        Words sums[parts][tile][chains];
-#pragma GCC unroll 2
-        for (int p = 0; p < parts; p++)
-#pragma GCC unroll 24
-            for (int i = 0; i < tile; i++) {
-                sums[p][i][0] = words((uint32_t)(-S::center * x.sums[i / HALVES][p * x.blocks + b]));
-#pragma GCC unroll 4
-                for (int c = 1; c < chains; c++) sums[p][i][c] = words(0);
-            }
-        const int16_t *at = x.values.data + first, *end = at + std::min(block, w.k - first);
-        for (; at < end; at += S::inputs, panel += word) {
+        Words sums[parts * tile * chains];  // of a part, a row and half a panel: `chains` each
+        each<parts * tile * chains>([&](auto number) CHORUS_INLINED {
+            constexpr int c = number() % chains, i = number() / chains % tile, p = number() / (chains * tile);
+            sums[number()] = c ? words(0) : words((uint32_t)x.starts[i / HALVES][p * x.blocks + b]);
+        });
+        const char *at = x.values.data + first * part_bytes, *end = at + std::min(block, w.k - first) * part_bytes;
+        for (; at < end; at += S::inputs * part_bytes, panel += word) {
             if constexpr (HALVES == 2) {
                 prefetch(panel, kPrefetchBytes);
                 prefetch(panel, kPrefetchBytes + 64);
@@ -109,61 +132,46 @@ __attribute__((noinline)) void integer_tile(const FixedRows& x, const IntegerPan
                 ahead.at += ahead.step;
             }
             Words weights[HALVES];
-#pragma GCC unroll 2
-            for (int h = 0; h < HALVES; h++) weights[h] = load_words(panel + h * kLanes * 4);
-            const auto add_pair = [&](auto number) CHORUS_INLINED {
-                constexpr int q = number();
-                Words pair[HALVES];
-#pragma GCC unroll 2
-                for (int h = 0; h < HALVES; h++) pair[h] = S::template pair<q>(weights[h]);
-#pragma GCC unroll 2
-                for (int p = 0; p < parts; p++)
-#pragma GCC unroll 12
-                    for (int r = 0; r < ROWS; r++) {
-                        const Words values = both_of(rows.of(at + p * x.plane, r) + 2 * q);
-#pragma GCC unroll 2
-                        for (int h = 0; h < HALVES; h++) {
-                            Words& sum = sums[p][r * HALVES + h][q % chains];
-                            sum = mac16(sum, pair[h], values);
-                        }
-                    }
-            };
-            add_pair(std::integral_constant<int, 0>{});
-            add_pair(std::integral_constant<int, 1>{});
-            if constexpr (S::pairs > 2) {
-                add_pair(std::integral_constant<int, 2>{});
-                add_pair(std::integral_constant<int, 3>{});
-            }
+            each<HALVES>([&](auto h) CHORUS_INLINED { weights[h()] = load_words(panel + h() * kLanes * 4); });
+            each<Steps::count>([&](auto q) CHORUS_INLINED {
+                Words some[HALVES];
+                each<HALVES>([&](auto h) CHORUS_INLINED { some[h()] = Steps::template weights<q()>(weights[h()]); });
+                each<parts * ROWS>([&](auto number) CHORUS_INLINED {
+                    constexpr int r = number() % ROWS, p = number() / ROWS;
+                    const Words values = broadcast_word(rows.of(at + p * x.plane, r) + 4 * q());
+                    each<HALVES>([&](auto h) CHORUS_INLINED {
+                        Words& sum = sums[(p * tile + r * HALVES + h()) * chains + q() % chains];
+                        sum = Steps::add(sum, some[h()], values);
+                    });
+                });
+            });
         }
-#pragma GCC unroll 2
-        for (int p = 0; p < parts; p++)
-#pragma GCC unroll 24
-            for (int i = 0; i < tile; i++)
-#pragma GCC unroll 4
-                for (int c = 0; c < chains; c++) in_register(sums[p][i][c]);
+        each<parts * tile * chains>([&](auto i) CHORUS_INLINED { in_register(sums[i()]); });
         const long group = (long)(first / w.group) * kPanel;
-        Floats scales[HALVES], zeros[HALVES];
+        Floats scales[HALVES];
 #pragma GCC unroll 2
-        for (int h = 0; h < HALVES; h++) {
-            scales[h] = load16(w.scales + group + h * kLanes);
-            zeros[h] = w.zeros ? load16(w.zeros + group + h * kLanes) : floats(0);
-        }
-#pragma GCC unroll 24
-        for (int i = 0; i < tile; i++) {
-            const int r = i / HALVES, h = i % HALVES;
-            Floats all = floats(0), inputs = floats(0);
-#pragma GCC unroll 2
-            for (int p = 0; p < parts; p++) {
-                Words sum = sums[p][i][0];
-#pragma GCC unroll 4
-                for (int c = 1; c < chains; c++) sum = sum + sums[p][i][c];
-                const Floats own = from_ints(sum), x_own = floats((float)x.sums[r][p * x.blocks + b]);
-                all = p ? fma(all, floats(1 << kPartBits), own) : own;
-                inputs = p ? fma(inputs, floats(1 << kPartBits), x_own) : x_own;
-            }
-            if (w.zeros) all = fnma(zeros[h], inputs, all);
-            store16(acc + i * kLanes, fma(all * floats(x.factors[r][b]), scales[h], load16(acc + i * kLanes)));
-        }
+        for (int h = 0; h < HALVES; h++) scales[h] = load16(w.scales + group + h * kLanes);
+        const auto add_block = [&](auto has_zeros) CHORUS_INLINED {
+            each<tile>([&](auto i) CHORUS_INLINED {
+                constexpr int r = i() / HALVES, h = i() % HALVES;
+                Floats all = floats(0), inputs = floats(0);
+                each<parts>([&](auto p) CHORUS_INLINED {
+                    Words sum = sums[(p() * tile + i()) * chains];
+                    each<chains - 1>([&](auto c) CHORUS_INLINED { sum = sum + sums[(p() * tile + i()) * chains + c() + 1]; });
+                    const Floats own = from_ints(sum);
+                    all = p() ? fma(all, floats(1 << kPartBits), own) : own;
+                    if constexpr (has_zeros()) {
+                        const Floats x_own = floats((float)x.sums[r][p() * x.blocks + b]);
+                        inputs = p() ? fma(inputs, floats(1 << kPartBits), x_own) : x_own;
+                    }
+                });
+                if constexpr (has_zeros()) all = fnma(load16(w.zeros + group + h * kLanes), inputs, all);
+                float* to = acc + i() * kLanes;
+                store16(to, fma(all * floats(x.factors[r][b]), scales[h], load16(to)));
+            });
+        };
+        if (w.zeros) add_block(std::true_type{});
+        else add_block(std::false_type{});
     }
 #pragma GCC unroll 24
     for (int i = 0; i < tile; i++) {
@@ -173,9 +181,9 @@ __attribute__((noinline)) void integer_tile(const FixedRows& x, const IntegerPan
 }
 
 // out (+)= x · wᵀ + bias: rows against one panel; see panel_product.
-template <class T, int BITS>
+template <class F, int BITS>
 inline void integers_product_of(FixedRows x, int rows, const IntegerPanel& w, Outputs out, bool more) {
-    constexpr int most = kRows / kParts<T>, wide = std::max(1, kWideRows / kParts<T>);
+    constexpr int most = kRows / F::parts, wide = std::max(1, kWideRows / F::parts);
     int tiles = (rows + most - 1) / most;
     const long words = (w.k + WholeWord<BITS>::inputs - 1) / WholeWord<BITS>::inputs;
     const long step = more ? kPanel * 4 / (2 * tiles) : 0;
@@ -187,16 +195,16 @@ inline void integers_product_of(FixedRows x, int rows, const IntegerPanel& w, Ou
         with_number<most>(height, [&](auto n) {
             constexpr int halves = n() <= wide ? 2 : 1;
             for (int c = 0; c < out.columns; c += halves * kLanes, ahead.at += step * words)
-                integer_tile<T, BITS, n(), halves>(x, w.from(c), out.from(0, c), ahead);
+                integer_tile<F, BITS, n(), halves>(x, w.from(c), out.from(0, c), ahead);
         });
         rows -= height, x = x.from(height), out = out.from(height);
     }
 }
 
-template <class T>
-inline void integers_product(const FixedRows& x, int rows, const IntegerPanel& w, const Outputs& out, bool more) {
-    if (w.bits == 4) integers_product_of<T, 4>(x, rows, w, out, more);
-    else integers_product_of<T, 8>(x, rows, w, out, more);
+template <class F>
+inline void integers_product_as(const FixedRows& x, int rows, const IntegerPanel& w, const Outputs& out, bool more) {
+    if (w.bits == 4) integers_product_of<F, 4>(x, rows, w, out, more);
+    else integers_product_of<F, 8>(x, rows, w, out, more);
 }
 
 // The weights of a panel as float32: [k, kPanel].

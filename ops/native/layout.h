@@ -24,6 +24,7 @@ constexpr Field kLayout[] = {
         AT(Adapter, slab_elems), AT(Adapter, a_offset), AT(Adapter, b_offset), AT(Adapter, vectors),
         AT(Adapter, tokens),
     ALL(Integers), AT(Integers, scales), AT(Integers, zeros), AT(Integers, bits), AT(Integers, group),
+        AT(Integers, input_bits), AT(Integers, input_block),
     ALL(LayerDesc), AT(LayerDesc, attention_norm), AT(LayerDesc, attention_out_norm), AT(LayerDesc, mlp_norm),
         AT(LayerDesc, mlp_out_norm),
         NAMED(LayerDesc, qkv, weights[kQkv]), NAMED(LayerDesc, qkv_bias, bias[kQkv]),

@@ -34,7 +34,9 @@ struct Weights {
                 integers.scales + scales,
                 integers.zeros ? integers.zeros + scales : nullptr,
                 integers.bits,
-                integers.group};
+                integers.group,
+                integers.input_bits,
+                integers.input_block};
     }
 };
 
@@ -64,8 +66,13 @@ inline void weights_product(const ChunkRows<T>& chunk, const Weights<T>& w, int 
     };
     if (w.integers.bits) {
         const IntegerPanel panel = w.integer_panel(column);
-        const FixedRows rows = fixed.of(chunk.x, chunk.first, chunk.count, w.inputs, panel.block());
-        integers_product<T>(rows.from(chunk.row - chunk.first), chunk.rows, panel, out, more);
+        const auto multiply_as = [&](auto form) {
+            using F = decltype(form);
+            const FixedRows rows = fixed.template of<F>(chunk.x, chunk.first, chunk.count, w.inputs, panel.inputs());
+            integers_product_as<F>(rows.from(chunk.row - chunk.first), chunk.rows, panel, out, more);
+        };
+        if (panel.input_bits == 8) multiply_as(Whole8{});
+        else multiply_as(Fine<T>{});
         return add_extra();
     }
 #ifdef CHORUS_AMX

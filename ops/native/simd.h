@@ -1,6 +1,7 @@
 // Element types and the few vector idioms that every kernel shares, over the vectors of the level that is compiled.
 #pragma once
 #include <type_traits>
+#include <utility>
 #include "lanes.h"
 
 namespace chorus {
@@ -243,6 +244,15 @@ template <int MOST, class Run> inline void with_number(int n, Run&& run) {
         if (n < MOST) return with_number<MOST - 1>(n, run);
     }
     run(std::integral_constant<int, MOST>{});
+}
+
+// run(i) for each i below COUNT, which the compiler knows before it decides what of an array can be in registers. After a loop
+// that is unrolled later, it would store the array around an inner loop.
+template <int... I, class Run> CHORUS_INLINE void each_of(std::integer_sequence<int, I...>, Run&& run) {
+    (run(std::integral_constant<int, I>{}), ...);
+}
+template <int COUNT, class Run> CHORUS_INLINE void each(Run&& run) {
+    each_of(std::make_integer_sequence<int, COUNT>{}, run);
 }
 
 // run(n, at) for parts of `count` things in order, as large as possible: n, which the compiler knows, is MOST or a smaller

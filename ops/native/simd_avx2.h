@@ -69,8 +69,13 @@ inline Floats8 from_ints(Words8 v) { return _mm256_cvtepi32_ps((__m256i)v); }
 inline Words8 to_ints(Floats8 v) { return (Words8)_mm256_cvtps_epi32(v); }
 // Each half of a lane moved down by BITS.
 template <int BITS> inline Words8 down16(Words8 v) { return (Words8)_mm256_srli_epi16((__m256i)v, BITS); }
-// v is in a register here: the compiler stores it neither before nor while it changes.
-inline void in_register(Words8& v) { asm("" : "+x"(v)); }
+// v is in a register here: the compiler stores it neither before nor while it changes. By way of a copy: it would keep an array
+// in memory that has a vector which is written here.
+inline void in_register(Words8& v) {
+    Words8 w = v;
+    asm("" : "+x"(w));
+    v = w;
+}
 // acc + the products of both pairs of 16-bit whole numbers in each lane.
 inline Words8 mac16(Words8 acc, Words8 a, Words8 b) { return acc + (Words8)_mm256_madd_epi16((__m256i)a, (__m256i)b); }
 // Of a pair with a NaN, the second.

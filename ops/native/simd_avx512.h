@@ -79,8 +79,13 @@ inline Floats from_ints(Words v) { return _mm512_cvtepi32_ps((__m512i)v); }
 inline Words to_ints(Floats v) { return (Words)_mm512_cvtps_epi32(v); }
 // Each half of a lane moved down by BITS.
 template <int BITS> inline Words down16(Words v) { return (Words)_mm512_srli_epi16((__m512i)v, BITS); }
-// v is in a register here: the compiler stores it neither before nor while it changes.
-inline void in_register(Words& v) { asm("" : "+v"(v)); }
+// v is in a register here: the compiler stores it neither before nor while it changes. By way of a copy: it would keep an array
+// in memory that has a vector which is written here.
+inline void in_register(Words& v) {
+    Words w = v;
+    asm("" : "+v"(w));
+    v = w;
+}
 // acc + the products of both pairs of 16-bit whole numbers in each lane.
 inline Words mac16(Words acc, Words a, Words b) {
 #ifdef CHORUS_BF16
@@ -89,6 +94,20 @@ inline Words mac16(Words acc, Words a, Words b) {
     return acc + (Words)_mm512_madd_epi16((__m512i)a, (__m512i)b);
 #endif
 }
+#ifdef CHORUS_BF16
+#define CHORUS_MAC8
+// acc + the products of all four pairs of bytes in each lane: of a without signs, of b with signs.
+inline Words mac8(Words acc, Words a, Words b) {
+    return (Words)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)a, (__m512i)b);
+}
+// Store lanes as bytes, in the order in which `mac8` multiplies words of weights of 8 or 4 bits: see integers.h.
+inline void store_bytes(char* p, Words v, int weight_bits) {
+    const __m128i of_8 = _mm_setr_epi8(0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15);
+    const __m128i of_4 = _mm_setr_epi8(0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15);
+    const __m128i bytes = _mm512_cvtepi32_epi8((__m512i)v);
+    _mm_storeu_si128((__m128i*)p, _mm_shuffle_epi8(bytes, weight_bits == 8 ? of_8 : of_4));
+}
+#endif
 // Of a pair with a NaN, the second.
 inline Floats max(Floats a, Floats b) { return _mm512_max_ps(a, b); }
 inline Floats min(Floats a, Floats b) { return _mm512_min_ps(a, b); }

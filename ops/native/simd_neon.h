@@ -55,8 +55,13 @@ inline Words4 to_ints(Floats4 v) { return vreinterpretq_u32_s32(vcvtnq_s32_f32(v
 template <int BITS> inline Words4 down16(Words4 v) {
     return vreinterpretq_u32_u16(vshrq_n_u16(vreinterpretq_u16_u32(v), BITS));
 }
-// v is in a register here: the compiler stores it neither before nor while it changes.
-inline void in_register(Words4& v) { asm("" : "+w"(v)); }
+// v is in a register here: the compiler stores it neither before nor while it changes. By way of a copy: it would keep an array
+// in memory that has a vector which is written here.
+inline void in_register(Words4& v) {
+    Words4 w = v;
+    asm("" : "+w"(w));
+    v = w;
+}
 // acc + the products of both pairs of 16-bit whole numbers in each lane.
 inline Words4 mac16(Words4 acc, Words4 a, Words4 b) {
     const int16x8_t x = vreinterpretq_s16_u32(a), y = vreinterpretq_s16_u32(b);

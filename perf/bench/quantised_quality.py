@@ -29,6 +29,10 @@ FORMS: dict[str, dict[str, Any]] = {
     "int8 with lm_head": {"quantization": "int8", "quantize_lm_head": True},
     "int4": {"quantization": "int4"},
     "int4 with lm_head": {"quantization": "int4", "quantize_lm_head": True},
+    "w8a8": {"quantization": "w8a8"},
+    "w8a8 with lm_head": {"quantization": "w8a8", "quantize_lm_head": True},
+    "w4a8": {"quantization": "w4a8"},
+    "w4a8 with lm_head": {"quantization": "w4a8", "quantize_lm_head": True},
     "plain, FP8 KV cache": {"kv_cache_dtype": "fp8"},
     "int8, FP8 KV cache": {"quantization": "int8", "kv_cache_dtype": "fp8"},
 }

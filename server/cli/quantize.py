@@ -1,4 +1,4 @@
-"""`chorus quantize`: writes a checkpoint with int8 or int4 weights, rounded to the nearest."""
+"""`chorus quantize`: writes a checkpoint with weights of 8 or 4 bits, rounded to the nearest."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("out", type=Path, metavar="OUT", help="a new directory")
     parser.add_argument(
         "--quantization",
-        choices=("int8", "int4"),
+        choices=("int8", "int4", "w8a8", "w4a8"),
         default="int4",
         help="int8: one scale per row; int4: one per row and group of 128 inputs, or of 64 or 32 where 128 does not "
-        "divide the row",
+        "divide the row; w8a8 and w4a8: the same weights, and activations of 8 bits",
     )
 
 

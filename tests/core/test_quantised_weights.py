@@ -135,7 +135,7 @@ def test_what_keeps_dequantised_weights_says_so(model, caplog):
     [
         ({"quantization": "fp8"}, "weights can't be quantised to fp8 here; use int8"),
         ({"quantization": "awq"}, "read from its files; leave quantization out to serve awq"),
-        ({"quantization": "int3"}, "'int8' or 'int4'"),
+        ({"quantization": "int3"}, "'int8', 'int4', 'w8a8' or 'w4a8'"),
         ({"quantize_lm_head": True}, "quantize_lm_head needs quantization"),
     ],
 )
@@ -153,7 +153,7 @@ def test_a_quantised_checkpoint_is_not_quantised_again(model, tmp_path):
 
 
 def test_replicas_with_other_weights_are_other_models(model):
-    hashes = {model_hash(model, form=form) for form in ("", "int8", "int4", "int4 with lm_head")}
-    assert len(hashes) == 4
+    hashes = {model_hash(model, form=form) for form in ("", "int8", "int4", "int4 with lm_head", "w8a8", "w4a8")}
+    assert len(hashes) == 6
     assert model_hash(model) == model_hash(model, form="")
     assert read_model_config(model).weight_format is None

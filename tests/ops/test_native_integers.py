@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import product
 
 import pytest
 import torch
 
+from chorus.core.model.quantization.rounded_inputs import RoundedInputs
 from chorus.ops import native, native_library
 from chorus.ops.native_integers import integer_sizes, pack_integers
 from chorus.ops.sgmv import Segments
@@ -20,6 +22,8 @@ from .whole_numbers import WholeNumbers
 
 LEVELS = native_library.levels()
 FORMS = [(8, 1 << 20, False), (8, 128, True), (4, 128, False), (4, 32, True), (4, 64, False), (8, 96, False)]
+INPUTS = [(16, 256), (8, 64), (8, 128)]
+"""Bits of activations, and inputs of a block."""
 SHAPES = [(1, 8), (33, 20), (97, 136), (64, 288), (130, 576)]
 
 
@@ -85,19 +89,28 @@ def logits_of(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
 @pytest.mark.parametrize(("bits", "group", "zeros"), FORMS)
-def test_products_keep_the_bound(level, dtype, outputs, inputs, bits, group, zeros):
-    """The error of an activation is at most 1/65534 of the largest of its block, in float32 2^-31 of it."""
+@pytest.mark.parametrize(("input_bits", "most_block"), INPUTS)
+def test_products_keep_the_bound(level, dtype, outputs, inputs, bits, group, zeros, input_bits, most_block):
+    """The error of an activation of 16 bits is at most 1/65534 of the largest of its block, in float32 2^-31 of it.
+
+    One of 8 bits is that of `RoundedInputs`; near the middle of two steps it may be either.
+    """
     head = torch.randn(outputs, inputs, generator=torch.Generator().manual_seed(outputs))
-    whole = WholeNumbers.of(head, bits, group, zeros)
+    whole = replace(WholeNumbers.of(head, bits, group, zeros), input_bits=input_bits, input_block=most_block)
     count = min(40, outputs)  # the model has no token beyond its vocabulary
     embed = hidden_states(count, inputs, dtype)
     x = embed.double()
     x = x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt()
     if dtype == torch.bfloat16 and level in ("avx512bf16", "amx"):
         x = x.bfloat16().double()
-    block = 256 if group >= inputs else math.gcd(group, 256)
+    block = most_block if group >= inputs else math.gcd(group, most_block)
     most = torch.stack([part.abs().amax(-1) for part in x.split(block, 1)], 1)
-    fixed = most.repeat_interleave(block, 1)[:, :inputs] / (65534 if dtype == torch.bfloat16 else 1 << 31)
+    most = most.repeat_interleave(block, 1)[:, :inputs]
+    fixed = most / (65534 if dtype == torch.bfloat16 else 1 << 31)
+    if input_bits == 8:
+        step = most / 127
+        is_between = ((x / step).abs() % 1 - 0.5).abs() < 1e-3
+        fixed, x = step * is_between + 1e-6 * most, RoundedInputs(block)(x.float()).double()
     size = whole.weight.abs()
     bound = fixed @ size.T + 1e-6 * (x.abs() @ size.T) + 1e-6
     (found,) = logits_of(whole, embed, [range(count)], 1)
@@ -108,8 +121,10 @@ def test_products_keep_the_bound(level, dtype, outputs, inputs, bits, group, zer
 @pytest.mark.native
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("bits", "group", "zeros"), FORMS)
-def test_a_row_has_the_same_bits_in_any_batch(level, dtype, bits, group, zeros):
+@pytest.mark.parametrize(("input_bits", "block"), INPUTS[:2])
+def test_a_row_has_the_same_bits_in_any_batch(level, dtype, bits, group, zeros, input_bits, block):
     whole = WholeNumbers.of(torch.randn(97, 288, generator=torch.Generator().manual_seed(1)), bits, group, zeros)
+    whole = replace(whole, input_bits=input_bits, input_block=block)
     embed = hidden_states(230, 288, dtype)
     (every,) = logits_of(whole, embed, [range(230)], 3)
     steps = [[0], [7], [229], *(range(100, 100 + count) for count in range(2, 14)), range(30, 70)]
@@ -121,9 +136,11 @@ def test_a_row_has_the_same_bits_in_any_batch(level, dtype, bits, group, zeros):
 @pytest.mark.skipif(len(LEVELS) < 2, reason="this processor has one level at most")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("bits", "group", "zeros"), FORMS)
-def test_levels_give_the_same_bits(monkeypatch, dtype, bits, group, zeros):
+@pytest.mark.parametrize(("input_bits", "block"), INPUTS[:2])
+def test_levels_give_the_same_bits(monkeypatch, dtype, bits, group, zeros, input_bits, block):
     """Of the same activations: levels with products of bf16 round them to it."""
     whole = WholeNumbers.of(torch.randn(97, 288, generator=torch.Generator().manual_seed(2)), bits, group, zeros)
+    whole = replace(whole, input_bits=input_bits, input_block=block)
     signs = torch.randint(0, 2, (20, 288), generator=torch.Generator().manual_seed(3)) * 2 - 1
     embed = signs.to(dtype) if dtype == torch.bfloat16 else hidden_states(20, 288, dtype)
     found = []
@@ -139,8 +156,10 @@ def test_levels_give_the_same_bits(monkeypatch, dtype, bits, group, zeros):
 
 @pytest.mark.native
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_a_value_that_is_not_finite_spoils_its_own_row(level, value):
+@pytest.mark.parametrize("input_bits", [16, 8])
+def test_a_value_that_is_not_finite_spoils_its_own_row(level, value, input_bits):
     whole = WholeNumbers.of(torch.randn(70, 136, generator=torch.Generator().manual_seed(4)), 4, 128)
+    whole = replace(whole, input_bits=input_bits)
     embed = hidden_states(9, 136, torch.bfloat16)
     (want,) = logits_of(whole, embed, [range(9)], 1)
     embed[4, 130] = value

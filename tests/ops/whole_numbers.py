@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from chorus.ops.native_integers import IntegerPanels, pack_integers
+from chorus.ops.native_integers import BLOCK, IntegerPanels, pack_integers
 
 
 @dataclass
@@ -18,6 +18,8 @@ class WholeNumbers:
     zeros: torch.Tensor | None
     bits: int
     group: int
+    input_bits: int = 16
+    input_block: int = BLOCK
 
     @classmethod
     def of(cls, weight: torch.Tensor, bits: int, group: int, zeros: bool = False) -> WholeNumbers:
@@ -44,4 +46,7 @@ class WholeNumbers:
         return (self.integers.double() - zeros) * self.scales.double()[:, spread]
 
     def packed(self) -> IntegerPanels:
-        return pack_integers(self.integers, self.scales, self.zeros, bits=self.bits, group=self.group)
+        return pack_integers(
+            self.integers, self.scales, self.zeros, bits=self.bits, group=self.group,
+            input_bits=self.input_bits, input_block=self.input_block,
+        )  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..config_json import ConfigJson
@@ -11,6 +12,7 @@ from .fp4 import Fp4
 from .fp8 import Fp8Scheme
 from .module_list import ModuleList
 from .read_fields import check_known, read_modules
+from .rounded_inputs import MULTIPLE, RoundedInputs
 from .scaled_integers import ScaledIntegers
 
 if TYPE_CHECKING:
@@ -31,7 +33,7 @@ _FIELDS = {
     "transform_config",
 }
 
-#: Activations and the KV cache are not quantised, and the rest tells how the checkpoint was made and may be loaded.
+#: The KV cache is quantised by a setting, and the rest tells how the checkpoint was made and may be loaded.
 _NO_EFFECT = {
     "dequantize",
     "global_compression_ratio",
@@ -43,9 +45,10 @@ _NO_EFFECT = {
     "version",
 }
 
-_GROUP = {"targets", "weights", "format"}
-_GROUP_NO_EFFECT = {"input_activations", "output_activations"}
+_GROUP = {"targets", "weights", "format", "input_activations"}
+_GROUP_NO_EFFECT = {"output_activations"}
 
+#: Of weights, and of activations.
 _WEIGHTS = {
     "num_bits",
     "type",
@@ -134,7 +137,36 @@ def _group(groups: ConfigJson, name: str, top: ConfigJson) -> _Group:
     check_known(fields, _GROUP, _GROUP_NO_EFFECT)
     weights = fields.object("weights")
     scheme = None if weights is None else _scheme(weights, fields if fields.has("format") else top)
+    inputs = _rounded_inputs(fields)
+    if inputs is not None and isinstance(scheme, ScaledIntegers):
+        scheme = replace(scheme, inputs=inputs, title=f"{scheme.title}, activations of 8 bits")
     return _Group(read_modules(fields, "targets"), _CLASS in fields.texts("targets"), scheme)
+
+
+def _rounded_inputs(group: ConfigJson) -> RoundedInputs | None:
+    """How the activations of a group are rounded: if that is to 8 bits, symmetric, with scales that steps compute.
+
+    Others are left as they are, which is more precise.
+    """
+    inputs = group.object("input_activations")
+    if inputs is None:
+        return None
+    check_known(inputs, _WEIGHTS, _WEIGHTS_NO_EFFECT)
+    dynamic, bits, kind = inputs.raw.get("dynamic", False), inputs.integer("num_bits", 8), inputs.text("type", "int")
+    if dynamic not in (True, False, "local"):
+        raise inputs.refuse("dynamic", "not supported; supported: true, false, local")
+    if not inputs.boolean("symmetric", True) or dynamic is not True or (bits, kind) != (8, "int"):
+        return None
+    size = inputs.raw.get("group_size")
+    strategy = inputs.text("strategy", "token" if size is None else "group")
+    if strategy not in ("tensor", "token", "group"):
+        raise inputs.refuse("strategy", "not supported for activations; supported: token, tensor, group")
+    if strategy != "group":
+        return RoundedInputs()
+    size = inputs.integer("group_size")
+    if size < 1 or size % MULTIPLE:
+        raise inputs.refuse("group_size", f"not supported for activations; supported: multiples of {MULTIPLE}")
+    return RoundedInputs(size)
 
 
 def _scheme(weights: ConfigJson, holder: ConfigJson) -> WeightScheme:

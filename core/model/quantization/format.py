@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from .module_list import ModuleList
+from .rounded_inputs import RoundedInputs
 
 if TYPE_CHECKING:
     import torch
@@ -37,6 +38,8 @@ class Narrow(NamedTuple):
     group: int | None
     """Inputs of a group; None: a row is one."""
     has_zeros: bool = False
+    inputs: RoundedInputs | None = None
+    """See `GroupScaled.inputs`."""
 
 
 class WeightScheme(ABC):

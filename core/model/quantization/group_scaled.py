@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from .rounded_inputs import RoundedInputs
+
 if TYPE_CHECKING:
     import torch
 
@@ -36,6 +38,9 @@ class GroupScaled:
 
     factor: float = 1.0
     """Multiplies every product in float32."""
+
+    inputs: RoundedInputs | None = None
+    """How activations are rounded before they are multiplied with it; None: they are not."""
 
     @property
     def is_float(self) -> bool:

@@ -25,7 +25,10 @@ def part_of(matrix: GroupScaled, rows: slice, columns: slice) -> GroupScaled:
 
 
 def stacked(matrices: Sequence[GroupScaled]) -> GroupScaled:
-    """Matrices with the same inputs and bits, one below the other."""
+    """Matrices with the same inputs and bits, one below the other.
+
+    Activations are rounded if they are for all of them, in the same way.
+    """
     first = matrices[0]
     if len(matrices) == 1:
         return first
@@ -38,7 +41,8 @@ def stacked(matrices: Sequence[GroupScaled]) -> GroupScaled:
     values, scales = torch.cat([it.values for it in matrices]), torch.cat([it.scales * it.factor for it in matrices])
     has_zeros = any(matrix.zeros is not None for matrix in matrices)
     zeros = torch.cat([_zeros_of(matrix) for matrix in matrices]) if has_zeros else None
-    return GroupScaled(values, first.bits, scales, zeros, matrices[0].group_of)
+    inputs = first.inputs if all(matrix.inputs == first.inputs for matrix in matrices) else None
+    return GroupScaled(values, first.bits, scales, zeros, matrices[0].group_of, inputs=inputs)
 
 
 def _zeros_of(matrix: GroupScaled) -> torch.Tensor:
@@ -74,6 +78,11 @@ def is_packable(matrix: GroupScaled) -> bool:
     """True if the native library can multiply the integers: groups are even, and values have at most 8 bits."""
     size = _even_size(matrix.group_of)
     return not matrix.is_float and matrix.bits <= max(BITS) and (size == len(matrix.group_of) or not size % MULTIPLE)
+
+
+def rounds_inputs(matrix: GroupScaled) -> bool:
+    """True if activations are rounded for a matrix: where the native library would multiply its integers."""
+    return matrix.inputs is not None and is_packable(matrix)
 
 
 def packed_bits(matrix: GroupScaled) -> int:

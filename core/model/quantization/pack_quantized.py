@@ -1,4 +1,4 @@
-"""Checkpoints in the form `pack-quantized` of compressed-tensors, which vLLM and transformers read, too.
+"""Checkpoints of compressed-tensors that vLLM and transformers read, too: `pack-quantized` and `int-quantized`.
 
 Tests: tests/server/cli/test_quantize.py
 """
@@ -15,8 +15,22 @@ if TYPE_CHECKING:
     import torch
 
 
+#: Activations of 8 bits, with a scale that each token's get.
+_INPUTS = {
+    "num_bits": 8,
+    "type": "int",
+    "symmetric": True,
+    "strategy": "token",
+    "group_size": None,
+    "dynamic": True,
+    "observer": None,
+}
+
+
 def packed_tensors(weight: torch.Tensor, quantiser: RoundToNearest) -> dict[str, torch.Tensor]:
     """The tensors of a weight `[out, in]`, by the end of their names.
+
+    Where activations are rounded: `weight` int8 `[out, in]` and `weight_scale`. Else:
 
     `weight_packed` int32 `[out, ⌈in · bits / 32⌉]`: values plus 2^(bits-1), the first in the lowest bits.
     `weight_scale` bfloat16 `[out, groups]`. `weight_shape` int64 `[2]`.
@@ -24,6 +38,8 @@ def packed_tensors(weight: torch.Tensor, quantiser: RoundToNearest) -> dict[str,
     import torch
 
     matrix = quantiser(weight)
+    if matrix.inputs is not None:
+        return {"weight": matrix.values, "weight_scale": matrix.scales.bfloat16()}
     rows, inputs = matrix.values.shape
     bits, each = matrix.bits, 32 // matrix.bits
     stored = torch.zeros(rows, -(-inputs // each) * each, dtype=torch.int64)
@@ -62,14 +78,14 @@ def quantization_config(
             if len(sizes) == 1
             else [f"re:.*\\.{name}$" for name in sorted(by_name) if by_name[name] == size],
             "weights": _weights(quantiser.bits, size),
-            "input_activations": None,
+            "input_activations": None if quantiser.inputs is None else _INPUTS,
             "output_activations": None,
         }
         for index, size in enumerate(sizes)
     }
     return {
         "quant_method": "compressed-tensors",
-        "format": "pack-quantized",
+        "format": "pack-quantized" if quantiser.inputs is None else "int-quantized",
         "quantization_status": "compressed",
         "config_groups": groups,
         "ignore": sorted({*ignored, "lm_head"} - inputs.keys()),

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Literal
 from ..config_json import UnsupportedModel
 from .format import WeightFormat
 from .group_scaled import GroupScaled, row_chunks
+from .rounded_inputs import RoundedInputs
 
 if TYPE_CHECKING:
     import torch
 
-Name = Literal["int8", "int4"]
+Name = Literal["int8", "int4", "w8a8", "w4a8"]
 
 GROUPS = (128, 64, 32)
 """Inputs of a group of 4-bit weights: the first that divides a row."""
@@ -21,7 +22,7 @@ GROUPS = (128, 64, 32)
 @dataclass(frozen=True, slots=True)
 class RoundToNearest:
     """`int8`: one scale per row; `int4`: one per row and group of 128 inputs, or of 64 or 32 where 128 does not
-    divide the row. Symmetric: there are no zero points.
+    divide the row. Symmetric: there are no zero points. `w8a8` and `w4a8`: the same weights, and activations of 8 bits.
 
     A scale is the largest weight's size divided by (2^bits - 1) / 2, as in compressed-tensors, and rounded to bfloat16,
     as a quantised checkpoint stores them.
@@ -33,7 +34,12 @@ class RoundToNearest:
 
     @property
     def bits(self) -> int:
-        return {"int8": 8, "int4": 4}[self.name]
+        return {"int8": 8, "int4": 4, "w8a8": 8, "w4a8": 4}[self.name]
+
+    @property
+    def inputs(self) -> RoundedInputs | None:
+        """How activations are rounded; None: they are not."""
+        return RoundedInputs() if self.name in ("w8a8", "w4a8") else None
 
     def group_of(self, inputs: int) -> int:
         """Inputs of a group; the last one is shorter where no size divides the row."""
@@ -51,7 +57,7 @@ class RoundToNearest:
         scales = torch.empty(rows, -(-inputs // group))
         for some in row_chunks(weight):
             values[some], scales[some] = self._rounded(weight[some], group)
-        return GroupScaled(values, self.bits, scales, None, torch.arange(inputs) // group)
+        return GroupScaled(values, self.bits, scales, None, torch.arange(inputs) // group, inputs=self.inputs)
 
     def _rounded(self, weight: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Values and scales of some rows."""

@@ -11,6 +11,7 @@ from .group_scaled import SIGNED_BITS, GroupScaled, groups_of, signed
 from .packing import WORD_BITS, num_words, unpack, words_of
 from .read_fields import num_groups
 from .reading import check_range, read_scales
+from .rounded_inputs import RoundedInputs
 from .scaled_scheme import ScaledScheme
 
 if TYPE_CHECKING:
@@ -40,6 +41,8 @@ class ScaledIntegers(ScaledScheme):
 
     has_zeros: bool = False
     has_act_order: bool = False
+    inputs: RoundedInputs | None = None
+    """How activations are rounded; None: they are not."""
 
     def stores(self, checkpoint: Checkpoint, name: str) -> bool:
         return (
@@ -68,14 +71,15 @@ class ScaledIntegers(ScaledScheme):
         return found
 
     def narrow(self, name: str) -> Narrow | None:
-        return None if self.has_act_order else Narrow(self.bits, self.group, self.has_zeros)
+        return None if self.has_act_order else Narrow(self.bits, self.group, self.has_zeros, self.inputs)
 
     def scaled(self, checkpoint: Checkpoint, name: str, part: Part) -> GroupScaled:
         rows, columns = part
         groups, group_of = self._groups(checkpoint, f"{name}_g_idx", columns)
         scales = self._of_groups(read_scales(checkpoint, f"{name}_scale"), rows, groups)
         zeros = self._zeros(checkpoint, f"{name}_zero_point", rows, groups)
-        return GroupScaled(self._values(checkpoint, name, rows, columns), self.bits, scales, zeros, group_of)
+        values = self._values(checkpoint, name, rows, columns)
+        return GroupScaled(values, self.bits, scales, zeros, group_of, inputs=self.inputs)
 
     def _of_groups(self, values: torch.Tensor, rows: slice, groups: slice) -> torch.Tensor:
         """Values of `rows` and `groups` `[rows, groups]`, of a tensor that has them for all."""

@@ -1,4 +1,4 @@
-"""Engines with bf16, int8 and int4 weights on the native decoder, in rotation: the output projection is quantised, too.
+"""Engines with bf16 and quantised weights on the native decoder, in rotation: the output projection is quantised, too.
 
 A step is compared with the same step in bf16, and with the time in which the machine reads its bytes. `CHORUS_CPU_ISA`
 names the ISA level.
@@ -16,7 +16,7 @@ import torch
 
 from ....core.model.quantization.round_to_nearest import RoundToNearest
 from ....ops import native_library
-from ...report.table import Table
+from ...report.table import Goal, Table
 from ..context import Context
 from ..subject import Subject
 from ..timer import in_turns, ratio
@@ -29,7 +29,12 @@ FORMS: dict[str, dict[str, Any]] = {
     PLAIN: {},
     "int8": {"quantization": "int8", "quantize_lm_head": True},
     "int4": {"quantization": "int4", "quantize_lm_head": True},
+    "w8a8": {"quantization": "w8a8", "quantize_lm_head": True},
+    "w4a8": {"quantization": "w4a8", "quantize_lm_head": True},
 }
+
+BARS: dict[str, tuple[float, ...]] = {"w8a8": (1.7, 1.5, 1.3, 0.9), "w4a8": (2.8, 2.0, 1.5, 0.9)}
+"""Rates over bf16 that are to be reached, in the order of CASES, on processors with products of bytes."""
 
 
 def run(context: Context) -> dict[str, Any]:
@@ -74,6 +79,15 @@ def _step_bytes(context: Context, name: str, rows: int, tokens: tuple[int, int],
     shapes.append((geometry.vocab, geometry.hidden))
     plain = itemsize * (geometry.layer_params + geometry.head_params)
     return num_bytes - plain + sum(quantiser.num_bytes(*shape) for shape in shapes)
+
+
+def goals(values: dict[str, Any]) -> list[Goal]:
+    rates_of = {(row["weights"], row["case"]): row["pairs"] for row in values["rows"]}
+    return [
+        Goal(f"{name} / {PLAIN}", rates_of.get((name, case)), bar, where=case)
+        for name, bars in BARS.items()
+        for case, bar in zip(CASES, bars, strict=True)
+    ]
 
 
 def tables(values: dict[str, Any]) -> list[Table]:

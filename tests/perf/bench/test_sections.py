@@ -212,6 +212,9 @@ def test_quantization(context):
     assert all(row["share"] > 0 and row["of_plain"] > 0 for row in values["rows"])
     one_row = {row["weights"]: row["megabytes"] for row in values["rows"] if row["case"] == "decode, 1 row"}
     assert one_row["bf16"] > one_row["int8"] > one_row["int4"]
+    assert (one_row["w8a8"], one_row["w4a8"]) == (one_row["int8"], one_row["int4"])
+    found = quantization.goals(values)
+    assert {goal.where for goal in found} == set(levels.CASES) and all(goal.value is not None for goal in found)
 
 
 @pytest.mark.skipif(not native_library.available(torch.float32), reason="no native library")

@@ -145,3 +145,40 @@ def test_served_it_has_the_bits_of_the_setting(model, quantised):
     found = logits_of(executor_of(out, **options), [[3, 7, 11], [9, 2]])
     want = logits_of(executor_of(model, quantization=name, **options), [[3, 7, 11], [9, 2]])
     assert torch.equal(found, want)
+
+
+@pytest.fixture(params=["w8a8", "w4a8"])
+def with_activations(request, model, tmp_path):
+    assert main(["quantize", str(model), str(tmp_path / "out"), "--quantization", request.param]) == 0
+    return request.param, tmp_path / "out"
+
+
+def test_activations_are_described_where_they_are_rounded(model, with_activations):
+    """Weights are int8 tensors: others read no packed ones with activations."""
+    name, out = with_activations
+    section = json.loads((out / "config.json").read_text())["quantization_config"]
+    assert section["format"] == "int-quantized"
+    for group in section["config_groups"].values():
+        assert group["weights"]["num_bits"] == (8 if name == "w8a8" else 4)
+        inputs = group["input_activations"]
+        assert (inputs["num_bits"], inputs["dynamic"], inputs["strategy"]) == (8, True, "token")
+    found = load_file(out / "model.safetensors")
+    want = RoundToNearest(name)(load_file(model / "model.safetensors")[DOWN + "weight"])
+    assert torch.equal(found[DOWN + "weight"], want.values)
+    assert torch.equal(found[DOWN + "weight_scale"].float(), want.scales)
+    if find_spec("compressed_tensors") is not None:
+        from compressed_tensors.quantization import QuantizationConfig
+
+        scheme = list(QuantizationConfig.model_validate(section).config_groups.values())[-1]
+        assert scheme.input_activations.num_bits == 8 and scheme.input_activations.dynamic is True
+
+
+@pytest.mark.parametrize("kernels", ["torch", pytest.param("native", marks=pytest.mark.native)])
+def test_served_with_activations_it_has_the_bits_of_the_setting(model, with_activations, kernels):
+    name, out = with_activations
+    options = {"dtype": "bfloat16", "cpu_kernels": kernels}
+    found = logits_of(executor_of(out, **options), [[3, 7, 11], [9, 2]])
+    want = logits_of(executor_of(model, quantization=name, **options), [[3, 7, 11], [9, 2]])
+    weights_alone = "int8" if name == "w8a8" else "int4"
+    other = logits_of(executor_of(model, quantization=weights_alone, **options), [[3, 7, 11], [9, 2]])
+    assert torch.equal(found, want) and not torch.equal(found, other)
