@@ -108,11 +108,7 @@ class DecoderModel:
         packs = dtype == torch.float32
         self._dtype = dtype = dtype or embed.dtype
         self._embed = embed.to(device)
-        if device.type == "cpu" and weights.keeps is None and weights.rounds_inputs:
-            weights.keeps = rounds_inputs
-            kept = partial(_rounding, dtype=embed.dtype, packs=packs)
-        else:
-            kept = _kept(device, embed.dtype, packs=packs, narrow=weights.keeps is not None)
+        kept = _kept(weights, device, embed.dtype, packs=packs)
         if head is embed and not packs:
             self._lm_head = self._embed
         else:
@@ -458,11 +454,14 @@ def _kv_scales(weights: Weights, arena: Arena) -> list[KvScales]:
     return weights.kv_scales() if arena.layout.float8_kv else [UNSCALED] * arena.layout.num_layers
 
 
-def _kept(device: torch.device, dtype: torch.dtype, *, packs: bool, narrow: bool) -> Pack | None:
+def _kept(weights: Weights, device: torch.device, dtype: torch.dtype, *, packs: bool) -> Pack | None:
     """The function that converts each projection after it was read; None: projections stay as they were read."""
+    if device.type == "cpu" and weights.keeps is None and weights.rounds_inputs:
+        weights.keeps = rounds_inputs
+        return partial(_rounding, dtype=dtype, packs=packs)
     if packs:
         return lambda weight: pack(plain(weight, dtype).float())
-    if narrow:
+    if weights.keeps is not None:
         return lambda weight: _narrowed(weight, dtype, device)
     return (
         None if device.type == "cpu" else lambda weight: plain(weight, dtype).to(device)

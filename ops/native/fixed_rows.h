@@ -149,8 +149,12 @@ class FixedScratch {
         const long plane = spread<char>((k + kLanes) * (int)sizeof(typename F::Part));
         const long sums = spread<int32_t>(F::parts * blocks);
         const auto view = [&]() -> FixedRows {
-            return {{values_.data(), F::parts * plane}, plane, {factors_.data(), sums}, {sums_.data(), sums},
-                    {starts_.data(), sums}, blocks};
+            return {{values_.data(), F::parts * plane},
+                    plane,
+                    {factors_.data(), sums},
+                    {sums_.data(), sums},
+                    {starts_.data(), sums},
+                    blocks};
         };
         if (count_ && first_ == first && count_ >= count && form_ == form) return view();
         grow(values_, (size_t)count * F::parts * plane);
@@ -161,9 +165,8 @@ class FixedScratch {
             char* to = values_.data() + r * F::parts * plane;
             for (int b = 0; b < blocks; b++) {
                 const int at = b * form.block;
-                fix_block<F>(x[first + r] + at, std::min(form.block, k - at), form,
-                             to + at * sizeof(typename F::Part), plane, factors_.data() + r * sums + b,
-                             sums_.data() + r * sums + b, blocks);
+                fix_block<F>(x[first + r] + at, std::min(form.block, k - at), form, to + at * sizeof(typename F::Part),
+                             plane, factors_.data() + r * sums + b, sums_.data() + r * sums + b, blocks);
             }
             for (long i = r * sums; i < r * sums + F::parts * blocks; i++)
                 starts_[i] = -(sums_[i] << (form.weight_bits - 1));

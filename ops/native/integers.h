@@ -38,12 +38,12 @@ struct IntegerPanel {
     int bits, group, input_bits, input_block;
 
     // Of the activations. Inputs of a block have one scale.
-    FixedForm inputs() const {
-        return {input_bits, group >= k ? input_block : std::gcd(group, input_block), bits};
-    }
+    FixedForm inputs() const { return {input_bits, group >= k ? input_block : std::gcd(group, input_block), bits}; }
     IntegerPanel from(int column) const {
-        return {data + 4 * column, k, scales + column, zeros ? zeros + column : nullptr, bits, group, input_bits,
-                input_block};
+        IntegerPanel found = *this;
+        found.data += 4 * column, found.scales += column;
+        if (zeros) found.zeros += column;
+        return found;
     }
 };
 
@@ -157,7 +157,8 @@ __attribute__((noinline)) void integer_tile(const FixedRows& x, const IntegerPan
                 Floats all = floats(0), inputs = floats(0);
                 each<parts>([&](auto p) CHORUS_INLINED {
                     Words sum = sums[(p() * tile + i()) * chains];
-                    each<chains - 1>([&](auto c) CHORUS_INLINED { sum = sum + sums[(p() * tile + i()) * chains + c() + 1]; });
+                    each<chains - 1>([&](auto c)
+                                         CHORUS_INLINED { sum = sum + sums[(p() * tile + i()) * chains + c() + 1]; });
                     const Floats own = from_ints(sum);
                     all = p() ? fma(all, floats(1 << kPartBits), own) : own;
                     if constexpr (has_zeros()) {

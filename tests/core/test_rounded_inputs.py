@@ -227,3 +227,14 @@ def test_experts_get_their_activations_as_they_are(tmp_path):
     assert layer.qkv.inputs == layer.o.inputs == RoundedInputs()
     found = last_logits(executor, [[3, 7, 11, 4, 5, 9]])
     assert found.isfinite().all() and found.std() > 0
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("name", NAMES)
+def test_the_output_projection_rounds_its_inputs_too(odd, name):
+    options = {"dtype": "float32", "quantization": name, "quantize_lm_head": True}
+    native, torch_s = (logits_of(odd.model, odd.adapters, cpu_kernels=each, **options) for each in ("native", "torch"))
+    errors = (native - torch_s).norm(dim=-1) / torch_s.norm(dim=-1)
+    assert errors.median() < 1e-5 and errors.max() < 0.03
+    weights_alone = logits_of(odd.model, odd.adapters, cpu_kernels="torch", dtype="float32", quantization=name)
+    assert (torch_s - weights_alone).norm() > 2e-3 * torch_s.norm()

@@ -13,6 +13,7 @@ import torch
 
 from ....ops.native_integers import BITS, MULTIPLE
 from .group_scaled import GroupScaled
+from .rounded_inputs import RoundedInputs
 
 
 def part_of(matrix: GroupScaled, rows: slice, columns: slice) -> GroupScaled:
@@ -41,8 +42,12 @@ def stacked(matrices: Sequence[GroupScaled]) -> GroupScaled:
     values, scales = torch.cat([it.values for it in matrices]), torch.cat([it.scales * it.factor for it in matrices])
     has_zeros = any(matrix.zeros is not None for matrix in matrices)
     zeros = torch.cat([_zeros_of(matrix) for matrix in matrices]) if has_zeros else None
-    inputs = first.inputs if all(matrix.inputs == first.inputs for matrix in matrices) else None
-    return GroupScaled(values, first.bits, scales, zeros, matrices[0].group_of, inputs=inputs)
+    return GroupScaled(values, first.bits, scales, zeros, matrices[0].group_of, inputs=_common_inputs(matrices))
+
+
+def _common_inputs(matrices: Sequence[GroupScaled]) -> RoundedInputs | None:
+    inputs = {matrix.inputs for matrix in matrices}
+    return inputs.pop() if len(inputs) == 1 else None
 
 
 def _zeros_of(matrix: GroupScaled) -> torch.Tensor:

@@ -71,6 +71,7 @@ def quantization_config(
         if by_name.setdefault(name, group) != group:
             raise UnsupportedModel(f"{module} has other groups than other modules called {name}; quantise to int8")
     per_row = quantiser.bits == 8
+    layout, inputs_of = ("pack-quantized", None) if quantiser.inputs is None else ("int-quantized", _INPUTS)
     sizes = [None] if per_row else sorted(set(by_name.values()), reverse=True)
     groups = {
         f"group_{index}": {
@@ -78,14 +79,14 @@ def quantization_config(
             if len(sizes) == 1
             else [f"re:.*\\.{name}$" for name in sorted(by_name) if by_name[name] == size],
             "weights": _weights(quantiser.bits, size),
-            "input_activations": None if quantiser.inputs is None else _INPUTS,
+            "input_activations": inputs_of,
             "output_activations": None,
         }
         for index, size in enumerate(sizes)
     }
     return {
         "quant_method": "compressed-tensors",
-        "format": "pack-quantized" if quantiser.inputs is None else "int-quantized",
+        "format": layout,
         "quantization_status": "compressed",
         "config_groups": groups,
         "ignore": sorted({*ignored, "lm_head"} - inputs.keys()),
