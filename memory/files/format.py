@@ -33,7 +33,6 @@ from .trained_rows import find_rows, module_of
 from .unserved import why_not_lora
 from .vectors import vector_targets, why_no_vector
 
-
 Names = Mapping[tuple[int, str], tuple[str, str]]
 """The names of A and B by layer and projection."""
 
