@@ -51,6 +51,8 @@ class ModelInfo:
     """False for a model without an output projection."""
     head: ScoreHead | None = field(default=None, compare=False)
     """Its score head; None if it has none."""
+    expert_share: float = field(default=0.0, compare=False)
+    """Share of its experts that a token goes to; 0: it has no mixture of experts."""
 
 
 class ShadowBackend(Protocol):
@@ -211,7 +213,14 @@ class ModelExecutor(ExecutorBase):
         has_head = model.is_classifier and not shard.rank and config.load_format == "auto"
         head = read_score_head(config.model, model.hidden_size) if has_head else None
         self.model = ModelInfo(
-            model.vocab_size, limit, model.eos_token_ids, window, grammars, generates=model.has_lm_head, head=head
+            model.vocab_size,
+            limit,
+            model.eos_token_ids,
+            window,
+            grammars,
+            generates=model.has_lm_head,
+            head=head,
+            expert_share=model.experts.share_per_token if model.experts else 0.0,
         )
         self.layout = self._page_layout(config, limit)
 
