@@ -85,6 +85,10 @@ def inspect_adapter(path: Path, modules: ModulePaths, roots: Sequence[Path] = ()
             rows, dropped, num_tokens, added = find_rows(file, config, directory, modules)
             tokens = _own_tokens(path, directory, modules, added)
             targets, projections = targets_of(config, stem, modules, file.head_names), modules.projections
+            names = {target: tensor_names(target[0], projections[target[1]]) for target in targets}
+            untrained = _untrained(file, names, projections) if config.targets_all_linear else ()
+            for target in [each for each in targets if projections.name_of_all(each[1]) in untrained]:
+                del targets[target], names[target]
             _check_experts(config, targets, projections)
             if added:
                 _check_no_lora_on_added(config, targets, projections)
@@ -92,7 +96,6 @@ def inspect_adapter(path: Path, modules: ModulePaths, roots: Sequence[Path] = ()
             vectors = vector_targets(file, module_keys(projections), config, targets, modules)
             others = {name for target in vectors for name in vector_names(target, projections)}
             others.update(TENSORS if config.has_head else ())
-            names = {target: tensor_names(target[0], projections[target[1]]) for target in targets}
             _check_names(file, names, config, projections, others)
             for target, (rank, _) in targets.items():
                 for name, shape in zip(names[target], matrix_shapes(projections[target[1]], rank), strict=True):
@@ -114,6 +117,7 @@ def inspect_adapter(path: Path, modules: ModulePaths, roots: Sequence[Path] = ()
                 base_model=config.base_model,
                 modules=modules,
                 num_left_out=file.num_left_out,
+                untrained=untrained,
                 dropped=dropped,
                 invocation_tokens=config.invocation_tokens,
                 head=head,
@@ -208,6 +212,18 @@ def _shared(
 ) -> tuple[tuple[AdapterPart, ...], TensorPlaces | None]:
     """Equal ones as one object: most of thousands of adapters have the shapes of another and were saved alike."""
     return parts, places
+
+
+def _untrained(file: AdapterWeights, names: Names, projections: Projections) -> tuple[str, ...]:
+    """The projections of which the file has no tensor in any layer. Trainers write "all-linear" of what they were told
+    not to train, too, and PEFT leaves these projections as the base model has them. None if the file has nothing.
+    """
+    found = {projections.name_of_all(target[1]): False for target in names}
+    for (_, module), pair in names.items():
+        if any(map(file.tensors.__contains__, pair)):
+            found[projections.name_of_all(module)] = True
+    without = [name for name, has_tensors in found.items() if not has_tensors]
+    return tuple(sorted(without, key=projections.id)) if len(without) < len(found) else ()
 
 
 def _check_names(
