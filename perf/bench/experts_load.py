@@ -3,6 +3,7 @@
 The adapter is written, registered, read into the host cache and copied into pages by the adapter store; the base model
 is not needed for that, so shapes may be true ones whatever the machine's memory is. The limit is the time in which this
 machine reads the file's bytes into fresh memory and copies them into the same pages, measured in turns with the load.
+Processors' times are compared, so that other processes don't count; a disk that is waited for doesn't either.
 
 With `--prompt` an engine with random weights serves a first token, with the adapter in its pages and on the disk. The
 base model must fit then: a few layers, or many narrow ones with an adapter of more ranks.
@@ -66,6 +67,8 @@ class Loaded:
     """Seconds until its configuration and its header are read and checked."""
     load: float
     """Seconds from then until it is in its pages."""
+    processor: float
+    """Seconds of processors for both."""
     pages_bytes: int
     """In pages, and as many in the host cache."""
     above: int
@@ -102,15 +105,16 @@ class LoadOnly:
         before = _memory("VmRSS")
         with _longest_pause() as pause:
             forget_peak()
-            began = time.perf_counter()
+            spent, began = time.process_time(), time.perf_counter()
             adapter = self.store.register(NAME, path)
             registered = time.perf_counter()
             wait_for_pages(self.store, adapter)
-            ended = time.perf_counter()
+            ended, spent = time.perf_counter(), time.process_time() - spent
         num_bytes = adapter.num_pages * self.arena.layout.page_bytes
         found = Loaded(
             registered - began,
             ended - registered,
+            spent,
             num_bytes,
             max(0, _memory("VmHWM") - before - num_bytes),
             max(pause, default=0.0),
@@ -119,9 +123,9 @@ class LoadOnly:
         self.store.unregister(NAME)
         return found
 
-    def plain_seconds(self, path: Path) -> float:
-        """Seconds to read a file's bytes into fresh memory, and to copy them into the pages."""
-        began = time.perf_counter()
+    def plain_seconds(self, path: Path) -> tuple[float, float]:
+        """Seconds to read a file's bytes into fresh memory, and to copy them into the pages; and of processors."""
+        spent, began = time.process_time(), time.perf_counter()
         with path.open("rb", buffering=0) as file:
             size = path.stat().st_size
             data = hugepages.zeros((size,), torch.uint8)
@@ -129,7 +133,7 @@ class LoadOnly:
             while done < size:
                 done += file.readinto(target[done : done + _READ_BYTES])
         self.arena.pages.view(-1).view(torch.uint8)[:size] = data
-        return time.perf_counter() - began
+        return time.perf_counter() - began, time.process_time() - spent
 
 
 def wait_for_pages(store: AdapterStore, adapter: Adapter) -> None:
@@ -262,7 +266,7 @@ def _page_bytes(model: Path) -> int:
 def measure_loads(model: Path, adapter: Path, rounds: int, *, uncached: bool = False) -> dict[str, Any]:
     """Loads in turns with plain reads. uncached: the file is read from the disk itself."""
     file = adapter / WEIGHTS_FILE
-    loads, plains = list[Loaded](), list[float]()
+    loads, plains = list[Loaded](), list[tuple[float, float]]()
     with LoadOnly(model, 2 * file.stat().st_size) as place:
         for _ in range(rounds):
             if uncached:
@@ -277,13 +281,17 @@ def measure_loads(model: Path, adapter: Path, rounds: int, *, uncached: bool = F
         hashing = time.perf_counter() - began
     best = min(loads, key=lambda each: each.register + each.load)
     seconds, size = best.register + best.load, file.stat().st_size
+    plain, plain_processor = map(min, zip(*plains, strict=True))
+    processor = min(each.processor for each in loads)
     return {
         "file_bytes": size,
         "pages_bytes": best.pages_bytes,
         "register_seconds": best.register,
         "load_seconds": best.load,
-        "plain_seconds": min(plains),
-        "share": min(plains) / seconds,
+        "plain_seconds": plain,
+        "processor_seconds": processor,
+        "plain_processor_seconds": plain_processor,
+        "share": plain_processor / processor,
         "mb_per_second": size / seconds / 1e6,
         "above_bytes": max(each.above for each in loads),
         "pause_seconds": median(each.pause for each in loads),
@@ -358,6 +366,8 @@ def _table_of_loads(loads: dict[str, Any]) -> Table:
     table.add("weights read and copied into pages, s", loads["load_seconds"])
     table.add("bytes read and copied once, s", loads["plain_seconds"])
     table.add("MB/s", loads["mb_per_second"])
+    table.add("processor time of the load, s", loads["processor_seconds"])
+    table.add("processor time of reading and copying once, s", loads["plain_processor_seconds"])
     table.add("peak memory above what is kept, MB", loads["above_bytes"] / 1e6)
     table.add("longest wait of another thread, ms", loads["pause_seconds"] * 1e3)
     table.add("hash of the content, s", loads["hash_seconds"])
