@@ -23,12 +23,9 @@ class ModuleNames:
         self.longest = max(map(len, names), default=0)
         self._end_of: dict[str, int] = {}
         self._name_at: dict[int, str] = {}
-        self._with_tail: dict[str, list[str]] = defaultdict(list)
+        self._tails: dict[int, dict[str, list[str]]] = {}
         starts, place = [], 0
         for name in names:
-            parts = name.split(".")
-            for index in range(len(parts)):
-                self._with_tail[".".join(parts[index:])].append(name)
             starts.append(place)
             place += len(name)
             self._end_of[name], self._name_at[place] = place, name
@@ -76,7 +73,19 @@ class ModuleNames:
 
     def with_tail(self, tail: str) -> Sequence[str]:
         """The names that equal `tail`, or end with it after a dot."""
-        return self._with_tail.get(tail, ())
+        count = tail.count(".") + 1
+        if count not in self._tails:
+            self._tails[count] = self._by_tail(count)
+        return self._tails[count].get(tail, ())
+
+    def _by_tail(self, count: int) -> dict[str, list[str]]:
+        """The names by their last `count` parts."""
+        found: dict[str, list[str]] = defaultdict(list)
+        for name in self.names:
+            parts = name.rsplit(".", count)
+            if len(parts) >= count:
+                found[".".join(parts[-count:])].append(name)
+        return found
 
     def at(self, ends: int) -> list[str]:
         """The names that end in a set of places, in order."""

@@ -29,12 +29,12 @@ def targets_of(config: AdapterConfig, stem: str, modules: ModulePaths, head_name
     """
     file = config.file
     names, keys = _keys(stem, modules)
+    of_model = _model_keys(stem, modules)
     targets = {}
     for name, rank_and_scale in config.targets(names).items():
         if name in keys:
             layer, parts = keys[name]
-            is_of_model = modules.projections[parts[0]].is_of_model
-            if is_of_model and _is_passed_over(name, head_names, all_linear=config.targets_all_linear):
+            if name in of_model and _is_passed_over(name, head_names, all_linear=config.targets_all_linear):
                 continue
             for module in parts:  # of several paths to a projection the first is the adapter's own
                 targets.setdefault((layer, module), rank_and_scale)
