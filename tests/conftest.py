@@ -30,6 +30,7 @@ from .kept import KeptAnswers, kept_files
 from .llama_draft import LlamaDraft
 
 os.environ["CHORUS_CHECK_STEPS"] = "1"  # before anything of `chorus` is imported
+os.environ["TORCHDYNAMO_DISABLE"] = "1"  # no test compiles; bitsandbytes, which peft imports, would import the compiler
 torch.set_num_threads(1)
 if is_interpreting():  # peft takes what is None for missing, and need not import it, which takes longer than torch
     sys.modules["bitsandbytes"] = None  # pyright: ignore[reportArgumentType]
