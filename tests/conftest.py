@@ -30,6 +30,7 @@ from .kept import KeptAnswers, kept_files
 from .llama_draft import LlamaDraft
 
 os.environ["CHORUS_CHECK_STEPS"] = "1"  # before anything of `chorus` is imported
+os.environ["TORCHDYNAMO_DISABLE"] = "1"  # no test compiles; bitsandbytes, which peft imports, would import the compiler
 torch.set_num_threads(1)
 if is_interpreting():  # peft takes what is None for missing, and need not import it, which takes longer than torch
     sys.modules["bitsandbytes"] = None  # pyright: ignore[reportArgumentType]
@@ -99,10 +100,10 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out slow tests, and those of GPU kernels but for a sample, unless they are named, by themselves or by a
-    marker. Where the native library is there,
-    leave out those that compare numbers of PyTorch's operators, too: `make plain` runs them without it. Long tests come
-    first, so that none is left alone at the end. A test that compares numbers is `native` where its kernels are, so
-    that those which another level of instructions may change are told apart.
+    marker. Where the native library is there, leave out those that compare numbers of PyTorch's operators, too: `make
+    plain` runs them without it. Long tests come first, so that none is left alone at the end. A test that compares
+    numbers is `native` where its kernels are, so that those which another level of instructions may change are told
+    apart. Of these, one with a parameter `level` runs at all `levels` in any session.
     """
     if unnamed := _unnamed_marks(items, {line.partition(":")[0] for line in config.getini("markers")}):
         raise pytest.UsageError(f"marks that the files of tests don't name, so that -m may miss them: {unnamed}")
@@ -115,6 +116,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("numerics") and _kernels(item) == "native":
             item.add_marker("native")
+        if item.get_closest_marker("native") and "level" in _params(item):
+            item.add_marker("levels")
 
 
 def _unnamed_marks(items: list[pytest.Item], names: set[str]) -> list[str]:
@@ -233,7 +236,11 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def _kernels(item: pytest.Item) -> str | None:
-    return getattr(getattr(item, "callspec", None), "params", {}).get("kernels")
+    return _params(item).get("kernels")
+
+
+def _params(item: pytest.Item) -> dict[str, Any]:
+    return getattr(getattr(item, "callspec", None), "params", {})
 
 
 @pytest.fixture(autouse=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -59,3 +60,24 @@ def test_levels_leave_out_single_tests_only():
         once = [test for test in tests if "pytest.mark.once" in map(ast.unparse, test.decorator_list)]
         uses = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node.attr == "once"]
         assert len(uses) == len(once) < len(tests), path
+
+
+def test_what_levels_leave_out_runs_on_every_instruction_set_at_once():
+    """A native test is one of `levels` by its parameter, which must have all that this processor can run."""
+    found = {}
+    for path in HERE.rglob("test_*.py"):
+        text = path.read_text()
+        if "pytest.mark.native" not in text:
+            continue
+        tree = ast.parse(text)
+        for function in (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)):
+            for call in (each for each in function.decorator_list if isinstance(each, ast.Call)):
+                kind, arguments = ast.unparse(call.func), list(map(ast.unparse, call.args))
+                if kind == "pytest.mark.parametrize" and arguments[0] == "'level'":
+                    found[path, function.name] = arguments[1]
+                if kind == "pytest.fixture" and function.name == "level":
+                    found[path, function.name] = ast.unparse(next(each.value for each in call.keywords))
+        own = re.search(r"^LEVELS = (.*)$", text, re.MULTILINE)
+        assert own is None or own[1] == "native_library.levels()", path
+    assert len(found) > 5
+    assert set(found.values()) <= {"LEVELS", "native_library.levels()"}, found

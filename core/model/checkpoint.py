@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -13,6 +14,9 @@ from .config_json import ConfigJson, UnsupportedModel
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+
+_SHARED_BYTES = 1 << 20
+"""Bytes of tensors that are read before their file is opened anew. To open it reads the names of all its tensors."""
 
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _STORED = {
@@ -59,6 +63,7 @@ class Checkpoint:
         """entries: the tensors. None: those of the directory's safetensors files."""
         self._directory = directory
         self._entries = _read_headers(directory) if entries is None else dict(entries)
+        self._opened: tuple[Path, Any, int] | None = None  # a file, and the bytes that it may still give
 
     def __contains__(self, name: str) -> bool:
         return name in self._entries
@@ -87,8 +92,6 @@ class Checkpoint:
     def read_into(self, target: torch.Tensor, name: str, part: Sequence[slice] = ()) -> None:
         """Copy `part` of tensor `name`, slices of its first dimensions, into `target`, which has its shape, casting to
         its dtype. Nothing else of it is read.
-
-        The file is opened anew, so that its pages leave memory with the tensor.
         """
         target.copy_(self.read(name, part))
 
@@ -96,12 +99,23 @@ class Checkpoint:
         """Return `part` of tensor `name` in the dtype that it is stored in."""
         path = self._entries[name].path
         try:
-            with safe_open(path, framework="pt") as file:
-                return file.get_slice(name)[tuple(part)] if part else file.get_tensor(name)
+            file = self._open(self._entries[name])
+            return file.get_slice(name)[tuple(part)] if part else file.get_tensor(name)
         except (SafetensorError, OSError) as error:
             raise UnsupportedModel(
                 f"{path}: tensor {name} cannot be read: {error}; download the checkpoint again"
             ) from error
+
+    def _open(self, entry: TensorEntry) -> Any:
+        """Return a tensor's file, opened. Small tensors share one; else it is opened anew, so that its pages leave
+        memory with the tensor.
+        """
+        path, file, left = self._opened or (None, None, 0)
+        if path != entry.path or left < entry.num_bytes:
+            file, left = safe_open(entry.path, framework="pt"), _SHARED_BYTES
+        left -= entry.num_bytes
+        self._opened = (entry.path, file, left) if left > 0 else None
+        return file
 
 
 def _read_headers(directory: Path) -> dict[str, TensorEntry]:

@@ -12,7 +12,7 @@ from array import array
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from enum import IntEnum
-from itertools import chain, compress
+from itertools import chain
 
 import numpy as np
 
@@ -33,10 +33,10 @@ class PageKind(IntEnum):
 _KINDS = tuple(PageKind)
 _FREE, _CACHED = PageKind.FREE, PageKind.CACHED
 
-#: Kinds of pages that have references; pages of these kinds have one owner, except KV pages.
-_HELD = frozenset(map(int, (PageKind.KV, PageKind.ADAPTER, PageKind.SHADOW)))
-#: Kinds of pages that may hold a known block.
-_KEPT = frozenset(map(int, (PageKind.KV, PageKind.CACHED)))
+#: By kind: whether its pages have references; pages of these kinds have one owner, except KV pages.
+_HELD = np.array([kind in (PageKind.KV, PageKind.ADAPTER, PageKind.SHADOW) for kind in PageKind])
+#: By kind: whether its pages may hold a known block.
+_KEPT = np.array([kind in (PageKind.KV, PageKind.CACHED) for kind in PageKind])
 
 
 class OutOfPages(RuntimeError):
@@ -61,7 +61,7 @@ class PagePool:
             raise ValueError(f"num_pages is {num_pages}; at least 2 are needed: the dummy page and one to use")
         self.num_pages = num_pages
         self._kind = bytearray(num_pages)
-        self._references = [0] * num_pages
+        self._references = array("i", bytes(num_pages * array("i").itemsize))
         self._kept = bytearray(num_pages)
         self._kind[self.DUMMY] = PageKind.RESERVED
         self._free = array("i", range(num_pages - 1, 0, -1))  # a stack with the lowest page on top
@@ -133,7 +133,7 @@ class PagePool:
     def _mark(self, runs: Sequence[range], kind: PageKind, references: int) -> None:
         for run in runs:
             self._kind[run.start : run.stop] = bytes((kind,)) * len(run)
-            self._references[run.start : run.stop] = [references] * len(run)
+            self._references[run.start : run.stop] = array("i", (references,)) * len(run)
 
     def retain(self, pages: Iterable[int]) -> None:
         """Add a reference to pages that are in use or cached."""
@@ -186,30 +186,26 @@ class PagePool:
         holders: the pages that the rest of the engine believes it holds, as (kind, pages) per holder. If given, every
         reference count must equal the number of holders, and a page that is not KV must have exactly one.
         """
-        # This runs whenever an engine idles, so built-ins scan the whole pool and loops only the pages in use.
-        pages, free = range(self.num_pages), set(self._free)
-        used = set(compress(pages, self._kind))
-        if len(free) != len(self._free):
+        # This runs whenever an engine idles, so NumPy scans the whole pool.
+        kinds, references = self.kinds(), np.frombuffer(self._references, np.intc)
+        listed = np.bincount(np.array(self._free), minlength=self.num_pages)
+        if len(self._free) and listed.max() > 1:
             raise IntegrityError("a page is on the free list twice")
-        actual = Counter(self._kind)
-        if any(actual[kind] != self._counts[kind] for kind in PageKind if kind is not _FREE):
-            raise IntegrityError(f"counts {self._counts} by kind differ from the pages' kinds {dict(actual)}")
-        if wrong := free & used or (len(free) + len(used) < len(pages) and set(pages) - free - used):
-            page = min(wrong)
-            where = "on" if page in free else "off"
+        actual = np.bincount(kinds, minlength=len(PageKind)).tolist()
+        if actual[1:] != self._counts[1:]:
+            raise IntegrityError(f"counts {self._counts} by kind differ from the pages' kinds {actual}")
+        if (page := _first((listed > 0) != (kinds == _FREE))) is not None:
+            where = "on" if listed[page] else "off"
             raise IntegrityError(f"page {page} is {self.kind(page).name} and {where} the free list")
-        kinds, references, kept = self._kind, self._references, self._kept
-        for page in used.union(compress(pages, references), compress(pages, kept)):
-            kind = kinds[page]
-            if (references[page] > 0) != (kind in _HELD):
-                raise IntegrityError(f"page {page} is {self.kind(page).name} with {references[page]} references")
-            if kept[page] and kind not in _KEPT:
-                raise IntegrityError(f"page {page} is {self.kind(page).name} but kept as a cached prefix")
+        if (page := _first((references > 0) != _HELD[kinds])) is not None:
+            raise IntegrityError(f"page {page} is {self.kind(page).name} with {references[page]} references")
+        if (page := _first(np.frombuffer(self._kept, bool) & ~_KEPT[kinds])) is not None:
+            raise IntegrityError(f"page {page} is {self.kind(page).name} but kept as a cached prefix")
         if holders is not None:
             self._check_holders(holders)
 
     def _check_holders(self, holders: Iterable[tuple[PageKind, Iterable[int]]]) -> None:
-        kinds, references = self._kind, self._references
+        kinds = self._kind
         held: dict[PageKind, list[int]] = {}
         for kind, pages in holders:
             held.setdefault(kind, []).extend(pages)
@@ -220,8 +216,13 @@ class PagePool:
             if kind is not PageKind.KV and len(pages) > len(set(pages)):
                 page = Counter(pages).most_common(1)[0][0]
                 raise IntegrityError(f"{kind.name.lower()} page {page} has two owners")
-        counts = Counter(chain.from_iterable(held.values()))
-        pages = range(self.num_pages)
-        if counts != dict(zip(compress(pages, references), filter(None, references), strict=True)):
-            page = min(page for page in pages if references[page] != counts[page])
+        references = np.frombuffer(self._references, np.intc)
+        counts = np.bincount(np.array([*chain.from_iterable(held.values())], np.intc), minlength=self.num_pages)
+        if (page := _first(counts != references)) is not None:
             raise IntegrityError(f"page {page} has {references[page]} references but {counts[page]} holders")
+
+
+def _first(wrong: np.ndarray) -> int | None:
+    """The first page that is wrong, if any: `[pages]` bool."""
+    page = int(wrong.argmax())
+    return page if wrong[page] else None

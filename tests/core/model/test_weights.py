@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from chorus.core.model import checkpoint as reading
 from chorus.core.model.checkpoint import INDEX, Checkpoint
 from chorus.core.model.config import UnsupportedModel
 from chorus.core.model.load_progress import progress
@@ -321,6 +322,22 @@ def test_file_that_vanishes_while_loading_is_named(checkpoint):
     (it.path / "model.safetensors").unlink()
     with pytest.raises(UnsupportedModel, match=f"tensor {EMBED} cannot be read"):
         loader.embed()
+
+
+def test_small_tensors_share_an_open_file_and_large_ones_do_not(checkpoint, monkeypatch):
+    """To open a file reads the names of all its tensors; its pages leave memory once it is closed."""
+    large = {f"large.{i}": torch.full((300_000,), float(i)) for i in range(2)}
+    it = checkpoint()
+    it.tensors |= large
+    it.save(2)
+    opened, plain = [], reading.safe_open
+    weights = Checkpoint(it.path)
+    monkeypatch.setattr(reading, "safe_open", lambda path, **more: opened.append(path) or plain(path, **more))
+    for names, files in ((it.tensors.keys() - large, 2), (large, 2), ([*large] * 2, 4)):
+        opened.clear()
+        for name in sorted(names, key=lambda name: weights[name].path):
+            assert torch.equal(weights.read(name), it.tensors[name])
+        assert len(opened) == files
 
 
 def test_checkpoint_knows_its_tensors(checkpoint):

@@ -18,6 +18,8 @@ from chorus.server.access.shared_bounds import MERGE_SECONDS
 from tests.server.cluster.certificates import new_authority
 from tests.server.cluster.conftest import SECONDS, cluster_up, running
 
+pytestmark = pytest.mark.slow  # `test_cluster_composed.py` has the cluster of a plain `pytest`
+
 NAMES = (None, "reverse", "upper", "count")
 TOKENS = 120
 
@@ -219,7 +221,6 @@ def test_what_is_wrong_with_a_request_is_said_as_by_one_server(up):
         assert (answer.status_code, "message" in answer.json()["error"]) == (status, True)
 
 
-@pytest.mark.slow
 def test_calls_of_tools_are_forced_by_replicas_and_read_by_the_front(up):
     parameters = {"type": "object", "properties": {"unit": {"enum": ["C", "F"]}}, "required": ["unit"]}
     tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
@@ -231,7 +232,6 @@ def test_calls_of_tools_are_forced_by_replicas_and_read_by_the_front(up):
     assert call["function"]["name"] == "f" and json.loads(call["function"]["arguments"])["unit"] in "CF"
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_several_fronts_on_one_port_know_the_same_adapters_share_bounds_and_outlive_each_other(
     roots, store, source_flags, tmp_path
@@ -284,7 +284,6 @@ def test_several_fronts_on_one_port_know_the_same_adapters_share_bounds_and_outl
         several.wait_until(lambda: len(several.children("api-server")) == 2)
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_replicas_behind_tls_are_replaced_one_after_another_and_requests_migrate_while_answers_go_on(tmp_path):
     tls = new_authority(tmp_path / "tls")
@@ -314,7 +313,6 @@ def test_replicas_behind_tls_are_replaced_one_after_another_and_requests_migrate
     assert served and all({"request_id", "tenant", "model", "status", "duration"} <= set(line) for line in served)
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_replicas_follow_the_load_with_no_answer_lost_or_changed_and_end_with_a_parent_that_is_killed():
     flags = ("--min-replicas", "1", "--max-replicas", "2", "--scale-seconds", "1", "--max-num-seqs", "4")

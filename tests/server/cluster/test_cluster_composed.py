@@ -55,7 +55,6 @@ def test_a_part_that_is_replaced_or_removed(own, roots):
     ask(own, "part*1.5+reverse*0.2", 404)
 
 
-@pytest.mark.slow
 def test_an_adapter_serves_the_bases_name(own, roots):
     base, upper = ask(own, None), ask(own, "upper")
     assert base != upper

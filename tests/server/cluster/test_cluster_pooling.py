@@ -17,6 +17,8 @@ from chorus.server.demo.builtin import BUILTIN_MODEL
 from tests.conftest import quiet
 from tests.server.cluster.conftest import SECONDS, Up, cluster_up
 
+pytestmark = pytest.mark.slow
+
 BASE = "chorus-builtin"
 
 
@@ -75,7 +77,6 @@ def test_an_adapter_without_a_head_is_refused_as_by_one_server(cluster: Up):
     assert error.status_code == 404 and "did you mean 'judge'?" in error.json()["error"]["message"]
 
 
-@pytest.mark.slow
 def test_vectors_are_the_same_where_a_replica_is_killed(cluster: Up):
     texts = [f"a text of number {index} " * 8 for index in range(6)]
     asked = [(text, model) for text in texts for model in (BASE, "judge")] * 4

@@ -1,4 +1,4 @@
-"""Forms of bitsandbytes, written element by element."""
+"""Forms of bitsandbytes, written with plain tensor arithmetic."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def bnb_4bit(
     def quantise(_: str, shape: tuple[int, int]) -> tuple[Tensors, torch.Tensor]:
         size, table = shape[0] * shape[1], torch.tensor(TABLES[kind])
         codes = torch.randint(0, 16, (size,))
-        packed = torch.tensor([16 * a + b for a, b in zip(codes[::2].tolist(), codes[1::2].tolist(), strict=True)])
+        packed = 16 * codes[::2] + codes[1::2]
         blocks = -(-size // block)
         state: dict[str, Any] = {"quant_type": kind, "blocksize": block, "dtype": "bfloat16", "shape": list(shape)}
         absmax = torch.rand(blocks) + 0.5
@@ -44,10 +44,10 @@ def bnb_4bit(
             scales = torch.rand(-(-blocks // nested)) + 0.5
             state |= {"nested_blocksize": nested, "nested_dtype": "float32", "nested_offset": 0.4375}
             tensors |= {"weight.nested_absmax": scales, "weight.nested_quant_map": table_2, "weight.absmax": small}
-            absmax = torch.stack([table_2[int(code)] * scales[i // nested] + 0.4375 for i, code in enumerate(small)])
+            absmax = table_2[small.long()] * scales.repeat_interleave(nested)[:blocks] + 0.4375
         told = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
         tensors[f"weight.quant_state.bitsandbytes__{kind}"] = told
-        weight = torch.stack([table[code] * absmax[i // block] for i, code in enumerate(codes.tolist())])
+        weight = table[codes] * absmax.repeat_interleave(block)[:size]
         return tensors, weight.view(shape)
 
     how = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": kind}

@@ -1,4 +1,4 @@
-"""Forms of small floating-point numbers with scales, written element by element."""
+"""Forms of small floating-point numbers with scales, written with plain tensor arithmetic."""
 
 from __future__ import annotations
 
@@ -47,10 +47,9 @@ def fp8_exponents() -> Form:
     def quantise(_: str, shape: tuple[int, int]) -> tuple[Tensors, torch.Tensor]:
         stored = torch.randn(shape).to(torch.float8_e4m3fn)
         exponents = torch.randint(124, 130, (-(-shape[0] // 8), -(-shape[1] // 8)), dtype=torch.uint8)
-        product = torch.empty(shape)
-        for i in range(shape[0]):
-            for j in range(shape[1]):
-                product[i, j] = stored[i, j].float() * 2.0 ** (int(exponents[i // 8, j // 8]) - 127)
+        scales = torch.tensor([[2.0 ** (exponent - 127) for exponent in row] for row in exponents.tolist()])
+        of_weights = scales.repeat_interleave(8, 0).repeat_interleave(8, 1)[: shape[0], : shape[1]]
+        product = stored.float() * of_weights
         return {"weight": stored, "weight_scale_inv": exponents.view(torch.float8_e8m0fnu)}, product
 
     return Form(quantise, {"quant_method": "fp8", "weight_block_size": [8, 8], "scale_fmt": "ue8m0"})
@@ -62,7 +61,7 @@ FP4 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.
 
 def pack_fp4(codes: torch.Tensor) -> torch.Tensor:
     """Two numbers a byte, the first in the low bits."""
-    return torch.tensor([[a + 16 * b for a, b in zip(r[::2], r[1::2], strict=True)] for r in codes.tolist()]).byte()
+    return (codes[:, ::2] + 16 * codes[:, 1::2]).byte()
 
 
 def fp4(group: int, how: dict[str, Any], packed: str = "weight_packed", one: str = "") -> Form:
@@ -80,8 +79,7 @@ def fp4(group: int, how: dict[str, Any], packed: str = "weight_packed", one: str
         else:
             stored = torch.randint(122, 128, (outputs, groups), dtype=torch.uint8)
             tensors["weight_scale"], scales = stored, 2.0 ** (stored.float() - 127)
-        columns = [torch.tensor(FP4)[codes[:, j]] * scales[:, j // group] for j in range(inputs)]
-        return tensors, torch.stack(columns, dim=1)
+        return tensors, torch.tensor(FP4)[codes] * scales.repeat_interleave(group, 1)[:, :inputs]
 
     return Form(quantise, how)
 

@@ -1,4 +1,4 @@
-"""Forms of integers with scales, written element by element as their publishers describe them."""
+"""Forms of integers with scales, written with plain tensor arithmetic as their publishers describe them."""
 
 from __future__ import annotations
 
@@ -15,16 +15,10 @@ AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
 def pack_rows(values: torch.Tensor, bits: int, order: list[int] | None = None) -> torch.Tensor:
     """int32 words of each row's integers, low bits first; the last word may be filled up with zeros."""
     each = 32 // bits
-    order = order or list(range(each))
-    words = []
-    for row in values.tolist():
-        row = row + [0] * (-len(row) % each)
-        of_row = []
-        for first in range(0, len(row), each):
-            word = sum(int(row[first + order[i]]) << (i * bits) for i in range(each))
-            of_row.append(word - (1 << 32) if word >= 1 << 31 else word)
-        words.append(of_row)
-    return torch.tensor(words, dtype=torch.int32)
+    filled = torch.nn.functional.pad(values.long(), (0, -values.shape[1] % each))
+    fields = filled.unflatten(1, (-1, each))[..., order or list(range(each))]
+    words = (fields << bits * torch.arange(each)).sum(2)
+    return (words - ((words >> 31) << 32)).int()
 
 
 def draw(shape: tuple[int, ...], least: int, most: int) -> torch.Tensor:
@@ -38,8 +32,7 @@ def draw_scales(shape: tuple[int, ...], bits: int, dtype: torch.dtype = torch.fl
 
 def product(values: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor, group_of: list[int]) -> torch.Tensor:
     """`(values − zeros) · scales` in float32, column by column. values `[out, in]`, the others `[out, groups]`."""
-    columns = [(values[:, j] - zeros[:, g]).float() * scales[:, g].float() for j, g in enumerate(group_of)]
-    return torch.stack(columns, dim=1)
+    return (values - zeros[:, group_of]).float() * scales[:, group_of].float()
 
 
 def awq(group: int | None = 8, plain: tuple[str, ...] = (), **how: Any) -> Form:
