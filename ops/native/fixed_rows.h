@@ -169,7 +169,7 @@ class FixedScratch {
                              plane, factors_.data() + r * sums + b, sums_.data() + r * sums + b, blocks);
             }
             for (long i = r * sums; i < r * sums + F::parts * blocks; i++)
-                starts_[i] = -(sums_[i] << (form.weight_bits - 1));
+                starts_[i] = sums_[i] * -(1 << (form.weight_bits - 1));
         }
         first_ = first, count_ = count, form_ = form;
         return view();

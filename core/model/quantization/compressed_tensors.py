@@ -12,7 +12,7 @@ from .fp4 import Fp4
 from .fp8 import Fp8Scheme
 from .module_list import ModuleList
 from .read_fields import check_known, read_modules
-from .rounded_inputs import MULTIPLE, RoundedInputs
+from .rounded_inputs import LARGEST, MULTIPLE, RoundedInputs
 from .scaled_integers import ScaledIntegers
 
 if TYPE_CHECKING:
@@ -164,8 +164,9 @@ def _rounded_inputs(group: ConfigJson) -> RoundedInputs | None:
     if strategy != "group":
         return RoundedInputs()
     size = inputs.integer("group_size")
-    if size < 1 or size % MULTIPLE:
-        raise inputs.refuse("group_size", f"not supported for activations; supported: multiples of {MULTIPLE}")
+    if size % MULTIPLE or size > LARGEST:
+        allowed = f"multiples of {MULTIPLE} up to {LARGEST}"
+        raise inputs.refuse("group_size", f"not supported for activations; supported: {allowed}")
     return RoundedInputs(size)
 
 

@@ -18,6 +18,9 @@ BLOCK = 64
 MULTIPLE = 8
 """A block's inputs must be a multiple of it."""
 
+LARGEST = 1 << 16
+"""Inputs of the largest block: the sum of its products with weights of 8 bits has 31 bits."""
+
 _MOST = 127
 _LEAST = 1e-28  # of a block's largest value; below it, all become 0
 

@@ -48,7 +48,7 @@ def kept_bytes(path, quantiser=None):
     model, dtype = read_model_config(path), torch.bfloat16
     with open_weights(path, model, dtype, quantiser=quantiser) as weights:
         weights.keeps = stays_narrow
-        pack = _kept(torch.device("cpu"), dtype, packs=False, narrow=True)
+        pack = _kept(weights, torch.device("cpu"), dtype, packs=False)
         parts = [getattr(layer, name) for layer in weights.layers(pack) for name in MATRICES]
     narrow = [each for each in parts if isinstance(each, NarrowWeight)]
     return sum(each.nbytes for each in parts), sum(2 * each.shape.numel() for each in narrow)

@@ -99,6 +99,7 @@ def test_a_checkpoint_says_how(tmp_path, inputs, want):
         ({**DYNAMIC, "strategy": "block"}, "strategy is 'block': not supported for activations"),
         ({**DYNAMIC, "strategy": "group"}, "group_size is missing: a whole number of at least 1 is needed"),
         ({**DYNAMIC, "strategy": "group", "group_size": 12}, "group_size is 12: not supported for activations"),
+        ({**DYNAMIC, "strategy": "group", "group_size": 1 << 17}, "multiples of 8 up to 65536"),
         ({**DYNAMIC, "strategy": "group", "group_size": -8}, "group_size is -8: a whole number of at least 1"),
         ({**DYNAMIC, "clip": 1}, "input_activations.clip is 1: unknown field"),
     ],
