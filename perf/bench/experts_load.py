@@ -379,23 +379,18 @@ def _table_of_loads(loads: dict[str, Any]) -> Table:
 
 
 def _table_of_first_tokens(first: dict[str, Any]) -> Table:
-    table = Table(
-        "first token, s",
-        [
-            "adapter in pages",
-            "load",
-            "adapter on disk",
-            "overlap",
-            "begun in a load",
-            "step",
-            "longest",
-            "beside a load",
-        ],
-    )
-    table.add(
-        first["warm_seconds"], first["load_seconds"], first["cold_seconds"], first["overlap"], first["streamed"], first["step_seconds"],
-        first["longest_alone"], first["longest_beside"],
-    )  # fmt: skip
+    columns = {
+        "adapter in pages": "warm_seconds",
+        "load": "load_seconds",
+        "adapter on disk": "cold_seconds",
+        "overlap": "overlap",
+        "begun in a load": "streamed",
+        "step": "step_seconds",
+        "longest": "longest_alone",
+        "beside a load": "longest_beside",
+    }
+    table = Table("first token, s", list(columns))
+    table.add(*(first[name] for name in columns.values()))
     return table
 
 
