@@ -78,17 +78,20 @@ class AdapterWeights(RowsFile):
         elif self.modules.experts is ExpertForm.TOGETHER:
             listed = self._of_each_expert(listed)
         for name, info in listed.items():
-            is_in_layer = name.startswith(IN_LAYERS)
-            if not is_in_layer and name.startswith(left_out):
-                self.num_left_out += 1
-                continue
-            if not is_in_layer and self._is_of_rows(name, info, compares=self.modules.base_rows is not None):
+            if not name.startswith(IN_LAYERS) and self._is_apart(name, info, left_out):
                 continue
             for own_name, own in self._shares(name, info) if self.modules.stacked else ((name, info),):
                 if own_name in found:
                     raise _twice(self.path, name, own_name)
                 found[own_name] = own
         return found
+
+    def _is_apart(self, name: str, info: TensorInfo, left_out: tuple[str, ...]) -> bool:
+        """Note a tensor of the model's own modules that `tensors` does not have; False for any other."""
+        if name.startswith(left_out):
+            self.num_left_out += 1
+            return True
+        return self._is_of_rows(name, info, compares=self.modules.base_rows is not None)
 
     def _shares(self, name: str, info: TensorInfo) -> Iterator[tuple[str, TensorInfo]]:
         """A tensor, or the share in it of each projection that it is of."""

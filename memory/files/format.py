@@ -27,13 +27,13 @@ from .manifest import AdapterManifest
 from .module_paths import ExpertForm, ModulePaths
 from .peft_names import LAYER, PREFIX, matrix_shapes, module_keys, tensor_names, vector_names
 from .score_head import TENSORS, read_score_head
-from .targets import layers_with, parts_of, targets_of
+from .targets import Targets, layers_with, parts_of, targets_of
 from .tensor_file import TensorFile, TensorInfo, TensorPlaces, digest_of
 from .trained_rows import find_rows, module_of
 from .unserved import why_not_lora
 from .vectors import vector_targets, why_no_vector
 
-Names = Mapping[tuple[int, str], tuple[str, str]]
+Names = dict[tuple[int, str], tuple[str, str]]
 """The names of A and B by layer and projection."""
 
 
@@ -86,9 +86,8 @@ def inspect_adapter(path: Path, modules: ModulePaths, roots: Sequence[Path] = ()
             tokens = _own_tokens(path, directory, modules, added)
             targets, projections = targets_of(config, stem, modules, file.head_names), modules.projections
             names = {target: tensor_names(target[0], projections[target[1]]) for target in targets}
-            untrained = _untrained(file, names, projections) if config.targets_all_linear else ()
-            for target in [each for each in targets if projections.name_of_all(each[1]) in untrained]:
-                del targets[target], names[target]
+            untrained = _untrained(file, names, config, projections)
+            _leave_out(untrained, targets, names, projections)
             _check_experts(config, targets, projections)
             if added:
                 _check_no_lora_on_added(config, targets, projections)
@@ -97,10 +96,7 @@ def inspect_adapter(path: Path, modules: ModulePaths, roots: Sequence[Path] = ()
             others = {name for target in vectors for name in vector_names(target, projections)}
             others.update(TENSORS if config.has_head else ())
             _check_names(file, names, config, projections, others)
-            for target, (rank, _) in targets.items():
-                for name, shape in zip(names[target], matrix_shapes(projections[target[1]], rank), strict=True):
-                    if file.tensors[name].shape != shape:
-                        raise _wrong_shape(file, name, shape, rank, config)
+            _check_shapes(file, targets, names, config, projections)
             parts = parts_of(targets, projections) + rows
             # of stacked experts, B is read in another order
             is_plain = form.is_plain and modules.experts is not ExpertForm.STACKED
@@ -214,10 +210,27 @@ def _shared(
     return parts, places
 
 
-def _untrained(file: AdapterWeights, names: Names, projections: Projections) -> tuple[str, ...]:
-    """The projections of which the file has no tensor in any layer. Trainers write "all-linear" of what they were told
-    not to train, too, and PEFT leaves these projections as the base model has them. None if the file has nothing.
+def _leave_out(modules: Collection[str], targets: Targets, names: Names, projections: Projections) -> None:
+    """Take projections off the targets, and their names off the names."""
+    for target in [each for each in targets if projections.name_of_all(each[1]) in modules]:
+        del targets[target], names[target]
+
+
+def _check_shapes(
+    file: AdapterWeights, targets: Targets, names: Names, config: AdapterConfig, projections: Projections
+) -> None:
+    for target, (rank, _) in targets.items():
+        for name, shape in zip(names[target], matrix_shapes(projections[target[1]], rank), strict=True):
+            if file.tensors[name].shape != shape:
+                raise _wrong_shape(file, name, shape, rank, config)
+
+
+def _untrained(file: AdapterWeights, names: Names, config: AdapterConfig, projections: Projections) -> tuple[str, ...]:
+    """Of "all-linear", the projections of which the file has no tensor in any layer. Trainers write it of what they
+    were told not to train, too, and PEFT leaves these as the base model has them. None if the file has nothing.
     """
+    if not config.targets_all_linear:
+        return ()
     found = {projections.name_of_all(target[1]): False for target in names}
     for (_, module), pair in names.items():
         if any(map(file.tensors.__contains__, pair)):

@@ -239,15 +239,14 @@ def _tensor(fields: Mapping[str, Any], start: int) -> TensorInfo | str:
     tensor.
     """
     dtype, given, offsets = fields.get("dtype"), fields.get("shape"), fields.get("data_offsets")
-    item_bytes = ITEM_BYTES.get(dtype) if isinstance(dtype, str) else None
-    if item_bytes is None:
+    if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
         return f" has dtype {shown(dtype)}; {', '.join(ITEM_BYTES)} are served: convert the adapter to one of them"
     if (shape := _counts(given)) is None:
         return f" has shape {shown(given)}, not a list of sizes; it is corrupt"
     if (places := _counts(offsets)) is None or len(places) != 2:
         return f" has data_offsets {shown(offsets)}, not two positions; it is corrupt"
     begin, end = places
-    num_bytes = math.prod(shape) * item_bytes
+    num_bytes = math.prod(shape) * ITEM_BYTES[dtype]
     if end - begin != num_bytes:
         needs = f"shape {shown(given)} in {dtype} needs {shown(num_bytes)}"
         return f" has {end - begin} bytes, {needs}; it is corrupt"

@@ -1,7 +1,12 @@
-"""Synchronous copies by the host: each is complete when the call returns."""
+"""Copies by the host. Those of large adapters go on in the background, so that steps of others don't wait for them; any
+other is complete when the call returns.
+
+Tests: tests/memory/transfers/test_host_copies.py, tests/memory/transfers/test_dma.py.
+"""
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -9,9 +14,18 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from ..host.daemon_pool import DaemonPool, ask_for_short_slices
 from ..host.image import HostImage, LayerStream
 from ..pages.adapter_layout import AdapterLayout
 from .transfer import check_image, check_pages
+
+STEP_BYTES = 16 << 20
+"""Bytes, or one layer if that is more, that the thread of steps copies of an adapter: some milliseconds."""
+
+COPY_SECONDS = 1.0
+"""The most seconds that a step waits for a layer that has been read and not yet copied: far more than that takes."""
+
+_background = DaemonPool("adapter-copy", 1, math.inf, initializer=ask_for_short_slices)
 
 
 class HostCopies:
@@ -27,11 +41,13 @@ class HostCopies:
         self._target: Any = pages if pages.is_cuda else bits_of(pages)
 
     def start(self, image: HostImage, layout: AdapterLayout, pages: Sequence[int]) -> HostTransfer:
-        """Load the part of an image that has been read; the reading thread copies the rest as it comes."""
+        """Load the part of an image that has been read, beyond `STEP_BYTES` in the background; the reading thread
+        copies the rest as it comes.
+        """
         check_pages(pages, layout.num_pages, len(self._target))
         if self._pages.is_cuda:  # the pages' former owner may still use them
             torch.cuda.current_stream(self._pages.device).synchronize()
-        return HostTransfer(self, image, layout, pages)
+        return HostTransfer(self, image, layout, pages, step_bytes=STEP_BYTES)
 
     def copy_out(self, pages: Sequence[int], image: torch.Tensor) -> None:
         check_image(image, len(pages), self._pages)
@@ -112,7 +128,10 @@ class HostTransfer:
         layout: AdapterLayout,
         pages: Sequence[int],
         arrived: LayerStream | None = None,
+        *,
+        step_bytes: float = math.inf,
     ) -> None:
+        """step_bytes: that are copied here and now; more that has been read is copied in the background."""
         self.arrived = LayerStream() if arrived is None else arrived
         self._engine = engine
         self._image: HostImage | None = image  # None once there is nothing more to copy
@@ -121,7 +140,8 @@ class HostTransfer:
         self._lock = threading.Lock()
         self._copied = 0
         image.follow(self.advance)
-        self.advance()
+        if self._copy_some(step_bytes):
+            _background.submit(self.advance)
 
     @property
     def address(self) -> int:
@@ -129,29 +149,44 @@ class HostTransfer:
 
     def advance(self) -> None:
         """Copy the layers that have been read; thread-safe. If a copy fails, so does the transfer; raises its error."""
+        while self._copy_some(STEP_BYTES):
+            pass
+
+    def _copy_some(self, most_bytes: float) -> bool:
+        """Copy layers that have been read, of so many bytes or one; return True if there are more of them."""
         with self._lock:
             image = self._image
             if image is None:
-                return
+                return False
             ready, data = image.stream.num_ready, image.data
             if ready == LayerStream.FAILED or (ready > self._copied and data is None):  # it failed just now
                 self.arrived.fail()
                 self._let_go()
-                return
+                return False
             if ready > self._copied:
+                end = self._copied + 1
+                while end < ready and self._bytes(data, range(self._copied, end + 1)) <= most_bytes:
+                    end += 1
                 try:
-                    self._engine.copy_in(data, self._layout.ranges(range(self._copied, ready)), self._pages)
+                    self._engine.copy_in(data, self._layout.ranges(range(self._copied, end)), self._pages)
                 except BaseException:
                     self.arrived.fail()
                     self._let_go()
                     raise
-                self._copied = ready
-                self.arrived.publish(ready)
+                self._copied = end
+                self.arrived.publish(end)
             if self.is_done():
                 self._let_go()
+            return self._copied < ready
+
+    def _bytes(self, data: Any, layers: range) -> int:
+        return data.itemsize * sum(end - begin for begin, end in self._layout.ranges(layers))
 
     def wait_layer(self, layer: int, timeout: float = 0.0) -> bool:
-        """Sleep until `layer` is in its pages, at most `timeout` seconds; return whether it is."""
+        """Sleep until `layer` is in its pages; return whether it is. timeout: the most seconds for its read."""
+        image = self._image
+        if image is not None and image.stream.num_ready > layer:
+            timeout = max(timeout, COPY_SECONDS)
         return self.arrived.wait(layer, timeout)
 
     def is_done(self) -> bool:

@@ -304,12 +304,15 @@ def measure_first_tokens(
 ) -> dict[str, Any]:
     """Cold and warm first tokens in turns with loads. neighbours: decode steps of the base model beside a load."""
     found: dict[str, list[float]] = {"warm": [], "cold": [], "load": []}
+    streamed: list[bool] = []
     with FirstTokens(model, prompt, 2 * (adapter / WEIGHTS_FILE).stat().st_size, threads) as tokens:
         for _ in range(rounds + 1):
             found["load"].append(tokens.load_seconds(adapter))
             found["warm"].append(tokens.seconds())
             tokens.to_disk(adapter)
+            before = tokens.engine.store.num_streamed
             found["cold"].append(tokens.seconds())
+            streamed.append(tokens.engine.store.num_streamed > before)
         alone = tokens.steps_beside(None, neighbours)
         beside = tokens.steps_beside(adapter, neighbours)
     warm, cold, load = (median(found[name][1:]) for name in ("warm", "cold", "load"))  # the first is slower
@@ -318,6 +321,7 @@ def measure_first_tokens(
         "cold_seconds": cold,
         "load_seconds": load,
         "overlap": (load + warm - cold) / min(load, warm),
+        "streamed": sum(streamed) / len(streamed),
         "step_seconds": median(alone),
         "longest_alone": max(alone),
         "longest_beside": max(beside),
@@ -375,13 +379,18 @@ def _table_of_loads(loads: dict[str, Any]) -> Table:
 
 
 def _table_of_first_tokens(first: dict[str, Any]) -> Table:
-    table = Table(
-        "first token, s", ["adapter in pages", "load", "adapter on disk", "overlap", "step", "longest", "beside a load"]
-    )
-    table.add(
-        first["warm_seconds"], first["load_seconds"], first["cold_seconds"], first["overlap"], first["step_seconds"],
-        first["longest_alone"], first["longest_beside"],
-    )  # fmt: skip
+    columns = {
+        "adapter in pages": "warm_seconds",
+        "load": "load_seconds",
+        "adapter on disk": "cold_seconds",
+        "overlap": "overlap",
+        "begun in a load": "streamed",
+        "step": "step_seconds",
+        "longest": "longest_alone",
+        "beside a load": "longest_beside",
+    }
+    table = Table("first token, s", list(columns))
+    table.add(*(first[name] for name in columns.values()))
     return table
 
 

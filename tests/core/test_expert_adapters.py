@@ -6,6 +6,8 @@ import itertools
 import json
 import random
 import re
+import threading
+import time
 from functools import cache
 
 import pytest
@@ -15,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from chorus.core.executors.adapters import open_rows
 from chorus.core.model.read_config import read_model_config
 from chorus.core.requests.types import CannotMerge
+from chorus.memory.adapters import image as adapter_image
 from chorus.memory.adapters.image import ImageForm, read_image
 from chorus.memory.files.adapter_weights import matrices_of
 from chorus.memory.files.error import AdapterFormatError
@@ -27,6 +30,7 @@ from chorus.ops.expert_products import unpack
 
 from .test_experts import QUICK, WITHOUT_STATES, families, few_families
 from .test_family_paths import EVERY, answers, told
+from .test_streaming import Gate
 from .tiny_families import EXPERTS
 from .tiny_mixtures import ADAPTERS, LETTERS, make_mixture, one_by_one, together
 
@@ -152,6 +156,44 @@ def test_adapters_that_are_evicted_and_loaded_while_others_run(mixture, drive, f
         want = answers(it, driver, 8, seed=turn, lengths=(5, 40), adapters=tuple(ADAPTERS))
         assert told(driver, want) == want
     assert driver.engine.stats().num_adapter_evictions > 0
+
+
+@pytest.mark.parametrize("form", [ExpertForm.STACKED, ExpertForm.EACH])
+def test_a_prefill_follows_the_read_of_experts_layer_by_layer(mixture, drive, tmp_path, monkeypatch, form):
+    """It begins when the first layer has been read, and waits for each of the others when it reaches it."""
+    for most in ("_FIRST_READ_BYTES", "_LAST_READ_BYTES"):
+        monkeypatch.setattr(adapter_image, most, 1)
+    adapter_image.row_jobs.cache_clear()
+    it, begun = mixture("qwen3-moe"), list[threading.Timer]()
+    path = it.adapters["r2-experts"]
+    if form is ExpertForm.EACH:
+        path = one_by_one(path, tmp_path / "each", read_model_config(it.model).experts.count)
+
+    def before(plan):
+        if plan.sequences and not begun:
+            stream = driver.engine.store.images.peek(driver.engine.store.get("r2-experts")).stream
+            assert stream.num_ready == 1 < read_model_config(it.model).num_layers
+            begun.extend(threading.Timer(0.02 * count, gate.allow, [1]) for count in range(1, 8))
+            for timer in begun:
+                timer.start()
+
+    driver = drive(
+        it, adapters={"r2-experts": path}, reads=ThreadReads(1), clock=time.monotonic, max_load_stall_seconds=60.0,
+        before=before,
+    )  # fmt: skip
+    gate = Gate(driver)
+    driver.engine.costs.disk_adapter_page = 0.0
+    try:
+        want = answers(it, driver, 1, seed=1, adapters=("r2-experts",))
+        gate.begin(driver, "r2-experts")
+        assert told(driver, want) == want
+    finally:
+        gate.allow()
+        adapter_image.row_jobs.cache_clear()
+    for timer in begun:
+        timer.join()
+    assert driver.engine.store.get("r2-experts").manifest.modules.experts is form
+    assert driver.engine.stats().num_streamed_loads == 1
 
 
 def logprobs_of(driver, prompt, beside):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 from hypothesis import given
@@ -9,6 +11,7 @@ from hypothesis import strategies as st
 
 from chorus.memory.host.image import HostImage
 from chorus.memory.pages.adapter_layout import AdapterLayout, AdapterPart
+from chorus.memory.transfers import host_copies
 from chorus.memory.transfers.host_copies import HostCopies
 
 from ...tables import llama_table
@@ -76,6 +79,75 @@ def test_nothing_is_written_after_a_cancel(case, before):
     assert (case.arena == 5).all()
     assert copy.is_quiet()
     assert not copy.is_done()
+
+
+class Held:
+    """Stands in for the background thread: runs what was handed to it when it is told to."""
+
+    def __init__(self):
+        self.calls = []
+
+    def submit(self, call):
+        self.calls.append(call)
+
+
+def large(monkeypatch, step_bytes):
+    """A whole image of four equal layers, of which a step's thread copies so many bytes, and the background."""
+    held = Held()
+    monkeypatch.setattr(host_copies, "_background", held)
+    monkeypatch.setattr(host_copies, "STEP_BYTES", step_bytes)
+    case = Case([AdapterPart(2, 1.0, (0, 1, 2, 3), ("q_proj",))], 64)
+    case.image.publish(LAYERS)
+    return case, held
+
+
+LAYER_BYTES = 2 * 16 * 4
+
+
+@pytest.mark.parametrize(("step_bytes", "here"), [(1, 1), (LAYER_BYTES, 1), (3 * LAYER_BYTES, 3), (4 * LAYER_BYTES, 4)])
+def test_a_step_copies_only_so_many_bytes_of_a_large_adapter(monkeypatch, step_bytes, here):
+    case, held = large(monkeypatch, step_bytes)
+    copy = case.start()
+    assert copy.arrived.num_ready == here
+    assert [all(case.placed(layer)) for layer in range(LAYERS)] == [layer < here for layer in range(LAYERS)]
+    assert copy.is_done() == (not held.calls) == (here == LAYERS)
+    for call in held.calls:
+        call()
+    assert copy.is_done()
+    assert copy.is_quiet()
+    assert all(all(case.placed(layer)) for layer in range(LAYERS))
+
+
+def test_a_cancelled_copy_does_not_go_on_in_the_background(monkeypatch):
+    case, held = large(monkeypatch, LAYER_BYTES)
+    copy = case.start()
+    copy.cancel()
+    case.arena.fill_(5)
+    for call in held.calls:
+        call()
+    assert (case.arena == 5).all()
+    assert copy.is_quiet()
+    assert not copy.is_done()
+
+
+def test_a_layer_that_has_been_read_is_waited_for(monkeypatch):
+    """A step's patience is for reads: a copy is never so slow that the step should be lost."""
+    case, held = large(monkeypatch, LAYER_BYTES)
+    copy = case.start()
+    threading.Timer(0.05, held.calls[0]).start()
+    assert copy.wait_layer(3, 0.0)
+    unread = Case([AdapterPart(2, 1.0, (0, 1, 2, 3), ("q_proj",))], 64)
+    unread.image.publish(1)
+    assert not unread.start().wait_layer(3, 0.0)
+
+
+def test_the_background_copies_the_rest(monkeypatch):
+    case = Case([AdapterPart(2, 1.0, (0, 1, 2, 3), ("q_proj",))], 64)
+    monkeypatch.setattr(host_copies, "STEP_BYTES", LAYER_BYTES)
+    case.image.publish(LAYERS)
+    copy = case.start()
+    assert all(copy.wait_layer(layer, 10) for layer in range(LAYERS))
+    assert all(all(case.placed(layer)) for layer in range(LAYERS))
 
 
 def test_a_failed_read_is_told_to_who_waits():

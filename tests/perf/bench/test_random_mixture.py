@@ -38,6 +38,7 @@ def test_all_forms_have_the_same_values(tmp_path):
     for form in ExpertForm:
         path = write_adapter(tmp_path / form, SMALL, RANK, form)
         manifest, found[form] = values_of(path, config)
+        assert manifest.modules is not None
         assert manifest.modules.experts is form
         assert {part.experts for part in manifest.parts} == {(), tuple(range(SMALL.count))}
         assert set(manifest.targets) == {*SMALL.attention, *(f"experts.{n}_proj" for n in ("gate", "up", "down"))}
