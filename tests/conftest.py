@@ -192,9 +192,9 @@ def pytest_collection_finish() -> None:
     if peft := sys.modules.get("peft"):
         peft.PeftModel.create_or_update_model_card = lambda self, output_dir: None
     if is_interpreting() and find_spec("triton"):
-        from .ops.bf16_interpreter import patch_language_once
+        from .ops.bf16_interpreter import hasten
 
-        patch_language_once()
+        hasten()
     gc.collect()
     gc.freeze()
 

@@ -88,17 +88,17 @@ class Growth:
     def __init__(self, lengths: OutputLengths, layout: PageLayout, running: Sequence[Request]) -> None:
         self._lengths = lengths
         self._layout = layout
-        self._pages_of = pages_of = layout.pages_for_tokens
+        self._pages_of = layout.pages_for_tokens
         self._running = running
         ends = lengths.final_lengths(running)
-        self.finals = [pages_of(end - 1) for end in ends]
+        self.finals = layout.pages_for_each([end - 1 for end in ends])
         """Pages that each running request is expected to end with."""
-        rooms = [request.room for request in running]
-        grown = [final - pages_of(room) for final, room in zip(self.finals, rooms, strict=True)]
+        has = layout.pages_for_each([request.room for request in running])
+        grown = [final - pages for final, pages in zip(self.finals, has, strict=True)]
         self.total = sum([pages for pages in grown if pages > 0])
         """Pages by which all of them grow."""
         self._by_tenant: Counter[str] | None = None
-        self._ends: np.ndarray | None = None  # `_end` of each; computed only if the sum does not fit
+        self._ends: np.ndarray | None = None  # `_ends_of` all; computed only if the sum does not fit
 
     def add(self, request: Request) -> None:
         """Add a running request, the last of them."""
@@ -109,7 +109,7 @@ class Growth:
         if self._ends is not None:
             import numpy as np
 
-            self._ends = np.vstack((self._ends, self._end(request, self._lengths.final_length(request))))
+            self._ends = np.vstack((self._ends, self._ends_of([request])))
 
     @property
     def by_tenant(self) -> Counter[str]:
@@ -138,8 +138,7 @@ class Growth:
         import numpy as np  # not above: a command line that only names routing policies does without
 
         if self._ends is None:
-            finals = self._lengths.final_lengths(self._running)
-            self._ends = np.array(list(map(self._end, self._running, finals)), np.int64).reshape(-1, 3)
+            self._ends = np.array(self._ends_of(self._running), np.int64).reshape(-1, 3)
         layout, count, final = self._layout, request.num_tokens, self._lengths.final_length(request)
         frees = layout.blocks_for_tokens(count) * layout.num_growing + layout.fixed_pages(final - 1)
         own = final - 1 - count, frees, layout.pages_for_tokens(count)
@@ -154,13 +153,18 @@ class Growth:
         """Return the pages that a request with room for `room` tokens grows by."""
         return max(0, self.final_pages(request) - self._pages_of(room))
 
-    def _end(self, request: Request, final: int) -> tuple[int, int, int]:
-        """Return the steps until a request ends, the pages that it frees then if its tokens are today's, and how many
-        of these it has now.
+    def _ends_of(self, requests: Sequence[Request]) -> list[tuple[int, int, int]]:
+        """For each request, return the steps until it ends, the pages that it frees then if its tokens are today's, and
+        how many of these it has now.
 
         Pages that do not grow without end count as many as at the end.
         """
-        layout, count, room = self._layout, len(request.token_ids), request.room
-        shared = request.began_at // layout.block_tokens * layout.num_growing
-        frees = layout.blocks_for_tokens(max(room, count)) * layout.num_growing + layout.fixed_pages(final - 1)
-        return final - 1 - count, frees - shared, layout.pages_for_tokens(room) - shared
+        layout = self._layout
+        block, growing, fixed_pages = layout.block_tokens, layout.num_growing, layout.fixed_pages
+        has = layout.pages_for_each([request.room for request in requests])
+        ends = []
+        for request, final, pages in zip(requests, self._lengths.final_lengths(requests), has, strict=True):
+            count, shared = len(request.token_ids), request.began_at // block * growing
+            blocks = -(-max(request.room, count) // block)
+            ends.append((final - 1 - count, blocks * growing + fixed_pages(final - 1) - shared, pages - shared))
+        return ends

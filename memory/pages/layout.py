@@ -6,7 +6,7 @@ Pure arithmetic, no tensors, so that the simulator and the allocator studies use
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import groupby
@@ -61,6 +61,7 @@ class PageLayout:
     state_pages: int = field(init=False, compare=False)
     """Pages of a state."""
     _windows: tuple[int, ...] = field(init=False, compare=False, repr=False)
+    _pages_of_states: int = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         """Raises ValueError if a page is too small for a part of a state, or has no whole number of elements."""
@@ -74,6 +75,7 @@ class PageLayout:
         object.__setattr__(self, "group_windows", tuple(group.window for group in groups))
         object.__setattr__(self, "num_growing", self.group_windows.count(None))
         object.__setattr__(self, "state_pages", 0 if states is None else states.num_pages)
+        object.__setattr__(self, "_pages_of_states", self.state_pages * self.state_slots)
         object.__setattr__(self, "_windows", tuple(window for window in self.group_windows if window is not None))
 
     @property
@@ -128,19 +130,24 @@ class PageLayout:
 
     def pages_for_tokens(self, num_tokens: int, chunk: int = 1) -> int:
         """Pages of a request with so many tokens while it computes the last `chunk` of them."""
-        blocks = self.blocks_for_tokens(num_tokens)
-        return blocks * self.num_growing + self.fixed_pages(num_tokens, chunk)
+        return -(-num_tokens // self.block_tokens) * self.num_growing + self.fixed_pages(num_tokens, chunk)
+
+    def pages_for_each(self, counts: Iterable[int]) -> list[int]:
+        """`pages_for_tokens` of each number of tokens."""
+        if self._windows:
+            return list(map(self.pages_for_tokens, counts))
+        block, growing, fixed = self.block_tokens, self.num_growing, self._pages_of_states
+        return [-(-count // block) * growing + fixed for count in counts]
 
     def fixed_pages(self, num_tokens: int, chunk: int = 1) -> int:
-        """As `pages_for_tokens`, those alone that do not grow without end: in windows, and of states."""
-        return self.pages_in_windows(num_tokens, chunk) + self.state_pages * self.state_slots
-
-    def pages_in_windows(self, num_tokens: int, chunk: int = 1) -> int:
-        """As `pages_for_tokens`, of groups with a window, wherever in a block the window begins."""
+        """As `pages_for_tokens`, those alone that do not grow without end: of states, and in windows, wherever in a
+        block the window begins.
+        """
         if not self._windows:
-            return 0
+            return self._pages_of_states
         blocks, block = self.blocks_for_tokens(num_tokens), self.block_tokens
-        return sum(min(blocks, (window + chunk + block - 3) // block + 1) for window in self._windows)
+        in_windows = sum(min(blocks, (window + chunk + block - 3) // block + 1) for window in self._windows)
+        return self._pages_of_states + in_windows
 
     def tokens_in_pages(self, num_pages: int, chunk: int = 1, most: int = 1 << 30) -> int:
         """The most tokens, up to `most`, that a request may have within so many pages; see `pages_for_tokens`."""

@@ -326,7 +326,7 @@ class SimScheduler(Scheduler):
             self._turns.note_step(plan.adapters, result.first_end)
             self._catch_up(plan.sequences, result)
         outputs = super().update(plan, result)
-        self._all_drew = sum(output.finish_reason is None for output in outputs) == len(self.running)
+        self._all_drew = [output.finish_reason for output in outputs].count(None) == len(self.running)
         return outputs
 
     def _catch_up(self, rows: Sequence[ScheduledSequence], result: RepeatedResult) -> None:

@@ -143,6 +143,7 @@ class TestPageGroups:
             first = 0 if window is None else max(0, tokens - chunk - window + 1)
             seen += len({position // block for position in range(first, tokens)})
         assert seen <= layout.pages_for_tokens(tokens, chunk)
+        assert layout.pages_for_each([tokens, 1]) == [layout.pages_for_tokens(tokens), layout.pages_for_tokens(1)]
 
     @given(windows_of_layers, st.integers(1, 16), st.integers(0, 300), st.integers(1, 9))
     def test_the_most_tokens_in_so_many_pages(self, windows, block, pages, chunk):
