@@ -185,10 +185,10 @@ class MixtureState:
 
     def _multiply(self, product: Sgmv, y: torch.Tensor, x: torch.Tensor, written: int, *, compile_only: bool) -> None:
         """Add the products of the tiles that were written; more than a launch can have are in several."""
-        (tiles,) = self.tables.tiles.tiles_of_pass
+        tiles = self.tables.tiles.tiles
         for begin in range(0, written, MAX_GRID):
             own = tiles[begin:] if begin else tiles
-            product(y, x, 0, [own], min(written - begin, MAX_GRID), compile_only=compile_only)
+            product(y, x, 0, own, min(written - begin, MAX_GRID), compile_only=compile_only)
 
     def runs_of(self, chosen: torch.Tensor, adapters: int) -> ExpertTiles:
         """Tiles of tokens' pairs, by expert and adapter. adapters: the most that the tokens have."""

@@ -119,7 +119,7 @@ def check(case: Case, schedule: Schedule, dtype: torch.dtype, name: str, kept: K
     tables = kept[name, dtype, page_elems]
     tables.h.fill_(math.nan)
     num_tiles = tables.plan(segments, schedule.tile_tokens)
-    _run(got, x, arena, tables, 1, modules, schedule, num_tiles + 2, tables.passes)
+    _run(got, x, arena, tables, 1, modules, schedule, num_tiles + 2, tables.terms)
     sgmv_ref(want, x, arena, segments, 1, modules)
     if not torch.equal(got[want == before], before[want == before]) and dtype is torch.float32:
         return math.inf, "an output without an adapter changed"
@@ -138,13 +138,13 @@ def _run(
     modules: Sequence[tuple[int, int, int]],
     schedule: Schedule,
     num_tiles: int,
-    passes: int = 1,
+    terms: int = 1,
     first_tile: int = 0,
 ) -> None:
     from chorus.ops.sgmv_triton import Sgmv
 
-    tiles = [every[first_tile:] for every in tables.tiles_of_pass[:passes]]
-    Sgmv(arena, tables, modules, x.shape[1], schedule)(y, x, layer, tiles, num_tiles)
+    tiles = tables.tiles[first_tile * terms :]
+    Sgmv(arena, tables, modules, x.shape[1], schedule, terms)(y, x, layer, tiles, num_tiles)
 
 
 def _adapters(
@@ -208,7 +208,7 @@ def _places(rows: AdapterRows, d_in: int, widths: Sequence[int]) -> Iterator[tup
 
 
 def make_tables(page_elems: int) -> SgmvTables:
-    scratch = SgmvTables.scratch_elems(splits=2, tokens=64, modules=4, max_rank=256)
+    scratch = SgmvTables.scratch_elems(splits=2, tokens=64, modules=4, max_rank=256, terms=2)
     sizes = TableSizes(
         9, LAYERS, 1 << 15, max_rank=256, max_tiles=64, scratch=scratch, page_elems=page_elems, slab_elems=SLAB_ELEMS
     )
@@ -299,7 +299,7 @@ def interpret_broken_rows() -> None:
             tables = make_tables(page_elems)
             tables.h.fill_(math.nan)
             num_tiles = tables.plan(segments, schedule.tile_tokens)
-            _run(y, values, pages, tables, 1, modules, schedule, num_tiles + 2, tables.passes)
+            _run(y, values, pages, tables, 1, modules, schedule, num_tiles + 2, tables.terms)
             outs.append(y)
         others = [token for token in range(tokens) if token not in (broken_token, tokens - 1)]
         for y in outs[1:]:
@@ -334,7 +334,7 @@ def interpret_companies() -> None:
         tables.h.fill_(math.nan)
         schedule, tokens = decode(bucket, 256), [token for token, _ in rows]
         out = y[tokens].contiguous()
-        launch(out, tokens, tables, schedule, tables.plan(segments, schedule.tile_tokens), tables.passes)
+        launch(out, tokens, tables, schedule, tables.plan(segments, schedule.tile_tokens), tables.terms)
         return dict(zip(tokens, out, strict=True))
 
     want = {token: decoded((token, token % 3), bucket=1)[token] for token in (30, 31, 32, 33)}
@@ -350,8 +350,8 @@ def interpret_companies() -> None:
     tables.h.fill_(math.nan)
     out, head, tail = y[:34].clone(), prefill(30, 64), decode(4, 256)
     num_tiles = tables.plan(segments, head.tile_tokens, 30, tail.tile_tokens)
-    launch(out[:30], list(range(30)), tables, head, num_tiles, tables.passes)
-    launch(out[30:], list(want), tables, tail, tables.tail_tiles, tables.passes, num_tiles)
+    launch(out[:30], list(range(30)), tables, head, num_tiles, tables.terms)
+    launch(out[30:], list(want), tables, tail, tables.tail_tiles, tables.terms, num_tiles)
     assert all(torch.equal(out[token], want[token]) for token in want)
     reference = y[:34].clone()
     sgmv_ref(reference, x[:34], arena, segments, 1, modules)
@@ -398,7 +398,7 @@ def compile_ahead() -> None:
         with launch_triton.compiling(2):
             for schedule in (decode(64, 256), prefill(64, 256, 4)):
                 product = sgmv_triton.Sgmv(arena, tables, modules, 40, schedule)
-                product(y, x, 1, tables.tiles_of_pass[:1], 1, compile_only=True)
+                product(y, x, 1, tables.tiles, 1, compile_only=True)
     for kernel in kernels:
         assert len(kernel.device_caches[0][0]) == 1, f"{kernel} has not been compiled"
     assert threads and all(name.startswith("ThreadPoolExecutor") for name in threads), threads

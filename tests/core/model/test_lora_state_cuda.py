@@ -69,7 +69,7 @@ def begin(state: CudaLoraState, *rows: tuple[int, int]):
     """A step of (slot, tokens) rows of adapters of ranks 4, 16 and 32."""
     adapters = [resident(rank) for rank in (4, 16, 32)]
     launches = state.begin_ragged(adapters, [lora_index for lora_index, _ in rows], [length for _, length in rows])
-    tiles = [(row[BEGIN], row[END]) for row in state.tables.tiles[0].tolist() if row[TABLE_ROW] >= 0]
+    tiles = [(row[BEGIN], row[END]) for row in state.tables.tiles.tolist() if row[TABLE_ROW] >= 0]
     return launches, tiles
 
 
@@ -116,7 +116,7 @@ def test_kernels_are_tried_with_more_rows_than_the_tables_hold_adapters():
     )
     for rows in (1, 16, 64):
         assert state.sample(rows).num_tiles == rows
-        tiles = [row for row in state.tables.tiles[0].tolist() if row[TABLE_ROW] >= 0]
+        tiles = [row for row in state.tables.tiles.tolist() if row[TABLE_ROW] >= 0]
         assert [(row[BEGIN], row[END]) for row in tiles] == [(token, token + 1) for token in range(rows)]
         assert len({row[TABLE_ROW] for row in tiles}) == min(rows, 32), "two adapters of up to 16 parts"
 
@@ -163,8 +163,8 @@ class TestLayersOfTwoKinds:
         assert (
             state.begin_bucket([self.resident(4), self.resident(16)], [0, 1, 0, BASE_LORA_INDEX], captured) is captured
         )
-        assert (state.tables.passes, captured.num_tiles) == (1, 12)
-        tiles = [row for row in state.tables.tiles[0].tolist() if row[TABLE_ROW] >= 0]
+        assert (state.tables.terms, captured.num_tiles) == (1, 12)
+        tiles = [row for row in state.tables.tiles.tolist() if row[TABLE_ROW] >= 0]
         assert sorted(row[BEGIN] for row in tiles) == [0, 0, 0, 1, 1, 1, 2, 2, 2]
 
     def test_tables_say_which_layers_have_a_module(self, state):
