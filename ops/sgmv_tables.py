@@ -161,20 +161,20 @@ class SgmvTables:
         runs, terms = tile_runs(segments, terms)
         if terms > self.max_terms:
             raise TablesFull(f"a token has {terms} entries on one module, the tables hold {self.max_terms}")
-        heads, tails = cut(runs, 0, border, tile_tokens), cut(runs, border, sys.maxsize, tail_tile)
+        heads = cut(runs, 0, border, tile_tokens)
+        tails = cut(runs, border, sys.maxsize, tail_tile) if border < sys.maxsize else []
         count, self.tail_tiles = num_tiles(heads), num_tiles(tails)
         first_tail, origin = (count, border) if tail_at is None else (max(count, tail_at), 0)
         if (needed := first_tail + self.tail_tiles if tails else count) > self.max_tiles:
             raise TablesFull(f"the step has {needed} tiles, but the tables have room for {self.max_tiles}")
-        moved = self._assign([rows for run in runs for tile in run.tiles for rows in tile if rows is not None])
+        moved = self._assign([rows for _, _, tiles in runs for tile in tiles for rows in tile if rows is not None])
         records = self._records_of(heads, 0)
         if tails:
             records += [_IDLE] * ((first_tail - count) * terms) + self._records_of(tails, origin)
         if records != self._present or (moved and records):
             idle = len(self._present) - len(records)
             table = np.zeros((len(records) + max(idle, 0), TILE_WIDTH), dtype=np.int32)
-            values = np.array(records + [_IDLE] * idle, dtype=np.int32).reshape(-1, len(_IDLE))
-            table[:, :RANK], table[:, MORE] = values[:, :RANK], values[:, -1]
+            table[:, [BEGIN, END, TABLE_ROW, MORE]] = records + [_IDLE] * idle
             table[:, RANK : SCALE + 1] = self._of_table_row[table[:, TABLE_ROW]]
             copy_in_parts(self._copy, self.tiles[: len(table)], torch.from_numpy(table), self._usual_records)
         self._present, self.terms = records, terms
@@ -183,17 +183,13 @@ class SgmvTables:
 
     def _records_of(self, runs: Sequence[Run], origin: int) -> list[tuple[int, int, int, int]]:
         """The values of tiles' records that are not those of the table row; tokens are counted from `origin`."""
-        return [
-            (
-                run.begin - origin,
-                run.end - origin,
-                -1 if rows is None else self._table_rows[rows],
-                -1 if index else len(run.tiles) - 1,
-            )
-            for run in runs
-            for index, tile in enumerate(run.tiles)
-            for rows in tile
-        ]
+        table_rows, records = self._table_rows, []
+        for begin, end, tiles in runs:
+            first, last, more = begin - origin, end - origin, len(tiles) - 1
+            for tile in tiles:
+                records += [(first, last, -1 if rows is None else table_rows[rows], more) for rows in tile]
+                more = -1
+        return records
 
     def leave_out(self, rows: AdapterRows, layer: int) -> None:
         """Hide a layer of a planned adapter from launches made from now on, as long as it keeps its table row."""

@@ -8,10 +8,7 @@ adapter has several parts, further tiles go on with the first.
 from __future__ import annotations
 
 import sys
-from bisect import bisect_left
 from collections.abc import Sequence
-from itertools import zip_longest
-from typing import NamedTuple
 
 from .sgmv import AdapterRows, Segments
 
@@ -21,13 +18,8 @@ MERGED_TERMS = 2
 #: A tile's records: what a token has on each level, at most.
 Tile = tuple[AdapterRows | None, ...]
 
-
-class Run(NamedTuple):
-    """Tokens `begin … end`, and a tile of them with those that go on with it."""
-
-    begin: int
-    end: int
-    tiles: tuple[Tile, ...]
+#: Tokens, from the first to the last, exclusive; and a tile of them with those that go on with it.
+Run = tuple[int, int, tuple[Tile, ...]]
 
 
 def tile_runs(segments: Segments, terms: int = 1) -> tuple[list[Run], int]:
@@ -43,26 +35,31 @@ def tile_runs(segments: Segments, terms: int = 1) -> tuple[list[Run], int]:
     ]
     terms = max(terms, 1 + max((level for *_, level in entries), default=0))
     if terms == 1:
-        return [Run(begin, end, ((rows,),)) for begin, end, rows, _ in entries], 1
+        return [(begin, end, ((rows,),)) for begin, end, rows, _ in entries], 1
     bounds = sorted({at for begin, end, *_ in entries for at in (begin, end)})
+    number = {at: index for index, at in enumerate(bounds)}
     used: list[list[tuple[AdapterRows, int]]] = [[] for _ in bounds]
     for begin, end, rows, level in entries:
-        for index in range(bisect_left(bounds, begin), bisect_left(bounds, end)):
-            used[index].append((rows, level))
-    return [
-        Run(begin, end, _tiles(group, terms))
+        for of_run in used[number[begin] : number[end]]:
+            of_run.append((rows, level))
+    runs = [
+        (begin, end, _tiles(group, terms))
         for begin, end, of_run in zip(bounds, bounds[1:], used, strict=False)
         for group in _groups(of_run)
-    ], terms
+    ]
+    return runs, terms
 
 
 def cut(runs: Sequence[Run], begin: int, end: int, tokens: int) -> list[Run]:
     """Cut the runs within `begin … end` to at most so many tokens."""
-    return [
-        run._replace(begin=first, end=min(first + tokens, run.end, end))
-        for run in runs
-        for first in range(max(run.begin, begin), min(run.end, end), tokens)
-    ]
+    pieces: list[Run] = []
+    for run in runs:
+        first, last = max(run[0], begin), min(run[1], end)
+        if first == run[0] and first < last == run[1] <= first + tokens:  # the usual case
+            pieces.append(run)
+            continue
+        pieces += [(at, min(at + tokens, last), run[2]) for at in range(first, last, tokens)]
+    return pieces
 
 
 def count_tiles(
@@ -76,11 +73,13 @@ def count_tiles(
 
 def num_tiles(runs: Sequence[Run]) -> int:
     """Number of tiles, with those that go on with others."""
-    return sum(len(run.tiles) for run in runs)
+    return sum([len(tiles) for _, _, tiles in runs])
 
 
-def _groups(entries: Sequence[tuple[AdapterRows, int]]) -> list[list[tuple[AdapterRows, int]]]:
+def _groups(entries: Sequence[tuple[AdapterRows, int]]) -> Sequence[Sequence[tuple[AdapterRows, int]]]:
     """Divide the entries of some tokens into as many groups as share no module of a layer with each other."""
+    if len(entries) == 1:
+        return (entries,)
     groups: list[tuple[int, list[int]]] = []  # modules that a group changes, and its entries
     for index, (rows, _) in enumerate(entries):
         places, members = rows.places, [index]
@@ -95,5 +94,11 @@ def _groups(entries: Sequence[tuple[AdapterRows, int]]) -> list[list[tuple[Adapt
 
 def _tiles(entries: Sequence[tuple[AdapterRows, int]], terms: int) -> tuple[Tile, ...]:
     """A tile with the first entry of each level, one with the second ones, and so on."""
-    levels = [[rows for rows, level in entries if level == each] for each in range(terms)]
-    return tuple(zip_longest(*levels))
+    first: list[AdapterRows | None] = [None] * terms
+    others = []
+    for rows, level in entries:
+        if first[level] is None:
+            first[level] = rows
+        else:
+            others.append((rows, level))
+    return (tuple(first), *_tiles(others, terms)) if others else (tuple(first),)

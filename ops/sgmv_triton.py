@@ -481,13 +481,19 @@ def _expand_tile(
     table_row, rank, slab, factor = _read_record(tiles, C.terms)
     offset = _find_offset(adapters, table_row, group, C)
     base = tl.load(adapters.first_elem + table_row * layers + layer)
-    own_rank = tl.where((offset >= 0) & (base >= 0), rank, 0)
+    width = _width_of(group, C)
+    changed = width
+    if C.terms > 1:  # in a loop over records a branch would take all registers
+        is_changed = (offset >= 0) & (base >= 0)
+        rank = tl.where(is_changed, rank, 0)
+        changed = tl.where(is_changed, width, 0)
+    elif (offset < 0) | (base < 0):
+        return
     token = tl.load(tiles + _BEGIN) + tl.arange(0, BLOCK_T)
     own = token < tl.load(tiles + _END)
     pages = adapters.pages + table_row.to(tl.int64) * max_pages
-    width = _width_of(group, C)
     total = tl.zeros([BLOCK_T, BLOCK_N], dtype=tl.float32)
-    for row in range(0, own_rank, BLOCK_R):
+    for row in range(0, rank, BLOCK_R):
         rows = row + tl.arange(0, BLOCK_R)
         live = rows < rank
         start = base + offset + rows.to(tl.int64) * slab
@@ -500,7 +506,7 @@ def _expand_tile(
             value += tl.load(adapters.h + at[:, None] + rows[None, :], mask=own[:, None] & live[None, :], other=0.0)
         total = tl.dot(value.to(b.dtype), b, total, input_precision="ieee")
     target = y + token.to(tl.int64)[:, None] * y_stride + _column_of(group, C) + column[None, :]
-    mask = own[:, None] & (column < tl.where(own_rank > 0, width, 0))[None, :]
+    mask = own[:, None] & (column < changed)[None, :]
     after = tl.load(target, mask=mask, other=0.0).to(tl.float32) + factor * total
     tl.store(target, after.to(y.dtype.element_ty), mask=mask)
 

@@ -65,20 +65,20 @@ def test_every_term_is_in_one_tile_that_nothing_else_writes(own, merged, sequenc
     runs, terms = tile_runs(segments, 2)
     pieces = cut(runs, 0, border, tokens) + cut(runs, border, at, 1)
     assert terms == 2
-    assert all(0 < run.end - run.begin <= (tokens if run.begin < border else 1) for run in pieces)
-    assert not any(run.begin < border < run.end for run in pieces)
+    assert all(0 < end - begin <= (tokens if begin < border else 1) for begin, end, _ in pieces)
+    assert not any(begin < border < end for begin, end, _ in pieces)
     for token, entries in want.items():
         groups = [
-            [rows for tile in run.tiles for rows in tile if rows is not None]
-            for run in pieces
-            if run.begin <= token < run.end
+            [rows for tile in tiles for rows in tile if rows is not None]
+            for begin, end, tiles in pieces
+            if begin <= token < end
         ]
         assert sorted(id(rows) for group in groups for rows in group) == entries
         for group, other in combinations(groups, 2):
             assert not any(one.places & two.places for one in group for two in other)
-    for run in pieces:
+    for _, _, tiles in pieces:
         for term in range(terms):
-            level = [tile[term] for tile in run.tiles if tile[term] is not None]
+            level = [tile[term] for tile in tiles if tile[term] is not None]
             assert not any(one.places & two.places for one, two in combinations(level, 2)), "they share partial sums"
     heads, tails, _ = count_tiles(segments, tokens, border, 1, 2)
     assert heads + tails == num_tiles(pieces)
@@ -89,17 +89,13 @@ def test_without_other_terms_each_entry_has_tiles_of_its_own():
     segments = make((0, 4, one), (0, 4, two), (4, 4, one), (4, 6, one), (4, 6, part([2], rank=0)))
     runs, terms = tile_runs(segments)
     assert terms == 1
-    assert [(run.begin, run.end, run.tiles) for run in runs] == [
-        (0, 4, ((one,),)),
-        (0, 4, ((two,),)),
-        (4, 6, ((one,),)),
-    ]
+    assert runs == [(0, 4, ((one,),)), (0, 4, ((two,),)), (4, 6, ((one,),))]
 
 
 def test_parts_that_match_are_tiles_side_by_side_and_others_go_on_with_each_other():
     attention, mlp, all_of_them = part([0, 1]), part([2, 3]), part([0, 1, 2, 3])
     pair = part([0]), part([3])
     runs, _ = tile_runs(make((0, 1, attention), (0, 1, mlp), (0, 1, pair[0]), (0, 1, pair[1])))
-    assert [run.tiles for run in runs] == [((attention, pair[0]),), ((mlp, pair[1]),)]
+    assert [tiles for _, _, tiles in runs] == [((attention, pair[0]),), ((mlp, pair[1]),)]
     runs, _ = tile_runs(make((0, 1, attention), (0, 1, mlp), (0, 1, all_of_them)))
-    assert [run.tiles for run in runs] == [((attention, all_of_them), (mlp, None))]
+    assert [tiles for _, _, tiles in runs] == [((attention, all_of_them), (mlp, None))]
