@@ -246,20 +246,27 @@ class RoutedLora:
         per_token = chosen.shape[1]
         # pairs of decoding sequences
         self._singles = slice(form.border * per_token, None if form.end is None else form.end * per_token)
-        pairs = torch.arange(chosen.numel(), device=chosen.device)
+        self._pairs = chosen.new_empty(0)
+        """`[tokens · per_token]` int64: the pair of each row, where there are runs."""
         if form.adapters:
             self._runs = state.runs_of(chosen[: form.border], form.adapters)
             head = self._runs.pairs
-            pairs[: len(head)] = head.to(pairs.dtype)
-        self.pairs = pairs
-        """`[tokens · per_token]` int64: the pair of each row."""
+            self._pairs = torch.arange(chosen.numel(), device=chosen.device)
+            self._pairs[: len(head)] = head.to(self._pairs.dtype)
+
+    def gathered(self, x: torch.Tensor) -> torch.Tensor:
+        """Rows `[tokens · per_token, in]` of tokens x `[tokens, in]`."""
+        per_token = self._chosen.shape[1]
+        if self._runs is None:
+            return x[:, None].expand(-1, per_token, -1).reshape(-1, x.shape[1])
+        return x[self._pairs // per_token]
 
     def in_rows(self, tiles: ExpertTiles) -> ExpertTiles:
         """Tiles of the base products, with numbers of rows for those of pairs."""
         if self._runs is None:
             return tiles
-        rows = torch.empty_like(self.pairs)
-        rows[self.pairs] = torch.arange(len(rows), device=rows.device)
+        rows = torch.empty_like(self._pairs)
+        rows[self._pairs] = torch.arange(len(rows), device=rows.device)
         own = rows[tiles.pairs].to(torch.int32)
         return ExpertTiles(tiles.block_t, own, tiles.expert, tiles.first, tiles.end)
 
@@ -276,7 +283,7 @@ class RoutedLora:
         if self._runs is None:
             return y
         found = torch.empty_like(y)
-        found[self.pairs] = y
+        found[self._pairs] = y
         return found
 
 
