@@ -147,7 +147,7 @@ class MixtureTables:
                 scratch=0,
                 page_elems=sizes.page_elems,
                 slab_elems=sizes.slab_elems,
-                max_passes=1,
+                max_terms=1,
                 usual_rows=1,
                 usual_tiles=1,
             ),

@@ -142,7 +142,7 @@ def write(
     slots, out = len(its.modules), tables.tiles
     if slots * num > len(out.offsets):
         raise ValueError(f"{slots * num} tiles of a mixture, the tables hold {len(out.offsets)}")
-    idle = out.tiles_of_pass[0]
+    idle = out.tiles
     tensors = (
         Written(idle, out.offsets, out.places, out.first_elem, out.pages),
         Known(tables.adapter_of, tables.places, tables.parts, tables.pages),

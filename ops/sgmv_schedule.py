@@ -180,6 +180,8 @@ class ShrinkConstants:
     block_t: int
     """Tokens of a tile."""
     warps: int
+    terms: int
+    """Records of a tile, see `SgmvTables`."""
     pdl: bool = False
     """The previous launch may still be running when this one begins."""
 
@@ -202,6 +204,8 @@ class ExpandConstants:
     """Tokens of a tile."""
     stages: int
     """Blocks of rank-rows in flight at once, after the first."""
+    terms: int
+    """See `ShrinkConstants`."""
     pdl: bool = False
     """See `ShrinkConstants`."""
 
@@ -214,8 +218,9 @@ def shrink_constants(
     itemsize: int,
     rank: int,
     pages: int,
+    terms: int = 1,
 ) -> ShrinkConstants:
-    """rank: the tables' largest. pages: of one of their records."""
+    """rank: the tables' largest. pages: of one of their records of places. terms: records of a tile."""
     return ShrinkConstants(
         Modules.build([module for module, _, _ in modules], (), 1),
         Records(page_elems, max(1, 16 // itemsize), place_blocks(rank), 0 if schedule.tensor_cores else pages),
@@ -226,6 +231,7 @@ def shrink_constants(
         block_k=schedule.block_k,
         block_t=schedule.tile_tokens,
         warps=schedule.warps,
+        terms=terms,
     )
 
 
@@ -237,6 +243,7 @@ def expand_constants(
     itemsize: int,
     rank: int,
     pages: int,
+    terms: int = 1,
 ) -> ExpandConstants:
     """See `shrink_constants`."""
     widths, splits = [width for _, _, width in modules], schedule.splits(d_in)
@@ -250,6 +257,7 @@ def expand_constants(
         block_n=schedule.block_n,
         block_t=schedule.tile_tokens,
         stages=schedule.stages if itemsize <= 2 else 1,  # a block of float32 takes the registers of two
+        terms=terms,
     )
 
 

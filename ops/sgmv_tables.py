@@ -10,11 +10,12 @@ import numpy as np
 import torch
 
 from .sgmv import MAX_MODULES, AdapterRows, Segments
+from .sgmv_tiles import Run, cut, num_tiles, tile_runs
 from .table_records import Copy, TableRecords, copy_in_parts
 
 #: Columns of `SgmvTables.tiles`, 32 bytes: the tile's tokens and table row, and values that are the same in every
-#: layer.
-BEGIN, END, TABLE_ROW, RANK, SLAB, SCALE = range(6)
+#: layer; then how many of the following tiles go on with this one, -1 if this one goes on with another or has no work.
+BEGIN, END, TABLE_ROW, RANK, SLAB, SCALE, MORE = range(7)
 TILE_WIDTH = 8
 
 #: Columns of `SgmvTables.offsets`, 128 bytes: the modules' a_offset, then b_offset.
@@ -27,15 +28,15 @@ PLACE_ROWS = 16
 #: The most programs of a launch in the dimension of its tiles.
 MAX_GRID = 65535
 
-#: A tile without work.
-_IDLE = 0, 0, -1
+#: A record without work: tokens, table row, and `MORE`.
+_IDLE = 0, 0, -1, -1
 
 #: The most pages in a record; kernels choose among them in registers.
 _PLACE_PAGES = 7
 
 
 class TablesFull(ValueError):
-    """The step has more adapters, tiles or passes than the tables hold; nothing was written. Fewer sequences may
+    """The step has more adapters, tiles or terms than the tables hold; nothing was written. Fewer sequences may
     fit.
     """
 
@@ -54,12 +55,12 @@ class TableSizes(NamedTuple):
     page_elems: int
     slab_elems: int
     """The most of an adapter."""
-    max_passes: int = 2
+    max_terms: int = 2
     """The most entries that a token may have on one module."""
     usual_rows: int | None = None
     """New table rows of one copy from the host. A step with more makes several copies. None: all of them."""
     usual_tiles: int | None = None
-    """Tiles of one copy from the host."""
+    """Tiles of one copy from the host, which have as many records as the tables have room for."""
 
 
 class SgmvTables:
@@ -70,11 +71,12 @@ class SgmvTables:
     entries of all new adapters in one copy. Thus a kernel needs three dependent loads: the tile; the adapter's offsets
     and places in a layer, in parallel; and the weights.
 
-    Entries that change the same module of the same tokens are in separate passes, one launch after the other. So their
-    terms are summed in the order of the entries. Most steps have one pass.
+    Entries that change the same module of the same tokens are in one tile, with a record for each; see `sgmv_tiles`. A
+    step's tiles have `terms` records each. Most steps have one.
 
-    tiles:      int32 `[max_passes, max_tiles, TILE_WIDTH]`: tokens `begin … end` use `table_row` (-1: no work);
-                then its rank, slab_elems and scale (the bits of a float32)
+    tiles:      int32 `[max_tiles · max_terms, TILE_WIDTH]`, the records of the first tile, then those of the next:
+                tokens `begin … end` use `table_row` (-1: no work); then its rank, slab_elems and scale (the bits of a
+                float32), and `MORE`
     offsets:    int32 `[table_rows, OFFSETS_WIDTH]`, -1 if a module is not targeted
     first_elem: int64 `[table_rows, layers]`, where the layer's slabs begin in the adapter, -1 if it has none; an
                 adapter of a large model has more elements than 32 bits can count
@@ -82,7 +84,7 @@ class SgmvTables:
                 first of them begins in a page (-1: the layer has none), then that page and the following pages. Only
                 one column if a block may touch more pages than a record holds
     pages:      int32 `[table_rows, max_pages]`, the adapter's pages in the arena
-    h:          float32, flat: the partial sums `[splits, tokens, modules, max_rank]` between shrink and expand
+    h:          float32, flat: the partial sums `[splits, tokens, modules, terms, max_rank]` between shrink and expand
     """
 
     def __init__(
@@ -95,11 +97,10 @@ class SgmvTables:
         table_rows, layers, max_rank, max_tiles = sizes.table_rows, sizes.layers, sizes.max_rank, sizes.max_tiles
         self.max_rank = max_rank
         self.max_tiles = max_tiles
-        # every pass's table begins at a multiple of 16 bytes, as Triton assumes once it has seen one
-        room = -(-max_tiles // 4) * 4
-        self.tiles = torch.full((sizes.max_passes, room, TILE_WIDTH), -1, dtype=torch.int32, device=device)
-        self.tiles_of_pass = list(self.tiles)
-        self.passes = self.tail_tiles = 0  # of the last step planned
+        self.max_terms = sizes.max_terms
+        # records are a multiple of 16 bytes, so the tiles after any others begin where wide loads may
+        self.tiles = torch.full((max_tiles * sizes.max_terms, TILE_WIDTH), -1, dtype=torch.int32, device=device)
+        self.terms = self.tail_tiles = 0  # of the last step planned
         self.offsets = torch.full((table_rows, OFFSETS_WIDTH), -1, dtype=torch.int32, device=device)
         self.first_elem = torch.full((table_rows, layers), -1, dtype=torch.int64, device=device)
         self.pages = torch.zeros((table_rows, sizes.max_pages), dtype=torch.int32, device=device)
@@ -115,18 +116,17 @@ class SgmvTables:
         self._of_table_row = np.zeros(
             (table_rows + 1, 3), dtype=np.int32
         )  # rank, slab_elems and scale, as tiles have them
-        self._usual_tiles = min(room, sizes.usual_tiles or room)
-        per_tile = TILE_WIDTH * self.tiles.itemsize
-        self._copies = [make_copy(self._usual_tiles * per_tile) for _ in self.tiles_of_pass]
+        self._usual_records = min(max_tiles, sizes.usual_tiles or max_tiles) * sizes.max_terms
+        self._copy = make_copy(self._usual_records * TILE_WIDTH * self.tiles.itemsize)
         self._table_rows: dict[AdapterRows, int] = {}  # least recently used first
         # the last segments, their key and tiles
         self._planned: tuple[Segments | None, tuple[int | None, ...], int] = None, (), 0
-        self._tiles: list[list[tuple[int, int, int]]] = [[] for _ in self._copies]  # the present contents of `tiles`
+        self._present: list[tuple[int, int, int, int]] = []  # what `tiles` has, but for idle records at its end
 
     @staticmethod
-    def scratch_elems(splits: int, tokens: int, modules: int, max_rank: int) -> int:
+    def scratch_elems(splits: int, tokens: int, modules: int, max_rank: int, terms: int = 1) -> int:
         """Elements of h. Its rows hold whole blocks of rank-rows, so a block is read without knowing the rank."""
-        return splits * tokens * modules * place_blocks(max_rank) * PLACE_ROWS
+        return splits * tokens * modules * terms * place_blocks(max_rank) * PLACE_ROWS
 
     @property
     def num_bytes(self) -> int:
@@ -141,67 +141,55 @@ class SgmvTables:
         border: int = sys.maxsize,
         tail_tile: int = 1,
         tail_at: int | None = None,
+        terms: int = 1,
     ) -> int:
         """Write a step's tables, with segments split into tiles of at most `tile_tokens` tokens.
 
-        Returns the number of tiles in the pass that has the most; `passes` is the number of passes.
+        Returns the number of tiles; `self.terms` is the number of records of each, `terms` or more.
 
-        Tokens from `border` on have their own tiles of at most `tail_tile` tokens. There are at most `tail_tiles` of
-        them, after the other tiles, and they count tokens from the border. tail_at: begin them at this tile, if the
-        others leave it free, and count tokens from the first.
+        Tokens from `border` on have their own tiles of at most `tail_tile` tokens. There are `tail_tiles` of them, not
+        counted in the number returned. They are after the other tiles, and count tokens from the border. tail_at: begin
+        them at this tile, if the others leave it free, and count tokens from the first.
 
-        Further tiles and passes are marked as empty, so launching more of them is correct. If the segments are those of
-        the last step, the usual case, they are already written; adding entries makes them different.
+        Further tiles are marked as empty, so launching more of them is correct. If the segments are those of the last
+        step, the usual case, they are already written; adding entries makes them different.
         """
-        key = len(segments.rows), tile_tokens, border, tail_tile, tail_at
+        key = len(segments.rows), tile_tokens, border, tail_tile, tail_at, terms
         if segments is self._planned[0] and key == self._planned[1]:
             return self._planned[2]
         self._planned = None, key, 0  # until everything is written
-        rank_rows = [(*entry, level) for entry, level in zip(segments, segments.level, strict=True) if entry[2].rank]
-        count, self.tail_tiles, passes = self.count(segments, tile_tokens, border, tail_tile)
-        if passes > len(self.tiles):
-            raise TablesFull(f"a token has {passes} entries on one module, the tables hold {len(self.tiles)}")
+        runs, terms = tile_runs(segments, terms)
+        if terms > self.max_terms:
+            raise TablesFull(f"a token has {terms} entries on one module, the tables hold {self.max_terms}")
+        heads = cut(runs, 0, border, tile_tokens)
+        tails = cut(runs, border, sys.maxsize, tail_tile) if border < sys.maxsize else []
+        count, self.tail_tiles = num_tiles(heads), num_tiles(tails)
         first_tail, origin = (count, border) if tail_at is None else (max(count, tail_at), 0)
-        if (needed := first_tail + self.tail_tiles if self.tail_tiles else count) > self.max_tiles:
+        if (needed := first_tail + self.tail_tiles if tails else count) > self.max_tiles:
             raise TablesFull(f"the step has {needed} tiles, but the tables have room for {self.max_tiles}")
-        moved = self._assign([rows for begin, end, rows, _ in rank_rows if end > begin])
-        planned: list[list[tuple[int, int, int]]] = [[] for _ in self._tiles]
-        behind: list[list[tuple[int, int, int]]] = [[] for _ in self._tiles]
-        for begin, end, rows, level in rank_rows:
-            middle = min(max(begin, border), end)
-            for first in range(begin, middle, tile_tokens):
-                planned[level].append((first, min(first + tile_tokens, middle), self._table_rows[rows]))
-            for first in range(middle, end, tail_tile):
-                last = min(first + tail_tile, end)
-                behind[level].append((first - origin, last - origin, self._table_rows[rows]))
-        for index, tail in enumerate(behind):
-            if tail:
-                planned[index] += [_IDLE] * (first_tail - len(planned[index])) + tail
-        for index, tiles in enumerate(planned):
-            if tiles != self._tiles[index] or (moved and tiles):
-                idle = len(self._tiles[index]) - len(tiles)
-                table = np.zeros((len(tiles) + max(idle, 0), TILE_WIDTH), dtype=np.int32)
-                table[:, :RANK] = tiles + [_IDLE] * idle
-                table[:, RANK : SCALE + 1] = self._of_table_row[table[:, TABLE_ROW]]
-                target = self.tiles_of_pass[index][: len(table)]
-                copy_in_parts(self._copies[index], target, torch.from_numpy(table), self._usual_tiles)
-        self._tiles, self.passes = planned, passes
+        moved = self._assign([rows for _, _, tiles in runs for tile in tiles for rows in tile if rows is not None])
+        records = self._records_of(heads, 0)
+        if tails:
+            records += [_IDLE] * ((first_tail - count) * terms) + self._records_of(tails, origin)
+        if records != self._present or (moved and records):
+            idle = len(self._present) - len(records)
+            table = np.zeros((len(records) + max(idle, 0), TILE_WIDTH), dtype=np.int32)
+            table[:, [BEGIN, END, TABLE_ROW, MORE]] = records + [_IDLE] * idle
+            table[:, RANK : SCALE + 1] = self._of_table_row[table[:, TABLE_ROW]]
+            copy_in_parts(self._copy, self.tiles[: len(table)], torch.from_numpy(table), self._usual_records)
+        self._present, self.terms = records, terms
         self._planned = segments, key, count
         return count
 
-    @staticmethod
-    def count(
-        segments: Segments, tile_tokens: int, border: int = sys.maxsize, tail_tile: int = 1
-    ) -> tuple[int, int, int]:
-        """Tiles of the pass that has the most, before the border and from it on, and passes; see `plan`."""
-        passes = 1 + max(segments.level, default=-1)
-        heads, tails = [0] * passes, [0] * passes
-        for (begin, end, rows), level in zip(segments, segments.level, strict=True):
-            if rows.rank:
-                middle = min(max(begin, border), end)
-                heads[level] += -(-(middle - begin) // tile_tokens)
-                tails[level] += -(-(end - middle) // tail_tile)
-        return max(heads, default=0), max(tails, default=0), passes
+    def _records_of(self, runs: Sequence[Run], origin: int) -> list[tuple[int, int, int, int]]:
+        """The values of tiles' records that are not those of the table row; tokens are counted from `origin`."""
+        table_rows, records = self._table_rows, []
+        for begin, end, tiles in runs:
+            first, last, more = begin - origin, end - origin, len(tiles) - 1
+            for tile in tiles:
+                records += [(first, last, -1 if rows is None else table_rows[rows], more) for rows in tile]
+                more = -1
+        return records
 
     def leave_out(self, rows: AdapterRows, layer: int) -> None:
         """Hide a layer of a planned adapter from launches made from now on, as long as it keeps its table row."""

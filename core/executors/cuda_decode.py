@@ -19,6 +19,7 @@ from ...memory.pages.pool import PagePool
 from ...ops import dependent_launch
 from ...ops.attention import GroupedAttention
 from ...ops.attention_backend import GroupedBackend
+from ...ops.sgmv_tiles import MERGED_TERMS
 from ..config import EngineConfig
 from ..model.batch import BY_LIBRARY, GemmBackends, StepBatch
 from ..model.decoder import DecoderModel
@@ -77,7 +78,7 @@ class DecodeSteps:
         self._attention, *others = ({size: each.decode(size) for size in sizes} for each in attention)
         self._rivals, self._attention_names = others, [each.name for each in attention]
         self.launches = {size: lora.bucket(size) for size in sizes}
-        self.mixture_launches = {size: lora.bucket(size, passes=2) for size in sizes}
+        self.mixture_launches = {size: lora.bucket(size, MERGED_TERMS) for size in sizes}
         self.backends: Mapping[int, GemmBackends] = dict.fromkeys(sizes, BY_LIBRARY)
         """The backends of each bucket's GEMMs."""
         self._late: set[int] = set()  # buckets of whose base steps no kernel begins before another ends

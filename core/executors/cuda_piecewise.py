@@ -13,6 +13,7 @@ from ...graphs.device import CudaDevice
 from ...graphs.runner import NO_TAIL, USUAL_ROOM, GraphRunner, StepForm, StepMode, StepPart
 from ...memory.adapters.adapter import Adapter
 from ...ops.attention import GroupedAttention
+from ...ops.sgmv_tiles import MERGED_TERMS
 from ..model.batch import StepBatch, StepStates
 from ..model.decoder import DecoderModel
 from ..model.layer import Residual
@@ -71,7 +72,7 @@ class PiecewiseSteps:
         self._states: StepStates | None = None
         self._captures = False
         self._launches = {size: lora.padded(size) for size in sizes}
-        self._mixture_launches = {size: lora.padded(size, passes=2) for size in sizes}
+        self._mixture_launches = {size: lora.padded(size, MERGED_TERMS) for size in sizes}
         self._first: Callable[[], None] | None = None  # of the current step, if it is not the captured one
         self.graphs: GraphRunner[None] = GraphRunner(self.capture, lambda: device.memory()[0])
 

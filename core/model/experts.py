@@ -135,7 +135,7 @@ class StackedExperts(ExpertWeights):
         if added is None:
             y = multiply(x, self.gate_up, tiles, per_token)
             return multiply(_activated(y, spec.activation), self.down, tiles, 1)
-        x, tiles = x[added.pairs // per_token], added.in_rows(tiles)
+        x, tiles = added.gathered(x), added.in_rows(tiles)
         y = multiply(x, self.gate_up, tiles, 1)
         added.add(Group.EXPERT_GATE_UP, y, x)
         hidden = _activated(y, spec.activation)

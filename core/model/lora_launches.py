@@ -49,7 +49,7 @@ class LaunchState(Protocol):
     product_of: tuple[tuple[int, ...], ...]
     offloaded: StepOffload | None
 
-    def sgmvs(self, schedule: Schedule, /) -> dict[int, Sgmv]: ...
+    def sgmvs(self, schedule: Schedule, terms: int, /) -> dict[int, Sgmv]: ...
 
     def scale(self, group: int, y: torch.Tensor, layer: int, *, undo: bool, compile_only: bool = False) -> None: ...
 
@@ -97,7 +97,7 @@ class Tail(NamedTuple):
 class LoraLaunches:
     """A step's launches: one schedule over some of the tables' tiles, and perhaps another one for its last tokens.
 
-    They hold no data of a step. wait: called before every layer. passes: the most entries of a token for one module.
+    They hold no data of a step. wait: called before every layer. terms: records of a tile, see `SgmvTables`.
     """
 
     def __init__(
@@ -106,18 +106,18 @@ class LoraLaunches:
         schedule: Schedule,
         num_tiles: int,
         wait: Callable[[int], None] = lambda layer: None,
-        passes: int = 1,
+        terms: int = 1,
         *,
         tail: Tail | None = None,
         variant: Variant = _USUAL,
     ) -> None:
-        self.schedule, self.num_tiles, self.wait, self.passes = schedule, num_tiles, wait, passes
+        self.schedule, self.num_tiles, self.wait, self.terms = schedule, num_tiles, wait, terms
         self.scales, self.room, self.eager, self._mixture = variant
         self._state, self.tail = state, tail
         self._variant, self._variants = variant, dict[Variant, LoraLaunches]()
-        self._tiles = state.tables.tiles_of_pass[:passes]
+        self._tiles = state.tables.tiles
         self._tokens = (tail and tail.border) or None
-        self._tail_tiles = [] if tail is None else [tiles[num_tiles:] for tiles in self._tiles]
+        self._tail_tiles = self._tiles[num_tiles * terms :]
 
     @property
     def mixture_groups(self) -> tuple[int, ...]:
@@ -140,7 +140,7 @@ class LoraLaunches:
                 self.schedule,
                 self.num_tiles * _FACTORS[room.prompts],
                 self.wait,
-                self.passes,
+                self.terms,
                 tail=tail,
                 variant=variant,
             )
@@ -163,15 +163,14 @@ class LoraLaunches:
 
     @cached_property
     def _products(self) -> dict[int, Sgmv]:
-        return self._state.sgmvs(self.schedule)
+        return self._state.sgmvs(self.schedule, self.terms)
 
     @cached_property
     def _tail_products(self) -> dict[int, Sgmv]:
-        return {} if self.tail is None else self._state.sgmvs(self.tail.schedule)
+        return {} if self.tail is None else self._state.sgmvs(self.tail.schedule, self.terms)
 
     def add(self, group: int, y: torch.Tensor, x: torch.Tensor, layer: int, *, compile_only: bool = False) -> None:
-        """Add the LoRA terms of the first `num_tiles` tiles of each pass for a group's projections, and those of the
-        tail.
+        """Add the LoRA terms of the first `num_tiles` tiles for a group's projections, and those of the tail.
 
         compile_only: see `sgmv_triton.Sgmv`.
         """
@@ -190,14 +189,13 @@ class LoraLaunches:
             self._state.scale(group, y, layer, undo=False)
 
     def shrink(self, group: int, x: torch.Tensor, layer: int, *, compile_only: bool = False) -> Shrunk | None:
-        """Multiply with A only; return None if a row's adapters are added in passes or have vectors, or tiles hold more
-        than one token.
+        """Multiply with A only; return None if tiles have more than one token, or records of several adapters, or if
+        adapters have vectors.
         """
-        if self.passes > 1 or self.tail is not None or self.schedule.tensor_cores or self.scales:
+        if self.terms > 1 or self.tail is not None or self.schedule.tensor_cores or self.scales:
             return None
-        (tiles,) = self._tiles
         product = self._products[self._state.product_of[layer][group]]
-        return product.shrink(x, layer, tiles, self.num_tiles, compile_only=compile_only)
+        return product.shrink(x, layer, self._tiles, self.num_tiles, compile_only=compile_only)
 
     def embed(self, rows: torch.Tensor, token_ids: torch.Tensor) -> None:
         """See `StepLora.embed`. Captured steps have nothing of it: what adapters do to embeddings runs before them."""

@@ -20,6 +20,7 @@ from ...ops.mixture_tables import MAX_PARTS, Parts
 from ...ops.sgmv import AdapterRows, Segments
 from ...ops.sgmv_schedule import Schedule, decode, prefill, rank_classes, token_limits
 from ...ops.sgmv_tables import SgmvTables, TableSizes
+from ...ops.sgmv_tiles import MERGED_TERMS, count_tiles
 from ...ops.table_records import Copy
 from ...ops.vectors_tables import VectorTables
 from ..cpus import available_cpus
@@ -103,7 +104,7 @@ class CudaLoraState(LoraState):
         """Indices in `products`, by layer and group."""
         self._usual_parts = len(uniform_parts(self._projections, self.max_rank))
         widest = self._widest()
-        self._products: dict[Schedule, dict[int, Sgmv]] = {}
+        self._products: dict[tuple[Schedule, int], dict[int, Sgmv]] = {}
         self._scales: dict[bool, dict[int, ScaleRows]] = {}
         self.offloading: Callable[[Segments, Sequence[int], SgmvTables], StepOffload | None] | None = None
         """Chooses the segments of a step with prompts to offload; called with the segments, the `lora_index` of each,
@@ -111,6 +112,8 @@ class CudaLoraState(LoraState):
         """
         self.offloaded: StepOffload | None = None
         """The offloaded part of the current step."""
+        self._terms = 1
+        """The fewest records of the current step's tiles."""
         usual_tiles = self._max_tokens // least_tile + 2 * self._max_rows
         self.mixtures: MixtureState | None = None
         """Of adapters on mixtures of experts; None for a model without."""
@@ -128,6 +131,7 @@ class CudaLoraState(LoraState):
             page_elems=layout.page_elems,
             slab_elems=self._widest_slab(),
             max_tiles=MAX_PARTS * usual_tiles,
+            max_terms=MERGED_TERMS,
             usual_rows=(max_adapters + 1) * self._usual_parts,
             usual_tiles=usual_tiles * self._usual_parts,
             scratch=max(scratch, 0 if self.mixtures is None else self.mixtures.scratch),
@@ -164,6 +168,8 @@ class CudaLoraState(LoraState):
         merged: Adapter | None = None,
     ) -> None:
         self.offloaded = None
+        # of merged steps also if no token has both, so that no sequence's sums depend on its batch
+        self._terms = 1 if merged is None else MERGED_TERMS
         super().set_step(adapters, lora_indices, lengths, merged)
 
     def _is_offloaded(self, lora_index: int, transfer: Transfer, layer: int) -> bool:
@@ -180,15 +186,17 @@ class CudaLoraState(LoraState):
         if self.mixtures is not None:
             self.mixtures.use_arena(arena)
 
-    def bucket(self, size: int, passes: int = 1) -> LoraLaunches:
-        """Return the launches of a captured step: a tile for each sequence, if adapters have the usual parts; with
-        several passes, for each of a quarter of them, since most sequences of a merged step are the merged adapter's.
-        """
-        num_tiles = (size if passes == 1 else -(-size // _MIXTURE_SHARE)) * self._usual_parts
-        return LoraLaunches(self, decode(size, self.max_rank), num_tiles, passes=passes)
+    def bucket(self, size: int, terms: int = 1) -> LoraLaunches:
+        """Return the launches of a captured step: a tile for each sequence, if adapters have the usual parts; of a
+        merged step, for each of a quarter of them, since most sequences are the merged adapter's.
 
-    def padded(self, tokens: int, passes: int = 1) -> LoraLaunches:
-        """Return the launches of captured pieces with `tokens` tokens.
+        terms: records of a tile, MERGED_TERMS of a merged step.
+        """
+        num_tiles = (size if terms == 1 else -(-size // _MIXTURE_SHARE)) * self._usual_parts
+        return LoraLaunches(self, decode(size, self.max_rank), num_tiles, terms=terms)
+
+    def padded(self, tokens: int, terms: int = 1) -> LoraLaunches:
+        """Return the launches of captured pieces with `tokens` tokens. terms: see `bucket`.
 
         Prompts come first, then decoding sequences with the kernels of a decode step; all tiles of these count tokens
         from the first.
@@ -196,7 +204,7 @@ class CudaLoraState(LoraState):
         schedule, last = prefill(tokens, self.max_rank, self._itemsize), min(tokens, self._max_rows, _MOST_TAIL)
         num_tiles = (-(-tokens // schedule.tile_tokens) + _MORE_TILES) * self._usual_parts
         tail = Tail(decode(last, self.max_rank), last * self._usual_parts, 0)
-        return LoraLaunches(self, schedule, num_tiles, passes=passes, tail=tail)
+        return LoraLaunches(self, schedule, num_tiles, terms=terms, tail=tail)
 
     def begin_padded(
         self,
@@ -219,11 +227,11 @@ class CudaLoraState(LoraState):
         assert captured.tail is not None
         scales, tables = self._plan_vectors(), self.tables
         tiles = captured.schedule.tile_tokens, _border(lengths), captured.tail.schedule.tile_tokens
-        num_tiles, tail_tiles, passes = tables.count(self.segments, *tiles)
-        found = captured.with_room(num_tiles, tail_tiles, scales) if passes <= captured.passes else None
+        num_tiles, tail_tiles, terms = count_tiles(self.segments, *tiles, captured.terms)
+        found = captured.with_room(num_tiles, tail_tiles, scales) if terms == captured.terms else None
         if found is None or self.offloaded is not None:
             return self._ragged(lengths, EagerReason.TILES if found is None else EagerReason.OFFLOAD)
-        tables.plan(self.segments, *tiles, found.num_tiles)
+        tables.plan(self.segments, *tiles, found.num_tiles, terms)
         return found
 
     def begin_bucket(
@@ -245,13 +253,13 @@ class CudaLoraState(LoraState):
             self.wait(layer)
         if self._is_contained(merged):
             return None
-        num_tiles = self.tables.plan(self.segments, captured.schedule.tile_tokens)
-        scales, passes, mixture = self._plan_vectors(), self.tables.passes, self._plan_mixtures()
-        found = captured.with_room(num_tiles, 0, scales, mixture) if passes <= captured.passes else None
+        num_tiles = self.tables.plan(self.segments, captured.schedule.tile_tokens, terms=captured.terms)
+        scales, terms, mixture = self._plan_vectors(), self.tables.terms, self._plan_mixtures()
+        found = captured.with_room(num_tiles, 0, scales, mixture) if terms == captured.terms else None
         if found is not None:
             return found
         variant = Variant(scales, eager=EagerReason.TILES, mixture=mixture)
-        return LoraLaunches(self, captured.schedule, num_tiles, passes=passes, variant=variant)
+        return LoraLaunches(self, captured.schedule, num_tiles, terms=terms, variant=variant)
 
     def _is_contained(self, merged: Adapter | None) -> bool:
         """True if merged weights contain everything that a step needs of its adapters."""
@@ -320,20 +328,20 @@ class CudaLoraState(LoraState):
         lengths_of_rows = [end - begin for begin, end, rows in every if rows.rank]
         if tokens <= self._max_rows and sum(lengths_of_rows) <= _SHORT * len(lengths_of_rows):
             schedule = self._decode(tokens)
-            num_tiles = self.tables.plan(segments, schedule.tile_tokens)
+            num_tiles = self.tables.plan(segments, schedule.tile_tokens, terms=self._terms)
             variant = Variant(scales, eager=eager, mixture=self._plan_mixtures(0, tokens))
-            return LoraLaunches(self, schedule, num_tiles, self.wait, self.tables.passes, variant=variant)
+            return LoraLaunches(self, schedule, num_tiles, self.wait, self.tables.terms, variant=variant)
         border = _border(lengths)
         rank = max((rows.rank for begin, _, rows in segments if begin < border), default=1)
         schedule = next(each for (most, limit), each in self._prefills.items() if border <= most and rank <= limit)
         tail = self._decode(tokens - border)
-        num_tiles = self.tables.plan(segments, schedule.tile_tokens, border, tail.tile_tokens)
+        num_tiles = self.tables.plan(segments, schedule.tile_tokens, border, tail.tile_tokens, terms=self._terms)
         return LoraLaunches(
             self,
             schedule,
             num_tiles,
             wait=self.wait,
-            passes=self.tables.passes,
+            terms=self.tables.terms,
             tail=Tail(tail, self.tables.tail_tiles, border) if self.tables.tail_tiles else None,
             variant=Variant(scales, eager=eager, mixture=self._plan_mixtures(border, tokens)),
         )
@@ -353,16 +361,16 @@ class CudaLoraState(LoraState):
         schedule = next(reversed(self._possible()))
         return LoraLaunches(self, schedule, 0, variant=Variant(eager=EagerReason.EXPERTS, mixture=form))
 
-    def sgmvs(self, schedule: Schedule) -> dict[int, Sgmv]:
-        """Return a schedule's launches by the index of the product, made once."""
-        if (found := self._products.get(schedule)) is None:
+    def sgmvs(self, schedule: Schedule, terms: int) -> dict[int, Sgmv]:
+        """Return a schedule's launches by the index of the product, made once. terms: records of a tile."""
+        if (found := self._products.get((schedule, terms))) is None:
             from ...ops.sgmv_triton import Sgmv  # needs triton
 
             found = {
-                index: Sgmv(self.arena, self.tables, each.modules, each.inputs, schedule)
+                index: Sgmv(self.arena, self.tables, each.modules, each.inputs, schedule, terms)
                 for index, each in self._launched.items()
             }
-            self._products[schedule] = found
+            self._products[schedule, terms] = found
         return found
 
     def scale(self, group: int, y: torch.Tensor, layer: int, *, undo: bool, compile_only: bool = False) -> None:
@@ -420,8 +428,8 @@ class CudaLoraState(LoraState):
 
         device, dtype = self.arena.device, self.arena.dtype
         cases, places = [], self._first_uses()
-        for schedule in self._possible():
-            launches = LoraLaunches(self, schedule, 1)
+        for schedule, terms in itertools.product(self._possible(), (1, MERGED_TERMS)):
+            launches = LoraLaunches(self, schedule, 1, terms=terms)
             for (layer, group), each in places:
                 y, x = (torch.zeros(1, width, dtype=dtype, device=device) for width in (each.outputs, each.inputs))
                 cases.append((launches, group, y, x, layer))
@@ -490,7 +498,9 @@ class CudaLoraState(LoraState):
 
     def _scratch(self, tokens: int, schedule: Schedule) -> int:
         return max(
-            SgmvTables.scratch_elems(schedule.splits(each.inputs), tokens, len(each.modules), self.max_rank)
+            SgmvTables.scratch_elems(
+                schedule.splits(each.inputs), tokens, len(each.modules), self.max_rank, MERGED_TERMS
+            )
             for each in self._launched.values()
         )
 

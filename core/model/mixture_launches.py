@@ -185,10 +185,10 @@ class MixtureState:
 
     def _multiply(self, product: Sgmv, y: torch.Tensor, x: torch.Tensor, written: int, *, compile_only: bool) -> None:
         """Add the products of the tiles that were written; more than a launch can have are in several."""
-        (tiles,) = self.tables.tiles.tiles_of_pass
+        tiles = self.tables.tiles.tiles
         for begin in range(0, written, MAX_GRID):
             own = tiles[begin:] if begin else tiles
-            product(y, x, 0, [own], min(written - begin, MAX_GRID), compile_only=compile_only)
+            product(y, x, 0, own, min(written - begin, MAX_GRID), compile_only=compile_only)
 
     def runs_of(self, chosen: torch.Tensor, adapters: int) -> ExpertTiles:
         """Tiles of tokens' pairs, by expert and adapter. adapters: the most that the tokens have."""
@@ -246,20 +246,27 @@ class RoutedLora:
         per_token = chosen.shape[1]
         # pairs of decoding sequences
         self._singles = slice(form.border * per_token, None if form.end is None else form.end * per_token)
-        pairs = torch.arange(chosen.numel(), device=chosen.device)
+        self._pairs = chosen.new_empty(0)
+        """`[tokens · per_token]` int64: the pair of each row, where there are runs."""
         if form.adapters:
             self._runs = state.runs_of(chosen[: form.border], form.adapters)
             head = self._runs.pairs
-            pairs[: len(head)] = head.to(pairs.dtype)
-        self.pairs = pairs
-        """`[tokens · per_token]` int64: the pair of each row."""
+            self._pairs = torch.arange(chosen.numel(), device=chosen.device)
+            self._pairs[: len(head)] = head.to(self._pairs.dtype)
+
+    def gathered(self, x: torch.Tensor) -> torch.Tensor:
+        """Rows `[tokens · per_token, in]` of tokens x `[tokens, in]`."""
+        per_token = self._chosen.shape[1]
+        if self._runs is None:
+            return x[:, None].expand(-1, per_token, -1).reshape(-1, x.shape[1])
+        return x[self._pairs // per_token]
 
     def in_rows(self, tiles: ExpertTiles) -> ExpertTiles:
         """Tiles of the base products, with numbers of rows for those of pairs."""
         if self._runs is None:
             return tiles
-        rows = torch.empty_like(self.pairs)
-        rows[self.pairs] = torch.arange(len(rows), device=rows.device)
+        rows = torch.empty_like(self._pairs)
+        rows[self._pairs] = torch.arange(len(rows), device=rows.device)
         own = rows[tiles.pairs].to(torch.int32)
         return ExpertTiles(tiles.block_t, own, tiles.expert, tiles.first, tiles.end)
 
@@ -276,7 +283,7 @@ class RoutedLora:
         if self._runs is None:
             return y
         found = torch.empty_like(y)
-        found[self.pairs] = y
+        found[self._pairs] = y
         return found
 
 

@@ -1,4 +1,4 @@
-"""The gap between decode steps and their floors, from measured times and counted launches, as a Markdown table.
+"""The gap between decode steps and their floors, from measured times and counted launches, as Markdown tables.
 
 `python -m chorus.perf.bench.estimate`: times, floors and shares are of a run on a GPU that `--results` names, launches
 of a layer are counted now, without one (`launches`). The gain of each idea is arithmetic on both:
@@ -7,6 +7,9 @@ of a layer are counted now, without one (`launches`). The gain of each idea is a
   its bytes;
 * our product up to 64 rows: `--edge-us` go for each product of a layer and the logits';
 * persistent SGMV: adapters' bytes at `--share` of the bandwidth instead of SGMV's share.
+
+Then the same of mixtures: that run's steps with one adapter in the weights and others in an eighth of the sequences.
+Programs that go take `--program-ns` with them, and launches `--launch-us`.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from ...ops.sgmv_schedule import decode
 from ...ops.small_gemm_schedule import MAX_EXPANDED_ROWS
 from ..report.command import parser
 from ..report.table import shown
@@ -26,6 +30,12 @@ from .sizes import SIZES
 RESULTS = Path(__file__).parents[1] / "results" / "h100-2026-11-22-e391802" / "result.json"
 _BUCKETS = 1, 8, 16, 32, 64
 
+#: Tiles of that run's mixtures, and of theirs today, relative to the sequences of a step.
+_ALL, _SHARE = 1, 4
+
+#: Launches of SGMV one after the other, in which a tile had one adapter.
+_PASSES = 2
+
 #: Most sequences of a step that used our GEMM kernel in that run.
 _MOST_OURS = 16
 
@@ -33,7 +43,7 @@ _MOST_OURS = 16
 def estimate(sections: dict[str, Any], launches: Sequence[dict[str, Any]], edge_us: float, share: float) -> list[str]:
     """Lines of the table. sections: of a result file, for Llama-3.1-8B. launches: counted by `decode_launches`."""
     layers = SIZES["llama-3.1-8b"].geometry.layers
-    counts = {(row["adapters"], row["by"]): row["all"] for row in launches}
+    counts = {(row["adapters"], row["by"]): row["all"] for row in launches if row["step"] == "decode"}
     reached = {
         cell["tokens"]: cell["share"]
         for cell in sections["sgmv"]["cells"]
@@ -77,6 +87,40 @@ def _column(
     }
 
 
+def mixtures(
+    sections: dict[str, Any], launches: Sequence[dict[str, Any]], program_ns: float, launch_us: float
+) -> list[str]:
+    """Lines of the table of mixtures; see `estimate`."""
+    geometry = SIZES["llama-3.1-8b"].geometry
+    of_layer = next(row["LoRA"] for row in launches if row["step"] == "merged" and row["by"] == "library")
+    rows = [row for row in sections["merged"]["rows"] if row["mix"] == "mixture"]
+    columns = []
+    for row in rows:
+        schedule = decode(row["bucket"], sections["merged"]["rank"])
+        programs = geometry.layers * sum(
+            len(modules) * schedule.lanes * schedule.splits(inputs)
+            + sum(-(-width // schedule.block_n) for _, _, width in modules)
+            for inputs, modules in geometry.groups.values()
+        )
+        before, quarter = (_PASSES * programs * -(-row["bucket"] // share) for share in (_ALL, _SHARE))
+        now = quarter // _PASSES
+        of_tiles = row["merged_ms"] - (before - quarter) * program_ns * 1e-6
+        gone = (_PASSES - 1) * of_layer * geometry.layers
+        of_now = of_tiles - (quarter - now) * program_ns * 1e-6 - gone * launch_us * 1e-3
+        columns.append(
+            {
+                "programs of LoRA, tiles for all rows, in two passes": f"{before / 1e6:.2f} M",
+                "tiles for a quarter, in two passes": f"{quarter / 1e6:.2f} M",
+                "tiles for a quarter, in one pass (now)": f"{now / 1e6:.2f} M",
+                "base / mixture, measured": f"{row['base_ms'] / row['merged_ms']:.3f}",
+                "with tiles for a quarter": f"{row['base_ms'] / of_tiles:.3f}",
+                "and in one pass (now)": f"{row['base_ms'] / of_now:.3f}",
+            }
+        )
+    lines = [_line("counted, of a step", [f"{row['bucket']} rows" for row in rows]), _line("---", ["---"] * len(rows))]
+    return lines + [_line(name, [column[name] for column in columns]) for name in columns[0]]
+
+
 def _line(name: str, cells: Iterable[str]) -> str:
     return f"| {' | '.join((name, *cells))} |"
 
@@ -86,11 +130,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     command.add_argument("--results", type=Path, default=RESULTS, help="of perf.bench, on a GPU")
     command.add_argument("--edge-us", type=float, default=2.5, help="of a product's launch that early weights save")
     command.add_argument("--share", type=float, default=0.85, help="of the bandwidth that a persistent SGMV reaches")
+    command.add_argument("--program-ns", type=float, default=0.78, help="of a program that finds no work")
+    command.add_argument("--launch-us", type=float, default=1.8, help="of a launch of LoRA, without its bytes")
     args = command.parse_args(argv)
     sections = json.loads(args.results.read_text("utf-8"))["sections"]
     with tempfile.TemporaryDirectory(prefix="chorus-launches-") as directory:
         launches = decode_launches(Path(directory))
     print("\n".join(estimate(sections, launches, args.edge_us, args.share)))
+    print("", *mixtures(sections, launches, args.program_ns, args.launch_us), sep="\n")
     return 0
 
 

@@ -15,7 +15,8 @@ For a step that prefills `--prompt` tokens, of the base model, with an adapter, 
 * `layer in pieces`: the same with piecewise CUDA graphs
 
 The number of launches per layer, by kind: for decode steps with the library's GEMMs, our kernel (`small`) or ours with
-fused norms (`fused`), and for prompts, eager or piecewise; left out without triton. Counts and times are the gate's
+fused norms (`fused`), also beside an adapter in the weights (`merged`), and for prompts, eager or piecewise; left out
+without triton. Counts and times are the gate's
 suite `host_time`.
 
 `tables`: bytes of the adapter tables for Llama-3.1-8B's shapes, in page-locked host memory and on the device.

@@ -32,17 +32,23 @@ _KINDS = "product", "attention", "LoRA", "other", "graph"
 def decode_launches(work_dir: Path) -> list[dict[str, Any]]:
     """A row for each kind of decode step: its description, and one layer's launches by kind and in total. Needs
     triton.
+
+    The last are of steps with one sequence's adapter in the weights and another adapter in each other sequence.
     """
     rows = []
     with _engine(work_dir) as (engine, _, layers):
         steps = engine.executor.steps.decoding
-        for adapters in (False, True):
+        steps.captures = False  # captured steps have the same launches, but only when they are captured
+        for step, adapters in (("decode", False), ("decode", True), ("merged", True)):
             ids = _decode(engine, adapters)
+            if step == "merged":
+                engine.merge(min(engine.store.names()))
+                while engine.merging.is_under_way:
+                    engine.step()
             for by, backends in _WAYS.items():
                 steps.backends = dict.fromkeys(steps.backends, backends)
-                steps.graphs.clear()
-                engine.step()  # which captures
-                rows.append(_row("decode", adapters, by, layers[-1]))
+                engine.step()
+                rows.append(_row(step, adapters, by, layers[-1]))
             _abort(engine, ids)
     return rows
 

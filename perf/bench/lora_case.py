@@ -103,7 +103,7 @@ class LoraCase:
         from ...ops.sgmv_triton import Sgmv
 
         product = Sgmv(self._arena.pages, self.tables, group.modules, group.d_in, self.schedule)
-        product(group.y, group.x, layer, self.tables.tiles_of_pass[:1], self.num_tiles)
+        product(group.y, group.x, layer, self.tables.tiles, self.num_tiles)
 
     def run(self, groups: Sequence[Group] | None = None) -> None:
         """Every layer's launches, for all groups or for some."""

@@ -24,6 +24,7 @@ from ...ops.mixture_tables import TileWriter
 from ...ops.narrow_weights_schedule import WIDEN_WARPS, WidenConstants
 from ...ops.sgmv_schedule import ExpandShape, Schedule, decode, expand_constants, prefill, shrink_constants
 from ...ops.sgmv_tables import place_blocks, place_pages, place_window
+from ...ops.sgmv_tiles import MERGED_TERMS
 from ...ops.vectors_schedule import vector_constants, vector_options
 from ..bench.sizes import SIZES
 
@@ -34,6 +35,9 @@ if TYPE_CHECKING:
 GROUPS = SIZES["llama-3.1-8b"].geometry.groups
 PAGE_ELEMS = 1 << 20
 SLAB_ELEMS = sum(d_in + width for d_in, modules in GROUPS.values() for _, _, width in modules)
+
+#: Launches of groups with this prefix are those of steps with merged weights: a tile has several records.
+_MERGED = "merged."
 
 #: Most shared memory of a program: GPUs of compute capability 8.6, 8.9 and 12.0 have 99 KiB for one, the fewest.
 SHARED_LIMIT = 99 * 1024
@@ -445,6 +449,11 @@ class Variant:
         return self.launch.pointer if self.launch else "arena"
 
     @property
+    def projections(self) -> tuple[int, tuple[tuple[int, int, int], ...]]:
+        """Inputs of a launch that reads adapters, and its projections; see `sgmv_triton.Sgmv`."""
+        return GROUPS[self.group.removeprefix(_MERGED)]
+
+    @property
     def tensor_cores(self) -> bool:
         return bool(self.launch.pointer) if self.launch else self.kernel.endswith("prefill")
 
@@ -461,10 +470,11 @@ class Variant:
     def constants(self) -> dict[str, Any]:
         if (launch := self.launch) is not None:
             return launch.constants
-        d_in, modules = GROUPS[self.group]
+        d_in, modules = self.projections
         make = shrink_constants if self.kernel.startswith("shrink") else expand_constants
         pages = place_pages(PAGE_ELEMS, SLAB_ELEMS)
         sizes = {"page_elems": PAGE_ELEMS, "itemsize": ITEMSIZE[self.dtype], "rank": self.max_rank, "pages": pages}
+        sizes["terms"] = MERGED_TERMS if self.group.startswith(_MERGED) else 1
         return {"C": make(self.schedule(), modules, d_in, **sizes)}
 
     def signature(self) -> dict[str, str | Fields]:
@@ -484,7 +494,7 @@ class Variant:
                 return 0
             its: small.GemmConstants = launch.constants["C"]
             return its.d_in * its.d_out * (1 + its.silu)
-        d_in, modules = GROUPS[self.group]
+        d_in, modules = self.projections
         return len(modules) * d_in if self.kernel.startswith("shrink") else sum(width for _, _, width in modules)
 
     @property
@@ -526,7 +536,9 @@ class Line:
             yield "reads or writes what the launch before it may still write"
         if not self.wide_loads and (self.variant.launch is None or self.variant.launch.has_rows):
             yield "never loads 16 bytes at once"
-        if self.loads_before > 2 and not self.variant.kernel.endswith("prefill"):
+        # a tile that goes on with others reads their records once it has its own
+        most = 3 if self.variant.kernel == "expand_decode" and self.variant.group.startswith(_MERGED) else 2
+        if self.loads_before > most and not self.variant.kernel.endswith("prefill"):
             yield f"waits for {self.loads_before} loads one after the other before it loads weights"
         if self.variant.tensor_cores and self.variant.dtype != "fp32" and not self.matrix:
             yield "has no matrix instruction"
@@ -541,13 +553,13 @@ def variants() -> Iterator[Variant]:
     for group in GROUPS:
         for side in ("shrink", "expand"):
             for kernel, buckets in ((f"{side}_decode", (8, 64, 256)), (f"{side}_prefill", (256, 8192))):
-                for max_rank in (16, 64, 256):
+                for prefix, max_rank in product(("", _MERGED), (16, 64, 256)):
                     for tokens in buckets:
                         if tokens > 8 or max_rank > 64:  # below, the smallest bucket's launch is that of 64 tokens
-                            yield Variant(kernel, group, "bf16", tokens, max_rank)
+                            yield Variant(kernel, prefix + group, "bf16", tokens, max_rank)
                 if group == "qkv":
-                    for dtype in ("fp16", "fp32"):
-                        yield Variant(kernel, group, dtype, 64, 64)
+                    for prefix, dtype in product(("", _MERGED), ("fp16", "fp32")):
+                        yield Variant(kernel, prefix + group, dtype, 64, 64)
 
 
 def plain_variants() -> Iterator[Variant]:

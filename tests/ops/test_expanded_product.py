@@ -106,7 +106,7 @@ class World:
 
         x = x.to(self.device)
         sgmv = Sgmv(self.arena.to(self.device), self.tables, self.modules, self.d_in, decode(len(x), MAX_RANK))
-        tiles = self.tables.tiles_of_pass[0]
+        tiles = self.tables.tiles
         shrunk = sgmv.shrink(x, layer, tiles, num_tiles, compile_only=compile_only)
         return self._multiply(x, shrunk, compile_only=compile_only)
 

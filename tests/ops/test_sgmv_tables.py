@@ -10,7 +10,10 @@ from hypothesis import strategies as st
 from chorus.ops.sgmv import AdapterRows, Segments
 from chorus.ops.sgmv_schedule import decode, prefill, token_limits
 from chorus.ops.sgmv_tables import (
+    BEGIN,
+    END,
     MAX_MODULES,
+    MORE,
     OFFSETS_B,
     OFFSETS_WIDTH,
     PLACE_ROWS,
@@ -23,6 +26,7 @@ from chorus.ops.sgmv_tables import (
     TableSizes,
     place_pages,
 )
+from chorus.ops.sgmv_tiles import count_tiles
 from chorus.perf.kernels.cost import expand_cost, shrink_cost
 
 
@@ -47,14 +51,14 @@ def make_segments(*entries):
 def test_segments_are_cut_into_tiles():
     tables, one, two = make_tables(), make_rows(), make_rows(rank=2)
     assert tables.plan(make_segments((0, 5, one), (6, 6, two), (7, 8, two)), tile_tokens=2) == 4
-    tiles = tables.tiles[0].tolist()
+    tiles = tables.tiles.tolist()
     assert [tile[:2] for tile in tiles[:4]] == [[0, 2], [2, 4], [4, 5], [7, 8]]
     table_rows = [tile[TABLE_ROW] for tile in tiles]
     assert table_rows[0] == table_rows[1] == table_rows[2] != table_rows[3]
-    assert table_rows[4:] == [-1] * 4
+    assert table_rows[4:] == [-1] * 8
     table_row = table_rows[3]
     assert [tiles[3][column] for column in (RANK, SLAB)] == [2, 48]
-    assert tables.tiles[0, 3, SCALE].view(torch.float32) == 0.5
+    assert tables.tiles[3, SCALE].view(torch.float32) == 0.5
     assert tables.offsets[table_row, [0, 1, OFFSETS_B, OFFSETS_B + 1]].tolist() == [0, -1, 0, -1]
     assert tables.first_elem[table_row].tolist() == [7, -1]
     assert tables.pages[table_row, :2].tolist() == [3, 1]
@@ -65,7 +69,7 @@ def test_a_slot_that_becomes_anothers_is_so_in_tiles_that_stay():
     tables = make_tables(table_rows=1)
     tables.plan(make_segments((0, 3, make_rows())), tile_tokens=3)
     tables.plan(make_segments((0, 3, make_rows(rank=2))), tile_tokens=3)
-    assert tables.tiles[0, 0].tolist()[:SLAB] == [0, 3, 0, 2]
+    assert tables.tiles[0].tolist()[:SLAB] == [0, 3, 0, 2]
 
 
 @given(
@@ -84,7 +88,7 @@ def test_records_say_where_rank_rows_lie(page_elems, slab, first, rank):
     tables.plan(make_segments((0, 1, make_rows(rank, pages, first=first, slab=slab))), tile_tokens=1)
     assert tables.place_pages == place_pages(page_elems, 90) == tables.places.shape[3] - 1
     for layer, begin in enumerate(first):
-        records = tables.places[tables.tiles[0, 0, TABLE_ROW], layer].tolist()
+        records = tables.places[tables.tiles[0, TABLE_ROW], layer].tolist()
         if begin < 0:
             assert {record[0] for record in records} == {-1}
             continue
@@ -98,7 +102,7 @@ def test_nothing_is_left_of_a_step_with_more_tiles():
     tables, rows = make_tables(), make_rows()
     tables.plan(make_segments((0, 5, rows)), tile_tokens=1)
     assert tables.plan(make_segments((2, 3, rows)), tile_tokens=1) == 1
-    assert tables.tiles[0, :, 2].tolist() == [0, *[-1] * 7]
+    assert tables.tiles[:, TABLE_ROW].tolist() == [0, *[-1] * 11]
     assert tables.plan(Segments(), tile_tokens=1) == 0
     assert (tables.tiles[..., 2] == -1).all()
 
@@ -129,50 +133,65 @@ def test_the_segments_of_the_last_step_are_not_looked_at_again():
     with pytest.raises(TablesFull):
         tables.plan(make_segments(*((i, i + 1, one) for i in range(7))), tile_tokens=1)
     assert tables.plan(segments, tile_tokens=1) == 4
-    assert [tile[:2] for tile in tables.tiles[0].tolist()[:4]] == [[0, 1], [1, 2], [2, 3], [3, 4]]
+    assert [tile[:2] for tile in tables.tiles.tolist()[:4]] == [[0, 1], [1, 2], [2, 3], [3, 4]]
 
 
-def test_entries_of_a_token_that_share_a_module_are_in_passes():
+def used(tables):
+    """Tokens, rank and `MORE` of the records in use, or None, tile by tile up to the last in use."""
+    records = [
+        (tile[BEGIN], tile[END], tile[RANK], tile[MORE]) if tile[TABLE_ROW] >= 0 else None
+        for tile in tables.tiles.tolist()
+    ]
+    while records and records[-1] is None:
+        records.pop()
+    return records
+
+
+def test_entries_of_a_token_that_share_a_module_are_records_of_a_tile():
     tables = make_tables(table_rows=4)
     one, two, three, other = make_rows(rank=1), make_rows(rank=2), make_rows(rank=3), make_rows(modules=(1,))
-    tables.plan(make_segments((0, 2, one), (0, 2, other), (2, 3, two), (0, 2, three)), tile_tokens=2)
-    assert tables.passes == 2
-    ranks = [[tile[RANK] for tile in tiles if tile[TABLE_ROW] >= 0] for tiles in tables.tiles.tolist()]
-    assert ranks == [[1, 4, 2], [3]], "a pass has no two entries of a token on one module"
-    tables.plan(make_segments((0, 2, one), (2, 3, two)), tile_tokens=2)
-    assert tables.passes == 1
-    assert (tables.tiles[1, :, 2] == -1).all(), "a launch of two passes does nothing in the second"
+    assert tables.plan(make_segments((0, 2, one), (0, 2, other), (2, 3, two), (0, 2, three)), tile_tokens=2) == 3
+    assert tables.terms == 2
+    tiles = [(0, 2, 1, 0), (0, 2, 3, 0)], [(0, 2, 4, 0), None], [(2, 3, 2, 0), None]
+    assert sorted(zip(used(tables)[::2], [*used(tables), None][1::2], strict=True), key=str) == sorted(
+        map(tuple, tiles), key=str
+    )
+    assert tables.plan(make_segments((0, 2, one), (2, 3, two)), tile_tokens=2) == 2
+    assert tables.terms == 1
+    assert used(tables) == [(0, 2, 1, 0), (2, 3, 2, 0)], "nothing is left of the step with more records"
+    assert tables.plan(make_segments((0, 2, one), (2, 3, two)), tile_tokens=2, terms=2) == 2
+    assert tables.terms == 2
+    assert used(tables) == [(0, 2, 1, 0), None, (2, 3, 2, 0)]
+    assert tables.tiles[1, :MORE].tolist()[:3] == [0, 2, -1], "an empty record has the tile's tokens"
+    assert tables.tiles[1, RANK] == 0
 
 
-def test_tokens_from_a_border_on_have_tiles_behind_the_others_in_every_pass():
+def test_a_tile_goes_on_where_an_adapter_has_several_parts():
+    """Programs of other tiles would write the same outputs."""
+    tables = make_tables(table_rows=4, max_tiles=4)
+    merged = make_rows(rank=1, modules=(0, 1, 2))
+    parts = make_rows(rank=2, modules=(0,)), make_rows(rank=3, modules=(1,)), make_rows(rank=4, modules=(5,))
+    segments = make_segments((0, 2, merged), *((1, 2, part) for part in parts))
+    assert tables.plan(segments, tile_tokens=1) == 4
+    assert used(tables) == [(0, 1, 1, 0), None, (1, 2, 1, 1), (1, 2, 2, 1), None, (1, 2, 3, -1), (1, 2, 4, 0)]
+
+
+def test_tokens_from_a_border_on_have_tiles_after_the_others():
     tables = make_tables(max_tiles=12, table_rows=4)
     one, two, three = make_rows(rank=1), make_rows(rank=2), make_rows(rank=3)
     segments = make_segments((0, 5, one), (5, 9, two), (8, 9, three))
     assert tables.plan(segments, 4, border=6, tail_tile=2) == 3
-    assert (tables.passes, tables.tail_tiles) == (2, 2)
-    used = [[tuple(tile[: TABLE_ROW + 1]) for tile in tiles] for tiles in tables.tiles.tolist()]
-    table_row = {
-        tile[RANK]: tile[TABLE_ROW] for tiles in tables.tiles.tolist() for tile in tiles if tile[TABLE_ROW] >= 0
-    }
-    assert used[0][:5] == [
-        (0, 4, table_row[1]),
-        (4, 5, table_row[1]),
-        (5, 6, table_row[2]),
-        (0, 2, table_row[2]),
-        (2, 3, table_row[2]),
-    ]
-    assert [tile[TABLE_ROW] for tile in used[1]][:5] == [-1, -1, -1, table_row[3], -1]
-    assert used[1][3] == (2, 3, table_row[3])
-    assert tables.plan(segments, 4) == 3
+    assert (tables.terms, tables.tail_tiles) == (2, 2)
+    heads = [(0, 4, 1, 0), None, (4, 5, 1, 0), None, (5, 6, 2, 0), None]
+    assert used(tables) == [*heads, (0, 2, 2, 0), None, (2, 3, 2, 0), (2, 3, 3, 0)]
+    assert tables.plan(segments, 4, border=6, tail_tile=2, tail_at=4) == 3
+    assert used(tables) == [*heads, None, None, (6, 8, 2, 0), None, (8, 9, 2, 0), (8, 9, 3, 0)]
+    assert count_tiles(segments, 4, border=6, tail_tile=2) == (3, 2, 2)
+    assert tables.plan(segments, 4) == 4
     assert tables.tail_tiles == 0
-    assert [tile[:2] for tile in tables.tiles[0].tolist()[:3]] == [[0, 4], [4, 5], [5, 9]]
+    assert [record and record[:2] for record in used(tables)[::2]] == [(0, 4), (4, 5), (5, 8), (8, 9)]
     with pytest.raises(TablesFull, match="13 tiles"):
         tables.plan(make_segments((0, 16, one)), 4, border=4, tail_tile=1)
-
-
-def test_every_pass_begins_where_wide_loads_may():
-    tables = make_tables(max_tiles=5)
-    assert [tiles.data_ptr() % 16 for tiles in tables.tiles_of_pass] == [tables.tiles.data_ptr() % 16] * 2
 
 
 def levels(*entries):
@@ -202,8 +221,8 @@ def test_the_longest_unused_slot_is_given_up():
     tables.plan(make_segments((0, 1, one), (1, 2, two)), tile_tokens=1)
     tables.plan(make_segments((0, 1, one)), tile_tokens=1)
     tables.plan(make_segments((0, 1, three), (1, 2, one)), tile_tokens=1)
-    assert tables.tiles[0, :2, RANK].tolist() == [3, 1]
-    assert tables.tiles[0, 1, TABLE_ROW] == 0, "an adapter that is used stays where it is"
+    assert tables.tiles[:2, RANK].tolist() == [3, 1]
+    assert tables.tiles[1, TABLE_ROW] == 0, "an adapter that is used stays where it is"
 
 
 def test_buffers_never_move():
@@ -234,7 +253,7 @@ def test_a_step_that_does_not_fit_is_refused(entries, message):
     with pytest.raises(ValueError, match=message):
         tables.plan(make_segments(*entries), tile_tokens=1)
     assert tables.plan(make_segments((0, 1, kept)), tile_tokens=1) == 1
-    assert tables.tiles[0, 0, RANK] == kept.rank
+    assert tables.tiles[0, RANK] == kept.rank
 
 
 @pytest.mark.parametrize("make", [decode, prefill])
@@ -300,7 +319,7 @@ def test_a_step_of_more_adapters_than_usual_is_sent_in_several_copies():
     rows = [make_rows(rank=rank, pages=range(rank, 3 * rank)) for rank in (1, 2, 3, 4, 5)]
     segments = make_segments(*((token, token + 1, rows[token % 5]) for token in range(10)))
     assert many.plan(segments, tile_tokens=1) == 10
-    assert len(copies) == 2 + 3, "of the records, whose pages are few, and of the tiles"
+    assert len(copies) == 2 + 2, "of the adapters, whose pages are few, and of the tiles"
     whole = make_tables(**sizes)
     whole.plan(segments, tile_tokens=1)
     for name in ("tiles", "offsets", "first_elem", "places", "pages"):

@@ -119,7 +119,7 @@ def check(case: Case, schedule: Schedule, dtype: torch.dtype, name: str, kept: K
     tables = kept[name, dtype, page_elems]
     tables.h.fill_(math.nan)
     num_tiles = tables.plan(segments, schedule.tile_tokens)
-    _run(got, x, arena, tables, 1, modules, schedule, num_tiles + 2, tables.passes)
+    _run(got, x, arena, tables, 1, modules, schedule, num_tiles + 2, tables.terms)
     sgmv_ref(want, x, arena, segments, 1, modules)
     if not torch.equal(got[want == before], before[want == before]) and dtype is torch.float32:
         return math.inf, "an output without an adapter changed"
@@ -138,13 +138,13 @@ def _run(
     modules: Sequence[tuple[int, int, int]],
     schedule: Schedule,
     num_tiles: int,
-    passes: int = 1,
+    terms: int = 1,
     first_tile: int = 0,
 ) -> None:
     from chorus.ops.sgmv_triton import Sgmv
 
-    tiles = [every[first_tile:] for every in tables.tiles_of_pass[:passes]]
-    Sgmv(arena, tables, modules, x.shape[1], schedule)(y, x, layer, tiles, num_tiles)
+    tiles = tables.tiles[first_tile * terms :]
+    Sgmv(arena, tables, modules, x.shape[1], schedule, terms)(y, x, layer, tiles, num_tiles)
 
 
 def _adapters(
@@ -208,7 +208,7 @@ def _places(rows: AdapterRows, d_in: int, widths: Sequence[int]) -> Iterator[tup
 
 
 def make_tables(page_elems: int) -> SgmvTables:
-    scratch = SgmvTables.scratch_elems(splits=2, tokens=64, modules=4, max_rank=256)
+    scratch = SgmvTables.scratch_elems(splits=2, tokens=64, modules=4, max_rank=256, terms=2)
     sizes = TableSizes(
         9, LAYERS, 1 << 15, max_rank=256, max_tiles=64, scratch=scratch, page_elems=page_elems, slab_elems=SLAB_ELEMS
     )
@@ -299,7 +299,7 @@ def interpret_broken_rows() -> None:
             tables = make_tables(page_elems)
             tables.h.fill_(math.nan)
             num_tiles = tables.plan(segments, schedule.tile_tokens)
-            _run(y, values, pages, tables, 1, modules, schedule, num_tiles + 2, tables.passes)
+            _run(y, values, pages, tables, 1, modules, schedule, num_tiles + 2, tables.terms)
             outs.append(y)
         others = [token for token in range(tokens) if token not in (broken_token, tokens - 1)]
         for y in outs[1:]:
@@ -334,7 +334,7 @@ def interpret_companies() -> None:
         tables.h.fill_(math.nan)
         schedule, tokens = decode(bucket, 256), [token for token, _ in rows]
         out = y[tokens].contiguous()
-        launch(out, tokens, tables, schedule, tables.plan(segments, schedule.tile_tokens), tables.passes)
+        launch(out, tokens, tables, schedule, tables.plan(segments, schedule.tile_tokens), tables.terms)
         return dict(zip(tokens, out, strict=True))
 
     want = {token: decoded((token, token % 3), bucket=1)[token] for token in (30, 31, 32, 33)}
@@ -350,13 +350,68 @@ def interpret_companies() -> None:
     tables.h.fill_(math.nan)
     out, head, tail = y[:34].clone(), prefill(30, 64), decode(4, 256)
     num_tiles = tables.plan(segments, head.tile_tokens, 30, tail.tile_tokens)
-    launch(out[:30], list(range(30)), tables, head, num_tiles, tables.passes)
-    launch(out[30:], list(want), tables, tail, tables.tail_tiles, tables.passes, num_tiles)
+    launch(out[:30], list(range(30)), tables, head, num_tiles, tables.terms)
+    launch(out[30:], list(want), tables, tail, tables.tail_tiles, tables.terms, num_tiles)
     assert all(torch.equal(out[token], want[token]) for token in want)
     reference = y[:34].clone()
     sgmv_ref(reference, x[:34], arena, segments, 1, modules)
     error = (out.float() - reference.float()).abs().max() / reference.float().abs().max()
     assert error <= TOLERANCE[dtype], error
+
+
+def interpret_merged() -> None:
+    """Rows of a step with merged weights: their bits are the same alone and in a batch, after a prompt and in tiles of
+    other launches; a prompt's with the base model's too. Parts of adapters match, or overlap with several of the other.
+    """
+    from .bf16_interpreter import fix_bf16
+
+    fix_bf16()
+    drawn = next(case for case in cases(3, 6) if len(GROUPS[case.group][1]) > 1)
+    d_in, widths = GROUPS[drawn.group]
+    targets = (0,), tuple(range(len(widths))), (len(widths) - 1,)
+    case = replace(drawn, ranks=(17, 40, 5), targets=targets, layers=((0, 1, 2),) * 3, page_vectors=301)
+    modules = [(module, sum(widths[:module]), width) for module, width in enumerate(widths)]
+    page_elems, generator = 301 * 8, torch.Generator().manual_seed(case.seed)
+    arena, adapters = _adapters(case, d_in, widths, page_elems, 8, torch.bfloat16, generator)
+    assert [len(parts) for parts in adapters] == [2, 1, 2]
+    x = torch.randn(40, d_in, generator=generator).to(torch.bfloat16)
+    y = torch.randn(40, sum(widths), generator=generator).to(torch.bfloat16)
+
+    def run(merged: int, *rows: tuple[int, int, int], bucket: int) -> dict[int, torch.Tensor]:
+        """Outputs of (first token, tokens, adapter) rows, the last of which have one token; -1 is the base model."""
+        tokens = [token for first, count, _ in rows for token in range(first, first + count)]
+        segments, tables, at = Segments(), make_tables(page_elems), 0
+        for part in adapters[merged]:
+            segments.add(0, len(tokens), replace(part, scale=-part.scale))
+        for _, count, adapter in rows:
+            for part in adapters[adapter] if adapter >= 0 else ():
+                segments.add(at, at + count, part)
+            at += count
+        tables.h.fill_(math.nan)
+        out, border = y[tokens].contiguous(), len(tokens) - sum(count == 1 for _, count, _ in rows)
+        head, tail = prefill(max(1, border), 64), decode(bucket, 256)
+        num_tiles = tables.plan(segments, head.tile_tokens, border, tail.tile_tokens, terms=2)
+        assert tables.terms == 2
+        reference = out.clone()
+        for schedule, part, first, count in (
+            (head, slice(border), 0, num_tiles), (tail, slice(border, None), num_tiles, tables.tail_tiles + 2)
+        ):  # fmt: skip
+            values = x[tokens[part]].contiguous()
+            if len(values):
+                _run(out[part], values, arena, tables, 1, modules, schedule, count, 2, first)
+        sgmv_ref(reference, x[tokens], arena, segments, 1, modules)
+        error = (out.float() - reference.float()).abs().max() / reference.float().abs().max()
+        assert error <= TOLERANCE[torch.bfloat16], error
+        return dict(zip(tokens, out, strict=True))
+
+    for merged in (0, 1):
+        rows = [(30 + at, 1, adapter) for at, adapter in enumerate((1 - merged, -1, 2, -1, 1 - merged))]
+        want = {row[0]: run(merged, row, bucket=1)[row[0]] for row in rows}
+        prompt = (0, 9, 2), (9, 7, -1)
+        prompts = {token: value for row in prompt for token, value in run(merged, row, bucket=1).items()}
+        for found in (run(merged, *rows[::-1], bucket=256), run(merged, *prompt, *rows, bucket=8)):
+            assert all(torch.equal(found[token], value) for token, value in want.items())
+        assert all(torch.equal(found[token], value) for token, value in prompts.items())
 
 
 def compile_ahead() -> None:
@@ -398,7 +453,7 @@ def compile_ahead() -> None:
         with launch_triton.compiling(2):
             for schedule in (decode(64, 256), prefill(64, 256, 4)):
                 product = sgmv_triton.Sgmv(arena, tables, modules, 40, schedule)
-                product(y, x, 1, tables.tiles_of_pass[:1], 1, compile_only=True)
+                product(y, x, 1, tables.tiles, 1, compile_only=True)
     for kernel in kernels:
         assert len(kernel.device_caches[0][0]) == 1, f"{kernel} has not been compiled"
     assert threads and all(name.startswith("ThreadPoolExecutor") for name in threads), threads
@@ -427,6 +482,13 @@ def test_what_is_not_finite_stays_in_its_row():
 @pytest.mark.timeout(1200)
 def test_bits_of_a_row_do_not_depend_on_its_company():
     result = run_python("-c", "from tests.ops.test_sgmv_triton import *; interpret_companies()", TRITON_INTERPRET="1")
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+@pytest.mark.triton
+@pytest.mark.timeout(1200)
+def test_bits_of_a_row_beside_merged_weights_do_not_depend_on_its_company():
+    result = run_python("-c", "from tests.ops.test_sgmv_triton import *; interpret_merged()", TRITON_INTERPRET="1")
     assert result.returncode == 0, result.stdout + result.stderr
 
 

@@ -174,7 +174,7 @@ def test_rank_rows_that_are_loaded_early_are_those_behind_an_event():
 
     def launch():
         y = torch.zeros(rows, d_out, device="cuda", dtype=torch.bfloat16)
-        sgmv(y, rms_norm(x, weight, 1e-5), 1, world.tables.tiles_of_pass, num_tiles)
+        sgmv(y, rms_norm(x, weight, 1e-5), 1, world.tables.tiles, num_tiles)
         return y
 
     want, got = launch(), []

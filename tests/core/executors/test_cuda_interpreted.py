@@ -902,7 +902,7 @@ def test_a_closed_executor_frees_its_arena_at_once(tiny):
         gc.enable()
 
 
-@pytest.mark.parametrize(("arrives", "most"), [(False, 24), (True, 43)])
+@pytest.mark.parametrize(("arrives", "most"), [(False, 24), (True, 44)])
 def test_a_step_enters_few_files(drive, tiny, arrives, most):
     """A replay here calls the captured functions, so the kernels' launches are counted, too."""
     driver = drive(adapters=["r1-qv"], max_num_seqs=3, async_scheduling=not arrives)
@@ -1027,9 +1027,9 @@ def test_products_of_a_row_are_the_same_with_and_without_adapters_in_the_step(
 
 
 @pytest.mark.slow
-def test_adapters_in_passes_are_not_expanded_in_a_product(drive, tiny, float32_products, monkeypatch):
-    """With one adapter in the weights, rows of another subtract it and add their own, in one launch after the other
-    that follow the GEMM.
+def test_terms_of_two_adapters_are_not_expanded_in_a_product(drive, tiny, float32_products, monkeypatch):
+    """With one adapter in the weights, rows of another subtract it and add their own, in launches of their own
+    after the GEMM.
     """
     driver = drive(small_gemm="fused", adapters=["r17-all", "r1-qv"], graph_capture="off")
     merge(driver, "r17-all")

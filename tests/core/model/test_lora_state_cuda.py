@@ -17,7 +17,8 @@ from chorus.graphs.runner import NO_TAIL, USUAL_ROOM, LaunchSize
 from chorus.memory.pages.adapter_layout import AdapterLayout, AdapterPart, uniform_parts
 from chorus.memory.pages.layout import PageLayout
 from chorus.ops.sgmv_schedule import decode, prefill
-from chorus.ops.sgmv_tables import BEGIN, END, OFFSETS_B, TABLE_ROW
+from chorus.ops.sgmv_tables import BEGIN, END, OFFSETS_B, RANK, SCALE, TABLE_ROW
+from chorus.ops.sgmv_tiles import MERGED_TERMS
 
 from ...tables import hybrid_table
 
@@ -69,7 +70,7 @@ def begin(state: CudaLoraState, *rows: tuple[int, int]):
     """A step of (slot, tokens) rows of adapters of ranks 4, 16 and 32."""
     adapters = [resident(rank) for rank in (4, 16, 32)]
     launches = state.begin_ragged(adapters, [lora_index for lora_index, _ in rows], [length for _, length in rows])
-    tiles = [(row[BEGIN], row[END]) for row in state.tables.tiles[0].tolist() if row[TABLE_ROW] >= 0]
+    tiles = [(row[BEGIN], row[END]) for row in state.tables.tiles.tolist() if row[TABLE_ROW] >= 0]
     return launches, tiles
 
 
@@ -116,7 +117,7 @@ def test_kernels_are_tried_with_more_rows_than_the_tables_hold_adapters():
     )
     for rows in (1, 16, 64):
         assert state.sample(rows).num_tiles == rows
-        tiles = [row for row in state.tables.tiles[0].tolist() if row[TABLE_ROW] >= 0]
+        tiles = [row for row in state.tables.tiles.tolist() if row[TABLE_ROW] >= 0]
         assert [(row[BEGIN], row[END]) for row in tiles] == [(token, token + 1) for token in range(rows)]
         assert len({row[TABLE_ROW] for row in tiles}) == min(rows, 32), "two adapters of up to 16 parts"
 
@@ -137,6 +138,52 @@ def test_a_captured_step_has_as_few_launches_as_it_needs(state):
     assert room((0, 100), (1, 1)) == USUAL_ROOM
     assert room(*[(index % 3, 2) for index in range(12)]) == LaunchSize(1, NO_TAIL.tail)
     assert room((0, 100), *[(1, 1)] * 16) == USUAL_ROOM
+
+
+def records(state: CudaLoraState, num_tiles: int) -> list[list[tuple[int, int, float] | None]]:
+    """Of each tile: the first token, the rank and the scale of its records, None for an empty one."""
+    table = state.tables.tiles[: num_tiles * MERGED_TERMS]
+    scales = table[:, SCALE].view(torch.float32).tolist()
+    found = [
+        (row[BEGIN], row[RANK], scale) if row[TABLE_ROW] >= 0 else None
+        for row, scale in zip(table.tolist(), scales, strict=True)
+    ]
+    return [found[at : at + MERGED_TERMS] for at in range(0, len(found), MERGED_TERMS)]
+
+
+def test_a_merged_steps_tile_takes_the_merged_adapter_off_and_adds_the_rows_own(state):
+    merged, other = resident(4), resident(16)
+    captured = state.bucket(8, MERGED_TERMS)
+    assert captured.num_tiles == 2, "a quarter of the rows"
+    rows = [0, 0, 1, 0, BASE_LORA_INDEX, 0, 0, 0]
+    assert state.begin_bucket([merged, other], rows, captured, merged) is captured
+    assert records(state, 2) == [[(2, 4, -1.0), (2, 16, 1.0)], [(4, 4, -1.0), None]]
+    found = state.begin_bucket([merged, other], [1, 1, 1, BASE_LORA_INDEX, 0, 0, 0, 0], captured, merged)
+    assert (found.num_tiles, found.terms, found.eager) == (8, MERGED_TERMS, None)
+    assert state.begin_bucket([merged, other], [0] * 8, captured, merged) is None, "the weights have all of it"
+
+
+def test_a_merged_steps_rows_have_as_many_records_in_any_company(state):
+    """Else a row of the base model would be computed by another kernel beside one of another adapter."""
+    merged, other = resident(4), resident(16)
+    for rows in ([BASE_LORA_INDEX, BASE_LORA_INDEX], [BASE_LORA_INDEX, 1]):
+        assert state.begin_ragged([merged, other], rows, [1, 1], merged).terms == MERGED_TERMS
+        assert state.begin_ragged([merged, other], rows, [70, 1], merged).terms == MERGED_TERMS
+    assert state.begin_ragged([merged, other], [0, 1], [70, 1]).terms == 1
+
+
+def test_a_prompt_beside_merged_weights_is_captured_in_one_pass(state):
+    merged, other = resident(4), resident(16)
+    captured = state.padded(128, MERGED_TERMS)
+    found = state.begin_padded([merged, other], [1, BASE_LORA_INDEX, 0, 1], [70, 9, 4, 1], captured, merged)
+    assert (found.eager, found.terms, found.room) == (None, MERGED_TERMS, USUAL_ROOM)
+    assert records(state, 3) == [
+        [(0, 4, -1.0), (0, 16, 1.0)],
+        [(64, 4, -1.0), (64, 16, 1.0)],
+        [(70, 4, -1.0), None],
+    ]
+    tail = state.tables.tiles[found.num_tiles * MERGED_TERMS :][:MERGED_TERMS]
+    assert tail[:, [BEGIN, END, RANK]].tolist() == [[83, 84, 4], [83, 84, 16]]
 
 
 class TestLayersOfTwoKinds:
@@ -163,9 +210,16 @@ class TestLayersOfTwoKinds:
         assert (
             state.begin_bucket([self.resident(4), self.resident(16)], [0, 1, 0, BASE_LORA_INDEX], captured) is captured
         )
-        assert (state.tables.passes, captured.num_tiles) == (1, 12)
-        tiles = [row for row in state.tables.tiles[0].tolist() if row[TABLE_ROW] >= 0]
+        assert (state.tables.terms, captured.num_tiles) == (1, 12)
+        tiles = [row for row in state.tables.tiles.tolist() if row[TABLE_ROW] >= 0]
         assert sorted(row[BEGIN] for row in tiles) == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+
+    def test_a_merged_adapters_parts_are_taken_off_beside_those_of_the_rows_own(self, state):
+        merged, other = self.resident(4), self.resident(16)
+        captured = state.bucket(4, MERGED_TERMS)
+        assert state.begin_bucket([merged, other], [0, 0, 0, 1], captured, merged) is captured
+        tiles = records(state, captured.num_tiles)
+        assert tiles == [[(3, 4, -1.0), (3, 16, 1.0)]] * 3, "parts of the same layers are of one tile"
 
     def test_tables_say_which_layers_have_a_module(self, state):
         state.begin_bucket([self.resident(4)], [0], state.bucket(1))

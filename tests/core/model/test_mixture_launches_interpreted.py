@@ -10,12 +10,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from chorus.core.model.config import ModelConfig
 from chorus.core.model.experts import ListedExperts, mix_experts, packed_experts, stacked_experts
 from chorus.core.model.layers import AttentionSpec, Experts, LayerSpec, NormSpec, Routing
 from chorus.core.model.lora_state import LoraState
 from chorus.core.model.lora_state_cuda import CudaLoraState, StepLimits
+from chorus.core.model.mixture_launches import MixtureForm
 from chorus.core.model.rope_config import RopeConfig
 from chorus.core.requests.types import BASE_LORA_INDEX
 from chorus.memory.pages.adapter_layout import AdapterLayout, AdapterPart
@@ -207,6 +209,32 @@ def test_a_step_has_the_launches_of_what_its_adapters_change():
         launches = world.gpu.begin_bucket(world.adapters, list(indices), captured)
         assert launches.mixture_groups == groups
         assert (launches.mixture(LAYER) is None) == (not groups)
+
+
+class Operators(TorchDispatchMode):
+    """Records the operators that are called, without views, which launch nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.called = []
+
+    def __torch_dispatch__(self, called, types, args=(), kwargs=None):
+        name = called.overloadpacket.__name__
+        if not called.is_view and name != "_unsafe_view":
+            self.called.append(name)
+        return called(*args, **(kwargs or {}))
+
+
+def test_rows_of_a_decode_step_are_gathered_for_experts_in_one_launch():
+    """Each token's row as often as it goes to experts, whatever their numbers."""
+    world = World()
+    x, chosen = world.rows([(0, 1)] * 3), torch.tensor([[3, 1], [0, 2], [1, 3]])
+    world.gpu.begin_bucket(world.adapters, [0, -1, 0], world.gpu.bucket(3))
+    routed = world.gpu.mixture_launches(LAYER, MixtureForm((Group.EXPERT_GATE_UP,))).routed(chosen)
+    with Operators() as operators:
+        rows = routed.gathered(x)
+    assert torch.equal(rows, x[[0, 0, 1, 1, 2, 2]])
+    assert operators.called == ["clone"]
 
 
 def test_rows_of_adapters_are_used_again(monkeypatch):

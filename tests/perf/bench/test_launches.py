@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from chorus.perf.bench.estimate import RESULTS, estimate, main
+from chorus.perf.bench.estimate import RESULTS, estimate, main, mixtures
 from chorus.perf.bench.launches import decode_launches, prompt_launches
 
 pytestmark = pytest.mark.triton
@@ -34,8 +34,12 @@ def test_a_decode_layer_is_eight_launches_and_lora_four_to_nine_more(decodes):
         ("decode", "each row", "library"): 17,
         ("decode", "each row", "small"): 17,
         ("decode", "each row", "fused"): 12,
+        **{("merged", "each row", by): 17 for by in ("library", "small", "fused")},
     }
-    assert {(row["by"], row["LoRA"]) for row in decodes if row["adapters"] != "none"} == {
+    assert {row["LoRA"] for row in decodes if row["step"] == "merged"} == {8}, "one pass takes off and adds"
+    assert {
+        (row["by"], row["LoRA"]) for row in decodes if (row["step"], row["adapters"]) == ("decode", "each row")
+    } == {
         ("library", 8),
         ("small", 8),
         ("fused", 4),
@@ -58,8 +62,10 @@ def test_a_layer_of_a_prompt_is_one_graph_and_attention_in_pieces(tmp_path):
 
 
 def test_the_table_of_the_documentation_is_that_of_the_counts(decodes):
-    lines = estimate(json.loads(RESULTS.read_text("utf-8"))["sections"], decodes, 2.5, 0.85)
-    assert "\n".join(lines) in DOCS.read_text("utf-8"), "run python -m chorus.perf.bench.estimate, and copy its table"
+    sections, docs = json.loads(RESULTS.read_text("utf-8"))["sections"], DOCS.read_text("utf-8")
+    lines = estimate(sections, decodes, 2.5, 0.85)
+    assert "\n".join(lines) in docs, "run python -m chorus.perf.bench.estimate, and copy its table"
+    assert all(f"  {line}\n" in docs for line in mixtures(sections, decodes, 0.78, 1.8)), "and of mixtures"
 
 
 def test_the_estimate_goes_by_its_arguments(capsys):
