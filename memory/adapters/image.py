@@ -294,9 +294,11 @@ class _PartReader:
                 own = rows[first_row : first_row + a_shape[0]]
                 own[:, slabs.a_offset[m] :][:, :d_in] = self._file.matrix(a, a_shape, buffer)
                 b_rows = self._file.matrix(b, b_shape, buffer).T
+                own_b = own[:, slabs.b_offset[m] :][:, :d_out]
                 if a_shape[0] > part.rank:  # of all experts at once: B's columns have expert after expert for each rank
-                    b_rows = b_rows.view(part.rank, -1, d_out).transpose(0, 1).reshape(-1, d_out)
-                own[:, slabs.b_offset[m] :][:, :d_out] = b_rows
+                    b_rows = b_rows.unflatten(0, (part.rank, -1)).transpose(0, 1)
+                    own_b = own_b.unflatten(0, (-1, part.rank))
+                own_b.copy_(b_rows)
                 first_row += a_shape[0]
         if not _all_finite(rows):
             raise _not_finite(self._file, part, layer, self.projections, self.modules, dtype=rows.dtype, buffer=buffer)
