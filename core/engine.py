@@ -166,7 +166,7 @@ class Engine:
 
     def _modes(self, policy: ModePolicy | None) -> Modes | None:
         """Return the chooser of step modes; None if only `merge` and `unmerge` change the mode."""
-        policy = policy or mode_policy(self.config.mode_policy)
+        policy = policy or mode_policy(self.config.mode_policy, expert_share=self.model.expert_share)
         if policy is None:
             return None
         if self.executor.shadow is None:

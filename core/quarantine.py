@@ -201,6 +201,10 @@ def report_contents(name: str, manifest: AdapterManifest) -> None:
             name,
             manifest.num_left_out,
         )
+    if manifest.untrained:
+        logger.info(
+            "adapter %s: has no tensors of %s, which stay the base model's", name, ", ".join(manifest.untrained)
+        )
     if manifest.dropped:
         logger.info(
             "adapter %s: %s equal the base model's own and are dropped", name, ", ".join(map(shown, manifest.dropped))

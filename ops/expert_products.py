@@ -71,7 +71,7 @@ def multiply_each(
         _product(x[begin:end], matrix, None if biases is None else biases[index])
         for index, (begin, end, matrix) in enumerate(zip(begins, ends, matrices, strict=False))
     ]
-    return torch.cat(products)
+    return products[0] if len(products) == 1 else torch.cat(products)
 
 
 def _by_library(
@@ -102,5 +102,5 @@ def _product(x: torch.Tensor, weight: Matrix, bias: torch.Tensor | None) -> torc
     """`x @ weightᵀ + bias`. Of one row alone, oneDNN may take another kernel, which adds up in another order."""
     if isinstance(weight, Panels):
         raise TypeError("matrices of one call must be packed alike")
-    rows = x if len(x) > 1 else x.repeat(2, 1)
+    rows = x if len(x) > 1 else x.expand(2, -1).contiguous()
     return (packed_gemm.packed_linear if weight.is_mkldnn else linear)(rows, weight, bias)[: len(x)]

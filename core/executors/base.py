@@ -53,6 +53,8 @@ class ModelInfo:
     """Its score head; None if it has none."""
     speculates: bool = False
     """True if steps may verify proposed tokens."""
+    expert_share: float = field(default=0.0, compare=False)
+    """Share of its experts that a token goes to; 0: it has no mixture of experts."""
 
 
 class ShadowBackend(Protocol):
@@ -221,6 +223,7 @@ class ModelExecutor(ExecutorBase):
             generates=model.has_lm_head,
             head=head,
             speculates=config.speculates,
+            expert_share=model.experts.share_per_token if model.experts else 0.0,
         )
         self.layout = self._page_layout(config, limit)
 

@@ -9,17 +9,19 @@ from collections.abc import Mapping, Sequence
 from operator import mul
 
 from ...memory.adapters.adapter import Adapter
+from ..costs.models import share_of_experts
 from .mode_policy import Batch, work_of
 
-LEAST = (1.0, 8.0, 4096.0, 1.0, 64.0, 64.0)
+LEAST = (1.0, 8.0, 4096.0, 1.0, 64.0, 64.0, 0.4)
 """Amount of each term that may well take its share of `LIKELY`, or its amount in the first step, if that is more: a
 first step of one row tells little of full ones.
 """
 
-LIKELY = (1.0, 0.4, 0.4, 0.4, 0.4, 0.4)
+LIKELY = (1.0, 0.4, 0.4, 0.4, 0.4, 0.4, 1.0)
 """Standard deviation of each term's prior, as a share of a step's time. The weights are read once a step whatever it
-contains, which may be all of its time; LoRA took at most 38.9 % in the dLoRA authors' measurements. With equal priors
-LoRA and KV would explain most of the first steps, and merging would be tried everywhere at once.
+contains, or as many experts as its rows go to, which may be all of its time; LoRA took at most 38.9 % in the dLoRA
+authors' measurements. With equal priors LoRA and KV would explain most of the first steps, and merging would be tried
+everywhere at once.
 """
 
 NOISE = 0.05
@@ -45,12 +47,15 @@ One that took less is believed: nothing makes a step shorter than its work.
 class LearnedPrices:
     """A linear model of a decode step's time with nonnegative coefficients: ridge regression, updated after each step.
 
-    Terms: a step, a row, a token of KV, whether there is LoRA work, rank-rows computed, rank-rows read. `LIKELY` is the
+    Terms: a step, a row, a token of KV, whether there is LoRA work, rank-rows computed, rank-rows read, and all experts
+    of a mixture, of which a step reads the share that its rows go to on average (`share_of_experts`). `LIKELY` is the
     Gaussian prior over coefficients; it decides coefficients that the data do not identify. So merged mode is tried
     where it might help, and once tried its cost is known.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, expert_share: float = 0.0) -> None:
+        """expert_share: of the experts that a row goes to; 0: the model has none."""
+        self._expert_share = expert_share
         count = len(LEAST)
         self._units = [1.0] * count  # of the terms: about as much as a step has
         self._prices = [0.0] * count  # of a unit
@@ -63,7 +68,9 @@ class LearnedPrices:
 
     @property
     def terms(self) -> list[float]:
-        """Seconds of a step, a row, a token of KV, LoRA work at all, a rank-row computed, a rank-row read."""
+        """Seconds of a step, a row, a token of KV, LoRA work at all, a rank-row computed, a rank-row read, and of all
+        experts.
+        """
         return [price / unit for price, unit in zip(self._prices, self._units, strict=True)]
 
     def step_seconds(self, batch: Batch, merged: Adapter | None, context: float) -> float:
@@ -114,7 +121,7 @@ class LearnedPrices:
     def _terms(self, batch: Batch, merged: Adapter | None, context: float) -> list[float]:
         """Return the terms of a step, in their units."""
         work = work_of(batch, merged)
-        one, rows, tokens, lora, row_ranks, adapter_ranks = self._units
+        one, rows, tokens, lora, row_ranks, adapter_ranks, experts = self._units
         return [
             1.0 / one,
             work.rows / rows,
@@ -122,6 +129,7 @@ class LearnedPrices:
             (work.adapter_ranks > 0) / lora,
             work.row_ranks / row_ranks,
             work.adapter_ranks / adapter_ranks,
+            share_of_experts(self._expert_share, work.rows) / experts,
         ]
 
 
@@ -129,7 +137,7 @@ def nonnegative(squares: Sequence[Sequence[float]], sums: Sequence[float], start
     """Return the x >= 0 of the least x' squares x / 2 - sums' x, from a start that is not below 0.
 
     Bro and de Jong's fast non-negative least squares (1997): from a start near by, as a rule, one system of equations.
-    In plain Python: with six unknowns it takes less time than a call of numpy's solver after a step.
+    In plain Python: with seven unknowns it takes less time than a call of numpy's solver after a step.
     """
     found = [*start]
     free = [index for index, value in enumerate(found) if value > 0]

@@ -22,9 +22,11 @@ from .merging import Merging
 from .mode_policy import Batch, ModeChoice, ModePolicy, ModePrices, ModeState
 
 
-def mode_policy(name: str, prices: ModePrices | None = None) -> ModePolicy | None:
-    """Return the policy of `EngineConfig.mode_policy`; None for "manual". prices: by default learned."""
-    prices = prices or LearnedPrices()
+def mode_policy(name: str, prices: ModePrices | None = None, expert_share: float = 0.0) -> ModePolicy | None:
+    """Return the policy of `EngineConfig.mode_policy`; None for "manual". prices: by default learned. expert_share: of
+    the model, see `LearnedPrices`.
+    """
+    prices = prices or LearnedPrices(expert_share)
     match name:
         case "dlora-1":
             return DynamicBatching()

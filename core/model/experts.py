@@ -10,9 +10,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 
 from ...memory.pages.projections import Group
@@ -25,6 +26,9 @@ from .mixture_launches import MixtureLaunches
 from .mixture_lora import Going, MixtureLora
 
 _T = TypeVar("_T")
+
+_MIXED_ROWS = 256
+"""Rows whose weighted outputs are added up at once."""
 
 #: Of a few elements that fill no vector, torch computes a sigmoid by another formula; so many fill all of them.
 _LANES = 64
@@ -82,10 +86,13 @@ class ListedExperts(ExpertWeights):
     def outputs(
         self, x: torch.Tensor, chosen: torch.Tensor, spec: Experts, lora: MixtureLora | MixtureLaunches | None = None
     ) -> torch.Tensor:
-        by_expert = chosen.flatten().argsort(stable=True)  # places in `chosen`
-        counts = chosen.flatten().bincount(minlength=spec.count).tolist()
-        used = [expert for expert, count in enumerate(counts) if count]
-        ends, tokens = list(accumulate(counts[expert] for expert in used)), by_expert // chosen.shape[1]
+        experts = chosen.flatten().numpy()
+        places = experts.argsort(kind="stable")  # in `chosen`, expert after expert
+        sorted_experts = experts[places]
+        ends = [*(np.flatnonzero(np.diff(sorted_experts)) + 1).tolist(), len(places)]
+        used = sorted_experts[np.array(ends) - 1].tolist()
+        by_expert = torch.from_numpy(places)
+        tokens = by_expert // chosen.shape[1]
 
         def of_used(each: Sequence[_T] | None) -> list[_T] | None:
             return None if each is None else [each[expert] for expert in used]
@@ -101,9 +108,8 @@ class ListedExperts(ExpertWeights):
         if (lora := _of(lora, MixtureLora)) is not None:
             going = [tokens[begin:end].tolist() for begin, end in pairwise((0, *ends))]
             added = _Added(lora, Group.EXPERT_GATE_UP, Group.EXPERT_DOWN, list(zip(used, going, strict=True)))
-        found = x.new_empty(chosen.numel(), x.shape[1])
-        found[by_expert] = _through(x[tokens], parts, spec.activation, added)
-        return found
+        outputs = _through(x.index_select(0, tokens), parts, spec.activation, added)
+        return torch.empty_like(outputs).index_copy_(0, by_expert, outputs)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -235,8 +241,9 @@ def choose(logits: torch.Tensor, routing: Routing, correction: torch.Tensor | No
     chosen = ranked.topk(routing.per_token, dim=-1).indices
     weights = scores.gather(1, chosen)
     if routing.renormalised:
-        weights = weights / (weights.sum(-1, keepdim=True) + routing.epsilon)
-    return ExpertChoice(chosen, weights * routing.factor)
+        total = weights.sum(-1, keepdim=True)
+        weights = weights / (total + routing.epsilon if routing.epsilon else total)
+    return ExpertChoice(chosen, weights if routing.factor == 1 else weights * routing.factor)
 
 
 def _within_groups(ranked: torch.Tensor, routing: Routing) -> torch.Tensor:
@@ -257,9 +264,7 @@ def mix_experts(
         lora.add(Group.ROUTER, logits, x.float())
     choice = choose(logits, spec.routing, weights.correction)
     outputs = weights.outputs(x, choice.experts, spec, lora).view(*choice.experts.shape, -1)
-    mixed = outputs[:, 0].float() * choice.weights[:, :1]
-    for place in range(1, spec.routing.per_token):
-        mixed += outputs[:, place].float() * choice.weights[:, place : place + 1]
+    mixed = _weighted_sum(outputs, choice.weights)
     if weights.shared_gate_up is not None and weights.shared_down is not None:
         added = None if lora is None else _Added(lora, Group.SHARED_GATE_UP, Group.SHARED_DOWN)
         parts = _Parts([len(x)], [weights.shared_gate_up], [weights.shared_down])
@@ -271,6 +276,19 @@ def mix_experts(
             shared = shared * gates.expand(-1, _LANES).contiguous().sigmoid()[:, :1]
         mixed += shared
     return mixed.to(x.dtype)
+
+
+def _weighted_sum(outputs: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """`Σ weights · outputs` in float32, added up place after place. outputs: `[rows, places, hidden]`. weights: `[rows,
+    places]`. Some rows at once, as their products take memory.
+    """
+    if len(outputs) > _MIXED_ROWS:
+        parts = zip(outputs.split(_MIXED_ROWS), weights.split(_MIXED_ROWS), strict=True)
+        return torch.cat([_weighted_sum(*part) for part in parts])
+    mixed, *others = (outputs.float() * weights[..., None]).unbind(1)
+    for product in others:
+        mixed = mixed + product
+    return mixed
 
 
 class _Parts(NamedTuple):

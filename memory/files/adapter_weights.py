@@ -19,9 +19,8 @@ from .directory import AdapterDirectory
 from .error import AdapterFormatError, shown
 from .form import AdapterForm
 from .module_paths import ExpertForm, ModulePaths, without_nesting
-from .peft_names import HEAD, PREFIX, STEM, UNEMBED, tensor_shapes
+from .peft_names import HEAD, IN_LAYERS, PREFIX, STEM, UNEMBED, tensor_shapes
 from .tensor_file import Arrangement, TensorInfo
-from .trained_rows import module_of
 from .vectors import ENDS, PATTERN
 from .whole_copies import RowsFile
 
@@ -39,7 +38,7 @@ _AROUND = re.compile(r"^(?:(?:module|_orig_mod|_fsdp_wrapped_module)\.)*")
 _ADAPTER_NAME = re.compile(
     r"\.(lora_(?:embedding_)?[AB]|lora_magnitude_vector)\.(?!(?:weight|bias)$)([^.]+)(?=\.weight$|\.bias$|$)"
 )
-_IN_LAYER = re.compile(rf"(base_model\.model\.model\.layers\.[0-9]+)\.(.+?)\.(lora_[AB]\.weight|{PATTERN})")
+_IN_LAYER = re.compile(rf"({re.escape(IN_LAYERS)}[0-9]+)\.(.+?)\.(lora_[AB]\.weight|{PATTERN})")
 
 
 class AdapterWeights(RowsFile):
@@ -50,11 +49,12 @@ class AdapterWeights(RowsFile):
 
     def __init__(self, directory: AdapterDirectory, form: AdapterForm, modules: ModulePaths) -> None:
         name = form.weights_file
-        super().__init__(directory.path / name, directory.open(name, form.kind), self._plain)
+        super().__init__(directory.path / name, directory.open(name, form.kind))
         self._form = form
         self._stems: set[str] = set()
         self._paths: set[str] = set()
         self._adapters: set[str] = set()
+        self._of_layer: dict[str, str] = {}  # plain names within a layer, by PEFT's: most layers have the same ones
         self.given_modules: set[str] = set()
         """Modules of layers that have tensors, by the names that the file gives them, where no configuration says so;
         once `tensors` was read.
@@ -78,12 +78,13 @@ class AdapterWeights(RowsFile):
         elif self.modules.experts is ExpertForm.TOGETHER:
             listed = self._of_each_expert(listed)
         for name, info in listed.items():
-            if name.startswith(left_out):
+            is_in_layer = name.startswith(IN_LAYERS)
+            if not is_in_layer and name.startswith(left_out):
                 self.num_left_out += 1
                 continue
-            if self._is_of_rows(name, info, compares=self.modules.base_rows is not None):
+            if not is_in_layer and self._is_of_rows(name, info, compares=self.modules.base_rows is not None):
                 continue
-            for own_name, own in self._shares(name, info):
+            for own_name, own in self._shares(name, info) if self.modules.stacked else ((name, info),):
                 if own_name in found:
                     raise _twice(self.path, name, own_name)
                 found[own_name] = own
@@ -228,7 +229,15 @@ class AdapterWeights(RowsFile):
         return values.view(shape) if info.arrangement is None else info.arrangement.of(values, shape[0])
 
     def _plain(self, name: str) -> str:
-        name = self._form.peft_name(name)
+        if not name.startswith(IN_LAYERS) or not self._form.is_plain:
+            return self._plain_of_any(name)
+        layer, _, rest = name.removeprefix(IN_LAYERS).partition(".")
+        if (own := self._of_layer.get(rest)) is None or not (layer.isdecimal() and layer.isascii()):
+            return self._plain_of_any(name)
+        return f"{IN_LAYERS}{layer}.{own}"
+
+    def _plain_of_any(self, name: str) -> str:
+        given, name = name, self._form.peft_name(name)
         if not name.startswith(PREFIX):
             name = _AROUND.sub("", name, 1)
         if not name.endswith((".lora_A.weight", ".lora_B.weight")) and (named := _ADAPTER_NAME.search(name)):
@@ -253,7 +262,10 @@ class AdapterWeights(RowsFile):
         self._paths.add(match[2])
         if not self._form.is_plain:
             self.given_modules.add(f"{found[1]}{name[found.end() :].removesuffix(f'.{match[3]}')}")
-        return f"{match[1]}.{self.modules.usual.get(match[2], match[2])}.{ENDS.get(match[3], match[3])}"
+        own = f"{self.modules.usual.get(match[2], match[2])}.{ENDS.get(match[3], match[3])}"
+        if given.startswith(IN_LAYERS):
+            self._of_layer[given.removeprefix(IN_LAYERS).partition(".")[2]] = own
+        return f"{match[1]}.{own}"
 
 
 def matrices_of(
@@ -262,15 +274,9 @@ def matrices_of(
     """Name and shape of A and of B of a part's target in a layer; of each expert, unless the file has them stacked."""
     projection = modules.projections[target]
     if part.experts and modules.experts is not ExpertForm.STACKED:
-        return (tensor_shapes(layer, projection.of_expert(expert), part.rank) for expert in part.experts)
+        own = modules.projections.experts_of(target)
+        return (tensor_shapes(layer, own[expert], part.rank) for expert in part.experts)
     return iter((tensor_shapes(layer, projection, part.rank),))
-
-
-def tensors_of(file: AdapterWeights, part: AdapterPart, layer: int, target: str) -> Iterator[TensorInfo]:
-    """A target's A and B, of each expert where they are so; of whole rows the tensor that has them, twice."""
-    if part.token_ids:
-        return iter((file.rows_tensor(module_of(part))[1],) * 2)
-    return (file.tensor(name) for pair in matrices_of(part, layer, target, file.modules) for name, _ in pair)
 
 
 def _twice(path: Path, name: str, own_name: str) -> AdapterFormatError:

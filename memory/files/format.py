@@ -9,13 +9,14 @@ Tests: tests/memory/files/test_adapter_format.py.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import lru_cache
+from itertools import chain, product, repeat
 from pathlib import Path
 
 from ..pages.adapter_layout import AdapterPart, VectorTarget
 from ..pages.projections import Projections
-from .adapter_weights import AdapterWeights, tensors_of
+from .adapter_weights import AdapterWeights
 from .added_tokens import OwnTokens, own_tokens
 from .config import CONFIG_FILE, AdapterConfig
 from .directory import AdapterDirectory
@@ -24,13 +25,16 @@ from .form import WEIGHTS_FILE, AdapterForm, form_of
 from .gguf_form import GGUF_SUFFIX, GgufForm
 from .manifest import AdapterManifest
 from .module_paths import ExpertForm, ModulePaths
-from .peft_names import LAYER, PREFIX, module_keys, tensor_names, tensor_shapes, vector_names
+from .peft_names import LAYER, PREFIX, matrix_shapes, module_keys, tensor_names, vector_names
 from .score_head import TENSORS, read_score_head
-from .targets import Targets, layers_with, parts_of, targets_of
+from .targets import layers_with, parts_of, targets_of
 from .tensor_file import TensorFile, TensorInfo, TensorPlaces, digest_of
-from .trained_rows import find_rows
+from .trained_rows import find_rows, module_of
 from .unserved import why_not_lora
 from .vectors import vector_targets, why_no_vector
+
+Names = Mapping[tuple[int, str], tuple[str, str]]
+"""The names of A and B by layer and projection."""
 
 
 def is_adapter_dir(path: Path) -> bool:
@@ -81,6 +85,10 @@ def inspect_adapter(path: Path, modules: ModulePaths, roots: Sequence[Path] = ()
             rows, dropped, num_tokens, added = find_rows(file, config, directory, modules)
             tokens = _own_tokens(path, directory, modules, added)
             targets, projections = targets_of(config, stem, modules, file.head_names), modules.projections
+            names = {target: tensor_names(target[0], projections[target[1]]) for target in targets}
+            untrained = _untrained(file, names, projections) if config.targets_all_linear else ()
+            for target in [each for each in targets if projections.name_of_all(each[1]) in untrained]:
+                del targets[target], names[target]
             _check_experts(config, targets, projections)
             if added:
                 _check_no_lora_on_added(config, targets, projections)
@@ -88,15 +96,15 @@ def inspect_adapter(path: Path, modules: ModulePaths, roots: Sequence[Path] = ()
             vectors = vector_targets(file, module_keys(projections), config, targets, modules)
             others = {name for target in vectors for name in vector_names(target, projections)}
             others.update(TENSORS if config.has_head else ())
-            _check_names(file, targets, config, projections, others)
-            for (layer, module), (rank, _) in targets.items():
-                for name, shape in tensor_shapes(layer, projections[module], rank):
+            _check_names(file, names, config, projections, others)
+            for target, (rank, _) in targets.items():
+                for name, shape in zip(names[target], matrix_shapes(projections[target[1]], rank), strict=True):
                     if file.tensors[name].shape != shape:
                         raise _wrong_shape(file, name, shape, rank, config)
             parts = parts_of(targets, projections) + rows
             # of stacked experts, B is read in another order
             is_plain = form.is_plain and modules.experts is not ExpertForm.STACKED
-            places = _places(file, parts) if is_plain else None
+            places = _places(file, parts, names, projections) if is_plain else None
             parts, places = _shared(parts, places)
             return AdapterManifest(
                 path,
@@ -109,6 +117,7 @@ def inspect_adapter(path: Path, modules: ModulePaths, roots: Sequence[Path] = ()
                 base_model=config.base_model,
                 modules=modules,
                 num_left_out=file.num_left_out,
+                untrained=untrained,
                 dropped=dropped,
                 invocation_tokens=config.invocation_tokens,
                 head=head,
@@ -172,15 +181,23 @@ def _check_invocation(config: AdapterConfig, vocab_size: int | None) -> None:
         )
 
 
-def _places(file: AdapterWeights, parts: tuple[AdapterPart, ...]) -> TensorPlaces:
-    tensors = (
-        info
-        for part in parts
-        for layer in part.layers
-        for target in part.targets
-        for info in tensors_of(file, part, layer, target)
-    )
-    return TensorPlaces.pack(len(file.header), digest_of(file.header), tensors)
+def _places(
+    file: AdapterWeights, parts: tuple[AdapterPart, ...], names: Names, projections: Projections
+) -> TensorPlaces:
+    """Of A and B, of each expert where they are so; of whole rows the tensor that has them, twice."""
+
+    def tensors() -> Iterator[TensorInfo]:
+        tensor = file.tensors.__getitem__
+        for part in parts:
+            for layer, target in product(part.layers, part.targets):
+                if part.token_ids:
+                    yield from (file.rows_tensor(module_of(part))[1],) * 2
+                    continue
+                own = [projections.experts_of(target)[expert].name for expert in part.experts] or [target]
+                for pair in map(names.__getitem__, zip(repeat(layer), own, strict=False)):
+                    yield from map(tensor, pair)
+
+    return TensorPlaces.pack(len(file.header), digest_of(file.header), tensors())
 
 
 @lru_cache(1024)
@@ -197,23 +214,34 @@ def _shared(
     return parts, places
 
 
+def _untrained(file: AdapterWeights, names: Names, projections: Projections) -> tuple[str, ...]:
+    """The projections of which the file has no tensor in any layer. Trainers write "all-linear" of what they were told
+    not to train, too, and PEFT leaves these projections as the base model has them. None if the file has nothing.
+    """
+    found = {projections.name_of_all(target[1]): False for target in names}
+    for (_, module), pair in names.items():
+        if any(map(file.tensors.__contains__, pair)):
+            found[projections.name_of_all(module)] = True
+    without = [name for name, has_tensors in found.items() if not has_tensors]
+    return tuple(sorted(without, key=projections.id)) if len(without) < len(found) else ()
+
+
 def _check_names(
     file: TensorFile,
-    targets: Targets,
+    names: Names,
     config: AdapterConfig,
     projections: Projections,
     others: Collection[str],
 ) -> None:
-    """others: names that may be there beside those of the targets."""
-    wanted = {name for layer, module in targets for name in tensor_names(layer, projections[module])}
-    keys = module_keys(projections)
+    """names: of all targets. others: names that may be there beside those."""
+    wanted = {name for pair in names.values() for name in pair}
     for name in file.tensors:
         if name not in wanted and name not in others:
-            why = why_no_vector(name, config, keys.values())
+            why = why_no_vector(name, config, module_keys(projections).values())
             why = why or _why_not(name, file.tensors[name].shape, projections)
             raise AdapterFormatError(f"{file.path}: tensor {shown(name)} {why}")
-    for layer, module in targets:
-        for name in tensor_names(layer, projections[module]):
+    for (layer, module), pair in names.items():
+        for name in pair:
             if name not in file.tensors:
                 raise AdapterFormatError(
                     f"{file.path}: tensor {name} is missing, but {CONFIG_FILE} targets "
@@ -244,7 +272,7 @@ def _why_not_in_layer(name: str, projections: Projections) -> str:
     layer = int(match[1]) if match else -1
     if layer >= num_layers:
         return f"is for layer {layer}, the base model has {num_layers} layers; serve it with its own base"
-    every = (each for whole in projections for each in (whole, *map(whole.of_expert, range(whole.experts))))
+    every = chain(projections, *(projections.experts_of(each.name) for each in projections if each.experts))
     module = next((projections.name_of_all(each.name) for each in every if name in tensor_names(layer, each)), None)
     if module is None:
         names = ", ".join(each.name for each in projections if not each.is_rows)

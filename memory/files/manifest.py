@@ -45,6 +45,9 @@ class AdapterManifest:
     num_left_out: int = 0
     """Tensors of the file that have no effect on text."""
 
+    untrained: tuple[str, ...] = ()
+    """Projections that its configuration targets as "all-linear", and that the file has no tensors of."""
+
     dropped: tuple[str, ...] = ()
     """Tensors of the file that are whole modules of the base model, as they are in it."""
 

@@ -13,6 +13,9 @@ from ..pages.projections import Group, Projection, Projections
 from .vectors import vector_names as names_of_vectors
 
 PREFIX = "base_model.model."
+IN_LAYERS = "base_model.model.model.layers."
+"""What names of tensors of layers begin with."""
+
 LAYER = re.compile(r"\.layers\.([0-9]{1,6})\.")
 """Where a name has the number of its layer."""
 
@@ -24,21 +27,27 @@ HEAD = "lm_head"
 UNEMBED = "unembed_tokens"
 
 
-def tensor_names(layer: int, projection: Projection) -> Iterator[str]:
+def tensor_names(layer: int, projection: Projection) -> tuple[str, str]:
     """Of a target's A and B."""
     key = _module_key(layer, projection)
     if projection.group is Group.EMBEDDING:
-        return (f"{key}.lora_embedding_{side}" for side in "AB")
-    return (f"{key}.lora_{side}.weight" for side in "AB")
+        return f"{key}.lora_embedding_A", f"{key}.lora_embedding_B"
+    return f"{key}.lora_A.weight", f"{key}.lora_B.weight"
 
 
 def tensor_shapes(
     layer: int, projection: Projection, rank: int
 ) -> tuple[tuple[str, tuple[int, int]], tuple[str, tuple[int, int]]]:
     """Name and shape of a target's A `[rank, in]` and B `[out, rank]`; with all experts' ranks if it is of them all."""
-    rank *= max(1, projection.experts)
     a, b = tensor_names(layer, projection)
-    return (a, (rank, projection.inputs)), (b, (projection.outputs, rank))
+    shape_a, shape_b = matrix_shapes(projection, rank)
+    return (a, shape_a), (b, shape_b)
+
+
+def matrix_shapes(projection: Projection, rank: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Shape of a target's A and of its B; see `tensor_shapes`."""
+    rank *= max(1, projection.experts)
+    return (rank, projection.inputs), (projection.outputs, rank)
 
 
 def vector_names(target: VectorTarget, projections: Projections) -> Iterator[str]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from .error import shown
@@ -14,9 +16,13 @@ MAX_NUMBER_CHARACTERS = 64
 _PYTHONS_DIGITS = 4300  # json.loads itself refuses more
 
 
-def loads(data: bytes, max_containers: int = MAX_CONTAINERS) -> Any:
+def loads(
+    data: bytes, max_containers: int = MAX_CONTAINERS, convert: Callable[[dict[str, Any]], Any] = lambda found: found
+) -> Any:
     """Parse UTF-8 JSON of so many lists and objects. Raises ValueError for malformed data, for a duplicate key in an
     object, and for endless nesting.
+
+    convert: called with every object as it is read, inner ones first; returns what takes its place.
 
     An integer with more digits than a 64-bit one is read as infinity, which no field accepts. Python needs minutes to
     convert and multiply a header full of long ones.
@@ -24,7 +30,8 @@ def loads(data: bytes, max_containers: int = MAX_CONTAINERS) -> Any:
     if data.count(b"[") + data.count(b"{") > max_containers:
         raise ValueError(f"more than {max_containers} lists and objects, nested or not")
     try:
-        return json.loads(data.decode("utf-8"), object_pairs_hook=_unique, parse_int=_integer, parse_float=_number)
+        hook = partial(_unique, convert)
+        return json.loads(data.decode("utf-8"), object_pairs_hook=hook, parse_int=_integer, parse_float=_number)
     except RecursionError:
         raise ValueError("nested too deeply") from None
 
@@ -43,10 +50,10 @@ def _number(text: str) -> float:
     return float(text)
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique(convert: Callable[[dict[str, Any]], Any], pairs: list[tuple[str, Any]]) -> Any:
     result = dict(pairs)
     if len(result) != len(pairs):
         seen: set[str] = set()
         twice = next(key for key, _ in pairs if key in seen or seen.add(key))
         raise ValueError(f"key {shown(twice)} occurs twice")
-    return result
+    return convert(result)

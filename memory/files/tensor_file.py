@@ -11,12 +11,12 @@ from __future__ import annotations
 import math
 import os
 from array import array
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeGuard
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from . import strict_json
 from .error import AdapterFormatError, shown, unreadable
@@ -82,7 +82,7 @@ class TensorInfo:
     def matrix(self, index: int) -> TensorInfo:
         """One of the matrices of a tensor with three dimensions."""
         num_bytes = self.num_bytes // self.shape[0]
-        return replace(self, shape=self.shape[1:], offset=self.offset + index * num_bytes, num_bytes=num_bytes)
+        return TensorInfo(self.dtype, self.shape[1:], self.offset + index * num_bytes, num_bytes, self.arrangement)
 
 
 class FileIdentity(NamedTuple):
@@ -97,15 +97,13 @@ class TensorFile:
     """An open safetensors file, closed at the end of a `with` block. fd: a descriptor of a regular file.
 
     `size`, `mtime_ns` and `identity` describe the opened state. `header` has the bytes before the first tensor, and
-    `tensors` the tensors that it lists; both raise AdapterFormatError if they are inconsistent. plain_name: normalises
-    a tensor's name.
+    `tensors` the tensors that it lists; both raise AdapterFormatError if they are inconsistent.
     """
 
-    def __init__(self, path: Path, fd: int, plain_name: Callable[[str], str] = str) -> None:
+    def __init__(self, path: Path, fd: int) -> None:
         self.path = path
         self.fd = fd
-        self._plain_name = plain_name
-        self._given: dict[str, str] = {}
+        self._given: dict[str, str] = {}  # the file's own names of tensors that have another plain name
         self.max_tensors = MAX_TENSORS
         """The most tensors that are read; the limits of the header grow with it."""
         try:
@@ -154,7 +152,7 @@ class TensorFile:
         raw = self.header[8:]
         try:
             most = strict_json.MAX_CONTAINERS * self.max_tensors // MAX_TENSORS
-            header = strict_json.loads(raw, most)
+            header = strict_json.loads(raw, most, self._info_or_fields)
         except ValueError as error:
             raise self._refuse(f"the header is not JSON: {error}") from None
         if not raw.startswith(b"{") or not isinstance(header, dict):
@@ -164,19 +162,28 @@ class TensorFile:
             raise self._refuse(f"lists {len(header)} tensors, at most {self.max_tensors} are read; it is no adapter")
         tensors: dict[str, TensorInfo] = {}
         for name, entry in header.items():
-            self.add(tensors, name, self._parse(name, entry, len(self.header)))
+            if not isinstance(entry, TensorInfo):
+                raise self._refuse(f"tensor {shown(name)}{self._why_no_tensor(entry)}")
+            self.add(tensors, name, entry)
         self._check_coverage(tensors, len(self.header))
         return tensors
 
     def add(self, tensors: dict[str, TensorInfo], name: str, info: TensorInfo) -> None:
         """Add a tensor under its plain name. Raises AdapterFormatError if it is there already."""
-        plain = self._plain_name(name)
+        plain = self._plain(name)
         if plain in tensors:
             raise self._refuse(
-                f"tensor {shown(name)} occurs twice, once under another prefix or name: {shown(self._given[plain])}; "
+                f"tensor {shown(name)} occurs twice, once under another prefix or name: "
+                f"{shown(self._given.get(plain, plain))}; "
                 "keep one of them: save it with PEFT's save_pretrained"
             )
-        tensors[plain], self._given[plain] = info, name
+        tensors[plain] = info
+        if plain != name:
+            self._given[plain] = name
+
+    def _plain(self, name: str) -> str:
+        """A tensor's name in the form that `tensors` has. A subclass may normalise it."""
+        return name
 
     @cached_property
     def header(self) -> bytes:
@@ -201,26 +208,15 @@ class TensorFile:
         if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
             raise self._refuse(f"the header's {_METADATA} is not a map of strings; it is corrupt")
 
-    def _parse(self, name: str, entry: Any, start: int) -> TensorInfo:
-        at = f"tensor {shown(name)}"
+    def _info_or_fields(self, fields: dict[str, Any]) -> TensorInfo | dict[str, Any]:
+        """A tensor for its entry in the header, so that none of the entries is kept; other objects as they are."""
+        found = _tensor(fields, len(self.header))
+        return found if isinstance(found, TensorInfo) else fields
+
+    def _why_no_tensor(self, entry: Any) -> str:
         if not isinstance(entry, dict):
-            raise self._refuse(f"{at}: the header's entry is not an object; it is corrupt")
-        dtype, shape, offsets = (entry.get(key) for key in ("dtype", "shape", "data_offsets"))
-        if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
-            raise self._refuse(
-                f"{at} has dtype {shown(dtype)}; {', '.join(ITEM_BYTES)} are served: convert the adapter to one of them"
-            )
-        if not _is_counts(shape):
-            raise self._refuse(f"{at} has shape {shown(shape)}, not a list of sizes; it is corrupt")
-        if not _is_counts(offsets) or len(offsets) != 2:
-            raise self._refuse(f"{at} has data_offsets {shown(offsets)}, not two positions; it is corrupt")
-        begin, end = offsets
-        if end - begin != math.prod(shape) * ITEM_BYTES[dtype]:
-            raise self._refuse(
-                f"{at} has {end - begin} bytes, shape {shown(shape)} in {dtype} needs "
-                f"{shown(math.prod(shape) * ITEM_BYTES[dtype])}; it is corrupt"
-            )
-        return TensorInfo(dtype, tuple(shape), start + begin, end - begin)
+            return ": the header's entry is not an object; it is corrupt"
+        return str(_tensor(entry, len(self.header)))
 
     def _check_coverage(self, tensors: dict[str, TensorInfo], start: int) -> None:
         expected = start
@@ -238,12 +234,34 @@ class TensorFile:
         return AdapterFormatError(f"{self.path}: {why}")
 
 
-def _is_counts(value: Any) -> TypeGuard[list[int]]:
-    return (
-        isinstance(value, list)
-        and len(value) <= MAX_DIMENSIONS
-        and all(type(item) is int and item >= 0 for item in value)
-    )
+def _tensor(fields: Mapping[str, Any], start: int) -> TensorInfo | str:
+    """A tensor by its entry in the header, or what is wrong with it, after its name. start: bytes before the first
+    tensor.
+    """
+    dtype, given, offsets = fields.get("dtype"), fields.get("shape"), fields.get("data_offsets")
+    item_bytes = ITEM_BYTES.get(dtype) if isinstance(dtype, str) else None
+    if item_bytes is None:
+        return f" has dtype {shown(dtype)}; {', '.join(ITEM_BYTES)} are served: convert the adapter to one of them"
+    if (shape := _counts(given)) is None:
+        return f" has shape {shown(given)}, not a list of sizes; it is corrupt"
+    if (places := _counts(offsets)) is None or len(places) != 2:
+        return f" has data_offsets {shown(offsets)}, not two positions; it is corrupt"
+    begin, end = places
+    num_bytes = math.prod(shape) * item_bytes
+    if end - begin != num_bytes:
+        needs = f"shape {shown(given)} in {dtype} needs {shown(num_bytes)}"
+        return f" has {end - begin} bytes, {needs}; it is corrupt"
+    return TensorInfo(dtype, shape, start + begin, num_bytes)
+
+
+def _counts(value: Any) -> tuple[int, ...] | None:
+    """A short list of numbers from 0 on; None for anything else."""
+    if not isinstance(value, list) or len(value) > MAX_DIMENSIONS:
+        return None
+    for item in value:
+        if type(item) is not int or item < 0:
+            return None
+    return tuple(value)
 
 
 _TYPES = tuple(ITEM_BYTES)

@@ -9,7 +9,6 @@ Tests: tests/core/test_whole_copies.py
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -91,8 +90,8 @@ def rows_of(name: str) -> str | None:
 class RowsFile(TensorFile):
     """An adapter's tensors, with those that are whole rows of modules apart."""
 
-    def __init__(self, path: Path, fd: int, plain_name: Callable[[str], str]) -> None:
-        super().__init__(path, fd, plain_name)
+    def __init__(self, path: Path, fd: int) -> None:
+        super().__init__(path, fd)
         self.copies: dict[str, list[WholeCopy]] = {}
         """Whole copies of modules, once `tensors` was read: by module, the one that is taken first."""
         self.trained: dict[str, tuple[str, TensorInfo]] = {}

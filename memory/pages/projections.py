@@ -218,6 +218,10 @@ class Projections:
         found = self._ids.get(name)
         return self._of_experts[name][1] if found is None else self._all[found]
 
+    def experts_of(self, name: str) -> tuple[Projection, ...]:
+        """Each expert's own projection, of one of all experts."""
+        return self._each_expert[name]
+
     def name_of_all(self, name: str) -> str:
         """The projection of all experts that one of an expert belongs to; others' own name."""
         return self._of_experts[name][0] if name in self._of_experts else name
@@ -306,8 +310,11 @@ class Projections:
     @cached_property
     def _of_experts(self) -> dict[str, tuple[str, Projection]]:
         """Each expert's projections, and the name of those of all experts, by name."""
-        every = ((each, each.of_expert(number)) for each in self._all for number in range(each.experts))
-        return {its.name: (each.name, its) for each, its in every}
+        return {its.name: (name, its) for name, own in self._each_expert.items() for its in own}
+
+    @cached_property
+    def _each_expert(self) -> dict[str, tuple[Projection, ...]]:
+        return {each.name: tuple(map(each.of_expert, range(each.experts))) for each in self._all if each.experts}
 
     @cached_property
     def _hash(self) -> int:

@@ -102,6 +102,7 @@ class Layers:
         down = [matrix(shape.hidden, shape.size) for _ in range(shape.count)]
         return ListedExperts(router=packed_gemm.pack(router), gate_up=gate_up, down=down)
 
+    @torch.inference_mode()
     def rate(self, rows: int, adapters: Adapters | None = None) -> float:
         """Bytes of experts per second that one step of the next layer reads. Those of adapters don't count."""
         layer, spec = self._turn % len(self._layers), self._shape.spec

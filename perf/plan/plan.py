@@ -132,6 +132,7 @@ class Plan:
         said = [
             f"Costs: {profile.source}. {'No step was measured on this GPU.' if self.predicted else ''}",
             f"Adapters change {', '.join(self.fleet.targets)} in every layer. No prefix is cached: none is recorded.",
+            *map(str, self.fleet.adapter_sizes()),
             f"{'Seed 0 is the trace itself; the others draw' if scale == 1 else 'Seeds draw'} each request 0, 1, 2 … "
             f"times, {scale:g} times on average (a Poisson bootstrap). A candidate meets the SLO where the low end of "
             "its interval does; one that can't any more is not simulated to its end.",
@@ -147,6 +148,7 @@ class Plan:
             "unit": self.unit,
             "command": self.command(),
             "profile": self.fleet.profile.name,
+            "adapters": [size._asdict() for size in self.fleet.adapter_sizes()],
             "best": None if self.best is None else _row(self.best),
             "candidates": [_row(one) for one in self.tried],
         }
@@ -202,7 +204,8 @@ def make_plan(arguments: argparse.Namespace) -> Plan:
     config, requests = fleet.config(), fleet.requests()
     _check_lengths(fleet, min(config.max_model_len or math.inf, profile.geometry.max_model_len))
     slo.check(requests, profile.costs())
-    wanted = sum(profile.geometry.adapter_bytes(rank, targets) for rank in requests.ranks.values())
+    sizes = {each.rank: each.num_bytes for each in fleet.adapter_sizes()}
+    wanted = sum(sizes[rank] for rank in requests.ranks.values())
     whole, least = profile.memory_bytes.value, config.host_bytes
     arenas = _sizes(arguments.memory_bytes, "--memory-bytes") or [whole, whole // 2]
     hosts = _sizes(arguments.host_cache_bytes, "--host-cache-bytes") or sorted(

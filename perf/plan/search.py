@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -48,6 +48,21 @@ class Candidate:
         return more and other.policy == self.policy
 
 
+class AdapterSize(NamedTuple):
+    """What each adapter of a rank takes."""
+
+    rank: int
+    pages: int
+    num_bytes: int
+    """In its pages, and as many in the host cache."""
+
+    def __str__(self) -> str:
+        return (
+            f"An adapter of rank {self.rank} takes {self.num_bytes / (1 << 20):.4g} MiB in {self.pages} pages, as much "
+            "in the host cache, and at most about as much on the disk."
+        )
+
+
 @dataclass(frozen=True)
 class Fleet:
     """The common inputs of all candidates."""
@@ -69,6 +84,14 @@ class Fleet:
 
     def requests(self) -> Requests:
         return load_requests(self.trace, self.rank)
+
+    def adapter_sizes(self) -> list[AdapterSize]:
+        """Of the ranks in the trace, in rising order."""
+        geometry = self.profile.geometry
+        page_bytes = geometry.page_layout(self.config().block_tokens).page_bytes
+        ranks = sorted(set(self.requests().ranks.values()))
+        pages = {rank: -(-geometry.adapter_bytes(rank, self.targets) // page_bytes) for rank in ranks}
+        return [AdapterSize(rank, count, count * page_bytes) for rank, count in pages.items()]
 
     def config(self, **more: Any) -> EngineConfig:
         """Engine settings of a replica; made-up prompts have no prefix to cache."""

@@ -86,7 +86,7 @@ class SimExecutor(ExecutorBase):
         geometry = profile.geometry
         limit = min(config.max_model_len or geometry.max_model_len, geometry.max_model_len)
         self.costs = profile.costs()
-        self.model = ModelInfo(geometry.vocab_size, limit, ())
+        self.model = ModelInfo(geometry.vocab_size, limit, (), expert_share=self.costs.step.expert_share)
         self.layout = geometry.page_layout(config.block_tokens)
         given = "memory_bytes" in config.model_fields_set
         memory_bytes = (config.memory_bytes if given else None) or profile.memory_bytes.value

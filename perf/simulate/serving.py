@@ -159,7 +159,7 @@ def _policies(setup: Setup, config: EngineConfig, profile: Profile) -> Policies:
     if setup.mode:
         return Policies(mode=MergedOnly(oldest=setup.most_rows is not None))
     prices = ProfilePrices(profile.costs()) if setup.mode_prices == "profile" else None
-    return Policies(mode=mode_policy(config.mode_policy, prices))
+    return Policies(mode=mode_policy(config.mode_policy, prices, profile.costs().step.expert_share))
 
 
 def changed_profile(name: str, terms: Mapping[str, float]) -> Profile:

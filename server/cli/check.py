@@ -132,6 +132,8 @@ def _differences(manifest: AdapterManifest) -> list[str]:
             f"{manifest.num_left_out} of its tensors are outside the text model, such as in a vision tower, "
             "and have no effect on text"
         )
+    if manifest.untrained:
+        reasons.append(f"it has no tensors of {', '.join(manifest.untrained)}, which stay the base model's")
     if manifest.no_effect:
         reasons.append("it has no effect: all of its B, or all of its A, or its alpha is zero")
     return reasons

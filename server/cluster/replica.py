@@ -113,7 +113,7 @@ class Replica:
 
     async def report(self) -> None:
         """Report this replica's state to the API servers periodically."""
-        count, seen, costs = 0, None, LearnedCosts()
+        count, seen, costs = 0, None, LearnedCosts(self.worker.model.expert_share)
         while True:
             await asyncio.sleep(REPORT_SECONDS)
             count += 1

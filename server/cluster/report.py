@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Self
 
 from pydantic import PlainSerializer, PlainValidator, TypeAdapter, ValidationError
 
-from ...core.costs.models import CostModel, DiskCost, Kernel, StepCost, TransferCost
+from ...core.costs.models import CostModel, DiskCost, Kernel, StepCost, TransferCost, share_of_experts
 from ...core.engine_stats import EngineStats, TenantStats
 from ...core.executors.base import ModelInfo
 from ...core.merging.learned_prices import LearnedPrices
@@ -174,7 +174,7 @@ class Report(Told):
     """Learned costs of its steps and transfers, see `LearnedCosts`; empty before the first step."""
 
 
-_DECODE_TERMS = ("base", "per_row", "per_kv_token", "lora", "per_rank", "per_adapter_rank")
+_DECODE_TERMS = ("base", "per_row", "per_kv_token", "lora", "per_rank", "per_adapter_rank", "experts")
 """Terms of `StepCost`, in the order of `LearnedPrices.terms`."""
 
 _WEIGHT = 0.2
@@ -184,8 +184,9 @@ _WEIGHT = 0.2
 class LearnedCosts:
     """Prices of an engine's steps, learned from one step per report: more would slow down all of them."""
 
-    def __init__(self) -> None:
-        self._prices = LearnedPrices()
+    def __init__(self, expert_share: float = 0.0) -> None:
+        """expert_share: of the model, see `StepCost`."""
+        self._prices, self._expert_share = LearnedPrices(expert_share), expert_share
         self._last: StepPlan | None = None
         self._per_token: float | None = None  # per prompt token
         self._last_prefill: StepPlan | None = None
@@ -210,6 +211,7 @@ class LearnedCosts:
             **terms,
             "per_token": per_token,
             "per_row": max(0.0, terms["per_row"] - per_token),  # each decoding sequence has one token
+            "expert_share": self._expert_share,
             "disk": engine.costs.disk_adapter_page / page,
             "link": engine.costs.host_adapter_page / page,
         }
@@ -220,6 +222,10 @@ class LearnedCosts:
             return
         self._last_prefill = plan
         seconds -= self._prices.step_seconds(batch_of(plan), plan.merged, context_of(plan))
+        decoded, all_tokens = (
+            share_of_experts(self._expert_share, count) for count in (len(plan.sequences), plan.num_tokens)
+        )
+        seconds -= self._prices.terms[-1] * (all_tokens - decoded)
         found = max(0.0, seconds) / (plan.num_tokens - len(plan.sequences))
         self._per_token = found if self._per_token is None else self._per_token + _WEIGHT * (found - self._per_token)
 
@@ -230,5 +236,5 @@ def mean_costs(told: Sequence[Mapping[str, float]]) -> CostModel:
     def mean(name: str) -> float:
         return sum(one.get(name, 0.0) for one in told) / len(told)
 
-    step = StepCost(**{name: mean(name) for name in (*_DECODE_TERMS, "per_token")})
+    step = StepCost(**{name: mean(name) for name in (*_DECODE_TERMS, "expert_share", "per_token")})
     return CostModel(Kernel.SGMV, step, DiskCost(per_byte=mean("disk")), TransferCost(per_byte=mean("link")))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from chorus.core.config import EngineConfig
 from chorus.core.engine import Engine
@@ -55,6 +57,7 @@ ADAPTERS: dict[str, dict[str, Any]] = {
     },
     "regex": {"r": 7, "lora_alpha": 14, "target_modules": r".*\.layers\.(0\.self_attn\.[qk]|1\.mlp\.(gate|up))_proj"},
     "all-linear": {"r": 2, "lora_alpha": 4, "target_modules": "all-linear"},
+    "attention-of-all": {"r": 3, "lora_alpha": 9, "target_modules": "all-linear"},
     "excluding": {
         "r": 8,
         "lora_alpha": 16,
@@ -72,6 +75,16 @@ ADAPTERS: dict[str, dict[str, Any]] = {
         },
     },
 }
+
+
+def leave_out(path: Path, module: str) -> None:
+    """Leave a module's tensors out of an adapter, as a trainer does that was told not to train it. Its configuration
+    says "all-linear", where PEFT writes names.
+    """
+    file, config = path / "adapter_model.safetensors", path / "adapter_config.json"
+    save_file({name: tensor for name, tensor in load_file(file).items() if f".{module}." not in name}, file)
+    raw = {**json.loads(config.read_text()), "init_lora_weights": True, "target_modules": "all-linear"}
+    config.write_text(json.dumps(raw))
 
 
 @dataclass(eq=False)
@@ -131,6 +144,7 @@ def pattern_subject(tmp_path_factory: pytest.TempPathFactory) -> PatternSubject:
         lora = peft.LoraConfig(init_lora_weights=False, task_type="CAUSAL_LM", **fields)
         model = peft.get_peft_model(LlamaForCausalLM.from_pretrained(root / "model"), lora)
         model.save_pretrained(root / "adapters" / name)
+    leave_out(root / "adapters" / "attention-of-all", "mlp")
     reference: Any = LlamaForCausalLM.from_pretrained(root / "model", dtype=torch.float32)
     paths = {name: root / "adapters" / name for name in ADAPTERS}
     for name, path in paths.items():

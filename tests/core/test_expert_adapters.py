@@ -303,6 +303,25 @@ def test_files_as_tinker_writes_them(mixture, tmp_path):
                     assert torch.equal(file.matrix(name, shape, buffer), whole[expert if len(whole) > 1 else 0])
 
 
+@pytest.mark.parametrize(("part", "left"), [("self_attn", 3), ("mlp", 4), ("unembed", 7)])
+def test_files_of_what_tinker_was_told_to_train(mixture, tmp_path, part, left):
+    """`train_attn`, `train_mlp` and `train_unembed`: the configuration says "all-linear" of them all."""
+    config = read_model_config(mixture("qwen3-moe").model)
+
+    def spoil(tensors):
+        for name in [name for name in tensors if part in name]:
+            del tensors[name]
+
+    manifest, values = values_of(tinkers(tmp_path / "own", config, spoil), config, None)
+    assert len([name for name in manifest.targets if name != "lm_head"]) == left
+    assert ("lm_head" in manifest.targets) == (part != "unembed")
+    experts = {f"experts.{name}_proj" for name in ("gate", "up", "down")}
+    untrained = {"self_attn": {"q_proj", "k_proj", "v_proj", "o_proj"}, "mlp": set(), "unembed": set()}[part]
+    assert set(manifest.untrained) == untrained
+    assert experts.isdisjoint(manifest.targets) == (part == "mlp")
+    assert values.any()
+
+
 def with_shape(end, *shape):
     def spoil(tensors):
         (name,) = [name for name in tensors if name.endswith(end)]

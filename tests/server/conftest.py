@@ -125,7 +125,9 @@ class FakeEngine:
     executor = ExecutorBase()
 
     def __init__(self, adapters: list[str], max_model_len: int = 512) -> None:
-        self.model = SimpleNamespace(vocab_size=300, max_model_len=max_model_len, eos_token_ids=(EOS,), window=None)
+        self.model = SimpleNamespace(
+            vocab_size=300, max_model_len=max_model_len, eos_token_ids=(EOS,), window=None, expert_share=0.0
+        )
         self.store = FakeStore(adapters)
         self.adapters = SimpleNamespace(quarantine={}, paused=set())
         self.modes = None

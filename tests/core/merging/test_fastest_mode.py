@@ -111,6 +111,32 @@ def test_prices_are_learned_from_steps():
         assert learned.step_seconds(*step) == pytest.approx(true.step_seconds(*step), rel=0.06)
 
 
+def learned_of_mixture(learned, steps=400):
+    """Prices that have learned steps of a mixture of which a token goes to a sixteenth, and the true ones."""
+    true = prices(base=0.002, per_row=0.0001, experts=0.03, expert_share=1 / 16)
+    source = random.Random(5)
+    for _ in range(steps):
+        step = {None: source.randint(1, 64)}, None, source.uniform(50, 500)
+        learned.observe(*step, true.step_seconds(*step) * source.uniform(0.97, 1.03))
+    return learned, true
+
+
+def test_experts_of_a_step_have_a_price():
+    """More rows read ever fewer further experts: no price of a row would tell."""
+    learned, true = learned_of_mixture(LearnedPrices(1 / 16))
+    linear, _ = learned_of_mixture(LearnedPrices())
+    for rows in (1, 2, 8, 24, 64):
+        step = {None: rows}, None, 200.0
+        assert learned.step_seconds(*step) == pytest.approx(true.step_seconds(*step), rel=0.06)
+    assert linear.step_seconds({None: 1}, None, 200.0) > 1.5 * true.step_seconds({None: 1}, None, 200.0)
+    assert learned.terms[-1] == pytest.approx(0.03, rel=0.1)
+
+
+def test_a_model_without_experts_has_no_price_of_them():
+    learned, _ = learned_of_mixture(LearnedPrices(), steps=40)
+    assert learned.terms[-1] == 0
+
+
 @given(st.integers(0, 2**32), st.integers(1, 40))
 def test_prices_are_the_likeliest_that_are_not_below_0(seed, count):
     """No price that is 0 would do better above it, and none above it a little higher or lower."""

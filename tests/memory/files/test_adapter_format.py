@@ -123,6 +123,29 @@ def test_ranks_and_scales_follow_peft(adapter_draft, tmp_path):
         assert manifest.rank == max(rank for rank, _ in expected.values())
 
 
+def test_all_linear_modules_without_any_tensor_are_untrained(adapter_draft, tmp_path):
+    """As in PEFT, which leaves their B zero. A module with some of its tensors is refused, and one that is named."""
+    it = adapter_draft(("q_proj", "o_proj", "up_proj"))
+    it.config["target_modules"] = "all-linear"
+    manifest = inspect_adapter(it.write(tmp_path / "a"), TINY_PATHS)
+    assert manifest.targets == ("q_proj", "o_proj", "up_proj")
+    assert manifest.untrained == ("k_proj", "v_proj", "gate_proj", "down_proj")
+    assert inspect_adapter(adapter_draft().write(tmp_path / "whole"), TINY_PATHS).untrained == ()
+    for number, (change, why) in enumerate(
+        [
+            (lambda: it.tensors.pop(Q0_A), "targets q_proj of layer 0"),
+            (lambda: it.tensors.clear(), "lora_A.weight is missing"),
+        ]
+    ):
+        change()
+        with pytest.raises(AdapterFormatError, match=why):
+            inspect_adapter(it.write(tmp_path / f"broken{number}"), TINY_PATHS)
+    named = adapter_draft(("q_proj", "o_proj"))
+    named.config["target_modules"] = ["q_proj", "o_proj", "up_proj"]
+    with pytest.raises(AdapterFormatError, match="targets up_proj of layer 0"):
+        inspect_adapter(named.write(tmp_path / "named"), TINY_PATHS)
+
+
 def test_null_target_modules_are_peft_s_default(adapter_draft, tmp_path):
     it = adapter_draft(("q_proj", "v_proj"))
     it.config["target_modules"] = None

@@ -298,7 +298,9 @@ def read_with_peft(path: Path) -> dict[tuple[int, str], tuple[torch.Tensor, torc
     raw = json.loads((path / CONFIG).read_text())
     targets = raw.get("target_modules", ["q_proj", "v_proj"])
     targets = ["q_proj", "v_proj"] if targets is None else targets
-    targets = list(MODULES) if isinstance(targets, str) and targets.lower() == "all-linear" else targets
+    if isinstance(targets, str) and targets.lower() == "all-linear":
+        names = load_file(path / WEIGHTS)  # what has no tensors in any layer is untrained
+        targets = [module for module in MODULES if any(f".{module}." in name for name in names)]
     config = SimpleNamespace(
         target_modules=set(targets) if isinstance(targets, list) else targets,
         exclude_modules=raw.get("exclude_modules"),

@@ -10,6 +10,7 @@ from xml.etree import ElementTree
 import pytest
 
 from chorus.core.costs.profile import load_profile
+from chorus.perf.bench.random_mixture import MixtureShape
 from chorus.perf.plan import command
 from chorus.server.cli.command import make_parser
 from chorus.server.start.flags import Parser, UsageError
@@ -179,3 +180,22 @@ def test_a_page_without_charts_is_refused_before_anything_is_simulated(trace, mo
     monkeypatch.setattr(command, "find_spec", lambda name: None)
     with pytest.raises(UsageError, match=r"need matplotlib; run pip install 'chorus-lora\[plan\]'"):
         plan("--trace", trace, "--gpu", "l4", "--slo-ttft", "2s")
+
+
+EXPERTS = "experts.gate_proj,experts.up_proj,experts.down_proj"
+
+
+def test_a_plan_tells_what_an_adapter_on_all_experts_takes(trace, tmp_path, capsys):
+    """Qwen3-30B-A3B: 128 experts in 48 layers. `perf/bench/experts_load.py` measures the same pages."""
+    model = MixtureShape().write_config(tmp_path / "model")
+    flags = ["--trace", trace, "--gpu", "h200", "--model", model, "--slo-ttft", "60s", "--policy", "least-delay"]
+    flags += ["--seeds", 1, "--targets", f"q_proj,k_proj,v_proj,o_proj,{EXPERTS}", "--host-cache-bytes", "8GiB"]
+    flags += ["--memory-bytes", "40GiB", "--max-replicas", 1]
+    out = tmp_path / "plan.html"
+    plan(*flags, "--out", out, "--json")
+    of_rank = {each["rank"]: each for each in json.loads(capsys.readouterr().out)["adapters"]}
+    assert set(of_rank) == {8, 16, 64}
+    values = 48 * 8 * (2048 + 4096 + 2 * (2048 + 512) + 4096 + 2048 + 128 * 3 * (2048 + 768))
+    assert of_rank[8]["pages"] == -(-2 * values // (48 * 2 * 16 * 4 * 128 * 2)) == 537
+    assert of_rank[8]["num_bytes"] == 537 * 1572864
+    assert "rank 8 takes 805.5 MiB in 537 pages" in out.read_text()

@@ -62,6 +62,25 @@ def test_a_prompts_token_is_priced_beside_the_step_that_it_is_in():
     assert model.step.per_token == pytest.approx(2e-5, rel=0.3)
 
 
+def test_a_mixtures_experts_have_a_price_that_prompts_do_not_pay_again():
+    """A token goes to an eighth of the experts; a prompt's tokens go to nearly all of them."""
+    replica, learned, draw = engine(), LearnedCosts(expert_share=1 / 8), random.Random(0)
+    told = {}
+    for _ in range(300):
+        rows, prompts, tokens = draw.randint(1, 32), draw.randint(1, 4), draw.randint(16, 64)
+        replica.last_decode = plan(rows, draw.randint(1, 400)), 0.002 + 0.02 * (1 - (7 / 8) ** rows)
+        experts = 0.02 * (1 - (7 / 8) ** (prompts * tokens))
+        replica.last_prefill = plan(prompts, 0, tokens), 0.002 + experts + 2e-5 * prompts * (tokens - 1)
+        told = learned.observe(replica)
+    model = mean_costs([told, told])
+    assert (model.step.experts, model.step.expert_share) == (pytest.approx(0.02, rel=0.1), 1 / 8)
+    assert model.step.per_token == pytest.approx(2e-5, rel=0.3)
+    for rows in (1, 4, 32):
+        assert model.batch_seconds(rows, 0, 0, 0, 200 * rows) == pytest.approx(
+            0.002 + 0.02 * (1 - (7 / 8) ** rows), rel=0.1
+        )
+
+
 def test_replicas_are_priced_by_their_mean_whatever_else_they_tell():
     model = mean_costs([{"base": 0.01, "disk": 1e-8}, {"base": 0.03, "link": 2e-9, "of a later version": 1.0}])
     assert model.step.base == pytest.approx(0.02)

@@ -1,0 +1,149 @@
+"""A model with a mixture of experts in every layer, without weights, and random adapters on all of its experts.
+
+Adapters are written layer by layer, so that memory never holds one. All forms of an adapter have the same deltas.
+
+Tests: tests/perf/bench/test_random_mixture.py
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+
+import torch
+
+from ...memory.files.config import CONFIG_FILE
+from ...memory.files.form import WEIGHTS_FILE
+from ...memory.files.module_paths import ExpertForm
+
+_PREFIX = "base_model.model."
+_SCALE = 0.02
+
+Make = Callable[..., torch.Tensor]
+"""A tensor of a shape."""
+
+
+@dataclass(frozen=True)
+class MixtureShape:
+    """Qwen3-30B-A3B by default."""
+
+    layers: int = 48
+    hidden: int = 2048
+    size: int = 768
+    """Width of an expert's gate and up."""
+    count: int = 128
+    per_token: int = 8
+    heads: int = 32
+    kv_heads: int = 4
+    head_dim: int = 128
+    vocab: int = 151936
+
+    @property
+    def attention(self) -> dict[str, tuple[int, int]]:
+        """Inputs and outputs of the projections of attention."""
+        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        projections = {"q_proj": (self.hidden, q), "k_proj": (self.hidden, kv), "v_proj": (self.hidden, kv)}
+        return projections | {"o_proj": (q, self.hidden)}
+
+    def write_config(self, directory: Path) -> Path:
+        """Make `directory` a checkpoint without weights, and return it."""
+        directory.mkdir(parents=True, exist_ok=True)
+        config = {
+            "architectures": ["Qwen3MoeForCausalLM"],
+            "model_type": "qwen3_moe",
+            "dtype": "bfloat16",
+            "hidden_size": self.hidden,
+            "intermediate_size": 3 * self.hidden,
+            "moe_intermediate_size": self.size,
+            "num_hidden_layers": self.layers,
+            "num_experts": self.count,
+            "num_experts_per_tok": self.per_token,
+            "norm_topk_prob": True,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "head_dim": self.head_dim,
+            "vocab_size": self.vocab,
+            "max_position_embeddings": 40960,
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 1e6,
+            "hidden_act": "silu",
+            "tie_word_embeddings": False,
+            "eos_token_id": 2,
+        }
+        (directory / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
+        return directory
+
+
+def write_adapter(directory: Path, shape: MixtureShape, rank: int, form: ExpertForm = ExpertForm.EACH) -> Path:
+    """Write an adapter in bfloat16 on attention and on all experts of all layers, as PEFT, or Tinker, would. A of gate
+    and of up are the same. Returns the directory.
+    """
+    directory.mkdir(parents=True)
+    tensors = [item for layer in range(shape.layers) for item in _layer(shape, rank, form, layer, _described)]
+    tensors.sort(key=lambda item: item[0])  # as the safetensors library has those of one dtype
+    sizes = [2 * each.numel() for _, each in tensors]
+    ends = list(accumulate(sizes))
+    begins = {name: end - size for (name, _), end, size in zip(tensors, ends, sizes, strict=True)}
+    described = {
+        name: {"dtype": "BF16", "shape": list(each.shape), "data_offsets": [begins[name], end]}
+        for (name, each), end in zip(tensors, ends, strict=True)
+    }
+    header = json.dumps({"__metadata__": {"format": "pt"}, **described}, separators=(",", ":")).encode()
+    header += b" " * (-len(header) % 8)
+    with (directory / WEIGHTS_FILE).open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        for layer in range(shape.layers):
+            generator = torch.Generator().manual_seed(layer)
+
+            def drawn(*sizes: int, generator: torch.Generator = generator) -> torch.Tensor:
+                return torch.randn(*sizes, generator=generator).mul_(_SCALE).bfloat16()
+
+            for name, each in _layer(shape, rank, form, layer, drawn):
+                file.seek(8 + len(header) + begins[name])
+                file.write(each.contiguous().view(torch.uint8).numpy().data)
+    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": rank, "lora_alpha": rank, **_targets(shape, form)}
+    (directory / CONFIG_FILE).write_text(json.dumps(config), encoding="utf-8")
+    return directory
+
+
+def _described(*sizes: int) -> torch.Tensor:
+    """A tensor of a shape, without memory."""
+    return torch.empty(*sizes, dtype=torch.bfloat16, device="meta")
+
+
+def _targets(shape: MixtureShape, form: ExpertForm) -> dict[str, list[str]]:
+    attention = [*shape.attention]
+    if form is ExpertForm.STACKED:
+        return {"target_modules": attention, "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
+    return {"target_modules": [*attention, "gate_proj", "up_proj", "down_proj"]}
+
+
+def _layer(
+    shape: MixtureShape, rank: int, form: ExpertForm, layer: int, make: Make
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Names and tensors of a layer. make: called in the same order for every form."""
+    at = f"{_PREFIX}model.layers.{layer}."
+    for module, (inputs, outputs) in shape.attention.items():
+        yield f"{at}self_attn.{module}.lora_A.weight", make(rank, inputs)
+        yield f"{at}self_attn.{module}.lora_B.weight", make(outputs, rank)
+    hidden, size, count = shape.hidden, shape.size, shape.count
+    gate_up_a, gate_up_b = make(count, rank, hidden), make(count, 2 * size, rank)
+    down_a, down_b = make(count, rank, size), make(count, hidden, rank)
+    experts = f"{at}mlp.experts."
+    if form is ExpertForm.STACKED:  # PEFT nests the module once for each parameter but the last
+        for place, a, b in (("base_layer.", gate_up_a, gate_up_b), ("", down_a, down_b)):
+            yield f"{experts}{place}lora_A.weight", a.reshape(-1, a.shape[2])
+            yield f"{experts}{place}lora_B.weight", b.permute(1, 2, 0).reshape(b.shape[1], -1)
+        return
+    gate_b, up_b = gate_up_b.split(size, 1)
+    for module, a, b in (("gate_proj", gate_up_a, gate_b), ("up_proj", gate_up_a, up_b), ("down_proj", down_a, down_b)):
+        if form is ExpertForm.TOGETHER:
+            yield f"{experts}{module}.lora_A.weight", a
+            yield f"{experts}{module}.lora_B.weight", b
+            continue
+        for expert in range(count):
+            yield f"{experts}{expert}.{module}.lora_A.weight", a[expert]
+            yield f"{experts}{expert}.{module}.lora_B.weight", b[expert]

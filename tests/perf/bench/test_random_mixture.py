@@ -1,0 +1,56 @@
+"""Random adapters on all experts are read as PEFT's, and have the same values in every form."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from chorus.core.executors.adapters import open_rows
+from chorus.core.model.read_config import read_model_config
+from chorus.memory.adapters.image import ImageForm, read_image
+from chorus.memory.files.format import inspect_adapter
+from chorus.memory.files.module_paths import ExpertForm
+from chorus.memory.host.buffers import HostBuffers
+from chorus.memory.host.image import HostImage
+from chorus.memory.pages.adapter_layout import AdapterLayout
+from chorus.ops import native_reader
+from chorus.perf.bench.random_mixture import MixtureShape, write_adapter
+
+SMALL = MixtureShape(layers=3, hidden=16, size=8, count=4, per_token=2, heads=2, kv_heads=1, head_dim=8, vocab=64)
+RANK = 2
+
+
+def values_of(path, config):
+    """The parts of an adapter, and its values as they lie in pages."""
+    manifest, image = inspect_adapter(path, config.module_paths), HostImage()
+    assert manifest.modules is not None
+    layout = AdapterLayout.build(manifest.parts, config.projections, 512, 2)
+    reader = open_rows if native_reader.available(torch.bfloat16) else None
+    form = ImageForm(layout, config.projections, 512, torch.bfloat16)
+    read_image(manifest, form, image, HostBuffers(), reader)
+    return manifest, image.data.view(-1)[: layout.num_elems]
+
+
+def test_all_forms_have_the_same_values(tmp_path):
+    config = read_model_config(SMALL.write_config(tmp_path / "model"))
+    found = {}
+    for form in ExpertForm:
+        path = write_adapter(tmp_path / form, SMALL, RANK, form)
+        manifest, found[form] = values_of(path, config)
+        assert manifest.modules.experts is form
+        assert {part.experts for part in manifest.parts} == {(), tuple(range(SMALL.count))}
+        assert set(manifest.targets) == {*SMALL.attention, *(f"experts.{n}_proj" for n in ("gate", "up", "down"))}
+    assert found[ExpertForm.EACH].any()
+    assert all(torch.equal(values, found[ExpertForm.EACH]) for values in found.values())
+
+
+@pytest.mark.parametrize("form", ExpertForm)
+def test_files_are_as_the_safetensors_library_has_them(tmp_path, form):
+    path = write_adapter(tmp_path / "adapter", SMALL, RANK, form)
+    with safe_open(path / "adapter_model.safetensors", framework="pt") as file:
+        names = set(file.keys())
+        layers = {file.get_tensor(name).dtype for name in names}
+    per_layer = {ExpertForm.EACH: 6 * SMALL.count, ExpertForm.TOGETHER: 6, ExpertForm.STACKED: 4}[form]
+    assert len(names) == SMALL.layers * (per_layer + 2 * len(SMALL.attention))
+    assert layers == {torch.bfloat16}
