@@ -12,7 +12,7 @@ from torch.nn.functional import embedding
 
 from ...memory.pages import hugepages
 from ...memory.pages.arena import Arena
-from ...ops import expert_products
+from ...ops import expert_products, native_library
 from ...ops.attention import PLAIN, GroupedAttention, HeadShape, PagedAttention, Scores
 from ...ops.elementwise import HeadNorms, RotaryEmbedding, Rotation, gate_output, rotate_and_write, split_gates
 from ...ops.float8_kv import UNSCALED, KvScales
@@ -34,7 +34,15 @@ from .lora_state import lora_groups
 from .nvtx_spans import span
 from .paged_states import PagedStates
 from .quantization.group_scaled import GroupScaled
-from .quantization.groups import evenly_grouped, packed_bits, plain, rounds_inputs, with_signed_values
+from .quantization.groups import (
+    evenly_grouped,
+    is_packable,
+    pack_scaled,
+    packed_bits,
+    plain,
+    rounds_inputs,
+    with_signed_values,
+)
 from .rope_config import RopeConfig
 from .rounding_weight import RoundingWeight
 from .shadow import INPUTS_ARE_ROUNDED
@@ -118,6 +126,8 @@ class DecoderModel:
         else:
             self._lm_head = plain(head, embed.dtype) if kept is None else kept(head)
         keep_experts = _keeps_experts(expert_kernels, dtype, device)
+        if expert_kernels is ExpertKernels.NATIVE and native_library.available(dtype):
+            weights.keeps_experts = is_packable
         self.layers = [_moved(layer, config.norm, device, dtype, keep_experts) for layer in weights.layers(kept)]
         self._merged: Sequence[LayerWeights] = ()
         self._groups = lora_groups(config.projections)
@@ -541,8 +551,15 @@ def _keeps_experts(
     """The function that converts a layer's experts after they were read."""
     if kernels is ExpertKernels.TILES:
         return partial(stacked_experts, dtype=dtype, device=device)
-    by_library = partial(expert_products.pack, take=hugepages.Pieces().take)
-    return partial(packed_experts, dtype=dtype, pack=by_library if kernels is ExpertKernels.NATIVE else pack)
+    if kernels is ExpertKernels.TORCH:
+        return partial(packed_experts, dtype=dtype, pack=pack)
+    take = hugepages.Pieces().take
+    return partial(
+        packed_experts,
+        dtype=dtype,
+        pack=partial(expert_products.pack, take=take),
+        pack_integers=partial(pack_scaled, take=take),
+    )
 
 
 def _moved_delta(delta: DeltaWeights, device: torch.device) -> DeltaWeights:

@@ -7,6 +7,7 @@ import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,11 @@ class Weights(ABC):
     keeps: Callable[[GroupScaled], bool] | None = None
     """Which projections that are stored as narrow values with scales are packed as such; None: all are dequantised."""
 
+    keeps_experts: Callable[[GroupScaled], bool] | None = None
+    """Which matrices of experts that are stored as narrow values with scales, or quantised so, are handed out as such;
+    None: all are dequantised.
+    """
+
     def layers(self, pack: Pack | None = None) -> Iterator[LayerWeights]:
         """The layers in order. With `pack`, every projection is read into the same memory and packed out of it."""
         for i in range(self._config.num_layers):
@@ -188,7 +194,7 @@ class Weights(ABC):
         """
 
         def matrix(path: str, *names: str) -> Any:
-            return self._projection([f"{at}{path}.{name}.weight" for name in names], None)
+            return self._expert([f"{at}{path}.{name}.weight" for name in names])
 
         def biases(*names: str, first_rank: bool = False) -> list[torch.Tensor] | None:
             if not spec.biased or (first_rank and self._shard.rank):
@@ -215,6 +221,15 @@ class Weights(ABC):
             return self._read(*names) if pack is None else pack(self._read(*names, reuse=True))
         found = self._quantised_shares(self.quantiser, names)
         return plain(found, self._dtype) if pack is None else pack(found)
+
+    def _expert(self, names: Sequence[str]) -> torch.Tensor | GroupScaled:
+        """The rank's shares of an expert's projections, one below the other: see `keeps_experts`. Activations that go
+        to experts are not rounded.
+        """
+        if self.quantiser is None or self.keeps_experts is None:
+            return self._projection(names, None)
+        found = self._quantised_shares(self.quantiser, names)
+        return replace(found, inputs=None) if self.keeps_experts(found) else plain(found, self._dtype)
 
     def _quantised_shares(self, quantiser: RoundToNearest, names: Sequence[str]) -> GroupScaled:
         """The rank's shares of projections, one below the other."""
@@ -422,6 +437,11 @@ class WeightLoader(Weights):
             return pack(found)
         return super()._projection(names, pack)
 
+    def _expert(self, names: Sequence[str]) -> torch.Tensor | GroupScaled:
+        if self.keeps_experts is not None and (found := self._scaled(names, self.keeps_experts)) is not None:
+            return replace(found, inputs=None)
+        return super()._expert(names)
+
     def _scaled(self, names: Sequence[str], keeps: Callable[[GroupScaled], bool]) -> GroupScaled | None:
         """The rank's shares of projections as they are stored; None if they are not narrow values to be kept."""
         how, found = self._config.weight_format, []
@@ -430,8 +450,10 @@ class WeightLoader(Weights):
         for name in names:
             source = self._sources[name]
             for part in self._parts(name):
-                place = rows_and_columns(self._rows(name, source, part), self._stored[source.name])
-                matrix = how.scaled(self._checkpoint, source.name, place)
+                rows, columns = rows_and_columns(self._rows(name, source, part), self._stored[source.name])
+                if source.step > 1:
+                    rows = slice(rows.start, rows.stop, source.step)
+                matrix = how.scaled(self._checkpoint, source.name, (rows, columns))
                 if matrix is None or not keeps(matrix):
                     return None
                 found.append(matrix)
