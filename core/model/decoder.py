@@ -26,7 +26,7 @@ from ...ops.sgmv import AdapterRows
 from ..requests.types import CannotMerge
 from .batch import GemmBackend, StepBatch, StepStates
 from .config import ModelConfig
-from .experts import ExpertKernels, ExpertWeights, ListedExperts, packed_experts, stacked_experts
+from .experts import ExpertKernels, ExpertPack, ExpertWeights, ListedExperts, packed_experts, stacked_experts
 from .layer import HEAD, Layer, Residual, multiply
 from .layer_weights import MATRICES, LayerWeights
 from .layers import AttentionSpec, HeadNorm, NormSpec
@@ -125,10 +125,11 @@ class DecoderModel:
             self._lm_head = self._embed
         else:
             self._lm_head = plain(head, embed.dtype) if kept is None else kept(head)
-        keep_experts = _keeps_experts(expert_kernels, dtype, device)
+        pack_expert, keep_experts = _keeps_experts(expert_kernels, dtype, device)
         if expert_kernels is ExpertKernels.NATIVE and native_library.available(dtype):
             weights.keeps_experts = is_packable
-        self.layers = [_moved(layer, config.norm, device, dtype, keep_experts) for layer in weights.layers(kept)]
+        read = weights.layers(kept, pack_expert)
+        self.layers = [_moved(layer, config.norm, device, dtype, keep_experts) for layer in read]
         self._merged: Sequence[LayerWeights] = ()
         self._groups = lora_groups(config.projections)
         self._norm = _moved_norm(weights.norm(), config.norm, device, dtype)
@@ -547,19 +548,15 @@ def _moved(
 
 def _keeps_experts(
     kernels: ExpertKernels, dtype: torch.dtype, device: torch.device
-) -> Callable[[ListedExperts], ExpertWeights]:
-    """The function that converts a layer's experts after they were read."""
+) -> tuple[ExpertPack | None, Callable[[ListedExperts], ExpertWeights]]:
+    """What packs each matrix of experts after it was read, and the function that then converts a layer's experts."""
     if kernels is ExpertKernels.TILES:
-        return partial(stacked_experts, dtype=dtype, device=device)
+        return None, partial(stacked_experts, dtype=dtype, device=device)
+    keep = partial(packed_experts, dtype=dtype)
     if kernels is ExpertKernels.TORCH:
-        return partial(packed_experts, dtype=dtype, pack=pack)
+        return ExpertPack(dtype, pack), keep
     take = hugepages.Pieces().take
-    return partial(
-        packed_experts,
-        dtype=dtype,
-        pack=partial(expert_products.pack, take=take),
-        pack_integers=partial(pack_scaled, take=take),
-    )
+    return ExpertPack(dtype, partial(expert_products.pack, take=take), partial(pack_scaled, take=take)), keep
 
 
 def _moved_delta(delta: DeltaWeights, device: torch.device) -> DeltaWeights:

@@ -167,31 +167,28 @@ class ExpertKernels(StrEnum):
     """A kernel that multiplies all experts of a layer in one launch, on a GPU."""
 
 
-def packed_experts(
-    experts: ListedExperts,
-    dtype: torch.dtype,
-    pack: expert_products.Pack,
-    pack_integers: Callable[[GroupScaled], Matrix] = pack_scaled,
-) -> ListedExperts:
-    """Pack a layer's experts, as they are read from a checkpoint, for kernels on a CPU. The router and its correction
-    stay float32.
+@dataclass(frozen=True)
+class ExpertPack:
+    """Packs a matrix of an expert, as it is read from a checkpoint, for kernels on a CPU."""
 
-    Matrices are packed one by one, so memory never holds a layer in both forms. pack_integers: packs those that are
-    whole numbers with scales.
+    dtype: torch.dtype
+    pack: expert_products.Pack
+    """Packs a tensor of `dtype`."""
+    pack_integers: Callable[[GroupScaled], Matrix] = pack_scaled
+    """Packs whole numbers with scales."""
+
+    def __call__(self, weight: torch.Tensor | GroupScaled) -> Matrix:
+        return self.pack_integers(weight) if isinstance(weight, GroupScaled) else self.pack(weight.to(self.dtype))
+
+
+def packed_experts(experts: ListedExperts, dtype: torch.dtype) -> ListedExperts:
+    """A layer's experts for kernels on a CPU; their matrices are packed already. The router and its correction stay
+    float32.
     """
-
-    def packed(weight: torch.Tensor | GroupScaled) -> Matrix:
-        return pack_integers(weight) if isinstance(weight, GroupScaled) else pack(weight.to(dtype))
-
-    for matrices in (_unpacked(experts.gate_up), _unpacked(experts.down)):
-        for index, weight in enumerate(matrices):
-            matrices[index] = packed(weight)
     biases = ("gate_up_bias", "down_bias")
-    shared = ("shared_gate_up", "shared_down")
     return replace(
         experts,
         router=packed_gemm.pack(experts.router),
-        **{name: packed(found) for name in shared if (found := getattr(experts, name)) is not None},
         **{name: [each.to(dtype) for each in found] for name in biases if (found := getattr(experts, name))},
     )
 

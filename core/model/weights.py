@@ -57,6 +57,9 @@ _CHUNK, _ROWS = 1 << 23, 128
 #: Makes the kept form of a projection's weight `[out, in]`; a tensor is overwritten by the next one.
 Pack = Callable[[torch.Tensor | GroupScaled], Any]
 
+#: Likewise of a matrix of an expert; a tensor has memory of its own.
+PackExpert = Callable[[torch.Tensor | GroupScaled], Any]
+
 _IGNORED = re.compile(r"\.self_attn\.rotary_emb\.inv_freq$")  # old Llama checkpoints
 
 
@@ -105,10 +108,12 @@ class Weights(ABC):
     None: all are dequantised.
     """
 
-    def layers(self, pack: Pack | None = None) -> Iterator[LayerWeights]:
-        """The layers in order. With `pack`, every projection is read into the same memory and packed out of it."""
+    def layers(self, pack: Pack | None = None, pack_expert: PackExpert | None = None) -> Iterator[LayerWeights]:
+        """The layers in order. With `pack`, every projection is read into the same memory and packed out of it; with
+        `pack_expert`, every matrix of experts is packed before the next one is read.
+        """
         for i in range(self._config.num_layers):
-            yield self._layer(i, pack)
+            yield self._layer(i, pack, pack_expert)
 
     def projection(self, layer: int, path: str) -> torch.Tensor:
         """One projection's weight `[out, in]`, dequantised, in memory of its own."""
@@ -149,7 +154,7 @@ class Weights(ABC):
         """A tensor that only the first rank has."""
         return None if self._shard.rank else self._read(name)
 
-    def _layer(self, index: int, pack: Pack | None) -> LayerWeights:
+    def _layer(self, index: int, pack: Pack | None, pack_expert: PackExpert | None) -> LayerWeights:
         """Ranks add up the outputs of o and down: the first has their biases."""
         at, spec = LAYER.format(index), self._config.layers[index]
 
@@ -185,16 +190,17 @@ class Weights(ABC):
             down=projection("mlp.down_proj") if spec.experts is None else nothing,
             down_bias=first_rank_bias("mlp.down_proj"),
             mlp_out_norm=norm("mlp_out_norm"),
-            experts=None if spec.experts is None else self._experts(at, spec.experts),
+            experts=None if spec.experts is None else self._experts(at, spec.experts, pack_expert),
         )
 
-    def _experts(self, at: str, spec: Experts) -> ListedExperts:
-        """A layer's experts, not packed; their router is float32 whatever the model's dtype. See `_layer`
+    def _experts(self, at: str, spec: Experts, pack: PackExpert | None) -> ListedExperts:
+        """A layer's experts; their router is float32 whatever the model's dtype. See `_layer`
         for biases of down.
         """
 
         def matrix(path: str, *names: str) -> Any:
-            return self._expert([f"{at}{path}.{name}.weight" for name in names])
+            found = self._expert([f"{at}{path}.{name}.weight" for name in names])
+            return found if pack is None else pack(found)
 
         def biases(*names: str, first_rank: bool = False) -> list[torch.Tensor] | None:
             if not spec.biased or (first_rank and self._shard.rank):

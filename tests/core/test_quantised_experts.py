@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import shutil
+import weakref
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from chorus.core.config import EngineConfig
 from chorus.core.executors.cuda import CudaShapes
 from chorus.core.model.config import UnsupportedModel
-from chorus.core.model.quantization.groups import is_packable
+from chorus.core.model.quantization.groups import is_packable, pack_scaled
 from chorus.core.model.quantization.round_to_nearest import RoundToNearest
 from chorus.core.model.read_config import read_model_config
 from chorus.core.model.shard import Shard
@@ -221,6 +222,25 @@ def test_ranks_keep_columns_of_the_same_numbers(form):
     for one, *parts in zip(whole, *shares, strict=True):
         assert torch.equal(torch.cat([part.dequantised() for part in parts], 1), one.dequantised())
         assert [part.values.dtype for part in parts] == [torch.int8] * 2
+
+
+@pytest.mark.parametrize("form", ["mxfp4", "int4"])
+def test_a_load_holds_one_matrix_beside_those_that_are_kept(form):
+    """Each matrix of an expert is packed and gone before the next one is read."""
+    it = Quantised("gpt-oss", form)
+    loader = WeightLoader(it.model, read_model_config(it.model), torch.float32)
+    loader.keeps_experts, loader.quantiser = is_packable, None if form == "mxfp4" else RoundToNearest("int4")
+    seen: list[weakref.ref] = []
+
+    def pack(found):
+        assert [each() for each in seen] == [None] * len(seen)
+        assert found.values.dtype == torch.int8
+        seen.append(weakref.ref(found.values))
+        return pack_scaled(found)
+
+    kept = [each for layer in loader.layers(pack_expert=pack) for each in (*layer.experts.gate_up, *layer.experts.down)]
+    assert len(kept) == len(seen) == 3 * 2 * 8
+    assert {type(each) for each in kept} == {IntegerPanels}
 
 
 def test_torch_kernels_dequantise_them():
