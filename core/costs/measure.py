@@ -24,10 +24,11 @@ from ...memory.host.image import HostImage
 from ...memory.host.images import ThreadReads
 from ...memory.pages.pool import PageKind, PagePool
 from ..executors.base import Executor
+from ..expert_share import share_of_experts
 from ..requests.request_params import RequestParams
 from ..requests.types import BASE_LORA_INDEX, ScheduledSequence, StepPlan
 from .fit import Fit, fit
-from .models import Kernel, StepCost, StepWork, share_of_experts
+from .models import Kernel, StepCost, StepWork
 from .work import STEP_TERMS, step_work, term_values
 
 _PARAMS = RequestParams(temperature=0.0)

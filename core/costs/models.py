@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from ..cold_start import CpuLoraCost
+from ..expert_share import share_of_experts
 
 
 class Kernel(StrEnum):
@@ -52,11 +53,6 @@ class StepWork:
     adapter_ranks: int = 0
     pairs: float = 0.0
     ragged: bool = False
-
-
-def share_of_experts(each: float, tokens: int) -> float:
-    """Share of the experts that so many tokens go to on average, each to a share of its own of them."""
-    return 1.0 - (1.0 - each) ** tokens
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,7 +59,7 @@ from ..requests.draft_length import most_logits
 from ..requests.types import ScheduledSequence, StepPlan, StepResult, adapter_runs
 from .adapters import ModelAdapters
 from .base import ModelExecutor
-from .cpu_setup import cpu_pages, cpu_threads, keeps_experts, torch_gemms, use_native, weight_bytes
+from .cpu_setup import cpu_pages, cpu_threads, of_torch, torch_gemms, use_native, weight_bytes
 from .lora_offload import LoraOffload, OffloadAdapters
 from .swaps import PageSwaps
 
@@ -119,9 +119,7 @@ class CpuExecutor(ModelExecutor):
                     self.cold_starts = self._offload.starts
                 self.steps = NativeSteps(decoder, *setup, samples=shard.size == 1, offload=self._offload)
             else:
-                by_library = self.config.num_experts and keeps_experts(config, products)
-                which = "weights other than those of experts" if by_library else "weights"
-                self.warn_if_dequantised("PyTorch's operators multiply", which)
+                self.warn_if_dequantised("PyTorch's operators multiply", of_torch(config, self.config, products))
                 self.decoder = decoder = DecoderModel(
                     self.config, weights, self.arena, max_model_len=max_model_len, dtype=products, ranks=ranks,
                     expert_kernels=ExpertKernels.TORCH if config.cpu_kernels == "torch" else ExpertKernels.NATIVE,

@@ -60,6 +60,11 @@ def keeps_experts(config: EngineConfig, dtype: torch.dtype) -> bool:
     return config.cpu_kernels != "torch" and native_library.available(dtype)
 
 
+def of_torch(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> str:
+    """The weights that PyTorch's operators multiply, where the native decoder is not in use."""
+    return "weights other than those of experts" if model.num_experts and keeps_experts(config, dtype) else "weights"
+
+
 def use_native(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> bool:
     if config.cpu_kernels == "torch":
         return False

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from operator import mul
 
 from ...memory.adapters.adapter import Adapter
-from ..costs.models import share_of_experts
+from ..expert_share import share_of_experts
 from .mode_policy import Batch, work_of
 
 LEAST = (1.0, 8.0, 4096.0, 1.0, 64.0, 64.0, 0.4)

@@ -126,8 +126,6 @@ class DecoderModel:
         else:
             self._lm_head = plain(head, embed.dtype) if kept is None else kept(head)
         pack_expert, keep_experts = _keeps_experts(expert_kernels, dtype, device)
-        if expert_kernels is ExpertKernels.NATIVE and native_library.available(dtype):
-            weights.keeps_experts = is_packable
         read = weights.layers(kept, pack_expert)
         self.layers = [_moved(layer, config.norm, device, dtype, keep_experts) for layer in read]
         self._merged: Sequence[LayerWeights] = ()
@@ -556,7 +554,9 @@ def _keeps_experts(
     if kernels is ExpertKernels.TORCH:
         return ExpertPack(dtype, pack), keep
     take = hugepages.Pieces().take
-    return ExpertPack(dtype, partial(expert_products.pack, take=take), partial(pack_scaled, take=take)), keep
+    pack_matrix, pack_integers = partial(expert_products.pack, take=take), partial(pack_scaled, take=take)
+    keeps = is_packable if native_library.available(dtype) else None
+    return ExpertPack(dtype, pack_matrix, pack_integers, keeps), keep
 
 
 def _moved_delta(delta: DeltaWeights, device: torch.device) -> DeltaWeights:

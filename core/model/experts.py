@@ -176,6 +176,10 @@ class ExpertPack:
     """Packs a tensor of `dtype`."""
     pack_integers: Callable[[GroupScaled], Matrix] = pack_scaled
     """Packs whole numbers with scales."""
+    keeps: Callable[[GroupScaled], bool] | None = None
+    """Which matrices that are stored as narrow values with scales, or quantised so, are packed as such; None: all are
+    dequantised.
+    """
 
     def __call__(self, weight: torch.Tensor | GroupScaled) -> Matrix:
         return self.pack_integers(weight) if isinstance(weight, GroupScaled) else self.pack(weight.to(self.dtype))

@@ -16,7 +16,7 @@ import torch
 from ...ops.float8_kv import UNSCALED, KvScales
 from ...ops.gated_delta import DeltaWeights
 from .config import ModelConfig, UnsupportedModel
-from .experts import ListedExperts
+from .experts import ExpertPack, ListedExperts
 from .kv_scales import read_kv_scales
 from .layer_weights import LayerWeights
 from .layers import Experts
@@ -56,9 +56,6 @@ _CHUNK, _ROWS = 1 << 23, 128
 
 #: Makes the kept form of a projection's weight `[out, in]`; a tensor is overwritten by the next one.
 Pack = Callable[[torch.Tensor | GroupScaled], Any]
-
-#: Likewise of a matrix of an expert; a tensor has memory of its own.
-PackExpert = Callable[[torch.Tensor | GroupScaled], Any]
 
 _IGNORED = re.compile(r"\.self_attn\.rotary_emb\.inv_freq$")  # old Llama checkpoints
 
@@ -103,12 +100,7 @@ class Weights(ABC):
     keeps: Callable[[GroupScaled], bool] | None = None
     """Which projections that are stored as narrow values with scales are packed as such; None: all are dequantised."""
 
-    keeps_experts: Callable[[GroupScaled], bool] | None = None
-    """Which matrices of experts that are stored as narrow values with scales, or quantised so, are handed out as such;
-    None: all are dequantised.
-    """
-
-    def layers(self, pack: Pack | None = None, pack_expert: PackExpert | None = None) -> Iterator[LayerWeights]:
+    def layers(self, pack: Pack | None = None, pack_expert: ExpertPack | None = None) -> Iterator[LayerWeights]:
         """The layers in order. With `pack`, every projection is read into the same memory and packed out of it; with
         `pack_expert`, every matrix of experts is packed before the next one is read.
         """
@@ -154,7 +146,7 @@ class Weights(ABC):
         """A tensor that only the first rank has."""
         return None if self._shard.rank else self._read(name)
 
-    def _layer(self, index: int, pack: Pack | None, pack_expert: PackExpert | None) -> LayerWeights:
+    def _layer(self, index: int, pack: Pack | None, pack_expert: ExpertPack | None) -> LayerWeights:
         """Ranks add up the outputs of o and down: the first has their biases."""
         at, spec = LAYER.format(index), self._config.layers[index]
 
@@ -193,14 +185,14 @@ class Weights(ABC):
             experts=None if spec.experts is None else self._experts(at, spec.experts, pack_expert),
         )
 
-    def _experts(self, at: str, spec: Experts, pack: PackExpert | None) -> ListedExperts:
+    def _experts(self, at: str, spec: Experts, pack: ExpertPack | None) -> ListedExperts:
         """A layer's experts; their router is float32 whatever the model's dtype. See `_layer`
         for biases of down.
         """
 
         def matrix(path: str, *names: str) -> Any:
-            found = self._expert([f"{at}{path}.{name}.weight" for name in names])
-            return found if pack is None else pack(found)
+            names = tuple(f"{at}{path}.{name}.weight" for name in names)
+            return self._projection(names, None) if pack is None else pack(self._expert(names, pack.keeps))
 
         def biases(*names: str, first_rank: bool = False) -> list[torch.Tensor] | None:
             if not spec.biased or (first_rank and self._shard.rank):
@@ -228,14 +220,14 @@ class Weights(ABC):
         found = self._quantised_shares(self.quantiser, names)
         return plain(found, self._dtype) if pack is None else pack(found)
 
-    def _expert(self, names: Sequence[str]) -> torch.Tensor | GroupScaled:
-        """The rank's shares of an expert's projections, one below the other: see `keeps_experts`. Activations that go
-        to experts are not rounded.
+    def _expert(self, names: Sequence[str], keeps: Callable[[GroupScaled], bool] | None) -> torch.Tensor | GroupScaled:
+        """The rank's shares of an expert's projections, one below the other: narrow values if `keeps` says so of them.
+        Activations that go to experts are not rounded.
         """
-        if self.quantiser is None or self.keeps_experts is None:
+        if self.quantiser is None or keeps is None:
             return self._projection(names, None)
         found = self._quantised_shares(self.quantiser, names)
-        return replace(found, inputs=None) if self.keeps_experts(found) else plain(found, self._dtype)
+        return replace(found, inputs=None) if keeps(found) else plain(found, self._dtype)
 
     def _quantised_shares(self, quantiser: RoundToNearest, names: Sequence[str]) -> GroupScaled:
         """The rank's shares of projections, one below the other."""
@@ -443,10 +435,10 @@ class WeightLoader(Weights):
             return pack(found)
         return super()._projection(names, pack)
 
-    def _expert(self, names: Sequence[str]) -> torch.Tensor | GroupScaled:
-        if self.keeps_experts is not None and (found := self._scaled(names, self.keeps_experts)) is not None:
+    def _expert(self, names: Sequence[str], keeps: Callable[[GroupScaled], bool] | None) -> torch.Tensor | GroupScaled:
+        if keeps is not None and (found := self._scaled(names, keeps)) is not None:
             return replace(found, inputs=None)
-        return super()._expert(names)
+        return super()._expert(names, keeps)
 
     def _scaled(self, names: Sequence[str], keeps: Callable[[GroupScaled], bool]) -> GroupScaled | None:
         """The rank's shares of projections as they are stored; None if they are not narrow values to be kept."""

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Self
 
 from pydantic import PlainSerializer, PlainValidator, TypeAdapter, ValidationError
 
-from ...core.costs.models import CostModel, DiskCost, Kernel, StepCost, TransferCost, share_of_experts
+from ...core.costs.models import CostModel, DiskCost, Kernel, StepCost, TransferCost
 from ...core.engine_stats import EngineStats, TenantStats
 from ...core.executors.base import ModelInfo
+from ...core.expert_share import share_of_experts
 from ...core.merging.learned_prices import LearnedPrices
 from ...core.merging.modes import batch_of, context_of
 from ...core.model.quantization.registry import FILES as QUANTIZATION_FILES

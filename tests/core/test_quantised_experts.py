@@ -16,6 +16,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from chorus.core.config import EngineConfig
 from chorus.core.executors.cuda import CudaShapes
 from chorus.core.model.config import UnsupportedModel
+from chorus.core.model.experts import ExpertPack
 from chorus.core.model.quantization.groups import is_packable, pack_scaled
 from chorus.core.model.quantization.round_to_nearest import RoundToNearest
 from chorus.core.model.read_config import read_model_config
@@ -23,7 +24,7 @@ from chorus.core.model.shard import Shard
 from chorus.core.model.tensor_parts import kept_bytes
 from chorus.core.model.weights import WeightLoader
 from chorus.ops import native_library
-from chorus.ops.expert_products import Panels, unpack
+from chorus.ops.expert_products import Panels, pack, unpack
 from chorus.ops.native_integers import IntegerPanels
 
 from ..graphs.host_device import HostDevice
@@ -215,8 +216,9 @@ def test_ranks_keep_columns_of_the_same_numbers(form):
 
     def down_of(shard: Shard) -> list:
         loader = WeightLoader(it.model, config, torch.float32, shard=shard)
-        loader.keeps_experts, loader.quantiser = is_packable, None if form == "mxfp4" else RoundToNearest("int4")
-        return [each for layer in loader.layers() for each in layer.experts.down]
+        loader.quantiser = None if form == "mxfp4" else RoundToNearest("int4")
+        as_it_is = ExpertPack(torch.float32, pack, lambda found: found, is_packable)
+        return [each for layer in loader.layers(pack_expert=as_it_is) for each in layer.experts.down]
 
     whole, *shares = (down_of(shard) for shard in (Shard(), Shard(0, 2), Shard(1, 2)))
     for one, *parts in zip(whole, *shares, strict=True):
@@ -229,16 +231,17 @@ def test_a_load_holds_one_matrix_beside_those_that_are_kept(form):
     """Each matrix of an expert is packed and gone before the next one is read."""
     it = Quantised("gpt-oss", form)
     loader = WeightLoader(it.model, read_model_config(it.model), torch.float32)
-    loader.keeps_experts, loader.quantiser = is_packable, None if form == "mxfp4" else RoundToNearest("int4")
+    loader.quantiser = None if form == "mxfp4" else RoundToNearest("int4")
     seen: list[weakref.ref] = []
 
-    def pack(found):
+    def pack_integers(found):
         assert [each() for each in seen] == [None] * len(seen)
         assert found.values.dtype == torch.int8
         seen.append(weakref.ref(found.values))
         return pack_scaled(found)
 
-    kept = [each for layer in loader.layers(pack_expert=pack) for each in (*layer.experts.gate_up, *layer.experts.down)]
+    layers = loader.layers(pack_expert=ExpertPack(torch.float32, pack, pack_integers, is_packable))
+    kept = [each for layer in layers for each in (*layer.experts.gate_up, *layer.experts.down)]
     assert len(kept) == len(seen) == 3 * 2 * 8
     assert {type(each) for each in kept} == {IntegerPanels}
 

@@ -23,10 +23,10 @@ from chorus.core.costs.models import (
     StepCost,
     StepWork,
     TransferCost,
-    share_of_experts,
 )
 from chorus.core.costs.profile import ProfileError, load_profile, parse_profile, shipped_profiles
 from chorus.core.costs.work import STEP_TERMS, step_work, term_values
+from chorus.core.expert_share import share_of_experts
 from chorus.core.requests.request_params import RequestParams
 from chorus.core.requests.types import ScheduledSequence, StepPlan
 from chorus.graphs.runner import DecodeBuckets
