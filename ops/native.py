@@ -27,7 +27,6 @@ from .native_descriptors import (
     PROJECTIONS,
     SAMPLE_ROW,
     AdapterDescriptor,
-    IntegersDescriptor,
     LayerDescriptor,
     MergeDescriptor,
     ModelDescriptor,
@@ -35,7 +34,7 @@ from .native_descriptors import (
     StepDescriptor,
     described_products,
 )
-from .native_integers import IntegerPanels
+from .native_integers import IntegerPanels, described_integers
 from .native_library import library
 from .native_model import NativeModel
 from .ranks import Ranks
@@ -167,7 +166,7 @@ class NativeDecoder:
             logits_scale=model.logits_scale, logits_softcap=model.logits_softcap, layer=layers,
             products=described_products(model.products),
             embed=_pointer(model.embed), lm_head=_data_of(model.lm_head),
-            lm_head_integers=_integers_of(model.lm_head), norm=_pointer(model.norm),
+            lm_head_integers=described_integers(model.lm_head), norm=_pointer(model.norm),
             arena=_pointer(model.arena), page_elems=model.arena.shape[1],
             page_bytes=model.arena.shape[1] * model.arena.itemsize, float8_kv=model.float8_kv,
             output_gate=model.output_gate,
@@ -326,7 +325,7 @@ class NativeDecoder:
         parts = (c_void_p * len(rows))(*(ctypes.addressof(self._descriptor(part)) for part in rows))
         merge = MergeDescriptor(
             origin=_data_of(origin),
-            integers=_integers_of(origin),
+            integers=described_integers(origin),
             to=_pointer(out),
             product=self._model.product_of[layer][group],
             layer=layer,
@@ -484,7 +483,7 @@ def _described_layers(layers: Sequence[Any], model: NativeModel) -> Any:
         for name in (*LAYER_WEIGHTS, *HEAD_NORMS):
             setattr(descriptor, name, _data_of(getattr(layer, name)))
         for place, name in enumerate(PROJECTIONS):
-            descriptor.integers[place] = _integers_of(getattr(layer, name))
+            descriptor.integers[place] = described_integers(getattr(layer, name))
         for field in fields(own):
             if field.name not in ("cos", "sin", "query_factors", "page_layer"):
                 setattr(descriptor, field.name, getattr(own, field.name))
@@ -501,14 +500,6 @@ def _described_layers(layers: Sequence[Any], model: NativeModel) -> Any:
 
 def _data_of(weights: torch.Tensor | IntegerPanels | None) -> int | None:
     return _pointer_or_null(weights.data if isinstance(weights, IntegerPanels) else weights)
-
-
-def _integers_of(weights: torch.Tensor | IntegerPanels) -> IntegersDescriptor:
-    if not isinstance(weights, IntegerPanels):
-        return IntegersDescriptor()
-    zeros = _pointer_or_null(weights.zeros)
-    inputs = weights.input_bits, weights.input_block
-    return IntegersDescriptor(_pointer(weights.scales), zeros, weights.bits, weights.group, *inputs)
 
 
 def _pointer_or_null(tensor: torch.Tensor | None) -> int | None:

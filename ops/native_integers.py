@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from .native_descriptors import IntegersDescriptor
 from .native_model import PANEL
 
 BITS = (4, 8)
@@ -49,6 +50,11 @@ class IntegerPanels:
 
     input_block: int = BLOCK
     """Inputs of a row of activations that share a factor, at most: a multiple of 8 that is also within a group."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the weights take."""
+        return sum(each.nbytes for each in (self.data, self.scales, self.zeros) if each is not None)
 
 
 def integer_sizes(outputs: int, inputs: int, bits: int, group: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -95,6 +101,33 @@ def pack_integers(
         data, packed_scales, packed_zeros, bits=bits, group=group, outputs=rows, inputs=inputs,
         input_bits=input_bits, input_block=input_block,
     )  # fmt: skip
+
+
+def unpack_integers(weight: IntegerPanels) -> torch.Tensor:
+    """Return the weights `[out, in]` that panels hold, in float32."""
+    bits, words = weight.bits, weight.data.shape[1]
+    by_word = torch.empty(*weight.data.shape[:3], 32 // bits, dtype=torch.uint8)
+    for place, inputs in enumerate(_BYTES[bits]):
+        by_word[..., list(inputs)] = weight.data >> (place * bits) & (1 << bits) - 1
+    stored = by_word.transpose(1, 2).reshape(-1, words * 32 // bits)[: weight.outputs, : weight.inputs]
+    values = stored.float() - (1 << (bits - 1))
+    group_of = torch.arange(weight.inputs) // weight.group
+
+    def of_inputs(each: torch.Tensor) -> torch.Tensor:
+        return each.transpose(1, 2).reshape(-1, each.shape[1])[: weight.outputs, group_of]
+
+    if weight.zeros is not None:
+        values -= of_inputs(weight.zeros)
+    return values * of_inputs(weight.scales)
+
+
+def described_integers(weight: object) -> IntegersDescriptor:
+    """How a matrix is whole numbers, in the library's form; without bits where it is of a model's dtype."""
+    if not isinstance(weight, IntegerPanels):
+        return IntegersDescriptor()
+    zeros = None if weight.zeros is None else weight.zeros.data_ptr()
+    inputs = weight.input_bits, weight.input_block
+    return IntegersDescriptor(weight.scales.data_ptr(), zeros, weight.bits, weight.group, *inputs)
 
 
 def _by_panel(values: torch.Tensor, panels: int) -> torch.Tensor:

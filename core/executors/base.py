@@ -205,7 +205,7 @@ class ModelExecutor(ExecutorBase):
                 f"them, so the model can't be served: {', '.join(names)}"
             )
         stored = self.whole.weight_format
-        self.quantiser = quantiser_of(config.quantization, config.quantize_lm_head, stored, model.num_experts)
+        self.quantiser = quantiser_of(config.quantization, config.quantize_lm_head, stored)
         self._dtype: torch.dtype = getattr(torch, model.dtype if config.dtype == "auto" else config.dtype)
         self.base_weights = CheckpointWeights(config, self.whole, self._dtype, self.quantiser)
         """Reads adapters with DoRA or biases."""
@@ -249,14 +249,20 @@ class ModelExecutor(ExecutorBase):
             fix = "raise it" if size == 1 else f"raise it, or lower tensor_parallel_size, which is {size}"
             raise UnsupportedModel(f"block_tokens is {block_tokens}, but {error}; {fix}") from error
 
-    def warn_if_dequantised(self, who: str) -> None:
+    @property
+    def dtype(self) -> torch.dtype:
+        """The model's dtype."""
+        return self._dtype
+
+    def warn_if_dequantised(self, who: str, which: str = "weights") -> None:
         """Say that quantised weights are kept dequantised, if there are any. who: the library that multiplies them."""
         if self.quantiser is not None:
             logger.warning(
-                "quantization is %s, but %s dequantised weights: they take as much memory as the checkpoint's own; the "
+                "quantization is %s, but %s dequantised %s: they take as much memory as the checkpoint's own; the "
                 "native CPU decoder, and GPUs unless small_gemm is off, keep them quantised",
                 self.quantiser.name,
                 who,
+                which,
             )
 
     def _within_window(self, config: EngineConfig) -> bool:

@@ -54,13 +54,12 @@ from ..model.sampler import (
 )
 from ..model.shadow import ShadowWeights
 from ..model.shard import WHOLE, Shard
-from ..model.tensor_parts import kept_bytes
 from ..model.verification import accept_drafts
 from ..requests.draft_length import most_logits
 from ..requests.types import ScheduledSequence, StepPlan, StepResult, adapter_runs
 from .adapters import ModelAdapters
 from .base import ModelExecutor
-from .cpu_setup import cpu_pages, cpu_threads, torch_gemms, use_native
+from .cpu_setup import cpu_pages, cpu_threads, of_torch, torch_gemms, use_native, weight_bytes
 from .lora_offload import LoraOffload, OffloadAdapters
 from .swaps import PageSwaps
 
@@ -81,7 +80,7 @@ class CpuExecutor(ModelExecutor):
         native = use_native(config, self.config, dtype)
         products = dtype if native else torch_gemms(config, self.whole, dtype)
         shard, ranks = self.shard, None if rank_context is None else rank_context.ranks
-        self.weight_bytes = kept_bytes(self.whole, products.itemsize, shard, self.quantiser if native else None)
+        self.weight_bytes = weight_bytes(config, self, shard, products, native=native)
         self.num_pages = (
             cpu_pages(config, self, self.layout, self.weight_bytes) if rank_context is None else rank_context.num_pages
         )
@@ -120,7 +119,7 @@ class CpuExecutor(ModelExecutor):
                     self.cold_starts = self._offload.starts
                 self.steps = NativeSteps(decoder, *setup, samples=shard.size == 1, offload=self._offload)
             else:
-                self.warn_if_dequantised("PyTorch's operators multiply")
+                self.warn_if_dequantised("PyTorch's operators multiply", of_torch(config, self.config, products))
                 self.decoder = decoder = DecoderModel(
                     self.config, weights, self.arena, max_model_len=max_model_len, dtype=products, ranks=ranks,
                     expert_kernels=ExpertKernels.TORCH if config.cpu_kernels == "torch" else ExpertKernels.NATIVE,

@@ -14,8 +14,10 @@ from ...ops import native_library
 from ..config import EngineConfig
 from ..cpus import available_cpus, has_fast_products
 from ..model.config import ModelConfig, UnsupportedModel
+from ..model.narrow_bytes import bytes_saved_by_experts
 from ..model.native_decoder import why_unsupported
-from ..model.tensor_parts import num_weights
+from ..model.shard import Shard
+from ..model.tensor_parts import kept_bytes, num_weights
 from ..requests.draft_length import most_logits
 from .base import ModelExecutor
 from .host_memory import WIDE_SHARE, default_arena_bytes, total_bytes
@@ -40,6 +42,27 @@ def cpu_pages(config: EngineConfig, shapes: ModelExecutor, layout: PageLayout, w
         num_bytes = default_arena_bytes(layout, shapes.model.max_model_len, weight_bytes, logits)
         logger.info("the arena has %d MiB; memory_bytes sets another size", num_bytes >> 20)
     return max(2, num_bytes // layout.page_bytes)
+
+
+def weight_bytes(config: EngineConfig, shapes: ModelExecutor, shard: Shard, dtype: torch.dtype, *, native: bool) -> int:
+    """Bytes of a rank's weights in `dtype`, but for those that are kept quantised: projections by the native decoder,
+    experts by the native library. native: the native decoder is in use.
+    """
+    whole, quantiser = shapes.whole, shapes.quantiser
+    kept = kept_bytes(whole, dtype.itemsize, shard, quantiser if native else None)
+    if keeps_experts(config, dtype):
+        kept -= bytes_saved_by_experts(whole, dtype.itemsize, shard, quantiser)
+    return kept
+
+
+def keeps_experts(config: EngineConfig, dtype: torch.dtype) -> bool:
+    """True if experts that are stored as whole numbers with scales, or quantised, stay so in steps of `dtype`."""
+    return config.cpu_kernels != "torch" and native_library.available(dtype)
+
+
+def of_torch(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> str:
+    """The weights that PyTorch's operators multiply, where the native decoder is not in use."""
+    return "weights other than those of experts" if model.num_experts and keeps_experts(config, dtype) else "weights"
 
 
 def use_native(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> bool:

@@ -90,6 +90,11 @@ class CudaShapes(ModelExecutor):
         super().__init__(config, shard)
         if not (experts := self.config.num_experts):
             return
+        if config.quantization is not None:
+            raise UnsupportedModel(
+                f"quantization is {config.quantization!r}, but the model has {experts} experts, which are quantised on "
+                "CPUs only; leave quantization, or set device to 'cpu'"
+            )
         for name, value, plain in (
             ("tensor_parallel_size", shard.size, 1),
             ("offload_workers", config.offload_workers, 0),

@@ -24,15 +24,15 @@ from ...memory.transfers.transfer import ExecutorLost
 from ...ops import native_library
 from ..config import EngineConfig
 from ..model.config import ModelConfig, UnsupportedModel
+from ..model.native_decoder import why_unsupported
 from ..model.sampler import asking_rows
 from ..model.shadow import ShadowWeights
 from ..model.shard import Shard
-from ..model.tensor_parts import kept_bytes
 from ..requests.plan_wire import adapter_to_wire, plan_to_wire
 from ..requests.types import StepPlan, StepResult
 from .base import ExecutorBase, ModelExecutor
 from .cpu import CpuExecutor
-from .cpu_setup import cpu_pages
+from .cpu_setup import cpu_pages, weight_bytes
 from .rank import CpuRankContext, CpuTpWorker, arena_bytes
 from .rank_adapters import ArenaCopies, RankAdapters, RankBuffers
 from .shared_memory import MemoryLayout, SharedMemory
@@ -150,8 +150,9 @@ class RanksExecutor(RanksExecutorBase[CpuExecutor]):
             raise UnsupportedModel(f"tensor_parallel_size is {size}, and ranks need the native library: {reason}")
         super().__init__(config, patience)
         shapes, one = self.shapes, self.shapes.layout
-        each = partial(kept_bytes, shapes.whole, one.itemsize, quantiser=shapes.quantiser)
-        weights = sum(each(shard=Shard(rank, size)) for rank in range(size))
+        dtype = shapes.dtype
+        native = config.cpu_kernels != "torch" and why_unsupported(shapes.config, dtype) is None
+        weights = sum(weight_bytes(config, shapes, Shard(rank, size), dtype, native=native) for rank in range(size))
         self.num_pages = num_pages = cpu_pages(config, shapes, self.layout, weights)
         floats = max(config.max_num_batched_tokens * (shapes.whole.hidden_size + _ROW_ROOM), shapes.whole.vocab_size)
         layout = MemoryLayout(size, floats, CpuRankContext.COUNT_BYTES, size * arena_bytes(one, num_pages))

@@ -12,7 +12,7 @@ from torch.nn.functional import embedding
 
 from ...memory.pages import hugepages
 from ...memory.pages.arena import Arena
-from ...ops import expert_products
+from ...ops import expert_products, native_library
 from ...ops.attention import PLAIN, GroupedAttention, HeadShape, PagedAttention, Scores
 from ...ops.elementwise import HeadNorms, RotaryEmbedding, Rotation, gate_output, rotate_and_write, split_gates
 from ...ops.float8_kv import UNSCALED, KvScales
@@ -26,7 +26,7 @@ from ...ops.sgmv import AdapterRows
 from ..requests.types import CannotMerge
 from .batch import GemmBackend, StepBatch, StepStates
 from .config import ModelConfig
-from .experts import ExpertKernels, ExpertWeights, ListedExperts, packed_experts, stacked_experts
+from .experts import ExpertKernels, ExpertPack, ExpertWeights, ListedExperts, packed_experts, stacked_experts
 from .layer import HEAD, Layer, Residual, multiply
 from .layer_weights import MATRICES, LayerWeights
 from .layers import AttentionSpec, HeadNorm, NormSpec
@@ -34,7 +34,15 @@ from .lora_state import lora_groups
 from .nvtx_spans import span
 from .paged_states import PagedStates
 from .quantization.group_scaled import GroupScaled
-from .quantization.groups import evenly_grouped, packed_bits, plain, rounds_inputs, with_signed_values
+from .quantization.groups import (
+    evenly_grouped,
+    is_packable,
+    pack_scaled,
+    packed_bits,
+    plain,
+    rounds_inputs,
+    with_signed_values,
+)
 from .rope_config import RopeConfig
 from .rounding_weight import RoundingWeight
 from .shadow import INPUTS_ARE_ROUNDED
@@ -113,8 +121,9 @@ class DecoderModel:
             self._lm_head = self._embed
         else:
             self._lm_head = plain(head, embed.dtype) if kept is None else kept(head)
-        keep_experts = _keeps_experts(expert_kernels, dtype, device)
-        self.layers = [_moved(layer, config.norm, device, dtype, keep_experts) for layer in weights.layers(kept)]
+        pack_expert, keep_experts = _keeps_experts(expert_kernels, dtype, device)
+        read = weights.layers(kept, pack_expert)
+        self.layers = [_moved(layer, config.norm, device, dtype, keep_experts) for layer in read]
         self._merged: Sequence[LayerWeights] = ()
         self._groups = lora_groups(config.projections)
         self._norm = _moved_norm(weights.norm(), config.norm, device, dtype)
@@ -536,12 +545,17 @@ def _moved(
 
 def _keeps_experts(
     kernels: ExpertKernels, dtype: torch.dtype, device: torch.device
-) -> Callable[[ListedExperts], ExpertWeights]:
-    """The function that converts a layer's experts after they were read."""
+) -> tuple[ExpertPack | None, Callable[[ListedExperts], ExpertWeights]]:
+    """What packs each matrix of experts after it was read, and the function that then converts a layer's experts."""
     if kernels is ExpertKernels.TILES:
-        return partial(stacked_experts, dtype=dtype, device=device)
-    by_library = partial(expert_products.pack, take=hugepages.Pieces().take)
-    return partial(packed_experts, dtype=dtype, pack=by_library if kernels is ExpertKernels.NATIVE else pack)
+        return None, partial(stacked_experts, dtype=dtype, device=device)
+    keep = partial(packed_experts, dtype=dtype)
+    if kernels is ExpertKernels.TORCH:
+        return ExpertPack(dtype, pack), keep
+    take = hugepages.Pieces().take
+    pack_matrix, pack_integers = partial(expert_products.pack, take=take), partial(pack_scaled, take=take)
+    keeps = is_packable if native_library.available(dtype) else None
+    return ExpertPack(dtype, pack_matrix, pack_integers, keeps), keep
 
 
 def _moved_delta(delta: DeltaWeights, device: torch.device) -> DeltaWeights:

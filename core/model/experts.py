@@ -7,7 +7,7 @@ from the best to the worst.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import pairwise
@@ -21,9 +21,12 @@ from ...ops import expert_products, packed_gemm
 from ...ops.elementwise import clamped_swiglu, gelu_and_mul, silu_and_mul
 from ...ops.expert_products import Matrix, Panels, multiply_each
 from ...ops.expert_tiles import ExpertTiles, Stack
+from ...ops.native_integers import IntegerPanels
 from .layers import Activation, ClampedSwiglu, Experts, Routing, Scoring
 from .mixture_launches import MixtureLaunches
 from .mixture_lora import Going, MixtureLora
+from .quantization.group_scaled import GroupScaled
+from .quantization.groups import pack_scaled
 
 _T = TypeVar("_T")
 
@@ -164,21 +167,32 @@ class ExpertKernels(StrEnum):
     """A kernel that multiplies all experts of a layer in one launch, on a GPU."""
 
 
-def packed_experts(experts: ListedExperts, dtype: torch.dtype, pack: expert_products.Pack) -> ListedExperts:
-    """Pack a layer's experts, as they are read from a checkpoint, for kernels on a CPU. The router and its correction
-    stay float32.
+@dataclass(frozen=True)
+class ExpertPack:
+    """Packs a matrix of an expert, as it is read from a checkpoint, for kernels on a CPU."""
 
-    Matrices are packed one by one, so memory never holds a layer in both forms.
+    dtype: torch.dtype
+    pack: expert_products.Pack
+    """Packs a tensor of `dtype`."""
+    pack_integers: Callable[[GroupScaled], Matrix] = pack_scaled
+    """Packs whole numbers with scales."""
+    keeps: Callable[[GroupScaled], bool] | None = None
+    """Which matrices that are stored as narrow values with scales, or quantised so, are packed as such; None: all are
+    dequantised.
     """
-    for matrices in (_unpacked(experts.gate_up), _unpacked(experts.down)):
-        for index, weight in enumerate(matrices):
-            matrices[index] = pack(weight.to(dtype))
+
+    def __call__(self, weight: torch.Tensor | GroupScaled) -> Matrix:
+        return self.pack_integers(weight) if isinstance(weight, GroupScaled) else self.pack(weight.to(self.dtype))
+
+
+def packed_experts(experts: ListedExperts, dtype: torch.dtype) -> ListedExperts:
+    """A layer's experts for kernels on a CPU; their matrices are packed already. The router and its correction stay
+    float32.
+    """
     biases = ("gate_up_bias", "down_bias")
-    shared = ("shared_gate_up", "shared_down")
     return replace(
         experts,
         router=packed_gemm.pack(experts.router),
-        **{name: pack(found.to(dtype)) for name in shared if (found := getattr(experts, name)) is not None},
         **{name: [each.to(dtype) for each in found] for name in biases if (found := getattr(experts, name))},
     )
 
@@ -203,7 +217,7 @@ def stacked_experts(experts: ListedExperts, dtype: torch.dtype, device: torch.de
 
 def _unpacked(matrices: list[Matrix]) -> list[Any]:
     """The same list, of tensors that nothing has packed yet."""
-    if any(isinstance(each, Panels) for each in matrices):
+    if any(isinstance(each, Panels | IntegerPanels) for each in matrices):
         raise TypeError("a layer's experts are packed already")
     return matrices
 

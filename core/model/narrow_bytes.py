@@ -1,4 +1,4 @@
-"""Bytes of a model's weights as a GPU keeps them, by its configuration alone: planners read no checkpoint.
+"""Bytes of a model's weights as they are kept, by its configuration alone: planners read no checkpoint.
 
 Tests: tests/core/model/test_narrow_bytes.py
 """
@@ -6,13 +6,19 @@ Tests: tests/core/model/test_narrow_bytes.py
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+import torch
+
 from ...ops.narrow_weights import BITS, is_kept
+from ...ops.native_integers import BITS as PACKED_BITS
+from ...ops.native_integers import MULTIPLE
 from .config import ModelConfig
 from .quantization.format import Narrow
 from .quantization.round_to_nearest import RoundToNearest
+from .shard import WHOLE, Part, Shard
+from .tensor_names import PACKED
 from .tensor_parts import EMBED, IN_LAYER, LM_HEAD, ROUTERS, is_of_expert, sources, tensor_shapes
 
 
@@ -55,6 +61,61 @@ def weight_bytes(config: ModelConfig, itemsize: int, quantiser: RoundToNearest |
     return WeightBytes(projections - experts, dense, head, experts, others)
 
 
+def bytes_saved_by_experts(
+    config: ModelConfig, itemsize: int, shard: Shard = WHOLE, quantiser: RoundToNearest | None = None
+) -> int:
+    """Bytes that a rank's experts take less as whole numbers with scales than in weights of `itemsize`, where the
+    native library multiplies them: if they are stored so, or quantised while they are read.
+
+    Of MXFP4 all are counted in 8 bits; experts whose numbers fit into 4 take less.
+    """
+    how = config.weight_format
+    if how is None and quantiser is None:
+        return 0
+    is_stacked = how is not None and 3 in how.dimensions
+    names, saved = sources(config, _Stacks() if is_stacked else ()), 0
+    for part, (outputs, inputs) in _experts(config).items():
+        narrow = _narrow(config, names[part].name, inputs, quantiser)
+        for rows, columns in _shares(shard.of_tensor(part, config), outputs, inputs):
+            kept = None if narrow is None else _packed_bytes(rows, columns, narrow, inputs)
+            saved += 0 if kept is None else itemsize * len(rows) * len(columns) - kept
+    return saved
+
+
+class _Stacks:
+    """Names of a checkpoint's tensors, as far as they tell that its experts are stacked and quantised."""
+
+    def __contains__(self, name: object) -> bool:
+        return str(name).endswith(PACKED)
+
+
+def _experts(config: ModelConfig) -> dict[str, tuple[int, int]]:
+    """Shapes of all matrices of experts, the shared ones among them, by their names in `tensor_shapes`."""
+    shapes = tensor_shapes(config).items()
+    return {part: (shape[0], shape[1]) for part, shape in shapes if len(shape) == 2 and is_of_expert(part)}
+
+
+def _shares(parts: Sequence[Part], outputs: int, inputs: int) -> Iterator[tuple[range, range]]:
+    """Rows and columns of the parts of a matrix."""
+    for part in parts:
+        rows, columns = (*part, slice(None), slice(None))[:2]
+        yield range(*rows.indices(outputs)), range(*columns.indices(inputs))
+
+
+def _packed_bytes(rows: range, columns: range, narrow: Narrow, inputs: int) -> int | None:
+    """Bytes of a share of a matrix as the native library packs it; None if it can't."""
+    if narrow.is_float or narrow.bits > max(PACKED_BITS):
+        return None
+    group = narrow.group or inputs
+    if columns[0] // group == columns[-1] // group:
+        group = len(columns)
+    elif (group := math.gcd(group, columns[0])) % MULTIPLE:
+        return None
+    bits = next(bits for bits in PACKED_BITS if narrow.bits <= bits)
+    per_group = torch.float32.itemsize + (torch.bfloat16.itemsize if narrow.has_zeros else 0)
+    return len(rows) * (-(-len(columns) * bits // 8) + per_group * -(-len(columns) // group))
+
+
 def _of_projections(
     config: ModelConfig, matrices: Mapping[str, tuple[int, ...]], itemsize: int, quantiser: RoundToNearest | None
 ) -> tuple[int, int]:
@@ -70,7 +131,7 @@ def _of_projections(
 
 
 def _narrow(config: ModelConfig, name: str, inputs: int, quantiser: RoundToNearest | None) -> Narrow | None:
-    """How a projection is kept if a GPU can; None: dequantised, or plain."""
+    """How a projection is stored, or quantised; None: dequantised, or plain."""
     if quantiser is not None:
         return _of(quantiser, inputs)
     how = config.weight_format

@@ -29,7 +29,7 @@ from .layers import Activation, AttentionSpec, ClampedSwiglu, GatedDeltaSpec, He
 from .lora_state import LoraState
 from .paged_states import PagedStates
 from .quantization.group_scaled import GroupScaled
-from .quantization.groups import evenly_grouped, is_packable, packed_bits, plain, with_signed_values
+from .quantization.groups import is_packable, pack_scaled, plain
 from .rope_config import RopeConfig
 from .shadow import INPUTS_ARE_ROUNDED
 from .weights import Weights
@@ -318,17 +318,7 @@ class PackedWeights:
             rows, columns = weight.shape
             shape = native_model.packed_shape(rows, columns, weight.dtype)
             return native_model.pack(weight, self._pieces.take(shape, weight.dtype))
-        if not is_packable(weight):
-            return self.add(plain(weight, self._dtype))
-        even, group = evenly_grouped(with_signed_values(weight))
-        rows, inputs = even.values.shape
-        bits = packed_bits(even)
-        data, scales = native_integers.integer_sizes(rows, inputs, bits, group)
-        rounded = {} if even.inputs is None else {"input_bits": 8, "input_block": even.inputs.block}
-        return native_integers.pack_integers(
-            even.values, even.scales * even.factor, even.zeros, bits=bits, group=group,
-            out=(self._pieces.take(data, torch.uint8), self._pieces.take(scales, torch.float32)), **rounded,
-        )  # fmt: skip
+        return pack_scaled(weight, self._pieces.take) if is_packable(weight) else self.add(plain(weight, self._dtype))
 
 
 def _module(config: ModelConfig, group: Group) -> int:

@@ -7,6 +7,7 @@ import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 from ...ops.float8_kv import UNSCALED, KvScales
 from ...ops.gated_delta import DeltaWeights
 from .config import ModelConfig, UnsupportedModel
-from .experts import ListedExperts
+from .experts import ExpertPack, ListedExperts
 from .kv_scales import read_kv_scales
 from .layer_weights import LayerWeights
 from .layers import Experts
@@ -99,10 +100,12 @@ class Weights(ABC):
     keeps: Callable[[GroupScaled], bool] | None = None
     """Which projections that are stored as narrow values with scales are packed as such; None: all are dequantised."""
 
-    def layers(self, pack: Pack | None = None) -> Iterator[LayerWeights]:
-        """The layers in order. With `pack`, every projection is read into the same memory and packed out of it."""
+    def layers(self, pack: Pack | None = None, pack_expert: ExpertPack | None = None) -> Iterator[LayerWeights]:
+        """The layers in order. With `pack`, every projection is read into the same memory and packed out of it; with
+        `pack_expert`, every matrix of experts is packed before the next one is read.
+        """
         for i in range(self._config.num_layers):
-            yield self._layer(i, pack)
+            yield self._layer(i, pack, pack_expert)
 
     def projection(self, layer: int, path: str) -> torch.Tensor:
         """One projection's weight `[out, in]`, dequantised, in memory of its own."""
@@ -143,7 +146,7 @@ class Weights(ABC):
         """A tensor that only the first rank has."""
         return None if self._shard.rank else self._read(name)
 
-    def _layer(self, index: int, pack: Pack | None) -> LayerWeights:
+    def _layer(self, index: int, pack: Pack | None, pack_expert: ExpertPack | None) -> LayerWeights:
         """Ranks add up the outputs of o and down: the first has their biases."""
         at, spec = LAYER.format(index), self._config.layers[index]
 
@@ -179,16 +182,17 @@ class Weights(ABC):
             down=projection("mlp.down_proj") if spec.experts is None else nothing,
             down_bias=first_rank_bias("mlp.down_proj"),
             mlp_out_norm=norm("mlp_out_norm"),
-            experts=None if spec.experts is None else self._experts(at, spec.experts),
+            experts=None if spec.experts is None else self._experts(at, spec.experts, pack_expert),
         )
 
-    def _experts(self, at: str, spec: Experts) -> ListedExperts:
-        """A layer's experts, not packed; their router is float32 whatever the model's dtype. See `_layer`
+    def _experts(self, at: str, spec: Experts, pack: ExpertPack | None) -> ListedExperts:
+        """A layer's experts; their router is float32 whatever the model's dtype. See `_layer`
         for biases of down.
         """
 
         def matrix(path: str, *names: str) -> Any:
-            return self._projection([f"{at}{path}.{name}.weight" for name in names], None)
+            names = tuple(f"{at}{path}.{name}.weight" for name in names)
+            return self._projection(names, None) if pack is None else pack(self._expert(names, pack.keeps))
 
         def biases(*names: str, first_rank: bool = False) -> list[torch.Tensor] | None:
             if not spec.biased or (first_rank and self._shard.rank):
@@ -215,6 +219,15 @@ class Weights(ABC):
             return self._read(*names) if pack is None else pack(self._read(*names, reuse=True))
         found = self._quantised_shares(self.quantiser, names)
         return plain(found, self._dtype) if pack is None else pack(found)
+
+    def _expert(self, names: Sequence[str], keeps: Callable[[GroupScaled], bool] | None) -> torch.Tensor | GroupScaled:
+        """The rank's shares of an expert's projections, one below the other: narrow values if `keeps` says so of them.
+        Activations that go to experts are not rounded.
+        """
+        if self.quantiser is None or keeps is None:
+            return self._projection(names, None)
+        found = self._quantised_shares(self.quantiser, names)
+        return replace(found, inputs=None) if keeps(found) else plain(found, self._dtype)
 
     def _quantised_shares(self, quantiser: RoundToNearest, names: Sequence[str]) -> GroupScaled:
         """The rank's shares of projections, one below the other."""
@@ -422,6 +435,11 @@ class WeightLoader(Weights):
             return pack(found)
         return super()._projection(names, pack)
 
+    def _expert(self, names: Sequence[str], keeps: Callable[[GroupScaled], bool] | None) -> torch.Tensor | GroupScaled:
+        if keeps is not None and (found := self._scaled(names, keeps)) is not None:
+            return replace(found, inputs=None)
+        return super()._expert(names, keeps)
+
     def _scaled(self, names: Sequence[str], keeps: Callable[[GroupScaled], bool]) -> GroupScaled | None:
         """The rank's shares of projections as they are stored; None if they are not narrow values to be kept."""
         how, found = self._config.weight_format, []
@@ -430,8 +448,10 @@ class WeightLoader(Weights):
         for name in names:
             source = self._sources[name]
             for part in self._parts(name):
-                place = rows_and_columns(self._rows(name, source, part), self._stored[source.name])
-                matrix = how.scaled(self._checkpoint, source.name, place)
+                rows, columns = rows_and_columns(self._rows(name, source, part), self._stored[source.name])
+                if source.step > 1:
+                    rows = slice(rows.start, rows.stop, source.step)
+                matrix = how.scaled(self._checkpoint, source.name, (rows, columns))
                 if matrix is None or not keeps(matrix):
                     return None
                 found.append(matrix)

@@ -138,13 +138,14 @@ CHORUS_API double chorus_delta_run(int threads, const DeltaDesc* desc, int times
 // Multiply rows by the matrices that they go to, on a team that the calling thread keeps; see multiply_each.
 //
 //   threads  of the team, the caller's included
-//   element  of the matrices: kF32 or kBF16
+//   element  of the matrices, or of the rows where those are whole numbers: kF32 or kBF16
 //   other parameters as of multiply_each
 CHORUS_API void chorus_multiply(int threads, Element element, int count, const int64_t* ends, const void* const* w,
-                                const float* const* bias, int outputs, int inputs, const float* x, float* y) {
+                                const Integers* integers, const float* const* bias, int outputs, int inputs,
+                                const float* x, float* y) {
     static thread_local OwnTeam own;
     with_type(element, [&](auto zero) {
-        multiply_each<decltype(zero)>(own.of(threads), count, ends, w, bias, outputs, inputs, x, y);
+        multiply_each<decltype(zero)>(own.of(threads), count, ends, w, integers, bias, outputs, inputs, x, y);
     });
 }
 

@@ -38,38 +38,43 @@ class OwnTeam {
 //
 //   count            matrices
 //   ends             [count] rows behind each matrix's, in rising order
-//   w                [count] packed: see gemm.h
+//   w                [count] packed: see gemm.h, and integers.h
+//   integers         [count] how each is whole numbers, without bits where it is of T; null: all are of T
 //   bias             [count] of [outputs] float32; null: none
 //   outputs, inputs  of each matrix
 //   x                [rows, inputs] float32
 //   y                [rows, outputs] float32: written
 template <class T>
-void multiply_each(Team& team, int count, const int64_t* ends, const void* const* w, const float* const* bias,
-                   int outputs, int inputs, const float* x, float* y) {
+void multiply_each(Team& team, int count, const int64_t* ends, const void* const* w, const Integers* integers,
+                   const float* const* bias, int outputs, int inputs, const float* x, float* y) {
     using X = Act<T>;
     if (!count) return;
     thread_local Buffer<X> memory;  // the caller's: all threads of its team use the same
     const int rows = (int)ends[count - 1];
     grow_rows(memory, rows, inputs);
     const Rows<X> acts = rows_of(memory, inputs);
-    FixedScratch<T> fixed;  // of whole numbers, which these are not
     std::vector<Product<T>> products;
     std::vector<int> units{0};  // before each product's
     for (int m = 0, first = 0; m < count; first = (int)ends[m++]) {
         products.push_back({acts.from(first),
                             (int)ends[m] - first,
-                            {w[m], bias ? bias[m] : nullptr, outputs, inputs, {}},
+                            {w[m], bias ? bias[m] : nullptr, outputs, inputs, integers ? integers[m] : Integers{}},
                             {y + (long)first * outputs, outputs},
-                            &fixed});
+                            nullptr});
         units.push_back(units.back() + products.back().units());
     }
     team.run([&](Team::Member& me) {
         team.each(me, rows, [&](int r) {  // not by parts: see Decoder::walk
             convert(x + (long)r * inputs, inputs, acts[r]);
         });
+        thread_local FixedScratch<T> fixed;  // of the thread that runs this, of the product that it was last used for
+        int last = -1;
         each_part(team, me, units.back(), [&](int i, bool more) {
             const int m = int(std::upper_bound(units.begin(), units.end(), i) - units.begin()) - 1;
-            products[m].run(i - units[m], more && i + 1 < units[m + 1]);
+            Product<T> product = products[m];
+            product.fixed = m == last ? &fixed : fixed.begin();
+            last = m;
+            product.run(i - units[m], more && i + 1 < units[m + 1]);
         });
     });
 }

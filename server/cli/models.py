@@ -57,8 +57,10 @@ def _form(directory: Path, model: ModelConfig) -> str | None:
 
 def _kept(model: ModelConfig) -> str:
     """Who keeps quantised weights as they are stored."""
-    from ...core.model.narrow_bytes import weight_bytes
+    from ...core.model.narrow_bytes import bytes_saved_by_experts, weight_bytes
 
+    if bytes_saved_by_experts(model, 2):
+        return "integers of experts kept so on CPUs by the native library, and dequantised elsewhere"
     if model.experts is None and weight_bytes(model, 2).dense:
         return "kept so by GPUs, integers also by the native decoder, and dequantised elsewhere"
     return "dequantised when they are loaded"

@@ -40,6 +40,8 @@ class Narrow(NamedTuple):
     has_zeros: bool = False
     inputs: RoundedInputs | None = None
     """See `GroupScaled.inputs`."""
+    is_float: bool = False
+    """In FP8."""
 
 
 class WeightScheme(ABC):

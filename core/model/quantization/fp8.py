@@ -75,7 +75,7 @@ class Fp8Scheme(ScaledScheme):
         return GroupScaled(values, 8, scales, None, group_of)
 
     def narrow(self, name: str) -> Narrow:
-        return Narrow(8, None if self._block is None else self._block[1])
+        return Narrow(8, None if self._block is None else self._block[1], is_float=True)
 
     def _scale_name(self, checkpoint: Checkpoint, name: str) -> str:
         inverse = f"{name}_scale_inv"

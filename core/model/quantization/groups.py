@@ -6,12 +6,12 @@ Tests: tests/core/model/test_groups.py
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
 
-from ....ops.native_integers import BITS, MULTIPLE
+from ....ops.native_integers import BITS, MULTIPLE, IntegerPanels, integer_sizes, pack_integers
 from .group_scaled import GroupScaled
 from .rounded_inputs import RoundedInputs
 
@@ -96,6 +96,19 @@ def packed_bits(matrix: GroupScaled) -> int:
         return matrix.bits
     low, high = (int(each) for each in matrix.values.aminmax())
     return next(bits for bits in BITS if -(1 << (bits - 1)) <= low and high < 1 << (bits - 1))
+
+
+def pack_scaled(matrix: GroupScaled, take: Callable[..., torch.Tensor] = torch.empty) -> IntegerPanels:
+    """Pack a matrix for which `is_packable` is true. take: `take(shape, dtype=…)`, memory for what is packed."""
+    even, group = evenly_grouped(with_signed_values(matrix))
+    rows, inputs = even.values.shape
+    bits = packed_bits(even)
+    data, scales = integer_sizes(rows, inputs, bits, group)
+    rounded = {} if even.inputs is None else {"input_bits": 8, "input_block": even.inputs.block}
+    return pack_integers(
+        even.values, even.scales * even.factor, even.zeros, bits=bits, group=group,
+        out=(take(data, dtype=torch.uint8), take(scales, dtype=torch.float32)), **rounded,
+    )  # fmt: skip
 
 
 def with_signed_values(matrix: GroupScaled) -> GroupScaled:

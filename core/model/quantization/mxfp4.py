@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ..config_json import ConfigJson
-from .format import Part, WeightFormat
+from .format import Narrow, Part, WeightFormat
 from .fp4 import BITS, doubles_of, read_powers
 from .group_scaled import GroupScaled, groups_of
 from .read_fields import check_known, num_groups, read_modules
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from ..checkpoint import Checkpoint
 
 _GROUP = 32
+_EXPERTS = ".experts."  # in the names of their weights
 
 
 class Mxfp4(ScaledScheme, WeightFormat):
@@ -44,6 +45,9 @@ class Mxfp4(ScaledScheme, WeightFormat):
         groups = experts, outputs, num_groups(inputs, _GROUP)
         checkpoint.check({blocks: (*groups, _GROUP // 2), scales: groups}, ("U8",))
         return blocks, scales
+
+    def narrow(self, name: str) -> Narrow | None:
+        return Narrow(BITS, _GROUP) if _EXPERTS in name else None
 
     def scaled(self, checkpoint: Checkpoint, name: str, part: Part) -> GroupScaled:
         blocks, scales = _names(name)

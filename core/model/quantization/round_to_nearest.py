@@ -83,15 +83,15 @@ def quantiser_of(
 ) -> RoundToNearest | None:
     """The quantiser that settings name; None: none.
 
-    stored: the form of the checkpoint's own weights. num_experts: of the model's layers. Raises UnsupportedModel if
-    weights are quantised already, or are of experts.
+    stored: the form of the checkpoint's own weights. num_experts: of the layers of a model that is to be written.
+    Raises UnsupportedModel if weights are quantised already, or would be written and are of experts.
     """
     if name is None:
         return None
     if num_experts:
         raise UnsupportedModel(
-            f"quantization is {name!r}, but the model has {num_experts} experts, whose weights are not "
-            "quantised; leave quantization"
+            f"quantization is {name!r}, but the model has {num_experts} experts, which are quantised when a CPU serves "
+            "them, and not in files; serve the original checkpoint with --quantization"
         )
     if stored is not None:
         raise UnsupportedModel(

@@ -13,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from chorus.core.model.config import ModelConfig
-from chorus.core.model.experts import ListedExperts, mix_experts, packed_experts, stacked_experts
+from chorus.core.model.experts import ExpertPack, ListedExperts, mix_experts, packed_experts, stacked_experts
 from chorus.core.model.layers import AttentionSpec, Experts, LayerSpec, NormSpec, Routing
 from chorus.core.model.lora_state import LoraState
 from chorus.core.model.lora_state_cuda import CudaLoraState, StepLimits
@@ -90,7 +90,7 @@ class World:
         limits = StepLimits(8, adapters=adapters, rows=16, tokens=128)
         make = {"max_stall": 0.0, "make_copy": lambda num_bytes: torch.Tensor.copy_}
         self.gpu = CudaLoraState(CONFIG, self.arena, layout, limits, **make)
-        self.packed = packed_experts(self._weights(), dtype, pack)
+        self.packed = packed_experts(self._weights(ExpertPack(dtype, pack)), dtype)
         self.stacked = stacked_experts(self._weights(), dtype, torch.device("cpu"))
 
     def _resident(self, parts, layout):
@@ -98,7 +98,7 @@ class World:
         pages = torch.randperm(NUM_PAGES, generator=self.generator)[: placed.num_pages].tolist()
         return Resident(placed, SimpleNamespace(parts=parts), pages)
 
-    def _weights(self) -> ListedExperts:
+    def _weights(self, packed=lambda weight: weight) -> ListedExperts:
         generator = torch.Generator().manual_seed(1)
 
         def matrix(*shape):
@@ -106,10 +106,10 @@ class World:
 
         return ListedExperts(
             router=matrix(SPEC.count, HIDDEN),
-            gate_up=[matrix(2 * SPEC.size, HIDDEN) for _ in range(SPEC.count)],
-            down=[matrix(HIDDEN, SPEC.size) for _ in range(SPEC.count)],
-            shared_gate_up=matrix(2 * SPEC.shared_size, HIDDEN),
-            shared_down=matrix(HIDDEN, SPEC.shared_size),
+            gate_up=[packed(matrix(2 * SPEC.size, HIDDEN)) for _ in range(SPEC.count)],
+            down=[packed(matrix(HIDDEN, SPEC.size)) for _ in range(SPEC.count)],
+            shared_gate_up=packed(matrix(2 * SPEC.shared_size, HIDDEN)),
+            shared_down=packed(matrix(HIDDEN, SPEC.shared_size)),
             shared_gate=matrix(1, HIDDEN),
         )
 

@@ -65,6 +65,16 @@ def test_the_form_of_quantised_weights_is_told(tmp_path, capsys, desc_act, want)
     assert f"weights: GPTQ, 4 bits, groups of 128{want}" in capsys.readouterr().out.splitlines()
 
 
+def test_integers_of_experts_are_told(tmp_path, capsys):
+    changes = {"architectures": ["Glm4MoeForCausalLM"], "n_routed_experts": 16, "num_experts_per_tok": 3}
+    how = {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm"}
+    fields = {**GEMMA, **changes, "moe_intermediate_size": 40, "quantization_config": how}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    assert cli.main(["models", str(tmp_path)]) == 0
+    want = ", integers of experts kept so on CPUs by the native library, and dequantised elsewhere"
+    assert any(line.endswith(want) for line in capsys.readouterr().out.splitlines())
+
+
 def test_a_checkpoint_that_is_not_served_is_refused_with_the_reason(tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps({**GEMMA, "architectures": ["MambaForCausalLM"]}))
     assert cli.main(["models", str(tmp_path)]) == 1
