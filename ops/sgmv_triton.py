@@ -707,3 +707,4 @@ def _launch(
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportCallIssue=false, reportIndexIssue=false
 # pyright: reportPossiblyUnboundVariable=false
 # pyright: reportAttributeAccessIssue=false
+# pyright: reportAssignmentType=false, reportOperatorIssue=false
