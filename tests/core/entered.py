@@ -54,7 +54,9 @@ def of_cpu(kernels: str, arrives: bool = False) -> dict[str, list[str]]:
     """One decode step of two requests, of which one uses an adapter. kernels: `native` or `torch`. arrives: another
     request of the adapter begins in it.
     """
-    config = EngineConfig(model=str(BUILTIN_MODEL), device="cpu", cpu_kernels=kernels, adapters=BUILTIN_ADAPTERS)
+    config = EngineConfig(
+        model=BUILTIN_MODEL, device="cpu", cpu_kernels=kernels, adapters=BUILTIN_ADAPTERS, speculation="off"
+    )
     engine = Engine.from_config(config)
     try:
         params = RequestParams(max_tokens=400, ignore_eos=True)

@@ -145,4 +145,4 @@ def test_without_speculation_there_is_no_cache(subject, drive):
 
 def test_a_cache_without_speculation_is_refused(subject):
     with pytest.raises(ValueError, match="speculation_cache_tokens is 5, but speculation is 'off'"):
-        EngineConfig(model=subject("gqa").model, speculation_cache_tokens=5)
+        EngineConfig(model=subject("gqa").model, speculation="off", speculation_cache_tokens=5)
