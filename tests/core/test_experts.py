@@ -214,7 +214,7 @@ def settings(model: Path, **changes: Any) -> EngineConfig:
 
 
 def test_the_native_decoder_refuses_experts(tiny):
-    with pytest.raises(UnsupportedModel, match="cpu_kernels is 'native', but .*mixture of experts"):
+    with pytest.raises(UnsupportedModel, match=r"cpu_kernels is 'native', but .*mixture of experts"):
         executor_of(tiny("qwen3-moe").model, cpu_kernels="native")
 
 
