@@ -65,7 +65,7 @@ class CheckedExecutor(ExecutorBase):
                 num_heads=state_pages - 1,
                 head_elems=floats,
                 draft_elems=floats // MOST_DRAFTS,
-                most_drafts=MOST_DRAFTS if config.speculation != "off" else 0,
+                most_drafts=MOST_DRAFTS if config.speculates else 0,
             )
             self.layout = replace(self.layout, state=shape, state_slots=3)
         self.num_pages = config.num_pages

@@ -98,7 +98,7 @@ class CheckedRun(EngineRun):
         self.engine = Engine(config, late_results(self.executor, rng), self.clock, reads, policies)
         proposer.use(self.engine)
         self.predict = lambda: proposer.predict(VOCAB)
-        self._grammars = random.Random(repr(apart.getstate())) if config.speculation != "off" else None
+        self._grammars = random.Random(repr(apart.getstate())) if config.speculates else None
         """What draws grammars: a source of its own, too."""
         if self.engine.speculation is not None and apart.random() < 0.8:
             self.engine.speculation.cost = cast(Any, Free())
