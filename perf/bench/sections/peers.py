@@ -303,7 +303,8 @@ def goals(values: dict[str, Any]) -> list[Goal]:
     if values.get("quantization") is not None:
         found = [
             ("decode: base", over("base", "plain", peers, "decode_rate"), 1.2),
-            ("decode: mixed", over("mixed", "mixed", peers, "decode_rate"), 3.0),
+            # not its decode rate: who serves one adapter after another has decoded most before the last prefill
+            ("output: mixed", over("mixed", "mixed", peers), 3.0),
             ("prefill: base", over("base", "plain", peers, "prefill_rate"), 1.0),
         ]
         return [Goal(f"{name} / best peer's with as many bits", value, mark) for name, value, mark in found]
