@@ -284,8 +284,10 @@ class LLM:
         given, alone = prompts_of(prompts)
         adapters = for_each(adapter, len(given), "adapter", (str, type(None)), "an adapter's name")
         fields = {
-            "dimensions": dimensions, "normalize": normalize, "truncate_prompt_tokens": truncate_prompt_tokens,
-        }  # fmt: skip
+            "dimensions": dimensions,
+            "normalize": normalize,
+            "truncate_prompt_tokens": truncate_prompt_tokens,
+        }
         found = self._loop.run(self._asking.embed(given, adapters, fields))
         return found[0] if alone else found
 

@@ -121,9 +121,14 @@ class CpuExecutor(ModelExecutor):
             else:
                 self.warn_if_dequantised("PyTorch's operators multiply", of_torch(config, self.config, products))
                 self.decoder = decoder = DecoderModel(
-                    self.config, weights, self.arena, max_model_len=max_model_len, dtype=products, ranks=ranks,
+                    self.config,
+                    weights,
+                    self.arena,
+                    max_model_len=max_model_len,
+                    dtype=products,
+                    ranks=ranks,
                     expert_kernels=ExpertKernels.TORCH if config.cpu_kernels == "torch" else ExpertKernels.NATIVE,
-                )  # fmt: skip
+                )
                 self.steps = TorchSteps(decoder, *setup)
         self.shadow = ShadowWeights(self.decoder, self.arena, self._lora)
 

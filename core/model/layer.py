@@ -27,9 +27,11 @@ HEAD = 4
 
 #: Spans of the groups of projections, with the base weights and with adapters.
 _SPANS = {
-    QKV: ("attn.qkv", "lora.qkv"), ATTN_O: ("attn.o", "lora.o"), GATE_UP: ("mlp.gate_up", "lora.gate_up"),
+    QKV: ("attn.qkv", "lora.qkv"),
+    ATTN_O: ("attn.o", "lora.o"),
+    GATE_UP: ("mlp.gate_up", "lora.gate_up"),
     DOWN: ("mlp.down", "lora.down"),
-}  # fmt: skip
+}
 
 
 class Residual:

@@ -433,8 +433,9 @@ class CudaLoraState(LoraState):
             for (layer, group), each in places:
                 y, x = (torch.zeros(1, width, dtype=dtype, device=device) for width in (each.outputs, each.inputs))
                 cases.append((launches, group, y, x, layer))
-        outputs = [(group, torch.zeros(1, each.outputs, dtype=dtype, device=device), layer)
-                   for (layer, group), each in places]  # fmt: skip
+        outputs = [
+            (group, torch.zeros(1, each.outputs, dtype=dtype, device=device), layer) for (layer, group), each in places
+        ]
         with compiling(available_cpus()):
             if self.mixtures is not None:
                 self.mixtures.warm_up(compile_only=True)

@@ -92,11 +92,20 @@ def _jobs_by_layer(
                 continue
             for index in range(max(1, len(part.experts))):
                 (a_start, a_type), (b_start, b_type) = next(starts), next(starts)
-                by_layer[layer].append((
-                    a_start, b_start, a_type, b_type, part.rank, *projections[name].dims,
-                    first + index * part.rank * slabs.slab_elems,
-                    slabs.slab_elems, slabs.a_offset[m], slabs.b_offset[m],
-                ))  # fmt: skip
+                by_layer[layer].append(
+                    (
+                        a_start,
+                        b_start,
+                        a_type,
+                        b_type,
+                        part.rank,
+                        *projections[name].dims,
+                        first + index * part.rank * slabs.slab_elems,
+                        slabs.slab_elems,
+                        slabs.a_offset[m],
+                        slabs.b_offset[m],
+                    )
+                )
     return by_layer
 
 

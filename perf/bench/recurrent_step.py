@@ -65,9 +65,15 @@ class Step:
         """Bytes of state per second, read and written."""
         indptr = range(self.case.sequences + 1)
         _, seconds = run_delta(
-            self._mixed, self._weights, self._before, indptr, 1e-6, after=self._after, threads=self._threads,
+            self._mixed,
+            self._weights,
+            self._before,
+            indptr,
+            1e-6,
+            after=self._after,
+            threads=self._threads,
             times=times,
-        )  # fmt: skip
+        )
         return self.case.bytes_moved / seconds
 
 

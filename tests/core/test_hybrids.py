@@ -128,9 +128,14 @@ class Model:
         for seed in range(100):
             prompt = torch.randint(3, 150, (1, length), generator=torch.Generator().manual_seed(seed))
             found = self.reference.generate(
-                prompt, max_new_tokens=count, do_sample=False, eos_token_id=-1, pad_token_id=0,
-                return_dict_in_generate=True, output_logits=True,
-            )  # fmt: skip
+                prompt,
+                max_new_tokens=count,
+                do_sample=False,
+                eos_token_id=-1,
+                pad_token_id=0,
+                return_dict_in_generate=True,
+                output_logits=True,
+            )
             best = torch.cat(found.logits).topk(2).values
             if float((best[:, 0] - best[:, 1]).min()) >= MIN_MARGIN:
                 return prompt[0].tolist(), found.sequences[0, length:].tolist()
@@ -170,12 +175,21 @@ def test_the_text_part_of_a_model_that_sees_is_computed(tmp_path, caplog, name):
     from safetensors.torch import load_file, save_file
 
     text = {
-        "vocab_size": 150, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "max_position_embeddings": 256, "initializer_range": 0.25, **QWEN3_5,
+        "vocab_size": 150,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 256,
+        "initializer_range": 0.25,
+        **QWEN3_5,
         "rope_parameters": {
-            "rope_type": "default", "rope_theta": 5000.0, "partial_rotary_factor": 0.25, "mrope_section": [2, 1, 1],
+            "rope_type": "default",
+            "rope_theta": 5000.0,
+            "partial_rotary_factor": 0.25,
+            "mrope_section": [2, 1, 1],
         },
-    }  # fmt: skip
+    }
     if name == "Qwen3_5Moe":
         text |= {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
     tower = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64}

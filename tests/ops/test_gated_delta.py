@@ -208,9 +208,14 @@ def test_rejected_drafts_leave_no_trace(shape, seed):
         assert state.drafts is not None
         own = DeltaState(state.conv[order], state.recurrent[order], state.drafts[order])
         out = gated_delta(
-            torch.cat([parts[index] for index in order]), layer.weights, own, [0, *itertools.accumulate(counts)], eps,
-            [accepted[index] for index in order], [drafts[index] for index in order],
-        )  # fmt: skip
+            torch.cat([parts[index] for index in order]),
+            layer.weights,
+            own,
+            [0, *itertools.accumulate(counts)],
+            eps,
+            [accepted[index] for index in order],
+            [drafts[index] for index in order],
+        )
         state.conv[order], state.recurrent[order], state.drafts[order] = own.conv, own.recurrent, own.drafts
         following = steps[at + 1][1] if at + 1 < len(steps) else [0] * len(parts)
         for index, found in zip(order, out.split(counts), strict=True):

@@ -141,9 +141,16 @@ def test_rejected_drafts_change_no_bit(layer, level, seed):
         counts = [len(part) for part in parts]
         after = layer.state(len(lengths), most)
         out, _ = run_delta(
-            torch.cat(parts), layer.weights, state, [0, *itertools.accumulate(counts)], EPS,
-            after=after, accepted=accepted, drafts=drafts, threads=2,
-        )  # fmt: skip
+            torch.cat(parts),
+            layer.weights,
+            state,
+            [0, *itertools.accumulate(counts)],
+            EPS,
+            after=after,
+            accepted=accepted,
+            drafts=drafts,
+            threads=2,
+        )
         following = steps[at + 1][1] if at + 1 < len(steps) else [0] * len(parts)
         for index, own in enumerate(out.split(counts)):
             kept = counts[index] - drafts[index] + following[index]

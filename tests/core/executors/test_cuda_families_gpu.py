@@ -56,19 +56,33 @@ OTHERS = [
 def drive() -> Iterator[Callable[..., Driver]]:
     """`drive(it, names, **config)`: an engine on the GPU with these adapters of `it`."""
     yield from drivers(
-        CudaExecutor, dtype="float32", device="cuda", max_num_seqs=8, max_num_batched_tokens=24, block_tokens=16,
-        memory_bytes=32 << 20, max_lora_rank=40, threads=1, mixed_graph_tokens=24, max_model_len=128,
+        CudaExecutor,
+        dtype="float32",
+        device="cuda",
+        max_num_seqs=8,
+        max_num_batched_tokens=24,
+        block_tokens=16,
+        memory_bytes=32 << 20,
+        max_lora_rank=40,
+        threads=1,
+        mixed_graph_tokens=24,
+        max_model_len=128,
         graph_capture="lazy",
-    )  # fmt: skip
+    )
 
 
 @pytest.fixture
 def on_cpu() -> Iterator[Callable[..., Driver]]:
     """`on_cpu(it, names, **config)`: an engine on PyTorch's operators, for a request at a time."""
     yield from drivers(
-        CpuExecutor, dtype="float32", device="cpu", cpu_kernels="torch", memory_bytes=64 << 20, threads=1,
+        CpuExecutor,
+        dtype="float32",
+        device="cpu",
+        cpu_kernels="torch",
+        memory_bytes=64 << 20,
+        threads=1,
         prefix_cache=False,
-    )  # fmt: skip
+    )
 
 
 def case(cpu: Driver, adapter: str | None, length: int, count: int, seed: int) -> tuple[list[int], list[int]]:

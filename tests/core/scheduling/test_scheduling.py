@@ -541,9 +541,13 @@ class TestTokensOfAStep:
         answer.drain()
         right = stand_ins.Right(lambda request: answer.asked["a"].told.tokens)
         checked = CheckedEngine(
-            policies=Policies(proposer=right), state_pages=2, block_tokens=2, prefix_cache=True,
-            state_checkpoint_tokens=2, speculation="ngram",
-        )  # fmt: skip
+            policies=Policies(proposer=right),
+            state_pages=2,
+            block_tokens=2,
+            prefix_cache=True,
+            state_checkpoint_tokens=2,
+            speculation="ngram",
+        )
         checked.engine.speculation.cost = stand_ins.Free()
         for _ in range(2):
             checked.add("a", prompt=[5] * 6, max_tokens=30)
