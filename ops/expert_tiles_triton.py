@@ -95,8 +95,8 @@ def multiply(x: torch.Tensor, stack: Stack, tiles: ExpertTiles, per_row: int) ->
     """Multiply rows by the matrices of the experts that they go to, and add these' biases, in float32.
 
     x: `[rows, inputs]`. per_row: experts of each of them. Returns `[rows · per_row, outputs]` in x's dtype, by pair. A
-    row's bits don't depend on other rows of a step with tiles of this size. Narrow weights are multiplied as the numbers
-    of their `dense()`.
+    row's bits don't depend on other rows of a step with tiles of this size. A narrow weight is widened as it is loaded,
+    to the numbers of `weight.dense()`; matrix instructions may add up a block's in another order.
     """
     weight, bias = stack.data, stack.bias
     experts, d_out, d_in = weight.shape

@@ -139,7 +139,9 @@ def keep(
     return NarrowWeight(data.contiguous(), scales, shifted, bits, group=group, dtype=dtype)
 
 
-def keep_float4(values: torch.Tensor, scales: torch.Tensor, *, dtype: torch.dtype, device: torch.device) -> NarrowWeight:
+def keep_float4(
+    values: torch.Tensor, scales: torch.Tensor, *, dtype: torch.dtype, device: torch.device
+) -> NarrowWeight:
     """Move a weight in MXFP4 to a device.
 
     values: twice its numbers, int8 `[out, in]`, an even number of inputs. scales: powers of 2 from 2^-127 to 2^127,

@@ -21,7 +21,10 @@ from ...kept import KeptAnswers, kept_files
 from ..test_quantised_experts import Quantised
 from ..tiny_families import load_peft
 from ..tiny_mixtures import Mixture, make_mixture
-from .test_cuda_experts_interpreted import captured_groups, check, drive  # noqa: F401 - a fixture
+from . import test_cuda_experts_interpreted as plain_experts
+from .test_cuda_experts_interpreted import captured_groups, check
+
+drive = plain_experts.drive  # a fixture
 
 #: Plain; with a shared expert and dense layers.
 QUANTISED = [("qwen3-moe", "int4"), ("glm-4-moe", "int8")]
@@ -40,7 +43,9 @@ def stacks(driver) -> list:
 
 def check_kept(driver, bits: int, *, float4: bool = False, float8: bool = False) -> None:
     kept = stacks(driver)
-    assert {(type(each), each.bits, each.float4, each.float8) for each in kept} == {(NarrowWeight, bits, float4, float8)}
+    assert {(type(each), each.bits, each.float4, each.float8) for each in kept} == {
+        (NarrowWeight, bits, float4, float8)
+    }
     experts = weight_bytes(driver.executor.inner.whole, 4, driver.executor.inner.quantiser).experts
     assert experts == sum(each.nbytes for each in kept)
 
