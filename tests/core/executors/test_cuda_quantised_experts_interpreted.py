@@ -13,7 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from chorus.core.executors import cuda_memory
+from chorus.core.executors import cuda_gemm_backends, cuda_memory
+from chorus.core.model.batch import GemmBackend
 from chorus.core.model.narrow_bytes import weight_bytes
 from chorus.ops.narrow_weights import NarrowWeight
 
@@ -116,3 +117,16 @@ def test_memory_is_checked_for_what_is_kept(quantised, drive, monkeypatch):
         kept = stacks(drive(it, small_gemm=small_gemm))
         asked[small_gemm, "experts"] = sum(each.nbytes for each in kept)
     assert asked["off"] - asked["auto"] == asked["off", "experts"] - asked["auto", "experts"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("small_gemm", ["on", "fused"])
+def test_other_projections_are_multiplied_by_the_kernel_for_few_rows(quantised, drive, monkeypatch, small_gemm):
+    """Those of attention, and logits: widened in registers, too, beside adapters on experts."""
+    monkeypatch.setitem(cuda_gemm_backends.TOLERANCE, torch.float32, 1e-5)
+    it = quantised("qwen3-moe", "int4")
+    driver = drive(it, small_gemm=small_gemm, **it.options)
+    backends = {*driver.executor.inner.steps.decoding.backends.values()}
+    own = GemmBackend.EXPANDED if small_gemm == "fused" else GemmBackend.SMALL
+    assert backends == {(own, own, GemmBackend.LIBRARY, GemmBackend.LIBRARY, GemmBackend.SMALL)}
+    check(it.twin, driver, ("r2-experts", 6, 4), (None, 4, 3), ("r4-router", 3, 3))
