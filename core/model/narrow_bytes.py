@@ -69,19 +69,18 @@ def bytes_saved_by_stacks(config: ModelConfig, itemsize: int, quantiser: RoundTo
 
     A layer's matrices of one shape do if all of them are stored alike. The shared expert is dequantised.
     """
-    how = config.weight_format
-    if how is None and quantiser is None:
+    if config.weight_format is None and quantiser is None:
         return 0
-    names, saved = _expert_sources(config), 0
+    names = _expert_sources(config)
     every = {part: shape for part, shape in _experts(config).items() if f".{SHARED}." not in part}
-    in_stacks = sorted(every, key=_stack_of)
-    for _, parts in groupby(in_stacks, _stack_of):
-        own = list(parts)
-        narrow, *others = {_narrow(config, names[part].name, every[part][1], quantiser) for part in own}
-        if not others:
-            for part in own:
-                kept = _kept_expert_bytes(every[part], narrow)
-                saved += 0 if kept is None else itemsize * math.prod(every[part]) - kept
+    forms = {part: _narrow(config, names[part].name, inputs, quantiser) for part, (_, inputs) in every.items()}
+    saved = 0
+    for _, stack in groupby(sorted(every, key=_stack_of), _stack_of):
+        parts = list(stack)
+        if len({forms[part] for part in parts}) == 1:
+            kept = (_kept_expert_bytes(every[part], forms[part]) for part in parts)
+            dense = (itemsize * math.prod(every[part]) for part in parts)
+            saved += sum(plain - own for plain, own in zip(dense, kept, strict=True) if own is not None)
     return saved
 
 
