@@ -74,14 +74,9 @@ def bytes_saved_by_stacks(config: ModelConfig, itemsize: int, quantiser: RoundTo
     names = _expert_sources(config)
     every = {part: shape for part, shape in _experts(config).items() if f".{SHARED}." not in part}
     forms = {part: _narrow(config, names[part].name, inputs, quantiser) for part, (_, inputs) in every.items()}
-    saved = 0
-    for _, stack in groupby(sorted(every, key=_stack_of), _stack_of):
-        parts = list(stack)
-        if len({forms[part] for part in parts}) == 1:
-            kept = (_kept_expert_bytes(every[part], forms[part]) for part in parts)
-            dense = (itemsize * math.prod(every[part]) for part in parts)
-            saved += sum(plain - own for plain, own in zip(dense, kept, strict=True) if own is not None)
-    return saved
+    stacks = (list(parts) for _, parts in groupby(sorted(every, key=_stack_of), _stack_of))
+    alike = (parts for parts in stacks if len({forms[part] for part in parts}) == 1)
+    return sum(_saved(every[part], forms[part], itemsize) for parts in alike for part in parts)
 
 
 def _stack_of(part: str) -> tuple[str, bool]:
@@ -195,3 +190,9 @@ def _kept_expert_bytes(shape: tuple[int, int], narrow: Narrow | None) -> int | N
     if narrow is None or not narrow.mxfp4:
         return _kept_bytes(shape, narrow)
     return outputs * (inputs // 2 + -(-inputs // FLOAT4_GROUP)) if is_kept_float4(inputs) else None
+
+
+def _saved(shape: tuple[int, int], narrow: Narrow | None, itemsize: int) -> int:
+    """Bytes that an expert's weight takes less than one of `itemsize`."""
+    kept = _kept_expert_bytes(shape, narrow)
+    return 0 if kept is None else itemsize * math.prod(shape) - kept
