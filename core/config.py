@@ -72,8 +72,8 @@ class EngineConfig(BaseModel):
         description="quantise the projections of layers while the checkpoint is read, each weight to the nearest of "
         "256 or 16 values. int8: one scale per row; int4: one per row and group of 128 inputs (64 or 32 where 128 "
         "does not divide the row). w8a8 and w4a8: the same weights, and on a CPU activations are rounded to 8 bits "
-        "where they are multiplied with them, but not for experts. GPUs refuse to quantise experts. Adapters and KV "
-        "cache keep dtype. Default: weights stay as they are",
+        "where they are multiplied with them, but not for experts. Adapters and KV cache keep dtype. Default: weights "
+        "stay as they are",
     )
     quantize_lm_head: bool = Field(
         default=False, description="quantise the output projection, too; the embeddings stay. Needs quantization"

@@ -7,30 +7,23 @@ Tests: tests/ops/test_expert_tiles_interpreted.py
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
 from .expert_tiles_schedule import num_tiles, tile_rows
+from .narrow_weights import NarrowWeight
 
 
 @dataclass(frozen=True, slots=True)
 class Stack:
     """The matrices of all experts of a layer, on a GPU."""
 
-    data: torch.Tensor
+    data: torch.Tensor | NarrowWeight
     """`[experts, outputs, inputs]`, contiguous."""
 
     bias: torch.Tensor | None = None
     """`[experts, outputs]`."""
-
-    def __getitem__(self, expert: int) -> torch.Tensor:
-        """The matrix of an expert."""
-        return self.data[expert]
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        return iter(self.data)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from .small_gemm_schedule import FULL, WeightForm
+
 #: Rows of a tile: those of one matrix instruction of a warp, and of a warp group.
 TILE_ROWS = 16, 64
+
+#: Narrow weights that a program of few rows reads of a column at once.
+_NARROW_K = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +34,17 @@ class TileConstants:
     """Results that a row of x has: one for each expert that it goes to."""
     experts: int
     bias: bool
+    bits: int = 16
+    """Bits of a weight; 16: it has the dtype of the product, whatever that is, and the rest does not count."""
+    group: int = 0
+    """Inputs that share a scale."""
+    groups: int = 1
+    """Groups of a row."""
+    zeros: bool = False
+    float8: bool = False
+    float4: bool = False
+    splits: int = 1
+    """Parts of the sum over the inputs: see `GemmConstants`."""
 
 
 def tile_rows(rows: int) -> int:
@@ -42,11 +58,21 @@ def num_tiles(pairs: int, experts: int, block_t: int) -> int:
 
 
 def tile_constants(
-    d_in: int, d_out: int, block_t: int, itemsize: int, *, per_row: int, experts: int, bias: bool
+    d_in: int,
+    d_out: int,
+    block_t: int,
+    itemsize: int,
+    *,
+    per_row: int,
+    experts: int,
+    bias: bool,
+    form: WeightForm = FULL,
 ) -> TileConstants:
-    """itemsize: of an element of the weights."""
+    """itemsize: of an element of x. A block of narrow weights has one scale, but for MXFP4."""
     is_wide = block_t == TILE_ROWS[-1] and itemsize == 2
     block_k = 64 if itemsize == 2 else 32
+    if form.bits < 16 and not is_wide and itemsize == 2 and (form.float4 or not form.group % _NARROW_K):
+        block_k = _NARROW_K
     return TileConstants(
         d_in=d_in,
         d_out=d_out,
@@ -57,6 +83,12 @@ def tile_constants(
         per_row=per_row,
         experts=experts,
         bias=bias,
+        bits=form.bits,
+        group=form.group,
+        groups=-(-d_in // form.group) if form.group else 1,
+        zeros=form.zeros,
+        float8=form.float8,
+        float4=form.float4,
     )
 
 

@@ -16,6 +16,26 @@ import triton.language as tl
 from .expert_tiles import ExpertTiles, Stack
 from .expert_tiles_schedule import TileConstants, tile_constants, tile_options
 from .launch_triton import KernelLauncher
+from .narrow_weights import FLOAT4_GROUP
+from .narrow_weights_triton import powers_of, unpacked_float4
+from .small_gemm_triton import _load_scale, _load_weight, form_of, parts_of
+
+_FLOAT4_GROUP = tl.constexpr(FLOAT4_GROUP)
+
+
+@triton.jit
+def _load_float4(data, scales, step, own, dtype: tl.constexpr, C: tl.constexpr):
+    """Load the weights of a program's columns for the inputs from `step` on, `[columns, inputs]`, of MXFP4.
+
+    data, scales: of the columns' first input, `[columns, 1]`.
+    """
+    GROUPS: tl.constexpr = C.block_k // _FLOAT4_GROUP
+    at = step // 2 + tl.arange(0, C.block_k // 2)[None, :]
+    values = unpacked_float4(tl.load(data + at, mask=own & (at < C.d_in // 2), other=0))
+    group = step // _FLOAT4_GROUP + tl.arange(0, GROUPS)[None, :]
+    powers = powers_of(tl.load(scales + group, mask=own & (group < C.groups), other=0))
+    each = tl.broadcast_to(tl.expand_dims(powers, 2), (C.block_n, GROUPS, _FLOAT4_GROUP))
+    return (values * tl.reshape(each, (C.block_n, C.block_k))).to(dtype)
 
 
 @triton.jit
@@ -23,8 +43,8 @@ def multiply_tiles(y, x, weight, bias, pairs, expert_of, first_of, end_of, x_str
     """y[p, n] = Σ_k x[p // per_row, k] · weight[e, n, k] + bias[e, n], rounded, for pairs p of each tile's expert e.
 
     Grid (tiles, blocks of columns). y: [rows · per_row, d_out], contiguous. x: [rows, d_in], rows x_stride apart.
-    weight: [experts, d_out, d_in]; bias: [experts, d_out]; contiguous. pairs: see `ExpertTiles`, as for the others. C:
-    `TileConstants`.
+    weight: `small_gemm_triton.Weight`, [experts, d_out, d_in]; bias: [experts, d_out]; contiguous. pairs: see
+    `ExpertTiles`, as for the others. C: `TileConstants`. Narrow weights are widened as they are loaded.
 
     The inputs are summed in order, and a tile is padded with zeros, so a row's bits don't depend on its company.
     """
@@ -46,12 +66,24 @@ def multiply_tiles(y, x, weight, bias, pairs, expert_of, first_of, end_of, x_str
         own_column = column < D_OUT
         k = tl.arange(0, BLOCK_K)
         rows = x + (pair // C.per_row)[:, None] * x_stride + k[None, :]
-        columns = weight + (expert * D_OUT + column)[None, :] * D_IN + k[:, None]
+        if C.bits < 16:
+            row, own_row = (expert * D_OUT + column)[:, None], own_column[:, None]
+            data = weight.data + row * (D_IN * C.bits // 8)
+            scales, zeros = weight.scales + row * C.groups, weight.zeros + row * C.groups
+            if not C.float4:
+                scale, zero = _load_scale(scales, zeros, own_row, C)
+        else:
+            columns = weight.data + (expert * D_OUT + column)[None, :] * D_IN + k[:, None]
         total = tl.zeros((BLOCK_T, BLOCK_N), dtype=tl.float32)
         for step in tl.range(0, D_IN, BLOCK_K, num_stages=C.stages):
             inside = step + k < D_IN
             value = tl.load(rows + step, mask=own[:, None] & inside[None, :], other=0.0)
-            w = tl.load(columns + step, mask=inside[:, None] & own_column[None, :], other=0.0)
+            if C.float4:
+                w = tl.trans(_load_float4(data, scales, step, own_row, dtype, C))
+            elif C.bits < 16:
+                w = tl.trans(_load_weight(data, scales, zeros, step, own_row, scale, zero, dtype, C))
+            else:
+                w = tl.load(columns + step, mask=inside[:, None] & own_column[None, :], other=0.0)
             total = tl.dot(value, w, total, input_precision="ieee")
         if C.bias:
             total += tl.load(bias + expert * D_OUT + column, mask=own_column, other=0.0).to(tl.float32)[None, :]
@@ -63,7 +95,8 @@ def multiply(x: torch.Tensor, stack: Stack, tiles: ExpertTiles, per_row: int) ->
     """Multiply rows by the matrices of the experts that they go to, and add these' biases, in float32.
 
     x: `[rows, inputs]`. per_row: experts of each of them. Returns `[rows · per_row, outputs]` in x's dtype, by pair. A
-    row's bits don't depend on other rows of a step with tiles of this size.
+    row's bits don't depend on other rows of a step with tiles of this size. A narrow weight is widened as it is loaded,
+    to the numbers of `weight.dense()`; matrix instructions may add up a block's in another order.
     """
     weight, bias = stack.data, stack.bias
     experts, d_out, d_in = weight.shape
@@ -71,11 +104,18 @@ def multiply(x: torch.Tensor, stack: Stack, tiles: ExpertTiles, per_row: int) ->
         raise ValueError("rows of x, and the weights, must be contiguous")
     y = torch.empty(len(x) * per_row, d_out, dtype=x.dtype, device=x.device)
     constants = tile_constants(
-        d_in, d_out, tiles.block_t, weight.itemsize, per_row=per_row, experts=experts, bias=bias is not None
+        d_in,
+        d_out,
+        tiles.block_t,
+        x.itemsize,
+        per_row=per_row,
+        experts=experts,
+        bias=bias is not None,
+        form=form_of(weight, d_in),
     )
     grid = len(tiles.expert), -(-d_out // constants.block_n), 1
     tables = tiles.pairs, tiles.expert, tiles.first, tiles.end
-    _launcher(constants)(grid, (y, x, weight, y if bias is None else bias, *tables), (), (x.stride(0),))
+    _launcher(constants)(grid, (y, x, parts_of(weight), y if bias is None else bias, *tables), (), (x.stride(0),))
     return y
 
 
@@ -85,4 +125,4 @@ def _launcher(constants: TileConstants) -> KernelLauncher:
 
 
 # Rules for type checkers are at the end, so that kernels keep their lines.
-# pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
+# pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportPossiblyUnboundVariable=false

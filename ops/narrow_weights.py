@@ -5,7 +5,9 @@ Tests: tests/ops/test_narrow_weights.py, tests/ops/test_small_gemm_triton.py.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -15,22 +17,29 @@ BITS = (4, 8)
 MULTIPLE = 64
 """A group's inputs must be a multiple of it, unless a row is one group: inputs that a kernel multiplies at once."""
 
+FLOAT4_GROUP = 32
+"""Inputs that share a power of 2 in MXFP4."""
+
+#: Twice the numbers of E2M1 by their lower three bits; the highest bit is the sign.
+_DOUBLES = (0, 1, 2, 3, 4, 6, 8, 12)
+
 
 @dataclass(frozen=True, slots=True)
 class NarrowWeight:
     """A projection's weights: `weight[i, j] = (data[i, j] - zeros[i, g]) · scales[i, g]` for group `g = j // group`, or
-    `data[i, j] · scales[i, g]` of FP8, multiplied in float32 and rounded once to `dtype`.
+    `data[i, j] · scales[i, g]` of FP8 and MXFP4, multiplied in float32 and rounded once to `dtype`.
 
-    Where a tensor is only asked for its shape, dtype and device, it may stand for the tensor.
+    A stack of matrices has their dimension before these in all tensors. Where a tensor is only asked for its shape,
+    dtype and device, it may stand for the tensor.
     """
 
     data: torch.Tensor
-    """uint8 `[out, in · bits / 8]`: integers, or the bits of E4M3. Of 4 bits, a byte holds two inputs, the first in its
-    lower half.
+    """uint8 `[out, in · bits / 8]`: integers, or the bits of E4M3 or E2M1. Of 4 bits, a byte holds two inputs, the
+    first in its lower half.
     """
 
     scales: torch.Tensor
-    """float32 `[out, groups]`."""
+    """float32 `[out, groups]`; of MXFP4 uint8, exponents of 2 with a bias of 127."""
 
     zeros: torch.Tensor | None
     """float32 `[out, groups]`, integers. None: all are `2^(bits - 1)`."""
@@ -45,10 +54,13 @@ class NarrowWeight:
     float8: bool = False
     """The weights are FP8 (E4M3)."""
 
+    float4: bool = False
+    """The weights are MXFP4: FP4 (E2M1), in groups of `FLOAT4_GROUP`."""
+
     @property
     def shape(self) -> torch.Size:
         """`[out, in]`."""
-        return torch.Size((len(self.data), self.data.shape[1] * 8 // self.bits))
+        return torch.Size((*self.data.shape[:-1], self.data.shape[-1] * 8 // self.bits))
 
     @property
     def device(self) -> torch.device:
@@ -67,22 +79,32 @@ class NarrowWeight:
         return len(self.data)
 
     def dense(self) -> torch.Tensor:
-        """The weight `[out, in]` in `dtype`: on a GPU in one launch, elsewhere by torch."""
-        outputs, inputs = self.shape
-        if self.data.is_cuda:
+        """The weight `[out, in]` in `dtype`: on a GPU in one launch, elsewhere, and of MXFP4, by torch."""
+        *outer, inputs = self.shape
+        if self.data.is_cuda and not self.float4:
             from .narrow_weights_triton import widen  # needs triton
 
-            out = torch.empty(outputs, inputs, dtype=self.dtype, device=self.device)
+            out = torch.empty(math.prod(outer), inputs, dtype=self.dtype, device=self.device)
             widen(out, self.data, self.scales, self.zeros, bits=self.bits, group=self.group, float8=self.float8)
-            return out
+            return out.view(self.shape)
         values = self.data
         if self.bits == 4:
-            values = torch.stack((values & 15, values >> 4), dim=-1).view(outputs, inputs)
+            values = torch.stack((values & 15, values >> 4), dim=-1).view(self.shape)
         group_of = torch.arange(inputs, device=self.device) // self.group
+        if self.float4:
+            doubles = torch.tensor((*_DOUBLES, *(-each for each in _DOUBLES)), device=self.device)[values.long()]
+            bits = self.scales.int() << 23  # of a float32, but for the least power, which is subnormal
+            powers = torch.where(self.scales == 0, 1 << 22, bits).view(torch.float32)
+            return (doubles / 2 * powers[..., group_of]).to(self.dtype)
         if self.float8:
-            return (values.view(torch.float8_e4m3fn).float() * self.scales[:, group_of]).to(self.dtype)
-        zeros = 1 << (self.bits - 1) if self.zeros is None else self.zeros[:, group_of]
-        return ((values.float() - zeros) * self.scales[:, group_of]).to(self.dtype)
+            return (values.view(torch.float8_e4m3fn).float() * self.scales[..., group_of]).to(self.dtype)
+        zeros = 1 << (self.bits - 1) if self.zeros is None else self.zeros[..., group_of]
+        return ((values.float() - zeros) * self.scales[..., group_of]).to(self.dtype)
+
+
+def kept_bits(bits: int) -> int:
+    """The fewest bits in which values of so many can be kept; more than any if there are none."""
+    return next((each for each in BITS if bits <= each), bits)
 
 
 def is_kept(inputs: int, bits: int, group: int) -> bool:
@@ -115,3 +137,35 @@ def keep(
         data = data[:, ::2] | data[:, 1::2] << 4
     shifted = None if zeros is None else zeros.to(device, torch.float32) + half
     return NarrowWeight(data.contiguous(), scales, shifted, bits, group=group, dtype=dtype)
+
+
+def keep_float4(
+    values: torch.Tensor, scales: torch.Tensor, *, dtype: torch.dtype, device: torch.device
+) -> NarrowWeight:
+    """Move a weight in MXFP4 to a device.
+
+    values: twice its numbers, int8 `[out, in]`, an even number of inputs. scales: powers of 2 from 2^-127 to 2^127,
+    float32 `[out, ⌈in / FLOAT4_GROUP⌉]`.
+    """
+    values, scales = values.to(device), scales.to(device)
+    codes = torch.zeros(max(_DOUBLES) + 1, dtype=torch.uint8, device=device)
+    codes[list(_DOUBLES)] = torch.arange(len(_DOUBLES), dtype=torch.uint8, device=device)
+    data = codes[values.abs().long()] | (values < 0).to(torch.uint8) << 3
+    _, exponents = torch.frexp(scales)  # of halves
+    packed = data[:, ::2] | data[:, 1::2] << 4
+    return NarrowWeight(packed, (exponents + 126).to(torch.uint8), None, 4, FLOAT4_GROUP, dtype, float4=True)
+
+
+def stack(weights: Sequence[NarrowWeight]) -> NarrowWeight | None:
+    """Matrices of one shape as a stack; None if they don't lie in memory alike. Where only some have zero points, all
+    get them.
+    """
+    first = weights[0]
+    if len({(each.bits, each.group, each.float8, each.float4, each.shape) for each in weights}) > 1:
+        return None
+    zeros = None
+    if any(each.zeros is not None for each in weights):
+        middle = torch.full_like(first.scales, 1 << (first.bits - 1))
+        zeros = torch.stack([middle if each.zeros is None else each.zeros for each in weights])
+    data, scales = (torch.stack([getattr(each, name) for each in weights]) for name in ("data", "scales"))
+    return replace(first, data=data, scales=scales, zeros=zeros)

@@ -81,6 +81,24 @@ def _launch(d_in: int, bits: int, group: int, zeros: bool, float8: bool) -> tupl
     return KernelLauncher(widen_rows, {"C": constants, "num_warps": WIDEN_WARPS}), constants
 
 
+@triton.jit
+def unpacked_float4(data):
+    """Values in float32 `[..., inputs]` of bytes `[..., inputs / 2]` of E2M1.
+
+    An E2M1 value has the bits of a float16 of a 16384th of it, subnormal ones, too.
+    """
+    wide = tl.interleave(data & 15, data >> 4).to(tl.uint16)
+    half = ((wide & 8) << 12) | ((wide & 7) << 9)
+    return half.to(tl.float16, bitcast=True).to(tl.float32) * 16384.0
+
+
+@triton.jit
+def powers_of(exponents):
+    """Powers of 2 in float32 of exponents with a bias of 127 (E8M0); the least is a subnormal number."""
+    bits = exponents.to(tl.uint32) << 23
+    return tl.where(exponents == 0, 1 << 22, bits).to(tl.float32, bitcast=True)
+
+
 # Rules for type checkers are at the end, so that kernels keep their lines.
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportCallIssue=false, reportIndexIssue=false
 # pyright: reportAttributeAccessIssue=false, reportOperatorIssue=false, reportOptionalOperand=false

@@ -90,6 +90,8 @@ class WeightForm(NamedTuple):
     zeros: bool = False
     """It has zero points."""
     float8: bool = False
+    float4: bool = False
+    """See `NarrowWeight.float4`. Only experts are kept in it."""
 
 
 FULL = WeightForm()

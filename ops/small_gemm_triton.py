@@ -429,10 +429,10 @@ def multiply(
         return y
     shape = None if shrunk is None else shrunk.shape
     early = dependent_launch.begins_early(x.device)
-    form = _form(weight, d_in)
+    form = form_of(weight, d_in)
     launch, blocks = _launch(len(weight), d_in, tile_rows(tokens), form, bias is not None, silu, shape, early)
     adapters, free = (Adapters(*(x,) * 7), (0,) * 4) if shrunk is None else (shrunk.adapters, shrunk.free)
-    tensors, strides = (y, x, _parts(weight), x if bias is None else bias, adapters), (x.stride(0),)
+    tensors, strides = (y, x, parts_of(weight), x if bias is None else bias, adapters), (x.stride(0),)
     if compile_only:
         launch.compile(tensors, (tokens, *free), strides)
     else:
@@ -440,13 +440,16 @@ def multiply(
     return y
 
 
-def _form(weight: torch.Tensor | NarrowWeight, d_in: int) -> WeightForm:
+def form_of(weight: torch.Tensor | NarrowWeight, d_in: int) -> WeightForm:
+    """How a weight with rows of d_in inputs lies in memory."""
     if not isinstance(weight, NarrowWeight):
         return FULL
-    return WeightForm(weight.bits, weight.group if weight.group < d_in else 0, weight.zeros is not None, weight.float8)
+    group = weight.group if weight.group < d_in else 0
+    return WeightForm(weight.bits, group, weight.zeros is not None, weight.float8, weight.float4)
 
 
-def _parts(weight: torch.Tensor | NarrowWeight) -> Weight:
+def parts_of(weight: torch.Tensor | NarrowWeight) -> Weight:
+    """A weight as a kernel's argument."""
     if not isinstance(weight, NarrowWeight):
         return Weight(weight, weight, weight)
     return Weight(weight.data, weight.scales, weight.scales if weight.zeros is None else weight.zeros)

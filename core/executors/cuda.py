@@ -31,6 +31,7 @@ from ..config import EngineConfig
 from ..model.config import UnsupportedModel
 from ..model.decoder import DecoderModel, scores_of, stays_narrow
 from ..model.experts import ExpertKernels
+from ..model.narrow_bytes import bytes_saved_by_stacks
 from ..model.nvtx_spans import span
 from ..model.open_weights import open_weights
 from ..model.shard import WHOLE, Shard
@@ -90,11 +91,6 @@ class CudaShapes(ModelExecutor):
         super().__init__(config, shard)
         if not (experts := self.config.num_experts):
             return
-        if config.quantization is not None:
-            raise UnsupportedModel(
-                f"quantization is {config.quantization!r}, but the model has {experts} experts, which are quantised on "
-                "CPUs only; leave quantization, or set device to 'cpu'"
-            )
         for name, value, plain in (
             ("tensor_parallel_size", shard.size, 1),
             ("offload_workers", config.offload_workers, 0),
@@ -139,6 +135,8 @@ class CudaExecutor(CudaShapes):
         self._keeps_narrow = config.small_gemm != "off"
         quantiser = self.quantiser if self._keeps_narrow else None
         self.weight_bytes = kept_bytes(self.whole, self._dtype.itemsize, self.shard, quantiser)
+        if self._keeps_narrow:
+            self.weight_bytes -= bytes_saved_by_stacks(self.whole, self._dtype.itemsize, quantiser)
         with self._device.scope():
             self._free, _ = self._device.memory()  # before anything is loaded
             self._decoder = self._load()

@@ -75,11 +75,15 @@ def choose_gemm_backends(
     few = [size for size in sizes if size <= MAX_ROWS]
     compile_ahead(setting, decoder, lora, few)
     refused: Refused = set()
+    groups = _groups(decoder.config)
     with lora.samples():
         for bucket in few:
             launches = lora.sample(bucket)
             asked = {
-                group: _usable(setting, _Rows(decoder, launches, group, bucket), device, refused) for group in NAMES
+                group: _usable(setting, _Rows(decoder, launches, group, bucket), device, refused)
+                if group in groups
+                else []
+                for group in NAMES
             }
             combinations, why = combinations_of(asked), ""
             if setting != "auto":
@@ -94,13 +98,20 @@ def choose_gemm_backends(
 def _obstacle(setting: SmallGemm, model: ModelConfig, dtype: torch.dtype, captures: bool) -> str | None:
     if setting == "off":
         return "small_gemm is off"
-    if model.delta is not None or model.experts is not None:
-        return "the kernel for few rows needs layers of one kind"
+    if model.delta is not None:
+        return "the kernel for few rows needs mixers of one kind"
     if setting == "auto" and not captures:
         return "steps are not captured, so launches from the host take longer than any kernel"
     if dtype not in TOLERANCE:
         return f"the kernel for few rows needs bfloat16 or float16, the model is in {str(dtype).removeprefix('torch.')}"
     return None if find_spec("triton") is not None else "triton is not installed"
+
+
+def _groups(model: ModelConfig) -> list[int]:
+    """The products for which a backend is chosen: those that all layers have. With experts, layers may have no others
+    behind attention.
+    """
+    return [group for group in NAMES if model.experts is None or group not in (GATE_UP, DOWN)]
 
 
 def asked_backends(setting: SmallGemm, group: int, rows: int) -> list[GemmBackend]:
@@ -125,10 +136,11 @@ def compile_ahead(setting: SmallGemm, decoder: DecoderModel, lora: CudaLoraState
 
     layer, launches = decoder.layers[0], lora.bucket(MAX_ROWS)
     biases = layer.qkv_bias, layer.o_bias, layer.gate_up_bias, layer.down_bias, None
+    groups = _groups(decoder.config)
     tiles = {tile_rows(rows): rows for rows in reversed(buckets)}  # by tile, the least rows: all backends
     with suppress(Exception), compiling(available_cpus()):
-        for rows, (group, bias) in itertools.product(tiles.values(), enumerate(biases)):
-            weight, is_gate = decoder.weight(group), group == GATE_UP
+        for rows, group in itertools.product(tiles.values(), groups):
+            weight, bias, is_gate = decoder.weight(group), biases[group], group == GATE_UP
             x = torch.zeros(rows, weight.shape[1], dtype=weight.dtype, device=weight.device)
             for silu in {False, is_gate}:  # adapters may be added after the GEMM and before the activation
                 multiply(x, weight, bias, silu=silu, compile_only=True)

@@ -31,6 +31,7 @@ from .layer import HEAD, Layer, Residual, multiply
 from .layer_weights import MATRICES, LayerWeights
 from .layers import AttentionSpec, HeadNorm, NormSpec
 from .lora_state import lora_groups
+from .narrow_experts import expert_stays_narrow, narrow_expert
 from .nvtx_spans import span
 from .paged_states import PagedStates
 from .quantization.group_scaled import GroupScaled
@@ -116,12 +117,13 @@ class DecoderModel:
         packs = dtype == torch.float32
         self._dtype = dtype = dtype or embed.dtype
         self._embed = embed.to(device)
+        stay_narrow = weights.keeps is not None
         kept = _kept(weights, device, embed.dtype, packs=packs)
         if head is embed and not packs:
             self._lm_head = self._embed
         else:
             self._lm_head = plain(head, embed.dtype) if kept is None else kept(head)
-        pack_expert, keep_experts = _keeps_experts(expert_kernels, dtype, device)
+        pack_expert, keep_experts = _keeps_experts(expert_kernels, dtype, device, stay_narrow=stay_narrow)
         read = weights.layers(kept, pack_expert)
         self.layers = [_moved(layer, config.norm, device, dtype, keep_experts) for layer in read]
         self._merged: Sequence[LayerWeights] = ()
@@ -544,11 +546,16 @@ def _moved(
 
 
 def _keeps_experts(
-    kernels: ExpertKernels, dtype: torch.dtype, device: torch.device
+    kernels: ExpertKernels, dtype: torch.dtype, device: torch.device, *, stay_narrow: bool
 ) -> tuple[ExpertPack | None, Callable[[ListedExperts], ExpertWeights]]:
-    """What packs each matrix of experts after it was read, and the function that then converts a layer's experts."""
+    """What packs each matrix of experts after it was read, and the function that then converts a layer's experts.
+
+    stay_narrow: a GPU's kernels may get narrow weights.
+    """
     if kernels is ExpertKernels.TILES:
-        return None, partial(stacked_experts, dtype=dtype, device=device)
+        narrow = partial(narrow_expert, dtype=dtype, device=device)
+        read = ExpertPack(dtype, lambda weight: weight, narrow, expert_stays_narrow) if stay_narrow else None
+        return read, partial(stacked_experts, dtype=dtype, device=device)
     keep = partial(packed_experts, dtype=dtype)
     if kernels is ExpertKernels.TORCH:
         return ExpertPack(dtype, pack), keep

@@ -17,10 +17,11 @@ import numpy as np
 import torch
 
 from ...memory.pages.projections import Group
-from ...ops import expert_products, packed_gemm
+from ...ops import expert_products, narrow_weights, packed_gemm
 from ...ops.elementwise import clamped_swiglu, gelu_and_mul, silu_and_mul
 from ...ops.expert_products import Matrix, Panels, multiply_each
 from ...ops.expert_tiles import ExpertTiles, Stack
+from ...ops.narrow_weights import NarrowWeight
 from ...ops.native_integers import IntegerPanels
 from .layers import Activation, ClampedSwiglu, Experts, Routing, Scoring
 from .mixture_launches import MixtureLaunches
@@ -169,19 +170,19 @@ class ExpertKernels(StrEnum):
 
 @dataclass(frozen=True)
 class ExpertPack:
-    """Packs a matrix of an expert, as it is read from a checkpoint, for kernels on a CPU."""
+    """Packs a matrix of an expert, as it is read from a checkpoint, for kernels."""
 
     dtype: torch.dtype
     pack: expert_products.Pack
     """Packs a tensor of `dtype`."""
-    pack_integers: Callable[[GroupScaled], Matrix] = pack_scaled
-    """Packs whole numbers with scales."""
+    pack_integers: Callable[[GroupScaled], Matrix | NarrowWeight] = pack_scaled
+    """Packs narrow values with scales."""
     keeps: Callable[[GroupScaled], bool] | None = None
     """Which matrices that are stored as narrow values with scales, or quantised so, are packed as such; None: all are
     dequantised.
     """
 
-    def __call__(self, weight: torch.Tensor | GroupScaled) -> Matrix:
+    def __call__(self, weight: torch.Tensor | GroupScaled) -> Matrix | NarrowWeight:
         return self.pack_integers(weight) if isinstance(weight, GroupScaled) else self.pack(weight.to(self.dtype))
 
 
@@ -198,10 +199,12 @@ def packed_experts(experts: ListedExperts, dtype: torch.dtype) -> ListedExperts:
 
 
 def stacked_experts(experts: ListedExperts, dtype: torch.dtype, device: torch.device) -> StackedExperts:
-    """Stack a layer's experts, as read from a checkpoint, on a GPU. Router and correction stay float32."""
+    """Stack a layer's experts, as read from a checkpoint, on a GPU: narrow ones as they are, if all of them are alike.
+    The shared one is dequantised. Router and correction stay float32.
+    """
 
     def moved(part: Any, dtype: torch.dtype = torch.float32) -> Any:
-        return None if part is None else part.to(device, dtype)
+        return None if part is None else _dense(part).to(device, dtype)
 
     return StackedExperts(
         router=experts.router.to(device),
@@ -223,12 +226,23 @@ def _unpacked(matrices: list[Matrix]) -> list[Any]:
 
 
 def _stacked(
-    matrices: list[torch.Tensor], biases: Sequence[torch.Tensor] | None, dtype: torch.dtype, device: torch.device
+    matrices: list[torch.Tensor | NarrowWeight],
+    biases: Sequence[torch.Tensor] | None,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> Stack:
-    data = torch.empty((len(matrices), *matrices[0].shape), dtype=dtype, device=device)
-    for place, weight in zip(data, matrices, strict=True):
-        place.copy_(weight)
-    return Stack(data, None if biases is None else torch.stack(list(biases)).to(device, dtype))
+    bias = None if biases is None else torch.stack(list(biases)).to(device, dtype)
+    narrow = [each for each in matrices if isinstance(each, NarrowWeight)]
+    if len(narrow) == len(matrices) and (data := narrow_weights.stack(narrow)) is not None:
+        return Stack(data, bias)
+    dense = torch.empty((len(matrices), *matrices[0].shape), dtype=dtype, device=device)
+    for place, weight in zip(dense, matrices, strict=True):
+        place.copy_(_dense(weight))
+    return Stack(dense, bias)
+
+
+def _dense(weight: torch.Tensor | NarrowWeight) -> torch.Tensor:
+    return weight.dense() if isinstance(weight, NarrowWeight) else weight
 
 
 class ExpertChoice(NamedTuple):

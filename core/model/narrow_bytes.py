@@ -7,19 +7,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import NamedTuple
 
 import torch
 
-from ...ops.narrow_weights import BITS, is_kept
+from ...ops.narrow_weights import FLOAT4_GROUP, is_kept, kept_bits
 from ...ops.native_integers import BITS as PACKED_BITS
 from ...ops.native_integers import MULTIPLE
 from .config import ModelConfig
+from .narrow_experts import is_kept_float4
 from .quantization.format import Narrow
 from .quantization.round_to_nearest import RoundToNearest
 from .shard import WHOLE, Part, Shard
 from .tensor_names import PACKED
-from .tensor_parts import EMBED, IN_LAYER, LM_HEAD, ROUTERS, is_of_expert, sources, tensor_shapes
+from .tensor_parts import EMBED, IN_LAYER, LM_HEAD, ROUTERS, SHARED, Source, is_of_expert, sources, tensor_shapes
 
 
 class WeightBytes(NamedTuple):
@@ -32,7 +34,7 @@ class WeightBytes(NamedTuple):
     head: int
     """Of the output projection."""
     experts: int
-    """Of all experts of mixtures, which are kept in the model's dtype."""
+    """Of all experts of mixtures, as a GPU keeps them."""
     others: int
     """Of all else: embeddings, norms and biases. Tied embeddings count as the head, unless the head is quantised."""
 
@@ -58,7 +60,29 @@ def weight_bytes(config: ModelConfig, itemsize: int, quantiser: RoundToNearest |
         vocab, hidden = shapes[head_name]
         head = _kept_bytes((vocab, hidden), _of(quantiser, hidden)) or head
     projections, dense = _of_projections(config, matrices, itemsize, quantiser)
-    return WeightBytes(projections - experts, dense, head, experts, others)
+    kept_experts = experts - bytes_saved_by_stacks(config, itemsize, quantiser)
+    return WeightBytes(projections - experts, dense, head, kept_experts, others)
+
+
+def bytes_saved_by_stacks(config: ModelConfig, itemsize: int, quantiser: RoundToNearest | None = None) -> int:
+    """Bytes that experts take less on a GPU than in weights of `itemsize`, where they stay narrow.
+
+    A layer's matrices of one shape do if all of them are stored alike. The shared expert is dequantised.
+    """
+    if config.weight_format is None and quantiser is None:
+        return 0
+    names = _expert_sources(config)
+    every = {part: shape for part, shape in _experts(config).items() if f".{SHARED}." not in part}
+    forms = {part: _narrow(config, names[part].name, inputs, quantiser) for part, (_, inputs) in every.items()}
+    stacks = (list(parts) for _, parts in groupby(sorted(every, key=_stack_of), _stack_of))
+    alike = (parts for parts in stacks if len({forms[part] for part in parts}) == 1)
+    return sum(_saved(every[part], forms[part], itemsize) for parts in alike for part in parts)
+
+
+def _stack_of(part: str) -> tuple[str, bool]:
+    """The layer of an expert's matrix, and whether it is down's: gate and up are one matrix."""
+    layer, _, path = part.partition(".experts.")
+    return layer, "down_proj" in path
 
 
 def bytes_saved_by_experts(
@@ -72,14 +96,19 @@ def bytes_saved_by_experts(
     how = config.weight_format
     if how is None and quantiser is None:
         return 0
-    is_stacked = how is not None and 3 in how.dimensions
-    names, saved = sources(config, _Stacks() if is_stacked else ()), 0
+    names, saved = _expert_sources(config), 0
     for part, (outputs, inputs) in _experts(config).items():
         narrow = _narrow(config, names[part].name, inputs, quantiser)
         for rows, columns in _shares(shard.of_tensor(part, config), outputs, inputs):
             kept = None if narrow is None else _packed_bytes(rows, columns, narrow, inputs)
             saved += 0 if kept is None else itemsize * len(rows) * len(columns) - kept
     return saved
+
+
+def _expert_sources(config: ModelConfig) -> dict[str, Source]:
+    """Where a checkpoint has its parts, by what its configuration says of stacks of experts."""
+    how = config.weight_format
+    return sources(config, _Stacks() if how is not None and 3 in how.dimensions else ())
 
 
 class _Stacks:
@@ -119,7 +148,7 @@ def _packed_bytes(rows: range, columns: range, narrow: Narrow, inputs: int) -> i
 def _of_projections(
     config: ModelConfig, matrices: Mapping[str, tuple[int, ...]], itemsize: int, quantiser: RoundToNearest | None
 ) -> tuple[int, int]:
-    """Bytes of these parts, and `WeightBytes.dense`. Parts of mixtures are not kept narrow."""
+    """Bytes of these parts, and `WeightBytes.dense`; parts of mixtures in the model's dtype."""
     names, projections, dense = sources(config, ()), 0, 0
     for part, (outputs, inputs) in matrices.items():
         num_bytes, kept = itemsize * outputs * inputs, None
@@ -146,10 +175,24 @@ def _of(quantiser: RoundToNearest, inputs: int) -> Narrow:
 
 def _kept_bytes(shape: tuple[int, ...], narrow: Narrow | None) -> int | None:
     """Bytes of a narrow weight `[out, in]` with its float32 scales and zero points; None if it can't be kept so."""
-    if narrow is None or narrow.bits > max(BITS):
+    if narrow is None:
         return None
     outputs, inputs = shape
-    bits, group = next(bits for bits in BITS if narrow.bits <= bits), narrow.group or inputs
+    bits, group = kept_bits(narrow.bits), narrow.group or inputs
     if not is_kept(inputs, bits, group):
         return None
     return outputs * (inputs * bits // 8 + 4 * -(-inputs // group) * (1 + narrow.has_zeros))
+
+
+def _kept_expert_bytes(shape: tuple[int, int], narrow: Narrow | None) -> int | None:
+    """The same of an expert's weight, which may be in MXFP4: see `expert_stays_narrow`."""
+    outputs, inputs = shape
+    if narrow is None or not narrow.mxfp4:
+        return _kept_bytes(shape, narrow)
+    return outputs * (inputs // 2 + -(-inputs // FLOAT4_GROUP)) if is_kept_float4(inputs) else None
+
+
+def _saved(shape: tuple[int, int], narrow: Narrow | None, itemsize: int) -> int:
+    """Bytes that an expert's weight takes less than one of `itemsize`."""
+    kept = _kept_expert_bytes(shape, narrow)
+    return 0 if kept is None else itemsize * math.prod(shape) - kept

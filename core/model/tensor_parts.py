@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 
-from .config import ModelConfig
+from .config import ModelConfig, UnsupportedModel
 from .layers import AttentionSpec, Experts, GatedDeltaSpec, HeadNorm, LayerSpec, Norms
 from .quantization.round_to_nearest import RoundToNearest
 from .shard import WHOLE, Part, Shard
-from .tensor_names import BIASES, PACKED, TensorNames
+from .tensor_names import BIASES, PACKED, STACKED_EXPERTS, TensorNames
 
 EMBED, NORM, LM_HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 _MODEL, LAYER = "model.", "model.layers.{}."
@@ -202,10 +202,48 @@ def _expert_source(
     return Source(_either(given, own, names))
 
 
-def matrices(config: ModelConfig, names: Container[str]) -> set[str]:
-    """The names that a checkpoint with tensors of these names has for the projections of layers."""
+class Piece(NamedTuple):
+    """Rows of one expert in a tensor of all experts' matrices, which may be a tensor of their own."""
+
+    name: str
+    """Of that tensor."""
+    expert: int
+    rows: slice
+
+
+class Stored(NamedTuple):
+    """Where a checkpoint has the projections of layers, without routers."""
+
+    matrices: set[str]
+    """Names of tensors `[out, in]`."""
+
+    stacks: dict[str, list[Piece]]
+    """Tensors `[experts, out, in]` → the matrices in each."""
+
+
+def stored_projections(config: ModelConfig, names: Collection[str]) -> Stored:
+    """names: of a checkpoint's tensors.
+
+    Raises UnsupportedModel for experts in stacks that other programs read in no other form.
+    """
     found, shapes = sources(config, names), tensor_shapes(config)
-    return {found[part].name for part, shape in shapes.items() if IN_LAYER.match(part) and len(shape) == 2}
+    alone = sources(config, {name for name in names if not name.endswith(tuple(config.tensors.stacked_experts))})
+    stored = Stored(set(), {})
+    for part, shape in shapes.items():
+        if not IN_LAYER.match(part) or len(shape) != 2 or part.endswith(ROUTERS):
+            continue
+        name, first, expert, _, _ = source = found[part]
+        if expert is None:
+            stored.matrices.add(name)
+        elif name.endswith(tuple(STACKED_EXPERTS)) and source == Source(name, first, expert):
+            piece = Piece(alone[part].name, expert, slice(first, first + shape[0]))
+            stored.stacks.setdefault(name, []).append(piece)
+        else:
+            raise UnsupportedModel(
+                f"tensor {name} has the weights of all experts, and programs that read compressed-tensors take them in "
+                "no other form; serve the original checkpoint with --quantization"
+            )
+    return stored
 
 
 def num_weights(config: ModelConfig, shard: Shard = WHOLE) -> int:

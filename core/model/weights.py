@@ -20,6 +20,7 @@ from .experts import ExpertPack, ListedExperts
 from .kv_scales import read_kv_scales
 from .layer_weights import LayerWeights
 from .layers import Experts
+from .narrow_bytes import bytes_saved_by_stacks
 from .open_checkpoint import open_checkpoint
 from .quantization.format import rows_and_columns
 from .quantization.group_scaled import GroupScaled, row_chunks
@@ -82,6 +83,8 @@ class Weights(ABC):
         if self.keeps is not None and self.quantiser is not None:
             of = self._config, self._dtype.itemsize, self._shard
             num_bytes += kept_bytes(*of, self.quantiser) - kept_bytes(*of)
+        if self.keeps is not None:
+            num_bytes -= bytes_saved_by_stacks(self._config, self._dtype.itemsize, self.quantiser)
         return num_bytes
 
     @property
@@ -381,7 +384,7 @@ class WeightLoader(Weights):
     def num_bytes_kept(self) -> int:
         num_bytes = super().num_bytes_kept
         if self.keeps is not None:
-            for name in (each for each in self._shapes if not is_of_expert(each)):  # these are dequantised
+            for name in (each for each in self._shapes if not is_of_expert(each)):  # see `bytes_saved_by_stacks`
                 source, dense = self._sources[name].name, self._dense_bytes(name)
                 if source in self._quantised:
                     share = self._shape([name]).numel() / math.prod(self._stored[source])

@@ -21,6 +21,7 @@ from ...ops import small_gemm_schedule as small
 from ...ops.attention_schedule import LEAST_FLOAT8, attention_constants, attention_options, largest_head
 from ...ops.dependent_launch import LEAST_MAJOR
 from ...ops.mixture_tables import TileWriter
+from ...ops.narrow_weights import FLOAT4_GROUP
 from ...ops.narrow_weights_schedule import WIDEN_WARPS, WidenConstants
 from ...ops.sgmv_schedule import ExpandShape, Schedule, decode, expand_constants, prefill, shrink_constants
 from ...ops.sgmv_tables import place_blocks, place_pages, place_window
@@ -288,28 +289,48 @@ def _attention(
     )
 
 
-def _experts(d_in: int, d_out: int, rows: int, *, per_row: int, bias: bool = False) -> Elementwise:
+def _experts(
+    d_in: int, d_out: int, rows: int, *, per_row: int, bias: bool = False, form: small.WeightForm = small.FULL
+) -> Elementwise:
     """Products of all experts of a layer with 128 of them. rows: of a step."""
     its = expert_tiles_schedule
-    constants = its.tile_constants(d_in, d_out, its.tile_rows(rows), 2, per_row=per_row, experts=128, bias=bias)
+    numbers = {"per_row": per_row, "experts": 128, "bias": bias, "form": form}
+    constants = its.tile_constants(d_in, d_out, its.tile_rows(rows), 2, **numbers)
+    kept = _KEPT if not form.float4 else tuple((name, "*u8") for name, _ in _KEPT)
     return Elementwise(
         "expert_tiles_triton",
         "multiply_tiles",
         constants={"C": constants},
         options=its.tile_options(constants),
-        own=("y", "x", "weight", "bias"),
-        others={**dict.fromkeys(("pairs", "expert_of", "first_of", "end_of"), "*i32"), **_strides("x")},
-        pointer="weight",
+        own=("y", "x", "bias"),
+        others={
+            "weight": _PLAIN if form is small.FULL else kept,
+            **dict.fromkeys(("pairs", "expert_of", "first_of", "end_of"), "*i32"),
+            **_strides("x"),
+        },
+        pointer="data",
     )
 
 
-#: Of Qwen3-30B-A3B's shapes, with few rows and with many.
+#: Of Qwen3-30B-A3B's shapes, and of gpt-oss', with few rows and with many.
 EXPERTS = {
     f"{name}.{rows}": _experts(*shape, rows, per_row=per_row, bias=name == "experts.biased")
     for name, shape, per_row in (
         ("experts.gu", (2048, 1536), 8),
         ("experts.down", (768, 2048), 1),
         ("experts.biased", (2880, 5760), 4),
+    )
+    for rows in (64, 2048)
+}
+
+#: The same with narrow weights; of gpt-oss in MXFP4.
+NARROW_EXPERTS = {
+    f"experts-{name}.{rows}": _experts(2048, 1536, rows, per_row=8, form=form)
+    for name, form in (FORMS | {"int8": small.WeightForm(8)}).items()
+    for rows in (64, 2048)
+} | {
+    f"experts-mxfp4.{rows}": _experts(
+        2880, 5760, rows, per_row=4, bias=True, form=small.WeightForm(4, FLOAT4_GROUP, float4=True)
     )
     for rows in (64, 2048)
 }
@@ -414,7 +435,7 @@ VECTORS = {
 }
 
 #: Launches that read no rank-rows.
-PLAIN = ELEMENTWISE | WIDENED | PRODUCTS | DRAWS | DELTAS | VECTORS | EXPERTS | MIXTURE_TILES
+PLAIN = ELEMENTWISE | WIDENED | PRODUCTS | DRAWS | DELTAS | VECTORS | EXPERTS | NARROW_EXPERTS | MIXTURE_TILES
 
 
 @dataclass(frozen=True, slots=True)
@@ -578,7 +599,7 @@ def plain_variants() -> Iterator[Variant]:
             its: small.GemmConstants = launch.constants["C"]
             most = small.MAX_EXPANDED_ROWS if its.parts else small.MAX_ROWS
             yield Variant(launch.kernel, group, dtype, min(its.block_t, most))
-    for group, launch in EXPERTS.items():
+    for group, launch in (EXPERTS | NARROW_EXPERTS).items():
         for dtype in ("bf16", "fp16"):
             yield Variant(launch.kernel, group, dtype, launch.constants["C"].block_t)
     for group, launch in (DRAWS | MIXTURE_TILES).items():

@@ -57,10 +57,13 @@ def _form(directory: Path, model: ModelConfig) -> str | None:
 
 def _kept(model: ModelConfig) -> str:
     """Who keeps quantised weights as they are stored."""
-    from ...core.model.narrow_bytes import bytes_saved_by_experts, weight_bytes
+    from ...core.model.narrow_bytes import bytes_saved_by_experts, bytes_saved_by_stacks, weight_bytes
 
+    by = ["by GPUs"] if bytes_saved_by_stacks(model, 2) else []
     if bytes_saved_by_experts(model, 2):
-        return "integers of experts kept so on CPUs by the native library, and dequantised elsewhere"
+        by.append("as integers on CPUs by the native library")
+    if by:
+        return f"experts kept so {' and '.join(by)}, and dequantised elsewhere"
     if model.experts is None and weight_bytes(model, 2).dense:
         return "kept so by GPUs, integers also by the native decoder, and dequantised elsewhere"
     return "dequantised when they are loaded"

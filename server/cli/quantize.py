@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from ...core.model.checkpoint import Checkpoint
     from ...core.model.quantization.round_to_nearest import RoundToNearest
+    from ...core.model.tensor_parts import Stored
 
 _CONFIG = "config.json"
 _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".gguf", ".pth")
@@ -49,23 +50,25 @@ def _quantise(arguments: argparse.Namespace) -> int:
     from ...core.model.quantization.pack_quantized import quantization_config
     from ...core.model.quantization.round_to_nearest import quantiser_of
     from ...core.model.read_config import read_model_config
-    from ...core.model.tensor_parts import matrices
+    from ...core.model.tensor_parts import stored_projections
 
     source, out = resolve_model(arguments.model), arguments.out
     if out.exists():
         raise CommandError(f"{out} exists already; name a new directory")
     model = read_model_config(source)
-    quantiser = quantiser_of(arguments.quantization, False, model.weight_format, model.num_experts)
+    quantiser = quantiser_of(arguments.quantization, False, model.weight_format)
     assert quantiser is not None
     checkpoint = Checkpoint(source)
-    names = matrices(model, checkpoint)
-    inputs = {name.removesuffix(".weight"): checkpoint[name].shape[1] for name in names}
-    section = quantization_config(quantiser, inputs, _other_linear(checkpoint, names))
+    stored = stored_projections(model, checkpoint.names())
+    inputs = {name: checkpoint[name].shape[1] for name in stored.matrices}
+    inputs |= {each.name: checkpoint[name].shape[2] for name, pieces in stored.stacks.items() for each in pieces}
+    modules = {name.removesuffix(".weight"): count for name, count in inputs.items()}
+    section = quantization_config(quantiser, modules, _other_linear(checkpoint, stored.matrices))
     part = out.with_name(f".{out.name}.part")
     shutil.rmtree(part, ignore_errors=True)
     try:
         part.mkdir(parents=True)
-        index = _write_weights(checkpoint, names, quantiser, part)
+        index = _write_weights(checkpoint, stored, quantiser, part)
         if len(set(index.values())) > 1:
             size = sum(file.stat().st_size for file in part.iterdir())
             (part / INDEX).write_text(json.dumps({"metadata": {"total_size": size}, "weight_map": index}, indent=1))
@@ -79,7 +82,7 @@ def _quantise(arguments: argparse.Namespace) -> int:
         raise CommandError(f"{out}: can't be written: {error.strerror or error}") from None
     finally:
         shutil.rmtree(part, ignore_errors=True)
-    print(f"wrote {out}: {len(names)} matrices as {arguments.quantization}")
+    print(f"wrote {out}: {len(inputs)} matrices as {arguments.quantization}")
     return 0
 
 
@@ -89,7 +92,7 @@ def _other_linear(checkpoint: Checkpoint, names: set[str]) -> list[str]:
     return [name.removesuffix(".weight") for name in matrices if name not in names and "embed" not in name]
 
 
-def _write_weights(checkpoint: Checkpoint, names: set[str], quantiser: RoundToNearest, out: Path) -> dict[str, str]:
+def _write_weights(checkpoint: Checkpoint, stored: Stored, quantiser: RoundToNearest, out: Path) -> dict[str, str]:
     """Write each file of the checkpoint with its matrices quantised; return each tensor's file."""
     from safetensors.torch import save_file
 
@@ -98,22 +101,27 @@ def _write_weights(checkpoint: Checkpoint, names: set[str], quantiser: RoundToNe
         by_file.setdefault(checkpoint[name].path, []).append(name)
     index: dict[str, str] = {}
     for path, own in sorted(by_file.items()):
-        tensors = dict(_tensors(checkpoint, own, names, quantiser))
+        tensors = dict(_tensors(checkpoint, own, stored, quantiser))
         save_file(tensors, out / path.name, {"format": "pt"})
         index |= dict.fromkeys(tensors, path.name)
     return index
 
 
 def _tensors(
-    checkpoint: Checkpoint, own: list[str], names: set[str], quantiser: RoundToNearest
+    checkpoint: Checkpoint, own: list[str], stored: Stored, quantiser: RoundToNearest
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of a file, by name."""
+    """The tensors of a file, by name; each matrix of a stack becomes one of its own."""
     from ...core.model.quantization.pack_quantized import packed_tensors
 
+    def packed(name: str, matrix: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        module = name.removesuffix("weight")
+        return ((module + end, each) for end, each in packed_tensors(matrix, quantiser).items())
+
     for name in own:
-        tensor = checkpoint.read(name)
-        if name in names:
-            module = name.removesuffix("weight")
-            yield from ((module + end, each) for end, each in packed_tensors(tensor, quantiser).items())
-        else:
-            yield name, tensor
+        if name in stored.matrices:
+            yield from packed(name, checkpoint.read(name))
+        elif name not in stored.stacks:
+            yield name, checkpoint.read(name)
+        for piece in stored.stacks.get(name, ()):
+            place = slice(piece.expert, piece.expert + 1), piece.rows
+            yield from packed(piece.name, checkpoint.read(name, place)[0])

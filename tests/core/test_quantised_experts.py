@@ -13,9 +13,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from chorus.core.config import EngineConfig
-from chorus.core.executors.cuda import CudaShapes
-from chorus.core.model.config import UnsupportedModel
 from chorus.core.model.experts import ExpertPack
 from chorus.core.model.quantization.groups import is_packable, pack_scaled
 from chorus.core.model.quantization.round_to_nearest import RoundToNearest
@@ -27,7 +24,6 @@ from chorus.ops import native_library
 from chorus.ops.expert_products import Panels, pack, unpack
 from chorus.ops.native_integers import IntegerPanels
 
-from ..graphs.host_device import HostDevice
 from ..kept import KeptAnswers, kept_files
 from .model.quantization.test_forms import with_experts
 from .model.quantization.test_mxfp4 import HOW, write_mxfp4
@@ -253,9 +249,3 @@ def test_torch_kernels_dequantise_them():
     assert not any(isinstance(each, IntegerPanels) for each in experts_of(executor))
     assert executor.weight_bytes == kept_bytes(executor.whole, 4)
     assert torch.equal(logits_of(executor, [[5, 6, 7]]), logits_of(twin, [[5, 6, 7]]))
-
-
-def test_gpus_refuse_to_quantise_experts():
-    config = EngineConfig(model=make_mixture("gpt-oss").model, quantization="int8", device="cuda:0")
-    with pytest.raises(UnsupportedModel, match="quantization is 'int8', but the model has 8 experts"):
-        CudaShapes(config, device=HostDevice())

@@ -11,6 +11,7 @@ import torch
 from chorus.ops.expert_tiles import ExpertTiles, Stack
 from chorus.ops.expert_tiles_schedule import num_tiles
 from chorus.ops.expert_tiles_triton import multiply
+from chorus.ops.narrow_weights import NarrowWeight, keep, keep_float4, stack
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9}
 
@@ -76,3 +77,63 @@ def test_a_rows_bits_do_not_depend_on_its_company(rows):
     if rows < 64:
         alone = multiply(x[7:8], Stack(weight), ExpertTiles.of(chosen[7:8], 6), 2)
         assert torch.equal(alone, whole[7])
+
+
+#: (form, inputs, group): whole rows and groups, with an input that no block divides; every group of MXFP4 has 32.
+NARROW = [
+    ("int8", 72, 72),
+    ("int4", 192, 64),
+    ("int4 zeros", 320, 128),
+    ("int4 zeros", 130, 130),
+    ("fp8", 200, 128),
+    ("fp8", 40, 40),
+    ("mxfp4", 32, 32),
+    ("mxfp4", 288, 32),
+]
+
+
+def narrow_stack(form: str, experts: int, outputs: int, inputs: int, group: int, dtype: torch.dtype) -> NarrowWeight:
+    generator, cpu = torch.Generator().manual_seed(3), torch.device("cpu")
+
+    def whole(low, high, *shape):
+        return torch.randint(low, high, shape, generator=generator, dtype=torch.int8)
+
+    def matrix() -> NarrowWeight:
+        groups = -(-inputs // group)
+        scales = torch.rand(outputs, groups, generator=generator) / 32 + 1 / 64
+        if form == "mxfp4":
+            doubles = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12], dtype=torch.int8)
+            numbers = doubles[whole(0, 8, outputs, inputs).long()] * (1 - 2 * whole(0, 2, outputs, inputs))
+            exponents = whole(-6, 2, outputs, groups).float()
+            exponents[0, 0], exponents[-1, -1] = -127, 20  # the least one, a subnormal number, and a large one
+            return keep_float4(numbers, torch.exp2(exponents), dtype=dtype, device=cpu)
+        if form == "fp8":
+            values = (torch.randn(outputs, inputs, generator=generator) * 8).to(torch.float8_e4m3fn)
+            return keep(values, scales, None, bits=8, group=group, dtype=dtype, device=cpu)
+        bits = int(form[3])
+        half = 1 << bits - 1
+        zeros = whole(-half, half - 1, outputs, groups) if form.endswith("zeros") else None
+        values = whole(-half, half - 1, outputs, inputs)
+        return keep(values, scales, zeros, bits=bits, group=group, dtype=dtype, device=cpu)
+
+    found = stack([matrix() for _ in range(experts)])
+    assert found is not None and found.shape == (experts, outputs, inputs)
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("form", "inputs", "group"), NARROW)
+def test_narrow_experts_are_multiplied_as_the_numbers_that_they_stand_for(form, inputs, group, dtype):
+    """Of rows with a single 1, the result is a column of a weight, bit by bit; in tiles of 16 rows and of 64."""
+    generator, outputs = torch.Generator().manual_seed(4), 41
+    weight = narrow_stack(form, 4, outputs, inputs, group, dtype)
+    dense, ones = weight.dense(), torch.eye(inputs, dtype=dtype)
+    assert dense.isfinite().all() and dense.count_nonzero() > dense.numel() / 2
+    for at in (torch.arange(0, inputs, 7)[:40], torch.arange(65) * 37 % inputs):
+        chosen = chosen_experts(len(at), 4, 2)
+        found = multiply(ones[at], Stack(weight), ExpertTiles.of(chosen, 4), 2)
+        assert torch.equal(found, dense[chosen.flatten(), :, at.repeat_interleave(2)])
+    biases, chosen = torch.randn(4, outputs, generator=generator).to(dtype), chosen_experts(5, 4, 2)
+    x, tiles = torch.randn(5, inputs, generator=generator).to(dtype), ExpertTiles.of(chosen, 4)
+    found, want = (multiply(x, Stack(each, biases), tiles, 2).double() for each in (weight, dense))
+    assert (found - want).abs().max() <= TOLERANCE[dtype] * want.abs().max()

@@ -102,7 +102,8 @@ class CompressedTensors(WeightFormat):
         return super().left_out(checkpoint, name) or name.endswith(_LEFT_OUT)
 
     def stores(self, checkpoint: Checkpoint, name: str) -> bool:
-        return self._of(name).stores(checkpoint, name)
+        scheme = self._scheme(name)
+        return scheme is not None and scheme.stores(checkpoint, name)
 
     def check(self, checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> Sequence[str]:
         return list(self._of(name).check(checkpoint, name, shape))

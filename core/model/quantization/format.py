@@ -42,6 +42,8 @@ class Narrow(NamedTuple):
     """See `GroupScaled.inputs`."""
     is_float: bool = False
     """In FP8."""
+    mxfp4: bool = False
+    """See `GroupScaled.mxfp4`."""
 
 
 class WeightScheme(ABC):

@@ -65,7 +65,7 @@ class Fp4(ScaledScheme):
         return found
 
     def narrow(self, name: str) -> Narrow:
-        return Narrow(BITS, self.group)
+        return Narrow(BITS, self.group, mxfp4=self.is_exponent)
 
     def scaled(self, checkpoint: Checkpoint, name: str, part: Part) -> GroupScaled:
         rows, columns = part
@@ -73,7 +73,7 @@ class Fp4(ScaledScheme):
         values = doubles_of(checkpoint.read(_name(name, self.packed), (rows, stored)))
         groups, group_of = groups_of(columns, self.group)
         scales = self._scales(checkpoint, name, (rows, groups))
-        return GroupScaled(values[:, within], BITS, scales / 2, None, group_of)
+        return GroupScaled(values[:, within], BITS, scales / 2, None, group_of, mxfp4=self.is_exponent)
 
     def _scales(self, checkpoint: Checkpoint, name: str, part: Sequence[slice]) -> torch.Tensor:
         scale = f"{name}_scale"

@@ -42,6 +42,9 @@ class GroupScaled:
     inputs: RoundedInputs | None = None
     """How activations are rounded before they are multiplied with it; None: they are not."""
 
+    mxfp4: bool = False
+    """Values are twice numbers of FP4 (E2M1), and scales half of powers of 2."""
+
     @property
     def is_float(self) -> bool:
         """True if values are in FP8."""

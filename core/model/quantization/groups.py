@@ -42,7 +42,15 @@ def stacked(matrices: Sequence[GroupScaled]) -> GroupScaled:
     values, scales = torch.cat([it.values for it in matrices]), torch.cat([it.scales * it.factor for it in matrices])
     has_zeros = any(matrix.zeros is not None for matrix in matrices)
     zeros = torch.cat([_zeros_of(matrix) for matrix in matrices]) if has_zeros else None
-    return GroupScaled(values, first.bits, scales, zeros, matrices[0].group_of, inputs=_common_inputs(matrices))
+    return GroupScaled(
+        values,
+        first.bits,
+        scales,
+        zeros,
+        matrices[0].group_of,
+        inputs=_common_inputs(matrices),
+        mxfp4=all(matrix.mxfp4 for matrix in matrices),
+    )
 
 
 def _common_inputs(matrices: Sequence[GroupScaled]) -> RoundedInputs | None:

@@ -47,7 +47,7 @@ class Mxfp4(ScaledScheme, WeightFormat):
         return blocks, scales
 
     def narrow(self, name: str) -> Narrow | None:
-        return Narrow(BITS, _GROUP) if _EXPERTS in name else None
+        return Narrow(BITS, _GROUP, mxfp4=True) if _EXPERTS in name else None
 
     def scaled(self, checkpoint: Checkpoint, name: str, part: Part) -> GroupScaled:
         blocks, scales = _names(name)
@@ -59,7 +59,7 @@ class Mxfp4(ScaledScheme, WeightFormat):
         powers = read_powers(checkpoint, scales, place)[0, :: rows.step or 1]
         begin = columns.start - groups.start * _GROUP
         values = doubles_of(pairs.flatten(1))[:, begin : begin + columns.stop - columns.start]
-        return GroupScaled(values, BITS, powers / 2, None, group_of)
+        return GroupScaled(values, BITS, powers / 2, None, group_of, mxfp4=True)
 
 
 def _names(name: str) -> tuple[str, str]:

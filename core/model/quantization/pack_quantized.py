@@ -5,6 +5,7 @@ Tests: tests/server/cli/test_quantize.py
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -58,19 +59,11 @@ def quantization_config(
     """`quantization_config` of config.json. inputs: of each quantised module, by its name. ignored: names of linear
     modules that are not quantised, in addition to the output projection.
 
-    Raises UnsupportedModel for rows that no group size divides, and for modules of one name with several sizes.
+    Raises UnsupportedModel for rows that no group size divides, and for modules at one place in layers with several
+    sizes.
     """
-    by_name: dict[str, int] = {}
-    for module, count in inputs.items():
-        group = quantiser.group_of(count)
-        if count % group:
-            raise UnsupportedModel(
-                f"{module} has rows of {count} weights, which no group of 128, 64 or 32 divides; quantise to int8"
-            )
-        name = module.rpartition(".")[2]
-        if by_name.setdefault(name, group) != group:
-            raise UnsupportedModel(f"{module} has other groups than other modules called {name}; quantise to int8")
     per_row = quantiser.bits == 8
+    by_name = {} if per_row else _by_name({each: _group_of(quantiser, each, count) for each, count in inputs.items()})
     layout, inputs_of = ("pack-quantized", None) if quantiser.inputs is None else ("int-quantized", _INPUTS)
     sizes = [None] if per_row else sorted(set(by_name.values()), reverse=True)
     groups = {
@@ -92,6 +85,33 @@ def quantization_config(
         "ignore": sorted({*ignored, "lm_head"} - inputs.keys()),
         "kv_cache_scheme": None,
     }
+
+
+def _group_of(quantiser: RoundToNearest, module: str, count: int) -> int:
+    """Inputs of a module's groups."""
+    group = quantiser.group_of(count)
+    if count % group:
+        raise UnsupportedModel(
+            f"{module} has rows of {count} weights, which no group of 128, 64 or 32 divides; quantise to int8"
+        )
+    return group
+
+
+def _by_name(groups: Mapping[str, int]) -> dict[str, int]:
+    """Ends of names, as regular expressions, that tell modules of other groups apart: the last part of names, and where
+    that has several, such as down_proj of an expert and of a dense layer, all behind the layer's number.
+    """
+    found: dict[str, set[int]] = {}
+    for module, group in groups.items():
+        found.setdefault(module.rpartition(".")[2], set()).add(group)
+    by_name: dict[str, int] = {}
+    for module, group in groups.items():
+        name = module.rpartition(".")[2]
+        if len(found[name]) > 1:
+            name = re.sub(r"\d+", r"\\d+", re.escape(module.partition(".layers.")[2].partition(".")[2]))
+        if by_name.setdefault(name, group) != group:
+            raise UnsupportedModel(f"{module} has other groups than {name} of other layers; quantise to int8")
+    return by_name
 
 
 def _weights(bits: int, group: int | None) -> dict[str, Any]:

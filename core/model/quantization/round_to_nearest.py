@@ -78,21 +78,13 @@ class RoundToNearest:
         return outputs * (-(-inputs * self.bits // 8) + 4 * -(-inputs // self.group_of(inputs)))
 
 
-def quantiser_of(
-    name: Name | None, lm_head: bool, stored: WeightFormat | None, num_experts: int = 0
-) -> RoundToNearest | None:
+def quantiser_of(name: Name | None, lm_head: bool, stored: WeightFormat | None) -> RoundToNearest | None:
     """The quantiser that settings name; None: none.
 
-    stored: the form of the checkpoint's own weights. num_experts: of the layers of a model that is to be written.
-    Raises UnsupportedModel if weights are quantised already, or would be written and are of experts.
+    stored: the form of the checkpoint's own weights. Raises UnsupportedModel if weights are quantised already.
     """
     if name is None:
         return None
-    if num_experts:
-        raise UnsupportedModel(
-            f"quantization is {name!r}, but the model has {num_experts} experts, which are quantised when a CPU serves "
-            "them, and not in files; serve the original checkpoint with --quantization"
-        )
     if stored is not None:
         raise UnsupportedModel(
             f"quantization is {name!r}, but the checkpoint is quantised already; leave quantization, or use the "

@@ -73,15 +73,15 @@ def test_of_groups_that_a_gpu_can_keep(tmp_path, name):
 
 
 @pytest.mark.parametrize("family", ["qwen3.5-moe", "glm-4-moe"])
-def test_a_mixture_is_counted_in_the_models_dtype(tmp_path, family):
-    """Its experts, the shared one and the router are dequantised."""
+def test_of_a_mixture(tmp_path, family):
+    """Its experts are kept, the shared one and the router are dequantised: see `test_narrow_experts`."""
     save_family(family, tmp_path)
     raw = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**raw, "quantization_config": {"quant_method": "fp8"}}))
     model = read_model_config(tmp_path)
     every = [each for layer in model.projections.layers for each in layer]
     found = weight_bytes(model, 2)
-    assert found.experts == 2 * sum(each.num_weights for each in every if each.experts)
+    assert found.experts == sum(each.num_weights + 4 * each.experts * each.outputs for each in every if each.experts)
     assert found.dense == 2 * sum(each.num_weights for each in every if not each.is_of_mixture)
 
 

@@ -71,7 +71,7 @@ def test_integers_of_experts_are_told(tmp_path, capsys):
     fields = {**GEMMA, **changes, "moe_intermediate_size": 40, "quantization_config": how}
     (tmp_path / "config.json").write_text(json.dumps(fields))
     assert cli.main(["models", str(tmp_path)]) == 0
-    want = ", integers of experts kept so on CPUs by the native library, and dequantised elsewhere"
+    want = ", experts kept so by GPUs and as integers on CPUs by the native library, and dequantised elsewhere"
     assert any(line.endswith(want) for line in capsys.readouterr().out.splitlines())
 
 

@@ -15,6 +15,7 @@ from chorus.perf.bench.sizes import Geometry
 from chorus.server.cli.command import main
 
 from ...core.test_families import executor_of, logits_of
+from ...core.tiny_families import save_family
 
 GEOMETRY = Geometry(hidden=128, ffn=192, layers=2, heads=4, kv_heads=2, vocab=320)
 DOWN = "model.layers.1.mlp.down_proj."
@@ -182,3 +183,55 @@ def test_served_with_activations_it_has_the_bits_of_the_setting(model, with_acti
     weights_alone = "int8" if name == "w8a8" else "int4"
     other = logits_of(executor_of(model, quantization=weights_alone, **options), [[3, 7, 11], [9, 2]])
     assert torch.equal(found, want) and not torch.equal(found, other)
+
+
+#: family → an expert's matrix in the quantised checkpoint. Experts of the second are in stacks, which become matrices.
+MIXTURES = {
+    "mixtral": "model.layers.1.block_sparse_moe.experts.2.w2.",
+    "qwen3.5-moe": "model.layers.1.mlp.experts.2.down_proj.",
+}
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("name", ["int8", "w8a8"])
+@pytest.mark.parametrize("family", MIXTURES)
+def test_a_mixture_has_the_bits_of_the_setting(tmp_path, family, name):
+    """Each expert's matrices are tensors of their own, under the names of the family; routers stay as they are."""
+    save_family(family, tmp_path / "model", torch.bfloat16)
+    assert main(["quantize", str(tmp_path / "model"), str(tmp_path / "out"), "--quantization", name]) == 0
+    plain, found = (load_file(tmp_path / each / "model.safetensors") for each in ("model", "out"))
+    end = MIXTURES[family].removeprefix("model.")
+    keys = [key for key in found if end in key]
+    ends = ("weight", "weight_scale") if name == "w8a8" else ("weight_packed", "weight_scale", "weight_shape")
+    assert {key.rpartition(".")[2] for key in keys} == set(ends)
+    section = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    routers = [key for key in plain if key.endswith((".gate.weight", "shared_expert_gate.weight"))]
+    assert routers and {key.removesuffix(".weight") for key in routers} <= set(section["ignore"])
+    assert all(torch.equal(found[key], plain[key]) for key in routers)
+    options = {"dtype": "bfloat16"}
+    served = logits_of(executor_of(tmp_path / "out", **options), [[3, 7, 11], [9, 2]])
+    want = logits_of(executor_of(tmp_path / "model", quantization=name, **options), [[3, 7, 11], [9, 2]])
+    assert torch.equal(served, want)
+
+
+@pytest.mark.native
+def test_groups_of_experts_may_differ_from_those_of_dense_layers(tmp_path):
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 32}
+    save_family("qwen3-moe-mixed", tmp_path / "model", torch.bfloat16, **sizes)
+    assert main(["quantize", str(tmp_path / "model"), str(tmp_path / "out"), "--quantization", "int4"]) == 0
+    section = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    groups = {tuple(it["targets"]): it["weights"]["group_size"] for it in section["config_groups"].values()}
+    of_experts = r"re:.*\.mlp\.experts\.\d+\.down_proj$"
+    assert {size for targets, size in groups.items() if of_experts in targets} == {32}
+    assert {size for targets, size in groups.items() if r"re:.*\.mlp\.down_proj$" in targets} == {128}
+    served = logits_of(executor_of(tmp_path / "out", dtype="float32"), [[3, 7, 11], [9, 2]])
+    want = logits_of(executor_of(tmp_path / "model", dtype="float32", quantization="int4"), [[3, 7, 11], [9, 2]])
+    assert torch.equal(served, want)
+
+
+@pytest.mark.parametrize("family", ["gpt-oss", "granite-moe"])
+def test_stacks_that_others_read_in_no_other_form_are_refused(tmp_path, family, capsys):
+    save_family(family, tmp_path / "model", torch.bfloat16)
+    assert main(["quantize", str(tmp_path / "model"), str(tmp_path / "out"), "--quantization", "int8"]) == 1
+    assert "has the weights of all experts, and programs that read compressed-tensors" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
