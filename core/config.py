@@ -67,13 +67,14 @@ class EngineConfig(BaseModel):
         description="auto: the checkpoint's weights; dummy: random weights, to measure a model from its "
         "config.json alone",
     )
-    quantization: Literal["int8", "int4", "w8a8", "w4a8"] | None = Field(
+    quantization: Literal["int8", "int4", "w8a8", "w4a8", "fp8"] | None = Field(
         default=None,
         description="quantise the projections of layers while the checkpoint is read, each weight to the nearest of "
         "256 or 16 values. int8: one scale per row; int4: one per row and group of 128 inputs (64 or 32 where 128 "
         "does not divide the row). w8a8 and w4a8: the same weights, and on a CPU activations are rounded to 8 bits "
-        "where they are multiplied with them, but not for experts. GPUs refuse to quantise experts. Adapters and KV "
-        "cache keep dtype. Default: weights stay as they are",
+        "where they are multiplied with them, but not for experts. fp8: E4M3, one scale per row; kept so by GPUs, and "
+        "dequantised on a CPU. GPUs refuse to quantise experts. Adapters and KV cache keep dtype. Default: weights "
+        "stay as they are",
     )
     quantize_lm_head: bool = Field(
         default=False, description="quantise the output projection, too; the embeddings stay. Needs quantization"
@@ -318,12 +319,7 @@ class EngineConfig(BaseModel):
 
     @field_validator("quantization", mode="before")
     @classmethod
-    def _quantization_is_of_integers(cls, name: object) -> object:
-        if name == "fp8":
-            raise ValueError(
-                "weights can't be quantised to fp8 here; use int8, which takes as many bytes, or serve a "
-                "checkpoint that is stored as FP8"
-            )
+    def _quantization_is_no_form_of_checkpoints(cls, name: object) -> object:
         if name in _FORMS_OF_CHECKPOINTS:
             raise ValueError(f"the form of a checkpoint is read from its files; leave quantization out to serve {name}")
         return name
@@ -332,7 +328,7 @@ class EngineConfig(BaseModel):
     def _lm_head_is_quantised_with_the_rest(self) -> EngineConfig:
         if self.quantize_lm_head and self.quantization is None:
             raise ValueError(
-                "quantize_lm_head needs quantization: set it to int8, int4, w8a8 or w4a8, or leave quantize_lm_head"
+                "quantize_lm_head needs quantization: set it to int8, int4, w8a8, w4a8 or fp8, or leave quantize_lm_head"
             )
         return self
 

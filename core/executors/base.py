@@ -258,11 +258,12 @@ class ModelExecutor(ExecutorBase):
         """Say that quantised weights are kept dequantised, if there are any. who: the library that multiplies them."""
         if self.quantiser is not None:
             logger.warning(
-                "quantization is %s, but %s dequantised %s: they take as much memory as the checkpoint's own; the "
-                "native CPU decoder, and GPUs unless small_gemm is off, keep them quantised",
+                "quantization is %s, but %s dequantised %s: they take as much memory as the checkpoint's own; %sGPUs "
+                "unless small_gemm is off, keep them quantised",
                 self.quantiser.name,
                 who,
                 which,
+                "" if self.quantiser.is_float else "the native CPU decoder, and ",
             )
 
     def _within_window(self, config: EngineConfig) -> bool:

@@ -110,6 +110,8 @@ class CpuExecutor(ModelExecutor):
             config.model, self.whole, dtype, load_format=config.load_format, shard=shard, quantiser=self.quantiser
         ) as weights:
             if native:
+                if self.quantiser is not None and self.quantiser.is_float:
+                    self.warn_if_dequantised("the native decoder multiplies")
                 self.decoder = decoder = NativeDecoderModel(
                     self.config, weights, self.arena, max_model_len=max_model_len, threads=threads, ranks=ranks
                 )

@@ -49,7 +49,8 @@ def weight_bytes(config: EngineConfig, shapes: ModelExecutor, shard: Shard, dtyp
     experts by the native library. native: the native decoder is in use.
     """
     whole, quantiser = shapes.whole, shapes.quantiser
-    kept = kept_bytes(whole, dtype.itemsize, shard, quantiser if native else None)
+    is_kept = native and quantiser is not None and not quantiser.is_float
+    kept = kept_bytes(whole, dtype.itemsize, shard, quantiser if is_kept else None)
     if keeps_experts(config, dtype):
         kept -= bytes_saved_by_experts(whole, dtype.itemsize, shard, quantiser)
     return kept

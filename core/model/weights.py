@@ -130,7 +130,7 @@ class Weights(ABC):
     def kept_lm_head(self, embed: torch.Tensor) -> torch.Tensor | GroupScaled:
         """The output projection, quantised if the quantiser's setting says so."""
         head = self.lm_head(embed)
-        return self.quantiser(head) if self.quantiser is not None and self.quantiser.lm_head else head
+        return self.quantiser(head, LM_HEAD) if self.quantiser is not None and self.quantiser.lm_head else head
 
     def _tied(self, embed: torch.Tensor) -> torch.Tensor:
         return embed if self._shard.size == 1 else embed[self._shard.of_vocab(self._config)]
@@ -231,7 +231,7 @@ class Weights(ABC):
 
     def _quantised_shares(self, quantiser: RoundToNearest, names: Sequence[str]) -> GroupScaled:
         """The rank's shares of projections, one below the other."""
-        whole, shares, first = quantiser(self._read(*names, reuse=True, whole=True)), [], 0
+        whole, shares, first = quantiser(self._read(*names, reuse=True, whole=True), names[0]), [], 0
         if self._shard.size == 1:
             return whole
         for name in names:

@@ -1,4 +1,5 @@
-"""Checkpoints of compressed-tensors that vLLM and transformers read, too: `pack-quantized` and `int-quantized`.
+"""Checkpoints of compressed-tensors that vLLM and transformers read, too: `pack-quantized`, `int-quantized` and
+`float-quantized`.
 
 Tests: tests/server/cli/test_quantize.py
 """
@@ -27,17 +28,19 @@ _INPUTS = {
 }
 
 
-def packed_tensors(weight: torch.Tensor, quantiser: RoundToNearest) -> dict[str, torch.Tensor]:
-    """The tensors of a weight `[out, in]`, by the end of their names.
+def packed_tensors(name: str, weight: torch.Tensor, quantiser: RoundToNearest) -> dict[str, torch.Tensor]:
+    """The tensors of a weight `[out, in]` called `name`, by the end of their names.
 
-    Where activations are rounded: `weight` int8 `[out, in]` and `weight_scale`. Else:
+    In FP8: `weight` E4M3 `[out, in]` and `weight_scale` float32 `[out, 1]`. Where activations are rounded: `weight` int8 `[out, in]` and `weight_scale`. Else:
 
     `weight_packed` int32 `[out, ⌈in · bits / 32⌉]`: values plus 2^(bits-1), the first in the lowest bits.
     `weight_scale` bfloat16 `[out, groups]`. `weight_shape` int64 `[2]`.
     """
     import torch
 
-    matrix = quantiser(weight)
+    matrix = quantiser(weight, name)
+    if matrix.is_float:
+        return {"weight": matrix.values, "weight_scale": matrix.scales}
     if matrix.inputs is not None:
         return {"weight": matrix.values, "weight_scale": matrix.scales.bfloat16()}
     rows, inputs = matrix.values.shape
@@ -78,7 +81,7 @@ def quantization_config(
             "targets": ["Linear"]
             if len(sizes) == 1
             else [f"re:.*\\.{name}$" for name in sorted(by_name) if by_name[name] == size],
-            "weights": _weights(quantiser.bits, size),
+            "weights": _weights(quantiser, size),
             "input_activations": inputs_of,
             "output_activations": None,
         }
@@ -86,7 +89,7 @@ def quantization_config(
     }
     return {
         "quant_method": "compressed-tensors",
-        "format": layout,
+        "format": "float-quantized" if quantiser.is_float else layout,
         "quantization_status": "compressed",
         "config_groups": groups,
         "ignore": sorted({*ignored, "lm_head"} - inputs.keys()),
@@ -94,10 +97,10 @@ def quantization_config(
     }
 
 
-def _weights(bits: int, group: int | None) -> dict[str, Any]:
+def _weights(quantiser: RoundToNearest, group: int | None) -> dict[str, Any]:
     return {
-        "num_bits": bits,
-        "type": "int",
+        "num_bits": quantiser.bits,
+        "type": "float" if quantiser.is_float else "int",
         "symmetric": True,
         "strategy": "channel" if group is None else "group",
         "group_size": group,
