@@ -79,6 +79,13 @@ class EngineConfig(BaseModel):
     quantize_lm_head: bool = Field(
         default=False, description="quantise the output projection, too; the embeddings stay. Needs quantization"
     )
+    fp8_activations: bool = Field(
+        default=False,
+        description="on a GPU of compute capability 8.9 or later, in bfloat16: round activations to FP8 (E4M3), each "
+        "row by itself, for FP8 weights with one scale per row or tensor whose checkpoint asks for it, or that "
+        "quantization fp8 makes. It costs quality, in steps of any size. Products are then of FP8 with FP8 where that "
+        "is measured to be faster at the start. Adapters get activations as they are",
+    )
     kv_cache_dtype: Literal["auto", "fp8"] = Field(
         default="auto",
         description="dtype of keys and values in the page pool. auto: that of dtype; fp8: E4M3, one byte each, with "
@@ -328,7 +335,15 @@ class EngineConfig(BaseModel):
     def _lm_head_is_quantised_with_the_rest(self) -> EngineConfig:
         if self.quantize_lm_head and self.quantization is None:
             raise ValueError(
-                "quantize_lm_head needs quantization: set it to int8, int4, w8a8, w4a8 or fp8, or leave quantize_lm_head"
+                "quantize_lm_head needs quantization: set it to int8, int4, w8a8, w4a8 or fp8, or leave it out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _activations_are_rounded_for_kept_weights(self) -> EngineConfig:
+        if self.fp8_activations and self.small_gemm == "off":
+            raise ValueError(
+                "fp8_activations is true, but small_gemm is 'off', which dequantises FP8 weights; leave one of them out"
             )
         return self
 

@@ -31,7 +31,8 @@ _INPUTS = {
 def packed_tensors(name: str, weight: torch.Tensor, quantiser: RoundToNearest) -> dict[str, torch.Tensor]:
     """The tensors of a weight `[out, in]` called `name`, by the end of their names.
 
-    In FP8: `weight` E4M3 `[out, in]` and `weight_scale` float32 `[out, 1]`. Where activations are rounded: `weight` int8 `[out, in]` and `weight_scale`. Else:
+    In FP8: `weight` E4M3 `[out, in]` and `weight_scale` float32 `[out, 1]`. Where activations are rounded: `weight`
+    int8 `[out, in]` and `weight_scale`. Else:
 
     `weight_packed` int32 `[out, ⌈in · bits / 32⌉]`: values plus 2^(bits-1), the first in the lowest bits.
     `weight_scale` bfloat16 `[out, groups]`. `weight_shape` int64 `[2]`.
@@ -75,6 +76,8 @@ def quantization_config(
             raise UnsupportedModel(f"{module} has other groups than other modules called {name}; quantise to int8")
     per_row = quantiser.bits == 8
     layout, inputs_of = ("pack-quantized", None) if quantiser.inputs is None else ("int-quantized", _INPUTS)
+    if quantiser.is_float:
+        layout, inputs_of = "float-quantized", None  # others round activations if it says so
     sizes = [None] if per_row else sorted(set(by_name.values()), reverse=True)
     groups = {
         f"group_{index}": {
@@ -89,7 +92,7 @@ def quantization_config(
     }
     return {
         "quant_method": "compressed-tensors",
-        "format": "float-quantized" if quantiser.is_float else layout,
+        "format": layout,
         "quantization_status": "compressed",
         "config_groups": groups,
         "ignore": sorted({*ignored, "lm_head"} - inputs.keys()),

@@ -1,4 +1,4 @@
-"""Quantises weights while they are read: each is rounded to the nearest whole number, or E4M3, times its group's scale."""
+"""Quantises weights while they are read, each to the nearest whole number, or E4M3, times its group's scale."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 from ..config_json import UnsupportedModel
 from .format import WeightFormat
 from .group_scaled import GroupScaled, row_chunks
-from .rounded_inputs import RoundedInputs
+from .rounded_inputs import Float8Inputs, RoundedInputs
 
 if TYPE_CHECKING:
     import torch
@@ -48,8 +48,10 @@ class RoundToNearest:
         return self.name == "fp8"
 
     @property
-    def inputs(self) -> RoundedInputs | None:
+    def inputs(self) -> RoundedInputs | Float8Inputs | None:
         """How activations are rounded; None: they are not."""
+        if self.is_float:
+            return Float8Inputs()
         return RoundedInputs() if self.name in ("w8a8", "w4a8") else None
 
     def group_of(self, inputs: int) -> int:
