@@ -167,6 +167,7 @@ def test_what_keeps_dequantised_weights_says_so(model, caplog):
         ({"quantization": "awq"}, "read from its files; leave quantization out to serve awq"),
         ({"quantization": "int3"}, "'int8', 'int4', 'w8a8', 'w4a8' or 'fp8'"),
         ({"quantize_lm_head": True}, "quantize_lm_head needs quantization"),
+        ({"fp8_activations": True, "small_gemm": "off"}, "small_gemm is 'off', which dequantises FP8 weights"),
     ],
 )
 def test_other_forms_are_refused(fields, why):
