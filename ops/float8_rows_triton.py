@@ -23,7 +23,7 @@ from .narrow_weights_triton import unpacked
 def round_float8_rows(out, scales, x, x_stride, C: tl.constexpr):
     """out[t] = x[t] in E4M3 (uint8) times 1 / scales[t], or, if C.dense, the numbers that it stands for.
 
-    Grid (rows,). x: [rows, width] with the given row stride. out: [rows, width], contiguous. scales: [rows], not written
+    Grid (rows,). x: [rows, width] with the given row stride. out: [rows, width]. scales: [rows], not written
     if C.dense. The scale is found in the bits of the largest element, without a division: see `float8_rows.quantised`.
     """
     WIDTH: tl.constexpr = C.width

@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_ON_GPUS = "GPUs unless small_gemm is off"
+
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
@@ -258,12 +260,12 @@ class ModelExecutor(ExecutorBase):
         """Say that quantised weights are kept dequantised, if there are any. who: the library that multiplies them."""
         if self.quantiser is not None:
             logger.warning(
-                "quantization is %s, but %s dequantised %s: they take as much memory as the checkpoint's own; %sGPUs "
-                "unless small_gemm is off, keep them quantised",
+                "quantization is %s, but %s dequantised %s: they take as much memory as the checkpoint's own; %s, keep "
+                "them quantised",
                 self.quantiser.name,
                 who,
                 which,
-                "" if self.quantiser.is_float else "the native CPU decoder, and ",
+                _ON_GPUS if self.quantiser.is_float else f"the native CPU decoder, and {_ON_GPUS}",
             )
 
     def _within_window(self, config: EngineConfig) -> bool:

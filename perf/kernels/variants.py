@@ -20,8 +20,8 @@ from ...ops import elementwise_schedule, expert_tiles_schedule, gated_delta_sche
 from ...ops import small_gemm_schedule as small
 from ...ops.attention_schedule import LEAST_FLOAT8, attention_constants, attention_options, largest_head
 from ...ops.dependent_launch import LEAST_MAJOR
-from ...ops.mixture_tables import TileWriter
 from ...ops.float8_rows_schedule import RoundConstants
+from ...ops.mixture_tables import TileWriter
 from ...ops.narrow_weights_schedule import WIDEN_WARPS, WidenConstants
 from ...ops.sgmv_schedule import ExpandShape, Schedule, decode, expand_constants, prefill, shrink_constants
 from ...ops.sgmv_tables import place_blocks, place_pages, place_window

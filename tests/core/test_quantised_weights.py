@@ -159,6 +159,15 @@ def test_what_keeps_dequantised_weights_says_so(model, caplog):
     with caplog.at_level(logging.WARNING, "chorus"):
         executor_of(model, cpu_kernels="torch", quantization="int4")
     assert "quantization is int4, but PyTorch's operators multiply dequantised weights" in caplog.text
+    assert "the native CPU decoder, and GPUs unless small_gemm is off, keep them quantised" in caplog.text
+
+
+@pytest.mark.native
+def test_the_native_decoder_says_that_it_dequantises_fp8(model, caplog):
+    with caplog.at_level(logging.WARNING, "chorus"):
+        executor = executor_of(model, cpu_kernels="native", quantization="fp8")
+    assert "quantization is fp8, but the native decoder multiplies dequantised weights" in caplog.text
+    assert executor.weight_bytes == kept_bytes(executor.whole, 2)
 
 
 @pytest.mark.parametrize(
