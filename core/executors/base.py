@@ -256,9 +256,11 @@ class ModelExecutor(ExecutorBase):
         """The model's dtype."""
         return self._dtype
 
-    def warn_if_dequantised(self, who: str, which: str = "weights") -> None:
-        """Say that quantised weights are kept dequantised, if there are any. who: the library that multiplies them."""
-        if self.quantiser is not None:
+    def warn_if_dequantised(self, who: str, which: str = "weights", *, only_float8: bool = False) -> None:
+        """Say that quantised weights are kept dequantised, if there are any. who: the library that multiplies them;
+        only_float8: which keeps all but FP8.
+        """
+        if self.quantiser is not None and (self.quantiser.is_float or not only_float8):
             logger.warning(
                 "quantization is %s, but %s dequantised %s: they take as much memory as the checkpoint's own; %s, keep "
                 "them quantised",

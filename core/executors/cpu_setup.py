@@ -57,8 +57,8 @@ def weight_bytes(config: EngineConfig, shapes: ModelExecutor, shard: Shard, dtyp
 
 
 def keeps_experts(config: EngineConfig, dtype: torch.dtype) -> bool:
-    """True if experts that are stored as whole numbers with scales, or quantised, stay so in steps of `dtype`."""
-    return config.cpu_kernels != "torch" and native_library.available(dtype)
+    """True if experts that are whole numbers with scales, stored or quantised, stay so in steps of `dtype`."""
+    return config.quantization != "fp8" and config.cpu_kernels != "torch" and native_library.available(dtype)
 
 
 def of_torch(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> str:
