@@ -70,9 +70,9 @@ def product(x: torch.Tensor, weight: NarrowWeight, bias: torch.Tensor | None = N
     Sums are float32, multiplied by both scales, and rounded once, or twice with a bias.
     """
     rows = quantised(x)
-    y = torch._scaled_mm(  # noqa: SLF001 (torch's public name for it, in torch.nn.functional, is newer than torch 2.9)
-        rows.values, weight.data.view(DTYPE).t(), rows.scales, weight.scales.t(), out_dtype=x.dtype
-    )
+    matrices = rows.values, weight.data.view(DTYPE).t()
+    # its name without an underscore, in torch.nn.functional, is newer than torch 2.9
+    y = torch._scaled_mm(*matrices, rows.scales, weight.scales.t(), out_dtype=x.dtype)  # noqa: SLF001
     return y if bias is None else y.add_(bias)
 
 
@@ -81,3 +81,6 @@ def multiply(x: torch.Tensor, weight: NarrowWeight, bias: torch.Tensor | None = 
     if weight.multiplies_float8:
         return product(x, weight, bias)
     return linear(rounded(x), weight.dense(), bias)
+
+
+# pyright: reportPrivateImportUsage=false
