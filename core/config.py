@@ -67,16 +67,24 @@ class EngineConfig(BaseModel):
         description="auto: the checkpoint's weights; dummy: random weights, to measure a model from its "
         "config.json alone",
     )
-    quantization: Literal["int8", "int4", "w8a8", "w4a8"] | None = Field(
+    quantization: Literal["int8", "int4", "w8a8", "w4a8", "fp8"] | None = Field(
         default=None,
         description="quantise the projections of layers while the checkpoint is read, each weight to the nearest of "
         "256 or 16 values. int8: one scale per row; int4: one per row and group of 128 inputs (64 or 32 where 128 "
         "does not divide the row). w8a8 and w4a8: the same weights, and on a CPU activations are rounded to 8 bits "
-        "where they are multiplied with them, but not for experts. Adapters and KV cache keep dtype. Default: weights "
+        "where they are multiplied with them, but not for experts. fp8: E4M3, one scale per row; kept so by GPUs, and "
+        "dequantised on a CPU. Adapters and KV cache keep dtype. Default: weights "
         "stay as they are",
     )
     quantize_lm_head: bool = Field(
         default=False, description="quantise the output projection, too; the embeddings stay. Needs quantization"
+    )
+    fp8_activations: bool = Field(
+        default=False,
+        description="on a GPU of compute capability 8.9 or later, in bfloat16: round activations to FP8 (E4M3), each "
+        "row by itself, for FP8 weights with one scale per row or tensor whose checkpoint asks for it, or that "
+        "quantization fp8 makes. It costs quality, in steps of any size. Products are then of FP8 with FP8 where that "
+        "is measured to be faster at the start. Adapters get activations as they are",
     )
     kv_cache_dtype: Literal["auto", "fp8"] = Field(
         default="auto",
@@ -318,12 +326,7 @@ class EngineConfig(BaseModel):
 
     @field_validator("quantization", mode="before")
     @classmethod
-    def _quantization_is_of_integers(cls, name: object) -> object:
-        if name == "fp8":
-            raise ValueError(
-                "weights can't be quantised to fp8 here; use int8, which takes as many bytes, or serve a "
-                "checkpoint that is stored as FP8"
-            )
+    def _quantization_is_no_form_of_checkpoints(cls, name: object) -> object:
         if name in _FORMS_OF_CHECKPOINTS:
             raise ValueError(f"the form of a checkpoint is read from its files; leave quantization out to serve {name}")
         return name
@@ -332,7 +335,15 @@ class EngineConfig(BaseModel):
     def _lm_head_is_quantised_with_the_rest(self) -> EngineConfig:
         if self.quantize_lm_head and self.quantization is None:
             raise ValueError(
-                "quantize_lm_head needs quantization: set it to int8, int4, w8a8 or w4a8, or leave quantize_lm_head"
+                "quantize_lm_head needs quantization: set it to int8, int4, w8a8, w4a8 or fp8, or leave it out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _activations_are_rounded_for_kept_weights(self) -> EngineConfig:
+        if self.fp8_activations and self.small_gemm == "off":
+            raise ValueError(
+                "fp8_activations is true, but small_gemm is 'off', which dequantises FP8 weights; leave one of them out"
             )
         return self
 

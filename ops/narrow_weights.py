@@ -57,6 +57,12 @@ class NarrowWeight:
     float4: bool = False
     """The weights are MXFP4: FP4 (E2M1), in groups of `FLOAT4_GROUP`."""
 
+    rounds_inputs: bool = False
+    """Rows that are multiplied with it are rounded to FP8 first: see `float8_rows`."""
+
+    multiplies_float8: bool = False
+    """The library multiplies these rows in FP8, with the weights as they are; else both are widened for it."""
+
     @property
     def shape(self) -> torch.Size:
         """`[out, in]`."""

@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_ON_GPUS = "GPUs unless small_gemm is off"
+
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
@@ -254,15 +256,18 @@ class ModelExecutor(ExecutorBase):
         """The model's dtype."""
         return self._dtype
 
-    def warn_if_dequantised(self, who: str, which: str = "weights") -> None:
-        """Say that quantised weights are kept dequantised, if there are any. who: the library that multiplies them."""
-        if self.quantiser is not None:
+    def warn_if_dequantised(self, who: str, which: str = "weights", *, only_float8: bool = False) -> None:
+        """Say that quantised weights are kept dequantised, if there are any. who: the library that multiplies them;
+        only_float8: which keeps all but FP8.
+        """
+        if self.quantiser is not None and (self.quantiser.is_float or not only_float8):
             logger.warning(
-                "quantization is %s, but %s dequantised %s: they take as much memory as the checkpoint's own; the "
-                "native CPU decoder, and GPUs unless small_gemm is off, keep them quantised",
+                "quantization is %s, but %s dequantised %s: they take as much memory as the checkpoint's own; %s, keep "
+                "them quantised",
                 self.quantiser.name,
                 who,
                 which,
+                _ON_GPUS if self.quantiser.is_float else f"the native CPU decoder, and {_ON_GPUS}",
             )
 
     def _within_window(self, config: EngineConfig) -> bool:

@@ -76,6 +76,11 @@ def open_executor(config: EngineConfig) -> Executor:
             f"offload_workers is {workers} and tensor_parallel_size is {size}: use one of them; set the other to "
             "its default"
         )
+    if config.fp8_activations and not on_gpu:
+        raise _refusal(
+            "fp8_activations is true, but a CPU multiplies activations with FP8 weights as they are; leave it out, or "
+            "set device to 'cuda'"
+        )
     if on_gpu and size > 1:
         from .cuda_ranks import CudaRanksExecutor
 

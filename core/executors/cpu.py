@@ -110,6 +110,7 @@ class CpuExecutor(ModelExecutor):
             config.model, self.whole, dtype, load_format=config.load_format, shard=shard, quantiser=self.quantiser
         ) as weights:
             if native:
+                self.warn_if_dequantised("the native decoder multiplies", only_float8=True)
                 self.decoder = decoder = NativeDecoderModel(
                     self.config, weights, self.arena, max_model_len=max_model_len, threads=threads, ranks=ranks
                 )

@@ -49,15 +49,16 @@ def weight_bytes(config: EngineConfig, shapes: ModelExecutor, shard: Shard, dtyp
     experts by the native library. native: the native decoder is in use.
     """
     whole, quantiser = shapes.whole, shapes.quantiser
-    kept = kept_bytes(whole, dtype.itemsize, shard, quantiser if native else None)
+    is_kept = native and quantiser is not None and not quantiser.is_float
+    kept = kept_bytes(whole, dtype.itemsize, shard, quantiser if is_kept else None)
     if keeps_experts(config, dtype):
         kept -= bytes_saved_by_experts(whole, dtype.itemsize, shard, quantiser)
     return kept
 
 
 def keeps_experts(config: EngineConfig, dtype: torch.dtype) -> bool:
-    """True if experts that are stored as whole numbers with scales, or quantised, stay so in steps of `dtype`."""
-    return config.cpu_kernels != "torch" and native_library.available(dtype)
+    """True if experts that are whole numbers with scales, stored or quantised, stay so in steps of `dtype`."""
+    return config.quantization != "fp8" and config.cpu_kernels != "torch" and native_library.available(dtype)
 
 
 def of_torch(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> str:

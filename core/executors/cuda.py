@@ -42,6 +42,7 @@ from ..requests.types import ScheduledSequence, StepPlan, StepResult
 from . import cuda_memory
 from .adapters import CudaAdapters
 from .base import ModelExecutor
+from .cuda_float8_products import check_float8_products
 from .cuda_lora_offload import CudaLoraOffload, CudaOffloadAdapters
 from .cuda_merged import CudaShadow
 from .cuda_outputs import Outputs
@@ -89,6 +90,8 @@ class CudaShapes(ModelExecutor):
         is_ahead = config.async_scheduling and not config.speculates
         self.state_slots = 3 if is_ahead else 2
         super().__init__(config, shard)
+        if config.fp8_activations:
+            check_float8_products(self._dtype, device.torch_device)
         if not (experts := self.config.num_experts):
             return
         for name, value, plain in (
@@ -293,6 +296,12 @@ class CudaExecutor(CudaShapes):
             quantiser=self.quantiser,
         ) as weights:
             weights.keeps = stays_narrow if self._keeps_narrow else None
+            weights.float8_inputs = config.fp8_activations
+            if config.fp8_activations and not weights.asks_float8_inputs:
+                raise UnsupportedModel(
+                    "fp8_activations is true, but no weights of the model are FP8 with activations in FP8; leave it "
+                    "out, or set quantization to 'fp8'"
+                )
             if weights.rounds_inputs:
                 logger.info(
                     "activations are not rounded to 8 bits on a GPU: it multiplies weights of 8 or 4 bits with them"

@@ -31,6 +31,7 @@ from ..requests.draft_length import most_logits
 from ..requests.types import ScheduledSequence, adapter_runs
 from . import cuda_decode, cuda_memory, cuda_piecewise
 from .cuda_decode import DecodeSteps
+from .cuda_float8_products import choose_float8_products
 from .cuda_merged import KEPT_PLACES, MERGED_FORMS, PlacedGraphs
 from .cuda_outputs import Outputs, StepOutputs
 from .cuda_piecewise import PiecewiseSteps, token_buckets
@@ -72,7 +73,7 @@ class CudaSteps:
         rival: GroupedBackend | None = None,
     ) -> None:
         """rival: another backend for decode steps, which `choose_attention` compares."""
-        self._config = config
+        self._config, self._device = config, device
         self.decoder = model
         self._max_model_len = max_model_len
         self._layout = layout = arena.layout
@@ -214,6 +215,8 @@ class CudaSteps:
     def warm_up(self) -> None:
         """Compile LoRA kernels and choose GEMM backends; `largest_step` and captures compile the other kernels."""
         self.lora.warm_up()
+        if self._config.fp8_activations:
+            choose_float8_products(self.decoder, self._config.max_num_batched_tokens, self._device)
         self.decoding.choose_backends()
 
     def capture_ahead(self) -> None:

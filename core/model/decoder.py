@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import accumulate
 
@@ -44,6 +44,7 @@ from .quantization.groups import (
     rounds_inputs,
     with_signed_values,
 )
+from .quantization.rounded_inputs import Float8Inputs, RoundedInputs
 from .rope_config import RopeConfig
 from .rounding_weight import RoundingWeight
 from .shadow import INPUTS_ARE_ROUNDED
@@ -311,7 +312,7 @@ class DecoderModel:
     def merged_form(self, layer: int, group: int) -> tuple[torch.Size, torch.dtype]:
         """See `MergeableModel.merged_form`."""
         origin = getattr(self.layers[layer], MATRICES[group])
-        if isinstance(origin, RoundingWeight):
+        if isinstance(origin, RoundingWeight) or (isinstance(origin, NarrowWeight) and origin.rounds_inputs):
             raise CannotMerge(INPUTS_ARE_ROUNDED)
         return origin.shape, origin.dtype
 
@@ -473,7 +474,7 @@ def _kept(weights: Weights, device: torch.device, dtype: torch.dtype, *, packs: 
     if packs:
         return lambda weight: pack(plain(weight, dtype).float())
     if weights.keeps is not None:
-        return lambda weight: _narrowed(weight, dtype, device)
+        return partial(_narrowed, dtype=dtype, device=device, float8_inputs=weights.float8_inputs)
     return (
         None if device.type == "cpu" else lambda weight: plain(weight, dtype).to(device)
     )  # a GPU's are read into the same memory
@@ -490,21 +491,25 @@ def _rounding(weight: torch.Tensor | GroupScaled, dtype: torch.dtype, *, packs: 
     """A dequantised projection on a CPU. packs: in float32, and packed."""
     dense = plain(weight, dtype)
     dense = pack(dense.float()) if packs else dense.clone() if dense is weight else dense
-    if not isinstance(weight, GroupScaled) or weight.inputs is None or not rounds_inputs(weight):
+    if not isinstance(weight, GroupScaled) or not isinstance(weight.inputs, RoundedInputs) or not is_packable(weight):
         return dense
     _, group = evenly_grouped(weight)
     return RoundingWeight(dense, weight.inputs.within(group, weight.values.shape[1]))
 
 
 def _narrowed(
-    weight: torch.Tensor | GroupScaled, dtype: torch.dtype, device: torch.device
+    weight: torch.Tensor | GroupScaled, dtype: torch.dtype, device: torch.device, *, float8_inputs: bool
 ) -> torch.Tensor | NarrowWeight:
-    """A projection on a device: narrow if it is stored so, in groups that kernels can multiply."""
+    """A projection on a device: narrow if it is stored so, in groups that kernels can multiply.
+
+    float8_inputs: see `Weights`.
+    """
     if isinstance(weight, GroupScaled):
         even, group = evenly_grouped(with_signed_values(weight))
         bits, scales = packed_bits(even), even.scales * even.factor
         if is_kept(even.values.shape[1], bits, group):
-            return keep(even.values, scales, even.zeros, bits=bits, group=group, dtype=dtype, device=device)
+            kept = keep(even.values, scales, even.zeros, bits=bits, group=group, dtype=dtype, device=device)
+            return replace(kept, rounds_inputs=float8_inputs and isinstance(even.inputs, Float8Inputs))
     return plain(weight, dtype).to(device, copy=True)
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn.functional import linear
 
+from ...ops import float8_rows
 from ...ops.elementwise import add_rms_norm, gelu_and_mul, layer_norm, rms_norm, silu_and_mul
 from ...ops.narrow_weights import NarrowWeight
 from ...ops.packed_gemm import packed_linear
@@ -184,6 +185,11 @@ def multiply(
     """
     if isinstance(weight, RoundingWeight):
         x, weight = weight.inputs(x), weight.weight
+    if isinstance(weight, NarrowWeight) and weight.rounds_inputs:
+        if backend is GemmBackend.LIBRARY:
+            y = float8_rows.multiply(x, weight, bias)
+            return silu_and_mul(y) if gate else y
+        x = float8_rows.rounded(x)
     if backend is GemmBackend.LIBRARY:
         weight = weight.dense() if isinstance(weight, NarrowWeight) else weight
         y = (packed_linear if weight.is_mkldnn else linear)(x, weight, bias)

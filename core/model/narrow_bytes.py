@@ -170,7 +170,7 @@ def _narrow(config: ModelConfig, name: str, inputs: int, quantiser: RoundToNeare
 
 
 def _of(quantiser: RoundToNearest, inputs: int) -> Narrow:
-    return Narrow(quantiser.bits, quantiser.group_of(inputs))
+    return Narrow(quantiser.bits, quantiser.group_of(inputs), is_float=quantiser.is_float)
 
 
 def _kept_bytes(shape: tuple[int, ...], narrow: Narrow | None) -> int | None:

@@ -27,6 +27,7 @@ from .quantization.group_scaled import GroupScaled, row_chunks
 from .quantization.groups import part_of, plain, stacked
 from .quantization.reading import REMEDY
 from .quantization.round_to_nearest import RoundToNearest
+from .quantization.rounded_inputs import Float8Inputs, RoundedInputs
 from .score_head import BIAS, WEIGHT
 from .shard import WHOLE, Part, Shard
 from .tensor_parts import (
@@ -89,8 +90,16 @@ class Weights(ABC):
 
     @property
     def rounds_inputs(self) -> bool:
-        """True if activations are rounded for some projections."""
-        return self.quantiser is not None and self.quantiser.inputs is not None
+        """True if a CPU rounds activations for some projections."""
+        return self.quantiser is not None and isinstance(self.quantiser.inputs, RoundedInputs)
+
+    @property
+    def asks_float8_inputs(self) -> bool:
+        """True if the form of some projections asks for activations in FP8."""
+        return self.quantiser is not None and isinstance(self.quantiser.inputs, Float8Inputs)
+
+    float8_inputs = False
+    """Activations are rounded to FP8 for the projections whose form asks for it."""
 
     def _dense_bytes(self, name: str) -> int:
         """Bytes of the rank's share of a part, dequantised."""
@@ -133,7 +142,7 @@ class Weights(ABC):
     def kept_lm_head(self, embed: torch.Tensor) -> torch.Tensor | GroupScaled:
         """The output projection, quantised if the quantiser's setting says so."""
         head = self.lm_head(embed)
-        return self.quantiser(head) if self.quantiser is not None and self.quantiser.lm_head else head
+        return self.quantiser(head, LM_HEAD) if self.quantiser is not None and self.quantiser.lm_head else head
 
     def _tied(self, embed: torch.Tensor) -> torch.Tensor:
         return embed if self._shard.size == 1 else embed[self._shard.of_vocab(self._config)]
@@ -234,7 +243,7 @@ class Weights(ABC):
 
     def _quantised_shares(self, quantiser: RoundToNearest, names: Sequence[str]) -> GroupScaled:
         """The rank's shares of projections, one below the other."""
-        whole, shares, first = quantiser(self._read(*names, reuse=True, whole=True)), [], 0
+        whole, shares, first = quantiser(self._read(*names, reuse=True, whole=True), names[0]), [], 0
         if self._shard.size == 1:
             return whole
         for name in names:
@@ -393,9 +402,17 @@ class WeightLoader(Weights):
 
     @property
     def rounds_inputs(self) -> bool:
+        return super().rounds_inputs or self._asks(RoundedInputs)
+
+    @property
+    def asks_float8_inputs(self) -> bool:
+        return super().asks_float8_inputs or self._asks(Float8Inputs)
+
+    def _asks(self, kind: type) -> bool:
+        """True if the form of a stored projection has inputs of this kind."""
         how = self._config.weight_format
         found = () if how is None else map(how.narrow, self._quantised)
-        return super().rounds_inputs or any(each is not None and each.inputs is not None for each in found)
+        return any(each is not None and isinstance(each.inputs, kind) for each in found)
 
     @property
     def num_bytes(self) -> int:

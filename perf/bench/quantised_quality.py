@@ -33,6 +33,8 @@ FORMS: dict[str, dict[str, Any]] = {
     "w8a8 with lm_head": {"quantization": "w8a8", "quantize_lm_head": True},
     "w4a8": {"quantization": "w4a8"},
     "w4a8 with lm_head": {"quantization": "w4a8", "quantize_lm_head": True},
+    "fp8": {"quantization": "fp8"},
+    "fp8 with lm_head": {"quantization": "fp8", "quantize_lm_head": True},
     "plain, FP8 KV cache": {"kv_cache_dtype": "fp8"},
     "int8, FP8 KV cache": {"quantization": "int8", "kv_cache_dtype": "fp8"},
 }

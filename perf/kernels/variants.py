@@ -20,6 +20,7 @@ from ...ops import elementwise_schedule, expert_tiles_schedule, gated_delta_sche
 from ...ops import small_gemm_schedule as small
 from ...ops.attention_schedule import LEAST_FLOAT8, attention_constants, attention_options, largest_head
 from ...ops.dependent_launch import LEAST_MAJOR
+from ...ops.float8_rows_schedule import RoundConstants
 from ...ops.mixture_tables import TileWriter
 from ...ops.narrow_weights import FLOAT4_GROUP
 from ...ops.narrow_weights_schedule import WIDEN_WARPS, WidenConstants
@@ -242,6 +243,22 @@ WIDENED = {
     for name, form in FORMS.items()
 }
 
+#: Rows of activations rounded to FP8: of the widest norm and of the widest activation.
+ROUNDED = {
+    f"round-{name}.{width}": Elementwise(
+        "float8_rows_triton",
+        "round_float8_rows",
+        constants={"C": constants},
+        options={"num_warps": constants.warps},
+        own=("out", "x") if constants.dense else ("x",),
+        others={"x_stride": "i32", **({"scales": "*own"} if constants.dense else {"out": "*u8", "scales": "*fp32"})},
+    )
+    for name, width, constants in (
+        (name, width, RoundConstants(width, name == "dense"))
+        for name, width in product(("dense", "float8"), (4096, 14336))
+    )
+}
+
 #: Heads, KV heads and elements of a head: of Llama-3.1-8B, of GPT-2's size, of Phi-3-mini and of the widest heads; and
 #: of Gemma 2's layers with a window and a soft cap. `float8`: with a KV cache in FP8.
 ATTENTION = {
@@ -435,7 +452,9 @@ VECTORS = {
 }
 
 #: Launches that read no rank-rows.
-PLAIN = ELEMENTWISE | WIDENED | PRODUCTS | DRAWS | DELTAS | VECTORS | EXPERTS | NARROW_EXPERTS | MIXTURE_TILES
+PLAIN = (
+    ELEMENTWISE | WIDENED | ROUNDED | PRODUCTS | DRAWS | DELTAS | VECTORS | EXPERTS | NARROW_EXPERTS | MIXTURE_TILES
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -591,7 +610,7 @@ def plain_variants() -> Iterator[Variant]:
         for dtype, itemsize in ITEMSIZE.items():
             if head_dim <= largest_head(itemsize) and not (dtype == "fp32" and group.startswith("float8")):
                 yield Variant("attend_rows", group, dtype, 64)
-    for group, launch in (ELEMENTWISE | WIDENED).items():
+    for group, launch in (ELEMENTWISE | WIDENED | ROUNDED).items():
         for dtype in ITEMSIZE:
             yield Variant(launch.kernel, group, dtype, 64)
     for group, launch in PRODUCTS.items():

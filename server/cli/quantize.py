@@ -28,10 +28,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("out", type=Path, metavar="OUT", help="a new directory")
     parser.add_argument(
         "--quantization",
-        choices=("int8", "int4", "w8a8", "w4a8"),
+        choices=("int8", "int4", "w8a8", "w4a8", "fp8"),
         default="int4",
         help="int8: one scale per row; int4: one per row and group of 128 inputs, or of 64 or 32 where 128 does not "
-        "divide the row; w8a8 and w4a8: the same weights, and activations of 8 bits",
+        "divide the row; w8a8 and w4a8: the same weights, and activations of 8 bits; fp8: E4M3, one scale per row",
     )
 
 
@@ -115,7 +115,7 @@ def _tensors(
 
     def packed(name: str, matrix: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         module = name.removesuffix("weight")
-        return ((module + end, each) for end, each in packed_tensors(matrix, quantiser).items())
+        return ((module + end, each) for end, each in packed_tensors(name, matrix, quantiser).items())
 
     for name in own:
         if name in stored.matrices:

@@ -83,6 +83,7 @@ def identity_of(engine: Engine) -> ModelIdentity:
     """The identity of an engine that has a model."""
     config = engine.config
     form = f"{config.quantization}{' with lm_head' * config.quantize_lm_head}" if config.quantization else ""
+    form += " with FP8 activations" * config.fp8_activations
     kv = "" if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
     model = model_hash(config.model, dummy=config.load_format == "dummy", form=form, kv=kv)
     dtype = read_model_config(config.model).dtype if config.dtype == "auto" else config.dtype

@@ -15,6 +15,8 @@ from safetensors.torch import load_file, save_file
 from chorus.core.config import EngineConfig
 from chorus.core.executors.cpu import CpuExecutor
 from chorus.core.model.config import UnsupportedModel
+from chorus.core.model.layer_weights import MATRICES
+from chorus.core.model.open_weights import open_weights
 from chorus.core.model.quantization.round_to_nearest import RoundToNearest
 from chorus.core.model.read_config import read_model_config
 from chorus.core.model.shard import Shard
@@ -42,11 +44,15 @@ def twin_of(model: Path, name: str, path: Path, *, lm_head: bool = False) -> Pat
     """A float32 checkpoint of the dequantised weights, computed weight by weight from the definition."""
     shutil.copytree(model, path)
     tensors = load_file(path / "model.safetensors")
-    half = {"int8": 128, "int4": 8}[name]
+    half = {"int8": 128, "int4": 8, "fp8": 0}[name]
     for key, tensor in tensors.items():
         if not (key.endswith("_proj.weight") or (lm_head and key == "lm_head.weight")):
             continue
         weight = tensor.float()
+        if name == "fp8":
+            scale = weight.abs().amax(1, keepdim=True) / 448
+            tensors[key] = (weight / scale).to(torch.float8_e4m3fn).float() * scale
+            continue
         inputs = weight.shape[1]
         group = inputs if name == "int8" else {288: 32, 352: 32}[inputs]
         for first in range(0, weight.shape[1], group):
@@ -69,6 +75,31 @@ def test_torch_computes_the_bits_of_the_dequantised_twin(model, tmp_path, name, 
     assert torch.equal(found, want)
     plain = logits_of(executor_of(model, **options), PROMPTS)
     assert 0.001 < ((found - plain).norm() / plain.norm()).item() < (0.05 if name == "int8" else 0.6)
+
+
+def test_fp8_has_the_bits_of_its_twin_whole_and_in_shares(model, tmp_path):
+    twin = twin_of(model, "fp8", tmp_path / "twin", lm_head=True)
+    options = {"dtype": "bfloat16", "cpu_kernels": "torch"}
+    executor = executor_of(model, quantization="fp8", quantize_lm_head=True, **options)
+    found, want = logits_of(executor, PROMPTS), logits_of(executor_of(twin, **options), PROMPTS)
+    assert torch.equal(found, want)
+    config = read_model_config(model)
+    for rank in range(2):
+        layers = []
+        for path, quantiser in ((model, RoundToNearest("fp8")), (twin, None)):
+            with open_weights(path, config, torch.bfloat16, shard=Shard(rank, 2), quantiser=quantiser) as weights:
+                layers.append(list(weights.layers()))
+        for one, other in zip(*layers, strict=True):
+            assert all(torch.equal(getattr(one, each), getattr(other, each)) for each in MATRICES)
+
+
+def test_fp8_rounds_to_the_nearest_of_a_row():
+    """Rows of zeros stay zeros, and tiny ones have a scale that is above 0: others divide by it."""
+    rows = torch.tensor([[448.0, 27.0, 29.0, -0.001], [0.0, 0.0, 0.0, 0.0], [2.0**-133, 0.0, 0.0, 0.0]])
+    matrix = RoundToNearest("fp8")(rows)
+    assert matrix.scales.flatten().tolist() == [1.0, 2.0**-126, 2.0**-126]
+    assert matrix.dequantised().tolist()[:2] == [[448.0, 28.0, 28.0, -(2.0**-9)], [0.0] * 4]
+    assert matrix.values.float().isfinite().all()
 
 
 @pytest.mark.native
@@ -128,15 +159,24 @@ def test_what_keeps_dequantised_weights_says_so(model, caplog):
     with caplog.at_level(logging.WARNING, "chorus"):
         executor_of(model, cpu_kernels="torch", quantization="int4")
     assert "quantization is int4, but PyTorch's operators multiply dequantised weights" in caplog.text
+    assert "the native CPU decoder, and GPUs unless small_gemm is off, keep them quantised" in caplog.text
+
+
+@pytest.mark.native
+def test_the_native_decoder_says_that_it_dequantises_fp8(model, caplog):
+    with caplog.at_level(logging.WARNING, "chorus"):
+        executor = executor_of(model, cpu_kernels="native", quantization="fp8")
+    assert "quantization is fp8, but the native decoder multiplies dequantised weights" in caplog.text
+    assert executor.weight_bytes == kept_bytes(executor.whole, 2)
 
 
 @pytest.mark.parametrize(
     ("fields", "why"),
     [
-        ({"quantization": "fp8"}, "weights can't be quantised to fp8 here; use int8"),
         ({"quantization": "awq"}, "read from its files; leave quantization out to serve awq"),
-        ({"quantization": "int3"}, "'int8', 'int4', 'w8a8' or 'w4a8'"),
+        ({"quantization": "int3"}, "'int8', 'int4', 'w8a8', 'w4a8' or 'fp8'"),
         ({"quantize_lm_head": True}, "quantize_lm_head needs quantization"),
+        ({"fp8_activations": True, "small_gemm": "off"}, "small_gemm is 'off', which dequantises FP8 weights"),
     ],
 )
 def test_other_forms_are_refused(fields, why):
@@ -153,7 +193,7 @@ def test_a_quantised_checkpoint_is_not_quantised_again(model, tmp_path):
 
 
 def test_replicas_with_other_weights_are_other_models(model):
-    hashes = {model_hash(model, form=form) for form in ("", "int8", "int4", "int4 with lm_head", "w8a8", "w4a8")}
-    assert len(hashes) == 6
+    hashes = {model_hash(model, form=form) for form in ("", "int8", "int4", "int4 with lm_head", "w8a8", "w4a8", "fp8")}
+    assert len(hashes) == 7
     assert model_hash(model) == model_hash(model, form="")
     assert read_model_config(model).weight_format is None

@@ -12,7 +12,7 @@ from .fp4 import Fp4
 from .fp8 import Fp8Scheme
 from .module_list import ModuleList
 from .read_fields import check_known, read_modules
-from .rounded_inputs import LARGEST, MULTIPLE, RoundedInputs
+from .rounded_inputs import LARGEST, MULTIPLE, Float8Inputs, RoundedInputs
 from .scaled_integers import ScaledIntegers
 
 if TYPE_CHECKING:
@@ -139,13 +139,16 @@ def _group(groups: ConfigJson, name: str, top: ConfigJson) -> _Group:
     weights = fields.object("weights")
     scheme = None if weights is None else _scheme(weights, fields if fields.has("format") else top)
     inputs = _rounded_inputs(fields)
-    if inputs is not None and isinstance(scheme, ScaledIntegers):
+    if isinstance(inputs, RoundedInputs) and isinstance(scheme, ScaledIntegers):
         scheme = replace(scheme, inputs=inputs, title=f"{scheme.title}, activations of 8 bits")
+    if isinstance(inputs, Float8Inputs) and isinstance(scheme, Fp8Scheme):
+        scheme = scheme.with_inputs(inputs)
     return _Group(read_modules(fields, "targets"), _CLASS in fields.texts("targets"), scheme)
 
 
-def _rounded_inputs(group: ConfigJson) -> RoundedInputs | None:
-    """How the activations of a group are rounded: if that is to 8 bits, symmetric, with scales that steps compute.
+def _rounded_inputs(group: ConfigJson) -> RoundedInputs | Float8Inputs | None:
+    """How the activations of a group are rounded: if that is to 8 bits, symmetric, with scales that steps compute; or
+    to FP8, whose scales steps always compute.
 
     Others are left as they are, which is more precise.
     """
@@ -156,7 +159,11 @@ def _rounded_inputs(group: ConfigJson) -> RoundedInputs | None:
     dynamic, bits, kind = inputs.raw.get("dynamic", False), inputs.integer("num_bits", 8), inputs.text("type", "int")
     if dynamic not in (True, False, "local"):
         raise inputs.refuse("dynamic", "not supported; supported: true, false, local")
-    if not inputs.boolean("symmetric", True) or dynamic is not True or (bits, kind) != (8, "int"):
+    if not inputs.boolean("symmetric", True) or bits != 8:
+        return None
+    if kind == "float":
+        return Float8Inputs()
+    if dynamic is not True or kind != "int":
         return None
     size = inputs.raw.get("group_size")
     strategy = inputs.text("strategy", "token" if size is None else "group")

@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from .module_list import ModuleList
-from .rounded_inputs import RoundedInputs
+from .rounded_inputs import Float8Inputs, RoundedInputs
 
 if TYPE_CHECKING:
     import torch
@@ -38,7 +38,7 @@ class Narrow(NamedTuple):
     group: int | None
     """Inputs of a group; None: a row is one."""
     has_zeros: bool = False
-    inputs: RoundedInputs | None = None
+    inputs: RoundedInputs | Float8Inputs | None = None
     """See `GroupScaled.inputs`."""
     is_float: bool = False
     """In FP8."""

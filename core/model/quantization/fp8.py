@@ -10,6 +10,7 @@ from .format import Narrow, Part, WeightFormat
 from .group_scaled import GroupScaled, groups_of
 from .read_fields import check_known, read_modules
 from .reading import REMEDY, check_float8, read_scales
+from .rounded_inputs import Float8Inputs
 from .scaled_scheme import ScaledScheme
 
 if TYPE_CHECKING:
@@ -32,15 +33,23 @@ _NO_EFFECT = {"dequantize", "expert_dtype", "scale_fmt"}
 
 
 class Fp8Scheme(ScaledScheme):
-    """`weight` in FP8 with `weight_scale` or `weight_scale_inv`. Activations are not quantised (W8A16)."""
+    """`weight` in FP8 with `weight_scale` or `weight_scale_inv`."""
 
-    def __init__(self, block: Sequence[int] | None = None, *, inverse: bool = False) -> None:
+    def __init__(
+        self, block: Sequence[int] | None = None, *, inverse: bool = False, inputs: Float8Inputs | None = None
+    ) -> None:
         """block: rows and columns that share a scale. None: a scale per tensor or per channel. inverse: scales may be
-        called `weight_scale_inv`, and those of blocks are.
+        called `weight_scale_inv`, and those of blocks are. inputs: activations are asked to be in FP8, too; with blocks
+        they are not rounded.
         """
+        self._inputs = inputs if block is None else None
         self._block = None if block is None else (block[0], block[1])
         self._inverse = inverse
         self.title = "FP8" if block is None else f"FP8, blocks of {block[0]} x {block[1]}"
+
+    def with_inputs(self, inputs: Float8Inputs) -> Fp8Scheme:
+        """The same with activations in FP8, unless it has blocks."""
+        return self if self._block is not None else Fp8Scheme(inverse=self._inverse, inputs=inputs)
 
     def stores(self, checkpoint: Checkpoint, name: str) -> bool:
         return name in checkpoint and checkpoint[name].dtype == _STORED
@@ -72,10 +81,11 @@ class Fp8Scheme(ScaledScheme):
         scales = scale[torch.arange(rows.start, rows.stop) // height, groups]
         values = checkpoint.read(name, part)
         check_float8(checkpoint, name, values)
-        return GroupScaled(values, 8, scales, None, group_of)
+        return GroupScaled(values, 8, scales, None, group_of, inputs=self._inputs)
 
     def narrow(self, name: str) -> Narrow:
-        return Narrow(8, None if self._block is None else self._block[1], is_float=True)
+        group = None if self._block is None else self._block[1]
+        return Narrow(8, group, inputs=self._inputs, is_float=True)
 
     def _scale_name(self, checkpoint: Checkpoint, name: str) -> str:
         inverse = f"{name}_scale_inv"
@@ -96,5 +106,5 @@ class Fp8(Fp8Scheme, WeightFormat):
         block = fields.numbers("weight_block_size")
         if block and (len(block) != 2 or any(size < 1 or size != int(size) for size in block)):
             raise fields.refuse("weight_block_size", "two whole numbers of at least 1 are needed, such as [128, 128]")
-        super().__init__([int(size) for size in block] if block else None, inverse=True)
+        super().__init__([int(size) for size in block] if block else None, inverse=True, inputs=Float8Inputs())
         self.plain = read_modules(fields, "modules_to_not_convert", "ignored_layers")

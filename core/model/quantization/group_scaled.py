@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .rounded_inputs import RoundedInputs
+from .rounded_inputs import Float8Inputs, RoundedInputs
 
 if TYPE_CHECKING:
     import torch
@@ -39,7 +39,7 @@ class GroupScaled:
     factor: float = 1.0
     """Multiplies every product in float32."""
 
-    inputs: RoundedInputs | None = None
+    inputs: RoundedInputs | Float8Inputs | None = None
     """How activations are rounded before they are multiplied with it; None: they are not."""
 
     mxfp4: bool = False

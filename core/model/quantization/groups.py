@@ -13,7 +13,7 @@ import torch
 
 from ....ops.native_integers import BITS, MULTIPLE, IntegerPanels, integer_sizes, pack_integers
 from .group_scaled import GroupScaled
-from .rounded_inputs import RoundedInputs
+from .rounded_inputs import Float8Inputs, RoundedInputs
 
 
 def part_of(matrix: GroupScaled, rows: slice, columns: slice) -> GroupScaled:
@@ -53,7 +53,7 @@ def stacked(matrices: Sequence[GroupScaled]) -> GroupScaled:
     )
 
 
-def _common_inputs(matrices: Sequence[GroupScaled]) -> RoundedInputs | None:
+def _common_inputs(matrices: Sequence[GroupScaled]) -> RoundedInputs | Float8Inputs | None:
     inputs = {matrix.inputs for matrix in matrices}
     return inputs.pop() if len(inputs) == 1 else None
 
@@ -94,8 +94,8 @@ def is_packable(matrix: GroupScaled) -> bool:
 
 
 def rounds_inputs(matrix: GroupScaled) -> bool:
-    """True if activations are rounded for a matrix: where the native library would multiply its integers."""
-    return matrix.inputs is not None and is_packable(matrix)
+    """True if a CPU rounds activations for a matrix: where the native library would multiply its integers."""
+    return isinstance(matrix.inputs, RoundedInputs) and is_packable(matrix)
 
 
 def packed_bits(matrix: GroupScaled) -> int:
@@ -112,7 +112,7 @@ def pack_scaled(matrix: GroupScaled, take: Callable[..., torch.Tensor] = torch.e
     rows, inputs = even.values.shape
     bits = packed_bits(even)
     data, scales = integer_sizes(rows, inputs, bits, group)
-    rounded = {} if even.inputs is None else {"input_bits": 8, "input_block": even.inputs.block}
+    rounded = {"input_bits": 8, "input_block": even.inputs.block} if isinstance(even.inputs, RoundedInputs) else {}
     return pack_integers(
         even.values, even.scales * even.factor, even.zeros, bits=bits, group=group,
         out=(take(data, dtype=torch.uint8), take(scales, dtype=torch.float32)), **rounded,

@@ -7,6 +7,7 @@ from .format import UniformFormat, WeightScheme
 from .fp4 import Fp4
 from .fp8 import Fp8Scheme
 from .read_fields import check_known, read_modules
+from .rounded_inputs import Float8Inputs
 
 _FIELDS = {"quant_method", "quant_algo", "group_size", "exclude_modules", "ignore", "quantization"}
 
@@ -15,7 +16,7 @@ _NO_EFFECT = {"config_groups", "kv_cache_quant_algo", "kv_cache_scheme", "produc
 
 _GROUP = 16
 _SCHEMES: dict[str, WeightScheme] = {
-    "FP8": Fp8Scheme(),
+    "FP8": Fp8Scheme(inputs=Float8Inputs()),
     "NVFP4": Fp4("NVFP4", _GROUP, packed="weight", factor="weight_scale_2"),
 }
 

@@ -1,4 +1,5 @@
-"""Checkpoints of compressed-tensors that vLLM and transformers read, too: `pack-quantized` and `int-quantized`.
+"""Checkpoints of compressed-tensors that vLLM and transformers read, too: `pack-quantized`, `int-quantized` and
+`float-quantized`.
 
 Tests: tests/server/cli/test_quantize.py
 """
@@ -28,17 +29,20 @@ _INPUTS = {
 }
 
 
-def packed_tensors(weight: torch.Tensor, quantiser: RoundToNearest) -> dict[str, torch.Tensor]:
-    """The tensors of a weight `[out, in]`, by the end of their names.
+def packed_tensors(name: str, weight: torch.Tensor, quantiser: RoundToNearest) -> dict[str, torch.Tensor]:
+    """The tensors of a weight `[out, in]` called `name`, by the end of their names.
 
-    Where activations are rounded: `weight` int8 `[out, in]` and `weight_scale`. Else:
+    In FP8: `weight` E4M3 `[out, in]` and `weight_scale` float32 `[out, 1]`. Where activations are rounded: `weight`
+    int8 `[out, in]` and `weight_scale`. Else:
 
     `weight_packed` int32 `[out, ⌈in · bits / 32⌉]`: values plus 2^(bits-1), the first in the lowest bits.
     `weight_scale` bfloat16 `[out, groups]`. `weight_shape` int64 `[2]`.
     """
     import torch
 
-    matrix = quantiser(weight)
+    matrix = quantiser(weight, name)
+    if matrix.is_float:
+        return {"weight": matrix.values, "weight_scale": matrix.scales}
     if matrix.inputs is not None:
         return {"weight": matrix.values, "weight_scale": matrix.scales.bfloat16()}
     rows, inputs = matrix.values.shape
@@ -65,13 +69,15 @@ def quantization_config(
     per_row = quantiser.bits == 8
     by_name = {} if per_row else _by_name({each: _group_of(quantiser, each, count) for each, count in inputs.items()})
     layout, inputs_of = ("pack-quantized", None) if quantiser.inputs is None else ("int-quantized", _INPUTS)
+    if quantiser.is_float:
+        layout, inputs_of = "float-quantized", None  # others round activations if it says so
     sizes = [None] if per_row else sorted(set(by_name.values()), reverse=True)
     groups = {
         f"group_{index}": {
             "targets": ["Linear"]
             if len(sizes) == 1
             else [f"re:.*\\.{name}$" for name in sorted(by_name) if by_name[name] == size],
-            "weights": _weights(quantiser.bits, size),
+            "weights": _weights(quantiser, size),
             "input_activations": inputs_of,
             "output_activations": None,
         }
@@ -114,10 +120,10 @@ def _by_name(groups: Mapping[str, int]) -> dict[str, int]:
     return by_name
 
 
-def _weights(bits: int, group: int | None) -> dict[str, Any]:
+def _weights(quantiser: RoundToNearest, group: int | None) -> dict[str, Any]:
     return {
-        "num_bits": bits,
-        "type": "int",
+        "num_bits": quantiser.bits,
+        "type": "float" if quantiser.is_float else "int",
         "symmetric": True,
         "strategy": "channel" if group is None else "group",
         "group_size": group,

@@ -1,31 +1,37 @@
-"""Quantises weights while they are read: each is rounded to the nearest whole number times its group's scale."""
+"""Quantises weights while they are read, each to the nearest whole number, or E4M3, times its group's scale."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
 from ..config_json import UnsupportedModel
 from .format import WeightFormat
 from .group_scaled import GroupScaled, row_chunks
-from .rounded_inputs import RoundedInputs
+from .rounded_inputs import Float8Inputs, RoundedInputs
 
 if TYPE_CHECKING:
     import torch
 
-Name = Literal["int8", "int4", "w8a8", "w4a8"]
+Name = Literal["int8", "int4", "w8a8", "w4a8", "fp8"]
+
+NAMES: tuple[Name, ...] = get_args(Name)
 
 GROUPS = (128, 64, 32)
 """Inputs of a group of 4-bit weights: the first that divides a row."""
+
+_LARGEST = 448.0  # of E4M3
+_LEAST_SCALE = 2.0**-126  # of float32, without subnormal numbers: a row of zeros has it
 
 
 @dataclass(frozen=True, slots=True)
 class RoundToNearest:
     """`int8`: one scale per row; `int4`: one per row and group of 128 inputs, or of 64 or 32 where 128 does not
     divide the row. Symmetric: there are no zero points. `w8a8` and `w4a8`: the same weights, and activations of 8 bits.
+    `fp8`: E4M3 with one scale per row.
 
     A scale is the largest weight's size divided by (2^bits - 1) / 2, as in compressed-tensors, and rounded to bfloat16,
-    as a quantised checkpoint stores them.
+    as a quantised checkpoint stores them. Of FP8 it is that size divided by 448, in float32.
     """
 
     name: Name
@@ -34,11 +40,18 @@ class RoundToNearest:
 
     @property
     def bits(self) -> int:
-        return {"int8": 8, "int4": 4, "w8a8": 8, "w4a8": 4}[self.name]
+        return 4 if self.name in ("int4", "w4a8") else 8
 
     @property
-    def inputs(self) -> RoundedInputs | None:
+    def is_float(self) -> bool:
+        """True if values are in FP8."""
+        return self.name == "fp8"
+
+    @property
+    def inputs(self) -> RoundedInputs | Float8Inputs | None:
         """How activations are rounded; None: they are not."""
+        if self.is_float:
+            return Float8Inputs()
         return RoundedInputs() if self.name in ("w8a8", "w4a8") else None
 
     def group_of(self, inputs: int) -> int:
@@ -47,16 +60,26 @@ class RoundToNearest:
             return inputs
         return next((group for group in GROUPS if not inputs % group), GROUPS[0])
 
-    def __call__(self, weight: torch.Tensor) -> GroupScaled:
-        """Quantise a weight `[out, in]`."""
+    def __call__(self, weight: torch.Tensor, name: str = "a weight") -> GroupScaled:
+        """Quantise a weight `[out, in]`. name: of its tensor.
+
+        Raises UnsupportedModel if it has numbers that are not finite.
+        """
         import torch
 
         rows, inputs = weight.shape
         group = self.group_of(inputs)
-        values = torch.empty(rows, inputs, dtype=torch.int8)
+        values = torch.empty(rows, inputs, dtype=torch.float8_e4m3fn if self.is_float else torch.int8)
         scales = torch.empty(rows, -(-inputs // group))
         for some in row_chunks(weight):
-            values[some], scales[some] = self._rounded(weight[some], group)
+            values[some], scales[some] = (
+                _rounded_floats(weight[some]) if self.is_float else self._rounded(weight[some], group)
+            )
+        if not bool(scales.isfinite().all()):
+            raise UnsupportedModel(
+                f"{name} has numbers that are not finite, which can't be quantised; download the checkpoint again, or "
+                "leave quantization"
+            )
         return GroupScaled(values, self.bits, scales, None, torch.arange(inputs) // group, inputs=self.inputs)
 
     def _rounded(self, weight: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -76,6 +99,15 @@ class RoundToNearest:
     def num_bytes(self, outputs: int, inputs: int) -> int:
         """Bytes of a packed weight `[out, in]`: its numbers, and float32 scales."""
         return outputs * (-(-inputs * self.bits // 8) + 4 * -(-inputs // self.group_of(inputs)))
+
+
+def _rounded_floats(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Values in FP8 of some rows, ties to even, and scales `[rows, 1]`."""
+    import torch
+
+    wide = weight.float()
+    scales = (wide.abs().amax(-1, keepdim=True) / _LARGEST).clamp_min(_LEAST_SCALE)
+    return (wide / scales).clamp_(-_LARGEST, _LARGEST).to(torch.float8_e4m3fn), scales
 
 
 def quantiser_of(name: Name | None, lm_head: bool, stored: WeightFormat | None) -> RoundToNearest | None:

@@ -1,4 +1,4 @@
-"""Activations that are rounded to 8 bits before a product, as in the schemes W8A8 and W4A8.
+"""Activations that are rounded to 8 bits before a product, as in the schemes W8A8, W4A8 and FP8.
 
 Tests: tests/core/model/quantization/test_rounded_inputs.py
 """
@@ -23,6 +23,13 @@ LARGEST = 1 << 16
 
 _MOST = 127
 _LEAST = 1e-28  # of a block's largest value; below it, all become 0
+
+
+@dataclass(frozen=True, slots=True)
+class Float8Inputs:
+    """Activations in FP8, each row by itself, which the form of weights asks for: see ops/float8_rows.py. GPUs obey it
+    if `fp8_activations` is set.
+    """
 
 
 @dataclass(frozen=True, slots=True)

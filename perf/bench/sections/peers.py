@@ -49,7 +49,7 @@ CASES: dict[str, tuple[bool, Sequence[int | None]]] = {
     "one": (True, [4]),
 }
 
-GGUF_TYPES = {"int8": "Q8_0", "int4": "Q4_K_S", "w8a8": "Q8_0", "w4a8": "Q4_K_S"}
+GGUF_TYPES = {"int8": "Q8_0", "int4": "Q4_K_S", "w8a8": "Q8_0", "w4a8": "Q4_K_S", "fp8": "Q8_0"}
 """Types of llama.cpp by `--quantization`. They have the activations of products in 8 bits."""
 
 _RATES = {"output": "rate", "prefill": "prefill_rate", "decode": "decode_rate"}

@@ -230,7 +230,7 @@ def plain(tmp_path_factory) -> Subject:
 
 
 @pytest.mark.parametrize("small_gemm", ["off", "on", "fused"])
-@pytest.mark.parametrize("quantization", ["int8", "int4"])
+@pytest.mark.parametrize("quantization", ["int8", "int4", "fp8"])
 def test_quantised_weights_give_the_bits_of_what_they_stand_for(plain, drive, tmp_path, quantization, small_gemm):
     """Prompts and decode steps beside adapters, captured: tokens and log-probabilities are the same floats."""
     twin = tmp_path / "twin"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import shutil
 from pathlib import Path
 
@@ -16,10 +17,12 @@ from safetensors.torch import load_file, save_file
 
 from chorus.core.config import EngineConfig
 from chorus.core.engine import Engine
-from chorus.core.executors import cuda_gemm_backends, cuda_memory
+from chorus.core.executors import cuda_float8_products, cuda_gemm_backends, cuda_memory
 from chorus.core.executors.cuda import CudaExecutor
 from chorus.core.model.batch import BY_LIBRARY, GemmBackend
+from chorus.core.model.config import UnsupportedModel
 from chorus.core.model.quantization.round_to_nearest import RoundToNearest
+from chorus.core.requests.types import CannotMerge
 from chorus.ops.narrow_weights import NarrowWeight
 from chorus.perf.inline_reads import InlineReads
 from chorus.server.cli.command import main
@@ -144,6 +147,52 @@ def test_an_fp8_checkpoint_is_kept_as_it_is(drive, model, tmp_path):
     driver = drive(tmp_path / "fp8")
     assert kept(driver) == {NarrowWeight}
     check(driver, ask(driver, Subject(tmp_path / "twin", model.adapters), *REQUESTS))
+
+
+class RoundingSubject(Subject):
+    """A reference that rounds the rows of the base model's projections to FP8, but not those of adapters."""
+
+    def _reference(self):
+        if self._peft is None:
+            for name, module in super()._reference().named_modules():
+                if isinstance(module, torch.nn.Linear) and name.removesuffix(".base_layer").endswith("_proj"):
+                    module.register_forward_pre_hook(lambda _module, args: (to_float8(args[0]),))
+        return self._peft
+
+
+def to_float8(x: torch.Tensor) -> torch.Tensor:
+    scale = torch.exp2((x.abs().amax(-1, keepdim=True) / 448).log2().ceil())
+    return (x / scale).to(torch.float8_e4m3fn).float() * scale
+
+
+@pytest.mark.parametrize(
+    "in_float8", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["as they are", "widened"]
+)
+def test_activations_in_fp8_are_those_of_the_reference_in_steps_of_any_size(
+    drive, model, tmp_path, monkeypatch, in_float8
+):
+    """Prompts by the library, decode steps by the kernel for few rows, beside adapters, which get them unrounded."""
+    monkeypatch.setattr(cuda_float8_products, "DTYPES", {torch.float32})
+    if not in_float8:
+        monkeypatch.setattr(cuda_float8_products, "NEAR", math.nan)  # the device's clock says 0
+    twin = shutil.copytree(model.model, tmp_path / "twin")
+    tensors = load_file(twin / "model.safetensors")
+    for key in [key for key in tensors if key.endswith("_proj.weight")]:
+        tensors[key] = RoundToNearest("fp8")(tensors[key].float()).dequantised()
+    save_file(tensors, twin / "model.safetensors", {"format": "pt"})
+    driver = drive(quantization="fp8", fp8_activations=True)
+    layers = driver.executor.inner.steps.decoder.layers
+    assert {getattr(layer, name).multiplies_float8 for layer in layers for name in MATRICES} == {in_float8}
+    check(driver, ask(driver, RoundingSubject(twin, model.adapters), *REQUESTS))
+    if in_float8:
+        with pytest.raises(CannotMerge, match="activations are rounded to 8 bits"):
+            driver.engine.merge("qv")
+
+
+def test_activations_in_fp8_need_weights_that_ask_for_them(drive, monkeypatch):
+    monkeypatch.setattr(cuda_float8_products, "DTYPES", {torch.float32})
+    with pytest.raises(UnsupportedModel, match="no weights of the model are FP8 with activations in FP8; leave it out"):
+        drive(quantization="int8", fp8_activations=True)
 
 
 @pytest.mark.slow

@@ -41,6 +41,11 @@ def test_without_a_gpu_auto_is_the_cpu(subject, monkeypatch):
     executor.close()
 
 
+def test_a_cpu_refuses_activations_in_fp8(subject):
+    with pytest.raises(DeviceError, match="fp8_activations is true, but a CPU multiplies activations with FP8 weights"):
+        choice.open_executor(EngineConfig(model=subject("gqa").model, device="cpu", fp8_activations=True))
+
+
 def test_cuda_without_a_gpu_is_refused(subject, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(DeviceError, match="device is 'cuda', but PyTorch finds no GPU"):

@@ -85,11 +85,11 @@ def test_of_a_mixture(tmp_path, family):
     assert found.dense == 2 * sum(each.num_weights for each in every if not each.is_of_mixture)
 
 
-@pytest.mark.parametrize("form", ["int8", "int4"])
+@pytest.mark.parametrize("form", ["int8", "int4", "fp8"])
 @pytest.mark.parametrize("lm_head", [False, True])
 def test_of_weights_that_are_quantised_while_they_are_read(tmp_path, form, lm_head):
     _, path = write_twins(tmp_path, replace(FORMS["awq"], config=WIDE))
     quantiser = RoundToNearest(form, lm_head)
     found = weight_bytes(read_model_config(path), 2, quantiser)
     assert (found.projections, found.dense) == kept_bytes(path, quantiser)
-    assert found.head == (56 * (128 if form == "int8" else 64) + 56 * 4 if lm_head else 2 * 56 * 128)
+    assert found.head == (56 * (64 if form == "int4" else 128) + 56 * 4 if lm_head else 2 * 56 * 128)

@@ -93,7 +93,7 @@ def test_a_plan_with_quantised_weights(trace, model, tmp_path, capsys):
     assert plan(*flags, "--gpu", "l4", "--model", model, "--engine", "quantization=int4") == 0
     assert "--quantization int4" in capsys.readouterr().out
     assert plan(*flags, "--gpu", "l4", "--model", model, "--engine", "quantization=int3") == 2
-    assert "--engine quantization is 'int3'; use one of int8, int4, w8a8, w4a8" in capsys.readouterr().err
+    assert "--engine quantization is 'int3'; use one of int8, int4, w8a8, w4a8, fp8" in capsys.readouterr().err
     load_profile("a100-llama2-7b").save(tmp_path / "p.json")
     assert plan(*flags, "--gpu", f"profile:{tmp_path}/p.json", "--engine", "quantization=int4") == 2
     assert "but a100-llama2-7b has measured steps; leave it out" in capsys.readouterr().err

@@ -104,6 +104,66 @@ def test_compressed_tensors_reads_the_same_weights(quantised):
     assert torch.equal(values, unpacked(packed, bits, (128, 192)))
 
 
+@pytest.fixture(scope="module")
+def float8(model, tmp_path_factory):
+    out = tmp_path_factory.mktemp("float8") / "out"
+    assert main(["quantize", str(model), str(out), "--quantization", "fp8"]) == 0
+    return out
+
+
+def test_fp8_is_written_as_float_quantized(model, float8):
+    """As vLLM reads it: `weight` and one float32 scale per row, for each quantised module."""
+    section = json.loads((float8 / "config.json").read_text())["quantization_config"]
+    assert (section["format"], section["ignore"]) == ("float-quantized", ["lm_head"])
+    (group,) = section["config_groups"].values()
+    assert (group["targets"], group["input_activations"]) == (["Linear"], None)
+    asked = {each: group["weights"][each] for each in ("num_bits", "type", "symmetric", "strategy", "dynamic")}
+    assert asked == {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel", "dynamic": False}
+    plain, found = load_file(model / "model.safetensors"), load_file(float8 / "model.safetensors")
+    assert found.keys() == plain.keys() | {key + "_scale" for key in plain if key.endswith("_proj.weight")}
+    weight, scale = plain[DOWN + "weight"].float(), found[DOWN + "weight_scale"]
+    assert (scale.dtype, scale.shape) == (torch.float32, (128, 1))
+    assert torch.equal(scale, weight.abs().amax(1, keepdim=True) / 448)
+    want = (weight.double() / scale.double()).float().to(torch.float8_e4m3fn)
+    assert torch.equal(found[DOWN + "weight"].float(), want.float())
+
+
+@pytest.mark.skipif(find_spec("compressed_tensors") is None, reason="compressed-tensors is not installed")
+def test_compressed_tensors_decompresses_fp8_to_the_served_weights(model, float8):
+    from compressed_tensors.quantization import QuantizationConfig
+    from compressed_tensors.quantization.lifecycle.forward import dequantize
+
+    section = json.loads((float8 / "config.json").read_text())["quantization_config"]
+    (scheme,) = QuantizationConfig.model_validate(section).config_groups.values()
+    assert scheme.weights.type == "float"
+    found = load_file(float8 / "model.safetensors")
+    its = dequantize(found[DOWN + "weight"], found[DOWN + "weight_scale"], args=scheme.weights, dtype=torch.float32)
+    assert torch.equal(
+        its, RoundToNearest("fp8")(load_file(model / "model.safetensors")[DOWN + "weight"]).dequantised()
+    )
+
+
+def test_weights_that_are_not_finite_are_refused_by_name(model, tmp_path, capsys):
+    source = tmp_path / "model"
+    source.mkdir()
+    (source / "config.json").write_bytes((model / "config.json").read_bytes())
+    for name, value in (("fp8", torch.nan), ("int8", torch.inf), ("int4", torch.nan)):
+        tensors = load_file(model / "model.safetensors")
+        tensors[DOWN + "weight"][3, 5] = value
+        save_file(tensors, source / "model.safetensors")
+        assert main(["quantize", str(source), str(tmp_path / "out"), "--quantization", name]) == 1
+        assert f"{DOWN}weight has numbers that are not finite" in capsys.readouterr().err
+        assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("kernels", ["torch", pytest.param("native", marks=pytest.mark.native)])
+def test_served_fp8_has_the_bits_of_the_setting(model, float8, kernels):
+    options = {"dtype": "bfloat16", "cpu_kernels": kernels}
+    found = logits_of(executor_of(float8, **options), [[3, 7, 11], [9, 2]])
+    assert torch.equal(found, logits_of(executor_of(model, quantization="fp8", **options), [[3, 7, 11], [9, 2]]))
+    assert not torch.equal(found, logits_of(executor_of(model, **options), [[3, 7, 11], [9, 2]]))
+
+
 def test_shards_keep_their_index(model, tmp_path):
     sharded = tmp_path / "sharded"
     sharded.mkdir()

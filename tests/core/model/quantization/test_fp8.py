@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from chorus.core.model.config import UnsupportedModel
+from chorus.core.model.open_weights import open_weights
+from chorus.core.model.quantization.group_scaled import GroupScaled
+from chorus.core.model.quantization.rounded_inputs import Float8Inputs
+from chorus.core.model.read_config import read_model_config
 
 from .forms import FORMS
-from .twins import MODULE, weights, write_twins
+from .twins import MODULE, Form, weights, write_twins
 
 WEIGHT = f"{MODULE}.weight"
 SCALE = f"{WEIGHT}_scale_inv"
@@ -28,6 +34,44 @@ def test_bad_scales_are_refused_by_name(tmp_path, spoil, why):
     quantised, _ = write_twins(tmp_path, FORMS["fp8 blocks"], spoil=spoil)
     with pytest.raises(UnsupportedModel, match=why):
         list(weights(quantised))
+
+
+def with_inputs(inputs: dict | None) -> Form:
+    """Weights of compressed-tensors in FP8, with a scale per output."""
+    form = FORMS["compressed fp8, channels"]
+    group = {**form.how["config_groups"]["group_0"], "input_activations": inputs}
+    return replace(form, how={**form.how, "config_groups": {"group_0": group}})
+
+
+DYNAMIC = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "token", "dynamic": True}
+
+
+@pytest.mark.parametrize(
+    ("form", "asks"),
+    [
+        (FORMS["fp8"], True),
+        (replace(FORMS["fp8 channels"], how={**FORMS["fp8 channels"].how, "activation_scheme": "static"}), True),
+        (FORMS["fbgemm fp8"], True),
+        (FORMS["modelopt fp8"], True),
+        (with_inputs(DYNAMIC), True),
+        (with_inputs({**DYNAMIC, "strategy": "tensor", "dynamic": False}), True),
+        (with_inputs(None), False),
+        (with_inputs({**DYNAMIC, "num_bits": 4}), False),
+        (with_inputs({**DYNAMIC, "type": "int"}), False),
+        (FORMS["fp8 blocks"], False),  # a row of activations has one scale, whatever the blocks
+        (FORMS["compressed int8"], False),
+    ],
+)
+def test_which_forms_ask_for_activations_in_fp8(tmp_path, form, asks):
+    path, _ = write_twins(tmp_path, form)
+    model = read_model_config(path)
+    with open_weights(path, model, torch.float32) as found:
+        assert found.asks_float8_inputs is asks
+        assert not found.rounds_inputs, "a CPU multiplies them as they are"
+        found.keeps, kept = (lambda _: True), []
+        list(found.layers(kept.append))
+    is_asked = {isinstance(each.inputs, Float8Inputs) for each in kept if isinstance(each, GroupScaled)}
+    assert is_asked == {asks}
 
 
 FP8_FORMS = [name for name in FORMS if "fp8" in name]
