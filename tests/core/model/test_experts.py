@@ -12,7 +12,7 @@ from chorus.core.model.experts import ListedExperts, choose, mix_experts
 from chorus.core.model.layers import Activation, ClampedSwiglu, Experts, Routing, Scoring
 from chorus.core.model.mixture_lora import MixtureLora
 from chorus.memory.pages.projections import MIXTURE_GROUPS, Group
-from chorus.ops import native_library, packed_gemm
+from chorus.ops import native_library
 from chorus.ops.expert_products import Matrix, pack, unpack
 from chorus.ops.sgmv import AdapterRows, Segments
 
@@ -74,7 +74,7 @@ SPEC = Experts(16, 40, Routing(3, renormalised=True))
 
 @pytest.fixture(autouse=True, params=[*native_library.levels(), "none"])
 def level(request, monkeypatch) -> str:
-    """What multiplies: the native library of each level, or oneDNN."""
+    """What computes: the native library of each level, or PyTorch and oneDNN."""
     monkeypatch.setenv(native_library.ISA, request.param)
     return request.param
 
@@ -91,7 +91,7 @@ def weights_of(spec: Experts, dtype: torch.dtype = torch.float32) -> ListedExper
 
     shared = spec.shared_size
     return ListedExperts(
-        router=packed_gemm.pack(torch.randn(spec.count, HIDDEN, generator=generator)),
+        router=pack(torch.randn(spec.count, HIDDEN, generator=generator)),
         gate_up=[matrix(2 * spec.size, HIDDEN) for _ in range(spec.count)],
         down=[matrix(HIDDEN, spec.size) for _ in range(spec.count)],
         correction=torch.randn(spec.count, generator=generator) if spec.routing.corrected else None,
@@ -152,7 +152,7 @@ def test_rows_are_the_weighted_sums_of_their_experts(name):
         gate, up = (unpack(gate_up).double() @ row.double() + of_in).chunk(2)
         return unpack(down).double() @ activated(gate, up) + of_out
 
-    logits = rows @ weights.router.to_dense().T
+    logits = rows @ unpack(weights.router).T
     logits = logits if weights.router_bias is None else logits + weights.router_bias
     choice = choose(logits, spec.routing, weights.correction)
     matrices = [weights.gate_up, weights.down]
