@@ -291,12 +291,32 @@ class MixtureDescriptor(Structure):
 
 
 class MixtureStepDescriptor(Structure):
-    """The rows of one step in a mixture of experts, and what is computed of them."""
+    """The rows of one step in a mixture of experts, and memory for what is computed of them."""
 
     _fields_ = [
-        *((name, c_int32) for name in ("rows", "first", "last")),
-        *((name, c_void_p) for name in ("x", "logits", "chosen", "weights", "place", "counts", "gate_up", "outputs")),
-        *((name, c_void_p) for name in ("shared_gate_up", "shared_outputs", "shared_gates", "y")),
+        ("rows", c_int32),
+        *((name, c_void_p) for name in ("x", "y", "chosen", "weights", "gate_up", "outputs")),
+        *((name, c_void_p) for name in ("shared_gate_up", "shared_outputs", "lora")),
+        ("lora_element", c_int32),
+    ]
+
+
+class MixtureTargetsDescriptor(Structure):
+    """Projections of a product of a mixture: see `native/mixture_lora.h`, as of the structure below."""
+
+    _fields_ = [("count", c_int32), ("targets", c_int32 * 6)]
+
+
+class MixtureLoraDescriptor(Structure):
+    """A step's adapters of a mixture of experts in one layer."""
+
+    _fields_ = [
+        ("arena", c_void_p),
+        ("page_elems", c_int64),
+        ("layer", c_int32),
+        ("segments", SegmentsDescriptor),
+        *((name, c_void_p) for name in ("experts", "num_experts")),
+        ("targets", MixtureTargetsDescriptor * 6),
     ]
 
 
@@ -377,6 +397,8 @@ _STRUCTURES: dict[str, type[Structure] | np.dtype] = {
     "RoutingDesc": RoutingDescriptor,
     "MixtureDesc": MixtureDescriptor,
     "MixtureStepDesc": MixtureStepDescriptor,
+    "MixtureTargets": MixtureTargetsDescriptor,
+    "MixtureLoraDesc": MixtureLoraDescriptor,
     "ReadFault": ReadFaultDescriptor,
     "Exchange": EXCHANGE,
     "SampleRow": SAMPLE_ROW,

@@ -1,4 +1,4 @@
-"""A layer's mixture of experts by the native library: in one call, or part by part, with adapters in between.
+"""A layer's mixture of experts by the native library, adapters included, as one call.
 
 Tests: tests/ops/test_native_mixture.py, tests/core/model/test_experts.py
 """
@@ -6,27 +6,31 @@ Tests: tests/ops/test_native_mixture.py, tests/core/model/test_experts.py
 from __future__ import annotations
 
 from collections.abc import Sequence
-from ctypes import addressof, c_void_p
+from ctypes import Array, addressof, c_int32, c_void_p
 from dataclasses import dataclass
-from enum import IntEnum
-from typing import Any
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
-import numpy as np
 import torch
 
 from .expert_products import Panels
+from .lora_offload import described
 from .native_descriptors import (
     ELEMENT_OF,
+    AdapterDescriptor,
     ExpertMatricesDescriptor,
     IntegersDescriptor,
     MixtureDescriptor,
+    MixtureLoraDescriptor,
     MixtureStepDescriptor,
     NativeActivation,
     NativeScoring,
     RoutingDescriptor,
+    SegmentsDescriptor,
 )
 from .native_integers import IntegerPanels, described_integers
 from .native_library import library
+from .sgmv import AdapterRows, Segments
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,17 +69,75 @@ class NativeExperts:
     """Of each `[hidden]`."""
 
 
-class MixturePart(IntEnum):
-    """Part of a step. After each, adapters may be added to what it computed."""
+class MixtureModules(NamedTuple):
+    """Of each product that adapters change: (module id, first column, width) of its projections."""
 
-    ROUTE = 0
-    """Computes `logits` and `shared_gates`."""
-    GATE_UP = 1
-    """Chooses experts; computes `gate_up` and `shared_gate_up`."""
-    DOWN = 2
-    """Applies the activation; computes `outputs` and `shared_outputs`."""
-    COMBINE = 3
-    """Computes `y`."""
+    router: Sequence[tuple[int, int, int]]
+    shared_gate: Sequence[tuple[int, int, int]]
+    shared_gate_up: Sequence[tuple[int, int, int]]
+    shared_down: Sequence[tuple[int, int, int]]
+    gate_up: Sequence[tuple[int, int, int]]
+    """Of an expert; likewise `down`."""
+    down: Sequence[tuple[int, int, int]]
+
+
+class NativeMixtureLora:
+    """A step's adapters in a layer's mixture, in the library's form."""
+
+    def __init__(self, arena: torch.Tensor, segments: Segments, layer: int, modules: MixtureModules) -> None:
+        """arena: `[pages, page_elems]`. segments: of the step's rows."""
+        parts, count = [_described(rows) for rows in segments.rows], len(segments.rows)
+        adapters = (c_void_p * count)(*(addressof(part.adapter) for part in parts))
+        begin, end = (c_int32 * count)(*segments.begin), (c_int32 * count)(*segments.end)
+        level = (c_int32 * count)(*segments.level)
+        experts = (c_void_p * count)(*(addressof(part.experts) for part in parts))
+        num_experts = (c_int32 * count)(*(len(part.experts) for part in parts))
+        arrays = adapters, begin, end, level, experts, num_experts
+        self.dtype = arena.dtype
+        self.description = MixtureLoraDescriptor(
+            arena=arena.data_ptr(),
+            page_elems=arena.shape[1],
+            layer=layer,
+            segments=SegmentsDescriptor(count, *map(addressof, (begin, end, adapters, level))),
+            experts=addressof(experts),
+            num_experts=addressof(num_experts),
+        )
+        for targets, own in zip(self.description.targets, modules, strict=True):
+            targets.count = len(own)
+            targets.targets[: 3 * len(own)] = [value for module in own for value in module]
+        self._kept = arena, segments, parts, arrays  # the description has addresses of these
+
+
+class _Part(NamedTuple):
+    """A part of an adapter in the library's form."""
+
+    adapter: AdapterDescriptor
+    tensors: tuple[torch.Tensor, ...]
+    """To which it points."""
+    experts: Array[c_int32]
+    """Of its rank-rows."""
+
+
+_parts: WeakKeyDictionary[AdapterRows, _Part] = WeakKeyDictionary()
+
+
+def _described(rows: AdapterRows) -> _Part:
+    """Made once."""
+    found = _parts.get(rows)
+    if found is None:
+        found = _parts[rows] = _Part(*described(rows), (c_int32 * len(rows.experts))(*rows.experts))
+    return found
+
+
+class MixtureRows(NamedTuple):
+    """What a mixture makes of rows."""
+
+    y: torch.Tensor
+    """`[rows, hidden]`, in the dtype of the rows."""
+    chosen: torch.Tensor
+    """`[rows, per_token]` int64: the experts of each row, the best first."""
+    weights: torch.Tensor
+    """Likewise, float32."""
 
 
 class NativeMixture:
@@ -98,19 +160,17 @@ class NativeMixture:
         """
         if router.data.dtype != torch.float32:
             raise ValueError(f"a router's weights are of {router.data.dtype}; they must be of float32")
-        self.hidden, self.count = router.inputs, router.outputs
-        self.size = experts.down[0].inputs
-        self.per_token = routing.per_token
-        self.shared_size = 0 if shared is None else shared.down[0].inputs
-        self.has_shared_gate = shared_gate is not None
+        self._hidden, self._size = router.inputs, experts.down[0].inputs
+        self._per_token = routing.per_token
+        self._shared_size = 0 if shared is None else shared.down[0].inputs
         matrices = [*experts.gate_up, *experts.down]
         self._dtype = next((each.data.dtype for each in matrices if isinstance(each, Panels)), None)
         self._kept: list[Any] = [router, experts, shared]  # the description has addresses of these
         self._description = MixtureDescriptor(
-            hidden=self.hidden,
-            experts=self.count,
-            size=self.size,
-            shared_size=self.shared_size,
+            hidden=self._hidden,
+            experts=router.outputs,
+            size=self._size,
+            shared_size=self._shared_size,
             router=router.data.data_ptr(),
             router_bias=self._values(router_bias),
             routing=RoutingDescriptor(
@@ -154,89 +214,29 @@ class NativeMixture:
         self._kept.append(arrays)
         return ExpertMatricesDescriptor(*(None if each is None else addressof(each) for each in arrays))
 
-    def step(self, x: torch.Tensor) -> MixtureStep:
-        """A step of rows `[rows, hidden]`, of which nothing is computed yet."""
-        return MixtureStep(self, x)
-
-    def run(self, step: MixtureStepDescriptor, dtype: torch.dtype) -> None:
-        """Compute some parts of a step. dtype: of the rows, as they were given.
+    def mix(self, x: torch.Tensor, lora: NativeMixtureLora | None = None) -> MixtureRows:
+        """Compute the mixture of rows `[rows, hidden]`. lora: the step's adapters.
 
         Raises RuntimeError if the matrices were packed for the native library, and it is no longer in use.
         """
         if (found := library()) is None:
             raise RuntimeError("experts were packed for the native library, which is no longer in use; pack them again")
-        element = ELEMENT_OF[self._dtype or dtype]
-        found.chorus_mix(torch.get_num_threads(), element, addressof(self._description), addressof(step))
-
-
-class MixtureStep:
-    """The rows of a step in a layer's mixture, and what is computed of them, in float32. What is of experts has a row
-    for each row and expert that it goes to: expert after expert, an expert's rows in order.
-    """
-
-    def __init__(self, mixture: NativeMixture, x: torch.Tensor) -> None:
-        """x: `[rows, hidden]`."""
-        self._mixture, self._dtype = mixture, x.dtype
-        rows, pairs, shared_rows = len(x), len(x) * mixture.per_token, len(x) if mixture.shared_size else 0
-        self.x = x.float().contiguous()
-        self.logits = torch.empty(rows, mixture.count)
-        """Of the router."""
-        self.chosen = torch.empty(rows, mixture.per_token, dtype=torch.int64)
-        """The experts of each row, the best first."""
-        self.weights = torch.empty(rows, mixture.per_token)
-        """Likewise, their weights."""
-        self._places = torch.empty(pairs, dtype=torch.int32)
-        self._counts = torch.empty(mixture.count, dtype=torch.int32)
-        self.gate_up = torch.empty(pairs, 2 * mixture.size)
-        self.outputs = torch.empty(pairs, mixture.hidden)
-        self.shared_gate_up = torch.empty(shared_rows, 2 * mixture.shared_size)
-        self.shared_outputs = torch.empty(shared_rows, mixture.hidden)
-        self.shared_gates = torch.empty(rows, int(mixture.has_shared_gate))
-        """Before the sigmoid."""
-        self._y = torch.empty(rows, mixture.hidden)
-        self._description = MixtureStepDescriptor(
-            rows=rows,
-            x=self.x.data_ptr(),
-            logits=self.logits.data_ptr(),
-            chosen=self.chosen.data_ptr(),
-            weights=self.weights.data_ptr(),
-            place=self._places.data_ptr(),
-            counts=self._counts.data_ptr(),
-            gate_up=self.gate_up.data_ptr(),
-            outputs=self.outputs.data_ptr(),
-            shared_gate_up=self.shared_gate_up.data_ptr(),
-            shared_outputs=self.shared_outputs.data_ptr(),
-            shared_gates=self.shared_gates.data_ptr(),
-            y=self._y.data_ptr(),
+        rows, pairs, shared_rows = len(x), len(x) * self._per_token, len(x) if self._shared_size else 0
+        wide, y = x.float().contiguous(), torch.empty(rows, self._hidden)
+        chosen = torch.empty(rows, self._per_token, dtype=torch.int64)
+        weights = torch.empty(rows, self._per_token)
+        memory = [
+            torch.empty(pairs, 2 * self._size),
+            torch.empty(pairs, self._hidden),
+            torch.empty(shared_rows, 2 * self._shared_size),
+            torch.empty(shared_rows, self._hidden),
+        ]
+        step = MixtureStepDescriptor(
+            rows,
+            *(each.data_ptr() for each in (wide, y, chosen, weights, *memory)),
+            None if lora is None else addressof(lora.description),
+            0 if lora is None else ELEMENT_OF[lora.dtype],
         )
-
-    def run(self, first: MixturePart, last: MixturePart | None = None) -> None:
-        """Compute a part, or those from `first` up to `last`; earlier ones must be computed."""
-        self._description.first, self._description.last = first, (first if last is None else last) + 1
-        self._mixture.run(self._description, self._dtype)
-
-    @property
-    def y(self) -> torch.Tensor:
-        """`[rows, hidden]`, in the dtype of the rows."""
-        return self._y.to(self._dtype)
-
-    @property
-    def hidden(self) -> torch.Tensor:
-        """`activation(gate) · up` of experts."""
-        return self.gate_up[:, : self._mixture.size]
-
-    @property
-    def shared_hidden(self) -> torch.Tensor:
-        """`activation(gate) · up` of the shared expert."""
-        return self.shared_gate_up[:, : self._mixture.shared_size]
-
-    def rows_by_expert(self) -> list[tuple[int, list[int]]]:
-        """The experts that are used, each with its rows, in rising order."""
-        rows = np.empty(len(self._places), np.int64)
-        rows[self._places.numpy()] = np.arange(len(rows)) // self._mixture.per_token
-        found, begin, in_order = [], 0, rows.tolist()
-        for expert, count in enumerate(self._counts.tolist()):
-            if count:
-                found.append((expert, in_order[begin : begin + count]))
-                begin += count
-        return found
+        element = ELEMENT_OF[self._dtype or x.dtype]
+        found.chorus_mix(torch.get_num_threads(), element, addressof(self._description), addressof(step))
+        return MixtureRows(y.to(x.dtype), chosen, weights)

@@ -23,7 +23,7 @@ from ...ops.expert_products import Matrix, Panels, multiply_each
 from ...ops.expert_tiles import ExpertTiles, Stack
 from ...ops.native_descriptors import NativeActivation, NativeScoring
 from ...ops.native_integers import IntegerPanels
-from ...ops.native_mixture import MixturePart, NativeExperts, NativeGating, NativeMixture, NativeRouting
+from ...ops.native_mixture import NativeExperts, NativeGating, NativeMixture, NativeRouting
 from .layers import Activation, ClampedSwiglu, Experts, Routing, Scoring
 from .mixture_launches import MixtureLaunches
 from .mixture_lora import Going, MixtureLora
@@ -339,7 +339,7 @@ def mix_experts(
 ) -> torch.Tensor:
     """The output of a layer's mixture of experts for rows `[rows, hidden]`. lora: the step's adapters."""
     if (native := weights.native(spec)) is not None:
-        return _mixed_natively(x, native, _of(lora, MixtureLora))
+        return native.mix(x, None if (own := _of(lora, MixtureLora)) is None else own.native).y
     bias = None if weights.router_bias is None else [weights.router_bias]
     logits = multiply_each(x.float(), [len(x)], [weights.router], bias)
     if lora is not None:
@@ -358,27 +358,6 @@ def mix_experts(
             shared = shared * gates.expand(-1, _LANES).contiguous().sigmoid()[:, :1]
         mixed += shared
     return mixed.to(x.dtype)
-
-
-def _mixed_natively(x: torch.Tensor, mixture: NativeMixture, lora: MixtureLora | None) -> torch.Tensor:
-    """Without adapters in one call; with them in parts of it, so that other rows have the same bits."""
-    step = mixture.step(x)
-    if lora is None:
-        step.run(MixturePart.ROUTE, MixturePart.COMBINE)
-        return step.y
-    step.run(MixturePart.ROUTE)
-    lora.add(Group.ROUTER, step.logits, step.x)
-    lora.add(Group.SHARED_GATE, step.shared_gates, step.x)
-    step.run(MixturePart.GATE_UP)
-    going = step.rows_by_expert()
-    gathered = step.x[[row for _, rows in going for row in rows]]
-    lora.add_of_experts(Group.EXPERT_GATE_UP, step.gate_up, gathered, going)
-    lora.add(Group.SHARED_GATE_UP, step.shared_gate_up, step.x)
-    step.run(MixturePart.DOWN)
-    lora.add_of_experts(Group.EXPERT_DOWN, step.outputs, step.hidden, going)
-    lora.add(Group.SHARED_DOWN, step.shared_outputs, step.shared_hidden)
-    step.run(MixturePart.COMBINE)
-    return step.y
 
 
 def _weighted_sum(outputs: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

@@ -155,14 +155,23 @@ CHORUS_API void chorus_multiply(int threads, Element element, int count, const i
     });
 }
 
-// Compute parts of a mixture of experts in one layer, on a team that the calling thread keeps; see mix.
+// Compute a layer's mixture of experts, on a team that the calling thread keeps; see mix.
 //
 //   threads  of the team, the caller's included
 //   element  of the experts' matrices, or of the rows where those are whole numbers: kF32 or kBF16
 //   mixture  the layer
 //   step     read, and what it points to read or written
 CHORUS_API void chorus_mix(int threads, Element element, const MixtureDesc* mixture, const MixtureStepDesc* step) {
-    with_type(element, [&](auto zero) { mix<decltype(zero)>(own_team(threads), *mixture, *step); });
+    Team& team = own_team(threads);
+    AnyMixtureLora* lora = nullptr;
+    if (step->lora) {
+        lora = with_type((Element)step->lora_element, [](auto zero) -> AnyMixtureLora* {
+            static thread_local MixtureLora<decltype(zero)> own;
+            return &own;
+        });
+        lora->begin(*step->lora, step->rows, team.most());
+    }
+    with_type(element, [&](auto zero) { mix<decltype(zero)>(team, *mixture, *step, lora); });
 }
 
 // Bytes of memory that ranks share; see ranks.h, as of the functions below.

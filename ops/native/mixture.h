@@ -10,6 +10,7 @@
 #include <vector>
 #include "buffer.h"
 #include "elementwise.h"
+#include "mixture_lora.h"
 #include "model_lora.h"
 #include "multiply.h"
 #include "router.h"
@@ -41,34 +42,28 @@ struct MixtureDesc {
     const float* shared_gate;  // [hidden]; null: the shared expert's output is added as it is
 };
 
-// Parts of a step. Between two of them, adapters may be added to what the earlier one wrote.
-enum MixturePart : int32_t {
-    kRoutePart,  // logits and shared_gates
-    kGateUpPart,  // experts are chosen: chosen, weights, place and counts; gate_up and shared_gate_up
-    kDownPart,  // gate_up and shared_gate_up become hidden rows, from their beginnings on; outputs and shared_outputs
-    kCombinePart,  // y
-};
-
 struct MixtureStepDesc {
-    int32_t rows, first, last;  // parts `first` … last-1 are computed
+    int32_t rows;
     const float* x;  // [rows, hidden]
-    float* logits;  // [rows, experts]
-    int64_t* chosen;  // [rows, per_token]
+    float* y;  // [rows, hidden]: written
+    int64_t* chosen;  // [rows, per_token]: written, the best first
     float* weights;  // likewise
-    int32_t* place;  // likewise: where the row is among those that are gathered by expert
-    int32_t* counts;  // [experts]: rows that go to each
-    float *gate_up, *outputs;  // [rows · per_token, 2 · size] and [rows · per_token, hidden], gathered by expert
-    float *shared_gate_up, *shared_outputs;  // [rows, 2 · shared_size] and [rows, hidden]
-    float* shared_gates;  // [rows]
-    float* y;  // [rows, hidden]
+    float *gate_up, *outputs;  // [rows · per_token, 2 · size] and [rows · per_token, hidden]: memory
+    float *shared_gate_up, *shared_outputs;  // [rows, 2 · shared_size] and [rows, hidden]: memory
+    const MixtureLoraDesc* lora;  // null: no adapters
+    int32_t lora_element;  // of the adapters: kF32 or kBF16
 };
 
 // Memory of a thread that makes such calls.
 template <class T>
 struct MixtureMemory {
-    Buffer<Act<T>> x, shared_x;  // inputs of the products of the part that is computed
+    Buffer<Act<T>> x, shared_x;  // inputs of products
     ProductList<T> products;
     ProductList<float> router;
+    std::vector<float> logits, shared_gates;  // [rows, experts] and [rows]
+    std::vector<int32_t> counts;  // [experts]: rows that go to each
+    std::vector<int> place;  // [rows, per_token]: where the row is among those that are gathered by expert
+    std::vector<int> row;  // of each that is gathered
 };
 
 template <class T>
@@ -76,133 +71,167 @@ class Mixture {
     using X = Act<T>;
 
    public:
-    Mixture(const MixtureDesc& m, const MixtureStepDesc& step, MixtureMemory<T>& memory)
-        : m_(m), step_(step), memory_(memory), pairs_(step.rows * m.routing.per_token) {
-        const int widest = std::max(m.hidden, m.size), shared_widest = std::max(m.hidden, m.shared_size);
-        grow_rows(memory.x, pairs_, widest);
-        if (m.shared_size) grow_rows(memory.shared_x, step.rows, shared_widest);
+    // lora: the step's adapters; null: none
+    Mixture(const MixtureDesc& m, const MixtureStepDesc& step, MixtureMemory<T>& memory, AnyMixtureLora* lora)
+        : m_(m),
+          step_(step),
+          memory_(memory),
+          lora_(lora),
+          per_token_(m.routing.per_token),
+          pairs_(step.rows * per_token_) {
+        grow_rows(memory.x, pairs_, std::max(m.hidden, m.size));
+        if (m.shared_size) grow_rows(memory.shared_x, step.rows, std::max(m.hidden, m.shared_size));
+        grow(memory.logits, (size_t)step.rows * m.experts);
+        grow(memory.shared_gates, step.rows);
+        memory.counts.resize(m.experts);
+        memory.place.resize(pairs_);
+        memory.row.resize(pairs_);
     }
 
-    // Compute a part; called by every thread of the team alike.
-    void run(Team& team, Team::Member& me, int part) {
-        if (part == kRoutePart) route(team, me);
-        else if (part == kGateUpPart) run_gate_up(team, me);
-        else if (part == kDownPart) run_down(team, me);
-        else team.each(me, step_.rows, [&](int r) { combine(r); });
+    // Called by every thread of the team alike.
+    void run(Team& team, Team::Member& me) {
+        route(team, me);
+        run_gate_up(team, me);
+        run_down(team, me);
+        each_part(team, me, step_.rows, [&](int r, bool) { combine(r); });
     }
 
    private:
+    // Choose experts, and gather rows by expert.
     void route(Team& team, Team::Member& me) {
-        const float* bias = m_.router_bias;
-        const Rows<const float> x{step_.x, m_.hidden};
-        team.each(me, 1, [&](int) {
+        const Rows<float> logits{memory_.logits.data(), m_.experts}, gates{memory_.shared_gates.data(), 1};
+        team.each(me, 1, [&](int) {  // not by parts: see Decoder::walk
             memory_.router.clear();
-            memory_.router.add(x, step_.rows, {m_.router, bias, m_.experts, m_.hidden, {}},
-                               {step_.logits, m_.experts});
+            memory_.router.add(x(), step_.rows, {m_.router, m_.router_bias, m_.experts, m_.hidden, {}}, logits);
         });
         memory_.router.run(team, me);
-        if (m_.shared_gate)
+        add(team, me, kRouter, x(), m_.hidden, logits);
+        if (m_.shared_gate) {
             each_part(team, me, step_.rows,
-                      [&](int r, bool) { step_.shared_gates[r] = dot<float>(x[r], m_.shared_gate, m_.hidden); });
-    }
-
-    void run_gate_up(Team& team, Team::Member& me) {
-        const int per_token = m_.routing.per_token;
+                      [&](int r, bool) { gates[r][0] = dot<float>(x()[r], m_.shared_gate, m_.hidden); });
+            add(team, me, kSharedGate, x(), m_.hidden, gates);
+        }
         thread_local Router router;
-        team.each(me, step_.rows, [&](int r) {
-            router.choose(m_.routing, step_.logits + (long)r * m_.experts, m_.experts,
-                          step_.chosen + (long)r * per_token, step_.weights + (long)r * per_token);
+        each_part(team, me, step_.rows, [&](int r, bool) {
+            const long first = (long)r * per_token_;
+            router.choose(m_.routing, logits[r], m_.experts, step_.chosen + first, step_.weights + first);
         });
         team.each(me, 1, [&](int) {
             gather();
-            list_products(m_.gate_up, m_.shared_gate_up, m_.hidden, 2 * m_.size, 2 * m_.shared_size, step_.gate_up,
-                          step_.shared_gate_up);
+            if (lora_) lora_->route(memory_.counts.data(), m_.experts, memory_.row);
         });
+    }
+
+    void run_gate_up(Team& team, Team::Member& me) {
         const Rows<X> gathered = rows_of(memory_.x, m_.hidden), shared = rows_of(memory_.shared_x, m_.hidden);
+        team.each(me, 1, [&](int) {
+            list_products(m_.gate_up, m_.shared_gate_up, gathered, shared, {m_.hidden, m_.hidden}, gate_up(),
+                          shared_gate_up());
+        });
         each_part(team, me, step_.rows, [&](int r, bool) {
-            const float* x = step_.x + (long)r * m_.hidden;
-            for (int i = 0; i < per_token; i++) convert(x, m_.hidden, gathered[step_.place[(long)r * per_token + i]]);
-            if (m_.shared_size) convert(x, m_.hidden, shared[r]);
+            for (int i = 0; i < per_token_; i++)
+                convert(x()[r], m_.hidden, gathered[memory_.place[(long)r * per_token_ + i]]);
+            if (m_.shared_size) convert(x()[r], m_.hidden, shared[r]);
         });
         memory_.products.run(team, me);
+        add(team, me, kExpertGateUp, x(), m_.hidden, gate_up());
+        if (m_.shared_size) add(team, me, kSharedGateUp, x(), m_.hidden, shared_gate_up());
     }
 
     void run_down(Team& team, Team::Member& me) {
+        const Rows<X> hidden = rows_of(memory_.x, m_.size), shared = rows_of(memory_.shared_x, m_.shared_size);
         team.each(me, 1, [&](int) {
-            list_products(m_.down, m_.shared_down, 0, m_.hidden, m_.hidden, step_.outputs, step_.shared_outputs);
+            list_products(m_.down, m_.shared_down, hidden, shared, {m_.size, m_.shared_size}, outputs(),
+                          shared_outputs());
         });
-        const int shared_rows = m_.shared_size ? step_.rows : 0;
-        each_part(team, me, pairs_ + shared_rows, [&](int i, bool) {
-            if (i < pairs_) activate_row(step_.gate_up, m_.size, i, memory_.x);
-            else activate_row(step_.shared_gate_up, m_.shared_size, i - pairs_, memory_.shared_x);
+        each_part(team, me, pairs_ + (m_.shared_size ? step_.rows : 0), [&](int i, bool) {
+            if (i < pairs_) activate_row(gate_up()[i], m_.size, hidden[i]);
+            else activate_row(shared_gate_up()[i - pairs_], m_.shared_size, shared[i - pairs_]);
         });
         memory_.products.run(team, me);
+        add(team, me, kExpertDown, gate_up(), m_.size, outputs(), true);
+        if (m_.shared_size) add(team, me, kSharedDown, shared_gate_up(), m_.shared_size, shared_outputs());
+    }
+
+    // What adapters add to a product; see AnyMixtureLora.
+    void add(Team& team, Team::Member& me, MixtureProduct product, Rows<const float> x, int inputs, Rows<float> y,
+             bool gathered = false) {
+        if (lora_) lora_->add(team, me, product, x, inputs, y, gathered);
     }
 
     // Find each row's places: expert after expert, an expert's rows in order.
     void gather() {
-        std::fill_n(step_.counts, m_.experts, 0);
-        for (int i = 0; i < pairs_; i++) step_.counts[step_.chosen[i]]++;
+        auto& counts = memory_.counts;
+        std::fill(counts.begin(), counts.end(), 0);
+        for (int i = 0; i < pairs_; i++) counts[step_.chosen[i]]++;
         std::vector<int> next(m_.experts);
-        for (int e = 1; e < m_.experts; e++) next[e] = next[e - 1] + step_.counts[e - 1];
-        for (int i = 0; i < pairs_; i++) step_.place[i] = next[step_.chosen[i]]++;
+        for (int e = 1; e < m_.experts; e++) next[e] = next[e - 1] + counts[e - 1];
+        for (int i = 0; i < pairs_; i++) {
+            const int place = memory_.place[i] = next[step_.chosen[i]]++;
+            memory_.row[place] = i / per_token_;
+        }
     }
 
-    // inputs: of the products, 0: the width of experts. outputs, shared_outputs: their number; y, shared_y: where they go.
-    void list_products(const ExpertMatrices& matrices, const ExpertMatrices& shared, int inputs, int outputs,
-                       int shared_outputs, float* y, float* shared_y) {
-        const int own = inputs ? inputs : m_.size, shared_own = inputs ? inputs : m_.shared_size;
+    // Inputs of experts' products, and of the shared expert's.
+    struct Inputs {
+        int own, shared;
+    };
+
+    void list_products(const ExpertMatrices& matrices, const ExpertMatrices& of_shared, Rows<const X> x,
+                       Rows<const X> shared_x, Inputs inputs, Rows<float> y, Rows<float> shared_y) {
         memory_.products.clear();
-        for (int e = 0, first = 0; e < m_.experts; first += step_.counts[e++])
-            memory_.products.add(rows_of(memory_.x, own).from(first), step_.counts[e],
-                                 matrices.of<T>(e, outputs, own), {y + (long)first * outputs, outputs});
+        for (int e = 0, first = 0; e < m_.experts; first += memory_.counts[e++])
+            memory_.products.add(x.from(first), memory_.counts[e], matrices.of<T>(e, (int)y.stride, inputs.own),
+                                 y.from(first));
         if (m_.shared_size)
-            memory_.products.add(rows_of(memory_.shared_x, shared_own), step_.rows,
-                                 shared.of<T>(0, shared_outputs, shared_own), {shared_y, shared_outputs});
+            memory_.products.add(shared_x, step_.rows, of_shared.of<T>(0, (int)shared_y.stride, inputs.shared),
+                                 shared_y);
     }
 
     // activation(gate) · up of a row, in place of the gate, and in `out`.
-    void activate_row(float* gate_up, int size, int row, Buffer<X>& out) {
-        float *gate = gate_up + 2l * row * size, *up = gate + size;
+    void activate_row(float* gate, int size, X* out) const {
+        const float* up = gate + size;
         if (m_.activation == kClampedSwiglu) clamped_swiglu(gate, up, size, m_.alpha, m_.limit, gate);
         else activate(m_.activation, gate, up, size, gate);
-        convert(gate, size, rows_of(out, size)[row]);
+        convert(gate, size, out);
     }
 
-    void combine(int row) {
-        const int per_token = m_.routing.per_token, hidden = m_.hidden;
-        const int32_t* place = step_.place + (long)row * per_token;
-        const float* weights = step_.weights + (long)row * per_token;
-        const float* shared = step_.shared_outputs + (long)row * hidden;
-        const Rows<const float> outputs{step_.outputs, hidden};
-        const float factor = m_.shared_gate ? 1.0f / (1.0f + std::exp(-step_.shared_gates[row])) : 1.0f;
-        for (int c = 0; c < hidden; c += kLanes) {
-            const Head here = head(hidden - c);
-            Floats sum = load16(outputs[place[0]] + c, here) * floats(weights[0]);
-            for (int i = 1; i < per_token; i++)
-                sum = sum + load16(outputs[place[i]] + c, here) * floats(weights[i]);
-            if (m_.shared_size) sum = sum + load16(shared + c, here) * floats(factor);
-            store16(step_.y + (long)row * hidden + c, sum, here);
+    void combine(int row) const {
+        const int* place = memory_.place.data() + (long)row * per_token_;
+        const float* weights = step_.weights + (long)row * per_token_;
+        const float factor = m_.shared_gate ? 1.0f / (1.0f + std::exp(-memory_.shared_gates[row])) : 1.0f;
+        for (int c = 0; c < m_.hidden; c += kLanes) {
+            const Head here = head(m_.hidden - c);
+            Floats sum = load16(outputs()[place[0]] + c, here) * floats(weights[0]);
+            for (int i = 1; i < per_token_; i++) sum = sum + load16(outputs()[place[i]] + c, here) * floats(weights[i]);
+            if (m_.shared_size) sum = sum + load16(shared_outputs()[row] + c, here) * floats(factor);
+            store16(step_.y + (long)row * m_.hidden + c, sum, here);
         }
     }
+
+    Rows<const float> x() const { return {step_.x, m_.hidden}; }
+    Rows<float> gate_up() const { return {step_.gate_up, 2 * m_.size}; }
+    Rows<float> outputs() const { return {step_.outputs, m_.hidden}; }
+    Rows<float> shared_gate_up() const { return {step_.shared_gate_up, 2 * m_.shared_size}; }
+    Rows<float> shared_outputs() const { return {step_.shared_outputs, m_.hidden}; }
 
     const MixtureDesc& m_;
     const MixtureStepDesc& step_;
     MixtureMemory<T>& memory_;
-    const int pairs_;
+    AnyMixtureLora* const lora_;
+    const int per_token_, pairs_;
 };
 
-// Compute some parts of a step of a layer's mixture.
+// Compute a layer's mixture for the rows of a step.
 //
 //   m     the layer
-//   step  read and written: the buffers of the parts that are computed, and of those before them
+//   step  read, and what it points to read or written
+//   lora  the step's adapters; null: none
 template <class T>
-void mix(Team& team, const MixtureDesc& m, const MixtureStepDesc& step) {
+void mix(Team& team, const MixtureDesc& m, const MixtureStepDesc& step, AnyMixtureLora* lora) {
     thread_local MixtureMemory<T> memory;  // the caller's: all threads of its team use the same
-    Mixture<T> mixture(m, step, memory);
-    team.run([&](Team::Member& me) {
-        for (int part = step.first; part < step.last; part++) mixture.run(team, me, part);
-    });
+    Mixture<T> mixture(m, step, memory, lora);
+    team.run([&](Team::Member& me) { mixture.run(team, me); });
 }
 
 }  // namespace chorus

@@ -1,4 +1,4 @@
-"""A mixture of experts by the native library: parts one by one, what is read, and choices as PyTorch's."""
+"""A mixture of experts by the native library: choices as PyTorch's, what is read, bits, values that are not finite."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from chorus.core.model.experts import ListedExperts, choose
 from chorus.core.model.layers import ClampedSwiglu, Experts, Routing, Scoring
 from chorus.ops import native_library
 from chorus.ops.expert_products import Panels, pack
-from chorus.ops.native_mixture import MixturePart, NativeMixture
+from chorus.ops.native_mixture import NativeMixture
 
 LEVELS = native_library.levels()
 HIDDEN = 32
@@ -67,55 +67,46 @@ ROUTINGS = {
 @pytest.mark.parametrize("count", [16, 160])
 @pytest.mark.parametrize("name", ROUTINGS)
 def test_experts_are_chosen_as_by_pytorch(level, name, count):
-    """By the same logits, of which some rows have few different values: ties, and values that are not finite."""
+    """By the same logits, as the router is the identity. Some rows have few different values: there are ties."""
     routing = ROUTINGS[name]
     if count == 160 and routing.groups == 1:
         routing = replace(routing, per_token=min(routing.per_token, 2))  # torch.topk has another way for few of many
     spec = Experts(count, 8, routing)
-    experts = experts_of(spec)
-    generator = torch.Generator().manual_seed(7)
-    logits = torch.randn(3000, count, generator=generator) * 3
+    experts = replace(experts_of(spec, count), router=pack(torch.eye(count)))
+    logits = torch.randn(2500, count, generator=torch.Generator().manual_seed(7)) * 3
     logits[1000:2000] = logits[1000:2000].mul(0.5).round().clamp(-2, 1)
-    logits[2000:2500, ::3] = 30.0
-    logits[2500:2600, ::5] = float("inf")
-    logits[2600:2700, ::7] = float("nan")
-    logits[2700:2800] = 1.0
+    logits[2000:2400, ::3] = 30.0
+    logits[2400:2450, ::7] = float("nan")
+    logits[2450:] = 1.0
     if experts.correction is not None:
         experts.correction = experts.correction.mul(2).round() / 4
-    step = native_of(experts, spec).step(torch.zeros(len(logits), HIDDEN))
-    step.logits.copy_(logits)
-    step.run(MixturePart.GATE_UP)
-    want = choose(logits, routing, experts.correction)
-    assert torch.equal(step.chosen, want.experts)
-    torch.testing.assert_close(step.weights, want.weights, rtol=2e-6, atol=1e-8, equal_nan=True)
+    want = choose(logits if experts.router_bias is None else logits + experts.router_bias, routing, experts.correction)
+    _, chosen, weights = native_of(experts, spec).mix(logits)
+    of_numbers = ~logits.isnan().any(1)  # a NaN is in each of the row's logits, by its products
+    assert torch.equal(chosen[of_numbers], want.experts[of_numbers])
+    torch.testing.assert_close(weights[of_numbers], want.weights[of_numbers], rtol=2e-6, atol=1e-8)
+    assert weights[~of_numbers].isnan().all()
+    assert all(len(set(row)) == routing.per_token for row in chosen.tolist())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_parts_one_by_one_have_the_bits_of_one_call(level, dtype, monkeypatch):
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+def test_bits_are_those_of_one_thread(level, dtype, monkeypatch):
     mixture = native_of(experts_of(SPEC, dtype=dtype), SPEC)
     x = made(70, HIDDEN, seed=8).to(dtype)
-    whole = mixture.step(x)
-    whole.run(MixturePart.ROUTE, MixturePart.COMBINE)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    parts = mixture.step(x)
-    for part in MixturePart:
-        mixture.step(x[:5]).run(MixturePart.ROUTE, MixturePart.COMBINE)  # another step of the same thread
-        parts.run(part)
-    assert torch.equal(parts.y, whole.y)
-    assert parts.y.dtype == dtype
-    rows = [row for _, each in parts.rows_by_expert() for row in each]
-    assert sorted(rows) == sorted(row for row in range(70) for _ in range(3))
-    assert all((parts.chosen[row] == expert).any() for expert, each in parts.rows_by_expert() for row in each)
+    found = []
+    for threads in (1, 3):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        found.append(mixture.mix(x).y)
+    assert torch.equal(*found)
+    assert found[0].dtype == dtype
 
 
 def test_no_other_expert_is_read(level):
     """The others' matrices are at no address at all."""
     experts = experts_of(SPEC)
     x = made(2, HIDDEN, seed=9)
-    step = native_of(experts, SPEC).step(x)
-    step.run(MixturePart.ROUTE, MixturePart.COMBINE)
-    used = {expert for expert, _ in step.rows_by_expert()}
+    want = native_of(experts, SPEC).mix(x)
+    used = set(want.chosen.flatten().tolist())
     assert len(used) < SPEC.count
     nowhere = torch.empty(0)
     for matrices in (experts.gate_up, experts.down):
@@ -123,30 +114,23 @@ def test_no_other_expert_is_read(level):
             matrix if expert in used else Panels(nowhere, matrix.outputs, matrix.inputs)
             for expert, matrix in enumerate(matrices)
         ]
-    again = native_of(replace(experts), SPEC).step(x)
-    again.run(MixturePart.ROUTE, MixturePart.COMBINE)
-    assert torch.equal(again.y, step.y)
+    assert torch.equal(native_of(replace(experts), SPEC).mix(x).y, want.y)
 
 
 def test_values_that_are_not_finite_stay_in_their_rows(level):
     spec = replace(SPEC, activation=ClampedSwiglu(1.702, 7.0), biased=True, shared_size=0, shared_gate=False)
     mixture = native_of(experts_of(spec), spec)
     x = made(9, HIDDEN, seed=10)
-    want = mixture.step(x)
-    want.run(MixturePart.ROUTE, MixturePart.COMBINE)
+    want = mixture.mix(x).y
     x[4] = float("nan")
-    found = mixture.step(x)
-    found.run(MixturePart.ROUTE, MixturePart.COMBINE)
-    assert found.y[4].isnan().all()
+    found = mixture.mix(x).y
+    assert found[4].isnan().all()
     others = [row for row in range(9) if row != 4]
-    assert torch.equal(found.y[others], want.y[others])
+    assert torch.equal(found[others], want[others])
 
 
 def test_a_step_without_rows_is_empty(level):
-    step = native_of(experts_of(SPEC), SPEC).step(torch.empty(0, HIDDEN))
-    step.run(MixturePart.ROUTE, MixturePart.COMBINE)
-    assert step.y.shape == (0, HIDDEN)
-    assert step.rows_by_expert() == []
+    assert native_of(experts_of(SPEC), SPEC).mix(torch.empty(0, HIDDEN)).y.shape == (0, HIDDEN)
 
 
 def test_a_router_is_of_float32(level):
@@ -155,7 +139,7 @@ def test_a_router_is_of_float32(level):
 
 
 def test_a_library_that_is_no_longer_in_use_is_missed(level, monkeypatch):
-    step = native_of(experts_of(SPEC), SPEC).step(made(2, HIDDEN, seed=0))
+    mixture = native_of(experts_of(SPEC), SPEC)
     monkeypatch.setenv(native_library.ISA, "none")
     with pytest.raises(RuntimeError, match="packed for the native library, which is no longer in use"):
-        step.run(MixturePart.ROUTE)
+        mixture.mix(made(2, HIDDEN, seed=0))

@@ -220,6 +220,78 @@ def test_bits_of_base_rows_do_not_change_beside_adapters_on_experts(dtype, num_r
     assert num_changed > num_rows
 
 
+EVERY_COLUMNS = {
+    **COLUMNS,
+    Group.SHARED_GATE: ((4, 0, 1),),
+    Group.SHARED_GATE_UP: ((5, 0, 24), (6, 24, 24)),
+    Group.SHARED_DOWN: ((7, 0, HIDDEN),),
+}
+SHARED_WIDTHS = [(HIDDEN, 1), (HIDDEN, 24), (HIDDEN, 24), (24, HIDDEN)]
+
+
+def of_every_token(pages: list[int], rank: int, scale: float) -> AdapterRows:
+    """An adapter on the router and the shared expert."""
+    a_offset, b_offset, at = [-1] * 8, [-1] * 8, 0
+    for module, (inputs, outputs) in zip((0, 4, 5, 6, 7), (WIDTHS[0], *SHARED_WIDTHS), strict=True):
+        a_offset[module], b_offset[module], at = at, at + inputs, at + inputs + outputs
+    return AdapterRows(pages, rank, scale, at, a_offset, b_offset, [-1, 5])
+
+
+def of_experts(pages: list[int], rank: int, scale: float, experts: list[int]) -> AdapterRows:
+    (part,) = adapter_rows(pages, rank, experts, with_router=False)
+    others = [-1] * 4
+    return replace(
+        part, scale=scale, a_offset=[*part.a_offset, *others], b_offset=[*part.b_offset, *others], first_elem=[-1, 9]
+    )
+
+
+@pytest.mark.parametrize(
+    "dtypes", [(torch.float32, torch.float32), (torch.float32, torch.bfloat16), (torch.bfloat16,) * 2]
+)
+@pytest.mark.parametrize("threads", [1, 3])
+def test_adapters_on_all_parts_are_as_by_pytorch(dtypes, threads, monkeypatch):
+    """Of one row or many, several for the same rows, ranks of one to 40, rank-rows over several pages."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    dtype, of_arena = dtypes
+    spec = replace(SPEC, shared_size=24, shared_gate=True)
+    weights, generator = weights_of(spec, dtype), torch.Generator().manual_seed(5)
+    arena = (torch.randn(600, 170, generator=generator) / 8).to(of_arena)
+    pages = torch.randperm(600, generator=generator).tolist()
+    rows, segments = torch.randn(240, HIDDEN, generator=generator).to(dtype), Segments()
+    segments.add(0, 1, of_every_token(pages, 1, 0.9))
+    segments.add(0, 1, of_experts(pages, 2, 0.4, list(range(16))))
+    segments.add(4, 7, of_experts(pages[300:], 3, 0.8, [1, 2, 3, 5, 8, 13]))
+    segments.add(7, 9, of_every_token(pages[200:], 2, 0.5))
+    segments.add(20, 200, of_every_token(pages[100:], 40, 0.2))
+    segments.add(20, 200, of_experts(pages[150:], 5, 0.6, list(range(0, 16, 2))))
+    segments.add(20, 200, of_experts(pages[350:], 4, -0.3, list(range(16))))
+    segments.add(200, 201, replace(of_every_token(pages, 3, 1.0), first_elem=[5, -1]))  # of another layer
+    lora = MixtureLora.of(arena, segments, 1, EVERY_COLUMNS)
+    found = mix_experts(rows, weights, spec, lora)
+    plain = {
+        name: unpack(matrix).float()
+        for name in ("router", "shared_gate_up", "shared_down")
+        for matrix in (getattr(weights, name),)
+    }
+    of_each = {name: [unpack(each).float() for each in getattr(weights, name)] for name in ("gate_up", "down")}
+    want = mix_experts(
+        rows.float(),
+        replace(weights, **plain, **of_each),
+        spec,
+        MixtureLora.of(arena.float(), segments, 1, EVERY_COLUMNS),
+    )
+    bound = 1e-4 if of_arena == torch.float32 else 3e-2
+    is_same = torch.isclose(found.float(), want, rtol=bound, atol=bound).all(1)
+    # where products round inputs to bfloat16, a router's choice may change
+    assert is_same.all() if of_arena == torch.float32 else is_same.float().mean() > 0.95
+    base, is_base = mix_experts(rows, weights, spec), torch.ones(240, dtype=torch.bool)
+    for begin, end, _ in segments:
+        is_base[begin:end] = begin == 200
+    assert torch.equal(found[is_base], base[is_base])
+    changed = [0, 7, 8, *range(20, 200)]  # experts of rows 4 … 6 may have no adapter
+    assert not torch.isclose(found[changed], base[changed]).all(1).any()
+
+
 def test_rows_of_an_adapter_are_those_of_merged_weights():
     """Against weights with B·A added, expert by expert; an expert that the adapter leaves out stays as it is."""
     weights, generator = weights_of(SPEC), torch.Generator().manual_seed(4)
