@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from ctypes import Array, addressof, c_int32, c_void_p
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import count
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -86,25 +87,28 @@ class NativeMixtureLora:
 
     def __init__(self, arena: torch.Tensor, segments: Segments, layer: int, modules: MixtureModules) -> None:
         """arena: `[pages, page_elems]`. segments: of the step's rows."""
-        parts, count = [_described(rows) for rows in segments.rows], len(segments.rows)
-        adapters = (c_void_p * count)(*(addressof(part.adapter) for part in parts))
-        begin, end = (c_int32 * count)(*segments.begin), (c_int32 * count)(*segments.end)
-        level = (c_int32 * count)(*segments.level)
-        experts = (c_void_p * count)(*(addressof(part.experts) for part in parts))
-        num_experts = (c_int32 * count)(*(len(part.experts) for part in parts))
+        ids = tuple(module for own in modules for module, _, _ in own)
+        parts, length = [_described(rows, ids) for rows in segments.rows], len(segments.rows)
+        adapters = (c_void_p * length)(*(addressof(part.adapter) for part in parts))
+        begin, end = (c_int32 * length)(*segments.begin), (c_int32 * length)(*segments.end)
+        level = (c_int32 * length)(*segments.level)
+        experts = (c_void_p * length)(*(addressof(part.experts) for part in parts))
+        num_experts = (c_int32 * length)(*(len(part.experts) for part in parts))
         arrays = adapters, begin, end, level, experts, num_experts
         self.dtype = arena.dtype
         self.description = MixtureLoraDescriptor(
             arena=arena.data_ptr(),
             page_elems=arena.shape[1],
             layer=layer,
-            segments=SegmentsDescriptor(count, *map(addressof, (begin, end, adapters, level))),
+            segments=SegmentsDescriptor(length, *map(addressof, (begin, end, adapters, level))),
             experts=addressof(experts),
             num_experts=addressof(num_experts),
         )
+        numbers = count()
         for targets, own in zip(self.description.targets, modules, strict=True):
             targets.count = len(own)
-            targets.targets[: 3 * len(own)] = [value for module in own for value in module]
+            values = [value for _, column, width in own for value in (next(numbers), column, width)]
+            targets.targets[: len(values)] = values
         self._kept = arena, segments, parts, arrays  # the description has addresses of these
 
 
@@ -118,15 +122,19 @@ class _Part(NamedTuple):
     """Of its rank-rows."""
 
 
-_parts: WeakKeyDictionary[AdapterRows, _Part] = WeakKeyDictionary()
+_parts: WeakKeyDictionary[AdapterRows, dict[tuple[int, ...], _Part]] = WeakKeyDictionary()
 
 
-def _described(rows: AdapterRows) -> _Part:
-    """Made once."""
-    found = _parts.get(rows)
-    if found is None:
-        found = _parts[rows] = _Part(*described(rows), (c_int32 * len(rows.experts))(*rows.experts))
-    return found
+def _described(rows: AdapterRows, ids: tuple[int, ...]) -> _Part:
+    """Made once. ids: the mixture's modules, which the library knows by their places here: a model may have more than
+    its descriptors have room for.
+    """
+    made = _parts.setdefault(rows, {})
+    if ids not in made:
+        a_offset, b_offset = ([offsets[module] for module in ids] for offsets in (rows.a_offset, rows.b_offset))
+        own = replace(rows, a_offset=a_offset, b_offset=b_offset)
+        made[ids] = _Part(*described(own), (c_int32 * len(rows.experts))(*rows.experts))
+    return made[ids]
 
 
 class MixtureRows(NamedTuple):
@@ -203,13 +211,13 @@ class NativeMixture:
     def _matrices(
         self, matrices: Sequence[Panels | IntegerPanels], biases: Sequence[torch.Tensor] | None = None
     ) -> ExpertMatricesDescriptor:
-        count = len(matrices)
-        data = (c_void_p * count)(*(each.data.data_ptr() for each in matrices))
+        length = len(matrices)
+        data = (c_void_p * length)(*(each.data.data_ptr() for each in matrices))
         integers = bias = None
         if any(isinstance(each, IntegerPanels) for each in matrices):
-            integers = (IntegersDescriptor * count)(*map(described_integers, matrices))
+            integers = (IntegersDescriptor * length)(*map(described_integers, matrices))
         if biases is not None:
-            bias = (c_void_p * count)(*map(self._values, biases))
+            bias = (c_void_p * length)(*map(self._values, biases))
         arrays = data, integers, bias
         self._kept.append(arrays)
         return ExpertMatricesDescriptor(*(None if each is None else addressof(each) for each in arrays))

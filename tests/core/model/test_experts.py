@@ -223,23 +223,24 @@ def test_bits_of_base_rows_do_not_change_beside_adapters_on_experts(dtype, num_r
 EVERY_COLUMNS = {
     **COLUMNS,
     Group.SHARED_GATE: ((4, 0, 1),),
-    Group.SHARED_GATE_UP: ((5, 0, 24), (6, 24, 24)),
-    Group.SHARED_DOWN: ((7, 0, HIDDEN),),
+    Group.SHARED_GATE_UP: ((17, 0, 24), (18, 24, 24)),
+    Group.SHARED_DOWN: ((19, 0, HIDDEN),),
 }
+"""With numbers of modules for which the native library's descriptors have no room."""
 SHARED_WIDTHS = [(HIDDEN, 1), (HIDDEN, 24), (HIDDEN, 24), (24, HIDDEN)]
 
 
 def of_every_token(pages: list[int], rank: int, scale: float) -> AdapterRows:
     """An adapter on the router and the shared expert."""
-    a_offset, b_offset, at = [-1] * 8, [-1] * 8, 0
-    for module, (inputs, outputs) in zip((0, 4, 5, 6, 7), (WIDTHS[0], *SHARED_WIDTHS), strict=True):
+    a_offset, b_offset, at = [-1] * 20, [-1] * 20, 0
+    for module, (inputs, outputs) in zip((0, 4, 17, 18, 19), (WIDTHS[0], *SHARED_WIDTHS), strict=True):
         a_offset[module], b_offset[module], at = at, at + inputs, at + inputs + outputs
     return AdapterRows(pages, rank, scale, at, a_offset, b_offset, [-1, 5])
 
 
 def of_experts(pages: list[int], rank: int, scale: float, experts: list[int]) -> AdapterRows:
     (part,) = adapter_rows(pages, rank, experts, with_router=False)
-    others = [-1] * 4
+    others = [-1] * 16
     return replace(
         part, scale=scale, a_offset=[*part.a_offset, *others], b_offset=[*part.b_offset, *others], first_elem=[-1, 9]
     )
