@@ -82,6 +82,16 @@ class NativeActivation(IntEnum):
     SILU = 0
     GELU = 1
     """By tanh, as torch's `gelu(approximate="tanh")`."""
+    CLAMPED_SWIGLU = 2
+    """Of experts only: it has parameters."""
+
+
+class NativeScoring(IntEnum):
+    """How a router's logits become scores: a number in the library."""
+
+    SOFTMAX = 0
+    SOFTMAX_OF_CHOSEN = 1
+    SIGMOID = 2
 
 
 class IntegersDescriptor(Structure):
@@ -250,6 +260,66 @@ class DeltaDescriptor(Structure):
     ]
 
 
+class ExpertMatricesDescriptor(Structure):
+    """Experts' matrices of one shape: see `native/mixture.h`, as of the structures below."""
+
+    _fields_ = [(name, c_void_p) for name in ("w", "integers", "bias")]
+
+
+class RoutingDescriptor(Structure):
+    """Which experts a row goes to, and their weights: see `native/router.h`."""
+
+    _fields_ = [
+        ("correction", c_void_p),
+        *((name, c_int32) for name in ("per_token", "scoring", "renormalised", "groups", "kept_groups")),
+        *((name, c_float) for name in ("epsilon", "factor")),
+    ]
+
+
+class MixtureDescriptor(Structure):
+    """A layer's mixture of experts."""
+
+    _fields_ = [
+        *((name, c_int32) for name in ("hidden", "experts", "size", "shared_size")),
+        *((name, c_void_p) for name in ("router", "router_bias")),
+        ("routing", RoutingDescriptor),
+        ("activation", c_int32),
+        *((name, c_float) for name in ("alpha", "limit")),
+        *((name, ExpertMatricesDescriptor) for name in ("gate_up", "down", "shared_gate_up", "shared_down")),
+        ("shared_gate", c_void_p),
+    ]
+
+
+class MixtureStepDescriptor(Structure):
+    """The rows of one step in a mixture of experts, and memory for what is computed of them."""
+
+    _fields_ = [
+        ("rows", c_int32),
+        *((name, c_void_p) for name in ("x", "y", "chosen", "weights", "gate_up", "outputs")),
+        *((name, c_void_p) for name in ("shared_gate_up", "shared_outputs", "lora")),
+        ("lora_element", c_int32),
+    ]
+
+
+class MixtureTargetsDescriptor(Structure):
+    """Projections of a product of a mixture: see `native/mixture_lora.h`, as of the structure below."""
+
+    _fields_ = [("count", c_int32), ("targets", c_int32 * 6)]
+
+
+class MixtureLoraDescriptor(Structure):
+    """A step's adapters of a mixture of experts in one layer."""
+
+    _fields_ = [
+        ("arena", c_void_p),
+        ("page_elems", c_int64),
+        ("layer", c_int32),
+        ("segments", SegmentsDescriptor),
+        *((name, c_void_p) for name in ("experts", "num_experts")),
+        ("targets", MixtureTargetsDescriptor * 6),
+    ]
+
+
 class ReadFaultDescriptor(Structure):
     """Why rows of a file were not laid out."""
 
@@ -323,6 +393,12 @@ _STRUCTURES: dict[str, type[Structure] | np.dtype] = {
     "OffloadWorkerDesc": OffloadWorkerDescriptor,
     "MergeDesc": MergeDescriptor,
     "DeltaDesc": DeltaDescriptor,
+    "ExpertMatrices": ExpertMatricesDescriptor,
+    "RoutingDesc": RoutingDescriptor,
+    "MixtureDesc": MixtureDescriptor,
+    "MixtureStepDesc": MixtureStepDescriptor,
+    "MixtureTargets": MixtureTargetsDescriptor,
+    "MixtureLoraDesc": MixtureLoraDescriptor,
     "ReadFault": ReadFaultDescriptor,
     "Exchange": EXCHANGE,
     "SampleRow": SAMPLE_ROW,

@@ -74,7 +74,7 @@ def use_native(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> 
     if config.cpu_kernels == "native":
         raise UnsupportedModel(f"cpu_kernels is 'native', but {reason}; use 'auto' or 'torch' instead")
     by_library = model.num_experts and native_library.available(dtype)
-    how = "but for experts, which the native library multiplies" if by_library else _SLOW
+    how = "but for mixtures of experts, which the native library computes" if by_library else _SLOW
     logger.warning("steps run on torch's operators, %s: %s", how, reason)
     return False
 

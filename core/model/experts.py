@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import pairwise
 from typing import Any, NamedTuple, TypeVar
@@ -22,7 +22,9 @@ from ...ops.elementwise import clamped_swiglu, gelu_and_mul, silu_and_mul
 from ...ops.expert_products import Matrix, Panels, multiply_each
 from ...ops.expert_tiles import ExpertTiles, Stack
 from ...ops.narrow_weights import NarrowWeight
+from ...ops.native_descriptors import NativeActivation, NativeScoring
 from ...ops.native_integers import IntegerPanels
+from ...ops.native_mixture import NativeExperts, NativeGating, NativeMixture, NativeRouting
 from .layers import Activation, ClampedSwiglu, Experts, Routing, Scoring
 from .mixture_launches import MixtureLaunches
 from .mixture_lora import Going, MixtureLora
@@ -42,7 +44,7 @@ _LANES = 64
 class ExpertWeights(ABC):
     """A layer's experts and their router."""
 
-    router: torch.Tensor
+    router: Matrix
     """`[experts, hidden]`, float32."""
 
     correction: torch.Tensor | None = None
@@ -70,6 +72,10 @@ class ExpertWeights(ABC):
         chosen: `[rows, per_token]` int64, the experts of each row. lora: the step's adapters; None: no adapters.
         """
 
+    def native(self, spec: Experts) -> NativeMixture | None:
+        """The same for the native library, router and all; None if something isn't packed for it."""
+        return None
+
 
 @dataclass(slots=True, kw_only=True)
 class ListedExperts(ExpertWeights):
@@ -86,6 +92,15 @@ class ListedExperts(ExpertWeights):
 
     down_bias: Sequence[torch.Tensor] | None = None
     """Of each expert `[hidden]`."""
+
+    _native: tuple[Experts, NativeMixture] | None = field(default=None, init=False, repr=False, compare=False)
+
+    def native(self, spec: Experts) -> NativeMixture | None:
+        """Made once."""
+        if self._native is None or self._native[0] is not spec:
+            made = _native_mixture(self, spec)
+            self._native = None if made is None else (spec, made)
+        return None if self._native is None else self._native[1]
 
     def outputs(
         self, x: torch.Tensor, chosen: torch.Tensor, spec: Experts, lora: MixtureLora | MixtureLaunches | None = None
@@ -155,6 +170,52 @@ def _of(lora: MixtureLora | MixtureLaunches | None, kind: type[_T]) -> _T | None
     raise TypeError(f"what adapters add to these experts must be {kind.__name__}, not {type(lora).__name__}")
 
 
+_SCORINGS = {
+    Scoring.SOFTMAX: NativeScoring.SOFTMAX,
+    Scoring.SOFTMAX_OF_CHOSEN: NativeScoring.SOFTMAX_OF_CHOSEN,
+    Scoring.SIGMOID: NativeScoring.SIGMOID,
+}
+
+_GATINGS = {
+    Activation.SILU: NativeGating(NativeActivation.SILU),
+    Activation.GELU_TANH: NativeGating(NativeActivation.GELU),
+}
+
+
+def _native_mixture(experts: ListedExperts, spec: Experts) -> NativeMixture | None:
+    routing, activation, router = spec.routing, spec.activation, experts.router
+    shared = _packed_natively([experts.shared_gate_up]), _packed_natively([experts.shared_down])
+    gate_up, down = _packed_natively(experts.gate_up), _packed_natively(experts.down)
+    if not isinstance(router, Panels) or not gate_up or not down or (spec.shared_size and not all(shared)):
+        return None
+    return NativeMixture(
+        router,
+        NativeExperts(gate_up, down, experts.gate_up_bias, experts.down_bias),
+        NativeRouting(
+            per_token=routing.per_token,
+            scoring=_SCORINGS[routing.scoring],
+            renormalised=routing.renormalised,
+            epsilon=routing.epsilon,
+            factor=routing.factor,
+            groups=routing.groups,
+            kept_groups=routing.kept_groups,
+        ),
+        NativeGating(NativeActivation.CLAMPED_SWIGLU, activation.alpha, activation.limit)
+        if isinstance(activation, ClampedSwiglu)
+        else _GATINGS[activation],
+        router_bias=experts.router_bias,
+        correction=experts.correction,
+        shared=NativeExperts(*shared) if spec.shared_size else None,
+        shared_gate=experts.shared_gate,
+    )
+
+
+def _packed_natively(matrices: Sequence[Matrix | None]) -> list[Panels | IntegerPanels]:
+    """The same matrices, if the native library's panels have all of them; else none."""
+    found = [each for each in matrices if isinstance(each, Panels | IntegerPanels)]
+    return found if len(found) == len(matrices) else []
+
+
 class ExpertKernels(StrEnum):
     """Kernels that multiply experts."""
 
@@ -187,14 +248,19 @@ class ExpertPack:
 
 
 def packed_experts(experts: ListedExperts, dtype: torch.dtype) -> ListedExperts:
-    """A layer's experts for kernels on a CPU; their matrices are packed already. The router and its correction stay
-    float32.
+    """A layer's experts for kernels on a CPU; their matrices are packed already, and the router is packed as they are.
+    The router and its correction stay float32.
     """
     biases = ("gate_up_bias", "down_bias")
+    is_native = bool(_packed_natively(experts.gate_up))
     return replace(
         experts,
-        router=packed_gemm.pack(experts.router),
-        **{name: [each.to(dtype) for each in found] for name in biases if (found := getattr(experts, name))},
+        router=(expert_products.pack if is_native else packed_gemm.pack)(experts.router),
+        **{
+            name: [each.to(dtype).float() if is_native else each.to(dtype) for each in found]
+            for name in biases
+            if (found := getattr(experts, name))
+        },
     )
 
 
@@ -207,7 +273,7 @@ def stacked_experts(experts: ListedExperts, dtype: torch.dtype, device: torch.de
         return None if part is None else _dense(part).to(device, dtype)
 
     return StackedExperts(
-        router=experts.router.to(device),
+        router=_unpacked([experts.router])[0].to(device),
         gate_up=_stacked(_unpacked(experts.gate_up), experts.gate_up_bias, dtype, device),
         down=_stacked(_unpacked(experts.down), experts.down_bias, dtype, device),
         correction=moved(experts.correction),
@@ -286,6 +352,8 @@ def mix_experts(
     x: torch.Tensor, weights: ExpertWeights, spec: Experts, lora: MixtureLora | MixtureLaunches | None = None
 ) -> torch.Tensor:
     """The output of a layer's mixture of experts for rows `[rows, hidden]`. lora: the step's adapters."""
+    if (native := weights.native(spec)) is not None:
+        return native.mix(x, None if (own := _of(lora, MixtureLora)) is None else own.native).y
     bias = None if weights.router_bias is None else [weights.router_bias]
     logits = multiply_each(x.float(), [len(x)], [weights.router], bias)
     if lora is not None:

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from ...memory.pages.projections import MIXTURE_GROUPS, Group
+from ...ops.native_mixture import MixtureModules, NativeMixtureLora
 from ...ops.sgmv import Segments, sgmv
 
 Columns = Mapping[int, Sequence[tuple[int, int, int]]]
@@ -17,6 +18,17 @@ Columns = Mapping[int, Sequence[tuple[int, int, int]]]
 
 Going = Sequence[tuple[int, Sequence[int]]]
 """Experts, each with the step's tokens that go to it, in rising order."""
+
+
+_NATIVE_GROUPS = (
+    Group.ROUTER,
+    Group.SHARED_GATE,
+    Group.SHARED_GATE_UP,
+    Group.SHARED_DOWN,
+    Group.EXPERT_GATE_UP,
+    Group.EXPERT_DOWN,
+)
+"""The groups of `MixtureModules`."""
 
 
 class MixtureLora:
@@ -34,6 +46,12 @@ class MixtureLora:
         if any(offsets[module] >= 0 for offsets in own for module in modules):
             return cls(arena, segments, layer, columns)
         return None
+
+    @property
+    def native(self) -> NativeMixtureLora:
+        """The same for the native library."""
+        modules = MixtureModules(*(self._columns[group] for group in _NATIVE_GROUPS))
+        return NativeMixtureLora(self._arena, self._segments, self._layer, modules)
 
     def add(self, group: Group, y: torch.Tensor, x: torch.Tensor) -> None:
         """Add to products y `[tokens, out]` of all of the step's tokens x `[tokens, in]`."""

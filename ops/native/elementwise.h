@@ -179,8 +179,22 @@ inline void apply_gate(const float* gate, int n, T* x) {
     }
 }
 
-enum Activation : int32_t { kSilu, kGelu };
+// out = (up + 1) · gate · sigmoid(alpha · gate), with gate at most `limit` and up within ± limit; other parameters as of
+// silu_and_mul
+template <class T>
+inline void clamped_swiglu(const float* gate, const float* up, int n, float alpha, float limit, T* out) {
+    for (int i = 0; i < n; i += kLanes) {
+        const Head here = head(n - i);
+        const Floats g = min(floats(limit), load16(gate + i, here));  // this order lets NaN through
+        const Floats u = max(floats(-limit), min(floats(limit), load16(up + i, here)));
+        const Floats e = exp16(min(floats(88.0f), g * floats(-alpha)));
+        store16(out + i, (u + floats(1.0f)) * (g / (floats(1.0f) + e)), here);
+    }
+}
 
+enum Activation : int32_t { kSilu, kGelu, kClampedSwiglu };
+
+// The activation has no parameters: it is not kClampedSwiglu.
 template <class T>
 inline void activate(Activation activation, const float* gate, const float* up, int n, T* out) {
     if (activation == kGelu) gelu_and_mul(gate, up, n, out);

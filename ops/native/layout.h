@@ -4,6 +4,7 @@
 #include <cstddef>
 #include "file_rows.h"
 #include "gated_delta.h"
+#include "mixture.h"
 #include "offload.h"
 #include "sampling.h"
 
@@ -82,6 +83,23 @@ constexpr Field kLayout[] = {
         AT(DeltaDesc, most_drafts), AT(DeltaDesc, conv_in), AT(DeltaDesc, recurrent_in), AT(DeltaDesc, drafts_in),
         AT(DeltaDesc, conv_out), AT(DeltaDesc, recurrent_out), AT(DeltaDesc, drafts_out), AT(DeltaDesc, mixed),
         AT(DeltaDesc, out),
+    ALL(ExpertMatrices), AT(ExpertMatrices, w), AT(ExpertMatrices, integers), AT(ExpertMatrices, bias),
+    ALL(RoutingDesc), AT(RoutingDesc, correction), AT(RoutingDesc, per_token), AT(RoutingDesc, scoring),
+        AT(RoutingDesc, renormalised), AT(RoutingDesc, groups), AT(RoutingDesc, kept_groups), AT(RoutingDesc, epsilon),
+        AT(RoutingDesc, factor),
+    ALL(MixtureDesc), AT(MixtureDesc, hidden), AT(MixtureDesc, experts), AT(MixtureDesc, size),
+        AT(MixtureDesc, shared_size), AT(MixtureDesc, router), AT(MixtureDesc, router_bias), AT(MixtureDesc, routing),
+        AT(MixtureDesc, activation), AT(MixtureDesc, alpha), AT(MixtureDesc, limit), AT(MixtureDesc, gate_up),
+        AT(MixtureDesc, down), AT(MixtureDesc, shared_gate_up), AT(MixtureDesc, shared_down),
+        AT(MixtureDesc, shared_gate),
+    ALL(MixtureStepDesc), AT(MixtureStepDesc, rows), AT(MixtureStepDesc, x), AT(MixtureStepDesc, y),
+        AT(MixtureStepDesc, chosen), AT(MixtureStepDesc, weights), AT(MixtureStepDesc, gate_up),
+        AT(MixtureStepDesc, outputs), AT(MixtureStepDesc, shared_gate_up), AT(MixtureStepDesc, shared_outputs),
+        AT(MixtureStepDesc, lora), AT(MixtureStepDesc, lora_element),
+    ALL(MixtureTargets), AT(MixtureTargets, count), AT(MixtureTargets, targets),
+    ALL(MixtureLoraDesc), AT(MixtureLoraDesc, arena), AT(MixtureLoraDesc, page_elems), AT(MixtureLoraDesc, layer),
+        AT(MixtureLoraDesc, segments), AT(MixtureLoraDesc, experts), AT(MixtureLoraDesc, num_experts),
+        AT(MixtureLoraDesc, targets),
     ALL(Exchange), AT(Exchange, layer), AT(Exchange, product), AT(Exchange, active),
     ALL(SampleRow), AT(SampleRow, inverse_temperature), AT(SampleRow, u), AT(SampleRow, top_p), AT(SampleRow, min_p), AT(SampleRow, top_k),
         AT(SampleRow, logits), AT(SampleRow, token),

@@ -6,6 +6,7 @@
 #include "file_rows.h"
 #include "gated_delta.h"
 #include "layout.h"
+#include "mixture.h"
 #include "multiply.h"
 #include "rates.h"
 #include "supported.h"
@@ -135,6 +136,12 @@ CHORUS_API double chorus_delta_run(int threads, const DeltaDesc* desc, int times
     return run_delta(team, threads, *desc, times);
 }
 
+// The team that the calling thread keeps.
+static Team& own_team(int threads) {
+    static thread_local OwnTeam own;
+    return own.of(threads);
+}
+
 // Multiply rows by the matrices that they go to, on a team that the calling thread keeps; see multiply_each.
 //
 //   threads  of the team, the caller's included
@@ -143,10 +150,28 @@ CHORUS_API double chorus_delta_run(int threads, const DeltaDesc* desc, int times
 CHORUS_API void chorus_multiply(int threads, Element element, int count, const int64_t* ends, const void* const* w,
                                 const Integers* integers, const float* const* bias, int outputs, int inputs,
                                 const float* x, float* y) {
-    static thread_local OwnTeam own;
     with_type(element, [&](auto zero) {
-        multiply_each<decltype(zero)>(own.of(threads), count, ends, w, integers, bias, outputs, inputs, x, y);
+        multiply_each<decltype(zero)>(own_team(threads), count, ends, w, integers, bias, outputs, inputs, x, y);
     });
+}
+
+// Compute a layer's mixture of experts, on a team that the calling thread keeps; see mix.
+//
+//   threads  of the team, the caller's included
+//   element  of the experts' matrices, or of the rows where those are whole numbers: kF32 or kBF16
+//   mixture  the layer
+//   step     read, and what it points to read or written
+CHORUS_API void chorus_mix(int threads, Element element, const MixtureDesc* mixture, const MixtureStepDesc* step) {
+    Team& team = own_team(threads);
+    AnyMixtureLora* lora = nullptr;
+    if (step->lora) {
+        lora = with_type((Element)step->lora_element, [](auto zero) -> AnyMixtureLora* {
+            static thread_local MixtureLora<decltype(zero)> own;
+            return &own;
+        });
+        lora->begin(*step->lora, step->rows, team.most());
+    }
+    with_type(element, [&](auto zero) { mix<decltype(zero)>(team, *mixture, *step, lora); });
 }
 
 // Bytes of memory that ranks share; see ranks.h, as of the functions below.

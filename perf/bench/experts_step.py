@@ -16,7 +16,7 @@ from functools import partial
 
 import torch
 
-from ...core.model.experts import ListedExperts, choose, mix_experts
+from ...core.model.experts import ListedExperts, choose, mix_experts, packed_experts
 from ...core.model.layers import Experts, Routing
 from ...core.model.lora_state import rows_in
 from ...core.model.mixture_lora import MixtureLora
@@ -100,7 +100,7 @@ class Layers:
         router = torch.randn(shape.count, shape.hidden, generator=self._generator)
         gate_up = [matrix(2 * shape.size, shape.hidden) for _ in range(shape.count)]
         down = [matrix(shape.hidden, shape.size) for _ in range(shape.count)]
-        return ListedExperts(router=packed_gemm.pack(router), gate_up=gate_up, down=down)
+        return packed_experts(ListedExperts(router=router, gate_up=gate_up, down=down), torch.bfloat16)
 
     @torch.inference_mode()
     def rate(self, rows: int, adapters: Adapters | None = None) -> float:
@@ -109,8 +109,7 @@ class Layers:
         weights, lora = self._layers[layer], adapters and adapters.of(layer)
         self._turn += 1
         x = torch.randn(rows, self._shape.hidden, generator=self._generator).bfloat16()
-        router = weights.router.to_dense() if weights.router.is_mkldnn else weights.router
-        logits = x.float() @ router.T
+        logits = x.float() @ expert_products.unpack(weights.router).T
         if lora is not None:
             lora.add(Group.ROUTER, logits, x.float())
         used = len(choose(logits, spec.routing).experts.unique())

@@ -13,7 +13,7 @@ from ..layers import Activation, ClampedSwiglu, Experts, GatedSpec, LayerSpec, N
 from ..rope_config import ROPE_TYPES, RopeConfig
 
 DTYPES = ("float32", "bfloat16", "float16")
-EXPERTS_NOTE = "on CPUs experts by the native library, the rest by PyTorch's operators"
+EXPERTS_NOTE = "on CPUs mixtures by the native library, the rest by PyTorch's operators"
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 

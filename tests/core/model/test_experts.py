@@ -12,7 +12,7 @@ from chorus.core.model.experts import ListedExperts, choose, mix_experts
 from chorus.core.model.layers import Activation, ClampedSwiglu, Experts, Routing, Scoring
 from chorus.core.model.mixture_lora import MixtureLora
 from chorus.memory.pages.projections import MIXTURE_GROUPS, Group
-from chorus.ops import native_library, packed_gemm
+from chorus.ops import native_library
 from chorus.ops.expert_products import Matrix, pack, unpack
 from chorus.ops.sgmv import AdapterRows, Segments
 
@@ -74,7 +74,7 @@ SPEC = Experts(16, 40, Routing(3, renormalised=True))
 
 @pytest.fixture(autouse=True, params=[*native_library.levels(), "none"])
 def level(request, monkeypatch) -> str:
-    """What multiplies: the native library of each level, or oneDNN."""
+    """What computes: the native library of each level, or PyTorch and oneDNN."""
     monkeypatch.setenv(native_library.ISA, request.param)
     return request.param
 
@@ -91,7 +91,7 @@ def weights_of(spec: Experts, dtype: torch.dtype = torch.float32) -> ListedExper
 
     shared = spec.shared_size
     return ListedExperts(
-        router=packed_gemm.pack(torch.randn(spec.count, HIDDEN, generator=generator)),
+        router=pack(torch.randn(spec.count, HIDDEN, generator=generator)),
         gate_up=[matrix(2 * spec.size, HIDDEN) for _ in range(spec.count)],
         down=[matrix(HIDDEN, spec.size) for _ in range(spec.count)],
         correction=torch.randn(spec.count, generator=generator) if spec.routing.corrected else None,
@@ -152,7 +152,7 @@ def test_rows_are_the_weighted_sums_of_their_experts(name):
         gate, up = (unpack(gate_up).double() @ row.double() + of_in).chunk(2)
         return unpack(down).double() @ activated(gate, up) + of_out
 
-    logits = rows @ weights.router.to_dense().T
+    logits = rows @ unpack(weights.router).T
     logits = logits if weights.router_bias is None else logits + weights.router_bias
     choice = choose(logits, spec.routing, weights.correction)
     matrices = [weights.gate_up, weights.down]
@@ -218,6 +218,79 @@ def test_bits_of_base_rows_do_not_change_beside_adapters_on_experts(dtype, num_r
         num_checked += int(is_base.sum())
         num_changed += int((found[~is_base] != want[own][~is_base]).any(-1).sum())
     assert num_changed > num_rows
+
+
+EVERY_COLUMNS = {
+    **COLUMNS,
+    Group.SHARED_GATE: ((4, 0, 1),),
+    Group.SHARED_GATE_UP: ((17, 0, 24), (18, 24, 24)),
+    Group.SHARED_DOWN: ((19, 0, HIDDEN),),
+}
+"""With numbers of modules for which the native library's descriptors have no room."""
+SHARED_WIDTHS = [(HIDDEN, 1), (HIDDEN, 24), (HIDDEN, 24), (24, HIDDEN)]
+
+
+def of_every_token(pages: list[int], rank: int, scale: float) -> AdapterRows:
+    """An adapter on the router and the shared expert."""
+    a_offset, b_offset, at = [-1] * 20, [-1] * 20, 0
+    for module, (inputs, outputs) in zip((0, 4, 17, 18, 19), (WIDTHS[0], *SHARED_WIDTHS), strict=True):
+        a_offset[module], b_offset[module], at = at, at + inputs, at + inputs + outputs
+    return AdapterRows(pages, rank, scale, at, a_offset, b_offset, [-1, 5])
+
+
+def of_experts(pages: list[int], rank: int, scale: float, experts: list[int]) -> AdapterRows:
+    (part,) = adapter_rows(pages, rank, experts, with_router=False)
+    others = [-1] * 16
+    return replace(
+        part, scale=scale, a_offset=[*part.a_offset, *others], b_offset=[*part.b_offset, *others], first_elem=[-1, 9]
+    )
+
+
+@pytest.mark.parametrize(
+    "dtypes", [(torch.float32, torch.float32), (torch.float32, torch.bfloat16), (torch.bfloat16,) * 2]
+)
+@pytest.mark.parametrize("threads", [1, 3])
+def test_adapters_on_all_parts_are_as_by_pytorch(dtypes, threads, monkeypatch):
+    """Of one row or many, several for the same rows, ranks of one to 40, rank-rows over several pages."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    dtype, of_arena = dtypes
+    spec = replace(SPEC, shared_size=24, shared_gate=True)
+    weights, generator = weights_of(spec, dtype), torch.Generator().manual_seed(5)
+    arena = (torch.randn(600, 170, generator=generator) / 8).to(of_arena)
+    pages = torch.randperm(600, generator=generator).tolist()
+    rows, segments = torch.randn(240, HIDDEN, generator=generator).to(dtype), Segments()
+    segments.add(0, 1, of_every_token(pages, 1, 0.9))
+    segments.add(0, 1, of_experts(pages, 2, 0.4, list(range(16))))
+    segments.add(4, 7, of_experts(pages[300:], 3, 0.8, [1, 2, 3, 5, 8, 13]))
+    segments.add(7, 9, of_every_token(pages[200:], 2, 0.5))
+    segments.add(20, 200, of_every_token(pages[100:], 40, 0.2))
+    segments.add(20, 200, of_experts(pages[150:], 5, 0.6, list(range(0, 16, 2))))
+    segments.add(20, 200, of_experts(pages[350:], 4, -0.3, list(range(16))))
+    segments.add(200, 201, replace(of_every_token(pages, 3, 1.0), first_elem=[5, -1]))  # of another layer
+    lora = MixtureLora.of(arena, segments, 1, EVERY_COLUMNS)
+    found = mix_experts(rows, weights, spec, lora)
+    plain = {
+        name: unpack(matrix).float()
+        for name in ("router", "shared_gate_up", "shared_down")
+        for matrix in (getattr(weights, name),)
+    }
+    of_each = {name: [unpack(each).float() for each in getattr(weights, name)] for name in ("gate_up", "down")}
+    want = mix_experts(
+        rows.float(),
+        replace(weights, **plain, **of_each),
+        spec,
+        MixtureLora.of(arena.float(), segments, 1, EVERY_COLUMNS),
+    )
+    bound = 1e-4 if of_arena == torch.float32 else 3e-2
+    is_same = torch.isclose(found.float(), want, rtol=bound, atol=bound).all(1)
+    # where products round inputs to bfloat16, a router's choice may change
+    assert is_same.all() if of_arena == torch.float32 else is_same.float().mean() > 0.95
+    base, is_base = mix_experts(rows, weights, spec), torch.ones(240, dtype=torch.bool)
+    for begin, end, _ in segments:
+        is_base[begin:end] = begin == 200
+    assert torch.equal(found[is_base], base[is_base])
+    changed = [0, 7, 8, *range(20, 200)]  # experts of rows 4 … 6 may have no adapter
+    assert not torch.isclose(found[changed], base[changed]).all(1).any()
 
 
 def test_rows_of_an_adapter_are_those_of_merged_weights():

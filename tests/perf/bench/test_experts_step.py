@@ -32,6 +32,7 @@ def test_bytes_are_those_of_the_experts_that_are_read(monkeypatch, rows):
             seen.append(len(matrices))
         return multiply(x, ends, matrices, biases)
 
+    monkeypatch.setenv(native_library.ISA, "none")  # so that each product is a call
     monkeypatch.setattr(mixture, "multiply_each", counted)
     clock = iter(range(100))
     monkeypatch.setattr(experts_step.time, "perf_counter", lambda: next(clock))
@@ -42,6 +43,7 @@ def test_bytes_are_those_of_the_experts_that_are_read(monkeypatch, rows):
 
 
 def test_each_row_has_an_adapter_of_its_own_on_router_and_experts(monkeypatch):
+    monkeypatch.setenv(native_library.ISA, "none")  # so that each product's adapters are a call
     adapters, layers, seen = Adapters(SMALL, 2, 3, rank=2), Layers(SMALL, 2), []
     of_experts = MixtureLora.add_of_experts
 
