@@ -9,6 +9,7 @@ RESULTS := build/results
 SEEDS := 10000
 JOBS := 2
 STUDIES := $(patsubst perf/gate/baselines/simulate/%.any.json,%,$(wildcard perf/gate/baselines/simulate/*))
+INTERPRETED := $(shell find tests -name "test_*_interpreted.py" | sort)
 NATIVE := $(wildcard ops/native/*.cpp ops/native/*.h)
 
 help: ## this list
@@ -58,7 +59,8 @@ test: ## the test suite
 	pytest -q
 
 slow: ## the slow tests, which a plain pytest leaves out, and the quick ones of GPU kernels, which need triton
-	pytest -q -m "(slow and not triton) or (triton and not slow)"
+	pytest -q -m "(slow and not triton) or (triton and not slow and not sample)" --ignore-glob "*_interpreted.py"
+	TRITON_INTERPRET=1 pytest -q -n 2 -m "not slow and not sample" $(INTERPRETED)
 
 kernel-tests: ## the slow tests of GPU kernels and GPU steps: a quarter of an hour
 	pytest -q -m "slow and triton"

@@ -30,8 +30,6 @@ from .test_cuda_interpreted import Launches
 from .test_cuda_ranks_interpreted import DEVICES, one_launch_at_a_time  # noqa: F401 - a fixture
 from .test_cuda_speculation_interpreted import PartlyRight, decodes, replays
 
-pytestmark = pytest.mark.sample  # the only steps in which a launch takes in accepted drafts
-
 NAMES = (None, "r3-all", "r8-qv")
 
 
