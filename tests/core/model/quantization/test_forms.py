@@ -19,7 +19,6 @@ from chorus.core.model.weights import WeightLoader
 from .forms import FORMS
 from .twins import Form, weights, write_twins
 
-
 #: Two ways to read a checkpoint, and two others. From form to form the architectures change places.
 OPTIONS = [({}, {"shard": Shard(0, 2)}), ({"dtype": torch.float32}, {"shard": Shard(1, 2)})]
 
@@ -33,8 +32,8 @@ OF_DENSE = [
 @pytest.mark.parametrize(("form", "architecture", "options"), OF_DENSE)
 def test_weights_have_the_bits_of_the_dequantised_twin(tmp_path, form, architecture, options):
     quantised, twin = write_twins(tmp_path, FORMS[form], architecture)
-    for options in options:
-        for found, want in zip(weights(quantised, **options), weights(twin, **options), strict=True):
+    for each in options:
+        for found, want in zip(weights(quantised, **each), weights(twin, **each), strict=True):
             assert (found is None and want is None) or torch.equal(found, want)
 
 
@@ -148,9 +147,9 @@ class Largest(TorchDispatchMode):
 #: One for each way to lay out or unpack values; the others differ in how the file describes them, or in bits.
 WAYS = [
     *("fp8", "fp8 channels", "fbgemm fp8", "fp8 blocks", "awq", "gptq", "gptq act order", "gptq without g_idx"),
-    *("bnb nf4", "bnb nf4, nested", "bnb int8", "modelopt nvfp4", "compressed packed", "compressed packed, zero points"),
-    *("compressed packed, act order", "compressed int8", "compressed int8, zero points", "compressed mixed"),
-    *("compressed fp8, blocks", "compressed nvfp4", "compressed mxfp4"),
+    *("bnb nf4", "bnb nf4, nested", "bnb int8", "modelopt nvfp4", "compressed packed", "compressed mixed"),
+    *("compressed packed, zero points", "compressed packed, act order", "compressed int8"),
+    *("compressed int8, zero points", "compressed fp8, blocks", "compressed nvfp4", "compressed mxfp4"),
 ]
 
 
