@@ -116,9 +116,9 @@ families: ## every geometry of every model family over every path of an engine
 	CHORUS_FAMILIES=every pytest -q tests/core/test_families.py tests/core/test_family_paths.py tests/core/test_hybrid_paths.py \
 		tests/core/test_experts.py tests/core/test_expert_adapters.py tests/core/executors/test_cuda_families_interpreted.py
 
-level-%: ## tests of native kernels and of models at one ISA level, such as level-avx2; not those that test all levels
+level-%: ## tests of native kernels and of an engine at one ISA level, such as level-avx2; not those that test all levels
 	CHORUS_CPU_ISA=$* pytest -q -n 0 -m "native and not slow and not once and not levels" tests/ops tests/attacks tests/core/model \
-	    tests/core/test_adapter_vectors.py tests/core/test_families.py tests/core/test_parity.py
+	    tests/core/test_adapter_vectors.py tests/core/test_parity.py
 
 plain: ## numerics tests against a package built without a compiler in PLAIN
 	export PYTHONPATH="$(PLAIN)"; \
