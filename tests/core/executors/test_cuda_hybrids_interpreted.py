@@ -95,7 +95,7 @@ def answer_of(requests):
 def test_drafts_are_accepted_in_part(tiny, drive):
     """Of mixed adapters in captured steps, one replay each, padded with sequences of one token and of none."""
     it = tiny("qwen3.5-tied")
-    requests = asked(it, 9, NAMES[:2])
+    requests = asked(it, 6, NAMES[:2])
     driver = drive(it, PartlyRight(answer_of(requests), 3), ["r3-all"], max_num_seqs=2)
     assert driver.engine.executor.layout.state_slots == 2
     check(driver, requests)
