@@ -9,6 +9,7 @@ RESULTS := build/results
 SEEDS := 10000
 JOBS := 2
 STUDIES := $(patsubst perf/gate/baselines/simulate/%.any.json,%,$(wildcard perf/gate/baselines/simulate/*))
+INTERPRETED := $(shell find tests -name "test_*_interpreted.py" | sort)
 NATIVE := $(wildcard ops/native/*.cpp ops/native/*.h)
 
 help: ## this list
@@ -58,7 +59,8 @@ test: ## the test suite
 	pytest -q
 
 slow: ## the slow tests, which a plain pytest leaves out, and the quick ones of GPU kernels, which need triton
-	pytest -q -m "(slow and not triton) or (triton and not slow)"
+	pytest -q -m "(slow and not triton) or (triton and not slow and not sample)" --ignore-glob "*_interpreted.py"
+	TRITON_INTERPRET=1 pytest -q -n 2 -m "not slow and not sample" $(INTERPRETED)
 
 kernel-tests: ## the slow tests of GPU kernels and GPU steps: a quarter of an hour
 	pytest -q -m "slow and triton"
@@ -114,9 +116,9 @@ families: ## every geometry of every model family over every path of an engine
 	CHORUS_FAMILIES=every pytest -q tests/core/test_families.py tests/core/test_family_paths.py tests/core/test_hybrid_paths.py \
 		tests/core/test_experts.py tests/core/test_expert_adapters.py tests/core/executors/test_cuda_families_interpreted.py
 
-level-%: ## tests of native kernels and of models at one ISA level, such as level-avx2; not those that test all levels
+level-%: ## tests of native kernels and of an engine at one ISA level, such as level-avx2; not those that test all levels
 	CHORUS_CPU_ISA=$* pytest -q -n 0 -m "native and not slow and not once and not levels" tests/ops tests/attacks tests/core/model \
-	    tests/core/test_adapter_vectors.py tests/core/test_families.py tests/core/test_parity.py
+	    tests/core/test_adapter_vectors.py tests/core/test_parity.py
 
 plain: ## numerics tests against a package built without a compiler in PLAIN
 	export PYTHONPATH="$(PLAIN)"; \

@@ -19,6 +19,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import certifi
 import pytest
 import torch
 from _pytest.mark.expression import Expression
@@ -38,6 +39,16 @@ settings.register_profile(
     "suite", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow], print_blob=True
 )
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "suite"))
+
+
+def _one_certificate(path: Path) -> None:
+    first, end, _ = certifi.contents().partition("-----END CERTIFICATE-----\n")
+    (path / "ca.pem").write_text(first + end)
+
+
+# Each client reads the authorities that it trusts, which takes longer than what most tests of servers ask of it: one is
+# enough, since no test asks a public server.
+os.environ.setdefault("SSL_CERT_FILE", str(kept_files("authority", _one_certificate) / "ca.pem"))
 
 #: Each process has models and adapters of its own, a gigabyte and a half in all.
 MAX_PROCESSES = 8

@@ -3,6 +3,7 @@
 A process that interprets can't compile, and the other way round, so these modules are never imported by a process whose
 TRITON_INTERPRET is not 1. There each file is one test, which runs the file in a process of its own, or two: one of
 those that are marked `slow`. `-k` finds it by the names of the tests in it, and that process then runs those alone.
+`make slow` interprets from the beginning: two processes share the quick tests of all these files.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from .conftest import marks_of_file, may_match
 
 HERE = Path(__file__).parent
 
-SLOW = "(slow and not triton) or (triton and not slow)"
+SLOW = "(slow and not triton) or (triton and not slow and not sample)"
 """Of `make slow`."""
 
 

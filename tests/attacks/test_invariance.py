@@ -22,15 +22,15 @@ DTYPES = [torch.bfloat16, torch.float32]
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_company_chunks_padding_and_threads_leave_no_trace(dtype):
-    """Some hundred requests of models of any shape; `python -m tests.attacks.invariance` compares ten thousand."""
+    """A hundred requests of models of any shape; `python -m tests.attacks.invariance` compares ten thousand."""
     tally = Tally()
-    for seed in range(1_000_000, 1_000_020):
+    for seed in range(1_000_000, 1_000_010):
         compare(seed, dtype, tally)
-    assert tally.cases > 250
+    assert tally.cases > 120
     assert not tally.differing, "\n".join(tally.differing[:5])
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(seed=st.integers(0, 2**31), dtype=st.sampled_from(DTYPES))
 def test_any_world_is_invariant(seed, dtype):
     tally = Tally()

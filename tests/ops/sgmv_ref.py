@@ -1,4 +1,4 @@
-"""SGMV as it is defined, in float32, one rank-row of one segment at a time."""
+"""SGMV as it is defined, in float32, one module of one segment at a time."""
 
 from __future__ import annotations
 
@@ -26,17 +26,15 @@ def sgmv_ref(
             a_offset, b_offset = adapter.a_offset[module], adapter.b_offset[module]
             if a_offset < 0:
                 continue
-            delta = torch.zeros(end - begin, width)
-            for i in range(adapter.rank):
-                slab = adapter.first_elem[layer] + i * adapter.slab_elems
-                a = _row(arena, adapter.pages, slab + a_offset, d_in)
-                b = _row(arena, adapter.pages, slab + b_offset, width)
-                delta += (x[begin:end].float() @ a)[:, None] * b
+            slabs = adapter.first_elem[layer] + adapter.slab_elems * torch.arange(adapter.rank)
+            a = _rows(arena, adapter.pages, slabs + a_offset, d_in)
+            b = _rows(arena, adapter.pages, slabs + b_offset, width)
             columns = slice(column, column + width)
+            delta = x[begin:end].float() @ a.T @ b
             y[begin:end, columns] = (y[begin:end, columns].float() + adapter.scale * delta).to(y.dtype)
 
 
-def _row(arena: torch.Tensor, pages: Sequence[int], start: int, width: int) -> torch.Tensor:
-    """Elements `start … start + width` of an adapter that runs over `pages`, float32."""
-    at = start + torch.arange(width)
+def _rows(arena: torch.Tensor, pages: Sequence[int], starts: torch.Tensor, width: int) -> torch.Tensor:
+    """Elements `start … start + width` for each of `starts`, of an adapter that runs over `pages`, float32."""
+    at = starts[:, None] + torch.arange(width)
     return arena[torch.tensor(pages)[at // arena.shape[1]], at % arena.shape[1]].float()

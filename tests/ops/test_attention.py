@@ -8,7 +8,6 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from torch.nn.attention.bias import causal_lower_right
 
 from chorus.ops.attention import PLAIN, Attention, HeadShape, PagedAttention, Scores
 from chorus.ops.elementwise import write_kv
@@ -127,6 +126,8 @@ class ElsewhereAttention(PagedAttention):
     """As on a GPU: nothing is read, no mask of a chunk is kept, and k and v have as many heads as q."""
 
     def __init__(self, *arguments):
+        from torch.nn.attention.bias import causal_lower_right  # imports the compiler
+
         super().__init__(*arguments)
         self._on_host, self._mask = False, causal_lower_right
 

@@ -125,8 +125,11 @@ def test_adapters_of_layers_with_other_projections(level, dtype):
     check(Kind(two_mixers=True), dtype, adapted=True)
 
 
-@pytest.mark.parametrize("case", range(len(list(AllPairs(VALUES)))))
+CASES = [case._asdict() for case in AllPairs(VALUES)]
+
+
+@pytest.mark.parametrize("case", range(len(CASES)))
 def test_features_together(level, case):
-    values = list(AllPairs(VALUES))[case]._asdict()
+    values = dict(CASES[case])
     shape, dtype, adapter = values.pop("shape"), values.pop("dtype"), values.pop("adapter")
     check(Kind(**values, **shape), dtype, adapter)

@@ -58,7 +58,7 @@ def kept_by_transformers(logits, temperature, top_k, top_p):
     top_k=st.sampled_from([0, 1, 2, 5, 19, 20, 500]),
     top_p=st.sampled_from([0.01, 0.3, 0.7, 0.95, 1.0]),
 )
-@settings(max_examples=40)
+@settings(max_examples=20)
 def test_shares_are_those_of_transformers(seed, temperature, top_k, top_p):
     """An even grid of draws gives every token its exact share; nothing outside top_k and top_p is ever drawn."""
     logits = torch.randn(20, generator=torch.Generator().manual_seed(seed)) * 2
@@ -178,7 +178,7 @@ def test_uniform_is_even_and_uncorrelated(numbers):
     top_k=st.sampled_from([0, 3, 8]),
     top_p=st.sampled_from([0.6, 1.0]),
 )
-@settings(max_examples=40)
+@settings(max_examples=20)
 def test_min_p_shares_are_those_of_transformers(seed, temperature, min_p, top_k, top_p):
     """min_p over the tempered distribution, then top_k, then top_p of the remaining tokens."""
     logits = torch.randn(20, generator=torch.Generator().manual_seed(seed)) * 2

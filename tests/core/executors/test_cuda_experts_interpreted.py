@@ -89,7 +89,7 @@ def test_prompts_and_decode_steps(mixture, drive):
     """Ranks differ between experts' gate and down; a captured step has the launches of what its adapters change."""
     it = mixture("mixtral")
     driver = drive(it)
-    check(it, driver, ("r2-experts", 20, 4), (None, 5, 5), ("r4-router", 7, 5), ("r6-down", 3, 5))
+    check(it, driver, ("r2-experts", 9, 3), (None, 5, 4), ("r4-router", 4, 4), ("r6-down", 3, 4))
     assert ROUTER | EXPERTS in captured_groups(driver)
     assert EagerReason.TILES not in driver.executor.inner.steps.eager
 

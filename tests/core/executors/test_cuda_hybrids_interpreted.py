@@ -30,8 +30,6 @@ from .test_cuda_interpreted import Launches
 from .test_cuda_ranks_interpreted import DEVICES, one_launch_at_a_time  # noqa: F401 - a fixture
 from .test_cuda_speculation_interpreted import PartlyRight, decodes, replays
 
-pytestmark = pytest.mark.sample  # the only steps in which a launch takes in accepted drafts
-
 NAMES = (None, "r3-all", "r8-qv")
 
 
@@ -97,7 +95,7 @@ def answer_of(requests):
 def test_drafts_are_accepted_in_part(tiny, drive):
     """Of mixed adapters in captured steps, one replay each, padded with sequences of one token and of none."""
     it = tiny("qwen3.5-tied")
-    requests = asked(it, 9, NAMES[:2])
+    requests = asked(it, 6, NAMES[:2])
     driver = drive(it, PartlyRight(answer_of(requests), 3), ["r3-all"], max_num_seqs=2)
     assert driver.engine.executor.layout.state_slots == 2
     check(driver, requests)

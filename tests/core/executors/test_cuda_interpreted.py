@@ -416,8 +416,8 @@ def test_merged_steps_have_launches_for_a_quarter_of_their_rows(drive, tiny):
         used = []
         replay = type(steps.merged_graphs).replay
         patch.setattr(type(steps.merged_graphs), "replay", lambda self, *key: used.append(key) or replay(self, *key))
-        check(driver, ask(driver, tiny, *[("r1-qv", 2, 4)] * 3, ("r17-all", 2, 4)))
-        check(driver, ask(driver, tiny, *[("r17-all", 2, 4)] * 2, (None, 2, 4), ("r1-qv", 2, 4)))
+        check(driver, ask(driver, tiny, *[("r1-qv", 2, 2)] * 3, ("r17-all", 2, 2)))
+        check(driver, ask(driver, tiny, *[("r17-all", 2, 2)] * 2, (None, 2, 2), ("r1-qv", 2, 2)))
     rooms = [form.room for bucket, form in used if bucket == 4 and form.mode is StepMode.MIXTURE]
     assert set(rooms) == {LaunchSize(0), LaunchSize(1)}
     assert len(steps.captured) == captured

@@ -7,7 +7,6 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from torch.nn.attention.bias import causal_lower_right
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
@@ -155,6 +154,8 @@ def test_torchs_attention_waits_for_nothing(dtype):
     copies = Copies()
 
     def bias(*size: int) -> torch.Tensor:
+        from torch.nn.attention.bias import causal_lower_right  # imports the compiler
+
         with _disable_current_modes():  # none of which torch lets it be made in
             return causal_lower_right(*size)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 import torch
 from hypothesis import given
@@ -438,6 +440,11 @@ class TestEngine:
     def gqa(self, subject):
         return subject("gqa")
 
+    @pytest.fixture(scope="class")
+    def logits(self, subject):
+        """What the reference computes for an adapter and tokens, once."""
+        return cache(lambda adapter, tokens: subject("gqa").logits(adapter, list(tokens)))
+
     #: Ways in which a prompt may be computed.
     CONFIGS = [
         {},
@@ -448,7 +455,7 @@ class TestEngine:
     ]
 
     @pytest.mark.parametrize("config", CONFIGS, ids=["whole", "chunked", "small arena", "no cache", "one by one"])
-    def test_logprobs_and_prompt_logprobs_are_those_of_a_full_forward(self, gqa, drive, config, monkeypatch):
+    def test_logprobs_and_prompt_logprobs_are_those_of_a_full_forward(self, gqa, drive, logits, config, monkeypatch):
         """Prompts share beginnings, which the cache knows: scores must come all the same, in slices of few rows."""
         monkeypatch.setattr(sampler, "logprob_rows", lambda vocab: 7)
         driver = drive(gqa, adapters={name: gqa.adapters[name] for name in ("r1-all", "r8-attention")}, **config)
@@ -464,7 +471,7 @@ class TestEngine:
             driver.drain()
         for name, (adapter, prompt, scored) in asked.items():
             answer = driver.answers[name]
-            want = gqa.logits(adapter, prompt + answer.tokens[:-1]).log_softmax(-1)
+            want = logits(adapter, (*prompt, *answer.tokens[:-1])).log_softmax(-1)
             self.check(answer.logprobs, answer.tokens, want[len(prompt) - 1 :], 3)
             if scored is None:
                 assert answer.prompt_logprobs is None

@@ -328,7 +328,7 @@ class TestEngine:
     max_overtake=st.sampled_from([0.0, 0.05, 0.2]),
     host_pages=st.sampled_from([0, 2, 100]),
 )
-@settings(max_examples=40)
+@settings(max_examples=20)
 def test_nobody_starves(popular, rare, max_num_seqs, max_adapters, max_overtake, host_pages):
     """Requests of a resident adapter come faster than they are served: once its time is up and its adapter is here,
     nobody who came later starts before a cold one. Where adapters take turns, nobody of its own adapter does.

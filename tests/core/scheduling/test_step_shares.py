@@ -47,7 +47,7 @@ def make_running(sizes, num_lone):
     each=st.sampled_from([0.0, 0.01, 1.0, 30.0]),
     is_async=st.booleans(),
 )
-@settings(max_examples=50)
+@settings(max_examples=25)
 def test_everybody_has_turns_and_none_is_lost(sizes, num_lone, fixed, each, is_async):
     running, clock = make_running(sizes, num_lone), Clock()
     under_way = 0.0

@@ -111,7 +111,10 @@ def test_adapters_that_no_row_uses_may_cost_a_hundredth(capsys):
     assert "MISSED" in capsys.readouterr().out
 
 
-def test_a_build_that_ends_is_an_error():
-    build = Build(sys.executable, ["--model-size=none"])
+def test_a_build_that_ends_is_an_error(tmp_path):
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nexit 2\n")
+    python.chmod(0o700)
+    build = Build(str(python), ["--model-size=none"])
     with build, pytest.raises(RuntimeError, match="ended with code 2"):
         build.turn()

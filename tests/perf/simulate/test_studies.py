@@ -166,16 +166,16 @@ def test_what_can_only_be_seen_when_it_runs_is_refused_by_name(case):
 
 def test_results_are_the_same_every_time_and_follow_seed_and_scale():
     study = parsed(TINY)
-    first, again = (json.dumps(run_study(study).to_json()) for _ in range(2))
+    first, again = (json.dumps(run_study(study, seeds=2).to_json()) for _ in range(2))
     assert first == again
     found = json.loads(first)
     assert found["study"] == "tiny"
     assert [row["row"] for row in found["rows"]] == ["two", "one"]
     assert found["rows"][0]["ttft_increase"] == 0
     assert found["rows"][1]["ttft_increase"] > 0
-    other = run_study(study, seed=1).to_json()
+    other = run_study(study, seed=1, seeds=2).to_json()
     assert other["rows"] != found["rows"]
-    twice, quick = run_study(study, scale=2.0).to_json(), run_study(study, quick=True).to_json()
+    twice, quick = (run_study(study, seeds=2, **way).to_json() for way in ({"scale": 2.0}, {"quick": True}))
     assert quick["rows"][0]["requests"] < found["rows"][0]["requests"] < twice["rows"][0]["requests"]
 
 
@@ -311,7 +311,7 @@ def test_one_line_of_json_per_study(capsys, tmp_path):
 def test_the_table_shows_both_values(capsys, tmp_path):
     path = tmp_path / "mine.toml"
     path.write_text(TINY.replace("duration = 4.0", "duration = 30.0"))
-    assert main([str(path)]) == 0
+    assert main([str(path), "--seeds", "2"]) == 0
     printed = capsys.readouterr().out
     assert "(500)" in printed
     assert "it is made up" in printed

@@ -19,13 +19,21 @@ from chorus.core.model.weights import WeightLoader
 from .forms import FORMS
 from .twins import Form, weights, write_twins
 
+#: Two ways to read a checkpoint, and two others. From form to form the architectures change places.
+OPTIONS = [({}, {"shard": Shard(0, 2)}), ({"dtype": torch.float32}, {"shard": Shard(1, 2)})]
 
-@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Phi3ForCausalLM"])
-@pytest.mark.parametrize("form", FORMS)
-def test_weights_have_the_bits_of_the_dequantised_twin(tmp_path, architecture, form):
+OF_DENSE = [
+    (form, architecture, OPTIONS[(index + place) % 2])
+    for index, form in enumerate(FORMS)
+    for place, architecture in enumerate(["LlamaForCausalLM", "Phi3ForCausalLM"])
+]
+
+
+@pytest.mark.parametrize(("form", "architecture", "options"), OF_DENSE)
+def test_weights_have_the_bits_of_the_dequantised_twin(tmp_path, form, architecture, options):
     quantised, twin = write_twins(tmp_path, FORMS[form], architecture)
-    for options in ({}, {"shard": Shard(0, 2)}, {"shard": Shard(1, 2)}, {"dtype": torch.float32}):
-        for found, want in zip(weights(quantised, **options), weights(twin, **options), strict=True):
+    for each in options:
+        for found, want in zip(weights(quantised, **each), weights(twin, **each), strict=True):
             assert (found is None and want is None) or torch.equal(found, want)
 
 
@@ -53,19 +61,20 @@ def with_experts(form: str, architecture: str, **config: Any) -> Form:
 BY_ENDS = ("gptq dynamic", "compressed mixed")
 
 OF_EXPERTS = [
-    (form, "MixtralForCausalLM" if form in BY_ENDS else architecture)
-    for form, architecture in zip(FORMS, itertools.cycle(EXPERTS), strict=False)
+    (form, "MixtralForCausalLM" if form in BY_ENDS else architecture, dtype)
+    for form, architecture, dtype in zip(
+        FORMS, itertools.cycle(EXPERTS), itertools.cycle([torch.bfloat16] * 4 + [torch.float32] * 4), strict=False
+    )
 ]
 
 
-@pytest.mark.parametrize(("form", "architecture"), OF_EXPERTS)
-def test_experts_have_the_bits_of_the_dequantised_twin(tmp_path, architecture, form):
+@pytest.mark.parametrize(("form", "architecture", "dtype"), OF_EXPERTS)
+def test_experts_have_the_bits_of_the_dequantised_twin(tmp_path, form, architecture, dtype):
     quantised, twin = write_twins(tmp_path, with_experts(form, architecture), architecture)
-    for options in ({}, {"dtype": torch.float32}):
-        found = list(weights(quantised, **options))
-        assert len(found) > 2 * 3 * 2
-        for one, other in zip(found, weights(twin, **options), strict=True):
-            assert (one is None and other is None) or torch.equal(one, other)
+    found = list(weights(quantised, dtype))
+    assert len(found) > 2 * 3 * 2
+    for one, other in zip(found, weights(twin, dtype), strict=True):
+        assert (one is None and other is None) or torch.equal(one, other)
 
 
 @pytest.mark.parametrize("form", ["bnb nf4", "fp8 blocks"])
@@ -135,8 +144,17 @@ class Largest(TorchDispatchMode):
         return made
 
 
+#: One for each way to lay out or unpack values; the others differ in how the file describes them, or in bits.
+WAYS = [
+    *("fp8", "fp8 channels", "fbgemm fp8", "fp8 blocks", "awq", "gptq", "gptq act order", "gptq without g_idx"),
+    *("bnb nf4", "bnb nf4, nested", "bnb int8", "modelopt nvfp4", "compressed packed", "compressed mixed"),
+    *("compressed packed, zero points", "compressed packed, act order", "compressed int8"),
+    *("compressed int8, zero points", "compressed fp8, blocks", "compressed nvfp4", "compressed mxfp4"),
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", WAYS)
 def test_nothing_is_as_large_as_a_projection_while_it_is_read(tmp_path, monkeypatch, form):
     monkeypatch.setattr(loading, "_CHUNK", 4096)
     monkeypatch.setattr(loading, "_ROWS", 8)
