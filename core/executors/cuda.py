@@ -95,15 +95,11 @@ class CudaShapes(ModelExecutor):
                 f"quantization is {config.quantization!r}, but the model has {experts} experts, which are quantised on "
                 "CPUs only; leave quantization, or set device to 'cpu'"
             )
-        for name, value, plain in (
-            ("tensor_parallel_size", shard.size, 1),
-            ("offload_workers", config.offload_workers, 0),
-        ):
-            if value != plain:
-                raise UnsupportedModel(
-                    f"{name} is {value}, and the model has {experts} experts, which GPUs serve with {plain} only; "
-                    f"set it to {plain}, or device to 'cpu'"
-                )
+        if config.offload_workers:
+            raise UnsupportedModel(
+                f"offload_workers is {config.offload_workers}, and the model has {experts} experts, which GPUs serve "
+                "without; set it to 0, or device to 'cpu'"
+            )
 
     def _within_window(self, config: EngineConfig) -> bool:
         """Where FlashInfer can't serve: beyond a window, prompts attend by PyTorch's operators, slowly."""
