@@ -94,15 +94,11 @@ class CudaShapes(ModelExecutor):
             check_float8_products(self._dtype, device.torch_device)
         if not (experts := self.config.num_experts):
             return
-        for name, value, plain in (
-            ("tensor_parallel_size", shard.size, 1),
-            ("offload_workers", config.offload_workers, 0),
-        ):
-            if value != plain:
-                raise UnsupportedModel(
-                    f"{name} is {value}, and the model has {experts} experts, which GPUs serve with {plain} only; "
-                    f"set it to {plain}, or device to 'cpu'"
-                )
+        if config.offload_workers:
+            raise UnsupportedModel(
+                f"offload_workers is {config.offload_workers}, and the model has {experts} experts, which GPUs serve "
+                "without; set it to 0, or device to 'cpu'"
+            )
 
     def _within_window(self, config: EngineConfig) -> bool:
         """Where FlashInfer can't serve: beyond a window, prompts attend by PyTorch's operators, slowly."""
@@ -139,7 +135,7 @@ class CudaExecutor(CudaShapes):
         quantiser = self.quantiser if self._keeps_narrow else None
         self.weight_bytes = kept_bytes(self.whole, self._dtype.itemsize, self.shard, quantiser)
         if self._keeps_narrow:
-            self.weight_bytes -= bytes_saved_by_stacks(self.whole, self._dtype.itemsize, quantiser)
+            self.weight_bytes -= bytes_saved_by_stacks(self.whole, self._dtype.itemsize, self.shard, quantiser)
         with self._device.scope():
             self._free, _ = self._device.memory()  # before anything is loaded
             self._decoder = self._load()

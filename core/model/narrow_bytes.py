@@ -60,12 +60,14 @@ def weight_bytes(config: ModelConfig, itemsize: int, quantiser: RoundToNearest |
         vocab, hidden = shapes[head_name]
         head = _kept_bytes((vocab, hidden), _of(quantiser, hidden)) or head
     projections, dense = _of_projections(config, matrices, itemsize, quantiser)
-    kept_experts = experts - bytes_saved_by_stacks(config, itemsize, quantiser)
+    kept_experts = experts - bytes_saved_by_stacks(config, itemsize, quantiser=quantiser)
     return WeightBytes(projections - experts, dense, head, kept_experts, others)
 
 
-def bytes_saved_by_stacks(config: ModelConfig, itemsize: int, quantiser: RoundToNearest | None = None) -> int:
-    """Bytes that experts take less on a GPU than in weights of `itemsize`, where they stay narrow.
+def bytes_saved_by_stacks(
+    config: ModelConfig, itemsize: int, shard: Shard = WHOLE, quantiser: RoundToNearest | None = None
+) -> int:
+    """Bytes that a rank's experts take less on a GPU than in weights of `itemsize`, where they stay narrow.
 
     A layer's matrices of one shape do if all of them are stored alike. The shared expert is dequantised.
     """
@@ -75,8 +77,12 @@ def bytes_saved_by_stacks(config: ModelConfig, itemsize: int, quantiser: RoundTo
     every = {part: shape for part, shape in _experts(config).items() if f".{SHARED}." not in part}
     forms = {part: _narrow(config, names[part].name, inputs, quantiser) for part, (_, inputs) in every.items()}
     stacks = (list(parts) for _, parts in groupby(sorted(every, key=_stack_of), _stack_of))
-    alike = (parts for parts in stacks if len({forms[part] for part in parts}) == 1)
-    return sum(_saved(every[part], forms[part], itemsize) for parts in alike for part in parts)
+    alike = (part for parts in stacks if len({forms[part] for part in parts}) == 1 for part in parts)
+    return sum(
+        _saved(rows, columns, forms[part], every[part][1], itemsize)
+        for part in alike
+        for rows, columns in _shares(shard.of_tensor(part, config), *every[part])
+    )
 
 
 def _stack_of(part: str) -> tuple[str, bool]:
@@ -135,14 +141,18 @@ def _packed_bytes(rows: range, columns: range, narrow: Narrow, inputs: int) -> i
     """Bytes of a share of a matrix as the native library packs it; None if it can't."""
     if narrow.is_float or narrow.bits > max(PACKED_BITS):
         return None
-    group = narrow.group or inputs
-    if columns[0] // group == columns[-1] // group:
-        group = len(columns)
-    elif (group := math.gcd(group, columns[0])) % MULTIPLE:
+    group = _group_within(columns, narrow, inputs)
+    if group < len(columns) and group % MULTIPLE:
         return None
     bits = next(bits for bits in PACKED_BITS if narrow.bits <= bits)
     per_group = torch.float32.itemsize + (torch.bfloat16.itemsize if narrow.has_zeros else 0)
     return len(rows) * (-(-len(columns) * bits // 8) + per_group * -(-len(columns) // group))
+
+
+def _group_within(columns: range, narrow: Narrow, inputs: int) -> int:
+    """Inputs of a group of some columns, which may begin within one of a whole row's."""
+    group = narrow.group or inputs
+    return len(columns) if columns[0] // group == columns[-1] // group else math.gcd(group, columns[0])
 
 
 def _of_projections(
@@ -184,15 +194,19 @@ def _kept_bytes(shape: tuple[int, ...], narrow: Narrow | None) -> int | None:
     return outputs * (inputs * bits // 8 + 4 * -(-inputs // group) * (1 + narrow.has_zeros))
 
 
-def _kept_expert_bytes(shape: tuple[int, int], narrow: Narrow | None) -> int | None:
+def _kept_expert_bytes(shape: tuple[int, int], narrow: Narrow) -> int | None:
     """The same of an expert's weight, which may be in MXFP4: see `expert_stays_narrow`."""
     outputs, inputs = shape
-    if narrow is None or not narrow.mxfp4:
+    if not narrow.mxfp4:
         return _kept_bytes(shape, narrow)
-    return outputs * (inputs // 2 + -(-inputs // FLOAT4_GROUP)) if is_kept_float4(inputs) else None
+    is_kept = is_kept_float4(inputs) and narrow.group == min(FLOAT4_GROUP, inputs)
+    return outputs * (inputs // 2 + -(-inputs // FLOAT4_GROUP)) if is_kept else None
 
 
-def _saved(shape: tuple[int, int], narrow: Narrow | None, itemsize: int) -> int:
-    """Bytes that an expert's weight takes less than one of `itemsize`."""
-    kept = _kept_expert_bytes(shape, narrow)
+def _saved(rows: range, columns: range, narrow: Narrow | None, inputs: int, itemsize: int) -> int:
+    """Bytes that a share of an expert's weight takes less than one of `itemsize`."""
+    if narrow is None:
+        return 0
+    shape = len(rows), len(columns)
+    kept = _kept_expert_bytes(shape, narrow._replace(group=_group_within(columns, narrow, inputs)))
     return 0 if kept is None else itemsize * math.prod(shape) - kept

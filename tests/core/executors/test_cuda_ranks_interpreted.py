@@ -48,6 +48,8 @@ from chorus.perf.inline_reads import InlineReads
 from ...conftest import Subject
 from ...graphs.late_device import LateDevice
 from ..conftest import Driver, RecordingExecutor, ticking
+from ..test_family_paths import EVERY
+from ..tiny_mixtures import make_mixture
 from .test_cuda_interpreted import RECIPES, SPEC, ask, check, make_config, merge, saved, tiny  # noqa: F401 - a fixture
 from .test_cuda_speculation_interpreted import PartlyRight
 from .thread_ranks import ThreadProcess
@@ -137,6 +139,25 @@ def test_mixed_ranks_and_the_base_model_share_steps(drive, tiny):  # noqa: F811
     assert any(plan.bucket == 4 and len(plan.sequences) == 3 for plan in plans), "no padding"
     assert any(plan.bucket and plan.num_adapters > 1 for plan in plans)
     assert any(plan.sources is not None for plan in plans), "no step was ahead"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "family", ["gpt-oss", "qwen3.5-moe", *(["mixtral", "glm-4-moe", "granite-moe"] if EVERY else [])]
+)
+def test_ranks_have_columns_of_every_expert(drive, family):
+    """Adapters on routers, shared experts and experts, next to the base model, in captured steps, too."""
+    it = make_mixture(family)
+    driver = drive(list(it.adapters), it=it, memory_bytes=8 << 20, block_tokens=8, max_lora_rank=8, patience=600.0)
+    want = {}
+    for index, (name, length, count) in enumerate(
+        [("r2-experts", 13, 4), (None, 5, 3), ("r5-shared", 4, 4), ("r4-router", 6, 3)]
+    ):
+        prompt, want[name] = it.case(name, length, seed=index, count=count)
+        driver.add(str(name), name, prompt, max_tokens=count)
+    answers = driver.drain()
+    assert {name: answers[str(name)].tokens for name in want} == want
+    assert driver.executor.inner.first.captured
 
 
 @pytest.mark.slow
