@@ -81,11 +81,11 @@ class Weights(ABC):
     def num_bytes_kept(self) -> int:
         """Bytes that the weights take once they are read, at least: stored values may have to be dequantised."""
         num_bytes = sum(map(self._dense_bytes, self._shapes))
+        of = self._config, self._dtype.itemsize, self._shard
         if self.keeps is not None and self.quantiser is not None:
-            of = self._config, self._dtype.itemsize, self._shard
             num_bytes += kept_bytes(*of, self.quantiser) - kept_bytes(*of)
         if self.keeps is not None:
-            num_bytes -= bytes_saved_by_stacks(self._config, self._dtype.itemsize, self.quantiser)
+            num_bytes -= bytes_saved_by_stacks(*of, self.quantiser)
         return num_bytes
 
     @property

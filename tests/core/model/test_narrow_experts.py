@@ -10,11 +10,12 @@ import torch
 from safetensors.torch import load_file
 
 from chorus.core.model.experts import ExpertPack, stacked_experts
-from chorus.core.model.narrow_bytes import weight_bytes
+from chorus.core.model.narrow_bytes import bytes_saved_by_stacks, weight_bytes
 from chorus.core.model.narrow_experts import expert_stays_narrow, narrow_expert
 from chorus.core.model.open_weights import open_weights
 from chorus.core.model.quantization.round_to_nearest import RoundToNearest
 from chorus.core.model.read_config import read_model_config
+from chorus.core.model.shard import WHOLE, Shard
 from chorus.ops.narrow_weights import NarrowWeight
 
 from ..tiny_families import save_family
@@ -27,10 +28,10 @@ from .quantization.twins import Form, write_twins
 CPU, DTYPE, FAMILY = torch.device("cpu"), torch.bfloat16, "Qwen3MoeForCausalLM"
 
 
-def stacks(path, quantiser=None, *, narrow: bool):
-    """The experts of all layers."""
+def stacks(path, quantiser=None, shard=WHOLE, *, narrow: bool):
+    """The experts of all layers, or a rank's share."""
     pack = ExpertPack(DTYPE, lambda weight: weight, lambda it: narrow_expert(it, DTYPE, CPU), expert_stays_narrow)
-    with open_weights(path, read_model_config(path), DTYPE, quantiser=quantiser) as weights:
+    with open_weights(path, read_model_config(path), DTYPE, shard=shard, quantiser=quantiser) as weights:
         layers = [layer.experts for layer in weights.layers(pack_expert=pack if narrow else None)]
     experts = [stacked_experts(each, DTYPE, CPU) for each in layers if each is not None]
     return [stack.data for each in experts for stack in (each.gate_up, each.down)]
@@ -96,6 +97,20 @@ def test_experts_of_a_layer_that_are_stored_in_two_ways_are_dequantised(tmp_path
     assert [type(each) for each in found] == [NarrowWeight, torch.Tensor] * 2
     assert all(torch.equal(dense(one), two) for one, two in zip(found, want, strict=True))
     assert weight_bytes(read_model_config(quantised), 2).experts == sum(each.nbytes for each in found)
+
+
+@pytest.mark.parametrize("name", ["fp8 channels", "awq", "mxfp4"])
+def test_ranks_have_shares_of_the_same_weights(tmp_path, name):
+    """Columns of down may begin within a group: such a share is kept in smaller ones, or dequantised."""
+    form, routed = STORED[name][0], with_experts("fp8", FAMILY)
+    mixture = replace(form, config=routed.config | form.config, plain=(*form.plain, *routed.plain))
+    quantised, twin = write_twins(tmp_path, mixture, FAMILY)
+    config = read_model_config(quantised)
+    for shard in (Shard(0, 2), Shard(1, 2)):
+        found, want = (stacks(path, shard=shard, narrow=path is quantised) for path in (quantised, twin))
+        assert all(torch.equal(dense(one), two) for one, two in zip(found, want, strict=True))
+        saved = sum(two.nbytes - one.nbytes for one, two in zip(found, want, strict=True))
+        assert bytes_saved_by_stacks(config, 2, shard) == saved > 0
 
 
 @pytest.mark.parametrize("name", ["int8", "int4"])
