@@ -34,6 +34,7 @@ from ..model_module_forms import FORMS as MODULE_FORMS
 from ..model_module_forms import save_form
 from ..speculation.stand_ins import Free
 from ..test_float8_kv import CLEAR
+from ..test_quantised_experts import Quantised
 from ..tiny_families import ADAPTERS, EXPERTS, FAMILIES, HYBRIDS
 from ..tiny_mixtures import make_mixture
 from .family_drivers import drivers
@@ -138,6 +139,18 @@ def test_adapters_on_routers_and_experts(drive, on_cpu, family):
     executor = driver.executor.inner
     if "gpt-oss" not in family:
         assert any(captured.form.mixture for captured in executor.captured)
+
+
+@pytest.mark.parametrize(("family", "form"), [("gpt-oss", "mxfp4"), ("qwen3-moe", "int4"), ("glm-4-moe", "int8")])
+def test_experts_that_stay_narrow(drive, on_cpu, family, form):
+    """The dequantised twin's answers, beside adapters on routers and experts."""
+    it = Quantised(family, form)
+    driver = drive(it, [*it.adapters], **it.options)
+    requests = [(None, 30, 8), *((name, 7 + 9 * index, 10) for index, name in enumerate(it.adapters))]
+    check(on_cpu(it.twin, it.adapters), driver, *requests)
+    layers = driver.executor.inner.steps.decoder.layers
+    kept = [each.data for layer in layers if layer.experts for each in (layer.experts.gate_up, layer.experts.down)]
+    assert {type(each) for each in kept} == {NarrowWeight}
 
 
 @pytest.mark.parametrize("family", ["qwen3-moe-mixed", "qwen3.5", "gemma-2"])
