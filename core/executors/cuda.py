@@ -302,6 +302,8 @@ class CudaExecutor(CudaShapes):
                 logger.info(
                     "activations are not rounded to 8 bits on a GPU: it multiplies weights of 8 or 4 bits with them"
                 )
+            if weights.asks_float8_inputs and not config.fp8_activations:
+                logger.info("activations stay in the model's dtype; with fp8_activations they are rounded to FP8")
             cuda_memory.check_weights(weights.num_bytes_kept, *device.memory())
             return DecoderModel(
                 self.config, weights, arena, self.model.max_model_len, expert_kernels=ExpertKernels.TILES

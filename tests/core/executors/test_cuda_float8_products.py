@@ -102,10 +102,8 @@ def test_both_ways_compute_a_step_from_the_same_rounded_rows(monkeypatch):
     decoder, seen = decoder_of(), []
     inner = float8_rows.quantised
     monkeypatch.setattr(float8_rows, "quantised", lambda x: seen.append(x) or inner(x))
-    generator, widths = (
-        torch.Generator().manual_seed(1),
-        [getattr(decoder.layers[0], name).shape[1] for name in MATRICES],
-    )
+    generator = torch.Generator().manual_seed(1)
+    widths = [getattr(decoder.layers[0], name).shape[1] for name in MATRICES]
     inputs = [torch.randn(5, width, generator=generator).bfloat16() for width in widths]
     found = []
     for is_float8 in (False, True):
