@@ -255,7 +255,7 @@ def packed_experts(experts: ListedExperts, dtype: torch.dtype) -> ListedExperts:
     is_native = bool(_packed_natively(experts.gate_up))
     return replace(
         experts,
-        router=(expert_products.pack if is_native else packed_gemm.pack)(experts.router),
+        router=(expert_products.pack if is_native else packed_gemm.pack)(*_unpacked([experts.router])),
         **{
             name: [each.to(dtype).float() if is_native else each.to(dtype) for each in found]
             for name in biases
