@@ -1,9 +1,9 @@
-"""Base rows of a mixture keep their bits beside adapters on its router and experts: `python -m tests.attacks.expert_rows`.
+"""Base rows of a mixture keep their bits beside adapters on its experts: `python -m tests.attacks.expert_rows`.
 
-A case is a request for the base model in two runs of the same steps: among others for the base model, and among the same
-prompts for adapters on routers, shared experts and experts. The log-probability of each of its tokens, of the prompt and
-of the answer, and those of the most likely ones must have the same bits; each depends on all logits of its row. Prompts
-are cut into chunks, and other rows go to other experts.
+A case is a request for the base model in two runs of the same steps: among others for the base model, and among the
+same prompts for adapters on routers, shared experts and experts. The log-probability of each of its tokens, of the
+prompt and of the answer, and those of the most likely ones must have the same bits; each depends on all logits of its
+row. Prompts are cut into chunks, and other rows go to other experts.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -53,10 +53,10 @@ class Server:
 
     def scores(self, asked: list[tuple[str | None, list[int]]], max_tokens: int) -> list[Any]:
         """Log-probabilities of the first request's rows: those of its prompt, then those of its answer."""
-        params = {"temperature": 0.0, "ignore_eos": True, "max_tokens": max_tokens}
+        params = RequestParams(temperature=0.0, ignore_eos=True, max_tokens=max_tokens)
+        scored = replace(params, logprobs=4, prompt_logprobs=4)
         for index, (adapter, prompt) in enumerate(asked):
-            wanted = {"logprobs": 4, "prompt_logprobs": 4} if not index else {}
-            self._engine.add_request(Request(str(index), prompt, RequestParams(**params, **wanted), adapter))
+            self._engine.add_request(Request(str(index), prompt, params if index else scored, adapter))
         found: list[Any] = []
         while self._engine.has_work():
             for output in self._engine.step():

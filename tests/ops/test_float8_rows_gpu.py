@@ -15,10 +15,10 @@ from chorus.ops.narrow_weights import NarrowWeight
 
 from .test_float8_rows import rows_of, weight_of
 
-CAPABILITY = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
+IS_OLD = not torch.cuda.is_available() or torch.cuda.get_device_capability() < LEAST_CAPABILITY
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(CAPABILITY < LEAST_CAPABILITY, reason="needs an NVIDIA GPU of compute capability 8.9 or later"),
+    pytest.mark.skipif(IS_OLD, reason="needs an NVIDIA GPU of compute capability 8.9 or later"),
 ]
 
 
