@@ -32,7 +32,7 @@ class Part(StrEnum):
 #: A product that also multiplies with B (`small_gemm=fused`) counts as a base product.
 _NAMES = [
     (Part.LORA, r"^(shrink|expand)_(decode|prefill)|^(scale_rows|write_tiles)"),
-    (Part.PRODUCTS, r"^(multiply_rows|multiply_tiles|widen_rows)"),
+    (Part.PRODUCTS, r"^(multiply_rows|multiply_tiles|widen_rows|round_float8_rows)"),
     (Part.ATTENTION, r"^attend_rows"),
     (Part.ELEMENTWISE, r"^(rms_norm_rows|rotate_and_write_heads|silu_and_mul_rows)"),
     (Part.RECURRENT, r"^(step_heads|scan_heads)"),

@@ -45,7 +45,7 @@ def test_experts_are_told(tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps({**GEMMA, **changes, "moe_intermediate_size": 40}))
     assert cli.main(["models", str(tmp_path)]) == 0
     want = (
-        "6 layers have 16 experts of 40, 3 for each token, and one of 40 for all; on CPUs experts by the native "
+        "6 layers have 16 experts of 40, 3 for each token, and one of 40 for all; on CPUs mixtures by the native "
         "library, the rest by PyTorch's operators"
     )
     assert want in capsys.readouterr().out.splitlines()
