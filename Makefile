@@ -58,7 +58,7 @@ style-report: ## counts of words, sentences, parameters and positional values
 test: ## the test suite
 	pytest -q
 
-slow: ## the slow tests, which a plain pytest leaves out, and the quick ones of GPU kernels, which need triton
+slow: ## the slow tests, which pytest and .ci/run leave out, and the quick ones of GPU kernels: a quarter of an hour
 	pytest -q -m "(slow and not triton) or (triton and not slow and not sample)" --ignore-glob "*_interpreted.py"
 	TRITON_INTERPRET=1 pytest -q -n 2 -m "not slow and not sample" $(INTERPRETED)
 
@@ -127,7 +127,7 @@ plain: ## numerics tests against a package built without a compiler in PLAIN
 
 levels: $(addprefix level-,$(LEVELS))
 
-rest: studies simulation slow types plain levels kernels oldest check ## everything that .ci/run does after README's commands
+rest: studies simulation types plain levels kernels oldest check ## everything that .ci/run does after README's commands
 
 bench: ## race peers: BESIDE="--beside vllm=ENV/bin/vllm llamacpp=TREE"
 	python -m chorus.perf.bench --quick --device cpu --model-size 125m --out build/bench --sections limits peers $(BESIDE)
