@@ -80,9 +80,13 @@ def family(pids: Iterable[int]) -> set[Process]:
     return found
 
 
-def processor() -> str:
-    """The processor's name."""
-    for line in Path("/proc/cpuinfo").read_text("utf-8").splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.machine()
+def processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """The processor's name, with its family and model: a hypervisor's name may hide which generation it is."""
+    lines = (line.partition(":") for line in cpuinfo.read_text("utf-8").splitlines()) if cpuinfo.exists() else ()
+    fields: dict[str, str] = {}
+    for name, _, value in lines:
+        fields.setdefault(name.strip(), value.strip())
+    if "model name" not in fields:
+        return platform.machine()
+    told = [f"{name} {value}" for name in ("family", "model") if (value := fields.get(f"cpu {name}", fields.get(name)))]
+    return ", ".join([fields["model name"], *told])

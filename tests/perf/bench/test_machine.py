@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from chorus.perf.bench.machine import CpuSample, family
+from chorus.perf.bench.machine import CpuSample, family, processor
 
 
 def test_a_family_is_a_process_and_its_descendants():
@@ -26,3 +26,13 @@ def test_a_hypervisor_takes_a_part_of_the_busy_time():
     assert after.stolen_share(before) == pytest.approx(1 / capacity)
     assert after.speed(before) == pytest.approx(3 / 4)
     assert before.speed(before) == 1.0
+
+
+def test_generations_of_one_name_are_told_apart(tmp_path):
+    """A baseline of one is not held against times of the other."""
+    info = "processor\t: 0\nvendor_id\t: AuthenticAMD\ncpu family\t: 25\nmodel\t\t: {}\nmodel name\t: AMD EPYC\n\n"
+    names = []
+    for model in (1, 17):
+        (tmp_path / "cpuinfo").write_text(info.format(model) * 2)
+        names.append(processor(tmp_path / "cpuinfo"))
+    assert names == ["AMD EPYC, family 25, model 1", "AMD EPYC, family 25, model 17"]
