@@ -120,10 +120,10 @@ level-%: ## tests of native kernels and of an engine at one ISA level, such as l
 	CHORUS_CPU_ISA=$* pytest -q -n 0 -m "native and not slow and not once and not levels" tests/ops tests/attacks tests/core/model \
 	    tests/core/test_adapter_vectors.py tests/core/test_parity.py
 
-plain: ## numerics tests against a package built without a compiler in PLAIN
+plain: ## numerics tests of kernels and of an engine against a package built without a compiler in PLAIN
 	export PYTHONPATH="$(PLAIN)"; \
 	python -c "from chorus.ops import native_library as it; assert not any(map(it.built, it.LEVELS)), 'a native library'"; \
-	pytest -q -n 0 -m "numerics and not slow"
+	pytest -q -n 0 -m "numerics and not slow" tests/ops tests/core/model tests/core/test_parity.py
 
 levels: $(addprefix level-,$(LEVELS))
 
