@@ -21,7 +21,7 @@ DTYPE = torch.float8_e4m3fn
 MULTIPLE = 16
 """Inputs and outputs of a product of FP8 with FP8 must be multiples of it."""
 
-#: Bits of a float32's fraction, and what is added to its bits to carry a fraction above 448's, 0.75, to the exponent.
+#: Bits of a float32's fraction. Adding `_CARRY` to its bits raises the exponent if the fraction is above 448's, 0.75.
 _FRACTION, _CARRY = 23, 0x1FFFFF
 
 

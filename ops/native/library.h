@@ -39,7 +39,7 @@ CHORUS_API AnyDecoder* chorus_decoder_create(Element element, const ModelDesc* m
 // Compute a step; see AnyDecoder, as of the functions below.
 //
 //   decoder  that computes
-//   step     read, and what it points to read or written as StepDesc says
+//   step     not written; the memory that it points to is, as StepDesc says
 CHORUS_API void chorus_decoder_forward(AnyDecoder* decoder, const StepDesc* step) { decoder->forward(*step); }
 
 // Compute logits of some of the last step's kept tokens.
@@ -160,7 +160,7 @@ CHORUS_API void chorus_multiply(int threads, Element element, int count, const i
 //   threads  of the team, the caller's included
 //   element  of the experts' matrices, or of the rows where those are whole numbers: kF32 or kBF16
 //   mixture  the layer
-//   step     read, and what it points to read or written
+//   step     not written; the memory that it points to is
 CHORUS_API void chorus_mix(int threads, Element element, const MixtureDesc* mixture, const MixtureStepDesc* step) {
     Team& team = own_team(threads);
     AnyMixtureLora* lora = nullptr;

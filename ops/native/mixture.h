@@ -31,7 +31,7 @@ struct ExpertMatrices {
 };
 
 struct MixtureDesc {
-    int32_t hidden, experts, size, shared_size;  // size: of an expert's gate; shared_size 0: there is no shared expert
+    int32_t hidden, experts, size, shared_size;  // widths of an expert and of the shared one; 0: no shared expert
     const float* router;  // [experts, hidden], packed
     const float* router_bias;  // [experts]; null: none
     RoutingDesc routing;
@@ -225,7 +225,7 @@ class Mixture {
 // Compute a layer's mixture for the rows of a step.
 //
 //   m     the layer
-//   step  read, and what it points to read or written
+//   step  not written; the memory that it points to is
 //   lora  the step's adapters; null: none
 template <class T>
 void mix(Team& team, const MixtureDesc& m, const MixtureStepDesc& step, AnyMixtureLora* lora) {

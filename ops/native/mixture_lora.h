@@ -46,7 +46,7 @@ struct AnyMixtureLora {
     // Begin a step of so many rows.
     virtual void begin(const MixtureLoraDesc& desc, int rows, int threads) = 0;
 
-    // Note where rows go, before what is added to experts. By one thread.
+    // Note which experts each row goes to. One thread calls it before terms of experts are added.
     //
     //   counts   [experts]: rows that go to each
     //   experts  of the model
@@ -56,7 +56,7 @@ struct AnyMixtureLora {
     // y += Σ scale · x · Aᵀ · Bᵀ of a product, of each segment's adapter on the segment's rows. Called by every thread of
     // the team alike.
     //
-    //   x         [rows, inputs] of the step, or of what is gathered where `gathered` says so
+    //   x         [rows, inputs]: the step's rows, or with `gathered` the rows gathered by expert
     //   inputs    of the product
     //   y         [rows, outputs]; of experts, of what is gathered
     //   gathered  true: x is [rows that go to experts, inputs]; only experts' products may have it

@@ -107,7 +107,7 @@ def packed_bits(matrix: GroupScaled) -> int:
 
 
 def pack_scaled(matrix: GroupScaled, take: Callable[..., torch.Tensor] = torch.empty) -> IntegerPanels:
-    """Pack a matrix for which `is_packable` is true. take: `take(shape, dtype=…)`, memory for what is packed."""
+    """Pack a matrix for which `is_packable` is true. take: `take(shape, dtype=…)` returns memory for the result."""
     even, group = evenly_grouped(with_signed_values(matrix))
     rows, inputs = even.values.shape
     bits = packed_bits(even)

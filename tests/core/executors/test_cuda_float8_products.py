@@ -10,11 +10,11 @@ import torch
 from chorus.core.executors import cuda_float8_products
 from chorus.core.executors.cuda_float8_products import check_float8_products, choose_float8_products
 from chorus.core.model.batch import GemmBackend
-from chorus.core.model.config import ModelConfig, UnsupportedModel
+from chorus.core.model.config import UnsupportedModel
 from chorus.core.model.decoder import DecoderModel, stays_narrow
 from chorus.core.model.dummy_weights import DummyWeights
 from chorus.core.model.layer_weights import MATRICES
-from chorus.core.model.layers import AttentionSpec, GatedSpec, LayerSpec, NormSpec
+from chorus.core.model.layers import AttentionSpec, GatedSpec, LayerSpec
 from chorus.core.model.quantization.round_to_nearest import RoundToNearest
 from chorus.core.model.rope_config import RopeConfig
 from chorus.memory.pages.arena import Arena
@@ -22,19 +22,10 @@ from chorus.memory.pages.layout import PageLayout
 from chorus.ops import float8_rows
 
 from ...graphs.late_device import LateDevice
+from ..tiny_config import LLAMA
 
-CONFIG = ModelConfig(
-    "LlamaForCausalLM",
-    vocab_size=80,
-    hidden_size=64,
-    layers=(LayerSpec(AttentionSpec(2, 1, 32, 0.25, RopeConfig(32), qkv_bias=True), GatedSpec(96)),) * 3,
-    norm=NormSpec(1e-5),
-    max_position_embeddings=64,
-    tie_word_embeddings=True,
-    dtype="bfloat16",
-    bos_token_id=None,
-    eos_token_ids=(),
-)
+ATTENTION = AttentionSpec(2, 1, 32, 0.25, RopeConfig(32), qkv_bias=True)
+CONFIG = replace(LLAMA, vocab_size=80, hidden_size=64, layers=(LayerSpec(ATTENTION, GatedSpec(96)),) * 3)
 
 
 def decoder_of(*, float8_inputs: bool = True) -> DecoderModel:

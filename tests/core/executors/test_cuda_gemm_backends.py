@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import threading
+from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
@@ -22,11 +23,10 @@ from chorus.core.executors.cuda_gemm_backends import (  # noqa: E402
     compile_ahead,
 )
 from chorus.core.model.batch import GemmBackend  # noqa: E402
-from chorus.core.model.config import ModelConfig  # noqa: E402
 from chorus.core.model.decoder import DecoderModel  # noqa: E402
 from chorus.core.model.dummy_weights import DummyWeights  # noqa: E402
 from chorus.core.model.layer import HEAD  # noqa: E402
-from chorus.core.model.layers import AttentionSpec, GatedSpec, LayerSpec, NormSpec  # noqa: E402
+from chorus.core.model.layers import AttentionSpec, GatedSpec, LayerSpec  # noqa: E402
 from chorus.core.model.lora_state_cuda import CudaLoraState, StepLimits  # noqa: E402
 from chorus.core.model.rope_config import RopeConfig  # noqa: E402
 from chorus.core.model.step_lora import DOWN  # noqa: E402
@@ -36,20 +36,12 @@ from chorus.ops import small_gemm_triton  # noqa: E402
 from chorus.ops.small_gemm_schedule import MAX_ROWS  # noqa: E402
 from chorus.perf.kernels.idle_triton import idle_compiler, idle_kernels  # noqa: E402
 
+from ..tiny_config import LLAMA  # noqa: E402
+
 pytestmark = pytest.mark.triton
 
-CONFIG = ModelConfig(
-    "LlamaForCausalLM",
-    vocab_size=80,
-    hidden_size=32,
-    layers=(LayerSpec(AttentionSpec(2, 1, 16, 0.25, RopeConfig(16), qkv_bias=True), GatedSpec(48)),) * 2,
-    norm=NormSpec(1e-5),
-    max_position_embeddings=64,
-    tie_word_embeddings=True,
-    dtype="bfloat16",
-    bos_token_id=None,
-    eos_token_ids=(),
-)
+ATTENTION = AttentionSpec(2, 1, 16, 0.25, RopeConfig(16), qkv_bias=True)
+CONFIG = replace(LLAMA, vocab_size=80, layers=(LayerSpec(ATTENTION, GatedSpec(48)),) * 2)
 BUCKETS = 1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64
 
 

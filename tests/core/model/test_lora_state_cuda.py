@@ -8,10 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from chorus.core.model.config import ModelConfig
-from chorus.core.model.layers import AttentionSpec, GatedSpec, LayerSpec, NormSpec
 from chorus.core.model.lora_state_cuda import CudaLoraState, StepLimits
-from chorus.core.model.rope_config import RopeConfig
 from chorus.core.requests.types import BASE_LORA_INDEX
 from chorus.graphs.runner import NO_TAIL, USUAL_ROOM, LaunchSize
 from chorus.memory.pages.adapter_layout import AdapterLayout, AdapterPart, uniform_parts
@@ -21,19 +18,9 @@ from chorus.ops.sgmv_tables import BEGIN, END, OFFSETS_B, RANK, SCALE, TABLE_ROW
 from chorus.ops.sgmv_tiles import MERGED_TERMS
 
 from ...tables import hybrid_table
+from ..tiny_config import LLAMA
 
-CONFIG = ModelConfig(
-    "LlamaForCausalLM",
-    vocab_size=96,
-    hidden_size=32,
-    layers=(LayerSpec(AttentionSpec(2, 1, 16, 0.25, RopeConfig(16), qkv_bias=False), GatedSpec(48)),) * 2,
-    norm=NormSpec(1e-5),
-    max_position_embeddings=64,
-    tie_word_embeddings=True,
-    dtype="bfloat16",
-    bos_token_id=None,
-    eos_token_ids=(),
-)
+CONFIG = LLAMA
 LAYOUT = PageLayout(num_layers=2, kv_heads=1, head_dim=16, block_tokens=16, itemsize=2)
 MAX_RANK = 32
 

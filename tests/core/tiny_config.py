@@ -1,0 +1,20 @@
+"""The configuration of a small Llama, of which tests change what they need."""
+
+from __future__ import annotations
+
+from chorus.core.model.config import ModelConfig
+from chorus.core.model.layers import AttentionSpec, GatedSpec, LayerSpec, NormSpec
+from chorus.core.model.rope_config import RopeConfig
+
+LLAMA = ModelConfig(
+    "LlamaForCausalLM",
+    vocab_size=96,
+    hidden_size=32,
+    layers=(LayerSpec(AttentionSpec(2, 1, 16, 0.25, RopeConfig(16), qkv_bias=False), GatedSpec(48)),) * 2,
+    norm=NormSpec(1e-5),
+    max_position_embeddings=64,
+    tie_word_embeddings=True,
+    dtype="bfloat16",
+    bos_token_id=None,
+    eos_token_ids=(),
+)
