@@ -107,6 +107,13 @@ def check(cpu: Driver, driver: Driver, *requests: tuple[str | None, int, int]) -
     assert {name: answers[name].tokens for name in want} == want
 
 
+def is_captured(it: Subject, family: str) -> bool:
+    """True if our attention kernel, the only one for float32, takes the family: it has no sinks, and heads of a
+    multiple of 16 elements.
+    """
+    return read_model_config(it.model).attention.head_dim % 16 == 0 and "gpt-oss" not in family
+
+
 @pytest.mark.parametrize("family", [*KINDS, *OTHERS])
 def test_families(tiny, drive, on_cpu, family):
     """Chunks, captured pieces of mixed steps, captured decode steps, adapters beside the base model."""
@@ -122,7 +129,7 @@ def test_families(tiny, drive, on_cpu, family):
         (None, 5, 10),
     )
     executor = driver.executor.inner
-    if read_model_config(it.model).attention.head_dim % 16 == 0 and "gpt-oss" not in family:  # as our attention needs
+    if is_captured(it, family):
         assert executor.captured
     if family in EXPERTS:
         layers = executor.steps.decoder.layers
@@ -136,9 +143,8 @@ def test_adapters_on_routers_and_experts(drive, on_cpu, family):
     driver = drive(it, [*it.adapters])
     requests = [(None, 30, 8), *((name, 7 + 9 * index, 10) for index, name in enumerate(it.adapters))]
     check(on_cpu(it, it.adapters), driver, *requests)
-    executor = driver.executor.inner
-    if "gpt-oss" not in family:
-        assert any(captured.form.mixture for captured in executor.captured)
+    if is_captured(it, family):
+        assert any(captured.form.mixture for captured in driver.executor.inner.captured)
 
 
 @pytest.mark.parametrize(("family", "form"), [("gpt-oss", "mxfp4"), ("qwen3-moe", "int4"), ("glm-4-moe", "int8")])
@@ -231,6 +237,9 @@ def test_adapters_on_heads_and_embeddings(modules, drive, mixed):
     assert {name: answers[name].tokens for name in want} == want
 
 
+#: Two units in the last place of a bfloat16 between 4 and 8, as large as these logits are.
+NEAR = 2 * 2.0**-5
+
 GEOMETRY = Geometry(hidden=256, ffn=512, layers=2, heads=4, kv_heads=2, vocab=512, positions=256)
 
 
@@ -244,8 +253,11 @@ def plain(tmp_path_factory) -> Subject:
 
 @pytest.mark.parametrize("small_gemm", ["off", "on", "fused"])
 @pytest.mark.parametrize("quantization", ["int8", "int4", "fp8"])
-def test_quantised_weights_give_the_bits_of_what_they_stand_for(plain, drive, tmp_path, quantization, small_gemm):
-    """Prompts and decode steps beside adapters, captured: tokens and log-probabilities are the same floats."""
+def test_quantised_weights_give_the_values_of_what_they_stand_for(plain, drive, tmp_path, quantization, small_gemm):
+    """Prompts and decode steps beside adapters, captured. Tokens and log-probabilities are the same floats if the
+    library multiplies. Our kernel's matrix instructions take a step's inputs in another order, so the last bits of some
+    logits may differ, and a token where two are that near.
+    """
     twin = tmp_path / "twin"
     shutil.copytree(plain.model, twin)
     for file in Path(twin).glob("*.safetensors"):
@@ -267,4 +279,15 @@ def test_quantised_weights_give_the_bits_of_what_they_stand_for(plain, drive, tm
             driver.add(str(index), name, prompt, max_tokens=8, logprobs=3)
         answers = driver.drain()
         found.append({key: (each.tokens, [one.top for one in each.logprobs]) for key, each in answers.items()})
-    assert found[0] == found[1]
+    if small_gemm == "off":
+        assert found[0] == found[1]
+        return
+    for key, (tokens, tops) in found[0].items():
+        its_tokens, its_tops = found[1][key]
+        for token, top, its_token, its_top in zip(tokens, tops, its_tokens, its_tops, strict=True):
+            mine, its = dict(top), dict(its_top)
+            for each in mine.keys() & its.keys():
+                assert mine[each] == pytest.approx(its[each], abs=NEAR), key
+            if token != its_token:
+                assert top[0][1] - top[1][1] <= 2 * NEAR, key
+                break
