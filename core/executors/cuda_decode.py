@@ -241,7 +241,7 @@ class DecodeSteps:
         and nothing captured.
         """
         if self._rivals and self.captures:
-            with self._lora.samples():
+            with self._lora.samples(self._decoder.arena.pages):  # as KV
                 self._attention = choose_decode_attention(
                     dict(self._attention),
                     self._rivals[0],

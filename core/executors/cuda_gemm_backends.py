@@ -56,9 +56,9 @@ def choose_gemm_backends(
 ) -> Mapping[int, GemmBackends]:
     """Choose the GEMM backends of each bucket.
 
-    Call it before anything is captured and before any adapter is in the arena, which it leaves zeroed. seconds: times
-    decode steps, captured, next to sample adapters; None if they will not be captured: eager steps would wait for the
-    host's launches.
+    Call it before anything is captured and before the arena is allocated: it uses free memory. seconds: times decode
+    steps, captured, next to sample adapters; None if they will not be captured: eager steps would wait for the host's
+    launches.
 
     setting:
     - `off`: only the library.
@@ -76,7 +76,7 @@ def choose_gemm_backends(
     compile_ahead(setting, decoder, lora, few)
     refused: Refused = set()
     groups = _groups(decoder.config)
-    with lora.samples():
+    with lora.samples(_sample_memory(lora, max(few), device)):
         for bucket in few:
             launches = lora.sample(bucket)
             asked = {
@@ -93,6 +93,16 @@ def choose_gemm_backends(
             said = (f"{name} {backend}" for name, backend in zip(NAMES.values(), backends[bucket], strict=True))
             logger.info("base products of %d rows: %s%s", bucket, ", ".join(said), why)
     return backends
+
+
+def _sample_memory(lora: CudaLoraState, rows: int, device: CudaDevice) -> torch.Tensor:
+    """Pages for sample adapters, each in its own as far as a quarter of the free memory goes.
+
+    Where all rows' adapters were in the same pages, steps would find them in a cache.
+    """
+    shape, (free, _) = lora.arena.shape, device.memory()
+    pages = max(1, min(lora.sample_pages(rows), free // 4 // (lora.arena.nbytes // len(lora.arena))))
+    return lora.arena.new_empty((pages, *shape[1:]))
 
 
 def _obstacle(setting: SmallGemm, model: ModelConfig, dtype: torch.dtype, captures: bool) -> str | None:

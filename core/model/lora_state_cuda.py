@@ -386,25 +386,40 @@ class CudaLoraState(LoraState):
         found[self.product_of[layer][group]](y, layer, compile_only=compile_only)
 
     @contextmanager
-    def samples(self) -> Iterator[None]:
-        """Within this context, sample adapters are in the arena's pages, which are zeroed afterwards."""
-        generator = torch.Generator(self.arena.device).manual_seed(0)
-        self.arena.normal_(0.0, _SAMPLE_SCALE, generator=generator)
+    def samples(self, pages: torch.Tensor) -> Iterator[None]:
+        """Within this context, sample adapters are in these pages, which are zeroed afterwards.
+
+        pages: `[pages, page_elems]`, instead of the arena's, or those. Steps that run meanwhile write KV to the model's
+        arena, where they may overwrite them.
+        """
+        arena = self.arena
+        pages.normal_(0.0, _SAMPLE_SCALE, generator=torch.Generator(pages.device).manual_seed(0))
+        self.use_arena(pages)
         try:
             yield
         finally:
             self.rest()
-            self.arena.zero_()
+            self.use_arena(arena)
+            pages.zero_()
+
+    def sample_pages(self, rows: int) -> int:
+        """Pages of `sample`'s adapters of so many rows."""
+        _, layout = self._whole(min(_SAMPLE_RANK, self.max_rank))
+        return rows * layout.num_pages
 
     def sample(self, bucket: int) -> LoraLaunches:
         """Return the launches of a captured step, with tables of sample adapters.
 
-        Each row has its own adapter, as far as the tables have room, with one rank and on all modules, in any pages.
+        Each row has its own adapter, as far as the tables have room, with one rank and on all modules, and pages of its
+        own, as far as there are enough.
         """
         parts, layout = self._whole(min(_SAMPLE_RANK, self.max_rank))
-        pages = list(itertools.islice(itertools.cycle(range(len(self.arena))), layout.num_pages))
         places, most = list(zip(parts, layout.parts, strict=True)), len(self.tables.offsets) // len(parts)
-        adapters = [[rows_in(part, place, pages) for part, place in places] for _ in range(min(bucket, most))]
+        pages = itertools.cycle(range(len(self.arena)))
+        adapters = []
+        for _ in range(min(bucket, most)):
+            own = list(itertools.islice(pages, layout.num_pages))
+            adapters.append([rows_in(part, place, own) for part, place in places])
         segments = Segments()
         for row, adapter in zip(range(bucket), itertools.cycle(adapters)):
             for rows in adapter:

@@ -25,6 +25,7 @@ from chorus.core.engine_stats import EAGER_REASONS
 from chorus.core.executors import cuda, cuda_gemm_backends, cuda_steps
 from chorus.core.executors.cpu import CpuExecutor
 from chorus.core.executors.cuda import CudaExecutor
+from chorus.core.executors.cuda_decode import DecodeSteps
 from chorus.core.executors.cuda_memory import OutOfDeviceMemory
 from chorus.core.executors.cuda_piecewise import token_buckets
 from chorus.core.executors.cuda_steps import CudaSteps
@@ -1046,6 +1047,20 @@ def test_a_product_with_other_values_is_not_used(tiny, float32_products, monkeyp
     executor = CudaExecutor(make_config(tiny, small_gemm="on", max_num_seqs=1), LateDevice())
     assert set(executor.steps.decoding.backends.values()) == {BY_LIBRARY}
     assert "small of qkv is not used: it differs by 1.0e-02 of the largest value" in caplog.text
+    executor.close()
+
+
+def test_steps_that_are_timed_leave_the_sample_adapters_alone(tiny, float32_products, monkeypatch, caplog):
+    """They write KV of any values to the model's arena, where the sample adapters of the next bucket must not be."""
+
+    def seconds(steps, *_):
+        steps._decoder.arena.pages.fill_(torch.nan)
+        return 1.0
+
+    monkeypatch.setattr(DecodeSteps, "_seconds", seconds)
+    executor = CudaExecutor(make_config(tiny, max_num_seqs=2), LateDevice())
+    assert "is not used" not in caplog.text
+    assert executor.steps.decoding.backends == dict.fromkeys((1, 2), (GemmBackend.SMALL,) * 5)
     executor.close()
 
 

@@ -109,6 +109,21 @@ def test_kernels_are_tried_with_more_rows_than_the_tables_hold_adapters():
         assert len({row[TABLE_ROW] for row in tiles}) == min(rows, 32), "two adapters of up to 16 parts"
 
 
+def test_sample_adapters_have_pages_of_their_own(state):
+    """Where there are enough, so that a timed step finds none of them in a cache."""
+    own = resident(16).layout.num_pages
+    assert state.sample_pages(3) == 3 * own
+    for num_pages in (3 * own, own + 1):
+        pages = torch.zeros(num_pages, LAYOUT.page_elems, dtype=torch.bfloat16)
+        with state.samples(pages):
+            assert pages.std() > 0
+            state.sample(3)
+            rows = sorted({row[TABLE_ROW] for row in state.tables.tiles.tolist() if row[TABLE_ROW] >= 0})
+            found = [page for row in rows for page in state.tables.pages[row, :own].tolist()]
+        assert found == [index % num_pages for index in range(3 * own)]
+    assert not state.arena.any(), "the arena itself is left alone"
+
+
 def test_a_captured_step_has_as_few_launches_as_it_needs(state):
     """Of prompts alone no launch for decode rows; with many adapters or decode rows more tiles, each for itself."""
     captured, adapters = state.padded(128), [resident(rank) for rank in (4, 16, 32)]
