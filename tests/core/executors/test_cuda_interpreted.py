@@ -25,7 +25,6 @@ from chorus.core.engine_stats import EAGER_REASONS
 from chorus.core.executors import cuda, cuda_gemm_backends, cuda_steps
 from chorus.core.executors.cpu import CpuExecutor
 from chorus.core.executors.cuda import CudaExecutor
-from chorus.core.executors.cuda_decode import DecodeSteps
 from chorus.core.executors.cuda_memory import OutOfDeviceMemory
 from chorus.core.executors.cuda_piecewise import token_buckets
 from chorus.core.executors.cuda_steps import CudaSteps
@@ -1053,11 +1052,8 @@ def test_a_product_with_other_values_is_not_used(tiny, float32_products, monkeyp
 def test_steps_that_are_timed_leave_the_sample_adapters_alone(tiny, float32_products, monkeypatch, caplog):
     """They write KV of any values to the model's arena, where the sample adapters of the next bucket must not be."""
 
-    def seconds(steps, *_):
-        steps._decoder.arena.pages.fill_(torch.nan)
-        return 1.0
-
-    monkeypatch.setattr(DecodeSteps, "_seconds", seconds)
+    monkeypatch.setattr(DecoderModel, "forward", lambda self, *_: self.arena.pages.fill_(torch.nan))
+    monkeypatch.setattr(LateDevice, "seconds", lambda self, work, count=5: work() or 1.0)
     executor = CudaExecutor(make_config(tiny, max_num_seqs=2), LateDevice())
     assert "is not used" not in caplog.text
     assert executor.steps.decoding.backends == dict.fromkeys((1, 2), (GemmBackend.SMALL,) * 5)
