@@ -925,10 +925,15 @@ class TimedDevice(LateDevice):
         self.asked = []
 
     def seconds(self, work, count=5):
-        """Of the step that `work` computes, as its decoder is called."""
+        """Of the step that `work` computes, as its decoder is called. It writes KV, which may be anything."""
+        steps = []
+
+        def forward(decoder, batch, logits):
+            steps.append(batch)
+            decoder.arena.pages.fill_(torch.nan)
+
         with pytest.MonkeyPatch.context() as patch:
-            steps = []
-            patch.setattr(DecoderModel, "forward", lambda self, batch, logits: steps.append(batch))
+            patch.setattr(DecoderModel, "forward", forward)
             work()
         (batch,) = steps
         asked = batch.backends, len(batch.token_ids), batch.lora is not None
@@ -1049,12 +1054,9 @@ def test_a_product_with_other_values_is_not_used(tiny, float32_products, monkeyp
     executor.close()
 
 
-def test_steps_that_are_timed_leave_the_sample_adapters_alone(tiny, float32_products, monkeypatch, caplog):
+def test_steps_that_are_timed_leave_the_sample_adapters_alone(tiny, float32_products, caplog):
     """They write KV of any values to the model's arena, where the sample adapters of the next bucket must not be."""
-
-    monkeypatch.setattr(DecoderModel, "forward", lambda self, *_: self.arena.pages.fill_(torch.nan))
-    monkeypatch.setattr(LateDevice, "seconds", lambda self, work, count=5: work() or 1.0)
-    executor = CudaExecutor(make_config(tiny, max_num_seqs=2), LateDevice())
+    executor = CudaExecutor(make_config(tiny, max_num_seqs=2), TimedDevice(lambda *asked: 1.0))
     assert "is not used" not in caplog.text
     assert executor.steps.decoding.backends == dict.fromkeys((1, 2), (GemmBackend.SMALL,) * 5)
     executor.close()
