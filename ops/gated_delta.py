@@ -139,7 +139,7 @@ def step_in_pages(
     The launch's grid depends only on the number of sequences, so it can be captured.
     """
     parts = weights.conv, weights.dt_bias, weights.a_log, weights.norm
-    _kernels().step(out, mixed, *parts, eps, pages, table, layer, constants)
+    _kernels().step(out, mixed, *parts, eps=eps, pages=pages, table=table, layer=layer, constants=constants)
 
 
 def _take_in(number: int, weights: DeltaWeights, state: DeltaState) -> None:

@@ -76,7 +76,7 @@ class KernelLauncher:
         kind = flat[0].get_device(), strides, *[tensor.dtype for tensor in flat]
         found = self._found.get(kind)
         if found is None:
-            self._launch_first(kind, grid, tensors, flat, free, strides)
+            self._launch_first(kind, grid, tensors, flat=flat, free=free, strides=strides)
             return
         addresses: list[Any] = [tensor.data_ptr() for tensor in flat]
         hook = knobs.runtime.launch_enter_hook
@@ -99,6 +99,7 @@ class KernelLauncher:
         kind: Hashable,
         grid: tuple[int, int, int],
         tensors: Arguments,
+        *,
         flat: Sequence[torch.Tensor],
         free: tuple[float, ...],
         strides: tuple[int, ...],

@@ -163,7 +163,16 @@ class OffloadWorker:
             (c_void_p * count)(*images),
         )
         descriptor = OffloadWorkerDescriptor(
-            len(self._products), *share, count, page_elems, self._products, *map(ctypes.addressof, tables), exchanges
+            num_products=len(self._products),
+            first=share[0],
+            last=share[1],
+            count=count,
+            page_elems=page_elems,
+            products=self._products,
+            row=ctypes.addressof(tables[0]),
+            adapters=ctypes.addressof(tables[1]),
+            images=ctypes.addressof(tables[2]),
+            exchanges=exchanges,
         )
         self._library.chorus_offload_serve(self._handle, ranks.handle, ctypes.addressof(descriptor))
 

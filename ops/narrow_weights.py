@@ -159,7 +159,9 @@ def keep_float4(
     data = codes[values.abs().long()] | (values < 0).to(torch.uint8) << 3
     _, exponents = torch.frexp(scales)  # of halves
     packed = data[:, ::2] | data[:, 1::2] << 4
-    return NarrowWeight(packed, (exponents + 126).to(torch.uint8), None, 4, FLOAT4_GROUP, dtype, float4=True)
+    return NarrowWeight(
+        packed, (exponents + 126).to(torch.uint8), None, bits=4, group=FLOAT4_GROUP, dtype=dtype, float4=True
+    )
 
 
 def stack(weights: Sequence[NarrowWeight]) -> NarrowWeight | None:

@@ -645,7 +645,15 @@ class Sgmv:
         """What the launches of these tiles read; layers of a step have the same tiles."""
         if self._adapters is None or self._adapters.tiles is not tiles:
             its = self._tables
-            self._adapters = Adapters(its.h, self._arena, tiles, its.offsets, its.places, its.first_elem, its.pages)
+            self._adapters = Adapters(
+                h=its.h,
+                arena=self._arena,
+                tiles=tiles,
+                offsets=its.offsets,
+                places=its.places,
+                first_elem=its.first_elem,
+                pages=its.pages,
+            )
         return self._adapters
 
     def _shrink(

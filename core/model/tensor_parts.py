@@ -202,7 +202,7 @@ def _expert_source(
     return Source(_either(given, own, names))
 
 
-class Piece(NamedTuple):
+class ExpertRows(NamedTuple):
     """Rows of one expert in a tensor of all experts' matrices, which may be a tensor of their own."""
 
     name: str
@@ -211,24 +211,24 @@ class Piece(NamedTuple):
     rows: slice
 
 
-class Stored(NamedTuple):
+class StoredProjections(NamedTuple):
     """Where a checkpoint has the projections of layers, without routers."""
 
     matrices: set[str]
     """Names of tensors `[out, in]`."""
 
-    stacks: dict[str, list[Piece]]
+    stacks: dict[str, list[ExpertRows]]
     """Tensors `[experts, out, in]` → the matrices in each."""
 
 
-def stored_projections(config: ModelConfig, names: Collection[str]) -> Stored:
+def stored_projections(config: ModelConfig, names: Collection[str]) -> StoredProjections:
     """names: of a checkpoint's tensors.
 
     Raises UnsupportedModel for experts in stacks that other programs read in no other form.
     """
     found, shapes = sources(config, names), tensor_shapes(config)
     alone = sources(config, {name for name in names if not name.endswith(tuple(config.tensors.stacked_experts))})
-    stored = Stored(set(), {})
+    stored = StoredProjections(set(), {})
     for part, shape in shapes.items():
         if not IN_LAYER.match(part) or len(shape) != 2 or part.endswith(ROUTERS):
             continue
@@ -236,7 +236,7 @@ def stored_projections(config: ModelConfig, names: Collection[str]) -> Stored:
         if expert is None:
             stored.matrices.add(name)
         elif name.endswith(tuple(STACKED_EXPERTS)) and source == Source(name, first, expert):
-            piece = Piece(alone[part].name, expert, slice(first, first + shape[0]))
+            piece = ExpertRows(alone[part].name, expert, slice(first, first + shape[0]))
             stored.stacks.setdefault(name, []).append(piece)
         else:
             raise UnsupportedModel(

@@ -94,7 +94,7 @@ def measure(size: str, load: str, steps: int, threads: int, turns: Callable[[Cal
     """Make an engine and hand a function that measures a turn to `turns`."""
     with TemporaryDirectory(prefix="chorus-adapters-") as name:
         work = Path(name)
-        context = Context("cpu", SIZES[size], True, WallTimer(), ResultStore(work, {}), work)
+        context = Context("cpu", SIZES[size], quick=True, timer=WallTimer(), store=ResultStore(work, {}), work_dir=work)
         if load == "mixed":
             adapters = {name: path for rank in RANKS for name, path in context.adapters(rank, 2).items()}
         else:

@@ -91,7 +91,9 @@ class LoadOnly:
         images: HostImages[Adapter] = HostImages(2 * num_bytes, ThreadReads())
         backend = ModelAdapters(config, self.arena, torch.bfloat16)
         order = EvictionOrder()
-        self.store = AdapterStore(pool, backend, images, order, costs, layout.page_bytes, time.monotonic)
+        self.store = AdapterStore(
+            pool, backend, images, order, costs, page_bytes=layout.page_bytes, clock=time.monotonic
+        )
 
     def __enter__(self) -> LoadOnly:
         return self
@@ -112,12 +114,12 @@ class LoadOnly:
             ended, spent = time.perf_counter(), time.process_time() - spent
         num_bytes = adapter.num_pages * self.arena.layout.page_bytes
         found = Loaded(
-            registered - began,
-            ended - registered,
-            spent,
-            num_bytes,
-            max(0, _memory("VmHWM") - before - num_bytes),
-            max(pause, default=0.0),
+            register=registered - began,
+            load=ended - registered,
+            processor=spent,
+            pages_bytes=num_bytes,
+            above=max(0, _memory("VmHWM") - before - num_bytes),
+            pause=max(pause, default=0.0),
         )
         self.store.release(adapter)
         self.store.unregister(NAME)

@@ -36,7 +36,9 @@ class Geometry:
     @cached_property
     def projections(self) -> Projections:
         """The projections that adapters may change."""
-        return dense_projections(self.layers, self.hidden, self.ffn, self.heads, self.kv_heads, self.head_dim)
+        return dense_projections(
+            self.layers, self.hidden, self.ffn, heads=self.heads, kv_heads=self.kv_heads, head_dim=self.head_dim
+        )
 
     @property
     def groups(self) -> dict[str, tuple[int, tuple[tuple[int, int, int], ...]]]:

@@ -441,7 +441,9 @@ def _vectors(group: str, *, undo: bool = False) -> Elementwise:
     vectors = (("arena", "*fp32"), ("rows", "*i32"), ("first", "*i64"), ("pages", "*i32"))
     others = {"vectors": vectors, **dict.fromkeys(("layer", "layers", "max_pages"), "i32"), **_strides("y")}
     constants = {"C": vector_constants(modules, PAGE_ELEMS * ITEMSIZE["bf16"], undo=undo)}
-    return Elementwise("vectors_triton", "scale_rows", constants, vector_options(), ("y",), others)
+    return Elementwise(
+        "vectors_triton", "scale_rows", constants=constants, options=vector_options(), own=("y",), others=others
+    )
 
 
 #: Launches of adapters' vectors in Llama-3.1-8B.

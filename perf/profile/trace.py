@@ -130,7 +130,14 @@ def _is_span(event: Mapping[str, Any]) -> bool:
 def _kernel(event: Mapping[str, Any]) -> Kernel:
     args = event.get("args", {})
     node, launch = args.get("graph node id", 0), args.get("correlation", -1)
-    return Kernel(event["name"], event["ts"], event["dur"], int(args.get("stream", 0)), int(launch), int(node))
+    return Kernel(
+        event["name"],
+        event["ts"],
+        event["dur"],
+        stream=int(args.get("stream", 0)),
+        launch=int(launch),
+        node=int(node),
+    )
 
 
 def _outermost(events: Iterable[Mapping[str, Any]]) -> Iterator[Kernel]:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from ...core.model.checkpoint import Checkpoint
     from ...core.model.quantization.round_to_nearest import RoundToNearest
-    from ...core.model.tensor_parts import Stored
+    from ...core.model.tensor_parts import StoredProjections
 
 _CONFIG = "config.json"
 _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".gguf", ".pth")
@@ -92,7 +92,9 @@ def _other_linear(checkpoint: Checkpoint, names: set[str]) -> list[str]:
     return [name.removesuffix(".weight") for name in matrices if name not in names and "embed" not in name]
 
 
-def _write_weights(checkpoint: Checkpoint, stored: Stored, quantiser: RoundToNearest, out: Path) -> dict[str, str]:
+def _write_weights(
+    checkpoint: Checkpoint, stored: StoredProjections, quantiser: RoundToNearest, out: Path
+) -> dict[str, str]:
     """Write each file of the checkpoint with its matrices quantised; return each tensor's file."""
     from safetensors.torch import save_file
 
@@ -108,7 +110,7 @@ def _write_weights(checkpoint: Checkpoint, stored: Stored, quantiser: RoundToNea
 
 
 def _tensors(
-    checkpoint: Checkpoint, own: list[str], stored: Stored, quantiser: RoundToNearest
+    checkpoint: Checkpoint, own: list[str], stored: StoredProjections, quantiser: RoundToNearest
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors of a file, by name; each matrix of a stack becomes one of its own."""
     from ...core.model.quantization.pack_quantized import packed_tensors

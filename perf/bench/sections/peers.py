@@ -209,7 +209,14 @@ def run(context: Context) -> dict[str, Any]:
     files = {name: path for rank in RANKS for name, path in context.adapters(rank, 2).items()}
     model = checkpoint(RandomModel(context.size.geometry, dtype=context.dtype_name), context.work_dir)
     threads = torch.get_num_threads()
-    load = Load(model, files, prompt + output + 16, context.dtype_name, threads, context.engine)
+    load = Load(
+        model,
+        files,
+        room=prompt + output + 16,
+        dtype=context.dtype_name,
+        threads=threads,
+        engine=context.engine,
+    )
     found["quantization"] = load.quantization
     for case, (_, chosen) in CASES.items():
         ranks = [rank for rank in RANKS for _ in range(2)]
