@@ -210,22 +210,44 @@ class ExpandConstants:
     """See `ShrinkConstants`."""
 
 
-def shrink_constants(
-    schedule: Schedule,
-    modules: Sequence[tuple[int, int, int]],
-    d_in: int,
-    page_elems: int,
-    itemsize: int,
-    rank: int,
-    pages: int,
-    terms: int = 1,
-) -> ShrinkConstants:
-    """rank: the tables' largest. pages: of one of their records of places. terms: records of a tile."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SgmvShape:
+    """The projections that share an input, the adapters' pages and tables, and the schedule of their launches."""
+
+    schedule: Schedule
+    modules: tuple[tuple[int, int, int], ...]
+    """(module id, first column, width) of each projection."""
+    d_in: int
+    page_elems: int
+    itemsize: int
+    max_rank: int
+    """The tables' largest rank."""
+    pages: int
+    """Pages of one of the tables' records."""
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        return tuple(module for module, _, _ in self.modules)
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        return tuple(width for _, _, width in self.modules)
+
+    @property
+    def records(self) -> Records:
+        """How launches of this schedule find rank-rows."""
+        pages = 0 if self.schedule.tensor_cores else self.pages
+        return Records(self.page_elems, max(1, 16 // self.itemsize), place_blocks(self.max_rank), pages)
+
+
+def shrink_constants(shape: SgmvShape, terms: int = 1) -> ShrinkConstants:
+    """terms: records of a tile."""
+    schedule = shape.schedule
     return ShrinkConstants(
-        Modules.build([module for module, _, _ in modules], (), 1),
-        Records(page_elems, max(1, 16 // itemsize), place_blocks(rank), 0 if schedule.tensor_cores else pages),
-        d_in=d_in,
-        chunks=schedule.chunks(d_in),
+        Modules.build(shape.ids, (), 1),
+        shape.records,
+        d_in=shape.d_in,
+        chunks=schedule.chunks(shape.d_in),
         lanes=schedule.lanes,
         block_r=schedule.block_r,
         block_k=schedule.block_k,
@@ -235,28 +257,20 @@ def shrink_constants(
     )
 
 
-def expand_constants(
-    schedule: Schedule,
-    modules: Sequence[tuple[int, int, int]],
-    d_in: int,
-    page_elems: int,
-    itemsize: int,
-    rank: int,
-    pages: int,
-    terms: int = 1,
-) -> ExpandConstants:
+def expand_constants(shape: SgmvShape, terms: int = 1) -> ExpandConstants:
     """See `shrink_constants`."""
-    widths, splits = [width for _, _, width in modules], schedule.splits(d_in)
+    schedule = shape.schedule
+    splits = schedule.splits(shape.d_in)
     return ExpandConstants(
-        Modules.build([module for module, _, _ in modules], widths, schedule.block_n),
-        Records(page_elems, max(1, 16 // itemsize), place_blocks(rank), 0 if schedule.tensor_cores else pages),
-        row=max(widths),
+        Modules.build(shape.ids, shape.widths, schedule.block_n),
+        shape.records,
+        row=max(shape.widths),
         splits=splits,
         split_block=1 << (splits - 1).bit_length(),
         block_r=schedule.expand_r,
         block_n=schedule.block_n,
         block_t=schedule.tile_tokens,
-        stages=schedule.stages if itemsize <= 2 else 1,  # a block of float32 takes the registers of two
+        stages=schedule.stages if shape.itemsize <= 2 else 1,  # a block of float32 takes the registers of two
         terms=terms,
     )
 
@@ -279,26 +293,16 @@ class ExpandShape:
     """Pages of one of the tables' records."""
 
     @classmethod
-    def build(
-        cls,
-        schedule: Schedule,
-        modules: Sequence[tuple[int, int, int]],
-        d_in: int,
-        page_elems: int,
-        itemsize: int,
-        max_rank: int,
-        pages: int,
-    ) -> ExpandShape:
-        """schedule: shrink's, with one token per tile. modules: (module id, first column, width)."""
-        ids, widths = tuple(module for module, _, _ in modules), tuple(width for _, _, width in modules)
+    def build(cls, shape: SgmvShape) -> ExpandShape:
+        """shape: of shrink's launch, whose schedule has one token per tile."""
         return cls(
-            modules=ids,
-            widths=widths,
-            splits=schedule.splits(d_in),
-            page_elems=page_elems,
-            itemsize=itemsize,
-            max_rank=max_rank,
-            pages=pages,
+            modules=shape.ids,
+            widths=shape.widths,
+            splits=shape.schedule.splits(shape.d_in),
+            page_elems=shape.page_elems,
+            itemsize=shape.itemsize,
+            max_rank=shape.max_rank,
+            pages=shape.pages,
         )
 
     @property

@@ -29,7 +29,7 @@ import triton.language.extra.cuda as cuda
 
 from . import dependent_launch
 from .launch_triton import KernelLauncher
-from .sgmv_schedule import MAX_TARGETS, ExpandShape, Schedule, expand_constants, shrink_constants
+from .sgmv_schedule import MAX_TARGETS, ExpandShape, Schedule, SgmvShape, expand_constants, shrink_constants
 from .sgmv_tables import (
     BEGIN,
     END,
@@ -566,17 +566,17 @@ class Sgmv:
         """
         self._tables = tables
         self.use_arena(arena)
-        shape = (
-            schedule,
-            tuple(modules),
-            d_in,
-            arena.shape[1],
-            arena.element_size(),
-            tables.max_rank,
-            tables.place_pages,
+        shape = SgmvShape(
+            schedule=schedule,
+            modules=tuple(modules),
+            d_in=d_in,
+            page_elems=arena.shape[1],
+            itemsize=arena.element_size(),
+            max_rank=tables.max_rank,
+            pages=tables.place_pages,
         )
-        self._launch = launch = _launch(*shape, terms, dependent_launch.begins_early(arena.device))
-        self._shape = ExpandShape.build(*shape)
+        self._launch = launch = _launch(shape, terms, dependent_launch.begins_early(arena.device))
+        self._shape = ExpandShape.build(shape)
         self._layers, self._max_pages = tables.first_elem.shape[1], tables.pages.shape[1]
         per_token = tables.scratch_elems(launch.splits, 1, len(modules), tables.max_rank, terms)
         self._max_tokens = tables.h.numel() // per_token
@@ -680,30 +680,20 @@ class _Launch(NamedTuple):
 
 
 @cache
-def _launch(
-    schedule: Schedule,
-    modules: tuple[tuple[int, int, int], ...],
-    d_in: int,
-    page_elems: int,
-    itemsize: int,
-    rank: int,
-    pages: int,
-    terms: int,
-    pdl: bool,
-) -> _Launch:
+def _launch(shape: SgmvShape, terms: int, pdl: bool) -> _Launch:
+    schedule, modules = shape.schedule, shape.modules
     columns = [sum(width for _, _, width in modules[:index]) for index in range(len(modules))]
     if len(modules) > MAX_TARGETS or columns != [column for _, column, _ in modules]:
         raise ValueError("modules must be at most four projections with adjacent outputs")
-    if page_elems * itemsize % 16:
+    if shape.page_elems * shape.itemsize % 16:
         raise ValueError("the size of a page must be a multiple of 16 bytes")
-    shape = schedule, modules, d_in, page_elems, itemsize, rank, pages
     pdl = pdl and not schedule.tensor_cores
     early = dependent_launch.options(pdl)
-    shrink_c, expand_c = (replace(make(*shape, terms), pdl=pdl) for make in (shrink_constants, expand_constants))
+    shrink_c, expand_c = (replace(make(shape, terms), pdl=pdl) for make in (shrink_constants, expand_constants))
     shrink = shrink_prefill if schedule.tensor_cores else shrink_decode
     expand = expand_prefill if schedule.tensor_cores else expand_decode
     return _Launch(
-        splits=schedule.splits(d_in),
+        splits=schedule.splits(shape.d_in),
         groups=len(modules) * schedule.lanes * (terms if schedule.tensor_cores else 1),
         blocks=sum(-(-width // schedule.block_n) for _, _, width in modules),
         shrink=KernelLauncher(shrink, {"C": shrink_c, **schedule.options(expand=False), **early}),

@@ -24,7 +24,7 @@ from ...ops.float8_rows_schedule import RoundConstants
 from ...ops.mixture_tables import TileWriter
 from ...ops.narrow_weights import FLOAT4_GROUP
 from ...ops.narrow_weights_schedule import WIDEN_WARPS, WidenConstants
-from ...ops.sgmv_schedule import ExpandShape, Schedule, decode, expand_constants, prefill, shrink_constants
+from ...ops.sgmv_schedule import ExpandShape, Schedule, SgmvShape, decode, expand_constants, prefill, shrink_constants
 from ...ops.sgmv_tables import place_blocks, place_pages, place_window
 from ...ops.sgmv_tiles import MERGED_TERMS
 from ...ops.vectors_schedule import vector_constants, vector_options
@@ -144,6 +144,20 @@ ELEMENTWISE = {
 }
 
 
+def _sgmv_shape(
+    schedule: Schedule, modules: Sequence[tuple[int, int, int]], d_in: int, *, itemsize: int, max_rank: int
+) -> SgmvShape:
+    return SgmvShape(
+        schedule=schedule,
+        modules=tuple(modules),
+        d_in=d_in,
+        page_elems=PAGE_ELEMS,
+        itemsize=itemsize,
+        max_rank=max_rank,
+        pages=place_pages(PAGE_ELEMS, SLAB_ELEMS),
+    )
+
+
 def _product(
     d_in: int,
     d_out: int,
@@ -157,15 +171,8 @@ def _product(
     """rows: of the tile. group, max_rank: of adapters that are expanded in the launch."""
     schedule, shape = small.gemm_schedule(d_out * (2 if silu else 1), rows, form, expanded=bool(group)), None
     if group:
-        pages = place_pages(PAGE_ELEMS, SLAB_ELEMS)
         shape = ExpandShape.build(
-            decode(rows, max_rank),
-            GROUPS[group][1],
-            d_in=d_in,
-            page_elems=PAGE_ELEMS,
-            itemsize=2,
-            max_rank=max_rank,
-            pages=pages,
+            _sgmv_shape(decode(rows, max_rank), GROUPS[group][1], d_in, itemsize=2, max_rank=max_rank)
         )
 
     return Elementwise(
@@ -512,10 +519,9 @@ class Variant:
             return launch.constants
         d_in, modules = self.projections
         make = shrink_constants if self.kernel.startswith("shrink") else expand_constants
-        pages = place_pages(PAGE_ELEMS, SLAB_ELEMS)
-        sizes = {"page_elems": PAGE_ELEMS, "itemsize": ITEMSIZE[self.dtype], "rank": self.max_rank, "pages": pages}
-        sizes["terms"] = MERGED_TERMS if self.group.startswith(_MERGED) else 1
-        return {"C": make(self.schedule(), modules, d_in, **sizes)}
+        itemsize, terms = ITEMSIZE[self.dtype], MERGED_TERMS if self.group.startswith(_MERGED) else 1
+        shape = _sgmv_shape(self.schedule(), modules, d_in, itemsize=itemsize, max_rank=self.max_rank)
+        return {"C": make(shape, terms)}
 
     def signature(self) -> dict[str, str | Fields]:
         own = f"*{self.dtype}"
