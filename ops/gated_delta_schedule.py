@@ -5,7 +5,7 @@ Tests: tests/ops/test_gated_delta_interpreted.py, tests/core/model/test_paged_st
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 #: Columns of a state that a program has while a prompt's tokens pass.
 SCAN_COLUMNS = 16
@@ -28,73 +28,46 @@ class DeltaConstants:
     """Columns of a state that a program has."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepConstants:
-    """Compile-time constants of a decode step's launch: a layer's shape, and the places of states in pages."""
+    """Compile-time constants of a decode step's launch: a layer's shape, and the places of states in pages.
+
+    The launch has a program for each head of values of a sequence.
+    """
 
     k_heads: int
     v_heads: int
     k_dim: int
     v_dim: int
-    channels: int
+    channels: int = field(init=False)
     """Of the convolution."""
     conv: int
     """Tokens that the convolution sees."""
-    block_k: int
+    block_k: int = field(init=False)
     """`k_dim`, or the next power of two; block_v likewise."""
-    block_v: int
+    block_v: int = field(init=False)
     convs_per_page: int
     """How many layers' convolution states fit in a page."""
     heads_per_page: int
-    drafts_per_page: int
+    drafts_per_page: int = 0
     """Rows of drafts' inputs."""
     conv_pages: int
     """The state's pages before the first with heads."""
-    draft_page: int
+    draft_page: int = 0
     """The state's pages before the first with drafts' inputs."""
     num_pages: int
     """Of a state."""
-    most_drafts: int
+    most_drafts: int = 0
     """Of a sequence in a step; 0 without speculation."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "channels", 2 * self.k_heads * self.k_dim + self.v_heads * self.v_dim)
+        object.__setattr__(self, "block_k", _power_of_two(self.k_dim))
+        object.__setattr__(self, "block_v", _power_of_two(self.v_dim))
 
     @property
     def draft_elems(self) -> int:
         return self.channels + 2 * self.v_heads
-
-
-def step_constants(
-    k_heads: int,
-    v_heads: int,
-    k_dim: int,
-    v_dim: int,
-    conv: int,
-    *,
-    convs_per_page: int,
-    heads_per_page: int,
-    conv_pages: int,
-    num_pages: int,
-    drafts_per_page: int = 0,
-    draft_page: int = 0,
-    most_drafts: int = 0,
-) -> StepConstants:
-    """Of a decode step's launch, with a program for each head of values of a sequence. See `StepConstants`."""
-    return StepConstants(
-        k_heads,
-        v_heads,
-        k_dim,
-        v_dim,
-        channels=2 * k_heads * k_dim + v_heads * v_dim,
-        conv=conv,
-        block_k=_power_of_two(k_dim),
-        block_v=_power_of_two(v_dim),
-        convs_per_page=convs_per_page,
-        heads_per_page=heads_per_page,
-        drafts_per_page=drafts_per_page,
-        conv_pages=conv_pages,
-        draft_page=draft_page,
-        num_pages=num_pages,
-        most_drafts=most_drafts,
-    )
 
 
 def step_options() -> dict[str, int | bool]:

@@ -14,7 +14,7 @@ from ...memory.pages.arena import Arena
 from ...memory.pages.pool import PagePool
 from ...memory.pages.states import StateLayout
 from ...ops.gated_delta import DeltaWeights, step_in_pages
-from ...ops.gated_delta_schedule import StepConstants, step_constants
+from ...ops.gated_delta_schedule import StepConstants
 from ...ops.upload import on_device
 from ..requests.types import ScheduledSequence
 from .config import ModelConfig
@@ -90,12 +90,12 @@ class CudaPagedStates:
 
 
 def _constants(spec: GatedDeltaSpec, layout: StateLayout) -> StepConstants:
-    return step_constants(
-        spec.num_k_heads,
-        spec.num_v_heads,
-        spec.k_dim,
-        spec.v_dim,
-        spec.conv_size,
+    return StepConstants(
+        k_heads=spec.num_k_heads,
+        v_heads=spec.num_v_heads,
+        k_dim=spec.k_dim,
+        v_dim=spec.v_dim,
+        conv=spec.conv_size,
         convs_per_page=layout.convs_per_page,
         heads_per_page=layout.heads_per_page,
         conv_pages=layout.num_conv_pages,

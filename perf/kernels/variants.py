@@ -426,10 +426,11 @@ def _deltas(k_heads: int, v_heads: int, k_dim: int, v_dim: int) -> dict[str, Ele
     step = dict.fromkeys(("pages", "taps", "dt_bias", "a_log", "norm"), "*fp32") | {"table": "*i64", "eps": "fp32"}
     step |= {"layer": "i32", **_strides("mixed", "out", "page")}
     scan = {**dict.fromkeys(("out", "q", "k", "v", "log_decay", "beta", "recurrent"), "*fp32"), "tokens": "i32"}
-    shape, options = (k_heads, v_heads, k_dim, v_dim, 4), its.step_options()
-    plain = its.step_constants(*shape, **_PLACES, num_pages=101)
+    shape = {"k_heads": k_heads, "v_heads": v_heads, "k_dim": k_dim, "v_dim": v_dim, "conv": 4}
+    options = its.step_options()
+    plain = its.StepConstants(**shape, **_PLACES, num_pages=101)
     drafts = {"drafts_per_page": 15, "draft_page": 101, "most_drafts": MOST_DRAFTS}
-    drafted = its.step_constants(*shape, **_PLACES, **drafts, num_pages=114)
+    drafted = its.StepConstants(**shape, **_PLACES, **drafts, num_pages=114)
     scanned = {"C": its.scan_constants(v_heads, k_dim, v_dim)}
     return {
         "delta.step": made("step_heads", {"C": plain}, options, ("out", "mixed"), step),
