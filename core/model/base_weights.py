@@ -12,7 +12,7 @@ from ...memory.files.error import AdapterFormatError
 from ..config import EngineConfig
 from .config import ModelConfig, UnsupportedModel
 from .quantization.round_to_nearest import RoundToNearest
-from .weights import WeightLoader
+from .weight_loader import WeightLoader
 
 T = TypeVar("T")
 

@@ -13,7 +13,8 @@ from .dummy_weights import DummyWeights
 from .load_progress import progress
 from .quantization.round_to_nearest import RoundToNearest
 from .shard import WHOLE, Shard
-from .weights import WeightLoader, Weights
+from .weight_loader import WeightLoader
+from .weights import Weights
 
 
 @contextmanager

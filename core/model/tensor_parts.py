@@ -1,6 +1,6 @@
 """The parts of a model by name: their shapes, where a checkpoint has each of them, and the bytes that they take.
 
-Tests: tests/core/model/test_weights.py, tests/core/model/test_shares.py.
+Tests: tests/core/model/test_weight_loader.py, tests/core/model/test_shares.py.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from chorus.core.model.quantization.round_to_nearest import RoundToNearest
 from chorus.core.model.read_config import read_model_config
 from chorus.core.model.shard import Shard
 from chorus.core.model.tensor_parts import kept_bytes
-from chorus.core.model.weights import WeightLoader
+from chorus.core.model.weight_loader import WeightLoader
 from chorus.ops import native_library
 from chorus.ops.expert_products import Panels, pack, unpack
 from chorus.ops.native_integers import IntegerPanels

@@ -12,7 +12,7 @@ from chorus.core.engine import Engine
 from chorus.core.model.dummy_weights import DummyWeights
 from chorus.core.model.open_weights import open_weights
 from chorus.core.model.read_config import read_model_config
-from chorus.core.model.weights import WeightLoader
+from chorus.core.model.weight_loader import WeightLoader
 from chorus.core.requests.request import Request
 from chorus.core.requests.request_params import RequestParams
 

@@ -18,7 +18,7 @@ from chorus.core.model.quantization.groups import (
 )
 from chorus.core.model.read_config import read_model_config
 from chorus.core.model.shard import Shard
-from chorus.core.model.weights import WeightLoader
+from chorus.core.model.weight_loader import WeightLoader
 from chorus.ops.native_integers import IntegerPanels
 
 from .quantization.forms import FORMS

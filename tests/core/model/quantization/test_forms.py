@@ -14,7 +14,7 @@ from chorus.core.model import weights as loading
 from chorus.core.model.config import UnsupportedModel
 from chorus.core.model.read_config import read_model_config
 from chorus.core.model.shard import Shard
-from chorus.core.model.weights import WeightLoader
+from chorus.core.model.weight_loader import WeightLoader
 
 from .forms import FORMS
 from .twins import Form, weights, write_twins

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from chorus.core.model.read_config import read_model_config
 from chorus.core.model.tensor_parts import LM_HEAD, sources, tensor_shapes
-from chorus.core.model.weights import WeightLoader
+from chorus.core.model.weight_loader import WeightLoader
 from chorus.ops.packed_gemm import unpack
 
 CONFIG = {

@@ -19,7 +19,7 @@ from chorus.core.model.load_progress import progress
 from chorus.core.model.open_weights import open_weights
 from chorus.core.model.read_config import read_model_config
 from chorus.core.model.tensor_parts import EMBED, LM_HEAD, sources, tensor_shapes
-from chorus.core.model.weights import WeightLoader
+from chorus.core.model.weight_loader import WeightLoader
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
