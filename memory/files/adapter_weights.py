@@ -27,13 +27,13 @@ from .whole_copies import RowsFile
 if TYPE_CHECKING:
     import torch
 
-_TENSORS_PER_MATRIX = 4  # A, B, and vectors; what is left is room for modules of the model
+_TENSORS_PER_MATRIX = 4  # A, B, and vectors; the rest is room for modules of the model
 
 _WRAPPED = re.compile(
     r"(?:base_model\.model\.)?((?:(?:model|language_model|text_model)\.){0,4})"
     r"(?=layers\.[0-9]|embed_tokens\.|unembed_tokens\.)"
 )
-#: What trainers leave in names: modules around PEFT's, and the adapter's own name.
+#: Left in names by trainers: modules around PEFT's, and the adapter's own name.
 _AROUND = re.compile(r"^(?:(?:module|_orig_mod|_fsdp_wrapped_module)\.)*")
 _ADAPTER_NAME = re.compile(
     r"\.(lora_(?:embedding_)?[AB]|lora_magnitude_vector)\.(?!(?:weight|bias)$)([^.]+)(?=\.weight$|\.bias$|$)"
@@ -123,7 +123,7 @@ class AdapterWeights(RowsFile):
         return found
 
     def _of_each_expert(self, listed: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
-        """The tensors, those of all experts as of each one; what they share is of each, too."""
+        """The tensors, those of all experts as of each one; shared ones are of each, too."""
         found: dict[str, TensorInfo] = {}
         for name, info in listed.items():
             match = _IN_LAYER.fullmatch(name)

@@ -26,7 +26,7 @@ LISTED, CONFIG, NAMED = "added_tokens.json", "tokenizer_config.json", "special_t
 TOKENIZER_FILES = (TOKENIZER, CONFIG, LISTED, NAMED)
 TEMPLATE_FILE = "chat_template.jinja"
 TEXT_FILES = (*TOKENIZER_FILES, TEMPLATE_FILE)
-"""Files that an adapter may have beside its configuration and weights: its own tokenizer and template."""
+"""Files that an adapter may have next to its configuration and weights: its own tokenizer and template."""
 
 _KIND = "a tokenizer's file"
 _BEGINNING = 256 << 10
@@ -39,7 +39,7 @@ _FLAGS = ("special", "single_word", "lstrip", "rstrip", "normalized")
 
 
 class AddedToken(NamedTuple):
-    """A token beside a tokenizer's vocabulary; the flags are those of the `tokenizers` library."""
+    """A token added to a tokenizer's vocabulary; the flags are those of the `tokenizers` library."""
 
     id: int
     text: str
@@ -52,7 +52,7 @@ class AddedToken(NamedTuple):
 
 @dataclass(frozen=True)
 class OwnTokens:
-    """What an adapter's tokenizer has that its base model's has not."""
+    """The tokens of an adapter's tokenizer that its base model's lacks."""
 
     tokens: tuple[AddedToken, ...]
     """All its added tokens, by id; those that the base model's tokenizer has, too, with its own flags."""
@@ -186,7 +186,7 @@ def _beginning(directory: AdapterDirectory, data: bytes) -> tuple[dict[str, Any]
     try:
         return read_members(data)[0], False
     except ValueError:
-        pass  # cut off, or other members behind the vocabulary
+        pass  # cut off, or other members after the vocabulary
     try:
         return read_members(directory.read(TOKENIZER, MAX_BYTES, _KIND))[0], True
     except ValueError as error:
@@ -291,7 +291,7 @@ def _text(token: Any) -> str | None:
 
 
 def _check_ids(served: dict[int, _Listed], base: BaseTokens) -> None:
-    """Refuse a token whose id the `tokenizers` library would not give it: it numbers them behind the vocabulary."""
+    """Refuse a token whose id the `tokenizers` library would not give it: it numbers them after the vocabulary."""
     vocabulary = base.vocabulary
     texts = base.added | {id_: one.token.text for id_, one in served.items()}
     after = len(vocabulary)

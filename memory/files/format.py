@@ -246,7 +246,7 @@ def _check_names(
     projections: Projections,
     others: Collection[str],
 ) -> None:
-    """names: of all targets. others: names that may be there beside those."""
+    """names: of all targets. others: further names that may be there."""
     wanted = {name for pair in names.values() for name in pair}
     for name in file.tensors:
         if name not in wanted and name not in others:

@@ -14,7 +14,7 @@ from .vectors import vector_names as names_of_vectors
 
 PREFIX = "base_model.model."
 IN_LAYERS = "base_model.model.model.layers."
-"""What names of tensors of layers begin with."""
+"""Prefixes of names of layers' tensors."""
 
 LAYER = re.compile(r"\.layers\.([0-9]{1,6})\.")
 """Where a name has the number of its layer."""
@@ -56,7 +56,7 @@ def vector_names(target: VectorTarget, projections: Projections) -> Iterator[str
 
 
 def _module_key(layer: int, projection: Projection) -> str:
-    """What the names of a module's tensors begin with."""
+    """The prefix of the names of a module's tensors."""
     path = projection.path if projection.is_of_model else f"{STEM}.layers.{layer}.{projection.path}"
     return f"{PREFIX}{path}"
 

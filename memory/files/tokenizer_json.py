@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 TOKENIZER = "tokenizer.json"
 
-#: Members beside the vocabulary and the added tokens that make tokens of a text, or a text of tokens.
+#: Members other than the vocabulary and the added tokens that make tokens of a text, or a text of tokens.
 PARTS = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
 
 MAX_BYTES = 64 << 20

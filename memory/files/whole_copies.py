@@ -1,4 +1,4 @@
-"""Whole copies of the token embeddings and of the output projection, which trainers save beside adapters.
+"""Whole copies of the token embeddings and of the output projection, which trainers save with adapters.
 
 PEFT writes them where `modules_to_save` names the module, where the vocabulary was resized, and where LoRA targets the
 module. Mostly they are the base model's own rows.

@@ -2,7 +2,7 @@
 
 Most are projections of its layers. Layers may differ: a layer with linear attention has other projections than one
 with full attention. The token embeddings and the output projection are modules of the model; adapters have their
-rank-rows beside those of the first and of the last layer. Pure data, like `layout`.
+rank-rows next to those of the first and of the last layer. Pure data, like `layout`.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ class Product(NamedTuple):
 @dataclass(frozen=True)
 class Projections:
     """The table of a model. A projection's index in it is its id everywhere; it is in the order of groups, those of
-    mixtures of experts behind the model's own: tables with room for few projections leave them out.
+    mixtures of experts after the model's own: tables with room for few projections leave them out.
 
     Raises ValueError for projections of one name that are not equal.
     """
