@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from chorus.core.model import weights as loading
+from chorus.core.model import weight_loader as loading
 from chorus.core.model.config import UnsupportedModel
 from chorus.core.model.read_config import read_model_config
 from chorus.core.model.shard import Shard

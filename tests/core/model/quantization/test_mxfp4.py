@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from chorus.core.model import weights as loading
+from chorus.core.model import weight_loader as loading
 from chorus.core.model.config import UnsupportedModel
 from chorus.core.model.open_weights import open_weights
 from chorus.core.model.read_config import read_model_config
