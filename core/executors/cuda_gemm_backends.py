@@ -22,6 +22,7 @@ from ..model.decoder import DecoderModel
 from ..model.layer import HEAD
 from ..model.lora_launches import LoraLaunches
 from ..model.lora_state_cuda import CudaLoraState
+from ..model.sample_adapters import SampleAdapters
 from ..model.step_lora import ATTN_O, DOWN, GATE_UP, QKV
 
 logger = logging.getLogger(__name__)
@@ -31,8 +32,8 @@ SmallGemm = Literal["auto", "on", "fused", "off"]
 #: Names of the GEMMs in logs, by their index in a step's backends.
 NAMES = {QKV: "qkv", ATTN_O: "o", GATE_UP: "gate and up", DOWN: "down", HEAD: "logits"}
 
-#: Device seconds of a whole captured step: of a bucket, with backends, and with or without adapters.
-StepSeconds = Callable[[int, GemmBackends, bool], float]
+#: Device seconds of a whole captured step: of a bucket, with backends and with adapters, or None.
+StepSeconds = Callable[[int, GemmBackends, SampleAdapters | None], float]
 
 #: Times of whole steps within this factor of the least count as equal: they vary by as much.
 NEAR = 1.02
@@ -76,9 +77,10 @@ def choose_gemm_backends(
     compile_ahead(setting, decoder, lora, few)
     refused: Refused = set()
     groups = _groups(decoder.config)
-    with lora.samples(_sample_memory(lora, max(few), device)):
+    free, _ = device.memory()
+    with SampleAdapters(lora, max(few), free) as samples:
         for bucket in few:
-            launches = lora.sample(bucket)
+            launches = samples.launches(bucket)
             asked = {
                 group: _usable(setting, _Rows(decoder, launches, group, bucket), device, refused)
                 if group in groups
@@ -89,20 +91,11 @@ def choose_gemm_backends(
             if setting != "auto":
                 backends[bucket] = combinations[setting]
             elif seconds is not None:
-                backends[bucket], why = choose_combination(combinations, partial(seconds, bucket))
+                timed = partial(_step_seconds, seconds, bucket, samples)
+                backends[bucket], why = choose_combination(combinations, timed)
             said = (f"{name} {backend}" for name, backend in zip(NAMES.values(), backends[bucket], strict=True))
             logger.info("base products of %d rows: %s%s", bucket, ", ".join(said), why)
     return backends
-
-
-def _sample_memory(lora: CudaLoraState, rows: int, device: CudaDevice) -> torch.Tensor:
-    """Pages for sample adapters, each in its own as far as a quarter of the free memory goes.
-
-    Where all rows' adapters were in the same pages, steps would find them in a cache.
-    """
-    shape, (free, _) = lora.arena.shape, device.memory()
-    pages = max(1, min(lora.sample_pages(rows), free // 4 // (lora.arena.nbytes // len(lora.arena))))
-    return lora.arena.new_empty((pages, *shape[1:]))
 
 
 def _obstacle(setting: SmallGemm, model: ModelConfig, dtype: torch.dtype, captures: bool) -> str | None:
@@ -192,6 +185,12 @@ def choose_combination(
     chosen = next(name for name, took in times.items() if sum(took) <= NEAR * least)
     note = ", ".join(f"{name} {1e6 * base:.0f} + {1e6 * lora:.0f}" for name, (base, lora) in times.items())
     return combinations[chosen], f" (µs a step, base + LoRA: {note})"
+
+
+def _step_seconds(
+    seconds: StepSeconds, bucket: int, samples: SampleAdapters, backends: GemmBackends, has_lora: bool
+) -> float:
+    return seconds(bucket, backends, samples if has_lora else None)
 
 
 def _usable(setting: SmallGemm, rows: _Rows, device: CudaDevice, refused: Refused) -> list[GemmBackend]:
