@@ -82,11 +82,7 @@ def _median(engine: Subject, steps: int, rows: int) -> float:
 
 def _lora(context: Context, subject: Subject, adapters: Sequence[str]) -> tuple[float, float]:
     """Median milliseconds of a decode step, and of its replay alone."""
-    count = context.pick(4, 24, 100)
-    requests = subject.decoding(adapters, _prompt(context), count)
-    step = _median(subject, count, len(adapters))
-    device = subject.replay_seconds(len(adapters), lora=True)
-    subject.clear(requests)
+    step, device = subject.median_seconds(adapters, _prompt(context), context.pick(4, 24, 100))
     return step * 1e3, device * 1e3
 
 
