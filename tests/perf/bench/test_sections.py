@@ -111,6 +111,12 @@ def test_decode_without_room_for_a_second_engine(context, monkeypatch):
     assert all(row["plain_ms"] is None and row["base_ms"] > 0 for row in values["buckets"])
 
 
+def test_decode_of_an_engine_with_other_fields_starts_no_second_engine(context):
+    values = run(replace(context, engine={"quantize_lm_head": "false"}), "decode")
+    assert values["plain_absent"] == "the engine has fields of its own"
+    assert all(row["plain_ms"] is None and row["lora_ms"] > 0 for row in values["buckets"])
+
+
 def test_a_row_that_fails_costs_no_other(context, monkeypatch, tmp_path):
     """And its error is among the results, which are kept row by row."""
     inner, saved = decode.Subject.step_seconds, []
