@@ -2,7 +2,8 @@
 FROM python:3.12-slim-bookworm AS build
 RUN apt-get update && apt-get install -y --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
 RUN python -m venv /opt/chorus
-ENV PATH=/opt/chorus/bin:$PATH
+# The image's native libraries are for all processors, not for the one that builds it.
+ENV PATH=/opt/chorus/bin:$PATH CHORUS_BUILD_LEVELS=all
 # The default PyTorch brings gigabytes of CUDA packages: `--build-arg TORCH_INDEX=URL` takes it from PyTorch's index of
 # CPU builds instead.
 ARG TORCH_INDEX=

@@ -2,13 +2,31 @@
 
 from __future__ import annotations
 
+import os
+import platform
+from collections.abc import Set
 from pathlib import Path
 
 from setuptools import Extension, find_packages, setup
+from setuptools.command.build_ext import build_ext
 from setuptools.command.build_py import build_py
 
 LEVELS = ("amx", "avx512bf16", "avx512", "avx2", "neon")
 """ISA levels, as in `ops/native_library.py`, which loads the best one that the processor has."""
+
+SETTING = "CHORUS_BUILD_LEVELS"
+"""Environment variable: `here`, the default, builds what this machine runs, `all` what any may, as for a wheel or an
+image that other machines will use.
+"""
+
+AVX512 = {"avx512f", "avx512bw", "avx512vl", "avx512dq"}
+AVX512_BF16 = AVX512 | {"avx512_bf16", "avx512_vnni"}
+FEATURES = {"amx": AVX512_BF16 | {"amx_tile", "amx_bf16"}, "avx512bf16": AVX512_BF16, "avx512": AVX512}
+"""Features of a processor, as Linux names them, without which a level is not used. Others are always built: a machine
+that is moved to an older processor has them still.
+"""
+
+CPU_INFO = Path("/proc/cpuinfo")
 
 FLAGS = [
     "-O3",
@@ -35,10 +53,38 @@ class Modules(build_py):
         return [module for module in found if module[:2] != ("chorus", "setup")]
 
 
+class Libraries(build_ext):
+    """Removes what an earlier build of other levels left in the source tree: it is of older sources."""
+
+    def run(self) -> None:
+        super().run()
+        kept = {Path(self.get_ext_fullpath(each.name)).name for each in self.extensions}
+        for path in (ROOT / "ops").glob("_native_*.so"):
+            if self.inplace and path.name not in kept:
+                path.unlink()
+
+
 def packages() -> list[str]:
     """The repository root is the package `chorus`."""
     found = find_packages(str(ROOT), exclude=["tests*", "examples*", "docs*", "build*"])
     return ["chorus", *(f"chorus.{name}" for name in found)]
+
+
+def features() -> Set[str] | None:
+    """Features of this machine's processor; None if they are not known."""
+    if platform.machine() != "x86_64" or not CPU_INFO.exists():
+        return None
+    lines = CPU_INFO.read_text(encoding="utf-8").splitlines()
+    return next(({*line.partition(":")[2].split()} for line in lines if line.startswith("flags")), None)
+
+
+def levels_to_build(found: Set[str] | None, setting: str) -> list[str]:
+    """found: the processor's features; None builds all levels. Compiling one takes a processor a minute or two."""
+    if setting not in ("here", "all"):
+        raise SystemExit(f"{SETTING} is {setting!r}: set it to 'here' or 'all', or leave it out")
+    if setting == "all" or found is None:
+        return [*LEVELS]
+    return [level for level in LEVELS if FEATURES.get(level, set()) <= found]
 
 
 def library(level: str) -> Extension:
@@ -57,4 +103,6 @@ def library(level: str) -> Extension:
 
 
 if __name__ == "__main__":
-    setup(cmdclass={"build_py": Modules}, packages=packages(), ext_modules=[library(level) for level in LEVELS])
+    built = levels_to_build(features(), os.environ.get(SETTING, "here"))
+    commands = {"build_ext": Libraries, "build_py": Modules}
+    setup(cmdclass=commands, packages=packages(), ext_modules=[library(level) for level in built])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import tomllib
@@ -44,3 +45,10 @@ def test_every_level_that_is_built_is_asked_for():
     asked = CHECK.read_text()
     assert all(f'"{level}"' in asked for level in native_library.LEVELS)
     assert "manylinux" in settings["cibuildwheel"]["build"]
+
+
+@pytest.mark.parametrize(
+    "file", ["pyproject.toml", ".github/workflows/wheels.yml", "Dockerfile", "docs/deploy/Dockerfile.cuda"]
+)
+def test_what_other_machines_use_is_built_for_all_processors(file):
+    assert re.search('CHORUS_BUILD_LEVELS(=|: | = ")all', (ROOT / file).read_text())

@@ -27,6 +27,7 @@ from ..model.layer import Residual
 from ..model.lora_launches import LoraLaunches
 from ..model.lora_state_cuda import CudaLoraState
 from ..model.paged_states_cuda import CudaPagedStates
+from ..model.sample_adapters import SampleAdapters, random_numbers
 from ..requests.draft_length import most_logits
 from ..requests.types import BASE_LORA_INDEX, ScheduledSequence
 from .cuda_attention_choice import choose_decode_attention
@@ -228,13 +229,13 @@ class DecodeSteps:
         if self.captures and dependent_launch.begins_early(self._device.torch_device):
             compile_late(self._decoder, self.backends)
             self._late = dependent_launch.better_late(
-                self.sizes, lambda bucket: self._seconds(bucket, self.backends[bucket], False)
+                self.sizes, lambda bucket: self._seconds(bucket, self.backends[bucket], None)
             )
 
-    def _seconds(self, bucket: int, backends: GemmBackends, has_lora: bool) -> float:
-        """Return the device time of a bucket's captured step. has_lora: with the sample adapters of `lora.samples`."""
+    def _seconds(self, bucket: int, backends: GemmBackends, samples: SampleAdapters | None) -> float:
+        """Return the device time of a bucket's captured step. samples: its adapters; None: it has none."""
         self._fill(bucket, [])
-        launches = self._lora.sample(bucket) if has_lora else None
+        launches = None if samples is None else samples.launches(bucket)
         return self._device.seconds(self._step(bucket, launches, backends=backends))
 
     def choose_attention(self) -> None:
@@ -242,7 +243,7 @@ class DecodeSteps:
         and nothing captured.
         """
         if self._rivals and self.captures:
-            with self._lora.samples():
+            with random_numbers(self._decoder.arena.pages):  # as KV
                 self._attention = choose_decode_attention(
                     dict(self._attention),
                     self._rivals[0],

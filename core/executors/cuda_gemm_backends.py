@@ -23,6 +23,7 @@ from ..model.decoder import DecoderModel
 from ..model.layer import HEAD
 from ..model.lora_launches import LoraLaunches
 from ..model.lora_state_cuda import CudaLoraState
+from ..model.sample_adapters import SampleAdapters
 from ..model.step_lora import ATTN_O, DOWN, GATE_UP, QKV
 
 logger = logging.getLogger(__name__)
@@ -32,8 +33,8 @@ SmallGemm = Literal["auto", "on", "fused", "off"]
 #: Names of the GEMMs in logs, by their index in a step's backends.
 NAMES = {QKV: "qkv", ATTN_O: "o", GATE_UP: "gate and up", DOWN: "down", HEAD: "logits"}
 
-#: Device seconds of a whole captured step: of a bucket, with backends, and with or without adapters.
-StepSeconds = Callable[[int, GemmBackends, bool], float]
+#: Device seconds of a whole captured step: of a bucket, with backends and with adapters, or None.
+StepSeconds = Callable[[int, GemmBackends, SampleAdapters | None], float]
 
 #: Times of whole steps within this factor of the least count as equal: they vary by as much.
 NEAR = 1.02
@@ -57,9 +58,9 @@ def choose_gemm_backends(
 ) -> Mapping[int, GemmBackends]:
     """Choose the GEMM backends of each bucket.
 
-    Call it before anything is captured and before any adapter is in the arena, which it leaves zeroed. seconds: times
-    decode steps, captured, next to sample adapters; None if they will not be captured: eager steps would wait for the
-    host's launches.
+    Call it before anything is captured and before the arena is allocated: it uses free memory. seconds: times decode
+    steps, captured, next to sample adapters; None if they will not be captured: eager steps would wait for the host's
+    launches.
 
     setting:
     - `off`: only the library.
@@ -77,9 +78,10 @@ def choose_gemm_backends(
     compile_ahead(setting, decoder, lora, few)
     refused: Refused = set()
     groups = _groups(decoder.config)
-    with lora.samples():
+    free, _ = device.memory()
+    with SampleAdapters(lora, max(few), free) as samples:
         for bucket in few:
-            launches = lora.sample(bucket)
+            launches = samples.launches(bucket)
             asked = {
                 group: _usable(setting, _Rows(decoder, launches, group, bucket), device, refused)
                 if group in groups
@@ -90,8 +92,8 @@ def choose_gemm_backends(
             if setting != "auto":
                 backends[bucket] = combinations[setting]
             elif seconds is not None:
-                expands = bucket <= MAX_EXPANDED_ROWS
-                backends[bucket], why = choose_combination(combinations, partial(seconds, bucket), expands=expands)
+                timed, expands = partial(_step_seconds, seconds, bucket, samples), bucket <= MAX_EXPANDED_ROWS
+                backends[bucket], why = choose_combination(combinations, timed, expands=expands)
             said = (f"{name} {backend}" for name, backend in zip(NAMES.values(), backends[bucket], strict=True))
             logger.info("base products of %d rows: %s%s", bucket, ", ".join(said), why)
     return backends
@@ -211,6 +213,12 @@ def choose_combination(
     chosen = next(name for name, took in times.items() if sum(took) <= NEAR * least)
     note = ", ".join(f"{name} {1e6 * base:.0f} + {1e6 * lora:.0f}" for name, (base, lora) in times.items())
     return combinations[chosen], f" (µs a step, base + LoRA: {note})"
+
+
+def _step_seconds(
+    seconds: StepSeconds, bucket: int, samples: SampleAdapters, backends: GemmBackends, has_lora: bool
+) -> float:
+    return seconds(bucket, backends, samples if has_lora else None)
 
 
 def _usable(setting: SmallGemm, rows: _Rows, device: CudaDevice, refused: Refused) -> list[GemmBackend]:

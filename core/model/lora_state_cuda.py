@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -26,7 +25,7 @@ from ...ops.vectors_tables import VectorTables
 from ..cpus import available_cpus
 from .config import ModelConfig
 from .lora_launches import LoraLaunches, StepOffload, Tail, Variant
-from .lora_state import LoraState, RowAdapters, rows_in
+from .lora_state import LoraState, RowAdapters
 from .mixture_launches import MixtureForm, MixtureLaunches, MixtureLimits, MixtureState
 
 if TYPE_CHECKING:
@@ -38,10 +37,6 @@ _USUAL_VECTORS = 16
 
 #: Mean length of segments up to which a step is bound by reading rank-rows, not by computing with them.
 _SHORT = 8
-
-#: Rank of the adapters that kernels are tried with, and the standard deviation of their elements: large enough that the
-#: LoRA terms are about as large as the base model's.
-_SAMPLE_RANK, _SAMPLE_SCALE = 16, 1 / 16
 
 #: Extra tiles of a captured piece, beyond those for its bucket's tokens: prompts seldom end where tiles end.
 _MORE_TILES = 4
@@ -385,34 +380,6 @@ class CudaLoraState(LoraState):
             self._scales[undo] = found
         found[self.product_of[layer][group]](y, layer, compile_only=compile_only)
 
-    @contextmanager
-    def samples(self) -> Iterator[None]:
-        """Within this context, sample adapters are in the arena's pages, which are zeroed afterwards."""
-        generator = torch.Generator(self.arena.device).manual_seed(0)
-        self.arena.normal_(0.0, _SAMPLE_SCALE, generator=generator)
-        try:
-            yield
-        finally:
-            self.rest()
-            self.arena.zero_()
-
-    def sample(self, bucket: int) -> LoraLaunches:
-        """Return the launches of a captured step, with tables of sample adapters.
-
-        Each row has its own adapter, as far as the tables have room, with one rank and on all modules, in any pages.
-        """
-        parts, layout = self._whole(min(_SAMPLE_RANK, self.max_rank))
-        pages = list(itertools.islice(itertools.cycle(range(len(self.arena))), layout.num_pages))
-        places, most = list(zip(parts, layout.parts, strict=True)), len(self.tables.offsets) // len(parts)
-        adapters = [[rows_in(part, place, pages) for part, place in places] for _ in range(min(bucket, most))]
-        segments = Segments()
-        for row, adapter in zip(range(bucket), itertools.cycle(adapters)):
-            for rows in adapter:
-                segments.add(row, row + 1, rows)
-        launches = self.bucket(bucket)
-        self.tables.plan(segments, launches.schedule.tile_tokens)
-        return launches
-
     def rest(self) -> None:
         """Make the tables say that there is nothing to do, for any launch."""
         self.set_step((), (), ())
@@ -457,7 +424,7 @@ class CudaLoraState(LoraState):
             found.setdefault(self.product_of[place[0]][place[1]], place)
         return [(place, self._launched[index]) for index, place in found.items() if index in self._launched]
 
-    def _whole(self, rank: int) -> tuple[tuple[AdapterPart, ...], AdapterLayout]:
+    def whole(self, rank: int) -> tuple[tuple[AdapterPart, ...], AdapterLayout]:
         """Make an adapter of one rank that changes everything, and its layout."""
         parts = uniform_parts(self._projections, rank)
         return parts, AdapterLayout.build(parts, self._projections, self._page_elems, self._itemsize)

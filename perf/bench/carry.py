@@ -20,6 +20,7 @@ from email.message import Message
 from email.parser import HeaderParser
 from pathlib import Path
 
+from ...ops import native_library
 from ..report.command import parser
 from .environment import COMMIT_VARIABLE, commit
 
@@ -194,6 +195,16 @@ def take_native(out: Path, built: Path = _ROOT / "ops") -> list[Path]:
     return [Path(shutil.copyfile(path, folder / path.name)) for path in sorted(built.glob("_native*.so"))]
 
 
+def _obstacle(natives: Sequence[Path]) -> str | None:
+    """Why a native library would not be used on the other machine either; None if it would."""
+    for path in natives:
+        try:
+            native_library.opened(path)
+        except OSError as error:
+            return f"{path.name}: {error}; build it anew first: pip install -e . --no-deps --no-build-isolation"
+    return None
+
+
 def take_archive(archive: Path, out: Path) -> Path:
     """Copy a tar archive of FlashInfer's modules. ValueError when it holds no modules, or names beyond its folder."""
     with tarfile.open(archive) as tar:
@@ -212,7 +223,11 @@ def main(argv: list[str] | None = None) -> int:
     shutil.rmtree(wheels, ignore_errors=True)  # two versions of a package would stop pip there
     wheels.mkdir(parents=True)
     archive = take_archive(args.flashinfer_aot, args.out) if args.flashinfer_aot else None
-    if not take_native(args.out):
+    natives = take_native(args.out)
+    if obstacle := _obstacle(natives):
+        print(obstacle, file=sys.stderr)
+        return 1
+    if not natives:
         print("no native library is built here: adapters will be read by torch there, which is slower", file=sys.stderr)
     left_out = set(map(package_name, (*args.without, *args.also)))  # a package of --also replaces ours
     wanted = [*(name for name in PACKAGES if package_name(name) not in left_out), *args.also]

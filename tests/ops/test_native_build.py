@@ -23,10 +23,11 @@ pytestmark = pytest.mark.skipif(
 
 
 BUILD = runpy.run_path(str(ROOT / "setup.py"))
+HERE = [level for level in BUILD["levels_to_build"](BUILD["features"](), "here") if level in LEVELS]
 LIBRARIES = {level: BUILD["library"](level) for level in BUILD["LEVELS"]}
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", HERE)
 def test_where_there_is_a_compiler_there_is_the_library(level):
     """An installation without it goes on with torch's operators, and tests of the library skip: a broken build would
     not be seen. A level that the processor does not have is built, and not used. Where none was built it was done
@@ -39,6 +40,18 @@ def test_where_there_is_a_compiler_there_is_the_library(level):
     )
 
 
+def test_a_machine_builds_the_levels_that_it_runs():
+    """And AVX2's, which any that it is moved to has. With all of them an installation takes minutes more."""
+    build, avx512 = BUILD["levels_to_build"], {"avx2", "avx512f", "avx512bw", "avx512vl", "avx512dq"}
+    assert build({"avx2", "fma"}, "here") == ["avx2", "neon"]
+    assert build(avx512, "here") == ["avx512", "avx2", "neon"]
+    assert build(avx512 | {"avx512_bf16", "avx512_vnni"}, "here") == ["avx512bf16", "avx512", "avx2", "neon"]
+    assert build(BUILD["FEATURES"]["amx"], "here") == build(set(), "all") == build(None, "here") == [*BUILD["LEVELS"]]
+    with pytest.raises(SystemExit, match="CHORUS_BUILD_LEVELS is 'avx2': set it to 'here' or 'all'"):
+        build(set(), "avx2")
+    assert set(native_library.levels()) <= set(HERE), "a level that this processor runs"
+
+
 def test_every_level_is_built_from_all_headers():
     assert BUILD["LEVELS"] == native_library.LEVELS
     for library in LIBRARIES.values():
@@ -49,9 +62,8 @@ def test_every_level_is_built_from_all_headers():
 @pytest.mark.slow
 @pytest.mark.parametrize("level", [level for level in LIBRARIES if level != "avx512bf16"])  # all of it is in amx's
 def test_no_warnings(level):
-    """Only warnings of the compiler's front end: generating a level's code takes most of a minute. That each level
-    assembles is checked by `test_where_there_is_a_compiler_there_is_the_library`, which has all of them built from
-    these sources.
+    """Only warnings of the compiler's front end: generating a level's code takes a minute or two. That each level
+    assembles is checked where it runs, and of all by the job that builds wheels.
     """
     library = LIBRARIES[level]
     flags = library.extra_compile_args

@@ -925,10 +925,15 @@ class TimedDevice(LateDevice):
         self.asked = []
 
     def seconds(self, work, count=5):
-        """Of the step that `work` computes, as its decoder is called."""
+        """Of the step that `work` computes, as its decoder is called. It writes KV, which may be anything."""
+        steps = []
+
+        def forward(decoder, batch, logits):
+            steps.append(batch)
+            decoder.arena.pages.fill_(torch.nan)
+
         with pytest.MonkeyPatch.context() as patch:
-            steps = []
-            patch.setattr(DecoderModel, "forward", lambda self, batch, logits: steps.append(batch))
+            patch.setattr(DecoderModel, "forward", forward)
             work()
         (batch,) = steps
         asked = batch.backends, len(batch.token_ids), batch.lora is not None
@@ -1046,6 +1051,14 @@ def test_a_product_with_other_values_is_not_used(tiny, float32_products, monkeyp
     executor = CudaExecutor(make_config(tiny, small_gemm="on", max_num_seqs=1), LateDevice())
     assert set(executor.steps.decoding.backends.values()) == {BY_LIBRARY}
     assert "small of qkv is not used: it differs by 1.0e-02 of the largest value" in caplog.text
+    executor.close()
+
+
+def test_steps_that_are_timed_leave_the_sample_adapters_alone(tiny, float32_products, caplog):
+    """They write KV of any values to the model's arena, where the sample adapters of the next bucket must not be."""
+    executor = CudaExecutor(make_config(tiny, max_num_seqs=2), TimedDevice(lambda *asked: 1.0))
+    assert "is not used" not in caplog.text
+    assert executor.steps.decoding.backends == dict.fromkeys((1, 2), (GemmBackend.SMALL,) * 5)
     executor.close()
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from chorus.core.model.lora_state_cuda import CudaLoraState, StepLimits
+from chorus.core.model.sample_adapters import SampleAdapters
 from chorus.core.requests.types import BASE_LORA_INDEX
 from chorus.graphs.runner import NO_TAIL, USUAL_ROOM, LaunchSize
 from chorus.memory.pages.adapter_layout import AdapterLayout, AdapterPart, uniform_parts
@@ -102,11 +103,29 @@ def test_kernels_are_tried_with_more_rows_than_the_tables_hold_adapters():
         max_stall=0.0,
         make_copy=lambda num_bytes: torch.Tensor.copy_,
     )
+    samples = SampleAdapters(state, 64, 0)
     for rows in (1, 16, 64):
-        assert state.sample(rows).num_tiles == rows
+        assert samples.launches(rows).num_tiles == rows
         tiles = [row for row in state.tables.tiles.tolist() if row[TABLE_ROW] >= 0]
         assert [(row[BEGIN], row[END]) for row in tiles] == [(token, token + 1) for token in range(rows)]
         assert len({row[TABLE_ROW] for row in tiles}) == min(rows, 32), "two adapters of up to 16 parts"
+
+
+def test_sample_adapters_have_pages_of_their_own(state):
+    """As far as a quarter of the free memory goes, so that a timed step finds none of them in a cache."""
+    own = resident(16).layout.num_pages
+    page_bytes = LAYOUT.page_elems * LAYOUT.itemsize
+    for free, num_pages in ((1 << 30, 3 * own), (4 * (own + 1) * page_bytes, own + 1), (0, 1)):
+        with SampleAdapters(state, 3, free) as samples:
+            assert samples.pages.shape == (num_pages, LAYOUT.page_elems)
+            assert samples.pages.std() > 0
+            assert state.arena is samples.pages
+            samples.launches(3)
+            rows = sorted({row[TABLE_ROW] for row in state.tables.tiles.tolist() if row[TABLE_ROW] >= 0})
+            found = [page for row in rows for page in state.tables.pages[row, :own].tolist()]
+        assert found == [index % num_pages for index in range(3 * own)]
+        assert len(state.arena) == 1
+        assert not state.arena.any(), "the arena itself is left alone"
 
 
 def test_a_captured_step_has_as_few_launches_as_it_needs(state):
@@ -229,4 +248,4 @@ class TestLayersOfTwoKinds:
         assert state.product_of == ((0, 1, 2, 3), (0, 1, 2, 3), (4, 5, 2, 3), (0, 1, 2, 3))
 
     def test_sample_adapters_have_all_parts(self, state):
-        assert state.sample(4).num_tiles == 12
+        assert SampleAdapters(state, 4, 0).launches(4).num_tiles == 12

@@ -170,6 +170,18 @@ def test_more_than_a_machine_is_brought_fails_without_being_asked(tmp_path, monk
     assert "that is more than 64 MiB; the largest is huge-1.0" in capsys.readouterr().err
 
 
+def test_a_native_library_of_other_sources_is_not_carried(tmp_path, monkeypatch, capsys):
+    """An H100's cold loads took three times as long as they should: the library that was carried was an old one."""
+    old = tmp_path / "_native_avx2.so"
+    old.write_bytes(b"library")
+    monkeypatch.setattr(carry, "take_native", lambda out: [old])
+    assert carry.main(["--out", str(tmp_path / "out")]) == 1
+    said = capsys.readouterr().err
+    assert "_native_avx2.so" in said
+    assert "file too short" in said
+    assert "pip install -e ." in said
+
+
 def test_pip_is_asked_for_the_other_machines_wheels(tmp_path, monkeypatch):
     ran: list[list[str]] = []
     monkeypatch.setattr(carry.subprocess, "run", lambda command, check: ran.append(command))
