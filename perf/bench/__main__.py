@@ -90,7 +90,7 @@ def run_section(name: str, options: Options) -> bool:
     if options.smoke:
         os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
     logging.basicConfig(format=_LINE)
-    logging.getLogger(__package__.partition(".")[0]).setLevel(logging.INFO)
+    logging.getLogger(str(__package__).partition(".")[0]).setLevel(logging.INFO)
     environment = describe(options.device, opened=False)
     store = options.store()
     began = time.perf_counter()

@@ -40,7 +40,10 @@ def run(context: Context) -> dict[str, Any]:
             if context.engine:  # to be compared with a run without these fields, which has the second engine
                 found["plain_absent"] = "the engine has fields of its own"
             else:
-                _add_plain(context, engines, stack, found, size)
+                try:
+                    engines["plain"] = stack.enter_context(Subject(context, {}, **size))
+                except (OutOfDeviceMemory, torch.OutOfMemoryError) as error:
+                    found["plain_absent"] = f"no room for a second engine: {error}"
             for bucket in buckets:
                 with context.row(found, f"decode, base, {bucket} rows", partial(_clear, engines)):
                     base[bucket] = _base(context, engines, bucket)
@@ -50,16 +53,6 @@ def run(context: Context) -> dict[str, Any]:
                 found["buckets"].append(_row(context, bucket, base[bucket], *lora))
         found["startup"] = subject.startup()
     return found
-
-
-def _add_plain(
-    context: Context, engines: dict[str, Subject], stack: ExitStack, found: dict[str, Any], size: dict[str, int]
-) -> None:
-    """Start an engine that knows of no adapters, if there is room for it."""
-    try:
-        engines["plain"] = stack.enter_context(Subject(context, {}, **size))
-    except (OutOfDeviceMemory, torch.OutOfMemoryError) as error:
-        found["plain_absent"] = f"no room for a second engine: {error}"
 
 
 def _clear(engines: Mapping[str, Subject]) -> None:
