@@ -135,14 +135,23 @@ def keep(
     """
     scales = scales.to(device).contiguous()
     if values.is_floating_point():
-        data = values.view(torch.uint8).to(device, copy=True)
+        data = _in_memory_of_its_own(values.view(torch.uint8).to(device))
         return NarrowWeight(data, scales, None, bits, group=group, dtype=dtype, float8=True)
     half = 1 << (bits - 1)
-    data = (values.to(device).to(torch.int16) + half).to(torch.uint8)
+    data = values.to(device).view(torch.uint8) + half  # modulo 256, which takes no wider copy
     if bits == 4:
-        data = data[:, ::2] | data[:, 1::2] << 4
+        data = (data[:, 1::2] << 4).bitwise_or_(data[:, ::2])
     shifted = None if zeros is None else zeros.to(device, torch.float32) + half
     return NarrowWeight(data.contiguous(), scales, shifted, bits, group=group, dtype=dtype)
+
+
+def _in_memory_of_its_own(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, copied if it is a part of a larger one, which it would keep alive."""
+    return (
+        tensor
+        if tensor.untyped_storage().nbytes() == tensor.nbytes
+        else tensor.clone(memory_format=torch.contiguous_format)
+    )
 
 
 def keep_float4(

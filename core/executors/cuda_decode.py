@@ -31,7 +31,7 @@ from ..model.sample_adapters import SampleAdapters, random_numbers
 from ..requests.draft_length import most_logits
 from ..requests.types import BASE_LORA_INDEX, ScheduledSequence
 from .cuda_attention_choice import choose_decode_attention
-from .cuda_gemm_backends import choose_gemm_backends
+from .cuda_gemm_backends import choose_gemm_backends, compile_late
 from .cuda_merged import MERGED_MODES, PlacedGraphs
 from .cuda_outputs import Outputs, StepOutputs
 from .cuda_sample_rows import scattered_rows
@@ -227,6 +227,7 @@ class DecodeSteps:
             seconds=self._seconds if self.captures else None,
         )
         if self.captures and dependent_launch.begins_early(self._device.torch_device):
+            compile_late(self._decoder, self.backends)
             self._late = dependent_launch.better_late(
                 self.sizes, lambda bucket: self._seconds(bucket, self.backends[bucket], None)
             )

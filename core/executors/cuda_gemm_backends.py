@@ -14,6 +14,7 @@ from typing import Literal
 import torch
 
 from ...graphs.device import CudaDevice
+from ...ops import dependent_launch
 from ...ops.small_gemm_schedule import MAX_EXPANDED_ROWS, MAX_ROWS, tile_rows
 from ..cpus import available_cpus
 from ..model.batch import BY_LIBRARY, GemmBackend, GemmBackends
@@ -91,8 +92,8 @@ def choose_gemm_backends(
             if setting != "auto":
                 backends[bucket] = combinations[setting]
             elif seconds is not None:
-                timed = partial(_step_seconds, seconds, bucket, samples)
-                backends[bucket], why = choose_combination(combinations, timed)
+                timed, expands = partial(_step_seconds, seconds, bucket, samples), bucket <= MAX_EXPANDED_ROWS
+                backends[bucket], why = choose_combination(combinations, timed, expands=expands)
             said = (f"{name} {backend}" for name, backend in zip(NAMES.values(), backends[bucket], strict=True))
             logger.info("base products of %d rows: %s%s", bucket, ", ".join(said), why)
     return backends
@@ -152,6 +153,26 @@ def compile_ahead(setting: SmallGemm, decoder: DecoderModel, lora: CudaLoraState
                 multiply(x, weight, bias, silu=is_gate, shrunk=shrunk, compile_only=True)
 
 
+def compile_late(decoder: DecoderModel, backends: Mapping[int, GemmBackends]) -> None:
+    """Compile the kernels that base steps with these backends launch if none begins early, as `compile_ahead` does."""
+    from ...ops.launch_triton import compiling  # needs triton
+    from ...ops.small_gemm_triton import multiply
+
+    layer = decoder.layers[0]
+    biases = layer.qkv_bias, layer.o_bias, layer.gate_up_bias, layer.down_bias, None
+    used = {
+        (tile_rows(bucket), group)
+        for bucket, chosen in backends.items()
+        for group, backend in zip(NAMES, chosen, strict=True)
+        if backend is not GemmBackend.LIBRARY
+    }
+    with suppress(Exception), dependent_launch.only(False), compiling(available_cpus()):
+        for rows, group in sorted(used):
+            weight = decoder.weight(group)
+            x = torch.zeros(rows, weight.shape[1], dtype=weight.dtype, device=weight.device)
+            multiply(x, weight, biases[group], silu=group == GATE_UP, compile_only=True)
+
+
 def combinations_of(asked: Mapping[int, Collection[GemmBackend]]) -> dict[str, GemmBackends]:
     """Return the combinations of backends to choose from, those of Chorus's kernel first.
 
@@ -171,16 +192,23 @@ def combinations_of(asked: Mapping[int, Collection[GemmBackend]]) -> dict[str, G
 
 
 def choose_combination(
-    combinations: Mapping[str, GemmBackends], seconds: Callable[[GemmBackends, bool], float]
+    combinations: Mapping[str, GemmBackends], seconds: Callable[[GemmBackends, bool], float], *, expands: bool
 ) -> tuple[GemmBackends, str]:
     """Return the first combination within `NEAR` of the fastest, and a note of all times.
 
     A time is that of a whole step of the base model and of one with an adapter for every sequence. Alone, GEMMs differ
     by less than they vary. With the earlier combinations preferred, an engine chooses the same ones each time it
-    starts. seconds: called with backends, and whether the step has adapters; for every combination, so that ranks,
-    whose steps wait for each other, call it alike.
+    starts. seconds: called with backends, and whether the step has adapters; for every combination, whatever is
+    refused, so that ranks, whose steps wait for each other, call it alike. `fused` is timed only where it can differ
+    from `on`: with adapters. expands: Chorus's kernel can expand those of so many rows.
     """
-    times = {name: (seconds(each, False), seconds(each, True)) for name, each in combinations.items()}
+    times: dict[str, tuple[float, float]] = {}
+    for name, each in combinations.items():
+        if name == "fused":
+            base, lora = times["on"]
+            times[name] = base, seconds(each, True) if expands else lora
+        else:
+            times[name] = seconds(each, False), seconds(each, True)
     least = min(map(sum, times.values()))
     chosen = next(name for name, took in times.items() if sum(took) <= NEAR * least)
     note = ", ".join(f"{name} {1e6 * base:.0f} + {1e6 * lora:.0f}" for name, (base, lora) in times.items())
@@ -194,10 +222,14 @@ def _step_seconds(
 
 
 def _usable(setting: SmallGemm, rows: _Rows, device: CudaDevice, refused: Refused) -> list[GemmBackend]:
-    """Return the backends to try for a GEMM that work. refused: those found to be wrong before; it adds more."""
+    """Return the backends to try for a GEMM that work. refused: those found to be wrong before; it adds more. Where
+    Chorus's kernel doesn't work, neither does it with adapters expanded: without any, both are one launch.
+    """
     usable = []
     for backend in asked_backends(setting, rows.group, rows.count):
         key = rows.group, tile_rows(rows.count), backend
+        if backend is GemmBackend.EXPANDED and (*key[:2], GemmBackend.SMALL) in refused:
+            continue
         if key not in refused and (problem := rows.problem(backend, device)) is not None:
             logger.warning("%s of %s is not used: %s", backend, NAMES[rows.group], problem)
             refused.add(key)

@@ -510,7 +510,8 @@ def _narrowed(
         if is_kept(even.values.shape[1], bits, group):
             kept = keep(even.values, scales, even.zeros, bits=bits, group=group, dtype=dtype, device=device)
             return replace(kept, rounds_inputs=float8_inputs and isinstance(even.inputs, Float8Inputs))
-    return plain(weight, dtype).to(device, copy=True)
+        return plain(weight, dtype).to(device)
+    return weight.to(device, copy=True)  # the next one is read into the same memory
 
 
 def _rotary(rope: RopeConfig, positions: int, dtype: torch.dtype, device: torch.device) -> RotaryEmbedding:

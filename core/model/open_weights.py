@@ -32,14 +32,15 @@ def open_weights(
 
     quantiser: quantises the projections while they are read.
     load_format: `auto` reads the checkpoint on the host; `dummy` needs none and makes random weights on `device`.
+    device: where steps use the weights, and where they are quantised.
     """
     if load_format == "dummy":
         dummy = DummyWeights(config, dtype, device, shard=shard)
-        dummy.quantiser = quantiser
+        dummy.quantiser, dummy.quantises_on = quantiser, device
         yield dummy
         return
     loader = WeightLoader(directory, config, dtype, shard=shard)
-    loader.quantiser = quantiser
+    loader.quantiser, loader.quantises_on = quantiser, device
     if shard.rank:
         yield loader  # the first rank shows the progress
         return

@@ -51,6 +51,9 @@ class Weights(ABC):
 
     quantiser: RoundToNearest | None = None
 
+    quantises_on: torch.device | str = "cpu"
+    """The device on which they are quantised, and stay if they are kept so."""
+
     def __init__(self, config: ModelConfig, dtype: torch.dtype, shard: Shard = WHOLE) -> None:
         self._config = config
         self._dtype = dtype
@@ -123,7 +126,9 @@ class Weights(ABC):
     def kept_lm_head(self, embed: torch.Tensor) -> torch.Tensor | GroupScaled:
         """The output projection, quantised if the quantiser's setting says so."""
         head = self.lm_head(embed)
-        return self.quantiser(head, LM_HEAD) if self.quantiser is not None and self.quantiser.lm_head else head
+        if self.quantiser is None or not self.quantiser.lm_head:
+            return head
+        return self.quantiser(head, LM_HEAD, self.quantises_on)
 
     def _tied(self, embed: torch.Tensor) -> torch.Tensor:
         return embed if self._shard.size == 1 else embed[self._shard.of_vocab(self._config)]
@@ -224,7 +229,8 @@ class Weights(ABC):
 
     def _quantised_shares(self, quantiser: RoundToNearest, names: Sequence[str]) -> GroupScaled:
         """The rank's shares of projections, one below the other."""
-        whole, shares, first = quantiser(self._read(*names, reuse=True, whole=True), names[0]), [], 0
+        dense = self._read(*names, reuse=True, whole=True)
+        whole, shares, first = quantiser(dense, names[0], self.quantises_on), [], 0
         if self._shard.size == 1:
             return whole
         for name in names:

@@ -7,6 +7,7 @@ requested section has failed or is missing.
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import subprocess
@@ -26,6 +27,9 @@ from .store import DONE, RESULT, RUNNING, OtherSettings, ResultStore
 #: Least time left for which a section is started.
 _LEAST_SECONDS = 15.0
 _LOG_TAIL = 6000
+
+#: A line of an engine's log, such as the times of what it chooses from, and the milliseconds since the start.
+_LINE = "%(relativeCreated)d ms %(name)s: %(message)s"
 
 
 def main(argv: list[str] | None = None, clock: Callable[[], float] = time.monotonic) -> int:
@@ -64,11 +68,13 @@ def _run(name: str, options: Options, store: ResultStore, environment: dict, tim
     say(f"{name}: {SECTIONS[name]} …")
     store.forget(name)
     log = options.out / f"{name}.log"
-    command = worker_command(name, options)
+    command, environ = worker_command(name, options), {**os.environ, "PYTHONUNBUFFERED": "1"}  # it may be killed
     began = time.monotonic()
     with log.open("w", encoding="utf-8") as file:
         try:
-            done = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, timeout=timeout, check=False)
+            done = subprocess.run(
+                command, stdout=file, stderr=subprocess.STDOUT, timeout=timeout, check=False, env=environ
+            )
             reason = f"the process ended with {done.returncode}"
         except subprocess.TimeoutExpired:
             reason = f"not done after {timeout:.0f} s"
@@ -83,6 +89,8 @@ def run_section(name: str, options: Options) -> bool:
     """Run a section in this process and write its file; return whether it succeeded."""
     if options.smoke:
         os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
+    logging.basicConfig(format=_LINE)
+    logging.getLogger(str(__package__).partition(".")[0]).setLevel(logging.INFO)
     environment = describe(options.device, opened=False)
     store = options.store()
     began = time.perf_counter()

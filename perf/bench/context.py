@@ -11,10 +11,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 
+from ...core.model.quantization.round_to_nearest import Name, RoundToNearest
 from ..report.command import say
 from .random_model import AdapterForm, RandomModel
 from .random_model import adapters as random_adapters
@@ -104,6 +105,12 @@ class Context:
         else:
             self.save(found)
 
+    @property
+    def quantiser(self) -> RoundToNearest | None:
+        """The quantiser of the engines' weights, if they have one."""
+        name = cast("Name | None", self.engine.get("quantization"))
+        return None if name is None else RoundToNearest(name)
+
     def limits(self) -> dict[str, Any]:
         """Results of section `limits`, as far as there are any. Raises LookupError if it has not been run."""
         return self.store.values("limits", partial=True)
@@ -129,9 +136,13 @@ class Context:
         kind = "r" if form is AdapterForm.LAYERS else f"{form}-r"
         model = RandomModel(self.size.geometry, (rank,), self.dtype_name, form=form)
         (source,) = random_adapters(model, self.work_dir).values()
+        return self.links(source, f"{kind}{rank}", count)
+
+    def links(self, source: Path, kind: str, count: int) -> dict[str, Path]:
+        """`count` adapters that are links to one, by name."""
         named = self.work_dir / "linked" / self.dtype_name
         named.mkdir(parents=True, exist_ok=True)
-        made = {name: named / name for name in (f"{kind}{rank}-{index:03d}" for index in range(count))}
+        made = {name: named / name for name in (f"{kind}-{index:03d}" for index in range(count))}
         for link in made.values():
             link.unlink(missing_ok=True)  # for a model of another size
             link.symlink_to(source.resolve())
@@ -141,16 +152,20 @@ class Context:
         """Floor of `requests` requests with `tokens` tokens each. ranks: of their adapters, in rotation; none: the base
         model.
 
-        A decode step reads weights, KV and every adapter once, at the measured bandwidth. A prefill multiplies at the
+        A decode step reads weights (as the engine's `quantization` keeps them), KV and every adapter once, at the
+        measured bandwidth. A prefill multiplies at the
         measured rate, or reads the weights if that takes longer.
         """
         bandwidth, flops = self.bandwidth(), self.limits()["matmul"]["flops_per_s"]
         geometry, kv_itemsize = self.size.geometry, self.kv_itemsize
         step = partial(geometry.step, self.dtype.itemsize, requests, kv_itemsize=kv_itemsize)
+        narrower = self.dtype.itemsize * geometry.layer_params
+        narrower -= geometry.layer_bytes(self.dtype.itemsize, self.quantiser)
         prefill_bytes, prefill_flops = step(tokens, 0, ranks)
-        prefill_bytes -= requests * tokens * geometry.kv_elems_per_token * kv_itemsize  # written
+        prefill_bytes -= requests * tokens * geometry.kv_elems_per_token * kv_itemsize + narrower  # KV is written
         base_bytes, _ = step(1, tokens)
-        step_bytes, _ = step(1, tokens, ranks)
+        step_bytes = step(1, tokens, ranks)[0] - narrower
+        base_bytes -= narrower
         return Floors(
             max(prefill_flops / flops, prefill_bytes / bandwidth),
             step_bytes / bandwidth,

@@ -7,8 +7,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+from ...core.model.quantization.round_to_nearest import RoundToNearest
 from ...memory.pages.layout import PageLayout
 from ...memory.pages.projections import Projections, dense_projections
 from .families import fields_of
@@ -49,6 +50,14 @@ class Geometry:
     def layer_params(self) -> int:
         """Parameters of all layers' projections."""
         return self.projections.num_weights
+
+    def layer_bytes(self, itemsize: int, quantiser: RoundToNearest | None) -> int:
+        """Bytes of all layers' projections, as they are kept."""
+        if quantiser is None:
+            return itemsize * self.layer_params
+        return sum(
+            quantiser.num_bytes(each.outputs, each.inputs) for layer in self.projections.layers for each in layer
+        )
 
     @property
     def head_params(self) -> int:
@@ -103,6 +112,40 @@ class Geometry:
             "eos_token_id": 2,
             **more,
         }
+
+
+class Shape(Protocol):
+    """Shapes of a model that an engine under measurement serves with random weights."""
+
+    @property
+    def layers(self) -> int: ...
+
+    @property
+    def vocab(self) -> int: ...
+
+    @property
+    def layer_params(self) -> int:
+        """Parameters of all layers' projections."""
+        ...
+
+    def page_layout(self, itemsize: int, block_tokens: int = 16) -> PageLayout: ...
+
+
+class NamedShape(Protocol):
+    """A shape that is written as a checkpoint without weights."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def family(self) -> str: ...
+
+    @property
+    def geometry(self) -> Shape: ...
+
+    def write_config(self, directory: Path, dtype: str) -> Path:
+        """Make `directory` a checkpoint without weights, and return it."""
+        ...
 
 
 _ROPE = {"rope_theta": 10000.0}

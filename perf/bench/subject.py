@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from random import Random
+from statistics import median
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from ...graphs.runner import DecodeBuckets, GraphRunner, StepForm, StepMode
 from ...memory.adapters.adapter import Tier
 from ..inline_reads import InlineReads
 from .context import Context
+from .sizes import NamedShape
 
 #: Largest rank that the engine supports.
 MAX_RANK = 64
@@ -36,9 +38,9 @@ class Subject:
 
     max_seqs, max_batched, max_len: EngineConfig's max_num_seqs, max_num_batched_tokens, max_model_len; there are pages
     for the KV of `max_seqs` requests of `max_len` tokens, and for all adapters. shadow: with room to merge an adapter.
-    inline_reads: read adapters on the engine's thread, so the disk's speed does not change the steps. fields: of
-    EngineConfig; they override the context's. Without a value, `small_gemm` is measured at the start, and may differ
-    the next time.
+    inline_reads: read adapters on the engine's thread, so the disk's speed does not change the steps. size: None: the
+    context's. fields: of EngineConfig; they override the context's. Without a value, `small_gemm` is measured at the
+    start, and may differ the next time.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class Subject:
         max_len: int,
         inline_reads: bool = False,
         shadow: bool = False,
+        size: NamedShape | None = None,
         clock: Callable[[], float] = time.perf_counter,
         **fields: Any,
     ) -> None:
@@ -59,17 +62,18 @@ class Subject:
         self._random = Random(context.seed)
         self._serial = 0
         self._buckets = DecodeBuckets(max_seqs)
-        self._vocab = context.size.geometry.vocab
-        page = context.size.geometry.page_layout(context.dtype.itemsize)
+        size = context.size if size is None else size
+        geometry = size.geometry
+        self._vocab = geometry.vocab
+        page = geometry.page_layout(context.dtype.itemsize)
         kv_pages = max_seqs * page.pages_for_tokens(max_len)
-        files = {name: sum(file.stat().st_size for file in path.iterdir()) for name, path in adapters.items()}
+        files = {name: sum(each.stat().st_size for each in path.iterdir()) for name, path in adapters.items()}
         ranks = fields.get("tensor_parallel_size", 1)  # a TP rank's share of an adapter is at most all of it
-        adapter_pages = ranks * sum(size // page.page_bytes + 1 for size in files.values())
-        geometry = context.size.geometry
+        adapter_pages = ranks * sum(num_bytes // page.page_bytes + 1 for num_bytes in files.values())
         shadow_bytes = geometry.layer_params * context.dtype.itemsize if shadow else 0
         shadow_pages = shadow_bytes // page.page_bytes + 4 * geometry.layers if shadow else 0
-        self.model = context.size.write_config(
-            context.work_dir / context.size.name / context.size.family / context.dtype_name, context.dtype_name
+        self.model = size.write_config(
+            context.work_dir / size.name / size.family / context.dtype_name, context.dtype_name
         )
         common: dict[str, Any] = {
             "model": self.model,
@@ -217,17 +221,33 @@ class Subject:
         finally:
             self.clear(requests)
 
-    def replay_seconds(self, rows: int, *, lora: bool) -> float:
-        """Device seconds of the last decode step, replayed: the step without the host's work.
+    def replay_seconds(self, rows: int, *, lora: bool, experts: bool = False) -> float:
+        """Device seconds of the last decode step, replayed: the step without the host's work. lora: it has adapters;
+        experts: that change experts.
 
         A replay reads and writes the same data as the step, so it changes nothing. NaN if steps are not captured.
         """
         if not getattr(self._decoding, "captures", True):
             return math.nan
         bucket, form = self._buckets.pick(rows), StepForm(StepMode.LORA if lora else StepMode.BASE)
+        if experts:  # a GPU has captured it for the groups of projections that the adapters change
+            captured = (each.form for each in self._graphs.report if each.bucket == bucket and each.mode is form.mode)
+            form = next((each for each in captured if each.mixture), form)
         device = getattr(self.executor, "_device", None)
         with nullcontext() if device is None else device.scope(), torch.inference_mode():
             return self._context.timer.time(lambda: self._graphs.replay(bucket, form), capture=False).seconds
+
+    def median_seconds(
+        self, adapters: Sequence[str | None], prompt_tokens: int, steps: int, *, experts: bool = False
+    ) -> tuple[float, float]:
+        """Median seconds of so many decode steps of new requests, which are then aborted, and of the last one's replay
+        alone. experts: see `replay_seconds`.
+        """
+        requests = self.decoding(adapters, prompt_tokens, steps)
+        seconds = median(self.step_seconds(steps, len(adapters)))
+        device = self.replay_seconds(len(adapters), lora=any(name is not None for name in adapters), experts=experts)
+        self.clear(requests)
+        return seconds, device
 
     def first_token_seconds(self, prompt_tokens: int, adapter: str | None = None) -> float:
         """Time to first token of a request that arrives now."""

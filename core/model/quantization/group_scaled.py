@@ -34,7 +34,9 @@ class GroupScaled:
     """int16 `[out, groups]`. None: all are 0."""
 
     group_of: torch.Tensor
-    """int64 `[in]`: each column's group. Groups of consecutive columns ascend; with act order they are in any order."""
+    """int64 `[in]`, on the CPU wherever the values are: each column's group. Groups of consecutive columns ascend; with
+    act order they are in any order.
+    """
 
     factor: float = 1.0
     """Multiplies every product in float32."""
@@ -50,11 +52,11 @@ class GroupScaled:
         """True if values are in FP8."""
         return self.values.is_floating_point()
 
-    def dequantised(self) -> torch.Tensor:
-        """Return the weight in float32."""
+    def dequantised(self, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Return the weight, multiplied in float32, where its values are. dtype: None: float32."""
         import torch
 
-        weight = torch.empty(self.values.shape, dtype=torch.float32)
+        weight = torch.empty(self.values.shape, dtype=dtype or torch.float32, device=self.values.device)
         self.dequantise_into(weight)
         return weight
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 
 from ....ops.native_integers import BITS, MULTIPLE, IntegerPanels, integer_sizes, pack_integers
-from .group_scaled import GroupScaled
+from .group_scaled import SIGNED_BITS, GroupScaled
 from .rounded_inputs import Float8Inputs, RoundedInputs
 
 
@@ -122,7 +122,7 @@ def pack_scaled(matrix: GroupScaled, take: Callable[..., torch.Tensor] = torch.e
 def with_signed_values(matrix: GroupScaled) -> GroupScaled:
     """The same weights with integers from -2^(bits-1) to 2^(bits-1) - 1, if they are all above -1."""
     half = 1 << (matrix.bits - 1)
-    if matrix.is_float:
+    if matrix.is_float or matrix.bits >= SIGNED_BITS:  # int8 holds none above
         return matrix
     if int(matrix.values.max()) < half or int(matrix.values.min()) < 0:
         return matrix
@@ -131,4 +131,4 @@ def with_signed_values(matrix: GroupScaled) -> GroupScaled:
 
 def plain(weight: torch.Tensor | GroupScaled, dtype: torch.dtype) -> torch.Tensor:
     """A weight as a tensor: one that is quantised, multiplied in float32 and rounded to `dtype`."""
-    return weight.dequantised().to(dtype) if isinstance(weight, GroupScaled) else weight
+    return weight.dequantised(dtype) if isinstance(weight, GroupScaled) else weight

@@ -37,10 +37,13 @@ def run(context: Context) -> dict[str, Any]:
     with Subject(context, adapters, **size) as subject:
         with ExitStack() as stack:
             engines = {"base": subject}
-            try:
-                engines["plain"] = stack.enter_context(Subject(context, {}, **size))
-            except (OutOfDeviceMemory, torch.OutOfMemoryError) as error:
-                found["plain_absent"] = f"no room for a second engine: {error}"
+            if context.engine:  # to be compared with a run without these fields, which has the second engine
+                found["plain_absent"] = "the engine has fields of its own"
+            else:
+                try:
+                    engines["plain"] = stack.enter_context(Subject(context, {}, **size))
+                except (OutOfDeviceMemory, torch.OutOfMemoryError) as error:
+                    found["plain_absent"] = f"no room for a second engine: {error}"
             for bucket in buckets:
                 with context.row(found, f"decode, base, {bucket} rows", partial(_clear, engines)):
                     base[bucket] = _base(context, engines, bucket)
@@ -82,11 +85,7 @@ def _median(engine: Subject, steps: int, rows: int) -> float:
 
 def _lora(context: Context, subject: Subject, adapters: Sequence[str]) -> tuple[float, float]:
     """Median milliseconds of a decode step, and of its replay alone."""
-    count = context.pick(4, 24, 100)
-    requests = subject.decoding(adapters, _prompt(context), count)
-    step = _median(subject, count, len(adapters))
-    device = subject.replay_seconds(len(adapters), lora=True)
-    subject.clear(requests)
+    step, device = subject.median_seconds(adapters, _prompt(context), context.pick(4, 24, 100))
     return step * 1e3, device * 1e3
 
 

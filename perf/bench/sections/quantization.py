@@ -75,10 +75,9 @@ def _step_bytes(context: Context, name: str, rows: int, tokens: tuple[int, int],
     if name == PLAIN:
         return num_bytes
     quantiser = RoundToNearest(FORMS[name]["quantization"])
-    shapes = [(each.outputs, each.inputs) for layer in geometry.projections.layers for each in layer]
-    shapes.append((geometry.vocab, geometry.hidden))
     plain = itemsize * (geometry.layer_params + geometry.head_params)
-    return num_bytes - plain + sum(quantiser.num_bytes(*shape) for shape in shapes)
+    head = quantiser.num_bytes(geometry.vocab, geometry.hidden)
+    return num_bytes - plain + geometry.layer_bytes(itemsize, quantiser) + head
 
 
 def goals(values: dict[str, Any]) -> list[Goal]:

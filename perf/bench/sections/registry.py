@@ -20,6 +20,7 @@ SECTIONS = {
     "sampling": "(k) sampling, alone and in decode steps",
     "ttft": "(e) time to first token, adapter resident and not",
     "merged": "(h) decode steps with an adapter in the weights",
+    "experts": "(t) steps of a mixture of experts against their byte floor",
     "prefill": "(d) prefill against its floor",
     "mixes": "(f) output tokens per second, end to end",
     "http": "(i) output tokens per second over HTTP",
@@ -32,13 +33,13 @@ SECTIONS = {
     "kv_cache": "(l) decode steps after long prompts with KV in FP8, compared with the model's dtype",
 }
 
-_OF_KERNELS = {"equality", "sgmv", "products", "attention"}
+_OF_GPUS = {"equality", "sgmv", "products", "attention", "experts"}
 _OF_CPUS = {"swapping", "tenants", "peers", "ranks", "levels", "quantization", "kv_cache"}
 
 
 def sections_of(device: str, smoke: bool) -> dict[str, str]:
     """The sections of a complete run on a device, by name; a smoke run tries all of them."""
-    left_out = set() if smoke else _OF_CPUS if device == "cuda" else _OF_KERNELS
+    left_out = set() if smoke else _OF_CPUS if device == "cuda" else _OF_GPUS
     return {name: about for name, about in SECTIONS.items() if name not in left_out}
 
 

@@ -6,6 +6,7 @@ import itertools
 import random
 import threading
 from dataclasses import replace
+from functools import cache
 from unittest.mock import patch
 
 import pytest
@@ -21,6 +22,7 @@ from chorus.core.executors.cuda_gemm_backends import (  # noqa: E402
     choose_combination,
     combinations_of,
     compile_ahead,
+    compile_late,
 )
 from chorus.core.model.batch import GemmBackend  # noqa: E402
 from chorus.core.model.decoder import DecoderModel  # noqa: E402
@@ -32,7 +34,7 @@ from chorus.core.model.rope_config import RopeConfig  # noqa: E402
 from chorus.core.model.step_lora import DOWN  # noqa: E402
 from chorus.memory.pages.arena import Arena  # noqa: E402
 from chorus.memory.pages.layout import PageLayout  # noqa: E402
-from chorus.ops import small_gemm_triton  # noqa: E402
+from chorus.ops import dependent_launch, small_gemm_triton  # noqa: E402
 from chorus.ops.small_gemm_schedule import MAX_ROWS  # noqa: E402
 from chorus.perf.kernels.idle_triton import idle_compiler, idle_kernels  # noqa: E402
 
@@ -86,6 +88,40 @@ def test_adapters_are_expanded_in_products_of_fewer_rows():
     assert asked_backends("fused", HEAD, 1) == [small]
 
 
+def test_base_steps_without_early_launches_are_compiled_beside_each_other(model, monkeypatch):
+    """For the chosen backends alone, and so that a launch compiles nothing."""
+    threads: list[str] = []
+    decoder, lora = model
+    monkeypatch.setattr(dependent_launch, "is_supported", lambda capability: True)
+    monkeypatch.setattr(dependent_launch, "begins_early", cache(lambda device: dependent_launch._allowed))  # noqa: SLF001
+    library, small, expanded = GemmBackend.LIBRARY, GemmBackend.SMALL, GemmBackend.EXPANDED
+    chosen = {
+        1: (small, expanded, expanded, library, small),
+        2: (small,) + (library,) * 4,
+        64: (library,) * 4 + (small,),
+    }
+    with idle_compiler():
+        inner = compiler.compile
+
+        def compile(source, *args, **kwargs):
+            if source.fn is small_gemm_triton.multiply_rows:
+                threads.append(threading.current_thread().name)
+            return inner(source, *args, **kwargs)
+
+        small_gemm_triton.multiply_rows.device_caches.clear()
+        with patch.object(compiler, "compile", compile):
+            compile_ahead("auto", decoder, lora, BUCKETS)
+            before = len(threads)
+            compile_late(decoder, chosen)
+            assert all(name.startswith("ThreadPoolExecutor") for name in threads), threads
+            assert len(threads) == before + 5
+            with idle_kernels(), patch.object(compiler, "compile", compile), dependent_launch.only(False):
+                for rows, group in itertools.product(chosen, NAMES):
+                    x, residual = torch.zeros(2, rows, decoder.weight(group).shape[1], dtype=torch.bfloat16).unbind(0)
+                    decoder.run_gemms(group, chosen[rows][group], x, residual, decoder.layers)
+    assert len(threads) == before + 5, "a product was compiled when it was launched"
+
+
 class Clock:
     """Times of whole steps that vary by up to half a percent. speeds: of each combination of backends."""
 
@@ -105,7 +141,7 @@ USABLE = {group: [GemmBackend.SMALL, GemmBackend.EXPANDED] if group != HEAD else
     [
         ((6.0, 6.0, 6.0, 6.0), "on"),
         ((6.05, 6.0, 6.02, 5.98), "on"),  # isolated medians once decided such cases by 0.3 %
-        ((6.5, 6.0, 6.4, 6.1), "fused"),
+        ((6.5, 5.6, 6.4, 6.3), "fused"),  # its base steps are those of "on"
         ((6.5, 6.4, 6.0, 6.1), "on, logits by the library"),
         ((6.5, 6.4, 6.4, 6.0), "off"),
     ],
@@ -116,9 +152,10 @@ def test_ours_serves_unless_a_whole_step_is_clearly_faster_and_every_start_choos
     found = set()
     for seed in range(40):
         clock = Clock(seed, dict(zip(combinations.values(), speeds, strict=True)))
-        backends, note = choose_combination(combinations, clock)
+        backends, note = choose_combination(combinations, clock, expands=True)
         found.add(backends)
-        assert clock.asked == [(each, has_lora) for each in combinations.values() for has_lora in (False, True)]
+        every = [(each, has_lora) for each in combinations.values() for has_lora in (False, True)]
+        assert clock.asked == [each for each in every if each != (combinations["fused"], False)]
         assert note.startswith(" (µs a step, base + LoRA: on ")
     assert found == {combinations[chosen]}
 
@@ -130,8 +167,10 @@ def test_a_refused_backend_is_in_no_combination_but_each_is_still_timed():
     assert len(combinations) == 4
     assert all(each[DOWN] is each[HEAD] is GemmBackend.LIBRARY for each in combinations.values())
     clock = Clock(0, dict.fromkeys(combinations.values(), 1.0))
-    choose_combination(combinations, clock)
-    assert len(clock.asked) == 8
+    choose_combination(combinations, clock, expands=True)
+    assert len(clock.asked) == 7
+    choose_combination(combinations, clock, expands=False)
+    assert len(clock.asked) == 7 + 6, "adapters of so many rows are added by launches of their own"
 
 
 def launch_all(decoder: DecoderModel, lora: CudaLoraState, rows: int) -> None:

@@ -88,6 +88,13 @@ def test_a_section_that_hangs_is_ended(tmp_path, sections):
     assert "the process ended with 0" in found["failed"]["sgmv"], "it wrote no results"
 
 
+def test_the_log_of_a_section_that_hangs_has_all_that_it_printed(tmp_path, sections, monkeypatch):
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
+    sections["limits"] = "import time; print('under way'); time.sleep(600)"
+    _, found = call(tmp_path, "--sections", "limits", "--section-timeout", "1")
+    assert "under way" in found["failed"]["limits"]
+
+
 def test_rows_of_a_section_that_hangs_are_shown(tmp_path, sections, capsys):
     """Those that it has saved before it was ended."""
     store = Options.parse(["--quick", "--device", "cpu", "--out", str(tmp_path)]).store()

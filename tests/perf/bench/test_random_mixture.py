@@ -7,6 +7,8 @@ import torch
 from safetensors import safe_open
 
 from chorus.core.executors.adapters import open_rows
+from chorus.core.model.narrow_bytes import weight_bytes
+from chorus.core.model.quantization.round_to_nearest import RoundToNearest
 from chorus.core.model.read_config import read_model_config
 from chorus.memory.adapters.image import ImageForm, read_image
 from chorus.memory.files.format import inspect_adapter
@@ -44,6 +46,31 @@ def test_all_forms_have_the_same_values(tmp_path):
         assert set(manifest.targets) == {*SMALL.attention, *(f"experts.{n}_proj" for n in ("gate", "up", "down"))}
     assert found[ExpertForm.EACH].any()
     assert all(torch.equal(values, found[ExpertForm.EACH]) for values in found.values())
+
+
+def test_attention_alone(tmp_path):
+    config = read_model_config(SMALL.write_config(tmp_path / "model"))
+    manifest, values = values_of(write_adapter(tmp_path / "adapter", SMALL, RANK, None), config)
+    assert set(manifest.targets) == {*SMALL.attention}
+    assert values.any()
+    (attention,) = manifest.parts
+    in_layers = [sum(each.dims) for layer in config.projections.layers for each in layer if not each.is_of_mixture]
+    assert SMALL.step(2, 3, 1, 0, rank=RANK).adapter_bytes == 3 * 2 * attention.rank * sum(in_layers)
+
+
+@pytest.mark.parametrize("quantiser", [None, RoundToNearest("int4"), RoundToNearest("fp8")], ids=str)
+def test_a_step_that_uses_all_experts_reads_all_weights(tmp_path, quantiser):
+    """Those that a GPU keeps, but for embeddings and norms."""
+    shape = MixtureShape(
+        layers=2, hidden=128, size=64, count=4, per_token=4, heads=2, kv_heads=1, head_dim=64, vocab=96
+    )
+    config = read_model_config(shape.write_config(tmp_path / "model"))
+    step = shape.step(2, 1, 1, 0, quantiser=quantiser)
+    assert step.experts == shape.count
+    kv = shape.layers * 2 * shape.kv_heads * shape.head_dim * 2
+    kept, head = weight_bytes(config, 2, quantiser), shape.vocab * shape.hidden * 2
+    wider = shape.layers * 2 * shape.router_params  # routers, which are float32, are counted in the model's dtype
+    assert step.num_bytes - kv - head - wider == kept.projections + kept.experts
 
 
 @pytest.mark.parametrize("form", ExpertForm)

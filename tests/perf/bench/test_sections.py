@@ -90,6 +90,15 @@ def test_decode(context):
     assert one["adapters_floor_ms"] == pytest.approx(16 * shape.rank_params * itemsize / 5e9 * 1e3)
 
 
+def test_floors_count_quantised_weights_as_they_are_kept(context):
+    shape, plain = context.size.geometry, context.floors(1, 8)
+    quantised = replace(context, engine={"quantization": "int8"}).floors(1, 8)
+    rows = sum(each.outputs for layer in shape.projections.layers for each in layer)
+    assert plain.step_bytes - quantised.step_bytes == 3 * shape.layer_params - 4 * rows, "float32 has three bytes more"
+    assert quantised.decode == pytest.approx(quantised.step_bytes / 5e9)
+    assert quantised.prefill_flops == plain.prefill_flops
+
+
 def test_decode_without_room_for_a_second_engine(context, monkeypatch):
     def crowded(context: Context, adapters: dict, **size: Any) -> Subject:
         if not adapters:
@@ -100,6 +109,12 @@ def test_decode_without_room_for_a_second_engine(context, monkeypatch):
     values = run(context, "decode")
     assert "full" in values["plain_absent"]
     assert all(row["plain_ms"] is None and row["base_ms"] > 0 for row in values["buckets"])
+
+
+def test_decode_of_an_engine_with_other_fields_starts_no_second_engine(context):
+    values = run(replace(context, engine={"quantize_lm_head": "false"}), "decode")
+    assert values["plain_absent"] == "the engine has fields of its own"
+    assert all(row["plain_ms"] is None and row["lora_ms"] > 0 for row in values["buckets"])
 
 
 def test_a_row_that_fails_costs_no_other(context, monkeypatch, tmp_path):
@@ -145,6 +160,22 @@ def test_prefill(context):
     rows = run(context, "prefill")["rows"]
     assert {(row["tokens"], row["rank"]) for row in rows} == {(8, 0), (8, 16), (32, 0), (32, 16)}
     assert all(row["floor_ms"] > 0 and row["tokens_per_s"] > 0 for row in rows)
+
+
+@pytest.mark.parametrize("engine", [{}, {"quantization": "int4"}], ids=["plain", "int4"])
+def test_experts(context, engine):
+    context = replace(context, engine=engine)
+    values = run(context, "experts")
+    assert "not_measured" not in values
+    assert [(row["rows"], row["case"]) for row in values["rows"]] == [
+        (1, "base"), (1, "attention r16"), (1, "experts r8"), (2, "base"), (2, "attention r16"),
+    ]  # fmt: skip
+    base, attention, on_experts, *_ = values["rows"]
+    assert base["experts"] == 2 and all(row["ms"] > 0 and row["device_ms"] > 0 for row in values["rows"])
+    assert base["adapter_bytes"] == 0 < attention["adapter_bytes"] < on_experts["adapter_bytes"]
+    assert base["share"] == pytest.approx(base["bytes"] / (base["ms"] / 1e3) / 5e9)
+    assert values["weights"] == engine.get("quantization", "float32")
+    assert [row["tokens"] for row in values["prefill"]] == [8]
 
 
 def test_ttft(context):
@@ -251,7 +282,7 @@ def test_a_cpu_that_is_measured_has_sections_and_bars_of_its_own(tmp_path, capsy
     context = options.context()
     assert not context.smoke
     assert context.dtype is torch.bfloat16
-    assert set(SECTIONS) - set(options.known) == {"equality", "sgmv", "products", "attention"}
+    assert set(SECTIONS) - set(options.known) == {"equality", "sgmv", "products", "attention", "experts"}
     environment = describe("cpu")
     store = options.store()
     values = {"rows": [], "load": 0.7, "slower": 1.2, "throughput": 0.9}

@@ -14,7 +14,7 @@ from chorus.core.executors.cuda import CudaExecutor
 from chorus.perf.bench.options import Options
 from chorus.perf.bench.sections import equality
 from chorus.perf.bench.sections.registry import section
-from chorus.perf.bench.subject import MAX_RANK
+from chorus.perf.bench.subject import MAX_RANK, Subject
 
 from ...graphs.host_device import HostDevice
 
@@ -42,6 +42,25 @@ def context(tmp_path, monkeypatch):
 def test_decode(context):
     rows = section("decode").run(context)["buckets"]
     assert all(row["base_device_ms"] > 0 and row["lora_device_ms"] > 0 for row in rows)
+
+
+@pytest.mark.slow
+def test_experts(context, monkeypatch):
+    """Replays are of the steps' own graphs, also with adapters on experts, for whose projections those are captured."""
+    inner, graphs = Subject.replay_seconds, []
+
+    def replay_seconds(subject, *args, **kwargs):
+        before = len(subject._graphs.report)  # noqa: SLF001
+        seconds = inner(subject, *args, **kwargs)
+        graphs.append((before, len(subject._graphs.report)))  # noqa: SLF001
+        return seconds
+
+    monkeypatch.setattr(Subject, "replay_seconds", replay_seconds)
+    values = section("experts").run(context)
+    assert "not_measured" not in values
+    assert len(values["rows"]) == 5
+    assert all(row["device_ms"] > 0 for row in values["rows"])
+    assert [before for before, _ in graphs] == [after for _, after in graphs] == [1, 2, 3, 4, 5]
 
 
 @pytest.mark.slow
