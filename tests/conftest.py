@@ -27,9 +27,10 @@ from allpairspy import AllPairs
 from hypothesis import HealthCheck, settings
 
 from .interpreted import InterpretedFile, is_interpreting
-from .kept import KeptAnswers, kept_files
+from .kept import KeptAnswers, kept_files, locked
 from .llama_draft import LlamaDraft
 
+gc.disable()  # until all tests are collected: nothing of what is imported is garbage
 os.environ["CHORUS_CHECK_STEPS"] = "1"  # before anything of `chorus` is imported
 os.environ["TORCHDYNAMO_DISABLE"] = "1"  # no test compiles; bitsandbytes, which peft imports, would import the compiler
 torch.set_num_threads(1)
@@ -106,6 +107,17 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
     if module_path.stem.endswith("_interpreted") and not is_interpreting():
         return InterpretedFile.from_parent(parent, path=module_path)
     return None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """Of several processes, have one alone import a file: it compiles the modules that the others then find compiled."""
+    if not isinstance(collector, pytest.Module) or "PYTEST_XDIST_WORKER" not in os.environ:
+        return (yield)
+    with locked(f"compiled/{collector.nodeid}.lock"):
+        return (yield)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -197,7 +209,7 @@ def _unneeded(
 
 def pytest_collection_finish() -> None:
     """Freeze all objects that tests share: `gc.collect`, which many call, need not go through a million objects each
-    time. Adapters are saved without PEFT's model card, which takes longer than all the rest.
+    time. From now on there is garbage. Adapters are saved without PEFT's model card, which takes longer than all the rest.
     A process that interprets patches Triton's language once.
     """
     if peft := sys.modules.get("peft"):
@@ -208,6 +220,7 @@ def pytest_collection_finish() -> None:
         hasten()
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 class TimeIsUp(BaseException):
