@@ -30,7 +30,7 @@ from .interpreted import InterpretedFile, is_interpreting
 from .kept import KeptAnswers, kept_files, locked
 from .llama_draft import LlamaDraft
 
-gc.disable()  # until all tests are collected: nothing of what is imported is garbage
+gc.disable()  # until all tests are collected: imports make no garbage worth a search
 os.environ["CHORUS_CHECK_STEPS"] = "1"  # before anything of `chorus` is imported
 os.environ["TORCHDYNAMO_DISABLE"] = "1"  # no test compiles; bitsandbytes, which peft imports, would import the compiler
 torch.set_num_threads(1)
@@ -113,7 +113,7 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
 def pytest_make_collect_report(
     collector: pytest.Collector,
 ) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
-    """Of several processes, have one alone import a file: it compiles the modules that the others then find compiled."""
+    """Let one process at a time import a file: the first compiles its modules, and the others read what it compiled."""
     if not isinstance(collector, pytest.Module) or "PYTEST_XDIST_WORKER" not in os.environ:
         return (yield)
     with locked(f"compiled/{collector.nodeid}.lock"):
@@ -209,8 +209,8 @@ def _unneeded(
 
 def pytest_collection_finish() -> None:
     """Freeze all objects that tests share: `gc.collect`, which many call, need not go through a million objects each
-    time. From now on there is garbage. Adapters are saved without PEFT's model card, which takes longer than all the rest.
-    A process that interprets patches Triton's language once.
+    time. Garbage is collected from now on. Adapters are saved without PEFT's model card, which takes longer than all
+    the rest. A process that interprets patches Triton's language once.
     """
     if peft := sys.modules.get("peft"):
         peft.PeftModel.create_or_update_model_card = lambda self, output_dir: None
