@@ -37,8 +37,14 @@ torch.set_num_threads(1)
 if is_interpreting():  # peft takes what is None for missing, and need not import it, which takes longer than torch
     sys.modules["bitsandbytes"] = None  # pyright: ignore[reportArgumentType]
 settings.register_profile(
-    "suite", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow], print_blob=True
+    "suite",
+    max_examples=50,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow],
+    print_blob=True,
 )
+settings.register_profile("thorough", settings.get_profile("suite"), max_examples=400)  # of `make slow`
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "suite"))
 
 
