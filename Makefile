@@ -61,6 +61,7 @@ test: ## the test suite
 slow: ## the slow tests, which pytest and .ci/run leave out, and the quick ones of GPU kernels: a quarter of an hour
 	pytest -q -m "(slow and not triton) or (triton and not slow and not sample)" --ignore-glob "*_interpreted.py"
 	TRITON_INTERPRET=1 pytest -q -n 2 -m "not slow and not sample" $(INTERPRETED)
+	HYPOTHESIS_PROFILE=thorough pytest -q -m "hypothesis and not slow and not triton"
 
 kernel-tests: ## the slow tests of GPU kernels and GPU steps: a quarter of an hour
 	pytest -q -m "slow and triton"

@@ -27,17 +27,24 @@ from allpairspy import AllPairs
 from hypothesis import HealthCheck, settings
 
 from .interpreted import InterpretedFile, is_interpreting
-from .kept import KeptAnswers, kept_files
+from .kept import KeptAnswers, kept_files, locked
 from .llama_draft import LlamaDraft
 
+gc.disable()  # until all tests are collected: imports make no garbage worth a search
 os.environ["CHORUS_CHECK_STEPS"] = "1"  # before anything of `chorus` is imported
 os.environ["TORCHDYNAMO_DISABLE"] = "1"  # no test compiles; bitsandbytes, which peft imports, would import the compiler
 torch.set_num_threads(1)
 if is_interpreting():  # peft takes what is None for missing, and need not import it, which takes longer than torch
     sys.modules["bitsandbytes"] = None  # pyright: ignore[reportArgumentType]
 settings.register_profile(
-    "suite", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow], print_blob=True
+    "suite",
+    max_examples=50,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow],
+    print_blob=True,
 )
+settings.register_profile("thorough", settings.get_profile("suite"), max_examples=400)  # of `make slow`
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "suite"))
 
 
@@ -106,6 +113,17 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
     if module_path.stem.endswith("_interpreted") and not is_interpreting():
         return InterpretedFile.from_parent(parent, path=module_path)
     return None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """Let one process at a time import a file: the first compiles its modules, and the others read what it compiled."""
+    if not isinstance(collector, pytest.Module) or "PYTEST_XDIST_WORKER" not in os.environ:
+        return (yield)
+    with locked(f"compiled/{collector.nodeid}.lock"):
+        return (yield)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -197,8 +215,8 @@ def _unneeded(
 
 def pytest_collection_finish() -> None:
     """Freeze all objects that tests share: `gc.collect`, which many call, need not go through a million objects each
-    time. Adapters are saved without PEFT's model card, which takes longer than all the rest.
-    A process that interprets patches Triton's language once.
+    time. Garbage is collected from now on. Adapters are saved without PEFT's model card, which takes longer than all
+    the rest. A process that interprets patches Triton's language once.
     """
     if peft := sys.modules.get("peft"):
         peft.PeftModel.create_or_update_model_card = lambda self, output_dir: None
@@ -208,6 +226,7 @@ def pytest_collection_finish() -> None:
         hasten()
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 class TimeIsUp(BaseException):

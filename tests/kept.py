@@ -31,9 +31,8 @@ def kept_files(name: str, write: Callable[[Path], object]) -> Path:
     name: unique, since whatever is kept by this name is taken for what `write` writes.
     """
     path = kept_root() / name
-    path.parent.mkdir(parents=True, exist_ok=True)
     done = path.with_name(f"{path.name}.done")
-    with _locked(path.with_name(f"{path.name}.lock")):
+    with locked(f"{name}.lock"):
         if not done.exists():
             shutil.rmtree(path, ignore_errors=True)
             path.mkdir()
@@ -101,8 +100,10 @@ def _version(library: str) -> str | None:
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """While no other process holds the lock of this file."""
+def locked(name: str) -> Iterator[None]:
+    """While no other process of this state of the source holds the lock of this name."""
+    path = kept_root() / name
+    path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

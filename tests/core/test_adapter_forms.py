@@ -42,6 +42,7 @@ def told(driver, want):
     return {name: answered[name].tokens for name in want}
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("kernels", ["native", "torch"])
 @pytest.mark.parametrize("chunk", [1, 7, 64])
 def test_all_forms_in_one_batch(zoo, drive, chunk):

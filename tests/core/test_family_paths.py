@@ -86,7 +86,7 @@ def test_prefixes_from_the_cache(tiny, drive, family):
 def test_preempted_requests_swap_and_go_on(tiny, drive_crowded, family):
     it = tiny(family)
     driver = drive_crowded(it)
-    want = answers(it, driver, 12, seed=4, lengths=(5, 20), tokens=60)
+    want = answers(it, driver, 12, seed=4, lengths=(5, 20), tokens=30)
     assert told(driver, want) == want
     assert driver.engine.stats().num_swaps_out > 0
 

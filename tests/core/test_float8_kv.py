@@ -156,7 +156,7 @@ def test_preempted_requests_swap_and_go_on(tiny, drive8, family):
     }
     few = 2 + drive8(it, **limits).executor.layout.pages_for_tokens(128, chunk=64)
     driver = drive8(it, num_pages=few, **limits)
-    check(driver, make_cases(it, 8, adapters=(None,), lengths=(5, 20), tokens=60))
+    check(driver, make_cases(it, 8, adapters=(None,), lengths=(5, 20), tokens=30))
     assert driver.engine.stats().num_swaps_out > 0
 
 
