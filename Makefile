@@ -9,6 +9,8 @@ RESULTS := build/results
 SEEDS := 10000
 JOBS := 2
 STUDIES := $(patsubst perf/gate/baselines/simulate/%.any.json,%,$(wildcard perf/gate/baselines/simulate/*))
+# The five that take two thirds of the studies' time, for `make slow`.
+LONG_STUDIES := adapter-locality adapter-scheduling consolidation merged-skew swapping-profiles
 INTERPRETED := $(shell find tests -name "test_*_interpreted.py" | sort)
 NATIVE := $(wildcard ops/native/*.cpp ops/native/*.h)
 
@@ -58,10 +60,11 @@ style-report: ## counts of words, sentences, parameters and positional values
 test: ## the test suite
 	pytest -q
 
-slow: ## the slow tests, which pytest and .ci/run leave out, and the quick ones of GPU kernels: a quarter of an hour
+slow: ## the slow tests and studies, which pytest and .ci/run leave out, and the quick ones of GPU kernels: half an hour
 	pytest -q -m "(slow and not triton) or (triton and not slow and not sample)" --ignore-glob "*_interpreted.py"
 	TRITON_INTERPRET=1 pytest -q -n 2 -m "not slow and not sample" $(INTERPRETED)
 	HYPOTHESIS_PROFILE=thorough pytest -q -m "hypothesis and not slow and not triton"
+	$(MAKE) --no-print-directory studies compare STUDIES="$(LONG_STUDIES)"
 
 kernel-tests: ## the slow tests of GPU kernels and GPU steps: a quarter of an hour
 	pytest -q -m "slow and triton"
@@ -128,6 +131,7 @@ plain: ## numerics tests of kernels and of an engine against a package built wit
 
 levels: $(addprefix level-,$(LEVELS))
 
+rest: STUDIES := $(filter-out $(LONG_STUDIES),$(STUDIES))
 rest: studies simulation types plain levels kernels oldest check ## everything that .ci/run does after README's commands
 
 bench: ## race peers: BESIDE="--beside vllm=ENV/bin/vllm llamacpp=TREE"
