@@ -119,7 +119,7 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
 def pytest_make_collect_report(
     collector: pytest.Collector,
 ) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
-    """Let one process at a time import a file: the first compiles its modules, and the others read what it compiled."""
+    """Let one process at a time import a file. The first one compiles its modules; the others read the result."""
     if not isinstance(collector, pytest.Module) or "PYTEST_XDIST_WORKER" not in os.environ:
         return (yield)
     with locked(f"compiled/{collector.nodeid}.lock"):

@@ -29,8 +29,8 @@ class SampleAdapters:
     """
 
     def __init__(self, lora: CudaLoraState, rows: int, free_bytes: int) -> None:
-        """rows: sequences of the largest step. free_bytes: of the device's memory, of which adapters take a quarter at
-        most; beyond, they share pages.
+        """rows: sequences of the largest step. free_bytes: free memory of the device. The adapters take at most a
+        quarter of it; if they need more, they share pages.
         """
         self._lora = lora
         self._parts, self._layout = lora.whole(min(RANK, lora.max_rank))

@@ -28,7 +28,7 @@ from .store import DONE, RESULT, RUNNING, OtherSettings, ResultStore
 _LEAST_SECONDS = 15.0
 _LOG_TAIL = 6000
 
-#: A line of an engine's log, such as the times of what it chooses from, and the milliseconds since the start.
+#: Format of the engine's log in a section's log: milliseconds since the start, the logger, the message.
 _LINE = "%(relativeCreated)d ms %(name)s: %(message)s"
 
 

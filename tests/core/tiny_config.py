@@ -1,4 +1,4 @@
-"""The configuration of a small Llama, of which tests change what they need."""
+"""The configuration of a small Llama; tests replace the fields that they need."""
 
 from __future__ import annotations
 

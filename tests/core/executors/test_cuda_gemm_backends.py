@@ -57,19 +57,25 @@ def model():
     return DecoderModel(CONFIG, DummyWeights(CONFIG, torch.bfloat16), arena, 64), lora
 
 
+def noting(threads: list[str]):
+    """A compiler that notes the thread of each product's kernel, none of which is compiled yet."""
+    inner = compiler.compile
+    small_gemm_triton.multiply_rows.device_caches.clear()  # another test may have compiled some
+
+    def compile(source, *args, **kwargs):
+        if source.fn is small_gemm_triton.multiply_rows:
+            threads.append(threading.current_thread().name)
+        return inner(source, *args, **kwargs)
+
+    return compile
+
+
 def test_all_variants_are_compiled_ahead_beside_each_other(model):
     """Steps launch only kernels that were compiled then: base or LoRA, first layer or another, for any rows."""
     threads: list[str] = []
     decoder, lora = model
     with idle_compiler():
-        inner = compiler.compile
-
-        def compile(source, *args, **kwargs):
-            if source.fn is small_gemm_triton.multiply_rows:
-                threads.append(threading.current_thread().name)
-            return inner(source, *args, **kwargs)
-
-        small_gemm_triton.multiply_rows.device_caches.clear()  # another test may have compiled some
+        compile = noting(threads)
         with patch.object(compiler, "compile", compile):
             compile_ahead("auto", decoder, lora, BUCKETS)
             assert all(name.startswith("ThreadPoolExecutor") for name in threads), threads
@@ -101,14 +107,7 @@ def test_base_steps_without_early_launches_are_compiled_beside_each_other(model,
         64: (library,) * 4 + (small,),
     }
     with idle_compiler():
-        inner = compiler.compile
-
-        def compile(source, *args, **kwargs):
-            if source.fn is small_gemm_triton.multiply_rows:
-                threads.append(threading.current_thread().name)
-            return inner(source, *args, **kwargs)
-
-        small_gemm_triton.multiply_rows.device_caches.clear()
+        compile = noting(threads)
         with patch.object(compiler, "compile", compile):
             compile_ahead("auto", decoder, lora, BUCKETS)
             before = len(threads)

@@ -6,15 +6,15 @@ Run in a process that interprets, see `tests/interpreted.py`.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from chorus.core.model.config import ModelConfig
 from chorus.core.model.experts import ExpertPack, ListedExperts, mix_experts, packed_experts, stacked_experts
-from chorus.core.model.layers import AttentionSpec, Experts, LayerSpec, NormSpec, Routing
+from chorus.core.model.layers import AttentionSpec, Experts, LayerSpec, Routing
 from chorus.core.model.lora_state import LoraState
 from chorus.core.model.lora_state_cuda import CudaLoraState, StepLimits
 from chorus.core.model.mixture_launches import MixtureForm
@@ -27,22 +27,13 @@ from chorus.ops import mixture_tables
 from chorus.ops.packed_gemm import pack
 from chorus.ops.sgmv_tables import TablesFull
 
+from ..tiny_config import LLAMA
 from .test_lora_state_cuda import Resident
 
 HIDDEN, NUM_PAGES, LAYER = 32, 40, 1
 SPEC = Experts(6, 24, Routing(2, renormalised=True), shared_size=16, shared_gate=True)
-CONFIG = ModelConfig(
-    "Qwen3MoeForCausalLM",
-    vocab_size=96,
-    hidden_size=HIDDEN,
-    layers=(LayerSpec(AttentionSpec(2, 1, 16, 0.25, RopeConfig(16), qkv_bias=False), SPEC),) * 2,
-    norm=NormSpec(1e-5),
-    max_position_embeddings=64,
-    tie_word_embeddings=True,
-    dtype="bfloat16",
-    bos_token_id=None,
-    eos_token_ids=(),
-)
+ATTENTION = AttentionSpec(2, 1, 16, 0.25, RopeConfig(16), qkv_bias=False)
+CONFIG = replace(LLAMA, architecture="Qwen3MoeForCausalLM", layers=(LayerSpec(ATTENTION, SPEC),) * 2)
 GATE_UP, DOWN = ("experts.gate_proj", "experts.up_proj"), "experts.down_proj"
 EVERY, BOTH = tuple(range(6)), (0, 1)
 
