@@ -2,8 +2,8 @@
 
 A result is a file with a JSON object as its last line, as the benchmarks print it. The TOML files of the baselines'
 directory say which values count, and by how much they may be worse. Several results of one load count as repeats. Exits
-with 1 for a regression or a missing metric, and with 2 if something can't be compared. The last line is one JSON
-object.
+with 1 for a regression or a missing metric, and with 2 if something can't be compared. The text ends with a line for
+each metric that does not pass; the last line of all is one JSON object.
 
 Tests: tests/perf/gate/test_gate.py
 """
@@ -38,6 +38,11 @@ def main(argv: list[str] | None = None) -> int:
         print(f"gate: {error}")
         conclude({"ok": False, "error": str(error)}, ok=False)
         return 2
+    for report in reports:
+        for metric in report.get("metrics", ()):
+            if not Status(metric["status"]).passes:
+                values = f"{metric['result']}, baseline {metric['baseline']}, allowed {metric['allowed']:.0%}"
+                print(f"{metric['status']}: {report['suite']} on {report['device']}: {metric['name']}: {values}")
     ok = all(report["ok"] for report in reports)
     return conclude({"ok": ok, "suites": reports}, ok)
 

@@ -283,6 +283,7 @@ def test_the_command_takes_and_keeps_a_baseline(directory, tmp_path, capsys):
     (row,) = [each for each in found["suites"][0]["metrics"] if each["status"] != "ok"]
     assert (code, row["name"], row["status"], row["change"]) == (1, "share", "worse", 1.0)
     assert "1 worse of 3 metrics" in text
+    assert text.splitlines()[-1] == "worse: made on box: share: 3.5, baseline 1.75, allowed 50%"
 
     gone = written(tmp_path / "gone.txt", result(rows=[]))
     code, text, _ = call(capsys, gone, "--baseline", directory)
