@@ -109,3 +109,12 @@ def test_dtypes_are_those_that_operators_index_with():
 def test_position_must_lie_in_its_block_table():
     with pytest.raises(IndexError):
         fill(make_buffers(), 2, [(5, BLOCK, [1])])
+
+
+def test_a_table_that_grows_is_read_on_from_its_end():
+    """A request's block table is one list, to which pages are added; only those are copied."""
+    buffers, table = make_buffers(), [11]
+    for position, page in ((3, 12), (7, 13), (11, 14)):
+        views = buffers.fill(1, [5], [position], [table])
+        assert views.page_table[0].tolist() == table + [DUMMY] * (MAX_PAGES - len(table))
+        table.append(page)
