@@ -32,9 +32,11 @@ style: ## ruff and clang-format
 complexity: ## functions that are hard to follow
 	complexipy core graphs memory server --max-complexity-allowed 15 --failed --plain
 
+# By default Node has 4 GB, so that types of PyTorch and transformers are inferred again and again, and collects garbage
+# after each 16 MB.
 types: ## pyright in standard mode
 	mkdir -p .types && ln -sfn .. .types/chorus
-	basedpyright
+	NODE_OPTIONS="--max-old-space-size=8192 --max-semi-space-size=128" basedpyright
 
 imports: ## which package may import which, as .importlinter says
 	lint-imports

@@ -28,7 +28,9 @@ def steps(draw):
     for _ in range(draw(st.integers(1, bucket))):
         position = draw(st.integers(0, BLOCK * MAX_PAGES - 1))
         count = draw(st.integers(position // BLOCK + 1, MAX_PAGES))
-        rows.append((draw(st.integers(1, 500)), position, draw(st.permutations(range(50)))[:count]))
+        first, stride = draw(st.integers(0, 49)), draw(st.sampled_from((1, 7, 23, 49)))  # coprime to 50: no page twice
+        pages = [(first + stride * at) % 50 for at in range(count)]
+        rows.append((draw(st.integers(1, 500)), position, pages))
     return bucket, rows
 
 
@@ -107,3 +109,12 @@ def test_dtypes_are_those_that_operators_index_with():
 def test_position_must_lie_in_its_block_table():
     with pytest.raises(IndexError):
         fill(make_buffers(), 2, [(5, BLOCK, [1])])
+
+
+def test_a_table_that_grows_is_read_on_from_its_end():
+    """A request's block table is one list, to which pages are added; only those are copied."""
+    buffers, table = make_buffers(), [11]
+    for position, page in ((3, 12), (7, 13), (11, 14)):
+        views = buffers.fill(1, [5], [position], [table])
+        assert views.page_table[0].tolist() == table + [DUMMY] * (MAX_PAGES - len(table))
+        table.append(page)
