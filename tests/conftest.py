@@ -54,8 +54,8 @@ def _one_certificate(path: Path) -> None:
 
 
 # Each client reads the authorities that it trusts, which takes longer than what most tests of servers ask of it: one is
-# enough, since no test asks a public server.
-os.environ.setdefault("SSL_CERT_FILE", str(kept_files("authority", _one_certificate) / "ca.pem"))
+# enough, since no test asks a public server, also where the machine names authorities of its own.
+os.environ["SSL_CERT_FILE"] = str(kept_files("authority", _one_certificate) / "ca.pem")
 
 #: Each process has models and adapters of its own, a gigabyte and a half in all.
 MAX_PROCESSES = 8

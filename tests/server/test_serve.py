@@ -16,6 +16,7 @@ import pytest
 from chorus.server.engine.worker import EngineWorker
 
 LENGTH, COUNT = 12, 8
+KEY = "sk-of-all-tests"
 
 
 @pytest.fixture(scope="module")
@@ -52,29 +53,39 @@ def served(model_dir, *more):
 
 
 @pytest.fixture(scope="module")
-def url(subject, model_dir):
+def keys(tmp_path_factory):
+    """The file of the server's keys."""
+    path = tmp_path_factory.mktemp("served") / "keys"
+    path.write_text(f"{KEY} client\nsk-the-old-one old\n")
+    return path
+
+
+@pytest.fixture(scope="module")
+def server(subject, model_dir, keys):
+    """The process of the server that the tests share, and its URL."""
     adapters = next(iter(subject("wide_heads").adapters.values())).parent
-    with served(model_dir, "--adapters", adapters) as (_, url):
-        yield url
+    with served(model_dir, "--adapters", adapters, "--api-key-file", keys) as running:
+        yield running
 
 
-def test_keys_change_while_the_server_runs(model_dir, tmp_path):
-    keys = tmp_path / "keys"
-    keys.write_text("sk-the-old-one old\n")
-    with (
-        served(model_dir, "--api-key-file", keys) as (process, url),
-        httpx.Client(base_url=url, timeout=60) as client,
-    ):
+@pytest.fixture(scope="module")
+def url(server):
+    return server[1]
+
+
+def test_keys_change_while_the_server_runs(server, keys):
+    process, url = server
+    with httpx.Client(base_url=url, timeout=60) as client:
 
         def status(key):
             return client.get("/v1/models", headers={"authorization": f"Bearer {key}"}).status_code
 
         assert (status("sk-the-old-one"), status("sk-the-new-one")) == (200, 401)
-        keys.write_text("sk-the-new-one new\n")
+        keys.write_text(f"{KEY} client\nsk-the-new-one new\n")
         process.send_signal(signal.SIGHUP)
         assert process.stderr is not None
         said = next(line for line in process.stderr if "chorus.audit" in line)
-        assert said.rstrip().endswith("reloaded the keys: 1 tenants, new: new, removed: old")
+        assert said.rstrip().endswith("reloaded the keys: 2 tenants, new: new, removed: old")
         assert (status("sk-the-old-one"), status("sk-the-new-one")) == (401, 200)
 
 
@@ -99,7 +110,7 @@ def test_every_adapter_at_once_says_what_peft_says(url, subject):
     async def main() -> None:
         names = [None, *reference.adapters] * 2
         prompts = [reference.prompt(name, LENGTH, COUNT, seed) for seed, name in enumerate(names)]
-        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0) as client:
             listed = {model.id async for model in client.models.list()}
             assert listed == {"tiny", *reference.adapters}
             answers = await asyncio.gather(
@@ -148,7 +159,7 @@ def test_two_ranks_say_what_peft_says(model_dir, subject, flags, metric, count):
 
 
 def test_text_and_tokens_agree(url, tokenizer):
-    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+    with openai.OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0) as client:
         answer = client.chat.completions.create(
             model="tiny",
             messages=[{"role": "user", "content": "hi"}],

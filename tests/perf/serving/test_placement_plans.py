@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
@@ -16,11 +18,14 @@ pytest.importorskip("highspy")
 BASELINES = Path(placement_plans.__file__).parents[1] / "gate" / "baselines"
 
 
-@pytest.fixture
-def result(capsys):
+@pytest.fixture(scope="module")
+def result():
+    """What one run of the command printed at its end."""
+    out = io.StringIO()
     flags = "--replicas 12 --requests 60 --adapters 20 --seeds 2 --most-replicas 2 5 60 --programs-to 5"
-    assert placement_plans.main(flags.split()) == 0
-    return json.loads(capsys.readouterr().out.splitlines()[-1])
+    with redirect_stdout(out):
+        assert placement_plans.main(flags.split()) == 0
+    return json.loads(out.getvalue().splitlines()[-1])
 
 
 def test_no_planner_is_below_the_bound_and_only_newest_may_be_worse_than_staying(result):
