@@ -213,7 +213,8 @@ class Zoo:
     @quiet()
     def _generate(self, adapter: str | None, prompt: Sequence[int], count: int) -> tuple[list[int], float]:
         model = self._use(adapter)
-        if adapter is None or not self.forms.get(adapter, {}).get("alora_invocation_tokens"):
+        is_plain = adapter in self.adapters and not self.forms.get(adapter, {}).get("alora_invocation_tokens")
+        if adapter is None or is_plain:
             draft = self._drafting.draft(adapter, list(prompt), count)
             return after_draft(model, list(prompt), draft, count)
         with torch.inference_mode():
