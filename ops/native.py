@@ -106,25 +106,26 @@ def check_step(
     logit_tokens: torch.Tensor,
 ) -> None:
     """Raise IndexError if a step would read or write outside the model's tensors, the arena or its own tokens."""
-    block, table = model.block_tokens, rows.page_table
-    last = torch.tensor(rows.kv_lens, dtype=torch.long) - 1
-    width = table.shape[1] // model.page_groups
-    read = table[torch.arange(table.shape[1]) // model.page_groups <= (last // block)[:, None]]
+    block, table, groups = model.block_tokens, rows.page_table.tolist(), model.page_groups
+    last = [length - 1 for length in rows.kv_lens]
+    width = rows.page_table.shape[1] // groups
+    read = [page for row, at in zip(table, last, strict=True) for page in row[: groups * (at // block + 1)]]
     for name, values, limit in (
-        ("token id", token_ids, len(model.embed)),
-        ("position", positions, model.positions),
-        ("page that is written", page, len(model.arena)),
-        ("offset in a page", offset, block),
+        ("token id", token_ids.flatten().tolist(), len(model.embed)),
+        ("position", positions.flatten().tolist(), model.positions),
+        ("page that is written", page.flatten().tolist(), len(model.arena)),
+        ("offset in a page", offset.flatten().tolist(), block),
         ("last position of a row", last, width * block),
         ("page that is read", read, len(model.arena)),
-        ("token that has logits", logit_tokens, len(token_ids)),
+        ("token that has logits", logit_tokens.flatten().tolist(), len(token_ids)),
     ):
         _check(name, values, limit)
 
 
-def _check(name: str, values: torch.Tensor, limit: int) -> None:
-    if len(wrong := values[(values < 0) | (values >= limit)]):
-        raise IndexError(f"a step's {name} is {int(wrong[0])}; it must be from 0 to {limit - 1}")
+def _check(name: str, values: Sequence[int], limit: int) -> None:
+    if values and not 0 <= min(values) <= max(values) < limit:
+        wrong = next(value for value in values if not 0 <= value < limit)
+        raise IndexError(f"a step's {name} is {wrong}; it must be from 0 to {limit - 1}")
 
 
 class _LogitsRoom:
@@ -344,7 +345,7 @@ class NativeDecoder:
             raise RuntimeError(f"a step of {count} sequences has no states for them")
         if CHECKS_STEPS:
             for pages in (states.read, states.written):
-                _check("page of a state", pages, len(self._model.arena))
+                _check("page of a state", pages.flatten().tolist(), len(self._model.arena))
         step = self._step
         step.state_read, step.state_written = _pointer(states.read), _pointer(states.written)
         step.state_fresh, step.state_stride = _pointer(states.fresh), states.read.shape[1]

@@ -402,6 +402,7 @@ class Subject:
     _peft: Any = None
     _drafts: dict[str | None, LlamaDraft] = field(default_factory=dict)
     kept: KeptAnswers = field(default_factory=KeptAnswers)
+    _used: tuple[str | None] | None = None
 
     @cached_property
     def vocab_size(self) -> int:
@@ -468,14 +469,16 @@ class Subject:
         return self._peft
 
     def use(self, adapter: str | None) -> Any:
+        """The reference with this adapter. To switch takes PEFT as long as a token."""
         model = self._reference()
-        if not self.adapters:
+        if not self.adapters or self._used == (adapter,):
             return model
         if adapter is None:
             model.base_model.disable_adapter_layers()
         else:
             model.base_model.enable_adapter_layers()
             model.set_adapter(adapter)
+        self._used = (adapter,)
         return model
 
 

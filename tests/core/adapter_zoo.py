@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 
 from ..conftest import ATTENTION, MIN_MARGIN, MLP, ModelSpec, quiet, save_model
 from ..kept import KeptAnswers, kept_files
-from .tiny_families import train_vectors
+from .tiny_families import Tiny, after_draft, load_peft, train_vectors
 
 BASE = ModelSpec(seed=11, layers=3)
 
@@ -212,6 +213,10 @@ class Zoo:
     @quiet()
     def _generate(self, adapter: str | None, prompt: Sequence[int], count: int) -> tuple[list[int], float]:
         model = self._use(adapter)
+        is_plain = adapter in self.adapters and not self.forms.get(adapter, {}).get("alora_invocation_tokens")
+        if adapter is None or is_plain:
+            draft = self._drafting.draft(adapter, list(prompt), count)
+            return after_draft(model, list(prompt), draft, count)
         with torch.inference_mode():
             out = model.generate(
                 input_ids=torch.tensor([list(prompt)]),
@@ -223,6 +228,11 @@ class Zoo:
             )
         best = torch.cat(out.logits).topk(2).values
         return out.sequences[0, len(prompt) :].tolist(), float((best[:, 0] - best[:, 1]).min())
+
+    @cached_property
+    def _drafting(self) -> Tiny:
+        """Answers as an engine does, for PEFT to check."""
+        return Tiny(self.model, self.adapters, load_peft)
 
     @quiet()
     def _use(self, adapter: str | None) -> Any:

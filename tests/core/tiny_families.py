@@ -366,6 +366,21 @@ def token_by_token(model: Any, inputs: list[int], count: int) -> tuple[list[int]
     return tokens, margin
 
 
+@torch.inference_mode()
+def after_draft(model: Any, prompt: list[int], draft: list[int], count: int) -> tuple[list[int], float]:
+    """As `token_by_token`, in one pass for the tokens of a draft that are the model's own choices."""
+    tokens, margin = list[int](), float("inf")
+    if draft:
+        best = model(torch.tensor([prompt + draft[:-1]]), use_cache=False).logits[0, -len(draft) :].topk(2)
+        for guess, (first, second), (choice, _) in zip(draft, *map(torch.Tensor.tolist, best), strict=True):
+            tokens.append(choice)
+            margin = min(margin, first - second)
+            if guess != choice:
+                break
+    more, lead = token_by_token(model, prompt + tokens, count - len(tokens))
+    return tokens + more, min(margin, lead)
+
+
 @dataclass(eq=False)
 class Tiny:
     """A model with three adapters, and the same in transformers + peft."""
@@ -378,6 +393,9 @@ class Tiny:
     kept: KeptAnswers = field(default_factory=KeptAnswers)
     router_margins: list[float] = field(default_factory=list)
     """Of all choices of experts so far, empty for a model without experts."""
+
+    _used: tuple[Any, str | None] | None = None
+    """A reference, and the adapter that it is switched to."""
 
     @cached_property
     def reference(self) -> Any:
@@ -405,11 +423,15 @@ class Tiny:
             self.router_margins.append(float((best[:, most - 1] - best[:, most]).min()))
 
     def use(self, adapter: str | None) -> Any:
+        """The reference with this adapter. To switch takes PEFT as long as a token."""
+        if self._used is not None and self._used[0] is self.reference and self._used[1] == adapter:
+            return self.reference
         if adapter is None:
             self.reference.base_model.disable_adapter_layers()
         else:
             self.reference.base_model.enable_adapter_layers()
             self.reference.set_adapter(adapter)
+        self._used = self.reference, adapter
         return self.reference
 
     @cache  # noqa: B019 - subjects are kept as long as the process
@@ -443,19 +465,10 @@ class Tiny:
         An engine's answer is the draft: the reference computes it in one pass, and goes on by itself from the first
         token that is not its own choice.
         """
-        model, tokens, margin, inputs = self.use(adapter), [], float("inf"), prompt
-        draft = [] if _depends_on_length(model) else self.draft(adapter, prompt, count)
-        with torch.inference_mode():
-            if draft:
-                best = model(torch.tensor([prompt + draft[:-1]]), use_cache=False).logits[0, -len(draft) :].topk(2)
-                for guess, (first, second), (choice, _) in zip(draft, *map(torch.Tensor.tolist, best), strict=True):
-                    tokens.append(choice)
-                    margin = min(margin, first - second)
-                    if guess != choice:
-                        break
-                inputs = prompt + tokens
-            more, lead = token_by_token(model, inputs, count - len(tokens))
-        return tokens + more, min(margin, lead)
+        model = self.use(adapter)
+        return after_draft(
+            model, prompt, [] if _depends_on_length(model) else self.draft(adapter, prompt, count), count
+        )
 
     def draft(self, adapter: str | None, prompt: list[int], count: int) -> list[int]:
         """The answer of an engine."""
