@@ -65,12 +65,12 @@ MIN_MARGIN = 1e-3
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Return the processes that run the tests: as many as processors, as each collects all tests and makes models; one
-    alone where only few tests are named, which end sooner than processes begin, or where a GPU is there to be shared.
+    """Return the processes that run the tests: one more than processors, as some wait for servers; one alone where only
+    few tests are named, which end sooner than processes begin, or where a GPU is there to be shared.
     """
     if config.args_source is not pytest.Config.ArgsSource.TESTPATHS or torch.cuda.is_available():
         return 0
-    return min(MAX_PROCESSES, len(os.sched_getaffinity(0)))
+    return min(MAX_PROCESSES, len(os.sched_getaffinity(0)) + 1)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -216,8 +216,8 @@ def _unneeded(
 def pytest_collection_finish() -> None:
     """Freeze all objects that tests share: `gc.collect`, which many call, need not go through a million objects each
     time. Garbage is collected from now on, all of it after a million new objects: engines are large, but seldom in
-    circles. Adapters are saved without PEFT's model card, which takes longer than all the rest. A process that
-    interprets patches Triton's language once.
+    circles. Adapters are saved without PEFT's model card, which takes longer than all
+    the rest. A process that interprets patches Triton's language once.
     """
     if peft := sys.modules.get("peft"):
         peft.PeftModel.create_or_update_model_card = lambda self, output_dir: None
