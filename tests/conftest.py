@@ -216,8 +216,8 @@ def _unneeded(
 def pytest_collection_finish() -> None:
     """Freeze all objects that tests share: `gc.collect`, which many call, need not go through a million objects each
     time. Garbage is collected from now on, all of it after a million new objects: engines are large, but seldom in
-    circles. Adapters are saved without PEFT's model card, which takes longer than all
-    the rest. A process that interprets patches Triton's language once.
+    circles. Adapters are saved without PEFT's model card, which takes longer than all the rest. A process that
+    interprets patches Triton's language once.
     """
     if peft := sys.modules.get("peft"):
         peft.PeftModel.create_or_update_model_card = lambda self, output_dir: None
