@@ -466,9 +466,8 @@ class Tiny:
         token that is not its own choice.
         """
         model = self.use(adapter)
-        return after_draft(
-            model, prompt, [] if _depends_on_length(model) else self.draft(adapter, prompt, count), count
-        )
+        draft = [] if _depends_on_length(model) else self.draft(adapter, prompt, count)
+        return after_draft(model, prompt, draft, count)
 
     def draft(self, adapter: str | None, prompt: list[int], count: int) -> list[int]:
         """The answer of an engine."""

@@ -58,7 +58,7 @@ def model():
 
 
 def noting(threads: list[str]):
-    """A compiler that notes the thread of each product's kernel, none of which is compiled yet."""
+    """Forget the compiled kernels of products. The returned `compile` adds the names of its threads to `threads`."""
     inner = compiler.compile
     small_gemm_triton.multiply_rows.device_caches.clear()  # another test may have compiled some
 
