@@ -42,7 +42,8 @@ class Options(argparse.Namespace):
         options.out = options.out.resolve()
         options.work_dir = (options.work_dir or options.out / "work").resolve()
         options.model_size = options.model_size or (TINY if options.device == "cpu" else "llama-3.1-8b")
-        options.sections = options.sections or list(options.known)
+        chosen = options.sections or options.known
+        options.sections = [name for name in SECTIONS if name in chosen]  # some need results of those before them
         options.budget = options.budget or (QUICK_SECONDS if options.quick else math.inf)
         options.section_timeout = options.section_timeout or (QUICK_SECTION_SECONDS if options.quick else math.inf)
         return options

@@ -84,9 +84,15 @@ def _closing(combined: dict[str, Any], smoke: bool) -> list[str]:
     ]
     if not combined["one_commit"]:
         lines.append("the sections were not all measured at one clean commit")
-    lines += [f"FAILED {name}: {error.strip().splitlines()[-1]}" for name, error in combined["failed"].items()]
+    lines += [f"FAILED {name}: {_why(error)}" for name, error in combined["failed"].items()]
     if combined["missing"]:
         lines.append(f"not run yet: {', '.join(combined['missing'])}; the same command runs them")
     if smoke:
         lines.append(f"device {combined['settings']['device']}: {SMOKE}")
     return lines
+
+
+def _why(error: str) -> str:
+    """The line of a recorded error that names it: the last one of a traceback, else the first, before the log's end."""
+    lines = error.strip().splitlines()
+    return lines[-1 if lines[0].startswith("Traceback") else 0]

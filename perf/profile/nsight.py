@@ -55,9 +55,9 @@ def systems_command(report: Path, command: Sequence[str]) -> list[str]:
     return [need("nsys"), "profile", *flags, f"--output={report}", *command]
 
 
-def systems_tables(report: Path) -> tuple[str, str]:
-    """The kernels and the spans of a report, as CSV. Raises RuntimeError with what the tool said."""
-    return _stats(report, "cuda_gpu_trace"), _stats(report, "nvtx_pushpop_trace")
+def systems_tables(report: Path) -> tuple[str, str, str]:
+    """The kernels, the host's calls and the spans of a report, as CSV. Raises RuntimeError with what the tool said."""
+    return _stats(report, "cuda_gpu_trace"), _stats(report, "cuda_api_trace"), _stats(report, "nvtx_pushpop_trace")
 
 
 def _stats(report: Path, table: str) -> str:

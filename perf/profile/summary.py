@@ -21,7 +21,8 @@ _MOST_KERNELS = 12
 def summarise(steps: Sequence[Step], floors: Mapping[Part, float]) -> dict[str, Any]:
     """Medians over the steps, in microseconds: the whole step, its gaps, and each part with its floor.
 
-    A gap counts for the part of the kernel after it: it is the time until that kernel could begin.
+    Time of kernels that overlap counts once, as `Step.timeline` says. A gap counts for the part of the kernel after it:
+    it is the time until that kernel could begin.
     """
     kernels: dict[Part, list[int]] = defaultdict(list)
     times: dict[Part, list[float]] = defaultdict(list)
@@ -29,18 +30,16 @@ def summarise(steps: Sequence[Step], floors: Mapping[Part, float]) -> dict[str, 
     by_name: Counter[tuple[str, str]] = Counter()
     counts: Counter[tuple[str, str]] = Counter()
     for step in steps:
-        assigned = assign(step)
-        idle = dict(zip(step.kernels[1:], [gap for _, gap in step.gaps()], strict=True))
         of_part: dict[Part, list[tuple[float, float]]] = defaultdict(list)
-        for kernel, part in assigned:
-            of_part[part].append((kernel.duration, idle.get(kernel, 0.0)))
-            by_name[kernel.name, part.value] += kernel.duration  # type: ignore[assignment]
+        for (kernel, part), (_, spent, idle) in zip(assign(step), step.timeline(), strict=True):
+            of_part[part].append((spent, idle))
+            by_name[kernel.name, part.value] += spent  # type: ignore[assignment]
             counts[kernel.name, part.value] += 1
         for part in Part:
             found = of_part.get(part, [])
             kernels[part].append(len(found))
-            times[part].append(sum(duration for duration, _ in found))
-            gaps[part].append(sum(gap for _, gap in found))
+            times[part].append(sum(spent for spent, _ in found))
+            gaps[part].append(sum(idle for _, idle in found))
     rows = [
         {
             "part": part.value,
@@ -62,8 +61,8 @@ def summarise(steps: Sequence[Step], floors: Mapping[Part, float]) -> dict[str, 
         "replayed": median(step.in_graphs / max(1, len(step.kernels)) for step in steps),
         "parts": rows,
         "kernels": [
-            {"name": name, "part": part, "us": spent / len(steps), "count": counts[name, part] / len(steps)}
-            for (name, part), spent in by_name.most_common(_MOST_KERNELS)
+            {"name": name, "part": part, "us": total / len(steps), "count": counts[name, part] / len(steps)}
+            for (name, part), total in by_name.most_common(_MOST_KERNELS)
         ],
     }
 

@@ -10,7 +10,6 @@ import io
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +18,9 @@ STEP = "chorus.step"
 
 #: Categories of a trace's events that are work of a GPU.
 _DEVICE = frozenset(["kernel", "gpu_memcpy", "gpu_memset"])
+
+#: Categories of the host's calls that launch it.
+_HOST = frozenset(["cuda_runtime", "cuda_driver"])
 
 
 class TraceError(ValueError):
@@ -34,17 +36,28 @@ class Kernel(NamedTuple):
     stream: int = 0
     launch: int = -1
     """The launch that it belongs to: all kernels of a graph's replay have one."""
-    node: int = 0
-    """Its node in a captured graph; 0 outside of graphs."""
+    replayed: bool = False
+    """True for a node of a captured graph."""
 
     @property
     def end(self) -> float:
         return self.start + self.duration
 
 
+class Launch(NamedTuple):
+    """A call of the host that launched kernels. Times are in microseconds."""
+
+    name: str
+    start: float
+
+    @property
+    def replays(self) -> bool:
+        return "GraphLaunch" in self.name  # cudaGraphLaunch, cuGraphLaunch, with or without a version
+
+
 @dataclass(frozen=True)
 class Step:
-    """A step's kernels, in the order in which they began. seconds of the host: from its call to its result."""
+    """The kernels that a step launched, in the order in which they began. host_us: microseconds of its call."""
 
     host_us: float
     kernels: Sequence[Kernel] = field(default_factory=list)
@@ -57,24 +70,23 @@ class Step:
     @property
     def busy_us(self) -> float:
         """Time in which at least one kernel ran."""
-        busy = reached = 0.0
-        for kernel in self.kernels:
-            busy += max(0.0, kernel.end - max(kernel.start, reached))
-            reached = max(reached, kernel.end)
-        return busy
+        return sum(spent for _, spent, _ in self.timeline())
 
     @property
     def in_graphs(self) -> int:
         """Number of kernels that were replayed from a captured graph."""
-        return sum(kernel.node > 0 for kernel in self.kernels)
+        return sum(kernel.replayed for kernel in self.kernels)
 
-    def gaps(self) -> list[tuple[Kernel, float]]:
-        """The idle time before each kernel but the first; 0 if another one still ran."""
-        found, reached = [], 0.0
-        for before, kernel in pairwise(self.kernels):
-            reached = max(reached, before.end)
-            found.append((kernel, max(0.0, kernel.start - reached)))
-        return found
+    def timeline(self) -> Iterator[tuple[Kernel, float, float]]:
+        """Each kernel, the time that it ran after all before it had ended, and the idle time before it.
+
+        A dependent launch begins while the kernel before it runs, and waits for it. Such time counts once, for the
+        kernel that began first: so these times and gaps add up to the step's.
+        """
+        reached = self.kernels[0].start if self.kernels else 0.0
+        for kernel in self.kernels:
+            yield kernel, max(0.0, kernel.end - max(kernel.start, reached)), max(0.0, kernel.start - reached)
+            reached = max(reached, kernel.end)
 
 
 def read_chrome(path: Path) -> list[Step]:
@@ -91,11 +103,19 @@ def read_chrome(path: Path) -> list[Step]:
     kernels = [_kernel(event) for event in complete if event.get("cat") in _DEVICE]
     if not kernels:
         kernels = list(_outermost(event for event in complete if event.get("cat") == "cpu_op"))
-    return _split(spans, kernels, str(path))
+    launches = {
+        int(event["args"]["correlation"]): Launch(event["name"], event["ts"])
+        for event in complete
+        if event.get("cat") in _HOST and "correlation" in event.get("args", {})
+    }
+    return _split(spans, kernels, launches, str(path))
 
 
-def read_nsight(kernels: str, spans: str) -> list[Step]:
-    """Steps of Nsight Systems' tables `cuda_gpu_trace` and `nvtx_pushpop_trace`, as CSV. Raises TraceError."""
+def read_nsight(kernels: str, calls: str, spans: str) -> list[Step]:
+    """Steps of Nsight Systems' tables `cuda_gpu_trace`, `cuda_api_trace` and `nvtx_pushpop_trace`, as CSV.
+
+    Raises TraceError.
+    """
     found = [
         Kernel(
             row["Name"],
@@ -106,12 +126,15 @@ def read_nsight(kernels: str, spans: str) -> list[Step]:
         )
         for row in _rows(kernels, "Start (ns)")
     ]
+    launches = {
+        int(row["CorrID"]): Launch(row["Name"], int(row["Start (ns)"]) / 1e3) for row in _rows(calls, "Start (ns)")
+    }
     begun = [
         (int(row["Start (ns)"]) / 1e3, int(row["End (ns)"]) / 1e3)
         for row in _rows(spans, "Start (ns)")
         if row["Name"].rpartition(":")[2] == STEP  # after the domain
     ]
-    return _split(begun, found, "the report")
+    return _split(begun, found, launches, "the report")
 
 
 def _rows(text: str, column: str) -> Iterator[Mapping[str, str]]:
@@ -129,14 +152,13 @@ def _is_span(event: Mapping[str, Any]) -> bool:
 
 def _kernel(event: Mapping[str, Any]) -> Kernel:
     args = event.get("args", {})
-    node, launch = args.get("graph node id", 0), args.get("correlation", -1)
     return Kernel(
         event["name"],
         event["ts"],
         event["dur"],
         stream=int(args.get("stream", 0)),
-        launch=int(launch),
-        node=int(node),
+        launch=int(args.get("correlation", -1)),
+        replayed=bool(args.get("graph node id", 0)),  # CUPTI of CUDA 13.0 names none
     )
 
 
@@ -149,11 +171,19 @@ def _outermost(events: Iterable[Mapping[str, Any]]) -> Iterator[Kernel]:
             yield Kernel(event["name"], event["ts"], event["dur"])
 
 
-def _split(spans: Sequence[tuple[float, float]], kernels: Iterable[Kernel], source: str) -> list[Step]:
-    """Give each step the kernels that began within it: a step ends when the host has its tokens."""
+def _split(
+    spans: Sequence[tuple[float, float]], kernels: Iterable[Kernel], launches: Mapping[int, Launch], source: str
+) -> list[Step]:
+    """Give each step the kernels that were launched within it. They may run later: the host prepares a step while the
+    one before it runs. A kernel whose launch is not known belongs to the step in which it began.
+    """
     if not spans:
         raise TraceError(f"{source} has no span named {STEP!r}: record it with `python -m chorus.perf.profile`")
-    ordered = sorted(kernels, key=lambda kernel: kernel.start)
+    found: list[tuple[float, Kernel]] = []
+    for kernel in sorted(kernels, key=lambda kernel: kernel.start):
+        launch = launches.get(kernel.launch, Launch("", kernel.start))
+        found.append((launch.start, kernel._replace(replayed=kernel.replayed or launch.replays)))
     return [
-        Step(end - begin, [kernel for kernel in ordered if begin <= kernel.start < end]) for begin, end in sorted(spans)
+        Step(end - begin, [kernel for launched, kernel in found if begin <= launched < end])
+        for begin, end in sorted(spans)
     ]

@@ -112,6 +112,19 @@ def test_rows_of_a_section_that_hangs_are_shown(tmp_path, sections, capsys):
     assert "(d) prefill (incomplete)" in capsys.readouterr().out
 
 
+def test_sections_run_in_their_own_order(tmp_path, sections, capsys):
+    """`http` reads what `mixes` wrote, and all read the rates of `limits`."""
+    call(tmp_path, "--sections", "http", "mixes", "limits")
+    begun = [line.partition(":")[0] for line in capsys.readouterr().err.splitlines() if line.endswith(" …")]
+    assert begun == ["limits", "mixes", "http"]
+
+
+def test_the_report_says_why_a_process_was_ended(tmp_path, sections, capsys):
+    sections["limits"] = "import time; print('the last line of its log', flush=True); time.sleep(600)"
+    call(tmp_path, "--sections", "limits", "--section-timeout", "1")
+    assert "FAILED limits: not done after 1 s" in capsys.readouterr().out
+
+
 def test_no_section_is_started_after_the_budget(tmp_path, sections, capsys):
     ticks = iter([0.0, 0.0, 90.0, 91.0])
     _, found = call(tmp_path, "--sections", "limits", "sgmv", "decode", "--budget", "100", clock=lambda: next(ticks))

@@ -1,4 +1,6 @@
-"""A trace as torch.profiler writes it for two decode steps on a GPU: one replayed, one launched kernel by kernel."""
+"""A trace as torch.profiler writes it for two decode steps on a GPU: one replayed, one launched kernel by kernel. The
+kernels of the first begin after its span, as those of a step that is launched while the one before it runs.
+"""
 
 from __future__ import annotations
 
@@ -19,21 +21,22 @@ KERNELS = [
 
 
 def events(begin: float, *, graph: bool) -> list[dict[str, Any]]:
-    """Events of one step that begins at `begin`; graph: its kernels are nodes of one launch."""
+    """Events of one step that begins at `begin`; graph: its kernels are nodes of one launch, which runs later."""
     span = {"ph": "X", "pid": 1, "tid": 1, "ts": begin, "dur": 300.0, "name": "chorus.step"}
     found = [{**span, "cat": "user_annotation"}, {**span, "cat": "gpu_user_annotation", "ts": begin + 100, "dur": 150}]
     for index, (name, start, duration) in enumerate(KERNELS):
-        args: dict[str, Any] = {"device": 0, "context": 1, "stream": 7, "correlation": 900 if graph else 900 + index}
-        if graph:
-            args |= {"graph id": 3, "graph node id": 17179869184 + index}
-        kernel = {"ph": "X", "cat": "kernel", "pid": 0, "tid": 7, "ts": begin + start, "dur": duration, "name": name}
-        found.append({**kernel, "args": args})
-    launch = {"ph": "X", "cat": "cuda_runtime", "pid": 1, "tid": 1, "ts": begin + 20, "dur": 30.0}
-    return [*found, {**launch, "name": "cudaGraphLaunch", "args": {"correlation": 900}}]
+        args: dict[str, Any] = {"device": 0, "context": 1, "stream": 7, "correlation": 900 if graph else 901 + index}
+        kernel = {"ph": "X", "cat": "kernel", "pid": 0, "tid": 7, "dur": duration, "name": name}
+        found.append({**kernel, "ts": begin + start + (400 if graph else 0), "args": args})
+        if index == 0 or not graph:
+            launch = {"ph": "X", "cat": "cuda_runtime", "pid": 1, "tid": 1, "ts": begin + 20 + index, "dur": 0.5}
+            name = "cudaGraphLaunch" if graph else "cudaLaunchKernelExC"
+            found.append({**launch, "name": name, "args": {"correlation": args["correlation"]}})
+    return found
 
 
 def write(path: Path) -> Path:
-    other = {"ph": "X", "cat": "kernel", "pid": 0, "tid": 7, "ts": 400.0, "dur": 9.0, "name": "warm_up", "args": {}}
+    other = {"ph": "X", "cat": "kernel", "pid": 0, "tid": 7, "ts": 900.0, "dur": 9.0, "name": "warm_up", "args": {}}
     trace = {"schemaVersion": 1, "traceEvents": [*events(0.0, graph=True), other, *events(1000.0, graph=False)]}
     path.write_text(json.dumps(trace), "utf-8")
     return path

@@ -73,6 +73,7 @@ def test_nsight_systems_records_the_same_steps(tmp_path, capsys, monkeypatch):
     folder = tmp_path / "bin"
     folder.mkdir()
     (tmp_path / "cuda_gpu_trace").write_text(test_trace.KERNELS)
+    (tmp_path / "cuda_api_trace").write_text(test_trace.CALLS)
     (tmp_path / "nvtx_pushpop_trace").write_text(test_trace.SPANS)
     tool = folder / "nsys"
     tool.write_text(

@@ -52,11 +52,12 @@ def test_kernels_of_replays_are_recorded_one_by_one(tools):
     assert command[-1] == "python"
 
 
-def test_both_tables_are_of_one_report(tools):
+def test_all_tables_are_of_one_report(tools):
     (tools / "nsys.csv").write_text("Start (ns)\n1\n")
-    assert nsight.systems_tables(Path("d.nsys-rep")) == ("Start (ns)\n1\n",) * 2
+    assert nsight.systems_tables(Path("d.nsys-rep")) == ("Start (ns)\n1\n",) * 3
     calls = (tools / "calls").read_text().splitlines()
-    assert [call.split()[1] for call in calls] == ["--report=cuda_gpu_trace", "--report=nvtx_pushpop_trace"]
+    asked = [call.split()[1].removeprefix("--report=") for call in calls]
+    assert asked == ["cuda_gpu_trace", "cuda_api_trace", "nvtx_pushpop_trace"]
     assert all(call.endswith("d.nsys-rep") for call in calls)
 
 

@@ -21,11 +21,12 @@ def test_time_and_gaps_by_part(tmp_path):
         "floor_us": 32.0,
         "over_floor": 1.25,
     }
-    assert (rows["LoRA"]["kernels"], rows["LoRA"]["us"], rows["LoRA"]["over_floor"]) == (2, 14.0, 2.0)
+    assert (rows["LoRA"]["kernels"], rows["LoRA"]["us"], rows["LoRA"]["over_floor"]) == (2, 12.0, 12 / 7)
     assert (rows["sampling"]["gap_us"], rows["sampling"]["floor_us"]) == (3.0, None)
     assert (found["steps"], found["host_us"], found["device_us"], found["floor_us"]) == (2, 300.0, 149.0, 89.0)
     assert found["replayed"] == 0.5, "all kernels of one step, none of the other's"
     assert sum(row["gap_us"] for row in found["parts"]) + found["busy_us"] == found["device_us"]
+    assert sum(row["us"] for row in found["parts"]) == found["busy_us"], "time that kernels share counts once"
     assert found["kernels"][0] == {"name": recorded.KERNELS[5][0], "part": "logits", "us": 60.0, "count": 1.0}
 
 
