@@ -6,6 +6,7 @@ import gc
 import itertools
 import logging
 import os
+import random
 import re
 import signal
 import sys
@@ -60,6 +61,9 @@ os.environ["SSL_CERT_FILE"] = str(kept_files("authority", _one_certificate) / "c
 #: Each process has models and adapters of its own, a gigabyte and a half in all.
 MAX_PROCESSES = 8
 
+#: A plain `pytest` runs one of so many cases of a test marked `wide`.
+SHARE = 6
+
 #: Greedy choices closer than this are left out of comparisons: they would test rounding, not the engine.
 MIN_MARGIN = 1e-3
 
@@ -91,6 +95,8 @@ def marks_of_file(path: Path) -> frozenset[str]:
     words = set(re.findall(r"\w+", path.read_text()))
     if "numerics" in words:
         words.add("native")
+    if "wide" in words:
+        words.add("beyond")
     if path.stem.endswith("_interpreted"):
         words |= {"long", "triton"}
     return frozenset(words)
@@ -128,17 +134,21 @@ def pytest_make_collect_report(
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out slow tests, and those of GPU kernels but for a sample, unless they are named, by themselves or by a
-    marker. Where the native library is there, leave out those that compare numbers of PyTorch's operators, too: `make
-    plain` runs them without it. Long tests come first, so that none is left alone at the end. A test that compares
-    numbers is `native` where its kernels are, so that those which another level of instructions may change are told
-    apart. Of these, one with a parameter `level` runs at all `levels` in any session.
+    """Leave out slow tests, those of GPU kernels but for a sample, and most cases of `wide` tests, unless they are
+    named, by themselves or by a marker. Where the native library is there, leave out those that compare numbers of
+    PyTorch's operators, too: `make plain` runs them without it. Long tests come first, so that none is left alone at
+    the end. A test that compares numbers is `native` where its kernels are, so that those which another level of
+    instructions may change are told apart. Of these, one with a parameter `level` runs at all `levels` in any session.
     """
     if unnamed := _unnamed_marks(items, {line.partition(":")[0] for line in config.getini("markers")}):
         raise pytest.UsageError(f"marks that the files of tests don't name, so that -m may miss them: {unnamed}")
     left_out = _beyond_pairs(items)
+    others = {item for item in items if _is_left_out(item)}
+    beyond = _beyond_share([item for item in items if item not in left_out | others])
+    for item in beyond:
+        item.add_marker("beyond")
     if config.args_source is pytest.Config.ArgsSource.TESTPATHS and not config.option.markexpr:
-        left_out |= {item for item in items if _is_left_out(item)}
+        left_out |= others | beyond
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if item not in left_out]
     items.sort(key=lambda item: item.get_closest_marker("long") is None)
@@ -155,8 +165,26 @@ def _unnamed_marks(items: list[pytest.Item], names: set[str]) -> list[str]:
     return sorted(f"{path.name}: {name}" for path, name in found if name not in marks_of_file(path))
 
 
+def _beyond_share(items: list[pytest.Item]) -> set[pytest.Item]:
+    """What a plain `pytest` leaves out of tests marked `wide`: all cases but every sixth, of another one in each test,
+    and single tests that have the mark themselves. A test with cases keeps one at least.
+    """
+    tests: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("wide"):
+            tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    beyond: set[pytest.Item] = set()
+    for name, cases in tests.items():
+        if hasattr(cases[0], "callspec"):
+            first = random.Random(name).randrange(min(SHARE, len(cases)))
+            beyond |= {*cases} - {*cases[first::SHARE]}
+        elif any(node is cases[0] for node, _ in cases[0].iter_markers_with_node("wide")):
+            beyond |= {*cases}
+    return beyond
+
+
 def _is_left_out(item: pytest.Item) -> bool:
-    """True if a plain `pytest` leaves a test out."""
+    """True if a plain `pytest` leaves a test out with all its cases."""
     is_of_kernels = item.get_closest_marker("triton") and not item.get_closest_marker("sample")
     return bool(item.get_closest_marker("slow") or is_of_kernels or _is_of_the_other_kernels(item))
 

@@ -10,6 +10,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("core", "graphs", "memory", "ops", "perf", "server")
 
@@ -44,6 +46,7 @@ def importing(names: list[str] | tuple[str, ...], without: tuple[str, ...]) -> s
     )
 
 
+@pytest.mark.wide
 def test_every_module_can_be_imported_without_optional_dependencies():
     needs = tuple(f"_{name}" for name in OPTIONAL)
     plain = [name for name in modules() if not name.endswith((*needs, "__main__"))]
@@ -52,6 +55,7 @@ def test_every_module_can_be_imported_without_optional_dependencies():
     assert result.returncode == 0, result.stderr[-2000:]
 
 
+@pytest.mark.wide
 def test_policy_code_needs_no_torch():
     """The simulator runs the engine itself, without tensors."""
     result = run(importing(POLICY, ("torch",)))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from .conftest import marks_of_file, may_match
+from .conftest import SHARE, _beyond_share, marks_of_file, may_match
 
 HERE = Path(__file__).parent
 
@@ -39,6 +39,7 @@ def test_a_file_is_collected_if_a_test_may_match(expression, marks, wanted):
         ("core/test_families.py", {"numerics", "native", "slow"}),  # `native` by the kernels of a case
         ("core/executors/test_cuda_interpreted.py", {"triton", "long", "slow"}),
         ("ops/test_sgmv_triton.py", {"triton", "slow"}),
+        ("core/test_families.py", {"wide", "beyond"}),
     ],
 )
 def test_marks_of_a_file(file, wanted):
@@ -48,6 +49,38 @@ def test_marks_of_a_file(file, wanted):
 def test_a_file_without_a_mark_does_not_have_it(tmp_path):
     (tmp_path / "test_it.py").write_text("import pytest\n\npytestmark = pytest.mark.numerics\n")
     assert {"slow", "triton"}.isdisjoint(marks_of_file(tmp_path / "test_it.py"))
+
+
+class Item:
+    """As much of a collected test as `_beyond_share` reads. own: the mark is on the test itself."""
+
+    def __init__(self, nodeid: str, *, own: bool = False, marked: bool = True) -> None:
+        self.nodeid, self._own, self._marked = nodeid, own, marked
+        if nodeid.endswith("]"):
+            self.callspec = object()
+
+    def get_closest_marker(self, name: str) -> object | None:
+        return name if self._marked else None
+
+    def iter_markers_with_node(self, name: str) -> list[tuple[object, str]]:
+        return [(self if self._own else "its module", name)]
+
+
+@pytest.mark.parametrize("count", [1, 2, SHARE, SHARE + 1, 5 * SHARE + 2])
+def test_every_test_keeps_one_of_six_cases_and_at_least_one(count):
+    kept = set()
+    for test in (f"test_files.py::test_{name}" for name in "abcdefghijkl"):
+        cases = [Item(f"{test}[{case}]") for case in range(count)]
+        left = [case for case, item in enumerate(cases) if item not in _beyond_share(cases)]
+        assert count // SHARE <= len(left) <= -(-count // SHARE)
+        assert left, test
+        kept |= {*left}
+    assert kept >= {*range(min(count, 2))}, "other cases of another test"
+
+
+def test_a_single_test_is_left_out_by_its_own_mark_alone():
+    items = [Item("f::test_a", own=True), Item("f::test_b"), Item("f::test_c[1]", marked=False)]
+    assert _beyond_share(items) == {items[0]}
 
 
 def test_levels_leave_out_single_tests_only():

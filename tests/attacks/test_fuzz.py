@@ -11,6 +11,7 @@ CALLS = [*questions({None: ["a\n", "b\n"], "upper": ["c\n", "d\n"]}, 0, 20), *ot
 CALLS += structured_calls()
 
 
+@pytest.mark.wide
 def test_a_number_gives_the_same_mutant():
     first, again = ([mutant(number, CALLS) for number in range(3000)] for _ in range(2))
     assert first == again

@@ -16,7 +16,7 @@ from chorus.ops.sgmv import AdapterRows
 
 from .invariance import Request, Row, Tally, World, build, cancel, compare, compute, schedule
 
-pytestmark = pytest.mark.native
+pytestmark = [pytest.mark.native, pytest.mark.wide]
 DTYPES = [torch.bfloat16, torch.float32]
 
 

@@ -6,6 +6,8 @@ import pytest
 
 from .page_shares import DECODE_STEP, SIZES, main, measure
 
+pytestmark = pytest.mark.wide
+
 
 @pytest.mark.parametrize("name", SIZES)
 def test_a_tenant_of_large_requests_leaves_a_small_one_its_share_of_the_pages(name):

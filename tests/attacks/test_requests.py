@@ -17,6 +17,7 @@ def test_random_bodies_are_those_of_their_seed():
     assert all(len(attack.body) < MAX_BODY for attack in first)
 
 
+@pytest.mark.wide
 def test_the_shapes_are_small_but_for_those_that_say_so():
     large = {attack.name for attack in shapes() if len(attack.body) >= MAX_BODY}
     assert large == {"200,000 empty messages", "200,000 messages", "8 MB prompt"}

@@ -11,7 +11,7 @@ from chorus.graphs.runner import StepMode
 from .adapter_zoo import FORMS, INVOCATION, kept_zoo
 from .conftest import moved
 
-pytestmark = [pytest.mark.numerics, pytest.mark.native]
+pytestmark = [pytest.mark.numerics, pytest.mark.native, pytest.mark.wide]
 
 ACTIVATED = [name for name, form in FORMS.items() if "alora_invocation_tokens" in form]
 

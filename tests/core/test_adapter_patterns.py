@@ -18,7 +18,7 @@ from chorus.core.requests.request import Request
 from chorus.core.requests.request_params import RequestParams
 from chorus.perf.inline_reads import InlineReads
 
-pytestmark = pytest.mark.numerics
+pytestmark = [pytest.mark.numerics, pytest.mark.wide]
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 MLP = ["gate_proj", "up_proj", "down_proj"]

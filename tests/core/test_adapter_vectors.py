@@ -23,7 +23,7 @@ NEEDS_NATIVE = pytest.mark.skipif(
     not native_library.available(torch.float32), reason="ranks add up by the native library"
 )
 
-pytestmark = [pytest.mark.numerics]
+pytestmark = [pytest.mark.numerics, pytest.mark.wide]
 
 #: Projections in one matrix, norms around, scaled or parallel parts, linear attention, gates.
 FAMILIES = ["phi-3", "gemma-3", "cohere-2", "granite", "qwen3.5", "qwen2"]

@@ -28,7 +28,7 @@ from .merging.test_merged import merge
 from .model_module_forms import Alone, save_form
 from .tiny_families import MIN_MARGIN, save_family
 
-pytestmark = [pytest.mark.numerics, pytest.mark.native]
+pytestmark = [pytest.mark.numerics, pytest.mark.native, pytest.mark.wide]
 
 VOCAB = 150
 

@@ -34,6 +34,8 @@ from .test_streaming import Gate
 from .tiny_families import EXPERTS
 from .tiny_mixtures import ADAPTERS, LETTERS, make_mixture, one_by_one, together
 
+pytestmark = pytest.mark.wide
+
 CHUNKS = list(itertools.product(EXPERTS, (1, 7, 64))) if EVERY else list(zip(QUICK, (64, 7, 1), strict=True))
 """Families and sizes of chunks."""
 

@@ -35,6 +35,8 @@ from .test_families import executor_of, logits_of
 from .test_family_paths import EVERY, answers, told
 from .tiny_families import ADAPTERS, EXPERTS, save_family
 
+pytestmark = pytest.mark.wide
+
 BF16_ERROR = 8e-2
 """Relative L2 error of bfloat16 logits that is taken for rounding, which may change a router's choice; measured: at
 most 5.9e-2.
@@ -355,6 +357,7 @@ def every_expert(path: Path, rank: int, modules: Any, dtype: torch.dtype = torch
     return path
 
 
+@pytest.mark.wide
 def test_as_many_tensors_are_read_as_a_model_has_of_experts(tmp_path):
     """More than of any other model: 64 experts in 30 layers, 11,520 tensors."""
     changes = {"num_experts": 64, "num_hidden_layers": 30, "hidden_size": 8, "moe_intermediate_size": 8}

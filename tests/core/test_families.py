@@ -22,7 +22,7 @@ from chorus.core.requests.request_params import RequestParams
 
 from .tiny_families import ADAPTERS, EXPERTS, FAMILIES, INTERNLM_3, save_family
 
-pytestmark = pytest.mark.numerics
+pytestmark = [pytest.mark.numerics, pytest.mark.wide]
 
 BF16_LOGITS_ERROR = 3e-2
 """Relative L2 error of bfloat16 logits that is taken for rounding; measured: at most 2.1e-2 (Llama: 1.1e-2)."""

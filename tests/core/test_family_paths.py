@@ -20,6 +20,7 @@ pytestmark = [
     pytest.mark.numerics,
     pytest.mark.native,
     pytest.mark.parametrize("kernels", ["native", "torch"] if EVERY else ["native"]),
+    pytest.mark.wide,
 ]
 
 

@@ -26,7 +26,7 @@ from chorus.ops.float8_kv import UNSCALED, KvScales
 from .merging.test_merged import merge
 from .tiny_families import ADAPTERS, Tiny
 
-pytestmark = pytest.mark.numerics
+pytestmark = [pytest.mark.numerics, pytest.mark.wide]
 
 #: Least lead of a choice. Keys that differ in the last bit of float32 may be rounded to two neighbours in FP8.
 CLEAR = 0.03

@@ -22,7 +22,7 @@ from .tiny_families import save_family
 pytest.importorskip("gguf")
 from .gguf_models import MODELS, permute, tensors_of, write_gguf
 
-pytestmark = pytest.mark.numerics
+pytestmark = [pytest.mark.numerics, pytest.mark.wide]
 
 
 def make(

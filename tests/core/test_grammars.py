@@ -24,6 +24,8 @@ from ..conftest import Subject
 from ..tiny_tokenizer import save_tokenizer
 from .conftest import Answer, exported
 
+pytestmark = pytest.mark.wide
+
 EOS = 2
 SCHEMA = {
     "type": "object",

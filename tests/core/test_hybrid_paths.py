@@ -21,7 +21,7 @@ from .speculation.stand_ins import Drawn, Free, Right, Wrong
 from .speculation.test_speculation import WAYS, ask, same
 from .tiny_families import ADAPTERS, HYBRIDS
 
-pytestmark = [pytest.mark.numerics, pytest.mark.parametrize("kernels", ["torch", "native"])]
+pytestmark = [pytest.mark.numerics, pytest.mark.parametrize("kernels", ["torch", "native"]), pytest.mark.wide]
 
 
 answers = partial(test_family_paths.answers, adapters=(None,))

@@ -25,7 +25,7 @@ from .plain_states import PlainStates
 from .test_families import executor_of, logits_of
 from .tiny_families import ATTENTION, HYBRIDS, LINEAR, MIN_MARGIN, MLP, QWEN3_5, randomise, save_family
 
-pytestmark = pytest.mark.numerics
+pytestmark = [pytest.mark.numerics, pytest.mark.wide]
 
 BLOCK, PAGES = 16, 24
 

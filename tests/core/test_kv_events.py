@@ -7,6 +7,8 @@ import pytest
 from chorus.core.kv_events import KvEvents, Stored
 from chorus.memory.files.identity import with_content
 
+pytestmark = pytest.mark.wide
+
 PROMPT = [11, 12, 13, 14, 15, 16, 17, 18, 19, 20] * 7
 
 

@@ -15,7 +15,7 @@ from chorus.ops import native_library
 from .merging.test_merged import merge
 from .model_module_forms import FORMS, make_forms
 
-pytestmark = [pytest.mark.numerics, pytest.mark.native]
+pytestmark = [pytest.mark.numerics, pytest.mark.native, pytest.mark.wide]
 
 #: Untied and tied; with factors of embeddings and logits, soft caps, and several layers of norms.
 FAMILIES = ("llama2", "llama3", "granite", "gemma-2", "cohere-2-untied", "qwen3.5-tied")

@@ -21,6 +21,8 @@ from chorus.memory.files.identity import with_content
 
 from .conftest import Answer, exported
 
+pytestmark = pytest.mark.wide
+
 PROMPT = [11, 12, 13, 14, 15, 16, 17, 18, 19, 20] * 3
 
 

@@ -18,7 +18,7 @@ from chorus.core.requests.request_params import RequestParams
 from chorus.core.requests.types import FinishReason
 from chorus.memory.host.images import ThreadReads
 
-pytestmark = [pytest.mark.numerics, pytest.mark.pairs]
+pytestmark = [pytest.mark.numerics, pytest.mark.pairs, pytest.mark.wide]
 
 MODELS = ("gqa", "mha", "tied", "wide_heads")
 
@@ -438,6 +438,7 @@ class TestStories:
         assert len(cases) >= 32
         return cases[:32]
 
+    @pytest.mark.wide
     def test_adapters_change_the_answers(self, stories, cases):
         base = [stories.greedy(None, case.prompt, len(case.want)) for case in cases]
         changed = sum(case.want != plain for case, plain in zip(cases, base, strict=True) if case.adapter)

@@ -18,6 +18,8 @@ from chorus.memory.files.identity import with_content
 from ..conftest import Subject, quiet
 from .conftest import Answer, exported
 
+pytestmark = pytest.mark.wide
+
 HEADS = {"three": 3, "one": 1, "seven": 7}
 
 

@@ -34,7 +34,7 @@ from .test_family_paths import answers, told
 from .tiny_families import load_peft
 from .tiny_mixtures import ADAPTERS, Mixture, make_mixture
 
-pytestmark = pytest.mark.native
+pytestmark = [pytest.mark.native, pytest.mark.wide]
 
 FAMILIES = ("qwen3-moe", "gpt-oss", "glm-4-moe")
 """A plain mixture, one with biases whose experts are stacked, and one with a shared expert."""

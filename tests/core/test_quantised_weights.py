@@ -30,6 +30,8 @@ from .merging.test_merged import merge
 from .test_families import executor_of, logits_of
 from .test_parity import add_all, make_cases
 
+pytestmark = pytest.mark.wide
+
 GEOMETRY = Geometry(hidden=288, ffn=352, layers=2, heads=4, kv_heads=2, vocab=512)
 PROMPTS = [[3, 7, 11, 4, 5, 9], [9, 2], list(range(20, 60))]
 NAMES = ("int8", "int4")

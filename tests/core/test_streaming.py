@@ -23,6 +23,8 @@ from chorus.memory.host.images import ThreadReads
 from chorus.memory.pages.adapter_layout import AdapterLayout, AdapterPart
 from chorus.memory.pages.eviction import RestoreCosts
 
+pytestmark = pytest.mark.wide
+
 ADAPTER = "r1-all"
 
 

@@ -13,7 +13,7 @@ from chorus.core.model.families.qwen3_5 import QWEN3_5, QWEN3_5_MOE
 from chorus.core.model.read_config import read_model_config
 from chorus.memory.files.error import AdapterFormatError
 
-pytestmark = pytest.mark.numerics
+pytestmark = [pytest.mark.numerics, pytest.mark.wide]
 
 TEXT = {
     "vocab_size": 150,

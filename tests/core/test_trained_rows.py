@@ -22,7 +22,7 @@ from .merging.test_merged import merge
 from .model_module_forms import Alone
 from .tiny_families import MIN_MARGIN, save_family
 
-pytestmark = [pytest.mark.numerics, pytest.mark.native]
+pytestmark = [pytest.mark.numerics, pytest.mark.native, pytest.mark.wide]
 
 TOKENS = [70, 3, 149, 22, 23, 24, 0, 101]
 

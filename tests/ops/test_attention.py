@@ -66,6 +66,7 @@ chunks = st.tuples(st.integers(2, 9), st.integers(0, 9))
 decodes = st.tuples(st.just(1), st.integers(0, 20))
 
 
+@pytest.mark.wide
 @settings(max_examples=120)
 @given(
     seed=st.integers(0, 2**32 - 1),

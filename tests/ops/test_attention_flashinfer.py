@@ -44,6 +44,7 @@ def make(heads=4, kv_heads=2, head_dim=8, block_tokens=4, dtype=torch.float32, s
     return FlashInferBackend(setup, num_sms=2, module=fake, new_event=stream.new_event), fake
 
 
+@pytest.mark.wide
 @settings(max_examples=80)
 @given(
     seed=st.integers(0, 2**32 - 1),

@@ -18,6 +18,8 @@ from chorus.ops.attention_plan import PlanBuffers
 from .attention_ref import paged_attention_ref
 from .fake_flashinfer import FakeFlashInfer, Stream
 
+pytestmark = pytest.mark.wide
+
 HEADS = HeadShape(4, 2, 8, 4)
 GONE = 0
 """The dummy page, which here holds NaN: no row may see it."""

@@ -33,6 +33,7 @@ def make(heads=4, kv_heads=2, head_dim=8, block_tokens=4, scores=PLAIN):
     return XqaBackend(setup, 2, SimpleNamespace(ragged=lambda: "ragged"), module=fake), fake
 
 
+@pytest.mark.wide
 @settings(max_examples=40)
 @given(
     seed=st.integers(0, 2**32 - 1),

@@ -30,6 +30,7 @@ def begins_early(monkeypatch):
     dependent_launch.allow(True)
 
 
+@pytest.mark.wide
 def test_on_a_gpu_that_can_where_triton_compiles_it(begins_early):
     assert not begins_early(torch.device("cpu"))
     assert not begins_early(Device(80))

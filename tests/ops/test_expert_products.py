@@ -15,6 +15,8 @@ from chorus.ops import native_library, packed_gemm
 from chorus.ops.expert_products import Panels, multiply_each, pack, unpack
 from chorus.ops.native_integers import IntegerPanels, pack_integers
 
+pytestmark = pytest.mark.wide
+
 LEVELS = native_library.levels()
 
 

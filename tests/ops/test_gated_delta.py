@@ -15,7 +15,7 @@ from chorus.ops.gated_delta import DeltaState, DeltaWeights, gated_delta
 
 from .delta_layers import DeltaLayer, copy, verified_steps
 
-pytestmark = pytest.mark.numerics
+pytestmark = [pytest.mark.numerics, pytest.mark.wide]
 
 #: heads of keys and of values, and their widths
 SHAPES = [(2, 4, 16, 24), (1, 1, 8, 8), (3, 3, 32, 16), (2, 6, 128, 128)]

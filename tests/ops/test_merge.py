@@ -27,7 +27,7 @@ from .test_native_sgmv import (
 
 __all__ = ["base"]
 
-pytestmark = pytest.mark.pairs
+pytestmark = [pytest.mark.pairs, pytest.mark.wide]
 
 KERNELS = ["torch", "native"]
 

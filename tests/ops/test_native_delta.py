@@ -17,6 +17,7 @@ from .delta_layers import DeltaLayer, copy, verified_steps
 pytestmark = [
     pytest.mark.native,
     pytest.mark.skipif(not native_library.available(torch.float32), reason="the native library is not built"),
+    pytest.mark.wide,
 ]
 
 #: heads of keys and of values, their widths, and what the convolution sees

@@ -21,7 +21,7 @@ from chorus.ops.sgmv import AdapterRows, Segments
 
 from .native_layers import LAYERS, Kind, Model
 
-pytestmark = pytest.mark.native
+pytestmark = [pytest.mark.native, pytest.mark.wide]
 
 BOUND = {torch.float32: 2e-6, torch.bfloat16: 0.03}
 """Largest error of a logit, in standard deviations of all."""

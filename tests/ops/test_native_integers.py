@@ -20,6 +20,8 @@ from .native_layers import Kind, Model
 from .test_native_layers import SINGLE, check
 from .whole_numbers import WholeNumbers
 
+pytestmark = pytest.mark.wide
+
 LEVELS = native_library.levels()
 FORMS = [(8, 1 << 20, False), (8, 128, True), (4, 128, False), (4, 32, True), (4, 64, False), (8, 96, False)]
 INPUTS = [(16, 256), (8, 64), (8, 128)]

@@ -28,6 +28,7 @@ from .test_native_layers import BOUND, LEVELS
 pytestmark = [
     pytest.mark.native,
     pytest.mark.skipif(not LEVELS, reason="needs the native library"),
+    pytest.mark.wide,
 ]
 
 KINDS = {

@@ -15,7 +15,7 @@ from chorus.ops.float8_kv import UNSCALED, KvScales
 
 from .native_layers import Kind, Model, reference, step
 
-pytestmark = pytest.mark.native
+pytestmark = [pytest.mark.native, pytest.mark.wide]
 
 LEVELS = native_library.levels()
 LENGTH = 83

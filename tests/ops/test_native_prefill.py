@@ -16,7 +16,7 @@ from chorus.perf.bench.sizes import Geometry
 
 from ..tables import LLAMA
 
-pytestmark = [pytest.mark.native, pytest.mark.pairs]
+pytestmark = [pytest.mark.native, pytest.mark.pairs, pytest.mark.wide]
 
 BLOCK, PAGES = 16, 700
 LAYERS = 2

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from chorus.ops.native_descriptors import Element, ReadJob
 from chorus.ops.native_reader import FileRows, ReadJobs
 
-pytestmark = pytest.mark.native
+pytestmark = [pytest.mark.native, pytest.mark.wide]
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 OUT = [torch.float32, torch.float16, torch.bfloat16]

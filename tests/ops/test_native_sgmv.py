@@ -35,6 +35,8 @@ from chorus.ops.sgmv import AdapterRows, Segments, sgmv
 from ..tables import LLAMA
 from .sgmv_ref import sgmv_ref
 
+pytestmark = pytest.mark.wide
+
 F32_BOUND = 5e-6
 BF16_BOUND = 0.03
 BF16_OVER_TORCH = 1.25  # how much farther from float32 the native decoder may be than torch in bf16

@@ -14,6 +14,7 @@ SOURCES = Path(native_library.__file__).parent / "native"
 PROGRAM = Path(__file__).parent / "native_tiles.cpp"
 
 
+@pytest.mark.wide
 @pytest.mark.skipif(not shutil.which("g++"), reason="needs g++")
 def test_products_by_tiles(tmp_path):
     """Exact where sums are, near float64 elsewhere, and a row's bits don't depend on the other rows. The test of the

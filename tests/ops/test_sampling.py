@@ -33,6 +33,8 @@ from chorus.ops.sampling import (
 
 from .layerless import layerless_model
 
+pytestmark = pytest.mark.wide
+
 #: A grid of draws that reaches every token of a share above 1/4000.
 GRID = (torch.arange(4000, dtype=torch.float64) + 0.5) / 4000
 

@@ -51,6 +51,7 @@ def compare(arena, segments, layer, modules, x, out_width, dtype=torch.float32):
     return y, got
 
 
+@pytest.mark.wide
 @settings(max_examples=120)
 @given(
     seed=st.integers(0, 2**32 - 1),

@@ -17,6 +17,8 @@ from chorus.core.engine import Engine
 from chorus.server.engine.worker import EngineWorker
 from chorus.server.errors import EngineUnavailable
 
+pytestmark = pytest.mark.wide
+
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 ANSWER_SECONDS = 60
 
@@ -57,6 +59,7 @@ def works(live):
     return live.post(model="first", prompt=[5, 6], max_tokens=3).status_code == 200
 
 
+@pytest.mark.wide
 def test_endless_paths_and_names_are_refused_before_anybody_looks_for_them(make_live, monkeypatch):
     live = make_live(max_body_bytes=4 << 20)
     looked_for = []
@@ -82,6 +85,7 @@ def test_endless_paths_and_names_are_refused_before_anybody_looks_for_them(make_
     assert works(live)
 
 
+@pytest.mark.wide
 def test_a_disk_that_hangs_costs_the_load_and_nothing_else(make_live, monkeypatch, root):
     live = make_live(settings={"adapter_load_seconds": 0.2})
     go_on, stuck, plain_open = threading.Event(), [], os.open
@@ -296,6 +300,7 @@ def test_a_file_that_changed_before_it_was_read_is_tried_as_it_is_by_now(make_li
         assert quarantined(live) == {}
 
 
+@pytest.mark.wide
 def test_what_was_mended_with_a_link_to_elsewhere_stays_in_quarantine(make_live, root, tmp_path):
     """It would not be loaded from there over HTTP, either."""
     good = tmp_path / "elsewhere"
@@ -309,6 +314,7 @@ def test_what_was_mended_with_a_link_to_elsewhere_stays_in_quarantine(make_live,
     assert works(live)
 
 
+@pytest.mark.wide
 def test_finite_weights_that_overflow_are_set_aside(make_live, root):
     weights = load_file(root / "r3-mlp" / WEIGHTS)
     save_file({name: tensor.float() * 1e30 for name, tensor in weights.items()}, root / "r3-mlp" / WEIGHTS)
@@ -347,6 +353,7 @@ def test_tokens_of_which_none_may_be_drawn_are_refused(make_live):
     assert response.status_code == 400 and response.json()["error"]["param"] == "allowed_token_ids"
 
 
+@pytest.mark.wide
 def test_a_slow_load_delays_no_other(make_live, monkeypatch, root):
     live = make_live(settings={"stall_seconds": 0.5})
     monkeypatch.setattr("chorus.server.engine.adapter_loader.SLOW_SECONDS", 0.05)

@@ -52,6 +52,7 @@ def first_token(live, model):
         return time.monotonic() - begin
 
 
+@pytest.mark.wide
 def test_neither_of_two_adapters_waits_for_the_others_answers(live):
     over = threading.Event()
     body = {"model": "a", "prompt": [5, 6], "max_tokens": LONG, "ignore_eos": True, "stream": True}

@@ -6,6 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
+pytestmark = pytest.mark.wide
+
 BOS, EOS = 256, 257
 
 

@@ -6,6 +6,8 @@ from chorus.core.requests.types import FinishReason, RequestOutput
 from chorus.memory.files.error import LoadFailure
 from chorus.server.errors import GenerationFailed, as_api_error
 
+pytestmark = pytest.mark.wide
+
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 JSON = {"content-type": "application/json"}

@@ -112,6 +112,7 @@ def ask_all(live, reference):
     live.client.post("/resume")
 
 
+@pytest.mark.wide
 def test_no_route_asks_the_disk_on_the_event_loop(serve, reference, tmp_path, monkeypatch):
     live = serve(record=tmp_path / "record.json", adapter_source=(f"sources/*={tmp_path / 'root'}/*",))
     ask_all(live, reference)  # modules are imported where they are needed first
@@ -146,6 +147,7 @@ def hanging(monkeypatch):
     go_on.set()
 
 
+@pytest.mark.wide
 def test_a_disk_of_uploads_that_hangs_holds_up_nothing_else(serve, reference, hanging):
     live = serve(adapter_load_seconds=1.0)
     assert live.client.post("/v1/load_lora_adapter", **form(reference.adapters["r2-qv"])).status_code == 200

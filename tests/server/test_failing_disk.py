@@ -88,6 +88,7 @@ def remove(client, test):
         assert client.delete(f"/v1/adapters/{test}-{name}").status_code == 200
 
 
+@pytest.mark.wide
 def test_a_disk_that_fails_is_told_and_nothing_is_lost(client, disk, adapters):
     body = {"prompt": "abcdef\n", "max_tokens": 400, "ignore_eos": True, "stream": True, "return_token_ids": True}
     with client.stream("POST", "/v1/completions", json=body) as stream:

@@ -154,6 +154,7 @@ def test_adapters_come_and_go(tmp_path):
         assert llm.adapters == []
 
 
+@pytest.mark.wide
 def test_importing_the_package_loads_no_engine():
     code = (
         "import sys, chorus; heavy = {'torch', 'transformers', 'starlette', 'pydantic'} & sys.modules.keys();"
@@ -162,6 +163,7 @@ def test_importing_the_package_loads_no_engine():
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
+@pytest.mark.wide
 def test_examples_run(monkeypatch, capsys):
     """The first as a process, whose end is part of it."""
     monkeypatch.setenv("CHORUS_THREADS", "1")

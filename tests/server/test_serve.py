@@ -73,6 +73,7 @@ def url(server):
     return server[1]
 
 
+@pytest.mark.wide
 def test_keys_change_while_the_server_runs(server, keys):
     process, url = server
     with httpx.Client(base_url=url, timeout=60) as client:
@@ -172,6 +173,7 @@ def test_text_and_tokens_agree(url, tokenizer):
     assert answer.usage.completion_tokens == len(choice.token_ids)
 
 
+@pytest.mark.wide
 def test_the_app_is_served_on_the_event_loop_that_its_worker_gives(start, fake_engine, monkeypatch):
     loop = asyncio.new_event_loop()
     monkeypatch.setattr(EngineWorker, "take_loop", lambda _: loop)

@@ -19,6 +19,8 @@ import chorus
 
 from . import slow_server
 
+pytestmark = pytest.mark.wide
+
 ROOT = Path(chorus.__file__).resolve().parent
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
 BUSY = 60
@@ -126,6 +128,7 @@ def test_what_runs_may_end_and_new_work_is_refused(server, number):
         assert made.ended() == 0
 
 
+@pytest.mark.wide
 def test_what_is_cut_is_told(server):
     with server("well", "--grace-seconds", "0.5") as made:
         endless = {"model": "base", "prompt": "abc", "max_tokens": 10**6, "ignore_eos": True}
@@ -150,6 +153,7 @@ def test_a_second_ctrl_c_ends_at_once(server):
         assert made.ended() == 130
 
 
+@pytest.mark.wide
 def test_slow_clients_do_not_delay_it(server):
     with server("well", "--grace-seconds", "1", "--send-seconds", "500", "--body-seconds", "500") as made:
         host, port = made.url.removeprefix("http://").split(":")
@@ -189,6 +193,7 @@ def test_nothing_that_hangs_keeps_the_process(server, mode):
         assert time.monotonic() - began < 1 + 5 + BUSY
 
 
+@pytest.mark.wide
 def test_a_violated_accounting_invariant_ends_the_process_with_an_error(server):
     with server("invariant") as made:
         answer = made.post(model="base", prompt="abc")

@@ -16,6 +16,8 @@ from chorus.server.text.tokenizer import Tokenizer
 from ..core.speculation.stand_ins import Free
 from .conftest import live_server
 
+pytestmark = pytest.mark.wide
+
 PROMPT = "abcabcabcabcabcabc\n"
 DETAILS = "completion_tokens_details"
 ASKED: list[dict[str, Any]] = [

@@ -17,6 +17,8 @@ from chorus.server.text.tokenizer import Tokenizer
 from ..tiny_tokenizer import save_tokenizer
 from .conftest import FakeEngine, byte_level_backend, live_server
 
+pytestmark = pytest.mark.wide
+
 CHAT = "/v1/chat/completions"
 USER = [{"role": "user", "content": "hi"}]
 TEMPLATE = (

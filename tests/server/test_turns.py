@@ -8,6 +8,8 @@ import sys
 from contextlib import nullcontext
 from types import SimpleNamespace
 
+import pytest
+
 from chorus.server.settings import Settings
 from chorus.server.start import launch
 from chorus.server.start.launch import SWITCH_SECONDS
@@ -28,6 +30,7 @@ print(json.dumps([seen, gc.collect(), sys.getswitchinterval()]))
 """
 
 
+@pytest.mark.wide
 def test_what_was_loaded_is_looked_at_by_no_garbage_collection():
     done = subprocess.run([sys.executable, "-c", LOADED], capture_output=True, text=True, check=True, timeout=120)
     told, frozen_at_exit = done.stdout.splitlines()

@@ -14,6 +14,8 @@ from chorus.server.engine import adapter_health
 from ..attacks.swaps import FILES, NAME
 from .conftest import live_server
 
+pytestmark = pytest.mark.wide
+
 CONTENTS = ("r64-qkv-up", "r8-attention")
 TURN_SECONDS = 0.1
 
@@ -82,6 +84,7 @@ def test_a_wrong_start_deletes_nothing(serve, subject, reference, uploads, wrong
         assert served(live) == before
 
 
+@pytest.mark.wide
 def test_lost_names_are_told_and_their_files_are_kept(serve, reference, uploads, caplog):
     with serve() as live:
         push_all(live, reference)
@@ -105,6 +108,7 @@ def test_lost_names_are_told_and_their_files_are_kept(serve, reference, uploads,
         assert served(live) == before, "the file of names was restored"
 
 
+@pytest.mark.wide
 def test_names_of_another_server_are_refused(serve, reference, uploads, tmp_path):
     with serve() as live:
         push_all(live, reference)

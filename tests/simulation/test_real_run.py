@@ -19,6 +19,7 @@ def few_answers(monkeypatch):
     monkeypatch.setattr(real_run, "ANSWERS_PER_ENGINE", {"auto": 30, "torch": 12})
 
 
+@pytest.mark.wide
 def test_the_engine_keeps_its_promises(calm):
     runs = [simulate(seed, calm) for seed in range(4)]
     assert [cause for _, cause, _ in runs if cause is not None] == []

@@ -72,6 +72,7 @@ EVERYWHERE = {
 """Events that the runs must reach, or they check little."""
 
 
+@pytest.mark.wide
 def test_runs_from_seeds_keep_every_promise():
     assert [(seed, cause) for seed, cause, _ in map(seeds.simulate, range(30)) if cause is not None] == []
 

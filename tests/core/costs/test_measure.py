@@ -221,6 +221,7 @@ def test_a_machine_is_measured_into_a_profile(gqa, tmp_path):
     assert 0 <= costs.disk.contention < 1
 
 
+@pytest.mark.wide
 def test_a_mixture_is_measured_with_the_share_of_experts_that_a_token_goes_to(tiny, tmp_path):
     it = tiny("qwen3-moe")
     profile = measure_machine(config(it, adapters=it.model.parent), batches=16, rounds=1).profile

@@ -18,6 +18,8 @@ from chorus.ops.attention import HeadShape, PagedAttention
 from chorus.ops.attention_plan import PlanBuffers
 from chorus.perf.bench.idle_engine import StubDevice, idle_engine
 
+pytestmark = pytest.mark.wide
+
 ROWS, PROMPT = 3, 20
 
 PARAMS = {

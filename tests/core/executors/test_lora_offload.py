@@ -26,6 +26,7 @@ from .thread_ranks import ThreadProcess
 pytestmark = [
     pytest.mark.native,
     pytest.mark.skipif(not native_library.available(torch.float32), reason="offload workers run the native library"),
+    pytest.mark.wide,
 ]
 
 
@@ -86,6 +87,7 @@ def test_no_layer_arrives_and_the_tokens_are_the_reference_s(subject, with_offlo
     assert max(plan.num_tokens for plan in driver.plans) > 100
 
 
+@pytest.mark.wide
 def test_layers_of_two_kinds(tiny, with_offload):
     """An adapter's parts have layers of their own; none is waited for in the layers of others."""
     it = tiny("qwen3.5")
@@ -99,6 +101,7 @@ def test_layers_of_two_kinds(tiny, with_offload):
     assert link.most == 0 and offload.starts.num_offloaded == 2 and offload.starts.num_streamed == 0
 
 
+@pytest.mark.wide
 def test_adapters_with_vectors_are_waited_for(tmp_path, with_offload):
     """Vectors come after all that LoRA adds; beside them, others are offloaded."""
     it = save_zoo(tmp_path, biased=True, forms={name: BIASED_FORMS[name] for name in ("plain", "dora", "bias-all")})

@@ -49,6 +49,7 @@ from .thread_ranks import ThreadProcess
 pytestmark = [
     pytest.mark.numerics,
     pytest.mark.skipif(not native_library.available(torch.float32), reason="ranks add up by the native library"),
+    pytest.mark.wide,
 ]
 
 #: Model, ranks and kernels: K/V heads are split, and a copy of one is on several ranks.

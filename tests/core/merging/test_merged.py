@@ -25,7 +25,7 @@ from ...conftest import ATTENTION, MLP, Subject, save_adapter
 from ..conftest import ticking
 from ..test_parity import MODELS, add_all, check, make_cases, make_families
 
-pytestmark = pytest.mark.pairs(alone="kernels")
+pytestmark = [pytest.mark.pairs(alone="kernels"), pytest.mark.wide]
 
 
 def load(driver, *names):

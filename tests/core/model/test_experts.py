@@ -16,6 +16,8 @@ from chorus.ops import native_library
 from chorus.ops.expert_products import Matrix, pack, unpack
 from chorus.ops.sgmv import AdapterRows, Segments
 
+pytestmark = pytest.mark.wide
+
 HIDDEN = 32
 
 

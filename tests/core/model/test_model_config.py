@@ -18,6 +18,8 @@ from chorus.core.model.rope_config import RopeConfig
 from chorus.core.model.shard import Shard
 from chorus.core.model.tensor_parts import tensor_shapes
 
+pytestmark = pytest.mark.wide
+
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
     "vocab_size": 100,

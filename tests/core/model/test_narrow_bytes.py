@@ -20,6 +20,8 @@ from .quantization.forms import FORMS
 from .quantization.integer_forms import awq, compressed_integers, gptq
 from .quantization.twins import write_twins
 
+pytestmark = pytest.mark.wide
+
 #: Rows that groups of 64 and 128 divide.
 WIDE = {"hidden_size": 128, "intermediate_size": 256}
 

@@ -25,6 +25,8 @@ from .quantization.test_forms import with_experts
 from .quantization.test_mxfp4 import HOW, write_mxfp4
 from .quantization.twins import Form, write_twins
 
+pytestmark = pytest.mark.wide
+
 CPU, DTYPE, FAMILY = torch.device("cpu"), torch.bfloat16, "Qwen3MoeForCausalLM"
 
 

@@ -29,6 +29,8 @@ from chorus.core.requests.request_params import MAX_LOGPROBS, InvalidRequest, Re
 from chorus.core.requests.types import BASE_LORA_INDEX, FinishReason, ScheduledSequence, StepResult
 from chorus.ops.sampling import TorchSampling, greedy, pick, sample
 
+pytestmark = pytest.mark.wide
+
 VOCAB = 12
 EOS = (0, 1)
 
@@ -371,6 +373,7 @@ def test_only_allowed_tokens_are_drawn(seed, allowed, prompt, output, temperatur
     assert found == tokens_of([row("a", prompt, output, **params)], masked)
 
 
+@pytest.mark.wide
 @given(
     steps=st.lists(st.integers(2, VOCAB - 1), min_size=1, max_size=40),
     prompt=prompts,

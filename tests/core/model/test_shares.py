@@ -25,6 +25,8 @@ from .quantization.test_mxfp4 import write_mxfp4
 from .quantization.twins import weights as every_tensor
 from .quantization.twins import write_twins
 
+pytestmark = pytest.mark.wide
+
 
 def quantise(path: Path) -> None:
     """Store the inputs of Gated DeltaNet in FP8, with a scale for each row."""

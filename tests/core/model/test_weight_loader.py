@@ -383,6 +383,7 @@ for dtype in (torch.float32, torch.bfloat16):
 """
 
 
+@pytest.mark.wide
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux")
 def test_peak_memory_is_the_weights_and_little_more(checkpoint):
     it = checkpoint(vocab_size=1024, hidden_size=512, intermediate_size=2048, num_hidden_layers=9).save(3)

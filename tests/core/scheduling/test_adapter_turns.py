@@ -14,6 +14,8 @@ from chorus.perf.inline_reads import InlineReads
 
 from ...simulation.checked_engine import CheckedEngine
 
+pytestmark = pytest.mark.wide
+
 OVERTAKE = 1.0
 STEP = 0.02
 LONG = 36

@@ -17,6 +17,8 @@ from chorus.memory.host.reads import ReadStalled
 
 from ...memory.fakes import SlowReads
 
+pytestmark = pytest.mark.wide
+
 HUNG, OTHER = "r1-all", "r2-qv"
 
 

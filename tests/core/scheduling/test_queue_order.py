@@ -320,6 +320,7 @@ class TestEngine:
         assert {row.request_id for row in driver.plans[0].sequences} >= {"base", "0"}, "the base model is no adapter"
 
 
+@pytest.mark.wide
 @given(
     popular=st.lists(st.integers(1, 6), min_size=20, max_size=40),
     rare=st.lists(st.tuples(st.integers(0, 30), st.integers(1, 3)), min_size=1, max_size=4),

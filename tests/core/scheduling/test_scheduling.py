@@ -36,6 +36,8 @@ from ...memory.fakes import SlowReads
 from ...simulation.checked_engine import CheckedEngine
 from ..speculation import stand_ins
 
+pytestmark = pytest.mark.wide
+
 
 class HeldReads(InlineReads):
     """Reads that are under way until the test lets them end. begins: else they wait for a thread."""

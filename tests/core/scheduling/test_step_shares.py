@@ -19,6 +19,8 @@ from chorus.core.scheduling.queues import Running, WaitingQueue
 from chorus.core.scheduling.step_shares import LONGEST_STEP, MAX_DEBT, NUM_SAMPLES, SHARE, StepShares
 from chorus.perf.bench.schedule_time import FakeExecutor
 
+pytestmark = pytest.mark.wide
+
 MAX_ROWS = 64
 
 
@@ -40,6 +42,7 @@ def make_running(sizes, num_lone):
     return running
 
 
+@pytest.mark.wide
 @given(
     sizes=st.lists(st.integers(2, 40), min_size=1, max_size=4),
     num_lone=st.integers(0, 6),

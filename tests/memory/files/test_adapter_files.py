@@ -21,6 +21,8 @@ from chorus.memory.host.image import HostImage
 from ...tables import TINY
 from .loading import CONFIG, PAGE_ELEMS, Q0_A, Q0_B, WEIGHTS, load, refusal
 
+pytestmark = pytest.mark.wide
+
 
 def header_of(path: Path) -> tuple[dict, bytes]:
     data = (path / WEIGHTS).read_bytes()

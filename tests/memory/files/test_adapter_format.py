@@ -26,6 +26,8 @@ from ...tables import TINY, TINY_PATHS, hybrid_table
 from ..conftest import Draft
 from .loading import CONFIG, LAYERS, Q0_A, Q0_B, WEIGHTS, load, refusal
 
+pytestmark = pytest.mark.wide
+
 UP2_B = "base_model.model.model.layers.2.mlp.up_proj.lora_B.weight"
 
 
@@ -379,6 +381,7 @@ def generate(engine, adapter, prompt=(5, 6, 7, 8), count=6):
     return tokens, error
 
 
+@pytest.mark.wide
 def test_a_refused_version_leaves_the_old_one_serving(adapter_draft, tiny_engine, tmp_path):
     engine = tiny_engine()
     store = engine.store

@@ -25,6 +25,8 @@ from ...tables import TINY, TINY_PATHS
 from ..conftest import DIMS, module_key
 from .loading import CONFIG, WEIGHTS, load, refusal
 
+pytestmark = pytest.mark.wide
+
 PREFIX = "base_model.model."
 QKV, GATE_UP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
 FUSED = ModulePaths(

@@ -21,6 +21,8 @@ from chorus.memory.files.error import AdapterFormatError
 
 from ..fakes import acquire_whole
 
+pytestmark = pytest.mark.wide
+
 peft_utils = pytest.importorskip("peft.tuners.tuners_utils")
 peft_other = pytest.importorskip("peft.utils.other")
 

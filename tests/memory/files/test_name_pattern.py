@@ -60,6 +60,7 @@ def test_patterns_of_real_files(text):
     assert_as_re(text)
 
 
+@pytest.mark.wide
 def test_any_pattern_that_is_taken_matches_what_re_matches():
     rng = random.Random(5)
     taken = 0

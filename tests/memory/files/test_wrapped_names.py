@@ -14,6 +14,8 @@ from chorus.memory.files.format import inspect_adapter
 from ...tables import TINY_PATHS
 from ..fakes import acquire_whole
 
+pytestmark = pytest.mark.wide
+
 STEMS = ["model.language_model", "language_model.model", "model.text_model", "language_model", ""]
 
 

@@ -16,6 +16,7 @@ from chorus.perf.bench.subject import Subject
 FLAGS = ["--model-size=tiny", "--steps=2"]
 
 
+@pytest.mark.wide
 def test_builds_take_turns_in_processes_of_their_own(monkeypatch, capsys):
     made = []
 

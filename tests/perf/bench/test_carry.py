@@ -16,6 +16,8 @@ import pytest
 
 from chorus.perf.bench import carry
 
+pytestmark = pytest.mark.wide
+
 
 def wheel(folder: Path, name: str, version: str, *needs: str) -> Path:
     """A wheel of one module."""
@@ -90,6 +92,7 @@ class Machine:
         )
 
 
+@pytest.mark.wide
 def test_sourcing_the_script_sets_everything_up(tmp_path, machine):
     modules = carry.take_archive(archive(tmp_path / "built.tar.xz", "./norm/norm.so"), machine.out)
     assert modules.name == "flashinfer-aot.tar.xz"

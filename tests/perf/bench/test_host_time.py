@@ -10,6 +10,7 @@ import pytest
 from chorus.perf.bench.host_time import main, timed
 
 
+@pytest.mark.wide
 def test_a_step_is_measured_with_and_without_adapters(tmp_path, capsys):
     assert main(["--rows", "1", "3", "--tokens", "40", "--steps", "4", "--work-dir", str(tmp_path)]) == 0
     found = json.loads(capsys.readouterr().out.splitlines()[-1])

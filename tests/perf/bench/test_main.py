@@ -28,6 +28,7 @@ def run(monkeypatch, capfd):
     return run
 
 
+@pytest.mark.wide
 def test_a_second_call_runs_what_is_missing(tmp_path, run):
     flags = ("--quick", "--device", "cpu", "--out", str(tmp_path), "--sections", "limits")
     code, summary, said = run(*flags)
@@ -95,6 +96,7 @@ def test_the_log_of_a_section_that_hangs_has_all_that_it_printed(tmp_path, secti
     assert "under way" in found["failed"]["limits"]
 
 
+@pytest.mark.wide
 def test_rows_of_a_section_that_hangs_are_shown(tmp_path, sections, capsys):
     """Those that it has saved before it was ended."""
     store = Options.parse(["--quick", "--device", "cpu", "--out", str(tmp_path)]).store()

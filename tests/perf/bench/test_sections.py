@@ -28,6 +28,8 @@ from chorus.perf.bench.store import RESULT, ResultStore
 from chorus.perf.bench.subject import Subject
 from chorus.perf.serving.streams import Answered
 
+pytestmark = pytest.mark.wide
+
 RATE = {"bytes_per_s": 4e9, "counted": "bytes"}
 LIMITS = {
     "copy": RATE,
@@ -195,6 +197,7 @@ def test_mixes(context):
     assert values["base"]["tokens_per_s"] > 0
 
 
+@pytest.mark.wide
 def test_sampling(context):
     values = run(context, "sampling")
     assert [row["bucket"] for row in values["steps"]] == [1, 2]
@@ -298,6 +301,7 @@ def test_a_gpu_leaves_out_what_is_of_cpus(tmp_path):
     assert set(SECTIONS) - set(known) == of_cpus
 
 
+@pytest.mark.wide
 def test_equality(context):
     cases = run(context, "equality")["cases"]
     assert all(case["equal"] for case in cases)

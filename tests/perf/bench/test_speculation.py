@@ -66,6 +66,7 @@ def test_answers_that_differ_miss_the_bar(capsys, monkeypatch):
     assert result(capsys)["met"] is False
 
 
+@pytest.mark.wide
 def test_texts_of_a_file_are_copied_and_free(capsys, tmp_path):
     path = tmp_path / "texts.jsonl"
     rows = [{"instruction": "short"}, *({"context": "abcdefgh" * 5, "instruction": "x"} for _ in range(6))]
@@ -112,6 +113,7 @@ def test_loads_are_parts_of_all_files_and_chats_are_prompts(tmp_path):
     assert [(name, bytes(tokens).decode()) for name, tokens in found] == [(None, "x" * 30), ("n", "y" * 40)]
 
 
+@pytest.mark.wide
 def test_one_command_runs_all_judged_loads(capsys, tmp_path):
     """In both dtypes, of one row and of several; each ratio is beside its bar."""
     (tmp_path / "prompts").mkdir()

@@ -28,6 +28,7 @@ def shown(page):
     return {each.text for each in svg.iter("{http://www.w3.org/2000/svg}text")}
 
 
+@pytest.mark.wide
 def test_a_plan_is_one_page_that_needs_nothing_else(trace, model, tmp_path, capsys):
     out = tmp_path / "plan.html"
     flags = ["--trace", trace, "--gpu", "l4", "--model", model, "--slo-ttft", "2s", "--slo-tpot", "100ms"]
@@ -60,6 +61,7 @@ def test_a_measured_profile_that_follows_the_load(trace, tmp_path, capsys):
     )
 
 
+@pytest.mark.wide
 def test_the_command_has_all_that_was_planned_with(trace, model, tmp_path, capsys):
     flags = ["--trace", trace, "--gpu", "l4", "--model", model, "--slo-ttft", "2s", "--slo-tpot", "100ms"]
     flags += ["--policy", "least-delay", "--seeds", 1, "--engine", "chunked_prefill=false"]
@@ -70,6 +72,7 @@ def test_the_command_has_all_that_was_planned_with(trace, model, tmp_path, capsy
     assert (given.policy, given.slo_tpot, given.replicas) == ("least-delay", 0.1, 1)
 
 
+@pytest.mark.wide
 def test_a_plan_with_a_kv_cache_in_float8(trace, model, tmp_path, capsys):
     """Of a measured profile, only if it was measured so."""
     flags = ["--trace", trace, "--slo-ttft", "3s", "--policy", "most-idle", "--seeds", 1, "--out", tmp_path / "p.html"]
@@ -185,6 +188,7 @@ def test_a_page_without_charts_is_refused_before_anything_is_simulated(trace, mo
 EXPERTS = "experts.gate_proj,experts.up_proj,experts.down_proj"
 
 
+@pytest.mark.wide
 def test_a_plan_tells_what_an_adapter_on_all_experts_takes(trace, tmp_path, capsys):
     """Qwen3-30B-A3B: 128 experts in 48 layers. `perf/bench/experts_load.py` measures the same pages."""
     model = MixtureShape().write_config(tmp_path / "model")

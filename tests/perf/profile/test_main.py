@@ -24,6 +24,7 @@ def profile(tmp_path, *argv):
     return main(["--out", str(tmp_path), "--device", "cpu", "--steps", "2", *argv])
 
 
+@pytest.mark.wide
 def test_every_kind_of_load_is_profiled(tmp_path, capsys):
     assert profile(tmp_path, *LOADS) == 0
     found = json.loads(capsys.readouterr().out.splitlines()[-1])["loads"]
@@ -68,6 +69,7 @@ def test_a_missing_tool_is_told_before_anything_is_measured(tmp_path, capsys, mo
     assert "ncu is not on the PATH" in capsys.readouterr().err
 
 
+@pytest.mark.wide
 def test_nsight_systems_records_the_same_steps(tmp_path, capsys, monkeypatch):
     """A stand-in for the tool runs the command, then exports tables."""
     folder = tmp_path / "bin"

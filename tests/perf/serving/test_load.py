@@ -17,6 +17,8 @@ import pytest
 from chorus.perf.serving.__main__ import main
 from chorus.perf.serving.streams import read_streams
 
+pytestmark = pytest.mark.wide
+
 STAND_IN = """
 import json, sys, urllib.request
 from pathlib import Path

@@ -28,6 +28,7 @@ def result():
     return json.loads(out.getvalue().splitlines()[-1])
 
 
+@pytest.mark.wide
 def test_no_planner_is_below_the_bound_and_only_newest_may_be_worse_than_staying(result):
     for lines in result["plans"].values():
         regrets = {line["planner"]: line["regret"] for line in lines}

@@ -56,6 +56,7 @@ def test_words_are_as_many_as_tokens(tokens):
     assert tokens < 7 or made != word_prompts(0).make(wanted(4, prompt=tokens))
 
 
+@pytest.mark.wide
 def test_questions_are_held_out_and_of_the_adapters_skill():
     ask = Questions(seed=2)
     for name in SKILLS:

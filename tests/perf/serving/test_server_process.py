@@ -8,6 +8,8 @@ import sys
 import time
 from typing import IO, cast
 
+import pytest
+
 from tests.processes import runs
 
 WAIT = 120
@@ -21,6 +23,7 @@ with launched(["--threads", "1"]) as server:
 """
 
 
+@pytest.mark.wide
 def test_a_command_that_is_killed_leaves_no_server():
     with subprocess.Popen([sys.executable, "-c", LAUNCHES], stdout=subprocess.PIPE, text=True) as command:
         pid = cast(IO[str], command.stdout).readline().strip()

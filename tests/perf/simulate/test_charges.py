@@ -18,6 +18,8 @@ from chorus.perf.simulate.serving import run_serving
 from chorus.perf.simulate.setup import Setup, StudyError
 from chorus.perf.workload.request import TraceRequest
 
+pytestmark = pytest.mark.wide
+
 PROFILE = load_profile("a100-llama2-7b")
 RANKS = {"a": 8, "b": 64}
 POLICIES = ("fastest", "dlora-1", "dlora-2", "dlora-3", "dlora-artifact")

@@ -408,6 +408,7 @@ def test_a_prompt_interrupts_decoding_unless_they_mix(stream):
     run.engine.check_integrity()
 
 
+@pytest.mark.wide
 @settings(max_examples=30)
 @given(arrivals=traces(), num_pages=st.sampled_from([20, 40, 120]), stream=st.booleans())
 def test_prompts_apart_serve_the_same_requests(arrivals, num_pages, stream):

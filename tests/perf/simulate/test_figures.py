@@ -16,6 +16,8 @@ from chorus.perf.simulate.static_batches import static_batches
 from chorus.perf.simulate.study import load_study
 from chorus.perf.workload import WorkloadSpec
 
+pytestmark = pytest.mark.wide
+
 FIGURES = {figure.name: figure for figure in load_figures()}
 
 #: Every figure and table with numbers that the papers' texts print.
@@ -309,6 +311,7 @@ def test_up_to_is_the_largest_of_all_pairs():
     assert ratio.median == pytest.approx(two.median / one.median)
 
 
+@pytest.mark.wide
 def test_results_do_not_depend_on_jobs():
     one, two = (compute(parsed(TINY), seeds=2, jobs=jobs)[0].to_json() for jobs in (1, 2))
     assert one == two

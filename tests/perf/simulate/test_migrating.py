@@ -18,6 +18,8 @@ from chorus.server.cluster.placement.plan import NEED_HIGHS
 from chorus.server.cluster.placement.settings import MigrationSettings
 from tests.perf.simulate.test_cluster import PROFILE, make_replicas
 
+pytestmark = pytest.mark.wide
+
 SETTINGS = MigrationSettings(interval_seconds=1.0, excess_requests=4.0)
 
 
@@ -69,6 +71,7 @@ def test_every_planner_moves_requests_in_a_study(planner):
     assert found["moved"] > 0 and found["requests"] == 200 and found["failed"] == 0
 
 
+@pytest.mark.wide
 def test_a_run_with_an_integer_program_is_the_same_every_time():
     pytest.importorskip("highspy")
     once, again = (metrics(migration={**MIGRATION, "planner": "ilp"}) for _ in range(2))

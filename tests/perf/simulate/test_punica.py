@@ -27,6 +27,7 @@ def lengths(seed):
     return prompts, both - prompts
 
 
+@pytest.mark.wide
 def test_throughput_and_step():
     """1044 tokens/s, to which the profile's overhead is fitted, and "each decode step takes around 30 ms" (§5.2)."""
     profile = load_profile("a100-llama2-7b")

@@ -101,12 +101,14 @@ def test_equals_are_in_no_order():
     assert [(order.held, order.seeds) for order in run_study(study(TINY + EQUAL), seeds=2).orders] == [(0, 2)]
 
 
+@pytest.mark.wide
 def test_processes_change_nothing():
     told = study(published(0.1, 0.5) + AXIS)
     alone, beside = (run_study(told, seeds=3, jobs=jobs, region=True) for jobs in (1, 2))
     assert json.dumps(alone.to_json()) == json.dumps(beside.to_json())
 
 
+@pytest.mark.wide
 def test_an_error_in_another_process_is_told_alike():
     wrong = study(changed("replicas = 2\n", "replicas = 2\nwarmup = 99.0\n"))
     for jobs in (1, 2):
@@ -228,6 +230,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.wide
 def test_a_command_that_is_killed_leaves_no_simulation(tmp_path):
     script = tmp_path / "maps.py"
     script.write_text(MAPS)

@@ -59,6 +59,7 @@ def test_a_setup_that_refuses_every_request_says_so():
         metrics(engine={"max_model_len": 2})
 
 
+@pytest.mark.wide
 def test_a_flood_is_noticed_by_others_where_the_engine_is_not_told_whose_requests_are():
     tenants = {"flood": 10.0, "other": 1.0}
     workload = {
@@ -123,6 +124,7 @@ def test_replicas_that_follow_the_load_take_fewer_hours():
     assert scaled["replica_hours"] < 0.9 * fixed["replica_hours"]
 
 
+@pytest.mark.wide
 def test_the_rate_at_a_limit_is_between_the_rates_around_it():
     limit = {"metric": "ttft_mean", "value": 0.2, "rates": [1.0, 40.0, 1000.0]}
     workload = {**BASE["workload"], "requests": 100}

@@ -16,6 +16,8 @@ from chorus.perf.simulate.setup import StudyError
 from chorus.perf.simulate.study import load_study, parse_study, shipped_studies
 from chorus.perf.workload import WorkloadError, WorkloadSpec
 
+pytestmark = pytest.mark.wide
+
 TINY = """
 title = "tiny"
 source = "nobody"
@@ -164,6 +166,7 @@ def test_what_can_only_be_seen_when_it_runs_is_refused_by_name(case):
 # -- results
 
 
+@pytest.mark.wide
 def test_results_are_the_same_every_time_and_follow_seed_and_scale():
     study = parsed(TINY)
     first, again = (json.dumps(run_study(study, seeds=2).to_json()) for _ in range(2))
@@ -308,6 +311,7 @@ def test_one_line_of_json_per_study(capsys, tmp_path):
     assert json.loads((tmp_path / "mine.json").read_text()) == json.loads(printed.out.splitlines()[0])
 
 
+@pytest.mark.wide
 def test_the_table_shows_both_values(capsys, tmp_path):
     path = tmp_path / "mine.toml"
     path.write_text(TINY.replace("duration = 4.0", "duration = 30.0"))
@@ -378,6 +382,7 @@ def test_a_wrong_trace_is_told_in_a_line(tmp_path, requests, message, capsys):
     assert len(told.splitlines()) == 1
 
 
+@pytest.mark.wide
 def test_no_tensor_library_is_needed():
     code = "import sys; sys.modules['torch'] = None; from chorus.perf.simulate.__main__ import main; sys.exit(main())"
     command = [

@@ -86,6 +86,7 @@ RATES = st.one_of(
 )
 
 
+@pytest.mark.wide
 @given(process=PROCESSES, rate=RATES, seed=st.integers(0, 2**32), short=st.floats(0.5, 10))
 def test_ordered_restartable_and_prefix_of_longer(process, rate, seed, short):
     arrivals = {**process, "rate": rate}

@@ -41,6 +41,7 @@ kind = "alpaca"
 """
 
 
+@pytest.mark.wide
 def test_same_specification_same_requests_in_another_process():
     code = (
         "import json, sys, hashlib; sys.modules['torch'] = None; from chorus.perf.workload import WorkloadSpec; "

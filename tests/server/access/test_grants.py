@@ -105,6 +105,7 @@ def told(answer, name):
     return answer.status_code, HINT.sub("HINT", answer.text).replace(name, "NAME"), headers
 
 
+@pytest.mark.wide
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(grant=grants, name=st.sampled_from(NAMES), absent=st.sampled_from(ABSENT), which=st.integers(0, NUM_ROUTES - 1))
 def test_another_s_adapter_is_as_none(tenants, grant, name, absent, which):

@@ -16,6 +16,8 @@ from chorus.server.api.responses_request import ResponsesRequest
 from chorus.server.errors import ApiError
 from chorus.server.text.tokenizer import Conversation
 
+pytestmark = pytest.mark.wide
+
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 USER = [{"role": "user", "content": "hi"}]
 
@@ -182,6 +184,7 @@ def test_nesting_is_counted_where_it_closes():
         check_json(b"[" + deep + b"]", 1000)
 
 
+@pytest.mark.wide
 def test_a_large_answer_does_not_hold_up_the_others(start, make_engine):
     """While 90,000 log-probabilities are written, /health is answered again and again."""
     live = start(make_engine([], max_model_len=4200), settings={"max_scores": 200_000})

@@ -126,6 +126,7 @@ class TestTheFileOfTokens:
         assert len(read) == count + 1
         assert all(budgets[1].used_by(f"tenant{index}", 100) == 0 for index in range(3))
 
+    @pytest.mark.wide
     def test_ten_thousand_tenants_keep_their_own(self, budgets):
         for index in range(10_000):
             budgets[0].spend(f"tenant{index}", 100, 50 + 100 * (index % 2))

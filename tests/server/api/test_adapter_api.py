@@ -14,6 +14,8 @@ from chorus.core.config import EngineConfig
 from chorus.core.engine import Engine
 from chorus.core.merging.dlora import INITIAL_CREDIT
 
+pytestmark = pytest.mark.wide
+
 COUNT = 6
 WEIGHTS = "adapter_model.safetensors"
 
@@ -79,6 +81,7 @@ def error_of(response, status):
     return error["param"], error["code"]
 
 
+@pytest.mark.wide
 def test_an_adapter_comes_and_goes_as_in_vllm(live, reference, root):
     response = load(live, "org/new", root / "r3-mlp", base_model_name="base")
     assert response.status_code == 200
@@ -238,6 +241,7 @@ def stream_until(live, body, at, then):
     return tokens, error
 
 
+@pytest.mark.wide
 def test_new_requests_get_the_new_version_while_a_running_one_finishes_on_the_old(live, reference, root):
     prompt = reference.prompt("r2-qv", 9, 60, 5)
 

@@ -18,6 +18,8 @@ from chorus.server.http.form import Piece, boundary_of, pieces
 
 from ...attacks.swaps import FILES, HEADER, NAME, Swaps
 
+pytestmark = pytest.mark.wide
+
 CONTENTS = ("r2-qv", "r3-mlp", "r8-attention")
 COUNT = 6
 
@@ -91,6 +93,7 @@ def test_versions_come_as_bytes_and_the_oldest_go(serve, reference, tmp_path):
     assert directories(tmp_path) == []
 
 
+@pytest.mark.wide
 def test_bytes_that_are_not_taken_change_nothing(serve, reference, tmp_path):
     live = serve(max_adapter_bytes=200_000)
     good = reference.adapters["r2-qv"]
@@ -122,6 +125,7 @@ def test_bytes_are_refused_without_a_directory_for_them(shared, reference):
     assert error_of(shared.client.post("/v1/completions", **form), 415) == "unsupported_media_type"
 
 
+@pytest.mark.wide
 def test_a_paused_adapter_takes_no_requests_and_drains(serve, reference):
     live = serve()
     push(live, reference.adapters["r2-qv"])
@@ -164,6 +168,7 @@ def test_names_and_versions_are_there_after_a_restart(serve, reference, root, tm
     assert again.client.get(f"/v1/adapters/{NAME}").json()["version"] == len(CONTENTS) + 1, "numbers go on"
 
 
+@pytest.mark.wide
 def test_no_answer_is_of_two_versions(serve, reference, root):
     """The quick form of `python -m tests.attacks.swaps`."""
     live = serve()
@@ -393,6 +398,7 @@ def test_parallel_uploads_stay_within_the_bound(serve, reference, tmp_path):
     assert kept <= 3 * size + 4096
 
 
+@pytest.mark.wide
 def test_a_large_upload_in_json_takes_little_memory(serve, reference):
     """It is decoded and written as it comes; the body is larger than all that may be held of bodies."""
     live = serve(max_body_bytes=64 << 10, max_held_body_bytes=3 << 20)

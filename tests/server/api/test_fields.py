@@ -9,6 +9,8 @@ from chorus.server.api.chat_request import ChatCompletionRequest, ChatMessage
 from chorus.server.api.completion_request import CompletionRequest
 from chorus.server.api.fields import ALIASES, HARMLESS, INSTEAD, NEUTRAL, REFUSED_INSIDE
 
+pytestmark = pytest.mark.wide
+
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 USER = [{"role": "user", "content": "hi"}]
 BODIES = {COMPLETIONS: {"prompt": "hi"}, CHAT: {"messages": USER}}

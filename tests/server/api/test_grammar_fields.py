@@ -19,6 +19,8 @@ from chorus.server.text.tokenizer import Tokenizer
 from tests.server.conftest import CHAT_TEMPLATE, FakeEngine, live_server
 from tests.tiny_tokenizer import save_tokenizer
 
+pytestmark = pytest.mark.wide
+
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 USER = [{"role": "user", "content": "hi"}]
 SCHEMA = {"type": "object", "properties": {"é": {"type": "integer"}}, "required": ["é"]}
@@ -161,6 +163,7 @@ class Answer(BaseModel):
     tags: list[bool] = Field(max_length=3)
 
 
+@pytest.mark.wide
 def test_openai_client_parses_answers_of_a_real_engine(subject, tmp_path):
     """Of a random model, at temperature 1, with and without an adapter, and several answers to a call."""
     shutil.copytree(subject("wide_heads").model, tmp_path / "model")

@@ -21,6 +21,8 @@ from chorus.server.text.tokenizer import Conversation
 from ...conftest import quiet
 from ..conftest import live_server
 
+pytestmark = pytest.mark.wide
+
 MODEL = "wide_heads"
 PLAIN = ("r2-qv", "r8-attention")
 

@@ -18,6 +18,8 @@ from chorus.server.cli.unpickle import MAX_TENSORS
 from ...core.adapter_zoo import save_zoo
 from ...tables import hybrid_table
 
+pytestmark = pytest.mark.wide
+
 CONFIG, WEIGHTS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 
 
@@ -126,6 +128,7 @@ def as_pickle(adapter, content=None):
     return tensors
 
 
+@pytest.mark.wide
 def test_a_pickle_becomes_the_same_tensors(gqa, adapter, tmp_path, capsys):
     before = checked(adapter, "--model", gqa.model)[1][0]["content_hash"]
     as_pickle(adapter)

@@ -20,6 +20,8 @@ from chorus.server.start import launch
 from chorus.server.start.checks import LaunchError, check_model
 from chorus.server.start.flags import Parser, UsageError, add_settings, read_settings
 
+pytestmark = pytest.mark.wide
+
 
 @pytest.fixture(autouse=True)
 def no_environment(monkeypatch):

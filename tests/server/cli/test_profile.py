@@ -9,6 +9,7 @@ from chorus.server.cli.command import main
 from chorus.server.cli.profile import table
 
 
+@pytest.mark.wide
 def test_profile_of_the_builtin_model(tmp_path, capsys):
     output = tmp_path / "mine.json"
     flags = ["--batches", "16", "--rounds", "1", "--threads", "1", "--max-num-seqs", "4", "--output", str(output)]

@@ -17,6 +17,8 @@ from chorus.server.cli.command import main
 from ...core.test_families import executor_of, logits_of
 from ...core.tiny_families import save_family
 
+pytestmark = pytest.mark.wide
+
 GEOMETRY = Geometry(hidden=128, ffn=192, layers=2, heads=4, kv_heads=2, vocab=320)
 DOWN = "model.layers.1.mlp.down_proj."
 

@@ -24,6 +24,7 @@ def ask(up, model, status=200):
     return response.json()["choices"][0]["token_ids"] if status == 200 else response
 
 
+@pytest.mark.wide
 def test_several_adapters_answer_as_on_one_server(own, roots):
     with LLM(threads=1, adapter_roots=[roots]) as llm:
         params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
@@ -55,6 +56,7 @@ def test_a_part_that_is_replaced_or_removed(own, roots):
     ask(own, "part*1.5+reverse*0.2", 404)
 
 
+@pytest.mark.wide
 def test_an_adapter_serves_the_bases_name(own, roots):
     base, upper = ask(own, None), ask(own, "upper")
     assert base != upper

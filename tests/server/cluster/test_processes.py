@@ -52,6 +52,7 @@ def test_a_plan_that_can_t_be_carried_out_leaves_nothing(tmp_path, plan, text):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.wide
 def test_of_a_child_whose_first_start_fails_no_next_one_is_promised(caplog):
     child = Child("replica r0", ["nothing-of-this-name"])
     child.start()

@@ -374,6 +374,7 @@ def begin(tmp_path):
         process.stdout.close()
 
 
+@pytest.mark.wide
 def test_kill_9_in_the_middle_of_writes_loses_none_that_was_acknowledged(begin, tmp_path):
     rounds, acknowledged, attempted = 4, {}, {}
     numbers = itertools.count()
@@ -421,6 +422,7 @@ def test_kill_9_in_the_middle_of_writes_loses_none_that_was_acknowledged(begin, 
     store.close()
 
 
+@pytest.mark.wide
 def test_it_ends_by_sigterm_and_says_what_is_wrong_with_its_file(begin, tmp_path):
     process = begin()
     second = subprocess.run(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
 from chorus.server.cluster.stream import WrongSecret, stay_connected
 
 
@@ -14,6 +16,7 @@ class Stream:
         pass
 
 
+@pytest.mark.wide
 def test_a_lasting_trouble_is_said_once_and_a_fault_of_its_own_does_not_end_it(caplog):
     """An API server whose certificate has expired tries for hours; one that fails over a frame goes on."""
     refusals = [WrongSecret("the peer does not have this cluster's secret")] * 5

@@ -47,6 +47,7 @@ def read_all(data: bytes, max_bytes: int = 1000) -> list[Frame]:
     return found
 
 
+@pytest.mark.wide
 @given(st.lists(st.tuples(st.sampled_from(KINDS), st.lists(plain, max_size=3)), max_size=5), st.data())
 def test_what_is_written_is_read_however_it_is_cut(sent, data):
     writer, reader = FrameWriter(), FrameReader(KINDS)

@@ -70,6 +70,7 @@ def test_another_skills_answers_fail(serve, capsys, flags):
     assert "gave reverse's answer" in capsys.readouterr().out
 
 
+@pytest.mark.wide
 def test_skew_shows_the_mode(serve, capsys, monkeypatch):
     monkeypatch.setattr(skew, "SHARE_LINES", 1)
     monkeypatch.setattr(skew, "LINE_SECONDS", 0.3)

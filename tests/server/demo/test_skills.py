@@ -9,6 +9,8 @@ from chorus.core.base_name import names_of, short_name
 from chorus.server.demo import skills
 from chorus.server.demo.skills import BASE, SKILLS, held_out, prompt, sample_inputs, which_skill
 
+pytestmark = pytest.mark.wide
+
 MODEL = Path(skills.__file__).parent / "model"
 EVERYTHING = [BASE, *SKILLS.values()]
 

@@ -19,6 +19,8 @@ from chorus.server.start.launch import build_app, serving
 
 from ..own_tokens import COUNT, Reference, save_own
 
+pytestmark = pytest.mark.wide
+
 SMALL = {"memory_bytes": 8 << 20, "threads": 1}
 TEXT = "quiet <tool> river<end>"
 USER = [{"role": "user", "content": "quiet river"}]
@@ -80,6 +82,7 @@ def test_a_client_s_text_has_no_special_tokens_in_a_conversation(llm):
     assert ids.count(260) == 2 and ids.count(261) == 1
 
 
+@pytest.mark.wide
 def test_its_end_of_sequence_ends_its_answers_and_no_one_else_s(llm, adapters):
     reference = Reference(adapters / "own")
     encoded = {text: reference.tokenizer(text)["input_ids"] for text in map(chr, range(33, 127))}

@@ -217,6 +217,7 @@ def test_the_pause_grows_with_every_failure(live, store, monkeypatch):
     assert store.asked.total() == 9
 
 
+@pytest.mark.wide
 def test_a_hundred_hung_reads_slow_neither_the_base_model_nor_another_store(live, store, reference, monkeypatch):
     for module in ("deadline", "guarded_http"):
         monkeypatch.setattr(f"chorus.server.stores.{module}.SILENT_SECONDS", 3600.0)

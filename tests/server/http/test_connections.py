@@ -15,6 +15,8 @@ from chorus.server.http.connections import Connections
 from chorus.server.http.protocol import MAX_HEADERS, MAX_PIPELINED
 from chorus.server.start.launch import RESERVED_DESCRIPTORS, max_connections
 
+pytestmark = pytest.mark.wide
+
 HURRIED = {"head_seconds": 0.3, "body_seconds": 0.3, "whole_body_seconds": 0.6, "send_seconds": 0.3, "idle_seconds": 1}
 PATIENT = {
     "head_seconds": 300,
@@ -71,6 +73,7 @@ def test_what_does_not_come_in_time_is_cut(start, fake_engine, sent):
     assert ends(connect(live, sent)) == b""
 
 
+@pytest.mark.wide
 def test_a_byte_now_and_then_does_not_count_as_getting_on(start, fake_engine):
     live = start(fake_engine, settings=HURRIED)
     for sent in (b"GET /health HTTP/1.1\r\nx: ", HEAD + b"content-length: 10000\r\n\r\n"):
@@ -83,6 +86,7 @@ def test_a_byte_now_and_then_does_not_count_as_getting_on(start, fake_engine):
         connection.close()
 
 
+@pytest.mark.wide
 def test_an_idle_connection_is_closed(start, fake_engine):
     live = start(fake_engine, settings=HURRIED)
     assert b"200 OK" in ends(connect(live, b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"))
@@ -104,6 +108,7 @@ def test_who_does_not_read_is_cut_and_the_pages_are_freed(start, make_engine):
     connection.close()
 
 
+@pytest.mark.wide
 def test_who_reads_slowly_is_not_cut(start, make_engine):
     engine = make_engine(["alice"], max_model_len=1 << 20)
     live = start(engine, settings={**HURRIED, "send_seconds": 60})
@@ -180,6 +185,7 @@ def test_a_body_may_pause_but_not_for_long(start, fake_engine):
     assert b"raise these settings" in late
 
 
+@pytest.mark.wide
 def test_a_large_body_has_time_by_its_size(start, fake_engine):
     """As long as it comes at the least rate; one that is slower is told so."""
     least = {"whole_body_seconds": 0.5, "body_bytes_per_second": 1000}

@@ -22,6 +22,8 @@ from chorus.server.settings import Settings
 from chorus.server.start.checks import LaunchError, check_access
 from chorus.server.start.flags import UsageError
 
+pytestmark = pytest.mark.wide
+
 KEY, OTHER, ADMIN = "sk-first-key", "sk-second-key", "sk-admin-key"
 
 

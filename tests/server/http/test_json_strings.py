@@ -26,6 +26,7 @@ TEXT = st.text(st.characters(max_codepoint=0xD7FF))
 OBJECTS = st.dictionaries(st.text(min_size=2), VALUES) | st.fixed_dictionaries({"w": TEXT, "x": VALUES})
 
 
+@pytest.mark.wide
 @given(OBJECTS, st.integers(1, 9), st.booleans())
 def test_the_rest_is_the_object_without_the_strings(given, size, is_ascii):
     text = json.dumps(given, ensure_ascii=is_ascii).encode("utf-8", "backslashreplace")

@@ -31,6 +31,8 @@ from chorus.server.stores.rules import Location
 
 from .store_server import hang, redirect, send, store_server
 
+pytestmark = pytest.mark.wide
+
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 FILES = {CONFIG: b'{"r": 4}', WEIGHTS: bytes(range(256)) * 64}
 TEXT = {name: f"{name}'s text".encode() for name in TEXT_FILES}
@@ -443,6 +445,7 @@ def test_an_archive_takes_no_memory_beyond_its_bound(content, name):
         tracemalloc.stop()
 
 
+@pytest.mark.wide
 @settings(max_examples=300)
 @given(data=st.data())
 def test_a_damaged_archive_is_refused_or_gives_files(data):

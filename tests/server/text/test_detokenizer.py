@@ -10,6 +10,8 @@ from transformers import PreTrainedTokenizerFast
 from chorus.server.text.detokenizer import Detokenizer
 from chorus.server.text.tokenizer import Tokenizer
 
+pytestmark = pytest.mark.wide
+
 REPLACEMENT = "\ufffd"
 
 
@@ -117,6 +119,7 @@ def nested_byte_level(tokenizer: Tokenizer) -> Tokenizer:
 INVALID = [0x80, 0xBF, 0xC0, 0xE2, 0x82, 0xAC, 0xED, 0xA0, 0xF0, 0x9F, 0x98, 0xF4, 0xFF]
 
 
+@pytest.mark.wide
 @settings(max_examples=120, deadline=None)
 @given(data=st.data())
 def test_bytes_of_any_kind_stream_as_the_whole_text(tokenizer, data):

@@ -220,6 +220,7 @@ WORDS = st.sampled_from(
 )
 
 
+@pytest.mark.wide
 @settings(deadline=None, max_examples=300)
 @given(st.data())
 def test_any_split_gives_the_same_and_nothing_raises(data):

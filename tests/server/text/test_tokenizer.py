@@ -102,6 +102,7 @@ def test_of_a_text_far_too_long_only_the_beginning_is_encoded(pretrained, monkey
     assert len(wrapped.encode_now(["x" * 9000], most=1000)[0]) == 9001, "the engine says how long it is"
 
 
+@pytest.mark.wide
 def test_a_tokenizer_without_code_of_its_own_is_read_without_torch_as_transformers_reads_it():
     code = f"""
 import json, sys

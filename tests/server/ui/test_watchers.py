@@ -18,6 +18,8 @@ from chorus.server.engine.engine_view import Picture
 from chorus.server.ui import watchers
 from chorus.server.ui.page import FILES, STATIC
 
+pytestmark = pytest.mark.wide
+
 KEY, ADMIN = "sk-an-api-key", "sk-the-admin-key"
 PATHS = [*FILES, "/ui/events"]
 

@@ -13,6 +13,8 @@ from .forms import FORMS
 from .integer_forms import awq, gptq
 from .twins import MODULE, weights, write_twins
 
+pytestmark = pytest.mark.wide
+
 AGAIN = "; download or quantise the checkpoint again"
 
 

@@ -15,6 +15,8 @@ from .float_forms import compressed_fp4, compressed_fp8
 from .integer_forms import compressed, compressed_integers
 from .twins import MODULE, Form, Tensors, weights, write_twins
 
+pytestmark = pytest.mark.wide
+
 AGAIN = "; download or quantise the checkpoint again"
 
 #: format → arguments of the weights, and the compressor that writes them.

@@ -19,6 +19,8 @@ from chorus.core.model.weight_loader import WeightLoader
 from .forms import FORMS
 from .twins import Form, weights, write_twins
 
+pytestmark = pytest.mark.wide
+
 #: Two ways to read a checkpoint, and two others. From form to form the architectures change places.
 OPTIONS = [({}, {"shard": Shard(0, 2)}), ({"dtype": torch.float32}, {"shard": Shard(1, 2)})]
 

@@ -16,6 +16,8 @@ from chorus.core.model.read_config import read_model_config
 from .forms import FORMS
 from .twins import MODULE, Form, weights, write_twins
 
+pytestmark = pytest.mark.wide
+
 WEIGHT = f"{MODULE}.weight"
 SCALE = f"{WEIGHT}_scale_inv"
 

@@ -20,6 +20,8 @@ from ...test_families import executor_of, logits_of
 from ...tiny_families import save_family
 from .twins import Tensors, weights
 
+pytestmark = pytest.mark.wide
+
 HOW = {
     "quant_method": "mxfp4",
     "modules_to_not_convert": [
