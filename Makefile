@@ -1,5 +1,5 @@
 # What a change must pass, step by step; `.ci/run` runs all of it in an environment of its own.
-.PHONY: help beyond slow kernel-tests check format style complexity types imports spelling constraints docs docs-check style-report test sanitize demo kernels gate simulation lives bench rest \
+.PHONY: help all-cases slow kernel-tests check format style complexity types imports spelling constraints docs docs-check style-report test sanitize demo kernels gate simulation lives bench rest \
     timed studies compare levels plain families oldest
 .DEFAULT_GOAL := check
 SHELL := bash
@@ -62,8 +62,8 @@ style-report: ## counts of words, sentences, parameters and positional values
 test: ## the test suite
 	pytest -q
 
-beyond: ## what pytest leaves out of the tests marked `wide`: most of their cases
-	pytest -q -m beyond
+all-cases: ## the test suite with all cases of the tests marked `wide`
+	CHORUS_ALL_CASES=1 pytest -q
 
 slow: ## the slow tests and studies, which pytest and .ci/run leave out, and the quick ones of GPU kernels: half an hour
 	pytest -q -m "(slow and not triton) or (triton and not slow and not sample)" --ignore-glob "*_interpreted.py"

@@ -95,8 +95,6 @@ def marks_of_file(path: Path) -> frozenset[str]:
     words = set(re.findall(r"\w+", path.read_text()))
     if "numerics" in words:
         words.add("native")
-    if "wide" in words:
-        words.add("beyond")
     if path.stem.endswith("_interpreted"):
         words |= {"long", "triton"}
     return frozenset(words)
@@ -143,12 +141,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if unnamed := _unnamed_marks(items, {line.partition(":")[0] for line in config.getini("markers")}):
         raise pytest.UsageError(f"marks that the files of tests don't name, so that -m may miss them: {unnamed}")
     left_out = _beyond_pairs(items)
-    others = {item for item in items if _is_left_out(item)}
-    beyond = _beyond_share([item for item in items if item not in left_out | others])
-    for item in beyond:
-        item.add_marker("beyond")
     if config.args_source is pytest.Config.ArgsSource.TESTPATHS and not config.option.markexpr:
-        left_out |= others | beyond
+        left_out |= {item for item in items if _is_left_out(item)}
+        if "CHORUS_ALL_CASES" not in os.environ:
+            left_out |= _beyond_share([item for item in items if item not in left_out])
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if item not in left_out]
     items.sort(key=lambda item: item.get_closest_marker("long") is None)

@@ -39,7 +39,6 @@ def test_a_file_is_collected_if_a_test_may_match(expression, marks, wanted):
         ("core/test_families.py", {"numerics", "native", "slow"}),  # `native` by the kernels of a case
         ("core/executors/test_cuda_interpreted.py", {"triton", "long", "slow"}),
         ("ops/test_sgmv_triton.py", {"triton", "slow"}),
-        ("core/test_families.py", {"wide", "beyond"}),
     ],
 )
 def test_marks_of_a_file(file, wanted):

@@ -362,7 +362,7 @@ class CudaLoraState(LoraState):
             from ...ops.sgmv_triton import Sgmv  # needs triton
 
             found = {
-                index: Sgmv(self.arena, self.tables, each.modules, each.inputs, schedule, terms)
+                index: Sgmv(self.arena, self.tables, each.modules, d_in=each.inputs, schedule=schedule, terms=terms)
                 for index, each in self._launched.items()
             }
             self._products[schedule, terms] = found
