@@ -1,6 +1,6 @@
 """Products of rows with the experts that they go to, on a GPU: one Triton launch for all experts of a layer.
 
-Import this module lazily: it needs triton.
+Import this module lazily: it needs triton. Tests: tests/ops/test_expert_tiles_interpreted.py
 """
 
 # A kernel is Triton's language in Python's syntax, so type checkers misread its arguments and loops.

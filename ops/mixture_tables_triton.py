@@ -1,6 +1,6 @@
 """Tiles of SGMV over pairs of an adapter and an expert, which a GPU writes in one Triton launch before a product.
 
-Import this module lazily: it needs triton.
+Import this module lazily: it needs triton. Tests: tests/core/model/test_mixture_launches_interpreted.py
 """
 
 # A kernel is Triton's language in Python's syntax, so type checkers misread its arguments and loops.

@@ -1,4 +1,7 @@
-"""Chooses the executor, and the settings that the configuration leaves to the machine."""
+"""Chooses the executor, and the settings that the configuration leaves to the machine.
+
+Tests: tests/core/executors/test_executor_choice.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A step's inputs, passed down `forward`: its tensors, attention, adapters and states."""
+"""A step's inputs, passed down `forward`: its tensors, attention, adapters and states.
+
+Tests: tests/core/model/test_native_decoder.py, tests/core/executors/test_cuda_interpreted.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The safetensors files of a checkpoint as one mapping from tensor name to tensor."""
+"""The safetensors files of a checkpoint as one mapping from tensor name to tensor.
+
+Tests: tests/core/model/test_weight_loader.py
+"""
 
 from __future__ import annotations
 

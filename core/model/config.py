@@ -1,4 +1,7 @@
-"""A model's shapes and layers; `read_config` reads them from a checkpoint."""
+"""A model's shapes and layers; `read_config` reads them from a checkpoint.
+
+Tests: tests/core/model/test_model_config.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Decoder over the arena, of the layers that a model's configuration describes; see `layers`."""
+"""Decoder over the arena, of the layers that a model's configuration describes; see `layers`.
+
+Tests: tests/core/test_families.py, tests/core/test_parity.py
+"""
 
 from __future__ import annotations
 

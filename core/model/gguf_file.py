@@ -1,4 +1,7 @@
-"""GGUF files: their metadata, and their tensors as the checkpoint that the file was made from has them."""
+"""GGUF files: their metadata, and their tensors as the checkpoint that the file was made from has them.
+
+Tests: tests/core/test_gguf.py
+"""
 
 from __future__ import annotations
 

@@ -5,6 +5,8 @@ each with norms around it, added to the residual stream x. With `Norms.BEFORE`:
 
     x += residual_multiplier · mixer(norm(x))
     x += residual_multiplier · feed_forward(norm(x))
+
+Tests: tests/core/model/test_model_config.py, tests/core/test_families.py
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Work of a step's grammars: tokens consumed and masks computed, in threads of its own, and measured."""
+"""Work of a step's grammars: tokens consumed and masks computed, in threads of its own, and measured.
+
+Tests: tests/core/scheduling/test_grammar_budget.py, tests/core/test_grammars.py
+"""
 
 from __future__ import annotations
 

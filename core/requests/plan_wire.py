@@ -1,4 +1,7 @@
-"""A step's plan as plain data, so that it can be sent to another process as JSON or msgpack."""
+"""A step's plan as plain data, so that it can be sent to another process as JSON or msgpack.
+
+Tests: tests/core/test_moving.py, tests/core/executors/test_ranks.py
+"""
 
 from __future__ import annotations
 

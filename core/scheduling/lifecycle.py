@@ -1,4 +1,7 @@
-"""Life cycle of requests: into the queues, from one to the other, and out."""
+"""Life cycle of requests: into the queues, from one to the other, and out.
+
+Tests: tests/core/scheduling/test_scheduling.py, tests/simulation/test_simulation.py
+"""
 
 from __future__ import annotations
 

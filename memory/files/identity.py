@@ -1,4 +1,7 @@
-"""Checks that an adapter's file is still the registered one, and computes content hashes."""
+"""Checks that an adapter's file is still the registered one, and computes content hashes.
+
+Tests: tests/memory/files/test_adapter_identity.py
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,8 @@
 
 Adapters of bases that keep several projections in one matrix are read as adapters of each: they share A `[rank, in]`,
 and each has its rows of B `[out, rank]`.
+
+Tests: tests/memory/files/test_adapter_forms.py, tests/memory/files/test_many_tensors.py
 """
 
 from __future__ import annotations

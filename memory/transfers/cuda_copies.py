@@ -26,6 +26,8 @@ issues copies but calls neither. A step must not wait for transfers while it is 
 their events belong to no capture.
 
 Tests: tests/memory/transfers/test_dma.py, tests/memory/transfers/test_dma_streams.py.
+
+Tests: tests/memory/transfers/test_dma.py, tests/memory/transfers/test_dma_streams.py
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 Every section runs in its own process and writes its own file, row by row. So a section that fails or hangs affects no
 other, and a row that fails affects no other row. The last line is one JSON object. The exit code is not zero while a
 requested section has failed or is missing.
+
+Tests: tests/perf/bench/test_main.py
 """
 
 from __future__ import annotations

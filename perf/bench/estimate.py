@@ -10,6 +10,8 @@ of a layer are counted now, without one (`launches`). The gain of each idea is a
 
 Then the same of mixtures: that run's steps with one adapter in the weights and others in an eighth of the sequences.
 Programs that go take `--program-ns` with them, and launches `--launch-us`.
+
+Tests: tests/perf/bench/test_launches.py
 """
 
 from __future__ import annotations

@@ -6,6 +6,8 @@ all inputs (source, constants, compiler), and one of each kernel, which must mat
 spill, on too much shared memory, on narrow loads and on a missing matrix instruction. `loads`: length of the chain of
 loads that a load of weights waits for; `bars`: barriers of all warps; `KiB/SM`: memory requested at once by the
 programs that fit on a multiprocessor. The last line is one JSON object.
+
+Tests: tests/perf/kernels/test_kernels.py
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Makes config.json of a GGUF file's metadata."""
+"""Makes config.json of a GGUF file's metadata.
+
+Tests: tests/server/checkpoints/test_gguf_model.py
+"""
 
 from __future__ import annotations
 

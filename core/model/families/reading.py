@@ -1,4 +1,7 @@
-"""Readers that families share: each reads some fields of `config.json` into values of `layers`."""
+"""Readers that families share: each reads some fields of `config.json` into values of `layers`.
+
+Tests: tests/core/test_families.py, tests/core/model/test_model_config.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The 4 bits of bitsandbytes (QLoRA): numbers of a table, with a scale per block of a flattened weight."""
+"""The 4 bits of bitsandbytes (QLoRA): numbers of a table, with a scale per block of a flattened weight.
+
+Tests: tests/core/model/quantization/test_bitsandbytes.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Interface of formats of quantised weights: which tensors a projection is stored in, and how they become weights."""
+"""Interface of formats of quantised weights: which tensors a projection is stored in, and how they become weights.
+
+Tests: tests/core/model/quantization/test_registry.py, tests/core/model/quantization/test_forms.py
+"""
 
 from __future__ import annotations
 

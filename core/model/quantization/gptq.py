@@ -1,4 +1,7 @@
-"""GPTQ checkpoints: integers with a scale and a zero point per group of inputs, packed along the inputs."""
+"""GPTQ checkpoints: integers with a scale and a zero point per group of inputs, packed along the inputs.
+
+Tests: tests/core/model/quantization/test_forms.py
+"""
 
 from __future__ import annotations
 

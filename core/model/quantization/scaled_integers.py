@@ -1,4 +1,7 @@
-"""The integers of compressed-tensors: signed, packed or not, with a scale and perhaps a zero point per group."""
+"""The integers of compressed-tensors: signed, packed or not, with a scale and perhaps a zero point per group.
+
+Tests: tests/core/model/quantization/test_forms.py
+"""
 
 from __future__ import annotations
 
