@@ -144,7 +144,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if config.args_source is pytest.Config.ArgsSource.TESTPATHS and not config.option.markexpr:
         left_out |= {item for item in items if _is_left_out(item)}
         if "CHORUS_ALL_CASES" not in os.environ:
-            left_out |= _beyond_share([item for item in items if item not in left_out])
+            left_out |= beyond_share([item for item in items if item not in left_out])
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if item not in left_out]
     items.sort(key=lambda item: item.get_closest_marker("long") is None)
@@ -161,7 +161,7 @@ def _unnamed_marks(items: list[pytest.Item], names: set[str]) -> list[str]:
     return sorted(f"{path.name}: {name}" for path, name in found if name not in marks_of_file(path))
 
 
-def _beyond_share(items: list[pytest.Item]) -> set[pytest.Item]:
+def beyond_share(items: list[pytest.Item]) -> set[pytest.Item]:
     """What a plain `pytest` leaves out of tests marked `wide`: all cases but every sixth, of another one in each test,
     and single tests that have the mark themselves. A test with cases keeps one at least.
     """

@@ -5,10 +5,11 @@ from __future__ import annotations
 import ast
 import re
 from pathlib import Path
+from typing import cast
 
 import pytest
 
-from .conftest import SHARE, _beyond_share, marks_of_file, may_match
+from .conftest import SHARE, beyond_share, marks_of_file, may_match
 
 HERE = Path(__file__).parent
 
@@ -51,7 +52,7 @@ def test_a_file_without_a_mark_does_not_have_it(tmp_path):
 
 
 class Item:
-    """As much of a collected test as `_beyond_share` reads. own: the mark is on the test itself."""
+    """As much of a collected test as `beyond_share` reads. own: the mark is on the test itself."""
 
     def __init__(self, nodeid: str, *, own: bool = False, marked: bool = True) -> None:
         self.nodeid, self._own, self._marked = nodeid, own, marked
@@ -65,12 +66,17 @@ class Item:
         return [(self if self._own else "its module", name)]
 
 
+def left_out(items: list[Item]) -> set[Item]:
+    return cast(set[Item], beyond_share(cast(list[pytest.Item], items)))
+
+
 @pytest.mark.parametrize("count", [1, 2, SHARE, SHARE + 1, 5 * SHARE + 2])
 def test_every_test_keeps_one_of_six_cases_and_at_least_one(count):
     kept = set()
     for test in (f"test_files.py::test_{name}" for name in "abcdefghijkl"):
         cases = [Item(f"{test}[{case}]") for case in range(count)]
-        left = [case for case, item in enumerate(cases) if item not in _beyond_share(cases)]
+        out = left_out(cases)
+        left = [case for case, item in enumerate(cases) if item not in out]
         assert count // SHARE <= len(left) <= -(-count // SHARE)
         assert left, test
         kept |= {*left}
@@ -79,7 +85,7 @@ def test_every_test_keeps_one_of_six_cases_and_at_least_one(count):
 
 def test_a_single_test_is_left_out_by_its_own_mark_alone():
     items = [Item("f::test_a", own=True), Item("f::test_b"), Item("f::test_c[1]", marked=False)]
-    assert _beyond_share(items) == {items[0]}
+    assert left_out(items) == {items[0]}
 
 
 def test_levels_leave_out_single_tests_only():
