@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from random import Random
@@ -21,12 +21,20 @@ from ...core.requests.request_params import RequestParams
 from ...core.requests.types import RequestOutput
 from ...graphs.runner import DecodeBuckets, GraphRunner, StepForm, StepMode
 from ...memory.adapters.adapter import Tier
+from ...memory.transfers.pinned import CHUNK_BYTES
 from ..inline_reads import InlineReads
 from .context import Context
 from .sizes import NamedShape
 
 #: Largest rank that the engine supports.
 MAX_RANK = 64
+
+
+def host_cache(file_bytes: Collection[int]) -> int:
+    """Bytes of host memory for images of files, all of it pinned on a GPU: also while an adapter that is read again has
+    two images, and though memory is pinned in chunks, each of which is a power of two.
+    """
+    return 2 * (sum(file_bytes) + max(file_bytes, default=0) + CHUNK_BYTES)
 
 
 class Unsettled(RuntimeError):
@@ -88,7 +96,7 @@ class Subject:
             "memory_bytes": max(1 << 16, (2 + kv_pages + adapter_pages + shadow_pages) * page.page_bytes),
             "max_lora_rank": MAX_RANK,
             "graph_capture": "lazy",
-            "host_cache_bytes": 2 * sum(files.values()) + (1 << 20),
+            "host_cache_bytes": host_cache(files.values()),
             "prefix_cache": False,
             "speculation": "off",  # steps have a token of each sequence
             "lookahead": max(1, max_seqs),

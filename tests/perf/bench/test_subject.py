@@ -5,11 +5,15 @@ from __future__ import annotations
 import time
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
+import torch
 
 from chorus.memory.adapters.adapter import Tier
+from chorus.memory.transfers.dma import RESERVED_BYTES
+from chorus.memory.transfers.pinned import PinnedBuffers
 from chorus.perf.bench.options import Options
-from chorus.perf.bench.subject import Subject, Unsettled
+from chorus.perf.bench.subject import Subject, Unsettled, host_cache
 
 
 @pytest.fixture(scope="module")
@@ -24,6 +28,30 @@ def test_names_share_their_weights(subject):
     paths = [subject.engine.store.get(name).manifest.path for name in ("r4-000", "r4-001", "r4-002")]
     assert len(set(paths)) == 3
     assert len({(path / "adapter_model.safetensors").stat().st_ino for path in paths}) == 1
+
+
+@pytest.mark.parametrize("num_bytes", [3 << 20, 84 << 20, 336 << 20])
+def test_a_new_image_is_pinned_while_the_old_one_is_still_held(num_bytes):
+    """Else its copies are as slow as those of ordinary memory, and a cold start's time is theirs."""
+
+    class Memory:
+        def __init__(self) -> None:
+            self.granted: list[np.ndarray] = []
+
+        def allocate(self, num_bytes: int) -> np.ndarray:
+            self.granted.append(np.empty(num_bytes, np.uint8))
+            return self.granted[-1]
+
+        def trim(self) -> None:
+            """Nothing was given back."""
+
+    memory = Memory()
+    buffers = PinnedBuffers(memory, host_cache([num_bytes]))
+    buffers.reserve(RESERVED_BYTES)
+    image = num_bytes + (4 << 20)  # of whole pages, more than the file
+    for held in [buffers.take((image,), torch.uint8) for _ in range(2)]:
+        address = held.data_ptr()
+        assert any(0 <= address - each.ctypes.data < each.nbytes for each in memory.granted), "ordinary memory"
 
 
 def test_tiers(subject):
