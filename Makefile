@@ -63,7 +63,7 @@ test: ## the test suite
 	pytest -q
 
 all-cases: ## the test suite with all cases of the tests marked `wide`
-	CHORUS_ALL_CASES=1 pytest -q
+	CHORUS_TEST_SHARE=1 pytest -q
 
 slow: ## the slow tests and studies, which pytest and .ci/run leave out, and the quick ones of GPU kernels: half an hour
 	pytest -q -m "(slow and not triton) or (triton and not slow and not sample)" --ignore-glob "*_interpreted.py"

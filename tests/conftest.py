@@ -61,7 +61,7 @@ os.environ["SSL_CERT_FILE"] = str(kept_files("authority", _one_certificate) / "c
 #: Each process has models and adapters of its own, a gigabyte and a half in all.
 MAX_PROCESSES = 8
 
-#: A plain `pytest` runs one of so many cases of a test marked `wide`.
+#: A plain `pytest` runs one of so many cases of a test marked `wide`, and CHORUS_TEST_SHARE says another number.
 SHARE = 6
 
 #: Greedy choices closer than this are left out of comparisons: they would test rounding, not the engine.
@@ -143,8 +143,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left_out = _beyond_pairs(items)
     if config.args_source is pytest.Config.ArgsSource.TESTPATHS and not config.option.markexpr:
         left_out |= {item for item in items if _is_left_out(item)}
-        if "CHORUS_ALL_CASES" not in os.environ:
-            left_out |= beyond_share([item for item in items if item not in left_out])
+        share = int(os.environ.get("CHORUS_TEST_SHARE", SHARE))
+        left_out |= beyond_share([item for item in items if item not in left_out], share)
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if item not in left_out]
     items.sort(key=lambda item: item.get_closest_marker("long") is None)
@@ -161,9 +161,9 @@ def _unnamed_marks(items: list[pytest.Item], names: set[str]) -> list[str]:
     return sorted(f"{path.name}: {name}" for path, name in found if name not in marks_of_file(path))
 
 
-def beyond_share(items: list[pytest.Item]) -> set[pytest.Item]:
-    """What a plain `pytest` leaves out of tests marked `wide`: all cases but every sixth, of another one in each test,
-    and single tests that have the mark themselves. A test with cases keeps one at least.
+def beyond_share(items: list[pytest.Item], share: int) -> set[pytest.Item]:
+    """Cases of tests marked `wide` that are left out where one in `share` runs, at least one of each test, beginning
+    with another one in each; and, for less than half of the cases, single tests that have the mark themselves.
     """
     tests: dict[str, list[pytest.Item]] = {}
     for item in items:
@@ -172,9 +172,9 @@ def beyond_share(items: list[pytest.Item]) -> set[pytest.Item]:
     beyond: set[pytest.Item] = set()
     for name, cases in tests.items():
         if hasattr(cases[0], "callspec"):
-            first = random.Random(name).randrange(min(SHARE, len(cases)))
-            beyond |= {*cases} - {*cases[first::SHARE]}
-        elif any(node is cases[0] for node, _ in cases[0].iter_markers_with_node("wide")):
+            first = random.Random(name).randrange(min(share, len(cases)))
+            beyond |= {*cases} - {*cases[first::share]}
+        elif share > 2 and any(node is cases[0] for node, _ in cases[0].iter_markers_with_node("wide")):
             beyond |= {*cases}
     return beyond
 

@@ -66,26 +66,27 @@ class Item:
         return [(self if self._own else "its module", name)]
 
 
-def left_out(items: list[Item]) -> set[Item]:
-    return cast(set[Item], beyond_share(cast(list[pytest.Item], items)))
+def left_out(items: list[Item], share: int) -> set[Item]:
+    return cast(set[Item], beyond_share(cast(list[pytest.Item], items), share))
 
 
-@pytest.mark.parametrize("count", [1, 2, SHARE, SHARE + 1, 5 * SHARE + 2])
-def test_every_test_keeps_one_of_six_cases_and_at_least_one(count):
+@pytest.mark.parametrize("share", [1, 2, SHARE])
+@pytest.mark.parametrize("count", [1, 2, 6, 7, 32])
+def test_every_test_keeps_its_share_of_cases_and_at_least_one(count, share):
     kept = set()
     for test in (f"test_files.py::test_{name}" for name in "abcdefghijkl"):
         cases = [Item(f"{test}[{case}]") for case in range(count)]
-        out = left_out(cases)
+        out = left_out(cases, share)
         left = [case for case, item in enumerate(cases) if item not in out]
-        assert count // SHARE <= len(left) <= -(-count // SHARE)
-        assert left, test
+        assert max(1, count // share) <= len(left) <= -(-count // share)
         kept |= {*left}
     assert kept >= {*range(min(count, 2))}, "other cases of another test"
 
 
 def test_a_single_test_is_left_out_by_its_own_mark_alone():
     items = [Item("f::test_a", own=True), Item("f::test_b"), Item("f::test_c[1]", marked=False)]
-    assert left_out(items) == {items[0]}
+    assert left_out(items, SHARE) == {items[0]}
+    assert left_out(items, 2) == left_out(items, 1) == set()
 
 
 def test_levels_leave_out_single_tests_only():
