@@ -144,6 +144,7 @@ class PinnedBuffers:
         self._dropped: deque[tuple[_Chunk, int, int]] = deque()  # filled by finalizers, which may run at any line
         self._lock = threading.Lock()
         self._ordinary = HostBuffers()
+        self._told = False
 
     def take(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Allocate an uninitialized tensor, whose memory is its own while it or a view of it lives."""
@@ -154,6 +155,7 @@ class PinnedBuffers:
             place = self._take(num_units)
             lease = None if place is None else self._lease(*place, num_units)
         if lease is None:
+            self._tell_once(num_units * UNIT_BYTES)
             return self._ordinary.take(shape, dtype)
         return torch.frombuffer(lease, dtype=dtype, count=count).view(tuple(shape))
 
@@ -176,6 +178,16 @@ class PinnedBuffers:
             raise
         weakref.finalize(lease, self._dropped.append, (chunk, first, num_units)).atexit = False
         return lease
+
+    def _tell_once(self, num_bytes: int) -> None:
+        if not self._told:
+            self._told = True
+            logger.warning(
+                "none of the pinned host memory (at most %d MiB) is free for %d MiB: such adapters load slower, until "
+                "they leave host memory; raise host_cache_bytes",
+                self._limit_bytes >> 20,
+                -(-num_bytes >> 20),
+            )
 
     def _collect(self) -> None:
         while self._dropped:

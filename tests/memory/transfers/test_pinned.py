@@ -152,6 +152,16 @@ def test_what_exceeds_the_limit_is_ordinary_memory():
     assert blocks.holds(take(buffers, 2)), "what is left of the chunk serves"
 
 
+def test_ordinary_memory_is_told_once(caplog):
+    buffers = PinnedBuffers(PlainMemory(), 8 * PAGE_BYTES, 8 * PAGE_BYTES)
+    held = [take(buffers, 6)]
+    assert not caplog.records
+    held += [take(buffers, 3), take(buffers, 3)]
+    (record,) = caplog.records
+    assert "none of the pinned host memory (at most" in record.getMessage()
+    assert "raise host_cache_bytes" in record.getMessage()
+
+
 def test_unused_chunks_give_way_to_a_larger_one():
     blocks = Blocks()
     buffers = cupy_buffers(blocks, limit_pages=32)
