@@ -31,8 +31,10 @@ MAX_RANK = 64
 
 
 def host_cache(file_bytes: Collection[int]) -> int:
-    """Bytes of host memory for images of files, all of it pinned on a GPU: also while an adapter that is read again has
-    two images, and though memory is pinned in chunks, each of which is a power of two.
+    """Bytes of host memory in which the images of all files are pinned on a GPU.
+
+    An adapter that is read again has two images for a while. A chunk of pinned memory is a power of two, so an image
+    may take up to twice its size.
     """
     return 2 * (sum(file_bytes) + max(file_bytes, default=0) + CHUNK_BYTES)
 

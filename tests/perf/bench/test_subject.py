@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 
@@ -14,6 +13,8 @@ from chorus.memory.transfers.dma import RESERVED_BYTES
 from chorus.memory.transfers.pinned import PinnedBuffers
 from chorus.perf.bench.options import Options
 from chorus.perf.bench.subject import Subject, Unsettled, host_cache
+
+from ...memory.transfers.test_pinned import PlainMemory
 
 
 @pytest.fixture(scope="module")
@@ -33,25 +34,12 @@ def test_names_share_their_weights(subject):
 @pytest.mark.parametrize("num_bytes", [3 << 20, 84 << 20, 336 << 20])
 def test_a_new_image_is_pinned_while_the_old_one_is_still_held(num_bytes):
     """Else its copies are as slow as those of ordinary memory, and a cold start's time is theirs."""
-
-    class Memory:
-        def __init__(self) -> None:
-            self.granted: list[np.ndarray] = []
-
-        def allocate(self, num_bytes: int) -> np.ndarray:
-            self.granted.append(np.empty(num_bytes, np.uint8))
-            return self.granted[-1]
-
-        def trim(self) -> None:
-            """Nothing was given back."""
-
-    memory = Memory()
+    memory = PlainMemory()
     buffers = PinnedBuffers(memory, host_cache([num_bytes]))
     buffers.reserve(RESERVED_BYTES)
     image = num_bytes + (4 << 20)  # of whole pages, more than the file
-    for held in [buffers.take((image,), torch.uint8) for _ in range(2)]:
-        address = held.data_ptr()
-        assert any(0 <= address - each.ctypes.data < each.nbytes for each in memory.granted), "ordinary memory"
+    images = [buffers.take((image,), torch.uint8) for _ in range(2)]
+    assert all(map(memory.holds, images)), "ordinary memory"
 
 
 def test_tiers(subject):
