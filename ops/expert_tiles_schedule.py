@@ -43,6 +43,8 @@ class TileConstants:
     zeros: bool = False
     float8: bool = False
     float4: bool = False
+    unit: int = 16
+    """See `WeightForm.unit`."""
     splits: int = 1
     """Parts of the sum over the inputs: see `GemmConstants`."""
 
@@ -89,6 +91,7 @@ def tile_constants(
         zeros=form.zeros,
         float8=form.float8,
         float4=form.float4,
+        unit=form.unit,
     )
 
 

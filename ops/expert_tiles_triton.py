@@ -17,8 +17,8 @@ from .expert_tiles import ExpertTiles, Stack
 from .expert_tiles_schedule import TileConstants, tile_constants, tile_options
 from .launch_triton import KernelLauncher
 from .narrow_weights import FLOAT4_GROUP
-from .narrow_weights_triton import powers_of, unpacked_float4
-from .small_gemm_triton import _load_scale, _load_weight, form_of, parts_of
+from .narrow_weights_triton import float4_values, powers_of
+from .small_gemm_triton import _add_product, _load_scale, _load_weight, form_of, parts_of
 
 _FLOAT4_GROUP = tl.constexpr(FLOAT4_GROUP)
 
@@ -27,15 +27,18 @@ _FLOAT4_GROUP = tl.constexpr(FLOAT4_GROUP)
 def _load_float4(data, scales, step, own, dtype: tl.constexpr, C: tl.constexpr):
     """Load the weights of a program's columns for the inputs from `step` on, `[columns, inputs]`, of MXFP4.
 
-    data, scales: of the columns' first input, `[columns, 1]`.
+    data, scales: of the columns' first input, `[columns, 1]`. Powers of 2 multiply weights exactly in bf16, which has
+    float32's range.
     """
     GROUPS: tl.constexpr = C.block_k // _FLOAT4_GROUP
-    at = step // 2 + tl.arange(0, C.block_k // 2)[None, :]
-    values = unpacked_float4(tl.load(data + at, mask=own & (at < C.d_in // 2), other=0))
+    HALF: tl.constexpr = tl.bfloat16 if dtype == tl.bfloat16 else tl.float16
+    WIDE: tl.constexpr = tl.bfloat16 if dtype == tl.bfloat16 else tl.float32
+    at = step // 8 + tl.arange(0, C.block_k // 8)[None, :]
+    values = float4_values(tl.load(data + at, mask=own & (at < C.d_in // 8), other=0), HALF)
     group = step // _FLOAT4_GROUP + tl.arange(0, GROUPS)[None, :]
-    powers = powers_of(tl.load(scales + group, mask=own & (group < C.groups), other=0))
+    powers = powers_of(tl.load(scales + group, mask=own & (group < C.groups), other=0)).to(WIDE)
     each = tl.broadcast_to(tl.expand_dims(powers, 2), (C.block_n, GROUPS, _FLOAT4_GROUP))
-    return (values * tl.reshape(each, (C.block_n, C.block_k))).to(dtype)
+    return (values.to(WIDE) * tl.reshape(each, (C.block_n, C.block_k))).to(dtype)
 
 
 @triton.jit
@@ -44,7 +47,7 @@ def multiply_tiles(y, x, weight, bias, pairs, expert_of, first_of, end_of, x_str
 
     Grid (tiles, blocks of columns). y: [rows · per_row, d_out], contiguous. x: [rows, d_in], rows x_stride apart.
     weight: `small_gemm_triton.Weight`, [experts, d_out, d_in]; bias: [experts, d_out]; contiguous. pairs: see
-    `ExpertTiles`, as for the others. C: `TileConstants`. Narrow weights are widened as they are loaded.
+    `ExpertTiles`, as for the others. C: `TileConstants`.
 
     The inputs are summed in order, and a tile is padded with zeros, so a row's bits don't depend on its company.
     """
@@ -68,7 +71,7 @@ def multiply_tiles(y, x, weight, bias, pairs, expert_of, first_of, end_of, x_str
         rows = x + (pair // C.per_row)[:, None] * x_stride + k[None, :]
         if C.bits < 16:
             row, own_row = (expert * D_OUT + column)[:, None], own_column[:, None]
-            data = weight.data + row * (D_IN * C.bits // 8)
+            data = weight.data + row * (D_IN * C.bits // C.unit)
             scales, zeros = weight.scales + row * C.groups, weight.zeros + row * C.groups
             if not C.float4:
                 scale, zero = _load_scale(scales, zeros, own_row, C)
@@ -80,11 +83,13 @@ def multiply_tiles(y, x, weight, bias, pairs, expert_of, first_of, end_of, x_str
             value = tl.load(rows + step, mask=own[:, None] & inside[None, :], other=0.0)
             if C.float4:
                 w = tl.trans(_load_float4(data, scales, step, own_row, dtype, C))
+                total = tl.dot(value, w, total, input_precision="ieee")
             elif C.bits < 16:
-                w = tl.trans(_load_weight(data, scales, zeros, step, own_row, scale, zero, dtype, C))
+                w, its_scale, its_zero = _load_weight(data, scales, zeros, step, own_row, scale, zero, C)
+                total = _add_product(total, value, w, its_scale, its_zero, dtype, C)
             else:
                 w = tl.load(columns + step, mask=inside[:, None] & own_column[None, :], other=0.0)
-            total = tl.dot(value, w, total, input_precision="ieee")
+                total = tl.dot(value, w, total, input_precision="ieee")
         if C.bias:
             total += tl.load(bias + expert * D_OUT + column, mask=own_column, other=0.0).to(tl.float32)[None, :]
         out = y + pair[:, None] * D_OUT + column[None, :]
@@ -95,8 +100,8 @@ def multiply(x: torch.Tensor, stack: Stack, tiles: ExpertTiles, per_row: int) ->
     """Multiply rows by the matrices of the experts that they go to, and add these' biases, in float32.
 
     x: `[rows, inputs]`. per_row: experts of each of them. Returns `[rows · per_row, outputs]` in x's dtype, by pair. A
-    row's bits don't depend on other rows of a step with tiles of this size. A narrow weight is widened as it is loaded,
-    to the numbers of `weight.dense()`; matrix instructions may add up a block's in another order.
+    row's bits don't depend on other rows of a step with tiles of this size. MXFP4 is widened as it is loaded, to the
+    numbers of `weight.dense()`; other narrow weights as `small_gemm_triton.multiply` has them.
     """
     weight, bias = stack.data, stack.bias
     experts, d_out, d_in = weight.shape

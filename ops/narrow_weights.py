@@ -34,8 +34,10 @@ class NarrowWeight:
     """
 
     data: torch.Tensor
-    """uint8 `[out, in · bits / 8]`: integers, or the bits of E4M3 or E2M1. Of 4 bits, a byte holds two inputs, the
-    first in its lower half.
+    """uint8 `[out, in · bits / 8]`: integers, or the bits of E4M3 or E2M1.
+
+    Those of 4 bits lie in words of 32 bits as a GPU widens them, two neighbours at once: even inputs in the lower half,
+    odd ones in the upper half, from the lowest bits on.
     """
 
     scales: torch.Tensor
@@ -95,7 +97,7 @@ class NarrowWeight:
             return out.view(self.shape)
         values = self.data
         if self.bits == 4:
-            values = torch.stack((values & 15, values >> 4), dim=-1).view(self.shape)
+            values = _unpacked(values)
         group_of = torch.arange(inputs, device=self.device) // self.group
         if self.float4:
             doubles = torch.tensor((*_DOUBLES, *(-each for each in _DOUBLES)), device=self.device)[values.long()]
@@ -115,7 +117,7 @@ def kept_bits(bits: int) -> int:
 
 def is_kept(inputs: int, bits: int, group: int) -> bool:
     """True if a weight with rows of `inputs` in groups of `group` can be kept in so many bits."""
-    return bits in BITS and not inputs * bits % 8 and (group >= inputs or not group % MULTIPLE)
+    return bits in BITS and not inputs * bits % 32 and (group >= inputs or not group % MULTIPLE)
 
 
 def keep(
@@ -139,10 +141,26 @@ def keep(
         return NarrowWeight(data, scales, None, bits, group=group, dtype=dtype, float8=True)
     half = 1 << (bits - 1)
     data = values.to(device).view(torch.uint8) + half  # modulo 256, which takes no wider copy
-    if bits == 4:
-        data = (data[:, 1::2] << 4).bitwise_or_(data[:, ::2])
     shifted = None if zeros is None else zeros.to(device, torch.float32) + half
-    return NarrowWeight(data.contiguous(), scales, shifted, bits, group=group, dtype=dtype)
+    data = _packed(data) if bits == 4 else data.contiguous()
+    return NarrowWeight(data, scales, shifted, bits, group=group, dtype=dtype)
+
+
+def _packed(values: torch.Tensor) -> torch.Tensor:
+    """Words of numbers of 4 bits, uint8 `[..., in]`, as `NarrowWeight.data` has them."""
+    pairs = values.unflatten(-1, (-1, 2, 2))
+    return _swapped((pairs[..., 1, :] << 4).bitwise_or_(pairs[..., 0, :]).flatten(-2))
+
+
+def _unpacked(data: torch.Tensor) -> torch.Tensor:
+    """What `_packed` packed."""
+    pairs = _swapped(data).unflatten(-1, (-1, 2))
+    return torch.stack((pairs & 15, pairs >> 4), dim=-2).flatten(-3)
+
+
+def _swapped(data: torch.Tensor) -> torch.Tensor:
+    """The second and the third byte of each word exchanged."""
+    return data.unflatten(-1, (-1, 2, 2)).transpose(-1, -2).flatten(-3).contiguous()
 
 
 def _in_memory_of_its_own(tensor: torch.Tensor) -> torch.Tensor:
@@ -159,7 +177,7 @@ def keep_float4(
 ) -> NarrowWeight:
     """Move a weight in MXFP4 to a device.
 
-    values: twice its numbers, int8 `[out, in]`, an even number of inputs. scales: powers of 2 from 2^-127 to 2^127,
+    values: twice its numbers, int8 `[out, in]`, a multiple of 8 inputs. scales: powers of 2 from 2^-127 to 2^127,
     float32 `[out, ⌈in / FLOAT4_GROUP⌉]`.
     """
     values, scales = values.to(device), scales.to(device)
@@ -167,10 +185,8 @@ def keep_float4(
     codes[list(_DOUBLES)] = torch.arange(len(_DOUBLES), dtype=torch.uint8, device=device)
     data = codes[values.abs().long()] | (values < 0).to(torch.uint8) << 3
     _, exponents = torch.frexp(scales)  # of halves
-    packed = data[:, ::2] | data[:, 1::2] << 4
-    return NarrowWeight(
-        packed, (exponents + 126).to(torch.uint8), None, bits=4, group=FLOAT4_GROUP, dtype=dtype, float4=True
-    )
+    scales = (exponents + 126).to(torch.uint8)
+    return NarrowWeight(_packed(data), scales, None, bits=4, group=FLOAT4_GROUP, dtype=dtype, float4=True)
 
 
 def stack(weights: Sequence[NarrowWeight]) -> NarrowWeight | None:

@@ -22,3 +22,8 @@ class WidenConstants:
     rows: int = 16
     """Rows of a program."""
     inputs: int = 256
+
+    @property
+    def unit(self) -> int:
+        """Bits that are loaded as one number; see `WeightForm.unit`."""
+        return 32 if self.float8 or self.bits == 4 else 8

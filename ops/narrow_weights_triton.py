@@ -18,20 +18,80 @@ from .narrow_weights_schedule import WIDEN_WARPS, WidenConstants
 
 
 @triton.jit
-def unpacked(data, BITS: tl.constexpr, FLOAT8: tl.constexpr):
-    """Stored values in float32 `[..., inputs]` of bytes `[..., inputs · bits / 8]`.
+def _pair(halves, dtype: tl.constexpr):
+    """The two numbers whose bits are the lower and the upper half of each 32-bit word, `[..., 2]`."""
+    low = (halves & 0xFFFF).to(tl.uint16).to(dtype, bitcast=True)
+    high = (halves >> 16).to(tl.uint16).to(dtype, bitcast=True)
+    return tl.join(low, high)
 
-    An E4M3 value has the bits of a float16 of a 256th of it, subnormal ones, too: compute capability 8.0 has no
-    instruction for E4M3.
+
+@triton.jit
+def _add_16(words, FIRST: tl.constexpr, dtype: tl.constexpr):
+    """16 plus the four bits from FIRST on of both halves of words, `[..., 2]`.
+
+    The four bits become the highest of a mantissa whose exponent is 4, so that two numbers take a shift and a logical
+    operation, and no conversion.
     """
+    PLACE: tl.constexpr = 3 if dtype == tl.bfloat16 else 6
+    SIXTEENS: tl.constexpr = 0x41804180 if dtype == tl.bfloat16 else 0x4C004C00
+    moved = words >> (FIRST - PLACE) if FIRST > PLACE else words << (PLACE - FIRST)
+    return _pair((moved & (0x000F000F << PLACE)) | SIXTEENS, dtype)
+
+
+@triton.jit
+def _in_order(even, odd):
+    """Numbers of words `[..., n, halves, 8 bits of a half]`, of their lower and their upper four bits, as inputs:
+    `[..., 8 · n]`.
+    """
+    numbers = tl.join(even, odd)
+    if len(numbers.shape) == 5:
+        numbers = tl.permute(numbers, (0, 1, 3, 4, 2))
+        numbers = tl.reshape(numbers, (numbers.shape[0], numbers.shape[1] * 8))
+    else:
+        numbers = tl.permute(numbers, (0, 1, 2, 4, 5, 3))
+        numbers = tl.reshape(numbers, (numbers.shape[0], numbers.shape[1], numbers.shape[2] * 8))
+    return numbers
+
+
+@triton.jit
+def sixteen_more(words, dtype: tl.constexpr):
+    """16 plus each whole number of 4 bits in words `[..., n]`, `[..., 8 · n]` in bf16 or fp16; see `NarrowWeight`."""
+    even = tl.join(_add_16(words, 0, dtype), _add_16(words, 8, dtype))
+    odd = tl.join(_add_16(words, 4, dtype), _add_16(words, 12, dtype))
+    return _in_order(even, odd)
+
+
+@triton.jit
+def float8_values(words, dtype: tl.constexpr):
+    """Values of the E4M3 bytes in words `[..., n]`, `[..., 4 · n]` in bf16 or fp16, which hold them exactly.
+
+    With its exponent and mantissa moved in place, a number is a fixed power of 2 too small; subnormal ones, too. No
+    instruction for E4M3 is needed, which compute capability 8.0 lacks.
+    """
+    TOO_FAR: tl.constexpr = 4 if dtype == tl.bfloat16 else 1
+    POWER: tl.constexpr = 2.0**120 if dtype == tl.bfloat16 else 256.0
+    upper = words & 0x7F007F00
+    lower = (words << 8) & 0x7F007F00
+    upper = (upper >> TOO_FAR) | (words & -0x7FFF8000)
+    lower = (lower >> TOO_FAR) | ((words << 8) & -0x7FFF8000)
+    values = tl.join(_pair(lower, dtype), _pair(upper, dtype))  # [..., n, halves, bytes of a half]
+    if len(words.shape) == 3:
+        values = tl.reshape(values, (words.shape[0], words.shape[1], words.shape[2] * 4))
+    else:
+        values = tl.reshape(values, (words.shape[0], words.shape[1] * 4))
+    return values * tl.full(values.shape, POWER, dtype)
+
+
+@triton.jit
+def _values(data, BITS: tl.constexpr, FLOAT8: tl.constexpr):
+    """Stored values in float32 `[..., inputs]`."""
     if FLOAT8:
-        wide = data.to(tl.uint16)
-        half = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)
-        return half.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
-    value = data
-    if BITS == 4:
-        value = tl.interleave(data & 15, data >> 4)
-    return value.to(tl.float32)
+        values = float8_values(data, tl.float16).to(tl.float32)
+    elif BITS == 4:
+        values = sixteen_more(data, tl.float16).to(tl.float32) - 16.0
+    else:
+        values = data.to(tl.float32)
+    return values
 
 
 @triton.jit(do_not_specialize=["outputs"])
@@ -40,14 +100,14 @@ def widen_rows(out, data, scales, zeros, outputs, C: tl.constexpr):
 
     Grid (blocks of rows, blocks of inputs). out: [outputs, d_in], contiguous, as are the others; see `NarrowWeight`.
     """
-    BYTES: tl.constexpr = C.inputs * C.bits // 8
-    ROW_BYTES: tl.constexpr = C.d_in * C.bits // 8
+    BLOCK: tl.constexpr = C.inputs * C.bits // C.unit
+    ROW: tl.constexpr = C.d_in * C.bits // C.unit
     GROUPS: tl.constexpr = (C.d_in + C.group - 1) // C.group
     row = (tl.program_id(0) * C.rows + tl.arange(0, C.rows)).to(tl.int64)[:, None]
-    byte = tl.program_id(1) * BYTES + tl.arange(0, BYTES)[None, :]
+    place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
     k = tl.program_id(1) * C.inputs + tl.arange(0, C.inputs)[None, :]
     own = row < outputs
-    value = unpacked(tl.load(data + row * ROW_BYTES + byte, mask=own & (byte < ROW_BYTES), other=0), C.bits, C.float8)
+    value = _values(tl.load(data + row * ROW + place, mask=own & (place < ROW), other=0), C.bits, C.float8)
     inside = own & (k < C.d_in)
     at = row * GROUPS + k // C.group
     if C.zeros:
@@ -71,6 +131,7 @@ def widen(
     """Write a weight to `out` `[out, in]`; the rest is as in `NarrowWeight`."""
     outputs, inputs = out.shape
     launch, constants = _launch(inputs, bits, group, zeros is not None, float8)
+    data = data.view(torch.int32) if constants.unit == 32 else data
     grid = (-(-outputs // constants.rows), -(-inputs // constants.inputs), 1)
     launch(grid, (out, data, scales, scales if zeros is None else zeros), (outputs,), ())
 
@@ -82,14 +143,22 @@ def _launch(d_in: int, bits: int, group: int, zeros: bool, float8: bool) -> tupl
 
 
 @triton.jit
-def unpacked_float4(data):
-    """Values in float32 `[..., inputs]` of bytes `[..., inputs / 2]` of E2M1.
+def _float4_pair(words, FIRST: tl.constexpr, dtype: tl.constexpr):
+    """Values of E2M1 from bit FIRST on of both halves of words, `[..., 2]`."""
+    PLACE: tl.constexpr = 6 if dtype == tl.bfloat16 else 9
+    signs = words << (12 - FIRST)
+    moved = words >> (FIRST - PLACE) if FIRST > PLACE else words << (PLACE - FIRST)
+    return _pair((moved & (0x00070007 << PLACE)) | (signs & -0x7FFF8000), dtype)
 
-    An E2M1 value has the bits of a float16 of a 16384th of it, subnormal ones, too.
-    """
-    wide = tl.interleave(data & 15, data >> 4).to(tl.uint16)
-    half = ((wide & 8) << 12) | ((wide & 7) << 9)
-    return half.to(tl.float16, bitcast=True).to(tl.float32) * 16384.0
+
+@triton.jit
+def float4_values(words, dtype: tl.constexpr):
+    """Values of E2M1 in words `[..., n]`, `[..., 8 · n]` in bf16 or fp16, as `float8_values` has those of E4M3."""
+    POWER: tl.constexpr = 2.0**126 if dtype == tl.bfloat16 else 16384.0
+    even = tl.join(_float4_pair(words, 0, dtype), _float4_pair(words, 8, dtype))
+    odd = tl.join(_float4_pair(words, 4, dtype), _float4_pair(words, 12, dtype))
+    values = _in_order(even, odd)
+    return values * tl.full(values.shape, POWER, dtype)
 
 
 @triton.jit

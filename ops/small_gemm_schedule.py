@@ -57,6 +57,10 @@ class GemmSchedule:
     """Inputs of a part that are multiplied at once."""
     max_registers: int = 0
     """Registers per thread; 0: the assembler chooses, and may spill a few to fit more programs on a multiprocessor."""
+    tiles: int = 8
+    """Rows with adapters that are expanded at once: at most half of a tile. With all of 16 rows, a program takes up to
+    253 registers, and Triton 3.6 spills 288 to 1,888 bytes. Narrow weights that are widened leave room for a quarter.
+    """
 
     def blocks(self, widths: Sequence[int], *, silu: bool = False) -> int:
         """Programs of a launch over modules with these columns in the result; each has columns of one module."""
@@ -65,14 +69,6 @@ class GemmSchedule:
     def columns(self, silu: bool) -> int:
         """Columns of the result per program; with an activation, each needs two of the weight's columns."""
         return max(16, self.block_n // 2) if silu else self.block_n
-
-    @property
-    def tiles(self) -> int:
-        """Rows with adapters that are expanded at once: half of a tile.
-
-        With all of 16 rows, a program takes up to 253 registers, and Triton 3.6 spills 288 to 1,888 bytes.
-        """
-        return 2 * self.warps
 
     @property
     def fetched(self) -> int:
@@ -92,6 +88,11 @@ class WeightForm(NamedTuple):
     float8: bool = False
     float4: bool = False
     """See `NarrowWeight.float4`. Only experts are kept in it."""
+
+    @property
+    def unit(self) -> int:
+        """Bits that are loaded as one number: a weight, or a word of several."""
+        return self.bits if self.bits == 16 or (self.bits == 8 and not self.float8) else 32
 
 
 FULL = WeightForm()
@@ -129,6 +130,8 @@ class GemmConstants:
     """Groups of a row."""
     zeros: bool = False
     float8: bool = False
+    unit: int = 16
+    """See `WeightForm.unit`."""
 
 
 def tile_rows(rows: int) -> int:
@@ -152,14 +155,18 @@ def gemm_schedule(outputs: int, rows: int, form: WeightForm = FULL, *, expanded:
         return replace(gemm_schedule(outputs, rows, form._replace(group=0), expanded=expanded), block_k=_BLOCK_K // 2)
     if tile_rows(rows) == TILE_ROWS[0]:
         few = GemmSchedule(16, 16, splits=4, warps=4, stages=4, max_registers=255 if expanded else 0)
+        few = replace(few, tiles=4) if form.bits < 16 else few
         if outputs >= _WIDE:
-            # the compiler's own choice spills a few registers, of FP8 and four bits this one would
-            registers = 0 if form.float8 or form.bits < 8 else 255
-            wide = GemmSchedule(16, 64, splits=4, warps=4, stages=2, max_registers=registers)
+            if form.bits < 16 and not expanded:
+                # widened weights take registers and shared memory: of 64 columns, one or two programs would fit on a
+                # multiprocessor. The compiler's own choice of registers spills some of 8 bits, this one some of four
+                return replace(few, block_n=32, stages=2, max_registers=168 if form.bits == 8 else 0)
+            wide = GemmSchedule(16, 64, splits=4, warps=4, stages=2, max_registers=255)
             return replace(few, block_n=32, stages=3) if expanded else wide
         return few if few.blocks((outputs,)) <= _TWICE else replace(few, stages=3)
     if expanded:
-        return GemmSchedule(64, 32, splits=1, warps=8, stages=4, max_registers=255)
+        tiles = 16 if form.bits == 16 else 8
+        return GemmSchedule(64, 32, splits=1, warps=8, stages=4, max_registers=255, tiles=tiles)
     if outputs >= _WIDE:
         return GemmSchedule(64, 64, splits=1, warps=4, stages=3)
     return GemmSchedule(64, 32, splits=1, warps=4, stages=4)
@@ -195,6 +202,7 @@ def gemm_constants(
         groups=-(-d_in // form.group) if form.group else 1,
         zeros=form.zeros,
         float8=form.float8,
+        unit=form.unit,
     )
     if shape is None:
         return constants

@@ -32,7 +32,7 @@ import triton.language.extra.cuda as cuda
 from . import dependent_launch
 from .launch_triton import KernelLauncher
 from .narrow_weights import NarrowWeight
-from .narrow_weights_triton import unpacked
+from .narrow_weights_triton import float8_values, sixteen_more
 from .sgmv_schedule import ExpandShape
 from .sgmv_tables import BEGIN, OFFSETS_B, OFFSETS_WIDTH, PLACE_ROWS, RANK, SCALE, SLAB, TABLE_ROW, TILE_WIDTH
 from .sgmv_triton import (
@@ -57,8 +57,8 @@ from .small_gemm_schedule import (
     tile_rows,
 )
 
-#: 16-bit elements of a cache line, and those of a row that one prefetch step covers.
-_LINE, _LINES = tl.constexpr(64), tl.constexpr(256)
+#: Bits of a cache line, and those of a row that one prefetch step covers.
+_LINE, _LINES = tl.constexpr(1024), tl.constexpr(4096)
 
 _BEGIN, _TABLE_ROW, _RANK, _SLAB, _SCALE = (tl.constexpr(at) for at in (BEGIN, TABLE_ROW, RANK, SLAB, SCALE))
 _TILE, _B, _OFFSETS, _ROWS = (tl.constexpr(at) for at in (TILE_WIDTH, OFFSETS_B, OFFSETS_WIDTH, PLACE_ROWS))
@@ -67,8 +67,8 @@ _TILE, _B, _OFFSETS, _ROWS = (tl.constexpr(at) for at in (TILE_WIDTH, OFFSETS_B,
 class Weight(NamedTuple):
     """A weight as one argument: tensors on the host, pointers in a kernel. One in 16 bits or more stands for all three.
 
-    data: `[out, in]`, or bytes as in `NarrowWeight`. scales, zeros: `[out, groups]`; without zero points, zeros is
-    any tensor.
+    data: `[out, in]`, or as in `NarrowWeight`, in words of 32 bits if `WeightForm.unit` says so. scales, zeros:
+    `[out, groups]`; without zero points, zeros is any tensor.
     """
 
     data: torch.Tensor
@@ -85,34 +85,65 @@ def _prefetch(pointers):
 
 
 @triton.jit
-def _load_weight(data, scales, zeros, step, own, scale, zero, dtype: tl.constexpr, C: tl.constexpr):
-    """Load the weights of a program's columns for the inputs from `step` on, `[(splits,) columns, inputs]`.
+def _load_weight(data, scales, zeros, step, own, scale, zero, C: tl.constexpr):
+    """Load the weights of a program's columns for the inputs from `step` on: stored numbers, `[(splits,) columns,
+    numbers]`, their scales and their zero points.
 
     data, scales, zeros: of the columns' first input and group, `[(1,) columns, 1]`. scale, zero: of the columns, where
     all inputs have the same.
     """
     SPLITS: tl.constexpr = C.splits
-    BLOCK_K: tl.constexpr = C.block_k * C.bits // 8 if C.bits < 16 else C.block_k
-    ROW: tl.constexpr = C.d_in * C.bits // 8 if C.bits < 16 else C.d_in
-    at = tl.arange(0, BLOCK_K)[None, :]
+    BLOCK: tl.constexpr = C.block_k * C.bits // C.unit
+    at = tl.arange(0, BLOCK)[None, :]
     if SPLITS > 1:
-        at = tl.expand_dims(at, 0) + tl.arange(0, SPLITS)[:, None, None] * BLOCK_K
-    at += step * C.bits // 8 if C.bits < 16 else step
-    w = tl.load(data + at, mask=own & (at < ROW), other=0)
-    if C.bits < 16:
-        if C.groups > 1:
-            group, inside = step // C.group, own
-            if SPLITS > 1:
-                group = (step + tl.arange(0, SPLITS)[:, None, None] * C.block_k) // C.group
-                inside = own & (group < C.groups)
-            scale = tl.load(scales + group, mask=inside, other=0.0)
-            if C.zeros:
-                zero = tl.load(zeros + group, mask=inside, other=0.0)
-        value = unpacked(w, C.bits, C.float8)
-        if not C.float8:
-            value -= zero
-        w = (value * scale).to(dtype)
-    return w
+        at = tl.expand_dims(at, 0) + tl.arange(0, SPLITS)[:, None, None] * BLOCK
+    at += step * C.bits // C.unit
+    w = tl.load(data + at, mask=own & (at < C.d_in * C.bits // C.unit), other=0)
+    if C.groups > 1:
+        group, inside = step // C.group, own
+        if SPLITS > 1:
+            group = (step + tl.arange(0, SPLITS)[:, None, None] * C.block_k) // C.group
+            inside = own & (group < C.groups)
+        scale = tl.load(scales + group, mask=inside, other=0.0)
+        if C.zeros:
+            zero = tl.load(zeros + group, mask=inside, other=0.0)
+    return w, scale, zero
+
+
+@triton.jit
+def _sum_inputs(value, dtype: tl.constexpr):
+    """Sums of the inputs of each row, `[splits, rows, 1]`, by matrix instructions: sixteen times the same."""
+    ones = tl.full((value.shape[0], value.shape[2], 16), 1.0, dtype)
+    return tl.max(tl.dot(value, ones, input_precision="ieee"), axis=2, keep_dims=True)
+
+
+@triton.jit
+def _add_product(total, value, w, scale, zero, dtype: tl.constexpr, C: tl.constexpr):
+    """Add the products of rows `[(splits,) rows, inputs]` with weights as `_load_weight` loads them.
+
+    Narrow weights are multiplied as their stored numbers, less the zero points, which bf16 and fp16 hold exactly; sums
+    of a block are multiplied by the scales, in float32. Of 4 bits they are had with 16 added, as that needs no
+    conversion. Where warps split the inputs, it leaves a block's sum with the zero points, times the sum of the inputs,
+    for which each needs few instructions; else it leaves the weights.
+    """
+    HALF: tl.constexpr = tl.bfloat16 if dtype == tl.bfloat16 else tl.float16
+    if C.bits == 16:
+        total = tl.dot(value, tl.trans(w), total, input_precision="ieee")
+    else:
+        if C.float8:
+            numbers = float8_values(w, HALF)
+        elif C.bits == 4:
+            numbers = sixteen_more(w, HALF)
+            if C.splits == 1:
+                numbers -= (16.0 + zero).to(HALF) if C.zeros else 16.0 + zero
+        else:
+            numbers = w.to(tl.float32) - zero
+        product = tl.dot(value, tl.trans(numbers.to(dtype)), input_precision="ieee")
+        if C.bits == 4 and C.splits > 1:
+            zeros = tl.trans(zero) if C.zeros else zero
+            product = tl.fma(_sum_inputs(value, dtype), -16.0 - zeros, product)
+        total = tl.fma(product, tl.trans(scale), total)
+    return total
 
 
 @triton.jit
@@ -294,9 +325,9 @@ def multiply_rows(y, x, weight, bias, adapters, tokens, layer, layers, max_pages
         cuda.gdc_launch_dependents()
     PERIOD: tl.constexpr = SPLITS * BLOCK_K
     SUMS: tl.constexpr = (SPLITS, BLOCK_T, BLOCK_N) if SPLITS > 1 else (BLOCK_T, BLOCK_N)
-    ROW: tl.constexpr = D_IN * C.bits // 8 if C.bits < 16 else D_IN
-    WIDE: tl.constexpr = 2 if C.bits < 16 else 1
-    FETCHED: tl.constexpr = min(C.fetched * WIDE, ROW // (_LINE * WIDE) * (_LINE * WIDE))
+    ROW: tl.constexpr = D_IN * C.bits // C.unit
+    LINE: tl.constexpr = _LINE // C.unit
+    FETCHED: tl.constexpr = min(C.fetched * 16 // C.unit, ROW // LINE * LINE)
     block = tl.program_id(0)
     dtype = y.dtype.element_ty
     group, begin, width = 0, 0, C.modules.widths[0]
@@ -310,9 +341,9 @@ def multiply_rows(y, x, weight, bias, adapters, tokens, layer, layers, max_pages
     token = tl.arange(0, BLOCK_T)
     own_token = token < tokens
     if PDL:
-        lines = tl.arange(0, _LINES // _LINE)[None, :] * (_LINE * WIDE)
+        lines = tl.arange(0, _LINES // _LINE)[None, :] * LINE
         first = weight.data + tl.minimum(column, D_OUT - 1).to(tl.int64)[:, None] * ROW
-        for step in tl.static_range(0, FETCHED, _LINES * WIDE):
+        for step in tl.static_range(0, FETCHED, _LINES // C.unit):
             place = tl.minimum(step + lines, ROW - 1)
             _prefetch(first + place)
             if SILU:
@@ -349,12 +380,12 @@ def multiply_rows(y, x, weight, bias, adapters, tokens, layer, layers, max_pages
         scale_up, zero_up = _load_scale(scales_up, zeros_up, w_own, C)
     for step in tl.range(0, D_IN, PERIOD, num_stages=C.stages):
         at = step + k
-        w = _load_weight(weights, scales, zeros, step, w_own, scale, zero, dtype, C)
+        w, its_scale, its_zero = _load_weight(weights, scales, zeros, step, w_own, scale, zero, C)
         value = tl.load(rows + at, mask=x_own & (at < D_IN), other=0.0)
-        total = tl.dot(value, tl.trans(w), total, input_precision="ieee")
+        total = _add_product(total, value, w, its_scale, its_zero, dtype, C)
         if SILU:
-            w = _load_weight(weights_up, scales_up, zeros_up, step, w_own, scale_up, zero_up, dtype, C)
-            total_up = tl.dot(value, tl.trans(w), total_up, input_precision="ieee")
+            w, its_scale, its_zero = _load_weight(weights_up, scales_up, zeros_up, step, w_own, scale_up, zero_up, C)
+            total_up = _add_product(total_up, value, w, its_scale, its_zero, dtype, C)
     out = _finish(total, bias, column, own_column, dtype, C.bias)
     if MODULES:
         if SILU:  # here, during the sum's last loads: loaded earlier they would take registers from it
@@ -412,10 +443,10 @@ def multiply(
 ) -> torch.Tensor:
     """Return `x @ weightᵀ + bias`, `[rows, out]`; with `silu`, `silu(gate) · up` of its halves, `[rows, out / 2]`.
 
-    x: `[rows, in]`, at most MAX_ROWS. weight: `[out, in]`, contiguous. A narrow weight is widened as it is loaded, to
-    the numbers of `weight.dense()`; matrix instructions may add up a block's in another order. shrunk: result of
-    `Sgmv.shrink` for x, whose LoRA terms are to be added. compile_only: compile the kernels that would be launched, in
-    parallel within `launch_triton.compiling`, and compute nothing.
+    x: `[rows, in]`, at most MAX_ROWS. weight: `[out, in]`, contiguous. A narrow weight's stored numbers are multiplied,
+    and sums by the scales, so these products are closer to it than those of `weight.dense()`, which is rounded. shrunk:
+    result of `Sgmv.shrink` for x, whose LoRA terms are to be added. compile_only: compile the kernels that would be
+    launched, in parallel within `launch_triton.compiling`, and compute nothing.
     """
     tokens, d_in = x.shape
     if tokens > MAX_ROWS:
@@ -452,7 +483,8 @@ def parts_of(weight: torch.Tensor | NarrowWeight) -> Weight:
     """A weight as a kernel's argument."""
     if not isinstance(weight, NarrowWeight):
         return Weight(weight, weight, weight)
-    return Weight(weight.data, weight.scales, weight.scales if weight.zeros is None else weight.zeros)
+    data = weight.data.view(torch.int32) if form_of(weight, weight.shape[-1]).unit == 32 else weight.data
+    return Weight(data, weight.scales, weight.scales if weight.zeros is None else weight.zeros)
 
 
 @cache

@@ -61,7 +61,14 @@ _READY |= {"tiles", "offsets", "places", "first_elem", "pages"}
 
 #: `small_gemm_triton.Weight`: in the variant's dtype, and narrow, with scales.
 _PLAIN = ("data", "*own"), ("scales", "*own"), ("zeros", "*own")
-_KEPT = ("data", "*u8"), ("scales", "*fp32"), ("zeros", "*fp32")
+
+
+def _weight_fields(form: small.WeightForm) -> Fields:
+    if form is small.FULL:
+        return _PLAIN
+    numbers = "*fp32" if not form.float4 else "*u8"
+    return ("data", "*i32" if form.unit == 32 else "*u8"), ("scales", numbers), ("zeros", numbers)
+
 
 _COUNTS = {"layer": "i32", "layers": "i32", "max_pages": "i32", "tokens": "i32"}
 
@@ -182,7 +189,7 @@ def _product(
         options=small.gemm_options(schedule),
         own=("y", "x", "bias"),
         others={
-            "weight": _PLAIN if form is small.FULL else _KEPT,
+            "weight": _weight_fields(form),
             "adapters": _ADAPTERS,
             **_COUNTS,
             "num_tiles": "i32",
@@ -245,7 +252,7 @@ WIDENED = {
         constants={"C": WidenConstants(14336, form.bits, min(form.group, 14336), form.zeros, form.float8)},
         options={"num_warps": WIDEN_WARPS},
         own=("out",),
-        others={**dict(_KEPT), "outputs": "i32"},
+        others={**dict(_weight_fields(form)), "outputs": "i32"},
     )
     for name, form in FORMS.items()
 }
@@ -320,7 +327,6 @@ def _experts(
     its = expert_tiles_schedule
     numbers = {"per_row": per_row, "experts": 128, "bias": bias, "form": form}
     constants = its.tile_constants(d_in, d_out, its.tile_rows(rows), 2, **numbers)
-    kept = _KEPT if not form.float4 else tuple((name, "*u8") for name, _ in _KEPT)
     return Elementwise(
         "expert_tiles_triton",
         "multiply_tiles",
@@ -328,7 +334,7 @@ def _experts(
         options=its.tile_options(constants),
         own=("y", "x", "bias"),
         others={
-            "weight": _PLAIN if form is small.FULL else kept,
+            "weight": _weight_fields(form),
             **dict.fromkeys(("pairs", "expert_of", "first_of", "end_of"), "*i32"),
             **_strides("x"),
         },

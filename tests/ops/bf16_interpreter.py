@@ -59,8 +59,8 @@ def _patch_language_once() -> None:
 
 
 def fix_bf16() -> None:
-    """Make the interpreter right in bf16: `tl.dot`, which takes its bits for integers, and casts from float32, which
-    cut them off where a GPU rounds to nearest, ties to even.
+    """Make the interpreter right in bf16: `tl.dot`, products and differences, which take its bits for integers, and
+    casts from float32, which cut them off where a GPU rounds to nearest, ties to even.
     """
     hasten()
     plain_dot, plain_cast = InterpreterBuilder.create_dot, InterpreterBuilder.cast_impl
@@ -75,7 +75,16 @@ def fix_bf16() -> None:
             return TensorHandle(rounded(src.data), tl.bfloat16)
         return plain_cast(self, src, dst_type)
 
+    def in_float32(plain: Any) -> Any:
+        def create(self: Any, a: Any, b: Any) -> Any:
+            found = plain(self, _widened(a), _widened(b))
+            return TensorHandle(rounded(found.data), tl.bfloat16) if a.dtype.scalar == tl.bfloat16 else found
+
+        return create
+
     InterpreterBuilder.create_dot, InterpreterBuilder.cast_impl = create_dot, cast_impl
+    for name in ("create_fmul", "create_fsub"):
+        setattr(InterpreterBuilder, name, in_float32(getattr(InterpreterBuilder, name)))
 
 
 def multiply_row_by_row() -> None:

@@ -58,8 +58,9 @@ def test_a_kept_weight_takes_its_bits():
         (4096, 8, 4096, True),
         (4096, 4, 32, False),  # a kernel multiplies 64 inputs at once, of one group
         (4096, 4, 1, False),  # in no order
-        (41, 4, 41, False),  # half a byte would be left
-        (41, 8, 41, True),
+        (36, 4, 36, False),  # half a word would be left
+        (42, 8, 42, False),
+        (44, 8, 44, True),
         (4096, 2, 128, False),
     ],
 )
