@@ -83,7 +83,7 @@ class AdapterRows:
     ) -> tuple[list[Block], list[Block]]:
         """The layer's rows of the module's A and of its Bᵀ, in order of rank, as views that are made once.
 
-        Empty if the layer or the module has no rows.
+        Empty if the layer or the module has no rows. d_out: 0 for whole rows, which have no B.
         """
         key = (layer, module)
         found = self._blocks.get(key)
@@ -92,7 +92,8 @@ class AdapterRows:
             if first < 0 or a < 0:
                 found = [], []
             else:
-                found = list(self._rows(arena, first + a, d_in)), list(self._rows(arena, first + b, d_out))
+                outputs = self._rows(arena, first + b, d_out) if d_out else ()  # without B, its place is past the pages
+                found = list(self._rows(arena, first + a, d_in)), list(outputs)
             self._blocks[key] = found
         return found
 

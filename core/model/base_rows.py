@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from .tensor_parts import Source
 
 
-@dataclass
+@dataclass(eq=False)
 class CheckpointRows:
     """Opens the checkpoint when it is first asked; see `BaseRows`."""
 

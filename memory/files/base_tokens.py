@@ -12,7 +12,7 @@ from pathlib import Path
 from .tokenizer_json import TOKENIZER, read_members, vocabulary_in
 
 
-@dataclass
+@dataclass(eq=False)
 class BaseTokens:
     """Reads the file when it is first asked; the vocabulary only where an added token doesn't decide.
 

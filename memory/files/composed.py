@@ -22,7 +22,7 @@ from .error import AdapterChanged, AdapterFormatError
 from .format import inspect_adapter
 from .manifest import AdapterManifest
 from .module_paths import ModulePaths
-from .peft_names import tensor_shapes
+from .peft_names import is_of_a, tensor_shapes
 from .targets import parts_of
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ class ComposedWeights:
                 file = stack.enter_context(open_source(source))
                 self._files.append(file)
                 for name, shape, of_part in _tensors(source):
-                    factors = (scale, of_part) if ".lora_A." in name else ()
+                    factors = (scale, of_part) if is_of_a(name) else ()
                     self._shares[name].append(_Share(file, shape, factors))
             self._stack = stack.pop_all()
 
@@ -122,7 +122,7 @@ class ComposedWeights:
             for factor in share.factors:
                 values = values * factor
             found.append(values)
-        joined = torch.cat(found, 0 if ".lora_A." in name else 1)
+        joined = torch.cat(found, 0 if is_of_a(name) else 1)
         if joined.shape != shape:
             raise self.changed()
         return joined

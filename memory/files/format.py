@@ -25,7 +25,7 @@ from .form import WEIGHTS_FILE, AdapterForm, form_of
 from .gguf_form import GGUF_SUFFIX, GgufForm
 from .manifest import AdapterManifest
 from .module_paths import ExpertForm, ModulePaths
-from .peft_names import LAYER, PREFIX, matrix_shapes, module_keys, tensor_names, vector_names
+from .peft_names import LAYER, PREFIX, is_of_a, matrix_shapes, module_keys, tensor_names, vector_names
 from .score_head import TENSORS, read_score_head
 from .targets import Targets, layers_with, parts_of, targets_of
 from .tensor_file import TensorFile, TensorInfo, TensorPlaces, digest_of
@@ -300,7 +300,7 @@ def _wrong_shape(
     file: TensorFile, name: str, want: tuple[int, int], rank: int, config: AdapterConfig
 ) -> AdapterFormatError:
     info: TensorInfo = file.tensors[name]
-    axis = 0 if name.endswith((".lora_A.weight", ".lora_embedding_A")) else 1
+    axis = 0 if is_of_a(name) else 1
     if len(info.shape) == 2 and info.shape[1 - axis] == want[1 - axis]:
         mend = f"its rank is {info.shape[axis]}, by {CONFIG_FILE} (r, rank_pattern) it is {rank}: mend the wrong one"
     else:

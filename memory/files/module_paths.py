@@ -194,7 +194,7 @@ class ModulePaths:
         usual = _STACKED.keys() - {path for path, _ in self.fused}
         if usual.isdisjoint(paths) and parts.isdisjoint(paths) and not self.projections.mixture:
             return self
-        return _as_given(self, frozenset(paths))
+        return _as_given(self, frozenset(paths), self.base_rows, self.base_tokens)
 
     @cached_property
     def usual(self) -> dict[str, str]:
@@ -216,7 +216,10 @@ class ModulePaths:
 
 
 @lru_cache(64)
-def _as_given(modules: ModulePaths, paths: frozenset[str]) -> ModulePaths:
+def _as_given(
+    modules: ModulePaths, paths: frozenset[str], base_rows: BaseRows | None, base_tokens: BaseTokens | None
+) -> ModulePaths:
+    """See `ModulePaths.as_given`. base_rows, base_tokens: those of `modules`; equal ones may be of several models."""
     own = modules.projections
     fused = {
         path: parts
@@ -235,6 +238,8 @@ def _as_given(modules: ModulePaths, paths: frozenset[str]) -> ModulePaths:
         fused=tuple(fused.items()),
         renamed=tuple((name, path) for name, path in renamed.items() if path != own[name].path),
         absent=modules.absent.difference(given),
+        base_rows=base_rows,
+        base_tokens=base_tokens,
         **_experts_as_given(modules, paths),
     )
 

@@ -35,6 +35,11 @@ def tensor_names(layer: int, projection: Projection) -> tuple[str, str]:
     return f"{key}.lora_A.weight", f"{key}.lora_B.weight"
 
 
+def is_of_a(name: str) -> bool:
+    """True if a tensor of a target is its A, False if it is its B."""
+    return name.endswith((".lora_A.weight", ".lora_embedding_A"))
+
+
 def tensor_shapes(
     layer: int, projection: Projection, rank: int
 ) -> tuple[tuple[str, tuple[int, int]], tuple[str, tuple[int, int]]]:

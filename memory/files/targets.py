@@ -176,7 +176,7 @@ def layers_with(projections: Projections, name: str) -> str:
 
 def parts_of(targets: Targets, projections: Projections) -> tuple[AdapterPart, ...]:
     """Group targets by rank, scale and set of layers, which thus have all of them; in the order of their first
-    layers. Those of the model and of mixtures of experts are in parts of their own.
+    layers. Those of the model and of mixtures of experts are in parts of their own. Targets may have any order.
     """
     experts: dict[tuple[int, str, int, float], list[int]] = defaultdict(list)
     layers: dict[tuple[int, float, str, tuple[int, ...]], list[int]] = defaultdict(list)
@@ -191,7 +191,7 @@ def parts_of(targets: Targets, projections: Projections) -> tuple[AdapterPart, .
     modules: dict[tuple[int, float, tuple[int, ...], tuple[int, ...], bool, bool], list[str]] = defaultdict(list)
     for (rank, scale, module, own), numbers in layers.items():
         its = projections[module]
-        modules[rank, scale, tuple(numbers), own, its.is_of_model, its.is_of_mixture].append(module)
+        modules[rank, scale, tuple(sorted(numbers)), own, its.is_of_model, its.is_of_mixture].append(module)
     parts = (
         AdapterPart(rank, scale, numbers, tuple(sorted(names, key=projections.id)), experts=own)
         for (rank, scale, numbers, own, *_), names in modules.items()

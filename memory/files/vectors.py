@@ -39,14 +39,15 @@ def vector_targets(
     for (layer, module), key in keys.items():
         is_target = (layer, module) in targets
         has_bias = config.bias != "none" and f"{key}.{BIAS}" in file.tensors
-        if has_bias and not modules.has_bias(layer, module):
+        is_of_mixture = modules.projections[module].is_of_mixture
+        if has_bias and not is_of_mixture and not modules.has_bias(layer, module):
             raise AdapterFormatError(
                 f"{file.path}: tensor {key}.{BIAS} is a bias of {module} in layer {layer}, which the base model has "
                 "not; serve it with the base model that it was trained on"
             )
         target = VectorTarget(layer, module, is_target and config.uses_dora, has_bias, is_target and config.lora_bias)
         if any(target[2:]):
-            if modules.projections[module].is_of_mixture:
+            if is_of_mixture:
                 raise AdapterFormatError(
                     f"{file.path}: DoRA or a bias is on {module} of layer {layer}, a part of a mixture of experts, "
                     "where plain LoRA alone is served; train with use_dora=False, lora_bias=False and bias='none'"

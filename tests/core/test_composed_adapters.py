@@ -23,8 +23,11 @@ COMPOSED = {
     "patterns*1.5+rslora*-0.4": (["patterns", "rslora"], [1.5, -0.4]),
     "patterns*0.3+plain*0.3+rslora*0.3": (["patterns", "plain", "rslora"], [0.3, 0.3, 0.3]),
     "plain*0.25": (["plain"], [0.25]),
+    "plain*0.5+embed-and-head*0.6": (["plain", "embed-and-head"], [0.5, 0.6]),
+    "embed-and-head*0.4": (["embed-and-head"], [0.4]),
 }
-NAMES = (None, "plain", "rslora", "patterns", *COMPOSED)
+ALONE = ("plain", "rslora", "patterns", "embed-and-head")
+NAMES = (None, *ALONE, *COMPOSED)
 
 
 @quiet()
@@ -36,7 +39,7 @@ def _with_several(zoo):
     base = LlamaForCausalLM.from_pretrained(zoo.model)
     base.generation_config.eos_token_id = None
     base.generation_config.pad_token_id = 0
-    first, *others = NAMES[1:4]
+    first, *others = ALONE
     model = PeftModel.from_pretrained(base, zoo.adapters[first], adapter_name=first)
     for name in others:
         model.load_adapter(zoo.adapters[name], name)
@@ -48,7 +51,7 @@ class ComposedZoo:
 
     def __init__(self, zoo):
         self.zoo, self.model = zoo, zoo.model
-        self.adapters = {name: zoo.adapters[name] for name in ("plain", "rslora", "patterns", "alora")}
+        self.adapters = {name: zoo.adapters[name] for name in (*ALONE, "alora")}
         use, peft = zoo._use, _with_several(zoo)  # noqa: SLF001
         for name, (adapters, weights) in COMPOSED.items():
             peft.add_weighted_adapter(adapters, weights, name.replace(".", "_"), combination_type="cat")
@@ -214,7 +217,7 @@ class TestLife:
         for index in range(MAX_COMPOSED + 20):
             store.compose(f"plain*{index}", parts)
         assert sum(bool(each.sources) for each in store.versions()) == MAX_COMPOSED
-        assert len(store) == 4 and all(not each.sources for _, each in store.registered())
+        assert len(store) == len(zoo.adapters) and all(not each.sources for _, each in store.registered())
 
     def test_eviction_and_return(self, zoo, drive):
         """More adapters than fit: composed ones are evicted and read again like others."""

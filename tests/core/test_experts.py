@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from chorus.core.config import EngineConfig
 from chorus.core.executors.adapters import check_tables
@@ -327,6 +327,17 @@ def test_adapters_on_parts_that_are_not_served_are_refused(tiny, tmp_path, targe
     path = qwen_adapter(tmp_path / "it", targets, tensor, **fields)
     with pytest.raises(AdapterFormatError, match=message):
         inspect_adapter(path, read_model_config(tiny("qwen3-moe").model).module_paths)
+
+
+def test_a_trained_bias_of_a_router_that_has_one_is_refused_as_of_a_mixture(tiny, tmp_path):
+    """PEFT saves every bias of gpt-oss with bias="all", the router's too, whatever has LoRA."""
+    path = qwen_adapter(tmp_path / "it", ["q_proj"], "self_attn.q_proj", bias="all")
+    tensors = load_file(path / "adapter_model.safetensors")
+    tensors["base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight"] = torch.zeros(64, 2)
+    tensors["base_model.model.model.layers.0.mlp.router.bias"] = torch.ones(8)
+    save_file(tensors, path / "adapter_model.safetensors")
+    with pytest.raises(AdapterFormatError, match=r"a bias is on gate of layer 0, a part of a mixture .* bias='none'"):
+        inspect_adapter(path, read_model_config(tiny("gpt-oss").model).module_paths)
 
 
 def test_adapters_on_experts_are_not_composed(tiny, tmp_path):

@@ -240,3 +240,29 @@ def test_the_names_of_tinker(it, changed):
 
     with pytest.raises(AdapterFormatError, match="match none"):
         manifest_of(it, changed("targeted", usual))
+
+
+@pytest.mark.parametrize("family", ["qwen3-moe", "llama2"])
+def test_models_of_equal_shapes_are_each_compared_with_their_own_rows(tmp_path, family):
+    """One process may have several; the way in which an adapter names its modules is found once for both."""
+    one, other, adapter = (tmp_path / name for name in ("one", "other", "adapter"))
+    for path in (one, other):
+        save_family(family, path)
+    tensors = load_file(other / "model.safetensors")
+    tensors["model.embed_tokens.weight"][3:6] += 1
+    save_file(tensors, other / "model.safetensors")
+    save_form(one, adapter, 1, save_embedding_layers=True, r=2, lora_alpha=4, target_modules=["q_proj"])
+    if family == "llama2":  # trained on a model that has q, k and v in one matrix
+        changed = load_file(adapter / "adapter_model.safetensors")
+        for name in [name for name in changed if "q_proj" in name]:
+            tensor = changed.pop(name)
+            tensor = torch.cat([tensor] * 3) if "lora_B" in name else tensor
+            changed[name.replace("q_proj", "qkv_proj")] = tensor
+        save_file(changed, adapter / "adapter_model.safetensors")
+        config = adapter / "adapter_config.json"
+        config.write_text(config.read_text().replace("q_proj", "qkv_proj"))
+    rows = [
+        [part.token_ids for part in inspect_adapter(adapter, read_model_config(model).module_paths).parts]
+        for model in (one, other, one)
+    ]
+    assert [[tokens for tokens in each if tokens] for each in rows] == [[], [(3, 4, 5)], []]

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from chorus.ops.sgmv import AdapterRows, Segments, sgmv
+from chorus.ops.sgmv import AdapterRows, Segments, sgmv, stacked
 
 from .sgmv_ref import sgmv_ref
 
@@ -252,3 +252,14 @@ def test_entries_of_experts_are_those_of_the_tokens_that_go_there(seed, tokens, 
                 assert a is not None and b is not None
                 want[row] += 0.5 * (x[row] @ a.T @ b)
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("num_rows", "page_elems"), [(1, 4), (3, 4), (2, 2), (4, 8)])
+def test_whole_rows_that_fill_their_pages_have_no_second_matrix_after_them(num_rows, page_elems):
+    """Rows of embeddings and heads have A alone: no page follows the last one."""
+    arena = torch.arange(24.0).view(-1, page_elems)
+    pages = list(reversed(range(num_rows * 4 // page_elems)))
+    rows = AdapterRows(pages, num_rows, 1.0, 4, [0], [4], [0], token_ids=range(num_rows))
+    a, b = rows.blocks(arena, 0, 0, 4, 0)
+    assert torch.equal(stacked(a), arena[pages].view(-1, 4))
+    assert b == []

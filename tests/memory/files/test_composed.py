@@ -65,6 +65,17 @@ def test_the_image_is_of_the_joined_matrices(two, tmp_path):
     assert paths_of(made.path) == [one.path, other.path]
 
 
+def test_a_module_of_a_later_layer_may_be_of_the_first_source(adapter_draft, tmp_path):
+    """Layers of a part are in rising order, as its pages have them, whichever source names them first."""
+    later = adapter_draft(("q_proj",), layers=(1,), layers_to_transform=[1], seed=1)
+    others = adapter_draft(("q_proj", "up_proj"), layers=(0, 2), layers_to_transform=[0, 2], seed=2)
+    one, other = manifests(tmp_path, later, others)
+    made, turned = composed([(one, 0.5), (other, 2.0)]), composed([(other, 2.0), (one, 0.5)])
+    assert [part.layers for part in made.parts] == [(0, 1, 2), (0, 2)]
+    assert made.parts == turned.parts
+    assert torch.equal(read(made), read(turned))
+
+
 def read(manifest):
     from chorus.memory.adapters.image import ImageForm, read_image
     from chorus.memory.host.buffers import HostBuffers
