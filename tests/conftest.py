@@ -77,6 +77,11 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     return min(MAX_PROCESSES, len(os.sched_getaffinity(0)) + 1)
 
 
+def pytest_configure() -> None:
+    """Check the environment before a minute of collecting tests."""
+    chosen_share()
+
+
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Don't import a file that has no test with the marks that `-m` asks for. Files that are named are collected."""
     expression = config.option.markexpr
@@ -143,8 +148,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left_out = _beyond_pairs(items)
     if config.args_source is pytest.Config.ArgsSource.TESTPATHS and not config.option.markexpr:
         left_out |= {item for item in items if _is_left_out(item)}
-        share = int(os.environ.get("CHORUS_TEST_SHARE", SHARE))
-        left_out |= beyond_share([item for item in items if item not in left_out], share)
+        left_out |= beyond_share([item for item in items if item not in left_out], chosen_share())
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if item not in left_out]
     items.sort(key=lambda item: item.get_closest_marker("long") is None)
@@ -159,6 +163,17 @@ def _unnamed_marks(items: list[pytest.Item], names: set[str]) -> list[str]:
     """Marks of ours which `marks_of_file` doesn't find in a test's file: `-m` would not collect it."""
     found = {(item.path, mark.name) for item in items for mark in item.iter_markers() if mark.name in names}
     return sorted(f"{path.name}: {name}" for path, name in found if name not in marks_of_file(path))
+
+
+def chosen_share() -> int:
+    """The share of the environment, or SHARE. Raises UsageError where it is not a positive integer."""
+    value = os.environ.get("CHORUS_TEST_SHARE", str(SHARE))
+    if not value.isdecimal() or int(value) < 1:
+        raise pytest.UsageError(
+            f"CHORUS_TEST_SHARE is {value!r}, but must be a positive integer N, to run one in N cases of wide tests; "
+            f"unset it for one in {SHARE}"
+        )
+    return int(value)
 
 
 def beyond_share(items: list[pytest.Item], share: int) -> set[pytest.Item]:
