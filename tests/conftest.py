@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable, Collection, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
@@ -27,6 +27,7 @@ from _pytest.mark.expression import Expression
 from allpairspy import AllPairs
 from hypothesis import HealthCheck, settings
 
+from .greedy import MIN_MARGIN, after_drafts, switched
 from .interpreted import InterpretedFile, is_interpreting
 from .kept import KeptAnswers, kept_files, locked
 from .llama_draft import LlamaDraft
@@ -63,9 +64,6 @@ MAX_PROCESSES = 8
 
 #: A plain `pytest` runs one of so many cases of a test marked `wide`, and CHORUS_TEST_SHARE says another number.
 SHARE = 6
-
-#: Greedy choices closer than this are left out of comparisons: they would test rounding, not the engine.
-MIN_MARGIN = 1e-3
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
@@ -443,7 +441,6 @@ class Subject:
     _peft: Any = None
     _drafts: dict[str | None, LlamaDraft] = field(default_factory=dict)
     kept: KeptAnswers = field(default_factory=KeptAnswers)
-    _used: tuple[str | None] | None = None
 
     @cached_property
     def vocab_size(self) -> int:
@@ -477,21 +474,10 @@ class Subject:
         return tokens, margin
 
     def _generate(self, adapter: str | None, prompt: list[int], count: int) -> tuple[list[int], float]:
-        """A token of a draft stands if it is the reference's choice after all before it, as are most of them."""
         if adapter not in self._drafts:
             model = self.use(adapter)
             self._drafts[adapter] = LlamaDraft(model.get_base_model() if self.adapters else model)
-        tokens: list[int] = []
-        margins: list[float] = []
-        while len(tokens) < count:
-            draft = self._drafts[adapter].tokens(prompt + tokens, count - len(tokens))
-            best = self.logits(adapter, prompt + tokens + draft[:-1])[-len(draft) :].topk(2)
-            for guess, (most, next_most), (choice, _) in zip(draft, *map(torch.Tensor.tolist, best), strict=True):
-                tokens.append(choice)
-                margins.append(most - next_most)
-                if guess != choice:
-                    break
-        return tokens, min(margins)
+        return after_drafts(partial(self.logits, adapter), self._drafts[adapter].tokens, prompt, count)
 
     @quiet()
     def _reference(self) -> Any:
@@ -510,17 +496,9 @@ class Subject:
         return self._peft
 
     def use(self, adapter: str | None) -> Any:
-        """The reference with this adapter. To switch takes PEFT as long as a token."""
+        """The reference with this adapter."""
         model = self._reference()
-        if not self.adapters or self._used == (adapter,):
-            return model
-        if adapter is None:
-            model.base_model.disable_adapter_layers()
-        else:
-            model.base_model.enable_adapter_layers()
-            model.set_adapter(adapter)
-        self._used = (adapter,)
-        return model
+        return switched(model, adapter) if self.adapters else model
 
 
 @pytest.fixture(scope="session")
