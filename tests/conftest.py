@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable, Collection, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
@@ -27,6 +27,7 @@ from _pytest.mark.expression import Expression
 from allpairspy import AllPairs
 from hypothesis import HealthCheck, settings
 
+from .greedy import MIN_MARGIN, after_drafts, switched
 from .interpreted import InterpretedFile, is_interpreting
 from .kept import KeptAnswers, kept_files, locked
 from .llama_draft import LlamaDraft
@@ -64,9 +65,6 @@ MAX_PROCESSES = 8
 #: A plain `pytest` runs one of so many cases of a test marked `wide`, and CHORUS_TEST_SHARE says another number.
 SHARE = 6
 
-#: Greedy choices closer than this are left out of comparisons: they would test rounding, not the engine.
-MIN_MARGIN = 1e-3
-
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """Return the processes that run the tests: one more than processors, as some wait for servers; one alone where only
@@ -75,6 +73,11 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     if config.args_source is not pytest.Config.ArgsSource.TESTPATHS or torch.cuda.is_available():
         return 0
     return min(MAX_PROCESSES, len(os.sched_getaffinity(0)) + 1)
+
+
+def pytest_configure() -> None:
+    """Check the environment before a minute of collecting tests."""
+    chosen_share()
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -143,8 +146,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left_out = _beyond_pairs(items)
     if config.args_source is pytest.Config.ArgsSource.TESTPATHS and not config.option.markexpr:
         left_out |= {item for item in items if _is_left_out(item)}
-        share = int(os.environ.get("CHORUS_TEST_SHARE", SHARE))
-        left_out |= beyond_share([item for item in items if item not in left_out], share)
+        left_out |= beyond_share([item for item in items if item not in left_out], chosen_share())
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if item not in left_out]
     items.sort(key=lambda item: item.get_closest_marker("long") is None)
@@ -159,6 +161,17 @@ def _unnamed_marks(items: list[pytest.Item], names: set[str]) -> list[str]:
     """Marks of ours which `marks_of_file` doesn't find in a test's file: `-m` would not collect it."""
     found = {(item.path, mark.name) for item in items for mark in item.iter_markers() if mark.name in names}
     return sorted(f"{path.name}: {name}" for path, name in found if name not in marks_of_file(path))
+
+
+def chosen_share() -> int:
+    """The share of the environment, or SHARE. Raises UsageError where it is not a positive integer."""
+    value = os.environ.get("CHORUS_TEST_SHARE", str(SHARE))
+    if not value.isdecimal() or int(value) < 1:
+        raise pytest.UsageError(
+            f"CHORUS_TEST_SHARE is {value!r}, but must be a positive integer N, to run one in N cases of wide tests; "
+            f"unset it for one in {SHARE}"
+        )
+    return int(value)
 
 
 def beyond_share(items: list[pytest.Item], share: int) -> set[pytest.Item]:
@@ -428,7 +441,6 @@ class Subject:
     _peft: Any = None
     _drafts: dict[str | None, LlamaDraft] = field(default_factory=dict)
     kept: KeptAnswers = field(default_factory=KeptAnswers)
-    _used: tuple[str | None] | None = None
 
     @cached_property
     def vocab_size(self) -> int:
@@ -462,21 +474,10 @@ class Subject:
         return tokens, margin
 
     def _generate(self, adapter: str | None, prompt: list[int], count: int) -> tuple[list[int], float]:
-        """A token of a draft stands if it is the reference's choice after all before it, as are most of them."""
         if adapter not in self._drafts:
             model = self.use(adapter)
             self._drafts[adapter] = LlamaDraft(model.get_base_model() if self.adapters else model)
-        tokens: list[int] = []
-        margins: list[float] = []
-        while len(tokens) < count:
-            draft = self._drafts[adapter].tokens(prompt + tokens, count - len(tokens))
-            best = self.logits(adapter, prompt + tokens + draft[:-1])[-len(draft) :].topk(2)
-            for guess, (most, next_most), (choice, _) in zip(draft, *map(torch.Tensor.tolist, best), strict=True):
-                tokens.append(choice)
-                margins.append(most - next_most)
-                if guess != choice:
-                    break
-        return tokens, min(margins)
+        return after_drafts(partial(self.logits, adapter), self._drafts[adapter].tokens, prompt, count)
 
     @quiet()
     def _reference(self) -> Any:
@@ -495,17 +496,9 @@ class Subject:
         return self._peft
 
     def use(self, adapter: str | None) -> Any:
-        """The reference with this adapter. To switch takes PEFT as long as a token."""
+        """The reference with this adapter."""
         model = self._reference()
-        if not self.adapters or self._used == (adapter,):
-            return model
-        if adapter is None:
-            model.base_model.disable_adapter_layers()
-        else:
-            model.base_model.enable_adapter_layers()
-            model.set_adapter(adapter)
-        self._used = (adapter,)
-        return model
+        return switched(model, adapter) if self.adapters else model
 
 
 @pytest.fixture(scope="session")

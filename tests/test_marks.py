@@ -9,7 +9,7 @@ from typing import cast
 
 import pytest
 
-from .conftest import SHARE, beyond_share, marks_of_file, may_match
+from .conftest import SHARE, beyond_share, chosen_share, marks_of_file, may_match
 
 HERE = Path(__file__).parent
 
@@ -87,6 +87,25 @@ def test_a_single_test_is_left_out_by_its_own_mark_alone():
     items = [Item("f::test_a", own=True), Item("f::test_b"), Item("f::test_c[1]", marked=False)]
     assert left_out(items, SHARE) == {items[0]}
     assert left_out(items, 2) == left_out(items, 1) == set()
+
+
+@pytest.mark.parametrize(("value", "wanted"), [(None, SHARE), ("1", 1), ("2", 2)])
+def test_the_environment_sets_the_share(monkeypatch, value, wanted):
+    monkeypatch.delenv("CHORUS_TEST_SHARE", raising=False)
+    if value is not None:
+        monkeypatch.setenv("CHORUS_TEST_SHARE", value)
+    assert chosen_share() == wanted
+
+
+@pytest.mark.parametrize("value", ["0", "-2", "2.5", "half", ""])
+def test_a_share_that_is_not_a_positive_integer_is_a_usage_error(monkeypatch, value):
+    monkeypatch.setenv("CHORUS_TEST_SHARE", value)
+    with pytest.raises(pytest.UsageError) as error:
+        chosen_share()
+    told = str(error.value)
+    assert f"CHORUS_TEST_SHARE is {value!r}" in told
+    assert "must be a positive integer" in told
+    assert "unset it" in told
 
 
 def test_levels_leave_out_single_tests_only():

@@ -1,6 +1,7 @@
 """Adapter backends of the executors: they read adapter files and move adapters into the arena.
 
-Tests: tests/core/executors/test_cuda_interpreted.py, tests/core/executors/test_host_waits.py.
+Tests: tests/core/executors/test_adapters.py, tests/core/executors/test_cuda_interpreted.py,
+tests/core/executors/test_host_waits.py.
 """
 
 from __future__ import annotations
@@ -94,8 +95,8 @@ class ModelAdapters:
     def save(self, layout: AdapterLayout, pages: list[int]) -> HostImage:
         with self._scope():
             image = HostImage()
-            image.data = self.dma.buffers.take((len(pages), self._page.page_elems), self._dtype)
-            self.dma.copies.copy_out(pages, image.data)
+            data = image.take(self.dma.buffers, (len(pages), self._page.page_elems), self._dtype)
+            self.dma.copies.copy_out(pages, data)
             image.publish(layout.num_layers)
             return image
 

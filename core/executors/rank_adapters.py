@@ -28,7 +28,7 @@ from .adapters import ModelAdapters
 from .shared_memory import SharedMemory
 
 
-class RankBuffers:
+class RankBuffers(Buffers):
     """Host memory for images of all ranks: `[ranks, pages, page_elems]`, the ranks' pages one after the other.
 
     memory: shared memory in which the images must be, if other processes copy them.
@@ -79,7 +79,7 @@ class RankAdapters(ModelAdapters):
     def read(self, manifest: AdapterManifest, layout: AdapterLayout, image: HostImage) -> None:
         """Read the file once, and cut each layer's shares as soon as it is read."""
         whole_layout, whole = self._whole.layout(manifest), HostImage()
-        image.data = shares = self.dma.buffers.take((layout.num_pages, self._page.page_elems), self._dtype)
+        shares = image.take(self.dma.buffers, (layout.num_pages, self._page.page_elems), self._dtype)
         done = 0
 
         def cut() -> None:

@@ -214,7 +214,7 @@ def read_image(
     shape = (layout.num_pages, page_elems)
 
     def take() -> list[_PartReader]:
-        data = image.data = buffers.take(shape, dtype)
+        data = image.take(buffers, shape, dtype)
         return [
             _PartReader(file, part, place, data.view(-1), projections=projections, modules=manifest.modules)
             for part, place in zip(manifest.parts, layout.parts, strict=True)

@@ -171,6 +171,7 @@ class AdapterLoads:
             self._pool.release(pages)
             raise
         adapter.pages = pages
+        self._images.hasten(adapter)  # for the next time
         if adapter.transfer is None:
             self._observe(adapter, start)
         else:

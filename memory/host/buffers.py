@@ -25,8 +25,18 @@ class Buffers(Protocol):
         """Allocate an uninitialized tensor, whose memory is its own while it or a view of it lives."""
         ...
 
+    def is_slow(self, tensor: torch.Tensor) -> bool:
+        """True if a tensor of `take` lies in memory that is copied slower than other memory of this source."""
+        return False
 
-class HostBuffers:
+    def moved(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Copy a tensor of `take` to faster memory; None if it lies there, or there is no room. Other threads may take
+        memory meanwhile.
+        """
+        return None
+
+
+class HostBuffers(Buffers):
     """Allocates tensors; when the last reference to one is dropped, its memory is kept for the next.
 
     The system clears every fresh page, which takes longer than reading an adapter into it. Up to `max_idle_bytes` are

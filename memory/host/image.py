@@ -1,14 +1,22 @@
-"""An adapter's bytes in host memory, in the layout of its pages: complete, or still being read."""
+"""An adapter's bytes in host memory, in the layout of its pages: complete, or still being read.
+
+Tests: tests/memory/host/test_host_images.py, tests/memory/host/test_layer_stream.py.
+"""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..files.error import forget_frames
+
+if TYPE_CHECKING:
+    import torch
+
+    from .buffers import Buffers
 
 
 class LayerStream:
@@ -69,8 +77,31 @@ class HostImage:
         """The buffer that the backend reads into and owns; set before the first layer is published."""
         self.stream = LayerStream()
         """Counts the layers in `data`; one thread reads, any may look."""
+        self._buffers: Buffers | None = None
         self._followers: tuple[Callable[[], None], ...] = ()
         self._lock = threading.Lock()
+
+    def take(self, buffers: Buffers, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Set `data` to an uninitialized tensor of these buffers, and return it."""
+        data, self._buffers = buffers.take(shape, dtype), buffers
+        self.data = data
+        return data
+
+    @property
+    def is_slow(self) -> bool:
+        """True if `data` lies in memory that is copied slower than other memory of its buffers."""
+        data, buffers = self.data, self._buffers
+        return data is not None and buffers is not None and buffers.is_slow(data)
+
+    def hasten(self) -> None:
+        """Move the `data` of a complete image to faster memory, if there is room; see `Buffers.moved`. Copies that have
+        begun go on from where it was. The lock is taken only to change the reference.
+        """
+        data, buffers = self.data, self._buffers
+        moved = None if data is None or buffers is None else buffers.moved(data)
+        with self._lock:
+            if moved is not None and self.error is None:
+                self.data = moved
 
     def publish(self, num_ready: int) -> None:
         """Publish layers 0 … num_ready-1 of `data`, on the reading thread. Raises ReadGivenUp once it has failed."""

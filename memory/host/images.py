@@ -250,6 +250,18 @@ class HostImages(Generic[Key]):
         self._entries.move_to_end(key)
         return self._entries[key].image
 
+    def hasten(self, key: Key) -> None:
+        """Have a reading thread move a complete image to faster memory, if it lies in slower and there is room by then.
+        Never raises, and never waits.
+        """
+        entry = self._entries[key]
+        if not entry.future.done() or not entry.image.is_slow:
+            return
+        try:
+            self.reads.submit(partial(self._hasten, entry.image, entry.label or "an adapter"))
+        except Exception as error:  # no thread; the next load tries again
+            logger.warning("%s stays in slow memory: %s", entry.label or "an adapter", error)
+
     def drop(self, key: Key) -> None:
         """Drop an image; a read that has not begun is cancelled, and one in flight ends with its next layer.
 
@@ -379,6 +391,12 @@ class HostImages(Generic[Key]):
         finally:
             if image.error is not None:
                 image.data = None  # it may have been abandoned before the data was set
+
+    def _hasten(self, image: HostImage, label: str) -> None:
+        try:
+            image.hasten()
+        except Exception as error:
+            logger.warning("%s stays in slow memory\n%s", label, "".join(traceback.format_exception(error)))
 
     def _fail(self, image: HostImage, label: str, error: BaseException) -> None:
         if image.error is not None:  # it was abandoned

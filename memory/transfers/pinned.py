@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from ..host.buffers import HostBuffers
+from ..host.buffers import Buffers, HostBuffers
 from .cuda_driver import CupyCalls
 
 logger = logging.getLogger(__name__)
@@ -123,17 +123,18 @@ class _Chunk:
     owner: PinnedMemory
     """Kept by a chunk in use: when CuPy's pool dies it frees all its memory, used or not."""
     memory: Any
+    address: int
     num_bytes: int
     extents: Extents
 
 
-class PinnedBuffers:
+class PinnedBuffers(Buffers):
     """Allocates tensors from pinned chunks, as HostBuffers does from ordinary memory; any thread may take or drop them.
 
     A tensor's memory becomes free once the last reference to it or to a view of it is dropped; a transfer holds its
     image until the last copy is complete. Chunks are powers of two, because the pool rounds up to them: separate
     allocations would waste up to half of the pinned memory. limit_bytes: how much may be pinned. Beyond it, ordinary
-    memory is used, with correct but slow copies.
+    memory is used, with correct but slow copies, until `moved` finds room.
     """
 
     def __init__(self, memory: PinnedMemory, limit_bytes: int, chunk_bytes: int = CHUNK_BYTES) -> None:
@@ -148,16 +149,28 @@ class PinnedBuffers:
 
     def take(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Allocate an uninitialized tensor, whose memory is its own while it or a view of it lives."""
-        count = math.prod(shape)
-        num_units = max(1, -(-count * dtype.itemsize // UNIT_BYTES))
-        with self._lock:
-            self._collect()
-            place = self._take(num_units)
-            lease = None if place is None else self._lease(*place, num_units)
-        if lease is None:
-            self._tell_once(num_units * UNIT_BYTES)
+        pinned = self._take_pinned(shape, dtype)
+        if pinned is None:
+            self._tell_once(math.prod(shape) * dtype.itemsize)
             return self._ordinary.take(shape, dtype)
-        return torch.frombuffer(lease, dtype=dtype, count=count).view(tuple(shape))
+        return pinned
+
+    def is_slow(self, tensor: torch.Tensor) -> bool:
+        """True if a tensor of `take` lies in ordinary memory. Never waits for the lock: a live tensor's chunk stays."""
+        address = tensor.data_ptr()
+        return not any(chunk.address <= address < chunk.address + chunk.num_bytes for chunk in self._chunks)
+
+    def moved(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Copy a tensor of `take` from ordinary to pinned memory; None if it lies there, or there is no room.
+
+        The lock is free during the copy, which one thread makes without the interpreter's lock.
+        """
+        if not self.is_slow(tensor):
+            return None
+        pinned = self._take_pinned(tensor.shape, tensor.dtype)
+        if pinned is not None:
+            np.copyto(_bytes(pinned), _bytes(tensor))
+        return pinned
 
     def reserve(self, num_bytes: int) -> int:
         """Pin whole chunks of at most `num_bytes`, within the limit; return the bytes. Then no read waits for it."""
@@ -168,6 +181,16 @@ class PinnedBuffers:
             while self._held() + size <= most and self._add(size):
                 pass
             return self._held()
+
+    def _take_pinned(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor | None:
+        """Allocate in pinned memory; None if there is no room."""
+        count = math.prod(shape)
+        num_units = max(1, -(-count * dtype.itemsize // UNIT_BYTES))
+        with self._lock:
+            self._collect()
+            place = self._take(num_units)
+            lease = None if place is None else self._lease(*place, num_units)
+        return None if lease is None else torch.frombuffer(lease, dtype=dtype, count=count).view(tuple(shape))
 
     def _lease(self, chunk: _Chunk, first: int, num_units: int) -> np.ndarray:
         """Lease part of a chunk; the tensor's storage keeps the lease alive, and the lease keeps the chunk's memory."""
@@ -184,7 +207,7 @@ class PinnedBuffers:
             self._told = True
             logger.warning(
                 "none of the pinned host memory (at most %d MiB) is free for %d MiB: such adapters load slower, until "
-                "they leave host memory; raise host_cache_bytes",
+                "there is room; raise host_cache_bytes",
                 self._limit_bytes >> 20,
                 -(-num_bytes >> 20),
             )
@@ -226,11 +249,16 @@ class PinnedBuffers:
         except MemoryError as error:
             logger.warning("cannot pin %d bytes of host memory (%s); adapters load slower", size, error)
             return False
-        self._chunks.append(_Chunk(self._memory, memory, size, Extents(size // UNIT_BYTES)))
+        address = np.frombuffer(memory, np.uint8, 1).ctypes.data
+        self._chunks.append(_Chunk(self._memory, memory, address, size, Extents(size // UNIT_BYTES)))
         return True
 
     def _held(self) -> int:
         return sum(chunk.num_bytes for chunk in self._chunks)
+
+
+def _bytes(tensor: torch.Tensor) -> np.ndarray:
+    return tensor.view(-1).view(torch.uint8).numpy()
 
 
 def _power_of_two(num_bytes: int) -> int:

@@ -124,7 +124,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--section-timeout", type=float, metavar="SECONDS", help="for one; default: 200 with --quick, else no limit")
     add(
         "--engine",
-        type=_field,
+        type=engine_field,
         nargs="+",
         default=[],
         metavar="NAME=VALUE",
@@ -149,7 +149,8 @@ def _named(text: str) -> str:
     return text
 
 
-def _field(text: str) -> str:
+def engine_field(text: str) -> str:
+    """An argument NAME=VALUE. Raises ArgumentTypeError if no field of EngineConfig has the name."""
     name, equals, _ = text.partition("=")
     if not equals or name not in EngineConfig.model_fields:
         raise argparse.ArgumentTypeError(f"{text!r}: give NAME=VALUE with a field of EngineConfig")

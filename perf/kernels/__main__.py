@@ -22,7 +22,7 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
-from ..report.command import conclude, parser
+from ..report.command import conclude, count, parser
 from ..report.table import Table
 from .variants import SHARED_LIMIT, compile_all, plain_variants, translate_all, variants
 
@@ -45,7 +45,10 @@ _COLUMNS = (
 
 
 def main(argv: list[str] | None = None) -> int:
-    args = _parse(argv)
+    command = _parser()
+    args = command.parse_args(argv)
+    if args.keep and args.known is None:
+        command.error("--keep needs --known FILE, the file to write")
     if find_spec("triton") is None:
         print("triton is not installed: pip install 'chorus-lora[kernels]'", file=sys.stderr)
         return 2
@@ -58,7 +61,9 @@ def main(argv: list[str] | None = None) -> int:
         print(f"translated by triton {version('triton')} in {time.perf_counter() - begin:.0f} s")
         return int(bool(refused))
     every = [*variants(), *plain_variants()]
-    chosen = [variant for variant in every if re.search(args.only, f"{variant.kernel} {variant.group}")]
+    chosen = [variant for variant in every if args.only.search(f"{variant.kernel} {variant.group}")]
+    if not chosen:
+        command.error(f"--only {args.only.pattern!r} matches no kernel and group, such as 'rms_norm_rows norm'")
     known = json.loads(args.known.read_text("utf-8")) if args.known and args.known.is_file() else {}
     lines = compile_all(args.compile, args.workers, chosen, known)
     if args.keep:
@@ -106,11 +111,18 @@ def _archs(text: str) -> list[str]:
     return archs
 
 
-def _parse(argv: list[str] | None) -> argparse.Namespace:
+def _pattern(text: str) -> re.Pattern[str]:
+    try:
+        return re.compile(text)
+    except re.error as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a regular expression: {error}") from None
+
+
+def _parser() -> argparse.ArgumentParser:
     command = parser(__spec__, __doc__)
     add = command.add_argument
     add("--compile", type=_archs, required=True, metavar="ARCHS", help="such as sm_90,sm_80")
-    add("--only", default="", metavar="REGEX", help="compile kernels and groups that match")
+    add("--only", type=_pattern, default="", metavar="REGEX", help="compile variants whose 'KERNEL GROUP' matches")
     add(
         "--known",
         type=Path,
@@ -119,9 +131,9 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     )
     what = "only take the widest variants through Triton's front end, with whichever version is installed"
     add("--translate", action="store_true", help=what)
-    add("--keep", action="store_true", help="write all known variants to the file")
-    add("--workers", type=int, default=min(4, len(os.sched_getaffinity(0))))
-    return command.parse_args(argv)
+    add("--keep", action="store_true", help="write all known variants to the file of --known")
+    add("--workers", type=count, default=min(4, len(os.sched_getaffinity(0))), help="processes that compile")
+    return command
 
 
 if __name__ == "__main__":

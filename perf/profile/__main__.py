@@ -21,8 +21,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..bench.environment import describe
-from ..bench.options import Options
-from ..report.command import conclude, parser, say
+from ..bench.options import Options, engine_field
+from ..bench.sizes import SIZES
+from ..report.command import conclude, count, parser, say
 from . import nsight
 from .trace import STEP, Step, TraceError, read_chrome, read_nsight
 
@@ -53,7 +54,11 @@ def main(argv: list[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     options = _options(args)
-    context = options.context()
+    try:
+        context = options.context()
+    except RuntimeError as error:  # the device is missing
+        print(error, file=sys.stderr)
+        return 2
     _measure_limits(context, options)
     found = _profile_all(context, loads, args)
     ok = not any("error" in load for load in found.values())
@@ -161,13 +166,14 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     add("loads", nargs="*", metavar="LOAD", help=f"default: {' '.join(DEFAULT)}")
     add("--out", type=Path, required=True, help="folder of the traces and reports")
     add("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a rehearsal; operators stand for kernels")
-    add("--model-size", help="default: llama-3.1-8b, on a CPU tiny")
-    add("--engine", nargs="+", default=[], metavar="NAME=VALUE", help="fields of the engine's configuration")
-    add("--steps", type=int, default=20, help="measured steps of each load")
+    add("--model-size", choices=tuple(SIZES), help="default: llama-3.1-8b, on a CPU tiny")
+    what = "fields of the engine's configuration; loads come before it, or after --"
+    add("--engine", type=engine_field, nargs="+", default=[], metavar="NAME=VALUE", help=what)
+    add("--steps", type=count, default=20, help="measured steps of each load")
     add("--nsys", action="store_true", help="record with Nsight Systems")
     add("--ncu", action="store_true", help="also measure kernels with Nsight Compute")
     add("--kernels", default=_OURS, metavar="REGEX", help="kernels that Nsight Compute measures")
-    add("--launches", type=int, default=64, help="the most launches that Nsight Compute measures")
+    add("--launches", type=count, default=64, help="the most launches that Nsight Compute measures")
     add("--only-steps", action="store_true", help=argparse.SUPPRESS)
     args = command.parse_args(argv)
     args.out = args.out.resolve()

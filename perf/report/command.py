@@ -30,6 +30,14 @@ class _Format(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHel
         return super()._get_help_string(action)
 
 
+def count(text: str) -> int:
+    """An argument that must be a positive integer."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is below 1")
+    return value
+
+
 def say(text: str) -> None:
     """Report a command's progress, apart from its result."""
     print(text, file=sys.stderr, flush=True)

@@ -5,15 +5,16 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..conftest import ATTENTION, MIN_MARGIN, MLP, ModelSpec, quiet, save_model
+from ..conftest import ATTENTION, MLP, ModelSpec, quiet, save_model
+from ..greedy import MIN_MARGIN, after_drafts
 from ..kept import KeptAnswers, kept_files
-from .tiny_families import Tiny, after_draft, load_peft, train_vectors
+from .tiny_families import Tiny, load_peft, logits, train_vectors
 
 BASE = ModelSpec(seed=11, layers=3)
 
@@ -215,8 +216,7 @@ class Zoo:
         model = self._use(adapter)
         is_plain = adapter in self.adapters and not self.forms.get(adapter, {}).get("alora_invocation_tokens")
         if adapter is None or is_plain:
-            draft = self._drafting.draft(adapter, list(prompt), count)
-            return after_draft(model, list(prompt), draft, count)
+            return after_drafts(partial(logits, model), partial(self._drafting.draft, adapter), [*prompt], count)
         with torch.inference_mode():
             out = model.generate(
                 input_ids=torch.tensor([list(prompt)]),

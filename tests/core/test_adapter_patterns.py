@@ -18,6 +18,8 @@ from chorus.core.requests.request import Request
 from chorus.core.requests.request_params import RequestParams
 from chorus.perf.inline_reads import InlineReads
 
+from ..greedy import MIN_MARGIN, token_by_token
+
 pytestmark = [pytest.mark.numerics, pytest.mark.wide]
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
@@ -98,15 +100,7 @@ class PatternSubject:
     def greedy(self, adapter: str, prompt: list[int], count: int) -> tuple[list[int], float]:
         """The tokens that follow, and how clear the least clear choice was."""
         self.reference.set_adapter(adapter)
-        tokens, margin, cache, inputs = [], float("inf"), None, prompt
-        with torch.inference_mode():
-            for _ in range(count):
-                output = self.reference(torch.tensor([inputs]), past_key_values=cache, use_cache=True)
-                best = output.logits[0, -1].topk(2)
-                margin = min(margin, float(best.values[0] - best.values[1]))
-                inputs, cache = [int(best.indices[0])], output.past_key_values
-                tokens += inputs
-        return tokens, margin
+        return token_by_token(self.reference, prompt, count)
 
     @cache  # noqa: B019 - a subject is freed with its module
     def case(self, adapter: str, length: int, count: int, seed: int) -> tuple[list[int], list[int]]:
@@ -115,7 +109,7 @@ class PatternSubject:
         while True:
             prompt = torch.randint(3, 150, (length,), generator=generator).tolist()
             tokens, margin = self.greedy(adapter, prompt, count)
-            if margin > 1e-3:
+            if margin >= MIN_MARGIN:
                 return prompt, tokens
 
 

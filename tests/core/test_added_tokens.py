@@ -21,12 +21,13 @@ from chorus.ops.sampling import RowSamplingParams, sample, uniform
 from chorus.ops.trained_rows import TrainedRows
 
 from ..conftest import quiet
+from ..greedy import MIN_MARGIN
 from ..kept import KeptAnswers, kept_files
 from ..tiny_tokenizer import save_tokenizer
 from .conftest import moved
 from .merging.test_merged import merge
 from .model_module_forms import Alone, save_form
-from .tiny_families import MIN_MARGIN, save_family
+from .tiny_families import save_family
 
 pytestmark = [pytest.mark.numerics, pytest.mark.native, pytest.mark.wide]
 

@@ -23,6 +23,7 @@ from chorus.core.model.native_decoder import NativeDecoderModel
 from chorus.graphs.runner import StepMode
 from chorus.ops.float8_kv import UNSCALED, KvScales
 
+from ..greedy import after_drafts
 from .merging.test_merged import merge
 from .tiny_families import ADAPTERS, Tiny
 
@@ -57,21 +58,17 @@ def rounded_caches(scales: list[KvScales] | None = None) -> Iterator[None]:
 
 
 def reference(it: Tiny, adapter: str | None, prompt: list[int], count: int) -> tuple[list[int], float]:
-    """Greedy tokens, and by how much the closest one leads. An engine's tokens, whose cache doesn't round, stand as far
-    as they are the reference's choices, which it computes in one pass. It ends at a choice that is not clear.
+    """Greedy tokens, and by how much the closest one leads. The drafts are an engine's, whose cache doesn't round. It
+    ends at a choice that is not clear.
     """
-    model, tokens, margin = it.use(adapter), list[int](), 1.0
+    model = it.use(adapter)
     it.router_margins.clear()
-    while len(tokens) < count and margin >= CLEAR:
-        draft = it.draft(adapter, prompt + tokens, count - len(tokens))
-        with torch.inference_mode(), rounded_caches():
-            logits = model(torch.tensor([prompt + tokens + draft[:-1]]), use_cache=True).logits[0, -len(draft) :]
-        best = logits.topk(2)
-        for guess, (first, second), (choice, _) in zip(draft, *map(torch.Tensor.tolist, best), strict=True):
-            tokens.append(choice)
-            margin = min(margin, first - second)
-            if guess != choice:
-                break
+
+    def logits(tokens: list[int]) -> torch.Tensor:
+        with rounded_caches():
+            return model(torch.tensor([tokens]), use_cache=True).logits[0]
+
+    tokens, margin = after_drafts(logits, partial(it.draft, adapter), prompt, count, CLEAR)
     return tokens, min(margin, *(10 * each for each in it.router_margins), 1.0)
 
 

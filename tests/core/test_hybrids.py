@@ -21,9 +21,10 @@ from chorus.memory.pages.arena import Arena
 from chorus.memory.pages.layout import PageLayout
 from chorus.ops.gated_delta import DeltaWeights
 
+from ..greedy import MIN_MARGIN
 from .plain_states import PlainStates
 from .test_families import executor_of, logits_of
-from .tiny_families import ATTENTION, HYBRIDS, LINEAR, MIN_MARGIN, MLP, QWEN3_5, randomise, save_family
+from .tiny_families import ATTENTION, HYBRIDS, LINEAR, MLP, QWEN3_5, randomise, save_family
 
 pytestmark = [pytest.mark.numerics, pytest.mark.wide]
 

@@ -16,11 +16,12 @@ from chorus.memory.files.format import inspect_adapter
 from chorus.memory.files.identity import with_content
 
 from ..conftest import quiet
+from ..greedy import MIN_MARGIN
 from ..kept import KeptAnswers, kept_files
 from .conftest import moved
 from .merging.test_merged import merge
 from .model_module_forms import Alone
-from .tiny_families import MIN_MARGIN, save_family
+from .tiny_families import save_family
 
 pytestmark = [pytest.mark.numerics, pytest.mark.native, pytest.mark.wide]
 

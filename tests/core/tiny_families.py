@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -24,13 +24,11 @@ from chorus.core.requests.request_params import RequestParams
 from chorus.perf.inline_reads import InlineReads
 
 from ..conftest import quiet
+from ..greedy import MIN_MARGIN, after_drafts, switched, token_by_token
 from ..kept import KeptAnswers, kept_files
 
-MIN_MARGIN = 1e-3
-"""Greedy choices closer than this would test rounding."""
-
 MIN_ROUTER_MARGIN = 1e-4
-"""Likewise, between the last expert that a token goes to and the first that it does not."""
+"""As MIN_MARGIN, between the last expert that a token goes to and the first that it does not."""
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -354,33 +352,6 @@ ADAPTERS = {
 }
 
 
-def token_by_token(model: Any, inputs: list[int], count: int) -> tuple[list[int], float]:
-    """Greedy tokens with the model's own cache, and by how much the closest one leads."""
-    tokens, margin, cache = list[int](), float("inf"), None
-    while len(tokens) < count:
-        output = model(torch.tensor([inputs]), past_key_values=cache, use_cache=True)
-        best = output.logits[0, -1].topk(2)
-        margin = min(margin, float(best.values[0] - best.values[1]))
-        inputs, cache = [int(best.indices[0])], output.past_key_values
-        tokens += inputs
-    return tokens, margin
-
-
-@torch.inference_mode()
-def after_draft(model: Any, prompt: list[int], draft: list[int], count: int) -> tuple[list[int], float]:
-    """As `token_by_token`, in one pass for the tokens of a draft that are the model's own choices."""
-    tokens, margin = list[int](), float("inf")
-    if draft:
-        best = model(torch.tensor([prompt + draft[:-1]]), use_cache=False).logits[0, -len(draft) :].topk(2)
-        for guess, (first, second), (choice, _) in zip(draft, *map(torch.Tensor.tolist, best), strict=True):
-            tokens.append(choice)
-            margin = min(margin, first - second)
-            if guess != choice:
-                break
-    more, lead = token_by_token(model, prompt + tokens, count - len(tokens))
-    return tokens + more, min(margin, lead)
-
-
 @dataclass(eq=False)
 class Tiny:
     """A model with three adapters, and the same in transformers + peft."""
@@ -393,9 +364,6 @@ class Tiny:
     kept: KeptAnswers = field(default_factory=KeptAnswers)
     router_margins: list[float] = field(default_factory=list)
     """Of all choices of experts so far, empty for a model without experts."""
-
-    _used: tuple[Any, str | None] | None = None
-    """A reference, and the adapter that it is switched to."""
 
     @cached_property
     def reference(self) -> Any:
@@ -423,16 +391,8 @@ class Tiny:
             self.router_margins.append(float((best[:, most - 1] - best[:, most]).min()))
 
     def use(self, adapter: str | None) -> Any:
-        """The reference with this adapter. To switch takes PEFT as long as a token."""
-        if self._used is not None and self._used[0] is self.reference and self._used[1] == adapter:
-            return self.reference
-        if adapter is None:
-            self.reference.base_model.disable_adapter_layers()
-        else:
-            self.reference.base_model.enable_adapter_layers()
-            self.reference.set_adapter(adapter)
-        self._used = self.reference, adapter
-        return self.reference
+        """The reference with this adapter."""
+        return switched(self.reference, adapter)
 
     @cache  # noqa: B019 - subjects are kept as long as the process
     def case(self, adapter: str | None, length: int, seed: int, count: int = 8) -> tuple[list[int], list[int]]:
@@ -460,14 +420,11 @@ class Tiny:
         return self.kept.get([adapter, prompt, count], compute)
 
     def _compute(self, adapter: str | None, prompt: list[int], count: int) -> tuple[list[int], float]:
-        """What `greedy` returns.
-
-        An engine's answer is the draft: the reference computes it in one pass, and goes on by itself from the first
-        token that is not its own choice.
-        """
+        """What `greedy` returns; the drafts are an engine's answers."""
         model = self.use(adapter)
-        draft = [] if _depends_on_length(model) else self.draft(adapter, prompt, count)
-        return after_draft(model, prompt, draft, count)
+        if _depends_on_length(model):
+            return token_by_token(model, prompt, count)
+        return after_drafts(partial(logits, model), partial(self.draft, adapter), prompt, count)
 
     def draft(self, adapter: str | None, prompt: list[int], count: int) -> list[int]:
         """The answer of an engine."""
@@ -487,6 +444,11 @@ class Tiny:
             model=self.model, dtype="float32", memory_bytes=8 << 20, threads=1, device="cpu", prefix_cache=False
         )
         return Engine(config, open_executor(config), reads=InlineReads())
+
+
+def logits(model: Any, tokens: list[int]) -> torch.Tensor:
+    """Logits of a reference `[len(tokens), vocab]`, without a cache."""
+    return model(torch.tensor([tokens]), use_cache=False).logits[0]
 
 
 def _depends_on_length(model: Any) -> bool:

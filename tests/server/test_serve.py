@@ -73,21 +73,36 @@ def url(server):
     return server[1]
 
 
+@contextmanager
+def reloaded(process, keys, text):
+    """The server's keys are those of `text`; afterwards those there were."""
+
+    def reload(text):
+        keys.write_text(text)
+        process.send_signal(signal.SIGHUP)
+        return next(line for line in process.stderr if "chorus.audit" in line).rstrip()
+
+    before = keys.read_text()
+    try:
+        yield reload(text)
+    finally:
+        reload(before)
+
+
 @pytest.mark.wide
 def test_keys_change_while_the_server_runs(server, keys):
     process, url = server
     with httpx.Client(base_url=url, timeout=60) as client:
 
-        def status(key):
-            return client.get("/v1/models", headers={"authorization": f"Bearer {key}"}).status_code
+        def statuses():
+            each = ({"authorization": f"Bearer {key}"} for key in ("sk-the-old-one", "sk-the-new-one"))
+            return [client.get("/v1/models", headers=headers).status_code for headers in each]
 
-        assert (status("sk-the-old-one"), status("sk-the-new-one")) == (200, 401)
-        keys.write_text(f"{KEY} client\nsk-the-new-one new\n")
-        process.send_signal(signal.SIGHUP)
-        assert process.stderr is not None
-        said = next(line for line in process.stderr if "chorus.audit" in line)
-        assert said.rstrip().endswith("reloaded the keys: 2 tenants, new: new, removed: old")
-        assert (status("sk-the-old-one"), status("sk-the-new-one")) == (401, 200)
+        assert statuses() == [200, 401]
+        with reloaded(process, keys, f"{KEY} client\nsk-the-new-one new\n") as said:
+            assert said.endswith("reloaded the keys: 2 tenants, new: new, removed: old")
+            assert statuses() == [401, 200]
+        assert statuses() == [200, 401]
 
 
 def test_every_adapter_at_once_says_what_peft_says(url, subject):

@@ -107,6 +107,6 @@ def tables(values: dict[str, Any]) -> list[Table]:
         "graphs captured": "captured",
     }
     return [
-        rows_table("(h) decode step with an adapter in the weights, ms", steps, values["rows"]),
-        rows_table("(h) merging beside steps", merges, values["merges"]),
+        rows_table("(p) decode step with an adapter in the weights, ms", steps, values["rows"]),
+        rows_table("(p) merging beside steps", merges, values["merges"]),
     ]

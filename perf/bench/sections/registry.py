@@ -19,7 +19,7 @@ SECTIONS = {
     "attention": "(j) decode attention alone, ours and FlashInfer's",
     "sampling": "(k) sampling, alone and in decode steps",
     "ttft": "(e) time to first token, adapter resident and not",
-    "merged": "(h) decode steps with an adapter in the weights",
+    "merged": "(p) decode steps with an adapter in the weights",
     "experts": "(t) steps of a mixture of experts against their byte floor",
     "prefill": "(d) prefill against its floor",
     "mixes": "(f) output tokens per second, end to end",

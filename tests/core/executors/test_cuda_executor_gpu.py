@@ -28,7 +28,7 @@ from chorus.perf.bench.random_model import RandomModel, adapters, checkpoint
 from chorus.perf.bench.sizes import Geometry
 from chorus.perf.inline_reads import InlineReads
 
-from ...conftest import MIN_MARGIN
+from ...greedy import MIN_MARGIN
 from ..conftest import Answer, Driver, RecordingExecutor, ticking
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]

@@ -26,7 +26,8 @@ from chorus.ops.narrow_weights import NarrowWeight
 from chorus.perf.bench.random_model import RandomModel, adapters, checkpoint
 from chorus.perf.bench.sizes import Geometry
 
-from ...conftest import MIN_MARGIN, ModelSpec, Subject, save_model
+from ...conftest import ModelSpec, Subject, save_model
+from ...greedy import MIN_MARGIN
 from ..adapter_zoo import save_zoo
 from ..conftest import Driver
 from ..merging.test_merged import merge

@@ -7,12 +7,13 @@ import gc
 import threading
 import time
 import weakref
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from chorus.memory.files.error import AdapterFormatError
-from chorus.memory.host.buffers import HostBuffers
+from chorus.memory.host.buffers import Buffers, HostBuffers
 from chorus.memory.host.image import HostImage
 from chorus.memory.host.images import HostImages, ThreadReads
 from chorus.memory.host.reads import ReadStalled
@@ -552,6 +553,107 @@ def test_a_failed_read_leaves_nothing_behind(threads):
     finally:
         gc.enable()
     images.close()
+
+
+class TwoRates(Buffers):
+    """Memory of two kinds; the faster one has no room until `has_room`. slow: addresses of tensors in the other."""
+
+    def __init__(self):
+        self.slow, self.has_room, self.moves = set(), False, 0
+
+    def take(self, shape, dtype):
+        taken = torch.zeros(*shape, dtype=dtype)
+        self.slow.add(taken.data_ptr())
+        return taken
+
+    def is_slow(self, tensor):
+        return tensor.data_ptr() in self.slow
+
+    def moved(self, tensor):
+        self.moves += 1
+        return tensor.clone() if self.has_room else None
+
+
+@pytest.fixture
+def rates():
+    return TwoRates()
+
+
+@pytest.fixture
+def slow_image(images, reads, rates):
+    """An image that was read into the slower memory."""
+    images.request("a", 10, lambda image: (image.take(rates, (4,), torch.int32).fill_(7), image.publish(1)))
+    reads.finish()
+    return images.take("a")
+
+
+def test_an_image_moves_to_faster_memory_once_that_has_room(images, reads, rates, slow_image):
+    before = slow_image.data
+    images.hasten("a")
+    assert slow_image.data is before, "not on this thread"
+    reads.finish()
+    assert slow_image.data is before, "there is no room"
+    rates.has_room = True
+    images.hasten("a")
+    reads.finish()
+    assert slow_image.data is not before
+    assert slow_image.data.tolist() == [7] * 4
+    assert images.take("a") is slow_image
+    images.hasten("a")
+    assert not reads.pending, "it is there"
+
+
+def test_an_image_that_is_being_read_does_not_move(images, reads, rates):
+    rates.has_room = True
+    started = []
+
+    def read(image):
+        image.take(rates, (4,), torch.int32)
+        started.append(images.hasten("a"))
+        image.publish(1)
+
+    images.request("a", 10, read)
+    images.hasten("a")
+    reads.finish()
+    assert (len(started), reads.pending) == (1, [])
+
+
+@pytest.mark.parametrize("gone", ["dropped", "failed"])
+def test_a_move_that_comes_too_late_changes_nothing(images, reads, rates, slow_image, gone):
+    rates.has_room = True
+    images.hasten("a")
+    if gone == "dropped":
+        images.drop("a")
+        reads.finish()
+        assert slow_image.data.tolist() == [7] * 4, "whoever still copies it"
+    else:
+        slow_image.fail(ReadStalled("it is given up"))
+        reads.finish()
+        assert slow_image.data is None
+
+
+def test_an_image_that_fails_while_it_moves_has_no_data(rates, images, reads, slow_image):
+    rates.moved = lambda tensor: (slow_image.fail(ReadStalled("it is given up")), tensor.clone())[1]
+    images.hasten("a")
+    reads.finish()
+    assert slow_image.data is None
+
+
+def test_a_move_that_fails_is_logged_and_leaves_the_image(images, reads, rates, slow_image, caplog):
+    def fail(tensor):
+        raise OSError("no memory to pin")
+
+    rates.moved = fail
+    images.hasten("a")
+    reads.finish()
+    assert "no memory to pin" in caplog.text
+    assert slow_image.data.tolist() == [7] * 4
+
+
+def test_a_move_for_which_there_is_no_thread_is_left_out(images, reads, slow_image, monkeypatch):
+    monkeypatch.setattr(reads, "submit", Mock(side_effect=RuntimeError("can't start new thread")))
+    images.hasten("a")
+    assert slow_image.data.tolist() == [7] * 4
 
 
 def test_a_slow_read_that_has_ended_is_slow_no_more_though_nobody_has_looked(watched):

@@ -162,6 +162,40 @@ def test_ordinary_memory_is_told_once(caplog):
     assert "raise host_cache_bytes" in record.getMessage()
 
 
+def test_a_tensor_in_ordinary_memory_moves_to_pinned_memory_once_that_has_room():
+    memory = PlainMemory()
+    buffers = PinnedBuffers(memory, 8 * PAGE_BYTES, 8 * PAGE_BYTES)
+    pinned, ordinary = take(buffers, 6), take(buffers, 3).fill_(5)
+    assert (buffers.is_slow(pinned), buffers.is_slow(ordinary)) == (False, True)
+    assert buffers.moved(ordinary) is None, "there is no room"
+    del pinned
+    moved = buffers.moved(ordinary)
+    assert moved is not None
+    assert memory.holds(moved)
+    assert not buffers.is_slow(moved)
+    assert (moved.shape, moved.dtype) == (ordinary.shape, ordinary.dtype)
+    assert torch.equal(moved, ordinary)
+    assert buffers.moved(moved) is None, "it is there"
+
+
+def test_other_threads_take_memory_while_a_tensor_moves(monkeypatch):
+    """Threads of steps take it for swapped KV: they must not wait for a copy."""
+    buffers = PinnedBuffers(PlainMemory(), 8 * PAGE_BYTES, 8 * PAGE_BYTES)
+    pinned, ordinary = take(buffers, 6), take(buffers, 3)
+    del pinned
+    copyto, taken = np.copyto, []
+
+    def copy(target, source):
+        with ThreadPoolExecutor(1) as thread:
+            taken.append(thread.submit(take, buffers, 2).result(timeout=20))
+        copyto(target, source)
+
+    monkeypatch.setattr(np, "copyto", copy)
+    moved = buffers.moved(ordinary)
+    assert moved is not None
+    assert len(taken) == 1
+
+
 def test_unused_chunks_give_way_to_a_larger_one():
     blocks = Blocks()
     buffers = cupy_buffers(blocks, limit_pages=32)

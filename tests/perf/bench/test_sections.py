@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -57,6 +58,12 @@ def run(context: Context, name: str) -> dict:
     assert tables
     assert all(table.rows and table.render().row_count == len(table.rows) for table in tables)
     return values
+
+
+def test_each_section_has_a_letter_of_its_own():
+    letters = [what[:4] for what in SECTIONS.values()]
+    assert all(re.fullmatch(r"\([a-z]\) ", letter) for letter in letters)
+    assert len(set(letters)) == len(letters)
 
 
 def test_sections_are_modules():

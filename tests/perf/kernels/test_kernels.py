@@ -52,11 +52,26 @@ def test_says_what_to_install(monkeypatch, capsys):
     assert "chorus-lora[kernels]" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("argv", [[], ["--interpret"], ["--compile", "hopper"]])
-def test_bad_arguments(argv, capsys):
-    with pytest.raises(SystemExit):
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        ([], "required: --compile"),
+        (["--interpret"], "required: --compile"),
+        (["--compile", "hopper"], "hopper is not like sm_90"),
+        (["--compile", "sm_90", "--only", "("], "'(' is not a regular expression"),
+        (["--compile", "sm_90", "--only", "softmax of nothing"], "--only 'softmax of nothing' matches no kernel"),
+        (["--compile", "sm_90", "--keep"], "--keep needs --known FILE"),
+        (["--compile", "sm_90", "--workers", "0"], "0 is below 1"),
+        (["--compile", "sm_90", "--workers", "two"], "invalid"),
+    ],
+)
+def test_bad_arguments(argv, said, capsys):
+    with pytest.raises(SystemExit) as ended:
         kernels.main(argv)
-    assert "usage" in capsys.readouterr().err
+    assert ended.value.code == 2
+    told = capsys.readouterr().err
+    assert "usage" in told
+    assert said in told
 
 
 def test_variants_differ():

@@ -6,6 +6,7 @@ import json
 import stat
 
 import pytest
+import torch
 
 from chorus.perf.profile.__main__ import main
 from chorus.perf.profile.loads import Load, UnknownLoad
@@ -59,6 +60,31 @@ def test_an_unknown_load_is_refused(tmp_path, capsys, text, said):
     assert said in capsys.readouterr().err
     with pytest.raises(UnknownLoad):
         Load.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--model-size", "huge", "decode:1"], "invalid choice: 'huge'"),
+        (["--engine", "pages", "--", "decode:1"], "'pages': give NAME=VALUE with a field of EngineConfig"),
+        (["--engine", "num_pages=64", "decode:1"], "'decode:1': give NAME=VALUE"),
+        (["--steps", "0", "decode:1"], "0 is below 1"),
+        (["--launches", "0", "decode:1"], "0 is below 1"),
+    ],
+)
+def test_bad_arguments_are_told_with_this_command_s_usage(tmp_path, capsys, argv, said):
+    with pytest.raises(SystemExit) as ended:
+        profile(tmp_path, *argv)
+    assert ended.value.code == 2
+    told = capsys.readouterr().err
+    assert said in told
+    assert told.startswith("usage: python -m chorus.perf.profile")
+
+
+def test_a_machine_without_a_gpu_is_told(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main(["--out", str(tmp_path), "decode:1"]) == 2
+    assert "torch sees no CUDA device" in capsys.readouterr().err
 
 
 def test_a_missing_tool_is_told_before_anything_is_measured(tmp_path, capsys, monkeypatch):
