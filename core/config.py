@@ -264,11 +264,10 @@ class EngineConfig(BaseModel):
     max_turn_steps: int = Field(default=1000, ge=1, description="longest wait for a turn, in steps")
     mode_policy: Literal["manual", "fastest", "dlora-1", "dlora-2", "dlora-3", "dlora-artifact"] = Field(
         default="manual",
-        description="which adapter is merged into the weights, and which requests a step runs. manual: only "
-        "adapters that an operator merges; fastest: the mode with the most predicted tokens per "
-        "second; dlora-1, dlora-2, dlora-3: dLoRA's dynamic batching, from 2 with adaptive "
-        "thresholds, at 3 with credits; dlora-artifact: as the authors' code does it. The dlora "
-        "policies are baselines",
+        description="which adapter is merged into the weights, and which requests a step runs. manual: none, unless a "
+        "program calls `Engine.merge`; fastest: the mode with the most predicted tokens per second; dlora-1, dlora-2, "
+        "dlora-3: dLoRA's dynamic batching, from 2 with adaptive thresholds, at 3 with credits; dlora-artifact: as the "
+        "authors' code does it. The dlora policies are baselines",
     )
     max_load_stall_seconds: float = Field(
         default=0.02,

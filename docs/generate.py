@@ -11,22 +11,30 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from prometheus_client.samples import Sample
 
 PAGES = Path(__file__).parent / "reference"
 HEAD = "<!-- Written by docs/generate.py: change the source, and run `make docs`. -->\n"
 
+#: The end of a help text that tells a default.
+DEFAULT = r"\(default: ([^()]*)\)$"
 
-def text(words: str | None, default: object = None) -> str:
-    """A help text as a table's cell, a sentence with a capital letter."""
+
+def text(words: str | None) -> str:
+    """A help text as a table's cell: a sentence with a capital letter, unless it begins with a value or a name."""
     plain = " ".join((words or "").replace("%%", "%").split()).replace("|", "\\|").replace("<", "&lt;")
-    plain = re.sub(r"\(default: ([^()]*)\)$", "", plain).strip()
-    return plain[:1].upper() + plain[1:]
+    plain = re.sub(DEFAULT, "", plain).strip()
+    return plain[:1].upper() + plain[1:] if re.match(r"[a-z'-]+([ ,;.]|$)", plain) else plain
 
 
 def actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
-    """Arguments of a command that are not settings, help apart."""
+    """Arguments of a command that are not settings, help apart, and are not hidden."""
     for action in parser._actions:
-        if not action.dest.startswith("setting_") and action.dest not in ("help", "model_argument", "version"):
+        is_shown = action.dest not in ("help", "model_argument", "version") and action.help != argparse.SUPPRESS
+        if is_shown and not action.dest.startswith("setting_"):
             yield action
 
 
@@ -49,7 +57,9 @@ def command_section(name: str, parser: argparse.ArgumentParser, line: str, depth
         yield "| argument | meaning | default |\n|---|---|---|"
         for action in rows:
             names = ", ".join(f"`{flag}`" for flag in action.option_strings) or f"`{action.metavar or action.dest}`"
-            default = "" if action.default in (None, argparse.SUPPRESS, False, [], ()) else f"`{action.default}`"
+            told = re.search(DEFAULT, action.help or "")
+            is_told = action.default in (None, argparse.SUPPRESS, False, [], ())
+            default = (told[1] if told else "") if is_told else f"`{action.default}`"
             yield f"| {names} | {text(action.help)} | {default} |"
         yield ""
     for sub, (parser_of, words) in commands(parser).items():
@@ -85,11 +95,8 @@ def settings() -> str:
             lines += [f"## {title[:1].upper()}{title[1:]}\n", "| setting | meaning | default |\n|---|---|---|"]
             for action in found:
                 field = Settings.model_fields[action.dest.removeprefix("setting_")]
-                default = (
-                    ""
-                    if field.default in (None, [], "") or "default" in (field.description or "")
-                    else f"`{shown(field.default)}`"
-                )
+                is_told = field.default in (None, [], {}, "") or "default:" in (field.description or "").lower()
+                default = "" if is_told else f"`{shown(field.default)}`"
                 lines.append(f"| `{action.option_strings[0]}` | {text(field.description)} | {default} |")
             lines.append("")
     return "\n".join(lines).rstrip() + "\n"
@@ -117,6 +124,7 @@ def metrics() -> str:
             httpx.post(f"{url}/v1/completions", json={"model": model, "prompt": "ab\n", "max_tokens": 2}, timeout=60)
         scraped = httpx.get(f"{url}/metrics", timeout=60).text
     families = sorted(text_string_to_metric_families(scraped), key=lambda family: family.name)
+    labels_of = busy_labels()
     lines = [
         "# Metrics\n",
         HEAD,
@@ -126,12 +134,28 @@ def metrics() -> str:
         "| series | type | labels | meaning |\n|---|---|---|---|",
     ]
     for family in families:
-        labels = sorted({label for sample in family.samples for label in sample.labels} - {"le"})
+        samples = family.samples or labels_of.get(family.name, [])
+        labels = sorted({label for sample in samples for label in sample.labels} - {"le"})
         name = family.name + ("_total" if family.type == "counter" else "")
         lines.append(
             f"| `{name}` | {family.type} | {', '.join(f'`{one}`' for one in labels)} | {text(family.documentation)} |"
         )
     return "\n".join(lines) + "\n"
+
+
+def busy_labels() -> dict[str, list[Sample]]:
+    """Samples of series that a server has only while requests run, or while an adapter is merged."""
+    from prometheus_client import generate_latest
+    from prometheus_client.parser import text_string_to_metric_families
+
+    from chorus.core.engine_stats import EngineStats, TenantStats
+    from chorus.server.engine.engine_view import EngineView
+    from chorus.server.engine.metrics import Metrics, tenants_text
+
+    view = EngineView(tenants=[TenantStats("tenant", num_running=1, num_waiting=1, standing=0)])
+    metrics = Metrics(lambda: EngineStats(merged_adapter="reverse"), lambda: view, "base")
+    text_of_both = metrics.render(generate_latest) + tenants_text(view, generate_latest)
+    return {family.name: family.samples for family in text_string_to_metric_families(text_of_both.decode())}
 
 
 def models() -> str:

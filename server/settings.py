@@ -268,8 +268,8 @@ class Settings(BaseSettings, EngineConfig, RequestLimits):  # pyright: ignore[re
     api_key: Secrets = Field(
         default=[],
         json_schema_extra=REPEATABLE,
-        description="API key that clients must send as 'Authorization: Bearer KEY' to every route but /health "
-        "and /ping; repeatable, or comma-separated in CHORUS_API_KEYS. Other users of this machine "
+        description="API key that clients must send as 'Authorization: Bearer KEY' to every route but /, the health "
+        "checks and the files of /ui; repeatable, or comma-separated in CHORUS_API_KEYS. Other users of this machine "
         "can see flags: prefer the environment or --api-key-file",
     )
     api_key_file: Path | None = Field(

@@ -40,7 +40,7 @@ def cpu_pages(config: EngineConfig, shapes: ModelExecutor, layout: PageLayout, w
     if (num_bytes := config.memory_bytes) is None:
         logits = most_logits(config) * shapes.model.vocab_size
         num_bytes = default_arena_bytes(layout, shapes.model.max_model_len, weight_bytes, logits)
-        logger.info("the arena has %d MiB; memory_bytes sets another size", num_bytes >> 20)
+        logger.info("the page pool has %d MiB; memory_bytes sets another size", num_bytes >> 20)
     return max(2, num_bytes // layout.page_bytes)
 
 

@@ -99,7 +99,7 @@ def _check_label(store: RegistryStore, entry: Entry, *, is_there: bool, last_num
     if content is not None and content != entry.content_hash:
         raise LabelTaken(f"version '{full}' had other content and was retired; choose another version")
     if number is not None and number > MAX_NUMBER:
-        raise LabelTaken(f"a numeric version is at most {MAX_NUMBER}, not {label}")
+        raise LabelTaken(f"a numeric version is at most {MAX_NUMBER}, not {label}; choose another version")
     if number is not None and content is None and number <= last_number:
         raise LabelTaken(f"versions of '{name}' up to {last_number} were already given; choose a higher one")
 

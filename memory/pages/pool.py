@@ -1,7 +1,7 @@
 """The page pool: it owns every page, and never looks into one.
 
 One pool serves the KV cache and the adapters, so memory moves between them page by page with no fixed split (S-LoRA's
-unified paging, papers/004).
+unified paging).
 
 Tests: tests/memory/pages/test_pages.py.
 """

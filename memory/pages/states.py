@@ -3,7 +3,7 @@
 A state is computed from the state before it, so a step that runs twice must not change the one that it begins from. A
 request therefore has several slots, each with pages for a whole state: a step reads one and writes the next, in turn. A
 step that is discarded or run again reads the same slot again. A slot that has been written stays as it is until its
-its turn comes, so it can become a checkpoint of the prefix cache without a copy: the request takes other pages for it.
+turn comes, so it can become a checkpoint of the prefix cache without a copy: the request takes other pages for it.
 
 A state can't go back to the token before a rejected draft. So a step writes the state before its drafts, and next to
 it their inputs, a row for each in every layer. The next step first takes in the inputs of those that were accepted. A

@@ -25,21 +25,34 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--slo-ttft", type=read_seconds, metavar="TIME", help="most time to the first token, such as 500ms")
     add("--slo-tpot", type=read_seconds, metavar="TIME", help="most time for each later token on average, such as 50ms")
     share = number(float, 0, above=True, most=1)
-    add("--attainment", type=share, default=0.99, metavar="SHARE", help="of requests within both (default: 0.99)")
+    add(
+        "--attainment",
+        type=share,
+        default=0.99,
+        metavar="SHARE",
+        help="share of requests that must meet the SLO (default: 0.99)",
+    )
     add("--policy", metavar="NAMES", help="as `chorus cluster up --policy` takes them, with commas (default: all)")
     add(
         "--memory-bytes",
         metavar="SIZES",
-        help="arenas to try, with commas (default: all of the memory, and half of it)",
+        help="sizes of the page pool to try, with commas (default: all of the memory, and half of it)",
     )
-    hosts = "host caches to try, with commas (default: 1GiB, and the size of the trace's adapters if that is more)"
+    hosts = "sizes of the host cache to try, with commas "
+    hosts += "(default: 1GiB, and the size of the trace's adapters if that is more)"
     add("--host-cache-bytes", metavar="SIZES", help=hosts)
     add("--max-replicas", type=count, default=16, metavar="N", help="most replicas to try (default: 16)")
     follow = "have candidates follow the load, from N replicas on, as `chorus cluster up --min-replicas` does"
     add("--min-replicas", type=count, metavar="N", help=follow)
-    boot = "until one more replica serves (default: 30)"
+    boot = "seconds until one more replica serves (default: 30)"
     add("--boot-seconds", type=number(float, 0), default=30.0, metavar="S", help=boot)
-    add("--seeds", type=count, default=5, metavar="N", help="draws of the load for each candidate (default: 5)")
+    add(
+        "--seeds",
+        type=count,
+        default=5,
+        metavar="N",
+        help="random loads that each candidate is tried with (default: 5)",
+    )
     add("--jobs", type=count, default=1, metavar="N", help="processes; the plan doesn't depend on them (default: 1)")
     scale = "plan for X times the trace's rate (default: 1)"
     add("--scale", type=number(float, 0, above=True), default=1.0, metavar="X", help=scale)

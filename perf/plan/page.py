@@ -88,7 +88,7 @@ def _attainment(axis: Any, plan: Plan, memory: tuple[int, int]) -> None:
     axis.set_ylim(top=min(axis.get_ylim()[1], 100.5))  # no share is above 100 %
     axis.xaxis.get_major_locator().set_params(integer=True)
     arena, host = map(size, memory)
-    axis.set(title=f"Within SLO: arena {arena}, host cache {host}", xlabel="replicas", ylabel="%", xlim=(0, None))
+    axis.set(title=f"Within SLO: page pool {arena}, host cache {host}", xlabel="replicas", ylabel="%", xlim=(0, None))
     axis.legend()
 
 
@@ -155,7 +155,7 @@ def page(plan: Plan) -> str:
 def _table(plan: Plan) -> str:
     heads = (
         "replicas",
-        "arena",
+        "page pool",
         "host cache",
         "policy",
         "what failed",

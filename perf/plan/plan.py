@@ -122,8 +122,8 @@ class Plan:
         one = self.best.candidate
         replicas = "1 replica" if one.replicas == 1 else f"{one.replicas} replicas"
         return (
-            f"{replicas} of {self.fleet.profile.device}, policy {one.policy}, arena {size(one.arena)} and host cache "
-            f"{size(one.host)} each: {self.best.attainment.text(100, '.2f')} % meet the SLO ({asked}), for "
+            f"{replicas} of {self.fleet.profile.device}, policy {one.policy}, page pool {size(one.arena)} and "
+            f"host cache {size(one.host)} each: {self.best.attainment.text(100, '.2f')} % meet the SLO ({asked}), for "
             f"{self.best.hours or 0:.3g} {self.unit} ({self.origin})."
         )
 

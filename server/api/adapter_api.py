@@ -420,8 +420,7 @@ def _load_errors(name_field: str, path_field: str) -> Iterator[None]:
             raise ApiError(503, message, param=path_field, code=error.failure, retry_after=1) from None
         raise ApiError(400, str(error), param=path_field, code="invalid_adapter") from None
     except LabelTaken as error:
-        message = f"{name_field}: {error}; give another version"
-        raise ApiError(400, message, param=name_field, code="adapter_already_loaded") from None
+        raise ApiError(400, f"{name_field}: {error}", param=name_field, code="adapter_already_loaded") from None
     except FileExistsError as error:
         message = f"The lora adapter '{error}' has already been loaded. To replace it, set 'load_inplace' to true."
         raise ApiError(400, message, param=name_field, code="adapter_already_loaded") from None

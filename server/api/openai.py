@@ -307,9 +307,8 @@ def names_of(base: str, model: str | None, lora_path: str | None = None) -> tupl
     if not lora_path or lora_path == model:
         return model, None if model == base else model
     if model != base:
-        raise ApiError(
-            400, f"model and lora_path name two adapters, {clipped(model)!r} and {lora_path!r}", param="model"
-        )
+        other = f"model is {clipped(model)!r}, but another field names {clipped(lora_path)!r}"
+        raise ApiError(400, f"the request names two adapters: {other}; give one of them", param="model")
     return lora_path, lora_path
 
 

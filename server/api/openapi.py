@@ -12,7 +12,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from ..version import VERSION
-from .absent import ABSENT
+from .absent import absent
 from .adapter_api import AddAdapter, ChangeAdapter, DrainAdapter, LoadLoraAdapter, UnloadLoraAdapter
 from .generation_api import ROUTES
 from .json_text import dumps
@@ -41,8 +41,11 @@ BODIES: dict[tuple[str, str], tuple[type[BaseModel], ...]] = {
 but are not in the document.
 """
 
-QUERIES: dict[str, Body] = {"/pause": {"mode": {"enum": ["keep"]}}}
-"""Path parameters."""
+QUERIES: dict[tuple[str, str], Body] = {
+    ("POST", "/pause"): {"mode": {"enum": ["keep"]}},
+    ("DELETE", "/v1/adapters/{name}"): {"force": {"type": "boolean"}},
+}
+"""Query parameters by method and path."""
 
 
 def openapi_route(routes: Sequence[Route]) -> Callable[[Request], Awaitable[Response]]:
@@ -60,13 +63,13 @@ def openapi_route(routes: Sequence[Route]) -> Callable[[Request], Awaitable[Resp
 
 
 def document(routes: Sequence[Route]) -> Body:
-    """The OpenAPI document of the API's routes, without the page and the `ABSENT` routes."""
+    """The OpenAPI document of the API's routes, without the page and the routes that are `absent`."""
     models = sorted({model for body in BODIES.values() for model in body}, key=lambda model: model.__name__)
     _, shared = models_json_schema([(model, "validation") for model in models], ref_template=_REF)
     paths: dict[str, Body] = {}
     for route in routes:
         path = route.path.replace(":path}", "}")
-        if route.path in ABSENT or path.startswith("/ui"):
+        if route.endpoint is absent or path.startswith("/ui"):
             continue
         for method in sorted(set(route.methods or ()) - {"HEAD"}):
             paths.setdefault(path, {})[method.lower()] = _operation(method, path, route)
@@ -91,7 +94,9 @@ def _operation(method: str, path: str, route: Route) -> Body:
         "responses": {"2XX": {"description": "the answer"}, "4XX": failed, "5XX": failed},
     }
     parameters = [{"name": name, "in": "path", "required": True, "schema": _TEXT} for name in route.param_convertors]
-    parameters += [{"name": name, "in": "query", "schema": schema} for name, schema in QUERIES.get(path, {}).items()]
+    parameters += [
+        {"name": name, "in": "query", "schema": schema} for name, schema in QUERIES.get((method, path), {}).items()
+    ]
     if parameters:
         operation["parameters"] = parameters
     if (body := BODIES.get((method, path))) is not None:

@@ -326,7 +326,9 @@ def _generate_flags(parser: argparse.ArgumentParser) -> None:
         "--max-tokens", type=int, default=128, metavar="N", help="maximum number of tokens (default: 128)"
     )
     parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default: 0)")
-    parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="nucleus mass (default: 1)")
+    parser.add_argument(
+        "--top-p", type=float, default=1.0, metavar="P", help="nucleus sampling: probability mass to keep (default: 1)"
+    )
     parser.add_argument("--top-k", type=int, default=0, metavar="K", help="0 considers all tokens (default: 0)")
     parser.add_argument(
         "--min-p",
@@ -337,10 +339,14 @@ def _generate_flags(parser: argparse.ArgumentParser) -> None:
     )
     for name in ("presence", "frequency"):
         parser.add_argument(
-            f"--{name}-penalty", type=float, default=0.0, metavar="X", help="of tokens generated so far (default: 0)"
+            f"--{name}-penalty",
+            type=float,
+            default=0.0,
+            metavar="X",
+            help="penalty for tokens generated so far (default: 0)",
         )
     parser.add_argument(
-        "--repetition-penalty", type=float, default=1.0, metavar="X", help="of all tokens so far (default: 1)"
+        "--repetition-penalty", type=float, default=1.0, metavar="X", help="penalty for all tokens so far (default: 1)"
     )
     parser.add_argument("--min-tokens", type=int, default=0, metavar="N", help="minimum number of tokens (default: 0)")
     parser.add_argument(

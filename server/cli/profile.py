@@ -20,7 +20,11 @@ QUIET = 0.15
 def add_flags(parser: argparse.ArgumentParser, number: Callable[[str], int]) -> None:
     """number: parses a flag's positive number."""
     parser.add_argument(
-        "--output", type=Path, default=Path("profile.json"), metavar="FILE", help="(default: profile.json)"
+        "--output",
+        type=Path,
+        default=Path("profile.json"),
+        metavar="FILE",
+        help="file to write (default: profile.json)",
     )
     parser.add_argument(
         "--batches", type=number, default=240, metavar="N", help="decode batches to measure (default: 240)"

@@ -32,7 +32,8 @@ class Child:
 
     def __init__(self, name: str, arguments: Sequence[str]) -> None:
         self.name = name
-        self._command = [sys.executable, "-m", f"{(__package__ or 'chorus').partition('.')[0]}.server", *arguments]
+        self.command = [sys.executable, "-m", f"{(__package__ or 'chorus').partition('.')[0]}.server", *arguments]
+        """The process's command line."""
         self._process: subprocess.Popen[bytes] | None = None
         self._trouble: str | None = None
         self._stopping = threading.Event()
@@ -95,7 +96,7 @@ class Child:
     def _run_once(self) -> int:
         try:
             # its input is never written to: it ends when this process ends, for any reason
-            self._process = subprocess.Popen(self._command, stdin=subprocess.PIPE, env=_environment())
+            self._process = subprocess.Popen(self.command, stdin=subprocess.PIPE, env=_environment())
         except OSError as error:
             log.error("%s can't be started: %s", self.name, error)
             return 127

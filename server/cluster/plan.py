@@ -121,7 +121,9 @@ def add_up_flags(parser: argparse.ArgumentParser, count: Callable[[str], int]) -
         help="a trigger or constant of migration, such as interval_seconds=5; may be given several times",
     )
     parser.add_argument(
-        "--preload", action="store_true", help="keep adapters in the replicas' arenas before requests ask for them"
+        "--preload",
+        action="store_true",
+        help="load adapters into the replicas' page pools before requests ask for them",
     )
     parser.add_argument(
         "--scale-seconds",

@@ -267,9 +267,9 @@ class _EngineCollector(Collector):
             GaugeMetricFamily("chorus_merged_adapter", "1 for the merged adapter", labels=("adapter",)),
             *(((label(name),), 1) for name in (stats.merged_adapter,) if name is not None),
         )
-        for noun in ("requests", "adapters", "tokens"):
+        for noun, text in (("requests", "Requests"), ("adapters", "Distinct adapters"), ("tokens", "Tokens")):
             value = getattr(stats.last_step, f"num_{noun}") if stats.last_step is not None else 0
-            yield GaugeMetricFamily(f"chorus_last_step_{noun}", f"Distinct {noun} in the latest step", value)
+            yield GaugeMetricFamily(f"chorus_last_step_{noun}", f"{text} in the latest step", value)
         yield from adapter_families(view, self._everything)
         usage = "Share of the pages not used by adapters that hold KV of running requests; 1 is all"
         yield with_samples(

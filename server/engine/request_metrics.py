@@ -99,7 +99,7 @@ class RequestMetrics:
         )
         self._preemptions = histogram("request_num_preemptions", "Preemptions of a request", N_BUCKETS)
         self._max_tokens = histogram("request_params_max_tokens", "max_tokens of a request", TOKEN_BUCKETS)
-        self._n = histogram("request_params_n", "n of a request", N_BUCKETS)
+        self._n = histogram("request_params_n", "Choices of a request", N_BUCKETS)
         self._queue = histogram("request_queue_time_seconds", "Time from arrival to admission", SECONDS_BUCKETS)
         self._inference = histogram(
             "request_inference_time_seconds", "Time from admission to the last token", SECONDS_BUCKETS

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 NOTED = {
     "--disable-log-requests": "requests are never logged",
     "--disable-log-stats": "steps are not logged, except for warnings; /metrics has the numbers",
-    "--disable-frontend-multiprocessing": "engine and HTTP share a process unless --engine-process on",
+    "--disable-frontend-multiprocessing": "--engine-process off has engine and HTTP share a process, as on a CPU",
     "--enable-auto-tool-choice": "tools may be called in every request that has some",
     "--enable-chunked-prefill": "prompts are split over steps unless --no-chunked-prefill",
     "--enable-lora": "adapters are always served",
@@ -56,7 +56,8 @@ INSTEAD = {
     "--max-seq-len-to-capture": "use --graph-capture",
     "--middleware": "put a proxy in front; see docs/how-to/deploy.md",
     "--num-gpu-blocks-override": "use --num-pages",
-    "--pipeline-parallel-size": "a model lies on one device; use `chorus cluster up --replicas N` for more requests",
+    "--pipeline-parallel-size": "layers are not divided among devices; use --tensor-parallel-size, or `chorus "
+    "cluster up --replicas N` for more requests",
     "--response-role": "answers are the assistant's",
     "--revision": "fetch that revision, and give its directory as MODEL",
     "--rope-scaling": "change rope_scaling in the model's config.json; --max-model-len may then be more",
@@ -67,7 +68,7 @@ INSTEAD = {
         ("--ssl-ca-certs", "--ssl-cert-reqs", "--ssl-certfile", "--ssl-keyfile"),
         "let a proxy terminate TLS; see docs/how-to/deploy.md",
     ),
-    "--task": "language models are served, which generate text",
+    "--task": "leave it out: every model also embeds, classifies and scores; see docs/how-to/embeddings.md",
     "--tokenizer-revision": "fetch that revision, and give its directory by --tokenizer",
     "--uds": "use --host and --port; a proxy may listen on a socket",
     "--max-num-partial-prefills": "steps are shared among tenants' prompts; use --max-num-batched-tokens",

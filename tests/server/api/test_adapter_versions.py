@@ -254,6 +254,8 @@ def test_a_version_means_one_content_for_good(serve, reference, kept):
     push(live, second, f"{NAME}@b")
     taken = push(live, second, f"{NAME}@a")
     assert error_of(taken, 400) == "adapter_already_loaded"
+    message = taken.json()["error"]["message"]
+    assert message.count("another version") == 1, message
     assert ("was retired" if kept == 1 else "already") in taken.json()["error"]["message"]
     again = live.post("/v1/adapters", **as_json(first, name=f"{NAME}@a"))
     assert again.status_code == 200 and again.json()["version"] == "a"

@@ -25,11 +25,24 @@ def test_every_route_but_the_absent_ones_is_there(described):
     assert described["openapi"].startswith("3.1")
     paths = described["paths"]
     assert {"/health", "/metrics", "/v1/models/{name}", "/openapi.json"} <= paths.keys()
-    assert not paths.keys() & ABSENT.keys() and not any(path.startswith("/ui") for path in paths)
+    absent = {(method.lower(), path) for path, (methods, _) in ABSENT.items() for method in methods}
+    operations = {(method, path) for path, found in paths.items() for method in found}
+    assert not operations & absent and not any(path.startswith("/ui") for path in paths)
+    assert ("get", "/lora-adapters") in operations, "only its POST is absent"
     for method, path in BODIES:
         assert "requestBody" in paths[path][method.lower()], path
     names = [operation["operationId"] for path in paths.values() for operation in path.values()]
     assert len(names) == len(set(names))
+
+
+def test_queries_are_those_of_their_method(described):
+    def queries(path, method):
+        return [
+            each["name"] for each in described["paths"][path][method].get("parameters", ()) if each["in"] == "query"
+        ]
+
+    assert queries("/pause", "post") == ["mode"] and queries("/v1/adapters/{name}", "delete") == ["force"]
+    assert not queries("/v1/adapters/{name}", "get") and not queries("/v1/models", "get")
 
 
 def test_every_reference_leads_somewhere(described):

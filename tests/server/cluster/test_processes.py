@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import subprocess
 import sys
@@ -63,6 +64,14 @@ def test_of_a_child_whose_first_start_fails_no_next_one_is_promised(caplog):
     child.join(SECONDS)
     first = caplog.messages[0]
     assert first == child.trouble() and first.startswith("replica r0 could not start (exit status")
+
+
+def test_the_tutorial_s_pattern_finds_a_replica_s_process():
+    tutorial = (Path(__file__).resolve().parents[3] / "docs" / "tutorial.md").read_text("utf-8")
+    directory = ClusterDirectory.new()
+    replica = directory.replica("r0", directory.socket("r0"), directory.replica_file(0), None, "{}")
+    (pattern,) = re.findall(r'pkill .* -f "([^"]+)"', tutorial)
+    assert re.search(pattern, " ".join(replica.command)), "as pkill -f looks for it"
 
 
 def test_what_a_killed_process_left_is_removed_by_the_next(tmp_path):

@@ -38,6 +38,12 @@ def test_flags_that_cannot_be_obeyed_are_refused_by_name(flag):
         assert str(caught.value) == f"{flag} is no flag of chorus; {INSTEAD[flag]}"
 
 
+def test_advice_tells_of_what_is_served_now():
+    assert "docs/how-to/embeddings.md" in INSTEAD["--task"], "every model embeds, classifies and scores"
+    assert "--tensor-parallel-size" in INSTEAD["--pipeline-parallel-size"], "a model may lie on several devices"
+    assert "--engine-process off" in NOTED["--disable-frontend-multiprocessing"], "on a GPU the engine has a process"
+
+
 def test_short_flags_and_other_commands():
     with pytest.raises(UsageError, match="--pipeline-parallel-size is no flag"):
         parsed("-pp", "2")
