@@ -36,8 +36,9 @@ class NarrowWeight:
     data: torch.Tensor
     """uint8 `[out, in · bits / 8]`: integers, or the bits of E4M3 or E2M1.
 
-    Those of 4 bits lie in words of 32 bits as a GPU widens them, two neighbours at once: even inputs in the lower half,
-    odd ones in the upper half, from the lowest bits on.
+    Those of 4 bits lie in words of 32 bits as a GPU widens and multiplies them. Four words have 32 inputs: word t has
+    inputs 2·t and 2·t + 1 of each eight, as one thread needs them, the first in its lower half, the second in the
+    upper, those of the first eight in the lowest bits.
     """
 
     scales: torch.Tensor
@@ -117,7 +118,7 @@ def kept_bits(bits: int) -> int:
 
 def is_kept(inputs: int, bits: int, group: int) -> bool:
     """True if a weight with rows of `inputs` in groups of `group` can be kept in so many bits."""
-    return bits in BITS and not inputs * bits % 32 and (group >= inputs or not group % MULTIPLE)
+    return bits in BITS and not inputs % (128 // bits if bits < 8 else 4) and (group >= inputs or not group % MULTIPLE)
 
 
 def keep(
@@ -148,19 +149,15 @@ def keep(
 
 def _packed(values: torch.Tensor) -> torch.Tensor:
     """Words of numbers of 4 bits, uint8 `[..., in]`, as `NarrowWeight.data` has them."""
-    pairs = values.unflatten(-1, (-1, 2, 2))
-    return _swapped((pairs[..., 1, :] << 4).bitwise_or_(pairs[..., 0, :]).flatten(-2))
+    eights = values.unflatten(-1, (-1, 2, 2, 4, 2))  # two and two eights, words, halves
+    pairs = (eights.select(-3, 1) << 4).bitwise_or_(eights.select(-3, 0))
+    return pairs.movedim(-3, -1).flatten(-4).contiguous()
 
 
 def _unpacked(data: torch.Tensor) -> torch.Tensor:
     """What `_packed` packed."""
-    pairs = _swapped(data).unflatten(-1, (-1, 2))
-    return torch.stack((pairs & 15, pairs >> 4), dim=-2).flatten(-3)
-
-
-def _swapped(data: torch.Tensor) -> torch.Tensor:
-    """The second and the third byte of each word exchanged."""
-    return data.unflatten(-1, (-1, 2, 2)).transpose(-1, -2).flatten(-3).contiguous()
+    pairs = data.unflatten(-1, (-1, 4, 2, 2)).movedim(-1, -3)
+    return torch.stack((pairs & 15, pairs >> 4), dim=-3).flatten(-5)
 
 
 def _in_memory_of_its_own(tensor: torch.Tensor) -> torch.Tensor:
@@ -177,7 +174,7 @@ def keep_float4(
 ) -> NarrowWeight:
     """Move a weight in MXFP4 to a device.
 
-    values: twice its numbers, int8 `[out, in]`, a multiple of 8 inputs. scales: powers of 2 from 2^-127 to 2^127,
+    values: twice its numbers, int8 `[out, in]`, a multiple of 32 inputs. scales: powers of 2 from 2^-127 to 2^127,
     float32 `[out, ⌈in / FLOAT4_GROUP⌉]`.
     """
     values, scales = values.to(device), scales.to(device)

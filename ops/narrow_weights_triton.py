@@ -44,12 +44,15 @@ def _in_order(even, odd):
     `[..., 8 · n]`.
     """
     numbers = tl.join(even, odd)
+    words: tl.constexpr = numbers.shape[len(numbers.shape) - 4]
     if len(numbers.shape) == 5:
-        numbers = tl.permute(numbers, (0, 1, 3, 4, 2))
-        numbers = tl.reshape(numbers, (numbers.shape[0], numbers.shape[1] * 8))
+        numbers = tl.reshape(numbers, (numbers.shape[0], words // 4, 4, 2, 2, 2))
+        numbers = tl.permute(numbers, (0, 1, 4, 5, 2, 3))
+        numbers = tl.reshape(numbers, (numbers.shape[0], words * 8))
     else:
-        numbers = tl.permute(numbers, (0, 1, 2, 4, 5, 3))
-        numbers = tl.reshape(numbers, (numbers.shape[0], numbers.shape[1], numbers.shape[2] * 8))
+        numbers = tl.reshape(numbers, (numbers.shape[0], numbers.shape[1], words // 4, 4, 2, 2, 2))
+        numbers = tl.permute(numbers, (0, 1, 2, 5, 6, 3, 4))
+        numbers = tl.reshape(numbers, (numbers.shape[0], numbers.shape[1], words * 8))
     return numbers
 
 

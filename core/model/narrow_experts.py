@@ -25,8 +25,8 @@ def expert_stays_narrow(matrix: GroupScaled) -> bool:
 
 
 def is_kept_float4(inputs: int) -> bool:
-    """True if rows of so many inputs can be kept in MXFP4: a word of 32 bits holds eight of them."""
-    return not inputs % 8
+    """True if rows of so many inputs can be kept in MXFP4: four words hold 32 of them."""
+    return not inputs % 32
 
 
 def narrow_expert(matrix: GroupScaled, dtype: torch.dtype, device: torch.device) -> NarrowWeight:

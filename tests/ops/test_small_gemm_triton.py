@@ -33,7 +33,7 @@ from ..processes import run_python
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2.0**-9, torch.bfloat16: 2.0**-6}
 
 #: (inputs, outputs): within a part, within a period of parts, beyond it, and of many programs.
-SHAPES = ((8, 16), (40, 24), (64, 50), (200, 33), (256, 64), (264, 18), (576, 40))
+SHAPES = ((8, 16), (40, 24), (64, 50), (200, 33), (256, 64), (264, 18), (576, 40), (160, 34))
 
 
 @dataclass(frozen=True)

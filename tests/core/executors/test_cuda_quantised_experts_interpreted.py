@@ -27,8 +27,8 @@ from .test_cuda_experts_interpreted import captured_groups, check
 
 drive = plain_experts.drive  # a fixture
 
-#: Plain; with a shared expert and dense layers.
-QUANTISED = [("qwen3-moe", "int4"), ("glm-4-moe", "int8")]
+#: With biases, of rows that words of 4 bits divide; with a shared expert and dense layers.
+QUANTISED = [("gpt-oss", "int4"), ("glm-4-moe", "int8")]
 
 
 @pytest.fixture(scope="module")

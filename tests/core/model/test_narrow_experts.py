@@ -60,7 +60,7 @@ STORED = {
     "packed, zero points": (wide(compressed_integers(group=64, symmetric=False)), 4),
     "int8": (FORMS["compressed int8"], 8),
     "nvfp4": (wide(FORMS["compressed nvfp4"]), 0),
-    "mxfp4": (FORMS["compressed mxfp4"], 4),
+    "mxfp4": (wide(FORMS["compressed mxfp4"]), 4),
 }
 
 
@@ -92,7 +92,8 @@ def test_mxfp4_in_stacks(tmp_path):
 def test_experts_of_a_layer_that_are_stored_in_two_ways_are_dequantised(tmp_path):
     """Some in 4 bits and some plain; the layer's other stack stays narrow."""
     routed, other = with_experts("fp8", FAMILY), "experts.1.down_proj"
-    form = replace(FORMS["awq channels"], config=routed.config, plain=(*routed.plain, other))
+    form = wide(FORMS["awq channels"])
+    form = replace(form, config=routed.config | form.config, plain=(*routed.plain, other))
     form = replace(form, how=form.how | {"modules_to_not_convert": ["experts.1.down_proj"]})
     quantised, twin = write_twins(tmp_path, form, FAMILY)
     found, want = stacks(quantised, narrow=True), stacks(twin, narrow=False)
@@ -117,7 +118,7 @@ def test_ranks_have_shares_of_the_same_weights(tmp_path, name):
 
 @pytest.mark.parametrize("name", ["int8", "int4"])
 def test_quantised_while_they_are_read(tmp_path, name):
-    save_family("qwen3.5-moe", tmp_path, torch.bfloat16)
+    save_family("qwen3.5-moe", tmp_path, torch.bfloat16, moe_intermediate_size=64)
     quantiser = RoundToNearest(name)
     found, plain = stacks(tmp_path, quantiser, narrow=True), stacks(tmp_path, narrow=False)
     for one, two in zip(found, plain, strict=True):
