@@ -130,4 +130,4 @@ def _launcher(constants: TileConstants) -> KernelLauncher:
 
 
 # Rules for type checkers are at the end, so that kernels keep their lines.
-# pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportPossiblyUnboundVariable=false
+# pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportPossiblyUnboundVariable=false, reportAssignmentType=false

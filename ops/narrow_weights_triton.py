@@ -173,4 +173,4 @@ def powers_of(exponents):
 
 # Rules for type checkers are at the end, so that kernels keep their lines.
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportCallIssue=false, reportIndexIssue=false
-# pyright: reportAttributeAccessIssue=false, reportOperatorIssue=false, reportOptionalOperand=false
+# pyright: reportAttributeAccessIssue=false, reportOperatorIssue=false, reportOptionalOperand=false, reportAssignmentType=false
