@@ -160,8 +160,8 @@ def gemm_schedule(outputs: int, rows: int, form: WeightForm = FULL, *, expanded:
         if outputs >= _WIDE:
             if form.bits < 16 and not expanded:
                 # widened weights take registers and shared memory: of 64 columns, one or two programs would fit on a
-                # multiprocessor. The compiler's own choice of registers spills some of 8 bits, this one some of four
-                return replace(few, block_n=32, stages=2, max_registers=168 if form.bits == 8 else 0)
+                # multiprocessor. The compiler's own choice of registers spills some.
+                return replace(few, block_n=32, stages=2, max_registers=168)
             wide = GemmSchedule(16, 64, splits=4, warps=4, stages=2, max_registers=255)
             return replace(few, block_n=32, stages=3) if expanded else wide
         return few if few.blocks((outputs,)) <= _TWICE else replace(few, stages=3)
