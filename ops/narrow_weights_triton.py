@@ -1,6 +1,6 @@
 """Narrow weights widened to the values that they stand for, in Triton.
 
-Import this module lazily: it needs triton.
+Import this module lazily: it needs triton. Tests: tests/ops/test_narrow_weights.py
 """
 
 # A kernel is Triton's language in Python's syntax, so type checkers misread its arguments and loops.

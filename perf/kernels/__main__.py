@@ -49,6 +49,10 @@ def main(argv: list[str] | None = None) -> int:
     args = command.parse_args(argv)
     if args.keep and args.known is None:
         command.error("--keep needs --known FILE, the file to write")
+    every = [*variants(), *plain_variants()]
+    chosen = [variant for variant in every if args.only.search(f"{variant.kernel} {variant.group}")]
+    if not chosen:
+        command.error(f"--only {args.only.pattern!r} matches no kernel and group, such as 'rms_norm_rows norm'")
     if find_spec("triton") is None:
         print("triton is not installed: pip install 'chorus-lora[kernels]'", file=sys.stderr)
         return 2
@@ -60,10 +64,6 @@ def main(argv: list[str] | None = None) -> int:
             print(f"FAILED {variant}: {why}")
         print(f"translated by triton {version('triton')} in {time.perf_counter() - begin:.0f} s")
         return int(bool(refused))
-    every = [*variants(), *plain_variants()]
-    chosen = [variant for variant in every if args.only.search(f"{variant.kernel} {variant.group}")]
-    if not chosen:
-        command.error(f"--only {args.only.pattern!r} matches no kernel and group, such as 'rms_norm_rows norm'")
     known = json.loads(args.known.read_text("utf-8")) if args.known and args.known.is_file() else {}
     lines = compile_all(args.compile, args.workers, chosen, known)
     if args.keep:

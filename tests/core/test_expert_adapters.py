@@ -24,6 +24,7 @@ from chorus.memory.files.error import AdapterFormatError
 from chorus.memory.files.format import inspect_adapter, open_weights
 from chorus.memory.files.module_paths import ExpertForm
 from chorus.memory.host.buffers import HostBuffers
+from chorus.memory.host.image import HostImage
 from chorus.memory.host.images import ThreadReads
 from chorus.memory.pages.adapter_layout import AdapterLayout
 from chorus.ops.expert_products import unpack
@@ -234,18 +235,9 @@ def test_adapters_on_a_mixture_are_not_merged(mixture, drive):
         driver.answers.clear()
 
 
-class Image:
-    """Where a reader puts an adapter's values, all layers at once."""
-
-    data = None
-
-    def publish(self, num_ready):
-        return True
-
-
 def values_of(path, config, reader):
     """An adapter's manifest, and its values as they lie in pages. reader: `open_rows`, or None for torch's."""
-    manifest, image = inspect_adapter(path, config.module_paths), Image()
+    manifest, image = inspect_adapter(path, config.module_paths), HostImage()
     layout = AdapterLayout.build(manifest.parts, config.projections, 512, 4)
     read_image(manifest, ImageForm(layout, config.projections, 512, torch.float32), image, HostBuffers(), reader)
     return manifest, image.data.view(-1)[: layout.num_elems]

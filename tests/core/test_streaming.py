@@ -70,9 +70,8 @@ class _Gated:
     def __setattr__(self, name, value):
         setattr(self._image, name, value) if name == "data" else super().__setattr__(name, value)
 
-    @property
-    def data(self):
-        return self._image.data
+    def __getattr__(self, name):
+        return getattr(self._image, name)
 
     def publish(self, num_ready):
         self._gate.pass_through()
