@@ -29,6 +29,7 @@ from .test_small_gemm_triton import (
     check,
     check_broken_row,
     check_company,
+    check_float8_numbers,
     check_form,
     narrow,
     run,
@@ -103,6 +104,11 @@ def test_a_product_with_a_narrow_weight_is_that_of_its_stored_numbers(form):
     for case in chosen:
         problem = check_form(case, form, torch.bfloat16, "cuda")
         assert not problem, (case, problem)
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_narrow_weights_of_every_float8_number(dtype):
+    assert not check_float8_numbers(dtype, "cuda")
 
 
 def test_narrow_weights_are_widened_to_the_same_bits():

@@ -28,6 +28,7 @@ from chorus.ops.small_gemm_schedule import (
 )
 
 from ..processes import run_python
+from .test_narrow_weights import kept_float8
 
 #: Largest difference, as a share of the largest output: two units in its last place.
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2.0**-9, torch.bfloat16: 2.0**-6}
@@ -245,6 +246,23 @@ def check_form(case: Case, form: tuple[int, int, str], dtype: torch.dtype, devic
     return ""
 
 
+def check_float8_numbers(dtype: torch.dtype, device: str) -> str:
+    """Text that tells if a product with rows of a single 1 differs from the weight, which has every finite E4M3 number,
+    subnormal ones, too; in tiles of both sizes.
+    """
+    from chorus.ops import small_gemm_triton
+
+    weight, want = kept_float8(24, 256, 128, dtype)
+    ones = torch.eye(256, dtype=dtype, device=device)
+    weight = replace(weight, data=weight.data.to(device), scales=weight.scales.to(device))
+    for rows in TILE_ROWS:
+        for first in range(0, 256, rows):
+            got = small_gemm_triton.multiply(ones[first : first + rows], weight).cpu()
+            if not torch.equal(got, want[:, first : first + rows].T):
+                return f"inputs from {first} on have other numbers in {rows} rows"
+    return ""
+
+
 def interpret_forms() -> None:
     """Run in a process of its own."""
     from .bf16_interpreter import fix_bf16
@@ -255,6 +273,9 @@ def interpret_forms() -> None:
             for dtype in (torch.bfloat16, torch.float16):
                 problem = check_form(case, form, dtype, "cpu")
                 assert not problem, f"{case}, {form}: {problem}"
+    for dtype in (torch.bfloat16, torch.float16):
+        problem = check_float8_numbers(dtype, "cpu")
+        assert not problem, f"{dtype}: {problem}"
 
 
 @pytest.mark.triton
