@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from .small_gemm_schedule import WeightForm
+
 WIDEN_WARPS = 4
 """Warps of a program that widens weights."""
 
@@ -26,4 +28,4 @@ class WidenConstants:
     @property
     def unit(self) -> int:
         """Bits that are loaded as one number; see `WeightForm.unit`."""
-        return 32 if self.float8 or self.bits == 4 else 8
+        return WeightForm(self.bits, float8=self.float8).unit

@@ -149,8 +149,8 @@ def gemm_schedule(outputs: int, rows: int, form: WeightForm = FULL, *, expanded:
 
     expanded: it also expands adapters, whose rank-rows leave a tile of 64 rows registers for 32 columns. The sum of a
     tile is split alike for every weight of a form. In a tile of 16 rows, part s has inputs 128·s to 128·s + 127 of
-    every 512, in order, or 64·s to 64·s + 63 of every 256 if groups of inputs are no multiple of 128. In a tile of 64
-    rows there is one part, in order.
+    every 512, in order; if the group size is not a multiple of 128, inputs 64·s to 64·s + 63 of every 256. In a tile of
+    64 rows there is one part, in order.
     """
     if form.group % _BLOCK_K:  # a block of inputs has one scale
         return replace(gemm_schedule(outputs, rows, form._replace(group=0), expanded=expanded), block_k=_BLOCK_K // 2)

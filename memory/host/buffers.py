@@ -30,8 +30,8 @@ class Buffers(Protocol):
         return False
 
     def moved(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Copy a tensor of `take` to faster memory; None if it lies there, or there is no room. Other threads may take
-        memory meanwhile.
+        """Copy a tensor from `take` to faster memory. Return None if it is already in faster memory, or if that is
+        full. Other threads can allocate during the copy.
         """
         return None
 

@@ -161,7 +161,7 @@ class PinnedBuffers(Buffers):
         return not any(chunk.address <= address < chunk.address + chunk.num_bytes for chunk in self._chunks)
 
     def moved(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Copy a tensor of `take` from ordinary to pinned memory; None if it lies there, or there is no room.
+        """Copy a tensor from `take` to pinned memory. Return None if it is already pinned, or if pinned memory is full.
 
         The lock is free during the copy, which one thread makes without the interpreter's lock.
         """
@@ -183,7 +183,7 @@ class PinnedBuffers(Buffers):
             return self._held()
 
     def _take_pinned(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor | None:
-        """Allocate in pinned memory; None if there is no room."""
+        """Allocate pinned memory. Return None if it is full."""
         count = math.prod(shape)
         num_units = max(1, -(-count * dtype.itemsize // UNIT_BYTES))
         with self._lock:
