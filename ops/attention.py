@@ -37,6 +37,9 @@ class Scores:
     """Each head has a sink, which `Attention.run` takes: one more score in the softmax, of a value of zeros."""
 
 
+#: Scores that are made at once where attention makes them, which a soft cap or sinks ask for: in float32 256 MiB.
+_SCORES = 1 << 26
+
 PLAIN = Scores()
 """Attention as in "Attention Is All You Need", causal."""
 
@@ -184,7 +187,7 @@ class Attention(ABC):
         self, q: torch.Tensor, cache: KvCache, out: torch.Tensor, scores: Scores, sinks: torch.Tensor
     ) -> None:
         """Likewise, in a layer with sinks."""
-        raise NotImplementedError(f"{type(self).__name__} has no attention sinks; use attention torch")
+        raise NotImplementedError(f"{type(self).__name__} has no attention sinks; use attention triton or torch")
 
 
 class PagedAttention(Attention):
@@ -436,7 +439,12 @@ def _attend(
             q, k, v, attn_mask=mask, is_causal=mask is None, scale=scores.scale, enable_gqa=group > 1
         )
     assert mask is not None
-    k, v = (each.repeat_interleave(group, dim=1) for each in (k, v))
+    if group > 1:
+        k, v = (each.repeat_interleave(group, dim=1) for each in (k, v))
+    most = max(1, _SCORES // (q.shape[0] * q.shape[1] * k.shape[2]))
+    if q.shape[2] > most:
+        parts = zip(q.split(most, dim=2), mask.split(most, dim=-2), strict=True)
+        return torch.cat([_attend(rows, k, v, seen, scores, sinks) for rows, seen in parts], dim=2)
     weights = (q @ k.transpose(2, 3)) * (q.shape[-1] ** -0.5 if scores.scale is None else scores.scale)
     if scores.softcap is not None:
         weights = scores.softcap * torch.tanh(weights / scores.softcap)

@@ -111,11 +111,6 @@ def choose_attention(setup: AttentionSetup, wanted: Wanted = "auto") -> Attentio
     theirs = ours = None
     if wanted == "torch":
         return TorchBackend(heads, device, reason="attention is torch")
-    if any(each.has_sinks for each in setup.scores):
-        reason = "the model has attention sinks, which only attention torch supports"
-        if wanted != "auto":
-            raise AttentionUnavailable(f"attention is {wanted}, but {reason}")
-        return TorchBackend(heads, device, reason)
     if wanted != "triton":
         theirs = flashinfer_obstacle(
             heads.group, heads.head_dim, dtype, device, setup.scores, float8_kv=setup.float8_kv
@@ -214,6 +209,8 @@ def flashinfer_obstacle(
     if head_dim not in HEAD_DIMS:
         sizes = ", ".join(map(str, HEAD_DIMS))
         return Obstacle(f"FlashInfer supports heads of {sizes} elements, the model's have {head_dim}")
+    if any(each.has_sinks for each in scores):
+        return Obstacle("FlashInfer is not asked for attention sinks, and the model has them")
     if (capability := torch.cuda.get_device_capability(device)) < (8, 0):
         return Obstacle(f"FlashInfer needs compute capability 8.0, {device} has {_dotted(capability)}")
     try:

@@ -79,6 +79,8 @@ class AttentionConstants:
     """The previous launch may still be running when this one begins."""
     float8: bool = False
     """Keys and values are in FP8."""
+    sinks: bool = False
+    """Each head has a score more, see `attention.Scores`."""
 
 
 def attention_constants(

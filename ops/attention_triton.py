@@ -90,6 +90,7 @@ def attend_rows(
     v_cache,
     planned,
     partial,
+    sinks,
     scale,
     softcap,
     v_scale,
@@ -106,8 +107,9 @@ def attend_rows(
     out, q: [rows, heads, head_dim], contiguous. k_cache, v_cache: [pages, block_tokens, kv_heads, head_dim] with the
     given strides; in FP8 (C.float8) of float8_e4m3fn, or of uint8, see `_widened`. planned: see `Planned`. partial: see
     `Partial`; rows that several programs share use it. scale: of the scores, times log2(e) unless C.caps: then scores s
-    become softcap · tanh(s / softcap). v_scale: of values in FP8; that of keys is part of `scale`. least: the least
-    number of tiles of a program. C: `AttentionConstants`.
+    become softcap · tanh(s / softcap). v_scale: of values in FP8; that of keys is part of `scale`. sinks: [heads], with
+    C.sinks: a score of each head that has no value. least: the least number of tiles of a program. C:
+    `AttentionConstants`.
 
     Each program that shares a row writes its parts and then adds 1 to `arrived`. The program that arrives last sees
     all earlier writes and adds the parts in a fixed order.
@@ -205,6 +207,10 @@ def attend_rows(
             at = at_part[:, None] * BLOCK_D + column[None, :]
             part_value = tl.load(values + at, mask=is_group[:, None], other=0.0, cache_modifier=".cg")
             top, total, value = _joined(top, total, value, part_top, part_total, part_value)
+    if C.sinks:
+        sink = tl.load(sinks + head * GROUP + group, mask=is_group, other=0.0).to(tl.float32) * 1.4426950408889634
+        nothing = tl.zeros([BLOCK_H, BLOCK_D], tl.float32)
+        top, total, value = _joined(top, total, value, sink, tl.full([BLOCK_H], 1.0, tl.float32), nothing)
     value = value / total[:, None]
     if C.float8:
         value = value * v_scale
@@ -255,7 +261,7 @@ class TritonBackend:
         """The kernel for layers with such scores, its `scale` and its `softcap`."""
         scale = self.heads.head_dim**-0.5 if scores.scale is None else scores.scale
         early, caps = dependent_launch.begins_early(self.device), scores.softcap is not None
-        own = replace(constants, window=scores.window or 0, caps=caps, pdl=early)
+        own = replace(constants, window=scores.window or 0, caps=caps, sinks=scores.has_sinks, pdl=early)
         options = {**attention_options(), **dependent_launch.options(early)}
         to_log2 = 1.0 if caps else math.log2(math.e)
         return KernelLauncher(attend_rows, {"C": own, **options}), scale * to_log2, scores.softcap or 0.0
@@ -277,8 +283,15 @@ class TritonBackend:
         self.buffers.upload()
         self.event.record()
 
-    def run(self, q: torch.Tensor, cache: KvCache, out: torch.Tensor, scores: Scores) -> None:
-        """Attend with the planned sequences. q, out: `[rows, heads, head_dim]`."""
+    def run(
+        self,
+        q: torch.Tensor,
+        cache: KvCache,
+        out: torch.Tensor,
+        scores: Scores,
+        sinks: torch.Tensor | None = None,
+    ) -> None:
+        """Attend with the planned sequences. q, out: `[rows, heads, head_dim]`. sinks: see `Attention.run`."""
         k_cache, v_cache, scales = cache
         k_scale, v_scale = scales
         if self._reads_bits:
@@ -290,7 +303,7 @@ class TritonBackend:
         launch, scale, softcap = self._launches[scores]
         launch(
             (self.heads.kv_heads, len(q), splits),
-            (out, q, k_cache, v_cache, self._planned, self._partial),
+            (out, q, k_cache, v_cache, self._planned, self._partial, q if sinks is None else sinks),
             (scale * k_scale, softcap, v_scale, least),
             k_cache.stride()[:3],
         )
@@ -322,11 +335,21 @@ class TritonRaggedAttention(Attention):
             self._backend.plan(page_table[split:], kv_lens[split:])
 
     def _attend(self, q: torch.Tensor, cache: KvCache, out: torch.Tensor, scores: Scores) -> None:
+        self._attend_rows(q, cache, out, scores, None)
+
+    def _attend_with_sinks(
+        self, q: torch.Tensor, cache: KvCache, out: torch.Tensor, scores: Scores, sinks: torch.Tensor
+    ) -> None:
+        self._attend_rows(q, cache, out, scores, sinks)
+
+    def _attend_rows(
+        self, q: torch.Tensor, cache: KvCache, out: torch.Tensor, scores: Scores, sinks: torch.Tensor | None
+    ) -> None:
         split = self._prefill_tokens
         if split:
-            self._prefill.run(q[:split], cache.k, cache.v, out[:split], scores, kv_scales=cache.scales)
+            self._prefill.run(q[:split], cache.k, cache.v, out[:split], scores, sinks, kv_scales=cache.scales)
         if split < self._num_tokens:
-            self._backend.run(q[split:], cache, out[split:], scores)
+            self._backend.run(q[split:], cache, out[split:], scores, sinks)
 
 
 class TritonDecodeAttention(Attention):
@@ -345,6 +368,11 @@ class TritonDecodeAttention(Attention):
 
     def _attend(self, q: torch.Tensor, cache: KvCache, out: torch.Tensor, scores: Scores) -> None:
         self._backend.run(q, cache, out, scores)
+
+    def _attend_with_sinks(
+        self, q: torch.Tensor, cache: KvCache, out: torch.Tensor, scores: Scores, sinks: torch.Tensor
+    ) -> None:
+        self._backend.run(q, cache, out, scores, sinks)
 
 
 # Rules for type checkers are at the end, so that kernels keep their lines.

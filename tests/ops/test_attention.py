@@ -142,8 +142,12 @@ def test_what_a_gpu_computes_equals_its_definition(rows, heads):
 @pytest.mark.parametrize("rows", [[(7, 0)], [(5, 9), (3, 0), (1, 11), (1, 0)], [(1, 6), (1, 19)]])
 @pytest.mark.parametrize("window", [None, 4])
 @pytest.mark.parametrize("softcap", [None, 1.5])
-def test_sinks_join_the_denominator_alone(rows, window, softcap):
-    """Head by head and token by token against the equation, in float64."""
+@pytest.mark.parametrize("at_once", [1 << 26, 150])
+def test_sinks_join_the_denominator_alone(rows, window, softcap, at_once, monkeypatch):
+    """Head by head and token by token against the equation, in float64; with all scores of a chunk made at once, and
+    those of some tokens.
+    """
+    monkeypatch.setattr("chorus.ops.attention._SCORES", at_once)
     step = Step(0, rows)
     sinks = torch.tensor([-3.0, 0.0, 1.0, 4.0])
     found = step.run(scores=Scores(None, window, softcap, has_sinks=True), sinks=sinks).view(step.q.shape)
@@ -165,7 +169,7 @@ def test_attention_without_sinks_refuses_them():
     class Other(PagedAttention):
         _attend_with_sinks = Attention._attend_with_sinks  # noqa: SLF001 - as backends of GPUs have it
 
-    with pytest.raises(NotImplementedError, match="Other has no attention sinks; use attention torch"):
+    with pytest.raises(NotImplementedError, match="Other has no attention sinks; use attention triton or torch"):
         Step(0, [(1, 3)]).run(Other(HeadShape(4, 2, 8, 4)), sinks=torch.zeros(4))
 
 

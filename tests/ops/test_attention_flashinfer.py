@@ -375,7 +375,7 @@ def test_flashinfer_has_windows_soft_caps_and_scales(hopper, compiler, scores):
         ({"float8_kv": True, "dtype": torch.float32}, "torch", "a KV cache in FP8 for bfloat16 and float16, the model"),
         ({"heads": (34, 2), "head_dim": 96}, "torch", "up to 16 heads per KV head, the model has 17"),
         ({"wanted": "torch"}, "torch", "attention is torch"),
-        ({"scores": (PLAIN, Scores(has_sinks=True))}, "torch", "sinks, which only attention torch supports"),
+        ({"scores": (PLAIN, Scores(has_sinks=True))}, "triton", "FlashInfer is not asked for attention sinks"),
         ({"wanted": "triton"}, "triton", "attention is triton"),
         ({"wanted": "triton", "scores": (PLAIN, Scores(0.1, None, 30.0))}, "triton", "attention is triton"),
     ],
@@ -398,7 +398,10 @@ def test_others_where_it_cannot_or_is_not_asked_for(hopper, compiler, change, na
     ("change", "reason"),
     [
         ({"wanted": "flashinfer", "dtype": torch.float32}, "attention is flashinfer, but FlashInfer needs bfloat16"),
-        ({"wanted": "triton", "scores": (Scores(has_sinks=True),)}, "attention is triton, but the model has attention"),
+        (
+            {"wanted": "flashinfer", "scores": (Scores(has_sinks=True),)},
+            "attention is flashinfer, but FlashInfer",
+        ),
         ({"wanted": "triton", "head_dim": 8}, "attention is triton, but the decode kernel supports heads of 16 to 256"),
     ],
 )

@@ -44,6 +44,7 @@ class Case:
     scale: float | None = None
     float8: KvScales | None = None
     """Keys and values are in FP8 with these scales."""
+    has_sinks: bool = False
 
     @property
     def kv_scales(self) -> KvScales:
@@ -51,7 +52,7 @@ class Case:
 
     @property
     def scores(self) -> Scores:
-        return Scores(self.scale, self.window, self.softcap)
+        return Scores(self.scale, self.window, self.softcap, self.has_sinks)
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -75,6 +76,8 @@ CASES = [
     Case(8, 1, 96, 5, (37, 5), seed=11, float8=KvScales(0.02, 0.3)),
     Case(2, 1, 256, 16, (530, 16), seed=12, float8=KvScales(0.01, 0.01)),
     Case(4, 1, 32, 4, (7, 129), seed=13, window=40, softcap=2.0, scale=0.2, float8=KvScales(0.5, 0.001)),
+    Case(16, 2, 64, 16, (1, 64, 65, 330), seed=14, window=40, has_sinks=True),
+    Case(6, 2, 32, 16, (33, 300), seed=15, softcap=0.7, has_sinks=True, float8=KvScales(0.5, 0.1)),
 ]
 
 
@@ -93,6 +96,7 @@ class Inputs:
         stored = arena.view(torch.uint8) if case.float8 else arena
         self.q = torch.randn(len(counts), case.heads, case.head_dim, generator=generator).to(dtype)
         self.want = torch.zeros(len(counts), case.heads * case.head_dim, dtype=torch.float64)
+        self.sinks = (3 * torch.randn(case.heads, generator=generator)).to(dtype) if case.has_sinks else None
         self.largest = 0.0
         for row, (length, pages) in enumerate(zip(case.lens, self.tables, strict=True)):
             self.table[row, : len(pages)] = torch.tensor(pages)
@@ -112,8 +116,12 @@ class Inputs:
                 scores = case.softcap * (scores / case.softcap).tanh()
             if case.window is not None:
                 scores[:, : max(0, length - case.window)] = -math.inf
-            self.want[row] = torch.einsum("ht,thd->hd", scores.softmax(-1), v).flatten()
+            if self.sinks is not None:
+                scores = torch.cat((scores, self.sinks.double()[:, None]), 1)
+            weights = scores.softmax(-1)[:, :length]
+            self.want[row] = torch.einsum("ht,thd->hd", weights, v).flatten()
         self.q, self.arena = self.q.to(device), arena.to(device)
+        self.sinks = None if self.sinks is None else self.sinks.to(device)
 
     @property
     def caches(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -125,7 +133,8 @@ class Inputs:
         lens = [1 if at is None else self.case.lens[at] for at in rows]
         q = torch.stack([torch.zeros_like(self.q[0]) if at is None else self.q[at] for at in rows])
         attention.plan(range(len(rows) + 1), table, lens)
-        return attention.run(q, *self.caches, scores=self.case.scores, kv_scales=self.case.kv_scales)
+        its = self.case
+        return attention.run(q, *self.caches, scores=its.scores, sinks=self.sinks, kv_scales=its.kv_scales)
 
 
 def new_backend(case: Case, dtype: torch.dtype, device: str, num_sms: int = 4, **more: Any) -> Any:
