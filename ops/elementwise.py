@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from . import float8_kv
+from .elementwise_schedule import Gating
 from .rotation import HeadNorms, KvSlots, Rotation
 
 if TYPE_CHECKING:
@@ -25,13 +26,17 @@ def _kernels() -> ModuleType:
     return elementwise_triton
 
 
+def _uses_kernels(x: torch.Tensor) -> bool:
+    return x.is_cuda
+
+
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """`x / sqrt(mean(x²) + eps) · weight` over the last dimension, statistics in float32.
 
     x: `[tokens, hidden]`; on a CPU any number of dimensions. weight: where it is wider than x, the product with it is
     rounded, rather than its factors.
     """
-    if x.is_cuda and weight.dtype == x.dtype:
+    if _uses_kernels(x):
         return _kernels().rms_norm(x, weight, eps)
     wide = x.float()
     return _weighted(wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps), weight, x.dtype)
@@ -39,6 +44,8 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 def layer_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """`rms_norm` of x less its mean."""
+    if _uses_kernels(x):
+        return _kernels().layer_norm(x, weight, eps)
     wide = x.float()
     wide = wide - wide.mean(-1, keepdim=True)
     return _weighted(wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps), weight, x.dtype)
@@ -50,9 +57,16 @@ def _weighted(wide: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> t
 
 def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """`residual += x` in place; returns the norm of the sum. x, residual: `[tokens, hidden]` of one dtype."""
-    if x.is_cuda and weight.dtype == x.dtype:
+    if _uses_kernels(x):
         return _kernels().add_rms_norm(x, residual, weight, eps)
     return rms_norm(residual.add_(x), weight, eps)
+
+
+def add_layer_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """`add_rms_norm` with the norm of the sum less its mean."""
+    if _uses_kernels(x):
+        return _kernels().add_layer_norm(x, residual, weight, eps)
+    return layer_norm(residual.add_(x), weight, eps)
 
 
 class RotaryEmbedding:
@@ -75,7 +89,7 @@ class RotaryEmbedding:
 
     def at(self, positions: torch.Tensor) -> Rotation:
         """positions: `[tokens]` int64. Gathered once a step on a CPU; a GPU's kernels find the rows themselves."""
-        if positions.is_cuda:
+        if _uses_kernels(positions):
             return Rotation(self._cos, self._sin, positions, self._interleaved)
         return Rotation(self._cos[positions], self._sin[positions], None, self._interleaved)
 
@@ -116,7 +130,7 @@ def rotate_and_write(
     None: heads stay.
     """
     kv_heads, head_dim = slots.k_cache.shape[2:]
-    if qkv.is_cuda and _has_kernel(rotation, norms, head_dim, qkv.dtype):
+    if _uses_kernels(qkv) and (norms is None or norms.ranks is None):
         return _kernels().rotate_and_write(qkv, rotation, norms, slots, out)
     num_heads = qkv.shape[1] // head_dim - 2 * kv_heads
     q, k, v = qkv.unflatten(1, (-1, head_dim)).split((num_heads, kv_heads, kv_heads), dim=1)
@@ -131,13 +145,6 @@ def rotate_and_write(
         q, k = (apply_rope(x, cos[:, None], sin[:, None], rotation.interleaved) for x in (q, k))
     write_kv(slots, k, v)
     return q.contiguous() if out is None else out.copy_(q)
-
-
-def _has_kernel(rotation: Rotation | None, norms: HeadNorms | None, head_dim: int, dtype: torch.dtype) -> bool:
-    """True if the GPU's kernel takes heads that are rotated and normalised so; torch's operators take all."""
-    if rotation is None or rotation.interleaved or rotation.cos.shape[-1] != head_dim:
-        return False
-    return norms is None or (norms.ranks is None and norms.q.numel() == head_dim and norms.q.dtype == dtype)
 
 
 def _normed_heads(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -181,22 +188,26 @@ def write_kv(slots: KvSlots, k: torch.Tensor, v: torch.Tensor) -> None:
 
 def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """`silu(gate) · up` for packed `[tokens, 2·ffn]` → `[tokens, ffn]`."""
-    if gate_up.is_cuda:
-        return _kernels().silu_and_mul(gate_up)
+    if _uses_kernels(gate_up):
+        return _kernels().gate_and_mul(gate_up, Gating.SILU)
     gate, up = gate_up.chunk(2, dim=-1)
     return torch.nn.functional.silu(gate) * up
 
 
 def gelu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """`gelu(gate) · up`, gelu by its approximation with tanh, for packed `[tokens, 2·ffn]` → `[tokens, ffn]`."""
+    if _uses_kernels(gate_up):
+        return _kernels().gate_and_mul(gate_up, Gating.GELU)
     gate, up = gate_up.chunk(2, dim=-1)
     return torch.nn.functional.gelu(gate, approximate="tanh") * up
 
 
 def clamped_swiglu(gate_up: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
     """`(up + 1) · gate · sigmoid(alpha · gate)`, with gate at most `limit` and up within ± `limit`, for packed
-    `[tokens, 2·ffn]` → `[tokens, ffn]`. On a CPU.
+    `[tokens, 2·ffn]` → `[tokens, ffn]`.
     """
+    if _uses_kernels(gate_up):
+        return _kernels().gate_and_mul(gate_up, Gating.CLAMPED_SWIGLU, alpha, limit)
     gate, up = gate_up.clamp(max=limit).chunk(2, dim=-1)
     sigmoid = (gate_up.clamp(max=limit) * alpha).chunk(2, dim=-1)[0].sigmoid()  # row by row, as it is a view
     return (up.clamp(min=-limit) + 1) * (gate * sigmoid)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 
 #: Elements of an activation's output per program.
-SILU_BLOCK = 1024
+GATED_BLOCK = 1024
 
 #: Heads that a program rotates.
 ROTARY_HEADS = 8
@@ -17,7 +18,7 @@ def _power_of_two(least: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class NormConstants:
-    """Compile-time constants of an RMSNorm launch, with one program per row."""
+    """Compile-time constants of the launch of a norm, with one program per row."""
 
     width: int
     block: int
@@ -25,16 +26,41 @@ class NormConstants:
     add: bool
     pdl: bool = False
     """The previous launch may still be running when this one begins."""
+    centered: bool = False
+    """The mean is subtracted first (LayerNorm)."""
+    wide: bool = False
+    """Weights are float32 and values are not: the product is rounded, rather than its factors."""
+
+
+class Gating(StrEnum):
+    """Activations of a gated part; see the functions of `elementwise`."""
+
+    SILU = "silu"
+    GELU = "gelu"
+    CLAMPED_SWIGLU = "clamped swiglu"
 
 
 @dataclass(frozen=True, slots=True)
-class SiluConstants:
-    """Compile-time constants of a SiLU · up launch."""
+class GatedConstants:
+    """Compile-time constants of the launch of a gated activation."""
 
     ffn: int
-    block: int = SILU_BLOCK
+    gating: Gating = Gating.SILU
+    alpha: float = 0.0
+    """See `elementwise.clamped_swiglu`, and `limit`."""
+    limit: float = 0.0
+    block: int = GATED_BLOCK
     pdl: bool = False
     """See `NormConstants`."""
+
+
+class HeadNorming(StrEnum):
+    """Norm of heads before they are rotated; see `rotation.HeadNorms`."""
+
+    NONE = "none"
+    EACH = "each"
+    WHOLE = "whole"
+    """All heads of a token at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,19 +70,42 @@ class RotaryConstants:
     heads: int
     kv_heads: int
     head_dim: int
-    norm: bool
-    block_d: int
-    """Half a head, or the next power of two."""
+    dim: int
+    """Elements of a head that are rotated, the first ones; 0: none."""
+    interleaved: bool = False
+    """See `rotation.Rotation`."""
+    norm: HeadNorming = HeadNorming.NONE
+    wide: bool = False
+    """See `NormConstants`."""
     block_h: int = ROTARY_HEADS
     pdl: bool = False
     """See `NormConstants`."""
     float8: bool = False
     """Keys and values are stored in FP8."""
 
+    @property
+    def half(self) -> int:
+        """Elements that rotate with as many others; of heads that aren't rotated half of all."""
+        return (self.dim or self.head_dim) // 2
 
-def norm_constants(width: int, add: bool) -> NormConstants:
+    @property
+    def rest(self) -> int:
+        """Elements of a head that are not rotated where others are."""
+        return self.head_dim - 2 * self.half
+
+    @property
+    def block_d(self) -> int:
+        """`half`, or the next power of two; likewise `block_r` of `rest`."""
+        return _power_of_two(self.half)
+
+    @property
+    def block_r(self) -> int:
+        return _power_of_two(max(1, self.rest))
+
+
+def norm_constants(width: int, add: bool, *, centered: bool = False, wide: bool = False) -> NormConstants:
     """See `NormConstants`."""
-    return NormConstants(width, _power_of_two(width), add)
+    return NormConstants(width, _power_of_two(width), add, centered=centered, wide=wide)
 
 
 def norm_options(width: int) -> dict[str, int | bool]:
@@ -64,13 +113,8 @@ def norm_options(width: int) -> dict[str, int | bool]:
     return {"num_warps": warps, "enable_fp_fusion": False}
 
 
-def silu_options() -> dict[str, int | bool]:
+def gated_options() -> dict[str, int | bool]:
     return {"num_warps": 4, "enable_fp_fusion": False}
-
-
-def rotary_constants(num_heads: int, kv_heads: int, head_dim: int, norm: bool) -> RotaryConstants:
-    """See `RotaryConstants`."""
-    return RotaryConstants(num_heads, kv_heads, head_dim, norm, _power_of_two(head_dim // 2))
 
 
 def rotary_options() -> dict[str, int | bool]:

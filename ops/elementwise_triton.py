@@ -19,17 +19,25 @@ import triton.language.extra.cuda as cuda
 
 from . import dependent_launch, float8_kv
 from .elementwise_schedule import (
-    SILU_BLOCK,
-    SiluConstants,
+    GATED_BLOCK,
+    GatedConstants,
+    Gating,
+    HeadNorming,
+    RotaryConstants,
+    gated_options,
     norm_constants,
     norm_options,
     rotary_blocks,
-    rotary_constants,
     rotary_options,
-    silu_options,
 )
 from .launch_triton import KernelLauncher
 from .rotation import HeadNorms, KvSlots, Rotation
+
+_WHOLE = tl.constexpr(HeadNorming.WHOLE.value)
+_NO_NORM = tl.constexpr(HeadNorming.NONE.value)
+
+#: Elements whose squares are added at once.
+_SQUARES = tl.constexpr(1024)
 
 
 @triton.jit
@@ -44,7 +52,8 @@ def rms_norm_rows(
     residual_stride,
     C: tl.constexpr,
 ):
-    """y[t] = x[t] / sqrt(mean(x[t]²) + eps) · norm; with C.add, residual[t] += x[t] first and is normalised instead.
+    """y[t] = x[t] / sqrt(mean(x[t]²) + eps) · norm; with C.add, residual[t] += x[t] first and is normalised instead;
+    with C.centered, less its mean.
 
     Grid (tokens,). y, x, residual: [tokens, width] with the given row strides; norm: [width]. C: `NormConstants`.
     """
@@ -64,8 +73,11 @@ def rms_norm_rows(
         value = (value + tl.load(stream, mask=own, other=0.0).to(tl.float32)).to(dtype)
         tl.store(stream, value, mask=own)
         value = value.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(value * value, axis=0) / WIDTH + eps)
-    value = (value * scale).to(dtype).to(tl.float32)
+    if C.centered:
+        value = tl.where(own, value - tl.sum(value, axis=0) / WIDTH, 0.0)
+    value = value * tl.rsqrt(tl.sum(value * value, axis=0) / WIDTH + eps)
+    if not C.wide:
+        value = value.to(dtype).to(tl.float32)
     tl.store(y + row * y_stride + column, (factor.to(tl.float32) * value).to(dtype), mask=own)
 
 
@@ -79,7 +91,19 @@ def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, norm: torch.Tensor, ep
     return _launch_norm(x, residual, norm, eps)
 
 
-def _launch_norm(x: torch.Tensor, residual: torch.Tensor | None, norm: torch.Tensor, eps: float) -> torch.Tensor:
+def layer_norm(x: torch.Tensor, norm: torch.Tensor, eps: float) -> torch.Tensor:
+    """The same as `elementwise.layer_norm`."""
+    return _launch_norm(x, None, norm, eps, centered=True)
+
+
+def add_layer_norm(x: torch.Tensor, residual: torch.Tensor, norm: torch.Tensor, eps: float) -> torch.Tensor:
+    """The same as `elementwise.add_layer_norm`."""
+    return _launch_norm(x, residual, norm, eps, centered=True)
+
+
+def _launch_norm(
+    x: torch.Tensor, residual: torch.Tensor | None, norm: torch.Tensor, eps: float, *, centered: bool = False
+) -> torch.Tensor:
     tokens, width = x.shape
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     if not tokens:
@@ -87,27 +111,81 @@ def _launch_norm(x: torch.Tensor, residual: torch.Tensor | None, norm: torch.Ten
     stream = x if residual is None else residual
     if x.stride(1) != 1 or stream.stride(1) != 1:
         raise ValueError("rows of x and of the residual must be contiguous")
-    launch = _norm(width, residual is not None, dependent_launch.begins_early(x.device))
+    early, wide = dependent_launch.begins_early(x.device), norm.dtype != x.dtype
+    launch = _norm(width, residual is not None, early, centered=centered, wide=wide)
     launch((tokens, 1, 1), (y, x, stream, norm), (eps,), (x.stride(0), width, stream.stride(0)))
     return y
 
 
 @cache
-def _norm(width: int, add: bool, early: bool) -> KernelLauncher:
-    constants = replace(norm_constants(width, add), pdl=early)
+def _norm(width: int, add: bool, early: bool, *, centered: bool, wide: bool) -> KernelLauncher:
+    constants = replace(norm_constants(width, add, centered=centered, wide=wide), pdl=early)
     return KernelLauncher(rms_norm_rows, {"C": constants, **norm_options(width), **dependent_launch.options(early)})
 
 
 @triton.jit
-def _normed(low, high, weight, column, own, eps, HEAD_DIM: tl.constexpr, dtype: tl.constexpr):
-    """RMSNorm of heads given as two halves, float32 `[heads, half]`."""
-    mean = (tl.sum(low * low, axis=1) + tl.sum(high * high, axis=1)) / HEAD_DIM
-    scale = tl.rsqrt(mean + eps)[:, None]
-    for_low = tl.load(weight + column, mask=own, other=0.0).to(tl.float32)[None, :]
-    for_high = tl.load(weight + HEAD_DIM // 2 + column, mask=own, other=0.0).to(tl.float32)[None, :]
-    low = (for_low * (low * scale).to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
-    high = (for_high * (high * scale).to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
-    return low, high
+def _weighed(values, scale, weight, mask, dtype: tl.constexpr, WIDE: tl.constexpr):
+    """values · scale · weight, rounded as `elementwise.rms_norm` rounds it. weight: addresses."""
+    factor = tl.load(weight, mask=mask, other=0.0).to(tl.float32)
+    values = values * scale
+    if not WIDE:
+        values = values.to(dtype).to(tl.float32)
+    return (factor * values).to(dtype).to(tl.float32)
+
+
+@triton.jit
+def _sum_of_squares(start, WIDTH: tl.constexpr):
+    total = tl.zeros((_SQUARES,), dtype=tl.float32)
+    for step in tl.range(0, WIDTH, _SQUARES):
+        at = step + tl.arange(0, _SQUARES)
+        value = tl.load(start + at, mask=at < WIDTH, other=0.0).to(tl.float32)
+        total += value * value
+    return tl.sum(total, axis=0)
+
+
+@triton.jit
+def _turned(start, norm, cos, sin, at, own, eps, HEADS: tl.constexpr, dtype: tl.constexpr, C: tl.constexpr):
+    """Heads of one kind, normalised and rotated: elements that rotate with others, those others, and the rest.
+
+    start: of the token's first head. at: first elements of some heads, `[heads, 1]`, of which `own` are there. cos,
+    sin: `[1, pairs]` float32.
+    """
+    HEAD_DIM: tl.constexpr = C.head_dim
+    low_at, high_at, rest_at = _elements(C)
+    paired = own & (tl.arange(0, C.block_d) < C.half)[None, :]
+    resting = own & (rest_at < HEAD_DIM)
+    low = tl.load(start + at + low_at, mask=paired, other=0.0).to(tl.float32)
+    high = tl.load(start + at + high_at, mask=paired, other=0.0).to(tl.float32)
+    rest = tl.load(start + at + rest_at, mask=resting, other=0.0).to(tl.float32) if C.rest else low
+    if C.norm != _NO_NORM:
+        weight = norm
+        if C.norm == _WHOLE:
+            scale = tl.rsqrt(_sum_of_squares(start, HEADS * HEAD_DIM) / (HEADS * HEAD_DIM) + eps)
+            weight = norm + at
+        else:
+            mean = tl.sum(low * low, axis=1) + tl.sum(high * high, axis=1)
+            if C.rest:
+                mean += tl.sum(rest * rest, axis=1)
+            scale = tl.rsqrt(mean / HEAD_DIM + eps)[:, None]
+        low = _weighed(low, scale, weight + low_at, paired, dtype, C.wide)
+        high = _weighed(high, scale, weight + high_at, paired, dtype, C.wide)
+        if C.rest:
+            rest = _weighed(rest, scale, weight + rest_at, resting, dtype, C.wide)
+    if C.dim:
+        first, second = _rotated(low, high, cos, sin, dtype)
+    else:
+        first, second = low.to(dtype), high.to(dtype)
+    return first, second, rest.to(dtype)
+
+
+@triton.jit
+def _elements(C: tl.constexpr):
+    """Places in a head of the elements that `_turned` returns, `[1, …]`."""
+    column = tl.arange(0, C.block_d)[None, :]
+    rest = 2 * C.half + tl.arange(0, C.block_r)[None, :]
+    if C.interleaved:
+        return 2 * column, 2 * column + 1, rest
+    return column, column + C.half, rest
 
 
 @triton.jit
@@ -119,8 +197,8 @@ def _rotated(low, high, cos, sin, dtype: tl.constexpr):
 
 
 class Angles(NamedTuple):
-    """Angles of a step's tokens, as one argument: token t's are in row rows[t] of cos and sin, [positions, head_dim],
-    whose halves are equal.
+    """Angles of a step's tokens, as one argument: token t's are in row rows[t] of cos and sin, [positions, dim]; those
+    of elements that rotate together are equal.
     """
 
     cos: torch.Tensor
@@ -175,8 +253,8 @@ def rotate_and_write_heads(
     Grid (tokens, blocks of query heads followed by blocks of KV heads).
 
     q: [tokens, heads, head_dim], contiguous. qkv: [tokens, (heads + 2 · kv_heads) · head_dim]. angles: see `Angles`.
-    slots: see `Places`; the caches have the given strides. q_norm, k_norm: [head_dim], read if C.norm. k_inverse,
-    v_inverse: what keys and values are multiplied by before they are rounded to FP8, if C.float8. C: `RotaryConstants`.
+    slots: see `Places`; the caches have the given strides. q_norm, k_norm: see `HeadNorms`. k_inverse, v_inverse: what
+    keys and values are multiplied by before they are rounded to FP8, if C.float8. C: `RotaryConstants`.
 
     A head with a non-finite k or v is written as a key of NaN and a value of 0. Attention kernels mask scores and weigh
     masked values by 0, and 0 · NaN is NaN. With a value of 0 only tokens that attend to this one get NaN (by the key),
@@ -186,75 +264,74 @@ def rotate_and_write_heads(
     KV_HEADS: tl.constexpr = C.kv_heads
     HEAD_DIM: tl.constexpr = C.head_dim
     BLOCK_H: tl.constexpr = C.block_h
-    BLOCK_D: tl.constexpr = C.block_d
-    HALF: tl.constexpr = HEAD_DIM // 2
     token, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     Q_BLOCKS: tl.constexpr = (HEADS + BLOCK_H - 1) // BLOCK_H
     dtype = q.dtype.element_ty
-    column = tl.arange(0, BLOCK_D)
-    own = column < HALF
+    low_at, high_at, rest_at = _elements(C)
+    own = (tl.arange(0, C.block_d) < C.half)[None, :]
     if C.pdl:
         cuda.gdc_launch_dependents()
         cuda.gdc_wait()
-    at = tl.load(angles.rows + token) * table_stride + column
-    c = tl.load(angles.cos + at, mask=own, other=0.0).to(tl.float32)[None, :]
-    s = tl.load(angles.sin + at, mask=own, other=0.0).to(tl.float32)[None, :]
+    cos, sin = 1.0, 0.0
+    if C.dim:
+        angle = tl.load(angles.rows + token) * table_stride + low_at
+        cos = tl.load(angles.cos + angle, mask=own, other=0.0).to(tl.float32)
+        sin = tl.load(angles.sin + angle, mask=own, other=0.0).to(tl.float32)
     source = qkv + token * qkv_stride
     if block < Q_BLOCKS:
-        head = block * BLOCK_H + tl.arange(0, BLOCK_H)
-        mask = (head < HEADS)[:, None] & own[None, :]
-        place = head[:, None] * HEAD_DIM + column[None, :]
-        low = tl.load(source + place, mask=mask, other=0.0).to(tl.float32)
-        high = tl.load(source + place + HALF, mask=mask, other=0.0).to(tl.float32)
-        if C.norm:
-            low, high = _normed(low, high, q_norm, column, own, eps, HEAD_DIM, dtype)
-        first, second = _rotated(low, high, c, s, dtype)
-        target = q + token * (HEADS * HEAD_DIM) + place
-        tl.store(target, first, mask=mask)
-        tl.store(target + HALF, second, mask=mask)
+        head = (block * BLOCK_H + tl.arange(0, BLOCK_H))[:, None]
+        given, at = head < HEADS, head * HEAD_DIM
+        first, second, rest = _turned(source, q_norm, cos, sin, at, given, eps, HEADS, dtype, C)
+        target = q + token * (HEADS * HEAD_DIM) + at
+        tl.store(target + low_at, first, mask=given & own)
+        tl.store(target + high_at, second, mask=given & own)
+        if C.rest:
+            tl.store(target + rest_at, rest, mask=given & (rest_at < HEAD_DIM))
     else:
-        head = (block - Q_BLOCKS) * BLOCK_H + tl.arange(0, BLOCK_H)
-        mask = (head < KV_HEADS)[:, None] & own[None, :]
-        place = (HEADS + head)[:, None] * HEAD_DIM + column[None, :]
-        low = tl.load(source + place, mask=mask, other=0.0).to(tl.float32)
-        high = tl.load(source + place + HALF, mask=mask, other=0.0).to(tl.float32)
-        if C.norm:
-            low, high = _normed(low, high, k_norm, column, own, eps, HEAD_DIM, dtype)
-        first, second = _rotated(low, high, c, s, dtype)
-        v = source + place + KV_HEADS * HEAD_DIM
+        head = ((block - Q_BLOCKS) * BLOCK_H + tl.arange(0, BLOCK_H))[:, None]
+        given, at = head < KV_HEADS, head * HEAD_DIM
+        mask, resting = given & own, given & (rest_at < HEAD_DIM)
+        keys = source + HEADS * HEAD_DIM
+        first, second, rest = _turned(keys, k_norm, cos, sin, at, given, eps, KV_HEADS, dtype, C)
+        v = keys + KV_HEADS * HEAD_DIM + at
         spread = (first.to(tl.float32) + second.to(tl.float32)) * 0.0
-        spread += tl.load(v, mask=mask, other=0.0).to(tl.float32) * 0.0
-        spread += tl.load(v + HALF, mask=mask, other=0.0).to(tl.float32) * 0.0
+        spread += tl.load(v + low_at, mask=mask, other=0.0).to(tl.float32) * 0.0
+        spread += tl.load(v + high_at, mask=mask, other=0.0).to(tl.float32) * 0.0
         trace = tl.sum(spread, axis=1)[:, None]  # 0, or NaN where any element is NaN or infinite
-        is_sound = trace == 0.0
+        if C.rest:
+            spread = (rest.to(tl.float32) + tl.load(v + rest_at, mask=resting, other=0.0).to(tl.float32)) * 0.0
+            trace += tl.sum(spread, axis=1)[:, None]
         slot = tl.load(slots.page + token) * page_stride + tl.load(slots.offset + token) * token_stride
-        slot = slot + head[:, None] * head_stride + column[None, :]
-        sound = mask & is_sound
-        if C.float8:
-            k_first, k_second = _float8(first.to(tl.float32) * k_inverse), _float8(second.to(tl.float32) * k_inverse)
-            tl.store(slots.k_cache + slot, tl.where(is_sound, k_first, 0x7F).to(tl.uint8), mask=mask)
-            tl.store(slots.k_cache + slot + HALF, tl.where(is_sound, k_second, 0x7F).to(tl.uint8), mask=mask)
-            v_first = _float8(tl.load(v, mask=sound, other=0.0).to(tl.float32) * v_inverse)
-            tl.store(slots.v_cache + slot, v_first, mask=mask)
-            v_second = _float8(tl.load(v + HALF, mask=sound, other=0.0).to(tl.float32) * v_inverse)
-            tl.store(slots.v_cache + slot + HALF, v_second, mask=mask)
-        else:
-            tl.store(slots.k_cache + slot, tl.where(is_sound, first, trace.to(dtype)), mask=mask)
-            tl.store(slots.k_cache + slot + HALF, tl.where(is_sound, second, trace.to(dtype)), mask=mask)
-            # load v again: kept in registers since the first load, it would spill
-            tl.store(slots.v_cache + slot, tl.load(v, mask=sound, other=0.0), mask=mask)
-            tl.store(slots.v_cache + slot + HALF, tl.load(v + HALF, mask=sound, other=0.0), mask=mask)
+        slot = slot + head * head_stride
+        _write(slots, slot + low_at, first, v + low_at, mask, trace, k_inverse, v_inverse, C.float8)
+        _write(slots, slot + high_at, second, v + high_at, mask, trace, k_inverse, v_inverse, C.float8)
+        if C.rest:
+            _write(slots, slot + rest_at, rest, v + rest_at, resting, trace, k_inverse, v_inverse, C.float8)
+
+
+@triton.jit
+def _write(slots, slot, key, v, mask, trace, k_inverse, v_inverse, FLOAT8: tl.constexpr):
+    """Write some elements of keys, and those of values from v. trace: 0 of heads that are sound."""
+    is_sound = trace == 0.0
+    value = tl.load(v, mask=mask & is_sound, other=0.0)  # once more: kept in registers since then, it would spill
+    if FLOAT8:
+        key = _float8(key.to(tl.float32) * k_inverse)
+        tl.store(slots.k_cache + slot, tl.where(is_sound, key, 0x7F).to(tl.uint8), mask=mask)
+        tl.store(slots.v_cache + slot, _float8(value.to(tl.float32) * v_inverse), mask=mask)
+    else:
+        tl.store(slots.k_cache + slot, tl.where(is_sound, key, trace.to(key.dtype)), mask=mask)
+        tl.store(slots.v_cache + slot, value, mask=mask)
 
 
 def rotate_and_write(
     qkv: torch.Tensor,
-    rotation: Rotation,
+    rotation: Rotation | None,
     norms: HeadNorms | None,
     slots: KvSlots,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The same as `elementwise.rotate_and_write`, for a rotation given as a table and its rows. Raises ValueError for
-    strides that the kernel does not take.
+    """The same as `elementwise.rotate_and_write`, for a rotation given as a table and its rows, and norms of a rank's
+    own heads. Raises ValueError for strides that the kernel does not take.
     """
     k_cache, v_cache, page, offset, scales = slots
     if is_float8 := k_cache.dtype == float8_kv.DTYPE:
@@ -268,37 +345,47 @@ def rotate_and_write(
     if k_cache.stride() != v_cache.stride() or k_cache.stride(3) != 1 or qkv.stride(1) != 1:
         raise ValueError("K and V must have the same strides; rows of qkv and heads of the cache must be contiguous")
     q_norm, k_norm, eps = (qkv, qkv, 0.0) if norms is None else (norms.q, norms.k, norms.eps)
-    early = dependent_launch.begins_early(qkv.device)
-    launch = _rotary(num_heads, kv_heads, head_dim, norms is not None, early, is_float8)
+    angles, stride = Angles(qkv, qkv, page), 0  # not read
+    if rotation is not None:
+        assert rotation.rows is not None, "a GPU's rotation is a table"
+        angles, stride = Angles(rotation.cos, rotation.sin, rotation.rows), rotation.cos.stride(0)
+    norming = HeadNorming.NONE
+    if norms is not None:
+        norming = HeadNorming.EACH if norms.q.numel() == head_dim else HeadNorming.WHOLE
+    launch = _rotary(
+        RotaryConstants(
+            num_heads,
+            kv_heads,
+            head_dim,
+            0 if rotation is None else rotation.cos.shape[-1],
+            interleaved=rotation is not None and rotation.interleaved,
+            norm=norming,
+            wide=q_norm.dtype != qkv.dtype,
+            pdl=dependent_launch.begins_early(qkv.device),
+            float8=is_float8,
+        )
+    )
     launch(
         (tokens, rotary_blocks(num_heads, kv_heads), 1),
-        (
-            q,
-            qkv,
-            Angles(rotation.cos, rotation.sin, rotation.rows),
-            Places(k_cache, v_cache, page, offset),
-            q_norm,
-            k_norm,
-        ),
+        (q, qkv, angles, Places(k_cache, v_cache, page, offset), q_norm, k_norm),
         (eps, *map(float8_kv.inverse, scales)) if is_float8 else (eps, 1.0, 1.0),
-        (qkv.stride(0), rotation.cos.stride(0), *k_cache.stride()[:3]),
+        (qkv.stride(0), stride, *k_cache.stride()[:3]),
     )
     return q
 
 
 @cache
-def _rotary(num_heads: int, kv_heads: int, head_dim: int, norm: bool, early: bool, float8: bool) -> KernelLauncher:
-    constants = replace(rotary_constants(num_heads, kv_heads, head_dim, norm), pdl=early, float8=float8)
-    options = {**rotary_options(), **dependent_launch.options(early)}
+def _rotary(constants: RotaryConstants) -> KernelLauncher:
+    options = {**rotary_options(), **dependent_launch.options(constants.pdl)}
     return KernelLauncher(rotate_and_write_heads, {"C": constants, **options})
 
 
 @triton.jit
-def silu_and_mul_rows(y, gate_up, gate_up_stride, y_stride, C: tl.constexpr):
-    """y[t, i] = silu(gate_up[t, i]) · gate_up[t, ffn + i], with silu rounded to y's dtype as PyTorch rounds it.
+def gate_and_mul_rows(y, gate_up, gate_up_stride, y_stride, C: tl.constexpr):
+    """y[t, i] = f(gate_up[t, i]) · gate_up[t, ffn + i], rounded to y's dtype wherever PyTorch rounds it.
 
-    Grid (tokens, blocks of ffn). gate_up: [tokens, 2 · ffn], y: [tokens, ffn], with the given row strides. C:
-    `SiluConstants`.
+    f: silu, or gelu by its approximation with tanh. A clamped SwiGLU is `elementwise.clamped_swiglu`. Grid (tokens,
+    blocks of ffn). gate_up: [tokens, 2 · ffn], y: [tokens, ffn], with the given row strides. C: `GatedConstants`.
     """
     FFN: tl.constexpr = C.ffn
     BLOCK: tl.constexpr = C.block
@@ -312,27 +399,42 @@ def silu_and_mul_rows(y, gate_up, gate_up_stride, y_stride, C: tl.constexpr):
     gate = tl.load(place, mask=own, other=0.0).to(tl.float32)
     up = tl.load(place + FFN, mask=own, other=0.0).to(tl.float32)
     dtype = y.dtype.element_ty
-    silu = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
-    tl.store(y + row * y_stride + column, (silu * up).to(dtype), mask=own)
+    if C.gating == "silu":
+        gated = gate / (1.0 + tl.exp(-gate))
+    elif C.gating == "gelu":
+        # (1 + tanh(u)) / 2 = sigmoid(2 u)
+        gated = gate / (1.0 + tl.exp(-1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)))
+    else:
+        gate = tl.where(gate > C.limit, C.limit, gate)  # unlike `minimum`, keeps what is no number
+        up = tl.where(up > C.limit, C.limit, tl.where(up < -C.limit, -C.limit, up))
+        sigmoid = (1.0 / (1.0 + tl.exp(-(gate * C.alpha).to(dtype).to(tl.float32)))).to(dtype)
+        gated = gate * sigmoid.to(tl.float32)
+        up = (up + 1.0).to(dtype).to(tl.float32)
+    tl.store(y + row * y_stride + column, (gated.to(dtype).to(tl.float32) * up).to(dtype), mask=own)
 
 
-def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """The same as `elementwise.silu_and_mul`."""
+def gate_and_mul(gate_up: torch.Tensor, gating: Gating, alpha: float = 0.0, limit: float = 0.0) -> torch.Tensor:
+    """The same as `elementwise.silu_and_mul`, or the function of another activation."""
     tokens, ffn = gate_up.shape[0], gate_up.shape[1] // 2
     y = torch.empty(tokens, ffn, dtype=gate_up.dtype, device=gate_up.device)
     if not tokens:
         return y
     if gate_up.stride(1) != 1:
         raise ValueError("rows of gate_up must be contiguous")
-    launch = _silu(ffn, dependent_launch.begins_early(gate_up.device))
-    launch((tokens, -(-ffn // SILU_BLOCK), 1), (y, gate_up), (), (gate_up.stride(0), ffn))
+    launch = _gated(GatedConstants(ffn, gating, alpha, limit, pdl=dependent_launch.begins_early(gate_up.device)))
+    launch((tokens, -(-ffn // GATED_BLOCK), 1), (y, gate_up), (), (gate_up.stride(0), ffn))
     return y
 
 
+def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """The same as `elementwise.silu_and_mul`."""
+    return gate_and_mul(gate_up, Gating.SILU)
+
+
 @cache
-def _silu(ffn: int, early: bool) -> KernelLauncher:
-    constants = SiluConstants(ffn, pdl=early)
-    return KernelLauncher(silu_and_mul_rows, {"C": constants, **silu_options(), **dependent_launch.options(early)})
+def _gated(constants: GatedConstants) -> KernelLauncher:
+    options = {**gated_options(), **dependent_launch.options(constants.pdl)}
+    return KernelLauncher(gate_and_mul_rows, {"C": constants, **options})
 
 
 # Rules for type checkers are at the end, so that kernels keep their lines.

@@ -11,7 +11,7 @@ import torch
 from torch.nn.functional import linear
 
 from ...ops import float8_rows
-from ...ops.elementwise import add_rms_norm, gelu_and_mul, layer_norm, rms_norm, silu_and_mul
+from ...ops.elementwise import add_layer_norm, add_rms_norm, gelu_and_mul, layer_norm, rms_norm, silu_and_mul
 from ...ops.narrow_weights import NarrowWeight
 from ...ops.packed_gemm import packed_linear
 from ...ops.ranks import Collectives
@@ -53,11 +53,11 @@ class Residual:
     def normed(self, weight: torch.Tensor | None) -> torch.Tensor:
         """The norm of the rows, to which `added` is added in place; without a weight the rows themselves."""
         added, self.added = self.added, None
-        if weight is None or self.norm.centered:
-            rows = self.rows if added is None else self.rows.add_(added)
-            return rows if weight is None else normed(rows, weight, self.norm)
-        eps = self.norm.eps
-        return rms_norm(self.rows, weight, eps) if added is None else add_rms_norm(added, self.rows, weight, eps)
+        if weight is None:
+            return self.rows if added is None else self.rows.add_(added)
+        if added is None:
+            return normed(self.rows, weight, self.norm)
+        return (add_layer_norm if self.norm.centered else add_rms_norm)(added, self.rows, weight, self.norm.eps)
 
 
 def normed(x: torch.Tensor, weight: torch.Tensor, norm: NormSpec) -> torch.Tensor:

@@ -6,7 +6,15 @@ import pytest
 import torch
 
 from chorus.ops import dependent_launch
-from chorus.ops.elementwise import RotaryEmbedding, add_rms_norm, rms_norm, rotate_and_write, silu_and_mul
+from chorus.ops.elementwise import (
+    RotaryEmbedding,
+    add_rms_norm,
+    clamped_swiglu,
+    gelu_and_mul,
+    rms_norm,
+    rotate_and_write,
+    silu_and_mul,
+)
 from chorus.ops.rotation import KvSlots
 
 from .test_elementwise_triton import CHECKS, TOLERANCE, Case, cases
@@ -40,7 +48,7 @@ def test_one_name_serves_both_devices():
         (rms_norm(x.cuda(), weight.cuda(), 1e-5), rms_norm(x, weight, 1e-5)),
         (add_rms_norm(x.cuda(), stream, weight.cuda(), 1e-5), add_rms_norm(x, residual, weight, 1e-5)),
         (stream, residual),
-        (silu_and_mul(x.cuda()), silu_and_mul(x)),
+        *((f(x.cuda()), f(x)) for f in (silu_and_mul, gelu_and_mul, lambda each: clamped_swiglu(each, 1.702, 7.0))),
     ):
         torch.testing.assert_close(got.cpu(), want, rtol=1e-5, atol=1e-6)
 
