@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .expert_tiles_schedule import num_tiles, tile_rows
+from .expert_tiles_schedule import num_tiles
 from .narrow_weights import NarrowWeight
 
 
@@ -46,11 +46,13 @@ class ExpertTiles:
     end: torch.Tensor
 
     @classmethod
-    def of(cls, chosen: torch.Tensor, experts: int, block_t: int = 0, used: int | None = None) -> ExpertTiles:
-        """chosen: `[rows, per_token]` int64, the experts of each row. block_t: 0 for that of base products. used: the
-        most experts that rows go to, by default all.
+    def of(cls, chosen: torch.Tensor, experts: int, block_t: int, used: int | None = None) -> ExpertTiles:
+        """Tiles of any number of experts, by torch; `routing_triton.tiles_of` makes those of base products.
+
+        chosen: `[rows, per_token]` int64, the experts of each row. used: the most experts that rows go to, by default
+        all.
         """
-        block_t, flat = block_t or tile_rows(len(chosen)), chosen.flatten()
+        flat = chosen.flatten()
         pairs = flat.argsort(stable=True)
         all_experts = torch.arange(experts, device=flat.device)
         ends = torch.searchsorted(flat[pairs], all_experts, right=True)

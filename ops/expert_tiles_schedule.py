@@ -9,8 +9,12 @@ from dataclasses import dataclass
 
 from .small_gemm_schedule import FULL, WeightForm
 
-#: Rows of a tile: those of one matrix instruction of a warp, and of a warp group.
-TILE_ROWS = 16, 64
+#: Rows of a tile: those of one matrix instruction of a warp, of a warp group, and of two.
+TILE_ROWS = 16, 64, 128
+
+#: From so many rows of an expert on average, tiles have the most rows: an expert's last tile is half empty on average,
+#: and a tile of 128 rows reads 2/3 of the bytes for a product that one of 64 reads.
+_MANY_ROWS = 96
 
 #: Narrow weights that a program of few rows reads of a column at once.
 _NARROW_K = 128
@@ -49,14 +53,26 @@ class TileConstants:
     """Parts of the sum over the inputs: see `GemmConstants`."""
 
 
-def tile_rows(rows: int) -> int:
-    """Rows of the tiles of a step with so many rows: with few, an expert has few of them."""
-    return TILE_ROWS[0] if rows <= TILE_ROWS[-1] else TILE_ROWS[-1]
+def most_rows(form: WeightForm) -> int:
+    """The most rows of a tile. Where sums of blocks are scaled, two sums of as many would spill registers."""
+    return TILE_ROWS[2] if form.bits == 16 or form.float4 else TILE_ROWS[1]
+
+
+def tile_rows(rows: int, pairs: int, experts: int, most: int = TILE_ROWS[2]) -> int:
+    """Rows of the tiles of a step with so many rows and pairs of a row and an expert; at most `most`."""
+    if rows <= TILE_ROWS[1]:
+        return TILE_ROWS[0]
+    return min(most, TILE_ROWS[2] if pairs >= _MANY_ROWS * experts else TILE_ROWS[1])
 
 
 def num_tiles(pairs: int, experts: int, block_t: int) -> int:
-    """The most tiles of so many pairs of a row and an expert: every expert has one that is not full."""
-    return min(pairs, experts) + pairs // block_t
+    """The most tiles of so many pairs of a row and an expert: a pair each, or each expert has one that is not full."""
+    return min(pairs, experts + pairs // block_t)
+
+
+def has_few_pairs(pairs: int, experts: int, block_t: int) -> bool:
+    """Whether there can't be more tiles because each has a pair."""
+    return pairs <= experts + pairs // block_t
 
 
 def tile_constants(
@@ -71,7 +87,7 @@ def tile_constants(
     form: WeightForm = FULL,
 ) -> TileConstants:
     """itemsize: of an element of x. A block of narrow weights has one scale, but for MXFP4."""
-    is_wide = block_t == TILE_ROWS[-1] and itemsize == 2
+    is_wide = block_t > TILE_ROWS[0] and itemsize == 2
     block_k = 64 if itemsize == 2 else 32
     if form.bits < 16 and not is_wide and itemsize == 2 and (form.float4 or not form.group % _NARROW_K):
         block_k = _NARROW_K

@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from functools import cache
 from itertools import pairwise
 from typing import Any, NamedTuple, TypeVar
 
@@ -20,11 +21,12 @@ from ...memory.pages.projections import Group
 from ...ops import expert_products, narrow_weights, packed_gemm
 from ...ops.elementwise import clamped_swiglu, gelu_and_mul, silu_and_mul
 from ...ops.expert_products import Matrix, Panels, multiply_each
-from ...ops.expert_tiles import ExpertTiles, Stack
+from ...ops.expert_tiles import Stack
 from ...ops.narrow_weights import NarrowWeight
 from ...ops.native_descriptors import NativeActivation, NativeScoring
 from ...ops.native_integers import IntegerPanels
 from ...ops.native_mixture import NativeExperts, NativeGating, NativeMixture, NativeRouting
+from ...ops.routing_schedule import ChoiceConstants, Scores
 from .layers import Activation, ClampedSwiglu, Experts, Routing, Scoring
 from .mixture_launches import MixtureLaunches
 from .mixture_lora import Going, MixtureLora
@@ -45,7 +47,7 @@ class ExpertWeights(ABC):
     """A layer's experts and their router."""
 
     router: Matrix
-    """`[experts, hidden]`, float32."""
+    """`[experts, hidden]`, float32; on a GPU, and `shared_gate`, in the model's dtype if that has all its numbers."""
 
     correction: torch.Tensor | None = None
     """`[experts]`, float32: see `Routing.corrected`."""
@@ -63,6 +65,18 @@ class ExpertWeights(ABC):
     """`[experts]`, float32: see `Routing.bias`."""
 
     @abstractmethod
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        """The router's product with rows `[rows, hidden]`, with its bias: `[rows, experts]` float32."""
+
+    @abstractmethod
+    def shared_gates(self, x: torch.Tensor) -> torch.Tensor:
+        """The product of rows `[rows, hidden]` with `shared_gate`: `[rows, 1]` float32."""
+
+    @abstractmethod
+    def choose(self, logits: torch.Tensor, routing: Routing) -> ExpertChoice:
+        """Choose experts by a router's logits `[rows, experts]` float32."""
+
+    @abstractmethod
     def outputs(
         self, x: torch.Tensor, chosen: torch.Tensor, spec: Experts, lora: MixtureLora | MixtureLaunches | None = None
     ) -> torch.Tensor:
@@ -70,6 +84,13 @@ class ExpertWeights(ABC):
         are read.
 
         chosen: `[rows, per_token]` int64, the experts of each row. lora: the step's adapters; None: no adapters.
+        """
+
+    @abstractmethod
+    def add_up(self, outputs: torch.Tensor, weights: torch.Tensor, shared: SharedOutputs | None) -> torch.Tensor:
+        """`Σ weights · outputs`, and the shared expert's, in float32, place after place; in the outputs' dtype.
+
+        outputs: `[rows, places, hidden]`. weights: `[rows, places]` float32.
         """
 
     def native(self, spec: Experts) -> NativeMixture | None:
@@ -101,6 +122,26 @@ class ListedExperts(ExpertWeights):
             made = _native_mixture(self, spec)
             self._native = None if made is None else (spec, made)
         return None if self._native is None else self._native[1]
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        bias = None if self.router_bias is None else [self.router_bias]
+        return multiply_each(x.float(), [len(x)], [self.router], bias)
+
+    def shared_gates(self, x: torch.Tensor) -> torch.Tensor:
+        assert self.shared_gate is not None, "the shared expert has gates"
+        return (x.float() * self.shared_gate).sum(-1, keepdim=True)
+
+    def choose(self, logits: torch.Tensor, routing: Routing) -> ExpertChoice:
+        return choose(logits, routing, self.correction)
+
+    def add_up(self, outputs: torch.Tensor, weights: torch.Tensor, shared: SharedOutputs | None) -> torch.Tensor:
+        mixed = _weighted_sum(outputs, weights)
+        if shared is not None:
+            added = shared.outputs.float()
+            if shared.gates is not None:
+                added = added * shared.gates.expand(-1, _LANES).contiguous().sigmoid()[:, :1]
+            mixed += added
+        return mixed.to(outputs.dtype)
 
     def outputs(
         self, x: torch.Tensor, chosen: torch.Tensor, spec: Experts, lora: MixtureLora | MixtureLaunches | None = None
@@ -143,12 +184,38 @@ class StackedExperts(ExpertWeights):
     down: Stack
     """Of each expert `[hidden, size]`, with its biases."""
 
+    # These modules need triton.
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        from ...ops import routing_triton
+
+        assert isinstance(self.router, torch.Tensor), "a GPU's router is not packed"
+        return routing_triton.logits(x, self.router, self.router_bias)
+
+    def shared_gates(self, x: torch.Tensor) -> torch.Tensor:
+        from ...ops import routing_triton
+
+        assert self.shared_gate is not None, "the shared expert has gates"
+        return routing_triton.logits(x, self.shared_gate)
+
+    def choose(self, logits: torch.Tensor, routing: Routing) -> ExpertChoice:
+        from ...ops import routing_triton
+
+        constants = _choice_constants(routing, logits.shape[1])
+        return ExpertChoice(*routing_triton.choose(logits, self.correction, constants))
+
+    def add_up(self, outputs: torch.Tensor, weights: torch.Tensor, shared: SharedOutputs | None) -> torch.Tensor:
+        from ...ops import routing_triton
+
+        return routing_triton.add_up(outputs, weights, *(shared or ()))
+
     def outputs(
         self, x: torch.Tensor, chosen: torch.Tensor, spec: Experts, lora: MixtureLora | MixtureLaunches | None = None
     ) -> torch.Tensor:
-        from ...ops.expert_tiles_triton import multiply  # needs triton
+        from ...ops.expert_tiles_triton import multiply
+        from ...ops.routing_triton import tiles_of
 
-        tiles, per_token = ExpertTiles.of(chosen, spec.count), spec.routing.per_token
+        tiles, per_token = tiles_of(chosen, spec.count, self.gate_up, self.down), spec.routing.per_token
         launches = _of(lora, MixtureLaunches)
         added = None if launches is None else launches.routed(chosen)
         if added is None:
@@ -174,6 +241,12 @@ _SCORINGS = {
     Scoring.SOFTMAX: NativeScoring.SOFTMAX,
     Scoring.SOFTMAX_OF_CHOSEN: NativeScoring.SOFTMAX_OF_CHOSEN,
     Scoring.SIGMOID: NativeScoring.SIGMOID,
+}
+
+_SCORES = {
+    Scoring.SOFTMAX: Scores.SOFTMAX,
+    Scoring.SOFTMAX_OF_CHOSEN: Scores.SOFTMAX_OF_CHOSEN,
+    Scoring.SIGMOID: Scores.SIGMOID,
 }
 
 _GATINGS = {
@@ -214,6 +287,21 @@ def _packed_natively(matrices: Sequence[Matrix | None]) -> list[Panels | Integer
     """The same matrices, if the native library's panels have all of them; else none."""
     found = [each for each in matrices if isinstance(each, Panels | IntegerPanels)]
     return found if len(found) == len(matrices) else []
+
+
+@cache
+def _choice_constants(routing: Routing, experts: int) -> ChoiceConstants:
+    return ChoiceConstants(
+        experts=experts,
+        per_token=routing.per_token,
+        scores=_SCORES[routing.scoring],
+        renormalised=routing.renormalised,
+        epsilon=routing.epsilon,
+        factor=routing.factor,
+        corrected=routing.corrected,
+        groups=routing.groups,
+        kept_groups=routing.kept_groups,
+    )
 
 
 class ExpertKernels(StrEnum):
@@ -266,22 +354,29 @@ def packed_experts(experts: ListedExperts, dtype: torch.dtype) -> ListedExperts:
 
 def stacked_experts(experts: ListedExperts, dtype: torch.dtype, device: torch.device) -> StackedExperts:
     """Stack a layer's experts, as read from a checkpoint, on a GPU: narrow ones as they are, if all of them are alike.
-    The shared one is dequantised. Router and correction stay float32.
+    The shared one is dequantised. The router stays float32 unless `dtype` has all of its numbers.
     """
 
     def moved(part: Any, dtype: torch.dtype = torch.float32) -> Any:
         return None if part is None else _dense(part).to(device, dtype)
 
+    router = _dense(_unpacked([experts.router])[0])
     return StackedExperts(
-        router=_unpacked([experts.router])[0].to(device),
+        router=_narrowed(router, dtype).to(device).contiguous(),
         gate_up=_stacked(_unpacked(experts.gate_up), experts.gate_up_bias, dtype, device),
         down=_stacked(_unpacked(experts.down), experts.down_bias, dtype, device),
         correction=moved(experts.correction),
         shared_gate_up=moved(experts.shared_gate_up, dtype),
         shared_down=moved(experts.shared_down, dtype),
-        shared_gate=moved(experts.shared_gate),
+        shared_gate=None if experts.shared_gate is None else _narrowed(experts.shared_gate, dtype).to(device),
         router_bias=moved(experts.router_bias),
     )
+
+
+def _narrowed(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A float32 weight in the model's dtype, if that has its numbers; products with it are the same, and cheaper."""
+    narrow = weight.to(dtype)
+    return narrow if torch.equal(narrow.float(), weight) else weight
 
 
 def _unpacked(matrices: list[Matrix]) -> list[Any]:
@@ -354,24 +449,37 @@ def mix_experts(
     """The output of a layer's mixture of experts for rows `[rows, hidden]`. lora: the step's adapters."""
     if (native := weights.native(spec)) is not None:
         return native.mix(x, None if (own := _of(lora, MixtureLora)) is None else own.native).y
-    bias = None if weights.router_bias is None else [weights.router_bias]
-    logits = multiply_each(x.float(), [len(x)], [weights.router], bias)
+    logits = weights.logits(x)
     if lora is not None:
-        lora.add(Group.ROUTER, logits, x.float())
-    choice = choose(logits, spec.routing, weights.correction)
+        lora.add(Group.ROUTER, logits, x)
+    choice = weights.choose(logits, spec.routing)
     outputs = weights.outputs(x, choice.experts, spec, lora).view(*choice.experts.shape, -1)
-    mixed = _weighted_sum(outputs, choice.weights)
-    if weights.shared_gate_up is not None and weights.shared_down is not None:
-        added = None if lora is None else _Added(lora, Group.SHARED_GATE_UP, Group.SHARED_DOWN)
-        parts = _Parts([len(x)], [weights.shared_gate_up], [weights.shared_down])
-        shared = _through(x, parts, spec.activation, added).float()
-        if weights.shared_gate is not None:
-            gates = (x.float() * weights.shared_gate).sum(-1, keepdim=True)
-            if lora is not None:
-                lora.add(Group.SHARED_GATE, gates, x.float())
-            shared = shared * gates.expand(-1, _LANES).contiguous().sigmoid()[:, :1]
-        mixed += shared
-    return mixed.to(x.dtype)
+    return weights.add_up(outputs, choice.weights, _of_shared(x, weights, spec, lora))
+
+
+class SharedOutputs(NamedTuple):
+    """Of the shared expert, for each row."""
+
+    outputs: torch.Tensor
+    """`[rows, hidden]`."""
+
+    gates: torch.Tensor | None
+    """`[rows, 1]` float32: the sigmoid of these is multiplied with the outputs; None: there are none."""
+
+
+def _of_shared(
+    x: torch.Tensor, weights: ExpertWeights, spec: Experts, lora: MixtureLora | MixtureLaunches | None
+) -> SharedOutputs | None:
+    if weights.shared_gate_up is None or weights.shared_down is None:
+        return None
+    added = None if lora is None else _Added(lora, Group.SHARED_GATE_UP, Group.SHARED_DOWN)
+    parts = _Parts([len(x)], [weights.shared_gate_up], [weights.shared_down])
+    outputs, gates = _through(x, parts, spec.activation, added), None
+    if weights.shared_gate is not None:
+        gates = weights.shared_gates(x)
+        if lora is not None:
+            lora.add(Group.SHARED_GATE, gates, x)
+    return SharedOutputs(outputs, gates)
 
 
 def _weighted_sum(outputs: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

@@ -220,9 +220,9 @@ class MixtureLaunches:
         self._state, self._layer, self._form = state, layer, form
 
     def add(self, group: Group, y: torch.Tensor, x: torch.Tensor) -> None:
-        """Add to products y `[tokens, out]` of all of the step's tokens x `[tokens, in]`."""
+        """Add to products y `[tokens, out]` of all of the step's tokens x `[tokens, in]`, by rows of y's dtype."""
         if group in self._form.groups:
-            self._state.add_singles(group, y, x, self._layer)
+            self._state.add_singles(group, y, x.to(y.dtype), self._layer)
 
     def routed(self, chosen: torch.Tensor) -> RoutedLora | None:
         """What adapters add to experts, of tokens that go to `chosen` `[tokens, per_token]`; None if they add

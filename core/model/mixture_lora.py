@@ -54,8 +54,8 @@ class MixtureLora:
         return NativeMixtureLora(self._arena, self._segments, self._layer, modules)
 
     def add(self, group: Group, y: torch.Tensor, x: torch.Tensor) -> None:
-        """Add to products y `[tokens, out]` of all of the step's tokens x `[tokens, in]`."""
-        sgmv(y, x, self._arena, self._segments, self._layer, modules=self._columns[group])
+        """Add to products y `[tokens, out]` of all of the step's tokens x `[tokens, in]`, by rows of y's dtype."""
+        sgmv(y, x.to(y.dtype), self._arena, self._segments, self._layer, modules=self._columns[group])
 
     def add_of_experts(self, group: Group, y: torch.Tensor, x: torch.Tensor, going: Going) -> None:
         """Likewise, of experts. Rows are the tokens that go to each of them, expert after expert."""

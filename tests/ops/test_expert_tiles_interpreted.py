@@ -12,10 +12,12 @@ from chorus.ops.expert_tiles import ExpertTiles, Stack
 from chorus.ops.expert_tiles_schedule import num_tiles
 from chorus.ops.expert_tiles_triton import multiply
 from chorus.ops.narrow_weights import NarrowWeight, keep, keep_float4, stack
+from chorus.ops.routing_triton import tiles_of
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9}
 
-#: (rows, experts, experts of a row, inputs, outputs): one row; more experts than pairs; tiles of 64 rows; all experts.
+#: (rows, experts, experts of a row, inputs, outputs): one row; more experts than pairs; tiles of 64 rows; of 128; all
+#: experts.
 SHAPES = [(1, 8, 2, 64, 40), (5, 16, 4, 40, 50), (70, 4, 2, 72, 33), (200, 6, 3, 16, 64), (9, 3, 3, 130, 20)]
 
 
@@ -35,8 +37,9 @@ def chosen_experts(rows, experts, each, seed=0):
 @pytest.mark.parametrize(("rows", "experts", "each"), [shape[:3] for shape in SHAPES] + [(64, 4, 1), (65, 4, 1)])
 @pytest.mark.parametrize("skewed", [False, True])
 def test_every_pair_is_in_one_tile_of_its_expert(rows, experts, each, skewed):
+    """Of tiles by torch; for those of base products see `test_routing_interpreted`."""
     chosen = torch.arange(each).expand(rows, each) if skewed else chosen_experts(rows, experts, each)
-    tiles = ExpertTiles.of(chosen.contiguous(), experts)
+    tiles = ExpertTiles.of(chosen.contiguous(), experts, 16 if rows < 64 else 64)
     assert len(tiles.expert) == num_tiles(rows * each, experts, tiles.block_t)
     seen = []
     for expert, first, end in zip(tiles.expert.tolist(), tiles.first.tolist(), tiles.end.tolist(), strict=True):
@@ -56,7 +59,7 @@ def test_values_of_both_products(shape, dtype, bias):
     generator, chosen = torch.Generator().manual_seed(1), chosen_experts(rows, experts, each)
     weight = (torch.randn(experts, outputs, inputs, generator=generator) / inputs**0.5).to(dtype)
     biases = torch.randn(experts, outputs, generator=generator).to(dtype) if bias else None
-    tiles, of_pair = ExpertTiles.of(chosen, experts), chosen.flatten()
+    tiles, of_pair = tiles_of(chosen, experts), chosen.flatten()
     for count, per_row in ((rows, each), (rows * each, 1)):
         x = torch.randn(count, inputs + 3, generator=generator).to(dtype)[:, :inputs]
         found = multiply(x, Stack(weight, biases), tiles, per_row)
@@ -70,12 +73,12 @@ def test_values_of_both_products(shape, dtype, bias):
 def test_a_rows_bits_do_not_depend_on_its_company(rows):
     generator, chosen = torch.Generator().manual_seed(2), chosen_experts(rows, 6, 2)
     weight, x = torch.randn(6, 40, 100, generator=generator), torch.randn(rows, 100, generator=generator)
-    whole = multiply(x, Stack(weight), ExpertTiles.of(chosen, 6), 2).view(rows, 2, -1)
+    whole = multiply(x, Stack(weight), tiles_of(chosen, 6), 2).view(rows, 2, -1)
     fewer = list(range(rows))[:: -1 if rows < 64 else -2]
-    found = multiply(x[fewer], Stack(weight), ExpertTiles.of(chosen[fewer], 6), 2).view(len(fewer), 2, -1)
+    found = multiply(x[fewer], Stack(weight), tiles_of(chosen[fewer], 6), 2).view(len(fewer), 2, -1)
     assert torch.equal(found, whole[fewer])
     if rows < 64:
-        alone = multiply(x[7:8], Stack(weight), ExpertTiles.of(chosen[7:8], 6), 2)
+        alone = multiply(x[7:8], Stack(weight), tiles_of(chosen[7:8], 6), 2)
         assert torch.equal(alone, whole[7])
 
 
@@ -131,9 +134,9 @@ def test_narrow_experts_are_multiplied_as_the_numbers_that_they_stand_for(form, 
     assert dense.isfinite().all() and dense.count_nonzero() > dense.numel() / 2
     for at in (torch.arange(0, inputs, 7)[:40], torch.arange(65) * 37 % inputs):
         chosen = chosen_experts(len(at), 4, 2)
-        found = multiply(ones[at], Stack(weight), ExpertTiles.of(chosen, 4), 2)
+        found = multiply(ones[at], Stack(weight), tiles_of(chosen, 4), 2)
         assert torch.equal(found, dense[chosen.flatten(), :, at.repeat_interleave(2)])
     biases, chosen = torch.randn(4, outputs, generator=generator).to(dtype), chosen_experts(5, 4, 2)
-    x, tiles = torch.randn(5, inputs, generator=generator).to(dtype), ExpertTiles.of(chosen, 4)
+    x, tiles = torch.randn(5, inputs, generator=generator).to(dtype), tiles_of(chosen, 4)
     found, want = (multiply(x, Stack(each, biases), tiles, 2).double() for each in (weight, dense))
     assert (found - want).abs().max() <= TOLERANCE[dtype] * want.abs().max()
