@@ -16,14 +16,22 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...core.requests.draft_length import MOST_DRAFTS
-from ...ops import elementwise_schedule, expert_tiles_schedule, gated_delta_schedule, sampling_schedule
+from ...ops import (
+    elementwise_schedule,
+    expert_tiles_schedule,
+    gated_delta_schedule,
+    routing_schedule,
+    sampling_schedule,
+)
 from ...ops import small_gemm_schedule as small
 from ...ops.attention_schedule import LEAST_FLOAT8, attention_constants, attention_options, largest_head
 from ...ops.dependent_launch import LEAST_MAJOR
+from ...ops.elementwise_schedule import GatedConstants, Gating, HeadNorming
 from ...ops.float8_rows_schedule import RoundConstants
 from ...ops.mixture_tables import TileWriter
 from ...ops.narrow_weights import FLOAT4_GROUP
 from ...ops.narrow_weights_schedule import WIDEN_WARPS, WidenConstants
+from ...ops.routing_schedule import ChoiceConstants, Scores, SortConstants, SumConstants
 from ...ops.sgmv_schedule import ExpandShape, Schedule, SgmvShape, decode, expand_constants, prefill, shrink_constants
 from ...ops.sgmv_tables import place_blocks, place_pages, place_window
 from ...ops.sgmv_tiles import MERGED_TERMS
@@ -102,35 +110,40 @@ def _strides(*names: str) -> dict[str, str]:
 _elementwise = partial(Elementwise, "elementwise_triton")
 
 
-def _norm(hidden: int, add: bool) -> Elementwise:
+def _norm(hidden: int, add: bool, *, centered: bool = False, wide: bool = False) -> Elementwise:
     return _elementwise(
         "rms_norm_rows",
-        {"C": elementwise_schedule.norm_constants(hidden, add)},
+        {"C": elementwise_schedule.norm_constants(hidden, add, centered=centered, wide=wide)},
         elementwise_schedule.norm_options(hidden),
-        ("y", "x", "residual", "norm"),
-        {"eps": "fp32", **_strides("x", "y", "residual")},
+        ("y", "x", "residual", *(() if wide else ("norm",))),
+        {**({"norm": "*fp32"} if wide else {}), "eps": "fp32", **_strides("x", "y", "residual")},
     )
 
 
-def _silu(ffn: int) -> Elementwise:
+def _gated(ffn: int, gating: Gating, alpha: float = 0.0, limit: float = 0.0) -> Elementwise:
     return _elementwise(
-        "silu_and_mul_rows",
-        {"C": elementwise_schedule.SiluConstants(ffn)},
-        elementwise_schedule.silu_options(),
+        "gate_and_mul_rows",
+        {"C": GatedConstants(ffn, gating, alpha, limit)},
+        elementwise_schedule.gated_options(),
         ("y", "gate_up"),
         _strides("gate_up", "y"),
     )
 
 
-def _rotary(heads: int, kv_heads: int, head_dim: int, norm: bool, float8: bool = False) -> Elementwise:
-    constants = elementwise_schedule.rotary_constants(heads, kv_heads, head_dim, norm)
+def _rotary(
+    heads: int, kv_heads: int, head_dim: int, dim: int | None = None, *, float8: bool = False, **more: Any
+) -> Elementwise:
+    """dim: elements of a head that are rotated, by default all. more: of `RotaryConstants`."""
+    dim = head_dim if dim is None else dim
+    constants = elementwise_schedule.RotaryConstants(heads, kv_heads, head_dim, dim, float8=float8, **more)
     cache = "*u8" if float8 else "*own"
     return _elementwise(
         "rotate_and_write_heads",
-        {"C": replace(constants, float8=float8)},
+        {"C": constants},
         elementwise_schedule.rotary_options(),
-        ("q", "qkv", "q_norm", "k_norm"),
+        ("q", "qkv", *(() if constants.wide else ("q_norm", "k_norm"))),
         {
+            **(dict.fromkeys(("q_norm", "k_norm"), "*fp32") if constants.wide else {}),
             "angles": (("cos", "*own"), ("sin", "*own"), ("rows", "*i64")),
             "slots": (("k_cache", cache), ("v_cache", cache), ("page", "*i64"), ("offset", "*i64")),
             **dict.fromkeys(("eps", "k_inverse", "v_inverse"), "fp32"),
@@ -139,15 +152,29 @@ def _rotary(heads: int, kv_heads: int, head_dim: int, norm: bool, float8: bool =
     )
 
 
-#: Elementwise launches of Llama-3.1-8B, and the rotary embedding of Qwen3-8B, which norms heads.
+_EACH, _WHOLE = HeadNorming.EACH, HeadNorming.WHOLE
+
+#: Elementwise launches of Llama-3.1-8B, the norms of Gemma 3 and Cohere, and the rotary embeddings of Qwen3-8B, Gemma 3
+#: 4B, OLMo 2 7B, GLM-4 9B, Phi-4-mini, Qwen3.5-9B and SmolLM3.
 ELEMENTWISE = {
     "norm": _norm(4096, add=False),
     "add": _norm(4096, add=True),
-    "silu": _silu(14336),
-    "rotary": _rotary(32, 8, 128, norm=False),
-    "normed": _rotary(32, 8, 128, norm=True),
-    "rotary.float8": _rotary(32, 8, 128, norm=False, float8=True),
-    "normed.float8": _rotary(32, 8, 128, norm=True, float8=True),
+    "wide": _norm(2560, add=True, wide=True),
+    "centered": _norm(8192, add=True, centered=True),
+    "silu": _gated(14336, Gating.SILU),
+    "gelu": _gated(14336, Gating.GELU),
+    "swiglu": _gated(2880, Gating.CLAMPED_SWIGLU, 1.702, 7.0),
+    "rotary": _rotary(32, 8, 128),
+    "rotary.normed": _rotary(32, 8, 128, norm=_EACH),
+    "rotary.wide": _rotary(8, 4, 256, norm=_EACH, wide=True),
+    "rotary.whole": _rotary(32, 32, 128, norm=_WHOLE, wide=True),
+    "rotary.interleaved": _rotary(32, 2, 128, 64, interleaved=True),
+    "rotary.partial": _rotary(24, 8, 128, 96),
+    "rotary.partial wide": _rotary(16, 4, 256, 64, norm=_EACH, wide=True),
+    "rotary.none": _rotary(16, 4, 128, 0),
+    "rotary.float8": _rotary(32, 8, 128, float8=True),
+    "rotary.normed float8": _rotary(32, 8, 128, norm=_EACH, float8=True),
+    "rotary.wide float8": _rotary(8, 4, 256, norm=_EACH, wide=True, float8=True),
 }
 
 
@@ -286,6 +313,7 @@ ATTENTION = {
     "float8.256 window": (8, 4, 256),
     "float8.256": (16, 4, 256),
     "float8-llama.128": (32, 8, 128),
+    "sinks.64": (64, 8, 64),
 }
 
 _BLOCK_TOKENS = 16  # of a page
@@ -307,7 +335,7 @@ def _attention(
         "attend_rows",
         constants={"C": replace(attention_constants(*shape, itemsize), **more)},
         options=attention_options(),
-        own=("out", "q"),
+        own=("out", "q", "sinks"),
         others={
             **dict.fromkeys(("k_cache", "v_cache"), cache),
             "planned": tuple((name, "*i32") for name in ("indptr", "last_page_len", "indices")),
@@ -323,10 +351,11 @@ def _attention(
 def _experts(
     d_in: int, d_out: int, rows: int, *, per_row: int, bias: bool = False, form: small.WeightForm = small.FULL
 ) -> Elementwise:
-    """Products of all experts of a layer with 128 of them. rows: of a step."""
+    """Products of all experts of a layer with 128 of them. rows: of a step, each of which goes to 8."""
     its = expert_tiles_schedule
     numbers = {"per_row": per_row, "experts": 128, "bias": bias, "form": form}
-    constants = its.tile_constants(d_in, d_out, its.tile_rows(rows), 2, **numbers)
+    block_t = its.tile_rows(rows, rows * 8, 128, its.most_rows(form))
+    constants = its.tile_constants(d_in, d_out, block_t, 2, **numbers)
     return Elementwise(
         "expert_tiles_triton",
         "multiply_tiles",
@@ -350,10 +379,10 @@ EXPERTS = {
         ("experts.down", (768, 2048), 1),
         ("experts.biased", (2880, 5760), 4),
     )
-    for rows in (64, 2048)
+    for rows in (64, 512, 2048)
 }
 
-#: The same with narrow weights; of gpt-oss in MXFP4.
+#: The same with narrow weights; of gpt-oss in MXFP4. Sums of blocks are scaled in tiles of 64 rows at most.
 NARROW_EXPERTS = {
     f"experts-{name}.{rows}": _experts(2048, 1536, rows, per_row=8, form=form)
     for name, form in (FORMS | {"int8": small.WeightForm(8)}).items()
@@ -362,7 +391,7 @@ NARROW_EXPERTS = {
     f"experts-mxfp4.{rows}": _experts(
         2880, 5760, rows, per_row=4, bias=True, form=small.WeightForm(4, FLOAT4_GROUP, float4=True)
     )
-    for rows in (64, 2048)
+    for rows in (64, 512, 2048)
 }
 
 
@@ -400,6 +429,87 @@ MIXTURE_TILES = {
     "tiles.runs": _mixture_tiles(per_token=8, experts=128, adapters=65),
     "tiles.pairs": _mixture_tiles(per_token=8, experts=128),
     "tiles.tokens": _mixture_tiles(per_token=1, experts=0),
+}
+
+
+def _router(experts: int, hidden: int, rows: int, *, bias: bool = False, wide: bool = False) -> Elementwise:
+    """rows: of a step. wide: the router is float32 and the rows are not."""
+    constants = routing_schedule.router_constants(hidden, experts, rows, bias=bias, wide=wide)
+    return Elementwise(
+        "routing_triton",
+        "multiply_router",
+        constants={"C": constants},
+        options=routing_schedule.router_options(constants),
+        own=("x",),
+        others={"y": "*fp32", "weight": "*fp32" if wide else "*own", "bias": "*fp32", "rows": "i32", **_strides("x")},
+        pointer="" if wide else "weight",
+    )
+
+
+def _choice(experts: int, per_token: int, scores: Scores, *, groups: int = 1, kept_groups: int = 1) -> Elementwise:
+    constants = ChoiceConstants(
+        experts=experts,
+        per_token=per_token,
+        scores=scores,
+        renormalised=True,
+        epsilon=0.0,
+        factor=1.0,
+        corrected=scores is Scores.SIGMOID,
+        groups=groups,
+        kept_groups=kept_groups,
+    )
+    return Elementwise(
+        "routing_triton",
+        "choose_experts",
+        constants={"C": constants},
+        options=routing_schedule.choice_options(),
+        own=(),
+        others={"chosen": "*i64", **dict.fromkeys(("weights", "logits", "correction"), "*fp32")},
+        has_rows=False,  # a few hundred bytes of logits
+    )
+
+
+def _sort(block_t: int, *, few: bool = False) -> Elementwise:
+    return Elementwise(
+        "routing_triton",
+        "sort_pairs",
+        constants={"C": SortConstants(128, block_t, few)},
+        options=routing_schedule.sort_options(),
+        own=(),
+        others={
+            **dict.fromkeys(("pairs", "expert_of", "first_of", "end_of"), "*i32"),
+            "chosen": "*i64",
+            "num_pairs": "i32",
+        },
+        has_rows=False,
+    )
+
+
+def _sum(width: int, per_token: int, *, shared: bool = False) -> Elementwise:
+    return Elementwise(
+        "routing_triton",
+        "add_experts",
+        constants={"C": SumConstants(width, per_token, shared, shared)},
+        options=routing_schedule.sum_options(),
+        own=("out", "outputs", "shared"),
+        others=dict.fromkeys(("weights", "gates"), "*fp32"),
+    )
+
+
+#: Routing in Qwen3-30B-A3B, with few rows and with many; the router and the choice of gpt-oss; experts in groups, as
+#: DeepSeek has them; and the sum of Qwen3.5's experts and its shared one.
+ROUTING = {
+    "routing.logits.64": _router(128, 2048, 64),
+    "routing.logits.2048": _router(128, 2048, 2048),
+    "routing.wide.64": _router(32, 2880, 64, bias=True, wide=True),
+    "routing.wide.2048": _router(32, 2880, 2048, bias=True, wide=True),
+    "routing.choice": _choice(128, 8, Scores.SOFTMAX),
+    "routing.choice of chosen": _choice(32, 4, Scores.SOFTMAX_OF_CHOSEN),
+    "routing.choice in groups": _choice(256, 8, Scores.SIGMOID, groups=8, kept_groups=4),
+    "routing.sort few": _sort(16, few=True),
+    "routing.sort": _sort(64),
+    "routing.sum": _sum(2048, 8),
+    "routing.sum shared": _sum(2048, 8, shared=True),
 }
 
 _DRAWN = {"logits": "*fp32", "entries": "*fp64", "row_stride": "i32"}
@@ -468,7 +578,8 @@ VECTORS = {
 }
 
 #: Launches that read no rank-rows.
-PLAIN = ELEMENTWISE | WIDENED | ROUNDED | PRODUCTS | DRAWS | DELTAS | VECTORS | EXPERTS | NARROW_EXPERTS | MIXTURE_TILES
+PLAIN = ELEMENTWISE | WIDENED | ROUNDED | PRODUCTS | DRAWS | DELTAS | VECTORS | EXPERTS | NARROW_EXPERTS
+PLAIN |= ROUTING | MIXTURE_TILES
 
 
 @dataclass(frozen=True, slots=True)
@@ -488,7 +599,7 @@ class Variant:
         """The launch, if it reads no adapter."""
         if self.group in ATTENTION:
             more: dict[str, Any] = dict(WINDOWED) if self.group.endswith("window") else {}
-            more |= {"float8": True} if self.group.startswith("float8") else {}
+            more |= {kind: True for kind in ("float8", "sinks") if self.group.startswith(kind)}
             return _attention(*ATTENTION[self.group], ITEMSIZE[self.dtype], more)
         return PLAIN.get(self.group)
 
@@ -636,6 +747,9 @@ def plain_variants() -> Iterator[Variant]:
             yield Variant(launch.kernel, group, dtype, launch.constants["C"].block_t)
     for group, launch in (DRAWS | MIXTURE_TILES).items():
         yield Variant(launch.kernel, group, "fp32", 64)
+    for group, launch in ROUTING.items():
+        for dtype in ("bf16", "fp16") if launch.own else ("fp32",):
+            yield Variant(launch.kernel, group, dtype, 64)
     for group, launch in VECTORS.items():
         for dtype in ITEMSIZE:
             yield Variant(launch.kernel, group, dtype, 64)

@@ -15,7 +15,7 @@ from chorus.core.executors.cuda import CudaExecutor
 from chorus.core.executors.cuda_ranks import CudaRanksExecutor
 from chorus.core.model.experts import StackedExperts
 from chorus.graphs.runner import StepMode
-from chorus.ops import attention_flashinfer, native_library
+from chorus.ops import attention_flashinfer, elementwise, native_library
 from chorus.ops.attention_backend import Obstacle
 from chorus.ops.attention_flashinfer import FlashInferBackend
 from chorus.ops.attention_triton import TritonBackend
@@ -55,6 +55,12 @@ def open_interpreted(settings):
     return CudaExecutor(settings, LateDevice())
 
 
+@pytest.fixture(autouse=True)
+def elementwise_kernels(monkeypatch):
+    """Norms, rotary embeddings and activations by a GPU's kernels, too."""
+    monkeypatch.setattr(elementwise, "_uses_kernels", lambda _: True)
+
+
 @pytest.fixture
 def drive():
     yield from drivers(
@@ -72,6 +78,12 @@ def check(it, driver, *requests):
         driver.add(f"{index}", adapter, prompt, max_tokens=count)
     answers = driver.drain()
     assert {name: answers[name].tokens for name in want} == want
+
+
+def test_a_dense_family(tiny, drive):
+    """Wide norms after parts, and norms of all heads at once."""
+    it = tiny("olmo-2")
+    check(it, drive(it, ["r3-all"]), (None, 9, 3), ("r3-all", 5, 3))
 
 
 @pytest.mark.slow
@@ -145,10 +157,12 @@ def test_windows_and_soft_caps_by_flashinfer(tiny, drive, flashinfer, family):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ON_A_GPU)
-def test_windows_and_soft_caps_by_our_kernel(tiny, drive, triton, family):
+@pytest.mark.parametrize("family", [*ON_A_GPU, "gpt-oss"])
+def test_windows_soft_caps_and_sinks_by_our_kernel(tiny, drive, triton, family):
     it = tiny(family)
-    check(it, drive(it, ["r3-all"]), (None, 50, 3), ("r3-all", 22, 4))
+    driver = drive(it, ["r3-all"])
+    check(it, driver, (None, 50, 3), ("r3-all", 22, 4))
+    assert driver.executor.inner.captured
 
 
 @pytest.mark.slow
