@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 log = logging.getLogger(__name__)
 
@@ -30,8 +31,10 @@ STEADY_SECONDS = 60.0
 class Child:
     """A `chorus` command as a process, and the thread that restarts it. It ends when this process does."""
 
-    def __init__(self, name: str, arguments: Sequence[str]) -> None:
+    def __init__(self, name: str, arguments: Sequence[str], ready_file: Path) -> None:
+        """ready_file: a file that the process makes once it serves."""
         self.name = name
+        self._ready_file = ready_file
         self.command = [sys.executable, "-m", f"{(__package__ or 'chorus').partition('.')[0]}.server", *arguments]
         """The process's command line."""
         self._process: subprocess.Popen[bytes] | None = None
@@ -43,7 +46,7 @@ class Child:
         self._thread.start()
 
     def trouble(self) -> str | None:
-        """The reason why it will not run: its first process ended by itself."""
+        """The reason why it will not run: its first process ended by itself, and never served."""
         return self._trouble
 
     def signal(self, number: int, pid: int | None = None) -> None:
@@ -83,7 +86,7 @@ class Child:
                 return
             if time.monotonic() - began > STEADY_SECONDS or status == 0:
                 back_off = FIRST_BACK_OFF
-            if is_first and status != 0:  # the launch of a cluster then fails
+            if is_first and status != 0 and not self._ready_file.exists():  # the launch of a cluster then fails
                 self._trouble = f"{self.name} could not start ({_how(status)}); its messages are above"
                 log.warning("%s", self._trouble)
             else:

@@ -115,7 +115,8 @@ class Processes:
     def start_api_servers(self, count: int) -> None:
         for index in range(count):
             where = ["--directory", str(self.directory.path), "--index", str(index)]
-            self.api_servers.append(Child(f"api server {index}", ["cluster", "api-server", *where]))
+            command = ["cluster", "api-server", *where]
+            self.api_servers.append(Child(f"api server {index}", command, self.directory.ready_file(index)))
             self.api_servers[-1].start()
 
     @property
@@ -265,7 +266,7 @@ def _registry_of(plan: ClusterPlan, directory: ClusterDirectory, settings: Setti
     where = Path(file or (directory.path / "registry.sqlite" if uploads is None else uploads / NAMES_FILE)).absolute()
     listener = Listener(directory.socket("registry"), directory.secret_file, directory.registry_file)
     command = ["cluster", "registry", "--file", str(where), "--log-format", settings.log_format, *listener.flags()]
-    return [Child("the registry", command)]
+    return [Child("the registry", command, directory.registry_file)]
 
 
 def _join(children: Sequence[Kept], seconds: float) -> None:

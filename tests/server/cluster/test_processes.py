@@ -53,17 +53,25 @@ def test_a_plan_that_can_t_be_carried_out_leaves_nothing(tmp_path, plan, text):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.wide
-def test_of_a_child_whose_first_start_fails_no_next_one_is_promised(caplog):
-    child = Child("replica r0", ["nothing-of-this-name"])
+@pytest.mark.parametrize(
+    ("has_served", "told"), [(False, "could not start (exit status"), (True, "ended (exit status")], ids=["no", "yes"]
+)
+def test_the_first_end_of_a_child_is_told_as_what_it_is(tmp_path, caplog, has_served, told):
+    """A start that failed ends the launch of its cluster, so no next one is promised."""
+    ready = tmp_path / "ready"
+    if has_served:
+        ready.touch()
+    child = Child("replica r0", ["nothing-of-this-name"], ready)
     child.start()
     deadline = time.monotonic() + SECONDS
-    while child.trouble() is None and time.monotonic() < deadline:
+    while not caplog.messages and time.monotonic() < deadline:
         time.sleep(0.01)
     child.stop()
     child.join(SECONDS)
     first = caplog.messages[0]
-    assert first == child.trouble() and first.startswith("replica r0 could not start (exit status")
+    assert first.startswith(f"replica r0 {told}")
+    assert child.trouble() == (None if has_served else first)
+    assert ("restarting in" in first) == has_served
 
 
 def test_the_tutorial_s_pattern_finds_a_replica_s_process():
