@@ -1,4 +1,7 @@
-"""The directory of a cluster: addresses, secrets, and files that its processes exchange."""
+"""The directory of a cluster: addresses, secrets, and files that its processes exchange.
+
+Tests: tests/server/cluster/test_processes.py
+"""
 
 from __future__ import annotations
 
