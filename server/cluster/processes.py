@@ -212,7 +212,7 @@ class Processes:
             for index, replica in enumerate(self.replicas):
                 address = AddressFile(self.directory.replica_file(index))
                 before = address.stamp()
-                log.info("replica r%d has been replaced", index)
+                log.info("replacing replica r%d", index)
                 replica.signal(signal.SIGTERM)
                 # if a new process can't start, the others are not replaced
                 while address.stamp() in (before, None):

@@ -166,7 +166,8 @@ def wait_until(condition):
         time.sleep(0.005)
 
 
-def test_replicas_are_replaced_one_after_another_and_not_past_one_that_does_not_listen(processes):
+def test_replicas_are_replaced_one_after_another_and_not_past_one_that_does_not_listen(processes, caplog):
+    caplog.set_level("INFO")
     files = [AddressFile(processes.directory.replica_file(index)) for index in range(3)]
     for file in files:
         file.write("unix:/old")
@@ -175,6 +176,7 @@ def test_replicas_are_replaced_one_after_another_and_not_past_one_that_does_not_
         assert replica.came.acquire(timeout=SECONDS)
         assert [len(one.signals) for one in processes.replicas] == [1] * (index + 1) + [0] * (2 - index)
         assert replica.signals == [(signal.SIGTERM, None)]
+        assert caplog.messages == [f"replacing replica r{each}" for each in range(index + 1)], "not that it has been"
         files[index].write("unix:/new")
 
 
