@@ -49,7 +49,7 @@ def main(argv: list[str] | None = None) -> int:
     args = command.parse_args(argv)
     if args.keep and args.known is None:
         command.error("--keep needs --known FILE, the file to write")
-    if args.translate and args.known is not None:
+    if args.translate and args.known:
         command.error("--translate compiles nothing: leave --known out")
     every = [*variants(), *plain_variants()]
     chosen = [variant for variant in every if args.only.search(f"{variant.kernel} {variant.group}")]
