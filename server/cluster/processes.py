@@ -35,6 +35,7 @@ class Kept(Protocol):
 
     def start(self) -> None: ...
     def trouble(self) -> str | None: ...
+    def is_serving(self) -> bool: ...
     def signal(self, number: int, pid: int | None = None) -> None: ...
     def finish(self) -> None: ...
     def stop(self) -> None: ...
@@ -210,6 +211,8 @@ class Processes:
     def _restart_replicas(self) -> None:
         with self._changing:
             for index, replica in enumerate(self.replicas):
+                if not self._others_serve(index):
+                    return
                 address = AddressFile(self.directory.replica_file(index))
                 before = address.stamp()
                 log.info("replacing replica r%d", index)
@@ -221,6 +224,18 @@ class Processes:
                 if self._stopping.wait(2 * LAST_RETRY_SECONDS):  # API servers connect again
                     return
             log.info("all replicas have been replaced")
+
+    def _others_serve(self, index: int) -> bool:
+        """Wait until all replicas but this one serve; False if the cluster stops before."""
+        others = [other for at, other in enumerate(self.replicas) if at != index]
+        is_told = False
+        while not all(other.is_serving() for other in others):
+            if not is_told:
+                log.info("replica r%d is replaced once the others serve", index)
+            is_told = True
+            if self._stopping.wait(RESTART_POLL_SECONDS):
+                return False
+        return True
 
     def drain_api_servers(self, seconds: float) -> None:
         """Have the API servers finish their requests within so many seconds."""

@@ -53,25 +53,30 @@ def test_a_plan_that_can_t_be_carried_out_leaves_nothing(tmp_path, plan, text):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(
-    ("has_served", "told"), [(False, "could not start (exit status"), (True, "ended (exit status")], ids=["no", "yes"]
-)
-def test_the_first_end_of_a_child_is_told_as_what_it_is(tmp_path, caplog, has_served, told):
+@pytest.mark.parametrize("serves", [False, True], ids=["no", "yes"])
+def test_the_first_end_of_a_child_is_told_as_what_it_is(tmp_path, caplog, serves):
     """A start that failed ends the launch of its cluster, so no next one is promised."""
     ready = tmp_path / "ready"
-    if has_served:
-        ready.touch()
+    ready.touch()  # by an earlier child
     child = Child("replica r0", ["nothing-of-this-name"], ready)
+    if serves:
+        program = "import os, sys; os.utime(sys.argv[1]); sys.stdin.read()"
+        child.command = [sys.executable, "-c", program, str(ready)]
+    assert not child.is_serving()
     child.start()
-    deadline = time.monotonic() + SECONDS
-    while not caplog.messages and time.monotonic() < deadline:
-        time.sleep(0.01)
+    if serves:
+        wait_until(child.is_serving)
+        child.signal(signal.SIGKILL)
+    wait_until(lambda: caplog.messages)
+    first = caplog.messages[0]
     child.stop()
     child.join(SECONDS)
-    first = caplog.messages[0]
-    assert first.startswith(f"replica r0 {told}")
-    assert child.trouble() == (None if has_served else first)
-    assert ("restarting in" in first) == has_served
+    assert not child.is_serving()
+    if serves:
+        assert first == "replica r0 ended (signal SIGKILL); restarting in 0.1 s"
+        assert child.trouble() is None
+    else:
+        assert first == child.trouble() == "replica r0 could not start (exit status 2); its messages are above"
 
 
 def test_the_tutorial_s_pattern_finds_a_replica_s_process():
@@ -107,6 +112,7 @@ class Replica:
         self.signals: list[tuple[int, int | None]] = []
         self.came = threading.Semaphore(0)
         self.started, self.finished, self.ended = threading.Event(), threading.Event(), threading.Event()
+        self.serving = True
 
     def signal(self, number: int, pid: int | None = None) -> None:
         self.signals.append((number, pid))
@@ -127,6 +133,9 @@ class Replica:
 
     def trouble(self) -> str | None:
         return None
+
+    def is_serving(self) -> bool:
+        return self.serving
 
 
 class ReplicaLauncher:
@@ -178,6 +187,18 @@ def test_replicas_are_replaced_one_after_another_and_not_past_one_that_does_not_
         assert replica.signals == [(signal.SIGTERM, None)]
         assert caplog.messages == [f"replacing replica r{each}" for each in range(index + 1)], "not that it has been"
         files[index].write("unix:/new")
+
+
+def test_no_replica_is_replaced_while_another_one_is_down(processes, caplog):
+    caplog.set_level("INFO")
+    first, second, _ = processes.replicas
+    second.serving = False
+    processes.restart_replicas()
+    wait_until(lambda: caplog.messages)
+    assert caplog.messages == ["replica r0 is replaced once the others serve"]
+    assert not first.signals
+    second.serving = True
+    assert first.came.acquire(timeout=SECONDS)
 
 
 def test_the_process_of_a_replica_that_hangs_for_a_front_is_ended_once(processes):
