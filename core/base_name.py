@@ -51,6 +51,7 @@ def with_base(manifest: AdapterManifest, names: Collection[str], *, strict: bool
     if strict:
         base = shown(manifest.base_model)
         raise AdapterFormatError(
-            f"{manifest.path}: was trained on {base}, which is not the model that is served (strict_base)"
+            f"{manifest.path}: was trained on {base}, which is not the model that is served; serve that one, "
+            "give its name in served_model_name if it is, or leave strict_base out"
         )
     return replace(manifest, names_other_base=True)

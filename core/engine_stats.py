@@ -55,7 +55,7 @@ class EngineStats:
 
     num_running: int = _now("requests_running", "Running requests", gateway="num_requests_running")
     num_waiting: int = _now("requests_waiting", "Requests in the queue", gateway="num_requests_waiting")
-    num_pages: int = _now("arena_pages", "Pages in the pool", "pool.num_usable")
+    num_pages: int = _now("pool_pages", "Pages in the pool", "pool.num_usable", old_name="arena_pages")
     num_free_pages: int = _now(of="pool.num_free")
     num_kv_pages: int = _now()
     num_adapter_pages: int = _now()

@@ -163,7 +163,7 @@ class Servable:
             fix = "shorten the prompt" if asked is None else "lower max_tokens, shorten the prompt"
             raise InvalidRequest(
                 "prompt" if asked is None else "max_tokens",
-                f"prompt, output and adapter may need {pages} pages, the arena has {usable} to give; "
+                f"prompt, output and adapter may need {pages} pages, the page pool has {usable} to give; "
                 f"{fix} or raise memory_bytes",
             )
         return most

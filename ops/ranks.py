@@ -14,8 +14,6 @@ import torch
 
 from .native_library import library
 
-MOST_RANKS = 64
-
 #: About the time that waking a rank takes.
 SPINNING_SECONDS = 50e-6
 

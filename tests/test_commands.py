@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 
+from chorus.server.cli.command import make_parser
+from chorus.server.start.flags import UsageError
+
 pytestmark = pytest.mark.wide
 
 ROOT = Path(__file__).resolve().parent.parent
+
+MANUALS = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]
 
 PAGES = [
     *sorted(ROOT.glob("*.md")),
@@ -29,6 +35,22 @@ _HISTORY = "CHANGELOG.md"  # names commands as they were
 def commands(text: str) -> list[tuple[str, str]]:
     """Module and arguments of every command in a text."""
     return [(module.rstrip("."), arguments) for module, arguments in _COMMAND.findall(text)]
+
+
+def own_commands(text: str) -> list[list[str]]:
+    """The words after `chorus` of every such line in a text's blocks of shell commands."""
+    blocks = re.findall(r"^```sh\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    lines = "".join(blocks).replace("\\\n", " ").splitlines()
+    return [shlex.split(line, comments=True)[1:] for line in lines if line.startswith("chorus ")]
+
+
+def refusal(words: list[str]) -> str | None:
+    """What `chorus` says of these words, if they are not understood."""
+    try:
+        make_parser().parse(words)
+    except UsageError as error:
+        return str(error)
+    return None
 
 
 def problem(module: str, arguments: str, root: Path = ROOT) -> str | None:
@@ -51,6 +73,25 @@ def problem(module: str, arguments: str, root: Path = ROOT) -> str | None:
 def test_every_command_can_be_run_as_it_is_written(page):
     found = [problem(*command) for command in commands(page.read_text("utf-8"))]
     assert [why for why in found if why is not None] == []
+
+
+@pytest.mark.parametrize(
+    "page",
+    [page for page in MANUALS if own_commands(page.read_text("utf-8"))],
+    ids=lambda page: page.name,
+)
+def test_every_command_of_ours_is_understood(page):
+    assert [why for why in map(refusal, own_commands(page.read_text("utf-8"))) if why is not None] == []
+
+
+def test_commands_of_ours_that_are_gone_are_found():
+    text = (
+        "```sh\nchorus serve M \\\n  --frobnicate  # so\npip install chorus\nchorus pull smollm2\n```\n`chorus sing`\n"
+    )
+    assert own_commands(text) == [["serve", "M", "--frobnicate"], ["pull", "smollm2"]]
+    first, second = map(refusal, own_commands(text))
+    assert "--frobnicate" in (first or "")
+    assert second is None
 
 
 def test_commands_that_are_gone_are_found(tmp_path):

@@ -20,7 +20,9 @@ def test_every_longer_module_tells_its_tests(package):
     untold = []
     for path in sorted((ROOT / package).rglob("*.py")):
         text, module = path.read_text("utf-8"), path.relative_to(ROOT)
-        named = re.findall(r"tests/[\w/]+", (ast.get_docstring(ast.parse(text)) or "").partition("Tests:")[2])
+        docstring = ast.get_docstring(ast.parse(text)) or ""
+        assert docstring.count("Tests:") < 2, f"{module}: its docstring tells its tests twice"
+        named = re.findall(r"tests/[\w/]+", docstring.partition("Tests:")[2])
         assert all((ROOT / each).is_dir() or (ROOT / f"{each}.py").is_file() for each in named), f"{module}: {named}"
         if (
             text.count("\n") > LINES

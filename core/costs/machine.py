@@ -153,7 +153,7 @@ def _measure(
         source=f"chorus profile on {device}: {how}; {_describe(engine)}",
         kernel=Kernel.SGMV.value,
         geometry=geometry_of(model, executor),
-        memory_bytes=Whole(value=executor.num_pages * executor.layout.page_bytes, source="the engine's arena"),
+        memory_bytes=Whole(value=executor.num_pages * executor.layout.page_bytes, source="the engine's page pool"),
         step=step,
         disk=disk,
         link=_terms(fit_transfer(transfers.num_bytes, transfers.place), how),

@@ -283,7 +283,7 @@ class StepProfiler:
         starts = [int(max(0, min(most, limit) - count) * fill * self._random.random()) for count in counts]
         needed = [-(-(start + count) // block) for start, count in zip(starts, counts, strict=True)]
         if sum(needed) > len(free):
-            raise MeasureError("a step of max_num_batched_tokens does not fit the arena; raise memory_bytes")
+            raise MeasureError("a step of max_num_batched_tokens does not fit the page pool; raise memory_bytes")
         pages = iter(self._random.sample(free, sum(needed)))
         return ((list(islice(pages, number)), start) for number, start in zip(needed, starts, strict=True))
 

@@ -151,7 +151,7 @@ def check_tables(manifest: AdapterManifest, path: Path, max_rank: int) -> None:
     if num_parts > MAX_PARTS:
         raise AdapterFormatError(
             f"{path}: rank_pattern, alpha_pattern and layers make {num_parts} different parts; "
-            f"a GPU serves at most {MAX_PARTS}"
+            f"a GPU serves at most {MAX_PARTS}: set device to 'cpu', or train with fewer ranks and alphas"
         )
 
 

@@ -367,7 +367,7 @@ class CudaExecutor(CudaShapes):
             pages = cuda_memory.num_pages(use, page_bytes, needed, config.gpu_memory_utilization)
         else:
             cuda_memory.check_pages(use, page_bytes, pages)
-        logger.info("an arena of %s (%d pages): %s", cuda_memory.gib(pages * page_bytes), pages, use)
+        logger.info("a page pool of %s (%d pages): %s", cuda_memory.gib(pages * page_bytes), pages, use)
         return pages
 
 

@@ -62,7 +62,7 @@ def num_pages(use: MemoryUse, page_bytes: int, pages_needed: int, utilization: f
     pages = max(0, room) // page_bytes
     if pages < pages_needed:
         raise OutOfDeviceMemory(
-            f"the arena may take {gib(max(0, room))} ({pages} pages), but one request of max_model_len needs "
+            f"the page pool may take {gib(max(0, room))} ({pages} pages), but one request of max_model_len needs "
             f"{gib(pages_needed * page_bytes)} ({pages_needed} pages): {use}; lower max_model_len, "
             f"max_num_batched_tokens or max_num_seqs, or raise gpu_memory_utilization ({utilization:g})"
         )
@@ -74,6 +74,6 @@ def check_pages(use: MemoryUse, page_bytes: int, pages: int) -> None:
     room = use.free - use.activations - use.graphs
     if pages * page_bytes > room:
         raise OutOfDeviceMemory(
-            f"memory_bytes or num_pages set an arena of {gib(pages * page_bytes)}, but there is room for "
+            f"memory_bytes or num_pages set a page pool of {gib(pages * page_bytes)}, but there is room for "
             f"{gib(max(0, room))}: {use}; lower it, or leave it out to use all free memory"
         )

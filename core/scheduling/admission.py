@@ -265,7 +265,7 @@ class Admission:
         if builder.running or self.store.loads.under_way:
             builder.pages.bar(tenant)
             return not builder.is_overdue(tenant)
-        message = "the arena has too few pages left beside pinned adapters; unpin some"
+        message = "the page pool has too few pages left beside pinned adapters; unpin some"
         self.lifecycle.end(request, message, LoadFailure.NO_ROOM)
         builder.order.advance()
         return True

@@ -45,7 +45,6 @@ class GrammarBudget:
         self._num_chosen = 0
         self._samples: deque[float] = deque(maxlen=NUM_SAMPLES)
         self._noted_at: float | None = None
-        self._charged = 0.0  # of the last step
 
     @property
     def seconds(self) -> float:

@@ -113,7 +113,7 @@ class LoadAhead:
 
 def _no_room(adapter: Adapter) -> NoRoom:
     return NoRoom(
-        f"adapter {adapter.name!r} needs {adapter.num_pages} pages, more than the arena has left beside "
+        f"adapter {adapter.name!r} needs {adapter.num_pages} pages, more than the page pool has left beside "
         "pinned adapters; unpin some"
     )
 

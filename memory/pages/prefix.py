@@ -275,9 +275,8 @@ class PrefixCache:
         """Store a block whose KV was just completed in `pages`, one of each group, which the caller uses.
 
         parent: the block before it, as returned by `insert` or `match`; None for the first. changed_from: see `match`.
-        Returns None if an equal
-        block is already known: then the caller keeps its own pages to itself and inserts nothing after it, but see
-        `refill`.
+        Returns None if an equal block is already known: then the caller keeps its own pages to itself and inserts
+        nothing after it, but see `refill`.
         """
         if parent is None:
             parent = self._root(BASE_VERSION if changed_from else version, scope)

@@ -25,8 +25,6 @@ Only `fence` and `join` use the current compute stream, which is a property of t
 issues copies but calls neither. A step must not wait for transfers while it is being captured into a graph, because
 their events belong to no capture.
 
-Tests: tests/memory/transfers/test_dma.py, tests/memory/transfers/test_dma_streams.py.
-
 Tests: tests/memory/transfers/test_dma.py, tests/memory/transfers/test_dma_streams.py
 """
 

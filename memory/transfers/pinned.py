@@ -135,15 +135,18 @@ class PinnedBuffers(Buffers):
     image until the last copy is complete. Chunks are powers of two, because the pool rounds up to them: separate
     allocations would waste up to half of the pinned memory. limit_bytes: how much may be pinned. Beyond it, ordinary
     memory is used, with correct but slow copies, until `moved` finds room.
+
+    While a thread pins a chunk, the others take what is free in earlier ones. They wait only if they need a chunk, too.
     """
 
     def __init__(self, memory: PinnedMemory, limit_bytes: int, chunk_bytes: int = CHUNK_BYTES) -> None:
         self._memory = memory
         self._limit_bytes = limit_bytes
         self._chunk_bytes = _power_of_two(chunk_bytes)
-        self._chunks: list[_Chunk] = []
+        self._chunks: list[_Chunk] = []  # changes while both locks are held
         self._dropped: deque[tuple[_Chunk, int, int]] = deque()  # filled by finalizers, which may run at any line
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # guards the extents; held briefly
+        self._pinning = threading.Lock()  # held while the system pins memory; taken before `_lock`
         self._ordinary = HostBuffers()
         self._told = False
 
@@ -177,20 +180,44 @@ class PinnedBuffers(Buffers):
         size, most = self._chunk_bytes, min(num_bytes, self._limit_bytes)
         while UNIT_BYTES < size > most:
             size //= 2
-        with self._lock:
-            while self._held() + size <= most and self._add(size):
-                pass
+        with self._pinning:
+            while self._held() + size <= most and (chunk := self._pin(size)) is not None:
+                with self._lock:
+                    self._chunks.append(chunk)
             return self._held()
 
     def _take_pinned(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor | None:
         """Allocate pinned memory. Return None if it is full."""
         count = math.prod(shape)
         num_units = max(1, -(-count * dtype.itemsize // UNIT_BYTES))
+        lease = self._find(num_units)
+        if lease is None:
+            with self._pinning:
+                lease = self._find(num_units)  # perhaps in a chunk that another thread has just pinned
+                if lease is None:
+                    lease = self._extend(num_units)
+        return None if lease is None else torch.frombuffer(lease, dtype=dtype, count=count).view(tuple(shape))
+
+    def _find(self, num_units: int) -> np.ndarray | None:
+        """Lease a free part of a chunk, if there is one."""
         with self._lock:
             self._collect()
-            place = self._take(num_units)
-            lease = None if place is None else self._lease(*place, num_units)
-        return None if lease is None else torch.frombuffer(lease, dtype=dtype, count=count).view(tuple(shape))
+            for chunk in self._chunks:
+                if (first := chunk.extents.take(num_units)) is not None:
+                    return self._lease(chunk, first, num_units)
+        return None
+
+    def _extend(self, num_units: int) -> np.ndarray | None:
+        """Lease part of a new chunk, if one may be pinned. The caller holds `_pinning`."""
+        size = self._make_way(num_units * UNIT_BYTES)
+        chunk = None if size is None else self._pin(size)
+        if chunk is None:
+            return None
+        with self._lock:
+            self._chunks.append(chunk)
+            first = chunk.extents.take(num_units)
+            assert first is not None, "the chunk was made large enough"
+            return self._lease(chunk, first, num_units)
 
     def _lease(self, chunk: _Chunk, first: int, num_units: int) -> np.ndarray:
         """Lease part of a chunk; the tensor's storage keeps the lease alive, and the lease keeps the chunk's memory."""
@@ -217,41 +244,36 @@ class PinnedBuffers(Buffers):
             chunk, first, num_units = self._dropped.popleft()
             chunk.extents.give(first, num_units)
 
-    def _take(self, num_units: int) -> tuple[_Chunk, int] | None:
-        if place := self._find(num_units):
-            return place
-        return self._find(num_units) if self._pin(num_units * UNIT_BYTES) else None
-
-    def _find(self, num_units: int) -> tuple[_Chunk, int] | None:
-        for chunk in self._chunks:
-            if (first := chunk.extents.take(num_units)) is not None:
-                return chunk, first
-        return None
-
-    def _pin(self, num_bytes: int) -> bool:
-        """Add a chunk of at least `num_bytes`, freeing unused chunks if needed; return whether that was possible."""
+    def _make_way(self, num_bytes: int) -> int | None:
+        """Choose the size of a new chunk of at least `num_bytes`, freeing unused chunks if needed; None if the limit
+        leaves no room. The caller holds `_pinning`.
+        """
         least = _power_of_two(num_bytes)
         size = max(least, self._chunk_bytes)
-        in_use = sum(chunk.num_bytes for chunk in self._chunks if not chunk.extents.is_free)
-        while size > least and in_use + size > self._limit_bytes:
-            size //= 2
-        if in_use + size > self._limit_bytes:
-            return False
-        if self._held() + size > self._limit_bytes:
-            self._chunks = [chunk for chunk in self._chunks if not chunk.extents.is_free]
-            self._memory.trim()
-        return self._add(size)
+        with self._lock:
+            self._collect()
+            used = [chunk for chunk in self._chunks if not chunk.extents.is_free]
+            in_use = sum(chunk.num_bytes for chunk in used)
+            while size > least and in_use + size > self._limit_bytes:
+                size //= 2
+            if in_use + size > self._limit_bytes:
+                return None
+            if self._held() + size <= self._limit_bytes:
+                return size
+            unused, self._chunks = self._chunks, used
+        del unused  # a chunk's memory may be unpinned now, which takes as long
+        self._memory.trim()
+        return size
 
-    def _add(self, size: int) -> bool:
-        """Add a chunk of `size` bytes; return whether that was possible."""
+    def _pin(self, size: int) -> _Chunk | None:
+        """Pin a chunk of `size` bytes, if the system allows it. The caller holds `_pinning`, and not `_lock`."""
         try:
             memory = self._memory.allocate(size)
         except MemoryError as error:
             logger.warning("cannot pin %d bytes of host memory (%s); adapters load slower", size, error)
-            return False
+            return None
         address = np.frombuffer(memory, np.uint8, 1).ctypes.data
-        self._chunks.append(_Chunk(self._memory, memory, address, size, Extents(size // UNIT_BYTES)))
-        return True
+        return _Chunk(self._memory, memory, address, size, Extents(size // UNIT_BYTES))
 
     def _held(self) -> int:
         return sum(chunk.num_bytes for chunk in self._chunks)

@@ -49,6 +49,8 @@ def main(argv: list[str] | None = None) -> int:
     args = command.parse_args(argv)
     if args.keep and args.known is None:
         command.error("--keep needs --known FILE, the file to write")
+    if args.translate and args.known:
+        command.error("--translate compiles nothing: leave --known out")
     every = [*variants(), *plain_variants()]
     chosen = [variant for variant in every if args.only.search(f"{variant.kernel} {variant.group}")]
     if not chosen:
@@ -59,9 +61,9 @@ def main(argv: list[str] | None = None) -> int:
     os.environ.pop("TRITON_INTERPRET", None)
     begin = time.perf_counter()
     if args.translate:
-        refused = translate_all(args.compile[0])
-        for variant, why in refused:
-            print(f"FAILED {variant}: {why}")
+        refused = translate_all(args.compile, chosen)
+        for arch, variant, why in refused:
+            print(f"FAILED {arch} {variant}: {why}")
         print(f"translated by triton {version('triton')} in {time.perf_counter() - begin:.0f} s")
         return int(bool(refused))
     known = json.loads(args.known.read_text("utf-8")) if args.known and args.known.is_file() else {}
@@ -122,7 +124,7 @@ def _parser() -> argparse.ArgumentParser:
     command = parser(__spec__, __doc__)
     add = command.add_argument
     add("--compile", type=_archs, required=True, metavar="ARCHS", help="such as sm_90,sm_80")
-    add("--only", type=_pattern, default="", metavar="REGEX", help="compile variants whose 'KERNEL GROUP' matches")
+    add("--only", type=_pattern, default="", metavar="REGEX", help="take only variants whose 'KERNEL GROUP' matches")
     add(
         "--known",
         type=Path,

@@ -789,14 +789,14 @@ def compile_variant(wanted: tuple[Variant, str]) -> dict[str, Any]:
     return asdict(job_of(*wanted).compile())
 
 
-def translate_all(arch: str) -> list[tuple[Variant, str]]:
-    """Take a variant of every kernel, the widest ones, through Triton's front end: those that it refuses, and why."""
+def translate_all(archs: Sequence[str], chosen: Sequence[Variant]) -> list[tuple[str, Variant, str]]:
+    """Take the widest variants through Triton's front end; return those that it refuses, and why."""
     refused = []
-    for variant in widest([*variants(), *plain_variants()]):
+    for arch, variant in product(archs, widest(chosen)):
         try:
             job_of(variant, arch).translate()
         except Exception as error:
-            refused.append((variant, str(error)))
+            refused.append((arch, variant, str(error)))
     return refused
 
 

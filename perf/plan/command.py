@@ -21,7 +21,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     gpu = "h100, h200, a100, l40s, l4, b200 or mi300x: steps are predicted from published figures; or profile:FILE, "
     add("--gpu", required=True, metavar="NAME", help=gpu + "which `chorus profile` measured")
-    add("--model", type=Path, metavar="DIR", help="checkpoint, needed for a GPU's name; only its config.json is read")
+    model = "directory, GGUF file or name of the model, needed for a GPU's name; reads no weights"
+    add("--model", type=Path, metavar="MODEL", help=model)
     add("--slo-ttft", type=read_seconds, metavar="TIME", help="most time to the first token, such as 500ms")
     add("--slo-tpot", type=read_seconds, metavar="TIME", help="most time for each later token on average, such as 50ms")
     share = number(float, 0, above=True, most=1)
@@ -76,6 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the command: 0 for a plan, 1 if no candidate meets the SLO, 2 for wrong input."""
     from ...core.costs.profile import ProfileError
     from ...core.model.config import UnsupportedModel
+    from ...server.checkpoints.pull import PullError
     from ..workload.fields import WorkloadError
     from .plan import make_plan
 
@@ -97,6 +99,9 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.out.write_text(page(plan), encoding="utf-8")
     except (ProfileError, WorkloadError, UnsupportedModel) as error:
         print(f"chorus plan: error: {error}", file=sys.stderr)
+        return 2
+    except PullError as error:
+        print(f"chorus plan: error: --model: {error}", file=sys.stderr)
         return 2
     except OSError as error:
         print(f"chorus plan: error: --out {arguments.out}: {error.strerror}; name another file", file=sys.stderr)

@@ -17,6 +17,7 @@ from typing import Any, cast, get_args
 from ...core.costs.profile import load_profile
 from ...core.executors.choice import gpu_batch
 from ...core.model.quantization.round_to_nearest import Name
+from ...server.checkpoints.pull import resolve_model
 from ...server.cluster.router import POLICIES
 from ...server.settings import read_size
 from .prediction import gpu_named, predicted_profile
@@ -155,18 +156,20 @@ class Plan:
 
 
 def make_plan(arguments: argparse.Namespace) -> Plan:
-    """The plan for the flags of `chorus plan`. Raises PlanError, ProfileError, WorkloadError or UnsupportedModel."""
+    """The plan for the flags of `chorus plan`. Raises PlanError, ProfileError, PullError,
+    WorkloadError or UnsupportedModel.
+    """
     engine, note = dict(_pairs(arguments.engine)), ""
     predicted = not arguments.gpu.startswith(PROFILE)
     if predicted:
         gpu = gpu_named(arguments.gpu)
         if arguments.model is None:
             raise PlanError(
-                f"--model is missing: {arguments.gpu} is predicted from the model's config.json; name its directory"
+                f"--model is missing: {arguments.gpu} is predicted from the model's config.json; give the model's "
+                "directory or name"
             )
-        profile = predicted_profile(
-            arguments.model, gpu, quantization=_quantization(engine), float8_kv=_is_float8(engine)
-        )
+        model = resolve_model(arguments.model)
+        profile = predicted_profile(model, gpu, quantization=_quantization(engine), float8_kv=_is_float8(engine))
         note = gpu.note
         rows, tokens = gpu_batch(int(gpu.memory)) or (None, None)
         defaults = {"max_num_seqs": rows, "max_num_batched_tokens": tokens} if rows else {}

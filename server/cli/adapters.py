@@ -60,7 +60,8 @@ def run(arguments: argparse.Namespace, out: TextIO | None = None) -> int:
         with httpx.Client(base_url=arguments.url, headers=headers, timeout=SECONDS, trust_env=False) as client:
             act(client, arguments, out)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise CommandError(f"can't reach {arguments.url}: {str(error) or type(error).__name__}") from None
+        reason = str(error) or type(error).__name__
+        raise CommandError(f"can't reach {arguments.url}: {reason}; start the server, or give its --url") from None
     return 0
 
 

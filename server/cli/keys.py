@@ -49,7 +49,9 @@ def run(arguments: argparse.Namespace, out: TextIO | None = None) -> int:
 
 def _add(arguments: argparse.Namespace, out: TextIO | None) -> None:
     if not TENANT.fullmatch(arguments.tenant):
-        raise CommandError("a tenant's name must have up to 128 letters, digits and ._:/+=@-")
+        raise CommandError(
+            f"the tenant's name is {arguments.tenant!r}; it must have up to 128 letters, digits and ._:/+=@-"
+        )
     grant = Grant.parse(arguments.rights)
     key, kept = new_key()
     with _locked(arguments.file):
@@ -69,7 +71,9 @@ def _revoke(arguments: argparse.Namespace, out: TextIO | None) -> None:
         if not arguments.id or arguments.id not in ids:
             raise CommandError(f"{arguments.file} has no key of id {arguments.id}; `chorus keys list` shows the ids")
         if len(ids) == 1:
-            raise CommandError("it is the file's last key, without which servers would keep it; add another one first")
+            raise CommandError(
+                f"{arguments.id} is the last key of {arguments.file}, and servers would keep it; add another one first"
+            )
         lines = arguments.file.read_text("utf-8").splitlines()
         _write(arguments.file, [line for line in lines if not line.lstrip().startswith(f"sha256:{arguments.id}:")])
     print(f"revoked {arguments.id}", file=out)

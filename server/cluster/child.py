@@ -14,6 +14,8 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
 
 log = logging.getLogger(__name__)
 
@@ -30,8 +32,11 @@ STEADY_SECONDS = 60.0
 class Child:
     """A `chorus` command as a process, and the thread that restarts it. It ends when this process does."""
 
-    def __init__(self, name: str, arguments: Sequence[str]) -> None:
+    def __init__(self, name: str, arguments: Sequence[str], ready_file: Path) -> None:
+        """ready_file: a file that each of its processes writes once it serves."""
         self.name = name
+        self._ready_file = ready_file
+        self._written_before: int | None = None  # when an earlier process wrote it
         self.command = [sys.executable, "-m", f"{(__package__ or 'chorus').partition('.')[0]}.server", *arguments]
         """The process's command line."""
         self._process: subprocess.Popen[bytes] | None = None
@@ -43,8 +48,13 @@ class Child:
         self._thread.start()
 
     def trouble(self) -> str | None:
-        """The reason why it will not run: its first process ended by itself."""
+        """The reason why it will not run: its first process ended by itself, and never served."""
         return self._trouble
+
+    def is_serving(self) -> bool:
+        """True if its present process has begun to serve."""
+        process = self._process
+        return process is not None and process.poll() is None and self._has_served()
 
     def signal(self, number: int, pid: int | None = None) -> None:
         """Send the process a signal, if there is one. After SIGTERM it drains and is restarted.
@@ -83,7 +93,7 @@ class Child:
                 return
             if time.monotonic() - began > STEADY_SECONDS or status == 0:
                 back_off = FIRST_BACK_OFF
-            if is_first and status != 0:  # the launch of a cluster then fails
+            if is_first and status != 0 and not self._has_served():  # the launch of a cluster then fails
                 self._trouble = f"{self.name} could not start ({_how(status)}); its messages are above"
                 log.warning("%s", self._trouble)
             else:
@@ -94,6 +104,7 @@ class Child:
             back_off = min(LAST_BACK_OFF, 2 * back_off)
 
     def _run_once(self) -> int:
+        self._process, self._written_before = None, self._written()
         try:
             # its input is never written to: it ends when this process ends, for any reason
             self._process = subprocess.Popen(self.command, stdin=subprocess.PIPE, env=_environment())
@@ -105,6 +116,15 @@ class Child:
         status = self._process.wait()
         self._close_input()
         return status
+
+    def _has_served(self) -> bool:
+        """True if the latest process has begun to serve."""
+        return self._written() not in (None, self._written_before)
+
+    def _written(self) -> int | None:
+        with suppress(FileNotFoundError):
+            return self._ready_file.stat().st_mtime_ns
+        return None
 
     def _close_input(self) -> None:
         process = self._process

@@ -1,4 +1,7 @@
-"""The directory of a cluster: addresses, secrets, and files that its processes exchange."""
+"""The directory of a cluster: addresses, secrets, and files that its processes exchange.
+
+Tests: tests/server/cluster/test_processes.py
+"""
 
 from __future__ import annotations
 
@@ -110,7 +113,8 @@ class ClusterDirectory:
         """A replica's process on this machine. settings: as JSON."""
         self.settings_file.write_text(settings)
         listener = Listener(listen, self.secret_file, address_file, tls)
-        return Child(f"replica {name}", ["replica", *listener.flags(), "--settings", str(self.settings_file)])
+        command = ["replica", *listener.flags(), "--settings", str(self.settings_file)]
+        return Child(f"replica {name}", command, address_file)
 
 
 def _replace(file: Path, text: str) -> None:

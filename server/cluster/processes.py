@@ -35,6 +35,7 @@ class Kept(Protocol):
 
     def start(self) -> None: ...
     def trouble(self) -> str | None: ...
+    def is_serving(self) -> bool: ...
     def signal(self, number: int, pid: int | None = None) -> None: ...
     def finish(self) -> None: ...
     def stop(self) -> None: ...
@@ -115,7 +116,8 @@ class Processes:
     def start_api_servers(self, count: int) -> None:
         for index in range(count):
             where = ["--directory", str(self.directory.path), "--index", str(index)]
-            self.api_servers.append(Child(f"api server {index}", ["cluster", "api-server", *where]))
+            command = ["cluster", "api-server", *where]
+            self.api_servers.append(Child(f"api server {index}", command, self.directory.ready_file(index)))
             self.api_servers[-1].start()
 
     @property
@@ -209,9 +211,11 @@ class Processes:
     def _restart_replicas(self) -> None:
         with self._changing:
             for index, replica in enumerate(self.replicas):
+                if not self._others_serve(index):
+                    return
                 address = AddressFile(self.directory.replica_file(index))
                 before = address.stamp()
-                log.info("replica r%d has been replaced", index)
+                log.info("replacing replica r%d", index)
                 replica.signal(signal.SIGTERM)
                 # if a new process can't start, the others are not replaced
                 while address.stamp() in (before, None):
@@ -220,6 +224,18 @@ class Processes:
                 if self._stopping.wait(2 * LAST_RETRY_SECONDS):  # API servers connect again
                     return
             log.info("all replicas have been replaced")
+
+    def _others_serve(self, index: int) -> bool:
+        """Wait until all replicas but this one serve; False if the cluster stops before."""
+        others = [other for at, other in enumerate(self.replicas) if at != index]
+        is_told = False
+        while not all(other.is_serving() for other in others):
+            if not is_told:
+                log.info("replica r%d is replaced once the others serve", index)
+            is_told = True
+            if self._stopping.wait(RESTART_POLL_SECONDS):
+                return False
+        return True
 
     def drain_api_servers(self, seconds: float) -> None:
         """Have the API servers finish their requests within so many seconds."""
@@ -265,7 +281,7 @@ def _registry_of(plan: ClusterPlan, directory: ClusterDirectory, settings: Setti
     where = Path(file or (directory.path / "registry.sqlite" if uploads is None else uploads / NAMES_FILE)).absolute()
     listener = Listener(directory.socket("registry"), directory.secret_file, directory.registry_file)
     command = ["cluster", "registry", "--file", str(where), "--log-format", settings.log_format, *listener.flags()]
-    return [Child("the registry", command)]
+    return [Child("the registry", command, directory.registry_file)]
 
 
 def _join(children: Sequence[Kept], seconds: float) -> None:

@@ -65,9 +65,9 @@ class ReplicaHost:
         self._child = directory.replica(name, listen, self._address.path, None if tls is None else Path(tls), settings)
         self._child.start()
 
-    def state(self) -> tuple[tuple[str, int] | None, str | None]:
-        """The replica's address, as `AddressFile.stamp`, and the reason why it will not run."""
-        return self._address.stamp(), self._child.trouble()
+    def state(self) -> tuple[tuple[str, int] | None, str | None, bool]:
+        """The replica's address, as `AddressFile.stamp`, the reason why it will not run, and whether it serves."""
+        return self._address.stamp(), self._child.trouble(), self._child.is_serving()
 
     def signal(self, number: int, pid: int | None) -> None:
         self._child.signal(number, pid)
@@ -93,6 +93,7 @@ class RayReplica:
         self._actor = actor
         self._address = address
         self._trouble: str | None = None
+        self._is_serving = False
         self._stopping = threading.Event()
         self._ending: Any = None
         self._thread = threading.Thread(target=self._follow, name=f"chorus-{name}", daemon=True)
@@ -102,6 +103,9 @@ class RayReplica:
 
     def trouble(self) -> str | None:
         return self._trouble
+
+    def is_serving(self) -> bool:
+        return self._is_serving
 
     def signal(self, number: int, pid: int | None = None) -> None:
         self._actor.signal.remote(int(number), pid)
@@ -131,7 +135,7 @@ class RayReplica:
         seen, is_gone = None, False
         while not self._stopping.wait(POLL_SECONDS):
             try:
-                stamp, self._trouble = ray.get(self._actor.state.remote(), timeout=PLACING_SECONDS)
+                stamp, self._trouble, self._is_serving = ray.get(self._actor.state.remote(), timeout=PLACING_SECONDS)
             except GetTimeoutError:
                 log.warning("replica %s waits for a node of the Ray cluster that has room for it", self._name)
                 continue
@@ -141,6 +145,7 @@ class RayReplica:
                     log.error("%s", self._trouble)
                 return
             except RayError as error:
+                self._is_serving = False
                 if not is_gone:
                     log.warning("replica %s is restarted elsewhere: %s", self._name, str(error).partition("\n")[0])
                 is_gone = True

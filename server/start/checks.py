@@ -30,14 +30,16 @@ def check_model(settings: Settings) -> None:
         raise LaunchError(f"{settings.model} holds no model: {_why_no_model(settings.model)}")
     _check_pooling(settings)
     if settings.tokenizer is not None and not (settings.tokenizer / "tokenizer.json").is_file():
-        raise LaunchError(f"{settings.tokenizer} holds no tokenizer: it has no tokenizer.json")
+        raise LaunchError(
+            f"tokenizer is {settings.tokenizer}, which has no tokenizer.json; name a directory that has one"
+        )
     if settings.chat_template is not None and not settings.chat_template.is_file():
-        raise LaunchError(f"there is no file {settings.chat_template}, which --chat-template names")
+        raise LaunchError(f"chat_template is {settings.chat_template}, but there is no such file; name another")
     if settings.adapters is not None and not settings.adapters.is_dir():
-        raise LaunchError(f"there is no adapters directory {settings.adapters}")
+        raise LaunchError(f"adapters is {settings.adapters}, but there is no such directory; make it, or name another")
     for root in settings.adapter_roots or ():
         if not root.is_dir():
-            raise LaunchError(f"there is no directory {root}, which adapter_roots names")
+            raise LaunchError(f"adapter_roots has {root}, but there is no such directory; make it, or leave it out")
     for rule in settings.adapter_rules:
         if (package := missing_package(rule.location)) is not None:
             command = "pip install 'chorus-lora[stores]'"

@@ -104,7 +104,9 @@ def bind(host: str, port: int, send_seconds: float = 20.0, *, shares_port: bool 
         bound.bind(address)
     except OSError as error:
         bound.close()
-        raise LaunchError(f"can't listen on {host} port {port}: {error.strerror}") from None
+        raise LaunchError(
+            f"can't listen on {host} port {port}: {error.strerror}; choose another --host or --port"
+        ) from None
     return bound
 
 

@@ -251,7 +251,9 @@ def test_gpus_refuse_adapters_on_experts_of_many_ranks(tiny, tmp_path):
     config = json.loads((path / "adapter_config.json").read_text())
     patterns = {rf".*layers\.0\.mlp\.experts\.{expert}\..*": 2 + expert for expert in range(16)}
     (path / "adapter_config.json").write_text(json.dumps(config | {"alpha_pattern": patterns}))
-    with pytest.raises(AdapterFormatError, match=r"make 17 different parts; a GPU serves at most 16"):
+    with pytest.raises(
+        AdapterFormatError, match=r"make 17 different parts; a GPU serves at most 16: set device to 'cpu'"
+    ):
         check_tables(inspect_adapter(path, modules), path, 64)
 
 

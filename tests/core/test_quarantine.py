@@ -190,7 +190,7 @@ def test_an_adapter_of_another_base_model_is_told_or_refused(gqa, tmp_path, capl
     engine.close()
     strict = Engine.from_config(config.model_copy(update={"strict_base": True}))
     assert list(strict.adapters.quarantine) == ["other"]
-    with pytest.raises(AdapterFormatError, match="strict_base"):
+    with pytest.raises(AdapterFormatError, match="in served_model_name if it is, or leave strict_base out"):
         strict.adapters.check(tmp_path / "other")
     strict.close()
     served = Engine.from_config(config.model_copy(update={"strict_base": True, "served_model_name": "hub/other-7b"}))

@@ -1,5 +1,9 @@
 """A request's fault is told in OpenAI's shape, and names the field."""
 
+import ast
+import re
+from pathlib import Path
+
 import pytest
 
 from chorus.core.requests.types import FinishReason, RequestOutput
@@ -290,3 +294,16 @@ def test_a_full_queue_is_a_429_that_says_when_to_come_back(start, fake_engine, s
     assert fake_engine.asked == [], "the room for all is looked at before any is made"
     counted = 'vllm:admission_rejections_total{model_name="base",reason="max_num_queued_reqs"} 1.0'
     assert counted in live.client.get("/metrics").text.splitlines()
+
+
+def test_the_manual_has_every_code():
+    root = Path(__file__).resolve().parents[2]
+    page = (root / "docs" / "reference" / "errors.md").read_text("utf-8")
+    rows = re.findall(r"^\| [\d, ]+ \| (.*?) \|", page, re.MULTILINE)
+    told = {code for row in rows for code in re.findall(r"`(\w+)`", row)}
+    used = {str(failure) for failure in LoadFailure}
+    for path in (root / "server").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.keyword) and node.arg == "code":
+                used |= {each.value for each in ast.walk(node.value) if isinstance(each, ast.Constant) and each.value}
+    assert used - told == set()

@@ -439,5 +439,5 @@ def test_refuses_what_does_not_fit(files):
     model, _ = files("bfloat16")
     with pytest.raises(OutOfDeviceMemory, match=r"one request of max_model_len needs .* \(17 pages\)"):
         CudaExecutor(EngineConfig(model=model, device="cuda", gpu_memory_utilization=1e-6, max_num_seqs=8))
-    with pytest.raises(OutOfDeviceMemory, match="set an arena of"):
+    with pytest.raises(OutOfDeviceMemory, match="set a page pool of"):
         CudaExecutor(EngineConfig(model=model, device="cuda", memory_bytes=1 << 42, max_num_seqs=8))

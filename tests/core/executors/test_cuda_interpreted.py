@@ -856,7 +856,7 @@ def test_refuses_adapters_that_the_tables_do_not_hold(drive, tiny, tmp_path):
 def test_refuses_what_does_not_fit(tiny):
     with pytest.raises(OutOfDeviceMemory, match="the weights take"):
         CudaExecutor(make_config(tiny), LateDevice(memory_bytes=50_000))
-    with pytest.raises(OutOfDeviceMemory, match="set an arena of"):
+    with pytest.raises(OutOfDeviceMemory, match="set a page pool of"):
         CudaExecutor(make_config(tiny, num_pages=1 << 20), LateDevice(memory_bytes=8 << 20))
     with pytest.raises(OutOfDeviceMemory, match=r"one request of max_model_len needs .* \(17 pages\)"):
         CudaExecutor(make_config(tiny, memory_bytes=None, gpu_memory_utilization=0.001), LateDevice(8 << 20))

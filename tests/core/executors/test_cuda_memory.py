@@ -34,7 +34,7 @@ def test_refusal_has_the_numbers():
     with pytest.raises(OutOfDeviceMemory) as refused:
         num_pages(USE, PAGE, needed, 0.5)
     for part in (
-        "the arena may take 16.00 GiB (8192 pages)",
+        "the page pool may take 16.00 GiB (8192 pages)",
         "max_model_len needs 30.00 GiB (15360 pages)",
         "of 80.00 GiB",
         "take 16.00 GiB",
@@ -54,7 +54,7 @@ def test_nothing_left_is_not_a_negative_arena():
 
 def test_a_configured_arena_must_fit_what_is_free():
     check_pages(USE, PAGE, 56 * GIB // PAGE)
-    with pytest.raises(OutOfDeviceMemory, match=r"set an arena of 57.00 GiB, but there is room for 56.00 GiB"):
+    with pytest.raises(OutOfDeviceMemory, match=r"set a page pool of 57.00 GiB, but there is room for 56.00 GiB"):
         check_pages(USE, PAGE, 57 * GIB // PAGE)
 
 

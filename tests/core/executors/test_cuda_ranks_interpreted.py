@@ -571,7 +571,7 @@ def test_ranks_that_never_meet_end_the_start(tiny, monkeypatch):  # noqa: F811
 @pytest.mark.slow
 def test_a_first_rank_that_does_not_fit_says_so(tiny):  # noqa: F811
     devices = RankDevices(small_first_device, no_driver, host_collectives)
-    with pytest.raises(OutOfDeviceMemory, match="set an arena of"):
+    with pytest.raises(OutOfDeviceMemory, match="set a page pool of"):
         CudaRanksExecutor(config_of(tiny, graph_capture="off", num_pages=1 << 12), devices)
 
 

@@ -16,6 +16,8 @@ from chorus.memory.transfers.pinned import UNIT_BYTES, CupyPinnedMemory, Extents
 
 PAGE_ELEMS = 2048
 PAGE_BYTES = UNIT_BYTES
+SECONDS = 20
+"""A deadline, not an expectation."""
 DTYPE = torch.bfloat16
 
 
@@ -187,13 +189,61 @@ def test_other_threads_take_memory_while_a_tensor_moves(monkeypatch):
 
     def copy(target, source):
         with ThreadPoolExecutor(1) as thread:
-            taken.append(thread.submit(take, buffers, 2).result(timeout=20))
+            taken.append(thread.submit(take, buffers, 2).result(timeout=SECONDS))
         copyto(target, source)
 
     monkeypatch.setattr(np, "copyto", copy)
     moved = buffers.moved(ordinary)
     assert moved is not None
     assert len(taken) == 1
+
+
+class SlowMemory(PlainMemory):
+    """The system pins a chunk only when the test lets it. begun, go: a semaphore each, one count per chunk."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun, self.go = threading.Semaphore(0), threading.Semaphore(0)
+
+    def allocate(self, num_bytes: int) -> np.ndarray:
+        self.begun.release()
+        assert self.go.acquire(timeout=SECONDS)
+        return super().allocate(num_bytes)
+
+
+def test_other_threads_take_and_drop_memory_while_a_chunk_is_pinned():
+    """Threads of steps take it for swapped KV: they must not wait until the system has pinned an adapter's chunk."""
+    memory = SlowMemory()
+    memory.go.release()
+    buffers = PinnedBuffers(memory, 16 * PAGE_BYTES, 8 * PAGE_BYTES)
+    held = take(buffers, 3)
+    assert memory.begun.acquire(timeout=SECONDS)
+    with ThreadPoolExecutor(2) as threads:
+        large = threads.submit(take, buffers, 8)
+        try:
+            assert memory.begun.acquire(timeout=SECONDS)
+            address = held.data_ptr()
+            del held
+            small = threads.submit(take, buffers, 3).result(timeout=SECONDS)
+            assert small.data_ptr() == address, "the memory dropped meanwhile"
+            assert not buffers.is_slow(small)
+            assert not large.done()
+        finally:
+            memory.go.release()
+        assert memory.holds(large.result(timeout=SECONDS))
+    assert memory.num_bytes == 16 * PAGE_BYTES
+
+
+def test_a_thread_that_waits_for_another_s_chunk_takes_a_part_of_it():
+    memory = SlowMemory()
+    buffers = PinnedBuffers(memory, 8 * PAGE_BYTES, 8 * PAGE_BYTES)
+    with ThreadPoolExecutor(2) as threads:
+        taken = [threads.submit(take, buffers, 3) for _ in range(2)]
+        assert memory.begun.acquire(timeout=SECONDS)
+        memory.go.release()
+        images = [each.result(timeout=SECONDS) for each in taken]
+    assert all(map(memory.holds, images))
+    assert memory.num_bytes == 8 * PAGE_BYTES
 
 
 def test_unused_chunks_give_way_to_a_larger_one():

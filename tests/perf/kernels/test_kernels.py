@@ -61,6 +61,7 @@ def test_says_what_to_install(monkeypatch, capsys):
         (["--compile", "sm_90", "--only", "("], "'(' is not a regular expression"),
         (["--compile", "sm_90", "--only", "softmax of nothing"], "--only 'softmax of nothing' matches no kernel"),
         (["--compile", "sm_90", "--keep"], "--keep needs --known FILE"),
+        (["--compile", "sm_90", "--translate", "--known", "known.json"], "--translate compiles nothing"),
         (["--compile", "sm_90", "--workers", "0"], "0 is below 1"),
         (["--compile", "sm_90", "--workers", "two"], "invalid"),
     ],
@@ -206,7 +207,19 @@ def test_translation_names_what_the_front_end_refuses(monkeypatch, capsys, broke
     if broken:
         monkeypatch.setattr(Variant, "signature", lambda self: {})
     monkeypatch.setattr("chorus.perf.kernels.variants.widest", lambda chosen: [wanted])
-    assert kernels.main(["--compile", "sm_90", "--translate"]) == broken
+    assert kernels.main(["--compile", "sm_90,sm_80", "--translate"]) == broken
     said = capsys.readouterr().out
-    assert ("FAILED Variant(kernel='widen_rows'" in said) == broken
+    assert [f"FAILED {arch} Variant(kernel='widen_rows'" in said for arch in ("sm_90", "sm_80")] == 2 * [broken]
     assert "translated by triton 3." in said
+
+
+def test_only_the_chosen_kernels_are_translated(monkeypatch, capsys):
+    pytest.importorskip("triton")
+    taken = []
+
+    def job_of(variant, arch):
+        return SimpleNamespace(translate=lambda: taken.append((arch, variant.kernel, variant.group)))
+
+    monkeypatch.setattr("chorus.perf.kernels.variants.job_of", job_of)
+    assert kernels.main(["--compile", "sm_90,sm_80", "--translate", "--only", "^widen_rows widen-int8$"]) == 0
+    assert taken == [(arch, "widen_rows", "widen-int8") for arch in ("sm_90", "sm_80")]

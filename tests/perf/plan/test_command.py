@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from shutil import copytree
 from xml.etree import ElementTree
 
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from chorus.core.costs.profile import load_profile
 from chorus.perf.bench.random_mixture import MixtureShape
 from chorus.perf.plan import command
+from chorus.server.checkpoints.pull import models_dir
 from chorus.server.cli.command import make_parser
 from chorus.server.start.flags import Parser, UsageError
 
@@ -106,6 +108,17 @@ def test_an_arena_without_room_for_an_adapter_is_no_plan(trace, model, tmp_path,
     flags = ["--trace", trace, "--gpu", "l4", "--model", model, "--slo-ttft", "2s", "--memory-bytes", "32MiB"]
     assert plan(*flags, "--policy", "affinity", "--seeds", 1, "--out", tmp_path / "plan.html") == 1
     assert "no replica has room for some request, or for its adapter" in capsys.readouterr().out
+
+
+def test_a_model_has_the_names_that_it_is_served_by(trace, model, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    flags = ["--trace", trace, "--gpu", "l4", "--model", "smollm2", "--slo-ttft", "9s", "--policy", "random"]
+    flags += ["--seeds", 1, "--memory-bytes", "3GiB", "--out", tmp_path / "plan.html"]
+    assert plan(*flags) == 2
+    assert "--model: model smollm2 has not been fetched yet; run: chorus pull smollm2" in capsys.readouterr().err
+    copytree(model, models_dir() / "smollm2")
+    assert plan(*flags) == 0
+    assert "\nchorus cluster up smollm2 --policy random " in capsys.readouterr().out
 
 
 def test_a_file_without_a_header_is_named(trace, model, tmp_path, capsys):

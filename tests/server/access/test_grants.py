@@ -319,8 +319,11 @@ def test_keys_are_made_listed_and_revoked(tmp_path, capsys):
     new = tmp_path / "new"
     assert main(["keys", "add", "solo", "--file", str(new)]) == 0
     assert new.stat().st_mode & 0o777 == 0o600
-    code = main(["keys", "revoke", read_keys(new)[0].id, "--file", str(new)])
-    assert code == 1 and "last key" in capsys.readouterr().err
+    last = read_keys(new)[0].id
+    assert main(["keys", "revoke", last, "--file", str(new)]) == 1
+    assert f"{last} is the last key of {new}" in capsys.readouterr().err
+    assert main(["keys", "add", "two words", "--file", str(new)]) == 1
+    assert "the tenant's name is 'two words'" in capsys.readouterr().err
 
 
 def test_a_hash_stands_for_its_key_alone():

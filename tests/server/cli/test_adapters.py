@@ -94,5 +94,6 @@ def test_keys_come_from_a_file_or_the_environment(start, fake_engine, ask, tmp_p
 def test_what_is_no_server(ask, start, fake_engine):
     code, text = ask("http://127.0.0.1:1", "list")
     assert code == 1 and "can't reach http://127.0.0.1:1" in text and len(text.splitlines()) == 1
+    assert "; start the server, or give its --url" in text
     code, text = ask("no-url", "list")
     assert code == 1 and "can't reach no-url" in text

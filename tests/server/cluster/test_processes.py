@@ -53,17 +53,30 @@ def test_a_plan_that_can_t_be_carried_out_leaves_nothing(tmp_path, plan, text):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.wide
-def test_of_a_child_whose_first_start_fails_no_next_one_is_promised(caplog):
-    child = Child("replica r0", ["nothing-of-this-name"])
+@pytest.mark.parametrize("serves", [False, True], ids=["no", "yes"])
+def test_the_first_end_of_a_child_is_told_as_what_it_is(tmp_path, caplog, serves):
+    """A start that failed ends the launch of its cluster, so no next one is promised."""
+    ready = tmp_path / "ready"
+    ready.touch()  # by an earlier child
+    child = Child("replica r0", ["nothing-of-this-name"], ready)
+    if serves:
+        program = "import os, sys; os.utime(sys.argv[1]); sys.stdin.read()"
+        child.command = [sys.executable, "-c", program, str(ready)]
+    assert not child.is_serving()
     child.start()
-    deadline = time.monotonic() + SECONDS
-    while child.trouble() is None and time.monotonic() < deadline:
-        time.sleep(0.01)
+    if serves:
+        wait_until(child.is_serving)
+        child.signal(signal.SIGKILL)
+    wait_until(lambda: caplog.messages)
+    first = caplog.messages[0]
     child.stop()
     child.join(SECONDS)
-    first = caplog.messages[0]
-    assert first == child.trouble() and first.startswith("replica r0 could not start (exit status")
+    assert not child.is_serving()
+    if serves:
+        assert first == "replica r0 ended (signal SIGKILL); restarting in 0.1 s"
+        assert child.trouble() is None
+    else:
+        assert first == child.trouble() == "replica r0 could not start (exit status 2); its messages are above"
 
 
 def test_the_tutorial_s_pattern_finds_a_replica_s_process():
@@ -99,6 +112,7 @@ class Replica:
         self.signals: list[tuple[int, int | None]] = []
         self.came = threading.Semaphore(0)
         self.started, self.finished, self.ended = threading.Event(), threading.Event(), threading.Event()
+        self.serving = True
 
     def signal(self, number: int, pid: int | None = None) -> None:
         self.signals.append((number, pid))
@@ -119,6 +133,9 @@ class Replica:
 
     def trouble(self) -> str | None:
         return None
+
+    def is_serving(self) -> bool:
+        return self.serving
 
 
 class ReplicaLauncher:
@@ -158,7 +175,8 @@ def wait_until(condition):
         time.sleep(0.005)
 
 
-def test_replicas_are_replaced_one_after_another_and_not_past_one_that_does_not_listen(processes):
+def test_replicas_are_replaced_one_after_another_and_not_past_one_that_does_not_listen(processes, caplog):
+    caplog.set_level("INFO")
     files = [AddressFile(processes.directory.replica_file(index)) for index in range(3)]
     for file in files:
         file.write("unix:/old")
@@ -167,7 +185,20 @@ def test_replicas_are_replaced_one_after_another_and_not_past_one_that_does_not_
         assert replica.came.acquire(timeout=SECONDS)
         assert [len(one.signals) for one in processes.replicas] == [1] * (index + 1) + [0] * (2 - index)
         assert replica.signals == [(signal.SIGTERM, None)]
+        assert caplog.messages == [f"replacing replica r{each}" for each in range(index + 1)], "not that it has been"
         files[index].write("unix:/new")
+
+
+def test_no_replica_is_replaced_while_another_one_is_down(processes, caplog):
+    caplog.set_level("INFO")
+    first, second, _ = processes.replicas
+    second.serving = False
+    processes.restart_replicas()
+    wait_until(lambda: caplog.messages)
+    assert caplog.messages == ["replica r0 is replaced once the others serve"]
+    assert not first.signals
+    second.serving = True
+    assert first.came.acquire(timeout=SECONDS)
 
 
 def test_the_process_of_a_replica_that_hangs_for_a_front_is_ended_once(processes):

@@ -263,11 +263,12 @@ def test_cache_counters(start, fake_engine):
 
 
 def test_metrics_keep_their_old_names_for_a_release(start, fake_engine):
-    fake_engine.stats = lambda: EngineStats(num_async_steps=3, num_timed_out_reads=2)
+    fake_engine.stats = lambda: EngineStats(num_async_steps=3, num_timed_out_reads=2, num_pages=99)
     lines = start(fake_engine).client.get("/metrics").text.splitlines()
     for name, count in (("async_steps", 3.0), ("steps_ahead", 3.0), ("adapter_timed_out_reads", 2.0)):
         assert f"chorus_{name}_total {count}" in lines
     assert "chorus_adapter_given_up_reads_total 2.0" in lines
+    assert {"chorus_pool_pages 99.0", "chorus_arena_pages 99.0"} <= set(lines)
 
 
 def test_eager_steps_by_reason(start, fake_engine):

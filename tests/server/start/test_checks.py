@@ -22,6 +22,23 @@ def test_an_adapter_given_as_the_model_names_its_base_and_the_flag(tmp_path):
         check_model(Settings(model=path))
 
 
+@pytest.mark.parametrize(
+    ("field", "said"),
+    [
+        ("adapters", "is {}, but there is no such directory; make it, or name another"),
+        ("adapter_roots", "has {}, but there is no such directory; make it, or leave it out"),
+        ("tokenizer", "is {}, which has no tokenizer.json; name a directory that has one"),
+        ("chat_template", "is {}, but there is no such file; name another"),
+    ],
+)
+def test_a_path_that_does_not_exist_is_refused_with_its_setting(tmp_path, field, said):
+    path = tmp_path / "none"
+    given = [path] if field == "adapter_roots" else path
+    with pytest.raises(LaunchError) as caught:
+        check_model(Settings(**{field: given}))
+    assert str(caught.value) == f"{field} {said.format(path)}"
+
+
 def test_a_directory_without_a_model_says_so(tmp_path):
     with pytest.raises(LaunchError, match=r"holds no model: it has no config\.json"):
         check_model(Settings(model=tmp_path))
