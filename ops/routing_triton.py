@@ -101,6 +101,7 @@ def choose_experts(chosen, weights, logits, correction, C: tl.constexpr):
     EXPERTS: tl.constexpr = C.experts
     SIZE: tl.constexpr = C.group_size
     BLOCK_S: tl.constexpr = C.block_s
+    BLOCK_K: tl.constexpr = C.block_k
     LANES: tl.constexpr = C.block_g * BLOCK_S
     PER_TOKEN: tl.constexpr = C.per_token
     KEPT: tl.constexpr = C.kept_groups
@@ -131,9 +132,9 @@ def choose_experts(chosen, weights, logits, correction, C: tl.constexpr):
         ranked = tl.where(kept[:, None], ranked, NONE)
     ranked = tl.reshape(ranked, (LANES,))
     scores = tl.reshape(scores, (LANES,))
-    lane, slot = tl.arange(0, LANES), tl.arange(0, C.block_k)
-    found = tl.zeros((C.block_k,), dtype=tl.int32)
-    weight = tl.zeros((C.block_k,), dtype=tl.float32)
+    lane, slot = tl.arange(0, LANES), tl.arange(0, BLOCK_K)
+    found = tl.zeros((BLOCK_K,), dtype=tl.int32)
+    weight = tl.zeros((BLOCK_K,), dtype=tl.float32)
     for place in tl.static_range(PER_TOKEN):
         score, best = tl.max(ranked, 0, return_indices=True)
         is_best = lane == best
@@ -244,12 +245,13 @@ def add_experts(out, outputs, weights, shared, gates, C: tl.constexpr):
     per_token], gates: [rows], float32; contiguous. C: `SumConstants`. Experts are added up in order.
     """
     WIDTH: tl.constexpr = C.width
+    BLOCK: tl.constexpr = C.block
     PER_TOKEN: tl.constexpr = C.per_token
     row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * C.block + tl.arange(0, C.block)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     own = column < WIDTH
     pair = row * PER_TOKEN
-    total = tl.zeros((C.block,), dtype=tl.float32)
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
     for place in tl.static_range(PER_TOKEN):
         value = tl.load(outputs + (pair + place) * WIDTH + column, mask=own, other=0.0).to(tl.float32)
         total += value * tl.load(weights + pair + place)
