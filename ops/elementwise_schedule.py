@@ -1,4 +1,7 @@
-"""Schedules of the fused elementwise launches; they depend only on shapes."""
+"""Schedules of the fused elementwise launches; they depend only on shapes.
+
+Tests: tests/ops/test_elementwise_triton.py
+"""
 
 from __future__ import annotations
 

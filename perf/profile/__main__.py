@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 DEFAULT = [f"decode:{rows}:{mode}" for mode in ("base", "lora") for rows in (1, 8, 32, 64)]
 
 #: Kernels that Nsight Compute looks at unless told otherwise: ours, in which something can be changed.
-_OURS = "^(multiply_rows|shrink_|expand_|attend_rows|rms_norm_rows|rotate_and_write_heads|silu_and_mul_rows)"
+_OURS = "^(multiply_rows|shrink_|expand_|attend_rows|rms_norm_rows|rotate_and_write_heads|gate_and_mul_rows)"
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -21,6 +21,7 @@ class Part(StrEnum):
     LORA = "LoRA"
     ATTENTION = "attention"
     ELEMENTWISE = "norms, rotary, activation"
+    ROUTING = "routing to experts"
     RECURRENT = "recurrent states"
     SAMPLING = "sampling"
     COLLECTIVES = "collectives"
@@ -28,13 +29,15 @@ class Part(StrEnum):
     OTHER = "other"
 
 
-#: Names of kernels by part; the first that matches counts. Ours are listed whole, those of libraries by a common word.
+#: Names of kernels by part; the first that matches counts. Ours are listed whole, also those of recorded traces, and
+#: those of libraries by a common word.
 #: A product that also multiplies with B (`small_gemm=fused`) counts as a base product.
 _NAMES = [
     (Part.LORA, r"^(shrink|expand)_(decode|prefill)|^(scale_rows|write_tiles)"),
     (Part.PRODUCTS, r"^(multiply_rows|multiply_tiles|widen_rows|round_float8_rows)"),
     (Part.ATTENTION, r"^attend_rows"),
-    (Part.ELEMENTWISE, r"^(rms_norm_rows|rotate_and_write_heads|silu_and_mul_rows)"),
+    (Part.ELEMENTWISE, r"^(rms_norm_rows|rotate_and_write_heads|(gate|silu)_and_mul_rows)"),
+    (Part.ROUTING, r"^(multiply_router|choose_experts|sort_pairs|add_experts)"),
     (Part.RECURRENT, r"^(step_heads|scan_heads)"),
     (Part.SAMPLING, r"^(ban_tokens|find_peaks|weigh_blocks|pick_tokens)"),
     (Part.COPIES, r"^[Mm]em(cpy|set)|\[CUDA mem"),
