@@ -133,7 +133,8 @@ class SourcedAdapters:
     async def start(self, generation: Generation, until: Until = _awaited) -> None:
         """Submit a generation to the engine, after its adapter was fetched if it is not registered.
 
-        until: awaits both, or stops when the client disconnects: no replica may be there to accept it for long. Raises the errors of `Generation.start`, and ApiError.
+        until: awaits both, or stops when the client disconnects: no replica may be there to accept it for long. Raises
+        the errors of `Generation.start`, and ApiError.
         """
         missing = set(names := _names_of(generation))
         while True:
