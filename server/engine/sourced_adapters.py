@@ -54,11 +54,11 @@ BY = "a request"
 """Name in the log for the loads of requests."""
 
 
-Until = Callable[[Coroutine[Any, Any, bool]], Awaitable[bool]]
+Until = Callable[[Coroutine[Any, Any, bool | None]], Awaitable[bool | None]]
 
 
-async def _awaited(brought: Coroutine[Any, Any, bool]) -> bool:
-    return await brought
+async def _awaited(work: Coroutine[Any, Any, bool | None]) -> bool | None:
+    return await work
 
 
 @dataclass(frozen=True, slots=True)
