@@ -32,6 +32,7 @@ from .kv_events import KvEvents
 from .merging.merging import Merging
 from .merging.mode_policy import ModePolicy
 from .merging.modes import Modes, mode_policy
+from .merging.step_samples import StepSample, StepSamples
 from .policies import Policies
 from .requests.record import NotHere, from_record
 from .requests.request import Request
@@ -140,10 +141,8 @@ class Engine:
         self.async_steps = (
             None if start is None else AsyncSteps(start, executor, self._plan_ahead, self.scheduler.rollback)
         )
-        self.last_decode: tuple[StepPlan | None, float] = None, 0.0
-        """The last decode step and its seconds. They bound the time that a merge takes between two steps."""
-        self.last_prefill: tuple[StepPlan | None, float] = None, 0.0
-        """The last step with at least a block of tokens per sequence, and its seconds."""
+        self.samples = StepSamples()
+        self._decode_seconds = 0.0  # of the last decode step; they bound the time that a merge takes between two steps
         self._next_check = 0.0
 
     @classmethod
@@ -245,7 +244,7 @@ class Engine:
         if self.modes is not None:
             self.modes.decide()
         if merging.is_under_way:
-            merging.advance(self.last_decode[1])
+            merging.advance(self._decode_seconds)
         plan = self.scheduler.schedule()
         if plan is not None:
             plan.merged = merging.merged
@@ -260,6 +259,7 @@ class Engine:
             if not outputs and self.scheduler.has_work() and not self.swapped.wait(READ_WAIT_SECONDS):
                 self.store.images.wait(READ_WAIT_SECONDS)
             return outputs
+        sample = self.samples.begin(plan)
         start = self._clock()
         result = self._execute(plan)
         seconds = self._clock() - start
@@ -271,9 +271,10 @@ class Engine:
         if self.speculation is not None:
             self.speculation.note_step(plan, seconds)
         if plan.bucket is None:
-            self._measure_prefill(plan, seconds)
+            self._measure_prefill(plan, sample, seconds)
         elif not plan.num_drafts:
-            self.last_decode = plan, seconds
+            self._decode_seconds = seconds
+            self.samples.end_decode(sample, seconds)
             if self.modes is not None and not result.unready:
                 self.modes.note(plan, seconds)
         return outputs + self.scheduler.update(plan, result)
@@ -289,10 +290,10 @@ class Engine:
             if adapter is not None and adapter.num_overflows is not None and plan.merged in (None, adapter):
                 adapter.num_overflows += 1
 
-    def _measure_prefill(self, plan: StepPlan, seconds: float) -> None:
+    def _measure_prefill(self, plan: StepPlan, sample: StepSample | None, seconds: float) -> None:
         """Update the estimated cost of recomputing a cached page from the time of a prefill step."""
         if plan.num_tokens - plan.num_drafts >= self.block_tokens * len(plan.sequences):
-            self.last_prefill = plan, seconds
+            self.samples.end_prefill(sample, seconds)
             self.costs.observe("prefix_page", seconds / plan.num_tokens / self.pages_per_token)
 
     def check_when_idle(self) -> None:

@@ -10,6 +10,7 @@ import re
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from itertools import takewhile
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any
@@ -115,6 +116,11 @@ class Grammars:
             return tokens
         text = matcher.compute_ff_bytes()
         return self._load().tokenize_bytes(text) if text else []
+
+    def known(self, tokens: list[int]) -> list[int]:
+        """Return the beginning of tokens that has none of an adapter's own: grammars know the model's only."""
+        most = self._load().vocab_size
+        return list(takewhile(lambda token: token < most, tokens))
 
     def _compile(self, grammar: Grammar) -> LLMatcher:
         from llguidance import LLMatcher, LLParserLimits

@@ -38,7 +38,10 @@ class GrammarDrafts:
     def allowed(self, request: Request, proposal: list[int]) -> list[int]:
         """The beginning of a proposal that the grammar allows."""
         matcher = self._matcher(request)
-        return [] if matcher is None else proposal[: matcher.validate_tokens(proposal)]
+        if matcher is None or self._grammars is None:
+            return []
+        known = self._grammars.known(proposal)  # another token would put the matcher into an error
+        return known[: matcher.validate_tokens(known)]
 
     def _matcher(self, request: Request) -> LLMatcher | None:
         """The matcher after all known tokens; None if it is in an error."""

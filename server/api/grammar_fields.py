@@ -48,14 +48,15 @@ class GrammarFields(BaseModel):
 
     def _grammars(self) -> Iterator[tuple[str, Grammar]]:
         for name, kind in _PLAIN.items():
-            if value := getattr(self, name):
+            value = getattr(self, name)
+            if value is not None and (name, value) != _NO_GRAMMAR:
                 yield name, _read(name, kind, value)
         for name, value in (self.structured_outputs or {}).items():
             full = f"structured_outputs.{name}"
             if name not in _KINDS and name not in _STRUCTURED_HARMLESS:
                 known = ", ".join(_KINDS)
                 raise ApiError(400, f"{full} is not known; it may have {known}", param=full, code="unknown_parameter")
-            if name in _KINDS and value not in (None, False):  # an empty value asks for something, too
+            if name in _KINDS and value not in (None, False):
                 yield full, _read(full, name, value)
         if self.response_format is not None and (grammar := _of_format(self.response_format)) is not None:
             yield "response_format", grammar
@@ -115,10 +116,16 @@ _PLAIN = {
 }
 """The same kinds as fields of their own."""
 
+_NO_GRAMMAR = "grammar", ""
+"""llama.cpp's default. Any other value than null asks for something: a client whose constraint turned out empty must
+not get an answer without one."""
+
 
 def _read(name: str, kind: str, value: Any) -> Grammar:
     """The grammar that a field defines. Raises an ApiError for a value of another type."""
     grammar_kind, types, what = _KINDS[kind]
+    if value in ("", []):
+        raise ApiError(400, f"{name} is empty; say what the output must match, or leave it out", param=name)
     if not isinstance(value, types) or (kind == "choice" and not all(isinstance(each, str) for each in value)):
         raise ApiError(400, f"{name} must be {what}", param=name)
     if kind == "json_object":

@@ -84,7 +84,7 @@ class GenerationRequest(GrammarFields):
     repetition_penalty: float | None = None
     min_tokens: int = 0
     bad_words: list[str] = []
-    allowed_token_ids: list[int] = []
+    allowed_token_ids: list[int] | None = None
     logprob_token_ids: list[int] = []
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
@@ -289,7 +289,7 @@ class GenerationRequest(GrammarFields):
             bad_words=bad_words,
             logprobs=self.asked_logprobs,
             prompt_logprobs=self.num_prompt_logprobs,
-            allowed_token_ids=tuple(self.allowed_token_ids) or None,
+            allowed_token_ids=None if self.allowed_token_ids is None else tuple(self.allowed_token_ids),
             logprob_token_ids=tuple(self.logprob_token_ids),
             grammar=grammar,
         )

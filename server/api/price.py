@@ -26,7 +26,7 @@ def check_steering(asked: GenerationRequest, num_choices: int, limits: RequestLi
         "stop": sum(map(len, asked.stop)),
         "bad_words": words,
         "logit_bias": len(asked.logit_bias),
-        "allowed_token_ids": len(asked.allowed_token_ids) // ALLOWED_TOKENS,
+        "allowed_token_ids": len(asked.allowed_token_ids or ()) // ALLOWED_TOKENS,
     }
     if (total := num_choices * sum(counts.values())) > limits.max_steering:
         most = max(counts, key=counts.__getitem__)

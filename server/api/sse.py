@@ -18,6 +18,9 @@ log = logging.getLogger(__name__)
 
 DONE = b"data: [DONE]\n\n"
 
+UNWATCHED_SECONDS = 0.02
+"""Seconds until a request's connection is watched: one that is answered sooner does not pay for it."""
+
 T = TypeVar("T")
 
 
@@ -36,29 +39,44 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
 
     The request's body must have been read.
     """
-    working = asyncio.ensure_future(work)
-    watching = asyncio.ensure_future(_disconnected(receive))
+    task, loop, watching, has_left = asyncio.current_task(), asyncio.get_running_loop(), None, False
+    assert task is not None
+    num_cancels = task.cancelling()
+
+    async def watch() -> None:
+        nonlocal has_left
+        await _disconnected(receive)
+        has_left = True
+        task.cancel()  # it waits in `work`
+
+    def begin() -> None:
+        nonlocal watching
+        watching = loop.create_task(watch())
+
+    timer = loop.call_later(UNWATCHED_SECONDS, begin)
     try:
-        await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
-        if working.done():
-            return working.result()
-        raise ClientDisconnect
+        return await work
+    except asyncio.CancelledError:
+        if has_left and task.uncancel() <= num_cancels:
+            raise ClientDisconnect from None
+        raise
+    except Exception:
+        if not has_left:
+            raise
+        task.uncancel()
+        log.exception("a request failed after its client had left")
+        raise ClientDisconnect from None
     finally:
-        for task in (working, watching):
-            await _end(task)
+        timer.cancel()
+        if watching is not None:
+            await _end(watching)
 
 
 async def _end(task: asyncio.Future[Any]) -> None:
-    """Cancel a task and wait for its end; an error that it ends with is logged."""
-    if task.done():
-        return
+    """Cancel a task and wait for its end."""
     task.cancel()
-    try:
+    with suppress(asyncio.CancelledError):
         await task
-    except asyncio.CancelledError:
-        pass
-    except Exception:
-        log.exception("a request failed after its client had left")
 
 
 async def _disconnected(receive: Receive) -> None:

@@ -20,7 +20,7 @@ from ...core.quarantine import register_directories
 from ...core.requests.record import to_record
 from ...core.requests.request_params import InvalidRequest
 from ...core.requests.types import FinishReason, RequestOutput
-from ...core.scheduling.overload import check_bounds
+from ...core.scheduling.overload import Overloaded, check_bounds
 from ...memory.files.error import AdapterFormatError, LoadFailure
 from ...memory.files.format import inspect_adapter
 from ...memory.files.identity import with_content
@@ -330,13 +330,16 @@ class ClusterWorker:
         try:
             known = with_content(entry.manifest)
         except AdapterFormatError as error:
+            if not accepted.set_running_or_notify_cancel():
+                return
             self._subscribers.add(request.id, on_output, loop)
             accepted.set_result(None)
             end = RequestOutput(request.id, (), FinishReason.ERROR, error=str(error), failure=error.failure)
             self._deliver([end])
             return
         except Exception as error:
-            accepted.set_exception(error)
+            if accepted.set_running_or_notify_cancel():
+                accepted.set_exception(error)
             return
         self.adapters.note_content(entry, known)
         self._add(request, replace(entry, manifest=known), on_output, loop, accepted)
@@ -358,10 +361,24 @@ class ClusterWorker:
             record["adapter"] = entry.name
             record["content_hash"], path = manifest.content_hash, manifest.path
             rank, num_bytes = manifest.rank, manifest.file_size
-        self._subscribers.add(request.id, on_output, loop)
         arrival = request.arrival_time or time.monotonic()
-        add = partial(self.dispatcher.add, record, path, rank, arrival, num_bytes=num_bytes, version=version)
-        self.soon(partial(add, accepted=accepted))
+        add = partial(self.dispatcher.add, record, path, rank, arrival, accepted, num_bytes, version)
+        self.soon(self._queue, request, add, partial(self._subscribers.add, request.id, on_output, loop), accepted)
+
+    def _queue(
+        self, request: Request, add: Callable[[], None], subscribe: Callable[[], None], accepted: Future[None]
+    ) -> None:
+        """Give a request to the dispatcher, on the loop, unless it has no room or the client has left meanwhile."""
+        try:
+            self.check_room(request.tenant, request.adapter_name, 1)
+        except Overloaded as error:
+            if accepted.set_running_or_notify_cancel():
+                accepted.set_exception(error)
+            return
+        subscribe()
+        add()
+        if request.id not in self.dispatcher.in_flight:
+            self._subscribers.discard(request.id)
 
     def _deliver(self, outputs: list[RequestOutput]) -> None:
         for request_id in self._subscribers.deliver(outputs):

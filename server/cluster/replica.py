@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -78,7 +79,7 @@ class Replica:
         self.worker = worker
         self.draining = False
         self._secret = secret
-        self._refusals = RareLog(log)
+        self._refusals, self._troubles = RareLog(log), RareLog(log)
         self._roots = tuple(roots)
         self._hello = hello.to_wire()
         self._api_servers: set[_ApiServer] = set()
@@ -125,6 +126,9 @@ class Replica:
                 about = await asyncio.wrap_future(self.worker.call(partial(_about, costs)))
             except EngineUnavailable:
                 return
+            except Exception:  # an error of this process itself: the API servers must not lose sight of it for good
+                self._troubles.warning("a report failed; the next one follows: %s", traceback.format_exc())
+                continue
             for api_server in list(self._api_servers):
                 api_server.send("stats", Report(stats, api_server.num_open, self.draining, **about).to_wire())
 

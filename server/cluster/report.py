@@ -16,7 +16,6 @@ from ...core.engine_stats import EngineStats, TenantStats
 from ...core.executors.base import ModelInfo
 from ...core.expert_share import share_of_experts
 from ...core.merging.learned_prices import LearnedPrices
-from ...core.merging.modes import batch_of, context_of
 from ...core.model.quantization.registry import FILES as QUANTIZATION_FILES
 from ...core.model.read_config import read_model_config
 from ..version import VERSION
@@ -24,7 +23,7 @@ from .wire import Malformed
 
 if TYPE_CHECKING:
     from ...core.engine import Engine
-    from ...core.requests.types import StepPlan
+    from ...core.merging.step_samples import StepSample
 
 
 WHOLE_BYTES = 64 << 20
@@ -189,23 +188,22 @@ class LearnedCosts:
     def __init__(self, expert_share: float = 0.0) -> None:
         """expert_share: of the model, see `StepCost`."""
         self._prices, self._expert_share = LearnedPrices(expert_share), expert_share
-        self._last: StepPlan | None = None
+        self._has_learned = False
         self._per_token: float | None = None  # per prompt token
-        self._last_prefill: StepPlan | None = None
 
     def observe(self, engine: Engine) -> dict[str, float]:
-        """Learn from the last decode step, on the engine's thread, and return the current values.
+        """Learn from a decode step and a prefill step, on the engine's thread, and return the current values.
 
         These are terms of `StepCost`, and seconds per byte for reading an adapter (disk) and copying it from the host
         (link).
         """
-        plan, seconds = engine.last_decode
-        if plan is not None and plan is not self._last:
-            self._last = plan
-            self._prices.observe(batch_of(plan), plan.merged, context_of(plan), seconds)
-        if self._last is None:
+        if (step := engine.samples.take_decode()) is not None:
+            self._prices.observe(step.batch, step.merged, step.context, step.seconds)
+            self._has_learned = True
+        if not self._has_learned:
             return {}
-        self._observe_prefill(*engine.last_prefill)
+        if (step := engine.samples.take_prefill()) is not None:
+            self._observe_prefill(step)
         terms = dict(zip(_DECODE_TERMS, self._prices.terms, strict=True))
         per_token = engine.costs.prefix_page * engine.pages_per_token if self._per_token is None else self._per_token
         page = engine.executor.layout.page_bytes
@@ -218,17 +216,17 @@ class LearnedCosts:
             "link": engine.costs.host_adapter_page / page,
         }
 
-    def _observe_prefill(self, plan: StepPlan | None, seconds: float) -> None:
+    def _observe_prefill(self, step: StepSample) -> None:
         """Learn what a prompt token adds to a decode step of the same size, whose own price is known."""
-        if plan is None or plan is self._last_prefill:
+        more = step.num_tokens - step.num_sequences
+        if not more:  # prompts of one token, in blocks of one
             return
-        self._last_prefill = plan
-        seconds -= self._prices.step_seconds(batch_of(plan), plan.merged, context_of(plan))
+        seconds = step.seconds - self._prices.step_seconds(step.batch, step.merged, step.context)
         decoded, all_tokens = (
-            share_of_experts(self._expert_share, count) for count in (len(plan.sequences), plan.num_tokens)
+            share_of_experts(self._expert_share, count) for count in (step.num_sequences, step.num_tokens)
         )
         seconds -= self._prices.terms[-1] * (all_tokens - decoded)
-        found = max(0.0, seconds) / (plan.num_tokens - len(plan.sequences))
+        found = max(0.0, seconds) / more
         self._per_token = found if self._per_token is None else self._per_token + _WEIGHT * (found - self._per_token)
 
 

@@ -54,11 +54,11 @@ BY = "a request"
 """Name in the log for the loads of requests."""
 
 
-Until = Callable[[Coroutine[Any, Any, bool]], Awaitable[bool]]
+Until = Callable[[Coroutine[Any, Any, bool | None]], Awaitable[bool | None]]
 
 
-async def _awaited(brought: Coroutine[Any, Any, bool]) -> bool:
-    return await brought
+async def _awaited(work: Coroutine[Any, Any, bool | None]) -> bool | None:
+    return await work
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,12 +133,13 @@ class SourcedAdapters:
     async def start(self, generation: Generation, until: Until = _awaited) -> None:
         """Submit a generation to the engine, after its adapter was fetched if it is not registered.
 
-        until: awaits that, or stops when the client disconnects. Raises the errors of `Generation.start`, and ApiError.
+        until: awaits both, or stops when the client disconnects: no replica may be there to accept it for long. Raises
+        the errors of `Generation.start`, and ApiError.
         """
         missing = set(names := _names_of(generation))
         while True:
             try:
-                await generation.start()
+                await until(generation.start())
                 break
             except (NotServed, AdapterPaused):
                 raise

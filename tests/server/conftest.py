@@ -22,6 +22,7 @@ from transformers import PreTrainedTokenizerFast
 
 from chorus.core.engine_stats import EngineStats
 from chorus.core.executors.base import ExecutorBase
+from chorus.core.merging.step_samples import StepSamples
 from chorus.core.requests.request import Request
 from chorus.core.requests.request_params import InvalidRequest, RequestParams
 from chorus.core.requests.types import FinishReason, RequestOutput, StepInfo, TokenLogprobs
@@ -132,8 +133,7 @@ class FakeEngine:
         self.adapters = SimpleNamespace(quarantine={}, paused=set())
         self.modes = None
         self.pool = PagePool(101)
-        self.last_decode = None, 0.0
-        self.last_prefill = None, 0.0
+        self.samples = StepSamples()
         self.gate = threading.Event()
         self.gate.set()
         self.fail_steps = 0

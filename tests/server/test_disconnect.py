@@ -2,6 +2,7 @@
 
 import socket
 import threading
+from concurrent.futures import Future
 
 import httpx
 import pytest
@@ -59,6 +60,21 @@ def test_leaving_before_the_request_is_taken(start, fake_engine, calls_of):
     blocker.close()
     fake_engine.gate.set()
     live.wait_until(lambda: not fake_engine.running)
+
+
+@pytest.mark.parametrize("stream", [b"false", b"true"])
+def test_leaving_while_no_replica_takes_the_request(start, fake_engine, calls_of, monkeypatch, stream):
+    """A replica that is started again takes a while; what the client held until then is free for others at once."""
+    live = start(fake_engine)
+    aborted, asked = calls_of(live.worker, "abort"), []
+    monkeypatch.setattr(live.worker, "submit", lambda *_: asked.append(Future()) or asked[-1])
+    connection = raw_request(live.url, b'{"model": "base", "prompt": "abc", "n": 2, "stream": ' + stream + b"}")
+    live.wait_until(lambda: len(asked) == 2)
+    assert not aborted
+    connection.close()
+    live.wait_until(lambda: len(aborted) == 2)
+    assert all(one.cancelled() for one in asked)
+    live.wait_until(lambda: live.app.state.gate.requests.total == 0)
 
 
 def test_a_client_that_never_sends_its_body(start, fake_engine):

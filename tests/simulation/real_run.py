@@ -31,6 +31,7 @@ from chorus.core.engine import Engine
 from chorus.core.executors.choice import open_executor
 from chorus.core.executors.cpu import CpuExecutor
 from chorus.core.policies import Policies
+from chorus.core.requests.grammar import Grammar
 from chorus.core.requests.request import Request
 from chorus.core.requests.request_params import RequestParams
 from chorus.core.requests.types import StepPlan, StepResult
@@ -75,6 +76,7 @@ WAYS: list[dict[str, Any]] = [
     {"top_p": 0.9},
     {"min_p": 0.05},
     {"ignore_eos": True},
+    {"grammar": Grammar("regex", "[a-f ]{3,12}(yes|no)")},
 ]
 """Options that requests may have in addition to a temperature and a seed."""
 

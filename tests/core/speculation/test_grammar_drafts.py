@@ -13,6 +13,9 @@ from chorus.core.policies import Policies
 from chorus.core.requests.grammar import Grammar
 from chorus.core.requests.grammar_work import GrammarState
 from chorus.core.requests.grammars import Grammars
+from chorus.core.requests.request import Request
+from chorus.core.requests.request_params import RequestParams
+from chorus.core.speculation.grammar_drafts import GrammarDrafts
 from chorus.core.speculation.ngrams import NgramProposer
 
 from ...conftest import Subject
@@ -129,6 +132,16 @@ def test_recurrent_states_take_in_the_drafts_that_a_grammar_allows(hybrid, drive
     assert len(forced) > 5
     stats = driver.engine.stats()
     assert 20 < stats.num_accepted_tokens < stats.num_proposed_tokens
+
+
+def test_a_token_of_an_adapter_s_own_ends_a_proposal(wide, grammars):
+    """Grammars know the model's tokens only; asked about another one, a matcher would be in an error from then on."""
+    a = Tokenizer.from_file(str(wide.model / "tokenizer.json")).token_to_id("a")
+    request = Request("r", [5, 6, 300], RequestParams(grammar=GRAMMARS[1]))
+    request.sampler.grammar = GrammarState(grammars.compile(GRAMMARS[1]), 3)
+    drafts = GrammarDrafts(grammars)
+    assert drafts.allowed(request, [a, a, 300, a]) == [a, a]
+    assert drafts.allowed(request, [300]) == [] and drafts.allowed(request, [a, EOS]) == [a]
 
 
 def test_text_that_a_grammar_forces_takes_few_steps(wide, drive, kernels):

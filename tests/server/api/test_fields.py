@@ -239,6 +239,15 @@ def test_allowed_token_ids_reach_the_engine(shared):
     assert shared.engine.asked[0].params.allowed_token_ids == (5, 6)
 
 
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_a_list_that_allows_nothing_is_refused(shared, path):
+    """A client whose list turned out empty must not get an answer of any tokens, which vLLM does not give it either."""
+    response = shared.post(path, **BODIES[path], allowed_token_ids=[])
+    error = response.json()["error"]
+    assert response.status_code == 400 and error["param"] == "allowed_token_ids" and "one token id" in error["message"]
+    assert shared.post(path, **BODIES[path], allowed_token_ids=None).status_code == 200
+
+
 def test_chat_leaves_an_unasked_length_to_the_engine(shared):
     shared.engine.asked.clear()
     assert shared.post(CHAT, messages=USER).status_code == 200

@@ -64,9 +64,11 @@ ASKED = [
     ({"regex": "a+"}, Grammar("regex", "a+")),
     ({"ebnf": 'root ::= "a"'}, Grammar("grammar", 'root ::= "a"')),
     ({"json_schema": TEXT}, Grammar("json_schema", TEXT)),
-    ({"grammar": 'root ::= "a"', "regex": ""}, Grammar("grammar", 'root ::= "a"')),
+    ({"grammar": 'root ::= "a"', "regex": None}, Grammar("grammar", 'root ::= "a"')),
+    ({"guided_json": {}}, Grammar("json_schema", "{}")),
+    ({"json_schema": {}, "grammar": ""}, Grammar("json_schema", "{}")),
     ({"structural_tag": json.dumps(TAG)}, Grammar("structural_tag", json.dumps(TAG))),
-    ({"response_format": {"type": "text"}, "structured_outputs": {}, "guided_choice": []}, None),
+    ({"response_format": {"type": "text"}, "structured_outputs": {}, "guided_choice": None, "grammar": ""}, None),
 ]
 
 
@@ -81,9 +83,13 @@ def test_every_way_to_ask_reaches_the_engine(live, body, grammar):
     ("body", "param", "said"),
     [
         ({"guided_regex": "a", "regex": "a"}, "regex", "guided_regex and regex both"),
-        ({"structured_outputs": {"grammar": ""}}, "structured_outputs.grammar", "can't be enforced"),
-        ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", "one at least"),
-        ({"structured_outputs": {"json": ""}}, "structured_outputs.json", "JSON"),
+        ({"structured_outputs": {"grammar": ""}}, "structured_outputs.grammar", "is empty"),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", "is empty"),
+        ({"structured_outputs": {"json": ""}}, "structured_outputs.json", "is empty"),
+        ({"structured_outputs": {"regex": ""}}, "structured_outputs.regex", "is empty"),
+        ({"guided_choice": []}, "guided_choice", "is empty; say what the output must match, or leave it out"),
+        *(({name: ""}, name, "is empty") for name in ("guided_json", "guided_regex", "guided_grammar", "json_schema")),
+        *(({name: ""}, name, "is empty") for name in ("regex", "ebnf", "structural_tag")),
         (
             {"response_format": {"type": "json_object"}, "structured_outputs": {"choice": ["a"]}},
             "response_format",

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from concurrent.futures import Future
 
 import pytest
 
 from chorus.core.executors.base import ModelInfo
+from chorus.core.requests.request import Request
+from chorus.core.requests.request_params import RequestParams
 from chorus.core.requests.types import RequestOutput
 from chorus.server.cluster.address import UnixSocket
 from chorus.server.cluster.cluster_worker import ClusterWorker
@@ -91,6 +94,34 @@ def test_a_front_waits_for_all_replicas_at_the_cluster_s_start_and_for_one_when_
     wait(was_whole=True)
     worker.links[0].hello = object()
     wait(was_whole=False)
+
+
+def test_requests_that_come_together_do_not_overfill_the_queue(worker, monkeypatch):
+    """Each was told that there is room: none of them was queued yet."""
+    monkeypatch.setattr(worker, "_settings", worker._settings.model_copy(update={"max_waiting": 2}))  # noqa: SLF001
+
+    def ask(tenant, count):
+        params = RequestParams(max_tokens=4)
+        names = [f"{tenant}{index}" for index in range(count)]
+        asked = [worker.submit(Request(name, [5], params, tenant=tenant), lambda _: None) for name in names]
+        worker.abort("unknown").result(10)  # the loop has come to all of them
+        return names, [type(one.exception()).__name__ if one.done() else "waits" for one in asked]
+
+    worker.check_room("a", None, 1)
+    names, told = ask("a", 4)
+    assert told == ["waits", "waits", "Overloaded", "Overloaded"], "what is left of two replicas' queue is for others"
+    assert [ask(tenant, 1)[1] for tenant in "bcd"] == [["waits"], ["waits"], ["Overloaded"]]
+    for name in names:
+        worker.abort(name)
+    assert ask("e", 1)[1] == ["waits"]
+
+
+def test_a_request_whose_client_left_while_its_adapter_was_hashed_leaves_nothing(worker):
+    accepted, request = Future(), Request("r", [5], RequestParams())
+    accepted.cancel()
+    worker._add(request, None, lambda _: None, None, accepted)  # noqa: SLF001
+    worker.abort("unknown").result(10)
+    assert "r" not in worker.dispatcher.in_flight and "r" not in worker._subscribers  # noqa: SLF001
 
 
 @pytest.mark.parametrize("speculates", [False, True])

@@ -358,6 +358,25 @@ def test_a_report_comes_through_as_it_was_sent(play):
     play(act)
 
 
+def test_reports_go_on_after_one_that_failed(play, caplog):
+    async def act(world):
+        store, failed = world.engine.store, asyncio.Event()
+        api_server, cached, loop = await world.api_server(), store.cached, asyncio.get_running_loop()
+
+        def broken():
+            store.cached = cached
+            loop.call_soon_threadsafe(failed.set)
+            raise LookupError("an adapter")
+
+        store.cached = broken
+        await failed.wait()
+        await frames(api_server, "stats")
+        await frames(api_server, "stats")
+        assert "LookupError: an adapter" in caplog.text
+
+    play(act)
+
+
 def test_an_identity_is_of_all_that_draws_tokens():
     assert ModelIdentity.from_wire(HELLO.identity.to_wire()) == HELLO.identity
     with pytest.raises(WireError):

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from chorus.core.merging.step_samples import StepSamples
 from chorus.core.requests.request_params import RequestParams
 from chorus.core.requests.types import BASE_LORA_INDEX, ScheduledSequence, StepPlan
 from chorus.server.cluster.report import LearnedCosts, mean_costs
@@ -17,9 +18,15 @@ PAGE = 1 << 16
 def engine():
     costs = SimpleNamespace(prefix_page=16e-4, disk_adapter_page=1e-3, host_adapter_page=1e-4)
     executor = SimpleNamespace(layout=SimpleNamespace(page_bytes=PAGE))
-    return SimpleNamespace(
-        last_decode=(None, 0.0), last_prefill=(None, 0.0), costs=costs, executor=executor, pages_per_token=1 / 16
-    )
+    return SimpleNamespace(samples=StepSamples(), costs=costs, executor=executor, pages_per_token=1 / 16)
+
+
+def run_decode(replica, step, seconds):
+    replica.samples.end_decode(replica.samples.begin(step), seconds)
+
+
+def run_prefill(replica, step, seconds):
+    replica.samples.end_prefill(replica.samples.begin(step), seconds)
 
 
 def plan(rows, start, tokens=1):
@@ -38,9 +45,9 @@ def test_steps_teach_their_price():
     told = {}
     for _ in range(300):
         rows = draw.randint(1, 32)
-        replica.last_decode = plan(rows, 100), 0.01 + 0.001 * rows
+        run_decode(replica, plan(rows, 100), 0.01 + 0.001 * rows)
         told = learned.observe(replica)
-    assert learned.observe(replica) == told, "a step that is known already teaches nothing"
+    assert learned.observe(replica) == told, "without another step it learns nothing"
     model = mean_costs([told])
     for rows in (1, 16, 32):
         assert model.batch_seconds(rows, 0, 0, 0, 100 * rows) == pytest.approx(0.01 + 0.001 * rows, rel=0.1)
@@ -54,12 +61,22 @@ def test_a_prompts_token_is_priced_beside_the_step_that_it_is_in():
     told = {}
     for _ in range(300):
         rows, prompts, tokens = draw.randint(1, 32), draw.randint(1, 4), draw.randint(16, 64)
-        replica.last_decode = plan(rows, draw.randint(1, 400)), 0.01 + 0.001 * rows
+        run_decode(replica, plan(rows, draw.randint(1, 400)), 0.01 + 0.001 * rows)
         seconds = 0.01 + 0.001 * prompts + 2e-5 * prompts * (tokens - 1)
-        replica.last_prefill = plan(prompts, 0, tokens), seconds
+        run_prefill(replica, plan(prompts, 0, tokens), seconds)
         told = learned.observe(replica)
     model = mean_costs([told])
     assert model.step.per_token == pytest.approx(2e-5, rel=0.3)
+
+
+def test_prompts_of_one_token_in_blocks_of_one_teach_nothing_of_prompts():
+    replica, learned = engine(), LearnedCosts()
+    run_decode(replica, plan(2, 100), 0.01)
+    before = learned.observe(replica)
+    single = plan(2, 0)
+    single.bucket = None
+    run_prefill(replica, single, 0.01)
+    assert learned.observe(replica) == before
 
 
 def test_a_mixtures_experts_have_a_price_that_prompts_do_not_pay_again():
@@ -68,9 +85,9 @@ def test_a_mixtures_experts_have_a_price_that_prompts_do_not_pay_again():
     told = {}
     for _ in range(300):
         rows, prompts, tokens = draw.randint(1, 32), draw.randint(1, 4), draw.randint(16, 64)
-        replica.last_decode = plan(rows, draw.randint(1, 400)), 0.002 + 0.02 * (1 - (7 / 8) ** rows)
+        run_decode(replica, plan(rows, draw.randint(1, 400)), 0.002 + 0.02 * (1 - (7 / 8) ** rows))
         experts = 0.02 * (1 - (7 / 8) ** (prompts * tokens))
-        replica.last_prefill = plan(prompts, 0, tokens), 0.002 + experts + 2e-5 * prompts * (tokens - 1)
+        run_prefill(replica, plan(prompts, 0, tokens), 0.002 + experts + 2e-5 * prompts * (tokens - 1))
         told = learned.observe(replica)
     model = mean_costs([told, told])
     assert (model.step.experts, model.step.expert_share) == (pytest.approx(0.02, rel=0.1), 1 / 8)
