@@ -83,7 +83,8 @@ class WeightLoader(Weights):
         how = self._config.weight_format
         if how is None:
             return {}
-        matrices = {self._sources[part].name for part in self._shapes if part == LM_HEAD or IN_LAYER.match(part)}
+        parts = (part for part in self._shapes if part == LM_HEAD or (IN_LAYER.match(part) and part.endswith(".weight")))
+        matrices = {self._sources[part].name for part in parts}
         chosen_by = {source.name for part, source in self._sources.items() if part.endswith(ROUTERS)}
         try:
             return {

@@ -105,7 +105,7 @@ def _why_no_other_bias(name: str) -> str | None:
     """The same of a parameter or buffer whose own name ends so."""
     if name.endswith("_correction_bias"):
         return (
-            "is a router's correction, which older versions of PEFT save with bias='all' though it is not trained; load "
-            "and save the adapter with a current PEFT, which leaves it out"
+            "is a router's correction, which older versions of PEFT save with bias='all', though it is not trained; "
+            "load and save the adapter with a current PEFT, which leaves it out"
         )
     return _OTHER_BIAS if name.endswith(f"_{BIAS}") else None
