@@ -84,7 +84,12 @@ class WeightLoader(Weights):
         if how is None:
             return {}
         parts = (part for part in self._shapes if part == LM_HEAD or (IN_LAYER.match(part) and part.endswith(".weight")))
-        matrices = {self._sources[part].name for part in parts}
+        matrices, embed = {self._sources[part].name for part in parts}, self._sources[self._embed_name].name
+        if embed not in matrices and how.stores(self._checkpoint, embed):
+            raise UnsupportedModel(
+                f"{self._checkpoint.directory}: the token embeddings, tensor {embed}, are quantised, which is not "
+                "supported; use a checkpoint with plain embeddings"
+            )
         chosen_by = {source.name for part, source in self._sources.items() if part.endswith(ROUTERS)}
         try:
             return {
