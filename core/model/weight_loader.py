@@ -83,8 +83,9 @@ class WeightLoader(Weights):
         how = self._config.weight_format
         if how is None:
             return {}
-        parts = (part for part in self._shapes if part == LM_HEAD or (IN_LAYER.match(part) and part.endswith(".weight")))
-        matrices, embed = {self._sources[part].name for part in parts}, self._sources[self._embed_name].name
+        parts = (part for part in self._shapes if part == LM_HEAD or IN_LAYER.match(part))
+        matrices = {self._sources[part].name for part in parts if part.endswith(".weight")}
+        embed = self._sources[self._embed_name].name
         if embed not in matrices and how.stores(self._checkpoint, embed):
             raise UnsupportedModel(
                 f"{self._checkpoint.directory}: the token embeddings, tensor {embed}, are quantised, which is not "
