@@ -64,7 +64,7 @@ class WeightLoader(Weights):
         self._scratch = torch.empty(0, dtype=dtype)
         self._checkpoint = open_checkpoint(directory, {source.name for source in sources(config, ()).values()})
         self._sources = sources(config, self._checkpoint)
-        if config.tie_word_embeddings and self._sources[LM_HEAD].name in self._checkpoint:
+        if config.tie_word_embeddings and self._has(self._sources[LM_HEAD].name):
             if self._sources[EMBED].name not in self._checkpoint:  # tied weights may be stored under either name
                 self._embed_name = LM_HEAD
                 del self._shapes[EMBED]
@@ -77,6 +77,11 @@ class WeightLoader(Weights):
             name: sum(self._checkpoint[each].num_bytes for each in self._quantised.get(name, (name,)))
             for name in self._stored
         }
+
+    def _has(self, name: str) -> bool:
+        """True if the checkpoint has a weight, plain or quantised."""
+        how = self._config.weight_format
+        return name in self._checkpoint or (how is not None and how.stores(self._checkpoint, name))
 
     def _find_quantised(self) -> dict[str, Collection[str]]:
         """Quantised projections → the checkpoint's tensors that each consists of."""
