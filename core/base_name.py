@@ -12,9 +12,9 @@ from ..memory.files.error import AdapterFormatError, shown
 from ..memory.files.manifest import AdapterManifest
 
 _FORMAT = re.compile(
-    r"[-_.](?:unsloth|bnb|nf4|nvfp4|mxfp4|fp[48](?:[-_.](?:block|static))?(?:[-_.]kv)?|float8|fp16|bf16|f16|f32|fp32"
+    r"[-_.](?:unsloth|bnb|nf4|(?:nv|mx)fp4(?:a16|_moe)?|fp[48](?:[-_.](?:block|static))?(?:[-_.]kv)?|float8|fp16|bf16|f16|f32|fp32"
     r"|[2-8]-?bit|int[2348]|w[0-9]+a[0-9]+|g[0-9]+|[0-9]+g|awq|gptq|gptqmodel|gguf"
-    r"|exl2|hqq|aqlm|marlin|autoround|torchao|mlx|dwq|hf|dynamic|quantized(?:[-_.]w[0-9]+a[0-9]+)?|i?q[2-8](?:_[a-z0-9]+)*)$"
+    r"|asym|ud|tq[12]_0|exl2|hqq|aqlm|marlin|autoround|torchao|mlx|dwq|hf|dynamic|quantized(?:[-_.]w[0-9]+a[0-9]+)?|i?q[2-8](?:_[a-z0-9]+)*)$"
 )
 """Ends of names that tell of a model's format: quantized or converted, it is the same model."""
 

@@ -64,7 +64,7 @@ class Checkpoint:
 
     def __init__(self, directory: Path, entries: Mapping[str, TensorEntry] | None = None) -> None:
         """entries: the tensors. None: those of the directory's safetensors files."""
-        self._directory = directory
+        self.directory = directory
         self._entries = _read_headers(directory) if entries is None else dict(entries)
         self._opened: tuple[Path, Any, int] | None = None  # a file, and the bytes that it may still give
 
@@ -82,7 +82,7 @@ class Checkpoint:
         for name, shape in shapes.items():
             entry = self._entries.get(name)
             if entry is None:
-                raise UnsupportedModel(f"{self._directory}: tensor {name} is missing from its weight files")
+                raise UnsupportedModel(f"{self.directory}: tensor {name} is missing from its weight files")
             if entry.shape != shape:
                 raise UnsupportedModel(
                     f"{entry.path}: tensor {name} has shape {list(entry.shape)}, config.json needs {list(shape)}"

@@ -22,10 +22,15 @@ if TYPE_CHECKING:
 SUFFIX = ".gguf"
 
 #: Architectures for which llama.cpp stores the halves of rotary pairs next to each other, in rows of q and k.
-_INTERLEAVED = {"llama", "granite", "smollm3"}
+_INTERLEAVED = {"llama", "granite", "mistral3", "smollm3"}
 
 #: Architectures whose norms it stores with 1 added.
 _ONE_PLUS = {"gemma", "gemma2", "gemma3"}
+
+#: Architectures whose tensors it stores as transformers has them.
+_AS_THEY_ARE = {"chatglm", "cohere2", "exaone4", "glm4", "olmo2", "phi3", "qwen2", "qwen3", "seed_oss"}
+
+_KNOWN = sorted(_INTERLEAVED | _ONE_PLUS | _AS_THEY_ARE)
 
 #: Tensors that config.json's fields say.
 _FROM_CONFIG = {"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"}
@@ -65,6 +70,7 @@ class GgufFile:
         ) as error:  # numpy raises some of these beyond a file's end, too
             raise UnsupportedModel(f"{path}: cannot be read as GGUF: {error}; {_MEND}") from error
         self.tensors = {tensor.name: tensor for tensor in self._reader.tensors}
+        self._asked: set[str] = set()
         if (count := self.get("split.count", 1)) != 1:
             raise UnsupportedModel(f"{path}: is one of {count} files; merge them: llama-gguf-split --merge {path} NEW")
 
@@ -74,8 +80,15 @@ class GgufFile:
 
     def get(self, name: str, default: Any = None) -> Any:
         """The metadata called `name`, in which `{arch}` stands for the architecture."""
-        field = self._reader.get_field(name.replace("{arch}", self.architecture) if "{" in name else name)
+        name = name.replace("{arch}", self.architecture) if "{" in name else name
+        self._asked.add(name)
+        field = self._reader.get_field(name)
         return default if field is None else field.contents()
+
+    def never_asked(self) -> dict[str, Any]:
+        """The metadata of the architecture that `get` was not asked for, by name."""
+        begin, fields = f"{self.architecture}.", self._reader.fields
+        return {name: fields[name].contents() for name in fields if name.startswith(begin) and name not in self._asked}
 
     def length(self, name: str) -> int:
         """Elements of an array of the metadata."""
@@ -145,8 +158,16 @@ def _names_of(file: GgufFile, wanted: Collection[str]) -> dict[str, str]:
     from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
     by_name = {name: architecture for architecture, name in MODEL_ARCH_NAMES.items()}
+    if file.architecture not in _KNOWN:
+        raise UnsupportedModel(
+            f"{file.path}: general.architecture is {file.architecture!r}: not supported as GGUF; supported: "
+            f"{', '.join(_KNOWN)}; use the original checkpoint"
+        )
     if file.architecture not in by_name:
-        raise UnsupportedModel(f"{file.path}: general.architecture is {file.architecture!r}, which gguf does not know")
+        raise UnsupportedModel(
+            f"{file.path}: general.architecture is {file.architecture!r}, which the installed gguf does not know; run: "
+            "pip install -U gguf"
+        )
     table = get_tensor_name_map(by_name[file.architecture], int(file.get("{arch}.block_count", 0)))
     names = {name: table.get_name(name, (".weight", ".bias")) for name in wanted}
     names = {name: found for name, found in names.items() if found in file.tensors}

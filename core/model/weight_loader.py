@@ -64,7 +64,7 @@ class WeightLoader(Weights):
         self._scratch = torch.empty(0, dtype=dtype)
         self._checkpoint = open_checkpoint(directory, {source.name for source in sources(config, ()).values()})
         self._sources = sources(config, self._checkpoint)
-        if config.tie_word_embeddings and self._sources[LM_HEAD].name in self._checkpoint:
+        if config.tie_word_embeddings and self._has(self._sources[LM_HEAD].name):
             if self._sources[EMBED].name not in self._checkpoint:  # tied weights may be stored under either name
                 self._embed_name = LM_HEAD
                 del self._shapes[EMBED]
@@ -78,12 +78,24 @@ class WeightLoader(Weights):
             for name in self._stored
         }
 
+    def _has(self, name: str) -> bool:
+        """True if the checkpoint has a weight, plain or quantised."""
+        how = self._config.weight_format
+        return name in self._checkpoint or (how is not None and how.stores(self._checkpoint, name))
+
     def _find_quantised(self) -> dict[str, Collection[str]]:
         """Quantised projections → the checkpoint's tensors that each consists of."""
         how = self._config.weight_format
         if how is None:
             return {}
-        matrices = {self._sources[part].name for part in self._shapes if part == LM_HEAD or IN_LAYER.match(part)}
+        parts = (part for part in self._shapes if part == LM_HEAD or IN_LAYER.match(part))
+        matrices = {self._sources[part].name for part in parts if part.endswith(".weight")}
+        embed = self._sources[self._embed_name].name
+        if embed not in matrices and how.stores(self._checkpoint, embed):
+            raise UnsupportedModel(
+                f"{self._checkpoint.directory}: the token embeddings, tensor {embed}, are quantised, which is not "
+                "supported; use a checkpoint with plain embeddings"
+            )
         chosen_by = {source.name for part, source in self._sources.items() if part.endswith(ROUTERS)}
         try:
             return {

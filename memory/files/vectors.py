@@ -23,6 +23,10 @@ ENDS = {f"{MAGNITUDE}.weight": MAGNITUDE, f"base_layer.{BIAS}": BIAS}
 #: Regular expression of all ends.
 PATTERN = r"lora_magnitude_vector(?:\.weight)?|lora_B\.bias|(?:base_layer\.)?bias"
 
+_OTHER_BIAS = (
+    "is a bias of something other than a projection, which is not supported; train with bias='lora_only' or 'none'"
+)
+
 #: Module of a layer → rank and scale of LoRA.
 Targets = Mapping[tuple[int, str], tuple[int, float]]
 
@@ -87,15 +91,21 @@ def why_no_vector(name: str, config: AdapterConfig, modules: Collection[str]) ->
     ends = {MAGNITUDE: ("use_dora", False), LORA_BIAS: ("lora_bias", False), BIAS: ("bias", "none")}
     end = next((end for end in (MAGNITUDE, LORA_BIAS, BIAS) if name.endswith(f".{end}")), None)
     if end is None:
-        return None
+        return _why_no_other_bias(name)
     field, without = ends[end]
     value = {"use_dora": config.uses_dora, "lora_bias": config.lora_bias, "bias": config.bias}[field]
     if value == without:
         return f"is unexpected: {CONFIG_FILE} has {field} {shown(without)}, so PEFT would not apply it; mend either"
     if name.removesuffix(f".{end}") in modules:
         return f"is not targeted by {CONFIG_FILE} (target_modules, exclude_modules, layers_to_transform); mend either"
-    if end == BIAS:
+    return _OTHER_BIAS if end == BIAS else None
+
+
+def _why_no_other_bias(name: str) -> str | None:
+    """The same of a parameter or buffer whose own name ends so."""
+    if name.endswith("_correction_bias"):
         return (
-            "is a bias of another module than a projection of a layer, which is not supported; train with bias='none'"
+            "is a router's correction, which older versions of PEFT save with bias='all', though it is not trained; "
+            "load and save the adapter with a current PEFT, which leaves it out"
         )
-    return None
+    return _OTHER_BIAS if name.endswith(f"_{BIAS}") else None

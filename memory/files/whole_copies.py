@@ -136,8 +136,8 @@ def differing_rows(file: TensorFile, copy: WholeCopy, module: str, base: BaseRow
     name, info, shape = copy.name, copy.info, base.shape(module)
     if shape is None:
         raise AdapterFormatError(
-            f"{file.path}: tensor {shown(name)} is a copy of the whole {module}, and the base model's can't be read, "
-            "to compare them; save with save_pretrained(DIR, save_embedding_layers=False)"
+            f"{file.path}: tensor {shown(name)} is a copy of the whole {module}, and the base model's is quantised "
+            "or can't be read, to compare them; save with save_pretrained(DIR, save_embedding_layers=False)"
         )
     rows, columns = shape
     if len(info.shape) != 2 or info.shape[1] != columns or info.shape[0] < rows:

@@ -22,6 +22,19 @@ _LLAMA3_POSITIONS = 8192
 #: Layers of the largest Gemma 2 and Gemma 3, whose scores have another scale; the metadata lacks it.
 _GEMMA_2_27B, _GEMMA_3_27B = 46, 62
 
+#: Metadata that has no effect on what a model computes, or on one of these architectures.
+_NO_EFFECT = {
+    "attention.layer_norm_epsilon",
+    "pooling_type",
+    "rope.scaling.finetuned",
+    "rope.scaling.original_context_length",
+    "rope.scaling.yarn_ext_factor",  # transformers has none
+    "tensor_data_layout",
+    "vocab_size",
+}
+
+_BESIDE = "put config.json of the original model beside the file"
+
 
 def config_of(file: GgufFile) -> dict[str, Any]:
     """The configuration of a file's model. Raises UnsupportedModel for an architecture that is not supported."""
@@ -29,9 +42,31 @@ def config_of(file: GgufFile) -> dict[str, Any]:
     if make is None:
         raise UnsupportedModel(
             f"{file.path}: general.architecture is {file.architecture!r}; supported: {', '.join(_ARCHITECTURES)}; "
-            "or put config.json of the original model beside the file"
+            f"or {_BESIDE}"
         )
-    return _common(file) | make(file)
+    config = _common(file) | make(file)
+    _check_common(file, config["head_dim"])
+    return config
+
+
+def _refuse(file: GgufFile, name: str, why: str) -> UnsupportedModel:
+    """The error for a value of the metadata."""
+    value = file.get("{arch}." + name)
+    return UnsupportedModel(f"{file.path}: {file.architecture}.{name} is {value}: {why}; {_BESIDE}")
+
+
+def _check_common(file: GgufFile, head_dim: int) -> None:
+    """Refuse metadata that changes what a model computes and that no field of config.json was made of."""
+    if file.architecture != "phi3" and file.get("{arch}.rope.dimension_count", head_dim) != head_dim:
+        raise _refuse(file, "rope.dimension_count", f"a head has {head_dim} elements, and all of them must rotate")
+    if file.get("{arch}.attention.value_length", head_dim) != head_dim:
+        raise _refuse(file, "attention.value_length", f"keys have {head_dim} elements, and values must have as many")
+    if not file.get("{arch}.attention.causal", True):
+        raise _refuse(file, "attention.causal", "attention to later tokens is not supported")
+    for name, value in file.never_asked().items():
+        field = name.removeprefix(f"{file.architecture}.")
+        if value and field not in _NO_EFFECT:
+            raise _refuse(file, field, "unknown field")
 
 
 def _number(file: GgufFile, name: str, default: float | None = None) -> Any:
@@ -42,13 +77,21 @@ def _number(file: GgufFile, name: str, default: float | None = None) -> Any:
     return _shortest(value) if isinstance(value, float) else value
 
 
+def _integer(file: GgufFile, name: str, default: int | None = None) -> int:
+    """A whole number of the metadata of at least 1."""
+    value = _number(file, name, default)
+    if type(value) is not int or value < 1:
+        raise _refuse(file, name, "a whole number of at least 1 is needed")
+    return value
+
+
 def _shortest(value: float) -> float:
     """A number as it was before it was stored as float32."""
     return float(str(np.float32(value)))
 
 
 def _common(file: GgufFile) -> dict[str, Any]:
-    hidden, heads = _number(file, "embedding_length"), _number(file, "attention.head_count")
+    hidden, heads = _integer(file, "embedding_length"), _integer(file, "attention.head_count")
     head_dim = _number(file, "attention.key_length", hidden // heads)
     config = {
         "hidden_size": hidden,
@@ -65,11 +108,17 @@ def _common(file: GgufFile) -> dict[str, Any]:
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,
         "torch_dtype": "bfloat16",
     }
-    for name, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
+    for name, key in (("bos", "bos"), ("pad", "padding")):
         config[f"{name}_token_id"] = file.get(f"tokenizer.ggml.{key}_token_id")
+    ends = [file.get(f"tokenizer.ggml.{each}_token_id") for each in ("eos", "eot", "eom")]
+    config["eos_token_id"] = list(dict.fromkeys(each for each in ends if each is not None)) or None
     if (scaling := _rope_scaling(file)) is not None:
         config["rope_scaling"] = scaling
     return config
+
+
+#: Numbers of YaRN in config.json → their names in the metadata.
+_YARN = {"beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow", "attention_factor": "yarn_attn_factor"}
 
 
 def _rope_scaling(file: GgufFile) -> dict[str, Any] | None:
@@ -84,7 +133,12 @@ def _rope_scaling(file: GgufFile) -> dict[str, Any] | None:
         raise UnsupportedModel(f"{file.path}: rope.scaling.type is {kind!r}; supported: none, linear, yarn")
     scaling = {"rope_type": kind, "factor": _number(file, "rope.scaling.factor")}
     original = file.get("{arch}.rope.scaling.original_context_length")
-    return scaling if original is None else {**scaling, "original_max_position_embeddings": original}
+    if original is not None:
+        scaling["original_max_position_embeddings"] = original
+    for field, name in _YARN.items() if kind == "yarn" else ():
+        value = file.get(f"{{arch}}.rope.scaling.{name}")
+        scaling |= {} if value is None else {field: _shortest(value)}
+    return scaling
 
 
 def _llama3(file: GgufFile) -> dict[str, Any]:
@@ -96,10 +150,7 @@ def _llama3(file: GgufFile) -> dict[str, Any]:
     smooth = ((_LLAMA3_POSITIONS / wavelengths - _LOW) / (_HIGH - _LOW)).clamp(0, 1)
     want = 1 / ((1 - smooth) / factor + smooth)
     if not torch.allclose(found.double(), want, rtol=1e-3):
-        raise UnsupportedModel(
-            f"{file.path}: tensor rope_freqs.weight is not of Llama 3's rope scaling; "
-            "put config.json of the original model beside the file"
-        )
+        raise UnsupportedModel(f"{file.path}: tensor rope_freqs.weight is not of Llama 3's rope scaling; {_BESIDE}")
     return {
         "rope_type": "llama3",
         "factor": factor,
@@ -150,36 +201,41 @@ def _gemma_2(file: GgufFile) -> dict[str, Any]:
 
 
 def _gemma_3(file: GgufFile) -> dict[str, Any]:
-    return {
+    config = {
         "architectures": ["Gemma3ForCausalLM"],
         "model_type": "gemma3_text",
         "hidden_activation": "gelu_pytorch_tanh",
         "sliding_window": _number(file, "attention.sliding_window"),
         "query_pre_attn_scalar": _query_scalar(file, _GEMMA_3_27B),
-        "rope_local_base_freq": 10000.0,
+        "rope_local_base_freq": float(_number(file, "rope.freq_base_swa", 10000.0)),
     }
+    if (cap := file.get("{arch}.final_logit_softcapping")) is not None:
+        config["final_logit_softcapping"] = _shortest(cap)
+    return config
 
 
 def _query_scalar(file: GgufFile, layers_of_27b: int) -> int:
     """The square of the scores' divisor: a head's size, but in the largest model."""
-    hidden, heads = _number(file, "embedding_length"), _number(file, "attention.head_count")
+    hidden, heads = _integer(file, "embedding_length"), _integer(file, "attention.head_count")
     is_27b = _number(file, "block_count") == layers_of_27b
     return hidden // heads if is_27b else _number(file, "attention.key_length", hidden // heads)
 
 
 def _phi_3(file: GgufFile) -> dict[str, Any]:
-    hidden, heads = _number(file, "embedding_length"), _number(file, "attention.head_count")
+    hidden, heads = _integer(file, "embedding_length"), _integer(file, "attention.head_count")
     positions = _number(file, "context_length")
     return {
         "architectures": ["Phi3ForCausalLM"],
         "model_type": "phi3",
-        "partial_rotary_factor": _number(file, "rope.dimension_count", hidden // heads) / (hidden // heads),
+        "partial_rotary_factor": _integer(file, "rope.dimension_count", hidden // heads) / (hidden // heads),
         "original_max_position_embeddings": file.get("{arch}.rope.scaling.original_context_length", positions),
         "sliding_window": file.get("{arch}.attention.sliding_window") or None,
     }
 
 
 def _granite(file: GgufFile) -> dict[str, Any]:
+    if not file.get("{arch}.rope.scaling.finetuned", True):
+        raise _refuse(file, "rope.scaling.finetuned", "Granite without rotary embeddings is not supported as GGUF")
     return {
         "architectures": ["GraniteForCausalLM"],
         "model_type": "granite",
@@ -196,9 +252,7 @@ def _smollm_3(_: GgufFile) -> dict[str, Any]:
 
 def _olmo_2(file: GgufFile) -> dict[str, Any]:
     if file.get("{arch}.attention.sliding_window") is not None:
-        raise UnsupportedModel(
-            f"{file.path}: OLMo 3 is not supported as GGUF; put config.json of the original model beside the file"
-        )
+        raise UnsupportedModel(f"{file.path}: OLMo 3 is not supported as GGUF without its configuration; {_BESIDE}")
     return {"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2"}
 
 

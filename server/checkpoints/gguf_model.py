@@ -11,7 +11,7 @@ from pathlib import Path
 from ...core.model.config_json import UnsupportedModel
 
 #: Changes when directories that were made before are not good any longer.
-_VERSION = 1
+_VERSION = 2
 
 _CONFIG = ("config.json", "generation_config.json")
 _TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")

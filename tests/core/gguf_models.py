@@ -13,17 +13,22 @@ from safetensors import safe_open
 
 Json = dict[str, Any]
 
+#: Numbers of YaRN that a file has under names of its own: `rope.scaling.yarn_beta_fast`, and so on.
+YARN = {"beta_fast": 16.0, "beta_slow": 2.0, "attention_factor": 1.25}
+
+GEMMA_3_ROPE = {"sliding_attention": {"rope_type": "default", "rope_theta": 500.0}}
+
 #: Families of `tiny_families` → llama.cpp's architecture, and changes that it or a file's blocks need.
 MODELS: dict[str, tuple[str, Json]] = {
     "llama2": ("llama", {}),
     "llama-linear-rope": ("llama", {}),
-    "llama-yarn": ("llama", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0}}),
+    "llama-yarn": ("llama", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, **YARN}}),
     "mistral": ("llama", {"head_dim": 16}),
     "qwen2-untied": ("qwen2", {}),
     "qwen3": ("qwen3", {"hidden_size": 64}),
     "gemma": ("gemma", {}),
     "gemma-2": ("gemma2", {"query_pre_attn_scalar": 32}),
-    "gemma-3": ("gemma3", {"query_pre_attn_scalar": 32, "rope_parameters": {}}),
+    "gemma-3": ("gemma3", {"query_pre_attn_scalar": 32, "rope_parameters": GEMMA_3_ROPE}),
     "phi-3": ("phi3", {}),
     "phi-4-mini": ("phi3", {}),
     "granite": ("granite", {}),
@@ -31,8 +36,19 @@ MODELS: dict[str, tuple[str, Json]] = {
     "olmo-2": ("olmo2", {}),
 }
 
+#: The same of architectures that need the original model's config.json beside the file.
+BESIDE = {
+    "ministral-3": "mistral3",
+    "exaone-4": "exaone4",
+    "cohere-2": "cohere2",
+    "glm": "chatglm",
+    "glm-4": "glm4",
+    "seed-oss": "seed_oss",
+    "olmo-3": "olmo2",
+}
+
 #: `LlamaModel` of the converter, from which these derive, interleaves rotary pairs.
-_PERMUTES = {"llama", "granite", "smollm3"}
+_PERMUTES = {"llama", "granite", "mistral3", "smollm3"}
 
 
 def permute(weight: torch.Tensor, heads: int) -> torch.Tensor:
@@ -130,7 +146,7 @@ def metadata(config: Json, architecture: str) -> Json:
         "attention.head_count_kv": config["num_key_value_heads"],
         "attention.key_length": head_dim,
         "attention.value_length": head_dim,
-        "attention.layer_norm_rms_epsilon": float(config["rms_norm_eps"]),
+        "attention.layer_norm_rms_epsilon": float(config.get("rms_norm_eps", 1e-5)),
         "rope.freq_base": float(theta),
     }
     if rope.get("rope_type") in ("linear", "yarn"):
@@ -138,6 +154,12 @@ def metadata(config: Json, architecture: str) -> Json:
     if rope.get("rope_type") == "yarn":
         original = rope.get("original_max_position_embeddings", config["max_position_embeddings"])
         found["rope.scaling.original_context_length"] = original
+        yarn = {"yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow", "yarn_attn_factor": "attention_factor"}
+        found |= {f"rope.scaling.{name}": rope[field] for name, field in yarn.items() if field in rope}
+    if architecture in _PERMUTES:
+        found |= {"vocab_size": config["vocab_size"], "rope.dimension_count": head_dim}
+    if architecture == "gemma3":
+        found["rope.freq_base_swa"] = float(rope["sliding_attention"]["rope_theta"])
     if architecture in ("gemma2", "gemma3", "phi3") and config.get("sliding_window"):
         found["attention.sliding_window"] = config["sliding_window"]
     if architecture == "gemma2":

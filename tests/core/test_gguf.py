@@ -20,7 +20,7 @@ from .model.quantization.twins import weights
 from .tiny_families import save_family
 
 pytest.importorskip("gguf")
-from .gguf_models import MODELS, permute, tensors_of, write_gguf
+from .gguf_models import BESIDE, MODELS, permute, tensors_of, write_gguf
 
 pytestmark = [pytest.mark.numerics, pytest.mark.wide]
 
@@ -50,6 +50,12 @@ def test_a_file_says_the_configuration_of_its_model(tmp_path, family):
     found, want = (read_model_config(path) for path in make(tmp_path, family))
     served = {"architecture": found.architecture, "dtype": "float32"}  # Mistral's files say that they are Llama's
     assert replace(found, **served) == replace(want, **served)
+
+
+def test_the_end_of_a_turn_ends_answers(tmp_path):
+    """Where it is another token than that of the text's end, as Gemma's."""
+    found, _ = make(tmp_path, "gemma", spoil=lambda fields, _: fields.update({"tokenizer.ggml.eot_token_id": 107}))
+    assert read_model_config(found).eos_token_ids == (2, 107)
 
 
 @pytest.mark.parametrize("family", MODELS)
@@ -168,6 +174,11 @@ def of_another_shape(_, tensors) -> None:
         (lambda _, t: t.update({"blk.0.odd.weight": t["output_norm.weight"]}), None, "blk.0.odd.weight has no place"),
         (lambda f, _: f.update({"split.count": 3}), None, "is one of 3 files; merge them: llama-gguf-split --merge"),
         (lambda f, _: f.pop("llama.embedding_length"), None, "llama.embedding_length is missing"),
+        (lambda f, _: f.update({"llama.attention.head_count": [4, 4]}), None, "head_count is [4, 4]: a whole number"),
+        (lambda f, _: f.update({"llama.attention.head_count": 0}), None, "head_count is 0: a whole number of at least"),
+        (lambda f, _: f.update({"llama.attention.clamp_kqv": 8.0}), None, "llama.attention.clamp_kqv is 8.0: unknown"),
+        (lambda f, _: f.update({"llama.attention.causal": False}), None, "llama.attention.causal is False"),
+        (lambda f, _: f.update({"llama.rope.dimension_count": 8}), None, "llama.rope.dimension_count is 8"),
         (lambda f, _: f.update({"llama.rope.scaling.type": "odd"}), None, "rope.scaling.type is 'odd'; supported:"),
         (
             lambda _, t: t.update({"rope_freqs.weight": t["output_norm.weight"]}),
@@ -196,6 +207,25 @@ def test_files_beside_it_come_first(tmp_path):
     assert again != made and read_model_config(again).max_context == 99
     assert_same(again, twin)
     assert_same(tmp_path / "file", twin)
+
+
+@pytest.mark.parametrize("family", BESIDE)
+def test_other_architectures_are_read_with_the_models_configuration(tmp_path, family):
+    save_family(family, tmp_path / "twin")
+    (tmp_path / "file").mkdir()
+    held = write_gguf(tmp_path / "twin", tmp_path / "file" / "tiny.gguf", BESIDE[family], "Q8_0")
+    (tmp_path / "file" / "config.json").write_bytes((tmp_path / "twin" / "config.json").read_bytes())
+    save_file({name: weight.contiguous() for name, weight in held.items()}, tmp_path / "twin" / "model.safetensors")
+    assert_same(tmp_path / "file", tmp_path / "twin")
+
+
+def test_an_architecture_whose_order_of_rows_is_not_known_is_refused(tmp_path):
+    """Also where a config.json says what model it is."""
+    save_family("llama2", tmp_path)
+    write_gguf(tmp_path, tmp_path / "tiny.gguf", "arcee")
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(UnsupportedModel, match=r"general.architecture is 'arcee': not supported as GGUF; supported: "):
+        list(weights(tmp_path))
 
 
 def test_of_several_files_in_a_directory_one_must_be_named(tmp_path):

@@ -77,7 +77,8 @@ def evenly_grouped(matrix: GroupScaled) -> tuple[GroupScaled, int]:
     """
     size = _even_size(matrix.group_of)
     group_of = torch.arange(len(matrix.group_of)) // size
-    if torch.equal(group_of, matrix.group_of):
+    has_no_others = matrix.scales.shape[1] == -(-len(group_of) // size)  # a share may have scales of other columns
+    if has_no_others and torch.equal(group_of, matrix.group_of):
         return matrix, size
     return _with_groups(matrix, group_of), size
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -11,6 +13,7 @@ from chorus.core.model.quantization.group_scaled import GroupScaled
 from chorus.core.model.quantization.groups import (
     evenly_grouped,
     is_packable,
+    pack_scaled,
     part_of,
     plain,
     stacked,
@@ -19,6 +22,7 @@ from chorus.core.model.quantization.groups import (
 from chorus.core.model.read_config import read_model_config
 from chorus.core.model.shard import Shard
 from chorus.core.model.weight_loader import WeightLoader
+from chorus.ops.expert_products import unpack
 from chorus.ops.native_integers import IntegerPanels
 
 from .quantization.forms import FORMS
@@ -92,9 +96,19 @@ def test_what_can_not_be_multiplied_as_whole_numbers_is_dequantised():
     assert torch.equal(weights, plain(mixed, torch.bfloat16))
 
 
+@pytest.mark.parametrize("columns", [slice(0, 16), slice(0, 32), slice(16, 32), slice(32, 48)])
+def test_groups_that_a_share_does_not_use_are_left_out(columns):
+    """A share of columns whose groups the checkpoint lists (`g_idx`) comes with the scales of all of them."""
+    whole = matrix(zeros=True)
+    share = replace(whole, values=whole.values[:, columns], group_of=whole.group_of[columns])
+    even, size = evenly_grouped(share)
+    assert even.scales.shape[1] == even.zeros.shape[1] == -(-len(share.group_of) // size)
+    assert torch.equal(even.dequantised(), whole.dequantised()[:, columns])
+
+
 @pytest.mark.parametrize("form", ["awq", "gptq", "compressed packed, zero points", "compressed int8"])
 def test_integers_of_ranks_are_their_shares(tmp_path, form):
-    """Whole, and of each of two ranks, whose columns may cut groups."""
+    """Whole, and of each of two ranks, whose columns may cut groups; also as the native library keeps them."""
     path, _ = write_twins(tmp_path, FORMS[form])
     config = read_model_config(path)
     for shard in (Shard(), Shard(0, 2), Shard(1, 2)):
@@ -104,7 +118,10 @@ def test_integers_of_ranks_are_their_shares(tmp_path, form):
 
         def pack(weight, seen=seen):
             seen.append(isinstance(weight, GroupScaled))
-            return plain(weight, torch.float32).clone()
+            weight_of = plain(weight, torch.float32).clone()
+            if isinstance(weight, GroupScaled):
+                torch.testing.assert_close(unpack(pack_scaled(weight)), weight_of, rtol=1e-6, atol=1e-6)
+            return weight_of
 
         for found, want in zip(kept.layers(pack), plainly.layers(), strict=True):
             assert all(torch.equal(getattr(found, name), getattr(want, name)) for name in MATRICES)

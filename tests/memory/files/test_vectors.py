@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -65,6 +66,28 @@ def test_a_bias_that_the_base_model_has_not(adapter_draft, tmp_path):
     it = adapter_draft(("o_proj",), bias="all")
     vector(it, 0, "o_proj", "base_layer.bias")
     with pytest.raises(AdapterFormatError, match=r"o_proj\.bias is a bias of o_proj in layer 0, which the base model"):
+        inspected(it, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("mlp.gate.e_score_correction_bias", "a router's correction, .* load and save the adapter with a current PEFT"),
+        ("linear_attn.dt_bias", "a bias of something other than a projection, .* train with bias='lora_only'"),
+        ("mlp.experts.gate_up_proj_bias", "a bias of something other than a projection, .* bias='lora_only' or 'none'"),
+        ("input_layernorm.bias", "a bias of something other than a projection, .* bias='lora_only' or 'none'"),
+    ],
+)
+@pytest.mark.parametrize("bias", ["all", "none"])
+def test_other_biases_that_peft_saved_are_refused_by_what_they_are(adapter_draft, tmp_path, name, why, bias):
+    """Older versions of PEFT save with bias='all' whatever has `bias` in its name, also what is not trained; every
+    version reads it from a file.
+    """
+    it = adapter_draft(("o_proj",), bias=bias)
+    it.tensors[f"base_model.model.model.layers.1.{name}"] = torch.zeros(4)
+    if name.endswith(".bias") and bias == "none":
+        why = "is unexpected: adapter_config.json has bias 'none'"
+    with pytest.raises(AdapterFormatError, match=rf"{re.escape(name)}' is {why.removeprefix('is ')}"):
         inspected(it, tmp_path)
 
 

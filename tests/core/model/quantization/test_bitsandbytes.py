@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from chorus.core.model.config import UnsupportedModel
+from chorus.core.model.narrow_bytes import bytes_saved_by_experts, bytes_saved_by_stacks
+from chorus.core.model.read_config import read_model_config
 
+from ...tiny_families import save_family
 from .bnb_forms import bnb_4bit, bnb_int8
 from .twins import MODULE, Form, Tensors, weights, write_twins
 
@@ -97,3 +102,26 @@ def test_a_state_that_is_not_as_described_is_named(tmp_path, told, why):
 def test_fields_that_would_change_the_weights_are_refused_by_name(tmp_path, how: dict[str, Any], why):
     form = bnb_4bit()
     assert why in refusal(tmp_path, replace(form, how=form.how | how))
+
+
+@pytest.mark.parametrize("family", ["qwen3-moe", "gpt-oss"])
+@pytest.mark.parametrize("form", [bnb_4bit(), bnb_int8()], ids=["nf4", "int8"])
+def test_experts_that_transformers_leaves_as_they_are(tmp_path, family, form):
+    """It keeps all of a layer's in one parameter, which the library does not quantise, and no list names them."""
+    for path in (quantised := tmp_path / "quantised", twin := tmp_path / "twin"):
+        save_family(family, path)
+    plain = load_file(twin / "model.safetensors")
+    stored = dict(plain)
+    for name, weight in list(plain.items()):
+        if name.endswith("_proj.weight") and ".self_attn." in name:
+            tensors, plain[name] = form.quantise(name, tuple(weight.shape))
+            del stored[name]
+            stored |= {f"{name.removesuffix('.weight')}.{end}": tensor for end, tensor in tensors.items()}
+    save_file(plain, twin / "model.safetensors")
+    save_file(stored, quantised / "model.safetensors")
+    config = json.loads((quantised / "config.json").read_text())
+    (quantised / "config.json").write_text(json.dumps({**config, "quantization_config": form.how}))
+    for found, want in zip(*map(weights, (quantised, twin)), strict=True):
+        assert found is want is None or torch.equal(found, want)
+    model = read_model_config(quantised)
+    assert bytes_saved_by_experts(model, 2) == bytes_saved_by_stacks(model, 2) == 0, "the configuration can't tell"

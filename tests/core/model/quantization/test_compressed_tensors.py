@@ -111,6 +111,16 @@ def test_missing_tensors_are_named(tmp_path, end):
     assert f"tensor {MODULE}.{end} is missing" in said and said.endswith(AGAIN)
 
 
+def test_quantised_embeddings_are_refused_by_name(tmp_path):
+    def quantise(tensors: Tensors) -> None:
+        weight = tensors.pop("model.embed_tokens.weight")
+        stored, _ = INTEGERS.quantise("model.embed_tokens", (weight.shape[0], weight.shape[1]))
+        tensors.update({f"model.embed_tokens.{end}": tensor for end, tensor in stored.items()})
+
+    said = refusal(tmp_path, INTEGERS, quantise)
+    assert "the token embeddings, tensor model.embed_tokens.weight, are quantised, which is not supported; use" in said
+
+
 def with_weights(**changes: Any) -> Form:
     args = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 8}
     return replace(INTEGERS, how=compressed("pack-quantized", {**args, **changes}))

@@ -17,7 +17,7 @@ from chorus.core.model.shard import Shard
 from chorus.core.model.weight_loader import WeightLoader
 
 from .forms import FORMS
-from .twins import Form, weights, write_twins
+from .twins import CONFIG, Form, weights, write_twins
 
 pytestmark = pytest.mark.wide
 
@@ -37,6 +37,25 @@ def test_weights_have_the_bits_of_the_dequantised_twin(tmp_path, form, architect
     for each in options:
         for found, want in zip(weights(quantised, **each), weights(twin, **each), strict=True):
             assert (found is None and want is None) or torch.equal(found, want)
+
+
+@pytest.mark.parametrize("form", ["gptq", "compressed int8", "fp8"])
+def test_a_quantised_head_beside_tied_embeddings_is_read(tmp_path, form):
+    """It is served as it is, as a plain one that differs from the embeddings."""
+    made = replace(FORMS[form], config={"tie_word_embeddings": True}, how=FORMS[form].how | {"ignore": []})
+    made = made if "ignore" in FORMS[form].how else replace(made, how=FORMS[form].how)
+    head = []
+
+    def add(tensors):
+        stored, weight = made.quantise("lm_head", (CONFIG["vocab_size"], CONFIG["hidden_size"]))
+        head.append(weight)
+        tensors.update({f"lm_head.{end}": tensor for end, tensor in stored.items()})
+
+    quantised, twin = write_twins(tmp_path, made, spoil=add)
+    *layers, found = weights(quantised, torch.float32)
+    *wanted, _ = weights(twin, torch.float32)
+    assert torch.equal(found, head[0])
+    assert all(one is two is None or torch.equal(one, two) for one, two in zip(layers, wanted, strict=True))
 
 
 EXPERTS = {
