@@ -259,7 +259,7 @@ class Engine:
             if not outputs and self.scheduler.has_work() and not self.swapped.wait(READ_WAIT_SECONDS):
                 self.store.images.wait(READ_WAIT_SECONDS)
             return outputs
-        sample = self.samples.begin(plan)
+        sample = self._sample_of(plan)
         start = self._clock()
         result = self._execute(plan)
         seconds = self._clock() - start
@@ -274,7 +274,8 @@ class Engine:
             self._measure_prefill(plan, sample, seconds)
         elif not plan.num_drafts:
             self._decode_seconds = seconds
-            self.samples.end_decode(sample, seconds)
+            if sample is not None:
+                sample.seconds, self.samples.decode = seconds, sample
             if self.modes is not None and not result.unready:
                 self.modes.note(plan, seconds)
         return outputs + self.scheduler.update(plan, result)
@@ -290,10 +291,22 @@ class Engine:
             if adapter is not None and adapter.num_overflows is not None and plan.merged in (None, adapter):
                 adapter.num_overflows += 1
 
+    def _sample_of(self, plan: StepPlan) -> StepSample | None:
+        """The sample of a step that is about to run; None if none of its kind is needed."""
+        if plan.bucket is None:
+            is_needed = self.samples.prefill is None and self._is_prefill(plan)
+            return StepSample.of(plan) if is_needed else None
+        return StepSample.of(plan) if self.samples.decode is None and not plan.num_drafts else None
+
+    def _is_prefill(self, plan: StepPlan) -> bool:
+        """True of a step with a block of tokens per sequence or more."""
+        return plan.num_tokens - plan.num_drafts >= self.block_tokens * len(plan.sequences)
+
     def _measure_prefill(self, plan: StepPlan, sample: StepSample | None, seconds: float) -> None:
         """Update the estimated cost of recomputing a cached page from the time of a prefill step."""
-        if plan.num_tokens - plan.num_drafts >= self.block_tokens * len(plan.sequences):
-            self.samples.end_prefill(sample, seconds)
+        if self._is_prefill(plan):
+            if sample is not None:
+                sample.seconds, self.samples.prefill = seconds, sample
             self.costs.observe("prefix_page", seconds / plan.num_tokens / self.pages_per_token)
 
     def check_when_idle(self) -> None:

@@ -30,38 +30,25 @@ class StepSample:
         return cls(batch_of(plan), plan.merged, context_of(plan), len(plan.sequences), plan.num_tokens)
 
 
+@dataclass(slots=True)
 class StepSamples:
     """At most one decode step and one prefill step. The next ones are kept once these are taken.
 
     So a reader costs the engine two samples each time that it reads, and none if there is no reader.
     """
 
-    def __init__(self) -> None:
-        self._decode: StepSample | None = None
-        self._prefill: StepSample | None = None
+    decode: StepSample | None = None
+    """A decode step without drafts."""
 
-    def begin(self, plan: StepPlan) -> StepSample | None:
-        """The sample of a step that is about to run; None if none of its kind is needed."""
-        if plan.bucket is None:
-            return StepSample.of(plan) if self._prefill is None else None
-        return StepSample.of(plan) if self._decode is None and not plan.num_drafts else None
-
-    def end_decode(self, sample: StepSample | None, seconds: float) -> None:
-        """Keep the sample of a decode step without drafts, from `begin`."""
-        if sample is not None:
-            sample.seconds, self._decode = seconds, sample
-
-    def end_prefill(self, sample: StepSample | None, seconds: float) -> None:
-        """Keep the sample of a step with a block of tokens per sequence or more, from `begin`."""
-        if sample is not None:
-            sample.seconds, self._prefill = seconds, sample
+    prefill: StepSample | None = None
+    """A step with a block of tokens per sequence or more."""
 
     def take_decode(self) -> StepSample | None:
         """The first decode step since the last call; None if there was none."""
-        taken, self._decode = self._decode, None
+        taken, self.decode = self.decode, None
         return taken
 
     def take_prefill(self) -> StepSample | None:
         """The same of prefill steps."""
-        taken, self._prefill = self._prefill, None
+        taken, self.prefill = self.prefill, None
         return taken

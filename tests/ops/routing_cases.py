@@ -11,7 +11,6 @@ from chorus.core.model.experts import ListedExperts, SharedOutputs, StackedExper
 from chorus.core.model.layers import Routing, Scoring
 from chorus.ops.expert_tiles import Stack
 from chorus.ops.expert_tiles_schedule import num_tiles, tile_rows
-from chorus.ops.routing_triton import tiles_of
 
 DTYPES = torch.float32, torch.bfloat16
 
@@ -104,6 +103,8 @@ def check_sort(rows: int, experts: int, each: int, device: str, *, skewed: bool)
     """Pairs are in the order of experts, and an expert's in the order of rows; each is in one tile of its expert.
     skewed: all rows go to the last experts.
     """
+    from chorus.ops.routing_triton import tiles_of  # needs triton
+
     chosen = random_rows(rows, experts, seed=0).topk(each).indices
     if skewed:
         chosen = (experts - 1 - torch.arange(each)).expand(rows, each).contiguous()

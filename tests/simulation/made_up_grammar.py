@@ -71,6 +71,9 @@ class MadeUpGrammars:
     def forced(self, matcher: MadeUpMatcher) -> list[int]:
         return matcher.compute_ff_tokens()
 
+    def known(self, tokens: list[int]) -> list[int]:
+        return tokens
+
 
 def made_up_grammars() -> Grammars:
     return cast(Grammars, MadeUpGrammars())

@@ -267,7 +267,7 @@ REFUSED = {
         together(config(bias="all"), extra("base_model.model.model.layers.0.input_layernorm.bias", 16)),
         WEIGHTS,
         "input_layernorm.bias",
-        "bias='none'",
+        "bias='lora_only' or 'none'",
     ),
     "lora_bias": (config(lora_bias=True), WEIGHTS, "lora_B.bias is missing", "lora_bias"),
     "unprefixed": (extra(Q0_A.removeprefix("base_model.model."), 4, 16), WEIGHTS, "base_model.model.", "save_pre"),

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from chorus.core.merging.step_samples import StepSamples
+from chorus.core.merging.step_samples import StepSample, StepSamples
 from chorus.core.requests.request_params import RequestParams
 from chorus.core.requests.types import BASE_LORA_INDEX, ScheduledSequence, StepPlan
 from chorus.server.cluster.report import LearnedCosts, mean_costs
@@ -21,12 +21,18 @@ def engine():
     return SimpleNamespace(samples=StepSamples(), costs=costs, executor=executor, pages_per_token=1 / 16)
 
 
+def sample_of(step, seconds):
+    sample = StepSample.of(step)
+    sample.seconds = seconds
+    return sample
+
+
 def run_decode(replica, step, seconds):
-    replica.samples.end_decode(replica.samples.begin(step), seconds)
+    replica.samples.decode = sample_of(step, seconds)
 
 
 def run_prefill(replica, step, seconds):
-    replica.samples.end_prefill(replica.samples.begin(step), seconds)
+    replica.samples.prefill = sample_of(step, seconds)
 
 
 def plan(rows, start, tokens=1):
