@@ -120,7 +120,7 @@ class RequestParams:
         _require("bad_words", self.bad_words, all(self.bad_words), "non-empty")
         _at_most("bad_words", sum(map(len, self.bad_words)), MAX_BAD_WORD_TOKENS, "tokens in all")
         if self.allowed_token_ids is not None:
-            _require("allowed_token_ids", "()", bool(self.allowed_token_ids), "one token id at least, or left out")
+            _require("allowed_token_ids", "empty", bool(self.allowed_token_ids), "one token id at least, or left out")
             _at_most("allowed_token_ids", len(self.allowed_token_ids), MAX_ALLOWED_TOKENS, "entries")
             least = min(self.allowed_token_ids)
             _require("allowed_token_ids", f"{least} among others", least >= 0, "token ids")
