@@ -135,6 +135,9 @@ class KvCache(NamedTuple):
 class Attention(ABC):
     """Causal grouped-query attention over a paged KV cache."""
 
+    takes_sinks = False
+    """Whether it serves layers with sinks."""
+
     def plan(
         self,
         qo_indptr: Sequence[int],
@@ -170,24 +173,19 @@ class Attention(ABC):
         """
         out = torch.empty_like(q) if out is None else out
         cache = KvCache(k_cache, v_cache, kv_scales)
-        if sinks is None:
-            self._attend(q, cache, out, scores)
-        else:
-            self._attend_with_sinks(q, cache, out, scores, sinks)
+        if sinks is not None and not self.takes_sinks:
+            raise NotImplementedError(f"{type(self).__name__} has no attention sinks; use attention triton or torch")
+        self._attend(q, cache, out, scores, sinks)
         return out.view(len(q), -1)
 
     @abstractmethod
     def _plan(self, rows: PlannedRows) -> None: ...
 
     @abstractmethod
-    def _attend(self, q: torch.Tensor, cache: KvCache, out: torch.Tensor, scores: Scores) -> None:
-        """Write to `out`."""
-
-    def _attend_with_sinks(
-        self, q: torch.Tensor, cache: KvCache, out: torch.Tensor, scores: Scores, sinks: torch.Tensor
+    def _attend(
+        self, q: torch.Tensor, cache: KvCache, out: torch.Tensor, scores: Scores, sinks: torch.Tensor | None
     ) -> None:
-        """Likewise, in a layer with sinks."""
-        raise NotImplementedError(f"{type(self).__name__} has no attention sinks; use attention triton or torch")
+        """Write to `out`. sinks: None unless the class takes them."""
 
 
 class PagedAttention(Attention):
@@ -196,6 +194,8 @@ class PagedAttention(Attention):
     The host waits for nothing on a GPU, and there no mask or scores of a chunk are made: they would take the chunk's
     tokens times all that it sees.
     """
+
+    takes_sinks = True
 
     def __init__(self, heads: HeadShape, device: torch.device | str = "cpu") -> None:
         self._device = torch.device(device)
@@ -231,15 +231,7 @@ class PagedAttention(Attention):
         else:
             self._decode_pages = page_table[:0]
 
-    def _attend(self, q: torch.Tensor, cache: KvCache, out: torch.Tensor, scores: Scores) -> None:
-        self._attend_rows(q, cache, out, scores, None)
-
-    def _attend_with_sinks(
-        self, q: torch.Tensor, cache: KvCache, out: torch.Tensor, scores: Scores, sinks: torch.Tensor
-    ) -> None:
-        self._attend_rows(q, cache, out, scores, sinks)
-
-    def _attend_rows(
+    def _attend(
         self, q: torch.Tensor, cache: KvCache, out: torch.Tensor, scores: Scores, sinks: torch.Tensor | None
     ) -> None:
         caches, scales = (cache.k, cache.v), cache.scales

@@ -180,7 +180,9 @@ class FlashInferRaggedAttention(Attention):
                 )
         backend.event.record()
 
-    def _attend(self, q: torch.Tensor, cache: KvCache, out: torch.Tensor, scores: Scores) -> None:
+    def _attend(
+        self, q: torch.Tensor, cache: KvCache, out: torch.Tensor, scores: Scores, sinks: torch.Tensor | None
+    ) -> None:
         split = self._prefill_tokens
         if split:
             _run(self._prefills[scores], q[:split], cache, out[:split])
@@ -245,7 +247,9 @@ class FlashInferDecodeAttention(Attention):
         self._planned = True
         backend.event.record()
 
-    def _attend(self, q: torch.Tensor, cache: KvCache, out: torch.Tensor, scores: Scores) -> None:
+    def _attend(
+        self, q: torch.Tensor, cache: KvCache, out: torch.Tensor, scores: Scores, sinks: torch.Tensor | None
+    ) -> None:
         _run(self._wrappers[scores], q, cache, out)
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from .elementwise_schedule import power_of_two
+
 #: The most parts of a sequence. Each takes one output and two sums per query head in float32 while programs share it.
 PARTS = 32
 
@@ -37,13 +39,9 @@ def largest_head(itemsize: int) -> int:
     return 128 if itemsize == 4 else 256
 
 
-def _power_of_two(least: int) -> int:
-    return 1 << (least - 1).bit_length()
-
-
 def tile_tokens(head_dim: int, itemsize: int) -> int:
     """Tokens of a tile: at least 16, as a matrix instruction needs."""
-    return min(128, max(16, _TILE_BYTES // (_power_of_two(head_dim) * itemsize)))
+    return min(128, max(16, _TILE_BYTES // (power_of_two(head_dim) * itemsize)))
 
 
 def attention_splits(rows: int, kv_heads: int, max_tokens: int, tile: int, num_sms: int) -> tuple[int, int]:
@@ -92,7 +90,7 @@ def attention_constants(
         kv_heads=kv_heads,
         head_dim=head_dim,
         block_tokens=block_tokens,
-        block_d=_power_of_two(head_dim),
+        block_d=power_of_two(head_dim),
         tile=tile_tokens(head_dim, itemsize),
     )
 

@@ -320,6 +320,8 @@ def _has_float8(device: torch.device) -> bool:
 class TritonRaggedAttention(Attention):
     """Eager attention for sequences of any length: prefill chunks first, by PyTorch, then sequences of one token."""
 
+    takes_sinks = True
+
     def __init__(self, backend: TritonBackend) -> None:
         self._backend = backend
         self._prefill = PagedAttention(backend.heads, backend.device)
@@ -334,15 +336,7 @@ class TritonRaggedAttention(Attention):
         if split < len(kv_lens):
             self._backend.plan(page_table[split:], kv_lens[split:])
 
-    def _attend(self, q: torch.Tensor, cache: KvCache, out: torch.Tensor, scores: Scores) -> None:
-        self._attend_rows(q, cache, out, scores, None)
-
-    def _attend_with_sinks(
-        self, q: torch.Tensor, cache: KvCache, out: torch.Tensor, scores: Scores, sinks: torch.Tensor
-    ) -> None:
-        self._attend_rows(q, cache, out, scores, sinks)
-
-    def _attend_rows(
+    def _attend(
         self, q: torch.Tensor, cache: KvCache, out: torch.Tensor, scores: Scores, sinks: torch.Tensor | None
     ) -> None:
         split = self._prefill_tokens
@@ -358,6 +352,8 @@ class TritonDecodeAttention(Attention):
     Call `plan` before every replay; `run` is captured in the graph.
     """
 
+    takes_sinks = True
+
     def __init__(self, backend: TritonBackend, bucket: int) -> None:
         self._backend = backend
         self._bucket = bucket
@@ -366,11 +362,8 @@ class TritonDecodeAttention(Attention):
         rows.check_bucket(self._bucket)
         self._backend.plan(rows.page_table, rows.kv_lens, rows.tables)
 
-    def _attend(self, q: torch.Tensor, cache: KvCache, out: torch.Tensor, scores: Scores) -> None:
-        self._backend.run(q, cache, out, scores)
-
-    def _attend_with_sinks(
-        self, q: torch.Tensor, cache: KvCache, out: torch.Tensor, scores: Scores, sinks: torch.Tensor
+    def _attend(
+        self, q: torch.Tensor, cache: KvCache, out: torch.Tensor, scores: Scores, sinks: torch.Tensor | None
     ) -> None:
         self._backend.run(q, cache, out, scores, sinks)
 

@@ -91,7 +91,9 @@ class XqaDecodeAttention(Attention):
         rows.check_bucket(self._bucket)
         self._backend.table.write(rows.page_table, rows.kv_lens, rows.tables)
 
-    def _attend(self, q: torch.Tensor, cache: KvCache, out: torch.Tensor, scores: Scores) -> None:
+    def _attend(
+        self, q: torch.Tensor, cache: KvCache, out: torch.Tensor, scores: Scores, sinks: torch.Tensor | None
+    ) -> None:
         k_cache, v_cache, _ = cache
         head_dim = self._backend.heads.head_dim
         if k_cache.stride() != v_cache.stride() or k_cache.stride(3) != 1:

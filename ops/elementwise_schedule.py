@@ -15,7 +15,8 @@ GATED_BLOCK = 1024
 ROTARY_HEADS = 8
 
 
-def _power_of_two(least: int) -> int:
+def power_of_two(least: int) -> int:
+    """The least power of two of at least so much."""
     return 1 << (least - 1).bit_length()
 
 
@@ -99,16 +100,16 @@ class RotaryConstants:
     @property
     def block_d(self) -> int:
         """`half`, or the next power of two; likewise `block_r` of `rest`."""
-        return _power_of_two(self.half)
+        return power_of_two(self.half)
 
     @property
     def block_r(self) -> int:
-        return _power_of_two(max(1, self.rest))
+        return power_of_two(max(1, self.rest))
 
 
 def norm_constants(width: int, add: bool, *, centered: bool = False, wide: bool = False) -> NormConstants:
     """See `NormConstants`."""
-    return NormConstants(width, _power_of_two(width), add, centered=centered, wide=wide)
+    return NormConstants(width, power_of_two(width), add, centered=centered, wide=wide)
 
 
 def norm_options(width: int) -> dict[str, int | bool]:

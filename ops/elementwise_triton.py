@@ -147,8 +147,8 @@ def _sum_of_squares(start, WIDTH: tl.constexpr):
 def _turned(start, norm, cos, sin, at, own, eps, HEADS: tl.constexpr, dtype: tl.constexpr, C: tl.constexpr):
     """Heads of one kind, normalised and rotated: elements that rotate with others, those others, and the rest.
 
-    start: of the token's first head. at: first elements of some heads, `[heads, 1]`, of which `own` are there. cos,
-    sin: `[1, pairs]` float32.
+    start: address of the token's first head. at: offsets of a block of heads from it, `[heads, 1]`. own: which of these
+    heads exist. cos, sin: `[1, pairs]` float32.
     """
     HEAD_DIM: tl.constexpr = C.head_dim
     low_at, high_at, rest_at = _elements(C)
@@ -405,7 +405,7 @@ def gate_and_mul_rows(y, gate_up, gate_up_stride, y_stride, C: tl.constexpr):
         # (1 + tanh(u)) / 2 = sigmoid(2 u)
         gated = gate / (1.0 + tl.exp(-1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)))
     else:
-        gate = tl.where(gate > C.limit, C.limit, gate)  # unlike `minimum`, keeps what is no number
+        gate = tl.where(gate > C.limit, C.limit, gate)  # unlike tl.minimum, this keeps NaN
         up = tl.where(up > C.limit, C.limit, tl.where(up < -C.limit, -C.limit, up))
         sigmoid = (1.0 / (1.0 + tl.exp(-(gate * C.alpha).to(dtype).to(tl.float32)))).to(dtype)
         gated = gate * sigmoid.to(tl.float32)

@@ -7,12 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from .elementwise_schedule import power_of_two
+
 #: Columns of a state that a program has while a prompt's tokens pass.
 SCAN_COLUMNS = 16
-
-
-def _power_of_two(least: int) -> int:
-    return 1 << (least - 1).bit_length()
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +60,8 @@ class StepConstants:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "channels", 2 * self.k_heads * self.k_dim + self.v_heads * self.v_dim)
-        object.__setattr__(self, "block_k", _power_of_two(self.k_dim))
-        object.__setattr__(self, "block_v", _power_of_two(self.v_dim))
+        object.__setattr__(self, "block_k", power_of_two(self.k_dim))
+        object.__setattr__(self, "block_v", power_of_two(self.v_dim))
 
     @property
     def draft_elems(self) -> int:
@@ -79,7 +77,7 @@ def step_options() -> dict[str, int | bool]:
 
 def scan_constants(v_heads: int, k_dim: int, v_dim: int) -> DeltaConstants:
     """Of a launch for a prompt, with a program for some columns of a head."""
-    return DeltaConstants(v_heads, k_dim, v_dim, _power_of_two(k_dim), SCAN_COLUMNS)
+    return DeltaConstants(v_heads, k_dim, v_dim, power_of_two(k_dim), SCAN_COLUMNS)
 
 
 def scan_options() -> dict[str, int | bool]:

@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from .elementwise_schedule import power_of_two
+
 #: Rows of a tile of the router's product: of steps with few rows, and of others.
 TILE_ROWS = 16, 64
 
@@ -98,10 +100,6 @@ class SumConstants:
     gated: bool
     """The shared expert's outputs have gates."""
     block: int = SUM_BLOCK
-
-
-def power_of_two(least: int) -> int:
-    return 1 << (least - 1).bit_length()
 
 
 def router_constants(d_in: int, experts: int, rows: int, *, bias: bool, wide: bool) -> RouterConstants:

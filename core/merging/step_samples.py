@@ -32,9 +32,9 @@ class StepSample:
 
 @dataclass(slots=True)
 class StepSamples:
-    """At most one decode step and one prefill step. The next ones are kept once these are taken.
+    """The latest samples that nobody has taken: at most one decode step and one prefill step.
 
-    So a reader costs the engine two samples each time that it reads, and none if there is no reader.
+    The engine samples a step only if the slot for its kind is empty, so it pays for two samples per report.
     """
 
     decode: StepSample | None = None

@@ -29,7 +29,7 @@ from ...ops.sgmv import AdapterRows
 from ..requests.types import CannotMerge
 from .batch import GemmBackend, StepBatch, StepStates
 from .config import ModelConfig
-from .experts import ExpertKernels, ExpertPack, ExpertWeights, ListedExperts, packed_experts, stacked_experts
+from .experts import ExpertKernels, ExpertPack, ExpertWeights, ListedExperts, packed_experts
 from .layer import HEAD, Layer, Residual, multiply
 from .layer_weights import MATRICES, LayerWeights
 from .layers import AttentionSpec, HeadNorm, NormSpec
@@ -51,6 +51,7 @@ from .quantization.rounded_inputs import Float8Inputs, RoundedInputs
 from .rope_config import RopeConfig
 from .rounding_weight import RoundingWeight
 from .shadow import INPUTS_ARE_ROUNDED
+from .stacked_experts import stacked_experts
 from .step_lora import ATTN_O, GATE_UP, QKV, HeadLora, StepLora
 from .weights import Pack, Weights
 

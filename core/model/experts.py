@@ -10,7 +10,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from functools import cache
 from itertools import pairwise
 from typing import Any, NamedTuple, TypeVar
 
@@ -18,15 +17,13 @@ import numpy as np
 import torch
 
 from ...memory.pages.projections import Group
-from ...ops import expert_products, narrow_weights, packed_gemm
+from ...ops import expert_products, packed_gemm
 from ...ops.elementwise import clamped_swiglu, gelu_and_mul, silu_and_mul
 from ...ops.expert_products import Matrix, Panels, multiply_each
-from ...ops.expert_tiles import Stack
 from ...ops.narrow_weights import NarrowWeight
 from ...ops.native_descriptors import NativeActivation, NativeScoring
 from ...ops.native_integers import IntegerPanels
 from ...ops.native_mixture import NativeExperts, NativeGating, NativeMixture, NativeRouting
-from ...ops.routing_schedule import ChoiceConstants, Scores
 from .layers import Activation, ClampedSwiglu, Experts, Routing, Scoring
 from .mixture_launches import MixtureLaunches
 from .mixture_lora import Going, MixtureLora
@@ -165,72 +162,14 @@ class ListedExperts(ExpertWeights):
             of_used(self.down_bias),
         )
         added = None
-        if (lora := _of(lora, MixtureLora)) is not None:
+        if (lora := lora_of(lora, MixtureLora)) is not None:
             going = [tokens[begin:end].tolist() for begin, end in pairwise((0, *ends))]
             added = _Added(lora, Group.EXPERT_GATE_UP, Group.EXPERT_DOWN, list(zip(used, going, strict=True)))
         outputs = _through(x.index_select(0, tokens), parts, spec.activation, added)
         return torch.empty_like(outputs).index_copy_(0, by_expert, outputs)
 
 
-@dataclass(slots=True, kw_only=True)
-class StackedExperts(ExpertWeights):
-    """A layer's experts in one tensor, for a kernel that multiplies all of them in one launch, on a GPU. The host never
-    learns which experts are chosen.
-    """
-
-    gate_up: Stack
-    """Of each expert `[2·size, hidden]`, with its biases."""
-
-    down: Stack
-    """Of each expert `[hidden, size]`, with its biases."""
-
-    # These modules need triton.
-
-    def logits(self, x: torch.Tensor) -> torch.Tensor:
-        from ...ops import routing_triton
-
-        assert isinstance(self.router, torch.Tensor), "a GPU's router is not packed"
-        return routing_triton.logits(x, self.router, self.router_bias)
-
-    def shared_gates(self, x: torch.Tensor) -> torch.Tensor:
-        from ...ops import routing_triton
-
-        assert self.shared_gate is not None, "the shared expert has gates"
-        return routing_triton.logits(x, self.shared_gate)
-
-    def choose(self, logits: torch.Tensor, routing: Routing) -> ExpertChoice:
-        from ...ops import routing_triton
-
-        constants = _choice_constants(routing, logits.shape[1])
-        return ExpertChoice(*routing_triton.choose(logits, self.correction, constants))
-
-    def add_up(self, outputs: torch.Tensor, weights: torch.Tensor, shared: SharedOutputs | None) -> torch.Tensor:
-        from ...ops import routing_triton
-
-        return routing_triton.add_up(outputs, weights, *(shared or ()))
-
-    def outputs(
-        self, x: torch.Tensor, chosen: torch.Tensor, spec: Experts, lora: MixtureLora | MixtureLaunches | None = None
-    ) -> torch.Tensor:
-        from ...ops.expert_tiles_triton import multiply
-        from ...ops.routing_triton import tiles_of
-
-        tiles, per_token = tiles_of(chosen, spec.count, self.gate_up, self.down), spec.routing.per_token
-        launches = _of(lora, MixtureLaunches)
-        added = None if launches is None else launches.routed(chosen)
-        if added is None:
-            y = multiply(x, self.gate_up, tiles, per_token)
-            return multiply(_activated(y, spec.activation), self.down, tiles, 1)
-        x, tiles = added.gathered(x), added.in_rows(tiles)
-        y = multiply(x, self.gate_up, tiles, 1)
-        added.add(Group.EXPERT_GATE_UP, y, x)
-        hidden = _activated(y, spec.activation)
-        y = multiply(hidden, self.down, tiles, 1)
-        added.add(Group.EXPERT_DOWN, y, hidden)
-        return added.by_pair(y)
-
-
-def _of(lora: MixtureLora | MixtureLaunches | None, kind: type[_T]) -> _T | None:
+def lora_of(lora: MixtureLora | MixtureLaunches | None, kind: type[_T]) -> _T | None:
     """The adapters, which are of this kind: those of a GPU are of experts in stacks, and of no others."""
     if lora is None or isinstance(lora, kind):
         return lora
@@ -241,12 +180,6 @@ _SCORINGS = {
     Scoring.SOFTMAX: NativeScoring.SOFTMAX,
     Scoring.SOFTMAX_OF_CHOSEN: NativeScoring.SOFTMAX_OF_CHOSEN,
     Scoring.SIGMOID: NativeScoring.SIGMOID,
-}
-
-_SCORES = {
-    Scoring.SOFTMAX: Scores.SOFTMAX,
-    Scoring.SOFTMAX_OF_CHOSEN: Scores.SOFTMAX_OF_CHOSEN,
-    Scoring.SIGMOID: Scores.SIGMOID,
 }
 
 _GATINGS = {
@@ -289,21 +222,6 @@ def _packed_natively(matrices: Sequence[Matrix | None]) -> list[Panels | Integer
     return found if len(found) == len(matrices) else []
 
 
-@cache
-def _choice_constants(routing: Routing, experts: int) -> ChoiceConstants:
-    return ChoiceConstants(
-        experts=experts,
-        per_token=routing.per_token,
-        scores=_SCORES[routing.scoring],
-        renormalised=routing.renormalised,
-        epsilon=routing.epsilon,
-        factor=routing.factor,
-        corrected=routing.corrected,
-        groups=routing.groups,
-        kept_groups=routing.kept_groups,
-    )
-
-
 class ExpertKernels(StrEnum):
     """Kernels that multiply experts."""
 
@@ -343,7 +261,7 @@ def packed_experts(experts: ListedExperts, dtype: torch.dtype) -> ListedExperts:
     is_native = bool(_packed_natively(experts.gate_up))
     return replace(
         experts,
-        router=(expert_products.pack if is_native else packed_gemm.pack)(*_unpacked([experts.router])),
+        router=(expert_products.pack if is_native else packed_gemm.pack)(*unpacked([experts.router])),
         **{
             name: [each.to(dtype).float() if is_native else each.to(dtype) for each in found]
             for name in biases
@@ -352,58 +270,11 @@ def packed_experts(experts: ListedExperts, dtype: torch.dtype) -> ListedExperts:
     )
 
 
-def stacked_experts(experts: ListedExperts, dtype: torch.dtype, device: torch.device) -> StackedExperts:
-    """Stack a layer's experts, as read from a checkpoint, on a GPU: narrow ones as they are, if all of them are alike.
-    The shared one is dequantised. The router stays float32 unless `dtype` has all of its numbers.
-    """
-
-    def moved(part: Any, dtype: torch.dtype = torch.float32) -> Any:
-        return None if part is None else _dense(part).to(device, dtype)
-
-    router = _dense(_unpacked([experts.router])[0])
-    return StackedExperts(
-        router=_narrowed(router, dtype).to(device).contiguous(),
-        gate_up=_stacked(_unpacked(experts.gate_up), experts.gate_up_bias, dtype, device),
-        down=_stacked(_unpacked(experts.down), experts.down_bias, dtype, device),
-        correction=moved(experts.correction),
-        shared_gate_up=moved(experts.shared_gate_up, dtype),
-        shared_down=moved(experts.shared_down, dtype),
-        shared_gate=None if experts.shared_gate is None else _narrowed(experts.shared_gate, dtype).to(device),
-        router_bias=moved(experts.router_bias),
-    )
-
-
-def _narrowed(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A float32 weight in the model's dtype, if that has its numbers; products with it are the same, and cheaper."""
-    narrow = weight.to(dtype)
-    return narrow if torch.equal(narrow.float(), weight) else weight
-
-
-def _unpacked(matrices: list[Matrix]) -> list[Any]:
+def unpacked(matrices: list[Matrix]) -> list[Any]:
     """The same list, of tensors that nothing has packed yet."""
     if any(isinstance(each, Panels | IntegerPanels) for each in matrices):
         raise TypeError("a layer's experts are packed already")
     return matrices
-
-
-def _stacked(
-    matrices: list[torch.Tensor | NarrowWeight],
-    biases: Sequence[torch.Tensor] | None,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> Stack:
-    bias = None if biases is None else torch.stack(list(biases)).to(device, dtype)
-    narrow = [each for each in matrices if isinstance(each, NarrowWeight)]
-    if len(narrow) == len(matrices) and (data := narrow_weights.stack(narrow)) is not None:
-        return Stack(data, bias)
-    dense = torch.empty((len(matrices), *matrices[0].shape), dtype=dtype, device=device)
-    for place, weight in zip(dense, matrices, strict=True):
-        place.copy_(_dense(weight))
-    return Stack(dense, bias)
-
-
-def _dense(weight: torch.Tensor | NarrowWeight) -> torch.Tensor:
-    return weight.dense() if isinstance(weight, NarrowWeight) else weight
 
 
 class ExpertChoice(NamedTuple):
@@ -448,7 +319,7 @@ def mix_experts(
 ) -> torch.Tensor:
     """The output of a layer's mixture of experts for rows `[rows, hidden]`. lora: the step's adapters."""
     if (native := weights.native(spec)) is not None:
-        return native.mix(x, None if (own := _of(lora, MixtureLora)) is None else own.native).y
+        return native.mix(x, None if (own := lora_of(lora, MixtureLora)) is None else own.native).y
     logits = weights.logits(x)
     if lora is not None:
         lora.add(Group.ROUTER, logits, x)
@@ -528,14 +399,14 @@ def _through(
     y = multiply_each(x, parts.ends, parts.gate_up, parts.gate_up_bias)
     if added is not None:
         added.add(added.gate_up, y, x)
-    hidden = _activated(y, activation)
+    hidden = activated(y, activation)
     y = multiply_each(hidden, parts.ends, parts.down, parts.down_bias)
     if added is not None:
         added.add(added.down, y, hidden)
     return y
 
 
-def _activated(gate_up: torch.Tensor, activation: Activation | ClampedSwiglu) -> torch.Tensor:
+def activated(gate_up: torch.Tensor, activation: Activation | ClampedSwiglu) -> torch.Tensor:
     if isinstance(activation, ClampedSwiglu):
         return clamped_swiglu(gate_up, activation.alpha, activation.limit)
     return (silu_and_mul if activation is Activation.SILU else gelu_and_mul)(gate_up)

@@ -136,7 +136,8 @@ class PinnedBuffers(Buffers):
     allocations would waste up to half of the pinned memory. limit_bytes: how much may be pinned. Beyond it, ordinary
     memory is used, with correct but slow copies, until `moved` finds room.
 
-    While a thread pins a chunk, the others take what is free in earlier ones. They wait only if they need a chunk, too.
+    While one thread pins a chunk, other threads can still allocate from earlier chunks. A thread waits only if it needs
+    a new chunk itself.
     """
 
     def __init__(self, memory: PinnedMemory, limit_bytes: int, chunk_bytes: int = CHUNK_BYTES) -> None:

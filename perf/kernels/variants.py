@@ -351,7 +351,7 @@ def _attention(
 def _experts(
     d_in: int, d_out: int, rows: int, *, per_row: int, bias: bool = False, form: small.WeightForm = small.FULL
 ) -> Elementwise:
-    """Products of all experts of a layer with 128 of them. rows: of a step, each of which goes to 8."""
+    """Products of a layer with 128 experts. rows: tokens of a step; each goes to 8 experts."""
     its = expert_tiles_schedule
     numbers = {"per_row": per_row, "experts": 128, "bias": bias, "form": form}
     block_t = its.tile_rows(rows, rows * 8, 128, its.most_rows(form))

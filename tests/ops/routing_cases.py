@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
-from chorus.core.model.experts import ListedExperts, SharedOutputs, StackedExperts, choose
+from chorus.core.model.experts import ListedExperts, SharedOutputs, choose
 from chorus.core.model.layers import Routing, Scoring
+from chorus.core.model.stacked_experts import StackedExperts
 from chorus.ops.expert_tiles import Stack
 from chorus.ops.expert_tiles_schedule import num_tiles, tile_rows
 

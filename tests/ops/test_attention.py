@@ -9,7 +9,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from chorus.ops.attention import PLAIN, Attention, HeadShape, PagedAttention, Scores
+from chorus.ops.attention import PLAIN, HeadShape, PagedAttention, Scores
 from chorus.ops.elementwise import write_kv
 from chorus.ops.float8_kv import UNSCALED, KvScales, rounded
 from chorus.ops.rotation import KvSlots
@@ -167,7 +167,7 @@ def test_sinks_join_the_denominator_alone(rows, window, softcap, at_once, monkey
 
 def test_attention_without_sinks_refuses_them():
     class Other(PagedAttention):
-        _attend_with_sinks = Attention._attend_with_sinks  # noqa: SLF001 - as backends of GPUs have it
+        takes_sinks = False
 
     with pytest.raises(NotImplementedError, match="Other has no attention sinks; use attention triton or torch"):
         Step(0, [(1, 3)]).run(Other(HeadShape(4, 2, 8, 4)), sinks=torch.zeros(4))

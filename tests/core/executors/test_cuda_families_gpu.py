@@ -18,9 +18,9 @@ from safetensors.torch import load_file, save_file
 
 from chorus.core.executors.cpu import CpuExecutor
 from chorus.core.executors.cuda import CudaExecutor
-from chorus.core.model.experts import StackedExperts
 from chorus.core.model.quantization.round_to_nearest import RoundToNearest
 from chorus.core.model.read_config import read_model_config
+from chorus.core.model.stacked_experts import StackedExperts
 from chorus.graphs.runner import StepMode
 from chorus.ops.narrow_weights import NarrowWeight
 from chorus.perf.bench.random_model import RandomModel, adapters, checkpoint

@@ -13,7 +13,7 @@ import torch
 from chorus.core.executors import cuda
 from chorus.core.executors.cuda import CudaExecutor
 from chorus.core.executors.cuda_ranks import CudaRanksExecutor
-from chorus.core.model.experts import StackedExperts
+from chorus.core.model.stacked_experts import StackedExperts
 from chorus.graphs.runner import StepMode
 from chorus.ops import attention_flashinfer, elementwise, native_library
 from chorus.ops.attention_backend import Obstacle

@@ -13,12 +13,13 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from chorus.core.model.experts import ExpertPack, ListedExperts, mix_experts, packed_experts, stacked_experts
+from chorus.core.model.experts import ExpertPack, ListedExperts, mix_experts, packed_experts
 from chorus.core.model.layers import AttentionSpec, Experts, LayerSpec, Routing
 from chorus.core.model.lora_state import LoraState
 from chorus.core.model.lora_state_cuda import CudaLoraState, StepLimits
 from chorus.core.model.mixture_launches import MixtureForm
 from chorus.core.model.rope_config import RopeConfig
+from chorus.core.model.stacked_experts import stacked_experts
 from chorus.core.requests.types import BASE_LORA_INDEX
 from chorus.memory.pages.adapter_layout import AdapterLayout, AdapterPart
 from chorus.memory.pages.layout import PageLayout

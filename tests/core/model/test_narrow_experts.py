@@ -9,13 +9,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from chorus.core.model.experts import ExpertPack, stacked_experts
+from chorus.core.model.experts import ExpertPack
 from chorus.core.model.narrow_bytes import bytes_saved_by_stacks, weight_bytes
 from chorus.core.model.narrow_experts import expert_stays_narrow, narrow_expert
 from chorus.core.model.open_weights import open_weights
 from chorus.core.model.quantization.round_to_nearest import RoundToNearest
 from chorus.core.model.read_config import read_model_config
 from chorus.core.model.shard import WHOLE, Shard
+from chorus.core.model.stacked_experts import stacked_experts
 from chorus.ops.narrow_weights import NarrowWeight
 
 from ..tiny_families import save_family
