@@ -17,8 +17,9 @@ import torch
 
 from ...memory.adapters.adapter import Adapter
 from ...memory.pages.adapter_layout import AdapterPart, PartLayout, VectorLayout
-from ...memory.pages.projections import LAYER_GROUPS, MIXTURE_GROUPS, Group, Projections
+from ...memory.pages.projections import LATENT_GROUPS, LAYER_GROUPS, MIXTURE_GROUPS, Group, Projections
 from ...memory.transfers.transfer import Transfer
+from ...ops.latents import AbsorbedLora
 from ...ops.sgmv import AdapterRows, Segments, add_embeddings, sgmv
 from ...ops.trained_rows import TrainedRows
 from ...ops.vectors import scale_outputs
@@ -218,6 +219,11 @@ class LoraState:
         if has_vectors:
             scale_outputs(y, self.arena, self.segments, layer, modules)
 
+    def absorbed(self, layer: int) -> AbsorbedLora | None:
+        """See `StepLora.absorbed`."""
+        ((module, _, width),) = self._groups[layer][Group.KV_UP]
+        return AbsorbedLora(self.arena, self.segments, layer, module, width) if self.segments.rows else None
+
     def mixture(self, layer: int) -> MixtureLora | None:
         """See `StepLora.mixture`."""
         return MixtureLora.of(self.arena, self.mixture_segments, layer, self._groups[layer])
@@ -360,7 +366,7 @@ def vectors_in(place: VectorLayout, pages: list[int]) -> AdapterRows:
 
 def lora_groups(projections: Projections) -> list[dict[int, tuple[tuple[int, int, int], ...]]]:
     """By layer, then group: (module id, first column, width) of the projections, whose outputs are side by side."""
-    groups = (*LAYER_GROUPS, *MIXTURE_GROUPS)
+    groups = (*LAYER_GROUPS, *LATENT_GROUPS, *MIXTURE_GROUPS)
     return [
         {int(group): projections.columns(layer, group) for group in groups} for layer in range(projections.num_layers)
     ]

@@ -97,6 +97,9 @@ def _expert_shapes(experts: Experts, hidden: int) -> dict[str, tuple[int, ...]]:
 
 
 def _head_norm_shapes(mixer: AttentionSpec) -> dict[str, tuple[int, ...]]:
+    if (latent := mixer.latent) is not None:
+        queries = {"self_attn.q_norm.weight": (latent.q_rank,)} if latent.q_rank else {}
+        return {**queries, "self_attn.k_norm.weight": (latent.kv_rank,)}
     if mixer.head_norm is None:
         return {}
     each = mixer.head_norm is HeadNorm.EACH

@@ -32,7 +32,10 @@ class Arena:
         else:
             self.pages = torch.zeros(shape, dtype=dtype, device=device)
         kv = self.pages.view(torch.float8_e4m3fn) if layout.float8_kv else self.pages
-        kv = kv.view(num_pages, -1, 2, layout.block_tokens, layout.kv_heads, layout.head_dim)
+        kv = kv.view(num_pages, -1, layout.kv_parts, layout.block_tokens, layout.kv_heads, layout.head_dim)
         places = {layer: at for group in layout.groups for at, layer in enumerate(group.layers)}
-        self.kv_layers = [(kv[:, places[i], 0], kv[:, places[i], 1]) for i in range(layout.num_layers)]
-        """K and V of each layer: strided views `[num_pages, block_tokens, kv_heads, head_dim]` of the pages."""
+        layers = (kv[:, places[i]] for i in range(layout.num_layers))
+        self.kv_layers = [(each[:, 0], each[:, -1, ..., : layout.value_dim]) for each in layers]
+        """K and V of each layer: strided views `[num_pages, block_tokens, kv_heads, head_dim]` of the pages. V has
+        fewer elements of a head where it is part of K.
+        """

@@ -33,8 +33,9 @@ class PageGroup(NamedTuple):
 class PageLayout:
     """Pages as KV cache: `block_tokens` tokens of the layers of a page group, page-outermost (Punica §5.4).
 
-    A page is `[layers of a group, 2, block_tokens, kv_heads, head_dim]`. A block of tokens has one page of each group.
-    Groups are equally large, so any page may serve any group: see `page_groups`.
+    A page is `[layers of a group, 2, block_tokens, kv_heads, head_dim]`, keys and then values, or `[…, 1, …]` where
+    values are parts of keys. A block of tokens has one page of each group. Groups are equally large, so any page may
+    serve any group: see `page_groups`.
     """
 
     num_layers: int
@@ -52,6 +53,8 @@ class PageLayout:
     """States that a request has pages for; see `StateSlots`."""
     float8_kv: bool = False
     """KV is in FP8 (E4M3), one byte an element."""
+    value_dim: int | None = None
+    """A value is the first elements of its key, as many as this (latent attention); None: values are kept, too."""
     groups: tuple[PageGroup, ...] = field(init=False)
     states: StateLayout | None = field(init=False, compare=False)
     group_windows: tuple[int | None, ...] = field(init=False, compare=False)
@@ -85,8 +88,13 @@ class PageLayout:
 
     @property
     def page_bytes(self) -> int:
-        elems = self.block_tokens * len(self.groups[0].layers) * 2 * self.kv_heads * self.head_dim
+        elems = self.block_tokens * len(self.groups[0].layers) * self.kv_parts * self.kv_heads * self.head_dim
         return elems * self.kv_itemsize
+
+    @property
+    def kv_parts(self) -> int:
+        """Parts of a layer's KV: keys and values, or keys alone."""
+        return 2 if self.value_dim is None else 1
 
     @property
     def page_elems(self) -> int:

@@ -53,9 +53,18 @@ class Group(IntEnum):
 
     EXPERT_DOWN = 13
 
+    QUERY_UP = 14
+    """Of latent attention: the queries, from their latents."""
+
+    KV_UP = 15
+    """Of latent attention: each head's key and value, from their latents."""
+
 
 #: Those of a layer.
 LAYER_GROUPS = (Group.MIXER_IN, Group.MIXER_OUT, Group.GATE_UP, Group.DOWN)
+
+#: Further ones of a layer with latent attention.
+LATENT_GROUPS = (Group.QUERY_UP, Group.KV_UP)
 
 #: Those of a layer's mixture of experts.
 MIXTURE_GROUPS = (
@@ -261,7 +270,7 @@ class Projections:
     @property
     def names(self) -> tuple[str, ...]:
         """Of the layers' projections that every token is multiplied with, outside mixtures of experts, by id."""
-        return tuple(each.name for each in self._all if each.group in LAYER_GROUPS)
+        return tuple(each.name for each in self._all if not each.is_of_model and not each.is_of_mixture)
 
     @property
     def names_with_mixtures(self) -> tuple[str, ...]:
@@ -287,7 +296,7 @@ class Projections:
     def num_weights(self) -> int:
         """Weights of all projections in all layers, outside mixtures of experts."""
         every = (projection for layer in self.layers for projection in layer)
-        return sum(each.inputs * each.outputs for each in every if each.group in LAYER_GROUPS)
+        return sum(each.inputs * each.outputs for each in every if not each.is_of_mixture)
 
     def rank_elems(self, targets: Sequence[str] | None = None) -> int:
         """Elements of one rank of an adapter on `targets`, by default on all of the layers', wherever they are."""
@@ -365,6 +374,30 @@ def attention_projections(
         Projection("self_attn.k_proj", Group.MIXER_IN, hidden, kv, kv_heads),
         Projection("self_attn.v_proj", Group.MIXER_IN, hidden, kv, kv_heads),
         Projection("self_attn.o_proj", Group.MIXER_OUT, q, hidden, heads),
+    )
+
+
+def latent_projections(
+    hidden: int, heads: int, *, q_rank: int, kv_rank: int, key: int, rotated: int, value: int
+) -> tuple[Projection, ...]:
+    """Those of latent attention. q_rank: width of the queries' latents, 0 where queries have none; kv_rank: that of
+    keys and values together. key, rotated: elements of a head's key that are not rotated, and that are; value: of its
+    value. What makes latents is of all heads, and every TP rank has it whole.
+    """
+    q = heads * (key + rotated)
+    query = (
+        (
+            Projection("self_attn.q_a_proj", Group.MIXER_IN, hidden, q_rank, 1),
+            Projection("self_attn.q_b_proj", Group.QUERY_UP, q_rank, q, heads),
+        )
+        if q_rank
+        else (Projection("self_attn.q_proj", Group.MIXER_IN, hidden, q, heads),)
+    )
+    return (
+        *query,
+        Projection("self_attn.kv_a_proj_with_mqa", Group.MIXER_IN, hidden, kv_rank + rotated, 1),
+        Projection("self_attn.kv_b_proj", Group.KV_UP, kv_rank, heads * (key + value), heads),
+        Projection("self_attn.o_proj", Group.MIXER_OUT, heads * value, hidden, heads),
     )
 
 
