@@ -88,6 +88,8 @@ class AttentionSetup:
     """For all backends of an executor."""
     float8_kv: bool = False
     """Keys and values are in FP8; see `float8_kv`."""
+    is_latent: bool = False
+    """Values are parts of keys; see `KvCache`."""
 
     @property
     def kv_dtype(self) -> torch.dtype:

@@ -67,12 +67,15 @@ class LoraState:
         self._mixture_indices: list[int] = []  # of each of mixtures
         self._logit_tokens: tuple[Sequence[int] | None, Sequence[int]] = None, ()
         self._patience = 0.0  # seconds that the step may still wait
+        self.changes_latents = False
+        """True if the step's adapters may change keys and values of latents."""
         self._step: tuple[object, ...] | None = None  # what `segments` were made of
         self._rows: WeakKeyDictionary[Adapter, _Resident] = WeakKeyDictionary()
         self._scaled: WeakKeyDictionary[AdapterRows, dict[float, AdapterRows]] = WeakKeyDictionary()
         self._projections, self._num_layers = config.projections, config.num_layers
         self._vocab_size = config.vocab_size
         self._groups = lora_groups(config.projections)
+        self._latents = {module for layer in self._groups for module, _, _ in layer[Group.KV_UP]}
         self._embedding, self._head = (self._projections.of_group(each) for each in (Group.EMBEDDING, Group.HEAD))
         rows = [self._projections.of_group(each) for each in (Group.EMBEDDING_ROWS, Group.HEAD_ROWS)]
         self._head_rows = rows[1]
@@ -110,6 +113,9 @@ class LoraState:
                 self._add(begin, end, lora_index, factor, rows[lora_index])
                 self._add_of_model(begin, end, lora_index, factor, of_model[lora_index])
                 self._add_of_mixture(begin, end, lora_index, factor, of_mixture[lora_index])
+        if self._latents:
+            of_latents = (each.a_offset[module] >= 0 for each in self.segments.rows for module in self._latents)
+            self.changes_latents = bool(self.segments.vectors) or any(of_latents)
 
     def _is_last_step(
         self,
@@ -222,7 +228,7 @@ class LoraState:
     def absorbed(self, layer: int) -> AbsorbedLora | None:
         """See `StepLora.absorbed`."""
         ((module, _, width),) = self._groups[layer][Group.KV_UP]
-        return AbsorbedLora(self.arena, self.segments, layer, module, width) if self.segments.rows else None
+        return AbsorbedLora(self.arena, self.segments, layer, module, width) if self.changes_latents else None
 
     def mixture(self, layer: int) -> MixtureLora | None:
         """See `StepLora.mixture`."""

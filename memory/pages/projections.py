@@ -7,7 +7,7 @@ rank-rows next to those of the first and of the last layer. Pure data, like `lay
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import cached_property
@@ -289,7 +289,12 @@ class Projections:
 
     @property
     def product_of(self) -> tuple[tuple[int, ...], ...]:
-        """Indices in `products`, by layer and group."""
+        """Indices in `products`, by layer and group of `LAYER_GROUPS`."""
+        return tuple(tuple(found[group] for group in LAYER_GROUPS) for found in self._products[1])
+
+    @property
+    def product_in(self) -> tuple[Mapping[int, int], ...]:
+        """Indices in `products`, by layer and group: of every layer's groups, and of queries of latents."""
         return self._products[1]
 
     @cached_property
@@ -341,13 +346,14 @@ class Projections:
         return {name: tuple(layers) for name, layers in found.items()}
 
     @cached_property
-    def _products(self) -> tuple[tuple[Product, ...], tuple[tuple[int, ...], ...]]:
+    def _products(self) -> tuple[tuple[Product, ...], tuple[Mapping[int, int], ...]]:
         """The different products, and those of each layer."""
         found: dict[Product, int] = {}
-        of_layer = [
-            tuple(found.setdefault(self._product(layer, group), len(found)) for group in LAYER_GROUPS)
-            for layer in self.layers
-        ]
+        of_layer: list[Mapping[int, int]] = []
+        for layer in self.layers:
+            has_latents = any(each.group is Group.QUERY_UP for each in layer)
+            groups = (*LAYER_GROUPS, Group.QUERY_UP) if has_latents else LAYER_GROUPS
+            of_layer.append({group: found.setdefault(self._product(layer, group), len(found)) for group in groups})
         return tuple(found), tuple(of_layer)
 
     def _product(self, layer: Sequence[Projection], group: Group) -> Product:

@@ -39,6 +39,7 @@ MIXTURES = [
     "qwen3-moe-mixed",
     "gpt-oss",
     "qwen3.5-moe",
+    "deepseek-v3",
     *(["olmoe", "granite-moe", "glm-4-moe", "glm-4-moe-groups"] if EVERY else []),
 ]
 #: With windows in all layers; in some.
