@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from ...memory.pages.projections import LAYER_GROUPS
+from ...ops.latents import AbsorbedLora
 from ...ops.sgmv import Segments, sgmv
 from ...ops.trained_rows import TrainedRows
-from ...ops.latents import AbsorbedLora
 from .mixture_launches import MixtureLaunches
 from .mixture_lora import MixtureLora
 

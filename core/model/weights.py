@@ -167,9 +167,6 @@ class Weights(ABC):
             paths.setdefault(each.group, []).append(each.path)
         inputs, (output,) = paths[Group.MIXER_IN], paths[Group.MIXER_OUT]
 
-        def up(group: Group) -> torch.Tensor | None:
-            return self._projection([f"{at}{path}.weight" for path in paths[group]], None) if group in paths else None
-
         gate_up, nothing = ("mlp.gate_proj", "mlp.up_proj"), torch.empty(0, dtype=self._dtype)
         return LayerWeights(
             attention_norm=norm("attention_norm"),
@@ -177,8 +174,8 @@ class Weights(ABC):
             qkv_bias=bias(*inputs),
             q_norm=norm("self_attn.q_norm"),
             k_norm=norm("self_attn.k_norm"),
-            q_up=up(Group.QUERY_UP),
-            kv_up=up(Group.KV_UP),
+            q_up=projection(*paths[Group.QUERY_UP]) if Group.QUERY_UP in paths else None,
+            kv_up=self.projection(index, *paths[Group.KV_UP]) if Group.KV_UP in paths else None,
             sinks=self._read(at + SINKS) if at + SINKS in self._shapes else None,
             delta=self._delta(f"{at}linear_attn.") if spec.delta else None,
             o=projection(output),

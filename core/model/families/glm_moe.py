@@ -15,7 +15,11 @@ from ..tensor_names import LATENT_NORMS, LLAMA_NORMS, TensorNames
 from . import latent, reading
 
 _MATRICES = ("gate_proj", "up_proj", "down_proj")
-_NAMES = {**LLAMA_NORMS, **LATENT_NORMS, **{f"mlp.shared_expert.{each}": f"mlp.shared_experts.{each}" for each in _MATRICES}}
+_NAMES = {
+    **LLAMA_NORMS,
+    **LATENT_NORMS,
+    **{f"mlp.shared_expert.{each}": f"mlp.shared_experts.{each}" for each in _MATRICES},
+}
 TENSORS = TensorNames(names=_NAMES)
 
 

@@ -26,6 +26,17 @@ PRODUCTS = ("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj")
 
 
 @given(dims_of_a_model, targets_of_an_adapter, itemsizes)
+def test_values_that_are_parts_of_keys_take_no_room():
+    layout = PageLayout(3, 1, 40, 8, 4, value_dim=32)
+    assert layout.page_bytes == 8 * 3 * 40 * 4
+    arena = Arena(layout, 2, torch.float32, "cpu")
+    for layer, (k, v) in enumerate(arena.kv_layers):
+        assert (k.shape, v.shape) == ((2, 8, 1, 40), (2, 8, 1, 32))
+        k.fill_(layer + 1)
+        assert torch.equal(v, k[..., :32])
+    assert arena.pages.sum() == 2 * 8 * 40 * (1 + 2 + 3)
+
+
 def test_slab_rows_are_aligned_disjoint_and_inside(dims, targets, itemsize):
     slab = SlabLayout.build(llama_table(1, dims), sorted(targets), itemsize)
     spans = []
