@@ -1,4 +1,4 @@
-"""Latent attention (MLA, DeepSeek-V2, arXiv 2405.04434 §2.1 and appendix C) between its projections and paged attention.
+"""Latent attention (MLA, DeepSeek-V2, arXiv 2405.04434 §2.1, appendix C) between its projections and paged attention.
 
 A token's cache is one latent c, normalised, and one rotated key. Head h has the key `K_h · c` and the value `V_h · c`,
 where `[K_h; V_h]` are rows of kv_b_proj. Neither is ever made: a query goes to the latents' space by `K_hᵀ · q`, and

@@ -1,4 +1,4 @@
-"""Latent attention's two ways around the cache against keys and values that are made, with adapters and their vectors."""
+"""Latent attention's two ways around the cache against keys and values that are made, with adapters and vectors."""
 
 from __future__ import annotations
 

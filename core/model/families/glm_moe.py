@@ -15,12 +15,9 @@ from ..tensor_names import LATENT_NORMS, LLAMA_NORMS, TensorNames
 from . import latent, reading
 
 _MATRICES = ("gate_proj", "up_proj", "down_proj")
-_NAMES = {
-    **LLAMA_NORMS,
-    **LATENT_NORMS,
-    **{f"mlp.shared_expert.{each}": f"mlp.shared_experts.{each}" for each in _MATRICES},
-}
-TENSORS = TensorNames(names=_NAMES)
+_SHARED = {f"mlp.shared_expert.{each}": f"mlp.shared_experts.{each}" for each in _MATRICES}
+TENSORS = TensorNames(names={**LLAMA_NORMS, **LATENT_NORMS, **_SHARED})
+"""Also of other families with experts after dense layers."""
 
 
 def _read(fields: ConfigJson) -> ModelConfig:

@@ -25,7 +25,6 @@ itemsizes = st.sampled_from([1, 2, 4])
 PRODUCTS = ("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",)
 
 
-@given(dims_of_a_model, targets_of_an_adapter, itemsizes)
 def test_values_that_are_parts_of_keys_take_no_room():
     layout = PageLayout(3, 1, 40, 8, 4, value_dim=32)
     assert layout.page_bytes == 8 * 3 * 40 * 4
@@ -37,6 +36,7 @@ def test_values_that_are_parts_of_keys_take_no_room():
     assert arena.pages.sum() == 2 * 8 * 40 * (1 + 2 + 3)
 
 
+@given(dims_of_a_model, targets_of_an_adapter, itemsizes)
 def test_slab_rows_are_aligned_disjoint_and_inside(dims, targets, itemsize):
     slab = SlabLayout.build(llama_table(1, dims), sorted(targets), itemsize)
     spans = []
