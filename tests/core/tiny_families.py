@@ -369,13 +369,6 @@ EXPERTS: dict[str, tuple[str, dict[str, Any], str]] = {
          "num_hidden_layers": 3, "pad_token_id": 0},
         "50GB",
     ),
-    "mistral-4": (
-        "Mistral4Config",
-        {**LATENT, "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "pad_token_id": 0,
-         "rope_parameters": {**YARN, "original_max_position_embeddings": 24, "llama_4_scaling_beta": 0.4,
-                             "mscale": 1.0, "mscale_all_dim": 1.0}},
-        "50GB",
-    ),
 }  # fmt: skip
 
 ATTENTION, MLP = ["q_proj", "k_proj", "v_proj", "o_proj"], ["gate_proj", "up_proj", "down_proj"]

@@ -65,7 +65,6 @@ ALL: tuple[Family, ...] = (
     deepseek.DEEPSEEK_V2,
     deepseek.DEEPSEEK_V3,
     glm_moe.GLM_4_MOE_LITE,
-    mistral.MISTRAL_4,
 )
 
 FAMILIES = {architecture: family for family in ALL for architecture in family.architectures}

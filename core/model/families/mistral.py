@@ -110,14 +110,6 @@ _DEFAULTS_4 = {
     "norm_topk_prob": True,
     "num_nextn_predict_layers": 0,
 }  # fmt: skip
-MISTRAL_4 = Family(
-    "Mistral Small 4",
-    ("Mistral4ForCausalLM",),
-    _read_4,
-    _DEFAULTS_4,
-    glm_moe.TENSORS,
-    notes=f"latents are kept, not keys and values; {reading.EXPERTS_NOTE}",
-)
 MISTRAL_3 = Family(
     "Mistral Small 3 and 4, and Ministral 3 (text)",
     ("Mistral3ForConditionalGeneration",),
