@@ -624,9 +624,10 @@ def test_ranks_that_heads_of_keys_do_not_divide_by_are_refused(tmp_path):
 LATENTS = {
     "v3": {
         "architectures": ["DeepseekV3ForCausalLM"], "hidden_size": 7168, "intermediate_size": 18432,
-        "kv_lora_rank": 512, "max_position_embeddings": 163840, "moe_intermediate_size": 2048, "moe_layer_freq": 1, "n_group": 8,
-        "n_routed_experts": 256, "n_shared_experts": 1, "norm_topk_prob": True, "num_attention_heads": 128,
-        "num_experts_per_tok": 8, "num_hidden_layers": 61, "num_key_value_heads": 128, "num_nextn_predict_layers": 1,
+        "kv_lora_rank": 512, "max_position_embeddings": 163840, "moe_intermediate_size": 2048, "moe_layer_freq": 1,
+        "n_group": 8, "n_routed_experts": 256, "n_shared_experts": 1, "norm_topk_prob": True,
+        "num_attention_heads": 128, "num_experts_per_tok": 8, "num_hidden_layers": 61, "num_key_value_heads": 128,
+        "num_nextn_predict_layers": 1,
         "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "first_k_dense_replace": 3,
         "rope_scaling": {
             "beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0,
@@ -683,14 +684,14 @@ def test_latent_attention_as_its_checkpoints_describe_it(read, name, latent, sca
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
-        ("v3", {"num_key_value_heads": 8}, "num_key_value_heads is 8; latents serve all heads"),
-        ("v3", {"qk_rope_head_dim": 63}, "qk_rope_head_dim is 63; rotary embedding needs an even one"),
-        ("v3", {"scoring_func": "softmax"}, "scoring_func is 'softmax'; softmax is not supported"),
+        ("v3", {"num_key_value_heads": 8}, "num_key_value_heads is 8: latents serve all heads"),
+        ("v3", {"qk_rope_head_dim": 63}, "qk_rope_head_dim is 63: rotary embedding needs an even one"),
+        ("v3", {"scoring_func": "softmax"}, "scoring_func is 'softmax': softmax is not supported"),
         ("v3", {"moe_layer_freq": 2}, "moe_layer_freq is 2"),
-        ("v3", {"topk_method": "greedy"}, "topk_method is 'greedy'; greedy is not supported"),
+        ("v3", {"topk_method": "greedy"}, "topk_method is 'greedy': greedy is not supported"),
         ("v2-lite", {"topk_method": "group_limited_greedy"}, "topk_method is 'group_limited_greedy'"),
-        ("v2-lite", {"norm_topk_prob": True}, "norm_topk_prob is True; transformers leaves it out"),
-        ("v2-lite", {"attention_bias": True}, "attention_bias is True; biases are not supported where queries have"),
+        ("v2-lite", {"norm_topk_prob": True}, "norm_topk_prob is True: transformers leaves it out"),
+        ("v2-lite", {"attention_bias": True}, "attention_bias is True: biases are not supported where queries have"),
         ("flash", {"mlp_layer_types": ["sparse"] * 46 + ["dense"]}, "dense layers must come first"),
         ("flash", {"rope_scaling": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "all 64 elements of"),
     ],
