@@ -88,6 +88,8 @@ class AttentionSetup:
     """For all backends of an executor."""
     float8_kv: bool = False
     """Keys and values are in FP8; see `float8_kv`."""
+    is_latent: bool = False
+    """Values are parts of keys; see `KvCache`."""
 
     @property
     def kv_dtype(self) -> torch.dtype:
@@ -122,7 +124,8 @@ class PlannedRows(NamedTuple):
 
 
 class KvCache(NamedTuple):
-    """A layer's K and V, `[num_pages, block_tokens, kv_heads, head_dim]`, any strides.
+    """A layer's K and V, `[num_pages, block_tokens, kv_heads, head_dim]`, any strides. V may have fewer elements of a
+    head: then it is the first ones of K (latent attention).
 
     scales: factors of the stored values; of FP8.
     """
@@ -130,6 +133,11 @@ class KvCache(NamedTuple):
     k: torch.Tensor
     v: torch.Tensor
     scales: KvScales = UNSCALED
+
+    @property
+    def is_latent(self) -> bool:
+        """Values are parts of keys."""
+        return self.v.shape[-1] < self.k.shape[-1]
 
 
 class Attention(ABC):
@@ -167,11 +175,12 @@ class Attention(ABC):
     ) -> torch.Tensor:
         """Attend with one layer's cache.
 
-        q: `[tokens, heads, head_dim]`; k_cache, v_cache, kv_scales: see `KvCache`. out: of q's shape, to write to.
+        q: `[tokens, heads, head_dim]`; k_cache, v_cache, kv_scales: see `KvCache`. out: `[tokens, heads, …]`, to write
+        to: of as many elements as a value has.
         scores: of the layer, among those of `AttentionSetup`. sinks: `[heads]`, where the layer has them.
-        Returns `[tokens, heads · head_dim]`.
+        Returns `[tokens, heads · …]`.
         """
-        out = torch.empty_like(q) if out is None else out
+        out = q.new_empty(*q.shape[:2], v_cache.shape[-1]) if out is None else out
         cache = KvCache(k_cache, v_cache, kv_scales)
         if sinks is not None and not self.takes_sinks:
             raise NotImplementedError(f"{type(self).__name__} has no attention sinks; use attention triton or torch")
@@ -234,28 +243,31 @@ class PagedAttention(Attention):
     def _attend(
         self, q: torch.Tensor, cache: KvCache, out: torch.Tensor, scores: Scores, sinks: torch.Tensor | None
     ) -> None:
-        caches, scales = (cache.k, cache.v), cache.scales
+        caches, scales = (cache.k,) if cache.is_latent else (cache.k, cache.v), cache.scales
+        values = cache.v.shape[-1]
         if scales.k != 1:
             scale = self._head_dim**-0.5 if scores.scale is None else scores.scale
             scores = replace(scores, scale=scale * scales.k)
         for prefill in self._prefills:
-            k, v = (self._gather(each, prefill.pages, prefill.kv_len).to(q.dtype) for each in caches)
+            k, *others = (self._gather(each, prefill.pages, prefill.kv_len).to(q.dtype) for each in caches)
+            v = others[0] if others else k[..., :values]
             broken = self._broken(k, v)
             if broken is not None:
                 k, v = k.masked_fill(broken, 0), v.masked_fill(broken, 0)
+            explicit = cache.is_latent or scores.softcap is not None or scores.has_sinks
             rows = q[prefill.tokens].transpose(0, 1).unsqueeze(0)
-            if self._gqa and not self._on_host and q.dtype == torch.float32:
+            if self._gqa and not self._on_host and q.dtype == torch.float32 and not explicit:
                 # no kernel takes these with fewer heads of k and v, but one that makes all scores
                 k, v = (each.repeat_interleave(q.shape[1] // self._kv_heads, dim=1) for each in (k, v))
-            attended = _attend(rows, k, v, prefill.mask(scores), scores, sinks=sinks)
+            attended = _attend(rows, k, v, prefill.mask(scores.window, explicit=explicit), scores, sinks=sinks)
             if broken is not None:
                 attended = attended.masked_fill(self._who_sees(broken, attended.shape, scores.window), torch.nan)
             out[prefill.tokens] = attended[0].transpose(0, 1)
         if len(self._decode_pages):
             count = len(self._decode_pages)
-            k, v = (self._gather_decode(each, q.dtype) for each in caches)
-            k = k.view(count, -1, self._kv_heads, self._head_dim).transpose(1, 2)
-            v = v.view(count, -1, self._kv_heads, self._head_dim).transpose(1, 2)
+            gathered = (self._gather_decode(each, q.dtype) for each in caches)
+            k, *others = (each.view(count, -1, *each.shape[1:]).transpose(1, 2) for each in gathered)
+            v = others[0] if others else k[..., :values]
             rows = q[self._first_decode_token :].unsqueeze(2)
             attended = _attend(rows, k, v, self._decode_mask(scores.window), scores, sinks=sinks)
             out[self._first_decode_token :] = attended[:, :, 0]
@@ -296,12 +308,12 @@ class PagedAttention(Attention):
 
         Values that an earlier owner left in a page may be NaN or infinite, and masking a score does not undo that.
         """
-        places = _pages_of(cache, self._decode_pages).view(-1, self._kv_heads, self._head_dim).to(dtype)
+        places = _pages_of(cache, self._decode_pages).view(-1, *cache.shape[2:]).to(dtype)
         return places.index_fill_(0, self._decode_tail, 0)
 
     def _gather(self, cache: torch.Tensor, pages: torch.Tensor, kv_len: int) -> torch.Tensor:
         """One row's cache `[1, kv_heads, kv_len, head_dim]`."""
-        return _pages_of(cache, pages).view(-1, self._kv_heads, self._head_dim)[:kv_len].transpose(0, 1).unsqueeze(0)
+        return _pages_of(cache, pages).view(-1, *cache.shape[2:])[:kv_len].transpose(0, 1).unsqueeze(0)
 
 
 def _pages_of(cache: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
@@ -382,11 +394,10 @@ class _Prefill:
         self.tokens, self.pages, self.kv_len, self._device = tokens, pages, kv_len, device
         self._masks: dict[tuple[int | None, bool], torch.Tensor | None] = {}
 
-    def mask(self, scores: Scores) -> torch.Tensor | None:
+    def mask(self, window: int | None, *, explicit: bool) -> torch.Tensor | None:
         """What its tokens see of their keys, made once a plan for each window; None: plain causal attention of a whole
-        sequence.
+        sequence. explicit: a tensor is needed.
         """
-        window, explicit = scores.window, scores.softcap is not None or scores.has_sinks
         if window is not None and window >= self.kv_len:
             window = None
         if (key := (window, explicit)) not in self._masks:
@@ -424,19 +435,28 @@ def _attend(
     scores: Scores,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """q: `[rows, heads, tokens, head_dim]`; k, v: `[rows, kv_heads, keys, head_dim]`. mask: None: plain causal."""
+    """q: `[rows, heads, tokens, head_dim]`; k, v: `[rows, kv_heads, keys, head_dim]`, where v may have fewer elements
+    of a head. mask: None: plain causal.
+    """
     group = q.shape[1] // k.shape[1]
-    if scores.softcap is None and sinks is None:
+    if scores.softcap is None and sinks is None and v.shape[-1] == k.shape[-1]:
         return scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, scale=scores.scale, enable_gqa=group > 1
         )
     assert mask is not None
-    if group > 1:
-        k, v = (each.repeat_interleave(group, dim=1) for each in (k, v))
     most = max(1, _SCORES // (q.shape[0] * q.shape[1] * k.shape[2]))
     if q.shape[2] > most:
+        mask = mask.expand(*mask.shape[:-2], q.shape[2], -1)
         parts = zip(q.split(most, dim=2), mask.split(most, dim=-2), strict=True)
         return torch.cat([_attend(rows, k, v, seen, scores, sinks) for rows, seen in parts], dim=2)
+    if group > 1 and k.shape[1] == 1 and sinks is None:
+        # of one head of keys, the queries of all heads are rows
+        rows, heads, tokens = q.shape[:3]
+        seen = mask.repeat_interleave(heads, dim=-2) if tokens > 1 else mask
+        found = _attend(q.transpose(1, 2).reshape(rows, 1, tokens * heads, -1), k, v, seen, scores, sinks)
+        return found.view(rows, tokens, heads, -1).transpose(1, 2)
+    if group > 1:
+        k, v = (each.repeat_interleave(group, dim=1) for each in (k, v))
     weights = (q @ k.transpose(2, 3)) * (q.shape[-1] ** -0.5 if scores.scale is None else scores.scale)
     if scores.softcap is not None:
         weights = scores.softcap * torch.tanh(weights / scores.softcap)

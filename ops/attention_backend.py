@@ -28,6 +28,9 @@ _BUILD = (
 )
 
 
+_LATENTS = "the model's keys and values are latents, over which PyTorch's operators attend"
+
+
 class AttentionUnavailable(RuntimeError):
     """The configured attention backend can't serve this model on this device."""
 
@@ -111,6 +114,10 @@ def choose_attention(setup: AttentionSetup, wanted: Wanted = "auto") -> Attentio
     theirs = ours = None
     if wanted == "torch":
         return TorchBackend(heads, device, reason="attention is torch")
+    if setup.is_latent:
+        if wanted != "auto":
+            raise AttentionUnavailable(f"attention is {wanted}, but {_LATENTS}; set it to 'auto' or 'torch'")
+        return TorchBackend(heads, device, _LATENTS)
     if wanted != "triton":
         theirs = flashinfer_obstacle(
             heads.group, heads.head_dim, dtype, device, setup.scores, float8_kv=setup.float8_kv

@@ -19,7 +19,15 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from ...memory.files import strict_json
 from ...memory.pages.adapter_layout import AdapterLayout, uniform_parts
 from ...memory.pages.layout import PageLayout
-from ...memory.pages.projections import LAYER_GROUPS, MIXTURE_GROUPS, Group, Projection, Projections, dense_projections
+from ...memory.pages.projections import (
+    LATENT_GROUPS,
+    LAYER_GROUPS,
+    MIXTURE_GROUPS,
+    Group,
+    Projection,
+    Projections,
+    dense_projections,
+)
 from ..cold_start import CpuLoraCost
 from .models import (
     AllReduceCost,
@@ -88,7 +96,7 @@ def _checked_itemsize(itemsize: int) -> int:
 
 
 def _checked_group(group: int) -> int:
-    if group not in (groups := (*LAYER_GROUPS, *MIXTURE_GROUPS)):
+    if group not in (groups := (*LAYER_GROUPS, *LATENT_GROUPS, *MIXTURE_GROUPS)):
         raise ValueError(f"it must be one of {', '.join(str(int(each)) for each in groups)}")
     return group
 
@@ -123,6 +131,8 @@ class Geometry(_Strict):
     itemsize: Annotated[int, AfterValidator(_checked_itemsize)]
     float8_kv: bool = False
     """KV is in FP8, one byte an element."""
+    value_dim: int | None = Field(default=None, ge=1)
+    """Elements of a key that are its value (latent attention); null: values are kept, too."""
     modules: list[Module] | None = None
     """The projections that adapters may change; by default those of a model shaped like Llama."""
 
@@ -133,8 +143,8 @@ class Geometry(_Strict):
         for each in self.modules:
             if wrong := [layer for layer in each.layers if not 0 <= layer < self.num_layers]:
                 raise ValueError(f"{each.path} is in layer {wrong[0]}; layers are 0 to {self.num_layers - 1}")
-        if "k_proj" not in self.projections:
-            raise ValueError("modules have no k_proj; pages hold the keys of the layers that have it")
+        if self._keys not in self.projections:
+            raise ValueError(f"modules have no {self._keys}; pages hold the keys of the layers that have it")
         _ = self.projections.products  # raises ValueError
         return self
 
@@ -171,9 +181,14 @@ class Geometry(_Strict):
         return Projections(tuple(map(tuple, layers)))
 
     def page_layout(self, block_tokens: int) -> PageLayout:
-        num_layers = len(self.projections.layers_of("k_proj"))
+        num_layers = len(self.projections.layers_of(self._keys))
         shape = num_layers, self.num_kv_heads, self.head_dim, block_tokens, self.itemsize
-        return PageLayout(*shape, float8_kv=self.float8_kv)
+        return PageLayout(*shape, float8_kv=self.float8_kv, value_dim=self.value_dim)
+
+    @property
+    def _keys(self) -> str:
+        """The projection that makes keys."""
+        return "k_proj" if self.value_dim is None else "kv_a_proj_with_mqa"
 
     def adapter_bytes(self, rank: int, targets: Collection[str] | None = None) -> int:
         """Bytes on device and host of an adapter with `rank` on `targets`, in every layer and of every expert; by

@@ -232,6 +232,11 @@ class ModelExecutor(ExecutorBase):
     def _page_layout(self, config: EngineConfig, max_model_len: int) -> PageLayout:
         """Raises UnsupportedModel."""
         model, block_tokens = self.config, config.block_tokens
+        if config.kv_cache_dtype == "fp8" and model.attention.latent is not None:
+            raise UnsupportedModel(
+                "kv_cache_dtype is 'fp8', but the model's layers keep latents of keys and values, which are not "
+                "supported in FP8; set it to 'auto'"
+            )
         try:
             return PageLayout(
                 num_layers=len(model.attention_layers),
@@ -244,6 +249,7 @@ class ModelExecutor(ExecutorBase):
                     model.delta, model.num_layers - len(model.attention_layers), speculates=config.speculates
                 ),
                 float8_kv=config.kv_cache_dtype == "fp8",
+                value_dim=model.attention.cached_value_dim,
                 windows=tuple(mixer.window_within(max_model_len) for mixer in model.attention_layers),
             )
         except ValueError as error:

@@ -31,7 +31,7 @@ from .batch import GemmBackend, StepBatch, StepStates
 from .config import ModelConfig
 from .experts import ExpertKernels, ExpertPack, ExpertWeights, ListedExperts, packed_experts
 from .layer import HEAD, Layer, Residual, multiply
-from .layer_weights import MATRICES, LayerWeights
+from .layer_weights import MERGED_MATRICES, LayerWeights
 from .layers import AttentionSpec, HeadNorm, NormSpec
 from .lora_state import lora_groups
 from .narrow_experts import expert_stays_narrow, narrow_expert
@@ -70,7 +70,7 @@ class Flow:
     """`[tokens, heads, head_dim]`: the queries."""
 
     attended: torch.Tensor
-    """The output of attention, of q's shape."""
+    """The output of attention `[tokens, heads, …]`."""
 
     gates: torch.Tensor
     """`[tokens, heads · head_dim]`: of attention's output; no columns where it has none."""
@@ -199,9 +199,9 @@ class DecoderModel:
         inputs = layer.begin(x)
         if self._deltas[index] is not None:
             return self._delta(index, inputs, batch.states)
-        q, gates = self._query(inputs, index, batch, rotations)
+        q, gates = self._query(layer, inputs, index, batch, rotations)
         attended = self.attend(index, batch.attention, q)
-        return attended if gates is None else gate_output(attended, gates)
+        return self._attended(layer, attended, gates)
 
     def piece(self, index: int, batch: Batch, flow: Flow) -> None:
         """Compute the part between the mixer of layer `index - 1` and that of layer `index`: the rest of the one, and
@@ -212,26 +212,34 @@ class DecoderModel:
         """
         x = Residual(flow.rows, self.config.norm)
         if index:
-            self._layer(index - 1, batch).finish(x, self._mixed_flow(index - 1, flow))
+            layer = self._layer(index - 1, batch)
+            layer.finish(x, self._mixed_flow(layer, index - 1, flow))
         else:
             self.embed(batch, x.rows)
         if index < len(self.layers):
-            inputs = self._layer(index, batch).begin(x)
+            layer = self._layer(index, batch)
+            inputs = layer.begin(x)
             if self._deltas[index] is not None:
                 flow.delta_in.copy_(inputs)
                 return
-            _, gates = self._query(inputs, index, batch, self._rotations(batch), flow.q)
+            _, gates = self._query(layer, inputs, index, batch, self._rotations(batch), flow.q)
             if gates is not None:
                 flow.gates.copy_(gates)
         elif x.added is not None:
             x.rows.add_(x.added)
 
-    def _mixed_flow(self, index: int, flow: Flow) -> torch.Tensor:
+    def _mixed_flow(self, layer: Layer, index: int, flow: Flow) -> torch.Tensor:
         """The output of a layer's mixer for the next piece."""
         if self._deltas[index] is not None:
             return flow.delta_out
         attended = flow.attended.view(len(flow.rows), -1)
-        return gate_output(attended, flow.gates) if self._attention.output_gate else attended
+        return self._attended(layer, attended, flow.gates if self._attention.output_gate else None)
+
+    def _attended(self, layer: Layer, attended: torch.Tensor, gates: torch.Tensor | None) -> torch.Tensor:
+        """The output of attention as the layer's o takes it."""
+        if (latent := self._attention.latent) is not None:
+            return layer.values(attended, latent)
+        return attended if gates is None else gate_output(attended, gates)
 
     def mix(self, index: int, attention: GroupedAttention, states: StepStates | None, flow: Flow) -> None:
         """Run a layer's mixer between two pieces."""
@@ -274,7 +282,7 @@ class DecoderModel:
         return Flow(
             rows=zeros(config.hidden_size),
             q=zeros(config.num_heads, config.head_dim),
-            attended=zeros(config.num_heads, config.head_dim),
+            attended=zeros(config.num_heads, attention.attended_dim),
             gates=zeros(attention.q_rows - attention.q_size),
             delta_in=zeros(delta.in_size if delta else 0),
             delta_out=zeros(delta.v_size if delta else 0),
@@ -315,7 +323,7 @@ class DecoderModel:
 
     def merged_form(self, layer: int, group: int) -> tuple[torch.Size, torch.dtype]:
         """See `MergeableModel.merged_form`."""
-        origin = getattr(self.layers[layer], MATRICES[group])
+        origin = getattr(self.layers[layer], MERGED_MATRICES[group])
         if isinstance(origin, RoundingWeight) or (isinstance(origin, NarrowWeight) and origin.rounds_inputs):
             raise CannotMerge(INPUTS_ARE_ROUNDED)
         return origin.shape, origin.dtype
@@ -430,6 +438,7 @@ class DecoderModel:
 
     def _query(
         self,
+        layer: Layer,
         qkv: torch.Tensor,
         index: int,
         batch: Batch,
@@ -441,12 +450,17 @@ class DecoderModel:
         """
         attention, gates = self._attention, None
         with span("attn.rope"):
-            if attention.output_gate:
-                qkv, gates = split_gates(qkv, attention.num_heads, attention.head_dim)
             kv = self._kv_index[index]
             place = batch.page[self._page_groups[kv]], batch.offset
             slots = KvSlots(*self._arena.kv_layers[kv], *place, self._kv_scales[kv])
-            q = rotate_and_write(qkv, rotations[self._ropes[index]], self._norms[index], slots, out)
+            rotation = rotations[self._ropes[index]]
+            if attention.output_gate:
+                qkv, gates = split_gates(qkv, attention.num_heads, attention.head_dim)
+            if attention.latent is None:
+                q = rotate_and_write(qkv, rotation, self._norms[index], slots, out)
+            else:
+                q = layer.latents(qkv, attention.latent, rotation, slots)
+                q = q if out is None else out.copy_(q)
             if self._query_factors is not None:
                 q.mul_(self._query_factors[batch.positions])
             return q, gates
@@ -586,7 +600,7 @@ def _moved_norm(weight: torch.Tensor, norm: NormSpec, device: torch.device, dtyp
 def _head_norms(
     layer: LayerWeights, attention: AttentionSpec | None, norm: NormSpec, ranks: Collectives | None
 ) -> HeadNorms | None:
-    if attention is None or layer.q_norm is None or layer.k_norm is None:
+    if attention is None or attention.latent is not None or layer.q_norm is None or layer.k_norm is None:
         return None
     if attention.head_norm is not HeadNorm.ALL:
         ranks = None

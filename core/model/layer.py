@@ -5,20 +5,24 @@ Tests: tests/core/test_families.py, tests/core/model/test_groups.py
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch.nn.functional import linear
 
+from ...memory.pages.projections import Group
 from ...ops import float8_rows
 from ...ops.elementwise import add_layer_norm, add_rms_norm, gelu_and_mul, layer_norm, rms_norm, silu_and_mul
+from ...ops.latents import AbsorbedLora, absorbed, expanded, rotated, write_latents
 from ...ops.narrow_weights import NarrowWeight
 from ...ops.packed_gemm import packed_linear
 from ...ops.ranks import Collectives
+from ...ops.rotation import KvSlots, Rotation
 from .batch import GemmBackend, GemmBackends
 from .experts import mix_experts
 from .layer_weights import LayerWeights
-from .layers import Activation, LayerSpec, Norms, NormSpec
+from .layers import Activation, LatentSpec, LayerSpec, Norms, NormSpec
 from .nvtx_spans import span
 from .rounding_weight import RoundingWeight
 from .step_lora import ATTN_O, DOWN, GATE_UP, QKV, StepLora
@@ -120,13 +124,52 @@ class Layer:
         return self._summed(y)
 
     def qkv(self, x: Residual) -> torch.Tensor:
-        """The mixer's input: attention's `[tokens, q + 2·kv]`, or Gated DeltaNet's `[tokens, qkv + z + b + a]`."""
+        """The mixer's input: attention's `[tokens, q + 2·kv]`, Gated DeltaNet's `[tokens, qkv + z + b + a]`, or latents
+        of queries and of keys.
+        """
         weights = self._weights
         return self._gemm(QKV, x.normed(weights.attention_norm), weights.qkv, weights.qkv_bias)
 
     def o(self, attended: torch.Tensor) -> torch.Tensor:
         """attended: `[tokens, out]` of the mixer."""
         return self._summed(self._gemm(ATTN_O, attended, self._weights.o, self._weights.o_bias))
+
+    def latents(
+        self, inputs: torch.Tensor, spec: LatentSpec, rotation: Rotation | None, slots: KvSlots
+    ) -> torch.Tensor:
+        """Queries over cached latents `[tokens, heads, kv_rank + rotated]`; the latents are written. inputs: `begin`'s.
+
+        See `ops.latents`.
+        """
+        weights = self._weights
+        assert weights.kv_up is not None, "the weights are of the spec"
+        key_dim, rotated_dim = spec.key_dim, spec.rotated_dim
+        q, latents, key = inputs.split((inputs.shape[1] - spec.kv_rank - rotated_dim, spec.kv_rank, rotated_dim), 1)
+        if weights.q_up is not None and weights.q_norm is not None:
+            q = self._query_up(rms_norm(q.contiguous(), weights.q_norm, spec.eps), weights.q_up)
+        q, q_rotated = q.unflatten(1, (-1, key_dim + rotated_dim)).split((key_dim, rotated_dim), 2)
+        if weights.k_norm is not None:
+            latents = rms_norm(latents.contiguous(), weights.k_norm, spec.eps)
+        write_latents(slots, latents, rotated(key[:, None], rotation))
+        product, lora = partial(absorbed, kv_up=weights.kv_up), self._absorbed()
+        q = product(q) if lora is None else lora.absorb(q, product)
+        return torch.cat((q, rotated(q_rotated, rotation)), dim=2)
+
+    def values(self, attended: torch.Tensor, spec: LatentSpec) -> torch.Tensor:
+        """Values `[tokens, heads · value]` of attended latents `[tokens, heads · kv_rank]`."""
+        kv_up, x = self._weights.kv_up, attended.unflatten(1, (-1, spec.kv_rank))
+        assert kv_up is not None, "the weights are of the spec"
+        product, lora = partial(expanded, kv_up=kv_up, key_dim=spec.key_dim), self._absorbed()
+        return (product(x) if lora is None else lora.expand(x, product)).flatten(1)
+
+    def _query_up(self, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        y = multiply(GemmBackend.LIBRARY, rows, weight)
+        if self._lora is not None:
+            self._lora.add(Group.QUERY_UP, y, rows, self._index)
+        return y
+
+    def _absorbed(self) -> AbsorbedLora | None:
+        return None if self._lora is None else self._lora.absorbed(self._index)
 
     def gate_up(self, x: Residual) -> torch.Tensor:
         """`activation(gate) · up`: `[tokens, ffn]`."""

@@ -6,11 +6,19 @@ from dataclasses import dataclass
 
 import torch
 
+from ...memory.pages.projections import LAYER_GROUPS, Group
 from ...ops.gated_delta import DeltaWeights
 from .experts import ExpertWeights
 
 #: Names of a layer's matrices in `LayerWeights`, in the order of the groups of projections.
 MATRICES = ("qkv", "o", "gate_up", "down")
+
+#: Of every group whose matrix adapters may be merged into.
+MERGED_MATRICES = {
+    **{int(group): name for group, name in zip(LAYER_GROUPS, MATRICES, strict=True)},
+    int(Group.QUERY_UP): "q_up",
+    int(Group.KV_UP): "kv_up",
+}
 
 
 @dataclass(slots=True)
@@ -18,8 +26,8 @@ class LayerWeights:
     """One decoder layer. Biases are as long as their projection has rows. None: the layer has none."""
 
     qkv: torch.Tensor
-    """The mixer's input: attention's `[q + 2·kv, hidden]`, with gates where q_proj has them, or Gated DeltaNet's
-    `[qkv + z + b + a, hidden]`.
+    """The mixer's input: attention's `[q + 2·kv, hidden]`, with gates where q_proj has them, Gated DeltaNet's
+    `[qkv + z + b + a, hidden]`, or latent attention's `[q_rank + kv_rank + rotated, hidden]`.
     """
 
     o: torch.Tensor
@@ -44,9 +52,18 @@ class LayerWeights:
     mlp_out_norm: torch.Tensor | None = None
 
     q_norm: torch.Tensor | None = None
-    """`[head_dim]`, or of all heads together."""
+    """`[head_dim]`, or of all heads together; of latents `[q_rank]`."""
 
     k_norm: torch.Tensor | None = None
+    """Likewise; of latents `[kv_rank]`."""
+
+    q_up: torch.Tensor | None = None
+    """`[heads · (key + rotated), q_rank]`: queries of latents."""
+
+    kv_up: torch.Tensor | None = None
+    """`[heads · (key + value), kv_rank]`: keys and values of latents, which are never multiplied as one matrix. It is
+    neither packed nor narrow.
+    """
 
     sinks: torch.Tensor | None = None
     """`[heads]`: see `AttentionSpec.sinks`."""

@@ -19,6 +19,7 @@ from ...memory.pages.projections import (
     Projection,
     attention_projections,
     gated_projections,
+    latent_projections,
     linear_projections,
     mixture_projections,
 )
@@ -100,6 +101,33 @@ class QueryGrowth:
 
 
 @dataclass(frozen=True, slots=True)
+class LatentSpec:
+    """Latent attention (MLA, DeepSeek-V2, arXiv 2405.04434 §2.1): of a token, one latent is kept in place of the keys
+    and values of all heads, with a rotated key that all heads share.
+
+    Head h has the key `[key_h · c, k_rotated]` and the value `value_h · c`, where c is the latent. Its score is
+    `(key_hᵀ · q_h) · c + q_rotated · k_rotated` and its output `value_h · Σ weight · c`. So attention is over one KV
+    head, whose key is `[c, k_rotated]` and whose value is c: see `ops.latents`.
+    """
+
+    q_rank: int
+    """Width of the queries' latents; 0: queries are made of the layer's input."""
+
+    kv_rank: int
+    """Width of c."""
+
+    key_dim: int
+    """Elements of a head's key that are not rotated."""
+
+    rotated_dim: int
+    value_dim: int
+    """Elements of a head's value."""
+
+    eps: float
+    """Of the norms of latents."""
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionSpec:
     """Causal grouped-query attention."""
 
@@ -134,6 +162,9 @@ class AttentionSpec:
     kv_copies: int = 1
     """TP ranks that have the same K/V heads, because there are more ranks than heads."""
 
+    latent: LatentSpec | None = None
+    """Keys and values are latents. Then there is one KV head, of `kv_rank + rotated_dim` elements."""
+
     def window_within(self, max_model_len: int) -> int | None:
         """The window, unless no request of so many tokens can leave it."""
         return None if self.window is None or self.window >= max_model_len else self.window
@@ -147,12 +178,31 @@ class AttentionSpec:
         return self.num_kv_heads * self.head_dim
 
     @property
+    def cached_value_dim(self) -> int | None:
+        """Elements of a cached key that are its value; None: values are cached, too."""
+        return None if self.latent is None else self.latent.kv_rank
+
+    @property
+    def attended_dim(self) -> int:
+        """Elements of a head's output over the cache."""
+        return self.cached_value_dim or self.head_dim
+
+    @property
     def q_rows(self) -> int:
         """Rows of q_proj: queries, and the gates where there are any."""
         return self.q_size * (1 + self.output_gate)
 
+    @property
+    def biased_inputs(self) -> list[str]:
+        """Paths of the projections that `qkv_bias` is of."""
+        parts = ("q_proj", "k_proj", "v_proj") if self.latent is None else ("q_a_proj", "kv_a_proj_with_mqa")
+        return [f"self_attn.{part}" for part in parts]
+
     def projections(self, hidden: int) -> tuple[Projection, ...]:
         """Its matrices. hidden: width of the residual stream."""
+        if (latent := self.latent) is not None:
+            widths = {"key": latent.key_dim, "rotated": latent.rotated_dim, "value": latent.value_dim}
+            return latent_projections(hidden, self.num_heads, q_rank=latent.q_rank, kv_rank=latent.kv_rank, **widths)
         return attention_projections(hidden, self.num_heads, self.num_kv_heads, self.head_dim, gate=self.output_gate)
 
     def share(self, size: int) -> AttentionSpec:
@@ -370,7 +420,7 @@ class LayerSpec:
         """Paths of the projections with a bias."""
         found = ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"] if self.feed_forward.bias else []
         if (mixer := self.attention) is not None:
-            found += ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"] if mixer.qkv_bias else []
+            found += mixer.biased_inputs if mixer.qkv_bias else []
             found += ["self_attn.o_proj"] if mixer.o_bias else []
         return frozenset(found)
 

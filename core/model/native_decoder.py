@@ -44,6 +44,8 @@ def why_unsupported(config: ModelConfig, dtype: torch.dtype) -> str | None:
     """Return the reason why the native decoder can't run a model in `dtype` here; None if it can."""
     if config.num_experts:
         return f"it has no mixture of experts, and this model's layers have {config.num_experts} experts"
+    if config.attention.latent is not None:
+        return "it has no latent attention, and this model's layers have it"
     if any(layer.attention is not None and layer.attention.sinks for layer in config.layers):
         return "it has no attention sinks, and this model's layers have them"
     pair = 4 // dtype.itemsize

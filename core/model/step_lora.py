@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from ...memory.pages.projections import LAYER_GROUPS
+from ...ops.latents import AbsorbedLora
 from ...ops.sgmv import Segments, sgmv
 from ...ops.trained_rows import TrainedRows
 from .mixture_launches import MixtureLaunches
@@ -33,14 +34,17 @@ class StepLora(Protocol):
         """Send offload workers their part of a group's products; called before the base product."""
 
     def add(self, group: int, y: torch.Tensor, x: torch.Tensor, layer: int, /) -> None:
-        """Add the adapters' products of a group of projections with a common input: QKV, ATTN_O, GATE_UP or DOWN, or
-        one of a mixture of experts.
+        """Add the adapters' products of a group of projections with a common input: QKV, ATTN_O, GATE_UP or DOWN,
+        latent attention's queries, or one of a mixture of experts.
         """
 
     def shrink(self, group: int, x: torch.Tensor, layer: int, /) -> Shrunk | None:
         """Multiply x with the adapters' A, as the first half of `add`, where a product can take the other half in its
         launch; None where `add` must do both.
         """
+
+    def absorbed(self, layer: int, /) -> AbsorbedLora | None:
+        """What adapters change of a layer's kv_b_proj, which has latent attention; None if they change nothing."""
 
     def mixture(self, layer: int, /) -> MixtureLora | MixtureLaunches | None:
         """What adapters add in a layer's mixture of experts; None if they add nothing."""

@@ -20,6 +20,9 @@ AROUND_NORMS = {
 #: Norms of families that norm nothing but the output of each part.
 AFTER_NORMS = {"attention_out_norm": "post_attention_layernorm", "mlp_out_norm": "post_feedforward_layernorm"}
 
+#: Norms of latents, which stand where others have those of heads.
+LATENT_NORMS = {"self_attn.q_norm": "self_attn.q_a_layernorm", "self_attn.k_norm": "self_attn.kv_a_layernorm"}
+
 FUSED_QKV = {"self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")}
 FUSED_GATE_UP = {"mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj")}
 

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 
+from ...memory.pages.projections import Group
 from .config import ModelConfig, UnsupportedModel
 from .layers import AttentionSpec, Experts, GatedDeltaSpec, HeadNorm, LayerSpec, Norms
 from .quantization.round_to_nearest import RoundToNearest
@@ -34,6 +35,9 @@ _OF_EXPERTS = re.compile(rf"\.(mlp\.experts\.\d+|{re.escape(SHARED)})\.")
 ROUTERS = (f".{ROUTER}.weight", f".{SHARED_GATE}.weight")
 
 SINKS = "self_attn.sinks"
+
+#: Never multiplied as one matrix, so always dequantised: see `LayerWeights.kv_up`.
+KV_UP = ".self_attn.kv_b_proj.weight"
 
 #: Norms that a layer may have, by where they stand.
 _NORMS = {
@@ -97,6 +101,9 @@ def _expert_shapes(experts: Experts, hidden: int) -> dict[str, tuple[int, ...]]:
 
 
 def _head_norm_shapes(mixer: AttentionSpec) -> dict[str, tuple[int, ...]]:
+    if (latent := mixer.latent) is not None:
+        queries = {"self_attn.q_norm.weight": (latent.q_rank,)} if latent.q_rank else {}
+        return {**queries, "self_attn.k_norm.weight": (latent.kv_rank,)}
     if mixer.head_norm is None:
         return {}
     each = mixer.head_norm is HeadNorm.EACH
@@ -265,7 +272,7 @@ def kept_bytes(
     tokens = shard.of_vocab(config)
     head = (tokens.stop - tokens.start, config.hidden_size)
     every = (each for layer in shard.config(config).projections.layers for each in layer)
-    found = [(each.outputs, each.inputs) for each in every if not each.is_of_mixture]
+    found = [(each.outputs, each.inputs) for each in every if not each.is_of_mixture and each.group is not Group.KV_UP]
     if quantiser.lm_head:
         num_bytes += itemsize * math.prod(head) if config.tie_word_embeddings else 0  # the embeddings stay
         found.append(head)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ...memory.pages.projections import Group
 from ...ops.float8_kv import UNSCALED, KvScales
 from ...ops.gated_delta import DeltaWeights
 from .config import ModelConfig
@@ -161,7 +162,11 @@ class Weights(ABC):
         def first_rank_bias(name: str) -> torch.Tensor | None:
             return self._first_rank(f"{at}{name}.bias") if f"{at}{name}.bias" in self._shapes else None
 
-        *inputs, output = (each.path for each in spec.mixer.projections(self._config.hidden_size))
+        paths: dict[Group, list[str]] = {}
+        for each in spec.mixer.projections(self._config.hidden_size):
+            paths.setdefault(each.group, []).append(each.path)
+        inputs, (output,) = paths[Group.MIXER_IN], paths[Group.MIXER_OUT]
+
         gate_up, nothing = ("mlp.gate_proj", "mlp.up_proj"), torch.empty(0, dtype=self._dtype)
         return LayerWeights(
             attention_norm=norm("attention_norm"),
@@ -169,6 +174,8 @@ class Weights(ABC):
             qkv_bias=bias(*inputs),
             q_norm=norm("self_attn.q_norm"),
             k_norm=norm("self_attn.k_norm"),
+            q_up=projection(*paths[Group.QUERY_UP]) if Group.QUERY_UP in paths else None,
+            kv_up=self.projection(index, *paths[Group.KV_UP]) if Group.KV_UP in paths else None,
             sinks=self._read(at + SINKS) if at + SINKS in self._shapes else None,
             delta=self._delta(f"{at}linear_attn.") if spec.delta else None,
             o=projection(output),

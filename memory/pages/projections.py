@@ -7,7 +7,7 @@ rank-rows next to those of the first and of the last layer. Pure data, like `lay
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import cached_property
@@ -53,9 +53,18 @@ class Group(IntEnum):
 
     EXPERT_DOWN = 13
 
+    QUERY_UP = 14
+    """Of latent attention: the queries, from their latents."""
+
+    KV_UP = 15
+    """Of latent attention: each head's key and value, from their latents."""
+
 
 #: Those of a layer.
 LAYER_GROUPS = (Group.MIXER_IN, Group.MIXER_OUT, Group.GATE_UP, Group.DOWN)
+
+#: Further ones of a layer with latent attention.
+LATENT_GROUPS = (Group.QUERY_UP, Group.KV_UP)
 
 #: Those of a layer's mixture of experts.
 MIXTURE_GROUPS = (
@@ -261,7 +270,7 @@ class Projections:
     @property
     def names(self) -> tuple[str, ...]:
         """Of the layers' projections that every token is multiplied with, outside mixtures of experts, by id."""
-        return tuple(each.name for each in self._all if each.group in LAYER_GROUPS)
+        return tuple(each.name for each in self._all if not each.is_of_model and not each.is_of_mixture)
 
     @property
     def names_with_mixtures(self) -> tuple[str, ...]:
@@ -280,14 +289,19 @@ class Projections:
 
     @property
     def product_of(self) -> tuple[tuple[int, ...], ...]:
-        """Indices in `products`, by layer and group."""
+        """Indices in `products`, by layer and group of `LAYER_GROUPS`."""
+        return tuple(tuple(found[group] for group in LAYER_GROUPS) for found in self._products[1])
+
+    @property
+    def product_in(self) -> tuple[Mapping[int, int], ...]:
+        """Indices in `products`, by layer and group: of every layer's groups, and of queries of latents."""
         return self._products[1]
 
     @cached_property
     def num_weights(self) -> int:
         """Weights of all projections in all layers, outside mixtures of experts."""
         every = (projection for layer in self.layers for projection in layer)
-        return sum(each.inputs * each.outputs for each in every if each.group in LAYER_GROUPS)
+        return sum(each.inputs * each.outputs for each in every if not each.is_of_mixture)
 
     def rank_elems(self, targets: Sequence[str] | None = None) -> int:
         """Elements of one rank of an adapter on `targets`, by default on all of the layers', wherever they are."""
@@ -332,13 +346,14 @@ class Projections:
         return {name: tuple(layers) for name, layers in found.items()}
 
     @cached_property
-    def _products(self) -> tuple[tuple[Product, ...], tuple[tuple[int, ...], ...]]:
+    def _products(self) -> tuple[tuple[Product, ...], tuple[Mapping[int, int], ...]]:
         """The different products, and those of each layer."""
         found: dict[Product, int] = {}
-        of_layer = [
-            tuple(found.setdefault(self._product(layer, group), len(found)) for group in LAYER_GROUPS)
-            for layer in self.layers
-        ]
+        of_layer: list[Mapping[int, int]] = []
+        for layer in self.layers:
+            has_latents = any(each.group is Group.QUERY_UP for each in layer)
+            groups = (*LAYER_GROUPS, Group.QUERY_UP) if has_latents else LAYER_GROUPS
+            of_layer.append({group: found.setdefault(self._product(layer, group), len(found)) for group in groups})
         return tuple(found), tuple(of_layer)
 
     def _product(self, layer: Sequence[Projection], group: Group) -> Product:
@@ -365,6 +380,30 @@ def attention_projections(
         Projection("self_attn.k_proj", Group.MIXER_IN, hidden, kv, kv_heads),
         Projection("self_attn.v_proj", Group.MIXER_IN, hidden, kv, kv_heads),
         Projection("self_attn.o_proj", Group.MIXER_OUT, q, hidden, heads),
+    )
+
+
+def latent_projections(
+    hidden: int, heads: int, *, q_rank: int, kv_rank: int, key: int, rotated: int, value: int
+) -> tuple[Projection, ...]:
+    """Those of latent attention. q_rank: width of the queries' latents, 0 where queries have none; kv_rank: that of
+    keys and values together. key, rotated: elements of a head's key that are not rotated, and that are; value: of its
+    value. What makes latents is of all heads, and every TP rank has it whole.
+    """
+    q = heads * (key + rotated)
+    query = (
+        (
+            Projection("self_attn.q_a_proj", Group.MIXER_IN, hidden, q_rank, 1),
+            Projection("self_attn.q_b_proj", Group.QUERY_UP, q_rank, q, heads),
+        )
+        if q_rank
+        else (Projection("self_attn.q_proj", Group.MIXER_IN, hidden, q, heads),)
+    )
+    return (
+        *query,
+        Projection("self_attn.kv_a_proj_with_mqa", Group.MIXER_IN, hidden, kv_rank + rotated, 1),
+        Projection("self_attn.kv_b_proj", Group.KV_UP, kv_rank, heads * (key + value), heads),
+        Projection("self_attn.o_proj", Group.MIXER_OUT, heads * value, hidden, heads),
     )
 
 

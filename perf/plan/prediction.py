@@ -124,7 +124,9 @@ def predicted_profile(
     read, multiply = gpu.bandwidth * READ, gpu.flops * MULTIPLY
     per_rank = model.projections.rank_elems()
     attention = len(model.attention_layers)
-    kv_bytes = 2 * attention * model.kv_size * (1 if float8_kv else size)
+    kept_parts = 1 if model.attention.latent else 2
+    kv_bytes = kept_parts * attention * model.kv_size * (1 if float8_kv else size)
+    pair_dims = model.head_dim + model.attention.attended_dim  # of a score, and of what is attended
     floor = (kept.projections + share * kept.experts + kept.head) / read
     step = {
         "base": max(STEP_SHARE * floor, STEP_PER_LAYER * layers),
@@ -135,7 +137,7 @@ def predicted_profile(
         "per_logits": 2 * in_head / multiply,
         "per_row": ROW_PER_LAYER * layers,
         "per_kv_token": kv_bytes / (read * KV_READ),
-        "per_pair": 4 * attention * model.q_size / (multiply * PREFILL_ATTEND),
+        "per_pair": 2 * attention * model.num_heads * pair_dims / (multiply * PREFILL_ATTEND),
         "lora": LORA_PER_LAYER * layers,
         "per_token_rank": 2 * per_rank / (multiply * LORA_MULTIPLY),
         "per_adapter_rank": size * per_rank / (read * ADAPTER_READ),
@@ -160,6 +162,7 @@ def predicted_profile(
             max_model_len=model.max_context,
             itemsize=size,
             float8_kv=float8_kv,
+            value_dim=model.attention.cached_value_dim,
         ).with_projections(model.projections),
         memory_bytes=Whole(
             value=_arena(directory, gpu, kept.total, model.dtype), source="memory that the weights leave"

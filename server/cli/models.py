@@ -79,11 +79,14 @@ def described(directory: Path) -> list[str]:
     kinds = Counter((it.window, it.rope) for it in model.attention_layers)
     most = model.max_position_embeddings
     more = f"; with --max-model-len, up to {most:,}" if most > model.max_context else ""
+    heads = f"{model.num_heads} heads of {model.head_dim}, {model.num_kv_heads} KV heads"
+    if (latent := model.attention.latent) is not None:
+        heads = f"{model.num_heads} heads over latents of {latent.kv_rank} and a rotated key of {latent.rotated_dim}"
     lines = [
         f"{FAMILIES[model.architecture].title} ({model.architecture}) is served",
         f"context: {model.max_context:,} tokens{more}",
-        f"shapes: hidden {model.hidden_size}, feed-forward {model.intermediate_size}, {model.num_heads} heads of "
-        f"{model.head_dim}, {model.num_kv_heads} KV heads, vocabulary {model.vocab_size}",
+        f"shapes: hidden {model.hidden_size}, feed-forward {model.intermediate_size}, {heads}, vocabulary "
+        f"{model.vocab_size}",
         f"adapters may target: {model.module_paths.names}",
     ]
     if (form := _form(directory, model)) is not None:

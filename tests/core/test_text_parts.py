@@ -13,6 +13,8 @@ from chorus.core.model.families.qwen3_5 import QWEN3_5, QWEN3_5_MOE
 from chorus.core.model.read_config import read_model_config
 from chorus.memory.files.error import AdapterFormatError
 
+from .tiny_families import LATENT, YARN
+
 pytestmark = [pytest.mark.numerics, pytest.mark.wide]
 
 TEXT = {
@@ -69,10 +71,29 @@ OF_TEXT = r".*language_model.*\.(q_proj|v_proj|o_proj|down_proj)"
 @pytest.mark.parametrize("architecture", MODELS)
 def test_text_is_answered_as_transformers_and_peft_do(tmp_path, architecture, targets, drive):
     """An adapter of all linear layers has tensors of the tower, too, which are said to have no effect."""
+    check_text(tmp_path, architecture, *MODELS[architecture], targets, drive)
+
+
+@pytest.mark.parametrize("kernels", ["torch"])
+@pytest.mark.parametrize("targets", [OF_TEXT.replace("v_proj", "kv_b_proj|q_b_proj|kv_a_proj_with_mqa"), "all-linear"])
+def test_mistral_small_4_is_told_by_the_type_of_its_text_part(tmp_path, targets, drive):
+    text = {
+        **LATENT, "qk_nope_head_dim": 8, "model_type": "mistral4", "n_routed_experts": 8, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 40, "pad_token_id": 0,
+        "rope_parameters": {
+            **YARN, "original_max_position_embeddings": 24, "llama_4_scaling_beta": 0.4, "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+        },
+    }  # fmt: skip
+    architecture = "Mistral3ForConditionalGeneration"
+    check_text(tmp_path, architecture, "Mistral3Config", text, MODELS[architecture][2], targets, drive)
+    assert read_model_config(tmp_path / "model").attention.query_growth
+
+
+def check_text(tmp_path, architecture, name, text, vision, targets, drive):
     import transformers
     from peft import LoraConfig, get_peft_model
 
-    name, text, vision = MODELS[architecture]
     config = getattr(transformers, name)(text_config={**TEXT, **text}, vision_config=vision)
     torch.manual_seed(0)
     base = getattr(transformers, architecture)(config).eval()

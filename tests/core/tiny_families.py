@@ -70,6 +70,15 @@ LONGROPE = {
     },
 }
 
+LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 24,
+}
+
 INTERNLM_3 = "InternLM3ForCausalLM"
 
 #: name → (transformers' configuration class, its arguments, largest shard)
@@ -340,14 +349,35 @@ EXPERTS: dict[str, tuple[str, dict[str, Any], str]] = {
          "shared_expert_intermediate_size": 24},
         "50GB",
     ),
+    "deepseek-v2": (
+        "DeepseekV2Config",
+        {**LATENT, "q_lora_rank": None, "n_routed_experts": 12, "num_experts_per_tok": 3, "moe_intermediate_size": 32,
+         "n_shared_experts": 2, "first_k_dense_replace": 1, "routed_scaling_factor": 1.5,
+         "rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 0.9}},
+        "50GB",
+    ),
+    "deepseek-v3": (
+        "DeepseekV3Config",
+        {**LATENT, "n_routed_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 24, "n_group": 4,
+         "topk_group": 2, "first_k_dense_replace": 1, "attention_bias": True, "num_mtp_layers": 0,
+         "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}},
+        "20KB",
+    ),
+    "glm-4.7-flash": (
+        "Glm4MoeLiteConfig",
+        {**LATENT, "v_head_dim": 32, "n_routed_experts": 16, "num_experts_per_tok": 3, "moe_intermediate_size": 40,
+         "num_hidden_layers": 3, "pad_token_id": 0},
+        "50GB",
+    ),
 }  # fmt: skip
 
 ATTENTION, MLP = ["q_proj", "k_proj", "v_proj", "o_proj"], ["gate_proj", "up_proj", "down_proj"]
 LINEAR = ["in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"]
+LATENTS = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"]
 #: name → (rank, alpha, targets), of which a model has some
 ADAPTERS = {
-    "r3-all": (3, 6, ATTENTION + LINEAR + MLP),
-    "r8-qv": (8, 16, ["q_proj", "v_proj", "in_proj_b"]),
+    "r3-all": (3, 6, ATTENTION + LINEAR + LATENTS + MLP),
+    "r8-qv": (8, 16, ["q_proj", "v_proj", "in_proj_b", "kv_b_proj"]),
     "r17-o-mlp": (17, 8, ["o_proj", "out_proj", *MLP]),
 }
 
@@ -380,7 +410,7 @@ class Tiny:
         scores = output[0].float()
         if (correction := getattr(router, "e_score_correction_bias", None)) is not None:
             scores = scores.sigmoid() + correction
-        if (groups := getattr(router, "num_group", 1)) > 1:
+        if (groups := getattr(router, "num_group", None) or 1) > 1:
             sums = scores.view(len(scores), groups, -1).topk(2).values.sum(-1)
             best = sums.topk(router.topk_group + 1)
             self.router_margins.append(float((best.values[:, -2] - best.values[:, -1]).min()))

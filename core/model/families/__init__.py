@@ -5,6 +5,7 @@ from __future__ import annotations
 from ..family import Family
 from . import (
     cohere,
+    deepseek,
     exaone,
     gemma,
     gemma_2,
@@ -61,6 +62,9 @@ ALL: tuple[Family, ...] = (
     glm_moe.GLM_4_MOE,
     gpt_oss.GPT_OSS,
     qwen3_5.QWEN3_5_MOE,
+    deepseek.DEEPSEEK_V2,
+    deepseek.DEEPSEEK_V3,
+    glm_moe.GLM_4_MOE_LITE,
 )
 
 FAMILIES = {architecture: family for family in ALL for architecture in family.architectures}

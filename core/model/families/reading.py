@@ -192,9 +192,9 @@ def _longrope(scaling: ConfigJson, factor: float, original: int, dim: int) -> di
 
 
 def _yarn(scaling: ConfigJson, factor: float) -> dict[str, Any]:
-    default = _mscale(factor, 1.0)
+    default = mscale(factor, 1.0)
     if scaling.has("mscale") and scaling.has("mscale_all_dim"):
-        default = _mscale(factor, scaling.number("mscale")) / _mscale(factor, scaling.number("mscale_all_dim"))
+        default = mscale(factor, scaling.number("mscale")) / mscale(factor, scaling.number("mscale_all_dim"))
     return {
         "factor": factor,
         **{each: scaling.number(each) for each in ("beta_fast", "beta_slow") if scaling.has(each)},
@@ -203,7 +203,8 @@ def _yarn(scaling: ConfigJson, factor: float) -> dict[str, Any]:
     }
 
 
-def _mscale(factor: float, mscale: float) -> float:
+def mscale(factor: float, mscale: float) -> float:
+    """YaRN's factor of cos and sin, or of the square root of scores."""
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 

@@ -14,7 +14,7 @@ from chorus.core.executors import cuda
 from chorus.core.executors.cuda import CudaExecutor
 from chorus.core.executors.cuda_ranks import CudaRanksExecutor
 from chorus.core.model.stacked_experts import StackedExperts
-from chorus.graphs.runner import StepMode
+from chorus.graphs.runner import EagerReason, StepMode
 from chorus.ops import attention_flashinfer, elementwise, native_library
 from chorus.ops.attention_backend import Obstacle
 from chorus.ops.attention_flashinfer import FlashInferBackend
@@ -104,6 +104,20 @@ def test_mixtures(tiny, drive, family, mixed_graph_tokens):
     layers = driver.engine.executor.inner.steps.decoder.layers
     assert all(isinstance(layer.experts, StackedExperts) for layer in layers if layer.experts is not None)
     assert driver.engine.executor.inner.captured
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mixed_graph_tokens", [0, 24])
+def test_latents(tiny, drive, mixed_graph_tokens):
+    """Steps whose adapters change keys and values of latents are eager, others are captured."""
+    it = tiny("deepseek-v3")
+    driver = drive(it, ["r3-all", "r17-o-mlp"], mixed_graph_tokens=mixed_graph_tokens)
+    check(it, driver, (None, 30, 4), ("r17-o-mlp", 9, 6))
+    executor = driver.engine.executor.inner
+    assert executor.captured
+    assert not executor.eager_steps[EagerReason.LATENTS]
+    check(it, driver, ("r3-all", 17, 5), (None, 5, 4), ("r17-o-mlp", 7, 3))
+    assert executor.eager_steps[EagerReason.LATENTS] > 3
 
 
 @pytest.mark.slow

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +14,7 @@ import torch
 
 from chorus.core.model.config import UnsupportedModel
 from chorus.core.model.families import FAMILIES
-from chorus.core.model.layers import ClampedSwiglu, Experts, GatedDeltaSpec, HeadNorm, Routing, Scoring
+from chorus.core.model.layers import ClampedSwiglu, Experts, GatedDeltaSpec, HeadNorm, LatentSpec, Routing, Scoring
 from chorus.core.model.read_config import read_model_config
 from chorus.core.model.rope_config import RopeConfig
 from chorus.core.model.shard import Shard
@@ -616,3 +618,98 @@ def test_ranks_that_heads_of_keys_do_not_divide_by_are_refused(tmp_path):
     )
     with pytest.raises(UnsupportedModel, match=why):
         Shard(0, 4).config(read_model_config(tmp_path))
+
+
+#: Fields of published checkpoints: DeepSeek-V3, DeepSeek-V2-Lite, GLM-4.7-Flash.
+LATENTS = {
+    "v3": {
+        "architectures": ["DeepseekV3ForCausalLM"], "hidden_size": 7168, "intermediate_size": 18432,
+        "kv_lora_rank": 512, "max_position_embeddings": 163840, "moe_intermediate_size": 2048, "moe_layer_freq": 1,
+        "n_group": 8, "n_routed_experts": 256, "n_shared_experts": 1, "norm_topk_prob": True,
+        "num_attention_heads": 128, "num_experts_per_tok": 8, "num_hidden_layers": 61, "num_key_value_heads": 128,
+        "num_nextn_predict_layers": 1,
+        "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "first_k_dense_replace": 3,
+        "rope_scaling": {
+            "beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 4096, "type": "yarn",
+        },
+        "rope_theta": 10000, "routed_scaling_factor": 2.5, "scoring_func": "sigmoid", "topk_group": 4,
+        "topk_method": "noaux_tc", "v_head_dim": 128, "vocab_size": 129280,
+    },
+    "v2-lite": {
+        "architectures": ["DeepseekV2ForCausalLM"], "hidden_size": 2048, "intermediate_size": 10944,
+        "kv_lora_rank": 512, "max_position_embeddings": 163840, "moe_intermediate_size": 1408, "moe_layer_freq": 1,
+        "n_group": 1, "n_routed_experts": 64, "n_shared_experts": 2, "norm_topk_prob": False,
+        "num_attention_heads": 16, "num_experts_per_tok": 6, "num_hidden_layers": 27, "num_key_value_heads": 16,
+        "q_lora_rank": None, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "first_k_dense_replace": 1,
+        "rope_scaling": {
+            "beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 0.707, "mscale_all_dim": 0.707,
+            "original_max_position_embeddings": 4096, "type": "yarn",
+        },
+        "rope_theta": 10000, "routed_scaling_factor": 1.0, "scoring_func": "softmax", "topk_group": 1,
+        "topk_method": "greedy", "v_head_dim": 128, "vocab_size": 102400,
+    },
+    "flash": {
+        "architectures": ["Glm4MoeLiteForCausalLM"], "hidden_size": 2048, "intermediate_size": 10240,
+        "max_position_embeddings": 202752, "moe_intermediate_size": 1536, "topk_method": "noaux_tc",
+        "norm_topk_prob": True, "num_attention_heads": 20, "n_group": 1, "topk_group": 1, "n_routed_experts": 64,
+        "n_shared_experts": 1, "routed_scaling_factor": 1.8, "num_experts_per_tok": 4, "first_k_dense_replace": 1,
+        "num_hidden_layers": 47, "num_key_value_heads": 20, "num_nextn_predict_layers": 1,
+        "partial_rotary_factor": 1.0, "rms_norm_eps": 1e-05, "rope_scaling": None, "rope_theta": 1000000,
+        "q_lora_rank": 768, "kv_lora_rank": 512, "qk_nope_head_dim": 192, "qk_rope_head_dim": 64, "v_head_dim": 256,
+        "vocab_size": 154880,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "latent", "scale", "billions"),
+    [
+        ("v3", LatentSpec(1536, 512, 128, 64, 128, 1e-6), 192**-0.5 * (0.1 * math.log(40) + 1) ** 2, 671.0),
+        ("v2-lite", LatentSpec(0, 512, 128, 64, 128, 1e-6), 192**-0.5 * (0.0707 * math.log(40) + 1) ** 2, 15.7),
+        ("flash", LatentSpec(768, 512, 192, 64, 256, 1e-6), 256**-0.5, 29.9),
+    ],
+)
+def test_latent_attention_as_its_checkpoints_describe_it(read, name, latent, scale, billions):
+    config = read(**{**dict.fromkeys(LLAMA, ...), **LATENTS[name]})
+    attention = config.attention
+    assert (attention.latent, attention.num_kv_heads, attention.head_dim) == (latent, 1, 576)
+    assert attention.scale == pytest.approx(scale, rel=1e-12)
+    assert (attention.rope.dim, attention.rope.interleaved, attention.rope.attention_factor) == (64, True, 1.0)
+    assert sum(torch.Size(shape).numel() for shape in tensor_shapes(config).values()) / 1e9 == pytest.approx(
+        billions, abs=0.1
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("v3", {"num_key_value_heads": 8}, "num_key_value_heads is 8: latents serve all heads"),
+        ("v3", {"qk_rope_head_dim": 63}, "qk_rope_head_dim is 63: rotary embedding needs an even one"),
+        ("v3", {"scoring_func": "softmax"}, "scoring_func is 'softmax': softmax is not supported"),
+        ("v3", {"moe_layer_freq": 2}, "moe_layer_freq is 2"),
+        ("v3", {"topk_method": "greedy"}, "topk_method is 'greedy': greedy is not supported"),
+        ("v2-lite", {"topk_method": "group_limited_greedy"}, "topk_method is 'group_limited_greedy'"),
+        ("v2-lite", {"norm_topk_prob": True}, "norm_topk_prob is True: transformers leaves it out"),
+        ("v2-lite", {"attention_bias": True}, "attention_bias is True: biases are not supported where queries have"),
+        ("flash", {"mlp_layer_types": ["sparse"] * 46 + ["dense"]}, "dense layers must come first"),
+        ("flash", {"rope_scaling": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "all 64 elements of"),
+    ],
+)  # fmt: skip
+def test_what_latent_attention_cannot_be_is_refused(read, name, changes, message):
+    with pytest.raises(UnsupportedModel, match=re.escape(message)):
+        read(**{**dict.fromkeys(LLAMA, ...), **LATENTS[name], **changes})
+
+
+def test_ranks_share_heads_of_latents(read):
+    config = read(**{**dict.fromkeys(LLAMA, ...), **LATENTS["v2-lite"]})
+    share = Shard(1, 4).config(config)
+    assert (share.attention.num_heads, share.attention.head_dim) == (4, 576)
+    at = "model.layers.0.self_attn."
+    parts = {name: Shard(1, 4).of_tensor(f"{at}{name}.weight", config) for name in ("kv_a_proj_with_mqa", "kv_b_proj")}
+    assert parts == {
+        "kv_a_proj_with_mqa": ((slice(0, 576), slice(None)),),
+        "kv_b_proj": ((slice(1024, 2048), slice(None)),),
+    }
+    assert Shard(1, 4).of_tensor(f"{at}o_proj.weight", config) == ((slice(None), slice(512, 1024)),)
+    assert Shard(1, 4).of_tensor(f"{at}k_norm.weight", config) == ((),)
