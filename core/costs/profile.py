@@ -102,6 +102,7 @@ class Module(_Strict):
     outputs: int = Field(ge=1)
     units: int = Field(ge=1)
     sections: list[int] = []
+    section_units: list[int] = []
     experts: int = Field(default=0, ge=0)
     layers: list[int] = Field(min_length=1)
 
@@ -150,6 +151,7 @@ class Geometry(_Strict):
                 outputs=each.outputs,
                 units=each.units,
                 sections=list(each.sections),
+                section_units=list(each.section_units),
                 experts=each.experts,
                 layers=list(projections.layers_of(each.name)),
             )
@@ -167,7 +169,8 @@ class Geometry(_Strict):
         for each in self.modules:
             for layer in each.layers:
                 sizes = each.inputs, each.outputs, each.units, tuple(each.sections), each.experts
-                layers[layer].append(Projection(each.path, Group(each.group), *sizes))
+                units = tuple(each.section_units)
+                layers[layer].append(Projection(each.path, Group(each.group), *sizes, section_units=units))
         return Projections(tuple(map(tuple, layers)))
 
     def page_layout(self, block_tokens: int) -> PageLayout:

@@ -120,7 +120,7 @@ class Layer:
         return self._summed(y)
 
     def qkv(self, x: Residual) -> torch.Tensor:
-        """The mixer's input: attention's `[tokens, q + 2·kv]`, or Gated DeltaNet's `[tokens, qkv + z + b + a]`."""
+        """The mixer's input: attention's `[tokens, q + 2·kv]`, or a recurrent mixer's `[tokens, in]`."""
         weights = self._weights
         return self._gemm(QKV, x.normed(weights.attention_norm), weights.qkv, weights.qkv_bias)
 

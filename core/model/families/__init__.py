@@ -14,6 +14,7 @@ from . import (
     gpt_oss,
     granite,
     internlm,
+    lfm2,
     llama,
     mistral,
     mixtral,
@@ -61,6 +62,9 @@ ALL: tuple[Family, ...] = (
     glm_moe.GLM_4_MOE,
     gpt_oss.GPT_OSS,
     qwen3_5.QWEN3_5_MOE,
+    lfm2.LFM2,
+    lfm2.LFM2_VL,
+    lfm2.LFM2_MOE,
 )
 
 FAMILIES = {architecture: family for family in ALL for architecture in family.architectures}

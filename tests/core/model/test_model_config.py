@@ -12,8 +12,9 @@ import torch
 
 from chorus.core.model.config import UnsupportedModel
 from chorus.core.model.families import FAMILIES
-from chorus.core.model.layers import ClampedSwiglu, Experts, GatedDeltaSpec, HeadNorm, Routing, Scoring
+from chorus.core.model.layers import ClampedSwiglu, Experts, HeadNorm, Routing, Scoring
 from chorus.core.model.read_config import read_model_config
+from chorus.core.model.recurrent import GatedDeltaSpec
 from chorus.core.model.rope_config import RopeConfig
 from chorus.core.model.shard import Shard
 from chorus.core.model.tensor_parts import tensor_shapes
@@ -556,8 +557,8 @@ def test_gated_delta_net_stands_between_layers_of_attention(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(QWEN3_5))
     config = read_model_config(tmp_path)
     assert [index for index, layer in enumerate(config.layers) if layer.attention] == [2, 5]
-    assert config.delta == GatedDeltaSpec(2, 6, 16, 8, eps=1e-6)
-    assert (config.delta.channels, config.delta.in_size) == (112, 112 + 48 + 12)
+    assert config.recurrent == GatedDeltaSpec(2, 6, 16, 8, eps=1e-6)
+    assert (config.recurrent.channels, config.recurrent.in_size) == (112, 112 + 48 + 12)
     assert config.attention.output_gate
     assert config.attention.rope == RopeConfig(8, 1e7)
     shapes = tensor_shapes(config)
@@ -591,7 +592,7 @@ def test_ranks_share_heads_of_keys_with_their_heads_of_values(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(QWEN3_5))
     whole = read_model_config(tmp_path)
     share = Shard(1, 2).config(whole)
-    assert share.delta == GatedDeltaSpec(1, 3, 16, 8, eps=1e-6)
+    assert share.recurrent == GatedDeltaSpec(1, 3, 16, 8, eps=1e-6)
     assert share.projections["in_proj_qkv"].outputs == 56
     q, k, v = slice(16, 32), slice(48, 64), slice(88, 112)
     at = "model.layers.0.linear_attn."
