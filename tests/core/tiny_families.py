@@ -265,7 +265,7 @@ QWEN3_5 = {
 GRANITE_H = {
     **GRANITE, "attention_multiplier": 0.25, "residual_multiplier": 0.6, "num_hidden_layers": 5,
     "layer_types": ["mamba", "mamba", "attention", "mamba", "mamba"], "num_local_experts": 0,
-    "shared_intermediate_size": 80, "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 24, "mamba_n_groups": 1,
+    "shared_intermediate_size": 80, "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_n_groups": 1,
 }  # fmt: skip
 
 #: Families with layers that have a state of fixed size, likewise.

@@ -56,7 +56,7 @@ def _model(fields: ConfigJson, feed_forward: list[GatedSpec] | list[GatedSpec | 
 
 
 def _layer_types(fields: ConfigJson) -> list[str]:
-    if "full_attn_idxs" not in fields.raw or fields.has("layer_types"):
+    if fields.has("layer_types") or not fields.has("full_attn_idxs"):
         return reading.layer_types(fields, 1, other=_CONV)
     attends = fields.indices("full_attn_idxs")
     return [reading.FULL if index in attends else _CONV for index in range(fields.integer("num_hidden_layers"))]

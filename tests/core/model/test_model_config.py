@@ -448,8 +448,6 @@ WRONG = [
     ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "rope_parameters.full_attention is"),
     ({"partial_rotary_factor": 0.45}, "partial_rotary_factor is 0.45: it makes 7 of 16 elements"),
     ({"partial_rotary_factor": 1.5}, "partial_rotary_factor is 1.5: it makes 24 of 16 elements"),
-    ({"architectures": ["GraniteMoeHybridForCausalLM"]}, "num_local_experts is missing: mixture-of-experts"),
-    ({"architectures": ["GraniteMoeHybridForCausalLM"], "layer_types": ["mamba", "attention"]}, "layer_types is ["),
     ({"architectures": ["Gemma3ForCausalLM"], "use_bidirectional_attention": True}, "only causal attention"),
     ({"is_causal": False}, "is_causal is False: only causal attention"),
     (
