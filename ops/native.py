@@ -491,7 +491,7 @@ def _described_layers(layers: Sequence[Any], model: NativeModel) -> Any:
         descriptor.query_factors = _pointer_or_null(own.query_factors)
         descriptor.cos, descriptor.sin = _pointer_or_null(own.cos), _pointer_or_null(own.sin)
         descriptor.product[:] = model.product_of[index]
-        if (delta := layer.delta) is not None:
+        if (delta := layer.recurrent) is not None:
             descriptor.taps, descriptor.dt_bias = _pointer(delta.conv), _pointer(delta.dt_bias)
             descriptor.a_log, descriptor.delta_norm = _pointer(delta.a_log), _pointer(delta.norm)
         descriptor.page_layer = index if own.page_layer is None else own.page_layer

@@ -110,6 +110,7 @@ class Module(_Strict):
     outputs: int = Field(ge=1)
     units: int = Field(ge=1)
     sections: list[int] = []
+    section_units: list[int] = []
     experts: int = Field(default=0, ge=0)
     layers: list[int] = Field(min_length=1)
 
@@ -160,6 +161,7 @@ class Geometry(_Strict):
                 outputs=each.outputs,
                 units=each.units,
                 sections=list(each.sections),
+                section_units=list(each.section_units),
                 experts=each.experts,
                 layers=list(projections.layers_of(each.name)),
             )
@@ -177,7 +179,8 @@ class Geometry(_Strict):
         for each in self.modules:
             for layer in each.layers:
                 sizes = each.inputs, each.outputs, each.units, tuple(each.sections), each.experts
-                layers[layer].append(Projection(each.path, Group(each.group), *sizes))
+                units = tuple(each.section_units)
+                layers[layer].append(Projection(each.path, Group(each.group), *sizes, section_units=units))
         return Projections(tuple(map(tuple, layers)))
 
     def page_layout(self, block_tokens: int) -> PageLayout:

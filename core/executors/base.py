@@ -20,9 +20,9 @@ from ...memory.transfers.transfer import ExecutorLost
 from ..cold_start import ColdStarts
 from ..config import EngineConfig
 from ..model.config import ModelConfig, UnsupportedModel
-from ..model.layers import GatedDeltaSpec
 from ..model.quantization.round_to_nearest import quantiser_of
 from ..model.read_config import read_model_config
+from ..model.recurrent import RecurrentSpec
 from ..model.shard import WHOLE, Shard
 from ..requests.draft_length import MOST_DRAFTS
 from ..requests.grammars import Grammars, grammars_of
@@ -246,7 +246,7 @@ class ModelExecutor(ExecutorBase):
                 itemsize=self._dtype.itemsize,
                 state_slots=self.state_slots,
                 state=_state_shape(
-                    model.delta, model.num_layers - len(model.attention_layers), speculates=config.speculates
+                    model.recurrent, model.num_layers - len(model.attention_layers), speculates=config.speculates
                 ),
                 float8_kv=config.kv_cache_dtype == "fp8",
                 value_dim=model.attention.cached_value_dim,
@@ -281,15 +281,16 @@ class ModelExecutor(ExecutorBase):
         return False
 
 
-def _state_shape(delta: GatedDeltaSpec | None, num_layers: int, *, speculates: bool) -> StateShape | None:
-    if delta is None:
+def _state_shape(recurrent: RecurrentSpec | None, num_layers: int, *, speculates: bool) -> StateShape | None:
+    if recurrent is None:
         return None
+    heads, *head = recurrent.recurrent_shape
     return StateShape(
         num_layers,
-        conv_elems=math.prod(delta.conv_shape),
-        num_heads=delta.num_v_heads,
-        head_elems=delta.k_dim * delta.v_dim,
-        draft_elems=delta.draft_size,
+        conv_elems=math.prod(recurrent.conv_shape),
+        num_heads=heads,
+        head_elems=math.prod(head) if heads else 0,
+        draft_elems=recurrent.draft_size,
         most_drafts=MOST_DRAFTS if speculates else 0,
     )
 

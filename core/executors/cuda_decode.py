@@ -72,7 +72,7 @@ class DecodeSteps:
             groups=layout.pages_per_block,
         )
         self.states = self._new_states()
-        """Of sequences in layers of Gated DeltaNet; None for a model without them."""
+        """Of sequences in layers with a recurrent mixer; None for a model without them."""
         self.captures = config.graph_capture != "off" and (usual.captures or device.torch_device.type == "cpu")
         self.eager: Counter[EagerReason] = Counter()
         """Steps that were not captured."""
@@ -93,7 +93,8 @@ class DecodeSteps:
 
     def _new_states(self) -> CudaPagedStates | None:
         decoder = self._decoder
-        return None if decoder.config.delta is None else CudaPagedStates(decoder.config, decoder.arena, self._most_rows)
+        has_states = decoder.config.recurrent is not None
+        return CudaPagedStates(decoder.config, decoder.arena, self._most_rows) if has_states else None
 
     def run(
         self,

@@ -14,8 +14,9 @@ from ...memory.files.module_paths import ModulePaths
 from ...memory.files.whole_copies import BaseRows
 from ...memory.pages.projections import Group, Projections, model_projections
 from .config_json import UnsupportedModel
-from .layers import AttentionSpec, Experts, GatedDeltaSpec, LayerSpec, NormSpec
+from .layers import AttentionSpec, Experts, LayerSpec, NormSpec
 from .quantization.format import WeightFormat
+from .recurrent import RecurrentSpec
 from .tensor_names import LLAMA_TENSORS, TensorNames
 
 if TYPE_CHECKING:
@@ -80,7 +81,7 @@ class ModelConfig:
             raise UnsupportedModel("no layer has attention; models of linear attention alone are not supported")
         for shapes in (
             {(it.num_heads, it.num_kv_heads, it.head_dim, it.q_rows) for it in self.attention_layers},
-            {replace(layer.delta, eps=1.0) for layer in self.layers if layer.delta},
+            {layer.recurrent for layer in self.layers if layer.recurrent},
             {layer.feed_forward.size for layer in self.layers if layer.experts is None},
             {layer.experts for layer in self.layers if layer.experts},
         ):
@@ -102,9 +103,9 @@ class ModelConfig:
         return self.attention_layers[0]
 
     @property
-    def delta(self) -> GatedDeltaSpec | None:
-        """The Gated DeltaNet of layers that have it; all have the same shapes. None where no layer has it."""
-        return next((layer.delta for layer in self.layers if layer.delta is not None), None)
+    def recurrent(self) -> RecurrentSpec | None:
+        """The mixer of layers with a state; all are equal. None where no layer has one."""
+        return next((layer.recurrent for layer in self.layers if layer.recurrent is not None), None)
 
     @property
     def num_heads(self) -> int:

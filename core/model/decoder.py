@@ -19,11 +19,11 @@ from ...ops import expert_products, native_library
 from ...ops.attention import PLAIN, GroupedAttention, HeadShape, PagedAttention, Scores
 from ...ops.elementwise import HeadNorms, RotaryEmbedding, Rotation, gate_output, rotate_and_write, split_gates
 from ...ops.float8_kv import UNSCALED, KvScales
-from ...ops.gated_delta import DeltaWeights
 from ...ops.merge import merge
 from ...ops.narrow_weights import NarrowWeight, is_kept, keep
 from ...ops.packed_gemm import pack, unpack
 from ...ops.ranks import Collectives
+from ...ops.recurrent import RecurrentWeights
 from ...ops.rotation import KvSlots
 from ...ops.sgmv import AdapterRows
 from ..requests.types import CannotMerge
@@ -75,11 +75,11 @@ class Flow:
     gates: torch.Tensor
     """`[tokens, heads · head_dim]`: of attention's output; no columns where it has none."""
 
-    delta_in: torch.Tensor
-    """`[tokens, in]`: the input of Gated DeltaNet; no columns if no layer has it."""
+    recurrent_in: torch.Tensor
+    """`[tokens, in]`: the input of a recurrent mixer; no columns if no layer has one."""
 
-    delta_out: torch.Tensor
-    """`[tokens, v]`: the output of Gated DeltaNet."""
+    recurrent_out: torch.Tensor
+    """`[tokens, out]`: its output."""
 
     def of(self, tokens: int) -> Flow:
         """Of the first tokens alone, in the same memory."""
@@ -135,7 +135,7 @@ class DecoderModel:
         self._groups = lora_groups(config.projections)
         self._norm = _moved_norm(weights.norm(), config.norm, device, dtype)
         self._norms = self._head_norms()
-        self._attention, self._deltas = config.attention, [layer.delta for layer in config.layers]
+        self._attention, self._recurrent = config.attention, [layer.recurrent for layer in config.layers]
         self._scores = [scores_of(layer.attention, max_model_len) for layer in config.layers]
         self._embedding_factor = config.embedding_factor(embed.dtype)
         self.kept_states: torch.Tensor | None = None
@@ -164,8 +164,8 @@ class DecoderModel:
         return HeadShape(config.num_heads, config.num_kv_heads, config.head_dim, self._arena.layout.block_tokens)
 
     def new_states(self) -> PagedStates | None:
-        """Where steps have the states of their sequences; None for a model without Gated DeltaNet."""
-        return None if self.config.delta is None else PagedStates(self.config, self._arena)
+        """Where steps have the states of their sequences; None for a model without recurrent mixers."""
+        return None if self.config.recurrent is None else PagedStates(self.config, self._arena)
 
     def close(self) -> None:
         """Nothing outlives the object."""
@@ -197,8 +197,8 @@ class DecoderModel:
     ) -> torch.Tensor:
         """The output of a layer's mixer, `[tokens, out]`."""
         inputs = layer.begin(x)
-        if self._deltas[index] is not None:
-            return self._delta(index, inputs, batch.states)
+        if self._recurrent[index] is not None:
+            return self._mix(index, inputs, batch.states)
         q, gates = self._query(layer, inputs, index, batch, rotations)
         attended = self.attend(index, batch.attention, q)
         return self._attended(layer, attended, gates)
@@ -219,8 +219,8 @@ class DecoderModel:
         if index < len(self.layers):
             layer = self._layer(index, batch)
             inputs = layer.begin(x)
-            if self._deltas[index] is not None:
-                flow.delta_in.copy_(inputs)
+            if self._recurrent[index] is not None:
+                flow.recurrent_in.copy_(inputs)
                 return
             _, gates = self._query(layer, inputs, index, batch, self._rotations(batch), flow.q)
             if gates is not None:
@@ -230,8 +230,8 @@ class DecoderModel:
 
     def _mixed_flow(self, layer: Layer, index: int, flow: Flow) -> torch.Tensor:
         """The output of a layer's mixer for the next piece."""
-        if self._deltas[index] is not None:
-            return flow.delta_out
+        if self._recurrent[index] is not None:
+            return flow.recurrent_out
         attended = flow.attended.view(len(flow.rows), -1)
         return self._attended(layer, attended, flow.gates if self._attention.output_gate else None)
 
@@ -243,18 +243,18 @@ class DecoderModel:
 
     def mix(self, index: int, attention: GroupedAttention, states: StepStates | None, flow: Flow) -> None:
         """Run a layer's mixer between two pieces."""
-        if self._deltas[index] is not None:
-            flow.delta_out.copy_(self._delta(index, flow.delta_in, states))
+        if self._recurrent[index] is not None:
+            flow.recurrent_out.copy_(self._mix(index, flow.recurrent_in, states))
         else:
             self.attend(index, attention, flow.q, flow.attended)
 
-    def _delta(self, index: int, inputs: torch.Tensor, states: StepStates | None) -> torch.Tensor:
-        """A layer's Gated DeltaNet `[tokens, v]`; the sequences' states are updated."""
-        weights, spec = self.layers[index].delta, self._deltas[index]
+    def _mix(self, index: int, inputs: torch.Tensor, states: StepStates | None) -> torch.Tensor:
+        """A layer's recurrent mixer `[tokens, out]`; the sequences' states are updated."""
+        weights, spec = self.layers[index].recurrent, self._recurrent[index]
         if states is None or weights is None or spec is None:
-            raise RuntimeError(f"layer {index} is Gated DeltaNet, and the step has no states for it")
-        with span("delta.run"):
-            return states.mix(index, inputs, weights, spec.eps)
+            raise RuntimeError(f"layer {index} has a recurrent mixer, and the step has no states for it")
+        with span("recurrent.run"):
+            return states.mix(index, inputs, weights, self._ranks)
 
     def attend(
         self, index: int, attention: GroupedAttention, q: torch.Tensor, out: torch.Tensor | None = None
@@ -274,7 +274,7 @@ class DecoderModel:
     def new_flow(self, tokens: int) -> Flow:
         """Zeros for pieces of up to so many tokens."""
         config = self.config
-        delta, attention = config.delta, config.attention
+        recurrent, attention = config.recurrent, config.attention
 
         def zeros(*shape: int) -> torch.Tensor:
             return torch.zeros(tokens, *shape, dtype=self._dtype, device=self._arena.pages.device)
@@ -284,8 +284,8 @@ class DecoderModel:
             q=zeros(config.num_heads, config.head_dim),
             attended=zeros(config.num_heads, attention.attended_dim),
             gates=zeros(attention.q_rows - attention.q_size),
-            delta_in=zeros(delta.in_size if delta else 0),
-            delta_out=zeros(delta.v_size if delta else 0),
+            recurrent_in=zeros(recurrent.in_size if recurrent else 0),
+            recurrent_out=zeros(recurrent.out_size if recurrent else 0),
         )
 
     def compute_logits(self, x: Residual, batch: Batch, logits: torch.Tensor | None = None) -> torch.Tensor:
@@ -559,8 +559,8 @@ def _moved(
     """The layer, with every part in `dtype` on `device`; the same tensors where they are that."""
     for field in fields(layer):
         part = getattr(layer, field.name)
-        if isinstance(part, DeltaWeights):
-            layer.delta = _moved_delta(part, device)
+        if isinstance(part, RecurrentWeights):
+            layer.recurrent = part.to(device)
         elif isinstance(part, ListedExperts):
             layer.experts = keep_experts(part)
         elif part is not None and not isinstance(part, NarrowWeight | RoundingWeight) and not part.is_mkldnn:
@@ -587,10 +587,6 @@ def _keeps_experts(
     pack_matrix, pack_integers = partial(expert_products.pack, take=take), partial(pack_scaled, take=take)
     keeps = is_packable if native_library.available(dtype) else None
     return ExpertPack(dtype, pack_matrix, pack_integers, keeps), keep
-
-
-def _moved_delta(delta: DeltaWeights, device: torch.device) -> DeltaWeights:
-    return DeltaWeights(*(getattr(delta, field.name).to(device) for field in fields(delta)))
 
 
 def _moved_norm(weight: torch.Tensor, norm: NormSpec, device: torch.device, dtype: torch.dtype) -> torch.Tensor:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from ...memory.pages.projections import LAYER_GROUPS, Group
-from ...ops.gated_delta import DeltaWeights
+from ...ops.recurrent import RecurrentWeights
 from .experts import ExpertWeights
 
 #: Names of a layer's matrices in `LayerWeights`, in the order of the groups of projections.
@@ -26,8 +26,8 @@ class LayerWeights:
     """One decoder layer. Biases are as long as their projection has rows. None: the layer has none."""
 
     qkv: torch.Tensor
-    """The mixer's input: attention's `[q + 2·kv, hidden]`, with gates where q_proj has them, Gated DeltaNet's
-    `[qkv + z + b + a, hidden]`, or latent attention's `[q_rank + kv_rank + rotated, hidden]`.
+    """The mixer's input: attention's `[q + 2·kv, hidden]`, with gates where q_proj has them, a recurrent mixer's
+    `[in, hidden]`, or latent attention's `[q_rank + kv_rank + rotated, hidden]`.
     """
 
     o: torch.Tensor
@@ -68,8 +68,8 @@ class LayerWeights:
     sinks: torch.Tensor | None = None
     """`[heads]`: see `AttentionSpec.sinks`."""
 
-    delta: DeltaWeights | None = None
-    """The rest of a layer with Gated DeltaNet."""
+    recurrent: RecurrentWeights | None = None
+    """The rest of a layer with a recurrent mixer."""
 
     experts: ExpertWeights | None = None
     """The feed-forward part of a layer that has experts."""

@@ -1,7 +1,7 @@
 """Specifications of a model's layers: values alone, read from a checkpoint by its family and obeyed by every decoder.
 
-A layer is a mixer of tokens (attention or Gated DeltaNet) and a feed-forward part (gated, or a mixture of experts),
-each with norms around it, added to the residual stream x. With `Norms.BEFORE`:
+A layer is a mixer of tokens (attention, or a recurrent one, see `recurrent`) and a feed-forward part (gated, or a
+mixture of experts), each with norms around it, added to the residual stream x. With `Norms.BEFORE`:
 
     x += residual_multiplier · mixer(norm(x))
     x += residual_multiplier · feed_forward(norm(x))
@@ -20,9 +20,9 @@ from ...memory.pages.projections import (
     attention_projections,
     gated_projections,
     latent_projections,
-    linear_projections,
     mixture_projections,
 )
+from .recurrent import RecurrentSpec
 from .rope_config import RopeConfig
 
 if TYPE_CHECKING:
@@ -216,68 +216,6 @@ class AttentionSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class GatedDeltaSpec:
-    """Gated DeltaNet (arXiv 2412.06464): linear attention with a state of fixed size; see `ops.gated_delta`."""
-
-    num_k_heads: int
-    """Heads of queries and keys; each serves `num_v_heads / num_k_heads` neighbouring heads of values."""
-
-    num_v_heads: int
-    k_dim: int
-    """Width of a head of queries or keys."""
-
-    v_dim: int
-    """Width of a head of values."""
-
-    eps: float
-    """Of the gated norm of each head's output."""
-
-    conv_size: int = 4
-    """Tokens that the causal convolution sees, a token itself included."""
-
-    @property
-    def k_size(self) -> int:
-        return self.num_k_heads * self.k_dim
-
-    @property
-    def v_size(self) -> int:
-        return self.num_v_heads * self.v_dim
-
-    @property
-    def channels(self) -> int:
-        """Channels of the convolution: queries, keys and values."""
-        return 2 * self.k_size + self.v_size
-
-    @property
-    def in_size(self) -> int:
-        """Width of the input product: queries, keys and values, then z, b and a."""
-        return self.channels + self.v_size + 2 * self.num_v_heads
-
-    @property
-    def draft_size(self) -> int:
-        """Width of the inputs that make a draft's state: queries, keys and values, then b and a."""
-        return self.channels + 2 * self.num_v_heads
-
-    @property
-    def conv_shape(self) -> tuple[int, int]:
-        """The convolution's state of a sequence in a layer, float32: its inputs of the last tokens, oldest first."""
-        return self.conv_size - 1, self.channels
-
-    @property
-    def recurrent_shape(self) -> tuple[int, int, int]:
-        """The delta rule's state of a sequence in a layer, float32."""
-        return self.num_v_heads, self.k_dim, self.v_dim
-
-    def projections(self, hidden: int) -> tuple[Projection, ...]:
-        """See `AttentionSpec.projections`."""
-        return linear_projections(hidden, self.k_size, self.v_size, self.num_k_heads, self.num_v_heads)
-
-    def share(self, size: int) -> GatedDeltaSpec:
-        """One of `size` ranks' share."""
-        return replace(self, num_k_heads=self.num_k_heads // size, num_v_heads=self.num_v_heads // size)
-
-
-@dataclass(frozen=True, slots=True)
 class GatedSpec:
     """`down(activation(gate(x)) · up(x))`."""
 
@@ -388,7 +326,7 @@ class Experts:
 class LayerSpec:
     """One layer."""
 
-    mixer: AttentionSpec | GatedDeltaSpec
+    mixer: AttentionSpec | RecurrentSpec
     feed_forward: GatedSpec | Experts
     norms: Norms = Norms.BEFORE
 
@@ -406,9 +344,9 @@ class LayerSpec:
         return self.mixer.rope if isinstance(self.mixer, AttentionSpec) else None
 
     @property
-    def delta(self) -> GatedDeltaSpec | None:
-        """The mixer, if it is Gated DeltaNet."""
-        return self.mixer if isinstance(self.mixer, GatedDeltaSpec) else None
+    def recurrent(self) -> RecurrentSpec | None:
+        """The mixer, if it has a state."""
+        return self.mixer if isinstance(self.mixer, RecurrentSpec) else None
 
     @property
     def experts(self) -> Experts | None:
@@ -422,6 +360,8 @@ class LayerSpec:
         if (mixer := self.attention) is not None:
             found += mixer.biased_inputs if mixer.qkv_bias else []
             found += ["self_attn.o_proj"] if mixer.o_bias else []
+        if self.recurrent is not None:
+            found += self.recurrent.biased
         return frozenset(found)
 
     def projections(self, hidden: int) -> tuple[Projection, ...]:

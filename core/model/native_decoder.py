@@ -25,11 +25,12 @@ from ..requests.types import CannotMerge
 from .batch import StepBatch
 from .config import ModelConfig
 from .layer_weights import MATRICES, LayerWeights
-from .layers import Activation, AttentionSpec, ClampedSwiglu, GatedDeltaSpec, HeadNorm, LayerSpec, Norms
+from .layers import Activation, AttentionSpec, ClampedSwiglu, HeadNorm, LayerSpec, Norms
 from .lora_state import LoraState
 from .paged_states import PagedStates
 from .quantization.group_scaled import GroupScaled
 from .quantization.groups import is_packable, pack_scaled, plain
+from .recurrent import GatedDeltaSpec, RecurrentSpec
 from .rope_config import RopeConfig
 from .shadow import INPUTS_ARE_ROUNDED
 from .weights import Weights
@@ -48,9 +49,11 @@ def why_unsupported(config: ModelConfig, dtype: torch.dtype) -> str | None:
         return "it has no latent attention, and this model's layers have it"
     if any(layer.attention is not None and layer.attention.sinks for layer in config.layers):
         return "it has no attention sinks, and this model's layers have them"
+    if config.recurrent is not None and not isinstance(config.recurrent, GatedDeltaSpec):
+        return f"it has no {config.recurrent.title}, and this model's layers have it"
     pair = 4 // dtype.itemsize
     inner = [config.hidden_size, config.intermediate_size, config.q_size]
-    inner += [] if config.delta is None else [config.delta.v_size]
+    inner += [] if config.recurrent is None else [config.recurrent.out_size]
     if reason := native_library.why_unavailable(dtype):
         return reason
     if any(k % pair for k in inner) or config.head_dim % 2:
@@ -97,7 +100,7 @@ class NativeDecoderModel:
             embedding_multiplier=config.embedding_factor(embed.dtype), logits_scale=config.logits_scale,
             logits_softcap=config.logits_softcap or 0.0, output_gate=config.attention.output_gate,
             kv_copies=config.attention.kv_copies,
-            delta=_native_delta(config.delta, arena.layout),
+            delta=_native_delta(config.recurrent, arena.layout),
             embed_module=_module(config, Group.EMBEDDING), head_module=_module(config, Group.HEAD),
             embed_rows_module=_module(config, Group.EMBEDDING_ROWS),
             head_rows_module=_module(config, Group.HEAD_ROWS),
@@ -113,7 +116,7 @@ class NativeDecoderModel:
 
     def new_states(self) -> PagedStates | None:
         """See `DecoderModel.new_states`."""
-        return None if self.config.delta is None else PagedStates(self.config, self._arena)
+        return None if self.config.recurrent is None else PagedStates(self.config, self._arena)
 
     @property
     def best(self) -> list[int]:
@@ -249,8 +252,8 @@ def _delta_values(layer: LayerSpec, state_layer: int) -> native_model.LayerValue
     )
 
 
-def _native_delta(delta: GatedDeltaSpec | None, layout: PageLayout) -> native_model.NativeDelta | None:
-    if delta is None or (places := layout.states) is None:
+def _native_delta(delta: RecurrentSpec | None, layout: PageLayout) -> native_model.NativeDelta | None:
+    if not isinstance(delta, GatedDeltaSpec) or (places := layout.states) is None:
         return None
     return native_model.NativeDelta(
         k_heads=delta.num_k_heads,

@@ -46,9 +46,12 @@ class TensorNames:
     heads: tuple[str, ...] = ("lm_head.weight",)
     """Names of the output projection, likewise."""
 
+    norm: str = "norm"
+    """The name of the final norm."""
+
     names: Mapping[str, str] = field(default_factory=lambda: MappingProxyType(LLAMA_NORMS))
-    """A part of a layer → its name there, where the two differ; `{}` stands for an expert's number. A checkpoint that
-    has the part under its own name has it there."""
+    """A part of a layer, with `.weight` and the like or for all of these → its name there, where the two differ; `{}`
+    stands for an expert's number. A checkpoint that has the part under its own name has it there."""
 
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: MappingProxyType({}))
     """A name in a layer → the parts whose rows are stacked in that tensor, in order."""

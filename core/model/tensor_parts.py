@@ -14,14 +14,14 @@ import torch
 
 from ...memory.pages.projections import Group
 from .config import ModelConfig, UnsupportedModel
-from .layers import AttentionSpec, Experts, GatedDeltaSpec, HeadNorm, LayerSpec, Norms
+from .layers import AttentionSpec, Experts, HeadNorm, LayerSpec, Norms
 from .quantization.round_to_nearest import RoundToNearest
 from .shard import WHOLE, Part, Shard
 from .tensor_names import BIASES, PACKED, STACKED_EXPERTS, TensorNames
 
 EMBED, NORM, LM_HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 _MODEL, LAYER = "model.", "model.layers.{}."
-IN_LAYER = re.compile(r"^model\.(layers\.\d+\.)(.+)\.(weight|bias|sinks|dt_bias|A_log|e_score_correction_bias)$")
+IN_LAYER = re.compile(r"^model\.(layers\.\d+\.)(.+)\.(weight|bias|sinks|dt_bias|A_log|D|e_score_correction_bias)$")
 _EXPERT = re.compile(r"^(mlp\.experts\.)(\d+)\.(.+)$")
 
 #: Parts of a layer with experts.
@@ -77,7 +77,7 @@ def _layer_shapes(layer: LayerSpec, hidden: int) -> dict[str, tuple[int, ...]]:
     if isinstance(layer.mixer, AttentionSpec):
         sinks: dict[str, tuple[int, ...]] = {SINKS: (layer.mixer.num_heads,)} if layer.mixer.sinks else {}
         return shapes | _head_norm_shapes(layer.mixer) | sinks
-    return shapes | _delta_shapes(layer.mixer)
+    return shapes | {path: tensor.shape for path, tensor in layer.mixer.tensors.items()}
 
 
 def _expert_shapes(experts: Experts, hidden: int) -> dict[str, tuple[int, ...]]:
@@ -113,15 +113,6 @@ def _head_norm_shapes(mixer: AttentionSpec) -> dict[str, tuple[int, ...]]:
     }
 
 
-def _delta_shapes(mixer: GatedDeltaSpec) -> dict[str, tuple[int, ...]]:
-    return {
-        "linear_attn.conv1d.weight": (mixer.channels, 1, mixer.conv_size),
-        "linear_attn.dt_bias": (mixer.num_v_heads,),
-        "linear_attn.A_log": (mixer.num_v_heads,),
-        "linear_attn.norm.weight": (mixer.v_dim,),
-    }
-
-
 def is_of_expert(name: str) -> bool:
     """True for a part of an expert, or of the shared one, by its name in `tensor_shapes`."""
     return _OF_EXPERTS.search(name) is not None
@@ -146,9 +137,9 @@ class Source(NamedTuple):
 def sources(config: ModelConfig, names: Container[str]) -> dict[str, Source]:
     """Where a checkpoint with tensors of these names has each part of `tensor_shapes`."""
     tensors, shapes = config.tensors, tensor_shapes(config)
-    prefix = next((each for each in tensors.prefixes if f"{each}norm.weight" in names), tensors.prefixes[0])
+    prefix = next((each for each in tensors.prefixes if f"{each}{tensors.norm}.weight" in names), tensors.prefixes[0])
     head = next((each for each in tensors.heads if each in names), tensors.heads[0])
-    found = {LM_HEAD: Source(head)}
+    found = {LM_HEAD: Source(head), NORM: Source(f"{prefix}{tensors.norm}.weight")}
     for part in shapes:
         match = IN_LAYER.match(part)
         if match is None:
@@ -176,7 +167,9 @@ def _layer_source(
         if path in stack:
             first = sum(shapes[f"{own}{each}.{kind}"][0] for each in stack[: stack.index(path)])
             return Source(f"{at}{name}.{kind}", first)
-    return Source(_either(f"{at}{tensors.names.get(path, path)}.{kind}", f"{at}{path}.{kind}", names))
+    own = f"{path}.{kind}"
+    given = tensors.names.get(own) or f"{tensors.names.get(path, path)}.{kind}"
+    return Source(_either(at + given, at + own, names))
 
 
 def _either(given: str, own: str, names: Container[str]) -> str:
@@ -258,7 +251,7 @@ def num_weights(config: ModelConfig, shard: Shard = WHOLE) -> int:
     return sum(
         shard_shape(shape, shard.of_tensor(name, config)).numel()
         for name, shape in tensor_shapes(config).items()
-        if not (shard.rank and name.endswith(("o_proj.bias", "down_proj.bias")))
+        if not (shard.rank and name.endswith(("o_proj.bias", "out_proj.bias", "down_proj.bias")))
     )
 
 

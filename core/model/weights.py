@@ -14,7 +14,7 @@ import torch
 
 from ...memory.pages.projections import Group
 from ...ops.float8_kv import UNSCALED, KvScales
-from ...ops.gated_delta import DeltaWeights
+from ...ops.recurrent import RecurrentWeights
 from .config import ModelConfig
 from .experts import ExpertPack, ListedExperts
 from .layer_weights import LayerWeights
@@ -24,6 +24,7 @@ from .quantization.group_scaled import GroupScaled
 from .quantization.groups import part_of, plain, stacked
 from .quantization.round_to_nearest import RoundToNearest
 from .quantization.rounded_inputs import Float8Inputs, RoundedInputs
+from .recurrent import RecurrentSpec
 from .shard import WHOLE, Part, Shard
 from .tensor_parts import (
     CORRECTION,
@@ -177,7 +178,7 @@ class Weights(ABC):
             q_up=projection(*paths[Group.QUERY_UP]) if Group.QUERY_UP in paths else None,
             kv_up=self.projection(index, *paths[Group.KV_UP]) if Group.KV_UP in paths else None,
             sinks=self._read(at + SINKS) if at + SINKS in self._shapes else None,
-            delta=self._delta(f"{at}linear_attn.") if spec.delta else None,
+            recurrent=None if spec.recurrent is None else self._recurrent(at, spec.recurrent),
             o=projection(output),
             o_bias=first_rank_bias(output),
             attention_out_norm=norm("attention_out_norm"),
@@ -248,12 +249,10 @@ class Weights(ABC):
             first += self._shapes[name][0]
         return stacked(shares)
 
-    def _delta(self, at: str) -> DeltaWeights:
-        """The tensors of Gated DeltaNet other than its projections, in float32 whatever the model's dtype."""
-        conv, dt_bias, a_log, norm = (
-            self._read(at + name, dtype=torch.float32) for name in ("conv1d.weight", "dt_bias", "A_log", "norm.weight")
-        )
-        return DeltaWeights(conv.squeeze(1).T.contiguous(), dt_bias, a_log, norm)
+    def _recurrent(self, at: str, spec: RecurrentSpec) -> RecurrentWeights:
+        """The tensors of a mixer other than its projections, in float32 whatever the model's dtype."""
+        tensors = {path: self._read(at + path, dtype=torch.float32) for path in spec.tensors}
+        return spec.share(self._shard.size).weights(tensors)
 
     def _parts(self, name: str) -> tuple[Part, ...]:
         """The rank's share of a tensor; embeddings are whole, whatever their name."""

@@ -105,6 +105,9 @@ class Projection:
     expert: int | None = None
     """Of one expert: which."""
 
+    section_units: tuple[int, ...] = ()
+    """The units of each part, where they differ; empty: all have `units`."""
+
     @property
     def name(self) -> str:
         """Its path without the module around it."""
@@ -157,12 +160,9 @@ class Projection:
             return slice(None), (slice(rank * self.outputs // size, (rank + 1) * self.outputs // size),)
         if self.is_row_parallel:
             return share_of(self.inputs, self.units, rank, size), (slice(None),)
-        shares, first = [], 0
-        for width in self.sections or (self.outputs,):
-            own = share_of(width, self.units, rank, size)
-            shares.append(slice(first + own.start, first + own.stop))
-            first += width
-        return slice(None), tuple(shares)
+        widths = self.sections or (self.outputs,)
+        units = self.section_units or (self.units,) * len(widths)
+        return slice(None), sections_of(tuple(zip(widths, units, strict=True)), rank, size)
 
 
 def share_of(width: int, units: int, rank: int, size: int) -> slice:
@@ -170,6 +170,16 @@ def share_of(width: int, units: int, rank: int, size: int) -> slice:
     each = width // units
     first, count = rank * units // size, max(1, units // size)
     return slice(first * each, (first + count) * each)
+
+
+def sections_of(sections: Sequence[tuple[int, int]], rank: int, size: int) -> tuple[slice, ...]:
+    """As `share_of`, of parts that lie side by side. sections: the width of each, and its units."""
+    shares, first = [], 0
+    for width, units in sections:
+        own = share_of(width, units, rank, size)
+        shares.append(slice(first + own.start, first + own.stop))
+        first += width
+    return tuple(shares)
 
 
 class Product(NamedTuple):
@@ -419,6 +429,27 @@ def linear_projections(hidden: int, key: int, value: int, k_heads: int, v_heads:
         Projection("linear_attn.in_proj_b", Group.MIXER_IN, hidden, v_heads, k_heads),
         Projection("linear_attn.in_proj_a", Group.MIXER_IN, hidden, v_heads, k_heads),
         Projection("linear_attn.out_proj", Group.MIXER_OUT, value, hidden, k_heads),
+    )
+
+
+def conv_projections(hidden: int, size: int) -> tuple[Projection, ...]:
+    """Those of a gated short convolution. size: its channels, which TP ranks share."""
+    return (
+        Projection("conv.in_proj", Group.MIXER_IN, hidden, 3 * size, size, sections=(size, size, size)),
+        Projection("conv.out_proj", Group.MIXER_OUT, size, hidden, size),
+    )
+
+
+def mamba_projections(hidden: int, heads: int, head_dim: int, groups: int, state: int) -> tuple[Projection, ...]:
+    """Those of Mamba 2. state: width of B and C of a group. TP ranks share heads; with more ranks than groups, several
+    have the same B and C.
+    """
+    size, shared = heads * head_dim, groups * state
+    sections, units = (size, size, shared, shared, heads), (heads, heads, groups, groups, heads)
+    outputs = sum(sections)
+    return (
+        Projection("mamba.in_proj", Group.MIXER_IN, hidden, outputs, heads, sections=sections, section_units=units),
+        Projection("mamba.out_proj", Group.MIXER_OUT, size, hidden, heads),
     )
 
 

@@ -102,9 +102,6 @@ def described(directory: Path) -> list[str]:
         seen = "all tokens" if window is None else f"the last {window:,} tokens"
         turned = "no rope" if rope is None else f"{rope.type} rope of base {rope.theta:g}"
         lines.append(f"{count} layers see {seen}, with {turned}")
-    if delta := model.delta:
-        heads = (
-            f"{delta.num_k_heads} heads of {delta.k_dim} for keys and {delta.num_v_heads} of {delta.v_dim} for values"
-        )
-        lines.append(f"{model.num_layers - len(model.attention_layers)} layers are Gated DeltaNet, with {heads}")
+    if recurrent := model.recurrent:
+        lines.append(f"{model.num_layers - len(model.attention_layers)} layers are {recurrent.described()}")
     return lines

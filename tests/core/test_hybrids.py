@@ -1,4 +1,4 @@
-"""The decoder computes models with Gated DeltaNet as transformers does, with states that go from step to step."""
+"""The decoder computes models with recurrent mixers as transformers does, with states that go from step to step."""
 
 from __future__ import annotations
 
@@ -19,12 +19,11 @@ from chorus.core.model.weight_loader import WeightLoader
 from chorus.memory.files.format import inspect_adapter
 from chorus.memory.pages.arena import Arena
 from chorus.memory.pages.layout import PageLayout
-from chorus.ops.gated_delta import DeltaWeights
 
 from ..greedy import MIN_MARGIN
 from .plain_states import PlainStates
 from .test_families import executor_of, logits_of
-from .tiny_families import ATTENTION, HYBRIDS, LINEAR, MLP, QWEN3_5, randomise, save_family
+from .tiny_families import ATTENTION, HYBRIDS, LINEAR, MLP, NATIVE_HYBRIDS, QWEN3_5, randomise, save_family
 
 pytestmark = [pytest.mark.numerics, pytest.mark.wide]
 
@@ -216,9 +215,12 @@ def test_dummy_weights_have_the_shapes_of_a_checkpoints(model):
     for made, read in zip(DummyWeights(config, torch.bfloat16).layers(), found.layers(), strict=True):
         assert made.qkv.shape == read.qkv.shape
         assert made.o.shape == read.o.shape
-        assert (made.delta is None) == (read.delta is None)
-        for field in fields(DeltaWeights) if read.delta else ():
-            one, other = (getattr(each.delta, field.name) for each in (made, read))
+        assert (made.recurrent is None) == (read.recurrent is None)
+        for field in fields(read.recurrent) if read.recurrent else ():
+            one, other = (getattr(each.recurrent, field.name) for each in (made, read))
+            if not isinstance(one, torch.Tensor):
+                assert one == other
+                continue
             assert one.shape == other.shape
             assert one.dtype == other.dtype == torch.float32
             assert one.isfinite().all()
@@ -227,7 +229,7 @@ def test_dummy_weights_have_the_shapes_of_a_checkpoints(model):
 def test_a_step_without_states_is_refused(model):
     runner = Runner(model.path)
     runner.states.step = lambda *_: None
-    with pytest.raises(RuntimeError, match="is Gated DeltaNet, and the step has no states for it"):
+    with pytest.raises(RuntimeError, match="has a recurrent mixer, and the step has no states for it"):
         runner.step((runner.sequence("a", [5, 6]), 2))
 
 
@@ -266,7 +268,7 @@ def whole_logits(model: Path, prompts: list[list[int]], **config: Any) -> torch.
 
 
 @pytest.mark.native
-@pytest.mark.parametrize("family", HYBRIDS)
+@pytest.mark.parametrize("family", NATIVE_HYBRIDS)
 def test_native_bfloat16_is_float32_within_rounding(tmp_path, prompts, family):
     save_family(family, tmp_path, torch.bfloat16, initializer_range=0.1)
     want = whole_logits(tmp_path, prompts, dtype="float32", cpu_kernels="torch")
@@ -277,7 +279,7 @@ def test_native_bfloat16_is_float32_within_rounding(tmp_path, prompts, family):
 
 @pytest.mark.native
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family", HYBRIDS)
+@pytest.mark.parametrize("family", NATIVE_HYBRIDS)
 def test_native_bits_do_not_depend_on_the_batch(tmp_path, prompts, family, dtype):
     save_family(family, tmp_path, initializer_range=0.1)
     together = whole_logits(tmp_path, prompts, dtype=dtype, cpu_kernels="native")

@@ -271,6 +271,12 @@ QWEN3_5 = {
     "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 24,
 }  # fmt: skip
 
+GRANITE_H = {
+    **GRANITE, "attention_multiplier": 0.25, "residual_multiplier": 0.6, "num_hidden_layers": 5,
+    "layer_types": ["mamba", "mamba", "attention", "mamba", "mamba"], "num_local_experts": 0,
+    "shared_intermediate_size": 80, "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_n_groups": 1,
+}  # fmt: skip
+
 #: Families with layers that have a state of fixed size, likewise.
 HYBRIDS: dict[str, tuple[str, dict[str, Any], str]] = {
     "qwen3.5": ("Qwen3_5TextConfig", QWEN3_5, "50GB"),
@@ -280,7 +286,30 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any], str]] = {
          "layer_types": ["full_attention", "linear_attention"], "num_hidden_layers": 2, "linear_conv_kernel_dim": 3},
         "20KB",
     ),
+    "lfm2": (
+        "Lfm2Config",
+        {"num_hidden_layers": 5, "layer_types": ["conv", "conv", "full_attention", "conv", "conv"],
+         "block_multiple_of": 16, "block_ff_dim": 144, "tie_embedding": False, "pad_token_id": 0},
+        "50GB",
+    ),
+    "lfm2-biased": (
+        "Lfm2Config",
+        {"num_hidden_layers": 2, "full_attn_idxs": [0], "conv_L_cache": 4, "conv_bias": True, "hidden_size": 48,
+         "block_auto_adjust_ff_dim": False, "pad_token_id": 0},
+        "20KB",
+    ),
+    "granite-4-h": ("GraniteMoeHybridConfig", GRANITE_H, "50GB"),
+    "granite-4-h-biased": (
+        "GraniteMoeHybridConfig",
+        {**GRANITE_H, **GRANITE_TIED, "layer_types": ["attention", "mamba"], "num_hidden_layers": 2,
+         "mamba_n_groups": 2, "mamba_d_conv": 3, "mamba_conv_bias": False, "mamba_proj_bias": True,
+         "tie_word_embeddings": True, "position_embedding_type": "rope", "attention_bias": True},
+        "20KB",
+    ),
 }  # fmt: skip
+
+#: Those that the native decoder computes.
+NATIVE_HYBRIDS = ["qwen3.5", "qwen3.5-tied"]
 
 QWEN3_MOE = {
     "head_dim": 16, "num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 40, "norm_topk_prob": True,
@@ -369,6 +398,18 @@ EXPERTS: dict[str, tuple[str, dict[str, Any], str]] = {
          "num_hidden_layers": 3, "pad_token_id": 0},
         "50GB",
     ),
+    "lfm2-moe": (
+        "Lfm2MoeConfig",
+        {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention", "conv", "conv"], "num_dense_layers": 1,
+         "num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 40, "routed_scaling_factor": 1.5,
+         "pad_token_id": 0},
+        "50GB",
+    ),
+    "granite-4-h-moe": (
+        "GraniteMoeHybridConfig",
+        {**GRANITE_H, "num_local_experts": 12, "num_experts_per_tok": 4, "intermediate_size": 40},
+        "50GB",
+    ),
 }  # fmt: skip
 
 ATTENTION, MLP = ["q_proj", "k_proj", "v_proj", "o_proj"], ["gate_proj", "up_proj", "down_proj"]
@@ -376,8 +417,8 @@ LINEAR = ["in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"]
 LATENTS = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"]
 #: name → (rank, alpha, targets), of which a model has some
 ADAPTERS = {
-    "r3-all": (3, 6, ATTENTION + LINEAR + LATENTS + MLP),
-    "r8-qv": (8, 16, ["q_proj", "v_proj", "in_proj_b", "kv_b_proj"]),
+    "r3-all": (3, 6, [*ATTENTION, *LINEAR, "in_proj", *LATENTS, *MLP]),
+    "r8-qv": (8, 16, ["q_proj", "v_proj", "in_proj_b", "in_proj", "kv_b_proj"]),
     "r17-o-mlp": (17, 8, ["o_proj", "out_proj", *MLP]),
 }
 
@@ -406,9 +447,10 @@ class Tiny:
                 module.register_forward_hook(self._note_router)
         return reference
 
-    def _note_router(self, router: Any, _: Any, output: Any) -> None:
+    def _note_router(self, router: Any, inputs: tuple[Any, ...], output: Any) -> None:
         scores = output[0].float()
-        if (correction := getattr(router, "e_score_correction_bias", None)) is not None:
+        correction = inputs[1] if len(inputs) > 1 else getattr(router, "e_score_correction_bias", None)
+        if correction is not None:
             scores = scores.sigmoid() + correction
         if (groups := getattr(router, "num_group", None) or 1) > 1:
             sums = scores.view(len(scores), groups, -1).topk(2).values.sum(-1)
@@ -494,10 +536,10 @@ def randomise(model: torch.nn.Module) -> None:
                 parameter.uniform_(0.5, 1.5)
             elif name.endswith("bias"):
                 parameter.normal_(0, 0.3)
-            elif name.endswith("sinks"):
+            elif name.endswith(("sinks", "mamba.D")):
                 parameter.normal_()
         for name, buffer in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):
+            if name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.normal_(0, 0.3)
 
 

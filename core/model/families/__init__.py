@@ -15,6 +15,7 @@ from . import (
     gpt_oss,
     granite,
     internlm,
+    lfm2,
     llama,
     mistral,
     mixtral,
@@ -65,6 +66,9 @@ ALL: tuple[Family, ...] = (
     deepseek.DEEPSEEK_V2,
     deepseek.DEEPSEEK_V3,
     glm_moe.GLM_4_MOE_LITE,
+    lfm2.LFM2,
+    lfm2.LFM2_VL,
+    lfm2.LFM2_MOE,
 )
 
 FAMILIES = {architecture: family for family in ALL for architecture in family.architectures}

@@ -220,7 +220,7 @@ def layer_types(fields: ConfigJson, pattern: int, other: str = SLIDING) -> list[
     return types
 
 
-def dense(fields: ConfigJson, layers: Sequence[LayerSpec], norm: NormSpec, **multipliers: Any) -> ModelConfig:
+def dense(fields: ConfigJson, layers: Sequence[LayerSpec], norm: NormSpec, **others: Any) -> ModelConfig:
     """Return a model of these layers; everything else is read from fields that all families share."""
     return ModelConfig(
         architecture="",
@@ -229,11 +229,10 @@ def dense(fields: ConfigJson, layers: Sequence[LayerSpec], norm: NormSpec, **mul
         layers=tuple(layers),
         norm=norm,
         max_position_embeddings=fields.integer("max_position_embeddings"),
-        tie_word_embeddings=fields.boolean("tie_word_embeddings"),
         dtype=_dtype(fields),
         bos_token_id=next(iter(fields.token_ids("bos_token_id")), None),
         eos_token_ids=fields.token_ids("eos_token_id"),
-        **multipliers,
+        **{"tie_word_embeddings": fields.boolean("tie_word_embeddings"), **others},
     )
 
 

@@ -14,8 +14,9 @@ import torch
 
 from chorus.core.model.config import UnsupportedModel
 from chorus.core.model.families import FAMILIES
-from chorus.core.model.layers import ClampedSwiglu, Experts, GatedDeltaSpec, HeadNorm, LatentSpec, Routing, Scoring
+from chorus.core.model.layers import ClampedSwiglu, Experts, HeadNorm, LatentSpec, Routing, Scoring
 from chorus.core.model.read_config import read_model_config
+from chorus.core.model.recurrent import GatedDeltaSpec
 from chorus.core.model.rope_config import RopeConfig
 from chorus.core.model.shard import Shard
 from chorus.core.model.tensor_parts import tensor_shapes
@@ -449,8 +450,6 @@ WRONG = [
     ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "rope_parameters.full_attention is"),
     ({"partial_rotary_factor": 0.45}, "partial_rotary_factor is 0.45: it makes 7 of 16 elements"),
     ({"partial_rotary_factor": 1.5}, "partial_rotary_factor is 1.5: it makes 24 of 16 elements"),
-    ({"architectures": ["GraniteMoeHybridForCausalLM"]}, "num_local_experts is missing: mixture-of-experts"),
-    ({"architectures": ["GraniteMoeHybridForCausalLM"], "layer_types": ["mamba", "attention"]}, "layer_types is ["),
     ({"architectures": ["Gemma3ForCausalLM"], "use_bidirectional_attention": True}, "only causal attention"),
     ({"is_causal": False}, "is_causal is False: only causal attention"),
     (
@@ -558,8 +557,8 @@ def test_gated_delta_net_stands_between_layers_of_attention(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(QWEN3_5))
     config = read_model_config(tmp_path)
     assert [index for index, layer in enumerate(config.layers) if layer.attention] == [2, 5]
-    assert config.delta == GatedDeltaSpec(2, 6, 16, 8, eps=1e-6)
-    assert (config.delta.channels, config.delta.in_size) == (112, 112 + 48 + 12)
+    assert config.recurrent == GatedDeltaSpec(2, 6, 16, 8, eps=1e-6)
+    assert (config.recurrent.channels, config.recurrent.in_size) == (112, 112 + 48 + 12)
     assert config.attention.output_gate
     assert config.attention.rope == RopeConfig(8, 1e7)
     shapes = tensor_shapes(config)
@@ -593,7 +592,7 @@ def test_ranks_share_heads_of_keys_with_their_heads_of_values(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(QWEN3_5))
     whole = read_model_config(tmp_path)
     share = Shard(1, 2).config(whole)
-    assert share.delta == GatedDeltaSpec(1, 3, 16, 8, eps=1e-6)
+    assert share.recurrent == GatedDeltaSpec(1, 3, 16, 8, eps=1e-6)
     assert share.projections["in_proj_qkv"].outputs == 56
     q, k, v = slice(16, 32), slice(48, 64), slice(88, 112)
     at = "model.layers.0.linear_attn."
