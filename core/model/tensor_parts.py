@@ -55,6 +55,7 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     for index, layer in enumerate(config.layers):
         at = LAYER.format(index)
         shapes |= {at + part: shape for part, shape in _layer_shapes(layer, hidden).items()}
+        shapes |= {at + part: (1, *shapes[at + part]) for part in config.tensors.wrapped if at + part in shapes}
     return shapes
 
 
@@ -169,7 +170,8 @@ def _layer_source(
         if path in stack:
             first = sum(shapes[f"{own}{each}.{kind}"][0] for each in stack[: stack.index(path)])
             return Source(f"{at}{name}.{kind}", first)
-    return Source(_either(f"{at}{tensors.names.get(path, path)}.{kind}", f"{at}{path}.{kind}", names))
+    given = tensors.names.get(f"{path}.{kind}") or f"{tensors.names.get(path, path)}.{kind}"
+    return Source(_either(f"{at}{given}", f"{at}{path}.{kind}", names))
 
 
 def _either(given: str, own: str, names: Container[str]) -> str:

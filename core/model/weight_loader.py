@@ -64,6 +64,8 @@ class WeightLoader(Weights):
         self._scratch = torch.empty(0, dtype=dtype)
         self._checkpoint = open_checkpoint(directory, {source.name for source in sources(config, ()).values()})
         self._sources = sources(config, self._checkpoint)
+        if config.tensors.by_shape:
+            self._sources |= self._not_transposed()
         if config.tie_word_embeddings and self._has(self._sources[LM_HEAD].name):
             if self._sources[EMBED].name not in self._checkpoint:  # tied weights may be stored under either name
                 self._embed_name = LM_HEAD
@@ -126,6 +128,17 @@ class WeightLoader(Weights):
             matrix = (rows // len(numbers), *others)
             shapes[name] = (len(numbers), *(matrix[::-1] if name in transposed else matrix))
         return shapes
+
+    def _not_transposed(self) -> dict[str, Source]:
+        """The sources of parts in stacks whose shape says that they are not transposed."""
+        shapes = {name: (count, *rest[::-1]) for name, (count, *rest) in self._stored_shapes().items()}
+        return {
+            part: source._replace(transposed=False)
+            for part, source in self._sources.items()
+            if source.transposed
+            and source.name in self._checkpoint
+            and self._checkpoint[source.name].shape == shapes[source.name]
+        }
 
     def _is_elsewhere(self, name: str) -> bool:
         """True for a tensor that the decoder does not use: rotary frequencies of old checkpoints, and a score head."""

@@ -1,50 +1,59 @@
-"""GLM-4.5, 4.6 and 4.7: experts chosen by sigmoids with a learned correction, after a few dense layers."""
+"""GLM-4.5, 4.6 and 4.7, and the text part of GLM-4.5V: experts chosen by sigmoids with a learned correction, after a
+few dense layers.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
 
 from ..config import ModelConfig
 from ..config_json import ConfigJson
 from ..family import Family
-from ..layers import AttentionSpec, HeadNorm, LayerSpec, Routing, Scoring
-from ..tensor_names import LLAMA_NORMS, TensorNames
+from ..layers import AttentionSpec, HeadNorm
+from ..tensor_names import LLAMA_NORMS, TEXT_AND_IMAGES, TensorNames
 from . import reading
 
 _MATRICES = ("gate_proj", "up_proj", "down_proj")
-_NAMES = {**LLAMA_NORMS, **{f"mlp.shared_expert.{each}": f"mlp.shared_experts.{each}" for each in _MATRICES}}
+NAMES = {**LLAMA_NORMS, **{f"mlp.shared_expert.{each}": f"mlp.shared_experts.{each}" for each in _MATRICES}}
+TENSORS = TensorNames(names=NAMES)
 
 
 def _read(fields: ConfigJson) -> ModelConfig:
-    heads, count = reading.heads(fields), fields.integer("num_hidden_layers")
-    attention = AttentionSpec(
+    return model(fields, _attention(fields, HeadNorm.EACH if fields.boolean("use_qk_norm") else None))
+
+
+def _read_text(fields: ConfigJson) -> ModelConfig:
+    return model(fields, _attention(fields), replace(TEXT_AND_IMAGES, names=NAMES))
+
+
+def _attention(fields: ConfigJson, head_norm: HeadNorm | None = None) -> AttentionSpec:
+    heads = reading.heads(fields)
+    return AttentionSpec(
         *heads,
         scale=heads.head_dim**-0.5,
         rope=reading.rope(fields, heads.head_dim),
-        head_norm=HeadNorm.EACH if fields.boolean("use_qk_norm") else None,
+        head_norm=head_norm,
         qkv_bias=fields.boolean("attention_bias"),
     )
-    shared = fields.integer("n_shared_experts", least=0) * fields.integer("moe_intermediate_size")
-    sparse = LayerSpec(attention, reading.experts(fields, _routing(fields), shared_size=shared))
-    first = min(count, fields.integer("first_k_dense_replace", least=0))
-    dense = [LayerSpec(attention, reading.gated(fields))] * first if first else []
-    drafts = range(count, count + fields.integer("num_nextn_predict_layers", least=0))
-    names = TensorNames(names=_NAMES, left_out=tuple(f"model.layers.{layer}." for layer in drafts))
-    return reading.dense(fields, [*dense, *[sparse] * (count - first)], reading.rms_norm(fields), tensors=names)
 
 
-def _routing(fields: ConfigJson) -> Routing:
-    groups, kept = fields.integer("n_group"), fields.integer("topk_group")
-    if kept > groups:
-        raise fields.refuse("topk_group", f"n_group is {groups}; it can't be more than that")
-    return Routing(
-        1,
-        Scoring.SIGMOID,
-        renormalised=fields.boolean("norm_topk_prob"),
-        epsilon=1e-20,
-        factor=fields.number("routed_scaling_factor"),
-        corrected=True,
-        groups=groups,
-        kept_groups=kept,
-    )
+def model(
+    fields: ConfigJson, attention: AttentionSpec | Sequence[AttentionSpec], tensors: TensorNames = TENSORS
+) -> ModelConfig:
+    """Some dense layers, and then layers with experts as DeepSeek-V3 has them. attention: of all layers, or of each.
+    tensors: draft layers after the last are left out, too.
+    """
+    count, size = fields.integer("num_hidden_layers"), fields.integer("moe_intermediate_size")
+    shared = reading.number_of(fields, "n_shared_experts") * size
+    experts = reading.experts(fields, reading.routing_in_groups(fields), shared_size=shared)
+    first = reading.number_of(fields, "first_k_dense_replace")
+    attentions = [attention] * count if isinstance(attention, AttentionSpec) else attention
+    layers = reading.layers_with_experts(fields, attentions, experts, [index >= first for index in range(count)])
+    drafts = range(count, count + reading.number_of(fields, "num_nextn_predict_layers"))
+    left_out = (f"{prefix}layers.{layer}." for layer in drafts for prefix in tensors.prefixes if prefix)
+    tensors = replace(tensors, left_out=(*tensors.left_out, *left_out))
+    return reading.dense(fields, layers, reading.rms_norm(fields), tensors=tensors)
 
 
 GLM_4_MOE = Family(
@@ -68,6 +77,18 @@ GLM_4_MOE = Family(
         "norm_topk_prob": True,
         "num_nextn_predict_layers": 1,
     },
-    TensorNames(names=_NAMES),
+    TENSORS,
+    notes=f"{reading.EXPERTS_NOTE}; draft layers after the last are left out",
+)
+GLM_4_5V = Family(
+    "GLM-4.5V (text)",
+    ("Glm4vMoeForConditionalGeneration",),
+    _read_text,
+    {
+        **GLM_4_MOE.defaults,
+        "max_position_embeddings": 65536,
+        "attention_bias": True,
+    },
+    replace(TEXT_AND_IMAGES, names=NAMES),
     notes=f"{reading.EXPERTS_NOTE}; draft layers after the last are left out",
 )
