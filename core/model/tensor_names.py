@@ -51,6 +51,10 @@ class TensorNames:
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: MappingProxyType({}))
     """A name in a layer → the parts whose rows are stacked in that tensor, in order."""
 
+    by_unit: tuple[str, ...] = ()
+    """Tensors of `fused` that have the first unit's rows of each part, then the second unit's, and so on; units are as
+    TP ranks share them, such as heads (Qwen3-Next)."""
+
     stacked_experts: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: MappingProxyType(STACKED_EXPERTS))
     """A tensor in a layer `[experts, out, in]` → the matrices of each expert whose rows are stacked in it, in order;
     used where the checkpoint has it instead of a tensor for each expert."""

@@ -192,9 +192,9 @@ class AdapterWeights(RowsFile):
                 f"{self.path}: tensor {shown(name)} has shape {shown(list(info.shape))}, {total} rows are needed; "
                 "serve it with the base model that it was trained on"
             )
-        first = 0
+        first, units = 0, dict(self.modules.units)
         for part, rows in parts:
-            yield part, info.rows(first, rows)
+            yield part, info.rows(first, rows) if part not in units else info.by_unit(units[part])
             first += rows
 
     @property

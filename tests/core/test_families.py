@@ -19,7 +19,9 @@ from chorus.core.model.native_decoder import NativeDecoderModel
 from chorus.core.model.read_config import read_model_config
 from chorus.core.requests.request import Request
 from chorus.core.requests.request_params import RequestParams
+from chorus.graphs.runner import StepMode
 
+from .merging.test_merged import merge
 from .tiny_families import ADAPTERS, BY_LLAMA, EXPERTS, FAMILIES, RENAMED, save_family
 
 pytestmark = [pytest.mark.numerics, pytest.mark.wide]
@@ -185,3 +187,20 @@ def test_layers_that_others_have_under_new_names(tiny, drive, family):
         paths = {name.removeprefix(f"layers.{index}.") for name in names if name.startswith(f"layers.{index}.")}
         known = {*modules.in_layer(index), *modules.usual}
         assert paths <= known, "what PEFT's all-linear reaches"
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("kernels", ["auto"])
+def test_rows_by_head_of_several_projections(tiny, drive, kernels):
+    """On two ranks, merged, and with DoRA: each has the rows of base weights, of B and of magnitudes by itself."""
+    for arguments, options in (({}, {"tensor_parallel_size": 2}), ({"use_dora": True}, {})):
+        it = tiny("qwen3-next", **arguments)
+        driver = drive(it, max_num_seqs=4, max_num_batched_tokens=24, max_model_len=64, **options)
+        merge(driver, "r8-qv")
+        want = {}
+        for index, adapter in enumerate(["r8-qv", "r3-all"]):
+            prompt, want[str(index)] = it.case(adapter, 15 + 17 * index, seed=index)
+            driver.add(str(index), adapter, prompt, max_tokens=8)
+        answers = driver.drain()
+        assert {name: answers[name].tokens for name in want} == want
+        assert driver.plans[-1].mode is StepMode.MERGED

@@ -350,6 +350,12 @@ DEEPSEEK_EXPERTS = {
 
 #: Families whose layers others here have, too, under other names: see `test_families.py`.
 RENAMED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "qwen3-next": (
+        "Qwen3NextConfig",
+        {**QWEN3_5, "num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 40, "mlp_only_layers": [1],
+         "shared_expert_intermediate_size": 24, "num_hidden_layers": 4},
+        "50GB",
+    ),
     "ernie-4.5": ("Ernie4_5Config", {"head_dim": 16, "use_bias": True, "pad_token_id": 0}, "50GB"),
     "ernie-4.5-moe": (
         "Ernie4_5_MoeConfig",

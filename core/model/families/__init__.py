@@ -69,6 +69,7 @@ ALL: tuple[Family, ...] = (
     glm_moe.GLM_4_MOE,
     gpt_oss.GPT_OSS,
     qwen3_5.QWEN3_5_MOE,
+    qwen3_5.QWEN3_NEXT,
     qwen3_moe.QWEN3_VL_MOE,
     qwen2_moe.QWEN2_MOE,
     ernie.ERNIE_4_5,

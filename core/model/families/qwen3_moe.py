@@ -68,7 +68,6 @@ QWEN3_VL_MOE = Family(
         "num_experts": 60,
         "num_experts_per_tok": 4,
         "decoder_sparse_step": 1,
-        "tie_word_embeddings": True,
     },
     replace(TEXT_AND_IMAGES, transposed=True, by_shape=True),
     notes=reading.EXPERTS_NOTE,
