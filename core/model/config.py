@@ -5,6 +5,7 @@ Tests: tests/core/model/test_model_config.py
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING
 from ...memory.files.base_tokens import BaseTokens
 from ...memory.files.module_paths import ModulePaths
 from ...memory.files.whole_copies import BaseRows
-from ...memory.pages.projections import Group, Projections, model_projections
+from ...memory.pages.projections import Group, Projections, UnitRows, model_projections, unit_rows
 from .config_json import UnsupportedModel
 from .layers import AttentionSpec, Experts, LayerSpec, NormSpec
 from .quantization.format import WeightFormat
@@ -166,6 +167,17 @@ class ModelConfig:
         )
 
     @cached_property
+    def unit_rows(self) -> Mapping[str, UnitRows]:
+        """Paths of projections whose rows the checkpoint has by unit in a tensor of several, and where."""
+        by_path = {projection.path: projection for projection in self.projections}
+        fused = (self.tensors.fused[name] for name in self.tensors.by_unit)
+        return {
+            path: rows
+            for parts in fused
+            for path, rows in zip(parts, unit_rows([by_path[part] for part in parts]), strict=True)
+        }
+
+    @cached_property
     def module_paths(self) -> ModulePaths:
         """Where adapters find these projections."""
         names, by_path = self.tensors.names, {projection.path: projection for projection in self.projections}
@@ -197,6 +209,7 @@ class ModelConfig:
             stacked_alternate=self.tensors.alternates,
             vocab_size=self.vocab_size,
             hidden_size=self.hidden_size,
+            units=tuple(self.unit_rows.items()),
             absent=frozenset(each.name for each in self.projections if each.group in _BY_VERSION),
             biased=biased,
             is_tied=self.tie_word_embeddings,

@@ -124,8 +124,8 @@ class Layer:
         return self._summed(y)
 
     def qkv(self, x: Residual) -> torch.Tensor:
-        """The mixer's input: attention's `[tokens, q + 2·kv]`, a recurrent mixer's `[tokens, in]`, or latents of queries
-        and of keys.
+        """The mixer's input: attention's `[tokens, q + 2·kv]`, a recurrent mixer's `[tokens, in]`, or latents of
+        queries and of keys.
         """
         weights = self._weights
         return self._gemm(QKV, x.normed(weights.attention_norm), weights.qkv, weights.qkv_bias)

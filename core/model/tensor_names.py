@@ -50,11 +50,16 @@ class TensorNames:
     """The name of the final norm."""
 
     names: Mapping[str, str] = field(default_factory=lambda: MappingProxyType(LLAMA_NORMS))
-    """A part of a layer, with `.weight` and the like or for all of these → its name there, where the two differ; `{}`
-    stands for an expert's number. A checkpoint that has the part under its own name has it there."""
+    """A part of a layer → its name there, where the two differ; `{}` stands for an expert's number. A checkpoint that
+    has the part under its own name has it there. A part with the end of its tensor's name, such as
+    `mlp.gate.e_score_correction_bias`, is that tensor alone."""
 
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: MappingProxyType({}))
     """A name in a layer → the parts whose rows are stacked in that tensor, in order."""
+
+    by_unit: tuple[str, ...] = ()
+    """Tensors of `fused` that have the first unit's rows of each part, then the second unit's, and so on; units are as
+    TP ranks share them, such as heads (Qwen3-Next)."""
 
     stacked_experts: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: MappingProxyType(STACKED_EXPERTS))
     """A tensor in a layer `[experts, out, in]` → the matrices of each expert whose rows are stacked in it, in order;
@@ -66,11 +71,17 @@ class TensorNames:
     transposed: bool = False
     """A stacked tensor of weights is `[experts, in, out]`, unless it is packed (gpt-oss)."""
 
+    by_shape: bool = False
+    """A `transposed` tensor whose shape is `[experts, out, in]` isn't, as transformers saves it (Qwen3-VL-MoE)."""
+
     adapter_names: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     """A part of a layer → a further name under which adapters may have it: of transformers in memory, or Tinker's."""
 
     left_out: tuple[str, ...] = ()
     """Beginnings of the names of tensors that text does not need, such as a vision tower's."""
+
+    wrapped: tuple[str, ...] = ()
+    """Vectors that are stored as matrices of one row, by their names in `weights.tensor_shapes` (ERNIE 4.5)."""
 
 
 LLAMA_TENSORS = TensorNames()
@@ -81,3 +92,6 @@ BESIDE_VISION = TensorNames(
     heads=("language_model.lm_head.weight", "lm_head.weight"),
     left_out=("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector."),
 )
+
+#: Of the text part next to a tower `visual` (Qwen-VL, GLM-V).
+TEXT_AND_IMAGES = TensorNames(prefixes=("model.language_model.", "model."), left_out=("visual.", "model.visual."))

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from ...memory.pages.projections import Group
+from ...memory.pages.projections import Group, UnitRows
 from .config import ModelConfig, UnsupportedModel
 from .layers import AttentionSpec, Experts, HeadNorm, LayerSpec, Norms
 from .quantization.round_to_nearest import RoundToNearest
@@ -59,6 +59,7 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     for index, layer in enumerate(config.layers):
         at = LAYER.format(index)
         shapes |= {at + part: shape for part, shape in _layer_shapes(layer, hidden).items()}
+        shapes |= {at + part: (1, *shapes[at + part]) for part in config.tensors.wrapped if at + part in shapes}
     return shapes
 
 
@@ -133,10 +134,13 @@ class Source(NamedTuple):
     transposed: bool = False
     """The tensor has rows last."""
 
+    units: UnitRows | None = None
+    """Which rows of the tensor the part has, where they are by unit; `first` and `step` say nothing then."""
+
 
 def sources(config: ModelConfig, names: Container[str]) -> dict[str, Source]:
     """Where a checkpoint with tensors of these names has each part of `tensor_shapes`."""
-    tensors, shapes = config.tensors, tensor_shapes(config)
+    tensors, shapes, units = config.tensors, tensor_shapes(config), config.unit_rows
     prefix = next((each for each in tensors.prefixes if f"{each}{tensors.norm}.weight" in names), tensors.prefixes[0])
     head = next((each for each in tensors.heads if each in names), tensors.heads[0])
     found = {LM_HEAD: Source(head), NORM: Source(f"{prefix}{tensors.norm}.weight")}
@@ -145,7 +149,7 @@ def sources(config: ModelConfig, names: Container[str]) -> dict[str, Source]:
         if match is None:
             found.setdefault(part, Source(prefix + part.removeprefix(_MODEL)))
         else:
-            found[part] = _layer_source(tensors, prefix, match, shapes, names)
+            found[part] = _layer_source(tensors, prefix, match, shapes, units, names)
     return found
 
 
@@ -154,9 +158,10 @@ def _layer_source(
     prefix: str,
     part: re.Match[str],
     shapes: Mapping[str, tuple[int, ...]],
+    units: Mapping[str, UnitRows],
     names: Container[str],
 ) -> Source:
-    """Where a checkpoint has a part of a layer. part: by `IN_LAYER`."""
+    """Where a checkpoint has a part of a layer. part: by `IN_LAYER`. units: see `ModelConfig.unit_rows`."""
     layer, path, kind = part.groups()
     at, own = f"{prefix}{layer}", f"{_MODEL}{layer}"
     if (expert := _EXPERT.match(path)) is not None:
@@ -165,6 +170,8 @@ def _layer_source(
         return _expert_source(tensors, at, int(number), matrix, kind, rows=rows, names=names)
     for name, stack in tensors.fused.items():
         if path in stack:
+            if path in units:
+                return Source(f"{at}{name}.{kind}", units=units[path])
             first = sum(shapes[f"{own}{each}.{kind}"][0] for each in stack[: stack.index(path)])
             return Source(f"{at}{name}.{kind}", first)
     own = f"{path}.{kind}"
@@ -232,7 +239,7 @@ def stored_projections(config: ModelConfig, names: Collection[str]) -> StoredPro
     for part, shape in shapes.items():
         if not IN_LAYER.match(part) or len(shape) != 2 or part.endswith(ROUTERS):
             continue
-        name, first, expert, _, _ = source = found[part]
+        name, first, expert, *_ = source = found[part]
         if expert is None:
             stored.matrices.add(name)
         elif name.endswith(tuple(STACKED_EXPERTS)) and source == Source(name, first, expert):

@@ -12,13 +12,14 @@ from typing import Any
 
 import torch
 
+from ...memory.pages.projections import UnitRows
 from ...ops.float8_kv import UNSCALED, KvScales
 from .config import ModelConfig, UnsupportedModel
 from .kv_scales import read_kv_scales
 from .open_checkpoint import open_checkpoint
 from .quantization.format import rows_and_columns
 from .quantization.group_scaled import GroupScaled, row_chunks
-from .quantization.groups import stacked
+from .quantization.groups import part_of, stacked
 from .quantization.reading import REMEDY
 from .quantization.rounded_inputs import Float8Inputs, RoundedInputs
 from .score_head import BIAS, WEIGHT
@@ -64,6 +65,8 @@ class WeightLoader(Weights):
         self._scratch = torch.empty(0, dtype=dtype)
         self._checkpoint = open_checkpoint(directory, {source.name for source in sources(config, ()).values()})
         self._sources = sources(config, self._checkpoint)
+        if config.tensors.by_shape:
+            self._sources |= self._not_transposed()
         if config.tie_word_embeddings and self._has(self._sources[LM_HEAD].name):
             if self._sources[EMBED].name not in self._checkpoint:  # tied weights may be stored under either name
                 self._embed_name = LM_HEAD
@@ -126,6 +129,17 @@ class WeightLoader(Weights):
             matrix = (rows // len(numbers), *others)
             shapes[name] = (len(numbers), *(matrix[::-1] if name in transposed else matrix))
         return shapes
+
+    def _not_transposed(self) -> dict[str, Source]:
+        """The sources of parts in stacks whose shape says that they are not transposed."""
+        shapes = {name: (count, *rest[::-1]) for name, (count, *rest) in self._stored_shapes().items()}
+        return {
+            part: source._replace(transposed=False)
+            for part, source in self._sources.items()
+            if source.transposed
+            and source.name in self._checkpoint
+            and self._checkpoint[source.name].shape == shapes[source.name]
+        }
 
     def _is_elsewhere(self, name: str) -> bool:
         """True for a tensor that the decoder does not use: rotary frequencies of old checkpoints, and a score head."""
@@ -223,9 +237,28 @@ class WeightLoader(Weights):
             source, parts = self._sources[name], ((),) if whole else self._parts(name)
             places = share.split([part_shape(self._shapes[name], part)[0] for part in parts])
             for part, place in zip(parts, places, strict=True):
-                self._read_part(place, source, self._rows(name, source, part))
+                self._read_share(place, name, source, part)
             self._advance(name)
         return target
+
+    def _read_share(self, place: torch.Tensor, name: str, source: Source, share: Part) -> None:
+        """share: of the part, as slices; see `_rows`."""
+        if source.units is None:
+            self._read_part(place, source, self._rows(name, source, share))
+            return
+        span, rows = self._span(name, source.units, share)
+        held = torch.empty((span.stop - span.start, *place.shape[1:]), dtype=place.dtype)
+        self._read_part(held, source, (span, *share[1:]))
+        torch.index_select(held, 0, rows, out=place)
+
+    def _span(self, name: str, units: UnitRows, share: Part) -> tuple[slice, torch.Tensor]:
+        """The rows of the checkpoint's tensor from the first to the last of a share of a part, and which of them are
+        the share's.
+        """
+        start, stop, _ = (share[0] if share else slice(None)).indices(self._shapes[name][0])
+        rows = torch.tensor(units.rows()[start:stop])
+        first = int(rows.min())
+        return slice(first, int(rows.max()) + 1), rows - first
 
     def _projection(self, names: Sequence[str], pack: Pack | None) -> Any:
         if pack is not None and self.keeps is not None and (found := self._scaled(names, self.keeps)) is not None:
@@ -245,13 +278,19 @@ class WeightLoader(Weights):
         for name in names:
             source = self._sources[name]
             for part in self._parts(name):
-                rows, columns = rows_and_columns(self._rows(name, source, part), self._stored[source.name])
+                picked, place = None, part
+                if source.units is None:
+                    place = self._rows(name, source, part)
+                else:
+                    span, picked = self._span(name, source.units, part)
+                    place = (span, *part[1:])
+                rows, columns = rows_and_columns(place, self._stored[source.name])
                 if source.step > 1:
                     rows = slice(rows.start, rows.stop, source.step)
                 matrix = how.scaled(self._checkpoint, source.name, (rows, columns))
                 if matrix is None or not keeps(matrix):
                     return None
-                found.append(matrix)
+                found.append(matrix if picked is None else part_of(matrix, picked, slice(None)))
         if len({(matrix.bits, matrix.is_float) for matrix in found}) > 1:
             return None
         for name in names:

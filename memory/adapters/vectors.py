@@ -154,7 +154,10 @@ class VectorReader:
         data = torch.empty(info.num_bytes, dtype=torch.uint8)
         self._file.read_into(data.numpy().data, info.offset)
         dtype = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[info.dtype]
-        values = data.view(dtype).view(shape).float()
+        values = data.view(dtype)
+        if info.arrangement is not None:
+            values = info.arrangement.of(values, shape[0])
+        values = values.reshape(shape).float()
         if not values.isfinite().all():
             raise AdapterFormatError(
                 f"{self._file.path}: tensor {name} holds NaN or infinity; the training diverged or the file is corrupt"

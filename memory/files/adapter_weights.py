@@ -118,8 +118,10 @@ class AdapterWeights(RowsFile):
             layer, path, kind = match.groups()
             a, b = (listed.get(f"{layer}.{path}.lora_{side}.weight") for side in "AB")
             for own, first in self._stacked_in(name, stacked, a, b):
-                rows = info if kind == "lora_A.weight" else self._rows(info, own, first)
-                self.add(found, f"{layer}.{own.path}.{kind}", rows)
+                each = f"{layer}.{own.path}.{kind}"
+                if each in found:
+                    raise _twice(self.path, name, each)
+                found[each] = info if kind == "lora_A.weight" else self._rows(info, own, first)
         return found
 
     def _of_each_expert(self, listed: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
@@ -190,9 +192,9 @@ class AdapterWeights(RowsFile):
                 f"{self.path}: tensor {shown(name)} has shape {shown(list(info.shape))}, {total} rows are needed; "
                 "serve it with the base model that it was trained on"
             )
-        first = 0
+        first, units = 0, dict(self.modules.units)
         for part, rows in parts:
-            yield part, info.rows(first, rows)
+            yield part, info.rows(first, rows) if part not in units else info.by_unit(units[part])
             first += rows
 
     @property

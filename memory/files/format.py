@@ -98,8 +98,8 @@ def inspect_adapter(path: Path, modules: ModulePaths, roots: Sequence[Path] = ()
             _check_names(file, names, config, projections, others)
             _check_shapes(file, targets, names, config, projections)
             parts = parts_of(targets, projections) + rows
-            # of stacked experts, B is read in another order
-            is_plain = form.is_plain and modules.experts is not ExpertForm.STACKED
+            # of stacked experts, and of rows by unit, B is read in another order
+            is_plain = form.is_plain and modules.experts is not ExpertForm.STACKED and not modules.units
             places = _places(file, parts, names, projections) if is_plain else None
             parts, places = _shared(parts, places)
             return AdapterManifest(

@@ -16,7 +16,7 @@ from functools import cached_property, lru_cache
 from itertools import product
 from typing import Any
 
-from ..pages.projections import Projection, Projections
+from ..pages.projections import Projection, Projections, UnitRows
 from .base_tokens import BaseTokens
 from .whole_copies import BaseRows
 
@@ -96,6 +96,9 @@ class ModulePaths:
 
     is_tied: bool = False
     """True if the output projection is the token embeddings."""
+
+    units: tuple[tuple[str, UnitRows], ...] = ()
+    """Own paths of projections of `fused` whose rows the base model has by unit, and where these are in its matrix."""
 
     base_rows: BaseRows | None = field(default=None, compare=False, repr=False)
     """The base model's own rows, with which adapters' copies are compared; None: they are not at hand."""

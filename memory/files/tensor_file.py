@@ -18,6 +18,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
+from ..pages.projections import UnitRows
 from . import strict_json
 from .error import AdapterFormatError, shown, unreadable
 
@@ -49,6 +50,9 @@ class Arrangement(NamedTuple):
     first_row: int = 0
     """Row of the whole matrix with which this one begins."""
 
+    units: UnitRows | None = None
+    """Rows of the whole matrix that this one has; None: those from `first_row` on."""
+
     def of(self, values: torch.Tensor, num_rows: int) -> torch.Tensor:
         """The matrix `[num_rows, …]`, from the file's flat values."""
         matrix = values.view(self.stored)
@@ -57,6 +61,8 @@ class Arrangement(NamedTuple):
         if self.interleaved_heads:
             by_pair = matrix.view(self.interleaved_heads, -1, 2, matrix.shape[1])
             matrix = by_pair.transpose(1, 2).reshape(matrix.shape)
+        if self.units is not None:
+            matrix = matrix[self.units.rows()]
         return matrix[self.first_row : self.first_row + num_rows]
 
 
@@ -78,6 +84,12 @@ class TensorInfo:
             return replace(self, shape=shape, arrangement=self.arrangement._replace(first_row=first))
         row_bytes = self.num_bytes // self.shape[0]
         return replace(self, shape=shape, offset=self.offset + first * row_bytes, num_bytes=count * row_bytes)
+
+    def by_unit(self, units: UnitRows) -> TensorInfo:
+        """Rows of a matrix, or values of a vector, by unit."""
+        as_it_is = Arrangement((self.shape[0], self.shape[1] if len(self.shape) > 1 else 1))
+        arrangement = (self.arrangement or as_it_is)._replace(units=units)
+        return replace(self, shape=(units.count, *self.shape[1:]), arrangement=arrangement)
 
     def matrix(self, index: int) -> TensorInfo:
         """One of the matrices of a tensor with three dimensions."""

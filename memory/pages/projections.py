@@ -165,6 +165,41 @@ class Projection:
         return slice(None), sections_of(tuple(zip(widths, units, strict=True)), rank, size)
 
 
+class UnitRows(NamedTuple):
+    """Rows of one projection in a matrix of several that has the rows of all of them by unit, such as by head."""
+
+    units: int
+
+    width: int
+    """Rows of a unit in the matrix."""
+
+    sections: tuple[tuple[int, int], ...]
+    """Of each part of the projection's outputs: its first row in a unit, and how many it has there."""
+
+    @property
+    def count(self) -> int:
+        """Rows of the projection."""
+        return self.units * sum(count for _, count in self.sections)
+
+    def rows(self) -> list[int]:
+        """The matrix's row of each of the projection's."""
+        return [
+            unit * self.width + first + at
+            for first, count in self.sections
+            for unit in range(self.units)
+            for at in range(count)
+        ]
+
+
+def unit_rows(projections: Sequence[Projection]) -> tuple[UnitRows, ...]:
+    """Where a matrix of projections by unit has each. All have the same units."""
+    units = projections[0].units
+    widths = [[each // units for each in it.sections or (it.outputs,)] for it in projections]
+    begins = accumulate((width for own in widths for width in own), initial=0)
+    total = sum(map(sum, widths))
+    return tuple(UnitRows(units, total, tuple((next(begins), width) for width in own)) for own in widths)
+
+
 def share_of(width: int, units: int, rank: int, size: int) -> slice:
     """The part of `width` that one of `size` ranks has; with more ranks than units, several have the same unit."""
     each = width // units

@@ -19,8 +19,10 @@ from chorus.core.model.native_decoder import NativeDecoderModel
 from chorus.core.model.read_config import read_model_config
 from chorus.core.requests.request import Request
 from chorus.core.requests.request_params import RequestParams
+from chorus.graphs.runner import StepMode
 
-from .tiny_families import ADAPTERS, EXPERTS, FAMILIES, HYBRIDS, INTERNLM_3, save_family
+from .merging.test_merged import merge
+from .tiny_families import ADAPTERS, BY_LLAMA, EXPERTS, FAMILIES, HYBRIDS, RENAMED, save_family
 
 pytestmark = [pytest.mark.numerics, pytest.mark.wide]
 
@@ -32,9 +34,9 @@ def test_every_architecture_is_covered():
     import transformers
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING as MODELS
 
-    models = {MODELS[getattr(transformers, f[0])] for f in {**FAMILIES, **HYBRIDS, **EXPERTS}.values()}
+    models = {MODELS[getattr(transformers, f[0])] for f in {**FAMILIES, **HYBRIDS, **EXPERTS, **RENAMED}.values()}
     seeing = {name for name, family in SERVED.items() if family.tensors.left_out}  # see test_text_parts.py
-    assert {model.__name__ for model in models} - seeing | {INTERNLM_3} == set(SERVED) - seeing
+    assert {model.__name__ for model in models} - seeing | set(BY_LLAMA.values()) == set(SERVED) - seeing
 
 
 @pytest.mark.parametrize("kernels", ["torch", "native"])
@@ -157,3 +159,48 @@ def test_configuration_and_frequencies_are_transformers_own(tiny, family):
             assert rope.attention_factor == getattr(rotary, f"{prefix}attention_scaling")
     assert (config.num_kv_heads, config.tie_word_embeddings) == (want.num_key_value_heads, want.tie_word_embeddings)
     assert config.max_context == 256
+
+
+# -- families whose layers are other families'
+
+
+@pytest.mark.parametrize("kernels", ["auto"])
+@pytest.mark.parametrize("family", RENAMED)
+def test_layers_that_others_have_under_new_names(tiny, drive, family):
+    """A family is here if its layers are those of families whose paths are all tested, under its own names: each field
+    of its specification has the same value in a layer of one of them. So reading and adapters alone can be wrong.
+    """
+    from torch import nn
+
+    it = tiny(family)
+    driver = drive(it, max_num_seqs=8, max_num_batched_tokens=24, max_model_len=128)
+    want = {}
+    for index, adapter in enumerate([None, *ADAPTERS]):
+        prompt, want[str(index)] = it.case(adapter, 15 + 17 * index, seed=index)
+        driver.add(str(index), adapter, prompt, max_tokens=8)
+    assert {name: answer.tokens for name, answer in driver.drain().items()} == want
+    modules = read_model_config(it.model).module_paths
+    base = it.reference.get_base_model()
+    linear = {name for name, module in base.model.named_modules() if isinstance(module, nn.Linear)}
+    names = {name.replace(".base_layer", "") for name in linear if ".lora_" not in name}
+    for index in range(base.config.num_hidden_layers):
+        paths = {name.removeprefix(f"layers.{index}.") for name in names if name.startswith(f"layers.{index}.")}
+        known = {*modules.in_layer(index), *modules.usual}
+        assert paths <= known, "what PEFT's all-linear reaches"
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("kernels", ["auto"])
+def test_rows_by_head_of_several_projections(tiny, drive, kernels):
+    """On two ranks, merged, and with DoRA: each has the rows of base weights, of B and of magnitudes by itself."""
+    for arguments, options in (({}, {"tensor_parallel_size": 2}), ({"use_dora": True}, {})):
+        it = tiny("qwen3-next", **arguments)
+        driver = drive(it, max_num_seqs=4, max_num_batched_tokens=24, max_model_len=64, **options)
+        merge(driver, "r8-qv")
+        want = {}
+        for index, adapter in enumerate(["r8-qv", "r3-all"]):
+            prompt, want[str(index)] = it.case(adapter, 15 + 17 * index, seed=index)
+            driver.add(str(index), adapter, prompt, max_tokens=8)
+        answers = driver.drain()
+        assert {name: answers[name].tokens for name in want} == want
+        assert driver.plans[-1].mode is StepMode.MERGED

@@ -79,7 +79,8 @@ LATENT = {
     "v_head_dim": 24,
 }
 
-INTERNLM_3 = "InternLM3ForCausalLM"
+#: Families that transformers computes, and saves, by Llama's class, which their checkpoints do not name.
+BY_LLAMA = {"InternLM3Config": "InternLM3ForCausalLM", "IQuestCoderConfig": "IQuestCoderForCausalLM"}
 
 #: name → (transformers' configuration class, its arguments, largest shard)
 FAMILIES: dict[str, tuple[str, dict[str, Any], str]] = {
@@ -412,6 +413,79 @@ EXPERTS: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
 }  # fmt: skip
 
+DEEPSEEK_EXPERTS = {
+    "n_routed_experts": 16, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "n_shared_experts": 1,
+    "norm_topk_prob": True, "routed_scaling_factor": 1.5, "pad_token_id": 0,
+}  # fmt: skip
+
+#: Families whose layers others here have, too, under other names: see `test_families.py`.
+RENAMED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "qwen3-next": (
+        "Qwen3NextConfig",
+        {**QWEN3_5, "num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 40, "mlp_only_layers": [1],
+         "shared_expert_intermediate_size": 24, "num_hidden_layers": 4},
+        "50GB",
+    ),
+    "ernie-4.5": ("Ernie4_5Config", {"head_dim": 16, "use_bias": True, "pad_token_id": 0}, "50GB"),
+    "ernie-4.5-moe": (
+        "Ernie4_5_MoeConfig",
+        {"moe_num_experts": 16, "moe_k": 3, "moe_intermediate_size": 40, "num_hidden_layers": 3,
+         "moe_num_shared_experts": 2, "pad_token_id": 0},
+        "50GB",
+    ),
+    "qwen2-moe": (
+        "Qwen2MoeConfig",
+        {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 40, "num_hidden_layers": 3,
+         "shared_expert_intermediate_size": 24, "mlp_only_layers": [1], "use_sliding_window": True,
+         "sliding_window": 20},
+        "50GB",
+    ),
+    "granite-moe-shared": (
+        "GraniteMoeSharedConfig",
+        {**GRANITE, "residual_multiplier": 0.9, "attention_multiplier": 0.11, "num_local_experts": 12,
+         "num_experts_per_tok": 4, "shared_intermediate_size": 40},
+        "50GB",
+    ),
+    "minimax-m2": (
+        "MiniMaxM2Config",
+        {"num_local_experts": 16, "num_experts_per_tok": 3, "head_dim": 32, "rotary_dim": 16, "intermediate_size": 40},
+        "50GB",
+    ),
+    "exaone-moe": (
+        "ExaoneMoeConfig",
+        {"num_experts": 16, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "num_hidden_layers": 5,
+         "sliding_window": 20, "pad_token_id": 0},
+        "50GB",
+    ),
+    "dots-1": (
+        "Dots1Config",
+        {**DEEPSEEK_EXPERTS, "num_hidden_layers": 3, "first_k_dense_replace": 1, "sliding_window": 24,
+         "max_window_layers": 1, "attention_bias": True},
+        "50GB",
+    ),
+    "solar-open": ("SolarOpenConfig", {**DEEPSEEK_EXPERTS, "head_dim": 32, "attention_bias": True}, "50GB"),
+    "cohere": ("CohereConfig", {"pad_token_id": 0, "attention_bias": True}, "50GB"),
+    "helium": ("HeliumConfig", {"head_dim": 16, "pad_token_id": 0}, "50GB"),
+    "hyperclova-x": (
+        "HyperCLOVAXConfig", {**GRANITE_TIED, "embedding_multiplier": 3.0, "attention_multiplier": None}, "50GB"
+    ),
+    "cwm": ("CwmConfig", {"head_dim": 16, "sliding_window": 20, "num_hidden_layers": 5}, "50GB"),
+    "iquest-coder": ("IQuestCoderConfig", {"head_dim": 32, "attention_bias": True}, "50GB"),
+    "mellum": (
+        "MellumConfig",
+        {**QWEN3_MOE, "num_hidden_layers": 3, "sliding_window": 20,
+         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+         "mlp_layer_types": ["sparse", "dense", "sparse"]},
+        "50GB",
+    ),
+    "hunyuan-3": (
+        "HYV3Config",
+        {"num_experts": 16, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "head_dim": 16,
+         "num_hidden_layers": 3},
+        "50GB",
+    ),
+}  # fmt: skip
+
 ATTENTION, MLP = ["q_proj", "k_proj", "v_proj", "o_proj"], ["gate_proj", "up_proj", "down_proj"]
 LINEAR = ["in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"]
 LATENTS = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"]
@@ -443,14 +517,15 @@ class Tiny:
     def watched(self, reference: Any) -> Any:
         """A reference whose choices of experts are noted."""
         for module in reference.modules():
-            if type(module).__name__.endswith("Router"):
+            if type(module).__name__.endswith(("Router", "Gate")):
                 module.register_forward_hook(self._note_router)
         return reference
 
     def _note_router(self, router: Any, inputs: tuple[Any, ...], output: Any) -> None:
         scores = output[0].float()
-        correction = inputs[1] if len(inputs) > 1 else getattr(router, "e_score_correction_bias", None)
-        if correction is not None:
+        if (statics := getattr(router, "moe_statics", None)) is not None:
+            scores = scores.softmax(-1) + statics.e_score_correction_bias
+        elif (correction := getattr(router, "e_score_correction_bias", (*inputs, None)[1])) is not None:
             scores = scores.sigmoid() + correction
         if (groups := getattr(router, "num_group", None) or 1) > 1:
             sums = scores.view(len(scores), groups, -1).topk(2).values.sum(-1)
@@ -535,7 +610,7 @@ def randomise(model: torch.nn.Module) -> None:
             if "norm" in name:
                 parameter.uniform_(0.5, 1.5)
             elif name.endswith("bias"):
-                parameter.normal_(0, 0.3)
+                parameter.normal_(0, 0.02 if "moe_statics" in name else 0.3)
             elif name.endswith(("sinks", "mamba.D")):
                 parameter.normal_()
         for name, buffer in model.named_buffers():
@@ -546,7 +621,7 @@ def randomise(model: torch.nn.Module) -> None:
 def save_family(name: str, path: Path, dtype: torch.dtype = torch.float32, **changes: Any) -> None:
     import transformers
 
-    config_class, arguments, shard = {**FAMILIES, **HYBRIDS, **EXPERTS}[name]
+    config_class, arguments, shard = {**FAMILIES, **HYBRIDS, **EXPERTS, **RENAMED}[name]
     arguments = {
         "vocab_size": 150,
         "hidden_size": 64,
@@ -565,9 +640,9 @@ def save_family(name: str, path: Path, dtype: torch.dtype = torch.float32, **cha
     model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, config_class)(**arguments))
     randomise(model)
     model.to(dtype).save_pretrained(path, max_shard_size=shard)
-    if config_class == "InternLM3Config":  # transformers computes it by Llama's class, and says so; checkpoints do not
+    if config_class in BY_LLAMA:
         config = path / "config.json"
-        config.write_text(config.read_text().replace("LlamaForCausalLM", INTERNLM_3))
+        config.write_text(config.read_text().replace("LlamaForCausalLM", BY_LLAMA[config_class]))
 
 
 def train_vectors(model: torch.nn.Module) -> None:

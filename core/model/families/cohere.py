@@ -1,5 +1,5 @@
-"""Command R7B and Command A (Cohere 2): attention and feed-forward side by side, LayerNorm, a scale of the logits, and
-no rope in layers without a window.
+"""Command R (Cohere), and Command R7B and Command A (Cohere 2): attention and feed-forward side by side, LayerNorm, and
+a scale of the logits. Cohere 2 has no rope in layers without a window.
 """
 
 from __future__ import annotations
@@ -31,10 +31,38 @@ def _read(fields: ConfigJson) -> ModelConfig:
         )
         for seen in reading.layer_types(fields, pattern)
     ]
+    return _model(fields, layers)
+
+
+def _read_1(fields: ConfigJson) -> ModelConfig:
+    if fields.boolean("use_qk_norm"):
+        raise fields.refuse("use_qk_norm", "a LayerNorm of each head with weights of its own is not supported")
+    heads, bias = reading.heads(fields), fields.boolean("attention_bias")
+    rope = reading.rope(fields, heads.head_dim, interleaved=True)
+    attention = AttentionSpec(*heads, scale=heads.head_dim**-0.5, rope=rope, qkv_bias=bias, o_bias=bias)
+    layers = [LayerSpec(attention, reading.gated(fields), Norms.PARALLEL)] * fields.integer("num_hidden_layers")
+    return _model(fields, layers)
+
+
+def _model(fields: ConfigJson, layers: list[LayerSpec]) -> ModelConfig:
     norm = NormSpec(fields.number("layer_norm_eps"), centered=True, wide=True)
     return reading.dense(fields, layers, norm, logits_scale=fields.number("logit_scale"))
 
 
+COHERE = Family(
+    "Command R, Aya 23 and Aya Expanse",
+    ("CohereForCausalLM",),
+    _read_1,
+    {
+        "max_position_embeddings": 8192,
+        "layer_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+        "logit_scale": 0.0625,
+        "tie_word_embeddings": True,
+    },
+    TensorNames(names={"attention_norm": "input_layernorm"}),
+    notes="models with norms of heads (`use_qk_norm`: Command R+ 08-2024) are refused",
+)
 COHERE_2 = Family(
     "Command R7B and Command A",
     ("Cohere2ForCausalLM",),

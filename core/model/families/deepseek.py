@@ -19,8 +19,9 @@ def _read_v2(fields: ConfigJson) -> ModelConfig:
         raise fields.refuse("norm_topk_prob", "transformers leaves it out for this family; only false is supported")
     _check_scoring(fields, "softmax")
     attention = latent.attention(fields, interleaved=True)
-    routing = Routing(1, factor=fields.number("routed_scaling_factor"))
-    return glm_moe.sparse_after_dense(fields, attention, routing, bias=fields.boolean("mlp_bias", False))
+    if fields.boolean("mlp_bias", False):
+        raise fields.refuse("mlp_bias", "biases of feed-forward parts are not supported for this family")
+    return glm_moe.model(fields, attention, routing=Routing(1, factor=fields.number("routed_scaling_factor")))
 
 
 def _read_v3(fields: ConfigJson) -> ModelConfig:
@@ -28,7 +29,7 @@ def _read_v3(fields: ConfigJson) -> ModelConfig:
         raise fields.refuse("topk_method", f"{method} is not supported; supported: noaux_tc")
     _check_scoring(fields, "sigmoid")
     attention = latent.attention(fields, interleaved=fields.boolean("rope_interleave"))
-    return glm_moe.sparse_after_dense(fields, attention, glm_moe.routing(fields))
+    return glm_moe.model(fields, attention)
 
 
 def _check_scoring(fields: ConfigJson, supported: str) -> None:

@@ -1,33 +1,48 @@
-"""EXAONE 4: norms after each part, norms of heads, and in models with windows no rope in the layers without one."""
+"""EXAONE 4: norms after each part, norms of heads, and in models with windows no rope in the layers without one.
+
+K-EXAONE has norms before each part, and DeepSeek-V3's experts.
+"""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from ..config import ModelConfig
 from ..config_json import ConfigJson
 from ..family import Family
 from ..layers import AttentionSpec, HeadNorm, LayerSpec, Norms
-from ..tensor_names import AFTER_NORMS, TensorNames
-from . import reading
+from ..tensor_names import AFTER_NORMS, TEXT_AND_IMAGES, TensorNames
+from ..tensor_parts import CORRECTION
+from . import glm_moe, reading
 
 
-def _read(fields: ConfigJson) -> ModelConfig:
+def _attentions(fields: ConfigJson) -> list[AttentionSpec]:
     heads, window = reading.heads(fields), fields.optional("sliding_window")
     rope = reading.rope(fields, heads.head_dim)
-    layers = [
-        LayerSpec(
-            AttentionSpec(
-                *heads,
-                scale=heads.head_dim**-0.5,
-                rope=rope if window is None or seen == reading.SLIDING else None,
-                window=window if seen == reading.SLIDING else None,
-                head_norm=HeadNorm.EACH,
-            ),
-            reading.gated(fields),
-            Norms.AFTER,
+    return [
+        AttentionSpec(
+            *heads,
+            scale=heads.head_dim**-0.5,
+            rope=rope if window is None or seen == reading.SLIDING else None,
+            window=window if seen == reading.SLIDING else None,
+            head_norm=HeadNorm.EACH,
         )
         for seen in reading.layer_types(fields, _pattern(fields) if window else 1)
     ]
+
+
+def _read(fields: ConfigJson) -> ModelConfig:
+    layers = [LayerSpec(each, reading.gated(fields), Norms.AFTER) for each in _attentions(fields)]
     return reading.dense(fields, layers, reading.rms_norm(fields))
+
+
+def _read_experts(fields: ConfigJson) -> ModelConfig:
+    shared = reading.number_of(fields, "num_shared_experts") * fields.integer("moe_intermediate_size")
+    experts = reading.experts(fields, reading.routing_in_groups(fields), shared_size=shared)
+    first = reading.number_of(fields, "first_k_dense_replace")
+    has_experts = reading.mlp_layer_types(fields, first)
+    layers = reading.layers_with_experts(fields, _attentions(fields), experts, has_experts)
+    return reading.dense(fields, layers, reading.rms_norm(fields), tensors=_EXPERTS)
 
 
 def _pattern(fields: ConfigJson) -> int:
@@ -36,16 +51,44 @@ def _pattern(fields: ConfigJson) -> int:
     return len(pattern) if isinstance(pattern, str) and pattern else fields.integer("sliding_window_pattern")
 
 
-EXAONE_4 = Family(
-    "EXAONE 4",
-    ("Exaone4ForCausalLM",),
+_DEFAULTS = {
+    "num_key_value_heads": 32,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-5,
+    "sliding_window": 4096,
+    "sliding_window_pattern": 4,
+}
+_EXPERTS = replace(
+    glm_moe.TENSORS,
+    names={**glm_moe.NAMES, CORRECTION: "mlp.e_score_correction_bias"},
+    left_out=("mtp.",),
+)
+
+EXAONE_4 = Family("EXAONE 4", ("Exaone4ForCausalLM",), _read, _DEFAULTS, TensorNames(names=AFTER_NORMS))
+EXAONE_4_5 = Family(
+    "EXAONE 4.5 (text)",
+    ("Exaone4_5_ForConditionalGeneration",),
     _read,
+    _DEFAULTS,
+    replace(TEXT_AND_IMAGES, names=AFTER_NORMS, left_out=(*TEXT_AND_IMAGES.left_out, "mtp.")),
+    notes="draft layers (`mtp`) are left out",
+)
+EXAONE_MOE = Family(
+    "K-EXAONE",
+    ("ExaoneMoeForCausalLM",),
+    _read_experts,
     {
-        "num_key_value_heads": 32,
-        "max_position_embeddings": 2048,
-        "rms_norm_eps": 1e-5,
-        "sliding_window": 4096,
-        "sliding_window_pattern": 4,
+        **_DEFAULTS,
+        "intermediate_size": 16384,
+        "moe_intermediate_size": 1024,
+        "num_experts": 64,
+        "num_experts_per_tok": 8,
+        "num_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+        "n_group": 1,
+        "topk_group": 1,
     },
-    TensorNames(names=AFTER_NORMS),
+    notes=f"{reading.EXPERTS_NOTE}; draft layers (`mtp`) are left out",
 )

@@ -1,25 +1,30 @@
-"""GLM-4: half of each head rotates, by neighbouring pairs; GLM-4-0414 also norms the output of each part."""
+"""GLM-4: half of each head rotates, by neighbouring pairs; GLM-4-0414 and the text part of GLM-4.1V also norm the
+output of each part.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from ..config import ModelConfig
 from ..config_json import ConfigJson
 from ..family import Family
 from ..layers import AttentionSpec, LayerSpec, Norms
-from ..tensor_names import FUSED_GATE_UP, LLAMA_NORMS, TensorNames
+from ..tensor_names import FUSED_GATE_UP, LLAMA_NORMS, TEXT_AND_IMAGES, TensorNames
 from . import reading
 
 
-def _reader(norms: Norms) -> Callable[[ConfigJson], ModelConfig]:
+def _reader(norms: Norms, *, qkv_bias: bool = False) -> Callable[[ConfigJson], ModelConfig]:
+    """qkv_bias: without a field that says so."""
+
     def read(fields: ConfigJson) -> ModelConfig:
         heads = reading.heads(fields)
         attention = AttentionSpec(
             *heads,
             scale=heads.head_dim**-0.5,
             rope=reading.rope(fields, heads.head_dim, interleaved=True),
-            qkv_bias=fields.boolean("attention_bias"),
+            qkv_bias=qkv_bias or fields.boolean("attention_bias"),
         )
         layer = LayerSpec(attention, reading.gated(fields), norms)
         return reading.dense(fields, [layer] * fields.integer("num_hidden_layers"), reading.rms_norm(fields))
@@ -38,10 +43,22 @@ _DEFAULTS = {
 _OUT_NORMS = {"attention_out_norm": "post_self_attn_layernorm", "mlp_out_norm": "post_mlp_layernorm"}
 
 GLM = Family("GLM-4", ("GlmForCausalLM",), _reader(Norms.BEFORE), _DEFAULTS, TensorNames(fused=FUSED_GATE_UP))
+_NAMES_4 = TensorNames(names={**LLAMA_NORMS, **_OUT_NORMS}, fused=FUSED_GATE_UP)
 GLM_4 = Family(
     "GLM-4-0414",
     ("Glm4ForCausalLM",),
     _reader(Norms.AROUND),
     _DEFAULTS,
-    TensorNames(names={**LLAMA_NORMS, **_OUT_NORMS}, fused=FUSED_GATE_UP),
+    _NAMES_4,
+)
+GLM_4_1V = Family(
+    "GLM-4.1V (text)",
+    ("Glm4vForConditionalGeneration",),
+    _reader(Norms.AROUND, qkv_bias=True),
+    {
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-5,
+    },
+    replace(TEXT_AND_IMAGES, names=_NAMES_4.names, fused=FUSED_GATE_UP),
 )

@@ -1,77 +1,74 @@
-"""GLM-4.5, 4.6 and 4.7: experts chosen by sigmoids with a learned correction, after a few dense layers.
+"""GLM-4.5, 4.6 and 4.7, and the text part of GLM-4.5V: experts chosen by sigmoids with a learned correction, after a
+few dense layers.
 
 GLM-4.7-Flash has latent attention besides.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from ..config import ModelConfig
 from ..config_json import ConfigJson
 from ..family import Family
-from ..layers import AttentionSpec, HeadNorm, LayerSpec, Routing, Scoring
-from ..tensor_names import LATENT_NORMS, LLAMA_NORMS, TensorNames
+from ..layers import AttentionSpec, HeadNorm, Routing
+from ..tensor_names import LATENT_NORMS, LLAMA_NORMS, TEXT_AND_IMAGES, TensorNames
 from . import latent, reading
 
-_MATRICES = ("gate_proj", "up_proj", "down_proj")
-_SHARED = {f"mlp.shared_expert.{each}": f"mlp.shared_experts.{each}" for each in _MATRICES}
-TENSORS = TensorNames(names={**LLAMA_NORMS, **LATENT_NORMS, **_SHARED})
-"""Also of other families with experts after dense layers."""
+_SHARED = {f"mlp.shared_expert.{each}": f"mlp.shared_experts.{each}" for each in ("gate_proj", "up_proj", "down_proj")}
+NAMES = {**LLAMA_NORMS, **LATENT_NORMS, **_SHARED}
+TENSORS = TensorNames(names=NAMES)
 
 
 def _read(fields: ConfigJson) -> ModelConfig:
-    heads = reading.heads(fields)
-    attention = AttentionSpec(
-        *heads,
-        scale=heads.head_dim**-0.5,
-        rope=reading.rope(fields, heads.head_dim),
-        head_norm=HeadNorm.EACH if fields.boolean("use_qk_norm") else None,
-        qkv_bias=fields.boolean("attention_bias"),
-    )
-    return sparse_after_dense(fields, attention, routing(fields))
+    return model(fields, _attention(fields, HeadNorm.EACH if fields.boolean("use_qk_norm") else None))
+
+
+def _read_text(fields: ConfigJson) -> ModelConfig:
+    return model(fields, _attention(fields), replace(TEXT_AND_IMAGES, names=NAMES))
 
 
 def _read_lite(fields: ConfigJson) -> ModelConfig:
-    attention, first = latent.attention(fields, interleaved=fields.boolean("rope_interleave")), None
-    if types := fields.texts("mlp_layer_types"):
-        first = types.index("sparse") if "sparse" in types else len(types)
-        if types != ["dense"] * first + ["sparse"] * (fields.integer("num_hidden_layers") - first):
-            raise fields.refuse("mlp_layer_types", "dense layers must come first, and a type is needed for each layer")
-    return sparse_after_dense(fields, attention, routing(fields), first=first)
+    has_experts = reading.mlp_layer_types(fields, reading.number_of(fields, "first_k_dense_replace"))
+    attention = latent.attention(fields, interleaved=fields.boolean("rope_interleave"))
+    return model(fields, attention, has_experts=has_experts)
 
 
-def sparse_after_dense(
-    fields: ConfigJson, attention: AttentionSpec, routing: Routing, *, first: int | None = None, bias: bool = False
-) -> ModelConfig:
-    """A model whose layers have experts, after the `first` ones; None: as many as the configuration says. bias: of a
-    dense feed-forward part.
-    """
-    count = fields.integer("num_hidden_layers")
-    shared = fields.integer("n_shared_experts", least=0) * fields.integer("moe_intermediate_size")
-    sparse = LayerSpec(attention, reading.experts(fields, routing, shared_size=shared))
-    first = min(count, fields.integer("first_k_dense_replace", least=0) if first is None else first)
-    dense = [LayerSpec(attention, reading.gated(fields, bias=bias))] * first if first else []
-    drafts = range(count, count + fields.integer("num_nextn_predict_layers", least=0))
-    names = replace(TENSORS, left_out=tuple(f"model.layers.{layer}." for layer in drafts))
-    return reading.dense(fields, [*dense, *[sparse] * (count - first)], reading.rms_norm(fields), tensors=names)
-
-
-def routing(fields: ConfigJson) -> Routing:
-    """Choice by sigmoids with a learned correction."""
-    groups, kept = fields.integer("n_group"), fields.integer("topk_group")
-    if kept > groups:
-        raise fields.refuse("topk_group", f"n_group is {groups}; it can't be more than that")
-    return Routing(
-        1,
-        Scoring.SIGMOID,
-        renormalised=fields.boolean("norm_topk_prob"),
-        epsilon=1e-20,
-        factor=fields.number("routed_scaling_factor"),
-        corrected=True,
-        groups=groups,
-        kept_groups=kept,
+def _attention(fields: ConfigJson, head_norm: HeadNorm | None = None) -> AttentionSpec:
+    heads = reading.heads(fields)
+    return AttentionSpec(
+        *heads,
+        scale=heads.head_dim**-0.5,
+        rope=reading.rope(fields, heads.head_dim),
+        head_norm=head_norm,
+        qkv_bias=fields.boolean("attention_bias"),
     )
+
+
+def model(
+    fields: ConfigJson,
+    attention: AttentionSpec | Sequence[AttentionSpec],
+    tensors: TensorNames = TENSORS,
+    *,
+    routing: Routing | None = None,
+    has_experts: Sequence[bool] = (),
+) -> ModelConfig:
+    """Some dense layers, and then layers with experts as DeepSeek-V3 has them. attention: of all layers, or of each.
+    tensors: draft layers after the last are left out, too. routing: None: DeepSeek-V3's. has_experts: which layers
+    have; empty: those after the first ones.
+    """
+    count, size = fields.integer("num_hidden_layers"), fields.integer("moe_intermediate_size")
+    shared = reading.number_of(fields, "n_shared_experts") * size
+    experts = reading.experts(fields, routing or reading.routing_in_groups(fields), shared_size=shared)
+    first = reading.number_of(fields, "first_k_dense_replace")
+    attentions = [attention] * count if isinstance(attention, AttentionSpec) else attention
+    has_experts = has_experts or [index >= first for index in range(count)]
+    layers = reading.layers_with_experts(fields, attentions, experts, has_experts)
+    drafts = range(count, count + reading.number_of(fields, "num_nextn_predict_layers"))
+    left_out = (f"{prefix}layers.{layer}." for layer in drafts for prefix in tensors.prefixes if prefix)
+    tensors = replace(tensors, left_out=(*tensors.left_out, *left_out))
+    return reading.dense(fields, layers, reading.rms_norm(fields), tensors=tensors)
 
 
 GLM_4_MOE = Family(
@@ -96,6 +93,18 @@ GLM_4_MOE = Family(
         "num_nextn_predict_layers": 1,
     },
     TENSORS,
+    notes=f"{reading.EXPERTS_NOTE}; draft layers after the last are left out",
+)
+GLM_4_5V = Family(
+    "GLM-4.5V (text)",
+    ("Glm4vMoeForConditionalGeneration",),
+    _read_text,
+    {
+        **GLM_4_MOE.defaults,
+        "max_position_embeddings": 65536,
+        "attention_bias": True,
+    },
+    replace(TEXT_AND_IMAGES, names=NAMES),
     notes=f"{reading.EXPERTS_NOTE}; draft layers after the last are left out",
 )
 GLM_4_MOE_LITE = Family(

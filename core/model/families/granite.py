@@ -47,8 +47,9 @@ def _read(fields: ConfigJson) -> ModelConfig:
 
 
 def _read_experts(fields: ConfigJson) -> ModelConfig:
-    routing = Routing(1, Scoring.SOFTMAX_OF_CHOSEN)
-    return _model(fields, reading.experts(fields, routing, size="intermediate_size"))
+    routing, shared = Routing(1, Scoring.SOFTMAX_OF_CHOSEN), reading.number_of(fields, "shared_intermediate_size")
+    experts = reading.experts(fields, routing, size="intermediate_size", shared_size=shared)
+    return replace(_model(fields, experts), tensors=_WITH_SHARED if shared else _EXPERTS)
 
 
 def _read_hybrid(fields: ConfigJson) -> ModelConfig:
@@ -56,7 +57,7 @@ def _read_hybrid(fields: ConfigJson) -> ModelConfig:
     if fields.integer("num_local_experts", least=0):
         routing, shared = Routing(1, Scoring.SOFTMAX_OF_CHOSEN), fields.integer(size)
         experts = reading.experts(fields, routing, size="intermediate_size", shared_size=shared)
-        model = replace(_model(fields, experts, rotates=rotates), tensors=_HYBRID_EXPERTS)
+        model = replace(_model(fields, experts, rotates=rotates), tensors=_WITH_SHARED)
     else:
         model = _model(fields, reading.gated(fields, size=size), rotates=rotates)
     types = _layer_types(fields)
@@ -109,27 +110,25 @@ def _mamba(fields: ConfigJson) -> MambaSpec:
     )
 
 
+_EXPERTS = TensorNames(
+    names={**LLAMA_NORMS, "mlp.gate": "block_sparse_moe.router.layer"},
+    stacked_experts={
+        "block_sparse_moe.input_linear.weight": ("gate_proj", "up_proj"),
+        "block_sparse_moe.output_linear.weight": ("down_proj",),
+        "block_sparse_moe.experts.gate_up_proj": ("gate_proj", "up_proj"),
+        "block_sparse_moe.experts.down_proj": ("down_proj",),
+    },
+    adapter_names={"mlp.gate": "block_sparse_moe.router"},
+)
+_WITH_SHARED = replace(
+    _EXPERTS,
+    names={**_EXPERTS.names, "mlp.shared_expert.down_proj": "shared_mlp.output_linear"},
+    fused={"shared_mlp.input_linear": ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj")},
+)
 _DEFAULTS = {"max_position_embeddings": 2048, **dict.fromkeys(_FACTORS, 1.0)}
-_ROUTER = {"mlp.gate": "block_sparse_moe.router"}
-_STACKED = {
-    "block_sparse_moe.input_linear.weight": ("gate_proj", "up_proj"),
-    "block_sparse_moe.output_linear.weight": ("down_proj",),
-    "block_sparse_moe.experts.gate_up_proj": ("gate_proj", "up_proj"),
-    "block_sparse_moe.experts.down_proj": ("down_proj",),
-}
 
 GRANITE = Family("Granite 3", ("GraniteForCausalLM",), _read, _DEFAULTS)
 _HYBRID = {**LLAMA_NORMS, "mlp.down_proj": "shared_mlp.output_linear"}
-_HYBRID_EXPERTS = TensorNames(
-    names={
-        **LLAMA_NORMS,
-        "mlp.gate": "block_sparse_moe.router.layer",
-        "mlp.shared_expert.down_proj": "shared_mlp.output_linear",
-    },
-    fused={"shared_mlp.input_linear": ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj")},
-    stacked_experts=_STACKED,
-    adapter_names=_ROUTER,
-)
 GRANITE_4 = Family(
     "Granite 4",
     ("GraniteMoeHybridForCausalLM",),
@@ -151,13 +150,9 @@ GRANITE_4 = Family(
 )
 GRANITE_MOE = Family(
     "Granite-MoE",
-    ("GraniteMoeForCausalLM",),
+    ("GraniteMoeForCausalLM", "GraniteMoeSharedForCausalLM"),
     _read_experts,
     {**_DEFAULTS, "num_local_experts": 8, "num_experts_per_tok": 2},
-    TensorNames(
-        names={**LLAMA_NORMS, "mlp.gate": "block_sparse_moe.router.layer"},
-        stacked_experts=_STACKED,
-        adapter_names=_ROUTER,
-    ),
+    _EXPERTS,
     notes=reading.EXPERTS_NOTE,
 )

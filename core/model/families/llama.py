@@ -1,4 +1,4 @@
-"""Llama 2 and 3, and the many models that are saved under their architecture."""
+"""Llama 2 and 3, the many models that are saved under their architecture, and CWM, which has windows."""
 
 from __future__ import annotations
 
@@ -19,4 +19,53 @@ def _read(fields: ConfigJson) -> ModelConfig:
     return reading.dense(fields, [layer] * fields.integer("num_hidden_layers"), reading.rms_norm(fields))
 
 
+def _read_iquest(fields: ConfigJson) -> ModelConfig:
+    for name in ("clip_qkv", "use_sliding_window"):
+        if fields.raw.get(name):
+            raise fields.refuse(name, "transformers does not compute it, either; only null and false are supported")
+    return _read(fields)
+
+
+def _read_windows(fields: ConfigJson) -> ModelConfig:
+    heads, count, window = reading.heads(fields), fields.integer("num_hidden_layers"), fields.optional("sliding_window")
+    rope = reading.rope(fields, heads.head_dim)
+    types = fields.texts("layer_types") and reading.layer_types(fields, 1)
+    layers = [
+        LayerSpec(
+            AttentionSpec(
+                *heads,
+                scale=heads.head_dim**-0.5,
+                rope=rope,
+                window=window if seen == reading.SLIDING else None,
+            ),
+            reading.gated(fields, bias=fields.boolean("mlp_bias")),
+        )
+        for seen in types or [reading.SLIDING if index % 4 else reading.FULL for index in range(count)]
+    ]
+    return reading.dense(fields, layers, reading.rms_norm(fields))
+
+
 LLAMA = Family("Llama 2 and 3", ("LlamaForCausalLM",), _read, {"max_position_embeddings": 2048})
+IQUEST_CODER = Family(
+    "IQuest-Coder",
+    ("IQuestCoderForCausalLM",),
+    _read_iquest,
+    {"num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5},
+)
+CWM = Family(
+    "Code World Model (CWM)",
+    ("CwmForCausalLM",),
+    _read_windows,
+    {
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "sliding_window": 8192,
+        "rope_theta": 1000000.0,
+        "rope_parameters": {
+            "rope_type": "llama3", "rope_theta": 1000000.0, "factor": 16.0, "high_freq_factor": 4.0,
+            "low_freq_factor": 1.0, "original_max_position_embeddings": 8192,
+        },
+    },
+)  # fmt: skip

@@ -48,13 +48,13 @@ def _read_4(fields: ConfigJson) -> ModelConfig:
         groups=groups,
         kept_groups=min(groups, fields.integer("topk_group")),
     )
-    return glm_moe.sparse_after_dense(fields, attention, routing)
+    return glm_moe.model(fields, attention, routing=routing)
 
 
 def _read_beside_vision(fields: ConfigJson) -> ModelConfig:
     """Which text model stands beside the vision tower is told by its type."""
     if fields.text("model_type", "mistral") != "mistral4":
-        return _read(fields)
+        return _read(fields.with_defaults({**_DEFAULTS, "head_dim": 128}))
     model = _read_4(fields.with_defaults(_DEFAULTS_4))
     names = replace(BESIDE_VISION, names=model.tensors.names, left_out=BESIDE_VISION.left_out)
     return replace(model, tensors=names)
@@ -114,6 +114,5 @@ MISTRAL_3 = Family(
     "Mistral Small 3 and 4, and Ministral 3 (text)",
     ("Mistral3ForConditionalGeneration",),
     _read_beside_vision,
-    {**_DEFAULTS, "head_dim": 128},
-    BESIDE_VISION,
+    tensors=BESIDE_VISION,
 )

@@ -1,4 +1,4 @@
-"""Qwen 2, 2.5 and 3, and the text parts of Qwen2.5-VL and Qwen3-VL."""
+"""Qwen 2, 2.5 and 3, and the text parts of Qwen2-VL, Qwen2.5-VL and Qwen3-VL."""
 
 from __future__ import annotations
 
@@ -8,13 +8,8 @@ from ..config import ModelConfig
 from ..config_json import ConfigJson
 from ..family import Family
 from ..layers import AttentionSpec, HeadNorm, LayerSpec
-from ..tensor_names import TensorNames
+from ..tensor_names import TEXT_AND_IMAGES
 from . import reading
-
-_TEXT_AND_IMAGES = TensorNames(
-    prefixes=("model.language_model.", "model."),
-    left_out=("visual.", "model.visual."),
-)
 
 
 def _reader(head_norm: HeadNorm | None) -> Callable[[ConfigJson], ModelConfig]:
@@ -56,8 +51,12 @@ _QWEN3_VL = {**_QWEN3, "max_position_embeddings": 128000, "rope_theta": 500000.0
 QWEN2 = Family("Qwen2 and Qwen2.5", ("Qwen2ForCausalLM",), _reader(None), _QWEN2)
 QWEN3 = Family("Qwen3", ("Qwen3ForCausalLM",), _reader(HeadNorm.EACH), _QWEN3)
 QWEN2_VL = Family(
-    "Qwen2.5-VL (text)", ("Qwen2_5_VLForConditionalGeneration",), _reader(None), _QWEN2_VL, _TEXT_AND_IMAGES
+    "Qwen2-VL and Qwen2.5-VL (text)",
+    ("Qwen2_5_VLForConditionalGeneration", "Qwen2VLForConditionalGeneration"),
+    _reader(None),
+    _QWEN2_VL,
+    TEXT_AND_IMAGES,
 )
 QWEN3_VL = Family(
-    "Qwen3-VL (text)", ("Qwen3VLForConditionalGeneration",), _reader(HeadNorm.EACH), _QWEN3_VL, _TEXT_AND_IMAGES
+    "Qwen3-VL (text)", ("Qwen3VLForConditionalGeneration",), _reader(HeadNorm.EACH), _QWEN3_VL, TEXT_AND_IMAGES
 )

@@ -1,9 +1,14 @@
-"""Qwen3.5 and 3.6 (text): layers of Gated DeltaNet, and every fourth layer attention with an output gate.
+"""Qwen3.5 and 3.6 (text), and Qwen3-Next: layers of Gated DeltaNet, and every fourth layer attention with an output
+gate.
 
-Qwen3.5-MoE has a mixture of experts in every layer, and an expert that every token goes to.
+Qwen3.5-MoE has a mixture of experts in every layer, and an expert that every token goes to. So has Qwen3-Next, whose
+projections of Gated DeltaNet are two, with rows by head of keys.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
 
 from ..config import ModelConfig
 from ..config_json import ConfigJson
@@ -26,13 +31,32 @@ def _read_experts(fields: ConfigJson) -> ModelConfig:
     return _model(fields, reading.experts(fields, routing, shared_size=shared, shared_gate=True))
 
 
-def _model(fields: ConfigJson, feed_forward: GatedSpec | Experts) -> ModelConfig:
+def _read_next(fields: ConfigJson) -> ModelConfig:
+    shared = fields.integer("shared_expert_intermediate_size")
+    routing = Routing(1, renormalised=fields.boolean("norm_topk_prob"))
+    experts = reading.experts(fields, routing, shared_size=shared, shared_gate=True)
+    step, dense = fields.integer("decoder_sparse_step"), set(fields.indices("mlp_only_layers"))
+    count = fields.integer("num_hidden_layers")
+    return _model(
+        fields, experts, [index not in dense and (index + 1) % step == 0 for index in range(count)], tensors=_NEXT_NAMES
+    )
+
+
+def _model(
+    fields: ConfigJson, feed_forward: GatedSpec | Experts, has_experts: Sequence[bool] | None = None, **options: Any
+) -> ModelConfig:
+    """has_experts: of each layer, where not all have this feed-forward part. options: other fields of `ModelConfig`."""
     norm = reading.rms_norm(fields, one_plus=True)
     if feed_forward.activation != "silu":
         raise fields.refuse("hidden_act", "Gated DeltaNet is supported with silu alone")
     mixers = {reading.FULL: _attention(fields), _LINEAR: _delta(fields, norm.eps)}
-    layers = [LayerSpec(mixers[kind], feed_forward) for kind in _layer_types(fields)]
-    return reading.dense(fields, layers, norm)
+    types = _layer_types(fields)
+    has_experts = has_experts or [True] * len(types)
+    plain = feed_forward if all(has_experts) else reading.gated(fields)
+    layers = [
+        LayerSpec(mixers[kind], feed_forward if it else plain) for kind, it in zip(types, has_experts, strict=True)
+    ]
+    return reading.dense(fields, layers, norm, **options)
 
 
 def _layer_types(fields: ConfigJson) -> list[str]:
@@ -101,4 +125,23 @@ QWEN3_5_MOE = Family(
     },
     _NAMES,
     notes=f"text only; draft layers (`mtp`) are left out; {reading.EXPERTS_NOTE}",
+)
+_FUSED = {
+    "linear_attn.in_proj_qkvz": ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z"),
+    "linear_attn.in_proj_ba": ("linear_attn.in_proj_b", "linear_attn.in_proj_a"),
+}
+_NEXT_NAMES = TensorNames(fused=_FUSED, by_unit=tuple(_FUSED), left_out=("mtp.",))
+QWEN3_NEXT = Family(
+    "Qwen3-Next",
+    ("Qwen3NextForCausalLM",),
+    _read_next,
+    {
+        **QWEN3_5_MOE.defaults,
+        "intermediate_size": 5632,
+        "num_experts": 512,
+        "num_experts_per_tok": 10,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+    },
+    notes=f"draft layers (`mtp`) are left out; {reading.EXPERTS_NOTE}",
 )

@@ -1,15 +1,27 @@
-"""Qwen3 with a mixture of experts, in all layers or in some."""
+"""Qwen3 with a mixture of experts, in all layers or in some, and the text part of Qwen3-VL-MoE."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from ..config import ModelConfig
 from ..config_json import ConfigJson
 from ..family import Family
-from ..layers import AttentionSpec, HeadNorm, LayerSpec, Routing
+from ..layers import AttentionSpec, HeadNorm, Routing
+from ..tensor_names import TEXT_AND_IMAGES
 from . import reading
 
 
 def _read(fields: ConfigJson) -> ModelConfig:
+    window = fields.optional("sliding_window") if fields.boolean("use_sliding_window") else None
+    return _model(fields, window, renormalised=fields.boolean("norm_topk_prob"))
+
+
+def _read_text(fields: ConfigJson) -> ModelConfig:
+    return _model(fields, None, renormalised=True)
+
+
+def _model(fields: ConfigJson, window: int | None, *, renormalised: bool) -> ModelConfig:
     heads, bias, count = reading.heads(fields), fields.boolean("attention_bias"), fields.integer("num_hidden_layers")
     attention = AttentionSpec(
         *heads,
@@ -18,14 +30,13 @@ def _read(fields: ConfigJson) -> ModelConfig:
         head_norm=HeadNorm.EACH,
         qkv_bias=bias,
         o_bias=bias,
-        window=fields.optional("sliding_window") if fields.boolean("use_sliding_window") else None,
+        window=window,
     )
-    experts = reading.experts(fields, Routing(1, renormalised=fields.boolean("norm_topk_prob")))
-    sparse = LayerSpec(attention, experts)
+    experts = reading.experts(fields, Routing(1, renormalised=renormalised))
     step, dense = fields.integer("decoder_sparse_step"), set(fields.indices("mlp_only_layers"))
     has_experts = [index not in dense and (index + 1) % step == 0 for index in range(count)]
-    plain = sparse if all(has_experts) else LayerSpec(attention, reading.gated(fields))
-    return reading.dense(fields, [sparse if it else plain for it in has_experts], reading.rms_norm(fields))
+    layers = reading.layers_with_experts(fields, [attention] * count, experts, has_experts)
+    return reading.dense(fields, layers, reading.rms_norm(fields))
 
 
 QWEN3_MOE = Family(
@@ -42,5 +53,22 @@ QWEN3_MOE = Family(
         "num_experts_per_tok": 8,
         "decoder_sparse_step": 1,
     },
+    notes=reading.EXPERTS_NOTE,
+)
+QWEN3_VL_MOE = Family(
+    "Qwen3-VL-MoE (text)",
+    ("Qwen3VLMoeForConditionalGeneration",),
+    _read_text,
+    {
+        "num_key_value_heads": 16,
+        "max_position_embeddings": 128000,
+        "rope_theta": 500000.0,
+        "intermediate_size": 5632,
+        "moe_intermediate_size": 1408,
+        "num_experts": 60,
+        "num_experts_per_tok": 4,
+        "decoder_sparse_step": 1,
+    },
+    replace(TEXT_AND_IMAGES, transposed=True, by_shape=True),
     notes=reading.EXPERTS_NOTE,
 )

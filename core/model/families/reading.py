@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from ..config import ModelConfig
 from ..config_json import ConfigJson, UnsupportedModel
-from ..layers import Activation, ClampedSwiglu, Experts, GatedSpec, LayerSpec, NormSpec, Routing
+from ..layers import Activation, AttentionSpec, ClampedSwiglu, Experts, GatedSpec, LayerSpec, NormSpec, Routing, Scoring
 from ..rope_config import ROPE_TYPES, RopeConfig
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -55,7 +55,7 @@ def _activation(fields: ConfigJson, name: str) -> Activation:
 
 
 #: Names of the number of experts; transformers writes any of them.
-_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
 def experts(
@@ -63,6 +63,7 @@ def experts(
     routing: Routing,
     *,
     size: str = "moe_intermediate_size",
+    per_token: str = "num_experts_per_tok",
     shared_size: int = 0,
     activation: ClampedSwiglu | None = None,
     **options: Any,
@@ -72,15 +73,44 @@ def experts(
     """
     name = next((each for each in _COUNTS if each in fields.raw), None)
     name = name or next((each for each in _COUNTS if fields.has(each)), _COUNTS[0])
-    count, per_token = fields.integer(name), fields.integer("num_experts_per_tok")
-    if per_token > count:
-        raise fields.refuse("num_experts_per_tok", f"{name} is {count}; it can't be more than that")
+    count, chosen = fields.integer(name), fields.integer(per_token)
+    if chosen > count:
+        raise fields.refuse(per_token, f"{name} is {count}; it can't be more than that")
     if count % routing.groups:
         raise fields.refuse("n_group", f"{name} {count} is no multiple of it")
-    routing = replace(routing, per_token=per_token)
+    routing = replace(routing, per_token=chosen)
     return Experts(
         count, fields.integer(size), routing, activation or _activation(fields, "hidden_act"), shared_size, **options
     )
+
+
+def routing_in_groups(fields: ConfigJson) -> Routing:
+    """DeepSeek-V3's router: sigmoids with a learned correction, of experts in groups."""
+    groups, kept = fields.integer("n_group"), fields.integer("topk_group")
+    if kept > groups:
+        raise fields.refuse("topk_group", f"n_group is {groups}; it can't be more than that")
+    return Routing(
+        1,
+        Scoring.SIGMOID,
+        renormalised=fields.boolean("norm_topk_prob"),
+        epsilon=1e-20,
+        factor=fields.number("routed_scaling_factor"),
+        corrected=True,
+        groups=groups,
+        kept_groups=kept,
+    )
+
+
+def mlp_layer_types(fields: ConfigJson, first_dense: int) -> list[bool]:
+    """Which layers have experts, by `mlp_layer_types`; by default all after the first `first_dense`."""
+    count, types = fields.integer("num_hidden_layers"), fields.texts("mlp_layer_types")
+    if not types:
+        return [index >= first_dense for index in range(count)]
+    if unknown := sorted(set(types) - {"dense", "sparse"}):
+        raise fields.refuse("mlp_layer_types", f"{unknown[0]} is not supported; supported: dense, sparse")
+    if len(types) != count:
+        raise fields.refuse("mlp_layer_types", f"{len(types)} types for num_hidden_layers, {count}")
+    return [kind == "sparse" for kind in types]
 
 
 def rms_norm(fields: ConfigJson, *, one_plus: bool = False, wide: bool = False) -> NormSpec:
@@ -146,6 +176,11 @@ def optional_number(fields: ConfigJson, name: str) -> float | None:
     if name in fields.raw and fields.raw[name] is None:
         return None
     return fields.number(name) if fields.has(name) else None
+
+
+def number_of(fields: ConfigJson, name: str) -> int:
+    """A whole number of at least 0; 0 where the field is missing without a default."""
+    return fields.integer(name, None if fields.has(name) else 0, least=0)
 
 
 def rope_fields(fields: ConfigJson) -> ConfigJson:
@@ -218,6 +253,14 @@ def layer_types(fields: ConfigJson, pattern: int, other: str = SLIDING) -> list[
     if len(types) != count:
         raise fields.refuse("layer_types", f"{len(types)} types for num_hidden_layers, {count}")
     return types
+
+
+def layers_with_experts(
+    fields: ConfigJson, attentions: Sequence[AttentionSpec], experts: Experts, has_experts: Sequence[bool]
+) -> list[LayerSpec]:
+    """Layers with these mixers, some of them with experts and the others with a dense part."""
+    plain = experts if all(has_experts) else gated(fields)
+    return [LayerSpec(each, experts if it else plain) for each, it in zip(attentions, has_experts, strict=True)]
 
 
 def dense(fields: ConfigJson, layers: Sequence[LayerSpec], norm: NormSpec, **others: Any) -> ModelConfig:

@@ -16,7 +16,7 @@ from .group_scaled import SIGNED_BITS, GroupScaled
 from .rounded_inputs import Float8Inputs, RoundedInputs
 
 
-def part_of(matrix: GroupScaled, rows: slice, columns: slice) -> GroupScaled:
+def part_of(matrix: GroupScaled, rows: slice | torch.Tensor, columns: slice) -> GroupScaled:
     """Some rows and columns of a matrix."""
     group_of = matrix.group_of[columns]
     kept, group_of = group_of.unique(return_inverse=True)

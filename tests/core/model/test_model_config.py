@@ -21,6 +21,8 @@ from chorus.core.model.rope_config import RopeConfig
 from chorus.core.model.shard import Shard
 from chorus.core.model.tensor_parts import tensor_shapes
 
+from ..tiny_families import BY_LLAMA
+
 pytestmark = pytest.mark.wide
 
 LLAMA = {
@@ -125,7 +127,12 @@ def test_frequencies_equal_transformers_bit_for_bit(read, rope, head_dim):
 TEXT_ONLY = [name for name, family in FAMILIES.items() if not family.tensors.left_out]
 TEXT_ONLY += ["Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"]
 SHAPES = {"hidden_size": 256, "num_attention_heads": 64, "num_hidden_layers": 8}
-OF_ATTENTION = {"num_local_experts": 0, "layer_types": ["attention"] * 8}
+#: Further shapes, of families whose defaults are none, or don't fit SHAPES.
+OWN_SHAPES = {
+    "GraniteMoeHybridForCausalLM": {"num_local_experts": 0, "layer_types": ["attention"] * 8},
+    "Dots1ForCausalLM": {"n_routed_experts": 8, "num_experts_per_tok": 2},
+    "HeliumForCausalLM": {"num_attention_heads": 20},
+}
 
 
 @pytest.mark.parametrize("architecture", TEXT_ONLY)
@@ -133,9 +140,9 @@ def test_defaults_are_those_of_transformers(tmp_path, architecture):
     """Shapes alone describe the same model as these shapes with all other fields of transformers' configuration."""
     import transformers
 
-    is_internlm = architecture == "InternLM3ForCausalLM"  # which transformers computes by Llama's class
-    config_class = transformers.InternLM3Config if is_internlm else getattr(transformers, architecture).config_class
-    shapes = {**SHAPES, **(OF_ATTENTION if "Hybrid" in architecture else {})}
+    by_llama = next((config for config, name in BY_LLAMA.items() if name == architecture), None)
+    config_class = getattr(transformers, by_llama) if by_llama else getattr(transformers, architecture).config_class
+    shapes = {**SHAPES, **OWN_SHAPES.get(architecture, {})}
     full = {**config_class(**shapes, pad_token_id=None).to_dict(), "architectures": [architecture]}
     if full.get("head_dim") is None:
         full.pop("head_dim", None)

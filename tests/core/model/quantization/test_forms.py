@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from chorus.core.model import weight_loader as loading
 from chorus.core.model.config import UnsupportedModel
+from chorus.core.model.quantization.groups import plain
 from chorus.core.model.read_config import read_model_config
 from chorus.core.model.shard import Shard
 from chorus.core.model.weight_loader import WeightLoader
@@ -96,6 +97,19 @@ def test_experts_have_the_bits_of_the_dequantised_twin(tmp_path, form, architect
     assert len(found) > 2 * 3 * 2
     for one, other in zip(found, weights(twin, dtype), strict=True):
         assert (one is None and other is None) or torch.equal(one, other)
+
+
+@pytest.mark.parametrize("shard", [Shard(), Shard(1, 2)], ids=["whole", "share"])
+@pytest.mark.parametrize("form", ["awq", "fp8 blocks", "bnb nf4"])
+def test_rows_by_unit_have_the_bits_of_the_dequantised_twin(tmp_path, form, shard):
+    """Of two projections in one matrix, head by head (Qwen3-Next), dequantised or kept narrow."""
+    made = with_experts(form, "Qwen3_5MoeForCausalLM")
+    quantised, twin = write_twins(tmp_path, made, "Qwen3NextForCausalLM")
+    wanted = next(WeightLoader(twin, read_model_config(twin), torch.float32, shard=shard).layers()).qkv
+    loader = WeightLoader(quantised, read_model_config(quantised), torch.float32, shard=shard)
+    assert torch.equal(next(loader.layers()).qkv, wanted)
+    loader.keeps = lambda _: True
+    assert torch.equal(next(loader.layers(lambda weight: plain(weight, torch.float32).clone())).qkv, wanted)
 
 
 @pytest.mark.parametrize("form", ["bnb nf4", "fp8 blocks"])

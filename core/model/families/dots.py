@@ -1,0 +1,75 @@
+"""dots.llm1 and Solar Open: DeepSeek-V3's experts over grouped-query attention."""
+
+from __future__ import annotations
+
+from ..config import ModelConfig
+from ..config_json import ConfigJson
+from ..family import Family
+from ..layers import AttentionSpec, HeadNorm
+from . import glm_moe, reading
+
+
+def _read(fields: ConfigJson) -> ModelConfig:
+    heads, count, bias = reading.heads(fields), fields.integer("num_hidden_layers"), fields.boolean("attention_bias")
+    window, whole = fields.optional("sliding_window"), fields.integer("max_window_layers", least=0)
+    rope = reading.rope(fields, heads.head_dim)
+    types = fields.texts("layer_types") and reading.layer_types(fields, 1)
+    types = types or [reading.FULL if index < whole else reading.SLIDING for index in range(count)]
+    attentions = [
+        AttentionSpec(
+            *heads,
+            scale=heads.head_dim**-0.5,
+            rope=rope,
+            head_norm=HeadNorm.EACH,
+            qkv_bias=bias,
+            o_bias=bias,
+            window=window if seen == reading.SLIDING else None,
+        )
+        for seen in types
+    ]
+    return glm_moe.model(fields, attentions)
+
+
+def _read_solar(fields: ConfigJson) -> ModelConfig:
+    heads, bias = reading.heads(fields), fields.boolean("attention_bias")
+    rope = reading.rope(fields, heads.head_dim)
+    return glm_moe.model(fields, AttentionSpec(*heads, scale=heads.head_dim**-0.5, rope=rope, qkv_bias=bias))
+
+
+_DEFAULTS = {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0}
+DOTS_1 = Family(
+    "dots.llm1",
+    ("Dots1ForCausalLM",),
+    _read,
+    {
+        **_DEFAULTS,
+        "num_key_value_heads": 32,
+        "max_position_embeddings": 2048,
+        "sliding_window": 4096,
+        "max_window_layers": 62,
+        "intermediate_size": 10944,
+        "moe_intermediate_size": 1408,
+    },
+    glm_moe.TENSORS,
+    notes=reading.EXPERTS_NOTE,
+)
+SOLAR_OPEN = Family(
+    "Solar Open",
+    ("SolarOpenForCausalLM",),
+    _read_solar,
+    {
+        **_DEFAULTS,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1000000.0,
+        "moe_intermediate_size": 1280,
+        "n_shared_experts": 1,
+        "n_routed_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+    },
+    glm_moe.TENSORS,
+    notes=reading.EXPERTS_NOTE,
+)

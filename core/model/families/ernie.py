@@ -1,0 +1,82 @@
+"""ERNIE 4.5 (text): Llama that rotates neighbouring pairs; ERNIE-4.5-MoE chooses experts by a softmax with a learned
+correction.
+"""
+
+from __future__ import annotations
+
+from ..config import ModelConfig
+from ..config_json import ConfigJson
+from ..family import Family
+from ..layers import AttentionSpec, LayerSpec, Routing
+from ..tensor_names import LLAMA_NORMS, TensorNames
+from ..tensor_parts import CORRECTION
+from . import reading
+
+
+def _attention(fields: ConfigJson, *, bias: bool) -> AttentionSpec:
+    heads = reading.heads(fields)
+    rope = reading.rope(fields, heads.head_dim, interleaved=True)
+    return AttentionSpec(*heads, scale=heads.head_dim**-0.5, rope=rope, qkv_bias=bias, o_bias=bias)
+
+
+def _read(fields: ConfigJson) -> ModelConfig:
+    bias = fields.boolean("use_bias")
+    layer = LayerSpec(_attention(fields, bias=bias), reading.gated(fields, bias=bias))
+    return reading.dense(fields, [layer] * fields.integer("num_hidden_layers"), reading.rms_norm(fields))
+
+
+def _read_experts(fields: ConfigJson) -> ModelConfig:
+    if fields.boolean("use_bias"):
+        raise fields.refuse("use_bias", "a shared expert has no biases here; only false is supported")
+    count, size = fields.integer("num_hidden_layers"), fields.integer("moe_intermediate_size")
+    last = fields.integer("moe_layer_end_index", least=-1)
+    first, last = fields.integer("moe_layer_start_index", least=0), count - 1 if last == -1 else last
+    interval = fields.integer("moe_layer_interval")
+    experts = reading.experts(
+        fields,
+        Routing(1, renormalised=True, corrected=True),
+        per_token="num_experts_per_tok" if "num_experts_per_tok" in fields.raw else "moe_k",
+        shared_size=reading.number_of(fields, "moe_num_shared_experts") * size,
+    )
+    has_experts = [first <= index <= last and (index + 1) % interval == 0 for index in range(count)]
+    layers = reading.layers_with_experts(fields, [_attention(fields, bias=False)] * count, experts, has_experts)
+    return reading.dense(fields, layers, reading.rms_norm(fields), tensors=_EXPERTS)
+
+
+_MATRICES = ("gate_proj", "up_proj", "down_proj")
+_EXPERTS = TensorNames(
+    names={
+        **LLAMA_NORMS,
+        **{f"mlp.shared_expert.{each}": f"mlp.shared_experts.{each}" for each in _MATRICES},
+        CORRECTION: "mlp.moe_statics.e_score_correction_bias",
+    },
+    wrapped=(CORRECTION,),
+    left_out=("model.mtp_",),
+)
+_DEFAULTS = {
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": True,
+}
+
+ERNIE_4_5 = Family(
+    "ERNIE 4.5", ("Ernie4_5ForCausalLM",), _read, {**_DEFAULTS, "num_key_value_heads": 2, "head_dim": 128}
+)
+ERNIE_4_5_MOE = Family(
+    "ERNIE-4.5-MoE",
+    ("Ernie4_5_MoeForCausalLM",),
+    _read_experts,
+    {
+        **_DEFAULTS,
+        "num_key_value_heads": 4,
+        "moe_intermediate_size": 1536,
+        "moe_k": 6,
+        "moe_num_experts": 64,
+        "moe_num_shared_experts": 2,
+        "moe_layer_start_index": 1,
+        "moe_layer_end_index": -1,
+        "moe_layer_interval": 1,
+    },
+    notes=f"{reading.EXPERTS_NOTE}; draft layers (`mtp`) are left out; models with biases are refused",
+)

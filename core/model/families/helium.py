@@ -1,0 +1,35 @@
+"""Helium: Llama that rotates neighbouring pairs, with norms that are rounded once."""
+
+from __future__ import annotations
+
+from ..config import ModelConfig
+from ..config_json import ConfigJson
+from ..family import Family
+from ..layers import AttentionSpec, LayerSpec
+from . import reading
+
+
+def _read(fields: ConfigJson) -> ModelConfig:
+    heads = reading.heads(fields)
+    attention = AttentionSpec(
+        *heads,
+        scale=heads.head_dim**-0.5,
+        rope=reading.rope(fields, heads.head_dim, interleaved=True),
+        qkv_bias=fields.boolean("attention_bias"),
+    )
+    layer = LayerSpec(attention, reading.gated(fields, bias=fields.boolean("mlp_bias")))
+    return reading.dense(fields, [layer] * fields.integer("num_hidden_layers"), reading.rms_norm(fields, wide=True))
+
+
+HELIUM = Family(
+    "Helium",
+    ("HeliumForCausalLM",),
+    _read,
+    {
+        "num_key_value_heads": 20,
+        "head_dim": 128,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-8,
+        "rope_theta": 100000.0,
+    },
+)

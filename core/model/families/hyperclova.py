@@ -1,0 +1,50 @@
+"""HyperCLOVA X SEED: Granite's factors, and norms of each part's output."""
+
+from __future__ import annotations
+
+from ..config import ModelConfig
+from ..config_json import ConfigJson
+from ..family import Family
+from ..layers import AttentionSpec, LayerSpec, Norms
+from ..tensor_names import LLAMA_NORMS, TensorNames
+from . import reading
+
+
+def _read(fields: ConfigJson) -> ModelConfig:
+    heads, bias = reading.heads(fields), fields.boolean("attention_bias")
+    scale = reading.optional_number(fields, "attention_multiplier")
+    attention = AttentionSpec(
+        *heads,
+        scale=heads.head_dim**-0.5 if scale is None else scale,
+        rope=reading.rope(fields, heads.head_dim),
+        qkv_bias=bias,
+        o_bias=bias,
+    )
+    layer = LayerSpec(
+        attention,
+        reading.gated(fields, bias=fields.boolean("mlp_bias")),
+        Norms.AROUND if fields.boolean("use_post_norm") else Norms.BEFORE,
+        residual_multiplier=fields.number("residual_multiplier"),
+    )
+    return reading.dense(
+        fields,
+        [layer] * fields.integer("num_hidden_layers"),
+        reading.rms_norm(fields),
+        embedding_multiplier=fields.number("embedding_multiplier"),
+        logits_scale=fields.number("logits_scaling"),
+    )
+
+
+HYPERCLOVA_X = Family(
+    "HyperCLOVA X SEED",
+    ("HyperCLOVAXForCausalLM",),
+    _read,
+    {
+        "max_position_embeddings": 2048,
+        "embedding_multiplier": 1.0,
+        "residual_multiplier": 1.0,
+        "logits_scaling": 1.0,
+        "use_post_norm": True,
+    },
+    TensorNames(names={**LLAMA_NORMS, "attention_out_norm": "post_norm1", "mlp_out_norm": "post_norm2"}),
+)

@@ -1,0 +1,50 @@
+"""Mellum 2: Qwen3-MoE with a rope for each kind of layer."""
+
+from __future__ import annotations
+
+from ..config import ModelConfig
+from ..config_json import ConfigJson
+from ..family import Family
+from ..layers import AttentionSpec, HeadNorm, Routing
+from ..tensor_names import TensorNames
+from . import reading
+
+
+def _read(fields: ConfigJson) -> ModelConfig:
+    heads, bias = reading.heads(fields), fields.boolean("attention_bias")
+    window = fields.optional("sliding_window")
+    ropes = reading.ropes_by_type(fields, {reading.FULL: 500000.0, reading.SLIDING: 10000.0})
+    attentions = [
+        AttentionSpec(
+            *heads,
+            scale=heads.head_dim**-0.5,
+            rope=ropes[seen],
+            head_norm=HeadNorm.EACH,
+            qkv_bias=bias,
+            o_bias=bias,
+            window=window if seen == reading.SLIDING else None,
+        )
+        for seen in reading.layer_types(fields, 1)
+    ]
+    experts = reading.experts(fields, Routing(1, renormalised=fields.boolean("norm_topk_prob")))
+    layers = reading.layers_with_experts(fields, attentions, experts, reading.mlp_layer_types(fields, 0))
+    return reading.dense(fields, layers, reading.rms_norm(fields), tensors=TensorNames(left_out=("mtp.",)))
+
+
+MELLUM = Family(
+    "Mellum 2",
+    ("MellumForCausalLM",),
+    _read,
+    {
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "max_position_embeddings": 131072,
+        "sliding_window": 1024,
+        "intermediate_size": 7168,
+        "moe_intermediate_size": 896,
+        "num_experts": 64,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+    },
+    notes=f"{reading.EXPERTS_NOTE}; draft layers (`mtp`) are left out",
+)

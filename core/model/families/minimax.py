@@ -1,0 +1,56 @@
+"""MiniMax-M2: experts chosen by sigmoids with a learned correction, and one norm of all heads."""
+
+from __future__ import annotations
+
+from ..config import ModelConfig
+from ..config_json import ConfigJson
+from ..family import Family
+from ..layers import AttentionSpec, HeadNorm, LayerSpec, Routing, Scoring
+from ..tensor_names import LLAMA_NORMS, TensorNames
+from ..tensor_parts import CORRECTION
+from . import reading
+
+
+def _read(fields: ConfigJson) -> ModelConfig:
+    heads = reading.heads(fields)
+    attention = AttentionSpec(
+        *heads,
+        scale=heads.head_dim**-0.5,
+        rope=reading.rope(_with_partial_factor(fields, heads.head_dim), heads.head_dim),
+        head_norm=HeadNorm.ALL,
+    )
+    routing = Routing(1, Scoring.SIGMOID, renormalised=True, corrected=True)
+    layer = LayerSpec(attention, reading.experts(fields, routing, size="intermediate_size"))
+    return reading.dense(fields, [layer] * fields.integer("num_hidden_layers"), reading.rms_norm(fields))
+
+
+def _with_partial_factor(fields: ConfigJson, head_dim: int) -> ConfigJson:
+    """The same fields, with the part of a head that rotates as transformers has it: checkpoints say `rotary_dim`."""
+    rotated = fields.optional("rotary_dim")
+    return fields if rotated is None else fields.with_defaults({"partial_rotary_factor": rotated / head_dim})
+
+
+MINIMAX_M2 = Family(
+    "MiniMax-M2",
+    ("MiniMaxM2ForCausalLM",),
+    _read,
+    {
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 196608,
+        "rope_theta": 5000000.0,
+        "num_local_experts": 256,
+        "num_experts_per_tok": 8,
+    },
+    TensorNames(
+        names={
+            **LLAMA_NORMS,
+            "mlp.gate": "block_sparse_moe.gate",
+            CORRECTION: "block_sparse_moe.e_score_correction_bias",
+            "mlp.experts.{}.gate_proj": "block_sparse_moe.experts.{}.w1",
+            "mlp.experts.{}.up_proj": "block_sparse_moe.experts.{}.w3",
+            "mlp.experts.{}.down_proj": "block_sparse_moe.experts.{}.w2",
+        }
+    ),
+    notes=reading.EXPERTS_NOTE,
+)

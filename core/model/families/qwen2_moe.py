@@ -1,0 +1,58 @@
+"""Qwen1.5-MoE and Qwen2-MoE: Qwen2 with experts, and a shared one whose output has a gate."""
+
+from __future__ import annotations
+
+from ..config import ModelConfig
+from ..config_json import ConfigJson
+from ..family import Family
+from ..layers import AttentionSpec, Routing
+from . import reading
+
+
+def _read(fields: ConfigJson) -> ModelConfig:
+    heads, bias, count = reading.heads(fields), fields.boolean("qkv_bias"), fields.integer("num_hidden_layers")
+    window = fields.optional("sliding_window") if fields.boolean("use_sliding_window") else None
+    whole, rope = fields.integer("max_window_layers", least=0), reading.rope(fields, heads.head_dim)
+    types = fields.texts("layer_types") and reading.layer_types(fields, 1)
+    types = types or [reading.FULL if index % 2 or index >= whole else reading.SLIDING for index in range(count)]
+    attentions = [
+        AttentionSpec(
+            *heads,
+            scale=heads.head_dim**-0.5,
+            rope=rope,
+            qkv_bias=bias,
+            window=window if seen == reading.SLIDING else None,
+        )
+        for seen in types
+    ]
+    experts = reading.experts(
+        fields,
+        Routing(1, renormalised=fields.boolean("norm_topk_prob")),
+        shared_size=fields.integer("shared_expert_intermediate_size"),
+        shared_gate=True,
+    )
+    step, dense = fields.integer("decoder_sparse_step"), set(fields.indices("mlp_only_layers"))
+    has_experts = [index not in dense and (index + 1) % step == 0 for index in range(count)]
+    layers = reading.layers_with_experts(fields, attentions, experts, has_experts)
+    return reading.dense(fields, layers, reading.rms_norm(fields))
+
+
+QWEN2_MOE = Family(
+    "Qwen1.5-MoE and Qwen2-MoE",
+    ("Qwen2MoeForCausalLM",),
+    _read,
+    {
+        "num_key_value_heads": 16,
+        "max_position_embeddings": 32768,
+        "sliding_window": 4096,
+        "max_window_layers": 28,
+        "qkv_bias": True,
+        "intermediate_size": 5632,
+        "moe_intermediate_size": 1408,
+        "shared_expert_intermediate_size": 5632,
+        "num_experts": 60,
+        "num_experts_per_tok": 4,
+        "decoder_sparse_step": 1,
+    },
+    notes=reading.EXPERTS_NOTE,
+)
