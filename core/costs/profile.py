@@ -18,7 +18,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from ...memory.files import strict_json
 from ...memory.pages.adapter_layout import AdapterLayout, uniform_parts
-from ...memory.pages.layout import PageLayout
+from ...memory.pages.layout import KvShape, PageLayout
 from ...memory.pages.projections import LAYER_GROUPS, MIXTURE_GROUPS, Group, Projection, Projections, dense_projections
 from ..cold_start import CpuLoraCost
 from .models import (
@@ -103,6 +103,7 @@ class Module(_Strict):
     units: int = Field(ge=1)
     sections: list[int] = []
     experts: int = Field(default=0, ge=0)
+    form: str = ""
     layers: list[int] = Field(min_length=1)
 
 
@@ -133,7 +134,7 @@ class Geometry(_Strict):
         for each in self.modules:
             if wrong := [layer for layer in each.layers if not 0 <= layer < self.num_layers]:
                 raise ValueError(f"{each.path} is in layer {wrong[0]}; layers are 0 to {self.num_layers - 1}")
-        if "k_proj" not in self.projections:
+        if not self._kv_shapes:
             raise ValueError("modules have no k_proj; pages hold the keys of the layers that have it")
         _ = self.projections.products  # raises ValueError
         return self
@@ -151,6 +152,7 @@ class Geometry(_Strict):
                 units=each.units,
                 sections=list(each.sections),
                 experts=each.experts,
+                form=each.form,
                 layers=list(projections.layers_of(each.name)),
             )
             for each in map(projections.__getitem__, projections.names_with_mixtures)
@@ -167,13 +169,20 @@ class Geometry(_Strict):
         for each in self.modules:
             for layer in each.layers:
                 sizes = each.inputs, each.outputs, each.units, tuple(each.sections), each.experts
-                layers[layer].append(Projection(each.path, Group(each.group), *sizes))
+                layers[layer].append(Projection(each.path, Group(each.group), *sizes, form=each.form))
         return Projections(tuple(map(tuple, layers)))
 
     def page_layout(self, block_tokens: int) -> PageLayout:
-        num_layers = len(self.projections.layers_of("k_proj"))
-        shape = num_layers, self.num_kv_heads, self.head_dim, block_tokens, self.itemsize
-        return PageLayout(*shape, float8_kv=self.float8_kv)
+        shapes = self._kv_shapes
+        shape = len(shapes), self.num_kv_heads, self.head_dim, block_tokens, self.itemsize
+        return PageLayout(*shape, shapes=shapes if len(set(shapes)) > 1 else (), float8_kv=self.float8_kv)
+
+    @property
+    def _kv_shapes(self) -> tuple[KvShape, ...]:
+        """Of each layer with KV, by its projection to keys."""
+        every = (each for layer in self.projections.layers for each in layer)
+        keys = (each for each in every if each.path.endswith(".k_proj"))
+        return tuple(KvShape(each.units, each.outputs // each.units) for each in keys)
 
     def adapter_bytes(self, rank: int, targets: Collection[str] | None = None) -> int:
         """Bytes on device and host of an adapter with `rank` on `targets`, in every layer and of every expert; by

@@ -51,6 +51,9 @@ class LayerWeights:
     sinks: torch.Tensor | None = None
     """`[heads]`: see `AttentionSpec.sinks`."""
 
+    scalar: torch.Tensor | None = None
+    """`[1]`: see `LayerSpec.scaled`."""
+
     delta: DeltaWeights | None = None
     """The rest of a layer with Gated DeltaNet."""
 

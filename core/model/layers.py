@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
+from ...memory.pages.layout import KvShape
 from ...memory.pages.projections import (
     Projection,
     attention_projections,
@@ -134,6 +135,15 @@ class AttentionSpec:
     kv_copies: int = 1
     """TP ranks that have the same K/V heads, because there are more ranks than heads."""
 
+    keys_are_values: bool = False
+    """There is no v_proj: the output of k_proj, before its norm, is the values, too (Gemma 4)."""
+
+    value_norm: bool = False
+    """Every head of values is normalised, without weights (Gemma 4)."""
+
+    form: str = ""
+    """Tells its projections apart from those of other layers' attention of another shape; see `Projection`."""
+
     def window_within(self, max_model_len: int) -> int | None:
         """The window, unless no request of so many tokens can leave it."""
         return None if self.window is None or self.window >= max_model_len else self.window
@@ -153,7 +163,20 @@ class AttentionSpec:
 
     def projections(self, hidden: int) -> tuple[Projection, ...]:
         """Its matrices. hidden: width of the residual stream."""
-        return attention_projections(hidden, self.num_heads, self.num_kv_heads, self.head_dim, gate=self.output_gate)
+        return attention_projections(
+            hidden,
+            self.num_heads,
+            self.num_kv_heads,
+            self.head_dim,
+            gate=self.output_gate,
+            value=not self.keys_are_values,
+            form=self.form,
+        )
+
+    @property
+    def kv_shape(self) -> KvShape:
+        """Of its keys and values."""
+        return KvShape(self.num_kv_heads, self.head_dim)
 
     def share(self, size: int) -> AttentionSpec:
         """One of `size` ranks' share."""
@@ -344,6 +367,9 @@ class LayerSpec:
 
     residual_multiplier: float = 1.0
     """Factor of each part's addition to the residual stream (Granite)."""
+
+    scaled: bool = False
+    """The residual stream is multiplied by a learned number behind the layer (Gemma 4)."""
 
     @property
     def attention(self) -> AttentionSpec | None:

@@ -46,6 +46,10 @@ def why_unsupported(config: ModelConfig, dtype: torch.dtype) -> str | None:
         return f"it has no mixture of experts, and this model's layers have {config.num_experts} experts"
     if any(layer.attention is not None and layer.attention.sinks for layer in config.layers):
         return "it has no attention sinks, and this model's layers have them"
+    if config.attention_shapes[1:]:
+        return "it has attention of one shape, and this model's layers have several"
+    if any(layer.scaled or (layer.attention is not None and layer.attention.value_norm) for layer in config.layers):
+        return "it has neither norms of values nor factors of layers, and this model's layers have them"
     pair = 4 // dtype.itemsize
     inner = [config.hidden_size, config.intermediate_size, config.q_size]
     inner += [] if config.delta is None else [config.delta.v_size]

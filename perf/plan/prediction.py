@@ -123,8 +123,8 @@ def predicted_profile(
     kept = weight_bytes(model, size, quantiser_of(quantization, False, model.weight_format))
     read, multiply = gpu.bandwidth * READ, gpu.flops * MULTIPLY
     per_rank = model.projections.rank_elems()
-    attention = len(model.attention_layers)
-    kv_bytes = 2 * attention * model.kv_size * (1 if float8_kv else size)
+    kv_bytes = 2 * sum(mixer.kv_size for mixer in model.attention_layers) * (1 if float8_kv else size)
+    queries = sum(mixer.q_size for mixer in model.attention_layers)
     floor = (kept.projections + share * kept.experts + kept.head) / read
     step = {
         "base": max(STEP_SHARE * floor, STEP_PER_LAYER * layers),
@@ -135,7 +135,7 @@ def predicted_profile(
         "per_logits": 2 * in_head / multiply,
         "per_row": ROW_PER_LAYER * layers,
         "per_kv_token": kv_bytes / (read * KV_READ),
-        "per_pair": 4 * attention * model.q_size / (multiply * PREFILL_ATTEND),
+        "per_pair": 4 * queries / (multiply * PREFILL_ATTEND),
         "lora": LORA_PER_LAYER * layers,
         "per_token_rank": 2 * per_rank / (multiply * LORA_MULTIPLY),
         "per_adapter_rank": size * per_rank / (read * ADAPTER_READ),

@@ -79,11 +79,12 @@ def described(directory: Path) -> list[str]:
     kinds = Counter((it.window, it.rope) for it in model.attention_layers)
     most = model.max_position_embeddings
     more = f"; with --max-model-len, up to {most:,}" if most > model.max_context else ""
+    shapes = (f"{it.num_heads} heads of {it.head_dim}, {it.num_kv_heads} KV heads" for it in model.attention_shapes)
     lines = [
         f"{FAMILIES[model.architecture].title} ({model.architecture}) is served",
         f"context: {model.max_context:,} tokens{more}",
-        f"shapes: hidden {model.hidden_size}, feed-forward {model.intermediate_size}, {model.num_heads} heads of "
-        f"{model.head_dim}, {model.num_kv_heads} KV heads, vocabulary {model.vocab_size}",
+        f"shapes: hidden {model.hidden_size}, feed-forward {model.intermediate_size}, {' or '.join(shapes)}, "
+        f"vocabulary {model.vocab_size}",
         f"adapters may target: {model.module_paths.names}",
     ]
     if (form := _form(directory, model)) is not None:

@@ -20,7 +20,7 @@ from chorus.core.model.read_config import read_model_config
 from chorus.core.requests.request import Request
 from chorus.core.requests.request_params import RequestParams
 
-from .tiny_families import ADAPTERS, EXPERTS, FAMILIES, INTERNLM_3, save_family
+from .tiny_families import ADAPTERS, EXPERTS, FAMILIES, INTERNLM_3, SHAPES, save_family
 
 pytestmark = [pytest.mark.numerics, pytest.mark.wide]
 
@@ -32,7 +32,7 @@ def test_every_architecture_is_covered():
     import transformers
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING as MODELS
 
-    models = {MODELS[getattr(transformers, f[0])] for f in {**FAMILIES, **EXPERTS}.values()}
+    models = {MODELS[getattr(transformers, f[0])] for f in {**FAMILIES, **SHAPES, **EXPERTS}.values()}
     seeing = {name for name, family in SERVED.items() if family.tensors.left_out}  # see test_text_parts.py
     assert {model.__name__ for model in models} - seeing | {INTERNLM_3} == set(SERVED) - seeing
 

@@ -9,6 +9,7 @@ from . import (
     gemma,
     gemma_2,
     gemma_3,
+    gemma_4,
     glm,
     glm_moe,
     gpt_oss,
@@ -61,6 +62,10 @@ ALL: tuple[Family, ...] = (
     glm_moe.GLM_4_MOE,
     gpt_oss.GPT_OSS,
     qwen3_5.QWEN3_5_MOE,
+    gemma_4.GEMMA_4,
+    gemma_4.GEMMA_4_TEXT,
+    gemma_4.GEMMA_4_UNIFIED,
+    gemma_4.GEMMA_4_UNIFIED_TEXT,
 )
 
 FAMILIES = {architecture: family for family in ALL for architecture in family.architectures}
