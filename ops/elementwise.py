@@ -223,6 +223,19 @@ def split_gates(qkv: torch.Tensor, num_heads: int, head_dim: int) -> tuple[torch
     return torch.cat((q.flatten(1), qkv[:, 2 * size :]), 1), gates.flatten(1)
 
 
+def with_normed_values(
+    qkv: torch.Tensor, kv_size: int, weight: torch.Tensor, eps: float, *, keys_are_values: bool = False
+) -> torch.Tensor:
+    """A projection to queries, keys and values, with every head of values normalised.
+
+    qkv: `[tokens, (heads + 2 · kv_heads) · head_dim]`. weight: `[head_dim]`. keys_are_values: qkv has no values; they
+    are the keys.
+    """
+    v = qkv[:, -kv_size:].reshape(-1, len(weight))
+    rest = qkv if keys_are_values else qkv[:, :-kv_size]
+    return torch.cat((rest, rms_norm(v, weight, eps).view(len(qkv), kv_size)), 1)
+
+
 def gate_output(attended: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
     """`attended · sigmoid(gates)`, both `[tokens, heads · head_dim]`."""
     return attended * torch.sigmoid(gates)

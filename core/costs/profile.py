@@ -18,7 +18,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from ...memory.files import strict_json
 from ...memory.pages.adapter_layout import AdapterLayout, uniform_parts
-from ...memory.pages.layout import PageLayout
+from ...memory.pages.layout import KvShape, PageLayout
 from ...memory.pages.projections import (
     LATENT_GROUPS,
     LAYER_GROUPS,
@@ -112,6 +112,7 @@ class Module(_Strict):
     sections: list[int] = []
     section_units: list[int] = []
     experts: int = Field(default=0, ge=0)
+    form: str = ""
     layers: list[int] = Field(min_length=1)
 
 
@@ -144,8 +145,8 @@ class Geometry(_Strict):
         for each in self.modules:
             if wrong := [layer for layer in each.layers if not 0 <= layer < self.num_layers]:
                 raise ValueError(f"{each.path} is in layer {wrong[0]}; layers are 0 to {self.num_layers - 1}")
-        if self._keys not in self.projections:
-            raise ValueError(f"modules have no {self._keys}; pages hold the keys of the layers that have it")
+        if not self._kv_shapes:
+            raise ValueError("modules have no k_proj; pages hold the keys of the layers that have it")
         _ = self.projections.products  # raises ValueError
         return self
 
@@ -163,6 +164,7 @@ class Geometry(_Strict):
                 sections=list(each.sections),
                 section_units=list(each.section_units),
                 experts=each.experts,
+                form=each.form,
                 layers=list(projections.layers_of(each.name)),
             )
             for each in map(projections.__getitem__, projections.names_with_mixtures)
@@ -180,18 +182,22 @@ class Geometry(_Strict):
             for layer in each.layers:
                 sizes = each.inputs, each.outputs, each.units, tuple(each.sections), each.experts
                 units = tuple(each.section_units)
-                layers[layer].append(Projection(each.path, Group(each.group), *sizes, section_units=units))
+                own = Projection(each.path, Group(each.group), *sizes, section_units=units, form=each.form)
+                layers[layer].append(own)
         return Projections(tuple(map(tuple, layers)))
 
     def page_layout(self, block_tokens: int) -> PageLayout:
-        num_layers = len(self.projections.layers_of(self._keys))
-        shape = num_layers, self.num_kv_heads, self.head_dim, block_tokens, self.itemsize
-        return PageLayout(*shape, float8_kv=self.float8_kv, value_dim=self.value_dim)
+        shapes = self._kv_shapes
+        shape = len(shapes), self.num_kv_heads, self.head_dim, block_tokens, self.itemsize
+        several = shapes if len(set(shapes)) > 1 else ()
+        return PageLayout(*shape, shapes=several, float8_kv=self.float8_kv, value_dim=self.value_dim)
 
     @property
-    def _keys(self) -> str:
-        """The projection that makes keys."""
-        return "k_proj" if self.value_dim is None else "kv_a_proj_with_mqa"
+    def _kv_shapes(self) -> tuple[KvShape, ...]:
+        """Of each layer with KV, by its projection to keys, or to their latents."""
+        every = (each for layer in self.projections.layers for each in layer)
+        keys = (each for each in every if each.path.endswith((".k_proj", ".kv_a_proj_with_mqa")))
+        return tuple(KvShape(each.units, each.outputs // each.units) for each in keys)
 
     def adapter_bytes(self, rank: int, targets: Collection[str] | None = None) -> int:
         """Bytes on device and host of an adapter with `rank` on `targets`, in every layer and of every expert; by

@@ -251,6 +251,7 @@ class ModelExecutor(ExecutorBase):
                 float8_kv=config.kv_cache_dtype == "fp8",
                 value_dim=model.attention.cached_value_dim,
                 windows=tuple(mixer.window_within(max_model_len) for mixer in model.attention_layers),
+                shapes=tuple(mixer.kv_shape for mixer in model.attention_layers) if model.attention_shapes[1:] else (),
             )
         except ValueError as error:
             size = self.shard.size

@@ -106,9 +106,10 @@ class CudaShapes(ModelExecutor):
             return True
         model, limit = self.config, self.config.max_context
         scores = {scores_of(mixer, limit) for mixer in model.attention_layers}
-        group, where = model.num_heads // model.num_kv_heads, self._device.torch_device
-        float8_kv = config.kv_cache_dtype == "fp8"
-        return flashinfer_obstacle(group, model.head_dim, self._dtype, where, scores, float8_kv=float8_kv) is not None
+        where, float8 = self._device.torch_device, config.kv_cache_dtype == "fp8"
+        shapes = ((it.num_heads // it.num_kv_heads, it.head_dim) for it in model.attention_shapes if it.window)
+        found = (flashinfer_obstacle(*shape, self._dtype, where, scores, float8_kv=float8) for shape in shapes)
+        return any(each is not None for each in found)
 
 
 class CudaExecutor(CudaShapes):
@@ -314,8 +315,9 @@ class CudaExecutor(CudaShapes):
         config, model, device = self._config, self.config, self._device
         limit, layout = self.model.max_model_len, self.layout
         scores = [scores_of(mixer, limit) for mixer in model.attention_layers]
+        heads = decoder.heads
         setup = AttentionSetup(
-            decoder.heads,
+            heads[0],
             self._dtype,
             device.torch_device,
             max_rows=most_logits(config),
@@ -325,8 +327,8 @@ class CudaExecutor(CudaShapes):
         )
         groups, rivals = [], []
         try:
-            for layers, window in layout.groups:
-                of_group = replace(setup, scores=tuple(dict.fromkeys(scores[layer] for layer in layers)))
+            for shape, (layers, window) in zip(heads, layout.groups, strict=True):
+                of_group = replace(setup, heads=shape, scores=tuple(dict.fromkeys(scores[layer] for layer in layers)))
                 chosen = choose_attention(of_group, config.attention)
                 groups.append((chosen, window))
                 rivals.append(rival_attention(of_group, chosen) if config.attention == "auto" else None)

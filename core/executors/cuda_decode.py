@@ -210,8 +210,7 @@ class DecodeSteps:
         def layers() -> None:
             x = Residual(rows.copy_(embedded), self._decoder.config.norm)  # layers may run twice when they are captured
             self._decoder.run_layers(x, batch)
-            assert x.added is not None
-            added.copy_(x.added)
+            added.zero_() if x.added is None else added.copy_(x.added)
 
         return layers
 

@@ -63,7 +63,8 @@ def choose_float8_products(
         layers = [layer for layer in decoder.layers if _can_be_float8(getattr(layer, name))]
         if not layers:
             continue
-        chosen, why = _is_better(decoder, group, layers[:SAMPLED_LAYERS], rows=rows, device=device, seconds=seconds)
+        alike = [layer for layer in layers if getattr(layer, name).shape == getattr(layers[0], name).shape]
+        chosen, why = _is_better(decoder, group, alike[:SAMPLED_LAYERS], rows=rows, device=device, seconds=seconds)
         for layer in layers if chosen else ():
             _use_float8(layer, name)
         how = "in FP8" if chosen else "widened"

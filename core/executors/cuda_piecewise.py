@@ -107,7 +107,7 @@ class PiecewiseSteps:
         states: see `StepBatch`. merged: graphs for the merged weights, if the step uses them.
         """
         flow, is_merged = self._flow.of(bucket), merged is not None
-        for mixed in (flow.attended, flow.delta_out):
+        for mixed in (*flow.attended, flow.delta_out):
             mixed[num_tokens:].zero_()
         self._num_tokens, self._states = num_tokens, states
         if self._captures and (lora is None or lora.eager is None):

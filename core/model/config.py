@@ -32,7 +32,9 @@ _BY_VERSION = (Group.ROUTER,)
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Shapes and constants of a decoder, and its layers. All layers of a kind have the same shapes."""
+    """Shapes and constants of a decoder, and its layers. All layers of a kind have the same shapes, but for attention,
+    whose shapes differ by its `form`.
+    """
 
     architecture: str
     vocab_size: int
@@ -81,7 +83,10 @@ class ModelConfig:
         if not self.attention_layers:
             raise UnsupportedModel("no layer has attention; models of linear attention alone are not supported")
         for shapes in (
-            {(it.num_heads, it.num_kv_heads, it.head_dim, it.q_rows) for it in self.attention_layers},
+            *(
+                {(it.num_heads, *it.kv_shape, it.q_rows) for it in self.attention_layers if it.form == of.form}
+                for of in self.attention_shapes
+            ),
             {layer.recurrent for layer in self.layers if layer.recurrent},
             {layer.feed_forward.size for layer in self.layers if layer.experts is None},
             {layer.experts for layer in self.layers if layer.experts},
@@ -100,8 +105,16 @@ class ModelConfig:
 
     @property
     def attention(self) -> AttentionSpec:
-        """The first layer's that has attention; all have the same shapes."""
+        """The first layer's that has attention; see `attention_shapes`."""
         return self.attention_layers[0]
+
+    @cached_property
+    def attention_shapes(self) -> tuple[AttentionSpec, ...]:
+        """Of each form of attention the first layer's; most models have one."""
+        found: dict[str, AttentionSpec] = {}
+        for mixer in self.attention_layers:
+            found.setdefault(mixer.form, mixer)
+        return tuple(found.values())
 
     @property
     def recurrent(self) -> RecurrentSpec | None:
@@ -185,7 +198,7 @@ class ModelConfig:
             (path, tuple((by_path[part].name, by_path[part].outputs) for part in parts))
             for path, parts in self.tensors.fused.items()
         )
-        renamed = ((projection.name, names[path]) for path, projection in by_path.items() if path in names)
+        renamed = ((each.name, names[each.path]) for each in self.projections if each.path in names)
         biased = tuple(
             tuple(each.name for each in layer if each.path in spec.biased)
             for layer, spec in zip(self.projections.layers, self.layers, strict=True)

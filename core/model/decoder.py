@@ -17,7 +17,15 @@ from ...memory.pages import hugepages
 from ...memory.pages.arena import Arena
 from ...ops import expert_products, native_library
 from ...ops.attention import PLAIN, GroupedAttention, HeadShape, PagedAttention, Scores
-from ...ops.elementwise import HeadNorms, RotaryEmbedding, Rotation, gate_output, rotate_and_write, split_gates
+from ...ops.elementwise import (
+    HeadNorms,
+    RotaryEmbedding,
+    Rotation,
+    gate_output,
+    rotate_and_write,
+    split_gates,
+    with_normed_values,
+)
 from ...ops.float8_kv import UNSCALED, KvScales
 from ...ops.merge import merge
 from ...ops.narrow_weights import NarrowWeight, is_kept, keep
@@ -66,11 +74,11 @@ class Flow:
     rows: torch.Tensor
     """The residual stream `[tokens, hidden]`."""
 
-    q: torch.Tensor
-    """`[tokens, heads, head_dim]`: the queries."""
+    q: tuple[torch.Tensor, ...]
+    """`[tokens, heads, head_dim]`: the queries, for each of `ModelConfig.attention_shapes`."""
 
-    attended: torch.Tensor
-    """The output of attention `[tokens, heads, …]`."""
+    attended: tuple[torch.Tensor, ...]
+    """The output of attention `[tokens, heads, …]`, likewise."""
 
     gates: torch.Tensor
     """`[tokens, heads · head_dim]`: of attention's output; no columns where it has none."""
@@ -83,7 +91,8 @@ class Flow:
 
     def of(self, tokens: int) -> Flow:
         """Of the first tokens alone, in the same memory."""
-        return Flow(*(getattr(self, field.name)[:tokens] for field in fields(self)))
+        parts = (getattr(self, field.name) for field in fields(self))
+        return Flow(*(tuple(one[:tokens] for one in its) if isinstance(its, tuple) else its[:tokens] for its in parts))
 
 
 class DecoderModel:
@@ -135,7 +144,13 @@ class DecoderModel:
         self._groups = lora_groups(config.projections)
         self._norm = _moved_norm(weights.norm(), config.norm, device, dtype)
         self._norms = self._head_norms()
-        self._attention, self._recurrent = config.attention, [layer.recurrent for layer in config.layers]
+        self._attention, self._recurrent = zip(
+            *((layer.attention, layer.recurrent) for layer in config.layers), strict=True
+        )
+        forms = [mixer.form for mixer in config.attention_shapes]
+        self._forms = [0 if mixer is None else forms.index(mixer.form) for mixer in self._attention]
+        normed = [mixer.head_dim for mixer in config.attention_shapes if mixer.value_norm]
+        self._ones = {head_dim: torch.ones(head_dim, device=device) for head_dim in normed}
         self._scores = [scores_of(layer.attention, max_model_len) for layer in config.layers]
         self._embedding_factor = config.embedding_factor(embed.dtype)
         self.kept_states: torch.Tensor | None = None
@@ -154,14 +169,16 @@ class DecoderModel:
 
     def new_attention(self) -> GroupedAttention:
         layout, device = self._arena.layout, self._arena.pages.device
-        return GroupedAttention(
-            [(PagedAttention(self.heads, device), window) for window in layout.group_windows], layout.block_tokens
-        )
+        pairs = zip(self.heads, layout.group_windows, strict=True)
+        groups = [(PagedAttention(heads, device), window) for heads, window in pairs]
+        return GroupedAttention(groups, layout.block_tokens)
 
     @property
-    def heads(self) -> HeadShape:
-        config = self.config
-        return HeadShape(config.num_heads, config.num_kv_heads, config.head_dim, self._arena.layout.block_tokens)
+    def heads(self) -> list[HeadShape]:
+        """Of each page group's layers."""
+        layout, layers = self._arena.layout, self.config.attention_layers
+        firsts = (layers[group.layers[0]] for group in layout.groups)
+        return [HeadShape(it.num_heads, it.num_kv_heads, it.head_dim, layout.block_tokens) for it in firsts]
 
     def new_states(self) -> PagedStates | None:
         """Where steps have the states of their sequences; None for a model without recurrent mixers."""
@@ -201,7 +218,7 @@ class DecoderModel:
             return self._mix(index, inputs, batch.states)
         q, gates = self._query(layer, inputs, index, batch, rotations)
         attended = self.attend(index, batch.attention, q)
-        return self._attended(layer, attended, gates)
+        return self._attended(layer, index, attended, gates)
 
     def piece(self, index: int, batch: Batch, flow: Flow) -> None:
         """Compute the part between the mixer of layer `index - 1` and that of layer `index`: the rest of the one, and
@@ -222,7 +239,7 @@ class DecoderModel:
             if self._recurrent[index] is not None:
                 flow.recurrent_in.copy_(inputs)
                 return
-            _, gates = self._query(layer, inputs, index, batch, self._rotations(batch), flow.q)
+            _, gates = self._query(layer, inputs, index, batch, self._rotations(batch), flow.q[self._forms[index]])
             if gates is not None:
                 flow.gates.copy_(gates)
         elif x.added is not None:
@@ -232,13 +249,14 @@ class DecoderModel:
         """The output of a layer's mixer for the next piece."""
         if self._recurrent[index] is not None:
             return flow.recurrent_out
-        attended = flow.attended.view(len(flow.rows), -1)
-        return self._attended(layer, attended, flow.gates if self._attention.output_gate else None)
+        attended, mixer = flow.attended[self._forms[index]].view(len(flow.rows), -1), self._attention[index]
+        return self._attended(layer, index, attended, flow.gates if mixer is not None and mixer.output_gate else None)
 
-    def _attended(self, layer: Layer, attended: torch.Tensor, gates: torch.Tensor | None) -> torch.Tensor:
+    def _attended(self, layer: Layer, index: int, attended: torch.Tensor, gates: torch.Tensor | None) -> torch.Tensor:
         """The output of attention as the layer's o takes it."""
-        if (latent := self._attention.latent) is not None:
-            return layer.values(attended, latent)
+        mixer = self._attention[index]
+        if mixer is not None and mixer.latent is not None:
+            return layer.values(attended, mixer.latent)
         return attended if gates is None else gate_output(attended, gates)
 
     def mix(self, index: int, attention: GroupedAttention, states: StepStates | None, flow: Flow) -> None:
@@ -246,7 +264,8 @@ class DecoderModel:
         if self._recurrent[index] is not None:
             flow.recurrent_out.copy_(self._mix(index, flow.recurrent_in, states))
         else:
-            self.attend(index, attention, flow.q, flow.attended)
+            form = self._forms[index]
+            self.attend(index, attention, flow.q[form], flow.attended[form])
 
     def _mix(self, index: int, inputs: torch.Tensor, states: StepStates | None) -> torch.Tensor:
         """A layer's recurrent mixer `[tokens, out]`; the sequences' states are updated."""
@@ -274,16 +293,16 @@ class DecoderModel:
     def new_flow(self, tokens: int) -> Flow:
         """Zeros for pieces of up to so many tokens."""
         config = self.config
-        recurrent, attention = config.recurrent, config.attention
+        recurrent, shapes = config.recurrent, config.attention_shapes
 
         def zeros(*shape: int) -> torch.Tensor:
             return torch.zeros(tokens, *shape, dtype=self._dtype, device=self._arena.pages.device)
 
         return Flow(
             rows=zeros(config.hidden_size),
-            q=zeros(config.num_heads, config.head_dim),
-            attended=zeros(config.num_heads, attention.attended_dim),
-            gates=zeros(attention.q_rows - attention.q_size),
+            q=tuple(zeros(it.num_heads, it.head_dim) for it in shapes),
+            attended=tuple(zeros(it.num_heads, it.attended_dim) for it in shapes),
+            gates=zeros(max(it.q_rows - it.q_size for it in shapes)),
             recurrent_in=zeros(recurrent.in_size if recurrent else 0),
             recurrent_out=zeros(recurrent.out_size if recurrent else 0),
         )
@@ -448,8 +467,12 @@ class DecoderModel:
         """A layer's query `[tokens, heads, head_dim]`, in `out` if that is given, and the gates of its output, where
         there are any; its keys and values are written.
         """
-        attention, gates = self._attention, None
+        attention, gates = self._attention[index], None
+        assert attention is not None, "the layer has attention"
         with span("attn.rope"):
+            if attention.value_norm:
+                ones, eps = self._ones[attention.head_dim], self.config.norm.eps
+                qkv = with_normed_values(qkv, attention.kv_size, ones, eps, keys_are_values=attention.keys_are_values)
             kv = self._kv_index[index]
             place = batch.page[self._page_groups[kv]], batch.offset
             slots = KvSlots(*self._arena.kv_layers[kv], *place, self._kv_scales[kv])

@@ -113,6 +113,8 @@ class Layer:
         if self._spec.norms is not Norms.PARALLEL:
             with span("mlp"):
                 x.added = self._output(self._feed_forward(x.normed(weights.mlp_norm)), x.norm, weights.mlp_out_norm)
+        if weights.scalar is not None:
+            x.normed(None).mul_(weights.scalar)
 
     def _feed_forward(self, rows: torch.Tensor) -> torch.Tensor:
         """rows: `[tokens, hidden]`, normed."""

@@ -68,6 +68,9 @@ class LayerWeights:
     sinks: torch.Tensor | None = None
     """`[heads]`: see `AttentionSpec.sinks`."""
 
+    scalar: torch.Tensor | None = None
+    """`[1]`: see `LayerSpec.scaled`."""
+
     recurrent: RecurrentWeights | None = None
     """The rest of a layer with a recurrent mixer."""
 

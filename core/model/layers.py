@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
+from ...memory.pages.layout import KvShape
 from ...memory.pages.projections import (
     Projection,
     attention_projections,
@@ -165,6 +166,15 @@ class AttentionSpec:
     latent: LatentSpec | None = None
     """Keys and values are latents. Then there is one KV head, of `kv_rank + rotated_dim` elements."""
 
+    keys_are_values: bool = False
+    """There is no v_proj: the output of k_proj, before its norm, is the values, too (Gemma 4)."""
+
+    value_norm: bool = False
+    """Every head of values is normalised, without weights (Gemma 4)."""
+
+    form: str = ""
+    """Tells its projections apart from those of other layers' attention of another shape; see `Projection`."""
+
     def window_within(self, max_model_len: int) -> int | None:
         """The window, unless no request of so many tokens can leave it."""
         return None if self.window is None or self.window >= max_model_len else self.window
@@ -203,7 +213,20 @@ class AttentionSpec:
         if (latent := self.latent) is not None:
             widths = {"key": latent.key_dim, "rotated": latent.rotated_dim, "value": latent.value_dim}
             return latent_projections(hidden, self.num_heads, q_rank=latent.q_rank, kv_rank=latent.kv_rank, **widths)
-        return attention_projections(hidden, self.num_heads, self.num_kv_heads, self.head_dim, gate=self.output_gate)
+        return attention_projections(
+            hidden,
+            self.num_heads,
+            self.num_kv_heads,
+            self.head_dim,
+            gate=self.output_gate,
+            value=not self.keys_are_values,
+            form=self.form,
+        )
+
+    @property
+    def kv_shape(self) -> KvShape:
+        """Of its keys and values."""
+        return KvShape(self.num_kv_heads, self.head_dim)
 
     def share(self, size: int) -> AttentionSpec:
         """One of `size` ranks' share."""
@@ -332,6 +355,9 @@ class LayerSpec:
 
     residual_multiplier: float = 1.0
     """Factor of each part's addition to the residual stream (Granite)."""
+
+    scaled: bool = False
+    """The residual stream is multiplied by a learned number behind the layer (Gemma 4)."""
 
     @property
     def attention(self) -> AttentionSpec | None:

@@ -43,14 +43,9 @@ _ACTIVATIONS: dict[Activation | ClampedSwiglu, native_model.NativeActivation] = 
 
 def why_unsupported(config: ModelConfig, dtype: torch.dtype) -> str | None:
     """Return the reason why the native decoder can't run a model in `dtype` here; None if it can."""
-    if config.num_experts:
-        return f"it has no mixture of experts, and this model's layers have {config.num_experts} experts"
-    if config.attention.latent is not None:
-        return "it has no latent attention, and this model's layers have it"
-    if any(layer.attention is not None and layer.attention.sinks for layer in config.layers):
-        return "it has no attention sinks, and this model's layers have them"
-    if config.recurrent is not None and not isinstance(config.recurrent, GatedDeltaSpec):
-        return f"it has no {config.recurrent.title}, and this model's layers have it"
+    for part, has in _other_parts(config).items():
+        if has:
+            return f"it has no {part}, and this model's layers have {has if isinstance(has, str) else 'it'}"
     pair = 4 // dtype.itemsize
     inner = [config.hidden_size, config.intermediate_size, config.q_size]
     inner += [] if config.recurrent is None else [config.recurrent.out_size]
@@ -65,6 +60,20 @@ def why_unsupported(config: ModelConfig, dtype: torch.dtype) -> str | None:
         names = ", ".join(sorted(map(str, unknown)))
         return f"it has the activations {', '.join(map(str, _ACTIVATIONS))}, and this model's is {names}"
     return None
+
+
+def _other_parts(config: ModelConfig) -> dict[str, bool | str]:
+    """Parts that the native decoder does not have, and whether a model has them, or what of them."""
+    recurrent, mixers = config.recurrent, config.attention_layers
+    return {
+        "mixture of experts": f"{config.num_experts} experts" if config.num_experts else False,
+        "latent attention": any(mixer.latent is not None for mixer in mixers),
+        "attention sinks": "them" if any(mixer.sinks for mixer in mixers) else False,
+        recurrent.title if recurrent is not None else "": not isinstance(recurrent, GatedDeltaSpec | None),
+        "attention of several shapes": bool(config.attention_shapes[1:]),
+        "norm of values": any(mixer.value_norm for mixer in mixers),
+        "factor of a layer's output": any(layer.scaled for layer in config.layers),
+    }
 
 
 class NativeDecoderModel:

@@ -22,8 +22,8 @@ Part = tuple[slice, ...]
 #: A rank's part of a tensor that ranks do not share.
 _WHOLE: tuple[Part, ...] = ((),)
 
-#: The name of a projection in a layer, and the kind of a tensor of it.
-_PROJECTION = re.compile(r"\.layers\.\d+\.\w+\.(.+)\.(weight|bias)$")
+#: A layer, the name of a projection in it, and the kind of a tensor of that.
+_PROJECTION = re.compile(r"\.layers\.(\d+)\.\w+\.(.+)\.(weight|bias)$")
 
 #: The path of a tensor in a layer.
 _IN_LAYER = re.compile(r"\.layers\.\d+\.(.+)$")
@@ -64,9 +64,9 @@ class Shard:
         module = path.rpartition(".")[2]
         if module == "lm_head":
             return ((self.of_vocab(whole),),)
-        if (match := _PROJECTION.search(name)) and (of_all := projections.name_of_all(match[1])) in projections:
-            inputs, outputs = projections[of_all].share(self.rank, self.size)
-            return tuple((each,) if match[2] == "bias" else (each, inputs) for each in outputs)
+        if (match := _PROJECTION.search(name)) and (own := projections.of_layer(int(match[1]), match[2])) is not None:
+            inputs, outputs = own.share(self.rank, self.size)
+            return tuple((each,) if match[3] == "bias" else (each, inputs) for each in outputs)
         if name.endswith(".sinks"):
             heads = whole.num_heads
             return ((share_of(heads, heads, self.rank, self.size),),)
@@ -88,7 +88,7 @@ class Shard:
 
 def _why_not(size: int, whole: ModelConfig) -> str | None:
     """Why `size` ranks can't have equal shares."""
-    kv_heads, counts = whole.num_kv_heads, {"num_attention_heads {}": whole.num_heads}
+    counts = {"num_attention_heads {}": whole.num_heads}
     if whole.experts is not None:
         counts["width of experts, {},"] = whole.experts.size
         counts["width of the shared expert, {},"] = whole.experts.shared_size
@@ -98,8 +98,9 @@ def _why_not(size: int, whole: ModelConfig) -> str | None:
             return f"{what.format(count)} is no multiple of it"
     if whole.recurrent is not None and (field := whole.recurrent.why_not(size)):
         return f"{field} is no multiple of it"
-    if kv_heads % size and size % kv_heads:
-        return f"num_key_value_heads {kv_heads} neither divides it nor is a multiple of it"
+    for kv_heads in dict.fromkeys(it.num_kv_heads for it in whole.attention_shapes):
+        if kv_heads % size and size % kv_heads:
+            return f"num_key_value_heads {kv_heads} neither divides it nor is a multiple of it"
     return None
 
 

@@ -34,7 +34,7 @@ _OF_EXPERTS = re.compile(rf"\.(mlp\.experts\.\d+|{re.escape(SHARED)})\.")
 #: A router is quantised only where it is stored so: many tools leave it out without a word.
 ROUTERS = (f".{ROUTER}.weight", f".{SHARED_GATE}.weight")
 
-SINKS = "self_attn.sinks"
+SINKS, SCALAR = "self_attn.sinks", "layer_scalar"
 
 #: Never multiplied as one matrix, so always dequantised: see `LayerWeights.kv_up`.
 KV_UP = ".self_attn.kv_b_proj.weight"
@@ -75,6 +75,8 @@ def _layer_shapes(layer: LayerSpec, hidden: int) -> dict[str, tuple[int, ...]]:
             shapes[f"{projection.path}.bias"] = (projection.outputs,)
     if layer.experts is not None:
         shapes |= _expert_shapes(layer.experts, hidden)
+    if layer.scaled:
+        shapes[SCALAR] = (1,)
     if isinstance(layer.mixer, AttentionSpec):
         sinks: dict[str, tuple[int, ...]] = {SINKS: (layer.mixer.num_heads,)} if layer.mixer.sinks else {}
         return shapes | _head_norm_shapes(layer.mixer) | sinks

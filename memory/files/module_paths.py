@@ -112,7 +112,9 @@ class ModulePaths:
 
     @cached_property
     def by_path(self) -> dict[str, tuple[str, ...]]:
-        """Each path that PEFT may target, and the projections that it is, in the table's order."""
+        """Each path that PEFT may target, and the projections that it is, in the table's order: several parts, or
+        several forms, of which a layer has one.
+        """
         renamed, fused = dict(self.renamed), {part: path for path, parts in self.fused for part, _ in parts}
         found: dict[str, tuple[str, ...]] = {}
         for projection in self.projections:
@@ -128,7 +130,12 @@ class ModulePaths:
         of a projection by the adapter's own path and then by other paths that its configuration may have.
         """
         names = {projection.name for projection in self.projections.layers[layer]}
-        found = {path: parts for path, parts in self.by_path.items() if names.issuperset(parts)}
+        fused = {path for path, _ in self.fused}
+        own = {
+            path: parts if path in fused else tuple(filter(names.__contains__, parts))
+            for path, parts in self.by_path.items()
+        }
+        found = {path: parts for path, parts in own.items() if parts and names.issuperset(parts)}
         if self.experts is ExpertForm.EACH:
             found |= {
                 path: (own.name,)

@@ -108,10 +108,14 @@ class Projection:
     section_units: tuple[int, ...] = ()
     """The units of each part, where they differ; empty: all have `units`."""
 
+    form: str = ""
+    """Tells those of one path apart, where layers have it in different shapes."""
+
     @property
     def name(self) -> str:
-        """Its path without the module around it."""
-        return self.path.partition(".")[2] or self.path
+        """Its path without the module around it, and its form."""
+        name = self.path.partition(".")[2] or self.path
+        return f"{name}@{self.form}" if self.form else name
 
     def of_expert(self, expert: int) -> Projection:
         """That of one of its experts."""
@@ -302,6 +306,14 @@ class Projections:
         """The projections of a layer, by id."""
         return tuple(sorted((each.name for each in self.layers[layer]), key=self.id))
 
+    def of_layer(self, layer: int, name: str) -> Projection | None:
+        """That of a name in a layer, whatever its form; None if the layer has none."""
+        return self._by_layer[layer].get(self.name_of_all(name))
+
+    @cached_property
+    def _by_layer(self) -> tuple[dict[str, Projection], ...]:
+        return tuple({each.name.partition("@")[0]: each for each in layer} for layer in self.layers)
+
     def columns(self, layer: int, group: Group) -> tuple[tuple[int, int, int], ...]:
         """(module id, first column, width) of a layer's projections of a group, whose outputs are side by side."""
         own = sorted((self.id(each.name), each.outputs) for each in self.layers[layer] if each.group is group)
@@ -416,16 +428,26 @@ class Projections:
 
 
 def attention_projections(
-    hidden: int, heads: int, kv_heads: int, head_dim: int, *, gate: bool = False
+    hidden: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    *,
+    gate: bool = False,
+    value: bool = True,
+    form: str = "",
 ) -> tuple[Projection, ...]:
-    """Those of full attention. gate: q_proj gives each head a query and then a gate."""
+    """Those of full attention. gate: q_proj gives each head a query and then a gate. value: False: k_proj gives the
+    values, too. form: see `Projection`.
+    """
     q, kv = heads * head_dim, kv_heads * head_dim
-    return (
-        Projection("self_attn.q_proj", Group.MIXER_IN, hidden, q * (1 + gate), heads),
-        Projection("self_attn.k_proj", Group.MIXER_IN, hidden, kv, kv_heads),
-        Projection("self_attn.v_proj", Group.MIXER_IN, hidden, kv, kv_heads),
-        Projection("self_attn.o_proj", Group.MIXER_OUT, q, hidden, heads),
-    )
+    found = [
+        Projection("self_attn.q_proj", Group.MIXER_IN, hidden, q * (1 + gate), heads, form=form),
+        Projection("self_attn.k_proj", Group.MIXER_IN, hidden, kv, kv_heads, form=form),
+        Projection("self_attn.v_proj", Group.MIXER_IN, hidden, kv, kv_heads, form=form),
+        Projection("self_attn.o_proj", Group.MIXER_OUT, q, hidden, heads, form=form),
+    ]
+    return tuple(each for each in found if value or not each.path.endswith(".v_proj"))
 
 
 def latent_projections(

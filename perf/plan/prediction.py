@@ -123,10 +123,10 @@ def predicted_profile(
     kept = weight_bytes(model, size, quantiser_of(quantization, False, model.weight_format))
     read, multiply = gpu.bandwidth * READ, gpu.flops * MULTIPLY
     per_rank = model.projections.rank_elems()
-    attention = len(model.attention_layers)
     kept_parts = 1 if model.attention.latent else 2
-    kv_bytes = kept_parts * attention * model.kv_size * (1 if float8_kv else size)
-    pair_dims = model.head_dim + model.attention.attended_dim  # of a score, and of what is attended
+    kv_bytes = kept_parts * sum(mixer.kv_size for mixer in model.attention_layers) * (1 if float8_kv else size)
+    # of a score, and of what is attended
+    pair_elems = sum(mixer.num_heads * (mixer.head_dim + mixer.attended_dim) for mixer in model.attention_layers)
     floor = (kept.projections + share * kept.experts + kept.head) / read
     step = {
         "base": max(STEP_SHARE * floor, STEP_PER_LAYER * layers),
@@ -137,7 +137,7 @@ def predicted_profile(
         "per_logits": 2 * in_head / multiply,
         "per_row": ROW_PER_LAYER * layers,
         "per_kv_token": kv_bytes / (read * KV_READ),
-        "per_pair": 2 * attention * model.num_heads * pair_dims / (multiply * PREFILL_ATTEND),
+        "per_pair": 2 * pair_elems / (multiply * PREFILL_ATTEND),
         "lora": LORA_PER_LAYER * layers,
         "per_token_rank": 2 * per_rank / (multiply * LORA_MULTIPLY),
         "per_adapter_rank": size * per_rank / (read * ADAPTER_READ),

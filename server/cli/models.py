@@ -12,6 +12,7 @@ from ..checkpoints.pull import PullError, resolve_model
 
 if TYPE_CHECKING:
     from ...core.model.config import ModelConfig
+    from ...core.model.layers import AttentionSpec
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -69,6 +70,12 @@ def _kept(model: ModelConfig) -> str:
     return "dequantised when they are loaded"
 
 
+def _heads(mixer: AttentionSpec) -> str:
+    if (latent := mixer.latent) is not None:
+        return f"{mixer.num_heads} heads over latents of {latent.kv_rank} and a rotated key of {latent.rotated_dim}"
+    return f"{mixer.num_heads} heads of {mixer.head_dim}, {mixer.num_kv_heads} KV heads"
+
+
 def described(directory: Path) -> list[str]:
     """What a checkpoint's configuration says. Raises UnsupportedModel if it would not be served."""
     from ...core.model.families import FAMILIES
@@ -79,14 +86,11 @@ def described(directory: Path) -> list[str]:
     kinds = Counter((it.window, it.rope) for it in model.attention_layers)
     most = model.max_position_embeddings
     more = f"; with --max-model-len, up to {most:,}" if most > model.max_context else ""
-    heads = f"{model.num_heads} heads of {model.head_dim}, {model.num_kv_heads} KV heads"
-    if (latent := model.attention.latent) is not None:
-        heads = f"{model.num_heads} heads over latents of {latent.kv_rank} and a rotated key of {latent.rotated_dim}"
     lines = [
         f"{FAMILIES[model.architecture].title} ({model.architecture}) is served",
         f"context: {model.max_context:,} tokens{more}",
-        f"shapes: hidden {model.hidden_size}, feed-forward {model.intermediate_size}, {heads}, vocabulary "
-        f"{model.vocab_size}",
+        f"shapes: hidden {model.hidden_size}, feed-forward {model.intermediate_size}, "
+        f"{' or '.join(map(_heads, model.attention_shapes))}, vocabulary {model.vocab_size}",
         f"adapters may target: {model.module_paths.names}",
     ]
     if (form := _form(directory, model)) is not None:

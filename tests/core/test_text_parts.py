@@ -47,6 +47,29 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"sliding_window": 20, "layer_types": ["sliding_attention", "sliding_attention", "full_attention"]},
         {"model_type": "siglip_vision_model", "image_size": 28, "patch_size": 14, **TOWER},
     ),
+    "Gemma4ForConditionalGeneration": (
+        "Gemma4Config",
+        {
+            "sliding_window": 20,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+            "global_head_dim": 32,
+            "initializer_range": 0.05,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+            "hidden_size_per_layer_input": 0,
+        },
+        {"head_dim": 16, "num_key_value_heads": 2, "patch_size": 4, "position_embedding_size": 16, **TOWER},
+    ),
+    "Gemma4UnifiedForConditionalGeneration": (
+        "Gemma4UnifiedConfig",
+        {
+            "sliding_window": 20,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+            "global_head_dim": 32,
+            "initializer_range": 0.05,
+        },
+        {"mm_embed_dim": 32, "mm_posemb_size": 16},
+    ),
     "Qwen2_5_VLForConditionalGeneration": (
         "Qwen2_5_VLConfig",
         {"rope_parameters": MROPE, "layer_types": ["full_attention"] * 3},
@@ -67,7 +90,7 @@ OPERATORS = [
     (name, kernels)
     for name in MODELS
     for kernels in ("torch", "native")
-    if kernels == "torch" or name not in LFM2_VL.architectures  # the native decoder has no short convolutions
+    if kernels == "torch" or not name.startswith(("Gemma4", *LFM2_VL.architectures))  # see `why_unsupported`
 ]
 
 

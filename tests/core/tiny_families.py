@@ -267,6 +267,60 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
 }
 
+#: Families with layers of attention of several shapes, likewise.
+SHAPES: dict[str, tuple[str, dict[str, Any], str]] = {
+    "gemma-4": (
+        "Gemma4TextConfig",
+        {
+            "head_dim": 16,
+            "global_head_dim": 32,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+            "num_hidden_layers": 6,
+            "sliding_window": 20,
+            "final_logit_softcapping": 8.0,
+            "hidden_size_per_layer_input": 0,
+            "use_bidirectional_attention": "vision",
+        },
+        "50GB",
+    ),
+    "gemma-4-biased": (
+        "Gemma4TextConfig",
+        {
+            "head_dim": 32,
+            "global_head_dim": 48,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+            "num_hidden_layers": 3,
+            "sliding_window": 16,
+            "hidden_size": 48,
+            "attention_bias": True,
+            "hidden_size_per_layer_input": 0,
+            "tie_word_embeddings": False,
+            "rope_parameters": {
+                "full_attention": {
+                    "rope_type": "proportional",
+                    "factor": 2.0,
+                    "partial_rotary_factor": 0.5,
+                    "rope_theta": 5000.0,
+                },
+                "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+            },
+        },
+        "20KB",
+    ),
+    "gemma-4-unified": (
+        "Gemma4UnifiedTextConfig",
+        {
+            "head_dim": 16,
+            "global_head_dim": 32,
+            "num_hidden_layers": 3,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+            "sliding_window": 24,
+        },
+        "50GB",
+    ),
+}
+
 QWEN3_5 = {
     "num_hidden_layers": 5, "full_attention_interval": 3, "head_dim": 32, "linear_num_key_heads": 2,
     "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 24,
@@ -616,12 +670,14 @@ def randomise(model: torch.nn.Module) -> None:
         for name, buffer in model.named_buffers():
             if name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.normal_(0, 0.3)
+            elif name.endswith("layer_scalar"):
+                buffer.uniform_(0.5, 1.5)
 
 
 def save_family(name: str, path: Path, dtype: torch.dtype = torch.float32, **changes: Any) -> None:
     import transformers
 
-    config_class, arguments, shard = {**FAMILIES, **HYBRIDS, **EXPERTS, **RENAMED}[name]
+    config_class, arguments, shard = {**FAMILIES, **SHAPES, **HYBRIDS, **EXPERTS, **RENAMED}[name]
     arguments = {
         "vocab_size": 150,
         "hidden_size": 64,

@@ -12,6 +12,7 @@ from . import (
     gemma,
     gemma_2,
     gemma_3,
+    gemma_4,
     glm,
     glm_moe,
     gpt_oss,
@@ -96,6 +97,10 @@ ALL: tuple[Family, ...] = (
     llama.IQUEST_CODER,
     mellum.MELLUM,
     hunyuan.HUNYUAN_3,
+    gemma_4.GEMMA_4,
+    gemma_4.GEMMA_4_TEXT,
+    gemma_4.GEMMA_4_UNIFIED,
+    gemma_4.GEMMA_4_UNIFIED_TEXT,
 )
 
 FAMILIES = {architecture: family for family in ALL for architecture in family.architectures}

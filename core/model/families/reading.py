@@ -145,10 +145,13 @@ def rope(
         if theta is not None and "rope_theta" not in scaling.raw
         else _number(scaling, fields, "rope_theta", 10000.0)
     )
-    dim = int(head_dim * _number(scaling, fields, "partial_rotary_factor", 1.0))
+    share = _number(scaling, fields, "partial_rotary_factor", 1.0)
+    dim = head_dim if rope_type == "proportional" else int(head_dim * share)
     if not 0 < dim <= head_dim or dim % 2:
         raise fields.refuse("partial_rotary_factor", f"it makes {dim} of {head_dim} elements of a head rotate")
     values: dict[str, Any] = {"theta": base, "type": rope_type, "interleaved": interleaved}
+    if rope_type == "proportional":
+        return RopeConfig(dim, pairs=int(share * head_dim // 2), factor=scaling.number("factor", 1.0), **values)
     return RopeConfig(dim, **values, **_scaling(scaling, fields, rope_type, dim))
 
 

@@ -181,6 +181,17 @@ def test_windows_soft_caps_and_sinks_by_our_kernel(tiny, drive, triton, family):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mixed_graph_tokens", MIXED)
+def test_attention_of_several_shapes(tiny, drive, triton, mixed_graph_tokens):
+    """In captured steps, and in pieces, which hand queries of either shape to attention."""
+    it = tiny("gemma-4")
+    driver = drive(it, ["r3-all"], mixed_graph_tokens=mixed_graph_tokens)
+    assert len({heads.head_dim for heads in driver.executor.inner.steps.decoder.heads}) == 2
+    check(it, driver, (None, 50, 3), ("r3-all", 22, 4), ("r3-all", 5, 4))
+    assert driver.executor.inner.captured
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mixed_graph_tokens", MIXED)
 def test_adapters_that_begin_within_a_prompt(tmp_path, drive, mixed_graph_tokens):
     it = save_zoo(tmp_path)
     driver = drive(it, ["plain", "alora", "alora-qkv"], mixed_graph_tokens=mixed_graph_tokens)

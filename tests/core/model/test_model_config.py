@@ -35,6 +35,7 @@ LLAMA = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 512,
 }
+GEMMA_4 = {"architectures": ["Gemma4ForCausalLM"], "head_dim": 16, "hidden_size_per_layer_input": 0}
 LLAMA3_SCALING = {
     "factor": 8.0,
     "low_freq_factor": 1.0,
@@ -132,6 +133,7 @@ OWN_SHAPES = {
     "GraniteMoeHybridForCausalLM": {"num_local_experts": 0, "layer_types": ["attention"] * 8},
     "Dots1ForCausalLM": {"n_routed_experts": 8, "num_experts_per_tok": 2},
     "HeliumForCausalLM": {"num_attention_heads": 20},
+    "Gemma4ForCausalLM": {"hidden_size_per_layer_input": 0},
 }
 
 
@@ -265,6 +267,36 @@ def test_layers_of_several_kinds(read):
     assert gemma.layers[5].mixer.rope == RopeConfig(16, 5e5, "linear", factor=8.0)
     smol = read(architectures=["SmolLM3ForCausalLM"], num_hidden_layers=5)
     assert [layer.mixer.rope is None for layer in smol.layers] == [False, False, False, True, False]
+
+
+def test_attention_of_several_shapes(read):
+    """The published form of Gemma 4 of 31B, with fewer layers."""
+    types = ["sliding_attention"] * 5 + ["full_attention"]
+    config = read(
+        architectures=["Gemma4ForConditionalGeneration"],
+        text_config={
+            "hidden_size": 5376, "intermediate_size": 21504, "num_hidden_layers": 6, "num_attention_heads": 32,
+            "num_key_value_heads": 16, "head_dim": 256, "global_head_dim": 512, "num_global_key_value_heads": 4,
+            "attention_k_eq_v": True, "attention_bias": False, "enable_moe_block": False, "num_kv_shared_layers": 0,
+            "hidden_size_per_layer_input": 0, "use_double_wide_mlp": False, "use_bidirectional_attention": "vision",
+            "final_logit_softcapping": 30.0, "sliding_window": 1024, "vocab_size": 262144, "dtype": "bfloat16",
+            "max_position_embeddings": 262144, "rms_norm_eps": 1e-6, "layer_types": types,
+            "hidden_activation": "gelu_pytorch_tanh", "vocab_size_per_layer_input": 262144,
+            "rope_parameters": {
+                "full_attention": {"partial_rotary_factor": 0.25, "rope_theta": 1e6, "rope_type": "proportional"},
+                "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"},
+            },
+        },
+    )  # fmt: skip
+    local, full = config.attention_shapes
+    assert (*local.kv_shape, local.window, local.rope) == (16, 256, 1024, RopeConfig(256, 10000.0))
+    assert (*full.kv_shape, full.window, full.rope) == (4, 512, None, RopeConfig(512, 1e6, "proportional", pairs=64))
+    assert (full.keys_are_values, local.keys_are_values, local.scale, full.scale) == (True, False, 1.0, 1.0)
+    assert config.projections["q_proj@full"].dims == (5376, 16384)
+    assert config.module_paths.in_layer(5)["self_attn.q_proj"] == ("q_proj@full",)
+    assert "self_attn.v_proj" not in config.module_paths.in_layer(5)
+    assert config.module_paths.in_layer(4)["self_attn.v_proj"] == ("v_proj",)
+    assert config.module_paths.names.count("q_proj") == 1
 
 
 @pytest.mark.parametrize("field", ["num_heads", "num_kv_heads", "head_dim"])
@@ -458,6 +490,14 @@ WRONG = [
     ({"partial_rotary_factor": 0.45}, "partial_rotary_factor is 0.45: it makes 7 of 16 elements"),
     ({"partial_rotary_factor": 1.5}, "partial_rotary_factor is 1.5: it makes 24 of 16 elements"),
     ({"architectures": ["Gemma3ForCausalLM"], "use_bidirectional_attention": True}, "only causal attention"),
+    ({**GEMMA_4, "use_bidirectional_attention": "all"}, "use_bidirectional_attention is 'all': only causal attention"),
+    ({**GEMMA_4, "num_kv_shared_layers": 2}, "num_kv_shared_layers is 2: layers that share"),
+    ({**GEMMA_4, "hidden_size_per_layer_input": ...}, "hidden_size_per_layer_input is missing: inputs of each layer"),
+    ({**GEMMA_4, "enable_moe_block": True}, "enable_moe_block is True: a mixture"),
+    ({**GEMMA_4, "per_layer_config": {"2": {"head_dim": 32}}}, "'2' is none of 2 layers"),
+    ({**GEMMA_4, "per_layer_config": {"0": {"sliding_window": 3}}}, "per_layer_config.0.sliding_window is 3: layers"),
+    ({**GEMMA_4, "num_hidden_layers": 3, "per_layer_config": {"0": {"head_dim": 8}}}, "sliding_attention must have"),
+    ({**GEMMA_4, "rope_parameters": {"full_attention": {"rope_theta": 5.0}}}, "rope_parameters.sliding_attention is"),
     ({"is_causal": False}, "is_causal is False: only causal attention"),
     (
         {"architectures": ["BertForSequenceClassification"]},

@@ -1,0 +1,139 @@
+"""Gemma 4, also as the text part of its models of images and sound: full attention has another shape than windows."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ..config import ModelConfig
+from ..config_json import ConfigJson
+from ..family import Family
+from ..layers import AttentionSpec, HeadNorm, LayerSpec, Norms
+from ..rope_config import RopeConfig
+from ..tensor_names import AROUND_NORMS, BESIDE_VISION, TensorNames
+from . import reading
+from .reading import FULL, SLIDING, Heads
+
+#: Ropes of layers where `rope_parameters` is missing.
+_ROPES = {
+    SLIDING: {"rope_type": "default", "rope_theta": 10000.0},
+    FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1000000.0},
+}
+
+_ACTIVATION = "hidden_activation"
+
+
+def _read(fields: ConfigJson) -> ModelConfig:
+    _refuse_others(fields)
+    types = reading.layer_types(fields, 6)
+    types[-1] = FULL  # as transformers has it, whatever the field says
+    shapes = _shapes(fields, types)
+    ropes = {each: _rope(fields, *each) for each in dict.fromkeys(zip(types, shapes, strict=True))}
+    bias, shared_kv = fields.boolean("attention_bias"), fields.boolean("attention_k_eq_v")
+    layers = [
+        LayerSpec(
+            AttentionSpec(
+                *shape,
+                scale=1.0,
+                rope=ropes[seen, shape],
+                window=fields.integer("sliding_window") if seen == SLIDING else None,
+                head_norm=HeadNorm.EACH,
+                qkv_bias=bias,
+                o_bias=bias,
+                keys_are_values=shared_kv and seen == FULL,
+                value_norm=True,
+                form="full" if seen == FULL else "",
+            ),
+            reading.gated(fields, _ACTIVATION),
+            Norms.AROUND,
+            scaled=True,
+        )
+        for seen, shape in zip(types, shapes, strict=True)
+    ]
+    return reading.dense(
+        fields,
+        layers,
+        reading.rms_norm(fields, wide=True),
+        embedding_multiplier=fields.integer("hidden_size") ** 0.5,
+        logits_softcap=reading.optional_number(fields, "final_logit_softcapping"),
+    )
+
+
+def _refuse_others(fields: ConfigJson) -> None:
+    """Raises UnsupportedModel for parts that are not computed."""
+    if fields.has(name := "use_bidirectional_attention") and fields.text(name) != "vision":
+        raise fields.refuse(name, "only causal attention of text is supported")
+    if fields.integer(name := "num_kv_shared_layers", least=0):
+        raise fields.refuse(name, "layers that share the keys and values of others are not supported")
+    if fields.integer(name := "hidden_size_per_layer_input", least=0):
+        raise fields.refuse(name, "inputs of each layer are not supported")
+    if fields.boolean(name := "enable_moe_block"):
+        raise fields.refuse(name, "a mixture of experts beside a dense part is not supported")
+
+
+def _shapes(fields: ConfigJson, types: list[str]) -> list[Heads]:
+    """Heads of each layer. transformers writes those that differ in `per_layer_config`; published checkpoints have
+    fields for all layers of full attention.
+    """
+    heads = reading.heads(fields)
+    each = fields.object("per_layer_config")
+    if each is None:
+        kv_heads = fields.optional("num_global_key_value_heads") if fields.boolean("attention_k_eq_v") else None
+        others = {"head_dim": fields.integer("global_head_dim"), "num_key_value_heads": kv_heads or heads.num_kv_heads}
+        full = reading.heads(fields.with_values(others))
+        return [full if seen == FULL else heads for seen in types]
+    found = [heads] * len(types)
+    for layer in each.raw:
+        own = each.object(layer)
+        if own is None:
+            continue
+        if not layer.isdecimal() or int(layer) >= len(types):
+            raise fields.refuse("per_layer_config", f"{layer!r} is none of {len(types)} layers")
+        if unknown := sorted(own.raw.keys() - {"head_dim", "num_key_value_heads"}):
+            raise own.refuse(unknown[0], "layers may differ in head_dim and num_key_value_heads")
+        found[int(layer)] = reading.heads(fields.with_values(own.raw))
+    for kind in dict.fromkeys(types):
+        if len({heads for seen, heads in zip(types, found, strict=True) if seen == kind}) > 1:
+            raise fields.refuse("per_layer_config", f"layers of {kind} must have the same shape")
+    return found
+
+
+def _rope(fields: ConfigJson, kind: str, heads: Heads) -> RopeConfig:
+    parameters = fields.object("rope_parameters") or ConfigJson(fields.path, _ROPES, "rope_parameters.")
+    of = parameters.object(kind)
+    if of is None:
+        raise parameters.refuse(kind, "the rope of such layers is needed")
+    if of.text("rope_type", "default") == "default" and of.number("partial_rotary_factor", 1.0) != 1:
+        raise of.refuse("partial_rotary_factor", "the default rope turns whole heads")
+    return reading.rope(fields, heads.head_dim, of=of)
+
+
+_DEFAULTS = {
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "global_head_dim": 512,
+    "max_position_embeddings": 131072,
+    "sliding_window": 512,
+    "tie_word_embeddings": True,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "vocab_size": 262144,
+    "hidden_size_per_layer_input": 256,
+    "num_kv_shared_layers": 0,
+}
+_UNIFIED = {**_DEFAULTS, "max_position_embeddings": 262144, "sliding_window": 1024, "hidden_size_per_layer_input": 0}
+
+_TENSORS = replace(
+    BESIDE_VISION,
+    names=AROUND_NORMS,
+    left_out=tuple(
+        f"model.{each}." for each in ("vision_tower", "audio_tower", "embed_vision", "embed_audio", "vision_embedder")
+    ),
+)
+
+GEMMA_4 = Family("Gemma 4", ("Gemma4ForCausalLM",), _read, _DEFAULTS, TensorNames(names=AROUND_NORMS))
+GEMMA_4_TEXT = Family("Gemma 4 (text)", ("Gemma4ForConditionalGeneration",), _read, _DEFAULTS, _TENSORS)
+GEMMA_4_UNIFIED = Family(
+    "Gemma 4 Unified", ("Gemma4UnifiedForCausalLM",), _read, _UNIFIED, TensorNames(names=AROUND_NORMS)
+)
+GEMMA_4_UNIFIED_TEXT = Family(
+    "Gemma 4 Unified (text)", ("Gemma4UnifiedForConditionalGeneration",), _read, _UNIFIED, _TENSORS
+)
