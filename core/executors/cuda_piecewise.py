@@ -43,7 +43,7 @@ def token_buckets(most: int) -> tuple[int, ...]:
 class PiecewiseSteps:
     """Pads a step to a bucket of tokens and computes it in pieces, with the layers' mixers between them.
 
-    There is one piece before each layer's mixer and one after the last. Mixers (attention, or a recurrent one) are run for
+    There is one piece before each layer's mixer and one after the last. Mixers (attention, recurrent ones) run for
     the step's own sequences and cover only its tokens, as in any step.
 
     A piece reads only static buffers, so it can be captured. It depends only on its bucket, so captured and eager

@@ -1,6 +1,6 @@
 """The modules of a model that adapters may change: a table, by name and by id.
 
-Most are projections of its layers. Layers may differ: a layer with linear attention has other projections than one
+Most are projections of its layers. Layers may differ: a layer with a recurrent mixer has other projections than one
 with full attention. The token embeddings and the output projection are modules of the model; adapters have their
 rank-rows next to those of the first and of the last layer. Pure data, like `layout`.
 """
@@ -19,7 +19,7 @@ class Group(IntEnum):
     """The products of a model. The projections of a group share an input, and their outputs are side by side."""
 
     MIXER_IN = 0
-    """Query, key and value; or the inputs of linear attention."""
+    """Query, key and value; or the inputs of a recurrent mixer."""
 
     MIXER_OUT = 1
     GATE_UP = 2
