@@ -125,8 +125,7 @@ def _recurrent(inputs: MambaInputs, state: torch.Tensor) -> torch.Tensor:
     x, b, c, dt, log_decay = inputs
     each = x.shape[1] // b.shape[1]
     b, c = (shared.repeat_interleave(each, 1)[:, :, None] for shared in (b, c))
-    state *= log_decay.exp()[..., None, None]
-    state += (x * dt[..., None])[..., None] * b
+    state.mul_(log_decay.exp()[..., None, None]).addcmul_((x * dt[..., None])[..., None], b)
     return (state * c).sum(-1)
 
 

@@ -43,7 +43,7 @@ def token_buckets(most: int) -> tuple[int, ...]:
 class PiecewiseSteps:
     """Pads a step to a bucket of tokens and computes it in pieces, with the layers' mixers between them.
 
-    There is one piece before each layer's mixer and one after the last. Mixers (attention, Gated DeltaNet) are run for
+    There is one piece before each layer's mixer and one after the last. Mixers (attention, recurrent ones) run for
     the step's own sequences and cover only its tokens, as in any step.
 
     A piece reads only static buffers, so it can be captured. It depends only on its bucket, so captured and eager
@@ -107,7 +107,7 @@ class PiecewiseSteps:
         states: see `StepBatch`. merged: graphs for the merged weights, if the step uses them.
         """
         flow, is_merged = self._flow.of(bucket), merged is not None
-        for mixed in (*flow.attended, flow.delta_out):
+        for mixed in (*flow.attended, flow.recurrent_out):
             mixed[num_tokens:].zero_()
         self._num_tokens, self._states = num_tokens, states
         if self._captures and (lora is None or lora.eager is None):

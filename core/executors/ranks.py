@@ -128,7 +128,7 @@ class RanksExecutorBase(ExecutorBase, Generic[First]):
 def weights_of_rank(whole: ModelConfig, size: int) -> int:
     """Number of weights of each of `size` ranks, by the formula of docs/explanation/memory.md.
 
-    It ignores biases, norms of heads, more than two norms of a layer, and the small weights of Gated DeltaNet.
+    It ignores biases, norms of heads, more than two norms of a layer, and the small weights of recurrent mixers.
     """
     hidden = whole.hidden_size
     embeddings = whole.vocab_size * hidden

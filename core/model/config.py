@@ -81,7 +81,7 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         if not self.attention_layers:
-            raise UnsupportedModel("no layer has attention; models of linear attention alone are not supported")
+            raise UnsupportedModel("no layer has attention; models of recurrent layers alone are not supported")
         for shapes in (
             *(
                 {(it.num_heads, *it.kv_shape, it.q_rows) for it in self.attention_layers if it.form == of.form}

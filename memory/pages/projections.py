@@ -1,6 +1,6 @@
 """The modules of a model that adapters may change: a table, by name and by id.
 
-Most are projections of its layers. Layers may differ: a layer with linear attention has other projections than one
+Most are projections of its layers. Layers may differ: a layer with a recurrent mixer has other projections than one
 with full attention. The token embeddings and the output projection are modules of the model; adapters have their
 rank-rows next to those of the first and of the last layer. Pure data, like `layout`.
 """
@@ -19,7 +19,7 @@ class Group(IntEnum):
     """The products of a model. The projections of a group share an input, and their outputs are side by side."""
 
     MIXER_IN = 0
-    """Query, key and value; or the inputs of linear attention."""
+    """Query, key and value; or the inputs of a recurrent mixer."""
 
     MIXER_OUT = 1
     GATE_UP = 2
@@ -133,8 +133,11 @@ class Projection:
 
     @property
     def is_replicated(self) -> bool:
-        """True if every TP rank has all of it: of what chooses among experts, so that all choose the same."""
-        return self.group in (Group.EMBEDDING, Group.ROUTER, Group.SHARED_GATE) or self.is_rows
+        """True if every TP rank has all of it: of what chooses among experts, so that all choose the same, and of what
+        makes the latents or the one key that all heads have.
+        """
+        is_common = self.group is Group.MIXER_IN and self.units == 1
+        return is_common or self.group in (Group.EMBEDDING, Group.ROUTER, Group.SHARED_GATE) or self.is_rows
 
     @property
     def num_weights(self) -> int:

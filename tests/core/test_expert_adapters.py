@@ -76,7 +76,7 @@ def test_adapters_target_what_they_are_named_for(mixture, drive, family):
     store = drive(it).engine.store
     targets = {name: store.get(name).manifest.targets for name in ADAPTERS}
     assert "gate" in targets["r4-router"]
-    has_shared = family.startswith(("glm", "qwen3.5", "deepseek"))
+    has_shared = family.startswith(("glm", "qwen3.5", "deepseek", "granite-4"))
     assert has_shared == ("shared_expert.down_proj" in targets["r5-shared"])
     assert family.startswith("qwen3.5") == ("shared_expert_gate" in targets["r5-shared"])
 

@@ -233,22 +233,31 @@ def test_a_step_without_states_is_refused(model):
         runner.step((runner.sequence("a", [5, 6]), 2))
 
 
+RECURRENT = ["in_proj", "out_proj"]
+SHARED = [f"shared_expert.{name}" for name in MLP]
+
+
 @pytest.mark.parametrize(
-    ("targets", "found"),
+    ("family", "targets", "found"),
     [
-        ("all-linear", {(0, 1, 2, 3, 4): MLP, (0, 1, 3, 4): LINEAR, (2,): ATTENTION}),
-        (r".*\.(q|v)_proj", {(2,): ["q_proj", "v_proj"]}),
-        (["in_proj_qkv", "q_proj"], {(0, 1, 3, 4): ["in_proj_qkv"], (2,): ["q_proj"]}),
-        (r".*\.layers\.[01]\..*_proj.*", {(0, 1): LINEAR + MLP}),
+        ("qwen3.5", "all-linear", {(0, 1, 2, 3, 4): MLP, (0, 1, 3, 4): LINEAR, (2,): ATTENTION}),
+        ("qwen3.5", r".*\.(q|v)_proj", {(2,): ["q_proj", "v_proj"]}),
+        ("qwen3.5", ["in_proj_qkv", "q_proj"], {(0, 1, 3, 4): ["in_proj_qkv"], (2,): ["q_proj"]}),
+        ("qwen3.5", r".*\.layers\.[01]\..*_proj.*", {(0, 1): LINEAR + MLP}),
+        ("lfm2", "all-linear", {(0, 1, 2, 3, 4): MLP, (0, 1, 3, 4): RECURRENT, (2,): ATTENTION}),
+        ("lfm2", ["out_proj", "w1"], {(0, 1, 2, 3, 4): ["gate_proj"], (0, 1, 3, 4): ["out_proj"], (2,): ["o_proj"]}),
+        ("granite-4-h", "all-linear", {(0, 1, 2, 3, 4): MLP, (0, 1, 3, 4): RECURRENT, (2,): ATTENTION}),
+        ("granite-4-h-moe", "all-linear", {(0, 1, 2, 3, 4): SHARED, (0, 1, 3, 4): RECURRENT, (2,): ATTENTION}),
+        ("lfm2-moe", ["in_proj", "w2"], {(0,): ["down_proj"], (0, 2, 3): ["in_proj"]}),
     ],
     ids=str,
 )
-def test_what_peft_targets(tmp_path, targets, found):
+def test_what_peft_targets(tmp_path, family, targets, found):
     """A part for each set of layers that have the same targets."""
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
-    save_family("qwen3.5", tmp_path / "model")
+    save_family(family, tmp_path / "model")
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     it = get_peft_model(base, LoraConfig(r=2, target_modules=targets, task_type="CAUSAL_LM"))
     it.save_pretrained(tmp_path / "adapter")

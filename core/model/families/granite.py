@@ -146,7 +146,8 @@ GRANITE_4 = Family(
         "mamba_conv_bias": True,
     },
     TensorNames(names=_HYBRID, fused={"shared_mlp.input_linear": ("mlp.gate_proj", "mlp.up_proj")}),
-    notes=f"at least one layer of attention is needed; {reading.EXPERTS_NOTE}",
+    notes="models without a layer of attention are refused; those with Mamba layers or experts are served "
+    "by PyTorch's operators on CPUs, and mixtures by the native library",
 )
 GRANITE_MOE = Family(
     "Granite-MoE",

@@ -99,7 +99,14 @@ _DENSE = {
     "block_ffn_dim_multiplier": 1.0,
     "block_multiple_of": 256,
 }
-LFM2 = Family("LFM2", ("Lfm2ForCausalLM",), _read, _DENSE, TensorNames(norm="embedding_norm", names=_NAMES))
+LFM2 = Family(
+    "LFM2",
+    ("Lfm2ForCausalLM",),
+    _read,
+    _DENSE,
+    TensorNames(norm="embedding_norm", names=_NAMES),
+    notes=reading.RECURRENT_NOTE,
+)
 LFM2_VL = Family(
     "LFM2-VL (text)",
     ("Lfm2VlForConditionalGeneration",),
@@ -112,7 +119,7 @@ LFM2_VL = Family(
         names=_NAMES,
         left_out=("model.vision_tower.", "model.multi_modal_projector.", "vision_tower.", "multi_modal_projector."),
     ),
-    notes="text only",
+    notes=f"text only; {reading.RECURRENT_NOTE}",
 )
 LFM2_MOE = Family(
     "LFM2-MoE",

@@ -39,6 +39,7 @@ MIXTURES = [
     "qwen3-moe-mixed",
     "gpt-oss",
     "qwen3.5-moe",
+    *(["lfm2-moe", "granite-4-h-moe"] if EVERY else []),
     *(["olmoe", "granite-moe", "glm-4-moe", "glm-4-moe-groups"] if EVERY else []),
 ]
 #: With windows in all layers; in some.
@@ -213,9 +214,10 @@ def test_requests_leave_the_window_by_default_where_flashinfer_serves(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen3.5", "lfm2", "granite-4-h"])
 @pytest.mark.parametrize("mixed_graph_tokens", MIXED)
-def test_recurrent_states(tiny, drive, mixed_graph_tokens):
-    it = tiny("qwen3.5")
+def test_recurrent_states(tiny, drive, family, mixed_graph_tokens):
+    it = tiny(family)
     driver = drive(it, ["r3-all"], mixed_graph_tokens=mixed_graph_tokens, max_num_seqs=2)
     check(it, driver, (None, 30, 4), (None, 7, 9), ("r3-all", 7, 5))
     assert driver.engine.stats().num_async_steps
@@ -237,10 +239,11 @@ def test_ranks_norm_all_heads_at_once(tiny, drive):
 
 @pytest.mark.slow
 @on_ranks
-def test_ranks_share_recurrent_states(tiny, drive):
-    """Captured steps ahead of tokens, with an adapter on layers of both kinds."""
-    it = tiny("qwen3.5-tied")
-    driver = drive(it, ["r3-all"], tensor_parallel_size=2, max_num_seqs=2)
+@pytest.mark.parametrize("family", ["qwen3.5-tied", "granite-4-h"])
+def test_ranks_share_recurrent_states(tiny, drive, family):
+    """Captured steps ahead of tokens, with an adapter on layers of both kinds; ranks share a group of heads."""
+    it = tiny(family)
+    driver = drive(it, ["r3-all"], tensor_parallel_size=2, max_num_seqs=2, block_tokens=16)
     assert driver.engine.executor.layout.state_slots == driver.executor.inner.first.layout.state_slots == 3
     check(it, driver, (None, 3, 3), ("r3-all", 5, 4))
     assert driver.engine.stats().num_async_steps

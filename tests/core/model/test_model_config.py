@@ -134,6 +134,9 @@ OWN_SHAPES = {
     "Dots1ForCausalLM": {"n_routed_experts": 8, "num_experts_per_tok": 2},
     "HeliumForCausalLM": {"num_attention_heads": 20},
     "Gemma4ForCausalLM": {"hidden_size_per_layer_input": 0},
+    "DeepseekV2ForCausalLM": {"num_experts_per_tok": 6},
+    "DeepseekV3ForCausalLM": {"num_key_value_heads": 64},
+    "Glm4MoeLiteForCausalLM": {"num_key_value_heads": 64},
 }
 
 
@@ -468,7 +471,7 @@ WRONG = [
     ),
     ({"architectures": "LlamaForCausalLM"}, "architectures is 'LlamaForCausalLM': a list"),
     ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel is not supported; supported: LlamaForCausalLM, Mistral"),
-    ({"architectures": ["DeepseekV3ForCausalLM"]}, "DeepseekV3ForCausalLM is not supported;"),
+    ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM is not supported;"),
     ({"architectures": []}, "architecture none named is not supported"),
     ({"architectures": ...}, "architecture none named is not supported"),
     ({"rope_scaling": "linear"}, "rope_scaling is 'linear': an object"),
@@ -738,7 +741,7 @@ def test_latent_attention_as_its_checkpoints_describe_it(read, name, latent, sca
         ("v2-lite", {"topk_method": "group_limited_greedy"}, "topk_method is 'group_limited_greedy'"),
         ("v2-lite", {"norm_topk_prob": True}, "norm_topk_prob is True: transformers leaves it out"),
         ("v2-lite", {"attention_bias": True}, "attention_bias is True: biases are not supported where queries have"),
-        ("flash", {"mlp_layer_types": ["sparse"] * 46 + ["dense"]}, "dense layers must come first"),
+        ("flash", {"mlp_layer_types": ["sparse"] * 46}, "46 types for num_hidden_layers, 47"),
         ("flash", {"rope_scaling": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "all 64 elements of"),
     ],
 )  # fmt: skip
