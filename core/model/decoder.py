@@ -549,6 +549,8 @@ def _moved(
             layer.delta = _moved_delta(part, device)
         elif isinstance(part, ListedExperts):
             layer.experts = keep_experts(part)
+        elif field.name == "xielu" and part is not None:
+            layer.xielu = part.to(device)
         elif part is not None and not isinstance(part, NarrowWeight | RoundingWeight) and not part.is_mkldnn:
             is_norm = field.name.endswith("norm")
             setattr(layer, field.name, _moved_norm(part, norm, device, dtype) if is_norm else part.to(device, dtype))

@@ -25,7 +25,7 @@ from ..requests.types import CannotMerge
 from .batch import StepBatch
 from .config import ModelConfig
 from .layer_weights import MATRICES, LayerWeights
-from .layers import Activation, AttentionSpec, ClampedSwiglu, GatedDeltaSpec, HeadNorm, LayerSpec, Norms
+from .layers import Activation, AttentionSpec, ClampedSwiglu, GatedDeltaSpec, HeadNorm, LayerSpec, Norms, UngatedSpec
 from .lora_state import LoraState
 from .paged_states import PagedStates
 from .quantization.group_scaled import GroupScaled
@@ -46,6 +46,10 @@ def why_unsupported(config: ModelConfig, dtype: torch.dtype) -> str | None:
         return f"it has no mixture of experts, and this model's layers have {config.num_experts} experts"
     if any(layer.attention is not None and layer.attention.sinks for layer in config.layers):
         return "it has no attention sinks, and this model's layers have them"
+    if any(isinstance(layer.feed_forward, UngatedSpec) for layer in config.layers):
+        return "it has no feed-forward parts without a gate, and this model's layers have them"
+    if config.norm.biased:
+        return "it has no norms with a bias, and this model has them"
     pair = 4 // dtype.itemsize
     inner = [config.hidden_size, config.intermediate_size, config.q_size]
     inner += [] if config.delta is None else [config.delta.v_size]

@@ -256,6 +256,16 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], str]] = {
         },
         "20KB",
     ),
+    "olmo-1": ("OlmoConfig", {"attention_bias": True, "pad_token_id": 0}, "50GB"),
+}
+
+#: Families that PyTorch's operators alone compute: with norms that have biases, or without a gate.
+BY_TORCH: dict[str, tuple[str, dict[str, Any], str]] = {
+    "arcee": ("ArceeConfig", {"head_dim": 16, "mlp_bias": True}, "50GB"),
+    "nemotron": ("NemotronConfig", {"head_dim": 32, "attention_bias": True, "num_key_value_heads": 4}, "20KB"),
+    "jais-2": ("Jais2Config", {"hidden_size": 56, "head_dim": 14}, "50GB"),
+    "apertus": ("ApertusConfig", {"pad_token_id": 0}, "50GB"),
+    "starcoder-2": ("Starcoder2Config", {"sliding_window": 20}, "20KB"),
 }
 
 QWEN3_5 = {
@@ -542,6 +552,8 @@ def randomise(model: torch.nn.Module) -> None:
                 parameter.normal_(0, 0.02 if "moe_statics" in name else 0.3)
             elif name.endswith("sinks"):
                 parameter.normal_()
+            elif ".act_fn." in name:
+                parameter.uniform_(-1, 1)
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.normal_(0, 0.3)
@@ -550,7 +562,7 @@ def randomise(model: torch.nn.Module) -> None:
 def save_family(name: str, path: Path, dtype: torch.dtype = torch.float32, **changes: Any) -> None:
     import transformers
 
-    config_class, arguments, shard = {**FAMILIES, **HYBRIDS, **EXPERTS, **RENAMED}[name]
+    config_class, arguments, shard = {**FAMILIES, **BY_TORCH, **HYBRIDS, **EXPERTS, **RENAMED}[name]
     arguments = {
         "vocab_size": 150,
         "hidden_size": 64,

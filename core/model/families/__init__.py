@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from ..family import Family
 from . import (
+    apertus,
+    arcee,
     cohere,
     dots,
     ernie,
@@ -33,6 +35,7 @@ from . import (
     qwen3_moe,
     seed_oss,
     smollm3,
+    starcoder2,
 )
 
 ALL: tuple[Family, ...] = (
@@ -88,6 +91,12 @@ ALL: tuple[Family, ...] = (
     llama.IQUEST_CODER,
     mellum.MELLUM,
     hunyuan.HUNYUAN_3,
+    arcee.ARCEE,
+    arcee.NEMOTRON,
+    arcee.JAIS_2,
+    apertus.APERTUS,
+    starcoder2.STARCODER_2,
+    olmo.OLMO_1,
 )
 
 FAMILIES = {architecture: family for family in ALL for architecture in family.architectures}
