@@ -72,13 +72,18 @@ class Norms(StrEnum):
 
 
 class HeadNorm(StrEnum):
-    """Norm of queries and keys before they are rotated."""
+    """Norm of queries and keys, before they are rotated unless it says otherwise."""
 
     EACH = "each"
     """Every head by itself, with weights `[head_dim]`: Qwen3, Gemma 3."""
 
     ALL = "all"
     """All heads of a token at once, with weights `[heads · head_dim]`: OLMo 2."""
+
+    ROTATED = "rotated"
+    """Every head by itself after it was rotated, with weights `[head_dim]`: Hunyuan. Rotating changes no norm, so heads
+    are divided by their norms before, and the queries alone are multiplied by both weights after.
+    """
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,6 +50,8 @@ def why_unsupported(config: ModelConfig, dtype: torch.dtype) -> str | None:
         return "it has no feed-forward parts without a gate, and this model's layers have them"
     if config.norm.biased:
         return "it has no norms with a bias, and this model has them"
+    if any(it.head_norm is HeadNorm.ROTATED for it in config.attention_layers):
+        return "it has no norms of heads after they are rotated, and this model has them"
     pair = 4 // dtype.itemsize
     inner = [config.hidden_size, config.intermediate_size, config.q_size]
     inner += [] if config.delta is None else [config.delta.v_size]

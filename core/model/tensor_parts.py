@@ -122,7 +122,7 @@ def _expert_shapes(experts: Experts, hidden: int) -> dict[str, tuple[int, ...]]:
 def _head_norm_shapes(mixer: AttentionSpec) -> dict[str, tuple[int, ...]]:
     if mixer.head_norm is None:
         return {}
-    each = mixer.head_norm is HeadNorm.EACH
+    each = mixer.head_norm is not HeadNorm.ALL
     return {
         "self_attn.q_norm.weight": (mixer.head_dim if each else mixer.q_size,),
         "self_attn.k_norm.weight": (mixer.head_dim if each else mixer.kv_size,),

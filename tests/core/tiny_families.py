@@ -259,12 +259,22 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], str]] = {
     "olmo-1": ("OlmoConfig", {"attention_bias": True, "pad_token_id": 0}, "50GB"),
 }
 
-#: Families that PyTorch's operators alone compute: with norms that have biases, or without a gate.
+#: Families that PyTorch's operators alone compute: with norms that have biases, without a gate, or with norms of heads
+#: after the rope.
 BY_TORCH: dict[str, tuple[str, dict[str, Any], str]] = {
     "arcee": ("ArceeConfig", {"head_dim": 16, "mlp_bias": True}, "50GB"),
     "nemotron": ("NemotronConfig", {"head_dim": 32, "attention_bias": True, "num_key_value_heads": 4}, "20KB"),
     "jais-2": ("Jais2Config", {"hidden_size": 56, "head_dim": 14}, "50GB"),
     "apertus": ("ApertusConfig", {"pad_token_id": 0}, "50GB"),
+    "hunyuan": (
+        "HunYuanDenseV1Config",
+        {
+            "rope_parameters": {"rope_type": "dynamic", "alpha": 50.0, "rope_theta": 10000.0, "factor": 1.0},
+            "attention_bias": True,
+            "head_dim": 16,
+        },
+        "50GB",
+    ),
     "starcoder-2": ("Starcoder2Config", {"sliding_window": 20}, "20KB"),
 }
 
@@ -416,6 +426,11 @@ RENAMED: dict[str, tuple[str, dict[str, Any], str]] = {
         {**QWEN3_MOE, "num_hidden_layers": 3, "sliding_window": 20,
          "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
          "mlp_layer_types": ["sparse", "dense", "sparse"]},
+        "50GB",
+    ),
+    "hunyuan-moe": (
+        "HunYuanMoEV1Config",
+        {"num_experts": 16, "moe_topk": [3, 3], "intermediate_size": 40, "head_dim": 16, "num_hidden_layers": 2},
         "50GB",
     ),
     "hunyuan-3": (

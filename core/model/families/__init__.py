@@ -90,6 +90,8 @@ ALL: tuple[Family, ...] = (
     llama.CWM,
     llama.IQUEST_CODER,
     mellum.MELLUM,
+    hunyuan.HUNYUAN,
+    hunyuan.HUNYUAN_MOE,
     hunyuan.HUNYUAN_3,
     arcee.ARCEE,
     arcee.NEMOTRON,
