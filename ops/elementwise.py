@@ -42,8 +42,10 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return _weighted(wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps), weight, x.dtype)
 
 
-def layer_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """`rms_norm` of x less its mean."""
+def layer_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """`rms_norm` of x less its mean. bias: `[hidden]` float32, as the weight is then, added before the one rounding."""
+    if bias is not None:
+        return torch.add(layer_norm(x.float(), weight, eps), bias).to(x.dtype)
     if _uses_kernels(x):
         return _kernels().layer_norm(x, weight, eps)
     wide = x.float()
@@ -211,6 +213,24 @@ def clamped_swiglu(gate_up: torch.Tensor, alpha: float, limit: float) -> torch.T
     gate, up = gate_up.clamp(max=limit).chunk(2, dim=-1)
     sigmoid = (gate_up.clamp(max=limit) * alpha).chunk(2, dim=-1)[0].sigmoid()  # row by row, as it is a view
     return (up.clamp(min=-limit) + 1) * (gate * sigmoid)
+
+
+def relu_squared(x: torch.Tensor) -> torch.Tensor:
+    """`max(x, 0)²`."""
+    return torch.relu(x).square()
+
+
+def xielu(x: torch.Tensor, parameters: torch.Tensor) -> torch.Tensor:
+    """xIELU (arXiv 2411.13010): `α_p·x² + β·x` where x is above 0, else `(exp(min(x, ε)) - 1 - x)·α_n + β·x`.
+
+    parameters: `[4]` float32: a_p, a_n, β and ε, with `α_p = softplus(a_p)` and `α_n = β + softplus(a_n)`. Computed in
+    float32, and rounded once.
+    """
+    positive, negative, beta, eps = parameters.unbind()
+    positive, negative = torch.nn.functional.softplus(positive), beta + torch.nn.functional.softplus(negative)
+    wide = x.float()
+    below = (torch.expm1(torch.minimum(wide, eps)) - wide) * negative
+    return (torch.where(wide > 0, positive * wide * wide, below) + beta * wide).to(x.dtype)
 
 
 def split_gates(qkv: torch.Tensor, num_heads: int, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:

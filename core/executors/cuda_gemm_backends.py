@@ -21,6 +21,7 @@ from ..model.batch import BY_LIBRARY, GemmBackend, GemmBackends
 from ..model.config import ModelConfig
 from ..model.decoder import DecoderModel
 from ..model.layer import HEAD
+from ..model.layers import UngatedSpec
 from ..model.lora_launches import LoraLaunches
 from ..model.lora_state_cuda import CudaLoraState
 from ..model.sample_adapters import SampleAdapters
@@ -144,13 +145,18 @@ def compile_ahead(setting: SmallGemm, decoder: DecoderModel, lora: CudaLoraState
     tiles = {tile_rows(rows): rows for rows in reversed(buckets)}  # by tile, the least rows: all backends
     with suppress(Exception), compiling(available_cpus()):
         for rows, group in itertools.product(tiles.values(), groups):
-            weight, bias, is_gate = decoder.weight(group), biases[group], group == GATE_UP
+            weight, bias, is_gate = decoder.weight(group), biases[group], _has_gate(decoder, group)
             x = torch.zeros(rows, weight.shape[1], dtype=weight.dtype, device=weight.device)
             for silu in {False, is_gate}:  # adapters may be added after the GEMM and before the activation
                 multiply(x, weight, bias, silu=silu, compile_only=True)
             if GemmBackend.EXPANDED in asked_backends(setting, group, rows):
                 shrunk = launches.shrink(group, x, 0, compile_only=True)
                 multiply(x, weight, bias, silu=is_gate, shrunk=shrunk, compile_only=True)
+
+
+def _has_gate(decoder: DecoderModel, group: int) -> bool:
+    """True if the kernel for few rows computes a gated activation with a product."""
+    return group == GATE_UP and not isinstance(decoder.config.layers[0].feed_forward, UngatedSpec)
 
 
 def compile_late(decoder: DecoderModel, backends: Mapping[int, GemmBackends]) -> None:
@@ -170,7 +176,7 @@ def compile_late(decoder: DecoderModel, backends: Mapping[int, GemmBackends]) ->
         for rows, group in sorted(used):
             weight = decoder.weight(group)
             x = torch.zeros(rows, weight.shape[1], dtype=weight.dtype, device=weight.device)
-            multiply(x, weight, biases[group], silu=group == GATE_UP, compile_only=True)
+            multiply(x, weight, biases[group], silu=_has_gate(decoder, group), compile_only=True)
 
 
 def combinations_of(asked: Mapping[int, Collection[GemmBackend]]) -> dict[str, GemmBackends]:

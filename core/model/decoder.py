@@ -160,6 +160,9 @@ class DecoderModel:
         self._ropes = [layer.rope for layer in config.layers]
         ropes = [rope for rope in dict.fromkeys(self._ropes) if rope is not None]
         self._rotary = {rope: _rotary(rope, max_model_len, dtype, device) for rope in ropes}
+        self._query_weights = [
+            _query_weights(layer, spec.attention) for layer, spec in zip(self.layers, config.layers, strict=True)
+        ]
         growth = config.attention.query_growth
         self._query_factors = None if growth is None else growth.factors(max_model_len).to(device, dtype)[:, None, None]
 
@@ -484,6 +487,8 @@ class DecoderModel:
             else:
                 q = layer.latents(qkv, attention.latent, rotation, slots)
                 q = q if out is None else out.copy_(q)
+            if (weights := self._query_weights[index]) is not None:
+                q.mul_(weights)
             if self._query_factors is not None:
                 q.mul_(self._query_factors[batch.positions])
             return q, gates
@@ -586,6 +591,8 @@ def _moved(
             layer.recurrent = part.to(device)
         elif isinstance(part, ListedExperts):
             layer.experts = keep_experts(part)
+        elif field.name == "xielu" and part is not None:
+            layer.xielu = part.to(device)
         elif part is not None and not isinstance(part, NarrowWeight | RoundingWeight) and not part.is_mkldnn:
             is_norm = field.name.endswith("norm")
             setattr(layer, field.name, _moved_norm(part, norm, device, dtype) if is_norm else part.to(device, dtype))
@@ -623,4 +630,15 @@ def _head_norms(
         return None
     if attention.head_norm is not HeadNorm.ALL:
         ranks = None
+    if attention.head_norm is HeadNorm.ROTATED:
+        ones = torch.ones_like(layer.q_norm)
+        return HeadNorms(ones, ones, norm.eps)
     return HeadNorms(layer.q_norm, layer.k_norm, norm.eps, ranks, attention.kv_copies)
+
+
+def _query_weights(layer: LayerWeights, attention: AttentionSpec | None) -> torch.Tensor | None:
+    """What rotated queries are multiplied by, `[head_dim]` float32: see `HeadNorm.ROTATED`."""
+    if attention is None or attention.head_norm is not HeadNorm.ROTATED:
+        return None
+    assert layer.q_norm is not None and layer.k_norm is not None, "the weights are of the spec"
+    return layer.q_norm.float() * layer.k_norm.float()

@@ -9,11 +9,20 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
-from torch.nn.functional import linear
+from torch.nn.functional import gelu, linear
 
 from ...memory.pages.projections import Group
 from ...ops import float8_rows
-from ...ops.elementwise import add_layer_norm, add_rms_norm, gelu_and_mul, layer_norm, rms_norm, silu_and_mul
+from ...ops.elementwise import (
+    add_layer_norm,
+    add_rms_norm,
+    gelu_and_mul,
+    layer_norm,
+    relu_squared,
+    rms_norm,
+    silu_and_mul,
+    xielu,
+)
 from ...ops.latents import AbsorbedLora, absorbed, expanded, rotated, write_latents
 from ...ops.narrow_weights import NarrowWeight
 from ...ops.packed_gemm import packed_linear
@@ -22,7 +31,7 @@ from ...ops.rotation import KvSlots, Rotation
 from .batch import GemmBackend, GemmBackends
 from .experts import mix_experts
 from .layer_weights import LayerWeights
-from .layers import Activation, LatentSpec, LayerSpec, Norms, NormSpec
+from .layers import Activation, LatentSpec, LayerSpec, Norms, NormSpec, UngatedActivation, UngatedSpec
 from .nvtx_spans import span
 from .rounding_weight import RoundingWeight
 from .step_lora import ATTN_O, DOWN, GATE_UP, QKV, StepLora
@@ -61,11 +70,15 @@ class Residual:
             return self.rows if added is None else self.rows.add_(added)
         if added is None:
             return normed(self.rows, weight, self.norm)
+        if self.norm.biased:
+            return normed(self.rows.add_(added), weight, self.norm)
         return (add_layer_norm if self.norm.centered else add_rms_norm)(added, self.rows, weight, self.norm.eps)
 
 
 def normed(x: torch.Tensor, weight: torch.Tensor, norm: NormSpec) -> torch.Tensor:
     """x: `[tokens, hidden]`."""
+    if norm.biased:
+        return layer_norm(x, weight[0], norm.eps, weight[1])
     return (layer_norm if norm.centered else rms_norm)(x, weight, norm.eps)
 
 
@@ -174,11 +187,14 @@ class Layer:
         return None if self._lora is None else self._lora.absorbed(self._index)
 
     def gate_up(self, x: Residual) -> torch.Tensor:
-        """`activation(gate) · up`: `[tokens, ffn]`."""
+        """`activation(gate) · up`, without a gate `activation(up)`: `[tokens, ffn]`."""
         return self._gate_up(x.normed(self._weights.mlp_norm))
 
     def _gate_up(self, rows: torch.Tensor) -> torch.Tensor:
         weights = self._weights
+        if isinstance(self._spec.feed_forward, UngatedSpec):
+            up = self._gemm(GATE_UP, rows, weights.gate_up, weights.gate_up_bias)
+            return _activated(up, self._spec.feed_forward.activation, weights.xielu)
         if self._spec.feed_forward.activation is Activation.SILU:
             return self._gemm(GATE_UP, rows, weights.gate_up, weights.gate_up_bias, gate=True)
         return gelu_and_mul(self._gemm(GATE_UP, rows, weights.gate_up, weights.gate_up_bias))
@@ -216,6 +232,13 @@ class Layer:
         with span(lora_name):
             lora.add(group, y, x, self._index)
         return silu_and_mul(y) if gate else y
+
+
+def _activated(up: torch.Tensor, activation: UngatedActivation, parameters: torch.Tensor | None) -> torch.Tensor:
+    """up: `[tokens, ffn]`. parameters: of xIELU."""
+    if parameters is not None:
+        return xielu(up, parameters)
+    return relu_squared(up) if activation is UngatedActivation.RELU_SQUARED else gelu(up, approximate="tanh")
 
 
 def multiply(

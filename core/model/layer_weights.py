@@ -34,7 +34,7 @@ class LayerWeights:
     """`[hidden, in]`: the mixer's output."""
 
     gate_up: torch.Tensor
-    """`[2·ffn, hidden]`; no elements where the layer has experts."""
+    """`[2·ffn, hidden]`, without a gate `[ffn, hidden]`; no elements where the layer has experts."""
 
     down: torch.Tensor
     """`[hidden, ffn]`, likewise."""
@@ -45,7 +45,9 @@ class LayerWeights:
     down_bias: torch.Tensor | None = None
 
     attention_norm: torch.Tensor | None = None
-    """`[hidden]`, of attention's input; where the parts are parallel, of the feed-forward part's, too."""
+    """`[hidden]`, of attention's input; where the parts are parallel, of the feed-forward part's, too. A norm with a
+    bias has both: `[2, hidden]`.
+    """
 
     attention_out_norm: torch.Tensor | None = None
     mlp_norm: torch.Tensor | None = None
@@ -76,3 +78,6 @@ class LayerWeights:
 
     experts: ExpertWeights | None = None
     """The feed-forward part of a layer that has experts."""
+
+    xielu: torch.Tensor | None = None
+    """`[4]` float32: see `ops.elementwise.xielu`."""

@@ -1,7 +1,7 @@
 """Specifications of a model's layers: values alone, read from a checkpoint by its family and obeyed by every decoder.
 
-A layer is a mixer of tokens (attention, or a recurrent one, see `recurrent`) and a feed-forward part (gated, or a
-mixture of experts), each with norms around it, added to the residual stream x. With `Norms.BEFORE`:
+A layer is a mixer of tokens (attention, or a recurrent one, see `recurrent`) and a feed-forward part (gated or not, or
+a mixture of experts), each with norms around it, added to the residual stream x. With `Norms.BEFORE`:
 
     x += residual_multiplier · mixer(norm(x))
     x += residual_multiplier · feed_forward(norm(x))
@@ -45,6 +45,18 @@ class ClampedSwiglu:
     limit: float
 
 
+class UngatedActivation(StrEnum):
+    """Activation of a feed-forward part without a gate, by transformers' names."""
+
+    GELU_TANH = "gelu_pytorch_tanh"
+
+    RELU_SQUARED = "relu2"
+    """`max(x, 0)²`: Nemotron, Arcee."""
+
+    XIELU = "xielu"
+    """See `ops.elementwise.xielu`; each layer has learned parameters (Apertus)."""
+
+
 class Norms(StrEnum):
     """Where the norms of a layer stand."""
 
@@ -62,13 +74,18 @@ class Norms(StrEnum):
 
 
 class HeadNorm(StrEnum):
-    """Norm of queries and keys before they are rotated."""
+    """Norm of queries and keys, before they are rotated unless it says otherwise."""
 
     EACH = "each"
     """Every head by itself, with weights `[head_dim]`: Qwen3, Gemma 3."""
 
     ALL = "all"
     """All heads of a token at once, with weights `[heads · head_dim]`: OLMo 2."""
+
+    ROTATED = "rotated"
+    """Every head by itself after it was rotated, with weights `[head_dim]`: Hunyuan. Rotating changes no norm, so heads
+    are divided by their norms before, and the queries alone are multiplied by both weights after.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +102,12 @@ class NormSpec:
 
     wide: bool = False
     """Multiply by the weight in float32 and round then (Gemma, OLMo 2), rather than round before (Llama)."""
+
+    biased: bool = False
+    """A bias is added: LayerNorm as PyTorch has it (StarCoder 2). `centered` and `wide` are true, too."""
+
+    weightless: bool = False
+    """The checkpoint has no weight, which is 1 (OLMo)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,6 +280,25 @@ class GatedSpec:
         return replace(self, size=self.size // size)
 
 
+@dataclass(frozen=True, slots=True)
+class UngatedSpec:
+    """`down(activation(up(x)))`."""
+
+    size: int
+    """Width of up."""
+
+    activation: UngatedActivation
+    bias: bool = False
+
+    def projections(self, hidden: int) -> tuple[Projection, ...]:
+        """See `AttentionSpec.projections`."""
+        return gated_projections(hidden, self.size)[1:]
+
+    def share(self, size: int) -> UngatedSpec:
+        """One of `size` ranks' share."""
+        return replace(self, size=self.size // size)
+
+
 class Scoring(StrEnum):
     """How a router's logits become the scores of experts, float32."""
 
@@ -350,7 +392,7 @@ class LayerSpec:
     """One layer."""
 
     mixer: AttentionSpec | RecurrentSpec
-    feed_forward: GatedSpec | Experts
+    feed_forward: GatedSpec | UngatedSpec | Experts
     norms: Norms = Norms.BEFORE
 
     residual_multiplier: float = 1.0
@@ -383,6 +425,7 @@ class LayerSpec:
     def biased(self) -> frozenset[str]:
         """Paths of the projections with a bias."""
         found = ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"] if self.feed_forward.bias else []
+        found = found[1:] if isinstance(self.feed_forward, UngatedSpec) else found
         if (mixer := self.attention) is not None:
             found += mixer.biased_inputs if mixer.qkv_bias else []
             found += ["self_attn.o_proj"] if mixer.o_bias else []

@@ -25,7 +25,7 @@ from ..requests.types import CannotMerge
 from .batch import StepBatch
 from .config import ModelConfig
 from .layer_weights import MATRICES, LayerWeights
-from .layers import Activation, AttentionSpec, ClampedSwiglu, HeadNorm, LayerSpec, Norms
+from .layers import Activation, AttentionSpec, ClampedSwiglu, HeadNorm, LayerSpec, Norms, UngatedSpec
 from .lora_state import LoraState
 from .paged_states import PagedStates
 from .quantization.group_scaled import GroupScaled
@@ -73,6 +73,9 @@ def _other_parts(config: ModelConfig) -> dict[str, bool | str]:
         "attention of several shapes": bool(config.attention_shapes[1:]),
         "norm of values": any(mixer.value_norm for mixer in mixers),
         "factor of a layer's output": any(layer.scaled for layer in config.layers),
+        "feed-forward part without a gate": any(isinstance(it.feed_forward, UngatedSpec) for it in config.layers),
+        "norm with a bias": config.norm.biased,
+        "norm of heads after they are rotated": any(mixer.head_norm is HeadNorm.ROTATED for mixer in mixers),
     }
 
 

@@ -14,14 +14,16 @@ import torch
 
 from ...memory.pages.projections import Group, UnitRows
 from .config import ModelConfig, UnsupportedModel
-from .layers import AttentionSpec, Experts, HeadNorm, LayerSpec, Norms
+from .layers import AttentionSpec, Experts, HeadNorm, LayerSpec, Norms, UngatedActivation
 from .quantization.round_to_nearest import RoundToNearest
 from .shard import WHOLE, Part, Shard
 from .tensor_names import BIASES, PACKED, STACKED_EXPERTS, TensorNames
 
 EMBED, NORM, LM_HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 _MODEL, LAYER = "model.", "model.layers.{}."
-IN_LAYER = re.compile(r"^model\.(layers\.\d+\.)(.+)\.(weight|bias|sinks|dt_bias|A_log|D|e_score_correction_bias)$")
+IN_LAYER = re.compile(
+    r"^model\.(layers\.\d+\.)(.+)\.(weight|bias|sinks|dt_bias|A_log|D|e_score_correction_bias|alpha_[pn]|beta|eps)$"
+)
 _EXPERT = re.compile(r"^(mlp\.experts\.)(\d+)\.(.+)$")
 
 #: Parts of a layer with experts.
@@ -39,8 +41,11 @@ SINKS, SCALAR = "self_attn.sinks", "layer_scalar"
 #: Never multiplied as one matrix, so always dequantised: see `LayerWeights.kv_up`.
 KV_UP = ".self_attn.kv_b_proj.weight"
 
+#: Parameters of xIELU, each one number.
+XIELU = tuple(f"mlp.act_fn.{name}" for name in ("alpha_p", "alpha_n", "beta", "eps"))
+
 #: Norms that a layer may have, by where they stand.
-_NORMS = {
+NORMS = {
     Norms.BEFORE: ("attention_norm", "mlp_norm"),
     Norms.AFTER: ("attention_out_norm", "mlp_out_norm"),
     Norms.AROUND: ("attention_norm", "mlp_norm", "attention_out_norm", "mlp_out_norm"),
@@ -53,19 +58,33 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     layers, which are named as in `LayerWeights`; a tied `lm_head.weight` is not among them.
     """
     hidden = config.hidden_size
-    shapes: dict[str, tuple[int, ...]] = {EMBED: (config.vocab_size, hidden), NORM: (hidden,)}
+    shapes: dict[str, tuple[int, ...]] = {EMBED: (config.vocab_size, hidden), **_norm_shapes([NORM], config)}
     if not config.tie_word_embeddings:
         shapes[LM_HEAD] = (config.vocab_size, hidden)
     for index, layer in enumerate(config.layers):
         at = LAYER.format(index)
         shapes |= {at + part: shape for part, shape in _layer_shapes(layer, hidden).items()}
+        shapes |= _norm_shapes([f"{at}{norm}.weight" for norm in NORMS[layer.norms]], config)
         shapes |= {at + part: (1, *shapes[at + part]) for part in config.tensors.wrapped if at + part in shapes}
     return shapes
 
 
+def _norm_shapes(names: Sequence[str], config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Weights of norms by these names, and biases, if the model's norms have them."""
+    if config.norm.weightless:
+        return {}
+    biases = [bias_of(name) for name in names] if config.norm.biased else []
+    return dict.fromkeys((*names, *biases), (config.hidden_size,))
+
+
+def bias_of(norm: str) -> str:
+    """The name of a norm's bias, by that of its weight."""
+    return f"{norm.removesuffix('weight')}bias"
+
+
 def _layer_shapes(layer: LayerSpec, hidden: int) -> dict[str, tuple[int, ...]]:
     """The parts of a layer."""
-    shapes: dict[str, tuple[int, ...]] = {f"{norm}.weight": (hidden,) for norm in _NORMS[layer.norms]}
+    shapes: dict[str, tuple[int, ...]] = {}
     biased = layer.biased
     for projection in layer.projections(hidden):
         if projection.is_of_mixture:
@@ -73,6 +92,8 @@ def _layer_shapes(layer: LayerSpec, hidden: int) -> dict[str, tuple[int, ...]]:
         shapes[f"{projection.path}.weight"] = (projection.outputs, projection.inputs)
         if projection.path in biased:
             shapes[f"{projection.path}.bias"] = (projection.outputs,)
+    if layer.feed_forward.activation is UngatedActivation.XIELU:
+        shapes |= dict.fromkeys(XIELU, (1,))
     if layer.experts is not None:
         shapes |= _expert_shapes(layer.experts, hidden)
     if layer.scaled:
@@ -109,7 +130,7 @@ def _head_norm_shapes(mixer: AttentionSpec) -> dict[str, tuple[int, ...]]:
         return {**queries, "self_attn.k_norm.weight": (latent.kv_rank,)}
     if mixer.head_norm is None:
         return {}
-    each = mixer.head_norm is HeadNorm.EACH
+    each = mixer.head_norm is not HeadNorm.ALL
     return {
         "self_attn.q_norm.weight": (mixer.head_dim if each else mixer.q_size,),
         "self_attn.k_norm.weight": (mixer.head_dim if each else mixer.kv_size,),

@@ -74,7 +74,7 @@ class WeightLoader(Weights):
             self._shapes[LM_HEAD] = (config.vocab_size, config.hidden_size)
         self._stored = self._stored_shapes()
         self._quantised = self._find_quantised()
-        self._checkpoint.check({name: shape for name, shape in self._stored.items() if name not in self._quantised})
+        self._checkpoint.check({name: self._given(name) for name in self._stored if name not in self._quantised})
         self._check_unused()
         self._num_bytes = {
             name: sum(self._checkpoint[each].num_bytes for each in self._quantised.get(name, (name,)))
@@ -140,6 +140,12 @@ class WeightLoader(Weights):
             and source.name in self._checkpoint
             and self._checkpoint[source.name].shape == shapes[source.name]
         }
+
+    def _given(self, name: str) -> tuple[int, ...]:
+        """The shape that a tensor must have: one number may have no dimension."""
+        shape = self._stored[name]
+        is_number = shape == (1,) and name in self._checkpoint and not self._checkpoint[name].shape
+        return () if is_number else shape
 
     def _is_elsewhere(self, name: str) -> bool:
         """True for a tensor that the decoder does not use: rotary frequencies of old checkpoints, and a score head."""

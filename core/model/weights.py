@@ -32,11 +32,14 @@ from .tensor_parts import (
     LAYER,
     LM_HEAD,
     NORM,
+    NORMS,
     ROUTER,
     SCALAR,
     SHARED,
     SHARED_GATE,
     SINKS,
+    XIELU,
+    bias_of,
     kept_bytes,
     shard_shape,
     tensor_shapes,
@@ -137,11 +140,15 @@ class Weights(ABC):
         return embed if self._shard.size == 1 else embed[self._shard.of_vocab(self._config)]
 
     def _norm(self, name: str) -> torch.Tensor:
-        """A norm's weight, in float32 where products with it are rounded once."""
+        """A norm's weight, in float32 where products with it are rounded once; with a bias `[2, hidden]` of both."""
         spec = self._config.norm
+        if spec.weightless:
+            return torch.ones(self._config.hidden_size, dtype=torch.float32 if spec.wide else self._dtype)
         weight = self._read(name)
         weight = weight.float() if spec.wide else weight
-        return weight + 1 if spec.one_plus else weight
+        weight = weight + 1 if spec.one_plus else weight
+        bias = bias_of(name)
+        return torch.stack((weight, self._read(bias).float())) if bias in self._shapes else weight
 
     def _first_rank(self, name: str) -> torch.Tensor | None:
         """A tensor that only the first rank has."""
@@ -155,7 +162,8 @@ class Weights(ABC):
             return self._projection([f"{at}{name}.weight" for name in names], pack)
 
         def norm(name: str) -> torch.Tensor | None:
-            return self._norm(f"{at}{name}.weight") if f"{at}{name}.weight" in self._shapes else None
+            has_it = f"{at}{name}.weight" in self._shapes or (self._config.norm.weightless and name in norms)
+            return self._norm(f"{at}{name}.weight") if has_it else None
 
         def bias(*names: str) -> torch.Tensor | None:
             names = tuple(f"{at}{name}.bias" for name in names)
@@ -165,11 +173,12 @@ class Weights(ABC):
             return self._first_rank(f"{at}{name}.bias") if f"{at}{name}.bias" in self._shapes else None
 
         paths: dict[Group, list[str]] = {}
-        for each in spec.mixer.projections(self._config.hidden_size):
+        for each in spec.projections(self._config.hidden_size):
             paths.setdefault(each.group, []).append(each.path)
         inputs, (output,) = paths[Group.MIXER_IN], paths[Group.MIXER_OUT]
-
-        gate_up, nothing = ("mlp.gate_proj", "mlp.up_proj"), torch.empty(0, dtype=self._dtype)
+        gate_up = paths.get(Group.GATE_UP, [])
+        norms, nothing = NORMS[spec.norms], torch.empty(0, dtype=self._dtype)
+        xielu = [at + name for name in XIELU if at + name in self._shapes]
         return LayerWeights(
             attention_norm=norm("attention_norm"),
             qkv=projection(*inputs),
@@ -186,7 +195,8 @@ class Weights(ABC):
             attention_out_norm=norm("attention_out_norm"),
             mlp_norm=norm("mlp_norm"),
             gate_up=projection(*gate_up) if spec.experts is None else nothing,
-            gate_up_bias=bias(*gate_up),
+            gate_up_bias=bias(*gate_up) if gate_up else None,
+            xielu=self._read(*xielu, dtype=torch.float32) if xielu else None,
             down=projection("mlp.down_proj") if spec.experts is None else nothing,
             down_bias=first_rank_bias("mlp.down_proj"),
             mlp_out_norm=norm("mlp_out_norm"),

@@ -22,7 +22,8 @@ from chorus.core.requests.request_params import RequestParams
 from chorus.graphs.runner import StepMode
 
 from .merging.test_merged import merge
-from .tiny_families import ADAPTERS, BY_LLAMA, EXPERTS, FAMILIES, HYBRIDS, RENAMED, SHAPES, save_family
+from .test_family_paths import answers, told
+from .tiny_families import ADAPTERS, BY_LLAMA, BY_TORCH, EXPERTS, FAMILIES, HYBRIDS, RENAMED, SHAPES, save_family
 
 pytestmark = [pytest.mark.numerics, pytest.mark.wide]
 
@@ -34,7 +35,7 @@ def test_every_architecture_is_covered():
     import transformers
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING as MODELS
 
-    every = {**FAMILIES, **SHAPES, **HYBRIDS, **EXPERTS, **RENAMED}
+    every = {**FAMILIES, **BY_TORCH, **SHAPES, **HYBRIDS, **EXPERTS, **RENAMED}
     models = {MODELS[getattr(transformers, f[0])] for f in every.values()}
     seeing = {name for name, family in SERVED.items() if family.tensors.left_out}  # see test_text_parts.py
     assert {model.__name__ for model in models} - seeing | set(BY_LLAMA.values()) == set(SERVED) - seeing
@@ -108,6 +109,17 @@ def test_native_bfloat16_is_float32_within_rounding(tmp_path, prompts, family):
     assert float(errors.max()) < BF16_LOGITS_ERROR
 
 
+@pytest.mark.parametrize("family", BY_TORCH)
+def test_torch_bfloat16_is_float32_within_rounding(tmp_path, prompts, family):
+    save_family(family, tmp_path, torch.bfloat16, initializer_range=0.1)
+    want = logits_of(executor_of(tmp_path, dtype="float32"), prompts)
+    got = logits_of(executor_of(tmp_path), prompts)
+    errors = (got - want).norm(dim=-1) / want.norm(dim=-1)
+    assert float(errors.max()) < BF16_LOGITS_ERROR
+    with pytest.raises(UnsupportedModel, match=r"without a gate|norms with a bias|norms of heads after"):
+        executor_of(tmp_path, cpu_kernels="native")
+
+
 @pytest.mark.parametrize("family", ["qwen2", "qwen3-biased"])
 def test_float16_takes_the_torch_path(tmp_path, prompts, family):
     save_family(family, tmp_path, initializer_range=0.1)
@@ -144,7 +156,7 @@ def test_longrope_begins_with_the_long_factors_where_requests_may_be_long(tiny):
     assert not torch.equal(rotary.inv_freq, short)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *BY_TORCH])
 def test_configuration_and_frequencies_are_transformers_own(tiny, family):
     import transformers
 
@@ -198,10 +210,25 @@ def test_rows_by_head_of_several_projections(tiny, drive, kernels):
         it = tiny("qwen3-next", **arguments)
         driver = drive(it, max_num_seqs=4, max_num_batched_tokens=24, max_model_len=64, **options)
         merge(driver, "r8-qv")
-        want = {}
-        for index, adapter in enumerate(["r8-qv", "r3-all"]):
-            prompt, want[str(index)] = it.case(adapter, 15 + 17 * index, seed=index)
-            driver.add(str(index), adapter, prompt, max_tokens=8)
-        answers = driver.drain()
-        assert {name: answers[name].tokens for name in want} == want
+        want = answers(it, driver, 2, seed=3, adapters=("r8-qv", "r3-all"))
+        assert told(driver, want) == want
         assert driver.plans[-1].mode is StepMode.MERGED
+
+
+@pytest.mark.parametrize("kernels", ["torch"])
+@pytest.mark.parametrize("family", BY_TORCH)
+def test_families_that_torch_alone_computes(tiny, drive, family, kernels):
+    """The paths of `test_family_paths.py`, a few requests of each: chunks, prefixes from the cache, and merged weights
+    on two ranks.
+    """
+    it = tiny(family)
+    driver = drive(it, block_tokens=8, max_num_batched_tokens=20, max_num_seqs=4)
+    for _ in range(2):
+        want = answers(it, driver, 4, seed=2)
+        assert told(driver, want) == want
+        driver.answers.clear()
+    assert driver.engine.stats().num_prefix_hit_tokens > 40
+    driver = drive(it, tensor_parallel_size=2, max_num_seqs=8, max_num_batched_tokens=24)
+    merge(driver, "r3-all")
+    want = answers(it, driver, 4, seed=2)
+    assert told(driver, want) == want

@@ -265,6 +265,26 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], str]] = {
         },
         "20KB",
     ),
+    "olmo-1": ("OlmoConfig", {"attention_bias": True, "pad_token_id": 0}, "50GB"),
+}
+
+#: Families that PyTorch's operators alone compute: with norms that have biases, without a gate, or with norms of heads
+#: after the rope.
+BY_TORCH: dict[str, tuple[str, dict[str, Any], str]] = {
+    "arcee": ("ArceeConfig", {"head_dim": 16, "mlp_bias": True}, "50GB"),
+    "nemotron": ("NemotronConfig", {"head_dim": 32, "attention_bias": True, "num_key_value_heads": 4}, "20KB"),
+    "jais-2": ("Jais2Config", {"hidden_size": 56, "head_dim": 14}, "50GB"),
+    "apertus": ("ApertusConfig", {"pad_token_id": 0}, "50GB"),
+    "hunyuan": (
+        "HunYuanDenseV1Config",
+        {
+            "rope_parameters": {"rope_type": "dynamic", "alpha": 50.0, "rope_theta": 10000.0, "factor": 1.0},
+            "attention_bias": True,
+            "head_dim": 16,
+        },
+        "50GB",
+    ),
+    "starcoder-2": ("Starcoder2Config", {"sliding_window": 20}, "20KB"),
 }
 
 #: Families with layers of attention of several shapes, likewise.
@@ -532,6 +552,11 @@ RENAMED: dict[str, tuple[str, dict[str, Any], str]] = {
          "mlp_layer_types": ["sparse", "dense", "sparse"]},
         "50GB",
     ),
+    "hunyuan-moe": (
+        "HunYuanMoEV1Config",
+        {"num_experts": 16, "moe_topk": [3, 3], "intermediate_size": 40, "head_dim": 16, "num_hidden_layers": 2},
+        "50GB",
+    ),
     "hunyuan-3": (
         "HYV3Config",
         {"num_experts": 16, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "head_dim": 16,
@@ -667,6 +692,8 @@ def randomise(model: torch.nn.Module) -> None:
                 parameter.normal_(0, 0.02 if "moe_statics" in name else 0.3)
             elif name.endswith(("sinks", "mamba.D")):
                 parameter.normal_()
+            elif ".act_fn." in name:
+                parameter.uniform_(-1, 1)
         for name, buffer in model.named_buffers():
             if name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.normal_(0, 0.3)
@@ -677,7 +704,8 @@ def randomise(model: torch.nn.Module) -> None:
 def save_family(name: str, path: Path, dtype: torch.dtype = torch.float32, **changes: Any) -> None:
     import transformers
 
-    config_class, arguments, shard = {**FAMILIES, **SHAPES, **HYBRIDS, **EXPERTS, **RENAMED}[name]
+    every = {**FAMILIES, **BY_TORCH, **SHAPES, **HYBRIDS, **EXPERTS, **RENAMED}
+    config_class, arguments, shard = every[name]
     arguments = {
         "vocab_size": 150,
         "hidden_size": 64,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from ..family import Family
 from . import (
+    apertus,
+    arcee,
     cohere,
     deepseek,
     dots,
@@ -36,6 +38,7 @@ from . import (
     qwen3_moe,
     seed_oss,
     smollm3,
+    starcoder2,
 )
 
 ALL: tuple[Family, ...] = (
@@ -96,11 +99,19 @@ ALL: tuple[Family, ...] = (
     llama.CWM,
     llama.IQUEST_CODER,
     mellum.MELLUM,
+    hunyuan.HUNYUAN,
+    hunyuan.HUNYUAN_MOE,
     hunyuan.HUNYUAN_3,
     gemma_4.GEMMA_4,
     gemma_4.GEMMA_4_TEXT,
     gemma_4.GEMMA_4_UNIFIED,
     gemma_4.GEMMA_4_UNIFIED_TEXT,
+    arcee.ARCEE,
+    arcee.NEMOTRON,
+    arcee.JAIS_2,
+    apertus.APERTUS,
+    starcoder2.STARCODER_2,
+    olmo.OLMO_1,
 )
 
 FAMILIES = {architecture: family for family in ALL for architecture in family.architectures}

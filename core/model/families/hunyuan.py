@@ -1,4 +1,6 @@
-"""Hunyuan 3: experts chosen by sigmoids with a learned correction, and norms of heads."""
+"""Hunyuan, dense and with experts: norms of heads after they are rotated. Hunyuan 3 has them before, and experts chosen
+by sigmoids with a learned correction.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +9,55 @@ from dataclasses import replace
 from ..config import ModelConfig
 from ..config_json import ConfigJson
 from ..family import Family
-from ..layers import AttentionSpec, HeadNorm, Routing, Scoring
+from ..layers import AttentionSpec, HeadNorm, LayerSpec, Routing, Scoring
 from ..tensor_names import LLAMA_NORMS, TensorNames
 from ..tensor_parts import CORRECTION
 from . import reading
+
+
+def _attention(fields: ConfigJson) -> AttentionSpec:
+    heads, bias, rope_fields = reading.heads(fields), fields.boolean("attention_bias"), reading.rope_fields(fields)
+    if fields.boolean("use_cla"):
+        raise fields.refuse("use_cla", "attention across layers is not supported; only false is")
+    rope = reading.rope(fields, heads.head_dim)
+    if rope.type == "dynamic" and (alpha := reading.optional_number(rope_fields, "alpha")) is not None:
+        dim = heads.head_dim  # as NTK-aware interpolation: the frequencies depend on no length
+        rope = replace(rope, type="default", theta=rope.theta * alpha ** (dim / (dim - 2)))
+    if rope.attention_factor != 1:
+        raise rope_fields.refuse("attention_factor", "rotated heads would have other norms; only 1 is supported")
+    return AttentionSpec(
+        *heads,
+        scale=heads.head_dim**-0.5,
+        rope=rope,
+        head_norm=HeadNorm.ROTATED,
+        qkv_bias=bias,
+        o_bias=bias,
+    )
+
+
+def _read(fields: ConfigJson) -> ModelConfig:
+    layer = LayerSpec(_attention(fields), reading.gated(fields))
+    return reading.dense(fields, [layer] * fields.integer("num_hidden_layers"), reading.rms_norm(fields))
+
+
+def _read_experts(fields: ConfigJson) -> ModelConfig:
+    numbers = {name: _number_of_all(fields, name) for name in ("num_experts", "moe_topk") if name in fields.raw}
+    fields = ConfigJson(fields.path, {**fields.raw, **numbers}, defaults=MOE_DEFAULTS)
+    size = fields.integer("intermediate_size")
+    routing = Routing(1, renormalised=True)
+    experts = reading.experts(fields, routing, size="intermediate_size", per_token="moe_topk", shared_size=size)
+    layers = [LayerSpec(_attention(fields), experts)] * fields.integer("num_hidden_layers")
+    return reading.dense(fields, layers, reading.rms_norm(fields))
+
+
+def _number_of_all(fields: ConfigJson, name: str) -> object:
+    """A field that is one number, or a list of the same number for each layer."""
+    value = fields.raw[name]
+    if not isinstance(value, list) or not value:
+        return value
+    if any(each != value[0] for each in value):
+        raise fields.refuse(name, "layers with different numbers of experts are not supported")
+    return value[0]
 
 
 def _read_3(fields: ConfigJson) -> ModelConfig:
@@ -49,6 +96,32 @@ _NAMES_3 = TensorNames(
         CORRECTION: "mlp.expert_bias",
     },
     adapter_names={f"mlp.shared_expert.{each}": f"mlp.shared_experts.{each}" for each in _MATRICES},
+)
+_HEAD_NORMS = {"self_attn.q_norm": "self_attn.query_layernorm", "self_attn.k_norm": "self_attn.key_layernorm"}
+_DEFAULTS = {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5}
+MOE_DEFAULTS = {**_DEFAULTS, "num_experts": 1, "moe_topk": 1}
+HUNYUAN = Family(
+    "Hunyuan (dense)",
+    ("HunYuanDenseV1ForCausalLM",),
+    _read,
+    _DEFAULTS,
+    TensorNames(names={**LLAMA_NORMS, **_HEAD_NORMS}),
+    notes="on CPUs by PyTorch's operators",
+)
+HUNYUAN_MOE = Family(
+    "Hunyuan-A13B",
+    ("HunYuanMoEV1ForCausalLM",),
+    _read_experts,
+    MOE_DEFAULTS,
+    TensorNames(
+        names={
+            **LLAMA_NORMS,
+            **_HEAD_NORMS,
+            **{f"mlp.shared_expert.{each}": f"mlp.shared_mlp.{each}" for each in _MATRICES},
+            "mlp.gate": "mlp.gate.wg",
+        }
+    ),
+    notes=f"{reading.EXPERTS_NOTE}; layers with different numbers of experts are refused",
 )
 HUNYUAN_3 = Family(
     "Hunyuan 3",

@@ -1,11 +1,13 @@
-"""OLMo 2 and OLMo 3: norms after each part, and one norm over all heads of queries and of keys."""
+"""OLMo 2 and OLMo 3: norms after each part, and one norm over all heads of queries and of keys. OLMo 1 has LayerNorm
+without weights.
+"""
 
 from __future__ import annotations
 
 from ..config import ModelConfig
 from ..config_json import ConfigJson
 from ..family import Family
-from ..layers import AttentionSpec, HeadNorm, LayerSpec, Norms
+from ..layers import AttentionSpec, HeadNorm, LayerSpec, Norms, NormSpec
 from ..rope_config import RopeConfig
 from ..tensor_names import AFTER_NORMS, TensorNames
 from . import reading
@@ -33,6 +35,17 @@ def _model(fields: ConfigJson, layers: list[tuple[RopeConfig, int | None]]) -> M
     return reading.dense(fields, specs, reading.rms_norm(fields, wide=True))
 
 
+def _read_1(fields: ConfigJson) -> ModelConfig:
+    if fields.has("clip_qkv"):
+        raise fields.refuse("clip_qkv", "queries, keys and values are not clipped; only null is supported")
+    heads, bias = reading.heads(fields), fields.boolean("attention_bias")
+    rope = reading.rope(fields, heads.head_dim)
+    attention = AttentionSpec(*heads, scale=heads.head_dim**-0.5, rope=rope, qkv_bias=bias, o_bias=bias)
+    norm = NormSpec(1e-5, centered=True, wide=True, weightless=True)
+    layer = LayerSpec(attention, reading.gated(fields))
+    return reading.dense(fields, [layer] * fields.integer("num_hidden_layers"), norm)
+
+
 def _read_2(fields: ConfigJson) -> ModelConfig:
     rope = reading.rope(fields, reading.heads(fields).head_dim)
     return _model(fields, [(rope, None)] * fields.integer("num_hidden_layers"))
@@ -48,6 +61,13 @@ def _read_3(fields: ConfigJson) -> ModelConfig:
 _NAMES = TensorNames(names=AFTER_NORMS)
 _DEFAULTS = {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5}
 
+OLMO_1 = Family(
+    "OLMo 1",
+    ("OlmoForCausalLM",),
+    _read_1,
+    {"max_position_embeddings": 2048},
+    notes="models that clip queries, keys and values (`clip_qkv`) are refused",
+)
 OLMO_2 = Family("OLMo 2", ("Olmo2ForCausalLM",), _read_2, _DEFAULTS, _NAMES)
 OLMO_3 = Family(
     "OLMo 3", ("Olmo3ForCausalLM",), _read_3, {**_DEFAULTS, "sliding_window": 4096, "rope_theta": 500000.0}, _NAMES

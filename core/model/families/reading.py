@@ -12,7 +12,19 @@ from typing import Any, NamedTuple
 
 from ..config import ModelConfig
 from ..config_json import ConfigJson, UnsupportedModel
-from ..layers import Activation, AttentionSpec, ClampedSwiglu, Experts, GatedSpec, LayerSpec, NormSpec, Routing, Scoring
+from ..layers import (
+    Activation,
+    AttentionSpec,
+    ClampedSwiglu,
+    Experts,
+    GatedSpec,
+    LayerSpec,
+    NormSpec,
+    Routing,
+    Scoring,
+    UngatedActivation,
+    UngatedSpec,
+)
 from ..rope_config import ROPE_TYPES, RopeConfig
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -53,6 +65,22 @@ def _activation(fields: ConfigJson, name: str) -> Activation:
     if activation not in list(Activation):
         raise fields.refuse(name, f"not supported; supported: {', '.join(Activation)}")
     return Activation(activation)
+
+
+def ungated(
+    fields: ConfigJson, name: str = "hidden_act", *, default: UngatedActivation, bias: bool = False
+) -> UngatedSpec:
+    """name: the field of the activation. default: the activation where the field is missing."""
+    activation = fields.text(name, None if fields.has(name) else default)
+    if activation not in list(UngatedActivation):
+        raise fields.refuse(name, f"not supported; supported: {', '.join(UngatedActivation)}")
+    return UngatedSpec(fields.integer("intermediate_size"), UngatedActivation(activation), bias)
+
+
+def layer_norm(fields: ConfigJson, eps: str, *, one_plus: bool = False) -> NormSpec:
+    """LayerNorm with a bias. eps: the field of it, 1e-5 where it is missing."""
+    found = fields.number(eps, None if fields.has(eps) else 1e-5)
+    return NormSpec(found, centered=True, one_plus=one_plus, wide=True, biased=True)
 
 
 #: Names of the number of experts; transformers writes any of them.

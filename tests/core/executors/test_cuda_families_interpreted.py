@@ -30,8 +30,9 @@ from .test_cuda_ranks_interpreted import DEVICES, one_launch_at_a_time  # noqa: 
 EVERY = os.environ.get("CHORUS_FAMILIES") == "every"
 """Every geometry in every way, as `make families` asks, rather than a choice of them."""
 
-#: Multipliers, and layers side by side; scale, norms around, a partial and interleaved rope, a soft cap.
-DENSE = ["granite", "cohere-2", *(["glm-4", "gemma-2", "olmo-2"] if EVERY else [])]
+#: Multipliers; layers side by side; norms with biases, and no gate; scale, norms around, a partial and interleaved
+#: rope, a soft cap.
+DENSE = ["granite", "cohere-2", "starcoder-2", *(["glm-4", "gemma-2", "olmo-2", "apertus", "hunyuan"] if EVERY else [])]
 #: Mixtures of experts: a plain one; with dense layers between; with biases, sinks and windows; with shared experts and
 #: states.
 MIXTURES = [
@@ -40,7 +41,7 @@ MIXTURES = [
     "gpt-oss",
     "qwen3.5-moe",
     *(["lfm2-moe", "granite-4-h-moe"] if EVERY else []),
-    *(["olmoe", "granite-moe", "glm-4-moe", "glm-4-moe-groups"] if EVERY else []),
+    *(["olmoe", "granite-moe", "glm-4-moe", "glm-4-moe-groups", "ernie-4.5-moe", "qwen3-next"] if EVERY else []),
 ]
 #: With windows in all layers; in some.
 WINDOWS = ["mistral-window", *(["gemma-3", "qwen2-window"] if EVERY else [])]

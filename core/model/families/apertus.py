@@ -1,0 +1,42 @@
+"""Apertus: Llama with norms of heads, and xIELU in a feed-forward part without a gate."""
+
+from __future__ import annotations
+
+from ..config import ModelConfig
+from ..config_json import ConfigJson
+from ..family import Family
+from ..layers import AttentionSpec, HeadNorm, LayerSpec, UngatedActivation
+from ..tensor_names import TensorNames
+from . import reading
+
+
+def _read(fields: ConfigJson) -> ModelConfig:
+    heads, bias = reading.heads(fields), fields.boolean("attention_bias")
+    attention = AttentionSpec(
+        *heads,
+        scale=heads.head_dim**-0.5,
+        rope=reading.rope(fields, heads.head_dim),
+        head_norm=HeadNorm.EACH,
+        qkv_bias=bias,
+        o_bias=bias,
+    )
+    layer = LayerSpec(attention, reading.ungated(fields, default=UngatedActivation.XIELU))
+    return reading.dense(fields, [layer] * fields.integer("num_hidden_layers"), reading.rms_norm(fields))
+
+
+APERTUS = Family(
+    "Apertus",
+    ("ApertusForCausalLM",),
+    _read,
+    {
+        "max_position_embeddings": 65536,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 12000000.0,
+        "rope_parameters": {
+            "rope_type": "llama3", "rope_theta": 12000000.0, "factor": 8.0, "original_max_position_embeddings": 8192,
+            "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        },
+    },
+    TensorNames(names={"attention_norm": "attention_layernorm", "mlp_norm": "feedforward_layernorm"}),
+    notes="on CPUs by PyTorch's operators",
+)  # fmt: skip

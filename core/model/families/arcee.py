@@ -1,0 +1,53 @@
+"""Arcee (AFM): Llama with a feed-forward part without a gate; Nemotron and Jais 2, whose norms have biases, too."""
+
+from __future__ import annotations
+
+from ..config import ModelConfig
+from ..config_json import ConfigJson
+from ..family import Family
+from ..layers import AttentionSpec, LayerSpec, NormSpec, UngatedActivation
+from . import reading
+
+
+def _model(fields: ConfigJson, norm: NormSpec) -> ModelConfig:
+    heads, bias = reading.heads(fields), fields.boolean("attention_bias")
+    rope = reading.rope(fields, heads.head_dim)
+    attention = AttentionSpec(*heads, scale=heads.head_dim**-0.5, rope=rope, qkv_bias=bias, o_bias=bias)
+    feed_forward = reading.ungated(fields, default=UngatedActivation.RELU_SQUARED, bias=fields.boolean("mlp_bias"))
+    return reading.dense(fields, [LayerSpec(attention, feed_forward)] * fields.integer("num_hidden_layers"), norm)
+
+
+def _read_arcee(fields: ConfigJson) -> ModelConfig:
+    return _model(fields, reading.rms_norm(fields))
+
+
+def _read_nemotron(fields: ConfigJson) -> ModelConfig:
+    return _model(fields, reading.layer_norm(fields, "norm_eps", one_plus=True))
+
+
+def _read_jais(fields: ConfigJson) -> ModelConfig:
+    return _model(fields, reading.layer_norm(fields, "layer_norm_eps"))
+
+
+_NOTE = "on CPUs by PyTorch's operators"
+ARCEE = Family(
+    "Arcee (AFM)",
+    ("ArceeForCausalLM",),
+    _read_arcee,
+    {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
+    notes=_NOTE,
+)
+NEMOTRON = Family(
+    "Nemotron-4 and Minitron",
+    ("NemotronForCausalLM",),
+    _read_nemotron,
+    {"max_position_embeddings": 4096, "partial_rotary_factor": 0.5},
+    notes=_NOTE,
+)
+JAIS_2 = Family(
+    "Jais 2",
+    ("Jais2ForCausalLM",),
+    _read_jais,
+    {"max_position_embeddings": 8192, "attention_bias": True, "mlp_bias": True},
+    notes=_NOTE,
+)

@@ -1,0 +1,35 @@
+"""StarCoder 2: norms with biases, biases of all projections, and a feed-forward part without a gate."""
+
+from __future__ import annotations
+
+from ..config import ModelConfig
+from ..config_json import ConfigJson
+from ..family import Family
+from ..layers import AttentionSpec, LayerSpec, UngatedActivation
+from ..tensor_names import LLAMA_NORMS, TensorNames
+from . import reading
+
+
+def _read(fields: ConfigJson) -> ModelConfig:
+    heads, bias = reading.heads(fields), fields.boolean("use_bias")
+    attention = AttentionSpec(
+        *heads,
+        scale=heads.head_dim**-0.5,
+        rope=reading.rope(fields, heads.head_dim),
+        window=fields.optional("sliding_window"),
+        qkv_bias=bias,
+        o_bias=bias,
+    )
+    layer = LayerSpec(attention, reading.ungated(fields, default=UngatedActivation.GELU_TANH, bias=bias))
+    norm = reading.layer_norm(fields, "norm_epsilon")
+    return reading.dense(fields, [layer] * fields.integer("num_hidden_layers"), norm)
+
+
+STARCODER_2 = Family(
+    "StarCoder 2",
+    ("Starcoder2ForCausalLM",),
+    _read,
+    {"num_key_value_heads": 2, "max_position_embeddings": 4096, "use_bias": True, "tie_word_embeddings": True},
+    TensorNames(names={**LLAMA_NORMS, "mlp.up_proj": "mlp.c_fc", "mlp.down_proj": "mlp.c_proj"}),
+    notes="on CPUs by PyTorch's operators",
+)
