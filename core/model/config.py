@@ -86,7 +86,7 @@ class ModelConfig:
                 for of in self.attention_shapes
             ),
             {replace(layer.delta, eps=1.0) for layer in self.layers if layer.delta},
-            {layer.feed_forward.size for layer in self.layers if layer.experts is None},
+            {layer.dense.size for layer in self.layers if layer.dense},
             {layer.experts for layer in self.layers if layer.experts},
         ):
             if len(shapes) > 1:
@@ -151,8 +151,8 @@ class ModelConfig:
 
     @property
     def intermediate_size(self) -> int:
-        """Width of the feed-forward part of layers without experts; if all have experts, of those that a token uses."""
-        dense = (layer.feed_forward.size for layer in self.layers if layer.experts is None)
+        """Width of gated feed-forward parts; if no layer has one, of the experts that a token uses."""
+        dense = (layer.dense.size for layer in self.layers if layer.dense is not None)
         return next(dense, self.experts.active_size if self.experts else 0)
 
     @property

@@ -35,6 +35,12 @@ ROUTERS = (f".{ROUTER}.weight", f".{SHARED_GATE}.weight")
 
 SINKS, SCALAR = "self_attn.sinks", "layer_scalar"
 
+#: Of a router beside a gated part: weights of its input's norm, and factors of experts.
+ROUTER_NORM, EXPERT_FACTORS = "router.scale", "router.per_expert_scale"
+
+#: Norms of experts beside a gated part.
+_BESIDE_NORMS = ("dense_out_norm", "experts_norm", "experts_out_norm")
+
 #: Norms that a layer may have, by where they stand.
 _NORMS = {
     Norms.BEFORE: ("attention_norm", "mlp_norm"),
@@ -61,6 +67,8 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 def _layer_shapes(layer: LayerSpec, hidden: int) -> dict[str, tuple[int, ...]]:
     """The parts of a layer."""
     shapes: dict[str, tuple[int, ...]] = {f"{norm}.weight": (hidden,) for norm in _NORMS[layer.norms]}
+    if layer.beside is not None:
+        shapes |= {**dict.fromkeys((f"{norm}.weight" for norm in _BESIDE_NORMS), (hidden,)), ROUTER_NORM: (hidden,)}
     biased = layer.biased
     for projection in layer.projections(hidden):
         if projection.is_of_mixture:
@@ -82,6 +90,8 @@ def _expert_shapes(experts: Experts, hidden: int) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {f"{ROUTER}.weight": (experts.count, hidden)}
     if experts.routing.corrected:
         shapes[CORRECTION] = (experts.count,)
+    if experts.routing.scaled:
+        shapes[EXPERT_FACTORS] = (experts.count,)
     if experts.routing.bias:
         shapes[f"{ROUTER}.bias"] = (experts.count,)
     sizes = {f"mlp.experts.{number}": experts.size for number in range(experts.count)}
