@@ -88,7 +88,7 @@ class ModelConfig:
                 for of in self.attention_shapes
             ),
             {layer.recurrent for layer in self.layers if layer.recurrent},
-            {layer.feed_forward.size for layer in self.layers if layer.experts is None},
+            {layer.dense.size for layer in self.layers if layer.dense},
             {layer.experts for layer in self.layers if layer.experts},
         ):
             if len(shapes) > 1:
@@ -153,8 +153,8 @@ class ModelConfig:
 
     @property
     def intermediate_size(self) -> int:
-        """Width of the feed-forward part of layers without experts; if all have experts, of those that a token uses."""
-        dense = (layer.feed_forward.size for layer in self.layers if layer.experts is None)
+        """Width of gated feed-forward parts; if no layer has one, of the experts that a token uses."""
+        dense = (layer.dense.size for layer in self.layers if layer.dense is not None)
         return next(dense, self.experts.active_size if self.experts else 0)
 
     @property

@@ -125,18 +125,30 @@ class Layer:
         x.added = self._output(self.o(attended), x.norm, weights.attention_out_norm)
         if self._spec.norms is not Norms.PARALLEL:
             with span("mlp"):
-                x.added = self._output(self._feed_forward(x.normed(weights.mlp_norm)), x.norm, weights.mlp_out_norm)
+                rows = x.normed(weights.mlp_norm)
+                y = self._feed_forward(rows) if self._spec.beside is None else self._side_by_side(rows, x)
+                x.added = self._output(y, x.norm, weights.mlp_out_norm)
         if weights.scalar is not None:
             x.normed(None).mul_(weights.scalar)
 
     def _feed_forward(self, rows: torch.Tensor) -> torch.Tensor:
         """rows: `[tokens, hidden]`, normed."""
-        if (experts := self._weights.experts) is None:
-            return self.down(self._gate_up(rows))
-        spec = self._spec.experts
+        return self._mixed(rows) if self._spec.dense is None else self.down(self._gate_up(rows))
+
+    def _side_by_side(self, rows: torch.Tensor, x: Residual) -> torch.Tensor:
+        """The gated part of `rows`, and the experts beside it."""
+        weights, norm = self._weights, x.norm
+        y = self._output(self._feed_forward(rows), norm, weights.dense_out_norm)
+        own, routed = (x.normed(each) for each in (weights.experts_norm, weights.router_norm))
+        return y + self._output(self._mixed(own, routed), norm, weights.experts_out_norm)
+
+    def _mixed(self, rows: torch.Tensor, routed: torch.Tensor | None = None) -> torch.Tensor:
+        """The layer's mixture of experts. routed: see `mix_experts`."""
+        experts, spec = self._weights.experts, self._spec.experts
+        assert experts is not None, "the weights are of the spec"
         assert spec is not None, "the weights are of the spec"
-        y = mix_experts(rows, experts, spec, None if self._lora is None else self._lora.mixture(self._index))
-        return self._summed(y)
+        lora = None if self._lora is None else self._lora.mixture(self._index)
+        return self._summed(mix_experts(rows, experts, spec, lora, routed))
 
     def qkv(self, x: Residual) -> torch.Tensor:
         """The mixer's input: attention's `[tokens, q + 2·kv]`, a recurrent mixer's `[tokens, in]`, or latents of

@@ -34,7 +34,7 @@ class LayerWeights:
     """`[hidden, in]`: the mixer's output."""
 
     gate_up: torch.Tensor
-    """`[2·ffn, hidden]`, without a gate `[ffn, hidden]`; no elements where the layer has experts."""
+    """`[2·ffn, hidden]`, without a gate `[ffn, hidden]`; no elements where the layer has experts instead."""
 
     down: torch.Tensor
     """`[hidden, ffn]`, likewise."""
@@ -52,6 +52,16 @@ class LayerWeights:
     attention_out_norm: torch.Tensor | None = None
     mlp_norm: torch.Tensor | None = None
     mlp_out_norm: torch.Tensor | None = None
+
+    dense_out_norm: torch.Tensor | None = None
+    """`[hidden]`, of the gated part's output where experts are beside it."""
+
+    experts_norm: torch.Tensor | None = None
+    """Likewise, of the input of these experts."""
+
+    experts_out_norm: torch.Tensor | None = None
+    router_norm: torch.Tensor | None = None
+    """Likewise, of the input of their router."""
 
     q_norm: torch.Tensor | None = None
     """`[head_dim]`, or of all heads together; of latents `[q_rank]`."""
@@ -77,7 +87,7 @@ class LayerWeights:
     """The rest of a layer with a recurrent mixer."""
 
     experts: ExpertWeights | None = None
-    """The feed-forward part of a layer that has experts."""
+    """The mixture of a layer that has experts."""
 
     xielu: torch.Tensor | None = None
     """`[4]` float32: see `ops.elementwise.xielu`."""

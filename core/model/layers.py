@@ -342,6 +342,9 @@ class Routing:
     bias: bool = False
     """The router's logits have a bias."""
 
+    scaled: bool = False
+    """The weights are multiplied by a learned factor of each expert, after all else (Gemma 4)."""
+
 
 @dataclass(frozen=True, slots=True)
 class Experts:
@@ -401,6 +404,13 @@ class LayerSpec:
     scaled: bool = False
     """The residual stream is multiplied by a learned number behind the layer (Gemma 4)."""
 
+    beside: Experts | None = None
+    """A mixture of experts beside a gated feed-forward part (Gemma 4). The mixture reads the residual stream r through
+    a norm of its own, its router through another one; with `Norms.AROUND`:
+
+        x += norm_out(norm_1(feed_forward(norm(r))) + norm_2(experts(norm_3(r))))
+    """
+
     @property
     def attention(self) -> AttentionSpec | None:
         """The mixer, if it is attention."""
@@ -418,8 +428,13 @@ class LayerSpec:
 
     @property
     def experts(self) -> Experts | None:
-        """The feed-forward part, if it is a mixture of experts."""
-        return self.feed_forward if isinstance(self.feed_forward, Experts) else None
+        """The mixture of experts that is the feed-forward part, or is beside it."""
+        return self.feed_forward if isinstance(self.feed_forward, Experts) else self.beside
+
+    @property
+    def dense(self) -> GatedSpec | None:
+        """The feed-forward part, if it is gated."""
+        return self.feed_forward if isinstance(self.feed_forward, GatedSpec) else None
 
     @property
     def biased(self) -> frozenset[str]:
@@ -435,8 +450,14 @@ class LayerSpec:
 
     def projections(self, hidden: int) -> tuple[Projection, ...]:
         """The matrices of the layer, by their paths in Llama's checkpoints, or Qwen3.5's."""
-        return self.mixer.projections(hidden) + self.feed_forward.projections(hidden)
+        beside = () if self.beside is None else self.beside.projections(hidden)
+        return self.mixer.projections(hidden) + self.feed_forward.projections(hidden) + beside
 
     def share(self, size: int) -> LayerSpec:
         """One of `size` ranks' share."""
-        return replace(self, mixer=self.mixer.share(size), feed_forward=self.feed_forward.share(size))
+        return replace(
+            self,
+            mixer=self.mixer.share(size),
+            feed_forward=self.feed_forward.share(size),
+            beside=None if self.beside is None else self.beside.share(size),
+        )

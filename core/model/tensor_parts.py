@@ -43,6 +43,11 @@ KV_UP = ".self_attn.kv_b_proj.weight"
 
 #: Parameters of xIELU, each one number.
 XIELU = tuple(f"mlp.act_fn.{name}" for name in ("alpha_p", "alpha_n", "beta", "eps"))
+#: Of a router beside a gated part: weights of its input's norm, and factors of experts.
+ROUTER_NORM, EXPERT_FACTORS = "router.scale", "router.per_expert_scale"
+
+#: Norms of experts beside a gated part.
+_BESIDE_NORMS = ("dense_out_norm", "experts_norm", "experts_out_norm")
 
 #: Norms that a layer may have, by where they stand.
 NORMS = {
@@ -85,6 +90,8 @@ def bias_of(norm: str) -> str:
 def _layer_shapes(layer: LayerSpec, hidden: int) -> dict[str, tuple[int, ...]]:
     """The parts of a layer."""
     shapes: dict[str, tuple[int, ...]] = {}
+    if layer.beside is not None:
+        shapes |= {**dict.fromkeys((f"{norm}.weight" for norm in _BESIDE_NORMS), (hidden,)), ROUTER_NORM: (hidden,)}
     biased = layer.biased
     for projection in layer.projections(hidden):
         if projection.is_of_mixture:
@@ -108,6 +115,8 @@ def _expert_shapes(experts: Experts, hidden: int) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {f"{ROUTER}.weight": (experts.count, hidden)}
     if experts.routing.corrected:
         shapes[CORRECTION] = (experts.count,)
+    if experts.routing.scaled:
+        shapes[EXPERT_FACTORS] = (experts.count,)
     if experts.routing.bias:
         shapes[f"{ROUTER}.bias"] = (experts.count,)
     sizes = {f"mlp.experts.{number}": experts.size for number in range(experts.count)}

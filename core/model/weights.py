@@ -29,11 +29,13 @@ from .shard import WHOLE, Part, Shard
 from .tensor_parts import (
     CORRECTION,
     EMBED,
+    EXPERT_FACTORS,
     LAYER,
     LM_HEAD,
     NORM,
     NORMS,
     ROUTER,
+    ROUTER_NORM,
     SCALAR,
     SHARED,
     SHARED_GATE,
@@ -194,14 +196,22 @@ class Weights(ABC):
             o_bias=first_rank_bias(output),
             attention_out_norm=norm("attention_out_norm"),
             mlp_norm=norm("mlp_norm"),
-            gate_up=projection(*gate_up) if spec.experts is None else nothing,
+            gate_up=nothing if spec.dense is None else projection(*gate_up),
             gate_up_bias=bias(*gate_up) if gate_up else None,
             xielu=self._read(*xielu, dtype=torch.float32) if xielu else None,
-            down=projection("mlp.down_proj") if spec.experts is None else nothing,
+            down=nothing if spec.dense is None else projection("mlp.down_proj"),
             down_bias=first_rank_bias("mlp.down_proj"),
             mlp_out_norm=norm("mlp_out_norm"),
+            dense_out_norm=norm("dense_out_norm"),
+            experts_norm=norm("experts_norm"),
+            experts_out_norm=norm("experts_out_norm"),
+            router_norm=None if spec.beside is None else self._router_norm(at),
             experts=None if spec.experts is None else self._experts(at, spec.experts, pack_expert),
         )
+
+    def _router_norm(self, at: str) -> torch.Tensor:
+        """The norm of a router's input, with the factor that divides products of so many elements."""
+        return self._read(at + ROUTER_NORM, dtype=torch.float32) * self._config.hidden_size**-0.5
 
     def _experts(self, at: str, spec: Experts, pack: ExpertPack | None) -> ListedExperts:
         """A layer's experts; their router is float32 whatever the model's dtype. See `_layer`
@@ -223,6 +233,7 @@ class Weights(ABC):
             gate_up=[matrix(path, "gate_proj", "up_proj") for path in paths],
             down=[matrix(path, "down_proj") for path in paths],
             correction=self._read(at + CORRECTION, dtype=torch.float32).flatten() if spec.routing.corrected else None,
+            factors=self._read(at + EXPERT_FACTORS, dtype=torch.float32) if spec.routing.scaled else None,
             shared_gate_up=matrix(SHARED, "gate_proj", "up_proj") if spec.shared_size else None,
             shared_down=matrix(SHARED, "down_proj") if spec.shared_size else None,
             shared_gate=self._read(f"{at}{SHARED_GATE}.weight", dtype=torch.float32) if spec.shared_gate else None,

@@ -299,6 +299,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any], str]] = {
             "num_hidden_layers": 6,
             "sliding_window": 20,
             "final_logit_softcapping": 8.0,
+            "initializer_range": 0.05,
             "hidden_size_per_layer_input": 0,
             "use_bidirectional_attention": "vision",
         },
@@ -336,6 +337,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any], str]] = {
             "num_hidden_layers": 3,
             "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
             "sliding_window": 24,
+            "initializer_range": 0.05,
         },
         "50GB",
     ),
@@ -446,6 +448,14 @@ EXPERTS: dict[str, tuple[str, dict[str, Any], str]] = {
          "layer_types": ["full_attention", "sliding_attention"], "swiglu_alpha": 1.1,
          "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
         "20KB",
+    ),
+    "gemma-4-moe": (
+        "Gemma4TextConfig",
+        {"head_dim": 16, "global_head_dim": 32, "num_global_key_value_heads": 1, "attention_k_eq_v": True,
+         "layer_types": ["sliding_attention", "sliding_attention", "full_attention"], "num_hidden_layers": 3,
+         "sliding_window": 20, "hidden_size_per_layer_input": 0, "enable_moe_block": True, "num_experts": 16,
+         "top_k_experts": 4, "moe_intermediate_size": 24, "initializer_range": 0.05},
+        "50GB",
     ),
     "qwen3.5-moe": (
         "Qwen3_5MoeTextConfig",
@@ -612,7 +622,7 @@ class Tiny:
             self.router_margins.append(float((best.values[:, -2] - best.values[:, -1]).min()))
             kept = torch.zeros_like(sums).scatter_(1, best.indices[:, :-1], 1).bool()
             scores = scores.masked_fill(~kept.repeat_interleave(scores.shape[1] // groups, 1), float("-inf"))
-        if (most := router.top_k) < scores.shape[-1]:
+        if (most := getattr(router, "top_k", None) or router.config.top_k_experts) < scores.shape[-1]:
             best = scores.topk(most + 1).values
             self.router_margins.append(float((best[:, most - 1] - best[:, most]).min()))
 
@@ -690,6 +700,10 @@ def randomise(model: torch.nn.Module) -> None:
                 parameter.uniform_(0.5, 1.5)
             elif name.endswith("bias"):
                 parameter.normal_(0, 0.02 if "moe_statics" in name else 0.3)
+            elif name.endswith("per_expert_scale"):
+                parameter.uniform_(0.5, 1.5)
+            elif name.endswith("router.scale"):
+                parameter.uniform_(8, 24)
             elif name.endswith(("sinks", "mamba.D")):
                 parameter.normal_()
             elif ".act_fn." in name:

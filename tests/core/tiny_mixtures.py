@@ -23,7 +23,7 @@ ADAPTERS: dict[str, dict[str, Any]] = {
     "r4-router": {
         "r": 4,
         "lora_alpha": 8,
-        "target_modules": ATTENTION,
+        "target_modules": [*ATTENTION, "router.proj"],
         "target_parameters": ["gate.weight", "router.weight"],
     },
     "r2-experts": {

@@ -7,7 +7,7 @@ from dataclasses import replace
 from ..config import ModelConfig
 from ..config_json import ConfigJson
 from ..family import Family
-from ..layers import AttentionSpec, HeadNorm, LayerSpec, Norms
+from ..layers import AttentionSpec, Experts, HeadNorm, LayerSpec, Norms, Routing
 from ..rope_config import RopeConfig
 from ..tensor_names import AROUND_NORMS, BESIDE_VISION, TensorNames
 from . import reading
@@ -28,6 +28,7 @@ def _read(fields: ConfigJson) -> ModelConfig:
     types[-1] = FULL  # as transformers has it, whatever the field says
     shapes = _shapes(fields, types)
     ropes = {each: _rope(fields, *each) for each in dict.fromkeys(zip(types, shapes, strict=True))}
+    experts = _experts(fields) if fields.boolean("enable_moe_block") else None
     bias, shared_kv = fields.boolean("attention_bias"), fields.boolean("attention_k_eq_v")
     layers = [
         LayerSpec(
@@ -46,6 +47,7 @@ def _read(fields: ConfigJson) -> ModelConfig:
             reading.gated(fields, _ACTIVATION),
             Norms.AROUND,
             scaled=True,
+            beside=experts,
         )
         for seen, shape in zip(types, shapes, strict=True)
     ]
@@ -66,8 +68,6 @@ def _refuse_others(fields: ConfigJson) -> None:
         raise fields.refuse(name, "layers that share the keys and values of others are not supported")
     if fields.integer(name := "hidden_size_per_layer_input", least=0):
         raise fields.refuse(name, "inputs of each layer are not supported")
-    if fields.boolean(name := "enable_moe_block"):
-        raise fields.refuse(name, "a mixture of experts beside a dense part is not supported")
 
 
 def _shapes(fields: ConfigJson, types: list[str]) -> list[Heads]:
@@ -97,6 +97,15 @@ def _shapes(fields: ConfigJson, types: list[str]) -> list[Heads]:
     return found
 
 
+def _experts(fields: ConfigJson) -> Experts:
+    count, per_token = fields.integer("num_experts"), fields.integer("top_k_experts")
+    if per_token > count:
+        raise fields.refuse("top_k_experts", f"num_experts is {count}; it can't be more than that")
+    routing = Routing(per_token, renormalised=True, scaled=True)
+    activation = reading.gated(fields, _ACTIVATION).activation
+    return Experts(count, fields.integer("moe_intermediate_size"), routing, activation)
+
+
 def _rope(fields: ConfigJson, kind: str, heads: Heads) -> RopeConfig:
     parameters = fields.object("rope_parameters") or ConfigJson(fields.path, _ROPES, "rope_parameters.")
     of = parameters.object(kind)
@@ -121,19 +130,27 @@ _DEFAULTS = {
 }
 _UNIFIED = {**_DEFAULTS, "max_position_embeddings": 262144, "sliding_window": 1024, "hidden_size_per_layer_input": 0}
 
+_NAMES = {
+    **AROUND_NORMS,
+    "dense_out_norm": "post_feedforward_layernorm_1",
+    "experts_norm": "pre_feedforward_layernorm_2",
+    "experts_out_norm": "post_feedforward_layernorm_2",
+    "mlp.gate": "router.proj",
+}
+_EXPERTS = {"experts.gate_up_proj": ("gate_proj", "up_proj"), "experts.down_proj": ("down_proj",)}
+_PLAIN = TensorNames(names=_NAMES, stacked_experts=_EXPERTS)
 _TENSORS = replace(
     BESIDE_VISION,
-    names=AROUND_NORMS,
+    names=_NAMES,
+    stacked_experts=_EXPERTS,
     left_out=tuple(
         f"model.{each}." for each in ("vision_tower", "audio_tower", "embed_vision", "embed_audio", "vision_embedder")
     ),
 )
 
-GEMMA_4 = Family("Gemma 4", ("Gemma4ForCausalLM",), _read, _DEFAULTS, TensorNames(names=AROUND_NORMS))
+GEMMA_4 = Family("Gemma 4", ("Gemma4ForCausalLM",), _read, _DEFAULTS, _PLAIN)
 GEMMA_4_TEXT = Family("Gemma 4 (text)", ("Gemma4ForConditionalGeneration",), _read, _DEFAULTS, _TENSORS)
-GEMMA_4_UNIFIED = Family(
-    "Gemma 4 Unified", ("Gemma4UnifiedForCausalLM",), _read, _UNIFIED, TensorNames(names=AROUND_NORMS)
-)
+GEMMA_4_UNIFIED = Family("Gemma 4 Unified", ("Gemma4UnifiedForCausalLM",), _read, _UNIFIED, _PLAIN)
 GEMMA_4_UNIFIED_TEXT = Family(
     "Gemma 4 Unified (text)", ("Gemma4UnifiedForConditionalGeneration",), _read, _UNIFIED, _TENSORS
 )

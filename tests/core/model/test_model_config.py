@@ -496,7 +496,7 @@ WRONG = [
     ({**GEMMA_4, "use_bidirectional_attention": "all"}, "use_bidirectional_attention is 'all': only causal attention"),
     ({**GEMMA_4, "num_kv_shared_layers": 2}, "num_kv_shared_layers is 2: layers that share"),
     ({**GEMMA_4, "hidden_size_per_layer_input": ...}, "hidden_size_per_layer_input is missing: inputs of each layer"),
-    ({**GEMMA_4, "enable_moe_block": True}, "enable_moe_block is True: a mixture"),
+    ({**GEMMA_4, "enable_moe_block": True, "num_experts": 2, "top_k_experts": 3}, "num_experts is 2; it can't be more"),
     ({**GEMMA_4, "per_layer_config": {"2": {"head_dim": 32}}}, "'2' is none of 2 layers"),
     ({**GEMMA_4, "per_layer_config": {"0": {"sliding_window": 3}}}, "per_layer_config.0.sliding_window is 3: layers"),
     ({**GEMMA_4, "num_hidden_layers": 3, "per_layer_config": {"0": {"head_dim": 8}}}, "sliding_attention must have"),
