@@ -432,9 +432,9 @@ class LayerSpec:
         return self.feed_forward if isinstance(self.feed_forward, Experts) else self.beside
 
     @property
-    def dense(self) -> GatedSpec | None:
-        """The feed-forward part, if it is gated."""
-        return self.feed_forward if isinstance(self.feed_forward, GatedSpec) else None
+    def dense(self) -> GatedSpec | UngatedSpec | None:
+        """The feed-forward part, unless it is a mixture of experts."""
+        return None if isinstance(self.feed_forward, Experts) else self.feed_forward
 
     @property
     def biased(self) -> frozenset[str]:
