@@ -37,8 +37,9 @@ class Scores:
     """Each head has a sink, which `Attention.run` takes: one more score in the softmax, of a value of zeros."""
 
 
-#: Scores that are made at once where attention makes them, which a soft cap or sinks ask for: in float32 256 MiB.
-_SCORES = 1 << 26
+#: Scores that are made at once where attention makes them, which soft caps, sinks and latents ask for: in float32
+#: 256 MiB.
+MOST_SCORES = 1 << 26
 
 PLAIN = Scores()
 """Attention as in "Attention Is All You Need", causal."""
@@ -89,7 +90,7 @@ class AttentionSetup:
     float8_kv: bool = False
     """Keys and values are in FP8; see `float8_kv`."""
     is_latent: bool = False
-    """Values are parts of keys; see `KvCache`."""
+    """Latents are kept instead; see `latents`."""
 
     @property
     def kv_dtype(self) -> torch.dtype:
@@ -124,8 +125,7 @@ class PlannedRows(NamedTuple):
 
 
 class KvCache(NamedTuple):
-    """A layer's K and V, `[num_pages, block_tokens, kv_heads, head_dim]`, any strides. V may have fewer elements of a
-    head: then it is the first ones of K (latent attention).
+    """A layer's K and V, `[num_pages, block_tokens, kv_heads, head_dim]`, any strides.
 
     scales: factors of the stored values; of FP8.
     """
@@ -133,11 +133,6 @@ class KvCache(NamedTuple):
     k: torch.Tensor
     v: torch.Tensor
     scales: KvScales = UNSCALED
-
-    @property
-    def is_latent(self) -> bool:
-        """Values are parts of keys."""
-        return self.v.shape[-1] < self.k.shape[-1]
 
 
 class Attention(ABC):
@@ -175,12 +170,11 @@ class Attention(ABC):
     ) -> torch.Tensor:
         """Attend with one layer's cache.
 
-        q: `[tokens, heads, head_dim]`; k_cache, v_cache, kv_scales: see `KvCache`. out: `[tokens, heads, …]`, to write
-        to: of as many elements as a value has.
+        q: `[tokens, heads, head_dim]`; k_cache, v_cache, kv_scales: see `KvCache`. out: of q's shape, to write to.
         scores: of the layer, among those of `AttentionSetup`. sinks: `[heads]`, where the layer has them.
-        Returns `[tokens, heads · …]`.
+        Returns `[tokens, heads · head_dim]`.
         """
-        out = q.new_empty(*q.shape[:2], v_cache.shape[-1]) if out is None else out
+        out = torch.empty_like(q) if out is None else out
         cache = KvCache(k_cache, v_cache, kv_scales)
         if sinks is not None and not self.takes_sinks:
             raise NotImplementedError(f"{type(self).__name__} has no attention sinks; use attention triton or torch")
@@ -211,7 +205,7 @@ class PagedAttention(Attention):
         self._on_host = self._device.type == "cpu"
         num_heads, self._kv_heads, self._head_dim, self._block_tokens = heads
         self._gqa = num_heads != self._kv_heads
-        self._prefills: list[_Prefill] = []
+        self._prefills: list[Prefill] = []
         self._first_decode_token = 0
         self._decode_pages = torch.empty(0, 0, dtype=torch.long)
         self._decode_lens = torch.empty(0, 1, dtype=torch.long)
@@ -227,7 +221,7 @@ class PagedAttention(Attention):
             for row in range(num_prefills):
                 tokens, kv_len = slice(qo_indptr[row], qo_indptr[row + 1]), kv_lens[row]
                 self._prefills.append(
-                    _Prefill(tokens, pages[row, : -(-kv_len // self._block_tokens)], kv_len, self._device)
+                    Prefill(tokens, pages[row, : -(-kv_len // self._block_tokens)], kv_len, self._device)
                 )
         self._first_decode_token = qo_indptr[num_prefills]
         if num_prefills < len(kv_lens):
@@ -243,31 +237,28 @@ class PagedAttention(Attention):
     def _attend(
         self, q: torch.Tensor, cache: KvCache, out: torch.Tensor, scores: Scores, sinks: torch.Tensor | None
     ) -> None:
-        caches, scales = (cache.k,) if cache.is_latent else (cache.k, cache.v), cache.scales
-        values = cache.v.shape[-1]
+        caches, scales = (cache.k, cache.v), cache.scales
         if scales.k != 1:
             scale = self._head_dim**-0.5 if scores.scale is None else scores.scale
             scores = replace(scores, scale=scale * scales.k)
         for prefill in self._prefills:
-            k, *others = (self._gather(each, prefill.pages, prefill.kv_len).to(q.dtype) for each in caches)
-            v = others[0] if others else k[..., :values]
+            k, v = (self._gather(each, prefill.pages, prefill.kv_len).to(q.dtype) for each in caches)
             broken = self._broken(k, v)
             if broken is not None:
                 k, v = k.masked_fill(broken, 0), v.masked_fill(broken, 0)
-            explicit = cache.is_latent or scores.softcap is not None or scores.has_sinks
             rows = q[prefill.tokens].transpose(0, 1).unsqueeze(0)
-            if self._gqa and not self._on_host and q.dtype == torch.float32 and not explicit:
+            if self._gqa and not self._on_host and q.dtype == torch.float32:
                 # no kernel takes these with fewer heads of k and v, but one that makes all scores
                 k, v = (each.repeat_interleave(q.shape[1] // self._kv_heads, dim=1) for each in (k, v))
-            attended = _attend(rows, k, v, prefill.mask(scores.window, explicit=explicit), scores, sinks=sinks)
+            attended = _attend(rows, k, v, prefill.mask(scores), scores, sinks=sinks)
             if broken is not None:
                 attended = attended.masked_fill(self._who_sees(broken, attended.shape, scores.window), torch.nan)
             out[prefill.tokens] = attended[0].transpose(0, 1)
         if len(self._decode_pages):
             count = len(self._decode_pages)
-            gathered = (self._gather_decode(each, q.dtype) for each in caches)
-            k, *others = (each.view(count, -1, *each.shape[1:]).transpose(1, 2) for each in gathered)
-            v = others[0] if others else k[..., :values]
+            k, v = (self._gather_decode(each, q.dtype) for each in caches)
+            k = k.view(count, -1, self._kv_heads, self._head_dim).transpose(1, 2)
+            v = v.view(count, -1, self._kv_heads, self._head_dim).transpose(1, 2)
             rows = q[self._first_decode_token :].unsqueeze(2)
             attended = _attend(rows, k, v, self._decode_mask(scores.window), scores, sinks=sinks)
             out[self._first_decode_token :] = attended[:, :, 0]
@@ -385,7 +376,11 @@ class GroupedAttention:
         return self._groups[group][0]
 
 
-class _Prefill:
+#: Of a mask that is a tensor, without a window.
+_ALL_SEEN = None, True
+
+
+class Prefill:
     """A row with more than one token. tokens: its last tokens of `kv_len`, among the step's; pages: that hold them."""
 
     __slots__ = ("_device", "_masks", "kv_len", "pages", "tokens")
@@ -394,15 +389,24 @@ class _Prefill:
         self.tokens, self.pages, self.kv_len, self._device = tokens, pages, kv_len, device
         self._masks: dict[tuple[int | None, bool], torch.Tensor | None] = {}
 
-    def mask(self, window: int | None, *, explicit: bool) -> torch.Tensor | None:
+    def mask(self, scores: Scores) -> torch.Tensor | None:
         """What its tokens see of their keys, made once a plan for each window; None: plain causal attention of a whole
-        sequence. explicit: a tensor is needed.
+        sequence.
         """
+        window, explicit = scores.window, scores.softcap is not None or scores.has_sinks
         if window is not None and window >= self.kv_len:
             window = None
         if (key := (window, explicit)) not in self._masks:
             self._masks[key] = self._make(window, explicit)
         return self._masks[key]
+
+    @property
+    def visible(self) -> torch.Tensor:
+        """True where one of its tokens `[length, kv_len]` sees a token."""
+        if (found := self._masks.get(_ALL_SEEN)) is None:
+            length = self.tokens.stop - self.tokens.start
+            found = self._masks[_ALL_SEEN] = _visible(length, self.kv_len, None, self._device)
+        return found
 
     def _make(self, window: int | None, explicit: bool) -> torch.Tensor | None:
         length = self.tokens.stop - self.tokens.start
@@ -435,28 +439,19 @@ def _attend(
     scores: Scores,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """q: `[rows, heads, tokens, head_dim]`; k, v: `[rows, kv_heads, keys, head_dim]`, where v may have fewer elements
-    of a head. mask: None: plain causal.
-    """
+    """q: `[rows, heads, tokens, head_dim]`; k, v: `[rows, kv_heads, keys, head_dim]`. mask: None: plain causal."""
     group = q.shape[1] // k.shape[1]
-    if scores.softcap is None and sinks is None and v.shape[-1] == k.shape[-1]:
+    if scores.softcap is None and sinks is None:
         return scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, scale=scores.scale, enable_gqa=group > 1
         )
     assert mask is not None
-    most = max(1, _SCORES // (q.shape[0] * q.shape[1] * k.shape[2]))
-    if q.shape[2] > most:
-        mask = mask.expand(*mask.shape[:-2], q.shape[2], -1)
-        parts = zip(q.split(most, dim=2), mask.split(most, dim=-2), strict=True)
-        return torch.cat([_attend(rows, k, v, seen, scores, sinks) for rows, seen in parts], dim=2)
-    if group > 1 and k.shape[1] == 1 and sinks is None:
-        # of one head of keys, the queries of all heads are rows
-        rows, heads, tokens = q.shape[:3]
-        seen = mask.repeat_interleave(heads, dim=-2) if tokens > 1 else mask
-        found = _attend(q.transpose(1, 2).reshape(rows, 1, tokens * heads, -1), k, v, seen, scores, sinks)
-        return found.view(rows, tokens, heads, -1).transpose(1, 2)
     if group > 1:
         k, v = (each.repeat_interleave(group, dim=1) for each in (k, v))
+    most = max(1, MOST_SCORES // (q.shape[0] * q.shape[1] * k.shape[2]))
+    if q.shape[2] > most:
+        parts = zip(q.split(most, dim=2), mask.split(most, dim=-2), strict=True)
+        return torch.cat([_attend(rows, k, v, seen, scores, sinks) for rows, seen in parts], dim=2)
     weights = (q @ k.transpose(2, 3)) * (q.shape[-1] ** -0.5 if scores.scale is None else scores.scale)
     if scores.softcap is not None:
         weights = scores.softcap * torch.tanh(weights / scores.softcap)

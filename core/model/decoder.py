@@ -27,6 +27,7 @@ from ...ops.elementwise import (
     with_normed_values,
 )
 from ...ops.float8_kv import UNSCALED, KvScales
+from ...ops.latent_attention import LatentAttention
 from ...ops.merge import merge
 from ...ops.narrow_weights import NarrowWeight, is_kept, keep
 from ...ops.packed_gemm import pack, unpack
@@ -173,7 +174,8 @@ class DecoderModel:
     def new_attention(self) -> GroupedAttention:
         layout, device = self._arena.layout, self._arena.pages.device
         pairs = zip(self.heads, layout.group_windows, strict=True)
-        groups = [(PagedAttention(heads, device), window) for heads, window in pairs]
+        kind = PagedAttention if layout.value_dim is None else LatentAttention
+        groups = [(kind(heads, device), window) for heads, window in pairs]
         return GroupedAttention(groups, layout.block_tokens)
 
     @property
@@ -220,8 +222,8 @@ class DecoderModel:
         if self._recurrent[index] is not None:
             return self._mix(index, inputs, batch.states)
         q, gates = self._query(layer, inputs, index, batch, rotations)
-        attended = self.attend(index, batch.attention, q)
-        return self._attended(layer, index, attended, gates)
+        attended = self.attend(index, batch.attention, q, layer=layer)
+        return attended if gates is None else gate_output(attended, gates)
 
     def piece(self, index: int, batch: Batch, flow: Flow) -> None:
         """Compute the part between the mixer of layer `index - 1` and that of layer `index`: the rest of the one, and
@@ -232,8 +234,7 @@ class DecoderModel:
         """
         x = Residual(flow.rows, self.config.norm)
         if index:
-            layer = self._layer(index - 1, batch)
-            layer.finish(x, self._mixed_flow(layer, index - 1, flow))
+            self._layer(index - 1, batch).finish(x, self._mixed_flow(index - 1, flow))
         else:
             self.embed(batch, x.rows)
         if index < len(self.layers):
@@ -248,27 +249,20 @@ class DecoderModel:
         elif x.added is not None:
             x.rows.add_(x.added)
 
-    def _mixed_flow(self, layer: Layer, index: int, flow: Flow) -> torch.Tensor:
+    def _mixed_flow(self, index: int, flow: Flow) -> torch.Tensor:
         """The output of a layer's mixer for the next piece."""
         if self._recurrent[index] is not None:
             return flow.recurrent_out
         attended, mixer = flow.attended[self._forms[index]].view(len(flow.rows), -1), self._attention[index]
-        return self._attended(layer, index, attended, flow.gates if mixer is not None and mixer.output_gate else None)
+        return gate_output(attended, flow.gates) if mixer is not None and mixer.output_gate else attended
 
-    def _attended(self, layer: Layer, index: int, attended: torch.Tensor, gates: torch.Tensor | None) -> torch.Tensor:
-        """The output of attention as the layer's o takes it."""
-        mixer = self._attention[index]
-        if mixer is not None and mixer.latent is not None:
-            return layer.values(attended, mixer.latent)
-        return attended if gates is None else gate_output(attended, gates)
-
-    def mix(self, index: int, attention: GroupedAttention, states: StepStates | None, flow: Flow) -> None:
+    def mix(self, index: int, batch: Batch, states: StepStates | None, flow: Flow) -> None:
         """Run a layer's mixer between two pieces."""
         if self._recurrent[index] is not None:
             flow.recurrent_out.copy_(self._mix(index, flow.recurrent_in, states))
         else:
             form = self._forms[index]
-            self.attend(index, attention, flow.q[form], flow.attended[form])
+            self.attend(index, batch.attention, flow.q[form], flow.attended[form], self._layer(index, batch))
 
     def _mix(self, index: int, inputs: torch.Tensor, states: StepStates | None) -> torch.Tensor:
         """A layer's recurrent mixer `[tokens, out]`; the sequences' states are updated."""
@@ -279,15 +273,33 @@ class DecoderModel:
             return states.mix(index, inputs, weights, self._ranks)
 
     def attend(
-        self, index: int, attention: GroupedAttention, q: torch.Tensor, out: torch.Tensor | None = None
+        self,
+        index: int,
+        attention: GroupedAttention,
+        q: torch.Tensor,
+        out: torch.Tensor | None = None,
+        layer: Layer | None = None,
     ) -> torch.Tensor:
-        """A layer's attention `[tokens, heads · head_dim]`, in `out` if that is given; see `PagedAttention.run`."""
+        """A layer's attention `[tokens, heads · head_dim]`, in `out` if that is given; see `PagedAttention.run`. layer:
+        one with latents is needed.
+        """
         with span("attn.run"):
             kv = self._kv_index[index]
-            run = attention.of(self._page_groups[kv]).run
+            of_group = attention.of(self._page_groups[kv])
+            if isinstance(of_group, LatentAttention):
+                return self._attend_latents(index, of_group, q, out, layer)
+            run = of_group.run
             scores, sinks = self._scores[index], self.layers[index].sinks
             k, v = self._arena.kv_layers[kv]
             return run(q, k, v, out, scores, sinks=sinks, kv_scales=self._kv_scales[kv])
+
+    def _attend_latents(
+        self, index: int, attention: LatentAttention, q: torch.Tensor, out: torch.Tensor | None, layer: Layer | None
+    ) -> torch.Tensor:
+        mixer, (kept, _) = self._attention[index], self._arena.kv_layers[self._kv_index[index]]
+        assert layer is not None, "latents need the layer's weights"
+        assert mixer is not None and mixer.latent is not None, "the layer has latents"
+        return attention.run_latents(q, kept, layer.latent_heads(mixer.latent), mixer.scale, out)
 
     def new_rows(self, tokens: int) -> torch.Tensor:
         """Zeros `[tokens, hidden]` for a residual stream."""
@@ -303,7 +315,7 @@ class DecoderModel:
 
         return Flow(
             rows=zeros(config.hidden_size),
-            q=tuple(zeros(it.num_heads, it.head_dim) for it in shapes),
+            q=tuple(zeros(it.num_heads, it.query_dim) for it in shapes),
             attended=tuple(zeros(it.num_heads, it.attended_dim) for it in shapes),
             gates=zeros(max(it.q_rows - it.q_size for it in shapes)),
             recurrent_in=zeros(recurrent.in_size if recurrent else 0),

@@ -5,7 +5,6 @@ Tests: tests/core/test_families.py, tests/core/model/test_groups.py
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,7 +22,7 @@ from ...ops.elementwise import (
     silu_and_mul,
     xielu,
 )
-from ...ops.latents import AbsorbedLora, absorbed, expanded, rotated, write_latents
+from ...ops.latents import LatentHeads, rotated, write_latents
 from ...ops.narrow_weights import NarrowWeight
 from ...ops.packed_gemm import packed_linear
 from ...ops.ranks import Collectives
@@ -164,12 +163,8 @@ class Layer:
     def latents(
         self, inputs: torch.Tensor, spec: LatentSpec, rotation: Rotation | None, slots: KvSlots
     ) -> torch.Tensor:
-        """Queries over cached latents `[tokens, heads, kv_rank + rotated]`; the latents are written. inputs: `begin`'s.
-
-        See `ops.latents`.
-        """
+        """Queries `[tokens, heads, key + rotated]`, rotated; the latents are written. inputs: `begin`'s."""
         weights = self._weights
-        assert weights.kv_up is not None, "the weights are of the spec"
         key_dim, rotated_dim = spec.key_dim, spec.rotated_dim
         q, latents, key = inputs.split((inputs.shape[1] - spec.kv_rank - rotated_dim, spec.kv_rank, rotated_dim), 1)
         if weights.q_up is not None and weights.q_norm is not None:
@@ -178,25 +173,19 @@ class Layer:
         if weights.k_norm is not None:
             latents = rms_norm(latents.contiguous(), weights.k_norm, spec.eps)
         write_latents(slots, latents, rotated(key[:, None], rotation))
-        product, lora = partial(absorbed, kv_up=weights.kv_up), self._absorbed()
-        q = product(q) if lora is None else lora.absorb(q, product)
         return torch.cat((q, rotated(q_rotated, rotation)), dim=2)
 
-    def values(self, attended: torch.Tensor, spec: LatentSpec) -> torch.Tensor:
-        """Values `[tokens, heads · value]` of attended latents `[tokens, heads · kv_rank]`."""
-        kv_up, x = self._weights.kv_up, attended.unflatten(1, (-1, spec.kv_rank))
+    def latent_heads(self, spec: LatentSpec) -> LatentHeads:
+        """The ways between heads and latents."""
+        kv_up, lora = self._weights.kv_up, None if self._lora is None else self._lora.absorbed(self._index)
         assert kv_up is not None, "the weights are of the spec"
-        product, lora = partial(expanded, kv_up=kv_up, key_dim=spec.key_dim), self._absorbed()
-        return (product(x) if lora is None else lora.expand(x, product)).flatten(1)
+        return LatentHeads(kv_up, len(kv_up) // (spec.key_dim + spec.value_dim), spec.key_dim, spec.rotated_dim, lora)
 
     def _query_up(self, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         y = multiply(GemmBackend.LIBRARY, rows, weight)
         if self._lora is not None:
             self._lora.add(Group.QUERY_UP, y, rows, self._index)
         return y
-
-    def _absorbed(self) -> AbsorbedLora | None:
-        return None if self._lora is None else self._lora.absorbed(self._index)
 
     def gate_up(self, x: Residual) -> torch.Tensor:
         """`activation(gate) · up`, without a gate `activation(up)`: `[tokens, ffn]`."""

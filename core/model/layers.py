@@ -130,8 +130,8 @@ class LatentSpec:
     and values of all heads, with a rotated key that all heads share.
 
     Head h has the key `[key_h · c, k_rotated]` and the value `value_h · c`, where c is the latent. Its score is
-    `(key_hᵀ · q_h) · c + q_rotated · k_rotated` and its output `value_h · Σ weight · c`. So attention is over one KV
-    head, whose key is `[c, k_rotated]` and whose value is c: see `ops.latents`.
+    `(key_hᵀ · q_h) · c + q_rotated · k_rotated` and its output `value_h · Σ weight · c`. So the cache has one KV head,
+    whose key is `[c, k_rotated]` and whose value is c: see `ops.latents`.
     """
 
     q_rank: int
@@ -216,9 +216,14 @@ class AttentionSpec:
         return None if self.latent is None else self.latent.kv_rank
 
     @property
+    def query_dim(self) -> int:
+        """Elements of a head's query."""
+        return self.head_dim if self.latent is None else self.latent.key_dim + self.latent.rotated_dim
+
+    @property
     def attended_dim(self) -> int:
-        """Elements of a head's output over the cache."""
-        return self.cached_value_dim or self.head_dim
+        """Elements of a head's output."""
+        return self.head_dim if self.latent is None else self.latent.value_dim
 
     @property
     def q_rows(self) -> int:

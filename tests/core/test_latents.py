@@ -5,13 +5,16 @@ Its families have mixtures of experts, too; what all mixtures have in common is 
 
 from __future__ import annotations
 
+import json
 import random
+import shutil
 
 import pytest
 
 from chorus.core.model.config import UnsupportedModel
 from chorus.core.policies import Policies
 from chorus.graphs.runner import StepMode
+from chorus.memory.files.error import AdapterFormatError
 
 from .merging.test_merged import merge
 from .speculation.stand_ins import Drawn, Free, Right
@@ -118,3 +121,13 @@ def test_adapters_target_what_makes_latents_and_what_reads_them(tiny, drive):
     targets = {name: set(store.get(name).manifest.targets) for name in ADAPTERS}
     assert targets["r3-all"] >= {"q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"}
     assert targets["r8-qv"] == {"kv_b_proj"}
+
+
+def test_an_activated_adapter_on_keys_and_values_of_latents_is_refused(tiny, drive, tmp_path):
+    """Tokens before its invocation would have its keys and values for a query after it."""
+    shutil.copytree(tiny(V3).adapters["r8-qv"], tmp_path / "alora")
+    config = tmp_path / "alora" / "adapter_config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "alora_invocation_tokens": [5, 6]}))
+    store = drive(tiny(V3), adapters={}).engine.store
+    with pytest.raises(AdapterFormatError, match="the adapter is on kv_b_proj, which makes keys and"):
+        store.register("alora", tmp_path / "alora")

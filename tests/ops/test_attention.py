@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from unittest.mock import patch
 
 import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from chorus.ops import attention
 from chorus.ops.attention import PLAIN, HeadShape, PagedAttention, Scores
 from chorus.ops.elementwise import write_kv
 from chorus.ops.float8_kv import UNSCALED, KvScales, rounded
@@ -94,24 +92,6 @@ def test_equals_its_definition(seed, prefills, decoding, heads, head_dim, block_
     ).check()
 
 
-@settings(max_examples=40)
-@given(
-    seed=st.integers(0, 2**32 - 1),
-    prefills=st.lists(chunks, max_size=3),
-    decoding=st.lists(decodes, max_size=4),
-    heads=st.sampled_from([1, 4, 6]),
-    most=st.sampled_from([1, 40, 1 << 20]),
-)
-def test_values_that_are_parts_of_keys(seed, prefills, decoding, heads, most):
-    """Latent attention: one KV head. most: scores that are made at once."""
-    assume(prefills + decoding)
-    step = Step(seed, prefills + decoding, heads=heads, kv_heads=1, head_dim=10)
-    step.v = step.k[..., :6]
-    step.caches = step.k, step.v
-    with patch.object(attention, "_SCORES", most):
-        step.check(scores=Scores(scale=0.3))
-
-
 def test_reference_is_scaled_dot_product_attention():
     """The definition itself, against torch's on contiguous tensors."""
     step = Step(0, [(7, 0)], heads=4, kv_heads=2)
@@ -167,7 +147,7 @@ def test_sinks_join_the_denominator_alone(rows, window, softcap, at_once, monkey
     """Head by head and token by token against the equation, in float64; with all scores of a chunk made at once, and
     those of some tokens.
     """
-    monkeypatch.setattr("chorus.ops.attention._SCORES", at_once)
+    monkeypatch.setattr("chorus.ops.attention.MOST_SCORES", at_once)
     step = Step(0, rows)
     sinks = torch.tensor([-3.0, 0.0, 1.0, 4.0])
     found = step.run(scores=Scores(None, window, softcap, has_sinks=True), sinks=sinks).view(step.q.shape)

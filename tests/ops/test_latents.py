@@ -7,7 +7,8 @@ import random
 import pytest
 import torch
 
-from chorus.ops.latents import AbsorbedLora, absorbed, expanded, write_latents
+from chorus.ops import latents as ways
+from chorus.ops.latents import AbsorbedLora, LatentHeads, absorbed, expanded, write_latents
 from chorus.ops.rotation import KvSlots
 from chorus.ops.sgmv import AdapterRows, Segments
 from chorus.ops.vectors import stride_of
@@ -64,10 +65,9 @@ class Adapters:
         return AdapterRows(pages, 0, -1.0 if undone else 1.0, 0, [-1], [-1], [0], vectors=[[0]]), scales
 
 
-@pytest.mark.parametrize("seed", range(30))
-def test_adapters_are_added_and_scaled_as_in_their_weights(seed):
-    it = Adapters(seed)
-    kv_up, segments, begin = weights(it.generator), Segments(), 0
+def random_step(it: Adapters, kv_up: torch.Tensor) -> tuple[Segments, torch.Tensor]:
+    """Segments of a step, and kv_b_proj's weights for each of its tokens."""
+    segments, begin = Segments(), 0
     tokens = it.rng.randint(1, 50)
     whole = kv_up.expand(tokens, -1, -1).clone()  # of each token
     while begin < tokens:
@@ -85,6 +85,15 @@ def test_adapters_are_added_and_scaled_as_in_their_weights(seed):
             segments.add(begin, end, rows)
             whole[begin:end] *= scales[:, None]
         begin = end
+    return segments, whole
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_adapters_are_added_and_scaled_as_in_their_weights(seed):
+    it = Adapters(seed)
+    kv_up = weights(it.generator)
+    segments, whole = random_step(it, kv_up)
+    tokens = len(whole)
     lora = AbsorbedLora(it.arena, segments, 0, 0, WIDTH)
     q, x = (torch.randn(tokens, HEADS, width, generator=it.generator) for width in (KEY, RANK))
     keys, values = whole.view(tokens, HEADS, -1, RANK).split((KEY, VALUE), 2)
@@ -92,6 +101,27 @@ def test_adapters_are_added_and_scaled_as_in_their_weights(seed):
     torch.testing.assert_close(found, torch.einsum("thk,thkr->thr", q, keys), rtol=1e-3, atol=1e-3)
     found = lora.expand(x, lambda rows: expanded(rows, kv_up, KEY))
     torch.testing.assert_close(found, torch.einsum("thr,thvr->thv", x, values), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("at_once", [1, 1 << 20])
+@pytest.mark.parametrize("seed", range(10))
+def test_keys_and_values_are_made_for_the_adapters_of_a_token(seed, at_once, monkeypatch):
+    """And queries of some of a step's tokens are those of all."""
+    monkeypatch.setattr(ways, "_MADE", at_once)
+    it = Adapters(seed)
+    kv_up = weights(it.generator)
+    segments, whole = random_step(it, kv_up)
+    heads = LatentHeads(kv_up, HEADS, KEY, 2, AbsorbedLora(it.arena, segments, 0, 0, WIDTH))
+    kept, token = torch.randn(9, RANK, generator=it.generator), it.rng.randrange(len(whole))
+    parts = list(heads.made(kept, token))
+    assert len(parts) == (HEADS if at_once == 1 else 1)
+    found = torch.cat([torch.cat((keys, values), 2) for _, keys, values in parts])
+    want = (kept @ whole[token].T).unflatten(1, (HEADS, -1)).transpose(0, 1)
+    torch.testing.assert_close(found, want, rtol=1e-3, atol=1e-3)
+    q, first = torch.randn(len(whole), HEADS, KEY + 2, generator=it.generator), len(whole) // 2
+    torch.testing.assert_close(heads.absorb(q[first:], first), heads.absorb(q)[first:], rtol=1e-3, atol=1e-3)
+    x = torch.randn(len(whole), HEADS, RANK, generator=it.generator)
+    torch.testing.assert_close(heads.expand(x[first:], first), heads.expand(x)[first:], rtol=1e-3, atol=1e-3)
 
 
 def test_a_token_is_written_to_its_place_alone():
