@@ -314,7 +314,7 @@ class CudaExecutor(CudaShapes):
         """Make the static buffers, and choose the attention backend."""
         config, model, device = self._config, self.config, self._device
         limit, layout = self.model.max_model_len, self.layout
-        scores = [scores_of(mixer, limit) for mixer in model.attention_layers]
+        scores = [scores_of(mixer, limit) for mixer in model.kv_layers]
         heads = decoder.heads
         setup = AttentionSetup(
             heads[0],

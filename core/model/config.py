@@ -14,7 +14,7 @@ from ...memory.files.module_paths import ModulePaths
 from ...memory.files.whole_copies import BaseRows
 from ...memory.pages.projections import Group, Projections, model_projections
 from .config_json import UnsupportedModel
-from .layers import AttentionSpec, Experts, GatedDeltaSpec, LayerSpec, NormSpec
+from .layers import AttentionSpec, Experts, GatedDeltaSpec, LayerInputSpec, LayerSpec, NormSpec
 from .quantization.format import WeightFormat
 from .tensor_names import LLAMA_TENSORS, TensorNames
 
@@ -57,6 +57,9 @@ class ModelConfig:
     logits_softcap: float | None = None
     """Logits l become `softcap · tanh(l / softcap)`."""
 
+    layer_inputs: LayerInputSpec | None = None
+    """Further inputs of layers; None: there are none."""
+
     has_lm_head: bool = True
     """False for a checkpoint without the output projection, which makes vectors and scores only."""
 
@@ -86,7 +89,10 @@ class ModelConfig:
                 for of in self.attention_shapes
             ),
             {replace(layer.delta, eps=1.0) for layer in self.layers if layer.delta},
-            {layer.dense.size for layer in self.layers if layer.dense},
+            *(
+                {layer.dense.size for layer in self.layers if layer.dense and layer.dense.form == form}
+                for form in {layer.dense.form for layer in self.layers if layer.dense}
+            ),
             {layer.experts for layer in self.layers if layer.experts},
         ):
             if len(shapes) > 1:
@@ -100,6 +106,11 @@ class ModelConfig:
     def attention_layers(self) -> tuple[AttentionSpec, ...]:
         """The mixers of layers with attention."""
         return tuple(layer.attention for layer in self.layers if layer.attention is not None)
+
+    @cached_property
+    def kv_layers(self) -> tuple[AttentionSpec, ...]:
+        """The mixers of layers with keys and values of their own."""
+        return tuple(mixer for mixer in self.attention_layers if not mixer.shares_kv)
 
     @property
     def attention(self) -> AttentionSpec:

@@ -16,7 +16,7 @@ from ...ops.narrow_weights import NarrowWeight
 from ...ops.packed_gemm import packed_linear
 from ...ops.ranks import Collectives
 from .batch import GemmBackend, GemmBackends
-from .experts import mix_experts
+from .experts import activated, mix_experts
 from .layer_weights import LayerWeights
 from .layers import Activation, LayerSpec, Norms, NormSpec
 from .nvtx_spans import span
@@ -102,8 +102,10 @@ class Layer:
         x.rows.add_(self._output(self._feed_forward(rows), x.norm, weights.mlp_out_norm))
         return qkv
 
-    def finish(self, x: Residual, attended: torch.Tensor) -> None:
-        """Compute the part after the mixer, whose output `[tokens, out]` is given."""
+    def finish(self, x: Residual, attended: torch.Tensor, inputs: torch.Tensor | None = None) -> None:
+        """Compute the part after the mixer, whose output `[tokens, out]` is given. inputs: `[tokens, size]`: the
+        layer's further input, where there is one.
+        """
         weights = self._weights
         x.added = self._output(self.o(attended), x.norm, weights.attention_out_norm)
         if self._spec.norms is not Norms.PARALLEL:
@@ -111,6 +113,8 @@ class Layer:
                 rows = x.normed(weights.mlp_norm)
                 y = self._feed_forward(rows) if self._spec.beside is None else self._side_by_side(rows, x)
                 x.added = self._output(y, x.norm, weights.mlp_out_norm)
+        if inputs is not None:
+            x.added = self._of_inputs(x.normed(None), inputs, x.norm)
         if weights.scalar is not None:
             x.normed(None).mul_(weights.scalar)
 
@@ -124,6 +128,16 @@ class Layer:
         y = self._output(self._feed_forward(rows), norm, weights.dense_out_norm)
         own, routed = (x.normed(each) for each in (weights.experts_norm, weights.router_norm))
         return y + self._output(self._mixed(own, routed), norm, weights.experts_out_norm)
+
+    def _of_inputs(self, rows: torch.Tensor, inputs: torch.Tensor, norm: NormSpec) -> torch.Tensor:
+        """What a further input adds to the residual stream; see `LayerInputSpec`."""
+        weights, spec = self._weights, self._spec.dense
+        assert weights.input_gate is not None, "the weights are of the spec"
+        assert weights.input_projection is not None, "the weights are of the spec"
+        assert spec is not None, "a layer with inputs has a gated part"
+        gate = multiply(GemmBackend.LIBRARY, rows, weights.input_gate)
+        gated = activated(torch.cat((gate, inputs), 1), spec.activation)
+        return self._output(multiply(GemmBackend.LIBRARY, gated, weights.input_projection), norm, weights.input_norm)
 
     def _mixed(self, rows: torch.Tensor, routed: torch.Tensor | None = None) -> torch.Tensor:
         """The layer's mixture of experts. routed: see `mix_experts`."""

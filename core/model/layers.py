@@ -141,6 +141,11 @@ class AttentionSpec:
     value_norm: bool = False
     """Every head of values is normalised, without weights (Gemma 4)."""
 
+    shares_kv: bool = False
+    """It has no keys and values of its own: it reads those of the last layer before it that has its form and keys
+    (Gemma 4).
+    """
+
     form: str = ""
     """Tells its projections apart from those of other layers' attention of another shape; see `Projection`."""
 
@@ -169,7 +174,7 @@ class AttentionSpec:
             self.num_kv_heads,
             self.head_dim,
             gate=self.output_gate,
-            value=not self.keys_are_values,
+            keys_and_values=0 if self.shares_kv else 1 if self.keys_are_values else 2,
             form=self.form,
         )
 
@@ -260,9 +265,12 @@ class GatedSpec:
     activation: Activation = Activation.SILU
     bias: bool = False
 
+    form: str = ""
+    """See `AttentionSpec.form`."""
+
     def projections(self, hidden: int) -> tuple[Projection, ...]:
         """See `AttentionSpec.projections`."""
-        return gated_projections(hidden, self.size)
+        return gated_projections(hidden, self.size, self.form)
 
     def share(self, size: int) -> GatedSpec:
         """One of `size` ranks' share."""
@@ -358,6 +366,20 @@ class Experts:
     def share(self, size: int) -> Experts:
         """One of `size` ranks' share: of all experts some columns."""
         return replace(self, size=self.size // size, shared_size=self.shared_size // size)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerInputSpec:
+    """Each layer gates a further input of a token (see `LayerInputs`), behind its feed-forward part.
+
+    x += norm(project(activation(gate(x)) · input))
+    """
+
+    size: int
+    """Width of a layer's input."""
+
+    vocab: int
+    """Rows of the table."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,6 +48,8 @@ def why_unsupported(config: ModelConfig, dtype: torch.dtype) -> str | None:
         return "it has no attention sinks, and this model's layers have them"
     if config.attention_shapes[1:]:
         return "it has attention of one shape, and this model's layers have several"
+    if config.layer_inputs is not None or len(config.kv_layers) < len(config.attention_layers):
+        return "it has neither inputs of layers nor layers that share keys, and this model has them"
     if any(layer.scaled or (layer.attention is not None and layer.attention.value_norm) for layer in config.layers):
         return "it has neither norms of values nor factors of layers, and this model's layers have them"
     pair = 4 // dtype.itemsize

@@ -35,6 +35,11 @@ ROUTERS = (f".{ROUTER}.weight", f".{SHARED_GATE}.weight")
 
 SINKS, SCALAR = "self_attn.sinks", "layer_scalar"
 
+#: Of further inputs of layers: the model's, and a layer's.
+INPUT_TABLE, INPUT_PROJECTION = "model.embed_tokens_per_layer.weight", "model.per_layer_model_projection.weight"
+INPUT_NORM, OUTPUT_GATE = "model.per_layer_projection_norm.weight", "per_layer_input_gate"
+OUTPUT_PROJECTION, OUTPUT_NORM = "per_layer_projection", "input_norm"
+
 #: Of a router beside a gated part: weights of its input's norm, and factors of experts.
 ROUTER_NORM, EXPERT_FACTORS = "router.scale", "router.per_expert_scale"
 
@@ -58,8 +63,14 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {EMBED: (config.vocab_size, hidden), NORM: (hidden,)}
     if not config.tie_word_embeddings:
         shapes[LM_HEAD] = (config.vocab_size, hidden)
+    if (inputs := config.layer_inputs) is not None:
+        width = config.num_layers * inputs.size
+        shapes |= {INPUT_TABLE: (inputs.vocab, width), INPUT_PROJECTION: (width, hidden), INPUT_NORM: (inputs.size,)}
     for index, layer in enumerate(config.layers):
         at = LAYER.format(index)
+        if inputs is not None:
+            matrices = {OUTPUT_GATE: (inputs.size, hidden), OUTPUT_PROJECTION: (hidden, inputs.size)}
+            shapes |= {f"{at}{name}.weight": shape for name, shape in {**matrices, OUTPUT_NORM: (hidden,)}.items()}
         shapes |= {at + part: shape for part, shape in _layer_shapes(layer, hidden).items()}
     return shapes
 
@@ -112,10 +123,10 @@ def _head_norm_shapes(mixer: AttentionSpec) -> dict[str, tuple[int, ...]]:
     if mixer.head_norm is None:
         return {}
     each = mixer.head_norm is HeadNorm.EACH
-    return {
-        "self_attn.q_norm.weight": (mixer.head_dim if each else mixer.q_size,),
-        "self_attn.k_norm.weight": (mixer.head_dim if each else mixer.kv_size,),
-    }
+    shapes: dict[str, tuple[int, ...]] = {"self_attn.q_norm.weight": (mixer.head_dim if each else mixer.q_size,)}
+    if not mixer.shares_kv:
+        shapes["self_attn.k_norm.weight"] = (mixer.head_dim if each else mixer.kv_size,)
+    return shapes
 
 
 def _delta_shapes(mixer: GatedDeltaSpec) -> dict[str, tuple[int, ...]]:

@@ -28,9 +28,15 @@ from .tensor_parts import (
     CORRECTION,
     EMBED,
     EXPERT_FACTORS,
+    INPUT_NORM,
+    INPUT_PROJECTION,
+    INPUT_TABLE,
     LAYER,
     LM_HEAD,
     NORM,
+    OUTPUT_GATE,
+    OUTPUT_NORM,
+    OUTPUT_PROJECTION,
     ROUTER,
     ROUTER_NORM,
     SCALAR,
@@ -106,6 +112,10 @@ class Weights(ABC):
         for i in range(self._config.num_layers):
             yield self._layer(i, pack, pack_expert)
 
+    def layer_inputs(self, pack: Pack | None = None) -> tuple[torch.Tensor, Any, torch.Tensor]:
+        """The table, the projection and the norm of `LayerInputs`, for a model that has them."""
+        return self._read(INPUT_TABLE), self._packed(INPUT_PROJECTION, pack), self._norm(INPUT_NORM)
+
     def projection(self, layer: int, path: str) -> torch.Tensor:
         """One projection's weight `[out, in]`, dequantised, in memory of its own."""
         return self._projection([f"{LAYER.format(layer)}{path}.weight"], None)
@@ -116,7 +126,7 @@ class Weights(ABC):
 
     def kv_scales(self) -> list[KvScales]:
         """The scales of an FP8 KV cache, of each layer with attention."""
-        return [UNSCALED] * len(self._config.attention_layers)
+        return [UNSCALED] * len(self._config.kv_layers)
 
     def norm(self) -> torch.Tensor:
         """The final norm `[hidden]`."""
@@ -164,6 +174,9 @@ class Weights(ABC):
         def first_rank_bias(name: str) -> torch.Tensor | None:
             return self._first_rank(f"{at}{name}.bias") if f"{at}{name}.bias" in self._shapes else None
 
+        def packed(name: str) -> Any:
+            return None if self._config.layer_inputs is None else self._packed(f"{at}{name}.weight", pack)
+
         *inputs, output = (each.path for each in spec.mixer.projections(self._config.hidden_size))
         gate_up, nothing = ("mlp.gate_proj", "mlp.up_proj"), torch.empty(0, dtype=self._dtype)
         return LayerWeights(
@@ -173,6 +186,9 @@ class Weights(ABC):
             q_norm=norm("self_attn.q_norm"),
             k_norm=norm("self_attn.k_norm"),
             sinks=self._read(at + SINKS) if at + SINKS in self._shapes else None,
+            input_gate=packed(OUTPUT_GATE),
+            input_projection=packed(OUTPUT_PROJECTION),
+            input_norm=norm(OUTPUT_NORM),
             scalar=self._read(at + SCALAR) if spec.scaled else None,
             delta=self._delta(f"{at}linear_attn.") if spec.delta else None,
             o=projection(output),
@@ -223,6 +239,10 @@ class Weights(ABC):
             gate_up_bias=biases("gate_proj", "up_proj"),
             down_bias=biases("down_proj", first_rank=True),
         )
+
+    def _packed(self, name: str, pack: Pack | None) -> Any:
+        """A matrix that all ranks have and that is not quantised here, as projections are kept."""
+        return self._read(name) if pack is None else pack(self._read(name))
 
     def _projection(self, names: Sequence[str], pack: Pack | None) -> Any:
         """The rank's shares of projections, one below the other, as they are kept."""

@@ -183,8 +183,9 @@ class Product(NamedTuple):
 
 @dataclass(frozen=True)
 class Projections:
-    """The table of a model. A projection's index in it is its id everywhere; it is in the order of groups, those of
-    mixtures of experts after the model's own: tables with room for few projections leave them out.
+    """The table of a model. A path's index in it is its projections' id everywhere, whatever their form: a layer has
+    one of them. It is in the order of groups, those of mixtures of experts after the model's own: tables with room for
+    few projections leave them out.
 
     Raises ValueError for projections of one name that are not equal.
     """
@@ -208,10 +209,11 @@ class Projections:
         return Projections, (self.layers, self.model)
 
     def __len__(self) -> int:
-        return len(self._all)
+        """Ids."""
+        return len(self._of_ids)
 
     def __iter__(self) -> Iterator[Projection]:
-        """By id."""
+        """By id; those of one path and several forms are apart."""
         return iter(self._all)
 
     def __contains__(self, name: object) -> bool:
@@ -219,8 +221,8 @@ class Projections:
 
     def __getitem__(self, name: str) -> Projection:
         """By name; of one expert by such as `experts.7.up_proj`."""
-        found = self._ids.get(name)
-        return self._of_experts[name][1] if found is None else self._all[found]
+        found = self._by_name.get(name)
+        return self._of_experts[name][1] if found is None else found
 
     def experts_of(self, name: str) -> tuple[Projection, ...]:
         """Each expert's own projection, of one of all experts."""
@@ -238,11 +240,12 @@ class Projections:
         return next((self._ids[each.name] for each in self.model if each.group is group), None)
 
     def name_of(self, module: int) -> str:
-        return self._all[module].name
+        """By id, of the first form."""
+        return self._of_ids[module].name
 
     def dims_of(self, module: int) -> tuple[int, int]:
-        """Inputs and outputs of a projection, by id."""
-        return self._all[module].dims
+        """Inputs and outputs of a projection, by id, of the first form."""
+        return self._of_ids[module].dims
 
     def layers_of(self, name: str) -> tuple[int, ...]:
         """The layers that have a projection; of the model's, the layer beside which adapters have their rank-rows."""
@@ -317,7 +320,20 @@ class Projections:
 
     @cached_property
     def _ids(self) -> dict[str, int]:
-        return {projection.name: index for index, projection in enumerate(self._all)}
+        places = {path: index for index, path in enumerate(dict.fromkeys(each.path for each in self._all))}
+        return {each.name: places[each.path] for each in self._all}
+
+    @cached_property
+    def _by_name(self) -> dict[str, Projection]:
+        return {each.name: each for each in self._all}
+
+    @cached_property
+    def _of_ids(self) -> tuple[Projection, ...]:
+        """The first form of each path, by id."""
+        found: dict[str, Projection] = {}
+        for each in self._all:
+            found.setdefault(each.path, each)
+        return tuple(found.values())
 
     @cached_property
     def _of_experts(self) -> dict[str, tuple[str, Projection]]:
@@ -374,20 +390,19 @@ def attention_projections(
     head_dim: int,
     *,
     gate: bool = False,
-    value: bool = True,
+    keys_and_values: int = 2,
     form: str = "",
 ) -> tuple[Projection, ...]:
-    """Those of full attention. gate: q_proj gives each head a query and then a gate. value: False: k_proj gives the
-    values, too. form: see `Projection`.
+    """Those of full attention. gate: q_proj gives each head a query and then a gate. keys_and_values: projections that
+    give them; 1: k_proj gives both, 0: they are another layer's. form: see `Projection`.
     """
     q, kv = heads * head_dim, kv_heads * head_dim
-    found = [
+    names = ("self_attn.k_proj", "self_attn.v_proj")[:keys_and_values]
+    return (
         Projection("self_attn.q_proj", Group.MIXER_IN, hidden, q * (1 + gate), heads, form=form),
-        Projection("self_attn.k_proj", Group.MIXER_IN, hidden, kv, kv_heads, form=form),
-        Projection("self_attn.v_proj", Group.MIXER_IN, hidden, kv, kv_heads, form=form),
+        *(Projection(name, Group.MIXER_IN, hidden, kv, kv_heads, form=form) for name in names),
         Projection("self_attn.o_proj", Group.MIXER_OUT, q, hidden, heads, form=form),
-    ]
-    return tuple(each for each in found if value or not each.path.endswith(".v_proj"))
+    )
 
 
 def linear_projections(hidden: int, key: int, value: int, k_heads: int, v_heads: int) -> tuple[Projection, ...]:
@@ -415,12 +430,12 @@ def model_projections(vocab: int, hidden: int, head: int) -> tuple[Projection, .
     )
 
 
-def gated_projections(hidden: int, size: int) -> tuple[Projection, ...]:
-    """Those of a gated feed-forward part."""
+def gated_projections(hidden: int, size: int, form: str = "") -> tuple[Projection, ...]:
+    """Those of a gated feed-forward part. form: see `Projection`."""
     return (
-        Projection("mlp.gate_proj", Group.GATE_UP, hidden, size, size),
-        Projection("mlp.up_proj", Group.GATE_UP, hidden, size, size),
-        Projection("mlp.down_proj", Group.DOWN, size, hidden, size),
+        Projection("mlp.gate_proj", Group.GATE_UP, hidden, size, size, form=form),
+        Projection("mlp.up_proj", Group.GATE_UP, hidden, size, size, form=form),
+        Projection("mlp.down_proj", Group.DOWN, size, hidden, size, form=form),
     )
 
 

@@ -12,11 +12,14 @@ from chorus.core.model.read_config import read_model_config
 from chorus.graphs.runner import StepMode
 
 from .merging.test_merged import merge
-from .test_families import BF16_LOGITS_ERROR, executor_of, logits_of
+from .test_families import executor_of, logits_of
 from .test_family_paths import answers, told
 from .tiny_families import ADAPTERS, SHAPES, save_family
 
 pytestmark = [pytest.mark.numerics, pytest.mark.wide]
+
+BF16_ERROR = 5e-2
+"""Relative L2 error of bfloat16 logits that is taken for rounding; measured: at most 3.5e-2 (transformers: 1.3e-1)."""
 
 
 @pytest.fixture
@@ -113,7 +116,7 @@ def test_bfloat16_is_float32_within_rounding(tmp_path, family):
     want, executor = logits_of(executor_of(tmp_path, dtype="float32"), prompts), executor_of(tmp_path)
     assert executor.layout.itemsize == 2
     errors = (logits_of(executor, prompts) - want).norm(dim=-1) / want.norm(dim=-1)
-    assert float(errors.max()) < BF16_LOGITS_ERROR
+    assert float(errors.max()) < BF16_ERROR
 
 
 def test_random_weights_need_no_checkpoint(tmp_path):

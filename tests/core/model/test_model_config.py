@@ -134,7 +134,6 @@ def test_defaults_are_those_of_transformers(tmp_path, architecture):
     is_internlm = architecture == "InternLM3ForCausalLM"  # which transformers computes by Llama's class
     config_class = transformers.InternLM3Config if is_internlm else getattr(transformers, architecture).config_class
     shapes = {**SHAPES, **(OF_ATTENTION if "Hybrid" in architecture else {})}
-    shapes |= {"hidden_size_per_layer_input": 0} if architecture == "Gemma4ForCausalLM" else {}
     full = {**config_class(**shapes, pad_token_id=None).to_dict(), "architectures": [architecture]}
     if full.get("head_dim") is None:
         full.pop("head_dim", None)
@@ -483,8 +482,11 @@ WRONG = [
     ({"architectures": ["GraniteMoeHybridForCausalLM"], "layer_types": ["mamba", "attention"]}, "layer_types is ["),
     ({"architectures": ["Gemma3ForCausalLM"], "use_bidirectional_attention": True}, "only causal attention"),
     ({**GEMMA_4, "use_bidirectional_attention": "all"}, "use_bidirectional_attention is 'all': only causal attention"),
-    ({**GEMMA_4, "num_kv_shared_layers": 2}, "num_kv_shared_layers is 2: layers that share"),
-    ({**GEMMA_4, "hidden_size_per_layer_input": ...}, "hidden_size_per_layer_input is missing: inputs of each layer"),
+    ({**GEMMA_4, "num_kv_shared_layers": 1}, "num_kv_shared_layers is 1: of 2 layers, some of each type must"),
+    (
+        {**GEMMA_4, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 99},
+        "vocab_size_per_layer_input is 99: every token",
+    ),
     ({**GEMMA_4, "enable_moe_block": True, "num_experts": 2, "top_k_experts": 3}, "num_experts is 2; it can't be more"),
     ({**GEMMA_4, "per_layer_config": {"2": {"head_dim": 32}}}, "'2' is none of 2 layers"),
     ({**GEMMA_4, "per_layer_config": {"0": {"sliding_window": 3}}}, "per_layer_config.0.sliding_window is 3: layers"),
