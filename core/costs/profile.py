@@ -19,7 +19,15 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from ...memory.files import strict_json
 from ...memory.pages.adapter_layout import AdapterLayout, uniform_parts
 from ...memory.pages.layout import KvShape, PageLayout
-from ...memory.pages.projections import LAYER_GROUPS, MIXTURE_GROUPS, Group, Projection, Projections, dense_projections
+from ...memory.pages.projections import (
+    INPUT_GROUPS,
+    LAYER_GROUPS,
+    MIXTURE_GROUPS,
+    Group,
+    Projection,
+    Projections,
+    dense_projections,
+)
 from ..cold_start import CpuLoraCost
 from .models import (
     AllReduceCost,
@@ -88,7 +96,7 @@ def _checked_itemsize(itemsize: int) -> int:
 
 
 def _checked_group(group: int) -> int:
-    if group not in (groups := (*LAYER_GROUPS, *MIXTURE_GROUPS)):
+    if group not in (groups := (*LAYER_GROUPS, *INPUT_GROUPS, *MIXTURE_GROUPS)):
         raise ValueError(f"it must be one of {', '.join(str(int(each)) for each in groups)}")
     return group
 

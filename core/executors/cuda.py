@@ -92,6 +92,11 @@ class CudaShapes(ModelExecutor):
         super().__init__(config, shard)
         if config.fp8_activations:
             check_float8_products(self._dtype, device.torch_device)
+        if config.offload_workers and self.config.layer_inputs is not None:
+            raise UnsupportedModel(
+                f"offload_workers is {config.offload_workers}, and the model's layers have further inputs, which GPUs "
+                "serve without; set it to 0, or device to 'cpu'"
+            )
         if not (experts := self.config.num_experts):
             return
         if config.offload_workers:

@@ -185,8 +185,13 @@ class ModelConfig:
         """The projections that adapters may change. Of a rank's share, the head has room for the largest share."""
         return Projections(
             tuple(layer.projections(self.hidden_size) for layer in self.layers),
-            model_projections(self.vocab_size, self.hidden_size, -(-self.vocab_size // self.num_ranks)),
+            model_projections(self.vocab_size, self.hidden_size, -(-self.vocab_size // self.num_ranks), self._inputs),
         )
+
+    @property
+    def _inputs(self) -> int:
+        """Width of the further inputs of all layers."""
+        return 0 if self.layer_inputs is None else self.num_layers * self.layer_inputs.size
 
     @cached_property
     def module_paths(self) -> ModulePaths:

@@ -202,10 +202,12 @@ class DecoderModel:
         """Write the embeddings of a step's tokens to out `[tokens, hidden]`, which `run_layers` takes."""
         out.copy_(self._embedded(batch))
 
-    def run_layers(self, x: Residual, batch: Batch) -> None:
-        """Compute all layers, from the embeddings in x to what `compute_logits` takes."""
+    def run_layers(self, x: Residual, batch: Batch, inputs: torch.Tensor | None = None) -> None:
+        """Compute all layers, from the embeddings in x to what `compute_logits` takes. inputs: of `make_inputs`; None:
+        they are made here.
+        """
         lora, rotations = batch.lora, self._rotations(batch)
-        inputs = self._make_inputs(batch, x.rows)
+        inputs = self.make_inputs(batch, x.rows) if inputs is None else inputs
         for index in range(len(self.layers)):
             layer = self._layer(index, batch)
             with span(f"layer.{index}"):
@@ -239,7 +241,7 @@ class DecoderModel:
             layer.finish(x, self._mixed_flow(index - 1, flow), self._inputs_of(inputs, index - 1))
         else:
             self.embed(batch, x.rows)
-            if (inputs := self._make_inputs(batch, x.rows)) is not None:
+            if (inputs := self.make_inputs(batch, x.rows)) is not None:
                 flow.inputs.copy_(inputs)
         if index < len(self.layers):
             inputs = self._layer(index, batch).begin(x)
@@ -300,7 +302,7 @@ class DecoderModel:
 
         return Flow(
             rows=zeros(config.hidden_size),
-            inputs=zeros(config.num_layers * config.layer_inputs.size if config.layer_inputs else 0),
+            inputs=self.new_inputs(tokens),
             q=tuple(zeros(it.num_heads, it.head_dim) for it in shapes),
             attended=tuple(zeros(it.num_heads, it.head_dim) for it in shapes),
             gates=zeros(max(it.q_rows - it.q_size for it in shapes)),
@@ -341,15 +343,23 @@ class DecoderModel:
         norm = _moved_norm(norm, config.norm, device, self._dtype)
         return LayerInputs(spec, table.to(device), project, norm, config.norm.eps)
 
-    def _make_inputs(self, batch: Batch, embedded: torch.Tensor) -> torch.Tensor | None:
-        """Further inputs of all layers, `[tokens, layers · size]`. embedded: the residual stream before all layers."""
+    def new_inputs(self, tokens: int) -> torch.Tensor:
+        """Zeros for further inputs of layers; without columns where they have none."""
+        spec, device = self.config.layer_inputs, self._arena.pages.device
+        width = 0 if spec is None else self.config.num_layers * spec.size
+        return torch.zeros(tokens, width, dtype=self._dtype, device=device)
+
+    def make_inputs(self, batch: Batch, embedded: torch.Tensor) -> torch.Tensor | None:
+        """Further inputs of all layers, `[tokens, layers · size]`; None where they have none. embedded: the residual
+        stream before all layers.
+        """
         if self._inputs is None:
             return None
         token_ids = batch.token_ids if batch.lora is None else batch.lora.known(batch.token_ids)
-        return self._inputs.of(token_ids, embedded)
+        return self._inputs.of(token_ids, embedded, batch.lora)
 
     def _inputs_of(self, inputs: torch.Tensor | None, index: int) -> torch.Tensor | None:
-        """A layer's share of `_make_inputs`."""
+        """A layer's share of `make_inputs`."""
         return None if inputs is None else inputs.view(len(inputs), len(self.layers), -1)[:, index]
 
     def _rotations(self, batch: Batch) -> dict[RopeConfig | None, Rotation | None]:

@@ -21,7 +21,7 @@ from .layer_weights import LayerWeights
 from .layers import Activation, LayerSpec, Norms, NormSpec
 from .nvtx_spans import span
 from .rounding_weight import RoundingWeight
-from .step_lora import ATTN_O, DOWN, GATE_UP, QKV, StepLora
+from .step_lora import ATTN_O, DOWN, GATE_UP, INPUT_GATE, INPUT_PROJECTION, QKV, StepLora
 
 if TYPE_CHECKING:
     from ...ops.sgmv_triton import Shrunk
@@ -135,9 +135,16 @@ class Layer:
         assert weights.input_gate is not None, "the weights are of the spec"
         assert weights.input_projection is not None, "the weights are of the spec"
         assert spec is not None, "a layer with inputs has a gated part"
-        gate = multiply(GemmBackend.LIBRARY, rows, weights.input_gate)
+        gate = self._added(INPUT_GATE, rows, weights.input_gate)
         gated = activated(torch.cat((gate, inputs), 1), spec.activation)
-        return self._output(multiply(GemmBackend.LIBRARY, gated, weights.input_projection), norm, weights.input_norm)
+        return self._output(self._added(INPUT_PROJECTION, gated, weights.input_projection), norm, weights.input_norm)
+
+    def _added(self, group: int, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """A product of the library with what adapters add."""
+        y = multiply(GemmBackend.LIBRARY, x, weight)
+        if self._lora is not None:
+            self._lora.add(group, y, x, self._index)
+        return y
 
     def _mixed(self, rows: torch.Tensor, routed: torch.Tensor | None = None) -> torch.Tensor:
         """The layer's mixture of experts. routed: see `mix_experts`."""

@@ -15,6 +15,7 @@ from ...ops.elementwise import rms_norm
 from .batch import GemmBackend
 from .layer import multiply
 from .layers import LayerInputSpec
+from .step_lora import StepLora
 
 
 @dataclass(slots=True)
@@ -30,11 +31,16 @@ class LayerInputs:
     """`[size]`."""
     eps: float
 
-    def of(self, token_ids: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
-        """`[tokens, layers · size]`. embedded: `[tokens, hidden]`, the model's embeddings with their factor."""
+    def of(self, token_ids: torch.Tensor, embedded: torch.Tensor, lora: StepLora | None = None) -> torch.Tensor:
+        """`[tokens, layers · size]`. embedded: `[tokens, hidden]`, the model's embeddings with their factor. lora: the
+        step's adapters.
+        """
         size = self.spec.size
         rows = embedding(token_ids, self.table)
         rows = rows * float(torch.tensor(size**0.5, dtype=rows.dtype))
-        found = multiply(GemmBackend.LIBRARY, embedded, self.project) * embedded.shape[1] ** -0.5
+        found = multiply(GemmBackend.LIBRARY, embedded, self.project)
+        if lora is not None:
+            lora.add_inputs(found, embedded)
+        found = found * embedded.shape[1] ** -0.5
         found = rms_norm(found.reshape(-1, size), self.norm, self.eps).view(found.shape)
         return (found + rows.to(found.dtype)) * 2**-0.5

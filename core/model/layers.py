@@ -20,6 +20,7 @@ from ...memory.pages.projections import (
     Projection,
     attention_projections,
     gated_projections,
+    input_projections,
     linear_projections,
     mixture_projections,
 )
@@ -396,6 +397,9 @@ class LayerSpec:
     scaled: bool = False
     """The residual stream is multiplied by a learned number behind the layer (Gemma 4)."""
 
+    input_size: int = 0
+    """See `LayerInputSpec.size`; 0: the layer has no further input."""
+
     beside: Experts | None = None
     """A mixture of experts beside a gated feed-forward part (Gemma 4). The mixture reads the residual stream r through
     a norm of its own, its router through another one; with `Norms.AROUND`:
@@ -439,8 +443,9 @@ class LayerSpec:
 
     def projections(self, hidden: int) -> tuple[Projection, ...]:
         """The matrices of the layer, by their paths in Llama's checkpoints, or Qwen3.5's."""
-        beside = () if self.beside is None else self.beside.projections(hidden)
-        return self.mixer.projections(hidden) + self.feed_forward.projections(hidden) + beside
+        further = () if self.beside is None else self.beside.projections(hidden)
+        further += input_projections(hidden, self.input_size) if self.input_size else ()
+        return self.mixer.projections(hidden) + self.feed_forward.projections(hidden) + further
 
     def share(self, size: int) -> LayerSpec:
         """One of `size` ranks' share."""

@@ -13,7 +13,7 @@ from ...memory.adapters.adapter import Adapter
 from ...memory.files.whole_copies import MAX_TRAINED_ROWS
 from ...memory.pages.adapter_layout import AdapterLayout, AdapterPart, VectorTarget, uniform_parts
 from ...memory.pages.layout import PageLayout, SlabLayout
-from ...memory.pages.projections import LAYER_GROUPS, MIXTURE_GROUPS, Product
+from ...memory.pages.projections import MIXTURE_GROUPS, Product
 from ...memory.transfers.transfer import Transfer
 from ...ops.mixture_tables import MAX_PARTS, Parts
 from ...ops.sgmv import AdapterRows, Segments
@@ -420,8 +420,9 @@ class CudaLoraState(LoraState):
     def _first_uses(self) -> list[tuple[tuple[int, int], Product]]:
         """The layer and group that first use each product."""
         found: dict[int, tuple[int, int]] = {}
-        for place in itertools.product(range(self._num_layers), LAYER_GROUPS):
-            found.setdefault(self.product_of[place[0]][place[1]], place)
+        for layer, products in enumerate(self.product_of):
+            for group, index in enumerate(products):
+                found.setdefault(index, (layer, group))
         return [(place, self._launched[index]) for index, place in found.items() if index in self._launched]
 
     def whole(self, rank: int) -> tuple[tuple[AdapterPart, ...], AdapterLayout]:

@@ -68,9 +68,6 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         shapes |= {INPUT_TABLE: (inputs.vocab, width), INPUT_PROJECTION: (width, hidden), INPUT_NORM: (inputs.size,)}
     for index, layer in enumerate(config.layers):
         at = LAYER.format(index)
-        if inputs is not None:
-            matrices = {OUTPUT_GATE: (inputs.size, hidden), OUTPUT_PROJECTION: (hidden, inputs.size)}
-            shapes |= {f"{at}{name}.weight": shape for name, shape in {**matrices, OUTPUT_NORM: (hidden,)}.items()}
         shapes |= {at + part: shape for part, shape in _layer_shapes(layer, hidden).items()}
     return shapes
 
@@ -78,6 +75,8 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 def _layer_shapes(layer: LayerSpec, hidden: int) -> dict[str, tuple[int, ...]]:
     """The parts of a layer."""
     shapes: dict[str, tuple[int, ...]] = {f"{norm}.weight": (hidden,) for norm in _NORMS[layer.norms]}
+    if layer.input_size:
+        shapes[f"{OUTPUT_NORM}.weight"] = (hidden,)
     if layer.beside is not None:
         shapes |= {**dict.fromkeys((f"{norm}.weight" for norm in _BESIDE_NORMS), (hidden,)), ROUTER_NORM: (hidden,)}
     biased = layer.biased

@@ -114,7 +114,7 @@ class Weights(ABC):
 
     def layer_inputs(self, pack: Pack | None = None) -> tuple[torch.Tensor, Any, torch.Tensor]:
         """The table, the projection and the norm of `LayerInputs`, for a model that has them."""
-        return self._read(INPUT_TABLE), self._packed(INPUT_PROJECTION, pack), self._norm(INPUT_NORM)
+        return self._read(INPUT_TABLE), self._whole(INPUT_PROJECTION, pack), self._norm(INPUT_NORM)
 
     def projection(self, layer: int, path: str) -> torch.Tensor:
         """One projection's weight `[out, in]`, dequantised, in memory of its own."""
@@ -174,9 +174,6 @@ class Weights(ABC):
         def first_rank_bias(name: str) -> torch.Tensor | None:
             return self._first_rank(f"{at}{name}.bias") if f"{at}{name}.bias" in self._shapes else None
 
-        def packed(name: str) -> Any:
-            return None if self._config.layer_inputs is None else self._packed(f"{at}{name}.weight", pack)
-
         *inputs, output = (each.path for each in spec.mixer.projections(self._config.hidden_size))
         gate_up, nothing = ("mlp.gate_proj", "mlp.up_proj"), torch.empty(0, dtype=self._dtype)
         return LayerWeights(
@@ -186,8 +183,8 @@ class Weights(ABC):
             q_norm=norm("self_attn.q_norm"),
             k_norm=norm("self_attn.k_norm"),
             sinks=self._read(at + SINKS) if at + SINKS in self._shapes else None,
-            input_gate=packed(OUTPUT_GATE),
-            input_projection=packed(OUTPUT_PROJECTION),
+            input_gate=projection(OUTPUT_GATE) if spec.input_size else None,
+            input_projection=projection(OUTPUT_PROJECTION) if spec.input_size else None,
             input_norm=norm(OUTPUT_NORM),
             scalar=self._read(at + SCALAR) if spec.scaled else None,
             delta=self._delta(f"{at}linear_attn.") if spec.delta else None,
@@ -240,8 +237,8 @@ class Weights(ABC):
             down_bias=biases("down_proj", first_rank=True),
         )
 
-    def _packed(self, name: str, pack: Pack | None) -> Any:
-        """A matrix that all ranks have and that is not quantised here, as projections are kept."""
+    def _whole(self, name: str, pack: Pack | None) -> Any:
+        """A matrix of the model that is not quantised, as projections are kept."""
         return self._read(name) if pack is None else pack(self._read(name))
 
     def _projection(self, names: Sequence[str], pack: Pack | None) -> Any:

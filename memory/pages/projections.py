@@ -53,6 +53,14 @@ class Group(IntEnum):
 
     EXPERT_DOWN = 13
 
+    INPUT_GATE = 14
+    """Gates a further input of a layer; likewise `INPUT_PROJECTION` of what it gives."""
+
+    INPUT_PROJECTION = 15
+
+    INPUTS = 16
+    """Of the model: makes the further inputs of all layers."""
+
 
 #: Those of a layer.
 LAYER_GROUPS = (Group.MIXER_IN, Group.MIXER_OUT, Group.GATE_UP, Group.DOWN)
@@ -67,7 +75,12 @@ MIXTURE_GROUPS = (
     Group.EXPERT_DOWN,
 )
 
-_MODEL_GROUPS = (Group.EMBEDDING, Group.HEAD, Group.EMBEDDING_ROWS, Group.HEAD_ROWS)
+#: Those of a layer's further input; all TP ranks have them.
+INPUT_GROUPS = (Group.INPUT_GATE, Group.INPUT_PROJECTION)
+
+_MODEL_GROUPS = (Group.EMBEDDING, Group.HEAD, Group.EMBEDDING_ROWS, Group.HEAD_ROWS, Group.INPUTS)
+
+_REPLICATED = frozenset({Group.EMBEDDING, Group.ROUTER, Group.SHARED_GATE, *INPUT_GROUPS, Group.INPUTS})
 
 #: Those of a gated feed-forward part. A layer with experts has neither.
 _FEED_FORWARD = frozenset({Group.GATE_UP, Group.DOWN})
@@ -121,8 +134,10 @@ class Projection:
 
     @property
     def is_replicated(self) -> bool:
-        """True if every TP rank has all of it: of what chooses among experts, so that all choose the same."""
-        return self.group in (Group.EMBEDDING, Group.ROUTER, Group.SHARED_GATE) or self.is_rows
+        """True if every TP rank has all of it: of what chooses among experts, so that all choose the same, and what is
+        small.
+        """
+        return self.group in _REPLICATED or self.is_rows
 
     @property
     def num_weights(self) -> int:
@@ -276,7 +291,7 @@ class Projections:
     @property
     def names(self) -> tuple[str, ...]:
         """Of the layers' projections that every token is multiplied with, outside mixtures of experts, by id."""
-        return tuple(each.name for each in self._all if each.group in LAYER_GROUPS)
+        return tuple(each.name for each in self._all if each.group in (*LAYER_GROUPS, *INPUT_GROUPS))
 
     @property
     def names_with_mixtures(self) -> tuple[str, ...]:
@@ -295,14 +310,19 @@ class Projections:
 
     @property
     def product_of(self) -> tuple[tuple[int, ...], ...]:
-        """Indices in `products`, by layer and group."""
+        """Indices in `products`, by layer and group; -1 for a group of other parts than layers' projections."""
         return self._products[1]
+
+    @cached_property
+    def unmerged(self) -> frozenset[str]:
+        """Names of projections that are never merged with adapters: of mixtures, and of further inputs of layers."""
+        return self.mixture.union(each.name for each in self._all if each.group in INPUT_GROUPS)
 
     @cached_property
     def num_weights(self) -> int:
         """Weights of all projections in all layers, outside mixtures of experts."""
         every = (projection for layer in self.layers for projection in layer)
-        return sum(each.inputs * each.outputs for each in every if each.group in LAYER_GROUPS)
+        return sum(each.inputs * each.outputs for each in every if each.group in (*LAYER_GROUPS, *INPUT_GROUPS))
 
     def rank_elems(self, targets: Sequence[str] | None = None) -> int:
         """Elements of one rank of an adapter on `targets`, by default on all of the layers', wherever they are."""
@@ -355,7 +375,7 @@ class Projections:
             for projection in layer:
                 found[projection.name].append(index)
         for projection in self.model:
-            is_first = projection.group in (Group.EMBEDDING, Group.EMBEDDING_ROWS)
+            is_first = projection.group in (Group.EMBEDDING, Group.EMBEDDING_ROWS, Group.INPUTS)
             found[projection.name].append(0 if is_first else self.num_layers - 1)
         return {name: tuple(layers) for name, layers in found.items()}
 
@@ -363,8 +383,13 @@ class Projections:
     def _products(self) -> tuple[tuple[Product, ...], tuple[tuple[int, ...], ...]]:
         """The different products, and those of each layer."""
         found: dict[Product, int] = {}
+        every = {each.group for layer in self.layers for each in layer}
+        groups = [*LAYER_GROUPS, *(group for group in INPUT_GROUPS if group in every)]
         of_layer = [
-            tuple(found.setdefault(self._product(layer, group), len(found)) for group in LAYER_GROUPS)
+            tuple(
+                found.setdefault(self._product(layer, Group(group)), len(found)) if group in groups else -1
+                for group in range(groups[-1] + 1)
+            )
             for layer in self.layers
         ]
         return tuple(found), tuple(of_layer)
@@ -420,13 +445,25 @@ def linear_projections(hidden: int, key: int, value: int, k_heads: int, v_heads:
     )
 
 
-def model_projections(vocab: int, hidden: int, head: int) -> tuple[Projection, ...]:
-    """The token embeddings and the output projection. head: how many tokens the latter gives logits of."""
+def input_projections(hidden: int, size: int) -> tuple[Projection, ...]:
+    """Those of a layer's further input."""
+    return (
+        Projection("per_layer_input_gate", Group.INPUT_GATE, hidden, size, 1),
+        Projection("per_layer_projection", Group.INPUT_PROJECTION, size, hidden, 1),
+    )
+
+
+def model_projections(vocab: int, hidden: int, head: int, inputs: int = 0) -> tuple[Projection, ...]:
+    """The token embeddings and the output projection. head: how many tokens the latter gives logits of. inputs: width
+    of the further inputs of all layers.
+    """
+    own = (Projection("model.per_layer_model_projection", Group.INPUTS, hidden, inputs, 1),) if inputs else ()
     return (
         Projection("model.embed_tokens", Group.EMBEDDING, vocab, hidden, 1),
         Projection("lm_head", Group.HEAD, hidden, head, 1),
         Projection("model.embed_tokens_rows", Group.EMBEDDING_ROWS, hidden, 0, 1),
         Projection("lm_head_rows", Group.HEAD_ROWS, hidden, 0, 1),
+        *own,
     )
 
 

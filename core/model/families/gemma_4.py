@@ -33,6 +33,7 @@ def _read(fields: ConfigJson, tensors: TensorNames) -> ModelConfig:
     ropes = {each: _rope(fields, *each) for each in dict.fromkeys(zip(types, shapes, strict=True))}
     experts = _experts(fields) if fields.boolean("enable_moe_block") else None
     bias, keys_are_values = fields.boolean("attention_bias"), fields.boolean("attention_k_eq_v")
+    inputs = _inputs(fields)
     feed_forward = reading.gated(fields, _ACTIVATION)
     wide = replace(feed_forward, size=2 * feed_forward.size, form="wide")
     if not fields.boolean("use_double_wide_mlp"):
@@ -55,6 +56,7 @@ def _read(fields: ConfigJson, tensors: TensorNames) -> ModelConfig:
             wide if index >= first_shared else feed_forward,
             Norms.AROUND,
             scaled=True,
+            input_size=0 if inputs is None else inputs.size,
             beside=experts,
         )
         for index, (seen, shape) in enumerate(zip(types, shapes, strict=True))
@@ -65,7 +67,7 @@ def _read(fields: ConfigJson, tensors: TensorNames) -> ModelConfig:
         reading.rms_norm(fields, wide=True),
         embedding_multiplier=fields.integer("hidden_size") ** 0.5,
         logits_softcap=reading.optional_number(fields, "final_logit_softcapping"),
-        layer_inputs=_inputs(fields),
+        layer_inputs=inputs,
     )
     unused = tuple(  # checkpoints have tensors of keys and values that these layers do not use
         f"{prefix}layers.{index}.self_attn.{name}."
@@ -174,10 +176,9 @@ _TENSORS = replace(
 )
 
 _read_plain, _read_text = partial(_read, tensors=_PLAIN), partial(_read, tensors=_TENSORS)
-_NOTES = "adapters on inputs of layers (`per_layer_*`) are refused"
 
-GEMMA_4 = Family("Gemma 4", ("Gemma4ForCausalLM",), _read_plain, _DEFAULTS, _PLAIN, _NOTES)
-GEMMA_4_TEXT = Family("Gemma 4 (text)", ("Gemma4ForConditionalGeneration",), _read_text, _DEFAULTS, _TENSORS, _NOTES)
+GEMMA_4 = Family("Gemma 4", ("Gemma4ForCausalLM",), _read_plain, _DEFAULTS, _PLAIN)
+GEMMA_4_TEXT = Family("Gemma 4 (text)", ("Gemma4ForConditionalGeneration",), _read_text, _DEFAULTS, _TENSORS)
 GEMMA_4_UNIFIED = Family("Gemma 4 Unified", ("Gemma4UnifiedForCausalLM",), _read_plain, _UNIFIED, _PLAIN)
 GEMMA_4_UNIFIED_TEXT = Family(
     "Gemma 4 Unified (text)", ("Gemma4UnifiedForConditionalGeneration",), _read_text, _UNIFIED, _TENSORS
