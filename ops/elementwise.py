@@ -141,12 +141,32 @@ def rotate_and_write(
     elif norms is not None:
         q, k = _normed_heads(q, norms.q, norms.eps), _normed_heads(k, norms.k, norms.eps)
     if rotation is not None:
-        cos, sin = rotation.cos, rotation.sin
-        if rotation.rows is not None:
-            cos, sin = cos[rotation.rows], sin[rotation.rows]
-        q, k = (apply_rope(x, cos[:, None], sin[:, None], rotation.interleaved) for x in (q, k))
+        cos, sin = _angles(rotation)
+        q, k = (apply_rope(x, cos, sin, rotation.interleaved) for x in (q, k))
     write_kv(slots, k, v)
     return q.contiguous() if out is None else out.copy_(q)
+
+
+def rotate(
+    q: torch.Tensor,
+    rotation: Rotation | None,
+    norm: torch.Tensor | None,
+    eps: float,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`rotate_and_write` of queries alone, `[tokens, heads, head_dim]`. norm: `[head_dim]`; None: there is none."""
+    q = q if norm is None else _normed_heads(q, norm, eps)
+    if rotation is not None:
+        q = apply_rope(q, *_angles(rotation), rotation.interleaved)
+    return q.contiguous() if out is None else out.copy_(q)
+
+
+def _angles(rotation: Rotation) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin of each token, `[tokens, 1, dim]`."""
+    cos, sin = rotation.cos, rotation.sin
+    if rotation.rows is not None:
+        cos, sin = cos[rotation.rows], sin[rotation.rows]
+    return cos[:, None], sin[:, None]
 
 
 def _normed_heads(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

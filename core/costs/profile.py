@@ -20,7 +20,7 @@ from ...memory.files import strict_json
 from ...memory.pages.adapter_layout import AdapterLayout, uniform_parts
 from ...memory.pages.layout import KvShape, PageLayout
 from ...memory.pages.projections import (
-    LATENT_GROUPS,
+    FURTHER_GROUPS,
     LAYER_GROUPS,
     MIXTURE_GROUPS,
     Group,
@@ -96,7 +96,7 @@ def _checked_itemsize(itemsize: int) -> int:
 
 
 def _checked_group(group: int) -> int:
-    if group not in (groups := (*LAYER_GROUPS, *LATENT_GROUPS, *MIXTURE_GROUPS)):
+    if group not in (groups := (*LAYER_GROUPS, *FURTHER_GROUPS, *MIXTURE_GROUPS)):
         raise ValueError(f"it must be one of {', '.join(str(int(each)) for each in groups)}")
     return group
 

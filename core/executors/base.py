@@ -200,7 +200,7 @@ class ModelExecutor(ExecutorBase):
         """Shapes of the share; `whole` has those of the whole model."""
         self.config = model = shard.config(self.whole)
         # a mixture's have tables of their own
-        names = [each.name for each in model.projections if not each.is_of_mixture]
+        names = list(dict.fromkeys(each.path for each in model.projections if not each.is_of_mixture))
         if len(names) > MAX_MODULES:
             raise UnsupportedModel(
                 f"adapters could change {len(names)} projections of {config.model}, but tables hold {MAX_MODULES} of "
@@ -239,7 +239,7 @@ class ModelExecutor(ExecutorBase):
             )
         try:
             return PageLayout(
-                num_layers=len(model.attention_layers),
+                num_layers=len(model.kv_layers),
                 kv_heads=model.num_kv_heads,
                 head_dim=model.head_dim,
                 block_tokens=block_tokens,
@@ -250,8 +250,8 @@ class ModelExecutor(ExecutorBase):
                 ),
                 float8_kv=config.kv_cache_dtype == "fp8",
                 value_dim=model.attention.cached_value_dim,
-                windows=tuple(mixer.window_within(max_model_len) for mixer in model.attention_layers),
-                shapes=tuple(mixer.kv_shape for mixer in model.attention_layers) if model.attention_shapes[1:] else (),
+                windows=tuple(mixer.window_within(max_model_len) for mixer in model.kv_layers),
+                shapes=tuple(mixer.kv_shape for mixer in model.kv_layers) if model.attention_shapes[1:] else (),
             )
         except ValueError as error:
             size = self.shard.size

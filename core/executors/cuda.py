@@ -92,6 +92,11 @@ class CudaShapes(ModelExecutor):
         super().__init__(config, shard)
         if config.fp8_activations:
             check_float8_products(self._dtype, device.torch_device)
+        if config.offload_workers and self.config.layer_inputs is not None:
+            raise UnsupportedModel(
+                f"offload_workers is {config.offload_workers}, and the model's layers have further inputs, which GPUs "
+                "serve without; set it to 0, or device to 'cpu'"
+            )
         if not (experts := self.config.num_experts):
             return
         if config.offload_workers:
@@ -314,7 +319,7 @@ class CudaExecutor(CudaShapes):
         """Make the static buffers, and choose the attention backend."""
         config, model, device = self._config, self.config, self._device
         limit, layout = self.model.max_model_len, self.layout
-        scores = [scores_of(mixer, limit) for mixer in model.attention_layers]
+        scores = [scores_of(mixer, limit) for mixer in model.kv_layers]
         heads = decoder.heads
         setup = AttentionSetup(
             heads[0],

@@ -86,6 +86,7 @@ class DecodeSteps:
         self.graphs: GraphRunner[None] = GraphRunner(self.capture, lambda: device.memory()[0])
         # inputs and outputs of layers captured alone: embeddings, the residual stream, and its pending addend
         self._residual = [model.new_rows(sizes[-1]) for _ in range(3)]
+        self._inputs = model.new_inputs(sizes[-1])
 
     def use_arena(self) -> None:
         """Use the model's present arena from now on."""
@@ -151,6 +152,8 @@ class DecodeSteps:
         bucket = len(batch.token_ids)
         embedded, rows, added = (each[:bucket] for each in self._residual)
         self._decoder.embed(batch, embedded)
+        if (inputs := self._decoder.make_inputs(batch, embedded)) is not None:
+            self._inputs[:bucket].copy_(inputs)
         layers()
         logits, chosen = self._outputs.of(bucket)
         self._decoder.compute_logits(Residual(rows, self._decoder.config.norm, added), batch, logits)
@@ -206,10 +209,11 @@ class DecodeSteps:
         """Make the layers of a bucket's step, from static buffers to static buffers."""
         batch = self._batch(bucket, lora, merged)
         embedded, rows, added = (each[:bucket] for each in self._residual)
+        inputs = None if self._decoder.config.layer_inputs is None else self._inputs[:bucket]
 
         def layers() -> None:
             x = Residual(rows.copy_(embedded), self._decoder.config.norm)  # layers may run twice when they are captured
-            self._decoder.run_layers(x, batch)
+            self._decoder.run_layers(x, batch, inputs)
             added.zero_() if x.added is None else added.copy_(x.added)
 
         return layers

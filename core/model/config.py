@@ -15,7 +15,7 @@ from ...memory.files.module_paths import ModulePaths
 from ...memory.files.whole_copies import BaseRows
 from ...memory.pages.projections import Group, Projections, UnitRows, model_projections, unit_rows
 from .config_json import UnsupportedModel
-from .layers import AttentionSpec, Experts, LayerSpec, NormSpec
+from .layers import AttentionSpec, Experts, LayerInputSpec, LayerSpec, NormSpec
 from .quantization.format import WeightFormat
 from .recurrent import RecurrentSpec
 from .tensor_names import LLAMA_TENSORS, TensorNames
@@ -59,6 +59,9 @@ class ModelConfig:
     logits_softcap: float | None = None
     """Logits l become `softcap · tanh(l / softcap)`."""
 
+    layer_inputs: LayerInputSpec | None = None
+    """Further inputs of layers; None: there are none."""
+
     has_lm_head: bool = True
     """False for a checkpoint without the output projection, which makes vectors and scores only."""
 
@@ -88,7 +91,10 @@ class ModelConfig:
                 for of in self.attention_shapes
             ),
             {layer.recurrent for layer in self.layers if layer.recurrent},
-            {layer.dense.size for layer in self.layers if layer.dense},
+            *(
+                {layer.dense.size for layer in self.layers if layer.dense and layer.dense.form == form}
+                for form in {layer.dense.form for layer in self.layers if layer.dense}
+            ),
             {layer.experts for layer in self.layers if layer.experts},
         ):
             if len(shapes) > 1:
@@ -102,6 +108,11 @@ class ModelConfig:
     def attention_layers(self) -> tuple[AttentionSpec, ...]:
         """The mixers of layers with attention."""
         return tuple(layer.attention for layer in self.layers if layer.attention is not None)
+
+    @cached_property
+    def kv_layers(self) -> tuple[AttentionSpec, ...]:
+        """The mixers of layers with keys and values of their own."""
+        return tuple(mixer for mixer in self.attention_layers if not mixer.shares_kv)
 
     @property
     def attention(self) -> AttentionSpec:
@@ -176,8 +187,13 @@ class ModelConfig:
         """The projections that adapters may change. Of a rank's share, the head has room for the largest share."""
         return Projections(
             tuple(layer.projections(self.hidden_size) for layer in self.layers),
-            model_projections(self.vocab_size, self.hidden_size, -(-self.vocab_size // self.num_ranks)),
+            model_projections(self.vocab_size, self.hidden_size, -(-self.vocab_size // self.num_ranks), self._inputs),
         )
+
+    @property
+    def _inputs(self) -> int:
+        """Width of the further inputs of all layers."""
+        return 0 if self.layer_inputs is None else self.num_layers * self.layer_inputs.size
 
     @cached_property
     def unit_rows(self) -> Mapping[str, UnitRows]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from itertools import accumulate
 
 import torch
 from torch.nn.functional import embedding
@@ -22,6 +21,7 @@ from ...ops.elementwise import (
     RotaryEmbedding,
     Rotation,
     gate_output,
+    rotate,
     rotate_and_write,
     split_gates,
     with_normed_values,
@@ -40,6 +40,7 @@ from .batch import GemmBackend, StepBatch, StepStates
 from .config import ModelConfig
 from .experts import ExpertKernels, ExpertPack, ExpertWeights, ListedExperts, packed_experts
 from .layer import HEAD, Layer, Residual, multiply
+from .layer_inputs import LayerInputs
 from .layer_weights import MERGED_MATRICES, LayerWeights
 from .layers import AttentionSpec, HeadNorm, NormSpec
 from .lora_state import lora_groups
@@ -74,6 +75,9 @@ class Flow:
 
     rows: torch.Tensor
     """The residual stream `[tokens, hidden]`."""
+
+    inputs: torch.Tensor
+    """`[tokens, layers · size]`: further inputs of layers; no columns where they have none."""
 
     q: tuple[torch.Tensor, ...]
     """`[tokens, heads, head_dim]`: the queries, for each of `ModelConfig.attention_shapes`."""
@@ -144,6 +148,7 @@ class DecoderModel:
         self._merged: Sequence[LayerWeights] = ()
         self._groups = lora_groups(config.projections)
         self._norm = _moved_norm(weights.norm(), config.norm, device, dtype)
+        self._inputs = self._layer_inputs(weights, kept, device)
         self._norms = self._head_norms()
         self._attention, self._recurrent = zip(
             *((layer.attention, layer.recurrent) for layer in config.layers), strict=True
@@ -181,7 +186,7 @@ class DecoderModel:
     @property
     def heads(self) -> list[HeadShape]:
         """Of each page group's layers."""
-        layout, layers = self._arena.layout, self.config.attention_layers
+        layout, layers = self._arena.layout, self.config.kv_layers
         firsts = (layers[group.layers[0]] for group in layout.groups)
         return [HeadShape(it.num_heads, it.num_kv_heads, it.head_dim, layout.block_tokens) for it in firsts]
 
@@ -204,15 +209,19 @@ class DecoderModel:
         """Write the embeddings of a step's tokens to out `[tokens, hidden]`, which `run_layers` takes."""
         out.copy_(self._embedded(batch))
 
-    def run_layers(self, x: Residual, batch: Batch) -> None:
-        """Compute all layers, from the embeddings in x to what `compute_logits` takes."""
+    def run_layers(self, x: Residual, batch: Batch, inputs: torch.Tensor | None = None) -> None:
+        """Compute all layers, from the embeddings in x to what `compute_logits` takes. inputs: of `make_inputs`; None:
+        they are made here.
+        """
         lora, rotations = batch.lora, self._rotations(batch)
+        inputs = self.make_inputs(batch, x.rows) if inputs is None else inputs
         for index in range(len(self.layers)):
             layer = self._layer(index, batch)
             with span(f"layer.{index}"):
                 if lora is not None:
                     lora.wait(index)
-                layer.finish(x, self._mixed(layer, x, index, batch, rotations))
+                mixed = self._mixed(layer, x, index, batch, rotations)
+                layer.finish(x, mixed, self._inputs_of(inputs, index))
 
     def _mixed(
         self, layer: Layer, x: Residual, index: int, batch: Batch, rotations: dict[RopeConfig | None, Rotation | None]
@@ -234,9 +243,13 @@ class DecoderModel:
         """
         x = Residual(flow.rows, self.config.norm)
         if index:
-            self._layer(index - 1, batch).finish(x, self._mixed_flow(index - 1, flow))
+            inputs = None if self._inputs is None else flow.inputs
+            layer = self._layer(index - 1, batch)
+            layer.finish(x, self._mixed_flow(index - 1, flow), self._inputs_of(inputs, index - 1))
         else:
             self.embed(batch, x.rows)
+            if (inputs := self.make_inputs(batch, x.rows)) is not None:
+                flow.inputs.copy_(inputs)
         if index < len(self.layers):
             layer = self._layer(index, batch)
             inputs = layer.begin(x)
@@ -315,6 +328,7 @@ class DecoderModel:
 
         return Flow(
             rows=zeros(config.hidden_size),
+            inputs=self.new_inputs(tokens),
             q=tuple(zeros(it.num_heads, it.query_dim) for it in shapes),
             attended=tuple(zeros(it.num_heads, it.attended_dim) for it in shapes),
             gates=zeros(max(it.q_rows - it.q_size for it in shapes)),
@@ -345,6 +359,34 @@ class DecoderModel:
         if lora is not None:
             lora.embed(rows, batch.token_ids)
         return rows if self._embedding_factor == 1.0 else rows * self._embedding_factor
+
+    def _layer_inputs(self, weights: Weights, kept: Pack | None, device: torch.device) -> LayerInputs | None:
+        """None for a model whose layers have no further inputs."""
+        config = self.config
+        if (spec := config.layer_inputs) is None:
+            return None
+        table, project, norm = weights.layer_inputs(kept)
+        norm = _moved_norm(norm, config.norm, device, self._dtype)
+        return LayerInputs(spec, table.to(device), project, norm, config.norm.eps)
+
+    def new_inputs(self, tokens: int) -> torch.Tensor:
+        """Zeros for further inputs of layers; without columns where they have none."""
+        spec, device = self.config.layer_inputs, self._arena.pages.device
+        width = 0 if spec is None else self.config.num_layers * spec.size
+        return torch.zeros(tokens, width, dtype=self._dtype, device=device)
+
+    def make_inputs(self, batch: Batch, embedded: torch.Tensor) -> torch.Tensor | None:
+        """Further inputs of all layers, `[tokens, layers · size]`; None where they have none. embedded: the residual
+        stream before all layers.
+        """
+        if self._inputs is None:
+            return None
+        token_ids = batch.token_ids if batch.lora is None else batch.lora.known(batch.token_ids)
+        return self._inputs.of(token_ids, embedded, batch.lora)
+
+    def _inputs_of(self, inputs: torch.Tensor | None, index: int) -> torch.Tensor | None:
+        """A layer's share of `make_inputs`."""
+        return None if inputs is None else inputs.view(len(inputs), len(self.layers), -1)[:, index]
 
     def _rotations(self, batch: Batch) -> dict[RopeConfig | None, Rotation | None]:
         """A step's angles for each rope of the model."""
@@ -485,9 +527,13 @@ class DecoderModel:
         attention, gates = self._attention[index], None
         assert attention is not None, "the layer has attention"
         with span("attn.rope"):
-            if attention.value_norm:
+            if attention.value_norm and not attention.shares_kv:
                 ones, eps = self._ones[attention.head_dim], self.config.norm.eps
                 qkv = with_normed_values(qkv, attention.kv_size, ones, eps, keys_are_values=attention.keys_are_values)
+            if attention.shares_kv:
+                heads = qkv.view(-1, attention.num_heads, attention.head_dim)
+                norm = self.layers[index].q_norm
+                return rotate(heads, rotations[self._ropes[index]], norm, self.config.norm.eps, out), gates
             kv = self._kv_index[index]
             place = batch.page[self._page_groups[kv]], batch.offset
             slots = KvSlots(*self._arena.kv_layers[kv], *place, self._kv_scales[kv])
@@ -515,8 +561,14 @@ def capped(logits: torch.Tensor, config: ModelConfig) -> torch.Tensor:
 
 
 def kv_index(config: ModelConfig) -> list[int]:
-    """For each layer its place among the layers with KV; of others that of the one before."""
-    return [count - 1 for count in accumulate(layer.attention is not None for layer in config.layers)]
+    """For each layer the place of its KV among the layers with KV of their own; of others that of the one before."""
+    found, count, last = [], 0, {}
+    for mixer in (layer.attention for layer in config.layers):
+        if mixer is not None and not mixer.shares_kv:
+            last[mixer.form] = count
+            count += 1
+        found.append(count - 1 if mixer is None else last[mixer.form])
+    return found
 
 
 def _kv_scales(weights: Weights, arena: Arena) -> list[KvScales]:

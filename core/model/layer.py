@@ -28,12 +28,12 @@ from ...ops.packed_gemm import packed_linear
 from ...ops.ranks import Collectives
 from ...ops.rotation import KvSlots, Rotation
 from .batch import GemmBackend, GemmBackends
-from .experts import mix_experts
+from .experts import activated, mix_experts
 from .layer_weights import LayerWeights
 from .layers import Activation, LatentSpec, LayerSpec, Norms, NormSpec, UngatedActivation, UngatedSpec
 from .nvtx_spans import span
 from .rounding_weight import RoundingWeight
-from .step_lora import ATTN_O, DOWN, GATE_UP, QKV, StepLora
+from .step_lora import ATTN_O, DOWN, GATE_UP, INPUT_GATE, INPUT_PROJECTION, QKV, StepLora
 
 if TYPE_CHECKING:
     from ...ops.sgmv_triton import Shrunk
@@ -118,8 +118,10 @@ class Layer:
         x.rows.add_(self._output(self._feed_forward(rows), x.norm, weights.mlp_out_norm))
         return qkv
 
-    def finish(self, x: Residual, attended: torch.Tensor) -> None:
-        """Compute the part after the mixer, whose output `[tokens, out]` is given."""
+    def finish(self, x: Residual, attended: torch.Tensor, inputs: torch.Tensor | None = None) -> None:
+        """Compute the part after the mixer, whose output `[tokens, out]` is given. inputs: `[tokens, size]`: the
+        layer's further input, where there is one.
+        """
         weights = self._weights
         x.added = self._output(self.o(attended), x.norm, weights.attention_out_norm)
         if self._spec.norms is not Norms.PARALLEL:
@@ -127,6 +129,8 @@ class Layer:
                 rows = x.normed(weights.mlp_norm)
                 y = self._feed_forward(rows) if self._spec.beside is None else self._side_by_side(rows, x)
                 x.added = self._output(y, x.norm, weights.mlp_out_norm)
+        if inputs is not None:
+            x.added = self._of_inputs(x.normed(None), inputs, x.norm)
         if weights.scalar is not None:
             x.normed(None).mul_(weights.scalar)
 
@@ -140,6 +144,23 @@ class Layer:
         y = self._output(self._feed_forward(rows), norm, weights.dense_out_norm)
         own, routed = (x.normed(each) for each in (weights.experts_norm, weights.router_norm))
         return y + self._output(self._mixed(own, routed), norm, weights.experts_out_norm)
+
+    def _of_inputs(self, rows: torch.Tensor, inputs: torch.Tensor, norm: NormSpec) -> torch.Tensor:
+        """What a further input adds to the residual stream; see `LayerInputSpec`."""
+        weights, spec = self._weights, self._spec.dense
+        assert weights.input_gate is not None, "the weights are of the spec"
+        assert weights.input_projection is not None, "the weights are of the spec"
+        assert spec is not None, "a layer with inputs has a gated part"
+        gate = self._added(INPUT_GATE, rows, weights.input_gate)
+        gated = activated(torch.cat((gate, inputs), 1), spec.activation)
+        return self._output(self._added(INPUT_PROJECTION, gated, weights.input_projection), norm, weights.input_norm)
+
+    def _added(self, group: int, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """A product of the library with what adapters add."""
+        y = multiply(GemmBackend.LIBRARY, x, weight)
+        if self._lora is not None:
+            self._lora.add(group, y, x, self._index)
+        return y
 
     def _mixed(self, rows: torch.Tensor, routed: torch.Tensor | None = None) -> torch.Tensor:
         """The layer's mixture of experts. routed: see `mix_experts`."""
@@ -168,7 +189,7 @@ class Layer:
         key_dim, rotated_dim = spec.key_dim, spec.rotated_dim
         q, latents, key = inputs.split((inputs.shape[1] - spec.kv_rank - rotated_dim, spec.kv_rank, rotated_dim), 1)
         if weights.q_up is not None and weights.q_norm is not None:
-            q = self._query_up(rms_norm(q.contiguous(), weights.q_norm, spec.eps), weights.q_up)
+            q = self._added(Group.QUERY_UP, rms_norm(q.contiguous(), weights.q_norm, spec.eps), weights.q_up)
         q, q_rotated = q.unflatten(1, (-1, key_dim + rotated_dim)).split((key_dim, rotated_dim), 2)
         if weights.k_norm is not None:
             latents = rms_norm(latents.contiguous(), weights.k_norm, spec.eps)
@@ -180,12 +201,6 @@ class Layer:
         kv_up, lora = self._weights.kv_up, None if self._lora is None else self._lora.absorbed(self._index)
         assert kv_up is not None, "the weights are of the spec"
         return LatentHeads(kv_up, len(kv_up) // (spec.key_dim + spec.value_dim), spec.key_dim, spec.rotated_dim, lora)
-
-    def _query_up(self, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        y = multiply(GemmBackend.LIBRARY, rows, weight)
-        if self._lora is not None:
-            self._lora.add(Group.QUERY_UP, y, rows, self._index)
-        return y
 
     def gate_up(self, x: Residual) -> torch.Tensor:
         """`activation(gate) · up`, without a gate `activation(up)`: `[tokens, ffn]`."""

@@ -83,6 +83,15 @@ class LayerWeights:
     scalar: torch.Tensor | None = None
     """`[1]`: see `LayerSpec.scaled`."""
 
+    input_gate: torch.Tensor | None = None
+    """`[size, hidden]`: see `LayerInputSpec`."""
+
+    input_projection: torch.Tensor | None = None
+    """`[hidden, size]`."""
+
+    input_norm: torch.Tensor | None = None
+    """`[hidden]`."""
+
     recurrent: RecurrentWeights | None = None
     """The rest of a layer with a recurrent mixer."""
 

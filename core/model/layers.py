@@ -20,6 +20,7 @@ from ...memory.pages.projections import (
     Projection,
     attention_projections,
     gated_projections,
+    input_projections,
     latent_projections,
     mixture_projections,
 )
@@ -195,6 +196,11 @@ class AttentionSpec:
     value_norm: bool = False
     """Every head of values is normalised, without weights (Gemma 4)."""
 
+    shares_kv: bool = False
+    """It has no keys and values of its own: it reads those of the last layer before it that has its form and keys
+    (Gemma 4).
+    """
+
     form: str = ""
     """Tells its projections apart from those of other layers' attention of another shape; see `Projection`."""
 
@@ -247,7 +253,7 @@ class AttentionSpec:
             self.num_kv_heads,
             self.head_dim,
             gate=self.output_gate,
-            value=not self.keys_are_values,
+            keys_and_values=0 if self.shares_kv else 1 if self.keys_are_values else 2,
             form=self.form,
         )
 
@@ -276,9 +282,12 @@ class GatedSpec:
     activation: Activation = Activation.SILU
     bias: bool = False
 
+    form: str = ""
+    """See `AttentionSpec.form`."""
+
     def projections(self, hidden: int) -> tuple[Projection, ...]:
         """See `AttentionSpec.projections`."""
-        return gated_projections(hidden, self.size)
+        return gated_projections(hidden, self.size, self.form)
 
     def share(self, size: int) -> GatedSpec:
         """One of `size` ranks' share."""
@@ -396,6 +405,20 @@ class Experts:
 
 
 @dataclass(frozen=True, slots=True)
+class LayerInputSpec:
+    """Each layer gates a further input of a token (see `LayerInputs`), behind its feed-forward part.
+
+    x += norm(project(activation(gate(x)) · input))
+    """
+
+    size: int
+    """Width of a layer's input."""
+
+    vocab: int
+    """Rows of the table."""
+
+
+@dataclass(frozen=True, slots=True)
 class LayerSpec:
     """One layer."""
 
@@ -408,6 +431,9 @@ class LayerSpec:
 
     scaled: bool = False
     """The residual stream is multiplied by a learned number behind the layer (Gemma 4)."""
+
+    input_size: int = 0
+    """See `LayerInputSpec.size`; 0: the layer has no further input."""
 
     beside: Experts | None = None
     """A mixture of experts beside a gated feed-forward part (Gemma 4). The mixture reads the residual stream r through
@@ -455,8 +481,9 @@ class LayerSpec:
 
     def projections(self, hidden: int) -> tuple[Projection, ...]:
         """The matrices of the layer, by their paths in Llama's checkpoints, or Qwen3.5's."""
-        beside = () if self.beside is None else self.beside.projections(hidden)
-        return self.mixer.projections(hidden) + self.feed_forward.projections(hidden) + beside
+        further = () if self.beside is None else self.beside.projections(hidden)
+        further += input_projections(hidden, self.input_size) if self.input_size else ()
+        return self.mixer.projections(hidden) + self.feed_forward.projections(hidden) + further
 
     def share(self, size: int) -> LayerSpec:
         """One of `size` ranks' share."""

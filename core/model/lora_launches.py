@@ -56,6 +56,8 @@ class LaunchState(Protocol):
 
     def embed(self, rows: torch.Tensor, token_ids: torch.Tensor, /) -> None: ...
 
+    def add_inputs(self, y: torch.Tensor, x: torch.Tensor, /) -> None: ...
+
     def use_logits(self, sampled: Sequence[int], scored: Sequence[int], /) -> None: ...
 
     def logits(self) -> HeadLora | None: ...
@@ -205,6 +207,10 @@ class LoraLaunches:
     def embed(self, rows: torch.Tensor, token_ids: torch.Tensor) -> None:
         """See `StepLora.embed`. Captured steps have nothing of it: what adapters do to embeddings runs before them."""
         self._state.embed(rows, token_ids)
+
+    def add_inputs(self, y: torch.Tensor, x: torch.Tensor) -> None:
+        """See `StepLora.add_inputs`; as `embed`, it runs before captured steps."""
+        self._state.add_inputs(y, x)
 
     def known(self, token_ids: torch.Tensor) -> torch.Tensor:
         """See `StepLora.known`: a GPU serves no adapters that add tokens."""

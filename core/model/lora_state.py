@@ -17,7 +17,7 @@ import torch
 
 from ...memory.adapters.adapter import Adapter
 from ...memory.pages.adapter_layout import AdapterPart, PartLayout, VectorLayout
-from ...memory.pages.projections import LATENT_GROUPS, LAYER_GROUPS, MIXTURE_GROUPS, Group, Projections
+from ...memory.pages.projections import FURTHER_GROUPS, LAYER_GROUPS, MIXTURE_GROUPS, Group, Projections
 from ...memory.transfers.transfer import Transfer
 from ...ops.latents import AbsorbedLora
 from ...ops.sgmv import AdapterRows, Segments, add_embeddings, sgmv
@@ -77,6 +77,7 @@ class LoraState:
         self._groups = lora_groups(config.projections)
         self._latents = {module for layer in self._groups for module, _, _ in layer[Group.KV_UP]}
         self._embedding, self._head = (self._projections.of_group(each) for each in (Group.EMBEDDING, Group.HEAD))
+        self._inputs = self._projections.of_group(Group.INPUTS)
         rows = [self._projections.of_group(each) for each in (Group.EMBEDDING_ROWS, Group.HEAD_ROWS)]
         self._head_rows = rows[1]
         known = [each for each in rows if each is not None]
@@ -246,6 +247,13 @@ class LoraState:
             inputs, _ = self._projections.dims_of(self._embedding)
             add_embeddings(rows, token_ids, self.arena, self.model_segments, self._embedding, vocab=inputs)
 
+    def add_inputs(self, y: torch.Tensor, x: torch.Tensor) -> None:
+        """See `StepLora.add_inputs`."""
+        module = self._inputs
+        if module is not None and any(rows.a_offset[module] >= 0 for rows in self.model_segments.rows):
+            self.wait(0)
+            sgmv(y, x, self.arena, self.model_segments, 0, modules=((module, 0, y.shape[1]),))
+
     def known(self, token_ids: torch.Tensor) -> torch.Tensor:
         """See `StepLora.known`."""
         return token_ids.clamp(max=self._vocab_size - 1) if self.model_segments.rows else token_ids
@@ -372,7 +380,7 @@ def vectors_in(place: VectorLayout, pages: list[int]) -> AdapterRows:
 
 def lora_groups(projections: Projections) -> list[dict[int, tuple[tuple[int, int, int], ...]]]:
     """By layer, then group: (module id, first column, width) of the projections, whose outputs are side by side."""
-    groups = (*LAYER_GROUPS, *LATENT_GROUPS, *MIXTURE_GROUPS)
+    groups = (*LAYER_GROUPS, *FURTHER_GROUPS, *MIXTURE_GROUPS)
     return [
         {int(group): projections.columns(layer, group) for group in groups} for layer in range(projections.num_layers)
     ]

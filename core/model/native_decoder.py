@@ -71,6 +71,8 @@ def _other_parts(config: ModelConfig) -> dict[str, bool | str]:
         "attention sinks": "them" if any(mixer.sinks for mixer in mixers) else False,
         recurrent.title if recurrent is not None else "": not isinstance(recurrent, GatedDeltaSpec | None),
         "attention of several shapes": bool(config.attention_shapes[1:]),
+        "further input of layers": config.layer_inputs is not None,
+        "attention with another layer's keys": len(config.kv_layers) < len(mixers),
         "norm of values": any(mixer.value_norm for mixer in mixers),
         "factor of a layer's output": any(layer.scaled for layer in config.layers),
         "feed-forward part without a gate": any(isinstance(it.feed_forward, UngatedSpec) for it in config.layers),

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from ...memory.pages.projections import LAYER_GROUPS
+from ...memory.pages.projections import INPUT_GROUPS, LAYER_GROUPS
 from ...ops.latents import AbsorbedLora
 from ...ops.sgmv import Segments, sgmv
 from ...ops.trained_rows import TrainedRows
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 #: Groups of projections that share an input.
 QKV, ATTN_O, GATE_UP, DOWN = map(int, LAYER_GROUPS)
+
+#: Likewise, of a layer's further input.
+INPUT_GATE, INPUT_PROJECTION = map(int, INPUT_GROUPS)
 
 
 class StepLora(Protocol):
@@ -51,6 +54,9 @@ class StepLora(Protocol):
 
     def embed(self, rows: torch.Tensor, token_ids: torch.Tensor, /) -> None:
         """Add the adapters' terms to embeddings `[tokens, hidden]`; waits for the adapters' first layer."""
+
+    def add_inputs(self, y: torch.Tensor, x: torch.Tensor, /) -> None:
+        """Add the adapters' products of embeddings x `[tokens, hidden]` to the further inputs of all layers."""
 
     def known(self, token_ids: torch.Tensor, /) -> torch.Tensor:
         """The tokens, with any of the model's in place of those that an adapter adds: `embed` writes their rows."""

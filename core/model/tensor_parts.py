@@ -43,6 +43,11 @@ KV_UP = ".self_attn.kv_b_proj.weight"
 
 #: Parameters of xIELU, each one number.
 XIELU = tuple(f"mlp.act_fn.{name}" for name in ("alpha_p", "alpha_n", "beta", "eps"))
+#: Of further inputs of layers: the model's, and a layer's.
+INPUT_TABLE, INPUT_PROJECTION = "model.embed_tokens_per_layer.weight", "model.per_layer_model_projection.weight"
+INPUT_NORM, OUTPUT_GATE = "model.per_layer_projection_norm.weight", "per_layer_input_gate"
+OUTPUT_PROJECTION, OUTPUT_NORM = "per_layer_projection", "input_norm"
+
 #: Of a router beside a gated part: weights of its input's norm, and factors of experts.
 ROUTER_NORM, EXPERT_FACTORS = "router.scale", "router.per_expert_scale"
 
@@ -66,6 +71,9 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {EMBED: (config.vocab_size, hidden), **_norm_shapes([NORM], config)}
     if not config.tie_word_embeddings:
         shapes[LM_HEAD] = (config.vocab_size, hidden)
+    if (inputs := config.layer_inputs) is not None:
+        width = config.num_layers * inputs.size
+        shapes |= {INPUT_TABLE: (inputs.vocab, width), INPUT_PROJECTION: (width, hidden), INPUT_NORM: (inputs.size,)}
     for index, layer in enumerate(config.layers):
         at = LAYER.format(index)
         shapes |= {at + part: shape for part, shape in _layer_shapes(layer, hidden).items()}
@@ -90,6 +98,8 @@ def bias_of(norm: str) -> str:
 def _layer_shapes(layer: LayerSpec, hidden: int) -> dict[str, tuple[int, ...]]:
     """The parts of a layer."""
     shapes: dict[str, tuple[int, ...]] = {}
+    if layer.input_size:
+        shapes[f"{OUTPUT_NORM}.weight"] = (hidden,)
     if layer.beside is not None:
         shapes |= {**dict.fromkeys((f"{norm}.weight" for norm in _BESIDE_NORMS), (hidden,)), ROUTER_NORM: (hidden,)}
     biased = layer.biased
@@ -140,10 +150,10 @@ def _head_norm_shapes(mixer: AttentionSpec) -> dict[str, tuple[int, ...]]:
     if mixer.head_norm is None:
         return {}
     each = mixer.head_norm is not HeadNorm.ALL
-    return {
-        "self_attn.q_norm.weight": (mixer.head_dim if each else mixer.q_size,),
-        "self_attn.k_norm.weight": (mixer.head_dim if each else mixer.kv_size,),
-    }
+    shapes: dict[str, tuple[int, ...]] = {"self_attn.q_norm.weight": (mixer.head_dim if each else mixer.q_size,)}
+    if not mixer.shares_kv:
+        shapes["self_attn.k_norm.weight"] = (mixer.head_dim if each else mixer.kv_size,)
+    return shapes
 
 
 def is_of_expert(name: str) -> bool:

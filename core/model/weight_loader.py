@@ -177,7 +177,8 @@ class WeightLoader(Weights):
 
     def kv_scales(self) -> list[KvScales]:
         """Raises UnsupportedModel for scales that can't be used."""
-        layers = [index for index, layer in enumerate(self._config.layers) if layer.attention is not None]
+        mixers = ((index, layer.attention) for index, layer in enumerate(self._config.layers))
+        layers = [index for index, mixer in mixers if mixer is not None and not mixer.shares_kv]
         keys = [self._sources[f"{LAYER.format(index)}self_attn.k_proj.weight"].name for index in layers]
         found = [read_kv_scales(self._checkpoint, name.rsplit(".", 2)[0]) for name in keys]
         given = sum(each != UNSCALED for each in found)

@@ -30,10 +30,16 @@ from .tensor_parts import (
     CORRECTION,
     EMBED,
     EXPERT_FACTORS,
+    INPUT_NORM,
+    INPUT_PROJECTION,
+    INPUT_TABLE,
     LAYER,
     LM_HEAD,
     NORM,
     NORMS,
+    OUTPUT_GATE,
+    OUTPUT_NORM,
+    OUTPUT_PROJECTION,
     ROUTER,
     ROUTER_NORM,
     SCALAR,
@@ -111,6 +117,10 @@ class Weights(ABC):
         for i in range(self._config.num_layers):
             yield self._layer(i, pack, pack_expert)
 
+    def layer_inputs(self, pack: Pack | None = None) -> tuple[torch.Tensor, Any, torch.Tensor]:
+        """The table, the projection and the norm of `LayerInputs`, for a model that has them."""
+        return self._read(INPUT_TABLE), self._whole(INPUT_PROJECTION, pack), self._norm(INPUT_NORM)
+
     def projection(self, layer: int, path: str) -> torch.Tensor:
         """One projection's weight `[out, in]`, dequantised, in memory of its own."""
         return self._projection([f"{LAYER.format(layer)}{path}.weight"], None)
@@ -121,7 +131,7 @@ class Weights(ABC):
 
     def kv_scales(self) -> list[KvScales]:
         """The scales of an FP8 KV cache, of each layer with attention."""
-        return [UNSCALED] * len(self._config.attention_layers)
+        return [UNSCALED] * len(self._config.kv_layers)
 
     def norm(self) -> torch.Tensor:
         """The final norm `[hidden]`."""
@@ -190,6 +200,9 @@ class Weights(ABC):
             q_up=projection(*paths[Group.QUERY_UP]) if Group.QUERY_UP in paths else None,
             kv_up=self.projection(index, *paths[Group.KV_UP]) if Group.KV_UP in paths else None,
             sinks=self._read(at + SINKS) if at + SINKS in self._shapes else None,
+            input_gate=projection(OUTPUT_GATE) if spec.input_size else None,
+            input_projection=projection(OUTPUT_PROJECTION) if spec.input_size else None,
+            input_norm=norm(OUTPUT_NORM),
             scalar=self._read(at + SCALAR) if spec.scaled else None,
             recurrent=None if spec.recurrent is None else self._recurrent(at, spec.recurrent),
             o=projection(output),
@@ -241,6 +254,10 @@ class Weights(ABC):
             gate_up_bias=biases("gate_proj", "up_proj"),
             down_bias=biases("down_proj", first_rank=True),
         )
+
+    def _whole(self, name: str, pack: Pack | None) -> Any:
+        """A matrix of the model that is not quantised, as projections are kept."""
+        return self._read(name) if pack is None else pack(self._read(name))
 
     def _projection(self, names: Sequence[str], pack: Pack | None) -> Any:
         """The rank's shares of projections, one below the other, as they are kept."""

@@ -244,7 +244,7 @@ class SlabLayout:
         step = max(1, ROW_ALIGNMENT_BYTES // itemsize)
         offset = 0
         a_offset, b_offset = [-1] * len(projections), [-1] * len(projections)
-        own = [(module, each) for module, each in enumerate(projections) if each.name in targets]
+        own = [(projections.id(each.name), each) for each in projections if each.name in targets]
         for _, product in groupby(own, key=lambda target: target[1].group):
             modules = list(product)
             for offsets, side in ((a_offset, 0), (b_offset, 1)):

@@ -59,6 +59,14 @@ class Group(IntEnum):
     KV_UP = 15
     """Of latent attention: each head's key and value, from their latents."""
 
+    INPUT_GATE = 16
+    """Gates a further input of a layer; likewise `INPUT_PROJECTION` of what it gives."""
+
+    INPUT_PROJECTION = 17
+
+    INPUTS = 18
+    """Of the model: makes the further inputs of all layers."""
+
 
 #: Those of a layer.
 LAYER_GROUPS = (Group.MIXER_IN, Group.MIXER_OUT, Group.GATE_UP, Group.DOWN)
@@ -76,7 +84,15 @@ MIXTURE_GROUPS = (
     Group.EXPERT_DOWN,
 )
 
-_MODEL_GROUPS = (Group.EMBEDDING, Group.HEAD, Group.EMBEDDING_ROWS, Group.HEAD_ROWS)
+#: Those of a layer's further input; all TP ranks have them.
+INPUT_GROUPS = (Group.INPUT_GATE, Group.INPUT_PROJECTION)
+
+#: Those that some layers have besides `LAYER_GROUPS`, outside mixtures of experts.
+FURTHER_GROUPS = (*LATENT_GROUPS, *INPUT_GROUPS)
+
+_MODEL_GROUPS = (Group.EMBEDDING, Group.HEAD, Group.EMBEDDING_ROWS, Group.HEAD_ROWS, Group.INPUTS)
+
+_REPLICATED = frozenset({Group.EMBEDDING, Group.ROUTER, Group.SHARED_GATE, *INPUT_GROUPS, Group.INPUTS})
 
 #: Those of a gated feed-forward part. A layer with experts has neither.
 _FEED_FORWARD = frozenset({Group.GATE_UP, Group.DOWN})
@@ -133,11 +149,11 @@ class Projection:
 
     @property
     def is_replicated(self) -> bool:
-        """True if every TP rank has all of it: of what chooses among experts, so that all choose the same, and of what
-        makes the latents or the one key that all heads have.
+        """True if every TP rank has all of it: of what chooses among experts, so that all choose the same, of what
+        makes the latents or the one key that all heads have, and of what is small.
         """
         is_common = self.group is Group.MIXER_IN and self.units == 1
-        return is_common or self.group in (Group.EMBEDDING, Group.ROUTER, Group.SHARED_GATE) or self.is_rows
+        return is_common or self.group in _REPLICATED or self.is_rows
 
     @property
     def num_weights(self) -> int:
@@ -240,8 +256,9 @@ class Product(NamedTuple):
 
 @dataclass(frozen=True)
 class Projections:
-    """The table of a model. A projection's index in it is its id everywhere; it is in the order of groups, those of
-    mixtures of experts after the model's own: tables with room for few projections leave them out.
+    """The table of a model. A path's index in it is its projections' id everywhere, whatever their form: a layer has
+    one of them. It is in the order of groups, those of mixtures of experts after the model's own: tables with room for
+    few projections leave them out.
 
     Raises ValueError for projections of one name that are not equal.
     """
@@ -265,10 +282,11 @@ class Projections:
         return Projections, (self.layers, self.model)
 
     def __len__(self) -> int:
-        return len(self._all)
+        """Ids."""
+        return len(self._of_ids)
 
     def __iter__(self) -> Iterator[Projection]:
-        """By id."""
+        """By id; those of one path and several forms are apart."""
         return iter(self._all)
 
     def __contains__(self, name: object) -> bool:
@@ -276,8 +294,8 @@ class Projections:
 
     def __getitem__(self, name: str) -> Projection:
         """By name; of one expert by such as `experts.7.up_proj`."""
-        found = self._ids.get(name)
-        return self._of_experts[name][1] if found is None else self._all[found]
+        found = self._by_name.get(name)
+        return self._of_experts[name][1] if found is None else found
 
     def experts_of(self, name: str) -> tuple[Projection, ...]:
         """Each expert's own projection, of one of all experts."""
@@ -295,11 +313,12 @@ class Projections:
         return next((self._ids[each.name] for each in self.model if each.group is group), None)
 
     def name_of(self, module: int) -> str:
-        return self._all[module].name
+        """By id, of the first form."""
+        return self._of_ids[module].name
 
     def dims_of(self, module: int) -> tuple[int, int]:
-        """Inputs and outputs of a projection, by id."""
-        return self._all[module].dims
+        """Inputs and outputs of a projection, by id, of the first form."""
+        return self._of_ids[module].dims
 
     def layers_of(self, name: str) -> tuple[int, ...]:
         """The layers that have a projection; of the model's, the layer beside which adapters have their rank-rows."""
@@ -354,8 +373,15 @@ class Projections:
 
     @property
     def product_in(self) -> tuple[Mapping[int, int], ...]:
-        """Indices in `products`, by layer and group: of every layer's groups, and of queries of latents."""
+        """Indices in `products`, by layer and group: of every layer's groups, and of `FURTHER_GROUPS` but for
+        `KV_UP`, whose outputs are never computed.
+        """
         return self._products[1]
+
+    @cached_property
+    def unmerged(self) -> frozenset[str]:
+        """Names of projections that are never merged with adapters: of mixtures, and of further inputs of layers."""
+        return self.mixture.union(each.name for each in self._all if each.group in INPUT_GROUPS)
 
     @cached_property
     def num_weights(self) -> int:
@@ -379,7 +405,20 @@ class Projections:
 
     @cached_property
     def _ids(self) -> dict[str, int]:
-        return {projection.name: index for index, projection in enumerate(self._all)}
+        places = {path: index for index, path in enumerate(dict.fromkeys(each.path for each in self._all))}
+        return {each.name: places[each.path] for each in self._all}
+
+    @cached_property
+    def _by_name(self) -> dict[str, Projection]:
+        return {each.name: each for each in self._all}
+
+    @cached_property
+    def _of_ids(self) -> tuple[Projection, ...]:
+        """The first form of each path, by id."""
+        found: dict[str, Projection] = {}
+        for each in self._all:
+            found.setdefault(each.path, each)
+        return tuple(found.values())
 
     @cached_property
     def _of_experts(self) -> dict[str, tuple[str, Projection]]:
@@ -401,7 +440,7 @@ class Projections:
             for projection in layer:
                 found[projection.name].append(index)
         for projection in self.model:
-            is_first = projection.group in (Group.EMBEDDING, Group.EMBEDDING_ROWS)
+            is_first = projection.group in (Group.EMBEDDING, Group.EMBEDDING_ROWS, Group.INPUTS)
             found[projection.name].append(0 if is_first else self.num_layers - 1)
         return {name: tuple(layers) for name, layers in found.items()}
 
@@ -411,8 +450,8 @@ class Projections:
         found: dict[Product, int] = {}
         of_layer: list[Mapping[int, int]] = []
         for layer in self.layers:
-            has_latents = any(each.group is Group.QUERY_UP for each in layer)
-            groups = (*LAYER_GROUPS, Group.QUERY_UP) if has_latents else LAYER_GROUPS
+            own = {each.group for each in layer}
+            groups = (*LAYER_GROUPS, *(group for group in FURTHER_GROUPS if group in own and group is not Group.KV_UP))
             of_layer.append({group: found.setdefault(self._product(layer, group), len(found)) for group in groups})
         return tuple(found), tuple(of_layer)
 
@@ -437,20 +476,19 @@ def attention_projections(
     head_dim: int,
     *,
     gate: bool = False,
-    value: bool = True,
+    keys_and_values: int = 2,
     form: str = "",
 ) -> tuple[Projection, ...]:
-    """Those of full attention. gate: q_proj gives each head a query and then a gate. value: False: k_proj gives the
-    values, too. form: see `Projection`.
+    """Those of full attention. gate: q_proj gives each head a query and then a gate. keys_and_values: projections that
+    give them; 1: k_proj gives both, 0: they are another layer's. form: see `Projection`.
     """
     q, kv = heads * head_dim, kv_heads * head_dim
-    found = [
+    names = ("self_attn.k_proj", "self_attn.v_proj")[:keys_and_values]
+    return (
         Projection("self_attn.q_proj", Group.MIXER_IN, hidden, q * (1 + gate), heads, form=form),
-        Projection("self_attn.k_proj", Group.MIXER_IN, hidden, kv, kv_heads, form=form),
-        Projection("self_attn.v_proj", Group.MIXER_IN, hidden, kv, kv_heads, form=form),
+        *(Projection(name, Group.MIXER_IN, hidden, kv, kv_heads, form=form) for name in names),
         Projection("self_attn.o_proj", Group.MIXER_OUT, q, hidden, heads, form=form),
-    ]
-    return tuple(each for each in found if value or not each.path.endswith(".v_proj"))
+    )
 
 
 def latent_projections(
@@ -513,22 +551,34 @@ def mamba_projections(hidden: int, heads: int, head_dim: int, groups: int, state
     )
 
 
-def model_projections(vocab: int, hidden: int, head: int) -> tuple[Projection, ...]:
-    """The token embeddings and the output projection. head: how many tokens the latter gives logits of."""
+def input_projections(hidden: int, size: int) -> tuple[Projection, ...]:
+    """Those of a layer's further input."""
+    return (
+        Projection("per_layer_input_gate", Group.INPUT_GATE, hidden, size, 1),
+        Projection("per_layer_projection", Group.INPUT_PROJECTION, size, hidden, 1),
+    )
+
+
+def model_projections(vocab: int, hidden: int, head: int, inputs: int = 0) -> tuple[Projection, ...]:
+    """The token embeddings and the output projection. head: how many tokens the latter gives logits of. inputs: width
+    of the further inputs of all layers.
+    """
+    own = (Projection("model.per_layer_model_projection", Group.INPUTS, hidden, inputs, 1),) if inputs else ()
     return (
         Projection("model.embed_tokens", Group.EMBEDDING, vocab, hidden, 1),
         Projection("lm_head", Group.HEAD, hidden, head, 1),
         Projection("model.embed_tokens_rows", Group.EMBEDDING_ROWS, hidden, 0, 1),
         Projection("lm_head_rows", Group.HEAD_ROWS, hidden, 0, 1),
+        *own,
     )
 
 
-def gated_projections(hidden: int, size: int) -> tuple[Projection, ...]:
-    """Those of a gated feed-forward part."""
+def gated_projections(hidden: int, size: int, form: str = "") -> tuple[Projection, ...]:
+    """Those of a gated feed-forward part. form: see `Projection`."""
     return (
-        Projection("mlp.gate_proj", Group.GATE_UP, hidden, size, size),
-        Projection("mlp.up_proj", Group.GATE_UP, hidden, size, size),
-        Projection("mlp.down_proj", Group.DOWN, size, hidden, size),
+        Projection("mlp.gate_proj", Group.GATE_UP, hidden, size, size, form=form),
+        Projection("mlp.up_proj", Group.GATE_UP, hidden, size, size, form=form),
+        Projection("mlp.down_proj", Group.DOWN, size, hidden, size, form=form),
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -9,14 +11,19 @@ from chorus.core.executors.cpu import CpuExecutor
 from chorus.core.model.config import UnsupportedModel
 from chorus.core.model.decoder import DecoderModel
 from chorus.core.model.read_config import read_model_config
+from chorus.core.requests.types import CannotMerge
 from chorus.graphs.runner import StepMode
 
+from ..kept import KeptAnswers, kept_files
 from .merging.test_merged import merge
-from .test_families import BF16_LOGITS_ERROR, executor_of, logits_of
+from .test_families import executor_of, logits_of
 from .test_family_paths import answers, told
-from .tiny_families import ADAPTERS, SHAPES, save_family
+from .tiny_families import ADAPTERS, SHAPES, Tiny, load_peft, save_family
 
 pytestmark = [pytest.mark.numerics, pytest.mark.wide]
+
+BF16_ERROR = 5e-2
+"""Relative L2 error of bfloat16 logits that is taken for rounding; measured: at most 3.5e-2 (transformers: 1.3e-1)."""
 
 
 @pytest.fixture
@@ -81,6 +88,35 @@ def test_merged_weights_beside_other_adapters(tiny, drive, family):
     assert {plan.mode for plan in driver.plans} == {StepMode.MERGED}
 
 
+@pytest.fixture(scope="module")
+def all_linear(tiny) -> Tiny:
+    """A model whose layers have further inputs, with an adapter on all that PEFT's "all-linear" reaches."""
+    model = tiny("gemma-4-inputs").model
+    root = kept_files("gemma-4-inputs all-linear", lambda root: _save_all_linear(model, root))
+    return Tiny(model, {"all": root / "all"}, load_peft, KeptAnswers(root))
+
+
+def _save_all_linear(model: Path, root: Path) -> None:
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    lora = LoraConfig(r=4, lora_alpha=9, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
+    get_peft_model(AutoModelForCausalLM.from_pretrained(model), lora).save_pretrained(root / "all")
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_adapters_on_inputs_of_layers(all_linear, drive, ranks):
+    driver = drive(all_linear, tensor_parallel_size=ranks, max_num_seqs=8, max_num_batched_tokens=24)
+    targets = driver.engine.store.get("all").manifest.targets
+    assert {"per_layer_input_gate", "per_layer_projection", "per_layer_model_projection"} <= {*targets}
+    want = answers(all_linear, driver, 4, seed=8, adapters=("all", None))
+    assert told(driver, want) == want
+    with pytest.raises(CannotMerge, match="inputs of layers"):
+        merge(driver, "all")
+
+
 @pytest.mark.native
 @every_family
 def test_two_ranks(tiny, drive, family):
@@ -113,7 +149,7 @@ def test_bfloat16_is_float32_within_rounding(tmp_path, family):
     want, executor = logits_of(executor_of(tmp_path, dtype="float32"), prompts), executor_of(tmp_path)
     assert executor.layout.itemsize == 2
     errors = (logits_of(executor, prompts) - want).norm(dim=-1) / want.norm(dim=-1)
-    assert float(errors.max()) < BF16_LOGITS_ERROR
+    assert float(errors.max()) < BF16_ERROR
 
 
 def test_random_weights_need_no_checkpoint(tmp_path):

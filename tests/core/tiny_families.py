@@ -305,6 +305,22 @@ SHAPES: dict[str, tuple[str, dict[str, Any], str]] = {
         },
         "50GB",
     ),
+    "gemma-4-inputs": (
+        "Gemma4TextConfig",
+        {
+            "head_dim": 16,
+            "global_head_dim": 32,
+            "layer_types": ["sliding_attention", "full_attention"] * 3,
+            "num_hidden_layers": 6,
+            "sliding_window": 20,
+            "num_kv_shared_layers": 3,
+            "use_double_wide_mlp": True,
+            "hidden_size_per_layer_input": 12,
+            "vocab_size_per_layer_input": 150,
+            "initializer_range": 0.05,
+        },
+        "20KB",
+    ),
     "gemma-4-biased": (
         "Gemma4TextConfig",
         {

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 from ..config import ModelConfig
 from ..config_json import ConfigJson
 from ..family import Family
-from ..layers import AttentionSpec, Experts, HeadNorm, LayerSpec, Norms, Routing
+from ..layers import AttentionSpec, Experts, HeadNorm, LayerInputSpec, LayerSpec, Norms, Routing
 from ..rope_config import RopeConfig
 from ..tensor_names import AROUND_NORMS, BESIDE_VISION, TensorNames
 from . import reading
@@ -22,14 +23,21 @@ _ROPES = {
 _ACTIVATION = "hidden_activation"
 
 
-def _read(fields: ConfigJson) -> ModelConfig:
-    _refuse_others(fields)
+def _read(fields: ConfigJson, tensors: TensorNames) -> ModelConfig:
+    if fields.has(name := "use_bidirectional_attention") and fields.text(name) != "vision":
+        raise fields.refuse(name, "only causal attention of text is supported")
     types = reading.layer_types(fields, 6)
     types[-1] = FULL  # as transformers has it, whatever the field says
+    first_shared = _first_shared(fields, types)
     shapes = _shapes(fields, types)
     ropes = {each: _rope(fields, *each) for each in dict.fromkeys(zip(types, shapes, strict=True))}
     experts = _experts(fields) if fields.boolean("enable_moe_block") else None
-    bias, shared_kv = fields.boolean("attention_bias"), fields.boolean("attention_k_eq_v")
+    bias, keys_are_values = fields.boolean("attention_bias"), fields.boolean("attention_k_eq_v")
+    inputs = _inputs(fields)
+    feed_forward = reading.gated(fields, _ACTIVATION)
+    wide = replace(feed_forward, size=2 * feed_forward.size, form="wide")
+    if not fields.boolean("use_double_wide_mlp"):
+        wide = feed_forward
     layers = [
         LayerSpec(
             AttentionSpec(
@@ -40,34 +48,51 @@ def _read(fields: ConfigJson) -> ModelConfig:
                 head_norm=HeadNorm.EACH,
                 qkv_bias=bias,
                 o_bias=bias,
-                keys_are_values=shared_kv and seen == FULL,
+                keys_are_values=keys_are_values and seen == FULL,
+                shares_kv=index >= first_shared,
                 value_norm=True,
                 form="full" if seen == FULL else "",
             ),
-            reading.gated(fields, _ACTIVATION),
+            wide if index >= first_shared else feed_forward,
             Norms.AROUND,
             scaled=True,
+            input_size=0 if inputs is None else inputs.size,
             beside=experts,
         )
-        for seen, shape in zip(types, shapes, strict=True)
+        for index, (seen, shape) in enumerate(zip(types, shapes, strict=True))
     ]
-    return reading.dense(
+    config = reading.dense(
         fields,
         layers,
         reading.rms_norm(fields, wide=True),
         embedding_multiplier=fields.integer("hidden_size") ** 0.5,
         logits_softcap=reading.optional_number(fields, "final_logit_softcapping"),
+        layer_inputs=inputs,
     )
+    unused = tuple(  # checkpoints have tensors of keys and values that these layers do not use
+        f"{prefix}layers.{index}.self_attn.{name}."
+        for prefix in tensors.prefixes
+        for index in range(first_shared, len(layers))
+        for name in ("k_proj", "v_proj", "k_norm", "v_norm")
+    )
+    return replace(config, tensors=replace(tensors, left_out=(*tensors.left_out, *unused))) if unused else config
 
 
-def _refuse_others(fields: ConfigJson) -> None:
-    """Raises UnsupportedModel for parts that are not computed."""
-    if fields.has(name := "use_bidirectional_attention") and fields.text(name) != "vision":
-        raise fields.refuse(name, "only causal attention of text is supported")
-    if fields.integer(name := "num_kv_shared_layers", least=0):
-        raise fields.refuse(name, "layers that share the keys and values of others are not supported")
-    if fields.integer(name := "hidden_size_per_layer_input", least=0):
-        raise fields.refuse(name, "inputs of each layer are not supported")
+def _first_shared(fields: ConfigJson, types: list[str]) -> int:
+    """The first of the layers that read the keys and values of layers before them."""
+    first = len(types) - fields.integer(name := "num_kv_shared_layers", least=0)
+    if first <= 0 or set(types[:first]) != set(types):
+        raise fields.refuse(name, f"of {len(types)} layers, some of each type must have keys and values of their own")
+    return first
+
+
+def _inputs(fields: ConfigJson) -> LayerInputSpec | None:
+    size, vocab = fields.integer("hidden_size_per_layer_input", least=0), fields.integer("vocab_size_per_layer_input")
+    if not size:
+        return None
+    if vocab < fields.integer("vocab_size"):
+        raise fields.refuse("vocab_size_per_layer_input", "every token of vocab_size needs a row")
+    return LayerInputSpec(size, vocab)
 
 
 def _shapes(fields: ConfigJson, types: list[str]) -> list[Heads]:
@@ -126,6 +151,7 @@ _DEFAULTS = {
     "hidden_activation": "gelu_pytorch_tanh",
     "vocab_size": 262144,
     "hidden_size_per_layer_input": 256,
+    "vocab_size_per_layer_input": 262144,
     "num_kv_shared_layers": 0,
 }
 _UNIFIED = {**_DEFAULTS, "max_position_embeddings": 262144, "sliding_window": 1024, "hidden_size_per_layer_input": 0}
@@ -135,6 +161,7 @@ _NAMES = {
     "dense_out_norm": "post_feedforward_layernorm_1",
     "experts_norm": "pre_feedforward_layernorm_2",
     "experts_out_norm": "post_feedforward_layernorm_2",
+    "input_norm": "post_per_layer_input_norm",
     "mlp.gate": "router.proj",
 }
 _EXPERTS = {"experts.gate_up_proj": ("gate_proj", "up_proj"), "experts.down_proj": ("down_proj",)}
@@ -148,9 +175,11 @@ _TENSORS = replace(
     ),
 )
 
-GEMMA_4 = Family("Gemma 4", ("Gemma4ForCausalLM",), _read, _DEFAULTS, _PLAIN)
-GEMMA_4_TEXT = Family("Gemma 4 (text)", ("Gemma4ForConditionalGeneration",), _read, _DEFAULTS, _TENSORS)
-GEMMA_4_UNIFIED = Family("Gemma 4 Unified", ("Gemma4UnifiedForCausalLM",), _read, _UNIFIED, _PLAIN)
+_read_plain, _read_text = partial(_read, tensors=_PLAIN), partial(_read, tensors=_TENSORS)
+
+GEMMA_4 = Family("Gemma 4", ("Gemma4ForCausalLM",), _read_plain, _DEFAULTS, _PLAIN)
+GEMMA_4_TEXT = Family("Gemma 4 (text)", ("Gemma4ForConditionalGeneration",), _read_text, _DEFAULTS, _TENSORS)
+GEMMA_4_UNIFIED = Family("Gemma 4 Unified", ("Gemma4UnifiedForCausalLM",), _read_plain, _UNIFIED, _PLAIN)
 GEMMA_4_UNIFIED_TEXT = Family(
-    "Gemma 4 Unified (text)", ("Gemma4UnifiedForConditionalGeneration",), _read, _UNIFIED, _TENSORS
+    "Gemma 4 Unified (text)", ("Gemma4UnifiedForConditionalGeneration",), _read_text, _UNIFIED, _TENSORS
 )

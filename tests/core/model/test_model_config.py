@@ -494,8 +494,11 @@ WRONG = [
     ({"partial_rotary_factor": 1.5}, "partial_rotary_factor is 1.5: it makes 24 of 16 elements"),
     ({"architectures": ["Gemma3ForCausalLM"], "use_bidirectional_attention": True}, "only causal attention"),
     ({**GEMMA_4, "use_bidirectional_attention": "all"}, "use_bidirectional_attention is 'all': only causal attention"),
-    ({**GEMMA_4, "num_kv_shared_layers": 2}, "num_kv_shared_layers is 2: layers that share"),
-    ({**GEMMA_4, "hidden_size_per_layer_input": ...}, "hidden_size_per_layer_input is missing: inputs of each layer"),
+    ({**GEMMA_4, "num_kv_shared_layers": 1}, "num_kv_shared_layers is 1: of 2 layers, some of each type must"),
+    (
+        {**GEMMA_4, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 99},
+        "vocab_size_per_layer_input is 99: every token",
+    ),
     ({**GEMMA_4, "enable_moe_block": True, "num_experts": 2, "top_k_experts": 3}, "num_experts is 2; it can't be more"),
     ({**GEMMA_4, "per_layer_config": {"2": {"head_dim": 32}}}, "'2' is none of 2 layers"),
     ({**GEMMA_4, "per_layer_config": {"0": {"sliding_window": 3}}}, "per_layer_config.0.sliding_window is 3: layers"),
