@@ -227,7 +227,7 @@ SAMPLED = [*WAYS[:7], WAYS[8], WAYS[9], *WAYS[14:]]
 """Sampling parameters of requests that speculate, and one of those that don't."""
 
 
-@every
+@pytest.mark.parametrize(("family", "kernels"), ONE)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_outputs_are_those_without_speculation(tiny, drive, kernels, family, dtype):
     """Sampled tokens and log-probabilities, of mixed adapters; the native decoder's to the bit. Some steps fail, and
