@@ -15,6 +15,7 @@ Tests: tests/ops/test_gated_delta.py
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
@@ -90,6 +91,11 @@ class DeltaWeights(RecurrentWeights):
         """See `RecurrentWeights.take_in`."""
         convolved = silu(convolve_tokens(inputs[:, : state.conv.shape[2]], self.conv, state.conv))
         _recurrent(_inputs(convolved, inputs, self, state), state.recurrent)
+
+    @property
+    def native_tensors(self) -> Mapping[str, torch.Tensor | None]:
+        """See `RecurrentWeights.native_tensors`."""
+        return {"taps": self.conv, "dt_bias": self.dt_bias, "a_log": self.a_log, "delta_norm": self.norm}
 
 
 def step_in_pages(

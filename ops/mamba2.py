@@ -4,8 +4,8 @@ For every token t, from its row `[z | x, B, C | dt]` of the input projection:
 
     x, B, C = silu(conv(x, B, C) + bias)    causal, depthwise, over the last `conv_size` tokens
     dt      = softplus(dt + dt_bias)        of each head, as A_log, and as D
-    S      ← exp(-exp(A_log) · dt) · S + dt · x ⊗ B
-    out     = norm((S C + D · x) · silu(z)) of each group of heads, which has one B and one C
+    S      ← exp(-exp(A_log) · dt) · S + B ⊗ (dt · x)
+    out     = norm((Cᵀ S + D · x) · silu(z)) of each group of heads, which has one B and one C
 
 All of it is float32. A draft's inputs are `[x, B, C | dt]`. See `recurrent` for the states of sequences.
 
@@ -14,6 +14,7 @@ Tests: tests/ops/test_recurrent.py
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -85,6 +86,12 @@ class MambaWeights(RecurrentWeights):
         """See `RecurrentWeights.take_in`."""
         self._tokens(inputs, state)
 
+    @property
+    def native_tensors(self) -> Mapping[str, torch.Tensor | None]:
+        """See `RecurrentWeights.native_tensors`."""
+        own = {"taps": self.conv, "dt_bias": self.dt_bias, "a_log": self.a_log, "delta_norm": self.norm}
+        return {**own, "conv_bias": self.bias, "d": self.d}
+
     def _tokens(self, rows: torch.Tensor, state: RecurrentState) -> torch.Tensor:
         """rows: without z."""
         convolved = convolve_tokens(rows[:, : state.conv.shape[2]], self.conv, state.conv)
@@ -92,7 +99,7 @@ class MambaWeights(RecurrentWeights):
         return (_recurrent(inputs, state.recurrent) + self._skipped(inputs)).flatten(1)
 
     def _inputs(self, convolved: torch.Tensor, rows: torch.Tensor, state: RecurrentState) -> MambaInputs:
-        heads, head_dim, width = state.recurrent.shape[1:]
+        heads, width, head_dim = state.recurrent.shape[1:]
         convolved = silu(convolved if self.bias is None else convolved + self.bias)
         shared = self.num_groups * width
         x, b, c = convolved.split((heads * head_dim, shared, shared), 1)
@@ -121,20 +128,20 @@ class MambaInputs(NamedTuple):
 
 
 def _recurrent(inputs: MambaInputs, state: torch.Tensor) -> torch.Tensor:
-    """One token of each sequence: `[sequences, heads, head_dim]`. state: `[sequences, heads, head_dim, state]`."""
+    """One token of each sequence: `[sequences, heads, head_dim]`. state: `[sequences, heads, state, head_dim]`."""
     x, b, c, dt, log_decay = inputs
     each = x.shape[1] // b.shape[1]
-    b, c = (shared.repeat_interleave(each, 1)[:, :, None] for shared in (b, c))
-    state.mul_(log_decay.exp()[..., None, None]).addcmul_((x * dt[..., None])[..., None], b)
-    return (state * c).sum(-1)
+    b, c = (shared.repeat_interleave(each, 1)[..., None] for shared in (b, c))
+    state.mul_(log_decay.exp()[..., None, None]).addcmul_(b, (x * dt[..., None])[..., None, :])
+    return (state * c).sum(-2)
 
 
 def chunked(inputs: MambaInputs, state: torch.Tensor) -> torch.Tensor:
-    """One sequence's tokens: `[tokens, heads, head_dim]`, without D. state: `[heads, head_dim, state]`.
+    """One sequence's tokens: `[tokens, heads, head_dim]`, without D. state: `[heads, state, head_dim]`.
 
     Within a chunk, with the decay D[i, j] = exp(Σ log decays of j + 1 … i) for j <= i, and 0 for others:
 
-        out = (C Bᵀ · D) (dt x) + exp(Σ log decays) C Sᵀ
+        out = (C Bᵀ · D) (dt x) + exp(Σ log decays) C S
     """
     tokens, heads = inputs.x.shape[:2]
     groups = inputs.b.shape[1]
@@ -147,11 +154,12 @@ def chunked(inputs: MambaInputs, state: torch.Tensor) -> torch.Tensor:
     scores = c @ b.transpose(-1, -2)  # [groups, chunks, CHUNK, CHUNK]
     each = heads // groups
     out = (decay.unflatten(0, (groups, each)) * scores[:, None]).flatten(0, 1) @ x
-    until_end = (x * (total[..., -1:] - total).exp()[..., None]).transpose(-1, -2).unflatten(0, (groups, each))
+    until_end = (x * (total[..., -1:] - total).exp()[..., None]).unflatten(0, (groups, each))
     since_start, whole = total.exp()[..., None], total[..., -1].exp()[..., None, None]
     grouped = state.unflatten(0, (groups, each))
     for chunk in range(chunks):
-        seen = c[:, chunk][:, None] @ grouped.transpose(-1, -2)
+        seen = c[:, chunk][:, None] @ grouped
         out[:, chunk] += seen.flatten(0, 1) * since_start[:, chunk]
-        state.mul_(whole[:, chunk]).add_((until_end[:, :, chunk] @ b[:, chunk][:, None]).flatten(0, 1))
+        added = b[:, chunk].transpose(-1, -2)[:, None] @ until_end[:, :, chunk]
+        state.mul_(whole[:, chunk]).add_(added.flatten(0, 1))
     return out.flatten(1, 2)[:, :tokens].transpose(0, 1)

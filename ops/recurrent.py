@@ -12,7 +12,7 @@ Tests: tests/ops/test_recurrent.py, tests/ops/test_gated_delta.py
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Self
 
@@ -87,6 +87,11 @@ class RecurrentWeights(ABC):
     @abstractmethod
     def take_in(self, inputs: torch.Tensor, state: RecurrentState) -> None:
         """Update states with one token of each sequence, by its draft inputs."""
+
+    @property
+    @abstractmethod
+    def native_tensors(self) -> Mapping[str, torch.Tensor | None]:
+        """Its tensors by their names in the native library's description of a layer."""
 
     def mix(
         self,

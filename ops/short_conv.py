@@ -11,6 +11,7 @@ Tests: tests/ops/test_recurrent.py
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -51,6 +52,11 @@ class ShortConvWeights(RecurrentWeights):
     def take_in(self, inputs: torch.Tensor, state: RecurrentState) -> None:
         """See `RecurrentWeights.take_in`."""
         convolve_tokens(inputs, self.conv, state.conv)
+
+    @property
+    def native_tensors(self) -> Mapping[str, torch.Tensor | None]:
+        """See `RecurrentWeights.native_tensors`."""
+        return {"taps": self.conv, "conv_bias": self.bias}
 
     def _biased(self, x: torch.Tensor) -> torch.Tensor:
         return x if self.bias is None else x + self.bias

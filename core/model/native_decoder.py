@@ -30,7 +30,7 @@ from .lora_state import LoraState
 from .paged_states import PagedStates
 from .quantization.group_scaled import GroupScaled
 from .quantization.groups import is_packable, pack_scaled, plain
-from .recurrent import GatedDeltaSpec, RecurrentSpec
+from .recurrent import RecurrentSpec
 from .rope_config import RopeConfig
 from .shadow import INPUTS_ARE_ROUNDED
 from .weights import Weights
@@ -46,6 +46,8 @@ def why_unsupported(config: ModelConfig, dtype: torch.dtype) -> str | None:
     for part, has in _other_parts(config).items():
         if has:
             return f"it has no {part}, and this model's layers have {has if isinstance(has, str) else 'it'}"
+    if config.recurrent is not None and config.recurrent.native_shape() is None:
+        return f"it has no {config.recurrent.title} with groups of heads that ranks share, which this model has"
     pair = 4 // dtype.itemsize
     inner = [config.hidden_size, config.intermediate_size, config.q_size]
     inner += [] if config.recurrent is None else [config.recurrent.out_size]
@@ -64,12 +66,11 @@ def why_unsupported(config: ModelConfig, dtype: torch.dtype) -> str | None:
 
 def _other_parts(config: ModelConfig) -> dict[str, bool | str]:
     """Parts that the native decoder does not have, and whether a model has them, or what of them."""
-    recurrent, mixers = config.recurrent, config.attention_layers
+    mixers = config.attention_layers
     return {
         "mixture of experts": f"{config.num_experts} experts" if config.num_experts else False,
         "latent attention": any(mixer.latent is not None for mixer in mixers),
         "attention sinks": "them" if any(mixer.sinks for mixer in mixers) else False,
-        recurrent.title if recurrent is not None else "": not isinstance(recurrent, GatedDeltaSpec | None),
         "attention of several shapes": bool(config.attention_shapes[1:]),
         "further input of layers": config.layer_inputs is not None,
         "attention with another layer's keys": len(config.kv_layers) < len(mixers),
@@ -114,7 +115,7 @@ class NativeDecoderModel:
             embedding_multiplier=config.embedding_factor(embed.dtype), logits_scale=config.logits_scale,
             logits_softcap=config.logits_softcap or 0.0, output_gate=config.attention.output_gate,
             kv_copies=config.attention.kv_copies,
-            delta=_native_delta(config.recurrent, arena.layout),
+            recurrent=_native_recurrent(config.recurrent, arena.layout),
             embed_module=_module(config, Group.EMBEDDING), head_module=_module(config, Group.HEAD),
             embed_rows_module=_module(config, Group.EMBEDDING_ROWS),
             head_rows_module=_module(config, Group.HEAD_ROWS),
@@ -244,7 +245,7 @@ def layer_values(
     found, with_kv = [], 0
     for index, layer in enumerate(layers):
         if (mixer := layer.attention) is None:
-            found.append(_delta_values(layer, index - with_kv))
+            found.append(_recurrent_values(layer, index - with_kv))
         else:
             values = _layer_values(layer, mixer, *tables[mixer.rope], *places[with_kv], positions)
             if kv_scales:
@@ -254,8 +255,8 @@ def layer_values(
     return found
 
 
-def _delta_values(layer: LayerSpec, state_layer: int) -> native_model.LayerValues:
-    """Of a layer with Gated DeltaNet."""
+def _recurrent_values(layer: LayerSpec, state_layer: int) -> native_model.LayerValues:
+    """Of a layer with a recurrent mixer."""
     return native_model.LayerValues(
         1.0,
         parallel=layer.norms is Norms.PARALLEL,
@@ -266,16 +267,12 @@ def _delta_values(layer: LayerSpec, state_layer: int) -> native_model.LayerValue
     )
 
 
-def _native_delta(delta: RecurrentSpec | None, layout: PageLayout) -> native_model.NativeDelta | None:
-    if not isinstance(delta, GatedDeltaSpec) or (places := layout.states) is None:
+def _native_recurrent(
+    recurrent: RecurrentSpec | None, layout: PageLayout
+) -> tuple[native_model.NativeShape, native_model.NativeStates] | None:
+    if recurrent is None or (shape := recurrent.native_shape()) is None or (places := layout.states) is None:
         return None
-    return native_model.NativeDelta(
-        k_heads=delta.num_k_heads,
-        v_heads=delta.num_v_heads,
-        k_dim=delta.k_dim,
-        v_dim=delta.v_dim,
-        conv_size=delta.conv_size,
-        delta_eps=delta.eps,
+    return shape, native_model.NativeStates(
         convs_per_page=places.convs_per_page,
         heads_per_page=places.heads_per_page,
         conv_pages=places.num_conv_pages,

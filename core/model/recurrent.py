@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     import torch
 
     from ...memory.pages.states import StateLayout
+    from ...ops.native_model import NativeShape
     from ...ops.recurrent import RecurrentWeights
 
 
@@ -105,6 +106,10 @@ class RecurrentSpec(ABC):
     @abstractmethod
     def why_not(self, size: int) -> str | None:
         """Why `size` ranks can't have equal shares: a field and its value, which is no multiple; None: they can."""
+
+    def native_shape(self) -> NativeShape | None:
+        """How the native library has it; None: it can't compute it."""
+        return None
 
     @abstractmethod
     def described(self) -> str:
@@ -205,6 +210,13 @@ class GatedDeltaSpec(RecurrentSpec):
         """See `RecurrentSpec.why_not`."""
         return f"linear_num_key_heads {self.num_k_heads}" if self.num_k_heads % size else None
 
+    def native_shape(self) -> NativeShape:
+        """See `RecurrentSpec.native_shape`."""
+        from ...ops.native_model import NativeMixer, NativeShape
+
+        heads, dims = (self.num_k_heads, self.num_v_heads), (self.k_dim, self.v_dim)
+        return NativeShape(NativeMixer.DELTA, *heads, *dims, self.conv_size, self.eps)
+
     def described(self) -> str:
         """See `RecurrentSpec.described`."""
         return (
@@ -238,7 +250,7 @@ class GatedDeltaSpec(RecurrentSpec):
 class ShortConvSpec(RecurrentSpec):
     """A gated short convolution (LFM2); see `ops.short_conv`."""
 
-    title: ClassVar[str] = "a short convolution"
+    title: ClassVar[str] = "short convolutions"
 
     size: int
     """Channels: of each of b, c and x."""
@@ -303,6 +315,12 @@ class ShortConvSpec(RecurrentSpec):
         """See `RecurrentSpec.why_not`."""
         return f"hidden_size {self.size}" if self.size % size else None
 
+    def native_shape(self) -> NativeShape:
+        """One head of v, of all channels."""
+        from ...ops.native_model import NativeMixer, NativeShape
+
+        return NativeShape(NativeMixer.SHORT_CONV, 0, 1, 0, self.size, self.conv_size, 0.0)
+
     def described(self) -> str:
         """See `RecurrentSpec.described`."""
         return f"{self.title} over {self.conv_size} tokens"
@@ -362,7 +380,7 @@ class MambaSpec(RecurrentSpec):
     @property
     def recurrent_shape(self) -> tuple[int, int, int]:
         """See `RecurrentSpec.recurrent_shape`."""
-        return self.num_heads, self.head_dim, self.state_size
+        return self.num_heads, self.state_size, self.head_dim
 
     @property
     def biased(self) -> tuple[str, ...]:
@@ -421,6 +439,15 @@ class MambaSpec(RecurrentSpec):
         if self.num_heads % size:
             return f"mamba_n_heads {self.num_heads}"
         return f"mamba_n_groups {self.num_groups}" if self.num_groups > 1 and self.num_groups % size else None
+
+    def native_shape(self) -> NativeShape | None:
+        """Not where ranks share a group: its norm is not added up."""
+        from ...ops.native_model import NativeMixer, NativeShape
+
+        if self.group_ranks > 1:
+            return None
+        heads, dims = (self.num_groups, self.num_heads), (self.state_size, self.head_dim)
+        return NativeShape(NativeMixer.MAMBA2, *heads, *dims, self.conv_size, self.eps)
 
     def described(self) -> str:
         """See `RecurrentSpec.described`."""

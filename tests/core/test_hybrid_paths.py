@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 from functools import partial
@@ -19,7 +20,7 @@ from . import test_family_paths
 from .merging.test_merged import merge
 from .speculation.stand_ins import Drawn, Free, Right, Wrong
 from .speculation.test_speculation import WAYS, ask, same
-from .tiny_families import ADAPTERS, HYBRIDS, NATIVE_HYBRIDS
+from .tiny_families import ADAPTERS, HYBRIDS
 
 pytestmark = [pytest.mark.numerics, pytest.mark.wide]
 
@@ -30,14 +31,17 @@ told = test_family_paths.told
 needs_library = pytest.mark.skipif(
     not native_library.available(torch.float32), reason="ranks add up by the native library"
 )
-EVERY = [(name, kernels) for name in HYBRIDS for kernels in ["torch", *["native"] * (name in NATIVE_HYBRIDS)]]
-"""Every geometry with the CPU operators that compute it."""
+KERNELS = ["torch", "native"]
+EVERY = list(itertools.product(HYBRIDS, KERNELS))
 
-SHARED = [("qwen3.5", "torch"), ("qwen3.5", "native"), ("lfm2", "torch"), ("granite-4-h", "torch")]
+ONE = [*itertools.product(("qwen3.5", "qwen3.5-tied"), KERNELS), ("lfm2", "native"), ("granite-4-h", "native")]
+"""Geometries on one rank."""
+
+TWO = [*itertools.product(["qwen3.5"], KERNELS), ("lfm2", "native"), ("granite-4-h", "torch")]
 """Geometries on two ranks: one has several heads of values for each of keys, one a group of heads for both ranks."""
 
 every = pytest.mark.parametrize(("family", "kernels"), EVERY)
-both = pytest.mark.parametrize("kernels", ["torch", "native"])
+both = pytest.mark.parametrize("kernels", KERNELS)
 
 
 def on_ranks(one, two):
@@ -46,10 +50,9 @@ def on_ranks(one, two):
     return pytest.mark.parametrize(("family", "kernels", "ranks"), values)
 
 
-every_on_one_or_two_ranks = on_ranks(EVERY, [*SHARED, ("granite-4-h-biased", "torch")])
-_ONE = [each for each in EVERY if each[0] in NATIVE_HYBRIDS or each in SHARED]
-on_one_or_two_ranks = on_ranks(_ONE, SHARED)
-on_few_ranks = on_ranks(_ONE, SHARED[:2])
+every_on_one_or_two_ranks = on_ranks(EVERY, [*TWO, ("granite-4-h-biased", "native")])
+on_one_or_two_ranks = on_ranks(ONE, TWO)
+on_few_ranks = on_ranks(ONE, TWO[:2])
 """As `on_one_or_two_ranks`, of tests that take long."""
 
 
@@ -79,7 +82,7 @@ def test_adapters_on_layers_of_both_kinds(tiny, drive, family, ranks, is_merged)
     assert max(plan.num_adapters for plan in driver.plans) == 3
     assert (StepMode.MERGED in {plan.mode for plan in driver.plans}) == is_merged
     manifest = driver.engine.store.get("r3-all").manifest
-    assert (len(manifest.parts), len(manifest.targets)) == (3, 12 if family in NATIVE_HYBRIDS else 9)
+    assert (len(manifest.parts), len(manifest.targets)) == (3, 12 if family.startswith("qwen") else 9)
 
 
 @on_one_or_two_ranks
@@ -224,7 +227,7 @@ SAMPLED = [*WAYS[:7], WAYS[8], WAYS[9], *WAYS[14:]]
 """Sampling parameters of requests that speculate, and one of those that don't."""
 
 
-@every
+@pytest.mark.parametrize(("family", "kernels"), ONE)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_outputs_are_those_without_speculation(tiny, drive, kernels, family, dtype):
     """Sampled tokens and log-probabilities, of mixed adapters; the native decoder's to the bit. Some steps fail, and

@@ -23,7 +23,7 @@ from chorus.memory.pages.layout import PageLayout
 from ..greedy import MIN_MARGIN
 from .plain_states import PlainStates
 from .test_families import executor_of, logits_of
-from .tiny_families import ATTENTION, HYBRIDS, LINEAR, MLP, NATIVE_HYBRIDS, QWEN3_5, randomise, save_family
+from .tiny_families import ATTENTION, HYBRIDS, LINEAR, MLP, QWEN3_5, randomise, save_family
 
 pytestmark = [pytest.mark.numerics, pytest.mark.wide]
 
@@ -277,7 +277,7 @@ def whole_logits(model: Path, prompts: list[list[int]], **config: Any) -> torch.
 
 
 @pytest.mark.native
-@pytest.mark.parametrize("family", NATIVE_HYBRIDS)
+@pytest.mark.parametrize("family", HYBRIDS)
 def test_native_bfloat16_is_float32_within_rounding(tmp_path, prompts, family):
     save_family(family, tmp_path, torch.bfloat16, initializer_range=0.1)
     want = whole_logits(tmp_path, prompts, dtype="float32", cpu_kernels="torch")
@@ -288,7 +288,7 @@ def test_native_bfloat16_is_float32_within_rounding(tmp_path, prompts, family):
 
 @pytest.mark.native
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family", NATIVE_HYBRIDS)
+@pytest.mark.parametrize("family", HYBRIDS)
 def test_native_bits_do_not_depend_on_the_batch(tmp_path, prompts, family, dtype):
     save_family(family, tmp_path, initializer_range=0.1)
     together = whole_logits(tmp_path, prompts, dtype=dtype, cpu_kernels="native")

@@ -10,7 +10,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from chorus.core.model.families import FAMILIES
-from chorus.core.model.families.lfm2 import LFM2_VL
 from chorus.core.model.families.qwen3_5 import QWEN3_5, QWEN3_5_MOE
 from chorus.core.model.open_weights import open_weights
 from chorus.core.model.read_config import read_model_config
@@ -90,7 +89,7 @@ OPERATORS = [
     (name, kernels)
     for name in MODELS
     for kernels in ("torch", "native")
-    if kernels == "torch" or not name.startswith(("Gemma4", *LFM2_VL.architectures))  # see `why_unsupported`
+    if kernels == "torch" or not name.startswith("Gemma4")  # see `why_unsupported`
 ]
 
 

@@ -401,9 +401,6 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
 }  # fmt: skip
 
-#: Those that the native decoder computes.
-NATIVE_HYBRIDS = ["qwen3.5", "qwen3.5-tied"]
-
 QWEN3_MOE = {
     "head_dim": 16, "num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 40, "norm_topk_prob": True,
 }  # fmt: skip

@@ -82,7 +82,7 @@ class Mamba(Layer):
         own = (it[name] for name in ("conv1d.bias", "dt_bias", "A_log", "D", "norm.weight"))
         self.weights = MambaWeights(it["conv1d.weight"].squeeze(1).T, *own, config.rms_norm_eps, groups)
         channels = 96 + 2 * groups * 24
-        self.shapes = (3, channels), (6, 16, 24), (channels + 6,)
+        self.shapes = (3, channels), (6, 24, 16), (channels + 6,)
 
 
 @pytest.fixture(scope="module", params=["conv", "conv-biased", "mamba", "mamba-groups"])

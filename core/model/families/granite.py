@@ -146,8 +146,7 @@ GRANITE_4 = Family(
         "mamba_conv_bias": True,
     },
     TensorNames(names=_HYBRID, fused={"shared_mlp.input_linear": ("mlp.gate_proj", "mlp.up_proj")}),
-    notes="models without a layer of attention are refused; those with Mamba layers or experts are served "
-    "by PyTorch's operators on CPUs, and mixtures by the native library",
+    notes=f"models without a layer of attention are refused; with experts: {reading.EXPERTS_NOTE}",
 )
 GRANITE_MOE = Family(
     "Granite-MoE",

@@ -105,7 +105,6 @@ LFM2 = Family(
     _read,
     _DENSE,
     TensorNames(norm="embedding_norm", names=_NAMES),
-    notes=reading.RECURRENT_NOTE,
 )
 LFM2_VL = Family(
     "LFM2-VL (text)",
@@ -119,7 +118,7 @@ LFM2_VL = Family(
         names=_NAMES,
         left_out=("model.vision_tower.", "model.multi_modal_projector.", "vision_tower.", "multi_modal_projector."),
     ),
-    notes=f"text only; {reading.RECURRENT_NOTE}",
+    notes="text only",
 )
 LFM2_MOE = Family(
     "LFM2-MoE",

@@ -29,7 +29,6 @@ from ..rope_config import ROPE_TYPES, RopeConfig
 
 DTYPES = ("float32", "bfloat16", "float16")
 EXPERTS_NOTE = "on CPUs mixtures by the native library, the rest by PyTorch's operators"
-RECURRENT_NOTE = "on CPUs by PyTorch's operators"
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 

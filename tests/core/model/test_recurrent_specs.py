@@ -190,6 +190,8 @@ def test_ranks_share_heads_and_what_a_group_has_for_all(read):
         Shard(0, 8).config(whole)
     two_groups = read(GRANITE_4_H_TINY, mamba_n_groups=2)
     assert Shard(0, 2).config(two_groups).recurrent == MambaSpec(24, 64, 1, 128, eps=1e-5)
+    assert share.recurrent.native_shape() is None, "the native library does not add up a group's norm"
+    assert Shard(0, 2).config(two_groups).recurrent.native_shape() is not None
     with pytest.raises(UnsupportedModel, match="mamba_n_groups 2 is no multiple of it"):
         Shard(0, 4).config(two_groups)
 
