@@ -24,7 +24,8 @@ def _attention(fields: ConfigJson) -> AttentionSpec:
         dim = heads.head_dim  # as NTK-aware interpolation: the frequencies depend on no length
         rope = replace(rope, type="default", theta=rope.theta * alpha ** (dim / (dim - 2)))
     if rope.attention_factor != 1:
-        raise rope_fields.refuse("attention_factor", "rotated heads would have other norms; only 1 is supported")
+        name = "rope_type" if "rope_type" in rope_fields.raw else "type"
+        raise rope_fields.refuse(name, "rotated heads would have other norms; only attention_factor 1 is supported")
     return AttentionSpec(
         *heads,
         scale=heads.head_dim**-0.5,

@@ -438,6 +438,20 @@ def test_token_ids_come_from_the_generation_configuration_first(read, tmp_path):
         read()
 
 
+def test_fields_that_published_checkpoints_have_under_names_of_their_own(read):
+    """MiniMax-M2's part of a head that rotates, Hunyuan's NTK-aware rope and lists, ERNIE's layers with experts."""
+    minimax = read(architectures=["MiniMaxM2ForCausalLM"], head_dim=128, rotary_dim=64)
+    assert rope_of(minimax).dim == 64
+    hunyuan = {"rope_scaling": {"type": "dynamic", "alpha": 1000.0, "factor": 1.0}, "rope_theta": 10000.0}
+    rope = rope_of(read(architectures=["HunYuanDenseV1ForCausalLM"], head_dim=128, **hunyuan))
+    assert (rope.type, rope.theta) == ("default", 10000.0 * 1000.0 ** (128 / 126))
+    experts = read(architectures=["HunYuanMoEV1ForCausalLM"], num_experts=64, moe_topk=[8, 8]).experts
+    assert (experts.count, experts.routing.per_token) == (64, 8)
+    ernie = {"moe_layer_start_index": 1, "moe_layer_end_index": 2, "moe_layer_interval": 1, "num_hidden_layers": 4}
+    layers = read(architectures=["Ernie4_5_MoeForCausalLM"], **ernie).layers
+    assert [layer.experts is not None for layer in layers] == [False, True, True, False]
+
+
 # -- refusals
 
 WRONG = [
@@ -514,6 +528,23 @@ WRONG = [
     ({"architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": [1]}, "no_rope_layers is [1]: 1 values"),
     ({"architectures": ["MistralForCausalLM"], "sliding_window": "long"}, "sliding_window is 'long'"),
     ({"architectures": ["Qwen2ForCausalLM"], "layer_types": ["chunked"]}, "chunked is not supported"),
+    ({"architectures": ["CohereForCausalLM"], "use_qk_norm": True}, "use_qk_norm is True: a LayerNorm of each head"),
+    ({"architectures": ["OlmoForCausalLM"], "clip_qkv": 8.0}, "clip_qkv is 8.0: queries, keys and values are not"),
+    ({"architectures": ["IQuestCoderForCausalLM"], "clip_qkv": 8.0}, "clip_qkv is 8.0: transformers does not"),
+    ({"architectures": ["ArceeForCausalLM"], "hidden_act": "silu"}, "hidden_act is 'silu': not supported; supported:"),
+    ({"architectures": ["Ernie4_5_MoeForCausalLM"], "use_bias": True}, "use_bias is True: a shared expert has no"),
+    ({"architectures": ["HunYuanDenseV1ForCausalLM"], "use_cla": True}, "use_cla is True: attention across layers"),
+    (
+        {"architectures": ["HunYuanDenseV1ForCausalLM"], "rope_scaling": {"type": "yarn", "factor": 4.0}},
+        "rope_scaling.type is 'yarn': rotated heads would have other norms",
+    ),
+    (
+        {"architectures": ["HunYuanMoEV1ForCausalLM"], "num_experts": [8, 16]},
+        "num_experts is [8, 16]: layers with different numbers of experts",
+    ),
+    ({"architectures": ["HYV3ForCausalLM"], "mlp_bias": True}, "mlp_bias is True: experts have no biases"),
+    ({"architectures": ["HYV3ForCausalLM"], "mlp_layer_types": ["dense"]}, "mlp_layer_types is ['dense']: 1 types"),
+    ({"architectures": ["HYV3ForCausalLM"], "mlp_layer_types": ["moe"] * 2}, "moe is not supported; supported: dense,"),
 ]
 
 
