@@ -42,16 +42,8 @@ _ACTIVATIONS: dict[Activation | ClampedSwiglu, native_model.NativeActivation] = 
 
 def why_unsupported(config: ModelConfig, dtype: torch.dtype) -> str | None:
     """Return the reason why the native decoder can't run a model in `dtype` here; None if it can."""
-    if config.num_experts:
-        return f"it has no mixture of experts, and this model's layers have {config.num_experts} experts"
-    if any(layer.attention is not None and layer.attention.sinks for layer in config.layers):
-        return "it has no attention sinks, and this model's layers have them"
-    if any(isinstance(layer.feed_forward, UngatedSpec) for layer in config.layers):
-        return "it has no feed-forward parts without a gate, and this model's layers have them"
-    if config.norm.biased:
-        return "it has no norms with a bias, and this model has them"
-    if any(it.head_norm is HeadNorm.ROTATED for it in config.attention_layers):
-        return "it has no norms of heads after they are rotated, and this model has them"
+    if reason := _why_layers_are_unsupported(config):
+        return reason
     pair = 4 // dtype.itemsize
     inner = [config.hidden_size, config.intermediate_size, config.q_size]
     inner += [] if config.delta is None else [config.delta.v_size]
@@ -65,6 +57,21 @@ def why_unsupported(config: ModelConfig, dtype: torch.dtype) -> str | None:
     if unknown:
         names = ", ".join(sorted(map(str, unknown)))
         return f"it has the activations {', '.join(map(str, _ACTIVATIONS))}, and this model's is {names}"
+    return None
+
+
+def _why_layers_are_unsupported(config: ModelConfig) -> str | None:
+    """Of parts that no layer may have, whatever their sizes."""
+    if config.num_experts:
+        return f"it has no mixture of experts, and this model's layers have {config.num_experts} experts"
+    if any(it.sinks for it in config.attention_layers):
+        return "it has no attention sinks, and this model's layers have them"
+    if any(isinstance(layer.feed_forward, UngatedSpec) for layer in config.layers):
+        return "it has no feed-forward parts without a gate, and this model's layers have them"
+    if config.norm.biased:
+        return "it has no norms with a bias, and this model has them"
+    if any(it.head_norm is HeadNorm.ROTATED for it in config.attention_layers):
+        return "it has no norms of heads after they are rotated, and this model has them"
     return None
 
 

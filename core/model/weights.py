@@ -160,12 +160,11 @@ class Weights(ABC):
             return self._projection([f"{at}{name}.weight" for name in names], pack)
 
         def norm(name: str) -> torch.Tensor | None:
-            has_it = f"{at}{name}.weight" in self._shapes or (self._config.norm.weightless and name in norms)
-            return self._norm(f"{at}{name}.weight") if has_it else None
+            return self._norm(f"{at}{name}.weight") if name in norms or f"{at}{name}.weight" in self._shapes else None
 
         def bias(*names: str) -> torch.Tensor | None:
             names = tuple(f"{at}{name}.bias" for name in names)
-            return self._read(*names) if names[0] in self._shapes else None
+            return self._read(*names) if names and names[0] in self._shapes else None
 
         def first_rank_bias(name: str) -> torch.Tensor | None:
             return self._first_rank(f"{at}{name}.bias") if f"{at}{name}.bias" in self._shapes else None
@@ -174,7 +173,6 @@ class Weights(ABC):
         own = spec.feed_forward.projections(self._config.hidden_size)
         gate_up = tuple(each.path for each in own if each.group is Group.GATE_UP)
         norms, nothing = NORMS[spec.norms], torch.empty(0, dtype=self._dtype)
-        xielu = [at + name for name in XIELU if at + name in self._shapes]
         return LayerWeights(
             attention_norm=norm("attention_norm"),
             qkv=projection(*inputs),
@@ -188,13 +186,18 @@ class Weights(ABC):
             attention_out_norm=norm("attention_out_norm"),
             mlp_norm=norm("mlp_norm"),
             gate_up=projection(*gate_up) if spec.experts is None else nothing,
-            gate_up_bias=bias(*gate_up) if gate_up else None,
-            xielu=self._read(*xielu, dtype=torch.float32) if xielu else None,
+            gate_up_bias=bias(*gate_up),
+            xielu=self._xielu(at),
             down=projection("mlp.down_proj") if spec.experts is None else nothing,
             down_bias=first_rank_bias("mlp.down_proj"),
             mlp_out_norm=norm("mlp_out_norm"),
             experts=None if spec.experts is None else self._experts(at, spec.experts, pack_expert),
         )
+
+    def _xielu(self, at: str) -> torch.Tensor | None:
+        """The parameters of a layer's activation; None if that has none."""
+        names = [at + name for name in XIELU]
+        return self._read(*names, dtype=torch.float32) if names[0] in self._shapes else None
 
     def _experts(self, at: str, spec: Experts, pack: ExpertPack | None) -> ListedExperts:
         """A layer's experts; their router is float32 whatever the model's dtype. See `_layer`
