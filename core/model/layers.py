@@ -304,6 +304,8 @@ class UngatedSpec:
     activation: UngatedActivation
     bias: bool = False
 
+    form = ""
+
     def projections(self, hidden: int) -> tuple[Projection, ...]:
         """See `AttentionSpec.projections`."""
         return gated_projections(hidden, self.size)[1:]

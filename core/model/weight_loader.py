@@ -17,7 +17,7 @@ from ...ops.float8_kv import UNSCALED, KvScales
 from .config import ModelConfig, UnsupportedModel
 from .kv_scales import read_kv_scales
 from .open_checkpoint import open_checkpoint
-from .quantization.format import rows_and_columns
+from .quantization.format import WeightFormat, rows_and_columns
 from .quantization.group_scaled import GroupScaled, row_chunks
 from .quantization.groups import part_of, stacked
 from .quantization.reading import REMEDY
@@ -285,24 +285,27 @@ class WeightLoader(Weights):
         for name in names:
             source = self._sources[name]
             for part in self._parts(name):
-                picked, place = None, part
-                if source.units is None:
-                    place = self._rows(name, source, part)
-                else:
-                    span, picked = self._span(name, source.units, part)
-                    place = (span, *part[1:])
-                rows, columns = rows_and_columns(place, self._stored[source.name])
-                if source.step > 1:
-                    rows = slice(rows.start, rows.stop, source.step)
-                matrix = how.scaled(self._checkpoint, source.name, (rows, columns))
+                matrix = self._stored_matrix(how, name, source, part)
                 if matrix is None or not keeps(matrix):
                     return None
-                found.append(matrix if picked is None else part_of(matrix, picked, slice(None)))
+                found.append(matrix)
         if len({(matrix.bits, matrix.is_float) for matrix in found}) > 1:
             return None
         for name in names:
             self._advance(name)
         return stacked(found)
+
+    def _stored_matrix(self, how: WeightFormat, name: str, source: Source, share: Part) -> GroupScaled | None:
+        """A share of a part as it is stored; None if it is not narrow values."""
+        if source.units is not None:
+            span, picked = self._span(name, source.units, share)
+            rows, columns = rows_and_columns((span, *share[1:]), self._stored[source.name])
+            whole = how.scaled(self._checkpoint, source.name, (rows, columns))
+            return None if whole is None else part_of(whole, picked, slice(None))
+        rows, columns = rows_and_columns(self._rows(name, source, share), self._stored[source.name])
+        if source.step > 1:
+            rows = slice(rows.start, rows.stop, source.step)
+        return how.scaled(self._checkpoint, source.name, (rows, columns))
 
     def _advance(self, name: str) -> None:
         """Tell that a part was read: its share of the tensor that it is in."""

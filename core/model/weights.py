@@ -174,12 +174,11 @@ class Weights(ABC):
             return self._projection([f"{at}{name}.weight" for name in names], pack)
 
         def norm(name: str) -> torch.Tensor | None:
-            has_it = f"{at}{name}.weight" in self._shapes or (self._config.norm.weightless and name in norms)
-            return self._norm(f"{at}{name}.weight") if has_it else None
+            return self._norm(f"{at}{name}.weight") if name in norms or f"{at}{name}.weight" in self._shapes else None
 
         def bias(*names: str) -> torch.Tensor | None:
             names = tuple(f"{at}{name}.bias" for name in names)
-            return self._read(*names) if names[0] in self._shapes else None
+            return self._read(*names) if names and names[0] in self._shapes else None
 
         def first_rank_bias(name: str) -> torch.Tensor | None:
             return self._first_rank(f"{at}{name}.bias") if f"{at}{name}.bias" in self._shapes else None
@@ -190,7 +189,6 @@ class Weights(ABC):
         inputs, (output,) = paths[Group.MIXER_IN], paths[Group.MIXER_OUT]
         gate_up = paths.get(Group.GATE_UP, [])
         norms, nothing = NORMS[spec.norms], torch.empty(0, dtype=self._dtype)
-        xielu = [at + name for name in XIELU if at + name in self._shapes]
         return LayerWeights(
             attention_norm=norm("attention_norm"),
             qkv=projection(*inputs),
@@ -211,7 +209,7 @@ class Weights(ABC):
             mlp_norm=norm("mlp_norm"),
             gate_up=nothing if spec.dense is None else projection(*gate_up),
             gate_up_bias=bias(*gate_up) if gate_up else None,
-            xielu=self._read(*xielu, dtype=torch.float32) if xielu else None,
+            xielu=self._xielu(at),
             down=nothing if spec.dense is None else projection("mlp.down_proj"),
             down_bias=first_rank_bias("mlp.down_proj"),
             mlp_out_norm=norm("mlp_out_norm"),
@@ -225,6 +223,11 @@ class Weights(ABC):
     def _router_norm(self, at: str) -> torch.Tensor:
         """The norm of a router's input, with the factor that divides products of so many elements."""
         return self._read(at + ROUTER_NORM, dtype=torch.float32) * self._config.hidden_size**-0.5
+
+    def _xielu(self, at: str) -> torch.Tensor | None:
+        """The parameters of a layer's activation; None if that has none."""
+        names = [at + name for name in XIELU]
+        return self._read(*names, dtype=torch.float32) if names[0] in self._shapes else None
 
     def _experts(self, at: str, spec: Experts, pack: ExpertPack | None) -> ListedExperts:
         """A layer's experts; their router is float32 whatever the model's dtype. See `_layer`

@@ -81,9 +81,7 @@ class AdapterWeights(RowsFile):
             if not name.startswith(IN_LAYERS) and self._is_apart(name, info, left_out):
                 continue
             for own_name, own in self._shares(name, info) if self.modules.stacked else ((name, info),):
-                if own_name in found:
-                    raise _twice(self.path, name, own_name)
-                found[own_name] = own
+                self._put(found, own_name, own, name)
         return found
 
     def _is_apart(self, name: str, info: TensorInfo, left_out: tuple[str, ...]) -> bool:
@@ -118,10 +116,8 @@ class AdapterWeights(RowsFile):
             layer, path, kind = match.groups()
             a, b = (listed.get(f"{layer}.{path}.lora_{side}.weight") for side in "AB")
             for own, first in self._stacked_in(name, stacked, a, b):
-                each = f"{layer}.{own.path}.{kind}"
-                if each in found:
-                    raise _twice(self.path, name, each)
-                found[each] = info if kind == "lora_A.weight" else self._rows(info, own, first)
+                rows = info if kind == "lora_A.weight" else self._rows(info, own, first)
+                self._put(found, f"{layer}.{own.path}.{kind}", rows, name)
         return found
 
     def _of_each_expert(self, listed: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
@@ -141,10 +137,14 @@ class AdapterWeights(RowsFile):
                 )
             for expert in range(own.experts):
                 each = f"{match[1]}.{own.of_expert(expert).path}.{match[3]}"
-                if each in found:
-                    raise _twice(self.path, name, each)
-                found[each] = info.matrix(min(expert, info.shape[0] - 1))
+                self._put(found, each, info.matrix(min(expert, info.shape[0] - 1)), name)
         return found
+
+    def _put(self, found: dict[str, TensorInfo], name: str, info: TensorInfo, given: str) -> None:
+        """Add a share of a tensor. given: the tensor's name."""
+        if name in found:
+            raise _twice(self.path, given, name)
+        found[name] = info
 
     def _rows(self, b: TensorInfo, own: Projection, first: int) -> TensorInfo:
         """A projection's rows of the B of a parameter of experts."""

@@ -52,6 +52,8 @@ class Config:
             "recurrent": None,
             "attention_layers": [layer.mixer for layer in self.layers],
             "attention_shapes": [mixer],
+            "kv_layers": [layer.mixer for layer in self.layers],
+            "layer_inputs": None,
             "num_experts": next((layer.experts.count for layer in self.layers if layer.experts), 0),
             "vocab_size": VOCAB,
             "norm": kind.norm,
