@@ -95,8 +95,16 @@ class Flow:
 
     def of(self, tokens: int) -> Flow:
         """Of the first tokens alone, in the same memory."""
-        parts = (getattr(self, field.name) for field in fields(self))
-        return Flow(*(tuple(one[:tokens] for one in its) if isinstance(its, tuple) else its[:tokens] for its in parts))
+        q, attended = (tuple(each[:tokens] for each in shapes) for shapes in (self.q, self.attended))
+        return Flow(
+            rows=self.rows[:tokens],
+            inputs=self.inputs[:tokens],
+            q=q,
+            attended=attended,
+            gates=self.gates[:tokens],
+            delta_in=self.delta_in[:tokens],
+            delta_out=self.delta_out[:tokens],
+        )
 
 
 class DecoderModel:
