@@ -175,11 +175,12 @@ _TENSORS = replace(
     ),
 )
 
+_NOTES = "on CPUs by PyTorch's operators"
 _read_plain, _read_text = partial(_read, tensors=_PLAIN), partial(_read, tensors=_TENSORS)
 
-GEMMA_4 = Family("Gemma 4", ("Gemma4ForCausalLM",), _read_plain, _DEFAULTS, _PLAIN)
-GEMMA_4_TEXT = Family("Gemma 4 (text)", ("Gemma4ForConditionalGeneration",), _read_text, _DEFAULTS, _TENSORS)
-GEMMA_4_UNIFIED = Family("Gemma 4 Unified", ("Gemma4UnifiedForCausalLM",), _read_plain, _UNIFIED, _PLAIN)
+GEMMA_4 = Family("Gemma 4", ("Gemma4ForCausalLM",), _read_plain, _DEFAULTS, _PLAIN, _NOTES)
+GEMMA_4_TEXT = Family("Gemma 4 (text)", ("Gemma4ForConditionalGeneration",), _read_text, _DEFAULTS, _TENSORS, _NOTES)
+GEMMA_4_UNIFIED = Family("Gemma 4 Unified", ("Gemma4UnifiedForCausalLM",), _read_plain, _UNIFIED, _PLAIN, _NOTES)
 GEMMA_4_UNIFIED_TEXT = Family(
-    "Gemma 4 Unified (text)", ("Gemma4UnifiedForConditionalGeneration",), _read_text, _UNIFIED, _TENSORS
+    "Gemma 4 Unified (text)", ("Gemma4UnifiedForConditionalGeneration",), _read_text, _UNIFIED, _TENSORS, _NOTES
 )

@@ -182,7 +182,7 @@ def test_attention_of_several_shapes(tiny, drive, triton, mixed_graph_tokens):
 def test_inputs_of_layers(drive, triton, mixed_graph_tokens):
     """Beside layers that share keys; the adapter changes them before captured steps, and in these."""
     it = make_all_linear("gemma-4-inputs")
-    driver = drive(it, mixed_graph_tokens=mixed_graph_tokens)
+    driver = drive(it, ["all"], mixed_graph_tokens=mixed_graph_tokens)
     check(it, driver, (None, 24, 2), ("all", 5, 3))
     assert driver.executor.inner.captured
 
