@@ -42,16 +42,8 @@ _ACTIVATIONS: dict[Activation | ClampedSwiglu, native_model.NativeActivation] = 
 
 def why_unsupported(config: ModelConfig, dtype: torch.dtype) -> str | None:
     """Return the reason why the native decoder can't run a model in `dtype` here; None if it can."""
-    if config.num_experts:
-        return f"it has no mixture of experts, and this model's layers have {config.num_experts} experts"
-    if any(layer.attention is not None and layer.attention.sinks for layer in config.layers):
-        return "it has no attention sinks, and this model's layers have them"
-    if config.attention_shapes[1:]:
-        return "it has attention of one shape, and this model's layers have several"
-    if config.layer_inputs is not None or len(config.kv_layers) < len(config.attention_layers):
-        return "it has neither inputs of layers nor layers that share keys, and this model has them"
-    if any(layer.scaled or (layer.attention is not None and layer.attention.value_norm) for layer in config.layers):
-        return "it has neither norms of values nor factors of layers, and this model's layers have them"
+    if reason := _missing_part(config):
+        return reason
     pair = 4 // dtype.itemsize
     inner = [config.hidden_size, config.intermediate_size, config.q_size]
     inner += [] if config.delta is None else [config.delta.v_size]
@@ -65,6 +57,21 @@ def why_unsupported(config: ModelConfig, dtype: torch.dtype) -> str | None:
     if unknown:
         names = ", ".join(sorted(map(str, unknown)))
         return f"it has the activations {', '.join(map(str, _ACTIVATIONS))}, and this model's is {names}"
+    return None
+
+
+def _missing_part(config: ModelConfig) -> str | None:
+    """The part of a model that the native decoder has not, in any dtype; None if it has all."""
+    if config.num_experts:
+        return f"it has no mixture of experts, and this model's layers have {config.num_experts} experts"
+    if any(mixer.sinks for mixer in config.attention_layers):
+        return "it has no attention sinks, and this model's layers have them"
+    if config.attention_shapes[1:]:
+        return "it has attention of one shape, and this model's layers have several"
+    if config.layer_inputs is not None or len(config.kv_layers) < len(config.attention_layers):
+        return "it has neither inputs of layers nor layers that share keys, and this model has them"
+    if any(layer.scaled for layer in config.layers) or any(mixer.value_norm for mixer in config.attention_layers):
+        return "it has neither norms of values nor factors of layers, and this model's layers have them"
     return None
 
 
