@@ -96,8 +96,16 @@ class Flow:
 
     def of(self, tokens: int) -> Flow:
         """Of the first tokens alone, in the same memory."""
-        parts = (getattr(self, field.name) for field in fields(self))
-        return Flow(*(tuple(one[:tokens] for one in its) if isinstance(its, tuple) else its[:tokens] for its in parts))
+        q, attended = (tuple(each[:tokens] for each in shapes) for shapes in (self.q, self.attended))
+        return Flow(
+            rows=self.rows[:tokens],
+            inputs=self.inputs[:tokens],
+            q=q,
+            attended=attended,
+            gates=self.gates[:tokens],
+            delta_in=self.delta_in[:tokens],
+            delta_out=self.delta_out[:tokens],
+        )
 
 
 class DecoderModel:
@@ -138,10 +146,7 @@ class DecoderModel:
         self._embed = embed.to(device)
         stay_narrow = weights.keeps is not None
         kept = _kept(weights, device, embed.dtype, packs=packs)
-        if head is embed and not packs:
-            self._lm_head = self._embed
-        else:
-            self._lm_head = plain(head, embed.dtype) if kept is None else kept(head)
+        self._lm_head = self._embed if head is embed and not packs else _kept_head(head, embed.dtype, kept)
         pack_expert, keep_experts = _keeps_experts(expert_kernels, dtype, device, stay_narrow=stay_narrow)
         read = weights.layers(kept, pack_expert)
         self.layers = [_moved(layer, config.norm, device, dtype, keep_experts) for layer in read]
@@ -153,10 +158,8 @@ class DecoderModel:
         self._attention, self._recurrent = zip(
             *((layer.attention, layer.recurrent) for layer in config.layers), strict=True
         )
-        forms = [mixer.form for mixer in config.attention_shapes]
-        self._forms = [0 if mixer is None else forms.index(mixer.form) for mixer in self._attention]
-        normed = [mixer.head_dim for mixer in config.attention_shapes if mixer.value_norm]
-        self._ones = {head_dim: torch.ones(head_dim, device=device) for head_dim in normed}
+        self._forms = attention_forms(config)
+        self._ones = _ones(config, device)
         self._scores = [scores_of(layer.attention, max_model_len) for layer in config.layers]
         self._embedding_factor = config.embedding_factor(embed.dtype)
         self.kept_states: torch.Tensor | None = None
@@ -569,6 +572,23 @@ def kv_index(config: ModelConfig) -> list[int]:
             count += 1
         found.append(count - 1 if mixer is None else last[mixer.form])
     return found
+
+
+def attention_forms(config: ModelConfig) -> list[int]:
+    """For each layer the place of its attention's shape among `attention_shapes`; 0 where it has none."""
+    forms = [mixer.form for mixer in config.attention_shapes]
+    return [0 if layer.attention is None else forms.index(layer.attention.form) for layer in config.layers]
+
+
+def _ones(config: ModelConfig, device: torch.device) -> dict[int, torch.Tensor]:
+    """Weights of norms of values, which have none, by the size of a head."""
+    normed = (mixer.head_dim for mixer in config.attention_shapes if mixer.value_norm)
+    return {head_dim: torch.ones(head_dim, device=device) for head_dim in normed}
+
+
+def _kept_head(head: torch.Tensor | GroupScaled, dtype: torch.dtype, kept: Pack | None) -> torch.Tensor | NarrowWeight:
+    """The output projection as projections are kept."""
+    return plain(head, dtype) if kept is None else kept(head)
 
 
 def _kv_scales(weights: Weights, arena: Arena) -> list[KvScales]:

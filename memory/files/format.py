@@ -92,6 +92,7 @@ def inspect_adapter(path: Path, modules: ModulePaths, roots: Sequence[Path] = ()
             _check_latents(config, targets, projections)
             if added:
                 _check_no_lora_on_added(config, targets, projections)
+                _check_no_inputs(config, added, projections)
             head = read_score_head(file, modules.hidden_size, CONFIG_FILE) if config.has_head else None
             vectors = vector_targets(file, module_keys(projections), config, targets, modules)
             others = {name for target in vectors for name in vector_names(target, projections)}
@@ -148,6 +149,15 @@ def _check_no_lora_on_added(
                 f"LoRA on {module} of a vocabulary with added tokens is not served; train {module} by modules_to_save "
                 "or trainable_token_indices",
             )
+
+
+def _check_no_inputs(config: AdapterConfig, added: Collection[int], projections: Projections) -> None:
+    """Refuse added tokens where layers have further inputs: the base model has a row of each of its tokens for them."""
+    if projections.of_group(Group.INPUTS) is not None:
+        raise AdapterFormatError(
+            f"{config.file}: the adapter adds token {min(added)} to the vocabulary, for which the base model has no "
+            "inputs of its layers (embed_tokens_per_layer); train without added tokens"
+        )
 
 
 def open_weights(path: Path, modules: ModulePaths) -> AdapterWeights:

@@ -200,29 +200,40 @@ def page_groups(windows: Sequence[int | None], shapes: Sequence[KvShape] = ()) -
         alike.setdefault((window, shape), []).append(layer)
     if not alike:
         return (PageGroup(()),)
-    kinds = [(window is None, shape.elems, len(layers)) for (window, shape), layers in alike.items()]
-    free = [kind for kind in kinds if kind[0]]
-    least = max(size for _, size, _ in kinds)
-    rooms = {
-        count * size
-        for _, size, layers in free or kinds
-        for count in range(-(-least // size), max(layers, -(-least // size)) + 1)
-    }
-
-    def padding(room: int, kinds: Sequence[tuple[bool, int, int]]) -> int:
-        """Elements of pages of so much room that no layer fills."""
-        return sum(-(-layers // (room // size)) * room - layers * size for _, size, layers in kinds)
-
-    rooms = {room for room in rooms if not padding(room, free)} or rooms
-    total = sum(layers * size for _, size, layers in kinds)
-    near = [room for room in rooms if 8 * padding(room, kinds) <= total]
-    room = max(near) if near else min(rooms, key=lambda each: (padding(each, kinds), -each))
+    room = _room([_Kind(window is None, shape.elems, len(layers)) for (window, shape), layers in alike.items()])
     ordered = sorted(alike.items(), key=lambda each: each[0][0] is not None)  # groups without a window come first
     return tuple(
         PageGroup(tuple(layers[first : first + room // shape.elems]), window)
         for (window, shape), layers in ordered
         for first in range(0, len(layers), room // shape.elems)
     )
+
+
+class _Kind(NamedTuple):
+    """Layers of one window and shape."""
+
+    is_free: bool
+    """They have no window."""
+    elems: int
+    layers: int
+
+    def padding(self, room: int) -> int:
+        """Elements of pages of so much room that none of them fills."""
+        return -(-self.layers // (room // self.elems)) * room - self.layers * self.elems
+
+
+def _room(kinds: Sequence[_Kind]) -> int:
+    """Elements of a token's keys in a page: see `page_groups`."""
+    free, least = [kind for kind in kinds if kind.is_free], max(kind.elems for kind in kinds)
+    rooms: set[int] = set()
+    for kind in free or kinds:
+        first = -(-least // kind.elems)
+        rooms.update(count * kind.elems for count in range(first, max(kind.layers, first) + 1))
+    rooms = {room for room in rooms if not any(kind.padding(room) for kind in free)} or rooms
+    padding = {room: sum(kind.padding(room) for kind in kinds) for room in rooms}
+    total = sum(kind.layers * kind.elems for kind in kinds)
+    near = [room for room in rooms if 8 * padding[room] <= total]
+    return max(near) if near else min(rooms, key=lambda room: (padding[room], -room))
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -13,12 +11,14 @@ from chorus.core.model.decoder import DecoderModel
 from chorus.core.model.read_config import read_model_config
 from chorus.core.requests.types import CannotMerge
 from chorus.graphs.runner import StepMode
+from chorus.memory.files.error import AdapterFormatError
+from chorus.memory.files.format import inspect_adapter
 
-from ..kept import KeptAnswers, kept_files
 from .merging.test_merged import merge
+from .test_added_tokens import save_added
 from .test_families import executor_of, logits_of
 from .test_family_paths import answers, told
-from .tiny_families import ADAPTERS, SHAPES, Tiny, load_peft, save_family
+from .tiny_families import ADAPTERS, SHAPES, make_all_linear, save_family
 
 pytestmark = [pytest.mark.numerics, pytest.mark.wide]
 
@@ -88,33 +88,24 @@ def test_merged_weights_beside_other_adapters(tiny, drive, family):
     assert {plan.mode for plan in driver.plans} == {StepMode.MERGED}
 
 
-@pytest.fixture(scope="module")
-def all_linear(tiny) -> Tiny:
-    """A model whose layers have further inputs, with an adapter on all that PEFT's "all-linear" reaches."""
-    model = tiny("gemma-4-inputs").model
-    root = kept_files("gemma-4-inputs all-linear", lambda root: _save_all_linear(model, root))
-    return Tiny(model, {"all": root / "all"}, load_peft, KeptAnswers(root))
-
-
-def _save_all_linear(model: Path, root: Path) -> None:
-    from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM
-
-    torch.manual_seed(0)
-    lora = LoraConfig(r=4, lora_alpha=9, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
-    get_peft_model(AutoModelForCausalLM.from_pretrained(model), lora).save_pretrained(root / "all")
-
-
 @pytest.mark.native
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_adapters_on_inputs_of_layers(all_linear, drive, ranks):
-    driver = drive(all_linear, tensor_parallel_size=ranks, max_num_seqs=8, max_num_batched_tokens=24)
+def test_adapters_on_inputs_of_layers(drive, ranks):
+    it = make_all_linear("gemma-4-inputs")
+    driver = drive(it, tensor_parallel_size=ranks, max_num_seqs=8, max_num_batched_tokens=24)
     targets = driver.engine.store.get("all").manifest.targets
     assert {"per_layer_input_gate", "per_layer_projection", "per_layer_model_projection"} <= {*targets}
-    want = answers(all_linear, driver, 4, seed=8, adapters=("all", None))
+    want = answers(it, driver, 4, seed=8, adapters=("all", None))
     assert told(driver, want) == want
     with pytest.raises(CannotMerge, match="inputs of layers"):
         merge(driver, "all")
+
+
+def test_added_tokens_have_no_inputs_of_layers(tiny, tmp_path):
+    model = tiny("gemma-4-inputs").model
+    save_added(model, tmp_path, 0, 153, target_modules=["q_proj"], trainable_token_indices=[3, 150, 151, 152])
+    with pytest.raises(AdapterFormatError, match="adds token 150 to the vocabulary, for which the base model has no"):
+        inspect_adapter(tmp_path, read_model_config(model).module_paths)
 
 
 @pytest.mark.native

@@ -827,3 +827,19 @@ def _save_tiny(name: str, root: Path, changes: Mapping[str, Any], **arguments: A
         trained = get_peft_model(AutoModelForCausalLM.from_pretrained(root / "model"), lora)
         train_vectors(trained)
         trained.save_pretrained(root / adapter)
+
+
+def make_all_linear(name: str) -> Tiny:
+    """A family's model with one adapter, "all", on what PEFT's "all-linear" reaches."""
+    root = kept_files(f"all-linear {name}", lambda root: _save_all_linear(name, root))
+    return Tiny(root / "model", {"all": root / "all"}, load_peft, KeptAnswers(root))
+
+
+def _save_all_linear(name: str, root: Path) -> None:
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    save_family(name, root / "model")
+    torch.manual_seed(0)
+    lora = LoraConfig(r=4, lora_alpha=9, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
+    get_peft_model(AutoModelForCausalLM.from_pretrained(root / "model"), lora).save_pretrained(root / "all")

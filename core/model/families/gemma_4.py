@@ -106,20 +106,21 @@ def _shapes(fields: ConfigJson, types: list[str]) -> list[Heads]:
         others = {"head_dim": fields.integer("global_head_dim"), "num_key_value_heads": kv_heads or heads.num_kv_heads}
         full = reading.heads(fields.with_values(others))
         return [full if seen == FULL else heads for seen in types]
-    found = [heads] * len(types)
-    for layer in each.raw:
-        own = each.object(layer)
-        if own is None:
-            continue
-        if not layer.isdecimal() or int(layer) >= len(types):
-            raise fields.refuse("per_layer_config", f"{layer!r} is none of {len(types)} layers")
-        if unknown := sorted(own.raw.keys() - {"head_dim", "num_key_value_heads"}):
-            raise own.refuse(unknown[0], "layers may differ in head_dim and num_key_value_heads")
-        found[int(layer)] = reading.heads(fields.with_values(own.raw))
-    for kind in dict.fromkeys(types):
-        if len({heads for seen, heads in zip(types, found, strict=True) if seen == kind}) > 1:
-            raise fields.refuse("per_layer_config", f"layers of {kind} must have the same shape")
+    found = [_changed(fields, each, layer) or heads for layer in range(len(types))]
+    if unknown := each.raw.keys() - {str(layer) for layer in range(len(types))}:
+        raise fields.refuse("per_layer_config", f"{min(unknown)!r} is none of {len(types)} layers")
+    if len({*zip(types, found, strict=True)}) > len({*types}):
+        raise fields.refuse("per_layer_config", "layers of one type must have the same shape")
     return found
+
+
+def _changed(fields: ConfigJson, each: ConfigJson, layer: int) -> Heads | None:
+    """Heads of a layer with fields of its own; None if it has none."""
+    if (own := each.object(str(layer))) is None:
+        return None
+    if unknown := sorted(own.raw.keys() - {"head_dim", "num_key_value_heads"}):
+        raise own.refuse(unknown[0], "layers may differ in head_dim and num_key_value_heads")
+    return reading.heads(fields.with_values(own.raw))
 
 
 def _experts(fields: ConfigJson) -> Experts:
@@ -175,11 +176,12 @@ _TENSORS = replace(
     ),
 )
 
+_NOTES = "on CPUs by PyTorch's operators"
 _read_plain, _read_text = partial(_read, tensors=_PLAIN), partial(_read, tensors=_TENSORS)
 
-GEMMA_4 = Family("Gemma 4", ("Gemma4ForCausalLM",), _read_plain, _DEFAULTS, _PLAIN)
-GEMMA_4_TEXT = Family("Gemma 4 (text)", ("Gemma4ForConditionalGeneration",), _read_text, _DEFAULTS, _TENSORS)
-GEMMA_4_UNIFIED = Family("Gemma 4 Unified", ("Gemma4UnifiedForCausalLM",), _read_plain, _UNIFIED, _PLAIN)
+GEMMA_4 = Family("Gemma 4", ("Gemma4ForCausalLM",), _read_plain, _DEFAULTS, _PLAIN, _NOTES)
+GEMMA_4_TEXT = Family("Gemma 4 (text)", ("Gemma4ForConditionalGeneration",), _read_text, _DEFAULTS, _TENSORS, _NOTES)
+GEMMA_4_UNIFIED = Family("Gemma 4 Unified", ("Gemma4UnifiedForCausalLM",), _read_plain, _UNIFIED, _PLAIN, _NOTES)
 GEMMA_4_UNIFIED_TEXT = Family(
-    "Gemma 4 Unified (text)", ("Gemma4UnifiedForConditionalGeneration",), _read_text, _UNIFIED, _TENSORS
+    "Gemma 4 Unified (text)", ("Gemma4UnifiedForConditionalGeneration",), _read_text, _UNIFIED, _TENSORS, _NOTES
 )

@@ -24,6 +24,7 @@ from ...graphs.late_device import LateDevice
 from ...ops.fake_flashinfer import FakeFlashInfer, Stream
 from ..adapter_zoo import save_zoo
 from ..merging.test_merged import merge
+from ..tiny_families import make_all_linear
 from .family_drivers import drivers
 from .test_cuda_ranks_interpreted import DEVICES, one_launch_at_a_time  # noqa: F401 - a fixture
 
@@ -40,8 +41,8 @@ MIXTURES = [
     "qwen3-moe-mixed",
     "gpt-oss",
     "qwen3.5-moe",
-    *(["lfm2-moe", "granite-4-h-moe"] if EVERY else []),
-    *(["olmoe", "granite-moe", "glm-4-moe", "glm-4-moe-groups", "ernie-4.5-moe", "qwen3-next"] if EVERY else []),
+    *(["lfm2-moe", "granite-4-h-moe", "ernie-4.5-moe", "qwen3-next", "gemma-4-moe"] if EVERY else []),
+    *(["olmoe", "granite-moe", "glm-4-moe", "glm-4-moe-groups"] if EVERY else []),
 ]
 #: With windows in all layers; in some.
 WINDOWS = ["mistral-window", *(["gemma-3", "qwen2-window"] if EVERY else [])]
@@ -189,6 +190,16 @@ def test_attention_of_several_shapes(tiny, drive, triton, mixed_graph_tokens):
     driver = drive(it, ["r3-all"], mixed_graph_tokens=mixed_graph_tokens)
     assert len({heads.head_dim for heads in driver.executor.inner.steps.decoder.heads}) == 2
     check(it, driver, (None, 24, 2), ("r3-all", 5, 3))
+    assert driver.executor.inner.captured
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mixed_graph_tokens", MIXED)
+def test_inputs_of_layers(drive, triton, mixed_graph_tokens):
+    """Beside layers that share keys; the adapter changes them before captured steps, and in these."""
+    it = make_all_linear("gemma-4-inputs")
+    driver = drive(it, ["all"], mixed_graph_tokens=mixed_graph_tokens)
+    check(it, driver, (None, 24, 2), ("all", 5, 3))
     assert driver.executor.inner.captured
 
 

@@ -516,7 +516,7 @@ WRONG = [
     ({**GEMMA_4, "enable_moe_block": True, "num_experts": 2, "top_k_experts": 3}, "num_experts is 2; it can't be more"),
     ({**GEMMA_4, "per_layer_config": {"2": {"head_dim": 32}}}, "'2' is none of 2 layers"),
     ({**GEMMA_4, "per_layer_config": {"0": {"sliding_window": 3}}}, "per_layer_config.0.sliding_window is 3: layers"),
-    ({**GEMMA_4, "num_hidden_layers": 3, "per_layer_config": {"0": {"head_dim": 8}}}, "sliding_attention must have"),
+    ({**GEMMA_4, "num_hidden_layers": 3, "per_layer_config": {"0": {"head_dim": 8}}}, "layers of one type must have"),
     ({**GEMMA_4, "rope_parameters": {"full_attention": {"rope_theta": 5.0}}}, "rope_parameters.sliding_attention is"),
     ({"is_causal": False}, "is_causal is False: only causal attention"),
     (
