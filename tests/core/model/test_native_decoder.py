@@ -49,7 +49,7 @@ class Config:
             "kv_size": mixer.kv_size,
             "num_layers": len(self.layers),
             "attention": mixer,
-            "delta": None,
+            "recurrent": None,
             "num_experts": next((layer.experts.count for layer in self.layers if layer.experts), 0),
             "vocab_size": VOCAB,
             "norm": kind.norm,
