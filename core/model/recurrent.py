@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, ClassVar, Self
 
 from ...memory.pages.projections import (
     Projection,
@@ -193,10 +193,10 @@ class GatedDeltaSpec(RecurrentSpec):
         """See `RecurrentSpec.weights`."""
         from ...ops.gated_delta import DeltaWeights  # needs torch
 
-        conv, *others = (
-            tensors[f"linear_attn.{name}"] for name in ("conv1d.weight", "dt_bias", "A_log", "norm.weight")
+        found = {name.partition(".")[2]: tensor for name, tensor in tensors.items()}
+        return DeltaWeights(
+            _taps(found["conv1d.weight"]), found["dt_bias"], found["A_log"], found["norm.weight"], self.eps
         )
-        return DeltaWeights(_taps(conv), *others, self.eps)
 
     def projections(self, hidden: int) -> tuple[Projection, ...]:
         """See `AttentionSpec.projections`."""
@@ -408,7 +408,7 @@ class MambaSpec(RecurrentSpec):
         """See `RecurrentSpec.weights`."""
         from ...ops.mamba2 import MambaWeights  # needs torch
 
-        found: dict[str, Any] = {name.partition(".")[2]: tensor for name, tensor in tensors.items()}
+        found = {name.partition(".")[2]: tensor for name, tensor in tensors.items()}
         return MambaWeights(
             _taps(found["conv1d.weight"]),
             found.get("conv1d.bias"),

@@ -70,13 +70,18 @@ class Shard:
         if name.endswith(".sinks"):
             heads = whole.num_heads
             return ((share_of(heads, heads, self.rank, self.size),),)
-        if whole.recurrent is not None and (match := _IN_LAYER.search(name)):
-            tensor = whole.recurrent.tensors.get(match[1])
-            if tensor is not None and tensor.sections:
-                return tuple((each,) for each in sections_of(tensor.sections, self.rank, self.size))
         if module in ("q_norm", "k_norm"):
             return self._of_head_norm(module, whole)
-        return _WHOLE
+        return self._of_recurrent(name, whole)
+
+    def _of_recurrent(self, name: str, whole: ModelConfig) -> tuple[Part, ...]:
+        """The share of a recurrent mixer's tensor other than its projections."""
+        if whole.recurrent is None or (match := _IN_LAYER.search(name)) is None:
+            return _WHOLE
+        tensor = whole.recurrent.tensors.get(match[1])
+        if tensor is None or not tensor.sections:
+            return _WHOLE
+        return tuple((each,) for each in sections_of(tensor.sections, self.rank, self.size))
 
     def _of_head_norm(self, module: str, whole: ModelConfig) -> tuple[Part, ...]:
         attention = whole.attention
