@@ -25,7 +25,16 @@ from ..requests.types import CannotMerge
 from .batch import StepBatch
 from .config import ModelConfig
 from .layer_weights import MATRICES, LayerWeights
-from .layers import Activation, AttentionSpec, ClampedSwiglu, HeadNorm, LayerSpec, Norms, UngatedSpec
+from .layers import (
+    Activation,
+    AttentionSpec,
+    ClampedSwiglu,
+    HeadNorm,
+    LayerSpec,
+    Norms,
+    UngatedActivation,
+    UngatedSpec,
+)
 from .lora_state import LoraState
 from .paged_states import PagedStates
 from .quantization.group_scaled import GroupScaled
@@ -35,7 +44,7 @@ from .rope_config import RopeConfig
 from .shadow import INPUTS_ARE_ROUNDED
 from .weights import Weights
 
-_ACTIVATIONS: dict[Activation | ClampedSwiglu, native_model.NativeActivation] = {
+_ACTIVATIONS: dict[Activation | UngatedActivation | ClampedSwiglu, native_model.NativeActivation] = {
     Activation.SILU: native_model.NativeActivation.SILU,
     Activation.GELU_TANH: native_model.NativeActivation.GELU,
 }

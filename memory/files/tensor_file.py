@@ -89,7 +89,7 @@ class TensorInfo:
         """Rows of a matrix, or values of a vector, by unit."""
         as_it_is = Arrangement((self.shape[0], self.shape[1] if len(self.shape) > 1 else 1))
         arrangement = (self.arrangement or as_it_is)._replace(units=units)
-        return replace(self, shape=(units.count, *self.shape[1:]), arrangement=arrangement)
+        return replace(self, shape=(units.total, *self.shape[1:]), arrangement=arrangement)
 
     def matrix(self, index: int) -> TensorInfo:
         """One of the matrices of a tensor with three dimensions."""

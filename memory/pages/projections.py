@@ -200,7 +200,7 @@ class UnitRows(NamedTuple):
     """Of each part of the projection's outputs: its first row in a unit, and how many it has there."""
 
     @property
-    def count(self) -> int:
+    def total(self) -> int:
         """Rows of the projection."""
         return self.units * sum(count for _, count in self.sections)
 

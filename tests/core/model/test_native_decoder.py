@@ -12,7 +12,18 @@ import torch
 
 from chorus.core.model.batch import StepBatch
 from chorus.core.model.layer_weights import LayerWeights
-from chorus.core.model.layers import Activation, AttentionSpec, Experts, GatedSpec, HeadNorm, LayerSpec, Norms, Routing
+from chorus.core.model.layers import (
+    Activation,
+    AttentionSpec,
+    Experts,
+    GatedSpec,
+    HeadNorm,
+    LayerSpec,
+    Norms,
+    Routing,
+    UngatedActivation,
+    UngatedSpec,
+)
 from chorus.core.model.native_decoder import NativeDecoderModel, layer_values, why_unsupported
 from chorus.core.model.rope_config import RopeConfig
 from chorus.memory.pages.arena import Arena
@@ -93,6 +104,12 @@ class TestRefusals:
 
     def test_sinks_are_refused(self):
         assert refusal(LAYER, changed(sinks=True)) == "it has no attention sinks, and this model's layers have them"
+
+    def test_layers_without_a_gate_and_norms_of_rotated_heads_are_refused(self):
+        ungated = replace(LAYER, feed_forward=UngatedSpec(80, UngatedActivation.GELU_TANH))
+        assert refusal(LAYER, ungated).startswith("it has no feed-forward part without a gate")
+        rotated = refusal(changed(head_norm=HeadNorm.ROTATED))
+        assert rotated.startswith("it has no norm of heads after they are rotated")
 
 
 class TestValues:
