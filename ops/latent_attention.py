@@ -34,7 +34,7 @@ class LatentAttention(PagedAttention):
             attend = self._made if len(own) >= heads.break_even else self._absorbed
             found = attend(own, kept, prefill, heads, scale)
             if broken is not None:
-                seen = self._who_sees(broken, (1, *found.transpose(0, 1).shape), None)
+                seen = self._who_sees(broken, found.transpose(0, 1)[None].shape, None)
                 found = found.masked_fill(seen[0].transpose(0, 1), torch.nan)
             out[prefill.tokens] = found
         if count := len(self._decode_pages):

@@ -120,7 +120,8 @@ class LatentHeads:
             for term in added:
                 term(found, columns)
             made = found.unflatten(1, (-1, width)).transpose(0, 1)
-            yield heads, *made.split((self.key_dim, self.value_dim), 2)
+            keys, values = made.split((self.key_dim, self.value_dim), 2)
+            yield heads, keys, values
 
 
 class AbsorbedLora:

@@ -103,8 +103,8 @@ class Flow:
             q=q,
             attended=attended,
             gates=self.gates[:tokens],
-            delta_in=self.delta_in[:tokens],
-            delta_out=self.delta_out[:tokens],
+            recurrent_in=self.recurrent_in[:tokens],
+            recurrent_out=self.recurrent_out[:tokens],
         )
 
 

@@ -30,7 +30,7 @@ from ...ops.rotation import KvSlots, Rotation
 from .batch import GemmBackend, GemmBackends
 from .experts import activated, mix_experts
 from .layer_weights import LayerWeights
-from .layers import Activation, LatentSpec, LayerSpec, Norms, NormSpec, UngatedActivation, UngatedSpec
+from .layers import Activation, GatedSpec, LatentSpec, LayerSpec, Norms, NormSpec, UngatedActivation, UngatedSpec
 from .nvtx_spans import span
 from .rounding_weight import RoundingWeight
 from .step_lora import ATTN_O, DOWN, GATE_UP, INPUT_GATE, INPUT_PROJECTION, QKV, StepLora
@@ -150,7 +150,7 @@ class Layer:
         weights, spec = self._weights, self._spec.dense
         assert weights.input_gate is not None, "the weights are of the spec"
         assert weights.input_projection is not None, "the weights are of the spec"
-        assert spec is not None, "a layer with inputs has a gated part"
+        assert isinstance(spec, GatedSpec), "a layer with inputs has a gated part"
         gate = self._added(INPUT_GATE, rows, weights.input_gate)
         gated = activated(torch.cat((gate, inputs), 1), spec.activation)
         return self._output(self._added(INPUT_PROJECTION, gated, weights.input_projection), norm, weights.input_norm)
