@@ -27,6 +27,7 @@ from .shard import WHOLE, Part, Shard
 from .tensor_parts import (
     EMBED,
     IN_LAYER,
+    INPUT_PROJECTION,
     LAYER,
     LM_HEAD,
     ROUTERS,
@@ -91,7 +92,7 @@ class WeightLoader(Weights):
         how = self._config.weight_format
         if how is None:
             return {}
-        parts = (part for part in self._shapes if part == LM_HEAD or IN_LAYER.match(part))
+        parts = (part for part in self._shapes if part in (LM_HEAD, INPUT_PROJECTION) or IN_LAYER.match(part))
         matrices = {self._sources[part].name for part in parts if part.endswith(".weight")}
         embed = self._sources[self._embed_name].name
         if embed not in matrices and how.stores(self._checkpoint, embed):

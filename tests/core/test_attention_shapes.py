@@ -8,6 +8,8 @@ import torch
 from chorus.core.executors.cpu import CpuExecutor
 from chorus.core.model.config import UnsupportedModel
 from chorus.core.model.decoder import DecoderModel
+from chorus.core.model.quantization.groups import plain
+from chorus.core.model.quantization.round_to_nearest import quantiser_of
 from chorus.core.model.read_config import read_model_config
 from chorus.core.requests.types import CannotMerge
 from chorus.graphs.runner import StepMode
@@ -141,6 +143,22 @@ def test_bfloat16_is_float32_within_rounding(tmp_path, family):
     assert executor.layout.itemsize == 2
     errors = (logits_of(executor, prompts) - want).norm(dim=-1) / want.norm(dim=-1)
     assert float(errors.max()) < BF16_ERROR
+
+
+def test_quantised_weights_are_transformers_own_rounded(tmp_path):
+    """Those of layers' projections, of their inputs too; not the one that makes these."""
+    from transformers import AutoModelForCausalLM
+
+    save_family("gemma-4-inputs", tmp_path)
+    reference, rounding = AutoModelForCausalLM.from_pretrained(tmp_path), quantiser_of("int8", False, None)
+    assert rounding is not None
+    with torch.inference_mode():
+        for name, module in reference.named_modules():
+            if isinstance(module, torch.nn.Linear) and ".layers." in name:
+                module.weight.copy_(plain(rounding(module.weight.clone(), name, "cpu"), torch.float32))
+        want = reference(torch.tensor([range(3, 43)]), use_cache=False).logits[0, -1]
+    got = logits_of(executor_of(tmp_path, dtype="float32", quantization="int8"), [list(range(3, 43))])
+    assert torch.allclose(got[0], want, rtol=1e-4, atol=1e-4)
 
 
 def test_random_weights_need_no_checkpoint(tmp_path):
