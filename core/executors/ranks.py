@@ -130,7 +130,8 @@ class RanksExecutorBase(ExecutorBase, Generic[First]):
 def weights_of_rank(whole: ModelConfig, size: int) -> int:
     """Number of weights of each of `size` ranks, by the formula of docs/explanation/memory.md.
 
-    It ignores biases, norms of heads, more than two norms of a layer, and the small weights of recurrent mixers.
+    It ignores biases, norms of heads, more than two norms of a layer, the small weights of recurrent mixers, and that
+    several ranks may have the same rows of a projection.
     """
     hidden = whole.hidden_size
     embeddings = whole.vocab_size * hidden

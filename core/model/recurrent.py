@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from math import prod
 from typing import TYPE_CHECKING, ClassVar, Self
 
 from ...memory.pages.projections import (
@@ -80,6 +81,11 @@ class RecurrentSpec(ABC):
     def conv_shape(self) -> tuple[int, int]:
         """The convolution's state of a sequence in a layer, float32: its inputs of the last tokens, oldest first."""
         return self.conv_size - 1, self.channels
+
+    @property
+    def state_elems(self) -> int:
+        """Elements of a sequence's state in a layer."""
+        return prod(self.conv_shape) + prod(self.recurrent_shape)
 
     @property
     def biased(self) -> tuple[str, ...]:

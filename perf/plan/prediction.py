@@ -12,9 +12,11 @@ from pathlib import Path
 
 from ...core.config import EngineConfig
 from ...core.costs.profile import Geometry, Number, Profile, Terms, Whole
+from ...core.model.config import ModelConfig
 from ...core.model.narrow_bytes import weight_bytes
 from ...core.model.quantization.round_to_nearest import Name, quantiser_of
 from ...core.model.read_config import read_model_config
+from ...memory.pages.states import FLOAT_BYTES
 from .requests import PlanError
 
 _PCIE_5, _PCIE_4 = 64e9, 32e9  # 16 lanes, one way
@@ -135,7 +137,7 @@ def predicted_profile(
         "per_token": 2 * used / (multiply * PREFILL_MULTIPLY),
         "head": kept.head / read,
         "per_logits": 2 * in_head / multiply,
-        "per_row": ROW_PER_LAYER * layers,
+        "per_row": ROW_PER_LAYER * layers + 2 * _state_bytes(model) / read,
         "per_kv_token": kv_bytes / (read * KV_READ),
         "per_pair": 2 * pair_elems / (multiply * PREFILL_ATTEND),
         "lora": LORA_PER_LAYER * layers,
@@ -171,6 +173,13 @@ def predicted_profile(
         disk=_terms({"latency": DISK_LATENCY, "per_byte": 1 / DISK_BYTES_PER_SECOND}, "assumed"),
         link=_terms({"latency": LINK_LATENCY, "per_byte": 1 / (gpu.link * COPY)}, "predicted"),
     )
+
+
+def _state_bytes(model: ModelConfig) -> int:
+    """Bytes of a sequence's recurrent states, which a step reads and writes."""
+    if model.recurrent is None:
+        return 0
+    return FLOAT_BYTES * model.recurrent.state_elems * (model.num_layers - len(model.attention_layers))
 
 
 def _arena(directory: Path, gpu: Gpu, weights: int, dtype: str) -> int:

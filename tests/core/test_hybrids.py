@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from chorus.core.config import EngineConfig
+from chorus.core.engine import Engine
 from chorus.core.model.batch import BY_LIBRARY, StepBatch
 from chorus.core.model.decoder import DecoderModel
 from chorus.core.model.dummy_weights import DummyWeights
@@ -16,6 +18,8 @@ from chorus.core.model.layer import Residual
 from chorus.core.model.open_weights import open_weights
 from chorus.core.model.read_config import read_model_config
 from chorus.core.model.weight_loader import WeightLoader
+from chorus.core.requests.request import Request
+from chorus.core.requests.request_params import RequestParams
 from chorus.memory.files.format import inspect_adapter
 from chorus.memory.pages.arena import Arena
 from chorus.memory.pages.layout import PageLayout
@@ -295,3 +299,19 @@ def test_native_bits_do_not_depend_on_the_batch(tmp_path, prompts, family, dtype
     for index in (0, 2, 3):
         alone = whole_logits(tmp_path, [prompts[index]], dtype=dtype, cpu_kernels="native")
         assert torch.equal(alone[0], together[index])
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_native_bits_do_not_depend_on_how_a_prompt_is_cut(tmp_path, prompts, family):
+    save_family(family, tmp_path, initializer_range=0.1)
+    found = []
+    for chunk in (7, 90):
+        config = {"dtype": "float32", "cpu_kernels": "native", "max_num_seqs": 1, "state_checkpoint_tokens": 0}
+        executor = executor_of(tmp_path, **config)
+        engine = Engine(EngineConfig(model=".", max_num_batched_tokens=chunk, **config), executor)
+        engine.add_request(Request("a", prompts[3], RequestParams(4, temperature=0, logprobs=3, ignore_eos=True)))
+        outputs = [output for _ in range(20) if engine.has_work() for output in engine.step()]
+        found.append([score for output in outputs for score in output.logprobs])
+    assert found[0] == found[1]
+    assert len(found[0]) == 4
