@@ -80,6 +80,8 @@ def _why_layers_are_unsupported(config: ModelConfig) -> str | None:
         return "it has no feed-forward parts without a gate, and this model's layers have them"
     if config.norm.biased:
         return "it has no norms with a bias, and this model has them"
+    if any(it.head_norm is HeadNorm.OWN for it in config.attention_layers):
+        return "it has no LayerNorm of heads, and this model has it"
     if any(it.head_norm is HeadNorm.ROTATED for it in config.attention_layers):
         return "it has no norms of heads after they are rotated, and this model has them"
     return None

@@ -17,7 +17,7 @@ from .config import ModelConfig, UnsupportedModel
 from .layers import AttentionSpec, Experts, GatedDeltaSpec, HeadNorm, LayerSpec, Norms, UngatedActivation
 from .quantization.round_to_nearest import RoundToNearest
 from .shard import WHOLE, Part, Shard
-from .tensor_names import BIASES, PACKED, STACKED_EXPERTS, TensorNames
+from .tensor_names import BIASES, CORRECTION, PACKED, STACKED_EXPERTS, TensorNames
 
 EMBED, NORM, LM_HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 _MODEL, LAYER = "model.", "model.layers.{}."
@@ -27,7 +27,7 @@ IN_LAYER = re.compile(
 _EXPERT = re.compile(r"^(mlp\.experts\.)(\d+)\.(.+)$")
 
 #: Parts of a layer with experts.
-ROUTER, CORRECTION = "mlp.gate", "mlp.gate.e_score_correction_bias"
+ROUTER = "mlp.gate"
 SHARED, SHARED_GATE = "mlp.shared_expert", "mlp.shared_expert_gate"
 _MATRICES = ("gate_proj", "up_proj", "down_proj")
 
@@ -62,7 +62,6 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         at = LAYER.format(index)
         shapes |= {at + part: shape for part, shape in _layer_shapes(layer, hidden).items()}
         shapes |= _norm_shapes([f"{at}{norm}.weight" for norm in NORMS[layer.norms]], config)
-        shapes |= {at + part: (1, *shapes[at + part]) for part in config.tensors.wrapped if at + part in shapes}
     return shapes
 
 
@@ -122,7 +121,7 @@ def _expert_shapes(experts: Experts, hidden: int) -> dict[str, tuple[int, ...]]:
 def _head_norm_shapes(mixer: AttentionSpec) -> dict[str, tuple[int, ...]]:
     if mixer.head_norm is None:
         return {}
-    each = mixer.head_norm is not HeadNorm.ALL
+    each = mixer.head_norm not in (HeadNorm.ALL, HeadNorm.OWN)
     return {
         "self_attn.q_norm.weight": (mixer.head_dim if each else mixer.q_size,),
         "self_attn.k_norm.weight": (mixer.head_dim if each else mixer.kv_size,),

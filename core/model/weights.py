@@ -25,8 +25,8 @@ from .quantization.groups import part_of, plain, stacked
 from .quantization.round_to_nearest import RoundToNearest
 from .quantization.rounded_inputs import Float8Inputs, RoundedInputs
 from .shard import WHOLE, Part, Shard
+from .tensor_names import CORRECTION
 from .tensor_parts import (
-    CORRECTION,
     EMBED,
     LAYER,
     LM_HEAD,
@@ -218,7 +218,7 @@ class Weights(ABC):
             router=self._read(f"{at}{ROUTER}.weight", dtype=torch.float32),
             gate_up=[matrix(path, "gate_proj", "up_proj") for path in paths],
             down=[matrix(path, "down_proj") for path in paths],
-            correction=self._read(at + CORRECTION, dtype=torch.float32).flatten() if spec.routing.corrected else None,
+            correction=self._read(at + CORRECTION, dtype=torch.float32) if spec.routing.corrected else None,
             shared_gate_up=matrix(SHARED, "gate_proj", "up_proj") if spec.shared_size else None,
             shared_down=matrix(SHARED, "down_proj") if spec.shared_size else None,
             shared_gate=self._read(f"{at}{SHARED_GATE}.weight", dtype=torch.float32) if spec.shared_gate else None,
