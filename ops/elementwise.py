@@ -132,12 +132,14 @@ def rotate_and_write(
     None: heads stay.
     """
     kv_heads, head_dim = slots.k_cache.shape[2:]
-    if _uses_kernels(qkv) and (norms is None or norms.ranks is None):
+    if _uses_kernels(qkv) and (norms is None or (norms.ranks is None and not norms.own)):
         return _kernels().rotate_and_write(qkv, rotation, norms, slots, out)
     num_heads = qkv.shape[1] // head_dim - 2 * kv_heads
     q, k, v = qkv.unflatten(1, (-1, head_dim)).split((num_heads, kv_heads, kv_heads), dim=1)
     if norms is not None and norms.ranks is not None:
         q, k = _normed_by_ranks(q, k, norms, norms.ranks)
+    elif norms is not None and norms.own:
+        q, k = _own_norms(q, norms.q, norms.eps), _own_norms(k, norms.k, norms.eps)
     elif norms is not None:
         q, k = _normed_heads(q, norms.q, norms.eps), _normed_heads(k, norms.k, norms.eps)
     if rotation is not None:
@@ -172,6 +174,13 @@ def _angles(rotation: Rotation) -> tuple[torch.Tensor, torch.Tensor]:
 def _normed_heads(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """x: `[tokens, heads, head_dim]`, normalised by head, or all heads of a token at once by a longer weight."""
     return rms_norm(x.reshape(-1, len(weight)), weight, eps).view(x.shape)
+
+
+def _own_norms(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """x: `[tokens, heads, head_dim]`. weight: see `HeadNorms.own`."""
+    ones = torch.ones(x.shape[-1], dtype=torch.float32, device=x.device)
+    normed = layer_norm(x.float().reshape(-1, x.shape[-1]), ones, eps).view(x.shape)
+    return _weighted(normed, weight.view(x.shape[1:]), x.dtype)
 
 
 def _normed_by_ranks(

@@ -44,6 +44,9 @@ class HeadNorms:
     kv_copies: int = 1
     """Ranks, of `ranks`, that have the same K/V heads."""
 
+    own: bool = False
+    """LayerNorm of every head by itself, with weights `[heads · head_dim]` of its own (Command R+)."""
+
 
 class KvSlots(NamedTuple):
     """Where the K and V of a step's tokens go.

@@ -714,6 +714,8 @@ def _head_norms(
         return None
     if attention.head_norm is not HeadNorm.ALL:
         ranks = None
+    if attention.head_norm is HeadNorm.OWN:
+        return HeadNorms(layer.q_norm, layer.k_norm, norm.eps, own=True)
     if attention.head_norm is HeadNorm.ROTATED:
         ones = torch.ones_like(layer.q_norm)
         return HeadNorms(ones, ones, norm.eps)

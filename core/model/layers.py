@@ -83,6 +83,9 @@ class HeadNorm(StrEnum):
     ALL = "all"
     """All heads of a token at once, with weights `[heads · head_dim]`: OLMo 2."""
 
+    OWN = "own"
+    """LayerNorm of every head by itself, each with weights of its own, `[heads · head_dim]`: Command R+."""
+
     ROTATED = "rotated"
     """Every head by itself after it was rotated, with weights `[head_dim]`: Hunyuan. Rotating changes no norm, so heads
     are divided by their norms before, and the queries alone are multiplied by both weights after.

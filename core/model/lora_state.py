@@ -115,8 +115,11 @@ class LoraState:
                 self._add_of_model(begin, end, lora_index, factor, of_model[lora_index])
                 self._add_of_mixture(begin, end, lora_index, factor, of_mixture[lora_index])
         if self._latents:
-            of_latents = (each.a_offset[module] >= 0 for each in self.segments.rows for module in self._latents)
-            self.changes_latents = bool(self.segments.vectors) or any(of_latents)
+            self.changes_latents = self._may_change_latents()
+
+    def _may_change_latents(self) -> bool:
+        of_latents = (each.a_offset[module] >= 0 for each in self.segments.rows for module in self._latents)
+        return bool(self.segments.vectors) or any(of_latents)
 
     def _is_last_step(
         self,

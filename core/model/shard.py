@@ -85,7 +85,7 @@ class Shard:
 
     def _of_head_norm(self, module: str, whole: ModelConfig) -> tuple[Part, ...]:
         attention = whole.attention
-        if attention.head_norm is not HeadNorm.ALL:
+        if attention.head_norm not in (HeadNorm.ALL, HeadNorm.OWN):
             return _WHOLE
         heads = attention.num_heads if module == "q_norm" else attention.num_kv_heads
         return ((share_of(heads * attention.head_dim, heads, self.rank, self.size),),)

@@ -23,6 +23,9 @@ AFTER_NORMS = {"attention_out_norm": "post_attention_layernorm", "mlp_out_norm":
 #: Norms of latents, which stand where others have those of heads.
 LATENT_NORMS = {"self_attn.q_norm": "self_attn.q_a_layernorm", "self_attn.k_norm": "self_attn.kv_a_layernorm"}
 
+#: A router's correction, by its name in `tensor_parts.tensor_shapes`: see `Routing.corrected`.
+CORRECTION = "mlp.gate.e_score_correction_bias"
+
 FUSED_QKV = {"self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")}
 FUSED_GATE_UP = {"mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj")}
 
@@ -81,7 +84,7 @@ class TensorNames:
     """Beginnings of the names of tensors that text does not need, such as a vision tower's."""
 
     wrapped: tuple[str, ...] = ()
-    """Vectors that are stored as matrices of one row, by their names in `weights.tensor_shapes` (ERNIE 4.5)."""
+    """Vectors that are stored as matrices, row after row, by their names in `weights.tensor_shapes` (ERNIE 4.5)."""
 
 
 LLAMA_TENSORS = TensorNames()

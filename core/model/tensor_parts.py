@@ -17,7 +17,7 @@ from .config import ModelConfig, UnsupportedModel
 from .layers import AttentionSpec, Experts, HeadNorm, LayerSpec, Norms, UngatedActivation
 from .quantization.round_to_nearest import RoundToNearest
 from .shard import WHOLE, Part, Shard
-from .tensor_names import BIASES, PACKED, STACKED_EXPERTS, TensorNames
+from .tensor_names import BIASES, CORRECTION, PACKED, STACKED_EXPERTS, TensorNames
 
 EMBED, NORM, LM_HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 _MODEL, LAYER = "model.", "model.layers.{}."
@@ -27,7 +27,7 @@ IN_LAYER = re.compile(
 _EXPERT = re.compile(r"^(mlp\.experts\.)(\d+)\.(.+)$")
 
 #: Parts of a layer with experts.
-ROUTER, CORRECTION = "mlp.gate", "mlp.gate.e_score_correction_bias"
+ROUTER = "mlp.gate"
 SHARED, SHARED_GATE = "mlp.shared_expert", "mlp.shared_expert_gate"
 _MATRICES = ("gate_proj", "up_proj", "down_proj")
 
@@ -78,7 +78,6 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         at = LAYER.format(index)
         shapes |= {at + part: shape for part, shape in _layer_shapes(layer, hidden).items()}
         shapes |= _norm_shapes([f"{at}{norm}.weight" for norm in NORMS[layer.norms]], config)
-        shapes |= {at + part: (1, *shapes[at + part]) for part in config.tensors.wrapped if at + part in shapes}
     return shapes
 
 
@@ -149,7 +148,7 @@ def _head_norm_shapes(mixer: AttentionSpec) -> dict[str, tuple[int, ...]]:
         return {**queries, "self_attn.k_norm.weight": (latent.kv_rank,)}
     if mixer.head_norm is None:
         return {}
-    each = mixer.head_norm is not HeadNorm.ALL
+    each = mixer.head_norm not in (HeadNorm.ALL, HeadNorm.OWN)
     shapes: dict[str, tuple[int, ...]] = {"self_attn.q_norm.weight": (mixer.head_dim if each else mixer.q_size,)}
     if not mixer.shares_kv:
         shapes["self_attn.k_norm.weight"] = (mixer.head_dim if each else mixer.kv_size,)

@@ -74,6 +74,8 @@ class WeightLoader(Weights):
                 del self._shapes[EMBED]
             self._shapes[LM_HEAD] = (config.vocab_size, config.hidden_size)
         self._stored = self._stored_shapes()
+        ends = tuple(f".{part}" for part in config.tensors.wrapped)
+        self._wrapped = {self._sources[part].name for part in self._shapes if part.endswith(ends)}
         self._quantised = self._find_quantised()
         self._checkpoint.check({name: self._given(name) for name in self._stored if name not in self._quantised})
         self._check_unused()
@@ -143,10 +145,11 @@ class WeightLoader(Weights):
         }
 
     def _given(self, name: str) -> tuple[int, ...]:
-        """The shape that a tensor must have: one number may have no dimension."""
-        shape = self._stored[name]
-        is_number = shape == (1,) and name in self._checkpoint and not self._checkpoint[name].shape
-        return () if is_number else shape
+        """The shape that a tensor must have: one number may have no dimension, and some vectors are matrices."""
+        shape, given = self._stored[name], self._checkpoint[name].shape if name in self._checkpoint else None
+        if given is None or len(shape) != 1 or math.prod(given) != shape[0]:
+            return shape
+        return given if not given or name in self._wrapped else shape
 
     def _is_elsewhere(self, name: str) -> bool:
         """True for a tensor that the decoder does not use: rotary frequencies of old checkpoints, and a score head."""
@@ -323,6 +326,8 @@ class WeightLoader(Weights):
                 first, end = rows.start + chunk.start * step, rows.start + chunk.stop * step
                 these = slice(first, end) if step == 1 else slice(first, min(end, rows.stop), step)
                 how.read_into(target[chunk], self._checkpoint, name, (these, columns))
+        elif name in self._wrapped:
+            target.copy_(self._checkpoint.read(name).flatten()[tuple(part)])
         elif source.expert is None:
             self._checkpoint.read_into(target, name, part)
         elif source.transposed:

@@ -26,8 +26,8 @@ from .quantization.round_to_nearest import RoundToNearest
 from .quantization.rounded_inputs import Float8Inputs, RoundedInputs
 from .recurrent import RecurrentSpec
 from .shard import WHOLE, Part, Shard
+from .tensor_names import CORRECTION
 from .tensor_parts import (
-    CORRECTION,
     EMBED,
     EXPERT_FACTORS,
     INPUT_NORM,

@@ -275,6 +275,7 @@ BY_TORCH: dict[str, tuple[str, dict[str, Any], str]] = {
     "nemotron": ("NemotronConfig", {"head_dim": 32, "attention_bias": True, "num_key_value_heads": 4}, "20KB"),
     "jais-2": ("Jais2Config", {"hidden_size": 56, "head_dim": 14}, "50GB"),
     "apertus": ("ApertusConfig", {"pad_token_id": 0}, "50GB"),
+    "cohere-normed": ("CohereConfig", {"use_qk_norm": True, "pad_token_id": 0, "logit_scale": 0.5}, "50GB"),
     "hunyuan": (
         "HunYuanDenseV1Config",
         {

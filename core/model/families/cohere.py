@@ -1,5 +1,5 @@
-"""Command R (Cohere), and Command R7B and Command A (Cohere 2): attention and feed-forward side by side, LayerNorm, and
-a scale of the logits. Cohere 2 has no rope in layers without a window.
+"""Command R and R+ (Cohere), and Command R7B and Command A (Cohere 2): attention and feed-forward side by side,
+LayerNorm, and a scale of the logits. Cohere 2 has no rope in layers without a window.
 """
 
 from __future__ import annotations
@@ -7,7 +7,7 @@ from __future__ import annotations
 from ..config import ModelConfig
 from ..config_json import ConfigJson
 from ..family import Family
-from ..layers import AttentionSpec, LayerSpec, Norms, NormSpec
+from ..layers import AttentionSpec, HeadNorm, LayerSpec, Norms, NormSpec
 from ..tensor_names import TensorNames
 from . import reading
 
@@ -35,11 +35,16 @@ def _read(fields: ConfigJson) -> ModelConfig:
 
 
 def _read_1(fields: ConfigJson) -> ModelConfig:
-    if fields.boolean("use_qk_norm"):
-        raise fields.refuse("use_qk_norm", "a LayerNorm of each head with weights of its own is not supported")
     heads, bias = reading.heads(fields), fields.boolean("attention_bias")
     rope = reading.rope(fields, heads.head_dim, interleaved=True)
-    attention = AttentionSpec(*heads, scale=heads.head_dim**-0.5, rope=rope, qkv_bias=bias, o_bias=bias)
+    attention = AttentionSpec(
+        *heads,
+        scale=heads.head_dim**-0.5,
+        rope=rope,
+        head_norm=HeadNorm.OWN if fields.boolean("use_qk_norm") else None,
+        qkv_bias=bias,
+        o_bias=bias,
+    )
     layers = [LayerSpec(attention, reading.gated(fields), Norms.PARALLEL)] * fields.integer("num_hidden_layers")
     return _model(fields, layers)
 
@@ -50,7 +55,7 @@ def _model(fields: ConfigJson, layers: list[LayerSpec]) -> ModelConfig:
 
 
 COHERE = Family(
-    "Command R, Aya 23 and Aya Expanse",
+    "Command R and R+, Aya 23 and Aya Expanse",
     ("CohereForCausalLM",),
     _read_1,
     {
@@ -60,8 +65,11 @@ COHERE = Family(
         "logit_scale": 0.0625,
         "tie_word_embeddings": True,
     },
-    TensorNames(names={"attention_norm": "input_layernorm"}),
-    notes="models with norms of heads (`use_qk_norm`: Command R+ 08-2024) are refused",
+    TensorNames(
+        names={"attention_norm": "input_layernorm"},
+        wrapped=("self_attn.q_norm.weight", "self_attn.k_norm.weight"),
+    ),
+    notes="Command R+, whose heads have norms, on CPUs by PyTorch's operators",
 )
 COHERE_2 = Family(
     "Command R7B and Command A",

@@ -8,8 +8,7 @@ from ..config import ModelConfig
 from ..config_json import ConfigJson
 from ..family import Family
 from ..layers import AttentionSpec, LayerSpec, Routing
-from ..tensor_names import LLAMA_NORMS, TensorNames
-from ..tensor_parts import CORRECTION
+from ..tensor_names import CORRECTION, LLAMA_NORMS, TensorNames
 from . import reading
 
 

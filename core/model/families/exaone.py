@@ -11,8 +11,7 @@ from ..config import ModelConfig
 from ..config_json import ConfigJson
 from ..family import Family
 from ..layers import AttentionSpec, HeadNorm, LayerSpec, Norms
-from ..tensor_names import AFTER_NORMS, TEXT_AND_IMAGES, TensorNames
-from ..tensor_parts import CORRECTION
+from ..tensor_names import AFTER_NORMS, CORRECTION, TEXT_AND_IMAGES, TensorNames
 from . import glm_moe, reading
 
 

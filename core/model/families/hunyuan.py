@@ -1,5 +1,7 @@
 """Hunyuan, dense and with experts: norms of heads after they are rotated. Hunyuan 3 has them before, and experts chosen
 by sigmoids with a learned correction.
+
+Tests: tests/core/test_families.py, tests/core/model/test_model_config.py
 """
 
 from __future__ import annotations
@@ -10,8 +12,7 @@ from ..config import ModelConfig
 from ..config_json import ConfigJson
 from ..family import Family
 from ..layers import AttentionSpec, HeadNorm, LayerSpec, Routing, Scoring
-from ..tensor_names import LLAMA_NORMS, TensorNames
-from ..tensor_parts import CORRECTION
+from ..tensor_names import CORRECTION, LLAMA_NORMS, TensorNames
 from . import reading
 
 

@@ -528,7 +528,6 @@ WRONG = [
     ({"architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": [1]}, "no_rope_layers is [1]: 1 values"),
     ({"architectures": ["MistralForCausalLM"], "sliding_window": "long"}, "sliding_window is 'long'"),
     ({"architectures": ["Qwen2ForCausalLM"], "layer_types": ["chunked"]}, "chunked is not supported"),
-    ({"architectures": ["CohereForCausalLM"], "use_qk_norm": True}, "use_qk_norm is True: a LayerNorm of each head"),
     ({"architectures": ["OlmoForCausalLM"], "clip_qkv": 8.0}, "clip_qkv is 8.0: queries, keys and values are not"),
     ({"architectures": ["IQuestCoderForCausalLM"], "clip_qkv": 8.0}, "clip_qkv is 8.0: transformers does not"),
     ({"architectures": ["ArceeForCausalLM"], "hidden_act": "silu"}, "hidden_act is 'silu': not supported; supported:"),
