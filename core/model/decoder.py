@@ -5,16 +5,13 @@ Tests: tests/core/test_families.py, tests/core/test_parity.py
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch.nn.functional import embedding
 
-from ...memory.pages import hugepages
 from ...memory.pages.arena import Arena
-from ...ops import expert_products, native_library
 from ...ops.attention import PLAIN, GroupedAttention, HeadShape, PagedAttention, Scores
 from ...ops.elementwise import (
     HeadNorms,
@@ -29,39 +26,26 @@ from ...ops.elementwise import (
 from ...ops.float8_kv import UNSCALED, KvScales
 from ...ops.latent_attention import LatentAttention
 from ...ops.merge import merge
-from ...ops.narrow_weights import NarrowWeight, is_kept, keep
-from ...ops.packed_gemm import pack, unpack
+from ...ops.narrow_weights import NarrowWeight
+from ...ops.packed_gemm import unpack
 from ...ops.ranks import Collectives
-from ...ops.recurrent import RecurrentWeights
 from ...ops.rotation import KvSlots
 from ...ops.sgmv import AdapterRows
 from ..requests.types import CannotMerge
 from .batch import GemmBackend, StepBatch, StepStates
 from .config import ModelConfig
-from .experts import ExpertKernels, ExpertPack, ExpertWeights, ListedExperts, packed_experts
+from .experts import ExpertKernels
+from .kept_weights import keeps_experts, keeps_projections, kept_head, moved, moved_norm
 from .layer import HEAD, Layer, Residual, multiply
 from .layer_inputs import LayerInputs
 from .layer_weights import MERGED_MATRICES, LayerWeights
 from .layers import AttentionSpec, HeadNorm, NormSpec
 from .lora_state import lora_groups
-from .narrow_experts import expert_stays_narrow, narrow_expert
 from .nvtx_spans import span
 from .paged_states import PagedStates
-from .quantization.group_scaled import GroupScaled
-from .quantization.groups import (
-    evenly_grouped,
-    is_packable,
-    pack_scaled,
-    packed_bits,
-    plain,
-    rounds_inputs,
-    with_signed_values,
-)
-from .quantization.rounded_inputs import Float8Inputs, RoundedInputs
 from .rope_config import RopeConfig
 from .rounding_weight import RoundingWeight
 from .shadow import INPUTS_ARE_ROUNDED
-from .stacked_experts import stacked_experts
 from .step_lora import ATTN_O, GATE_UP, QKV, HeadLora, StepLora
 from .weights import Pack, Weights
 
@@ -145,14 +129,14 @@ class DecoderModel:
         self._dtype = dtype = dtype or embed.dtype
         self._embed = embed.to(device)
         stay_narrow = weights.keeps is not None
-        kept = _kept(weights, device, embed.dtype, packs=packs)
-        self._lm_head = self._embed if head is embed and not packs else _kept_head(head, embed.dtype, kept)
-        pack_expert, keep_experts = _keeps_experts(expert_kernels, dtype, device, stay_narrow=stay_narrow)
+        kept = keeps_projections(weights, device, embed.dtype, packs=packs)
+        self._lm_head = self._embed if head is embed and not packs else kept_head(head, embed.dtype, kept)
+        pack_expert, keep_experts = keeps_experts(expert_kernels, dtype, device, stay_narrow=stay_narrow)
         read = weights.layers(kept, pack_expert)
-        self.layers = [_moved(layer, config.norm, device, dtype, keep_experts) for layer in read]
+        self.layers = [moved(layer, config.norm, device, dtype, keep_experts) for layer in read]
         self._merged: Sequence[LayerWeights] = ()
         self._groups = lora_groups(config.projections)
-        self._norm = _moved_norm(weights.norm(), config.norm, device, dtype)
+        self._norm = moved_norm(weights.norm(), config.norm, device, dtype)
         self._inputs = self._layer_inputs(weights, kept, device)
         self._norms = self._head_norms()
         self._attention, self._recurrent = zip(
@@ -369,7 +353,7 @@ class DecoderModel:
         if (spec := config.layer_inputs) is None:
             return None
         table, project, norm = weights.layer_inputs(kept)
-        norm = _moved_norm(norm, config.norm, device, self._dtype)
+        norm = moved_norm(norm, config.norm, device, self._dtype)
         return LayerInputs(spec, table.to(device), project, norm, config.norm.eps)
 
     def new_inputs(self, tokens: int) -> torch.Tensor:
@@ -586,62 +570,9 @@ def _ones(config: ModelConfig, device: torch.device) -> dict[int, torch.Tensor]:
     return {head_dim: torch.ones(head_dim, device=device) for head_dim in normed}
 
 
-def _kept_head(head: torch.Tensor | GroupScaled, dtype: torch.dtype, kept: Pack | None) -> torch.Tensor | NarrowWeight:
-    """The output projection as projections are kept."""
-    return plain(head, dtype) if kept is None else kept(head)
-
-
 def _kv_scales(weights: Weights, arena: Arena) -> list[KvScales]:
     """Of each layer with KV."""
     return weights.kv_scales() if arena.layout.float8_kv else [UNSCALED] * arena.layout.num_layers
-
-
-def _kept(weights: Weights, device: torch.device, dtype: torch.dtype, *, packs: bool) -> Pack | None:
-    """The function that converts each projection after it was read; None: projections stay as they were read."""
-    if device.type == "cpu" and weights.keeps is None and weights.rounds_inputs:
-        weights.keeps = rounds_inputs
-        return partial(_rounding, dtype=dtype, packs=packs)
-    if packs:
-        return lambda weight: pack(plain(weight, dtype).float())
-    if weights.keeps is not None:
-        return partial(_narrowed, dtype=dtype, device=device, float8_inputs=weights.float8_inputs)
-    return (
-        None if device.type == "cpu" else lambda weight: plain(weight, dtype).to(device)
-    )  # a GPU's are read into the same memory
-
-
-def stays_narrow(weight: GroupScaled) -> bool:
-    """True if a GPU's kernels can multiply a projection as it is stored."""
-    signed = with_signed_values(weight)
-    _, group = evenly_grouped(signed)
-    return is_kept(signed.values.shape[1], packed_bits(signed), group)
-
-
-def _rounding(weight: torch.Tensor | GroupScaled, dtype: torch.dtype, *, packs: bool) -> torch.Tensor | RoundingWeight:
-    """A dequantised projection on a CPU. packs: in float32, and packed."""
-    dense = plain(weight, dtype)
-    dense = pack(dense.float()) if packs else dense.clone() if dense is weight else dense
-    if not isinstance(weight, GroupScaled) or not isinstance(weight.inputs, RoundedInputs) or not is_packable(weight):
-        return dense
-    _, group = evenly_grouped(weight)
-    return RoundingWeight(dense, weight.inputs.within(group, weight.values.shape[1]))
-
-
-def _narrowed(
-    weight: torch.Tensor | GroupScaled, dtype: torch.dtype, device: torch.device, *, float8_inputs: bool
-) -> torch.Tensor | NarrowWeight:
-    """A projection on a device: narrow if it is stored so, in groups that kernels can multiply.
-
-    float8_inputs: see `Weights`.
-    """
-    if isinstance(weight, GroupScaled):
-        even, group = evenly_grouped(with_signed_values(weight))
-        bits, scales = packed_bits(even), even.scales * even.factor
-        if is_kept(even.values.shape[1], bits, group):
-            kept = keep(even.values, scales, even.zeros, bits=bits, group=group, dtype=dtype, device=device)
-            return replace(kept, rounds_inputs=float8_inputs and isinstance(even.inputs, Float8Inputs))
-        return plain(weight, dtype).to(device)
-    return weight.to(device, copy=True)  # the next one is read into the same memory
 
 
 def _rotary(rope: RopeConfig, positions: int, dtype: torch.dtype, device: torch.device) -> RotaryEmbedding:
@@ -659,52 +590,6 @@ def scores_of(mixer: AttentionSpec | None, max_model_len: int) -> Scores:
     scale = None if mixer.scale == mixer.head_dim**-0.5 else mixer.scale
     found = Scores(scale, mixer.window_within(max_model_len), mixer.softcap, mixer.sinks)
     return PLAIN if found == PLAIN else found
-
-
-def _moved(
-    layer: LayerWeights,
-    norm: NormSpec,
-    device: torch.device,
-    dtype: torch.dtype,
-    keep_experts: Callable[[ListedExperts], ExpertWeights],
-) -> LayerWeights:
-    """The layer, with every part in `dtype` on `device`; the same tensors where they are that."""
-    for field in fields(layer):
-        part = getattr(layer, field.name)
-        if isinstance(part, RecurrentWeights):
-            layer.recurrent = part.to(device)
-        elif isinstance(part, ListedExperts):
-            layer.experts = keep_experts(part)
-        elif field.name == "xielu" and part is not None:
-            layer.xielu = part.to(device)
-        elif part is not None and not isinstance(part, NarrowWeight | RoundingWeight) and not part.is_mkldnn:
-            is_norm = field.name.endswith("norm")
-            setattr(layer, field.name, _moved_norm(part, norm, device, dtype) if is_norm else part.to(device, dtype))
-    return layer
-
-
-def _keeps_experts(
-    kernels: ExpertKernels, dtype: torch.dtype, device: torch.device, *, stay_narrow: bool
-) -> tuple[ExpertPack | None, Callable[[ListedExperts], ExpertWeights]]:
-    """What packs each matrix of experts after it was read, and the function that then converts a layer's experts.
-
-    stay_narrow: a GPU's kernels may get narrow weights.
-    """
-    if kernels is ExpertKernels.TILES:
-        narrow = partial(narrow_expert, dtype=dtype, device=device)
-        read = ExpertPack(dtype, lambda weight: weight, narrow, expert_stays_narrow) if stay_narrow else None
-        return read, partial(stacked_experts, dtype=dtype, device=device)
-    keep = partial(packed_experts, dtype=dtype)
-    if kernels is ExpertKernels.TORCH:
-        return ExpertPack(dtype, pack), keep
-    take = hugepages.Pieces().take
-    pack_matrix, pack_integers = partial(expert_products.pack, take=take), partial(pack_scaled, take=take)
-    keeps = is_packable if native_library.available(dtype) else None
-    return ExpertPack(dtype, pack_matrix, pack_integers, keeps), keep
-
-
-def _moved_norm(weight: torch.Tensor, norm: NormSpec, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    return weight.to(device) if norm.wide else weight.to(device, dtype)
 
 
 def _head_norms(
