@@ -1,4 +1,7 @@
-"""Gemma 4, also as the text part of its models of images and sound: full attention has another shape than windows."""
+"""Gemma 4, also as the text part of its models of images and sound: full attention has another shape than windows.
+
+Tests: tests/core/test_attention_shapes.py, tests/core/model/test_model_config.py
+"""
 
 from __future__ import annotations
 
