@@ -13,7 +13,7 @@ import torch
 
 from ...memory.pages import hugepages
 from ...ops import expert_products, native_library
-from ...ops.narrow_weights import NarrowWeight, keep
+from ...ops.narrow_weights import NarrowWeight, is_kept, keep
 from ...ops.packed_gemm import pack
 from ...ops.recurrent import RecurrentWeights
 from .experts import ExpertKernels, ExpertPack, ExpertWeights, ListedExperts, packed_experts

@@ -171,7 +171,7 @@ def test_random_weights_need_no_checkpoint(tmp_path):
 
 
 def test_the_native_decoder_says_what_it_lacks(tiny):
-    with pytest.raises(UnsupportedModel, match="attention of one shape"):
+    with pytest.raises(UnsupportedModel, match="attention of several shapes"):
         executor_of(tiny("gemma-4").model, cpu_kernels="native")
 
 
