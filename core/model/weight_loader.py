@@ -43,6 +43,9 @@ logger = logging.getLogger(__name__)
 #: Elements of a quantised projection that are read at a time, in multiples of so many rows: packed words hold several.
 _CHUNK, _ROWS = 1 << 23, 128
 
+#: Beginnings of names that a message has.
+_NAMED = 6
+
 _IGNORED = re.compile(r"\.self_attn\.rotary_emb\.inv_freq$")  # old Llama checkpoints
 
 
@@ -174,10 +177,9 @@ class WeightLoader(Weights):
                 scales,
             )
         if left_out:
-            beginnings = ", ".join(f"{each}*" for each in self._config.tensors.left_out)
-            logger.info(
-                "%d tensors of the checkpoint (%s) have no effect on text and are left out", left_out, beginnings
-            )
+            beginnings = [f"{each}*" for each in self._config.tensors.left_out]
+            named = ", ".join([*beginnings[:_NAMED], "…"] if len(beginnings) > _NAMED else beginnings)
+            logger.info("%d tensors of the checkpoint (%s) have no effect on text and are left out", left_out, named)
 
     def kv_scales(self) -> list[KvScales]:
         """Raises UnsupportedModel for scales that can't be used."""
