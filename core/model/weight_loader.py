@@ -49,6 +49,12 @@ _NAMED = 6
 _IGNORED = re.compile(r"\.self_attn\.rotary_emb\.inv_freq$")  # old Llama checkpoints
 
 
+def _some(beginnings: Sequence[str]) -> str:
+    """Beginnings of names for a message."""
+    named = [f"{each}*" for each in beginnings[:_NAMED]]
+    return ", ".join([*named, "…"] if len(beginnings) > _NAMED else named)
+
+
 class WeightLoader(Weights):
     """Reads a checkpoint one part at a time, so that memory holds the kept parts and little more than one projection.
 
@@ -177,8 +183,7 @@ class WeightLoader(Weights):
                 scales,
             )
         if left_out:
-            beginnings = [f"{each}*" for each in self._config.tensors.left_out]
-            named = ", ".join([*beginnings[:_NAMED], "…"] if len(beginnings) > _NAMED else beginnings)
+            named = _some(self._config.tensors.left_out)
             logger.info("%d tensors of the checkpoint (%s) have no effect on text and are left out", left_out, named)
 
     def kv_scales(self) -> list[KvScales]:
