@@ -43,7 +43,16 @@ logger = logging.getLogger(__name__)
 #: Elements of a quantised projection that are read at a time, in multiples of so many rows: packed words hold several.
 _CHUNK, _ROWS = 1 << 23, 128
 
+#: Beginnings of names that a message has.
+_NAMED = 6
+
 _IGNORED = re.compile(r"\.self_attn\.rotary_emb\.inv_freq$")  # old Llama checkpoints
+
+
+def _some(beginnings: Sequence[str]) -> str:
+    """Beginnings of names for a message."""
+    named = [f"{each}*" for each in beginnings[:_NAMED]]
+    return ", ".join([*named, "…"] if len(beginnings) > _NAMED else named)
 
 
 class WeightLoader(Weights):
@@ -174,10 +183,8 @@ class WeightLoader(Weights):
                 scales,
             )
         if left_out:
-            beginnings = ", ".join(f"{each}*" for each in self._config.tensors.left_out)
-            logger.info(
-                "%d tensors of the checkpoint (%s) have no effect on text and are left out", left_out, beginnings
-            )
+            named = _some(self._config.tensors.left_out)
+            logger.info("%d tensors of the checkpoint (%s) have no effect on text and are left out", left_out, named)
 
     def kv_scales(self) -> list[KvScales]:
         """Raises UnsupportedModel for scales that can't be used."""

@@ -70,6 +70,7 @@ class AdapterWeights(RowsFile):
     def tensors(self) -> dict[str, TensorInfo]:
         found: dict[str, TensorInfo] = {}
         left_out = tuple(f"{PREFIX}{name}" for name in self.modules.left_out)
+        in_layers = tuple(name for name in left_out if name.startswith(IN_LAYERS))
         listed = self._form.listed(self, self.modules.projections)
         self._check_adapters()
         self.modules = self.modules.as_given(self._paths)
@@ -78,11 +79,18 @@ class AdapterWeights(RowsFile):
         elif self.modules.experts is ExpertForm.TOGETHER:
             listed = self._of_each_expert(listed)
         for name, info in listed.items():
-            if not name.startswith(IN_LAYERS) and self._is_apart(name, info, left_out):
+            is_in_layer = name.startswith(IN_LAYERS)
+            if self._is_unused(name, in_layers) if is_in_layer else self._is_apart(name, info, left_out):
                 continue
             for own_name, own in self._shares(name, info) if self.modules.stacked else ((name, info),):
                 self._put(found, own_name, own, name)
         return found
+
+    def _is_unused(self, name: str, left_out: tuple[str, ...]) -> bool:
+        """Note a tensor of a module that a layer has and does not use; False for any other."""
+        is_unused = name.startswith(left_out)
+        self.num_left_out += is_unused
+        return is_unused
 
     def _is_apart(self, name: str, info: TensorInfo, left_out: tuple[str, ...]) -> bool:
         """Note a tensor of the model's own modules that `tensors` does not have; False for any other."""

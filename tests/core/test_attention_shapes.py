@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from chorus.core.executors.cpu import CpuExecutor
 from chorus.core.model.config import UnsupportedModel
@@ -101,6 +105,26 @@ def test_adapters_on_inputs_of_layers(drive, ranks):
     assert told(driver, want) == want
     with pytest.raises(CannotMerge, match="inputs of layers"):
         merge(driver, "all")
+
+
+def test_keys_that_layers_do_not_use_are_left_out(tiny, tmp_path):
+    """Published checkpoints have them, and adapters that were trained with them as modules."""
+    model = tmp_path / "model"
+    shutil.copytree(tiny("gemma-4-inputs").model, model)
+    index = json.loads((model / "model.safetensors.index.json").read_text())
+    names = [f"model.layers.{layer}.self_attn.{name}.weight" for layer in (3, 5) for name in ("k_proj", "k_norm")]
+    index["weight_map"] |= dict.fromkeys(names, "more.safetensors")
+    save_file({name: torch.ones(4, 4) for name in names}, model / "more.safetensors")
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert logits_of(executor_of(model), [[3, 4, 5]]).isfinite().all()
+    adapter, modules = tiny("gemma-4-inputs").adapters["r3-all"], read_model_config(model).module_paths
+    shutil.copytree(adapter, tmp_path / "adapter")
+    file = tmp_path / "adapter" / "adapter_model.safetensors"
+    more = {f"base_model.model.model.layers.4.self_attn.k_proj.lora_{side}.weight": torch.ones(3, 3) for side in "AB"}
+    save_file(load_file(file) | more, file)
+    found = inspect_adapter(tmp_path / "adapter", modules)
+    assert found.num_left_out == 2
+    assert found.parts == inspect_adapter(adapter, modules).parts
 
 
 def test_added_tokens_have_no_inputs_of_layers(tiny, tmp_path):

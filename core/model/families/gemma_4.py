@@ -72,9 +72,9 @@ def _read(fields: ConfigJson, tensors: TensorNames) -> ModelConfig:
         logits_softcap=reading.optional_number(fields, "final_logit_softcapping"),
         layer_inputs=inputs,
     )
-    unused = tuple(  # checkpoints have tensors of keys and values that these layers do not use
+    unused = tuple(  # checkpoints, and adapters of older versions, have tensors that these layers do not use
         f"{prefix}layers.{index}.self_attn.{name}."
-        for prefix in tensors.prefixes
+        for prefix in dict.fromkeys((*tensors.prefixes, "model."))
         for index in range(first_shared, len(layers))
         for name in ("k_proj", "v_proj", "k_norm", "v_norm")
     )
