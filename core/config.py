@@ -224,7 +224,7 @@ class EngineConfig(BaseModel):
     state_checkpoint_tokens: int = Field(
         default=1024,
         ge=0,
-        description="models with linear attention: keep the recurrent state in the prefix cache at the end of a "
+        description="models with recurrent layers: keep the recurrent state in the prefix cache at the end of a "
         "prompt, and after every so many tokens; 0: never, so that no prefix is reused",
     )
     share_prefix_cache: bool = Field(

@@ -105,6 +105,8 @@ class EagerReason(StrEnum):
     """Other processes compute a part of its adapters' products."""
     EXPERTS = "experts"
     """It has prompts, and its adapters change a mixture of experts."""
+    LATENTS = "latents"
+    """Its adapters change keys and values of latents."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,8 +37,9 @@ class Scores:
     """Each head has a sink, which `Attention.run` takes: one more score in the softmax, of a value of zeros."""
 
 
-#: Scores that are made at once where attention makes them, which a soft cap or sinks ask for: in float32 256 MiB.
-_SCORES = 1 << 26
+#: Scores that are made at once where attention makes them, which soft caps, sinks and latents ask for: in float32
+#: 256 MiB.
+MOST_SCORES = 1 << 26
 
 PLAIN = Scores()
 """Attention as in "Attention Is All You Need", causal."""
@@ -88,6 +89,8 @@ class AttentionSetup:
     """For all backends of an executor."""
     float8_kv: bool = False
     """Keys and values are in FP8; see `float8_kv`."""
+    is_latent: bool = False
+    """Latents are kept instead; see `latents`."""
 
     @property
     def kv_dtype(self) -> torch.dtype:
@@ -202,7 +205,7 @@ class PagedAttention(Attention):
         self._on_host = self._device.type == "cpu"
         num_heads, self._kv_heads, self._head_dim, self._block_tokens = heads
         self._gqa = num_heads != self._kv_heads
-        self._prefills: list[_Prefill] = []
+        self._prefills: list[Prefill] = []
         self._first_decode_token = 0
         self._decode_pages = torch.empty(0, 0, dtype=torch.long)
         self._decode_lens = torch.empty(0, 1, dtype=torch.long)
@@ -218,7 +221,7 @@ class PagedAttention(Attention):
             for row in range(num_prefills):
                 tokens, kv_len = slice(qo_indptr[row], qo_indptr[row + 1]), kv_lens[row]
                 self._prefills.append(
-                    _Prefill(tokens, pages[row, : -(-kv_len // self._block_tokens)], kv_len, self._device)
+                    Prefill(tokens, pages[row, : -(-kv_len // self._block_tokens)], kv_len, self._device)
                 )
         self._first_decode_token = qo_indptr[num_prefills]
         if num_prefills < len(kv_lens):
@@ -296,12 +299,12 @@ class PagedAttention(Attention):
 
         Values that an earlier owner left in a page may be NaN or infinite, and masking a score does not undo that.
         """
-        places = _pages_of(cache, self._decode_pages).view(-1, self._kv_heads, self._head_dim).to(dtype)
+        places = _pages_of(cache, self._decode_pages).view(-1, *cache.shape[2:]).to(dtype)
         return places.index_fill_(0, self._decode_tail, 0)
 
     def _gather(self, cache: torch.Tensor, pages: torch.Tensor, kv_len: int) -> torch.Tensor:
         """One row's cache `[1, kv_heads, kv_len, head_dim]`."""
-        return _pages_of(cache, pages).view(-1, self._kv_heads, self._head_dim)[:kv_len].transpose(0, 1).unsqueeze(0)
+        return _pages_of(cache, pages).view(-1, *cache.shape[2:])[:kv_len].transpose(0, 1).unsqueeze(0)
 
 
 def _pages_of(cache: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
@@ -373,7 +376,11 @@ class GroupedAttention:
         return self._groups[group][0]
 
 
-class _Prefill:
+#: Of a mask that is a tensor, without a window.
+_ALL_SEEN = None, True
+
+
+class Prefill:
     """A row with more than one token. tokens: its last tokens of `kv_len`, among the step's; pages: that hold them."""
 
     __slots__ = ("_device", "_masks", "kv_len", "pages", "tokens")
@@ -392,6 +399,14 @@ class _Prefill:
         if (key := (window, explicit)) not in self._masks:
             self._masks[key] = self._make(window, explicit)
         return self._masks[key]
+
+    @property
+    def visible(self) -> torch.Tensor:
+        """True where one of its tokens `[length, kv_len]` sees a token."""
+        if (found := self._masks.get(_ALL_SEEN)) is None:
+            length = self.tokens.stop - self.tokens.start
+            found = self._masks[_ALL_SEEN] = _visible(length, self.kv_len, None, self._device)
+        return found
 
     def _make(self, window: int | None, explicit: bool) -> torch.Tensor | None:
         length = self.tokens.stop - self.tokens.start
@@ -433,7 +448,7 @@ def _attend(
     assert mask is not None
     if group > 1:
         k, v = (each.repeat_interleave(group, dim=1) for each in (k, v))
-    most = max(1, _SCORES // (q.shape[0] * q.shape[1] * k.shape[2]))
+    most = max(1, MOST_SCORES // (q.shape[0] * q.shape[1] * k.shape[2]))
     if q.shape[2] > most:
         parts = zip(q.split(most, dim=2), mask.split(most, dim=-2), strict=True)
         return torch.cat([_attend(rows, k, v, seen, scores, sinks) for rows, seen in parts], dim=2)

@@ -15,6 +15,7 @@ import torch
 from .attention import PLAIN, Attention, AttentionSetup, GroupedAttention, HeadShape, PagedAttention, Scores
 from .attention_schedule import BLOCK_H, largest_head
 from .float8_kv import DTYPE as FLOAT8
+from .latent_attention import LatentAttention
 
 #: Backends that a configuration may name; auto: the first of FlashInfer, Triton and torch that can serve. xqa:
 #: FlashInfer, with XQA's kernel for decode steps.
@@ -26,6 +27,9 @@ _BUILD = (
     "PyPI does not have: pip install flashinfer-jit-cache=={version} --index-url https://flashinfer.ai/whl/cu130 (or "
     "cu128: the CUDA version of PyTorch)"
 )
+
+
+_LATENTS = "the model's keys and values are latents, over which PyTorch's operators attend"
 
 
 class AttentionUnavailable(RuntimeError):
@@ -70,15 +74,22 @@ class TorchBackend:
     name = "torch"
     captures = False
 
-    def __init__(self, heads: HeadShape, device: torch.device, reason: str, fix: str = "") -> None:
+    def __init__(
+        self,
+        heads: HeadShape,
+        device: torch.device,
+        reason: str,
+        fix: str = "",
+        kind: type[PagedAttention] = PagedAttention,
+    ) -> None:
         self.reason, self.fix = reason, fix
-        self._shape = heads, device
+        self._shape, self._kind = (heads, device), kind
 
     def ragged(self) -> PagedAttention:
-        return PagedAttention(*self._shape)
+        return self._kind(*self._shape)
 
     def decode(self, bucket: int) -> PagedAttention:
-        return PagedAttention(*self._shape)
+        return self._kind(*self._shape)
 
 
 class GroupedBackend:
@@ -109,6 +120,10 @@ def choose_attention(setup: AttentionSetup, wanted: Wanted = "auto") -> Attentio
     """
     heads, dtype, device = setup.heads, setup.dtype, setup.device
     theirs = ours = None
+    if setup.is_latent:
+        if wanted not in ("auto", "torch"):
+            raise AttentionUnavailable(f"attention is {wanted}, but {_LATENTS}; set it to 'auto' or 'torch'")
+        return TorchBackend(heads, device, _LATENTS, kind=LatentAttention)
     if wanted == "torch":
         return TorchBackend(heads, device, reason="attention is torch")
     if wanted != "triton":

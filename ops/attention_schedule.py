@@ -17,6 +17,9 @@ PARTS = 32
 #: Query heads of a program: rows of the matrix instruction's tile. Missing heads are zero.
 BLOCK_H = 16
 
+#: The most elements of a head for which four warps have the registers.
+_WIDE_HEAD = 256
+
 #: Compute capability, times ten, from which Triton reads E4M3.
 LEAST_FLOAT8 = 89
 
@@ -36,7 +39,7 @@ _LONG_TILES, _LONG_SPLITS = 64, 8
 
 def largest_head(itemsize: int) -> int:
     """The most elements of a head: in float32, without matrix instructions, wider heads spill registers."""
-    return 128 if itemsize == 4 else 256
+    return 128 if itemsize == 4 else 512
 
 
 def tile_tokens(head_dim: int, itemsize: int) -> int:
@@ -95,10 +98,11 @@ def attention_constants(
     )
 
 
-def attention_options() -> dict[str, int | bool]:
+def attention_options(head_dim: int) -> dict[str, int | bool]:
     """Options of a launch. Fusion is off, so that a part is added with the same bits in every loop.
 
     With three stages the next tile is loaded while the present one is multiplied. Five stages, for heads of up to 128
-    elements in 16 bits, would have two loads in flight and fit every GPU's shared memory, but were not measured.
+    elements in 16 bits, would have two loads in flight and fit every GPU's shared memory, but were not measured. Four
+    warps would spill registers with the widest heads.
     """
-    return {"num_warps": 4, "num_stages": 3, "enable_fp_fusion": False}
+    return {"num_warps": 8 if head_dim > _WIDE_HEAD else 4, "num_stages": 3, "enable_fp_fusion": False}

@@ -262,7 +262,7 @@ class TritonBackend:
         scale = self.heads.head_dim**-0.5 if scores.scale is None else scores.scale
         early, caps = dependent_launch.begins_early(self.device), scores.softcap is not None
         own = replace(constants, window=scores.window or 0, caps=caps, sinks=scores.has_sinks, pdl=early)
-        options = {**attention_options(), **dependent_launch.options(early)}
+        options = {**attention_options(self.heads.head_dim), **dependent_launch.options(early)}
         to_log2 = 1.0 if caps else math.log2(math.e)
         return KernelLauncher(attend_rows, {"C": own, **options}), scale * to_log2, scores.softcap or 0.0
 

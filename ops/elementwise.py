@@ -143,12 +143,32 @@ def rotate_and_write(
     elif norms is not None:
         q, k = _normed_heads(q, norms.q, norms.eps), _normed_heads(k, norms.k, norms.eps)
     if rotation is not None:
-        cos, sin = rotation.cos, rotation.sin
-        if rotation.rows is not None:
-            cos, sin = cos[rotation.rows], sin[rotation.rows]
-        q, k = (apply_rope(x, cos[:, None], sin[:, None], rotation.interleaved) for x in (q, k))
+        cos, sin = _angles(rotation)
+        q, k = (apply_rope(x, cos, sin, rotation.interleaved) for x in (q, k))
     write_kv(slots, k, v)
     return q.contiguous() if out is None else out.copy_(q)
+
+
+def rotate(
+    q: torch.Tensor,
+    rotation: Rotation | None,
+    norm: torch.Tensor | None,
+    eps: float,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`rotate_and_write` of queries alone, `[tokens, heads, head_dim]`. norm: `[head_dim]`; None: there is none."""
+    q = q if norm is None else _normed_heads(q, norm, eps)
+    if rotation is not None:
+        q = apply_rope(q, *_angles(rotation), rotation.interleaved)
+    return q.contiguous() if out is None else out.copy_(q)
+
+
+def _angles(rotation: Rotation) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin of each token, `[tokens, 1, dim]`."""
+    cos, sin = rotation.cos, rotation.sin
+    if rotation.rows is not None:
+        cos, sin = cos[rotation.rows], sin[rotation.rows]
+    return cos[:, None], sin[:, None]
 
 
 def _normed_heads(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -250,6 +270,19 @@ def split_gates(qkv: torch.Tensor, num_heads: int, head_dim: int) -> tuple[torch
     size = num_heads * head_dim
     q, gates = qkv[:, : 2 * size].unflatten(1, (num_heads, 2, head_dim)).unbind(2)
     return torch.cat((q.flatten(1), qkv[:, 2 * size :]), 1), gates.flatten(1)
+
+
+def with_normed_values(
+    qkv: torch.Tensor, kv_size: int, weight: torch.Tensor, eps: float, *, keys_are_values: bool = False
+) -> torch.Tensor:
+    """A projection to queries, keys and values, with every head of values normalised.
+
+    qkv: `[tokens, (heads + 2 · kv_heads) · head_dim]`. weight: `[head_dim]`. keys_are_values: qkv has no values; they
+    are the keys.
+    """
+    v = qkv[:, -kv_size:].reshape(-1, len(weight))
+    rest = qkv if keys_are_values else qkv[:, :-kv_size]
+    return torch.cat((rest, rms_norm(v, weight, eps).view(len(qkv), kv_size)), 1)
 
 
 def gate_output(attended: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:

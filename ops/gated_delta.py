@@ -8,27 +8,27 @@ For every token t, from its row `[q, k, v | z | b | a]` of the input projection:
     S      ← S + k ⊗ (sigmoid(b) · (v - kᵀS))
     out     = norm(qᵀS) · silu(z)           of each head of values
 
-All of it is float32. A sequence's state is S, and the convolution's last inputs; both go from step to step.
-
-A sequence's last tokens may be drafts. A step stores the state before its drafts, and next to it one row of inputs
-`[q, k, v | b | a]` for each draft. The next step first updates the state with the rows of the accepted drafts.
+All of it is float32. A draft's inputs are `[q, k, v | b | a]`. See `recurrent` for the states of sequences.
 
 Tests: tests/ops/test_gated_delta.py
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from torch.nn.functional import pad, silu, softplus
+from torch.nn.functional import silu, softplus
 
-from .attention import count_prefills
 from .gated_delta_schedule import StepConstants
+from .recurrent import CHUNK, RecurrentState, RecurrentWeights, convolve, convolve_tokens, in_chunks
+
+if TYPE_CHECKING:
+    from .ranks import Collectives
 
 
 @cache
@@ -42,13 +42,9 @@ def _uses_kernels(x: torch.Tensor) -> bool:
     return x.is_cuda
 
 
-CHUNK = 64
-"""Tokens of a prompt that are computed at once, as in transformers."""
-
-
 @dataclass(slots=True)
-class DeltaWeights:
-    """What a layer has besides its projections, in float32."""
+class DeltaWeights(RecurrentWeights):
+    """A layer's Gated DeltaNet."""
 
     conv: torch.Tensor
     """`[conv_size, channels]`: each channel's factors of a token's inputs, of the oldest first."""
@@ -62,74 +58,56 @@ class DeltaWeights:
     norm: torch.Tensor
     """`[v_dim]`."""
 
+    eps: float
+    """Of the norm."""
 
-@dataclass(slots=True)
-class DeltaState:
-    """The state of a step's sequences in a layer, float32; zeros before a sequence's first token."""
+    def prompt(self, rows: torch.Tensor, state: RecurrentState) -> torch.Tensor:
+        """By chunks, on a GPU by a scan: `[tokens, v_heads · v_dim]`."""
+        rows = rows.float()
+        convolved = silu(convolve(rows[:, : state.conv.shape[2]], self.conv, state.conv))
+        inputs = _inputs(convolved, rows, self, state)
+        recurrent = state.recurrent[0]
+        return (_kernels().scan(*inputs, recurrent) if _uses_kernels(rows) else chunked(inputs, recurrent)).flatten(1)
 
-    conv: torch.Tensor
-    """`[sequences, conv_size - 1, channels]`: the convolution's last inputs, oldest first."""
+    def tokens(self, rows: torch.Tensor, state: RecurrentState) -> torch.Tensor:
+        """See `RecurrentWeights.tokens`."""
+        rows = rows.float()
+        convolved = silu(convolve_tokens(rows[:, : state.conv.shape[2]], self.conv, state.conv))
+        return _recurrent(_inputs(convolved, rows, self, state), state.recurrent).flatten(1)
 
-    recurrent: torch.Tensor
-    """`[sequences, v_heads, k_dim, v_dim]`."""
+    def output(self, mixed: torch.Tensor, rows: torch.Tensor, ranks: Collectives | None) -> torch.Tensor:
+        """The gated norm. Rows have z behind the channels."""
+        v_heads, v_dim = len(self.a_log), len(self.norm)
+        x = mixed.unflatten(1, (v_heads, v_dim))
+        z = rows[:, -v_heads * (v_dim + 2) : -2 * v_heads].float().unflatten(1, (v_heads, v_dim))
+        x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * self.norm * silu(z)
+        return x.flatten(1)
 
-    drafts: torch.Tensor | None = None
-    """`[sequences, most drafts, channels + 2 · v_heads]`: inputs of the last step's drafts; None where neither that
-    step nor this one has any."""
+    def draft_inputs(self, rows: torch.Tensor, state: RecurrentState) -> torch.Tensor:
+        """`[q, k, v | b | a]`."""
+        return torch.cat((rows[:, : state.conv.shape[2]], rows[:, -2 * len(self.a_log) :]), 1).float()
 
-    def of(self, sequences: slice) -> DeltaState:
-        """Of some sequences, in the same memory."""
-        drafts = None if self.drafts is None else self.drafts[sequences]
-        return DeltaState(self.conv[sequences], self.recurrent[sequences], drafts)
+    def take_in(self, inputs: torch.Tensor, state: RecurrentState) -> None:
+        """See `RecurrentWeights.take_in`."""
+        convolved = silu(convolve_tokens(inputs[:, : state.conv.shape[2]], self.conv, state.conv))
+        _recurrent(_inputs(convolved, inputs, self, state), state.recurrent)
 
-
-def gated_delta(
-    mixed: torch.Tensor,
-    weights: DeltaWeights,
-    state: DeltaState,
-    qo_indptr: Sequence[int],
-    eps: float,
-    accepted: Sequence[int] = (),
-    drafts: Sequence[int] = (),
-) -> torch.Tensor:
-    """Compute the layer between its projections; return `[tokens, v_heads · v_dim]` in the dtype of `mixed`, and
-    update `state` in place.
-
-    mixed: `[tokens, channels + v_heads · v_dim + 2 · v_heads]`: rows of the input projection. qo_indptr: sequence i has
-    the tokens `qo_indptr[i]` … `qo_indptr[i + 1]`-1; sequences with more than one token come first. eps: of the norm.
-    accepted: drafts of the step before that each sequence has accepted; by default none. drafts: the last of the
-    tokens of each sequence, fewer than all; by default none.
-
-    A sequence doesn't depend on the others. One token takes the recurrent form; several take the chunked form, on a GPU
-    a scan, so how a prompt is cut changes rounding. Drafts take the form of one token.
-    """
-    count = len(state.conv)
-    for index, number in enumerate(accepted):
-        if number:
-            _take_in(number, weights, state.of(slice(index, index + 1)))
-    prefills = count_prefills(qo_indptr, count)
-    first = qo_indptr[prefills]
-    parts = []
-    for index in range(prefills):
-        rows, own = mixed[qo_indptr[index] : qo_indptr[index + 1]], state.of(slice(index, index + 1))
-        number = drafts[index] if drafts else 0
-        parts += _drafted(rows, number, weights, own, eps) if number else [_prompt(rows, weights, own, eps)]
-    if prefills < count:
-        parts.append(_tokens(mixed[first : first + count - prefills], weights, state.of(slice(prefills, count)), eps))
-    return torch.cat(parts) if len(parts) > 1 else parts[0]
+    @property
+    def native_tensors(self) -> Mapping[str, torch.Tensor | None]:
+        """See `RecurrentWeights.native_tensors`."""
+        return {"taps": self.conv, "dt_bias": self.dt_bias, "a_log": self.a_log, "delta_norm": self.norm}
 
 
 def step_in_pages(
     out: torch.Tensor,
     mixed: torch.Tensor,
     weights: DeltaWeights,
-    eps: float,
     pages: torch.Tensor,
     table: torch.Tensor,
     layer: int,
     constants: StepConstants,
 ) -> None:
-    """As `gated_delta`, of sequences with one known token, in one launch that reads and writes states in pages.
+    """As `DeltaWeights.mix`, of sequences with one known token, in one launch that reads and writes states in pages.
 
     out: `[tokens, v_heads · v_dim]`; rows of other tokens are left alone. pages: `[pages, elements]` float32. table:
     `[sequences, 4 + 2 · state pages]` int64: for each sequence its first token; how many it has, all drafts but the
@@ -139,48 +117,7 @@ def step_in_pages(
     The launch's grid depends only on the number of sequences, so it can be captured.
     """
     parts = weights.conv, weights.dt_bias, weights.a_log, weights.norm
-    _kernels().step(out, mixed, *parts, eps=eps, pages=pages, table=table, layer=layer, constants=constants)
-
-
-def _take_in(number: int, weights: DeltaWeights, state: DeltaState) -> None:
-    """Let one sequence's state go on over its first drafts of the step before."""
-    assert state.drafts is not None
-    for row in state.drafts[0, :number].split(1):
-        convolved = _convolved_tokens(row[:, : state.conv.shape[2]], weights.conv, state.conv)
-        _recurrent(_inputs(convolved, row, weights, state), state.recurrent)
-
-
-def _drafted(
-    mixed: torch.Tensor, number: int, weights: DeltaWeights, state: DeltaState, eps: float
-) -> list[torch.Tensor]:
-    """Mix one sequence. The state does not include its last tokens, the drafts; their inputs are stored next to it."""
-    assert state.drafts is not None
-    known, v_heads, channels = mixed[:-number], state.recurrent.shape[1], state.conv.shape[2]
-    parts = [(_prompt if len(known) > 1 else _tokens)(known, weights, state, eps)]
-    ahead = DeltaState(state.conv.clone(), state.recurrent.clone())
-    for index, row in enumerate(mixed[-number:].split(1)):
-        state.drafts[0, index, :channels] = row[0, :channels]
-        state.drafts[0, index, channels:] = row[0, -2 * v_heads :]
-        parts.append(_tokens(row, weights, ahead, eps))
-    return parts
-
-
-def _prompt(mixed: torch.Tensor, weights: DeltaWeights, state: DeltaState, eps: float) -> torch.Tensor:
-    """Several tokens of one sequence."""
-    rows = mixed.float()
-    convolved = _convolved(rows[:, : state.conv.shape[2]], weights.conv, state.conv)
-    inputs = _inputs(convolved, rows, weights, state)
-    recurrent = state.recurrent[0]
-    attended = _kernels().scan(*inputs, recurrent) if _uses_kernels(mixed) else chunked(inputs, recurrent)
-    return _gated_norm(attended, rows, weights.norm, eps).to(mixed.dtype)
-
-
-def _tokens(mixed: torch.Tensor, weights: DeltaWeights, state: DeltaState, eps: float) -> torch.Tensor:
-    """One token of each sequence."""
-    rows = mixed.float()
-    convolved = _convolved_tokens(rows[:, : state.conv.shape[2]], weights.conv, state.conv)
-    attended = _recurrent(_inputs(convolved, rows, weights, state), state.recurrent)
-    return _gated_norm(attended, rows, weights.norm, eps).to(mixed.dtype)
+    _kernels().step(out, mixed, *parts, eps=weights.eps, pages=pages, table=table, layer=layer, constants=constants)
 
 
 class DeltaInputs(NamedTuple):
@@ -199,29 +136,7 @@ class DeltaInputs(NamedTuple):
     beta: torch.Tensor
 
 
-def _convolved(x: torch.Tensor, taps: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
-    """One sequence's tokens `[tokens, channels]`, with its state `[1, conv_size - 1, channels]`."""
-    seen = torch.cat((state[0], x))
-    state[0] = seen[len(x) :]
-    return _weighted([seen[tap : tap + len(x)] for tap in range(len(taps))], taps)
-
-
-def _convolved_tokens(x: torch.Tensor, taps: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
-    """One token `[sequences, channels]` of each sequence, with their states `[sequences, conv_size - 1, channels]`."""
-    seen = torch.cat((state, x[:, None]), 1)
-    state.copy_(seen[:, 1:])
-    return _weighted(seen.unbind(1), taps)
-
-
-def _weighted(inputs: Sequence[torch.Tensor], taps: torch.Tensor) -> torch.Tensor:
-    """inputs: of each tap `[tokens, channels]`."""
-    total = inputs[0] * taps[0]
-    for x, factors in zip(inputs[1:], taps[1:], strict=True):
-        total = total + x * factors
-    return silu(total)
-
-
-def _inputs(convolved: torch.Tensor, rows: torch.Tensor, weights: DeltaWeights, state: DeltaState) -> DeltaInputs:
+def _inputs(convolved: torch.Tensor, rows: torch.Tensor, weights: DeltaWeights, state: RecurrentState) -> DeltaInputs:
     """What the delta rule takes of tokens. convolved: `[tokens, channels]`; rows: `[tokens, …]` of the projection."""
     v_heads, k_dim, v_dim = state.recurrent.shape[1:]
     k_size = (convolved.shape[1] - v_heads * v_dim) // 2
@@ -258,7 +173,7 @@ def chunked(inputs: DeltaInputs, state: torch.Tensor) -> torch.Tensor:
     """
     tokens = len(inputs.q)
     chunks = -(-tokens // CHUNK)
-    q, k, v, log_decay, beta = (_in_chunks(each, chunks) for each in inputs)
+    q, k, v, log_decay, beta = (in_chunks(each, chunks) for each in inputs)
     total = log_decay.cumsum(-1)  # [v_heads, chunks, CHUNK]
     later = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=q.device).triu(1)
     decay = (total[..., :, None] - total[..., None, :]).masked_fill(later, -torch.inf).exp()
@@ -278,17 +193,3 @@ def chunked(inputs: DeltaInputs, state: torch.Tensor) -> torch.Tensor:
         out[:, chunk] = q[:, chunk] @ state + seen[:, chunk] @ deltas
         state.mul_(whole[:, chunk]).add_(k[:, chunk].transpose(-1, -2) @ deltas)
     return out.flatten(1, 2)[:, :tokens].transpose(0, 1)
-
-
-def _in_chunks(x: torch.Tensor, chunks: int) -> torch.Tensor:
-    """`[tokens, v_heads, …]` as `[v_heads, chunks, CHUNK, …]`, with zeros behind the last token."""
-    x = pad(x.transpose(0, 1), (0, 0) * (x.dim() - 2) + (0, chunks * CHUNK - len(x)))
-    return x.unflatten(1, (chunks, CHUNK)).contiguous()
-
-
-def _gated_norm(x: torch.Tensor, rows: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x: `[tokens, v_heads, v_dim]`; rows: `[tokens, …]` of the projection, with z behind the channels."""
-    v_heads, v_dim = x.shape[1:]
-    z = rows[:, -v_heads * (v_dim + 2) : -2 * v_heads].unflatten(1, (v_heads, v_dim))
-    x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight * silu(z)
-    return x.flatten(1)

@@ -174,7 +174,7 @@ class NativeDecoder:
             kv_copies=model.kv_copies, embed_module=model.embed_module, head_module=model.head_module,
             embed_rows_module=model.embed_rows_module, head_rows_module=model.head_rows_module,
             first_token=model.first_token,
-            **({} if model.delta is None else asdict(model.delta)),
+            **{name: value for part in model.recurrent or () for name, value in asdict(part).items()},
         )  # fmt: skip
         self._handle = None  # until it is made, which may fail
         self.best: list[int] = []
@@ -267,7 +267,7 @@ class NativeDecoder:
             rows_to_sample = np.zeros(wanted, sampled.dtype)
             rows_to_sample[list(self.row_params)] = sampled
         step.samples = None if rows_to_sample is None else rows_to_sample.ctypes.data
-        if self._model.delta is not None:
+        if self._model.recurrent is not None:
             self._set_states(states, len(rows.kv_lens))
         step.max_stall_ns = int(max_stall * 1e9)
         step.layer = ctypes.addressof(self._merged[0]) if merged else None
@@ -491,9 +491,9 @@ def _described_layers(layers: Sequence[Any], model: NativeModel) -> Any:
         descriptor.query_factors = _pointer_or_null(own.query_factors)
         descriptor.cos, descriptor.sin = _pointer_or_null(own.cos), _pointer_or_null(own.sin)
         descriptor.product[:] = model.product_of[index]
-        if (delta := layer.delta) is not None:
-            descriptor.taps, descriptor.dt_bias = _pointer(delta.conv), _pointer(delta.dt_bias)
-            descriptor.a_log, descriptor.delta_norm = _pointer(delta.a_log), _pointer(delta.norm)
+        if layer.recurrent is not None:
+            for name, tensor in layer.recurrent.native_tensors.items():
+                setattr(descriptor, name, _pointer_or_null(tensor))
         descriptor.page_layer = index if own.page_layer is None else own.page_layer
         descriptor.rotary_dim = 0 if own.cos is None else own.cos.shape[1]
     return descriptors

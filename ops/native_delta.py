@@ -11,30 +11,30 @@ from itertools import accumulate
 
 import torch
 
-from .gated_delta import DeltaState, DeltaWeights
+from .gated_delta import DeltaWeights
 from .native_descriptors import DeltaDescriptor
 from .native_library import library
+from .recurrent import RecurrentState
 
 
 def run_delta(
     mixed: torch.Tensor,
     weights: DeltaWeights,
-    state: DeltaState,
+    state: RecurrentState,
     qo_indptr: Sequence[int],
-    eps: float,
     *,
     begins: Sequence[bool] = (),
-    after: DeltaState | None = None,
+    after: RecurrentState | None = None,
     accepted: Sequence[int] = (),
     drafts: Sequence[int] = (),
     threads: int = 1,
     times: int = 1,
 ) -> tuple[torch.Tensor, float]:
-    """As `gated_delta`, in float32, with sequences in any order. Returns the seconds of one time, too.
+    """As `DeltaWeights.mix`, in float32, with sequences in any order. Returns the seconds of one time, too.
 
     begins: sequences whose state is zero, whatever `state` holds; by default none. after: where the states after the
-    step go, instead of their own place; with drafts it must be given. accepted, drafts: see `DeltaState`, instead of
-    the states' own. times: how often the layer is computed.
+    step go, instead of their own place; with drafts it must be given. accepted, drafts: see
+    `DeltaWeights.mix`. times: how often the layer is computed.
     """
     found = library()
     if found is None:
@@ -56,7 +56,7 @@ def run_delta(
         k_dim=k_dim,
         v_dim=v_dim,
         conv_size=len(weights.conv),
-        eps=eps,
+        eps=weights.eps,
         taps=_pointer(weights.conv),
         dt_bias=_pointer(weights.dt_bias),
         a_log=_pointer(weights.a_log),

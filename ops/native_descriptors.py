@@ -145,7 +145,7 @@ class LayerDescriptor(Structure):
         ),
         ("activation", c_int32),
         ("product", c_int32 * 4),
-        *((name, c_void_p) for name in ("taps", "dt_bias", "a_log", "delta_norm")),
+        *((name, c_void_p) for name in ("taps", "dt_bias", "a_log", "delta_norm", "conv_bias", "d")),
         ("state_layer", c_int32),
     ]
 
@@ -164,7 +164,7 @@ class ModelDescriptor(Structure):
         ("lm_head_integers", IntegersDescriptor), ("norm", c_void_p), ("arena", c_void_p),
         ("page_elems", c_int64), ("page_bytes", c_int64),
         *((name, c_int32) for name in
-          ("float8_kv", "output_gate", "k_heads", "v_heads", "k_dim", "v_dim", "conv_size")),
+          ("float8_kv", "output_gate", "mixer", "k_heads", "v_heads", "k_dim", "v_dim", "conv_size")),
         ("delta_eps", c_float), *((name, c_int32) for name in ("convs_per_page", "heads_per_page", "conv_pages")),
         *((name, c_int32) for name in ("most_drafts", "drafts_per_page", "draft_page")),
         *((name, c_int32) for name in
@@ -249,9 +249,9 @@ class DeltaDescriptor(Structure):
     """A step of one layer of Gated DeltaNet: see `native/gated_delta.h`."""
 
     _fields_ = [
-        *((name, c_int32) for name in ("k_heads", "v_heads", "k_dim", "v_dim", "conv_size")),
+        *((name, c_int32) for name in ("mixer", "k_heads", "v_heads", "k_dim", "v_dim", "conv_size")),
         ("eps", c_float),
-        *((name, c_void_p) for name in ("taps", "dt_bias", "a_log", "norm")),
+        *((name, c_void_p) for name in ("taps", "dt_bias", "a_log", "norm", "conv_bias", "d")),
         ("rows", c_int32),
         *((name, c_void_p) for name in ("qo_indptr", "begins", "accepted", "drafts")),
         ("most_drafts", c_int32),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Any
 
 import torch
@@ -83,19 +84,34 @@ class LayerValues:
     activation: NativeActivation = NativeActivation.SILU
 
     state_layer: int = 0
-    """Of a layer with Gated DeltaNet: its place among such layers."""
+    """Of a layer with a recurrent mixer: its place among such layers."""
+
+
+class NativeMixer(IntEnum):
+    """A recurrent mixer of the library."""
+
+    DELTA = 0
+    SHORT_CONV = 1
+    MAMBA2 = 2
 
 
 @dataclass(frozen=True, slots=True)
-class NativeDelta:
-    """Shapes of a model's Gated DeltaNet, and where states are in their pages: see `memory.pages.states`."""
+class NativeShape:
+    """Shapes of a recurrent mixer, as `native/gated_delta.h` has them."""
 
+    mixer: NativeMixer
     k_heads: int
     v_heads: int
     k_dim: int
     v_dim: int
     conv_size: int
     delta_eps: float
+
+
+@dataclass(frozen=True, slots=True)
+class NativeStates:
+    """Where states are in their pages: see `memory.pages.states`."""
+
     convs_per_page: int
     heads_per_page: int
     conv_pages: int
@@ -156,8 +172,8 @@ class NativeModel:
     output_gate: bool = False
     """Each head's query is followed by a gate of its output."""
 
-    delta: NativeDelta | None = None
-    """None: no layer has Gated DeltaNet."""
+    recurrent: tuple[NativeShape, NativeStates] | None = None
+    """None: no layer has a recurrent mixer."""
 
     embed_module: int = -1
     """Module id of the token embeddings; -1: adapters can't change them."""

@@ -176,6 +176,7 @@ def geometry_of(model: ModelConfig, executor: Executor) -> Geometry:
         max_model_len=executor.model.max_model_len,
         itemsize=executor.layout.itemsize,
         float8_kv=executor.layout.float8_kv,
+        value_dim=executor.layout.value_dim,
     ).with_projections(model.projections)
 
 

@@ -18,8 +18,16 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from ...memory.files import strict_json
 from ...memory.pages.adapter_layout import AdapterLayout, uniform_parts
-from ...memory.pages.layout import PageLayout
-from ...memory.pages.projections import LAYER_GROUPS, MIXTURE_GROUPS, Group, Projection, Projections, dense_projections
+from ...memory.pages.layout import KvShape, PageLayout
+from ...memory.pages.projections import (
+    FURTHER_GROUPS,
+    LAYER_GROUPS,
+    MIXTURE_GROUPS,
+    Group,
+    Projection,
+    Projections,
+    dense_projections,
+)
 from ..cold_start import CpuLoraCost
 from .models import (
     AllReduceCost,
@@ -88,7 +96,7 @@ def _checked_itemsize(itemsize: int) -> int:
 
 
 def _checked_group(group: int) -> int:
-    if group not in (groups := (*LAYER_GROUPS, *MIXTURE_GROUPS)):
+    if group not in (groups := (*LAYER_GROUPS, *FURTHER_GROUPS, *MIXTURE_GROUPS)):
         raise ValueError(f"it must be one of {', '.join(str(int(each)) for each in groups)}")
     return group
 
@@ -102,7 +110,9 @@ class Module(_Strict):
     outputs: int = Field(ge=1)
     units: int = Field(ge=1)
     sections: list[int] = []
+    section_units: list[int] = []
     experts: int = Field(default=0, ge=0)
+    form: str = ""
     layers: list[int] = Field(min_length=1)
 
 
@@ -123,6 +133,8 @@ class Geometry(_Strict):
     itemsize: Annotated[int, AfterValidator(_checked_itemsize)]
     float8_kv: bool = False
     """KV is in FP8, one byte an element."""
+    value_dim: int | None = Field(default=None, ge=1)
+    """Elements of a key that are its value (latent attention); null: values are kept, too."""
     modules: list[Module] | None = None
     """The projections that adapters may change; by default those of a model shaped like Llama."""
 
@@ -133,7 +145,7 @@ class Geometry(_Strict):
         for each in self.modules:
             if wrong := [layer for layer in each.layers if not 0 <= layer < self.num_layers]:
                 raise ValueError(f"{each.path} is in layer {wrong[0]}; layers are 0 to {self.num_layers - 1}")
-        if "k_proj" not in self.projections:
+        if not self._kv_shapes:
             raise ValueError("modules have no k_proj; pages hold the keys of the layers that have it")
         _ = self.projections.products  # raises ValueError
         return self
@@ -150,7 +162,9 @@ class Geometry(_Strict):
                 outputs=each.outputs,
                 units=each.units,
                 sections=list(each.sections),
+                section_units=list(each.section_units),
                 experts=each.experts,
+                form=each.form,
                 layers=list(projections.layers_of(each.name)),
             )
             for each in map(projections.__getitem__, projections.names_with_mixtures)
@@ -167,13 +181,23 @@ class Geometry(_Strict):
         for each in self.modules:
             for layer in each.layers:
                 sizes = each.inputs, each.outputs, each.units, tuple(each.sections), each.experts
-                layers[layer].append(Projection(each.path, Group(each.group), *sizes))
+                units = tuple(each.section_units)
+                own = Projection(each.path, Group(each.group), *sizes, section_units=units, form=each.form)
+                layers[layer].append(own)
         return Projections(tuple(map(tuple, layers)))
 
     def page_layout(self, block_tokens: int) -> PageLayout:
-        num_layers = len(self.projections.layers_of("k_proj"))
-        shape = num_layers, self.num_kv_heads, self.head_dim, block_tokens, self.itemsize
-        return PageLayout(*shape, float8_kv=self.float8_kv)
+        shapes = self._kv_shapes
+        shape = len(shapes), self.num_kv_heads, self.head_dim, block_tokens, self.itemsize
+        several = shapes if len(set(shapes)) > 1 else ()
+        return PageLayout(*shape, shapes=several, float8_kv=self.float8_kv, value_dim=self.value_dim)
+
+    @property
+    def _kv_shapes(self) -> tuple[KvShape, ...]:
+        """Of each layer with KV, by its projection to keys, or to their latents."""
+        every = (each for layer in self.projections.layers for each in layer)
+        keys = (each for each in every if each.path.endswith((".k_proj", ".kv_a_proj_with_mqa")))
+        return tuple(KvShape(each.units, each.outputs // each.units) for each in keys)
 
     def adapter_bytes(self, rank: int, targets: Collection[str] | None = None) -> int:
         """Bytes on device and host of an adapter with `rank` on `targets`, in every layer and of every expert; by

@@ -20,9 +20,9 @@ from ...memory.transfers.transfer import ExecutorLost
 from ..cold_start import ColdStarts
 from ..config import EngineConfig
 from ..model.config import ModelConfig, UnsupportedModel
-from ..model.layers import GatedDeltaSpec
 from ..model.quantization.round_to_nearest import quantiser_of
 from ..model.read_config import read_model_config
+from ..model.recurrent import RecurrentSpec
 from ..model.shard import WHOLE, Shard
 from ..requests.draft_length import MOST_DRAFTS
 from ..requests.grammars import Grammars, grammars_of
@@ -200,7 +200,7 @@ class ModelExecutor(ExecutorBase):
         """Shapes of the share; `whole` has those of the whole model."""
         self.config = model = shard.config(self.whole)
         # a mixture's have tables of their own
-        names = [each.name for each in model.projections if not each.is_of_mixture]
+        names = list(dict.fromkeys(each.path for each in model.projections if not each.is_of_mixture))
         if len(names) > MAX_MODULES:
             raise UnsupportedModel(
                 f"adapters could change {len(names)} projections of {config.model}, but tables hold {MAX_MODULES} of "
@@ -232,19 +232,26 @@ class ModelExecutor(ExecutorBase):
     def _page_layout(self, config: EngineConfig, max_model_len: int) -> PageLayout:
         """Raises UnsupportedModel."""
         model, block_tokens = self.config, config.block_tokens
+        if config.kv_cache_dtype == "fp8" and model.attention.latent is not None:
+            raise UnsupportedModel(
+                "kv_cache_dtype is 'fp8', but the model's layers keep latents of keys and values, which are not "
+                "supported in FP8; set it to 'auto'"
+            )
         try:
             return PageLayout(
-                num_layers=len(model.attention_layers),
+                num_layers=len(model.kv_layers),
                 kv_heads=model.num_kv_heads,
                 head_dim=model.head_dim,
                 block_tokens=block_tokens,
                 itemsize=self._dtype.itemsize,
                 state_slots=self.state_slots,
                 state=_state_shape(
-                    model.delta, model.num_layers - len(model.attention_layers), speculates=config.speculates
+                    model.recurrent, model.num_layers - len(model.attention_layers), speculates=config.speculates
                 ),
                 float8_kv=config.kv_cache_dtype == "fp8",
-                windows=tuple(mixer.window_within(max_model_len) for mixer in model.attention_layers),
+                value_dim=model.attention.cached_value_dim,
+                windows=tuple(mixer.window_within(max_model_len) for mixer in model.kv_layers),
+                shapes=tuple(mixer.kv_shape for mixer in model.kv_layers) if model.attention_shapes[1:] else (),
             )
         except ValueError as error:
             size = self.shard.size
@@ -275,15 +282,16 @@ class ModelExecutor(ExecutorBase):
         return False
 
 
-def _state_shape(delta: GatedDeltaSpec | None, num_layers: int, *, speculates: bool) -> StateShape | None:
-    if delta is None:
+def _state_shape(recurrent: RecurrentSpec | None, num_layers: int, *, speculates: bool) -> StateShape | None:
+    if recurrent is None:
         return None
+    heads, *head = recurrent.recurrent_shape
     return StateShape(
         num_layers,
-        conv_elems=math.prod(delta.conv_shape),
-        num_heads=delta.num_v_heads,
-        head_elems=delta.k_dim * delta.v_dim,
-        draft_elems=delta.draft_size,
+        conv_elems=math.prod(recurrent.conv_shape),
+        num_heads=heads,
+        head_elems=math.prod(head) if heads else 0,
+        draft_elems=recurrent.draft_size,
         most_drafts=MOST_DRAFTS if speculates else 0,
     )
 

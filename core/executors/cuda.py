@@ -29,8 +29,9 @@ from ...ops.attention_backend import (
 )
 from ..config import EngineConfig
 from ..model.config import UnsupportedModel
-from ..model.decoder import DecoderModel, scores_of, stays_narrow
+from ..model.decoder import DecoderModel, scores_of
 from ..model.experts import ExpertKernels
+from ..model.kept_weights import stays_narrow
 from ..model.narrow_bytes import bytes_saved_by_stacks
 from ..model.nvtx_spans import span
 from ..model.open_weights import open_weights
@@ -92,6 +93,11 @@ class CudaShapes(ModelExecutor):
         super().__init__(config, shard)
         if config.fp8_activations:
             check_float8_products(self._dtype, device.torch_device)
+        if config.offload_workers and self.config.layer_inputs is not None:
+            raise UnsupportedModel(
+                f"offload_workers is {config.offload_workers}, and the model's layers have further inputs, which GPUs "
+                "serve without; set it to 0, or device to 'cpu'"
+            )
         if not (experts := self.config.num_experts):
             return
         if config.offload_workers:
@@ -106,9 +112,10 @@ class CudaShapes(ModelExecutor):
             return True
         model, limit = self.config, self.config.max_context
         scores = {scores_of(mixer, limit) for mixer in model.attention_layers}
-        group, where = model.num_heads // model.num_kv_heads, self._device.torch_device
-        float8_kv = config.kv_cache_dtype == "fp8"
-        return flashinfer_obstacle(group, model.head_dim, self._dtype, where, scores, float8_kv=float8_kv) is not None
+        where, float8 = self._device.torch_device, config.kv_cache_dtype == "fp8"
+        shapes = ((it.num_heads // it.num_kv_heads, it.head_dim) for it in model.attention_shapes if it.window)
+        found = (flashinfer_obstacle(*shape, self._dtype, where, scores, float8_kv=float8) for shape in shapes)
+        return any(each is not None for each in found)
 
 
 class CudaExecutor(CudaShapes):
@@ -313,19 +320,21 @@ class CudaExecutor(CudaShapes):
         """Make the static buffers, and choose the attention backend."""
         config, model, device = self._config, self.config, self._device
         limit, layout = self.model.max_model_len, self.layout
-        scores = [scores_of(mixer, limit) for mixer in model.attention_layers]
+        scores = [scores_of(mixer, limit) for mixer in model.kv_layers]
+        heads = decoder.heads
         setup = AttentionSetup(
-            decoder.heads,
+            heads[0],
             self._dtype,
             device.torch_device,
             max_rows=most_logits(config),
             max_pages_per_row=layout.blocks_for_tokens(limit),
             float8_kv=layout.float8_kv,
+            is_latent=layout.value_dim is not None,
         )
         groups, rivals = [], []
         try:
-            for layers, window in layout.groups:
-                of_group = replace(setup, scores=tuple(dict.fromkeys(scores[layer] for layer in layers)))
+            for shape, (layers, window) in zip(heads, layout.groups, strict=True):
+                of_group = replace(setup, heads=shape, scores=tuple(dict.fromkeys(scores[layer] for layer in layers)))
                 chosen = choose_attention(of_group, config.attention)
                 groups.append((chosen, window))
                 rivals.append(rival_attention(of_group, chosen) if config.attention == "auto" else None)

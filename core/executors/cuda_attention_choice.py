@@ -65,13 +65,16 @@ def _problem(
     """Why the second attention can't be used: it fails, or its values differ from the first's; None if it can."""
     config, dtype = decoder.config, decoder.weight(HEAD).dtype
     generator = torch.Generator().manual_seed(bucket)
-    q = torch.randn(bucket, config.num_heads, config.head_dim, generator=generator).to(device.torch_device, dtype)
-    layers = [index for index, layer in enumerate(config.layers) if layer.attention is not None]
+    queries = [
+        (index, torch.randn(bucket, it.num_heads, it.head_dim, generator=generator).to(device.torch_device, dtype))
+        for index, layer in enumerate(config.layers)
+        if (it := layer.attention) is not None
+    ]
     try:
         found = []
         for attention in pair:
             plan(bucket, attention)
-            found.append(torch.stack([decoder.attend(index, attention, q).float() for index in layers]))
+            found.append(torch.cat([decoder.attend(index, attention, q).float().flatten() for index, q in queries]))
     except Exception as error:  # of any part of a library
         if device.failure() is not None:
             raise

@@ -72,7 +72,7 @@ class DecodeSteps:
             groups=layout.pages_per_block,
         )
         self.states = self._new_states()
-        """Of sequences in layers of Gated DeltaNet; None for a model without them."""
+        """Of sequences in layers with a recurrent mixer; None for a model without them."""
         self.captures = config.graph_capture != "off" and (usual.captures or device.torch_device.type == "cpu")
         self.eager: Counter[EagerReason] = Counter()
         """Steps that were not captured."""
@@ -86,6 +86,7 @@ class DecodeSteps:
         self.graphs: GraphRunner[None] = GraphRunner(self.capture, lambda: device.memory()[0])
         # inputs and outputs of layers captured alone: embeddings, the residual stream, and its pending addend
         self._residual = [model.new_rows(sizes[-1]) for _ in range(3)]
+        self._inputs = model.new_inputs(sizes[-1])
 
     def use_arena(self) -> None:
         """Use the model's present arena from now on."""
@@ -93,7 +94,8 @@ class DecodeSteps:
 
     def _new_states(self) -> CudaPagedStates | None:
         decoder = self._decoder
-        return None if decoder.config.delta is None else CudaPagedStates(decoder.config, decoder.arena, self._most_rows)
+        has_states = decoder.config.recurrent is not None
+        return CudaPagedStates(decoder.config, decoder.arena, self._most_rows) if has_states else None
 
     def run(
         self,
@@ -150,6 +152,8 @@ class DecodeSteps:
         bucket = len(batch.token_ids)
         embedded, rows, added = (each[:bucket] for each in self._residual)
         self._decoder.embed(batch, embedded)
+        if (inputs := self._decoder.make_inputs(batch, embedded)) is not None:
+            self._inputs[:bucket].copy_(inputs)
         layers()
         logits, chosen = self._outputs.of(bucket)
         self._decoder.compute_logits(Residual(rows, self._decoder.config.norm, added), batch, logits)
@@ -205,12 +209,12 @@ class DecodeSteps:
         """Make the layers of a bucket's step, from static buffers to static buffers."""
         batch = self._batch(bucket, lora, merged)
         embedded, rows, added = (each[:bucket] for each in self._residual)
+        inputs = None if self._decoder.config.layer_inputs is None else self._inputs[:bucket]
 
         def layers() -> None:
             x = Residual(rows.copy_(embedded), self._decoder.config.norm)  # layers may run twice when they are captured
-            self._decoder.run_layers(x, batch)
-            assert x.added is not None
-            added.copy_(x.added)
+            self._decoder.run_layers(x, batch, inputs)
+            added.zero_() if x.added is None else added.copy_(x.added)
 
         return layers
 

@@ -63,11 +63,17 @@ def choose_float8_products(
         layers = [layer for layer in decoder.layers if _can_be_float8(getattr(layer, name))]
         if not layers:
             continue
-        chosen, why = _is_better(decoder, group, layers[:SAMPLED_LAYERS], rows=rows, device=device, seconds=seconds)
+        chosen, why = _is_better(decoder, group, _samples(layers, name), rows=rows, device=device, seconds=seconds)
         for layer in layers if chosen else ():
             _use_float8(layer, name)
         how = "in FP8" if chosen else "widened"
         logger.info("products of %s with activations in FP8: %s (%s)", NAMES[group], how, why)
+
+
+def _samples(layers: Sequence[LayerWeights], name: str) -> list[LayerWeights]:
+    """A few layers whose matrix has the shape of the first one's."""
+    alike = [layer for layer in layers if getattr(layer, name).shape == getattr(layers[0], name).shape]
+    return alike[:SAMPLED_LAYERS]
 
 
 def _can_be_float8(weight: object) -> bool:

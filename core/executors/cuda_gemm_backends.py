@@ -103,7 +103,7 @@ def choose_gemm_backends(
 def _obstacle(setting: SmallGemm, model: ModelConfig, dtype: torch.dtype, captures: bool) -> str | None:
     if setting == "off":
         return "small_gemm is off"
-    if model.delta is not None:
+    if model.recurrent is not None or model.attention_shapes[1:]:
         return "the kernel for few rows needs mixers of one kind"
     if setting == "auto" and not captures:
         return "steps are not captured, so launches from the host take longer than any kernel"

@@ -15,7 +15,7 @@ from ...memory.adapters.adapter import Adapter
 from ...ops.attention import GroupedAttention
 from ...ops.sgmv_tiles import MERGED_TERMS
 from ..model.batch import StepBatch, StepStates
-from ..model.decoder import DecoderModel
+from ..model.decoder import Batch, DecoderModel
 from ..model.layer import Residual
 from ..model.lora_launches import LoraLaunches
 from ..model.lora_state_cuda import CudaLoraState
@@ -43,7 +43,7 @@ def token_buckets(most: int) -> tuple[int, ...]:
 class PiecewiseSteps:
     """Pads a step to a bucket of tokens and computes it in pieces, with the layers' mixers between them.
 
-    There is one piece before each layer's mixer and one after the last. Mixers (attention, Gated DeltaNet) are run for
+    There is one piece before each layer's mixer and one after the last. Mixers (attention, recurrent ones) run for
     the step's own sequences and cover only its tokens, as in any step.
 
     A piece reads only static buffers, so it can be captured. It depends only on its bucket, so captured and eager
@@ -107,16 +107,16 @@ class PiecewiseSteps:
         states: see `StepBatch`. merged: graphs for the merged weights, if the step uses them.
         """
         flow, is_merged = self._flow.of(bucket), merged is not None
-        for mixed in (flow.attended, flow.delta_out):
+        for mixed in (*flow.attended, flow.recurrent_out):
             mixed[num_tokens:].zero_()
         self._num_tokens, self._states = num_tokens, states
         if self._captures and (lora is None or lora.eager is None):
             if lora is not None and self._lora.model_segments.rows:
-                self._first = self._pieces(bucket, lora, merged=is_merged)[0]
+                (self._first, *_), _ = self._pieces(bucket, lora, merged=is_merged)
             (self.graphs if merged is None else merged).replay(bucket, _form(lora, is_merged=is_merged))
             self._first = None
         else:
-            self._run(self._pieces(bucket, lora, merged=is_merged), lora is not None)
+            self._run(*self._pieces(bucket, lora, merged=is_merged))
         return Residual(flow.rows, self._decoder.config.norm)
 
     def allow_captures(self) -> None:
@@ -128,7 +128,8 @@ class PiecewiseSteps:
         self._columns.view(self._num_columns, bucket).zero_()
         self._lora.rest()
 
-    def _pieces(self, bucket: int, lora: Lora, *, merged: bool) -> list[Callable[[], None]]:
+    def _pieces(self, bucket: int, lora: Lora, *, merged: bool) -> tuple[list[Callable[[], None]], Batch]:
+        """A bucket's pieces, and the batch that they are of."""
         columns = self._columns.view(self._num_columns, bucket)
         token_ids, positions, offset, page = split_columns(columns[:, :bucket])
         batch = StepBatch(
@@ -141,19 +142,19 @@ class PiecewiseSteps:
             merged=merged,
         )
         flow = self._flow.of(bucket)
-        return [partial(self._decoder.piece, index, batch, flow) for index in range(len(self._decoder.layers) + 1)]
+        pieces = [partial(self._decoder.piece, index, batch, flow) for index in range(len(self._decoder.layers) + 1)]
+        return pieces, batch
 
-    def _run(self, pieces: Sequence[Callable[[], None]], has_lora: bool) -> None:
-        """Run all pieces, with mixers between them. Before each piece, wait for that layer of adapters being loaded.
-
-        has_lora: without it, the waits of the last step with adapters don't apply to this step.
+    def _run(self, pieces: Sequence[Callable[[], None]], batch: Batch) -> None:
+        """Run all pieces, with mixers between them. Before each piece, wait for that layer of adapters being loaded:
+        in a step without any, the waits of the last step with adapters don't apply.
         """
-        flow, first = self._flow.of(self._num_tokens), self._first
+        flow, first, has_lora = self._flow.of(self._num_tokens), self._first, batch.lora is not None
         for index, piece in enumerate(pieces[:-1]):
             if has_lora:
                 self._lora.wait(index)
             (piece if index or first is None else first)()
-            self._decoder.mix(index, self._attention, self._states, flow)
+            self._decoder.mix(index, batch, self._states, flow)
         pieces[-1]()
 
     def capture(self, bucket: int, form: StepForm) -> Callable[[], None]:
@@ -161,8 +162,8 @@ class PiecewiseSteps:
         launches = self._mixture_launches if form.mode is StepMode.MIXTURE else self._launches
         has_lora = form.mode in (StepMode.LORA, StepMode.MIXTURE)
         lora = launches[bucket].variant(form.scales, form.room) if has_lora else None
-        pieces = self._pieces(bucket, lora, merged=form.mode in MERGED_MODES)
-        return partial(self._run, [self._device.capture(piece) for piece in pieces], has_lora)
+        pieces, batch = self._pieces(bucket, lora, merged=form.mode in MERGED_MODES)
+        return partial(self._run, [self._device.capture(piece) for piece in pieces], batch)
 
 
 def _form(lora: Lora, *, is_merged: bool) -> StepForm:

@@ -13,6 +13,7 @@ import os
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
@@ -20,6 +21,7 @@ import torch
 from ...memory.adapters.adapter import Adapter
 from ...memory.host.buffers import HostBuffers
 from ...memory.pages.arena import Arena
+from ...memory.pages.projections import Group
 from ...memory.transfers.transfer import ExecutorLost
 from ...ops import native_library
 from ..config import EngineConfig
@@ -128,14 +130,16 @@ class RanksExecutorBase(ExecutorBase, Generic[First]):
 def weights_of_rank(whole: ModelConfig, size: int) -> int:
     """Number of weights of each of `size` ranks, by the formula of docs/explanation/memory.md.
 
-    It ignores biases, norms of heads, more than two norms of a layer, and the small weights of Gated DeltaNet.
+    It ignores biases, norms of heads, more than two norms of a layer, the small weights of recurrent mixers, and that
+    several ranks may have the same rows of a projection.
     """
     hidden = whole.hidden_size
     embeddings = whole.vocab_size * hidden
     head = 0 if whole.tie_word_embeddings else embeddings // size
-    every = (each for layer in whole.projections.layers for each in layer)
+    every = chain(*whole.projections.layers, (each for each in whole.projections.model if each.group is Group.INPUTS))
+    table = 0 if whole.layer_inputs is None else whole.layer_inputs.vocab * whole.layer_inputs.size * whole.num_layers
     projections = sum(each.num_weights // (1 if each.is_replicated else size) for each in every)
-    return embeddings + head + hidden + whole.num_layers * 2 * hidden + projections
+    return embeddings + table + head + hidden + whole.num_layers * 2 * hidden + projections
 
 
 class RanksExecutor(RanksExecutorBase[CpuExecutor]):

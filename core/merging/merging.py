@@ -141,7 +141,7 @@ class Merging:
         """True unless it is known that the adapter can't be merged, or not yet."""
         if self._backend is None or not _is_complete(adapter) or adapter in self._refused:
             return False
-        if adapter.manifest.mixture_targets:
+        if adapter.manifest.unmerged_targets:
             return False
         return adapter is self.shadowed or self._clock() >= self._retry_at
 
@@ -151,10 +151,10 @@ class Merging:
             raise CannotMerge("this executor has no merged mode")
         if adapter in self._refused:
             raise CannotMerge(self._refused[adapter])
-        if targets := adapter.manifest.mixture_targets:
+        if targets := adapter.manifest.unmerged_targets:
             raise CannotMerge(
-                f"adapter {adapter.name!r} changes {', '.join(targets)}, parts of a mixture of experts, and these "
-                "weights are not merged: serve it unmerged"
+                f"adapter {adapter.name!r} changes {', '.join(targets)}, parts of a mixture of experts or of inputs of "
+                "layers, and these weights are not merged: serve it unmerged"
             )
         if not _is_complete(adapter):
             raise CannotMerge(f"adapter {adapter.name!r} is not resident; merge it once it has been loaded")

@@ -15,7 +15,8 @@ import torch
 
 from ...graphs.buffers import split_columns
 from ...memory.pages.layout import PageLayout
-from ...ops.gated_delta import DeltaWeights
+from ...ops.ranks import Collectives
+from ...ops.recurrent import RecurrentWeights
 from ..requests.types import ScheduledSequence
 from .sampler import following_tokens
 from .step_lora import StepLora
@@ -54,12 +55,14 @@ BY_LIBRARY: GemmBackends = (GemmBackend.LIBRARY,) * 5
 
 
 class StepStates(Protocol):
-    """The states of a step's sequences in layers of Gated DeltaNet."""
+    """The states of a step's sequences in layers with a recurrent mixer."""
 
-    def mix(self, layer: int, mixed: torch.Tensor, weights: DeltaWeights, eps: float, /) -> torch.Tensor:
-        """Compute a layer between its projections, as `gated_delta` does, and let the sequences' states go on.
+    def mix(
+        self, layer: int, rows: torch.Tensor, weights: RecurrentWeights, ranks: Collectives | None, /
+    ) -> torch.Tensor:
+        """Compute a layer between its projections, as `RecurrentWeights.mix` does, and let the sequences' states go on.
 
-        layer: its index in the model.
+        layer: its index in the model. ranks: that have shares of the same layer.
         """
         ...
 
@@ -82,7 +85,7 @@ class StepBatch(Generic[P, L]):
     kept_tokens: `[kept]` int64, indices of the tokens whose hidden states are kept after the step: first those of
     prompt logprobs, whose logits are then computed in slices, then pooled ones. lora: None when no row uses an adapter.
     merged: use the shadow weights, with an adapter merged into them. backends: backend of each product; other than the
-    library only for few tokens on a GPU. states: None for a model without Gated DeltaNet.
+    library only for few tokens on a GPU. states: None for a model without recurrent mixers.
     """
 
     token_ids: torch.Tensor

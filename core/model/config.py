@@ -15,8 +15,9 @@ from ...memory.files.module_paths import ModulePaths
 from ...memory.files.whole_copies import BaseRows
 from ...memory.pages.projections import Group, Projections, UnitRows, model_projections, unit_rows
 from .config_json import UnsupportedModel
-from .layers import AttentionSpec, Experts, GatedDeltaSpec, LayerSpec, NormSpec
+from .layers import AttentionSpec, Experts, LayerInputSpec, LayerSpec, NormSpec
 from .quantization.format import WeightFormat
+from .recurrent import RecurrentSpec
 from .tensor_names import LLAMA_TENSORS, TensorNames
 
 if TYPE_CHECKING:
@@ -31,7 +32,9 @@ _BY_VERSION = (Group.ROUTER,)
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Shapes and constants of a decoder, and its layers. All layers of a kind have the same shapes."""
+    """Shapes and constants of a decoder, and its layers. All layers of a kind have the same shapes, but for attention,
+    whose shapes differ by its `form`.
+    """
 
     architecture: str
     vocab_size: int
@@ -56,6 +59,9 @@ class ModelConfig:
     logits_softcap: float | None = None
     """Logits l become `softcap · tanh(l / softcap)`."""
 
+    layer_inputs: LayerInputSpec | None = None
+    """Further inputs of layers; None: there are none."""
+
     has_lm_head: bool = True
     """False for a checkpoint without the output projection, which makes vectors and scores only."""
 
@@ -78,11 +84,17 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         if not self.attention_layers:
-            raise UnsupportedModel("no layer has attention; models of linear attention alone are not supported")
+            raise UnsupportedModel("no layer has attention; models of recurrent layers alone are not supported")
         for shapes in (
-            {(it.num_heads, it.num_kv_heads, it.head_dim, it.q_rows) for it in self.attention_layers},
-            {replace(layer.delta, eps=1.0) for layer in self.layers if layer.delta},
-            {layer.feed_forward.size for layer in self.layers if layer.experts is None},
+            *(
+                {(it.num_heads, *it.kv_shape, it.q_rows) for it in self.attention_layers if it.form == of.form}
+                for of in self.attention_shapes
+            ),
+            {layer.recurrent for layer in self.layers if layer.recurrent},
+            *(
+                {layer.dense.size for layer in self.layers if layer.dense and layer.dense.form == form}
+                for form in {layer.dense.form for layer in self.layers if layer.dense}
+            ),
             {layer.experts for layer in self.layers if layer.experts},
         ):
             if len(shapes) > 1:
@@ -97,15 +109,28 @@ class ModelConfig:
         """The mixers of layers with attention."""
         return tuple(layer.attention for layer in self.layers if layer.attention is not None)
 
-    @property
-    def attention(self) -> AttentionSpec:
-        """The first layer's that has attention; all have the same shapes."""
-        return self.attention_layers[0]
+    @cached_property
+    def kv_layers(self) -> tuple[AttentionSpec, ...]:
+        """The mixers of layers with keys and values of their own."""
+        return tuple(mixer for mixer in self.attention_layers if not mixer.shares_kv)
 
     @property
-    def delta(self) -> GatedDeltaSpec | None:
-        """The Gated DeltaNet of layers that have it; all have the same shapes. None where no layer has it."""
-        return next((layer.delta for layer in self.layers if layer.delta is not None), None)
+    def attention(self) -> AttentionSpec:
+        """The first layer's that has attention; see `attention_shapes`."""
+        return self.attention_layers[0]
+
+    @cached_property
+    def attention_shapes(self) -> tuple[AttentionSpec, ...]:
+        """Of each form of attention the first layer's; most models have one."""
+        found: dict[str, AttentionSpec] = {}
+        for mixer in self.attention_layers:
+            found.setdefault(mixer.form, mixer)
+        return tuple(found.values())
+
+    @property
+    def recurrent(self) -> RecurrentSpec | None:
+        """The mixer of layers with a state; all are equal. None where no layer has one."""
+        return next((layer.recurrent for layer in self.layers if layer.recurrent is not None), None)
 
     @property
     def num_heads(self) -> int:
@@ -139,8 +164,8 @@ class ModelConfig:
 
     @property
     def intermediate_size(self) -> int:
-        """Width of the feed-forward part of layers without experts; if all have experts, of those that a token uses."""
-        dense = (layer.feed_forward.size for layer in self.layers if layer.experts is None)
+        """Width of gated feed-forward parts; if no layer has one, of the experts that a token uses."""
+        dense = (layer.dense.size for layer in self.layers if layer.dense is not None)
         return next(dense, self.experts.active_size if self.experts else 0)
 
     @property
@@ -162,8 +187,13 @@ class ModelConfig:
         """The projections that adapters may change. Of a rank's share, the head has room for the largest share."""
         return Projections(
             tuple(layer.projections(self.hidden_size) for layer in self.layers),
-            model_projections(self.vocab_size, self.hidden_size, -(-self.vocab_size // self.num_ranks)),
+            model_projections(self.vocab_size, self.hidden_size, -(-self.vocab_size // self.num_ranks), self._inputs),
         )
+
+    @property
+    def _inputs(self) -> int:
+        """Width of the further inputs of all layers."""
+        return 0 if self.layer_inputs is None else self.num_layers * self.layer_inputs.size
 
     @cached_property
     def unit_rows(self) -> Mapping[str, UnitRows]:
@@ -184,7 +214,7 @@ class ModelConfig:
             (path, tuple((by_path[part].name, by_path[part].outputs) for part in parts))
             for path, parts in self.tensors.fused.items()
         )
-        renamed = ((projection.name, names[path]) for path, projection in by_path.items() if path in names)
+        renamed = ((each.name, names[each.path]) for each in self.projections if each.path in names)
         biased = tuple(
             tuple(each.name for each in layer if each.path in spec.biased)
             for layer, spec in zip(self.projections.layers, self.layers, strict=True)

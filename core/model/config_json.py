@@ -40,6 +40,15 @@ class ConfigJson:
         """Return the same object with values for fields that it lacks; those that it has already come first."""
         return ConfigJson(self.path, self.raw, self._prefix, {**defaults, **self._defaults})
 
+    def without(self, name: str) -> ConfigJson:
+        """Return the same object without a field."""
+        raw = {field: value for field, value in self.raw.items() if field != name}
+        return ConfigJson(self.path, raw, self._prefix, self._defaults)
+
+    def with_values(self, values: Mapping[str, Any]) -> ConfigJson:
+        """Return the same object with these values of fields."""
+        return ConfigJson(self.path, {**self.raw, **values}, self._prefix, self._defaults)
+
     def text_part(self, name: str) -> ConfigJson:
         """Return the object in field `name`, which this one's fields complete; this one itself where there is none.
 

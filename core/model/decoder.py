@@ -5,53 +5,47 @@ Tests: tests/core/test_families.py, tests/core/test_parity.py
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
-from functools import partial
-from itertools import accumulate
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch.nn.functional import embedding
 
-from ...memory.pages import hugepages
 from ...memory.pages.arena import Arena
-from ...ops import expert_products, native_library
 from ...ops.attention import PLAIN, GroupedAttention, HeadShape, PagedAttention, Scores
-from ...ops.elementwise import HeadNorms, RotaryEmbedding, Rotation, gate_output, rotate_and_write, split_gates
+from ...ops.elementwise import (
+    HeadNorms,
+    RotaryEmbedding,
+    Rotation,
+    gate_output,
+    rotate,
+    rotate_and_write,
+    split_gates,
+    with_normed_values,
+)
 from ...ops.float8_kv import UNSCALED, KvScales
-from ...ops.gated_delta import DeltaWeights
+from ...ops.latent_attention import LatentAttention
 from ...ops.merge import merge
-from ...ops.narrow_weights import NarrowWeight, is_kept, keep
-from ...ops.packed_gemm import pack, unpack
+from ...ops.narrow_weights import NarrowWeight
+from ...ops.packed_gemm import unpack
 from ...ops.ranks import Collectives
 from ...ops.rotation import KvSlots
 from ...ops.sgmv import AdapterRows
 from ..requests.types import CannotMerge
 from .batch import GemmBackend, StepBatch, StepStates
 from .config import ModelConfig
-from .experts import ExpertKernels, ExpertPack, ExpertWeights, ListedExperts, packed_experts
+from .experts import ExpertKernels
+from .kept_weights import keeps_experts, keeps_projections, kept_head, moved, moved_norm
 from .layer import HEAD, Layer, Residual, multiply
-from .layer_weights import MATRICES, LayerWeights
+from .layer_inputs import LayerInputs
+from .layer_weights import MERGED_MATRICES, LayerWeights
 from .layers import AttentionSpec, HeadNorm, NormSpec
 from .lora_state import lora_groups
-from .narrow_experts import expert_stays_narrow, narrow_expert
 from .nvtx_spans import span
 from .paged_states import PagedStates
-from .quantization.group_scaled import GroupScaled
-from .quantization.groups import (
-    evenly_grouped,
-    is_packable,
-    pack_scaled,
-    packed_bits,
-    plain,
-    rounds_inputs,
-    with_signed_values,
-)
-from .quantization.rounded_inputs import Float8Inputs, RoundedInputs
 from .rope_config import RopeConfig
 from .rounding_weight import RoundingWeight
 from .shadow import INPUTS_ARE_ROUNDED
-from .stacked_experts import stacked_experts
 from .step_lora import ATTN_O, GATE_UP, QKV, HeadLora, StepLora
 from .weights import Pack, Weights
 
@@ -66,24 +60,36 @@ class Flow:
     rows: torch.Tensor
     """The residual stream `[tokens, hidden]`."""
 
-    q: torch.Tensor
-    """`[tokens, heads, head_dim]`: the queries."""
+    inputs: torch.Tensor
+    """`[tokens, layers · size]`: further inputs of layers; no columns where they have none."""
 
-    attended: torch.Tensor
-    """The output of attention, of q's shape."""
+    q: tuple[torch.Tensor, ...]
+    """`[tokens, heads, head_dim]`: the queries, for each of `ModelConfig.attention_shapes`."""
+
+    attended: tuple[torch.Tensor, ...]
+    """The output of attention `[tokens, heads, …]`, likewise."""
 
     gates: torch.Tensor
     """`[tokens, heads · head_dim]`: of attention's output; no columns where it has none."""
 
-    delta_in: torch.Tensor
-    """`[tokens, in]`: the input of Gated DeltaNet; no columns if no layer has it."""
+    recurrent_in: torch.Tensor
+    """`[tokens, in]`: the input of a recurrent mixer; no columns if no layer has one."""
 
-    delta_out: torch.Tensor
-    """`[tokens, v]`: the output of Gated DeltaNet."""
+    recurrent_out: torch.Tensor
+    """`[tokens, out]`: its output."""
 
     def of(self, tokens: int) -> Flow:
         """Of the first tokens alone, in the same memory."""
-        return Flow(*(getattr(self, field.name)[:tokens] for field in fields(self)))
+        q, attended = (tuple(each[:tokens] for each in shapes) for shapes in (self.q, self.attended))
+        return Flow(
+            rows=self.rows[:tokens],
+            inputs=self.inputs[:tokens],
+            q=q,
+            attended=attended,
+            gates=self.gates[:tokens],
+            recurrent_in=self.recurrent_in[:tokens],
+            recurrent_out=self.recurrent_out[:tokens],
+        )
 
 
 class DecoderModel:
@@ -123,19 +129,21 @@ class DecoderModel:
         self._dtype = dtype = dtype or embed.dtype
         self._embed = embed.to(device)
         stay_narrow = weights.keeps is not None
-        kept = _kept(weights, device, embed.dtype, packs=packs)
-        if head is embed and not packs:
-            self._lm_head = self._embed
-        else:
-            self._lm_head = plain(head, embed.dtype) if kept is None else kept(head)
-        pack_expert, keep_experts = _keeps_experts(expert_kernels, dtype, device, stay_narrow=stay_narrow)
+        kept = keeps_projections(weights, device, embed.dtype, packs=packs)
+        self._lm_head = self._embed if head is embed and not packs else kept_head(head, embed.dtype, kept)
+        pack_expert, keep_experts = keeps_experts(expert_kernels, dtype, device, stay_narrow=stay_narrow)
         read = weights.layers(kept, pack_expert)
-        self.layers = [_moved(layer, config.norm, device, dtype, keep_experts) for layer in read]
+        self.layers = [moved(layer, config.norm, device, dtype, keep_experts) for layer in read]
         self._merged: Sequence[LayerWeights] = ()
         self._groups = lora_groups(config.projections)
-        self._norm = _moved_norm(weights.norm(), config.norm, device, dtype)
+        self._norm = moved_norm(weights.norm(), config.norm, device, dtype)
+        self._inputs = self._layer_inputs(weights, kept, device)
         self._norms = self._head_norms()
-        self._attention, self._deltas = config.attention, [layer.delta for layer in config.layers]
+        self._attention, self._recurrent = zip(
+            *((layer.attention, layer.recurrent) for layer in config.layers), strict=True
+        )
+        self._forms = attention_forms(config)
+        self._ones = _ones(config, device)
         self._scores = [scores_of(layer.attention, max_model_len) for layer in config.layers]
         self._embedding_factor = config.embedding_factor(embed.dtype)
         self.kept_states: torch.Tensor | None = None
@@ -157,18 +165,21 @@ class DecoderModel:
 
     def new_attention(self) -> GroupedAttention:
         layout, device = self._arena.layout, self._arena.pages.device
-        return GroupedAttention(
-            [(PagedAttention(self.heads, device), window) for window in layout.group_windows], layout.block_tokens
-        )
+        pairs = zip(self.heads, layout.group_windows, strict=True)
+        kind = PagedAttention if layout.value_dim is None else LatentAttention
+        groups = [(kind(heads, device), window) for heads, window in pairs]
+        return GroupedAttention(groups, layout.block_tokens)
 
     @property
-    def heads(self) -> HeadShape:
-        config = self.config
-        return HeadShape(config.num_heads, config.num_kv_heads, config.head_dim, self._arena.layout.block_tokens)
+    def heads(self) -> list[HeadShape]:
+        """Of each page group's layers."""
+        layout, layers = self._arena.layout, self.config.kv_layers
+        firsts = (layers[group.layers[0]] for group in layout.groups)
+        return [HeadShape(it.num_heads, it.num_kv_heads, it.head_dim, layout.block_tokens) for it in firsts]
 
     def new_states(self) -> PagedStates | None:
-        """Where steps have the states of their sequences; None for a model without Gated DeltaNet."""
-        return None if self.config.delta is None else PagedStates(self.config, self._arena)
+        """Where steps have the states of their sequences; None for a model without recurrent mixers."""
+        return None if self.config.recurrent is None else PagedStates(self.config, self._arena)
 
     def close(self) -> None:
         """Nothing outlives the object."""
@@ -185,25 +196,29 @@ class DecoderModel:
         """Write the embeddings of a step's tokens to out `[tokens, hidden]`, which `run_layers` takes."""
         out.copy_(self._embedded(batch))
 
-    def run_layers(self, x: Residual, batch: Batch) -> None:
-        """Compute all layers, from the embeddings in x to what `compute_logits` takes."""
+    def run_layers(self, x: Residual, batch: Batch, inputs: torch.Tensor | None = None) -> None:
+        """Compute all layers, from the embeddings in x to what `compute_logits` takes. inputs: of `make_inputs`; None:
+        they are made here.
+        """
         lora, rotations = batch.lora, self._rotations(batch)
+        inputs = self.make_inputs(batch, x.rows) if inputs is None else inputs
         for index in range(len(self.layers)):
             layer = self._layer(index, batch)
             with span(f"layer.{index}"):
                 if lora is not None:
                     lora.wait(index)
-                layer.finish(x, self._mixed(layer, x, index, batch, rotations))
+                mixed = self._mixed(layer, x, index, batch, rotations)
+                layer.finish(x, mixed, self._inputs_of(inputs, index))
 
     def _mixed(
         self, layer: Layer, x: Residual, index: int, batch: Batch, rotations: dict[RopeConfig | None, Rotation | None]
     ) -> torch.Tensor:
         """The output of a layer's mixer, `[tokens, out]`."""
         inputs = layer.begin(x)
-        if self._deltas[index] is not None:
-            return self._delta(index, inputs, batch.states)
-        q, gates = self._query(inputs, index, batch, rotations)
-        attended = self.attend(index, batch.attention, q)
+        if self._recurrent[index] is not None:
+            return self._mix(index, inputs, batch.states)
+        q, gates = self._query(layer, inputs, index, batch, rotations)
+        attended = self.attend(index, batch.attention, q, layer=layer)
         return attended if gates is None else gate_output(attended, gates)
 
     def piece(self, index: int, batch: Batch, flow: Flow) -> None:
@@ -215,15 +230,20 @@ class DecoderModel:
         """
         x = Residual(flow.rows, self.config.norm)
         if index:
-            self._layer(index - 1, batch).finish(x, self._mixed_flow(index - 1, flow))
+            inputs = None if self._inputs is None else flow.inputs
+            layer = self._layer(index - 1, batch)
+            layer.finish(x, self._mixed_flow(index - 1, flow), self._inputs_of(inputs, index - 1))
         else:
             self.embed(batch, x.rows)
+            if (inputs := self.make_inputs(batch, x.rows)) is not None:
+                flow.inputs.copy_(inputs)
         if index < len(self.layers):
-            inputs = self._layer(index, batch).begin(x)
-            if self._deltas[index] is not None:
-                flow.delta_in.copy_(inputs)
+            layer = self._layer(index, batch)
+            inputs = layer.begin(x)
+            if self._recurrent[index] is not None:
+                flow.recurrent_in.copy_(inputs)
                 return
-            _, gates = self._query(inputs, index, batch, self._rotations(batch), flow.q)
+            _, gates = self._query(layer, inputs, index, batch, self._rotations(batch), flow.q[self._forms[index]])
             if gates is not None:
                 flow.gates.copy_(gates)
         elif x.added is not None:
@@ -231,36 +251,55 @@ class DecoderModel:
 
     def _mixed_flow(self, index: int, flow: Flow) -> torch.Tensor:
         """The output of a layer's mixer for the next piece."""
-        if self._deltas[index] is not None:
-            return flow.delta_out
-        attended = flow.attended.view(len(flow.rows), -1)
-        return gate_output(attended, flow.gates) if self._attention.output_gate else attended
+        if self._recurrent[index] is not None:
+            return flow.recurrent_out
+        attended, mixer = flow.attended[self._forms[index]].view(len(flow.rows), -1), self._attention[index]
+        return gate_output(attended, flow.gates) if mixer is not None and mixer.output_gate else attended
 
-    def mix(self, index: int, attention: GroupedAttention, states: StepStates | None, flow: Flow) -> None:
+    def mix(self, index: int, batch: Batch, states: StepStates | None, flow: Flow) -> None:
         """Run a layer's mixer between two pieces."""
-        if self._deltas[index] is not None:
-            flow.delta_out.copy_(self._delta(index, flow.delta_in, states))
+        if self._recurrent[index] is not None:
+            flow.recurrent_out.copy_(self._mix(index, flow.recurrent_in, states))
         else:
-            self.attend(index, attention, flow.q, flow.attended)
+            form = self._forms[index]
+            self.attend(index, batch.attention, flow.q[form], flow.attended[form], self._layer(index, batch))
 
-    def _delta(self, index: int, inputs: torch.Tensor, states: StepStates | None) -> torch.Tensor:
-        """A layer's Gated DeltaNet `[tokens, v]`; the sequences' states are updated."""
-        weights, spec = self.layers[index].delta, self._deltas[index]
+    def _mix(self, index: int, inputs: torch.Tensor, states: StepStates | None) -> torch.Tensor:
+        """A layer's recurrent mixer `[tokens, out]`; the sequences' states are updated."""
+        weights, spec = self.layers[index].recurrent, self._recurrent[index]
         if states is None or weights is None or spec is None:
-            raise RuntimeError(f"layer {index} is Gated DeltaNet, and the step has no states for it")
-        with span("delta.run"):
-            return states.mix(index, inputs, weights, spec.eps)
+            raise RuntimeError(f"layer {index} has a recurrent mixer, and the step has no states for it")
+        with span("recurrent.run"):
+            return states.mix(index, inputs, weights, self._ranks)
 
     def attend(
-        self, index: int, attention: GroupedAttention, q: torch.Tensor, out: torch.Tensor | None = None
+        self,
+        index: int,
+        attention: GroupedAttention,
+        q: torch.Tensor,
+        out: torch.Tensor | None = None,
+        layer: Layer | None = None,
     ) -> torch.Tensor:
-        """A layer's attention `[tokens, heads · head_dim]`, in `out` if that is given; see `PagedAttention.run`."""
+        """A layer's attention `[tokens, heads · head_dim]`, in `out` if that is given; see `PagedAttention.run`. layer:
+        one with latents is needed.
+        """
         with span("attn.run"):
             kv = self._kv_index[index]
-            run = attention.of(self._page_groups[kv]).run
+            of_group = attention.of(self._page_groups[kv])
+            if isinstance(of_group, LatentAttention):
+                return self._attend_latents(index, of_group, q, out, layer)
+            run = of_group.run
             scores, sinks = self._scores[index], self.layers[index].sinks
             k, v = self._arena.kv_layers[kv]
             return run(q, k, v, out, scores, sinks=sinks, kv_scales=self._kv_scales[kv])
+
+    def _attend_latents(
+        self, index: int, attention: LatentAttention, q: torch.Tensor, out: torch.Tensor | None, layer: Layer | None
+    ) -> torch.Tensor:
+        mixer, (kept, _) = self._attention[index], self._arena.kv_layers[self._kv_index[index]]
+        assert layer is not None, "latents need the layer's weights"
+        assert mixer is not None and mixer.latent is not None, "the layer has latents"
+        return attention.run_latents(q, kept, layer.latent_heads(mixer.latent), mixer.scale, out)
 
     def new_rows(self, tokens: int) -> torch.Tensor:
         """Zeros `[tokens, hidden]` for a residual stream."""
@@ -269,18 +308,19 @@ class DecoderModel:
     def new_flow(self, tokens: int) -> Flow:
         """Zeros for pieces of up to so many tokens."""
         config = self.config
-        delta, attention = config.delta, config.attention
+        recurrent, shapes = config.recurrent, config.attention_shapes
 
         def zeros(*shape: int) -> torch.Tensor:
             return torch.zeros(tokens, *shape, dtype=self._dtype, device=self._arena.pages.device)
 
         return Flow(
             rows=zeros(config.hidden_size),
-            q=zeros(config.num_heads, config.head_dim),
-            attended=zeros(config.num_heads, config.head_dim),
-            gates=zeros(attention.q_rows - attention.q_size),
-            delta_in=zeros(delta.in_size if delta else 0),
-            delta_out=zeros(delta.v_size if delta else 0),
+            inputs=self.new_inputs(tokens),
+            q=tuple(zeros(it.num_heads, it.query_dim) for it in shapes),
+            attended=tuple(zeros(it.num_heads, it.attended_dim) for it in shapes),
+            gates=zeros(max(it.q_rows - it.q_size for it in shapes)),
+            recurrent_in=zeros(recurrent.in_size if recurrent else 0),
+            recurrent_out=zeros(recurrent.out_size if recurrent else 0),
         )
 
     def compute_logits(self, x: Residual, batch: Batch, logits: torch.Tensor | None = None) -> torch.Tensor:
@@ -307,6 +347,34 @@ class DecoderModel:
             lora.embed(rows, batch.token_ids)
         return rows if self._embedding_factor == 1.0 else rows * self._embedding_factor
 
+    def _layer_inputs(self, weights: Weights, kept: Pack | None, device: torch.device) -> LayerInputs | None:
+        """None for a model whose layers have no further inputs."""
+        config = self.config
+        if (spec := config.layer_inputs) is None:
+            return None
+        table, project, norm = weights.layer_inputs(kept)
+        norm = moved_norm(norm, config.norm, device, self._dtype)
+        return LayerInputs(spec, table.to(device), project, norm, config.norm.eps)
+
+    def new_inputs(self, tokens: int) -> torch.Tensor:
+        """Zeros for further inputs of layers; without columns where they have none."""
+        spec, device = self.config.layer_inputs, self._arena.pages.device
+        width = 0 if spec is None else self.config.num_layers * spec.size
+        return torch.zeros(tokens, width, dtype=self._dtype, device=device)
+
+    def make_inputs(self, batch: Batch, embedded: torch.Tensor) -> torch.Tensor | None:
+        """Further inputs of all layers, `[tokens, layers · size]`; None where they have none. embedded: the residual
+        stream before all layers.
+        """
+        if self._inputs is None:
+            return None
+        token_ids = batch.token_ids if batch.lora is None else batch.lora.known(batch.token_ids)
+        return self._inputs.of(token_ids, embedded, batch.lora)
+
+    def _inputs_of(self, inputs: torch.Tensor | None, index: int) -> torch.Tensor | None:
+        """A layer's share of `make_inputs`."""
+        return None if inputs is None else inputs.view(len(inputs), len(self.layers), -1)[:, index]
+
     def _rotations(self, batch: Batch) -> dict[RopeConfig | None, Rotation | None]:
         """A step's angles for each rope of the model."""
         return {None: None, **{rope: rotary.at(batch.positions) for rope, rotary in self._rotary.items()}}
@@ -318,7 +386,7 @@ class DecoderModel:
 
     def merged_form(self, layer: int, group: int) -> tuple[torch.Size, torch.dtype]:
         """See `MergeableModel.merged_form`."""
-        origin = getattr(self.layers[layer], MATRICES[group])
+        origin = getattr(self.layers[layer], MERGED_MATRICES[group])
         if isinstance(origin, RoundingWeight) or (isinstance(origin, NarrowWeight) and origin.rounds_inputs):
             raise CannotMerge(INPUTS_ARE_ROUNDED)
         return origin.shape, origin.dtype
@@ -433,6 +501,7 @@ class DecoderModel:
 
     def _query(
         self,
+        layer: Layer,
         qkv: torch.Tensor,
         index: int,
         batch: Batch,
@@ -442,14 +511,27 @@ class DecoderModel:
         """A layer's query `[tokens, heads, head_dim]`, in `out` if that is given, and the gates of its output, where
         there are any; its keys and values are written.
         """
-        attention, gates = self._attention, None
+        attention, gates = self._attention[index], None
+        assert attention is not None, "the layer has attention"
         with span("attn.rope"):
-            if attention.output_gate:
-                qkv, gates = split_gates(qkv, attention.num_heads, attention.head_dim)
+            if attention.value_norm and not attention.shares_kv:
+                ones, eps = self._ones[attention.head_dim], self.config.norm.eps
+                qkv = with_normed_values(qkv, attention.kv_size, ones, eps, keys_are_values=attention.keys_are_values)
+            if attention.shares_kv:
+                heads = qkv.view(-1, attention.num_heads, attention.head_dim)
+                norm = self.layers[index].q_norm
+                return rotate(heads, rotations[self._ropes[index]], norm, self.config.norm.eps, out), gates
             kv = self._kv_index[index]
             place = batch.page[self._page_groups[kv]], batch.offset
             slots = KvSlots(*self._arena.kv_layers[kv], *place, self._kv_scales[kv])
-            q = rotate_and_write(qkv, rotations[self._ropes[index]], self._norms[index], slots, out)
+            rotation = rotations[self._ropes[index]]
+            if attention.output_gate:
+                qkv, gates = split_gates(qkv, attention.num_heads, attention.head_dim)
+            if attention.latent is None:
+                q = rotate_and_write(qkv, rotation, self._norms[index], slots, out)
+            else:
+                q = layer.latents(qkv, attention.latent, rotation, slots)
+                q = q if out is None else out.copy_(q)
             if (weights := self._query_weights[index]) is not None:
                 q.mul_(weights)
             if self._query_factors is not None:
@@ -466,61 +548,31 @@ def capped(logits: torch.Tensor, config: ModelConfig) -> torch.Tensor:
 
 
 def kv_index(config: ModelConfig) -> list[int]:
-    """For each layer its place among the layers with KV; of others that of the one before."""
-    return [count - 1 for count in accumulate(layer.attention is not None for layer in config.layers)]
+    """For each layer the place of its KV among the layers with KV of their own; of others that of the one before."""
+    found, count, last = [], 0, {}
+    for mixer in (layer.attention for layer in config.layers):
+        if mixer is not None and not mixer.shares_kv:
+            last[mixer.form] = count
+            count += 1
+        found.append(count - 1 if mixer is None else last[mixer.form])
+    return found
+
+
+def attention_forms(config: ModelConfig) -> list[int]:
+    """For each layer the place of its attention's shape among `attention_shapes`; 0 where it has none."""
+    forms = [mixer.form for mixer in config.attention_shapes]
+    return [0 if layer.attention is None else forms.index(layer.attention.form) for layer in config.layers]
+
+
+def _ones(config: ModelConfig, device: torch.device) -> dict[int, torch.Tensor]:
+    """Weights of norms of values, which have none, by the size of a head."""
+    normed = (mixer.head_dim for mixer in config.attention_shapes if mixer.value_norm)
+    return {head_dim: torch.ones(head_dim, device=device) for head_dim in normed}
 
 
 def _kv_scales(weights: Weights, arena: Arena) -> list[KvScales]:
     """Of each layer with KV."""
     return weights.kv_scales() if arena.layout.float8_kv else [UNSCALED] * arena.layout.num_layers
-
-
-def _kept(weights: Weights, device: torch.device, dtype: torch.dtype, *, packs: bool) -> Pack | None:
-    """The function that converts each projection after it was read; None: projections stay as they were read."""
-    if device.type == "cpu" and weights.keeps is None and weights.rounds_inputs:
-        weights.keeps = rounds_inputs
-        return partial(_rounding, dtype=dtype, packs=packs)
-    if packs:
-        return lambda weight: pack(plain(weight, dtype).float())
-    if weights.keeps is not None:
-        return partial(_narrowed, dtype=dtype, device=device, float8_inputs=weights.float8_inputs)
-    return (
-        None if device.type == "cpu" else lambda weight: plain(weight, dtype).to(device)
-    )  # a GPU's are read into the same memory
-
-
-def stays_narrow(weight: GroupScaled) -> bool:
-    """True if a GPU's kernels can multiply a projection as it is stored."""
-    signed = with_signed_values(weight)
-    _, group = evenly_grouped(signed)
-    return is_kept(signed.values.shape[1], packed_bits(signed), group)
-
-
-def _rounding(weight: torch.Tensor | GroupScaled, dtype: torch.dtype, *, packs: bool) -> torch.Tensor | RoundingWeight:
-    """A dequantised projection on a CPU. packs: in float32, and packed."""
-    dense = plain(weight, dtype)
-    dense = pack(dense.float()) if packs else dense.clone() if dense is weight else dense
-    if not isinstance(weight, GroupScaled) or not isinstance(weight.inputs, RoundedInputs) or not is_packable(weight):
-        return dense
-    _, group = evenly_grouped(weight)
-    return RoundingWeight(dense, weight.inputs.within(group, weight.values.shape[1]))
-
-
-def _narrowed(
-    weight: torch.Tensor | GroupScaled, dtype: torch.dtype, device: torch.device, *, float8_inputs: bool
-) -> torch.Tensor | NarrowWeight:
-    """A projection on a device: narrow if it is stored so, in groups that kernels can multiply.
-
-    float8_inputs: see `Weights`.
-    """
-    if isinstance(weight, GroupScaled):
-        even, group = evenly_grouped(with_signed_values(weight))
-        bits, scales = packed_bits(even), even.scales * even.factor
-        if is_kept(even.values.shape[1], bits, group):
-            kept = keep(even.values, scales, even.zeros, bits=bits, group=group, dtype=dtype, device=device)
-            return replace(kept, rounds_inputs=float8_inputs and isinstance(even.inputs, Float8Inputs))
-        return plain(weight, dtype).to(device)
-    return weight.to(device, copy=True)  # the next one is read into the same memory
 
 
 def _rotary(rope: RopeConfig, positions: int, dtype: torch.dtype, device: torch.device) -> RotaryEmbedding:
@@ -540,60 +592,10 @@ def scores_of(mixer: AttentionSpec | None, max_model_len: int) -> Scores:
     return PLAIN if found == PLAIN else found
 
 
-def _moved(
-    layer: LayerWeights,
-    norm: NormSpec,
-    device: torch.device,
-    dtype: torch.dtype,
-    keep_experts: Callable[[ListedExperts], ExpertWeights],
-) -> LayerWeights:
-    """The layer, with every part in `dtype` on `device`; the same tensors where they are that."""
-    for field in fields(layer):
-        part = getattr(layer, field.name)
-        if isinstance(part, DeltaWeights):
-            layer.delta = _moved_delta(part, device)
-        elif isinstance(part, ListedExperts):
-            layer.experts = keep_experts(part)
-        elif field.name == "xielu" and part is not None:
-            layer.xielu = part.to(device)
-        elif part is not None and not isinstance(part, NarrowWeight | RoundingWeight) and not part.is_mkldnn:
-            is_norm = field.name.endswith("norm")
-            setattr(layer, field.name, _moved_norm(part, norm, device, dtype) if is_norm else part.to(device, dtype))
-    return layer
-
-
-def _keeps_experts(
-    kernels: ExpertKernels, dtype: torch.dtype, device: torch.device, *, stay_narrow: bool
-) -> tuple[ExpertPack | None, Callable[[ListedExperts], ExpertWeights]]:
-    """What packs each matrix of experts after it was read, and the function that then converts a layer's experts.
-
-    stay_narrow: a GPU's kernels may get narrow weights.
-    """
-    if kernels is ExpertKernels.TILES:
-        narrow = partial(narrow_expert, dtype=dtype, device=device)
-        read = ExpertPack(dtype, lambda weight: weight, narrow, expert_stays_narrow) if stay_narrow else None
-        return read, partial(stacked_experts, dtype=dtype, device=device)
-    keep = partial(packed_experts, dtype=dtype)
-    if kernels is ExpertKernels.TORCH:
-        return ExpertPack(dtype, pack), keep
-    take = hugepages.Pieces().take
-    pack_matrix, pack_integers = partial(expert_products.pack, take=take), partial(pack_scaled, take=take)
-    keeps = is_packable if native_library.available(dtype) else None
-    return ExpertPack(dtype, pack_matrix, pack_integers, keeps), keep
-
-
-def _moved_delta(delta: DeltaWeights, device: torch.device) -> DeltaWeights:
-    return DeltaWeights(*(getattr(delta, field.name).to(device) for field in fields(delta)))
-
-
-def _moved_norm(weight: torch.Tensor, norm: NormSpec, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    return weight.to(device) if norm.wide else weight.to(device, dtype)
-
-
 def _head_norms(
     layer: LayerWeights, attention: AttentionSpec | None, norm: NormSpec, ranks: Collectives | None
 ) -> HeadNorms | None:
-    if attention is None or layer.q_norm is None or layer.k_norm is None:
+    if attention is None or attention.latent is not None or layer.q_norm is None or layer.k_norm is None:
         return None
     if attention.head_norm is not HeadNorm.ALL:
         ranks = None

@@ -8,7 +8,7 @@ import torch
 
 from .config import ModelConfig
 from .shard import WHOLE, Shard
-from .tensor_parts import LM_HEAD
+from .tensor_parts import EXPERT_FACTORS, LM_HEAD, ROUTER_NORM, SCALAR
 from .weights import Weights
 
 #: The output projection is this much larger than the others, so that greedy choices are clear ones.
@@ -16,7 +16,7 @@ _HEAD_GAIN = 4.0
 
 
 class DummyWeights(Weights):
-    """Seeded random weights: projections N(0, 1/in), biases N(0, 0.02²), norms in 0.75 … 1.25, rates of
+    """Seeded random weights: projections N(0, 1/in), biases N(0, 0.02²), norms and factors in 0.75 … 1.25, rates of
     decay in 0.01 … 16.
     """
 
@@ -50,7 +50,7 @@ class DummyWeights(Weights):
 
     def _make(self, name: str, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
         made = torch.empty(shape, dtype=dtype, device=self._device)
-        if name.endswith("norm.weight"):
+        if name.endswith(("norm.weight", SCALAR, ROUTER_NORM, EXPERT_FACTORS)):
             return made.uniform_(0.75, 1.25, generator=self._generator)
         if name.endswith("A_log"):
             return made.uniform_(0.01, 16, generator=self._generator).log_()

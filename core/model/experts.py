@@ -61,6 +61,9 @@ class ExpertWeights(ABC):
     router_bias: torch.Tensor | None = None
     """`[experts]`, float32: see `Routing.bias`."""
 
+    factors: torch.Tensor | None = None
+    """`[experts]`, float32: see `Routing.scaled`."""
+
     @abstractmethod
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """The router's product with rows `[rows, hidden]`, with its bias: `[rows, experts]` float32."""
@@ -190,6 +193,8 @@ _GATINGS = {
 
 def _native_mixture(experts: ListedExperts, spec: Experts) -> NativeMixture | None:
     routing, activation, router = spec.routing, spec.activation, experts.router
+    if routing.scaled:
+        return None
     shared = _packed_natively([experts.shared_gate_up]), _packed_natively([experts.shared_down])
     gate_up, down = _packed_natively(experts.gate_up), _packed_natively(experts.down)
     if not isinstance(router, Panels) or not gate_up or not down or (spec.shared_size and not all(shared)):
@@ -315,17 +320,26 @@ def _within_groups(ranked: torch.Tensor, routing: Routing) -> torch.Tensor:
 
 
 def mix_experts(
-    x: torch.Tensor, weights: ExpertWeights, spec: Experts, lora: MixtureLora | MixtureLaunches | None = None
+    x: torch.Tensor,
+    weights: ExpertWeights,
+    spec: Experts,
+    lora: MixtureLora | MixtureLaunches | None = None,
+    routed: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The output of a layer's mixture of experts for rows `[rows, hidden]`. lora: the step's adapters."""
-    if (native := weights.native(spec)) is not None:
+    """The output of a layer's mixture of experts for rows `[rows, hidden]`. lora: the step's adapters. routed: the
+    router's input, where that is another one than the experts'.
+    """
+    if routed is None and (native := weights.native(spec)) is not None:
         return native.mix(x, None if (own := lora_of(lora, MixtureLora)) is None else own.native).y
-    logits = weights.logits(x)
+    routed = x if routed is None else routed
+    logits = weights.logits(routed)
     if lora is not None:
-        lora.add(Group.ROUTER, logits, x)
-    choice = weights.choose(logits, spec.routing)
-    outputs = weights.outputs(x, choice.experts, spec, lora).view(*choice.experts.shape, -1)
-    return weights.add_up(outputs, choice.weights, _of_shared(x, weights, spec, lora))
+        lora.add(Group.ROUTER, logits, routed)
+    experts, factors = weights.choose(logits, spec.routing)
+    if weights.factors is not None:
+        factors = factors * weights.factors[experts]
+    outputs = weights.outputs(x, experts, spec, lora).view(*experts.shape, -1)
+    return weights.add_up(outputs, factors, _of_shared(x, weights, spec, lora))
 
 
 class SharedOutputs(NamedTuple):

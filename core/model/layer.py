@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn.functional import gelu, linear
 
+from ...memory.pages.projections import Group
 from ...ops import float8_rows
 from ...ops.elementwise import (
     add_layer_norm,
@@ -21,16 +22,18 @@ from ...ops.elementwise import (
     silu_and_mul,
     xielu,
 )
+from ...ops.latents import LatentHeads, rotated, write_latents
 from ...ops.narrow_weights import NarrowWeight
 from ...ops.packed_gemm import packed_linear
 from ...ops.ranks import Collectives
+from ...ops.rotation import KvSlots, Rotation
 from .batch import GemmBackend, GemmBackends
-from .experts import mix_experts
+from .experts import activated, mix_experts
 from .layer_weights import LayerWeights
-from .layers import Activation, LayerSpec, Norms, NormSpec, UngatedActivation, UngatedSpec
+from .layers import Activation, GatedSpec, LatentSpec, LayerSpec, Norms, NormSpec, UngatedActivation, UngatedSpec
 from .nvtx_spans import span
 from .rounding_weight import RoundingWeight
-from .step_lora import ATTN_O, DOWN, GATE_UP, QKV, StepLora
+from .step_lora import ATTN_O, DOWN, GATE_UP, INPUT_GATE, INPUT_PROJECTION, QKV, StepLora
 
 if TYPE_CHECKING:
     from ...ops.sgmv_triton import Shrunk
@@ -115,31 +118,89 @@ class Layer:
         x.rows.add_(self._output(self._feed_forward(rows), x.norm, weights.mlp_out_norm))
         return qkv
 
-    def finish(self, x: Residual, attended: torch.Tensor) -> None:
-        """Compute the part after the mixer, whose output `[tokens, out]` is given."""
+    def finish(self, x: Residual, attended: torch.Tensor, inputs: torch.Tensor | None = None) -> None:
+        """Compute the part after the mixer, whose output `[tokens, out]` is given. inputs: `[tokens, size]`: the
+        layer's further input, where there is one.
+        """
         weights = self._weights
         x.added = self._output(self.o(attended), x.norm, weights.attention_out_norm)
         if self._spec.norms is not Norms.PARALLEL:
             with span("mlp"):
-                x.added = self._output(self._feed_forward(x.normed(weights.mlp_norm)), x.norm, weights.mlp_out_norm)
+                rows = x.normed(weights.mlp_norm)
+                y = self._feed_forward(rows) if self._spec.beside is None else self._side_by_side(rows, x)
+                x.added = self._output(y, x.norm, weights.mlp_out_norm)
+        if inputs is not None:
+            x.added = self._of_inputs(x.normed(None), inputs, x.norm)
+        if weights.scalar is not None:
+            x.normed(None).mul_(weights.scalar)
 
     def _feed_forward(self, rows: torch.Tensor) -> torch.Tensor:
         """rows: `[tokens, hidden]`, normed."""
-        if (experts := self._weights.experts) is None:
-            return self.down(self._gate_up(rows))
-        spec = self._spec.experts
+        return self._mixed(rows) if self._spec.dense is None else self.down(self._gate_up(rows))
+
+    def _side_by_side(self, rows: torch.Tensor, x: Residual) -> torch.Tensor:
+        """The gated part of `rows`, and the experts beside it."""
+        weights, norm = self._weights, x.norm
+        y = self._output(self._feed_forward(rows), norm, weights.dense_out_norm)
+        own, routed = (x.normed(each) for each in (weights.experts_norm, weights.router_norm))
+        return y + self._output(self._mixed(own, routed), norm, weights.experts_out_norm)
+
+    def _of_inputs(self, rows: torch.Tensor, inputs: torch.Tensor, norm: NormSpec) -> torch.Tensor:
+        """What a further input adds to the residual stream; see `LayerInputSpec`."""
+        weights, spec = self._weights, self._spec.dense
+        assert weights.input_gate is not None, "the weights are of the spec"
+        assert weights.input_projection is not None, "the weights are of the spec"
+        assert isinstance(spec, GatedSpec), "a layer with inputs has a gated part"
+        gate = self._added(INPUT_GATE, rows, weights.input_gate)
+        gated = activated(torch.cat((gate, inputs), 1), spec.activation)
+        return self._output(self._added(INPUT_PROJECTION, gated, weights.input_projection), norm, weights.input_norm)
+
+    def _added(self, group: int, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """A product of the library with what adapters add."""
+        y = multiply(GemmBackend.LIBRARY, x, weight)
+        if self._lora is not None:
+            self._lora.add(group, y, x, self._index)
+        return y
+
+    def _mixed(self, rows: torch.Tensor, routed: torch.Tensor | None = None) -> torch.Tensor:
+        """The layer's mixture of experts. routed: see `mix_experts`."""
+        experts, spec = self._weights.experts, self._spec.experts
+        assert experts is not None, "the weights are of the spec"
         assert spec is not None, "the weights are of the spec"
-        y = mix_experts(rows, experts, spec, None if self._lora is None else self._lora.mixture(self._index))
-        return self._summed(y)
+        lora = None if self._lora is None else self._lora.mixture(self._index)
+        return self._summed(mix_experts(rows, experts, spec, lora, routed))
 
     def qkv(self, x: Residual) -> torch.Tensor:
-        """The mixer's input: attention's `[tokens, q + 2·kv]`, or Gated DeltaNet's `[tokens, qkv + z + b + a]`."""
+        """The mixer's input: attention's `[tokens, q + 2·kv]`, a recurrent mixer's `[tokens, in]`, or latents of
+        queries and of keys.
+        """
         weights = self._weights
         return self._gemm(QKV, x.normed(weights.attention_norm), weights.qkv, weights.qkv_bias)
 
     def o(self, attended: torch.Tensor) -> torch.Tensor:
         """attended: `[tokens, out]` of the mixer."""
         return self._summed(self._gemm(ATTN_O, attended, self._weights.o, self._weights.o_bias))
+
+    def latents(
+        self, inputs: torch.Tensor, spec: LatentSpec, rotation: Rotation | None, slots: KvSlots
+    ) -> torch.Tensor:
+        """Queries `[tokens, heads, key + rotated]`, rotated; the latents are written. inputs: `begin`'s."""
+        weights = self._weights
+        key_dim, rotated_dim = spec.key_dim, spec.rotated_dim
+        q, latents, key = inputs.split((inputs.shape[1] - spec.kv_rank - rotated_dim, spec.kv_rank, rotated_dim), 1)
+        if weights.q_up is not None and weights.q_norm is not None:
+            q = self._added(Group.QUERY_UP, rms_norm(q.contiguous(), weights.q_norm, spec.eps), weights.q_up)
+        q, q_rotated = q.unflatten(1, (-1, key_dim + rotated_dim)).split((key_dim, rotated_dim), 2)
+        if weights.k_norm is not None:
+            latents = rms_norm(latents.contiguous(), weights.k_norm, spec.eps)
+        write_latents(slots, latents, rotated(key[:, None], rotation))
+        return torch.cat((q, rotated(q_rotated, rotation)), dim=2)
+
+    def latent_heads(self, spec: LatentSpec) -> LatentHeads:
+        """The ways between heads and latents."""
+        kv_up, lora = self._weights.kv_up, None if self._lora is None else self._lora.absorbed(self._index)
+        assert kv_up is not None, "the weights are of the spec"
+        return LatentHeads(kv_up, len(kv_up) // (spec.key_dim + spec.value_dim), spec.key_dim, spec.rotated_dim, lora)
 
     def gate_up(self, x: Residual) -> torch.Tensor:
         """`activation(gate) · up`, without a gate `activation(up)`: `[tokens, ffn]`."""

@@ -6,11 +6,19 @@ from dataclasses import dataclass
 
 import torch
 
-from ...ops.gated_delta import DeltaWeights
+from ...memory.pages.projections import LAYER_GROUPS, Group
+from ...ops.recurrent import RecurrentWeights
 from .experts import ExpertWeights
 
 #: Names of a layer's matrices in `LayerWeights`, in the order of the groups of projections.
 MATRICES = ("qkv", "o", "gate_up", "down")
+
+#: Of every group whose matrix adapters may be merged into.
+MERGED_MATRICES = {
+    **{int(group): name for group, name in zip(LAYER_GROUPS, MATRICES, strict=True)},
+    int(Group.QUERY_UP): "q_up",
+    int(Group.KV_UP): "kv_up",
+}
 
 
 @dataclass(slots=True)
@@ -18,15 +26,15 @@ class LayerWeights:
     """One decoder layer. Biases are as long as their projection has rows. None: the layer has none."""
 
     qkv: torch.Tensor
-    """The mixer's input: attention's `[q + 2·kv, hidden]`, with gates where q_proj has them, or Gated DeltaNet's
-    `[qkv + z + b + a, hidden]`.
+    """The mixer's input: attention's `[q + 2·kv, hidden]`, with gates where q_proj has them, a recurrent mixer's
+    `[in, hidden]`, or latent attention's `[q_rank + kv_rank + rotated, hidden]`.
     """
 
     o: torch.Tensor
     """`[hidden, in]`: the mixer's output."""
 
     gate_up: torch.Tensor
-    """`[2·ffn, hidden]`, without a gate `[ffn, hidden]`; no elements where the layer has experts."""
+    """`[2·ffn, hidden]`, without a gate `[ffn, hidden]`; no elements where the layer has experts instead."""
 
     down: torch.Tensor
     """`[hidden, ffn]`, likewise."""
@@ -45,19 +53,50 @@ class LayerWeights:
     mlp_norm: torch.Tensor | None = None
     mlp_out_norm: torch.Tensor | None = None
 
+    dense_out_norm: torch.Tensor | None = None
+    """`[hidden]`, of the gated part's output where experts are beside it."""
+
+    experts_norm: torch.Tensor | None = None
+    """Likewise, of the input of these experts."""
+
+    experts_out_norm: torch.Tensor | None = None
+    router_norm: torch.Tensor | None = None
+    """Likewise, of the input of their router."""
+
     q_norm: torch.Tensor | None = None
-    """`[head_dim]`, or of all heads together."""
+    """`[head_dim]`, or of all heads together; of latents `[q_rank]`."""
 
     k_norm: torch.Tensor | None = None
+    """Likewise; of latents `[kv_rank]`."""
+
+    q_up: torch.Tensor | None = None
+    """`[heads · (key + rotated), q_rank]`: queries of latents."""
+
+    kv_up: torch.Tensor | None = None
+    """`[heads · (key + value), kv_rank]`: keys and values of latents, which are never multiplied as one matrix. It is
+    neither packed nor narrow.
+    """
 
     sinks: torch.Tensor | None = None
     """`[heads]`: see `AttentionSpec.sinks`."""
 
-    delta: DeltaWeights | None = None
-    """The rest of a layer with Gated DeltaNet."""
+    scalar: torch.Tensor | None = None
+    """`[1]`: see `LayerSpec.scaled`."""
+
+    input_gate: torch.Tensor | None = None
+    """`[size, hidden]`: see `LayerInputSpec`."""
+
+    input_projection: torch.Tensor | None = None
+    """`[hidden, size]`."""
+
+    input_norm: torch.Tensor | None = None
+    """`[hidden]`."""
+
+    recurrent: RecurrentWeights | None = None
+    """The rest of a layer with a recurrent mixer."""
 
     experts: ExpertWeights | None = None
-    """The feed-forward part of a layer that has experts."""
+    """The mixture of a layer that has experts."""
 
     xielu: torch.Tensor | None = None
     """`[4]` float32: see `ops.elementwise.xielu`."""

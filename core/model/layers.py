@@ -1,7 +1,7 @@
 """Specifications of a model's layers: values alone, read from a checkpoint by its family and obeyed by every decoder.
 
-A layer is a mixer of tokens (attention or Gated DeltaNet) and a feed-forward part (gated or not, or a mixture of
-experts), each with norms around it, added to the residual stream x. With `Norms.BEFORE`:
+A layer is a mixer of tokens (attention, or a recurrent one, see `recurrent`) and a feed-forward part (gated or not, or
+a mixture of experts), each with norms around it, added to the residual stream x. With `Norms.BEFORE`:
 
     x += residual_multiplier · mixer(norm(x))
     x += residual_multiplier · feed_forward(norm(x))
@@ -15,13 +15,16 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
+from ...memory.pages.layout import KvShape
 from ...memory.pages.projections import (
     Projection,
     attention_projections,
     gated_projections,
-    linear_projections,
+    input_projections,
+    latent_projections,
     mixture_projections,
 )
+from .recurrent import RecurrentSpec
 from .rope_config import RopeConfig
 
 if TYPE_CHECKING:
@@ -126,6 +129,33 @@ class QueryGrowth:
 
 
 @dataclass(frozen=True, slots=True)
+class LatentSpec:
+    """Latent attention (MLA, DeepSeek-V2, arXiv 2405.04434 §2.1): of a token, one latent is kept in place of the keys
+    and values of all heads, with a rotated key that all heads share.
+
+    Head h has the key `[key_h · c, k_rotated]` and the value `value_h · c`, where c is the latent. Its score is
+    `(key_hᵀ · q_h) · c + q_rotated · k_rotated` and its output `value_h · Σ weight · c`. So the cache has one KV head,
+    whose key is `[c, k_rotated]` and whose value is c: see `ops.latents`.
+    """
+
+    q_rank: int
+    """Width of the queries' latents; 0: queries are made of the layer's input."""
+
+    kv_rank: int
+    """Width of c."""
+
+    key_dim: int
+    """Elements of a head's key that are not rotated."""
+
+    rotated_dim: int
+    value_dim: int
+    """Elements of a head's value."""
+
+    eps: float
+    """Of the norms of latents."""
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionSpec:
     """Causal grouped-query attention."""
 
@@ -160,6 +190,23 @@ class AttentionSpec:
     kv_copies: int = 1
     """TP ranks that have the same K/V heads, because there are more ranks than heads."""
 
+    latent: LatentSpec | None = None
+    """Keys and values are latents. Then there is one KV head, of `kv_rank + rotated_dim` elements."""
+
+    keys_are_values: bool = False
+    """There is no v_proj: the output of k_proj, before its norm, is the values, too (Gemma 4)."""
+
+    value_norm: bool = False
+    """Every head of values is normalised, without weights (Gemma 4)."""
+
+    shares_kv: bool = False
+    """It has no keys and values of its own: it reads those of the last layer before it that has its form and keys
+    (Gemma 4).
+    """
+
+    form: str = ""
+    """Tells its projections apart from those of other layers' attention of another shape; see `Projection`."""
+
     def window_within(self, max_model_len: int) -> int | None:
         """The window, unless no request of so many tokens can leave it."""
         return None if self.window is None or self.window >= max_model_len else self.window
@@ -173,13 +220,50 @@ class AttentionSpec:
         return self.num_kv_heads * self.head_dim
 
     @property
+    def cached_value_dim(self) -> int | None:
+        """Elements of a cached key that are its value; None: values are cached, too."""
+        return None if self.latent is None else self.latent.kv_rank
+
+    @property
+    def query_dim(self) -> int:
+        """Elements of a head's query."""
+        return self.head_dim if self.latent is None else self.latent.key_dim + self.latent.rotated_dim
+
+    @property
+    def attended_dim(self) -> int:
+        """Elements of a head's output."""
+        return self.head_dim if self.latent is None else self.latent.value_dim
+
+    @property
     def q_rows(self) -> int:
         """Rows of q_proj: queries, and the gates where there are any."""
         return self.q_size * (1 + self.output_gate)
 
+    @property
+    def biased_inputs(self) -> list[str]:
+        """Paths of the projections that `qkv_bias` is of."""
+        parts = ("q_proj", "k_proj", "v_proj") if self.latent is None else ("q_a_proj", "kv_a_proj_with_mqa")
+        return [f"self_attn.{part}" for part in parts]
+
     def projections(self, hidden: int) -> tuple[Projection, ...]:
         """Its matrices. hidden: width of the residual stream."""
-        return attention_projections(hidden, self.num_heads, self.num_kv_heads, self.head_dim, gate=self.output_gate)
+        if (latent := self.latent) is not None:
+            widths = {"key": latent.key_dim, "rotated": latent.rotated_dim, "value": latent.value_dim}
+            return latent_projections(hidden, self.num_heads, q_rank=latent.q_rank, kv_rank=latent.kv_rank, **widths)
+        return attention_projections(
+            hidden,
+            self.num_heads,
+            self.num_kv_heads,
+            self.head_dim,
+            gate=self.output_gate,
+            keys_and_values=0 if self.shares_kv else 1 if self.keys_are_values else 2,
+            form=self.form,
+        )
+
+    @property
+    def kv_shape(self) -> KvShape:
+        """Of its keys and values."""
+        return KvShape(self.num_kv_heads, self.head_dim)
 
     def share(self, size: int) -> AttentionSpec:
         """One of `size` ranks' share."""
@@ -192,68 +276,6 @@ class AttentionSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class GatedDeltaSpec:
-    """Gated DeltaNet (arXiv 2412.06464): linear attention with a state of fixed size; see `ops.gated_delta`."""
-
-    num_k_heads: int
-    """Heads of queries and keys; each serves `num_v_heads / num_k_heads` neighbouring heads of values."""
-
-    num_v_heads: int
-    k_dim: int
-    """Width of a head of queries or keys."""
-
-    v_dim: int
-    """Width of a head of values."""
-
-    eps: float
-    """Of the gated norm of each head's output."""
-
-    conv_size: int = 4
-    """Tokens that the causal convolution sees, a token itself included."""
-
-    @property
-    def k_size(self) -> int:
-        return self.num_k_heads * self.k_dim
-
-    @property
-    def v_size(self) -> int:
-        return self.num_v_heads * self.v_dim
-
-    @property
-    def channels(self) -> int:
-        """Channels of the convolution: queries, keys and values."""
-        return 2 * self.k_size + self.v_size
-
-    @property
-    def in_size(self) -> int:
-        """Width of the input product: queries, keys and values, then z, b and a."""
-        return self.channels + self.v_size + 2 * self.num_v_heads
-
-    @property
-    def draft_size(self) -> int:
-        """Width of the inputs that make a draft's state: queries, keys and values, then b and a."""
-        return self.channels + 2 * self.num_v_heads
-
-    @property
-    def conv_shape(self) -> tuple[int, int]:
-        """The convolution's state of a sequence in a layer, float32: its inputs of the last tokens, oldest first."""
-        return self.conv_size - 1, self.channels
-
-    @property
-    def recurrent_shape(self) -> tuple[int, int, int]:
-        """The delta rule's state of a sequence in a layer, float32."""
-        return self.num_v_heads, self.k_dim, self.v_dim
-
-    def projections(self, hidden: int) -> tuple[Projection, ...]:
-        """See `AttentionSpec.projections`."""
-        return linear_projections(hidden, self.k_size, self.v_size, self.num_k_heads, self.num_v_heads)
-
-    def share(self, size: int) -> GatedDeltaSpec:
-        """One of `size` ranks' share."""
-        return replace(self, num_k_heads=self.num_k_heads // size, num_v_heads=self.num_v_heads // size)
-
-
-@dataclass(frozen=True, slots=True)
 class GatedSpec:
     """`down(activation(gate(x)) · up(x))`."""
 
@@ -263,9 +285,12 @@ class GatedSpec:
     activation: Activation = Activation.SILU
     bias: bool = False
 
+    form: str = ""
+    """See `AttentionSpec.form`."""
+
     def projections(self, hidden: int) -> tuple[Projection, ...]:
         """See `AttentionSpec.projections`."""
-        return gated_projections(hidden, self.size)
+        return gated_projections(hidden, self.size, self.form)
 
     def share(self, size: int) -> GatedSpec:
         """One of `size` ranks' share."""
@@ -281,6 +306,8 @@ class UngatedSpec:
 
     activation: UngatedActivation
     bias: bool = False
+
+    form = ""
 
     def projections(self, hidden: int) -> tuple[Projection, ...]:
         """See `AttentionSpec.projections`."""
@@ -334,6 +361,9 @@ class Routing:
     bias: bool = False
     """The router's logits have a bias."""
 
+    scaled: bool = False
+    """The weights are multiplied by a learned factor of each expert, after all else (Gemma 4)."""
+
 
 @dataclass(frozen=True, slots=True)
 class Experts:
@@ -380,15 +410,42 @@ class Experts:
 
 
 @dataclass(frozen=True, slots=True)
+class LayerInputSpec:
+    """Each layer gates a further input of a token (see `LayerInputs`), behind its feed-forward part.
+
+    x += norm(project(activation(gate(x)) · input))
+    """
+
+    size: int
+    """Width of a layer's input."""
+
+    vocab: int
+    """Rows of the table."""
+
+
+@dataclass(frozen=True, slots=True)
 class LayerSpec:
     """One layer."""
 
-    mixer: AttentionSpec | GatedDeltaSpec
+    mixer: AttentionSpec | RecurrentSpec
     feed_forward: GatedSpec | UngatedSpec | Experts
     norms: Norms = Norms.BEFORE
 
     residual_multiplier: float = 1.0
     """Factor of each part's addition to the residual stream (Granite)."""
+
+    scaled: bool = False
+    """The residual stream is multiplied by a learned number behind the layer (Gemma 4)."""
+
+    input_size: int = 0
+    """See `LayerInputSpec.size`; 0: the layer has no further input."""
+
+    beside: Experts | None = None
+    """A mixture of experts beside a gated feed-forward part (Gemma 4). The mixture reads the residual stream r through
+    a norm of its own, its router through another one; with `Norms.AROUND`:
+
+        x += norm_out(norm_1(feed_forward(norm(r))) + norm_2(experts(norm_3(r))))
+    """
 
     @property
     def attention(self) -> AttentionSpec | None:
@@ -401,14 +458,19 @@ class LayerSpec:
         return self.mixer.rope if isinstance(self.mixer, AttentionSpec) else None
 
     @property
-    def delta(self) -> GatedDeltaSpec | None:
-        """The mixer, if it is Gated DeltaNet."""
-        return self.mixer if isinstance(self.mixer, GatedDeltaSpec) else None
+    def recurrent(self) -> RecurrentSpec | None:
+        """The mixer, if it has a state."""
+        return self.mixer if isinstance(self.mixer, RecurrentSpec) else None
 
     @property
     def experts(self) -> Experts | None:
-        """The feed-forward part, if it is a mixture of experts."""
-        return self.feed_forward if isinstance(self.feed_forward, Experts) else None
+        """The mixture of experts that is the feed-forward part, or is beside it."""
+        return self.feed_forward if isinstance(self.feed_forward, Experts) else self.beside
+
+    @property
+    def dense(self) -> GatedSpec | UngatedSpec | None:
+        """The feed-forward part, unless it is a mixture of experts."""
+        return None if isinstance(self.feed_forward, Experts) else self.feed_forward
 
     @property
     def biased(self) -> frozenset[str]:
@@ -416,14 +478,23 @@ class LayerSpec:
         found = ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"] if self.feed_forward.bias else []
         found = found[1:] if isinstance(self.feed_forward, UngatedSpec) else found
         if (mixer := self.attention) is not None:
-            found += ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"] if mixer.qkv_bias else []
+            found += mixer.biased_inputs if mixer.qkv_bias else []
             found += ["self_attn.o_proj"] if mixer.o_bias else []
+        if self.recurrent is not None:
+            found += self.recurrent.biased
         return frozenset(found)
 
     def projections(self, hidden: int) -> tuple[Projection, ...]:
         """The matrices of the layer, by their paths in Llama's checkpoints, or Qwen3.5's."""
-        return self.mixer.projections(hidden) + self.feed_forward.projections(hidden)
+        further = () if self.beside is None else self.beside.projections(hidden)
+        further += input_projections(hidden, self.input_size) if self.input_size else ()
+        return self.mixer.projections(hidden) + self.feed_forward.projections(hidden) + further
 
     def share(self, size: int) -> LayerSpec:
         """One of `size` ranks' share."""
-        return replace(self, mixer=self.mixer.share(size), feed_forward=self.feed_forward.share(size))
+        return replace(
+            self,
+            mixer=self.mixer.share(size),
+            feed_forward=self.feed_forward.share(size),
+            beside=None if self.beside is None else self.beside.share(size),
+        )

@@ -5,13 +5,14 @@ Tests: tests/core/model/test_lora_state_cuda.py, tests/core/executors/test_cuda_
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
 from ...graphs.runner import NO_TAIL, USUAL_ROOM, EagerReason, LaunchSize
+from ...ops.latents import AbsorbedLora
 from ...ops.sgmv_schedule import Schedule
 from ...ops.sgmv_tables import MAX_GRID, SgmvTables
 from .mixture_launches import MixtureForm, MixtureLaunches
@@ -46,7 +47,7 @@ class LaunchState(Protocol):
     """What launches read of a step: `CudaLoraState`."""
 
     tables: SgmvTables
-    product_of: tuple[tuple[int, ...], ...]
+    product_in: tuple[Mapping[int, int], ...]
     offloaded: StepOffload | None
 
     def sgmvs(self, schedule: Schedule, terms: int, /) -> dict[int, Sgmv]: ...
@@ -55,11 +56,15 @@ class LaunchState(Protocol):
 
     def embed(self, rows: torch.Tensor, token_ids: torch.Tensor, /) -> None: ...
 
+    def add_inputs(self, y: torch.Tensor, x: torch.Tensor, /) -> None: ...
+
     def use_logits(self, sampled: Sequence[int], scored: Sequence[int], /) -> None: ...
 
     def logits(self) -> HeadLora | None: ...
 
     def prompt_logits(self) -> HeadLora | None: ...
+
+    def absorbed(self, layer: int, /) -> AbsorbedLora | None: ...
 
     def mixture_launches(self, layer: int, form: MixtureForm, /) -> MixtureLaunches | None: ...
 
@@ -78,6 +83,8 @@ class Variant(NamedTuple):
     """Why a step with them is not captured; None if it may be."""
     mixture: MixtureForm = _NO_MIXTURE
     """Of mixtures of experts."""
+    latents: bool = False
+    """Adapters change keys and values of latents, by PyTorch's operators: such launches are of one step alone."""
 
 
 _USUAL = Variant()
@@ -112,7 +119,7 @@ class LoraLaunches:
         variant: Variant = _USUAL,
     ) -> None:
         self.schedule, self.num_tiles, self.wait, self.terms = schedule, num_tiles, wait, terms
-        self.scales, self.room, self.eager, self._mixture = variant
+        self.scales, self.room, self.eager, self._mixture, self._latents = variant
         self._state, self.tail = state, tail
         self._variant, self._variants = variant, dict[Variant, LoraLaunches]()
         self._tiles = state.tables.tiles
@@ -174,7 +181,7 @@ class LoraLaunches:
 
         compile_only: see `sgmv_triton.Sgmv`.
         """
-        index = self._state.product_of[layer][group]
+        index = self._state.product_in[layer][group]
         if True in self.scales:
             self._state.scale(group, y, layer, undo=True)
         if (tail := self.tail) is not None:
@@ -194,12 +201,16 @@ class LoraLaunches:
         """
         if self.terms > 1 or self.tail is not None or self.schedule.tensor_cores or self.scales:
             return None
-        product = self._products[self._state.product_of[layer][group]]
+        product = self._products[self._state.product_in[layer][group]]
         return product.shrink(x, layer, self._tiles, self.num_tiles, compile_only=compile_only)
 
     def embed(self, rows: torch.Tensor, token_ids: torch.Tensor) -> None:
         """See `StepLora.embed`. Captured steps have nothing of it: what adapters do to embeddings runs before them."""
         self._state.embed(rows, token_ids)
+
+    def add_inputs(self, y: torch.Tensor, x: torch.Tensor) -> None:
+        """See `StepLora.add_inputs`; as `embed`, it runs before captured steps."""
+        self._state.add_inputs(y, x)
 
     def known(self, token_ids: torch.Tensor) -> torch.Tensor:
         """See `StepLora.known`: a GPU serves no adapters that add tokens."""
@@ -216,6 +227,10 @@ class LoraLaunches:
     def prompt_logits(self) -> HeadLora | None:
         """See `StepLora.prompt_logits`."""
         return self._state.prompt_logits()
+
+    def absorbed(self, layer: int) -> AbsorbedLora | None:
+        """See `StepLora.absorbed`."""
+        return self._state.absorbed(layer) if self._latents else None
 
     def mixture(self, layer: int) -> MixtureLaunches | None:
         """See `StepLora.mixture`."""

@@ -17,8 +17,9 @@ import torch
 
 from ...memory.adapters.adapter import Adapter
 from ...memory.pages.adapter_layout import AdapterPart, PartLayout, VectorLayout
-from ...memory.pages.projections import LAYER_GROUPS, MIXTURE_GROUPS, Group, Projections
+from ...memory.pages.projections import FURTHER_GROUPS, LAYER_GROUPS, MIXTURE_GROUPS, Group, Projections
 from ...memory.transfers.transfer import Transfer
+from ...ops.latents import AbsorbedLora
 from ...ops.sgmv import AdapterRows, Segments, add_embeddings, sgmv
 from ...ops.trained_rows import TrainedRows
 from ...ops.vectors import scale_outputs
@@ -66,13 +67,17 @@ class LoraState:
         self._mixture_indices: list[int] = []  # of each of mixtures
         self._logit_tokens: tuple[Sequence[int] | None, Sequence[int]] = None, ()
         self._patience = 0.0  # seconds that the step may still wait
+        self.changes_latents = False
+        """True if the step's adapters may change keys and values of latents."""
         self._step: tuple[object, ...] | None = None  # what `segments` were made of
         self._rows: WeakKeyDictionary[Adapter, _Resident] = WeakKeyDictionary()
         self._scaled: WeakKeyDictionary[AdapterRows, dict[float, AdapterRows]] = WeakKeyDictionary()
         self._projections, self._num_layers = config.projections, config.num_layers
         self._vocab_size = config.vocab_size
         self._groups = lora_groups(config.projections)
+        self._latents = {module for layer in self._groups for module, _, _ in layer[Group.KV_UP]}
         self._embedding, self._head = (self._projections.of_group(each) for each in (Group.EMBEDDING, Group.HEAD))
+        self._inputs = self._projections.of_group(Group.INPUTS)
         rows = [self._projections.of_group(each) for each in (Group.EMBEDDING_ROWS, Group.HEAD_ROWS)]
         self._head_rows = rows[1]
         known = [each for each in rows if each is not None]
@@ -109,6 +114,12 @@ class LoraState:
                 self._add(begin, end, lora_index, factor, rows[lora_index])
                 self._add_of_model(begin, end, lora_index, factor, of_model[lora_index])
                 self._add_of_mixture(begin, end, lora_index, factor, of_mixture[lora_index])
+        if self._latents:
+            self.changes_latents = self._may_change_latents()
+
+    def _may_change_latents(self) -> bool:
+        of_latents = (each.a_offset[module] >= 0 for each in self.segments.rows for module in self._latents)
+        return bool(self.segments.vectors) or any(of_latents)
 
     def _is_last_step(
         self,
@@ -218,6 +229,11 @@ class LoraState:
         if has_vectors:
             scale_outputs(y, self.arena, self.segments, layer, modules)
 
+    def absorbed(self, layer: int) -> AbsorbedLora | None:
+        """See `StepLora.absorbed`."""
+        ((module, _, width),) = self._groups[layer][Group.KV_UP]
+        return AbsorbedLora(self.arena, self.segments, layer, module, width) if self.changes_latents else None
+
     def mixture(self, layer: int) -> MixtureLora | None:
         """See `StepLora.mixture`."""
         return MixtureLora.of(self.arena, self.mixture_segments, layer, self._groups[layer])
@@ -233,6 +249,13 @@ class LoraState:
                 self._trained.replace_embeddings(rows, token_ids, self.arena, self.model_segments)
             inputs, _ = self._projections.dims_of(self._embedding)
             add_embeddings(rows, token_ids, self.arena, self.model_segments, self._embedding, vocab=inputs)
+
+    def add_inputs(self, y: torch.Tensor, x: torch.Tensor) -> None:
+        """See `StepLora.add_inputs`."""
+        module = self._inputs
+        if module is not None and any(rows.a_offset[module] >= 0 for rows in self.model_segments.rows):
+            self.wait(0)
+            sgmv(y, x, self.arena, self.model_segments, 0, modules=((module, 0, y.shape[1]),))
 
     def known(self, token_ids: torch.Tensor) -> torch.Tensor:
         """See `StepLora.known`."""
@@ -360,7 +383,7 @@ def vectors_in(place: VectorLayout, pages: list[int]) -> AdapterRows:
 
 def lora_groups(projections: Projections) -> list[dict[int, tuple[tuple[int, int, int], ...]]]:
     """By layer, then group: (module id, first column, width) of the projections, whose outputs are side by side."""
-    groups = (*LAYER_GROUPS, *MIXTURE_GROUPS)
+    groups = (*LAYER_GROUPS, *FURTHER_GROUPS, *MIXTURE_GROUPS)
     return [
         {int(group): projections.columns(layer, group) for group in groups} for layer in range(projections.num_layers)
     ]

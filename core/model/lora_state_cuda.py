@@ -13,7 +13,7 @@ from ...memory.adapters.adapter import Adapter
 from ...memory.files.whole_copies import MAX_TRAINED_ROWS
 from ...memory.pages.adapter_layout import AdapterLayout, AdapterPart, VectorTarget, uniform_parts
 from ...memory.pages.layout import PageLayout, SlabLayout
-from ...memory.pages.projections import LAYER_GROUPS, MIXTURE_GROUPS, Product
+from ...memory.pages.projections import MIXTURE_GROUPS, Product
 from ...memory.transfers.transfer import Transfer
 from ...ops.mixture_tables import MAX_PARTS, Parts
 from ...ops.sgmv import AdapterRows, Segments
@@ -95,7 +95,7 @@ class CudaLoraState(LoraState):
         """The different products of the model's layers."""
         self._launched = {index: each for index, each in enumerate(self.products) if each.modules}
         """Those with modules: a layer with experts has none for its gate, up and down."""
-        self.product_of = config.projections.product_of
+        self.product_in = config.projections.product_in
         """Indices in `products`, by layer and group."""
         self._usual_parts = len(uniform_parts(self._projections, self.max_rank))
         widest = self._widest()
@@ -217,8 +217,8 @@ class CudaLoraState(LoraState):
         self._begin(adapters, lora_indices, lengths, merged)
         if self._is_contained(merged):
             return None
-        if self.mixture_segments.rows:
-            return self._ragged(lengths, EagerReason.EXPERTS)
+        if self.mixture_segments.rows or self.changes_latents:
+            return self._ragged(lengths, EagerReason.EXPERTS if self.mixture_segments.rows else EagerReason.LATENTS)
         assert captured.tail is not None
         scales, tables = self._plan_vectors(), self.tables
         tiles = captured.schedule.tile_tokens, _border(lengths), captured.tail.schedule.tile_tokens
@@ -250,10 +250,13 @@ class CudaLoraState(LoraState):
             return None
         num_tiles = self.tables.plan(self.segments, captured.schedule.tile_tokens, terms=captured.terms)
         scales, terms, mixture = self._plan_vectors(), self.tables.terms, self._plan_mixtures()
-        found = captured.with_room(num_tiles, 0, scales, mixture) if terms == captured.terms else None
+        latents = self.changes_latents
+        is_usual = terms == captured.terms and not latents
+        found = captured.with_room(num_tiles, 0, scales, mixture) if is_usual else None
         if found is not None:
             return found
-        variant = Variant(scales, eager=EagerReason.TILES, mixture=mixture)
+        eager = EagerReason.LATENTS if latents else EagerReason.TILES
+        variant = Variant(scales, eager=eager, mixture=mixture, latents=latents)
         return LoraLaunches(self, captured.schedule, num_tiles, terms=terms, variant=variant)
 
     def _is_contained(self, merged: Adapter | None) -> bool:
@@ -324,7 +327,8 @@ class CudaLoraState(LoraState):
         if tokens <= self._max_rows and sum(lengths_of_rows) <= _SHORT * len(lengths_of_rows):
             schedule = self._decode(tokens)
             num_tiles = self.tables.plan(segments, schedule.tile_tokens, terms=self._terms)
-            variant = Variant(scales, eager=eager, mixture=self._plan_mixtures(0, tokens))
+            mixture = self._plan_mixtures(0, tokens)
+            variant = Variant(scales, eager=eager, mixture=mixture, latents=self.changes_latents)
             return LoraLaunches(self, schedule, num_tiles, self.wait, self.tables.terms, variant=variant)
         border = _border(lengths)
         rank = max((rows.rank for begin, _, rows in segments if begin < border), default=1)
@@ -338,7 +342,9 @@ class CudaLoraState(LoraState):
             wait=self.wait,
             terms=self.tables.terms,
             tail=Tail(tail, self.tables.tail_tiles, border) if self.tables.tail_tiles else None,
-            variant=Variant(scales, eager=eager, mixture=self._plan_mixtures(border, tokens)),
+            variant=Variant(
+                scales, eager=eager, mixture=self._plan_mixtures(border, tokens), latents=self.changes_latents
+            ),
         )
 
     def mixture_launches(self, layer: int, form: MixtureForm) -> MixtureLaunches | None:
@@ -378,7 +384,7 @@ class CudaLoraState(LoraState):
                 for index, each in self._launched.items()
             }
             self._scales[undo] = found
-        found[self.product_of[layer][group]](y, layer, compile_only=compile_only)
+        found[self.product_in[layer][group]](y, layer, compile_only=compile_only)
 
     def rest(self) -> None:
         """Make the tables say that there is nothing to do, for any launch."""
@@ -420,8 +426,9 @@ class CudaLoraState(LoraState):
     def _first_uses(self) -> list[tuple[tuple[int, int], Product]]:
         """The layer and group that first use each product."""
         found: dict[int, tuple[int, int]] = {}
-        for place in itertools.product(range(self._num_layers), LAYER_GROUPS):
-            found.setdefault(self.product_of[place[0]][place[1]], place)
+        for layer, products in enumerate(self.product_in):
+            for group, index in products.items():
+                found.setdefault(index, (layer, group))
         return [(place, self._launched[index]) for index, place in found.items() if index in self._launched]
 
     def whole(self, rank: int) -> tuple[tuple[AdapterPart, ...], AdapterLayout]:

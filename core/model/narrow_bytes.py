@@ -21,7 +21,7 @@ from .quantization.format import Narrow
 from .quantization.round_to_nearest import RoundToNearest
 from .shard import WHOLE, Part, Shard
 from .tensor_names import PACKED
-from .tensor_parts import EMBED, IN_LAYER, LM_HEAD, ROUTERS, SHARED, Source, is_of_expert, sources, tensor_shapes
+from .tensor_parts import EMBED, IN_LAYER, KV_UP, LM_HEAD, ROUTERS, SHARED, Source, is_of_expert, sources, tensor_shapes
 
 
 class WeightBytes(NamedTuple):
@@ -162,7 +162,7 @@ def _of_projections(
     names, projections, dense = sources(config, ()), 0, 0
     for part, (outputs, inputs) in matrices.items():
         num_bytes, kept = itemsize * outputs * inputs, None
-        if not (is_of_expert(part) or part.endswith(ROUTERS)):
+        if not (is_of_expert(part) or part.endswith((*ROUTERS, KV_UP))):
             kept = _kept_bytes((outputs, inputs), _narrow(config, names[part].name, inputs, quantiser))
         projections += num_bytes if kept is None else kept
         dense += 0 if kept is None else num_bytes

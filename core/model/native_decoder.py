@@ -29,7 +29,6 @@ from .layers import (
     Activation,
     AttentionSpec,
     ClampedSwiglu,
-    GatedDeltaSpec,
     HeadNorm,
     LayerSpec,
     Norms,
@@ -40,6 +39,7 @@ from .lora_state import LoraState
 from .paged_states import PagedStates
 from .quantization.group_scaled import GroupScaled
 from .quantization.groups import is_packable, pack_scaled, plain
+from .recurrent import RecurrentSpec
 from .rope_config import RopeConfig
 from .shadow import INPUTS_ARE_ROUNDED
 from .weights import Weights
@@ -52,11 +52,14 @@ _ACTIVATIONS: dict[Activation | UngatedActivation | ClampedSwiglu, native_model.
 
 def why_unsupported(config: ModelConfig, dtype: torch.dtype) -> str | None:
     """Return the reason why the native decoder can't run a model in `dtype` here; None if it can."""
-    if reason := _why_layers_are_unsupported(config):
-        return reason
+    for part, has in _other_parts(config).items():
+        if has:
+            return f"it has no {part}, and this model's layers have {has if isinstance(has, str) else 'it'}"
+    if config.recurrent is not None and config.recurrent.native_shape() is None:
+        return f"it has no {config.recurrent.title} with groups of heads that ranks share, which this model has"
     pair = 4 // dtype.itemsize
     inner = [config.hidden_size, config.intermediate_size, config.q_size]
-    inner += [] if config.delta is None else [config.delta.v_size]
+    inner += [] if config.recurrent is None else [config.recurrent.out_size]
     if reason := native_library.why_unavailable(dtype):
         return reason
     if any(k % pair for k in inner) or config.head_dim % 2:
@@ -70,21 +73,23 @@ def why_unsupported(config: ModelConfig, dtype: torch.dtype) -> str | None:
     return None
 
 
-def _why_layers_are_unsupported(config: ModelConfig) -> str | None:
-    """Of parts that no layer may have, whatever their sizes."""
-    if config.num_experts:
-        return f"it has no mixture of experts, and this model's layers have {config.num_experts} experts"
-    if any(it.sinks for it in config.attention_layers):
-        return "it has no attention sinks, and this model's layers have them"
-    if any(isinstance(layer.feed_forward, UngatedSpec) for layer in config.layers):
-        return "it has no feed-forward parts without a gate, and this model's layers have them"
-    if config.norm.biased:
-        return "it has no norms with a bias, and this model has them"
-    if any(it.head_norm is HeadNorm.OWN for it in config.attention_layers):
-        return "it has no LayerNorm of heads, and this model has it"
-    if any(it.head_norm is HeadNorm.ROTATED for it in config.attention_layers):
-        return "it has no norms of heads after they are rotated, and this model has them"
-    return None
+def _other_parts(config: ModelConfig) -> dict[str, bool | str]:
+    """Parts that the native decoder does not have, and whether a model has them, or what of them."""
+    mixers = config.attention_layers
+    return {
+        "mixture of experts": f"{config.num_experts} experts" if config.num_experts else False,
+        "latent attention": any(mixer.latent is not None for mixer in mixers),
+        "attention sinks": "them" if any(mixer.sinks for mixer in mixers) else False,
+        "attention of several shapes": bool(config.attention_shapes[1:]),
+        "further input of layers": config.layer_inputs is not None,
+        "attention with another layer's keys": len(config.kv_layers) < len(mixers),
+        "norm of values": any(mixer.value_norm for mixer in mixers),
+        "factor of a layer's output": any(layer.scaled for layer in config.layers),
+        "feed-forward part without a gate": any(isinstance(it.feed_forward, UngatedSpec) for it in config.layers),
+        "norm with a bias": config.norm.biased,
+        "LayerNorm of heads": any(mixer.head_norm is HeadNorm.OWN for mixer in mixers),
+        "norm of heads after they are rotated": any(mixer.head_norm is HeadNorm.ROTATED for mixer in mixers),
+    }
 
 
 class NativeDecoderModel:
@@ -120,7 +125,7 @@ class NativeDecoderModel:
             embedding_multiplier=config.embedding_factor(embed.dtype), logits_scale=config.logits_scale,
             logits_softcap=config.logits_softcap or 0.0, output_gate=config.attention.output_gate,
             kv_copies=config.attention.kv_copies,
-            delta=_native_delta(config.delta, arena.layout),
+            recurrent=_native_recurrent(config.recurrent, arena.layout),
             embed_module=_module(config, Group.EMBEDDING), head_module=_module(config, Group.HEAD),
             embed_rows_module=_module(config, Group.EMBEDDING_ROWS),
             head_rows_module=_module(config, Group.HEAD_ROWS),
@@ -136,7 +141,7 @@ class NativeDecoderModel:
 
     def new_states(self) -> PagedStates | None:
         """See `DecoderModel.new_states`."""
-        return None if self.config.delta is None else PagedStates(self.config, self._arena)
+        return None if self.config.recurrent is None else PagedStates(self.config, self._arena)
 
     @property
     def best(self) -> list[int]:
@@ -250,7 +255,7 @@ def layer_values(
     found, with_kv = [], 0
     for index, layer in enumerate(layers):
         if (mixer := layer.attention) is None:
-            found.append(_delta_values(layer, index - with_kv))
+            found.append(_recurrent_values(layer, index - with_kv))
         else:
             values = _layer_values(layer, mixer, *tables[mixer.rope], *places[with_kv], positions)
             if kv_scales:
@@ -260,8 +265,8 @@ def layer_values(
     return found
 
 
-def _delta_values(layer: LayerSpec, state_layer: int) -> native_model.LayerValues:
-    """Of a layer with Gated DeltaNet."""
+def _recurrent_values(layer: LayerSpec, state_layer: int) -> native_model.LayerValues:
+    """Of a layer with a recurrent mixer."""
     return native_model.LayerValues(
         1.0,
         parallel=layer.norms is Norms.PARALLEL,
@@ -272,16 +277,12 @@ def _delta_values(layer: LayerSpec, state_layer: int) -> native_model.LayerValue
     )
 
 
-def _native_delta(delta: GatedDeltaSpec | None, layout: PageLayout) -> native_model.NativeDelta | None:
-    if delta is None or (places := layout.states) is None:
+def _native_recurrent(
+    recurrent: RecurrentSpec | None, layout: PageLayout
+) -> tuple[native_model.NativeShape, native_model.NativeStates] | None:
+    if recurrent is None or (shape := recurrent.native_shape()) is None or (places := layout.states) is None:
         return None
-    return native_model.NativeDelta(
-        k_heads=delta.num_k_heads,
-        v_heads=delta.num_v_heads,
-        k_dim=delta.k_dim,
-        v_dim=delta.v_dim,
-        conv_size=delta.conv_size,
-        delta_eps=delta.eps,
+    return shape, native_model.NativeStates(
         convs_per_page=places.convs_per_page,
         heads_per_page=places.heads_per_page,
         conv_pages=places.num_conv_pages,

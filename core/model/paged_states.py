@@ -13,14 +13,15 @@ import torch
 from ...memory.pages.arena import Arena
 from ...memory.pages.pool import PagePool
 from ...memory.pages.states import StateLayout, StateSlots
-from ...ops.gated_delta import DeltaState, DeltaWeights, gated_delta
+from ...ops.ranks import Collectives
+from ...ops.recurrent import RecurrentState, RecurrentWeights
 from ..requests.types import ScheduledSequence
 from .config import ModelConfig
 
 
 def layers_with_states(config: ModelConfig) -> list[int]:
     """For each layer of the model that has a state, its index among those."""
-    return [count - 1 for count in accumulate(layer.delta is not None for layer in config.layers)]
+    return [count - 1 for count in accumulate(layer.recurrent is not None for layer in config.layers)]
 
 
 def checked_states(sequence: ScheduledSequence, layout: StateLayout) -> StateSlots:
@@ -33,6 +34,64 @@ def checked_states(sequence: ScheduledSequence, layout: StateLayout) -> StateSlo
     return states
 
 
+class StatePages:
+    """The states of sequences in the arena, read from some pages and written to others."""
+
+    def __init__(self, config: ModelConfig, arena: Arena) -> None:
+        """config: of a model with recurrent mixers; the arena's layout has their states."""
+        assert config.recurrent is not None and arena.layout.states is not None
+        self.spec, self.layout = config.recurrent, arena.layout.states
+        self.pages = arena.pages.view(torch.float32)
+        """`[pages, elements]`."""
+        self.index = layers_with_states(config)
+        self._heads = [self._heads_of(index) for index in range(self.layout.shape.num_layers)]
+
+    def read(self, layer: int, pages: torch.Tensor, fresh: torch.Tensor, drafts: int = 0) -> RecurrentState:
+        """The states in these pages. layer: its index in the model. pages: `[sequences, pages of a state]` int64.
+        fresh: `[sequences]`: True if a sequence begins with a state of zeros. drafts: of how many the inputs are read.
+        """
+        index, shape = self.index[layer], self.spec.recurrent_shape
+        page, at = self.layout.conv(index)
+        conv = self.pages[pages[:, page], at : at + self.layout.shape.conv_elems].unflatten(1, self.spec.conv_shape)
+        heads = [self.pages[pages[:, page], begin:end] for page, begin, end in self._heads[index]]
+        recurrent = torch.cat(heads, 1) if heads else conv.new_empty(len(pages), 0)
+        recurrent = recurrent.unflatten(1, shape)
+        for state in (conv, recurrent):  # an index of booleans would have a GPU wait for the host
+            state.masked_fill_(fresh.view(-1, *[1] * (state.dim() - 1)), 0)
+        return RecurrentState(conv, recurrent, self._drafts_of(index, pages, drafts) if drafts else None)
+
+    def write(self, layer: int, pages: torch.Tensor, state: RecurrentState, drafts: int = 0) -> None:
+        """Keep states in these pages, and the inputs of so many drafts."""
+        index = self.index[layer]
+        page, at = self.layout.conv(index)
+        self.pages[pages[:, page], at : at + self.layout.shape.conv_elems] = state.conv.flatten(1)
+        heads, done = state.recurrent.flatten(1), 0
+        for page, begin, end in self._heads[index]:
+            self.pages[pages[:, page], begin:end] = heads[:, done : done + end - begin]
+            done += end - begin
+        for draft in range(drafts):
+            assert state.drafts is not None
+            page, at = self.layout.draft(index, draft)
+            self.pages[pages[:, page], at : at + self.spec.draft_size] = state.drafts[:, draft]
+
+    def _drafts_of(self, index: int, pages: torch.Tensor, drafts: int) -> torch.Tensor:
+        """See `RecurrentState.drafts`."""
+        width = self.spec.draft_size
+        found = self.pages.new_zeros(len(pages), self.layout.shape.most_drafts, width)
+        for draft in range(drafts):
+            page, at = self.layout.draft(index, draft)
+            found[:, draft] = self.pages[pages[:, page], at : at + width]
+        return found
+
+    def _heads_of(self, index: int) -> list[tuple[int, int, int]]:
+        """A layer's heads in the pages of a state: index of the page, first element and the one after the last."""
+        layout, found = self.layout, dict[int, tuple[int, int]]()
+        for head in range(layout.shape.num_heads):
+            page, at = layout.head(index, head)
+            found[page] = found.get(page, (at, 0))[0], at + layout.shape.head_elems
+        return [(page, *span) for page, span in found.items()]
+
+
 class PagedStates:
     """Reads and writes states for one step after another; it is the `StepStates` of each.
 
@@ -41,12 +100,9 @@ class PagedStates:
     """
 
     def __init__(self, config: ModelConfig, arena: Arena) -> None:
-        """config: of a model with Gated DeltaNet; the arena's layout has its states."""
-        assert config.delta is not None and arena.layout.states is not None
-        self._spec, self._layout = config.delta, arena.layout.states
-        self._pages = arena.pages.view(torch.float32)
-        self._index = layers_with_states(config)
-        self._heads = [self._heads_of(index) for index in range(self._layout.shape.num_layers)]
+        """See `StatePages`."""
+        self._states = StatePages(config, arena)
+        self._layout = self._states.layout
         self.qo_indptr: Sequence[int] = [0]
         self.accepted: Sequence[int] = ()
         """For each sequence, the drafts of the step before whose inputs its state takes in first."""
@@ -59,7 +115,7 @@ class PagedStates:
         """`[sequences]`: True if a sequence begins with a state of zeros."""
 
     def _make_tables(self, most: int) -> None:
-        device = self._pages.device
+        device = self._states.pages.device
         self._tables = torch.full((2, most, self._layout.num_pages), PagePool.DUMMY, device=device)
         self._fresh = torch.ones(most, dtype=torch.bool, device=device)
 
@@ -85,53 +141,13 @@ class PagedStates:
         self.fresh.copy_(torch.tensor([each.start == 0 for each in sequences] + [True] * len(padding)))
         self.read, self.written = tables.unbind(0)
 
-    def mix(self, layer: int, mixed: torch.Tensor, weights: DeltaWeights, eps: float) -> torch.Tensor:
+    def mix(
+        self, layer: int, rows: torch.Tensor, weights: RecurrentWeights, ranks: Collectives | None = None
+    ) -> torch.Tensor:
         """See `StepStates.mix`."""
-        state = self.of(layer)
-        out = gated_delta(mixed, weights, state, self.qo_indptr, eps, accepted=self.accepted, drafts=self.drafts)
-        self.write(layer, state)
+        drafts = max(self.drafts, default=0)
+        kept = max(self.accepted, default=0) or drafts
+        state = self._states.read(layer, self.read, self.fresh, kept)
+        out = weights.mix(rows, state, self.qo_indptr, self.accepted, self.drafts, ranks)
+        self._states.write(layer, self.written, state, drafts)
         return out
-
-    def of(self, layer: int) -> DeltaState:
-        """The states before the step, zeros where a sequence begins. layer: its index in the model."""
-        index, shape = self._index[layer], self._spec.recurrent_shape
-        page, at = self._layout.conv(index)
-        conv = self._pages[self.read[:, page], at : at + self._layout.shape.conv_elems].unflatten(
-            1, self._spec.conv_shape
-        )
-        heads = torch.cat([self._pages[self.read[:, page], begin:end] for page, begin, end in self._heads[index]], 1)
-        recurrent = heads.unflatten(1, shape)
-        conv.masked_fill_(self.fresh[:, None, None], 0)  # an index of booleans would have a GPU wait for the host
-        recurrent.masked_fill_(self.fresh[:, None, None, None], 0)
-        return DeltaState(conv, recurrent, self._drafts_of(index) if any(self.accepted) or any(self.drafts) else None)
-
-    def write(self, layer: int, state: DeltaState) -> None:
-        """Keep the states after the step."""
-        index = self._index[layer]
-        page, at = self._layout.conv(index)
-        self._pages[self.written[:, page], at : at + self._layout.shape.conv_elems] = state.conv.flatten(1)
-        heads, done = state.recurrent.flatten(1), 0
-        for page, begin, end in self._heads[index]:
-            self._pages[self.written[:, page], begin:end] = heads[:, done : done + end - begin]
-            done += end - begin
-        for draft in range(max(self.drafts, default=0)):
-            assert state.drafts is not None
-            page, at = self._layout.draft(index, draft)
-            self._pages[self.written[:, page], at : at + self._spec.draft_size] = state.drafts[:, draft]
-
-    def _drafts_of(self, index: int) -> torch.Tensor:
-        """See `DeltaState.drafts`."""
-        width = self._spec.draft_size
-        found = self._pages.new_zeros(len(self.accepted), self._layout.shape.most_drafts, width)
-        for draft in range(max(self.accepted)):
-            page, at = self._layout.draft(index, draft)
-            found[:, draft] = self._pages[self.read[:, page], at : at + width]
-        return found
-
-    def _heads_of(self, index: int) -> list[tuple[int, int, int]]:
-        """A layer's heads in the pages of a state: index of the page, first element and the one after the last."""
-        layout, found = self._layout, dict[int, tuple[int, int]]()
-        for head in range(layout.shape.num_heads):
-            page, at = layout.head(index, head)
-            found[page] = found.get(page, (at, 0))[0], at + layout.shape.head_elems
-        return [(page, *span) for page, span in found.items()]

@@ -1,4 +1,5 @@
-"""The states of a step's sequences on a GPU: decoding sequences have theirs read and written in pages, by one launch.
+"""The states of a step's sequences on a GPU: decoding sequences have theirs read and written in pages, by one launch
+or PyTorch's operators, without a wait for the host.
 
 Tests: tests/core/model/test_paged_states_interpreted.py
 """
@@ -12,35 +13,29 @@ import torch
 
 from ...memory.pages.arena import Arena
 from ...memory.pages.pool import PagePool
-from ...memory.pages.states import StateLayout
-from ...ops.gated_delta import DeltaWeights, step_in_pages
-from ...ops.gated_delta_schedule import StepConstants
+from ...ops.ranks import Collectives
+from ...ops.recurrent import RecurrentWeights
 from ...ops.upload import on_device
 from ..requests.types import ScheduledSequence
 from .config import ModelConfig
-from .layers import GatedDeltaSpec
-from .paged_states import PagedStates, checked_states, layers_with_states
+from .paged_states import PagedStates, StatePages, checked_states
 
 
 class CudaPagedStates:
     """Reads and writes states for one step after another; it is the `StepStates` of each.
 
-    A sequence with one known token, and perhaps drafts, has a row of the launch's table, which stays at one address.
+    A sequence with one known token, and perhaps drafts, has a row of the step's table, which stays at one address.
     Sequences with more known tokens, parts of prompts, have their states gathered.
     """
 
     def __init__(self, config: ModelConfig, arena: Arena, most: int) -> None:
-        """config: of a model with Gated DeltaNet; the arena's layout has its states. most: sequences of the largest
-        step.
-        """
-        assert config.delta is not None and arena.layout.states is not None
-        self._spec, self._layout = config.delta, arena.layout.states
-        self._pages = arena.pages.view(torch.float32)
-        self._index = layers_with_states(config)
+        """See `PagedStates`. most: sequences of the largest step."""
+        self._states = StatePages(config, arena)
+        self._spec, self._layout, self._pages = self._states.spec, self._states.layout, self._states.pages
         self._prompts = PagedStates(config, arena)
         self._spans: list[slice] = []
         """The tokens of each prompt."""
-        self._constants = _constants(self._spec, self._layout)
+        self._launch = self._spec.launch(self._layout)
         width = 4 + 2 * self._layout.num_pages
         self._table = torch.zeros(most, width, dtype=torch.long, device=self._pages.device)
         self._count = 0
@@ -66,41 +61,38 @@ class CudaPagedStates:
             lengths = accumulate(span.stop - span.start for span in self._spans)
             self._prompts.set_step([sequences[index] for index in prompts], [0, *lengths])
 
-    def mix(self, layer: int, mixed: torch.Tensor, weights: DeltaWeights, eps: float) -> torch.Tensor:
+    def mix(
+        self, layer: int, rows: torch.Tensor, weights: RecurrentWeights, ranks: Collectives | None = None
+    ) -> torch.Tensor:
         """See `StepStates.mix`."""
-        out = mixed.new_empty(len(mixed), self._spec.v_size)
+        table = self._table[: self._count]
+        if self._launch is None and self._count:
+            out = self._step(layer, rows, weights, table, ranks)
+        else:
+            out = rows.new_empty(len(rows), self._spec.out_size)
         if self._spans:
-            rows = torch.cat([mixed[span] for span in self._spans])
-            parts = self._prompts.mix(layer, rows, weights, eps).split([span.stop - span.start for span in self._spans])
+            own = torch.cat([rows[span] for span in self._spans])
+            lengths = [span.stop - span.start for span in self._spans]
+            parts = self._prompts.mix(layer, own, weights, ranks).split(lengths)
             for span, part in zip(self._spans, parts, strict=True):
                 out[span] = part
-        if self._count:
-            table = self._table[: self._count]
-            step_in_pages(
-                out,
-                mixed,
-                weights,
-                eps,
-                pages=self._pages,
-                table=table,
-                layer=self._index[layer],
-                constants=self._constants,
-            )
+        if self._launch is not None and self._count:
+            self._launch(out, rows, weights, pages=self._pages, table=table, layer=self._states.index[layer])
         return out
 
-
-def _constants(spec: GatedDeltaSpec, layout: StateLayout) -> StepConstants:
-    return StepConstants(
-        k_heads=spec.num_k_heads,
-        v_heads=spec.num_v_heads,
-        k_dim=spec.k_dim,
-        v_dim=spec.v_dim,
-        conv=spec.conv_size,
-        convs_per_page=layout.convs_per_page,
-        heads_per_page=layout.heads_per_page,
-        conv_pages=layout.num_conv_pages,
-        num_pages=layout.num_pages,
-        drafts_per_page=layout.drafts_per_page,
-        draft_page=layout.first_draft_page,
-        most_drafts=layout.shape.most_drafts,
-    )
+    def _step(
+        self,
+        layer: int,
+        rows: torch.Tensor,
+        weights: RecurrentWeights,
+        table: torch.Tensor,
+        ranks: Collectives | None,
+    ) -> torch.Tensor:
+        """Decoding sequences by PyTorch's operators: as many of them whatever the numbers in the table are."""
+        begins, counts, accepted, fresh = table[:, :4].unbind(1)
+        read, written = table[:, 4:].chunk(2, 1)
+        most = self._layout.shape.most_drafts
+        state = self._states.read(layer, read, fresh.bool(), most)
+        out = weights.step(rows, state, begins, counts, accepted, ranks)
+        self._states.write(layer, written, state, most)
+        return out

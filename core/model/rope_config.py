@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-ROPE_TYPES = ("default", "linear", "llama3", "dynamic", "yarn", "longrope")
+ROPE_TYPES = ("default", "linear", "llama3", "dynamic", "yarn", "longrope", "proportional")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +40,9 @@ class RopeConfig:
     beta_slow: float = 1.0
     truncate: bool = True
 
+    pairs: int = 0
+    """Of `proportional`: pairs of elements that turn; the others of `dim` stay (Gemma 4)."""
+
     short_factors: tuple[float, ...] = ()
     """Of `longrope`, for each frequency, where no request is longer than the original positions."""
 
@@ -62,6 +65,9 @@ class RopeConfig:
                 return self._llama3(1.0 / powers)
             case "yarn":
                 return self._yarn(powers)
+            case "proportional":
+                turning, still = (1.0 / powers)[: self.pairs], torch.zeros(self.dim // 2 - self.pairs)
+                return torch.cat((turning, still)) / self.factor
             case "longrope":
                 is_long = positions > self.original_max_position_embeddings
                 factors = self.long_factors if is_long else self.short_factors

@@ -20,7 +20,7 @@ from ...memory.pages.arena import Arena
 from ...ops.sgmv import AdapterRows
 from ...ops.vectors import vectors_of
 from ..requests.types import CannotMerge
-from .layer_weights import MATRICES, LayerWeights
+from .layer_weights import MERGED_MATRICES, LayerWeights
 from .lora_state import LoraState
 
 #: The largest factor by which the norm of a row of weights may grow, by bytes per element. Rounding the sum causes an
@@ -140,9 +140,9 @@ class ShadowWeights:
             shape, dtype = self._model.merged_form(layer, group)
             place = elems[run.start * page :].view(dtype)[: shape.numel()].view(shape)
             self._left.append((layer, group, place))
-            parts = {MATRICES[group]: place}
+            parts = {MERGED_MATRICES[group]: place}
             if _has_biases(adapter):
-                parts[f"{MATRICES[group]}_bias"] = self._merged_bias(adapter, layer, group)
+                parts[f"{MERGED_MATRICES[group]}_bias"] = self._merged_bias(adapter, layer, group)
             self._layers[layer] = replace(self._layers[layer], **parts)
         self._left.reverse()
         self._num_elems = sum(place.numel() for _, _, place in self._left)
@@ -191,7 +191,7 @@ class ShadowWeights:
         most = MOST_GROWTH[place.itemsize]
         if not growth <= most:
             raise CannotMerge(
-                f"adapter {adapter.name!r} makes a row of layer {layer}'s {MATRICES[group]} weights "
+                f"adapter {adapter.name!r} makes a row of layer {layer}'s {MERGED_MATRICES[group]} weights "
                 f"{growth:.3g} times as large, but rounding allows {most:g}; it is served unmerged"
             )
         self._pace, self._num_touched = (time.perf_counter() - began) / place.numel(), 0
@@ -199,7 +199,7 @@ class ShadowWeights:
     def _merged_bias(self, adapter: Adapter, layer: int, group: int) -> torch.Tensor:
         """The biases of a group's outputs with an adapter's in place of the base model's."""
         modules = self._lora.columns(layer, group)
-        base = getattr(self._model.layers[layer], f"{MATRICES[group]}_bias")
+        base = getattr(self._model.layers[layer], f"{MERGED_MATRICES[group]}_bias")
         device, outputs = self._arena.pages.device, sum(width for _, _, width in modules)
         bias = torch.zeros(outputs, device=device) if base is None else base.to(torch.float32, copy=True)
         for part in self._lora.rows_of(adapter):
@@ -258,12 +258,12 @@ class ShadowWeights:
         return [
             (layer, group)
             for layer in range(len(self._model.layers))
-            for group in range(len(MATRICES))
+            for group in MERGED_MATRICES
             if any(_changes(part, layer, self._lora.modules(layer, group)) for part in parts)
         ]
 
     def _origin(self, layer: int, group: int) -> Any:
-        return getattr(self._model.layers[layer], MATRICES[group])
+        return getattr(self._model.layers[layer], MERGED_MATRICES[group])
 
 
 def _changes(part: AdapterRows, layer: int, modules: Sequence[int]) -> bool:

@@ -2,9 +2,9 @@
 
 Ranks share a layer by heads and by columns of the MLP. Of q, k, v, gate and up a rank has rows of the weight, of o and
 down columns: the ranks add up the outputs of o and down. Where one norm is of all heads at once, they also add up the
-heads' squares. Of Gated DeltaNet a rank has some heads of keys, each with the heads of values that it serves. Of every
-expert a rank has columns, as of an MLP; the router is whole on each, so that all choose the same experts. Of the output
-projection each rank has rows.
+heads' squares. Of Gated DeltaNet a rank has some heads of keys, each with the heads of values that it serves; of Mamba
+2 it has some heads, and of a short convolution some channels. Of every expert a rank has columns, as of an MLP; the
+router is whole on each, so that all choose the same experts. Of the output projection each rank has rows.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from ...memory.pages.projections import share_of
+from ...memory.pages.projections import sections_of, share_of
 from .config import ModelConfig, UnsupportedModel
 from .layers import HeadNorm
 
@@ -22,11 +22,11 @@ Part = tuple[slice, ...]
 #: A rank's part of a tensor that ranks do not share.
 _WHOLE: tuple[Part, ...] = ((),)
 
-#: Tensors of Gated DeltaNet that ranks share as they share the outputs of a projection, by the ends of their names.
-_SHARED_AS = {"conv1d.weight": "in_proj_qkv", "dt_bias": "in_proj_b", "A_log": "in_proj_a"}
+#: A layer, the name of a projection in it, and the kind of a tensor of that.
+_PROJECTION = re.compile(r"\.layers\.(\d+)\.\w+\.(.+)\.(weight|bias)$")
 
-#: The name of a projection in a layer, and the kind of a tensor of it.
-_PROJECTION = re.compile(r"\.layers\.\d+\.\w+\.(.+)\.(weight|bias)$")
+#: The path of a tensor in a layer.
+_IN_LAYER = re.compile(r"\.layers\.\d+\.(.+)$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,17 +64,24 @@ class Shard:
         module = path.rpartition(".")[2]
         if module == "lm_head":
             return ((self.of_vocab(whole),),)
-        if (match := _PROJECTION.search(name)) and (of_all := projections.name_of_all(match[1])) in projections:
-            inputs, outputs = projections[of_all].share(self.rank, self.size)
-            return tuple((each,) if match[2] == "bias" else (each, inputs) for each in outputs)
+        if (match := _PROJECTION.search(name)) and (own := projections.of_layer(int(match[1]), match[2])) is not None:
+            inputs, outputs = own.share(self.rank, self.size)
+            return tuple((each,) if match[3] == "bias" else (each, inputs) for each in outputs)
         if name.endswith(".sinks"):
             heads = whole.num_heads
             return ((share_of(heads, heads, self.rank, self.size),),)
-        if like := next((each for end, each in _SHARED_AS.items() if name.endswith(f".{end}")), None):
-            return tuple((each,) for each in whole.projections[like].share(self.rank, self.size)[1])
         if module in ("q_norm", "k_norm"):
             return self._of_head_norm(module, whole)
-        return _WHOLE
+        return self._of_recurrent(name, whole)
+
+    def _of_recurrent(self, name: str, whole: ModelConfig) -> tuple[Part, ...]:
+        """The share of a recurrent mixer's tensor other than its projections."""
+        if whole.recurrent is None or (match := _IN_LAYER.search(name)) is None:
+            return _WHOLE
+        tensor = whole.recurrent.tensors.get(match[1])
+        if tensor is None or not tensor.sections:
+            return _WHOLE
+        return tuple((each,) for each in sections_of(tensor.sections, self.rank, self.size))
 
     def _of_head_norm(self, module: str, whole: ModelConfig) -> tuple[Part, ...]:
         attention = whole.attention
@@ -86,9 +93,7 @@ class Shard:
 
 def _why_not(size: int, whole: ModelConfig) -> str | None:
     """Why `size` ranks can't have equal shares."""
-    kv_heads, counts = whole.num_kv_heads, {"num_attention_heads {}": whole.num_heads}
-    if whole.delta is not None:
-        counts["linear_num_key_heads {}"] = whole.delta.num_k_heads
+    counts = {"num_attention_heads {}": whole.num_heads}
     if whole.experts is not None:
         counts["width of experts, {},"] = whole.experts.size
         counts["width of the shared expert, {},"] = whole.experts.shared_size
@@ -96,8 +101,11 @@ def _why_not(size: int, whole: ModelConfig) -> str | None:
     for what, count in counts.items():
         if count % size:
             return f"{what.format(count)} is no multiple of it"
-    if kv_heads % size and size % kv_heads:
-        return f"num_key_value_heads {kv_heads} neither divides it nor is a multiple of it"
+    if whole.recurrent is not None and (field := whole.recurrent.why_not(size)):
+        return f"{field} is no multiple of it"
+    for kv_heads in dict.fromkeys(it.num_kv_heads for it in whole.attention_shapes):
+        if kv_heads % size and size % kv_heads:
+            return f"num_key_value_heads {kv_heads} neither divides it nor is a multiple of it"
     return None
 
 

@@ -105,6 +105,7 @@ def stacked_experts(experts: ListedExperts, dtype: torch.dtype, device: torch.de
         shared_down=moved(experts.shared_down, dtype),
         shared_gate=None if experts.shared_gate is None else _narrowed(experts.shared_gate, dtype).to(device),
         router_bias=moved(experts.router_bias),
+        factors=moved(experts.factors),
     )
 
 

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from ...memory.pages.projections import LAYER_GROUPS
+from ...memory.pages.projections import INPUT_GROUPS, LAYER_GROUPS
+from ...ops.latents import AbsorbedLora
 from ...ops.sgmv import Segments, sgmv
 from ...ops.trained_rows import TrainedRows
 from .mixture_launches import MixtureLaunches
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
 
 #: Groups of projections that share an input.
 QKV, ATTN_O, GATE_UP, DOWN = map(int, LAYER_GROUPS)
+
+#: Likewise, of a layer's further input.
+INPUT_GATE, INPUT_PROJECTION = map(int, INPUT_GROUPS)
 
 
 class StepLora(Protocol):
@@ -33,8 +37,8 @@ class StepLora(Protocol):
         """Send offload workers their part of a group's products; called before the base product."""
 
     def add(self, group: int, y: torch.Tensor, x: torch.Tensor, layer: int, /) -> None:
-        """Add the adapters' products of a group of projections with a common input: QKV, ATTN_O, GATE_UP or DOWN, or
-        one of a mixture of experts.
+        """Add the adapters' products of a group of projections with a common input: QKV, ATTN_O, GATE_UP or DOWN,
+        latent attention's queries, or one of a mixture of experts.
         """
 
     def shrink(self, group: int, x: torch.Tensor, layer: int, /) -> Shrunk | None:
@@ -42,11 +46,17 @@ class StepLora(Protocol):
         launch; None where `add` must do both.
         """
 
+    def absorbed(self, layer: int, /) -> AbsorbedLora | None:
+        """What adapters change of a layer's kv_b_proj, which has latent attention; None if they change nothing."""
+
     def mixture(self, layer: int, /) -> MixtureLora | MixtureLaunches | None:
         """What adapters add in a layer's mixture of experts; None if they add nothing."""
 
     def embed(self, rows: torch.Tensor, token_ids: torch.Tensor, /) -> None:
         """Add the adapters' terms to embeddings `[tokens, hidden]`; waits for the adapters' first layer."""
+
+    def add_inputs(self, y: torch.Tensor, x: torch.Tensor, /) -> None:
+        """Add the adapters' products of embeddings x `[tokens, hidden]` to the further inputs of all layers."""
 
     def known(self, token_ids: torch.Tensor, /) -> torch.Tensor:
         """The tokens, with any of the model's in place of those that an adapter adds: `embed` writes their rows."""

@@ -20,6 +20,9 @@ AROUND_NORMS = {
 #: Norms of families that norm nothing but the output of each part.
 AFTER_NORMS = {"attention_out_norm": "post_attention_layernorm", "mlp_out_norm": "post_feedforward_layernorm"}
 
+#: Norms of latents, which stand where others have those of heads.
+LATENT_NORMS = {"self_attn.q_norm": "self_attn.q_a_layernorm", "self_attn.k_norm": "self_attn.kv_a_layernorm"}
+
 #: A router's correction, by its name in `tensor_parts.tensor_shapes`: see `Routing.corrected`.
 CORRECTION = "mlp.gate.e_score_correction_bias"
 
@@ -45,6 +48,9 @@ class TensorNames:
 
     heads: tuple[str, ...] = ("lm_head.weight",)
     """Names of the output projection, likewise."""
+
+    norm: str = "norm"
+    """The name of the final norm."""
 
     names: Mapping[str, str] = field(default_factory=lambda: MappingProxyType(LLAMA_NORMS))
     """A part of a layer → its name there, where the two differ; `{}` stands for an expert's number. A checkpoint that

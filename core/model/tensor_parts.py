@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 import torch
 
-from ...memory.pages.projections import UnitRows
+from ...memory.pages.projections import Group, UnitRows
 from .config import ModelConfig, UnsupportedModel
-from .layers import AttentionSpec, Experts, GatedDeltaSpec, HeadNorm, LayerSpec, Norms, UngatedActivation
+from .layers import AttentionSpec, Experts, HeadNorm, LayerSpec, Norms, UngatedActivation
 from .quantization.round_to_nearest import RoundToNearest
 from .shard import WHOLE, Part, Shard
 from .tensor_names import BIASES, CORRECTION, PACKED, STACKED_EXPERTS, TensorNames
@@ -22,7 +22,7 @@ from .tensor_names import BIASES, CORRECTION, PACKED, STACKED_EXPERTS, TensorNam
 EMBED, NORM, LM_HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 _MODEL, LAYER = "model.", "model.layers.{}."
 IN_LAYER = re.compile(
-    r"^model\.(layers\.\d+\.)(.+)\.(weight|bias|sinks|dt_bias|A_log|e_score_correction_bias|alpha_[pn]|beta|eps)$"
+    r"^model\.(layers\.\d+\.)(.+)\.(weight|bias|sinks|dt_bias|A_log|D|e_score_correction_bias|alpha_[pn]|beta|eps)$"
 )
 _EXPERT = re.compile(r"^(mlp\.experts\.)(\d+)\.(.+)$")
 
@@ -36,10 +36,23 @@ _OF_EXPERTS = re.compile(rf"\.(mlp\.experts\.\d+|{re.escape(SHARED)})\.")
 #: A router is quantised only where it is stored so: many tools leave it out without a word.
 ROUTERS = (f".{ROUTER}.weight", f".{SHARED_GATE}.weight")
 
-SINKS = "self_attn.sinks"
+SINKS, SCALAR = "self_attn.sinks", "layer_scalar"
+
+#: Never multiplied as one matrix, so always dequantised: see `LayerWeights.kv_up`.
+KV_UP = ".self_attn.kv_b_proj.weight"
 
 #: Parameters of xIELU, each one number.
 XIELU = tuple(f"mlp.act_fn.{name}" for name in ("alpha_p", "alpha_n", "beta", "eps"))
+#: Of further inputs of layers: the model's, and a layer's.
+INPUT_TABLE, INPUT_PROJECTION = "model.embed_tokens_per_layer.weight", "model.per_layer_model_projection.weight"
+INPUT_NORM, OUTPUT_GATE = "model.per_layer_projection_norm.weight", "per_layer_input_gate"
+OUTPUT_PROJECTION, OUTPUT_NORM = "per_layer_projection", "input_norm"
+
+#: Of a router beside a gated part: weights of its input's norm, and factors of experts.
+ROUTER_NORM, EXPERT_FACTORS = "router.scale", "router.per_expert_scale"
+
+#: Norms of experts beside a gated part.
+_BESIDE_NORMS = ("dense_out_norm", "experts_norm", "experts_out_norm")
 
 #: Norms that a layer may have, by where they stand.
 NORMS = {
@@ -58,6 +71,9 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {EMBED: (config.vocab_size, hidden), **_norm_shapes([NORM], config)}
     if not config.tie_word_embeddings:
         shapes[LM_HEAD] = (config.vocab_size, hidden)
+    if (inputs := config.layer_inputs) is not None:
+        width = config.num_layers * inputs.size
+        shapes |= {INPUT_TABLE: (inputs.vocab, width), INPUT_PROJECTION: (width, hidden), INPUT_NORM: (inputs.size,)}
     for index, layer in enumerate(config.layers):
         at = LAYER.format(index)
         shapes |= {at + part: shape for part, shape in _layer_shapes(layer, hidden).items()}
@@ -81,6 +97,10 @@ def bias_of(norm: str) -> str:
 def _layer_shapes(layer: LayerSpec, hidden: int) -> dict[str, tuple[int, ...]]:
     """The parts of a layer."""
     shapes: dict[str, tuple[int, ...]] = {}
+    if layer.input_size:
+        shapes[f"{OUTPUT_NORM}.weight"] = (hidden,)
+    if layer.beside is not None:
+        shapes |= {**dict.fromkeys((f"{norm}.weight" for norm in _BESIDE_NORMS), (hidden,)), ROUTER_NORM: (hidden,)}
     biased = layer.biased
     for projection in layer.projections(hidden):
         if projection.is_of_mixture:
@@ -92,16 +112,20 @@ def _layer_shapes(layer: LayerSpec, hidden: int) -> dict[str, tuple[int, ...]]:
         shapes |= dict.fromkeys(XIELU, (1,))
     if layer.experts is not None:
         shapes |= _expert_shapes(layer.experts, hidden)
+    if layer.scaled:
+        shapes[SCALAR] = (1,)
     if isinstance(layer.mixer, AttentionSpec):
         sinks: dict[str, tuple[int, ...]] = {SINKS: (layer.mixer.num_heads,)} if layer.mixer.sinks else {}
         return shapes | _head_norm_shapes(layer.mixer) | sinks
-    return shapes | _delta_shapes(layer.mixer)
+    return shapes | {path: tensor.shape for path, tensor in layer.mixer.tensors.items()}
 
 
 def _expert_shapes(experts: Experts, hidden: int) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {f"{ROUTER}.weight": (experts.count, hidden)}
     if experts.routing.corrected:
         shapes[CORRECTION] = (experts.count,)
+    if experts.routing.scaled:
+        shapes[EXPERT_FACTORS] = (experts.count,)
     if experts.routing.bias:
         shapes[f"{ROUTER}.bias"] = (experts.count,)
     sizes = {f"mlp.experts.{number}": experts.size for number in range(experts.count)}
@@ -119,22 +143,16 @@ def _expert_shapes(experts: Experts, hidden: int) -> dict[str, tuple[int, ...]]:
 
 
 def _head_norm_shapes(mixer: AttentionSpec) -> dict[str, tuple[int, ...]]:
+    if (latent := mixer.latent) is not None:
+        queries = {"self_attn.q_norm.weight": (latent.q_rank,)} if latent.q_rank else {}
+        return {**queries, "self_attn.k_norm.weight": (latent.kv_rank,)}
     if mixer.head_norm is None:
         return {}
     each = mixer.head_norm not in (HeadNorm.ALL, HeadNorm.OWN)
-    return {
-        "self_attn.q_norm.weight": (mixer.head_dim if each else mixer.q_size,),
-        "self_attn.k_norm.weight": (mixer.head_dim if each else mixer.kv_size,),
-    }
-
-
-def _delta_shapes(mixer: GatedDeltaSpec) -> dict[str, tuple[int, ...]]:
-    return {
-        "linear_attn.conv1d.weight": (mixer.channels, 1, mixer.conv_size),
-        "linear_attn.dt_bias": (mixer.num_v_heads,),
-        "linear_attn.A_log": (mixer.num_v_heads,),
-        "linear_attn.norm.weight": (mixer.v_dim,),
-    }
+    shapes: dict[str, tuple[int, ...]] = {"self_attn.q_norm.weight": (mixer.head_dim if each else mixer.q_size,)}
+    if not mixer.shares_kv:
+        shapes["self_attn.k_norm.weight"] = (mixer.head_dim if each else mixer.kv_size,)
+    return shapes
 
 
 def is_of_expert(name: str) -> bool:
@@ -164,9 +182,9 @@ class Source(NamedTuple):
 def sources(config: ModelConfig, names: Container[str]) -> dict[str, Source]:
     """Where a checkpoint with tensors of these names has each part of `tensor_shapes`."""
     tensors, shapes, units = config.tensors, tensor_shapes(config), config.unit_rows
-    prefix = next((each for each in tensors.prefixes if f"{each}norm.weight" in names), tensors.prefixes[0])
+    prefix = next((each for each in tensors.prefixes if f"{each}{tensors.norm}.weight" in names), tensors.prefixes[0])
     head = next((each for each in tensors.heads if each in names), tensors.heads[0])
-    found = {LM_HEAD: Source(head)}
+    found = {LM_HEAD: Source(head), NORM: Source(f"{prefix}{tensors.norm}.weight")}
     for part in shapes:
         match = IN_LAYER.match(part)
         if match is None:
@@ -197,8 +215,9 @@ def _layer_source(
                 return Source(f"{at}{name}.{kind}", units=units[path])
             first = sum(shapes[f"{own}{each}.{kind}"][0] for each in stack[: stack.index(path)])
             return Source(f"{at}{name}.{kind}", first)
-    given = tensors.names.get(f"{path}.{kind}") or f"{tensors.names.get(path, path)}.{kind}"
-    return Source(_either(f"{at}{given}", f"{at}{path}.{kind}", names))
+    own = f"{path}.{kind}"
+    given = tensors.names.get(own) or f"{tensors.names.get(path, path)}.{kind}"
+    return Source(_either(at + given, at + own, names))
 
 
 def _either(given: str, own: str, names: Container[str]) -> str:
@@ -280,7 +299,7 @@ def num_weights(config: ModelConfig, shard: Shard = WHOLE) -> int:
     return sum(
         shard_shape(shape, shard.of_tensor(name, config)).numel()
         for name, shape in tensor_shapes(config).items()
-        if not (shard.rank and name.endswith(("o_proj.bias", "down_proj.bias")))
+        if not (shard.rank and name.endswith(("o_proj.bias", "out_proj.bias", "down_proj.bias")))
     )
 
 
@@ -294,7 +313,7 @@ def kept_bytes(
     tokens = shard.of_vocab(config)
     head = (tokens.stop - tokens.start, config.hidden_size)
     every = (each for layer in shard.config(config).projections.layers for each in layer)
-    found = [(each.outputs, each.inputs) for each in every if not each.is_of_mixture]
+    found = [(each.outputs, each.inputs) for each in every if not each.is_of_mixture and each.group is not Group.KV_UP]
     if quantiser.lm_head:
         num_bytes += itemsize * math.prod(head) if config.tie_word_embeddings else 0  # the embeddings stay
         found.append(head)

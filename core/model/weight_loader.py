@@ -27,6 +27,7 @@ from .shard import WHOLE, Part, Shard
 from .tensor_parts import (
     EMBED,
     IN_LAYER,
+    INPUT_PROJECTION,
     LAYER,
     LM_HEAD,
     ROUTERS,
@@ -93,7 +94,7 @@ class WeightLoader(Weights):
         how = self._config.weight_format
         if how is None:
             return {}
-        parts = (part for part in self._shapes if part == LM_HEAD or IN_LAYER.match(part))
+        parts = (part for part in self._shapes if part in (LM_HEAD, INPUT_PROJECTION) or IN_LAYER.match(part))
         matrices = {self._sources[part].name for part in parts if part.endswith(".weight")}
         embed = self._sources[self._embed_name].name
         if embed not in matrices and how.stores(self._checkpoint, embed):
@@ -180,7 +181,8 @@ class WeightLoader(Weights):
 
     def kv_scales(self) -> list[KvScales]:
         """Raises UnsupportedModel for scales that can't be used."""
-        layers = [index for index, layer in enumerate(self._config.layers) if layer.attention is not None]
+        mixers = ((index, layer.attention) for index, layer in enumerate(self._config.layers))
+        layers = [index for index, mixer in mixers if mixer is not None and not mixer.shares_kv]
         keys = [self._sources[f"{LAYER.format(index)}self_attn.k_proj.weight"].name for index in layers]
         found = [read_kv_scales(self._checkpoint, name.rsplit(".", 2)[0]) for name in keys]
         given = sum(each != UNSCALED for each in found)

@@ -14,7 +14,7 @@ import torch
 
 from ...memory.pages.projections import Group
 from ...ops.float8_kv import UNSCALED, KvScales
-from ...ops.gated_delta import DeltaWeights
+from ...ops.recurrent import RecurrentWeights
 from .config import ModelConfig
 from .experts import ExpertPack, ListedExperts
 from .layer_weights import LayerWeights
@@ -24,15 +24,25 @@ from .quantization.group_scaled import GroupScaled
 from .quantization.groups import part_of, plain, stacked
 from .quantization.round_to_nearest import RoundToNearest
 from .quantization.rounded_inputs import Float8Inputs, RoundedInputs
+from .recurrent import RecurrentSpec
 from .shard import WHOLE, Part, Shard
 from .tensor_names import CORRECTION
 from .tensor_parts import (
     EMBED,
+    EXPERT_FACTORS,
+    INPUT_NORM,
+    INPUT_PROJECTION,
+    INPUT_TABLE,
     LAYER,
     LM_HEAD,
     NORM,
     NORMS,
+    OUTPUT_GATE,
+    OUTPUT_NORM,
+    OUTPUT_PROJECTION,
     ROUTER,
+    ROUTER_NORM,
+    SCALAR,
     SHARED,
     SHARED_GATE,
     SINKS,
@@ -107,6 +117,10 @@ class Weights(ABC):
         for i in range(self._config.num_layers):
             yield self._layer(i, pack, pack_expert)
 
+    def layer_inputs(self, pack: Pack | None = None) -> tuple[torch.Tensor, Any, torch.Tensor]:
+        """The table, the projection and the norm of `LayerInputs`, for a model that has them."""
+        return self._read(INPUT_TABLE), self._whole(INPUT_PROJECTION, pack), self._norm(INPUT_NORM)
+
     def projection(self, layer: int, path: str) -> torch.Tensor:
         """One projection's weight `[out, in]`, dequantised, in memory of its own."""
         return self._projection([f"{LAYER.format(layer)}{path}.weight"], None)
@@ -117,7 +131,7 @@ class Weights(ABC):
 
     def kv_scales(self) -> list[KvScales]:
         """The scales of an FP8 KV cache, of each layer with attention."""
-        return [UNSCALED] * len(self._config.attention_layers)
+        return [UNSCALED] * len(self._config.kv_layers)
 
     def norm(self) -> torch.Tensor:
         """The final norm `[hidden]`."""
@@ -169,9 +183,11 @@ class Weights(ABC):
         def first_rank_bias(name: str) -> torch.Tensor | None:
             return self._first_rank(f"{at}{name}.bias") if f"{at}{name}.bias" in self._shapes else None
 
-        *inputs, output = (each.path for each in spec.mixer.projections(self._config.hidden_size))
-        own = spec.feed_forward.projections(self._config.hidden_size)
-        gate_up = tuple(each.path for each in own if each.group is Group.GATE_UP)
+        paths: dict[Group, list[str]] = {}
+        for each in spec.projections(self._config.hidden_size):
+            paths.setdefault(each.group, []).append(each.path)
+        inputs, (output,) = paths[Group.MIXER_IN], paths[Group.MIXER_OUT]
+        gate_up = paths.get(Group.GATE_UP, [])
         norms, nothing = NORMS[spec.norms], torch.empty(0, dtype=self._dtype)
         return LayerWeights(
             attention_norm=norm("attention_norm"),
@@ -179,20 +195,34 @@ class Weights(ABC):
             qkv_bias=bias(*inputs),
             q_norm=norm("self_attn.q_norm"),
             k_norm=norm("self_attn.k_norm"),
+            q_up=projection(*paths[Group.QUERY_UP]) if Group.QUERY_UP in paths else None,
+            kv_up=self.projection(index, *paths[Group.KV_UP]) if Group.KV_UP in paths else None,
             sinks=self._read(at + SINKS) if at + SINKS in self._shapes else None,
-            delta=self._delta(f"{at}linear_attn.") if spec.delta else None,
+            input_gate=projection(OUTPUT_GATE) if spec.input_size else None,
+            input_projection=projection(OUTPUT_PROJECTION) if spec.input_size else None,
+            input_norm=norm(OUTPUT_NORM),
+            scalar=self._read(at + SCALAR) if spec.scaled else None,
+            recurrent=None if spec.recurrent is None else self._recurrent(at, spec.recurrent),
             o=projection(output),
             o_bias=first_rank_bias(output),
             attention_out_norm=norm("attention_out_norm"),
             mlp_norm=norm("mlp_norm"),
-            gate_up=projection(*gate_up) if spec.experts is None else nothing,
-            gate_up_bias=bias(*gate_up),
+            gate_up=nothing if spec.dense is None else projection(*gate_up),
+            gate_up_bias=bias(*gate_up) if gate_up else None,
             xielu=self._xielu(at),
-            down=projection("mlp.down_proj") if spec.experts is None else nothing,
+            down=nothing if spec.dense is None else projection("mlp.down_proj"),
             down_bias=first_rank_bias("mlp.down_proj"),
             mlp_out_norm=norm("mlp_out_norm"),
+            dense_out_norm=norm("dense_out_norm"),
+            experts_norm=norm("experts_norm"),
+            experts_out_norm=norm("experts_out_norm"),
+            router_norm=None if spec.beside is None else self._router_norm(at),
             experts=None if spec.experts is None else self._experts(at, spec.experts, pack_expert),
         )
+
+    def _router_norm(self, at: str) -> torch.Tensor:
+        """The norm of a router's input, with the factor that divides products of so many elements."""
+        return self._read(at + ROUTER_NORM, dtype=torch.float32) * self._config.hidden_size**-0.5
 
     def _xielu(self, at: str) -> torch.Tensor | None:
         """The parameters of a layer's activation; None if that has none."""
@@ -218,7 +248,8 @@ class Weights(ABC):
             router=self._read(f"{at}{ROUTER}.weight", dtype=torch.float32),
             gate_up=[matrix(path, "gate_proj", "up_proj") for path in paths],
             down=[matrix(path, "down_proj") for path in paths],
-            correction=self._read(at + CORRECTION, dtype=torch.float32) if spec.routing.corrected else None,
+            correction=self._read(at + CORRECTION, dtype=torch.float32).flatten() if spec.routing.corrected else None,
+            factors=self._read(at + EXPERT_FACTORS, dtype=torch.float32) if spec.routing.scaled else None,
             shared_gate_up=matrix(SHARED, "gate_proj", "up_proj") if spec.shared_size else None,
             shared_down=matrix(SHARED, "down_proj") if spec.shared_size else None,
             shared_gate=self._read(f"{at}{SHARED_GATE}.weight", dtype=torch.float32) if spec.shared_gate else None,
@@ -226,6 +257,10 @@ class Weights(ABC):
             gate_up_bias=biases("gate_proj", "up_proj"),
             down_bias=biases("down_proj", first_rank=True),
         )
+
+    def _whole(self, name: str, pack: Pack | None) -> Any:
+        """A matrix of the model that is not quantised, as projections are kept."""
+        return self._read(name) if pack is None else pack(self._read(name))
 
     def _projection(self, names: Sequence[str], pack: Pack | None) -> Any:
         """The rank's shares of projections, one below the other, as they are kept."""
@@ -257,12 +292,10 @@ class Weights(ABC):
             first += self._shapes[name][0]
         return stacked(shares)
 
-    def _delta(self, at: str) -> DeltaWeights:
-        """The tensors of Gated DeltaNet other than its projections, in float32 whatever the model's dtype."""
-        conv, dt_bias, a_log, norm = (
-            self._read(at + name, dtype=torch.float32) for name in ("conv1d.weight", "dt_bias", "A_log", "norm.weight")
-        )
-        return DeltaWeights(conv.squeeze(1).T.contiguous(), dt_bias, a_log, norm)
+    def _recurrent(self, at: str, spec: RecurrentSpec) -> RecurrentWeights:
+        """The tensors of a mixer other than its projections, in float32 whatever the model's dtype."""
+        tensors = {path: self._read(at + path, dtype=torch.float32) for path in spec.tensors}
+        return spec.share(self._shard.size).weights(tensors)
 
     def _parts(self, name: str) -> tuple[Part, ...]:
         """The rank's share of a tensor; embeddings are whole, whatever their name."""

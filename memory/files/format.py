@@ -15,7 +15,7 @@ from itertools import chain, product, repeat
 from pathlib import Path
 
 from ..pages.adapter_layout import AdapterPart, VectorTarget
-from ..pages.projections import Projections
+from ..pages.projections import Group, Projections
 from .adapter_weights import AdapterWeights
 from .added_tokens import OwnTokens, own_tokens
 from .config import CONFIG_FILE, AdapterConfig
@@ -89,8 +89,10 @@ def inspect_adapter(path: Path, modules: ModulePaths, roots: Sequence[Path] = ()
             untrained = _untrained(file, names, config, projections)
             _leave_out(untrained, targets, names, projections)
             _check_experts(config, targets, projections)
+            _check_latents(config, targets, projections)
             if added:
                 _check_no_lora_on_added(config, targets, projections)
+                _check_no_inputs(config, added, projections)
             head = read_score_head(file, modules.hidden_size, CONFIG_FILE) if config.has_head else None
             vectors = vector_targets(file, module_keys(projections), config, targets, modules)
             others = {name for target in vectors for name in vector_names(target, projections)}
@@ -149,6 +151,15 @@ def _check_no_lora_on_added(
             )
 
 
+def _check_no_inputs(config: AdapterConfig, added: Collection[int], projections: Projections) -> None:
+    """Refuse added tokens where layers have further inputs: the base model has a row of each of its tokens for them."""
+    if projections.of_group(Group.INPUTS) is not None:
+        raise AdapterFormatError(
+            f"{config.file}: the adapter adds token {min(added)} to the vocabulary, for which the base model has no "
+            "inputs of its layers (embed_tokens_per_layer); train without added tokens"
+        )
+
+
 def open_weights(path: Path, modules: ModulePaths) -> AdapterWeights:
     """The weights of an adapter directory. AdapterFormatError when there are none that may be read."""
     with _opened(path) as directory:
@@ -165,6 +176,17 @@ def _check_experts(config: AdapterConfig, targets: Collection[tuple[int, str]], 
                 f"{config.file}: DoRA or a bias is on {module} of layer {layer}, a part of a mixture of experts, where "
                 "plain LoRA alone is served; train with use_dora=False and lora_bias=False"
             )
+
+
+def _check_latents(config: AdapterConfig, targets: Targets, projections: Projections) -> None:
+    """Keys and values of latents are made, if at all, for the adapter of those who attend to them."""
+    found = next((name for _, name in targets if projections[name].group is Group.KV_UP), None)
+    if found is not None and config.invocation_tokens:
+        raise config.refuse(
+            "alora_invocation_tokens",
+            f"the adapter is on {found}, which makes keys and values of the tokens before these, too; train without "
+            f"{found} in target_modules",
+        )
 
 
 def _check_invocation(config: AdapterConfig, vocab_size: int | None) -> None:

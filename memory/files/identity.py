@@ -128,18 +128,17 @@ class _Reader:
     def hash(self, manifest: AdapterManifest) -> str:
         projections = _modules(manifest).projections
         targets = {
-            (layer, projections.id(module), part.experts): part
+            (layer, projections.id(module), part.experts): (part, projections[module])
             for part in manifest.parts
             for layer in part.layers
             for module in part.targets
         }
-        by_id, digest = tuple(projections), hashlib.sha256(b"chorus adapter 1\n")
+        digest = hashlib.sha256(b"chorus adapter 1\n")
         if manifest.invocation_tokens:
             digest.update(f"from {manifest.invocation_tokens}\n".encode())
         if manifest.tokens is not None:
             digest.update(f"tokens {manifest.tokens.digest}\n".encode())
-        for (layer, index, _), part in sorted(targets.items(), key=lambda item: item[0]):
-            projection = by_id[index]
+        for (layer, *_), (part, projection) in sorted(targets.items(), key=lambda item: item[0]):
             if part.token_ids:
                 self._hash_rows(digest, part)
                 continue

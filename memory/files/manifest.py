@@ -102,11 +102,11 @@ class AdapterManifest:
         return tuple(found if self.modules is None else sorted(found, key=self.modules.projections.id))
 
     @property
-    def mixture_targets(self) -> tuple[str, ...]:
-        """Those of `targets` that are of a mixture of experts."""
-        if self.modules is None or not self.modules.projections.mixture:
+    def unmerged_targets(self) -> tuple[str, ...]:
+        """Those of `targets` that are never merged; see `Projections.unmerged`."""
+        if self.modules is None or not self.modules.projections.unmerged:
             return ()
-        return tuple(name for name in self.targets if name in self.modules.projections.mixture)
+        return tuple(name for name in self.targets if name in self.modules.projections.unmerged)
 
     def num_params(self, projections: Projections) -> int:
         rows = sum(part.num_slabs * sum(sum(projections[name].dims) for name in part.targets) for part in self.parts)

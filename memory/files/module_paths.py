@@ -112,7 +112,9 @@ class ModulePaths:
 
     @cached_property
     def by_path(self) -> dict[str, tuple[str, ...]]:
-        """Each path that PEFT may target, and the projections that it is, in the table's order."""
+        """Each path that PEFT may target, and the projections that it is, in the table's order: several parts, or
+        several forms, of which a layer has one.
+        """
         renamed, fused = dict(self.renamed), {part: path for path, parts in self.fused for part, _ in parts}
         found: dict[str, tuple[str, ...]] = {}
         for projection in self.projections:
@@ -128,7 +130,8 @@ class ModulePaths:
         of a projection by the adapter's own path and then by other paths that its configuration may have.
         """
         names = {projection.name for projection in self.projections.layers[layer]}
-        found = {path: parts for path, parts in self.by_path.items() if names.issuperset(parts)}
+        own = ((path, self._in(names, path)) for path in self.by_path)
+        found = {path: parts for path, parts in own if parts}
         if self.experts is ExpertForm.EACH:
             found |= {
                 path: (own.name,)
@@ -138,6 +141,13 @@ class ModulePaths:
         elif self.experts is ExpertForm.TOGETHER:
             found |= {path: parts for path, (name, parts) in self._together_parts.items() if name in names}
         return found
+
+    def _in(self, names: set[str], path: str) -> tuple[str, ...]:
+        """Of a path's projections those that are among `names`; of parts all or none."""
+        parts = self.by_path[path]
+        if path in dict(self.fused):
+            return parts if names.issuperset(parts) else ()
+        return tuple(filter(names.__contains__, parts))
 
     @cached_property
     def _together_parts(self) -> dict[str, tuple[str, tuple[str, ...]]]:

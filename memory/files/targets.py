@@ -24,7 +24,7 @@ Targets = dict[tuple[int, str], tuple[int, float]]
 def targets_of(config: AdapterConfig, stem: str, modules: ModulePaths, head_names: Collection[str]) -> Targets:
     """(layer, module) → rank and scale of all that the configuration targets.
 
-    "all-linear" leaves the model's own modules out, as PEFT does; not a head by Tinker's name, as Tinker does.
+    "all-linear" leaves the embeddings and the head out, as PEFT does; not a head by Tinker's name, as Tinker does.
     head_names: see `AdapterWeights.head_names`.
     """
     file = config.file
@@ -34,7 +34,8 @@ def targets_of(config: AdapterConfig, stem: str, modules: ModulePaths, head_name
     for name, rank_and_scale in config.targets(names).items():
         if name in keys:
             layer, parts = keys[name]
-            if name in of_model and _is_passed_over(name, head_names, all_linear=config.targets_all_linear):
+            is_linear = modules.projections[parts[0]].group is Group.INPUTS
+            if name in of_model and not is_linear and _is_passed_over(name, head_names, config):
                 continue
             for module in parts:  # of several paths to a projection the first is the adapter's own
                 targets.setdefault((layer, module), rank_and_scale)
@@ -81,7 +82,7 @@ def _model_keys(stem: str, modules: ModulePaths) -> dict[str, tuple[int, tuple[s
         if projection.is_rows:
             continue
         found = projections.layers_of(projection.name)[0], (projection.name,)
-        if projection.group is Group.EMBEDDING:
+        if projection.group in (Group.EMBEDDING, Group.INPUTS):
             keys[f"{level}{projection.name}"] = found
         elif stem:
             keys |= dict.fromkeys((projection.name, UNEMBED, f"{level}{UNEMBED}"), found)
@@ -129,13 +130,13 @@ def _parameter_keys(stem: str, modules: ModulePaths) -> tuple[ModuleNames, dict[
     return ModuleNames([*found]), found
 
 
-def _is_passed_over(name: str, head_names: Collection[str], *, all_linear: bool) -> bool:
+def _is_passed_over(name: str, head_names: Collection[str], config: AdapterConfig) -> bool:
     """True for a module of the model that a configuration matches and does not mean: a head's other name where the
     file has no head, and what "all-linear" leaves out.
     """
     if name.endswith(UNEMBED):
-        return UNEMBED not in head_names if all_linear else not head_names
-    return all_linear
+        return UNEMBED not in head_names if config.targets_all_linear else not head_names
+    return config.targets_all_linear
 
 
 def _tied_targets(targets: Targets, modules: ModulePaths) -> Targets:

@@ -32,7 +32,17 @@ class Arena:
         else:
             self.pages = torch.zeros(shape, dtype=dtype, device=device)
         kv = self.pages.view(torch.float8_e4m3fn) if layout.float8_kv else self.pages
-        kv = kv.view(num_pages, -1, 2, layout.block_tokens, layout.kv_heads, layout.head_dim)
         places = {layer: at for group in layout.groups for at, layer in enumerate(group.layers)}
-        self.kv_layers = [(kv[:, places[i], 0], kv[:, places[i], 1]) for i in range(layout.num_layers)]
-        """K and V of each layer: strided views `[num_pages, block_tokens, kv_heads, head_dim]` of the pages."""
+        self.kv_layers = [_kv_of(kv, layout, layer, places[layer]) for layer in range(layout.num_layers)]
+        """K and V of each layer: strided views `[num_pages, block_tokens, kv_heads, head_dim]` of the pages. V has
+        fewer elements of a head where it is part of K.
+        """
+
+
+def _kv_of(kv: torch.Tensor, layout: PageLayout, layer: int, place: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V of the layer in a place of its group's pages."""
+    shape = layout.layer_shapes[layer]
+    size = layout.block_tokens * shape.elems
+    firsts = (layout.kv_parts * place * size + part * size for part in range(layout.kv_parts))
+    parts = [kv[:, first : first + size].view(len(kv), layout.block_tokens, *shape) for first in firsts]
+    return parts[0], parts[-1][..., : layout.value_dim]

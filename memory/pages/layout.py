@@ -21,6 +21,17 @@ NEVER = 1 << 62
 """A number of tokens that no request reaches."""
 
 
+class KvShape(NamedTuple):
+    """The keys of a token in a layer; its values have the same shape, or are parts of them."""
+
+    heads: int
+    head_dim: int
+
+    @property
+    def elems(self) -> int:
+        return self.heads * self.head_dim
+
+
 class PageGroup(NamedTuple):
     """Layers whose KV shares a page."""
 
@@ -33,8 +44,9 @@ class PageGroup(NamedTuple):
 class PageLayout:
     """Pages as KV cache: `block_tokens` tokens of the layers of a page group, page-outermost (Punica §5.4).
 
-    A page is `[layers of a group, 2, block_tokens, kv_heads, head_dim]`. A block of tokens has one page of each group.
-    Groups are equally large, so any page may serve any group: see `page_groups`.
+    A page is `[layers of a group, 2, block_tokens, kv_heads, head_dim]`, keys and then values, or `[…, 1, …]` where
+    values are parts of keys. A block of tokens has one page of each group. Layers of a group have the same shape. Pages
+    are equally large, whatever the shape of a group's layers, so any page may serve any group: see `page_groups`.
     """
 
     num_layers: int
@@ -46,13 +58,19 @@ class PageLayout:
     """Bytes of an element of adapters, and of KV unless it is in FP8."""
     windows: tuple[int | None, ...] = ()
     """The attention window of each layer; empty: none has one."""
+    shapes: tuple[KvShape, ...] = ()
+    """The shape of each layer's KV, where layers differ; empty: all have `kv_heads` and `head_dim`."""
     state: StateShape | None = None
     """The past of a request in other layers."""
     state_slots: int = 2
     """States that a request has pages for; see `StateSlots`."""
     float8_kv: bool = False
     """KV is in FP8 (E4M3), one byte an element."""
+    value_dim: int | None = None
+    """A value is the first elements of its key, as many as this (latent attention); None: values are kept, too."""
     groups: tuple[PageGroup, ...] = field(init=False)
+    layer_shapes: tuple[KvShape, ...] = field(init=False, compare=False)
+    """The shape of each layer's KV."""
     states: StateLayout | None = field(init=False, compare=False)
     group_windows: tuple[int | None, ...] = field(init=False, compare=False)
     """The window of each group."""
@@ -60,13 +78,20 @@ class PageLayout:
     """Pages that a request beyond all windows grows by with each block: those of groups without a window."""
     state_pages: int = field(init=False, compare=False)
     """Pages of a state."""
+    _token_elems: int = field(init=False, compare=False, repr=False)
+    """Elements of a token's keys in a page."""
     _windows: tuple[int, ...] = field(init=False, compare=False, repr=False)
     _pages_of_states: int = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         """Raises ValueError if a page is too small for a part of a state, or has no whole number of elements."""
-        groups = page_groups(self.windows or (None,) * self.num_layers)
+        shapes = self.shapes or (KvShape(self.kv_heads, self.head_dim),) * self.num_layers
+        groups = page_groups(self.windows or (None,) * self.num_layers, shapes)
         object.__setattr__(self, "groups", groups)
+        object.__setattr__(self, "layer_shapes", shapes)
+        object.__setattr__(
+            self, "_token_elems", max(sum(shapes[layer].elems for layer in group.layers) for group in groups)
+        )
         if self.page_bytes % self.itemsize:
             raise ValueError(f"a page has {self.page_bytes} bytes, no multiple of the {self.itemsize} of an element")
         states = None if self.state is None else StateLayout(self.state, self.page_bytes)
@@ -85,8 +110,12 @@ class PageLayout:
 
     @property
     def page_bytes(self) -> int:
-        elems = self.block_tokens * len(self.groups[0].layers) * 2 * self.kv_heads * self.head_dim
-        return elems * self.kv_itemsize
+        return self.block_tokens * self.kv_parts * self._token_elems * self.kv_itemsize
+
+    @property
+    def kv_parts(self) -> int:
+        """Parts of a layer's KV: keys and values, or keys alone."""
+        return 2 if self.value_dim is None else 1
 
     @property
     def page_elems(self) -> int:
@@ -111,7 +140,8 @@ class PageLayout:
     def of_ranks(self, size: int) -> PageLayout:
         """The layout of the pages of `size` TP ranks together, each with its share of every page in this layout."""
         state = None if self.state is None else self.state.of_ranks(size)
-        return replace(self, kv_heads=size * self.kv_heads, state=state)
+        shapes = tuple(KvShape(size * shape.heads, shape.head_dim) for shape in self.shapes)
+        return replace(self, kv_heads=size * self.kv_heads, shapes=shapes, state=state)
 
     def first_leaving(self, computed: int) -> int:
         """The number of computed tokens at which, after `computed` of them, another page leaves a window."""
@@ -157,30 +187,53 @@ class PageLayout:
         return max(0, fit) * self.block_tokens
 
 
-def page_groups(windows: Sequence[int | None]) -> tuple[PageGroup, ...]:
-    """Divide layers into groups of as many places for layers each; layers of a group have the same window.
+def page_groups(windows: Sequence[int | None], shapes: Sequence[KvShape] = ()) -> tuple[PageGroup, ...]:
+    """Divide layers into groups for equally large pages, each with as many layers as fit; layers of a group have the
+    same window and shape. shapes: empty: all layers' are equal.
 
-    Layers without a window fill their groups, so that the KV that stays with a request has no padding. Of the sizes
-    with at most an eighth more places than layers the largest is taken: then a block has the fewest pages. The last
-    group of a window may have places that no layer uses.
+    Layers without a window fill their pages if any size of pages does that, so that the KV that stays with a request
+    has no padding. Of the sizes with at most an eighth more room than KV the largest is taken: then a block has the
+    fewest pages. If all have more, the one with the least is taken. The last group of a kind of layers may leave room.
     """
-    alike: dict[int | None, list[int]] = {}
-    for layer, window in enumerate(windows):
-        alike.setdefault(window, []).append(layer)
-    free = len(alike.get(None, ()))
-    sizes = [size for size in range(1, (free or max(map(len, alike.values()), default=1)) + 1) if not free % size]
+    alike: dict[tuple[int | None, KvShape], list[int]] = {}
+    for layer, (window, shape) in enumerate(zip(windows, shapes or (KvShape(1, 1),) * len(windows), strict=True)):
+        alike.setdefault((window, shape), []).append(layer)
+    if not alike:
+        return (PageGroup(()),)
+    room = _room([_Kind(window is None, shape.elems, len(layers)) for (window, shape), layers in alike.items()])
+    ordered = sorted(alike.items(), key=lambda each: each[0][0] is not None)  # groups without a window come first
+    return tuple(
+        PageGroup(tuple(layers[first : first + room // shape.elems]), window)
+        for (window, shape), layers in ordered
+        for first in range(0, len(layers), room // shape.elems)
+    )
 
-    def places(size: int) -> int:
-        return sum(-(-len(layers) // size) * size for layers in alike.values())
 
-    size = max(size for size in sizes if 8 * places(size) <= 9 * max(1, len(windows)))
-    ordered = sorted(alike.items(), key=lambda each: each[0] is not None)  # groups without a window come first
-    groups = [
-        PageGroup(tuple(layers[first : first + size]), window)
-        for window, layers in ordered
-        for first in range(0, len(layers), size)
-    ]
-    return tuple(groups) or (PageGroup(()),)
+class _Kind(NamedTuple):
+    """Layers of one window and shape."""
+
+    is_free: bool
+    """They have no window."""
+    elems: int
+    layers: int
+
+    def padding(self, room: int) -> int:
+        """Elements of pages of so much room that none of them fills."""
+        return -(-self.layers // (room // self.elems)) * room - self.layers * self.elems
+
+
+def _room(kinds: Sequence[_Kind]) -> int:
+    """Elements of a token's keys in a page: see `page_groups`."""
+    free, least = [kind for kind in kinds if kind.is_free], max(kind.elems for kind in kinds)
+    rooms: set[int] = set()
+    for kind in free or kinds:
+        first = -(-least // kind.elems)
+        rooms.update(count * kind.elems for count in range(first, max(kind.layers, first) + 1))
+    rooms = {room for room in rooms if not any(kind.padding(room) for kind in free)} or rooms
+    padding = {room: sum(kind.padding(room) for kind in kinds) for room in rooms}
+    total = sum(kind.layers * kind.elems for kind in kinds)
+    near = [room for room in rooms if 8 * padding[room] <= total]
+    return max(near) if near else min(rooms, key=lambda room: (padding[room], -room))
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +255,7 @@ class SlabLayout:
         step = max(1, ROW_ALIGNMENT_BYTES // itemsize)
         offset = 0
         a_offset, b_offset = [-1] * len(projections), [-1] * len(projections)
-        own = [(module, each) for module, each in enumerate(projections) if each.name in targets]
+        own = [(projections.id(each.name), each) for each in projections if each.name in targets]
         for _, product in groupby(own, key=lambda target: target[1].group):
             modules = list(product)
             for offsets, side in ((a_offset, 0), (b_offset, 1)):

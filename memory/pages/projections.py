@@ -1,13 +1,13 @@
 """The modules of a model that adapters may change: a table, by name and by id.
 
-Most are projections of its layers. Layers may differ: a layer with linear attention has other projections than one
+Most are projections of its layers. Layers may differ: a layer with a recurrent mixer has other projections than one
 with full attention. The token embeddings and the output projection are modules of the model; adapters have their
 rank-rows next to those of the first and of the last layer. Pure data, like `layout`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import cached_property
@@ -19,7 +19,7 @@ class Group(IntEnum):
     """The products of a model. The projections of a group share an input, and their outputs are side by side."""
 
     MIXER_IN = 0
-    """Query, key and value; or the inputs of linear attention."""
+    """Query, key and value; or the inputs of a recurrent mixer."""
 
     MIXER_OUT = 1
     GATE_UP = 2
@@ -53,9 +53,26 @@ class Group(IntEnum):
 
     EXPERT_DOWN = 13
 
+    QUERY_UP = 14
+    """Of latent attention: the queries, from their latents."""
+
+    KV_UP = 15
+    """Of latent attention: each head's key and value, from their latents."""
+
+    INPUT_GATE = 16
+    """Gates a further input of a layer; likewise `INPUT_PROJECTION` of what it gives."""
+
+    INPUT_PROJECTION = 17
+
+    INPUTS = 18
+    """Of the model: makes the further inputs of all layers."""
+
 
 #: Those of a layer.
 LAYER_GROUPS = (Group.MIXER_IN, Group.MIXER_OUT, Group.GATE_UP, Group.DOWN)
+
+#: Further ones of a layer with latent attention.
+LATENT_GROUPS = (Group.QUERY_UP, Group.KV_UP)
 
 #: Those of a layer's mixture of experts.
 MIXTURE_GROUPS = (
@@ -67,7 +84,15 @@ MIXTURE_GROUPS = (
     Group.EXPERT_DOWN,
 )
 
-_MODEL_GROUPS = (Group.EMBEDDING, Group.HEAD, Group.EMBEDDING_ROWS, Group.HEAD_ROWS)
+#: Those of a layer's further input; all TP ranks have them.
+INPUT_GROUPS = (Group.INPUT_GATE, Group.INPUT_PROJECTION)
+
+#: Those that some layers have besides `LAYER_GROUPS`, outside mixtures of experts.
+FURTHER_GROUPS = (*LATENT_GROUPS, *INPUT_GROUPS)
+
+_MODEL_GROUPS = (Group.EMBEDDING, Group.HEAD, Group.EMBEDDING_ROWS, Group.HEAD_ROWS, Group.INPUTS)
+
+_REPLICATED = frozenset({Group.EMBEDDING, Group.ROUTER, Group.SHARED_GATE, *INPUT_GROUPS, Group.INPUTS})
 
 #: Those of a gated feed-forward part. A layer with experts has neither.
 _FEED_FORWARD = frozenset({Group.GATE_UP, Group.DOWN})
@@ -96,10 +121,17 @@ class Projection:
     expert: int | None = None
     """Of one expert: which."""
 
+    section_units: tuple[int, ...] = ()
+    """The units of each part, where they differ; empty: all have `units`."""
+
+    form: str = ""
+    """Tells those of one path apart, where layers have it in different shapes."""
+
     @property
     def name(self) -> str:
-        """Its path without the module around it."""
-        return self.path.partition(".")[2] or self.path
+        """Its path without the module around it, and its form."""
+        name = self.path.partition(".")[2] or self.path
+        return f"{name}@{self.form}" if self.form else name
 
     def of_expert(self, expert: int) -> Projection:
         """That of one of its experts."""
@@ -117,8 +149,11 @@ class Projection:
 
     @property
     def is_replicated(self) -> bool:
-        """True if every TP rank has all of it: of what chooses among experts, so that all choose the same."""
-        return self.group in (Group.EMBEDDING, Group.ROUTER, Group.SHARED_GATE) or self.is_rows
+        """True if every TP rank has all of it: of what chooses among experts, so that all choose the same, of what
+        makes the latents or the one key that all heads have, and of what is small.
+        """
+        is_common = self.group is Group.MIXER_IN and self.units == 1
+        return is_common or self.group in _REPLICATED or self.is_rows
 
     @property
     def num_weights(self) -> int:
@@ -148,12 +183,9 @@ class Projection:
             return slice(None), (slice(rank * self.outputs // size, (rank + 1) * self.outputs // size),)
         if self.is_row_parallel:
             return share_of(self.inputs, self.units, rank, size), (slice(None),)
-        shares, first = [], 0
-        for width in self.sections or (self.outputs,):
-            own = share_of(width, self.units, rank, size)
-            shares.append(slice(first + own.start, first + own.stop))
-            first += width
-        return slice(None), tuple(shares)
+        widths = self.sections or (self.outputs,)
+        units = self.section_units or (self.units,) * len(widths)
+        return slice(None), sections_of(tuple(zip(widths, units, strict=True)), rank, size)
 
 
 class UnitRows(NamedTuple):
@@ -198,6 +230,16 @@ def share_of(width: int, units: int, rank: int, size: int) -> slice:
     return slice(first * each, (first + count) * each)
 
 
+def sections_of(sections: Sequence[tuple[int, int]], rank: int, size: int) -> tuple[slice, ...]:
+    """As `share_of`, of parts that lie side by side. sections: the width of each, and its units."""
+    shares, first = [], 0
+    for width, units in sections:
+        own = share_of(width, units, rank, size)
+        shares.append(slice(first + own.start, first + own.stop))
+        first += width
+    return tuple(shares)
+
+
 class Product(NamedTuple):
     """A product of a layer: the projections of a group."""
 
@@ -214,8 +256,9 @@ class Product(NamedTuple):
 
 @dataclass(frozen=True)
 class Projections:
-    """The table of a model. A projection's index in it is its id everywhere; it is in the order of groups, those of
-    mixtures of experts after the model's own: tables with room for few projections leave them out.
+    """The table of a model. A path's index in it is its projections' id everywhere, whatever their form: a layer has
+    one of them. It is in the order of groups, those of mixtures of experts after the model's own: tables with room for
+    few projections leave them out.
 
     Raises ValueError for projections of one name that are not equal.
     """
@@ -239,10 +282,11 @@ class Projections:
         return Projections, (self.layers, self.model)
 
     def __len__(self) -> int:
-        return len(self._all)
+        """Ids."""
+        return len(self._of_ids)
 
     def __iter__(self) -> Iterator[Projection]:
-        """By id."""
+        """By id; those of one path and several forms are apart."""
         return iter(self._all)
 
     def __contains__(self, name: object) -> bool:
@@ -250,8 +294,8 @@ class Projections:
 
     def __getitem__(self, name: str) -> Projection:
         """By name; of one expert by such as `experts.7.up_proj`."""
-        found = self._ids.get(name)
-        return self._of_experts[name][1] if found is None else self._all[found]
+        found = self._by_name.get(name)
+        return self._of_experts[name][1] if found is None else found
 
     def experts_of(self, name: str) -> tuple[Projection, ...]:
         """Each expert's own projection, of one of all experts."""
@@ -269,11 +313,12 @@ class Projections:
         return next((self._ids[each.name] for each in self.model if each.group is group), None)
 
     def name_of(self, module: int) -> str:
-        return self._all[module].name
+        """By id, of the first form."""
+        return self._of_ids[module].name
 
     def dims_of(self, module: int) -> tuple[int, int]:
-        """Inputs and outputs of a projection, by id."""
-        return self._all[module].dims
+        """Inputs and outputs of a projection, by id, of the first form."""
+        return self._of_ids[module].dims
 
     def layers_of(self, name: str) -> tuple[int, ...]:
         """The layers that have a projection; of the model's, the layer beside which adapters have their rank-rows."""
@@ -282,6 +327,14 @@ class Projections:
     def names_in(self, layer: int) -> tuple[str, ...]:
         """The projections of a layer, by id."""
         return tuple(sorted((each.name for each in self.layers[layer]), key=self.id))
+
+    def of_layer(self, layer: int, name: str) -> Projection | None:
+        """That of a name in a layer, whatever its form; None if the layer has none."""
+        return self._by_layer[layer].get(self.name_of_all(name))
+
+    @cached_property
+    def _by_layer(self) -> tuple[dict[str, Projection], ...]:
+        return tuple({each.name.partition("@")[0]: each for each in layer} for layer in self.layers)
 
     def columns(self, layer: int, group: Group) -> tuple[tuple[int, int, int], ...]:
         """(module id, first column, width) of a layer's projections of a group, whose outputs are side by side."""
@@ -296,7 +349,7 @@ class Projections:
     @property
     def names(self) -> tuple[str, ...]:
         """Of the layers' projections that every token is multiplied with, outside mixtures of experts, by id."""
-        return tuple(each.name for each in self._all if each.group in LAYER_GROUPS)
+        return tuple(each.name for each in self._all if not each.is_of_model and not each.is_of_mixture)
 
     @property
     def names_with_mixtures(self) -> tuple[str, ...]:
@@ -315,14 +368,26 @@ class Projections:
 
     @property
     def product_of(self) -> tuple[tuple[int, ...], ...]:
-        """Indices in `products`, by layer and group."""
+        """Indices in `products`, by layer and group of `LAYER_GROUPS`."""
+        return tuple(tuple(found[group] for group in LAYER_GROUPS) for found in self._products[1])
+
+    @property
+    def product_in(self) -> tuple[Mapping[int, int], ...]:
+        """Indices in `products`, by layer and group: of every layer's groups, and of `FURTHER_GROUPS` but for
+        `KV_UP`, whose outputs are never computed.
+        """
         return self._products[1]
+
+    @cached_property
+    def unmerged(self) -> frozenset[str]:
+        """Names of projections that are never merged with adapters: of mixtures, and of further inputs of layers."""
+        return self.mixture.union(each.name for each in self._all if each.group in INPUT_GROUPS)
 
     @cached_property
     def num_weights(self) -> int:
         """Weights of all projections in all layers, outside mixtures of experts."""
         every = (projection for layer in self.layers for projection in layer)
-        return sum(each.inputs * each.outputs for each in every if each.group in LAYER_GROUPS)
+        return sum(each.inputs * each.outputs for each in every if not each.is_of_mixture)
 
     def rank_elems(self, targets: Sequence[str] | None = None) -> int:
         """Elements of one rank of an adapter on `targets`, by default on all of the layers', wherever they are."""
@@ -340,7 +405,20 @@ class Projections:
 
     @cached_property
     def _ids(self) -> dict[str, int]:
-        return {projection.name: index for index, projection in enumerate(self._all)}
+        places = {path: index for index, path in enumerate(dict.fromkeys(each.path for each in self._all))}
+        return {each.name: places[each.path] for each in self._all}
+
+    @cached_property
+    def _by_name(self) -> dict[str, Projection]:
+        return {each.name: each for each in self._all}
+
+    @cached_property
+    def _of_ids(self) -> tuple[Projection, ...]:
+        """The first form of each path, by id."""
+        found: dict[str, Projection] = {}
+        for each in self._all:
+            found.setdefault(each.path, each)
+        return tuple(found.values())
 
     @cached_property
     def _of_experts(self) -> dict[str, tuple[str, Projection]]:
@@ -362,18 +440,19 @@ class Projections:
             for projection in layer:
                 found[projection.name].append(index)
         for projection in self.model:
-            is_first = projection.group in (Group.EMBEDDING, Group.EMBEDDING_ROWS)
+            is_first = projection.group in (Group.EMBEDDING, Group.EMBEDDING_ROWS, Group.INPUTS)
             found[projection.name].append(0 if is_first else self.num_layers - 1)
         return {name: tuple(layers) for name, layers in found.items()}
 
     @cached_property
-    def _products(self) -> tuple[tuple[Product, ...], tuple[tuple[int, ...], ...]]:
+    def _products(self) -> tuple[tuple[Product, ...], tuple[Mapping[int, int], ...]]:
         """The different products, and those of each layer."""
         found: dict[Product, int] = {}
-        of_layer = [
-            tuple(found.setdefault(self._product(layer, group), len(found)) for group in LAYER_GROUPS)
-            for layer in self.layers
-        ]
+        of_layer: list[Mapping[int, int]] = []
+        for layer in self.layers:
+            own = {each.group for each in layer}
+            groups = (*LAYER_GROUPS, *(group for group in FURTHER_GROUPS if group in own and group is not Group.KV_UP))
+            of_layer.append({group: found.setdefault(self._product(layer, group), len(found)) for group in groups})
         return tuple(found), tuple(of_layer)
 
     def _product(self, layer: Sequence[Projection], group: Group) -> Product:
@@ -391,15 +470,48 @@ class Projections:
 
 
 def attention_projections(
-    hidden: int, heads: int, kv_heads: int, head_dim: int, *, gate: bool = False
+    hidden: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    *,
+    gate: bool = False,
+    keys_and_values: int = 2,
+    form: str = "",
 ) -> tuple[Projection, ...]:
-    """Those of full attention. gate: q_proj gives each head a query and then a gate."""
+    """Those of full attention. gate: q_proj gives each head a query and then a gate. keys_and_values: projections that
+    give them; 1: k_proj gives both, 0: they are another layer's. form: see `Projection`.
+    """
     q, kv = heads * head_dim, kv_heads * head_dim
+    names = ("self_attn.k_proj", "self_attn.v_proj")[:keys_and_values]
     return (
-        Projection("self_attn.q_proj", Group.MIXER_IN, hidden, q * (1 + gate), heads),
-        Projection("self_attn.k_proj", Group.MIXER_IN, hidden, kv, kv_heads),
-        Projection("self_attn.v_proj", Group.MIXER_IN, hidden, kv, kv_heads),
-        Projection("self_attn.o_proj", Group.MIXER_OUT, q, hidden, heads),
+        Projection("self_attn.q_proj", Group.MIXER_IN, hidden, q * (1 + gate), heads, form=form),
+        *(Projection(name, Group.MIXER_IN, hidden, kv, kv_heads, form=form) for name in names),
+        Projection("self_attn.o_proj", Group.MIXER_OUT, q, hidden, heads, form=form),
+    )
+
+
+def latent_projections(
+    hidden: int, heads: int, *, q_rank: int, kv_rank: int, key: int, rotated: int, value: int
+) -> tuple[Projection, ...]:
+    """Those of latent attention. q_rank: width of the queries' latents, 0 where queries have none; kv_rank: that of
+    keys and values together. key, rotated: elements of a head's key that are not rotated, and that are; value: of its
+    value. What makes latents is of all heads, and every TP rank has it whole.
+    """
+    q = heads * (key + rotated)
+    query = (
+        (
+            Projection("self_attn.q_a_proj", Group.MIXER_IN, hidden, q_rank, 1),
+            Projection("self_attn.q_b_proj", Group.QUERY_UP, q_rank, q, heads),
+        )
+        if q_rank
+        else (Projection("self_attn.q_proj", Group.MIXER_IN, hidden, q, heads),)
+    )
+    return (
+        *query,
+        Projection("self_attn.kv_a_proj_with_mqa", Group.MIXER_IN, hidden, kv_rank + rotated, 1),
+        Projection("self_attn.kv_b_proj", Group.KV_UP, kv_rank, heads * (key + value), heads),
+        Projection("self_attn.o_proj", Group.MIXER_OUT, heads * value, hidden, heads),
     )
 
 
@@ -418,22 +530,55 @@ def linear_projections(hidden: int, key: int, value: int, k_heads: int, v_heads:
     )
 
 
-def model_projections(vocab: int, hidden: int, head: int) -> tuple[Projection, ...]:
-    """The token embeddings and the output projection. head: how many tokens the latter gives logits of."""
+def conv_projections(hidden: int, size: int) -> tuple[Projection, ...]:
+    """Those of a gated short convolution. size: its channels, which TP ranks share."""
+    return (
+        Projection("conv.in_proj", Group.MIXER_IN, hidden, 3 * size, size, sections=(size, size, size)),
+        Projection("conv.out_proj", Group.MIXER_OUT, size, hidden, size),
+    )
+
+
+def mamba_projections(hidden: int, heads: int, head_dim: int, groups: int, state: int) -> tuple[Projection, ...]:
+    """Those of Mamba 2. state: width of B and C of a group. TP ranks share heads; with more ranks than groups, several
+    have the same B and C.
+    """
+    size, shared = heads * head_dim, groups * state
+    sections, units = (size, size, shared, shared, heads), (heads, heads, groups, groups, heads)
+    outputs = sum(sections)
+    return (
+        Projection("mamba.in_proj", Group.MIXER_IN, hidden, outputs, heads, sections=sections, section_units=units),
+        Projection("mamba.out_proj", Group.MIXER_OUT, size, hidden, heads),
+    )
+
+
+def input_projections(hidden: int, size: int) -> tuple[Projection, ...]:
+    """Those of a layer's further input."""
+    return (
+        Projection("per_layer_input_gate", Group.INPUT_GATE, hidden, size, 1),
+        Projection("per_layer_projection", Group.INPUT_PROJECTION, size, hidden, 1),
+    )
+
+
+def model_projections(vocab: int, hidden: int, head: int, inputs: int = 0) -> tuple[Projection, ...]:
+    """The token embeddings and the output projection. head: how many tokens the latter gives logits of. inputs: width
+    of the further inputs of all layers.
+    """
+    own = (Projection("model.per_layer_model_projection", Group.INPUTS, hidden, inputs, 1),) if inputs else ()
     return (
         Projection("model.embed_tokens", Group.EMBEDDING, vocab, hidden, 1),
         Projection("lm_head", Group.HEAD, hidden, head, 1),
         Projection("model.embed_tokens_rows", Group.EMBEDDING_ROWS, hidden, 0, 1),
         Projection("lm_head_rows", Group.HEAD_ROWS, hidden, 0, 1),
+        *own,
     )
 
 
-def gated_projections(hidden: int, size: int) -> tuple[Projection, ...]:
-    """Those of a gated feed-forward part."""
+def gated_projections(hidden: int, size: int, form: str = "") -> tuple[Projection, ...]:
+    """Those of a gated feed-forward part. form: see `Projection`."""
     return (
-        Projection("mlp.gate_proj", Group.GATE_UP, hidden, size, size),
-        Projection("mlp.up_proj", Group.GATE_UP, hidden, size, size),
-        Projection("mlp.down_proj", Group.DOWN, size, hidden, size),
+        Projection("mlp.gate_proj", Group.GATE_UP, hidden, size, size, form=form),
+        Projection("mlp.up_proj", Group.GATE_UP, hidden, size, size, form=form),
+        Projection("mlp.down_proj", Group.DOWN, size, hidden, size, form=form),
     )
 
 

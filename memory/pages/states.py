@@ -1,4 +1,4 @@
-"""Recurrent states of linear attention in pages of the pool.
+"""Recurrent states in pages of the pool.
 
 A state is computed from the state before it, so a step that runs twice must not change the one that it begins from. A
 request therefore has several slots, each with pages for a whole state: a step reads one and writes the next, in turn. A
@@ -30,6 +30,8 @@ class StateShape:
 
     conv_elems: int
     num_heads: int
+    """0 where mixers have no more than a convolution."""
+
     head_elems: int
     draft_elems: int = 0
     """Elements of a draft's inputs in a layer."""
@@ -58,7 +60,7 @@ class StateLayout:
         self.shape = shape
         floats = page_bytes // FLOAT_BYTES
         self.convs_per_page = floats // shape.conv_elems
-        self.heads_per_page = floats // shape.head_elems
+        self.heads_per_page = floats // shape.head_elems if shape.num_heads else 1
         self.drafts_per_page = floats // shape.draft_elems if shape.most_drafts else 0
         num_drafts = shape.num_layers * shape.most_drafts
         if not self.convs_per_page or not self.heads_per_page or (num_drafts and not self.drafts_per_page):

@@ -11,12 +11,14 @@
 #include "head.h"
 #include "offload.h"
 #include "paged_states.h"
+#include "mamba2.h"
 #include "merge.h"
 #include "model_lora.h"
 #include "prefill_attention.h"
 #include "projections.h"
 #include "ranks.h"
 #include "sampling.h"
+#include "short_conv.h"
 
 namespace chorus {
 
@@ -75,6 +77,8 @@ class Decoder final : public AnyDecoder {
           merge_(team_),
           offloader_(model),
           delta_(model.delta),
+          short_conv_(model.delta),
+          mamba_(model.delta),
           attention_scratch_(team_.most()) {}
 
     void forward(const StepDesc& step) override {
@@ -150,8 +154,7 @@ class Decoder final : public AnyDecoder {
         grow_rows(normed_, tokens, m_.hidden);
         grow_rows(q_, tokens, q_size());
         grow_rows(attended_, tokens, std::max(q_size(), m_.delta.v_size()));
-        if (m_.delta.v_heads)
-            delta_.plan(step.tokens + step.state_accepted[step.rows], m_.most_drafts > 0, team_.size());
+        if (m_.delta.v_heads) plan_mixer(step);
         grow_rows(act_, tokens, m_.ffn);
         decode_ = projections_.few() && step.tokens == step.rows;
         if (decode_) {
@@ -227,11 +230,27 @@ class Decoder final : public AnyDecoder {
         const Rows<float> y = rows_of(y_, outputs(w, kQkv));
         run_product(me, task(step, w, l, kQkv, rows_of(normed_, m_.hidden), y));
         const Rows<X> out = rows_of(attended_, w.delta.conv ? m_.delta.v_size() : q_size());
-        if (w.delta.conv)
-            delta_.run(team_, me, w.delta, PagedStates{m_, step, w.state_layer}, (Rows<const float>)y, out);
+        if (w.delta.conv) recur(step, me, w, y, out);
         else if (m_.float8_kv) attend<Float8<X>>(step, me, w, y, out);
         else attend<T>(step, me, w, y, out);
         return out;
+    }
+
+    void plan_mixer(const StepDesc& step) {
+        const int seen = step.tokens + step.state_accepted[step.rows];
+        const bool drafts = m_.most_drafts > 0;
+        if (m_.delta.mixer == Mixer::kDelta) delta_.plan(seen, drafts, team_.size());
+        if (m_.delta.mixer == Mixer::kMamba2) mamba_.plan(step.tokens, seen, drafts, team_.size());
+    }
+
+    // out = what a recurrent mixer with weights w makes of y.
+    void recur(const StepDesc& step, Team::Member& me, const LayerDesc& w, Rows<const float> y, Rows<X> out) {
+        const PagedStates states{m_, step, w.state_layer};
+        switch (m_.delta.mixer) {
+            case Mixer::kDelta: return delta_.run(team_, me, w.delta, states, y, out);
+            case Mixer::kShortConv: return short_conv_.run(team_, me, w.delta, states, y, out);
+            case Mixer::kMamba2: return mamba_.run(team_, me, w.delta, states, step.tokens, y, out);
+        }
     }
 
     // out = attention of a layer with weights w: q, k and v, which y has, are rotated, and k and v written to their pages, whose
@@ -476,6 +495,8 @@ class Decoder final : public AnyDecoder {
     Merge<T> merge_;
     Offloader<T> offloader_;
     GatedDelta delta_;
+    ShortConv short_conv_;
+    Mamba2 mamba_;
     Sampling sampling_;
     std::vector<AttentionScratch> attention_scratch_;
     Shares<AttentionUnit> attention_;

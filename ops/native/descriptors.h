@@ -47,7 +47,7 @@ struct LayerDesc {
     int32_t page_group, page_layer;  // whose pages have its K and V, and its place among the layers in them
     Activation activation;
     int32_t product[kGroups];  // of the model's, by group
-    DeltaWeights delta;  // of a layer with Gated DeltaNet
+    DeltaWeights delta;  // of a layer with a recurrent mixer
     int32_t state_layer;  // its place among such layers
 };
 
@@ -66,7 +66,7 @@ struct ModelDesc {
     int64_t page_elems, page_bytes;
     int32_t float8_kv;  // 1: K and V are in FP8
     int32_t output_gate;  // 1: each head's query is followed by a gate of its output
-    DeltaShape delta;  // without heads where no layer has Gated DeltaNet
+    DeltaShape delta;  // without heads where no layer has a recurrent mixer
     int32_t convs_per_page, heads_per_page, conv_pages;  // of a state: see paged_states.h
     int32_t most_drafts, drafts_per_page, draft_page;  // rows of drafts' inputs next to a state, and their first page
     int32_t kv_copies;  // TP ranks that have the same K/V heads

@@ -16,8 +16,13 @@
 
 namespace chorus {
 
-// Shapes of a model's Gated DeltaNet.
+// A recurrent mixer.
+enum class Mixer : int32_t { kDelta, kShortConv, kMamba2 };
+
+// Shapes of a model's recurrent mixers. A short convolution has one head of v, of all its channels, and no state in heads;
+// for Mamba 2 see mamba2.h.
 struct DeltaShape {
+    Mixer mixer;
     int32_t k_heads, v_heads, k_dim, v_dim, conv_size;
     float eps;  // of the norm
 
@@ -25,7 +30,10 @@ struct DeltaShape {
     int v_size() const { return v_heads * v_dim; }
     int channels() const { return 2 * k_size() + v_size(); }
     int in_size() const { return channels() + v_size() + 2 * v_heads; }
-    int draft_size() const { return channels() + 2 * v_heads; }  // of a draft's inputs: q, k and v, then b and a
+    // Of a draft's inputs: those of the convolution, then b and a, or dt, of each head.
+    int draft_size() const {
+        return channels() + (mixer == Mixer::kDelta ? 2 * v_heads : mixer == Mixer::kMamba2 ? v_heads : 0);
+    }
     int heads() const { return 2 * k_heads + v_heads; }  // of q, k and v
 };
 
@@ -33,7 +41,9 @@ struct DeltaShape {
 struct DeltaWeights {
     const float* conv;  // [conv_size, channels]: factors of a token's inputs, of the oldest first; null: no such layer
     const float *dt_bias, *a_log;  // [v_heads]
-    const float* norm;  // [v_dim]
+    const float* norm;  // [v_dim]; of Mamba 2 [v_heads · v_dim]
+    const float* conv_bias;  // [channels], of the convolution; null: it has none
+    const float* d;  // [v_heads], of Mamba 2
 };
 
 // A part of a state: where it is before a step, and where it goes. The two don't overlap, or are the same.
@@ -54,6 +64,17 @@ struct DeltaRow {
     int mixed(int t) const { return first + t - accepted; }  // the step's token t of `total`, from `accepted` on
     int place(int t) const { return first + before + t; }  // of token t among those of all sequences
 };
+
+// Some channels of a causal depthwise convolution.
+//
+//   taps   [conv_size, channels]: from the first of these channels on
+//   input  input(i): what is multiplied with taps[i]
+template <class Input>
+CHORUS_INLINE Floats convolution(const float* taps, int channels, int conv_size, Head here, Input input) {
+    Floats all = input(0) * load16(taps, here);
+    for (int tap = 1; tap < conv_size; tap++) all = fma(input(tap), load16(taps + (long)tap * channels, here), all);
+    return all;
+}
 
 // Vectors of a state's columns that are worked on together. A prompt's tokens pass over them one after the other, so that
 // they, two sums of each and a factor of each stay in registers. A token alone takes whole rows, which memory gives faster.
@@ -198,11 +219,9 @@ class GatedDelta {
             Floats squares = floats(0);
             for (int c = 0; c < width; c += kLanes) {
                 const Head here = head_of(width - c);
-                Floats all = load16(input(t - before) + c, here) * load16(w.conv + first + c, here);
-                for (int tap = 1; tap <= before; tap++)
-                    all = fma(load16(input(t - before + tap) + c, here),
-                              load16(w.conv + (long)tap * channels + first + c, here), all);
-                const Floats v = silu16(all);
+                const Floats v = silu16(
+                    convolution(w.conv + first + c, channels, s_.conv_size, here,
+                                [&](int tap) { return load16(input(t - before + tap) + c, here); }));
                 squares = fma(v, v, squares);
                 store16(y + c, v, here);
             }

@@ -15,8 +15,9 @@ import torch
 
 from ...memory.pages import hugepages
 from ...ops import native_library
-from ...ops.gated_delta import DeltaState, DeltaWeights
+from ...ops.gated_delta import DeltaWeights
 from ...ops.native_delta import run_delta
+from ...ops.recurrent import RecurrentState
 from ..report.command import judge, parser
 from ..report.table import Goal, Table
 
@@ -50,7 +51,9 @@ class Step:
         shapes = (case.sequences, CONV_SIZE - 1, channels), (case.sequences, v_heads, WIDTH, WIDTH)
         random = torch.Generator().manual_seed(0)
         self._before, self._after = (
-            DeltaState(*(hugepages.zeros(shape, torch.float32).normal_(0, 0.1, generator=random) for shape in shapes))
+            RecurrentState(
+                *(hugepages.zeros(shape, torch.float32).normal_(0, 0.1, generator=random) for shape in shapes)
+            )
             for _ in range(2)
         )
         self._weights = DeltaWeights(
@@ -58,6 +61,7 @@ class Step:
             torch.zeros(v_heads),
             torch.full((v_heads,), -4.0),
             torch.ones(WIDTH),
+            eps=1e-6,
         )
         self._mixed = torch.randn(case.sequences, channels + v_heads * (WIDTH + 2), generator=random)
 
@@ -69,7 +73,6 @@ class Step:
             self._weights,
             self._before,
             indptr,
-            1e-6,
             after=self._after,
             threads=self._threads,
             times=times,

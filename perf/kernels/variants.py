@@ -308,10 +308,12 @@ ATTENTION = {
     "heads.96": (32, 8, 96),
     "heads.256": (16, 4, 256),
     "heads.256 window": (8, 4, 256),
+    "heads-wide.512": (32, 4, 512),
     "float8.64": (8, 8, 64),
     "float8.96": (32, 8, 96),
     "float8.256 window": (8, 4, 256),
     "float8.256": (16, 4, 256),
+    "float8-wide.512": (32, 4, 512),
     "float8-llama.128": (32, 8, 128),
     "sinks.64": (64, 8, 64),
 }
@@ -334,7 +336,7 @@ def _attention(
         "attention_triton",
         "attend_rows",
         constants={"C": replace(attention_constants(*shape, itemsize), **more)},
-        options=attention_options(),
+        options=attention_options(head_dim),
         own=("out", "q", "sinks"),
         others={
             **dict.fromkeys(("k_cache", "v_cache"), cache),

@@ -12,9 +12,11 @@ from pathlib import Path
 
 from ...core.config import EngineConfig
 from ...core.costs.profile import Geometry, Number, Profile, Terms, Whole
+from ...core.model.config import ModelConfig
 from ...core.model.narrow_bytes import weight_bytes
 from ...core.model.quantization.round_to_nearest import Name, quantiser_of
 from ...core.model.read_config import read_model_config
+from ...memory.pages.states import FLOAT_BYTES
 from .requests import PlanError
 
 _PCIE_5, _PCIE_4 = 64e9, 32e9  # 16 lanes, one way
@@ -123,8 +125,10 @@ def predicted_profile(
     kept = weight_bytes(model, size, quantiser_of(quantization, False, model.weight_format))
     read, multiply = gpu.bandwidth * READ, gpu.flops * MULTIPLY
     per_rank = model.projections.rank_elems()
-    attention = len(model.attention_layers)
-    kv_bytes = 2 * attention * model.kv_size * (1 if float8_kv else size)
+    kept_parts = 1 if model.attention.latent else 2
+    kv_bytes = kept_parts * sum(mixer.kv_size for mixer in model.attention_layers) * (1 if float8_kv else size)
+    # of a score, and of what is attended
+    pair_elems = sum(mixer.num_heads * (mixer.head_dim + mixer.attended_dim) for mixer in model.attention_layers)
     floor = (kept.projections + share * kept.experts + kept.head) / read
     step = {
         "base": max(STEP_SHARE * floor, STEP_PER_LAYER * layers),
@@ -133,9 +137,9 @@ def predicted_profile(
         "per_token": 2 * used / (multiply * PREFILL_MULTIPLY),
         "head": kept.head / read,
         "per_logits": 2 * in_head / multiply,
-        "per_row": ROW_PER_LAYER * layers,
+        "per_row": ROW_PER_LAYER * layers + 2 * _state_bytes(model) / read,
         "per_kv_token": kv_bytes / (read * KV_READ),
-        "per_pair": 4 * attention * model.q_size / (multiply * PREFILL_ATTEND),
+        "per_pair": 2 * pair_elems / (multiply * PREFILL_ATTEND),
         "lora": LORA_PER_LAYER * layers,
         "per_token_rank": 2 * per_rank / (multiply * LORA_MULTIPLY),
         "per_adapter_rank": size * per_rank / (read * ADAPTER_READ),
@@ -160,6 +164,7 @@ def predicted_profile(
             max_model_len=model.max_context,
             itemsize=size,
             float8_kv=float8_kv,
+            value_dim=model.attention.cached_value_dim,
         ).with_projections(model.projections),
         memory_bytes=Whole(
             value=_arena(directory, gpu, kept.total, model.dtype), source="memory that the weights leave"
@@ -168,6 +173,13 @@ def predicted_profile(
         disk=_terms({"latency": DISK_LATENCY, "per_byte": 1 / DISK_BYTES_PER_SECOND}, "assumed"),
         link=_terms({"latency": LINK_LATENCY, "per_byte": 1 / (gpu.link * COPY)}, "predicted"),
     )
+
+
+def _state_bytes(model: ModelConfig) -> int:
+    """Bytes of a sequence's recurrent states, which a step reads and writes."""
+    if model.recurrent is None:
+        return 0
+    return FLOAT_BYTES * model.recurrent.state_elems * (model.num_layers - len(model.attention_layers))
 
 
 def _arena(directory: Path, gpu: Gpu, weights: int, dtype: str) -> int:

@@ -12,6 +12,7 @@ from ..checkpoints.pull import PullError, resolve_model
 
 if TYPE_CHECKING:
     from ...core.model.config import ModelConfig
+    from ...core.model.layers import AttentionSpec
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -69,6 +70,12 @@ def _kept(model: ModelConfig) -> str:
     return "dequantised when they are loaded"
 
 
+def _heads(mixer: AttentionSpec) -> str:
+    if (latent := mixer.latent) is not None:
+        return f"{mixer.num_heads} heads over latents of {latent.kv_rank} and a rotated key of {latent.rotated_dim}"
+    return f"{mixer.num_heads} heads of {mixer.head_dim}, {mixer.num_kv_heads} KV heads"
+
+
 def described(directory: Path) -> list[str]:
     """What a checkpoint's configuration says. Raises UnsupportedModel if it would not be served."""
     from ...core.model.families import FAMILIES
@@ -82,8 +89,8 @@ def described(directory: Path) -> list[str]:
     lines = [
         f"{FAMILIES[model.architecture].title} ({model.architecture}) is served",
         f"context: {model.max_context:,} tokens{more}",
-        f"shapes: hidden {model.hidden_size}, feed-forward {model.intermediate_size}, {model.num_heads} heads of "
-        f"{model.head_dim}, {model.num_kv_heads} KV heads, vocabulary {model.vocab_size}",
+        f"shapes: hidden {model.hidden_size}, feed-forward {model.intermediate_size}, "
+        f"{' or '.join(map(_heads, model.attention_shapes))}, vocabulary {model.vocab_size}",
         f"adapters may target: {model.module_paths.names}",
     ]
     if (form := _form(directory, model)) is not None:
@@ -99,9 +106,6 @@ def described(directory: Path) -> list[str]:
         seen = "all tokens" if window is None else f"the last {window:,} tokens"
         turned = "no rope" if rope is None else f"{rope.type} rope of base {rope.theta:g}"
         lines.append(f"{count} layers see {seen}, with {turned}")
-    if delta := model.delta:
-        heads = (
-            f"{delta.num_k_heads} heads of {delta.k_dim} for keys and {delta.num_v_heads} of {delta.v_dim} for values"
-        )
-        lines.append(f"{model.num_layers - len(model.attention_layers)} layers are Gated DeltaNet, with {heads}")
+    if recurrent := model.recurrent:
+        lines.append(f"{model.num_layers - len(model.attention_layers)} layers are {recurrent.described()}")
     return lines

@@ -7,17 +7,17 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from chorus.core.model.config import ModelConfig
-from chorus.ops.gated_delta import DeltaState, DeltaWeights, gated_delta
+from chorus.ops.recurrent import RecurrentState, RecurrentWeights
 
 
 class PlainStates:
     """States of sequences by their names: zeros where a name is new."""
 
     def __init__(self, config: ModelConfig) -> None:
-        assert config.delta is not None
-        self._spec = config.delta
-        self._layers = [index for index, layer in enumerate(config.layers) if layer.delta]
-        self._kept: dict[str, Mapping[int, DeltaState]] = {}
+        assert config.recurrent is not None
+        self._spec = config.recurrent
+        self._layers = [index for index, layer in enumerate(config.layers) if layer.recurrent]
+        self._kept: dict[str, Mapping[int, RecurrentState]] = {}
 
     def step(self, names: Sequence[str], qo_indptr: Sequence[int]) -> StepStates:
         """For a step of these sequences."""
@@ -25,27 +25,29 @@ class PlainStates:
             self._kept.setdefault(name, {layer: self._zeros() for layer in self._layers})
         return StepStates([self._kept[name] for name in names], qo_indptr)
 
-    def _zeros(self) -> DeltaState:
-        return DeltaState(torch.zeros(1, *self._spec.conv_shape), torch.zeros(1, *self._spec.recurrent_shape))
+    def _zeros(self) -> RecurrentState:
+        return RecurrentState(torch.zeros(1, *self._spec.conv_shape), torch.zeros(1, *self._spec.recurrent_shape))
 
 
 class StepStates:
     """States of a step's sequences; see `core.model.batch.StepStates`."""
 
-    def __init__(self, sequences: Sequence[Mapping[int, DeltaState]], qo_indptr: Sequence[int]) -> None:
+    def __init__(self, sequences: Sequence[Mapping[int, RecurrentState]], qo_indptr: Sequence[int]) -> None:
         self._sequences, self._qo_indptr = sequences, qo_indptr
 
-    def mix(self, layer: int, mixed: torch.Tensor, weights: DeltaWeights, eps: float) -> torch.Tensor:
+    def mix(self, layer: int, mixed: torch.Tensor, weights: RecurrentWeights, ranks: None) -> torch.Tensor:
         state = self._of(layer)
-        out = gated_delta(mixed, weights, state, self._qo_indptr, eps)
+        out = weights.mix(mixed, state, self._qo_indptr, ranks=ranks)
         self._write(layer, state)
         return out
 
-    def _of(self, layer: int) -> DeltaState:
+    def _of(self, layer: int) -> RecurrentState:
         states = [sequence[layer] for sequence in self._sequences]
-        return DeltaState(torch.cat([state.conv for state in states]), torch.cat([state.recurrent for state in states]))
+        return RecurrentState(
+            torch.cat([state.conv for state in states]), torch.cat([state.recurrent for state in states])
+        )
 
-    def _write(self, layer: int, state: DeltaState) -> None:
+    def _write(self, layer: int, state: RecurrentState) -> None:
         for index, sequence in enumerate(self._sequences):
             own = state.of(slice(index, index + 1))
             sequence[layer].conv.copy_(own.conv)

@@ -57,7 +57,7 @@ def mixture():
 
 @pytest.mark.numerics
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.native)])
-@families([*QUICK, "glm-4-moe"])
+@families([*QUICK, "glm-4-moe", "gemma-4-moe"])
 def test_mixed_batch_equals_transformers_and_peft(mixture, drive, family, ranks):
     it = mixture(family)
     driver = drive(it, max_num_seqs=8, max_num_batched_tokens=24, max_model_len=128, tensor_parallel_size=ranks)
@@ -70,13 +70,13 @@ def test_mixed_batch_equals_transformers_and_peft(mixture, drive, family, ranks)
         assert {unpack(each).shape[0] for each in weights.gate_up} == {whole.size}, "half of gate and half of up"
 
 
-@families([*QUICK, "glm-4-moe"])
+@families([*QUICK, "glm-4-moe", "gemma-4-moe"])
 def test_adapters_target_what_they_are_named_for(mixture, drive, family):
     it = mixture(family)
     store = drive(it).engine.store
     targets = {name: store.get(name).manifest.targets for name in ADAPTERS}
     assert "gate" in targets["r4-router"]
-    has_shared = family.startswith(("glm", "qwen3.5"))
+    has_shared = family.startswith(("glm", "qwen3.5", "deepseek", "granite-4"))
     assert has_shared == ("shared_expert.down_proj" in targets["r5-shared"])
     assert family.startswith("qwen3.5") == ("shared_expert_gate" in targets["r5-shared"])
 

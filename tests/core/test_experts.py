@@ -42,7 +42,9 @@ BF16_ERROR = 8e-2
 most 5.9e-2.
 """
 
-WITHOUT_STATES = [name for name in EXPERTS if not name.startswith("qwen3.5")]
+WITH_STATES = ("qwen3.5-moe", "lfm2-moe", "granite-4-h-moe")
+
+WITHOUT_STATES = [name for name in EXPERTS if name not in WITH_STATES]
 """Families of attention alone. A CPU has no room for the states of a step that is launched ahead; and in bfloat16 one
 changed choice of an expert changes the states of all later tokens, in transformers as here.
 """

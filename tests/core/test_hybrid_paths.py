@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 from functools import partial
@@ -21,7 +22,7 @@ from .speculation.stand_ins import Drawn, Free, Right, Wrong
 from .speculation.test_speculation import WAYS, ask, same
 from .tiny_families import ADAPTERS, HYBRIDS
 
-pytestmark = [pytest.mark.numerics, pytest.mark.parametrize("kernels", ["torch", "native"]), pytest.mark.wide]
+pytestmark = [pytest.mark.numerics, pytest.mark.wide]
 
 
 answers = partial(test_family_paths.answers, adapters=(None,))
@@ -30,13 +31,32 @@ told = test_family_paths.told
 needs_library = pytest.mark.skipif(
     not native_library.available(torch.float32), reason="ranks add up by the native library"
 )
-on_one_or_two_ranks = pytest.mark.parametrize(
-    ("family", "ranks"), [*((name, 1) for name in HYBRIDS), pytest.param("qwen3.5", 2, marks=needs_library)]
-)
-"""Both geometries on one rank, and on two the one with several heads of values for each of keys."""
+KERNELS = ["torch", "native"]
+EVERY = list(itertools.product(HYBRIDS, KERNELS))
+
+ONE = [*itertools.product(("qwen3.5", "qwen3.5-tied"), KERNELS), ("lfm2", "native"), ("granite-4-h", "native")]
+"""Geometries on one rank."""
+
+TWO = [*itertools.product(["qwen3.5"], KERNELS), ("lfm2", "native"), ("granite-4-h", "torch")]
+"""Geometries on two ranks: one has several heads of values for each of keys, one a group of heads for both ranks."""
+
+every = pytest.mark.parametrize(("family", "kernels"), EVERY)
+both = pytest.mark.parametrize("kernels", KERNELS)
 
 
-@pytest.mark.parametrize("family", HYBRIDS)
+def on_ranks(one, two):
+    """Geometries on one rank, and on two."""
+    values = [*((*each, 1) for each in one), *(pytest.param(*each, 2, marks=needs_library) for each in two)]
+    return pytest.mark.parametrize(("family", "kernels", "ranks"), values)
+
+
+every_on_one_or_two_ranks = on_ranks(EVERY, [*TWO, ("granite-4-h-biased", "native")])
+on_one_or_two_ranks = on_ranks(ONE, TWO)
+on_few_ranks = on_ranks(ONE, TWO[:2])
+"""As `on_one_or_two_ranks`, of tests that take long."""
+
+
+@every
 @pytest.mark.parametrize("chunk", [1, 7, 64])
 def test_chunks_of_any_size(tiny, drive, family, chunk):
     it = tiny(family)
@@ -45,7 +65,7 @@ def test_chunks_of_any_size(tiny, drive, family, chunk):
     assert told(driver, want) == want
 
 
-@on_one_or_two_ranks
+@every_on_one_or_two_ranks
 @pytest.mark.parametrize("is_merged", [False, True], ids=["lora", "merged"])
 def test_adapters_on_layers_of_both_kinds(tiny, drive, family, ranks, is_merged):
     """In mixed steps with the base model; where one is merged into the weights, it is taken off the others."""
@@ -62,7 +82,7 @@ def test_adapters_on_layers_of_both_kinds(tiny, drive, family, ranks, is_merged)
     assert max(plan.num_adapters for plan in driver.plans) == 3
     assert (StepMode.MERGED in {plan.mode for plan in driver.plans}) == is_merged
     manifest = driver.engine.store.get("r3-all").manifest
-    assert (len(manifest.parts), len(manifest.targets)) == (3, 12)
+    assert (len(manifest.parts), len(manifest.targets)) == (3, 12 if family.startswith("qwen") else 9)
 
 
 @on_one_or_two_ranks
@@ -136,7 +156,7 @@ def proposers(want):
     return [Right(answer), Wrong(answer), Drawn(answer, random.Random(0))]
 
 
-@on_one_or_two_ranks
+@on_few_ranks
 @pytest.mark.parametrize("is_merged", [False, True], ids=["lora", "merged"])
 def test_rejected_drafts_leave_no_trace_in_a_state(tiny, drive, family, ranks, is_merged):
     """In decode steps, and in mixed ones next to the prompts of later requests."""
@@ -156,7 +176,7 @@ def test_rejected_drafts_leave_no_trace_in_a_state(tiny, drive, family, ranks, i
     assert decoding == {False, True}
 
 
-@on_one_or_two_ranks
+@on_few_ranks
 def test_a_checkpoint_may_lie_between_accepted_drafts(tiny, drive, family, ranks, monkeypatch):
     """A second turn begins where the cache has the first one's answer: at a state, and inputs that it takes in."""
     it, want = tiny(family), {}
@@ -207,7 +227,7 @@ SAMPLED = [*WAYS[:7], WAYS[8], WAYS[9], *WAYS[14:]]
 """Sampling parameters of requests that speculate, and one of those that don't."""
 
 
-@pytest.mark.parametrize("family", HYBRIDS)
+@pytest.mark.parametrize(("family", "kernels"), ONE)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_outputs_are_those_without_speculation(tiny, drive, kernels, family, dtype):
     """Sampled tokens and log-probabilities, of mixed adapters; the native decoder's to the bit. Some steps fail, and
@@ -240,6 +260,7 @@ def test_outputs_are_those_without_speculation(tiny, drive, kernels, family, dty
         assert driver.engine.stats().num_accepted_tokens > 10
 
 
+@both
 def test_a_plan_for_another_process_has_the_drafts_that_states_take_in(tiny, drive):
     it, want = tiny("qwen3.5"), {}
     driver = speculating(drive, it, Right(lambda request: want[request.id]), adapters={})

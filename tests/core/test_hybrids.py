@@ -1,4 +1,4 @@
-"""The decoder computes models with Gated DeltaNet as transformers does, with states that go from step to step."""
+"""The decoder computes models with recurrent mixers as transformers does, with states that go from step to step."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from chorus.core.config import EngineConfig
+from chorus.core.engine import Engine
 from chorus.core.model.batch import BY_LIBRARY, StepBatch
 from chorus.core.model.decoder import DecoderModel
 from chorus.core.model.dummy_weights import DummyWeights
@@ -16,10 +18,11 @@ from chorus.core.model.layer import Residual
 from chorus.core.model.open_weights import open_weights
 from chorus.core.model.read_config import read_model_config
 from chorus.core.model.weight_loader import WeightLoader
+from chorus.core.requests.request import Request
+from chorus.core.requests.request_params import RequestParams
 from chorus.memory.files.format import inspect_adapter
 from chorus.memory.pages.arena import Arena
 from chorus.memory.pages.layout import PageLayout
-from chorus.ops.gated_delta import DeltaWeights
 
 from ..greedy import MIN_MARGIN
 from .plain_states import PlainStates
@@ -216,9 +219,12 @@ def test_dummy_weights_have_the_shapes_of_a_checkpoints(model):
     for made, read in zip(DummyWeights(config, torch.bfloat16).layers(), found.layers(), strict=True):
         assert made.qkv.shape == read.qkv.shape
         assert made.o.shape == read.o.shape
-        assert (made.delta is None) == (read.delta is None)
-        for field in fields(DeltaWeights) if read.delta else ():
-            one, other = (getattr(each.delta, field.name) for each in (made, read))
+        assert (made.recurrent is None) == (read.recurrent is None)
+        for field in fields(read.recurrent) if read.recurrent else ():
+            one, other = (getattr(each.recurrent, field.name) for each in (made, read))
+            if not isinstance(one, torch.Tensor):
+                assert one == other
+                continue
             assert one.shape == other.shape
             assert one.dtype == other.dtype == torch.float32
             assert one.isfinite().all()
@@ -227,26 +233,35 @@ def test_dummy_weights_have_the_shapes_of_a_checkpoints(model):
 def test_a_step_without_states_is_refused(model):
     runner = Runner(model.path)
     runner.states.step = lambda *_: None
-    with pytest.raises(RuntimeError, match="is Gated DeltaNet, and the step has no states for it"):
+    with pytest.raises(RuntimeError, match="has a recurrent mixer, and the step has no states for it"):
         runner.step((runner.sequence("a", [5, 6]), 2))
 
 
+RECURRENT = ["in_proj", "out_proj"]
+SHARED = [f"shared_expert.{name}" for name in MLP]
+
+
 @pytest.mark.parametrize(
-    ("targets", "found"),
+    ("family", "targets", "found"),
     [
-        ("all-linear", {(0, 1, 2, 3, 4): MLP, (0, 1, 3, 4): LINEAR, (2,): ATTENTION}),
-        (r".*\.(q|v)_proj", {(2,): ["q_proj", "v_proj"]}),
-        (["in_proj_qkv", "q_proj"], {(0, 1, 3, 4): ["in_proj_qkv"], (2,): ["q_proj"]}),
-        (r".*\.layers\.[01]\..*_proj.*", {(0, 1): LINEAR + MLP}),
+        ("qwen3.5", "all-linear", {(0, 1, 2, 3, 4): MLP, (0, 1, 3, 4): LINEAR, (2,): ATTENTION}),
+        ("qwen3.5", r".*\.(q|v)_proj", {(2,): ["q_proj", "v_proj"]}),
+        ("qwen3.5", ["in_proj_qkv", "q_proj"], {(0, 1, 3, 4): ["in_proj_qkv"], (2,): ["q_proj"]}),
+        ("qwen3.5", r".*\.layers\.[01]\..*_proj.*", {(0, 1): LINEAR + MLP}),
+        ("lfm2", "all-linear", {(0, 1, 2, 3, 4): MLP, (0, 1, 3, 4): RECURRENT, (2,): ATTENTION}),
+        ("lfm2", ["out_proj", "w1"], {(0, 1, 2, 3, 4): ["gate_proj"], (0, 1, 3, 4): ["out_proj"], (2,): ["o_proj"]}),
+        ("granite-4-h", "all-linear", {(0, 1, 2, 3, 4): MLP, (0, 1, 3, 4): RECURRENT, (2,): ATTENTION}),
+        ("granite-4-h-moe", "all-linear", {(0, 1, 2, 3, 4): SHARED, (0, 1, 3, 4): RECURRENT, (2,): ATTENTION}),
+        ("lfm2-moe", ["in_proj", "w2"], {(0,): ["down_proj"], (0, 2, 3): ["in_proj"]}),
     ],
     ids=str,
 )
-def test_what_peft_targets(tmp_path, targets, found):
+def test_what_peft_targets(tmp_path, family, targets, found):
     """A part for each set of layers that have the same targets."""
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
-    save_family("qwen3.5", tmp_path / "model")
+    save_family(family, tmp_path / "model")
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     it = get_peft_model(base, LoraConfig(r=2, target_modules=targets, task_type="CAUSAL_LM"))
     it.save_pretrained(tmp_path / "adapter")
@@ -284,3 +299,19 @@ def test_native_bits_do_not_depend_on_the_batch(tmp_path, prompts, family, dtype
     for index in (0, 2, 3):
         alone = whole_logits(tmp_path, [prompts[index]], dtype=dtype, cpu_kernels="native")
         assert torch.equal(alone[0], together[index])
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_native_bits_do_not_depend_on_how_a_prompt_is_cut(tmp_path, prompts, family):
+    save_family(family, tmp_path, initializer_range=0.1)
+    found = []
+    for chunk in (7, 90):
+        config = {"dtype": "float32", "cpu_kernels": "native", "max_num_seqs": 1, "state_checkpoint_tokens": 0}
+        executor = executor_of(tmp_path, **config)
+        engine = Engine(EngineConfig(model=".", max_num_batched_tokens=chunk, **config), executor)
+        engine.add_request(Request("a", prompts[3], RequestParams(4, temperature=0, logprobs=3, ignore_eos=True)))
+        outputs = [output for _ in range(20) if engine.has_work() for output in engine.step()]
+        found.append([score for output in outputs for score in output.logprobs])
+    assert found[0] == found[1]
+    assert len(found[0]) == 4

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,8 @@ from chorus.core.model.families.qwen3_5 import QWEN3_5, QWEN3_5_MOE
 from chorus.core.model.open_weights import open_weights
 from chorus.core.model.read_config import read_model_config
 from chorus.memory.files.error import AdapterFormatError
+
+from .tiny_families import LATENT, YARN
 
 pytestmark = [pytest.mark.numerics, pytest.mark.wide]
 
@@ -45,6 +46,29 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"sliding_window": 20, "layer_types": ["sliding_attention", "sliding_attention", "full_attention"]},
         {"model_type": "siglip_vision_model", "image_size": 28, "patch_size": 14, **TOWER},
     ),
+    "Gemma4ForConditionalGeneration": (
+        "Gemma4Config",
+        {
+            "sliding_window": 20,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+            "global_head_dim": 32,
+            "initializer_range": 0.05,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+            "hidden_size_per_layer_input": 0,
+        },
+        {"head_dim": 16, "num_key_value_heads": 2, "patch_size": 4, "position_embedding_size": 16, **TOWER},
+    ),
+    "Gemma4UnifiedForConditionalGeneration": (
+        "Gemma4UnifiedConfig",
+        {
+            "sliding_window": 20,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+            "global_head_dim": 32,
+            "initializer_range": 0.05,
+        },
+        {"mm_embed_dim": 32, "mm_posemb_size": 16},
+    ),
     "Qwen2_5_VLForConditionalGeneration": (
         "Qwen2_5_VLConfig",
         {"rope_parameters": MROPE, "layer_types": ["full_attention"] * 3},
@@ -55,7 +79,18 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"rope_parameters": MROPE},
         {**QWEN_TOWER, "deepstack_visual_indexes": [0], "num_position_embeddings": 16},
     ),
+    "Lfm2VlForConditionalGeneration": (
+        "Lfm2VlConfig",
+        {"model_type": "lfm2", "layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 16},
+        {"model_type": "siglip2_vision_model", "num_patches": 16, "patch_size": 8, **TOWER},
+    ),
 }
+OPERATORS = [
+    (name, kernels)
+    for name in MODELS
+    for kernels in ("torch", "native")
+    if kernels == "torch" or not name.startswith("Gemma4")  # see `why_unsupported`
+]
 
 
 #: Likewise, of families whose layers are those of families whose paths are all tested: see `test_families.py`.
@@ -101,7 +136,7 @@ OF_TEXT = r".*language_model.*\.(q_proj|v_proj|o_proj|down_proj)"
 
 ALL = "all-linear"
 CASES = [
-    *itertools.product(MODELS, (OF_TEXT, ALL), ("torch", "native")),
+    *((architecture, targets, kernels) for architecture, kernels in OPERATORS for targets in (OF_TEXT, ALL)),
     *((architecture, ALL, "auto") for architecture in RENAMED),
 ]
 
@@ -113,10 +148,29 @@ CASES = [
 )
 def test_text_is_answered_as_transformers_and_peft_do(tmp_path, architecture, targets, drive):
     """An adapter of all linear layers has tensors of the tower, too, which are said to have no effect."""
+    check_text(tmp_path, architecture, *{**MODELS, **RENAMED}[architecture], targets, drive)
+
+
+@pytest.mark.parametrize("kernels", ["torch"])
+@pytest.mark.parametrize("targets", [OF_TEXT.replace("v_proj", "kv_b_proj|q_b_proj|kv_a_proj_with_mqa"), "all-linear"])
+def test_mistral_small_4_is_told_by_the_type_of_its_text_part(tmp_path, targets, drive):
+    text = {
+        **LATENT, "qk_nope_head_dim": 8, "model_type": "mistral4", "n_routed_experts": 8, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 40, "pad_token_id": 0,
+        "rope_parameters": {
+            **YARN, "original_max_position_embeddings": 24, "llama_4_scaling_beta": 0.4, "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+        },
+    }  # fmt: skip
+    architecture = "Mistral3ForConditionalGeneration"
+    check_text(tmp_path, architecture, "Mistral3Config", text, MODELS[architecture][2], targets, drive)
+    assert read_model_config(tmp_path / "model").attention.query_growth
+
+
+def check_text(tmp_path, architecture, name, text, vision, targets, drive):
     import transformers
     from peft import LoraConfig, get_peft_model
 
-    name, text, vision = {**MODELS, **RENAMED}[architecture]
     config = getattr(transformers, name)(text_config={**TEXT, **text}, vision_config=vision)
     torch.manual_seed(0)
     base = getattr(transformers, architecture)(config).eval()

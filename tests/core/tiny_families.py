@@ -70,6 +70,15 @@ LONGROPE = {
     },
 }
 
+LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 24,
+}
+
 #: Families that transformers computes, and saves, by Llama's class, which their checkpoints do not name.
 BY_LLAMA = {"InternLM3Config": "InternLM3ForCausalLM", "IQuestCoderConfig": "IQuestCoderForCausalLM"}
 
@@ -279,9 +288,87 @@ BY_TORCH: dict[str, tuple[str, dict[str, Any], str]] = {
     "starcoder-2": ("Starcoder2Config", {"sliding_window": 20}, "20KB"),
 }
 
+#: Families with layers of attention of several shapes, likewise.
+SHAPES: dict[str, tuple[str, dict[str, Any], str]] = {
+    "gemma-4": (
+        "Gemma4TextConfig",
+        {
+            "head_dim": 16,
+            "global_head_dim": 32,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+            "num_hidden_layers": 6,
+            "sliding_window": 20,
+            "final_logit_softcapping": 8.0,
+            "initializer_range": 0.05,
+            "hidden_size_per_layer_input": 0,
+            "use_bidirectional_attention": "vision",
+        },
+        "50GB",
+    ),
+    "gemma-4-inputs": (
+        "Gemma4TextConfig",
+        {
+            "head_dim": 16,
+            "global_head_dim": 32,
+            "layer_types": ["sliding_attention", "full_attention"] * 3,
+            "num_hidden_layers": 6,
+            "sliding_window": 20,
+            "num_kv_shared_layers": 3,
+            "use_double_wide_mlp": True,
+            "hidden_size_per_layer_input": 12,
+            "vocab_size_per_layer_input": 150,
+            "initializer_range": 0.05,
+        },
+        "20KB",
+    ),
+    "gemma-4-biased": (
+        "Gemma4TextConfig",
+        {
+            "head_dim": 32,
+            "global_head_dim": 48,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+            "num_hidden_layers": 3,
+            "sliding_window": 16,
+            "hidden_size": 48,
+            "attention_bias": True,
+            "hidden_size_per_layer_input": 0,
+            "tie_word_embeddings": False,
+            "rope_parameters": {
+                "full_attention": {
+                    "rope_type": "proportional",
+                    "factor": 2.0,
+                    "partial_rotary_factor": 0.5,
+                    "rope_theta": 5000.0,
+                },
+                "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+            },
+        },
+        "20KB",
+    ),
+    "gemma-4-unified": (
+        "Gemma4UnifiedTextConfig",
+        {
+            "head_dim": 16,
+            "global_head_dim": 32,
+            "num_hidden_layers": 3,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+            "sliding_window": 24,
+            "initializer_range": 0.05,
+        },
+        "50GB",
+    ),
+}
+
 QWEN3_5 = {
     "num_hidden_layers": 5, "full_attention_interval": 3, "head_dim": 32, "linear_num_key_heads": 2,
     "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 24,
+}  # fmt: skip
+
+GRANITE_H = {
+    **GRANITE, "attention_multiplier": 0.25, "residual_multiplier": 0.6, "num_hidden_layers": 5,
+    "layer_types": ["mamba", "mamba", "attention", "mamba", "mamba"], "num_local_experts": 0,
+    "shared_intermediate_size": 80, "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_n_groups": 1,
 }  # fmt: skip
 
 #: Families with layers that have a state of fixed size, likewise.
@@ -291,6 +378,26 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any], str]] = {
         "Qwen3_5TextConfig",
         {**QWEN3_5, "tie_word_embeddings": True, "attention_bias": True, "linear_num_value_heads": 2, "hidden_size": 48,
          "layer_types": ["full_attention", "linear_attention"], "num_hidden_layers": 2, "linear_conv_kernel_dim": 3},
+        "20KB",
+    ),
+    "lfm2": (
+        "Lfm2Config",
+        {"num_hidden_layers": 5, "layer_types": ["conv", "conv", "full_attention", "conv", "conv"],
+         "block_multiple_of": 16, "block_ff_dim": 144, "tie_embedding": False, "pad_token_id": 0},
+        "50GB",
+    ),
+    "lfm2-biased": (
+        "Lfm2Config",
+        {"num_hidden_layers": 2, "full_attn_idxs": [0], "conv_L_cache": 4, "conv_bias": True, "hidden_size": 48,
+         "block_auto_adjust_ff_dim": False, "pad_token_id": 0},
+        "20KB",
+    ),
+    "granite-4-h": ("GraniteMoeHybridConfig", GRANITE_H, "50GB"),
+    "granite-4-h-biased": (
+        "GraniteMoeHybridConfig",
+        {**GRANITE_H, **GRANITE_TIED, "layer_types": ["attention", "mamba"], "num_hidden_layers": 2,
+         "mamba_n_groups": 2, "mamba_d_conv": 3, "mamba_conv_bias": False, "mamba_proj_bias": True,
+         "tie_word_embeddings": True, "position_embedding_type": "rope", "attention_bias": True},
         "20KB",
     ),
 }  # fmt: skip
@@ -356,10 +463,50 @@ EXPERTS: dict[str, tuple[str, dict[str, Any], str]] = {
          "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
         "20KB",
     ),
+    "gemma-4-moe": (
+        "Gemma4TextConfig",
+        {"head_dim": 16, "global_head_dim": 32, "num_global_key_value_heads": 1, "attention_k_eq_v": True,
+         "layer_types": ["sliding_attention", "sliding_attention", "full_attention"], "num_hidden_layers": 3,
+         "sliding_window": 20, "hidden_size_per_layer_input": 0, "enable_moe_block": True, "num_experts": 16,
+         "top_k_experts": 4, "moe_intermediate_size": 24, "initializer_range": 0.05},
+        "50GB",
+    ),
     "qwen3.5-moe": (
         "Qwen3_5MoeTextConfig",
         {**QWEN3_5, "num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 40,
          "shared_expert_intermediate_size": 24},
+        "50GB",
+    ),
+    "deepseek-v2": (
+        "DeepseekV2Config",
+        {**LATENT, "q_lora_rank": None, "n_routed_experts": 12, "num_experts_per_tok": 3, "moe_intermediate_size": 32,
+         "n_shared_experts": 2, "first_k_dense_replace": 1, "routed_scaling_factor": 1.5,
+         "rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 0.9}},
+        "50GB",
+    ),
+    "deepseek-v3": (
+        "DeepseekV3Config",
+        {**LATENT, "n_routed_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 24, "n_group": 4,
+         "topk_group": 2, "first_k_dense_replace": 1, "attention_bias": True, "num_mtp_layers": 0,
+         "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}},
+        "20KB",
+    ),
+    "glm-4.7-flash": (
+        "Glm4MoeLiteConfig",
+        {**LATENT, "v_head_dim": 32, "n_routed_experts": 16, "num_experts_per_tok": 3, "moe_intermediate_size": 40,
+         "num_hidden_layers": 3, "pad_token_id": 0},
+        "50GB",
+    ),
+    "lfm2-moe": (
+        "Lfm2MoeConfig",
+        {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention", "conv", "conv"], "num_dense_layers": 1,
+         "num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 40, "routed_scaling_factor": 1.5,
+         "pad_token_id": 0},
+        "50GB",
+    ),
+    "granite-4-h-moe": (
+        "GraniteMoeHybridConfig",
+        {**GRANITE_H, "num_local_experts": 12, "num_experts_per_tok": 4, "intermediate_size": 40},
         "50GB",
     ),
 }  # fmt: skip
@@ -444,10 +591,11 @@ RENAMED: dict[str, tuple[str, dict[str, Any], str]] = {
 
 ATTENTION, MLP = ["q_proj", "k_proj", "v_proj", "o_proj"], ["gate_proj", "up_proj", "down_proj"]
 LINEAR = ["in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"]
+LATENTS = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"]
 #: name → (rank, alpha, targets), of which a model has some
 ADAPTERS = {
-    "r3-all": (3, 6, ATTENTION + LINEAR + MLP),
-    "r8-qv": (8, 16, ["q_proj", "v_proj", "in_proj_b"]),
+    "r3-all": (3, 6, [*ATTENTION, *LINEAR, "in_proj", *LATENTS, *MLP]),
+    "r8-qv": (8, 16, ["q_proj", "v_proj", "in_proj_b", "in_proj", "kv_b_proj"]),
     "r17-o-mlp": (17, 8, ["o_proj", "out_proj", *MLP]),
 }
 
@@ -482,13 +630,13 @@ class Tiny:
             scores = scores.softmax(-1) + statics.e_score_correction_bias
         elif (correction := getattr(router, "e_score_correction_bias", (*inputs, None)[1])) is not None:
             scores = scores.sigmoid() + correction
-        if (groups := getattr(router, "num_group", 1)) > 1:
+        if (groups := getattr(router, "num_group", None) or 1) > 1:
             sums = scores.view(len(scores), groups, -1).topk(2).values.sum(-1)
             best = sums.topk(router.topk_group + 1)
             self.router_margins.append(float((best.values[:, -2] - best.values[:, -1]).min()))
             kept = torch.zeros_like(sums).scatter_(1, best.indices[:, :-1], 1).bool()
             scores = scores.masked_fill(~kept.repeat_interleave(scores.shape[1] // groups, 1), float("-inf"))
-        if (most := router.top_k) < scores.shape[-1]:
+        if (most := getattr(router, "top_k", None) or router.config.top_k_experts) < scores.shape[-1]:
             best = scores.topk(most + 1).values
             self.router_margins.append(float((best[:, most - 1] - best[:, most]).min()))
 
@@ -566,19 +714,26 @@ def randomise(model: torch.nn.Module) -> None:
                 parameter.uniform_(0.5, 1.5)
             elif name.endswith("bias"):
                 parameter.normal_(0, 0.02 if "moe_statics" in name else 0.3)
-            elif name.endswith("sinks"):
+            elif name.endswith("per_expert_scale"):
+                parameter.uniform_(0.5, 1.5)
+            elif name.endswith("router.scale"):
+                parameter.uniform_(8, 24)
+            elif name.endswith(("sinks", "mamba.D")):
                 parameter.normal_()
             elif ".act_fn." in name:
                 parameter.uniform_(-1, 1)
         for name, buffer in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):
+            if name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.normal_(0, 0.3)
+            elif name.endswith("layer_scalar"):
+                buffer.uniform_(0.5, 1.5)
 
 
 def save_family(name: str, path: Path, dtype: torch.dtype = torch.float32, **changes: Any) -> None:
     import transformers
 
-    config_class, arguments, shard = {**FAMILIES, **BY_TORCH, **HYBRIDS, **EXPERTS, **RENAMED}[name]
+    every = {**FAMILIES, **BY_TORCH, **SHAPES, **HYBRIDS, **EXPERTS, **RENAMED}
+    config_class, arguments, shard = every[name]
     arguments = {
         "vocab_size": 150,
         "hidden_size": 64,
@@ -673,3 +828,19 @@ def _save_tiny(name: str, root: Path, changes: Mapping[str, Any], **arguments: A
         trained = get_peft_model(AutoModelForCausalLM.from_pretrained(root / "model"), lora)
         train_vectors(trained)
         trained.save_pretrained(root / adapter)
+
+
+def make_all_linear(name: str) -> Tiny:
+    """A family's model with one adapter, "all", on what PEFT's "all-linear" reaches."""
+    root = kept_files(f"all-linear {name}", lambda root: _save_all_linear(name, root))
+    return Tiny(root / "model", {"all": root / "all"}, load_peft, KeptAnswers(root))
+
+
+def _save_all_linear(name: str, root: Path) -> None:
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    save_family(name, root / "model")
+    torch.manual_seed(0)
+    lora = LoraConfig(r=4, lora_alpha=9, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
+    get_peft_model(AutoModelForCausalLM.from_pretrained(root / "model"), lora).save_pretrained(root / "all")

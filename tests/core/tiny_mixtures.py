@@ -15,15 +15,15 @@ from safetensors.torch import load_file, save_file
 from ..kept import KeptAnswers, kept_files
 from .tiny_families import Tiny, load_peft, save_family, without_conversion
 
-ATTENTION = ["q_proj", "o_proj", "in_proj_z"]
-SHARED = ["gate_proj", "up_proj", "down_proj", "shared_expert_gate"]
+ATTENTION = ["q_proj", "o_proj", "in_proj_z", "in_proj", "out_proj"]
+SHARED = ["gate_proj", "up_proj", "down_proj", "shared_expert_gate", "input_linear", "output_linear"]
 
 #: name → fields of `LoraConfig`; target_modules are ends of names, of which a model has some
 ADAPTERS: dict[str, dict[str, Any]] = {
     "r4-router": {
         "r": 4,
         "lora_alpha": 8,
-        "target_modules": ATTENTION,
+        "target_modules": [*ATTENTION, "router.proj"],
         "target_parameters": ["gate.weight", "router.weight"],
     },
     "r2-experts": {

@@ -22,10 +22,10 @@ def paged_attention_ref(
 
     q: `[tokens, heads, head_dim]`; caches `[num_pages, block_tokens, kv_heads, head_dim]`; row i's tokens are
     `qo_indptr[i]:qo_indptr[i+1]`, its pages `block_tables[i]`. how: the scale, window and soft cap. Returns
-    `[tokens, heads, head_dim]`.
+    `[tokens, heads, …]`, of as many elements as a value has.
     """
     block_tokens, group = k_cache.shape[1], q.shape[1] // k_cache.shape[2]
-    out = torch.empty_like(q)
+    out = q.new_empty(*q.shape[:2], v_cache.shape[-1])
     for row, (table, kv_len) in enumerate(zip(block_tables, kv_lens, strict=True)):
         first, last = qo_indptr[row], qo_indptr[row + 1]
         for t in range(first, last):

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
-from chorus.ops.gated_delta import DeltaState, DeltaWeights
+from chorus.ops.gated_delta import DeltaWeights
+from chorus.ops.recurrent import RecurrentState
 
 
 class DeltaLayer:
@@ -25,23 +26,24 @@ class DeltaLayer:
             self.normal(v_heads),
             self.normal(v_heads),
             1 + 0.2 * self.normal(v_dim),
+            eps=1e-6,
         )
 
     def normal(self, *shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=self._random)
 
-    def state(self, sequences: int, drafts: int = 0) -> DeltaState:
+    def state(self, sequences: int, drafts: int = 0) -> RecurrentState:
         """drafts: the most that a state has the inputs of."""
         kept = torch.full((sequences, drafts, self.draft_size), torch.nan) if drafts else None
-        return DeltaState(*(self.normal(sequences, *shape) for shape in self.shapes), kept)
+        return RecurrentState(*(self.normal(sequences, *shape) for shape in self.shapes), kept)
 
     def rows(self, lengths: Sequence[int]) -> list[torch.Tensor]:
         return [self.normal(length, self.width) for length in lengths]
 
 
-def copy(state: DeltaState) -> DeltaState:
+def copy(state: RecurrentState) -> RecurrentState:
     drafts = None if state.drafts is None else state.drafts.clone()
-    return DeltaState(state.conv.clone(), state.recurrent.clone(), drafts)
+    return RecurrentState(state.conv.clone(), state.recurrent.clone(), drafts)
 
 
 Step = tuple[list[torch.Tensor], list[int], list[int]]

@@ -147,7 +147,7 @@ def test_sinks_join_the_denominator_alone(rows, window, softcap, at_once, monkey
     """Head by head and token by token against the equation, in float64; with all scores of a chunk made at once, and
     those of some tokens.
     """
-    monkeypatch.setattr("chorus.ops.attention._SCORES", at_once)
+    monkeypatch.setattr("chorus.ops.attention.MOST_SCORES", at_once)
     step = Step(0, rows)
     sinks = torch.tensor([-3.0, 0.0, 1.0, 4.0])
     found = step.run(scores=Scores(None, window, softcap, has_sinks=True), sinks=sinks).view(step.q.shape)

@@ -367,7 +367,7 @@ def test_flashinfer_has_windows_soft_caps_and_scales(hopper, compiler, scores):
         ({"dtype": torch.float32}, "triton", "the model is in float32"),
         ({"head_dim": 16}, "triton", "the model's have 16"),
         ({"head_dim": 96}, "triton", "the model's have 96"),
-        ({"head_dim": 8}, "torch", "16 to 256 elements in bfloat16, the model's have 8"),
+        ({"head_dim": 8}, "torch", "16 to 512 elements in bfloat16, the model's have 8"),
         ({"dtype": torch.float32, "head_dim": 256}, "torch", "16 to 128 elements in float32, the model's have 256"),
         ({"dtype": torch.float64}, "torch", "does not support float64"),
         ({"device": "cpu"}, "torch", "this one is cpu"),
@@ -402,7 +402,7 @@ def test_others_where_it_cannot_or_is_not_asked_for(hopper, compiler, change, na
             {"wanted": "flashinfer", "scores": (Scores(has_sinks=True),)},
             "attention is flashinfer, but FlashInfer",
         ),
-        ({"wanted": "triton", "head_dim": 8}, "attention is triton, but the decode kernel supports heads of 16 to 256"),
+        ({"wanted": "triton", "head_dim": 8}, "attention is triton, but the decode kernel supports heads of 16 to 512"),
     ],
 )
 def test_a_backend_that_is_asked_for_and_cannot_serve_is_refused(hopper, compiler, change, reason):

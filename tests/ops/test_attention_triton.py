@@ -76,6 +76,7 @@ CASES = [
     Case(8, 1, 96, 5, (37, 5), seed=11, float8=KvScales(0.02, 0.3)),
     Case(2, 1, 256, 16, (530, 16), seed=12, float8=KvScales(0.01, 0.01)),
     Case(4, 1, 32, 4, (7, 129), seed=13, window=40, softcap=2.0, scale=0.2, float8=KvScales(0.5, 0.001)),
+    Case(8, 1, 512, 16, (130, 16), seed=16, scale=0.1),
     Case(16, 2, 64, 16, (1, 64, 65, 330), seed=14, window=40, has_sinks=True),
     Case(6, 2, 32, 16, (33, 300), seed=15, softcap=0.7, has_sinks=True, float8=KvScales(0.5, 0.1)),
 ]

@@ -11,7 +11,8 @@ import torch
 from transformers.models.qwen3_5 import modeling_qwen3_5 as reference
 from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
 
-from chorus.ops.gated_delta import DeltaState, DeltaWeights, gated_delta
+from chorus.ops.gated_delta import DeltaWeights
+from chorus.ops.recurrent import RecurrentState
 
 from .delta_layers import DeltaLayer, copy, verified_steps
 
@@ -23,7 +24,7 @@ TOLERANCE = {"rtol": 2e-4, "atol": 2e-5}
 
 
 class Layer:
-    """transformers' module with random weights, and the same for `gated_delta`."""
+    """transformers' module with random weights, and the same as `DeltaWeights`."""
 
     def __init__(self, k_heads: int, v_heads: int, k_dim: int, v_dim: int, seed: int = 0) -> None:
         config = Qwen3_5TextConfig(
@@ -35,7 +36,6 @@ class Layer:
             num_hidden_layers=4,
         )
         torch.manual_seed(seed)
-        self.eps = config.rms_norm_eps
         self.module: Any = reference.Qwen3_5GatedDeltaNet(config, 0).eval()
         with torch.no_grad():
             self.module.norm.weight.uniform_(0.5, 1.5)
@@ -47,12 +47,13 @@ class Layer:
             self.module.dt_bias.detach(),
             self.module.A_log.detach(),
             self.module.norm.weight.detach(),
+            config.rms_norm_eps,
         )
         self.recurrent_shape = v_heads, k_dim, v_dim
         self.channels = 2 * k_heads * k_dim + v_heads * v_dim
 
-    def state(self, sequences: int) -> DeltaState:
-        return DeltaState(torch.zeros(sequences, 3, self.channels), torch.zeros(sequences, *self.recurrent_shape))
+    def state(self, sequences: int) -> RecurrentState:
+        return RecurrentState(torch.zeros(sequences, 3, self.channels), torch.zeros(sequences, *self.recurrent_shape))
 
     def hidden(self, tokens: int) -> torch.Tensor:
         return torch.randn(tokens, 48)
@@ -70,10 +71,10 @@ class Layer:
     def want(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.module(hidden[None])[0]
 
-    def run(self, mixed: Sequence[torch.Tensor], state: DeltaState) -> list[torch.Tensor]:
+    def run(self, mixed: Sequence[torch.Tensor], state: RecurrentState) -> list[torch.Tensor]:
         """One step of sequences with these rows."""
         indptr = [0, *itertools.accumulate(map(len, mixed))]
-        out = gated_delta(torch.cat(list(mixed)), self.weights, state, indptr, self.eps)
+        out = self.weights.mix(torch.cat(list(mixed)), state, indptr)
         return list(out.split([len(rows) for rows in mixed]))
 
 
@@ -138,7 +139,7 @@ def test_the_rules_are_transformers_own_from_any_state(layer):
             (reference.torch_chunk_gated_delta_rule, 90),
             (reference.torch_recurrent_gated_delta_rule, 1),
         ):
-            own = DeltaState(state.conv.clone(), state.recurrent.clone())
+            own = RecurrentState(state.conv.clone(), state.recurrent.clone())
             got = torch.cat([layer.run([rows], own)[0] for rows in cut(mixed, size)])
             out, final = rule(**inputs)
             z = mixed[:, layer.channels : -2 * v_heads].reshape(-1, v_dim)
@@ -154,7 +155,7 @@ def test_a_sequence_does_not_depend_on_its_batch(layer, lengths):
     together = layer.state(len(lengths))
     together.conv.normal_()
     together.recurrent.normal_()
-    before = DeltaState(together.conv.clone(), together.recurrent.clone())
+    before = RecurrentState(together.conv.clone(), together.recurrent.clone())
     got = layer.run(mixed, together)
     for index, rows in enumerate(mixed):
         alone = before.of(slice(index, index + 1))
@@ -193,12 +194,12 @@ def test_prompts_come_first(layer):
 @pytest.mark.parametrize("seed", range(4))
 def test_rejected_drafts_leave_no_trace(shape, seed):
     """Steps that verify drafts give the known and the accepted tokens what steps of one token each give."""
-    layer, lengths, most, eps = DeltaLayer(*shape), (30, 17, 24), 8, 1e-6
+    layer, lengths, most = DeltaLayer(*shape), (30, 17, 24), 8
     rows, steps = verified_steps(layer, lengths, most, seed)
     state = layer.state(len(lengths), most)
     plain = copy(state)
     want = [
-        torch.cat([gated_delta(row, layer.weights, plain.of(slice(i, i + 1)), [0, 1], eps) for row in own.split(1)])
+        torch.cat([layer.weights.mix(row, plain.of(slice(i, i + 1)), [0, 1]) for row in own.split(1)])
         for i, own in enumerate(rows)
     ]
     done = [0] * len(rows)
@@ -206,13 +207,11 @@ def test_rejected_drafts_leave_no_trace(shape, seed):
         order = sorted(range(len(parts)), key=lambda index: len(parts[index]) == 1)  # several tokens come first
         counts = [len(parts[index]) for index in order]
         assert state.drafts is not None
-        own = DeltaState(state.conv[order], state.recurrent[order], state.drafts[order])
-        out = gated_delta(
+        own = RecurrentState(state.conv[order], state.recurrent[order], state.drafts[order])
+        out = layer.weights.mix(
             torch.cat([parts[index] for index in order]),
-            layer.weights,
             own,
             [0, *itertools.accumulate(counts)],
-            eps,
             [accepted[index] for index in order],
             [drafts[index] for index in order],
         )

@@ -13,17 +13,16 @@ import torch
 
 from chorus.ops import gated_delta as torch_path
 from chorus.ops import gated_delta_triton as kernels
-from chorus.ops.gated_delta import DeltaState, gated_delta
+from chorus.ops.recurrent import RecurrentState
 
 from .delta_layers import DeltaLayer, copy
 
 #: heads of keys and of values, their widths, and what the convolution sees
 SHAPES = [(1, 2, 16, 16, 4), (2, 2, 24, 40, 3), (1, 3, 32, 64, 2)]
-EPS = 1e-6
 TOLERANCE = {"rtol": 5e-4, "atol": 5e-5}
 
 
-def assert_close(one: DeltaState, other: DeltaState) -> None:
+def assert_close(one: RecurrentState, other: RecurrentState) -> None:
     torch.testing.assert_close(one.conv, other.conv, rtol=0, atol=0)
     torch.testing.assert_close(one.recurrent, other.recurrent, **TOLERANCE)
 
@@ -54,7 +53,7 @@ def test_a_step_of_a_gpu_is_torchs(layer, monkeypatch, lengths):
     mixed, state = layer.normal(sum(lengths), layer.width), layer.state(len(lengths))
     want_state = copy(state)
     indptr: Sequence[int] = [0, *itertools.accumulate(lengths)]
-    want = gated_delta(mixed, layer.weights, want_state, indptr, EPS)
+    want = layer.weights.mix(mixed, want_state, indptr)
     monkeypatch.setattr(torch_path, "_uses_kernels", lambda _: True)
-    torch.testing.assert_close(gated_delta(mixed, layer.weights, state, indptr, EPS), want, **TOLERANCE)
+    torch.testing.assert_close(layer.weights.mix(mixed, state, indptr), want, **TOLERANCE)
     assert_close(state, want_state)

@@ -1,4 +1,4 @@
-"""Gated DeltaNet in the native library: the values of `gated_delta`, and bits that depend on a sequence alone."""
+"""Gated DeltaNet in the native library: the values of `DeltaWeights.mix`, and bits that depend on a sequence alone."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from chorus.ops import native_library
-from chorus.ops.gated_delta import DeltaState, gated_delta
 from chorus.ops.native_delta import run_delta
+from chorus.ops.recurrent import RecurrentState
 
 from .delta_layers import DeltaLayer, copy, verified_steps
 
@@ -22,20 +22,17 @@ pytestmark = [
 
 #: heads of keys and of values, their widths, and what the convolution sees
 SHAPES = [(2, 4, 16, 24, 4), (1, 1, 8, 8, 2), (3, 3, 40, 80, 3), (2, 6, 128, 128, 4), (1, 2, 16, 112, 4)]
-EPS = 1e-6
 
 
 class Layer(DeltaLayer):
-    def run(self, rows: Sequence[torch.Tensor], state: DeltaState, threads: int = 1) -> list[torch.Tensor]:
+    def run(self, rows: Sequence[torch.Tensor], state: RecurrentState, threads: int = 1) -> list[torch.Tensor]:
         """One step of sequences with these rows."""
         lengths = [len(each) for each in rows]
         indptr = [0, *itertools.accumulate(lengths)]
-        return list(
-            run_delta(torch.cat(list(rows)), self.weights, state, indptr, EPS, threads=threads)[0].split(lengths)
-        )
+        return list(run_delta(torch.cat(list(rows)), self.weights, state, indptr, threads=threads)[0].split(lengths))
 
 
-def assert_same(one: DeltaState, other: DeltaState) -> None:
+def assert_same(one: RecurrentState, other: RecurrentState) -> None:
     assert torch.equal(one.conv, other.conv)
     assert torch.equal(one.recurrent, other.recurrent)
 
@@ -55,7 +52,7 @@ def level(request, monkeypatch) -> str:
 def test_values_are_those_of_torch(layer, level, lengths):
     rows, state = layer.rows(lengths), layer.state(len(lengths))
     want_state = copy(state)
-    want = gated_delta(torch.cat(rows), layer.weights, want_state, [0, *itertools.accumulate(lengths)], EPS)
+    want = layer.weights.mix(torch.cat(rows), want_state, [0, *itertools.accumulate(lengths)])
     got = torch.cat(layer.run(rows, state, threads=2))
     torch.testing.assert_close(got, want, rtol=2e-4, atol=5e-5)
     torch.testing.assert_close(state.conv, want_state.conv, rtol=0, atol=0)
@@ -86,7 +83,7 @@ def test_a_prompt_has_the_same_bits_however_it_is_cut(layer, level, size):
 def test_a_state_may_go_to_another_place(layer, level, length):
     (rows,), state = layer.rows((length,)), layer.state(1)
     before, after = copy(state), layer.state(1)
-    out, _ = run_delta(rows, layer.weights, state, [0, length], EPS, after=after)
+    out, _ = run_delta(rows, layer.weights, state, [0, length], after=after)
     assert_same(state, before)
     (want,) = layer.run([rows], state)
     assert torch.equal(out, want)
@@ -100,8 +97,8 @@ def test_what_is_in_a_new_sequences_memory_does_not_matter(layer, level, length)
     zeros.recurrent.zero_()
     (want,) = layer.run([rows], zeros)
     for garbage in (torch.nan, 3.0):
-        state = DeltaState(torch.full_like(zeros.conv, garbage), torch.full_like(zeros.recurrent, garbage))
-        out, _ = run_delta(rows, layer.weights, state, [0, length], EPS, begins=[True])
+        state = RecurrentState(torch.full_like(zeros.conv, garbage), torch.full_like(zeros.recurrent, garbage))
+        out, _ = run_delta(rows, layer.weights, state, [0, length], begins=[True])
         assert torch.equal(out, want)
         assert_same(state, zeros)
 
@@ -146,7 +143,6 @@ def test_rejected_drafts_change_no_bit(layer, level, seed):
             layer.weights,
             state,
             [0, *itertools.accumulate(counts)],
-            EPS,
             after=after,
             accepted=accepted,
             drafts=drafts,
@@ -164,4 +160,4 @@ def test_rejected_drafts_change_no_bit(layer, level, seed):
 def test_a_call_without_room_for_drafts_is_refused(layer):
     (rows,), state = layer.rows((3,)), layer.state(1)
     with pytest.raises(ValueError, match="states keep the inputs of 0 drafts"):
-        run_delta(rows, layer.weights, state, [0, 3], EPS, drafts=[2], after=layer.state(1))
+        run_delta(rows, layer.weights, state, [0, 3], drafts=[2], after=layer.state(1))

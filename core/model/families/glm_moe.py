@@ -1,5 +1,7 @@
 """GLM-4.5, 4.6 and 4.7, and the text part of GLM-4.5V: experts chosen by sigmoids with a learned correction, after a
 few dense layers.
+
+GLM-4.7-Flash has latent attention besides.
 """
 
 from __future__ import annotations
@@ -10,12 +12,12 @@ from dataclasses import replace
 from ..config import ModelConfig
 from ..config_json import ConfigJson
 from ..family import Family
-from ..layers import AttentionSpec, HeadNorm
-from ..tensor_names import LLAMA_NORMS, TEXT_AND_IMAGES, TensorNames
-from . import reading
+from ..layers import AttentionSpec, HeadNorm, Routing
+from ..tensor_names import LATENT_NORMS, LLAMA_NORMS, TEXT_AND_IMAGES, TensorNames
+from . import latent, reading
 
-_MATRICES = ("gate_proj", "up_proj", "down_proj")
-NAMES = {**LLAMA_NORMS, **{f"mlp.shared_expert.{each}": f"mlp.shared_experts.{each}" for each in _MATRICES}}
+_SHARED = {f"mlp.shared_expert.{each}": f"mlp.shared_experts.{each}" for each in ("gate_proj", "up_proj", "down_proj")}
+NAMES = {**LLAMA_NORMS, **LATENT_NORMS, **_SHARED}
 TENSORS = TensorNames(names=NAMES)
 
 
@@ -25,6 +27,12 @@ def _read(fields: ConfigJson) -> ModelConfig:
 
 def _read_text(fields: ConfigJson) -> ModelConfig:
     return model(fields, _attention(fields), replace(TEXT_AND_IMAGES, names=NAMES))
+
+
+def _read_lite(fields: ConfigJson) -> ModelConfig:
+    has_experts = reading.mlp_layer_types(fields, reading.number_of(fields, "first_k_dense_replace"))
+    attention = latent.attention(fields, interleaved=fields.boolean("rope_interleave"))
+    return model(fields, attention, has_experts=has_experts)
 
 
 def _attention(fields: ConfigJson, head_norm: HeadNorm | None = None) -> AttentionSpec:
@@ -39,17 +47,24 @@ def _attention(fields: ConfigJson, head_norm: HeadNorm | None = None) -> Attenti
 
 
 def model(
-    fields: ConfigJson, attention: AttentionSpec | Sequence[AttentionSpec], tensors: TensorNames = TENSORS
+    fields: ConfigJson,
+    attention: AttentionSpec | Sequence[AttentionSpec],
+    tensors: TensorNames = TENSORS,
+    *,
+    routing: Routing | None = None,
+    has_experts: Sequence[bool] = (),
 ) -> ModelConfig:
     """Some dense layers, and then layers with experts as DeepSeek-V3 has them. attention: of all layers, or of each.
-    tensors: draft layers after the last are left out, too.
+    tensors: draft layers after the last are left out, too. routing: None: DeepSeek-V3's. has_experts: which layers
+    have; empty: those after the first ones.
     """
     count, size = fields.integer("num_hidden_layers"), fields.integer("moe_intermediate_size")
     shared = reading.number_of(fields, "n_shared_experts") * size
-    experts = reading.experts(fields, reading.routing_in_groups(fields), shared_size=shared)
+    experts = reading.experts(fields, routing or reading.routing_in_groups(fields), shared_size=shared)
     first = reading.number_of(fields, "first_k_dense_replace")
     attentions = [attention] * count if isinstance(attention, AttentionSpec) else attention
-    layers = reading.layers_with_experts(fields, attentions, experts, [index >= first for index in range(count)])
+    has_experts = has_experts or [index >= first for index in range(count)]
+    layers = reading.layers_with_experts(fields, attentions, experts, has_experts)
     drafts = range(count, count + reading.number_of(fields, "num_nextn_predict_layers"))
     left_out = (f"{prefix}layers.{layer}." for layer in drafts for prefix in tensors.prefixes if prefix)
     tensors = replace(tensors, left_out=(*tensors.left_out, *left_out))
@@ -91,4 +106,31 @@ GLM_4_5V = Family(
     },
     replace(TEXT_AND_IMAGES, names=NAMES),
     notes=f"{reading.EXPERTS_NOTE}; draft layers after the last are left out",
+)
+GLM_4_MOE_LITE = Family(
+    "GLM-4.7-Flash",
+    ("Glm4MoeLiteForCausalLM",),
+    _read_lite,
+    {
+        **latent.DEFAULTS,
+        "q_lora_rank": 768,
+        "qk_nope_head_dim": 192,
+        "v_head_dim": 256,
+        "rope_interleave": True,
+        "max_position_embeddings": 202752,
+        "rms_norm_eps": 1e-5,
+        "intermediate_size": 10240,
+        "moe_intermediate_size": 1536,
+        "n_shared_experts": 1,
+        "n_routed_experts": 64,
+        "num_experts_per_tok": 4,
+        "routed_scaling_factor": 1.8,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "norm_topk_prob": True,
+        "num_nextn_predict_layers": 1,
+    },
+    TENSORS,
+    notes=f"latents are kept, not keys and values; {reading.EXPERTS_NOTE}; draft layers after the last are left out",
 )

@@ -1,18 +1,26 @@
-"""Granite 3, and the dense models of Granite 4: Llama with factors of embeddings, scores, residuals and logits.
+"""Granite 3 and 4: Llama with factors of embeddings, scores, residuals and logits.
 
-Granite-MoE has a mixture of experts.
+Granite-MoE has a mixture of experts. Granite 4 may have layers of Mamba 2, and a mixture of experts beside one that all
+tokens go to.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from ..config import ModelConfig
 from ..config_json import ConfigJson
 from ..family import Family
-from ..layers import AttentionSpec, Experts, GatedSpec, LayerSpec, Routing, Scoring
+from ..layers import Activation, AttentionSpec, Experts, GatedSpec, LayerSpec, Routing, Scoring
+from ..recurrent import MambaSpec
 from ..tensor_names import LLAMA_NORMS, TensorNames
 from . import reading
+
+_MAMBA = "linear_attention"
+
+#: Values of `time_step_limit` that limit nothing.
+_UNLIMITED = (None, [0.0, math.inf], [0.0, {"__float__": "Infinity"}])
 
 _FACTORS = ("embedding_multiplier", "logits_scaling", "residual_multiplier", "attention_multiplier")
 
@@ -45,13 +53,61 @@ def _read_experts(fields: ConfigJson) -> ModelConfig:
 
 
 def _read_hybrid(fields: ConfigJson) -> ModelConfig:
-    types = set(fields.texts("layer_types") or fields.texts("layers_block_type"))
-    if types - {"attention", reading.FULL}:
-        raise fields.refuse("layer_types", "only models whose layers are all attention are supported")
+    rotates, size = fields.text("position_embedding_type", "nope") == "rope", "shared_intermediate_size"
     if fields.integer("num_local_experts", least=0):
-        raise fields.refuse("num_local_experts", "mixture-of-experts models are not supported")
-    rotates = fields.text("position_embedding_type", "nope") == "rope"
-    return _model(fields, reading.gated(fields, size="shared_intermediate_size"), rotates=rotates)
+        routing, shared = Routing(1, Scoring.SOFTMAX_OF_CHOSEN), fields.integer(size)
+        experts = reading.experts(fields, routing, size="intermediate_size", shared_size=shared)
+        model = replace(_model(fields, experts, rotates=rotates), tensors=_WITH_SHARED)
+    else:
+        model = _model(fields, reading.gated(fields, size=size), rotates=rotates)
+    types = _layer_types(fields)
+    if _MAMBA not in types:
+        return model
+    mamba = _mamba(fields)
+    layers = (
+        replace(own, mixer=mamba) if kind == _MAMBA else own for kind, own in zip(types, model.layers, strict=True)
+    )
+    return replace(model, layers=tuple(layers))
+
+
+def _layer_types(fields: ConfigJson) -> list[str]:
+    """Checkpoints say "mamba" and "attention", where transformers writes names of its own."""
+    name = next((each for each in ("layer_types", "layers_block_type") if each in fields.raw), "layer_types")
+    names = {"attention": reading.FULL, reading.FULL: reading.FULL, "mamba": _MAMBA, _MAMBA: _MAMBA}
+    count = fields.integer("num_hidden_layers")
+    types = fields.texts(name) or [_MAMBA] * count
+    if unknown := sorted(set(types) - set(names)):
+        raise fields.refuse(name, f"{unknown[0]} is not supported; supported: {', '.join(names)}")
+    if len(types) != count:
+        raise fields.refuse(name, f"{len(types)} types for num_hidden_layers, {count}")
+    return [names[each] for each in types]
+
+
+def _mamba(fields: ConfigJson) -> MambaSpec:
+    heads, groups = fields.integer("mamba_n_heads"), fields.integer("mamba_n_groups")
+    size = fields.integer("mamba_expand") * fields.integer("hidden_size")
+    given = fields.raw.get("mamba_d_head")
+    head_dim = size // heads if given in (None, "auto") else fields.integer("mamba_d_head")
+    if heads * head_dim != size:
+        raise fields.refuse(
+            "mamba_d_head", f"mamba_n_heads {heads} times it must be mamba_expand · hidden_size, {size}"
+        )
+    if heads % groups:
+        raise fields.refuse("mamba_n_groups", f"mamba_n_heads, {heads}, must be a multiple of it")
+    if fields.raw.get("time_step_limit") not in _UNLIMITED:
+        raise fields.refuse("time_step_limit", "limits of time steps are not supported; supported: [0, Infinity]")
+    if fields.text("hidden_act", "silu") != Activation.SILU:
+        raise fields.refuse("hidden_act", "Mamba layers are supported with silu alone")
+    return MambaSpec(
+        heads,
+        head_dim,
+        groups,
+        fields.integer("mamba_d_state"),
+        eps=reading.rms_norm(fields).eps,
+        conv_size=fields.integer("mamba_d_conv", least=2),
+        conv_bias=fields.boolean("mamba_conv_bias"),
+        bias=fields.boolean("mamba_proj_bias"),
+    )
 
 
 _EXPERTS = TensorNames(
@@ -72,16 +128,25 @@ _WITH_SHARED = replace(
 _DEFAULTS = {"max_position_embeddings": 2048, **dict.fromkeys(_FACTORS, 1.0)}
 
 GRANITE = Family("Granite 3", ("GraniteForCausalLM",), _read, _DEFAULTS)
+_HYBRID = {**LLAMA_NORMS, "mlp.down_proj": "shared_mlp.output_linear"}
 GRANITE_4 = Family(
-    "Granite 4 (dense)",
+    "Granite 4",
     ("GraniteMoeHybridForCausalLM",),
     _read_hybrid,
-    {**_DEFAULTS, "num_local_experts": 8, "shared_intermediate_size": 1024},
-    TensorNames(
-        names={**LLAMA_NORMS, "mlp.down_proj": "shared_mlp.output_linear"},
-        fused={"shared_mlp.input_linear": ("mlp.gate_proj", "mlp.up_proj")},
-    ),
-    notes="models with Mamba layers or experts are refused",
+    {
+        **_DEFAULTS,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "shared_intermediate_size": 1024,
+        "mamba_n_heads": 128,
+        "mamba_n_groups": 1,
+        "mamba_d_state": 256,
+        "mamba_d_conv": 4,
+        "mamba_expand": 2,
+        "mamba_conv_bias": True,
+    },
+    TensorNames(names=_HYBRID, fused={"shared_mlp.input_linear": ("mlp.gate_proj", "mlp.up_proj")}),
+    notes=f"models without a layer of attention are refused; with experts: {reading.EXPERTS_NOTE}",
 )
 GRANITE_MOE = Family(
     "Granite-MoE",

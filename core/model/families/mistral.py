@@ -1,13 +1,18 @@
-"""Mistral, Ministral 8B, Mistral Small 3 and Ministral 3: Llama's shape with attention windows."""
+"""Mistral, Ministral 8B, Mistral Small 3 and Ministral 3: Llama's shape with attention windows.
+
+Mistral Small 4 has latent attention and a mixture of experts.
+"""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from ..config import ModelConfig
 from ..config_json import ConfigJson
 from ..family import Family
-from ..layers import AttentionSpec, LayerSpec, QueryGrowth
+from ..layers import AttentionSpec, LayerSpec, QueryGrowth, Routing
 from ..tensor_names import BESIDE_VISION
-from . import reading
+from . import glm_moe, latent, reading
 
 
 def _read(fields: ConfigJson) -> ModelConfig:
@@ -29,6 +34,30 @@ def _read(fields: ConfigJson) -> ModelConfig:
         for seen in types or [reading.SLIDING] * fields.integer("num_hidden_layers")
     ]
     return reading.dense(fields, layers, reading.rms_norm(fields))
+
+
+def _read_4(fields: ConfigJson) -> ModelConfig:
+    growth = _growth(reading.rope_fields(fields))
+    attention = latent.attention(fields, interleaved=fields.boolean("rope_interleave"), growth=growth)
+    groups = fields.integer("n_group")
+    routing = Routing(
+        1,
+        renormalised=fields.boolean("norm_topk_prob"),
+        epsilon=1e-20,
+        factor=fields.number("routed_scaling_factor"),
+        groups=groups,
+        kept_groups=min(groups, fields.integer("topk_group")),
+    )
+    return glm_moe.model(fields, attention, routing=routing)
+
+
+def _read_beside_vision(fields: ConfigJson) -> ModelConfig:
+    """Which text model stands beside the vision tower is told by its type."""
+    if fields.text("model_type", "mistral") != "mistral4":
+        return _read(fields.with_defaults({**_DEFAULTS, "head_dim": 128}))
+    model = _read_4(fields.with_defaults(_DEFAULTS_4))
+    names = replace(BESIDE_VISION, names=model.tensors.names, left_out=BESIDE_VISION.left_out)
+    return replace(model, tensors=names)
 
 
 def _growth(rope: ConfigJson) -> QueryGrowth | None:
@@ -57,10 +86,33 @@ MINISTRAL_3 = Family(
         },
     },
 )  # fmt: skip
+_DEFAULTS_4 = {
+    **latent.DEFAULTS,
+    "q_lora_rank": 1024,
+    "kv_lora_rank": 256,
+    "qk_nope_head_dim": 64,
+    "rope_interleave": True,
+    "max_position_embeddings": 1048576,
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {
+        "type": "yarn", "rope_theta": 10000.0, "factor": 128.0, "original_max_position_embeddings": 8192,
+        "beta_fast": 32.0, "beta_slow": 1.0, "mscale_all_dim": 1.0, "mscale": 1.0, "llama_4_scaling_beta": 0.1,
+    },
+    "intermediate_size": 12288,
+    "moe_intermediate_size": 2048,
+    "n_shared_experts": 1,
+    "n_routed_experts": 128,
+    "num_experts_per_tok": 4,
+    "routed_scaling_factor": 1.0,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 0,
+    "norm_topk_prob": True,
+    "num_nextn_predict_layers": 0,
+}  # fmt: skip
 MISTRAL_3 = Family(
-    "Mistral Small 3 and Ministral 3 (text)",
+    "Mistral Small 3 and 4, and Ministral 3 (text)",
     ("Mistral3ForConditionalGeneration",),
-    _read,
-    {**_DEFAULTS, "head_dim": 128},
-    BESIDE_VISION,
+    _read_beside_vision,
+    tensors=BESIDE_VISION,
 )

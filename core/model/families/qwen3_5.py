@@ -15,7 +15,8 @@ from typing import Any
 from ..config import ModelConfig
 from ..config_json import ConfigJson
 from ..family import Family
-from ..layers import AttentionSpec, Experts, GatedDeltaSpec, GatedSpec, HeadNorm, LayerSpec, Routing
+from ..layers import AttentionSpec, Experts, GatedSpec, HeadNorm, LayerSpec, Routing
+from ..recurrent import GatedDeltaSpec
 from ..tensor_names import TensorNames
 from . import reading
 

@@ -173,10 +173,13 @@ def rope(
         if theta is not None and "rope_theta" not in scaling.raw
         else _number(scaling, fields, "rope_theta", 10000.0)
     )
-    dim = int(head_dim * _number(scaling, fields, "partial_rotary_factor", 1.0))
+    share = _number(scaling, fields, "partial_rotary_factor", 1.0)
+    dim = head_dim if rope_type == "proportional" else int(head_dim * share)
     if not 0 < dim <= head_dim or dim % 2:
         raise fields.refuse("partial_rotary_factor", f"it makes {dim} of {head_dim} elements of a head rotate")
     values: dict[str, Any] = {"theta": base, "type": rope_type, "interleaved": interleaved}
+    if rope_type == "proportional":
+        return RopeConfig(dim, pairs=int(share * head_dim // 2), factor=scaling.number("factor", 1.0), **values)
     return RopeConfig(dim, **values, **_scaling(scaling, fields, rope_type, dim))
 
 
@@ -255,9 +258,9 @@ def _longrope(scaling: ConfigJson, factor: float, original: int, dim: int) -> di
 
 
 def _yarn(scaling: ConfigJson, factor: float) -> dict[str, Any]:
-    default = _mscale(factor, 1.0)
+    default = mscale(factor, 1.0)
     if scaling.has("mscale") and scaling.has("mscale_all_dim"):
-        default = _mscale(factor, scaling.number("mscale")) / _mscale(factor, scaling.number("mscale_all_dim"))
+        default = mscale(factor, scaling.number("mscale")) / mscale(factor, scaling.number("mscale_all_dim"))
     return {
         "factor": factor,
         **{each: scaling.number(each) for each in ("beta_fast", "beta_slow") if scaling.has(each)},
@@ -266,7 +269,8 @@ def _yarn(scaling: ConfigJson, factor: float) -> dict[str, Any]:
     }
 
 
-def _mscale(factor: float, mscale: float) -> float:
+def mscale(factor: float, mscale: float) -> float:
+    """YaRN's factor of cos and sin, or of the square root of scores."""
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
@@ -290,7 +294,7 @@ def layers_with_experts(
     return [LayerSpec(each, experts if it else plain) for each, it in zip(attentions, has_experts, strict=True)]
 
 
-def dense(fields: ConfigJson, layers: Sequence[LayerSpec], norm: NormSpec, **multipliers: Any) -> ModelConfig:
+def dense(fields: ConfigJson, layers: Sequence[LayerSpec], norm: NormSpec, **others: Any) -> ModelConfig:
     """Return a model of these layers; everything else is read from fields that all families share."""
     return ModelConfig(
         architecture="",
@@ -299,11 +303,10 @@ def dense(fields: ConfigJson, layers: Sequence[LayerSpec], norm: NormSpec, **mul
         layers=tuple(layers),
         norm=norm,
         max_position_embeddings=fields.integer("max_position_embeddings"),
-        tie_word_embeddings=fields.boolean("tie_word_embeddings"),
         dtype=_dtype(fields),
         bos_token_id=next(iter(fields.token_ids("bos_token_id")), None),
         eos_token_ids=fields.token_ids("eos_token_id"),
-        **multipliers,
+        **{"tie_word_embeddings": fields.boolean("tie_word_embeddings"), **others},
     )
 
 

@@ -46,7 +46,7 @@ def run(context: Context) -> dict[str, Any]:
     """Milliseconds of whole engine steps, the shortest, and the time at the machine's limit as a share of them."""
     prompt, steps, rounds = context.pick((8, 2, 1), (128, 16, 4), (128, 16, 20))
     threads = context.pick(1, torch.get_num_threads(), torch.get_num_threads())
-    has_adapters = read_model_config(_config(context)).delta is None  # the benchmark's adapters are for all layers
+    has_adapters = read_model_config(_config(context)).recurrent is None  # the benchmark's adapters are for all layers
     adapters = {name: path for rank in RANKS for name, path in context.adapters(rank, 2).items() if has_adapters}
     builds = {name: path for name, path in context.beside.items() if path.suffix == ".so"}
     size = {"max_seqs": 8, "max_batched": 8 * prompt, "max_len": prompt + steps + 24, "threads": threads}

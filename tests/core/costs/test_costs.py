@@ -489,6 +489,19 @@ def test_a_geometry_may_have_layers_of_two_kinds(tmp_path):
     assert found.page_layout(16).num_layers == 1, "one layer has keys and values"
 
 
+def test_a_geometry_may_have_attention_of_two_shapes(tmp_path):
+    """Pages have room for one layer of 4 heads of 16, or two of 2 heads of 16; the queries' forms are kept apart."""
+    shapes = [(2, ""), (2, ""), (4, "full")]
+    layers = [attention_projections(32, 4, heads, 16, form=form) + gated_projections(32, 24) for heads, form in shapes]
+    table, profile = Projections(tuple(layers)), load_profile("a100-llama2-7b")
+    geometry = profile.geometry.model_copy(update={"num_layers": 3}).with_projections(table)
+    profile.model_copy(update={"geometry": geometry}).save(tmp_path / "p.json")
+    found = load_profile(tmp_path / "p.json").geometry
+    assert found.projections == table
+    assert found.page_layout(16).page_bytes == 16 * 2 * 4 * 16 * found.itemsize
+    assert [group.layers for group in found.page_layout(16).groups] == [(0, 1), (2,)]
+
+
 def test_a_model_of_equal_layers_needs_no_list_of_modules():
     geometry = load_profile("a100-llama2-7b").geometry
     assert geometry.with_projections(geometry.projections) is geometry

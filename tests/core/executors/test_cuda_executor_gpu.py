@@ -184,7 +184,7 @@ def test_padding_changes_no_bits_of_other_tokens(drive):
     logits = []
     for left in (0.0, 7.5, torch.nan):
         flow = steps.mixed._flow  # noqa: SLF001
-        for values in (flow.rows, flow.q, flow.attended):
+        for values in (flow.rows, *flow.q, *flow.attended):
             values.fill_(left)
         steps.columns.values.fill_(3)
         torch.cuda.synchronize()

@@ -14,7 +14,7 @@ from chorus.core.executors import cuda
 from chorus.core.executors.cuda import CudaExecutor
 from chorus.core.executors.cuda_ranks import CudaRanksExecutor
 from chorus.core.model.stacked_experts import StackedExperts
-from chorus.graphs.runner import StepMode
+from chorus.graphs.runner import EagerReason, StepMode
 from chorus.ops import attention_flashinfer, elementwise, native_library
 from chorus.ops.attention_backend import Obstacle
 from chorus.ops.attention_flashinfer import FlashInferBackend
@@ -24,6 +24,7 @@ from ...graphs.late_device import LateDevice
 from ...ops.fake_flashinfer import FakeFlashInfer, Stream
 from ..adapter_zoo import save_zoo
 from ..merging.test_merged import merge
+from ..tiny_families import make_all_linear
 from .family_drivers import drivers
 from .test_cuda_ranks_interpreted import DEVICES, one_launch_at_a_time  # noqa: F401 - a fixture
 
@@ -40,7 +41,8 @@ MIXTURES = [
     "qwen3-moe-mixed",
     "gpt-oss",
     "qwen3.5-moe",
-    *(["olmoe", "granite-moe", "glm-4-moe", "glm-4-moe-groups", "ernie-4.5-moe", "qwen3-next"] if EVERY else []),
+    *(["lfm2-moe", "granite-4-h-moe", "ernie-4.5-moe", "qwen3-next", "gemma-4-moe"] if EVERY else []),
+    *(["olmoe", "granite-moe", "glm-4-moe", "glm-4-moe-groups"] if EVERY else []),
 ]
 #: With windows in all layers; in some.
 WINDOWS = ["mistral-window", *(["gemma-3", "qwen2-window"] if EVERY else [])]
@@ -108,6 +110,20 @@ def test_mixtures(tiny, drive, family, mixed_graph_tokens):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("mixed_graph_tokens", [0, 24])
+def test_latents(tiny, drive, mixed_graph_tokens):
+    """Steps whose adapters change keys and values of latents are eager, others are captured."""
+    it = tiny("deepseek-v3")
+    driver = drive(it, ["r3-all", "r17-o-mlp"], mixed_graph_tokens=mixed_graph_tokens)
+    check(it, driver, (None, 30, 4), ("r17-o-mlp", 9, 6))
+    executor = driver.engine.executor.inner
+    assert executor.captured
+    assert not executor.eager_steps[EagerReason.LATENTS]
+    check(it, driver, ("r3-all", 17, 5), (None, 5, 4), ("r17-o-mlp", 7, 3))
+    assert executor.eager_steps[EagerReason.LATENTS] > 3
+
+
+@pytest.mark.slow
 def test_a_mixtures_merged_steps(tiny, drive):
     it = tiny("qwen3-moe-mixed")
     driver = drive(it, ["r3-all", "r8-qv"])
@@ -168,6 +184,27 @@ def test_windows_soft_caps_and_sinks_by_our_kernel(tiny, drive, triton, family):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mixed_graph_tokens", MIXED)
+def test_attention_of_several_shapes(tiny, drive, triton, mixed_graph_tokens):
+    """In captured steps, and in pieces, which hand queries of either shape to attention."""
+    it = tiny("gemma-4")
+    driver = drive(it, ["r3-all"], mixed_graph_tokens=mixed_graph_tokens)
+    assert len({heads.head_dim for heads in driver.executor.inner.steps.decoder.heads}) == 2
+    check(it, driver, (None, 24, 2), ("r3-all", 5, 3))
+    assert driver.executor.inner.captured
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mixed_graph_tokens", MIXED)
+def test_inputs_of_layers(drive, triton, mixed_graph_tokens):
+    """Beside layers that share keys; the adapter changes them before captured steps, and in these."""
+    it = make_all_linear("gemma-4-inputs")
+    driver = drive(it, ["all"], mixed_graph_tokens=mixed_graph_tokens)
+    check(it, driver, (None, 24, 2), ("all", 5, 3))
+    assert driver.executor.inner.captured
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mixed_graph_tokens", MIXED)
 def test_adapters_that_begin_within_a_prompt(tmp_path, drive, mixed_graph_tokens):
     it = save_zoo(tmp_path)
     driver = drive(it, ["plain", "alora", "alora-qkv"], mixed_graph_tokens=mixed_graph_tokens)
@@ -189,9 +226,10 @@ def test_requests_leave_the_window_by_default_where_flashinfer_serves(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen3.5", "lfm2", "granite-4-h"])
 @pytest.mark.parametrize("mixed_graph_tokens", MIXED)
-def test_recurrent_states(tiny, drive, mixed_graph_tokens):
-    it = tiny("qwen3.5")
+def test_recurrent_states(tiny, drive, family, mixed_graph_tokens):
+    it = tiny(family)
     driver = drive(it, ["r3-all"], mixed_graph_tokens=mixed_graph_tokens, max_num_seqs=2)
     check(it, driver, (None, 30, 4), (None, 7, 9), ("r3-all", 7, 5))
     assert driver.engine.stats().num_async_steps
@@ -213,10 +251,11 @@ def test_ranks_norm_all_heads_at_once(tiny, drive):
 
 @pytest.mark.slow
 @on_ranks
-def test_ranks_share_recurrent_states(tiny, drive):
-    """Captured steps ahead of tokens, with an adapter on layers of both kinds."""
-    it = tiny("qwen3.5-tied")
-    driver = drive(it, ["r3-all"], tensor_parallel_size=2, max_num_seqs=2)
+@pytest.mark.parametrize("family", ["qwen3.5-tied", "granite-4-h"])
+def test_ranks_share_recurrent_states(tiny, drive, family):
+    """Captured steps ahead of tokens, with an adapter on layers of both kinds; ranks share a group of heads."""
+    it = tiny(family)
+    driver = drive(it, ["r3-all"], tensor_parallel_size=2, max_num_seqs=2, block_tokens=16)
     assert driver.engine.executor.layout.state_slots == driver.executor.inner.first.layout.state_slots == 3
     check(it, driver, (None, 3, 3), ("r3-all", 5, 4))
     assert driver.engine.stats().num_async_steps

@@ -11,8 +11,9 @@ from chorus.core.executors import cuda_float8_products
 from chorus.core.executors.cuda_float8_products import check_float8_products, choose_float8_products
 from chorus.core.model.batch import GemmBackend
 from chorus.core.model.config import UnsupportedModel
-from chorus.core.model.decoder import DecoderModel, stays_narrow
+from chorus.core.model.decoder import DecoderModel
 from chorus.core.model.dummy_weights import DummyWeights
+from chorus.core.model.kept_weights import stays_narrow
 from chorus.core.model.layer_weights import MATRICES
 from chorus.core.model.layers import AttentionSpec, GatedSpec, LayerSpec
 from chorus.core.model.quantization.round_to_nearest import RoundToNearest

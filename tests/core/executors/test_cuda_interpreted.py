@@ -221,7 +221,7 @@ def test_padding_changes_no_bits_of_other_tokens(drive, tiny, monkeypatch):
     logits = []
     for left in (0.0, 7.5, torch.nan):
         flow = steps.mixed._flow  # noqa: SLF001
-        for values in (flow.rows, flow.q, flow.attended):
+        for values in (flow.rows, *flow.q, *flow.attended):
             values.fill_(left)
         steps.columns.values.fill_(3)
         driver.executor.inner.execute(plan)
@@ -845,7 +845,7 @@ def test_refuses_adapters_that_the_tables_do_not_hold(drive, tiny, tmp_path):
         driver.run("2", "a*1+b*0.5+c*2+d*1", [5, 6], max_tokens=1)
     backend = driver.executor.adapters
     parts = [SimpleNamespace(token_ids=())] * (MAX_PARTS + 1)
-    manifest = SimpleNamespace(rank=4, num_tokens=0, mixture_targets=(), parts=parts)
+    manifest = SimpleNamespace(rank=4, num_tokens=0, unmerged_targets=(), parts=parts)
     assert isinstance(backend.inspect(tiny.adapters["r1-qv"]).rank, int)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("chorus.core.executors.adapters.inspect_adapter", lambda *args: manifest)

@@ -245,7 +245,8 @@ class TestLayersOfTwoKinds:
 
     def test_launches_are_of_the_layers_products(self, state):
         assert [len(product.modules) for product in state.products] == [4, 1, 2, 1, 3, 1]
-        assert state.product_of == ((0, 1, 2, 3), (0, 1, 2, 3), (4, 5, 2, 3), (0, 1, 2, 3))
+        products = [tuple(each.values()) for each in state.product_in]
+        assert products == [(0, 1, 2, 3), (0, 1, 2, 3), (4, 5, 2, 3), (0, 1, 2, 3)]
 
     def test_sample_adapters_have_all_parts(self, state):
         assert SampleAdapters(state, 4, 0).launches(4).num_tiles == 12

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,8 +14,9 @@ import torch
 
 from chorus.core.model.config import UnsupportedModel
 from chorus.core.model.families import FAMILIES
-from chorus.core.model.layers import ClampedSwiglu, Experts, GatedDeltaSpec, HeadNorm, Routing, Scoring
+from chorus.core.model.layers import ClampedSwiglu, Experts, HeadNorm, LatentSpec, Routing, Scoring
 from chorus.core.model.read_config import read_model_config
+from chorus.core.model.recurrent import GatedDeltaSpec
 from chorus.core.model.rope_config import RopeConfig
 from chorus.core.model.shard import Shard
 from chorus.core.model.tensor_parts import tensor_shapes
@@ -32,6 +35,7 @@ LLAMA = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 512,
 }
+GEMMA_4 = {"architectures": ["Gemma4ForCausalLM"], "head_dim": 16, "hidden_size_per_layer_input": 0}
 LLAMA3_SCALING = {
     "factor": 8.0,
     "low_freq_factor": 1.0,
@@ -129,6 +133,10 @@ OWN_SHAPES = {
     "GraniteMoeHybridForCausalLM": {"num_local_experts": 0, "layer_types": ["attention"] * 8},
     "Dots1ForCausalLM": {"n_routed_experts": 8, "num_experts_per_tok": 2},
     "HeliumForCausalLM": {"num_attention_heads": 20},
+    "Gemma4ForCausalLM": {"hidden_size_per_layer_input": 0},
+    "DeepseekV2ForCausalLM": {"num_experts_per_tok": 6},
+    "DeepseekV3ForCausalLM": {"num_key_value_heads": 64},
+    "Glm4MoeLiteForCausalLM": {"num_key_value_heads": 64},
 }
 
 
@@ -262,6 +270,36 @@ def test_layers_of_several_kinds(read):
     assert gemma.layers[5].mixer.rope == RopeConfig(16, 5e5, "linear", factor=8.0)
     smol = read(architectures=["SmolLM3ForCausalLM"], num_hidden_layers=5)
     assert [layer.mixer.rope is None for layer in smol.layers] == [False, False, False, True, False]
+
+
+def test_attention_of_several_shapes(read):
+    """The published form of Gemma 4 of 31B, with fewer layers."""
+    types = ["sliding_attention"] * 5 + ["full_attention"]
+    config = read(
+        architectures=["Gemma4ForConditionalGeneration"],
+        text_config={
+            "hidden_size": 5376, "intermediate_size": 21504, "num_hidden_layers": 6, "num_attention_heads": 32,
+            "num_key_value_heads": 16, "head_dim": 256, "global_head_dim": 512, "num_global_key_value_heads": 4,
+            "attention_k_eq_v": True, "attention_bias": False, "enable_moe_block": False, "num_kv_shared_layers": 0,
+            "hidden_size_per_layer_input": 0, "use_double_wide_mlp": False, "use_bidirectional_attention": "vision",
+            "final_logit_softcapping": 30.0, "sliding_window": 1024, "vocab_size": 262144, "dtype": "bfloat16",
+            "max_position_embeddings": 262144, "rms_norm_eps": 1e-6, "layer_types": types,
+            "hidden_activation": "gelu_pytorch_tanh", "vocab_size_per_layer_input": 262144,
+            "rope_parameters": {
+                "full_attention": {"partial_rotary_factor": 0.25, "rope_theta": 1e6, "rope_type": "proportional"},
+                "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"},
+            },
+        },
+    )  # fmt: skip
+    local, full = config.attention_shapes
+    assert (*local.kv_shape, local.window, local.rope) == (16, 256, 1024, RopeConfig(256, 10000.0))
+    assert (*full.kv_shape, full.window, full.rope) == (4, 512, None, RopeConfig(512, 1e6, "proportional", pairs=64))
+    assert (full.keys_are_values, local.keys_are_values, local.scale, full.scale) == (True, False, 1.0, 1.0)
+    assert config.projections["q_proj@full"].dims == (5376, 16384)
+    assert config.module_paths.in_layer(5)["self_attn.q_proj"] == ("q_proj@full",)
+    assert "self_attn.v_proj" not in config.module_paths.in_layer(5)
+    assert config.module_paths.in_layer(4)["self_attn.v_proj"] == ("v_proj",)
+    assert config.module_paths.names.count("q_proj") == 1
 
 
 @pytest.mark.parametrize("field", ["num_heads", "num_kv_heads", "head_dim"])
@@ -447,7 +485,7 @@ WRONG = [
     ),
     ({"architectures": "LlamaForCausalLM"}, "architectures is 'LlamaForCausalLM': a list"),
     ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel is not supported; supported: LlamaForCausalLM, Mistral"),
-    ({"architectures": ["DeepseekV3ForCausalLM"]}, "DeepseekV3ForCausalLM is not supported;"),
+    ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM is not supported;"),
     ({"architectures": []}, "architecture none named is not supported"),
     ({"architectures": ...}, "architecture none named is not supported"),
     ({"rope_scaling": "linear"}, "rope_scaling is 'linear': an object"),
@@ -468,9 +506,18 @@ WRONG = [
     ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "rope_parameters.full_attention is"),
     ({"partial_rotary_factor": 0.45}, "partial_rotary_factor is 0.45: it makes 7 of 16 elements"),
     ({"partial_rotary_factor": 1.5}, "partial_rotary_factor is 1.5: it makes 24 of 16 elements"),
-    ({"architectures": ["GraniteMoeHybridForCausalLM"]}, "num_local_experts is missing: mixture-of-experts"),
-    ({"architectures": ["GraniteMoeHybridForCausalLM"], "layer_types": ["mamba", "attention"]}, "layer_types is ["),
     ({"architectures": ["Gemma3ForCausalLM"], "use_bidirectional_attention": True}, "only causal attention"),
+    ({**GEMMA_4, "use_bidirectional_attention": "all"}, "use_bidirectional_attention is 'all': only causal attention"),
+    ({**GEMMA_4, "num_kv_shared_layers": 1}, "num_kv_shared_layers is 1: of 2 layers, some of each type must"),
+    (
+        {**GEMMA_4, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 99},
+        "vocab_size_per_layer_input is 99: every token",
+    ),
+    ({**GEMMA_4, "enable_moe_block": True, "num_experts": 2, "top_k_experts": 3}, "num_experts is 2; it can't be more"),
+    ({**GEMMA_4, "per_layer_config": {"2": {"head_dim": 32}}}, "'2' is none of 2 layers"),
+    ({**GEMMA_4, "per_layer_config": {"0": {"sliding_window": 3}}}, "per_layer_config.0.sliding_window is 3: layers"),
+    ({**GEMMA_4, "num_hidden_layers": 3, "per_layer_config": {"0": {"head_dim": 8}}}, "layers of one type must have"),
+    ({**GEMMA_4, "rope_parameters": {"full_attention": {"rope_theta": 5.0}}}, "rope_parameters.sliding_attention is"),
     ({"is_causal": False}, "is_causal is False: only causal attention"),
     (
         {"architectures": ["BertForSequenceClassification"]},
@@ -593,8 +640,8 @@ def test_gated_delta_net_stands_between_layers_of_attention(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(QWEN3_5))
     config = read_model_config(tmp_path)
     assert [index for index, layer in enumerate(config.layers) if layer.attention] == [2, 5]
-    assert config.delta == GatedDeltaSpec(2, 6, 16, 8, eps=1e-6)
-    assert (config.delta.channels, config.delta.in_size) == (112, 112 + 48 + 12)
+    assert config.recurrent == GatedDeltaSpec(2, 6, 16, 8, eps=1e-6)
+    assert (config.recurrent.channels, config.recurrent.in_size) == (112, 112 + 48 + 12)
     assert config.attention.output_gate
     assert config.attention.rope == RopeConfig(8, 1e7)
     shapes = tensor_shapes(config)
@@ -628,7 +675,7 @@ def test_ranks_share_heads_of_keys_with_their_heads_of_values(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(QWEN3_5))
     whole = read_model_config(tmp_path)
     share = Shard(1, 2).config(whole)
-    assert share.delta == GatedDeltaSpec(1, 3, 16, 8, eps=1e-6)
+    assert share.recurrent == GatedDeltaSpec(1, 3, 16, 8, eps=1e-6)
     assert share.projections["in_proj_qkv"].outputs == 56
     q, k, v = slice(16, 32), slice(48, 64), slice(88, 112)
     at = "model.layers.0.linear_attn."
@@ -653,3 +700,98 @@ def test_ranks_that_heads_of_keys_do_not_divide_by_are_refused(tmp_path):
     )
     with pytest.raises(UnsupportedModel, match=why):
         Shard(0, 4).config(read_model_config(tmp_path))
+
+
+#: Fields of published checkpoints: DeepSeek-V3, DeepSeek-V2-Lite, GLM-4.7-Flash.
+LATENTS = {
+    "v3": {
+        "architectures": ["DeepseekV3ForCausalLM"], "hidden_size": 7168, "intermediate_size": 18432,
+        "kv_lora_rank": 512, "max_position_embeddings": 163840, "moe_intermediate_size": 2048, "moe_layer_freq": 1,
+        "n_group": 8, "n_routed_experts": 256, "n_shared_experts": 1, "norm_topk_prob": True,
+        "num_attention_heads": 128, "num_experts_per_tok": 8, "num_hidden_layers": 61, "num_key_value_heads": 128,
+        "num_nextn_predict_layers": 1,
+        "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "first_k_dense_replace": 3,
+        "rope_scaling": {
+            "beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 4096, "type": "yarn",
+        },
+        "rope_theta": 10000, "routed_scaling_factor": 2.5, "scoring_func": "sigmoid", "topk_group": 4,
+        "topk_method": "noaux_tc", "v_head_dim": 128, "vocab_size": 129280,
+    },
+    "v2-lite": {
+        "architectures": ["DeepseekV2ForCausalLM"], "hidden_size": 2048, "intermediate_size": 10944,
+        "kv_lora_rank": 512, "max_position_embeddings": 163840, "moe_intermediate_size": 1408, "moe_layer_freq": 1,
+        "n_group": 1, "n_routed_experts": 64, "n_shared_experts": 2, "norm_topk_prob": False,
+        "num_attention_heads": 16, "num_experts_per_tok": 6, "num_hidden_layers": 27, "num_key_value_heads": 16,
+        "q_lora_rank": None, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "first_k_dense_replace": 1,
+        "rope_scaling": {
+            "beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 0.707, "mscale_all_dim": 0.707,
+            "original_max_position_embeddings": 4096, "type": "yarn",
+        },
+        "rope_theta": 10000, "routed_scaling_factor": 1.0, "scoring_func": "softmax", "topk_group": 1,
+        "topk_method": "greedy", "v_head_dim": 128, "vocab_size": 102400,
+    },
+    "flash": {
+        "architectures": ["Glm4MoeLiteForCausalLM"], "hidden_size": 2048, "intermediate_size": 10240,
+        "max_position_embeddings": 202752, "moe_intermediate_size": 1536, "topk_method": "noaux_tc",
+        "norm_topk_prob": True, "num_attention_heads": 20, "n_group": 1, "topk_group": 1, "n_routed_experts": 64,
+        "n_shared_experts": 1, "routed_scaling_factor": 1.8, "num_experts_per_tok": 4, "first_k_dense_replace": 1,
+        "num_hidden_layers": 47, "num_key_value_heads": 20, "num_nextn_predict_layers": 1,
+        "partial_rotary_factor": 1.0, "rms_norm_eps": 1e-05, "rope_scaling": None, "rope_theta": 1000000,
+        "q_lora_rank": 768, "kv_lora_rank": 512, "qk_nope_head_dim": 192, "qk_rope_head_dim": 64, "v_head_dim": 256,
+        "vocab_size": 154880,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "latent", "scale", "billions"),
+    [
+        ("v3", LatentSpec(1536, 512, 128, 64, 128, 1e-6), 192**-0.5 * (0.1 * math.log(40) + 1) ** 2, 671.0),
+        ("v2-lite", LatentSpec(0, 512, 128, 64, 128, 1e-6), 192**-0.5 * (0.0707 * math.log(40) + 1) ** 2, 15.7),
+        ("flash", LatentSpec(768, 512, 192, 64, 256, 1e-6), 256**-0.5, 29.9),
+    ],
+)
+def test_latent_attention_as_its_checkpoints_describe_it(read, name, latent, scale, billions):
+    config = read(**{**dict.fromkeys(LLAMA, ...), **LATENTS[name]})
+    attention = config.attention
+    assert (attention.latent, attention.num_kv_heads, attention.head_dim) == (latent, 1, 576)
+    assert attention.scale == pytest.approx(scale, rel=1e-12)
+    assert (attention.rope.dim, attention.rope.interleaved, attention.rope.attention_factor) == (64, True, 1.0)
+    assert sum(torch.Size(shape).numel() for shape in tensor_shapes(config).values()) / 1e9 == pytest.approx(
+        billions, abs=0.1
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("v3", {"num_key_value_heads": 8}, "num_key_value_heads is 8: latents serve all heads"),
+        ("v3", {"qk_rope_head_dim": 63}, "qk_rope_head_dim is 63: rotary embedding needs an even one"),
+        ("v3", {"scoring_func": "softmax"}, "scoring_func is 'softmax': softmax is not supported"),
+        ("v3", {"moe_layer_freq": 2}, "moe_layer_freq is 2"),
+        ("v3", {"topk_method": "greedy"}, "topk_method is 'greedy': greedy is not supported"),
+        ("v2-lite", {"topk_method": "group_limited_greedy"}, "topk_method is 'group_limited_greedy'"),
+        ("v2-lite", {"norm_topk_prob": True}, "norm_topk_prob is True: transformers leaves it out"),
+        ("v2-lite", {"attention_bias": True}, "attention_bias is True: biases are not supported where queries have"),
+        ("flash", {"mlp_layer_types": ["sparse"] * 46}, "46 types for num_hidden_layers, 47"),
+        ("flash", {"rope_scaling": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "all 64 elements of"),
+    ],
+)  # fmt: skip
+def test_what_latent_attention_cannot_be_is_refused(read, name, changes, message):
+    with pytest.raises(UnsupportedModel, match=re.escape(message)):
+        read(**{**dict.fromkeys(LLAMA, ...), **LATENTS[name], **changes})
+
+
+def test_ranks_share_heads_of_latents(read):
+    config = read(**{**dict.fromkeys(LLAMA, ...), **LATENTS["v2-lite"]})
+    share = Shard(1, 4).config(config)
+    assert (share.attention.num_heads, share.attention.head_dim) == (4, 576)
+    at = "model.layers.0.self_attn."
+    parts = {name: Shard(1, 4).of_tensor(f"{at}{name}.weight", config) for name in ("kv_a_proj_with_mqa", "kv_b_proj")}
+    assert parts == {
+        "kv_a_proj_with_mqa": ((slice(None), slice(None)),),
+        "kv_b_proj": ((slice(1024, 2048), slice(None)),),
+    }
+    assert Shard(1, 4).of_tensor(f"{at}o_proj.weight", config) == ((slice(None), slice(512, 1024)),)
+    assert Shard(1, 4).of_tensor(f"{at}k_norm.weight", config) == ((),)

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from chorus.core.model.decoder import _kept, stays_narrow
+from chorus.core.model.kept_weights import keeps_projections, stays_narrow
 from chorus.core.model.narrow_bytes import weight_bytes
 from chorus.core.model.open_weights import open_weights
 from chorus.core.model.quantization.round_to_nearest import RoundToNearest
@@ -50,7 +50,7 @@ def kept_bytes(path, quantiser=None):
     model, dtype = read_model_config(path), torch.bfloat16
     with open_weights(path, model, dtype, quantiser=quantiser) as weights:
         weights.keeps = stays_narrow
-        pack = _kept(weights, torch.device("cpu"), dtype, packs=False)
+        pack = keeps_projections(weights, torch.device("cpu"), dtype, packs=False)
         parts = [getattr(layer, name) for layer in weights.layers(pack) for name in MATRICES]
     narrow = [each for each in parts if isinstance(each, NarrowWeight)]
     return sum(each.nbytes for each in parts), sum(2 * each.shape.numel() for each in narrow)

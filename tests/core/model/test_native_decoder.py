@@ -60,8 +60,11 @@ class Config:
             "kv_size": mixer.kv_size,
             "num_layers": len(self.layers),
             "attention": mixer,
-            "attention_layers": tuple(layer.attention for layer in self.layers),
-            "delta": None,
+            "recurrent": None,
+            "attention_layers": [layer.mixer for layer in self.layers],
+            "attention_shapes": [mixer],
+            "kv_layers": [layer.mixer for layer in self.layers],
+            "layer_inputs": None,
             "num_experts": next((layer.experts.count for layer in self.layers if layer.experts), 0),
             "vocab_size": VOCAB,
             "norm": kind.norm,
@@ -104,9 +107,9 @@ class TestRefusals:
 
     def test_layers_without_a_gate_and_norms_of_rotated_heads_are_refused(self):
         ungated = replace(LAYER, feed_forward=UngatedSpec(80, UngatedActivation.GELU_TANH))
-        assert refusal(LAYER, ungated).startswith("it has no feed-forward parts without a gate")
+        assert refusal(LAYER, ungated).startswith("it has no feed-forward part without a gate")
         rotated = refusal(changed(head_norm=HeadNorm.ROTATED))
-        assert rotated.startswith("it has no norms of heads after they are rotated")
+        assert rotated.startswith("it has no norm of heads after they are rotated")
 
 
 class TestValues:

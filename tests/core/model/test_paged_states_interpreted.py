@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from chorus.core.model.config import ModelConfig
-from chorus.core.model.layers import GatedDeltaSpec
 from chorus.core.model.paged_states import PagedStates
 from chorus.core.model.paged_states_cuda import CudaPagedStates
+from chorus.core.model.recurrent import GatedDeltaSpec
 from chorus.core.requests.request_params import RequestParams
 from chorus.core.requests.types import ScheduledSequence
 from chorus.memory.pages.arena import Arena
@@ -48,7 +48,7 @@ class Paged:
         )
         page = 4 * -(-2 * max(state.conv_elems, state.head_elems, state.draft_elems) // 4 + 1)
         self.layout = layout = StateLayout(state, 4 * page)
-        config: Any = SimpleNamespace(delta=spec, layers=[SimpleNamespace(delta=spec)] * LAYERS)
+        config: Any = SimpleNamespace(recurrent=spec, layers=[SimpleNamespace(recurrent=spec)] * LAYERS)
         self.config = cast(ModelConfig, config)
         pages = 1 + 2 * 8 * layout.num_pages
         whole = SimpleNamespace(states=layout)
@@ -74,8 +74,8 @@ class Paged:
         self.by_kernel.set_step(sequences, indptr + [indptr[-1]] * empty)
         for index, layer in enumerate(self.layers):
             mixed = layer.normal(indptr[-1], layer.width + spare).to(dtype)[:, : layer.width]
-            want = self.by_torch.mix(index, mixed, layer.weights, EPS)
-            got = self.by_kernel.mix(index, mixed, layer.weights, EPS)
+            want = self.by_torch.mix(index, mixed, layer.weights)
+            got = self.by_kernel.mix(index, mixed, layer.weights)
             assert got.dtype == dtype
             rounding = {"rtol": 2e-2, "atol": 1e-4} if dtype == torch.bfloat16 else TOLERANCE
             torch.testing.assert_close(got, want, **rounding)

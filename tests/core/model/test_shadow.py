@@ -28,7 +28,7 @@ class Slow(ShadowWeights):
         self.clock, self.log = clock, []
         self.pages = torch.full((sum(-(-size // PIECE_BYTES) for size in pieces), PIECE_BYTES // 4), 7.0)
         self.origins = [torch.empty(1, size // 4) for size in pieces]
-        layer = SimpleNamespace(**dict.fromkeys(shadow.MATRICES))
+        layer = SimpleNamespace(**dict.fromkeys(shadow.MERGED_MATRICES.values()))
         model = SimpleNamespace(
             layers=[layer],
             merge=self.make,

@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 from chorus.core.executors.ranks import weights_of_rank
 from chorus.core.model.dummy_weights import DummyWeights
 from chorus.core.model.layer_weights import LayerWeights
-from chorus.core.model.layers import GatedDeltaSpec
 from chorus.core.model.open_weights import open_weights
 from chorus.core.model.read_config import read_model_config
+from chorus.core.model.recurrent import GatedDeltaSpec
 from chorus.core.model.shard import WHOLE, Shard
 from chorus.core.model.tensor_parts import num_weights
 
@@ -65,29 +65,31 @@ def test_every_element_is_on_one_rank(tmp_path, stored):
     save_family("qwen3.5", tmp_path)
     if stored == "fp8":
         quantise(tmp_path)
-    delta = read_model_config(tmp_path).delta
+    delta = read_model_config(tmp_path).recurrent
     assert delta is not None
     channels, inputs = section_sizes(delta)
     whole, shares = first_layer(tmp_path), [first_layer(tmp_path, Shard(rank, 2)) for rank in range(2)]
     assert torch.equal(joined([each.qkv for each in shares], inputs), whole.qkv)
     assert torch.equal(torch.cat([each.o for each in shares], 1), whole.o)
-    assert torch.equal(joined([each.delta.conv for each in shares], channels, 1), whole.delta.conv)
+    assert torch.equal(joined([each.recurrent.conv for each in shares], channels, 1), whole.recurrent.conv)
     for name in ("dt_bias", "a_log"):
-        assert torch.equal(torch.cat([getattr(each.delta, name) for each in shares]), getattr(whole.delta, name))
-    assert all(torch.equal(each.delta.norm, whole.delta.norm) for each in shares)
+        assert torch.equal(
+            torch.cat([getattr(each.recurrent, name) for each in shares]), getattr(whole.recurrent, name)
+        )
+    assert all(torch.equal(each.recurrent.norm, whole.recurrent.norm) for each in shares)
 
 
 def test_dummy_weights_are_shared_alike(tmp_path):
     """Ranks that make a model of a configuration alone have shares of one model."""
     save_family("qwen3.5", tmp_path)
     config = read_model_config(tmp_path)
-    assert config.delta is not None
-    channels, inputs = section_sizes(config.delta)
+    assert config.recurrent is not None
+    channels, inputs = section_sizes(config.recurrent)
     whole, *shares = (
         list(DummyWeights(config, torch.float32, shard=shard).layers()) for shard in (WHOLE, Shard(0, 2), Shard(1, 2))
     )
     assert torch.equal(joined([each[0].qkv for each in shares], inputs), whole[0].qkv)
-    assert torch.equal(joined([each[1].delta.conv for each in shares], channels, 1), whole[1].delta.conv)
+    assert torch.equal(joined([each[1].recurrent.conv for each in shares], channels, 1), whole[1].recurrent.conv)
     kept = DummyWeights(config, torch.float32, shard=Shard(1, 2)).num_bytes_kept
     assert kept == 4 * num_weights(config, Shard(1, 2))
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import itertools
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from chorus.memory.pages.adapter_layout import AdapterLayout, AdapterPart
-from chorus.memory.pages.layout import ROW_ALIGNMENT_BYTES, PageLayout, SlabLayout, page_groups
+from chorus.memory.pages.arena import Arena
+from chorus.memory.pages.layout import ROW_ALIGNMENT_BYTES, KvShape, PageLayout, SlabLayout, page_groups
 from chorus.memory.pages.projections import dense_projections
 from chorus.memory.pages.states import StateShape
 
@@ -21,6 +23,17 @@ targets_of_an_adapter = st.sets(st.sampled_from(LLAMA), min_size=1)
 itemsizes = st.sampled_from([1, 2, 4])
 
 PRODUCTS = ("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",)
+
+
+def test_values_that_are_parts_of_keys_take_no_room():
+    layout = PageLayout(3, 1, 40, 8, 4, value_dim=32)
+    assert layout.page_bytes == 8 * 3 * 40 * 4
+    arena = Arena(layout, 2, torch.float32, "cpu")
+    for layer, (k, v) in enumerate(arena.kv_layers):
+        assert (k.shape, v.shape) == ((2, 8, 1, 40), (2, 8, 1, 32))
+        k.fill_(layer + 1)
+        assert torch.equal(v, k[..., :32])
+    assert arena.pages.sum() == 2 * 8 * 40 * (1 + 2 + 3)
 
 
 @given(dims_of_a_model, targets_of_an_adapter, itemsizes)
@@ -104,6 +117,11 @@ def test_the_rows_that_a_product_needs_are_one_run():
             assert [offsets[table.id(name)] for name in product[1:]] == ends[:-1]
 
 
+layers_of_shapes = st.lists(
+    st.sampled_from([(None, KvShape(2, 16)), (7, KvShape(4, 8)), (7, KvShape(3, 8)), (None, KvShape(1, 8))]),
+    min_size=1,
+    max_size=30,
+)
 windows_of_layers = st.lists(st.sampled_from([None, None, 7, 100]), min_size=1, max_size=62)
 
 
@@ -132,6 +150,42 @@ class TestPageGroups:
         ):
             groups = page_groups([None if layer % interval == interval - 1 else 1024 for layer in range(layers)])
             assert (len(groups[0].layers), len(groups)) == (size, count)
+
+    @given(layers_of_shapes)
+    def test_layers_of_several_shapes_fit_in_equal_pages(self, layers):
+        windows, shapes = [window for window, _ in layers], [shape for _, shape in layers]
+        layout = PageLayout(len(layers), *shapes[0], 4, 2, tuple(windows), tuple(shapes))
+        assert sorted(layer for group in layout.groups for layer in group.layers) == list(range(len(layers)))
+        room = layout.page_bytes // (2 * 2 * 4)
+        used = [sum(shapes[layer].elems for layer in group.layers) for group in layout.groups]
+        assert max(used) == room
+        for group in layout.groups:
+            kinds = {(windows[layer], shapes[layer]) for layer in group.layers}
+            assert kinds == {(group.window, shapes[group.layers[0]])}
+        arena = Arena(layout, 1 + len(layout.groups), torch.float16, "cpu")
+        for layer, (k, v) in enumerate(arena.kv_layers):
+            assert k.shape == v.shape == (arena.num_pages, 4, *shapes[layer])
+            page = 1 + layout.group_of_layer[layer]
+            k[page] += 1
+            v[page] += 1
+        assert arena.pages.max() == 1, "an element of two layers"
+        assert arena.pages.sum(1).tolist() == [0, *(2 * 4 * each for each in used)], "a page's KV reaches beyond it"
+
+    def test_known_models_of_several_shapes(self):
+        """Gemma 4 of 31B, 26B, and the layers with KV of their own of E2B."""
+        for interval, layers, local, whole, window, sizes in (
+            (6, 60, KvShape(16, 256), KvShape(4, 512), 1024, [10] + [5] * 10),
+            (6, 30, KvShape(8, 256), KvShape(2, 512), 1024, [5] + [2] * 12 + [1]),
+            (5, 15, KvShape(1, 256), KvShape(1, 512), 512, [3, 6, 6]),
+        ):
+            is_whole = [layer % interval == interval - 1 for layer in range(layers)]
+            shapes = tuple(whole if each else local for each in is_whole)
+            windows = tuple(None if each else window for each in is_whole)
+            layout = PageLayout(layers, *local, 16, 2, windows, shapes)
+            assert [len(group.layers) for group in layout.groups] == sizes
+            assert layout.num_growing == 1
+            assert layout.page_bytes == 16 * 2 * 2 * sizes[0] * whole.elems
+            assert layout.of_ranks(2).page_bytes == 2 * layout.page_bytes
 
     @given(windows_of_layers, st.integers(1, 16), st.integers(0, 400), st.integers(1, 40))
     def test_pages_hold_what_a_request_sees(self, windows, block, tokens, chunk):

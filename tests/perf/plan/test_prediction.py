@@ -131,6 +131,23 @@ def test_a_step_of_a_mixture_reads_the_experts_that_its_rows_go_to_on_average(tm
         predicted_profile(tmp_path, GPUS["l40s"])
 
 
+#: Shapes of Granite 4.0 H 1B, nearly.
+HYBRID = {
+    "architectures": ["GraniteMoeHybridForCausalLM"], "torch_dtype": "bfloat16", "vocab_size": 100352,
+    "hidden_size": 1536, "num_hidden_layers": 40, "num_attention_heads": 12, "num_key_value_heads": 4,
+    "layer_types": ["mamba"] * 36 + ["attention"] * 4, "num_local_experts": 0, "shared_intermediate_size": 4096,
+    "mamba_n_heads": 48, "mamba_d_state": 128,
+}  # fmt: skip
+
+
+def test_a_row_reads_and_writes_its_recurrent_states(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(HYBRID))
+    step, read = predicted_profile(tmp_path, GPUS["h200"]).costs().step, GPUS["h200"].bandwidth * prediction.READ
+    states = 36 * 4 * (48 * 64 * 128 + 3 * (48 * 64 + 2 * 128))
+    assert step.per_row == pytest.approx(40 * prediction.ROW_PER_LAYER + 2 * states / read)
+    assert step.per_kv_token == pytest.approx(4 * 2 * 4 * 128 * 2 / (read * prediction.KV_READ))
+
+
 def test_a_kv_cache_in_float8_has_half_the_bytes(model):
     plain, float8 = (predicted_profile(model, GPUS["h100"], float8_kv=each) for each in (False, True))
     sizes = [each.geometry.page_layout(16).page_bytes for each in (plain, float8)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +101,7 @@ def weights(path: Path, dtype: torch.dtype = torch.bfloat16, **options: Any) -> 
 
 def _parts(part: Any) -> Iterator[torch.Tensor | None]:
     """The tensors of a layer, and of its experts."""
-    if part is None or isinstance(part, torch.Tensor):
+    if not (isinstance(part, list) or is_dataclass(part)):
         yield unpack(part) if isinstance(part, torch.Tensor) else None
     else:
         for each in part if isinstance(part, list) else [getattr(part, it.name) for it in fields(part)]:

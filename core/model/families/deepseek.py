@@ -1,0 +1,85 @@
+"""DeepSeek-V2 and V3: latent attention, and after a few dense layers experts, some of which every token goes to.
+
+Kimi K2 and Moonlight are V3's models. Of V3 experts are chosen by sigmoids with a learned correction, as in GLM-4.5.
+"""
+
+from __future__ import annotations
+
+from ..config import ModelConfig
+from ..config_json import ConfigJson
+from ..family import Family
+from ..layers import Routing
+from . import glm_moe, latent, reading
+
+
+def _read_v2(fields: ConfigJson) -> ModelConfig:
+    if (method := fields.text("topk_method", "greedy")) != "greedy":
+        raise fields.refuse("topk_method", f"{method} is not supported; supported: greedy")
+    if fields.boolean("norm_topk_prob"):
+        raise fields.refuse("norm_topk_prob", "transformers leaves it out for this family; only false is supported")
+    _check_scoring(fields, "softmax")
+    attention = latent.attention(fields, interleaved=True)
+    if fields.boolean("mlp_bias", False):
+        raise fields.refuse("mlp_bias", "biases of feed-forward parts are not supported for this family")
+    return glm_moe.model(fields, attention, routing=Routing(1, factor=fields.number("routed_scaling_factor")))
+
+
+def _read_v3(fields: ConfigJson) -> ModelConfig:
+    if (method := fields.text("topk_method", "noaux_tc")) != "noaux_tc":
+        raise fields.refuse("topk_method", f"{method} is not supported; supported: noaux_tc")
+    _check_scoring(fields, "sigmoid")
+    attention = latent.attention(fields, interleaved=fields.boolean("rope_interleave"))
+    return glm_moe.model(fields, attention)
+
+
+def _check_scoring(fields: ConfigJson, supported: str) -> None:
+    if (scoring := fields.text("scoring_func", supported)) != supported:
+        raise fields.refuse("scoring_func", f"{scoring} is not supported; supported: {supported}")
+    if fields.integer("moe_layer_freq", 1) != 1:
+        raise fields.refuse("moe_layer_freq", "only experts in every layer after the dense ones are supported")
+
+
+_NOTE = f"latents are kept, not keys and values; {reading.EXPERTS_NOTE}"
+
+DEEPSEEK_V2 = Family(
+    "DeepSeek-V2",
+    ("DeepseekV2ForCausalLM",),
+    _read_v2,
+    {
+        **latent.DEFAULTS,
+        "max_position_embeddings": 2048,
+        "intermediate_size": 11008,
+        "moe_intermediate_size": 1407,
+        "n_shared_experts": 2,
+        "n_routed_experts": 64,
+        "routed_scaling_factor": 1.0,
+        "norm_topk_prob": False,
+        "first_k_dense_replace": 0,
+        "num_nextn_predict_layers": 0,
+    },
+    glm_moe.TENSORS,
+    notes=_NOTE,
+)
+DEEPSEEK_V3 = Family(
+    "DeepSeek-V3, Kimi K2 and Moonlight",
+    ("DeepseekV3ForCausalLM",),
+    _read_v3,
+    {
+        **latent.DEFAULTS,
+        "rope_interleave": True,
+        "max_position_embeddings": 4096,
+        "intermediate_size": 18432,
+        "moe_intermediate_size": 2048,
+        "n_shared_experts": 1,
+        "n_routed_experts": 256,
+        "num_experts_per_tok": 8,
+        "routed_scaling_factor": 2.5,
+        "n_group": 8,
+        "topk_group": 4,
+        "first_k_dense_replace": 3,
+        "norm_topk_prob": True,
+        "num_nextn_predict_layers": 1,
+    },
+    glm_moe.TENSORS,
+    notes=f"{_NOTE}; draft layers after the last are left out",
+)

@@ -1,0 +1,135 @@
+"""How a decoder keeps the weights that it reads: packed, narrow or dense, on its device.
+
+Tests: tests/core/model/test_narrow_bytes.py, tests/core/executors/test_cuda_float8_products.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields, replace
+from functools import partial
+
+import torch
+
+from ...memory.pages import hugepages
+from ...ops import expert_products, native_library
+from ...ops.narrow_weights import NarrowWeight, is_kept, keep
+from ...ops.packed_gemm import pack
+from ...ops.recurrent import RecurrentWeights
+from .experts import ExpertKernels, ExpertPack, ExpertWeights, ListedExperts, packed_experts
+from .layer_weights import LayerWeights
+from .layers import NormSpec
+from .narrow_experts import expert_stays_narrow, narrow_expert
+from .quantization.group_scaled import GroupScaled
+from .quantization.groups import (
+    evenly_grouped,
+    is_packable,
+    pack_scaled,
+    packed_bits,
+    plain,
+    rounds_inputs,
+    with_signed_values,
+)
+from .quantization.rounded_inputs import Float8Inputs, RoundedInputs
+from .rounding_weight import RoundingWeight
+from .stacked_experts import stacked_experts
+from .weights import Pack, Weights
+
+
+def keeps_projections(weights: Weights, device: torch.device, dtype: torch.dtype, *, packs: bool) -> Pack | None:
+    """The function that converts each projection after it was read; None: projections stay as they were read."""
+    if device.type == "cpu" and weights.keeps is None and weights.rounds_inputs:
+        weights.keeps = rounds_inputs
+        return partial(_rounding, dtype=dtype, packs=packs)
+    if packs:
+        return lambda weight: pack(plain(weight, dtype).float())
+    if weights.keeps is not None:
+        return partial(_narrowed, dtype=dtype, device=device, float8_inputs=weights.float8_inputs)
+    return (
+        None if device.type == "cpu" else lambda weight: plain(weight, dtype).to(device)
+    )  # a GPU's are read into the same memory
+
+
+def kept_head(head: torch.Tensor | GroupScaled, dtype: torch.dtype, kept: Pack | None) -> torch.Tensor | NarrowWeight:
+    """The output projection as projections are kept."""
+    return plain(head, dtype) if kept is None else kept(head)
+
+
+def stays_narrow(weight: GroupScaled) -> bool:
+    """True if a GPU's kernels can multiply a projection as it is stored."""
+    signed = with_signed_values(weight)
+    _, group = evenly_grouped(signed)
+    return is_kept(signed.values.shape[1], packed_bits(signed), group)
+
+
+def _rounding(weight: torch.Tensor | GroupScaled, dtype: torch.dtype, *, packs: bool) -> torch.Tensor | RoundingWeight:
+    """A dequantised projection on a CPU. packs: in float32, and packed."""
+    dense = plain(weight, dtype)
+    dense = pack(dense.float()) if packs else dense.clone() if dense is weight else dense
+    if not isinstance(weight, GroupScaled) or not isinstance(weight.inputs, RoundedInputs) or not is_packable(weight):
+        return dense
+    _, group = evenly_grouped(weight)
+    return RoundingWeight(dense, weight.inputs.within(group, weight.values.shape[1]))
+
+
+def _narrowed(
+    weight: torch.Tensor | GroupScaled, dtype: torch.dtype, device: torch.device, *, float8_inputs: bool
+) -> torch.Tensor | NarrowWeight:
+    """A projection on a device: narrow if it is stored so, in groups that kernels can multiply.
+
+    float8_inputs: see `Weights`.
+    """
+    if isinstance(weight, GroupScaled):
+        even, group = evenly_grouped(with_signed_values(weight))
+        bits, scales = packed_bits(even), even.scales * even.factor
+        if is_kept(even.values.shape[1], bits, group):
+            kept = keep(even.values, scales, even.zeros, bits=bits, group=group, dtype=dtype, device=device)
+            return replace(kept, rounds_inputs=float8_inputs and isinstance(even.inputs, Float8Inputs))
+        return plain(weight, dtype).to(device)
+    return weight.to(device, copy=True)  # the next one is read into the same memory
+
+
+def moved(
+    layer: LayerWeights,
+    norm: NormSpec,
+    device: torch.device,
+    dtype: torch.dtype,
+    keep_experts: Callable[[ListedExperts], ExpertWeights],
+) -> LayerWeights:
+    """The layer, with every part in `dtype` on `device`; the same tensors where they are that."""
+    for field in fields(layer):
+        part = getattr(layer, field.name)
+        if isinstance(part, RecurrentWeights):
+            layer.recurrent = part.to(device)
+        elif isinstance(part, ListedExperts):
+            layer.experts = keep_experts(part)
+        elif field.name == "xielu" and part is not None:
+            layer.xielu = part.to(device)
+        elif part is not None and not isinstance(part, NarrowWeight | RoundingWeight) and not part.is_mkldnn:
+            is_norm = field.name.endswith("norm")
+            setattr(layer, field.name, moved_norm(part, norm, device, dtype) if is_norm else part.to(device, dtype))
+    return layer
+
+
+def moved_norm(weight: torch.Tensor, norm: NormSpec, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    return weight.to(device) if norm.wide else weight.to(device, dtype)
+
+
+def keeps_experts(
+    kernels: ExpertKernels, dtype: torch.dtype, device: torch.device, *, stay_narrow: bool
+) -> tuple[ExpertPack | None, Callable[[ListedExperts], ExpertWeights]]:
+    """What packs each matrix of experts after it was read, and the function that then converts a layer's experts.
+
+    stay_narrow: a GPU's kernels may get narrow weights.
+    """
+    if kernels is ExpertKernels.TILES:
+        narrow = partial(narrow_expert, dtype=dtype, device=device)
+        read = ExpertPack(dtype, lambda weight: weight, narrow, expert_stays_narrow) if stay_narrow else None
+        return read, partial(stacked_experts, dtype=dtype, device=device)
+    keep = partial(packed_experts, dtype=dtype)
+    if kernels is ExpertKernels.TORCH:
+        return ExpertPack(dtype, pack), keep
+    take = hugepages.Pieces().take
+    pack_matrix, pack_integers = partial(expert_products.pack, take=take), partial(pack_scaled, take=take)
+    keeps = is_packable if native_library.available(dtype) else None
+    return ExpertPack(dtype, pack_matrix, pack_integers, keeps), keep

@@ -1,0 +1,46 @@
+"""Further inputs of layers: vectors of a token, made of a table's row and of the model's embedding (Gemma 4).
+
+Tests: tests/core/test_attention_shapes.py
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.functional import embedding
+
+from ...ops.elementwise import rms_norm
+from .batch import GemmBackend
+from .layer import multiply
+from .layers import LayerInputSpec
+from .step_lora import StepLora
+
+
+@dataclass(slots=True)
+class LayerInputs:
+    """Makes the inputs of all layers at once: `(norm(project(embedding) · hidden^-0.5) + row · size^0.5) · 2^-0.5`."""
+
+    spec: LayerInputSpec
+    table: torch.Tensor
+    """`[vocab, layers · size]`."""
+    project: Any
+    """`[layers · size, hidden]`: a projection as `multiply` takes it."""
+    norm: torch.Tensor
+    """`[size]`."""
+    eps: float
+
+    def of(self, token_ids: torch.Tensor, embedded: torch.Tensor, lora: StepLora | None = None) -> torch.Tensor:
+        """`[tokens, layers · size]`. embedded: `[tokens, hidden]`, the model's embeddings with their factor. lora: the
+        step's adapters.
+        """
+        size = self.spec.size
+        rows = embedding(token_ids, self.table)
+        rows = rows * float(torch.tensor(size**0.5, dtype=rows.dtype))
+        found = multiply(GemmBackend.LIBRARY, embedded, self.project)
+        if lora is not None:
+            lora.add_inputs(found, embedded)
+        found = found * embedded.shape[1] ** -0.5
+        found = rms_norm(found.reshape(-1, size), self.norm, self.eps).view(found.shape)
+        return (found + rows.to(found.dtype)) * 2**-0.5

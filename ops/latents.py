@@ -1,0 +1,221 @@
+"""Latent attention (MLA, DeepSeek-V2, arXiv 2405.04434 §2.1, appendix C) between its projections and the cache.
+
+A token's cache is one latent c, normalised, and one rotated key. Head h has the key `K_h · c` and the value `V_h · c`,
+where `[K_h; V_h]` are rows of kv_b_proj. There are two ways to attend:
+
+* Absorbed: neither is made. A query goes to the latents' space by `K_hᵀ · q`, and what is attended comes back by
+  `V_h · Σ weight · c`. A token costs more for each one that it sees, but nothing is done for those before it.
+* Made: keys and values of all that a chunk sees are made, and forgotten. It takes less from `break_even` tokens on.
+
+An adapter's `B · A` on kv_b_proj, with the rows `[B_K; B_V]` of a head, goes the same ways.
+
+Shapes: queries `[tokens, heads, key]`, latents `[tokens, heads, kv_rank]`, values `[tokens, heads, value]`; kv_up and
+adapters' Bᵀ have `heads · (key + value)` rows and columns, head after head.
+
+Tests: tests/ops/test_latents.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+import torch
+
+from .elementwise import apply_rope
+from .rotation import KvSlots, Rotation
+from .sgmv import Segments, stacked
+from .vectors import scale_outputs, vectors_of
+
+#: More tokens than any chunk has.
+NEVER = 1 << 40
+
+#: Elements of keys and values that are made at once: of float32 128 MiB.
+_MADE = 1 << 25
+
+#: Multiplies with the base weights.
+Product = Callable[[torch.Tensor], torch.Tensor]
+
+
+def absorbed(q: torch.Tensor, kv_up: torch.Tensor) -> torch.Tensor:
+    """Queries in the latents' space."""
+    keys = kv_up.view(q.shape[1], -1, kv_up.shape[1])[:, : q.shape[2]]
+    return torch.bmm(q.transpose(0, 1), keys).transpose(0, 1)
+
+
+def expanded(x: torch.Tensor, kv_up: torch.Tensor, key_dim: int) -> torch.Tensor:
+    """Values of attended latents x."""
+    values = kv_up.view(x.shape[1], -1, kv_up.shape[1])[:, key_dim:]
+    return torch.bmm(x.transpose(0, 1), values.transpose(1, 2)).transpose(0, 1)
+
+
+def rotated(x: torch.Tensor, rotation: Rotation | None) -> torch.Tensor:
+    """x: `[tokens, heads, rotated]`."""
+    if rotation is None:
+        return x
+    cos, sin = rotation.cos, rotation.sin
+    if rotation.rows is not None:
+        cos, sin = cos[rotation.rows], sin[rotation.rows]
+    return apply_rope(x, cos[:, None], sin[:, None], rotation.interleaved)
+
+
+def write_latents(slots: KvSlots, latents: torch.Tensor, keys: torch.Tensor) -> None:
+    """Append to the cache, whose values are the first elements of its keys.
+
+    latents: `[tokens, kv_rank]`; keys: `[tokens, 1, rotated]`, rotated.
+    """
+    kept = torch.cat((latents[:, None], keys), dim=-1)
+    slots.k_cache[slots.page, slots.offset] = kept.to(slots.k_cache.dtype)
+
+
+class LatentHeads:
+    """A layer's ways between heads and latents, with what a step's adapters add."""
+
+    __slots__ = ("_kv_up", "_lora", "_num_heads", "key_dim", "kv_rank", "rotated_dim", "value_dim")
+
+    def __init__(
+        self,
+        kv_up: torch.Tensor,
+        num_heads: int,
+        key_dim: int,
+        rotated_dim: int,
+        lora: AbsorbedLora | None = None,
+    ) -> None:
+        self._kv_up, self._num_heads, self._lora = kv_up, num_heads, lora
+        self.key_dim, self.rotated_dim, self.kv_rank = key_dim, rotated_dim, kv_up.shape[1]
+        self.value_dim = len(kv_up) // num_heads - key_dim
+
+    @property
+    def break_even(self) -> int:
+        """Tokens of a chunk from which on keys and values are made: then that takes fewer operations."""
+        key = self.key_dim + self.rotated_dim
+        less = 2 * self.kv_rank + self.rotated_dim - key - max(key, self.value_dim)
+        return -(-self.kv_rank * (self.key_dim + self.value_dim) // less) if less > 0 else NEVER
+
+    def absorb(self, q: torch.Tensor, first: int = 0) -> torch.Tensor:
+        """Queries `[tokens, heads, key + rotated]` over what is kept `[…, kv_rank + rotated]`. first: the step's token
+        of the first row.
+        """
+        product, (own, turned) = partial(absorbed, kv_up=self._kv_up), q.split((self.key_dim, self.rotated_dim), 2)
+        found = product(own) if self._lora is None else self._lora.of(first, len(q)).absorb(own, product)
+        return torch.cat((found, turned), dim=2)
+
+    def expand(self, x: torch.Tensor, first: int = 0) -> torch.Tensor:
+        """Values of attended latents."""
+        product = partial(expanded, kv_up=self._kv_up, key_dim=self.key_dim)
+        return product(x) if self._lora is None else self._lora.of(first, len(x)).expand(x, product)
+
+    def made(self, latents: torch.Tensor, token: int) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
+        """Keys and values `[heads, latents, …]` of latents `[latents, kv_rank]` for some heads after others.
+
+        token: of the step, whose adapters they are for.
+        """
+        width = len(self._kv_up) // self._num_heads
+        count = max(1, _MADE // max(1, len(latents) * width))
+        added = () if self._lora is None else self._lora.terms(token, latents)
+        for first in range(0, self._num_heads, count):
+            heads = slice(first, min(first + count, self._num_heads))
+            columns = slice(heads.start * width, heads.stop * width)
+            found = latents @ self._kv_up[columns].T
+            for term in added:
+                term(found, columns)
+            made = found.unflatten(1, (-1, width)).transpose(0, 1)
+            keys, values = made.split((self.key_dim, self.value_dim), 2)
+            yield heads, keys, values
+
+
+class AbsorbedLora:
+    """Adapters on kv_b_proj in one layer of a step."""
+
+    __slots__ = ("_arena", "_layer", "_module", "_segments", "_width")
+
+    def __init__(self, arena: torch.Tensor, segments: Segments, layer: int, module: int, width: int) -> None:
+        """module: the projection's id; width: its outputs."""
+        self._arena, self._segments, self._layer, self._module, self._width = arena, segments, layer, module, width
+
+    def absorb(self, q: torch.Tensor, product: Product) -> torch.Tensor:
+        """Queries in the latents' space, by the base weights, which is `product(q)`, and adapters.
+
+        Vectors scale the outputs of kv_b_proj, so here they come first.
+        """
+        q = self._scaled(q, first=0)
+        found = product(self._scaled(q, first=0, undo=True))
+        for tokens, mask, a, b in self._tiles(found):
+            h = torch.bmm(q[tokens].transpose(0, 1), b[:, :, : q.shape[2]].transpose(1, 2))
+            found[tokens] += (mask(h) @ a).transpose(0, 1)
+        return found
+
+    def expand(self, x: torch.Tensor, product: Product) -> torch.Tensor:
+        """Values of attended latents, by the base weights, which is `product(x)`, and adapters."""
+        found = product(x)
+        first = self._width // x.shape[1] - found.shape[2]
+        found = self._scaled(found, first=first, undo=True)
+        for tokens, mask, a, b in self._tiles(x):
+            h = mask(x[tokens].transpose(0, 1) @ a.T)
+            found[tokens] += torch.bmm(h, b[:, :, first:]).transpose(0, 1)
+        return self._scaled(found, first=first)
+
+    def of(self, first: int, count: int) -> AbsorbedLora:
+        """Of some of the step's tokens alone."""
+        if not first and count >= max(self._segments.end, default=0):
+            return self
+        segments = self._segments.within(first, first + count)
+        return AbsorbedLora(self._arena, segments, self._layer, self._module, self._width)
+
+    def terms(self, token: int, latents: torch.Tensor) -> Sequence[Callable[[torch.Tensor, slice], None]]:
+        """What the adapters of a token of the step do to some columns of kv_b_proj's outputs for latents, in place."""
+        undone, added, scaled = list[_Term](), list[_Term](), list[_Term]()
+        for begin, end, rows in self._segments:
+            if not begin <= token < end:
+                continue
+            if (vectors := vectors_of(rows, self._arena, self._layer, self._module, self._width)) is not None:
+                factors = 1 / vectors[0] if rows.scale < 0 else vectors[0]
+                (undone if rows.scale < 0 else scaled).append(partial(_scale, factors=factors))
+            a, b = rows.matrices(self._arena, self._layer, self._module, latents.shape[1], self._width)
+            if a is not None and b is not None:
+                added.append(partial(_add, h=(latents @ a.to(latents.dtype).T) * rows.scale, b=b.to(latents.dtype)))
+        return (*undone, *added, *scaled)
+
+    def _tiles(self, latents: torch.Tensor) -> Iterator[tuple[slice, Product, torch.Tensor, torch.Tensor]]:
+        """Tokens of neighbouring entries with the rank-rows of all of them: A `[rows, kv_rank]`, and Bᵀ `[heads, rows,
+        key + value]`. The function scales products with them `[heads, tokens, rows]`, and zeros those with others'.
+        """
+        heads, kv_rank = latents.shape[1:]
+        for tile in self._segments.tiles():
+            used, a, b = [], [], []
+            for index, (_, _, rows) in enumerate(tile.entries):
+                of_a, of_b = rows.blocks(self._arena, self._layer, self._module, kv_rank, self._width)
+                if of_a:
+                    used.append(index)
+                    a += of_a
+                    b += of_b
+            if used:
+                outputs = stacked(b).to(latents.dtype)
+                yield (
+                    slice(tile.begin, tile.end),
+                    lambda h, tile=tile, used=tuple(used): tile.mask(h, used),
+                    stacked(a).to(latents.dtype),
+                    outputs.view(len(outputs), heads, -1).transpose(0, 1),
+                )
+
+    def _scaled(self, x: torch.Tensor, first: int, *, undo: bool = False) -> torch.Tensor:
+        """Adapters' vectors applied to elements from `first` on of each head's outputs; a copy if there are any."""
+        if not self._segments.vectors:
+            return x
+        tokens, heads, elems = x.shape
+        outputs = x.new_zeros(tokens, heads, self._width // heads)
+        outputs[..., first : first + elems] = x
+        modules = ((self._module, 0, self._width),)
+        scale_outputs(outputs.view(tokens, -1), self._arena, self._segments, self._layer, modules, undo=undo)
+        return outputs[..., first : first + elems]
+
+
+_Term = Callable[[torch.Tensor, slice], None]
+
+
+def _scale(outputs: torch.Tensor, columns: slice, *, factors: torch.Tensor) -> None:
+    outputs.copy_(outputs.float() * factors[columns])
+
+
+def _add(outputs: torch.Tensor, columns: slice, *, h: torch.Tensor, b: torch.Tensor) -> None:
+    outputs.addmm_(h, b[:, columns])

@@ -1,0 +1,182 @@
+"""Families whose layers have attention of several shapes, over the paths of an engine, as `test_family_paths.py`."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from chorus.core.executors.cpu import CpuExecutor
+from chorus.core.model.config import UnsupportedModel
+from chorus.core.model.decoder import DecoderModel
+from chorus.core.model.quantization.groups import plain
+from chorus.core.model.quantization.round_to_nearest import quantiser_of
+from chorus.core.model.read_config import read_model_config
+from chorus.core.requests.types import CannotMerge
+from chorus.graphs.runner import StepMode
+from chorus.memory.files.error import AdapterFormatError
+from chorus.memory.files.format import inspect_adapter
+
+from .merging.test_merged import merge
+from .test_added_tokens import save_added
+from .test_families import executor_of, logits_of
+from .test_family_paths import answers, told
+from .tiny_families import ADAPTERS, SHAPES, make_all_linear, save_family
+
+pytestmark = [pytest.mark.numerics, pytest.mark.wide]
+
+BF16_ERROR = 5e-2
+"""Relative L2 error of bfloat16 logits that is taken for rounding; measured: at most 3.5e-2 (transformers: 1.3e-1)."""
+
+
+@pytest.fixture
+def kernels():
+    """The native decoder has attention of one shape."""
+    return "torch"
+
+
+every_family = pytest.mark.parametrize("family", SHAPES)
+
+
+@every_family
+def test_mixed_batch_equals_transformers_and_peft(tiny, drive, family):
+    """In chunks of any size, with the prefixes of the first round cached in the second."""
+    it = tiny(family)
+    driver = drive(it, max_num_seqs=8, max_num_batched_tokens=24, max_model_len=128, block_tokens=8)
+    assert isinstance(driver.executor.rank.decoder, DecoderModel)
+    for _ in range(2):
+        want = answers(it, driver, 8, seed=1)
+        assert told(driver, want) == want
+        driver.answers.clear()
+    assert max(plan.num_adapters for plan in driver.plans) == 3
+    assert driver.engine.stats().num_prefix_hit_tokens > 40
+
+
+@pytest.mark.slow
+@every_family
+def test_comparisons_mean_something(tiny, family):
+    """Answers vary, and every adapter changes them."""
+    it = tiny(family)
+    cases = [it.case(None, 20, seed) for seed in range(99, 103)]
+    outputs = {None: tuple(tuple(base) for _, base in cases)}
+    outputs |= {name: tuple(tuple(it.greedy(name, prompt, 8)[0]) for prompt, _ in cases) for name in ADAPTERS}
+    assert len(set(outputs.values())) == 4
+    assert len({token for base in outputs[None] for token in base}) >= 4
+
+
+@every_family
+def test_chunks_of_one_token_and_pages_that_leave(tiny, drive, family):
+    it = tiny(family)
+    driver = drive(it, max_num_seqs=1, max_num_batched_tokens=1, block_tokens=8)
+    assert driver.engine.executor.layout.has_windows
+    want = answers(it, driver, 3, seed=2, lengths=(40, 50))
+    assert told(driver, want) == want
+
+
+def test_preempted_requests_swap_and_go_on(tiny, drive_crowded):
+    it = tiny("gemma-4")
+    driver = drive_crowded(it)
+    want = answers(it, driver, 12, seed=4, lengths=(5, 20), tokens=30)
+    assert told(driver, want) == want
+    assert driver.engine.stats().num_swaps_out > 0
+
+
+@every_family
+def test_merged_weights_beside_other_adapters(tiny, drive, family):
+    it = tiny(family)
+    driver = drive(it, max_num_seqs=8, max_num_batched_tokens=24)
+    merge(driver, "r3-all")
+    want = answers(it, driver, 6, seed=5)
+    assert told(driver, want) == want
+    assert {plan.mode for plan in driver.plans} == {StepMode.MERGED}
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_adapters_on_inputs_of_layers(drive, ranks):
+    it = make_all_linear("gemma-4-inputs")
+    driver = drive(it, tensor_parallel_size=ranks, max_num_seqs=8, max_num_batched_tokens=24)
+    targets = driver.engine.store.get("all").manifest.targets
+    assert {"per_layer_input_gate", "per_layer_projection", "per_layer_model_projection"} <= {*targets}
+    want = answers(it, driver, 4, seed=8, adapters=("all", None))
+    assert told(driver, want) == want
+    with pytest.raises(CannotMerge, match="inputs of layers"):
+        merge(driver, "all")
+
+
+def test_added_tokens_have_no_inputs_of_layers(tiny, tmp_path):
+    model = tiny("gemma-4-inputs").model
+    save_added(model, tmp_path, 0, 153, target_modules=["q_proj"], trainable_token_indices=[3, 150, 151, 152])
+    with pytest.raises(AdapterFormatError, match="adds token 150 to the vocabulary, for which the base model has no"):
+        inspect_adapter(tmp_path, read_model_config(model).module_paths)
+
+
+@pytest.mark.native
+@every_family
+def test_two_ranks(tiny, drive, family):
+    it = tiny(family)
+    driver = drive(it, tensor_parallel_size=2, max_num_seqs=8, max_num_batched_tokens=24)
+    want = answers(it, driver, 4, seed=6)
+    assert told(driver, want) == want
+
+
+@every_family
+def test_configuration_and_frequencies_are_transformers_own(tiny, family):
+    import transformers
+
+    it = tiny(family)
+    config = read_model_config(it.model)
+    want = transformers.AutoConfig.from_pretrained(it.model)
+    rotary = it.reference.base_model.model.model.rotary_emb
+    for index, (layer, kind) in enumerate(zip(config.layers, want.layer_types, strict=True)):
+        its, own = want.per_layer_config[index], layer.attention
+        assert torch.equal(own.rope.inverse_frequencies(), getattr(rotary, f"{kind}_original_inv_freq"))
+        assert (own.num_kv_heads, own.head_dim) == (its.num_key_value_heads, its.head_dim)
+        assert own.window == (want.sliding_window if kind == "sliding_attention" else None)
+
+
+@every_family
+def test_bfloat16_is_float32_within_rounding(tmp_path, family):
+    save_family(family, tmp_path, torch.bfloat16, initializer_range=0.1)
+    generator = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(3, 150, (length,), generator=generator).tolist() for length in (5, 40, 90)]
+    want, executor = logits_of(executor_of(tmp_path, dtype="float32"), prompts), executor_of(tmp_path)
+    assert executor.layout.itemsize == 2
+    errors = (logits_of(executor, prompts) - want).norm(dim=-1) / want.norm(dim=-1)
+    assert float(errors.max()) < BF16_ERROR
+
+
+def test_quantised_weights_are_transformers_own_rounded(tmp_path):
+    """Those of layers' projections, of their inputs too; not the one that makes these."""
+    from transformers import AutoModelForCausalLM
+
+    save_family("gemma-4-inputs", tmp_path)
+    reference, rounding = AutoModelForCausalLM.from_pretrained(tmp_path), quantiser_of("int8", False, None)
+    assert rounding is not None
+    with torch.inference_mode():
+        for name, module in reference.named_modules():
+            if isinstance(module, torch.nn.Linear) and ".layers." in name:
+                module.weight.copy_(plain(rounding(module.weight.clone(), name, "cpu"), torch.float32))
+        want = reference(torch.tensor([range(3, 43)]), use_cache=False).logits[0, -1]
+    got = logits_of(executor_of(tmp_path, dtype="float32", quantization="int8"), [list(range(3, 43))])
+    assert torch.allclose(got[0], want, rtol=1e-4, atol=1e-4)
+
+
+def test_random_weights_need_no_checkpoint(tmp_path):
+    save_family("gemma-4", tmp_path)
+    for file in tmp_path.glob("*.safetensors"):
+        file.unlink()
+    executor = executor_of(tmp_path, load_format="dummy")
+    assert isinstance(executor, CpuExecutor)
+    assert logits_of(executor, [[3, 4, 5]]).isfinite().all()
+
+
+def test_the_native_decoder_says_what_it_lacks(tiny):
+    with pytest.raises(UnsupportedModel, match="attention of several shapes"):
+        executor_of(tiny("gemma-4").model, cpu_kernels="native")
+
+
+def test_a_page_has_as_many_layers_as_fit(tiny):
+    """One layer with 2 heads of 32, or two with 2 heads of 16."""
+    layout = executor_of(tiny("gemma-4-unified").model).layout
+    assert [len(group.layers) for group in layout.groups] == [1, 2]
+    assert layout.page_bytes == layout.block_tokens * 2 * 64 * 4
