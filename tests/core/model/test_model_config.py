@@ -179,6 +179,12 @@ def test_heads_by_architecture(read, changes, has_lm_head, is_classifier):
     assert config.architecture == changes.get("architectures", ["LlamaForCausalLM"])[0]
 
 
+def test_a_null_switch_is_off_where_the_default_is_on(read):
+    """As in transformers: null is no missing field."""
+    assert read(architectures=["Cohere2ForCausalLM"], tie_word_embeddings=...).tie_word_embeddings
+    assert not read(architectures=["Cohere2ForCausalLM"], tie_word_embeddings=None).tie_word_embeddings
+
+
 def test_head_counts_and_dims(read):
     assert read(num_key_value_heads=None).num_kv_heads == 4
     assert read(head_dim=24).q_size == 96
