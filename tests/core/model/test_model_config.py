@@ -308,6 +308,12 @@ def test_attention_of_several_shapes(read):
     assert config.module_paths.names.count("q_proj") == 1
 
 
+def test_layers_of_both_types_may_have_one_shape(read):
+    """transformers writes an empty `per_layer_config`, and no `global_head_dim`, where no layer differs."""
+    config = read(**GEMMA_4, layer_types=["sliding_attention", "full_attention"], per_layer_config={})
+    assert [shape.kv_shape for shape in config.attention_shapes] == [(2, 16)] * 2
+
+
 @pytest.mark.parametrize("field", ["num_heads", "num_kv_heads", "head_dim"])
 def test_layers_of_different_shapes_are_refused(read, field):
     config = read()
@@ -347,6 +353,10 @@ def test_layers_have_experts_or_not(read):
         ({**EXPERTS, "decoder_sparse_step": 0}, r"decoder_sparse_step is 0"),
         ({**EXPERTS, "hidden_act": "relu"}, r"hidden_act is 'relu': not supported"),
         ({**EXPERTS, "architectures": ["OlmoeForCausalLM"], "clip_qkv": 8.0}, r"clip_qkv is 8.0: .*only null"),
+        (
+            {**EXPERTS, "architectures": ["Ernie4_5_MoeForCausalLM"], "moe_norm_min": 0.5},
+            r"moe_norm_min is 0.5: weights are divided by their sum",
+        ),
         ({**GLM, "n_group": 3}, r"n_group is 3: n_routed_experts 16 is no multiple"),
         ({**GLM, "n_group": 2, "topk_group": 3}, r"topk_group is 3: n_group is 2"),
     ],
