@@ -357,6 +357,10 @@ def test_layers_have_experts_or_not(read):
             {**EXPERTS, "architectures": ["Ernie4_5_MoeForCausalLM"], "moe_norm_min": 0.5},
             r"moe_norm_min is 0.5: weights are divided by their sum",
         ),
+        (
+            {**EXPERTS, "architectures": ["Qwen2MoeForCausalLM"], "layer_types": ["sliding_attention"] * 2},
+            r"layer_types is .*: sliding_attention needs use_sliding_window true",
+        ),
         ({**GLM, "n_group": 3}, r"n_group is 3: n_routed_experts 16 is no multiple"),
         ({**GLM, "n_group": 2, "topk_group": 3}, r"topk_group is 3: n_group is 2"),
     ],
