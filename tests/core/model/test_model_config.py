@@ -185,6 +185,13 @@ def test_a_null_switch_is_off_where_the_default_is_on(read):
     assert not read(architectures=["Cohere2ForCausalLM"], tie_word_embeddings=None).tie_word_embeddings
 
 
+def test_scores_have_the_usual_scale_where_granites_is_null(read):
+    """As in transformers, where 1 is the default of a missing field."""
+    granite = {"architectures": ["GraniteForCausalLM"], "head_dim": 16}
+    assert read(**granite).attention.scale == 1.0
+    assert read(**granite, attention_multiplier=None).attention.scale == 0.25
+
+
 def test_head_counts_and_dims(read):
     assert read(num_key_value_heads=None).num_kv_heads == 4
     assert read(head_dim=24).q_size == 96
