@@ -103,8 +103,9 @@ class ConfigJson:
         return float(value)
 
     def boolean(self, name: str, default: bool | None = None) -> bool:
-        """False where the field is missing without a default."""
-        value = self._get(name, default)
+        """False where the field is null, as in transformers, or is missing without a default."""
+        is_null = name in self.raw and self.raw[name] is None
+        value = False if is_null else self._get(name, default)
         value = False if value is None else value
         if not isinstance(value, bool):
             raise self.refuse(name, "true or false is needed")

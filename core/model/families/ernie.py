@@ -27,6 +27,8 @@ def _read(fields: ConfigJson) -> ModelConfig:
 def _read_experts(fields: ConfigJson) -> ModelConfig:
     if fields.boolean("use_bias"):
         raise fields.refuse("use_bias", "a shared expert has no biases here; only false is supported")
+    if fields.number("moe_norm_min") > _NORM_MIN:
+        raise fields.refuse("moe_norm_min", f"weights are divided by their sum, however small; at most {_NORM_MIN}")
     count, size = fields.integer("num_hidden_layers"), fields.integer("moe_intermediate_size")
     last = fields.integer("moe_layer_end_index", least=-1)
     first, last = fields.integer("moe_layer_start_index", least=0), count - 1 if last == -1 else last
@@ -41,6 +43,9 @@ def _read_experts(fields: ConfigJson) -> ModelConfig:
     layers = reading.layers_with_experts(fields, [_attention(fields, bias=False)] * count, experts, has_experts)
     return reading.dense(fields, layers, reading.rms_norm(fields), tensors=_EXPERTS)
 
+
+#: The least sum of weights that checkpoints name: sums are above it.
+_NORM_MIN = 1e-12
 
 _MATRICES = ("gate_proj", "up_proj", "down_proj")
 _EXPERTS = TensorNames(
@@ -76,6 +81,7 @@ ERNIE_4_5_MOE = Family(
         "moe_layer_start_index": 1,
         "moe_layer_end_index": -1,
         "moe_layer_interval": 1,
+        "moe_norm_min": _NORM_MIN,
     },
     notes=f"{reading.EXPERTS_NOTE}; draft layers (`mtp`) are left out; models with biases are refused",
 )

@@ -103,12 +103,12 @@ def _shapes(fields: ConfigJson, types: list[str]) -> list[Heads]:
     fields for all layers of full attention.
     """
     heads = reading.heads(fields)
-    each = fields.object("per_layer_config")
-    if each is None:
+    if "per_layer_config" not in fields.raw:
         kv_heads = fields.optional("num_global_key_value_heads") if fields.boolean("attention_k_eq_v") else None
         others = {"head_dim": fields.integer("global_head_dim"), "num_key_value_heads": kv_heads or heads.num_kv_heads}
         full = reading.heads(fields.with_values(others))
         return [full if seen == FULL else heads for seen in types]
+    each = fields.object("per_layer_config") or ConfigJson(fields.path, {}, "per_layer_config.")
     found = [_changed(fields, each, layer) or heads for layer in range(len(types))]
     if unknown := each.raw.keys() - {str(layer) for layer in range(len(types))}:
         raise fields.refuse("per_layer_config", f"{min(unknown)!r} is none of {len(types)} layers")

@@ -22,16 +22,17 @@ _MAMBA = "linear_attention"
 #: Values of `time_step_limit` that limit nothing.
 _UNLIMITED = (None, [0.0, math.inf], [0.0, {"__float__": "Infinity"}])
 
-_FACTORS = ("embedding_multiplier", "logits_scaling", "residual_multiplier", "attention_multiplier")
+_FACTORS = ("embedding_multiplier", "logits_scaling", "residual_multiplier")
 
 
 def _model(fields: ConfigJson, feed_forward: GatedSpec | Experts, *, rotates: bool = True) -> ModelConfig:
     heads = reading.heads(fields)
-    embedding, logits, residual, scores = (fields.number(name) for name in _FACTORS)
+    embedding, logits, residual = (fields.number(name) for name in _FACTORS)
+    scores = reading.optional_number(fields, "attention_multiplier")
     bias = fields.boolean("attention_bias")
     attention = AttentionSpec(
         *heads,
-        scale=scores,
+        scale=heads.head_dim**-0.5 if scores is None else scores,
         rope=reading.rope(fields, heads.head_dim) if rotates else None,
         qkv_bias=bias,
         o_bias=bias,
@@ -125,7 +126,7 @@ _WITH_SHARED = replace(
     names={**_EXPERTS.names, "mlp.shared_expert.down_proj": "shared_mlp.output_linear"},
     fused={"shared_mlp.input_linear": ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj")},
 )
-_DEFAULTS = {"max_position_embeddings": 2048, **dict.fromkeys(_FACTORS, 1.0)}
+_DEFAULTS = {"max_position_embeddings": 2048, **dict.fromkeys((*_FACTORS, "attention_multiplier"), 1.0)}
 
 GRANITE = Family("Granite 3", ("GraniteForCausalLM",), _read, _DEFAULTS)
 _HYBRID = {**LLAMA_NORMS, "mlp.down_proj": "shared_mlp.output_linear"}

@@ -14,6 +14,8 @@ def _read(fields: ConfigJson) -> ModelConfig:
     window = fields.optional("sliding_window") if fields.boolean("use_sliding_window") else None
     whole, rope = fields.integer("max_window_layers", least=0), reading.rope(fields, heads.head_dim)
     types = fields.texts("layer_types") and reading.layer_types(fields, 1)
+    if window is None and reading.SLIDING in types:
+        raise fields.refuse("layer_types", f"{reading.SLIDING} needs use_sliding_window true, and a sliding_window")
     types = types or [reading.FULL if index % 2 or index >= whole else reading.SLIDING for index in range(count)]
     attentions = [
         AttentionSpec(

@@ -179,6 +179,19 @@ def test_heads_by_architecture(read, changes, has_lm_head, is_classifier):
     assert config.architecture == changes.get("architectures", ["LlamaForCausalLM"])[0]
 
 
+def test_a_null_switch_is_off_where_the_default_is_on(read):
+    """As in transformers: null is no missing field."""
+    assert read(architectures=["Cohere2ForCausalLM"], tie_word_embeddings=...).tie_word_embeddings
+    assert not read(architectures=["Cohere2ForCausalLM"], tie_word_embeddings=None).tie_word_embeddings
+
+
+def test_scores_have_the_usual_scale_where_granites_is_null(read):
+    """As in transformers, where 1 is the default of a missing field."""
+    granite = {"architectures": ["GraniteForCausalLM"], "head_dim": 16}
+    assert read(**granite).attention.scale == 1.0
+    assert read(**granite, attention_multiplier=None).attention.scale == 0.25
+
+
 def test_head_counts_and_dims(read):
     assert read(num_key_value_heads=None).num_kv_heads == 4
     assert read(head_dim=24).q_size == 96
@@ -302,6 +315,12 @@ def test_attention_of_several_shapes(read):
     assert config.module_paths.names.count("q_proj") == 1
 
 
+def test_layers_of_both_types_may_have_one_shape(read):
+    """transformers writes an empty `per_layer_config`, and no `global_head_dim`, where no layer differs."""
+    config = read(**GEMMA_4, layer_types=["sliding_attention", "full_attention"], per_layer_config={})
+    assert [shape.kv_shape for shape in config.attention_shapes] == [(2, 16)] * 2
+
+
 @pytest.mark.parametrize("field", ["num_heads", "num_kv_heads", "head_dim"])
 def test_layers_of_different_shapes_are_refused(read, field):
     config = read()
@@ -341,6 +360,14 @@ def test_layers_have_experts_or_not(read):
         ({**EXPERTS, "decoder_sparse_step": 0}, r"decoder_sparse_step is 0"),
         ({**EXPERTS, "hidden_act": "relu"}, r"hidden_act is 'relu': not supported"),
         ({**EXPERTS, "architectures": ["OlmoeForCausalLM"], "clip_qkv": 8.0}, r"clip_qkv is 8.0: .*only null"),
+        (
+            {**EXPERTS, "architectures": ["Ernie4_5_MoeForCausalLM"], "moe_norm_min": 0.5},
+            r"moe_norm_min is 0.5: weights are divided by their sum",
+        ),
+        (
+            {**EXPERTS, "architectures": ["Qwen2MoeForCausalLM"], "layer_types": ["sliding_attention"] * 2},
+            r"layer_types is .*: sliding_attention needs use_sliding_window true",
+        ),
         ({**GLM, "n_group": 3}, r"n_group is 3: n_routed_experts 16 is no multiple"),
         ({**GLM, "n_group": 2, "topk_group": 3}, r"topk_group is 3: n_group is 2"),
     ],
