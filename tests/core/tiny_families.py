@@ -626,8 +626,8 @@ class Tiny:
 
     def _note_router(self, router: Any, inputs: tuple[Any, ...], output: Any) -> None:
         scores = output[0].float()
-        if (statics := getattr(router, "moe_statics", None)) is not None:
-            scores = scores.softmax(-1) + statics.e_score_correction_bias
+        if (corrected := getattr(router, "moe_statics", None)) is not None:
+            scores = scores.softmax(-1) + corrected.e_score_correction_bias
         elif (correction := getattr(router, "e_score_correction_bias", (*inputs, None)[1])) is not None:
             scores = scores.sigmoid() + correction
         if (groups := getattr(router, "num_group", None) or 1) > 1:

@@ -28,10 +28,10 @@ def test_scores_and_values_are_those_of_keys_and_values():
     kv_up, latents = weights(generator), torch.randn(7, RANK, generator=generator)
     q, shares = torch.randn(4, HEADS, KEY, generator=generator), torch.rand(4, HEADS, 7, generator=generator)
     keys, values = (latents @ kv_up.T).view(7, HEADS, -1).split((KEY, VALUE), 2)
-    scores = torch.einsum("thr,sr->ths", absorbed(q, kv_up), latents)
-    torch.testing.assert_close(scores, torch.einsum("thk,shk->ths", q, keys), **close)
-    found = expanded(torch.einsum("ths,sr->thr", shares, latents), kv_up, KEY)
-    torch.testing.assert_close(found, torch.einsum("ths,shv->thv", shares, values), **close)
+    scores = torch.einsum("thr,lr->thl", absorbed(q, kv_up), latents)
+    torch.testing.assert_close(scores, torch.einsum("thk,lhk->thl", q, keys), **close)
+    found = expanded(torch.einsum("thl,lr->thr", shares, latents), kv_up, KEY)
+    torch.testing.assert_close(found, torch.einsum("thl,lhv->thv", shares, values), **close)
 
 
 class Adapters:
