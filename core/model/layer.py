@@ -30,7 +30,17 @@ from ...ops.rotation import KvSlots, Rotation
 from .batch import GemmBackend, GemmBackends
 from .experts import activated, mix_experts
 from .layer_weights import LayerWeights
-from .layers import Activation, GatedSpec, LatentSpec, LayerSpec, Norms, NormSpec, UngatedActivation, UngatedSpec
+from .layers import (
+    Activation,
+    Experts,
+    GatedSpec,
+    LatentSpec,
+    LayerSpec,
+    Norms,
+    NormSpec,
+    UngatedActivation,
+    UngatedSpec,
+)
 from .nvtx_spans import span
 from .rounding_weight import RoundingWeight
 from .step_lora import ATTN_O, DOWN, GATE_UP, INPUT_GATE, INPUT_PROJECTION, QKV, StepLora
@@ -136,7 +146,8 @@ class Layer:
 
     def _feed_forward(self, rows: torch.Tensor) -> torch.Tensor:
         """rows: `[tokens, hidden]`, normed."""
-        return self._mixed(rows) if self._spec.dense is None else self.down(self._gate_up(rows))
+        has_experts = isinstance(self._spec.feed_forward, Experts)
+        return self._mixed(rows) if has_experts else self.down(self._gate_up(rows))
 
     def _side_by_side(self, rows: torch.Tensor, x: Residual) -> torch.Tensor:
         """The gated part of `rows`, and the experts beside it."""

@@ -102,7 +102,7 @@ class Runner:
         flow = decoder.new_flow(len(batch.token_ids) + 3).of(len(batch.token_ids))
         for index in range(count):
             decoder.piece(index, batch, flow)
-            decoder.mix(index, batch.attention, batch.states, flow)
+            decoder.mix(index, batch, batch.states, flow)
         decoder.piece(count, batch, flow)
         return decoder.compute_logits(Residual(flow.rows, decoder.config.norm), batch)
 

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from chorus.core.model.layer_weights import MATRICES
 from chorus.core.model.lora_state import LoraState
-from chorus.core.model.shadow import MATRICES
 from chorus.ops.packed_gemm import unpack
 from chorus.ops.sgmv import Segments
 

@@ -23,10 +23,9 @@ from safetensors.torch import save_file
 from chorus.core.config import EngineConfig
 from chorus.core.executors.cpu import CpuExecutor
 from chorus.core.model.batch import StepBatch
-from chorus.core.model.layer_weights import LayerWeights
+from chorus.core.model.layer_weights import MATRICES, LayerWeights
 from chorus.core.model.lora_state import LoraState
 from chorus.core.model.read_config import read_model_config
-from chorus.core.model.shadow import MATRICES
 from chorus.memory.pages.adapter_layout import AdapterLayout, AdapterPart
 from chorus.memory.pages.layout import PageLayout
 from chorus.ops.packed_gemm import unpack

@@ -402,7 +402,7 @@ def live_server(
         while not server.started:
             time.sleep(0.002)
         try:
-            with httpx.Client(base_url=url_of(bound), timeout=20) as client:
+            with httpx.Client(base_url=url_of(bound), timeout=60) as client:
                 yield Live(url_of(bound), engine, worker, client, server, loops[0], app)
         finally:
             if isinstance(engine, FakeEngine):

@@ -2,6 +2,8 @@
 few dense layers.
 
 GLM-4.7-Flash has latent attention besides.
+
+Tests: tests/core/test_experts.py, tests/core/test_latents.py
 """
 
 from __future__ import annotations

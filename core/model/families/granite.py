@@ -2,6 +2,8 @@
 
 Granite-MoE has a mixture of experts. Granite 4 may have layers of Mamba 2, and a mixture of experts beside one that all
 tokens go to.
+
+Tests: tests/core/test_families.py, tests/core/test_hybrids.py
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """LFM2: layers of gated short convolutions, with layers of attention between them.
 
 LFM2-MoE has a mixture of experts in all layers but the first ones.
+
+Tests: tests/core/test_hybrids.py, tests/core/test_experts.py
 """
 
 from __future__ import annotations

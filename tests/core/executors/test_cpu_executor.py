@@ -13,7 +13,7 @@ from chorus.core.config import EngineConfig
 from chorus.core.executors import cpu_setup
 from chorus.core.executors.cpu import CpuExecutor
 from chorus.core.model.config import UnsupportedModel
-from chorus.core.model.shadow import MATRICES
+from chorus.core.model.layer_weights import MATRICES
 from chorus.core.requests.request_params import RequestParams
 from chorus.core.requests.types import BASE_LORA_INDEX, ScheduledSequence, StepPlan
 from chorus.memory.files.tensor_file import ITEM_BYTES
