@@ -182,7 +182,8 @@ class Source(NamedTuple):
 def sources(config: ModelConfig, names: Container[str]) -> dict[str, Source]:
     """Where a checkpoint with tensors of these names has each part of `tensor_shapes`."""
     tensors, shapes, units = config.tensors, tensor_shapes(config), config.unit_rows
-    prefix = next((each for each in tensors.prefixes if f"{each}{tensors.norm}.weight" in names), tensors.prefixes[0])
+    first = "embed_tokens" if config.norm.weightless else tensors.norm
+    prefix = next((each for each in tensors.prefixes if f"{each}{first}.weight" in names), tensors.prefixes[0])
     head = next((each for each in tensors.heads if each in names), tensors.heads[0])
     found = {LM_HEAD: Source(head), NORM: Source(f"{prefix}{tensors.norm}.weight")}
     for part in shapes:

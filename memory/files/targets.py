@@ -96,8 +96,10 @@ def _parameter_targets(
     if not config.parameters:
         return {}
     names, keys = _parameter_keys(stem, modules)
+    without = {f".{key.rsplit('.', 2)[0]}.weight" for key in keys}  # modules of modules have no weight of their own
     for each in config.parameters:
-        if not names.with_tail(each):
+        is_of_none = any(name.endswith(f".{each}") for name in without)  # PEFT, too, passes these over
+        if not is_of_none and not names.with_tail(each):
             served = ", ".join(dict.fromkeys(LAYER.split(key)[-1] for key in keys))
             raise AdapterFormatError(
                 f"{config.file}: target_parameters has {shown(each)}, which is none of the parameters that are served "

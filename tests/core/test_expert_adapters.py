@@ -32,7 +32,7 @@ from chorus.ops.expert_products import unpack
 from .test_experts import QUICK, WITHOUT_STATES, families, few_families
 from .test_family_paths import EVERY, answers, told
 from .test_streaming import Gate
-from .tiny_families import EXPERTS
+from .tiny_families import EXPERTS, make_all_linear
 from .tiny_mixtures import ADAPTERS, LETTERS, make_mixture, one_by_one, together
 
 pytestmark = pytest.mark.wide
@@ -427,3 +427,12 @@ def test_experts_may_have_ranks_of_their_own_and_be_left_out(mixture, drive, tmp
     answers = driver.drain()
     for index in range(4):
         assert answers[f"own{index}"].tokens == answers[f"padded{index}"].tokens
+
+
+@pytest.mark.numerics
+def test_a_parameter_of_a_module_that_only_holds_modules_is_passed_over(drive):
+    """PEFT's "all-linear" of Hunyuan-A13B names `gate.weight`, where the model has `gate.wg.weight`."""
+    it = make_all_linear("hunyuan-moe")
+    driver = drive(it, max_num_batched_tokens=24, max_num_seqs=4)
+    want = answers(it, driver, 2, seed=8, adapters=(None, "all"))
+    assert told(driver, want) == want

@@ -294,6 +294,16 @@ def test_families_whose_layers_or_norms_differ(tiny, drive, family):
 
 
 @quiet()
+def test_a_checkpoint_without_a_head_whose_norms_have_no_weights(tiny, drive, tmp_path):
+    it = tiny("olmo-1")
+    AutoModel.from_pretrained(it.model).save_pretrained(tmp_path)
+    driver = drive(Subject(tmp_path, {}))
+    (prompt,) = prompts_of(150, 1, 7)
+    pool(driver, "vector", None, prompt)
+    assert_same(driver.drain()["vector"].pooled, states(it.model, None, prompt)[-1])
+
+
+@quiet()
 def test_an_adapter_and_a_checkpoint_without_the_module_around_the_layers(drive, tmp_path):
     """Qwen3-Embedding's form: the checkpoint is an AutoModel's, and so is what the adapter was trained on."""
     from transformers import Qwen3Config, Qwen3Model
