@@ -96,15 +96,7 @@ def _parameter_targets(
     if not config.parameters:
         return {}
     names, keys = _parameter_keys(stem, modules)
-    without = {f".{key.rsplit('.', 2)[0]}.weight" for key in keys}  # modules of modules have no weight of their own
-    for each in config.parameters:
-        is_of_none = any(name.endswith(f".{each}") for name in without)  # PEFT, too, passes these over
-        if not is_of_none and not names.with_tail(each):
-            served = ", ".join(dict.fromkeys(LAYER.split(key)[-1] for key in keys))
-            raise AdapterFormatError(
-                f"{config.file}: target_parameters has {shown(each)}, which is none of the parameters that are served "
-                f"and that the file has tensors of: {served}; train on these"
-            )
+    _check_parameters(config, names, keys)
     found = {}
     for name, rank_and_scale in config.parameter_targets(names).items():
         layer, parts = keys[name]
@@ -116,6 +108,20 @@ def _parameter_targets(
                 )
             found[layer, module] = rank_and_scale
     return found
+
+
+def _check_parameters(config: AdapterConfig, names: ModuleNames, keys: Collection[str]) -> None:
+    """Refuse parameters that are not served. Those of modules of modules, which have none of their own, are passed
+    over, as by PEFT.
+    """
+    without = {f".{key.rsplit('.', 2)[0]}.weight" for key in keys}
+    for each in config.parameters:
+        if not names.with_tail(each) and not any(name.endswith(f".{each}") for name in without):
+            served = ", ".join(dict.fromkeys(LAYER.split(key)[-1] for key in keys))
+            raise AdapterFormatError(
+                f"{config.file}: target_parameters has {shown(each)}, which is none of the parameters that are served "
+                f"and that the file has tensors of: {served}; train on these"
+            )
 
 
 @lru_cache(16)
