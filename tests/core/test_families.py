@@ -117,7 +117,7 @@ def test_torch_bfloat16_is_float32_within_rounding(tmp_path, prompts, family):
     errors = (got - want).norm(dim=-1) / want.norm(dim=-1)
     assert float(errors.max()) < BF16_LOGITS_ERROR
     with pytest.raises(
-        UnsupportedModel, match=r"without a gate|norms with a bias|norms of heads after|LayerNorm of heads"
+        UnsupportedModel, match=r"without a gate|norm with a bias|norm of heads after|LayerNorm of heads"
     ):
         executor_of(tmp_path, cpu_kernels="native")
 
