@@ -219,9 +219,9 @@ class GatedDelta {
             Floats squares = floats(0);
             for (int c = 0; c < width; c += kLanes) {
                 const Head here = head_of(width - c);
-                const Floats v = silu16(
-                    convolution(w.conv + first + c, channels, s_.conv_size, here,
-                                [&](int tap) { return load16(input(t - before + tap) + c, here); }));
+                const Floats v = silu16(convolution(w.conv + first + c, channels, s_.conv_size, here, [&](int tap) {
+                    return load16(input(t - before + tap) + c, here);
+                }));
                 squares = fma(v, v, squares);
                 store16(y + c, v, here);
             }

@@ -43,7 +43,8 @@ class ShortConv {
             return load16(own, here) * load16(own + 2 * channels, here);
         };
         for (int t = row.accepted; t < row.total(); t++) {
-            Floats y = convolution(w.conv + c, channels, s_.conv_size, here, [&](int tap) { return input(t - before + tap); });
+            Floats y =
+                convolution(w.conv + c, channels, s_.conv_size, here, [&](int tap) { return input(t - before + tap); });
             if (w.conv_bias) y = y + load16(w.conv_bias + c, here);
             const int at = row.mixed(t);
             store16(out[at] + c, y * load16(mixed[at] + channels + c, here), here);
