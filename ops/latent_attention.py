@@ -50,7 +50,8 @@ class LatentAttention(PagedAttention):
         q: torch.Tensor, kept: torch.Tensor, prefill: Prefill, heads: LatentHeads, scale: float
     ) -> torch.Tensor:
         """A chunk's values `[tokens, heads, value]`. kept: `[1, 1, latents, kv_rank + rotated]`."""
-        rows, first = heads.absorb(q, prefill.tokens.start).transpose(0, 1)[None], prefill.tokens.start
+        first = prefill.tokens.start
+        rows = heads.absorb(q, first).transpose(0, 1)[None]
         found = _over_latents(rows, kept[0], heads.kv_rank, prefill.visible[None], scale)
         return heads.expand(found[0].transpose(0, 1), first)
 

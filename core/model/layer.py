@@ -150,7 +150,7 @@ class Layer:
         return self._mixed(rows) if has_experts else self.down(self._gate_up(rows))
 
     def _side_by_side(self, rows: torch.Tensor, x: Residual) -> torch.Tensor:
-        """The gated part of `rows`, and the experts beside it."""
+        """The sum of the gated part and of the mixture of experts, which read the same residual stream (Gemma 4)."""
         weights, norm = self._weights, x.norm
         y = self._output(self._feed_forward(rows), norm, weights.dense_out_norm)
         own, routed = (x.normed(each) for each in (weights.experts_norm, weights.router_norm))

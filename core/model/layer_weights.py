@@ -54,7 +54,7 @@ class LayerWeights:
     mlp_out_norm: torch.Tensor | None = None
 
     dense_out_norm: torch.Tensor | None = None
-    """`[hidden]`, of the gated part's output where experts are beside it."""
+    """`[hidden]`, of the gated part's output in a layer that has experts, too (Gemma 4)."""
 
     experts_norm: torch.Tensor | None = None
     """Likewise, of the input of these experts."""

@@ -464,7 +464,7 @@ class LayerSpec:
 
     @property
     def experts(self) -> Experts | None:
-        """The mixture of experts that is the feed-forward part, or is beside it."""
+        """The mixture of experts, alone or in addition to a gated part."""
         return self.feed_forward if isinstance(self.feed_forward, Experts) else self.beside
 
     @property

@@ -111,7 +111,9 @@ class RecurrentSpec(ABC):
 
     @abstractmethod
     def why_not(self, size: int) -> str | None:
-        """Why `size` ranks can't have equal shares: a field and its value, which is no multiple; None: they can."""
+        """The field, with its value, that `size` does not divide, so that ranks would have unequal shares; None: it
+        divides all.
+        """
 
     def native_shape(self) -> NativeShape | None:
         """How the native library has it; None: it can't compute it."""

@@ -100,9 +100,9 @@ def _why_not(size: int, whole: ModelConfig) -> str | None:
     counts["intermediate_size {}"] = whole.intermediate_size
     for what, count in counts.items():
         if count % size:
-            return f"{what.format(count)} is no multiple of it"
+            return f"{what.format(count)} is not divisible by it"
     if whole.recurrent is not None and (field := whole.recurrent.why_not(size)):
-        return f"{field} is no multiple of it"
+        return f"{field} is not divisible by it"
     for kv_heads in dict.fromkeys(it.num_kv_heads for it in whole.attention_shapes):
         if kv_heads % size and size % kv_heads:
             return f"num_key_value_heads {kv_heads} neither divides it nor is a multiple of it"

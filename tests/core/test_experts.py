@@ -227,8 +227,8 @@ def test_the_native_decoder_refuses_experts(tiny):
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"moe_intermediate_size": 42}, "width of experts, 42, is no multiple of it; set it to one of 1, 2$"),
-        ({"shared_expert_intermediate_size": 22}, "width of the shared expert, 22, is no multiple of it; .* 1, 2$"),
+        ({"moe_intermediate_size": 42}, "width of experts, 42, is not divisible by it; set it to one of 1, 2$"),
+        ({"shared_expert_intermediate_size": 22}, "width of the shared expert, 22, is not divisible by it; .* 1, 2$"),
     ],
 )
 def test_ranks_that_can_not_have_equal_shares_of_experts_are_refused(tmp_path, changes, why):

@@ -5,21 +5,13 @@ from __future__ import annotations
 from ..config import ModelConfig
 from ..config_json import ConfigJson
 from ..family import Family
-from ..layers import AttentionSpec, HeadNorm, LayerSpec, UngatedActivation
+from ..layers import HeadNorm, LayerSpec, UngatedActivation
 from ..tensor_names import TensorNames
 from . import reading
 
 
 def _read(fields: ConfigJson) -> ModelConfig:
-    heads, bias = reading.heads(fields), fields.boolean("attention_bias")
-    attention = AttentionSpec(
-        *heads,
-        scale=heads.head_dim**-0.5,
-        rope=reading.rope(fields, heads.head_dim),
-        head_norm=HeadNorm.EACH,
-        qkv_bias=bias,
-        o_bias=bias,
-    )
+    attention = reading.attention(fields, head_norm=HeadNorm.EACH)
     layer = LayerSpec(attention, reading.ungated(fields, default=UngatedActivation.XIELU))
     return reading.dense(fields, [layer] * fields.integer("num_hidden_layers"), reading.rms_norm(fields))
 

@@ -1,4 +1,4 @@
-"""DeepSeek-V2 and V3: latent attention, and after a few dense layers experts, some of which every token goes to.
+"""DeepSeek-V2 and V3: latent attention. The first layers are dense, the others have routed and shared experts.
 
 Kimi K2 and Moonlight are V3's models. Of V3 experts are chosen by sigmoids with a learned correction, as in GLM-4.5.
 """

@@ -63,17 +63,10 @@ def _number_of_all(fields: ConfigJson, name: str) -> object:
 
 
 def _read_3(fields: ConfigJson) -> ModelConfig:
-    heads, bias, count = reading.heads(fields), fields.boolean("attention_bias"), fields.integer("num_hidden_layers")
+    count = fields.integer("num_hidden_layers")
     if fields.boolean("mlp_bias"):
         raise fields.refuse("mlp_bias", "experts have no biases here; only false is supported")
-    attention = AttentionSpec(
-        *heads,
-        scale=heads.head_dim**-0.5,
-        rope=reading.rope(fields, heads.head_dim),
-        head_norm=HeadNorm.EACH,
-        qkv_bias=bias,
-        o_bias=bias,
-    )
+    attention = reading.attention(fields, head_norm=HeadNorm.EACH)
     routing = Routing(
         1,
         Scoring.SIGMOID,

@@ -49,7 +49,9 @@ def attention(fields: ConfigJson, *, interleaved: bool, growth: QueryGrowth | No
 
 
 def _rope(fields: ConfigJson, key_dim: int, rotated_dim: int, *, interleaved: bool) -> RopeConfig:
-    """Of the rotated elements, all of which rotate. A partial factor may say their share of a key instead."""
+    """The rope of `qk_rope_head_dim` elements, all of which it rotates. `partial_rotary_factor` is 1, or their share of
+    a key.
+    """
     scaling = reading.rope_fields(fields)
     share = reading.optional_number(scaling, "partial_rotary_factor")
     if share is not None and rotated_dim not in (int(rotated_dim * share), round((key_dim + rotated_dim) * share)):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ..config import ModelConfig
 from ..config_json import ConfigJson
 from ..family import Family
@@ -10,11 +12,7 @@ from . import reading
 
 
 def _read(fields: ConfigJson) -> ModelConfig:
-    heads = reading.heads(fields)
-    bias = fields.boolean("attention_bias")
-    attention = AttentionSpec(
-        *heads, scale=heads.head_dim**-0.5, rope=reading.rope(fields, heads.head_dim), qkv_bias=bias, o_bias=bias
-    )
+    attention = reading.attention(fields)
     layer = LayerSpec(attention, reading.gated(fields, bias=fields.boolean("mlp_bias")))
     return reading.dense(fields, [layer] * fields.integer("num_hidden_layers"), reading.rms_norm(fields))
 
@@ -27,21 +25,11 @@ def _read_iquest(fields: ConfigJson) -> ModelConfig:
 
 
 def _read_windows(fields: ConfigJson) -> ModelConfig:
-    heads, count, window = reading.heads(fields), fields.integer("num_hidden_layers"), fields.optional("sliding_window")
-    rope = reading.rope(fields, heads.head_dim)
-    types = fields.texts("layer_types") and reading.layer_types(fields, 1)
-    layers = [
-        LayerSpec(
-            AttentionSpec(
-                *heads,
-                scale=heads.head_dim**-0.5,
-                rope=rope,
-                window=window if seen == reading.SLIDING else None,
-            ),
-            reading.gated(fields, bias=fields.boolean("mlp_bias")),
-        )
-        for seen in types or [reading.SLIDING if index % 4 else reading.FULL for index in range(count)]
-    ]
+    heads, count = reading.heads(fields), fields.integer("num_hidden_layers")
+    attention = AttentionSpec(*heads, scale=heads.head_dim**-0.5, rope=reading.rope(fields, heads.head_dim))
+    feed_forward = reading.gated(fields, bias=fields.boolean("mlp_bias"))
+    types = [reading.SLIDING if index % 4 else reading.FULL for index in range(count)]
+    layers = [LayerSpec(replace(attention, window=each), feed_forward) for each in reading.windows(fields, types)]
     return reading.dense(fields, layers, reading.rms_norm(fields))
 
 

@@ -16,23 +16,11 @@ from . import glm_moe, latent, reading
 
 
 def _read(fields: ConfigJson) -> ModelConfig:
-    heads, window = reading.heads(fields), fields.optional("sliding_window")
-    growth = _growth(reading.rope_fields(fields))
-    rope = reading.rope(fields, heads.head_dim)
-    types = fields.texts("layer_types") and reading.layer_types(fields, 1)
-    layers = [
-        LayerSpec(
-            AttentionSpec(
-                *heads,
-                scale=heads.head_dim**-0.5,
-                rope=rope,
-                window=window if seen == reading.SLIDING else None,
-                query_growth=growth,
-            ),
-            reading.gated(fields),
-        )
-        for seen in types or [reading.SLIDING] * fields.integer("num_hidden_layers")
-    ]
+    heads, growth = reading.heads(fields), _growth(reading.rope_fields(fields))
+    rope, feed_forward = reading.rope(fields, heads.head_dim), reading.gated(fields)
+    attention = AttentionSpec(*heads, scale=heads.head_dim**-0.5, rope=rope, query_growth=growth)
+    windows = reading.windows(fields, [reading.SLIDING] * fields.integer("num_hidden_layers"))
+    layers = [LayerSpec(replace(attention, window=each), feed_forward) for each in windows]
     return reading.dense(fields, layers, reading.rms_norm(fields))
 
 
@@ -52,12 +40,11 @@ def _read_4(fields: ConfigJson) -> ModelConfig:
 
 
 def _read_beside_vision(fields: ConfigJson) -> ModelConfig:
-    """Which text model stands beside the vision tower is told by its type."""
+    """The text model of a vision model is Mistral Small 4's, or an earlier one: `model_type` says which."""
     if fields.text("model_type", "mistral") != "mistral4":
         return _read(fields.with_defaults({**_DEFAULTS, "head_dim": 128}))
     model = _read_4(fields.with_defaults(_DEFAULTS_4))
-    names = replace(BESIDE_VISION, names=model.tensors.names, left_out=BESIDE_VISION.left_out)
-    return replace(model, tensors=names)
+    return replace(model, tensors=replace(BESIDE_VISION, names=model.tensors.names))
 
 
 def _growth(rope: ConfigJson) -> QueryGrowth | None:

@@ -5,22 +5,14 @@ from __future__ import annotations
 from ..config import ModelConfig
 from ..config_json import ConfigJson
 from ..family import Family
-from ..layers import AttentionSpec, HeadNorm, LayerSpec, Routing
+from ..layers import HeadNorm, LayerSpec, Routing
 from . import reading
 
 
 def _read(fields: ConfigJson) -> ModelConfig:
     if fields.has("clip_qkv"):
         raise fields.refuse("clip_qkv", "queries, keys and values are not clipped; only null is supported")
-    heads, bias = reading.heads(fields), fields.boolean("attention_bias")
-    attention = AttentionSpec(
-        *heads,
-        scale=heads.head_dim**-0.5,
-        rope=reading.rope(fields, heads.head_dim),
-        head_norm=HeadNorm.ALL,
-        qkv_bias=bias,
-        o_bias=bias,
-    )
+    attention = reading.attention(fields, head_norm=HeadNorm.ALL)
     routing = Routing(1, renormalised=fields.boolean("norm_topk_prob"))
     experts = reading.experts(fields, routing, size="intermediate_size")
     layers = [LayerSpec(attention, experts)] * fields.integer("num_hidden_layers")

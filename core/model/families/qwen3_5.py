@@ -67,16 +67,7 @@ def _layer_types(fields: ConfigJson) -> list[str]:
 
 
 def _attention(fields: ConfigJson) -> AttentionSpec:
-    heads, bias = reading.heads(fields), fields.boolean("attention_bias")
-    return AttentionSpec(
-        *heads,
-        scale=heads.head_dim**-0.5,
-        rope=reading.rope(fields, heads.head_dim),
-        head_norm=HeadNorm.EACH,
-        qkv_bias=bias,
-        o_bias=bias,
-        output_gate=True,
-    )
+    return reading.attention(fields, head_norm=HeadNorm.EACH, output_gate=True)
 
 
 def _delta(fields: ConfigJson, eps: float) -> GatedDeltaSpec:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from ..config import ModelConfig
 from ..config_json import ConfigJson
 from ..family import Family
-from ..layers import AttentionSpec, HeadNorm, Routing
+from ..layers import HeadNorm, Routing
 from ..tensor_names import TEXT_AND_IMAGES
 from . import reading
 
@@ -22,16 +22,8 @@ def _read_text(fields: ConfigJson) -> ModelConfig:
 
 
 def _model(fields: ConfigJson, window: int | None, *, renormalised: bool) -> ModelConfig:
-    heads, bias, count = reading.heads(fields), fields.boolean("attention_bias"), fields.integer("num_hidden_layers")
-    attention = AttentionSpec(
-        *heads,
-        scale=heads.head_dim**-0.5,
-        rope=reading.rope(fields, heads.head_dim),
-        head_norm=HeadNorm.EACH,
-        qkv_bias=bias,
-        o_bias=bias,
-        window=window,
-    )
+    count = fields.integer("num_hidden_layers")
+    attention = reading.attention(fields, head_norm=HeadNorm.EACH, window=window)
     experts = reading.experts(fields, Routing(1, renormalised=renormalised))
     step, dense = fields.integer("decoder_sparse_step"), set(fields.indices("mlp_only_layers"))
     has_experts = [index not in dense and (index + 1) % step == 0 for index in range(count)]

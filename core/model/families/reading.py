@@ -52,6 +52,19 @@ def heads(fields: ConfigJson) -> Heads:
     return Heads(count, kv_heads, head_dim)
 
 
+def attention(fields: ConfigJson, **options: Any) -> AttentionSpec:
+    """Attention as most models have it: rope, and `attention_bias` on all projections. options: of `AttentionSpec`."""
+    own, bias = heads(fields), fields.boolean("attention_bias")
+    turned = rope(fields, own.head_dim)
+    return AttentionSpec(*own, scale=own.head_dim**-0.5, rope=turned, qkv_bias=bias, o_bias=bias, **options)
+
+
+def windows(fields: ConfigJson, types: Sequence[str]) -> list[int | None]:
+    """The window of each layer, by the field `layer_types`; where it is missing, by `types`."""
+    window, given = fields.optional("sliding_window"), fields.texts("layer_types") and layer_types(fields, 1)
+    return [window if kind == SLIDING else None for kind in given or types]
+
+
 def gated(
     fields: ConfigJson, name: str = "hidden_act", *, bias: bool = False, size: str = "intermediate_size"
 ) -> GatedSpec:
@@ -105,7 +118,7 @@ def experts(
     if chosen > count:
         raise fields.refuse(per_token, f"{name} is {count}; it can't be more than that")
     if count % routing.groups:
-        raise fields.refuse("n_group", f"{name} {count} is no multiple of it")
+        raise fields.refuse("n_group", f"{name}, {count}, is not divisible by it")
     routing = replace(routing, per_token=chosen)
     return Experts(
         count, fields.integer(size), routing, activation or _activation(fields, "hidden_act"), shared_size, **options

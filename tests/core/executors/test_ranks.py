@@ -354,7 +354,7 @@ def test_pages_that_are_too_small_for_a_ranks_state_are_refused(tmp_path):
     ],
 )
 def test_shapes_that_do_not_divide_are_refused(subject, model, size, why, sizes):
-    said = f"tensor_parallel_size is {size}, and the model's {why} is no multiple of it; set it to one of {sizes}$"
+    said = f"tensor_parallel_size is {size}, and the model's {why} is not divisible by it; set it to one of {sizes}$"
     with pytest.raises(UnsupportedModel, match=said):
         choice.open_executor(settings_of(subject(model), tensor_parallel_size=size))
 

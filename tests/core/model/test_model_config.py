@@ -368,7 +368,7 @@ def test_layers_have_experts_or_not(read):
             {**EXPERTS, "architectures": ["Qwen2MoeForCausalLM"], "layer_types": ["sliding_attention"] * 2},
             r"layer_types is .*: sliding_attention needs use_sliding_window true",
         ),
-        ({**GLM, "n_group": 3}, r"n_group is 3: n_routed_experts 16 is no multiple"),
+        ({**GLM, "n_group": 3}, r"n_group is 3: n_routed_experts, 16, is not divisible by it"),
         ({**GLM, "n_group": 2, "topk_group": 3}, r"topk_group is 3: n_group is 2"),
     ],
 )
@@ -723,7 +723,8 @@ def test_ranks_share_heads_of_keys_with_their_heads_of_values(tmp_path):
 def test_ranks_that_heads_of_keys_do_not_divide_by_are_refused(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(QWEN3_5))
     why = (
-        "tensor_parallel_size is 4, and the model's linear_num_key_heads 2 is no multiple of it; set it to one of 1, 2$"
+        "tensor_parallel_size is 4, and the model's linear_num_key_heads 2 is not divisible by it; "
+        "set it to one of 1, 2$"
     )
     with pytest.raises(UnsupportedModel, match=why):
         Shard(0, 4).config(read_model_config(tmp_path))
