@@ -284,22 +284,12 @@ class DecoderModel:
         one with latents is needed.
         """
         with span("attn.run"):
-            kv = self._kv_index[index]
-            of_group = attention.of(self._page_groups[kv])
-            if isinstance(of_group, LatentAttention):
-                return self._attend_latents(index, of_group, q, out, layer)
-            run = of_group.run
-            scores, sinks = self._scores[index], self.layers[index].sinks
-            k, v = self._arena.kv_layers[kv]
-            return run(q, k, v, out, scores, sinks=sinks, kv_scales=self._kv_scales[kv])
-
-    def _attend_latents(
-        self, index: int, attention: LatentAttention, q: torch.Tensor, out: torch.Tensor | None, layer: Layer | None
-    ) -> torch.Tensor:
-        mixer, (kept, _) = self._attention[index], self._arena.kv_layers[self._kv_index[index]]
-        assert layer is not None, "latents need the layer's weights"
-        assert mixer is not None and mixer.latent is not None, "the layer has latents"
-        return attention.run_latents(q, kept, layer.latent_heads(mixer.latent), mixer.scale, out)
+            kv, mixer, scores = self._kv_index[index], self._attention[index], self._scores[index]
+            of_group, (k, v) = attention.of(self._page_groups[kv]), self._arena.kv_layers[kv]
+            if mixer is not None and mixer.latent is not None:
+                assert layer is not None, "latents need the layer's weights"
+                return of_group.run_latents(q, k, layer.latent_heads(mixer.latent), out, scores)
+            return of_group.run(q, k, v, out, scores, sinks=self.layers[index].sinks, kv_scales=self._kv_scales[kv])
 
     def new_rows(self, tokens: int) -> torch.Tensor:
         """Zeros `[tokens, hidden]` for a residual stream."""
@@ -530,8 +520,7 @@ class DecoderModel:
             if attention.latent is None:
                 q = rotate_and_write(qkv, rotation, self._norms[index], slots, out)
             else:
-                q = layer.latents(qkv, attention.latent, rotation, slots)
-                q = q if out is None else out.copy_(q)
+                q = layer.latents(qkv, attention.latent, rotation, slots, out)
             if (weights := self._query_weights[index]) is not None:
                 q.mul_(weights)
             if self._query_factors is not None:

@@ -20,13 +20,14 @@ from ...ops.elementwise import (
     relu_squared,
     rms_norm,
     silu_and_mul,
+    write_latents,
     xielu,
 )
-from ...ops.latents import LatentHeads, rotated, write_latents
+from ...ops.latents import LatentHeads
 from ...ops.narrow_weights import NarrowWeight
 from ...ops.packed_gemm import packed_linear
 from ...ops.ranks import Collectives
-from ...ops.rotation import KvSlots, Rotation
+from ...ops.rotation import KvSlots, NewLatents, Rotation
 from .batch import GemmBackend, GemmBackends
 from .experts import activated, mix_experts
 from .layer_weights import LayerWeights
@@ -193,19 +194,22 @@ class Layer:
         return self._summed(self._gemm(ATTN_O, attended, self._weights.o, self._weights.o_bias))
 
     def latents(
-        self, inputs: torch.Tensor, spec: LatentSpec, rotation: Rotation | None, slots: KvSlots
+        self,
+        inputs: torch.Tensor,
+        spec: LatentSpec,
+        rotation: Rotation | None,
+        slots: KvSlots,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Queries `[tokens, heads, key + rotated]`, rotated; the latents are written. inputs: `begin`'s."""
-        weights = self._weights
-        key_dim, rotated_dim = spec.key_dim, spec.rotated_dim
-        q, latents, key = inputs.split((inputs.shape[1] - spec.kv_rank - rotated_dim, spec.kv_rank, rotated_dim), 1)
+        """Queries `[tokens, heads, key + rotated]`, rotated, in `out` if that is given; the latents are written.
+        inputs: `begin`'s.
+        """
+        weights, size = self._weights, spec.kv_rank + spec.rotated_dim
+        q, kept = inputs.split((inputs.shape[1] - size, size), 1)
         if weights.q_up is not None and weights.q_norm is not None:
-            q = self._added(Group.QUERY_UP, rms_norm(q.contiguous(), weights.q_norm, spec.eps), weights.q_up)
-        q, q_rotated = q.unflatten(1, (-1, key_dim + rotated_dim)).split((key_dim, rotated_dim), 2)
-        if weights.k_norm is not None:
-            latents = rms_norm(latents.contiguous(), weights.k_norm, spec.eps)
-        write_latents(slots, latents, rotated(key[:, None], rotation))
-        return torch.cat((q, rotated(q_rotated, rotation)), dim=2)
+            q = self._added(Group.QUERY_UP, rms_norm(q, weights.q_norm, spec.eps), weights.q_up)
+        new = NewLatents(kept, spec.kv_rank, weights.k_norm, spec.eps)
+        return write_latents(q.unflatten(1, (-1, spec.key_dim + spec.rotated_dim)), new, rotation, slots, out)
 
     def latent_heads(self, spec: LatentSpec) -> LatentHeads:
         """The ways between heads and latents."""

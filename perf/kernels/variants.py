@@ -152,10 +152,30 @@ def _rotary(
     )
 
 
+def _latents(heads: int, key_dim: int, rotated: int, kv_rank: int, **more: Any) -> Elementwise:
+    """more: of `LatentConstants`."""
+    constants = elementwise_schedule.LatentConstants(
+        heads, 1, rotated, rotated, key_dim=key_dim, kv_rank=kv_rank, has_norm=True, **more
+    )
+    return _elementwise(
+        "rotate_and_write_latents",
+        {"C": constants},
+        elementwise_schedule.rotary_options(),
+        ("q", "given_q", "kept", *(() if constants.wide else ("norm",))),
+        {
+            **({"norm": "*fp32"} if constants.wide else {}),
+            "angles": (("cos", "*own"), ("sin", "*own"), ("rows", "*i64")),
+            "slots": (("k_cache", "*own"), ("v_cache", "*own"), ("page", "*i64"), ("offset", "*i64")),
+            "eps": "fp32",
+            **_strides("q", "kept", "table", "page", "token"),
+        },
+    )
+
+
 _EACH, _WHOLE = HeadNorming.EACH, HeadNorming.WHOLE
 
 #: Elementwise launches of Llama-3.1-8B, the norms of Gemma 3 and Cohere, and the rotary embeddings of Qwen3-8B, Gemma 3
-#: 4B, OLMo 2 7B, GLM-4 9B, Phi-4-mini, Qwen3.5-9B and SmolLM3.
+#: 4B, OLMo 2 7B, GLM-4 9B, Phi-4-mini, Qwen3.5-9B and SmolLM3; the latents of DeepSeek-V2-Lite and GLM-4.7-Flash.
 ELEMENTWISE = {
     "norm": _norm(4096, add=False),
     "add": _norm(4096, add=True),
@@ -175,6 +195,8 @@ ELEMENTWISE = {
     "rotary.float8": _rotary(32, 8, 128, float8=True),
     "rotary.normed float8": _rotary(32, 8, 128, norm=_EACH, float8=True),
     "rotary.wide float8": _rotary(8, 4, 256, norm=_EACH, wide=True, float8=True),
+    "latents": _latents(16, 128, 64, 512, interleaved=True),
+    "latents.wide": _latents(20, 192, 64, 512, wide=True),
 }
 
 
@@ -316,7 +338,12 @@ ATTENTION = {
     "float8-wide.512": (32, 4, 512),
     "float8-llama.128": (32, 8, 128),
     "sinks.64": (64, 8, 64),
+    "latents.576": (16, 1, 576),
+    "latents-many.576": (128, 1, 576),
 }
+
+#: Elements of values where they are the first ones of keys, by group.
+LATENTS = {"latents.576": 512, "latents-many.576": 512}
 
 _BLOCK_TOKENS = 16  # of a page
 
@@ -329,14 +356,19 @@ _FLOAT8 = "*float8"
 
 
 def _attention(
-    heads: int, kv_heads: int, head_dim: int, itemsize: int, more: Mapping[str, Any] = MappingProxyType({})
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    itemsize: int,
+    more: Mapping[str, Any] = MappingProxyType({}),
+    value_dim: int | None = None,
 ) -> Elementwise:
     shape, cache = (heads, kv_heads, head_dim, _BLOCK_TOKENS), _FLOAT8 if more.get("float8") else "*own"
     return Elementwise(
         "attention_triton",
         "attend_rows",
-        constants={"C": replace(attention_constants(*shape, itemsize), **more)},
-        options=attention_options(head_dim),
+        constants={"C": replace(attention_constants(*shape, itemsize, value_dim), **more)},
+        options=attention_options(value_dim or head_dim),
         own=("out", "q", "sinks"),
         others={
             **dict.fromkeys(("k_cache", "v_cache"), cache),
@@ -602,7 +634,7 @@ class Variant:
         if self.group in ATTENTION:
             more: dict[str, Any] = dict(WINDOWED) if self.group.endswith("window") else {}
             more |= {kind: True for kind in ("float8", "sinks") if self.group.startswith(kind)}
-            return _attention(*ATTENTION[self.group], ITEMSIZE[self.dtype], more)
+            return _attention(*ATTENTION[self.group], ITEMSIZE[self.dtype], more, LATENTS.get(self.group))
         return PLAIN.get(self.group)
 
     @property
@@ -734,7 +766,9 @@ def plain_variants() -> Iterator[Variant]:
     """
     for group, (_, _, head_dim) in ATTENTION.items():
         for dtype, itemsize in ITEMSIZE.items():
-            if head_dim <= largest_head(itemsize) and not (dtype == "fp32" and group.startswith("float8")):
+            if LATENTS.get(group, head_dim) <= largest_head(itemsize) and not (
+                dtype == "fp32" and group.startswith("float8")
+            ):
                 yield Variant("attend_rows", group, dtype, 64)
     for group, launch in (ELEMENTWISE | WIDENED | ROUNDED).items():
         for dtype in ITEMSIZE:

@@ -110,20 +110,6 @@ def test_mixtures(tiny, drive, family, mixed_graph_tokens):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mixed_graph_tokens", [0, 24])
-def test_latents(tiny, drive, mixed_graph_tokens):
-    """Steps whose adapters change keys and values of latents are eager, others are captured."""
-    it = tiny("deepseek-v3")
-    driver = drive(it, ["r3-all", "r17-o-mlp"], mixed_graph_tokens=mixed_graph_tokens)
-    check(it, driver, (None, 30, 4), ("r17-o-mlp", 9, 6))
-    executor = driver.engine.executor.inner
-    assert executor.captured
-    assert not executor.eager_steps[EagerReason.LATENTS]
-    check(it, driver, ("r3-all", 17, 5), (None, 5, 4), ("r17-o-mlp", 7, 3))
-    assert executor.eager_steps[EagerReason.LATENTS] > 3
-
-
-@pytest.mark.slow
 def test_a_mixtures_merged_steps(tiny, drive):
     it = tiny("qwen3-moe-mixed")
     driver = drive(it, ["r3-all", "r8-qv"])
@@ -191,6 +177,20 @@ def test_attention_of_several_shapes(tiny, drive, triton, mixed_graph_tokens):
     assert len({heads.head_dim for heads in driver.executor.inner.steps.decoder.heads}) == 2
     check(it, driver, (None, 24, 2), ("r3-all", 5, 3))
     assert driver.executor.inner.captured
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mixed_graph_tokens", [0, 24])
+def test_latents(tiny, drive, triton, mixed_graph_tokens):
+    """Steps whose adapters change keys and values of latents are eager, others are captured."""
+    it = tiny("deepseek-v3")
+    driver = drive(it, ["r3-all", "r17-o-mlp"], mixed_graph_tokens=mixed_graph_tokens)
+    check(it, driver, (None, 30, 4), ("r17-o-mlp", 9, 6))
+    executor = driver.engine.executor.inner
+    assert executor.captured
+    assert not executor.eager_steps[EagerReason.LATENTS]
+    check(it, driver, ("r3-all", 17, 5), (None, 5, 4), ("r17-o-mlp", 7, 3))
+    assert executor.eager_steps[EagerReason.LATENTS] > 3
 
 
 @pytest.mark.slow
