@@ -106,12 +106,12 @@ def attend_rows(
     Grid (kv_heads, rows, the most programs that share a row); a row is one sequence.
 
     out, q: [rows, heads, head_dim], contiguous. k_cache, v_cache: [pages, block_tokens, kv_heads, head_dim] with the
-    given strides. Of latents (C.tail) q has `head_dim + tail` elements a head, as has the one cache, whose first
-    `head_dim` are values, too; kv_heads counts programs of query heads, and `head_stride` is 0. In FP8 (C.float8) the caches are float8_e4m3fn, or uint8, see `_widened`. planned: see `Planned`. partial: see
-    `Partial`; rows that several programs share use it. scale: of the scores, times log2(e) unless C.caps: then scores s
-    become softcap · tanh(s / softcap). v_scale: of values in FP8; that of keys is part of `scale`. sinks: [heads], with
-    C.sinks: a score of each head that has no value. least: the least number of tiles of a program. C:
-    `AttentionConstants`.
+    given strides; in FP8 (C.float8) of float8_e4m3fn, or of uint8, see `_widened`. Of latents (C.tail) q has `head_dim
+    + tail` elements a head, as has k_cache, whose first `head_dim` are values, too; kv_heads counts the programs that
+    share the query heads, and `head_stride` is 0. planned: see `Planned`. partial: see `Partial`; rows that several
+    programs share use it. scale: of the scores, times log2(e) unless C.caps: then scores s become softcap · tanh(s /
+    softcap). v_scale: of values in FP8; that of keys is part of `scale`. sinks: [heads], with C.sinks: a score of each
+    head that has no value. least: the least number of tiles of a program. C: `AttentionConstants`.
 
     Each program that shares a row writes its parts and then adds 1 to `arrived`. The program that arrives last sees
     all earlier writes and adds the parts in a fixed order.

@@ -28,6 +28,7 @@ from ...ops.attention_schedule import LEAST_FLOAT8, attention_constants, attenti
 from ...ops.dependent_launch import LEAST_MAJOR
 from ...ops.elementwise_schedule import GatedConstants, Gating, HeadNorming
 from ...ops.float8_rows_schedule import RoundConstants
+from ...ops.latents_schedule import latent_lora_constants, latent_lora_options
 from ...ops.mixture_tables import TileWriter
 from ...ops.narrow_weights import FLOAT4_GROUP
 from ...ops.narrow_weights_schedule import WIDEN_WARPS, WidenConstants
@@ -611,9 +612,35 @@ VECTORS = {
     "vectors.undone": _vectors("qkv", undo=True),
 }
 
-#: Launches that read no rank-rows.
+
+def _latent_lora(*, absorbs: bool, terms: int = 1) -> Elementwise:
+    """For 16 bits."""
+    shape = 7, 128, 128, 512, PAGE_ELEMS, ITEMSIZE["bf16"], 64, place_pages(PAGE_ELEMS, SLAB_ELEMS)
+    return Elementwise(
+        "latents_triton",
+        "add_to_heads",
+        {"C": latent_lora_constants(*shape, absorbs=absorbs, terms=terms)},
+        latent_lora_options(),
+        ("y", "x"),
+        {
+            "adapters": _ADAPTERS,
+            **dict.fromkeys(("layer", "layers", "max_pages"), "i32"),
+            **_strides("y", "y_head", "x", "x_head"),
+        },
+    )
+
+
+#: Launches of adapters on kv_b_proj of DeepSeek-V3.
+LATENT_LORA = {
+    "latents.absorb": _latent_lora(absorbs=True),
+    "latents.expand": _latent_lora(absorbs=False),
+    "latents.absorb merged": _latent_lora(absorbs=True, terms=MERGED_TERMS),
+    "latents.expand merged": _latent_lora(absorbs=False, terms=MERGED_TERMS),
+}
+
+#: Launches that read no rank-rows, or those of one projection alone.
 PLAIN = ELEMENTWISE | WIDENED | ROUNDED | PRODUCTS | DRAWS | DELTAS | VECTORS | EXPERTS | NARROW_EXPERTS
-PLAIN |= ROUTING | MIXTURE_TILES
+PLAIN |= ROUTING | MIXTURE_TILES | LATENT_LORA
 
 
 @dataclass(frozen=True, slots=True)
@@ -778,6 +805,9 @@ def plain_variants() -> Iterator[Variant]:
             its: small.GemmConstants = launch.constants["C"]
             most = small.MAX_EXPANDED_ROWS if its.parts else small.MAX_ROWS
             yield Variant(launch.kernel, group, dtype, min(its.block_t, most))
+    for group, launch in LATENT_LORA.items():
+        for dtype in ("bf16", "fp16"):
+            yield Variant(launch.kernel, group, dtype, 64)
     for group, launch in (EXPERTS | NARROW_EXPERTS).items():
         for dtype in ("bf16", "fp16"):
             yield Variant(launch.kernel, group, dtype, launch.constants["C"].block_t)
