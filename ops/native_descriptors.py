@@ -92,6 +92,7 @@ class NativeScoring(IntEnum):
     SOFTMAX = 0
     SOFTMAX_OF_CHOSEN = 1
     SIGMOID = 2
+    SIGMOID_OF_CHOSEN = 3
 
 
 class IntegersDescriptor(Structure):
@@ -287,6 +288,7 @@ class MixtureDescriptor(Structure):
         *((name, c_float) for name in ("alpha", "limit")),
         *((name, ExpertMatricesDescriptor) for name in ("gate_up", "down", "shared_gate_up", "shared_down")),
         ("shared_gate", c_void_p),
+        ("of_inputs", c_int32),
     ]
 
 

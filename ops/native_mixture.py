@@ -45,6 +45,7 @@ class NativeRouting:
     factor: float
     groups: int
     kept_groups: int
+    of_inputs: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,6 +200,7 @@ class NativeMixture:
             shared_gate_up=self._matrices(() if shared is None else shared.gate_up),
             shared_down=self._matrices(() if shared is None else shared.down),
             shared_gate=self._values(shared_gate),
+            of_inputs=routing.of_inputs,
         )
 
     def _values(self, tensor: torch.Tensor | None) -> int | None:

@@ -26,6 +26,7 @@ class Scores(StrEnum):
     SOFTMAX = "softmax"
     SOFTMAX_OF_CHOSEN = "softmax of the chosen"
     SIGMOID = "sigmoid"
+    SIGMOID_OF_CHOSEN = "sigmoid of the chosen"
 
 
 @dataclass(frozen=True, slots=True)

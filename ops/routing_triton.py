@@ -33,6 +33,7 @@ from .small_gemm_triton import form_of
 
 _SOFTMAX, _SIGMOID = tl.constexpr(Scores.SOFTMAX.value), tl.constexpr(Scores.SIGMOID.value)
 _OF_CHOSEN = tl.constexpr(Scores.SOFTMAX_OF_CHOSEN.value)
+_SIGMOID_OF_CHOSEN = tl.constexpr(Scores.SIGMOID_OF_CHOSEN.value)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -148,6 +149,8 @@ def choose_experts(chosen, weights, logits, correction, C: tl.constexpr):
         weight = tl.where(own_slot, weight, NONE)
         weight = tl.exp(weight - tl.max(weight, 0))
         weight = weight / tl.sum(weight, 0)
+    elif C.scores == _SIGMOID_OF_CHOSEN:
+        weight = 1.0 / (1.0 + tl.exp(-weight))
     elif C.renormalised:
         weight = weight / (tl.sum(weight, 0) + C.epsilon)
     if C.factor != 1.0:

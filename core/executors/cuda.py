@@ -340,10 +340,11 @@ class CudaExecutor(CudaShapes):
                 rivals.append(rival_attention(of_group, chosen) if config.attention == "auto" else None)
         except AttentionUnavailable as error:
             raise DeviceError(str(error)) from error
-        attention, rival = GroupedBackend(groups, layout.block_tokens), None
+        chunked = layout.chunked
+        attention, rival = GroupedBackend(groups, layout.block_tokens, chunked=chunked), None
         if any(each is not None for each in rivals):
             others = [(other or chosen, window) for other, (chosen, window) in zip(rivals, groups, strict=True)]
-            rival = GroupedBackend(others, layout.block_tokens)
+            rival = GroupedBackend(others, layout.block_tokens, chunked=chunked)
         logger.info("attention by %s: %s", attention.name, attention.reason)
         if attention.fix:
             logger.warning("attention would be faster with FlashInfer; %s: %s", attention.reason, attention.fix)

@@ -156,8 +156,13 @@ class DecoderModel:
         self._query_weights = [
             _query_weights(layer, spec.attention) for layer, spec in zip(self.layers, config.layers, strict=True)
         ]
-        growth = config.attention.query_growth
-        self._query_factors = None if growth is None else growth.factors(max_model_len).to(device, dtype)[:, None, None]
+        growths = [mixer and mixer.query_growth for mixer in self._attention]
+        factors = {
+            growth: growth.factors(max_model_len).to(device, dtype)[:, None, None]
+            for growth in dict.fromkeys(growths)
+            if growth is not None
+        }
+        self._query_factors = [factors.get(growth) for growth in growths]
 
     def use_arena(self, arena: Arena) -> None:
         """Keep KV in another arena of the same layout and device from now on."""
@@ -168,7 +173,7 @@ class DecoderModel:
         pairs = zip(self.heads, layout.group_windows, strict=True)
         kind = PagedAttention if layout.value_dim is None else LatentAttention
         groups = [(kind(heads, device), window) for heads, window in pairs]
-        return GroupedAttention(groups, layout.block_tokens)
+        return GroupedAttention(groups, layout.block_tokens, chunked=layout.chunked)
 
     @property
     def heads(self) -> list[HeadShape]:
@@ -534,8 +539,8 @@ class DecoderModel:
                 q = q if out is None else out.copy_(q)
             if (weights := self._query_weights[index]) is not None:
                 q.mul_(weights)
-            if self._query_factors is not None:
-                q.mul_(self._query_factors[batch.positions])
+            if (factors := self._query_factors[index]) is not None:
+                q.mul_(factors[batch.positions])
             return q, gates
 
 
@@ -588,7 +593,8 @@ def scores_of(mixer: AttentionSpec | None, max_model_len: int) -> Scores:
     if mixer is None:
         return PLAIN
     scale = None if mixer.scale == mixer.head_dim**-0.5 else mixer.scale
-    found = Scores(scale, mixer.window_within(max_model_len), mixer.softcap, mixer.sinks)
+    window = None if mixer.chunked else mixer.window_within(max_model_len)  # a chunk is a row of its own
+    found = Scores(scale, window, mixer.softcap, mixer.sinks)
     return PLAIN if found == PLAIN else found
 
 

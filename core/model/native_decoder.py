@@ -80,6 +80,7 @@ def _other_parts(config: ModelConfig) -> dict[str, bool | str]:
         "mixture of experts": f"{config.num_experts} experts" if config.num_experts else False,
         "latent attention": any(mixer.latent is not None for mixer in mixers),
         "attention sinks": "them" if any(mixer.sinks for mixer in mixers) else False,
+        "chunks of attention": "them" if config.chunked else False,
         "attention of several shapes": bool(config.attention_shapes[1:]),
         "further input of layers": config.layer_inputs is not None,
         "attention with another layer's keys": len(config.kv_layers) < len(mixers),

@@ -93,7 +93,7 @@ constexpr Field kLayout[] = {
         AT(MixtureDesc, shared_size), AT(MixtureDesc, router), AT(MixtureDesc, router_bias), AT(MixtureDesc, routing),
         AT(MixtureDesc, activation), AT(MixtureDesc, alpha), AT(MixtureDesc, limit), AT(MixtureDesc, gate_up),
         AT(MixtureDesc, down), AT(MixtureDesc, shared_gate_up), AT(MixtureDesc, shared_down),
-        AT(MixtureDesc, shared_gate),
+        AT(MixtureDesc, shared_gate), AT(MixtureDesc, of_inputs),
     ALL(MixtureStepDesc), AT(MixtureStepDesc, rows), AT(MixtureStepDesc, x), AT(MixtureStepDesc, y),
         AT(MixtureStepDesc, chosen), AT(MixtureStepDesc, weights), AT(MixtureStepDesc, gate_up),
         AT(MixtureStepDesc, outputs), AT(MixtureStepDesc, shared_gate_up), AT(MixtureStepDesc, shared_outputs),

@@ -9,8 +9,9 @@
 
 namespace chorus {
 
-// How logits become scores: softmax over all experts; over the chosen ones, which are those with the highest logits; sigmoid.
-enum Scoring : int32_t { kSoftmax, kSoftmaxOfChosen, kSigmoid };
+// How logits become scores: softmax over all experts; over the chosen ones, which are those with the highest logits; sigmoid;
+// sigmoid of the chosen ones, likewise.
+enum Scoring : int32_t { kSoftmax, kSoftmaxOfChosen, kSigmoid, kSigmoidOfChosen };
 
 // Which experts a row goes to, and their weights; mirrors `Routing` of core/model/layers.py.
 struct RoutingDesc {
@@ -46,6 +47,8 @@ class Router {
         sort_best(ranked_, r.per_token);
         for (int i = 0; i < r.per_token; i++) chosen[i] = ranked_[i].second, weights[i] = scores_[chosen[i]];
         if (r.scoring == kSoftmaxOfChosen) softmax(weights, r.per_token);
+        if (r.scoring == kSigmoidOfChosen)
+            for (int i = 0; i < r.per_token; i++) weights[i] = 1.0f / (1.0f + std::exp(-weights[i]));
         float divisor = 1;
         if (r.renormalised) {
             divisor = weights[0];

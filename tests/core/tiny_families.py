@@ -509,6 +509,21 @@ EXPERTS: dict[str, tuple[str, dict[str, Any], str]] = {
         {**GRANITE_H, "num_local_experts": 12, "num_experts_per_tok": 4, "intermediate_size": 40},
         "50GB",
     ),
+    "llama-4": (
+        "Llama4TextConfig",
+        {"num_hidden_layers": 5, "head_dim": 16, "attention_chunk_size": 32, "floor_scale": 20, "attn_scale": 0.4,
+         "num_local_experts": 8, "intermediate_size": 40, "intermediate_size_mlp": 96, "moe_layers": [0, 2, 3, 4]},
+        "50GB",
+    ),
+    "llama-4-several": (
+        "Llama4TextConfig",
+        {"num_hidden_layers": 3, "head_dim": 32, "attention_chunk_size": 16, "num_local_experts": 12,
+         "num_experts_per_tok": 3, "intermediate_size": 24, "intermediate_size_mlp": 64, "hidden_size": 48,
+         "interleave_moe_layer_step": 2, "no_rope_layers": [1, 0, 1], "use_qk_norm": False, "attention_bias": True,
+         "tie_word_embeddings": True,
+         "layer_types": ["full_attention", "chunked_attention", "chunked_attention"]},
+        "20KB",
+    ),
 }  # fmt: skip
 
 DEEPSEEK_EXPERTS = {
@@ -625,7 +640,8 @@ class Tiny:
         return reference
 
     def _note_router(self, router: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        scores = output[0].float()
+        chosen_alone = type(router).__name__ == "Llama4Router"  # whose scores of others are 0
+        scores = output[1 if chosen_alone else 0].float()
         if (corrected := getattr(router, "moe_statics", None)) is not None:
             scores = scores.softmax(-1) + corrected.e_score_correction_bias
         elif (correction := getattr(router, "e_score_correction_bias", (*inputs, None)[1])) is not None:

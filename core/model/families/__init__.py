@@ -25,6 +25,7 @@ from . import (
     internlm,
     lfm2,
     llama,
+    llama_4,
     mellum,
     minimax,
     mistral,
@@ -112,6 +113,8 @@ ALL: tuple[Family, ...] = (
     apertus.APERTUS,
     starcoder2.STARCODER_2,
     olmo.OLMO_1,
+    llama_4.LLAMA_4,
+    llama_4.LLAMA_4_TEXT,
 )
 
 FAMILIES = {architecture: family for family in ALL for architecture in family.architectures}
