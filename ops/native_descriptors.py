@@ -93,6 +93,7 @@ class NativeScoring(IntEnum):
     SOFTMAX_OF_CHOSEN = 1
     SIGMOID = 2
     SIGMOID_OF_CHOSEN = 3
+    SPARSE_MIXER = 4
 
 
 class IntegersDescriptor(Structure):
@@ -273,7 +274,7 @@ class RoutingDescriptor(Structure):
     _fields_ = [
         ("correction", c_void_p),
         *((name, c_int32) for name in ("per_token", "scoring", "renormalised", "groups", "kept_groups")),
-        *((name, c_float) for name in ("epsilon", "factor")),
+        *((name, c_float) for name in ("epsilon", "factor", "jitter")),
     ]
 
 

@@ -45,6 +45,7 @@ class NativeRouting:
     factor: float
     groups: int
     kept_groups: int
+    jitter: float = 0.0
     of_inputs: bool = False
 
 
@@ -191,6 +192,7 @@ class NativeMixture:
                 kept_groups=routing.kept_groups,
                 epsilon=routing.epsilon,
                 factor=routing.factor,
+                jitter=routing.jitter,
             ),
             activation=gating.activation,
             alpha=gating.alpha,

@@ -34,6 +34,7 @@ from .small_gemm_triton import form_of
 _SOFTMAX, _SIGMOID = tl.constexpr(Scores.SOFTMAX.value), tl.constexpr(Scores.SIGMOID.value)
 _OF_CHOSEN = tl.constexpr(Scores.SOFTMAX_OF_CHOSEN.value)
 _SIGMOID_OF_CHOSEN = tl.constexpr(Scores.SIGMOID_OF_CHOSEN.value)
+_SPARSE_MIXER = tl.constexpr(Scores.SPARSE_MIXER.value)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -141,6 +142,9 @@ def choose_experts(chosen, weights, logits, correction, C: tl.constexpr):
         is_best = lane == best
         if C.corrected:
             score = tl.sum(tl.where(is_best, scores, 0.0), 0)
+        if C.scores == _SPARSE_MIXER:
+            is_far = (score - scores) / tl.maximum(tl.abs(scores), score) > 2 * C.jitter
+            score = 1.0 / tl.sum(tl.where(is_far, 0.0, tl.exp(ranked - score)), 0)
         found = tl.where(slot == place, best // BLOCK_S * SIZE + best % BLOCK_S, found)
         weight = tl.where(slot == place, score, weight)
         ranked = tl.where(is_best, NONE, ranked)

@@ -65,6 +65,9 @@ class ModelConfig:
     has_lm_head: bool = True
     """False for a checkpoint without the output projection, which makes vectors and scores only."""
 
+    head_bias: bool = False
+    """The output projection has a bias (Phi-3.5-MoE)."""
+
     is_classifier: bool = False
     """True if the checkpoint has a score head."""
 

@@ -131,6 +131,8 @@ class DecoderModel:
         stay_narrow = weights.keeps is not None
         kept = keeps_projections(weights, device, embed.dtype, packs=packs)
         self._lm_head = self._embed if head is embed and not packs else kept_head(head, embed.dtype, kept)
+        bias = weights.head_bias()
+        self._head_bias = None if bias is None else bias.to(device, dtype)
         pack_expert, keep_experts = keeps_experts(expert_kernels, dtype, device, stay_narrow=stay_narrow)
         read = weights.layers(kept, pack_expert)
         self.layers = [moved(layer, config.norm, device, dtype, keep_experts) for layer in read]
@@ -338,7 +340,7 @@ class DecoderModel:
             if batch.logit_tokens is not None:
                 x = x[batch.logit_tokens]
             self._logit_states = normed = x.normed(self._norm)
-            found = multiply(batch.backends[HEAD], normed, self._lm_head)
+            found = multiply(batch.backends[HEAD], normed, self._lm_head, self._head_bias)
             found = found.float() if logits is None else logits.copy_(found)
             if lora is not None and (head := lora.logits()) is not None:
                 head.add(found, normed, self._first_token)
@@ -415,7 +417,7 @@ class DecoderModel:
     def prompt_logits(self, begin: int, end: int) -> torch.Tensor:
         """Logits `[end - begin, vocab]` float32 of some of the last step's prompt-logprob tokens."""
         hidden = self._kept(begin, end)
-        logits = multiply(GemmBackend.LIBRARY, hidden, self._lm_head).float()
+        logits = multiply(GemmBackend.LIBRARY, hidden, self._lm_head, self._head_bias).float()
         if self._prompt_lora is not None:
             self._prompt_lora.add(logits, hidden, self._first_token, begin)
         return self.gathered(capped(logits, self.config))
@@ -490,7 +492,7 @@ class DecoderModel:
         x: `[rows, in]`, the input of the product or of the norm before it; residual: `[rows, in]`, changed.
         """
         if group == HEAD:
-            return multiply(backend, x, self._lm_head)
+            return multiply(backend, x, self._lm_head, self._head_bias)
         y, stream = x, Residual(residual, self.config.norm)
         for index, weights in enumerate(layers):
             layer, stream.added = Layer(weights, self.config.layers[index], index, (backend,) * 4, lora), x

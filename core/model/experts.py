@@ -196,6 +196,7 @@ _SCORINGS = {
     Scoring.SOFTMAX_OF_CHOSEN: NativeScoring.SOFTMAX_OF_CHOSEN,
     Scoring.SIGMOID: NativeScoring.SIGMOID,
     Scoring.SIGMOID_OF_CHOSEN: NativeScoring.SIGMOID_OF_CHOSEN,
+    Scoring.SPARSE_MIXER: NativeScoring.SPARSE_MIXER,
 }
 
 _GATINGS = {
@@ -223,6 +224,7 @@ def _native_mixture(experts: ListedExperts, spec: Experts) -> NativeMixture | No
             factor=routing.factor,
             groups=routing.groups,
             kept_groups=routing.kept_groups,
+            jitter=routing.jitter,
             of_inputs=routing.of_inputs,
         ),
         NativeGating(NativeActivation.CLAMPED_SWIGLU, activation.alpha, activation.limit)
@@ -316,6 +318,8 @@ def choose(logits: torch.Tensor, routing: Routing, correction: torch.Tensor | No
     if routing.scoring is Scoring.SIGMOID_OF_CHOSEN:
         best = logits.topk(routing.per_token, dim=-1)
         return ExpertChoice(best.indices, best.values.sigmoid() * routing.factor)
+    if routing.scoring is Scoring.SPARSE_MIXER:
+        return _one_by_one(logits, routing)
     scores = logits.sigmoid() if routing.scoring is Scoring.SIGMOID else logits.softmax(-1)
     ranked = scores if correction is None else scores + correction
     if routing.groups > 1:
@@ -326,6 +330,19 @@ def choose(logits: torch.Tensor, routing: Routing, correction: torch.Tensor | No
         total = weights.sum(-1, keepdim=True)
         weights = weights / (total + routing.epsilon if routing.epsilon else total)
     return ExpertChoice(chosen, weights if routing.factor == 1 else weights * routing.factor)
+
+
+def _one_by_one(logits: torch.Tensor, routing: Routing) -> ExpertChoice:
+    """See `Scoring.SPARSE_MIXER`."""
+    experts, weights, others = [], [], logits
+    for _ in range(routing.per_token):
+        best, chosen = others.max(-1, keepdim=True)
+        is_far = (best - logits) / logits.abs().maximum(best) > 2 * routing.jitter
+        near = others.masked_fill(is_far, float("-inf")).softmax(-1)
+        experts.append(chosen)
+        weights.append(near.gather(1, chosen))
+        others = others.scatter(1, chosen, float("-inf"))
+    return ExpertChoice(torch.cat(experts, 1), torch.cat(weights, 1))
 
 
 def _within_groups(ranked: torch.Tensor, routing: Routing) -> torch.Tensor:

@@ -345,6 +345,11 @@ class Scoring(StrEnum):
     SIGMOID_OF_CHOSEN = "sigmoid of the chosen"
     """Experts are chosen by their logits, and the sigmoid is of the chosen ones alone: Llama 4."""
 
+    SPARSE_MIXER = "sparse mixer"
+    """A chosen expert's softmax is over the experts that were not chosen before it and whose logits are near its own:
+    see `Routing.jitter` (Phi-3.5-MoE, arXiv 2409.12136).
+    """
+
 
 @dataclass(frozen=True, slots=True)
 class Routing:
@@ -375,6 +380,9 @@ class Routing:
 
     bias: bool = False
     """The router's logits have a bias."""
+
+    jitter: float = 0.0
+    """Of `SPARSE_MIXER`: a logit l is near the best one b unless `(b - l) / max(|l|, b) > 2 · jitter`."""
 
     scaled: bool = False
     """The weights are multiplied by a learned factor of each expert, after all else (Gemma 4)."""

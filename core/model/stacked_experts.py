@@ -27,6 +27,7 @@ _SCORES = {
     Scoring.SOFTMAX_OF_CHOSEN: Scores.SOFTMAX_OF_CHOSEN,
     Scoring.SIGMOID: Scores.SIGMOID,
     Scoring.SIGMOID_OF_CHOSEN: Scores.SIGMOID_OF_CHOSEN,
+    Scoring.SPARSE_MIXER: Scores.SPARSE_MIXER,
 }
 
 
@@ -157,4 +158,5 @@ def _choice_constants(routing: Routing, experts: int) -> ChoiceConstants:
         corrected=routing.corrected,
         groups=routing.groups,
         kept_groups=routing.kept_groups,
+        jitter=routing.jitter,
     )

@@ -30,6 +30,7 @@ from .tensor_names import CORRECTION
 from .tensor_parts import (
     EMBED,
     EXPERT_FACTORS,
+    HEAD_BIAS,
     INPUT_NORM,
     INPUT_PROJECTION,
     INPUT_TABLE,
@@ -140,6 +141,10 @@ class Weights(ABC):
     def lm_head(self, embed: torch.Tensor) -> torch.Tensor:
         """The rank's rows of the output projection `[vocab, hidden]`; where the two are tied, of `embed`."""
         return self._read(LM_HEAD) if LM_HEAD in self._shapes else self._tied(embed)
+
+    def head_bias(self) -> torch.Tensor | None:
+        """The rank's values of the output projection's bias; None if it has none."""
+        return self._read(HEAD_BIAS) if HEAD_BIAS in self._shapes else None
 
     def kept_lm_head(self, embed: torch.Tensor) -> torch.Tensor | GroupScaled:
         """The output projection, quantised if the quantiser's setting says so."""

@@ -88,7 +88,7 @@ constexpr Field kLayout[] = {
     ALL(ExpertMatrices), AT(ExpertMatrices, w), AT(ExpertMatrices, integers), AT(ExpertMatrices, bias),
     ALL(RoutingDesc), AT(RoutingDesc, correction), AT(RoutingDesc, per_token), AT(RoutingDesc, scoring),
         AT(RoutingDesc, renormalised), AT(RoutingDesc, groups), AT(RoutingDesc, kept_groups), AT(RoutingDesc, epsilon),
-        AT(RoutingDesc, factor),
+        AT(RoutingDesc, factor), AT(RoutingDesc, jitter),
     ALL(MixtureDesc), AT(MixtureDesc, hidden), AT(MixtureDesc, experts), AT(MixtureDesc, size),
         AT(MixtureDesc, shared_size), AT(MixtureDesc, router), AT(MixtureDesc, router_bias), AT(MixtureDesc, routing),
         AT(MixtureDesc, activation), AT(MixtureDesc, alpha), AT(MixtureDesc, limit), AT(MixtureDesc, gate_up),

@@ -515,6 +515,12 @@ EXPERTS: dict[str, tuple[str, dict[str, Any], str]] = {
          "num_local_experts": 8, "intermediate_size": 40, "intermediate_size_mlp": 96, "moe_layers": [0, 2, 3, 4]},
         "50GB",
     ),
+    "phi-moe": (
+        "PhimoeConfig",
+        {"num_local_experts": 8, "intermediate_size": 40, "attention_bias": True, "lm_head_bias": True,
+         "router_jitter_noise": 0.1, "pad_token_id": 0, "initializer_range": 0.2},
+        "50GB",
+    ),
     "llama-4-several": (
         "Llama4TextConfig",
         {"num_hidden_layers": 3, "head_dim": 32, "attention_chunk_size": 16, "num_local_experts": 12,
@@ -652,9 +658,17 @@ class Tiny:
             self.router_margins.append(float((best.values[:, -2] - best.values[:, -1]).min()))
             kept = torch.zeros_like(sums).scatter_(1, best.indices[:, :-1], 1).bool()
             scores = scores.masked_fill(~kept.repeat_interleave(scores.shape[1] // groups, 1), float("-inf"))
+        if (jitter := getattr(router, "router_jitter_noise", None)) is not None:
+            self._note_near(scores, 2 * jitter)
         if (most := getattr(router, "top_k", None) or router.config.top_k_experts) < scores.shape[-1]:
             best = scores.topk(most + 1).values
             self.router_margins.append(float((best[:, most - 1] - best[:, most]).min()))
+
+    def _note_near(self, logits: torch.Tensor, most: float) -> None:
+        """Note how clearly logits are near the best ones; see `Scoring.SPARSE_MIXER`."""
+        for best in logits.topk(2).values.unbind(1):
+            distance = (best[:, None] - logits) / logits.abs().maximum(best[:, None])
+            self.router_margins.append(float((distance - most).abs().min()))
 
     def use(self, adapter: str | None) -> Any:
         """The reference with this adapter."""

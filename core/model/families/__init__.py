@@ -33,6 +33,7 @@ from . import (
     olmo,
     olmoe,
     phi,
+    phi_moe,
     qwen,
     qwen2_moe,
     qwen3_5,
@@ -115,6 +116,7 @@ ALL: tuple[Family, ...] = (
     olmo.OLMO_1,
     llama_4.LLAMA_4,
     llama_4.LLAMA_4_TEXT,
+    phi_moe.PHI_MOE,
 )
 
 FAMILIES = {architecture: family for family in ALL for architecture in family.architectures}

@@ -315,11 +315,14 @@ def dense(fields: ConfigJson, layers: Sequence[LayerSpec], norm: NormSpec, **oth
         hidden_size=fields.integer("hidden_size"),
         layers=tuple(layers),
         norm=norm,
-        max_position_embeddings=fields.integer("max_position_embeddings"),
         dtype=_dtype(fields),
         bos_token_id=next(iter(fields.token_ids("bos_token_id")), None),
         eos_token_ids=fields.token_ids("eos_token_id"),
-        **{"tie_word_embeddings": fields.boolean("tie_word_embeddings"), **others},
+        **{
+            "max_position_embeddings": fields.integer("max_position_embeddings"),
+            "tie_word_embeddings": fields.boolean("tie_word_embeddings"),
+            **others,
+        },
     )
 
 
