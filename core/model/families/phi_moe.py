@@ -21,7 +21,8 @@ _PER_TOKEN = 2
 def _read(fields: ConfigJson) -> ModelConfig:
     if fields.integer(name := "num_experts_per_tok") != _PER_TOKEN:
         raise fields.refuse(name, f"transformers always chooses {_PER_TOKEN} experts; only that is supported")
-    jitter = fields.raw.get(name := "router_jitter_noise", fields.number(name))
+    name = "router_jitter_noise"
+    jitter = fields.raw[name] if name in fields.raw else fields.number(name)
     if not isinstance(jitter, int | float) or isinstance(jitter, bool) or jitter < 0:
         raise fields.refuse(name, "a number of at least 0 is needed")
     routing = Routing(_PER_TOKEN, Scoring.SPARSE_MIXER, jitter=float(jitter))
@@ -48,7 +49,7 @@ def _read(fields: ConfigJson) -> ModelConfig:
 
 PHI_MOE = Family(
     "Phi-3.5-MoE",
-    ("PhimoeForCausalLM",),
+    ("PhimoeForCausalLM", "PhiMoEForCausalLM"),
     _read,
     {
         "num_key_value_heads": 8,
