@@ -335,6 +335,9 @@ class CudaExecutor(CudaShapes):
         try:
             for shape, (layers, window) in zip(heads, layout.groups, strict=True):
                 of_group = replace(setup, heads=shape, scores=tuple(dict.fromkeys(scores[layer] for layer in layers)))
+                if layout.chunked and window is not None:  # each chunk of a row is a row
+                    rows = 2 * setup.max_rows + config.max_num_batched_tokens // window
+                    of_group = replace(of_group, max_rows=rows, max_pages_per_row=window // layout.block_tokens)
                 chosen = choose_attention(of_group, config.attention)
                 groups.append((chosen, window))
                 rivals.append(rival_attention(of_group, chosen) if config.attention == "auto" else None)
