@@ -95,9 +95,13 @@ class TorchBackend:
 class GroupedBackend:
     """The backends of a model's page groups, as one."""
 
-    def __init__(self, groups: Sequence[tuple[AttentionBackend, int | None]], block_tokens: int) -> None:
-        """groups: backend and window of each. A backend serves one group: a plan of it holds that group's pages."""
-        self._groups, self._block_tokens = groups, block_tokens
+    def __init__(
+        self, groups: Sequence[tuple[AttentionBackend, int | None]], block_tokens: int, *, chunked: bool = False
+    ) -> None:
+        """groups: backend and window of each. A backend serves one group: a plan of it holds that group's pages.
+        chunked: see `GroupedAttention`.
+        """
+        self._groups, self._block_tokens, self._chunked = groups, block_tokens, chunked
         backends = [backend for backend, _ in groups]
         self.name = ", ".join(dict.fromkeys(each.name for each in backends))
         self.reason = "; ".join(dict.fromkeys(each.reason for each in backends))
@@ -106,11 +110,14 @@ class GroupedBackend:
 
     def ragged(self) -> GroupedAttention:
         """See `AttentionBackend.ragged`."""
-        return GroupedAttention([(each.ragged(), window) for each, window in self._groups], self._block_tokens)
+        return self._grouped([(each.ragged(), window) for each, window in self._groups])
 
     def decode(self, bucket: int) -> GroupedAttention:
         """See `AttentionBackend.decode`."""
-        return GroupedAttention([(each.decode(bucket), window) for each, window in self._groups], self._block_tokens)
+        return self._grouped([(each.decode(bucket), window) for each, window in self._groups])
+
+    def _grouped(self, groups: Sequence[tuple[Attention, int | None]]) -> GroupedAttention:
+        return GroupedAttention(groups, self._block_tokens, chunked=self._chunked)
 
 
 def choose_attention(setup: AttentionSetup, wanted: Wanted = "auto") -> AttentionBackend:

@@ -21,7 +21,7 @@ import triton.language as tl
 import triton.language.extra.cuda as cuda
 
 from . import dependent_launch
-from .attention import Attention, AttentionSetup, KvCache, PagedAttention, PlannedRows, Scores, count_prefills
+from .attention import Attention, AttentionSetup, KvCache, PagedAttention, PlannedRows, Scores
 from .attention_plan import PlanBuffers
 from .attention_schedule import (
     BLOCK_H,
@@ -344,11 +344,11 @@ class TritonRaggedAttention(Attention):
         self._prefill_tokens = self._num_tokens = 0
 
     def _plan(self, rows: PlannedRows) -> None:
-        qo_indptr, page_table, kv_lens, _ = rows
-        split = count_prefills(qo_indptr, len(kv_lens))
+        qo_indptr, page_table, kv_lens, *_ = rows
+        split = rows.num_prefills
         self._prefill_tokens, self._num_tokens = qo_indptr[split], qo_indptr[-1]
         if split:
-            self._prefill.plan(qo_indptr[: split + 1], page_table[:split], kv_lens[:split])
+            self._prefill.plan(qo_indptr[: split + 1], page_table[:split], kv_lens[:split], parts=split)
         if split < len(kv_lens):
             self._backend.plan(page_table[split:], kv_lens[split:])
 

@@ -65,6 +65,9 @@ class ModelConfig:
     has_lm_head: bool = True
     """False for a checkpoint without the output projection, which makes vectors and scores only."""
 
+    head_bias: bool = False
+    """The output projection has a bias (Phi-3.5-MoE)."""
+
     is_classifier: bool = False
     """True if the checkpoint has a score head."""
 
@@ -85,6 +88,8 @@ class ModelConfig:
     def __post_init__(self) -> None:
         if not self.attention_layers:
             raise UnsupportedModel("no layer has attention; models of recurrent layers alone are not supported")
+        if len({it.chunked for it in self.attention_layers if it.window is not None}) > 1:
+            raise UnsupportedModel("some layers have attention windows and others chunks, which is not supported")
         for shapes in (
             *(
                 {(it.num_heads, *it.kv_shape, it.q_rows) for it in self.attention_layers if it.form == of.form}
@@ -174,6 +179,11 @@ class ModelConfig:
         return min((it.window for it in self.attention_layers if it.window is not None), default=None)
 
     @property
+    def chunked(self) -> bool:
+        """True if windows are chunks: see `AttentionSpec.chunked`."""
+        return any(it.chunked for it in self.attention_layers)
+
+    @property
     def max_context(self) -> int:
         """The most tokens of a request unless `max_model_len` asks for up to `max_position_embeddings`: within the
         original positions of longrope, other frequencies are better.
@@ -236,6 +246,7 @@ class ModelConfig:
                 if experts
             ),
             stacked_alternate=self.tensors.alternates,
+            stacked_swapped=self.tensors.swapped,
             vocab_size=self.vocab_size,
             hidden_size=self.hidden_size,
             units=tuple(self.unit_rows.items()),

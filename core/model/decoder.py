@@ -131,6 +131,8 @@ class DecoderModel:
         stay_narrow = weights.keeps is not None
         kept = keeps_projections(weights, device, embed.dtype, packs=packs)
         self._lm_head = self._embed if head is embed and not packs else kept_head(head, embed.dtype, kept)
+        bias = weights.head_bias()
+        self._head_bias = None if bias is None else bias.to(device, dtype)
         pack_expert, keep_experts = keeps_experts(expert_kernels, dtype, device, stay_narrow=stay_narrow)
         read = weights.layers(kept, pack_expert)
         self.layers = [moved(layer, config.norm, device, dtype, keep_experts) for layer in read]
@@ -156,8 +158,13 @@ class DecoderModel:
         self._query_weights = [
             _query_weights(layer, spec.attention) for layer, spec in zip(self.layers, config.layers, strict=True)
         ]
-        growth = config.attention.query_growth
-        self._query_factors = None if growth is None else growth.factors(max_model_len).to(device, dtype)[:, None, None]
+        growths = [mixer and mixer.query_growth for mixer in self._attention]
+        factors = {
+            growth: growth.factors(max_model_len).to(device, dtype)[:, None, None]
+            for growth in dict.fromkeys(growths)
+            if growth is not None
+        }
+        self._query_factors = [factors.get(growth) for growth in growths]
 
     def use_arena(self, arena: Arena) -> None:
         """Keep KV in another arena of the same layout and device from now on."""
@@ -168,7 +175,7 @@ class DecoderModel:
         pairs = zip(self.heads, layout.group_windows, strict=True)
         kind = PagedAttention if layout.value_dim is None else LatentAttention
         groups = [(kind(heads, device), window) for heads, window in pairs]
-        return GroupedAttention(groups, layout.block_tokens)
+        return GroupedAttention(groups, layout.block_tokens, chunked=layout.chunked)
 
     @property
     def heads(self) -> list[HeadShape]:
@@ -323,7 +330,7 @@ class DecoderModel:
             if batch.logit_tokens is not None:
                 x = x[batch.logit_tokens]
             self._logit_states = normed = x.normed(self._norm)
-            found = multiply(batch.backends[HEAD], normed, self._lm_head)
+            found = multiply(batch.backends[HEAD], normed, self._lm_head, self._head_bias)
             found = found.float() if logits is None else logits.copy_(found)
             if lora is not None and (head := lora.logits()) is not None:
                 head.add(found, normed, self._first_token)
@@ -400,7 +407,7 @@ class DecoderModel:
     def prompt_logits(self, begin: int, end: int) -> torch.Tensor:
         """Logits `[end - begin, vocab]` float32 of some of the last step's prompt-logprob tokens."""
         hidden = self._kept(begin, end)
-        logits = multiply(GemmBackend.LIBRARY, hidden, self._lm_head).float()
+        logits = multiply(GemmBackend.LIBRARY, hidden, self._lm_head, self._head_bias).float()
         if self._prompt_lora is not None:
             self._prompt_lora.add(logits, hidden, self._first_token, begin)
         return self.gathered(capped(logits, self.config))
@@ -475,7 +482,7 @@ class DecoderModel:
         x: `[rows, in]`, the input of the product or of the norm before it; residual: `[rows, in]`, changed.
         """
         if group == HEAD:
-            return multiply(backend, x, self._lm_head)
+            return multiply(backend, x, self._lm_head, self._head_bias)
         y, stream = x, Residual(residual, self.config.norm)
         for index, weights in enumerate(layers):
             layer, stream.added = Layer(weights, self.config.layers[index], index, (backend,) * 4, lora), x
@@ -523,8 +530,8 @@ class DecoderModel:
                 q = layer.latents(qkv, attention.latent, rotation, slots, out)
             if (weights := self._query_weights[index]) is not None:
                 q.mul_(weights)
-            if self._query_factors is not None:
-                q.mul_(self._query_factors[batch.positions])
+            if (factors := self._query_factors[index]) is not None:
+                q.mul_(factors[batch.positions])
             return q, gates
 
 
@@ -577,7 +584,8 @@ def scores_of(mixer: AttentionSpec | None, max_model_len: int) -> Scores:
     if mixer is None:
         return PLAIN
     scale = None if mixer.scale == mixer.head_dim**-0.5 else mixer.scale
-    found = Scores(scale, mixer.window_within(max_model_len), mixer.softcap, mixer.sinks)
+    window = None if mixer.chunked else mixer.window_within(max_model_len)  # a chunk is a row of its own
+    found = Scores(scale, window, mixer.softcap, mixer.sinks)
     return PLAIN if found == PLAIN else found
 
 

@@ -91,6 +91,9 @@ class HeadNorm(StrEnum):
     are divided by their norms before, and the queries alone are multiplied by both weights after.
     """
 
+    PLAIN = "plain"
+    """Every head by itself, without weights (Llama 4, which norms rotated heads: see `ROTATED`)."""
+
 
 @dataclass(frozen=True, slots=True)
 class NormSpec:
@@ -116,16 +119,22 @@ class NormSpec:
 
 @dataclass(frozen=True, slots=True)
 class QueryGrowth:
-    """Queries grow with their position p, by `1 + beta · log(1 + floor(p / positions))` (Llama 4, Ministral 3)."""
+    """Queries grow with their position p, by `1 + beta · log(1 + floor((p + first) / positions))` (Llama 4,
+    Ministral 3).
+    """
 
     beta: float
     positions: int
+
+    first: int = 0
+    """Number of the first position."""
 
     def factors(self, count: int) -> torch.Tensor:
         """Of positions 0 … count-1, float32."""
         import torch
 
-        return 1 + self.beta * torch.log(1 + torch.floor(torch.arange(count) / self.positions))
+        numbers = torch.arange(self.first, self.first + count)
+        return 1 + self.beta * torch.log(1 + torch.floor(numbers / self.positions))
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +180,9 @@ class AttentionSpec:
 
     window: int | None = None
     """Tokens that a query sees, itself included; None: all before it."""
+
+    chunked: bool = False
+    """The window begins at a multiple of its length: a query sees the tokens of its own chunk alone (Llama 4)."""
 
     softcap: float | None = None
     """Scores s become `softcap · tanh(s / softcap)`."""
@@ -330,6 +342,14 @@ class Scoring(StrEnum):
     SIGMOID = "sigmoid"
     """Of each by itself: GLM-4."""
 
+    SIGMOID_OF_CHOSEN = "sigmoid of the chosen"
+    """Experts are chosen by their logits, and the sigmoid is of the chosen ones alone: Llama 4."""
+
+    SPARSE_MIXER = "sparse mixer"
+    """A chosen expert's softmax is over the experts that were not chosen before it and whose logits are near its own:
+    see `Routing.jitter` (Phi-3.5-MoE, arXiv 2409.12136).
+    """
+
 
 @dataclass(frozen=True, slots=True)
 class Routing:
@@ -361,8 +381,16 @@ class Routing:
     bias: bool = False
     """The router's logits have a bias."""
 
+    jitter: float = 0.0
+    """Of `SPARSE_MIXER`: a logit l is near the best one b unless `(b - l) / max(|l|, b) > 2 · jitter`."""
+
     scaled: bool = False
     """The weights are multiplied by a learned factor of each expert, after all else (Gemma 4)."""
+
+    of_inputs: bool = False
+    """The weights are of experts' inputs, not of their outputs, which are added up as they are (Llama 4). Experts have
+    no biases then, so the weights are multiplied with the products of gate and up.
+    """
 
 
 @dataclass(frozen=True, slots=True)

@@ -80,6 +80,7 @@ def _other_parts(config: ModelConfig) -> dict[str, bool | str]:
         "mixture of experts": f"{config.num_experts} experts" if config.num_experts else False,
         "latent attention": any(mixer.latent is not None for mixer in mixers),
         "attention sinks": "them" if any(mixer.sinks for mixer in mixers) else False,
+        "chunks of attention": "them" if config.chunked else False,
         "attention of several shapes": bool(config.attention_shapes[1:]),
         "further input of layers": config.layer_inputs is not None,
         "attention with another layer's keys": len(config.kv_layers) < len(mixers),
@@ -87,6 +88,7 @@ def _other_parts(config: ModelConfig) -> dict[str, bool | str]:
         "factor of a layer's output": any(layer.scaled for layer in config.layers),
         "feed-forward part without a gate": any(isinstance(it.feed_forward, UngatedSpec) for it in config.layers),
         "norm with a bias": config.norm.biased,
+        "bias of logits": config.head_bias,
         "LayerNorm of heads": any(mixer.head_norm is HeadNorm.OWN for mixer in mixers),
         "norm of heads after they are rotated": any(mixer.head_norm is HeadNorm.ROTATED for mixer in mixers),
     }

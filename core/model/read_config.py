@@ -45,7 +45,8 @@ def read_model_config(directory: Path, tokenizer: Path | None = None) -> ModelCo
     model = family.read(text)
     if kind:  # without an output projection, its place is taken by the embeddings, and no token is sampled
         is_classifier = kind == CLASSIFIER
-        model = replace(model, tie_word_embeddings=True, has_lm_head=False, is_classifier=is_classifier)
+        without = {"tie_word_embeddings": True, "has_lm_head": False, "head_bias": False}
+        model = replace(model, **without, is_classifier=is_classifier)
     eos = _eos_token_ids(raw, directory) or model.eos_token_ids
     model = replace(
         model,

@@ -74,6 +74,9 @@ class TensorNames:
     transposed: bool = False
     """A stacked tensor of weights is `[experts, in, out]`, unless it is packed (gpt-oss)."""
 
+    swapped: bool = False
+    """PEFT takes the inputs of a stacked tensor of weights for outputs: A is of these, and B of inputs (Llama 4)."""
+
     by_shape: bool = False
     """A `transposed` tensor whose shape is `[experts, out, in]` isn't, as transformers saves it (Qwen3-VL-MoE)."""
 

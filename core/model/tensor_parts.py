@@ -20,6 +20,7 @@ from .shard import WHOLE, Part, Shard
 from .tensor_names import BIASES, CORRECTION, PACKED, STACKED_EXPERTS, TensorNames
 
 EMBED, NORM, LM_HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+HEAD_BIAS = "lm_head.bias"
 _MODEL, LAYER = "model.", "model.layers.{}."
 IN_LAYER = re.compile(
     r"^model\.(layers\.\d+\.)(.+)\.(weight|bias|sinks|dt_bias|A_log|D|e_score_correction_bias|alpha_[pn]|beta|eps)$"
@@ -71,6 +72,8 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {EMBED: (config.vocab_size, hidden), **_norm_shapes([NORM], config)}
     if not config.tie_word_embeddings:
         shapes[LM_HEAD] = (config.vocab_size, hidden)
+    if config.head_bias:
+        shapes[HEAD_BIAS] = (config.vocab_size,)
     if (inputs := config.layer_inputs) is not None:
         width = config.num_layers * inputs.size
         shapes |= {INPUT_TABLE: (inputs.vocab, width), INPUT_PROJECTION: (width, hidden), INPUT_NORM: (inputs.size,)}
@@ -146,7 +149,7 @@ def _head_norm_shapes(mixer: AttentionSpec) -> dict[str, tuple[int, ...]]:
     if (latent := mixer.latent) is not None:
         queries = {"self_attn.q_norm.weight": (latent.q_rank,)} if latent.q_rank else {}
         return {**queries, "self_attn.k_norm.weight": (latent.kv_rank,)}
-    if mixer.head_norm is None:
+    if mixer.head_norm in (None, HeadNorm.PLAIN):
         return {}
     each = mixer.head_norm not in (HeadNorm.ALL, HeadNorm.OWN)
     shapes: dict[str, tuple[int, ...]] = {"self_attn.q_norm.weight": (mixer.head_dim if each else mixer.q_size,)}
@@ -185,7 +188,7 @@ def sources(config: ModelConfig, names: Container[str]) -> dict[str, Source]:
     first = "embed_tokens" if config.norm.weightless else tensors.norm
     prefix = next((each for each in tensors.prefixes if f"{each}{first}.weight" in names), tensors.prefixes[0])
     head = next((each for each in tensors.heads if each in names), tensors.heads[0])
-    found = {LM_HEAD: Source(head), NORM: Source(f"{prefix}{tensors.norm}.weight")}
+    found = {LM_HEAD: Source(head), NORM: Source(f"{prefix}{tensors.norm}.weight"), HEAD_BIAS: Source(bias_of(head))}
     for part in shapes:
         match = IN_LAYER.match(part)
         if match is None:

@@ -18,7 +18,7 @@ from ...ops.recurrent import RecurrentWeights
 from .config import ModelConfig
 from .experts import ExpertPack, ListedExperts
 from .layer_weights import LayerWeights
-from .layers import Experts
+from .layers import AttentionSpec, Experts, HeadNorm
 from .narrow_bytes import bytes_saved_by_stacks
 from .quantization.group_scaled import GroupScaled
 from .quantization.groups import part_of, plain, stacked
@@ -30,6 +30,7 @@ from .tensor_names import CORRECTION
 from .tensor_parts import (
     EMBED,
     EXPERT_FACTORS,
+    HEAD_BIAS,
     INPUT_NORM,
     INPUT_PROJECTION,
     INPUT_TABLE,
@@ -141,6 +142,10 @@ class Weights(ABC):
         """The rank's rows of the output projection `[vocab, hidden]`; where the two are tied, of `embed`."""
         return self._read(LM_HEAD) if LM_HEAD in self._shapes else self._tied(embed)
 
+    def head_bias(self) -> torch.Tensor | None:
+        """The rank's values of the output projection's bias; None if it has none."""
+        return self._read(HEAD_BIAS) if HEAD_BIAS in self._shapes else None
+
     def kept_lm_head(self, embed: torch.Tensor) -> torch.Tensor | GroupScaled:
         """The output projection, quantised if the quantiser's setting says so."""
         head = self.lm_head(embed)
@@ -189,12 +194,13 @@ class Weights(ABC):
         inputs, (output,) = paths[Group.MIXER_IN], paths[Group.MIXER_OUT]
         gate_up = paths.get(Group.GATE_UP, [])
         norms, nothing = NORMS[spec.norms], torch.empty(0, dtype=self._dtype)
+        ones = self._ones(spec.attention)
         return LayerWeights(
             attention_norm=norm("attention_norm"),
             qkv=projection(*inputs),
             qkv_bias=bias(*inputs),
-            q_norm=norm("self_attn.q_norm"),
-            k_norm=norm("self_attn.k_norm"),
+            q_norm=norm("self_attn.q_norm") if ones is None else ones,
+            k_norm=norm("self_attn.k_norm") if ones is None else ones.clone(),
             q_up=projection(*paths[Group.QUERY_UP]) if Group.QUERY_UP in paths else None,
             kv_up=self.projection(index, *paths[Group.KV_UP]) if Group.KV_UP in paths else None,
             sinks=self._read(at + SINKS) if at + SINKS in self._shapes else None,
@@ -219,6 +225,12 @@ class Weights(ABC):
             router_norm=None if spec.beside is None else self._router_norm(at),
             experts=None if spec.experts is None else self._experts(at, spec.experts, pack_expert),
         )
+
+    def _ones(self, mixer: AttentionSpec | None) -> torch.Tensor | None:
+        """The weights of norms of heads that have none in the checkpoint."""
+        if mixer is None or mixer.head_norm is not HeadNorm.PLAIN:
+            return None
+        return torch.ones(mixer.head_dim, dtype=torch.float32 if self._config.norm.wide else self._dtype)
 
     def _router_norm(self, at: str) -> torch.Tensor:
         """The norm of a router's input, with the factor that divides products of so many elements."""

@@ -80,6 +80,11 @@ class ModulePaths:
     stacked_alternate: bool = False
     """In these parameters the rows of two projections alternate, rather than follow one another."""
 
+    stacked_swapped: bool = False
+    """PEFT takes these parameters' inputs for outputs: A is `[experts · rank, out]`, and B `[in, rank · experts]`. Files
+    of older versions have A and B as of others.
+    """
+
     experts: ExpertForm | None = None
     """How an adapter has them; None: it has none."""
 

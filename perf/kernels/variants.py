@@ -481,7 +481,9 @@ def _router(experts: int, hidden: int, rows: int, *, bias: bool = False, wide: b
     )
 
 
-def _choice(experts: int, per_token: int, scores: Scores, *, groups: int = 1, kept_groups: int = 1) -> Elementwise:
+def _choice(
+    experts: int, per_token: int, scores: Scores, *, groups: int = 1, kept_groups: int = 1, jitter: float = 0.0
+) -> Elementwise:
     constants = ChoiceConstants(
         experts=experts,
         per_token=per_token,
@@ -492,6 +494,7 @@ def _choice(experts: int, per_token: int, scores: Scores, *, groups: int = 1, ke
         corrected=scores is Scores.SIGMOID,
         groups=groups,
         kept_groups=kept_groups,
+        jitter=jitter,
     )
     return Elementwise(
         "routing_triton",
@@ -532,7 +535,7 @@ def _sum(width: int, per_token: int, *, shared: bool = False) -> Elementwise:
 
 
 #: Routing in Qwen3-30B-A3B, with few rows and with many; the router and the choice of gpt-oss; experts in groups, as
-#: DeepSeek has them; and the sum of Qwen3.5's experts and its shared one.
+#: DeepSeek has them, as Llama 4 Maverick's, and as Phi-3.5-MoE's; and the sum of Qwen3.5's experts and its shared one.
 ROUTING = {
     "routing.logits.64": _router(128, 2048, 64),
     "routing.logits.2048": _router(128, 2048, 2048),
@@ -541,6 +544,8 @@ ROUTING = {
     "routing.choice": _choice(128, 8, Scores.SOFTMAX),
     "routing.choice of chosen": _choice(32, 4, Scores.SOFTMAX_OF_CHOSEN),
     "routing.choice in groups": _choice(256, 8, Scores.SIGMOID, groups=8, kept_groups=4),
+    "routing.choice of inputs": _choice(128, 1, Scores.SIGMOID_OF_CHOSEN),
+    "routing.choice one by one": _choice(16, 2, Scores.SPARSE_MIXER, jitter=0.01),
     "routing.sort few": _sort(16, few=True),
     "routing.sort": _sort(64),
     "routing.sum": _sum(2048, 8),

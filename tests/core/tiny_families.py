@@ -509,6 +509,27 @@ EXPERTS: dict[str, tuple[str, dict[str, Any], str]] = {
         {**GRANITE_H, "num_local_experts": 12, "num_experts_per_tok": 4, "intermediate_size": 40},
         "50GB",
     ),
+    "llama-4": (
+        "Llama4TextConfig",
+        {"num_hidden_layers": 5, "head_dim": 16, "attention_chunk_size": 32, "floor_scale": 20, "attn_scale": 0.4,
+         "num_local_experts": 8, "intermediate_size": 40, "intermediate_size_mlp": 96, "moe_layers": [0, 2, 3, 4]},
+        "50GB",
+    ),
+    "phi-moe": (
+        "PhimoeConfig",
+        {"num_local_experts": 8, "intermediate_size": 40, "attention_bias": True, "lm_head_bias": True,
+         "router_jitter_noise": 0.1, "pad_token_id": 0, "initializer_range": 0.2},
+        "50GB",
+    ),
+    "llama-4-several": (
+        "Llama4TextConfig",
+        {"num_hidden_layers": 3, "head_dim": 32, "attention_chunk_size": 16, "num_local_experts": 12,
+         "num_experts_per_tok": 3, "intermediate_size": 24, "intermediate_size_mlp": 64, "hidden_size": 48,
+         "interleave_moe_layer_step": 2, "no_rope_layers": [1, 0, 1], "use_qk_norm": False, "attention_bias": True,
+         "tie_word_embeddings": True,
+         "layer_types": ["full_attention", "chunked_attention", "chunked_attention"]},
+        "20KB",
+    ),
 }  # fmt: skip
 
 DEEPSEEK_EXPERTS = {
@@ -625,7 +646,8 @@ class Tiny:
         return reference
 
     def _note_router(self, router: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        scores = output[0].float()
+        chosen_alone = type(router).__name__ == "Llama4Router"  # whose scores of others are 0
+        scores = output[1 if chosen_alone else 0].float()
         if (corrected := getattr(router, "moe_statics", None)) is not None:
             scores = scores.softmax(-1) + corrected.e_score_correction_bias
         elif (correction := getattr(router, "e_score_correction_bias", (*inputs, None)[1])) is not None:
@@ -636,9 +658,17 @@ class Tiny:
             self.router_margins.append(float((best.values[:, -2] - best.values[:, -1]).min()))
             kept = torch.zeros_like(sums).scatter_(1, best.indices[:, :-1], 1).bool()
             scores = scores.masked_fill(~kept.repeat_interleave(scores.shape[1] // groups, 1), float("-inf"))
+        if (jitter := getattr(router, "router_jitter_noise", None)) is not None:
+            self._note_near(scores, 2 * jitter)
         if (most := getattr(router, "top_k", None) or router.config.top_k_experts) < scores.shape[-1]:
             best = scores.topk(most + 1).values
             self.router_margins.append(float((best[:, most - 1] - best[:, most]).min()))
+
+    def _note_near(self, logits: torch.Tensor, most: float) -> None:
+        """Note how clearly logits are near the best ones; see `Scoring.SPARSE_MIXER`."""
+        for best in logits.topk(2).values.unbind(1):
+            distance = (best[:, None] - logits) / logits.abs().maximum(best[:, None])
+            self.router_margins.append(float((distance - most).abs().min()))
 
     def use(self, adapter: str | None) -> Any:
         """The reference with this adapter."""

@@ -25,6 +25,7 @@ from . import (
     internlm,
     lfm2,
     llama,
+    llama_4,
     mellum,
     minimax,
     mistral,
@@ -32,6 +33,7 @@ from . import (
     olmo,
     olmoe,
     phi,
+    phi_moe,
     qwen,
     qwen2_moe,
     qwen3_5,
@@ -112,6 +114,9 @@ ALL: tuple[Family, ...] = (
     apertus.APERTUS,
     starcoder2.STARCODER_2,
     olmo.OLMO_1,
+    llama_4.LLAMA_4,
+    llama_4.LLAMA_4_TEXT,
+    phi_moe.PHI_MOE,
 )
 
 FAMILIES = {architecture: family for family in ALL for architecture in family.architectures}

@@ -35,12 +35,14 @@ EVERY = os.environ.get("CHORUS_FAMILIES") == "every"
 #: rope, a soft cap.
 DENSE = ["granite", "cohere-2", "starcoder-2", *(["glm-4", "gemma-2", "olmo-2", "apertus", "hunyuan"] if EVERY else [])]
 #: Mixtures of experts: a plain one; with dense layers between; with biases, sinks and windows; with shared experts and
-#: states.
+#: states; with chunks of attention and weighted inputs; with a sparse mixer and LayerNorms.
 MIXTURES = [
     "mixtral",
     "qwen3-moe-mixed",
     "gpt-oss",
     "qwen3.5-moe",
+    "llama-4",
+    *(["llama-4-several", "phi-moe"] if EVERY else []),
     *(["lfm2-moe", "granite-4-h-moe", "ernie-4.5-moe", "qwen3-next", "gemma-4-moe"] if EVERY else []),
     *(["olmoe", "granite-moe", "glm-4-moe", "glm-4-moe-groups"] if EVERY else []),
 ]
