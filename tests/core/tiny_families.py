@@ -587,6 +587,12 @@ RENAMED: dict[str, tuple[str, dict[str, Any], str]] = {
          "num_hidden_layers": 3},
         "50GB",
     ),
+    "bamba": (
+        "BambaConfig",
+        {"num_hidden_layers": 4, "attn_layer_indices": [1], "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16,
+         "mamba_n_groups": 2, "attention_bias": True, "mlp_bias": True},
+        "50GB",
+    ),
 }  # fmt: skip
 
 ATTENTION, MLP = ["q_proj", "k_proj", "v_proj", "o_proj"], ["gate_proj", "up_proj", "down_proj"]

@@ -6,6 +6,7 @@ from ..family import Family
 from . import (
     apertus,
     arcee,
+    bamba,
     cohere,
     deepseek,
     dots,
@@ -112,6 +113,7 @@ ALL: tuple[Family, ...] = (
     apertus.APERTUS,
     starcoder2.STARCODER_2,
     olmo.OLMO_1,
+    bamba.BAMBA,
 )
 
 FAMILIES = {architecture: family for family in ALL for architecture in family.architectures}
