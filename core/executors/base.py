@@ -246,9 +246,7 @@ class ModelExecutor(ExecutorBase):
                 block_tokens=block_tokens,
                 itemsize=self._dtype.itemsize,
                 state_slots=self.state_slots,
-                state=_state_shape(
-                    model.recurrent, model.num_layers - len(model.attention_layers), speculates=config.speculates
-                ),
+                state=_state_shape(model.recurrent, model.num_recurrent_layers, speculates=config.speculates),
                 float8_kv=config.kv_cache_dtype == "fp8",
                 value_dim=model.attention.cached_value_dim,
                 windows=tuple(mixer.window_within(max_model_len) for mixer in model.kv_layers),

@@ -133,6 +133,11 @@ class ModelConfig:
         return next((layer.recurrent for layer in self.layers if layer.recurrent is not None), None)
 
     @property
+    def num_recurrent_layers(self) -> int:
+        """Layers with a state."""
+        return sum(layer.recurrent is not None for layer in self.layers)
+
+    @property
     def num_heads(self) -> int:
         return self.attention.num_heads
 

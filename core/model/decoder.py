@@ -142,6 +142,7 @@ class DecoderModel:
         self._attention, self._recurrent = zip(
             *((layer.attention, layer.recurrent) for layer in config.layers), strict=True
         )
+        self._mixes = [layer.mixer is not None for layer in config.layers]
         self._forms = attention_forms(config)
         self._ones = _ones(config, device)
         self._scores = [scores_of(layer.attention, max_model_len) for layer in config.layers]
@@ -212,8 +213,10 @@ class DecoderModel:
 
     def _mixed(
         self, layer: Layer, x: Residual, index: int, batch: Batch, rotations: dict[RopeConfig | None, Rotation | None]
-    ) -> torch.Tensor:
-        """The output of a layer's mixer, `[tokens, out]`."""
+    ) -> torch.Tensor | None:
+        """The output of a layer's mixer, `[tokens, out]`; None where it has none."""
+        if not self._mixes[index]:
+            return None
         inputs = layer.begin(x)
         if self._recurrent[index] is not None:
             return self._mix(index, inputs, batch.states)
@@ -237,7 +240,7 @@ class DecoderModel:
             self.embed(batch, x.rows)
             if (inputs := self.make_inputs(batch, x.rows)) is not None:
                 flow.inputs.copy_(inputs)
-        if index < len(self.layers):
+        if index < len(self.layers) and self._mixes[index]:
             layer = self._layer(index, batch)
             inputs = layer.begin(x)
             if self._recurrent[index] is not None:
@@ -247,17 +250,21 @@ class DecoderModel:
             if gates is not None:
                 flow.gates.copy_(gates)
         elif x.added is not None:
-            x.rows.add_(x.added)
+            x.normed(None)
 
-    def _mixed_flow(self, index: int, flow: Flow) -> torch.Tensor:
-        """The output of a layer's mixer for the next piece."""
+    def _mixed_flow(self, index: int, flow: Flow) -> torch.Tensor | None:
+        """The output of a layer's mixer for the next piece; None where it has none."""
+        if not self._mixes[index]:
+            return None
         if self._recurrent[index] is not None:
             return flow.recurrent_out
         attended, mixer = flow.attended[self._forms[index]].view(len(flow.rows), -1), self._attention[index]
         return gate_output(attended, flow.gates) if mixer is not None and mixer.output_gate else attended
 
     def mix(self, index: int, batch: Batch, states: StepStates | None, flow: Flow) -> None:
-        """Run a layer's mixer between two pieces."""
+        """Run a layer's mixer, where it has one, between two pieces."""
+        if not self._mixes[index]:
+            return
         if self._recurrent[index] is not None:
             flow.recurrent_out.copy_(self._mix(index, flow.recurrent_in, states))
         else:

@@ -6,6 +6,8 @@ a mixture of experts), each with norms around it, added to the residual stream x
     x += residual_multiplier · mixer(norm(x))
     x += residual_multiplier · feed_forward(norm(x))
 
+A layer may have one of the two alone.
+
 Tests: tests/core/model/test_model_config.py, tests/core/test_families.py
 """
 
@@ -13,6 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from ...memory.pages.layout import KvShape
@@ -368,7 +371,8 @@ class Routing:
 @dataclass(frozen=True, slots=True)
 class Experts:
     """A mixture of experts, each a gated part: `Σ weight · down(activation(gate(x)) · up(x))` of the experts that a
-    router chooses for a token, and of the shared one where there is one. `ClampedSwiglu` has a form of its own.
+    router chooses for a token, and of the shared one where there is one. `ClampedSwiglu` has a form of its own; with an
+    `UngatedActivation` each is `down(activation(up(x)))`.
     """
 
     count: int
@@ -377,7 +381,7 @@ class Experts:
     """Width of an expert's gate and up."""
 
     routing: Routing
-    activation: Activation | ClampedSwiglu = Activation.SILU
+    activation: Activation | ClampedSwiglu | UngatedActivation = Activation.SILU
 
     shared_size: int = 0
     """Width of the gate and up of an expert that every token goes to; 0: there is none."""
@@ -391,6 +395,11 @@ class Experts:
     bias = False
 
     @property
+    def is_gated(self) -> bool:
+        """True if experts have gates."""
+        return not isinstance(self.activation, UngatedActivation)
+
+    @property
     def active_size(self) -> int:
         """Width of all that a token goes through."""
         return self.routing.per_token * self.size + self.shared_size
@@ -402,7 +411,10 @@ class Experts:
 
     def projections(self, hidden: int) -> tuple[Projection, ...]:
         """See `AttentionSpec.projections`; those of experts are of each one."""
-        return mixture_projections(hidden, self.count, self.size, self.shared_size, shared_gate=self.shared_gate)
+        shared_gate, has_gates = self.shared_gate, self.is_gated
+        return mixture_projections(
+            hidden, self.count, self.size, self.shared_size, shared_gate=shared_gate, has_gates=has_gates
+        )
 
     def share(self, size: int) -> Experts:
         """One of `size` ranks' share: of all experts some columns."""
@@ -427,8 +439,12 @@ class LayerInputSpec:
 class LayerSpec:
     """One layer."""
 
-    mixer: AttentionSpec | RecurrentSpec
-    feed_forward: GatedSpec | UngatedSpec | Experts
+    mixer: AttentionSpec | RecurrentSpec | None
+    """None: the layer is a feed-forward part alone (Nemotron-H)."""
+
+    feed_forward: GatedSpec | UngatedSpec | Experts | None
+    """None: the layer is a mixer alone."""
+
     norms: Norms = Norms.BEFORE
 
     residual_multiplier: float = 1.0
@@ -446,6 +462,11 @@ class LayerSpec:
 
         x += norm_out(norm_1(feed_forward(norm(r))) + norm_2(experts(norm_3(r))))
     """
+
+    @property
+    def is_whole(self) -> bool:
+        """True if it has a mixer and a feed-forward part."""
+        return self.mixer is not None and self.feed_forward is not None
 
     @property
     def attention(self) -> AttentionSpec | None:
@@ -475,7 +496,8 @@ class LayerSpec:
     @property
     def biased(self) -> frozenset[str]:
         """Paths of the projections with a bias."""
-        found = ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"] if self.feed_forward.bias else []
+        is_biased = self.feed_forward is not None and self.feed_forward.bias
+        found = ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"] if is_biased else []
         found = found[1:] if isinstance(self.feed_forward, UngatedSpec) else found
         if (mixer := self.attention) is not None:
             found += mixer.biased_inputs if mixer.qkv_bias else []
@@ -488,13 +510,14 @@ class LayerSpec:
         """The matrices of the layer, by their paths in Llama's checkpoints, or Qwen3.5's."""
         further = () if self.beside is None else self.beside.projections(hidden)
         further += input_projections(hidden, self.input_size) if self.input_size else ()
-        return self.mixer.projections(hidden) + self.feed_forward.projections(hidden) + further
+        parts = [part.projections(hidden) for part in (self.mixer, self.feed_forward) if part is not None]
+        return (*chain(*parts), *further)
 
     def share(self, size: int) -> LayerSpec:
         """One of `size` ranks' share."""
         return replace(
             self,
-            mixer=self.mixer.share(size),
-            feed_forward=self.feed_forward.share(size),
+            mixer=None if self.mixer is None else self.mixer.share(size),
+            feed_forward=None if self.feed_forward is None else self.feed_forward.share(size),
             beside=None if self.beside is None else self.beside.share(size),
         )

@@ -357,6 +357,9 @@ class MambaSpec(RecurrentSpec):
     bias: bool = False
     """The projections have biases."""
 
+    dt_min: float = 0.0
+    """The least time step (Nemotron-H)."""
+
     group_ranks: int = 1
     """TP ranks that share each group's heads, because there are more ranks than groups."""
 
@@ -427,6 +430,7 @@ class MambaSpec(RecurrentSpec):
             self.eps,
             self.num_groups,
             self.group_ranks,
+            self.dt_min,
         )
 
     def projections(self, hidden: int) -> tuple[Projection, ...]:
@@ -449,10 +453,10 @@ class MambaSpec(RecurrentSpec):
         return f"mamba_n_groups {self.num_groups}" if self.num_groups > 1 and self.num_groups % size else None
 
     def native_shape(self) -> NativeShape | None:
-        """Not where ranks share a group: its norm is not added up."""
+        """Not where ranks share a group, as its norm is not added up, nor with a least time step."""
         from ...ops.native_model import NativeMixer, NativeShape
 
-        if self.group_ranks > 1:
+        if self.group_ranks > 1 or self.dt_min:
             return None
         heads, dims = (self.num_groups, self.num_heads), (self.state_size, self.head_dim)
         return NativeShape(NativeMixer.MAMBA2, *heads, *dims, self.conv_size, self.eps)

@@ -94,6 +94,9 @@ _MODEL_GROUPS = (Group.EMBEDDING, Group.HEAD, Group.EMBEDDING_ROWS, Group.HEAD_R
 
 _REPLICATED = frozenset({Group.EMBEDDING, Group.ROUTER, Group.SHARED_GATE, *INPUT_GROUPS, Group.INPUTS})
 
+#: Those of a mixer. A layer that is a feed-forward part alone has neither.
+_MIXER = frozenset({Group.MIXER_IN, Group.MIXER_OUT})
+
 #: Those of a gated feed-forward part. A layer with experts has neither.
 _FEED_FORWARD = frozenset({Group.GATE_UP, Group.DOWN})
 
@@ -457,8 +460,9 @@ class Projections:
 
     def _product(self, layer: Sequence[Projection], group: Group) -> Product:
         own = [projection for projection in layer if projection.group is group]
-        if not own and _FEED_FORWARD.isdisjoint(projection.group for projection in layer) and group in _FEED_FORWARD:
-            return Product(group, 0, ())  # the layer has experts
+        part = _FEED_FORWARD if group in _FEED_FORWARD else _MIXER
+        if not own and group in LAYER_GROUPS and part.isdisjoint(projection.group for projection in layer):
+            return Product(group, 0, ())  # the layer has experts, or one part alone
         if not own:
             raise ValueError(f"a layer has no projection of the group {group.name}: {layer}")
         if len({projection.inputs for projection in own}) > 1:
@@ -583,24 +587,29 @@ def gated_projections(hidden: int, size: int, form: str = "") -> tuple[Projectio
 
 
 def mixture_projections(
-    hidden: int, count: int, size: int, shared_size: int = 0, *, shared_gate: bool = False
+    hidden: int, count: int, size: int, shared_size: int = 0, *, shared_gate: bool = False, has_gates: bool = True
 ) -> tuple[Projection, ...]:
     """Those of a mixture of experts. size, shared_size: widths of an expert's gate and up, and of the shared expert's,
-    0 where there is none.
+    0 where there is none. shared_gate: the shared expert's output has a factor. has_gates: experts are gated parts.
     """
+    inputs = ("gate_proj", "up_proj") if has_gates else ("up_proj",)
     found = [Projection("mlp.gate", Group.ROUTER, hidden, count, 1)]
     if shared_size:
         found += [
-            Projection("mlp.shared_expert.gate_proj", Group.SHARED_GATE_UP, hidden, shared_size, shared_size),
-            Projection("mlp.shared_expert.up_proj", Group.SHARED_GATE_UP, hidden, shared_size, shared_size),
+            *(
+                Projection(f"mlp.shared_expert.{each}", Group.SHARED_GATE_UP, hidden, shared_size, shared_size)
+                for each in inputs
+            ),
             Projection("mlp.shared_expert.down_proj", Group.SHARED_DOWN, shared_size, hidden, shared_size),
         ]
     if shared_gate:
         found.append(Projection("mlp.shared_expert_gate", Group.SHARED_GATE, hidden, 1, 1))
     return (
         *found,
-        Projection("mlp.experts.gate_proj", Group.EXPERT_GATE_UP, hidden, size, size, experts=count),
-        Projection("mlp.experts.up_proj", Group.EXPERT_GATE_UP, hidden, size, size, experts=count),
+        *(
+            Projection(f"mlp.experts.{each}", Group.EXPERT_GATE_UP, hidden, size, size, experts=count)
+            for each in inputs
+        ),
         Projection("mlp.experts.down_proj", Group.EXPERT_DOWN, size, hidden, size, experts=count),
     )
 

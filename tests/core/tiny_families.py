@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
@@ -402,6 +402,22 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
 }  # fmt: skip
 
+NEMOTRON_H = {
+    "hybrid_override_pattern": "M-MM*-M", "head_dim": 16, "mamba_num_heads": 8, "mamba_head_dim": 12,
+    "ssm_state_size": 16, "n_groups": 2,
+}  # fmt: skip
+
+#: Families with states that PyTorch's operators alone compute: with layers of one part.
+TORCH_HYBRIDS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "nemotron-h": ("NemotronHConfig", NEMOTRON_H, "50GB"),
+    "nemotron-h-biased": (
+        "NemotronHConfig",
+        {**NEMOTRON_H, "hybrid_override_pattern": "-*M-", "use_bias": True, "mlp_bias": True, "use_conv_bias": False,
+         "n_groups": 1, "conv_kernel": 3, "hidden_size": 48, "tie_word_embeddings": True, "time_step_min": 0.6},
+        "20KB",
+    ),
+}  # fmt: skip
+
 QWEN3_MOE = {
     "head_dim": 16, "num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 40, "norm_topk_prob": True,
 }  # fmt: skip
@@ -504,6 +520,13 @@ EXPERTS: dict[str, tuple[str, dict[str, Any], str]] = {
          "pad_token_id": 0},
         "50GB",
     ),
+    "nemotron-3": (
+        "NemotronHConfig",
+        {**NEMOTRON_H, "hybrid_override_pattern": "MEM*E-E", "n_routed_experts": 16, "num_experts_per_tok": 4,
+         "moe_intermediate_size": 40, "moe_shared_expert_intermediate_size": 56, "routed_scaling_factor": 1.5,
+         "n_group": 4, "topk_group": 2},
+        "50GB",
+    ),
     "granite-4-h-moe": (
         "GraniteMoeHybridConfig",
         {**GRANITE_H, "num_local_experts": 12, "num_experts_per_tok": 4, "intermediate_size": 40},
@@ -598,6 +621,9 @@ RENAMED: dict[str, tuple[str, dict[str, Any], str]] = {
 ATTENTION, MLP = ["q_proj", "k_proj", "v_proj", "o_proj"], ["gate_proj", "up_proj", "down_proj"]
 LINEAR = ["in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"]
 LATENTS = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"]
+NO_OUT_PROJ = ("nemotron-h", "nemotron-3")
+"""Names of families on whose `out_proj` PEFT puts no LoRA."""
+
 #: name → (rank, alpha, targets), of which a model has some
 ADAPTERS = {
     "r3-all": (3, 6, [*ATTENTION, *LINEAR, "in_proj", *LATENTS, *MLP]),
@@ -709,7 +735,8 @@ def logits(model: Any, tokens: list[int]) -> torch.Tensor:
 
 def _depends_on_length(model: Any) -> bool:
     """True if the rotary embedding of a token depends on how long the text is when it is computed."""
-    return any(kind in repr(model.config.rope_parameters) for kind in ("dynamic", "longrope"))
+    rope = repr(getattr(model.config, "rope_parameters", None))
+    return any(kind in rope for kind in ("dynamic", "longrope"))
 
 
 def randomise(model: torch.nn.Module) -> None:
@@ -724,7 +751,7 @@ def randomise(model: torch.nn.Module) -> None:
                 parameter.uniform_(0.5, 1.5)
             elif name.endswith("router.scale"):
                 parameter.uniform_(8, 24)
-            elif name.endswith(("sinks", "mamba.D")):
+            elif name.endswith(("sinks", "mamba.D", "mixer.D")):
                 parameter.normal_()
             elif ".act_fn." in name:
                 parameter.uniform_(-1, 1)
@@ -738,7 +765,7 @@ def randomise(model: torch.nn.Module) -> None:
 def save_family(name: str, path: Path, dtype: torch.dtype = torch.float32, **changes: Any) -> None:
     import transformers
 
-    every = {**FAMILIES, **BY_TORCH, **SHAPES, **HYBRIDS, **EXPERTS, **RENAMED}
+    every = {**FAMILIES, **BY_TORCH, **SHAPES, **HYBRIDS, **TORCH_HYBRIDS, **EXPERTS, **RENAMED}
     config_class, arguments, shard = every[name]
     arguments = {
         "vocab_size": 150,
@@ -775,7 +802,7 @@ def train_vectors(model: torch.nn.Module) -> None:
                 parameter.add_(0.3 * torch.randn_like(parameter))
 
 
-def _paths(config: ModelConfig, layer: int, targets: list[str]) -> list[str]:
+def _paths(config: ModelConfig, layer: int, targets: Collection[str]) -> list[str]:
     """Paths of some projections in a layer."""
     return [path for path, modules in config.module_paths.in_layer(layer).items() if set(modules) & set(targets)]
 
@@ -821,8 +848,10 @@ def _save_tiny(name: str, root: Path, changes: Mapping[str, Any], **arguments: A
     for seed, (adapter, (rank, alpha, targets)) in enumerate(ADAPTERS.items()):
         torch.manual_seed(seed)
         here = [path.rpartition(".")[2] for path, modules in paths.items() if set(modules) & set(targets)]
+        here = [path for path in here if not (path == "out_proj" and name.startswith(NO_OUT_PROJ))]
         if config.experts is not None:
-            here = [f"{layer}.{path}" for layer in range(config.num_layers) for path in _paths(config, layer, targets)]
+            own = set(targets) - {"out_proj" * name.startswith(NO_OUT_PROJ)}
+            here = [f"{layer}.{path}" for layer in range(config.num_layers) for path in _paths(config, layer, own)]
         lora = LoraConfig(
             r=rank,
             lora_alpha=alpha,

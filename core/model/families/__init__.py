@@ -30,6 +30,7 @@ from . import (
     minimax,
     mistral,
     mixtral,
+    nemotron_h,
     olmo,
     olmoe,
     phi,
@@ -114,6 +115,7 @@ ALL: tuple[Family, ...] = (
     starcoder2.STARCODER_2,
     olmo.OLMO_1,
     bamba.BAMBA,
+    nemotron_h.NEMOTRON_H,
 )
 
 FAMILIES = {architecture: family for family in ALL for architecture in family.architectures}

@@ -106,7 +106,7 @@ def experts(
     size: str = "moe_intermediate_size",
     per_token: str = "num_experts_per_tok",
     shared_size: int = 0,
-    activation: ClampedSwiglu | None = None,
+    activation: ClampedSwiglu | UngatedActivation | None = None,
     **options: Any,
 ) -> Experts:
     """routing: its `per_token` is replaced by the field's. activation: None: the field's. options: further fields of
