@@ -241,6 +241,7 @@ class ModelConfig:
                 if experts
             ),
             stacked_alternate=self.tensors.alternates,
+            embeddings=self.tensors.embeddings,
             vocab_size=self.vocab_size,
             hidden_size=self.hidden_size,
             units=tuple(self.unit_rows.items()),

@@ -110,7 +110,7 @@ _NAMES = {
     **{f"mlp.experts.{{}}.{each}_proj": f"mixer.experts.{{}}.{each}_proj" for each in ("up", "down")},
 }
 NEMOTRON_H = Family(
-    "Nemotron-H, Nemotron Nano 2 and Nemotron 3 Nano",
+    "Nemotron-H, Nemotron Nano 2 and 3",
     ("NemotronHForCausalLM",),
     _read,
     {
@@ -144,5 +144,5 @@ NEMOTRON_H = Family(
         stacked_experts={"mixer.experts.up_proj": ("up_proj",), "mixer.experts.down_proj": ("down_proj",)},
         left_out=("mtp.",),
     ),
-    notes="by PyTorch's operators; draft layers (`mtp`) are left out; experts of latents (Nemotron 3 Super) are refused",
+    notes="by PyTorch's operators; experts of latents (Nemotron 3 Super) are refused; drafts (`mtp`) are left out",
 )
