@@ -106,6 +106,7 @@ class NativeShape:
     v_dim: int
     conv_size: int
     delta_eps: float
+    beta: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +171,7 @@ class NativeModel:
     """Keys and values are in FP8, one byte each: see `float8_kv`."""
 
     output_gate: bool = False
+    head_gate: bool = False
     """Each head's query is followed by a gate of its output."""
 
     recurrent: tuple[NativeShape, NativeStates] | None = None

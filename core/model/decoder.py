@@ -21,6 +21,7 @@ from ...ops.elementwise import (
     rotate,
     rotate_and_write,
     split_gates,
+    split_head_gates,
     with_normed_values,
 )
 from ...ops.float8_kv import UNSCALED, KvScales
@@ -259,7 +260,7 @@ class DecoderModel:
         if self._recurrent[index] is not None:
             return flow.recurrent_out
         attended, mixer = flow.attended[self._forms[index]].view(len(flow.rows), -1), self._attention[index]
-        return gate_output(attended, flow.gates) if mixer is not None and mixer.output_gate else attended
+        return gate_output(attended, flow.gates) if mixer is not None and mixer.gate_size else attended
 
     def mix(self, index: int, batch: Batch, states: StepStates | None, flow: Flow) -> None:
         """Run a layer's mixer, where it has one, between two pieces."""
@@ -325,7 +326,7 @@ class DecoderModel:
             inputs=self.new_inputs(tokens),
             q=tuple(zeros(it.num_heads, it.query_dim) for it in shapes),
             attended=tuple(zeros(it.num_heads, it.attended_dim) for it in shapes),
-            gates=zeros(max(it.q_rows - it.q_size for it in shapes)),
+            gates=zeros(max(it.gate_size for it in shapes)),
             recurrent_in=zeros(recurrent.in_size if recurrent else 0),
             recurrent_out=zeros(recurrent.out_size if recurrent else 0),
         )
@@ -534,6 +535,8 @@ class DecoderModel:
             rotation = rotations[self._ropes[index]]
             if attention.output_gate:
                 qkv, gates = split_gates(qkv, attention.num_heads, attention.head_dim)
+            elif attention.head_gate:
+                qkv, gates = split_head_gates(qkv, attention.num_heads, attention.head_dim)
             if attention.latent is None:
                 q = rotate_and_write(qkv, rotation, self._norms[index], slots, out)
             else:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from ...memory.pages.layout import KvShape
 from ...memory.pages.projections import (
+    Group,
     Projection,
     attention_projections,
     gated_projections,
@@ -185,6 +186,9 @@ class AttentionSpec:
     output_gate: bool = False
     """q_proj gives each head a query and then a gate: `o_proj(attended · sigmoid(gate))` (Qwen3.5)."""
 
+    head_gate: bool = False
+    """g_proj gives each head one gate: `o_proj(attended · sigmoid(gate))` (LFM3)."""
+
     query_growth: QueryGrowth | None = None
 
     sinks: bool = False
@@ -243,6 +247,11 @@ class AttentionSpec:
         return self.q_size * (1 + self.output_gate)
 
     @property
+    def gate_size(self) -> int:
+        """Elements of the gates of a token's output."""
+        return self.q_size * (self.output_gate or self.head_gate)
+
+    @property
     def biased_inputs(self) -> list[str]:
         """Paths of the projections that `qkv_bias` is of."""
         parts = ("q_proj", "k_proj", "v_proj") if self.latent is None else ("q_a_proj", "kv_a_proj_with_mqa")
@@ -253,7 +262,8 @@ class AttentionSpec:
         if (latent := self.latent) is not None:
             widths = {"key": latent.key_dim, "rotated": latent.rotated_dim, "value": latent.value_dim}
             return latent_projections(hidden, self.num_heads, q_rank=latent.q_rank, kv_rank=latent.kv_rank, **widths)
-        return attention_projections(
+        gate = Projection("self_attn.g_proj", Group.MIXER_IN, hidden, self.num_heads, self.num_heads, form=self.form)
+        others = attention_projections(
             hidden,
             self.num_heads,
             self.num_kv_heads,
@@ -262,6 +272,7 @@ class AttentionSpec:
             keys_and_values=0 if self.shares_kv else 1 if self.keys_are_values else 2,
             form=self.form,
         )
+        return (*others, gate) if self.head_gate else others
 
     @property
     def kv_shape(self) -> KvShape:

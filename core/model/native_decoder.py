@@ -128,6 +128,7 @@ class NativeDecoderModel:
             lm_head=packed.add(head), norm=weights.norm().float(), arena=arena.pages,
             embedding_multiplier=config.embedding_factor(embed.dtype), logits_scale=config.logits_scale,
             logits_softcap=config.logits_softcap or 0.0, output_gate=config.attention.output_gate,
+            head_gate=config.attention.head_gate,
             kv_copies=config.attention.kv_copies,
             recurrent=_native_recurrent(config.recurrent, arena.layout),
             embed_module=_module(config, Group.EMBEDDING), head_module=_module(config, Group.HEAD),
@@ -276,9 +277,14 @@ def _recurrent_values(layer: LayerSpec, state_layer: int) -> native_model.LayerV
         parallel=layer.norms is Norms.PARALLEL,
         page_layer=0,
         residual_multiplier=layer.residual_multiplier,
-        activation=_ACTIVATIONS[layer.feed_forward.activation],
+        activation=_activation(layer),
         state_layer=state_layer,
     )
+
+
+def _activation(layer: LayerSpec) -> native_model.NativeActivation:
+    assert layer.feed_forward is not None, "the library has no layers of one part"
+    return _ACTIVATIONS[layer.feed_forward.activation]
 
 
 def _native_recurrent(
@@ -318,7 +324,7 @@ def _layer_values(
         page_layer=page_layer,
         query_factors=None if mixer.query_growth is None else mixer.query_growth.factors(positions),
         residual_multiplier=layer.residual_multiplier,
-        activation=_ACTIVATIONS[layer.feed_forward.activation],
+        activation=_activation(layer),
     )
 
 

@@ -16,6 +16,7 @@ from ...memory.pages.projections import Group, UnitRows
 from .config import ModelConfig, UnsupportedModel
 from .layers import AttentionSpec, Experts, HeadNorm, LayerSpec, Norms, UngatedActivation
 from .quantization.round_to_nearest import RoundToNearest
+from .recurrent import RecurrentSpec
 from .shard import WHOLE, Part, Shard
 from .tensor_names import BIASES, CORRECTION, PACKED, STACKED_EXPERTS, TensorNames
 
@@ -114,16 +115,21 @@ def _layer_shapes(layer: LayerSpec, hidden: int) -> dict[str, tuple[int, ...]]:
         shapes[f"{projection.path}.weight"] = (projection.outputs, projection.inputs)
         if projection.path in biased:
             shapes[f"{projection.path}.bias"] = (projection.outputs,)
-    if layer.feed_forward is not None and layer.feed_forward.activation is UngatedActivation.XIELU:
+    if layer.dense is not None and layer.dense.activation is UngatedActivation.XIELU:
         shapes |= dict.fromkeys(XIELU, (1,))
     if layer.experts is not None:
         shapes |= _expert_shapes(layer.experts, hidden)
     if layer.scaled:
         shapes[SCALAR] = (1,)
-    if isinstance(layer.mixer, AttentionSpec):
-        sinks: dict[str, tuple[int, ...]] = {SINKS: (layer.mixer.num_heads,)} if layer.mixer.sinks else {}
-        return shapes | _head_norm_shapes(layer.mixer) | sinks
-    return shapes if layer.mixer is None else shapes | {path: it.shape for path, it in layer.mixer.tensors.items()}
+    return shapes | _mixer_shapes(layer.mixer)
+
+
+def _mixer_shapes(mixer: AttentionSpec | RecurrentSpec | None) -> dict[str, tuple[int, ...]]:
+    """The parts of a mixer besides its projections."""
+    if isinstance(mixer, AttentionSpec):
+        sinks: dict[str, tuple[int, ...]] = {SINKS: (mixer.num_heads,)} if mixer.sinks else {}
+        return _head_norm_shapes(mixer) | sinks
+    return {} if mixer is None else {path: tensor.shape for path, tensor in mixer.tensors.items()}
 
 
 def expert_inputs(experts: Experts) -> tuple[str, ...]:
@@ -229,13 +235,19 @@ def _layer_source(
                 return Source(f"{at}{name}.{kind}", units=units[path])
             first = sum(shapes[f"{own}{each}.{kind}"][0] for each in stack[: stack.index(path)])
             return Source(f"{at}{name}.{kind}", first)
+    return Source(_plain_source(tensors, at, path, kind, names))
+
+
+def _plain_source(tensors: TensorNames, at: str, path: str, kind: str, names: Container[str]) -> str:
+    """The tensor that has a part of a layer, and no other part."""
     own = f"{path}.{kind}"
     given = tensors.names.get(own) or f"{tensors.names.get(path, path)}.{kind}"
-    return Source(_either(at + given, at + own, names))
+    older = f"{tensors.older.get(path, path)}.{kind}"
+    return _either(_either(at + given, at + older, names), at + own, names)
 
 
 def _either(given: str, own: str, names: Container[str]) -> str:
-    """The name that a family gives to a part, unless the checkpoint has it under its own name instead."""
+    """The name that a family gives to a part, unless the checkpoint has it under another name instead."""
     return own if given not in names and own in names else given
 
 

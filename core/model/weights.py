@@ -178,8 +178,7 @@ class Weights(ABC):
             return self._norm(f"{at}{name}.weight") if name in norms or f"{at}{name}.weight" in self._shapes else None
 
         def bias(*names: str) -> torch.Tensor | None:
-            names = tuple(f"{at}{name}.bias" for name in names)
-            return self._read(*names) if names and names[0] in self._shapes else None
+            return self._biases([f"{at}{name}" for name in names])
 
         def first_rank_bias(name: str) -> torch.Tensor | None:
             return self._first_rank(f"{at}{name}.bias") if f"{at}{name}.bias" in self._shapes else None
@@ -220,6 +219,19 @@ class Weights(ABC):
             router_norm=None if spec.beside is None else self._router_norm(at),
             experts=None if spec.experts is None else self._experts(at, spec.experts, pack_expert),
         )
+
+    def _biases(self, paths: Sequence[str]) -> torch.Tensor | None:
+        """The biases of projections one below the other, 0 for those without; None if none has any."""
+        names = [f"{path}.bias" for path in paths]
+        biased = [name for name in names if name in self._shapes]
+        if len(biased) == len(names):
+            return self._read(*names) if names else None
+        if not biased:
+            return None
+        found = {name: self._read(name) for name in biased}
+        rows = [self._shape([f"{path}.weight"])[0] for path in paths]
+        absent = next(iter(found.values())).new_zeros(max(rows))
+        return torch.cat([found.get(name, absent[:count]) for name, count in zip(names, rows, strict=True)])
 
     def _router_norm(self, at: str) -> torch.Tensor:
         """The norm of a router's input, with the factor that divides products of so many elements."""

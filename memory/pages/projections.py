@@ -128,13 +128,17 @@ class Projection:
     """The units of each part, where they differ; empty: all have `units`."""
 
     form: str = ""
-    """Tells those of one path apart, where layers have it in different shapes."""
+    """Tells those of one module apart, where layers have it in different shapes."""
+
+    @property
+    def module(self) -> str:
+        """Its path without the module around it."""
+        return self.path.partition(".")[2] or self.path
 
     @property
     def name(self) -> str:
-        """Its path without the module around it, and its form."""
-        name = self.path.partition(".")[2] or self.path
-        return f"{name}@{self.form}" if self.form else name
+        """Its module, and its form."""
+        return f"{self.module}@{self.form}" if self.form else self.module
 
     def of_expert(self, expert: int) -> Projection:
         """That of one of its experts."""
@@ -259,7 +263,7 @@ class Product(NamedTuple):
 
 @dataclass(frozen=True)
 class Projections:
-    """The table of a model. A path's index in it is its projections' id everywhere, whatever their form: a layer has
+    """The table of a model. A module's index in it is its projections' id everywhere, whatever their form: a layer has
     one of them. It is in the order of groups, those of mixtures of experts after the model's own: tables with room for
     few projections leave them out.
 
@@ -289,7 +293,7 @@ class Projections:
         return len(self._of_ids)
 
     def __iter__(self) -> Iterator[Projection]:
-        """By id; those of one path and several forms are apart."""
+        """By id; those of one module and several forms are apart."""
         return iter(self._all)
 
     def __contains__(self, name: object) -> bool:
@@ -337,7 +341,7 @@ class Projections:
 
     @cached_property
     def _by_layer(self) -> tuple[dict[str, Projection], ...]:
-        return tuple({each.name.partition("@")[0]: each for each in layer} for layer in self.layers)
+        return tuple({each.module: each for each in layer} for layer in self.layers)
 
     def columns(self, layer: int, group: Group) -> tuple[tuple[int, int, int], ...]:
         """(module id, first column, width) of a layer's projections of a group, whose outputs are side by side."""
@@ -408,8 +412,8 @@ class Projections:
 
     @cached_property
     def _ids(self) -> dict[str, int]:
-        places = {path: index for index, path in enumerate(dict.fromkeys(each.path for each in self._all))}
-        return {each.name: places[each.path] for each in self._all}
+        places = {each.module: index for index, each in enumerate(self._of_ids)}
+        return {each.name: places[each.module] for each in self._all}
 
     @cached_property
     def _by_name(self) -> dict[str, Projection]:
@@ -417,10 +421,10 @@ class Projections:
 
     @cached_property
     def _of_ids(self) -> tuple[Projection, ...]:
-        """The first form of each path, by id."""
+        """The first form of each module, by id."""
         found: dict[str, Projection] = {}
         for each in self._all:
-            found.setdefault(each.path, each)
+            found.setdefault(each.module, each)
         return tuple(found.values())
 
     @cached_property
@@ -519,14 +523,24 @@ def latent_projections(
     )
 
 
-def linear_projections(hidden: int, key: int, value: int, k_heads: int, v_heads: int) -> tuple[Projection, ...]:
-    """Those of Gated DeltaNet. key, value: widths of all heads of keys, and of values.
+def linear_projections(
+    hidden: int, key: int, value: int, k_heads: int, v_heads: int, *, parted: bool = False
+) -> tuple[Projection, ...]:
+    """Those of Gated DeltaNet. key, value: widths of all heads of keys, and of values. parted: queries, keys and values
+    have one each.
 
     TP ranks share heads of keys, each with the heads of values that it serves.
     """
-    channels, sections = 2 * key + value, (key, key, value)
+    widths = {"q": key, "k": key, "v": value}
+    joined = Projection(
+        "linear_attn.in_proj_qkv", Group.MIXER_IN, hidden, 2 * key + value, k_heads, sections=(key, key, value)
+    )
+    each = (
+        Projection(f"linear_attn.{name}_proj", Group.MIXER_IN, hidden, width, k_heads, form="linear")
+        for name, width in widths.items()
+    )
     return (
-        Projection("linear_attn.in_proj_qkv", Group.MIXER_IN, hidden, channels, k_heads, sections=sections),
+        *(each if parted else (joined,)),
         Projection("linear_attn.in_proj_z", Group.MIXER_IN, hidden, value, k_heads),
         Projection("linear_attn.in_proj_b", Group.MIXER_IN, hidden, v_heads, k_heads),
         Projection("linear_attn.in_proj_a", Group.MIXER_IN, hidden, v_heads, k_heads),

@@ -400,6 +400,24 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any], str]] = {
          "tie_word_embeddings": True, "position_embedding_type": "rope", "attention_bias": True},
         "20KB",
     ),
+    "lfm3": (
+        "Lfm3Config",
+        {"num_hidden_layers": 5, "head_dim": 16, "sliding_window": 20, "conv_L_cache": 5, "pad_token_id": 0,
+         "tie_word_embeddings": False},
+        "50GB",
+    ),
+    "lfm3-plain": (
+        "Lfm3Config",
+        {"num_hidden_layers": 2, "layer_types": ["full_attention", "conv"], "head_dim": 32, "hidden_size": 48,
+         "use_sandwich_norm": False, "attention_bias": True, "conv_bias": True, "pad_token_id": 0},
+        "20KB",
+    ),
+    "olmo-hybrid": (  # transformers saves convolutions in three equal parts, whatever their widths
+        "OlmoHybridConfig",
+        {"num_hidden_layers": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 24,
+         "linear_value_head_dim": 12, "pad_token_id": 0},
+        "50GB",
+    ),
 }  # fmt: skip
 
 NEMOTRON_H = {

@@ -25,6 +25,7 @@ from . import (
     hyperclova,
     internlm,
     lfm2,
+    lfm3,
     llama,
     mellum,
     minimax,
@@ -32,6 +33,7 @@ from . import (
     mixtral,
     nemotron_h,
     olmo,
+    olmo_hybrid,
     olmoe,
     phi,
     qwen,
@@ -116,6 +118,8 @@ ALL: tuple[Family, ...] = (
     olmo.OLMO_1,
     bamba.BAMBA,
     nemotron_h.NEMOTRON_H,
+    olmo_hybrid.OLMO_HYBRID,
+    lfm3.LFM3,
 )
 
 FAMILIES = {architecture: family for family in ALL for architecture in family.architectures}
