@@ -293,6 +293,14 @@ def split_gates(qkv: torch.Tensor, num_heads: int, head_dim: int) -> tuple[torch
     return torch.cat((q.flatten(1), qkv[:, 2 * size :]), 1), gates.flatten(1)
 
 
+def split_head_gates(qkv: torch.Tensor, num_heads: int, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Part a projection whose last columns are one gate of each head's output.
+
+    qkv: `[tokens, … + heads]`. Returns it without gates, and the gates `[tokens, heads · head_dim]`.
+    """
+    return qkv[:, :-num_heads].contiguous(), qkv[:, -num_heads:].repeat_interleave(head_dim, dim=1)
+
+
 def with_normed_values(
     qkv: torch.Tensor, kv_size: int, weight: torch.Tensor, eps: float, *, keys_are_values: bool = False
 ) -> torch.Tensor:

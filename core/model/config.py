@@ -138,6 +138,11 @@ class ModelConfig:
         return next((layer.recurrent for layer in self.layers if layer.recurrent is not None), None)
 
     @property
+    def num_recurrent_layers(self) -> int:
+        """Layers with a state."""
+        return sum(layer.recurrent is not None for layer in self.layers)
+
+    @property
     def num_heads(self) -> int:
         return self.attention.num_heads
 
@@ -247,6 +252,7 @@ class ModelConfig:
             ),
             stacked_alternate=self.tensors.alternates,
             stacked_swapped=self.tensors.swapped,
+            embeddings=self.tensors.embeddings,
             vocab_size=self.vocab_size,
             hidden_size=self.hidden_size,
             units=tuple(self.unit_rows.items()),

@@ -21,6 +21,7 @@ from ...ops.elementwise import (
     rotate,
     rotate_and_write,
     split_gates,
+    split_head_gates,
     with_normed_values,
 )
 from ...ops.float8_kv import UNSCALED, KvScales
@@ -144,6 +145,7 @@ class DecoderModel:
         self._attention, self._recurrent = zip(
             *((layer.attention, layer.recurrent) for layer in config.layers), strict=True
         )
+        self._mixes = [layer.mixer is not None for layer in config.layers]
         self._forms = attention_forms(config)
         self._ones = _ones(config, device)
         self._scores = [scores_of(layer.attention, max_model_len) for layer in config.layers]
@@ -219,8 +221,10 @@ class DecoderModel:
 
     def _mixed(
         self, layer: Layer, x: Residual, index: int, batch: Batch, rotations: dict[RopeConfig | None, Rotation | None]
-    ) -> torch.Tensor:
-        """The output of a layer's mixer, `[tokens, out]`."""
+    ) -> torch.Tensor | None:
+        """The output of a layer's mixer, `[tokens, out]`; None where it has none."""
+        if not self._mixes[index]:
+            return None
         inputs = layer.begin(x)
         if self._recurrent[index] is not None:
             return self._mix(index, inputs, batch.states)
@@ -244,7 +248,7 @@ class DecoderModel:
             self.embed(batch, x.rows)
             if (inputs := self.make_inputs(batch, x.rows)) is not None:
                 flow.inputs.copy_(inputs)
-        if index < len(self.layers):
+        if index < len(self.layers) and self._mixes[index]:
             layer = self._layer(index, batch)
             inputs = layer.begin(x)
             if self._recurrent[index] is not None:
@@ -254,17 +258,21 @@ class DecoderModel:
             if gates is not None:
                 flow.gates.copy_(gates)
         elif x.added is not None:
-            x.rows.add_(x.added)
+            x.normed(None)
 
-    def _mixed_flow(self, index: int, flow: Flow) -> torch.Tensor:
-        """The output of a layer's mixer for the next piece."""
+    def _mixed_flow(self, index: int, flow: Flow) -> torch.Tensor | None:
+        """The output of a layer's mixer for the next piece; None where it has none."""
+        if not self._mixes[index]:
+            return None
         if self._recurrent[index] is not None:
             return flow.recurrent_out
         attended, mixer = flow.attended[self._forms[index]].view(len(flow.rows), -1), self._attention[index]
-        return gate_output(attended, flow.gates) if mixer is not None and mixer.output_gate else attended
+        return gate_output(attended, flow.gates) if mixer is not None and mixer.gate_size else attended
 
     def mix(self, index: int, batch: Batch, states: StepStates | None, flow: Flow) -> None:
-        """Run a layer's mixer between two pieces."""
+        """Run a layer's mixer, where it has one, between two pieces."""
+        if not self._mixes[index]:
+            return
         if self._recurrent[index] is not None:
             flow.recurrent_out.copy_(self._mix(index, flow.recurrent_in, states))
         else:
@@ -315,7 +323,7 @@ class DecoderModel:
             inputs=self.new_inputs(tokens),
             q=tuple(zeros(it.num_heads, it.query_dim) for it in shapes),
             attended=tuple(zeros(it.num_heads, it.attended_dim) for it in shapes),
-            gates=zeros(max(it.q_rows - it.q_size for it in shapes)),
+            gates=zeros(max(it.gate_size for it in shapes)),
             recurrent_in=zeros(recurrent.in_size if recurrent else 0),
             recurrent_out=zeros(recurrent.out_size if recurrent else 0),
         )
@@ -524,6 +532,8 @@ class DecoderModel:
             rotation = rotations[self._ropes[index]]
             if attention.output_gate:
                 qkv, gates = split_gates(qkv, attention.num_heads, attention.head_dim)
+            elif attention.head_gate:
+                qkv, gates = split_head_gates(qkv, attention.num_heads, attention.head_dim)
             if attention.latent is None:
                 q = rotate_and_write(qkv, rotation, self._norms[index], slots, out)
             else:

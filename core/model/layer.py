@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from torch.nn.functional import gelu, linear
+from torch.nn.functional import linear
 
 from ...memory.pages.projections import Group
 from ...ops import float8_rows
@@ -17,7 +17,6 @@ from ...ops.elementwise import (
     add_rms_norm,
     gelu_and_mul,
     layer_norm,
-    relu_squared,
     rms_norm,
     silu_and_mul,
     write_latents,
@@ -29,7 +28,7 @@ from ...ops.packed_gemm import packed_linear
 from ...ops.ranks import Collectives
 from ...ops.rotation import KvSlots, NewLatents, Rotation
 from .batch import GemmBackend, GemmBackends
-from .experts import activated, mix_experts
+from .experts import activated, activated_alone, mix_experts
 from .layer_weights import LayerWeights
 from .layers import (
     Activation,
@@ -101,7 +100,7 @@ class Layer:
         x += down(gate_up(x))
 
     qkv and gate_up read the residual stream `x` through a norm; the outputs of o and down are added to it. In a layer
-    with experts they take the place of gate_up and down.
+    with experts they take the place of gate_up and down. A layer may have one of the two parts alone.
     """
 
     __slots__ = ("_backends", "_index", "_lora", "_ranks", "_spec", "_weights")
@@ -129,13 +128,14 @@ class Layer:
         x.rows.add_(self._output(self._feed_forward(rows), x.norm, weights.mlp_out_norm))
         return qkv
 
-    def finish(self, x: Residual, attended: torch.Tensor, inputs: torch.Tensor | None = None) -> None:
-        """Compute the part after the mixer, whose output `[tokens, out]` is given. inputs: `[tokens, size]`: the
-        layer's further input, where there is one.
+    def finish(self, x: Residual, attended: torch.Tensor | None, inputs: torch.Tensor | None = None) -> None:
+        """Compute the part after the mixer, whose output `[tokens, out]` is given; None: the layer has none. inputs:
+        `[tokens, size]`: the layer's further input, where there is one.
         """
         weights = self._weights
-        x.added = self._output(self.o(attended), x.norm, weights.attention_out_norm)
-        if self._spec.norms is not Norms.PARALLEL:
+        if attended is not None:
+            x.added = self._output(self.o(attended), x.norm, weights.attention_out_norm)
+        if self._spec.feed_forward is not None and self._spec.norms is not Norms.PARALLEL:
             with span("mlp"):
                 rows = x.normed(weights.mlp_norm)
                 y = self._feed_forward(rows) if self._spec.beside is None else self._side_by_side(rows, x)
@@ -223,10 +223,12 @@ class Layer:
 
     def _gate_up(self, rows: torch.Tensor) -> torch.Tensor:
         weights = self._weights
-        if isinstance(self._spec.feed_forward, UngatedSpec):
+        spec = self._spec.feed_forward
+        assert spec is not None, "the layer has the part"
+        if isinstance(spec, UngatedSpec):
             up = self._gemm(GATE_UP, rows, weights.gate_up, weights.gate_up_bias)
-            return _activated(up, self._spec.feed_forward.activation, weights.xielu)
-        if self._spec.feed_forward.activation is Activation.SILU:
+            return _activated(up, spec.activation, weights.xielu)
+        if spec.activation is Activation.SILU:
             return self._gemm(GATE_UP, rows, weights.gate_up, weights.gate_up_bias, gate=True)
         return gelu_and_mul(self._gemm(GATE_UP, rows, weights.gate_up, weights.gate_up_bias))
 
@@ -269,7 +271,7 @@ def _activated(up: torch.Tensor, activation: UngatedActivation, parameters: torc
     """up: `[tokens, ffn]`. parameters: of xIELU."""
     if parameters is not None:
         return xielu(up, parameters)
-    return relu_squared(up) if activation is UngatedActivation.RELU_SQUARED else gelu(up, approximate="tanh")
+    return activated_alone(up, activation)
 
 
 def multiply(

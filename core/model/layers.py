@@ -6,6 +6,8 @@ a mixture of experts), each with norms around it, added to the residual stream x
     x += residual_multiplier · mixer(norm(x))
     x += residual_multiplier · feed_forward(norm(x))
 
+A layer may have one of the two alone.
+
 Tests: tests/core/model/test_model_config.py, tests/core/test_families.py
 """
 
@@ -13,10 +15,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from ...memory.pages.layout import KvShape
 from ...memory.pages.projections import (
+    Group,
     Projection,
     attention_projections,
     gated_projections,
@@ -194,6 +198,9 @@ class AttentionSpec:
     output_gate: bool = False
     """q_proj gives each head a query and then a gate: `o_proj(attended · sigmoid(gate))` (Qwen3.5)."""
 
+    head_gate: bool = False
+    """g_proj gives each head one gate: `o_proj(attended · sigmoid(gate))` (LFM3)."""
+
     query_growth: QueryGrowth | None = None
 
     sinks: bool = False
@@ -252,6 +259,11 @@ class AttentionSpec:
         return self.q_size * (1 + self.output_gate)
 
     @property
+    def gate_size(self) -> int:
+        """Elements of the gates of a token's output."""
+        return self.q_size * (self.output_gate or self.head_gate)
+
+    @property
     def biased_inputs(self) -> list[str]:
         """Paths of the projections that `qkv_bias` is of."""
         parts = ("q_proj", "k_proj", "v_proj") if self.latent is None else ("q_a_proj", "kv_a_proj_with_mqa")
@@ -262,7 +274,8 @@ class AttentionSpec:
         if (latent := self.latent) is not None:
             widths = {"key": latent.key_dim, "rotated": latent.rotated_dim, "value": latent.value_dim}
             return latent_projections(hidden, self.num_heads, q_rank=latent.q_rank, kv_rank=latent.kv_rank, **widths)
-        return attention_projections(
+        gate = Projection("self_attn.g_proj", Group.MIXER_IN, hidden, self.num_heads, self.num_heads, form=self.form)
+        others = attention_projections(
             hidden,
             self.num_heads,
             self.num_kv_heads,
@@ -271,6 +284,7 @@ class AttentionSpec:
             keys_and_values=0 if self.shares_kv else 1 if self.keys_are_values else 2,
             form=self.form,
         )
+        return (*others, gate) if self.head_gate else others
 
     @property
     def kv_shape(self) -> KvShape:
@@ -396,7 +410,8 @@ class Routing:
 @dataclass(frozen=True, slots=True)
 class Experts:
     """A mixture of experts, each a gated part: `Σ weight · down(activation(gate(x)) · up(x))` of the experts that a
-    router chooses for a token, and of the shared one where there is one. `ClampedSwiglu` has a form of its own.
+    router chooses for a token, and of the shared one where there is one. `ClampedSwiglu` has a form of its own; with an
+    `UngatedActivation` each is `down(activation(up(x)))`.
     """
 
     count: int
@@ -405,7 +420,7 @@ class Experts:
     """Width of an expert's gate and up."""
 
     routing: Routing
-    activation: Activation | ClampedSwiglu = Activation.SILU
+    activation: Activation | ClampedSwiglu | UngatedActivation = Activation.SILU
 
     shared_size: int = 0
     """Width of the gate and up of an expert that every token goes to; 0: there is none."""
@@ -419,6 +434,11 @@ class Experts:
     bias = False
 
     @property
+    def is_gated(self) -> bool:
+        """True if experts have gates."""
+        return not isinstance(self.activation, UngatedActivation)
+
+    @property
     def active_size(self) -> int:
         """Width of all that a token goes through."""
         return self.routing.per_token * self.size + self.shared_size
@@ -430,7 +450,10 @@ class Experts:
 
     def projections(self, hidden: int) -> tuple[Projection, ...]:
         """See `AttentionSpec.projections`; those of experts are of each one."""
-        return mixture_projections(hidden, self.count, self.size, self.shared_size, shared_gate=self.shared_gate)
+        shared_gate, has_gates = self.shared_gate, self.is_gated
+        return mixture_projections(
+            hidden, self.count, self.size, self.shared_size, shared_gate=shared_gate, has_gates=has_gates
+        )
 
     def share(self, size: int) -> Experts:
         """One of `size` ranks' share: of all experts some columns."""
@@ -455,8 +478,12 @@ class LayerInputSpec:
 class LayerSpec:
     """One layer."""
 
-    mixer: AttentionSpec | RecurrentSpec
-    feed_forward: GatedSpec | UngatedSpec | Experts
+    mixer: AttentionSpec | RecurrentSpec | None
+    """None: the layer is a feed-forward part alone (Nemotron-H)."""
+
+    feed_forward: GatedSpec | UngatedSpec | Experts | None
+    """None: the layer is a mixer alone."""
+
     norms: Norms = Norms.BEFORE
 
     residual_multiplier: float = 1.0
@@ -474,6 +501,11 @@ class LayerSpec:
 
         x += norm_out(norm_1(feed_forward(norm(r))) + norm_2(experts(norm_3(r))))
     """
+
+    @property
+    def is_whole(self) -> bool:
+        """True if it has a mixer and a feed-forward part."""
+        return self.mixer is not None and self.feed_forward is not None
 
     @property
     def attention(self) -> AttentionSpec | None:
@@ -503,7 +535,8 @@ class LayerSpec:
     @property
     def biased(self) -> frozenset[str]:
         """Paths of the projections with a bias."""
-        found = ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"] if self.feed_forward.bias else []
+        is_biased = self.feed_forward is not None and self.feed_forward.bias
+        found = ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"] if is_biased else []
         found = found[1:] if isinstance(self.feed_forward, UngatedSpec) else found
         if (mixer := self.attention) is not None:
             found += mixer.biased_inputs if mixer.qkv_bias else []
@@ -516,13 +549,14 @@ class LayerSpec:
         """The matrices of the layer, by their paths in Llama's checkpoints, or Qwen3.5's."""
         further = () if self.beside is None else self.beside.projections(hidden)
         further += input_projections(hidden, self.input_size) if self.input_size else ()
-        return self.mixer.projections(hidden) + self.feed_forward.projections(hidden) + further
+        parts = [part.projections(hidden) for part in (self.mixer, self.feed_forward) if part is not None]
+        return (*chain(*parts), *further)
 
     def share(self, size: int) -> LayerSpec:
         """One of `size` ranks' share."""
         return replace(
             self,
-            mixer=self.mixer.share(size),
-            feed_forward=self.feed_forward.share(size),
+            mixer=None if self.mixer is None else self.mixer.share(size),
+            feed_forward=None if self.feed_forward is None else self.feed_forward.share(size),
             beside=None if self.beside is None else self.beside.share(size),
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from ...memory.pages.adapter_layout import AdapterLayout, AdapterPart, VectorTar
 from ...memory.pages.layout import PageLayout, SlabLayout
 from ...memory.pages.projections import MIXTURE_GROUPS, Group, Product
 from ...memory.transfers.transfer import Transfer
+from ...ops.in_parts import Modules, launch_for
 from ...ops.latents_schedule import takes_heads
 from ...ops.mixture_tables import MAX_PARTS, Parts
 from ...ops.sgmv import AdapterRows, Segments
@@ -373,8 +375,11 @@ class CudaLoraState(LoraState):
         if (found := self._products.get((schedule, terms))) is None:
             from ...ops.sgmv_triton import Sgmv  # needs triton
 
+            def launch(modules: Modules, inputs: int) -> Sgmv:
+                return Sgmv(self.arena, self.tables, modules, d_in=inputs, schedule=schedule, terms=terms)
+
             found = {
-                index: Sgmv(self.arena, self.tables, each.modules, d_in=each.inputs, schedule=schedule, terms=terms)
+                index: launch_for(each.modules, partial(launch, inputs=each.inputs))
                 for index, each in self._launched.items()
             }
             self._products[schedule, terms] = found
@@ -415,7 +420,7 @@ class CudaLoraState(LoraState):
             from ...ops.vectors_triton import ScaleRows  # needs triton
 
             found = {
-                index: ScaleRows(self.arena, self._vectors, each.modules, undo=undo)
+                index: launch_for(each.modules, partial(ScaleRows, self.arena, self._vectors, undo=undo))
                 for index, each in self._launched.items()
             }
             self._scales[undo] = found

@@ -56,7 +56,10 @@ def why_unsupported(config: ModelConfig, dtype: torch.dtype) -> str | None:
         if has:
             return f"it has no {part}, and this model's layers have {has if isinstance(has, str) else 'it'}"
     if config.recurrent is not None and config.recurrent.native_shape() is None:
-        return f"it has no {config.recurrent.title} with groups of heads that ranks share, which this model has"
+        return (
+            f"it has no {config.recurrent.title} with groups of heads that ranks share or with a least time step, "
+            "which this model has"
+        )
     pair = 4 // dtype.itemsize
     inner = [config.hidden_size, config.intermediate_size, config.q_size]
     inner += [] if config.recurrent is None else [config.recurrent.out_size]
@@ -66,7 +69,7 @@ def why_unsupported(config: ModelConfig, dtype: torch.dtype) -> str | None:
         return f"it needs even sizes, and this model's are {config.head_dim} of a head, {inner} of rows of weights"
     if config.attention.output_gate and any(it.head_norm is HeadNorm.ALL for it in config.attention_layers):
         return "it has no norm of all heads where queries have gates of attention's output between them"
-    unknown = {layer.feed_forward.activation for layer in config.layers} - set(_ACTIVATIONS)
+    unknown = {layer.feed_forward.activation for layer in config.layers if layer.feed_forward} - set(_ACTIVATIONS)
     if unknown:
         names = ", ".join(sorted(map(str, unknown)))
         return f"it has the activations {', '.join(map(str, _ACTIVATIONS))}, and this model's is {names}"
@@ -77,6 +80,7 @@ def _other_parts(config: ModelConfig) -> dict[str, bool | str]:
     """Parts that the native decoder does not have, and whether a model has them, or what of them."""
     mixers = config.attention_layers
     return {
+        "layer of one part": "such" if not all(layer.is_whole for layer in config.layers) else False,
         "mixture of experts": f"{config.num_experts} experts" if config.num_experts else False,
         "latent attention": any(mixer.latent is not None for mixer in mixers),
         "attention sinks": "them" if any(mixer.sinks for mixer in mixers) else False,
@@ -126,6 +130,7 @@ class NativeDecoderModel:
             lm_head=packed.add(head), norm=weights.norm().float(), arena=arena.pages,
             embedding_multiplier=config.embedding_factor(embed.dtype), logits_scale=config.logits_scale,
             logits_softcap=config.logits_softcap or 0.0, output_gate=config.attention.output_gate,
+            head_gate=config.attention.head_gate,
             kv_copies=config.attention.kv_copies,
             recurrent=_native_recurrent(config.recurrent, arena.layout),
             embed_module=_module(config, Group.EMBEDDING), head_module=_module(config, Group.HEAD),
@@ -274,9 +279,14 @@ def _recurrent_values(layer: LayerSpec, state_layer: int) -> native_model.LayerV
         parallel=layer.norms is Norms.PARALLEL,
         page_layer=0,
         residual_multiplier=layer.residual_multiplier,
-        activation=_ACTIVATIONS[layer.feed_forward.activation],
+        activation=_activation(layer),
         state_layer=state_layer,
     )
+
+
+def _activation(layer: LayerSpec) -> native_model.NativeActivation:
+    assert layer.feed_forward is not None, "the library has no layers of one part"
+    return _ACTIVATIONS[layer.feed_forward.activation]
 
 
 def _native_recurrent(
@@ -316,7 +326,7 @@ def _layer_values(
         page_layer=page_layer,
         query_factors=None if mixer.query_growth is None else mixer.query_growth.factors(positions),
         residual_multiplier=layer.residual_multiplier,
-        activation=_ACTIVATIONS[layer.feed_forward.activation],
+        activation=_activation(layer),
     )
 
 

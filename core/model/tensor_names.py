@@ -52,10 +52,16 @@ class TensorNames:
     norm: str = "norm"
     """The name of the final norm."""
 
+    embeddings: str = "embed_tokens"
+    """The name of the token embeddings."""
+
     names: Mapping[str, str] = field(default_factory=lambda: MappingProxyType(LLAMA_NORMS))
     """A part of a layer → its name there, where the two differ; `{}` stands for an expert's number. A checkpoint that
     has the part under its own name has it there. A part with the end of its tensor's name, such as
     `mlp.gate.e_score_correction_bias`, is that tensor alone."""
+
+    older: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    """A part of a layer → its name in checkpoints that don't have it under that of `names`."""
 
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: MappingProxyType({}))
     """A name in a layer → the parts whose rows are stacked in that tensor, in order."""

@@ -19,7 +19,7 @@ from .directory import AdapterDirectory
 from .error import AdapterFormatError, shown
 from .form import AdapterForm
 from .module_paths import ExpertForm, ModulePaths, without_nesting
-from .peft_names import HEAD, IN_LAYERS, PREFIX, STEM, UNEMBED, tensor_shapes
+from .peft_names import EMBEDDINGS, HEAD, IN_LAYERS, PREFIX, STEM, UNEMBED, tensor_shapes
 from .tensor_file import Arrangement, TensorInfo
 from .vectors import ENDS, PATTERN
 from .whole_copies import RowsFile
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 _TENSORS_PER_MATRIX = 4  # A, B, and vectors; the rest is room for modules of the model
 
 _WRAPPED = re.compile(
-    r"(?:base_model\.model\.)?((?:(?:model|language_model|text_model)\.){0,4})"
-    r"(?=layers\.[0-9]|embed_tokens\.|unembed_tokens\.)"
+    r"(?:base_model\.model\.)?((?:(?:model|language_model|text_model|backbone)\.){0,4})"
+    r"(?=layers\.[0-9]|embed_tokens\.|embeddings\.|unembed_tokens\.)"
 )
 #: Left in names by trainers: modules around PEFT's, and the adapter's own name.
 _AROUND = re.compile(r"^(?:(?:module|_orig_mod|_fsdp_wrapped_module)\.)*")
@@ -285,6 +285,8 @@ class AdapterWeights(RowsFile):
         if rest.startswith(f"{UNEMBED}."):
             self._head_names.add(UNEMBED)
             return f"{PREFIX}{HEAD}{rest.removeprefix(UNEMBED)}"
+        own, is_there, kind = rest.partition(".")
+        rest = f"{EMBEDDINGS}.{kind}" if is_there and own == self.modules.embeddings else rest
         self._stems.add(found[1][:-1])
         plain = f"{PREFIX}{STEM}.{rest}"
         match = _IN_LAYER.fullmatch(plain)

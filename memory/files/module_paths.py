@@ -16,7 +16,7 @@ from functools import cached_property, lru_cache
 from itertools import product
 from typing import Any
 
-from ..pages.projections import Projection, Projections, UnitRows
+from ..pages.projections import Group, Projection, Projections, UnitRows
 from .base_tokens import BaseTokens
 from .whole_copies import BaseRows
 
@@ -63,6 +63,9 @@ class ModulePaths:
 
     further: tuple[tuple[str, str], ...] = ()
     """A projection, and another path that it has in a version of the model, or in a trainer's."""
+
+    embeddings: str = "embed_tokens"
+    """The name of the token embeddings."""
 
     vocab_size: int | None = None
     """None: not known."""
@@ -127,6 +130,7 @@ class ModulePaths:
                 continue
             name = projection.name
             path = fused.get(name) or renamed.get(name) or projection.path
+            path = f"model.{self.embeddings}" if projection.group is Group.EMBEDDING else path
             found[path] = (*found.get(path, ()), name)
         return found
 

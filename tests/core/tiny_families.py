@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
@@ -400,6 +400,40 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any], str]] = {
          "tie_word_embeddings": True, "position_embedding_type": "rope", "attention_bias": True},
         "20KB",
     ),
+    "lfm3": (
+        "Lfm3Config",
+        {"num_hidden_layers": 5, "head_dim": 16, "sliding_window": 20, "conv_L_cache": 5, "pad_token_id": 0,
+         "tie_word_embeddings": False},
+        "50GB",
+    ),
+    "lfm3-plain": (
+        "Lfm3Config",
+        {"num_hidden_layers": 2, "layer_types": ["full_attention", "conv"], "head_dim": 32, "hidden_size": 48,
+         "use_sandwich_norm": False, "attention_bias": True, "conv_bias": True, "pad_token_id": 0},
+        "20KB",
+    ),
+    "olmo-hybrid": (  # transformers saves convolutions in three equal parts, whatever their widths
+        "OlmoHybridConfig",
+        {"num_hidden_layers": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 24,
+         "linear_value_head_dim": 12, "pad_token_id": 0},
+        "50GB",
+    ),
+}  # fmt: skip
+
+NEMOTRON_H = {
+    "hybrid_override_pattern": "M-MM*-M", "head_dim": 16, "mamba_num_heads": 8, "mamba_head_dim": 12,
+    "ssm_state_size": 16, "n_groups": 2,
+}  # fmt: skip
+
+#: Families with states that PyTorch's operators alone compute: with layers of one part.
+TORCH_HYBRIDS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "nemotron-h": ("NemotronHConfig", NEMOTRON_H, "50GB"),
+    "nemotron-h-biased": (
+        "NemotronHConfig",
+        {**NEMOTRON_H, "hybrid_override_pattern": "-*M-", "use_bias": True, "mlp_bias": True, "use_conv_bias": False,
+         "n_groups": 1, "conv_kernel": 3, "hidden_size": 48, "tie_word_embeddings": True, "time_step_min": 0.6},
+        "20KB",
+    ),
 }  # fmt: skip
 
 QWEN3_MOE = {
@@ -502,6 +536,13 @@ EXPERTS: dict[str, tuple[str, dict[str, Any], str]] = {
         {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention", "conv", "conv"], "num_dense_layers": 1,
          "num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 40, "routed_scaling_factor": 1.5,
          "pad_token_id": 0},
+        "50GB",
+    ),
+    "nemotron-3": (
+        "NemotronHConfig",
+        {**NEMOTRON_H, "hybrid_override_pattern": "MEM*E-E", "n_routed_experts": 16, "num_experts_per_tok": 4,
+         "moe_intermediate_size": 40, "moe_shared_expert_intermediate_size": 56, "routed_scaling_factor": 1.5,
+         "n_group": 4, "topk_group": 2},
         "50GB",
     ),
     "granite-4-h-moe": (
@@ -608,11 +649,20 @@ RENAMED: dict[str, tuple[str, dict[str, Any], str]] = {
          "num_hidden_layers": 3},
         "50GB",
     ),
+    "bamba": (
+        "BambaConfig",
+        {"num_hidden_layers": 4, "attn_layer_indices": [1], "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16,
+         "mamba_n_groups": 2, "attention_bias": True, "mlp_bias": True},
+        "50GB",
+    ),
 }  # fmt: skip
 
 ATTENTION, MLP = ["q_proj", "k_proj", "v_proj", "o_proj"], ["gate_proj", "up_proj", "down_proj"]
 LINEAR = ["in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"]
 LATENTS = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"]
+NO_OUT_PROJ = ("nemotron-h", "nemotron-3")
+"""Names of families on whose `out_proj` PEFT puts no LoRA."""
+
 #: name → (rank, alpha, targets), of which a model has some
 ADAPTERS = {
     "r3-all": (3, 6, [*ATTENTION, *LINEAR, "in_proj", *LATENTS, *MLP]),
@@ -733,7 +783,8 @@ def logits(model: Any, tokens: list[int]) -> torch.Tensor:
 
 def _depends_on_length(model: Any) -> bool:
     """True if the rotary embedding of a token depends on how long the text is when it is computed."""
-    return any(kind in repr(model.config.rope_parameters) for kind in ("dynamic", "longrope"))
+    rope = repr(getattr(model.config, "rope_parameters", None))
+    return any(kind in rope for kind in ("dynamic", "longrope"))
 
 
 def randomise(model: torch.nn.Module) -> None:
@@ -748,7 +799,7 @@ def randomise(model: torch.nn.Module) -> None:
                 parameter.uniform_(0.5, 1.5)
             elif name.endswith("router.scale"):
                 parameter.uniform_(8, 24)
-            elif name.endswith(("sinks", "mamba.D")):
+            elif name.endswith(("sinks", "mamba.D", "mixer.D")):
                 parameter.normal_()
             elif ".act_fn." in name:
                 parameter.uniform_(-1, 1)
@@ -762,7 +813,7 @@ def randomise(model: torch.nn.Module) -> None:
 def save_family(name: str, path: Path, dtype: torch.dtype = torch.float32, **changes: Any) -> None:
     import transformers
 
-    every = {**FAMILIES, **BY_TORCH, **SHAPES, **HYBRIDS, **EXPERTS, **RENAMED}
+    every = {**FAMILIES, **BY_TORCH, **SHAPES, **HYBRIDS, **TORCH_HYBRIDS, **EXPERTS, **RENAMED}
     config_class, arguments, shard = every[name]
     arguments = {
         "vocab_size": 150,
@@ -799,7 +850,7 @@ def train_vectors(model: torch.nn.Module) -> None:
                 parameter.add_(0.3 * torch.randn_like(parameter))
 
 
-def _paths(config: ModelConfig, layer: int, targets: list[str]) -> list[str]:
+def _paths(config: ModelConfig, layer: int, targets: Collection[str]) -> list[str]:
     """Paths of some projections in a layer."""
     return [path for path, modules in config.module_paths.in_layer(layer).items() if set(modules) & set(targets)]
 
@@ -845,8 +896,10 @@ def _save_tiny(name: str, root: Path, changes: Mapping[str, Any], **arguments: A
     for seed, (adapter, (rank, alpha, targets)) in enumerate(ADAPTERS.items()):
         torch.manual_seed(seed)
         here = [path.rpartition(".")[2] for path, modules in paths.items() if set(modules) & set(targets)]
+        here = [path for path in here if not (path == "out_proj" and name.startswith(NO_OUT_PROJ))]
         if config.experts is not None:
-            here = [f"{layer}.{path}" for layer in range(config.num_layers) for path in _paths(config, layer, targets)]
+            own = set(targets) - {"out_proj" * name.startswith(NO_OUT_PROJ)}
+            here = [f"{layer}.{path}" for layer in range(config.num_layers) for path in _paths(config, layer, own)]
         lora = LoraConfig(
             r=rank,
             lora_alpha=alpha,

@@ -107,7 +107,10 @@ def one_by_one(
     names = names or {}
     tensors, given = {}, load_file(source / "adapter_model.safetensors")
     if swapped:
-        given = {name: tensor if ".experts." not in name else _unswapped(given, name, count) for name, tensor in given.items()}
+        given = {
+            name: tensor if ".experts." not in name else _unswapped(given, name, count)
+            for name, tensor in given.items()
+        }
     for name, tensor in given.items():
         if ".experts." not in name:
             tensors[name] = tensor

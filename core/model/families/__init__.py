@@ -6,6 +6,7 @@ from ..family import Family
 from . import (
     apertus,
     arcee,
+    bamba,
     cohere,
     deepseek,
     dots,
@@ -24,13 +25,16 @@ from . import (
     hyperclova,
     internlm,
     lfm2,
+    lfm3,
     llama,
     llama_4,
     mellum,
     minimax,
     mistral,
     mixtral,
+    nemotron_h,
     olmo,
+    olmo_hybrid,
     olmoe,
     phi,
     phi_moe,
@@ -117,6 +121,10 @@ ALL: tuple[Family, ...] = (
     llama_4.LLAMA_4,
     llama_4.LLAMA_4_TEXT,
     phi_moe.PHI_MOE,
+    bamba.BAMBA,
+    nemotron_h.NEMOTRON_H,
+    olmo_hybrid.OLMO_HYBRID,
+    lfm3.LFM3,
 )
 
 FAMILIES = {architecture: family for family in ALL for architecture in family.architectures}
