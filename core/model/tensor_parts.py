@@ -181,11 +181,12 @@ class Source(NamedTuple):
 
 def sources(config: ModelConfig, names: Container[str]) -> dict[str, Source]:
     """Where a checkpoint with tensors of these names has each part of `tensor_shapes`."""
-    tensors, shapes, units = config.tensors, tensor_shapes(config), config.unit_rows
-    first = "embed_tokens" if config.norm.weightless else tensors.norm
+    tensors, shapes, units = config.tensors.of(names), tensor_shapes(config), config.unit_rows
+    first = tensors.embed if config.norm.weightless else tensors.norm
     prefix = next((each for each in tensors.prefixes if f"{each}{first}.weight" in names), tensors.prefixes[0])
     head = next((each for each in tensors.heads if each in names), tensors.heads[0])
     found = {LM_HEAD: Source(head), NORM: Source(f"{prefix}{tensors.norm}.weight")}
+    found[EMBED] = Source(f"{prefix}{tensors.embed}.weight")
     for part in shapes:
         match = IN_LAYER.match(part)
         if match is None:
@@ -205,7 +206,7 @@ def _layer_source(
 ) -> Source:
     """Where a checkpoint has a part of a layer. part: by `IN_LAYER`. units: see `ModelConfig.unit_rows`."""
     layer, path, kind = part.groups()
-    at, own = f"{prefix}{layer}", f"{_MODEL}{layer}"
+    at, own = f"{prefix}{tensors.layers}{layer.removeprefix('layers')}", f"{_MODEL}{layer}"
     if (expert := _EXPERT.match(path)) is not None:
         begin, number, matrix = expert.groups()
         rows = {each: shapes[f"{own}{begin}{number}.{each}.weight"][0] for each in _MATRICES}

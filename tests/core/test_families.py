@@ -23,7 +23,7 @@ from chorus.graphs.runner import StepMode
 
 from .merging.test_merged import merge
 from .test_family_paths import answers, told
-from .tiny_families import ADAPTERS, BY_LLAMA, BY_TORCH, EXPERTS, FAMILIES, HYBRIDS, RENAMED, SHAPES, save_family
+from .tiny_families import ADAPTERS, BY_ANOTHER, BY_TORCH, EXPERTS, FAMILIES, HYBRIDS, RENAMED, SHAPES, save_family
 
 pytestmark = [pytest.mark.numerics, pytest.mark.wide]
 
@@ -38,7 +38,7 @@ def test_every_architecture_is_covered():
     every = {**FAMILIES, **BY_TORCH, **SHAPES, **HYBRIDS, **EXPERTS, **RENAMED}
     models = {MODELS[getattr(transformers, f[0])] for f in every.values()}
     seeing = {name for name, family in SERVED.items() if family.tensors.left_out}  # see test_text_parts.py
-    assert {model.__name__ for model in models} - seeing | set(BY_LLAMA.values()) == set(SERVED) - seeing
+    assert {model.__name__ for model in models} - seeing | set(BY_ANOTHER.values()) == set(SERVED) - seeing
 
 
 @pytest.mark.parametrize("kernels", ["torch", "native"])

@@ -79,8 +79,14 @@ LATENT = {
     "v_head_dim": 24,
 }
 
-#: Families that transformers computes, and saves, by Llama's class, which their checkpoints do not name.
-BY_LLAMA = {"InternLM3Config": "InternLM3ForCausalLM", "IQuestCoderConfig": "IQuestCoderForCausalLM"}
+#: Families that transformers computes, and saves, by another family's class, which their checkpoints do not name.
+BY_ANOTHER = {
+    "InternLM3Config": "InternLM3ForCausalLM",
+    "IQuestCoderConfig": "IQuestCoderForCausalLM",
+    "ExaoneConfig": "ExaoneForCausalLM",
+    "SarvamMoEConfig": "SarvamMoEForCausalLM",
+    "SarvamMLAConfig": "SarvamMLAForCausalLM",
+}
 
 #: name → (transformers' configuration class, its arguments, largest shard)
 FAMILIES: dict[str, tuple[str, dict[str, Any], str]] = {
@@ -587,6 +593,49 @@ RENAMED: dict[str, tuple[str, dict[str, Any], str]] = {
          "num_hidden_layers": 3},
         "50GB",
     ),
+    "granite-swa": (
+        "GraniteSWAConfig",
+        {**GRANITE_TIED, "attention_multiplier": 0.11, "num_hidden_layers": 5, "sliding_window": 20,
+         "layer_rope_theta": [0, 500, 10000.0, 0.0, 500.0], "attention_bias": True},
+        "50GB",
+    ),
+    "granite-moe-swa": (
+        "GraniteMoeSWAConfig",
+        {**GRANITE, "residual_multiplier": 0.9, "attention_multiplier": 0.11, "num_local_experts": 12,
+         "num_experts_per_tok": 4, "shared_intermediate_size": 40, "num_hidden_layers": 2, "sliding_window": 20},
+        "50GB",
+    ),
+    "flex-olmo": ("FlexOlmoConfig", {"num_experts": 7, "num_experts_per_tok": 5, "pad_token_id": 0}, "50GB"),
+    "vault-gemma": (
+        "VaultGemmaConfig", {"head_dim": 32, "num_hidden_layers": 3, "sliding_window": 18, "pad_token_id": 0}, "50GB"
+    ),
+    "youtu": ("YoutuConfig", {**LATENT, "attention_bias": True, "rope_parameters": YARN}, "50GB"),
+    "minicpm-3": (
+        "MiniCPM3Config",
+        {**LATENT, "v_head_dim": None, "scale_emb": 3.0, "scale_depth": 1.1, "dim_model_base": 40, "mlp_bias": True},
+        "50GB",
+    ),
+    "flint": (
+        "FlintConfig",
+        {"head_dim": 16, "num_experts": 16, "num_experts_per_tok": 3, "moe_intermediate_size": 40,
+         "shared_expert_intermediate_size": 24, "sliding_window": 20, "num_hidden_layers": 4, "mlp_only_layers": [1],
+         "pad_token_id": 0},
+        "50GB",
+    ),
+    "stablelm": ("StableLmConfig", {"use_qkv_bias": True, "use_parallel_residual": True, "head_dim": 16}, "50GB"),
+    "stablelm-before": ("StableLmConfig", {"partial_rotary_factor": 0.5, "hidden_size": 48}, "50GB"),
+    "exaone-3": ("ExaoneConfig", {"num_key_value_heads": 2, "pad_token_id": 0}, "50GB"),
+    "sarvam-moe": (
+        "SarvamMoEConfig",
+        {**DEEPSEEK_EXPERTS, "head_dim": 16, "num_hidden_layers": 2, "attention_bias": True},
+        "50GB",
+    ),
+    "sarvam-mla": (
+        "SarvamMLAConfig",
+        {**LATENT, **DEEPSEEK_EXPERTS, "q_lora_rank": None,
+         "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}},
+        "50GB",
+    ),
 }  # fmt: skip
 
 ATTENTION, MLP = ["q_proj", "k_proj", "v_proj", "o_proj"], ["gate_proj", "up_proj", "down_proj"]
@@ -752,9 +801,10 @@ def save_family(name: str, path: Path, dtype: torch.dtype = torch.float32, **cha
     model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, config_class)(**arguments))
     randomise(model)
     model.to(dtype).save_pretrained(path, max_shard_size=shard)
-    if config_class in BY_LLAMA:
+    if config_class in BY_ANOTHER:
         config = path / "config.json"
-        config.write_text(config.read_text().replace("LlamaForCausalLM", BY_LLAMA[config_class]))
+        raw = json.loads(config.read_text())
+        config.write_text(json.dumps({**raw, "architectures": [BY_ANOTHER[config_class]]}))
 
 
 def train_vectors(model: torch.nn.Module) -> None:

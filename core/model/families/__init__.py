@@ -11,6 +11,7 @@ from . import (
     dots,
     ernie,
     exaone,
+    flint,
     gemma,
     gemma_2,
     gemma_3,
@@ -23,6 +24,7 @@ from . import (
     hunyuan,
     hyperclova,
     internlm,
+    latent_dense,
     lfm2,
     llama,
     mellum,
@@ -36,8 +38,10 @@ from . import (
     qwen2_moe,
     qwen3_5,
     qwen3_moe,
+    sarvam,
     seed_oss,
     smollm3,
+    stablelm,
     starcoder2,
 )
 
@@ -112,7 +116,21 @@ ALL: tuple[Family, ...] = (
     apertus.APERTUS,
     starcoder2.STARCODER_2,
     olmo.OLMO_1,
+    granite.GRANITE_SWA,
+    granite.GRANITE_MOE_SWA,
+    olmoe.FLEX_OLMO,
+    gemma_2.VAULT_GEMMA,
+    latent_dense.YOUTU,
+    latent_dense.MINICPM_3,
+    flint.FLINT,
+    stablelm.STABLELM,
+    exaone.EXAONE_3,
+    sarvam.SARVAM,
+    sarvam.SARVAM_MLA,
 )
 
 FAMILIES = {architecture: family for family in ALL for architecture in family.architectures}
 """A checkpoint's architecture → its family."""
+
+OF_TYPES = {model_type: family for family in ALL for model_type in family.model_types}
+"""A checkpoint's `model_type` → its family, where architectures don't tell families apart."""

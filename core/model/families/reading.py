@@ -227,6 +227,12 @@ def number_of(fields: ConfigJson, name: str) -> int:
     return fields.integer(name, None if fields.has(name) else 0, least=0)
 
 
+def renamed(fields: ConfigJson, names: Mapping[str, str]) -> ConfigJson:
+    """The fields with others' values where they are missing. names: a field → the other."""
+    found = {name: fields.raw[other] for name, other in names.items() if other in fields.raw and name not in fields.raw}
+    return fields.with_values(found)
+
+
 def rope_fields(fields: ConfigJson) -> ConfigJson:
     """The object that describes rotary embeddings; empty where there is none."""
     found = fields.object("rope_scaling") or fields.object("rope_parameters")

@@ -21,7 +21,7 @@ from chorus.core.model.rope_config import RopeConfig
 from chorus.core.model.shard import Shard
 from chorus.core.model.tensor_parts import tensor_shapes
 
-from ..tiny_families import BY_LLAMA
+from ..tiny_families import BY_ANOTHER
 
 pytestmark = pytest.mark.wide
 
@@ -133,6 +133,9 @@ OWN_SHAPES = {
     "GraniteMoeHybridForCausalLM": {"num_local_experts": 0, "layer_types": ["attention"] * 8},
     "Dots1ForCausalLM": {"n_routed_experts": 8, "num_experts_per_tok": 2},
     "HeliumForCausalLM": {"num_attention_heads": 20},
+    "YoutuForCausalLM": {"num_key_value_heads": 64},
+    "MiniCPM3ForCausalLM": {"num_key_value_heads": 64},
+    "StableLmForCausalLM": {"num_attention_heads": 32, "hidden_size": 256},
     "Gemma4ForCausalLM": {"hidden_size_per_layer_input": 0},
     "DeepseekV2ForCausalLM": {"num_experts_per_tok": 6},
     "DeepseekV3ForCausalLM": {"num_key_value_heads": 64},
@@ -145,8 +148,8 @@ def test_defaults_are_those_of_transformers(tmp_path, architecture):
     """Shapes alone describe the same model as these shapes with all other fields of transformers' configuration."""
     import transformers
 
-    by_llama = next((config for config, name in BY_LLAMA.items() if name == architecture), None)
-    config_class = getattr(transformers, by_llama) if by_llama else getattr(transformers, architecture).config_class
+    by_another = next((config for config, name in BY_ANOTHER.items() if name == architecture), None)
+    config_class = getattr(transformers, by_another) if by_another else getattr(transformers, architecture).config_class
     shapes = {**SHAPES, **OWN_SHAPES.get(architecture, {})}
     full = {**config_class(**shapes, pad_token_id=None).to_dict(), "architectures": [architecture]}
     if full.get("head_dim") is None:
