@@ -40,6 +40,7 @@ from . import (
     qwen3_moe,
     sarvam,
     seed_oss,
+    seeing,
     smollm3,
     stablelm,
     starcoder2,
@@ -127,6 +128,16 @@ ALL: tuple[Family, ...] = (
     exaone.EXAONE_3,
     sarvam.SARVAM,
     sarvam.SARVAM_MLA,
+    seeing.LLAVA,
+    seeing.LLAVA_NEXT,
+    seeing.LLAVA_ONEVISION,
+    seeing.INTERNVL,
+    seeing.IDEFICS,
+    seeing.AYA,
+    seeing.KIMI_K2_5,
+    seeing.GLM_4_6V,
+    seeing.LIGHTON_OCR,
+    glm.GLM_OCR,
 )
 
 FAMILIES = {architecture: family for family in ALL for architecture in family.architectures}
