@@ -127,7 +127,9 @@ RENAMED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {**QWEN_TOWER, "fullatt_block_indexes": [0], "num_key_value_heads": 1},
     ),
     "LlavaForConditionalGeneration": (
-        "LlavaConfig", {"model_type": "mistral", "sliding_window": None}, {"model_type": "pixtral", "head_dim": 16, **TOWER}
+        "LlavaConfig",
+        {"model_type": "mistral", "sliding_window": None},
+        {"model_type": "pixtral", "head_dim": 16, **TOWER},
     ),
     "LlavaNextForConditionalGeneration": ("LlavaNextConfig", {"model_type": "llama"}, CLIP),
     "LlavaOnevisionForConditionalGeneration": (
@@ -139,10 +141,10 @@ RENAMED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"model_type": "internvl_vision", "image_size": [28, 28], "patch_size": [14, 14], **TOWER},
     ),
     "Idefics3ForConditionalGeneration": (
-        "Idefics3Config", {"model_type": "llama"}, {"model_type": "idefics3_vision", "image_size": 28, "patch_size": 14, **TOWER}
+        "Idefics3Config", {"model_type": "llama"}, {**CLIP, "model_type": "idefics3_vision"}
     ),
     "SmolVLMForConditionalGeneration": (
-        "SmolVLMConfig", {"model_type": "llama"}, {"model_type": "smolvlm_vision", "image_size": 28, "patch_size": 14, **TOWER}
+        "SmolVLMConfig", {"model_type": "llama"}, {**CLIP, "model_type": "smolvlm_vision"}
     ),
     "AyaVisionForConditionalGeneration": (
         "AyaVisionConfig", {"model_type": "cohere2", "sliding_window": 20, "pad_token_id": 0}, SIGLIP
@@ -152,8 +154,8 @@ RENAMED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     ),
     "Kimi_K25ForConditionalGeneration": (
         "Kimi_K25Config",
-        {**LATENT, "head_dim": 8, "model_type": "deepseek_v3", "n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 1,
-         "topk_group": 1, "first_k_dense_replace": 1, "moe_intermediate_size": 40, "num_mtp_layers": 0},
+        {**LATENT, "head_dim": 8, "model_type": "deepseek_v3", "n_routed_experts": 8, "num_experts_per_tok": 2,
+         "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "moe_intermediate_size": 40, "num_mtp_layers": 0},
         {"patch_size": 14, **TOWER},
     ),
     "Glm46VForConditionalGeneration": (

@@ -24,8 +24,8 @@ from . import (
     gemma_3,
     glm,
     glm_moe,
-    granite,
     gpt_oss,
+    granite,
     llama,
     mistral,
     olmo,
@@ -104,8 +104,8 @@ _TENSORS = replace(
 
 
 def _reader(default: str) -> Callable[[ConfigJson], ModelConfig]:
-    """default: the type of a text part that names none. In transformers, these models neither scale nor cap logits, even
-    if their text part does so alone.
+    """default: the type of a text part that names none. In transformers, these models neither scale nor cap logits,
+    even if their text part does so alone.
     """
 
     def read(fields: ConfigJson) -> ModelConfig:
