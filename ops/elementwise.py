@@ -262,12 +262,17 @@ def xielu(x: torch.Tensor, parameters: torch.Tensor) -> torch.Tensor:
     return (torch.where(wide > 0, positive * wide * wide, below) + beta * wide).to(x.dtype)
 
 
-def split_gates(qkv: torch.Tensor, num_heads: int, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+def split_gates(
+    qkv: torch.Tensor, num_heads: int, head_dim: int, *, apart: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Part a projection in which each head's query is followed by a gate of its output.
 
-    qkv: `[tokens, 2 · heads · head_dim + …]`. Returns it without gates, and the gates `[tokens, heads · head_dim]`.
+    qkv: `[tokens, 2 · heads · head_dim + …]`. apart: all gates follow all others instead. Returns it without gates, and
+    the gates `[tokens, heads · head_dim]`.
     """
     size = num_heads * head_dim
+    if apart:
+        return qkv[:, :-size].contiguous(), qkv[:, -size:]
     q, gates = qkv[:, : 2 * size].unflatten(1, (num_heads, 2, head_dim)).unbind(2)
     return torch.cat((q.flatten(1), qkv[:, 2 * size :]), 1), gates.flatten(1)
 

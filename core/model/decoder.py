@@ -526,7 +526,7 @@ class DecoderModel:
             slots = KvSlots(*self._arena.kv_layers[kv], *place, self._kv_scales[kv])
             rotation = rotations[self._ropes[index]]
             if attention.output_gate:
-                qkv, gates = split_gates(qkv, attention.num_heads, attention.head_dim)
+                qkv, gates = split_gates(qkv, attention.num_heads, attention.head_dim, apart=attention.gate_apart)
             if attention.latent is None:
                 q = rotate_and_write(qkv, rotation, self._norms[index], slots, out)
             else:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from ...memory.pages.layout import KvShape
 from ...memory.pages.projections import (
+    Group,
     Projection,
     attention_projections,
     gated_projections,
@@ -182,6 +183,9 @@ class AttentionSpec:
     output_gate: bool = False
     """q_proj gives each head a query and then a gate: `o_proj(attended · sigmoid(gate))` (Qwen3.5)."""
 
+    gate_apart: bool = False
+    """The gates are `g_proj` of the layer's input instead (AFMoE); `output_gate` is true, too."""
+
     query_growth: QueryGrowth | None = None
 
     sinks: bool = False
@@ -236,7 +240,7 @@ class AttentionSpec:
 
     @property
     def q_rows(self) -> int:
-        """Rows of q_proj: queries, and the gates where there are any."""
+        """Rows of queries, and of the gates where there are any."""
         return self.q_size * (1 + self.output_gate)
 
     @property
@@ -250,15 +254,19 @@ class AttentionSpec:
         if (latent := self.latent) is not None:
             widths = {"key": latent.key_dim, "rotated": latent.rotated_dim, "value": latent.value_dim}
             return latent_projections(hidden, self.num_heads, q_rank=latent.q_rank, kv_rank=latent.kv_rank, **widths)
-        return attention_projections(
+        *inputs, output = attention_projections(
             hidden,
             self.num_heads,
             self.num_kv_heads,
             self.head_dim,
-            gate=self.output_gate,
+            gate=self.output_gate and not self.gate_apart,
             keys_and_values=0 if self.shares_kv else 1 if self.keys_are_values else 2,
             form=self.form,
         )
+        if self.gate_apart:
+            gate = Projection("self_attn.g_proj", Group.MIXER_IN, hidden, self.q_size, self.num_heads, form=self.form)
+            inputs.append(gate)
+        return (*inputs, output)
 
     @property
     def kv_shape(self) -> KvShape:

@@ -503,6 +503,13 @@ EXPERTS: dict[str, tuple[str, dict[str, Any], str]] = {
          "num_hidden_layers": 3, "pad_token_id": 0},
         "50GB",
     ),
+    "afmoe": (
+        "AfmoeConfig",
+        {"head_dim": 16, "num_experts": 16, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "sliding_window": 20,
+         "num_hidden_layers": 4, "num_shared_experts": 1, "route_scale": 1.5, "mup_enabled": True,
+         "initializer_range": 0.1, "global_attn_every_n_layers": 3},
+        "50GB",
+    ),
     "lfm2-moe": (
         "Lfm2MoeConfig",
         {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention", "conv", "conv"], "num_dense_layers": 1,
@@ -643,7 +650,7 @@ LINEAR = ["in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"]
 LATENTS = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"]
 #: name → (rank, alpha, targets), of which a model has some
 ADAPTERS = {
-    "r3-all": (3, 6, [*ATTENTION, *LINEAR, "in_proj", *LATENTS, *MLP]),
+    "r3-all": (3, 6, [*ATTENTION, "g_proj", *LINEAR, "in_proj", *LATENTS, *MLP]),
     "r8-qv": (8, 16, ["q_proj", "v_proj", "in_proj_b", "in_proj", "kv_b_proj"]),
     "r17-o-mlp": (17, 8, ["o_proj", "out_proj", *MLP]),
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ..family import Family
 from . import (
+    afmoe,
     apertus,
     arcee,
     cohere,
@@ -128,6 +129,7 @@ ALL: tuple[Family, ...] = (
     exaone.EXAONE_3,
     sarvam.SARVAM,
     sarvam.SARVAM_MLA,
+    afmoe.AFMOE,
     seeing.LLAVA,
     seeing.LLAVA_NEXT,
     seeing.LLAVA_ONEVISION,
