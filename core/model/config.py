@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from ...memory.files.base_tokens import BaseTokens
-from ...memory.files.module_paths import ModulePaths
+from ...memory.files.module_paths import AROUND, ModulePaths
 from ...memory.files.whole_copies import BaseRows
 from ...memory.pages.projections import Group, Projections, UnitRows, model_projections, unit_rows
 from .config_json import UnsupportedModel
@@ -64,6 +64,9 @@ class ModelConfig:
 
     has_lm_head: bool = True
     """False for a checkpoint without the output projection, which makes vectors and scores only."""
+
+    head_bias: bool = False
+    """The output projection has a bias (Phi 2)."""
 
     is_classifier: bool = False
     """True if the checkpoint has a score head."""
@@ -226,6 +229,7 @@ class ModelConfig:
             tuple(renamed),
             tuple(fused),
             self.tensors.left_out,
+            around=tuple(dict.fromkeys((*AROUND, *filter(None, ".".join(self.tensors.prefixes).split("."))))),
             further=tuple(
                 (by_path[path].name, name) for path, name in self.tensors.adapter_names.items() if path in by_path
             ),

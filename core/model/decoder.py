@@ -131,6 +131,7 @@ class DecoderModel:
         stay_narrow = weights.keeps is not None
         kept = keeps_projections(weights, device, embed.dtype, packs=packs)
         self._lm_head = self._embed if head is embed and not packs else kept_head(head, embed.dtype, kept)
+        self._head_bias = None if (bias := weights.lm_head_bias()) is None else bias.to(device)
         pack_expert, keep_experts = keeps_experts(expert_kernels, dtype, device, stay_narrow=stay_narrow)
         read = weights.layers(kept, pack_expert)
         self.layers = [moved(layer, config.norm, device, dtype, keep_experts) for layer in read]
@@ -337,7 +338,13 @@ class DecoderModel:
             found = found.float() if logits is None else logits.copy_(found)
             if lora is not None and (head := lora.logits()) is not None:
                 head.add(found, normed, self._first_token)
-            return capped(found, self.config)
+            return self._capped(found)
+
+    def _capped(self, logits: torch.Tensor) -> torch.Tensor:
+        """See `capped`. Tokens that adapters have rows of keep the model's bias."""
+        if self._head_bias is not None:
+            logits.add_(self._head_bias)
+        return capped(logits, self.config)
 
     def _embedded(self, batch: Batch) -> torch.Tensor:
         """Embeddings `[tokens, hidden]` of a step's tokens."""
@@ -413,7 +420,7 @@ class DecoderModel:
         logits = multiply(GemmBackend.LIBRARY, hidden, self._lm_head).float()
         if self._prompt_lora is not None:
             self._prompt_lora.add(logits, hidden, self._first_token, begin)
-        return self.gathered(capped(logits, self.config))
+        return self.gathered(self._capped(logits))
 
     def hidden_states(self, begin: int, end: int) -> torch.Tensor:
         """Final hidden states `[end - begin, hidden]` float32 of some of the last step's kept tokens."""

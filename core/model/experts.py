@@ -210,6 +210,7 @@ def _native_mixture(experts: ListedExperts, spec: Experts) -> NativeMixture | No
             factor=routing.factor,
             groups=routing.groups,
             kept_groups=routing.kept_groups,
+            group_best=routing.group_best,
         ),
         NativeGating(NativeActivation.CLAMPED_SWIGLU, activation.alpha, activation.limit)
         if isinstance(activation, ClampedSwiglu)
@@ -314,7 +315,7 @@ def choose(logits: torch.Tensor, routing: Routing, correction: torch.Tensor | No
 def _within_groups(ranked: torch.Tensor, routing: Routing) -> torch.Tensor:
     """The scores, with -inf for experts outside the groups that each token may choose from."""
     groups = ranked.view(len(ranked), routing.groups, -1)
-    best = groups.topk(2, dim=-1).values.sum(-1).topk(routing.kept_groups, dim=-1).indices
+    best = groups.topk(routing.group_best, dim=-1).values.sum(-1).topk(routing.kept_groups, dim=-1).indices
     kept = torch.zeros(groups.shape[:2], dtype=torch.bool, device=ranked.device).scatter_(1, best, True)
     return groups.masked_fill(~kept[..., None], float("-inf")).view_as(ranked)
 

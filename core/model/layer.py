@@ -36,7 +36,6 @@ from .layers import (
     GatedSpec,
     LatentSpec,
     LayerSpec,
-    Norms,
     NormSpec,
     UngatedActivation,
     UngatedSpec,
@@ -120,11 +119,12 @@ class Layer:
 
     def begin(self, x: Residual) -> torch.Tensor:
         """The mixer's input `[tokens, in]`: see `qkv`; a parallel feed-forward part is added to x."""
-        if self._spec.norms is not Norms.PARALLEL:
+        if not self._spec.is_parallel:
             return self.qkv(x)
         weights = self._weights
         rows = x.normed(weights.attention_norm)
         qkv = self._gemm(QKV, rows, weights.qkv, weights.qkv_bias)
+        rows = rows if weights.mlp_norm is None else x.normed(weights.mlp_norm)
         x.rows.add_(self._output(self._feed_forward(rows), x.norm, weights.mlp_out_norm))
         return qkv
 
@@ -134,7 +134,7 @@ class Layer:
         """
         weights = self._weights
         x.added = self._output(self.o(attended), x.norm, weights.attention_out_norm)
-        if self._spec.norms is not Norms.PARALLEL:
+        if not self._spec.is_parallel:
             with span("mlp"):
                 rows = x.normed(weights.mlp_norm)
                 y = self._feed_forward(rows) if self._spec.beside is None else self._side_by_side(rows, x)
@@ -265,7 +265,9 @@ def _activated(up: torch.Tensor, activation: UngatedActivation, parameters: torc
     """up: `[tokens, ffn]`. parameters: of xIELU."""
     if parameters is not None:
         return xielu(up, parameters)
-    return relu_squared(up) if activation is UngatedActivation.RELU_SQUARED else gelu(up, approximate="tanh")
+    if activation is UngatedActivation.RELU_SQUARED:
+        return relu_squared(up)
+    return gelu(up, approximate="none" if activation is UngatedActivation.GELU else "tanh")
 
 
 def multiply(

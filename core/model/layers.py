@@ -52,6 +52,9 @@ class UngatedActivation(StrEnum):
 
     GELU_TANH = "gelu_pytorch_tanh"
 
+    GELU = "gelu"
+    """With the error function: GPT-NeoX."""
+
     RELU_SQUARED = "relu2"
     """`max(x, 0)²`: Nemotron, Arcee."""
 
@@ -73,6 +76,9 @@ class Norms(StrEnum):
 
     PARALLEL = "parallel"
     """`n = norm(x); x += mixer(n) + feed_forward(n)`: Cohere."""
+
+    PARALLEL_APART = "parallel, apart"
+    """`x += mixer(norm(x)) + feed_forward(norm_2(x))`: GPT-NeoX."""
 
 
 class HeadNorm(StrEnum):
@@ -364,7 +370,10 @@ class Routing:
     """Equal groups of neighbouring experts."""
 
     kept_groups: int = 1
-    """Groups that a token may choose from: those with the highest sums of their two best scores."""
+    """Groups that a token may choose from: those with the highest sums of their best scores."""
+
+    group_best: int = 2
+    """How many best scores of a group are added up: two (DeepSeek-V3), or one (DeepSeek-V2)."""
 
     bias: bool = False
     """The router's logits have a bias."""
@@ -454,6 +463,11 @@ class LayerSpec:
 
         x += norm_out(norm_1(feed_forward(norm(r))) + norm_2(experts(norm_3(r))))
     """
+
+    @property
+    def is_parallel(self) -> bool:
+        """True if the feed-forward part does not read the mixer's output."""
+        return self.norms in (Norms.PARALLEL, Norms.PARALLEL_APART)
 
     @property
     def attention(self) -> AttentionSpec | None:

@@ -87,6 +87,8 @@ def _other_parts(config: ModelConfig) -> dict[str, bool | str]:
         "factor of a layer's output": any(layer.scaled for layer in config.layers),
         "feed-forward part without a gate": any(isinstance(it.feed_forward, UngatedSpec) for it in config.layers),
         "norm with a bias": config.norm.biased,
+        "bias of the output projection": config.head_bias,
+        "norm of a parallel part's own": any(it.norms is Norms.PARALLEL_APART for it in config.layers),
         "gate of attention's output in a projection of its own": any(mixer.gate_apart for mixer in mixers),
         "LayerNorm of heads": any(mixer.head_norm is HeadNorm.OWN for mixer in mixers),
         "norm of heads after they are rotated": any(mixer.head_norm is HeadNorm.ROTATED for mixer in mixers),

@@ -147,4 +147,5 @@ def _choice_constants(routing: Routing, experts: int) -> ChoiceConstants:
         corrected=routing.corrected,
         groups=routing.groups,
         kept_groups=routing.kept_groups,
+        group_best=routing.group_best,
     )

@@ -20,6 +20,7 @@ from .shard import WHOLE, Part, Shard
 from .tensor_names import BIASES, CORRECTION, PACKED, STACKED_EXPERTS, TensorNames
 
 EMBED, NORM, LM_HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+LM_HEAD_BIAS = "lm_head.bias"
 _MODEL, LAYER = "model.", "model.layers.{}."
 IN_LAYER = re.compile(
     r"^model\.(layers\.\d+\.)(.+)\.(weight|bias|sinks|dt_bias|A_log|D|e_score_correction_bias|alpha_[pn]|beta|eps)$"
@@ -60,6 +61,7 @@ NORMS = {
     Norms.AFTER: ("attention_out_norm", "mlp_out_norm"),
     Norms.AROUND: ("attention_norm", "mlp_norm", "attention_out_norm", "mlp_out_norm"),
     Norms.PARALLEL: ("attention_norm",),
+    Norms.PARALLEL_APART: ("attention_norm", "mlp_norm"),
 }
 
 
@@ -71,6 +73,8 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {EMBED: (config.vocab_size, hidden), **_norm_shapes([NORM], config)}
     if not config.tie_word_embeddings:
         shapes[LM_HEAD] = (config.vocab_size, hidden)
+    if config.head_bias and config.has_lm_head:
+        shapes[LM_HEAD_BIAS] = (config.vocab_size,)
     if (inputs := config.layer_inputs) is not None:
         width = config.num_layers * inputs.size
         shapes |= {INPUT_TABLE: (inputs.vocab, width), INPUT_PROJECTION: (width, hidden), INPUT_NORM: (inputs.size,)}
@@ -89,9 +93,9 @@ def _norm_shapes(names: Sequence[str], config: ModelConfig) -> dict[str, tuple[i
     return dict.fromkeys((*names, *biases), (config.hidden_size,))
 
 
-def bias_of(norm: str) -> str:
-    """The name of a norm's bias, by that of its weight."""
-    return f"{norm.removesuffix('weight')}bias"
+def bias_of(weight: str) -> str:
+    """The name of the bias of a norm, or of the output projection, by that of its weight."""
+    return f"{weight.removesuffix('weight')}bias"
 
 
 def _layer_shapes(layer: LayerSpec, hidden: int) -> dict[str, tuple[int, ...]]:
@@ -187,10 +191,11 @@ def sources(config: ModelConfig, names: Container[str]) -> dict[str, Source]:
     head = next((each for each in tensors.heads if each in names), tensors.heads[0])
     found = {LM_HEAD: Source(head), NORM: Source(f"{prefix}{tensors.norm}.weight")}
     found[EMBED] = Source(f"{prefix}{tensors.embed}.weight")
+    biases = {bias_of(each): Source(bias_of(found[each].name)) for each in (NORM, LM_HEAD)}
     for part in shapes:
         match = IN_LAYER.match(part)
         if match is None:
-            found.setdefault(part, Source(prefix + part.removeprefix(_MODEL)))
+            found.setdefault(part, biases.get(part) or Source(prefix + part.removeprefix(_MODEL)))
         else:
             found[part] = _layer_source(tensors, prefix, match, shapes, units, names)
     return found

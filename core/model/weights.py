@@ -35,6 +35,7 @@ from .tensor_parts import (
     INPUT_TABLE,
     LAYER,
     LM_HEAD,
+    LM_HEAD_BIAS,
     NORM,
     NORMS,
     OUTPUT_GATE,
@@ -147,6 +148,10 @@ class Weights(ABC):
         if self.quantiser is None or not self.quantiser.lm_head:
             return head
         return self.quantiser(head, LM_HEAD, self.quantises_on)
+
+    def lm_head_bias(self) -> torch.Tensor | None:
+        """The bias of the rank's rows of the output projection, `[vocab]` float32; None: there is none."""
+        return self._read(LM_HEAD_BIAS, dtype=torch.float32) if LM_HEAD_BIAS in self._shapes else None
 
     def _tied(self, embed: torch.Tensor) -> torch.Tensor:
         return embed if self._shard.size == 1 else embed[self._shard.of_vocab(self._config)]

@@ -292,6 +292,12 @@ BY_TORCH: dict[str, tuple[str, dict[str, Any], str]] = {
         "50GB",
     ),
     "starcoder-2": ("Starcoder2Config", {"sliding_window": 20}, "20KB"),
+    "phi-2": ("PhiConfig", {"partial_rotary_factor": 0.5}, "50GB"),
+    "gpt-neox": (
+        "GPTNeoXConfig",
+        {"num_key_value_heads": 4, "rope_parameters": {"rope_theta": 500.0, "partial_rotary_factor": 0.5}},
+        "50GB",
+    ),
 }
 
 #: Families with layers of attention of several shapes, likewise.
@@ -637,6 +643,12 @@ RENAMED: dict[str, tuple[str, dict[str, Any], str]] = {
         {**DEEPSEEK_EXPERTS, "head_dim": 16, "num_hidden_layers": 2, "attention_bias": True},
         "50GB",
     ),
+    "deepseek-v2-groups": (
+        "DeepseekV2Config",
+        {**LATENT, "n_routed_experts": 16, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "n_group": 4,
+         "topk_group": 2, "topk_method": "group_limited_greedy", "routed_scaling_factor": 1.5, "n_shared_experts": 1},
+        "50GB",
+    ),
     "sarvam-mla": (
         "SarvamMLAConfig",
         {**LATENT, **DEEPSEEK_EXPERTS, "q_lora_rank": None,
@@ -687,7 +699,8 @@ class Tiny:
         elif (correction := getattr(router, "e_score_correction_bias", (*inputs, None)[1])) is not None:
             scores = scores.sigmoid() + correction
         if (groups := getattr(router, "num_group", None) or 1) > 1:
-            sums = scores.view(len(scores), groups, -1).topk(2).values.sum(-1)
+            best_of = 1 if getattr(router, "topk_method", None) == "group_limited_greedy" else 2
+            sums = scores.view(len(scores), groups, -1).topk(best_of).values.sum(-1)
             best = sums.topk(router.topk_group + 1)
             self.router_margins.append(float((best.values[:, -2] - best.values[:, -1]).min()))
             kept = torch.zeros_like(sums).scatter_(1, best.indices[:, :-1], 1).bool()
