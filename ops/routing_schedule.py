@@ -58,6 +58,7 @@ class ChoiceConstants:
     corrected: bool
     groups: int
     kept_groups: int
+    group_best: int = 2
 
     @property
     def group_size(self) -> int:
