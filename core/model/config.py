@@ -53,6 +53,9 @@ class ModelConfig:
     embedding_multiplier: float = 1.0
     """Factor of the embeddings, rounded to the dtype that the model is computed in."""
 
+    embedding_norm: bool = False
+    """Embeddings are normalised, as the last layer's output is (nanochat); the norm is weightless."""
+
     logits_scale: float = 1.0
     """Factor of the logits."""
 

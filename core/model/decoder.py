@@ -36,7 +36,7 @@ from .batch import GemmBackend, StepBatch, StepStates
 from .config import ModelConfig
 from .experts import ExpertKernels
 from .kept_weights import keeps_experts, keeps_projections, kept_head, moved, moved_norm
-from .layer import HEAD, Layer, Residual, multiply
+from .layer import HEAD, Layer, Residual, multiply, normed
 from .layer_inputs import LayerInputs
 from .layer_weights import MERGED_MATRICES, LayerWeights
 from .layers import AttentionSpec, HeadNorm, NormSpec
@@ -352,7 +352,8 @@ class DecoderModel:
         rows = embedding(token_ids if lora is None else lora.known(token_ids), self._embed)
         if lora is not None:
             lora.embed(rows, batch.token_ids)
-        return rows if self._embedding_factor == 1.0 else rows * self._embedding_factor
+        rows = rows if self._embedding_factor == 1.0 else rows * self._embedding_factor
+        return normed(rows.to(self._dtype), self._norm, self.config.norm) if self.config.embedding_norm else rows
 
     def _layer_inputs(self, weights: Weights, kept: Pack | None, device: torch.device) -> LayerInputs | None:
         """None for a model whose layers have no further inputs."""
@@ -448,7 +449,7 @@ class DecoderModel:
 
     def _head_norms(self) -> list[HeadNorms | None]:
         return [
-            _head_norms(layer, spec.attention, self.config.norm, self._ranks)
+            _head_norms(layer, spec.attention, self.config.norm, self._ranks, self._arena.pages.device)
             for layer, spec in zip(self.layers, self.config.layers, strict=True)
         ]
 
@@ -583,7 +584,7 @@ def _kv_scales(weights: Weights, arena: Arena) -> list[KvScales]:
 
 
 def _rotary(rope: RopeConfig, positions: int, dtype: torch.dtype, device: torch.device) -> RotaryEmbedding:
-    frequencies = rope.inverse_frequencies(positions)
+    frequencies = rope.angles(positions)
     factor, interleaved = rope.attention_factor, rope.interleaved
     return RotaryEmbedding(frequencies, positions, dtype, device, factor=factor, interleaved=interleaved)
 
@@ -600,8 +601,15 @@ def scores_of(mixer: AttentionSpec | None, max_model_len: int) -> Scores:
 
 
 def _head_norms(
-    layer: LayerWeights, attention: AttentionSpec | None, norm: NormSpec, ranks: Collectives | None
+    layer: LayerWeights,
+    attention: AttentionSpec | None,
+    norm: NormSpec,
+    ranks: Collectives | None,
+    device: torch.device,
 ) -> HeadNorms | None:
+    if attention is not None and attention.head_norm is HeadNorm.BARE:
+        ones = torch.ones(attention.head_dim, device=device)
+        return HeadNorms(ones, ones, norm.eps)
     if attention is None or attention.latent is not None or layer.q_norm is None or layer.k_norm is None:
         return None
     if attention.head_norm is not HeadNorm.ALL:

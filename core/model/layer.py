@@ -179,7 +179,8 @@ class Layer:
         assert experts is not None, "the weights are of the spec"
         assert spec is not None, "the weights are of the spec"
         lora = None if self._lora is None else self._lora.mixture(self._index)
-        return self._summed(mix_experts(rows, experts, spec, lora, routed))
+        y = self._summed(mix_experts(rows, experts, spec, lora, routed))
+        return y if spec.factor == 1.0 else y * spec.factor
 
     def qkv(self, x: Residual) -> torch.Tensor:
         """The mixer's input: attention's `[tokens, q + 2·kv]`, a recurrent mixer's `[tokens, in]`, or latents of

@@ -90,6 +90,9 @@ class HeadNorm(StrEnum):
     ALL = "all"
     """All heads of a token at once, with weights `[heads · head_dim]`: OLMo 2."""
 
+    BARE = "bare"
+    """Every head by itself, without weights (nanochat)."""
+
     OWN = "own"
     """LayerNorm of every head by itself, each with weights of its own, `[heads · head_dim]`: Command R+."""
 
@@ -404,6 +407,9 @@ class Experts:
 
     biased: bool = False
     """Each expert's gate, up and down have biases (gpt-oss)."""
+
+    factor: float = 1.0
+    """Of the sum of all experts' outputs (Cohere 2 MoE)."""
 
     bias = False
 

@@ -90,6 +90,8 @@ def _other_parts(config: ModelConfig) -> dict[str, bool | str]:
         "bias of the output projection": config.head_bias,
         "norm of a parallel part's own": any(it.norms is Norms.PARALLEL_APART for it in config.layers),
         "gate of attention's output in a projection of its own": any(mixer.gate_apart for mixer in mixers),
+        "norm of heads without weights": any(mixer.head_norm is HeadNorm.BARE for mixer in mixers),
+        "norm of embeddings": config.embedding_norm,
         "LayerNorm of heads": any(mixer.head_norm is HeadNorm.OWN for mixer in mixers),
         "norm of heads after they are rotated": any(mixer.head_norm is HeadNorm.ROTATED for mixer in mixers),
     }
@@ -322,9 +324,7 @@ def _layer_values(
 
 
 def _angles(rope: RopeConfig, positions: int) -> tuple[torch.Tensor, torch.Tensor]:
-    return rotary_table(
-        rope.inverse_frequencies(positions), positions, factor=rope.attention_factor, interleaved=rope.interleaved
-    )
+    return rotary_table(rope.angles(positions), positions, factor=rope.attention_factor, interleaved=rope.interleaved)
 
 
 def _score_scale(mixer: AttentionSpec) -> float:

@@ -150,7 +150,7 @@ def _head_norm_shapes(mixer: AttentionSpec) -> dict[str, tuple[int, ...]]:
     if (latent := mixer.latent) is not None:
         queries = {"self_attn.q_norm.weight": (latent.q_rank,)} if latent.q_rank else {}
         return {**queries, "self_attn.k_norm.weight": (latent.kv_rank,)}
-    if mixer.head_norm is None:
+    if mixer.head_norm in (None, HeadNorm.BARE):
         return {}
     each = mixer.head_norm not in (HeadNorm.ALL, HeadNorm.OWN)
     shapes: dict[str, tuple[int, ...]] = {"self_attn.q_norm.weight": (mixer.head_dim if each else mixer.q_size,)}

@@ -292,6 +292,7 @@ BY_TORCH: dict[str, tuple[str, dict[str, Any], str]] = {
         "50GB",
     ),
     "starcoder-2": ("Starcoder2Config", {"sliding_window": 20}, "20KB"),
+    "nanochat": ("NanoChatConfig", {"final_logit_softcapping": 5.0, "attention_bias": True}, "50GB"),
     "phi-2": ("PhiConfig", {"partial_rotary_factor": 0.5}, "50GB"),
     "gpt-neox": (
         "GPTNeoXConfig",
@@ -647,6 +648,14 @@ RENAMED: dict[str, tuple[str, dict[str, Any], str]] = {
         "DeepseekV2Config",
         {**LATENT, "n_routed_experts": 16, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "n_group": 4,
          "topk_group": 2, "topk_method": "group_limited_greedy", "routed_scaling_factor": 1.5, "n_shared_experts": 1},
+        "50GB",
+    ),
+    "cohere-2-moe": (
+        "Cohere2MoeConfig",
+        {"head_dim": 16, "num_experts": 12, "num_experts_per_tok": 3, "intermediate_size": 40, "num_shared_experts": 2,
+         "sliding_window": 20, "num_hidden_layers": 3, "mlp_layer_types": ["dense", "sparse", "sparse"],
+         "prefix_dense_intermediate_size": 48, "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+         "pad_token_id": 0},
         "50GB",
     ),
     "sarvam-mla": (
