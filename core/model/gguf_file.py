@@ -29,8 +29,8 @@ _ONE_PLUS = {"gemma", "gemma2", "gemma3", "nemotron"}
 
 #: Architectures whose tensors it stores as transformers has them.
 _AS_THEY_ARE = {
-    "chatglm", "cohere2", "command-r", "ernie4_5", "exaone", "exaone4", "glm4", "olmo2", "phi2", "phi3", "qwen2", "qwen3",
-    "seed_oss", "stablelm", "starcoder2",
+    "chatglm", "cohere2", "command-r", "ernie4_5", "exaone", "exaone4", "glm4", "olmo2", "phi2", "phi3", "qwen2",
+    "qwen3", "seed_oss", "stablelm", "starcoder2",
 }  # fmt: skip
 
 _KNOWN = sorted(_INTERLEAVED | _ONE_PLUS | _AS_THEY_ARE)

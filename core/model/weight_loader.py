@@ -47,7 +47,7 @@ _CHUNK, _ROWS = 1 << 23, 128
 _NAMED = 6
 
 #: Constants of old checkpoints: rotary frequencies, and GPT-NeoX's causal masks.
-_IGNORED = re.compile(r"\.(self_attn|attention)\.(rotary_emb\.inv_freq|bias|masked_bias)$")
+_IGNORED = re.compile(r"\.(self_attn|attention)\.rotary_emb\.inv_freq$|\.attention\.(masked_)?bias$")
 
 
 def _some(beginnings: Sequence[str]) -> str:

@@ -226,7 +226,9 @@ def test_an_architecture_whose_order_of_rows_is_not_known_is_refused(tmp_path):
     save_family("llama2", tmp_path)
     write_gguf(tmp_path, tmp_path / "tiny.gguf", "apertus")
     (tmp_path / "model.safetensors").unlink()
-    with pytest.raises(UnsupportedModel, match=r"general.architecture is 'apertus': not supported as GGUF; supported: "):
+    with pytest.raises(
+        UnsupportedModel, match=r"general.architecture is 'apertus': not supported as GGUF; supported: "
+    ):
         list(weights(tmp_path))
 
 

@@ -148,6 +148,7 @@ COHERE_2_MOE = Family(
     _read_experts,
     {
         **COHERE_2.defaults,
+        "head_dim": 128,
         "intermediate_size": 22528,
         "num_experts": 8,
         "num_experts_per_tok": 2,

@@ -58,5 +58,5 @@ PHI_2 = Family(
             "mlp.down_proj": "mlp.fc2",
         },
     ),
-    notes="on CPUs by PyTorch's operators",
+    notes="adapters with a copy of the output projection are refused, as it has a bias; on CPUs by PyTorch's operators",
 )

@@ -87,8 +87,7 @@ def ungated(
     activation = UngatedActivation.GELU_TANH if activation in _GELU_TANH else activation
     if activation not in list(UngatedActivation):
         raise fields.refuse(name, f"not supported; supported: {', '.join(UngatedActivation)}")
-    size = fields.optional("intermediate_size") or 4 * fields.integer("hidden_size")
-    return UngatedSpec(size, UngatedActivation(activation), bias)
+    return UngatedSpec(fields.integer("intermediate_size"), UngatedActivation(activation), bias)
 
 
 #: Other names of one activation.
