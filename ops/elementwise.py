@@ -293,11 +293,14 @@ def split_gates(qkv: torch.Tensor, num_heads: int, head_dim: int) -> tuple[torch
     return torch.cat((q.flatten(1), qkv[:, 2 * size :]), 1), gates.flatten(1)
 
 
-def split_head_gates(qkv: torch.Tensor, num_heads: int, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Part a projection whose last columns are one gate of each head's output.
+def split_gates_apart(qkv: torch.Tensor, num_heads: int, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Likewise, of one whose last columns `[tokens, heads · head_dim]` are the gates."""
+    size = num_heads * head_dim
+    return qkv[:, :-size].contiguous(), qkv[:, -size:]
 
-    qkv: `[tokens, … + heads]`. Returns it without gates, and the gates `[tokens, heads · head_dim]`.
-    """
+
+def split_gates_of_heads(qkv: torch.Tensor, num_heads: int, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Likewise, of one whose last columns `[tokens, heads]` are a gate of each head."""
     return qkv[:, :-num_heads].contiguous(), qkv[:, -num_heads:].repeat_interleave(head_dim, dim=1)
 
 

@@ -275,7 +275,7 @@ class RoutingDescriptor(Structure):
 
     _fields_ = [
         ("correction", c_void_p),
-        *((name, c_int32) for name in ("per_token", "scoring", "renormalised", "groups", "kept_groups")),
+        *((name, c_int32) for name in ("per_token", "scoring", "renormalised", "groups", "kept_groups", "group_best")),
         *((name, c_float) for name in ("epsilon", "factor", "jitter")),
     ]
 

@@ -21,7 +21,8 @@ from ...ops.elementwise import (
     rotate,
     rotate_and_write,
     split_gates,
-    split_head_gates,
+    split_gates_apart,
+    split_gates_of_heads,
     with_normed_values,
 )
 from ...ops.float8_kv import UNSCALED, KvScales
@@ -37,10 +38,10 @@ from .batch import GemmBackend, StepBatch, StepStates
 from .config import ModelConfig
 from .experts import ExpertKernels
 from .kept_weights import keeps_experts, keeps_projections, kept_head, moved, moved_norm
-from .layer import HEAD, Layer, Residual, multiply
+from .layer import HEAD, Layer, Residual, multiply, normed
 from .layer_inputs import LayerInputs
 from .layer_weights import MERGED_MATRICES, LayerWeights
-from .layers import AttentionSpec, HeadNorm, NormSpec
+from .layers import AttentionSpec, HeadNorm, NormSpec, OutputGate
 from .lora_state import lora_groups
 from .nvtx_spans import span
 from .paged_states import PagedStates
@@ -93,6 +94,13 @@ class Flow:
         )
 
 
+_SPLITS = {
+    OutputGate.BESIDE_QUERIES: split_gates,
+    OutputGate.APART: split_gates_apart,
+    OutputGate.OF_HEADS: split_gates_of_heads,
+}
+
+
 class DecoderModel:
     """Pure computation: weights and arena in, logits out; all of a step's state is in its batch.
 
@@ -132,8 +140,7 @@ class DecoderModel:
         stay_narrow = weights.keeps is not None
         kept = keeps_projections(weights, device, embed.dtype, packs=packs)
         self._lm_head = self._embed if head is embed and not packs else kept_head(head, embed.dtype, kept)
-        bias = weights.head_bias()
-        self._head_bias = None if bias is None else bias.to(device, dtype)
+        self._head_bias = None if (bias := weights.lm_head_bias()) is None else bias.to(device)
         pack_expert, keep_experts = keeps_experts(expert_kernels, dtype, device, stay_narrow=stay_narrow)
         read = weights.layers(kept, pack_expert)
         self.layers = [moved(layer, config.norm, device, dtype, keep_experts) for layer in read]
@@ -267,7 +274,7 @@ class DecoderModel:
         if self._recurrent[index] is not None:
             return flow.recurrent_out
         attended, mixer = flow.attended[self._forms[index]].view(len(flow.rows), -1), self._attention[index]
-        return gate_output(attended, flow.gates) if mixer is not None and mixer.gate_size else attended
+        return attended if mixer is None or mixer.output_gate is None else gate_output(attended, flow.gates)
 
     def mix(self, index: int, batch: Batch, states: StepStates | None, flow: Flow) -> None:
         """Run a layer's mixer, where it has one, between two pieces."""
@@ -338,11 +345,17 @@ class DecoderModel:
             if batch.logit_tokens is not None:
                 x = x[batch.logit_tokens]
             self._logit_states = normed = x.normed(self._norm)
-            found = multiply(batch.backends[HEAD], normed, self._lm_head, self._head_bias)
+            found = multiply(batch.backends[HEAD], normed, self._lm_head)
             found = found.float() if logits is None else logits.copy_(found)
             if lora is not None and (head := lora.logits()) is not None:
                 head.add(found, normed, self._first_token)
-            return capped(found, self.config)
+            return self._capped(found)
+
+    def _capped(self, logits: torch.Tensor) -> torch.Tensor:
+        """See `capped`. Tokens that adapters have rows of keep the model's bias."""
+        if self._head_bias is not None:
+            logits.add_(self._head_bias)
+        return capped(logits, self.config)
 
     def _embedded(self, batch: Batch) -> torch.Tensor:
         """Embeddings `[tokens, hidden]` of a step's tokens."""
@@ -350,7 +363,8 @@ class DecoderModel:
         rows = embedding(token_ids if lora is None else lora.known(token_ids), self._embed)
         if lora is not None:
             lora.embed(rows, batch.token_ids)
-        return rows if self._embedding_factor == 1.0 else rows * self._embedding_factor
+        rows = rows if self._embedding_factor == 1.0 else rows * self._embedding_factor
+        return normed(rows.to(self._dtype), self._norm, self.config.norm) if self.config.embedding_norm else rows
 
     def _layer_inputs(self, weights: Weights, kept: Pack | None, device: torch.device) -> LayerInputs | None:
         """None for a model whose layers have no further inputs."""
@@ -415,10 +429,10 @@ class DecoderModel:
     def prompt_logits(self, begin: int, end: int) -> torch.Tensor:
         """Logits `[end - begin, vocab]` float32 of some of the last step's prompt-logprob tokens."""
         hidden = self._kept(begin, end)
-        logits = multiply(GemmBackend.LIBRARY, hidden, self._lm_head, self._head_bias).float()
+        logits = multiply(GemmBackend.LIBRARY, hidden, self._lm_head).float()
         if self._prompt_lora is not None:
             self._prompt_lora.add(logits, hidden, self._first_token, begin)
-        return self.gathered(capped(logits, self.config))
+        return self.gathered(self._capped(logits))
 
     def hidden_states(self, begin: int, end: int) -> torch.Tensor:
         """Final hidden states `[end - begin, hidden]` float32 of some of the last step's kept tokens."""
@@ -490,7 +504,7 @@ class DecoderModel:
         x: `[rows, in]`, the input of the product or of the norm before it; residual: `[rows, in]`, changed.
         """
         if group == HEAD:
-            return multiply(backend, x, self._lm_head, self._head_bias)
+            return multiply(backend, x, self._lm_head)
         y, stream = x, Residual(residual, self.config.norm)
         for index, weights in enumerate(layers):
             layer, stream.added = Layer(weights, self.config.layers[index], index, (backend,) * 4, lora), x
@@ -530,10 +544,8 @@ class DecoderModel:
             place = batch.page[self._page_groups[kv]], batch.offset
             slots = KvSlots(*self._arena.kv_layers[kv], *place, self._kv_scales[kv])
             rotation = rotations[self._ropes[index]]
-            if attention.output_gate:
-                qkv, gates = split_gates(qkv, attention.num_heads, attention.head_dim)
-            elif attention.head_gate:
-                qkv, gates = split_head_gates(qkv, attention.num_heads, attention.head_dim)
+            if attention.output_gate is not None:
+                qkv, gates = _SPLITS[attention.output_gate](qkv, attention.num_heads, attention.head_dim)
             if attention.latent is None:
                 q = rotate_and_write(qkv, rotation, self._norms[index], slots, out)
             else:
@@ -582,7 +594,7 @@ def _kv_scales(weights: Weights, arena: Arena) -> list[KvScales]:
 
 
 def _rotary(rope: RopeConfig, positions: int, dtype: torch.dtype, device: torch.device) -> RotaryEmbedding:
-    frequencies = rope.inverse_frequencies(positions)
+    frequencies = rope.angles(positions)
     factor, interleaved = rope.attention_factor, rope.interleaved
     return RotaryEmbedding(frequencies, positions, dtype, device, factor=factor, interleaved=interleaved)
 

@@ -227,6 +227,7 @@ def _native_mixture(experts: ListedExperts, spec: Experts) -> NativeMixture | No
             kept_groups=routing.kept_groups,
             jitter=routing.jitter,
             of_inputs=routing.of_inputs,
+            group_best=routing.group_best,
         ),
         NativeGating(NativeActivation.CLAMPED_SWIGLU, activation.alpha, activation.limit)
         if isinstance(activation, ClampedSwiglu)
@@ -349,7 +350,7 @@ def _one_by_one(logits: torch.Tensor, routing: Routing) -> ExpertChoice:
 def _within_groups(ranked: torch.Tensor, routing: Routing) -> torch.Tensor:
     """The scores, with -inf for experts outside the groups that each token may choose from."""
     groups = ranked.view(len(ranked), routing.groups, -1)
-    best = groups.topk(2, dim=-1).values.sum(-1).topk(routing.kept_groups, dim=-1).indices
+    best = groups.topk(routing.group_best, dim=-1).values.sum(-1).topk(routing.kept_groups, dim=-1).indices
     kept = torch.zeros(groups.shape[:2], dtype=torch.bool, device=ranked.device).scatter_(1, best, True)
     return groups.masked_fill(~kept[..., None], float("-inf")).view_as(ranked)
 
@@ -474,4 +475,6 @@ def activated(gate_up: torch.Tensor, activation: Activation | ClampedSwiglu | Un
 
 def activated_alone(up: torch.Tensor, activation: UngatedActivation) -> torch.Tensor:
     """Without a gate, and without parameters of its own. up: `[rows, ffn]`."""
-    return relu_squared(up) if activation is UngatedActivation.RELU_SQUARED else gelu(up, approximate="tanh")
+    if activation is UngatedActivation.RELU_SQUARED:
+        return relu_squared(up)
+    return gelu(up, approximate="none" if activation is UngatedActivation.GELU else "tanh")

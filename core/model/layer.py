@@ -36,7 +36,6 @@ from .layers import (
     GatedSpec,
     LatentSpec,
     LayerSpec,
-    Norms,
     NormSpec,
     UngatedActivation,
     UngatedSpec,
@@ -120,11 +119,12 @@ class Layer:
 
     def begin(self, x: Residual) -> torch.Tensor:
         """The mixer's input `[tokens, in]`: see `qkv`; a parallel feed-forward part is added to x."""
-        if self._spec.norms is not Norms.PARALLEL:
+        if not self._spec.is_parallel:
             return self.qkv(x)
         weights = self._weights
         rows = x.normed(weights.attention_norm)
         qkv = self._gemm(QKV, rows, weights.qkv, weights.qkv_bias)
+        rows = rows if weights.mlp_norm is None else x.normed(weights.mlp_norm)
         x.rows.add_(self._output(self._feed_forward(rows), x.norm, weights.mlp_out_norm))
         return qkv
 
@@ -135,7 +135,7 @@ class Layer:
         weights = self._weights
         if attended is not None:
             x.added = self._output(self.o(attended), x.norm, weights.attention_out_norm)
-        if self._spec.feed_forward is not None and self._spec.norms is not Norms.PARALLEL:
+        if self._spec.feed_forward is not None and not self._spec.is_parallel:
             with span("mlp"):
                 rows = x.normed(weights.mlp_norm)
                 y = self._feed_forward(rows) if self._spec.beside is None else self._side_by_side(rows, x)
@@ -180,7 +180,8 @@ class Layer:
         assert experts is not None, "the weights are of the spec"
         assert spec is not None, "the weights are of the spec"
         lora = None if self._lora is None else self._lora.mixture(self._index)
-        return self._summed(mix_experts(rows, experts, spec, lora, routed))
+        y = self._summed(mix_experts(rows, experts, spec, lora, routed))
+        return y if spec.factor == 1.0 else y * spec.factor
 
     def qkv(self, x: Residual) -> torch.Tensor:
         """The mixer's input: attention's `[tokens, q + 2·kv]`, a recurrent mixer's `[tokens, in]`, or latents of

@@ -30,12 +30,12 @@ from .tensor_names import CORRECTION
 from .tensor_parts import (
     EMBED,
     EXPERT_FACTORS,
-    HEAD_BIAS,
     INPUT_NORM,
     INPUT_PROJECTION,
     INPUT_TABLE,
     LAYER,
     LM_HEAD,
+    LM_HEAD_BIAS,
     NORM,
     OUTPUT_GATE,
     OUTPUT_NORM,
@@ -143,16 +143,16 @@ class Weights(ABC):
         """The rank's rows of the output projection `[vocab, hidden]`; where the two are tied, of `embed`."""
         return self._read(LM_HEAD) if LM_HEAD in self._shapes else self._tied(embed)
 
-    def head_bias(self) -> torch.Tensor | None:
-        """The rank's values of the output projection's bias; None if it has none."""
-        return self._read(HEAD_BIAS) if HEAD_BIAS in self._shapes else None
-
     def kept_lm_head(self, embed: torch.Tensor) -> torch.Tensor | GroupScaled:
         """The output projection, quantised if the quantiser's setting says so."""
         head = self.lm_head(embed)
         if self.quantiser is None or not self.quantiser.lm_head:
             return head
         return self.quantiser(head, LM_HEAD, self.quantises_on)
+
+    def lm_head_bias(self) -> torch.Tensor | None:
+        """The bias of the rank's rows of the output projection, `[vocab]` float32; None: there is none."""
+        return self._read(LM_HEAD_BIAS, dtype=torch.float32) if LM_HEAD_BIAS in self._shapes else None
 
     def _tied(self, embed: torch.Tensor) -> torch.Tensor:
         return embed if self._shard.size == 1 else embed[self._shard.of_vocab(self._config)]
@@ -228,7 +228,7 @@ class Weights(ABC):
 
     def _ones(self, mixer: AttentionSpec | None) -> torch.Tensor | None:
         """The weights of norms of heads that have none in the checkpoint."""
-        if mixer is None or mixer.head_norm is not HeadNorm.PLAIN:
+        if mixer is None or mixer.head_norm is not HeadNorm.BARE:
             return None
         return torch.ones(mixer.head_dim, dtype=torch.float32 if self._config.norm.wide else self._dtype)
 

@@ -32,6 +32,10 @@ _STACKED = {
 }
 
 
+#: Names of modules around the layers of most models.
+AROUND = ("model", "language_model", "text_model")
+
+
 class ExpertForm(StrEnum):
     """How a file has A and B of experts."""
 
@@ -60,6 +64,9 @@ class ModulePaths:
 
     left_out: tuple[str, ...] = ()
     """Beginnings of names in the base model that text does not need, such as a vision tower's."""
+
+    around: tuple[str, ...] = AROUND
+    """Names of modules that may be around the layers, each inside another."""
 
     further: tuple[tuple[str, str], ...] = ()
     """A projection, and another path that it has in a version of the model, or in a trainer's."""

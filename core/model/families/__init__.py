@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ..family import Family
 from . import (
+    afmoe,
     apertus,
     arcee,
     bamba,
@@ -12,18 +13,21 @@ from . import (
     dots,
     ernie,
     exaone,
+    flint,
     gemma,
     gemma_2,
     gemma_3,
     gemma_4,
     glm,
     glm_moe,
+    gpt_neox,
     gpt_oss,
     granite,
     helium,
     hunyuan,
     hyperclova,
     internlm,
+    latent_dense,
     lfm2,
     lfm3,
     llama,
@@ -32,6 +36,7 @@ from . import (
     minimax,
     mistral,
     mixtral,
+    nanochat,
     nemotron_h,
     olmo,
     olmo_hybrid,
@@ -42,8 +47,11 @@ from . import (
     qwen2_moe,
     qwen3_5,
     qwen3_moe,
+    sarvam,
     seed_oss,
+    seeing,
     smollm3,
+    stablelm,
     starcoder2,
 )
 
@@ -125,7 +133,36 @@ ALL: tuple[Family, ...] = (
     nemotron_h.NEMOTRON_H,
     olmo_hybrid.OLMO_HYBRID,
     lfm3.LFM3,
+    granite.GRANITE_SWA,
+    granite.GRANITE_MOE_SWA,
+    olmoe.FLEX_OLMO,
+    gemma_2.VAULT_GEMMA,
+    latent_dense.YOUTU,
+    latent_dense.MINICPM_3,
+    flint.FLINT,
+    stablelm.STABLELM,
+    exaone.EXAONE_3,
+    sarvam.SARVAM,
+    sarvam.SARVAM_MLA,
+    afmoe.AFMOE,
+    phi.PHI_2,
+    gpt_neox.GPT_NEOX,
+    cohere.COHERE_2_MOE,
+    nanochat.NANOCHAT,
+    seeing.LLAVA,
+    seeing.LLAVA_NEXT,
+    seeing.LLAVA_ONEVISION,
+    seeing.INTERNVL,
+    seeing.IDEFICS,
+    seeing.AYA,
+    seeing.KIMI_K2_5,
+    seeing.GLM_4_6V,
+    seeing.LIGHTON_OCR,
+    glm.GLM_OCR,
 )
 
 FAMILIES = {architecture: family for family in ALL for architecture in family.architectures}
 """A checkpoint's architecture → its family."""
+
+OF_TYPES = {model_type: family for family in ALL for model_type in family.model_types}
+"""A checkpoint's `model_type` → its family, where architectures don't tell families apart."""

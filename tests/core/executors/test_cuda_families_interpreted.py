@@ -32,8 +32,14 @@ EVERY = os.environ.get("CHORUS_FAMILIES") == "every"
 """Every geometry in every way, as `make families` asks, rather than a choice of them."""
 
 #: Multipliers; layers side by side; norms with biases, and no gate; scale, norms around, a partial and interleaved
-#: rope, a soft cap.
-DENSE = ["granite", "cohere-2", "starcoder-2", *(["glm-4", "gemma-2", "olmo-2", "apertus", "hunyuan"] if EVERY else [])]
+#: rope, a soft cap; a bias of the output projection; sinks.
+DENSE = [
+    "granite",
+    "cohere-2",
+    "starcoder-2",
+    *(["glm-4", "gemma-2", "olmo-2", "apertus", "hunyuan"] if EVERY else []),
+    *(["phi-2", "gpt-neox", "stablelm", "nanochat", "granite-swa"] if EVERY else []),
+]
 #: Mixtures of experts: a plain one; with dense layers between; with biases, sinks and windows; with shared experts and
 #: states; with chunks of attention and weighted inputs; with a sparse mixer and LayerNorms.
 MIXTURES = [
@@ -45,6 +51,7 @@ MIXTURES = [
     *(["llama-4-several", "phi-moe"] if EVERY else []),
     *(["lfm2-moe", "granite-4-h-moe", "ernie-4.5-moe", "qwen3-next", "gemma-4-moe"] if EVERY else []),
     *(["olmoe", "granite-moe", "glm-4-moe", "glm-4-moe-groups"] if EVERY else []),
+    *(["afmoe", "cohere-2-moe", "flint", "deepseek-v2-groups"] if EVERY else []),
 ]
 #: With windows in all layers; in some.
 WINDOWS = ["mistral-window", *(["gemma-3", "qwen2-window"] if EVERY else [])]
