@@ -241,8 +241,8 @@ class ModelExecutor(ExecutorBase):
         windows = tuple(mixer.window_within(max_model_len) for mixer in model.kv_layers)
         if model.chunked and (unfit := {each for each in windows if each is not None and each % block_tokens}):
             raise UnsupportedModel(
-                f"block_tokens is {block_tokens}, and the model's layers attend to chunks of {min(unfit)} tokens; set it "
-                "to a divisor of that"
+                f"block_tokens is {block_tokens}, and the model's layers attend to chunks of {min(unfit)} tokens; "
+                "set it to a divisor of that"
             )
         try:
             return PageLayout(

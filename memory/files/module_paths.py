@@ -81,8 +81,8 @@ class ModulePaths:
     """In these parameters the rows of two projections alternate, rather than follow one another."""
 
     stacked_swapped: bool = False
-    """PEFT takes these parameters' inputs for outputs: A is `[experts · rank, out]`, and B `[in, rank · experts]`. Files
-    of older versions have A and B as of others.
+    """PEFT takes these parameters' inputs for outputs: A is `[experts · rank, out]`, B `[in, rank · experts]`. Files of
+    older versions have A and B as of others.
     """
 
     experts: ExpertForm | None = None

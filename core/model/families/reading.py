@@ -254,7 +254,9 @@ def _scaling(scaling: ConfigJson, fields: ConfigJson, rope_type: str, dim: int) 
     if rope_type == "llama3":
         found |= {each: scaling.number(each) for each in ("factor", "low_freq_factor", "high_freq_factor")}
         if found["high_freq_factor"] < found["low_freq_factor"]:
-            raise scaling.refuse("high_freq_factor", f"it must not be below low_freq_factor, {found['low_freq_factor']}")
+            raise scaling.refuse(
+                "high_freq_factor", f"it must not be below low_freq_factor, {found['low_freq_factor']}"
+            )
         return found
     factor = scaling.number("factor", positions / original)
     return found | (_longrope(scaling, factor, original, dim) if rope_type == "longrope" else _yarn(scaling, factor))
