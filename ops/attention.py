@@ -17,6 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from .float8_kv import DTYPE as FLOAT8
 from .float8_kv import UNSCALED, KvScales
+from .latents import LatentHeads
 from .upload import on_device
 
 
@@ -89,8 +90,8 @@ class AttentionSetup:
     """For all backends of an executor."""
     float8_kv: bool = False
     """Keys and values are in FP8; see `float8_kv`."""
-    is_latent: bool = False
-    """Latents are kept instead; see `latents`."""
+    value_dim: int | None = None
+    """Of latents, whose values are the first elements of keys; None: values are kept by themselves."""
 
     @property
     def kv_dtype(self) -> torch.dtype:
@@ -150,7 +151,7 @@ class PlannedRows(NamedTuple):
 
 
 class KvCache(NamedTuple):
-    """A layer's K and V, `[num_pages, block_tokens, kv_heads, head_dim]`, any strides.
+    """A layer's K and V, `[num_pages, block_tokens, kv_heads, head_dim]`, any strides; of latents both are the keys.
 
     scales: factors of the stored values; of FP8.
     """
@@ -206,6 +207,32 @@ class Attention(ABC):
             raise NotImplementedError(f"{type(self).__name__} has no attention sinks; use attention triton or torch")
         self._attend(q, cache, out, scores, sinks)
         return out.view(len(q), -1)
+
+    def run_latents(
+        self,
+        q: torch.Tensor,
+        cache: torch.Tensor,
+        heads: LatentHeads,
+        out: torch.Tensor | None = None,
+        scores: Scores = PLAIN,
+    ) -> torch.Tensor:
+        """Attend with one layer's latents.
+
+        q: `[tokens, heads, key + rotated]`; cache: `[num_pages, block_tokens, 1, kv_rank + rotated]`. out: `[tokens,
+        heads, value]`, to write to. Returns `[tokens, heads · value]`.
+        """
+        out = q.new_empty(*q.shape[:2], heads.value_dim) if out is None else out
+        self._attend_latents(q, cache, heads, out, scores)
+        return out.view(len(q), -1)
+
+    def _attend_latents(
+        self, q: torch.Tensor, cache: torch.Tensor, heads: LatentHeads, out: torch.Tensor, scores: Scores
+    ) -> None:
+        """Write to `out`: attention over the latents themselves."""
+        rows = heads.absorb(q)
+        found = rows.new_empty(*rows.shape[:2], heads.kv_rank)
+        self._attend(rows, KvCache(cache, cache), found, scores, None)
+        heads.expand(found, out)
 
     @abstractmethod
     def _plan(self, rows: PlannedRows) -> None: ...

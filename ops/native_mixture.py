@@ -45,6 +45,7 @@ class NativeRouting:
     factor: float
     groups: int
     kept_groups: int
+    group_best: int
     jitter: float = 0.0
     of_inputs: bool = False
 
@@ -190,6 +191,7 @@ class NativeMixture:
                 renormalised=routing.renormalised,
                 groups=routing.groups,
                 kept_groups=routing.kept_groups,
+                group_best=routing.group_best,
                 epsilon=routing.epsilon,
                 factor=routing.factor,
                 jitter=routing.jitter,

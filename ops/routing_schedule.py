@@ -60,6 +60,7 @@ class ChoiceConstants:
     corrected: bool
     groups: int
     kept_groups: int
+    group_best: int = 2
     jitter: float = 0.0
 
     @property

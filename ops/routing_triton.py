@@ -123,9 +123,11 @@ def choose_experts(chosen, weights, logits, correction, C: tl.constexpr):
         ranked += tl.load(correction + expert, mask=own, other=0.0)
     ranked = tl.where(own, ranked, NONE)
     if C.groups > 1:
-        best = tl.argmax(ranked, 1)
-        second = tl.max(tl.where(member[None, :] == best[:, None], NONE, ranked), 1)
-        of_group = tl.where(group < C.groups, tl.max(ranked, 1) + second, NONE)
+        of_group = tl.max(ranked, 1)
+        if C.group_best == 2:
+            best = tl.argmax(ranked, 1)
+            of_group += tl.max(tl.where(member[None, :] == best[:, None], NONE, ranked), 1)
+        of_group = tl.where(group < C.groups, of_group, NONE)
         kept = group < 0
         for _ in tl.static_range(KEPT):
             is_best = group == tl.argmax(of_group, 0)

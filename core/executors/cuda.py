@@ -329,7 +329,7 @@ class CudaExecutor(CudaShapes):
             max_rows=most_logits(config),
             max_pages_per_row=layout.blocks_for_tokens(limit),
             float8_kv=layout.float8_kv,
-            is_latent=layout.value_dim is not None,
+            value_dim=layout.value_dim,
         )
         groups, rivals = [], []
         try:

@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from ...memory.files.base_tokens import BaseTokens
-from ...memory.files.module_paths import ModulePaths
+from ...memory.files.module_paths import AROUND, ModulePaths
 from ...memory.files.whole_copies import BaseRows
 from ...memory.pages.projections import Group, Projections, UnitRows, model_projections, unit_rows
 from .config_json import UnsupportedModel
@@ -53,6 +53,9 @@ class ModelConfig:
     embedding_multiplier: float = 1.0
     """Factor of the embeddings, rounded to the dtype that the model is computed in."""
 
+    embedding_norm: bool = False
+    """Embeddings are normalised, as the last layer's output is (nanochat); the norm is weightless."""
+
     logits_scale: float = 1.0
     """Factor of the logits."""
 
@@ -66,7 +69,7 @@ class ModelConfig:
     """False for a checkpoint without the output projection, which makes vectors and scores only."""
 
     head_bias: bool = False
-    """The output projection has a bias (Phi-3.5-MoE)."""
+    """The output projection has a bias (Phi 2, Phi-3.5-MoE)."""
 
     is_classifier: bool = False
     """True if the checkpoint has a score head."""
@@ -136,6 +139,11 @@ class ModelConfig:
     def recurrent(self) -> RecurrentSpec | None:
         """The mixer of layers with a state; all are equal. None where no layer has one."""
         return next((layer.recurrent for layer in self.layers if layer.recurrent is not None), None)
+
+    @property
+    def num_recurrent_layers(self) -> int:
+        """Layers with a state."""
+        return sum(layer.recurrent is not None for layer in self.layers)
 
     @property
     def num_heads(self) -> int:
@@ -236,6 +244,7 @@ class ModelConfig:
             tuple(renamed),
             tuple(fused),
             self.tensors.left_out,
+            around=tuple(dict.fromkeys((*AROUND, *filter(None, ".".join(self.tensors.prefixes).split("."))))),
             further=tuple(
                 (by_path[path].name, name) for path, name in self.tensors.adapter_names.items() if path in by_path
             ),
@@ -247,6 +256,7 @@ class ModelConfig:
             ),
             stacked_alternate=self.tensors.alternates,
             stacked_swapped=self.tensors.swapped,
+            embeddings=self.tensors.embeddings,
             vocab_size=self.vocab_size,
             hidden_size=self.hidden_size,
             units=tuple(self.unit_rows.items()),

@@ -21,6 +21,8 @@ from ...ops.elementwise import (
     rotate,
     rotate_and_write,
     split_gates,
+    split_gates_apart,
+    split_gates_of_heads,
     with_normed_values,
 )
 from ...ops.float8_kv import UNSCALED, KvScales
@@ -36,10 +38,10 @@ from .batch import GemmBackend, StepBatch, StepStates
 from .config import ModelConfig
 from .experts import ExpertKernels
 from .kept_weights import keeps_experts, keeps_projections, kept_head, moved, moved_norm
-from .layer import HEAD, Layer, Residual, multiply
+from .layer import HEAD, Layer, Residual, multiply, normed
 from .layer_inputs import LayerInputs
 from .layer_weights import MERGED_MATRICES, LayerWeights
-from .layers import AttentionSpec, HeadNorm, NormSpec
+from .layers import AttentionSpec, HeadNorm, NormSpec, OutputGate
 from .lora_state import lora_groups
 from .nvtx_spans import span
 from .paged_states import PagedStates
@@ -92,6 +94,13 @@ class Flow:
         )
 
 
+_SPLITS = {
+    OutputGate.BESIDE_QUERIES: split_gates,
+    OutputGate.APART: split_gates_apart,
+    OutputGate.OF_HEADS: split_gates_of_heads,
+}
+
+
 class DecoderModel:
     """Pure computation: weights and arena in, logits out; all of a step's state is in its batch.
 
@@ -131,7 +140,7 @@ class DecoderModel:
         stay_narrow = weights.keeps is not None
         kept = keeps_projections(weights, device, embed.dtype, packs=packs)
         self._lm_head = self._embed if head is embed and not packs else kept_head(head, embed.dtype, kept)
-        self._head_bias = _moved(weights.head_bias(), device, dtype)
+        self._head_bias = None if (bias := weights.lm_head_bias()) is None else bias.to(device)
         pack_expert, keep_experts = keeps_experts(expert_kernels, dtype, device, stay_narrow=stay_narrow)
         read = weights.layers(kept, pack_expert)
         self.layers = [moved(layer, config.norm, device, dtype, keep_experts) for layer in read]
@@ -143,6 +152,7 @@ class DecoderModel:
         self._attention, self._recurrent = zip(
             *((layer.attention, layer.recurrent) for layer in config.layers), strict=True
         )
+        self._mixes = [layer.mixer is not None for layer in config.layers]
         self._forms = attention_forms(config)
         self._ones = _ones(config, device)
         self._scores = [scores_of(layer.attention, max_model_len) for layer in config.layers]
@@ -212,8 +222,10 @@ class DecoderModel:
 
     def _mixed(
         self, layer: Layer, x: Residual, index: int, batch: Batch, rotations: dict[RopeConfig | None, Rotation | None]
-    ) -> torch.Tensor:
-        """The output of a layer's mixer, `[tokens, out]`."""
+    ) -> torch.Tensor | None:
+        """The output of a layer's mixer, `[tokens, out]`; None where it has none."""
+        if not self._mixes[index]:
+            return None
         inputs = layer.begin(x)
         if self._recurrent[index] is not None:
             return self._mix(index, inputs, batch.states)
@@ -237,7 +249,7 @@ class DecoderModel:
             self.embed(batch, x.rows)
             if (inputs := self.make_inputs(batch, x.rows)) is not None:
                 flow.inputs.copy_(inputs)
-        if index < len(self.layers):
+        if index < len(self.layers) and self._mixes[index]:
             layer = self._layer(index, batch)
             inputs = layer.begin(x)
             if self._recurrent[index] is not None:
@@ -247,17 +259,21 @@ class DecoderModel:
             if gates is not None:
                 flow.gates.copy_(gates)
         elif x.added is not None:
-            x.rows.add_(x.added)
+            x.normed(None)
 
-    def _mixed_flow(self, index: int, flow: Flow) -> torch.Tensor:
-        """The output of a layer's mixer for the next piece."""
+    def _mixed_flow(self, index: int, flow: Flow) -> torch.Tensor | None:
+        """The output of a layer's mixer for the next piece; None where it has none."""
+        if not self._mixes[index]:
+            return None
         if self._recurrent[index] is not None:
             return flow.recurrent_out
         attended, mixer = flow.attended[self._forms[index]].view(len(flow.rows), -1), self._attention[index]
-        return gate_output(attended, flow.gates) if mixer is not None and mixer.output_gate else attended
+        return attended if mixer is None or mixer.output_gate is None else gate_output(attended, flow.gates)
 
     def mix(self, index: int, batch: Batch, states: StepStates | None, flow: Flow) -> None:
-        """Run a layer's mixer between two pieces."""
+        """Run a layer's mixer, where it has one, between two pieces."""
+        if not self._mixes[index]:
+            return
         if self._recurrent[index] is not None:
             flow.recurrent_out.copy_(self._mix(index, flow.recurrent_in, states))
         else:
@@ -284,22 +300,12 @@ class DecoderModel:
         one with latents is needed.
         """
         with span("attn.run"):
-            kv = self._kv_index[index]
-            of_group = attention.of(self._page_groups[kv])
-            if isinstance(of_group, LatentAttention):
-                return self._attend_latents(index, of_group, q, out, layer)
-            run = of_group.run
-            scores, sinks = self._scores[index], self.layers[index].sinks
-            k, v = self._arena.kv_layers[kv]
-            return run(q, k, v, out, scores, sinks=sinks, kv_scales=self._kv_scales[kv])
-
-    def _attend_latents(
-        self, index: int, attention: LatentAttention, q: torch.Tensor, out: torch.Tensor | None, layer: Layer | None
-    ) -> torch.Tensor:
-        mixer, (kept, _) = self._attention[index], self._arena.kv_layers[self._kv_index[index]]
-        assert layer is not None, "latents need the layer's weights"
-        assert mixer is not None and mixer.latent is not None, "the layer has latents"
-        return attention.run_latents(q, kept, layer.latent_heads(mixer.latent), mixer.scale, out)
+            kv, mixer, scores = self._kv_index[index], self._attention[index], self._scores[index]
+            of_group, (k, v) = attention.of(self._page_groups[kv]), self._arena.kv_layers[kv]
+            if mixer is not None and mixer.latent is not None:
+                assert layer is not None, "latents need the layer's weights"
+                return of_group.run_latents(q, k, layer.latent_heads(mixer.latent), out, scores)
+            return of_group.run(q, k, v, out, scores, sinks=self.layers[index].sinks, kv_scales=self._kv_scales[kv])
 
     def new_rows(self, tokens: int) -> torch.Tensor:
         """Zeros `[tokens, hidden]` for a residual stream."""
@@ -318,7 +324,7 @@ class DecoderModel:
             inputs=self.new_inputs(tokens),
             q=tuple(zeros(it.num_heads, it.query_dim) for it in shapes),
             attended=tuple(zeros(it.num_heads, it.attended_dim) for it in shapes),
-            gates=zeros(max(it.q_rows - it.q_size for it in shapes)),
+            gates=zeros(max(it.gate_size for it in shapes)),
             recurrent_in=zeros(recurrent.in_size if recurrent else 0),
             recurrent_out=zeros(recurrent.out_size if recurrent else 0),
         )
@@ -333,11 +339,17 @@ class DecoderModel:
             if batch.logit_tokens is not None:
                 x = x[batch.logit_tokens]
             self._logit_states = normed = x.normed(self._norm)
-            found = multiply(batch.backends[HEAD], normed, self._lm_head, self._head_bias)
+            found = multiply(batch.backends[HEAD], normed, self._lm_head)
             found = found.float() if logits is None else logits.copy_(found)
             if lora is not None and (head := lora.logits()) is not None:
                 head.add(found, normed, self._first_token)
-            return capped(found, self.config)
+            return self._capped(found)
+
+    def _capped(self, logits: torch.Tensor) -> torch.Tensor:
+        """See `capped`. Tokens that adapters have rows of keep the model's bias."""
+        if self._head_bias is not None:
+            logits.add_(self._head_bias)
+        return capped(logits, self.config)
 
     def _embedded(self, batch: Batch) -> torch.Tensor:
         """Embeddings `[tokens, hidden]` of a step's tokens."""
@@ -345,7 +357,8 @@ class DecoderModel:
         rows = embedding(token_ids if lora is None else lora.known(token_ids), self._embed)
         if lora is not None:
             lora.embed(rows, batch.token_ids)
-        return rows if self._embedding_factor == 1.0 else rows * self._embedding_factor
+        rows = rows if self._embedding_factor == 1.0 else rows * self._embedding_factor
+        return normed(rows.to(self._dtype), self._norm, self.config.norm) if self.config.embedding_norm else rows
 
     def _layer_inputs(self, weights: Weights, kept: Pack | None, device: torch.device) -> LayerInputs | None:
         """None for a model whose layers have no further inputs."""
@@ -410,10 +423,10 @@ class DecoderModel:
     def prompt_logits(self, begin: int, end: int) -> torch.Tensor:
         """Logits `[end - begin, vocab]` float32 of some of the last step's prompt-logprob tokens."""
         hidden = self._kept(begin, end)
-        logits = multiply(GemmBackend.LIBRARY, hidden, self._lm_head, self._head_bias).float()
+        logits = multiply(GemmBackend.LIBRARY, hidden, self._lm_head).float()
         if self._prompt_lora is not None:
             self._prompt_lora.add(logits, hidden, self._first_token, begin)
-        return self.gathered(capped(logits, self.config))
+        return self.gathered(self._capped(logits))
 
     def hidden_states(self, begin: int, end: int) -> torch.Tensor:
         """Final hidden states `[end - begin, hidden]` float32 of some of the last step's kept tokens."""
@@ -485,7 +498,7 @@ class DecoderModel:
         x: `[rows, in]`, the input of the product or of the norm before it; residual: `[rows, in]`, changed.
         """
         if group == HEAD:
-            return multiply(backend, x, self._lm_head, self._head_bias)
+            return multiply(backend, x, self._lm_head)
         y, stream = x, Residual(residual, self.config.norm)
         for index, weights in enumerate(layers):
             layer, stream.added = Layer(weights, self.config.layers[index], index, (backend,) * 4, lora), x
@@ -525,13 +538,12 @@ class DecoderModel:
             place = batch.page[self._page_groups[kv]], batch.offset
             slots = KvSlots(*self._arena.kv_layers[kv], *place, self._kv_scales[kv])
             rotation = rotations[self._ropes[index]]
-            if attention.output_gate:
-                qkv, gates = split_gates(qkv, attention.num_heads, attention.head_dim)
+            if attention.output_gate is not None:
+                qkv, gates = _SPLITS[attention.output_gate](qkv, attention.num_heads, attention.head_dim)
             if attention.latent is None:
                 q = rotate_and_write(qkv, rotation, self._norms[index], slots, out)
             else:
-                q = layer.latents(qkv, attention.latent, rotation, slots)
-                q = q if out is None else out.copy_(q)
+                q = layer.latents(qkv, attention.latent, rotation, slots, out)
             if (weights := self._query_weights[index]) is not None:
                 q.mul_(weights)
             if (factors := self._query_factors[index]) is not None:
@@ -576,7 +588,7 @@ def _kv_scales(weights: Weights, arena: Arena) -> list[KvScales]:
 
 
 def _rotary(rope: RopeConfig, positions: int, dtype: torch.dtype, device: torch.device) -> RotaryEmbedding:
-    frequencies = rope.inverse_frequencies(positions)
+    frequencies = rope.angles(positions)
     factor, interleaved = rope.attention_factor, rope.interleaved
     return RotaryEmbedding(frequencies, positions, dtype, device, factor=factor, interleaved=interleaved)
 
@@ -606,10 +618,6 @@ def _head_norms(
         ones = torch.ones_like(layer.q_norm)
         return HeadNorms(ones, ones, norm.eps)
     return HeadNorms(layer.q_norm, layer.k_norm, norm.eps, ranks, attention.kv_copies)
-
-
-def _moved(tensor: torch.Tensor | None, device: torch.device, dtype: torch.dtype) -> torch.Tensor | None:
-    return None if tensor is None else tensor.to(device, dtype)
 
 
 def _query_factors(

@@ -15,16 +15,17 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
+from torch.nn.functional import gelu
 
 from ...memory.pages.projections import Group
 from ...ops import expert_products, packed_gemm
-from ...ops.elementwise import clamped_swiglu, gelu_and_mul, silu_and_mul
+from ...ops.elementwise import clamped_swiglu, gelu_and_mul, relu_squared, silu_and_mul
 from ...ops.expert_products import Matrix, Panels, multiply_each
 from ...ops.narrow_weights import NarrowWeight
 from ...ops.native_descriptors import NativeActivation, NativeScoring
 from ...ops.native_integers import IntegerPanels
 from ...ops.native_mixture import NativeExperts, NativeGating, NativeMixture, NativeRouting
-from .layers import Activation, ClampedSwiglu, Experts, Routing, Scoring
+from .layers import Activation, ClampedSwiglu, Experts, Routing, Scoring, UngatedActivation
 from .mixture_launches import MixtureLaunches
 from .mixture_lora import Going, MixtureLora
 from .quantization.group_scaled import GroupScaled
@@ -207,7 +208,7 @@ _GATINGS = {
 
 def _native_mixture(experts: ListedExperts, spec: Experts) -> NativeMixture | None:
     routing, activation, router = spec.routing, spec.activation, experts.router
-    if routing.scaled:
+    if routing.scaled or isinstance(activation, UngatedActivation):
         return None
     shared = _packed_natively([experts.shared_gate_up]), _packed_natively([experts.shared_down])
     gate_up, down = _packed_natively(experts.gate_up), _packed_natively(experts.down)
@@ -226,6 +227,7 @@ def _native_mixture(experts: ListedExperts, spec: Experts) -> NativeMixture | No
             kept_groups=routing.kept_groups,
             jitter=routing.jitter,
             of_inputs=routing.of_inputs,
+            group_best=routing.group_best,
         ),
         NativeGating(NativeActivation.CLAMPED_SWIGLU, activation.alpha, activation.limit)
         if isinstance(activation, ClampedSwiglu)
@@ -348,7 +350,7 @@ def _one_by_one(logits: torch.Tensor, routing: Routing) -> ExpertChoice:
 def _within_groups(ranked: torch.Tensor, routing: Routing) -> torch.Tensor:
     """The scores, with -inf for experts outside the groups that each token may choose from."""
     groups = ranked.view(len(ranked), routing.groups, -1)
-    best = groups.topk(2, dim=-1).values.sum(-1).topk(routing.kept_groups, dim=-1).indices
+    best = groups.topk(routing.group_best, dim=-1).values.sum(-1).topk(routing.kept_groups, dim=-1).indices
     kept = torch.zeros(groups.shape[:2], dtype=torch.bool, device=ranked.device).scatter_(1, best, True)
     return groups.masked_fill(~kept[..., None], float("-inf")).view_as(ranked)
 
@@ -446,7 +448,7 @@ class _Added(NamedTuple):
 def _through(
     x: torch.Tensor,
     parts: _Parts,
-    activation: Activation | ClampedSwiglu,
+    activation: Activation | ClampedSwiglu | UngatedActivation,
     added: _Added | None = None,
     factors: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -463,7 +465,16 @@ def _through(
     return y
 
 
-def activated(gate_up: torch.Tensor, activation: Activation | ClampedSwiglu) -> torch.Tensor:
+def activated(gate_up: torch.Tensor, activation: Activation | ClampedSwiglu | UngatedActivation) -> torch.Tensor:
+    if isinstance(activation, UngatedActivation):
+        return activated_alone(gate_up, activation)
     if isinstance(activation, ClampedSwiglu):
         return clamped_swiglu(gate_up, activation.alpha, activation.limit)
     return (silu_and_mul if activation is Activation.SILU else gelu_and_mul)(gate_up)
+
+
+def activated_alone(up: torch.Tensor, activation: UngatedActivation) -> torch.Tensor:
+    """Without a gate, and without parameters of its own. up: `[rows, ffn]`."""
+    if activation is UngatedActivation.RELU_SQUARED:
+        return relu_squared(up)
+    return gelu(up, approximate="none" if activation is UngatedActivation.GELU else "tanh")

@@ -6,6 +6,8 @@ a mixture of experts), each with norms around it, added to the residual stream x
     x += residual_multiplier · mixer(norm(x))
     x += residual_multiplier · feed_forward(norm(x))
 
+A layer may have one of the two alone.
+
 Tests: tests/core/model/test_model_config.py, tests/core/test_families.py
 """
 
@@ -13,10 +15,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from ...memory.pages.layout import KvShape
 from ...memory.pages.projections import (
+    Group,
     Projection,
     attention_projections,
     gated_projections,
@@ -51,6 +55,9 @@ class UngatedActivation(StrEnum):
 
     GELU_TANH = "gelu_pytorch_tanh"
 
+    GELU = "gelu"
+    """With the error function: GPT-NeoX."""
+
     RELU_SQUARED = "relu2"
     """`max(x, 0)²`: Nemotron, Arcee."""
 
@@ -73,6 +80,9 @@ class Norms(StrEnum):
     PARALLEL = "parallel"
     """`n = norm(x); x += mixer(n) + feed_forward(n)`: Cohere."""
 
+    PARALLEL_APART = "parallel, apart"
+    """`x += mixer(norm(x)) + feed_forward(norm_2(x))`: GPT-NeoX."""
+
 
 class HeadNorm(StrEnum):
     """Norm of queries and keys, before they are rotated unless it says otherwise."""
@@ -83,6 +93,11 @@ class HeadNorm(StrEnum):
     ALL = "all"
     """All heads of a token at once, with weights `[heads · head_dim]`: OLMo 2."""
 
+    BARE = "bare"
+    """Every head by itself, without weights: nanochat, and Llama 4, which norms rotated heads. Rotating changes no
+    norm.
+    """
+
     OWN = "own"
     """LayerNorm of every head by itself, each with weights of its own, `[heads · head_dim]`: Command R+."""
 
@@ -91,8 +106,18 @@ class HeadNorm(StrEnum):
     are divided by their norms before, and the queries alone are multiplied by both weights after.
     """
 
-    PLAIN = "plain"
-    """Every head by itself, without weights (Llama 4, which norms rotated heads: see `ROTATED`)."""
+
+class OutputGate(StrEnum):
+    """Where the gates of attention's output come from."""
+
+    BESIDE_QUERIES = "beside queries"
+    """q_proj gives each head a query and then a gate: Qwen3.5."""
+
+    APART = "apart"
+    """g_proj gives every element one: AFMoE."""
+
+    OF_HEADS = "of heads"
+    """g_proj gives every head one: LFM3."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,8 +216,8 @@ class AttentionSpec:
     qkv_bias: bool = False
     o_bias: bool = False
 
-    output_gate: bool = False
-    """q_proj gives each head a query and then a gate: `o_proj(attended · sigmoid(gate))` (Qwen3.5)."""
+    output_gate: OutputGate | None = None
+    """Gates of what was attended: `o_proj(attended · sigmoid(gate))`."""
 
     query_growth: QueryGrowth | None = None
 
@@ -248,8 +273,13 @@ class AttentionSpec:
 
     @property
     def q_rows(self) -> int:
-        """Rows of q_proj: queries, and the gates where there are any."""
-        return self.q_size * (1 + self.output_gate)
+        """Rows of q_proj: queries, and the gates where it gives them."""
+        return self.q_size * (1 + (self.output_gate is OutputGate.BESIDE_QUERIES))
+
+    @property
+    def gate_size(self) -> int:
+        """Elements of the gates of a token's output."""
+        return 0 if self.output_gate is None else self.q_size
 
     @property
     def biased_inputs(self) -> list[str]:
@@ -262,15 +292,20 @@ class AttentionSpec:
         if (latent := self.latent) is not None:
             widths = {"key": latent.key_dim, "rotated": latent.rotated_dim, "value": latent.value_dim}
             return latent_projections(hidden, self.num_heads, q_rank=latent.q_rank, kv_rank=latent.kv_rank, **widths)
-        return attention_projections(
+        *inputs, output = attention_projections(
             hidden,
             self.num_heads,
             self.num_kv_heads,
             self.head_dim,
-            gate=self.output_gate,
+            gate=self.output_gate is OutputGate.BESIDE_QUERIES,
             keys_and_values=0 if self.shares_kv else 1 if self.keys_are_values else 2,
             form=self.form,
         )
+        if self.output_gate in (OutputGate.APART, OutputGate.OF_HEADS):
+            size = self.q_size if self.output_gate is OutputGate.APART else self.num_heads
+            gate = Projection("self_attn.g_proj", Group.MIXER_IN, hidden, size, self.num_heads, form=self.form)
+            inputs.append(gate)
+        return (*inputs, output)
 
     @property
     def kv_shape(self) -> KvShape:
@@ -376,7 +411,10 @@ class Routing:
     """Equal groups of neighbouring experts."""
 
     kept_groups: int = 1
-    """Groups that a token may choose from: those with the highest sums of their two best scores."""
+    """Groups that a token may choose from: those with the highest sums of their best scores."""
+
+    group_best: int = 2
+    """How many best scores of a group are added up: two (DeepSeek-V3), or one (DeepSeek-V2)."""
 
     bias: bool = False
     """The router's logits have a bias."""
@@ -396,7 +434,8 @@ class Routing:
 @dataclass(frozen=True, slots=True)
 class Experts:
     """A mixture of experts, each a gated part: `Σ weight · down(activation(gate(x)) · up(x))` of the experts that a
-    router chooses for a token, and of the shared one where there is one. `ClampedSwiglu` has a form of its own.
+    router chooses for a token, and of the shared one where there is one. `ClampedSwiglu` has a form of its own; with an
+    `UngatedActivation` each is `down(activation(up(x)))`.
     """
 
     count: int
@@ -405,7 +444,7 @@ class Experts:
     """Width of an expert's gate and up."""
 
     routing: Routing
-    activation: Activation | ClampedSwiglu = Activation.SILU
+    activation: Activation | ClampedSwiglu | UngatedActivation = Activation.SILU
 
     shared_size: int = 0
     """Width of the gate and up of an expert that every token goes to; 0: there is none."""
@@ -416,7 +455,15 @@ class Experts:
     biased: bool = False
     """Each expert's gate, up and down have biases (gpt-oss)."""
 
+    factor: float = 1.0
+    """Of the sum of all experts' outputs (Cohere 2 MoE)."""
+
     bias = False
+
+    @property
+    def is_gated(self) -> bool:
+        """True if experts have gates."""
+        return not isinstance(self.activation, UngatedActivation)
 
     @property
     def active_size(self) -> int:
@@ -430,7 +477,10 @@ class Experts:
 
     def projections(self, hidden: int) -> tuple[Projection, ...]:
         """See `AttentionSpec.projections`; those of experts are of each one."""
-        return mixture_projections(hidden, self.count, self.size, self.shared_size, shared_gate=self.shared_gate)
+        shared_gate, has_gates = self.shared_gate, self.is_gated
+        return mixture_projections(
+            hidden, self.count, self.size, self.shared_size, shared_gate=shared_gate, has_gates=has_gates
+        )
 
     def share(self, size: int) -> Experts:
         """One of `size` ranks' share: of all experts some columns."""
@@ -455,8 +505,12 @@ class LayerInputSpec:
 class LayerSpec:
     """One layer."""
 
-    mixer: AttentionSpec | RecurrentSpec
-    feed_forward: GatedSpec | UngatedSpec | Experts
+    mixer: AttentionSpec | RecurrentSpec | None
+    """None: the layer is a feed-forward part alone (Nemotron-H)."""
+
+    feed_forward: GatedSpec | UngatedSpec | Experts | None
+    """None: the layer is a mixer alone."""
+
     norms: Norms = Norms.BEFORE
 
     residual_multiplier: float = 1.0
@@ -474,6 +528,16 @@ class LayerSpec:
 
         x += norm_out(norm_1(feed_forward(norm(r))) + norm_2(experts(norm_3(r))))
     """
+
+    @property
+    def is_whole(self) -> bool:
+        """True if it has a mixer and a feed-forward part."""
+        return self.mixer is not None and self.feed_forward is not None
+
+    @property
+    def is_parallel(self) -> bool:
+        """True if the feed-forward part does not read the mixer's output."""
+        return self.norms in (Norms.PARALLEL, Norms.PARALLEL_APART)
 
     @property
     def attention(self) -> AttentionSpec | None:
@@ -503,7 +567,8 @@ class LayerSpec:
     @property
     def biased(self) -> frozenset[str]:
         """Paths of the projections with a bias."""
-        found = ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"] if self.feed_forward.bias else []
+        is_biased = self.feed_forward is not None and self.feed_forward.bias
+        found = ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"] if is_biased else []
         found = found[1:] if isinstance(self.feed_forward, UngatedSpec) else found
         if (mixer := self.attention) is not None:
             found += mixer.biased_inputs if mixer.qkv_bias else []
@@ -516,13 +581,14 @@ class LayerSpec:
         """The matrices of the layer, by their paths in Llama's checkpoints, or Qwen3.5's."""
         further = () if self.beside is None else self.beside.projections(hidden)
         further += input_projections(hidden, self.input_size) if self.input_size else ()
-        return self.mixer.projections(hidden) + self.feed_forward.projections(hidden) + further
+        parts = [part.projections(hidden) for part in (self.mixer, self.feed_forward) if part is not None]
+        return (*chain(*parts), *further)
 
     def share(self, size: int) -> LayerSpec:
         """One of `size` ranks' share."""
         return replace(
             self,
-            mixer=self.mixer.share(size),
-            feed_forward=self.feed_forward.share(size),
+            mixer=None if self.mixer is None else self.mixer.share(size),
+            feed_forward=None if self.feed_forward is None else self.feed_forward.share(size),
             beside=None if self.beside is None else self.beside.share(size),
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -13,8 +14,10 @@ from ...memory.adapters.adapter import Adapter
 from ...memory.files.whole_copies import MAX_TRAINED_ROWS
 from ...memory.pages.adapter_layout import AdapterLayout, AdapterPart, VectorTarget, uniform_parts
 from ...memory.pages.layout import PageLayout, SlabLayout
-from ...memory.pages.projections import MIXTURE_GROUPS, Product
+from ...memory.pages.projections import MIXTURE_GROUPS, Group, Product
 from ...memory.transfers.transfer import Transfer
+from ...ops.in_parts import Modules, launch_for
+from ...ops.latents_schedule import takes_heads
 from ...ops.mixture_tables import MAX_PARTS, Parts
 from ...ops.sgmv import AdapterRows, Segments
 from ...ops.sgmv_schedule import Schedule, decode, prefill, rank_classes, token_limits
@@ -29,6 +32,7 @@ from .lora_state import LoraState, RowAdapters
 from .mixture_launches import MixtureForm, MixtureLaunches, MixtureLimits, MixtureState
 
 if TYPE_CHECKING:
+    from ...ops.latents_triton import LatentLora, LaunchedLora
     from ...ops.sgmv_triton import Sgmv
     from ...ops.vectors_triton import ScaleRows
 
@@ -101,6 +105,9 @@ class CudaLoraState(LoraState):
         widest = self._widest()
         self._products: dict[tuple[Schedule, int], dict[int, Sgmv]] = {}
         self._scales: dict[bool, dict[int, ScaleRows]] = {}
+        self._of_latents: dict[int, LatentLora] = {}  # by records of a tile
+        self._latent = latent = config.attention.latent
+        self._launches_latents = latent is not None and takes_heads(latent.key_dim, latent.value_dim, self._itemsize)
         self.offloading: Callable[[Segments, Sequence[int], SgmvTables], StepOffload | None] | None = None
         """Chooses the segments of a step with prompts to offload; called with the segments, the `lora_index` of each,
         and the tables.
@@ -178,6 +185,7 @@ class CudaLoraState(LoraState):
         self.arena = arena
         for product in (one for made in (*self._products.values(), *self._scales.values()) for one in made.values()):
             product.use_arena(arena)
+        self._of_latents.clear()
         if self.mixtures is not None:
             self.mixtures.use_arena(arena)
 
@@ -217,8 +225,8 @@ class CudaLoraState(LoraState):
         self._begin(adapters, lora_indices, lengths, merged)
         if self._is_contained(merged):
             return None
-        if self.mixture_segments.rows or self.changes_latents:
-            return self._ragged(lengths, EagerReason.EXPERTS if self.mixture_segments.rows else EagerReason.LATENTS)
+        if self.mixture_segments.rows:
+            return self._ragged(lengths, EagerReason.EXPERTS)
         assert captured.tail is not None
         scales, tables = self._plan_vectors(), self.tables
         tiles = captured.schedule.tile_tokens, _border(lengths), captured.tail.schedule.tile_tokens
@@ -250,7 +258,7 @@ class CudaLoraState(LoraState):
             return None
         num_tiles = self.tables.plan(self.segments, captured.schedule.tile_tokens, terms=captured.terms)
         scales, terms, mixture = self._plan_vectors(), self.tables.terms, self._plan_mixtures()
-        latents = self.changes_latents
+        latents = self.changes_latents and (bool(self.segments.vectors) or not self._launches_latents)
         is_usual = terms == captured.terms and not latents
         found = captured.with_room(num_tiles, 0, scales, mixture) if is_usual else None
         if found is not None:
@@ -367,11 +375,43 @@ class CudaLoraState(LoraState):
         if (found := self._products.get((schedule, terms))) is None:
             from ...ops.sgmv_triton import Sgmv  # needs triton
 
+            def launch(modules: Modules, inputs: int) -> Sgmv:
+                return Sgmv(self.arena, self.tables, modules, d_in=inputs, schedule=schedule, terms=terms)
+
             found = {
-                index: Sgmv(self.arena, self.tables, each.modules, d_in=each.inputs, schedule=schedule, terms=terms)
+                index: launch_for(each.modules, partial(launch, inputs=each.inputs))
                 for index, each in self._launched.items()
             }
             self._products[schedule, terms] = found
+        return found
+
+    def launched_latents(self, layer: int, tiles: torch.Tensor, num_tiles: int, terms: int) -> LaunchedLora | None:
+        """The launches of a decode step's adapters on a layer's kv_b_proj; None if they can't be launched."""
+        if not self._launches_latents:
+            return None
+        from ...ops.latents_triton import LaunchedLora  # needs triton
+
+        ((module, _, width),) = self._groups[layer][Group.KV_UP]
+        place = self.arena, self.segments, layer, module, width
+        return LaunchedLora(self._latent_lora(module, width, terms), tiles, num_tiles, *place)
+
+    def _latent_lora(self, module: int, width: int, terms: int) -> LatentLora:
+        """Made once. terms: records of a tile."""
+        if (found := self._of_latents.get(terms)) is None:
+            from ...ops.latents_triton import LatentLora  # needs triton
+
+            its = self._latent
+            assert its is not None, "the model has latents"
+            found = self._of_latents[terms] = LatentLora(
+                self.arena,
+                self.tables,
+                module,
+                heads=width // (its.key_dim + its.value_dim),
+                key=its.key_dim,
+                value=its.value_dim,
+                kv_rank=its.kv_rank,
+                terms=terms,
+            )
         return found
 
     def scale(self, group: int, y: torch.Tensor, layer: int, *, undo: bool, compile_only: bool = False) -> None:
@@ -380,7 +420,7 @@ class CudaLoraState(LoraState):
             from ...ops.vectors_triton import ScaleRows  # needs triton
 
             found = {
-                index: ScaleRows(self.arena, self._vectors, each.modules, undo=undo)
+                index: launch_for(each.modules, partial(ScaleRows, self.arena, self._vectors, undo=undo))
                 for index, each in self._launched.items()
             }
             self._scales[undo] = found
@@ -410,6 +450,7 @@ class CudaLoraState(LoraState):
             (group, torch.zeros(1, each.outputs, dtype=dtype, device=device), layer) for (layer, group), each in places
         ]
         with compiling(available_cpus()):
+            self._warm_up_latents(compile_only=True)
             if self.mixtures is not None:
                 self.mixtures.warm_up(compile_only=True)
             for launches, *case in cases:
@@ -422,6 +463,24 @@ class CudaLoraState(LoraState):
             launches.add(*case)
         for case, undo in itertools.product(outputs, (False, True)):
             self.scale(*case, undo=undo)
+        self._warm_up_latents(compile_only=False)
+
+    def _warm_up_latents(self, *, compile_only: bool) -> None:
+        """Every launch of adapters on kv_b_proj."""
+        layer = next((layer for layer, groups in enumerate(self._groups) if groups[Group.KV_UP]), None)
+        if layer is None or not self._launches_latents:
+            return
+        its, ((module, _, width),) = self._latent, self._groups[layer][Group.KV_UP]
+        assert its is not None, "the model has latents"
+        heads = width // (its.key_dim + its.value_dim)
+        of_queries, kept, of_values = (
+            torch.zeros(1, heads, size, dtype=self.arena.dtype, device=self.arena.device)
+            for size in (its.key_dim, its.kv_rank, its.value_dim)
+        )
+        for terms in (1, MERGED_TERMS):
+            add, place = self._latent_lora(module, width, terms), (layer, self.tables.tiles, 1)
+            add(kept, of_queries, *place, absorbs=True, compile_only=compile_only)
+            add(of_values, kept, *place, absorbs=False, compile_only=compile_only)
 
     def _first_uses(self) -> list[tuple[tuple[int, int], Product]]:
         """The layer and group that first use each product."""

@@ -12,7 +12,7 @@ from ...memory.files.base_tokens import BaseTokens
 from .base_rows import CheckpointRows
 from .config import ModelConfig, UnsupportedModel
 from .config_json import ConfigJson
-from .families import FAMILIES
+from .families import FAMILIES, OF_TYPES
 from .family import Family
 from .quantization.registry import read_format
 from .tensor_names import LLAMA_TENSORS
@@ -35,6 +35,7 @@ def read_model_config(directory: Path, tokenizer: Path | None = None) -> ModelCo
     raw = ConfigJson.read(directory / "config.json")
     architecture = (raw.texts("architectures") or ["none named"])[0]
     family, kind = family_of(architecture)
+    family = family and OF_TYPES.get(raw.text("model_type", ""), family)
     if kind == CLASSIFIER and (raw.has("classifier_from_token") or raw.has("is_original_qwen3_reranker")):
         kind = ""  # a generator, whose output projection scores
     if family is None:
@@ -48,8 +49,7 @@ def read_model_config(directory: Path, tokenizer: Path | None = None) -> ModelCo
     model = family.read(text)
     if kind:  # without an output projection, its place is taken by the embeddings, and no token is sampled
         is_classifier = kind == CLASSIFIER
-        without = {"tie_word_embeddings": True, "has_lm_head": False, "head_bias": False}
-        model = replace(model, **without, is_classifier=is_classifier)
+        model = replace(model, tie_word_embeddings=True, has_lm_head=False, is_classifier=is_classifier)
     eos = _eos_token_ids(raw, directory) or model.eos_token_ids
     model = replace(
         model,

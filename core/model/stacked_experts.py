@@ -159,4 +159,5 @@ def _choice_constants(routing: Routing, experts: int) -> ChoiceConstants:
         groups=routing.groups,
         kept_groups=routing.kept_groups,
         jitter=routing.jitter,
+        group_best=routing.group_best,
     )

@@ -16,11 +16,12 @@ from ...memory.pages.projections import Group, UnitRows
 from .config import ModelConfig, UnsupportedModel
 from .layers import AttentionSpec, Experts, HeadNorm, LayerSpec, Norms, UngatedActivation
 from .quantization.round_to_nearest import RoundToNearest
+from .recurrent import RecurrentSpec
 from .shard import WHOLE, Part, Shard
 from .tensor_names import BIASES, CORRECTION, PACKED, STACKED_EXPERTS, TensorNames
 
 EMBED, NORM, LM_HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
-HEAD_BIAS = "lm_head.bias"
+LM_HEAD_BIAS = "lm_head.bias"
 _MODEL, LAYER = "model.", "model.layers.{}."
 IN_LAYER = re.compile(
     r"^model\.(layers\.\d+\.)(.+)\.(weight|bias|sinks|dt_bias|A_log|D|e_score_correction_bias|alpha_[pn]|beta|eps)$"
@@ -61,7 +62,14 @@ NORMS = {
     Norms.AFTER: ("attention_out_norm", "mlp_out_norm"),
     Norms.AROUND: ("attention_norm", "mlp_norm", "attention_out_norm", "mlp_out_norm"),
     Norms.PARALLEL: ("attention_norm",),
+    Norms.PARALLEL_APART: ("attention_norm", "mlp_norm"),
 }
+
+
+def norms_of(layer: LayerSpec) -> tuple[str, ...]:
+    """The norms that a layer has of `NORMS`: those of its parts."""
+    absent = ("attention_",) * (layer.mixer is None) + ("mlp_",) * (layer.feed_forward is None)
+    return tuple(norm for norm in NORMS[layer.norms] if not norm.startswith(absent))
 
 
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -72,15 +80,15 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {EMBED: (config.vocab_size, hidden), **_norm_shapes([NORM], config)}
     if not config.tie_word_embeddings:
         shapes[LM_HEAD] = (config.vocab_size, hidden)
-    if config.head_bias:
-        shapes[HEAD_BIAS] = (config.vocab_size,)
+    if config.head_bias and config.has_lm_head:
+        shapes[LM_HEAD_BIAS] = (config.vocab_size,)
     if (inputs := config.layer_inputs) is not None:
         width = config.num_layers * inputs.size
         shapes |= {INPUT_TABLE: (inputs.vocab, width), INPUT_PROJECTION: (width, hidden), INPUT_NORM: (inputs.size,)}
     for index, layer in enumerate(config.layers):
         at = LAYER.format(index)
         shapes |= {at + part: shape for part, shape in _layer_shapes(layer, hidden).items()}
-        shapes |= _norm_shapes([f"{at}{norm}.weight" for norm in NORMS[layer.norms]], config)
+        shapes |= _norm_shapes([f"{at}{norm}.weight" for norm in norms_of(layer)], config)
     return shapes
 
 
@@ -92,9 +100,9 @@ def _norm_shapes(names: Sequence[str], config: ModelConfig) -> dict[str, tuple[i
     return dict.fromkeys((*names, *biases), (config.hidden_size,))
 
 
-def bias_of(norm: str) -> str:
-    """The name of a norm's bias, by that of its weight."""
-    return f"{norm.removesuffix('weight')}bias"
+def bias_of(weight: str) -> str:
+    """The name of the bias of a norm, or of the output projection, by that of its weight."""
+    return f"{weight.removesuffix('weight')}bias"
 
 
 def _layer_shapes(layer: LayerSpec, hidden: int) -> dict[str, tuple[int, ...]]:
@@ -111,16 +119,26 @@ def _layer_shapes(layer: LayerSpec, hidden: int) -> dict[str, tuple[int, ...]]:
         shapes[f"{projection.path}.weight"] = (projection.outputs, projection.inputs)
         if projection.path in biased:
             shapes[f"{projection.path}.bias"] = (projection.outputs,)
-    if layer.feed_forward.activation is UngatedActivation.XIELU:
+    if layer.dense is not None and layer.dense.activation is UngatedActivation.XIELU:
         shapes |= dict.fromkeys(XIELU, (1,))
     if layer.experts is not None:
         shapes |= _expert_shapes(layer.experts, hidden)
     if layer.scaled:
         shapes[SCALAR] = (1,)
-    if isinstance(layer.mixer, AttentionSpec):
-        sinks: dict[str, tuple[int, ...]] = {SINKS: (layer.mixer.num_heads,)} if layer.mixer.sinks else {}
-        return shapes | _head_norm_shapes(layer.mixer) | sinks
-    return shapes | {path: tensor.shape for path, tensor in layer.mixer.tensors.items()}
+    return shapes | _mixer_shapes(layer.mixer)
+
+
+def _mixer_shapes(mixer: AttentionSpec | RecurrentSpec | None) -> dict[str, tuple[int, ...]]:
+    """The parts of a mixer besides its projections."""
+    if isinstance(mixer, AttentionSpec):
+        sinks: dict[str, tuple[int, ...]] = {SINKS: (mixer.num_heads,)} if mixer.sinks else {}
+        return _head_norm_shapes(mixer) | sinks
+    return {} if mixer is None else {path: tensor.shape for path, tensor in mixer.tensors.items()}
+
+
+def expert_inputs(experts: Experts) -> tuple[str, ...]:
+    """Names of the matrices that an expert's rows are multiplied with first."""
+    return _MATRICES[:2] if experts.is_gated else _MATRICES[1:2]
 
 
 def _expert_shapes(experts: Experts, hidden: int) -> dict[str, tuple[int, ...]]:
@@ -137,10 +155,10 @@ def _expert_shapes(experts: Experts, hidden: int) -> dict[str, tuple[int, ...]]:
     if experts.shared_gate:
         shapes[f"{SHARED_GATE}.weight"] = (1, hidden)
     for path, size in sizes.items():
-        shapes |= dict.fromkeys((f"{path}.gate_proj.weight", f"{path}.up_proj.weight"), (size, hidden))
+        shapes |= {f"{path}.{name}.weight": (size, hidden) for name in expert_inputs(experts)}
         shapes[f"{path}.down_proj.weight"] = (hidden, size)
         if experts.biased:
-            shapes |= dict.fromkeys((f"{path}.gate_proj.bias", f"{path}.up_proj.bias"), (size,))
+            shapes |= {f"{path}.{name}.bias": (size,) for name in expert_inputs(experts)}
             shapes[f"{path}.down_proj.bias"] = (hidden,)
     return shapes
 
@@ -149,7 +167,7 @@ def _head_norm_shapes(mixer: AttentionSpec) -> dict[str, tuple[int, ...]]:
     if (latent := mixer.latent) is not None:
         queries = {"self_attn.q_norm.weight": (latent.q_rank,)} if latent.q_rank else {}
         return {**queries, "self_attn.k_norm.weight": (latent.kv_rank,)}
-    if mixer.head_norm in (None, HeadNorm.PLAIN):
+    if mixer.head_norm in (None, HeadNorm.BARE):
         return {}
     each = mixer.head_norm not in (HeadNorm.ALL, HeadNorm.OWN)
     shapes: dict[str, tuple[int, ...]] = {"self_attn.q_norm.weight": (mixer.head_dim if each else mixer.q_size,)}
@@ -184,15 +202,17 @@ class Source(NamedTuple):
 
 def sources(config: ModelConfig, names: Container[str]) -> dict[str, Source]:
     """Where a checkpoint with tensors of these names has each part of `tensor_shapes`."""
-    tensors, shapes, units = config.tensors, tensor_shapes(config), config.unit_rows
-    first = "embed_tokens" if config.norm.weightless else tensors.norm
+    tensors, shapes, units = config.tensors.of(names), tensor_shapes(config), config.unit_rows
+    first = tensors.embeddings if config.norm.weightless else tensors.norm
     prefix = next((each for each in tensors.prefixes if f"{each}{first}.weight" in names), tensors.prefixes[0])
     head = next((each for each in tensors.heads if each in names), tensors.heads[0])
-    found = {LM_HEAD: Source(head), NORM: Source(f"{prefix}{tensors.norm}.weight"), HEAD_BIAS: Source(bias_of(head))}
+    found = {LM_HEAD: Source(head), NORM: Source(f"{prefix}{tensors.norm}.weight")}
+    found[EMBED] = Source(f"{prefix}{tensors.embeddings}.weight")
+    biases = {bias_of(each): Source(bias_of(found[each].name)) for each in (NORM, LM_HEAD)}
     for part in shapes:
         match = IN_LAYER.match(part)
         if match is None:
-            found.setdefault(part, Source(prefix + part.removeprefix(_MODEL)))
+            found.setdefault(part, biases.get(part) or Source(prefix + part.removeprefix(_MODEL)))
         else:
             found[part] = _layer_source(tensors, prefix, match, shapes, units, names)
     return found
@@ -208,10 +228,11 @@ def _layer_source(
 ) -> Source:
     """Where a checkpoint has a part of a layer. part: by `IN_LAYER`. units: see `ModelConfig.unit_rows`."""
     layer, path, kind = part.groups()
-    at, own = f"{prefix}{layer}", f"{_MODEL}{layer}"
+    at, own = f"{prefix}{tensors.layers}{layer.removeprefix('layers')}", f"{_MODEL}{layer}"
     if (expert := _EXPERT.match(path)) is not None:
         begin, number, matrix = expert.groups()
-        rows = {each: shapes[f"{own}{begin}{number}.{each}.weight"][0] for each in _MATRICES}
+        found = {each: shapes.get(f"{own}{begin}{number}.{each}.weight") for each in _MATRICES}
+        rows = {each: shape[0] for each, shape in found.items() if shape is not None}
         return _expert_source(tensors, at, int(number), matrix, kind, rows=rows, names=names)
     for name, stack in tensors.fused.items():
         if path in stack:
@@ -219,13 +240,19 @@ def _layer_source(
                 return Source(f"{at}{name}.{kind}", units=units[path])
             first = sum(shapes[f"{own}{each}.{kind}"][0] for each in stack[: stack.index(path)])
             return Source(f"{at}{name}.{kind}", first)
+    return Source(_plain_source(tensors, at, path, kind, names))
+
+
+def _plain_source(tensors: TensorNames, at: str, path: str, kind: str, names: Container[str]) -> str:
+    """The tensor that has a part of a layer, and no other part."""
     own = f"{path}.{kind}"
     given = tensors.names.get(own) or f"{tensors.names.get(path, path)}.{kind}"
-    return Source(_either(at + given, at + own, names))
+    older = f"{tensors.older.get(path, path)}.{kind}"
+    return _either(_either(at + given, at + older, names), at + own, names)
 
 
 def _either(given: str, own: str, names: Container[str]) -> str:
-    """The name that a family gives to a part, unless the checkpoint has it under its own name instead."""
+    """The name that a family gives to a part, unless the checkpoint has it under another name instead."""
     return own if given not in names and own in names else given
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,7 +19,7 @@ from .directory import AdapterDirectory
 from .error import AdapterFormatError, shown
 from .form import AdapterForm
 from .module_paths import ExpertForm, ModulePaths, without_nesting
-from .peft_names import HEAD, IN_LAYERS, PREFIX, STEM, UNEMBED, tensor_shapes
+from .peft_names import EMBEDDINGS, HEAD, IN_LAYERS, PREFIX, STEM, UNEMBED, tensor_shapes
 from .tensor_file import Arrangement, TensorInfo
 from .vectors import ENDS, PATTERN
 from .whole_copies import RowsFile
@@ -29,16 +29,21 @@ if TYPE_CHECKING:
 
 _TENSORS_PER_MATRIX = 4  # A, B, and vectors; the rest is room for modules of the model
 
-_WRAPPED = re.compile(
-    r"(?:base_model\.model\.)?((?:(?:model|language_model|text_model)\.){0,4})"
-    r"(?=layers\.[0-9]|embed_tokens\.|unembed_tokens\.)"
-)
 #: Left in names by trainers: modules around PEFT's, and the adapter's own name.
 _AROUND = re.compile(r"^(?:(?:module|_orig_mod|_fsdp_wrapped_module)\.)*")
 _ADAPTER_NAME = re.compile(
     r"\.(lora_(?:embedding_)?[AB]|lora_magnitude_vector)\.(?!(?:weight|bias)$)([^.]+)(?=\.weight$|\.bias$|$)"
 )
 _IN_LAYER = re.compile(rf"({re.escape(IN_LAYERS)}[0-9]+)\.(.+?)\.(lora_[AB]\.weight|{PATTERN})")
+
+
+@lru_cache(16)
+def _wrapped(around: tuple[str, ...]) -> re.Pattern[str]:
+    """What is before a name below the model's. around: see `ModulePaths.around`."""
+    return re.compile(
+        rf"(?:base_model\.model\.)?((?:(?:{'|'.join(map(re.escape, around))})\.){{0,4}})"
+        r"(?=layers\.[0-9]|embed_tokens\.|embeddings\.|unembed_tokens\.)"
+    )
 
 
 class AdapterWeights(RowsFile):
@@ -274,7 +279,7 @@ class AdapterWeights(RowsFile):
         if not name.endswith((".lora_A.weight", ".lora_B.weight")) and (named := _ADAPTER_NAME.search(name)):
             self._adapters.add(named[2])
             name = f"{name[: named.end(1)]}{name[named.end() :]}"
-        found = _WRAPPED.match(name)
+        found = _wrapped(self.modules.around).match(name)
         if found is None:
             if "lora_" in name and not name.startswith(PREFIX):
                 name = f"{PREFIX}{name}"
@@ -285,6 +290,8 @@ class AdapterWeights(RowsFile):
         if rest.startswith(f"{UNEMBED}."):
             self._head_names.add(UNEMBED)
             return f"{PREFIX}{HEAD}{rest.removeprefix(UNEMBED)}"
+        own, is_there, kind = rest.partition(".")
+        rest = f"{EMBEDDINGS}.{kind}" if is_there and own == self.modules.embeddings else rest
         self._stems.add(found[1][:-1])
         plain = f"{PREFIX}{STEM}.{rest}"
         match = _IN_LAYER.fullmatch(plain)

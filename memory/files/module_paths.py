@@ -16,7 +16,7 @@ from functools import cached_property, lru_cache
 from itertools import product
 from typing import Any
 
-from ..pages.projections import Projection, Projections, UnitRows
+from ..pages.projections import Group, Projection, Projections, UnitRows
 from .base_tokens import BaseTokens
 from .whole_copies import BaseRows
 
@@ -30,6 +30,10 @@ _STACKED = {
     "self_attn.qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "mlp.gate_up_proj": ("gate_proj", "up_proj"),
 }
+
+
+#: Names of modules around the layers of most models.
+AROUND = ("model", "language_model", "text_model")
 
 
 class ExpertForm(StrEnum):
@@ -61,8 +65,14 @@ class ModulePaths:
     left_out: tuple[str, ...] = ()
     """Beginnings of names in the base model that text does not need, such as a vision tower's."""
 
+    around: tuple[str, ...] = AROUND
+    """Names of modules that may be around the layers, each inside another."""
+
     further: tuple[tuple[str, str], ...] = ()
     """A projection, and another path that it has in a version of the model, or in a trainer's."""
+
+    embeddings: str = "embed_tokens"
+    """The name of the token embeddings."""
 
     vocab_size: int | None = None
     """None: not known."""
@@ -81,8 +91,8 @@ class ModulePaths:
     """In these parameters the rows of two projections alternate, rather than follow one another."""
 
     stacked_swapped: bool = False
-    """PEFT takes these parameters' inputs for outputs: A is `[experts · rank, out]`, B `[in, rank · experts]`. Files of
-    older versions have A and B as of others.
+    """PEFT takes these parameters' inputs for outputs: A is `[experts · rank, out]`, and B `[in, rank · experts]`.
+    Files of older versions have A and B as of others.
     """
 
     experts: ExpertForm | None = None
@@ -127,6 +137,7 @@ class ModulePaths:
                 continue
             name = projection.name
             path = fused.get(name) or renamed.get(name) or projection.path
+            path = f"model.{self.embeddings}" if projection.group is Group.EMBEDDING else path
             found[path] = (*found.get(path, ()), name)
         return found
 

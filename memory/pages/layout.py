@@ -59,7 +59,7 @@ class PageLayout:
     windows: tuple[int | None, ...] = ()
     """The attention window of each layer; empty: none has one."""
     chunked: bool = False
-    """Windows begin at multiples of their lengths. Pages leave as those of other windows, which see as much or more."""
+    """Windows begin at multiples of their lengths. Pages leave as those of other windows do, which see no less."""
     shapes: tuple[KvShape, ...] = ()
     """The shape of each layer's KV, where layers differ; empty: all have `kv_heads` and `head_dim`."""
     state: StateShape | None = None

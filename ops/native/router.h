@@ -20,6 +20,7 @@ struct RoutingDesc {
     Scoring scoring;
     int32_t renormalised;  // 1: weights are divided by their sum
     int32_t groups, kept_groups;  // equal groups of neighbouring experts, and how many of them a row may choose from
+    int32_t group_best;  // 1 or 2: how many best scores of a group are added up
     float epsilon, factor;  // added to that sum; of the weights
     float jitter;  // of kSparseMixer
 };
@@ -98,14 +99,14 @@ class Router {
         std::sort(all.begin(), end - 1, above);
     }
 
-    // Rank experts outside the best groups last. A group's score is the sum of its two best.
+    // Rank experts outside the best groups last. A group's score is the sum of its one or two best.
     void keep_groups(const RoutingDesc& r, int experts) {
         const int size = experts / r.groups;
         of_groups_.clear();
         for (int g = 0; g < r.groups; g++) {
             one_group_.assign(ranked_.begin() + g * size, ranked_.begin() + (g + 1) * size);
-            sort_best(one_group_, 2);
-            of_groups_.push_back({one_group_[0].first + one_group_[1].first, g});
+            sort_best(one_group_, r.group_best);
+            of_groups_.push_back({one_group_[0].first + (r.group_best == 2 ? one_group_[1].first : 0), g});
         }
         sort_best(of_groups_, r.kept_groups);
         kept_.assign(r.groups, false);

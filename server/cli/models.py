@@ -114,5 +114,5 @@ def described(directory: Path) -> list[str]:
         turned = "no rope" if rope is None else f"{rope.type} rope of base {rope.theta:g}"
         lines.append(f"{count} layers see {seen}, with {turned}")
     if recurrent := model.recurrent:
-        lines.append(f"{model.num_layers - len(model.attention_layers)} layers are {recurrent.described()}")
+        lines.append(f"{model.num_recurrent_layers} layers are {recurrent.described()}")
     return lines

@@ -205,7 +205,7 @@ def stack_experts(directory: Path) -> None:
     for file in [*directory.glob("*.safetensors"), *directory.glob("*.index.json")]:
         file.unlink()
     save_file(tensors, directory / "model.safetensors")
-    assert any(name.endswith("experts.gate_up_proj") for name in tensors)
+    assert any(name.endswith(("experts.gate_up_proj", "experts.up_proj")) for name in tensors)
 
 
 @every_family

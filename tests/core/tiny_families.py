@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
@@ -79,8 +79,14 @@ LATENT = {
     "v_head_dim": 24,
 }
 
-#: Families that transformers computes, and saves, by Llama's class, which their checkpoints do not name.
-BY_LLAMA = {"InternLM3Config": "InternLM3ForCausalLM", "IQuestCoderConfig": "IQuestCoderForCausalLM"}
+#: Families that transformers computes, and saves, by another family's class, which their checkpoints do not name.
+BY_ANOTHER = {
+    "InternLM3Config": "InternLM3ForCausalLM",
+    "IQuestCoderConfig": "IQuestCoderForCausalLM",
+    "ExaoneConfig": "ExaoneForCausalLM",
+    "SarvamMoEConfig": "SarvamMoEForCausalLM",
+    "SarvamMLAConfig": "SarvamMLAForCausalLM",
+}
 
 #: name → (transformers' configuration class, its arguments, largest shard)
 FAMILIES: dict[str, tuple[str, dict[str, Any], str]] = {
@@ -286,6 +292,13 @@ BY_TORCH: dict[str, tuple[str, dict[str, Any], str]] = {
         "50GB",
     ),
     "starcoder-2": ("Starcoder2Config", {"sliding_window": 20}, "20KB"),
+    "nanochat": ("NanoChatConfig", {"final_logit_softcapping": 5.0, "attention_bias": True}, "50GB"),
+    "phi-2": ("PhiConfig", {"partial_rotary_factor": 0.5}, "50GB"),
+    "gpt-neox": (
+        "GPTNeoXConfig",
+        {"num_key_value_heads": 4, "rope_parameters": {"rope_theta": 500.0, "partial_rotary_factor": 0.5}},
+        "50GB",
+    ),
 }
 
 #: Families with layers of attention of several shapes, likewise.
@@ -400,6 +413,40 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any], str]] = {
          "tie_word_embeddings": True, "position_embedding_type": "rope", "attention_bias": True},
         "20KB",
     ),
+    "lfm3": (
+        "Lfm3Config",
+        {"num_hidden_layers": 5, "head_dim": 16, "sliding_window": 20, "conv_L_cache": 5, "pad_token_id": 0,
+         "tie_word_embeddings": False},
+        "50GB",
+    ),
+    "lfm3-plain": (
+        "Lfm3Config",
+        {"num_hidden_layers": 2, "layer_types": ["full_attention", "conv"], "head_dim": 32, "hidden_size": 48,
+         "use_sandwich_norm": False, "attention_bias": True, "conv_bias": True, "pad_token_id": 0},
+        "20KB",
+    ),
+    "olmo-hybrid": (  # transformers saves convolutions in three equal parts, whatever their widths
+        "OlmoHybridConfig",
+        {"num_hidden_layers": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 24,
+         "linear_value_head_dim": 12, "pad_token_id": 0},
+        "50GB",
+    ),
+}  # fmt: skip
+
+NEMOTRON_H = {
+    "hybrid_override_pattern": "M-MM*-M", "head_dim": 16, "mamba_num_heads": 8, "mamba_head_dim": 12,
+    "ssm_state_size": 16, "n_groups": 2,
+}  # fmt: skip
+
+#: Families with states that PyTorch's operators alone compute: with layers of one part.
+TORCH_HYBRIDS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "nemotron-h": ("NemotronHConfig", NEMOTRON_H, "50GB"),
+    "nemotron-h-biased": (
+        "NemotronHConfig",
+        {**NEMOTRON_H, "hybrid_override_pattern": "-*M-", "use_bias": True, "mlp_bias": True, "use_conv_bias": False,
+         "n_groups": 1, "conv_kernel": 3, "hidden_size": 48, "tie_word_embeddings": True, "time_step_min": 0.6},
+        "20KB",
+    ),
 }  # fmt: skip
 
 QWEN3_MOE = {
@@ -497,11 +544,25 @@ EXPERTS: dict[str, tuple[str, dict[str, Any], str]] = {
          "num_hidden_layers": 3, "pad_token_id": 0},
         "50GB",
     ),
+    "afmoe": (
+        "AfmoeConfig",
+        {"head_dim": 16, "num_experts": 16, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "sliding_window": 20,
+         "num_hidden_layers": 4, "num_shared_experts": 1, "route_scale": 1.5, "mup_enabled": True,
+         "initializer_range": 0.1, "global_attn_every_n_layers": 3},
+        "50GB",
+    ),
     "lfm2-moe": (
         "Lfm2MoeConfig",
         {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention", "conv", "conv"], "num_dense_layers": 1,
          "num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 40, "routed_scaling_factor": 1.5,
          "pad_token_id": 0},
+        "50GB",
+    ),
+    "nemotron-3": (
+        "NemotronHConfig",
+        {**NEMOTRON_H, "hybrid_override_pattern": "MEM*E-E", "n_routed_experts": 16, "num_experts_per_tok": 4,
+         "moe_intermediate_size": 40, "moe_shared_expert_intermediate_size": 56, "routed_scaling_factor": 1.5,
+         "n_group": 4, "topk_group": 2},
         "50GB",
     ),
     "granite-4-h-moe": (
@@ -608,14 +669,80 @@ RENAMED: dict[str, tuple[str, dict[str, Any], str]] = {
          "num_hidden_layers": 3},
         "50GB",
     ),
+    "bamba": (
+        "BambaConfig",
+        {"num_hidden_layers": 4, "attn_layer_indices": [1], "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16,
+         "mamba_n_groups": 2, "attention_bias": True, "mlp_bias": True},
+        "50GB",
+    ),
+    "granite-swa": (
+        "GraniteSWAConfig",
+        {**GRANITE_TIED, "attention_multiplier": 0.11, "num_hidden_layers": 5, "sliding_window": 20,
+         "layer_rope_theta": [0, 500, 10000.0, 0.0, 500.0], "attention_bias": True},
+        "50GB",
+    ),
+    "granite-moe-swa": (
+        "GraniteMoeSWAConfig",
+        {**GRANITE, "residual_multiplier": 0.9, "attention_multiplier": 0.11, "num_local_experts": 12,
+         "num_experts_per_tok": 4, "shared_intermediate_size": 40, "num_hidden_layers": 2, "sliding_window": 20},
+        "50GB",
+    ),
+    "flex-olmo": ("FlexOlmoConfig", {"num_experts": 7, "num_experts_per_tok": 5, "pad_token_id": 0}, "50GB"),
+    "vault-gemma": (
+        "VaultGemmaConfig", {"head_dim": 32, "num_hidden_layers": 3, "sliding_window": 18, "pad_token_id": 0}, "50GB"
+    ),
+    "youtu": ("YoutuConfig", {**LATENT, "attention_bias": True, "rope_parameters": YARN}, "50GB"),
+    "minicpm-3": (
+        "MiniCPM3Config",
+        {**LATENT, "v_head_dim": None, "scale_emb": 3.0, "scale_depth": 1.1, "dim_model_base": 40, "mlp_bias": True},
+        "50GB",
+    ),
+    "flint": (
+        "FlintConfig",
+        {"head_dim": 16, "num_experts": 16, "num_experts_per_tok": 3, "moe_intermediate_size": 40,
+         "shared_expert_intermediate_size": 24, "sliding_window": 20, "num_hidden_layers": 4, "mlp_only_layers": [1],
+         "pad_token_id": 0},
+        "50GB",
+    ),
+    "stablelm": ("StableLmConfig", {"use_qkv_bias": True, "use_parallel_residual": True, "head_dim": 16}, "50GB"),
+    "stablelm-before": ("StableLmConfig", {"partial_rotary_factor": 0.5, "hidden_size": 48}, "50GB"),
+    "exaone-3": ("ExaoneConfig", {"num_key_value_heads": 2, "pad_token_id": 0}, "50GB"),
+    "sarvam-moe": (
+        "SarvamMoEConfig",
+        {**DEEPSEEK_EXPERTS, "head_dim": 16, "num_hidden_layers": 2, "attention_bias": True},
+        "50GB",
+    ),
+    "deepseek-v2-groups": (
+        "DeepseekV2Config",
+        {**LATENT, "n_routed_experts": 16, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "n_group": 4,
+         "topk_group": 2, "topk_method": "group_limited_greedy", "routed_scaling_factor": 1.5, "n_shared_experts": 1},
+        "50GB",
+    ),
+    "cohere-2-moe": (
+        "Cohere2MoeConfig",
+        {"head_dim": 16, "num_experts": 12, "num_experts_per_tok": 3, "intermediate_size": 40, "num_shared_experts": 2,
+         "sliding_window": 20, "num_hidden_layers": 3, "mlp_layer_types": ["dense", "sparse", "sparse"],
+         "prefix_dense_intermediate_size": 48, "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+         "pad_token_id": 0},
+        "50GB",
+    ),
+    "sarvam-mla": (
+        "SarvamMLAConfig",
+        {**LATENT, **DEEPSEEK_EXPERTS, "q_lora_rank": None,
+         "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}},
+        "50GB",
+    ),
 }  # fmt: skip
 
 ATTENTION, MLP = ["q_proj", "k_proj", "v_proj", "o_proj"], ["gate_proj", "up_proj", "down_proj"]
 LINEAR = ["in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"]
 LATENTS = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"]
+NO_OUT_PROJ = ("nemotron-h", "nemotron-3")
+"""Names of families on whose `out_proj` PEFT puts no LoRA."""
+
 #: name → (rank, alpha, targets), of which a model has some
 ADAPTERS = {
-    "r3-all": (3, 6, [*ATTENTION, *LINEAR, "in_proj", *LATENTS, *MLP]),
+    "r3-all": (3, 6, [*ATTENTION, "g_proj", *LINEAR, "in_proj", *LATENTS, *MLP]),
     "r8-qv": (8, 16, ["q_proj", "v_proj", "in_proj_b", "in_proj", "kv_b_proj"]),
     "r17-o-mlp": (17, 8, ["o_proj", "out_proj", *MLP]),
 }
@@ -653,7 +780,8 @@ class Tiny:
         elif (correction := getattr(router, "e_score_correction_bias", (*inputs, None)[1])) is not None:
             scores = scores.sigmoid() + correction
         if (groups := getattr(router, "num_group", None) or 1) > 1:
-            sums = scores.view(len(scores), groups, -1).topk(2).values.sum(-1)
+            best_of = 1 if getattr(router, "topk_method", None) == "group_limited_greedy" else 2
+            sums = scores.view(len(scores), groups, -1).topk(best_of).values.sum(-1)
             best = sums.topk(router.topk_group + 1)
             self.router_margins.append(float((best.values[:, -2] - best.values[:, -1]).min()))
             kept = torch.zeros_like(sums).scatter_(1, best.indices[:, :-1], 1).bool()
@@ -733,7 +861,8 @@ def logits(model: Any, tokens: list[int]) -> torch.Tensor:
 
 def _depends_on_length(model: Any) -> bool:
     """True if the rotary embedding of a token depends on how long the text is when it is computed."""
-    return any(kind in repr(model.config.rope_parameters) for kind in ("dynamic", "longrope"))
+    rope = repr(getattr(model.config, "rope_parameters", None))
+    return any(kind in rope for kind in ("dynamic", "longrope"))
 
 
 def randomise(model: torch.nn.Module) -> None:
@@ -748,7 +877,7 @@ def randomise(model: torch.nn.Module) -> None:
                 parameter.uniform_(0.5, 1.5)
             elif name.endswith("router.scale"):
                 parameter.uniform_(8, 24)
-            elif name.endswith(("sinks", "mamba.D")):
+            elif name.endswith(("sinks", "mamba.D", "mixer.D")):
                 parameter.normal_()
             elif ".act_fn." in name:
                 parameter.uniform_(-1, 1)
@@ -762,7 +891,7 @@ def randomise(model: torch.nn.Module) -> None:
 def save_family(name: str, path: Path, dtype: torch.dtype = torch.float32, **changes: Any) -> None:
     import transformers
 
-    every = {**FAMILIES, **BY_TORCH, **SHAPES, **HYBRIDS, **EXPERTS, **RENAMED}
+    every = {**FAMILIES, **BY_TORCH, **SHAPES, **HYBRIDS, **TORCH_HYBRIDS, **EXPERTS, **RENAMED}
     config_class, arguments, shard = every[name]
     arguments = {
         "vocab_size": 150,
@@ -782,9 +911,10 @@ def save_family(name: str, path: Path, dtype: torch.dtype = torch.float32, **cha
     model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, config_class)(**arguments))
     randomise(model)
     model.to(dtype).save_pretrained(path, max_shard_size=shard)
-    if config_class in BY_LLAMA:
+    if config_class in BY_ANOTHER:
         config = path / "config.json"
-        config.write_text(config.read_text().replace("LlamaForCausalLM", BY_LLAMA[config_class]))
+        raw = json.loads(config.read_text())
+        config.write_text(json.dumps({**raw, "architectures": [BY_ANOTHER[config_class]]}))
 
 
 def train_vectors(model: torch.nn.Module) -> None:
@@ -799,7 +929,7 @@ def train_vectors(model: torch.nn.Module) -> None:
                 parameter.add_(0.3 * torch.randn_like(parameter))
 
 
-def _paths(config: ModelConfig, layer: int, targets: list[str]) -> list[str]:
+def _paths(config: ModelConfig, layer: int, targets: Collection[str]) -> list[str]:
     """Paths of some projections in a layer."""
     return [path for path, modules in config.module_paths.in_layer(layer).items() if set(modules) & set(targets)]
 
@@ -845,8 +975,10 @@ def _save_tiny(name: str, root: Path, changes: Mapping[str, Any], **arguments: A
     for seed, (adapter, (rank, alpha, targets)) in enumerate(ADAPTERS.items()):
         torch.manual_seed(seed)
         here = [path.rpartition(".")[2] for path, modules in paths.items() if set(modules) & set(targets)]
+        here = [path for path in here if not (path == "out_proj" and name.startswith(NO_OUT_PROJ))]
         if config.experts is not None:
-            here = [f"{layer}.{path}" for layer in range(config.num_layers) for path in _paths(config, layer, targets)]
+            own = set(targets) - {"out_proj" * name.startswith(NO_OUT_PROJ)}
+            here = [f"{layer}.{path}" for layer in range(config.num_layers) for path in _paths(config, layer, own)]
         lora = LoraConfig(
             r=rank,
             lora_alpha=alpha,

@@ -63,6 +63,7 @@ ROUTINGS = {
     "groups by softmax": Routing(3, groups=4, kept_groups=1),
     "of inputs": Routing(2, Scoring.SIGMOID_OF_CHOSEN, of_inputs=True),
     "sparse mixer": Routing(2, Scoring.SPARSE_MIXER, jitter=0.1),
+    "groups by their best": Routing(3, factor=1.5, groups=4, kept_groups=2, group_best=1),
 }
 
 

@@ -1,28 +1,25 @@
 """Granite 3 and 4: Llama with factors of embeddings, scores, residuals and logits.
 
 Granite-MoE has a mixture of experts. Granite 4 may have layers of Mamba 2, and a mixture of experts beside one that all
-tokens go to.
+tokens go to. Granite SWA has windows, sinks, and a rope of its own in each layer.
 
 Tests: tests/core/test_families.py, tests/core/test_hybrids.py
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 from ..config import ModelConfig
 from ..config_json import ConfigJson
 from ..family import Family
-from ..layers import Activation, AttentionSpec, Experts, GatedSpec, LayerSpec, Routing, Scoring
-from ..recurrent import MambaSpec
+from ..layers import AttentionSpec, Experts, GatedSpec, LayerSpec, Routing, Scoring
+from ..rope_config import RopeConfig
 from ..tensor_names import LLAMA_NORMS, TensorNames
 from . import reading
+from .mamba import MAMBA_2_DEFAULTS, mamba_2
 
 _MAMBA = "linear_attention"
-
-#: Values of `time_step_limit` that limit nothing.
-_UNLIMITED = (None, [0.0, math.inf], [0.0, {"__float__": "Infinity"}])
 
 _FACTORS = ("embedding_multiplier", "logits_scaling", "residual_multiplier")
 
@@ -55,6 +52,40 @@ def _read_experts(fields: ConfigJson) -> ModelConfig:
     return replace(_model(fields, experts), tensors=_WITH_SHARED if shared else _EXPERTS)
 
 
+def _read_windows(fields: ConfigJson) -> ModelConfig:
+    return _with_windows(fields, _read(fields))
+
+
+def _read_windows_experts(fields: ConfigJson) -> ModelConfig:
+    model = _with_windows(fields, _read_experts(fields))
+    return replace(model, tensors=replace(model.tensors, names={**model.tensors.names, **_ROUTER}, adapter_names={}))
+
+
+def _with_windows(fields: ConfigJson, model: ModelConfig) -> ModelConfig:
+    """The model with sinks, and with each layer's own window and rope."""
+    count = len(model.layers)
+    types = [reading.SLIDING if index % 4 else reading.FULL for index in range(count)]
+    layers = [
+        replace(layer, mixer=replace(layer.attention, window=window, rope=rope, sinks=True))
+        for layer, window, rope in zip(model.layers, reading.windows(fields, types), _ropes(fields, model), strict=True)
+    ]
+    return replace(model, layers=tuple(layers))
+
+
+def _ropes(fields: ConfigJson, model: ModelConfig) -> list[RopeConfig | None]:
+    """Of each layer, with its base from `layer_rope_theta`; where that is 0, None."""
+    bases, scaling = fields.numbers("layer_rope_theta"), reading.rope_fields(fields)
+    if not bases:
+        return [layer.rope for layer in model.layers]
+    if len(bases) != len(model.layers):
+        raise fields.refuse("layer_rope_theta", f"{len(bases)} bases for num_hidden_layers, {len(model.layers)}")
+    found = {
+        base: reading.rope(fields, model.head_dim, of=scaling.with_values({"rope_theta": base})) if base else None
+        for base in dict.fromkeys(bases)
+    }
+    return [found[base] for base in bases]
+
+
 def _read_hybrid(fields: ConfigJson) -> ModelConfig:
     rotates, size = fields.text("position_embedding_type", "nope") == "rope", "shared_intermediate_size"
     if fields.integer("num_local_experts", least=0):
@@ -66,7 +97,7 @@ def _read_hybrid(fields: ConfigJson) -> ModelConfig:
     types = _layer_types(fields)
     if _MAMBA not in types:
         return model
-    mamba = _mamba(fields)
+    mamba = mamba_2(fields)
     layers = (
         replace(own, mixer=mamba) if kind == _MAMBA else own for kind, own in zip(types, model.layers, strict=True)
     )
@@ -86,33 +117,6 @@ def _layer_types(fields: ConfigJson) -> list[str]:
     return [names[each] for each in types]
 
 
-def _mamba(fields: ConfigJson) -> MambaSpec:
-    heads, groups = fields.integer("mamba_n_heads"), fields.integer("mamba_n_groups")
-    size = fields.integer("mamba_expand") * fields.integer("hidden_size")
-    given = fields.raw.get("mamba_d_head")
-    head_dim = size // heads if given in (None, "auto") else fields.integer("mamba_d_head")
-    if heads * head_dim != size:
-        raise fields.refuse(
-            "mamba_d_head", f"mamba_n_heads {heads} times it must be mamba_expand · hidden_size, {size}"
-        )
-    if heads % groups:
-        raise fields.refuse("mamba_n_groups", f"mamba_n_heads, {heads}, must be a multiple of it")
-    if fields.raw.get("time_step_limit") not in _UNLIMITED:
-        raise fields.refuse("time_step_limit", "limits of time steps are not supported; supported: [0, Infinity]")
-    if fields.text("hidden_act", "silu") != Activation.SILU:
-        raise fields.refuse("hidden_act", "Mamba layers are supported with silu alone")
-    return MambaSpec(
-        heads,
-        head_dim,
-        groups,
-        fields.integer("mamba_d_state"),
-        eps=reading.rms_norm(fields).eps,
-        conv_size=fields.integer("mamba_d_conv", least=2),
-        conv_bias=fields.boolean("mamba_conv_bias"),
-        bias=fields.boolean("mamba_proj_bias"),
-    )
-
-
 _EXPERTS = TensorNames(
     names={**LLAMA_NORMS, "mlp.gate": "block_sparse_moe.router.layer"},
     stacked_experts={
@@ -123,6 +127,7 @@ _EXPERTS = TensorNames(
     },
     adapter_names={"mlp.gate": "block_sparse_moe.router"},
 )
+_ROUTER = {"mlp.gate": "block_sparse_moe.router"}
 _WITH_SHARED = replace(
     _EXPERTS,
     names={**_EXPERTS.names, "mlp.shared_expert.down_proj": "shared_mlp.output_linear"},
@@ -141,12 +146,7 @@ GRANITE_4 = Family(
         "num_local_experts": 8,
         "num_experts_per_tok": 2,
         "shared_intermediate_size": 1024,
-        "mamba_n_heads": 128,
-        "mamba_n_groups": 1,
-        "mamba_d_state": 256,
-        "mamba_d_conv": 4,
-        "mamba_expand": 2,
-        "mamba_conv_bias": True,
+        **MAMBA_2_DEFAULTS,
     },
     TensorNames(names=_HYBRID, fused={"shared_mlp.input_linear": ("mlp.gate_proj", "mlp.up_proj")}),
     notes=f"models without a layer of attention are refused; with experts: {reading.EXPERTS_NOTE}",
@@ -157,5 +157,20 @@ GRANITE_MOE = Family(
     _read_experts,
     {**_DEFAULTS, "num_local_experts": 8, "num_experts_per_tok": 2},
     _EXPERTS,
+    notes=reading.EXPERTS_NOTE,
+)
+_WINDOWS = {"num_key_value_heads": 4, "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "sliding_window": 128}
+GRANITE_SWA = Family(
+    "Granite SWA",
+    ("GraniteSWAForCausalLM",),
+    _read_windows,
+    {**_DEFAULTS, **_WINDOWS, "tie_word_embeddings": True},
+    notes="on CPUs by PyTorch's operators",
+)
+GRANITE_MOE_SWA = Family(
+    "Granite-MoE SWA",
+    ("GraniteMoeSWAForCausalLM",),
+    _read_windows_experts,
+    {**GRANITE_MOE.defaults, "sliding_window": 128},
     notes=reading.EXPERTS_NOTE,
 )

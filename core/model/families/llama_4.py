@@ -49,7 +49,7 @@ def _attention(fields: ConfigJson, rotates: list[bool]) -> list[AttentionSpec]:
             rope=rope if rotated else None,
             window=chunk if kind == _CHUNKED else None,
             chunked=kind == _CHUNKED,
-            head_norm=HeadNorm.PLAIN if is_normed and rotated else None,
+            head_norm=HeadNorm.BARE if is_normed and rotated else None,
             qkv_bias=bias,
             o_bias=bias,
             query_growth=None if rotated else growth,

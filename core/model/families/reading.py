@@ -84,9 +84,14 @@ def ungated(
 ) -> UngatedSpec:
     """name: the field of the activation. default: the activation where the field is missing."""
     activation = fields.text(name, None if fields.has(name) else default)
+    activation = UngatedActivation.GELU_TANH if activation in _GELU_TANH else activation
     if activation not in list(UngatedActivation):
         raise fields.refuse(name, f"not supported; supported: {', '.join(UngatedActivation)}")
     return UngatedSpec(fields.integer("intermediate_size"), UngatedActivation(activation), bias)
+
+
+#: Other names of one activation.
+_GELU_TANH = ("gelu_new", "gelu_fast")
 
 
 def layer_norm(fields: ConfigJson, eps: str, *, one_plus: bool = False) -> NormSpec:
@@ -106,7 +111,7 @@ def experts(
     size: str = "moe_intermediate_size",
     per_token: str = "num_experts_per_tok",
     shared_size: int = 0,
-    activation: ClampedSwiglu | None = None,
+    activation: ClampedSwiglu | UngatedActivation | None = None,
     **options: Any,
 ) -> Experts:
     """routing: its `per_token` is replaced by the field's. activation: None: the field's. options: further fields of
@@ -125,11 +130,17 @@ def experts(
     )
 
 
-def routing_in_groups(fields: ConfigJson) -> Routing:
-    """DeepSeek-V3's router: sigmoids with a learned correction, of experts in groups."""
+def expert_groups(fields: ConfigJson) -> tuple[int, int]:
+    """Groups of experts, and how many of them a token may choose from."""
     groups, kept = fields.integer("n_group"), fields.integer("topk_group")
     if kept > groups:
         raise fields.refuse("topk_group", f"n_group is {groups}; it can't be more than that")
+    return groups, kept
+
+
+def routing_in_groups(fields: ConfigJson) -> Routing:
+    """DeepSeek-V3's router: sigmoids with a learned correction, of experts in groups."""
+    groups, kept = expert_groups(fields)
     return Routing(
         1,
         Scoring.SIGMOID,
@@ -225,6 +236,12 @@ def optional_number(fields: ConfigJson, name: str) -> float | None:
 def number_of(fields: ConfigJson, name: str) -> int:
     """A whole number of at least 0; 0 where the field is missing without a default."""
     return fields.integer(name, None if fields.has(name) else 0, least=0)
+
+
+def renamed(fields: ConfigJson, names: Mapping[str, str]) -> ConfigJson:
+    """The fields with others' values where they are missing. names: a field → the other."""
+    found = {name: fields.raw[other] for name, other in names.items() if other in fields.raw and name not in fields.raw}
+    return fields.with_values(found)
 
 
 def rope_fields(fields: ConfigJson) -> ConfigJson:
