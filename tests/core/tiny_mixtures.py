@@ -108,8 +108,7 @@ def one_by_one(
     tensors, given = {}, load_file(source / "adapter_model.safetensors")
     if swapped:
         given = {
-            name: tensor if ".experts." not in name else unswapped(given, name, count)
-            for name, tensor in given.items()
+            name: tensor if ".experts." not in name else unswapped(given, name, count) for name, tensor in given.items()
         }
     for name, tensor in given.items():
         if ".experts." not in name:
