@@ -644,7 +644,7 @@ NO_OUT_PROJ = ("nemotron-h", "nemotron-3")
 
 #: name → (rank, alpha, targets), of which a model has some
 ADAPTERS = {
-    "r3-all": (3, 6, [*ATTENTION, *LINEAR, "in_proj", *LATENTS, *MLP]),
+    "r3-all": (3, 6, [*ATTENTION, "g_proj", *LINEAR, "in_proj", *LATENTS, *MLP]),
     "r8-qv": (8, 16, ["q_proj", "v_proj", "in_proj_b", "in_proj", "kv_b_proj"]),
     "r17-o-mlp": (17, 8, ["o_proj", "out_proj", *MLP]),
 }
