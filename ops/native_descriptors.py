@@ -92,6 +92,8 @@ class NativeScoring(IntEnum):
     SOFTMAX = 0
     SOFTMAX_OF_CHOSEN = 1
     SIGMOID = 2
+    SIGMOID_OF_CHOSEN = 3
+    SPARSE_MIXER = 4
 
 
 class IntegersDescriptor(Structure):
@@ -273,8 +275,8 @@ class RoutingDescriptor(Structure):
 
     _fields_ = [
         ("correction", c_void_p),
-        *((name, c_int32) for name in ("per_token", "scoring", "renormalised", "groups", "kept_groups")),
-        *((name, c_float) for name in ("epsilon", "factor")),
+        *((name, c_int32) for name in ("per_token", "scoring", "renormalised", "groups", "kept_groups", "group_best")),
+        *((name, c_float) for name in ("epsilon", "factor", "jitter")),
     ]
 
 
@@ -289,6 +291,7 @@ class MixtureDescriptor(Structure):
         *((name, c_float) for name in ("alpha", "limit")),
         *((name, ExpertMatricesDescriptor) for name in ("gate_up", "down", "shared_gate_up", "shared_down")),
         ("shared_gate", c_void_p),
+        ("of_inputs", c_int32),
     ]
 
 

@@ -171,8 +171,10 @@ class NativeModel:
     """Keys and values are in FP8, one byte each: see `float8_kv`."""
 
     output_gate: bool = False
-    head_gate: bool = False
     """Each head's query is followed by a gate of its output."""
+
+    head_gate: bool = False
+    """Queries, keys and values are followed by one gate of each head's output."""
 
     recurrent: tuple[NativeShape, NativeStates] | None = None
     """None: no layer has a recurrent mixer."""

@@ -237,6 +237,12 @@ class ModelExecutor(ExecutorBase):
                 "kv_cache_dtype is 'fp8', but the model's layers keep latents of keys and values, which are not "
                 "supported in FP8; set it to 'auto'"
             )
+        windows = tuple(mixer.window_within(max_model_len) for mixer in model.kv_layers)
+        if model.chunked and (unfit := {each for each in windows if each is not None and each % block_tokens}):
+            raise UnsupportedModel(
+                f"block_tokens is {block_tokens}, and the model's layers attend to chunks of {min(unfit)} tokens; set "
+                "it to a divisor of that"
+            )
         try:
             return PageLayout(
                 num_layers=len(model.kv_layers),
@@ -248,7 +254,8 @@ class ModelExecutor(ExecutorBase):
                 state=_state_shape(model.recurrent, model.num_recurrent_layers, speculates=config.speculates),
                 float8_kv=config.kv_cache_dtype == "fp8",
                 value_dim=model.attention.cached_value_dim,
-                windows=tuple(mixer.window_within(max_model_len) for mixer in model.kv_layers),
+                windows=windows,
+                chunked=model.chunked,
                 shapes=tuple(mixer.kv_shape for mixer in model.kv_layers) if model.attention_shapes[1:] else (),
             )
         except ValueError as error:

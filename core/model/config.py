@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from ...memory.files.base_tokens import BaseTokens
-from ...memory.files.module_paths import ModulePaths
+from ...memory.files.module_paths import AROUND, ModulePaths
 from ...memory.files.whole_copies import BaseRows
 from ...memory.pages.projections import Group, Projections, UnitRows, model_projections, unit_rows
 from .config_json import UnsupportedModel
@@ -53,6 +53,9 @@ class ModelConfig:
     embedding_multiplier: float = 1.0
     """Factor of the embeddings, rounded to the dtype that the model is computed in."""
 
+    embedding_norm: bool = False
+    """Embeddings are normalised, as the last layer's output is (nanochat); the norm is weightless."""
+
     logits_scale: float = 1.0
     """Factor of the logits."""
 
@@ -64,6 +67,9 @@ class ModelConfig:
 
     has_lm_head: bool = True
     """False for a checkpoint without the output projection, which makes vectors and scores only."""
+
+    head_bias: bool = False
+    """The output projection has a bias (Phi 2, Phi-3.5-MoE)."""
 
     is_classifier: bool = False
     """True if the checkpoint has a score head."""
@@ -85,6 +91,8 @@ class ModelConfig:
     def __post_init__(self) -> None:
         if not self.attention_layers:
             raise UnsupportedModel("no layer has attention; models of recurrent layers alone are not supported")
+        if len({it.chunked for it in self.attention_layers if it.window is not None}) > 1:
+            raise UnsupportedModel("some layers have attention windows and others chunks, which is not supported")
         for shapes in (
             *(
                 {(it.num_heads, *it.kv_shape, it.q_rows) for it in self.attention_layers if it.form == of.form}
@@ -179,6 +187,11 @@ class ModelConfig:
         return min((it.window for it in self.attention_layers if it.window is not None), default=None)
 
     @property
+    def chunked(self) -> bool:
+        """True if windows are chunks: see `AttentionSpec.chunked`."""
+        return any(it.chunked for it in self.attention_layers)
+
+    @property
     def max_context(self) -> int:
         """The most tokens of a request unless `max_model_len` asks for up to `max_position_embeddings`: within the
         original positions of longrope, other frequencies are better.
@@ -231,6 +244,7 @@ class ModelConfig:
             tuple(renamed),
             tuple(fused),
             self.tensors.left_out,
+            around=tuple(dict.fromkeys((*AROUND, *filter(None, ".".join(self.tensors.prefixes).split("."))))),
             further=tuple(
                 (by_path[path].name, name) for path, name in self.tensors.adapter_names.items() if path in by_path
             ),
@@ -241,6 +255,7 @@ class ModelConfig:
                 if experts
             ),
             stacked_alternate=self.tensors.alternates,
+            stacked_swapped=self.tensors.swapped,
             embeddings=self.tensors.embeddings,
             vocab_size=self.vocab_size,
             hidden_size=self.hidden_size,

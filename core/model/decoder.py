@@ -21,7 +21,8 @@ from ...ops.elementwise import (
     rotate,
     rotate_and_write,
     split_gates,
-    split_head_gates,
+    split_gates_apart,
+    split_gates_of_heads,
     with_normed_values,
 )
 from ...ops.float8_kv import UNSCALED, KvScales
@@ -37,10 +38,10 @@ from .batch import GemmBackend, StepBatch, StepStates
 from .config import ModelConfig
 from .experts import ExpertKernels
 from .kept_weights import keeps_experts, keeps_projections, kept_head, moved, moved_norm
-from .layer import HEAD, Layer, Residual, multiply
+from .layer import HEAD, Layer, Residual, multiply, normed
 from .layer_inputs import LayerInputs
 from .layer_weights import MERGED_MATRICES, LayerWeights
-from .layers import AttentionSpec, HeadNorm, NormSpec
+from .layers import AttentionSpec, HeadNorm, NormSpec, OutputGate
 from .lora_state import lora_groups
 from .nvtx_spans import span
 from .paged_states import PagedStates
@@ -93,6 +94,13 @@ class Flow:
         )
 
 
+_SPLITS = {
+    OutputGate.BESIDE_QUERIES: split_gates,
+    OutputGate.APART: split_gates_apart,
+    OutputGate.OF_HEADS: split_gates_of_heads,
+}
+
+
 class DecoderModel:
     """Pure computation: weights and arena in, logits out; all of a step's state is in its batch.
 
@@ -132,6 +140,7 @@ class DecoderModel:
         stay_narrow = weights.keeps is not None
         kept = keeps_projections(weights, device, embed.dtype, packs=packs)
         self._lm_head = self._embed if head is embed and not packs else kept_head(head, embed.dtype, kept)
+        self._head_bias = None if (bias := weights.lm_head_bias()) is None else bias.to(device)
         pack_expert, keep_experts = keeps_experts(expert_kernels, dtype, device, stay_narrow=stay_narrow)
         read = weights.layers(kept, pack_expert)
         self.layers = [moved(layer, config.norm, device, dtype, keep_experts) for layer in read]
@@ -158,8 +167,13 @@ class DecoderModel:
         self._query_weights = [
             _query_weights(layer, spec.attention) for layer, spec in zip(self.layers, config.layers, strict=True)
         ]
-        growth = config.attention.query_growth
-        self._query_factors = None if growth is None else growth.factors(max_model_len).to(device, dtype)[:, None, None]
+        growths = [mixer and mixer.query_growth for mixer in self._attention]
+        factors = {
+            growth: growth.factors(max_model_len).to(device, dtype)[:, None, None]
+            for growth in dict.fromkeys(growths)
+            if growth is not None
+        }
+        self._query_factors = [factors.get(growth) for growth in growths]
 
     def use_arena(self, arena: Arena) -> None:
         """Keep KV in another arena of the same layout and device from now on."""
@@ -170,7 +184,7 @@ class DecoderModel:
         pairs = zip(self.heads, layout.group_windows, strict=True)
         kind = PagedAttention if layout.value_dim is None else LatentAttention
         groups = [(kind(heads, device), window) for heads, window in pairs]
-        return GroupedAttention(groups, layout.block_tokens)
+        return GroupedAttention(groups, layout.block_tokens, chunked=layout.chunked)
 
     @property
     def heads(self) -> list[HeadShape]:
@@ -260,7 +274,7 @@ class DecoderModel:
         if self._recurrent[index] is not None:
             return flow.recurrent_out
         attended, mixer = flow.attended[self._forms[index]].view(len(flow.rows), -1), self._attention[index]
-        return gate_output(attended, flow.gates) if mixer is not None and mixer.gate_size else attended
+        return attended if mixer is None or mixer.output_gate is None else gate_output(attended, flow.gates)
 
     def mix(self, index: int, batch: Batch, states: StepStates | None, flow: Flow) -> None:
         """Run a layer's mixer, where it has one, between two pieces."""
@@ -292,22 +306,12 @@ class DecoderModel:
         one with latents is needed.
         """
         with span("attn.run"):
-            kv = self._kv_index[index]
-            of_group = attention.of(self._page_groups[kv])
-            if isinstance(of_group, LatentAttention):
-                return self._attend_latents(index, of_group, q, out, layer)
-            run = of_group.run
-            scores, sinks = self._scores[index], self.layers[index].sinks
-            k, v = self._arena.kv_layers[kv]
-            return run(q, k, v, out, scores, sinks=sinks, kv_scales=self._kv_scales[kv])
-
-    def _attend_latents(
-        self, index: int, attention: LatentAttention, q: torch.Tensor, out: torch.Tensor | None, layer: Layer | None
-    ) -> torch.Tensor:
-        mixer, (kept, _) = self._attention[index], self._arena.kv_layers[self._kv_index[index]]
-        assert layer is not None, "latents need the layer's weights"
-        assert mixer is not None and mixer.latent is not None, "the layer has latents"
-        return attention.run_latents(q, kept, layer.latent_heads(mixer.latent), mixer.scale, out)
+            kv, mixer, scores = self._kv_index[index], self._attention[index], self._scores[index]
+            of_group, (k, v) = attention.of(self._page_groups[kv]), self._arena.kv_layers[kv]
+            if mixer is not None and mixer.latent is not None:
+                assert layer is not None, "latents need the layer's weights"
+                return of_group.run_latents(q, k, layer.latent_heads(mixer.latent), out, scores)
+            return of_group.run(q, k, v, out, scores, sinks=self.layers[index].sinks, kv_scales=self._kv_scales[kv])
 
     def new_rows(self, tokens: int) -> torch.Tensor:
         """Zeros `[tokens, hidden]` for a residual stream."""
@@ -345,7 +349,13 @@ class DecoderModel:
             found = found.float() if logits is None else logits.copy_(found)
             if lora is not None and (head := lora.logits()) is not None:
                 head.add(found, normed, self._first_token)
-            return capped(found, self.config)
+            return self._capped(found)
+
+    def _capped(self, logits: torch.Tensor) -> torch.Tensor:
+        """See `capped`. Tokens that adapters have rows of keep the model's bias."""
+        if self._head_bias is not None:
+            logits.add_(self._head_bias)
+        return capped(logits, self.config)
 
     def _embedded(self, batch: Batch) -> torch.Tensor:
         """Embeddings `[tokens, hidden]` of a step's tokens."""
@@ -353,7 +363,8 @@ class DecoderModel:
         rows = embedding(token_ids if lora is None else lora.known(token_ids), self._embed)
         if lora is not None:
             lora.embed(rows, batch.token_ids)
-        return rows if self._embedding_factor == 1.0 else rows * self._embedding_factor
+        rows = rows if self._embedding_factor == 1.0 else rows * self._embedding_factor
+        return normed(rows.to(self._dtype), self._norm, self.config.norm) if self.config.embedding_norm else rows
 
     def _layer_inputs(self, weights: Weights, kept: Pack | None, device: torch.device) -> LayerInputs | None:
         """None for a model whose layers have no further inputs."""
@@ -421,7 +432,7 @@ class DecoderModel:
         logits = multiply(GemmBackend.LIBRARY, hidden, self._lm_head).float()
         if self._prompt_lora is not None:
             self._prompt_lora.add(logits, hidden, self._first_token, begin)
-        return self.gathered(capped(logits, self.config))
+        return self.gathered(self._capped(logits))
 
     def hidden_states(self, begin: int, end: int) -> torch.Tensor:
         """Final hidden states `[end - begin, hidden]` float32 of some of the last step's kept tokens."""
@@ -533,19 +544,16 @@ class DecoderModel:
             place = batch.page[self._page_groups[kv]], batch.offset
             slots = KvSlots(*self._arena.kv_layers[kv], *place, self._kv_scales[kv])
             rotation = rotations[self._ropes[index]]
-            if attention.output_gate:
-                qkv, gates = split_gates(qkv, attention.num_heads, attention.head_dim)
-            elif attention.head_gate:
-                qkv, gates = split_head_gates(qkv, attention.num_heads, attention.head_dim)
+            if attention.output_gate is not None:
+                qkv, gates = _SPLITS[attention.output_gate](qkv, attention.num_heads, attention.head_dim)
             if attention.latent is None:
                 q = rotate_and_write(qkv, rotation, self._norms[index], slots, out)
             else:
-                q = layer.latents(qkv, attention.latent, rotation, slots)
-                q = q if out is None else out.copy_(q)
+                q = layer.latents(qkv, attention.latent, rotation, slots, out)
             if (weights := self._query_weights[index]) is not None:
                 q.mul_(weights)
-            if self._query_factors is not None:
-                q.mul_(self._query_factors[batch.positions])
+            if (factors := self._query_factors[index]) is not None:
+                q.mul_(factors[batch.positions])
             return q, gates
 
 
@@ -586,7 +594,7 @@ def _kv_scales(weights: Weights, arena: Arena) -> list[KvScales]:
 
 
 def _rotary(rope: RopeConfig, positions: int, dtype: torch.dtype, device: torch.device) -> RotaryEmbedding:
-    frequencies = rope.inverse_frequencies(positions)
+    frequencies = rope.angles(positions)
     factor, interleaved = rope.attention_factor, rope.interleaved
     return RotaryEmbedding(frequencies, positions, dtype, device, factor=factor, interleaved=interleaved)
 
@@ -598,7 +606,8 @@ def scores_of(mixer: AttentionSpec | None, max_model_len: int) -> Scores:
     if mixer is None:
         return PLAIN
     scale = None if mixer.scale == mixer.head_dim**-0.5 else mixer.scale
-    found = Scores(scale, mixer.window_within(max_model_len), mixer.softcap, mixer.sinks)
+    window = None if mixer.chunked else mixer.window_within(max_model_len)  # a chunk is a row of its own
+    found = Scores(scale, window, mixer.softcap, mixer.sinks)
     return PLAIN if found == PLAIN else found
 
 

@@ -79,12 +79,18 @@ class ExpertWeights(ABC):
 
     @abstractmethod
     def outputs(
-        self, x: torch.Tensor, chosen: torch.Tensor, spec: Experts, lora: MixtureLora | MixtureLaunches | None = None
+        self,
+        x: torch.Tensor,
+        chosen: torch.Tensor,
+        spec: Experts,
+        lora: MixtureLora | MixtureLaunches | None = None,
+        factors: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """The experts' outputs for rows `[rows, hidden]`: `[rows · per_token, hidden]`. Only those that a row goes to
         are read.
 
         chosen: `[rows, per_token]` int64, the experts of each row. lora: the step's adapters; None: no adapters.
+        factors: `[rows, per_token]` float32, of the experts' inputs; None: they are as they are.
         """
 
     @abstractmethod
@@ -145,7 +151,12 @@ class ListedExperts(ExpertWeights):
         return mixed.to(outputs.dtype)
 
     def outputs(
-        self, x: torch.Tensor, chosen: torch.Tensor, spec: Experts, lora: MixtureLora | MixtureLaunches | None = None
+        self,
+        x: torch.Tensor,
+        chosen: torch.Tensor,
+        spec: Experts,
+        lora: MixtureLora | MixtureLaunches | None = None,
+        factors: torch.Tensor | None = None,
     ) -> torch.Tensor:
         experts = chosen.flatten().numpy()
         places = experts.argsort(kind="stable")  # in `chosen`, expert after expert
@@ -169,7 +180,8 @@ class ListedExperts(ExpertWeights):
         if (lora := lora_of(lora, MixtureLora)) is not None:
             going = [tokens[begin:end].tolist() for begin, end in pairwise((0, *ends))]
             added = _Added(lora, Group.EXPERT_GATE_UP, Group.EXPERT_DOWN, list(zip(used, going, strict=True)))
-        outputs = _through(x.index_select(0, tokens), parts, spec.activation, added)
+        own = None if factors is None else factors.flatten()[by_expert]
+        outputs = _through(x.index_select(0, tokens), parts, spec.activation, added, own)
         return torch.empty_like(outputs).index_copy_(0, by_expert, outputs)
 
 
@@ -184,6 +196,8 @@ _SCORINGS = {
     Scoring.SOFTMAX: NativeScoring.SOFTMAX,
     Scoring.SOFTMAX_OF_CHOSEN: NativeScoring.SOFTMAX_OF_CHOSEN,
     Scoring.SIGMOID: NativeScoring.SIGMOID,
+    Scoring.SIGMOID_OF_CHOSEN: NativeScoring.SIGMOID_OF_CHOSEN,
+    Scoring.SPARSE_MIXER: NativeScoring.SPARSE_MIXER,
 }
 
 _GATINGS = {
@@ -211,6 +225,9 @@ def _native_mixture(experts: ListedExperts, spec: Experts) -> NativeMixture | No
             factor=routing.factor,
             groups=routing.groups,
             kept_groups=routing.kept_groups,
+            jitter=routing.jitter,
+            of_inputs=routing.of_inputs,
+            group_best=routing.group_best,
         ),
         NativeGating(NativeActivation.CLAMPED_SWIGLU, activation.alpha, activation.limit)
         if isinstance(activation, ClampedSwiglu)
@@ -300,6 +317,11 @@ def choose(logits: torch.Tensor, routing: Routing, correction: torch.Tensor | No
     if routing.scoring is Scoring.SOFTMAX_OF_CHOSEN:
         best = logits.topk(routing.per_token, dim=-1)
         return ExpertChoice(best.indices, best.values.softmax(-1) * routing.factor)
+    if routing.scoring is Scoring.SIGMOID_OF_CHOSEN:
+        best = logits.topk(routing.per_token, dim=-1)
+        return ExpertChoice(best.indices, best.values.sigmoid() * routing.factor)
+    if routing.scoring is Scoring.SPARSE_MIXER:
+        return _one_by_one(logits, routing)
     scores = logits.sigmoid() if routing.scoring is Scoring.SIGMOID else logits.softmax(-1)
     ranked = scores if correction is None else scores + correction
     if routing.groups > 1:
@@ -312,10 +334,23 @@ def choose(logits: torch.Tensor, routing: Routing, correction: torch.Tensor | No
     return ExpertChoice(chosen, weights if routing.factor == 1 else weights * routing.factor)
 
 
+def _one_by_one(logits: torch.Tensor, routing: Routing) -> ExpertChoice:
+    """See `Scoring.SPARSE_MIXER`."""
+    experts, weights, others = [], [], logits
+    for _ in range(routing.per_token):
+        best, chosen = others.max(-1, keepdim=True)
+        is_far = (best - logits) / logits.abs().maximum(best) > 2 * routing.jitter
+        near = others.masked_fill(is_far, float("-inf")).softmax(-1)
+        experts.append(chosen)
+        weights.append(near.gather(1, chosen))
+        others = others.scatter(1, chosen, float("-inf"))
+    return ExpertChoice(torch.cat(experts, 1), torch.cat(weights, 1))
+
+
 def _within_groups(ranked: torch.Tensor, routing: Routing) -> torch.Tensor:
     """The scores, with -inf for experts outside the groups that each token may choose from."""
     groups = ranked.view(len(ranked), routing.groups, -1)
-    best = groups.topk(2, dim=-1).values.sum(-1).topk(routing.kept_groups, dim=-1).indices
+    best = groups.topk(routing.group_best, dim=-1).values.sum(-1).topk(routing.kept_groups, dim=-1).indices
     kept = torch.zeros(groups.shape[:2], dtype=torch.bool, device=ranked.device).scatter_(1, best, True)
     return groups.masked_fill(~kept[..., None], float("-inf")).view_as(ranked)
 
@@ -339,7 +374,9 @@ def mix_experts(
     experts, factors = weights.choose(logits, spec.routing)
     if weights.factors is not None:
         factors = factors * weights.factors[experts]
-    outputs = weights.outputs(x, experts, spec, lora).view(*experts.shape, -1)
+    of_inputs = factors if spec.routing.of_inputs else None
+    outputs = weights.outputs(x, experts, spec, lora, of_inputs).view(*experts.shape, -1)
+    factors = factors if of_inputs is None else torch.ones_like(factors)
     return weights.add_up(outputs, factors, _of_shared(x, weights, spec, lora))
 
 
@@ -413,10 +450,14 @@ def _through(
     parts: _Parts,
     activation: Activation | ClampedSwiglu | UngatedActivation,
     added: _Added | None = None,
+    factors: torch.Tensor | None = None,
 ) -> torch.Tensor:
+    """factors: `[rows]`, of x; see `Routing.of_inputs`."""
     y = multiply_each(x, parts.ends, parts.gate_up, parts.gate_up_bias)
     if added is not None:
         added.add(added.gate_up, y, x)
+    if factors is not None:
+        y.mul_(factors[:, None])
     hidden = activated(y, activation)
     y = multiply_each(hidden, parts.ends, parts.down, parts.down_bias)
     if added is not None:
@@ -434,4 +475,6 @@ def activated(gate_up: torch.Tensor, activation: Activation | ClampedSwiglu | Un
 
 def activated_alone(up: torch.Tensor, activation: UngatedActivation) -> torch.Tensor:
     """Without a gate, and without parameters of its own. up: `[rows, ffn]`."""
-    return relu_squared(up) if activation is UngatedActivation.RELU_SQUARED else gelu(up, approximate="tanh")
+    if activation is UngatedActivation.RELU_SQUARED:
+        return relu_squared(up)
+    return gelu(up, approximate="none" if activation is UngatedActivation.GELU else "tanh")

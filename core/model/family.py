@@ -33,5 +33,8 @@ class Family:
 
     tensors: TensorNames = LLAMA_TENSORS
 
+    model_types: tuple[str, ...] = ()
+    """Values of `model_type` of checkpoints that transformers saves under another family's architecture."""
+
     notes: str = ""
     """The parts that are not served, for the documentation."""

@@ -22,13 +22,16 @@ if TYPE_CHECKING:
 SUFFIX = ".gguf"
 
 #: Architectures for which llama.cpp stores the halves of rotary pairs next to each other, in rows of q and k.
-_INTERLEAVED = {"llama", "granite", "mistral3", "smollm3"}
+_INTERLEAVED = {"llama", "arcee", "granite", "mistral3", "olmo", "smollm3"}
 
 #: Architectures whose norms it stores with 1 added.
-_ONE_PLUS = {"gemma", "gemma2", "gemma3"}
+_ONE_PLUS = {"gemma", "gemma2", "gemma3", "nemotron"}
 
 #: Architectures whose tensors it stores as transformers has them.
-_AS_THEY_ARE = {"chatglm", "cohere2", "exaone4", "glm4", "olmo2", "phi3", "qwen2", "qwen3", "seed_oss"}
+_AS_THEY_ARE = {
+    "chatglm", "cohere2", "command-r", "ernie4_5", "exaone", "exaone4", "glm4", "olmo2", "phi2", "phi3", "qwen2",
+    "qwen3", "seed_oss", "stablelm", "starcoder2",
+}  # fmt: skip
 
 _KNOWN = sorted(_INTERLEAVED | _ONE_PLUS | _AS_THEY_ARE)
 

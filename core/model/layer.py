@@ -19,13 +19,14 @@ from ...ops.elementwise import (
     layer_norm,
     rms_norm,
     silu_and_mul,
+    write_latents,
     xielu,
 )
-from ...ops.latents import LatentHeads, rotated, write_latents
+from ...ops.latents import LatentHeads
 from ...ops.narrow_weights import NarrowWeight
 from ...ops.packed_gemm import packed_linear
 from ...ops.ranks import Collectives
-from ...ops.rotation import KvSlots, Rotation
+from ...ops.rotation import KvSlots, NewLatents, Rotation
 from .batch import GemmBackend, GemmBackends
 from .experts import activated, activated_alone, mix_experts
 from .layer_weights import LayerWeights
@@ -35,7 +36,6 @@ from .layers import (
     GatedSpec,
     LatentSpec,
     LayerSpec,
-    Norms,
     NormSpec,
     UngatedActivation,
     UngatedSpec,
@@ -119,11 +119,12 @@ class Layer:
 
     def begin(self, x: Residual) -> torch.Tensor:
         """The mixer's input `[tokens, in]`: see `qkv`; a parallel feed-forward part is added to x."""
-        if self._spec.norms is not Norms.PARALLEL:
+        if not self._spec.is_parallel:
             return self.qkv(x)
         weights = self._weights
         rows = x.normed(weights.attention_norm)
         qkv = self._gemm(QKV, rows, weights.qkv, weights.qkv_bias)
+        rows = rows if weights.mlp_norm is None else x.normed(weights.mlp_norm)
         x.rows.add_(self._output(self._feed_forward(rows), x.norm, weights.mlp_out_norm))
         return qkv
 
@@ -134,7 +135,7 @@ class Layer:
         weights = self._weights
         if attended is not None:
             x.added = self._output(self.o(attended), x.norm, weights.attention_out_norm)
-        if self._spec.feed_forward is not None and self._spec.norms is not Norms.PARALLEL:
+        if self._spec.feed_forward is not None and not self._spec.is_parallel:
             with span("mlp"):
                 rows = x.normed(weights.mlp_norm)
                 y = self._feed_forward(rows) if self._spec.beside is None else self._side_by_side(rows, x)
@@ -179,7 +180,8 @@ class Layer:
         assert experts is not None, "the weights are of the spec"
         assert spec is not None, "the weights are of the spec"
         lora = None if self._lora is None else self._lora.mixture(self._index)
-        return self._summed(mix_experts(rows, experts, spec, lora, routed))
+        y = self._summed(mix_experts(rows, experts, spec, lora, routed))
+        return y if spec.factor == 1.0 else y * spec.factor
 
     def qkv(self, x: Residual) -> torch.Tensor:
         """The mixer's input: attention's `[tokens, q + 2·kv]`, a recurrent mixer's `[tokens, in]`, or latents of
@@ -193,19 +195,22 @@ class Layer:
         return self._summed(self._gemm(ATTN_O, attended, self._weights.o, self._weights.o_bias))
 
     def latents(
-        self, inputs: torch.Tensor, spec: LatentSpec, rotation: Rotation | None, slots: KvSlots
+        self,
+        inputs: torch.Tensor,
+        spec: LatentSpec,
+        rotation: Rotation | None,
+        slots: KvSlots,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Queries `[tokens, heads, key + rotated]`, rotated; the latents are written. inputs: `begin`'s."""
-        weights = self._weights
-        key_dim, rotated_dim = spec.key_dim, spec.rotated_dim
-        q, latents, key = inputs.split((inputs.shape[1] - spec.kv_rank - rotated_dim, spec.kv_rank, rotated_dim), 1)
+        """Queries `[tokens, heads, key + rotated]`, rotated, in `out` if that is given; the latents are written.
+        inputs: `begin`'s.
+        """
+        weights, size = self._weights, spec.kv_rank + spec.rotated_dim
+        q, kept = inputs.split((inputs.shape[1] - size, size), 1)
         if weights.q_up is not None and weights.q_norm is not None:
-            q = self._added(Group.QUERY_UP, rms_norm(q.contiguous(), weights.q_norm, spec.eps), weights.q_up)
-        q, q_rotated = q.unflatten(1, (-1, key_dim + rotated_dim)).split((key_dim, rotated_dim), 2)
-        if weights.k_norm is not None:
-            latents = rms_norm(latents.contiguous(), weights.k_norm, spec.eps)
-        write_latents(slots, latents, rotated(key[:, None], rotation))
-        return torch.cat((q, rotated(q_rotated, rotation)), dim=2)
+            q = self._added(Group.QUERY_UP, rms_norm(q, weights.q_norm, spec.eps), weights.q_up)
+        new = NewLatents(kept, spec.kv_rank, weights.k_norm, spec.eps)
+        return write_latents(q.unflatten(1, (-1, spec.key_dim + spec.rotated_dim)), new, rotation, slots, out)
 
     def latent_heads(self, spec: LatentSpec) -> LatentHeads:
         """The ways between heads and latents."""

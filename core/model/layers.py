@@ -55,6 +55,9 @@ class UngatedActivation(StrEnum):
 
     GELU_TANH = "gelu_pytorch_tanh"
 
+    GELU = "gelu"
+    """With the error function: GPT-NeoX."""
+
     RELU_SQUARED = "relu2"
     """`max(x, 0)²`: Nemotron, Arcee."""
 
@@ -77,6 +80,9 @@ class Norms(StrEnum):
     PARALLEL = "parallel"
     """`n = norm(x); x += mixer(n) + feed_forward(n)`: Cohere."""
 
+    PARALLEL_APART = "parallel, apart"
+    """`x += mixer(norm(x)) + feed_forward(norm_2(x))`: GPT-NeoX."""
+
 
 class HeadNorm(StrEnum):
     """Norm of queries and keys, before they are rotated unless it says otherwise."""
@@ -87,6 +93,11 @@ class HeadNorm(StrEnum):
     ALL = "all"
     """All heads of a token at once, with weights `[heads · head_dim]`: OLMo 2."""
 
+    BARE = "bare"
+    """Every head by itself, without weights: nanochat, and Llama 4, which norms rotated heads. Rotating changes no
+    norm.
+    """
+
     OWN = "own"
     """LayerNorm of every head by itself, each with weights of its own, `[heads · head_dim]`: Command R+."""
 
@@ -94,6 +105,19 @@ class HeadNorm(StrEnum):
     """Every head by itself after it was rotated, with weights `[head_dim]`: Hunyuan. Rotating changes no norm, so heads
     are divided by their norms before, and the queries alone are multiplied by both weights after.
     """
+
+
+class OutputGate(StrEnum):
+    """Where the gates of attention's output come from."""
+
+    BESIDE_QUERIES = "beside queries"
+    """q_proj gives each head a query and then a gate: Qwen3.5."""
+
+    APART = "apart"
+    """g_proj gives every element one: AFMoE."""
+
+    OF_HEADS = "of heads"
+    """g_proj gives every head one: LFM3."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,16 +144,22 @@ class NormSpec:
 
 @dataclass(frozen=True, slots=True)
 class QueryGrowth:
-    """Queries grow with their position p, by `1 + beta · log(1 + floor(p / positions))` (Llama 4, Ministral 3)."""
+    """Queries grow with their position p, by `1 + beta · log(1 + floor((p + first) / positions))` (Llama 4,
+    Ministral 3).
+    """
 
     beta: float
     positions: int
+
+    first: int = 0
+    """Number of the first position."""
 
     def factors(self, count: int) -> torch.Tensor:
         """Of positions 0 … count-1, float32."""
         import torch
 
-        return 1 + self.beta * torch.log(1 + torch.floor(torch.arange(count) / self.positions))
+        numbers = torch.arange(self.first, self.first + count)
+        return 1 + self.beta * torch.log(1 + torch.floor(numbers / self.positions))
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +206,9 @@ class AttentionSpec:
     window: int | None = None
     """Tokens that a query sees, itself included; None: all before it."""
 
+    chunked: bool = False
+    """The window begins at a multiple of its length: a query sees the tokens of its own chunk alone (Llama 4)."""
+
     softcap: float | None = None
     """Scores s become `softcap · tanh(s / softcap)`."""
 
@@ -183,11 +216,8 @@ class AttentionSpec:
     qkv_bias: bool = False
     o_bias: bool = False
 
-    output_gate: bool = False
-    """q_proj gives each head a query and then a gate: `o_proj(attended · sigmoid(gate))` (Qwen3.5)."""
-
-    head_gate: bool = False
-    """g_proj gives each head one gate: `o_proj(attended · sigmoid(gate))` (LFM3)."""
+    output_gate: OutputGate | None = None
+    """Gates of what was attended: `o_proj(attended · sigmoid(gate))`."""
 
     query_growth: QueryGrowth | None = None
 
@@ -243,13 +273,13 @@ class AttentionSpec:
 
     @property
     def q_rows(self) -> int:
-        """Rows of q_proj: queries, and the gates where there are any."""
-        return self.q_size * (1 + self.output_gate)
+        """Rows of q_proj: queries, and the gates where it gives them."""
+        return self.q_size * (1 + (self.output_gate is OutputGate.BESIDE_QUERIES))
 
     @property
     def gate_size(self) -> int:
         """Elements of the gates of a token's output."""
-        return self.q_size * (self.output_gate or self.head_gate)
+        return 0 if self.output_gate is None else self.q_size
 
     @property
     def biased_inputs(self) -> list[str]:
@@ -262,17 +292,20 @@ class AttentionSpec:
         if (latent := self.latent) is not None:
             widths = {"key": latent.key_dim, "rotated": latent.rotated_dim, "value": latent.value_dim}
             return latent_projections(hidden, self.num_heads, q_rank=latent.q_rank, kv_rank=latent.kv_rank, **widths)
-        gate = Projection("self_attn.g_proj", Group.MIXER_IN, hidden, self.num_heads, self.num_heads, form=self.form)
-        others = attention_projections(
+        *inputs, output = attention_projections(
             hidden,
             self.num_heads,
             self.num_kv_heads,
             self.head_dim,
-            gate=self.output_gate,
+            gate=self.output_gate is OutputGate.BESIDE_QUERIES,
             keys_and_values=0 if self.shares_kv else 1 if self.keys_are_values else 2,
             form=self.form,
         )
-        return (*others, gate) if self.head_gate else others
+        if self.output_gate in (OutputGate.APART, OutputGate.OF_HEADS):
+            size = self.q_size if self.output_gate is OutputGate.APART else self.num_heads
+            gate = Projection("self_attn.g_proj", Group.MIXER_IN, hidden, size, self.num_heads, form=self.form)
+            inputs.append(gate)
+        return (*inputs, output)
 
     @property
     def kv_shape(self) -> KvShape:
@@ -344,6 +377,14 @@ class Scoring(StrEnum):
     SIGMOID = "sigmoid"
     """Of each by itself: GLM-4."""
 
+    SIGMOID_OF_CHOSEN = "sigmoid of the chosen"
+    """Experts are chosen by their logits, and the sigmoid is of the chosen ones alone: Llama 4."""
+
+    SPARSE_MIXER = "sparse mixer"
+    """A chosen expert's softmax is over the experts that were not chosen before it and whose logits are near its own:
+    see `Routing.jitter` (Phi-3.5-MoE, arXiv 2409.12136).
+    """
+
 
 @dataclass(frozen=True, slots=True)
 class Routing:
@@ -370,13 +411,24 @@ class Routing:
     """Equal groups of neighbouring experts."""
 
     kept_groups: int = 1
-    """Groups that a token may choose from: those with the highest sums of their two best scores."""
+    """Groups that a token may choose from: those with the highest sums of their best scores."""
+
+    group_best: int = 2
+    """How many best scores of a group are added up: two (DeepSeek-V3), or one (DeepSeek-V2)."""
 
     bias: bool = False
     """The router's logits have a bias."""
 
+    jitter: float = 0.0
+    """Of `SPARSE_MIXER`: a logit l is near the best one b unless `(b - l) / max(|l|, b) > 2 · jitter`."""
+
     scaled: bool = False
     """The weights are multiplied by a learned factor of each expert, after all else (Gemma 4)."""
+
+    of_inputs: bool = False
+    """The weights are of experts' inputs, not of their outputs, which are added up as they are (Llama 4). Experts have
+    no biases then, so the weights are multiplied with the products of gate and up.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -402,6 +454,9 @@ class Experts:
 
     biased: bool = False
     """Each expert's gate, up and down have biases (gpt-oss)."""
+
+    factor: float = 1.0
+    """Of the sum of all experts' outputs (Cohere 2 MoE)."""
 
     bias = False
 
@@ -478,6 +533,11 @@ class LayerSpec:
     def is_whole(self) -> bool:
         """True if it has a mixer and a feed-forward part."""
         return self.mixer is not None and self.feed_forward is not None
+
+    @property
+    def is_parallel(self) -> bool:
+        """True if the feed-forward part does not read the mixer's output."""
+        return self.norms in (Norms.PARALLEL, Norms.PARALLEL_APART)
 
     @property
     def attention(self) -> AttentionSpec | None:

@@ -32,6 +32,7 @@ from .layers import (
     HeadNorm,
     LayerSpec,
     Norms,
+    OutputGate,
     UngatedActivation,
     UngatedSpec,
 )
@@ -67,7 +68,8 @@ def why_unsupported(config: ModelConfig, dtype: torch.dtype) -> str | None:
         return reason
     if any(k % pair for k in inner) or config.head_dim % 2:
         return f"it needs even sizes, and this model's are {config.head_dim} of a head, {inner} of rows of weights"
-    if config.attention.output_gate and any(it.head_norm is HeadNorm.ALL for it in config.attention_layers):
+    gate = config.attention.output_gate
+    if gate is OutputGate.BESIDE_QUERIES and any(it.head_norm is HeadNorm.ALL for it in config.attention_layers):
         return "it has no norm of all heads where queries have gates of attention's output between them"
     unknown = {layer.feed_forward.activation for layer in config.layers if layer.feed_forward} - set(_ACTIVATIONS)
     if unknown:
@@ -84,6 +86,7 @@ def _other_parts(config: ModelConfig) -> dict[str, bool | str]:
         "mixture of experts": f"{config.num_experts} experts" if config.num_experts else False,
         "latent attention": any(mixer.latent is not None for mixer in mixers),
         "attention sinks": "them" if any(mixer.sinks for mixer in mixers) else False,
+        "chunks of attention": "them" if config.chunked else False,
         "attention of several shapes": bool(config.attention_shapes[1:]),
         "further input of layers": config.layer_inputs is not None,
         "attention with another layer's keys": len(config.kv_layers) < len(mixers),
@@ -91,6 +94,11 @@ def _other_parts(config: ModelConfig) -> dict[str, bool | str]:
         "factor of a layer's output": any(layer.scaled for layer in config.layers),
         "feed-forward part without a gate": any(isinstance(it.feed_forward, UngatedSpec) for it in config.layers),
         "norm with a bias": config.norm.biased,
+        "bias of the output projection": config.head_bias,
+        "norm of a parallel part's own": any(it.norms is Norms.PARALLEL_APART for it in config.layers),
+        "gate of attention's output apart": any(mixer.output_gate is OutputGate.APART for mixer in mixers),
+        "norm of heads without weights": any(mixer.head_norm is HeadNorm.BARE for mixer in mixers),
+        "norm of embeddings": config.embedding_norm,
         "LayerNorm of heads": any(mixer.head_norm is HeadNorm.OWN for mixer in mixers),
         "norm of heads after they are rotated": any(mixer.head_norm is HeadNorm.ROTATED for mixer in mixers),
     }
@@ -127,8 +135,9 @@ class NativeDecoderModel:
             positions=max_model_len, page_groups=arena.layout.pages_per_block, embed=embed,
             lm_head=packed.add(head), norm=weights.norm().float(), arena=arena.pages,
             embedding_multiplier=config.embedding_factor(embed.dtype), logits_scale=config.logits_scale,
-            logits_softcap=config.logits_softcap or 0.0, output_gate=config.attention.output_gate,
-            head_gate=config.attention.head_gate,
+            logits_softcap=config.logits_softcap or 0.0,
+            output_gate=config.attention.output_gate is OutputGate.BESIDE_QUERIES,
+            head_gate=config.attention.output_gate is OutputGate.OF_HEADS,
             kv_copies=config.attention.kv_copies,
             recurrent=_native_recurrent(config.recurrent, arena.layout),
             embed_module=_module(config, Group.EMBEDDING), head_module=_module(config, Group.HEAD),
@@ -329,9 +338,7 @@ def _layer_values(
 
 
 def _angles(rope: RopeConfig, positions: int) -> tuple[torch.Tensor, torch.Tensor]:
-    return rotary_table(
-        rope.inverse_frequencies(positions), positions, factor=rope.attention_factor, interleaved=rope.interleaved
-    )
+    return rotary_table(rope.angles(positions), positions, factor=rope.attention_factor, interleaved=rope.interleaved)
 
 
 def _score_scale(mixer: AttentionSpec) -> float:

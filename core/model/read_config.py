@@ -12,7 +12,7 @@ from ...memory.files.base_tokens import BaseTokens
 from .base_rows import CheckpointRows
 from .config import ModelConfig, UnsupportedModel
 from .config_json import ConfigJson
-from .families import FAMILIES
+from .families import FAMILIES, OF_TYPES
 from .family import Family
 from .quantization.registry import read_format
 from .tensor_names import LLAMA_TENSORS
@@ -32,6 +32,7 @@ def read_model_config(directory: Path, tokenizer: Path | None = None) -> ModelCo
     raw = ConfigJson.read(directory / "config.json")
     architecture = (raw.texts("architectures") or ["none named"])[0]
     family, kind = _family_of(architecture)
+    family = family and OF_TYPES.get(raw.text("model_type", ""), family)
     if kind == CLASSIFIER and (raw.has("classifier_from_token") or raw.has("is_original_qwen3_reranker")):
         kind = ""  # a generator, whose output projection scores
     if family is None:

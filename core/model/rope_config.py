@@ -27,6 +27,9 @@ class RopeConfig:
     interleaved: bool = False
     """Rotate elements 2i and 2i + 1 together (GLM, Cohere), rather than i and i + dim / 2."""
 
+    backward: bool = False
+    """Rotate the other way (nanochat)."""
+
     attention_factor: float = 1.0
     """Factor of cos and sin."""
 
@@ -74,6 +77,11 @@ class RopeConfig:
                 return 1.0 / (torch.tensor(factors, dtype=torch.float32) * powers)
             case _:
                 return 1.0 / powers
+
+    def angles(self, positions: int = 0) -> torch.Tensor:
+        """By how much a position rotates each pair: `inverse_frequencies`, with their sign."""
+        frequencies = self.inverse_frequencies(positions)
+        return -frequencies if self.backward else frequencies
 
     def _llama3(self, frequencies: torch.Tensor) -> torch.Tensor:
         """Long wavelengths are stretched by `factor`, short ones kept, medium ones interpolated."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
@@ -43,7 +43,7 @@ class TensorNames:
     """Where a checkpoint has the parts of a model."""
 
     prefixes: tuple[str, ...] = ("model.", "")
-    """Names before `embed_tokens`, `layers` and `norm`; the first under which the checkpoint has layers counts.
+    """Names before `embed`, `layers` and `norm`; the first under which the checkpoint has layers counts.
     A checkpoint without a head (`AutoModel`) has none."""
 
     heads: tuple[str, ...] = ("lm_head.weight",)
@@ -54,6 +54,9 @@ class TensorNames:
 
     embeddings: str = "embed_tokens"
     """The name of the token embeddings."""
+
+    layers: str = "layers"
+    """The name before a layer's number."""
 
     names: Mapping[str, str] = field(default_factory=lambda: MappingProxyType(LLAMA_NORMS))
     """A part of a layer → its name there, where the two differ; `{}` stands for an expert's number. A checkpoint that
@@ -80,6 +83,9 @@ class TensorNames:
     transposed: bool = False
     """A stacked tensor of weights is `[experts, in, out]`, unless it is packed (gpt-oss)."""
 
+    swapped: bool = False
+    """PEFT takes the inputs of a stacked tensor of weights for outputs: A is of these, and B of inputs (Llama 4)."""
+
     by_shape: bool = False
     """A `transposed` tensor whose shape is `[experts, out, in]` isn't, as transformers saves it (Qwen3-VL-MoE)."""
 
@@ -91,6 +97,17 @@ class TensorNames:
 
     wrapped: tuple[str, ...] = ()
     """Vectors that are stored as matrices, row after row, by their names in `weights.tensor_shapes` (ERNIE 4.5)."""
+
+    published: TensorNames | None = None
+    """The names in published checkpoints, where transformers has others, which adapters have, too (EXAONE 3). None:
+    they are the same."""
+
+    def of(self, tensors: Container[str]) -> TensorNames:
+        """The names in a checkpoint that has these tensors; it has the published ones if its embeddings do."""
+        own = self.published
+        if own is None or not any(f"{prefix}{own.embeddings}.weight" in tensors for prefix in own.prefixes):
+            return self
+        return own
 
 
 LLAMA_TENSORS = TensorNames()

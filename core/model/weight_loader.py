@@ -46,7 +46,8 @@ _CHUNK, _ROWS = 1 << 23, 128
 #: Beginnings of names that a message has.
 _NAMED = 6
 
-_IGNORED = re.compile(r"\.self_attn\.rotary_emb\.inv_freq$")  # old Llama checkpoints
+#: Constants of old checkpoints: rotary frequencies, and GPT-NeoX's causal masks.
+_IGNORED = re.compile(r"\.(self_attn|attention)\.rotary_emb\.inv_freq$|\.attention\.(masked_)?bias$")
 
 
 def _some(beginnings: Sequence[str]) -> str:
@@ -161,7 +162,7 @@ class WeightLoader(Weights):
         return given if not given or name in self._wrapped else shape
 
     def _is_elsewhere(self, name: str) -> bool:
-        """True for a tensor that the decoder does not use: rotary frequencies of old checkpoints, and a score head."""
+        """True for a tensor that the decoder does not use: constants of old checkpoints, and a score head."""
         return _IGNORED.search(name) is not None or (self._config.is_classifier and name in (WEIGHT, BIAS))
 
     def _check_unused(self) -> None:

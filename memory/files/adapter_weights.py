@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -29,16 +29,21 @@ if TYPE_CHECKING:
 
 _TENSORS_PER_MATRIX = 4  # A, B, and vectors; the rest is room for modules of the model
 
-_WRAPPED = re.compile(
-    r"(?:base_model\.model\.)?((?:(?:model|language_model|text_model|backbone)\.){0,4})"
-    r"(?=layers\.[0-9]|embed_tokens\.|embeddings\.|unembed_tokens\.)"
-)
 #: Left in names by trainers: modules around PEFT's, and the adapter's own name.
 _AROUND = re.compile(r"^(?:(?:module|_orig_mod|_fsdp_wrapped_module)\.)*")
 _ADAPTER_NAME = re.compile(
     r"\.(lora_(?:embedding_)?[AB]|lora_magnitude_vector)\.(?!(?:weight|bias)$)([^.]+)(?=\.weight$|\.bias$|$)"
 )
 _IN_LAYER = re.compile(rf"({re.escape(IN_LAYERS)}[0-9]+)\.(.+?)\.(lora_[AB]\.weight|{PATTERN})")
+
+
+@lru_cache(16)
+def _wrapped(around: tuple[str, ...]) -> re.Pattern[str]:
+    """What is before a name below the model's. around: see `ModulePaths.around`."""
+    return re.compile(
+        rf"(?:base_model\.model\.)?((?:(?:{'|'.join(map(re.escape, around))})\.){{0,4}})"
+        r"(?=layers\.[0-9]|embed_tokens\.|embeddings\.|unembed_tokens\.)"
+    )
 
 
 class AdapterWeights(RowsFile):
@@ -115,6 +120,7 @@ class AdapterWeights(RowsFile):
         Which parameter of a module a tensor is of is told by the shapes of A and B, since its name doesn't tell.
         """
         found: dict[str, TensorInfo] = {}
+        listed = self._unswapped(listed) if self.modules.stacked_swapped else listed
         for name, info in listed.items():
             match = _IN_LAYER.fullmatch(name)
             stacked = () if match is None else self.modules.stacked_modules.get(without_nesting(match[2]), ())
@@ -126,6 +132,23 @@ class AdapterWeights(RowsFile):
             for own, first in self._stacked_in(name, stacked, a, b):
                 rows = info if kind == "lora_A.weight" else self._rows(info, own, first)
                 self._put(found, f"{layer}.{own.path}.{kind}", rows, name)
+        return found
+
+    def _unswapped(self, listed: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
+        """The tensors, with A and B of parameters of experts that have each other's place in their own."""
+        found = dict(listed)
+        for name, info in listed.items():
+            match = _IN_LAYER.fullmatch(name)
+            if match is None or match[3] != "lora_A.weight":
+                continue
+            stacked = self.modules.stacked_modules.get(without_nesting(match[2]), ())
+            other = f"{match[1]}.{match[2]}.lora_B.weight"
+            dims = _dim(listed.get(other), 0), _dim(info, 1)
+            for parts in stacked:
+                experts = parts[0].experts
+                if dims == _dims_of(parts) and not listed[other].shape[1] % experts and not info.shape[0] % experts:
+                    found[name] = _as_other_side(listed[other], experts, is_a=True)
+                    found[other] = _as_other_side(info, experts, is_a=False)
         return found
 
     def _of_each_expert(self, listed: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
@@ -256,7 +279,7 @@ class AdapterWeights(RowsFile):
         if not name.endswith((".lora_A.weight", ".lora_B.weight")) and (named := _ADAPTER_NAME.search(name)):
             self._adapters.add(named[2])
             name = f"{name[: named.end(1)]}{name[named.end() :]}"
-        found = _WRAPPED.match(name)
+        found = _wrapped(self.modules.around).match(name)
         if found is None:
             if "lora_" in name and not name.startswith(PREFIX):
                 name = f"{PREFIX}{name}"
@@ -296,6 +319,13 @@ def matrices_of(
 
 def _twice(path: Path, name: str, own_name: str) -> AdapterFormatError:
     return AdapterFormatError(f"{path}: tensor {shown(name)} holds {own_name}, which is there a second time; keep one")
+
+
+def _as_other_side(info: TensorInfo, experts: int, *, is_a: bool) -> TensorInfo:
+    """A of a parameter of experts from the tensor that the file has as B, or B from A."""
+    rows, columns = info.shape
+    arrangement = Arrangement((rows, columns), is_transposed=True, experts=experts, is_a=is_a)
+    return replace(info, shape=(columns, rows), arrangement=arrangement)
 
 
 def _dim(info: TensorInfo | None, at: int) -> int:

@@ -32,6 +32,10 @@ _STACKED = {
 }
 
 
+#: Names of modules around the layers of most models.
+AROUND = ("model", "language_model", "text_model")
+
+
 class ExpertForm(StrEnum):
     """How a file has A and B of experts."""
 
@@ -61,6 +65,9 @@ class ModulePaths:
     left_out: tuple[str, ...] = ()
     """Beginnings of names in the base model that text does not need, such as a vision tower's."""
 
+    around: tuple[str, ...] = AROUND
+    """Names of modules that may be around the layers, each inside another."""
+
     further: tuple[tuple[str, str], ...] = ()
     """A projection, and another path that it has in a version of the model, or in a trainer's."""
 
@@ -82,6 +89,11 @@ class ModulePaths:
 
     stacked_alternate: bool = False
     """In these parameters the rows of two projections alternate, rather than follow one another."""
+
+    stacked_swapped: bool = False
+    """PEFT takes these parameters' inputs for outputs: A is `[experts · rank, out]`, and B `[in, rank · experts]`.
+    Files of older versions have A and B as of others.
+    """
 
     experts: ExpertForm | None = None
     """How an adapter has them; None: it has none."""

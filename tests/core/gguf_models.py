@@ -45,10 +45,19 @@ BESIDE = {
     "glm-4": "glm4",
     "seed-oss": "seed_oss",
     "olmo-3": "olmo2",
+    "arcee": "arcee",
+    "cohere": "command-r",
+    "ernie-4.5": "ernie4_5",
+    "exaone-3": "exaone",
+    "nemotron": "nemotron",
+    "olmo-1": "olmo",
+    "phi-2": "phi2",
+    "stablelm": "stablelm",
+    "starcoder-2": "starcoder2",
 }
 
 #: `LlamaModel` of the converter, from which these derive, interleaves rotary pairs.
-_PERMUTES = {"llama", "granite", "mistral3", "smollm3"}
+_PERMUTES = {"llama", "arcee", "granite", "mistral3", "olmo", "smollm3"}
 
 
 def permute(weight: torch.Tensor, heads: int) -> torch.Tensor:
@@ -90,13 +99,13 @@ def write_gguf(
         module, of = name.split(".")[-2], weight
         if architecture in _PERMUTES and module in ("q_proj", "k_proj"):
             of = permute(weight, heads if module == "q_proj" else kv_heads)
-        if architecture.startswith("gemma") and name.endswith("norm.weight"):
+        if (architecture.startswith("gemma") or architecture == "nemotron") and name.endswith("norm.weight"):
             of = weight + 1
         quantisation = gguf.GGMLQuantizationType[kind if weight.ndim == 2 else "F32"]
         data = gguf.quantize(of.numpy(), quantisation)
         stored[new] = data, quantisation
         back = torch.from_numpy(gguf.dequantize(data, quantisation).astype("float32"))
-        if of is not weight and weight.ndim == 2:  # the rows that the permutation moved, moved back
+        if of is not weight and module in ("q_proj", "k_proj"):  # the rows that the permutation moved, moved back
             rows = permute(torch.arange(len(weight)).unsqueeze(1), heads if module == "q_proj" else kv_heads).flatten()
             held[name] = torch.empty_like(back)
             held[name][rows] = back

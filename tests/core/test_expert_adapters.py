@@ -76,7 +76,7 @@ def test_adapters_target_what_they_are_named_for(mixture, drive, family):
     store = drive(it).engine.store
     targets = {name: store.get(name).manifest.targets for name in ADAPTERS}
     assert "gate" in targets["r4-router"]
-    has_shared = family.startswith(("glm", "qwen3.5", "deepseek", "granite-4"))
+    has_shared = family.startswith(("glm", "qwen3.5", "deepseek", "granite-4", "llama-4"))
     assert has_shared == ("shared_expert.down_proj" in targets["r5-shared"])
     assert family.startswith("qwen3.5") == ("shared_expert_gate" in targets["r5-shared"])
 
@@ -88,7 +88,8 @@ def test_files_of_each_expert_give_the_same_tokens(mixture, drive, tmp_path, fam
     names = MIXTRAL if family.startswith("mixtral") else {}
     config = read_model_config(it.model)
     source = it.adapters["r2-experts"]
-    own = one_by_one(source, tmp_path / "each", config.experts.count, names, config.tensors.alternates)
+    forms = config.tensors.alternates, config.tensors.swapped
+    own = one_by_one(source, tmp_path / "each", config.experts.count, names, *forms)
     driver = drive(it, max_num_seqs=8, max_num_batched_tokens=24, adapters={**it.adapters, "r2-experts": own})
     assert driver.engine.store.get("r2-experts").manifest.modules.experts is ExpertForm.EACH
     want = answers(it, driver, 6, seed=1, adapters=("r2-experts", None, "r4-router"))
@@ -100,8 +101,8 @@ def test_a_tensor_for_all_experts_gives_the_same_tokens(mixture, drive, tmp_path
     """Tinker's form, under the names that it has for experts, and for the attention of gpt-oss."""
     it = mixture(family)
     config = read_model_config(it.model)
-    alternates = config.tensors.alternates
-    each = one_by_one(it.adapters["r2-experts"], tmp_path / "each", config.experts.count, alternate=alternates)
+    forms = config.tensors.alternates, config.tensors.swapped
+    each = one_by_one(it.adapters["r2-experts"], tmp_path / "each", config.experts.count, None, *forms)
     own = together(each, tmp_path / "own", LETTERS, "attn" if family.startswith("gpt-oss") else "self_attn")
     driver = drive(it, max_num_seqs=8, max_num_batched_tokens=24, adapters={**it.adapters, "r2-experts": own})
     assert driver.engine.store.get("r2-experts").manifest.modules.experts is ExpertForm.TOGETHER

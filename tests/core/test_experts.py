@@ -181,6 +181,8 @@ def stack_experts(directory: Path) -> None:
         name.replace("_moe.router.w", "_moe.router.layer.w"): tensor.contiguous()
         for name, tensor in model.state_dict().items()
     }
+    if model.config.model_type == "phimoe":  # no file has its router's name in memory
+        tensors = {name.replace("mlp.router", "mlp.gate"): tensor for name, tensor in tensors.items()}
     if model.config.tie_word_embeddings:
         del tensors["lm_head.weight"]
     for file in [*directory.glob("*.safetensors"), *directory.glob("*.index.json")]:

@@ -215,6 +215,8 @@ def test_other_architectures_are_read_with_the_models_configuration(tmp_path, fa
     (tmp_path / "file").mkdir()
     held = write_gguf(tmp_path / "twin", tmp_path / "file" / "tiny.gguf", BESIDE[family], "Q8_0")
     (tmp_path / "file" / "config.json").write_bytes((tmp_path / "twin" / "config.json").read_bytes())
+    for path in (tmp_path / "twin").glob("model*"):
+        path.unlink()
     save_file({name: weight.contiguous() for name, weight in held.items()}, tmp_path / "twin" / "model.safetensors")
     assert_same(tmp_path / "file", tmp_path / "twin")
 
@@ -222,9 +224,11 @@ def test_other_architectures_are_read_with_the_models_configuration(tmp_path, fa
 def test_an_architecture_whose_order_of_rows_is_not_known_is_refused(tmp_path):
     """Also where a config.json says what model it is."""
     save_family("llama2", tmp_path)
-    write_gguf(tmp_path, tmp_path / "tiny.gguf", "arcee")
+    write_gguf(tmp_path, tmp_path / "tiny.gguf", "apertus")
     (tmp_path / "model.safetensors").unlink()
-    with pytest.raises(UnsupportedModel, match=r"general.architecture is 'arcee': not supported as GGUF; supported: "):
+    with pytest.raises(
+        UnsupportedModel, match=r"general.architecture is 'apertus': not supported as GGUF; supported: "
+    ):
         list(weights(tmp_path))
 
 

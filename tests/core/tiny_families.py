@@ -79,8 +79,14 @@ LATENT = {
     "v_head_dim": 24,
 }
 
-#: Families that transformers computes, and saves, by Llama's class, which their checkpoints do not name.
-BY_LLAMA = {"InternLM3Config": "InternLM3ForCausalLM", "IQuestCoderConfig": "IQuestCoderForCausalLM"}
+#: Families that transformers computes, and saves, by another family's class, which their checkpoints do not name.
+BY_ANOTHER = {
+    "InternLM3Config": "InternLM3ForCausalLM",
+    "IQuestCoderConfig": "IQuestCoderForCausalLM",
+    "ExaoneConfig": "ExaoneForCausalLM",
+    "SarvamMoEConfig": "SarvamMoEForCausalLM",
+    "SarvamMLAConfig": "SarvamMLAForCausalLM",
+}
 
 #: name → (transformers' configuration class, its arguments, largest shard)
 FAMILIES: dict[str, tuple[str, dict[str, Any], str]] = {
@@ -286,6 +292,13 @@ BY_TORCH: dict[str, tuple[str, dict[str, Any], str]] = {
         "50GB",
     ),
     "starcoder-2": ("Starcoder2Config", {"sliding_window": 20}, "20KB"),
+    "nanochat": ("NanoChatConfig", {"final_logit_softcapping": 5.0, "attention_bias": True}, "50GB"),
+    "phi-2": ("PhiConfig", {"partial_rotary_factor": 0.5}, "50GB"),
+    "gpt-neox": (
+        "GPTNeoXConfig",
+        {"num_key_value_heads": 4, "rope_parameters": {"rope_theta": 500.0, "partial_rotary_factor": 0.5}},
+        "50GB",
+    ),
 }
 
 #: Families with layers of attention of several shapes, likewise.
@@ -531,6 +544,13 @@ EXPERTS: dict[str, tuple[str, dict[str, Any], str]] = {
          "num_hidden_layers": 3, "pad_token_id": 0},
         "50GB",
     ),
+    "afmoe": (
+        "AfmoeConfig",
+        {"head_dim": 16, "num_experts": 16, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "sliding_window": 20,
+         "num_hidden_layers": 4, "num_shared_experts": 1, "route_scale": 1.5, "mup_enabled": True,
+         "initializer_range": 0.1, "global_attn_every_n_layers": 3},
+        "50GB",
+    ),
     "lfm2-moe": (
         "Lfm2MoeConfig",
         {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention", "conv", "conv"], "num_dense_layers": 1,
@@ -549,6 +569,27 @@ EXPERTS: dict[str, tuple[str, dict[str, Any], str]] = {
         "GraniteMoeHybridConfig",
         {**GRANITE_H, "num_local_experts": 12, "num_experts_per_tok": 4, "intermediate_size": 40},
         "50GB",
+    ),
+    "llama-4": (
+        "Llama4TextConfig",
+        {"num_hidden_layers": 5, "head_dim": 16, "attention_chunk_size": 32, "floor_scale": 20, "attn_scale": 0.4,
+         "num_local_experts": 8, "intermediate_size": 40, "intermediate_size_mlp": 96, "moe_layers": [0, 2, 3, 4]},
+        "50GB",
+    ),
+    "phi-moe": (
+        "PhimoeConfig",
+        {"num_local_experts": 8, "intermediate_size": 40, "attention_bias": True, "lm_head_bias": True,
+         "router_jitter_noise": 0.1, "pad_token_id": 0, "initializer_range": 0.2},
+        "50GB",
+    ),
+    "llama-4-several": (
+        "Llama4TextConfig",
+        {"num_hidden_layers": 3, "head_dim": 32, "attention_chunk_size": 16, "num_local_experts": 12,
+         "num_experts_per_tok": 3, "intermediate_size": 24, "intermediate_size_mlp": 64, "hidden_size": 48,
+         "interleave_moe_layer_step": 2, "no_rope_layers": [1, 0, 1], "use_qk_norm": False, "attention_bias": True,
+         "tie_word_embeddings": True,
+         "layer_types": ["full_attention", "chunked_attention", "chunked_attention"]},
+        "20KB",
     ),
 }  # fmt: skip
 
@@ -634,6 +675,63 @@ RENAMED: dict[str, tuple[str, dict[str, Any], str]] = {
          "mamba_n_groups": 2, "attention_bias": True, "mlp_bias": True},
         "50GB",
     ),
+    "granite-swa": (
+        "GraniteSWAConfig",
+        {**GRANITE_TIED, "attention_multiplier": 0.11, "num_hidden_layers": 5, "sliding_window": 20,
+         "layer_rope_theta": [0, 500, 10000.0, 0.0, 500.0], "attention_bias": True},
+        "50GB",
+    ),
+    "granite-moe-swa": (
+        "GraniteMoeSWAConfig",
+        {**GRANITE, "residual_multiplier": 0.9, "attention_multiplier": 0.11, "num_local_experts": 12,
+         "num_experts_per_tok": 4, "shared_intermediate_size": 40, "num_hidden_layers": 2, "sliding_window": 20},
+        "50GB",
+    ),
+    "flex-olmo": ("FlexOlmoConfig", {"num_experts": 7, "num_experts_per_tok": 5, "pad_token_id": 0}, "50GB"),
+    "vault-gemma": (
+        "VaultGemmaConfig", {"head_dim": 32, "num_hidden_layers": 3, "sliding_window": 18, "pad_token_id": 0}, "50GB"
+    ),
+    "youtu": ("YoutuConfig", {**LATENT, "attention_bias": True, "rope_parameters": YARN}, "50GB"),
+    "minicpm-3": (
+        "MiniCPM3Config",
+        {**LATENT, "v_head_dim": None, "scale_emb": 3.0, "scale_depth": 1.1, "dim_model_base": 40, "mlp_bias": True},
+        "50GB",
+    ),
+    "flint": (
+        "FlintConfig",
+        {"head_dim": 16, "num_experts": 16, "num_experts_per_tok": 3, "moe_intermediate_size": 40,
+         "shared_expert_intermediate_size": 24, "sliding_window": 20, "num_hidden_layers": 4, "mlp_only_layers": [1],
+         "pad_token_id": 0},
+        "50GB",
+    ),
+    "stablelm": ("StableLmConfig", {"use_qkv_bias": True, "use_parallel_residual": True, "head_dim": 16}, "50GB"),
+    "stablelm-before": ("StableLmConfig", {"partial_rotary_factor": 0.5, "hidden_size": 48}, "50GB"),
+    "exaone-3": ("ExaoneConfig", {"num_key_value_heads": 2, "pad_token_id": 0}, "50GB"),
+    "sarvam-moe": (
+        "SarvamMoEConfig",
+        {**DEEPSEEK_EXPERTS, "head_dim": 16, "num_hidden_layers": 2, "attention_bias": True},
+        "50GB",
+    ),
+    "deepseek-v2-groups": (
+        "DeepseekV2Config",
+        {**LATENT, "n_routed_experts": 16, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "n_group": 4,
+         "topk_group": 2, "topk_method": "group_limited_greedy", "routed_scaling_factor": 1.5, "n_shared_experts": 1},
+        "50GB",
+    ),
+    "cohere-2-moe": (
+        "Cohere2MoeConfig",
+        {"head_dim": 16, "num_experts": 12, "num_experts_per_tok": 3, "intermediate_size": 40, "num_shared_experts": 2,
+         "sliding_window": 20, "num_hidden_layers": 3, "mlp_layer_types": ["dense", "sparse", "sparse"],
+         "prefix_dense_intermediate_size": 48, "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+         "pad_token_id": 0},
+        "50GB",
+    ),
+    "sarvam-mla": (
+        "SarvamMLAConfig",
+        {**LATENT, **DEEPSEEK_EXPERTS, "q_lora_rank": None,
+         "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}},
+        "50GB",
+    ),
 }  # fmt: skip
 
 ATTENTION, MLP = ["q_proj", "k_proj", "v_proj", "o_proj"], ["gate_proj", "up_proj", "down_proj"]
@@ -675,20 +773,30 @@ class Tiny:
         return reference
 
     def _note_router(self, router: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        scores = output[0].float()
+        chosen_alone = type(router).__name__ == "Llama4Router"  # whose scores of others are 0
+        scores = output[1 if chosen_alone else 0].float()
         if (corrected := getattr(router, "moe_statics", None)) is not None:
             scores = scores.softmax(-1) + corrected.e_score_correction_bias
         elif (correction := getattr(router, "e_score_correction_bias", (*inputs, None)[1])) is not None:
             scores = scores.sigmoid() + correction
         if (groups := getattr(router, "num_group", None) or 1) > 1:
-            sums = scores.view(len(scores), groups, -1).topk(2).values.sum(-1)
+            best_of = 1 if getattr(router, "topk_method", None) == "group_limited_greedy" else 2
+            sums = scores.view(len(scores), groups, -1).topk(best_of).values.sum(-1)
             best = sums.topk(router.topk_group + 1)
             self.router_margins.append(float((best.values[:, -2] - best.values[:, -1]).min()))
             kept = torch.zeros_like(sums).scatter_(1, best.indices[:, :-1], 1).bool()
             scores = scores.masked_fill(~kept.repeat_interleave(scores.shape[1] // groups, 1), float("-inf"))
+        if (jitter := getattr(router, "router_jitter_noise", None)) is not None:
+            self._note_near(scores, 2 * jitter)
         if (most := getattr(router, "top_k", None) or router.config.top_k_experts) < scores.shape[-1]:
             best = scores.topk(most + 1).values
             self.router_margins.append(float((best[:, most - 1] - best[:, most]).min()))
+
+    def _note_near(self, logits: torch.Tensor, most: float) -> None:
+        """Note how clearly logits are near the best ones; see `Scoring.SPARSE_MIXER`."""
+        for best in logits.topk(2).values.unbind(1):
+            distance = (best[:, None] - logits) / logits.abs().maximum(best[:, None])
+            self.router_margins.append(float((distance - most).abs().min()))
 
     def use(self, adapter: str | None) -> Any:
         """The reference with this adapter."""
@@ -803,9 +911,10 @@ def save_family(name: str, path: Path, dtype: torch.dtype = torch.float32, **cha
     model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, config_class)(**arguments))
     randomise(model)
     model.to(dtype).save_pretrained(path, max_shard_size=shard)
-    if config_class in BY_LLAMA:
+    if config_class in BY_ANOTHER:
         config = path / "config.json"
-        config.write_text(config.read_text().replace("LlamaForCausalLM", BY_LLAMA[config_class]))
+        raw = json.loads(config.read_text())
+        config.write_text(json.dumps({**raw, "architectures": [BY_ANOTHER[config_class]]}))
 
 
 def train_vectors(model: torch.nn.Module) -> None:

@@ -23,9 +23,12 @@ ROUTINGS = {
     "scaled": (32, Routing(4, Scoring.SOFTMAX_OF_CHOSEN, factor=1.5)),
     "glm-4": (24, Routing(3, Scoring.SIGMOID, renormalised=True, epsilon=1e-20, factor=2.5, corrected=True)),
     "groups": (24, Routing(4, Scoring.SIGMOID, renormalised=True, corrected=True, groups=4, kept_groups=2)),
+    "groups by their best": (16, Routing(3, factor=1.5, groups=4, kept_groups=2, group_best=1)),
     "odd groups": (15, Routing(4, Scoring.SOFTMAX, groups=3, kept_groups=2)),
     "one": (3, Routing(1, renormalised=True)),
     "all": (4, Routing(4)),
+    "llama-4": (16, Routing(2, Scoring.SIGMOID_OF_CHOSEN, of_inputs=True)),
+    "phi-moe": (16, Routing(2, Scoring.SPARSE_MIXER, jitter=0.1)),
 }
 
 #: Rows, experts, and experts of a row: few pairs and many, tiles of every size, more pairs than are sorted at once.

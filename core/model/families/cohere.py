@@ -1,5 +1,7 @@
 """Command R and R+ (Cohere), and Command R7B and Command A (Cohere 2): attention and feed-forward side by side,
 LayerNorm, and a scale of the logits. Cohere 2 has no rope in layers without a window.
+
+Cohere 2 MoE has a mixture of experts, in all layers but the first ones.
 """
 
 from __future__ import annotations
@@ -7,9 +9,9 @@ from __future__ import annotations
 from ..config import ModelConfig
 from ..config_json import ConfigJson
 from ..family import Family
-from ..layers import AttentionSpec, HeadNorm, LayerSpec, Norms, NormSpec
+from ..layers import AttentionSpec, HeadNorm, LayerSpec, Norms, NormSpec, Routing, Scoring
 from ..tensor_names import TensorNames
-from . import reading
+from . import glm_moe, reading
 
 
 def _read(fields: ConfigJson) -> ModelConfig:
@@ -32,6 +34,62 @@ def _read(fields: ConfigJson) -> ModelConfig:
         for seen in reading.layer_types(fields, pattern)
     ]
     return _model(fields, layers)
+
+
+def _read_experts(fields: ConfigJson) -> ModelConfig:
+    heads, window, bias = reading.heads(fields), fields.optional("sliding_window"), fields.boolean("attention_bias")
+    rope = reading.rope(fields, heads.head_dim, interleaved=True)
+    count, size = fields.integer("num_hidden_layers"), fields.integer("intermediate_size")
+    first = reading.number_of(fields, "first_k_dense_replace")
+    of_first = fields.integer("prefix_dense_sliding_window_pattern")
+    has_experts = reading.mlp_layer_types(fields, first)
+    patterns = [(of_first, range(first)), (fields.integer("sliding_window_pattern"), range(max(0, count - first)))]
+    types = [
+        reading.SLIDING if (index + 1) % pattern else reading.FULL for pattern, some in patterns for index in some
+    ][:count]
+    types = reading.layer_types(fields, 1) if fields.texts("layer_types") else types
+    experts = reading.experts(
+        fields,
+        _routing(fields),
+        size="intermediate_size",
+        shared_size=reading.number_of(fields, "num_shared_experts") * size,
+        factor=_shared_factor(fields),
+    )
+    plain = experts if all(has_experts) else reading.gated(fields, size="prefix_dense_intermediate_size")
+    layers = [
+        LayerSpec(
+            AttentionSpec(
+                *heads,
+                scale=heads.head_dim**-0.5,
+                rope=rope if (kind == reading.SLIDING and window) or (not is_sparse and of_first == 1) else None,
+                window=window if kind == reading.SLIDING else None,
+                qkv_bias=bias,
+                o_bias=bias,
+            ),
+            experts if is_sparse else plain,
+            Norms.PARALLEL,
+        )
+        for kind, is_sparse in zip(types, has_experts, strict=True)
+    ]
+    if (eps := reading.optional_number(fields, "rms_norm_eps")) is None:
+        return _model(fields, layers)
+    return reading.dense(fields, layers, NormSpec(eps), logits_scale=fields.number("logit_scale"))
+
+
+def _routing(fields: ConfigJson) -> Routing:
+    if (name := fields.text("expert_selection_fn")) not in ("softmax", "sigmoid"):
+        raise fields.refuse("expert_selection_fn", "not supported; supported: softmax, sigmoid")
+    if name == "softmax":
+        return Routing(1, Scoring.SOFTMAX_OF_CHOSEN)
+    return Routing(1, Scoring.SIGMOID, renormalised=fields.boolean("norm_topk_prob"))
+
+
+def _shared_factor(fields: ConfigJson) -> float:
+    """Of the sum of the routed experts' output and the shared ones'."""
+    strategy = fields.text("shared_expert_combination_strategy")
+    if strategy not in ("average", "sum"):
+        raise fields.refuse("shared_expert_combination_strategy", "not supported; supported: average, sum")
+    return 0.5 if strategy == "average" and reading.number_of(fields, "num_shared_experts") else 1.0
 
 
 def _read_1(fields: ConfigJson) -> ModelConfig:
@@ -83,4 +141,29 @@ COHERE_2 = Family(
         "tie_word_embeddings": True,
     },
     TensorNames(names={"attention_norm": "input_layernorm"}),
+)
+COHERE_2_MOE = Family(
+    "Cohere 2 MoE",
+    ("Cohere2MoeForCausalLM",),
+    _read_experts,
+    {
+        **COHERE_2.defaults,
+        "head_dim": 128,
+        "intermediate_size": 22528,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "num_shared_experts": 0,
+        "shared_expert_combination_strategy": "average",
+        "expert_selection_fn": "softmax",
+        "norm_topk_prob": True,
+        "prefix_dense_sliding_window_pattern": 1,
+        "sliding_window_pattern": 4,
+    },
+    TensorNames(
+        names={
+            **{name: given for name, given in glm_moe.NAMES.items() if name.startswith("mlp.")},
+            "attention_norm": "input_layernorm",
+        }
+    ),
+    notes=reading.EXPERTS_NOTE,
 )

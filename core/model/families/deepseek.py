@@ -5,6 +5,8 @@ Kimi K2 and Moonlight are V3's models. Of V3 experts are chosen by sigmoids with
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ..config import ModelConfig
 from ..config_json import ConfigJson
 from ..family import Family
@@ -13,15 +15,19 @@ from . import glm_moe, latent, reading
 
 
 def _read_v2(fields: ConfigJson) -> ModelConfig:
-    if (method := fields.text("topk_method", "greedy")) != "greedy":
-        raise fields.refuse("topk_method", f"{method} is not supported; supported: greedy")
+    routing = Routing(1, factor=fields.number("routed_scaling_factor"))
+    if (method := fields.text("topk_method", "greedy")) == "group_limited_greedy":
+        groups, kept = reading.expert_groups(fields)
+        routing = replace(routing, groups=groups, kept_groups=kept, group_best=1)
+    elif method != "greedy":
+        raise fields.refuse("topk_method", f"{method} is not supported; supported: greedy, group_limited_greedy")
     if fields.boolean("norm_topk_prob"):
         raise fields.refuse("norm_topk_prob", "transformers leaves it out for this family; only false is supported")
     _check_scoring(fields, "softmax")
     attention = latent.attention(fields, interleaved=True)
     if fields.boolean("mlp_bias", False):
         raise fields.refuse("mlp_bias", "biases of feed-forward parts are not supported for this family")
-    return glm_moe.model(fields, attention, routing=Routing(1, factor=fields.number("routed_scaling_factor")))
+    return glm_moe.model(fields, attention, routing=routing)
 
 
 def _read_v3(fields: ConfigJson) -> ModelConfig:

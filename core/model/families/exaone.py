@@ -1,6 +1,6 @@
 """EXAONE 4: norms after each part, norms of heads, and in models with windows no rope in the layers without one.
 
-K-EXAONE has norms before each part, and DeepSeek-V3's experts.
+K-EXAONE has norms before each part, and DeepSeek-V3's experts. EXAONE 3 and 3.5 are Llama under other names.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from ..config import ModelConfig
 from ..config_json import ConfigJson
 from ..family import Family
 from ..layers import AttentionSpec, HeadNorm, LayerSpec, Norms
-from ..tensor_names import AFTER_NORMS, CORRECTION, TEXT_AND_IMAGES, TensorNames
-from . import glm_moe, reading
+from ..tensor_names import AFTER_NORMS, CORRECTION, LLAMA_TENSORS, TEXT_AND_IMAGES, TensorNames
+from . import glm_moe, llama, reading
 
 
 def _attentions(fields: ConfigJson) -> list[AttentionSpec]:
@@ -35,6 +35,10 @@ def _read(fields: ConfigJson) -> ModelConfig:
     return reading.dense(fields, layers, reading.rms_norm(fields))
 
 
+def _read_3(fields: ConfigJson) -> ModelConfig:
+    return llama.LLAMA.read(reading.renamed(fields, _FIELDS_3))
+
+
 def _read_experts(fields: ConfigJson) -> ModelConfig:
     shared = reading.number_of(fields, "num_shared_experts") * fields.integer("moe_intermediate_size")
     experts = reading.experts(fields, reading.routing_in_groups(fields), shared_size=shared)
@@ -50,6 +54,11 @@ def _pattern(fields: ConfigJson) -> int:
     return len(pattern) if isinstance(pattern, str) and pattern else fields.integer("sliding_window_pattern")
 
 
+_FIELDS_3 = {
+    "num_hidden_layers": "num_layers",
+    "rms_norm_eps": "layer_norm_epsilon",
+    "hidden_act": "activation_function",
+}
 _DEFAULTS = {
     "num_key_value_heads": 32,
     "max_position_embeddings": 2048,
@@ -90,4 +99,36 @@ EXAONE_MOE = Family(
         "topk_group": 1,
     },
     notes=f"{reading.EXPERTS_NOTE}; draft layers (`mtp`) are left out",
+)
+_PROJECTIONS_3 = {f"self_attn.{each}_proj": f"attn.attention.{each}_proj" for each in "qkv"}
+EXAONE_3 = Family(
+    "EXAONE 3 and 3.5",
+    ("ExaoneForCausalLM",),
+    _read_3,
+    {
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5,
+        "intermediate_size": 14336,
+        "rope_theta": 500000.0,
+    },
+    replace(
+        LLAMA_TENSORS,
+        published=TensorNames(
+            prefixes=("transformer.", ""),
+            norm="ln_f",
+            embeddings="wte",
+            layers="h",
+            names={
+                "attention_norm": "ln_1",
+                "mlp_norm": "ln_2",
+                **_PROJECTIONS_3,
+                "self_attn.o_proj": "attn.attention.out_proj",
+                "mlp.gate_proj": "mlp.c_fc_0",
+                "mlp.up_proj": "mlp.c_fc_1",
+                "mlp.down_proj": "mlp.c_proj",
+            },
+        ),
+    ),
+    model_types=("exaone",),
 )

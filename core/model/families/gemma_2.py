@@ -1,6 +1,11 @@
-"""Gemma 2: Gemma with norms around each part, windows in every other layer, and soft caps of scores and logits."""
+"""Gemma 2: Gemma with norms around each part, windows in every other layer, and soft caps of scores and logits.
+
+VaultGemma norms before each part alone.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 from ..config import ModelConfig
 from ..config_json import ConfigJson
@@ -10,16 +15,28 @@ from ..tensor_names import AROUND_NORMS, TensorNames
 from . import gemma, reading
 
 
-def _read(fields: ConfigJson) -> ModelConfig:
-    rope = reading.rope(fields, reading.heads(fields).head_dim)
-    ropes = {reading.FULL: rope, reading.SLIDING: rope}
-    return gemma.read_layers(fields, ropes, reading.layer_types(fields, 2), Norms.AROUND)
+def _reader(norms: Norms) -> Callable[[ConfigJson], ModelConfig]:
+    def read(fields: ConfigJson) -> ModelConfig:
+        rope = reading.rope(fields, reading.heads(fields).head_dim)
+        ropes = {reading.FULL: rope, reading.SLIDING: rope}
+        return gemma.read_layers(fields, ropes, reading.layer_types(fields, 2), norms)
 
+    return read
+
+
+_DEFAULTS = {**gemma.DEFAULTS, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
 
 GEMMA_2 = Family(
     "Gemma 2",
     ("Gemma2ForCausalLM",),
-    _read,
-    {**gemma.DEFAULTS, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+    _reader(Norms.AROUND),
+    _DEFAULTS,
     TensorNames(names=AROUND_NORMS),
+)
+VAULT_GEMMA = Family(
+    "VaultGemma",
+    ("VaultGemmaForCausalLM",),
+    _reader(Norms.BEFORE),
+    _DEFAULTS,
+    TensorNames(names={"attention_norm": "input_layernorm", "mlp_norm": "pre_feedforward_layernorm"}),
 )

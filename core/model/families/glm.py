@@ -32,6 +32,14 @@ def _reader(norms: Norms, *, qkv_bias: bool = False) -> Callable[[ConfigJson], M
     return read
 
 
+def _read_ocr(fields: ConfigJson) -> ModelConfig:
+    """Without the draft layer after the last."""
+    model = _reader(Norms.AROUND)(fields.without("attention_bias").with_defaults({"attention_bias": False}))
+    drafts = (f"{prefix}layers.{len(model.layers)}." for prefix in GLM_4_1V.tensors.prefixes)
+    tensors = replace(GLM_4_1V.tensors, left_out=(*GLM_4_1V.tensors.left_out, *drafts))
+    return replace(model, tensors=tensors)
+
+
 _DEFAULTS = {
     "num_key_value_heads": 2,
     "head_dim": 128,
@@ -61,4 +69,12 @@ GLM_4_1V = Family(
         "rms_norm_eps": 1e-5,
     },
     replace(TEXT_AND_IMAGES, names=_NAMES_4.names, fused=FUSED_GATE_UP),
+)
+GLM_OCR = Family(
+    "GLM-OCR (text)",
+    ("GlmOcrForConditionalGeneration",),
+    _read_ocr,
+    {**GLM_4_1V.defaults, "num_key_value_heads": 8},
+    GLM_4_1V.tensors,
+    notes="the draft layer after the last is left out",
 )

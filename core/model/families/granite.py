@@ -1,7 +1,7 @@
 """Granite 3 and 4: Llama with factors of embeddings, scores, residuals and logits.
 
 Granite-MoE has a mixture of experts. Granite 4 may have layers of Mamba 2, and a mixture of experts beside one that all
-tokens go to.
+tokens go to. Granite SWA has windows, sinks, and a rope of its own in each layer.
 
 Tests: tests/core/test_families.py, tests/core/test_hybrids.py
 """
@@ -14,6 +14,7 @@ from ..config import ModelConfig
 from ..config_json import ConfigJson
 from ..family import Family
 from ..layers import AttentionSpec, Experts, GatedSpec, LayerSpec, Routing, Scoring
+from ..rope_config import RopeConfig
 from ..tensor_names import LLAMA_NORMS, TensorNames
 from . import reading
 from .mamba import MAMBA_2_DEFAULTS, mamba_2
@@ -49,6 +50,40 @@ def _read_experts(fields: ConfigJson) -> ModelConfig:
     routing, shared = Routing(1, Scoring.SOFTMAX_OF_CHOSEN), reading.number_of(fields, "shared_intermediate_size")
     experts = reading.experts(fields, routing, size="intermediate_size", shared_size=shared)
     return replace(_model(fields, experts), tensors=_WITH_SHARED if shared else _EXPERTS)
+
+
+def _read_windows(fields: ConfigJson) -> ModelConfig:
+    return _with_windows(fields, _read(fields))
+
+
+def _read_windows_experts(fields: ConfigJson) -> ModelConfig:
+    model = _with_windows(fields, _read_experts(fields))
+    return replace(model, tensors=replace(model.tensors, names={**model.tensors.names, **_ROUTER}, adapter_names={}))
+
+
+def _with_windows(fields: ConfigJson, model: ModelConfig) -> ModelConfig:
+    """The model with sinks, and with each layer's own window and rope."""
+    count = len(model.layers)
+    types = [reading.SLIDING if index % 4 else reading.FULL for index in range(count)]
+    layers = [
+        replace(layer, mixer=replace(layer.attention, window=window, rope=rope, sinks=True))
+        for layer, window, rope in zip(model.layers, reading.windows(fields, types), _ropes(fields, model), strict=True)
+    ]
+    return replace(model, layers=tuple(layers))
+
+
+def _ropes(fields: ConfigJson, model: ModelConfig) -> list[RopeConfig | None]:
+    """Of each layer, with its base from `layer_rope_theta`; where that is 0, None."""
+    bases, scaling = fields.numbers("layer_rope_theta"), reading.rope_fields(fields)
+    if not bases:
+        return [layer.rope for layer in model.layers]
+    if len(bases) != len(model.layers):
+        raise fields.refuse("layer_rope_theta", f"{len(bases)} bases for num_hidden_layers, {len(model.layers)}")
+    found = {
+        base: reading.rope(fields, model.head_dim, of=scaling.with_values({"rope_theta": base})) if base else None
+        for base in dict.fromkeys(bases)
+    }
+    return [found[base] for base in bases]
 
 
 def _read_hybrid(fields: ConfigJson) -> ModelConfig:
@@ -92,6 +127,7 @@ _EXPERTS = TensorNames(
     },
     adapter_names={"mlp.gate": "block_sparse_moe.router"},
 )
+_ROUTER = {"mlp.gate": "block_sparse_moe.router"}
 _WITH_SHARED = replace(
     _EXPERTS,
     names={**_EXPERTS.names, "mlp.shared_expert.down_proj": "shared_mlp.output_linear"},
@@ -121,5 +157,20 @@ GRANITE_MOE = Family(
     _read_experts,
     {**_DEFAULTS, "num_local_experts": 8, "num_experts_per_tok": 2},
     _EXPERTS,
+    notes=reading.EXPERTS_NOTE,
+)
+_WINDOWS = {"num_key_value_heads": 4, "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "sliding_window": 128}
+GRANITE_SWA = Family(
+    "Granite SWA",
+    ("GraniteSWAForCausalLM",),
+    _read_windows,
+    {**_DEFAULTS, **_WINDOWS, "tie_word_embeddings": True},
+    notes="on CPUs by PyTorch's operators",
+)
+GRANITE_MOE_SWA = Family(
+    "Granite-MoE SWA",
+    ("GraniteMoeSWAForCausalLM",),
+    _read_windows_experts,
+    {**GRANITE_MOE.defaults, "sliding_window": 128},
     notes=reading.EXPERTS_NOTE,
 )

@@ -9,7 +9,7 @@ from __future__ import annotations
 from ..config import ModelConfig
 from ..config_json import ConfigJson
 from ..family import Family
-from ..layers import AttentionSpec, GatedSpec, HeadNorm, LayerSpec, Norms, NormSpec
+from ..layers import AttentionSpec, GatedSpec, HeadNorm, LayerSpec, Norms, NormSpec, OutputGate
 from ..recurrent import ShortConvSpec
 from ..rope_config import RopeConfig
 from ..tensor_names import TensorNames
@@ -29,7 +29,7 @@ def _read(fields: ConfigJson) -> ModelConfig:
             head_norm=HeadNorm.EACH,
             qkv_bias=bias,
             o_bias=bias,
-            head_gate=fields.boolean("use_attention_gate"),
+            output_gate=OutputGate.OF_HEADS if fields.boolean("use_attention_gate") else None,
         )
         for kind in (reading.FULL, reading.SLIDING)
         if kind in types

@@ -1,11 +1,14 @@
-"""Phi-3, Phi-3.5 mini and Phi-4: q, k and v are one projection, and so are gate and up."""
+"""Phi-3, Phi-3.5 mini and Phi-4: q, k and v are one projection, and so are gate and up.
+
+Phi-1, 1.5 and 2 have attention and a feed-forward part without a gate side by side, and biases everywhere.
+"""
 
 from __future__ import annotations
 
 from ..config import ModelConfig
 from ..config_json import ConfigJson
 from ..family import Family
-from ..layers import AttentionSpec, LayerSpec
+from ..layers import AttentionSpec, LayerSpec, Norms, UngatedActivation
 from ..tensor_names import FUSED_GATE_UP, FUSED_QKV, TensorNames
 from . import reading
 
@@ -22,6 +25,17 @@ def _read(fields: ConfigJson) -> ModelConfig:
     return reading.dense(fields, [layer] * fields.integer("num_hidden_layers"), reading.rms_norm(fields))
 
 
+def _read_2(fields: ConfigJson) -> ModelConfig:
+    if fields.boolean("qk_layernorm"):
+        raise fields.refuse("qk_layernorm", "norms of heads are not supported for this family")
+    heads = reading.heads(fields)
+    rope = reading.rope(fields, heads.head_dim)
+    attention = AttentionSpec(*heads, scale=heads.head_dim**-0.5, rope=rope, qkv_bias=True, o_bias=True)
+    feed_forward = reading.ungated(fields, default=UngatedActivation.GELU_TANH, bias=True)
+    layers = [LayerSpec(attention, feed_forward, Norms.PARALLEL)] * fields.integer("num_hidden_layers")
+    return reading.dense(fields, layers, reading.layer_norm(fields, "layer_norm_eps"), head_bias=True)
+
+
 PHI_3 = Family(
     "Phi-3 and Phi-4",
     ("Phi3ForCausalLM",),
@@ -29,4 +43,20 @@ PHI_3 = Family(
     {"max_position_embeddings": 4096, "original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
     TensorNames(fused={**FUSED_QKV, **FUSED_GATE_UP}),
     notes="with longrope, up to the original positions unless `--max-model-len` asks for more",
+)
+PHI_2 = Family(
+    "Phi-1, 1.5 and 2",
+    ("PhiForCausalLM",),
+    _read_2,
+    {"max_position_embeddings": 2048, "partial_rotary_factor": 0.5, "intermediate_size": 8192},
+    TensorNames(
+        norm="final_layernorm",
+        names={
+            "attention_norm": "input_layernorm",
+            "self_attn.o_proj": "self_attn.dense",
+            "mlp.up_proj": "mlp.fc1",
+            "mlp.down_proj": "mlp.fc2",
+        },
+    ),
+    notes="adapters with a copy of the output projection are refused, as it has a bias; on CPUs by PyTorch's operators",
 )

@@ -84,9 +84,14 @@ def ungated(
 ) -> UngatedSpec:
     """name: the field of the activation. default: the activation where the field is missing."""
     activation = fields.text(name, None if fields.has(name) else default)
+    activation = UngatedActivation.GELU_TANH if activation in _GELU_TANH else activation
     if activation not in list(UngatedActivation):
         raise fields.refuse(name, f"not supported; supported: {', '.join(UngatedActivation)}")
     return UngatedSpec(fields.integer("intermediate_size"), UngatedActivation(activation), bias)
+
+
+#: Other names of one activation.
+_GELU_TANH = ("gelu_new", "gelu_fast")
 
 
 def layer_norm(fields: ConfigJson, eps: str, *, one_plus: bool = False) -> NormSpec:
@@ -125,11 +130,17 @@ def experts(
     )
 
 
-def routing_in_groups(fields: ConfigJson) -> Routing:
-    """DeepSeek-V3's router: sigmoids with a learned correction, of experts in groups."""
+def expert_groups(fields: ConfigJson) -> tuple[int, int]:
+    """Groups of experts, and how many of them a token may choose from."""
     groups, kept = fields.integer("n_group"), fields.integer("topk_group")
     if kept > groups:
         raise fields.refuse("topk_group", f"n_group is {groups}; it can't be more than that")
+    return groups, kept
+
+
+def routing_in_groups(fields: ConfigJson) -> Routing:
+    """DeepSeek-V3's router: sigmoids with a learned correction, of experts in groups."""
+    groups, kept = expert_groups(fields)
     return Routing(
         1,
         Scoring.SIGMOID,
@@ -227,6 +238,12 @@ def number_of(fields: ConfigJson, name: str) -> int:
     return fields.integer(name, None if fields.has(name) else 0, least=0)
 
 
+def renamed(fields: ConfigJson, names: Mapping[str, str]) -> ConfigJson:
+    """The fields with others' values where they are missing. names: a field → the other."""
+    found = {name: fields.raw[other] for name, other in names.items() if other in fields.raw and name not in fields.raw}
+    return fields.with_values(found)
+
+
 def rope_fields(fields: ConfigJson) -> ConfigJson:
     """The object that describes rotary embeddings; empty where there is none."""
     found = fields.object("rope_scaling") or fields.object("rope_parameters")
@@ -253,8 +270,10 @@ def _scaling(scaling: ConfigJson, fields: ConfigJson, rope_type: str, dim: int) 
     found: dict[str, Any] = {name: original}
     if rope_type == "llama3":
         found |= {each: scaling.number(each) for each in ("factor", "low_freq_factor", "high_freq_factor")}
-        if found["high_freq_factor"] <= found["low_freq_factor"]:
-            raise scaling.refuse("high_freq_factor", f"it must be above low_freq_factor, {found['low_freq_factor']}")
+        if found["high_freq_factor"] < found["low_freq_factor"]:
+            raise scaling.refuse(
+                "high_freq_factor", f"it must not be below low_freq_factor, {found['low_freq_factor']}"
+            )
         return found
     factor = scaling.number("factor", positions / original)
     return found | (_longrope(scaling, factor, original, dim) if rope_type == "longrope" else _yarn(scaling, factor))
@@ -315,11 +334,14 @@ def dense(fields: ConfigJson, layers: Sequence[LayerSpec], norm: NormSpec, **oth
         hidden_size=fields.integer("hidden_size"),
         layers=tuple(layers),
         norm=norm,
-        max_position_embeddings=fields.integer("max_position_embeddings"),
         dtype=_dtype(fields),
         bos_token_id=next(iter(fields.token_ids("bos_token_id")), None),
         eos_token_ids=fields.token_ids("eos_token_id"),
-        **{"tie_word_embeddings": fields.boolean("tie_word_embeddings"), **others},
+        **{
+            "max_position_embeddings": fields.integer("max_position_embeddings"),
+            "tie_word_embeddings": fields.boolean("tie_word_embeddings"),
+            **others,
+        },
     )
 
 

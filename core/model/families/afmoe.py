@@ -1,0 +1,82 @@
+"""AFMoE (Trinity): gates of attention's output by a projection of their own, norms around each part, and experts chosen
+by sigmoids with a learned correction. Layers without a window have no rope.
+
+Tests: tests/core/test_experts.py
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ..config import ModelConfig
+from ..config_json import ConfigJson
+from ..family import Family
+from ..layers import HeadNorm, LayerSpec, Norms, OutputGate, Routing, Scoring
+from ..tensor_names import CORRECTION, TensorNames
+from . import glm_moe, reading
+
+#: Fields of the first checkpoints, each with the only value that transformers computes.
+_FIXED = {"score_func": "sigmoid", "route_norm": True, "n_group": 1, "topk_group": 1, "num_expert_groups": 1}
+
+
+def _read(fields: ConfigJson) -> ModelConfig:
+    for name, value in _FIXED.items():
+        if fields.raw.get(name, value) not in (value, None):
+            raise fields.refuse(name, f"transformers leaves it out; only {value!r} is supported")
+    if fields.boolean("attention_bias"):
+        raise fields.refuse("attention_bias", "biases of attention are not supported for this family")
+    routing = Routing(
+        1,
+        Scoring.SIGMOID,
+        renormalised=True,
+        epsilon=1e-20,
+        factor=fields.number("route_scale"),
+        corrected=True,
+    )
+    shared = reading.number_of(fields, "num_shared_experts") * fields.integer("moe_intermediate_size")
+    experts = reading.experts(fields, routing, shared_size=shared)
+    attention = reading.attention(fields, head_norm=HeadNorm.EACH, output_gate=OutputGate.APART)
+    window, first = fields.optional("sliding_window"), reading.number_of(fields, "num_dense_layers")
+    types = reading.layer_types(fields, fields.integer("global_attn_every_n_layers"))
+    whole, local = replace(attention, rope=None), replace(attention, window=window)
+    plain = reading.gated(fields)
+    layers = [
+        LayerSpec(local if kind == reading.SLIDING else whole, experts if index >= first else plain, Norms.AROUND)
+        for index, kind in enumerate(types)
+    ]
+    scale = fields.integer("hidden_size") ** 0.5 if fields.boolean("mup_enabled") else 1.0
+    return reading.dense(fields, layers, reading.rms_norm(fields, wide=True), embedding_multiplier=scale)
+
+
+AFMOE = Family(
+    "AFMoE (Trinity)",
+    ("AfmoeForCausalLM",),
+    _read,
+    {
+        "head_dim": 128,
+        "max_position_embeddings": 16384,
+        "rms_norm_eps": 1e-5,
+        "sliding_window": 1024,
+        "global_attn_every_n_layers": 4,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 1408,
+        "num_dense_layers": 1,
+        "num_experts": 64,
+        "num_experts_per_tok": 6,
+        "num_shared_experts": 2,
+        "route_scale": 1.0,
+    },
+    TensorNames(
+        names={
+            **{name: given for name, given in glm_moe.NAMES.items() if name.startswith("mlp.")},
+            "attention_norm": "input_layernorm",
+            "attention_out_norm": "post_attention_layernorm",
+            "mlp_norm": "pre_mlp_layernorm",
+            "mlp_out_norm": "post_mlp_layernorm",
+            "self_attn.g_proj": "self_attn.gate_proj",
+            "mlp.gate": "mlp.router.gate",
+            CORRECTION: "mlp.expert_bias",
+        }
+    ),
+    notes=reading.EXPERTS_NOTE,
+)

@@ -1,0 +1,53 @@
+"""Flint: Qwen3's attention with sinks, no rope where there is no window, and experts chosen by sigmoids."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ..config import ModelConfig
+from ..config_json import ConfigJson
+from ..family import Family
+from ..layers import HeadNorm, Routing, Scoring
+from ..tensor_names import LLAMA_NORMS, TensorNames
+from . import reading
+
+
+def _read(fields: ConfigJson) -> ModelConfig:
+    count = fields.integer("num_hidden_layers")
+    routing = Routing(1, Scoring.SIGMOID, renormalised=fields.boolean("norm_topk_prob"))
+    experts = reading.experts(fields, routing, shared_size=fields.integer("shared_expert_intermediate_size"))
+    attention = reading.attention(fields, head_norm=HeadNorm.EACH, sinks=True)
+    is_whole = [index < 2 or index % 4 == 1 or index == count - 1 for index in range(count)]
+    types = [reading.FULL if it else reading.SLIDING for it in is_whole]
+    attentions = [
+        replace(attention, window=window, rope=None if window is None else attention.rope)
+        for window in reading.windows(fields, types)
+    ]
+    dense = fields.indices("mlp_only_layers") if fields.has("mlp_only_layers") else (0, 1)
+    step = fields.integer("decoder_sparse_step")
+    has_experts = [index not in dense and (index + 1) % step == 0 for index in range(count)]
+    layers = reading.layers_with_experts(fields, attentions, experts, has_experts)
+    return reading.dense(fields, layers, reading.rms_norm(fields, wide=True))
+
+
+FLINT = Family(
+    "Flint",
+    ("FlintForCausalLM",),
+    _read,
+    {
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "max_position_embeddings": 262144,
+        "rms_norm_eps": 1e-6,
+        "sliding_window": 513,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 1024,
+        "num_experts": 256,
+        "num_experts_per_tok": 6,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+    },
+    TensorNames(names={**LLAMA_NORMS, "self_attn.sinks": "self_attn.softmax_offset"}),
+    notes=reading.EXPERTS_NOTE,
+)

@@ -1,0 +1,56 @@
+"""GPT-NeoX and Pythia: attention and a feed-forward part without a gate side by side, each with a norm, and biases.
+
+q, k and v are one projection, which has the rows of all three by head.
+"""
+
+from __future__ import annotations
+
+from ..config import ModelConfig
+from ..config_json import ConfigJson
+from ..family import Family
+from ..layers import AttentionSpec, LayerSpec, Norms, UngatedActivation
+from ..tensor_names import LLAMA_NORMS, TensorNames
+from . import reading
+
+_QKV = "attention.query_key_value"
+
+
+def _read(fields: ConfigJson) -> ModelConfig:
+    fields = reading.renamed(fields, {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"})
+    fields = fields.without("num_key_value_heads").without("head_dim")  # transformers leaves them out, too
+    heads, bias = reading.heads(fields), fields.boolean("attention_bias")
+    rope = reading.rope(fields, heads.head_dim)
+    attention = AttentionSpec(*heads, scale=heads.head_dim**-0.5, rope=rope, qkv_bias=bias, o_bias=bias)
+    feed_forward = reading.ungated(fields, default=UngatedActivation.GELU, bias=True)
+    norms = Norms.PARALLEL_APART if fields.boolean("use_parallel_residual") else Norms.BEFORE
+    layers = [LayerSpec(attention, feed_forward, norms)] * fields.integer("num_hidden_layers")
+    return reading.dense(fields, layers, reading.layer_norm(fields, "layer_norm_eps"))
+
+
+GPT_NEOX = Family(
+    "GPT-NeoX and Pythia",
+    ("GPTNeoXForCausalLM",),
+    _read,
+    {
+        "max_position_embeddings": 2048,
+        "partial_rotary_factor": 0.25,
+        "intermediate_size": 24576,
+        "use_parallel_residual": True,
+        "attention_bias": True,
+    },
+    TensorNames(
+        prefixes=("gpt_neox.", ""),
+        heads=("embed_out.weight", "lm_head.weight"),
+        norm="final_layer_norm",
+        embeddings="embed_in",
+        names={
+            **LLAMA_NORMS,
+            "self_attn.o_proj": "attention.dense",
+            "mlp.up_proj": "mlp.dense_h_to_4h",
+            "mlp.down_proj": "mlp.dense_4h_to_h",
+        },
+        fused={_QKV: ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")},
+        by_unit=(_QKV,),
+    ),
+    notes="on CPUs by PyTorch's operators",
+)

@@ -1,0 +1,80 @@
+"""Youtu-LLM and MiniCPM3: latent attention and a dense feed-forward part. MiniCPM3 has Granite's factors besides.
+
+Tests: tests/core/test_families.py
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from ..config import ModelConfig
+from ..config_json import ConfigJson
+from ..family import Family
+from ..layers import LayerSpec
+from ..tensor_names import LATENT_NORMS, LLAMA_NORMS, TensorNames
+from . import latent, reading
+
+
+def _model(fields: ConfigJson, *, interleaved: bool, residual: float = 1.0, **others: Any) -> ModelConfig:
+    """interleaved: how rotated elements are paired. residual: see `LayerSpec.residual_multiplier`."""
+    attention = latent.attention(fields, interleaved=interleaved)
+    feed_forward = reading.gated(fields, bias=fields.boolean("mlp_bias"))
+    layers = [LayerSpec(attention, feed_forward, residual_multiplier=residual)] * fields.integer("num_hidden_layers")
+    return reading.dense(fields, layers, reading.rms_norm(fields), **others)
+
+
+def _read_youtu(fields: ConfigJson) -> ModelConfig:
+    return _model(fields.without("mlp_bias"), interleaved=fields.boolean("rope_interleave"))
+
+
+def _read_minicpm(fields: ConfigJson) -> ModelConfig:
+    hidden, count = fields.integer("hidden_size"), fields.integer("num_hidden_layers")
+    depth, base = (reading.optional_number(fields, name) for name in ("scale_depth", "dim_model_base"))
+    if fields.optional("v_head_dim") is None:
+        fields = fields.with_values({"v_head_dim": hidden // fields.integer("num_attention_heads")})
+    return _model(
+        fields,
+        interleaved=False,
+        residual=1.0 if depth is None else depth / math.sqrt(count),
+        embedding_multiplier=fields.number("scale_emb"),
+        logits_scale=1.0 if base is None else base / hidden,
+    )
+
+
+_NAMES = TensorNames(names={**LLAMA_NORMS, **LATENT_NORMS})
+_NOTE = "latents are kept, not keys and values; on CPUs by PyTorch's operators"
+
+YOUTU = Family(
+    "Youtu-LLM",
+    ("YoutuForCausalLM",),
+    _read_youtu,
+    {
+        **latent.DEFAULTS,
+        "rope_interleave": True,
+        "max_position_embeddings": 131072,
+        "intermediate_size": 6144,
+        "tie_word_embeddings": True,
+    },
+    _NAMES,
+    notes=_NOTE,
+)
+MINICPM_3 = Family(
+    "MiniCPM3",
+    ("MiniCPM3ForCausalLM",),
+    _read_minicpm,
+    {
+        "q_lora_rank": 768,
+        "kv_lora_rank": 256,
+        "qk_nope_head_dim": 64,
+        "qk_rope_head_dim": 32,
+        "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": True,
+        "scale_emb": 12.0,
+        "scale_depth": 1.4,
+        "dim_model_base": 256.0,
+    },
+    _NAMES,
+    notes=_NOTE,
+)

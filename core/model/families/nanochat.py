@@ -1,0 +1,42 @@
+"""nanochat: norms without weights, of embeddings and of rotated heads, too; a rope that turns backward; and ReLU²."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ..config import ModelConfig
+from ..config_json import ConfigJson
+from ..family import Family
+from ..layers import AttentionSpec, HeadNorm, LayerSpec, NormSpec, UngatedActivation
+from ..tensor_names import TensorNames
+from . import reading
+
+
+def _read(fields: ConfigJson) -> ModelConfig:
+    heads, bias = reading.heads(fields), fields.boolean("attention_bias")
+    attention = AttentionSpec(
+        *heads,
+        scale=heads.head_dim**-0.5,
+        rope=replace(reading.rope(fields, heads.head_dim), backward=True),
+        head_norm=HeadNorm.BARE,  # rotating changes no norm
+        qkv_bias=bias,
+        o_bias=bias,
+    )
+    layer = LayerSpec(attention, reading.ungated(fields, default=UngatedActivation.RELU_SQUARED))
+    return reading.dense(
+        fields,
+        [layer] * fields.integer("num_hidden_layers"),
+        NormSpec(reading.rms_norm(fields).eps, weightless=True),
+        embedding_norm=True,
+        logits_softcap=reading.optional_number(fields, "final_logit_softcapping"),
+    )
+
+
+NANOCHAT = Family(
+    "nanochat",
+    ("NanoChatForCausalLM",),
+    _read,
+    {"max_position_embeddings": 2048, "intermediate_size": 8192, "final_logit_softcapping": 15.0},
+    TensorNames(names={"mlp.up_proj": "mlp.fc1", "mlp.down_proj": "mlp.fc2"}),
+    notes="on CPUs by PyTorch's operators",
+)

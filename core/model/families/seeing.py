@@ -1,0 +1,159 @@
+"""Models that see, whose text part is any of some families: LLaVA, InternVL, SmolVLM, Kimi K2.5 and others.
+
+The `model_type` of the text part says which family it is.
+
+Tests: tests/core/test_text_parts.py
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+
+from ..config import ModelConfig
+from ..config_json import ConfigJson
+from ..family import Family
+from ..tensor_names import BESIDE_VISION, LLAMA_TENSORS, TensorNames
+from . import (
+    cohere,
+    deepseek,
+    exaone,
+    gemma,
+    gemma_2,
+    gemma_3,
+    glm,
+    glm_moe,
+    gpt_oss,
+    granite,
+    llama,
+    mistral,
+    olmo,
+    phi,
+    qwen,
+    qwen2_moe,
+    qwen3_5,
+    qwen3_moe,
+    smollm3,
+)
+
+#: Values of `model_type` of text parts.
+_TEXTS = {
+    "llama": llama.LLAMA,
+    "mistral": mistral.MISTRAL,
+    "ministral": mistral.MINISTRAL,
+    "ministral3": mistral.MINISTRAL_3,
+    "qwen2": qwen.QWEN2,
+    "qwen3": qwen.QWEN3,
+    "qwen2_moe": qwen2_moe.QWEN2_MOE,
+    "qwen3_moe": qwen3_moe.QWEN3_MOE,
+    "qwen3_5_text": qwen3_5.QWEN3_5,
+    "gemma": gemma.GEMMA,
+    "gemma2": gemma_2.GEMMA_2,
+    "gemma3_text": gemma_3.GEMMA_3_TEXT,
+    "granite": granite.GRANITE,
+    "phi3": phi.PHI_3,
+    "smollm3": smollm3.SMOLLM3,
+    "olmo2": olmo.OLMO_2,
+    "olmo3": olmo.OLMO_3,
+    "cohere": cohere.COHERE,
+    "cohere2": cohere.COHERE_2,
+    "exaone4": exaone.EXAONE_4,
+    "gpt_oss": gpt_oss.GPT_OSS,
+    "deepseek_v3": deepseek.DEEPSEEK_V3,
+    "kimi_k2": deepseek.DEEPSEEK_V3,
+    "glm4v_text": glm.GLM_4_1V,
+    "glm4v_moe_text": glm_moe.GLM_4_5V,
+}
+
+_SHAPE = {
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+}
+#: transformers' shapes of text parts that leave some out, such as LLaVA 1.5's.
+_SHAPES = {
+    "llama": _SHAPE,
+    "mistral": {**_SHAPE, "intermediate_size": 14336},
+    "qwen2": {**_SHAPE, "intermediate_size": 22016, "vocab_size": 151936},
+}
+
+#: Where these models have their text part, and what they see with.
+_TENSORS = replace(
+    BESIDE_VISION,
+    prefixes=(*BESIDE_VISION.prefixes, "model.text_model."),
+    left_out=(
+        *BESIDE_VISION.left_out,
+        *(
+            f"{outer}{part}"
+            for outer in ("", "model.")
+            for part in (
+                "image_newline",
+                "vision_model.",
+                "vision_encoder.",
+                "vision_projection.",
+                "connector.",
+                "mm_projector.",
+                "visual.",
+            )
+        ),
+    ),
+)
+
+
+def _reader(default: str) -> Callable[[ConfigJson], ModelConfig]:
+    """default: the type of a text part that names none. In transformers, these models neither scale nor cap logits,
+    even if their text part does so alone.
+    """
+
+    def read(fields: ConfigJson) -> ModelConfig:
+        name = fields.raw.get("model_type") or default
+        if not isinstance(name, str) or (family := _TEXTS.get(name)) is None:
+            raise fields.refuse("model_type", f"not supported as a text part; supported: {', '.join(_TEXTS)}")
+        model = family.read(fields.with_defaults({**family.defaults, **_SHAPES.get(name, {})}))
+        tensors = _beside_vision(family.tensors if model.tensors is LLAMA_TENSORS else model.tensors)
+        return replace(model, logits_scale=1.0, logits_softcap=None, tensors=tensors)
+
+    return read
+
+
+def _beside_vision(own: TensorNames) -> TensorNames:
+    """The names of a text model's tensors where it is a part, its draft layers among those that are left out."""
+    drafts = {match[0] for each in own.left_out if (match := re.search(r"\blayers\.\d+\.$", each))}
+    left_out = (f"{prefix}{each}" for each in sorted(drafts) for prefix in _TENSORS.prefixes)
+    left_out = (*_TENSORS.left_out, *own.left_out, *left_out)
+    return replace(own, prefixes=_TENSORS.prefixes, heads=_TENSORS.heads, left_out=left_out)
+
+
+def _family(title: str, *architectures: str, text: str, tied: bool = False, notes: str = "text only") -> Family:
+    """text: see `_reader`. tied: whether embeddings are, where no field says so."""
+    defaults = {"tie_word_embeddings": tied}
+    return Family(f"{title} (text)", architectures, _reader(text), defaults, _TENSORS, notes=notes)
+
+
+LLAVA = _family("LLaVA and Pixtral", "LlavaForConditionalGeneration", text="llama")
+LLAVA_NEXT = _family("LLaVA-NeXT", "LlavaNextForConditionalGeneration", text="llama")
+LLAVA_ONEVISION = _family("LLaVA-OneVision", "LlavaOnevisionForConditionalGeneration", text="qwen2")
+INTERNVL = _family("InternVL 3 and 3.5", "InternVLForConditionalGeneration", text="qwen2", tied=True)
+IDEFICS = _family(
+    "Idefics 3 and SmolVLM", "Idefics3ForConditionalGeneration", "SmolVLMForConditionalGeneration", text="llama"
+)
+AYA = _family(
+    "Aya Vision and Command A Vision",
+    "AyaVisionForConditionalGeneration",
+    "Cohere2VisionForConditionalGeneration",
+    text="cohere2",
+    tied=True,
+)
+KIMI_K2_5 = _family(
+    "Kimi K2.5",
+    "KimiK25ForConditionalGeneration",
+    "Kimi_K25ForConditionalGeneration",
+    text="deepseek_v3",
+    tied=True,
+    notes=deepseek.DEEPSEEK_V3.notes,
+)
+GLM_4_6V = _family("GLM-4.6V", "Glm46VForConditionalGeneration", text="glm4v_text")
+LIGHTON_OCR = _family("LightOnOCR", "LightOnOcrForConditionalGeneration", text="qwen3", tied=True)

@@ -1,0 +1,33 @@
+"""StableLM: norms with biases, a gated feed-forward part, in some models beside attention, and a partial rope."""
+
+from __future__ import annotations
+
+from ..config import ModelConfig
+from ..config_json import ConfigJson
+from ..family import Family
+from ..layers import AttentionSpec, LayerSpec, Norms
+from ..tensor_names import LLAMA_NORMS, TensorNames
+from . import reading
+
+
+def _read(fields: ConfigJson) -> ModelConfig:
+    fields = fields.without("head_dim")  # transformers leaves it out, too
+    if fields.boolean("qk_layernorm"):
+        raise fields.refuse("qk_layernorm", "norms of heads in a tensor for each head are not supported")
+    heads = reading.heads(fields)
+    rope = reading.rope(fields, heads.head_dim)
+    bias = fields.boolean("use_qkv_bias")
+    attention = AttentionSpec(*heads, scale=heads.head_dim**-0.5, rope=rope, qkv_bias=bias)
+    norms = Norms.PARALLEL if fields.boolean("use_parallel_residual") else Norms.BEFORE
+    layers = [LayerSpec(attention, reading.gated(fields), norms)] * fields.integer("num_hidden_layers")
+    return reading.dense(fields, layers, reading.layer_norm(fields, "layer_norm_eps"))
+
+
+STABLELM = Family(
+    "StableLM",
+    ("StableLmForCausalLM",),
+    _read,
+    {"num_key_value_heads": 32, "max_position_embeddings": 4096, "partial_rotary_factor": 0.25},
+    TensorNames(names=LLAMA_NORMS),
+    notes="models with norms of heads (`qk_layernorm`) are refused; on CPUs by PyTorch's operators",
+)
