@@ -252,7 +252,7 @@ def test_requests_leave_the_window_by_default_where_flashinfer_serves(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen3.5", "lfm2", "granite-4-h", "nemotron-h", "nemotron-3"])
+@pytest.mark.parametrize("family", ["qwen3.5", "lfm2", "granite-4-h", "nemotron-3", "lfm3", "olmo-hybrid"])
 @pytest.mark.parametrize("mixed_graph_tokens", MIXED)
 def test_recurrent_states(tiny, drive, family, mixed_graph_tokens):
     it = tiny(family)

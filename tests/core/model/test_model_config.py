@@ -132,6 +132,7 @@ SHAPES = {"hidden_size": 256, "num_attention_heads": 64, "num_hidden_layers": 8}
 #: Further shapes, of families whose defaults are none, or don't fit SHAPES.
 OWN_SHAPES = {
     "GraniteMoeHybridForCausalLM": {"num_local_experts": 0, "layer_types": ["attention"] * 8},
+    "BambaForCausalLM": {"attn_layer_indices": [0], "mamba_n_heads": 8},
     "Dots1ForCausalLM": {"n_routed_experts": 8, "num_experts_per_tok": 2},
     "HeliumForCausalLM": {"num_attention_heads": 20},
     "GPTNeoXForCausalLM": {"hidden_size": 512},
