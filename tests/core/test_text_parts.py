@@ -167,6 +167,12 @@ RENAMED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "LightOnOcrForConditionalGeneration": (
         "LightOnOcrConfig", {"model_type": "qwen3"}, {"model_type": "pixtral", "head_dim": 16, **TOWER}
     ),
+    "PaddleOCRVLForConditionalGeneration": (
+        "PaddleOCRVLConfig",
+        {"rope_parameters": MROPE, "use_bias": True},
+        {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "patch_size": 14,
+         "image_size": 28},
+    ),
     "GlmOcrForConditionalGeneration": (
         "GlmOcrConfig",
         {"pad_token_id": 0, "rope_parameters": {**MROPE, "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 2]}},

@@ -146,6 +146,7 @@ ALL: tuple[Family, ...] = (
     seeing.GLM_4_6V,
     seeing.LIGHTON_OCR,
     glm.GLM_OCR,
+    ernie.PADDLEOCR_VL,
 )
 
 FAMILIES = {architecture: family for family in ALL for architecture in family.architectures}

@@ -792,8 +792,8 @@ PUBLISHED = {
     "EXAONE 3.0 7.8B": (7.818, {
         "architectures": ["ExaoneForCausalLM"], "activation_function": "silu", "head_dim": 128, "hidden_size": 4096,
         "intermediate_size": 14336, "layer_norm_epsilon": 1e-05, "max_position_embeddings": 4096,
-        "model_type": "exaone", "num_attention_heads": 32, "num_key_value_heads": 8, "num_layers": 32, "rope_scaling": None,
-        "rope_theta": 500000.0, "tie_word_embeddings": False, "vocab_size": 102400,
+        "model_type": "exaone", "num_attention_heads": 32, "num_key_value_heads": 8, "num_layers": 32,
+        "rope_scaling": None, "rope_theta": 500000.0, "tie_word_embeddings": False, "vocab_size": 102400,
     }),
     "StableLM 2 1.6B": (1.644, {
         "architectures": ["StableLmForCausalLM"], "hidden_act": "silu", "hidden_size": 2048, "intermediate_size": 5632,
