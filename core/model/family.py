@@ -33,6 +33,9 @@ class Family:
 
     tensors: TensorNames = LLAMA_TENSORS
 
+    text_part: str = "text_config"
+    """The field of `config.json` that describes the text part, where a model has others."""
+
     model_types: tuple[str, ...] = ()
     """Values of `model_type` of checkpoints that transformers saves under another family's architecture."""
 

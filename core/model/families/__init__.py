@@ -140,6 +140,7 @@ ALL: tuple[Family, ...] = (
     seeing.LLAVA_NEXT,
     seeing.LLAVA_ONEVISION,
     seeing.INTERNVL,
+    seeing.INTERNVL_CHAT,
     seeing.IDEFICS,
     seeing.AYA,
     seeing.KIMI_K2_5,
