@@ -133,6 +133,7 @@ RENAMED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"model_type": "pixtral", "head_dim": 16, **TOWER},
     ),
     "LlavaNextForConditionalGeneration": ("LlavaNextConfig", {"model_type": "llama"}, CLIP),
+    "LlavaNextVideoForConditionalGeneration": ("LlavaNextVideoConfig", {"model_type": "llama"}, CLIP),
     "LlavaOnevisionForConditionalGeneration": (
         "LlavaOnevisionConfig", {"model_type": "qwen2", "use_sliding_window": False}, CLIP
     ),

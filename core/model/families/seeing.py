@@ -135,7 +135,9 @@ def _family(title: str, *architectures: str, text: str, tied: bool = False, note
 
 
 LLAVA = _family("LLaVA and Pixtral", "LlavaForConditionalGeneration", text="llama")
-LLAVA_NEXT = _family("LLaVA-NeXT", "LlavaNextForConditionalGeneration", text="llama")
+LLAVA_NEXT = _family(
+    "LLaVA-NeXT", "LlavaNextForConditionalGeneration", "LlavaNextVideoForConditionalGeneration", text="llama"
+)
 LLAVA_ONEVISION = _family("LLaVA-OneVision", "LlavaOnevisionForConditionalGeneration", text="qwen2")
 INTERNVL = _family("InternVL 3 and 3.5", "InternVLForConditionalGeneration", text="qwen2", tied=True)
 INTERNVL_CHAT = replace(
