@@ -47,7 +47,7 @@ SPEC = ModelSpec(seed=7, hidden=32, ffn=48, layers=2, heads=2, kv_heads=1, vocab
 #: One of each kind: they come first, so that a run that is cut short has seen them.
 KINDS = ["qwen3", "mixtral", "qwen3.5", "gpt-oss", "gemma-3", "qwen3.5-moe", "glm-4-moe-groups", "cohere-2", "olmo-2"]
 KINDS += ["gemma-4", "gemma-4-moe", "deepseek-v3", "lfm2", "granite-4-h", "apertus", "hunyuan", "qwen3-next"]
-KINDS += ["nemotron-h", "nemotron-3"]
+KINDS += ["nemotron-h", "nemotron-3", "llama-4", "phi-moe"]
 CONFIGS = frozenset(dir(transformers))  # to get each would import all of them
 OTHERS = [
     name
