@@ -167,13 +167,7 @@ class DecoderModel:
         self._query_weights = [
             _query_weights(layer, spec.attention) for layer, spec in zip(self.layers, config.layers, strict=True)
         ]
-        growths = [mixer and mixer.query_growth for mixer in self._attention]
-        factors = {
-            growth: growth.factors(max_model_len).to(device, dtype)[:, None, None]
-            for growth in dict.fromkeys(growths)
-            if growth is not None
-        }
-        self._query_factors = [factors.get(growth) for growth in growths]
+        self._query_factors = _query_factors(self._attention, max_model_len, device, dtype)
 
     def use_arena(self, arena: Arena) -> None:
         """Keep KV in another arena of the same layout and device from now on."""
@@ -624,6 +618,19 @@ def _head_norms(
         ones = torch.ones_like(layer.q_norm)
         return HeadNorms(ones, ones, norm.eps)
     return HeadNorms(layer.q_norm, layer.k_norm, norm.eps, ranks, attention.kv_copies)
+
+
+def _query_factors(
+    mixers: Sequence[AttentionSpec | None], positions: int, device: torch.device, dtype: torch.dtype
+) -> list[torch.Tensor | None]:
+    """For each layer the factors of queries by position, `[positions, 1, 1]`; None where they don't grow."""
+    growths = [None if mixer is None else mixer.query_growth for mixer in mixers]
+    found = {
+        growth: growth.factors(positions).to(device, dtype)[:, None, None]
+        for growth in dict.fromkeys(growths)
+        if growth is not None
+    }
+    return [None if growth is None else found[growth] for growth in growths]
 
 
 def _query_weights(layer: LayerWeights, attention: AttentionSpec | None) -> torch.Tensor | None:

@@ -33,7 +33,7 @@ from .test_experts import QUICK, WITHOUT_STATES, families, few_families
 from .test_family_paths import EVERY, answers, told
 from .test_streaming import Gate
 from .tiny_families import EXPERTS, make_all_linear
-from .tiny_mixtures import ADAPTERS, LETTERS, make_mixture, one_by_one, together
+from .tiny_mixtures import ADAPTERS, LETTERS, make_mixture, one_by_one, together, unswapped
 
 pytestmark = pytest.mark.wide
 
@@ -57,7 +57,7 @@ def mixture():
 
 @pytest.mark.numerics
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.native)])
-@families([*QUICK, "glm-4-moe", "gemma-4-moe"])
+@families([*QUICK, "glm-4-moe", "gemma-4-moe", "llama-4"])
 def test_mixed_batch_equals_transformers_and_peft(mixture, drive, family, ranks):
     it = mixture(family)
     driver = drive(it, max_num_seqs=8, max_num_batched_tokens=24, max_model_len=128, tensor_parallel_size=ranks)
@@ -70,7 +70,7 @@ def test_mixed_batch_equals_transformers_and_peft(mixture, drive, family, ranks)
         assert {unpack(each).shape[0] for each in weights.gate_up} == {whole.size}, "half of gate and half of up"
 
 
-@families([*QUICK, "glm-4-moe", "gemma-4-moe"])
+@families([*QUICK, "glm-4-moe", "gemma-4-moe", "llama-4"])
 def test_adapters_target_what_they_are_named_for(mixture, drive, family):
     it = mixture(family)
     store = drive(it).engine.store
@@ -437,3 +437,19 @@ def test_a_parameter_of_a_module_that_only_holds_modules_is_passed_over(drive):
     driver = drive(it, max_num_batched_tokens=24, max_num_seqs=4)
     want = answers(it, driver, 2, seed=8, adapters=(None, "all"))
     assert told(driver, want) == want
+
+
+def test_files_of_older_versions_have_a_and_b_of_swapped_experts_as_others_do(mixture, tmp_path):
+    it, config = mixture("llama-4"), read_model_config(mixture("llama-4").model)
+    source, tensors = it.adapters["r2-experts"], {}
+    given = load_file(source / "adapter_model.safetensors")
+    for name, tensor in given.items():
+        tensors[name] = unswapped(given, name, config.experts.count) if ".experts." in name else tensor
+    older = tmp_path / "older"
+    older.mkdir()
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, older / "adapter_model.safetensors")
+    (older / "adapter_config.json").write_text((source / "adapter_config.json").read_text())
+    (one, want), (other, found) = values_of(source, config, None), values_of(older, config, None)
+    assert one.parts == other.parts
+    assert torch.equal(found, want)
+    assert any(tensors[name].shape != tensor.shape for name, tensor in given.items())

@@ -83,7 +83,7 @@ def _save_trained(root: Path, adapter: str, recipe: Mapping[str, Any], seed: int
     trained.save_pretrained(root / adapter)
 
 
-def _unswapped(tensors: dict[str, torch.Tensor], name: str, count: int) -> torch.Tensor:
+def unswapped(tensors: dict[str, torch.Tensor], name: str, count: int) -> torch.Tensor:
     """A or B of all experts, from the other one of them."""
     if name.endswith("lora_A.weight"):
         other = tensors[name.replace("lora_A", "lora_B")]
@@ -108,8 +108,7 @@ def one_by_one(
     tensors, given = {}, load_file(source / "adapter_model.safetensors")
     if swapped:
         given = {
-            name: tensor if ".experts." not in name else _unswapped(given, name, count)
-            for name, tensor in given.items()
+            name: tensor if ".experts." not in name else unswapped(given, name, count) for name, tensor in given.items()
         }
     for name, tensor in given.items():
         if ".experts." not in name:

@@ -154,12 +154,14 @@ ALL: tuple[Family, ...] = (
     seeing.LLAVA_NEXT,
     seeing.LLAVA_ONEVISION,
     seeing.INTERNVL,
+    seeing.INTERNVL_CHAT,
     seeing.IDEFICS,
     seeing.AYA,
     seeing.KIMI_K2_5,
     seeing.GLM_4_6V,
     seeing.LIGHTON_OCR,
     glm.GLM_OCR,
+    ernie.PADDLEOCR_VL,
 )
 
 FAMILIES = {architecture: family for family in ALL for architecture in family.architectures}

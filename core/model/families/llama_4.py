@@ -124,9 +124,12 @@ _DEFAULTS = {
     "floor_scale": 8192,
     "attn_scale": 0.1,
 }
-_NOTES = "chunks of attention are sequences of their own, in every backend; `block_tokens` must divide them"
+_NOTES = (
+    "chunks of attention are sequences of their own, in every backend; `block_tokens` must divide them; "
+    f"{reading.EXPERTS_NOTE}"
+)
 
-LLAMA_4 = Family("Llama 4", ("Llama4ForCausalLM",), _read, _DEFAULTS, _TENSORS, f"{_NOTES}; {reading.EXPERTS_NOTE}")
+LLAMA_4 = Family("Llama 4", ("Llama4ForCausalLM",), _read, _DEFAULTS, _TENSORS, notes=_NOTES)
 LLAMA_4_TEXT = Family(
     "Llama 4 (text)",
     ("Llama4ForConditionalGeneration",),
@@ -140,5 +143,5 @@ LLAMA_4_TEXT = Family(
         swapped=True,
         left_out=("vision_model.", "multi_modal_projector."),
     ),
-    LLAMA_4.notes,
+    notes=_NOTES,
 )
