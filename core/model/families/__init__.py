@@ -133,6 +133,7 @@ ALL: tuple[Family, ...] = (
     nemotron_h.NEMOTRON_H,
     olmo_hybrid.OLMO_HYBRID,
     lfm3.LFM3,
+    lfm3.LFM3_VL,
     granite.GRANITE_SWA,
     granite.GRANITE_MOE_SWA,
     olmoe.FLEX_OLMO,
