@@ -106,7 +106,7 @@ class EagerReason(StrEnum):
     EXPERTS = "experts"
     """It has prompts, and its adapters change a mixture of experts."""
     LATENTS = "latents"
-    """Its adapters change keys and values of latents."""
+    """Its adapters scale keys and values of latents, as DoRA's do, or heads are not as wide as kernels take."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from .float8_kv import DTYPE as FLOAT8
 from .float8_kv import UNSCALED, KvScales
+from .latents import LatentHeads
 from .upload import on_device
 
 
@@ -89,8 +90,8 @@ class AttentionSetup:
     """For all backends of an executor."""
     float8_kv: bool = False
     """Keys and values are in FP8; see `float8_kv`."""
-    is_latent: bool = False
-    """Latents are kept instead; see `latents`."""
+    value_dim: int | None = None
+    """Of latents, whose values are the first elements of keys; None: values are kept by themselves."""
 
     @property
     def kv_dtype(self) -> torch.dtype:
@@ -105,6 +106,15 @@ class PlannedRows(NamedTuple):
     page_table: torch.Tensor
     kv_lens: Sequence[int]
     tables: Sequence[Sequence[int]] | None = None
+    parts: int | None = None
+    """Rows at the beginning that are parts of chunks of prompts, of any length; None: those with several tokens."""
+
+    @property
+    def num_prefills(self) -> int:
+        """Rows at the beginning that are chunks of prompts; each of the others has one token. ValueError where rows are
+        in another order.
+        """
+        return count_prefills(self.qo_indptr, len(self.kv_lens)) if self.parts is None else self.parts
 
     def seen(self, window: int, block_tokens: int) -> PlannedRows:
         """As if each row began with the block of the first token that its tokens see."""
@@ -117,15 +127,31 @@ class PlannedRows(NamedTuple):
         table = self.page_table.gather(1, torch.from_numpy(places.clip(max=width - 1)))
         return PlannedRows(self.qo_indptr, table, lens.tolist())
 
+    def in_chunks(self, chunk: int, block_tokens: int) -> PlannedRows:
+        """As if each row's tokens of a chunk of the text were a row of their own, which begins with that chunk."""
+        indptr, lens = np.array(self.qo_indptr), np.array(self.kv_lens)
+        firsts = lens - np.diff(indptr)
+        counts = np.maximum(1, (lens - 1) // chunk - firsts // chunk + 1)
+        row = np.repeat(np.arange(len(lens)), counts)
+        begins = (firsts[row] // chunk + np.arange(len(row)) - np.repeat(counts.cumsum() - counts, counts)) * chunk
+        ends = np.minimum(begins + chunk, lens[row])
+        tokens = ends - np.maximum(begins, firsts[row])
+        width = self.page_table.shape[1]
+        places = np.arange(min(width, -(-int((ends - begins).max(initial=1)) // block_tokens)))
+        places = torch.from_numpy((begins[:, None] // block_tokens + places).clip(max=width - 1))
+        table = self.page_table[torch.from_numpy(row)].gather(1, places)
+        parts = int(counts[: self.num_prefills].sum())
+        return PlannedRows([0, *tokens.cumsum().tolist()], table, (ends - begins).tolist(), parts=parts)
+
     def check_bucket(self, bucket: int) -> None:
         """ValueError where the step is not of exactly `bucket` rows of one token."""
         rows = len(self.kv_lens)
-        if rows != bucket or self.qo_indptr[-1] != bucket or count_prefills(self.qo_indptr, rows):
+        if rows != bucket or self.qo_indptr[-1] != bucket or self.num_prefills:
             raise ValueError(f"the bucket has {bucket} rows of one token, the step {rows} rows")
 
 
 class KvCache(NamedTuple):
-    """A layer's K and V, `[num_pages, block_tokens, kv_heads, head_dim]`, any strides.
+    """A layer's K and V, `[num_pages, block_tokens, kv_heads, head_dim]`, any strides; of latents both are the keys.
 
     scales: factors of the stored values; of FP8.
     """
@@ -147,6 +173,7 @@ class Attention(ABC):
         page_table: torch.Tensor,
         kv_lens: Sequence[int],
         tables: Sequence[Sequence[int]] | None = None,
+        parts: int | None = None,
     ) -> None:
         """Prepare a step.
 
@@ -154,9 +181,9 @@ class Attention(ABC):
         page_table: `[rows, max_pages]` int64, in host memory wherever the cache is; entries past a row's pages must be
         valid page ids (the dummy page). tables: the block tables that page_table was filled from, for implementations
         that keep their results for the last step's; they are lists that only ever grow.
-        Rows with more than one token come first.
+        Rows with more than one token come first, unless `parts` says how many do: see `PlannedRows`.
         """
-        self._plan(PlannedRows(qo_indptr, page_table, kv_lens, tables))
+        self._plan(PlannedRows(qo_indptr, page_table, kv_lens, tables, parts))
 
     def run(
         self,
@@ -180,6 +207,32 @@ class Attention(ABC):
             raise NotImplementedError(f"{type(self).__name__} has no attention sinks; use attention triton or torch")
         self._attend(q, cache, out, scores, sinks)
         return out.view(len(q), -1)
+
+    def run_latents(
+        self,
+        q: torch.Tensor,
+        cache: torch.Tensor,
+        heads: LatentHeads,
+        out: torch.Tensor | None = None,
+        scores: Scores = PLAIN,
+    ) -> torch.Tensor:
+        """Attend with one layer's latents.
+
+        q: `[tokens, heads, key + rotated]`; cache: `[num_pages, block_tokens, 1, kv_rank + rotated]`. out: `[tokens,
+        heads, value]`, to write to. Returns `[tokens, heads · value]`.
+        """
+        out = q.new_empty(*q.shape[:2], heads.value_dim) if out is None else out
+        self._attend_latents(q, cache, heads, out, scores)
+        return out.view(len(q), -1)
+
+    def _attend_latents(
+        self, q: torch.Tensor, cache: torch.Tensor, heads: LatentHeads, out: torch.Tensor, scores: Scores
+    ) -> None:
+        """Write to `out`: attention over the latents themselves."""
+        rows = heads.absorb(q)
+        found = rows.new_empty(*rows.shape[:2], heads.kv_rank)
+        self._attend(rows, KvCache(cache, cache), found, scores, None)
+        heads.expand(found, out)
 
     @abstractmethod
     def _plan(self, rows: PlannedRows) -> None: ...
@@ -213,9 +266,9 @@ class PagedAttention(Attention):
         self._decode_tail = torch.empty(0, dtype=torch.long)
 
     def _plan(self, rows: PlannedRows) -> None:
-        qo_indptr, page_table, kv_lens, _ = rows
+        qo_indptr, page_table, kv_lens, *_ = rows
         self._prefills.clear()
-        num_prefills = count_prefills(qo_indptr, len(kv_lens))
+        num_prefills = rows.num_prefills
         if num_prefills:
             pages = on_device(page_table[:num_prefills], self._device)
             for row in range(num_prefills):
@@ -343,11 +396,15 @@ class GroupTable(Sequence[int]):
 class GroupedAttention:
     """Attention of a model whose layers have several page groups: each group has attention of its own."""
 
-    __slots__ = ("_block_tokens", "_groups")
+    __slots__ = ("_block_tokens", "_chunked", "_groups")
 
-    def __init__(self, groups: Sequence[tuple[Attention, int | None]], block_tokens: int) -> None:
-        """groups: attention and window of each."""
-        self._groups, self._block_tokens = groups, block_tokens
+    def __init__(
+        self, groups: Sequence[tuple[Attention, int | None]], block_tokens: int, *, chunked: bool = False
+    ) -> None:
+        """groups: attention and window of each. chunked: windows begin at multiples of their lengths, which are
+        multiples of `block_tokens`.
+        """
+        self._groups, self._block_tokens, self._chunked = groups, block_tokens, chunked
 
     def plan(
         self,
@@ -358,7 +415,8 @@ class GroupedAttention:
     ) -> None:
         """See `Attention.plan`. page_table: `[rows, max_pages]`, a page of each group for every block.
 
-        A group with a window is given only the blocks that its rows see: pages before it may have left their place.
+        A group with a window is given only the blocks that its rows see: pages before it may have left their place. A
+        row of several chunks becomes one of each.
         """
         count = len(self._groups)
         if count == 1 and self._groups[0][1] is None:
@@ -368,7 +426,7 @@ class GroupedAttention:
             own = None if tables is None or window is not None else [GroupTable(each, index, count) for each in tables]
             rows = PlannedRows(qo_indptr, page_table[:, index::count], kv_lens, own)
             if window is not None:
-                rows = rows.seen(window, self._block_tokens)
+                rows = (rows.in_chunks if self._chunked else rows.seen)(window, self._block_tokens)
             attention.plan(*rows)
 
     def of(self, group: int) -> Attention:

@@ -29,9 +29,6 @@ _BUILD = (
 )
 
 
-_LATENTS = "the model's keys and values are latents, over which PyTorch's operators attend"
-
-
 class AttentionUnavailable(RuntimeError):
     """The configured attention backend can't serve this model on this device."""
 
@@ -45,6 +42,9 @@ class Obstacle(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.reason}: {self.fix}" if self.fix else self.reason
+
+
+_LATENTS = Obstacle("FlashInfer is not asked for latents, and the model's layers keep them")
 
 
 class AttentionBackend(Protocol):
@@ -95,9 +95,13 @@ class TorchBackend:
 class GroupedBackend:
     """The backends of a model's page groups, as one."""
 
-    def __init__(self, groups: Sequence[tuple[AttentionBackend, int | None]], block_tokens: int) -> None:
-        """groups: backend and window of each. A backend serves one group: a plan of it holds that group's pages."""
-        self._groups, self._block_tokens = groups, block_tokens
+    def __init__(
+        self, groups: Sequence[tuple[AttentionBackend, int | None]], block_tokens: int, *, chunked: bool = False
+    ) -> None:
+        """groups: backend and window of each. A backend serves one group: a plan of it holds that group's pages.
+        chunked: see `GroupedAttention`.
+        """
+        self._groups, self._block_tokens, self._chunked = groups, block_tokens, chunked
         backends = [backend for backend, _ in groups]
         self.name = ", ".join(dict.fromkeys(each.name for each in backends))
         self.reason = "; ".join(dict.fromkeys(each.reason for each in backends))
@@ -106,11 +110,14 @@ class GroupedBackend:
 
     def ragged(self) -> GroupedAttention:
         """See `AttentionBackend.ragged`."""
-        return GroupedAttention([(each.ragged(), window) for each, window in self._groups], self._block_tokens)
+        return self._grouped([(each.ragged(), window) for each, window in self._groups])
 
     def decode(self, bucket: int) -> GroupedAttention:
         """See `AttentionBackend.decode`."""
-        return GroupedAttention([(each.decode(bucket), window) for each, window in self._groups], self._block_tokens)
+        return self._grouped([(each.decode(bucket), window) for each, window in self._groups])
+
+    def _grouped(self, groups: Sequence[tuple[Attention, int | None]]) -> GroupedAttention:
+        return GroupedAttention(groups, self._block_tokens, chunked=self._chunked)
 
 
 def choose_attention(setup: AttentionSetup, wanted: Wanted = "auto") -> AttentionBackend:
@@ -120,23 +127,24 @@ def choose_attention(setup: AttentionSetup, wanted: Wanted = "auto") -> Attentio
     """
     heads, dtype, device = setup.heads, setup.dtype, setup.device
     theirs = ours = None
-    if setup.is_latent:
-        if wanted not in ("auto", "torch"):
-            raise AttentionUnavailable(f"attention is {wanted}, but {_LATENTS}; set it to 'auto' or 'torch'")
-        return TorchBackend(heads, device, _LATENTS, kind=LatentAttention)
+    kind = PagedAttention if setup.value_dim is None else LatentAttention
     if wanted == "torch":
-        return TorchBackend(heads, device, reason="attention is torch")
+        return TorchBackend(heads, device, "attention is torch", kind=kind)
     if wanted != "triton":
-        theirs = flashinfer_obstacle(
-            heads.group, heads.head_dim, dtype, device, setup.scores, float8_kv=setup.float8_kv
-        )
+        theirs = _LATENTS
+        if setup.value_dim is None:
+            theirs = flashinfer_obstacle(
+                heads.group, heads.head_dim, dtype, device, setup.scores, float8_kv=setup.float8_kv
+            )
         if theirs is None:
             from .attention_flashinfer import FlashInferBackend
 
             chosen = FlashInferBackend(setup, _num_sms(device))
             return _with_xqa(setup, chosen) if wanted == "xqa" else chosen
     if wanted not in ("flashinfer", "xqa"):
-        ours = triton_obstacle(heads.group, heads.head_dim, dtype, device, float8_kv=setup.float8_kv)
+        # query heads of latents are divided among programs
+        group, width = (heads.group, heads.head_dim) if setup.value_dim is None else (1, setup.value_dim)
+        ours = triton_obstacle(group, width, dtype, device, float8_kv=setup.float8_kv)
         if ours is None:
             from .attention_triton import TritonBackend
 
@@ -145,7 +153,7 @@ def choose_attention(setup: AttentionSetup, wanted: Wanted = "auto") -> Attentio
     if wanted != "auto":
         raise AttentionUnavailable(f"attention is {wanted}, but {theirs or ours}")
     reason = "; ".join(obstacle.reason for obstacle in (theirs, ours) if obstacle is not None)
-    return TorchBackend(heads, device, reason, fix=theirs.fix if theirs is not None else "")
+    return TorchBackend(heads, device, reason, theirs.fix if theirs is not None else "", kind)
 
 
 def _with_xqa(setup: AttentionSetup, chosen: AttentionBackend) -> AttentionBackend:

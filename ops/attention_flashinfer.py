@@ -50,7 +50,7 @@ from typing import Any
 
 import torch
 
-from .attention import PLAIN, Attention, AttentionSetup, KvCache, PlannedRows, Scores, count_prefills
+from .attention import PLAIN, Attention, AttentionSetup, KvCache, PlannedRows, Scores
 from .attention_plan import PlanBuffers
 from .float8_kv import DTYPE as FLOAT8
 from .float8_kv import UNSCALED
@@ -149,9 +149,9 @@ class FlashInferRaggedAttention(Attention):
         self._num_tokens = 0
 
     def _plan(self, rows: PlannedRows) -> None:
-        qo_indptr, page_table, kv_lens, _ = rows
+        qo_indptr, page_table, kv_lens, *_ = rows
         backend, buffers = self._backend, self._backend.buffers
-        num_prefills = count_prefills(qo_indptr, len(kv_lens))
+        num_prefills = rows.num_prefills
         backend.event.synchronize()
         split = buffers.write(page_table, kv_lens, num_prefills, qo_indptr)
         buffers.upload()

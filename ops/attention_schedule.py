@@ -42,9 +42,10 @@ def largest_head(itemsize: int) -> int:
     return 128 if itemsize == 4 else 512
 
 
-def tile_tokens(head_dim: int, itemsize: int) -> int:
-    """Tokens of a tile: at least 16, as a matrix instruction needs."""
-    return min(128, max(16, _TILE_BYTES // (power_of_two(head_dim) * itemsize)))
+def tile_tokens(head_dim: int, itemsize: int, *, values: bool = True) -> int:
+    """Tokens of a tile: at least 16, as a matrix instruction needs. values: False: they are part of the keys."""
+    num_bytes = _TILE_BYTES if values else 2 * _TILE_BYTES
+    return min(128, max(16, num_bytes // (power_of_two(head_dim) * itemsize)))
 
 
 def attention_splits(rows: int, kv_heads: int, max_tokens: int, tile: int, num_sms: int) -> tuple[int, int]:
@@ -65,7 +66,9 @@ class AttentionConstants:
 
     heads: int
     kv_heads: int
+    """Of latents, which are one KV head: the groups of query heads, each of a program."""
     head_dim: int
+    """Of values, and of keys without their tail."""
     block_tokens: int
     """Tokens of a page."""
     block_d: int
@@ -82,19 +85,38 @@ class AttentionConstants:
     """Keys and values are in FP8."""
     sinks: bool = False
     """Each head has a score more, see `attention.Scores`."""
+    tail: int = 0
+    """Elements of a key behind those that are its value, of latents; 0: values are kept by themselves."""
+    block_tail: int = 0
+    """`tail`, or the next power of two."""
 
 
 def attention_constants(
-    num_heads: int, kv_heads: int, head_dim: int, block_tokens: int, itemsize: int
+    num_heads: int, kv_heads: int, head_dim: int, block_tokens: int, itemsize: int, value_dim: int | None = None
 ) -> AttentionConstants:
-    """Constants of layers without a window and a soft cap."""
+    """Constants of layers without a window and a soft cap. value_dim: of latents, whose values are the first elements
+    of keys.
+    """
+    if value_dim is None:
+        return AttentionConstants(
+            heads=num_heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            block_tokens=block_tokens,
+            block_d=power_of_two(head_dim),
+            tile=tile_tokens(head_dim, itemsize),
+        )
+    groups = (count for count in range(1, num_heads + 1) if num_heads % count == 0)
+    kv_heads = next(count for count in groups if num_heads // count <= BLOCK_H)
     return AttentionConstants(
         heads=num_heads,
         kv_heads=kv_heads,
-        head_dim=head_dim,
+        head_dim=value_dim,
         block_tokens=block_tokens,
-        block_d=power_of_two(head_dim),
-        tile=tile_tokens(head_dim, itemsize),
+        block_d=power_of_two(value_dim),
+        tile=tile_tokens(value_dim, itemsize, values=False),
+        tail=head_dim - value_dim,
+        block_tail=max(16, power_of_two(head_dim - value_dim)),
     )
 
 

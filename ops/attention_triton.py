@@ -21,7 +21,7 @@ import triton.language as tl
 import triton.language.extra.cuda as cuda
 
 from . import dependent_launch
-from .attention import Attention, AttentionSetup, KvCache, PagedAttention, PlannedRows, Scores, count_prefills
+from .attention import Attention, AttentionSetup, KvCache, PagedAttention, PlannedRows, Scores
 from .attention_plan import PlanBuffers
 from .attention_schedule import (
     BLOCK_H,
@@ -31,8 +31,9 @@ from .attention_schedule import (
     attention_constants,
     attention_options,
     attention_splits,
-    tile_tokens,
 )
+from .latent_attention import LatentAttention
+from .latents import LatentHeads
 from .launch_triton import KernelLauncher
 
 _BLOCK_H, _PARTS = tl.constexpr(BLOCK_H), tl.constexpr(PARTS)
@@ -105,11 +106,12 @@ def attend_rows(
     Grid (kv_heads, rows, the most programs that share a row); a row is one sequence.
 
     out, q: [rows, heads, head_dim], contiguous. k_cache, v_cache: [pages, block_tokens, kv_heads, head_dim] with the
-    given strides; in FP8 (C.float8) of float8_e4m3fn, or of uint8, see `_widened`. planned: see `Planned`. partial: see
-    `Partial`; rows that several programs share use it. scale: of the scores, times log2(e) unless C.caps: then scores s
-    become softcap · tanh(s / softcap). v_scale: of values in FP8; that of keys is part of `scale`. sinks: [heads], with
-    C.sinks: a score of each head that has no value. least: the least number of tiles of a program. C:
-    `AttentionConstants`.
+    given strides; in FP8 (C.float8) of float8_e4m3fn, or of uint8, see `_widened`. Of latents (C.tail) q has `head_dim
+    + tail` elements a head, as has k_cache, whose first `head_dim` are values, too; kv_heads counts the programs that
+    share the query heads, and `head_stride` is 0. planned: see `Planned`. partial: see `Partial`; rows that several
+    programs share use it. scale: of the scores, times log2(e) unless C.caps: then scores s become softcap · tanh(s /
+    softcap). v_scale: of values in FP8; that of keys is part of `scale`. sinks: [heads], with C.sinks: a score of each
+    head that has no value. least: the least number of tiles of a program. C: `AttentionConstants`.
 
     Each program that shares a row writes its parts and then adds 1 to `arrived`. The program that arrives last sees
     all earlier writes and adds the parts in a fixed order.
@@ -127,6 +129,7 @@ def attend_rows(
     TILE: tl.constexpr = C.tile
     PARTS: tl.constexpr = _PARTS
     WINDOW: tl.constexpr = C.window
+    TAIL: tl.constexpr = C.tail
     CAPS: tl.constexpr = C.caps
     PDL: tl.constexpr = C.pdl
     indices, values, tops, totals = planned.indices, partial.sums, partial.tops, partial.totals
@@ -149,10 +152,15 @@ def attend_rows(
     column = tl.arange(0, BLOCK_D)
     own = column < HEAD_DIM
     group = tl.arange(0, BLOCK_H)
-    place = (row.to(tl.int64) * HEADS + head * GROUP + group)[:, None] * HEAD_DIM + column[None, :]
+    of_head = (row.to(tl.int64) * HEADS + head * GROUP + group)[:, None]
     is_group = group < GROUP
     is_head = is_group[:, None] & own[None, :]
-    query = tl.load(q + place, mask=is_head, other=0.0)
+    query = tl.load(q + of_head * (HEAD_DIM + TAIL) + column[None, :], mask=is_head, other=0.0)
+    if TAIL:
+        behind = tl.arange(0, C.block_tail)
+        is_tail = behind[None, :] < TAIL
+        of_query = of_head * (HEAD_DIM + TAIL) + HEAD_DIM + behind[None, :]
+        query_tail = tl.load(q + of_query, mask=is_group[:, None] & is_tail, other=0.0)
     slot = (row * KV_HEADS + head).to(tl.int64)
     top = tl.full([BLOCK_H], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_H], tl.float32)
@@ -163,13 +171,18 @@ def attend_rows(
         is_there = token < length
         place_of = begin + token
         page = tl.load(indices + first + place_of // BLOCK_TOKENS, mask=is_there, other=0).to(tl.int64)
-        at = page * page_stride + (place_of % BLOCK_TOKENS) * token_stride + head * head_stride
-        at = at[:, None] + column[None, :]
+        of_token = page * page_stride + (place_of % BLOCK_TOKENS) * token_stride + head * head_stride
+        at = of_token[:, None] + column[None, :]
         mask = is_there[:, None] if BLOCK_D == HEAD_DIM else is_there[:, None] & own[None, :]
         k = tl.load(k_cache + at, mask=mask, other=0.0)
         if C.float8:
             k = _widened(k, query.dtype)
-        scores = tl.dot(query, tl.trans(k), input_precision="ieee") * scale
+        scores = tl.dot(query, tl.trans(k), input_precision="ieee")
+        if TAIL:
+            at_tail = of_token[:, None] + HEAD_DIM + behind[None, :]
+            tail = tl.load(k_cache + at_tail, mask=is_there[:, None] & is_tail, other=0.0)
+            scores = tl.dot(query_tail, tl.trans(tail), scores, input_precision="ieee")
+        scores *= scale
         if CAPS:
             tanh = 2 / (1 + tl.exp2(scores * (-2 * 1.4426950408889634 / softcap))) - 1
             scores = softcap * 1.4426950408889634 * tanh
@@ -178,9 +191,11 @@ def attend_rows(
         weights = tl.exp2(scores - highest[:, None])
         fading = tl.exp2(part_top - highest)
         part_total = part_total * fading + tl.sum(weights, axis=1)
-        v = tl.load(v_cache + at, mask=mask, other=0.0)
-        if C.float8:
-            v = _widened(v, query.dtype)
+        v = k
+        if not TAIL:
+            v = tl.load(v_cache + at, mask=mask, other=0.0)
+            if C.float8:
+                v = _widened(v, query.dtype)
         part_value = tl.dot(weights.to(v.dtype), v, part_value * fading[:, None], input_precision="ieee")
         part_top = highest
         if ((tile + 1) % per_part == 0) | (tile + 1 == tiles):
@@ -214,7 +229,7 @@ def attend_rows(
     value = value / total[:, None]
     if C.float8:
         value = value * v_scale
-    tl.store(out + place, value.to(out.dtype.element_ty), mask=is_head)
+    tl.store(out + of_head * HEAD_DIM + column[None, :], value.to(out.dtype.element_ty), mask=is_head)
 
 
 class TritonBackend:
@@ -236,23 +251,24 @@ class TritonBackend:
         new_event: Callable[[], Any] | None = None,
     ) -> None:
         """num_sms: multiprocessors of the device. new_event: for tests."""
-        num_heads, kv_heads, head_dim, block_tokens = self.heads = setup.heads
-        max_rows, itemsize = setup.max_rows, setup.dtype.itemsize
+        num_heads, _, _, block_tokens = self.heads = setup.heads
+        max_rows, itemsize, value_dim = setup.max_rows, setup.dtype.itemsize, setup.value_dim
         self.reason, self.fix = reason, fix
         self.device = setup.device
         self.buffers = PlanBuffers(max_rows, setup.max_pages_per_row, block_tokens, self.device)
         self.event = (torch.cuda.Event if new_event is None else new_event)()
-        constants = replace(attention_constants(*self.heads, itemsize), float8=setup.float8_kv)
+        constants = replace(attention_constants(*self.heads, itemsize, value_dim), float8=setup.float8_kv)
+        self.has_latents, self._kv_heads = value_dim is not None, constants.kv_heads
         self._reads_bits = setup.float8_kv and not _has_float8(self.device)
-        tile, max_tokens = tile_tokens(head_dim, itemsize), setup.max_pages_per_row * block_tokens
-        self._splits = [attention_splits(rows, kv_heads, max_tokens, tile, num_sms) for rows in range(1, max_rows + 1)]
+        shape = self._kv_heads, setup.max_pages_per_row * block_tokens, constants.tile, num_sms
+        self._splits = [attention_splits(rows, *shape) for rows in range(1, max_rows + 1)]
         shared = max((rows for rows, (splits, _) in enumerate(self._splits, start=1) if splits > 1), default=0)
         # each tensor starts at a multiple of 16 bytes, else Triton treats it as unaligned
         parts = shared * num_heads * PARTS or 4
         sizes = {"sums": parts * constants.block_d, "tops": parts, "totals": parts}
         self._partial = Partial(
             **{name: setup.scratch.zeros(name, size, torch.float32, self.device) for name, size in sizes.items()},
-            arrived=setup.scratch.zeros("arrived", max_rows * kv_heads, torch.int32, self.device),
+            arrived=setup.scratch.zeros("arrived", max_rows * self._kv_heads, torch.int32, self.device),
         )
         self._planned = Planned(self.buffers.indptr, self.buffers.last_page_len, self.buffers.indices)
         self._launches = {scores: self._new_launch(scores, constants) for scores in setup.scores}
@@ -262,7 +278,7 @@ class TritonBackend:
         scale = self.heads.head_dim**-0.5 if scores.scale is None else scores.scale
         early, caps = dependent_launch.begins_early(self.device), scores.softcap is not None
         own = replace(constants, window=scores.window or 0, caps=caps, sinks=scores.has_sinks, pdl=early)
-        options = {**attention_options(self.heads.head_dim), **dependent_launch.options(early)}
+        options = {**attention_options(constants.head_dim), **dependent_launch.options(early)}
         to_log2 = 1.0 if caps else math.log2(math.e)
         return KernelLauncher(attend_rows, {"C": own, **options}), scale * to_log2, scores.softcap or 0.0
 
@@ -302,10 +318,10 @@ class TritonBackend:
         splits, least = self._splits[len(q) - 1]
         launch, scale, softcap = self._launches[scores]
         launch(
-            (self.heads.kv_heads, len(q), splits),
+            (self._kv_heads, len(q), splits),
             (out, q, k_cache, v_cache, self._planned, self._partial, q if sinks is None else sinks),
             (scale * k_scale, softcap, v_scale, least),
-            k_cache.stride()[:3],
+            (*k_cache.stride()[:2], 0 if self.has_latents else k_cache.stride(2)),
         )
 
 
@@ -324,15 +340,15 @@ class TritonRaggedAttention(Attention):
 
     def __init__(self, backend: TritonBackend) -> None:
         self._backend = backend
-        self._prefill = PagedAttention(backend.heads, backend.device)
+        self._prefill = (LatentAttention if backend.has_latents else PagedAttention)(backend.heads, backend.device)
         self._prefill_tokens = self._num_tokens = 0
 
     def _plan(self, rows: PlannedRows) -> None:
-        qo_indptr, page_table, kv_lens, _ = rows
-        split = count_prefills(qo_indptr, len(kv_lens))
+        qo_indptr, page_table, kv_lens, *_ = rows
+        split = rows.num_prefills
         self._prefill_tokens, self._num_tokens = qo_indptr[split], qo_indptr[-1]
         if split:
-            self._prefill.plan(qo_indptr[: split + 1], page_table[:split], kv_lens[:split])
+            self._prefill.plan(qo_indptr[: split + 1], page_table[:split], kv_lens[:split], parts=split)
         if split < len(kv_lens):
             self._backend.plan(page_table[split:], kv_lens[split:])
 
@@ -344,6 +360,18 @@ class TritonRaggedAttention(Attention):
             self._prefill.run(q[:split], cache.k, cache.v, out[:split], scores, sinks, kv_scales=cache.scales)
         if split < self._num_tokens:
             self._backend.run(q[split:], cache, out[split:], scores, sinks)
+
+    def _attend_latents(
+        self, q: torch.Tensor, cache: torch.Tensor, heads: LatentHeads, out: torch.Tensor, scores: Scores
+    ) -> None:
+        split = self._prefill_tokens
+        if split:
+            self._prefill.run_latents(q[:split], cache, heads, out[:split], scores)
+        if split < self._num_tokens:
+            rows = heads.absorb(q[split:], split)
+            found = rows.new_empty(*rows.shape[:2], heads.kv_rank)
+            self._backend.run(rows, KvCache(cache, cache), found, scores)
+            heads.expand(found, out[split:], split)
 
 
 class TritonDecodeAttention(Attention):

@@ -13,7 +13,7 @@ import torch
 
 from . import float8_kv
 from .elementwise_schedule import Gating
-from .rotation import HeadNorms, KvSlots, Rotation
+from .rotation import HeadNorms, KvSlots, NewLatents, Rotation
 
 if TYPE_CHECKING:
     from .ranks import Collectives
@@ -163,6 +163,27 @@ def rotate(
     return q.contiguous() if out is None else out.copy_(q)
 
 
+def write_latents(
+    q: torch.Tensor, new: NewLatents, rotation: Rotation | None, slots: KvSlots, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Normalise latents, rotate their keys, append both to the cache; rotate the last elements of queries.
+
+    q: `[tokens, heads, key + rotated]`; out: of its shape, contiguous, to write it to. Returns it.
+    """
+    if _uses_kernels(q):
+        return _kernels().write_latents(q, new, rotation, slots, out)
+    latents, keys = new.kept.split((new.kv_rank, new.kept.shape[1] - new.kv_rank), 1)
+    if new.norm is not None:
+        latents = rms_norm(latents, new.norm, new.eps)
+    own, turned = q.split((q.shape[2] - keys.shape[1], keys.shape[1]), 2)
+    if rotation is not None:
+        angles = _angles(rotation)
+        keys, turned = (apply_rope(x, *angles, rotation.interleaved) for x in (keys[:, None], turned))
+    kept = torch.cat((latents, keys.flatten(1)), 1)[:, None]
+    slots.k_cache[slots.page, slots.offset] = kept.to(slots.k_cache.dtype)
+    return torch.cat((own, turned), 2, out=out)
+
+
 def _angles(rotation: Rotation) -> tuple[torch.Tensor, torch.Tensor]:
     """cos and sin of each token, `[tokens, 1, dim]`."""
     cos, sin = rotation.cos, rotation.sin
@@ -262,19 +283,25 @@ def xielu(x: torch.Tensor, parameters: torch.Tensor) -> torch.Tensor:
     return (torch.where(wide > 0, positive * wide * wide, below) + beta * wide).to(x.dtype)
 
 
-def split_gates(
-    qkv: torch.Tensor, num_heads: int, head_dim: int, *, apart: bool = False
-) -> tuple[torch.Tensor, torch.Tensor]:
+def split_gates(qkv: torch.Tensor, num_heads: int, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Part a projection in which each head's query is followed by a gate of its output.
 
-    qkv: `[tokens, 2 · heads · head_dim + …]`. apart: all gates follow all others instead. Returns it without gates, and
-    the gates `[tokens, heads · head_dim]`.
+    qkv: `[tokens, 2 · heads · head_dim + …]`. Returns it without gates, and the gates `[tokens, heads · head_dim]`.
     """
     size = num_heads * head_dim
-    if apart:
-        return qkv[:, :-size].contiguous(), qkv[:, -size:]
     q, gates = qkv[:, : 2 * size].unflatten(1, (num_heads, 2, head_dim)).unbind(2)
     return torch.cat((q.flatten(1), qkv[:, 2 * size :]), 1), gates.flatten(1)
+
+
+def split_gates_apart(qkv: torch.Tensor, num_heads: int, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Likewise, of one whose last columns `[tokens, heads · head_dim]` are the gates."""
+    size = num_heads * head_dim
+    return qkv[:, :-size].contiguous(), qkv[:, -size:]
+
+
+def split_gates_of_heads(qkv: torch.Tensor, num_heads: int, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Likewise, of one whose last columns `[tokens, heads]` are a gate of each head."""
+    return qkv[:, :-num_heads].contiguous(), qkv[:, -num_heads:].repeat_interleave(head_dim, dim=1)
 
 
 def with_normed_values(

@@ -107,6 +107,30 @@ class RotaryConstants:
         return power_of_two(max(1, self.rest))
 
 
+@dataclass(frozen=True, slots=True)
+class LatentConstants(RotaryConstants):
+    """Compile-time constants of a launch that rotates queries and keys of latents, and appends latents.
+
+    `head_dim` elements at the end of a head are such as rotate, of which the first `dim` do.
+    """
+
+    key_dim: int = 0
+    """Elements of a query before these."""
+    kv_rank: int = 0
+    """Elements of a latent."""
+    has_norm: bool = False
+    """Latents are normalised."""
+
+    @property
+    def block_key(self) -> int:
+        """`key_dim`, or the next power of two; likewise `block_rank` of `kv_rank`."""
+        return power_of_two(self.key_dim)
+
+    @property
+    def block_rank(self) -> int:
+        return power_of_two(self.kv_rank)
+
+
 def norm_constants(width: int, add: bool, *, centered: bool = False, wide: bool = False) -> NormConstants:
     """See `NormConstants`."""
     return NormConstants(width, power_of_two(width), add, centered=centered, wide=wide)

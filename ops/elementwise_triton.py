@@ -23,6 +23,7 @@ from .elementwise_schedule import (
     GatedConstants,
     Gating,
     HeadNorming,
+    LatentConstants,
     RotaryConstants,
     gated_options,
     norm_constants,
@@ -31,7 +32,7 @@ from .elementwise_schedule import (
     rotary_options,
 )
 from .launch_triton import KernelLauncher
-from .rotation import HeadNorms, KvSlots, Rotation
+from .rotation import HeadNorms, KvSlots, NewLatents, Rotation
 
 _WHOLE = tl.constexpr(HeadNorming.WHOLE.value)
 _NO_NORM = tl.constexpr(HeadNorming.NONE.value)
@@ -435,6 +436,129 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
 def _gated(constants: GatedConstants) -> KernelLauncher:
     options = {**gated_options(), **dependent_launch.options(constants.pdl)}
     return KernelLauncher(gate_and_mul_rows, {"C": constants, **options})
+
+
+@triton.jit
+def rotate_and_write_latents(
+    q,
+    given_q,
+    kept,
+    angles,
+    slots,
+    norm,
+    eps,
+    q_stride,
+    kept_stride,
+    table_stride,
+    page_stride,
+    token_stride,
+    C: tl.constexpr,
+):
+    """Rotate the last elements of queries and the tokens' key, normalise latents, and write these and the key.
+
+    Grid (tokens, blocks of query heads, and one for the latent).
+
+    q: [tokens, heads, key_dim + head_dim], contiguous. given_q: as many, with the given row stride. kept: [tokens,
+    kv_rank + head_dim], likewise: a latent and a key. norm: [kv_rank], if C.has_norm. angles: see `Angles`. slots: see
+    `Places`, of one cache with the given strides. C: `LatentConstants`.
+    """
+    HEADS: tl.constexpr = C.heads
+    KEY_DIM: tl.constexpr = C.key_dim
+    KV_RANK: tl.constexpr = C.kv_rank
+    BLOCK_H: tl.constexpr = C.block_h
+    WIDTH: tl.constexpr = KEY_DIM + C.head_dim
+    token, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    dtype = q.dtype.element_ty
+    low_at, high_at, rest_at = _elements(C)
+    own = (tl.arange(0, C.block_d) < C.half)[None, :]
+    if C.pdl:
+        cuda.gdc_launch_dependents()
+        cuda.gdc_wait()
+    cos, sin = 1.0, 0.0
+    if C.dim:
+        angle = tl.load(angles.rows + token) * table_stride + low_at
+        cos = tl.load(angles.cos + angle, mask=own, other=0.0).to(tl.float32)
+        sin = tl.load(angles.sin + angle, mask=own, other=0.0).to(tl.float32)
+    if block * BLOCK_H < HEADS:
+        head = (block * BLOCK_H + tl.arange(0, BLOCK_H))[:, None]
+        there, at = head < HEADS, head * WIDTH
+        source, target = given_q + token * q_stride, q + token * (HEADS * WIDTH) + at
+        if KEY_DIM:
+            before = tl.arange(0, C.block_key)[None, :]
+            in_head = there & (before < KEY_DIM)
+            tl.store(target + before, tl.load(source + at + before, mask=in_head, other=0.0), mask=in_head)
+        first, second, rest = _turned(source, norm, cos, sin, at + KEY_DIM, there, eps, HEADS, dtype, C)
+        target += KEY_DIM
+        tl.store(target + low_at, first, mask=there & own)
+        tl.store(target + high_at, second, mask=there & own)
+        if C.rest:
+            tl.store(target + rest_at, rest, mask=there & (rest_at < C.head_dim))
+    else:
+        column = tl.arange(0, C.block_rank)
+        mask = column < KV_RANK
+        source = kept + token * kept_stride
+        latent = tl.load(source + column, mask=mask, other=0.0)
+        if C.has_norm:
+            wide = latent.to(tl.float32)
+            scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / KV_RANK + eps)
+            latent = _weighed(wide, scale, norm + column, mask, dtype, C.wide).to(dtype)
+        slot = tl.load(slots.page + token) * page_stride + tl.load(slots.offset + token) * token_stride
+        tl.store(slots.k_cache + slot + column, latent, mask=mask)
+        only = tl.arange(0, 1)[:, None]
+        key, other, more = _turned(source + KV_RANK, norm, cos, sin, only, only < 1, eps, 1, dtype, C)
+        of_key = slots.k_cache + slot + KV_RANK + only
+        tl.store(of_key + low_at, key, mask=own)
+        tl.store(of_key + high_at, other, mask=own)
+        if C.rest:
+            tl.store(of_key + rest_at, more, mask=rest_at < C.head_dim)
+
+
+def write_latents(
+    q: torch.Tensor, new: NewLatents, rotation: Rotation | None, slots: KvSlots, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The same as `elementwise.write_latents`, for a rotation given as a table and its rows. Raises ValueError for
+    strides that the kernel does not take.
+    """
+    cache, _, page, offset, _ = slots
+    kept, kv_rank, norm, eps = new
+    tokens, num_heads, width = q.shape
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
+    if not tokens:
+        return out
+    if q.stride(2) != 1 or q.stride(1) != width or kept.stride(1) != 1 or cache.stride(3) != 1:
+        raise ValueError("queries of a token, a latent and its key, and the cache's must be contiguous")
+    angles, stride = Angles(q, q, page), 0  # not read
+    if rotation is not None:
+        assert rotation.rows is not None, "a GPU's rotation is a table"
+        angles, stride = Angles(rotation.cos, rotation.sin, rotation.rows), rotation.cos.stride(0)
+    head_dim = kept.shape[1] - kv_rank
+    launch = _latents(
+        LatentConstants(
+            num_heads,
+            1,
+            head_dim,
+            0 if rotation is None else rotation.cos.shape[-1],
+            interleaved=rotation is not None and rotation.interleaved,
+            wide=norm is not None and norm.dtype != q.dtype,
+            pdl=dependent_launch.begins_early(q.device),
+            key_dim=width - head_dim,
+            kv_rank=kv_rank,
+            has_norm=norm is not None,
+        )
+    )
+    launch(
+        (tokens, rotary_blocks(num_heads, 1), 1),
+        (out, q, kept, angles, Places(cache, cache, page, offset), q if norm is None else norm),
+        (eps,),
+        (q.stride(0), kept.stride(0), stride, *cache.stride()[:2]),
+    )
+    return out
+
+
+@cache
+def _latents(constants: LatentConstants) -> KernelLauncher:
+    options = {**rotary_options(), **dependent_launch.options(constants.pdl)}
+    return KernelLauncher(rotate_and_write_latents, {"C": constants, **options})
 
 
 # Rules for type checkers are at the end, so that kernels keep their lines.

@@ -5,7 +5,7 @@ For every token t, from its row `[q, k, v | z | b | a]` of the input projection:
     q, k, v = silu(conv(q, k, v))           causal, depthwise, over the last `conv_size` tokens
     q, k    = q / |q| · k_dim^-0.5, k / |k| of each head
     S      ← exp(-exp(A_log) · softplus(a + dt_bias)) · S
-    S      ← S + k ⊗ (sigmoid(b) · (v - kᵀS))
+    S      ← S + k ⊗ (beta · sigmoid(b) · (v - kᵀS))     with a constant beta, usually 1
     out     = norm(qᵀS) · silu(z)           of each head of values
 
 All of it is float32. A draft's inputs are `[q, k, v | b | a]`. See `recurrent` for the states of sequences.
@@ -60,6 +60,9 @@ class DeltaWeights(RecurrentWeights):
 
     eps: float
     """Of the norm."""
+
+    beta: float = 1.0
+    """Factor of how much of a new value enters the state."""
 
     def prompt(self, rows: torch.Tensor, state: RecurrentState) -> torch.Tensor:
         """By chunks, on a GPU by a scan: `[tokens, v_heads · v_dim]`."""
@@ -146,7 +149,7 @@ def _inputs(convolved: torch.Tensor, rows: torch.Tensor, weights: DeltaWeights, 
     q, k = ((q * k_dim**-0.5).repeat_interleave(group, dim=1), k.repeat_interleave(group, dim=1))
     b, a = rows[:, -2 * v_heads :].chunk(2, dim=1)
     log_decay = -weights.a_log.exp() * softplus(a + weights.dt_bias)
-    return DeltaInputs(q, k, v.unflatten(1, (v_heads, v_dim)), log_decay, b.sigmoid())
+    return DeltaInputs(q, k, v.unflatten(1, (v_heads, v_dim)), log_decay, b.sigmoid() * weights.beta)
 
 
 def _normalised(x: torch.Tensor) -> torch.Tensor:

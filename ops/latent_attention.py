@@ -9,57 +9,52 @@ import torch
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from . import attention
-from .attention import PagedAttention, Prefill
+from .attention import PagedAttention, Prefill, Scores
 from .latents import LatentHeads
 
 
 class LatentAttention(PagedAttention):
     """Has keys and values made for chunks of many tokens; all other rows attend over latents themselves."""
 
-    def run_latents(
-        self, q: torch.Tensor, cache: torch.Tensor, heads: LatentHeads, scale: float, out: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Attend with one layer's latents.
-
-        q: `[tokens, heads, key + rotated]`; cache: `[num_pages, block_tokens, 1, kv_rank + rotated]`. scale: of scores.
-        out: `[tokens, heads, value]`, to write to. Returns `[tokens, heads · value]`.
-        """
-        if out is None:
-            out = q.new_empty(*q.shape[:2], heads.value_dim)
+    def _attend_latents(
+        self, q: torch.Tensor, cache: torch.Tensor, heads: LatentHeads, out: torch.Tensor, scores: Scores
+    ) -> None:
+        scale = self._head_dim**-0.5 if scores.scale is None else scores.scale
         for prefill in self._prefills:
             own = q[prefill.tokens]
             kept = self._gather(cache, prefill.pages, prefill.kv_len).to(q.dtype)
             broken = self._broken(kept, kept)
             kept = kept if broken is None else kept.masked_fill(broken, 0)
             attend = self._made if len(own) >= heads.break_even else self._absorbed
-            found = attend(own, kept, prefill, heads, scale)
+            found = out[prefill.tokens]
+            attend(own, kept, prefill, heads, scale, found)
             if broken is not None:
                 seen = self._who_sees(broken, found.transpose(0, 1)[None].shape, None)
-                found = found.masked_fill(seen[0].transpose(0, 1), torch.nan)
-            out[prefill.tokens] = found
+                found.masked_fill_(seen[0].transpose(0, 1), torch.nan)
         if count := len(self._decode_pages):
             first = self._first_decode_token
             kept = self._gather_decode(cache, q.dtype).view(count, -1, cache.shape[-1])
             rows = heads.absorb(q[first:], first)[:, :, None]
             found = _over_latents(rows, kept, heads.kv_rank, self._decode_mask(None)[:, 0], scale)
-            out[first:] = heads.expand(found[:, :, 0], first)
-        return out.view(len(q), -1)
+            heads.expand(found[:, :, 0], out[first:], first)
 
     @staticmethod
     def _absorbed(
-        q: torch.Tensor, kept: torch.Tensor, prefill: Prefill, heads: LatentHeads, scale: float
-    ) -> torch.Tensor:
-        """A chunk's values `[tokens, heads, value]`. kept: `[1, 1, latents, kv_rank + rotated]`."""
+        q: torch.Tensor, kept: torch.Tensor, prefill: Prefill, heads: LatentHeads, scale: float, out: torch.Tensor
+    ) -> None:
+        """Write a chunk's values `[tokens, heads, value]`. kept: `[1, 1, latents, kv_rank + rotated]`."""
         first = prefill.tokens.start
         rows = heads.absorb(q, first).transpose(0, 1)[None]
         found = _over_latents(rows, kept[0], heads.kv_rank, prefill.visible[None], scale)
-        return heads.expand(found[0].transpose(0, 1), first)
+        heads.expand(found[0].transpose(0, 1), out, first)
 
     @staticmethod
-    def _made(q: torch.Tensor, kept: torch.Tensor, prefill: Prefill, heads: LatentHeads, scale: float) -> torch.Tensor:
+    def _made(
+        q: torch.Tensor, kept: torch.Tensor, prefill: Prefill, heads: LatentHeads, scale: float, out: torch.Tensor
+    ) -> None:
         """Likewise, of a chunk of many tokens."""
         latents, key = kept[0, 0].split((heads.kv_rank, heads.rotated_dim), 1)
-        out, width = q.new_empty(*q.shape[:2], heads.value_dim), max(q.shape[2], heads.value_dim)
+        width = max(q.shape[2], heads.value_dim)
         mask = prefill.mask(attention.PLAIN)
         for own, keys, values in heads.made(latents.contiguous(), prefill.tokens.start):
             keys = torch.cat((keys, key.expand(len(keys), -1, -1)), dim=2)
@@ -70,7 +65,6 @@ class LatentAttention(PagedAttention):
                 rows, keys, values, attn_mask=mask, is_causal=mask is None, scale=scale
             )
             out[:, own] = found[0, ..., : heads.value_dim].transpose(0, 1)
-        return out
 
 
 def _over_latents(

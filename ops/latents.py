@@ -22,8 +22,6 @@ from functools import partial
 
 import torch
 
-from .elementwise import apply_rope
-from .rotation import KvSlots, Rotation
 from .sgmv import Segments, stacked
 from .vectors import scale_outputs, vectors_of
 
@@ -37,35 +35,16 @@ _MADE = 1 << 25
 Product = Callable[[torch.Tensor], torch.Tensor]
 
 
-def absorbed(q: torch.Tensor, kv_up: torch.Tensor) -> torch.Tensor:
-    """Queries in the latents' space."""
+def absorbed(q: torch.Tensor, kv_up: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Queries in the latents' space, in `out` if that is given."""
     keys = kv_up.view(q.shape[1], -1, kv_up.shape[1])[:, : q.shape[2]]
-    return torch.bmm(q.transpose(0, 1), keys).transpose(0, 1)
+    return torch.bmm(q.transpose(0, 1), keys, out=None if out is None else out.transpose(0, 1)).transpose(0, 1)
 
 
-def expanded(x: torch.Tensor, kv_up: torch.Tensor, key_dim: int) -> torch.Tensor:
-    """Values of attended latents x."""
-    values = kv_up.view(x.shape[1], -1, kv_up.shape[1])[:, key_dim:]
-    return torch.bmm(x.transpose(0, 1), values.transpose(1, 2)).transpose(0, 1)
-
-
-def rotated(x: torch.Tensor, rotation: Rotation | None) -> torch.Tensor:
-    """x: `[tokens, heads, rotated]`."""
-    if rotation is None:
-        return x
-    cos, sin = rotation.cos, rotation.sin
-    if rotation.rows is not None:
-        cos, sin = cos[rotation.rows], sin[rotation.rows]
-    return apply_rope(x, cos[:, None], sin[:, None], rotation.interleaved)
-
-
-def write_latents(slots: KvSlots, latents: torch.Tensor, keys: torch.Tensor) -> None:
-    """Append to the cache, whose values are the first elements of its keys.
-
-    latents: `[tokens, kv_rank]`; keys: `[tokens, 1, rotated]`, rotated.
-    """
-    kept = torch.cat((latents[:, None], keys), dim=-1)
-    slots.k_cache[slots.page, slots.offset] = kept.to(slots.k_cache.dtype)
+def expanded(x: torch.Tensor, kv_up: torch.Tensor, key_dim: int, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Values of attended latents x, in `out` if that is given."""
+    values = kv_up.view(x.shape[1], -1, kv_up.shape[1])[:, key_dim:].transpose(1, 2)
+    return torch.bmm(x.transpose(0, 1), values, out=None if out is None else out.transpose(0, 1)).transpose(0, 1)
 
 
 class LatentHeads:
@@ -96,14 +75,22 @@ class LatentHeads:
         """Queries `[tokens, heads, key + rotated]` over what is kept `[…, kv_rank + rotated]`. first: the step's token
         of the first row.
         """
-        product, (own, turned) = partial(absorbed, kv_up=self._kv_up), q.split((self.key_dim, self.rotated_dim), 2)
-        found = product(own) if self._lora is None else self._lora.of(first, len(q)).absorb(own, product)
-        return torch.cat((found, turned), dim=2)
+        own, turned = q.split((self.key_dim, self.rotated_dim), 2)
+        if self._lora is not None:
+            found = self._lora.of(first, len(q)).absorb(own, partial(absorbed, kv_up=self._kv_up))
+            return torch.cat((found, turned), dim=2)
+        found = q.new_empty(*q.shape[:2], self.kv_rank + self.rotated_dim)
+        absorbed(own, self._kv_up, out=found[..., : self.kv_rank])
+        found[..., self.kv_rank :] = turned
+        return found
 
-    def expand(self, x: torch.Tensor, first: int = 0) -> torch.Tensor:
-        """Values of attended latents."""
-        product = partial(expanded, kv_up=self._kv_up, key_dim=self.key_dim)
-        return product(x) if self._lora is None else self._lora.of(first, len(x)).expand(x, product)
+    def expand(self, x: torch.Tensor, out: torch.Tensor, first: int = 0) -> None:
+        """Write values of attended latents to `out`. first: see `absorb`."""
+        if self._lora is None:
+            expanded(x, self._kv_up, self.key_dim, out)
+        else:
+            product = partial(expanded, kv_up=self._kv_up, key_dim=self.key_dim)
+            out.copy_(self._lora.of(first, len(x)).expand(x, product))
 
     def made(self, latents: torch.Tensor, token: int) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
         """Keys and values `[heads, latents, …]` of latents `[latents, kv_rank]` for some heads after others.

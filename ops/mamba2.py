@@ -3,7 +3,7 @@
 For every token t, from its row `[z | x, B, C | dt]` of the input projection:
 
     x, B, C = silu(conv(x, B, C) + bias)    causal, depthwise, over the last `conv_size` tokens
-    dt      = softplus(dt + dt_bias)        of each head, as A_log, and as D
+    dt      = softplus(dt + dt_bias)        of each head, as A_log, and as D; at least `dt_min`
     S      ← exp(-exp(A_log) · dt) · S + B ⊗ (dt · x)
     out     = norm((Cᵀ S + D · x) · silu(z)) of each group of heads, which has one B and one C
 
@@ -58,6 +58,9 @@ class MambaWeights(RecurrentWeights):
     group_ranks: int = 1
     """Ranks that share each group."""
 
+    dt_min: float = 0.0
+    """The least time step."""
+
     def prompt(self, rows: torch.Tensor, state: RecurrentState) -> torch.Tensor:
         """By chunks: `[tokens, heads · head_dim]`."""
         rows = rows[:, len(self.norm) :].float()
@@ -103,7 +106,7 @@ class MambaWeights(RecurrentWeights):
         convolved = silu(convolved if self.bias is None else convolved + self.bias)
         shared = self.num_groups * width
         x, b, c = convolved.split((heads * head_dim, shared, shared), 1)
-        dt = softplus(rows[:, -heads:] + self.dt_bias)
+        dt = softplus(rows[:, -heads:] + self.dt_bias).clamp(min=self.dt_min)
         b, c = (each.unflatten(1, (self.num_groups, width)) for each in (b, c))
         return MambaInputs(x.unflatten(1, (heads, head_dim)), b, c, dt, -self.a_log.exp() * dt)
 

@@ -170,7 +170,7 @@ class NativeDecoder:
             lm_head_integers=described_integers(model.lm_head), norm=_pointer(model.norm),
             arena=_pointer(model.arena), page_elems=model.arena.shape[1],
             page_bytes=model.arena.shape[1] * model.arena.itemsize, float8_kv=model.float8_kv,
-            output_gate=model.output_gate,
+            output_gate=model.output_gate, head_gate=model.head_gate,
             kv_copies=model.kv_copies, embed_module=model.embed_module, head_module=model.head_module,
             embed_rows_module=model.embed_rows_module, head_rows_module=model.head_rows_module,
             first_token=model.first_token,

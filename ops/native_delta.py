@@ -57,6 +57,7 @@ def run_delta(
         v_dim=v_dim,
         conv_size=len(weights.conv),
         eps=weights.eps,
+        beta=weights.beta,
         taps=_pointer(weights.conv),
         dt_bias=_pointer(weights.dt_bias),
         a_log=_pointer(weights.a_log),

@@ -46,7 +46,7 @@ class AdapterDescriptor(Structure):
     ]
 
 
-MAX_TARGETS = 4
+MAX_TARGETS = 6
 """Most projections of a product: kMaxTargets in descriptors.h."""
 
 #: A product of layers: its group in a layer, inputs, and (module id, first column, width) of its projections.
@@ -92,6 +92,8 @@ class NativeScoring(IntEnum):
     SOFTMAX = 0
     SOFTMAX_OF_CHOSEN = 1
     SIGMOID = 2
+    SIGMOID_OF_CHOSEN = 3
+    SPARSE_MIXER = 4
 
 
 class IntegersDescriptor(Structure):
@@ -164,8 +166,9 @@ class ModelDescriptor(Structure):
         ("lm_head_integers", IntegersDescriptor), ("norm", c_void_p), ("arena", c_void_p),
         ("page_elems", c_int64), ("page_bytes", c_int64),
         *((name, c_int32) for name in
-          ("float8_kv", "output_gate", "mixer", "k_heads", "v_heads", "k_dim", "v_dim", "conv_size")),
-        ("delta_eps", c_float), *((name, c_int32) for name in ("convs_per_page", "heads_per_page", "conv_pages")),
+          ("float8_kv", "output_gate", "head_gate", "mixer", "k_heads", "v_heads", "k_dim", "v_dim", "conv_size")),
+        ("delta_eps", c_float), ("beta", c_float),
+        *((name, c_int32) for name in ("convs_per_page", "heads_per_page", "conv_pages")),
         *((name, c_int32) for name in ("most_drafts", "drafts_per_page", "draft_page")),
         *((name, c_int32) for name in
           ("kv_copies", "embed_module", "head_module", "embed_rows_module", "head_rows_module", "first_token")),
@@ -251,6 +254,7 @@ class DeltaDescriptor(Structure):
     _fields_ = [
         *((name, c_int32) for name in ("mixer", "k_heads", "v_heads", "k_dim", "v_dim", "conv_size")),
         ("eps", c_float),
+        ("beta", c_float),
         *((name, c_void_p) for name in ("taps", "dt_bias", "a_log", "norm", "conv_bias", "d")),
         ("rows", c_int32),
         *((name, c_void_p) for name in ("qo_indptr", "begins", "accepted", "drafts")),
@@ -272,7 +276,7 @@ class RoutingDescriptor(Structure):
     _fields_ = [
         ("correction", c_void_p),
         *((name, c_int32) for name in ("per_token", "scoring", "renormalised", "groups", "kept_groups", "group_best")),
-        *((name, c_float) for name in ("epsilon", "factor")),
+        *((name, c_float) for name in ("epsilon", "factor", "jitter")),
     ]
 
 
@@ -287,6 +291,7 @@ class MixtureDescriptor(Structure):
         *((name, c_float) for name in ("alpha", "limit")),
         *((name, ExpertMatricesDescriptor) for name in ("gate_up", "down", "shared_gate_up", "shared_down")),
         ("shared_gate", c_void_p),
+        ("of_inputs", c_int32),
     ]
 
 

@@ -46,6 +46,8 @@ class NativeRouting:
     groups: int
     kept_groups: int
     group_best: int
+    jitter: float = 0.0
+    of_inputs: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,6 +194,7 @@ class NativeMixture:
                 group_best=routing.group_best,
                 epsilon=routing.epsilon,
                 factor=routing.factor,
+                jitter=routing.jitter,
             ),
             activation=gating.activation,
             alpha=gating.alpha,
@@ -201,6 +204,7 @@ class NativeMixture:
             shared_gate_up=self._matrices(() if shared is None else shared.gate_up),
             shared_down=self._matrices(() if shared is None else shared.down),
             shared_gate=self._values(shared_gate),
+            of_inputs=routing.of_inputs,
         )
 
     def _values(self, tensor: torch.Tensor | None) -> int | None:

@@ -106,6 +106,7 @@ class NativeShape:
     v_dim: int
     conv_size: int
     delta_eps: float
+    beta: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +172,9 @@ class NativeModel:
 
     output_gate: bool = False
     """Each head's query is followed by a gate of its output."""
+
+    head_gate: bool = False
+    """Queries, keys and values are followed by one gate of each head's output."""
 
     recurrent: tuple[NativeShape, NativeStates] | None = None
     """None: no layer has a recurrent mixer."""

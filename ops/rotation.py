@@ -48,10 +48,23 @@ class HeadNorms:
     """LayerNorm of every head by itself, with weights `[heads · head_dim]` of its own (Command R+)."""
 
 
+class NewLatents(NamedTuple):
+    """A step's latents and the keys beside them, `kept`: `[tokens, kv_rank + rotated]`, neither normalised nor rotated.
+
+    norm: `[kv_rank]`, of latents (RMSNorm); None: there is none.
+    """
+
+    kept: torch.Tensor
+    kv_rank: int
+    norm: torch.Tensor | None
+    eps: float
+
+
 class KvSlots(NamedTuple):
     """Where the K and V of a step's tokens go.
 
-    k_cache, v_cache: a layer's, `[num_pages, block_tokens, kv_heads, head_dim]`, of one shape and the same strides.
+    k_cache, v_cache: a layer's, `[num_pages, block_tokens, kv_heads, head_dim]`, of one shape and the same strides; of
+    latents the first one holds both.
     page, offset: `[tokens]` int64; padding tokens point at the dummy page. scales: of a cache in FP8.
     """
 

@@ -26,6 +26,8 @@ class Scores(StrEnum):
     SOFTMAX = "softmax"
     SOFTMAX_OF_CHOSEN = "softmax of the chosen"
     SIGMOID = "sigmoid"
+    SIGMOID_OF_CHOSEN = "sigmoid of the chosen"
+    SPARSE_MIXER = "sparse mixer"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +61,7 @@ class ChoiceConstants:
     groups: int
     kept_groups: int
     group_best: int = 2
+    jitter: float = 0.0
 
     @property
     def group_size(self) -> int:

@@ -33,6 +33,8 @@ from .small_gemm_triton import form_of
 
 _SOFTMAX, _SIGMOID = tl.constexpr(Scores.SOFTMAX.value), tl.constexpr(Scores.SIGMOID.value)
 _OF_CHOSEN = tl.constexpr(Scores.SOFTMAX_OF_CHOSEN.value)
+_SIGMOID_OF_CHOSEN = tl.constexpr(Scores.SIGMOID_OF_CHOSEN.value)
+_SPARSE_MIXER = tl.constexpr(Scores.SPARSE_MIXER.value)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -142,6 +144,9 @@ def choose_experts(chosen, weights, logits, correction, C: tl.constexpr):
         is_best = lane == best
         if C.corrected:
             score = tl.sum(tl.where(is_best, scores, 0.0), 0)
+        if C.scores == _SPARSE_MIXER:
+            is_far = (score - scores) / tl.maximum(tl.abs(scores), score) > 2 * C.jitter
+            score = 1.0 / tl.sum(tl.where(is_far, 0.0, tl.exp(ranked - score)), 0)
         found = tl.where(slot == place, best // BLOCK_S * SIZE + best % BLOCK_S, found)
         weight = tl.where(slot == place, score, weight)
         ranked = tl.where(is_best, NONE, ranked)
@@ -150,6 +155,8 @@ def choose_experts(chosen, weights, logits, correction, C: tl.constexpr):
         weight = tl.where(own_slot, weight, NONE)
         weight = tl.exp(weight - tl.max(weight, 0))
         weight = weight / tl.sum(weight, 0)
+    elif C.scores == _SIGMOID_OF_CHOSEN:
+        weight = 1.0 / (1.0 + tl.exp(-weight))
     elif C.renormalised:
         weight = weight / (tl.sum(weight, 0) + C.epsilon)
     if C.factor != 1.0:

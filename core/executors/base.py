@@ -200,8 +200,7 @@ class ModelExecutor(ExecutorBase):
         """Shapes of the share; `whole` has those of the whole model."""
         self.config = model = shard.config(self.whole)
         # a mixture's have tables of their own
-        paths = dict.fromkeys(each.path for each in model.projections if not each.is_of_mixture)
-        names = [path.rpartition(".")[2] for path in paths]
+        names = list(dict.fromkeys(each.module for each in model.projections if not each.is_of_mixture))
         if len(names) > MAX_MODULES:
             raise UnsupportedModel(
                 f"adapters could change {len(names)} projections of {config.model}, but tables hold {MAX_MODULES} of "
@@ -238,6 +237,12 @@ class ModelExecutor(ExecutorBase):
                 "kv_cache_dtype is 'fp8', but the model's layers keep latents of keys and values, which are not "
                 "supported in FP8; set it to 'auto'"
             )
+        windows = tuple(mixer.window_within(max_model_len) for mixer in model.kv_layers)
+        if model.chunked and (unfit := {each for each in windows if each is not None and each % block_tokens}):
+            raise UnsupportedModel(
+                f"block_tokens is {block_tokens}, and the model's layers attend to chunks of {min(unfit)} tokens; set "
+                "it to a divisor of that"
+            )
         try:
             return PageLayout(
                 num_layers=len(model.kv_layers),
@@ -246,12 +251,11 @@ class ModelExecutor(ExecutorBase):
                 block_tokens=block_tokens,
                 itemsize=self._dtype.itemsize,
                 state_slots=self.state_slots,
-                state=_state_shape(
-                    model.recurrent, model.num_layers - len(model.attention_layers), speculates=config.speculates
-                ),
+                state=_state_shape(model.recurrent, model.num_recurrent_layers, speculates=config.speculates),
                 float8_kv=config.kv_cache_dtype == "fp8",
                 value_dim=model.attention.cached_value_dim,
-                windows=tuple(mixer.window_within(max_model_len) for mixer in model.kv_layers),
+                windows=windows,
+                chunked=model.chunked,
                 shapes=tuple(mixer.kv_shape for mixer in model.kv_layers) if model.attention_shapes[1:] else (),
             )
         except ValueError as error:

@@ -329,21 +329,25 @@ class CudaExecutor(CudaShapes):
             max_rows=most_logits(config),
             max_pages_per_row=layout.blocks_for_tokens(limit),
             float8_kv=layout.float8_kv,
-            is_latent=layout.value_dim is not None,
+            value_dim=layout.value_dim,
         )
         groups, rivals = [], []
         try:
             for shape, (layers, window) in zip(heads, layout.groups, strict=True):
                 of_group = replace(setup, heads=shape, scores=tuple(dict.fromkeys(scores[layer] for layer in layers)))
+                if layout.chunked and window is not None:  # each chunk of a row is a row
+                    rows = 2 * setup.max_rows + config.max_num_batched_tokens // window
+                    of_group = replace(of_group, max_rows=rows, max_pages_per_row=window // layout.block_tokens)
                 chosen = choose_attention(of_group, config.attention)
                 groups.append((chosen, window))
                 rivals.append(rival_attention(of_group, chosen) if config.attention == "auto" else None)
         except AttentionUnavailable as error:
             raise DeviceError(str(error)) from error
-        attention, rival = GroupedBackend(groups, layout.block_tokens), None
+        chunked = layout.chunked
+        attention, rival = GroupedBackend(groups, layout.block_tokens, chunked=chunked), None
         if any(each is not None for each in rivals):
             others = [(other or chosen, window) for other, (chosen, window) in zip(rivals, groups, strict=True)]
-            rival = GroupedBackend(others, layout.block_tokens)
+            rival = GroupedBackend(others, layout.block_tokens, chunked=chunked)
         logger.info("attention by %s: %s", attention.name, attention.reason)
         if attention.fix:
             logger.warning("attention would be faster with FlashInfer; %s: %s", attention.reason, attention.fix)

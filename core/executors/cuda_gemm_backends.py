@@ -105,6 +105,8 @@ def _obstacle(setting: SmallGemm, model: ModelConfig, dtype: torch.dtype, captur
         return "small_gemm is off"
     if model.recurrent is not None or model.attention_shapes[1:]:
         return "the kernel for few rows needs mixers of one kind"
+    if not all(layer.is_whole for layer in model.layers):
+        return "the kernel for few rows needs layers with a mixer and a feed-forward part"
     if setting == "auto" and not captures:
         return "steps are not captured, so launches from the host take longer than any kernel"
     if dtype not in TOLERANCE:

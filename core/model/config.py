@@ -69,7 +69,7 @@ class ModelConfig:
     """False for a checkpoint without the output projection, which makes vectors and scores only."""
 
     head_bias: bool = False
-    """The output projection has a bias (Phi 2)."""
+    """The output projection has a bias (Phi 2, Phi-3.5-MoE)."""
 
     is_classifier: bool = False
     """True if the checkpoint has a score head."""
@@ -91,6 +91,8 @@ class ModelConfig:
     def __post_init__(self) -> None:
         if not self.attention_layers:
             raise UnsupportedModel("no layer has attention; models of recurrent layers alone are not supported")
+        if len({it.chunked for it in self.attention_layers if it.window is not None}) > 1:
+            raise UnsupportedModel("some layers have attention windows and others chunks, which is not supported")
         for shapes in (
             *(
                 {(it.num_heads, *it.kv_shape, it.q_rows) for it in self.attention_layers if it.form == of.form}
@@ -139,6 +141,11 @@ class ModelConfig:
         return next((layer.recurrent for layer in self.layers if layer.recurrent is not None), None)
 
     @property
+    def num_recurrent_layers(self) -> int:
+        """Layers with a state."""
+        return sum(layer.recurrent is not None for layer in self.layers)
+
+    @property
     def num_heads(self) -> int:
         return self.attention.num_heads
 
@@ -178,6 +185,11 @@ class ModelConfig:
     def window(self) -> int | None:
         """The smallest attention window of any layer; None where every layer sees all tokens."""
         return min((it.window for it in self.attention_layers if it.window is not None), default=None)
+
+    @property
+    def chunked(self) -> bool:
+        """True if windows are chunks: see `AttentionSpec.chunked`."""
+        return any(it.chunked for it in self.attention_layers)
 
     @property
     def max_context(self) -> int:
@@ -243,6 +255,8 @@ class ModelConfig:
                 if experts
             ),
             stacked_alternate=self.tensors.alternates,
+            stacked_swapped=self.tensors.swapped,
+            embeddings=self.tensors.embeddings,
             vocab_size=self.vocab_size,
             hidden_size=self.hidden_size,
             units=tuple(self.unit_rows.items()),

@@ -21,6 +21,8 @@ from ...ops.elementwise import (
     rotate,
     rotate_and_write,
     split_gates,
+    split_gates_apart,
+    split_gates_of_heads,
     with_normed_values,
 )
 from ...ops.float8_kv import UNSCALED, KvScales
@@ -39,7 +41,7 @@ from .kept_weights import keeps_experts, keeps_projections, kept_head, moved, mo
 from .layer import HEAD, Layer, Residual, multiply, normed
 from .layer_inputs import LayerInputs
 from .layer_weights import MERGED_MATRICES, LayerWeights
-from .layers import AttentionSpec, HeadNorm, NormSpec
+from .layers import AttentionSpec, HeadNorm, NormSpec, OutputGate
 from .lora_state import lora_groups
 from .nvtx_spans import span
 from .paged_states import PagedStates
@@ -90,6 +92,13 @@ class Flow:
             recurrent_in=self.recurrent_in[:tokens],
             recurrent_out=self.recurrent_out[:tokens],
         )
+
+
+_SPLITS = {
+    OutputGate.BESIDE_QUERIES: split_gates,
+    OutputGate.APART: split_gates_apart,
+    OutputGate.OF_HEADS: split_gates_of_heads,
+}
 
 
 class DecoderModel:
@@ -143,6 +152,7 @@ class DecoderModel:
         self._attention, self._recurrent = zip(
             *((layer.attention, layer.recurrent) for layer in config.layers), strict=True
         )
+        self._mixes = [layer.mixer is not None for layer in config.layers]
         self._forms = attention_forms(config)
         self._ones = _ones(config, device)
         self._scores = [scores_of(layer.attention, max_model_len) for layer in config.layers]
@@ -157,8 +167,7 @@ class DecoderModel:
         self._query_weights = [
             _query_weights(layer, spec.attention) for layer, spec in zip(self.layers, config.layers, strict=True)
         ]
-        growth = config.attention.query_growth
-        self._query_factors = None if growth is None else growth.factors(max_model_len).to(device, dtype)[:, None, None]
+        self._query_factors = _query_factors(self._attention, max_model_len, device, dtype)
 
     def use_arena(self, arena: Arena) -> None:
         """Keep KV in another arena of the same layout and device from now on."""
@@ -169,7 +178,7 @@ class DecoderModel:
         pairs = zip(self.heads, layout.group_windows, strict=True)
         kind = PagedAttention if layout.value_dim is None else LatentAttention
         groups = [(kind(heads, device), window) for heads, window in pairs]
-        return GroupedAttention(groups, layout.block_tokens)
+        return GroupedAttention(groups, layout.block_tokens, chunked=layout.chunked)
 
     @property
     def heads(self) -> list[HeadShape]:
@@ -213,8 +222,10 @@ class DecoderModel:
 
     def _mixed(
         self, layer: Layer, x: Residual, index: int, batch: Batch, rotations: dict[RopeConfig | None, Rotation | None]
-    ) -> torch.Tensor:
-        """The output of a layer's mixer, `[tokens, out]`."""
+    ) -> torch.Tensor | None:
+        """The output of a layer's mixer, `[tokens, out]`; None where it has none."""
+        if not self._mixes[index]:
+            return None
         inputs = layer.begin(x)
         if self._recurrent[index] is not None:
             return self._mix(index, inputs, batch.states)
@@ -238,7 +249,7 @@ class DecoderModel:
             self.embed(batch, x.rows)
             if (inputs := self.make_inputs(batch, x.rows)) is not None:
                 flow.inputs.copy_(inputs)
-        if index < len(self.layers):
+        if index < len(self.layers) and self._mixes[index]:
             layer = self._layer(index, batch)
             inputs = layer.begin(x)
             if self._recurrent[index] is not None:
@@ -248,17 +259,21 @@ class DecoderModel:
             if gates is not None:
                 flow.gates.copy_(gates)
         elif x.added is not None:
-            x.rows.add_(x.added)
+            x.normed(None)
 
-    def _mixed_flow(self, index: int, flow: Flow) -> torch.Tensor:
-        """The output of a layer's mixer for the next piece."""
+    def _mixed_flow(self, index: int, flow: Flow) -> torch.Tensor | None:
+        """The output of a layer's mixer for the next piece; None where it has none."""
+        if not self._mixes[index]:
+            return None
         if self._recurrent[index] is not None:
             return flow.recurrent_out
         attended, mixer = flow.attended[self._forms[index]].view(len(flow.rows), -1), self._attention[index]
-        return gate_output(attended, flow.gates) if mixer is not None and mixer.output_gate else attended
+        return attended if mixer is None or mixer.output_gate is None else gate_output(attended, flow.gates)
 
     def mix(self, index: int, batch: Batch, states: StepStates | None, flow: Flow) -> None:
-        """Run a layer's mixer between two pieces."""
+        """Run a layer's mixer, where it has one, between two pieces."""
+        if not self._mixes[index]:
+            return
         if self._recurrent[index] is not None:
             flow.recurrent_out.copy_(self._mix(index, flow.recurrent_in, states))
         else:
@@ -285,22 +300,12 @@ class DecoderModel:
         one with latents is needed.
         """
         with span("attn.run"):
-            kv = self._kv_index[index]
-            of_group = attention.of(self._page_groups[kv])
-            if isinstance(of_group, LatentAttention):
-                return self._attend_latents(index, of_group, q, out, layer)
-            run = of_group.run
-            scores, sinks = self._scores[index], self.layers[index].sinks
-            k, v = self._arena.kv_layers[kv]
-            return run(q, k, v, out, scores, sinks=sinks, kv_scales=self._kv_scales[kv])
-
-    def _attend_latents(
-        self, index: int, attention: LatentAttention, q: torch.Tensor, out: torch.Tensor | None, layer: Layer | None
-    ) -> torch.Tensor:
-        mixer, (kept, _) = self._attention[index], self._arena.kv_layers[self._kv_index[index]]
-        assert layer is not None, "latents need the layer's weights"
-        assert mixer is not None and mixer.latent is not None, "the layer has latents"
-        return attention.run_latents(q, kept, layer.latent_heads(mixer.latent), mixer.scale, out)
+            kv, mixer, scores = self._kv_index[index], self._attention[index], self._scores[index]
+            of_group, (k, v) = attention.of(self._page_groups[kv]), self._arena.kv_layers[kv]
+            if mixer is not None and mixer.latent is not None:
+                assert layer is not None, "latents need the layer's weights"
+                return of_group.run_latents(q, k, layer.latent_heads(mixer.latent), out, scores)
+            return of_group.run(q, k, v, out, scores, sinks=self.layers[index].sinks, kv_scales=self._kv_scales[kv])
 
     def new_rows(self, tokens: int) -> torch.Tensor:
         """Zeros `[tokens, hidden]` for a residual stream."""
@@ -319,7 +324,7 @@ class DecoderModel:
             inputs=self.new_inputs(tokens),
             q=tuple(zeros(it.num_heads, it.query_dim) for it in shapes),
             attended=tuple(zeros(it.num_heads, it.attended_dim) for it in shapes),
-            gates=zeros(max(it.q_rows - it.q_size for it in shapes)),
+            gates=zeros(max(it.gate_size for it in shapes)),
             recurrent_in=zeros(recurrent.in_size if recurrent else 0),
             recurrent_out=zeros(recurrent.out_size if recurrent else 0),
         )
@@ -449,7 +454,7 @@ class DecoderModel:
 
     def _head_norms(self) -> list[HeadNorms | None]:
         return [
-            _head_norms(layer, spec.attention, self.config.norm, self._ranks, self._arena.pages.device)
+            _head_norms(layer, spec.attention, self.config.norm, self._ranks)
             for layer, spec in zip(self.layers, self.config.layers, strict=True)
         ]
 
@@ -533,17 +538,16 @@ class DecoderModel:
             place = batch.page[self._page_groups[kv]], batch.offset
             slots = KvSlots(*self._arena.kv_layers[kv], *place, self._kv_scales[kv])
             rotation = rotations[self._ropes[index]]
-            if attention.output_gate:
-                qkv, gates = split_gates(qkv, attention.num_heads, attention.head_dim, apart=attention.gate_apart)
+            if attention.output_gate is not None:
+                qkv, gates = _SPLITS[attention.output_gate](qkv, attention.num_heads, attention.head_dim)
             if attention.latent is None:
                 q = rotate_and_write(qkv, rotation, self._norms[index], slots, out)
             else:
-                q = layer.latents(qkv, attention.latent, rotation, slots)
-                q = q if out is None else out.copy_(q)
+                q = layer.latents(qkv, attention.latent, rotation, slots, out)
             if (weights := self._query_weights[index]) is not None:
                 q.mul_(weights)
-            if self._query_factors is not None:
-                q.mul_(self._query_factors[batch.positions])
+            if (factors := self._query_factors[index]) is not None:
+                q.mul_(factors[batch.positions])
             return q, gates
 
 
@@ -596,20 +600,14 @@ def scores_of(mixer: AttentionSpec | None, max_model_len: int) -> Scores:
     if mixer is None:
         return PLAIN
     scale = None if mixer.scale == mixer.head_dim**-0.5 else mixer.scale
-    found = Scores(scale, mixer.window_within(max_model_len), mixer.softcap, mixer.sinks)
+    window = None if mixer.chunked else mixer.window_within(max_model_len)  # a chunk is a row of its own
+    found = Scores(scale, window, mixer.softcap, mixer.sinks)
     return PLAIN if found == PLAIN else found
 
 
 def _head_norms(
-    layer: LayerWeights,
-    attention: AttentionSpec | None,
-    norm: NormSpec,
-    ranks: Collectives | None,
-    device: torch.device,
+    layer: LayerWeights, attention: AttentionSpec | None, norm: NormSpec, ranks: Collectives | None
 ) -> HeadNorms | None:
-    if attention is not None and attention.head_norm is HeadNorm.BARE:
-        ones = torch.ones(attention.head_dim, device=device)
-        return HeadNorms(ones, ones, norm.eps)
     if attention is None or attention.latent is not None or layer.q_norm is None or layer.k_norm is None:
         return None
     if attention.head_norm is not HeadNorm.ALL:
@@ -620,6 +618,19 @@ def _head_norms(
         ones = torch.ones_like(layer.q_norm)
         return HeadNorms(ones, ones, norm.eps)
     return HeadNorms(layer.q_norm, layer.k_norm, norm.eps, ranks, attention.kv_copies)
+
+
+def _query_factors(
+    mixers: Sequence[AttentionSpec | None], positions: int, device: torch.device, dtype: torch.dtype
+) -> list[torch.Tensor | None]:
+    """For each layer the factors of queries by position, `[positions, 1, 1]`; None where they don't grow."""
+    growths = [None if mixer is None else mixer.query_growth for mixer in mixers]
+    found = {
+        growth: growth.factors(positions).to(device, dtype)[:, None, None]
+        for growth in dict.fromkeys(growths)
+        if growth is not None
+    }
+    return [None if growth is None else found[growth] for growth in growths]
 
 
 def _query_weights(layer: LayerWeights, attention: AttentionSpec | None) -> torch.Tensor | None:

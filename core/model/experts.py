@@ -15,16 +15,17 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
+from torch.nn.functional import gelu
 
 from ...memory.pages.projections import Group
 from ...ops import expert_products, packed_gemm
-from ...ops.elementwise import clamped_swiglu, gelu_and_mul, silu_and_mul
+from ...ops.elementwise import clamped_swiglu, gelu_and_mul, relu_squared, silu_and_mul
 from ...ops.expert_products import Matrix, Panels, multiply_each
 from ...ops.narrow_weights import NarrowWeight
 from ...ops.native_descriptors import NativeActivation, NativeScoring
 from ...ops.native_integers import IntegerPanels
 from ...ops.native_mixture import NativeExperts, NativeGating, NativeMixture, NativeRouting
-from .layers import Activation, ClampedSwiglu, Experts, Routing, Scoring
+from .layers import Activation, ClampedSwiglu, Experts, Routing, Scoring, UngatedActivation
 from .mixture_launches import MixtureLaunches
 from .mixture_lora import Going, MixtureLora
 from .quantization.group_scaled import GroupScaled
@@ -78,12 +79,18 @@ class ExpertWeights(ABC):
 
     @abstractmethod
     def outputs(
-        self, x: torch.Tensor, chosen: torch.Tensor, spec: Experts, lora: MixtureLora | MixtureLaunches | None = None
+        self,
+        x: torch.Tensor,
+        chosen: torch.Tensor,
+        spec: Experts,
+        lora: MixtureLora | MixtureLaunches | None = None,
+        factors: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """The experts' outputs for rows `[rows, hidden]`: `[rows · per_token, hidden]`. Only those that a row goes to
         are read.
 
         chosen: `[rows, per_token]` int64, the experts of each row. lora: the step's adapters; None: no adapters.
+        factors: `[rows, per_token]` float32, of the experts' inputs; None: they are as they are.
         """
 
     @abstractmethod
@@ -144,7 +151,12 @@ class ListedExperts(ExpertWeights):
         return mixed.to(outputs.dtype)
 
     def outputs(
-        self, x: torch.Tensor, chosen: torch.Tensor, spec: Experts, lora: MixtureLora | MixtureLaunches | None = None
+        self,
+        x: torch.Tensor,
+        chosen: torch.Tensor,
+        spec: Experts,
+        lora: MixtureLora | MixtureLaunches | None = None,
+        factors: torch.Tensor | None = None,
     ) -> torch.Tensor:
         experts = chosen.flatten().numpy()
         places = experts.argsort(kind="stable")  # in `chosen`, expert after expert
@@ -168,7 +180,8 @@ class ListedExperts(ExpertWeights):
         if (lora := lora_of(lora, MixtureLora)) is not None:
             going = [tokens[begin:end].tolist() for begin, end in pairwise((0, *ends))]
             added = _Added(lora, Group.EXPERT_GATE_UP, Group.EXPERT_DOWN, list(zip(used, going, strict=True)))
-        outputs = _through(x.index_select(0, tokens), parts, spec.activation, added)
+        own = None if factors is None else factors.flatten()[by_expert]
+        outputs = _through(x.index_select(0, tokens), parts, spec.activation, added, own)
         return torch.empty_like(outputs).index_copy_(0, by_expert, outputs)
 
 
@@ -183,6 +196,8 @@ _SCORINGS = {
     Scoring.SOFTMAX: NativeScoring.SOFTMAX,
     Scoring.SOFTMAX_OF_CHOSEN: NativeScoring.SOFTMAX_OF_CHOSEN,
     Scoring.SIGMOID: NativeScoring.SIGMOID,
+    Scoring.SIGMOID_OF_CHOSEN: NativeScoring.SIGMOID_OF_CHOSEN,
+    Scoring.SPARSE_MIXER: NativeScoring.SPARSE_MIXER,
 }
 
 _GATINGS = {
@@ -193,7 +208,7 @@ _GATINGS = {
 
 def _native_mixture(experts: ListedExperts, spec: Experts) -> NativeMixture | None:
     routing, activation, router = spec.routing, spec.activation, experts.router
-    if routing.scaled:
+    if routing.scaled or isinstance(activation, UngatedActivation):
         return None
     shared = _packed_natively([experts.shared_gate_up]), _packed_natively([experts.shared_down])
     gate_up, down = _packed_natively(experts.gate_up), _packed_natively(experts.down)
@@ -210,6 +225,8 @@ def _native_mixture(experts: ListedExperts, spec: Experts) -> NativeMixture | No
             factor=routing.factor,
             groups=routing.groups,
             kept_groups=routing.kept_groups,
+            jitter=routing.jitter,
+            of_inputs=routing.of_inputs,
             group_best=routing.group_best,
         ),
         NativeGating(NativeActivation.CLAMPED_SWIGLU, activation.alpha, activation.limit)
@@ -300,6 +317,11 @@ def choose(logits: torch.Tensor, routing: Routing, correction: torch.Tensor | No
     if routing.scoring is Scoring.SOFTMAX_OF_CHOSEN:
         best = logits.topk(routing.per_token, dim=-1)
         return ExpertChoice(best.indices, best.values.softmax(-1) * routing.factor)
+    if routing.scoring is Scoring.SIGMOID_OF_CHOSEN:
+        best = logits.topk(routing.per_token, dim=-1)
+        return ExpertChoice(best.indices, best.values.sigmoid() * routing.factor)
+    if routing.scoring is Scoring.SPARSE_MIXER:
+        return _one_by_one(logits, routing)
     scores = logits.sigmoid() if routing.scoring is Scoring.SIGMOID else logits.softmax(-1)
     ranked = scores if correction is None else scores + correction
     if routing.groups > 1:
@@ -310,6 +332,19 @@ def choose(logits: torch.Tensor, routing: Routing, correction: torch.Tensor | No
         total = weights.sum(-1, keepdim=True)
         weights = weights / (total + routing.epsilon if routing.epsilon else total)
     return ExpertChoice(chosen, weights if routing.factor == 1 else weights * routing.factor)
+
+
+def _one_by_one(logits: torch.Tensor, routing: Routing) -> ExpertChoice:
+    """See `Scoring.SPARSE_MIXER`."""
+    experts, weights, others = [], [], logits
+    for _ in range(routing.per_token):
+        best, chosen = others.max(-1, keepdim=True)
+        is_far = (best - logits) / logits.abs().maximum(best) > 2 * routing.jitter
+        near = others.masked_fill(is_far, float("-inf")).softmax(-1)
+        experts.append(chosen)
+        weights.append(near.gather(1, chosen))
+        others = others.scatter(1, chosen, float("-inf"))
+    return ExpertChoice(torch.cat(experts, 1), torch.cat(weights, 1))
 
 
 def _within_groups(ranked: torch.Tensor, routing: Routing) -> torch.Tensor:
@@ -339,7 +374,9 @@ def mix_experts(
     experts, factors = weights.choose(logits, spec.routing)
     if weights.factors is not None:
         factors = factors * weights.factors[experts]
-    outputs = weights.outputs(x, experts, spec, lora).view(*experts.shape, -1)
+    of_inputs = factors if spec.routing.of_inputs else None
+    outputs = weights.outputs(x, experts, spec, lora, of_inputs).view(*experts.shape, -1)
+    factors = factors if of_inputs is None else torch.ones_like(factors)
     return weights.add_up(outputs, factors, _of_shared(x, weights, spec, lora))
 
 
@@ -409,11 +446,18 @@ class _Added(NamedTuple):
 
 
 def _through(
-    x: torch.Tensor, parts: _Parts, activation: Activation | ClampedSwiglu, added: _Added | None = None
+    x: torch.Tensor,
+    parts: _Parts,
+    activation: Activation | ClampedSwiglu | UngatedActivation,
+    added: _Added | None = None,
+    factors: torch.Tensor | None = None,
 ) -> torch.Tensor:
+    """factors: `[rows]`, of x; see `Routing.of_inputs`."""
     y = multiply_each(x, parts.ends, parts.gate_up, parts.gate_up_bias)
     if added is not None:
         added.add(added.gate_up, y, x)
+    if factors is not None:
+        y.mul_(factors[:, None])
     hidden = activated(y, activation)
     y = multiply_each(hidden, parts.ends, parts.down, parts.down_bias)
     if added is not None:
@@ -421,7 +465,16 @@ def _through(
     return y
 
 
-def activated(gate_up: torch.Tensor, activation: Activation | ClampedSwiglu) -> torch.Tensor:
+def activated(gate_up: torch.Tensor, activation: Activation | ClampedSwiglu | UngatedActivation) -> torch.Tensor:
+    if isinstance(activation, UngatedActivation):
+        return activated_alone(gate_up, activation)
     if isinstance(activation, ClampedSwiglu):
         return clamped_swiglu(gate_up, activation.alpha, activation.limit)
     return (silu_and_mul if activation is Activation.SILU else gelu_and_mul)(gate_up)
+
+
+def activated_alone(up: torch.Tensor, activation: UngatedActivation) -> torch.Tensor:
+    """Without a gate, and without parameters of its own. up: `[rows, ffn]`."""
+    if activation is UngatedActivation.RELU_SQUARED:
+        return relu_squared(up)
+    return gelu(up, approximate="none" if activation is UngatedActivation.GELU else "tanh")

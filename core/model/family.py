@@ -33,11 +33,11 @@ class Family:
 
     tensors: TensorNames = LLAMA_TENSORS
 
-    text_part: str = "text_config"
-    """The field of `config.json` that describes the text part, where a model has others."""
+    notes: str = ""
+    """The parts that are not served, for the documentation."""
 
     model_types: tuple[str, ...] = ()
     """Values of `model_type` of checkpoints that transformers saves under another family's architecture."""
 
-    notes: str = ""
-    """The parts that are not served, for the documentation."""
+    text_part: str = "text_config"
+    """The field of `config.json` that describes the text part, where a model has others."""

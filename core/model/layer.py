@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from torch.nn.functional import gelu, linear
+from torch.nn.functional import linear
 
 from ...memory.pages.projections import Group
 from ...ops import float8_rows
@@ -17,18 +17,18 @@ from ...ops.elementwise import (
     add_rms_norm,
     gelu_and_mul,
     layer_norm,
-    relu_squared,
     rms_norm,
     silu_and_mul,
+    write_latents,
     xielu,
 )
-from ...ops.latents import LatentHeads, rotated, write_latents
+from ...ops.latents import LatentHeads
 from ...ops.narrow_weights import NarrowWeight
 from ...ops.packed_gemm import packed_linear
 from ...ops.ranks import Collectives
-from ...ops.rotation import KvSlots, Rotation
+from ...ops.rotation import KvSlots, NewLatents, Rotation
 from .batch import GemmBackend, GemmBackends
-from .experts import activated, mix_experts
+from .experts import activated, activated_alone, mix_experts
 from .layer_weights import LayerWeights
 from .layers import (
     Activation,
@@ -99,7 +99,7 @@ class Layer:
         x += down(gate_up(x))
 
     qkv and gate_up read the residual stream `x` through a norm; the outputs of o and down are added to it. In a layer
-    with experts they take the place of gate_up and down.
+    with experts they take the place of gate_up and down. A layer may have one of the two parts alone.
     """
 
     __slots__ = ("_backends", "_index", "_lora", "_ranks", "_spec", "_weights")
@@ -128,13 +128,14 @@ class Layer:
         x.rows.add_(self._output(self._feed_forward(rows), x.norm, weights.mlp_out_norm))
         return qkv
 
-    def finish(self, x: Residual, attended: torch.Tensor, inputs: torch.Tensor | None = None) -> None:
-        """Compute the part after the mixer, whose output `[tokens, out]` is given. inputs: `[tokens, size]`: the
-        layer's further input, where there is one.
+    def finish(self, x: Residual, attended: torch.Tensor | None, inputs: torch.Tensor | None = None) -> None:
+        """Compute the part after the mixer, whose output `[tokens, out]` is given; None: the layer has none. inputs:
+        `[tokens, size]`: the layer's further input, where there is one.
         """
         weights = self._weights
-        x.added = self._output(self.o(attended), x.norm, weights.attention_out_norm)
-        if not self._spec.is_parallel:
+        if attended is not None:
+            x.added = self._output(self.o(attended), x.norm, weights.attention_out_norm)
+        if self._spec.feed_forward is not None and not self._spec.is_parallel:
             with span("mlp"):
                 rows = x.normed(weights.mlp_norm)
                 y = self._feed_forward(rows) if self._spec.beside is None else self._side_by_side(rows, x)
@@ -194,19 +195,22 @@ class Layer:
         return self._summed(self._gemm(ATTN_O, attended, self._weights.o, self._weights.o_bias))
 
     def latents(
-        self, inputs: torch.Tensor, spec: LatentSpec, rotation: Rotation | None, slots: KvSlots
+        self,
+        inputs: torch.Tensor,
+        spec: LatentSpec,
+        rotation: Rotation | None,
+        slots: KvSlots,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Queries `[tokens, heads, key + rotated]`, rotated; the latents are written. inputs: `begin`'s."""
-        weights = self._weights
-        key_dim, rotated_dim = spec.key_dim, spec.rotated_dim
-        q, latents, key = inputs.split((inputs.shape[1] - spec.kv_rank - rotated_dim, spec.kv_rank, rotated_dim), 1)
+        """Queries `[tokens, heads, key + rotated]`, rotated, in `out` if that is given; the latents are written.
+        inputs: `begin`'s.
+        """
+        weights, size = self._weights, spec.kv_rank + spec.rotated_dim
+        q, kept = inputs.split((inputs.shape[1] - size, size), 1)
         if weights.q_up is not None and weights.q_norm is not None:
-            q = self._added(Group.QUERY_UP, rms_norm(q.contiguous(), weights.q_norm, spec.eps), weights.q_up)
-        q, q_rotated = q.unflatten(1, (-1, key_dim + rotated_dim)).split((key_dim, rotated_dim), 2)
-        if weights.k_norm is not None:
-            latents = rms_norm(latents.contiguous(), weights.k_norm, spec.eps)
-        write_latents(slots, latents, rotated(key[:, None], rotation))
-        return torch.cat((q, rotated(q_rotated, rotation)), dim=2)
+            q = self._added(Group.QUERY_UP, rms_norm(q, weights.q_norm, spec.eps), weights.q_up)
+        new = NewLatents(kept, spec.kv_rank, weights.k_norm, spec.eps)
+        return write_latents(q.unflatten(1, (-1, spec.key_dim + spec.rotated_dim)), new, rotation, slots, out)
 
     def latent_heads(self, spec: LatentSpec) -> LatentHeads:
         """The ways between heads and latents."""
@@ -220,10 +224,12 @@ class Layer:
 
     def _gate_up(self, rows: torch.Tensor) -> torch.Tensor:
         weights = self._weights
-        if isinstance(self._spec.feed_forward, UngatedSpec):
+        spec = self._spec.feed_forward
+        assert spec is not None, "the layer has the part"
+        if isinstance(spec, UngatedSpec):
             up = self._gemm(GATE_UP, rows, weights.gate_up, weights.gate_up_bias)
-            return _activated(up, self._spec.feed_forward.activation, weights.xielu)
-        if self._spec.feed_forward.activation is Activation.SILU:
+            return _activated(up, spec.activation, weights.xielu)
+        if spec.activation is Activation.SILU:
             return self._gemm(GATE_UP, rows, weights.gate_up, weights.gate_up_bias, gate=True)
         return gelu_and_mul(self._gemm(GATE_UP, rows, weights.gate_up, weights.gate_up_bias))
 
@@ -266,9 +272,7 @@ def _activated(up: torch.Tensor, activation: UngatedActivation, parameters: torc
     """up: `[tokens, ffn]`. parameters: of xIELU."""
     if parameters is not None:
         return xielu(up, parameters)
-    if activation is UngatedActivation.RELU_SQUARED:
-        return relu_squared(up)
-    return gelu(up, approximate="none" if activation is UngatedActivation.GELU else "tanh")
+    return activated_alone(up, activation)
 
 
 def multiply(

@@ -6,6 +6,8 @@ a mixture of experts), each with norms around it, added to the residual stream x
     x += residual_multiplier · mixer(norm(x))
     x += residual_multiplier · feed_forward(norm(x))
 
+A layer may have one of the two alone.
+
 Tests: tests/core/model/test_model_config.py, tests/core/test_families.py
 """
 
@@ -13,6 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from ...memory.pages.layout import KvShape
@@ -91,7 +94,9 @@ class HeadNorm(StrEnum):
     """All heads of a token at once, with weights `[heads · head_dim]`: OLMo 2."""
 
     BARE = "bare"
-    """Every head by itself, without weights (nanochat)."""
+    """Every head by itself, without weights: nanochat, and Llama 4, which norms rotated heads. Rotating changes no
+    norm.
+    """
 
     OWN = "own"
     """LayerNorm of every head by itself, each with weights of its own, `[heads · head_dim]`: Command R+."""
@@ -100,6 +105,19 @@ class HeadNorm(StrEnum):
     """Every head by itself after it was rotated, with weights `[head_dim]`: Hunyuan. Rotating changes no norm, so heads
     are divided by their norms before, and the queries alone are multiplied by both weights after.
     """
+
+
+class OutputGate(StrEnum):
+    """Where the gates of attention's output come from."""
+
+    BESIDE_QUERIES = "beside queries"
+    """q_proj gives each head a query and then a gate: Qwen3.5."""
+
+    APART = "apart"
+    """g_proj gives every element one: AFMoE."""
+
+    OF_HEADS = "of heads"
+    """g_proj gives every head one: LFM3."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,16 +144,22 @@ class NormSpec:
 
 @dataclass(frozen=True, slots=True)
 class QueryGrowth:
-    """Queries grow with their position p, by `1 + beta · log(1 + floor(p / positions))` (Llama 4, Ministral 3)."""
+    """Queries grow with their position p, by `1 + beta · log(1 + floor((p + first) / positions))` (Llama 4,
+    Ministral 3).
+    """
 
     beta: float
     positions: int
+
+    first: int = 0
+    """Number of the first position."""
 
     def factors(self, count: int) -> torch.Tensor:
         """Of positions 0 … count-1, float32."""
         import torch
 
-        return 1 + self.beta * torch.log(1 + torch.floor(torch.arange(count) / self.positions))
+        numbers = torch.arange(self.first, self.first + count)
+        return 1 + self.beta * torch.log(1 + torch.floor(numbers / self.positions))
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +206,9 @@ class AttentionSpec:
     window: int | None = None
     """Tokens that a query sees, itself included; None: all before it."""
 
+    chunked: bool = False
+    """The window begins at a multiple of its length: a query sees the tokens of its own chunk alone (Llama 4)."""
+
     softcap: float | None = None
     """Scores s become `softcap · tanh(s / softcap)`."""
 
@@ -189,11 +216,8 @@ class AttentionSpec:
     qkv_bias: bool = False
     o_bias: bool = False
 
-    output_gate: bool = False
-    """q_proj gives each head a query and then a gate: `o_proj(attended · sigmoid(gate))` (Qwen3.5)."""
-
-    gate_apart: bool = False
-    """The gates are `g_proj` of the layer's input instead (AFMoE); `output_gate` is true, too."""
+    output_gate: OutputGate | None = None
+    """Gates of what was attended: `o_proj(attended · sigmoid(gate))`."""
 
     query_growth: QueryGrowth | None = None
 
@@ -249,8 +273,13 @@ class AttentionSpec:
 
     @property
     def q_rows(self) -> int:
-        """Rows of queries, and of the gates where there are any."""
-        return self.q_size * (1 + self.output_gate)
+        """Rows of q_proj: queries, and the gates where it gives them."""
+        return self.q_size * (1 + (self.output_gate is OutputGate.BESIDE_QUERIES))
+
+    @property
+    def gate_size(self) -> int:
+        """Elements of the gates of a token's output."""
+        return 0 if self.output_gate is None else self.q_size
 
     @property
     def biased_inputs(self) -> list[str]:
@@ -268,12 +297,13 @@ class AttentionSpec:
             self.num_heads,
             self.num_kv_heads,
             self.head_dim,
-            gate=self.output_gate and not self.gate_apart,
+            gate=self.output_gate is OutputGate.BESIDE_QUERIES,
             keys_and_values=0 if self.shares_kv else 1 if self.keys_are_values else 2,
             form=self.form,
         )
-        if self.gate_apart:
-            gate = Projection("self_attn.g_proj", Group.MIXER_IN, hidden, self.q_size, self.num_heads, form=self.form)
+        if self.output_gate in (OutputGate.APART, OutputGate.OF_HEADS):
+            size = self.q_size if self.output_gate is OutputGate.APART else self.num_heads
+            gate = Projection("self_attn.g_proj", Group.MIXER_IN, hidden, size, self.num_heads, form=self.form)
             inputs.append(gate)
         return (*inputs, output)
 
@@ -347,6 +377,14 @@ class Scoring(StrEnum):
     SIGMOID = "sigmoid"
     """Of each by itself: GLM-4."""
 
+    SIGMOID_OF_CHOSEN = "sigmoid of the chosen"
+    """Experts are chosen by their logits, and the sigmoid is of the chosen ones alone: Llama 4."""
+
+    SPARSE_MIXER = "sparse mixer"
+    """A chosen expert's softmax is over the experts that were not chosen before it and whose logits are near its own:
+    see `Routing.jitter` (Phi-3.5-MoE, arXiv 2409.12136).
+    """
+
 
 @dataclass(frozen=True, slots=True)
 class Routing:
@@ -381,14 +419,23 @@ class Routing:
     bias: bool = False
     """The router's logits have a bias."""
 
+    jitter: float = 0.0
+    """Of `SPARSE_MIXER`: a logit l is near the best one b unless `(b - l) / max(|l|, b) > 2 · jitter`."""
+
     scaled: bool = False
     """The weights are multiplied by a learned factor of each expert, after all else (Gemma 4)."""
+
+    of_inputs: bool = False
+    """The weights are of experts' inputs, not of their outputs, which are added up as they are (Llama 4). Experts have
+    no biases then, so the weights are multiplied with the products of gate and up.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class Experts:
     """A mixture of experts, each a gated part: `Σ weight · down(activation(gate(x)) · up(x))` of the experts that a
-    router chooses for a token, and of the shared one where there is one. `ClampedSwiglu` has a form of its own.
+    router chooses for a token, and of the shared one where there is one. `ClampedSwiglu` has a form of its own; with an
+    `UngatedActivation` each is `down(activation(up(x)))`.
     """
 
     count: int
@@ -397,7 +444,7 @@ class Experts:
     """Width of an expert's gate and up."""
 
     routing: Routing
-    activation: Activation | ClampedSwiglu = Activation.SILU
+    activation: Activation | ClampedSwiglu | UngatedActivation = Activation.SILU
 
     shared_size: int = 0
     """Width of the gate and up of an expert that every token goes to; 0: there is none."""
@@ -414,6 +461,11 @@ class Experts:
     bias = False
 
     @property
+    def is_gated(self) -> bool:
+        """True if experts have gates."""
+        return not isinstance(self.activation, UngatedActivation)
+
+    @property
     def active_size(self) -> int:
         """Width of all that a token goes through."""
         return self.routing.per_token * self.size + self.shared_size
@@ -425,7 +477,10 @@ class Experts:
 
     def projections(self, hidden: int) -> tuple[Projection, ...]:
         """See `AttentionSpec.projections`; those of experts are of each one."""
-        return mixture_projections(hidden, self.count, self.size, self.shared_size, shared_gate=self.shared_gate)
+        shared_gate, has_gates = self.shared_gate, self.is_gated
+        return mixture_projections(
+            hidden, self.count, self.size, self.shared_size, shared_gate=shared_gate, has_gates=has_gates
+        )
 
     def share(self, size: int) -> Experts:
         """One of `size` ranks' share: of all experts some columns."""
@@ -450,8 +505,12 @@ class LayerInputSpec:
 class LayerSpec:
     """One layer."""
 
-    mixer: AttentionSpec | RecurrentSpec
-    feed_forward: GatedSpec | UngatedSpec | Experts
+    mixer: AttentionSpec | RecurrentSpec | None
+    """None: the layer is a feed-forward part alone (Nemotron-H)."""
+
+    feed_forward: GatedSpec | UngatedSpec | Experts | None
+    """None: the layer is a mixer alone."""
+
     norms: Norms = Norms.BEFORE
 
     residual_multiplier: float = 1.0
@@ -469,6 +528,11 @@ class LayerSpec:
 
         x += norm_out(norm_1(feed_forward(norm(r))) + norm_2(experts(norm_3(r))))
     """
+
+    @property
+    def is_whole(self) -> bool:
+        """True if it has a mixer and a feed-forward part."""
+        return self.mixer is not None and self.feed_forward is not None
 
     @property
     def is_parallel(self) -> bool:
@@ -503,7 +567,8 @@ class LayerSpec:
     @property
     def biased(self) -> frozenset[str]:
         """Paths of the projections with a bias."""
-        found = ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"] if self.feed_forward.bias else []
+        is_biased = self.feed_forward is not None and self.feed_forward.bias
+        found = ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"] if is_biased else []
         found = found[1:] if isinstance(self.feed_forward, UngatedSpec) else found
         if (mixer := self.attention) is not None:
             found += mixer.biased_inputs if mixer.qkv_bias else []
@@ -516,13 +581,14 @@ class LayerSpec:
         """The matrices of the layer, by their paths in Llama's checkpoints, or Qwen3.5's."""
         further = () if self.beside is None else self.beside.projections(hidden)
         further += input_projections(hidden, self.input_size) if self.input_size else ()
-        return self.mixer.projections(hidden) + self.feed_forward.projections(hidden) + further
+        parts = [part.projections(hidden) for part in (self.mixer, self.feed_forward) if part is not None]
+        return (*chain(*parts), *further)
 
     def share(self, size: int) -> LayerSpec:
         """One of `size` ranks' share."""
         return replace(
             self,
-            mixer=self.mixer.share(size),
-            feed_forward=self.feed_forward.share(size),
+            mixer=None if self.mixer is None else self.mixer.share(size),
+            feed_forward=None if self.feed_forward is None else self.feed_forward.share(size),
             beside=None if self.beside is None else self.beside.share(size),
         )

@@ -19,6 +19,7 @@ from .mixture_launches import MixtureForm, MixtureLaunches
 from .step_lora import HeadLora
 
 if TYPE_CHECKING:
+    from ...ops.latents_triton import LaunchedLora
     from ...ops.sgmv_triton import Sgmv, Shrunk
 
 #: Captured launches have as many tiles as a usual step needs, or this many times as many.
@@ -66,6 +67,10 @@ class LaunchState(Protocol):
 
     def absorbed(self, layer: int, /) -> AbsorbedLora | None: ...
 
+    def launched_latents(
+        self, layer: int, tiles: torch.Tensor, num_tiles: int, terms: int, /
+    ) -> LaunchedLora | None: ...
+
     def mixture_launches(self, layer: int, form: MixtureForm, /) -> MixtureLaunches | None: ...
 
 
@@ -84,7 +89,7 @@ class Variant(NamedTuple):
     mixture: MixtureForm = _NO_MIXTURE
     """Of mixtures of experts."""
     latents: bool = False
-    """Adapters change keys and values of latents, by PyTorch's operators: such launches are of one step alone."""
+    """Adapters change keys and values of latents by PyTorch's operators: such launches are of one step alone."""
 
 
 _USUAL = Variant()
@@ -230,7 +235,9 @@ class LoraLaunches:
 
     def absorbed(self, layer: int) -> AbsorbedLora | None:
         """See `StepLora.absorbed`."""
-        return self._state.absorbed(layer) if self._latents else None
+        if self._latents or self.schedule.tensor_cores:  # no such step attends in a captured graph
+            return self._state.absorbed(layer)
+        return self._state.launched_latents(layer, self._tiles, self.num_tiles, self.terms)
 
     def mixture(self, layer: int) -> MixtureLaunches | None:
         """See `StepLora.mixture`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -13,8 +14,9 @@ from ...memory.adapters.adapter import Adapter
 from ...memory.files.whole_copies import MAX_TRAINED_ROWS
 from ...memory.pages.adapter_layout import AdapterLayout, AdapterPart, VectorTarget, uniform_parts
 from ...memory.pages.layout import PageLayout, SlabLayout
-from ...memory.pages.projections import MIXTURE_GROUPS, Product
+from ...memory.pages.projections import MIXTURE_GROUPS, Group, Product
 from ...memory.transfers.transfer import Transfer
+from ...ops.in_parts import Modules, launch_for
 from ...ops.mixture_tables import MAX_PARTS, Parts
 from ...ops.sgmv import AdapterRows, Segments
 from ...ops.sgmv_schedule import Schedule, decode, prefill, rank_classes, token_limits
@@ -24,11 +26,14 @@ from ...ops.table_records import Copy
 from ...ops.vectors_tables import VectorTables
 from ..cpus import available_cpus
 from .config import ModelConfig
+from .latent_launches import LatentLaunches
+from .layers import LatentSpec
 from .lora_launches import LoraLaunches, StepOffload, Tail, Variant
 from .lora_state import LoraState, RowAdapters
 from .mixture_launches import MixtureForm, MixtureLaunches, MixtureLimits, MixtureState
 
 if TYPE_CHECKING:
+    from ...ops.latents_triton import LaunchedLora
     from ...ops.sgmv_triton import Sgmv
     from ...ops.vectors_triton import ScaleRows
 
@@ -134,6 +139,7 @@ class CudaLoraState(LoraState):
         self.tables = SgmvTables(sizes, arena.device, make_copy)
         if self.mixtures is not None:
             self.mixtures.use_scratch(self.tables.h)
+        self._latent_launches = self._new_latent_launches(config.attention.latent)
         self._mixture_modules = {
             group: {module for columns in self._groups for module, _, _ in columns[group]} for group in MIXTURE_GROUPS
         }
@@ -178,6 +184,8 @@ class CudaLoraState(LoraState):
         self.arena = arena
         for product in (one for made in (*self._products.values(), *self._scales.values()) for one in made.values()):
             product.use_arena(arena)
+        if self._latent_launches is not None:
+            self._latent_launches.use_arena(arena)
         if self.mixtures is not None:
             self.mixtures.use_arena(arena)
 
@@ -217,8 +225,8 @@ class CudaLoraState(LoraState):
         self._begin(adapters, lora_indices, lengths, merged)
         if self._is_contained(merged):
             return None
-        if self.mixture_segments.rows or self.changes_latents:
-            return self._ragged(lengths, EagerReason.EXPERTS if self.mixture_segments.rows else EagerReason.LATENTS)
+        if self.mixture_segments.rows:
+            return self._ragged(lengths, EagerReason.EXPERTS)
         assert captured.tail is not None
         scales, tables = self._plan_vectors(), self.tables
         tiles = captured.schedule.tile_tokens, _border(lengths), captured.tail.schedule.tile_tokens
@@ -250,7 +258,7 @@ class CudaLoraState(LoraState):
             return None
         num_tiles = self.tables.plan(self.segments, captured.schedule.tile_tokens, terms=captured.terms)
         scales, terms, mixture = self._plan_vectors(), self.tables.terms, self._plan_mixtures()
-        latents = self.changes_latents
+        latents = self.changes_latents and (bool(self.segments.vectors) or self._latent_launches is None)
         is_usual = terms == captured.terms and not latents
         found = captured.with_room(num_tiles, 0, scales, mixture) if is_usual else None
         if found is not None:
@@ -367,12 +375,20 @@ class CudaLoraState(LoraState):
         if (found := self._products.get((schedule, terms))) is None:
             from ...ops.sgmv_triton import Sgmv  # needs triton
 
+            def launch(modules: Modules, inputs: int) -> Sgmv:
+                return Sgmv(self.arena, self.tables, modules, d_in=inputs, schedule=schedule, terms=terms)
+
             found = {
-                index: Sgmv(self.arena, self.tables, each.modules, d_in=each.inputs, schedule=schedule, terms=terms)
+                index: launch_for(each.modules, partial(launch, inputs=each.inputs))
                 for index, each in self._launched.items()
             }
             self._products[schedule, terms] = found
         return found
+
+    def launched_latents(self, layer: int, tiles: torch.Tensor, num_tiles: int, terms: int) -> LaunchedLora | None:
+        """The launches of a decode step's adapters on a layer's kv_b_proj; None if they can't be launched."""
+        launches = self._latent_launches
+        return None if launches is None else launches.of(layer, tiles, num_tiles, terms, self.segments)
 
     def scale(self, group: int, y: torch.Tensor, layer: int, *, undo: bool, compile_only: bool = False) -> None:
         """Apply a step's vectors to a group's outputs, or undo those of a merged adapter."""
@@ -380,7 +396,7 @@ class CudaLoraState(LoraState):
             from ...ops.vectors_triton import ScaleRows  # needs triton
 
             found = {
-                index: ScaleRows(self.arena, self._vectors, each.modules, undo=undo)
+                index: launch_for(each.modules, partial(ScaleRows, self.arena, self._vectors, undo=undo))
                 for index, each in self._launched.items()
             }
             self._scales[undo] = found
@@ -410,6 +426,7 @@ class CudaLoraState(LoraState):
             (group, torch.zeros(1, each.outputs, dtype=dtype, device=device), layer) for (layer, group), each in places
         ]
         with compiling(available_cpus()):
+            self._warm_up_latents(compile_only=True)
             if self.mixtures is not None:
                 self.mixtures.warm_up(compile_only=True)
             for launches, *case in cases:
@@ -422,6 +439,19 @@ class CudaLoraState(LoraState):
             launches.add(*case)
         for case, undo in itertools.product(outputs, (False, True)):
             self.scale(*case, undo=undo)
+        self._warm_up_latents(compile_only=False)
+
+    def _warm_up_latents(self, *, compile_only: bool) -> None:
+        if self._latent_launches is not None:
+            layer = next(layer for layer, groups in enumerate(self._groups) if groups[Group.KV_UP])
+            self._latent_launches.warm_up(layer, compile_only=compile_only)
+
+    def _new_latent_launches(self, latent: LatentSpec | None) -> LatentLaunches | None:
+        """None for a model without latents, or with heads that kernels don't take."""
+        if latent is None or not LatentLaunches.can_launch(latent, self._itemsize):
+            return None
+        ((module, _, width),) = next(groups[Group.KV_UP] for groups in self._groups if groups[Group.KV_UP])
+        return LatentLaunches(latent, module, width, self.arena, self.tables)
 
     def _first_uses(self) -> list[tuple[tuple[int, int], Product]]:
         """The layer and group that first use each product."""

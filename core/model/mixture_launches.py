@@ -261,6 +261,10 @@ class RoutedLora:
             return x[:, None].expand(-1, per_token, -1).reshape(-1, x.shape[1])
         return x[self._pairs // per_token]
 
+    def in_order(self, values: torch.Tensor) -> torch.Tensor:
+        """Values of pairs, `[pairs, …]`, in the order of rows."""
+        return values if self._runs is None else values[self._pairs]
+
     def in_rows(self, tiles: ExpertTiles) -> ExpertTiles:
         """Tiles of the base products, with numbers of rows for those of pairs."""
         if self._runs is None:

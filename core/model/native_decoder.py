@@ -32,6 +32,7 @@ from .layers import (
     HeadNorm,
     LayerSpec,
     Norms,
+    OutputGate,
     UngatedActivation,
     UngatedSpec,
 )
@@ -56,7 +57,10 @@ def why_unsupported(config: ModelConfig, dtype: torch.dtype) -> str | None:
         if has:
             return f"it has no {part}, and this model's layers have {has if isinstance(has, str) else 'it'}"
     if config.recurrent is not None and config.recurrent.native_shape() is None:
-        return f"it has no {config.recurrent.title} with groups of heads that ranks share, which this model has"
+        return (
+            f"it has no {config.recurrent.title} with groups of heads that ranks share or with a least time step, "
+            "which this model has"
+        )
     pair = 4 // dtype.itemsize
     inner = [config.hidden_size, config.intermediate_size, config.q_size]
     inner += [] if config.recurrent is None else [config.recurrent.out_size]
@@ -64,9 +68,10 @@ def why_unsupported(config: ModelConfig, dtype: torch.dtype) -> str | None:
         return reason
     if any(k % pair for k in inner) or config.head_dim % 2:
         return f"it needs even sizes, and this model's are {config.head_dim} of a head, {inner} of rows of weights"
-    if config.attention.output_gate and any(it.head_norm is HeadNorm.ALL for it in config.attention_layers):
+    gate = config.attention.output_gate
+    if gate is OutputGate.BESIDE_QUERIES and any(it.head_norm is HeadNorm.ALL for it in config.attention_layers):
         return "it has no norm of all heads where queries have gates of attention's output between them"
-    unknown = {layer.feed_forward.activation for layer in config.layers} - set(_ACTIVATIONS)
+    unknown = {layer.feed_forward.activation for layer in config.layers if layer.feed_forward} - set(_ACTIVATIONS)
     if unknown:
         names = ", ".join(sorted(map(str, unknown)))
         return f"it has the activations {', '.join(map(str, _ACTIVATIONS))}, and this model's is {names}"
@@ -77,9 +82,11 @@ def _other_parts(config: ModelConfig) -> dict[str, bool | str]:
     """Parts that the native decoder does not have, and whether a model has them, or what of them."""
     mixers = config.attention_layers
     return {
+        "layer of one part": "such" if not all(layer.is_whole for layer in config.layers) else False,
         "mixture of experts": f"{config.num_experts} experts" if config.num_experts else False,
         "latent attention": any(mixer.latent is not None for mixer in mixers),
         "attention sinks": "them" if any(mixer.sinks for mixer in mixers) else False,
+        "chunks of attention": "them" if config.chunked else False,
         "attention of several shapes": bool(config.attention_shapes[1:]),
         "further input of layers": config.layer_inputs is not None,
         "attention with another layer's keys": len(config.kv_layers) < len(mixers),
@@ -89,7 +96,7 @@ def _other_parts(config: ModelConfig) -> dict[str, bool | str]:
         "norm with a bias": config.norm.biased,
         "bias of the output projection": config.head_bias,
         "norm of a parallel part's own": any(it.norms is Norms.PARALLEL_APART for it in config.layers),
-        "gate of attention's output in a projection of its own": any(mixer.gate_apart for mixer in mixers),
+        "gate of attention's output apart": any(mixer.output_gate is OutputGate.APART for mixer in mixers),
         "norm of heads without weights": any(mixer.head_norm is HeadNorm.BARE for mixer in mixers),
         "norm of embeddings": config.embedding_norm,
         "LayerNorm of heads": any(mixer.head_norm is HeadNorm.OWN for mixer in mixers),
@@ -128,7 +135,9 @@ class NativeDecoderModel:
             positions=max_model_len, page_groups=arena.layout.pages_per_block, embed=embed,
             lm_head=packed.add(head), norm=weights.norm().float(), arena=arena.pages,
             embedding_multiplier=config.embedding_factor(embed.dtype), logits_scale=config.logits_scale,
-            logits_softcap=config.logits_softcap or 0.0, output_gate=config.attention.output_gate,
+            logits_softcap=config.logits_softcap or 0.0,
+            output_gate=config.attention.output_gate is OutputGate.BESIDE_QUERIES,
+            head_gate=config.attention.output_gate is OutputGate.OF_HEADS,
             kv_copies=config.attention.kv_copies,
             recurrent=_native_recurrent(config.recurrent, arena.layout),
             embed_module=_module(config, Group.EMBEDDING), head_module=_module(config, Group.HEAD),
@@ -277,9 +286,14 @@ def _recurrent_values(layer: LayerSpec, state_layer: int) -> native_model.LayerV
         parallel=layer.norms is Norms.PARALLEL,
         page_layer=0,
         residual_multiplier=layer.residual_multiplier,
-        activation=_ACTIVATIONS[layer.feed_forward.activation],
+        activation=_activation(layer),
         state_layer=state_layer,
     )
+
+
+def _activation(layer: LayerSpec) -> native_model.NativeActivation:
+    assert layer.feed_forward is not None, "the library has no layers of one part"
+    return _ACTIVATIONS[layer.feed_forward.activation]
 
 
 def _native_recurrent(
@@ -319,7 +333,7 @@ def _layer_values(
         page_layer=page_layer,
         query_factors=None if mixer.query_growth is None else mixer.query_growth.factors(positions),
         residual_multiplier=layer.residual_multiplier,
-        activation=_ACTIVATIONS[layer.feed_forward.activation],
+        activation=_activation(layer),
     )
 
 

@@ -20,6 +20,9 @@ from .tensor_names import LLAMA_TENSORS
 #: Ends of transformers' names of architectures: with an output projection, with a score head, and without any head.
 _GENERATOR, CLASSIFIER, BARE = "ForCausalLM", "ForSequenceClassification", "Model"
 
+#: Ends of architectures, and the kind that each is of. `AutoModel` of a family with a vision tower is a `TextModel`.
+_ENDS = {CLASSIFIER: CLASSIFIER, "TextModel": BARE, BARE: BARE}
+
 
 def read_model_config(directory: Path, tokenizer: Path | None = None) -> ModelConfig:
     """Read `directory/config.json` (and `generation_config.json` for the end-of-sequence ids, where present).
@@ -29,7 +32,7 @@ def read_model_config(directory: Path, tokenizer: Path | None = None) -> ModelCo
     """
     raw = ConfigJson.read(directory / "config.json")
     architecture = (raw.texts("architectures") or ["none named"])[0]
-    family, kind = _family_of(architecture)
+    family, kind = family_of(architecture)
     family = family and OF_TYPES.get(raw.text("model_type", ""), family)
     if kind == CLASSIFIER and (raw.has("classifier_from_token") or raw.has("is_original_qwen3_reranker")):
         kind = ""  # a generator, whose output projection scores
@@ -56,13 +59,13 @@ def read_model_config(directory: Path, tokenizer: Path | None = None) -> ModelCo
     return replace(model, base_rows=CheckpointRows(directory, model), base_tokens=BaseTokens(tokenizer or directory))
 
 
-def _family_of(architecture: str) -> tuple[Family | None, str]:
+def family_of(architecture: str) -> tuple[Family | None, str]:
     """Return the family of an architecture, and what replaces its output projection: `CLASSIFIER`, `BARE` or ""."""
     if (family := FAMILIES.get(architecture)) is not None:
         return family, ""
-    for kind in (CLASSIFIER, BARE):
-        if architecture.endswith(kind):
-            return FAMILIES.get(architecture.removesuffix(kind) + _GENERATOR), kind
+    for end, kind in _ENDS.items():
+        if architecture.endswith(end) and (family := FAMILIES.get(architecture.removesuffix(end) + _GENERATOR)):
+            return family, kind
     return None, ""
 
 

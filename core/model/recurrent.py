@@ -130,6 +130,10 @@ class RecurrentSpec(ABC):
         return None
 
 
+#: Tensors of the convolutions of queries, keys and values: see `GatedDeltaSpec.parted`.
+_PARTED_CONVS = ("q_conv1d.weight", "k_conv1d.weight", "v_conv1d.weight")
+
+
 @dataclass(frozen=True, slots=True)
 class GatedDeltaSpec(RecurrentSpec):
     """Gated DeltaNet (arXiv 2412.06464): linear attention with a state of fixed size; see `ops.gated_delta`."""
@@ -150,6 +154,12 @@ class GatedDeltaSpec(RecurrentSpec):
     """Of the gated norm of each head's output."""
 
     conv_size: int = 4
+
+    beta: float = 1.0
+    """Factor of how much of a new value enters the state; with 2, the state may turn (OLMo Hybrid)."""
+
+    parted: bool = False
+    """Queries, keys and values have projections and convolutions of their own (OLMo Hybrid)."""
 
     @property
     def k_size(self) -> int:
@@ -190,8 +200,12 @@ class GatedDeltaSpec(RecurrentSpec):
         heads = self.num_k_heads
         conv = ((self.k_size, heads), (self.k_size, heads), (self.v_size, heads))
         each = MixerTensor((self.num_v_heads,), ((self.num_v_heads, heads),))
+        convs = {"linear_attn.conv1d.weight": MixerTensor((self.channels, 1, self.conv_size), conv)}
+        if self.parted:
+            names = zip(_PARTED_CONVS, conv, strict=True)
+            convs = {f"linear_attn.{name}": MixerTensor((own[0], 1, self.conv_size), (own,)) for name, own in names}
         return {
-            "linear_attn.conv1d.weight": MixerTensor((self.channels, 1, self.conv_size), conv),
+            **convs,
             "linear_attn.dt_bias": each,
             "linear_attn.A_log": each,
             "linear_attn.norm.weight": MixerTensor((self.v_dim,)),
@@ -199,16 +213,19 @@ class GatedDeltaSpec(RecurrentSpec):
 
     def weights(self, tensors: Mapping[str, torch.Tensor]) -> RecurrentWeights:
         """See `RecurrentSpec.weights`."""
+        import torch
+
         from ...ops.gated_delta import DeltaWeights  # needs torch
 
         found = {name.partition(".")[2]: tensor for name, tensor in tensors.items()}
-        return DeltaWeights(
-            _taps(found["conv1d.weight"]), found["dt_bias"], found["A_log"], found["norm.weight"], self.eps
-        )
+        convs = [found[name] for name in (_PARTED_CONVS if self.parted else ("conv1d.weight",))]
+        others = found["dt_bias"], found["A_log"], found["norm.weight"]
+        return DeltaWeights(_taps(torch.cat(convs)), *others, self.eps, self.beta)
 
     def projections(self, hidden: int) -> tuple[Projection, ...]:
         """See `AttentionSpec.projections`."""
-        return linear_projections(hidden, self.k_size, self.v_size, self.num_k_heads, self.num_v_heads)
+        sizes = self.k_size, self.v_size, self.num_k_heads, self.num_v_heads
+        return linear_projections(hidden, *sizes, parted=self.parted)
 
     def share(self, size: int) -> GatedDeltaSpec:
         """One of `size` ranks' share."""
@@ -223,7 +240,7 @@ class GatedDeltaSpec(RecurrentSpec):
         from ...ops.native_model import NativeMixer, NativeShape
 
         heads, dims = (self.num_k_heads, self.num_v_heads), (self.k_dim, self.v_dim)
-        return NativeShape(NativeMixer.DELTA, *heads, *dims, self.conv_size, self.eps)
+        return NativeShape(NativeMixer.DELTA, *heads, *dims, self.conv_size, self.eps, self.beta)
 
     def described(self) -> str:
         """See `RecurrentSpec.described`."""
@@ -232,8 +249,10 @@ class GatedDeltaSpec(RecurrentSpec):
             f"{self.v_dim} for values"
         )
 
-    def launch(self, layout: StateLayout) -> Callable[..., None]:
-        """See `RecurrentSpec.launch`."""
+    def launch(self, layout: StateLayout) -> Callable[..., None] | None:
+        """See `RecurrentSpec.launch`. The kernel has no factor of new values."""
+        if self.beta != 1.0:
+            return None
         from ...ops.gated_delta import step_in_pages
         from ...ops.gated_delta_schedule import StepConstants
 
@@ -357,6 +376,9 @@ class MambaSpec(RecurrentSpec):
     bias: bool = False
     """The projections have biases."""
 
+    dt_min: float = 0.0
+    """The least time step (Nemotron-H)."""
+
     group_ranks: int = 1
     """TP ranks that share each group's heads, because there are more ranks than groups."""
 
@@ -427,6 +449,7 @@ class MambaSpec(RecurrentSpec):
             self.eps,
             self.num_groups,
             self.group_ranks,
+            self.dt_min,
         )
 
     def projections(self, hidden: int) -> tuple[Projection, ...]:
@@ -449,10 +472,10 @@ class MambaSpec(RecurrentSpec):
         return f"mamba_n_groups {self.num_groups}" if self.num_groups > 1 and self.num_groups % size else None
 
     def native_shape(self) -> NativeShape | None:
-        """Not where ranks share a group: its norm is not added up."""
+        """Not where ranks share a group, as its norm is not added up, nor with a least time step."""
         from ...ops.native_model import NativeMixer, NativeShape
 
-        if self.group_ranks > 1:
+        if self.group_ranks > 1 or self.dt_min:
             return None
         heads, dims = (self.num_groups, self.num_heads), (self.state_size, self.head_dim)
         return NativeShape(NativeMixer.MAMBA2, *heads, *dims, self.conv_size, self.eps)

@@ -26,6 +26,8 @@ _SCORES = {
     Scoring.SOFTMAX: Scores.SOFTMAX,
     Scoring.SOFTMAX_OF_CHOSEN: Scores.SOFTMAX_OF_CHOSEN,
     Scoring.SIGMOID: Scores.SIGMOID,
+    Scoring.SIGMOID_OF_CHOSEN: Scores.SIGMOID_OF_CHOSEN,
+    Scoring.SPARSE_MIXER: Scores.SPARSE_MIXER,
 }
 
 
@@ -67,7 +69,12 @@ class StackedExperts(ExpertWeights):
         return routing_triton.add_up(outputs, weights, *(shared or ()))
 
     def outputs(
-        self, x: torch.Tensor, chosen: torch.Tensor, spec: Experts, lora: MixtureLora | MixtureLaunches | None = None
+        self,
+        x: torch.Tensor,
+        chosen: torch.Tensor,
+        spec: Experts,
+        lora: MixtureLora | MixtureLaunches | None = None,
+        factors: torch.Tensor | None = None,
     ) -> torch.Tensor:
         from ...ops.expert_tiles_triton import multiply
         from ...ops.routing_triton import tiles_of
@@ -77,10 +84,14 @@ class StackedExperts(ExpertWeights):
         added = None if launches is None else launches.routed(chosen)
         if added is None:
             y = multiply(x, self.gate_up, tiles, per_token)
+            if factors is not None:
+                y.mul_(factors.view(-1, 1))
             return multiply(activated(y, spec.activation), self.down, tiles, 1)
         x, tiles = added.gathered(x), added.in_rows(tiles)
         y = multiply(x, self.gate_up, tiles, 1)
         added.add(Group.EXPERT_GATE_UP, y, x)
+        if factors is not None:
+            y.mul_(added.in_order(factors.view(-1, 1)))
         hidden = activated(y, spec.activation)
         y = multiply(hidden, self.down, tiles, 1)
         added.add(Group.EXPERT_DOWN, y, hidden)
@@ -147,5 +158,6 @@ def _choice_constants(routing: Routing, experts: int) -> ChoiceConstants:
         corrected=routing.corrected,
         groups=routing.groups,
         kept_groups=routing.kept_groups,
+        jitter=routing.jitter,
         group_best=routing.group_best,
     )

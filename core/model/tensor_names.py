@@ -58,7 +58,7 @@ class TensorNames:
     norm: str = "norm"
     """The name of the final norm."""
 
-    embed: str = "embed_tokens"
+    embeddings: str = "embed_tokens"
     """The name of the token embeddings."""
 
     layers: str = "layers"
@@ -68,6 +68,9 @@ class TensorNames:
     """A part of a layer → its name there, where the two differ; `{}` stands for an expert's number. A checkpoint that
     has the part under its own name has it there. A part with the end of its tensor's name, such as
     `mlp.gate.e_score_correction_bias`, is that tensor alone."""
+
+    older: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    """A part of a layer → its name in checkpoints that don't have it under that of `names`."""
 
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: MappingProxyType({}))
     """A name in a layer → the parts whose rows are stacked in that tensor, in order."""
@@ -85,6 +88,9 @@ class TensorNames:
 
     transposed: bool = False
     """A stacked tensor of weights is `[experts, in, out]`, unless it is packed (gpt-oss)."""
+
+    swapped: bool = False
+    """PEFT takes the inputs of a stacked tensor of weights for outputs: A is of these, and B of inputs (Llama 4)."""
 
     by_shape: bool = False
     """A `transposed` tensor whose shape is `[experts, out, in]` isn't, as transformers saves it (Qwen3-VL-MoE)."""

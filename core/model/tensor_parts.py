@@ -16,6 +16,7 @@ from ...memory.pages.projections import Group, UnitRows
 from .config import ModelConfig, UnsupportedModel
 from .layers import AttentionSpec, Experts, HeadNorm, LayerSpec, Norms, UngatedActivation
 from .quantization.round_to_nearest import RoundToNearest
+from .recurrent import RecurrentSpec
 from .shard import WHOLE, Part, Shard
 from .tensor_names import BIASES, CORRECTION, PACKED, STACKED_EXPERTS, TensorNames
 
@@ -65,6 +66,12 @@ NORMS = {
 }
 
 
+def norms_of(layer: LayerSpec) -> tuple[str, ...]:
+    """The norms that a layer has of `NORMS`: those of its parts."""
+    absent = ("attention_",) * (layer.mixer is None) + ("mlp_",) * (layer.feed_forward is None)
+    return tuple(norm for norm in NORMS[layer.norms] if not norm.startswith(absent))
+
+
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Every part of a model of `config`, under the names that Llama's checkpoints have for it but for the norms of
     layers, which are named as in `LayerWeights`; a tied `lm_head.weight` is not among them.
@@ -81,7 +88,7 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     for index, layer in enumerate(config.layers):
         at = LAYER.format(index)
         shapes |= {at + part: shape for part, shape in _layer_shapes(layer, hidden).items()}
-        shapes |= _norm_shapes([f"{at}{norm}.weight" for norm in NORMS[layer.norms]], config)
+        shapes |= _norm_shapes([f"{at}{norm}.weight" for norm in norms_of(layer)], config)
     return shapes
 
 
@@ -112,16 +119,26 @@ def _layer_shapes(layer: LayerSpec, hidden: int) -> dict[str, tuple[int, ...]]:
         shapes[f"{projection.path}.weight"] = (projection.outputs, projection.inputs)
         if projection.path in biased:
             shapes[f"{projection.path}.bias"] = (projection.outputs,)
-    if layer.feed_forward.activation is UngatedActivation.XIELU:
+    if layer.dense is not None and layer.dense.activation is UngatedActivation.XIELU:
         shapes |= dict.fromkeys(XIELU, (1,))
     if layer.experts is not None:
         shapes |= _expert_shapes(layer.experts, hidden)
     if layer.scaled:
         shapes[SCALAR] = (1,)
-    if isinstance(layer.mixer, AttentionSpec):
-        sinks: dict[str, tuple[int, ...]] = {SINKS: (layer.mixer.num_heads,)} if layer.mixer.sinks else {}
-        return shapes | _head_norm_shapes(layer.mixer) | sinks
-    return shapes | {path: tensor.shape for path, tensor in layer.mixer.tensors.items()}
+    return shapes | _mixer_shapes(layer.mixer)
+
+
+def _mixer_shapes(mixer: AttentionSpec | RecurrentSpec | None) -> dict[str, tuple[int, ...]]:
+    """The parts of a mixer besides its projections."""
+    if isinstance(mixer, AttentionSpec):
+        sinks: dict[str, tuple[int, ...]] = {SINKS: (mixer.num_heads,)} if mixer.sinks else {}
+        return _head_norm_shapes(mixer) | sinks
+    return {} if mixer is None else {path: tensor.shape for path, tensor in mixer.tensors.items()}
+
+
+def expert_inputs(experts: Experts) -> tuple[str, ...]:
+    """Names of the matrices that an expert's rows are multiplied with first."""
+    return _MATRICES[:2] if experts.is_gated else _MATRICES[1:2]
 
 
 def _expert_shapes(experts: Experts, hidden: int) -> dict[str, tuple[int, ...]]:
@@ -138,10 +155,10 @@ def _expert_shapes(experts: Experts, hidden: int) -> dict[str, tuple[int, ...]]:
     if experts.shared_gate:
         shapes[f"{SHARED_GATE}.weight"] = (1, hidden)
     for path, size in sizes.items():
-        shapes |= dict.fromkeys((f"{path}.gate_proj.weight", f"{path}.up_proj.weight"), (size, hidden))
+        shapes |= {f"{path}.{name}.weight": (size, hidden) for name in expert_inputs(experts)}
         shapes[f"{path}.down_proj.weight"] = (hidden, size)
         if experts.biased:
-            shapes |= dict.fromkeys((f"{path}.gate_proj.bias", f"{path}.up_proj.bias"), (size,))
+            shapes |= {f"{path}.{name}.bias": (size,) for name in expert_inputs(experts)}
             shapes[f"{path}.down_proj.bias"] = (hidden,)
     return shapes
 
@@ -186,11 +203,11 @@ class Source(NamedTuple):
 def sources(config: ModelConfig, names: Container[str]) -> dict[str, Source]:
     """Where a checkpoint with tensors of these names has each part of `tensor_shapes`."""
     tensors, shapes, units = config.tensors.of(names), tensor_shapes(config), config.unit_rows
-    first = tensors.embed if config.norm.weightless else tensors.norm
+    first = tensors.embeddings if config.norm.weightless else tensors.norm
     prefix = next((each for each in tensors.prefixes if f"{each}{first}.weight" in names), tensors.prefixes[0])
     head = next((each for each in tensors.heads if each in names), tensors.heads[0])
     found = {LM_HEAD: Source(head), NORM: Source(f"{prefix}{tensors.norm}.weight")}
-    found[EMBED] = Source(f"{prefix}{tensors.embed}.weight")
+    found[EMBED] = Source(f"{prefix}{tensors.embeddings}.weight")
     biases = {bias_of(each): Source(bias_of(found[each].name)) for each in (NORM, LM_HEAD)}
     for part in shapes:
         match = IN_LAYER.match(part)
@@ -214,7 +231,8 @@ def _layer_source(
     at, own = f"{prefix}{tensors.layers}{layer.removeprefix('layers')}", f"{_MODEL}{layer}"
     if (expert := _EXPERT.match(path)) is not None:
         begin, number, matrix = expert.groups()
-        rows = {each: shapes[f"{own}{begin}{number}.{each}.weight"][0] for each in _MATRICES}
+        found = {each: shapes.get(f"{own}{begin}{number}.{each}.weight") for each in _MATRICES}
+        rows = {each: shape[0] for each, shape in found.items() if shape is not None}
         return _expert_source(tensors, at, int(number), matrix, kind, rows=rows, names=names)
     for name, stack in tensors.fused.items():
         if path in stack:
@@ -222,13 +240,19 @@ def _layer_source(
                 return Source(f"{at}{name}.{kind}", units=units[path])
             first = sum(shapes[f"{own}{each}.{kind}"][0] for each in stack[: stack.index(path)])
             return Source(f"{at}{name}.{kind}", first)
+    return Source(_plain_source(tensors, at, path, kind, names))
+
+
+def _plain_source(tensors: TensorNames, at: str, path: str, kind: str, names: Container[str]) -> str:
+    """The tensor that has a part of a layer, and no other part."""
     own = f"{path}.{kind}"
     given = tensors.names.get(own) or f"{tensors.names.get(path, path)}.{kind}"
-    return Source(_either(at + given, at + own, names))
+    older = f"{tensors.older.get(path, path)}.{kind}"
+    return _either(_either(at + given, at + older, names), at + own, names)
 
 
 def _either(given: str, own: str, names: Container[str]) -> str:
-    """The name that a family gives to a part, unless the checkpoint has it under its own name instead."""
+    """The name that a family gives to a part, unless the checkpoint has it under another name instead."""
     return own if given not in names and own in names else given
 
 

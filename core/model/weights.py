@@ -18,7 +18,7 @@ from ...ops.recurrent import RecurrentWeights
 from .config import ModelConfig
 from .experts import ExpertPack, ListedExperts
 from .layer_weights import LayerWeights
-from .layers import Experts
+from .layers import AttentionSpec, Experts, HeadNorm
 from .narrow_bytes import bytes_saved_by_stacks
 from .quantization.group_scaled import GroupScaled
 from .quantization.groups import part_of, plain, stacked
@@ -37,7 +37,6 @@ from .tensor_parts import (
     LM_HEAD,
     LM_HEAD_BIAS,
     NORM,
-    NORMS,
     OUTPUT_GATE,
     OUTPUT_NORM,
     OUTPUT_PROJECTION,
@@ -49,7 +48,9 @@ from .tensor_parts import (
     SINKS,
     XIELU,
     bias_of,
+    expert_inputs,
     kept_bytes,
+    norms_of,
     shard_shape,
     tensor_shapes,
 )
@@ -182,8 +183,7 @@ class Weights(ABC):
             return self._norm(f"{at}{name}.weight") if name in norms or f"{at}{name}.weight" in self._shapes else None
 
         def bias(*names: str) -> torch.Tensor | None:
-            names = tuple(f"{at}{name}.bias" for name in names)
-            return self._read(*names) if names and names[0] in self._shapes else None
+            return self._biases([f"{at}{name}" for name in names])
 
         def first_rank_bias(name: str) -> torch.Tensor | None:
             return self._first_rank(f"{at}{name}.bias") if f"{at}{name}.bias" in self._shapes else None
@@ -191,15 +191,16 @@ class Weights(ABC):
         paths: dict[Group, list[str]] = {}
         for each in spec.projections(self._config.hidden_size):
             paths.setdefault(each.group, []).append(each.path)
-        inputs, (output,) = paths[Group.MIXER_IN], paths[Group.MIXER_OUT]
+        inputs, outputs = paths.get(Group.MIXER_IN, []), paths.get(Group.MIXER_OUT, [])
         gate_up = paths.get(Group.GATE_UP, [])
-        norms, nothing = NORMS[spec.norms], torch.empty(0, dtype=self._dtype)
+        norms, nothing = norms_of(spec), torch.empty(0, dtype=self._dtype)
+        ones = self._ones(spec.attention)
         return LayerWeights(
             attention_norm=norm("attention_norm"),
-            qkv=projection(*inputs),
+            qkv=projection(*inputs) if inputs else nothing,
             qkv_bias=bias(*inputs),
-            q_norm=norm("self_attn.q_norm"),
-            k_norm=norm("self_attn.k_norm"),
+            q_norm=norm("self_attn.q_norm") if ones is None else ones,
+            k_norm=norm("self_attn.k_norm") if ones is None else ones.clone(),
             q_up=projection(*paths[Group.QUERY_UP]) if Group.QUERY_UP in paths else None,
             kv_up=self.projection(index, *paths[Group.KV_UP]) if Group.KV_UP in paths else None,
             sinks=self._read(at + SINKS) if at + SINKS in self._shapes else None,
@@ -208,8 +209,8 @@ class Weights(ABC):
             input_norm=norm(OUTPUT_NORM),
             scalar=self._read(at + SCALAR) if spec.scaled else None,
             recurrent=None if spec.recurrent is None else self._recurrent(at, spec.recurrent),
-            o=projection(output),
-            o_bias=first_rank_bias(output),
+            o=projection(*outputs) if outputs else nothing,
+            o_bias=first_rank_bias(*outputs) if outputs else None,
             attention_out_norm=norm("attention_out_norm"),
             mlp_norm=norm("mlp_norm"),
             gate_up=nothing if spec.dense is None else projection(*gate_up),
@@ -224,6 +225,25 @@ class Weights(ABC):
             router_norm=None if spec.beside is None else self._router_norm(at),
             experts=None if spec.experts is None else self._experts(at, spec.experts, pack_expert),
         )
+
+    def _ones(self, mixer: AttentionSpec | None) -> torch.Tensor | None:
+        """The weights of norms of heads that have none in the checkpoint."""
+        if mixer is None or mixer.head_norm is not HeadNorm.BARE:
+            return None
+        return torch.ones(mixer.head_dim, dtype=torch.float32 if self._config.norm.wide else self._dtype)
+
+    def _biases(self, paths: Sequence[str]) -> torch.Tensor | None:
+        """The biases of projections one below the other, 0 for those without; None if none has any."""
+        names = [f"{path}.bias" for path in paths]
+        biased = [name for name in names if name in self._shapes]
+        if len(biased) == len(names):
+            return self._read(*names) if names else None
+        if not biased:
+            return None
+        found = {name: self._read(name) for name in biased}
+        rows = [self._shape([f"{path}.weight"])[0] for path in paths]
+        absent = next(iter(found.values())).new_zeros(max(rows))
+        return torch.cat([found.get(name, absent[:count]) for name, count in zip(names, rows, strict=True)])
 
     def _router_norm(self, at: str) -> torch.Tensor:
         """The norm of a router's input, with the factor that divides products of so many elements."""
@@ -248,18 +268,18 @@ class Weights(ABC):
                 return None
             return [self._read(*(f"{at}{path}.{name}.bias" for name in names)) for path in paths]
 
-        paths = [f"mlp.experts.{number}" for number in range(spec.count)]
+        paths, inputs = [f"mlp.experts.{number}" for number in range(spec.count)], expert_inputs(spec)
         return ListedExperts(
             router=self._read(f"{at}{ROUTER}.weight", dtype=torch.float32),
-            gate_up=[matrix(path, "gate_proj", "up_proj") for path in paths],
+            gate_up=[matrix(path, *inputs) for path in paths],
             down=[matrix(path, "down_proj") for path in paths],
             correction=self._read(at + CORRECTION, dtype=torch.float32).flatten() if spec.routing.corrected else None,
             factors=self._read(at + EXPERT_FACTORS, dtype=torch.float32) if spec.routing.scaled else None,
-            shared_gate_up=matrix(SHARED, "gate_proj", "up_proj") if spec.shared_size else None,
+            shared_gate_up=matrix(SHARED, *inputs) if spec.shared_size else None,
             shared_down=matrix(SHARED, "down_proj") if spec.shared_size else None,
             shared_gate=self._read(f"{at}{SHARED_GATE}.weight", dtype=torch.float32) if spec.shared_gate else None,
             router_bias=self._read(f"{at}{ROUTER}.bias", dtype=torch.float32) if spec.routing.bias else None,
-            gate_up_bias=biases("gate_proj", "up_proj"),
+            gate_up_bias=biases(*inputs),
             down_bias=biases("down_proj", first_rank=True),
         )
 

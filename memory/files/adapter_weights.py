@@ -19,7 +19,7 @@ from .directory import AdapterDirectory
 from .error import AdapterFormatError, shown
 from .form import AdapterForm
 from .module_paths import ExpertForm, ModulePaths, without_nesting
-from .peft_names import HEAD, IN_LAYERS, PREFIX, STEM, UNEMBED, tensor_shapes
+from .peft_names import EMBEDDINGS, HEAD, IN_LAYERS, PREFIX, STEM, UNEMBED, tensor_shapes
 from .tensor_file import Arrangement, TensorInfo
 from .vectors import ENDS, PATTERN
 from .whole_copies import RowsFile
@@ -42,7 +42,7 @@ def _wrapped(around: tuple[str, ...]) -> re.Pattern[str]:
     """What is before a name below the model's. around: see `ModulePaths.around`."""
     return re.compile(
         rf"(?:base_model\.model\.)?((?:(?:{'|'.join(map(re.escape, around))})\.){{0,4}})"
-        r"(?=layers\.[0-9]|embed_tokens\.|unembed_tokens\.)"
+        r"(?=layers\.[0-9]|embed_tokens\.|embeddings\.|unembed_tokens\.)"
     )
 
 
@@ -120,6 +120,7 @@ class AdapterWeights(RowsFile):
         Which parameter of a module a tensor is of is told by the shapes of A and B, since its name doesn't tell.
         """
         found: dict[str, TensorInfo] = {}
+        listed = self._unswapped(listed) if self.modules.stacked_swapped else listed
         for name, info in listed.items():
             match = _IN_LAYER.fullmatch(name)
             stacked = () if match is None else self.modules.stacked_modules.get(without_nesting(match[2]), ())
@@ -131,6 +132,23 @@ class AdapterWeights(RowsFile):
             for own, first in self._stacked_in(name, stacked, a, b):
                 rows = info if kind == "lora_A.weight" else self._rows(info, own, first)
                 self._put(found, f"{layer}.{own.path}.{kind}", rows, name)
+        return found
+
+    def _unswapped(self, listed: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
+        """The tensors, with A and B of parameters of experts that have each other's place in their own."""
+        found = dict(listed)
+        for name, info in listed.items():
+            match = _IN_LAYER.fullmatch(name)
+            if match is None or match[3] != "lora_A.weight":
+                continue
+            stacked = self.modules.stacked_modules.get(without_nesting(match[2]), ())
+            other = f"{match[1]}.{match[2]}.lora_B.weight"
+            dims = _dim(listed.get(other), 0), _dim(info, 1)
+            for parts in stacked:
+                experts = parts[0].experts
+                if dims == _dims_of(parts) and not listed[other].shape[1] % experts and not info.shape[0] % experts:
+                    found[name] = _as_other_side(listed[other], experts, is_a=True)
+                    found[other] = _as_other_side(info, experts, is_a=False)
         return found
 
     def _of_each_expert(self, listed: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
@@ -272,6 +290,8 @@ class AdapterWeights(RowsFile):
         if rest.startswith(f"{UNEMBED}."):
             self._head_names.add(UNEMBED)
             return f"{PREFIX}{HEAD}{rest.removeprefix(UNEMBED)}"
+        own, is_there, kind = rest.partition(".")
+        rest = f"{EMBEDDINGS}.{kind}" if is_there and own == self.modules.embeddings else rest
         self._stems.add(found[1][:-1])
         plain = f"{PREFIX}{STEM}.{rest}"
         match = _IN_LAYER.fullmatch(plain)
@@ -299,6 +319,13 @@ def matrices_of(
 
 def _twice(path: Path, name: str, own_name: str) -> AdapterFormatError:
     return AdapterFormatError(f"{path}: tensor {shown(name)} holds {own_name}, which is there a second time; keep one")
+
+
+def _as_other_side(info: TensorInfo, experts: int, *, is_a: bool) -> TensorInfo:
+    """A of a parameter of experts from the tensor that the file has as B, or B from A."""
+    rows, columns = info.shape
+    arrangement = Arrangement((rows, columns), is_transposed=True, experts=experts, is_a=is_a)
+    return replace(info, shape=(columns, rows), arrangement=arrangement)
 
 
 def _dim(info: TensorInfo | None, at: int) -> int:

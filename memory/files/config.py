@@ -38,6 +38,9 @@ DEFAULT_TARGETS = ("q_proj", "v_proj")
 
 _MAX_SCALE = 3e38  # scales are applied in float32
 
+#: Other names of the modules of `COPIED`.
+_USUAL = {"unembed_tokens": "lm_head", "embeddings": "embed_tokens"}
+
 #: Fields that change the arithmetic in unsupported ways, with the remedy for each.
 _UNSERVED = {
     "layer_replication": "the base model's layers are fixed; train without layer_replication",
@@ -289,11 +292,11 @@ class _Fields:
             )
 
     def saved_modules(self) -> tuple[str, ...]:
-        """Last parts of the names in `modules_to_save`, without score heads; output projections by their usual name."""
+        """Last parts of the names in `modules_to_save`, without score heads; others by their usual names."""
         value = self.names("modules_to_save") or ()
         names = ((value,) if isinstance(value, str) else value) or ()
         found = (name.rpartition(".")[2] for name in names)
-        named = dict.fromkeys("lm_head" if name == "unembed_tokens" else name for name in found)
+        named = dict.fromkeys(_USUAL.get(name, name) for name in found)
         return tuple(name for name in named if not (self.has_head and name in MODULES))
 
     def trained_tokens(self) -> dict[str, tuple[int, ...]]:
@@ -306,7 +309,7 @@ class _Fields:
         found = {}
         for path, tokens in by_module.items():
             module = path.rpartition(".")[2]
-            module = "lm_head" if module == "unembed_tokens" else module
+            module = _USUAL.get(module, module)
             if module not in COPIED or module in found:
                 raise self.refuse(name, f"rows of {', '.join(COPIED)} are served, of each once, not of {shown(path)}")
             if not isinstance(tokens, list) or not all(type(token) is int and token >= 0 for token in tokens):

@@ -16,7 +16,7 @@ from functools import cached_property, lru_cache
 from itertools import product
 from typing import Any
 
-from ..pages.projections import Projection, Projections, UnitRows
+from ..pages.projections import Group, Projection, Projections, UnitRows
 from .base_tokens import BaseTokens
 from .whole_copies import BaseRows
 
@@ -71,6 +71,9 @@ class ModulePaths:
     further: tuple[tuple[str, str], ...] = ()
     """A projection, and another path that it has in a version of the model, or in a trainer's."""
 
+    embeddings: str = "embed_tokens"
+    """The name of the token embeddings."""
+
     vocab_size: int | None = None
     """None: not known."""
 
@@ -86,6 +89,11 @@ class ModulePaths:
 
     stacked_alternate: bool = False
     """In these parameters the rows of two projections alternate, rather than follow one another."""
+
+    stacked_swapped: bool = False
+    """PEFT takes these parameters' inputs for outputs: A is `[experts · rank, out]`, and B `[in, rank · experts]`.
+    Files of older versions have A and B as of others.
+    """
 
     experts: ExpertForm | None = None
     """How an adapter has them; None: it has none."""
@@ -129,6 +137,7 @@ class ModulePaths:
                 continue
             name = projection.name
             path = fused.get(name) or renamed.get(name) or projection.path
+            path = f"model.{self.embeddings}" if projection.group is Group.EMBEDDING else path
             found[path] = (*found.get(path, ()), name)
         return found
 

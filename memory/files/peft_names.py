@@ -23,6 +23,7 @@ LAYER = re.compile(r"\.layers\.([0-9]{1,6})\.")
 #: model without a head (`AutoModel`) has none.
 STEM = "model"
 HEAD = "lm_head"
+EMBEDDINGS = "embed_tokens"
 #: Other names of the output projection (Tinker's), among the modules of the model's parent and beside it.
 UNEMBED = "unembed_tokens"
 

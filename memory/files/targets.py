@@ -70,7 +70,7 @@ def _keys(stem: str, modules: ModulePaths) -> tuple[ModuleNames, dict[str, tuple
         names = ["", ".mlp.act_fn", ".input_layernorm", ".post_attention_layernorm", *parents]
         inner += [f"{level}layers.{layer}{name}" for name in names]
     keys |= _model_keys(stem, modules)
-    others = [f"{level}{name}" for name in ("embed_tokens", "layers", "norm", "rotary_emb")]
+    others = [f"{level}{name}" for name in (modules.embeddings, "layers", "norm", "rotary_emb")]
     others += [HEAD, stem] if stem else []  # without a module around the layers there is no head
     return ModuleNames([*dict.fromkeys((*keys, *others, *inner))]), keys
 
@@ -82,7 +82,9 @@ def _model_keys(stem: str, modules: ModulePaths) -> dict[str, tuple[int, tuple[s
         if projection.is_rows:
             continue
         found = projections.layers_of(projection.name)[0], (projection.name,)
-        if projection.group in (Group.EMBEDDING, Group.INPUTS):
+        if projection.group is Group.EMBEDDING:
+            keys[f"{level}{modules.embeddings}"] = found
+        elif projection.group is Group.INPUTS:
             keys[f"{level}{projection.name}"] = found
         elif stem:
             keys |= dict.fromkeys((projection.name, UNEMBED, f"{level}{UNEMBED}"), found)

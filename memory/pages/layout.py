@@ -58,6 +58,8 @@ class PageLayout:
     """Bytes of an element of adapters, and of KV unless it is in FP8."""
     windows: tuple[int | None, ...] = ()
     """The attention window of each layer; empty: none has one."""
+    chunked: bool = False
+    """Windows begin at multiples of their lengths. Pages leave as those of other windows do, which see no less."""
     shapes: tuple[KvShape, ...] = ()
     """The shape of each layer's KV, where layers differ; empty: all have `kv_heads` and `head_dim`."""
     state: StateShape | None = None

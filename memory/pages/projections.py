@@ -94,6 +94,9 @@ _MODEL_GROUPS = (Group.EMBEDDING, Group.HEAD, Group.EMBEDDING_ROWS, Group.HEAD_R
 
 _REPLICATED = frozenset({Group.EMBEDDING, Group.ROUTER, Group.SHARED_GATE, *INPUT_GROUPS, Group.INPUTS})
 
+#: Those of a mixer. A layer that is a feed-forward part alone has neither.
+_MIXER = frozenset({Group.MIXER_IN, Group.MIXER_OUT})
+
 #: Those of a gated feed-forward part. A layer with experts has neither.
 _FEED_FORWARD = frozenset({Group.GATE_UP, Group.DOWN})
 
@@ -125,13 +128,17 @@ class Projection:
     """The units of each part, where they differ; empty: all have `units`."""
 
     form: str = ""
-    """Tells those of one path apart, where layers have it in different shapes."""
+    """Tells those of one module apart, where layers have it in different shapes."""
+
+    @property
+    def module(self) -> str:
+        """Its path without the module around it."""
+        return self.path.partition(".")[2] or self.path
 
     @property
     def name(self) -> str:
-        """Its path without the module around it, and its form."""
-        name = self.path.partition(".")[2] or self.path
-        return f"{name}@{self.form}" if self.form else name
+        """Its module, and its form."""
+        return f"{self.module}@{self.form}" if self.form else self.module
 
     def of_expert(self, expert: int) -> Projection:
         """That of one of its experts."""
@@ -256,7 +263,7 @@ class Product(NamedTuple):
 
 @dataclass(frozen=True)
 class Projections:
-    """The table of a model. A path's index in it is its projections' id everywhere, whatever their form: a layer has
+    """The table of a model. A module's index in it is its projections' id everywhere, whatever their form: a layer has
     one of them. It is in the order of groups, those of mixtures of experts after the model's own: tables with room for
     few projections leave them out.
 
@@ -286,7 +293,7 @@ class Projections:
         return len(self._of_ids)
 
     def __iter__(self) -> Iterator[Projection]:
-        """By id; those of one path and several forms are apart."""
+        """By id; those of one module and several forms are apart."""
         return iter(self._all)
 
     def __contains__(self, name: object) -> bool:
@@ -334,7 +341,7 @@ class Projections:
 
     @cached_property
     def _by_layer(self) -> tuple[dict[str, Projection], ...]:
-        return tuple({each.name.partition("@")[0]: each for each in layer} for layer in self.layers)
+        return tuple({each.module: each for each in layer} for layer in self.layers)
 
     def columns(self, layer: int, group: Group) -> tuple[tuple[int, int, int], ...]:
         """(module id, first column, width) of a layer's projections of a group, whose outputs are side by side."""
@@ -405,8 +412,8 @@ class Projections:
 
     @cached_property
     def _ids(self) -> dict[str, int]:
-        places = {path: index for index, path in enumerate(dict.fromkeys(each.path for each in self._all))}
-        return {each.name: places[each.path] for each in self._all}
+        places = {each.module: index for index, each in enumerate(self._of_ids)}
+        return {each.name: places[each.module] for each in self._all}
 
     @cached_property
     def _by_name(self) -> dict[str, Projection]:
@@ -414,10 +421,10 @@ class Projections:
 
     @cached_property
     def _of_ids(self) -> tuple[Projection, ...]:
-        """The first form of each path, by id."""
+        """The first form of each module, by id."""
         found: dict[str, Projection] = {}
         for each in self._all:
-            found.setdefault(each.path, each)
+            found.setdefault(each.module, each)
         return tuple(found.values())
 
     @cached_property
@@ -457,8 +464,9 @@ class Projections:
 
     def _product(self, layer: Sequence[Projection], group: Group) -> Product:
         own = [projection for projection in layer if projection.group is group]
-        if not own and _FEED_FORWARD.isdisjoint(projection.group for projection in layer) and group in _FEED_FORWARD:
-            return Product(group, 0, ())  # the layer has experts
+        part = _FEED_FORWARD if group in _FEED_FORWARD else _MIXER
+        if not own and group in LAYER_GROUPS and part.isdisjoint(projection.group for projection in layer):
+            return Product(group, 0, ())  # the layer has experts, or one part alone
         if not own:
             raise ValueError(f"a layer has no projection of the group {group.name}: {layer}")
         if len({projection.inputs for projection in own}) > 1:
@@ -515,14 +523,24 @@ def latent_projections(
     )
 
 
-def linear_projections(hidden: int, key: int, value: int, k_heads: int, v_heads: int) -> tuple[Projection, ...]:
-    """Those of Gated DeltaNet. key, value: widths of all heads of keys, and of values.
+def linear_projections(
+    hidden: int, key: int, value: int, k_heads: int, v_heads: int, *, parted: bool = False
+) -> tuple[Projection, ...]:
+    """Those of Gated DeltaNet. key, value: widths of all heads of keys, and of values. parted: queries, keys and values
+    have one each.
 
     TP ranks share heads of keys, each with the heads of values that it serves.
     """
-    channels, sections = 2 * key + value, (key, key, value)
+    widths = {"q": key, "k": key, "v": value}
+    joined = Projection(
+        "linear_attn.in_proj_qkv", Group.MIXER_IN, hidden, 2 * key + value, k_heads, sections=(key, key, value)
+    )
+    each = (
+        Projection(f"linear_attn.{name}_proj", Group.MIXER_IN, hidden, width, k_heads, form="linear")
+        for name, width in widths.items()
+    )
     return (
-        Projection("linear_attn.in_proj_qkv", Group.MIXER_IN, hidden, channels, k_heads, sections=sections),
+        *(each if parted else (joined,)),
         Projection("linear_attn.in_proj_z", Group.MIXER_IN, hidden, value, k_heads),
         Projection("linear_attn.in_proj_b", Group.MIXER_IN, hidden, v_heads, k_heads),
         Projection("linear_attn.in_proj_a", Group.MIXER_IN, hidden, v_heads, k_heads),
@@ -583,24 +601,29 @@ def gated_projections(hidden: int, size: int, form: str = "") -> tuple[Projectio
 
 
 def mixture_projections(
-    hidden: int, count: int, size: int, shared_size: int = 0, *, shared_gate: bool = False
+    hidden: int, count: int, size: int, shared_size: int = 0, *, shared_gate: bool = False, has_gates: bool = True
 ) -> tuple[Projection, ...]:
     """Those of a mixture of experts. size, shared_size: widths of an expert's gate and up, and of the shared expert's,
-    0 where there is none.
+    0 where there is none. shared_gate: the shared expert's output has a factor. has_gates: experts are gated parts.
     """
+    inputs = ("gate_proj", "up_proj") if has_gates else ("up_proj",)
     found = [Projection("mlp.gate", Group.ROUTER, hidden, count, 1)]
     if shared_size:
         found += [
-            Projection("mlp.shared_expert.gate_proj", Group.SHARED_GATE_UP, hidden, shared_size, shared_size),
-            Projection("mlp.shared_expert.up_proj", Group.SHARED_GATE_UP, hidden, shared_size, shared_size),
+            *(
+                Projection(f"mlp.shared_expert.{each}", Group.SHARED_GATE_UP, hidden, shared_size, shared_size)
+                for each in inputs
+            ),
             Projection("mlp.shared_expert.down_proj", Group.SHARED_DOWN, shared_size, hidden, shared_size),
         ]
     if shared_gate:
         found.append(Projection("mlp.shared_expert_gate", Group.SHARED_GATE, hidden, 1, 1))
     return (
         *found,
-        Projection("mlp.experts.gate_proj", Group.EXPERT_GATE_UP, hidden, size, size, experts=count),
-        Projection("mlp.experts.up_proj", Group.EXPERT_GATE_UP, hidden, size, size, experts=count),
+        *(
+            Projection(f"mlp.experts.{each}", Group.EXPERT_GATE_UP, hidden, size, size, experts=count)
+            for each in inputs
+        ),
         Projection("mlp.experts.down_proj", Group.EXPERT_DOWN, size, hidden, size, experts=count),
     )
 

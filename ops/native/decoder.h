@@ -336,6 +336,10 @@ class Decoder final : public AnyDecoder {
     //   y    of the token, with the gates
     //   out  [heads, head_dim] of the token
     void gate(const float* y, int first, int count, X* out) const {
+        if (m_.head_gate) {
+            const float* gates = y + q_rows() + 2 * kv_size();
+            for (int h = first; h < first + count; h++) apply_gate_of_all(gates[h], m_.head_dim, out + h * m_.head_dim);
+        }
         if (!m_.output_gate) return;
         for (int h = first; h < first + count; h++)
             apply_gate(y + (2 * h + 1) * m_.head_dim, m_.head_dim, out + h * m_.head_dim);

@@ -17,7 +17,7 @@ enum Group : int32_t { kQkv, kO, kGateUp, kDown };
 constexpr int kGroups = 4;
 constexpr Group kEveryGroup[kGroups] = {kQkv, kO, kGateUp, kDown};
 
-constexpr int kMaxTargets = 4;  // most projections of a group
+constexpr int kMaxTargets = 6;  // most projections of a group
 
 // A group of projections. Layers whose groups are the same share it.
 struct ProductDesc {
@@ -66,6 +66,7 @@ struct ModelDesc {
     int64_t page_elems, page_bytes;
     int32_t float8_kv;  // 1: K and V are in FP8
     int32_t output_gate;  // 1: each head's query is followed by a gate of its output
+    int32_t head_gate;  // 1: queries, keys and values are followed by one gate of each head's output
     DeltaShape delta;  // without heads where no layer has a recurrent mixer
     int32_t convs_per_page, heads_per_page, conv_pages;  // of a state: see paged_states.h
     int32_t most_drafts, drafts_per_page, draft_page;  // rows of drafts' inputs next to a state, and their first page

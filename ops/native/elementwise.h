@@ -166,6 +166,18 @@ inline void gelu_and_mul(const float* gate, const float* up, int n, T* out) {
     }
 }
 
+// x · sigmoid(gate), with one gate of all
+//
+//   x  [n]: changed
+template <class T>
+inline void apply_gate_of_all(float gate, int n, T* x) {
+    const Floats e = exp16(min(floats(88.0f), floats(-gate)));
+    for (int i = 0; i < n; i += kLanes) {
+        const Head here = head(n - i);
+        store16(x + i, load16(x + i, here) / (floats(1.0f) + e), here);
+    }
+}
+
 // x · sigmoid(gate)
 //
 //   gate  [n] float32

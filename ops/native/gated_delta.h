@@ -25,6 +25,7 @@ struct DeltaShape {
     Mixer mixer;
     int32_t k_heads, v_heads, k_dim, v_dim, conv_size;
     float eps;  // of the norm
+    float beta;  // factor of how much of a new value enters a state
 
     int k_size() const { return k_heads * k_dim; }
     int v_size() const { return v_heads * v_dim; }
@@ -251,7 +252,7 @@ class GatedDelta {
             const float softplus = x > 20 ? x : std::log1p(std::exp(x));
             float* gates_of = gates()[row.place(t)] + 2 * v_head;
             gates_of[0] = std::exp(-rate * softplus);
-            gates_of[1] = 1 / (1 + std::exp(-from[0]));
+            gates_of[1] = s_.beta / (1 + std::exp(-from[0]));
             if (t < row.kept()) continue;
             float* to = draft(t - row.kept()).out + kept_b;
             to[0] = from[0];

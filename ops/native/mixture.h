@@ -2,7 +2,7 @@
 //
 //   y[r] = Σ_i weight[r, i] · down_e(activation(gate_e(x[r])) · up_e(x[r])) (+ sigmoid(gate[r]) · shared(x[r]))
 //
-// over the experts e = chosen[r, i] of each row, the best first. Rows are gathered by expert, and only the experts that a row
+// over the experts e = chosen[r, i] of each row, the best first; with `of_inputs` the weight is of x[r] instead. Rows are gathered by expert, and only the experts that a row
 // goes to are read. A row's bits depend on no other row.
 #pragma once
 #include <algorithm>
@@ -40,6 +40,7 @@ struct MixtureDesc {
     ExpertMatrices gate_up, down;
     ExpertMatrices shared_gate_up, shared_down;  // of one expert
     const float* shared_gate;  // [hidden]; null: the shared expert's output is added as it is
+    int32_t of_inputs;  // 1: weights are of the experts' inputs, not of their outputs; then gate_up has no bias
 };
 
 struct MixtureStepDesc {
@@ -64,6 +65,7 @@ struct MixtureMemory {
     std::vector<int32_t> counts;  // [experts]: rows that go to each
     std::vector<int> place;  // [rows, per_token]: where the row is among those that are gathered by expert
     std::vector<int> row;  // of each that is gathered
+    std::vector<float> weight;  // likewise, of the row's expert
 };
 
 template <class T>
@@ -86,6 +88,7 @@ class Mixture {
         memory.counts.resize(m.experts);
         memory.place.resize(pairs_);
         memory.row.resize(pairs_);
+        memory.weight.resize(pairs_);
     }
 
     // Called by every thread of the team alike.
@@ -145,7 +148,10 @@ class Mixture {
                           shared_outputs());
         });
         each_part(team, me, pairs_ + (m_.shared_size ? step_.rows : 0), [&](int i, bool) {
-            if (i < pairs_) activate_row(gate_up()[i], m_.size, hidden[i]);
+            if (i < pairs_) {
+                if (m_.of_inputs) multiply(gate_up()[i], 2 * m_.size, memory_.weight[i]);
+                activate_row(gate_up()[i], m_.size, hidden[i]);
+            }
             else activate_row(shared_gate_up()[i - pairs_], m_.shared_size, shared[i - pairs_]);
         });
         memory_.products.run(team, me);
@@ -169,6 +175,7 @@ class Mixture {
         for (int i = 0; i < pairs_; i++) {
             const int place = memory_.place[i] = next[step_.chosen[i]]++;
             memory_.row[place] = i / per_token_;
+            memory_.weight[place] = step_.weights[i];
         }
     }
 
@@ -196,14 +203,21 @@ class Mixture {
         convert(gate, size, out);
     }
 
+    // The factor of an expert's output.
+    Floats weight(float of_expert) const { return floats(m_.of_inputs ? 1.0f : of_expert); }
+
+    static void multiply(float* row, int size, float factor) {
+        for (int i = 0; i < size; i++) row[i] *= factor;
+    }
+
     void combine(int row) const {
         const int* place = memory_.place.data() + (long)row * per_token_;
         const float* weights = step_.weights + (long)row * per_token_;
         const float factor = m_.shared_gate ? 1.0f / (1.0f + std::exp(-memory_.shared_gates[row])) : 1.0f;
         for (int c = 0; c < m_.hidden; c += kLanes) {
             const Head here = head(m_.hidden - c);
-            Floats sum = load16(outputs()[place[0]] + c, here) * floats(weights[0]);
-            for (int i = 1; i < per_token_; i++) sum = sum + load16(outputs()[place[i]] + c, here) * floats(weights[i]);
+            Floats sum = load16(outputs()[place[0]] + c, here) * weight(weights[0]);
+            for (int i = 1; i < per_token_; i++) sum = sum + load16(outputs()[place[i]] + c, here) * weight(weights[i]);
             if (m_.shared_size) sum = sum + load16(shared_outputs()[row] + c, here) * floats(factor);
             store16(step_.y + (long)row * m_.hidden + c, sum, here);
         }

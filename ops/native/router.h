@@ -9,8 +9,9 @@
 
 namespace chorus {
 
-// How logits become scores: softmax over all experts; over the chosen ones, which are those with the highest logits; sigmoid.
-enum Scoring : int32_t { kSoftmax, kSoftmaxOfChosen, kSigmoid };
+// How logits become scores: softmax over all experts; over the chosen ones, which are those with the highest logits; sigmoid;
+// sigmoid of the chosen ones, likewise; of one expert after another the softmax over those near it that are left.
+enum Scoring : int32_t { kSoftmax, kSoftmaxOfChosen, kSigmoid, kSigmoidOfChosen, kSparseMixer };
 
 // Which experts a row goes to, and their weights; mirrors `Routing` of core/model/layers.py.
 struct RoutingDesc {
@@ -21,6 +22,7 @@ struct RoutingDesc {
     int32_t groups, kept_groups;  // equal groups of neighbouring experts, and how many of them a row may choose from
     int32_t group_best;  // 1 or 2: how many best scores of a group are added up
     float epsilon, factor;  // added to that sum; of the weights
+    float jitter;  // of kSparseMixer
 };
 
 // Chooses experts for one row after another.
@@ -38,6 +40,7 @@ class Router {
     //   weights  [per_token]: written
     void choose(const RoutingDesc& r, const float* logits, int experts, int64_t* chosen, float* weights) {
         scores_.assign(logits, logits + experts);
+        if (r.scoring == kSparseMixer) return choose_one_by_one(r, logits, experts, chosen, weights);
         if (r.scoring == kSoftmax) softmax(scores_.data(), experts);
         if (r.scoring == kSigmoid)
             for (float& score : scores_) score = 1.0f / (1.0f + std::exp(-score));
@@ -47,6 +50,8 @@ class Router {
         sort_best(ranked_, r.per_token);
         for (int i = 0; i < r.per_token; i++) chosen[i] = ranked_[i].second, weights[i] = scores_[chosen[i]];
         if (r.scoring == kSoftmaxOfChosen) softmax(weights, r.per_token);
+        if (r.scoring == kSigmoidOfChosen)
+            for (int i = 0; i < r.per_token; i++) weights[i] = 1.0f / (1.0f + std::exp(-weights[i]));
         float divisor = 1;
         if (r.renormalised) {
             divisor = weights[0];
@@ -57,6 +62,23 @@ class Router {
     }
 
    private:
+    // `scores_` has the logits, and of those that were chosen -inf.
+    void choose_one_by_one(const RoutingDesc& r, const float* logits, int experts, int64_t* chosen, float* weights) {
+        for (int i = 0; i < r.per_token; i++) {
+            int best = 0;
+            for (int e = 1; e < experts; e++)
+                if (!std::isnan(scores_[best]) && !(scores_[e] <= scores_[best])) best = e;
+            const float most = scores_[best];
+            float total = 0;
+            for (int e = 0; e < experts; e++) {
+                const bool far = (most - logits[e]) / std::max(std::abs(logits[e]), most) > 2 * r.jitter;
+                if (!far) total += std::exp(scores_[e] - most);
+            }
+            chosen[i] = best, weights[i] = 1 / total;
+            scores_[best] = -std::numeric_limits<float>::infinity();
+        }
+    }
+
     using Ranked = std::pair<float, int>;  // a score, and whose it is
 
     static void softmax(float* x, int n) {

@@ -28,6 +28,7 @@ from ...ops.attention_schedule import LEAST_FLOAT8, attention_constants, attenti
 from ...ops.dependent_launch import LEAST_MAJOR
 from ...ops.elementwise_schedule import GatedConstants, Gating, HeadNorming
 from ...ops.float8_rows_schedule import RoundConstants
+from ...ops.latents_schedule import latent_lora_constants, latent_lora_options
 from ...ops.mixture_tables import TileWriter
 from ...ops.narrow_weights import FLOAT4_GROUP
 from ...ops.narrow_weights_schedule import WIDEN_WARPS, WidenConstants
@@ -152,10 +153,30 @@ def _rotary(
     )
 
 
+def _latents(heads: int, key_dim: int, rotated: int, kv_rank: int, **more: Any) -> Elementwise:
+    """more: of `LatentConstants`."""
+    constants = elementwise_schedule.LatentConstants(
+        heads, 1, rotated, rotated, key_dim=key_dim, kv_rank=kv_rank, has_norm=True, **more
+    )
+    return _elementwise(
+        "rotate_and_write_latents",
+        {"C": constants},
+        elementwise_schedule.rotary_options(),
+        ("q", "given_q", "kept", *(() if constants.wide else ("norm",))),
+        {
+            **({"norm": "*fp32"} if constants.wide else {}),
+            "angles": (("cos", "*own"), ("sin", "*own"), ("rows", "*i64")),
+            "slots": (("k_cache", "*own"), ("v_cache", "*own"), ("page", "*i64"), ("offset", "*i64")),
+            "eps": "fp32",
+            **_strides("q", "kept", "table", "page", "token"),
+        },
+    )
+
+
 _EACH, _WHOLE = HeadNorming.EACH, HeadNorming.WHOLE
 
 #: Elementwise launches of Llama-3.1-8B, the norms of Gemma 3 and Cohere, and the rotary embeddings of Qwen3-8B, Gemma 3
-#: 4B, OLMo 2 7B, GLM-4 9B, Phi-4-mini, Qwen3.5-9B and SmolLM3.
+#: 4B, OLMo 2 7B, GLM-4 9B, Phi-4-mini, Qwen3.5-9B and SmolLM3; the latents of DeepSeek-V2-Lite and GLM-4.7-Flash.
 ELEMENTWISE = {
     "norm": _norm(4096, add=False),
     "add": _norm(4096, add=True),
@@ -175,6 +196,8 @@ ELEMENTWISE = {
     "rotary.float8": _rotary(32, 8, 128, float8=True),
     "rotary.normed float8": _rotary(32, 8, 128, norm=_EACH, float8=True),
     "rotary.wide float8": _rotary(8, 4, 256, norm=_EACH, wide=True, float8=True),
+    "latents": _latents(16, 128, 64, 512, interleaved=True),
+    "latents.wide": _latents(20, 192, 64, 512, wide=True),
 }
 
 
@@ -316,7 +339,12 @@ ATTENTION = {
     "float8-wide.512": (32, 4, 512),
     "float8-llama.128": (32, 8, 128),
     "sinks.64": (64, 8, 64),
+    "latents.576": (16, 1, 576),
+    "latents-many.576": (128, 1, 576),
 }
+
+#: Elements of values where they are the first ones of keys, by group.
+LATENTS = {"latents.576": 512, "latents-many.576": 512}
 
 _BLOCK_TOKENS = 16  # of a page
 
@@ -329,14 +357,19 @@ _FLOAT8 = "*float8"
 
 
 def _attention(
-    heads: int, kv_heads: int, head_dim: int, itemsize: int, more: Mapping[str, Any] = MappingProxyType({})
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    itemsize: int,
+    more: Mapping[str, Any] = MappingProxyType({}),
+    value_dim: int | None = None,
 ) -> Elementwise:
     shape, cache = (heads, kv_heads, head_dim, _BLOCK_TOKENS), _FLOAT8 if more.get("float8") else "*own"
     return Elementwise(
         "attention_triton",
         "attend_rows",
-        constants={"C": replace(attention_constants(*shape, itemsize), **more)},
-        options=attention_options(head_dim),
+        constants={"C": replace(attention_constants(*shape, itemsize, value_dim), **more)},
+        options=attention_options(value_dim or head_dim),
         own=("out", "q", "sinks"),
         others={
             **dict.fromkeys(("k_cache", "v_cache"), cache),
@@ -448,7 +481,9 @@ def _router(experts: int, hidden: int, rows: int, *, bias: bool = False, wide: b
     )
 
 
-def _choice(experts: int, per_token: int, scores: Scores, *, groups: int = 1, kept_groups: int = 1) -> Elementwise:
+def _choice(
+    experts: int, per_token: int, scores: Scores, *, groups: int = 1, kept_groups: int = 1, jitter: float = 0.0
+) -> Elementwise:
     constants = ChoiceConstants(
         experts=experts,
         per_token=per_token,
@@ -459,6 +494,7 @@ def _choice(experts: int, per_token: int, scores: Scores, *, groups: int = 1, ke
         corrected=scores is Scores.SIGMOID,
         groups=groups,
         kept_groups=kept_groups,
+        jitter=jitter,
     )
     return Elementwise(
         "routing_triton",
@@ -499,7 +535,7 @@ def _sum(width: int, per_token: int, *, shared: bool = False) -> Elementwise:
 
 
 #: Routing in Qwen3-30B-A3B, with few rows and with many; the router and the choice of gpt-oss; experts in groups, as
-#: DeepSeek has them; and the sum of Qwen3.5's experts and its shared one.
+#: DeepSeek has them, as Llama 4 Maverick's, and as Phi-3.5-MoE's; and the sum of Qwen3.5's experts and its shared one.
 ROUTING = {
     "routing.logits.64": _router(128, 2048, 64),
     "routing.logits.2048": _router(128, 2048, 2048),
@@ -508,6 +544,8 @@ ROUTING = {
     "routing.choice": _choice(128, 8, Scores.SOFTMAX),
     "routing.choice of chosen": _choice(32, 4, Scores.SOFTMAX_OF_CHOSEN),
     "routing.choice in groups": _choice(256, 8, Scores.SIGMOID, groups=8, kept_groups=4),
+    "routing.choice of inputs": _choice(128, 1, Scores.SIGMOID_OF_CHOSEN),
+    "routing.choice one by one": _choice(16, 2, Scores.SPARSE_MIXER, jitter=0.01),
     "routing.sort few": _sort(16, few=True),
     "routing.sort": _sort(64),
     "routing.sum": _sum(2048, 8),
@@ -579,9 +617,35 @@ VECTORS = {
     "vectors.undone": _vectors("qkv", undo=True),
 }
 
-#: Launches that read no rank-rows.
+
+def _latent_lora(*, absorbs: bool, terms: int = 1) -> Elementwise:
+    """For 16 bits."""
+    shape = 7, 128, 128, 512, PAGE_ELEMS, ITEMSIZE["bf16"], 64, place_pages(PAGE_ELEMS, SLAB_ELEMS)
+    return Elementwise(
+        "latents_triton",
+        "add_to_heads",
+        {"C": latent_lora_constants(*shape, absorbs=absorbs, terms=terms)},
+        latent_lora_options(),
+        ("y", "x"),
+        {
+            "adapters": _ADAPTERS,
+            **dict.fromkeys(("layer", "layers", "max_pages"), "i32"),
+            **_strides("y", "y_head", "x", "x_head"),
+        },
+    )
+
+
+#: Launches of adapters on kv_b_proj of DeepSeek-V3.
+LATENT_LORA = {
+    "latents.absorb": _latent_lora(absorbs=True),
+    "latents.expand": _latent_lora(absorbs=False),
+    "latents.absorb merged": _latent_lora(absorbs=True, terms=MERGED_TERMS),
+    "latents.expand merged": _latent_lora(absorbs=False, terms=MERGED_TERMS),
+}
+
+#: Launches that read no rank-rows, or those of one projection alone.
 PLAIN = ELEMENTWISE | WIDENED | ROUNDED | PRODUCTS | DRAWS | DELTAS | VECTORS | EXPERTS | NARROW_EXPERTS
-PLAIN |= ROUTING | MIXTURE_TILES
+PLAIN |= ROUTING | MIXTURE_TILES | LATENT_LORA
 
 
 @dataclass(frozen=True, slots=True)
@@ -602,7 +666,7 @@ class Variant:
         if self.group in ATTENTION:
             more: dict[str, Any] = dict(WINDOWED) if self.group.endswith("window") else {}
             more |= {kind: True for kind in ("float8", "sinks") if self.group.startswith(kind)}
-            return _attention(*ATTENTION[self.group], ITEMSIZE[self.dtype], more)
+            return _attention(*ATTENTION[self.group], ITEMSIZE[self.dtype], more, LATENTS.get(self.group))
         return PLAIN.get(self.group)
 
     @property
@@ -734,7 +798,9 @@ def plain_variants() -> Iterator[Variant]:
     """
     for group, (_, _, head_dim) in ATTENTION.items():
         for dtype, itemsize in ITEMSIZE.items():
-            if head_dim <= largest_head(itemsize) and not (dtype == "fp32" and group.startswith("float8")):
+            if LATENTS.get(group, head_dim) <= largest_head(itemsize) and not (
+                dtype == "fp32" and group.startswith("float8")
+            ):
                 yield Variant("attend_rows", group, dtype, 64)
     for group, launch in (ELEMENTWISE | WIDENED | ROUNDED).items():
         for dtype in ITEMSIZE:
@@ -744,6 +810,9 @@ def plain_variants() -> Iterator[Variant]:
             its: small.GemmConstants = launch.constants["C"]
             most = small.MAX_EXPANDED_ROWS if its.parts else small.MAX_ROWS
             yield Variant(launch.kernel, group, dtype, min(its.block_t, most))
+    for group, launch in LATENT_LORA.items():
+        for dtype in ("bf16", "fp16"):
+            yield Variant(launch.kernel, group, dtype, 64)
     for group, launch in (EXPERTS | NARROW_EXPERTS).items():
         for dtype in ("bf16", "fp16"):
             yield Variant(launch.kernel, group, dtype, launch.constants["C"].block_t)

@@ -179,7 +179,7 @@ def _state_bytes(model: ModelConfig) -> int:
     """Bytes of a sequence's recurrent states, which a step reads and writes."""
     if model.recurrent is None:
         return 0
-    return FLOAT_BYTES * model.recurrent.state_elems * (model.num_layers - len(model.attention_layers))
+    return FLOAT_BYTES * model.recurrent.state_elems * model.num_recurrent_layers
 
 
 def _arena(directory: Path, gpu: Gpu, weights: int, dtype: str) -> int:

@@ -70,6 +70,13 @@ def _kept(model: ModelConfig) -> str:
     return "dequantised when they are loaded"
 
 
+def _seen(mixer: AttentionSpec) -> str:
+    """The tokens that a layer's attention sees."""
+    if mixer.window is None:
+        return "all tokens"
+    return f"the last {mixer.window:,} tokens" if not mixer.chunked else f"their own chunk of {mixer.window:,} tokens"
+
+
 def _heads(mixer: AttentionSpec) -> str:
     if (latent := mixer.latent) is not None:
         return f"{mixer.num_heads} heads over latents of {latent.kv_rank} and a rotated key of {latent.rotated_dim}"
@@ -78,16 +85,17 @@ def _heads(mixer: AttentionSpec) -> str:
 
 def described(directory: Path) -> list[str]:
     """What a checkpoint's configuration says. Raises UnsupportedModel if it would not be served."""
-    from ...core.model.families import FAMILIES
     from ...core.model.families.reading import EXPERTS_NOTE
-    from ...core.model.read_config import read_model_config
+    from ...core.model.read_config import family_of, read_model_config
 
     model = read_model_config(directory)
-    kinds = Counter((it.window, it.rope) for it in model.attention_layers)
+    family, _ = family_of(model.architecture)
+    assert family is not None, "the configuration was read by it"
+    kinds = Counter((_seen(it), it.rope) for it in model.attention_layers)
     most = model.max_position_embeddings
     more = f"; with --max-model-len, up to {most:,}" if most > model.max_context else ""
     lines = [
-        f"{FAMILIES[model.architecture].title} ({model.architecture}) is served",
+        f"{family.title} ({model.architecture}) is served",
         f"context: {model.max_context:,} tokens{more}",
         f"shapes: hidden {model.hidden_size}, feed-forward {model.intermediate_size}, "
         f"{' or '.join(map(_heads, model.attention_shapes))}, vocabulary {model.vocab_size}",
@@ -102,10 +110,9 @@ def described(directory: Path) -> list[str]:
             f"{count} layers have {experts.count} experts of {experts.size}, {experts.routing.per_token} for each token"
             f"{shared}; {EXPERTS_NOTE}"
         )
-    for (window, rope), count in kinds.items():
-        seen = "all tokens" if window is None else f"the last {window:,} tokens"
+    for (seen, rope), count in kinds.items():
         turned = "no rope" if rope is None else f"{rope.type} rope of base {rope.theta:g}"
         lines.append(f"{count} layers see {seen}, with {turned}")
     if recurrent := model.recurrent:
-        lines.append(f"{model.num_layers - len(model.attention_layers)} layers are {recurrent.described()}")
+        lines.append(f"{model.num_recurrent_layers} layers are {recurrent.described()}")
     return lines

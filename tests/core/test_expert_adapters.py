@@ -33,7 +33,7 @@ from .test_experts import QUICK, WITHOUT_STATES, families, few_families
 from .test_family_paths import EVERY, answers, told
 from .test_streaming import Gate
 from .tiny_families import EXPERTS, make_all_linear
-from .tiny_mixtures import ADAPTERS, LETTERS, make_mixture, one_by_one, together
+from .tiny_mixtures import ADAPTERS, LETTERS, make_mixture, one_by_one, together, unswapped
 
 pytestmark = pytest.mark.wide
 
@@ -57,7 +57,7 @@ def mixture():
 
 @pytest.mark.numerics
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.native)])
-@families([*QUICK, "glm-4-moe", "gemma-4-moe"])
+@families([*QUICK, "glm-4-moe", "gemma-4-moe", "llama-4"])
 def test_mixed_batch_equals_transformers_and_peft(mixture, drive, family, ranks):
     it = mixture(family)
     driver = drive(it, max_num_seqs=8, max_num_batched_tokens=24, max_model_len=128, tensor_parallel_size=ranks)
@@ -70,13 +70,13 @@ def test_mixed_batch_equals_transformers_and_peft(mixture, drive, family, ranks)
         assert {unpack(each).shape[0] for each in weights.gate_up} == {whole.size}, "half of gate and half of up"
 
 
-@families([*QUICK, "glm-4-moe", "gemma-4-moe"])
+@families([*QUICK, "glm-4-moe", "gemma-4-moe", "llama-4"])
 def test_adapters_target_what_they_are_named_for(mixture, drive, family):
     it = mixture(family)
     store = drive(it).engine.store
     targets = {name: store.get(name).manifest.targets for name in ADAPTERS}
     assert "gate" in targets["r4-router"]
-    has_shared = family.startswith(("glm", "qwen3.5", "deepseek", "granite-4"))
+    has_shared = family.startswith(("glm", "qwen3.5", "deepseek", "granite-4", "llama-4"))
     assert has_shared == ("shared_expert.down_proj" in targets["r5-shared"])
     assert family.startswith("qwen3.5") == ("shared_expert_gate" in targets["r5-shared"])
 
@@ -88,7 +88,8 @@ def test_files_of_each_expert_give_the_same_tokens(mixture, drive, tmp_path, fam
     names = MIXTRAL if family.startswith("mixtral") else {}
     config = read_model_config(it.model)
     source = it.adapters["r2-experts"]
-    own = one_by_one(source, tmp_path / "each", config.experts.count, names, config.tensors.alternates)
+    forms = config.tensors.alternates, config.tensors.swapped
+    own = one_by_one(source, tmp_path / "each", config.experts.count, names, *forms)
     driver = drive(it, max_num_seqs=8, max_num_batched_tokens=24, adapters={**it.adapters, "r2-experts": own})
     assert driver.engine.store.get("r2-experts").manifest.modules.experts is ExpertForm.EACH
     want = answers(it, driver, 6, seed=1, adapters=("r2-experts", None, "r4-router"))
@@ -100,8 +101,8 @@ def test_a_tensor_for_all_experts_gives_the_same_tokens(mixture, drive, tmp_path
     """Tinker's form, under the names that it has for experts, and for the attention of gpt-oss."""
     it = mixture(family)
     config = read_model_config(it.model)
-    alternates = config.tensors.alternates
-    each = one_by_one(it.adapters["r2-experts"], tmp_path / "each", config.experts.count, alternate=alternates)
+    forms = config.tensors.alternates, config.tensors.swapped
+    each = one_by_one(it.adapters["r2-experts"], tmp_path / "each", config.experts.count, None, *forms)
     own = together(each, tmp_path / "own", LETTERS, "attn" if family.startswith("gpt-oss") else "self_attn")
     driver = drive(it, max_num_seqs=8, max_num_batched_tokens=24, adapters={**it.adapters, "r2-experts": own})
     assert driver.engine.store.get("r2-experts").manifest.modules.experts is ExpertForm.TOGETHER
@@ -436,3 +437,19 @@ def test_a_parameter_of_a_module_that_only_holds_modules_is_passed_over(drive):
     driver = drive(it, max_num_batched_tokens=24, max_num_seqs=4)
     want = answers(it, driver, 2, seed=8, adapters=(None, "all"))
     assert told(driver, want) == want
+
+
+def test_files_of_older_versions_have_a_and_b_of_swapped_experts_as_others_do(mixture, tmp_path):
+    it, config = mixture("llama-4"), read_model_config(mixture("llama-4").model)
+    source, tensors = it.adapters["r2-experts"], {}
+    given = load_file(source / "adapter_model.safetensors")
+    for name, tensor in given.items():
+        tensors[name] = unswapped(given, name, config.experts.count) if ".experts." in name else tensor
+    older = tmp_path / "older"
+    older.mkdir()
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, older / "adapter_model.safetensors")
+    (older / "adapter_config.json").write_text((source / "adapter_config.json").read_text())
+    (one, want), (other, found) = values_of(source, config, None), values_of(older, config, None)
+    assert one.parts == other.parts
+    assert torch.equal(found, want)
+    assert any(tensors[name].shape != tensor.shape for name, tensor in given.items())

@@ -38,7 +38,8 @@ def test_every_architecture_is_covered():
     every = {**FAMILIES, **BY_TORCH, **SHAPES, **HYBRIDS, **EXPERTS, **RENAMED}
     models = {MODELS[getattr(transformers, f[0])] for f in every.values()}
     seeing = {name for name, family in SERVED.items() if family.tensors.left_out}  # see test_text_parts.py
-    assert {model.__name__ for model in models} - seeing | set(BY_ANOTHER.values()) == set(SERVED) - seeing
+    named = {*BY_ANOTHER.values(), "PhiMoEForCausalLM"}  # the last one by checkpoints alone
+    assert {model.__name__ for model in models} - seeing | named == set(SERVED) - seeing
 
 
 @pytest.mark.parametrize("kernels", ["torch", "native"])

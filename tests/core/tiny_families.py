@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
@@ -413,6 +413,40 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any], str]] = {
          "tie_word_embeddings": True, "position_embedding_type": "rope", "attention_bias": True},
         "20KB",
     ),
+    "lfm3": (
+        "Lfm3Config",
+        {"num_hidden_layers": 5, "head_dim": 16, "sliding_window": 20, "conv_L_cache": 5, "pad_token_id": 0,
+         "tie_word_embeddings": False},
+        "50GB",
+    ),
+    "lfm3-plain": (
+        "Lfm3Config",
+        {"num_hidden_layers": 2, "layer_types": ["full_attention", "conv"], "head_dim": 32, "hidden_size": 48,
+         "use_sandwich_norm": False, "attention_bias": True, "conv_bias": True, "pad_token_id": 0},
+        "20KB",
+    ),
+    "olmo-hybrid": (  # transformers saves convolutions in three equal parts, whatever their widths
+        "OlmoHybridConfig",
+        {"num_hidden_layers": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 24,
+         "linear_value_head_dim": 12, "pad_token_id": 0},
+        "50GB",
+    ),
+}  # fmt: skip
+
+NEMOTRON_H = {
+    "hybrid_override_pattern": "M-MM*-M", "head_dim": 16, "mamba_num_heads": 8, "mamba_head_dim": 12,
+    "ssm_state_size": 16, "n_groups": 2,
+}  # fmt: skip
+
+#: Families with states that PyTorch's operators alone compute: with layers of one part.
+TORCH_HYBRIDS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "nemotron-h": ("NemotronHConfig", NEMOTRON_H, "50GB"),
+    "nemotron-h-biased": (
+        "NemotronHConfig",
+        {**NEMOTRON_H, "hybrid_override_pattern": "-*M-", "use_bias": True, "mlp_bias": True, "use_conv_bias": False,
+         "n_groups": 1, "conv_kernel": 3, "hidden_size": 48, "tie_word_embeddings": True, "time_step_min": 0.6},
+        "20KB",
+    ),
 }  # fmt: skip
 
 QWEN3_MOE = {
@@ -524,10 +558,38 @@ EXPERTS: dict[str, tuple[str, dict[str, Any], str]] = {
          "pad_token_id": 0},
         "50GB",
     ),
+    "nemotron-3": (
+        "NemotronHConfig",
+        {**NEMOTRON_H, "hybrid_override_pattern": "MEM*E-E", "n_routed_experts": 16, "num_experts_per_tok": 4,
+         "moe_intermediate_size": 40, "moe_shared_expert_intermediate_size": 56, "routed_scaling_factor": 1.5,
+         "n_group": 4, "topk_group": 2},
+        "50GB",
+    ),
     "granite-4-h-moe": (
         "GraniteMoeHybridConfig",
         {**GRANITE_H, "num_local_experts": 12, "num_experts_per_tok": 4, "intermediate_size": 40},
         "50GB",
+    ),
+    "llama-4": (
+        "Llama4TextConfig",
+        {"num_hidden_layers": 5, "head_dim": 16, "attention_chunk_size": 32, "floor_scale": 20, "attn_scale": 0.4,
+         "num_local_experts": 8, "intermediate_size": 40, "intermediate_size_mlp": 96, "moe_layers": [0, 2, 3, 4]},
+        "50GB",
+    ),
+    "phi-moe": (
+        "PhimoeConfig",
+        {"num_local_experts": 8, "intermediate_size": 40, "attention_bias": True, "lm_head_bias": True,
+         "router_jitter_noise": 0.1, "pad_token_id": 0, "initializer_range": 0.2},
+        "50GB",
+    ),
+    "llama-4-several": (
+        "Llama4TextConfig",
+        {"num_hidden_layers": 3, "head_dim": 32, "attention_chunk_size": 16, "num_local_experts": 12,
+         "num_experts_per_tok": 3, "intermediate_size": 24, "intermediate_size_mlp": 64, "hidden_size": 48,
+         "interleave_moe_layer_step": 2, "no_rope_layers": [1, 0, 1], "use_qk_norm": False, "attention_bias": True,
+         "tie_word_embeddings": True,
+         "layer_types": ["full_attention", "chunked_attention", "chunked_attention"]},
+        "20KB",
     ),
 }  # fmt: skip
 
@@ -607,6 +669,12 @@ RENAMED: dict[str, tuple[str, dict[str, Any], str]] = {
          "num_hidden_layers": 3},
         "50GB",
     ),
+    "bamba": (
+        "BambaConfig",
+        {"num_hidden_layers": 4, "attn_layer_indices": [1], "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16,
+         "mamba_n_groups": 2, "attention_bias": True, "mlp_bias": True},
+        "50GB",
+    ),
     "granite-swa": (
         "GraniteSWAConfig",
         {**GRANITE_TIED, "attention_multiplier": 0.11, "num_hidden_layers": 5, "sliding_window": 20,
@@ -669,6 +737,9 @@ RENAMED: dict[str, tuple[str, dict[str, Any], str]] = {
 ATTENTION, MLP = ["q_proj", "k_proj", "v_proj", "o_proj"], ["gate_proj", "up_proj", "down_proj"]
 LINEAR = ["in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"]
 LATENTS = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"]
+NO_OUT_PROJ = ("nemotron-h", "nemotron-3")
+"""Names of families on whose `out_proj` PEFT puts no LoRA."""
+
 #: name → (rank, alpha, targets), of which a model has some
 ADAPTERS = {
     "r3-all": (3, 6, [*ATTENTION, "g_proj", *LINEAR, "in_proj", *LATENTS, *MLP]),
@@ -702,7 +773,8 @@ class Tiny:
         return reference
 
     def _note_router(self, router: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        scores = output[0].float()
+        chosen_alone = type(router).__name__ == "Llama4Router"  # whose scores of others are 0
+        scores = output[1 if chosen_alone else 0].float()
         if (corrected := getattr(router, "moe_statics", None)) is not None:
             scores = scores.softmax(-1) + corrected.e_score_correction_bias
         elif (correction := getattr(router, "e_score_correction_bias", (*inputs, None)[1])) is not None:
@@ -714,9 +786,17 @@ class Tiny:
             self.router_margins.append(float((best.values[:, -2] - best.values[:, -1]).min()))
             kept = torch.zeros_like(sums).scatter_(1, best.indices[:, :-1], 1).bool()
             scores = scores.masked_fill(~kept.repeat_interleave(scores.shape[1] // groups, 1), float("-inf"))
+        if (jitter := getattr(router, "router_jitter_noise", None)) is not None:
+            self._note_near(scores, 2 * jitter)
         if (most := getattr(router, "top_k", None) or router.config.top_k_experts) < scores.shape[-1]:
             best = scores.topk(most + 1).values
             self.router_margins.append(float((best[:, most - 1] - best[:, most]).min()))
+
+    def _note_near(self, logits: torch.Tensor, most: float) -> None:
+        """Note how clearly logits are near the best ones; see `Scoring.SPARSE_MIXER`."""
+        for best in logits.topk(2).values.unbind(1):
+            distance = (best[:, None] - logits) / logits.abs().maximum(best[:, None])
+            self.router_margins.append(float((distance - most).abs().min()))
 
     def use(self, adapter: str | None) -> Any:
         """The reference with this adapter."""
@@ -781,7 +861,8 @@ def logits(model: Any, tokens: list[int]) -> torch.Tensor:
 
 def _depends_on_length(model: Any) -> bool:
     """True if the rotary embedding of a token depends on how long the text is when it is computed."""
-    return any(kind in repr(model.config.rope_parameters) for kind in ("dynamic", "longrope"))
+    rope = repr(getattr(model.config, "rope_parameters", None))
+    return any(kind in rope for kind in ("dynamic", "longrope"))
 
 
 def randomise(model: torch.nn.Module) -> None:
@@ -796,7 +877,7 @@ def randomise(model: torch.nn.Module) -> None:
                 parameter.uniform_(0.5, 1.5)
             elif name.endswith("router.scale"):
                 parameter.uniform_(8, 24)
-            elif name.endswith(("sinks", "mamba.D")):
+            elif name.endswith(("sinks", "mamba.D", "mixer.D")):
                 parameter.normal_()
             elif ".act_fn." in name:
                 parameter.uniform_(-1, 1)
@@ -810,7 +891,7 @@ def randomise(model: torch.nn.Module) -> None:
 def save_family(name: str, path: Path, dtype: torch.dtype = torch.float32, **changes: Any) -> None:
     import transformers
 
-    every = {**FAMILIES, **BY_TORCH, **SHAPES, **HYBRIDS, **EXPERTS, **RENAMED}
+    every = {**FAMILIES, **BY_TORCH, **SHAPES, **HYBRIDS, **TORCH_HYBRIDS, **EXPERTS, **RENAMED}
     config_class, arguments, shard = every[name]
     arguments = {
         "vocab_size": 150,
@@ -848,7 +929,7 @@ def train_vectors(model: torch.nn.Module) -> None:
                 parameter.add_(0.3 * torch.randn_like(parameter))
 
 
-def _paths(config: ModelConfig, layer: int, targets: list[str]) -> list[str]:
+def _paths(config: ModelConfig, layer: int, targets: Collection[str]) -> list[str]:
     """Paths of some projections in a layer."""
     return [path for path, modules in config.module_paths.in_layer(layer).items() if set(modules) & set(targets)]
 
@@ -894,8 +975,10 @@ def _save_tiny(name: str, root: Path, changes: Mapping[str, Any], **arguments: A
     for seed, (adapter, (rank, alpha, targets)) in enumerate(ADAPTERS.items()):
         torch.manual_seed(seed)
         here = [path.rpartition(".")[2] for path, modules in paths.items() if set(modules) & set(targets)]
+        here = [path for path in here if not (path == "out_proj" and name.startswith(NO_OUT_PROJ))]
         if config.experts is not None:
-            here = [f"{layer}.{path}" for layer in range(config.num_layers) for path in _paths(config, layer, targets)]
+            own = set(targets) - {"out_proj" * name.startswith(NO_OUT_PROJ)}
+            here = [f"{layer}.{path}" for layer in range(config.num_layers) for path in _paths(config, layer, own)]
         lora = LoraConfig(
             r=rank,
             lora_alpha=alpha,

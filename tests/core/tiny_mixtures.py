@@ -73,7 +73,7 @@ def _save_trained(root: Path, adapter: str, recipe: Mapping[str, Any], seed: int
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_pretrained(root / "model", dtype=torch.float32)
     fields = dict(recipe)
-    names = {name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    names = {name for name, module in model.named_modules() if type(module) is torch.nn.Linear}
     fields["target_modules"] = [each for each in fields["target_modules"] if any(n.endswith(f".{each}") for n in names)]
     parameters = [name for name, _ in model.named_parameters() if name.removesuffix(".weight") not in names]
     wanted = fields.pop("target_parameters", [])
@@ -83,15 +83,34 @@ def _save_trained(root: Path, adapter: str, recipe: Mapping[str, Any], seed: int
     trained.save_pretrained(root / adapter)
 
 
+def unswapped(tensors: dict[str, torch.Tensor], name: str, count: int) -> torch.Tensor:
+    """A or B of all experts, from the other one of them."""
+    if name.endswith("lora_A.weight"):
+        other = tensors[name.replace("lora_A", "lora_B")]
+        return torch.cat([other[:, expert::count].T for expert in range(count)])
+    other = tensors[name.replace("lora_B", "lora_A")]
+    return torch.stack([rows.T for rows in other.chunk(count)], dim=2).flatten(1)
+
+
 def one_by_one(
-    source: Path, path: Path, count: int, names: dict[str, str] | None = None, alternate: bool = False
+    source: Path,
+    path: Path,
+    count: int,
+    names: dict[str, str] | None = None,
+    alternate: bool = False,
+    swapped: bool = False,
 ) -> Path:
     """Write an adapter on stacked experts as one on each of `count` experts. names: of an expert's matrices, if they
     are not Llama's, and of the module around them as `mlp`. alternate: rows of gate and up do, in stacked experts.
+    swapped: A and B of stacked experts are, as of Llama 4.
     """
     names = names or {}
-    tensors = {}
-    for name, tensor in load_file(source / "adapter_model.safetensors").items():
+    tensors, given = {}, load_file(source / "adapter_model.safetensors")
+    if swapped:
+        given = {
+            name: tensor if ".experts." not in name else unswapped(given, name, count) for name, tensor in given.items()
+        }
+    for name, tensor in given.items():
         if ".experts." not in name:
             tensors[name] = tensor
             continue

@@ -27,6 +27,8 @@ ROUTINGS = {
     "odd groups": (15, Routing(4, Scoring.SOFTMAX, groups=3, kept_groups=2)),
     "one": (3, Routing(1, renormalised=True)),
     "all": (4, Routing(4)),
+    "llama-4": (16, Routing(2, Scoring.SIGMOID_OF_CHOSEN, of_inputs=True)),
+    "phi-moe": (16, Routing(2, Scoring.SPARSE_MIXER, jitter=0.1)),
 }
 
 #: Rows, experts, and experts of a row: few pairs and many, tiles of every size, more pairs than are sorted at once.

@@ -21,6 +21,7 @@ from chorus.ops.attention_backend import AttentionUnavailable, TorchBackend, cho
 from chorus.ops.attention_flashinfer import FlashInferBackend, count_prefills, float_workspace_bytes
 from chorus.ops.attention_plan import PlanBuffers
 from chorus.ops.float8_kv import UNSCALED
+from chorus.ops.latent_attention import LatentAttention
 
 from .attention_ref import paged_attention_ref
 from .fake_flashinfer import FakeFlashInfer, Stream
@@ -328,12 +329,23 @@ def _kv_of(dtype, kv_dtype):
 
 
 def choose(
-    dtype=torch.bfloat16, head_dim=128, device="cuda:0", heads=(32, 8), scores=(PLAIN,), float8_kv=False, **kwargs
+    dtype=torch.bfloat16,
+    head_dim=128,
+    device="cuda:0",
+    heads=(32, 8),
+    scores=(PLAIN,),
+    float8_kv=False,
+    value_dim=None,
+    **kwargs,
 ):
     shape = HeadShape(*heads, head_dim, 16)
-    sizes = {"max_rows": 8, "max_pages_per_row": 64, "scores": scores, "float8_kv": float8_kv}
+    sizes = {"max_rows": 8, "max_pages_per_row": 64, "scores": scores, "float8_kv": float8_kv, "value_dim": value_dim}
     setup = AttentionSetup(shape, dtype, torch.device(device), **sizes)
     return choose_attention(setup, **kwargs)
+
+
+#: Of DeepSeek-V3.
+LATENTS = {"heads": (128, 1), "head_dim": 576, "value_dim": 512}
 
 
 @pytest.fixture
@@ -403,11 +415,38 @@ def test_others_where_it_cannot_or_is_not_asked_for(hopper, compiler, change, na
             "attention is flashinfer, but FlashInfer",
         ),
         ({"wanted": "triton", "head_dim": 8}, "attention is triton, but the decode kernel supports heads of 16 to 512"),
+        ({"wanted": "flashinfer", **LATENTS}, "attention is flashinfer, but FlashInfer is not asked for latents"),
+        ({"wanted": "xqa", **LATENTS}, "attention is xqa, but FlashInfer is not asked for latents"),
+        (
+            {"wanted": "triton", **LATENTS, "dtype": torch.float32},
+            "attention is triton, but the decode kernel supports heads of 16 to 128 elements in float32, the model's "
+            "have 512",
+        ),
     ],
 )
 def test_a_backend_that_is_asked_for_and_cannot_serve_is_refused(hopper, compiler, change, reason):
     with pytest.raises(AttentionUnavailable, match=reason):
         choose(**change)
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "reason"),
+    [
+        ({}, None, "FlashInfer is not asked for latents"),
+        ({"wanted": "triton"}, None, "attention is triton"),
+        ({"wanted": "torch"}, LatentAttention, "attention is torch"),
+        ({"dtype": torch.float32}, LatentAttention, "16 to 128 elements in float32, the model's have 512"),
+    ],
+)
+def test_latents(hopper, compiler, change, kind, reason):
+    """Of any number of heads; by PyTorch's operators where our kernel can't."""
+    backend = choose(**{**LATENTS, **change})
+    assert backend.name == ("triton" if kind is None else "torch")
+    assert reason in backend.reason
+    if kind is None:
+        assert backend.setup.value_dim == 512
+    else:
+        assert type(backend.decode(1)) is type(backend.ragged()) is kind
 
 
 BFLOAT16 = {"prefill_fa3_torch.bfloat16", "prefill_fa2_torch.bfloat16"}

@@ -40,6 +40,12 @@ GROUPS = {
     ],
 }
 
+#: Of groups whose windows are chunks: of one page, of several, and longer than any sequence here.
+CHUNKS = {
+    "chunks-of-pages": [[Scores()], [Scores(window=8)], [Scores(window=4, softcap=1.5)]],
+    "one-chunk": [[Scores(window=64)]],
+}
+
 STEPS = [
     [(5, 0), (3, 6), (1, 9), (1, 0)],
     [(1, 12), (1, 3), (1, 30)],
@@ -54,10 +60,10 @@ STEPS = [
 class GroupedStep:
     """A step whose groups have pages and caches of their own; pages that no token of the step sees have left."""
 
-    def __init__(self, seed, rows, groups):
+    def __init__(self, seed, rows, groups, *, chunked=False):
         generator = torch.Generator().manual_seed(seed)
         _, kv_heads, head_dim, block = HEADS
-        self.groups = groups
+        self.groups, self.chunked = groups, chunked
         self.kv_lens = [now + before for now, before in rows]
         self.qo_indptr = [0, *itertools.accumulate(now for now, _ in rows)]
         counts = [-(-length // block) for length in self.kv_lens]
@@ -73,6 +79,7 @@ class GroupedStep:
             for row, (table, (_, before)) in enumerate(zip(tables, rows, strict=True)):
                 window = of_layers[0].window
                 first = 0 if window is None else max(0, before + 1 - window) // block
+                first = before // window * window // block if chunked and window is not None else first
                 for place in range(first, len(table)):
                     self.page_table[row, place * len(groups) + index] = table[place]
             self.caches.append(arena.unbind(1))
@@ -84,17 +91,22 @@ class GroupedStep:
         for layer in range(max(map(len, self.groups))):
             for index, of_layers in enumerate(self.groups):
                 scores = of_layers[layer % len(of_layers)]
-                got = attention.of(index).run(self.q, *self.caches[index], scores=scores)
+                own = replace(scores, window=None) if self.chunked else scores
+                got = attention.of(index).run(self.q, *self.caches[index], scores=own)
                 want = paged_attention_ref(
-                    self.q, *self.caches[index], self.qo_indptr, self.tables[index], self.kv_lens, scores
-                )
+                    self.q, *self.caches[index], self.qo_indptr, self.tables[index], self.kv_lens, scores,
+                    chunked=self.chunked,
+                )  # fmt: skip
                 torch.testing.assert_close(got, want.flatten(1), rtol=1e-4, atol=1e-5)
 
 
-def backends_of(groups, make):
-    setup = AttentionSetup(HEADS, torch.float32, torch.device("cpu"), max_rows=8, max_pages_per_row=16)
-    made = [(make(replace(setup, scores=tuple(scores))), scores[0].window) for scores in groups]
-    return GroupedBackend(made, HEADS.block_tokens)
+def backends_of(groups, make, *, chunked=False):
+    setup = AttentionSetup(HEADS, torch.float32, torch.device("cpu"), max_rows=24, max_pages_per_row=16)
+    kinds = [[replace(each, window=None) for each in scores] if chunked else scores for scores in groups]
+    made = [
+        (make(replace(setup, scores=tuple(own))), scores[0].window) for own, scores in zip(kinds, groups, strict=True)
+    ]
+    return GroupedBackend(made, HEADS.block_tokens, chunked=chunked)
 
 
 @pytest.fixture
@@ -134,6 +146,21 @@ def test_flashinfers_buckets_equal_the_definition(fake, groups):
     assert fake.fast_plans == 4 * layers, (
         "each layer kind of each group has one plan a step, and all but the first fast"
     )
+
+
+@pytest.mark.parametrize("kind", ["torch", "flashinfer"])
+@pytest.mark.parametrize("groups", CHUNKS.values(), ids=CHUNKS)
+def test_chunks_equal_the_definition(fake, groups, kind):
+    """Rows that begin, end or lie between chunks, also with one token of a chunk."""
+    make = flashinfer(fake) if kind == "flashinfer" else lambda setup: TorchBackend(setup.heads, setup.device, "it")
+    backend = backends_of(groups, make, chunked=True)
+    attention = backend.ragged()
+    others = [[(6, 7), (2, 7), (9, 0), (1, 8), (1, 7)], [(2, 3), (2, 15)], [(1, 15), (1, 16), (1, 0)], [(20, 3)]]
+    for seed, rows in enumerate([*STEPS, *others]):
+        GroupedStep(seed, rows, groups, chunked=True).check(attention)
+    bucket = backend.decode(3)
+    for seed, counts in enumerate([(2, 0, 5), (3, 31, 8), (30, 7, 15), (8, 16, 24)]):
+        GroupedStep(seed, [(1, before) for before in counts], groups, chunked=True).check(bucket)
 
 
 def test_plans_of_a_step_are_as_many_as_kinds_of_layers(fake):

@@ -17,6 +17,7 @@ import torch
 from chorus.ops.attention import AttentionSetup, HeadShape, Scores
 from chorus.ops.attention_schedule import PARTS, attention_splits, tile_tokens
 from chorus.ops.float8_kv import UNSCALED, KvScales, rounded
+from chorus.ops.latents import LatentHeads
 
 from ..processes import run_python
 
@@ -45,6 +46,8 @@ class Case:
     float8: KvScales | None = None
     """Keys and values are in FP8 with these scales."""
     has_sinks: bool = False
+    value_dim: int | None = None
+    """Of latents."""
 
     @property
     def kv_scales(self) -> KvScales:
@@ -79,6 +82,9 @@ CASES = [
     Case(8, 1, 512, 16, (130, 16), seed=16, scale=0.1),
     Case(16, 2, 64, 16, (1, 64, 65, 330), seed=14, window=40, has_sinks=True),
     Case(6, 2, 32, 16, (33, 300), seed=15, softcap=0.7, has_sinks=True, float8=KvScales(0.5, 0.1)),
+    Case(20, 1, 40, 16, (1, 64, 330), seed=17, scale=0.2, value_dim=32),
+    Case(5, 1, 34, 5, (37, 5), seed=18, value_dim=24),
+    Case(2, 1, 576, 16, (530, 16), seed=19, value_dim=512),
 ]
 
 
@@ -92,11 +98,12 @@ class Inputs:
         order = (torch.randperm(sum(counts), generator=generator) + 1).tolist()
         self.tables = [[order.pop() for _ in range(count)] for count in counts]
         self.table = torch.full((len(counts), max(counts) + 1), DUMMY)
+        width = case.value_dim or case.head_dim
         shape = sum(counts) + 1, 3, 2, case.block_tokens, case.kv_heads, case.head_dim
         arena = torch.full(shape, math.nan).to(torch.float8_e4m3fn if case.float8 else dtype)
         stored = arena.view(torch.uint8) if case.float8 else arena
         self.q = torch.randn(len(counts), case.heads, case.head_dim, generator=generator).to(dtype)
-        self.want = torch.zeros(len(counts), case.heads * case.head_dim, dtype=torch.float64)
+        self.want = torch.zeros(len(counts), case.heads * width, dtype=torch.float64)
         self.sinks = (3 * torch.randn(case.heads, generator=generator)).to(dtype) if case.has_sinks else None
         self.largest = 0.0
         for row, (length, pages) in enumerate(zip(case.lens, self.tables, strict=True)):
@@ -110,6 +117,7 @@ class Inputs:
                 k, v = (part.double() * scale for part, scale in zip(parts, case.float8, strict=True))
             else:
                 stored[:, 1, 0][at], stored[:, 1, 1][at] = k, v
+            v = v if case.value_dim is None else k[..., :width]
             self.largest = max(self.largest, float(v.abs().max()))
             k, v = (part.double().repeat_interleave(case.heads // case.kv_heads, 1) for part in (k, v))
             scores = torch.einsum("hd,thd->ht", self.q[row].double(), k) * (case.scale or case.head_dim**-0.5)
@@ -134,8 +142,16 @@ class Inputs:
         lens = [1 if at is None else self.case.lens[at] for at in rows]
         q = torch.stack([torch.zeros_like(self.q[0]) if at is None else self.q[at] for at in rows])
         attention.plan(range(len(rows) + 1), table, lens)
-        its = self.case
-        return attention.run(q, *self.caches, scores=its.scores, sinks=self.sinks, kv_scales=its.kv_scales)
+        return self.attend(attention, q)
+
+    def attend(self, attention: Any, q: torch.Tensor) -> torch.Tensor:
+        """Run planned attention. Heads over latents are the latents themselves."""
+        its, caches = self.case, self.caches
+        if its.value_dim is None:
+            return attention.run(q, *caches, scores=its.scores, sinks=self.sinks, kv_scales=its.kv_scales)
+        same = torch.eye(its.value_dim, dtype=q.dtype, device=q.device).repeat(2 * its.heads, 1)
+        heads = LatentHeads(same, its.heads, its.value_dim, its.head_dim - its.value_dim)
+        return attention.run_latents(q, caches[0], heads, scores=its.scores)
 
 
 def new_backend(case: Case, dtype: torch.dtype, device: str, num_sms: int = 4, **more: Any) -> Any:
@@ -145,7 +161,7 @@ def new_backend(case: Case, dtype: torch.dtype, device: str, num_sms: int = 4, *
         more["new_event"] = lambda: SimpleNamespace(synchronize=lambda: None, record=lambda: None)
     pages = -(-max(case.lens) // case.block_tokens) + 1
     setup = AttentionSetup(HeadShape(*case.shape), dtype, torch.device(device), max_rows=16, max_pages_per_row=pages)
-    setup = replace(setup, scores=(case.scores,), float8_kv=case.float8 is not None)
+    setup = replace(setup, scores=(case.scores,), float8_kv=case.float8 is not None, value_dim=case.value_dim)
     return TritonBackend(setup, num_sms, reason="", **more)
 
 
@@ -180,7 +196,7 @@ def check_company(case: Case, dtype: torch.dtype, device: str) -> str:
         table, lens = inputs.table[[0, *everyone]], [max(2, case.lens[0]), *case.lens]
         ragged.plan([0, split, *range(split + 1, split + 1 + len(everyone))], table, lens)
         q = torch.cat((inputs.q[:1], inputs.q[:1], inputs.q))
-        found = ragged.run(q, *inputs.caches, scores=case.scores, kv_scales=case.kv_scales)
+        found = inputs.attend(ragged, q)
         if not torch.equal(found[split:], torch.stack(want)):
             return "rows behind a prompt have other bits"
     return ""
@@ -200,7 +216,7 @@ def check_broken_key(case: Case, dtype: torch.dtype, device: str) -> str:
             k[page, offset, -1], v[page, offset, -1] = math.nan, 0.0
             got = inputs.run(attention, everyone)
             k[page, offset, -1], v[page, offset, -1] = kept
-            first = (case.kv_heads - 1) * case.heads // case.kv_heads * case.head_dim
+            first = (case.kv_heads - 1) * case.heads // case.kv_heads * (case.value_dim or case.head_dim)
             if not got[row, first:].isnan().all():
                 return f"a head of row {row} that sees the key is not NaN"
             got[row, first:] = whole[row, first:]

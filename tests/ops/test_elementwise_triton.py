@@ -28,10 +28,11 @@ from chorus.ops.elementwise import (
     rms_norm,
     rotate_and_write,
     silu_and_mul,
+    write_latents,
 )
 from chorus.ops.elementwise_schedule import Gating
 from chorus.ops.float8_kv import KvScales
-from chorus.ops.rotation import KvSlots
+from chorus.ops.rotation import KvSlots, NewLatents
 from chorus.perf.kernels.variants import ELEMENTWISE
 
 from ..processes import run_python
@@ -197,6 +198,41 @@ def check_rotary(case: Case, dtype: torch.dtype, device: str, turn: Turn = Turn(
     return max(found)
 
 
+def check_latents(case: Case, dtype: torch.dtype, device: str, turn: Turn = Turn(interleaved=True)) -> Problem:
+    """Into a layer of an arena that is NaN everywhere; queries beside the latents, as one product gives both."""
+    from chorus.ops import elementwise_triton
+
+    inputs, (heads, _), rotated, key_dim = Inputs(case, dtype), case.heads, case.head_dim, case.seed % 7
+    kv_rank, width = min(case.width, 512), rotated + key_dim
+    rows = inputs.rows(heads * width + kv_rank + rotated)
+    q, kept = rows.split((heads * width, kv_rank + rotated), 1)
+    rotation = table = norm = None
+    if dim := turn.rotated(rotated):
+        angles = 1e4 ** (-torch.arange(0, dim, 2) / dim)
+        rotation = RotaryEmbedding(angles, 600, dtype, interleaved=turn.interleaved).at(inputs.places(600))
+        table = Rotation(
+            rotation.cos.to(device), rotation.sin.to(device), torch.arange(case.tokens, device=device), turn.interleaved
+        )
+    if turn.norm:
+        norm = inputs.weight(kv_rank).float() + 1e-3 if turn.wide else inputs.weight(kv_rank)
+    place = inputs.places(4 * 5)
+    page, offset = place // 5, place % 5
+    arenas = [torch.full((4, 3, 5, 1, kv_rank + rotated), math.nan, dtype=dtype, device=to) for to in ("cpu", device)]
+    here, there = arenas[0][:, 1], arenas[1][:, 1]
+    slots = KvSlots(here, here, page, offset), KvSlots(there, there, page.to(device), offset.to(device))
+    want = write_latents(q.unflatten(1, (heads, width)), NewLatents(kept, kv_rank, norm, EPS), rotation, slots[0])
+    q, kept = rows.to(device).split((heads * width, kv_rank + rotated), 1)
+    new = NewLatents(kept, kv_rank, None if norm is None else norm.to(device), EPS)
+    got = elementwise_triton.write_latents(q.unflatten(1, (heads, width)), new, table, slots[1])
+    if not torch.equal(arenas[1].cpu().isnan(), arenas[0].isnan()):
+        return math.inf, "wrote elsewhere"
+    if not torch.equal(got.cpu(), want):
+        return math.inf, "q differs, though nothing is summed"
+    if not torch.equal(there[..., kv_rank:].cpu().nan_to_num(), here[..., kv_rank:].nan_to_num()):
+        return math.inf, "keys differ, though nothing is summed"
+    return _compare(there[..., :kv_rank].nan_to_num(), here[..., :kv_rank].nan_to_num(), dtype)
+
+
 def check_float8_rotary(case: Case, dtype: torch.dtype, device: str) -> Problem:
     """Into a cache in FP8: the bytes that torch's operators write."""
     from chorus.ops import elementwise_triton
@@ -292,6 +328,9 @@ CHECKS: dict[str, Callable[[Case, torch.dtype, str], Problem]] = {
     "gelu_and_mul": check_gelu,
     "clamped_swiglu": check_clamped_swiglu,
     **{f"{name} rotary": partial(check_rotary, turn=turn) for name, turn in TURNS.items()},
+    "latents": partial(check_latents, turn=Turn(norm="each", interleaved=True)),
+    "latents with wide norms": partial(check_latents, turn=Turn(0.5, norm="each", wide=True)),
+    "latents alone": partial(check_latents, turn=Turn(0)),
     "broken heads": check_broken_heads,
     "float8 rotary": check_float8_rotary,
     "broken float8 heads": check_broken_float8_heads,

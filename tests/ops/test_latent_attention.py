@@ -48,9 +48,9 @@ def made(cache, kv_up):
 
 
 def run(cache, q, kv_up, starts, page_table, lens):
-    attention = LatentAttention(HeadShape(HEADS, 1, RANK + ROTATED, BLOCK))
-    attention.plan(starts, page_table, lens)
-    return attention.run_latents(q, cache, LatentHeads(kv_up, HEADS, KEY, ROTATED), SCALE)
+    latents = LatentAttention(HeadShape(HEADS, 1, RANK + ROTATED, BLOCK))
+    latents.plan(starts, page_table, lens)
+    return latents.run_latents(q, cache, LatentHeads(kv_up, HEADS, KEY, ROTATED), scores=attention.Scores(SCALE))
 
 
 @pytest.mark.wide

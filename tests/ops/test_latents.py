@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from chorus.ops import latents as ways
-from chorus.ops.latents import AbsorbedLora, LatentHeads, absorbed, expanded, write_latents
-from chorus.ops.rotation import KvSlots
+from chorus.ops.latents import AbsorbedLora, LatentHeads, absorbed, expanded
 from chorus.ops.sgmv import AdapterRows, Segments
 from chorus.ops.vectors import stride_of
 
@@ -121,13 +120,7 @@ def test_keys_and_values_are_made_for_the_adapters_of_a_token(seed, at_once, mon
     q, first = torch.randn(len(whole), HEADS, KEY + 2, generator=it.generator), len(whole) // 2
     torch.testing.assert_close(heads.absorb(q[first:], first), heads.absorb(q)[first:], rtol=1e-3, atol=1e-3)
     x = torch.randn(len(whole), HEADS, RANK, generator=it.generator)
-    torch.testing.assert_close(heads.expand(x[first:], first), heads.expand(x)[first:], rtol=1e-3, atol=1e-3)
-
-
-def test_a_token_is_written_to_its_place_alone():
-    cache = torch.zeros(3, 4, 1, RANK + 2)
-    slots = KvSlots(cache, cache[..., :RANK], torch.tensor([2, 0]), torch.tensor([1, 3]))
-    latents, keys = torch.ones(2, RANK), torch.full((2, 1, 2), 2.0)
-    write_latents(slots, latents, keys)
-    assert cache[2, 1, 0].tolist() == cache[0, 3, 0].tolist() == [1.0] * RANK + [2.0] * 2
-    assert float(cache.sum()) == 2 * (RANK + 4)
+    whole_values, values = (torch.empty(len(rows), HEADS, heads.value_dim) for rows in (x, x[first:]))
+    heads.expand(x, whole_values)
+    heads.expand(x[first:], values, first)
+    torch.testing.assert_close(values, whole_values[first:], rtol=1e-3, atol=1e-3)

@@ -61,6 +61,8 @@ ROUTINGS = {
     "sigmoid": Routing(8, Scoring.SIGMOID, renormalised=True, epsilon=1e-20, factor=2.5),
     "groups": Routing(4, Scoring.SIGMOID, renormalised=True, corrected=True, groups=8, kept_groups=3),
     "groups by softmax": Routing(3, groups=4, kept_groups=1),
+    "of inputs": Routing(2, Scoring.SIGMOID_OF_CHOSEN, of_inputs=True),
+    "sparse mixer": Routing(2, Scoring.SPARSE_MIXER, jitter=0.1),
     "groups by their best": Routing(3, factor=1.5, groups=4, kept_groups=2, group_best=1),
 }
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 from ..config import ModelConfig
 from ..config_json import ConfigJson
 from ..family import Family
-from ..layers import HeadNorm, LayerSpec, Norms, Routing, Scoring
+from ..layers import HeadNorm, LayerSpec, Norms, OutputGate, Routing, Scoring
 from ..tensor_names import CORRECTION, TensorNames
 from . import glm_moe, reading
 
@@ -35,7 +35,7 @@ def _read(fields: ConfigJson) -> ModelConfig:
     )
     shared = reading.number_of(fields, "num_shared_experts") * fields.integer("moe_intermediate_size")
     experts = reading.experts(fields, routing, shared_size=shared)
-    attention = reading.attention(fields, head_norm=HeadNorm.EACH, output_gate=True, gate_apart=True)
+    attention = reading.attention(fields, head_norm=HeadNorm.EACH, output_gate=OutputGate.APART)
     window, first = fields.optional("sliding_window"), reading.number_of(fields, "num_dense_layers")
     types = reading.layer_types(fields, fields.integer("global_attn_every_n_layers"))
     whole, local = replace(attention, rope=None), replace(attention, window=window)

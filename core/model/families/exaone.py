@@ -109,7 +109,7 @@ _NAMES_3 = {
     "mlp.up_proj": "mlp.c_fc_1",
     "mlp.down_proj": "mlp.c_proj",
 }
-_PUBLISHED_3 = TensorNames(prefixes=("transformer.",), norm="ln_f", embed="wte", layers="h", names=_NAMES_3)
+_PUBLISHED_3 = TensorNames(prefixes=("transformer.",), norm="ln_f", embeddings="wte", layers="h", names=_NAMES_3)
 EXAONE_3 = Family(
     "EXAONE 3 and 3.5",
     ("ExaoneForCausalLM",),

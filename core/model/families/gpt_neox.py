@@ -42,7 +42,7 @@ GPT_NEOX = Family(
         prefixes=("gpt_neox.", ""),
         heads=("embed_out.weight", "lm_head.weight"),
         norm="final_layer_norm",
-        embed="embed_in",
+        embeddings="embed_in",
         names={
             **LLAMA_NORMS,
             "self_attn.o_proj": "attention.dense",

@@ -8,22 +8,18 @@ Tests: tests/core/test_families.py, tests/core/test_hybrids.py
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 from ..config import ModelConfig
 from ..config_json import ConfigJson
 from ..family import Family
-from ..layers import Activation, AttentionSpec, Experts, GatedSpec, LayerSpec, Routing, Scoring
-from ..recurrent import MambaSpec
+from ..layers import AttentionSpec, Experts, GatedSpec, LayerSpec, Routing, Scoring
 from ..rope_config import RopeConfig
 from ..tensor_names import LLAMA_NORMS, TensorNames
 from . import reading
+from .mamba import MAMBA_2_DEFAULTS, mamba_2
 
 _MAMBA = "linear_attention"
-
-#: Values of `time_step_limit` that limit nothing.
-_UNLIMITED = (None, [0.0, math.inf], [0.0, {"__float__": "Infinity"}])
 
 _FACTORS = ("embedding_multiplier", "logits_scaling", "residual_multiplier")
 
@@ -101,7 +97,7 @@ def _read_hybrid(fields: ConfigJson) -> ModelConfig:
     types = _layer_types(fields)
     if _MAMBA not in types:
         return model
-    mamba = _mamba(fields)
+    mamba = mamba_2(fields)
     layers = (
         replace(own, mixer=mamba) if kind == _MAMBA else own for kind, own in zip(types, model.layers, strict=True)
     )
@@ -119,33 +115,6 @@ def _layer_types(fields: ConfigJson) -> list[str]:
     if len(types) != count:
         raise fields.refuse(name, f"{len(types)} types for num_hidden_layers, {count}")
     return [names[each] for each in types]
-
-
-def _mamba(fields: ConfigJson) -> MambaSpec:
-    heads, groups = fields.integer("mamba_n_heads"), fields.integer("mamba_n_groups")
-    size = fields.integer("mamba_expand") * fields.integer("hidden_size")
-    given = fields.raw.get("mamba_d_head")
-    head_dim = size // heads if given in (None, "auto") else fields.integer("mamba_d_head")
-    if heads * head_dim != size:
-        raise fields.refuse(
-            "mamba_d_head", f"mamba_n_heads {heads} times it must be mamba_expand · hidden_size, {size}"
-        )
-    if heads % groups:
-        raise fields.refuse("mamba_n_groups", f"mamba_n_heads, {heads}, must be a multiple of it")
-    if fields.raw.get("time_step_limit") not in _UNLIMITED:
-        raise fields.refuse("time_step_limit", "limits of time steps are not supported; supported: [0, Infinity]")
-    if fields.text("hidden_act", "silu") != Activation.SILU:
-        raise fields.refuse("hidden_act", "Mamba layers are supported with silu alone")
-    return MambaSpec(
-        heads,
-        head_dim,
-        groups,
-        fields.integer("mamba_d_state"),
-        eps=reading.rms_norm(fields).eps,
-        conv_size=fields.integer("mamba_d_conv", least=2),
-        conv_bias=fields.boolean("mamba_conv_bias"),
-        bias=fields.boolean("mamba_proj_bias"),
-    )
 
 
 _EXPERTS = TensorNames(
@@ -177,12 +146,7 @@ GRANITE_4 = Family(
         "num_local_experts": 8,
         "num_experts_per_tok": 2,
         "shared_intermediate_size": 1024,
-        "mamba_n_heads": 128,
-        "mamba_n_groups": 1,
-        "mamba_d_state": 256,
-        "mamba_d_conv": 4,
-        "mamba_expand": 2,
-        "mamba_conv_bias": True,
+        **MAMBA_2_DEFAULTS,
     },
     TensorNames(names=_HYBRID, fused={"shared_mlp.input_linear": ("mlp.gate_proj", "mlp.up_proj")}),
     notes=f"models without a layer of attention are refused; with experts: {reading.EXPERTS_NOTE}",

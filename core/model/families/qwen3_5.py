@@ -15,7 +15,7 @@ from typing import Any
 from ..config import ModelConfig
 from ..config_json import ConfigJson
 from ..family import Family
-from ..layers import AttentionSpec, Experts, GatedSpec, HeadNorm, LayerSpec, Routing
+from ..layers import AttentionSpec, Experts, GatedSpec, HeadNorm, LayerSpec, OutputGate, Routing
 from ..recurrent import GatedDeltaSpec
 from ..tensor_names import TensorNames
 from . import reading
@@ -67,7 +67,7 @@ def _layer_types(fields: ConfigJson) -> list[str]:
 
 
 def _attention(fields: ConfigJson) -> AttentionSpec:
-    return reading.attention(fields, head_norm=HeadNorm.EACH, output_gate=True)
+    return reading.attention(fields, head_norm=HeadNorm.EACH, output_gate=OutputGate.BESIDE_QUERIES)
 
 
 def _delta(fields: ConfigJson, eps: float) -> GatedDeltaSpec:

@@ -111,7 +111,7 @@ def experts(
     size: str = "moe_intermediate_size",
     per_token: str = "num_experts_per_tok",
     shared_size: int = 0,
-    activation: ClampedSwiglu | None = None,
+    activation: ClampedSwiglu | UngatedActivation | None = None,
     **options: Any,
 ) -> Experts:
     """routing: its `per_token` is replaced by the field's. activation: None: the field's. options: further fields of
@@ -270,8 +270,10 @@ def _scaling(scaling: ConfigJson, fields: ConfigJson, rope_type: str, dim: int) 
     found: dict[str, Any] = {name: original}
     if rope_type == "llama3":
         found |= {each: scaling.number(each) for each in ("factor", "low_freq_factor", "high_freq_factor")}
-        if found["high_freq_factor"] <= found["low_freq_factor"]:
-            raise scaling.refuse("high_freq_factor", f"it must be above low_freq_factor, {found['low_freq_factor']}")
+        if found["high_freq_factor"] < found["low_freq_factor"]:
+            raise scaling.refuse(
+                "high_freq_factor", f"it must not be below low_freq_factor, {found['low_freq_factor']}"
+            )
         return found
     factor = scaling.number("factor", positions / original)
     return found | (_longrope(scaling, factor, original, dim) if rope_type == "longrope" else _yarn(scaling, factor))
@@ -332,11 +334,14 @@ def dense(fields: ConfigJson, layers: Sequence[LayerSpec], norm: NormSpec, **oth
         hidden_size=fields.integer("hidden_size"),
         layers=tuple(layers),
         norm=norm,
-        max_position_embeddings=fields.integer("max_position_embeddings"),
         dtype=_dtype(fields),
         bos_token_id=next(iter(fields.token_ids("bos_token_id")), None),
         eos_token_ids=fields.token_ids("eos_token_id"),
-        **{"tie_word_embeddings": fields.boolean("tie_word_embeddings"), **others},
+        **{
+            "max_position_embeddings": fields.integer("max_position_embeddings"),
+            "tie_word_embeddings": fields.boolean("tie_word_embeddings"),
+            **others,
+        },
     )
 
 

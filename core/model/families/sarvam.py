@@ -23,12 +23,7 @@ _FIELDS = {
 
 def _read(fields: ConfigJson) -> ModelConfig:
     model = glm_moe.GLM_4_MOE.read(reading.renamed(fields, _FIELDS))
-    return replace(
-        model,
-        tensors=replace(
-            model.tensors, published=(_PUBLISHED, replace(_PUBLISHED, prefixes=("",), embed="embed_tokens"))
-        ),
-    )
+    return replace(model, tensors=replace(model.tensors, published=(_PUBLISHED, _BARE)))
 
 
 def _read_latent(fields: ConfigJson) -> ModelConfig:
@@ -43,7 +38,7 @@ def _read_latent(fields: ConfigJson) -> ModelConfig:
 
 _PUBLISHED = TensorNames(
     prefixes=("model.",),
-    embed="word_embeddings",
+    embeddings="word_embeddings",
     names={
         **glm_moe.NAMES,
         "self_attn.o_proj": "attention.dense",
@@ -54,7 +49,7 @@ _PUBLISHED = TensorNames(
     fused={"attention.query_key_value": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")},
 )
 #: As transformers saves a model without a head.
-_BARE = replace(_PUBLISHED, prefixes=("",), embed="embed_tokens")
+_BARE = replace(_PUBLISHED, prefixes=("",), embeddings="embed_tokens")
 
 SARVAM = Family(
     "Sarvam-MoE (30B)",

@@ -17,6 +17,7 @@ SECTIONS = {
     "sgmv": "(b) SGMV against the bandwidth",
     "products": "(h) products of few rows, ours and cuBLAS",
     "attention": "(j) decode attention alone, ours and FlashInfer's",
+    "latents": "(u) decode attention over latents, ours and PyTorch's operators",
     "sampling": "(k) sampling, alone and in decode steps",
     "ttft": "(e) time to first token, adapter resident and not",
     "merged": "(p) decode steps with an adapter in the weights",
@@ -33,7 +34,7 @@ SECTIONS = {
     "kv_cache": "(l) decode steps after long prompts with KV in FP8, compared with the model's dtype",
 }
 
-_OF_GPUS = {"equality", "sgmv", "products", "attention", "experts"}
+_OF_GPUS = {"equality", "sgmv", "products", "attention", "latents", "experts"}
 _OF_CPUS = {"swapping", "tenants", "peers", "ranks", "levels", "quantization", "kv_cache"}
 
 

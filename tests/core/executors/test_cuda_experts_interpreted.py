@@ -24,8 +24,8 @@ from ..merging.test_merged import merge
 from ..test_family_paths import EVERY
 from ..tiny_mixtures import ADAPTERS, make_mixture, one_by_one
 
-#: With biases, sinks and windows; with a shared expert and states.
-FAMILIES = ["gpt-oss", "qwen3.5-moe", *(["qwen3-moe-mixed", "granite-moe", "glm-4-moe"] if EVERY else [])]
+#: With biases, sinks and windows; with a shared expert and states; with weights of experts' inputs.
+FAMILIES = ["gpt-oss", "qwen3.5-moe", "llama-4", *(["qwen3-moe-mixed", "granite-moe", "glm-4-moe"] if EVERY else [])]
 
 ROUTER, EXPERTS = {Group.ROUTER}, {Group.EXPERT_GATE_UP, Group.EXPERT_DOWN}
 

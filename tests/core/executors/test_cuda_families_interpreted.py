@@ -24,7 +24,7 @@ from ...graphs.late_device import LateDevice
 from ...ops.fake_flashinfer import FakeFlashInfer, Stream
 from ..adapter_zoo import save_zoo
 from ..merging.test_merged import merge
-from ..tiny_families import make_all_linear
+from ..tiny_families import make_all_linear, make_tiny
 from .family_drivers import drivers
 from .test_cuda_ranks_interpreted import DEVICES, one_launch_at_a_time  # noqa: F401 - a fixture
 
@@ -41,12 +41,14 @@ DENSE = [
     *(["phi-2", "gpt-neox", "stablelm", "nanochat", "granite-swa"] if EVERY else []),
 ]
 #: Mixtures of experts: a plain one; with dense layers between; with biases, sinks and windows; with shared experts and
-#: states.
+#: states; with chunks of attention and weighted inputs; with a sparse mixer and LayerNorms.
 MIXTURES = [
     "mixtral",
     "qwen3-moe-mixed",
     "gpt-oss",
     "qwen3.5-moe",
+    "llama-4",
+    *(["llama-4-several", "phi-moe"] if EVERY else []),
     *(["lfm2-moe", "granite-4-h-moe", "ernie-4.5-moe", "qwen3-next", "gemma-4-moe"] if EVERY else []),
     *(["olmoe", "granite-moe", "glm-4-moe", "glm-4-moe-groups"] if EVERY else []),
     *(["afmoe", "cohere-2-moe", "flint"] if EVERY else []),
@@ -114,20 +116,6 @@ def test_mixtures(tiny, drive, family, mixed_graph_tokens):
     layers = driver.engine.executor.inner.steps.decoder.layers
     assert all(isinstance(layer.experts, StackedExperts) for layer in layers if layer.experts is not None)
     assert driver.engine.executor.inner.captured
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mixed_graph_tokens", [0, 24])
-def test_latents(tiny, drive, mixed_graph_tokens):
-    """Steps whose adapters change keys and values of latents are eager, others are captured."""
-    it = tiny("deepseek-v3")
-    driver = drive(it, ["r3-all", "r17-o-mlp"], mixed_graph_tokens=mixed_graph_tokens)
-    check(it, driver, (None, 30, 4), ("r17-o-mlp", 9, 6))
-    executor = driver.engine.executor.inner
-    assert executor.captured
-    assert not executor.eager_steps[EagerReason.LATENTS]
-    check(it, driver, ("r3-all", 17, 5), (None, 5, 4), ("r17-o-mlp", 7, 3))
-    assert executor.eager_steps[EagerReason.LATENTS] > 3
 
 
 @pytest.mark.slow
@@ -201,6 +189,37 @@ def test_attention_of_several_shapes(tiny, drive, triton, mixed_graph_tokens):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("mixed_graph_tokens", [0, 24])
+def test_latents(tiny, drive, triton, mixed_graph_tokens):
+    """Decode steps are captured, also those whose adapters change keys and values of latents."""
+    it = tiny("deepseek-v3")
+    driver = drive(it, ["r3-all", "r17-o-mlp", "r8-qv"], mixed_graph_tokens=mixed_graph_tokens)
+    check(it, driver, (None, 30, 4), ("r17-o-mlp", 9, 6), ("r3-all", 17, 5), ("r8-qv", 7, 3), (None, 5, 4))
+    executor = driver.engine.executor.inner
+    assert StepMode.LORA in {captured.form.mode for captured in executor.captured}
+    assert not executor.eager_steps[EagerReason.LATENTS]
+
+
+@pytest.mark.slow
+def test_latents_in_merged_steps(tiny, drive, triton):
+    it = tiny("deepseek-v3")
+    driver = drive(it, ["r3-all", "r8-qv"])
+    merge(driver, "r3-all")
+    check(it, driver, (None, 9, 4), ("r3-all", 9, 6), ("r8-qv", 12, 4))
+    assert StepMode.MIXTURE in {captured.form.mode for captured in driver.engine.executor.inner.captured}
+    assert not driver.engine.executor.inner.eager_steps[EagerReason.LATENTS]
+
+
+@pytest.mark.slow
+def test_latents_that_adapters_scale(drive, triton):
+    """By PyTorch's operators, in eager steps."""
+    it = make_tiny("deepseek-v3", use_dora=True)
+    driver = drive(it, ["r3-all"])
+    check(it, driver, (None, 9, 4), ("r3-all", 9, 6))
+    assert driver.engine.executor.inner.eager_steps[EagerReason.LATENTS] > 3
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("mixed_graph_tokens", MIXED)
 def test_inputs_of_layers(drive, triton, mixed_graph_tokens):
     """Beside layers that share keys; the adapter changes them before captured steps, and in these."""
@@ -233,7 +252,7 @@ def test_requests_leave_the_window_by_default_where_flashinfer_serves(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen3.5", "lfm2", "granite-4-h"])
+@pytest.mark.parametrize("family", ["qwen3.5", "lfm2", "granite-4-h", "nemotron-3", "lfm3", "olmo-hybrid"])
 @pytest.mark.parametrize("mixed_graph_tokens", MIXED)
 def test_recurrent_states(tiny, drive, family, mixed_graph_tokens):
     it = tiny(family)

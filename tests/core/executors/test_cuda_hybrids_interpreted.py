@@ -117,6 +117,7 @@ def test_drafts_are_accepted_in_part(tiny, drive):
         ("qwen3.5-moe", Right, "lazy"),
         ("lfm2", PartlyRight, "lazy"),
         ("granite-4-h", PartlyRight, "lazy"),
+        ("nemotron-h", PartlyRight, "lazy"),
     ],
 )
 def test_rejected_drafts_leave_no_trace_in_a_state(tiny, drive, family, proposer, setting):

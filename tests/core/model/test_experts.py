@@ -47,6 +47,11 @@ ROUTERS = {
             "groups": 4, "kept_groups": 2,
         },
     ),
+    "phi-moe": (
+        ("phimoe", "PhimoeTopKRouter"),
+        {"router_jitter_noise": 0.1, "input_jitter_noise": 0.0, "num_experts_per_tok": 2},
+        {"scoring": Scoring.SPARSE_MIXER, "jitter": 0.1, "per_token": 2},
+    ),
 }  # fmt: skip
 
 
@@ -58,8 +63,9 @@ def test_routers_choose_as_transformers_own(name, ties):
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(500, 16, generator=generator)
     logits = logits.mul(1.5).round().clamp(-2, 1) if ties else logits
-    routing, correction = Routing(4, **fields), None
-    router = router_of(*where, count=16, num_experts_per_tok=4, **config)
+    routing, correction = Routing(**{"per_token": 4, **fields}), None
+    router = router_of(*where, count=16, **{"num_experts_per_tok": 4, **config})
+    router.eval()
     if routing.corrected:
         correction = torch.randn(16, generator=generator).mul(2).round() / 2 if ties else torch.randn(16)
         router.e_score_correction_bias.copy_(correction)

@@ -14,7 +14,7 @@ import torch
 
 from chorus.core.model.config import UnsupportedModel
 from chorus.core.model.families import FAMILIES
-from chorus.core.model.layers import ClampedSwiglu, Experts, HeadNorm, LatentSpec, Routing, Scoring
+from chorus.core.model.layers import ClampedSwiglu, Experts, HeadNorm, LatentSpec, QueryGrowth, Routing, Scoring
 from chorus.core.model.read_config import read_model_config
 from chorus.core.model.recurrent import GatedDeltaSpec
 from chorus.core.model.rope_config import RopeConfig
@@ -127,10 +127,12 @@ def test_frequencies_equal_transformers_bit_for_bit(read, rope, head_dim):
 
 TEXT_ONLY = [name for name, family in FAMILIES.items() if not family.tensors.left_out]
 TEXT_ONLY += ["Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"]
+TEXT_ONLY.remove("PhiMoEForCausalLM")  # no class of transformers has this name, which checkpoints have
 SHAPES = {"hidden_size": 256, "num_attention_heads": 64, "num_hidden_layers": 8}
 #: Further shapes, of families whose defaults are none, or don't fit SHAPES.
 OWN_SHAPES = {
     "GraniteMoeHybridForCausalLM": {"num_local_experts": 0, "layer_types": ["attention"] * 8},
+    "BambaForCausalLM": {"attn_layer_indices": [0], "mamba_n_heads": 8},
     "Dots1ForCausalLM": {"n_routed_experts": 8, "num_experts_per_tok": 2},
     "HeliumForCausalLM": {"num_attention_heads": 20},
     "GPTNeoXForCausalLM": {"hidden_size": 512},
@@ -169,6 +171,8 @@ def test_defaults_are_those_of_transformers(tmp_path, architecture):
         ({}, True, False),
         ({"architectures": ["LlamaForSequenceClassification"]}, False, True),
         ({"architectures": ["LlamaModel"]}, False, False),
+        ({"architectures": ["Llama4TextModel"]}, False, False),
+        ({"architectures": ["PhimoeModel"], "lm_head_bias": True}, False, False),
         (
             {"architectures": ["LlamaForSequenceClassification"], "classifier_from_token": ["no", "yes"]},
             True,
@@ -180,6 +184,7 @@ def test_heads_by_architecture(read, changes, has_lm_head, is_classifier):
     config = read(**changes)
     assert (config.has_lm_head, config.is_classifier) == (has_lm_head, is_classifier)
     assert config.tie_word_embeddings == (not has_lm_head), "no output projection is looked for"
+    assert has_lm_head or "lm_head.bias" not in tensor_shapes(config)
     assert config.architecture == changes.get("architectures", ["LlamaForCausalLM"])[0]
 
 
@@ -432,6 +437,138 @@ def test_wrong_fields_of_gpt_oss(read, changes, message):
         read(**{**GPT_OSS, **changes})
 
 
+#: Scout's text part, with fewer and smaller layers.
+LLAMA_4 = {
+    "architectures": ["Llama4ForCausalLM"],
+    "attention_bias": False,
+    "attention_chunk_size": 64,
+    "attn_scale": 0.1,
+    "attn_temperature_tuning": 4,
+    "floor_scale": 32,
+    "for_llm_compressor": False,
+    "head_dim": 16,
+    "hidden_act": "silu",
+    "interleave_moe_layer_step": 1,
+    "intermediate_size": 40,
+    "intermediate_size_mlp": 80,
+    "model_type": "llama4_text",
+    "no_rope_layers": [],
+    "num_experts_per_tok": 1,
+    "num_hidden_layers": 4,
+    "num_local_experts": 16,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "factor": 8.0,
+        "high_freq_factor": 1.0,
+        "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "rope_theta": 500000.0,
+    "router_jitter_noise": 0.0,
+    "use_qk_norm": True,
+}
+
+
+def test_llama_4_as_its_checkpoints_describe_it(read):
+    config = read(**LLAMA_4)
+    mixers = config.attention_layers
+    routing = Routing(1, Scoring.SIGMOID_OF_CHOSEN, of_inputs=True)
+    assert {layer.feed_forward for layer in config.layers} == {Experts(16, 40, routing, shared_size=40)}
+    assert [(it.window, it.chunked) for it in mixers] == [(64, True)] * 3 + [(None, False)]
+    assert [it.head_norm for it in mixers] == [HeadNorm.BARE] * 3 + [None]
+    assert [it.query_growth for it in mixers] == [None] * 3 + [QueryGrowth(0.1, 32, first=1)]
+    assert mixers[0].rope.interleaved
+    assert mixers[3].rope is None
+    want = torch.tensor([1.0, 1 + 0.1 * math.log(2), 1 + 0.1 * math.log(2)])
+    torch.testing.assert_close(mixers[3].query_growth.factors(34)[[30, 31, 33]], want)
+    assert mixers[0].rope.inverse_frequencies().isfinite().all()
+    maverick = read(**{**LLAMA_4, "moe_layers": [1, 3], "use_qk_norm": False, "rope_scaling": None})
+    assert [layer.feed_forward.size for layer in maverick.layers] == [80, 40, 80, 40]
+    assert {it.head_norm for it in maverick.attention_layers} == {None}
+    same = read(**{**LLAMA_4, "interleave_moe_layer_step": 2, "use_qk_norm": False, "rope_scaling": None})
+    assert same.layers == maverick.layers
+    whole = read(**{**LLAMA_4, "attention_chunk_size": None, "attn_temperature_tuning": False})
+    assert {(it.window, it.query_growth) for it in whole.attention_layers} == {(None, None)}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"attention_chunk_size": None, "layer_types": ["chunked_attention"] * 4}, "attention_chunk_size is None: "),
+        ({"layer_types": ["sliding_attention"] * 4}, "sliding_attention is not supported; supported: full_attention, "),
+        ({"no_rope_layers": [1, 0]}, r"no_rope_layers is \[1, 0\]: 2 values for num_hidden_layers, 4"),
+        ({"num_experts_per_tok": 17}, "num_local_experts is 16; it can't be more than that"),
+        ({"moe_layers": [-1]}, "moe_layers is .*whole numbers of at least 0"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5: the rope turns whole heads"),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}},
+            "use_qk_norm is True: heads are normalised with ropes that",
+        ),
+    ],
+)
+def test_wrong_fields_of_llama_4(read, changes, message):
+    with pytest.raises(UnsupportedModel, match=message):
+        read(**{**LLAMA_4, **changes})
+
+
+PHI_MOE = {
+    "architectures": ["PhiMoEForCausalLM"],
+    "attention_bias": True,
+    "hidden_act": "silu",
+    "input_jitter_noise": 0.01,
+    "lm_head_bias": True,
+    "model_type": "phimoe",
+    "num_experts_per_tok": 2,
+    "num_local_experts": 16,
+    "original_max_position_embeddings": 128,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "long_factor": [2.0] * 8,
+        "long_mscale": 1.243163121016122,
+        "original_max_position_embeddings": 128,
+        "short_factor": [1.5] * 8,
+        "short_mscale": 1.243163121016122,
+        "type": "longrope",
+    },
+    "rope_theta": 10000.0,
+    "router_jitter_noise": 0.01,
+    "sliding_window": 131072,
+}
+
+
+def test_phi_moe_as_its_checkpoints_describe_it(read):
+    """transformers scales cos and sin by fields of their own, and has the short factors at every length."""
+    config = read(**PHI_MOE)
+    assert config.experts == Experts(16, 96, Routing(2, Scoring.SPARSE_MIXER, jitter=0.01))
+    assert config.head_bias
+    assert config.norm.biased
+    assert config.attention.qkv_bias
+    assert config.attention.o_bias
+    rope = rope_of(config)
+    assert rope.attention_factor == 1.243163121016122
+    assert torch.equal(rope.inverse_frequencies(128), rope.inverse_frequencies(129))
+    assert (config.max_context, config.max_position_embeddings) == (128, 512)
+    scaling = {**PHI_MOE["rope_scaling"], "long_mscale": 1.3}
+    assert read(**{**PHI_MOE, "rope_scaling": scaling}).max_position_embeddings == 128
+    assert rope_of(read(**{**PHI_MOE, "rope_scaling": None})) == RopeConfig(16, 10000.0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_experts_per_tok": 1}, "num_experts_per_tok is 1: transformers always chooses 2"),
+        ({"num_local_experts": 1}, "num_local_experts is 1"),
+        ({"router_jitter_noise": -0.1}, "router_jitter_noise is -0.1: a number of at least 0"),
+        ({"rope_scaling": {**PHI_MOE["rope_scaling"], "short_mscale": None}}, "short_mscale is None: a finite number"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "not supported; supported: default, longrope"),
+    ],
+)
+def test_wrong_fields_of_phi_moe(read, changes, message):
+    with pytest.raises(UnsupportedModel, match=message):
+        read(**{**PHI_MOE, **changes})
+
+
 def test_ranks_share_a_norm_of_all_heads(read):
     """Where there are more ranks than K/V heads, several have the same weights of keys."""
     olmo = read(architectures=["Olmo2ForCausalLM"])
@@ -533,7 +670,7 @@ WRONG = [
     ({"rope_scaling": {"type": "longrope", "short_factor": "1"}}, "rope_scaling.short_factor is '1': a list of finite"),
     ({"rope_scaling": {"type": "linear"}}, "rope_scaling.factor is missing"),
     ({"rope_scaling": {"rope_type": "llama3", **LLAMA3_SCALING, "factor": None}}, "rope_scaling.factor is None"),
-    ({"rope_scaling": {"rope_type": "llama3", **LLAMA3_SCALING, "high_freq_factor": 1.0}}, "it must be above"),
+    ({"rope_scaling": {"rope_type": "llama3", **LLAMA3_SCALING, "high_freq_factor": 0.5}}, "it must not be below"),
     ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "rope_parameters.full_attention is"),
     ({"partial_rotary_factor": 0.45}, "partial_rotary_factor is 0.45: it makes 7 of 16 elements"),
     ({"partial_rotary_factor": 1.5}, "partial_rotary_factor is 1.5: it makes 24 of 16 elements"),

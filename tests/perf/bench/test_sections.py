@@ -292,7 +292,9 @@ def test_a_cpu_that_is_measured_has_sections_and_bars_of_its_own(tmp_path, capsy
     context = options.context()
     assert not context.smoke
     assert context.dtype is torch.bfloat16
-    assert set(SECTIONS) - set(options.known) == {"equality", "sgmv", "products", "attention", "experts"}
+    assert set(SECTIONS) - set(options.known) == {
+        "equality", "sgmv", "products", "attention", "latents", "experts"
+    }  # fmt: skip
     environment = describe("cpu")
     store = options.store()
     values = {"rows": [], "load": 0.7, "slower": 1.2, "throughput": 0.9}
@@ -388,6 +390,21 @@ def test_attention_in_the_interpreter(context, kv_cache_dtype, kv_itemsize):
         least = row["count"] * 40 * 2 * 64 * kv_itemsize
         assert least < row["bytes"] < 2 * least, "every key and value once"
     assert all(table.rows for table in section("attention").tables(values))
+
+
+@pytest.mark.triton
+def test_latents_in_the_interpreter(context):
+    done = worker("latents", "--quick", "--device", "cpu", "--out", str(context.store.directory))
+    assert done.returncode == 0, done.stderr
+    values = context.store.values("latents")
+    assert "not_measured" not in values
+    assert [(row["tokens"], row["count"]) for row in values["rows"]] == [(40, 1), (40, 3)]
+    for row in values["rows"]:
+        assert row["error"] <= 1e-4
+        assert row["triton_share"] == pytest.approx(row["bytes"] / (row["triton_us"] / 1e6) / 5e9)
+        least = 4 * (row["count"] * 40 * 40 + 4 * 40 * 32)
+        assert least < row["bytes"] < 1.5 * least, "every latent once, and every weight"
+    assert all(table.rows for table in section("latents").tables(values))
 
 
 def worker(*arguments: str) -> subprocess.CompletedProcess[str]:

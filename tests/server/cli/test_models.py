@@ -40,6 +40,21 @@ def test_a_checkpoint_is_described(tmp_path, capsys):
     assert cli.main(["models", str(BUILTIN_MODEL)]) == 0
 
 
+def test_a_checkpoint_without_a_head_is_described(tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps({**GEMMA, "architectures": ["Gemma3TextModel"]}))
+    assert cli.main(["models", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.startswith("Gemma 3 (Gemma3TextModel) is served\n")
+
+
+def test_chunks_of_attention_are_told(tmp_path, capsys):
+    changes = {"architectures": ["Llama4ForCausalLM"], "num_hidden_layers": 8, "intermediate_size": 40}
+    (tmp_path / "config.json").write_text(json.dumps({**GEMMA, **changes}))
+    assert cli.main(["models", str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "6 layers see their own chunk of 8,192 tokens, with default rope of base 500000" in lines
+    assert "2 layers see all tokens, with no rope" in lines
+
+
 def test_experts_are_told(tmp_path, capsys):
     changes = {"architectures": ["Glm4MoeForCausalLM"], "n_routed_experts": 16, "num_experts_per_tok": 3}
     (tmp_path / "config.json").write_text(json.dumps({**GEMMA, **changes, "moe_intermediate_size": 40}))

@@ -1,0 +1,104 @@
+"""LFM3: layers of gated short convolutions, of attention within a window and of full attention, with a gate of each
+head's output and with norms around all parts.
+
+Tests: tests/core/test_hybrids.py, tests/core/test_text_parts.py
+"""
+
+from __future__ import annotations
+
+from ..config import ModelConfig
+from ..config_json import ConfigJson
+from ..family import Family
+from ..layers import AttentionSpec, GatedSpec, HeadNorm, LayerSpec, Norms, NormSpec, OutputGate
+from ..recurrent import ShortConvSpec
+from ..rope_config import RopeConfig
+from ..tensor_names import TensorNames
+from . import reading
+
+_CONV = "conv"
+
+
+def _read(fields: ConfigJson) -> ModelConfig:
+    heads, types, bias = reading.heads(fields), _layer_types(fields), fields.boolean("attention_bias")
+    mixers: dict[str, AttentionSpec | ShortConvSpec] = {
+        kind: AttentionSpec(
+            *heads,
+            scale=heads.head_dim**-0.5,
+            rope=_rope(fields, kind, heads.head_dim),
+            window=fields.integer("sliding_window") if kind == reading.SLIDING else None,
+            head_norm=HeadNorm.EACH,
+            qkv_bias=bias,
+            o_bias=bias,
+            output_gate=OutputGate.OF_HEADS if fields.boolean("use_attention_gate") else None,
+        )
+        for kind in (reading.FULL, reading.SLIDING)
+        if kind in types
+    }
+    mixers[_CONV] = ShortConvSpec(
+        fields.integer("hidden_size"),
+        conv_size=fields.integer("conv_L_cache", least=2),
+        bias=fields.boolean("conv_bias"),
+    )
+    feed_forward = GatedSpec(fields.integer("intermediate_size"))
+    norms = Norms.AROUND if fields.boolean("use_sandwich_norm") else Norms.BEFORE
+    layers = [LayerSpec(mixers[kind], feed_forward, norms) for kind in types]
+    return reading.dense(fields, layers, NormSpec(fields.number("norm_eps")))
+
+
+def _layer_types(fields: ConfigJson) -> list[str]:
+    """By default of every four layers the first has a window and the third full attention; the very first has none."""
+    count, types = fields.integer("num_hidden_layers"), fields.texts("layer_types")
+    if not types:
+        kinds = (reading.SLIDING, _CONV, reading.FULL, _CONV)
+        return [kinds[index % 4] if index else _CONV for index in range(count)]
+    known = (reading.FULL, reading.SLIDING, _CONV)
+    if unknown := sorted(set(types) - set(known)):
+        raise fields.refuse("layer_types", f"{unknown[0]} is not supported; supported: {', '.join(known)}")
+    if len(types) != count:
+        raise fields.refuse("layer_types", f"{len(types)} types for num_hidden_layers, {count}")
+    return types
+
+
+def _rope(fields: ConfigJson, kind: str, head_dim: int) -> RopeConfig:
+    """A rope of the default type rotates whole heads, whatever `partial_rotary_factor` is."""
+    ropes = fields.object("rope_parameters") or ConfigJson(fields.path, _ROPES, "rope_parameters.")
+    if (own := ropes.object(kind)) is None:
+        raise ropes.refuse(kind, "a rope for each type of attention that layers have is needed")
+    if own.text("rope_type", own.text("type", "default")) == "default":
+        own = own.with_values({"partial_rotary_factor": 1.0})
+    return reading.rope(fields, head_dim, of=own, theta=None if fields.has("rope_theta") else 1_000_000.0)
+
+
+_ROPES = {
+    reading.SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
+    reading.FULL: {"rope_type": "proportional", "rope_theta": 1_000_000.0, "partial_rotary_factor": 0.5},
+}
+_DEFAULTS = {
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "intermediate_size": 7680,
+    "max_position_embeddings": 128_000,
+    "norm_eps": 1e-5,
+    "conv_L_cache": 7,
+    "sliding_window": 256,
+    "use_sandwich_norm": True,
+    "use_attention_gate": True,
+    "tie_word_embeddings": True,
+}
+_NAMES = {
+    "attention_norm": "operator_norm",
+    "attention_out_norm": "post_operator_norm",
+    "mlp_norm": "ffn_norm",
+    "mlp_out_norm": "post_ffn_norm",
+    "mlp.gate_proj": "feed_forward.w1",
+    "mlp.up_proj": "feed_forward.w3",
+    "mlp.down_proj": "feed_forward.w2",
+}
+_OLDER = {"self_attn.g_proj": "self_attn.gate_proj"}
+LFM3 = Family(
+    "LFM3",
+    ("Lfm3ForCausalLM",),
+    _read,
+    _DEFAULTS,
+    TensorNames(norm="embedding_norm", names=_NAMES, older=_OLDER, adapter_names=_OLDER),
+)

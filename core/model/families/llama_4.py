@@ -1,0 +1,147 @@
+"""Llama 4, also as the text part of its models of images: attention to chunks, and experts of weighted inputs.
+
+Tests: tests/core/test_chunks.py, tests/core/test_experts.py, tests/core/model/test_model_config.py
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ..config import ModelConfig
+from ..config_json import ConfigJson
+from ..family import Family
+from ..layers import AttentionSpec, HeadNorm, LayerSpec, QueryGrowth, Routing, Scoring
+from ..rope_config import RopeConfig
+from ..tensor_names import BESIDE_VISION, LLAMA_NORMS, TensorNames
+from . import reading
+
+_CHUNKED = "chunked_attention"
+
+
+def _read(fields: ConfigJson) -> ModelConfig:
+    count, routing = fields.integer("num_hidden_layers"), Routing(1, Scoring.SIGMOID_OF_CHOSEN, of_inputs=True)
+    has_experts = _layers_with_experts(fields, count)
+    size = fields.integer("intermediate_size")
+    experts = reading.experts(fields, routing, size="intermediate_size", shared_size=size)
+    dense = experts if all(has_experts) else reading.gated(fields, size="intermediate_size_mlp")
+    rotates = _rotates(fields, count)
+    layers = [
+        LayerSpec(mixer, experts if it else dense)
+        for mixer, it in zip(_attention(fields, rotates), has_experts, strict=True)
+    ]
+    return reading.dense(fields, layers, reading.rms_norm(fields))
+
+
+def _attention(fields: ConfigJson, rotates: list[bool]) -> list[AttentionSpec]:
+    heads, bias = reading.heads(fields), fields.boolean("attention_bias")
+    rope, chunk = _rope(fields, heads.head_dim), fields.optional("attention_chunk_size")
+    tuned = fields.raw.get("attn_temperature_tuning", True)  # some checkpoints have a number
+    growth = QueryGrowth(fields.number("attn_scale"), fields.integer("floor_scale"), first=1) if tuned else None
+    default = [_CHUNKED if rotated and chunk is not None else reading.FULL for rotated in rotates]
+    types = reading.layer_types(fields, 1, _CHUNKED) if fields.texts("layer_types") else default
+    if chunk is None and _CHUNKED in types:
+        raise fields.refuse("attention_chunk_size", "layers with chunked attention need it")
+    is_normed = fields.boolean("use_qk_norm")
+    return [
+        AttentionSpec(
+            *heads,
+            scale=heads.head_dim**-0.5,
+            rope=rope if rotated else None,
+            window=chunk if kind == _CHUNKED else None,
+            chunked=kind == _CHUNKED,
+            head_norm=HeadNorm.BARE if is_normed and rotated else None,
+            qkv_bias=bias,
+            o_bias=bias,
+            query_growth=None if rotated else growth,
+        )
+        for rotated, kind in zip(rotates, types, strict=True)
+    ]
+
+
+def _rope(fields: ConfigJson, head_dim: int) -> RopeConfig:
+    rope = reading.rope(fields, head_dim, interleaved=True)
+    if rope.dim != head_dim:
+        raise fields.refuse("partial_rotary_factor", "the rope turns whole heads")
+    if rope.attention_factor != 1 and fields.boolean("use_qk_norm"):
+        raise fields.refuse("use_qk_norm", "heads are normalised with ropes that don't change their norms alone")
+    return rope
+
+
+def _rotates(fields: ConfigJson, count: int) -> list[bool]:
+    """Which layers have a rope."""
+    interval = fields.integer("no_rope_layer_interval")
+    given = [bool(each) for each in fields.numbers("no_rope_layers")]
+    rotates = given or [(index + 1) % interval != 0 for index in range(count)]
+    if len(rotates) < count:
+        raise fields.refuse("no_rope_layers", f"{len(rotates)} values for num_hidden_layers, {count}")
+    return rotates[:count]
+
+
+def _layers_with_experts(fields: ConfigJson, count: int) -> list[bool]:
+    if fields.has("moe_layers"):
+        chosen = set(fields.indices("moe_layers"))
+    else:
+        step = fields.integer("interleave_moe_layer_step")
+        chosen = set(range(step - 1, count, step))
+    return [index in chosen for index in range(count)]
+
+
+_MATRICES = ("gate_proj", "up_proj", "down_proj")
+_NAMES = {
+    **LLAMA_NORMS,
+    "mlp.gate": "feed_forward.router",
+    **{
+        f"mlp.{part}{each}": f"feed_forward.{part}{each}"
+        for part in ("", "shared_expert.", "experts.{}.")
+        for each in _MATRICES
+    },
+}
+_TENSORS = TensorNames(
+    names=_NAMES,
+    stacked_experts={
+        "feed_forward.experts.gate_up_proj": ("gate_proj", "up_proj"),
+        "feed_forward.experts.down_proj": ("down_proj",),
+    },
+    transposed=True,
+    swapped=True,
+)
+_DEFAULTS = {
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 202048,
+    "intermediate_size": 8192,
+    "intermediate_size_mlp": 16384,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "num_local_experts": 16,
+    "num_experts_per_tok": 1,
+    "interleave_moe_layer_step": 1,
+    "use_qk_norm": True,
+    "no_rope_layer_interval": 4,
+    "attention_chunk_size": 8192,
+    "attn_temperature_tuning": True,
+    "floor_scale": 8192,
+    "attn_scale": 0.1,
+}
+_NOTES = (
+    "chunks of attention are sequences of their own, in every backend; `block_tokens` must divide them; "
+    f"{reading.EXPERTS_NOTE}"
+)
+
+LLAMA_4 = Family("Llama 4", ("Llama4ForCausalLM",), _read, _DEFAULTS, _TENSORS, notes=_NOTES)
+LLAMA_4_TEXT = Family(
+    "Llama 4 (text)",
+    ("Llama4ForConditionalGeneration",),
+    _read,
+    _DEFAULTS,
+    replace(
+        BESIDE_VISION,
+        names=_NAMES,
+        stacked_experts=_TENSORS.stacked_experts,
+        transposed=True,
+        swapped=True,
+        left_out=("vision_model.", "multi_modal_projector."),
+    ),
+    notes=_NOTES,
+)

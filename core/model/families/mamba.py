@@ -1,0 +1,54 @@
+"""Mamba 2 as Granite 4 and Bamba have it in `config.json`.
+
+Tests: tests/core/test_hybrids.py
+"""
+
+from __future__ import annotations
+
+import math
+
+from ..config_json import ConfigJson
+from ..layers import Activation
+from ..recurrent import MambaSpec
+from . import reading
+
+#: Values of `time_step_limit` that limit nothing.
+_UNLIMITED = (None, [0.0, math.inf], [0.0, {"__float__": "Infinity"}])
+
+
+MAMBA_2_DEFAULTS = {
+    "mamba_n_heads": 128,
+    "mamba_n_groups": 1,
+    "mamba_d_state": 256,
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+    "mamba_conv_bias": True,
+}
+
+
+def mamba_2(fields: ConfigJson) -> MambaSpec:
+    """Its specification."""
+    heads, groups = fields.integer("mamba_n_heads"), fields.integer("mamba_n_groups")
+    size = fields.integer("mamba_expand") * fields.integer("hidden_size")
+    given = fields.raw.get("mamba_d_head")
+    head_dim = size // heads if given in (None, "auto") else fields.integer("mamba_d_head")
+    if heads * head_dim != size:
+        raise fields.refuse(
+            "mamba_d_head", f"mamba_n_heads {heads} times it must be mamba_expand · hidden_size, {size}"
+        )
+    if heads % groups:
+        raise fields.refuse("mamba_n_groups", f"mamba_n_heads, {heads}, must be a multiple of it")
+    if fields.raw.get("time_step_limit") not in _UNLIMITED:
+        raise fields.refuse("time_step_limit", "limits of time steps are not supported; supported: [0, Infinity]")
+    if fields.text("hidden_act", "silu") != Activation.SILU:
+        raise fields.refuse("hidden_act", "Mamba layers are supported with silu alone")
+    return MambaSpec(
+        heads,
+        head_dim,
+        groups,
+        fields.integer("mamba_d_state"),
+        eps=reading.rms_norm(fields).eps,
+        conv_size=fields.integer("mamba_d_conv", least=2),
+        conv_bias=fields.boolean("mamba_conv_bias"),
+        bias=fields.boolean("mamba_proj_bias"),
+    )

@@ -1,0 +1,148 @@
+"""Nemotron-H, Nemotron Nano 2 and Nemotron 3: each layer is one part, with one norm before it: Mamba 2, attention
+without a rope, a feed-forward part without a gate, or a mixture of such experts.
+
+Tests: tests/core/test_hybrids.py, tests/core/test_experts.py
+"""
+
+from __future__ import annotations
+
+from ..config import ModelConfig
+from ..config_json import ConfigJson
+from ..family import Family
+from ..layers import AttentionSpec, Experts, LayerSpec, NormSpec, UngatedActivation, UngatedSpec
+from ..recurrent import MambaSpec
+from ..tensor_names import CORRECTION, TensorNames
+from . import reading
+
+_MAMBA, _MLP, _EXPERTS = "linear_attention", "mlp", "moe"
+
+#: Older names of types, and the letters of `hybrid_override_pattern`.
+_TYPES = {
+    "mamba": _MAMBA,
+    "attention": reading.FULL,
+    **dict(zip("M*-E", (_MAMBA, reading.FULL, _MLP, _EXPERTS), strict=True)),
+    **{each: each for each in (_MAMBA, reading.FULL, _MLP, _EXPERTS)},
+}
+
+
+def _read(fields: ConfigJson) -> ModelConfig:
+    types = _layer_types(fields)
+    norm = NormSpec(fields.number("layer_norm_epsilon"), wide=True)
+    heads = reading.heads(fields)
+    layers = {reading.FULL: LayerSpec(AttentionSpec(*heads, scale=heads.head_dim**-0.5, rope=None), None)}
+    if _MAMBA in types:
+        layers[_MAMBA] = LayerSpec(_mamba(fields, norm.eps), None)
+    if _MLP in types:
+        bias = fields.boolean("mlp_bias")
+        layers[_MLP] = LayerSpec(None, UngatedSpec(fields.integer("intermediate_size"), _activation(fields), bias))
+    if _EXPERTS in types:
+        layers[_EXPERTS] = LayerSpec(None, _experts(fields))
+    return reading.dense(fields, [layers[kind] for kind in types], norm)
+
+
+def _layer_types(fields: ConfigJson) -> list[str]:
+    """`num_hidden_layers` is ignored, as in transformers."""
+    for name in ("layers_block_type", "layer_types", "hybrid_override_pattern"):
+        if not fields.has(name):
+            continue
+        types = list(fields.text(name)) if name == "hybrid_override_pattern" else fields.texts(name)
+        if unknown := sorted(set(types) - _TYPES.keys()):
+            raise fields.refuse(name, f"{unknown[0]} is not supported; supported: {', '.join(_TYPES)}")
+        return [_TYPES[kind] for kind in types]
+    return [_MAMBA, _EXPERTS, reading.FULL, _MLP]
+
+
+def _mamba(fields: ConfigJson, eps: float) -> MambaSpec:
+    """transformers limits time steps by `time_step_min`, whatever `time_step_limit` is."""
+    heads, groups = fields.integer("mamba_num_heads"), fields.integer(_either(fields, "mamba_n_groups", "n_groups"))
+    if heads % groups:
+        raise fields.refuse("n_groups", f"mamba_num_heads, {heads}, must be a multiple of it")
+    if fields.text("mamba_hidden_act", "silu") != "silu":
+        raise fields.refuse("mamba_hidden_act", "Mamba layers are supported with silu alone")
+    return MambaSpec(
+        heads,
+        fields.integer("mamba_head_dim"),
+        groups,
+        fields.integer("ssm_state_size"),
+        eps=eps,
+        conv_size=fields.integer(_either(fields, "mamba_d_conv", "conv_kernel"), least=2),
+        conv_bias=fields.boolean(_either(fields, "mamba_conv_bias", "use_conv_bias")),
+        bias=fields.boolean("use_bias"),
+        dt_min=fields.number(_either(fields, "mamba_dt_min", "time_step_min")),
+    )
+
+
+def _either(fields: ConfigJson, older: str, name: str) -> str:
+    """The older name of a field, which transformers prefers, where the configuration has it."""
+    return older if older in fields.raw else name
+
+
+def _activation(fields: ConfigJson) -> UngatedActivation:
+    name, known = fields.text("mlp_hidden_act"), (UngatedActivation.RELU_SQUARED, UngatedActivation.GELU_TANH)
+    if name not in known:
+        raise fields.refuse("mlp_hidden_act", f"not supported; supported: {', '.join(known)}")
+    return UngatedActivation(name)
+
+
+def _experts(fields: ConfigJson) -> Experts:
+    if fields.has("moe_latent_size"):
+        raise fields.refuse("moe_latent_size", "experts of latents are not supported; supported: null")
+    if fields.boolean("mlp_bias"):
+        raise fields.refuse("mlp_bias", "experts are supported without biases; supported: false")
+    return reading.experts(
+        fields,
+        reading.routing_in_groups(fields),
+        shared_size=fields.integer("moe_shared_expert_intermediate_size"),
+        activation=_activation(fields),
+    )
+
+
+_NAMES = {
+    "attention_norm": "norm",
+    "mlp_norm": "norm",
+    **{f"self_attn.{each}_proj": f"mixer.{each}_proj" for each in "qkvo"},
+    "mamba": "mixer",
+    **{f"mamba.{each}": f"mixer.{each}" for each in ("in_proj", "out_proj", "conv1d", "norm")},
+    **{f"mlp.{each}_proj": f"mixer.{each}_proj" for each in ("up", "down")},
+    "mlp.gate": "mixer.gate",
+    CORRECTION: "mixer.gate.e_score_correction_bias",
+    **{f"mlp.shared_expert.{each}_proj": f"mixer.shared_experts.{each}_proj" for each in ("up", "down")},
+    **{f"mlp.experts.{{}}.{each}_proj": f"mixer.experts.{{}}.{each}_proj" for each in ("up", "down")},
+}
+NEMOTRON_H = Family(
+    "Nemotron-H, Nemotron Nano 2 and 3",
+    ("NemotronHForCausalLM",),
+    _read,
+    {
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 4096,
+        "intermediate_size": 21_504,
+        "layer_norm_epsilon": 1e-5,
+        "mlp_hidden_act": "relu2",
+        "ssm_state_size": 128,
+        "mamba_num_heads": 128,
+        "mamba_head_dim": 64,
+        "n_groups": 8,
+        "conv_kernel": 4,
+        "use_conv_bias": True,
+        "time_step_min": 0.001,
+        "n_routed_experts": 8,
+        "moe_intermediate_size": 7688,
+        "moe_shared_expert_intermediate_size": 7688,
+        "num_experts_per_tok": 2,
+        "routed_scaling_factor": 1.0,
+        "n_group": 1,
+        "topk_group": 1,
+        "norm_topk_prob": True,
+    },
+    TensorNames(
+        prefixes=("model.", "backbone.", ""),
+        norm="norm_f",
+        embeddings="embeddings",
+        names=_NAMES,
+        stacked_experts={"mixer.experts.up_proj": ("up_proj",), "mixer.experts.down_proj": ("down_proj",)},
+        left_out=("mtp.",),
+    ),
+    notes="by PyTorch's operators; experts of latents (Nemotron 3 Super) are refused; drafts (`mtp`) are left out",
+)

@@ -1,0 +1,94 @@
+"""OLMo Hybrid: layers of Gated DeltaNet, with norms before their parts, and every fourth layer attention as OLMo 3 has
+it, with norms after its parts.
+
+Tests: tests/core/test_hybrids.py
+"""
+
+from __future__ import annotations
+
+from ..config import ModelConfig
+from ..config_json import ConfigJson
+from ..family import Family
+from ..layers import Activation, AttentionSpec, HeadNorm, LayerSpec, Norms
+from ..recurrent import GatedDeltaSpec
+from ..rope_config import RopeConfig
+from ..tensor_names import AFTER_NORMS, TensorNames
+from . import reading
+
+_LINEAR = "linear_attention"
+
+
+def _read(fields: ConfigJson) -> ModelConfig:
+    heads, bias = reading.heads(fields), fields.boolean("attention_bias")
+    attention = AttentionSpec(
+        *heads,
+        scale=heads.head_dim**-0.5,
+        rope=_rope(fields, heads.head_dim),
+        head_norm=HeadNorm.ALL,
+        qkv_bias=bias,
+        o_bias=bias,
+    )
+    feed_forward = reading.gated(fields)
+    if feed_forward.activation is not Activation.SILU:
+        raise fields.refuse("hidden_act", "Gated DeltaNet is supported with silu alone")
+    layers = {
+        reading.FULL: LayerSpec(attention, feed_forward, Norms.AFTER),
+        _LINEAR: LayerSpec(_delta(fields, heads.num_heads), feed_forward),
+    }
+    types = _layer_types(fields)
+    return reading.dense(fields, [layers[kind] for kind in types], reading.rms_norm(fields, wide=True))
+
+
+def _layer_types(fields: ConfigJson) -> list[str]:
+    """By default the last layer has attention where none of every fourth does."""
+    types = reading.layer_types(fields, 4, other=_LINEAR)
+    return types if fields.texts("layer_types") or reading.FULL in types else [*types[:-1], reading.FULL]
+
+
+def _rope(fields: ConfigJson, head_dim: int) -> RopeConfig | None:
+    """Where `rope_theta` is null, as in published checkpoints, nothing is rotated."""
+    inner = reading.rope_fields(fields)
+    holder = inner if "rope_theta" in inner.raw else fields
+    return None if holder.raw.get("rope_theta", 0) is None else reading.rope(fields, head_dim)
+
+
+def _delta(fields: ConfigJson, num_heads: int) -> GatedDeltaSpec:
+    k_heads = fields.optional("linear_num_key_heads") or num_heads
+    v_heads = fields.optional("linear_num_value_heads") or num_heads
+    if v_heads % k_heads:
+        raise fields.refuse("linear_num_value_heads", f"a multiple of linear_num_key_heads, {k_heads}, is needed")
+    k_dim = fields.optional("linear_key_head_dim") or int(0.75 * fields.integer("hidden_size") / k_heads)
+    return GatedDeltaSpec(
+        k_heads,
+        v_heads,
+        k_dim,
+        fields.optional("linear_value_head_dim") or 2 * k_dim,
+        eps=1e-5,
+        conv_size=fields.integer("linear_conv_kernel_dim", least=2),
+        beta=2.0 if fields.boolean("linear_allow_neg_eigval") else 1.0,
+        parted=True,
+    )
+
+
+OLMO_HYBRID = Family(
+    "OLMo Hybrid",
+    ("OlmoHybridForCausalLM",),
+    _read,
+    {"max_position_embeddings": 65_536, "linear_conv_kernel_dim": 4, "linear_allow_neg_eigval": True},
+    TensorNames(
+        names={
+            **AFTER_NORMS,
+            "attention_norm": "input_layernorm",
+            "mlp_norm": "post_attention_layernorm",
+            **{f"linear_attn.in_proj_{each}": f"linear_attn.{each}_proj" for each in "ba"},
+            "linear_attn.in_proj_z": "linear_attn.g_proj",
+            "linear_attn.out_proj": "linear_attn.o_proj",
+            "linear_attn.norm": "linear_attn.o_norm",
+        },
+        older={
+            "attention_norm": "attention_layer_norm",
+            "mlp_norm": "feedforward_layer_norm",
+            "attention_out_norm": "feedforward_layer_norm",
+        },
+    ),
+)

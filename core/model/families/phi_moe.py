@@ -1,0 +1,68 @@
+"""Phi-3.5-MoE: experts that are chosen one after another (sparse mixer), LayerNorms, and logits with a bias.
+
+Tests: tests/core/test_experts.py, tests/core/model/test_model_config.py
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ..config import ModelConfig
+from ..config_json import ConfigJson
+from ..family import Family
+from ..layers import LayerSpec, Routing, Scoring
+from ..tensor_names import TensorNames
+from . import mixtral, reading
+
+_PER_TOKEN = 2
+"""Experts of a token in transformers' code, whatever the field says."""
+
+
+def _read(fields: ConfigJson) -> ModelConfig:
+    if fields.integer(name := "num_experts_per_tok") != _PER_TOKEN:
+        raise fields.refuse(name, f"transformers always chooses {_PER_TOKEN} experts; only that is supported")
+    name = "router_jitter_noise"
+    jitter = fields.raw[name] if name in fields.raw else fields.number(name)
+    if not isinstance(jitter, int | float) or isinstance(jitter, bool) or jitter < 0:
+        raise fields.refuse(name, "a number of at least 0 is needed")
+    routing = Routing(_PER_TOKEN, Scoring.SPARSE_MIXER, jitter=float(jitter))
+    attention = reading.attention(fields, window=fields.optional("sliding_window"))
+    rope, most = attention.rope, fields.integer("max_position_embeddings")
+    if rope is not None and rope.type == "longrope":
+        scaling = reading.rope_fields(fields)
+        short, long = scaling.number("short_mscale"), scaling.number("long_mscale")
+        # transformers has the short factors at every length, and changes cos and sin with the length of a request
+        rope = replace(rope, long_factors=rope.short_factors, attention_factor=short)
+        most = most if short == long else min(most, rope.original_max_position_embeddings)
+    elif rope is not None and rope.type != "default":
+        raise reading.rope_fields(fields).refuse("rope_type", "not supported; supported: default, longrope")
+    experts = reading.experts(fields, routing, size="intermediate_size")
+    layer = LayerSpec(replace(attention, rope=rope), experts)
+    return reading.dense(
+        fields,
+        [layer] * fields.integer("num_hidden_layers"),
+        reading.layer_norm(fields, "rms_norm_eps"),
+        max_position_embeddings=most,
+        head_bias=fields.boolean("lm_head_bias"),
+    )
+
+
+PHI_MOE = Family(
+    "Phi-3.5-MoE",
+    ("PhimoeForCausalLM", "PhiMoEForCausalLM"),
+    _read,
+    {
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1000000.0,
+        "num_local_experts": 16,
+        "num_experts_per_tok": 2,
+        "router_jitter_noise": 0.01,
+    },
+    TensorNames(
+        names=mixtral.MIXTRAL.tensors.names,
+        adapter_names={"mlp.gate": "mlp.router"},
+    ),
+    notes=f"as transformers computes longrope, with the short factors at every length; {reading.EXPERTS_NOTE}",
+)

@@ -1,0 +1,194 @@
+"""Families whose layers are a mixer or a feed-forward part alone, over the paths of an engine."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from chorus.core.model.config import UnsupportedModel
+from chorus.core.model.decoder import DecoderModel
+from chorus.core.model.read_config import read_model_config
+from chorus.graphs.runner import StepMode
+from chorus.memory.files.format import inspect_adapter
+
+from ..conftest import quiet
+from ..kept import KeptAnswers, kept_files
+from .merging.test_merged import merge
+from .model_module_forms import Alone
+from .test_families import executor_of
+from .test_family_paths import answers, told
+from .test_hybrids import BF16_ERROR, whole_logits
+from .tiny_families import ADAPTERS, ATTENTION, TORCH_HYBRIDS, load_peft, save_family
+
+pytestmark = [pytest.mark.numerics, pytest.mark.wide]
+
+#: name → arguments of `LoraConfig`: all that PEFT can target of Nemotron 3, and rows of embeddings.
+FORMS = {
+    "all": {
+        "target_modules": [*ATTENTION, "in_proj", "up_proj", "down_proj", "embeddings"],
+        "target_parameters": ["mixer.experts.up_proj", "mixer.experts.down_proj"],
+    },
+    "rows": {"target_modules": ["in_proj"], "trainable_token_indices": {"embeddings": [3, 149, 22, 23]}},
+}
+
+
+@pytest.fixture
+def kernels():
+    """The native decoder has no layers of one part."""
+    return "auto"
+
+
+@quiet()
+def save_forms(root):
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    save_family("nemotron-3", root / "model")
+    for name, arguments in FORMS.items():
+        torch.manual_seed(len(name))
+        lora = LoraConfig(r=3, lora_alpha=6, init_lora_weights=False, task_type="CAUSAL_LM", **arguments)
+        peft = get_peft_model(AutoModelForCausalLM.from_pretrained(root / "model"), lora)
+        with torch.no_grad():
+            for path, parameter in peft.named_parameters():
+                if "trainable_tokens_delta" in path:
+                    parameter.add_(torch.randn_like(parameter))
+        peft.save_pretrained(root / name)
+
+
+@pytest.fixture(scope="module")
+def it():
+    root = kept_files("forms nemotron-3", save_forms)
+    return Alone(root / "model", {name: root / name for name in FORMS}, load_peft, KeptAnswers(root))
+
+
+every_family = pytest.mark.parametrize("family", [*TORCH_HYBRIDS, "nemotron-3"])
+
+
+@every_family
+def test_mixed_batch_equals_transformers_and_peft(tiny, drive, family):
+    """In chunks, with the prefixes of the first round cached in the second."""
+    it = tiny(family)
+    limits = {"max_num_seqs": 8, "max_num_batched_tokens": 24, "max_model_len": 128, "state_checkpoint_tokens": 32}
+    driver = drive(it, **limits)
+    assert isinstance(driver.executor.rank.decoder, DecoderModel)
+    for _ in range(2):
+        want = answers(it, driver, 8, seed=1)
+        assert told(driver, want) == want
+        driver.answers.clear()
+    assert max(plan.num_adapters for plan in driver.plans) == 3
+    assert driver.engine.stats().num_prefix_hit_tokens > 40
+
+
+@pytest.mark.slow
+@every_family
+def test_comparisons_mean_something(tiny, family):
+    """Answers vary, and every adapter changes them."""
+    it = tiny(family)
+    cases = [it.case(None, 20, seed) for seed in range(99, 103)]
+    outputs = {None: tuple(tuple(base) for _, base in cases)}
+    outputs |= {name: tuple(tuple(it.greedy(name, prompt, 8)[0]) for prompt, _ in cases) for name in ADAPTERS}
+    assert len(set(outputs.values())) == 4
+    assert len({token for base in outputs[None] for token in base}) >= 4
+
+
+@every_family
+def test_merged_on_two_ranks(tiny, drive, family):
+    it = tiny(family)
+    driver = drive(it, max_num_seqs=8, max_num_batched_tokens=24, max_model_len=128, tensor_parallel_size=2)
+    merge(driver, "r3-all")
+    want = answers(it, driver, 4, seed=2)
+    assert told(driver, want) == want
+    assert StepMode.MERGED in {plan.mode for plan in driver.plans}
+
+
+@pytest.mark.slow
+@every_family
+def test_preempted_requests_swap_and_go_on(tiny, drive_crowded, family):
+    it = tiny(family)
+    driver = drive_crowded(it)
+    want = answers(it, driver, 8, seed=3, lengths=(5, 20), tokens=24)
+    assert told(driver, want) == want
+    assert driver.engine.stats().num_swaps_out > 0
+
+
+def test_experts_and_embeddings_by_the_names_that_peft_writes(it, drive):
+    driver = drive(it, max_num_seqs=8, max_num_batched_tokens=24)
+    want = answers(it, driver, 6, seed=4, adapters=(None, *FORMS))
+    assert told(driver, want) == want
+    targets = driver.engine.store.get("all").manifest.targets
+    assert {"embed_tokens", "experts.up_proj", "experts.down_proj", "shared_expert.up_proj", "in_proj"} <= set(targets)
+
+
+def test_names_of_nvidias_code(it, drive, tmp_path):
+    """Layers are in `backbone`, as in published checkpoints, or in `model`; types may be letters."""
+    shutil.copytree(it.model, tmp_path / "model")
+    path = tmp_path / "model" / "model.safetensors"
+    tensors = load_file(path)
+    assert sum(name.startswith("backbone.layers.") for name in tensors) > 50
+    save_file({name.replace("backbone.", "model."): tensor for name, tensor in tensors.items()}, path)
+    path = tmp_path / "model" / "config.json"
+    config = json.loads(path.read_text())
+    letters = {"linear_attention": "M", "full_attention": "*", "mlp": "-", "moe": "E"}
+    types = [letters[kind] for kind in config.pop("layers_block_type")]
+    path.write_text(json.dumps({**config, "hybrid_override_pattern": "".join(types)}))
+    shutil.copytree(it.adapters["rows"], tmp_path / "rows")
+    path = tmp_path / "rows" / "adapter_model.safetensors"
+    own = {name.replace(".model.model.", ".model.backbone."): tensor for name, tensor in load_file(path).items()}
+    save_file(own, path)
+    driver = drive(Alone(tmp_path / "model", {"rows": tmp_path / "rows"}, load_peft))
+    prompt, want = it.case("rows", 20, seed=7)
+    driver.add("rows", "rows", prompt, max_tokens=8)
+    assert told(driver, {"rows": want}) == {"rows": want}
+
+
+@pytest.mark.parametrize(
+    ("values", "match"),
+    [
+        ({"moe_latent_size": 32}, "moe_latent_size"),
+        ({"mlp_hidden_act": "silu"}, "mlp_hidden_act"),
+        ({"mamba_hidden_act": "gelu"}, "mamba_hidden_act"),
+        ({"mlp_bias": True}, "mlp_bias"),
+        ({"layers_block_type": ["moe", "ssm"]}, "layers_block_type"),
+        ({"n_groups": 3}, "n_groups"),
+        ({"layers_block_type": ["mlp", "linear_attention"]}, "no layer has attention"),
+    ],
+)
+def test_what_is_not_computed_is_refused(it, tmp_path, values, match):
+    config = json.loads((it.model / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, **values}))
+    with pytest.raises(UnsupportedModel, match=match):
+        read_model_config(tmp_path)
+
+
+def test_null_booleans_are_false_as_in_transformers(it, tmp_path):
+    config = json.loads((it.model / "config.json").read_text())
+    nulls = dict.fromkeys(("mlp_bias", "use_bias", "attention_bias", "tie_word_embeddings", "moe_latent_size"))
+    (tmp_path / "config.json").write_text(json.dumps({**config, **nulls}))
+    assert read_model_config(tmp_path) == read_model_config(it.model)
+
+
+@pytest.mark.parametrize("family", TORCH_HYBRIDS)
+def test_bfloat16_is_float32_within_rounding(tmp_path, family):
+    save_family(family, tmp_path, torch.bfloat16, initializer_range=0.1)
+    prompts = [
+        torch.randint(3, 150, (length,), generator=torch.Generator().manual_seed(0)).tolist() for length in (5, 40)
+    ]
+    want = whole_logits(tmp_path, prompts, dtype="float32")
+    errors = (whole_logits(tmp_path, prompts) - want).norm(dim=-1) / want.norm(dim=-1)
+    assert float(errors.max()) < BF16_ERROR
+    with pytest.raises(UnsupportedModel, match="layer of one part"):
+        executor_of(tmp_path, cpu_kernels="native")
+
+
+def test_pages_are_of_the_layers_that_have_them(tiny):
+    """KV of layers with attention, states of those with Mamba 2."""
+    config = read_model_config(tiny("nemotron-3").model)
+    assert (config.num_layers, len(config.kv_layers), config.num_recurrent_layers) == (7, 1, 2)
+    layout = executor_of(tiny("nemotron-3").model, dtype="float32").layout
+    assert (layout.num_layers, layout.states.shape.num_layers) == (1, 2)
+    targets = inspect_adapter(tiny("nemotron-3").adapters["r3-all"], config.module_paths).parts
+    assert {layer for part in targets for layer in part.layers} == {0, 2, 3, 5}
