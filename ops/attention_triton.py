@@ -398,4 +398,4 @@ class TritonDecodeAttention(Attention):
 
 # Rules for type checkers are at the end, so that kernels keep their lines.
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportCallIssue=false, reportIndexIssue=false
-# pyright: reportAttributeAccessIssue=false
+# pyright: reportAttributeAccessIssue=false, reportPossiblyUnboundVariable=false

@@ -1,6 +1,6 @@
 """LoRA launches of a product of more projections than one launch takes: several launches, one after the other.
 
-Tests: tests/core/executors/test_cuda_families_interpreted.py
+Tests: tests/ops/test_in_parts.py, tests/core/executors/test_cuda_families_interpreted.py
 """
 
 from __future__ import annotations

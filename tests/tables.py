@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from chorus.memory.files.module_paths import ModulePaths
-from chorus.memory.pages.projections import (
-    Projections,
+from chorus.memory.pages.layer_projections import (
     attention_projections,
     dense_projections,
     gated_projections,
     linear_projections,
 )
+from chorus.memory.pages.projections import Projections
 
 #: Of tests/memory/conftest.py's model.
 TINY = dense_projections(3, hidden=16, ffn=24, heads=2, kv_heads=1, head_dim=8)

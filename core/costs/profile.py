@@ -18,16 +18,9 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from ...memory.files import strict_json
 from ...memory.pages.adapter_layout import AdapterLayout, uniform_parts
+from ...memory.pages.layer_projections import dense_projections
 from ...memory.pages.layout import KvShape, PageLayout
-from ...memory.pages.projections import (
-    FURTHER_GROUPS,
-    LAYER_GROUPS,
-    MIXTURE_GROUPS,
-    Group,
-    Projection,
-    Projections,
-    dense_projections,
-)
+from ...memory.pages.projections import FURTHER_GROUPS, LAYER_GROUPS, MIXTURE_GROUPS, Group, Projection, Projections
 from ..cold_start import CpuLoraCost
 from .models import (
     AllReduceCost,

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 from ...memory.files.base_tokens import BaseTokens
 from ...memory.files.module_paths import AROUND, ModulePaths
 from ...memory.files.whole_copies import BaseRows
-from ...memory.pages.projections import Group, Projections, UnitRows, model_projections, unit_rows
+from ...memory.pages.layer_projections import model_projections
+from ...memory.pages.projections import Group, Projections, UnitRows, unit_rows
 from .config_json import UnsupportedModel
 from .layers import AttentionSpec, Experts, LayerInputSpec, LayerSpec, NormSpec
 from .quantization.format import WeightFormat

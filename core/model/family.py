@@ -38,3 +38,6 @@ class Family:
 
     model_types: tuple[str, ...] = ()
     """Values of `model_type` of checkpoints that transformers saves under another family's architecture."""
+
+    text_part: str = "text_config"
+    """The field of `config.json` that describes the text part, where a model has others."""

@@ -5,10 +5,11 @@ Tests: tests/core/test_gguf.py
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -29,14 +30,20 @@ _ONE_PLUS = {"gemma", "gemma2", "gemma3", "nemotron"}
 
 #: Architectures whose tensors it stores as transformers has them.
 _AS_THEY_ARE = {
-    "chatglm", "cohere2", "command-r", "ernie4_5", "exaone", "exaone4", "glm4", "olmo2", "phi2", "phi3", "qwen2",
-    "qwen3", "seed_oss", "stablelm", "starcoder2",
+    "chatglm", "cohere2", "command-r", "ernie4_5", "exaone", "exaone4", "glm4", "olmo2", "olmoe", "phi2", "phi3",
+    "qwen2", "qwen3", "qwen3moe", "seed_oss", "stablelm", "starcoder2",
 }  # fmt: skip
 
 _KNOWN = sorted(_INTERLEAVED | _ONE_PLUS | _AS_THEY_ARE)
 
 #: Tensors that config.json's fields say.
 _FROM_CONFIG = {"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"}
+
+#: The number of an expert in transformers' names; the file has the matrices of all experts in one tensor.
+_EXPERT = re.compile(r"\.experts\.(\d+)\.")
+
+#: The end of a router's correction in transformers' names, and as the file's table of names has it.
+_CORRECTION = ("e_score_correction_bias", "e_score_correction.bias")
 
 _MEND = "download the file again"
 
@@ -98,12 +105,13 @@ class GgufFile:
         field = self._reader.get_field(name)
         return 0 if field is None else len(field.data)
 
-    def read(self, name: str, rows: slice | torch.Tensor) -> torch.Tensor:
-        """Rows of a tensor, dequantised in float32."""
+    def read(self, name: str, rows: slice | torch.Tensor, expert: int | None = None) -> torch.Tensor:
+        """Rows of a tensor, dequantised in float32. expert: of a tensor of all experts' matrices: whose rows."""
         from gguf import dequantize
 
         tensor = self.tensors[name]
-        data = tensor.data[rows if isinstance(rows, slice) else rows.numpy()]
+        data = tensor.data if expert is None else tensor.data[expert]
+        data = data[rows if isinstance(rows, slice) else rows.numpy()]
         try:
             values = torch.from_numpy(dequantize(data, tensor.tensor_type).astype("float32"))
         except NotImplementedError as error:
@@ -114,6 +122,14 @@ class GgufFile:
         return values
 
 
+class _Place(NamedTuple):
+    """Where a file has a tensor."""
+
+    tensor: str
+    expert: int | None = None
+    """Of a tensor of all experts' matrices: whose it is."""
+
+
 class GgufCheckpoint(Checkpoint):
     """The tensors of a GGUF file under the names of transformers, with its order of rows and its norms."""
 
@@ -122,10 +138,12 @@ class GgufCheckpoint(Checkpoint):
         self._file = GgufFile(path)
         self._names = _names_of(self._file, wanted)
         self._one_plus = self._file.architecture in _ONE_PLUS
-        shapes = {name: self._file.tensors[found].shape for name, found in self._names.items()}
-        super().__init__(
-            path, {name: TensorEntry(path, tuple(map(int, reversed(shape))), "F32") for name, shape in shapes.items()}
-        )
+        shapes = {name: self._shape(place) for name, place in self._names.items()}
+        super().__init__(path, {name: TensorEntry(path, shape, "F32") for name, shape in shapes.items()})
+
+    def _shape(self, place: _Place) -> tuple[int, ...]:
+        shape = tuple(map(int, reversed(self._file.tensors[place.tensor].shape)))
+        return shape if place.expert is None else shape[1:]
 
     def read_into(self, target: torch.Tensor, name: str, part: Sequence[slice] = ()) -> None:
         if target.ndim != 2:
@@ -139,7 +157,8 @@ class GgufCheckpoint(Checkpoint):
     def read(self, name: str, part: Sequence[slice] = ()) -> torch.Tensor:
         rows, *others = part or (slice(None),)
         order = self._order(name)
-        values = self._file.read(self._names[name], rows if order is None else order[rows])
+        tensor, expert = self._names[name]
+        values = self._file.read(tensor, rows if order is None else order[rows], expert)
         if self._one_plus and name.endswith("norm.weight"):
             values -= 1
         return values[(slice(None), *others)]
@@ -156,8 +175,8 @@ class GgufCheckpoint(Checkpoint):
         return rows.view(int(heads), -1, 2).transpose(1, 2).flatten()
 
 
-def _names_of(file: GgufFile, wanted: Collection[str]) -> dict[str, str]:
-    """Names of transformers → those of the file; tensors that are not wanted have the file's name in both."""
+def _names_of(file: GgufFile, wanted: Collection[str]) -> dict[str, _Place]:
+    """Names of transformers → where the file has them; tensors that are not wanted have the file's name in both."""
     from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
     by_name = {name: architecture for architecture, name in MODEL_ARCH_NAMES.items()}
@@ -172,6 +191,12 @@ def _names_of(file: GgufFile, wanted: Collection[str]) -> dict[str, str]:
             "pip install -U gguf"
         )
     table = get_tensor_name_map(by_name[file.architecture], int(file.get("{arch}.block_count", 0)))
-    names = {name: table.get_name(name, (".weight", ".bias")) for name in wanted}
-    names = {name: found for name, found in names.items() if found in file.tensors}
-    return names | {name: name for name in file.tensors.keys() - names.values() - _FROM_CONFIG}
+    names: dict[str, _Place] = {}
+    for name in wanted:
+        expert = _EXPERT.search(name)
+        together = name if expert is None else f"{name[: expert.start()]}.experts.{name[expert.end() :]}"
+        found = table.get_name(together.replace(*_CORRECTION), (".weight", ".bias"))
+        if found in file.tensors:
+            names[name] = _Place(found, None if expert is None else int(expert[1]))
+    others = file.tensors.keys() - {place.tensor for place in names.values()} - _FROM_CONFIG
+    return names | {name: _Place(name) for name in others}

@@ -18,16 +18,15 @@ from enum import StrEnum
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from ...memory.pages.layout import KvShape
-from ...memory.pages.projections import (
-    Group,
-    Projection,
+from ...memory.pages.layer_projections import (
     attention_projections,
     gated_projections,
     input_projections,
     latent_projections,
     mixture_projections,
 )
+from ...memory.pages.layout import KvShape
+from ...memory.pages.projections import Group, Projection
 from .recurrent import RecurrentSpec
 from .rope_config import RopeConfig
 

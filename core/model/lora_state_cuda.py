@@ -17,7 +17,6 @@ from ...memory.pages.layout import PageLayout, SlabLayout
 from ...memory.pages.projections import MIXTURE_GROUPS, Group, Product
 from ...memory.transfers.transfer import Transfer
 from ...ops.in_parts import Modules, launch_for
-from ...ops.latents_schedule import takes_heads
 from ...ops.mixture_tables import MAX_PARTS, Parts
 from ...ops.sgmv import AdapterRows, Segments
 from ...ops.sgmv_schedule import Schedule, decode, prefill, rank_classes, token_limits
@@ -27,12 +26,14 @@ from ...ops.table_records import Copy
 from ...ops.vectors_tables import VectorTables
 from ..cpus import available_cpus
 from .config import ModelConfig
+from .latent_launches import LatentLaunches
+from .layers import LatentSpec
 from .lora_launches import LoraLaunches, StepOffload, Tail, Variant
 from .lora_state import LoraState, RowAdapters
 from .mixture_launches import MixtureForm, MixtureLaunches, MixtureLimits, MixtureState
 
 if TYPE_CHECKING:
-    from ...ops.latents_triton import LatentLora, LaunchedLora
+    from ...ops.latents_triton import LaunchedLora
     from ...ops.sgmv_triton import Sgmv
     from ...ops.vectors_triton import ScaleRows
 
@@ -105,9 +106,6 @@ class CudaLoraState(LoraState):
         widest = self._widest()
         self._products: dict[tuple[Schedule, int], dict[int, Sgmv]] = {}
         self._scales: dict[bool, dict[int, ScaleRows]] = {}
-        self._of_latents: dict[int, LatentLora] = {}  # by records of a tile
-        self._latent = latent = config.attention.latent
-        self._launches_latents = latent is not None and takes_heads(latent.key_dim, latent.value_dim, self._itemsize)
         self.offloading: Callable[[Segments, Sequence[int], SgmvTables], StepOffload | None] | None = None
         """Chooses the segments of a step with prompts to offload; called with the segments, the `lora_index` of each,
         and the tables.
@@ -141,6 +139,7 @@ class CudaLoraState(LoraState):
         self.tables = SgmvTables(sizes, arena.device, make_copy)
         if self.mixtures is not None:
             self.mixtures.use_scratch(self.tables.h)
+        self._latent_launches = self._new_latent_launches(config.attention.latent)
         self._mixture_modules = {
             group: {module for columns in self._groups for module, _, _ in columns[group]} for group in MIXTURE_GROUPS
         }
@@ -185,7 +184,8 @@ class CudaLoraState(LoraState):
         self.arena = arena
         for product in (one for made in (*self._products.values(), *self._scales.values()) for one in made.values()):
             product.use_arena(arena)
-        self._of_latents.clear()
+        if self._latent_launches is not None:
+            self._latent_launches.use_arena(arena)
         if self.mixtures is not None:
             self.mixtures.use_arena(arena)
 
@@ -258,7 +258,7 @@ class CudaLoraState(LoraState):
             return None
         num_tiles = self.tables.plan(self.segments, captured.schedule.tile_tokens, terms=captured.terms)
         scales, terms, mixture = self._plan_vectors(), self.tables.terms, self._plan_mixtures()
-        latents = self.changes_latents and (bool(self.segments.vectors) or not self._launches_latents)
+        latents = self.changes_latents and (bool(self.segments.vectors) or self._latent_launches is None)
         is_usual = terms == captured.terms and not latents
         found = captured.with_room(num_tiles, 0, scales, mixture) if is_usual else None
         if found is not None:
@@ -387,32 +387,8 @@ class CudaLoraState(LoraState):
 
     def launched_latents(self, layer: int, tiles: torch.Tensor, num_tiles: int, terms: int) -> LaunchedLora | None:
         """The launches of a decode step's adapters on a layer's kv_b_proj; None if they can't be launched."""
-        if not self._launches_latents:
-            return None
-        from ...ops.latents_triton import LaunchedLora  # needs triton
-
-        ((module, _, width),) = self._groups[layer][Group.KV_UP]
-        place = self.arena, self.segments, layer, module, width
-        return LaunchedLora(self._latent_lora(module, width, terms), tiles, num_tiles, *place)
-
-    def _latent_lora(self, module: int, width: int, terms: int) -> LatentLora:
-        """Made once. terms: records of a tile."""
-        if (found := self._of_latents.get(terms)) is None:
-            from ...ops.latents_triton import LatentLora  # needs triton
-
-            its = self._latent
-            assert its is not None, "the model has latents"
-            found = self._of_latents[terms] = LatentLora(
-                self.arena,
-                self.tables,
-                module,
-                heads=width // (its.key_dim + its.value_dim),
-                key=its.key_dim,
-                value=its.value_dim,
-                kv_rank=its.kv_rank,
-                terms=terms,
-            )
-        return found
+        launches = self._latent_launches
+        return None if launches is None else launches.of(layer, tiles, num_tiles, terms, self.segments)
 
     def scale(self, group: int, y: torch.Tensor, layer: int, *, undo: bool, compile_only: bool = False) -> None:
         """Apply a step's vectors to a group's outputs, or undo those of a merged adapter."""
@@ -466,21 +442,16 @@ class CudaLoraState(LoraState):
         self._warm_up_latents(compile_only=False)
 
     def _warm_up_latents(self, *, compile_only: bool) -> None:
-        """Every launch of adapters on kv_b_proj."""
-        layer = next((layer for layer, groups in enumerate(self._groups) if groups[Group.KV_UP]), None)
-        if layer is None or not self._launches_latents:
-            return
-        its, ((module, _, width),) = self._latent, self._groups[layer][Group.KV_UP]
-        assert its is not None, "the model has latents"
-        heads = width // (its.key_dim + its.value_dim)
-        of_queries, kept, of_values = (
-            torch.zeros(1, heads, size, dtype=self.arena.dtype, device=self.arena.device)
-            for size in (its.key_dim, its.kv_rank, its.value_dim)
-        )
-        for terms in (1, MERGED_TERMS):
-            add, place = self._latent_lora(module, width, terms), (layer, self.tables.tiles, 1)
-            add(kept, of_queries, *place, absorbs=True, compile_only=compile_only)
-            add(of_values, kept, *place, absorbs=False, compile_only=compile_only)
+        if self._latent_launches is not None:
+            layer = next(layer for layer, groups in enumerate(self._groups) if groups[Group.KV_UP])
+            self._latent_launches.warm_up(layer, compile_only=compile_only)
+
+    def _new_latent_launches(self, latent: LatentSpec | None) -> LatentLaunches | None:
+        """None for a model without latents, or with heads that kernels don't take."""
+        if latent is None or not LatentLaunches.can_launch(latent, self._itemsize):
+            return None
+        ((module, _, width),) = next(groups[Group.KV_UP] for groups in self._groups if groups[Group.KV_UP])
+        return LatentLaunches(latent, module, width, self.arena, self.tables)
 
     def _first_uses(self) -> list[tuple[tuple[int, int], Product]]:
         """The layer and group that first use each product."""

@@ -17,8 +17,6 @@ from .family import Family
 from .quantization.registry import read_format
 from .tensor_names import LLAMA_TENSORS
 
-_TEXT = "text_config"
-
 #: Ends of transformers' names of architectures: with an output projection, with a score head, and without any head.
 _GENERATOR, CLASSIFIER, BARE = "ForCausalLM", "ForSequenceClassification", "Model"
 
@@ -42,7 +40,7 @@ def read_model_config(directory: Path, tokenizer: Path | None = None) -> ModelCo
         raise UnsupportedModel(
             f"{raw.path}: architecture {architecture} is not supported; supported: {', '.join(FAMILIES)}"
         )
-    text = raw.text_part(_TEXT).with_defaults(family.defaults)
+    text = raw.text_part(family.text_part).with_defaults(family.defaults)
     if text.raw.get("is_causal") is False:  # as of some embedding models
         raise text.refuse("is_causal", "only causal attention is supported")
     weight_format = read_format(raw) or read_format(text)

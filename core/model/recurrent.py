@@ -15,12 +15,8 @@ from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, ClassVar, Self
 
-from ...memory.pages.projections import (
-    Projection,
-    conv_projections,
-    linear_projections,
-    mamba_projections,
-)
+from ...memory.pages.layer_projections import conv_projections, linear_projections, mamba_projections
+from ...memory.pages.projections import Projection
 
 if TYPE_CHECKING:
     import torch

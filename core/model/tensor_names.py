@@ -34,6 +34,12 @@ FUSED_GATE_UP = {"mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj")}
 STACKED_EXPERTS = {"mlp.experts.gate_up_proj": ("gate_proj", "up_proj"), "mlp.experts.down_proj": ("down_proj",)}
 
 
+#: A part that all layers with attention have.
+_OUTPUT = "self_attn.o_proj"
+
+#: Ends of names of its weights, plain or quantised.
+_WEIGHTS = ("weight", "qweight", "weight_packed")
+
 #: Ends of names of a stacked tensor's parts where its weights are packed (MXFP4), and of its biases.
 PACKED, BIASES = ("_blocks", "_scales"), "_bias"
 
@@ -98,16 +104,17 @@ class TensorNames:
     wrapped: tuple[str, ...] = ()
     """Vectors that are stored as matrices, row after row, by their names in `weights.tensor_shapes` (ERNIE 4.5)."""
 
-    published: TensorNames | None = None
-    """The names in published checkpoints, where transformers has others, which adapters have, too (EXAONE 3). None:
-    they are the same."""
+    published: tuple[TensorNames, ...] = ()
+    """The names in published checkpoints, where transformers has others, which adapters have, too (EXAONE 3)."""
 
     def of(self, tensors: Container[str]) -> TensorNames:
-        """The names in a checkpoint that has these tensors; it has the published ones if its embeddings do."""
-        own = self.published
-        if own is None or not any(f"{prefix}{own.embeddings}.weight" in tensors for prefix in own.prefixes):
-            return self
-        return own
+        """The names in a checkpoint that has these tensors: of `published` those by which it has a first layer."""
+        return next((each for each in self.published if each.has_layers(tensors)), self)
+
+    def has_layers(self, tensors: Container[str]) -> bool:
+        """True if a checkpoint that has these tensors has a first layer by these names."""
+        output = f"{self.layers}.0.{self.names.get(_OUTPUT, _OUTPUT)}"
+        return any(f"{prefix}{output}.{end}" in tensors for prefix in self.prefixes for end in _WEIGHTS)
 
 
 LLAMA_TENSORS = TensorNames()

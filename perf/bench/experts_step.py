@@ -22,7 +22,8 @@ from ...core.model.lora_state import rows_in
 from ...core.model.mixture_lora import MixtureLora
 from ...memory.pages import hugepages
 from ...memory.pages.adapter_layout import AdapterLayout, uniform_parts
-from ...memory.pages.projections import MIXTURE_GROUPS, Group, Projections, mixture_projections
+from ...memory.pages.layer_projections import mixture_projections
+from ...memory.pages.projections import MIXTURE_GROUPS, Group, Projections
 from ...ops import expert_products, packed_gemm
 from ...ops.sgmv import Segments
 from ..report.command import judge, parser

@@ -22,8 +22,8 @@ from ...core.requests.request import Request
 from ...core.requests.request_params import RequestParams
 from ...core.requests.types import StepPlan, StepResult
 from ...memory.host.images import Reads
+from ...memory.pages.layer_projections import dense_projections
 from ...memory.pages.layout import PageLayout
-from ...memory.pages.projections import dense_projections
 from ..report.command import conclude, parser
 from .weightless import WeightlessAdapters
 

@@ -172,8 +172,15 @@ def _longrope(file: GgufFile) -> dict[str, Any]:
     return scaling if attention is None else {**scaling, "attention_factor": _shortest(attention)}
 
 
-def _llama(_: GgufFile) -> dict[str, Any]:
-    return {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+def _llama(file: GgufFile) -> dict[str, Any]:
+    if not file.get("{arch}.expert_count"):
+        return {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+    return {
+        "architectures": ["MixtralForCausalLM"],
+        "model_type": "mixtral",
+        "num_local_experts": _integer(file, "expert_count"),
+        "num_experts_per_tok": _integer(file, "expert_used_count"),
+    }
 
 
 def _qwen2(_: GgufFile) -> dict[str, Any]:
@@ -182,6 +189,17 @@ def _qwen2(_: GgufFile) -> dict[str, Any]:
 
 def _qwen3(_: GgufFile) -> dict[str, Any]:
     return {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+
+
+def _qwen3_moe(file: GgufFile) -> dict[str, Any]:
+    return {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "num_experts": _integer(file, "expert_count"),
+        "num_experts_per_tok": _integer(file, "expert_used_count"),
+        "moe_intermediate_size": _integer(file, "expert_feed_forward_length"),
+        "norm_topk_prob": True,
+    }
 
 
 def _gemma(_: GgufFile) -> dict[str, Any]:
@@ -260,6 +278,7 @@ _ARCHITECTURES: dict[str, Callable[[GgufFile], dict[str, Any]]] = {
     "llama": _llama,
     "qwen2": _qwen2,
     "qwen3": _qwen3,
+    "qwen3moe": _qwen3_moe,
     "gemma": _gemma,
     "gemma2": _gemma_2,
     "gemma3": _gemma_3,

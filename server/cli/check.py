@@ -16,14 +16,13 @@ from ...memory.files.format import inspect_adapter, open_weights
 from ...memory.files.manifest import AdapterManifest
 from ...memory.files.module_paths import ModulePaths
 from ...memory.files.peft_names import tensor_names
-from ...memory.pages.projections import (
-    Projection,
-    Projections,
+from ...memory.pages.layer_projections import (
     attention_projections,
     gated_projections,
     linear_projections,
     model_projections,
 )
+from ...memory.pages.projections import Projection, Projections
 from ..checkpoints.pull import resolve_model
 from .adapters import CommandError
 

@@ -21,8 +21,8 @@ import torch
 
 from chorus.core.model.layer_weights import LayerWeights
 from chorus.memory.pages.adapter_layout import AdapterLayout, AdapterPart
+from chorus.memory.pages.layer_projections import dense_projections
 from chorus.memory.pages.layout import PageLayout
-from chorus.memory.pages.projections import dense_projections
 from chorus.ops import native, native_library, native_model
 from chorus.ops.elementwise import rotary_table
 from chorus.ops.sgmv import AdapterRows, Segments

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chorus.memory.pages.adapter_layout import AdapterLayout, uniform_parts
-from chorus.memory.pages.projections import dense_projections
+from chorus.memory.pages.layer_projections import dense_projections
 from chorus.ops import native, native_model
 from chorus.ops.sgmv import AdapterRows
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -34,10 +36,13 @@ MODELS: dict[str, tuple[str, Json]] = {
     "granite": ("granite", {}),
     "smollm3": ("smollm3", {}),
     "olmo-2": ("olmo2", {}),
+    "mixtral": ("llama", {}),
+    "qwen3-moe": ("qwen3moe", {"moe_intermediate_size": 64}),
 }
 
 #: The same of architectures that need the original model's config.json beside the file.
 BESIDE = {
+    "olmoe": "olmoe",
     "ministral-3": "mistral3",
     "exaone-4": "exaone4",
     "cohere-2": "cohere2",
@@ -66,6 +71,29 @@ def permute(weight: torch.Tensor, heads: int) -> torch.Tensor:
     return halves.swapaxes(1, 2).reshape(weight.shape)
 
 
+_OF_EXPERT = re.compile(r"\.experts\.(\d+)\.")
+
+
+def together(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors, with those of all experts in one."""
+    found, matrices = {}, defaultdict(dict)
+    for name, weight in tensors.items():
+        match = _OF_EXPERT.search(name)
+        if match is None:
+            found[name] = weight
+        else:
+            matrices[_OF_EXPERT.sub(".experts.", name)][int(match[1])] = weight
+    stacks = {name: torch.stack([each[number] for number in sorted(each)]) for name, each in matrices.items()}
+    return {**found, **stacks}
+
+
+def apart(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    """A tensor of `together` under the names that it had."""
+    if weight.ndim < 3 or ".experts." not in name:
+        return {name: weight}
+    return {name.replace(".experts.", f".experts.{number}."): each for number, each in enumerate(weight)}
+
+
 def tensors_of(model: Path) -> dict[str, torch.Tensor]:
     found = {}
     for path in model.glob("*.safetensors"):
@@ -92,8 +120,8 @@ def write_gguf(
     )
     held: dict[str, torch.Tensor] = {}
     stored: dict[str, Any] = dict(_rope_tensors(config))
-    for name, weight in tensors_of(model).items():
-        new = table.get_name(name, (".weight", ".bias"))
+    for name, weight in together(tensors_of(model)).items():
+        new = table.get_name(name.replace("e_score_correction_bias", "e_score_correction.bias"), (".weight", ".bias"))
         if new is None:  # of an architecture that is not served
             continue
         module, of = name.split(".")[-2], weight
@@ -101,7 +129,10 @@ def write_gguf(
             of = permute(weight, heads if module == "q_proj" else kv_heads)
         if (architecture.startswith("gemma") or architecture == "nemotron") and name.endswith("norm.weight"):
             of = weight + 1
-        quantisation = gguf.GGMLQuantizationType[kind if weight.ndim == 2 else "F32"]
+        is_quantised = (
+            weight.ndim > 1 and not weight.shape[-1] % gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]][0]
+        )
+        quantisation = gguf.GGMLQuantizationType[kind if is_quantised else "F32"]
         data = gguf.quantize(of.numpy(), quantisation)
         stored[new] = data, quantisation
         back = torch.from_numpy(gguf.dequantize(data, quantisation).astype("float32"))
@@ -110,7 +141,7 @@ def write_gguf(
             held[name] = torch.empty_like(back)
             held[name][rows] = back
         else:
-            held[name] = back - 1 if of is not weight and weight.ndim == 1 and "norm" in name else back
+            held |= apart(name, back - 1 if of is not weight and weight.ndim == 1 and "norm" in name else back)
     fields = metadata(config, architecture)
     spoil(fields, stored)
     writer = gguf.GGUFWriter(file, architecture)
@@ -177,6 +208,11 @@ def metadata(config: Json, architecture: str) -> Json:
     if architecture == "phi3":
         found["rope.dimension_count"] = int(head_dim * rope.get("partial_rotary_factor", 1.0))
         found["rope.scaling.original_context_length"] = config["original_max_position_embeddings"]
+    if config.get("num_experts_per_tok"):
+        found["expert_count"] = config.get("num_experts") or config.get("num_local_experts") or 0
+        found["expert_used_count"] = config["num_experts_per_tok"]
+    if architecture == "qwen3moe":
+        found["expert_feed_forward_length"] = config["moe_intermediate_size"]
     if architecture == "granite":
         names = {"attention.scale": "attention_multiplier", "embedding_scale": "embedding_multiplier"}
         names |= {"residual_scale": "residual_multiplier", "logit_scale": "logits_scaling"}

@@ -25,7 +25,7 @@ from chorus.graphs.runner import StepMode
 from chorus.memory.files.composed import composed
 from chorus.memory.files.error import AdapterFormatError
 from chorus.memory.files.format import inspect_adapter
-from chorus.memory.pages.projections import dense_projections
+from chorus.memory.pages.layer_projections import dense_projections
 from chorus.ops import native_library
 from chorus.ops.expert_products import Panels
 

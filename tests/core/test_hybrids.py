@@ -238,6 +238,7 @@ def test_a_step_without_states_is_refused(model):
 
 
 RECURRENT = ["in_proj", "out_proj"]
+PARTED = [*(f"{name}@linear" for name in ATTENTION[:3]), *LINEAR[1:]]
 SHARED = [f"shared_expert.{name}" for name in MLP]
 
 
@@ -253,6 +254,9 @@ SHARED = [f"shared_expert.{name}" for name in MLP]
         ("granite-4-h", "all-linear", {(0, 1, 2, 3, 4): MLP, (0, 1, 3, 4): RECURRENT, (2,): ATTENTION}),
         ("granite-4-h-moe", "all-linear", {(0, 1, 2, 3, 4): SHARED, (0, 1, 3, 4): RECURRENT, (2,): ATTENTION}),
         ("lfm2-moe", ["in_proj", "w2"], {(0,): ["down_proj"], (0, 2, 3): ["in_proj"]}),
+        ("lfm3-plain", "all-linear", {(0,): [*ATTENTION[:3], "g_proj", "o_proj"], (0, 1): MLP, (1,): RECURRENT}),
+        ("olmo-hybrid", "all-linear", {(0, 1, 2): PARTED, (0, 1, 2, 3): MLP, (3,): ATTENTION}),
+        ("olmo-hybrid", ["q_proj", "g_proj"], {(0, 1, 2): ["q_proj@linear", "in_proj_z"], (3,): ["q_proj"]}),
     ],
     ids=str,
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import strategies as st
 
 from chorus.memory.pages.adapter_layout import AdapterLayout, AdapterPart
-from chorus.memory.pages.projections import dense_projections
+from chorus.memory.pages.layer_projections import dense_projections
 
 from ..tables import LLAMA
 

@@ -14,8 +14,9 @@ from chorus.core.model.lora_state import rows_in
 from chorus.core.model.native_decoder import layer_values
 from chorus.core.model.rope_config import RopeConfig
 from chorus.memory.pages.adapter_layout import AdapterLayout, uniform_parts
+from chorus.memory.pages.layer_projections import attention_projections, gated_projections
 from chorus.memory.pages.layout import PageLayout
-from chorus.memory.pages.projections import Projections, attention_projections, gated_projections
+from chorus.memory.pages.projections import Projections
 from chorus.ops import native, native_model
 from chorus.ops.float8_kv import DTYPE as FLOAT8
 from chorus.ops.float8_kv import KvScales, rounded
@@ -362,6 +363,9 @@ class _Layer:
             case Norms.PARALLEL:
                 n = self.norm(x, weights.attention_norm)
                 return x + factor * self.mix(n) + factor * self.feed(n)
+            case Norms.PARALLEL_APART:
+                n = self.norm(x, weights.attention_norm)
+                return x + factor * self.mix(n) + factor * self.feed(self.norm(x, weights.mlp_norm))
 
     def norm(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
         assert weight is not None

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from chorus.core.model.layer_weights import LayerWeights
-from chorus.memory.pages.projections import dense_projections
+from chorus.memory.pages.layer_projections import dense_projections
 from chorus.ops import native, native_library, native_model
 from chorus.ops.elementwise import write_kv
 from chorus.ops.float8_kv import DTYPE, LARGEST, KvScales, inverse, rounded

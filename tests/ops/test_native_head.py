@@ -14,7 +14,8 @@ import torch
 
 from chorus.core.model.lora_state import rows_in
 from chorus.memory.pages.adapter_layout import AdapterLayout, AdapterPart
-from chorus.memory.pages.projections import Group, Projections, model_projections
+from chorus.memory.pages.layer_projections import model_projections
+from chorus.memory.pages.projections import Group, Projections
 from chorus.ops import native, native_library, native_model
 from chorus.ops.sampling import RowSamplingParams, TorchSampling
 from chorus.ops.sgmv import AdapterRows, Segments

@@ -133,6 +133,7 @@ ALL: tuple[Family, ...] = (
     nemotron_h.NEMOTRON_H,
     olmo_hybrid.OLMO_HYBRID,
     lfm3.LFM3,
+    lfm3.LFM3_VL,
     granite.GRANITE_SWA,
     granite.GRANITE_MOE_SWA,
     olmoe.FLEX_OLMO,
@@ -153,12 +154,14 @@ ALL: tuple[Family, ...] = (
     seeing.LLAVA_NEXT,
     seeing.LLAVA_ONEVISION,
     seeing.INTERNVL,
+    seeing.INTERNVL_CHAT,
     seeing.IDEFICS,
     seeing.AYA,
     seeing.KIMI_K2_5,
     seeing.GLM_4_6V,
     seeing.LIGHTON_OCR,
     glm.GLM_OCR,
+    ernie.PADDLEOCR_VL,
 )
 
 FAMILIES = {architecture: family for family in ALL for architecture in family.architectures}

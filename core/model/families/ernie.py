@@ -1,26 +1,36 @@
 """ERNIE 4.5 (text): Llama that rotates neighbouring pairs; ERNIE-4.5-MoE chooses experts by a softmax with a learned
-correction.
+correction. The text part of PaddleOCR-VL rotates halves.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from ..config import ModelConfig
 from ..config_json import ConfigJson
 from ..family import Family
 from ..layers import AttentionSpec, LayerSpec, Routing
-from ..tensor_names import CORRECTION, LLAMA_NORMS, TensorNames
+from ..tensor_names import CORRECTION, LLAMA_NORMS, TEXT_AND_IMAGES, TensorNames
 from . import reading
 
 
-def _attention(fields: ConfigJson, *, bias: bool) -> AttentionSpec:
+def _attention(fields: ConfigJson, *, bias: bool, interleaved: bool = True) -> AttentionSpec:
     heads = reading.heads(fields)
-    rope = reading.rope(fields, heads.head_dim, interleaved=True)
+    rope = reading.rope(fields, heads.head_dim, interleaved=interleaved)
     return AttentionSpec(*heads, scale=heads.head_dim**-0.5, rope=rope, qkv_bias=bias, o_bias=bias)
 
 
 def _read(fields: ConfigJson) -> ModelConfig:
+    return _model(fields, interleaved=True)
+
+
+def _read_ocr(fields: ConfigJson) -> ModelConfig:
+    return _model(fields, interleaved=False)
+
+
+def _model(fields: ConfigJson, *, interleaved: bool) -> ModelConfig:
     bias = fields.boolean("use_bias")
-    layer = LayerSpec(_attention(fields, bias=bias), reading.gated(fields, bias=bias))
+    layer = LayerSpec(_attention(fields, bias=bias, interleaved=interleaved), reading.gated(fields, bias=bias))
     return reading.dense(fields, [layer] * fields.integer("num_hidden_layers"), reading.rms_norm(fields))
 
 
@@ -84,4 +94,18 @@ ERNIE_4_5_MOE = Family(
         "moe_norm_min": _NORM_MIN,
     },
     notes=f"{reading.EXPERTS_NOTE}; draft layers (`mtp`) are left out; models with biases are refused",
+)
+PADDLEOCR_VL = Family(
+    "PaddleOCR-VL (text)",
+    ("PaddleOCRVLForConditionalGeneration",),
+    _read_ocr,
+    {
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+        "tie_word_embeddings": True,
+    },
+    replace(TEXT_AND_IMAGES, left_out=(*TEXT_AND_IMAGES.left_out, "mlp_AR.", "model.projector.")),
 )

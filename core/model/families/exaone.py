@@ -100,7 +100,16 @@ EXAONE_MOE = Family(
     },
     notes=f"{reading.EXPERTS_NOTE}; draft layers (`mtp`) are left out",
 )
-_PROJECTIONS_3 = {f"self_attn.{each}_proj": f"attn.attention.{each}_proj" for each in "qkv"}
+_NAMES_3 = {
+    "attention_norm": "ln_1",
+    "mlp_norm": "ln_2",
+    **{f"self_attn.{each}_proj": f"attn.attention.{each}_proj" for each in "qkv"},
+    "self_attn.o_proj": "attn.attention.out_proj",
+    "mlp.gate_proj": "mlp.c_fc_0",
+    "mlp.up_proj": "mlp.c_fc_1",
+    "mlp.down_proj": "mlp.c_proj",
+}
+_PUBLISHED_3 = TensorNames(prefixes=("transformer.",), norm="ln_f", embeddings="wte", layers="h", names=_NAMES_3)
 EXAONE_3 = Family(
     "EXAONE 3 and 3.5",
     ("ExaoneForCausalLM",),
@@ -112,23 +121,6 @@ EXAONE_3 = Family(
         "intermediate_size": 14336,
         "rope_theta": 500000.0,
     },
-    replace(
-        LLAMA_TENSORS,
-        published=TensorNames(
-            prefixes=("transformer.", ""),
-            norm="ln_f",
-            embeddings="wte",
-            layers="h",
-            names={
-                "attention_norm": "ln_1",
-                "mlp_norm": "ln_2",
-                **_PROJECTIONS_3,
-                "self_attn.o_proj": "attn.attention.out_proj",
-                "mlp.gate_proj": "mlp.c_fc_0",
-                "mlp.up_proj": "mlp.c_fc_1",
-                "mlp.down_proj": "mlp.c_proj",
-            },
-        ),
-    ),
+    replace(LLAMA_TENSORS, published=(_PUBLISHED_3, replace(LLAMA_TENSORS, names=_NAMES_3))),
     model_types=("exaone",),
 )

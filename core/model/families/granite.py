@@ -66,7 +66,7 @@ def _with_windows(fields: ConfigJson, model: ModelConfig) -> ModelConfig:
     count = len(model.layers)
     types = [reading.SLIDING if index % 4 else reading.FULL for index in range(count)]
     layers = [
-        replace(layer, mixer=replace(layer.attention, window=window, rope=rope, sinks=True))
+        replace(layer, mixer=replace(model.attention, window=window, rope=rope, sinks=True))
         for layer, window, rope in zip(model.layers, reading.windows(fields, types), _ropes(fields, model), strict=True)
     ]
     return replace(model, layers=tuple(layers))

@@ -6,6 +6,8 @@ Tests: tests/core/test_hybrids.py, tests/core/test_text_parts.py
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ..config import ModelConfig
 from ..config_json import ConfigJson
 from ..family import Family
@@ -101,4 +103,17 @@ LFM3 = Family(
     _read,
     _DEFAULTS,
     TensorNames(norm="embedding_norm", names=_NAMES, older=_OLDER, adapter_names=_OLDER),
+)
+LFM3_VL = Family(
+    "LFM3-VL (text)",
+    ("Lfm3VlForConditionalGeneration",),
+    _read,
+    _DEFAULTS,
+    replace(
+        LFM3.tensors,
+        prefixes=("model.language_model.", "language_model.model."),
+        heads=("lm_head.weight", "language_model.lm_head.weight"),
+        left_out=("model.vision_tower.", "model.multi_modal_projector.", "vision_tower.", "multi_modal_projector."),
+    ),
+    notes="text only",
 )

@@ -23,7 +23,7 @@ _FIELDS = {
 
 def _read(fields: ConfigJson) -> ModelConfig:
     model = glm_moe.GLM_4_MOE.read(reading.renamed(fields, _FIELDS))
-    return replace(model, tensors=replace(model.tensors, published=_PUBLISHED))
+    return replace(model, tensors=replace(model.tensors, published=(_PUBLISHED, _BARE)))
 
 
 def _read_latent(fields: ConfigJson) -> ModelConfig:
@@ -37,6 +37,7 @@ def _read_latent(fields: ConfigJson) -> ModelConfig:
 
 
 _PUBLISHED = TensorNames(
+    prefixes=("model.",),
     embeddings="word_embeddings",
     names={
         **glm_moe.NAMES,
@@ -47,6 +48,9 @@ _PUBLISHED = TensorNames(
     },
     fused={"attention.query_key_value": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")},
 )
+#: As transformers saves a model without a head.
+_BARE = replace(_PUBLISHED, prefixes=("",), embeddings="embed_tokens")
+
 SARVAM = Family(
     "Sarvam-MoE (30B)",
     ("SarvamMoEForCausalLM",),

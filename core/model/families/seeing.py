@@ -96,6 +96,7 @@ _TENSORS = replace(
                 "vision_projection.",
                 "connector.",
                 "mm_projector.",
+                "mlp1.",
                 "visual.",
             )
         ),
@@ -134,9 +135,14 @@ def _family(title: str, *architectures: str, text: str, tied: bool = False, note
 
 
 LLAVA = _family("LLaVA and Pixtral", "LlavaForConditionalGeneration", text="llama")
-LLAVA_NEXT = _family("LLaVA-NeXT", "LlavaNextForConditionalGeneration", text="llama")
+LLAVA_NEXT = _family(
+    "LLaVA-NeXT", "LlavaNextForConditionalGeneration", "LlavaNextVideoForConditionalGeneration", text="llama"
+)
 LLAVA_ONEVISION = _family("LLaVA-OneVision", "LlavaOnevisionForConditionalGeneration", text="qwen2")
 INTERNVL = _family("InternVL 3 and 3.5", "InternVLForConditionalGeneration", text="qwen2", tied=True)
+INTERNVL_CHAT = replace(
+    _family("InternVL 2.5 to 3.5, as first published", "InternVLChatModel", text="qwen2"), text_part="llm_config"
+)
 IDEFICS = _family(
     "Idefics 3 and SmolVLM", "Idefics3ForConditionalGeneration", "SmolVLMForConditionalGeneration", text="llama"
 )

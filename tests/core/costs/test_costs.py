@@ -33,7 +33,8 @@ from chorus.graphs.runner import DecodeBuckets
 from chorus.memory.adapters.adapter import Adapter
 from chorus.memory.files.manifest import AdapterManifest
 from chorus.memory.pages.adapter_layout import AdapterLayout, AdapterPart
-from chorus.memory.pages.projections import Projections, attention_projections, gated_projections, mixture_projections
+from chorus.memory.pages.layer_projections import attention_projections, gated_projections, mixture_projections
+from chorus.memory.pages.projections import Projections
 
 from ...tables import hybrid_table
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from chorus.core.executors.cuda_exchange import CudaExchange
-from chorus.memory.pages.projections import dense_projections
+from chorus.memory.pages.layer_projections import dense_projections
 from chorus.memory.transfers import cuda_driver
 from chorus.memory.transfers.cuda_driver import CupyDriver
 from chorus.ops import native_library

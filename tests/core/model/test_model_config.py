@@ -132,6 +132,7 @@ SHAPES = {"hidden_size": 256, "num_attention_heads": 64, "num_hidden_layers": 8}
 #: Further shapes, of families whose defaults are none, or don't fit SHAPES.
 OWN_SHAPES = {
     "GraniteMoeHybridForCausalLM": {"num_local_experts": 0, "layer_types": ["attention"] * 8},
+    "BambaForCausalLM": {"attn_layer_indices": [0], "mamba_n_heads": 8},
     "Dots1ForCausalLM": {"n_routed_experts": 8, "num_experts_per_tok": 2},
     "HeliumForCausalLM": {"num_attention_heads": 20},
     "GPTNeoXForCausalLM": {"hidden_size": 512},
@@ -910,6 +911,63 @@ LATENTS = {
         "vocab_size": 154880,
     },
 }  # fmt: skip
+
+
+#: Fields of published checkpoints, and how many billions of weights these have.
+PUBLISHED = {
+    "Phi-2": (2.78, {
+        "architectures": ["PhiForCausalLM"], "hidden_act": "gelu_new", "hidden_size": 2560, "intermediate_size": 10240,
+        "layer_norm_eps": 1e-05, "max_position_embeddings": 2048, "num_attention_heads": 32, "num_hidden_layers": 32,
+        "num_key_value_heads": 32, "partial_rotary_factor": 0.4, "qk_layernorm": False, "rope_scaling": None,
+        "rope_theta": 10000.0, "tie_word_embeddings": False, "vocab_size": 51200,
+    }),
+    "Pythia 2.8B": (2.775, {
+        "architectures": ["GPTNeoXForCausalLM"], "hidden_act": "gelu", "hidden_size": 2560, "intermediate_size": 10240,
+        "layer_norm_eps": 1e-05, "max_position_embeddings": 2048, "num_attention_heads": 32, "num_hidden_layers": 32,
+        "rotary_emb_base": 10000, "rotary_pct": 0.25, "use_parallel_residual": True, "vocab_size": 50304,
+    }),
+    "EXAONE 3.0 7.8B": (7.818, {
+        "architectures": ["ExaoneForCausalLM"], "activation_function": "silu", "head_dim": 128, "hidden_size": 4096,
+        "intermediate_size": 14336, "layer_norm_epsilon": 1e-05, "max_position_embeddings": 4096,
+        "model_type": "exaone", "num_attention_heads": 32, "num_key_value_heads": 8, "num_layers": 32,
+        "rope_scaling": None, "rope_theta": 500000.0, "tie_word_embeddings": False, "vocab_size": 102400,
+    }),
+    "StableLM 2 1.6B": (1.644, {
+        "architectures": ["StableLmForCausalLM"], "hidden_act": "silu", "hidden_size": 2048, "intermediate_size": 5632,
+        "layer_norm_eps": 1e-05, "max_position_embeddings": 4096, "num_attention_heads": 32, "num_hidden_layers": 24,
+        "num_key_value_heads": 32, "partial_rotary_factor": 0.25, "rope_theta": 10000, "use_qkv_bias": True,
+        "tie_word_embeddings": False, "vocab_size": 100352,
+    }),
+    "MiniCPM3 4B": (4.07, {
+        "architectures": ["MiniCPM3ForCausalLM"], "dim_model_base": 256, "hidden_act": "silu", "hidden_size": 2560,
+        "intermediate_size": 6400, "kv_lora_rank": 256, "max_position_embeddings": 32768, "num_attention_heads": 40,
+        "num_hidden_layers": 62, "num_key_value_heads": 40, "q_lora_rank": 768, "qk_nope_head_dim": 64,
+        "qk_rope_head_dim": 32, "rms_norm_eps": 1e-05, "scale_depth": 1.4, "scale_emb": 12, "vocab_size": 73448,
+        "rope_scaling": {
+            "long_factor": [1.0] * 16, "original_max_position_embeddings": 32768, "short_factor": [1.0] * 16,
+            "type": "longrope",
+        },
+    }),
+    "Trinity Mini": (26.1, {
+        "architectures": ["AfmoeForCausalLM"], "head_dim": 128, "hidden_size": 2048, "intermediate_size": 6144,
+        "moe_intermediate_size": 1024, "mup_enabled": True, "num_attention_heads": 32, "num_dense_layers": 2,
+        "num_experts": 128, "num_experts_per_tok": 8, "num_hidden_layers": 32, "num_key_value_heads": 4,
+        "num_shared_experts": 1, "route_norm": True, "route_scale": 2.826, "score_func": "sigmoid",
+        "sliding_window": 2048, "tie_word_embeddings": False, "vocab_size": 200192,
+    }),
+    "nanochat d32": (1.88, {
+        "architectures": ["NanoChatForCausalLM"], "hidden_size": 2048, "intermediate_size": 8192,
+        "num_attention_heads": 16, "num_hidden_layers": 32, "num_key_value_heads": 16, "vocab_size": 65536,
+    }),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_checkpoints_have_the_weights_that_they_are_known_for(read, name):
+    billions, fields = PUBLISHED[name]
+    config = read(**{**dict.fromkeys(LLAMA, ...), **fields})
+    weights = sum(torch.Size(shape).numel() for shape in tensor_shapes(config).values())
+    assert weights / 1e9 == pytest.approx(billions, rel=5e-3)
 
 
 @pytest.mark.parametrize(

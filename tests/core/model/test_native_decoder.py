@@ -65,6 +65,8 @@ class Config:
             "attention_shapes": [mixer],
             "kv_layers": [layer.mixer for layer in self.layers],
             "layer_inputs": None,
+            "head_bias": False,
+            "embedding_norm": False,
             "num_experts": next((layer.experts.count for layer in self.layers if layer.experts), 0),
             "vocab_size": VOCAB,
             "norm": kind.norm,
@@ -104,6 +106,13 @@ class TestRefusals:
 
     def test_sinks_are_refused(self):
         assert refusal(LAYER, changed(sinks=True)) == "it has no attention sinks, and this model's layers have them"
+
+    def test_gates_in_a_projection_of_their_own_and_norms_of_parallel_parts_are_refused(self):
+        gated = refusal(LAYER, changed(output_gate=True, gate_apart=True))
+        assert gated.startswith("it has no gate of attention's output in a projection of its own")
+        apart = refusal(LAYER, replace(LAYER, norms=Norms.PARALLEL_APART))
+        assert apart.startswith("it has no norm of a parallel part's own")
+        assert refusal(LAYER, changed(head_norm=HeadNorm.BARE)).startswith("it has no norm of heads without weights")
 
     def test_layers_without_a_gate_and_norms_of_rotated_heads_are_refused(self):
         ungated = replace(LAYER, feed_forward=UngatedSpec(80, UngatedActivation.GELU_TANH))

@@ -11,7 +11,7 @@ from chorus.core.model.config import UnsupportedModel
 from chorus.core.model.read_config import read_model_config
 from chorus.core.model.recurrent import MambaSpec, ShortConvSpec
 from chorus.core.model.shard import Shard
-from chorus.core.model.tensor_parts import sources, tensor_shapes
+from chorus.core.model.tensor_parts import num_weights, sources, tensor_shapes
 
 pytestmark = pytest.mark.wide
 
@@ -146,6 +146,84 @@ def test_granite_4_in_other_spellings(read):
     assert len(config.attention_layers) == 20
     dense = read(GRANITE_4_H_TINY, num_local_experts=0, num_experts_per_tok=0)
     assert (dense.experts, dense.intermediate_size) == (None, 1024)
+
+
+NEMOTRON_3_NANO = {
+    "architectures": ["NemotronHForCausalLM"],
+    "attention_bias": False,
+    "bos_token_id": 1,
+    "chunk_size": 128,
+    "conv_kernel": 4,
+    "eos_token_id": 2,
+    "expand": 2,
+    "head_dim": 128,
+    "hidden_size": 2688,
+    "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
+    "intermediate_size": 1856,
+    "layer_norm_epsilon": 1e-05,
+    "mamba_head_dim": 64,
+    "mamba_hidden_act": "silu",
+    "mamba_num_heads": 64,
+    "mamba_proj_bias": False,
+    "max_position_embeddings": 262144,
+    "mlp_bias": False,
+    "mlp_hidden_act": "relu2",
+    "model_type": "nemotron_h",
+    "moe_intermediate_size": 1856,
+    "moe_shared_expert_intermediate_size": 3712,
+    "n_group": 1,
+    "n_groups": 8,
+    "n_routed_experts": 128,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_attention_heads": 32,
+    "num_experts_per_tok": 6,
+    "num_hidden_layers": 52,
+    "num_key_value_heads": 2,
+    "partial_rotary_factor": 1.0,
+    "residual_in_fp32": False,
+    "rope_theta": 10000,
+    "routed_scaling_factor": 2.5,
+    "sliding_window": None,
+    "ssm_state_size": 128,
+    "tie_word_embeddings": False,
+    "time_step_min": 0.001,
+    "topk_group": 1,
+    "torch_dtype": "bfloat16",
+    "use_bias": False,
+    "use_conv_bias": True,
+    "vocab_size": 131072,
+}
+NEMOTRON_NANO_9B = {
+    **NEMOTRON_3_NANO,
+    "hidden_size": 4480,
+    "hybrid_override_pattern": "M-M-M-MM-M-M-M*-M-M-M*-M-M-M-M*-M-M-M-M*-M-MM-M-M-M-M-M-",
+    "intermediate_size": 15680,
+    "mamba_head_dim": 80,
+    "mamba_num_heads": 128,
+    "num_attention_heads": 40,
+    "num_key_value_heads": 8,
+    "time_step_limit": [0.0, float("inf")],
+}
+
+
+def test_nemotrons(read):
+    """NVIDIA-Nemotron-3-Nano-30B-A3B and NVIDIA-Nemotron-Nano-9B-v2."""
+    config = read(NEMOTRON_3_NANO)
+    kinds = [(layer.recurrent, layer.attention, layer.experts) for layer in config.layers]
+    assert [sum(each is not None for each in kind) for kind in zip(*kinds, strict=True)] == [23, 6, 23]
+    assert config.recurrent == MambaSpec(64, 64, 8, 128, eps=1e-5, dt_min=0.001)
+    assert (config.attention.num_kv_heads, config.attention.rope) == (2, None)
+    experts = config.experts
+    assert (experts.count, experts.size, experts.shared_size, experts.is_gated) == (128, 1856, 3712, False)
+    assert (experts.routing.per_token, experts.routing.factor, experts.routing.corrected) == (6, 2.5, True)
+    assert num_weights(config) == pytest.approx(31.6e9, rel=0.01), "of the model card"
+    config = read(NEMOTRON_NANO_9B)
+    kinds = [(layer.recurrent, layer.attention, layer.dense) for layer in config.layers]
+    assert [sum(each is not None for each in kind) for kind in zip(*kinds, strict=True)] == [27, 4, 25]
+    assert num_weights(config) == pytest.approx(8.9e9, rel=0.01)
+    share = Shard(0, 8).config(config)
+    assert share.recurrent == MambaSpec(16, 80, 1, 128, eps=1e-5, dt_min=0.001)
 
 
 @pytest.mark.parametrize(

@@ -256,6 +256,7 @@ def test_unknown_tensor_is_named(checkpoint, name):
 def test_rotary_tables_of_old_checkpoints_are_ignored(checkpoint):
     it = checkpoint()
     it.tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(2)
+    it.tensors["model.layers.0.attention.masked_bias"] = torch.zeros(())  # GPT-NeoX's
     every_tensor(it.save().loader())
 
 

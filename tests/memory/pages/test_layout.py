@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from chorus.memory.pages.adapter_layout import AdapterLayout, AdapterPart
 from chorus.memory.pages.arena import Arena
+from chorus.memory.pages.layer_projections import dense_projections
 from chorus.memory.pages.layout import ROW_ALIGNMENT_BYTES, KvShape, PageLayout, SlabLayout, page_groups
-from chorus.memory.pages.projections import dense_projections
 from chorus.memory.pages.states import StateShape
 
 from ...tables import LLAMA, llama_table

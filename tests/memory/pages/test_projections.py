@@ -9,15 +9,9 @@ import sys
 import pytest
 
 from chorus.memory.pages.adapter_layout import AdapterLayout, uniform_parts
+from chorus.memory.pages.layer_projections import attention_projections, dense_projections, linear_projections
 from chorus.memory.pages.layout import SlabLayout
-from chorus.memory.pages.projections import (
-    Group,
-    Projection,
-    Projections,
-    attention_projections,
-    dense_projections,
-    linear_projections,
-)
+from chorus.memory.pages.projections import Group, Projection, Projections
 
 from ...tables import TINY, hybrid_table
 

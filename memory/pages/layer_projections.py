@@ -1,0 +1,165 @@
+"""The projections of each kind of layer, and of the model: rows of the table in `projections`.
+
+Pure data, like `layout`. Tests: tests/memory/pages/test_projections.py
+"""
+
+from __future__ import annotations
+
+from .projections import Group, Projection, Projections
+
+
+def attention_projections(
+    hidden: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    *,
+    gate: bool = False,
+    keys_and_values: int = 2,
+    form: str = "",
+) -> tuple[Projection, ...]:
+    """Those of full attention. gate: q_proj gives each head a query and then a gate. keys_and_values: projections that
+    give them; 1: k_proj gives both, 0: they are another layer's. form: see `Projection`.
+    """
+    q, kv = heads * head_dim, kv_heads * head_dim
+    names = ("self_attn.k_proj", "self_attn.v_proj")[:keys_and_values]
+    return (
+        Projection("self_attn.q_proj", Group.MIXER_IN, hidden, q * (1 + gate), heads, form=form),
+        *(Projection(name, Group.MIXER_IN, hidden, kv, kv_heads, form=form) for name in names),
+        Projection("self_attn.o_proj", Group.MIXER_OUT, q, hidden, heads, form=form),
+    )
+
+
+def latent_projections(
+    hidden: int, heads: int, *, q_rank: int, kv_rank: int, key: int, rotated: int, value: int
+) -> tuple[Projection, ...]:
+    """Those of latent attention. q_rank: width of the queries' latents, 0 where queries have none; kv_rank: that of
+    keys and values together. key, rotated: elements of a head's key that are not rotated, and that are; value: of its
+    value. What makes latents is of all heads, and every TP rank has it whole.
+    """
+    q = heads * (key + rotated)
+    query = (
+        (
+            Projection("self_attn.q_a_proj", Group.MIXER_IN, hidden, q_rank, 1),
+            Projection("self_attn.q_b_proj", Group.QUERY_UP, q_rank, q, heads),
+        )
+        if q_rank
+        else (Projection("self_attn.q_proj", Group.MIXER_IN, hidden, q, heads),)
+    )
+    return (
+        *query,
+        Projection("self_attn.kv_a_proj_with_mqa", Group.MIXER_IN, hidden, kv_rank + rotated, 1),
+        Projection("self_attn.kv_b_proj", Group.KV_UP, kv_rank, heads * (key + value), heads),
+        Projection("self_attn.o_proj", Group.MIXER_OUT, heads * value, hidden, heads),
+    )
+
+
+def linear_projections(
+    hidden: int, key: int, value: int, k_heads: int, v_heads: int, *, parted: bool = False
+) -> tuple[Projection, ...]:
+    """Those of Gated DeltaNet. key, value: widths of all heads of keys, and of values. parted: queries, keys and values
+    have one each.
+
+    TP ranks share heads of keys, each with the heads of values that it serves.
+    """
+    widths = {"q": key, "k": key, "v": value}
+    joined = Projection(
+        "linear_attn.in_proj_qkv", Group.MIXER_IN, hidden, 2 * key + value, k_heads, sections=(key, key, value)
+    )
+    each = (
+        Projection(f"linear_attn.{name}_proj", Group.MIXER_IN, hidden, width, k_heads, form="linear")
+        for name, width in widths.items()
+    )
+    return (
+        *(each if parted else (joined,)),
+        Projection("linear_attn.in_proj_z", Group.MIXER_IN, hidden, value, k_heads),
+        Projection("linear_attn.in_proj_b", Group.MIXER_IN, hidden, v_heads, k_heads),
+        Projection("linear_attn.in_proj_a", Group.MIXER_IN, hidden, v_heads, k_heads),
+        Projection("linear_attn.out_proj", Group.MIXER_OUT, value, hidden, k_heads),
+    )
+
+
+def conv_projections(hidden: int, size: int) -> tuple[Projection, ...]:
+    """Those of a gated short convolution. size: its channels, which TP ranks share."""
+    return (
+        Projection("conv.in_proj", Group.MIXER_IN, hidden, 3 * size, size, sections=(size, size, size)),
+        Projection("conv.out_proj", Group.MIXER_OUT, size, hidden, size),
+    )
+
+
+def mamba_projections(hidden: int, heads: int, head_dim: int, groups: int, state: int) -> tuple[Projection, ...]:
+    """Those of Mamba 2. state: width of B and C of a group. TP ranks share heads; with more ranks than groups, several
+    have the same B and C.
+    """
+    size, shared = heads * head_dim, groups * state
+    sections, units = (size, size, shared, shared, heads), (heads, heads, groups, groups, heads)
+    outputs = sum(sections)
+    return (
+        Projection("mamba.in_proj", Group.MIXER_IN, hidden, outputs, heads, sections=sections, section_units=units),
+        Projection("mamba.out_proj", Group.MIXER_OUT, size, hidden, heads),
+    )
+
+
+def input_projections(hidden: int, size: int) -> tuple[Projection, ...]:
+    """Those of a layer's further input."""
+    return (
+        Projection("per_layer_input_gate", Group.INPUT_GATE, hidden, size, 1),
+        Projection("per_layer_projection", Group.INPUT_PROJECTION, size, hidden, 1),
+    )
+
+
+def model_projections(vocab: int, hidden: int, head: int, inputs: int = 0) -> tuple[Projection, ...]:
+    """The token embeddings and the output projection. head: how many tokens the latter gives logits of. inputs: width
+    of the further inputs of all layers.
+    """
+    own = (Projection("model.per_layer_model_projection", Group.INPUTS, hidden, inputs, 1),) if inputs else ()
+    return (
+        Projection("model.embed_tokens", Group.EMBEDDING, vocab, hidden, 1),
+        Projection("lm_head", Group.HEAD, hidden, head, 1),
+        Projection("model.embed_tokens_rows", Group.EMBEDDING_ROWS, hidden, 0, 1),
+        Projection("lm_head_rows", Group.HEAD_ROWS, hidden, 0, 1),
+        *own,
+    )
+
+
+def gated_projections(hidden: int, size: int, form: str = "") -> tuple[Projection, ...]:
+    """Those of a gated feed-forward part. form: see `Projection`."""
+    return (
+        Projection("mlp.gate_proj", Group.GATE_UP, hidden, size, size, form=form),
+        Projection("mlp.up_proj", Group.GATE_UP, hidden, size, size, form=form),
+        Projection("mlp.down_proj", Group.DOWN, size, hidden, size, form=form),
+    )
+
+
+def mixture_projections(
+    hidden: int, count: int, size: int, shared_size: int = 0, *, shared_gate: bool = False, has_gates: bool = True
+) -> tuple[Projection, ...]:
+    """Those of a mixture of experts. size, shared_size: widths of an expert's gate and up, and of the shared expert's,
+    0 where there is none. shared_gate: the shared expert's output has a factor. has_gates: experts are gated parts.
+    """
+    inputs = ("gate_proj", "up_proj") if has_gates else ("up_proj",)
+    found = [Projection("mlp.gate", Group.ROUTER, hidden, count, 1)]
+    if shared_size:
+        found += [
+            *(
+                Projection(f"mlp.shared_expert.{each}", Group.SHARED_GATE_UP, hidden, shared_size, shared_size)
+                for each in inputs
+            ),
+            Projection("mlp.shared_expert.down_proj", Group.SHARED_DOWN, shared_size, hidden, shared_size),
+        ]
+    if shared_gate:
+        found.append(Projection("mlp.shared_expert_gate", Group.SHARED_GATE, hidden, 1, 1))
+    return (
+        *found,
+        *(
+            Projection(f"mlp.experts.{each}", Group.EXPERT_GATE_UP, hidden, size, size, experts=count)
+            for each in inputs
+        ),
+        Projection("mlp.experts.down_proj", Group.EXPERT_DOWN, size, hidden, size, experts=count),
+    )
+
+
+def dense_projections(num_layers: int, hidden: int, ffn: int, heads: int, kv_heads: int, head_dim: int) -> Projections:
+    """The table of a model shaped like Llama: every layer has full attention and a gated feed-forward part."""
+    layer = attention_projections(hidden, heads, kv_heads, head_dim) + gated_projections(hidden, ffn)
+    return Projections((layer,) * num_layers)
