@@ -31,23 +31,8 @@ from .native_descriptors import (
 )
 from .native_integers import IntegerPanels, described_integers
 from .native_library import library
+from .routing import Routing
 from .sgmv import AdapterRows, Segments
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NativeRouting:
-    """Which experts a row goes to, and their weights: see `core.model.layers.Routing`."""
-
-    per_token: int
-    scoring: NativeScoring
-    renormalised: bool
-    epsilon: float
-    factor: float
-    groups: int
-    kept_groups: int
-    group_best: int
-    jitter: float = 0.0
-    of_inputs: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +143,7 @@ class NativeMixture:
         self,
         router: Panels,
         experts: NativeExperts,
-        routing: NativeRouting,
+        routing: Routing,
         gating: NativeGating,
         *,
         router_bias: torch.Tensor | None = None,
@@ -187,7 +172,7 @@ class NativeMixture:
             routing=RoutingDescriptor(
                 correction=self._values(correction),
                 per_token=routing.per_token,
-                scoring=routing.scoring,
+                scoring=NativeScoring[routing.scoring.name],
                 renormalised=routing.renormalised,
                 groups=routing.groups,
                 kept_groups=routing.kept_groups,

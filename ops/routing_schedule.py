@@ -5,10 +5,11 @@ Tests: tests/ops/test_routing_interpreted.py
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from enum import StrEnum
+from dataclasses import dataclass, fields
+from functools import cache
 
 from .elementwise_schedule import power_of_two
+from .routing import Routing
 
 #: Rows of a tile of the router's product: of steps with few rows, and of others.
 TILE_ROWS = 16, 64
@@ -18,16 +19,6 @@ SORT_BLOCK, ENTRY_BLOCK = 1024, 32
 
 #: Columns of the sum of experts' outputs that a program adds up.
 SUM_BLOCK = 1024
-
-
-class Scores(StrEnum):
-    """How logits become scores."""
-
-    SOFTMAX = "softmax"
-    SOFTMAX_OF_CHOSEN = "softmax of the chosen"
-    SIGMOID = "sigmoid"
-    SIGMOID_OF_CHOSEN = "sigmoid of the chosen"
-    SPARSE_MIXER = "sparse mixer"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,20 +39,10 @@ class RouterConstants:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ChoiceConstants:
-    """Compile-time constants of the choice of experts; see `core.model.layers.Routing`."""
+class ChoiceConstants(Routing):
+    """Compile-time constants of the choice of experts."""
 
     experts: int
-    per_token: int
-    scores: Scores
-    renormalised: bool
-    epsilon: float
-    factor: float
-    corrected: bool
-    groups: int
-    kept_groups: int
-    group_best: int = 2
-    jitter: float = 0.0
 
     @property
     def group_size(self) -> int:
@@ -79,6 +60,12 @@ class ChoiceConstants:
     @property
     def block_k(self) -> int:
         return power_of_two(self.per_token)
+
+
+@cache
+def choice_constants(routing: Routing, experts: int) -> ChoiceConstants:
+    """Of a choice among so many experts."""
+    return ChoiceConstants(**{each.name: getattr(routing, each.name) for each in fields(Routing)}, experts=experts)
 
 
 @dataclass(frozen=True, slots=True)

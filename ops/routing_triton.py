@@ -16,11 +16,11 @@ import triton.language as tl
 from .expert_tiles import ExpertTiles, Stack
 from .expert_tiles_schedule import TILE_ROWS, has_few_pairs, most_rows, num_tiles, tile_rows
 from .launch_triton import KernelLauncher
+from .routing import Scoring
 from .routing_schedule import (
     SUM_BLOCK,
     ChoiceConstants,
     RouterConstants,
-    Scores,
     SortConstants,
     SumConstants,
     choice_options,
@@ -31,10 +31,10 @@ from .routing_schedule import (
 )
 from .small_gemm_triton import form_of
 
-_SOFTMAX, _SIGMOID = tl.constexpr(Scores.SOFTMAX.value), tl.constexpr(Scores.SIGMOID.value)
-_OF_CHOSEN = tl.constexpr(Scores.SOFTMAX_OF_CHOSEN.value)
-_SIGMOID_OF_CHOSEN = tl.constexpr(Scores.SIGMOID_OF_CHOSEN.value)
-_SPARSE_MIXER = tl.constexpr(Scores.SPARSE_MIXER.value)
+_SOFTMAX, _SIGMOID = tl.constexpr(Scoring.SOFTMAX.value), tl.constexpr(Scoring.SIGMOID.value)
+_OF_CHOSEN = tl.constexpr(Scoring.SOFTMAX_OF_CHOSEN.value)
+_SIGMOID_OF_CHOSEN = tl.constexpr(Scoring.SIGMOID_OF_CHOSEN.value)
+_SPARSE_MIXER = tl.constexpr(Scoring.SPARSE_MIXER.value)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -113,10 +113,10 @@ def choose_experts(chosen, weights, logits, correction, C: tl.constexpr):
     expert = group[:, None] * SIZE + member[None, :]
     own = (group[:, None] < C.groups) & (member[None, :] < SIZE)
     scores = tl.load(logits + row * EXPERTS + expert, mask=own, other=NONE)
-    if C.scores == _SOFTMAX:
+    if C.scoring == _SOFTMAX:
         scores = tl.exp(scores - tl.max(tl.max(scores, 1), 0))
         scores = scores / tl.sum(tl.sum(scores, 1), 0)
-    elif C.scores == _SIGMOID:
+    elif C.scoring == _SIGMOID:
         scores = 1.0 / (1.0 + tl.exp(-scores))
     ranked = scores
     if C.corrected:
@@ -144,18 +144,18 @@ def choose_experts(chosen, weights, logits, correction, C: tl.constexpr):
         is_best = lane == best
         if C.corrected:
             score = tl.sum(tl.where(is_best, scores, 0.0), 0)
-        if C.scores == _SPARSE_MIXER:
+        if C.scoring == _SPARSE_MIXER:
             is_far = (score - scores) / tl.maximum(tl.abs(scores), score) > 2 * C.jitter
             score = 1.0 / tl.sum(tl.where(is_far, 0.0, tl.exp(ranked - score)), 0)
         found = tl.where(slot == place, best // BLOCK_S * SIZE + best % BLOCK_S, found)
         weight = tl.where(slot == place, score, weight)
         ranked = tl.where(is_best, NONE, ranked)
     own_slot = slot < PER_TOKEN
-    if C.scores == _OF_CHOSEN:
+    if C.scoring == _OF_CHOSEN:
         weight = tl.where(own_slot, weight, NONE)
         weight = tl.exp(weight - tl.max(weight, 0))
         weight = weight / tl.sum(weight, 0)
-    elif C.scores == _SIGMOID_OF_CHOSEN:
+    elif C.scoring == _SIGMOID_OF_CHOSEN:
         weight = 1.0 / (1.0 + tl.exp(-weight))
     elif C.renormalised:
         weight = weight / (tl.sum(weight, 0) + C.epsilon)

@@ -22,9 +22,9 @@ from ...ops import expert_products, packed_gemm
 from ...ops.elementwise import clamped_swiglu, gelu_and_mul, relu_squared, silu_and_mul
 from ...ops.expert_products import Matrix, Panels, multiply_each
 from ...ops.narrow_weights import NarrowWeight
-from ...ops.native_descriptors import NativeActivation, NativeScoring
+from ...ops.native_descriptors import NativeActivation
 from ...ops.native_integers import IntegerPanels
-from ...ops.native_mixture import NativeExperts, NativeGating, NativeMixture, NativeRouting
+from ...ops.native_mixture import NativeExperts, NativeGating, NativeMixture
 from .layers import Activation, ClampedSwiglu, Experts, Routing, Scoring, UngatedActivation
 from .mixture_launches import MixtureLaunches
 from .mixture_lora import Going, MixtureLora
@@ -192,14 +192,6 @@ def lora_of(lora: MixtureLora | MixtureLaunches | None, kind: type[_T]) -> _T | 
     raise TypeError(f"what adapters add to these experts must be {kind.__name__}, not {type(lora).__name__}")
 
 
-_SCORINGS = {
-    Scoring.SOFTMAX: NativeScoring.SOFTMAX,
-    Scoring.SOFTMAX_OF_CHOSEN: NativeScoring.SOFTMAX_OF_CHOSEN,
-    Scoring.SIGMOID: NativeScoring.SIGMOID,
-    Scoring.SIGMOID_OF_CHOSEN: NativeScoring.SIGMOID_OF_CHOSEN,
-    Scoring.SPARSE_MIXER: NativeScoring.SPARSE_MIXER,
-}
-
 _GATINGS = {
     Activation.SILU: NativeGating(NativeActivation.SILU),
     Activation.GELU_TANH: NativeGating(NativeActivation.GELU),
@@ -217,18 +209,7 @@ def _native_mixture(experts: ListedExperts, spec: Experts) -> NativeMixture | No
     return NativeMixture(
         router,
         NativeExperts(gate_up, down, experts.gate_up_bias, experts.down_bias),
-        NativeRouting(
-            per_token=routing.per_token,
-            scoring=_SCORINGS[routing.scoring],
-            renormalised=routing.renormalised,
-            epsilon=routing.epsilon,
-            factor=routing.factor,
-            groups=routing.groups,
-            kept_groups=routing.kept_groups,
-            jitter=routing.jitter,
-            of_inputs=routing.of_inputs,
-            group_best=routing.group_best,
-        ),
+        routing,
         NativeGating(NativeActivation.CLAMPED_SWIGLU, activation.alpha, activation.limit)
         if isinstance(activation, ClampedSwiglu)
         else _GATINGS[activation],

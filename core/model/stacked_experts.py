@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -16,19 +15,11 @@ from ...memory.pages.projections import Group
 from ...ops import narrow_weights
 from ...ops.expert_tiles import Stack
 from ...ops.narrow_weights import NarrowWeight
-from ...ops.routing_schedule import ChoiceConstants, Scores
+from ...ops.routing_schedule import choice_constants
 from .experts import ExpertChoice, ExpertWeights, ListedExperts, SharedOutputs, activated, lora_of, unpacked
-from .layers import Experts, Routing, Scoring
+from .layers import Experts, Routing
 from .mixture_launches import MixtureLaunches
 from .mixture_lora import MixtureLora
-
-_SCORES = {
-    Scoring.SOFTMAX: Scores.SOFTMAX,
-    Scoring.SOFTMAX_OF_CHOSEN: Scores.SOFTMAX_OF_CHOSEN,
-    Scoring.SIGMOID: Scores.SIGMOID,
-    Scoring.SIGMOID_OF_CHOSEN: Scores.SIGMOID_OF_CHOSEN,
-    Scoring.SPARSE_MIXER: Scores.SPARSE_MIXER,
-}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -60,7 +51,7 @@ class StackedExperts(ExpertWeights):
     def choose(self, logits: torch.Tensor, routing: Routing) -> ExpertChoice:
         from ...ops import routing_triton
 
-        constants = _choice_constants(routing, logits.shape[1])
+        constants = choice_constants(routing, logits.shape[1])
         return ExpertChoice(*routing_triton.choose(logits, self.correction, constants))
 
     def add_up(self, outputs: torch.Tensor, weights: torch.Tensor, shared: SharedOutputs | None) -> torch.Tensor:
@@ -144,20 +135,3 @@ def _stacked(
 
 def _dense(weight: torch.Tensor | NarrowWeight) -> torch.Tensor:
     return weight.dense() if isinstance(weight, NarrowWeight) else weight
-
-
-@cache
-def _choice_constants(routing: Routing, experts: int) -> ChoiceConstants:
-    return ChoiceConstants(
-        experts=experts,
-        per_token=routing.per_token,
-        scores=_SCORES[routing.scoring],
-        renormalised=routing.renormalised,
-        epsilon=routing.epsilon,
-        factor=routing.factor,
-        corrected=routing.corrected,
-        groups=routing.groups,
-        kept_groups=routing.kept_groups,
-        jitter=routing.jitter,
-        group_best=routing.group_best,
-    )

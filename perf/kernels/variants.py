@@ -32,7 +32,8 @@ from ...ops.latents_schedule import latent_lora_constants, latent_lora_options
 from ...ops.mixture_tables import TileWriter
 from ...ops.narrow_weights import FLOAT4_GROUP
 from ...ops.narrow_weights_schedule import WIDEN_WARPS, WidenConstants
-from ...ops.routing_schedule import ChoiceConstants, Scores, SortConstants, SumConstants
+from ...ops.routing import Routing, Scoring
+from ...ops.routing_schedule import SortConstants, SumConstants, choice_constants
 from ...ops.sgmv_schedule import ExpandShape, Schedule, SgmvShape, decode, expand_constants, prefill, shrink_constants
 from ...ops.sgmv_tables import place_blocks, place_pages, place_window
 from ...ops.sgmv_tiles import MERGED_TERMS
@@ -482,16 +483,13 @@ def _router(experts: int, hidden: int, rows: int, *, bias: bool = False, wide: b
 
 
 def _choice(
-    experts: int, per_token: int, scores: Scores, *, groups: int = 1, kept_groups: int = 1, jitter: float = 0.0
+    experts: int, per_token: int, scoring: Scoring, *, groups: int = 1, kept_groups: int = 1, jitter: float = 0.0
 ) -> Elementwise:
-    constants = ChoiceConstants(
-        experts=experts,
-        per_token=per_token,
-        scores=scores,
+    routing = Routing(
+        per_token,
+        scoring,
         renormalised=True,
-        epsilon=0.0,
-        factor=1.0,
-        corrected=scores is Scores.SIGMOID,
+        corrected=scoring is Scoring.SIGMOID,
         groups=groups,
         kept_groups=kept_groups,
         jitter=jitter,
@@ -499,7 +497,7 @@ def _choice(
     return Elementwise(
         "routing_triton",
         "choose_experts",
-        constants={"C": constants},
+        constants={"C": choice_constants(routing, experts)},
         options=routing_schedule.choice_options(),
         own=(),
         others={"chosen": "*i64", **dict.fromkeys(("weights", "logits", "correction"), "*fp32")},
@@ -541,11 +539,11 @@ ROUTING = {
     "routing.logits.2048": _router(128, 2048, 2048),
     "routing.wide.64": _router(32, 2880, 64, bias=True, wide=True),
     "routing.wide.2048": _router(32, 2880, 2048, bias=True, wide=True),
-    "routing.choice": _choice(128, 8, Scores.SOFTMAX),
-    "routing.choice of chosen": _choice(32, 4, Scores.SOFTMAX_OF_CHOSEN),
-    "routing.choice in groups": _choice(256, 8, Scores.SIGMOID, groups=8, kept_groups=4),
-    "routing.choice of inputs": _choice(128, 1, Scores.SIGMOID_OF_CHOSEN),
-    "routing.choice one by one": _choice(16, 2, Scores.SPARSE_MIXER, jitter=0.01),
+    "routing.choice": _choice(128, 8, Scoring.SOFTMAX),
+    "routing.choice of chosen": _choice(32, 4, Scoring.SOFTMAX_OF_CHOSEN),
+    "routing.choice in groups": _choice(256, 8, Scoring.SIGMOID, groups=8, kept_groups=4),
+    "routing.choice of inputs": _choice(128, 1, Scoring.SIGMOID_OF_CHOSEN),
+    "routing.choice one by one": _choice(16, 2, Scoring.SPARSE_MIXER, jitter=0.01),
     "routing.sort few": _sort(16, few=True),
     "routing.sort": _sort(64),
     "routing.sum": _sum(2048, 8),
