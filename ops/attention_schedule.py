@@ -3,6 +3,8 @@
 A sequence's KV is split into tiles of `tile_tokens`, and these into at most `PARTS` parts with the same number of
 tiles. The softmax of a part is summed tile by tile, and parts are added in order, whichever program computed them. So
 the bits of the result depend only on the sequence's length, not on the bucket or other sequences (batch-invariant).
+
+Tests: tests/ops/test_attention_triton.py
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Where a checkpoint has the parts of a model, as a family says it."""
+"""Where a checkpoint has the parts of a model, as a family says it.
+
+Tests: tests/core/model/test_weight_loader.py
+"""
 
 from __future__ import annotations
 

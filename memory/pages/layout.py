@@ -58,8 +58,6 @@ class PageLayout:
     """Bytes of an element of adapters, and of KV unless it is in FP8."""
     windows: tuple[int | None, ...] = ()
     """The attention window of each layer; empty: none has one."""
-    chunked: bool = False
-    """Windows begin at multiples of their lengths. Pages leave as those of other windows do, which see no less."""
     shapes: tuple[KvShape, ...] = ()
     """The shape of each layer's KV, where layers differ; empty: all have `kv_heads` and `head_dim`."""
     state: StateShape | None = None
@@ -70,6 +68,8 @@ class PageLayout:
     """KV is in FP8 (E4M3), one byte an element."""
     value_dim: int | None = None
     """A value is the first elements of its key, as many as this (latent attention); None: values are kept, too."""
+    chunked: bool = False
+    """Windows begin at multiples of their lengths. Pages leave as those of other windows do, which see no less."""
     groups: tuple[PageGroup, ...] = field(init=False)
     layer_shapes: tuple[KvShape, ...] = field(init=False, compare=False)
     """The shape of each layer's KV."""

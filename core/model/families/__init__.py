@@ -1,4 +1,7 @@
-"""Families of checkpoints that are served, by architecture."""
+"""Families of checkpoints that are served, by architecture.
+
+Tests: tests/core/test_families.py, tests/core/model/test_model_config.py
+"""
 
 from __future__ import annotations
 

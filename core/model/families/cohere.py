@@ -2,6 +2,8 @@
 LayerNorm, and a scale of the logits. Cohere 2 has no rope in layers without a window.
 
 Cohere 2 MoE has a mixture of experts, in all layers but the first ones.
+
+Tests: tests/core/test_families.py, tests/core/test_experts.py
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """EXAONE 4: norms after each part, norms of heads, and in models with windows no rope in the layers without one.
 
 K-EXAONE has norms before each part, and DeepSeek-V3's experts. EXAONE 3 and 3.5 are Llama under other names.
+
+Tests: tests/core/test_families.py, tests/core/test_experts.py
 """
 
 from __future__ import annotations
