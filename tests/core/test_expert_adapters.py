@@ -37,6 +37,9 @@ from .tiny_mixtures import ADAPTERS, LETTERS, make_mixture, one_by_one, together
 
 pytestmark = pytest.mark.wide
 
+GATED = [name for name in EXPERTS if name != "nemotron-3"]
+"""For experts without gates, see test_layers_of_one_part.py."""
+
 CHUNKS = list(itertools.product(EXPERTS, (1, 7, 64))) if EVERY else list(zip(QUICK, (64, 7, 1), strict=True))
 """Families and sizes of chunks."""
 
@@ -76,12 +79,12 @@ def test_adapters_target_what_they_are_named_for(mixture, drive, family):
     store = drive(it).engine.store
     targets = {name: store.get(name).manifest.targets for name in ADAPTERS}
     assert "gate" in targets["r4-router"]
-    has_shared = family.startswith(("glm", "qwen3.5", "deepseek", "granite-4", "llama-4"))
+    has_shared = family.startswith(("glm", "qwen3.5", "deepseek", "granite-4", "llama-4", "nemotron"))
     assert has_shared == ("shared_expert.down_proj" in targets["r5-shared"])
     assert family.startswith("qwen3.5") == ("shared_expert_gate" in targets["r5-shared"])
 
 
-@families(["mixtral", "gpt-oss"])
+@families(["mixtral", "gpt-oss"], of=GATED)
 def test_files_of_each_expert_give_the_same_tokens(mixture, drive, tmp_path, family):
     """The same deltas in files of another form, under the names of the family's checkpoints."""
     it = mixture(family)
@@ -96,7 +99,7 @@ def test_files_of_each_expert_give_the_same_tokens(mixture, drive, tmp_path, fam
     assert told(driver, want) == want
 
 
-@few_families
+@families(of=GATED)
 def test_a_tensor_for_all_experts_gives_the_same_tokens(mixture, drive, tmp_path, family):
     """Tinker's form, under the names that it has for experts, and for the attention of gpt-oss."""
     it = mixture(family)

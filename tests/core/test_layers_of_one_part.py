@@ -14,6 +14,7 @@ from chorus.core.model.decoder import DecoderModel
 from chorus.core.model.read_config import read_model_config
 from chorus.graphs.runner import StepMode
 from chorus.memory.files.format import inspect_adapter
+from chorus.memory.files.module_paths import ExpertForm
 
 from ..conftest import quiet
 from ..kept import KeptAnswers, kept_files
@@ -121,6 +122,31 @@ def test_experts_and_embeddings_by_the_names_that_peft_writes(it, drive):
     assert told(driver, want) == want
     targets = driver.engine.store.get("all").manifest.targets
     assert {"embed_tokens", "experts.up_proj", "experts.down_proj", "shared_expert.up_proj", "in_proj"} <= set(targets)
+
+
+def test_a_tensor_of_each_expert(it, drive, tmp_path):
+    """As PEFT has them where experts are modules, in NVIDIA's code: the same deltas give the same tokens."""
+    count, tensors = read_model_config(it.model).experts.count, {}
+    for name, tensor in load_file(it.adapters["all"] / "adapter_model.safetensors").items():
+        begin, found, end = name.partition(".experts.")
+        if not found:
+            tensors[name] = tensor
+            continue
+        is_a = end.endswith("lora_A.weight")
+        twin = name.replace("lora_A", "lora_B") if is_a else name
+        outputs = load_file(it.adapters["all"] / "adapter_model.safetensors")[twin].shape[0]
+        matrix = "down_proj" if outputs == 64 else "up_proj"
+        rows = tensor.view(count, -1, tensor.shape[1]) if is_a else tensor.view(len(tensor), -1, count).permute(2, 0, 1)
+        for number, own in enumerate(rows):
+            tensors[f"{begin}.experts.{number}.{matrix}.{end.removeprefix('base_layer.')}"] = own.contiguous()
+    save_file(tensors, tmp_path / "adapter_model.safetensors")
+    config = json.loads((it.adapters["all"] / "adapter_config.json").read_text())
+    assert config.pop("target_parameters")
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    driver = drive(it, adapters={"all": tmp_path}, max_num_seqs=8, max_num_batched_tokens=24)
+    assert driver.engine.store.get("all").manifest.modules.experts is ExpertForm.EACH
+    want = answers(it, driver, 4, seed=4, adapters=(None, "all"))
+    assert told(driver, want) == want
 
 
 def test_names_of_nvidias_code(it, drive, tmp_path):

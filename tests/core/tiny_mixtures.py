@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ..kept import KeptAnswers, kept_files
-from .tiny_families import Tiny, load_peft, save_family, without_conversion
+from .tiny_families import NO_OUT_PROJ, Tiny, load_peft, save_family, without_conversion
 
 ATTENTION = ["q_proj", "o_proj", "in_proj_z", "in_proj", "out_proj"]
 SHARED = ["gate_proj", "up_proj", "down_proj", "shared_expert_gate", "input_linear", "output_linear"]
@@ -30,7 +30,7 @@ ADAPTERS: dict[str, dict[str, Any]] = {
         "r": 2,
         "lora_alpha": 6,
         "target_modules": ["q_proj"],
-        "target_parameters": ["experts.gate_up_proj", "experts.down_proj"],
+        "target_parameters": ["experts.gate_up_proj", "experts.up_proj", "experts.down_proj"],
         "rank_pattern": {r".*experts\.gate_up_proj": 3},
         "alpha_pattern": {r"model\.layers\.1\..*": 9},
     },
@@ -63,7 +63,10 @@ def make_mixture(name: str, recipes: Mapping[str, Mapping[str, Any]] = ADAPTERS)
 def _save_mixture(name: str, root: Path, recipes: Mapping[str, Mapping[str, Any]]) -> None:
     save_family(name, root / "model")
     for seed, (adapter, recipe) in enumerate(recipes.items()):
-        _save_trained(root, adapter, recipe, seed)
+        fields = dict(recipe)
+        if name.startswith(NO_OUT_PROJ):
+            fields["target_modules"] = [each for each in recipe["target_modules"] if each != "out_proj"]
+        _save_trained(root, adapter, fields, seed)
 
 
 def _save_trained(root: Path, adapter: str, recipe: Mapping[str, Any], seed: int) -> None:
