@@ -464,8 +464,9 @@ class MambaSpec(RecurrentSpec):
     def why_not(self, size: int) -> str | None:
         """See `RecurrentSpec.why_not`. A norm of a group is added up by all ranks or by none."""
         if self.num_heads % size:
-            return f"mamba_n_heads {self.num_heads}"
-        return f"mamba_n_groups {self.num_groups}" if self.num_groups > 1 and self.num_groups % size else None
+            return f"the number of Mamba's heads, {self.num_heads},"
+        is_shared = self.num_groups > 1 and self.num_groups % size
+        return f"the number of Mamba's groups of heads, {self.num_groups}," if is_shared else None
 
     def native_shape(self) -> NativeShape | None:
         """Not where ranks share a group, as its norm is not added up, nor with a least time step."""

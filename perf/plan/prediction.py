@@ -116,6 +116,8 @@ def predicted_profile(
             "checkpoint in bfloat16, or measure one with `chorus profile` and give --gpu profile:FILE"
         )
     size, layers = _BYTES[model.dtype], model.num_layers
+    # the parts of layers, of which those that were measured have two
+    whole = sum((layer.mixer is not None) + (layer.feed_forward is not None) for layer in model.layers) / 2
     every = [each for layer in model.projections.layers for each in layer]
     in_experts = sum(each.num_weights for each in every if each.experts)
     in_layers = sum(each.num_weights for each in every) - in_experts
@@ -131,16 +133,16 @@ def predicted_profile(
     pair_elems = sum(mixer.num_heads * (mixer.head_dim + mixer.attended_dim) for mixer in model.attention_layers)
     floor = (kept.projections + share * kept.experts + kept.head) / read
     step = {
-        "base": max(STEP_SHARE * floor, STEP_PER_LAYER * layers),
-        "ragged": RAGGED_PER_LAYER * layers + 2 * kept.dense / read,  # widened weights are written, then read
+        "base": max(STEP_SHARE * floor, STEP_PER_LAYER * whole),
+        "ragged": RAGGED_PER_LAYER * whole + 2 * kept.dense / read,  # widened weights are written, then read
         "weights": kept.projections / read,
         "per_token": 2 * used / (multiply * PREFILL_MULTIPLY),
         "head": kept.head / read,
         "per_logits": 2 * in_head / multiply,
-        "per_row": ROW_PER_LAYER * layers + 2 * _state_bytes(model) / read,
+        "per_row": ROW_PER_LAYER * whole + 2 * _state_bytes(model) / read,
         "per_kv_token": kv_bytes / (read * KV_READ),
         "per_pair": 2 * pair_elems / (multiply * PREFILL_ATTEND),
-        "lora": LORA_PER_LAYER * layers,
+        "lora": LORA_PER_LAYER * whole,
         "per_token_rank": 2 * per_rank / (multiply * LORA_MULTIPLY),
         "per_adapter_rank": size * per_rank / (read * ADAPTER_READ),
     }

@@ -148,6 +148,15 @@ def test_a_row_reads_and_writes_its_recurrent_states(tmp_path):
     assert step.per_kv_token == pytest.approx(4 * 2 * 4 * 128 * 2 / (read * prediction.KV_READ))
 
 
+def test_layers_of_one_part_count_half(tmp_path):
+    shapes = {"vocab_size": 131072, "hidden_size": 2688, "num_attention_heads": 32, "num_key_value_heads": 2}
+    layers = {"hybrid_override_pattern": "ME*EMEM*", "n_routed_experts": 128, "num_experts_per_tok": 6}
+    others = {"architectures": ["NemotronHForCausalLM"], "torch_dtype": "bfloat16", "moe_intermediate_size": 1856}
+    (tmp_path / "config.json").write_text(json.dumps({**shapes, **layers, **others}))
+    step = predicted_profile(tmp_path, GPUS["h200"]).costs().step
+    assert step.lora == pytest.approx(4 * prediction.LORA_PER_LAYER)
+
+
 def test_a_kv_cache_in_float8_has_half_the_bytes(model):
     plain, float8 = (predicted_profile(model, GPUS["h100"], float8_kv=each) for each in (False, True))
     sizes = [each.geometry.page_layout(16).page_bytes for each in (plain, float8)]
