@@ -31,6 +31,7 @@ from .batch import GemmBackend, GemmBackends
 from .experts import activated, activated_alone, mix_experts
 from .layer_weights import LayerWeights
 from .layers import (
+    PARALLEL,
     Activation,
     Experts,
     GatedSpec,
@@ -119,7 +120,7 @@ class Layer:
 
     def begin(self, x: Residual) -> torch.Tensor:
         """The mixer's input `[tokens, in]`: see `qkv`; a parallel feed-forward part is added to x."""
-        if not self._spec.is_parallel:
+        if self._spec.norms not in PARALLEL:
             return self.qkv(x)
         weights = self._weights
         rows = x.normed(weights.attention_norm)
@@ -135,7 +136,7 @@ class Layer:
         weights = self._weights
         if attended is not None:
             x.added = self._output(self.o(attended), x.norm, weights.attention_out_norm)
-        if self._spec.feed_forward is not None and not self._spec.is_parallel:
+        if self._spec.feed_forward is not None and self._spec.norms not in PARALLEL:
             with span("mlp"):
                 rows = x.normed(weights.mlp_norm)
                 y = self._feed_forward(rows) if self._spec.beside is None else self._side_by_side(rows, x)

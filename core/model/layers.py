@@ -85,6 +85,10 @@ class Norms(StrEnum):
     """`x += mixer(norm(x)) + feed_forward(norm_2(x))`: GPT-NeoX."""
 
 
+#: Those with which the feed-forward part does not read the mixer's output.
+PARALLEL = frozenset((Norms.PARALLEL, Norms.PARALLEL_APART))
+
+
 class HeadNorm(StrEnum):
     """Norm of queries and keys, before they are rotated unless it says otherwise."""
 
@@ -468,11 +472,6 @@ class LayerSpec:
     def is_whole(self) -> bool:
         """True if it has a mixer and a feed-forward part."""
         return self.mixer is not None and self.feed_forward is not None
-
-    @property
-    def is_parallel(self) -> bool:
-        """True if the feed-forward part does not read the mixer's output."""
-        return self.norms in (Norms.PARALLEL, Norms.PARALLEL_APART)
 
     @property
     def attention(self) -> AttentionSpec | None:

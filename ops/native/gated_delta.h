@@ -156,6 +156,30 @@ inline void step_state(StatePart state, const DeltaToken& token, int k_dim, int 
     }
 }
 
+// Calls run(count of vectors, state, drafted, first column, lanes of the last vector, whether what it writes may leave
+// caches) for some columns of a head's state after others.
+//
+//   drafted  where the state of drafts is; null: there are none
+template <class Run>
+inline void each_columns(int k_dim, int v_dim, const DeltaRow& row, StatePart state, float* drafted, Run run) {
+    if (!state.in) {
+        std::fill_n(state.out, (long)k_dim * v_dim, 0.0f);
+        state.in = state.out;
+    }
+    // A prompt's tokens read what the token before has written.
+    const bool streams =
+        row.total() == 1 && state.in != state.out && v_dim % kLanes == 0 && (uintptr_t)state.out % 64 == 0;
+    auto part = [&](auto count, int at) {
+        const int c = at * kLanes;
+        const Head last = head(std::min(kLanes, v_dim - c - (count() - 1) * kLanes));
+        run(count, StatePart{state.in + c, state.out + c}, drafted ? drafted + c : nullptr, c, last, streams);
+    };
+    const int vectors = (v_dim + kLanes - 1) / kLanes;
+    if (row.total() == 1) in_parts<kWholeRow>(vectors, part);
+    else in_parts<kStateVectors>(vectors, part);
+    if (streams) end_streams();
+}
+
 // Of a model's layers, one after the other: memory for a step.
 class GatedDelta {
    public:
@@ -265,24 +289,11 @@ class GatedDelta {
     void run_head(const DeltaWeights& w, DeltaRow row, int v_head, StatePart state, NextState ahead, int thread,
                   Rows<const float> mixed, Rows<T> out) {
         const int v_dim = s_.v_dim, column = v_head * v_dim;
-        if (!state.in) {
-            std::fill_n(state.out, (long)s_.k_dim * v_dim, 0.0f);
-            state.in = state.out;
-        }
-        // A prompt's tokens read what the token before has written.
-        const bool streams =
-            row.total() == 1 && state.in != state.out && v_dim % kLanes == 0 && (uintptr_t)state.out % 64 == 0;
-        float* drafted = row.drafts ? rows_of(drafted_, s_.k_dim * v_dim)[thread] : nullptr;
-        auto run = [&](auto count, int at) {
-            const int c = at * kLanes;
-            const Head last = head_of(std::min(kLanes, v_dim - c - (count() - 1) * kLanes));
-            const StatePart part{state.in + c, state.out + c};
-            scan<count()>(row, v_head, part, drafted ? drafted + c : nullptr, c, last, streams, ahead);
+        float* const drafts = row.drafts ? rows_of(drafted_, s_.k_dim * v_dim)[thread] : nullptr;
+        auto run = [&](auto count, StatePart part, float* drafted, int at, Head last, bool streams) {
+            scan<count()>(row, v_head, part, drafted, at, last, streams, ahead);
         };
-        const int vectors = (v_dim + kLanes - 1) / kLanes;
-        if (row.total() == 1) in_parts<kWholeRow>(vectors, run);
-        else in_parts<kStateVectors>(vectors, run);
-        if (streams) end_streams();
+        each_columns(s_.k_dim, v_dim, row, state, drafts, run);
         for (int t = row.accepted; t < row.total(); t++) {
             const float* y = convolved()[row.place(t)] + 2 * s_.k_size() + column;
             const int at = row.mixed(t);

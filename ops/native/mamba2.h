@@ -97,24 +97,11 @@ class Mamba2 {
 
     // The recurrence of a head's tokens, on a thread.
     void run_head(const DeltaWeights& w, DeltaRow row, int head, StatePart state, NextState ahead, int thread) {
-        const int v_dim = s_.v_dim;
-        if (!state.in) {
-            std::fill_n(state.out, (long)s_.k_dim * v_dim, 0.0f);
-            state.in = state.out;
-        }
-        const bool streams =
-            row.total() == 1 && state.in != state.out && v_dim % kLanes == 0 && (uintptr_t)state.out % 64 == 0;
-        float* drafted = row.drafts ? rows_of(drafted_, s_.k_dim * v_dim)[thread] : nullptr;
-        auto run = [&](auto count, int at) {
-            const int c = at * kLanes;
-            const Head last = chorus::head(std::min(kLanes, v_dim - c - (count() - 1) * kLanes));
-            const StatePart part{state.in + c, state.out + c};
-            scan<count()>(w, row, head, part, drafted ? drafted + c : nullptr, c, last, streams, ahead);
+        float* const drafts = row.drafts ? rows_of(drafted_, s_.k_dim * s_.v_dim)[thread] : nullptr;
+        auto run = [&](auto count, StatePart part, float* drafted, int at, Head last, bool streams) {
+            scan<count()>(w, row, head, part, drafted, at, last, streams, ahead);
         };
-        const int vectors = (v_dim + kLanes - 1) / kLanes;
-        if (row.total() == 1) in_parts<kWholeRow>(vectors, run);
-        else in_parts<kStateVectors>(vectors, run);
-        if (streams) end_streams();
+        each_columns(s_.k_dim, s_.v_dim, row, state, drafts, run);
     }
 
     // Some columns of a head's state, token after token. drafted: where the state of drafts is.

@@ -151,8 +151,7 @@ class Mixture {
             if (i < pairs_) {
                 if (m_.of_inputs) multiply(gate_up()[i], 2 * m_.size, memory_.weight[i]);
                 activate_row(gate_up()[i], m_.size, hidden[i]);
-            }
-            else activate_row(shared_gate_up()[i - pairs_], m_.shared_size, shared[i - pairs_]);
+            } else activate_row(shared_gate_up()[i - pairs_], m_.shared_size, shared[i - pairs_]);
         });
         memory_.products.run(team, me);
         add(team, me, kExpertDown, gate_up(), m_.size, outputs(), true);

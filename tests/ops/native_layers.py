@@ -79,10 +79,10 @@ class Kind:
             self.scale or self.head_dim**-0.5,
             rope if dim else None,
             self.window,
-            self.softcap,
-            self.head_norm,
-            self.biased,
-            self.biased,
+            softcap=self.softcap,
+            head_norm=self.head_norm,
+            qkv_bias=self.biased,
+            o_bias=self.biased,
         )
         own = LayerSpec(mixer, GatedSpec(self.ffn, self.activation, self.biased), self.norms, self.residual_multiplier)
         other = replace(own, mixer=replace(mixer, rope=replace(rope, theta=500.0) if dim else None))

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from packaging.requirements import Requirement
 
 from chorus.ops import attention_backend, attention_flashinfer
-from chorus.ops.attention import PLAIN, AttentionSetup, HeadShape, Scores
+from chorus.ops.attention import PLAIN, AttentionSetup, HeadShape, Scores, count_prefills
 from chorus.ops.attention_backend import AttentionUnavailable, TorchBackend, choose_attention
-from chorus.ops.attention_flashinfer import FlashInferBackend, count_prefills, float_workspace_bytes
+from chorus.ops.attention_flashinfer import FlashInferBackend, float_workspace_bytes
 from chorus.ops.attention_plan import PlanBuffers
 from chorus.ops.float8_kv import UNSCALED
 from chorus.ops.latent_attention import LatentAttention

@@ -20,6 +20,7 @@ from chorus.core.model.layers import (
     HeadNorm,
     LayerSpec,
     Norms,
+    OutputGate,
     Routing,
     UngatedActivation,
     UngatedSpec,
@@ -66,6 +67,7 @@ class Config:
             "kv_layers": [layer.mixer for layer in self.layers],
             "layer_inputs": None,
             "head_bias": False,
+            "chunked": False,
             "embedding_norm": False,
             "num_experts": next((layer.experts.count for layer in self.layers if layer.experts), 0),
             "vocab_size": VOCAB,
@@ -108,8 +110,8 @@ class TestRefusals:
         assert refusal(LAYER, changed(sinks=True)) == "it has no attention sinks, and this model's layers have them"
 
     def test_gates_in_a_projection_of_their_own_and_norms_of_parallel_parts_are_refused(self):
-        gated = refusal(LAYER, changed(output_gate=True, gate_apart=True))
-        assert gated.startswith("it has no gate of attention's output in a projection of its own")
+        gated = refusal(LAYER, changed(output_gate=OutputGate.APART))
+        assert gated.startswith("it has no gate of attention's output apart")
         apart = refusal(LAYER, replace(LAYER, norms=Norms.PARALLEL_APART))
         assert apart.startswith("it has no norm of a parallel part's own")
         assert refusal(LAYER, changed(head_norm=HeadNorm.BARE)).startswith("it has no norm of heads without weights")
