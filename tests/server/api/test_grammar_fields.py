@@ -213,7 +213,8 @@ def test_compiling_holds_up_no_other_request(live):
     import threading
 
     slow = {"type": "object", "properties": {f"p{index}": {"type": "string"} for index in range(900)}}
-    thread = threading.Thread(target=live.post, args=(COMPLETIONS,), kwargs={"prompt": "a", "json_schema": slow})
+    answers = []
+    thread = threading.Thread(target=lambda: answers.append(live.post(COMPLETIONS, prompt="a", json_schema=slow)))
     thread.start()
     answered = 0
     while thread.is_alive():
@@ -221,4 +222,5 @@ def test_compiling_holds_up_no_other_request(live):
         time.sleep(0.001)
     thread.join()
     assert answered
+    assert answers[0].status_code == 200, answers[0].text
     assert live.engine.asked[-1].params.grammar is not None
