@@ -454,7 +454,7 @@ class DecoderModel:
 
     def _head_norms(self) -> list[HeadNorms | None]:
         return [
-            _head_norms(layer, spec.attention, self.config.norm, self._ranks)
+            _head_norms(layer, spec.attention, self.config.norm, self._ranks, self._arena.pages.device)
             for layer, spec in zip(self.layers, self.config.layers, strict=True)
         ]
 
@@ -606,8 +606,15 @@ def scores_of(mixer: AttentionSpec | None, max_model_len: int) -> Scores:
 
 
 def _head_norms(
-    layer: LayerWeights, attention: AttentionSpec | None, norm: NormSpec, ranks: Collectives | None
+    layer: LayerWeights,
+    attention: AttentionSpec | None,
+    norm: NormSpec,
+    ranks: Collectives | None,
+    device: torch.device,
 ) -> HeadNorms | None:
+    if attention is not None and attention.head_norm is HeadNorm.BARE:
+        ones = torch.ones(attention.head_dim, device=device)
+        return HeadNorms(ones, ones, norm.eps)
     if attention is None or attention.latent is not None or layer.q_norm is None or layer.k_norm is None:
         return None
     if attention.head_norm is not HeadNorm.ALL:

@@ -18,7 +18,7 @@ from ...ops.recurrent import RecurrentWeights
 from .config import ModelConfig
 from .experts import ExpertPack, ListedExperts
 from .layer_weights import LayerWeights
-from .layers import AttentionSpec, Experts, HeadNorm
+from .layers import Experts
 from .narrow_bytes import bytes_saved_by_stacks
 from .quantization.group_scaled import GroupScaled
 from .quantization.groups import part_of, plain, stacked
@@ -194,13 +194,12 @@ class Weights(ABC):
         inputs, outputs = paths.get(Group.MIXER_IN, []), paths.get(Group.MIXER_OUT, [])
         gate_up = paths.get(Group.GATE_UP, [])
         norms, nothing = norms_of(spec), torch.empty(0, dtype=self._dtype)
-        ones = self._ones(spec.attention)
         return LayerWeights(
             attention_norm=norm("attention_norm"),
             qkv=projection(*inputs) if inputs else nothing,
             qkv_bias=bias(*inputs),
-            q_norm=norm("self_attn.q_norm") if ones is None else ones,
-            k_norm=norm("self_attn.k_norm") if ones is None else ones.clone(),
+            q_norm=norm("self_attn.q_norm"),
+            k_norm=norm("self_attn.k_norm"),
             q_up=projection(*paths[Group.QUERY_UP]) if Group.QUERY_UP in paths else None,
             kv_up=self.projection(index, *paths[Group.KV_UP]) if Group.KV_UP in paths else None,
             sinks=self._read(at + SINKS) if at + SINKS in self._shapes else None,
@@ -225,12 +224,6 @@ class Weights(ABC):
             router_norm=None if spec.beside is None else self._router_norm(at),
             experts=None if spec.experts is None else self._experts(at, spec.experts, pack_expert),
         )
-
-    def _ones(self, mixer: AttentionSpec | None) -> torch.Tensor | None:
-        """The weights of norms of heads that have none in the checkpoint."""
-        if mixer is None or mixer.head_norm is not HeadNorm.BARE:
-            return None
-        return torch.ones(mixer.head_dim, dtype=torch.float32 if self._config.norm.wide else self._dtype)
 
     def _biases(self, paths: Sequence[str]) -> torch.Tensor | None:
         """The biases of projections one below the other, 0 for those without; None if none has any."""

@@ -157,5 +157,8 @@ def test_weights_of_ranks_are_those_that_are_read(tmp_path, family):
             *layers, head = every_tensor(tmp_path, torch.float32, shard=Shard(rank, size))
             read = sum(each.numel() for each in layers if each is not None)
             head_weights = 0 if config.tie_word_embeddings or head is None else head.numel()
-            assert count == read + embeddings + config.hidden_size + head_weights
+            norm = config.hidden_size * (1 + config.norm.biased)
+            tokens = Shard(rank, size).of_vocab(config)
+            bias = (tokens.stop - tokens.start) * config.head_bias
+            assert count == read + embeddings + norm + head_weights + bias
         assert weights_of_rank(config, size) == pytest.approx(counted[0], rel=0.04)
