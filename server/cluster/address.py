@@ -133,7 +133,9 @@ class TcpSocket:
             # not `ssl=context`: asyncio would hide the reason of a failed handshake. The peer's first bytes are TLS's.
             transport = writer.transport
             assert isinstance(transport, asyncio.Transport)
-            transport.pause_reading()
+            # Not at once: Python 3.11.2 begins to read after this callback, whether reading is paused or not, and would
+            # take the peer's first bytes for plain ones. Nothing is read before the next callback.
+            asyncio.get_running_loop().call_soon(transport.pause_reading)
             return _begin_tls(reader, writer, partial(tls_context, self.tls, is_client=False), self.disk, handle)
 
         server = await asyncio.start_server(begin, self.host, self.port)
