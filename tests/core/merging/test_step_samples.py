@@ -12,9 +12,9 @@ from chorus.server.demo.builtin import BUILTIN_ADAPTERS, BUILTIN_MODEL
 def test_a_sample_keeps_its_adapters_when_later_steps_number_them_anew():
     engine = Engine.from_config(EngineConfig(model=BUILTIN_MODEL, adapters=BUILTIN_ADAPTERS, speculation="off"))
 
-    def ask(name, adapter, max_tokens):
+    def ask(name, adapter, max_tokens, token=100):
         params = RequestParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
-        engine.add_request(Request(name, [100] * 40, params, adapter))
+        engine.add_request(Request(name, [token] * 40, params, adapter))
 
     def step_until(done):
         while not done():
@@ -23,6 +23,11 @@ def test_a_sample_keeps_its_adapters_when_later_steps_number_them_anew():
     def names(sample):
         return {adapter and adapter.name: count for adapter, count in sample.batch.items()}
 
+    for adapter in ("count", "upper"):  # both are read before the first sample that counts
+        ask(adapter, adapter, 2, token=101)
+        step_until(lambda adapter=adapter: adapter not in engine.scheduler)
+    engine.samples.take_decode()
+    engine.samples.take_prefill()
     ask("a", "count", 6)
     ask("b", "upper", 60)
     ask("c", "upper", 60)
