@@ -111,7 +111,7 @@ class RotaryConstants:
 class LatentConstants(RotaryConstants):
     """Compile-time constants of a launch that rotates queries and keys of latents, and appends latents.
 
-    `head_dim` elements at the end of a head are such as rotate, of which the first `dim` do.
+    Here `head_dim` counts the last elements of a query, behind its `key_dim` others; the first `dim` of them rotate.
     """
 
     key_dim: int = 0

@@ -26,8 +26,9 @@ class LatentLoraConstants:
     width: int
     """Elements of a head's key and value."""
     first: int
-    """Those before the ones that this launch reads, of which there are `elems`."""
+    """The first of these elements that the launch reads: 0 for keys, the size of a key for values."""
     elems: int
+    """How many it reads."""
     absorbs: bool
     """Queries go to the latents' space; else values come out of it."""
     terms: int

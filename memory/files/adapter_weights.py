@@ -39,7 +39,7 @@ _IN_LAYER = re.compile(rf"({re.escape(IN_LAYERS)}[0-9]+)\.(.+?)\.(lora_[AB]\.wei
 
 @lru_cache(16)
 def _wrapped(around: tuple[str, ...]) -> re.Pattern[str]:
-    """What is before a name below the model's. around: see `ModulePaths.around`."""
+    """A pattern of the prefix that a tensor's name may have. around: see `ModulePaths.around`."""
     return re.compile(
         rf"(?:base_model\.model\.)?((?:(?:{'|'.join(map(re.escape, around))})\.){{0,4}})"
         r"(?=layers\.[0-9]|embed_tokens\.|embeddings\.|unembed_tokens\.)"

@@ -156,8 +156,8 @@ inline void step_state(StatePart state, const DeltaToken& token, int k_dim, int 
     }
 }
 
-// Calls run(count of vectors, state, drafted, first column, lanes of the last vector, whether what it writes may leave
-// caches) for some columns of a head's state after others.
+// Walks the columns of a head's state, a few vectors at a time. For each group of columns it calls
+// run(number of vectors, state, drafted, first column, lanes of the last vector, whether to write past the caches).
 //
 //   drafted  where the state of drafts is; null: there are none
 template <class Run>
@@ -166,7 +166,7 @@ inline void each_columns(int k_dim, int v_dim, const DeltaRow& row, StatePart st
         std::fill_n(state.out, (long)k_dim * v_dim, 0.0f);
         state.in = state.out;
     }
-    // A prompt's tokens read what the token before has written.
+    // Not for prompts: each token reads the state that the token before it has written.
     const bool streams =
         row.total() == 1 && state.in != state.out && v_dim % kLanes == 0 && (uintptr_t)state.out % 64 == 0;
     auto part = [&](auto count, int at) {

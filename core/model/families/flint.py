@@ -1,4 +1,4 @@
-"""Flint: Qwen3's attention with sinks, no rope where there is no window, and experts chosen by sigmoids."""
+"""Flint: Qwen3's attention with sinks, without a rope in layers that have no window; experts by sigmoid scores."""
 
 from __future__ import annotations
 

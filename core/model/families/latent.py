@@ -49,8 +49,8 @@ def attention(fields: ConfigJson, *, interleaved: bool, growth: QueryGrowth | No
 
 
 def _rope(fields: ConfigJson, key_dim: int, rotated_dim: int, *, interleaved: bool) -> RopeConfig:
-    """The rope of `qk_rope_head_dim` elements, all of which it rotates. `partial_rotary_factor` is 1, or their share of
-    a key.
+    """The rope, which rotates all of a head's `qk_rope_head_dim` elements. `partial_rotary_factor` is 1, or the share
+    of a key that these are.
     """
     scaling = reading.rope_fields(fields)
     share = reading.optional_number(scaling, "partial_rotary_factor")

@@ -80,7 +80,7 @@ _SHAPES = {
     "qwen2": {**_SHAPE, "intermediate_size": 22016, "vocab_size": 151936},
 }
 
-#: Where these models have their text part, and what they see with.
+#: Prefixes of the text part's tensors, and of the vision tensors, which are left out.
 _TENSORS = replace(
     BESIDE_VISION,
     prefixes=(*BESIDE_VISION.prefixes, "model.text_model."),
