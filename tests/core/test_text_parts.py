@@ -193,10 +193,67 @@ RENAMED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"pad_token_id": 0, "rope_parameters": {**MROPE, "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 2]}},
         {**QWEN_TOWER, "hidden_size": 64},
     ),
+    "VipLlavaForConditionalGeneration": ("VipLlavaConfig", {"model_type": "llama"}, CLIP),
+    "VideoLlavaForConditionalGeneration": ("VideoLlavaConfig", {"model_type": "llama"}, CLIP),
+    "VideoLlama3ForConditionalGeneration": (
+        "VideoLlama3Config",
+        {"model_type": "qwen2", "use_sliding_window": False},
+        {"model_type": "video_llama_3_vision", "patch_size": 8, **TOWER},
+    ),
+    "Idefics2ForConditionalGeneration": (
+        "Idefics2Config",
+        {"model_type": "mistral", "sliding_window": None},
+        {"image_size": 28, "patch_size": 14, **TOWER},
+    ),
+    "Ovis2ForConditionalGeneration": (
+        "Ovis2Config",
+        {"model_type": "qwen2", "use_sliding_window": False},
+        {"image_size": 28, "patch_size": 14, "vocab_size": 40, **TOWER},
+    ),
+    "GotOcr2ForConditionalGeneration": (
+        "GotOcr2Config",
+        {"model_type": "qwen2", "use_sliding_window": False},
+        {"hidden_size": 32, "output_channels": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "mlp_dim": 32,
+         "image_size": 64, "patch_size": 16, "global_attn_indexes": [0], "window_size": 2},
+    ),
+    "QianfanOCRForConditionalGeneration": (
+        "QianfanOCRConfig", {"model_type": "qwen3"}, {"image_size": [28, 28], "patch_size": [14, 14], **TOWER}
+    ),
+    "DeepseekVLForConditionalGeneration": ("DeepseekVLConfig", {"model_type": "llama"}, SIGLIP),
+    "DeepseekVLHybridForConditionalGeneration": ("DeepseekVLHybridConfig", {"model_type": "llama"}, SIGLIP),
+    "JanusForConditionalGeneration": (
+        "JanusConfig",
+        {"model_type": "llama"},
+        {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 32, "projection_dim": 64,
+         "num_image_tokens": 4},
+    ),
+    "MiniCPMV4_6ForConditionalGeneration": (
+        "MiniCPMV4_6Config",
+        {"model_type": "qwen3_5_text", "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+         "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8},
+        {"image_size": 28, "patch_size": 14, "insert_layer_id": 0, **TOWER},
+    ),
 }  # fmt: skip
 
-#: Saved under the names of memory: of those that transformers would write, "blocks" is no checkpoint's.
-IN_MEMORY = {"Kimi_K25ForConditionalGeneration"}
+#: Parts of a configuration besides those of texts and images, small.
+OTHER_PARTS: dict[str, dict[str, Any]] = {
+    "Idefics2ForConditionalGeneration": {
+        "perceiver_config": {"hidden_size": 64, "resampler_n_latents": 2, "resampler_depth": 1, "resampler_n_heads": 2,
+                             "resampler_head_dim": 16, "num_key_value_heads": 1},
+    },
+    "DeepseekVLHybridForConditionalGeneration": {
+        "high_res_vision_config": {"model_type": "sam_vision_model", "hidden_size": 32, "output_channels": 32,
+                                   "mlp_dim": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 64,
+                                   "global_attn_indexes": [0], "window_size": 2},
+    },
+    "JanusForConditionalGeneration": {
+        "vq_config": {"embed_dim": 8, "num_embeddings": 16, "base_channels": 32, "channel_multiplier": [1, 1],
+                      "num_res_blocks": 1, "projection_dim": 64, "image_token_embed_dim": 64, "num_patches": 2},
+    },
+}  # fmt: skip
+
+#: Saved under the names of memory: of those that transformers would write, "blocks" and "encoder" are no checkpoint's.
+IN_MEMORY = {"Kimi_K25ForConditionalGeneration", "QianfanOCRForConditionalGeneration"}
 
 #: Published checkpoints' names of architectures that transformers saves under others.
 PUBLISHED = {"KimiK25ForConditionalGeneration", "InternVLChatModel"}
@@ -249,7 +306,8 @@ def check_text(tmp_path, architecture, name, text, vision, targets, drive):
     import transformers
     from peft import LoraConfig, get_peft_model
 
-    config = getattr(transformers, name)(text_config={**TEXT, **text}, vision_config=vision)
+    others = OTHER_PARTS.get(architecture, {})
+    config = getattr(transformers, name)(text_config={**TEXT, **text}, vision_config=vision, **others)
     torch.manual_seed(0)
     base = getattr(transformers, architecture)(config).eval()
     with torch.no_grad():

@@ -98,6 +98,15 @@ _TENSORS = replace(
                 "mm_projector.",
                 "mlp1.",
                 "visual.",
+                "aligner.",
+                "generation_",
+                "high_res_vision_",
+                "image_tower.",
+                "merger.",
+                "projector.",
+                "video_tower.",
+                "visual_embeddings_table.",
+                "vqmodel.",
             )
         ),
     ),
@@ -163,3 +172,19 @@ KIMI_K2_5 = _family(
 )
 GLM_4_6V = _family("GLM-4.6V", "Glm46VForConditionalGeneration", text="glm4v_text")
 LIGHTON_OCR = _family("LightOnOCR", "LightOnOcrForConditionalGeneration", text="qwen3", tied=True)
+VIP_LLAVA = _family("ViP-LLaVA", "VipLlavaForConditionalGeneration", text="llama")
+VIDEO_LLAVA = _family("Video-LLaVA", "VideoLlavaForConditionalGeneration", text="llama")
+VIDEO_LLAMA_3 = _family("VideoLLaMA 3", "VideoLlama3ForConditionalGeneration", text="qwen2")
+IDEFICS_2 = _family("Idefics 2", "Idefics2ForConditionalGeneration", text="mistral")
+OVIS_2 = _family("Ovis 2", "Ovis2ForConditionalGeneration", text="qwen2", tied=True)
+GOT_OCR_2 = _family("GOT-OCR 2", "GotOcr2ForConditionalGeneration", text="qwen2", tied=True)
+QIANFAN_OCR = _family("Qianfan-OCR", "QianfanOCRForConditionalGeneration", text="qwen3")
+DEEPSEEK_VL = _family(
+    "DeepSeek-VL",
+    "DeepseekVLForConditionalGeneration",
+    "DeepseekVLHybridForConditionalGeneration",
+    text="llama",
+    tied=True,
+)
+JANUS = _family("Janus and Janus-Pro", "JanusForConditionalGeneration", text="llama", tied=True)
+MINICPM_V = _family("MiniCPM-V 4.6", "MiniCPMV4_6ForConditionalGeneration", text="qwen3_5_text")
