@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from . import float8_kv
+from .activations import gelu_tanh, sigmoid, silu, softplus
 from .elementwise_schedule import Gating
 from .rotation import HeadNorms, KvSlots, NewLatents, Rotation
 
@@ -243,7 +244,7 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     if _uses_kernels(gate_up):
         return _kernels().gate_and_mul(gate_up, Gating.SILU)
     gate, up = gate_up.chunk(2, dim=-1)
-    return torch.nn.functional.silu(gate) * up
+    return silu(gate) * up
 
 
 def gelu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
@@ -251,7 +252,7 @@ def gelu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     if _uses_kernels(gate_up):
         return _kernels().gate_and_mul(gate_up, Gating.GELU)
     gate, up = gate_up.chunk(2, dim=-1)
-    return torch.nn.functional.gelu(gate, approximate="tanh") * up
+    return gelu_tanh(gate) * up
 
 
 def clamped_swiglu(gate_up: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
@@ -261,8 +262,7 @@ def clamped_swiglu(gate_up: torch.Tensor, alpha: float, limit: float) -> torch.T
     if _uses_kernels(gate_up):
         return _kernels().gate_and_mul(gate_up, Gating.CLAMPED_SWIGLU, alpha, limit)
     gate, up = gate_up.clamp(max=limit).chunk(2, dim=-1)
-    sigmoid = (gate_up.clamp(max=limit) * alpha).chunk(2, dim=-1)[0].sigmoid()  # row by row, as it is a view
-    return (up.clamp(min=-limit) + 1) * (gate * sigmoid)
+    return (up.clamp(min=-limit) + 1) * (gate * sigmoid(alpha * gate))
 
 
 def relu_squared(x: torch.Tensor) -> torch.Tensor:
@@ -277,7 +277,7 @@ def xielu(x: torch.Tensor, parameters: torch.Tensor) -> torch.Tensor:
     float32, and rounded once.
     """
     positive, negative, beta, eps = parameters.unbind()
-    positive, negative = torch.nn.functional.softplus(positive), beta + torch.nn.functional.softplus(negative)
+    positive, negative = softplus(positive), beta + softplus(negative)
     wide = x.float()
     below = (torch.expm1(torch.minimum(wide, eps)) - wide) * negative
     return (torch.where(wide > 0, positive * wide * wide, below) + beta * wide).to(x.dtype)
@@ -319,4 +319,4 @@ def with_normed_values(
 
 def gate_output(attended: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
     """`attended · sigmoid(gates)`, both `[tokens, heads · head_dim]`."""
-    return attended * torch.sigmoid(gates)
+    return attended * sigmoid(gates)

@@ -22,8 +22,8 @@ from types import ModuleType
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from torch.nn.functional import silu, softplus
 
+from .activations import sigmoid, silu, softplus
 from .gated_delta_schedule import StepConstants
 from .recurrent import CHUNK, RecurrentState, RecurrentWeights, convolve, convolve_tokens, in_chunks
 
@@ -149,7 +149,7 @@ def _inputs(convolved: torch.Tensor, rows: torch.Tensor, weights: DeltaWeights, 
     q, k = ((q * k_dim**-0.5).repeat_interleave(group, dim=1), k.repeat_interleave(group, dim=1))
     b, a = rows[:, -2 * v_heads :].chunk(2, dim=1)
     log_decay = -weights.a_log.exp() * softplus(a + weights.dt_bias)
-    return DeltaInputs(q, k, v.unflatten(1, (v_heads, v_dim)), log_decay, b.sigmoid() * weights.beta)
+    return DeltaInputs(q, k, v.unflatten(1, (v_heads, v_dim)), log_decay, sigmoid(b) * weights.beta)
 
 
 def _normalised(x: torch.Tensor) -> torch.Tensor:

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from torch.nn.functional import silu, softplus
 
+from .activations import silu, softplus
 from .recurrent import CHUNK, RecurrentState, RecurrentWeights, convolve, convolve_tokens, in_chunks
 
 if TYPE_CHECKING:

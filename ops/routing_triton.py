@@ -157,7 +157,8 @@ def choose_experts(chosen, weights, logits, correction, C: tl.constexpr):
         weight = weight / tl.sum(weight, 0)
     elif C.scoring == _SIGMOID_OF_CHOSEN:
         weight = 1.0 / (1.0 + tl.exp(-weight))
-    elif C.renormalised:
+    if C.renormalised:
+        weight = tl.where(own_slot, weight, 0.0)
         weight = weight / (tl.sum(weight, 0) + C.epsilon)
     if C.factor != 1.0:
         weight = weight * C.factor

@@ -15,10 +15,10 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
-from torch.nn.functional import gelu
 
 from ...memory.pages.projections import Group
 from ...ops import expert_products, packed_gemm
+from ...ops.activations import gelu, gelu_tanh, sigmoid
 from ...ops.elementwise import clamped_swiglu, gelu_and_mul, relu_squared, silu_and_mul
 from ...ops.expert_products import Matrix, Panels, multiply_each
 from ...ops.narrow_weights import NarrowWeight
@@ -35,9 +35,6 @@ _T = TypeVar("_T")
 
 _MIXED_ROWS = 256
 """Rows whose weighted outputs are added up at once."""
-
-#: Of a few elements that fill no vector, torch computes a sigmoid by another formula; so many fill all of them.
-_LANES = 64
 
 
 @dataclass(slots=True, kw_only=True)
@@ -146,7 +143,7 @@ class ListedExperts(ExpertWeights):
         if shared is not None:
             added = shared.outputs.float()
             if shared.gates is not None:
-                added = added * shared.gates.expand(-1, _LANES).contiguous().sigmoid()[:, :1]
+                added = added * sigmoid(shared.gates)
             mixed += added
         return mixed.to(outputs.dtype)
 
@@ -295,20 +292,22 @@ def choose(logits: torch.Tensor, routing: Routing, correction: torch.Tensor | No
     """Choose experts by a router's logits `[tokens, experts]` float32. Of equal scores the same come first as of
     `torch.topk`.
     """
-    if routing.scoring is Scoring.SOFTMAX_OF_CHOSEN:
-        best = logits.topk(routing.per_token, dim=-1)
-        return ExpertChoice(best.indices, best.values.softmax(-1) * routing.factor)
-    if routing.scoring is Scoring.SIGMOID_OF_CHOSEN:
-        best = logits.topk(routing.per_token, dim=-1)
-        return ExpertChoice(best.indices, best.values.sigmoid() * routing.factor)
     if routing.scoring is Scoring.SPARSE_MIXER:
         return _one_by_one(logits, routing)
-    scores = logits.sigmoid() if routing.scoring is Scoring.SIGMOID else logits.softmax(-1)
+    scores = logits
+    if routing.scoring is Scoring.SOFTMAX:
+        scores = logits.softmax(-1)
+    elif routing.scoring is Scoring.SIGMOID:
+        scores = sigmoid(logits)
     ranked = scores if correction is None else scores + correction
     if routing.groups > 1:
         ranked = _within_groups(ranked, routing)
     chosen = ranked.topk(routing.per_token, dim=-1).indices
     weights = scores.gather(1, chosen)
+    if routing.scoring is Scoring.SOFTMAX_OF_CHOSEN:
+        weights = weights.softmax(-1)
+    elif routing.scoring is Scoring.SIGMOID_OF_CHOSEN:
+        weights = sigmoid(weights)
     if routing.renormalised:
         total = weights.sum(-1, keepdim=True)
         weights = weights / (total + routing.epsilon if routing.epsilon else total)
@@ -458,4 +457,4 @@ def activated_alone(up: torch.Tensor, activation: UngatedActivation) -> torch.Te
     """Without a gate, and without parameters of its own. up: `[rows, ffn]`."""
     if activation is UngatedActivation.RELU_SQUARED:
         return relu_squared(up)
-    return gelu(up, approximate="none" if activation is UngatedActivation.GELU else "tanh")
+    return (gelu if activation is UngatedActivation.GELU else gelu_tanh)(up)

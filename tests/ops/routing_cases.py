@@ -28,6 +28,8 @@ ROUTINGS = {
     "one": (3, Routing(1, renormalised=True)),
     "all": (4, Routing(4)),
     "llama-4": (16, Routing(2, Scoring.SIGMOID_OF_CHOSEN, of_inputs=True)),
+    "kolibri-1": (20, Routing(4, Scoring.SIGMOID_OF_CHOSEN, renormalised=True, epsilon=1e-20, corrected=True)),
+    "groups of logits": (16, Routing(3, Scoring.SOFTMAX_OF_CHOSEN, corrected=True, groups=4, kept_groups=2)),
     "phi-moe": (16, Routing(2, Scoring.SPARSE_MIXER, jitter=0.1)),
 }
 

@@ -62,6 +62,8 @@ ROUTINGS = {
     "groups": Routing(4, Scoring.SIGMOID, renormalised=True, corrected=True, groups=8, kept_groups=3),
     "groups by softmax": Routing(3, groups=4, kept_groups=1),
     "of inputs": Routing(2, Scoring.SIGMOID_OF_CHOSEN, of_inputs=True),
+    "corrected logits": Routing(4, Scoring.SIGMOID_OF_CHOSEN, renormalised=True, corrected=True),
+    "groups of logits": Routing(3, Scoring.SOFTMAX_OF_CHOSEN, corrected=True, groups=4, kept_groups=2),
     "sparse mixer": Routing(2, Scoring.SPARSE_MIXER, jitter=0.1),
     "groups by their best": Routing(3, factor=1.5, groups=4, kept_groups=2, group_best=1),
 }
