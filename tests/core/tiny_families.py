@@ -551,6 +551,21 @@ EXPERTS: dict[str, tuple[str, dict[str, Any], str]] = {
          "initializer_range": 0.1, "global_attn_every_n_layers": 3},
         "50GB",
     ),
+    "kolibri-1": (
+        "Kolibri1Config",
+        {"head_dim": 16, "num_experts": 16, "num_experts_per_tok": 8, "moe_intermediate_size": 40,
+         "norm_topk_prob": True, "shared_expert_intermediate_size": 56, "sliding_window": 20, "num_hidden_layers": 4,
+         "initializer_range": 0.1,
+         "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"]},
+        "50GB",
+    ),
+    "kolibri-1-whole": (
+        "Kolibri1Config",
+        {"head_dim": 32, "num_experts": 6, "num_experts_per_tok": 6, "moe_intermediate_size": 24,
+         "shared_expert_intermediate_size": 24, "sliding_window": 20, "layer_types": ["full_attention"] * 2,
+         "initializer_range": 0.1, "hidden_size": 48, "tie_word_embeddings": True, "norm_topk_prob": False},
+        "20KB",
+    ),
     "lfm2-moe": (
         "Lfm2MoeConfig",
         {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention", "conv", "conv"], "num_dense_layers": 1,

@@ -17,7 +17,11 @@ from ..tensor_names import AFTER_NORMS, CORRECTION, LLAMA_TENSORS, TEXT_AND_IMAG
 from . import glm_moe, llama, reading
 
 
-def _attentions(fields: ConfigJson) -> list[AttentionSpec]:
+def attentions(fields: ConfigJson, pattern: int) -> list[AttentionSpec]:
+    """Norms of heads, and no rope in layers of full attention beside others with a window.
+
+    pattern: by default every `pattern`-th layer has full attention.
+    """
     heads, window = reading.heads(fields), fields.optional("sliding_window")
     rope = reading.rope(fields, heads.head_dim)
     return [
@@ -28,12 +32,12 @@ def _attentions(fields: ConfigJson) -> list[AttentionSpec]:
             window=window if seen == reading.SLIDING else None,
             head_norm=HeadNorm.EACH,
         )
-        for seen in reading.layer_types(fields, _pattern(fields) if window else 1)
+        for seen in reading.layer_types(fields, pattern)
     ]
 
 
 def _read(fields: ConfigJson) -> ModelConfig:
-    layers = [LayerSpec(each, reading.gated(fields), Norms.AFTER) for each in _attentions(fields)]
+    layers = [LayerSpec(each, reading.gated(fields), Norms.AFTER) for each in attentions(fields, _pattern(fields))]
     return reading.dense(fields, layers, reading.rms_norm(fields))
 
 
@@ -46,12 +50,14 @@ def _read_experts(fields: ConfigJson) -> ModelConfig:
     experts = reading.experts(fields, reading.routing_in_groups(fields), shared_size=shared)
     first = reading.number_of(fields, "first_k_dense_replace")
     has_experts = reading.mlp_layer_types(fields, first)
-    layers = reading.layers_with_experts(fields, _attentions(fields), experts, has_experts)
+    layers = reading.layers_with_experts(fields, attentions(fields, _pattern(fields)), experts, has_experts)
     return reading.dense(fields, layers, reading.rms_norm(fields), tensors=_EXPERTS)
 
 
 def _pattern(fields: ConfigJson) -> int:
-    """`sliding_window_pattern`: a number, or letters such as "LLLG"."""
+    """`sliding_window_pattern`: a number, or letters such as "LLLG"; 1 without a window."""
+    if fields.optional("sliding_window") is None:
+        return 1
     pattern = fields.raw.get("sliding_window_pattern")
     return len(pattern) if isinstance(pattern, str) and pattern else fields.integer("sliding_window_pattern")
 

@@ -48,10 +48,10 @@ _DEFAULTS = {
     "attention_bias": True,
     "partial_rotary_factor": 0.5,
 }
-_OUT_NORMS = {"attention_out_norm": "post_self_attn_layernorm", "mlp_out_norm": "post_mlp_layernorm"}
+OUT_NORMS = {"attention_out_norm": "post_self_attn_layernorm", "mlp_out_norm": "post_mlp_layernorm"}
 
 GLM = Family("GLM-4", ("GlmForCausalLM",), _reader(Norms.BEFORE), _DEFAULTS, TensorNames(fused=FUSED_GATE_UP))
-_NAMES_4 = TensorNames(names={**LLAMA_NORMS, **_OUT_NORMS}, fused=FUSED_GATE_UP)
+_NAMES_4 = TensorNames(names={**LLAMA_NORMS, **OUT_NORMS}, fused=FUSED_GATE_UP)
 GLM_4 = Family(
     "GLM-4-0414",
     ("Glm4ForCausalLM",),

@@ -47,6 +47,11 @@ ROUTERS = {
             "groups": 4, "kept_groups": 2,
         },
     ),
+    "kolibri-1": (
+        ("kolibri1", "Kolibri1TopKRouter"),
+        {"norm_topk_prob": True},
+        {"scoring": Scoring.SIGMOID_OF_CHOSEN, "renormalised": True, "corrected": True},
+    ),
     "phi-moe": (
         ("phimoe", "PhimoeTopKRouter"),
         {"router_jitter_noise": 0.1, "input_jitter_noise": 0.0, "num_experts_per_tok": 2},

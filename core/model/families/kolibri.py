@@ -1,0 +1,49 @@
+"""Kolibri 1: EXAONE 4's attention, norms around each part, and experts chosen by logits with a learned correction.
+
+The chosen experts' weights are sigmoids of the logits alone.
+
+Tests: tests/core/test_experts.py
+"""
+
+from __future__ import annotations
+
+from ..config import ModelConfig
+from ..config_json import ConfigJson
+from ..family import Family
+from ..layers import LayerSpec, Norms, Routing, Scoring
+from ..tensor_names import CORRECTION, TensorNames
+from . import exaone, glm, glm_moe, reading
+
+
+def _read(fields: ConfigJson) -> ModelConfig:
+    routing = Routing(1, Scoring.SIGMOID_OF_CHOSEN, renormalised=fields.boolean("norm_topk_prob"), corrected=True)
+    experts = reading.experts(fields, routing, shared_size=fields.integer("shared_expert_intermediate_size"))
+    layers = [LayerSpec(each, experts, Norms.AROUND) for each in exaone.attentions(fields, 5)]
+    return reading.dense(fields, layers, reading.rms_norm(fields))
+
+
+KOLIBRI_1 = Family(
+    "Kolibri 1",
+    ("Kolibri1ForCausalLM",),
+    _read,
+    {
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "max_position_embeddings": 262144,
+        "sliding_window": 513,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+        "num_experts": 384,
+        "num_experts_per_tok": 6,
+    },
+    TensorNames(
+        names={
+            **glm_moe.NAMES,
+            "attention_out_norm": "post_attn_norm",
+            "mlp_out_norm": "post_ffn_norm",
+            CORRECTION: "moe.router.expert_bias",
+        },
+        older={**glm.OUT_NORMS, CORRECTION: "mlp.gate.e_score_correction_bias"},
+    ),
+    notes=reading.EXPERTS_NOTE,
+)
