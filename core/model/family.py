@@ -40,4 +40,6 @@ class Family:
     """Values of `model_type` of checkpoints that transformers saves under another family's architecture."""
 
     text_part: str = "text_config"
-    """The field of `config.json` that describes the text part, where a model has others."""
+    """The field of `config.json` that describes the text part, where a model has others; of a part of a part, both with
+    a dot between them.
+    """

@@ -6,6 +6,7 @@ Tests: tests/core/model/test_model_config.py
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import reduce
 from pathlib import Path
 
 from ...memory.files.base_tokens import BaseTokens
@@ -40,7 +41,7 @@ def read_model_config(directory: Path, tokenizer: Path | None = None) -> ModelCo
         raise UnsupportedModel(
             f"{raw.path}: architecture {architecture} is not supported; supported: {', '.join(FAMILIES)}"
         )
-    text = raw.text_part(family.text_part).with_defaults(family.defaults)
+    text = reduce(ConfigJson.text_part, family.text_part.split("."), raw).with_defaults(family.defaults)
     if text.raw.get("is_causal") is False:  # as of some embedding models
         raise text.refuse("is_causal", "only causal attention is supported")
     weight_format = read_format(raw) or read_format(text)

@@ -45,6 +45,7 @@ from . import (
     olmo,
     olmo_hybrid,
     olmoe,
+    omni,
     phi,
     phi_moe,
     qwen,
@@ -175,6 +176,10 @@ ALL: tuple[Family, ...] = (
     seeing.DEEPSEEK_VL,
     seeing.JANUS,
     seeing.MINICPM_V,
+    omni.QWEN2_5_OMNI,
+    omni.QWEN2_5_OMNI_WHOLE,
+    omni.QWEN3_OMNI,
+    omni.QWEN3_OMNI_WHOLE,
     glm.GLM_OCR,
     ernie.PADDLEOCR_VL,
 )
