@@ -7,6 +7,8 @@ For every token t, from its row `[z | x, B, C | dt]` of the input projection:
     S      ← exp(-exp(A_log) · dt) · S + B ⊗ (dt · x)
     out     = norm((Cᵀ S + D · x) · silu(z)) of each group of heads, which has one B and one C
 
+The norm may be missing, or come before the gate: norm(Cᵀ S + D · x) · silu(z).
+
 All of it is float32. A draft's inputs are `[x, B, C | dt]`. See `recurrent` for the states of sequences.
 
 Tests: tests/ops/test_recurrent.py
@@ -46,8 +48,8 @@ class MambaWeights(RecurrentWeights):
     d: torch.Tensor
     """`[heads]`."""
 
-    norm: torch.Tensor
-    """`[heads · head_dim]`."""
+    norm: torch.Tensor | None
+    """`[heads · head_dim]`; None: the gated output is not normalised."""
 
     eps: float
     """Of the norm."""
@@ -61,29 +63,32 @@ class MambaWeights(RecurrentWeights):
     dt_min: float = 0.0
     """The least time step."""
 
+    gates_norm: bool = False
+    """The gate multiplies what was normalised."""
+
     def prompt(self, rows: torch.Tensor, state: RecurrentState) -> torch.Tensor:
         """By chunks: `[tokens, heads · head_dim]`."""
-        rows = rows[:, len(self.norm) :].float()
+        rows = rows[:, self._size_of(rows) :].float()
         convolved = convolve(rows[:, : state.conv.shape[2]], self.conv, state.conv)
         inputs = self._inputs(convolved, rows, state)
         return (chunked(inputs, state.recurrent[0]) + self._skipped(inputs)).flatten(1)
 
     def tokens(self, rows: torch.Tensor, state: RecurrentState) -> torch.Tensor:
         """See `RecurrentWeights.tokens`."""
-        return self._tokens(rows[:, len(self.norm) :].float(), state)
+        return self._tokens(rows[:, self._size_of(rows) :].float(), state)
 
     def output(self, mixed: torch.Tensor, rows: torch.Tensor, ranks: Collectives | None) -> torch.Tensor:
-        """The norm of the gated output."""
-        gated = (mixed * silu(rows[:, : len(self.norm)].float())).unflatten(1, (self.num_groups, -1))
-        squares = gated.square().sum(-1, keepdim=True)
-        if ranks is not None and self.group_ranks > 1:
-            squares = ranks.add_up(squares)
-        mean = squares / (gated.shape[-1] * self.group_ranks)
-        return (gated * torch.rsqrt(mean + self.eps)).flatten(1) * self.norm
+        """The norm of the gated output, or the gated output alone, or with its norm."""
+        gate = silu(rows[:, : mixed.shape[1]].float())
+        if self.norm is None:
+            return mixed * gate
+        if self.gates_norm:
+            return self._normed(mixed, self.norm, ranks) * gate
+        return self._normed(mixed * gate, self.norm, ranks)
 
     def draft_inputs(self, rows: torch.Tensor, state: RecurrentState) -> torch.Tensor:
         """`[x, B, C | dt]`."""
-        return rows[:, len(self.norm) :].float()
+        return rows[:, self._size_of(rows) :].float()
 
     def take_in(self, inputs: torch.Tensor, state: RecurrentState) -> None:
         """See `RecurrentWeights.take_in`."""
@@ -94,6 +99,18 @@ class MambaWeights(RecurrentWeights):
         """See `RecurrentWeights.native_tensors`."""
         own = {"taps": self.conv, "dt_bias": self.dt_bias, "a_log": self.a_log, "delta_norm": self.norm}
         return {**own, "conv_bias": self.bias, "d": self.d}
+
+    def _size_of(self, rows: torch.Tensor) -> int:
+        """Width of the gate z in rows `[z | x, B, C | dt]`."""
+        return rows.shape[1] - self.conv.shape[1] - len(self.dt_bias)
+
+    def _normed(self, x: torch.Tensor, weight: torch.Tensor, ranks: Collectives | None) -> torch.Tensor:
+        grouped = x.unflatten(1, (self.num_groups, -1))
+        squares = grouped.square().sum(-1, keepdim=True)
+        if ranks is not None and self.group_ranks > 1:
+            squares = ranks.add_up(squares)
+        mean = squares / (grouped.shape[-1] * self.group_ranks)
+        return (grouped * torch.rsqrt(mean + self.eps)).flatten(1) * weight
 
     def _tokens(self, rows: torch.Tensor, state: RecurrentState) -> torch.Tensor:
         """rows: without z."""

@@ -98,6 +98,11 @@ class CudaShapes(ModelExecutor):
                 f"offload_workers is {config.offload_workers}, and the model's layers have further inputs, which GPUs "
                 "serve without; set it to 0, or device to 'cpu'"
             )
+        if config.offload_workers and any(layer.mixer_beside is not None for layer in self.config.layers):
+            raise UnsupportedModel(
+                f"offload_workers is {config.offload_workers}, and the model's layers have a recurrent mixer beside "
+                "attention, which GPUs serve without; set it to 0, or device to 'cpu'"
+            )
         if not (experts := self.config.num_experts):
             return
         if config.offload_workers:

@@ -217,21 +217,22 @@ class DecoderModel:
             with span(f"layer.{index}"):
                 if lora is not None:
                     lora.wait(index)
-                mixed = self._mixed(layer, x, index, batch, rotations)
-                layer.finish(x, mixed, self._inputs_of(inputs, index))
+                mixed, beside = self._mixed(layer, x, index, batch, rotations)
+                layer.finish(x, mixed, self._inputs_of(inputs, index), beside)
 
     def _mixed(
         self, layer: Layer, x: Residual, index: int, batch: Batch, rotations: dict[RopeConfig | None, Rotation | None]
-    ) -> torch.Tensor | None:
-        """The output of a layer's mixer, `[tokens, out]`; None where it has none."""
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """The output of a layer's mixer, and of the one beside it, `[tokens, out]`; None where it has none."""
         if not self._mixes[index]:
-            return None
-        inputs = layer.begin(x)
-        if self._recurrent[index] is not None:
-            return self._mix(index, inputs, batch.states)
+            return None, None
+        inputs, beside = layer.begin(x)
+        if self._attention[index] is None:
+            return self._mix(index, inputs, batch.states), None
         q, gates = self._query(layer, inputs, index, batch, rotations)
         attended = self.attend(index, batch.attention, q, layer=layer)
-        return attended if gates is None else gate_output(attended, gates)
+        mixed = None if beside is None else self._mix(index, beside, batch.states)
+        return attended if gates is None else gate_output(attended, gates), mixed
 
     def piece(self, index: int, batch: Batch, flow: Flow) -> None:
         """Compute the part between the mixer of layer `index - 1` and that of layer `index`: the rest of the one, and
@@ -244,16 +245,18 @@ class DecoderModel:
         if index:
             inputs = None if self._inputs is None else flow.inputs
             layer = self._layer(index - 1, batch)
-            layer.finish(x, self._mixed_flow(index - 1, flow), self._inputs_of(inputs, index - 1))
+            mixed, beside = self._mixed_flow(index - 1, flow)
+            layer.finish(x, mixed, self._inputs_of(inputs, index - 1), beside)
         else:
             self.embed(batch, x.rows)
             if (inputs := self.make_inputs(batch, x.rows)) is not None:
                 flow.inputs.copy_(inputs)
         if index < len(self.layers) and self._mixes[index]:
             layer = self._layer(index, batch)
-            inputs = layer.begin(x)
+            inputs, beside = layer.begin(x)
             if self._recurrent[index] is not None:
-                flow.recurrent_in.copy_(inputs)
+                flow.recurrent_in.copy_(inputs if beside is None else beside)
+            if self._attention[index] is None:
                 return
             _, gates = self._query(layer, inputs, index, batch, self._rotations(batch), flow.q[self._forms[index]])
             if gates is not None:
@@ -261,22 +264,21 @@ class DecoderModel:
         elif x.added is not None:
             x.normed(None)
 
-    def _mixed_flow(self, index: int, flow: Flow) -> torch.Tensor | None:
-        """The output of a layer's mixer for the next piece; None where it has none."""
+    def _mixed_flow(self, index: int, flow: Flow) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """The output of a layer's mixer, and of the one beside it, for the next piece; None where it has none."""
         if not self._mixes[index]:
-            return None
-        if self._recurrent[index] is not None:
-            return flow.recurrent_out
-        attended, mixer = flow.attended[self._forms[index]].view(len(flow.rows), -1), self._attention[index]
-        return attended if mixer is None or mixer.output_gate is None else gate_output(attended, flow.gates)
+            return None, None
+        if (mixer := self._attention[index]) is None:
+            return flow.recurrent_out, None
+        attended = flow.attended[self._forms[index]].view(len(flow.rows), -1)
+        attended = attended if mixer.output_gate is None else gate_output(attended, flow.gates)
+        return attended, None if self._recurrent[index] is None else flow.recurrent_out
 
     def mix(self, index: int, batch: Batch, states: StepStates | None, flow: Flow) -> None:
-        """Run a layer's mixer, where it has one, between two pieces."""
-        if not self._mixes[index]:
-            return
+        """Run a layer's mixers, as many as it has, between two pieces."""
         if self._recurrent[index] is not None:
             flow.recurrent_out.copy_(self._mix(index, flow.recurrent_in, states))
-        else:
+        if self._attention[index] is not None:
             form = self._forms[index]
             self.attend(index, batch.attention, flow.q[form], flow.attended[form], self._layer(index, batch))
 

@@ -37,13 +37,14 @@ from .layers import (
     GatedSpec,
     LatentSpec,
     LayerSpec,
+    MixerBeside,
     NormSpec,
     UngatedActivation,
     UngatedSpec,
 )
 from .nvtx_spans import span
 from .rounding_weight import RoundingWeight
-from .step_lora import ATTN_O, DOWN, GATE_UP, INPUT_GATE, INPUT_PROJECTION, QKV, StepLora
+from .step_lora import ATTN_O, BESIDE_IN, BESIDE_OUT, DOWN, GATE_UP, INPUT_GATE, INPUT_PROJECTION, QKV, StepLora
 
 if TYPE_CHECKING:
     from ...ops.sgmv_triton import Shrunk
@@ -118,24 +119,35 @@ class Layer:
         self._weights, self._spec, self._index = weights, spec, index
         self._backends, self._lora, self._ranks = backends, lora, ranks
 
-    def begin(self, x: Residual) -> torch.Tensor:
-        """The mixer's input `[tokens, in]`: see `qkv`; a parallel feed-forward part is added to x."""
-        if self._spec.norms not in PARALLEL:
-            return self.qkv(x)
-        weights = self._weights
+    def begin(self, x: Residual) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The mixer's input `[tokens, in]`: see `qkv`; and that of the mixer beside it, where there is one. A parallel
+        feed-forward part is added to x.
+        """
+        weights, second = self._weights, self._spec.mixer_beside
         rows = x.normed(weights.attention_norm)
-        qkv = self._gemm(QKV, rows, weights.qkv, weights.qkv_bias)
+        beside = None if second is None else self._beside_in(second, rows)
+        own = rows if second is None or second.attention_in == 1.0 else rows * second.attention_in
+        qkv = self._gemm(QKV, own, weights.qkv, weights.qkv_bias)
+        if self._spec.norms not in PARALLEL:
+            return qkv, beside
         rows = rows if weights.mlp_norm is None else x.normed(weights.mlp_norm)
         x.rows.add_(self._output(self._feed_forward(rows), x.norm, weights.mlp_out_norm))
-        return qkv
+        return qkv, beside
 
-    def finish(self, x: Residual, attended: torch.Tensor | None, inputs: torch.Tensor | None = None) -> None:
+    def finish(
+        self,
+        x: Residual,
+        attended: torch.Tensor | None,
+        inputs: torch.Tensor | None = None,
+        beside: torch.Tensor | None = None,
+    ) -> None:
         """Compute the part after the mixer, whose output `[tokens, out]` is given; None: the layer has none. inputs:
-        `[tokens, size]`: the layer's further input, where there is one.
+        `[tokens, size]`: the layer's further input, where there is one. beside: `[tokens, out]`: the output of the
+        mixer beside it, likewise.
         """
         weights = self._weights
         if attended is not None:
-            x.added = self._output(self.o(attended), x.norm, weights.attention_out_norm)
+            x.added = self._output(self.o(attended, beside), x.norm, weights.attention_out_norm)
         if self._spec.feed_forward is not None and self._spec.norms not in PARALLEL:
             with span("mlp"):
                 rows = x.normed(weights.mlp_norm)
@@ -150,6 +162,21 @@ class Layer:
         """rows: `[tokens, hidden]`, normed."""
         has_experts = isinstance(self._spec.feed_forward, Experts)
         return self._mixed(rows) if has_experts else self.down(self._gate_up(rows))
+
+    def _beside_in(self, second: MixerBeside, rows: torch.Tensor) -> torch.Tensor:
+        """The input of the mixer beside attention. rows: `[tokens, hidden]`, normed."""
+        weights = self._weights
+        assert weights.beside_in is not None, "the weights are of the spec"
+        rows = rows if second.in_factor == 1.0 else rows * second.in_factor
+        y = self._added(BESIDE_IN, rows, weights.beside_in, weights.beside_in_bias)
+        return y if weights.beside_factors is None else y * weights.beside_factors
+
+    def _beside_out(self, second: MixerBeside, mixed: torch.Tensor) -> torch.Tensor:
+        """What the mixer beside attention adds to its output. mixed: `[tokens, out]`."""
+        weights = self._weights
+        assert weights.beside_out is not None, "the weights are of the spec"
+        y = self._added(BESIDE_OUT, mixed, weights.beside_out, weights.beside_out_bias)
+        return y if second.out_factor == 1.0 else y * second.out_factor
 
     def _side_by_side(self, rows: torch.Tensor, x: Residual) -> torch.Tensor:
         """The sum of the gated part and of the mixture of experts, which read the same residual stream (Gemma 4)."""
@@ -168,9 +195,11 @@ class Layer:
         gated = activated(torch.cat((gate, inputs), 1), spec.activation)
         return self._output(self._added(INPUT_PROJECTION, gated, weights.input_projection), norm, weights.input_norm)
 
-    def _added(self, group: int, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def _added(
+        self, group: int, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """A product of the library with what adapters add."""
-        y = multiply(GemmBackend.LIBRARY, x, weight)
+        y = multiply(GemmBackend.LIBRARY, x, weight, bias)
         if self._lora is not None:
             self._lora.add(group, y, x, self._index)
         return y
@@ -191,9 +220,13 @@ class Layer:
         weights = self._weights
         return self._gemm(QKV, x.normed(weights.attention_norm), weights.qkv, weights.qkv_bias)
 
-    def o(self, attended: torch.Tensor) -> torch.Tensor:
-        """attended: `[tokens, out]` of the mixer."""
-        return self._summed(self._gemm(ATTN_O, attended, self._weights.o, self._weights.o_bias))
+    def o(self, attended: torch.Tensor, beside: torch.Tensor | None = None) -> torch.Tensor:
+        """attended: `[tokens, out]` of the mixer. beside: of the one beside it, which is added."""
+        y = self._gemm(ATTN_O, attended, self._weights.o, self._weights.o_bias)
+        if beside is not None and (second := self._spec.mixer_beside) is not None:
+            y = y if second.attention_out == 1.0 else y * second.attention_out
+            y = y + self._beside_out(second, beside)
+        return self._summed(y)
 
     def latents(
         self,
@@ -230,13 +263,18 @@ class Layer:
         if isinstance(spec, UngatedSpec):
             up = self._gemm(GATE_UP, rows, weights.gate_up, weights.gate_up_bias)
             return _activated(up, spec.activation, weights.xielu)
+        if isinstance(spec, GatedSpec) and spec.gate_factor != 1.0:
+            y = self._gemm(GATE_UP, rows, weights.gate_up, weights.gate_up_bias)
+            y[:, : y.shape[1] // 2].mul_(spec.gate_factor)
+            return (silu_and_mul if spec.activation is Activation.SILU else gelu_and_mul)(y)
         if spec.activation is Activation.SILU:
             return self._gemm(GATE_UP, rows, weights.gate_up, weights.gate_up_bias, gate=True)
         return gelu_and_mul(self._gemm(GATE_UP, rows, weights.gate_up, weights.gate_up_bias))
 
     def down(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden: `[tokens, ffn]`."""
-        return self._summed(self._gemm(DOWN, hidden, self._weights.down, self._weights.down_bias))
+        y, spec = self._summed(self._gemm(DOWN, hidden, self._weights.down, self._weights.down_bias)), self._spec.dense
+        return y * spec.factor if isinstance(spec, GatedSpec) and spec.factor != 1.0 else y
 
     def _summed(self, y: torch.Tensor) -> torch.Tensor:
         """All ranks' shares of a product, added up."""

@@ -18,6 +18,8 @@ MERGED_MATRICES = {
     **{int(group): name for group, name in zip(LAYER_GROUPS, MATRICES, strict=True)},
     int(Group.QUERY_UP): "q_up",
     int(Group.KV_UP): "kv_up",
+    int(Group.BESIDE_IN): "beside_in",
+    int(Group.BESIDE_OUT): "beside_out",
 }
 
 
@@ -91,6 +93,19 @@ class LayerWeights:
 
     input_norm: torch.Tensor | None = None
     """`[hidden]`."""
+
+    beside_in: torch.Tensor | None = None
+    """`[in, hidden]`: the input of a recurrent mixer beside attention."""
+
+    beside_in_bias: torch.Tensor | None = None
+
+    beside_factors: torch.Tensor | None = None
+    """`[in]`: see `MixerBeside.section_factors`."""
+
+    beside_out: torch.Tensor | None = None
+    """`[hidden, out]`: that mixer's output."""
+
+    beside_out_bias: torch.Tensor | None = None
 
     recurrent: RecurrentWeights | None = None
     """The rest of a layer with a recurrent mixer."""

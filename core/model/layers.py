@@ -6,7 +6,7 @@ a mixture of experts), each with norms around it, added to the residual stream x
     x += residual_multiplier · mixer(norm(x))
     x += residual_multiplier · feed_forward(norm(x))
 
-A layer may have one of the two alone.
+A layer may have one of the two alone, or two mixers side by side: see `MixerBeside`.
 
 Tests: tests/core/model/test_model_config.py, tests/core/test_families.py
 """
@@ -24,6 +24,7 @@ from ...memory.pages.layer_projections import (
     input_projections,
     latent_projections,
     mixture_projections,
+    projections_beside,
 )
 from ...memory.pages.layout import KvShape
 from ...memory.pages.projections import Group, Projection
@@ -329,7 +330,7 @@ class AttentionSpec:
 
 @dataclass(frozen=True, slots=True)
 class GatedSpec:
-    """`down(activation(gate(x)) · up(x))`."""
+    """`factor · down(activation(gate_factor · gate(x)) · up(x))`."""
 
     size: int
     """Width of gate and up."""
@@ -339,6 +340,12 @@ class GatedSpec:
 
     form: str = ""
     """See `AttentionSpec.form`."""
+
+    gate_factor: float = 1.0
+    """Of gate's output, before its activation (Falcon-H1)."""
+
+    factor: float = 1.0
+    """Of the part's output, likewise."""
 
     def projections(self, hidden: int) -> tuple[Projection, ...]:
         """See `AttentionSpec.projections`."""
@@ -441,6 +448,41 @@ class LayerInputSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class MixerBeside:
+    """A recurrent mixer beside attention (Falcon-H1).
+
+    Both read one norm n of the residual stream, and are added:
+
+        attention_out · attention(attention_in · n) + out_factor · mixer(in_factor · n)
+
+    None of the factors may be part of a weight: adapters change both sides of the product, and biases come after it.
+    """
+
+    mixer: RecurrentSpec
+    in_factor: float = 1.0
+    out_factor: float = 1.0
+    attention_in: float = 1.0
+    attention_out: float = 1.0
+
+    section_factors: tuple[float, ...] = ()
+    """Of the sections of the input projection's outputs (see `Projection.sections`); empty: they have none."""
+
+    def column_factors(self, hidden: int) -> torch.Tensor | None:
+        """Of all the input projection's outputs, `[in]` float32; None: they have none."""
+        import torch
+
+        if not self.section_factors:
+            return None
+        inputs = self.mixer.projections(hidden)[0]
+        factors = torch.tensor(self.section_factors, dtype=torch.float32)
+        return factors.repeat_interleave(torch.tensor(inputs.sections))
+
+    def share(self, size: int) -> MixerBeside:
+        """One of `size` ranks' share."""
+        return replace(self, mixer=self.mixer.share(size))
+
+
+@dataclass(frozen=True, slots=True)
 class LayerSpec:
     """One layer."""
 
@@ -468,6 +510,9 @@ class LayerSpec:
         x += norm_out(norm_1(feed_forward(norm(r))) + norm_2(experts(norm_3(r))))
     """
 
+    mixer_beside: MixerBeside | None = None
+    """A second mixer of a layer with attention."""
+
     @property
     def is_whole(self) -> bool:
         """True if it has a mixer and a feed-forward part."""
@@ -485,7 +530,9 @@ class LayerSpec:
 
     @property
     def recurrent(self) -> RecurrentSpec | None:
-        """The mixer, if it has a state."""
+        """The mixer with a state, alone or beside attention."""
+        if self.mixer_beside is not None:
+            return self.mixer_beside.mixer
         return self.mixer if isinstance(self.mixer, RecurrentSpec) else None
 
     @property
@@ -515,6 +562,7 @@ class LayerSpec:
         """The matrices of the layer, by their paths in Llama's checkpoints, or Qwen3.5's."""
         further = () if self.beside is None else self.beside.projections(hidden)
         further += input_projections(hidden, self.input_size) if self.input_size else ()
+        further += () if self.mixer_beside is None else projections_beside(self.mixer_beside.mixer.projections(hidden))
         parts = [part.projections(hidden) for part in (self.mixer, self.feed_forward) if part is not None]
         return (*chain(*parts), *further)
 
@@ -525,4 +573,5 @@ class LayerSpec:
             mixer=None if self.mixer is None else self.mixer.share(size),
             feed_forward=None if self.feed_forward is None else self.feed_forward.share(size),
             beside=None if self.beside is None else self.beside.share(size),
+            mixer_beside=None if self.mixer_beside is None else self.mixer_beside.share(size),
         )

@@ -29,6 +29,7 @@ from .layers import (
     Activation,
     AttentionSpec,
     ClampedSwiglu,
+    GatedSpec,
     HeadNorm,
     LayerSpec,
     Norms,
@@ -58,8 +59,8 @@ def why_unsupported(config: ModelConfig, dtype: torch.dtype) -> str | None:
             return f"it has no {part}, and this model's layers have {has if isinstance(has, str) else 'it'}"
     if config.recurrent is not None and config.recurrent.native_shape() is None:
         return (
-            f"it has no {config.recurrent.title} with groups of heads that ranks share or with a least time step, "
-            "which this model has"
+            f"it has no {config.recurrent.title} with groups of heads that ranks share, with a least time step, or "
+            "without a norm after its gate, which this model has"
         )
     pair = 4 // dtype.itemsize
     inner = [config.hidden_size, config.intermediate_size, config.q_size]
@@ -100,6 +101,11 @@ def _other_parts(config: ModelConfig) -> dict[str, bool | str]:
         "norm of heads without weights": any(mixer.head_norm is HeadNorm.BARE for mixer in mixers),
         "norm of embeddings": config.embedding_norm,
         "LayerNorm of heads": any(mixer.head_norm is HeadNorm.OWN for mixer in mixers),
+        "recurrent mixer beside attention": any(layer.mixer_beside is not None for layer in config.layers),
+        "factor of a gated part": any(
+            isinstance(part := layer.feed_forward, GatedSpec) and (part.gate_factor, part.factor) != (1.0, 1.0)
+            for layer in config.layers
+        ),
         "norm of heads after they are rotated": any(mixer.head_norm is HeadNorm.ROTATED for mixer in mixers),
     }
 

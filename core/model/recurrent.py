@@ -378,6 +378,15 @@ class MambaSpec(RecurrentSpec):
     group_ranks: int = 1
     """TP ranks that share each group's heads, because there are more ranks than groups."""
 
+    normed: bool = True
+    """The gated output is normalised; without that, it is the mixer's output (Falcon-H1)."""
+
+    gates_norm: bool = False
+    """The gate multiplies what was normalised, not what will be (Falcon-H1)."""
+
+    out_bias: bool | None = None
+    """The output projection has a bias; None: if `bias` says so of both."""
+
     @property
     def size(self) -> int:
         """Width of x, and of the gate z."""
@@ -411,7 +420,8 @@ class MambaSpec(RecurrentSpec):
     @property
     def biased(self) -> tuple[str, ...]:
         """See `RecurrentSpec.biased`."""
-        return ("mamba.in_proj", "mamba.out_proj") if self.bias else ()
+        has_out = self.bias if self.out_bias is None else self.out_bias
+        return ("mamba.in_proj",) * self.bias + ("mamba.out_proj",) * has_out
 
     @property
     def tensors(self) -> Mapping[str, MixerTensor]:
@@ -423,12 +433,8 @@ class MambaSpec(RecurrentSpec):
         if self.conv_bias:
             found["mamba.conv1d.bias"] = MixerTensor((self.channels,), conv)
         each = MixerTensor((heads,), ((heads, heads),))
-        return found | {
-            "mamba.dt_bias": each,
-            "mamba.A_log": each,
-            "mamba.D": each,
-            "mamba.norm.weight": MixerTensor((self.size,), ((self.size, heads),)),
-        }
+        norm = {"mamba.norm.weight": MixerTensor((self.size,), ((self.size, heads),))} if self.normed else {}
+        return found | {"mamba.dt_bias": each, "mamba.A_log": each, "mamba.D": each, **norm}
 
     def weights(self, tensors: Mapping[str, torch.Tensor]) -> RecurrentWeights:
         """See `RecurrentSpec.weights`."""
@@ -441,11 +447,12 @@ class MambaSpec(RecurrentSpec):
             found["dt_bias"],
             found["A_log"],
             found["D"],
-            found["norm.weight"],
+            found.get("norm.weight"),
             self.eps,
             self.num_groups,
             self.group_ranks,
             self.dt_min,
+            self.gates_norm,
         )
 
     def projections(self, hidden: int) -> tuple[Projection, ...]:
@@ -469,10 +476,10 @@ class MambaSpec(RecurrentSpec):
         return f"the number of Mamba's groups of heads, {self.num_groups}," if is_shared else None
 
     def native_shape(self) -> NativeShape | None:
-        """Not where ranks share a group, as its norm is not added up, nor with a least time step."""
+        """Not where ranks share a group, as its norm is not added up, nor with a least time step or another norm."""
         from ...ops.native_model import NativeMixer, NativeShape
 
-        if self.group_ranks > 1 or self.dt_min:
+        if self.group_ranks > 1 or self.dt_min or not self.normed or self.gates_norm:
             return None
         heads, dims = (self.num_groups, self.num_heads), (self.state_size, self.head_dim)
         return NativeShape(NativeMixer.MAMBA2, *heads, *dims, self.conv_size, self.eps)

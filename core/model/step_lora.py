@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from ...memory.pages.projections import INPUT_GROUPS, LAYER_GROUPS
+from ...memory.pages.projections import BESIDE_GROUPS, INPUT_GROUPS, LAYER_GROUPS
 from ...ops.latents import AbsorbedLora
 from ...ops.sgmv import Segments, sgmv
 from ...ops.trained_rows import TrainedRows
@@ -25,6 +25,9 @@ QKV, ATTN_O, GATE_UP, DOWN = map(int, LAYER_GROUPS)
 
 #: Likewise, of a layer's further input.
 INPUT_GATE, INPUT_PROJECTION = map(int, INPUT_GROUPS)
+
+#: Likewise, of a recurrent mixer beside attention.
+BESIDE_IN, BESIDE_OUT = map(int, BESIDE_GROUPS)
 
 
 class StepLora(Protocol):

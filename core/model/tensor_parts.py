@@ -125,7 +125,8 @@ def _layer_shapes(layer: LayerSpec, hidden: int) -> dict[str, tuple[int, ...]]:
         shapes |= _expert_shapes(layer.experts, hidden)
     if layer.scaled:
         shapes[SCALAR] = (1,)
-    return shapes | _mixer_shapes(layer.mixer)
+    second = None if layer.mixer_beside is None else layer.mixer_beside.mixer
+    return shapes | _mixer_shapes(layer.mixer) | _mixer_shapes(second)
 
 
 def _mixer_shapes(mixer: AttentionSpec | RecurrentSpec | None) -> dict[str, tuple[int, ...]]:

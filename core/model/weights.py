@@ -18,7 +18,7 @@ from ...ops.recurrent import RecurrentWeights
 from .config import ModelConfig
 from .experts import ExpertPack, ListedExperts
 from .layer_weights import LayerWeights
-from .layers import Experts
+from .layers import Experts, MixerBeside
 from .narrow_bytes import bytes_saved_by_stacks
 from .quantization.group_scaled import GroupScaled
 from .quantization.groups import part_of, plain, stacked
@@ -192,7 +192,8 @@ class Weights(ABC):
         for each in spec.projections(self._config.hidden_size):
             paths.setdefault(each.group, []).append(each.path)
         inputs, outputs = paths.get(Group.MIXER_IN, []), paths.get(Group.MIXER_OUT, [])
-        gate_up = paths.get(Group.GATE_UP, [])
+        gate_up, second = paths.get(Group.GATE_UP, []), spec.mixer_beside
+        second_in, second_out = paths.get(Group.BESIDE_IN, []), paths.get(Group.BESIDE_OUT, [])
         norms, nothing = norms_of(spec), torch.empty(0, dtype=self._dtype)
         return LayerWeights(
             attention_norm=norm("attention_norm"),
@@ -207,6 +208,11 @@ class Weights(ABC):
             input_projection=projection(OUTPUT_PROJECTION) if spec.input_size else None,
             input_norm=norm(OUTPUT_NORM),
             scalar=self._read(at + SCALAR) if spec.scaled else None,
+            beside_in=projection(*second_in) if second_in else None,
+            beside_in_bias=bias(*second_in),
+            beside_factors=None if second is None else self._column_factors(second),
+            beside_out=projection(*second_out) if second_out else None,
+            beside_out_bias=first_rank_bias(*second_out) if second_out else None,
             recurrent=None if spec.recurrent is None else self._recurrent(at, spec.recurrent),
             o=projection(*outputs) if outputs else nothing,
             o_bias=first_rank_bias(*outputs) if outputs else None,
@@ -224,6 +230,10 @@ class Weights(ABC):
             router_norm=None if spec.beside is None else self._router_norm(at),
             experts=None if spec.experts is None else self._experts(at, spec.experts, pack_expert),
         )
+
+    def _column_factors(self, second: MixerBeside) -> torch.Tensor | None:
+        """See `MixerBeside.column_factors`; the rank's."""
+        return second.share(self._shard.size).column_factors(self._config.hidden_size)
 
     def _biases(self, paths: Sequence[str]) -> torch.Tensor | None:
         """The biases of projections one below the other, 0 for those without; None if none has any."""

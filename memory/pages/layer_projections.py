@@ -5,7 +5,13 @@ Pure data, like `layout`. Tests: tests/memory/pages/test_projections.py
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 from .projections import Group, Projection, Projections
+
+#: The groups of a mixer's projections where it is beside another one.
+_BESIDE = {Group.MIXER_IN: Group.BESIDE_IN, Group.MIXER_OUT: Group.BESIDE_OUT}
 
 
 def attention_projections(
@@ -98,6 +104,11 @@ def mamba_projections(hidden: int, heads: int, head_dim: int, groups: int, state
         Projection("mamba.in_proj", Group.MIXER_IN, hidden, outputs, heads, sections=sections, section_units=units),
         Projection("mamba.out_proj", Group.MIXER_OUT, size, hidden, heads),
     )
+
+
+def projections_beside(projections: Sequence[Projection]) -> tuple[Projection, ...]:
+    """Those of a recurrent mixer, where it is beside attention. Each mixer has an input of its own."""
+    return tuple(replace(each, group=_BESIDE[each.group]) for each in projections)
 
 
 def input_projections(hidden: int, size: int) -> tuple[Projection, ...]:

@@ -67,6 +67,11 @@ class Group(IntEnum):
     INPUTS = 18
     """Of the model: makes the further inputs of all layers."""
 
+    BESIDE_IN = 19
+    """The inputs of a recurrent mixer beside attention; likewise `BESIDE_OUT` of its output."""
+
+    BESIDE_OUT = 20
+
 
 #: Those of a layer.
 LAYER_GROUPS = (Group.MIXER_IN, Group.MIXER_OUT, Group.GATE_UP, Group.DOWN)
@@ -87,12 +92,17 @@ MIXTURE_GROUPS = (
 #: Those of a layer's further input; all TP ranks have them.
 INPUT_GROUPS = (Group.INPUT_GATE, Group.INPUT_PROJECTION)
 
+#: Those of a recurrent mixer beside attention.
+BESIDE_GROUPS = (Group.BESIDE_IN, Group.BESIDE_OUT)
+
 #: Those that some layers have besides `LAYER_GROUPS`, outside mixtures of experts.
-FURTHER_GROUPS = (*LATENT_GROUPS, *INPUT_GROUPS)
+FURTHER_GROUPS = (*LATENT_GROUPS, *INPUT_GROUPS, *BESIDE_GROUPS)
 
 _MODEL_GROUPS = (Group.EMBEDDING, Group.HEAD, Group.EMBEDDING_ROWS, Group.HEAD_ROWS, Group.INPUTS)
 
 _REPLICATED = frozenset({Group.EMBEDDING, Group.ROUTER, Group.SHARED_GATE, *INPUT_GROUPS, Group.INPUTS})
+
+_ROW_PARALLEL = frozenset({Group.MIXER_OUT, Group.DOWN, Group.SHARED_DOWN, Group.EXPERT_DOWN, Group.BESIDE_OUT})
 
 #: Those of a mixer. A layer that is a feed-forward part alone has neither.
 _MIXER = frozenset({Group.MIXER_IN, Group.MIXER_OUT})
@@ -152,7 +162,7 @@ class Projection:
     @property
     def is_row_parallel(self) -> bool:
         """True if TP ranks share its inputs and add up their outputs."""
-        return self.group in (Group.MIXER_OUT, Group.DOWN, Group.SHARED_DOWN, Group.EXPERT_DOWN)
+        return self.group in _ROW_PARALLEL
 
     @property
     def is_replicated(self) -> bool:

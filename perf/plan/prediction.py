@@ -117,7 +117,8 @@ def predicted_profile(
         )
     size, layers = _BYTES[model.dtype], model.num_layers
     # the parts of layers, of which those that were measured have two
-    whole = sum((layer.mixer is not None) + (layer.feed_forward is not None) for layer in model.layers) / 2
+    parts = ((it.mixer, it.feed_forward, it.mixer_beside) for it in model.layers)
+    whole = sum(part is not None for own in parts for part in own) / 2
     every = [each for layer in model.projections.layers for each in layer]
     in_experts = sum(each.num_weights for each in every if each.experts)
     in_layers = sum(each.num_weights for each in every) - in_experts

@@ -23,7 +23,18 @@ from chorus.graphs.runner import StepMode
 
 from .merging.test_merged import merge
 from .test_family_paths import answers, told
-from .tiny_families import ADAPTERS, BY_ANOTHER, BY_TORCH, EXPERTS, FAMILIES, HYBRIDS, RENAMED, SHAPES, save_family
+from .tiny_families import (
+    ADAPTERS,
+    BY_ANOTHER,
+    BY_TORCH,
+    EXPERTS,
+    FAMILIES,
+    HYBRIDS,
+    RENAMED,
+    SHAPES,
+    TWO_MIXERS,
+    save_family,
+)
 
 pytestmark = [pytest.mark.numerics, pytest.mark.wide]
 
@@ -35,7 +46,7 @@ def test_every_architecture_is_covered():
     import transformers
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING as MODELS
 
-    every = {**FAMILIES, **BY_TORCH, **SHAPES, **HYBRIDS, **EXPERTS, **RENAMED}
+    every = {**FAMILIES, **BY_TORCH, **SHAPES, **HYBRIDS, **TWO_MIXERS, **EXPERTS, **RENAMED}
     models = {MODELS[getattr(transformers, f[0])] for f in every.values()}
     seeing = {name for name, family in SERVED.items() if family.tensors.left_out}  # see test_text_parts.py
     named = {*BY_ANOTHER.values(), "PhiMoEForCausalLM"}  # the last one by checkpoints alone

@@ -449,6 +449,31 @@ TORCH_HYBRIDS: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
 }  # fmt: skip
 
+FALCON_H1 = {
+    "mamba_d_ssm": 96, "mamba_n_heads": 8, "mamba_d_state": 16, "mamba_n_groups": 2, "embedding_multiplier": 1.7,
+    "lm_head_multiplier": 0.6, "key_multiplier": 0.7, "attention_in_multiplier": 0.8, "attention_out_multiplier": 1.2,
+    "ssm_in_multiplier": 1.3, "ssm_out_multiplier": 0.75, "ssm_multipliers": [0.9, 0.5, 0.7, 0.8, 0.6],
+    "mlp_multipliers": [0.8, 0.4],
+}  # fmt: skip
+
+#: Families with attention and a recurrent mixer side by side in each layer, likewise.
+TWO_MIXERS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "falcon-h1": ("FalconH1Config", FALCON_H1, "50GB"),
+    "falcon-h1-biased": (
+        "FalconH1Config",
+        {**FALCON_H1, "head_dim": 24, "attention_bias": True, "mlp_bias": True, "mamba_proj_bias": True,
+         "projectors_bias": True, "mamba_rms_norm": True, "mamba_norm_before_gate": False, "mamba_n_groups": 1,
+         "mamba_conv_bias": False, "mamba_d_conv": 3, "hidden_size": 48, "tie_word_embeddings": True},
+        "20KB",
+    ),
+    "falcon-h1-normed": (
+        "FalconH1Config",
+        {**FALCON_H1, "mamba_rms_norm": True, "mamba_d_ssm": None, "mamba_expand": 1, "mamba_proj_bias": True,
+         "num_key_value_heads": 4, "num_hidden_layers": 3, "mlp_multipliers": None, "ssm_multipliers": None},
+        "50GB",
+    ),
+}  # fmt: skip
+
 QWEN3_MOE = {
     "head_dim": 16, "num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 40, "norm_topk_prob": True,
 }  # fmt: skip
@@ -752,7 +777,7 @@ RENAMED: dict[str, tuple[str, dict[str, Any], str]] = {
 ATTENTION, MLP = ["q_proj", "k_proj", "v_proj", "o_proj"], ["gate_proj", "up_proj", "down_proj"]
 LINEAR = ["in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"]
 LATENTS = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"]
-NO_OUT_PROJ = ("nemotron-h", "nemotron-3")
+NO_OUT_PROJ = ("nemotron-h", "nemotron-3", "falcon-h1")
 """Names of families on whose `out_proj` PEFT puts no LoRA."""
 
 #: name → (rank, alpha, targets), of which a model has some
@@ -906,7 +931,7 @@ def randomise(model: torch.nn.Module) -> None:
 def save_family(name: str, path: Path, dtype: torch.dtype = torch.float32, **changes: Any) -> None:
     import transformers
 
-    every = {**FAMILIES, **BY_TORCH, **SHAPES, **HYBRIDS, **TORCH_HYBRIDS, **EXPERTS, **RENAMED}
+    every = {**FAMILIES, **BY_TORCH, **SHAPES, **HYBRIDS, **TORCH_HYBRIDS, **TWO_MIXERS, **EXPERTS, **RENAMED}
     config_class, arguments, shard = every[name]
     arguments = {
         "vocab_size": 150,

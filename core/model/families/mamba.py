@@ -26,16 +26,15 @@ MAMBA_2_DEFAULTS = {
 }
 
 
-def mamba_2(fields: ConfigJson) -> MambaSpec:
-    """Its specification."""
+def mamba_2(fields: ConfigJson, size: int | None = None) -> MambaSpec:
+    """Its specification. size: width of all heads; None: `mamba_expand` says it."""
     heads, groups = fields.integer("mamba_n_heads"), fields.integer("mamba_n_groups")
-    size = fields.integer("mamba_expand") * fields.integer("hidden_size")
+    needed = "mamba_expand · hidden_size" if size is None else "mamba_d_ssm"
+    size = fields.integer("mamba_expand") * fields.integer("hidden_size") if size is None else size
     given = fields.raw.get("mamba_d_head")
     head_dim = size // heads if given in (None, "auto") else fields.integer("mamba_d_head")
     if heads * head_dim != size:
-        raise fields.refuse(
-            "mamba_d_head", f"mamba_n_heads {heads} times it must be mamba_expand · hidden_size, {size}"
-        )
+        raise fields.refuse("mamba_d_head", f"mamba_n_heads {heads} times it must be {needed}, {size}")
     if heads % groups:
         raise fields.refuse("mamba_n_groups", f"mamba_n_heads, {heads}, must be a multiple of it")
     if fields.raw.get("time_step_limit") not in _UNLIMITED:

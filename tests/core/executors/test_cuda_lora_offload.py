@@ -13,6 +13,7 @@ from chorus.memory.transfers import cuda_driver
 from chorus.ops import native_library
 
 from ...graphs.host_device import HostDevice
+from ..tiny_families import save_family
 
 pytestmark = [
     pytest.mark.native,
@@ -23,6 +24,13 @@ pytestmark = [
 def test_a_model_that_offload_workers_do_not_compute_is_refused(subject):
     config = EngineConfig(model=subject("gqa").model, device="cuda", dtype="float16", offload_workers=2)
     with pytest.raises(UnsupportedModel, match=r"offload_workers is 2, .* not in float16; or set it to 0"):
+        CudaExecutor(config, HostDevice())
+
+
+def test_a_mixer_beside_attention_is_refused(tmp_path):
+    save_family("falcon-h1", tmp_path)
+    config = EngineConfig(model=tmp_path, device="cuda", dtype="float32", offload_workers=2)
+    with pytest.raises(UnsupportedModel, match=r"offload_workers is 2, .* a recurrent mixer beside attention"):
         CudaExecutor(config, HostDevice())
 
 

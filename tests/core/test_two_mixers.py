@@ -1,0 +1,230 @@
+"""Families whose layers have attention and a recurrent mixer side by side, over the paths of an engine."""
+
+from __future__ import annotations
+
+import json
+from contextlib import AbstractContextManager
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from chorus.core.model.config import UnsupportedModel
+from chorus.core.model.decoder import DecoderModel
+from chorus.core.model.layers import MixerBeside
+from chorus.core.model.read_config import read_model_config
+from chorus.core.model.recurrent import MambaSpec
+from chorus.core.model.shard import Shard
+from chorus.graphs.runner import StepMode
+from chorus.memory.files.format import inspect_adapter
+from chorus.ops.mamba2 import MambaWeights
+from chorus.ops.recurrent import RecurrentState
+
+from ..conftest import quiet
+from ..kept import KeptAnswers, kept_files
+from .merging.test_merged import merge
+from .model_module_forms import Alone
+from .test_families import executor_of
+from .test_family_paths import answers, told
+from .test_hybrids import BF16_ERROR, Runner, whole_logits
+from .tiny_families import ADAPTERS, ATTENTION, MLP, TWO_MIXERS, load_peft, save_family, train_vectors
+
+pytestmark = [pytest.mark.numerics, pytest.mark.wide]
+
+EVERY_MODULE = [*ATTENTION, *MLP, "in_proj", "out_proj"]
+
+#: name → arguments of `LoraConfig`.
+FORMS = {
+    **{module: {"target_modules": [module], "r": 4} for module in EVERY_MODULE},
+    "all": {"target_modules": EVERY_MODULE, "r": 3},
+    "dora": {"target_modules": EVERY_MODULE, "r": 5, "use_dora": True},
+    "biases": {"target_modules": EVERY_MODULE, "r": 2, "bias": "lora_only"},
+    "lora-bias": {"target_modules": EVERY_MODULE, "r": 2, "lora_bias": True},
+}
+
+
+@pytest.fixture
+def kernels():
+    """The native decoder has no mixer beside attention."""
+    return "auto"
+
+
+def with_out_proj() -> AbstractContextManager[Any]:
+    """PEFT refuses LoRA on out_proj of this model, because fused kernels for training pass over it."""
+    return patch("peft.tuners.tuners_utils._check_lora_target_modules_mamba", lambda *_: None)
+
+
+@quiet()
+@with_out_proj()
+def save_forms(root):
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    save_family("falcon-h1-biased", root / "model")
+    for name, arguments in FORMS.items():
+        torch.manual_seed(sum(map(ord, name)))
+        lora = LoraConfig(lora_alpha=6, init_lora_weights=False, task_type="CAUSAL_LM", **arguments)
+        peft = get_peft_model(AutoModelForCausalLM.from_pretrained(root / "model"), lora)
+        train_vectors(peft)
+        peft.save_pretrained(root / name)
+
+
+@with_out_proj()
+def load_forms(path, adapters):
+    return load_peft(path, adapters)
+
+
+@pytest.fixture(scope="module")
+def it():
+    root = kept_files("forms falcon-h1", save_forms)
+    return Alone(root / "model", {name: root / name for name in FORMS}, load_forms, KeptAnswers(root))
+
+
+every_family = pytest.mark.parametrize("family", TWO_MIXERS)
+
+
+@every_family
+def test_mixed_batch_equals_transformers_and_peft(tiny, drive, family):
+    """In chunks, with the prefixes of the first round cached in the second."""
+    it = tiny(family)
+    limits = {"max_num_seqs": 8, "max_num_batched_tokens": 24, "max_model_len": 128, "state_checkpoint_tokens": 32}
+    driver = drive(it, **limits)
+    assert isinstance(driver.executor.rank.decoder, DecoderModel)
+    for _ in range(2):
+        want = answers(it, driver, 8, seed=1)
+        assert told(driver, want) == want
+        driver.answers.clear()
+    assert max(plan.num_adapters for plan in driver.plans) == 3
+    assert driver.engine.stats().num_prefix_hit_tokens > 40
+
+
+@every_family
+@pytest.mark.parametrize("piecewise", [False, True], ids=["forward", "pieces"])
+@pytest.mark.parametrize("chunk", [1, 7, 64])
+def test_chunks_of_any_size(tiny, family, chunk, piecewise):
+    it = tiny(family)
+    prompt, want = it.case(None, 60, seed=5)
+    assert Runner(it.model, piecewise).greedy(prompt, chunk, len(want)) == want
+
+
+@pytest.mark.slow
+@every_family
+def test_comparisons_mean_something(tiny, family):
+    """Answers vary, and every adapter changes them."""
+    it = tiny(family)
+    cases = [it.case(None, 20, seed) for seed in range(99, 103)]
+    outputs = {None: tuple(tuple(base) for _, base in cases)}
+    outputs |= {name: tuple(tuple(it.greedy(name, prompt, 8)[0]) for prompt, _ in cases) for name in ADAPTERS}
+    assert len(set(outputs.values())) == 4
+    assert len({token for base in outputs[None] for token in base}) >= 4
+
+
+@every_family
+def test_merged_on_two_ranks(tiny, drive, family):
+    it = tiny(family)
+    driver = drive(it, max_num_seqs=8, max_num_batched_tokens=24, max_model_len=128, tensor_parallel_size=2)
+    merge(driver, "r3-all")
+    want = answers(it, driver, 4, seed=2)
+    assert told(driver, want) == want
+    assert StepMode.MERGED in {plan.mode for plan in driver.plans}
+
+
+@pytest.mark.parametrize("family", ["falcon-h1"])
+def test_preempted_requests_swap_and_go_on(tiny, drive_crowded, family):
+    it = tiny(family)
+    driver = drive_crowded(it)
+    want = answers(it, driver, 8, seed=3, lengths=(5, 20), tokens=24)
+    assert told(driver, want) == want
+    assert driver.engine.stats().num_swaps_out > 0
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_adapters_on_every_linear_module(it, drive, ranks):
+    """On each alone and on all, with DoRA, and with biases: factors come after what adapters add."""
+    driver = drive(it, max_num_seqs=8, max_num_batched_tokens=24, tensor_parallel_size=ranks)
+    want = answers(it, driver, 1 + len(FORMS), seed=4, adapters=(None, *FORMS))
+    assert told(driver, want) == want
+
+
+@pytest.mark.parametrize("adapter", ["all", "dora", "lora-bias"])
+def test_adapters_on_both_mixers_are_merged(it, drive, adapter):
+    driver = drive(it, max_num_seqs=4, max_num_batched_tokens=24)
+    merge(driver, adapter)
+    want = answers(it, driver, 3, seed=6, adapters=(None, adapter, "in_proj"))
+    assert told(driver, want) == want
+    assert StepMode.MERGED in {plan.mode for plan in driver.plans}
+
+
+@every_family
+def test_bfloat16_is_float32_within_rounding(tmp_path, family):
+    save_family(family, tmp_path, torch.bfloat16, initializer_range=0.1)
+    prompts = [
+        torch.randint(3, 150, (length,), generator=torch.Generator().manual_seed(0)).tolist() for length in (5, 40)
+    ]
+    want = whole_logits(tmp_path, prompts, dtype="float32")
+    errors = (whole_logits(tmp_path, prompts) - want).norm(dim=-1) / want.norm(dim=-1)
+    assert float(errors.max()) < BF16_ERROR
+    with pytest.raises(UnsupportedModel, match="no recurrent mixer beside attention"):
+        executor_of(tmp_path, cpu_kernels="native")
+
+
+def test_each_layer_has_keys_and_values_and_a_state(tiny):
+    config = read_model_config(tiny("falcon-h1").model)
+    assert (config.num_layers, len(config.kv_layers), config.num_recurrent_layers) == (2, 2, 2)
+    layout = executor_of(tiny("falcon-h1").model, dtype="float32").layout
+    assert (layout.num_layers, layout.states.shape.num_layers) == (2, 2)
+    targets = inspect_adapter(tiny("falcon-h1").adapters["r3-all"], config.module_paths).parts
+    assert {name for part in targets for name in part.targets} == {*ATTENTION, *MLP, "in_proj"}
+    assert {layer for part in targets for layer in part.layers} == {0, 1}
+
+
+def test_ranks_have_shares_of_both_mixers(tiny):
+    config = read_model_config(tiny("falcon-h1").model)
+    share = Shard(1, 2).config(config).layers[0]
+    assert share.attention is not None
+    assert share.attention.num_heads == 2
+    assert share.mixer_beside is not None
+    assert share.mixer_beside.mixer == MambaSpec(4, 12, 1, 16, eps=1e-5, normed=False, out_bias=False)
+    assert share.mixer_beside.in_factor == 1.3
+
+
+def test_factors_of_columns_are_those_of_their_sections():
+    second = MixerBeside(MambaSpec(2, 3, 1, 4, eps=1e-6), section_factors=(1.0, 2.0, 3.0, 4.0, 5.0))
+    want = [1.0] * 6 + [2.0] * 6 + [3.0] * 4 + [4.0] * 4 + [5.0] * 2
+    assert second.column_factors(8).tolist() == want
+    assert MixerBeside(second.mixer).column_factors(8) is None
+
+
+@pytest.mark.parametrize("gates_norm", [False, True])
+def test_a_gate_may_come_after_the_norm(gates_norm):
+    torch.manual_seed(0)
+    conv, each, norm = torch.randn(4, 12), torch.randn(2), torch.rand(4)
+    weights = MambaWeights(conv, None, each, each, each, norm, 1e-5, 2, gates_norm=gates_norm)
+    rows, mixed = torch.randn(3, 18), torch.randn(3, 4)
+    gate = torch.nn.functional.silu(rows[:, :4])
+    own = (mixed if gates_norm else mixed * gate).unflatten(1, (2, 2))
+    want = (own * torch.rsqrt(own.square().mean(-1, keepdim=True) + 1e-5)).flatten(1) * norm
+    torch.testing.assert_close(weights.output(mixed, rows, None), want * gate if gates_norm else want)
+    state = RecurrentState(torch.zeros(1, 3, 12), torch.zeros(1, 2, 2, 2))
+    assert weights.draft_inputs(rows, state).shape == (3, 14)
+
+
+@pytest.mark.parametrize(
+    ("values", "match"),
+    [
+        ({"ssm_multipliers": [1.0]}, "ssm_multipliers is .*: 5 numbers are needed"),
+        ({"mlp_multipliers": [1.0, 2.0, 3.0]}, "mlp_multipliers is .*: 2 numbers are needed"),
+        ({"key_multiplier": 0.0}, "key_multiplier is 0.0: a finite number above 0"),
+        ({"mamba_d_ssm": 100}, "mamba_d_ssm, 100"),
+        ({"mamba_n_groups": 3}, "mamba_n_groups"),
+        ({"time_step_limit": [0.0, 0.1]}, "time_step_limit"),
+        ({"hidden_act": "gelu_pytorch_tanh"}, "silu alone"),
+        ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+    ],
+)
+def test_what_is_not_computed_is_refused(it, tmp_path, values, match):
+    config = json.loads((it.model / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, **values}))
+    with pytest.raises(UnsupportedModel, match=match):
+        read_model_config(tmp_path)
