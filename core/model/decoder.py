@@ -49,6 +49,7 @@ from .rope_config import RopeConfig
 from .rounding_weight import RoundingWeight
 from .shadow import INPUTS_ARE_ROUNDED
 from .step_lora import ATTN_O, GATE_UP, QKV, HeadLora, StepLora
+from .streams import streams_of
 from .weights import Pack, Weights
 
 #: A step's batch in the form that this decoder takes.
@@ -61,6 +62,11 @@ class Flow:
 
     rows: torch.Tensor
     """The residual stream `[tokens, hidden]`."""
+
+    streams: torch.Tensor
+    """`[tokens, streams · hidden]`: what layers have in its place where the residual is several streams, no columns
+    where it is one.
+    """
 
     inputs: torch.Tensor
     """`[tokens, layers · size]`: further inputs of layers; no columns where they have none."""
@@ -85,6 +91,7 @@ class Flow:
         q, attended = (tuple(each[:tokens] for each in shapes) for shapes in (self.q, self.attended))
         return Flow(
             rows=self.rows[:tokens],
+            streams=self.streams[:tokens],
             inputs=self.inputs[:tokens],
             q=q,
             attended=attended,
@@ -148,6 +155,7 @@ class DecoderModel:
         self._groups = lora_groups(config.projections)
         self._norm = moved_norm(weights.norm(), config.norm, device, dtype)
         self._inputs = self._layer_inputs(weights, kept, device)
+        self._streams = streams_of(config, weights, kept)
         self._norms = self._head_norms()
         self._attention, self._recurrent = zip(
             *((layer.attention, layer.recurrent) for layer in config.layers), strict=True
@@ -212,13 +220,16 @@ class DecoderModel:
         """
         lora, rotations = batch.lora, self._rotations(batch)
         inputs = self.make_inputs(batch, x.rows) if inputs is None else inputs
+        residual = self._streams.within(x)
+        self._streams.split(x, residual)
         for index in range(len(self.layers)):
             layer = self._layer(index, batch)
             with span(f"layer.{index}"):
                 if lora is not None:
                     lora.wait(index)
-                mixed = self._mixed(layer, x, index, batch, rotations)
-                layer.finish(x, mixed, self._inputs_of(inputs, index))
+                mixed = self._mixed(layer, residual, index, batch, rotations)
+                layer.finish(residual, mixed, self._inputs_of(inputs, index))
+        self._streams.join(residual, x)
 
     def _mixed(
         self, layer: Layer, x: Residual, index: int, batch: Batch, rotations: dict[RopeConfig | None, Rotation | None]
@@ -240,15 +251,17 @@ class DecoderModel:
 
         Pieces 0 … layers, with `mix` between each and the next, and `compute_logits` after the last, are a `forward`.
         """
-        x = Residual(flow.rows, self.config.norm)
+        rows = Residual(flow.rows, self.config.norm)
+        x = self._streams.within(rows, flow.streams)
         if index:
             inputs = None if self._inputs is None else flow.inputs
             layer = self._layer(index - 1, batch)
             layer.finish(x, self._mixed_flow(index - 1, flow), self._inputs_of(inputs, index - 1))
         else:
-            self.embed(batch, x.rows)
-            if (inputs := self.make_inputs(batch, x.rows)) is not None:
+            self.embed(batch, flow.rows)
+            if (inputs := self.make_inputs(batch, flow.rows)) is not None:
                 flow.inputs.copy_(inputs)
+            self._streams.split(rows, x)
         if index < len(self.layers) and self._mixes[index]:
             layer = self._layer(index, batch)
             inputs = layer.begin(x)
@@ -260,6 +273,8 @@ class DecoderModel:
                 flow.gates.copy_(gates)
         elif x.added is not None:
             x.normed(None)
+        if index == len(self.layers):
+            self._streams.join(x, rows)
 
     def _mixed_flow(self, index: int, flow: Flow) -> torch.Tensor | None:
         """The output of a layer's mixer for the next piece; None where it has none."""
@@ -321,6 +336,7 @@ class DecoderModel:
 
         return Flow(
             rows=zeros(config.hidden_size),
+            streams=zeros(self._streams.width),
             inputs=self.new_inputs(tokens),
             q=tuple(zeros(it.num_heads, it.query_dim) for it in shapes),
             attended=tuple(zeros(it.num_heads, it.attended_dim) for it in shapes),
@@ -510,7 +526,8 @@ class DecoderModel:
 
     def _layer(self, index: int, batch: Batch) -> Layer:
         weights = (self._merged if batch.merged else self.layers)[index]
-        return Layer(weights, self.config.layers[index], index, batch.backends, lora=batch.lora, ranks=self._ranks)
+        spec, of = self.config.layers[index], self._streams.layer
+        return of(weights, spec, index, batch.backends, lora=batch.lora, ranks=self._ranks)
 
     def _query(
         self,

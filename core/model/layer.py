@@ -27,6 +27,7 @@ from ...ops.narrow_weights import NarrowWeight
 from ...ops.packed_gemm import packed_linear
 from ...ops.ranks import Collectives
 from ...ops.rotation import KvSlots, NewLatents, Rotation
+from ...ops.sparse_gates import sparse_gates
 from .batch import GemmBackend, GemmBackends
 from .experts import activated, activated_alone, mix_experts
 from .layer_weights import LayerWeights
@@ -230,6 +231,9 @@ class Layer:
         if isinstance(spec, UngatedSpec):
             up = self._gemm(GATE_UP, rows, weights.gate_up, weights.gate_up_bias)
             return _activated(up, spec.activation, weights.xielu)
+        if isinstance(spec, GatedSpec) and spec.sparsity:
+            gate_up = self._gemm(GATE_UP, rows, weights.gate_up, weights.gate_up_bias)
+            return activated(sparse_gates(gate_up, spec.sparsity, self._ranks), spec.activation)
         if spec.activation is Activation.SILU:
             return self._gemm(GATE_UP, rows, weights.gate_up, weights.gate_up_bias, gate=True)
         return gelu_and_mul(self._gemm(GATE_UP, rows, weights.gate_up, weights.gate_up_bias))

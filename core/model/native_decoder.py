@@ -29,6 +29,7 @@ from .layers import (
     Activation,
     AttentionSpec,
     ClampedSwiglu,
+    GatedSpec,
     HeadNorm,
     LayerSpec,
     Norms,
@@ -100,6 +101,8 @@ def _other_parts(config: ModelConfig) -> dict[str, bool | str]:
         "norm of heads without weights": any(mixer.head_norm is HeadNorm.BARE for mixer in mixers),
         "norm of embeddings": config.embedding_norm,
         "LayerNorm of heads": any(mixer.head_norm is HeadNorm.OWN for mixer in mixers),
+        "residual of several streams": config.streams is not None,
+        "sparse gate": any(layer.dense.sparsity for layer in config.layers if isinstance(layer.dense, GatedSpec)),
         "norm of heads after they are rotated": any(mixer.head_norm is HeadNorm.ROTATED for mixer in mixers),
     }
 

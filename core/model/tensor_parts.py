@@ -50,6 +50,13 @@ INPUT_TABLE, INPUT_PROJECTION = "model.embed_tokens_per_layer.weight", "model.pe
 INPUT_NORM, OUTPUT_GATE = "model.per_layer_projection_norm.weight", "per_layer_input_gate"
 OUTPUT_PROJECTION, OUTPUT_NORM = "per_layer_projection", "input_norm"
 
+#: Of several streams: a layer's, and by number the model's.
+STREAM_ROUTER, STREAM_ROUTER_NORM = "altup.modality_router.weight", "altup.router_norm.weight"
+STREAM_PREDICTION, STREAM_CORRECTION = "altup.prediction_coefs.weight", "altup.correction_coefs.weight"
+STREAM_SCALE = "altup.correct_output_scale"
+LOW_RANK_NORM = "laurel.post_laurel_norm"
+STREAM_IN, STREAM_OUT = "model.altup_projections.{}.weight", "model.altup_unembed_projections.{}.weight"
+
 #: Of a router beside a gated part: weights of its input's norm, and factors of experts.
 ROUTER_NORM, EXPERT_FACTORS = "router.scale", "router.per_expert_scale"
 
@@ -85,6 +92,8 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     if (inputs := config.layer_inputs) is not None:
         width = config.num_layers * inputs.size
         shapes |= {INPUT_TABLE: (inputs.vocab, width), INPUT_PROJECTION: (width, hidden), INPUT_NORM: (inputs.size,)}
+    others = range(0 if config.streams is None else config.streams.count - 1)
+    shapes |= {name.format(stream): (hidden, hidden) for name in (STREAM_IN, STREAM_OUT) for stream in others}
     for index, layer in enumerate(config.layers):
         at = LAYER.format(index)
         shapes |= {at + part: shape for part, shape in _layer_shapes(layer, hidden).items()}
@@ -125,6 +134,10 @@ def _layer_shapes(layer: LayerSpec, hidden: int) -> dict[str, tuple[int, ...]]:
         shapes |= _expert_shapes(layer.experts, hidden)
     if layer.scaled:
         shapes[SCALAR] = (1,)
+    if (streams := layer.streams) is not None:
+        shapes |= dict.fromkeys((f"{LOW_RANK_NORM}.weight", STREAM_ROUTER_NORM, STREAM_SCALE), (hidden,))
+        shapes |= {STREAM_ROUTER: (streams.count, hidden), STREAM_CORRECTION: (streams.count, streams.count)}
+        shapes |= {STREAM_PREDICTION: (streams.count**2, streams.count)}
     return shapes | _mixer_shapes(layer.mixer)
 
 

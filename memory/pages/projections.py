@@ -67,6 +67,11 @@ class Group(IntEnum):
     INPUTS = 18
     """Of the model: makes the further inputs of all layers."""
 
+    LOW_RANK_DOWN = 19
+    """The first of two small matrices beside a mixer; likewise `LOW_RANK_UP`."""
+
+    LOW_RANK_UP = 20
+
 
 #: Those of a layer.
 LAYER_GROUPS = (Group.MIXER_IN, Group.MIXER_OUT, Group.GATE_UP, Group.DOWN)
@@ -87,12 +92,17 @@ MIXTURE_GROUPS = (
 #: Those of a layer's further input; all TP ranks have them.
 INPUT_GROUPS = (Group.INPUT_GATE, Group.INPUT_PROJECTION)
 
+#: Those of two small matrices beside a mixer (LAuReL); all TP ranks have them.
+LOW_RANK_GROUPS = (Group.LOW_RANK_DOWN, Group.LOW_RANK_UP)
+
 #: Those that some layers have besides `LAYER_GROUPS`, outside mixtures of experts.
-FURTHER_GROUPS = (*LATENT_GROUPS, *INPUT_GROUPS)
+FURTHER_GROUPS = (*LATENT_GROUPS, *INPUT_GROUPS, *LOW_RANK_GROUPS)
 
 _MODEL_GROUPS = (Group.EMBEDDING, Group.HEAD, Group.EMBEDDING_ROWS, Group.HEAD_ROWS, Group.INPUTS)
 
-_REPLICATED = frozenset({Group.EMBEDDING, Group.ROUTER, Group.SHARED_GATE, *INPUT_GROUPS, Group.INPUTS})
+_REPLICATED = frozenset(
+    {Group.EMBEDDING, Group.ROUTER, Group.SHARED_GATE, *INPUT_GROUPS, *LOW_RANK_GROUPS, Group.INPUTS}
+)
 
 #: Those of a mixer. A layer that is a feed-forward part alone has neither.
 _MIXER = frozenset({Group.MIXER_IN, Group.MIXER_OUT})
@@ -387,8 +397,11 @@ class Projections:
 
     @cached_property
     def unmerged(self) -> frozenset[str]:
-        """Names of projections that are never merged with adapters: of mixtures, and of further inputs of layers."""
-        return self.mixture.union(each.name for each in self._all if each.group in INPUT_GROUPS)
+        """Names of projections that are never merged with adapters: of mixtures, of further inputs of layers, and small
+        ones beside a mixer.
+        """
+        apart = (*INPUT_GROUPS, *LOW_RANK_GROUPS)
+        return self.mixture.union(each.name for each in self._all if each.group in apart)
 
     @cached_property
     def num_weights(self) -> int:

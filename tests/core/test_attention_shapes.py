@@ -152,7 +152,8 @@ def test_configuration_and_frequencies_are_transformers_own(tiny, family):
     want = transformers.AutoConfig.from_pretrained(it.model)
     rotary = it.reference.base_model.model.model.rotary_emb
     for index, (layer, kind) in enumerate(zip(config.layers, want.layer_types, strict=True)):
-        its, own = want.per_layer_config[index], layer.attention
+        its = (getattr(want, "per_layer_config", None) or [want] * config.num_layers)[index]
+        own = layer.attention
         assert torch.equal(own.rope.inverse_frequencies(), getattr(rotary, f"{kind}_original_inv_freq"))
         assert (own.num_kv_heads, own.head_dim) == (its.num_key_value_heads, its.head_dim)
         assert own.window == (want.sliding_window if kind == "sliding_attention" else None)
