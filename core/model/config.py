@@ -16,7 +16,7 @@ from ...memory.files.whole_copies import BaseRows
 from ...memory.pages.layer_projections import model_projections
 from ...memory.pages.projections import Group, Projections, UnitRows, unit_rows
 from .config_json import UnsupportedModel
-from .layers import AttentionSpec, Experts, LayerInputSpec, LayerSpec, NormSpec, StreamsSpec
+from .layers import AttentionSpec, Experts, LayerInputSpec, LayerSpec, MediaTokens, NormSpec, StreamsSpec
 from .quantization.format import WeightFormat
 from .recurrent import RecurrentSpec
 from .tensor_names import LLAMA_TENSORS, TensorNames
@@ -88,6 +88,9 @@ class ModelConfig:
 
     base_tokens: BaseTokens | None = field(default=None, compare=False, repr=False)
     """The tokens of the model's tokenizer; None: it is not known where it is."""
+
+    media: tuple[MediaTokens, ...] = ()
+    """Tokens with embeddings made by others than the text part, the last of the vocabulary, in order."""
 
     def __post_init__(self) -> None:
         if not self.attention_layers:

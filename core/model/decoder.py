@@ -156,6 +156,7 @@ class DecoderModel:
         self._norm = moved_norm(weights.norm(), config.norm, device, dtype)
         self._inputs = self._layer_inputs(weights, kept, device)
         self._streams = streams_of(config, weights, kept)
+        self._media = None if (media := weights.media()) is None else media.to(device, dtype)
         self._norms = self._head_norms()
         self._attention, self._recurrent = zip(
             *((layer.attention, layer.recurrent) for layer in config.layers), strict=True
@@ -374,7 +375,15 @@ class DecoderModel:
         if lora is not None:
             lora.embed(rows, batch.token_ids)
         rows = rows if self._embedding_factor == 1.0 else rows * self._embedding_factor
+        if self._media is not None:
+            rows = self._with_media(rows, token_ids, self._media)
         return normed(rows.to(self._dtype), self._norm, self.config.norm) if self.config.embedding_norm else rows
+
+    def _with_media(self, rows: torch.Tensor, token_ids: torch.Tensor, media: torch.Tensor) -> torch.Tensor:
+        """Embeddings `[tokens, hidden]`, those of tokens of images and sound replaced by their own."""
+        places = token_ids - self.config.media[0].first
+        own = embedding(places.clamp(0, len(media) - 1), media)
+        return torch.where((places >= 0)[:, None], own, rows.to(own.dtype))
 
     def _layer_inputs(self, weights: Weights, kept: Pack | None, device: torch.device) -> LayerInputs | None:
         """None for a model whose layers have no further inputs."""

@@ -450,6 +450,29 @@ class LayerInputSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class MediaTokens:
+    """Tokens of images or of sound, whose embeddings a module of their own makes of its rows (Gemma 3n).
+
+    normed(project(norm(row))), where `normed` has no weights
+    """
+
+    module: str
+    """Its name beside the text part, such as `embed_vision`."""
+
+    first: int
+    """The first token."""
+
+    count: int
+    rows: int
+    """Rows of the module's table, of which the first are the tokens'."""
+
+    width: int
+    """Elements of a row."""
+
+    eps: float
+
+
+@dataclass(frozen=True, slots=True)
 class StreamsSpec:
     """The residual is several streams of one width: a layer computes one of them, and predicts and corrects the others
     (AltUp, arXiv 2301.13310; Gemma 3n). See `streams`.

@@ -101,6 +101,7 @@ def _other_parts(config: ModelConfig) -> dict[str, bool | str]:
         "norm of heads without weights": any(mixer.head_norm is HeadNorm.BARE for mixer in mixers),
         "norm of embeddings": config.embedding_norm,
         "LayerNorm of heads": any(mixer.head_norm is HeadNorm.OWN for mixer in mixers),
+        "embedding of tokens of images and sound": bool(config.media),
         "residual of several streams": config.streams is not None,
         "sparse gate": any(layer.dense.sparsity for layer in config.layers if isinstance(layer.dense, GatedSpec)),
         "norm of heads after they are rotated": any(mixer.head_norm is HeadNorm.ROTATED for mixer in mixers),

@@ -23,6 +23,7 @@ from .tensor_names import BIASES, CORRECTION, PACKED, STACKED_EXPERTS, TensorNam
 EMBED, NORM, LM_HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 LM_HEAD_BIAS = "lm_head.bias"
 _MODEL, LAYER = "model.", "model.layers.{}."
+_TEXT_PART = "language_model."
 IN_LAYER = re.compile(
     r"^model\.(layers\.\d+\.)(.+)\.(weight|bias|sinks|dt_bias|A_log|D|e_score_correction_bias|alpha_[pn]|beta|eps)$"
 )
@@ -56,6 +57,10 @@ STREAM_PREDICTION, STREAM_CORRECTION = "altup.prediction_coefs.weight", "altup.c
 STREAM_SCALE = "altup.correct_output_scale"
 LOW_RANK_NORM = "laurel.post_laurel_norm"
 STREAM_IN, STREAM_OUT = "model.altup_projections.{}.weight", "model.altup_unembed_projections.{}.weight"
+
+#: Of `MediaTokens`, by the module, which is beside the text part.
+MEDIA_ROWS, MEDIA_NORM = "{}.embedding.weight", "{}.hard_embedding_norm.weight"
+MEDIA_PROJECTION = "{}.embedding_projection.weight"
 
 #: Of a router beside a gated part: weights of its input's norm, and factors of experts.
 ROUTER_NORM, EXPERT_FACTORS = "router.scale", "router.per_expert_scale"
@@ -94,6 +99,10 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         shapes |= {INPUT_TABLE: (inputs.vocab, width), INPUT_PROJECTION: (width, hidden), INPUT_NORM: (inputs.size,)}
     others = range(0 if config.streams is None else config.streams.count - 1)
     shapes |= {name.format(stream): (hidden, hidden) for name in (STREAM_IN, STREAM_OUT) for stream in others}
+    for media in config.media:
+        shapes[MEDIA_ROWS.format(media.module)] = (media.rows, media.width)
+        shapes[MEDIA_NORM.format(media.module)] = (media.width,)
+        shapes[MEDIA_PROJECTION.format(media.module)] = (hidden, media.width)
     for index, layer in enumerate(config.layers):
         at = LAYER.format(index)
         shapes |= {at + part: shape for part, shape in _layer_shapes(layer, hidden).items()}
@@ -225,7 +234,8 @@ def sources(config: ModelConfig, names: Container[str]) -> dict[str, Source]:
     for part in shapes:
         match = IN_LAYER.match(part)
         if match is None:
-            found.setdefault(part, biases.get(part) or Source(prefix + part.removeprefix(_MODEL)))
+            around = prefix if part.startswith(_MODEL) else prefix.removesuffix(_TEXT_PART)
+            found.setdefault(part, biases.get(part) or Source(around + part.removeprefix(_MODEL)))
         else:
             found[part] = _layer_source(tensors, prefix, match, shapes, units, names)
     return found

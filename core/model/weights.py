@@ -11,8 +11,10 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.nn.functional import linear
 
 from ...memory.pages.projections import Group
+from ...ops.elementwise import rms_norm
 from ...ops.float8_kv import UNSCALED, KvScales
 from ...ops.recurrent import RecurrentWeights
 from .config import ModelConfig
@@ -37,6 +39,9 @@ from .tensor_parts import (
     LM_HEAD,
     LM_HEAD_BIAS,
     LOW_RANK_NORM,
+    MEDIA_NORM,
+    MEDIA_PROJECTION,
+    MEDIA_ROWS,
     NORM,
     OUTPUT_GATE,
     OUTPUT_NORM,
@@ -130,6 +135,16 @@ class Weights(ABC):
     def layer_inputs(self, pack: Pack | None = None) -> tuple[torch.Tensor, Any, torch.Tensor]:
         """The table, the projection and the norm of `LayerInputs`, for a model that has them."""
         return self._read(INPUT_TABLE), self._whole(INPUT_PROJECTION, pack), self._norm(INPUT_NORM)
+
+    def media(self) -> torch.Tensor | None:
+        """Embeddings of `ModelConfig.media`, `[tokens, hidden]`; None where there are none."""
+        found = []
+        for each in self._config.media:
+            rows = self._read(MEDIA_ROWS.format(each.module))[: each.count]
+            rows = rms_norm(rows, self._norm(MEDIA_NORM.format(each.module)), each.eps)
+            rows = linear(rows, self._read(MEDIA_PROJECTION.format(each.module)))
+            found.append(rms_norm(rows, torch.ones(rows.shape[1], device=rows.device), each.eps))
+        return torch.cat(found) if found else None
 
     def streams(self, pack: Pack | None = None) -> tuple[list[Any], list[Any]]:
         """The matrices that make all streams but the first of embeddings, and those that streams go through behind all

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import random
+from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -24,12 +26,14 @@ from chorus.memory.files.format import inspect_adapter
 from .merging.test_merged import merge
 from .test_families import executor_of, logits_of
 from .test_family_paths import answers, told
-from .tiny_families import make_all_linear, randomise, save_family
+from .tiny_families import SHAPES, make_all_linear, randomise, save_family
 
 pytestmark = [pytest.mark.numerics, pytest.mark.wide]
 
 NO_ALTUP = r".*altup.*"
 NO_ALTUP_NOR_INPUTS = r".*(altup|per_layer_model_projection).*"
+TOWER = {"conf_num_hidden_layers": 1, "conf_num_attention_heads": 2, "sscp_conv_channel_size": [4, 4]}
+OF_TEXT = r".*language_model.*(q_proj|v_proj|down_proj|linear_left|per_layer_input_gate)"
 BESIDE = {"linear_left", "linear_right", "per_layer_input_gate", "per_layer_projection"}
 
 
@@ -160,16 +164,88 @@ def test_the_published_configuration(tmp_path):
         "vocab_size": 262400,
         "vocab_size_per_layer_input": 262144,
     }
-    raw = {"architectures": ["Gemma3nForCausalLM"], **text}
+    raw = {"architectures": ["Gemma3nForConditionalGeneration"], "model_type": "gemma3n", "text_config": text}
     (tmp_path / "config.json").write_text(json.dumps(raw))
     config = read_model_config(tmp_path)
     assert (config.num_layers, len(config.kv_layers), config.num_experts) == (35, 20, 0)
+    assert [(each.first, each.count) for each in config.media] == [(262144, 128), (262272, 128)]
     assert [layer.dense.sparsity for layer in config.layers[9:11]] == [0.95, 0.0]
     assert {layer.rope.theta for layer in config.layers if layer.attention.window} == {10000.0}
     assert {layer.rope.theta for layer in config.layers if not layer.attention.window} == {1000000.0}
     defaults = {"architectures": ["Gemma3nForCausalLM"], "torch_dtype": "bfloat16"}
     (tmp_path / "config.json").write_text(json.dumps(defaults))
     assert read_model_config(tmp_path).layers == config.layers
+
+
+class Checkpoint:
+    """A model that sees and hears, with an adapter of its text part, and the same in transformers + peft."""
+
+    def __init__(self, path: Path, targets: str = OF_TEXT) -> None:
+        import transformers
+        from peft import LoraConfig, get_peft_model
+        from transformers.models.gemma3n import modeling_gemma3n
+
+        text = {**SHAPES["gemma-3n"][1], "vocab_size": 150, "hidden_size": 64, "intermediate_size": 96}
+        config = transformers.Gemma3nConfig(
+            text_config={**text, "num_attention_heads": 4, "max_position_embeddings": 256},
+            vision_config={"hidden_size": 24, "vocab_size": 7, "vocab_offset": 140},
+            audio_config={"hidden_size": 16, "vocab_size": 4, "vocab_offset": 146, **TOWER},
+        )
+        torch.manual_seed(4)
+        of_config = transformers.AutoModel.from_config
+        with patch.object(modeling_gemma3n, "AutoModel") as made:  # timm's tower may not be installed
+            made.from_config = lambda of: torch.nn.Linear(2, 2) if of is config.vision_config else of_config(of)
+            base = transformers.Gemma3nForConditionalGeneration(config).eval()
+        randomise(base)
+        with torch.no_grad():
+            for module in (base.model.embed_vision, base.model.embed_audio):
+                module.embedding.weight.normal_()
+        base.save_pretrained(path / "model")
+        lora = LoraConfig(r=4, lora_alpha=9, target_modules=targets, init_lora_weights=False, task_type="CAUSAL_LM")
+        self.reference = get_peft_model(base, lora)
+        self.reference.save_pretrained(str(path / "adapter"))
+        self.model, self.adapters = path / "model", {"adapter": path / "adapter"}
+
+    def greedy(self, prompt: list[int], adapter: str | None) -> list[int]:
+        model, tokens = self.reference.base_model, list(prompt)
+        (model.disable_adapter_layers if adapter is None else model.enable_adapter_layers)()
+        with torch.inference_mode():
+            for _ in range(6):
+                logits = self.reference(input_ids=torch.tensor([tokens]), use_cache=False).logits
+                tokens.append(int(logits[0, -1].argmax()))
+        return tokens[len(prompt) :]
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_text_part_embeds_tokens_of_images_and_sound_as_the_whole_model_does(tmp_path, drive, ranks):
+    it = Checkpoint(tmp_path)
+    rng = random.Random(3)
+    prompts = [[rng.randrange(3, 150) for _ in range(length)] for length in (9, 40)]
+    prompts += [[5, 140, 145, 146, 149, 9], [rng.randrange(3, 140) for _ in range(12)]]
+    driver = drive(it, tensor_parallel_size=ranks, max_num_seqs=8, max_num_batched_tokens=16, max_model_len=128)
+    want = {}
+    for index, prompt in enumerate(prompts):
+        for adapter in (None, "adapter"):
+            want[name := f"{index}{adapter}"] = it.greedy(prompt, adapter)
+            driver.add(name, adapter, prompt, max_tokens=6)
+    assert told(driver, want) == want
+
+
+def test_adapters_on_what_embeds_tokens_of_images_are_refused(tmp_path):
+    it = Checkpoint(tmp_path, r".*(language_model.*q_proj|embed_vision\.embedding_projection)")
+    with pytest.raises(AdapterFormatError, match=r"tensor '[a-z_.]*embed_vision\.embedding_projection"):
+        inspect_adapter(it.adapters["adapter"], read_model_config(it.model).module_paths)
+
+
+def test_tokens_of_sound_need_rows(tiny, tmp_path):
+    text = json.loads((tiny("gemma-3n").model / "config.json").read_text())
+    raw = {"architectures": ["Gemma3nForConditionalGeneration"], "text_config": text}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    assert read_model_config(tmp_path).media == ()
+    (tmp_path / "config.json").write_text(json.dumps({**raw, "audio_config": {"vocab_offset": 140, "vocab_size": 9}}))
+    with pytest.raises(UnsupportedModel, match=r"audio_config\.vocab_size is 9: tokens 140 to 149 need rows"):
+        read_model_config(tmp_path)
 
 
 @pytest.mark.slow

@@ -201,11 +201,14 @@ IN_MEMORY = {"Kimi_K25ForConditionalGeneration"}
 #: Published checkpoints' names of architectures that transformers saves under others.
 PUBLISHED = {"KimiK25ForConditionalGeneration", "InternVLChatModel"}
 
+#: Of which transformers can't make a model here, for want of a package: see test_streams.py.
+ELSEWHERE = {"Gemma3nForConditionalGeneration"}
+
 
 def test_every_architecture_is_covered():
     seeing = {name for name, family in FAMILIES.items() if family.tensors.left_out}
     drafting = {*QWEN3_5.architectures, *QWEN3_5_MOE.architectures, *NEMOTRON_H.architectures}  # draft layers, no tower
-    assert set(MODELS) | set(RENAMED) | PUBLISHED == seeing - drafting
+    assert set(MODELS) | set(RENAMED) | PUBLISHED | ELSEWHERE == seeing - drafting
 
 
 OF_TEXT = r".*language_model.*\.(q_proj|v_proj|o_proj|down_proj)"

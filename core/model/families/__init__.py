@@ -121,6 +121,7 @@ ALL: tuple[Family, ...] = (
     hunyuan.HUNYUAN_MOE,
     hunyuan.HUNYUAN_3,
     gemma_3n.GEMMA_3N,
+    gemma_3n.GEMMA_3N_TEXT,
     gemma_4.GEMMA_4,
     gemma_4.GEMMA_4_TEXT,
     gemma_4.GEMMA_4_UNIFIED,

@@ -1,4 +1,4 @@
-"""Gemma 3n: a residual of several streams.
+"""Gemma 3n, also as the text part of its models of images and sound: a residual of several streams.
 
 Tests: tests/core/test_streams.py, tests/core/model/test_model_config.py
 """
@@ -12,8 +12,8 @@ from functools import partial
 from ..config import ModelConfig
 from ..config_json import ConfigJson
 from ..family import Family
-from ..layers import AttentionSpec, GatedSpec, HeadNorm, LayerInputSpec, LayerSpec, Norms, StreamsSpec
-from ..tensor_names import AROUND_NORMS, TensorNames
+from ..layers import AttentionSpec, GatedSpec, HeadNorm, LayerInputSpec, LayerSpec, MediaTokens, Norms, StreamsSpec
+from ..tensor_names import AROUND_NORMS, BESIDE_VISION, TensorNames
 from . import gemma_4, reading
 from .reading import FULL, SLIDING
 
@@ -63,6 +63,26 @@ def _read(fields: ConfigJson, tensors: TensorNames) -> ModelConfig:
         layer_inputs=inputs,
     )
     return gemma_4.without_unused_keys(config, tensors, first_shared)
+
+
+def _read_text(fields: ConfigJson) -> ModelConfig:
+    """The text part beside modules that embed tokens of images and sound."""
+    return replace(_read(fields, _TENSORS), media=_media(fields, ConfigJson.read(fields.path)))
+
+
+def _media(text: ConfigJson, whole: ConfigJson) -> tuple[MediaTokens, ...]:
+    """Each module embeds tokens up to the next one's first."""
+    found, end = [], text.integer("vocab_size")
+    for field, (module, defaults) in _MEDIA.items():
+        of = (whole.object(field) or ConfigJson(whole.path, {}, f"{field}.")).with_defaults(defaults)
+        first, rows = of.integer("vocab_offset"), of.integer("vocab_size")
+        if end - first > rows:
+            raise of.refuse("vocab_size", f"tokens {first} to {end - 1} need rows")
+        if end > first:
+            eps = of.number("rms_norm_eps")
+            found.insert(0, MediaTokens(module, first, end - first, rows, of.integer("hidden_size"), eps))
+            end = first
+    return tuple(found)
 
 
 def _check_ropes(fields: ConfigJson) -> None:
@@ -133,8 +153,44 @@ _DEFAULTS = {
     "altup_correct_scale": True,
     "laurel_rank": 64,
 }
+#: Modules that embed tokens, the last ones first: their names, and fields' defaults.
+_MEDIA = {
+    "audio_config": (
+        "embed_audio",
+        {"vocab_offset": 262272, "vocab_size": 128, "hidden_size": 1536, "rms_norm_eps": 1e-6},
+    ),
+    "vision_config": (
+        "embed_vision",
+        {"vocab_offset": 262144, "vocab_size": 128, "hidden_size": 2048, "rms_norm_eps": 1e-6},
+    ),
+}
+
 _NAMES = {**AROUND_NORMS, "input_norm": "post_per_layer_input_norm"}
 _PLAIN = TensorNames(names=_NAMES)
+#: What embeds images and sound, rather than their tokens, is left out.
+_TENSORS = replace(
+    BESIDE_VISION,
+    names=_NAMES,
+    prefixes=("model.language_model.", "language_model."),
+    left_out=tuple(
+        f"{outer}{part}."
+        for outer in ("model.", "")
+        for part in (
+            "vision_tower",
+            "audio_tower",
+            "embed_vision.soft_embedding_norm",
+            "embed_audio.soft_embedding_norm",
+        )
+    ),
+)
 _NOTES = "on CPUs by PyTorch's operators; no adapters on `altup` matrices"
 
 GEMMA_3N = Family("Gemma 3n", ("Gemma3nForCausalLM",), partial(_read, tensors=_PLAIN), _DEFAULTS, _PLAIN, _NOTES)
+GEMMA_3N_TEXT = Family(
+    "Gemma 3n (text)",
+    ("Gemma3nForConditionalGeneration",),
+    _read_text,
+    _DEFAULTS,
+    _TENSORS,
+    f"text only; {_NOTES}",
+)

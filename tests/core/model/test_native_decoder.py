@@ -67,6 +67,7 @@ class Config:
             "attention_shapes": [mixer],
             "kv_layers": [layer.mixer for layer in self.layers],
             "layer_inputs": None,
+            "media": (),
             "streams": self.layers[0].streams,
             "head_bias": False,
             "chunked": False,
