@@ -36,8 +36,20 @@ _MATRICES = ("gate_proj", "up_proj", "down_proj")
 
 _OF_EXPERTS = re.compile(rf"\.(mlp\.experts\.\d+|{re.escape(SHARED)})\.")
 
-#: A router is quantised only where it is stored so: many tools leave it out without a word.
-ROUTERS = (f".{ROUTER}.weight", f".{SHARED_GATE}.weight")
+#: Of several streams: a layer's, and by number the model's.
+STREAM_ROUTER, STREAM_ROUTER_NORM = "altup.modality_router.weight", "altup.router_norm.weight"
+STREAM_PREDICTION, STREAM_CORRECTION = "altup.prediction_coefs.weight", "altup.correction_coefs.weight"
+STREAM_SCALE = "altup.correct_output_scale"
+LOW_RANK_NORM = "laurel.post_laurel_norm"
+STREAM_IN, STREAM_OUT = "model.altup_projections.{}.weight", "model.altup_unembed_projections.{}.weight"
+
+#: A router is quantised only where it is stored so: many tools leave it out without a word. So are small matrices of
+#: streams.
+ROUTERS = (
+    f".{ROUTER}.weight",
+    f".{SHARED_GATE}.weight",
+    *(f".{name}" for name in (STREAM_ROUTER, STREAM_PREDICTION, STREAM_CORRECTION)),
+)
 
 SINKS, SCALAR = "self_attn.sinks", "layer_scalar"
 
@@ -50,13 +62,6 @@ XIELU = tuple(f"mlp.act_fn.{name}" for name in ("alpha_p", "alpha_n", "beta", "e
 INPUT_TABLE, INPUT_PROJECTION = "model.embed_tokens_per_layer.weight", "model.per_layer_model_projection.weight"
 INPUT_NORM, OUTPUT_GATE = "model.per_layer_projection_norm.weight", "per_layer_input_gate"
 OUTPUT_PROJECTION, OUTPUT_NORM = "per_layer_projection", "input_norm"
-
-#: Of several streams: a layer's, and by number the model's.
-STREAM_ROUTER, STREAM_ROUTER_NORM = "altup.modality_router.weight", "altup.router_norm.weight"
-STREAM_PREDICTION, STREAM_CORRECTION = "altup.prediction_coefs.weight", "altup.correction_coefs.weight"
-STREAM_SCALE = "altup.correct_output_scale"
-LOW_RANK_NORM = "laurel.post_laurel_norm"
-STREAM_IN, STREAM_OUT = "model.altup_projections.{}.weight", "model.altup_unembed_projections.{}.weight"
 
 #: Of `MediaTokens`, by the module, which is beside the text part.
 MEDIA_ROWS, MEDIA_NORM = "{}.embedding.weight", "{}.hard_embedding_norm.weight"
@@ -97,8 +102,7 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     if (inputs := config.layer_inputs) is not None:
         width = config.num_layers * inputs.size
         shapes |= {INPUT_TABLE: (inputs.vocab, width), INPUT_PROJECTION: (width, hidden), INPUT_NORM: (inputs.size,)}
-    others = range(0 if config.streams is None else config.streams.count - 1)
-    shapes |= {name.format(stream): (hidden, hidden) for name in (STREAM_IN, STREAM_OUT) for stream in others}
+    shapes |= dict.fromkeys(stream_parts(config), (hidden, hidden))
     for media in config.media:
         shapes[MEDIA_ROWS.format(media.module)] = (media.rows, media.width)
         shapes[MEDIA_NORM.format(media.module)] = (media.width,)
@@ -108,6 +112,12 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         shapes |= {at + part: shape for part, shape in _layer_shapes(layer, hidden).items()}
         shapes |= _norm_shapes([f"{at}{norm}.weight" for norm in norms_of(layer)], config)
     return shapes
+
+
+def stream_parts(config: ModelConfig) -> list[str]:
+    """The model's own matrices of streams: those that make streams, and those that join them."""
+    others = range(0 if config.streams is None else config.streams.count - 1)
+    return [name.format(stream) for name in (STREAM_IN, STREAM_OUT) for stream in others]
 
 
 def _norm_shapes(names: Sequence[str], config: ModelConfig) -> dict[str, tuple[int, ...]]:

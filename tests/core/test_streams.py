@@ -12,16 +12,19 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from chorus.core.executors.cpu import CpuExecutor
 from chorus.core.model.config import UnsupportedModel
 from chorus.core.model.quantization.groups import plain
+from chorus.core.model.quantization.pack_quantized import packed_tensors
 from chorus.core.model.quantization.round_to_nearest import quantiser_of
 from chorus.core.model.read_config import read_model_config
 from chorus.core.model.shard import Shard
 from chorus.core.requests.types import CannotMerge
 from chorus.memory.files.error import AdapterFormatError
 from chorus.memory.files.format import inspect_adapter
+from chorus.server.cli.command import main
 
 from .merging.test_merged import merge
 from .test_families import executor_of, logits_of
@@ -89,6 +92,32 @@ def test_quantised_weights_are_transformers_own_rounded(tmp_path):
         want = reference(torch.tensor([range(3, 43)]), use_cache=False).logits[0, -1]
     got = logits_of(executor_of(tmp_path, dtype="float32", quantization="int8"), [list(range(3, 43))])
     assert torch.allclose(got[0], want, rtol=1e-4, atol=1e-4)
+
+
+def test_weights_that_are_written_quantised(tmp_path):
+    """By `chorus quantize`, which leaves the streams' own as they are; and by a tool that quantises these, too."""
+    save_family("gemma-3n", tmp_path / "model")
+    out, prompt = tmp_path / "out", [list(range(3, 43))]
+    want = logits_of(executor_of(tmp_path / "model", dtype="float32", quantization="int8"), prompt)
+    assert main(["quantize", str(tmp_path / "model"), str(out), "--quantization", "int8"]) == 0
+    tensors, raw = load_file(out / "model.safetensors"), json.loads((out / "config.json").read_text())
+    own = [f"model.altup_{name}.{index}" for name in ("projections", "unembed_projections") for index in range(3)]
+    own += [f"model.layers.{at}.altup.{name}" for at in range(6) for name in ("modality_router", "prediction_coefs")]
+    assert {*own} < {*raw["quantization_config"]["ignore"]}
+    assert torch.allclose(logits_of(executor_of(out, dtype="float32"), prompt), want, rtol=1e-4, atol=1e-4)
+    rounding = quantiser_of("int8", False, None)
+    assert rounding is not None
+    plainly = dict(tensors)
+    for module in own:
+        weight = tensors.pop(name := f"{module}.weight")
+        tensors |= {f"{module}.{end}": each for end, each in packed_tensors(name, weight, rounding).items()}
+        plainly[name] = plain(rounding(weight, name, "cpu"), torch.float32)
+    save_file(plainly, out / "model.safetensors")
+    want = logits_of(executor_of(out, dtype="float32"), prompt)
+    save_file(tensors, out / "model.safetensors")
+    raw["quantization_config"]["ignore"] = sorted({*raw["quantization_config"]["ignore"]} - {*own})
+    (out / "config.json").write_text(json.dumps(raw))
+    assert torch.allclose(logits_of(executor_of(out, dtype="float32"), prompt), want, rtol=1e-3, atol=1e-3)
 
 
 def test_random_weights_need_no_checkpoint(tmp_path):
