@@ -139,7 +139,8 @@ def weights_of_rank(whole: ModelConfig, size: int) -> int:
     every = chain(*whole.projections.layers, (each for each in whole.projections.model if each.group is Group.INPUTS))
     table = 0 if whole.layer_inputs is None else whole.layer_inputs.vocab * whole.layer_inputs.size * whole.num_layers
     projections = sum(each.num_weights // (1 if each.is_replicated else size) for each in every)
-    return embeddings + table + head + hidden + whole.num_layers * 2 * hidden + projections
+    streams = 0 if whole.streams is None else 2 * (whole.streams.count - 1) * hidden**2
+    return embeddings + table + streams + head + hidden + whole.num_layers * 2 * hidden + projections
 
 
 class RanksExecutor(RanksExecutorBase[CpuExecutor]):

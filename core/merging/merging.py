@@ -153,8 +153,8 @@ class Merging:
             raise CannotMerge(self._refused[adapter])
         if targets := adapter.manifest.unmerged_targets:
             raise CannotMerge(
-                f"adapter {adapter.name!r} changes {', '.join(targets)}, parts of a mixture of experts or of inputs of "
-                "layers, and these weights are not merged: serve it unmerged"
+                f"adapter {adapter.name!r} changes {', '.join(targets)}, parts of a mixture of experts, of inputs of "
+                "layers or beside a mixer, and these weights are not merged: serve it unmerged"
             )
         if not _is_complete(adapter):
             raise CannotMerge(f"adapter {adapter.name!r} is not resident; merge it once it has been loaded")

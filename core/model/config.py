@@ -16,7 +16,7 @@ from ...memory.files.whole_copies import BaseRows
 from ...memory.pages.layer_projections import model_projections
 from ...memory.pages.projections import Group, Projections, UnitRows, unit_rows
 from .config_json import UnsupportedModel
-from .layers import AttentionSpec, Experts, LayerInputSpec, LayerSpec, NormSpec
+from .layers import AttentionSpec, Experts, LayerInputSpec, LayerSpec, MediaTokens, NormSpec, StreamsSpec
 from .quantization.format import WeightFormat
 from .recurrent import RecurrentSpec
 from .tensor_names import LLAMA_TENSORS, TensorNames
@@ -89,6 +89,9 @@ class ModelConfig:
     base_tokens: BaseTokens | None = field(default=None, compare=False, repr=False)
     """The tokens of the model's tokenizer; None: it is not known where it is."""
 
+    media: tuple[MediaTokens, ...] = ()
+    """Tokens with embeddings made by others than the text part, the last of the vocabulary, in order."""
+
     def __post_init__(self) -> None:
         if not self.attention_layers:
             raise UnsupportedModel("no layer has attention; models of recurrent layers alone are not supported")
@@ -105,6 +108,7 @@ class ModelConfig:
                 for form in {layer.dense.form for layer in self.layers if layer.dense}
             ),
             {layer.experts for layer in self.layers if layer.experts},
+            {layer.streams for layer in self.layers},
         ):
             if len(shapes) > 1:
                 raise UnsupportedModel(f"layers of different shapes are not supported: {sorted(map(str, shapes))}")
@@ -170,6 +174,11 @@ class ModelConfig:
     def experts(self) -> Experts | None:
         """The mixture of experts of layers that have one; all are equal. None where no layer has one."""
         return next((layer.experts for layer in self.layers if layer.experts is not None), None)
+
+    @property
+    def streams(self) -> StreamsSpec | None:
+        """The streams of the residual, in all layers; None where it is one."""
+        return self.layers[0].streams
 
     @property
     def num_experts(self) -> int:

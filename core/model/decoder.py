@@ -49,6 +49,7 @@ from .rope_config import RopeConfig
 from .rounding_weight import RoundingWeight
 from .shadow import INPUTS_ARE_ROUNDED
 from .step_lora import ATTN_O, GATE_UP, QKV, HeadLora, StepLora
+from .streams import streams_of
 from .weights import Pack, Weights
 
 #: A step's batch in the form that this decoder takes.
@@ -61,6 +62,11 @@ class Flow:
 
     rows: torch.Tensor
     """The residual stream `[tokens, hidden]`."""
+
+    streams: torch.Tensor
+    """`[tokens, streams · hidden]`: what layers have in its place where the residual is several streams, no columns
+    where it is one.
+    """
 
     inputs: torch.Tensor
     """`[tokens, layers · size]`: further inputs of layers; no columns where they have none."""
@@ -85,6 +91,7 @@ class Flow:
         q, attended = (tuple(each[:tokens] for each in shapes) for shapes in (self.q, self.attended))
         return Flow(
             rows=self.rows[:tokens],
+            streams=self.streams[:tokens],
             inputs=self.inputs[:tokens],
             q=q,
             attended=attended,
@@ -148,6 +155,8 @@ class DecoderModel:
         self._groups = lora_groups(config.projections)
         self._norm = moved_norm(weights.norm(), config.norm, device, dtype)
         self._inputs = self._layer_inputs(weights, kept, device)
+        self._streams = streams_of(config, weights, kept)
+        self._media = None if (media := weights.media()) is None else media.to(device, dtype)
         self._norms = self._head_norms()
         self._attention, self._recurrent = zip(
             *((layer.attention, layer.recurrent) for layer in config.layers), strict=True
@@ -212,13 +221,16 @@ class DecoderModel:
         """
         lora, rotations = batch.lora, self._rotations(batch)
         inputs = self.make_inputs(batch, x.rows) if inputs is None else inputs
+        residual = self._streams.within(x)
+        self._streams.split(x, residual)
         for index in range(len(self.layers)):
             layer = self._layer(index, batch)
             with span(f"layer.{index}"):
                 if lora is not None:
                     lora.wait(index)
-                mixed, beside = self._mixed(layer, x, index, batch, rotations)
-                layer.finish(x, mixed, self._inputs_of(inputs, index), beside)
+                mixed, beside = self._mixed(layer, residual, index, batch, rotations)
+                layer.finish(residual, mixed, self._inputs_of(inputs, index), beside)
+        self._streams.join(residual, x)
 
     def _mixed(
         self, layer: Layer, x: Residual, index: int, batch: Batch, rotations: dict[RopeConfig | None, Rotation | None]
@@ -241,16 +253,18 @@ class DecoderModel:
 
         Pieces 0 … layers, with `mix` between each and the next, and `compute_logits` after the last, are a `forward`.
         """
-        x = Residual(flow.rows, self.config.norm)
+        rows = Residual(flow.rows, self.config.norm)
+        x = self._streams.within(rows, flow.streams)
         if index:
             inputs = None if self._inputs is None else flow.inputs
             layer = self._layer(index - 1, batch)
             mixed, beside = self._mixed_flow(index - 1, flow)
             layer.finish(x, mixed, self._inputs_of(inputs, index - 1), beside)
         else:
-            self.embed(batch, x.rows)
-            if (inputs := self.make_inputs(batch, x.rows)) is not None:
+            self.embed(batch, flow.rows)
+            if (inputs := self.make_inputs(batch, flow.rows)) is not None:
                 flow.inputs.copy_(inputs)
+            self._streams.split(rows, x)
         if index < len(self.layers) and self._mixes[index]:
             layer = self._layer(index, batch)
             inputs, beside = layer.begin(x)
@@ -263,6 +277,8 @@ class DecoderModel:
                 flow.gates.copy_(gates)
         elif x.added is not None:
             x.normed(None)
+        if index == len(self.layers):
+            self._streams.join(x, rows)
 
     def _mixed_flow(self, index: int, flow: Flow) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """The output of a layer's mixer, and of the one beside it, for the next piece; None where it has none."""
@@ -323,6 +339,7 @@ class DecoderModel:
 
         return Flow(
             rows=zeros(config.hidden_size),
+            streams=zeros(self._streams.width),
             inputs=self.new_inputs(tokens),
             q=tuple(zeros(it.num_heads, it.query_dim) for it in shapes),
             attended=tuple(zeros(it.num_heads, it.attended_dim) for it in shapes),
@@ -360,7 +377,15 @@ class DecoderModel:
         if lora is not None:
             lora.embed(rows, batch.token_ids)
         rows = rows if self._embedding_factor == 1.0 else rows * self._embedding_factor
+        if self._media is not None:
+            rows = self._with_media(rows, token_ids, self._media)
         return normed(rows.to(self._dtype), self._norm, self.config.norm) if self.config.embedding_norm else rows
+
+    def _with_media(self, rows: torch.Tensor, token_ids: torch.Tensor, media: torch.Tensor) -> torch.Tensor:
+        """Embeddings `[tokens, hidden]`, those of tokens of images and sound replaced by their own."""
+        places = token_ids - self.config.media[0].first
+        own = embedding(places.clamp(0, len(media) - 1), media)
+        return torch.where((places >= 0)[:, None], own, rows.to(own.dtype))
 
     def _layer_inputs(self, weights: Weights, kept: Pack | None, device: torch.device) -> LayerInputs | None:
         """None for a model whose layers have no further inputs."""
@@ -512,7 +537,8 @@ class DecoderModel:
 
     def _layer(self, index: int, batch: Batch) -> Layer:
         weights = (self._merged if batch.merged else self.layers)[index]
-        return Layer(weights, self.config.layers[index], index, batch.backends, lora=batch.lora, ranks=self._ranks)
+        spec, of = self.config.layers[index], self._streams.layer
+        return of(weights, spec, index, batch.backends, lora=batch.lora, ranks=self._ranks)
 
     def _query(
         self,

@@ -8,7 +8,7 @@ import torch
 
 from .config import ModelConfig
 from .shard import WHOLE, Shard
-from .tensor_parts import EXPERT_FACTORS, LM_HEAD, ROUTER_NORM, SCALAR
+from .tensor_parts import EXPERT_FACTORS, LM_HEAD, ROUTER_NORM, SCALAR, STREAM_SCALE
 from .weights import Weights
 
 #: The output projection is this much larger than the others, so that greedy choices are clear ones.
@@ -50,7 +50,7 @@ class DummyWeights(Weights):
 
     def _make(self, name: str, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
         made = torch.empty(shape, dtype=dtype, device=self._device)
-        if name.endswith(("norm.weight", SCALAR, ROUTER_NORM, EXPERT_FACTORS)):
+        if name.endswith(("norm.weight", SCALAR, ROUTER_NORM, EXPERT_FACTORS, STREAM_SCALE)):
             return made.uniform_(0.75, 1.25, generator=self._generator)
         if name.endswith("A_log"):
             return made.uniform_(0.01, 16, generator=self._generator).log_()

@@ -27,6 +27,7 @@ from ...ops.narrow_weights import NarrowWeight
 from ...ops.packed_gemm import packed_linear
 from ...ops.ranks import Collectives
 from ...ops.rotation import KvSlots, NewLatents, Rotation
+from ...ops.sparse_gates import sparse_gates
 from .batch import GemmBackend, GemmBackends
 from .experts import activated, activated_alone, mix_experts
 from .layer_weights import LayerWeights
@@ -263,10 +264,13 @@ class Layer:
         if isinstance(spec, UngatedSpec):
             up = self._gemm(GATE_UP, rows, weights.gate_up, weights.gate_up_bias)
             return _activated(up, spec.activation, weights.xielu)
-        if isinstance(spec, GatedSpec) and spec.gate_factor != 1.0:
-            y = self._gemm(GATE_UP, rows, weights.gate_up, weights.gate_up_bias)
-            y[:, : y.shape[1] // 2].mul_(spec.gate_factor)
-            return (silu_and_mul if spec.activation is Activation.SILU else gelu_and_mul)(y)
+        if isinstance(spec, GatedSpec) and (spec.gate_factor != 1.0 or spec.sparsity):
+            gate_up = self._gemm(GATE_UP, rows, weights.gate_up, weights.gate_up_bias)
+            if spec.gate_factor != 1.0:
+                gate_up[:, : gate_up.shape[1] // 2].mul_(spec.gate_factor)
+            if spec.sparsity:
+                gate_up = sparse_gates(gate_up, spec.sparsity, self._ranks)
+            return activated(gate_up, spec.activation)
         if spec.activation is Activation.SILU:
             return self._gemm(GATE_UP, rows, weights.gate_up, weights.gate_up_bias, gate=True)
         return gelu_and_mul(self._gemm(GATE_UP, rows, weights.gate_up, weights.gate_up_bias))

@@ -1,4 +1,4 @@
-"""Further inputs of layers: vectors of a token, made of a table's row and of the model's embedding (Gemma 4).
+"""Further inputs of layers: vectors of a token, made of a table's row and of the model's embedding (Gemma 4 and 3n).
 
 Tests: tests/core/test_attention_shapes.py
 """
@@ -36,6 +36,8 @@ class LayerInputs:
         step's adapters.
         """
         size = self.spec.size
+        if self.spec.first_for_others:
+            token_ids = token_ids.where(token_ids < self.spec.vocab, 0)
         rows = embedding(token_ids, self.table)
         rows = rows * float(torch.tensor(size**0.5, dtype=rows.dtype))
         found = multiply(GemmBackend.LIBRARY, embedded, self.project)

@@ -1,4 +1,7 @@
-"""Weights of a decoder layer."""
+"""Weights of a decoder layer.
+
+Tests: tests/core/model/test_weight_loader.py
+"""
 
 from __future__ import annotations
 
@@ -106,6 +109,30 @@ class LayerWeights:
     """`[hidden, out]`: that mixer's output."""
 
     beside_out_bias: torch.Tensor | None = None
+
+    low_rank_down: torch.Tensor | None = None
+    """`[rank, hidden]`: see `StreamsSpec.rank`."""
+
+    low_rank_up: torch.Tensor | None = None
+    """`[hidden, rank]`."""
+
+    low_rank_norm: torch.Tensor | None = None
+    """`[hidden]`."""
+
+    stream_router: torch.Tensor | None = None
+    """`[streams, hidden]`: gives the numbers of which `stream_prediction` and `stream_correction` make factors."""
+
+    stream_router_norm: torch.Tensor | None = None
+    """`[hidden]`, of its input, with the factor 1 / hidden."""
+
+    stream_prediction: torch.Tensor | None = None
+    """`[streams · streams, streams]`: what a prediction of each stream takes of each."""
+
+    stream_correction: torch.Tensor | None = None
+    """`[streams, streams]`: what each stream takes of the active one's change."""
+
+    stream_scale: torch.Tensor | None = None
+    """`[hidden]`: see `StreamsSpec.scaled`."""
 
     recurrent: RecurrentWeights | None = None
     """The rest of a layer with a recurrent mixer."""

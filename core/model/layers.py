@@ -23,6 +23,7 @@ from ...memory.pages.layer_projections import (
     gated_projections,
     input_projections,
     latent_projections,
+    low_rank_projections,
     mixture_projections,
     projections_beside,
 )
@@ -347,6 +348,11 @@ class GatedSpec:
     factor: float = 1.0
     """Of the part's output, likewise."""
 
+    sparsity: float = 0.0
+    """Share of a token's gates that become 0 if they are normally distributed: those below the cutoff of that share,
+    which is subtracted from the others (Gemma 3n). 0: none.
+    """
+
     def projections(self, hidden: int) -> tuple[Projection, ...]:
         """See `AttentionSpec.projections`."""
         return gated_projections(hidden, self.size, self.form)
@@ -446,6 +452,52 @@ class LayerInputSpec:
     vocab: int
     """Rows of the table."""
 
+    first_for_others: bool = False
+    """Tokens beyond the table have its first row (Gemma 3n)."""
+
+
+@dataclass(frozen=True, slots=True)
+class MediaTokens:
+    """Tokens of images or of sound, whose embeddings a module of their own makes of its rows (Gemma 3n).
+
+    normed(project(norm(row))), where `normed` has no weights
+    """
+
+    module: str
+    """Its name beside the text part, such as `embed_vision`."""
+
+    first: int
+    """The first token."""
+
+    count: int
+    rows: int
+    """Rows of the module's table, of which the first are the tokens'."""
+
+    width: int
+    """Elements of a row."""
+
+    eps: float
+
+
+@dataclass(frozen=True, slots=True)
+class StreamsSpec:
+    """The residual is several streams of one width: a layer computes one of them, and predicts and corrects the others
+    (AltUp, arXiv 2301.13310; Gemma 3n). See `streams`.
+    """
+
+    count: int
+
+    active: int
+    """The stream that layers compute."""
+
+    rank: int
+    """Width between the two matrices of what a layer adds beside attention, `n + norm(up(down(n)))` of attention's
+    input n (LAuReL, arXiv 2411.07501).
+    """
+
+    scaled: bool = True
+    """The active stream is multiplied by learned numbers where it gates the layer's further input."""
+
 
 @dataclass(frozen=True, slots=True)
 class MixerBeside:
@@ -513,6 +565,9 @@ class LayerSpec:
     mixer_beside: MixerBeside | None = None
     """A second mixer of a layer with attention."""
 
+    streams: StreamsSpec | None = None
+    """None: the residual is one stream. A layer of several is whole, has `Norms.AROUND` and a further input."""
+
     @property
     def is_whole(self) -> bool:
         """True if it has a mixer and a feed-forward part."""
@@ -563,6 +618,7 @@ class LayerSpec:
         further = () if self.beside is None else self.beside.projections(hidden)
         further += input_projections(hidden, self.input_size) if self.input_size else ()
         further += () if self.mixer_beside is None else projections_beside(self.mixer_beside.mixer.projections(hidden))
+        further += () if self.streams is None else low_rank_projections(hidden, self.streams.rank)
         parts = [part.projections(hidden) for part in (self.mixer, self.feed_forward) if part is not None]
         return (*chain(*parts), *further)
 

@@ -106,6 +106,9 @@ def _other_parts(config: ModelConfig) -> dict[str, bool | str]:
             isinstance(part := layer.feed_forward, GatedSpec) and (part.gate_factor, part.factor) != (1.0, 1.0)
             for layer in config.layers
         ),
+        "embedding of tokens of images and sound": bool(config.media),
+        "residual of several streams": config.streams is not None,
+        "sparse gate": any(layer.dense.sparsity for layer in config.layers if isinstance(layer.dense, GatedSpec)),
         "norm of heads after they are rotated": any(mixer.head_norm is HeadNorm.ROTATED for mixer in mixers),
     }
 

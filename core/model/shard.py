@@ -93,12 +93,13 @@ class Shard:
 
 def _why_not(size: int, whole: ModelConfig) -> str | None:
     """Why `size` ranks can't have equal shares."""
-    counts = {"num_attention_heads {}": whole.num_heads}
+    counts = [("num_attention_heads {}", whole.num_heads)]
     if whole.experts is not None:
-        counts["width of experts, {},"] = whole.experts.size
-        counts["width of the shared expert, {},"] = whole.experts.shared_size
-    counts["intermediate_size {}"] = whole.intermediate_size
-    for what, count in counts.items():
+        counts.append(("width of experts, {},", whole.experts.size))
+        counts.append(("width of the shared expert, {},", whole.experts.shared_size))
+    sizes = [layer.dense.size for layer in whole.layers if layer.dense is not None]
+    counts += [("intermediate_size {}", size) for size in dict.fromkeys((whole.intermediate_size, *sizes))]
+    for what, count in counts:
         if count % size:
             return f"{what.format(count)} is not divisible by it"
     if whole.recurrent is not None and (field := whole.recurrent.why_not(size)):

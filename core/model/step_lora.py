@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from ...memory.pages.projections import BESIDE_GROUPS, INPUT_GROUPS, LAYER_GROUPS
+from ...memory.pages.projections import BESIDE_GROUPS, INPUT_GROUPS, LAYER_GROUPS, LOW_RANK_GROUPS
 from ...ops.latents import AbsorbedLora
 from ...ops.sgmv import Segments, sgmv
 from ...ops.trained_rows import TrainedRows
@@ -29,6 +29,9 @@ INPUT_GATE, INPUT_PROJECTION = map(int, INPUT_GROUPS)
 #: Likewise, of a recurrent mixer beside attention.
 BESIDE_IN, BESIDE_OUT = map(int, BESIDE_GROUPS)
 
+#: Likewise, of two small matrices beside a mixer.
+LOW_RANK_DOWN, LOW_RANK_UP = map(int, LOW_RANK_GROUPS)
+
 
 class StepLora(Protocol):
     """Adds LoRA products of x `[tokens, in]` to packed outputs y `[tokens, out]` in a forward pass."""
@@ -41,7 +44,7 @@ class StepLora(Protocol):
 
     def add(self, group: int, y: torch.Tensor, x: torch.Tensor, layer: int, /) -> None:
         """Add the adapters' products of a group of projections with a common input: QKV, ATTN_O, GATE_UP or DOWN,
-        latent attention's queries, or one of a mixture of experts.
+        latent attention's queries, one of a layer's further input, of two small matrices, or of a mixture of experts.
         """
 
     def shrink(self, group: int, x: torch.Tensor, layer: int, /) -> Shrunk | None:

@@ -23,6 +23,7 @@ from .tensor_names import BIASES, CORRECTION, PACKED, STACKED_EXPERTS, TensorNam
 EMBED, NORM, LM_HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 LM_HEAD_BIAS = "lm_head.bias"
 _MODEL, LAYER = "model.", "model.layers.{}."
+_TEXT_PART = "language_model."
 IN_LAYER = re.compile(
     r"^model\.(layers\.\d+\.)(.+)\.(weight|bias|sinks|dt_bias|A_log|D|e_score_correction_bias|alpha_[pn]|beta|eps)$"
 )
@@ -35,8 +36,20 @@ _MATRICES = ("gate_proj", "up_proj", "down_proj")
 
 _OF_EXPERTS = re.compile(rf"\.(mlp\.experts\.\d+|{re.escape(SHARED)})\.")
 
-#: A router is quantised only where it is stored so: many tools leave it out without a word.
-ROUTERS = (f".{ROUTER}.weight", f".{SHARED_GATE}.weight")
+#: Of several streams: a layer's, and by number the model's.
+STREAM_ROUTER, STREAM_ROUTER_NORM = "altup.modality_router.weight", "altup.router_norm.weight"
+STREAM_PREDICTION, STREAM_CORRECTION = "altup.prediction_coefs.weight", "altup.correction_coefs.weight"
+STREAM_SCALE = "altup.correct_output_scale"
+LOW_RANK_NORM = "laurel.post_laurel_norm"
+STREAM_IN, STREAM_OUT = "model.altup_projections.{}.weight", "model.altup_unembed_projections.{}.weight"
+
+#: A router is quantised only where it is stored so: many tools leave it out without a word. So are small matrices of
+#: streams.
+ROUTERS = (
+    f".{ROUTER}.weight",
+    f".{SHARED_GATE}.weight",
+    *(f".{name}" for name in (STREAM_ROUTER, STREAM_PREDICTION, STREAM_CORRECTION)),
+)
 
 SINKS, SCALAR = "self_attn.sinks", "layer_scalar"
 
@@ -49,6 +62,10 @@ XIELU = tuple(f"mlp.act_fn.{name}" for name in ("alpha_p", "alpha_n", "beta", "e
 INPUT_TABLE, INPUT_PROJECTION = "model.embed_tokens_per_layer.weight", "model.per_layer_model_projection.weight"
 INPUT_NORM, OUTPUT_GATE = "model.per_layer_projection_norm.weight", "per_layer_input_gate"
 OUTPUT_PROJECTION, OUTPUT_NORM = "per_layer_projection", "input_norm"
+
+#: Of `MediaTokens`, by the module, which is beside the text part.
+MEDIA_ROWS, MEDIA_NORM = "{}.embedding.weight", "{}.hard_embedding_norm.weight"
+MEDIA_PROJECTION = "{}.embedding_projection.weight"
 
 #: Of a router beside a gated part: weights of its input's norm, and factors of experts.
 ROUTER_NORM, EXPERT_FACTORS = "router.scale", "router.per_expert_scale"
@@ -85,11 +102,22 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     if (inputs := config.layer_inputs) is not None:
         width = config.num_layers * inputs.size
         shapes |= {INPUT_TABLE: (inputs.vocab, width), INPUT_PROJECTION: (width, hidden), INPUT_NORM: (inputs.size,)}
+    shapes |= dict.fromkeys(stream_parts(config), (hidden, hidden))
+    for media in config.media:
+        shapes[MEDIA_ROWS.format(media.module)] = (media.rows, media.width)
+        shapes[MEDIA_NORM.format(media.module)] = (media.width,)
+        shapes[MEDIA_PROJECTION.format(media.module)] = (hidden, media.width)
     for index, layer in enumerate(config.layers):
         at = LAYER.format(index)
         shapes |= {at + part: shape for part, shape in _layer_shapes(layer, hidden).items()}
         shapes |= _norm_shapes([f"{at}{norm}.weight" for norm in norms_of(layer)], config)
     return shapes
+
+
+def stream_parts(config: ModelConfig) -> list[str]:
+    """The model's own matrices of streams: those that make streams, and those that join them."""
+    others = range(0 if config.streams is None else config.streams.count - 1)
+    return [name.format(stream) for name in (STREAM_IN, STREAM_OUT) for stream in others]
 
 
 def _norm_shapes(names: Sequence[str], config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -125,6 +153,10 @@ def _layer_shapes(layer: LayerSpec, hidden: int) -> dict[str, tuple[int, ...]]:
         shapes |= _expert_shapes(layer.experts, hidden)
     if layer.scaled:
         shapes[SCALAR] = (1,)
+    if (streams := layer.streams) is not None:
+        shapes |= dict.fromkeys((f"{LOW_RANK_NORM}.weight", STREAM_ROUTER_NORM, STREAM_SCALE), (hidden,))
+        shapes |= {STREAM_ROUTER: (streams.count, hidden), STREAM_CORRECTION: (streams.count, streams.count)}
+        shapes |= {STREAM_PREDICTION: (streams.count**2, streams.count)}
     second = None if layer.mixer_beside is None else layer.mixer_beside.mixer
     return shapes | _mixer_shapes(layer.mixer) | _mixer_shapes(second)
 
@@ -213,7 +245,8 @@ def sources(config: ModelConfig, names: Container[str]) -> dict[str, Source]:
     for part in shapes:
         match = IN_LAYER.match(part)
         if match is None:
-            found.setdefault(part, biases.get(part) or Source(prefix + part.removeprefix(_MODEL)))
+            around = prefix if part.startswith(_MODEL) else prefix.removesuffix(_TEXT_PART)
+            found.setdefault(part, biases.get(part) or Source(around + part.removeprefix(_MODEL)))
         else:
             found[part] = _layer_source(tensors, prefix, match, shapes, units, names)
     return found

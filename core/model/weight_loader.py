@@ -35,6 +35,7 @@ from .tensor_parts import (
     is_of_expert,
     part_shape,
     sources,
+    stream_parts,
 )
 from .weights import Pack, Weights
 
@@ -104,7 +105,8 @@ class WeightLoader(Weights):
         how = self._config.weight_format
         if how is None:
             return {}
-        parts = (part for part in self._shapes if part in (LM_HEAD, INPUT_PROJECTION) or IN_LAYER.match(part))
+        of_model = (LM_HEAD, INPUT_PROJECTION, *stream_parts(self._config))
+        parts = (part for part in self._shapes if part in of_model or IN_LAYER.match(part))
         matrices = {self._sources[part].name for part in parts if part.endswith(".weight")}
         embed = self._sources[self._embed_name].name
         if embed not in matrices and how.stores(self._checkpoint, embed):

@@ -11,8 +11,10 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.nn.functional import linear
 
 from ...memory.pages.projections import Group
+from ...ops.elementwise import rms_norm
 from ...ops.float8_kv import UNSCALED, KvScales
 from ...ops.recurrent import RecurrentWeights
 from .config import ModelConfig
@@ -36,6 +38,10 @@ from .tensor_parts import (
     LAYER,
     LM_HEAD,
     LM_HEAD_BIAS,
+    LOW_RANK_NORM,
+    MEDIA_NORM,
+    MEDIA_PROJECTION,
+    MEDIA_ROWS,
     NORM,
     OUTPUT_GATE,
     OUTPUT_NORM,
@@ -46,6 +52,13 @@ from .tensor_parts import (
     SHARED,
     SHARED_GATE,
     SINKS,
+    STREAM_CORRECTION,
+    STREAM_IN,
+    STREAM_OUT,
+    STREAM_PREDICTION,
+    STREAM_ROUTER,
+    STREAM_ROUTER_NORM,
+    STREAM_SCALE,
     XIELU,
     bias_of,
     expert_inputs,
@@ -123,6 +136,24 @@ class Weights(ABC):
         """The table, the projection and the norm of `LayerInputs`, for a model that has them."""
         return self._read(INPUT_TABLE), self._whole(INPUT_PROJECTION, pack), self._norm(INPUT_NORM)
 
+    def media(self) -> torch.Tensor | None:
+        """Embeddings of `ModelConfig.media`, `[tokens, hidden]`; None where there are none."""
+        found = []
+        for each in self._config.media:
+            rows = self._read(MEDIA_ROWS.format(each.module))[: each.count]
+            rows = rms_norm(rows, self._norm(MEDIA_NORM.format(each.module)), each.eps)
+            rows = linear(rows, self._read(MEDIA_PROJECTION.format(each.module)))
+            found.append(rms_norm(rows, torch.ones(rows.shape[1], device=rows.device), each.eps))
+        return torch.cat(found) if found else None
+
+    def streams(self, pack: Pack | None = None) -> tuple[list[Any], list[Any]]:
+        """The matrices that make all streams but the first of embeddings, and those that streams go through behind all
+        layers; none for a model of one stream.
+        """
+        others = range(0 if self._config.streams is None else self._config.streams.count - 1)
+        made, joined = ([self._whole(name.format(at), pack) for at in others] for name in (STREAM_IN, STREAM_OUT))
+        return made, joined
+
     def projection(self, layer: int, path: str) -> torch.Tensor:
         """One projection's weight `[out, in]`, dequantised, in memory of its own."""
         return self._projection([f"{LAYER.format(layer)}{path}.weight"], None)
@@ -174,13 +205,16 @@ class Weights(ABC):
 
     def _layer(self, index: int, pack: Pack | None, pack_expert: ExpertPack | None) -> LayerWeights:
         """Ranks add up the outputs of o and down: the first has their biases."""
-        at, spec = LAYER.format(index), self._config.layers[index]
+        at, spec, hidden = LAYER.format(index), self._config.layers[index], self._config.hidden_size
 
         def projection(*names: str) -> Any:
             return self._projection([f"{at}{name}.weight" for name in names], pack)
 
         def norm(name: str) -> torch.Tensor | None:
             return self._norm(f"{at}{name}.weight") if name in norms or f"{at}{name}.weight" in self._shapes else None
+
+        def part(name: str) -> torch.Tensor | None:
+            return self._read(at + name) if at + name in self._shapes else None
 
         def bias(*names: str) -> torch.Tensor | None:
             return self._biases([f"{at}{name}" for name in names])
@@ -189,7 +223,7 @@ class Weights(ABC):
             return self._first_rank(f"{at}{name}.bias") if f"{at}{name}.bias" in self._shapes else None
 
         paths: dict[Group, list[str]] = {}
-        for each in spec.projections(self._config.hidden_size):
+        for each in spec.projections(hidden):
             paths.setdefault(each.group, []).append(each.path)
         inputs, outputs = paths.get(Group.MIXER_IN, []), paths.get(Group.MIXER_OUT, [])
         gate_up, second = paths.get(Group.GATE_UP, []), spec.mixer_beside
@@ -203,7 +237,7 @@ class Weights(ABC):
             k_norm=norm("self_attn.k_norm"),
             q_up=projection(*paths[Group.QUERY_UP]) if Group.QUERY_UP in paths else None,
             kv_up=self.projection(index, *paths[Group.KV_UP]) if Group.KV_UP in paths else None,
-            sinks=self._read(at + SINKS) if at + SINKS in self._shapes else None,
+            sinks=part(SINKS),
             input_gate=projection(OUTPUT_GATE) if spec.input_size else None,
             input_projection=projection(OUTPUT_PROJECTION) if spec.input_size else None,
             input_norm=norm(OUTPUT_NORM),
@@ -213,6 +247,14 @@ class Weights(ABC):
             beside_factors=None if second is None else self._column_factors(second),
             beside_out=projection(*second_out) if second_out else None,
             beside_out_bias=first_rank_bias(*second_out) if second_out else None,
+            low_rank_down=projection(*paths[Group.LOW_RANK_DOWN]) if spec.streams else None,
+            low_rank_up=projection(*paths[Group.LOW_RANK_UP]) if spec.streams else None,
+            low_rank_norm=norm(LOW_RANK_NORM),
+            stream_router=part(STREAM_ROUTER),
+            stream_router_norm=self._router_norm(at + STREAM_ROUTER_NORM, hidden**-1.0) if spec.streams else None,
+            stream_prediction=part(STREAM_PREDICTION),
+            stream_correction=part(STREAM_CORRECTION),
+            stream_scale=part(STREAM_SCALE) if spec.streams and spec.streams.scaled else None,
             recurrent=None if spec.recurrent is None else self._recurrent(at, spec.recurrent),
             o=projection(*outputs) if outputs else nothing,
             o_bias=first_rank_bias(*outputs) if outputs else None,
@@ -227,7 +269,7 @@ class Weights(ABC):
             dense_out_norm=norm("dense_out_norm"),
             experts_norm=norm("experts_norm"),
             experts_out_norm=norm("experts_out_norm"),
-            router_norm=None if spec.beside is None else self._router_norm(at),
+            router_norm=None if spec.beside is None else self._router_norm(at + ROUTER_NORM, hidden**-0.5),
             experts=None if spec.experts is None else self._experts(at, spec.experts, pack_expert),
         )
 
@@ -248,9 +290,9 @@ class Weights(ABC):
         absent = next(iter(found.values())).new_zeros(max(rows))
         return torch.cat([found.get(name, absent[:count]) for name, count in zip(names, rows, strict=True)])
 
-    def _router_norm(self, at: str) -> torch.Tensor:
-        """The norm of a router's input, with the factor that divides products of so many elements."""
-        return self._read(at + ROUTER_NORM, dtype=torch.float32) * self._config.hidden_size**-0.5
+    def _router_norm(self, name: str, factor: float) -> torch.Tensor:
+        """The norm of a router's input, with the factor of what is normed."""
+        return self._read(name, dtype=torch.float32) * factor
 
     def _xielu(self, at: str) -> torch.Tensor | None:
         """The parameters of a layer's activation; None if that has none."""

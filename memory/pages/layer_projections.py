@@ -119,6 +119,14 @@ def input_projections(hidden: int, size: int) -> tuple[Projection, ...]:
     )
 
 
+def low_rank_projections(hidden: int, rank: int) -> tuple[Projection, ...]:
+    """Those of two small matrices beside a mixer, which LAuReL has."""
+    return (
+        Projection("laurel.linear_left", Group.LOW_RANK_DOWN, hidden, rank, 1),
+        Projection("laurel.linear_right", Group.LOW_RANK_UP, rank, hidden, 1),
+    )
+
+
 def model_projections(vocab: int, hidden: int, head: int, inputs: int = 0) -> tuple[Projection, ...]:
     """The token embeddings and the output projection. head: how many tokens the latter gives logits of. inputs: width
     of the further inputs of all layers.

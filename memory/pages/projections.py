@@ -72,6 +72,11 @@ class Group(IntEnum):
 
     BESIDE_OUT = 20
 
+    LOW_RANK_DOWN = 21
+    """The first of two small matrices beside a mixer; likewise `LOW_RANK_UP`."""
+
+    LOW_RANK_UP = 22
+
 
 #: Those of a layer.
 LAYER_GROUPS = (Group.MIXER_IN, Group.MIXER_OUT, Group.GATE_UP, Group.DOWN)
@@ -95,12 +100,17 @@ INPUT_GROUPS = (Group.INPUT_GATE, Group.INPUT_PROJECTION)
 #: Those of a recurrent mixer beside attention.
 BESIDE_GROUPS = (Group.BESIDE_IN, Group.BESIDE_OUT)
 
+#: Those of two small matrices beside a mixer (LAuReL); all TP ranks have them.
+LOW_RANK_GROUPS = (Group.LOW_RANK_DOWN, Group.LOW_RANK_UP)
+
 #: Those that some layers have besides `LAYER_GROUPS`, outside mixtures of experts.
-FURTHER_GROUPS = (*LATENT_GROUPS, *INPUT_GROUPS, *BESIDE_GROUPS)
+FURTHER_GROUPS = (*LATENT_GROUPS, *INPUT_GROUPS, *BESIDE_GROUPS, *LOW_RANK_GROUPS)
 
 _MODEL_GROUPS = (Group.EMBEDDING, Group.HEAD, Group.EMBEDDING_ROWS, Group.HEAD_ROWS, Group.INPUTS)
 
-_REPLICATED = frozenset({Group.EMBEDDING, Group.ROUTER, Group.SHARED_GATE, *INPUT_GROUPS, Group.INPUTS})
+_REPLICATED = frozenset(
+    {Group.EMBEDDING, Group.ROUTER, Group.SHARED_GATE, *INPUT_GROUPS, *LOW_RANK_GROUPS, Group.INPUTS}
+)
 
 _ROW_PARALLEL = frozenset({Group.MIXER_OUT, Group.DOWN, Group.SHARED_DOWN, Group.EXPERT_DOWN, Group.BESIDE_OUT})
 
@@ -397,8 +407,11 @@ class Projections:
 
     @cached_property
     def unmerged(self) -> frozenset[str]:
-        """Names of projections that are never merged with adapters: of mixtures, and of further inputs of layers."""
-        return self.mixture.union(each.name for each in self._all if each.group in INPUT_GROUPS)
+        """Names of projections that are never merged with adapters: of mixtures, of further inputs of layers, and small
+        ones beside a mixer.
+        """
+        apart = (*INPUT_GROUPS, *LOW_RANK_GROUPS)
+        return self.mixture.union(each.name for each in self._all if each.group in apart)
 
     @cached_property
     def num_weights(self) -> int:

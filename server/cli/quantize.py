@@ -89,7 +89,13 @@ def _quantise(arguments: argparse.Namespace) -> int:
 def _other_linear(checkpoint: Checkpoint, names: set[str]) -> list[str]:
     """Modules with a matrix of their own that stays as it is, such as a score head; embeddings are none."""
     matrices = [name for name in checkpoint.names() if name.endswith(".weight") and len(checkpoint[name].shape) == 2]
-    return [name.removesuffix(".weight") for name in matrices if name not in names and "embed" not in name]
+    modules = [name.removesuffix(".weight") for name in matrices if name not in names]
+    return [module for module in modules if not _is_embedding(module.rpartition(".")[2])]
+
+
+def _is_embedding(name: str) -> bool:
+    """True for the last part of a table's name, not for that of a projection of its rows."""
+    return "embed" in name and "proj" not in name
 
 
 def _write_weights(

@@ -152,7 +152,8 @@ def test_configuration_and_frequencies_are_transformers_own(tiny, family):
     want = transformers.AutoConfig.from_pretrained(it.model)
     rotary = it.reference.base_model.model.model.rotary_emb
     for index, (layer, kind) in enumerate(zip(config.layers, want.layer_types, strict=True)):
-        its, own = want.per_layer_config[index], layer.attention
+        its = (getattr(want, "per_layer_config", None) or [want] * config.num_layers)[index]
+        own = layer.attention
         assert torch.equal(own.rope.inverse_frequencies(), getattr(rotary, f"{kind}_original_inv_freq"))
         assert (own.num_kv_heads, own.head_dim) == (its.num_key_value_heads, its.head_dim)
         assert own.window == (want.sliding_window if kind == "sliding_attention" else None)
@@ -160,13 +161,24 @@ def test_configuration_and_frequencies_are_transformers_own(tiny, family):
 
 @every_family
 def test_bfloat16_is_float32_within_rounding(tmp_path, family):
+    """As close as transformers' own, where that is far."""
+    from transformers import AutoModelForCausalLM
+
     save_family(family, tmp_path, torch.bfloat16, initializer_range=0.1)
     generator = torch.Generator().manual_seed(0)
     prompts = [torch.randint(3, 150, (length,), generator=generator).tolist() for length in (5, 40, 90)]
     want, executor = logits_of(executor_of(tmp_path, dtype="float32"), prompts), executor_of(tmp_path)
     assert executor.layout.itemsize == 2
-    errors = (logits_of(executor, prompts) - want).norm(dim=-1) / want.norm(dim=-1)
-    assert float(errors.max()) < BF16_ERROR
+
+    def errors(logits: torch.Tensor) -> torch.Tensor:
+        return (logits - want).norm(dim=-1) / want.norm(dim=-1)
+
+    reference = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    with torch.inference_mode():
+        theirs = [reference(torch.tensor([prompt])).logits[0, -1].float() for prompt in prompts]
+    # weights differ by processor, as torch's random numbers do, and with some of them bfloat16 is further off
+    bound = (1.5 * errors(torch.stack(theirs))).clamp(min=BF16_ERROR)
+    assert bool((errors(logits_of(executor, prompts)) < bound).all())
 
 
 def test_quantised_weights_are_transformers_own_rounded(tmp_path):

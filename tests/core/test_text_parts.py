@@ -275,11 +275,14 @@ PUBLISHED = {"KimiK25ForConditionalGeneration", "InternVLChatModel", "Qwen2_5Omn
 #: The thinker with its talker, see `test_a_thinker_is_the_same_with_its_talker`.
 WITH_TALKERS = {"Qwen2_5OmniForConditionalGeneration", "Qwen3OmniMoeForConditionalGeneration"}
 
+#: Of which transformers can't make a model here, for want of a package: see test_streams.py.
+ELSEWHERE = {"Gemma3nForConditionalGeneration"}
+
 
 def test_every_architecture_is_covered():
     seeing = {name for name, family in FAMILIES.items() if family.tensors.left_out}
     drafting = {*QWEN3_5.architectures, *QWEN3_5_MOE.architectures, *NEMOTRON_H.architectures}  # draft layers, no tower
-    assert set(MODELS) | set(RENAMED) | PUBLISHED | WITH_TALKERS == seeing - drafting
+    assert set(MODELS) | set(RENAMED) | PUBLISHED | WITH_TALKERS | ELSEWHERE == seeing - drafting
 
 
 OF_TEXT = r".*language_model.*\.(q_proj|v_proj|o_proj|down_proj)"

@@ -359,6 +359,50 @@ SHAPES: dict[str, tuple[str, dict[str, Any], str]] = {
         },
         "20KB",
     ),
+    "gemma-3n": (
+        "Gemma3nTextConfig",
+        {
+            "head_dim": 16,
+            "num_hidden_layers": 6,
+            "layer_types": ["sliding_attention", "full_attention"] * 3,
+            "sliding_window": 20,
+            "num_kv_shared_layers": 2,
+            "hidden_size_per_layer_input": 12,
+            "vocab_size_per_layer_input": 140,
+            "laurel_rank": 8,
+            "activation_sparsity_pattern": [0.9, 0.5, 0.0, 0.0, 0.75, 0.0],
+            "initializer_range": 0.05,
+        },
+        "50GB",
+    ),
+    "gemma-3n-biased": (
+        "Gemma3nTextConfig",
+        {
+            "head_dim": 24,
+            "num_hidden_layers": 4,
+            "layer_types": ["sliding_attention", "full_attention", "full_attention", "sliding_attention"],
+            "sliding_window": 16,
+            "hidden_size": 48,
+            "intermediate_size": [96, 64, 96, 128],
+            "num_kv_shared_layers": 0,
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": 150,
+            "laurel_rank": 5,
+            "altup_num_inputs": 3,
+            "altup_active_idx": 1,
+            "altup_correct_scale": False,
+            "activation_sparsity_pattern": [0.0, 0.3, 0.0, 0.8],
+            "attention_bias": True,
+            "tie_word_embeddings": False,
+            "final_logit_softcapping": 8.0,
+            "initializer_range": 0.1,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 5000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+            },
+        },
+        "20KB",
+    ),
     "gemma-4-unified": (
         "Gemma4UnifiedTextConfig",
         {
@@ -909,7 +953,9 @@ def randomise(model: torch.nn.Module) -> None:
     """Norms that are not one and biases that are not zero."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "norm" in name:
+            if name.endswith("altup.router_norm.weight"):
+                parameter.uniform_(24, 72)
+            elif "norm" in name or name.endswith("correct_output_scale"):
                 parameter.uniform_(0.5, 1.5)
             elif name.endswith("bias"):
                 parameter.normal_(0, 0.02 if "moe_statics" in name else 0.3)
@@ -1032,17 +1078,27 @@ def _save_tiny(name: str, root: Path, changes: Mapping[str, Any], **arguments: A
         trained.save_pretrained(root / adapter)
 
 
-def make_all_linear(name: str) -> Tiny:
-    """A family's model with one adapter, "all", on what PEFT's "all-linear" reaches."""
-    root = kept_files(f"all-linear {name}", lambda root: _save_all_linear(name, root))
+def make_all_linear(name: str, **arguments: Any) -> Tiny:
+    """A family's model with one adapter, "all", on what PEFT's "all-linear" reaches. arguments: see `make_tiny`."""
+    key = f" {hashlib.sha256(json.dumps(arguments, sort_keys=True).encode()).hexdigest()[:8]}" * bool(arguments)
+    root = kept_files(f"all-linear {name}{key}", lambda root: _save_all_linear(name, root, arguments))
     return Tiny(root / "model", {"all": root / "all"}, load_peft, KeptAnswers(root))
 
 
-def _save_all_linear(name: str, root: Path) -> None:
+def _save_all_linear(name: str, root: Path, arguments: Mapping[str, Any]) -> None:
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
     save_family(name, root / "model")
     torch.manual_seed(0)
-    lora = LoraConfig(r=4, lora_alpha=9, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
-    get_peft_model(AutoModelForCausalLM.from_pretrained(root / "model"), lora).save_pretrained(root / "all")
+    lora = LoraConfig(
+        r=4,
+        lora_alpha=9,
+        target_modules="all-linear",
+        init_lora_weights=False,
+        task_type="CAUSAL_LM",
+        **arguments,
+    )
+    trained = get_peft_model(AutoModelForCausalLM.from_pretrained(root / "model"), lora)
+    train_vectors(trained)
+    trained.save_pretrained(root / "all")

@@ -31,7 +31,7 @@ def _read(fields: ConfigJson, tensors: TensorNames) -> ModelConfig:
         raise fields.refuse(name, "only causal attention of text is supported")
     types = reading.layer_types(fields, 6)
     types[-1] = FULL  # as transformers has it, whatever the field says
-    first_shared = _first_shared(fields, types)
+    first_shared = first_shared_layer(fields, types)
     shapes = _shapes(fields, types)
     ropes = {each: _rope(fields, *each) for each in dict.fromkeys(zip(types, shapes, strict=True))}
     experts = _experts(fields) if fields.boolean("enable_moe_block") else None
@@ -72,16 +72,23 @@ def _read(fields: ConfigJson, tensors: TensorNames) -> ModelConfig:
         logits_softcap=reading.optional_number(fields, "final_logit_softcapping"),
         layer_inputs=inputs,
     )
-    unused = tuple(  # checkpoints, and adapters of older versions, have tensors that these layers do not use
+    return without_unused_keys(config, tensors, first_shared)
+
+
+def without_unused_keys(config: ModelConfig, tensors: TensorNames, first_shared: int) -> ModelConfig:
+    """The model with these names, but for keys and values of layers that read those of others: checkpoints, and
+    adapters of older versions, have some.
+    """
+    unused = tuple(
         f"{prefix}layers.{index}.self_attn.{name}."
         for prefix in dict.fromkeys((*tensors.prefixes, "model."))
-        for index in range(first_shared, len(layers))
+        for index in range(first_shared, config.num_layers)
         for name in ("k_proj", "v_proj", "k_norm", "v_norm")
     )
     return replace(config, tensors=replace(tensors, left_out=(*tensors.left_out, *unused))) if unused else config
 
 
-def _first_shared(fields: ConfigJson, types: list[str]) -> int:
+def first_shared_layer(fields: ConfigJson, types: list[str]) -> int:
     """The first of the layers that read the keys and values of layers before them."""
     first = len(types) - fields.integer(name := "num_kv_shared_layers", least=0)
     if first <= 0 or set(types[:first]) != set(types):

@@ -231,6 +231,16 @@ def test_inputs_of_layers(drive, triton, mixed_graph_tokens):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mixed_graph_tokens", MIXED)
+def test_several_streams(drive, triton, mixed_graph_tokens):
+    """In captured steps, and in pieces, which hand them on; the adapter changes what is beside attention, too."""
+    it = make_all_linear("gemma-3n", exclude_modules=r".*altup.*")
+    driver = drive(it, ["all"], mixed_graph_tokens=mixed_graph_tokens)
+    check(it, driver, (None, 24, 2), ("all", 5, 3))
+    assert driver.executor.inner.captured
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mixed_graph_tokens", MIXED)
 def test_adapters_that_begin_within_a_prompt(tmp_path, drive, mixed_graph_tokens):
     it = save_zoo(tmp_path)
     driver = drive(it, ["plain", "alora", "alora-qkv"], mixed_graph_tokens=mixed_graph_tokens)

@@ -139,6 +139,7 @@ OWN_SHAPES = {
     "YoutuForCausalLM": {"num_key_value_heads": 64},
     "MiniCPM3ForCausalLM": {"num_key_value_heads": 64},
     "StableLmForCausalLM": {"num_attention_heads": 32, "hidden_size": 256},
+    "Gemma3nForCausalLM": {"num_kv_shared_layers": 2},
     "Gemma4ForCausalLM": {"hidden_size_per_layer_input": 0},
     "DeepseekV2ForCausalLM": {"num_experts_per_tok": 6},
     "DeepseekV3ForCausalLM": {"num_key_value_heads": 64},

@@ -22,6 +22,7 @@ from chorus.core.model.layers import (
     Norms,
     OutputGate,
     Routing,
+    StreamsSpec,
     UngatedActivation,
     UngatedSpec,
 )
@@ -66,6 +67,8 @@ class Config:
             "attention_shapes": [mixer],
             "kv_layers": [layer.mixer for layer in self.layers],
             "layer_inputs": None,
+            "media": (),
+            "streams": self.layers[0].streams,
             "head_bias": False,
             "chunked": False,
             "embedding_norm": False,
@@ -119,6 +122,10 @@ class TestRefusals:
     def test_layers_without_a_gate_and_norms_of_rotated_heads_are_refused(self):
         ungated = replace(LAYER, feed_forward=UngatedSpec(80, UngatedActivation.GELU_TANH))
         assert refusal(LAYER, ungated).startswith("it has no feed-forward part without a gate")
+        sparse = replace(LAYER, feed_forward=GatedSpec(80, sparsity=0.5))
+        assert refusal(LAYER, sparse).startswith("it has no sparse gate")
+        several = replace(LAYER, streams=StreamsSpec(4, 0, 8))
+        assert refusal(several).startswith("it has no residual of several streams")
         rotated = refusal(changed(head_norm=HeadNorm.ROTATED))
         assert rotated.startswith("it has no norm of heads after they are rotated")
 

@@ -1,0 +1,196 @@
+"""Gemma 3n, also as the text part of its models of images and sound: a residual of several streams.
+
+Tests: tests/core/test_streams.py, tests/core/model/test_model_config.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+
+from ..config import ModelConfig
+from ..config_json import ConfigJson
+from ..family import Family
+from ..layers import AttentionSpec, GatedSpec, HeadNorm, LayerInputSpec, LayerSpec, MediaTokens, Norms, StreamsSpec
+from ..tensor_names import AROUND_NORMS, BESIDE_VISION, TensorNames
+from . import gemma_4, reading
+from .reading import FULL, SLIDING
+
+#: Layers that are sparse, and how much, where no field says so.
+_SPARSE_LAYERS, _SPARSITY = 10, 0.95
+
+
+def _read(fields: ConfigJson, tensors: TensorNames) -> ModelConfig:
+    types = reading.layer_types(fields, 5)
+    first_shared = gemma_4.first_shared_layer(fields, types)
+    local = fields.number("rope_local_base_freq", None if fields.has("rope_local_base_freq") else 10000.0)
+    ropes = reading.ropes_by_type(fields, {FULL: 1000000.0, SLIDING: local})
+    _check_ropes(fields)
+    heads, bias, streams = reading.heads(fields), fields.boolean("attention_bias"), _streams(fields)
+    inputs = LayerInputSpec(
+        fields.integer("hidden_size_per_layer_input"),
+        fields.integer("vocab_size_per_layer_input"),
+        first_for_others=True,
+    )
+    layers = [
+        LayerSpec(
+            AttentionSpec(
+                *heads,
+                scale=1.0,
+                rope=ropes[seen],
+                window=fields.integer("sliding_window") if seen == SLIDING else None,
+                head_norm=HeadNorm.EACH,
+                qkv_bias=bias,
+                o_bias=bias,
+                shares_kv=index >= first_shared,
+                value_norm=True,
+                form="full" if seen == FULL else "",
+            ),
+            feed_forward,
+            Norms.AROUND,
+            input_size=inputs.size,
+            streams=streams,
+        )
+        for index, (seen, feed_forward) in enumerate(zip(types, _feed_forwards(fields), strict=True))
+    ]
+    config = reading.dense(
+        fields,
+        layers,
+        reading.rms_norm(fields, wide=True),
+        embedding_multiplier=fields.integer("hidden_size") ** 0.5,
+        logits_softcap=reading.optional_number(fields, "final_logit_softcapping"),
+        layer_inputs=inputs,
+    )
+    return gemma_4.without_unused_keys(config, tensors, first_shared)
+
+
+def _read_text(fields: ConfigJson) -> ModelConfig:
+    """The text part beside modules that embed tokens of images and sound."""
+    return replace(_read(fields, _TENSORS), media=_media(fields, ConfigJson.read(fields.path)))
+
+
+def _media(text: ConfigJson, whole: ConfigJson) -> tuple[MediaTokens, ...]:
+    """Each module embeds tokens up to the next one's first."""
+    found, end = [], text.integer("vocab_size")
+    for field, (module, defaults) in _MEDIA.items():
+        of = (whole.object(field) or ConfigJson(whole.path, {}, f"{field}.")).with_defaults(defaults)
+        first, rows = of.integer("vocab_offset"), of.integer("vocab_size")
+        if end - first > rows:
+            raise of.refuse("vocab_size", f"tokens {first} to {end - 1} need rows")
+        if end > first:
+            eps = of.number("rms_norm_eps")
+            found.insert(0, MediaTokens(module, first, end - first, rows, of.integer("hidden_size"), eps))
+            end = first
+    return tuple(found)
+
+
+def _check_ropes(fields: ConfigJson) -> None:
+    """Refuse a share of heads that transformers ignores."""
+    if (parameters := fields.object("rope_parameters")) is None:
+        return
+    for kind in (FULL, SLIDING):
+        of = parameters.object(kind) or parameters
+        if of.text("rope_type", "default") == "default" and of.number("partial_rotary_factor", 1.0) != 1:
+            raise of.refuse("partial_rotary_factor", "the default rope turns whole heads")
+
+
+def _streams(fields: ConfigJson) -> StreamsSpec:
+    count, active = fields.integer("altup_num_inputs"), fields.integer("altup_active_idx", least=0)
+    if active >= count:
+        raise fields.refuse("altup_active_idx", f"it must be below altup_num_inputs, {count}")
+    return StreamsSpec(count, active, fields.integer("laurel_rank"), fields.boolean("altup_correct_scale"))
+
+
+def _feed_forwards(fields: ConfigJson) -> list[GatedSpec]:
+    """Of each layer; those of another width than the first one's are of another form."""
+    count, sizes = fields.integer("num_hidden_layers"), _of_layers(fields, "intermediate_size")
+    if sizes is None:
+        sizes = [fields.integer("intermediate_size")] * count
+    if any(size < 1 or int(size) != size for size in sizes):
+        raise fields.refuse("intermediate_size", "whole numbers of at least 1 are needed")
+    shares = _of_layers(fields, "activation_sparsity_pattern")
+    if shares is None:
+        sparse = _SPARSE_LAYERS if count > _SPARSE_LAYERS else 0
+        shares = [_SPARSITY] * sparse + [0.0] * (count - sparse)
+    if any(share >= 1 for share in shares):
+        raise fields.refuse("activation_sparsity_pattern", "shares below 1 are needed")
+    gated = reading.gated(fields.with_values({"intermediate_size": int(sizes[0])}), "hidden_activation")
+    return [
+        replace(gated, size=int(size), form="" if size == sizes[0] else f"{int(size)} wide", sparsity=max(share, 0.0))
+        for size, share in zip(sizes, shares, strict=True)
+    ]
+
+
+def _of_layers(fields: ConfigJson, name: str) -> Sequence[float] | None:
+    """A number for each layer; None where the field is no list."""
+    if not isinstance(fields.raw.get(name), list):
+        return None
+    found, count = fields.numbers(name), fields.integer("num_hidden_layers")
+    if len(found) != count:
+        raise fields.refuse(name, f"{len(found)} numbers for num_hidden_layers, {count}")
+    return found
+
+
+_DEFAULTS = {
+    "vocab_size": 262400,
+    "hidden_size": 2048,
+    "intermediate_size": 16384,
+    "num_hidden_layers": 35,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "max_position_embeddings": 32768,
+    "sliding_window": 512,
+    "tie_word_embeddings": True,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "final_logit_softcapping": 30.0,
+    "hidden_size_per_layer_input": 256,
+    "vocab_size_per_layer_input": 262144,
+    "num_kv_shared_layers": 15,
+    "altup_num_inputs": 4,
+    "altup_active_idx": 0,
+    "altup_correct_scale": True,
+    "laurel_rank": 64,
+}
+#: Modules that embed tokens, the last ones first: their names, and fields' defaults.
+_MEDIA = {
+    "audio_config": (
+        "embed_audio",
+        {"vocab_offset": 262272, "vocab_size": 128, "hidden_size": 1536, "rms_norm_eps": 1e-6},
+    ),
+    "vision_config": (
+        "embed_vision",
+        {"vocab_offset": 262144, "vocab_size": 128, "hidden_size": 2048, "rms_norm_eps": 1e-6},
+    ),
+}
+
+_NAMES = {**AROUND_NORMS, "input_norm": "post_per_layer_input_norm"}
+_PLAIN = TensorNames(names=_NAMES)
+#: What embeds images and sound, rather than their tokens, is left out.
+_TENSORS = replace(
+    BESIDE_VISION,
+    names=_NAMES,
+    prefixes=("model.language_model.", "language_model."),
+    left_out=tuple(
+        f"{outer}{part}."
+        for outer in ("model.", "")
+        for part in (
+            "vision_tower",
+            "audio_tower",
+            "embed_vision.soft_embedding_norm",
+            "embed_audio.soft_embedding_norm",
+        )
+    ),
+)
+_NOTES = "on CPUs by PyTorch's operators; no adapters on `altup` matrices"
+
+GEMMA_3N = Family("Gemma 3n", ("Gemma3nForCausalLM",), partial(_read, tensors=_PLAIN), _DEFAULTS, _PLAIN, _NOTES)
+GEMMA_3N_TEXT = Family(
+    "Gemma 3n (text)",
+    ("Gemma3nForConditionalGeneration",),
+    _read_text,
+    _DEFAULTS,
+    _TENSORS,
+    f"text only; {_NOTES}",
+)
