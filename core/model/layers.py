@@ -458,9 +458,8 @@ class LayerInputSpec:
 
 @dataclass(frozen=True, slots=True)
 class MediaTokens:
-    """Tokens of images or of sound, whose embeddings a module of their own makes of its rows (Gemma 3n).
-
-    normed(project(norm(row))), where `normed` has no weights
+    """Tokens of images or of sound, whose embeddings a module of their own makes of its rows (Gemma 3n):
+    `norm(project(norm(row)))`, where the outer norm has no weights.
     """
 
     module: str

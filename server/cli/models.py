@@ -114,6 +114,6 @@ def described(directory: Path) -> list[str]:
         turned = "no rope" if rope is None else f"{rope.type} rope of base {rope.theta:g}"
         lines.append(f"{count} layers see {seen}, with {turned}")
     if recurrent := model.recurrent:
-        verb = "are" if all(layer.mixer_beside is None for layer in model.layers) else "have beside attention"
+        verb = "are" if all(layer.mixer_beside is None for layer in model.layers) else "have, beside attention,"
         lines.append(f"{model.num_recurrent_layers} layers {verb} {recurrent.described()}")
     return lines

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -15,7 +16,9 @@ from chorus.core.model.decoder import DecoderModel
 from chorus.core.model.layers import MixerBeside
 from chorus.core.model.read_config import read_model_config
 from chorus.core.model.recurrent import MambaSpec
+from chorus.core.model.rope_config import RopeConfig
 from chorus.core.model.shard import Shard
+from chorus.core.model.tensor_parts import tensor_shapes
 from chorus.graphs.runner import StepMode
 from chorus.memory.files.format import inspect_adapter
 from chorus.ops.mamba2 import MambaWeights
@@ -177,6 +180,62 @@ def test_each_layer_has_keys_and_values_and_a_state(tiny):
     targets = inspect_adapter(tiny("falcon-h1").adapters["r3-all"], config.module_paths).parts
     assert {name for part in targets for name in part.targets} == {*ATTENTION, *MLP, "in_proj"}
     assert {layer for part in targets for layer in part.layers} == {0, 1}
+
+
+def test_falcon_h1_as_it_is_published(tmp_path):
+    """The fields of Falcon-H1-0.5B, some of which transformers does not read."""
+    published = {
+        "architectures": ["FalconH1ForCausalLM"],
+        "attention_bias": False,
+        "attention_in_multiplier": 1.0,
+        "attention_out_multiplier": 0.9375,
+        "embedding_multiplier": 5.656854249492381,
+        "head_dim": 64,
+        "hidden_act": "silu",
+        "hidden_size": 1024,
+        "intermediate_size": 2048,
+        "key_multiplier": 0.390625,
+        "lm_head_multiplier": 0.0390625,
+        "mamba_d_conv": 4,
+        "mamba_d_head": 64,
+        "mamba_d_ssm": 1536,
+        "mamba_d_state": 128,
+        "mamba_expand": 2,
+        "mamba_n_groups": 1,
+        "mamba_n_heads": 24,
+        "mamba_norm_before_gate": False,
+        "mamba_rms_norm": False,
+        "mamba_use_mlp": True,
+        "max_position_embeddings": 16384,
+        "mlp_multipliers": [0.8838834764831844, 0.5859375],
+        "model_type": "falcon_h1",
+        "num_attention_heads": 8,
+        "num_hidden_layers": 36,
+        "num_key_value_heads": 2,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": None,
+        "rope_theta": 100000000000.0,
+        "ssm_in_multiplier": 1.25,
+        "ssm_multipliers": [0.3535533905932738, 0.25, 0.3535533905932738, 0.5, 0.3535533905932738],
+        "ssm_out_multiplier": 0.23570226039551587,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "vocab_size": 32784,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(published))
+    config = read_model_config(tmp_path)
+    assert config.recurrent == MambaSpec(24, 64, 1, 128, eps=1e-5, normed=False, out_bias=False)
+    assert config.attention.scale == 0.125 * 0.390625
+    assert config.attention.rope == RopeConfig(64, 1e11)
+    assert (config.embedding_multiplier, config.logits_scale) == (5.656854249492381, 0.0390625)
+    assert round(sum(torch.Size(shape).numel() for shape in tensor_shapes(config).values()) / 1e9, 2) == 0.52
+
+
+def test_a_second_mixer_beside_anything_but_attention_is_refused(tiny):
+    config = read_model_config(tiny("falcon-h1").model)
+    first = config.layers[0]
+    with pytest.raises(UnsupportedModel, match="a second mixer without attention"):
+        replace(config, layers=(replace(first, mixer=first.recurrent), config.layers[1]))
 
 
 def test_ranks_have_shares_of_both_mixers(tiny):
