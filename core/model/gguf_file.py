@@ -5,45 +5,24 @@ Tests: tests/core/test_gguf.py
 
 from __future__ import annotations
 
-import re
+import math
 from collections.abc import Collection, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from .checkpoint import Checkpoint, TensorEntry
 from .config_json import UnsupportedModel
+from .gguf_places import Place, Stored, places
 from .quantization.group_scaled import row_chunks
 
 if TYPE_CHECKING:
+    import numpy as np
     from gguf import GGUFReader
 
 SUFFIX = ".gguf"
-
-#: Architectures for which llama.cpp stores the halves of rotary pairs next to each other, in rows of q and k.
-_INTERLEAVED = {"llama", "arcee", "granite", "mistral3", "olmo", "smollm3"}
-
-#: Architectures whose norms it stores with 1 added.
-_ONE_PLUS = {"gemma", "gemma2", "gemma3", "nemotron"}
-
-#: Architectures whose tensors it stores as transformers has them.
-_AS_THEY_ARE = {
-    "chatglm", "cohere2", "command-r", "ernie4_5", "exaone", "exaone4", "glm4", "olmo2", "olmoe", "phi2", "phi3",
-    "qwen2", "qwen3", "qwen3moe", "seed_oss", "stablelm", "starcoder2",
-}  # fmt: skip
-
-_KNOWN = sorted(_INTERLEAVED | _ONE_PLUS | _AS_THEY_ARE)
-
-#: Tensors that config.json's fields say.
-_FROM_CONFIG = {"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"}
-
-#: The number of an expert in transformers' names; the file has the matrices of all experts in one tensor.
-_EXPERT = re.compile(r"\.experts\.(\d+)\.")
-
-#: The end of a router's correction in transformers' names, and as the file's table of names has it.
-_CORRECTION = ("e_score_correction_bias", "e_score_correction.bias")
 
 _MEND = "download the file again"
 
@@ -105,45 +84,60 @@ class GgufFile:
         field = self._reader.get_field(name)
         return 0 if field is None else len(field.data)
 
-    def read(self, name: str, rows: slice | torch.Tensor, expert: int | None = None) -> torch.Tensor:
-        """Rows of a tensor, dequantised in float32. expert: of a tensor of all experts' matrices: whose rows."""
+    def num_rows(self, part: Stored) -> int:
+        """Rows of a tensor as a matrix."""
+        columns, *others = map(int, self.tensors[part.tensor].shape)
+        return columns * others[1] if part.transposed else math.prod(others)
+
+    def read(self, name: str, rows: slice | torch.Tensor) -> torch.Tensor:
+        """Rows of a tensor, dequantised in float32."""
+        return self.rows_of(Stored(name), rows)
+
+    def rows_of(self, part: Stored, rows: slice | torch.Tensor) -> torch.Tensor:
+        """Rows of a tensor as a matrix, or elements of a vector, dequantised in float32."""
+        data = self.tensors[part.tensor].data
+        if part.transposed:
+            return self._of_columns(part, torch.arange(self.num_rows(part))[rows])
+        if part.heads:
+            data = data.reshape(-1, data.shape[-1])
+        if part.row:
+            data = data[None]
+        if part.expert is not None:
+            data = data[part.expert]
+        return self._dequantised(part.tensor, data[rows if isinstance(rows, slice) else rows.numpy()])
+
+    def _of_columns(self, part: Stored, rows: torch.Tensor) -> torch.Tensor:
+        """Rows of a tensor that has them as columns, head by head."""
+        heads, columns, _ = self.tensors[part.tensor].data.shape
+        each = self.num_rows(part) // heads
+        found = torch.empty(len(rows), columns)
+        for head in (rows // each).unique().tolist():
+            own = rows // each == head
+            found[own] = self._dequantised(part.tensor, self.tensors[part.tensor].data[head]).T[rows[own] % each]
+        return found
+
+    def _dequantised(self, name: str, data: np.ndarray) -> torch.Tensor:
+        """Values of a tensor's rows as they are stored, in float32."""
         from gguf import dequantize
 
-        tensor = self.tensors[name]
-        data = tensor.data if expert is None else tensor.data[expert]
-        data = data[rows if isinstance(rows, slice) else rows.numpy()]
+        how = self.tensors[name].tensor_type
         try:
-            values = torch.from_numpy(dequantize(data, tensor.tensor_type).astype("float32"))
+            values = torch.from_numpy(dequantize(data, how).astype("float32"))
         except NotImplementedError as error:
-            how = tensor.tensor_type.name
-            raise UnsupportedModel(f"{self.path}: tensor {name} is stored as {how}: {error}") from None
+            raise UnsupportedModel(f"{self.path}: tensor {name} is stored as {how.name}: {error}") from None
         if not bool(values.isfinite().all()):
             raise UnsupportedModel(f"{self.path}: tensor {name} has values that are not finite numbers; {_MEND}")
         return values
 
 
-class _Place(NamedTuple):
-    """Where a file has a tensor."""
-
-    tensor: str
-    expert: int | None = None
-    """Of a tensor of all experts' matrices: whose it is."""
-
-
 class GgufCheckpoint(Checkpoint):
-    """The tensors of a GGUF file under the names of transformers, with its order of rows and its norms."""
+    """The tensors of a GGUF file under the names of transformers, with its order of rows and its values."""
 
     def __init__(self, path: Path, wanted: Collection[str]) -> None:
         """wanted: names of transformers that may be asked for."""
         self._file = GgufFile(path)
-        self._names = _names_of(self._file, wanted)
-        self._one_plus = self._file.architecture in _ONE_PLUS
-        shapes = {name: self._shape(place) for name, place in self._names.items()}
-        super().__init__(path, {name: TensorEntry(path, shape, "F32") for name, shape in shapes.items()})
-
-    def _shape(self, place: _Place) -> tuple[int, ...]:
-        shape = tuple(map(int, reversed(self._file.tensors[place.tensor].shape)))
-        return shape if place.expert is None else shape[1:]
+        self._places = places(self._file, wanted)
+        super().__init__(path, {name: TensorEntry(path, place.shape, "F32") for name, place in self._places.items()})
 
     def read_into(self, target: torch.Tensor, name: str, part: Sequence[slice] = ()) -> None:
         if target.ndim != 2:
@@ -156,47 +150,29 @@ class GgufCheckpoint(Checkpoint):
 
     def read(self, name: str, part: Sequence[slice] = ()) -> torch.Tensor:
         rows, *others = part or (slice(None),)
-        order = self._order(name)
-        tensor, expert = self._names[name]
-        values = self._file.read(tensor, rows if order is None else order[rows], expert)
-        if self._one_plus and name.endswith("norm.weight"):
-            values -= 1
-        return values[(slice(None), *others)]
+        place = self._places[name]
+        if len(place.parts) == 1:
+            values = self._file.rows_of(place.parts[0], rows if place.order is None else place.order()[rows])
+        else:
+            values = self._of_several(place, rows)
+        if place.values is not None:
+            values = place.values(values)
+            if not bool(values.isfinite().all()):
+                raise UnsupportedModel(
+                    f"{self._file.path}: tensor {place.parts[0].tensor} has values that {name} cannot have; {_MEND}"
+                )
+        return values.view(-1, *place.shape[1:])[(slice(None), *others)]
 
-    def _order(self, name: str) -> torch.Tensor | None:
-        """Where the file has each row of a tensor. None: where transformers has it."""
-        module = name.split(".")[-2]
-        if self._file.architecture not in _INTERLEAVED or module not in ("q_proj", "k_proj"):
-            return None
-        heads = self._file.get("{arch}.attention.head_count")
-        if module == "k_proj":
-            heads = self._file.get("{arch}.attention.head_count_kv", heads)
-        rows = torch.arange(self[name].shape[0])
-        return rows.view(int(heads), -1, 2).transpose(1, 2).flatten()
-
-
-def _names_of(file: GgufFile, wanted: Collection[str]) -> dict[str, _Place]:
-    """Names of transformers → where the file has them; tensors that are not wanted have the file's name in both."""
-    from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
-
-    by_name = {name: architecture for architecture, name in MODEL_ARCH_NAMES.items()}
-    if file.architecture not in _KNOWN:
-        raise UnsupportedModel(
-            f"{file.path}: general.architecture is {file.architecture!r}: not supported as GGUF; supported: "
-            f"{', '.join(_KNOWN)}; use the original checkpoint"
-        )
-    if file.architecture not in by_name:
-        raise UnsupportedModel(
-            f"{file.path}: general.architecture is {file.architecture!r}, which the installed gguf does not know; run: "
-            "pip install -U gguf"
-        )
-    table = get_tensor_name_map(by_name[file.architecture], int(file.get("{arch}.block_count", 0)))
-    names: dict[str, _Place] = {}
-    for name in wanted:
-        expert = _EXPERT.search(name)
-        together = name if expert is None else f"{name[: expert.start()]}.experts.{name[expert.end() :]}"
-        found = table.get_name(together.replace(*_CORRECTION), (".weight", ".bias"))
-        if found in file.tensors:
-            names[name] = _Place(found, None if expert is None else int(expert[1]))
-    others = file.tensors.keys() - {place.tensor for place in names.values()} - _FROM_CONFIG
-    return names | {name: _Place(name) for name in others}
+    def _of_several(self, place: Place, rows: slice) -> torch.Tensor:
+        """Rows of a tensor whose rows are in several."""
+        every = torch.arange(place.shape[0]) if place.order is None else place.order()
+        wanted = every[rows]
+        found = torch.empty((len(wanted), *place.shape[1:]))
+        first = 0
+        for part in place.parts:
+            count = self._file.num_rows(part)
+            own = (wanted >= first) & (wanted < first + count)
+            if bool(own.any()):
+                found[own] = self._file.rows_of(part, wanted[own] - first)
+            first += count
+        return found

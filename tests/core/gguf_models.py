@@ -7,7 +7,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import gguf
 import torch
@@ -59,16 +59,45 @@ BESIDE = {
     "phi-2": "phi2",
     "stablelm": "stablelm",
     "starcoder-2": "starcoder2",
+    "deepseek-v2": "deepseek2",
+    "deepseek-v2-groups": "deepseek2",
+    "deepseek-v3": "deepseek2",
+    "glm-4.7-flash": "deepseek2",
+    "youtu": "deepseek2",
+    "dots-1": "dots1",
+    "glm-4-moe": "glm4moe",
+    "glm-4-moe-groups": "glm4moe",
+    "solar-open": "glm4moe",
+    "gpt-neox": "gptneox",
+    "granite-moe": "granitemoe",
+    "granite-moe-shared": "granitemoe",
+    "lfm2": "lfm2",
+    "lfm2-moe": "lfm2moe",
+    "qwen3-next": "qwen3next",
+    "ernie-4.5-moe": "ernie4_5-moe",
+    "qwen2-moe": "qwen2moe",
 }
 
 #: `LlamaModel` of the converter, from which these derive, interleaves rotary pairs.
-_PERMUTES = {"llama", "arcee", "granite", "mistral3", "olmo", "smollm3"}
+_PERMUTES = {"llama", "arcee", "granite", "granitemoe", "mistral3", "olmo", "smollm3"}
+
+#: Changes that models of `BESIDE` need: llama.cpp has no dense layers of these.
+CHANGES: dict[str, Json] = {"qwen3-next": {"mlp_only_layers": []}, "qwen2-moe": {"mlp_only_layers": []}}
+
+#: Beginnings of architectures whose norms have 1 added.
+_ONE_PLUS = ("gemma", "nemotron", "qwen3next")
 
 
 def permute(weight: torch.Tensor, heads: int) -> torch.Tensor:
     """The converter's own `LlamaModel.permute`."""
     halves = weight.reshape(heads, 2, weight.shape[0] // heads // 2, *weight.shape[1:])
     return halves.swapaxes(1, 2).reshape(weight.shape)
+
+
+def unpermute(weight: torch.Tensor, heads: int) -> torch.Tensor:
+    """The inverse of `permute`."""
+    pairs = weight.reshape(heads, weight.shape[0] // heads // 2, 2, *weight.shape[1:])
+    return pairs.swapaxes(1, 2).reshape(weight.shape)
 
 
 _OF_EXPERT = re.compile(r"\.experts\.(\d+)\.")
@@ -102,46 +131,124 @@ def tensors_of(model: Path) -> dict[str, torch.Tensor]:
     return found
 
 
+class Converted(NamedTuple):
+    """What the converter makes of a tensor."""
+
+    parts: dict[str, torch.Tensor]
+    """Names in the file, and values."""
+
+    back: Callable[[list[torch.Tensor]], torch.Tensor] = lambda values: values[0]
+    """Makes the tensor of what the file holds of these."""
+
+
+def converted(
+    name: str, weight: torch.Tensor, config: Json, architecture: str, table: gguf.TensorNameMap, *, older: bool
+) -> Converted | None:
+    """What the converter's `modify_tensors` makes of a tensor; None for an architecture that is not served.
+
+    older: what its earlier versions made: latents' keys and values, and Qwen3-Next's q, k, v and z, in one tensor.
+    """
+    module, heads = name.split(".")[-2], config["num_attention_heads"]
+    layer = re.search(r"layers\.(\d+)\.", name)
+    at = f"blk.{layer[1]}." if layer else ""
+    if name.endswith("kv_b_proj.weight") and not older:
+        return _keys_and_values(weight, config, at)
+    if name.endswith("in_proj_qkvz.weight") and not older:
+        return _by_part(weight, config, at)
+    if name.endswith(("shared_mlp.input_linear.weight", "block_sparse_moe.input_linear.weight")):
+        end = "shexp" if "shared_mlp" in name else "exps"
+        gate, up = weight.chunk(2, dim=-2)
+        return Converted(
+            {f"{at}ffn_gate_{end}.weight": gate, f"{at}ffn_up_{end}.weight": up}, lambda found: torch.cat(found, -2)
+        )
+    for own, new in (
+        ("e_score_correction_bias", "e_score_correction.bias"),
+        (".expert_bias", ".expert_bias.bias"),
+        (".dt_bias", ".dt_proj.bias"),
+    ):
+        name = name.replace(own, new)
+    if "feed_forward.experts." in name:
+        name = name.removeprefix("model.")
+    if (new := table.get_name(name, (".weight", ".bias"))) is None:
+        return None
+    if architecture in _PERMUTES and module in ("q_proj", "k_proj"):
+        count = heads if module == "q_proj" else config["num_key_value_heads"]
+        return Converted({new: permute(weight, count)}, lambda found: unpermute(found[0], count))
+    if "query_key_value" in name:
+        return _without_heads(new, weight, heads)
+    if name.endswith(".A_log"):
+        return Converted({new: -torch.exp(weight)}, lambda found: torch.log(-found[0]))
+    if name.endswith((".conv.conv.weight", ".conv1d.weight")):
+        return Converted({new: weight.squeeze(1)}, lambda found: found[0].unsqueeze(1))
+    is_plain = name.endswith("linear_attn.norm.weight")
+    if name.endswith("norm.weight") and not is_plain and architecture.startswith(_ONE_PLUS):
+        return Converted({new: weight + 1}, lambda found: found[0] - 1)
+    return Converted({new: weight})
+
+
+def _without_heads(new: str, weight: torch.Tensor, heads: int) -> Converted:
+    """q, k and v, as GPTNeoXModel writes them."""
+    parts = weight.view(heads, 3, -1, *weight.shape[1:]).unbind(1)
+
+    def back(found: list[torch.Tensor]) -> torch.Tensor:
+        parts = [part.view(heads, -1, *weight.shape[1:]) for part in found[0].chunk(3)]
+        return torch.stack(parts, 1).reshape(weight.shape)
+
+    return Converted({new: torch.cat([part.flatten(0, 1) for part in parts])}, back)
+
+
+def _keys_and_values(weight: torch.Tensor, config: Json, at: str) -> Converted:
+    """Latents' keys and values, as DeepseekV2Model writes them."""
+    heads, key = config["num_attention_heads"], config["qk_nope_head_dim"]
+    keys, values = weight.view(heads, -1, weight.shape[1]).split([key, config["v_head_dim"]], dim=1)
+    return Converted(
+        {f"{at}attn_k_b.weight": keys.transpose(1, 2).contiguous(), f"{at}attn_v_b.weight": values.contiguous()},
+        lambda found: torch.cat([found[0].transpose(1, 2), found[1]], 1).reshape(weight.shape),
+    )
+
+
+def _by_part(weight: torch.Tensor, config: Json, at: str) -> Converted:
+    """Qwen3-Next's q, k, v and z, as Qwen3NextModel writes them."""
+    heads, key = config["linear_num_key_heads"], config["linear_key_head_dim"]
+    value = config["linear_num_value_heads"] // heads * config["linear_value_head_dim"]
+    sizes = [key, key, value, value]
+    q, k, v, z = (each.flatten(0, 1) for each in weight.view(heads, -1, weight.shape[1]).split(sizes, dim=1))
+
+    def back(found: list[torch.Tensor]) -> torch.Tensor:
+        parts = [*found[0].split([heads * each for each in sizes[:3]]), found[1]]
+        return torch.cat([each.view(heads, -1, weight.shape[1]) for each in parts], 1).reshape(weight.shape)
+
+    return Converted({f"{at}attn_qkv.weight": torch.cat([q, k, v]), f"{at}attn_gate.weight": z}, back)
+
+
 def write_gguf(
     model: Path,
     file: Path,
     architecture: str,
     kind: str = "F32",
     spoil: Callable[[Json, dict[str, Any]], object] = lambda fields, tensors: None,
+    *,
+    older: bool = False,
 ) -> dict[str, torch.Tensor]:
     """Write a checkpoint's weights, matrices as `kind`; return the values that the file holds, under their own names.
 
-    spoil: changes metadata and tensors before they are written.
+    spoil: changes metadata and tensors before they are written. older: see `converted`.
     """
     config = json.loads((model / "config.json").read_text())
-    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     table = gguf.get_tensor_name_map(
         {name: each for each, name in gguf.MODEL_ARCH_NAMES.items()}[architecture], config["num_hidden_layers"]
     )
     held: dict[str, torch.Tensor] = {}
     stored: dict[str, Any] = dict(_rope_tensors(config))
     for name, weight in together(tensors_of(model)).items():
-        new = table.get_name(name.replace("e_score_correction_bias", "e_score_correction.bias"), (".weight", ".bias"))
-        if new is None:  # of an architecture that is not served
+        made = converted(name, weight, config, architecture, table, older=older)
+        if made is None:  # of an architecture that is not served
             continue
-        module, of = name.split(".")[-2], weight
-        if architecture in _PERMUTES and module in ("q_proj", "k_proj"):
-            of = permute(weight, heads if module == "q_proj" else kv_heads)
-        if (architecture.startswith("gemma") or architecture == "nemotron") and name.endswith("norm.weight"):
-            of = weight + 1
-        is_quantised = (
-            weight.ndim > 1 and not weight.shape[-1] % gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]][0]
-        )
-        quantisation = gguf.GGMLQuantizationType[kind if is_quantised else "F32"]
-        data = gguf.quantize(of.numpy(), quantisation)
-        stored[new] = data, quantisation
-        back = torch.from_numpy(gguf.dequantize(data, quantisation).astype("float32"))
-        if of is not weight and module in ("q_proj", "k_proj"):  # the rows that the permutation moved, moved back
-            rows = permute(torch.arange(len(weight)).unsqueeze(1), heads if module == "q_proj" else kv_heads).flatten()
-            held[name] = torch.empty_like(back)
-            held[name][rows] = back
-        else:
-            held |= apart(name, back - 1 if of is not weight and weight.ndim == 1 and "norm" in name else back)
+        found = []
+        for new, part in made.parts.items():
+            data, quantisation = stored[new] = _stored(part, kind)
+            found.append(torch.from_numpy(gguf.dequantize(data, quantisation).astype("float32")))
+        held |= apart(name, made.back(found))
     fields = metadata(config, architecture)
     spoil(fields, stored)
     writer = gguf.GGUFWriter(file, architecture)
@@ -154,6 +261,14 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return held
+
+
+def _stored(weight: torch.Tensor, kind: str) -> tuple[Any, gguf.GGMLQuantizationType]:
+    """A tensor as the file has it: as `kind`, if it is a matrix whose rows are whole blocks."""
+    block, _ = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    is_quantised = weight.ndim > 1 and not weight.shape[-1] % block
+    quantisation = gguf.GGMLQuantizationType[kind if is_quantised else "F32"]
+    return gguf.quantize(weight.contiguous().numpy(), quantisation), quantisation
 
 
 def _add(writer: gguf.GGUFWriter, name: str, value: Any) -> None:
@@ -213,6 +328,8 @@ def metadata(config: Json, architecture: str) -> Json:
         found["expert_used_count"] = config["num_experts_per_tok"]
     if architecture == "qwen3moe":
         found["expert_feed_forward_length"] = config["moe_intermediate_size"]
+    if architecture == "qwen3next":
+        found["ssm.group_count"] = config["linear_num_key_heads"]
     if architecture == "granite":
         names = {"attention.scale": "attention_multiplier", "embedding_scale": "embedding_multiplier"}
         names |= {"residual_scale": "residual_multiplier", "logit_scale": "logits_scaling"}

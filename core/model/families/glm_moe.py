@@ -69,6 +69,9 @@ def model(
     layers = reading.layers_with_experts(fields, attentions, experts, has_experts)
     drafts = range(count, count + reading.number_of(fields, "num_nextn_predict_layers"))
     left_out = (f"{prefix}layers.{layer}." for layer in drafts for prefix in tensors.prefixes if prefix)
+    if not attentions[0].latent:
+        names = {part: name for part, name in tensors.names.items() if part not in LATENT_NORMS}
+        tensors = replace(tensors, names=names)
     tensors = replace(tensors, left_out=(*tensors.left_out, *left_out))
     return reading.dense(fields, layers, reading.rms_norm(fields), tensors=tensors)
 
