@@ -121,13 +121,25 @@ class Layer:
     def begin(self, x: Residual) -> torch.Tensor:
         """The mixer's input `[tokens, in]`: see `qkv`; a parallel feed-forward part is added to x."""
         if self._spec.norms not in PARALLEL:
-            return self.qkv(x)
+            return self._with_gates(self.qkv(x))
         weights = self._weights
         rows = x.normed(weights.attention_norm)
         qkv = self._gemm(QKV, rows, weights.qkv, weights.qkv_bias)
         rows = rows if weights.mlp_norm is None else x.normed(weights.mlp_norm)
         x.rows.add_(self._output(self._feed_forward(rows), x.norm, weights.mlp_out_norm))
-        return qkv
+        return self._with_gates(qkv)
+
+    def _with_gates(self, inputs: torch.Tensor) -> torch.Tensor:
+        """The mixer's input, with decays and gates in place of their latents: see `RecurrentSpec.input_parts`."""
+        weights, spec = self._weights, self._spec.recurrent
+        if spec is None or spec.input_parts is None:
+            return inputs
+        assert weights.decay_up is not None, "the weights are of the spec"
+        assert weights.output_gate_up is not None, "the weights are of the spec"
+        first, gates, further, decays = inputs.split(spec.input_parts, 1)
+        gates = self._added(Group.OUTPUT_GATE_UP, gates.contiguous(), weights.output_gate_up)
+        decays = self._added(Group.DECAY_UP, decays.contiguous(), weights.decay_up)
+        return torch.cat((first, gates, further, decays), 1)
 
     def finish(self, x: Residual, attended: torch.Tensor | None, inputs: torch.Tensor | None = None) -> None:
         """Compute the part after the mixer, whose output `[tokens, out]` is given; None: the layer has none. inputs:

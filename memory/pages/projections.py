@@ -67,12 +67,21 @@ class Group(IntEnum):
     INPUTS = 18
     """Of the model: makes the further inputs of all layers."""
 
+    DECAY_UP = 19
+    """Of a recurrent mixer: decays, from their latents."""
+
+    OUTPUT_GATE_UP = 20
+    """Likewise, gates of its output."""
+
 
 #: Those of a layer.
 LAYER_GROUPS = (Group.MIXER_IN, Group.MIXER_OUT, Group.GATE_UP, Group.DOWN)
 
 #: Further ones of a layer with latent attention.
 LATENT_GROUPS = (Group.QUERY_UP, Group.KV_UP)
+
+#: Further ones of a layer with a recurrent mixer whose gates have latents.
+GATE_GROUPS = (Group.DECAY_UP, Group.OUTPUT_GATE_UP)
 
 #: Those of a layer's mixture of experts.
 MIXTURE_GROUPS = (
@@ -88,7 +97,7 @@ MIXTURE_GROUPS = (
 INPUT_GROUPS = (Group.INPUT_GATE, Group.INPUT_PROJECTION)
 
 #: Those that some layers have besides `LAYER_GROUPS`, outside mixtures of experts.
-FURTHER_GROUPS = (*LATENT_GROUPS, *INPUT_GROUPS)
+FURTHER_GROUPS = (*LATENT_GROUPS, *INPUT_GROUPS, *GATE_GROUPS)
 
 _MODEL_GROUPS = (Group.EMBEDDING, Group.HEAD, Group.EMBEDDING_ROWS, Group.HEAD_ROWS, Group.INPUTS)
 
@@ -129,6 +138,14 @@ class Projection:
 
     form: str = ""
     """Tells those of one module apart, where layers have it in different shapes."""
+
+    id_of: str = ""
+    """The module whose id it has, where no layer has both; empty: its own. So more modules fit into tables of ids."""
+
+    @property
+    def place(self) -> str:
+        """The module whose id it has."""
+        return self.id_of or self.module
 
     @property
     def module(self) -> str:
@@ -264,8 +281,8 @@ class Product(NamedTuple):
 @dataclass(frozen=True)
 class Projections:
     """The table of a model. A module's index in it is its projections' id everywhere, whatever their form: a layer has
-    one of them. It is in the order of groups, those of mixtures of experts after the model's own: tables with room for
-    few projections leave them out.
+    one of them. Modules that no layer has together may have one id, see `Projection.id_of`. It is in the order of
+    groups, those of mixtures of experts after the model's own: tables with room for few projections leave them out.
 
     Raises ValueError for projections of one name that are not equal.
     """
@@ -412,8 +429,8 @@ class Projections:
 
     @cached_property
     def _ids(self) -> dict[str, int]:
-        places = {each.module: index for index, each in enumerate(self._of_ids)}
-        return {each.name: places[each.module] for each in self._all}
+        places = {each.place: index for index, each in enumerate(self._of_ids)}
+        return {each.name: places[each.place] for each in self._all}
 
     @cached_property
     def _by_name(self) -> dict[str, Projection]:
@@ -424,7 +441,7 @@ class Projections:
         """The first form of each module, by id."""
         found: dict[str, Projection] = {}
         for each in self._all:
-            found.setdefault(each.module, each)
+            found.setdefault(each.place, each)
         return tuple(found.values())
 
     @cached_property
