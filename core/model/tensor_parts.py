@@ -235,13 +235,14 @@ def _layer_source(
         rows = {each: shape[0] for each, shape in found.items() if shape is not None}
         return _expert_source(tensors, at, int(number), matrix, kind, rows=rows, names=names)
     own = _plain_source(tensors, at, path, kind, names)
-    for name, stack in tensors.fused.items():
-        if path in stack and (own not in names or f"{at}{name}.{kind}" in names):
-            if path in units:
-                return Source(f"{at}{name}.{kind}", units=units[path])
-            first = sum(shapes[f"{_MODEL}{layer}{each}.{kind}"][0] for each in stack[: stack.index(path)])
-            return Source(f"{at}{name}.{kind}", first)
-    return Source(own)
+    fused = next((name for name, stack in tensors.fused.items() if path in stack), None)
+    if fused is None or (own in names and f"{at}{fused}.{kind}" not in names):
+        return Source(own)
+    if path in units:
+        return Source(f"{at}{fused}.{kind}", units=units[path])
+    stack = tensors.fused[fused]
+    first = sum(shapes[f"{_MODEL}{layer}{each}.{kind}"][0] for each in stack[: stack.index(path)])
+    return Source(f"{at}{fused}.{kind}", first)
 
 
 def _plain_source(tensors: TensorNames, at: str, path: str, kind: str, names: Container[str]) -> str:
