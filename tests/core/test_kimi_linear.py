@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from chorus.core.model.config import UnsupportedModel
 from chorus.core.model.decoder import DecoderModel
@@ -121,6 +123,21 @@ def test_what_all_linear_reaches(drive):
     latents, shared = ["q_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"], ("gate_proj", "up_proj", "down_proj")
     found = set(driver.engine.store.get("all").manifest.targets)
     assert found == {*gates, *delta, "b_proj", *latents, *shared, *(f"shared_expert.{each}" for each in shared)}
+
+
+def test_names_of_modules_of_the_published_code(drive, tmp_path):
+    it = make_all_linear(PLAIN)
+    shutil.copytree(it.adapters["all"], tmp_path / "all")
+    file = tmp_path / "all" / "adapter_model.safetensors"
+    tensors = load_file(file)
+    names = {".forget_gate.": ".", ".mlp.shared_experts.": ".block_sparse_moe.shared_experts."}
+    for name, other in names.items():
+        assert any(name in tensor for tensor in tensors)
+        tensors = {tensor.replace(name, other): value for tensor, value in tensors.items()}
+    save_file(tensors, file)
+    driver = drive(it, max_num_seqs=4, adapters={"all": tmp_path / "all"})
+    want = answers(it, driver, 2, seed=1, adapters=("all", None))
+    assert told(driver, want) == want
 
 
 @pytest.mark.parametrize("is_merged", [False, True], ids=["lora", "merged"])

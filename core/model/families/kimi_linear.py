@@ -107,6 +107,10 @@ _NAMES = TensorNames(
     fused={
         "self_attn.conv1d": tuple(f"self_attn.{each}_conv1d" for each in "qkv")
     },  # as transformers has them in memory
+    adapter_names={  # of the modules of published checkpoints' own code
+        **{f"self_attn.{each}": f"self_attn.{each}" for each in _FORGET_GATE[:2]},
+        **{f"mlp.shared_expert.{each}": f"block_sparse_moe.shared_experts.{each}" for each in _MATRICES},
+    },
     wrapped=("self_attn.A_log",),
 )
 KIMI_LINEAR = Family(
