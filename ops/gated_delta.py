@@ -8,6 +8,9 @@ For every token t, from its row `[q, k, v | z | b | a]` of the input projection:
     S      ← S + k ⊗ (beta · sigmoid(b) · (v - kᵀS))     with a constant beta, usually 1
     out     = norm(qᵀS) · silu(z)           of each head of values
 
+With decays of channels (Kimi Delta Attention, arXiv 2510.26692), a has an element for each channel of each head's keys,
+whose rows of S decay by it, and `sigmoid(z)` takes the place of `silu(z)`.
+
 All of it is float32. A draft's inputs are `[q, k, v | b | a]`. See `recurrent` for the states of sequences.
 
 Tests: tests/ops/test_gated_delta.py
@@ -15,7 +18,7 @@ Tests: tests/ops/test_gated_delta.py
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
@@ -50,7 +53,7 @@ class DeltaWeights(RecurrentWeights):
     """`[conv_size, channels]`: each channel's factors of a token's inputs, of the oldest first."""
 
     dt_bias: torch.Tensor
-    """`[v_heads]`."""
+    """`[v_heads]`, or with decays of channels `[v_heads · k_dim]`."""
 
     a_log: torch.Tensor
     """`[v_heads]`."""
@@ -64,13 +67,16 @@ class DeltaWeights(RecurrentWeights):
     beta: float = 1.0
     """Factor of how much of a new value enters the state."""
 
+    by_channel: bool = False
+    """Each channel of a key has a decay, and gates are sigmoids."""
+
     def prompt(self, rows: torch.Tensor, state: RecurrentState) -> torch.Tensor:
         """By chunks, on a GPU by a scan: `[tokens, v_heads · v_dim]`."""
         rows = rows.float()
         convolved = silu(convolve(rows[:, : state.conv.shape[2]], self.conv, state.conv))
         inputs = _inputs(convolved, rows, self, state)
-        recurrent = state.recurrent[0]
-        return (_kernels().scan(*inputs, recurrent) if _uses_kernels(rows) else chunked(inputs, recurrent)).flatten(1)
+        recurrent, has_kernel = state.recurrent[0], _uses_kernels(rows) and not self.by_channel
+        return (_kernels().scan(*inputs, recurrent) if has_kernel else chunked(inputs, recurrent)).flatten(1)
 
     def tokens(self, rows: torch.Tensor, state: RecurrentState) -> torch.Tensor:
         """See `RecurrentWeights.tokens`."""
@@ -82,13 +88,16 @@ class DeltaWeights(RecurrentWeights):
         """The gated norm. Rows have z behind the channels."""
         v_heads, v_dim = len(self.a_log), len(self.norm)
         x = mixed.unflatten(1, (v_heads, v_dim))
-        z = rows[:, -v_heads * (v_dim + 2) : -2 * v_heads].float().unflatten(1, (v_heads, v_dim))
-        x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * self.norm * silu(z)
+        first = self.conv.shape[1]
+        z = rows[:, first : first + v_heads * v_dim].float().unflatten(1, (v_heads, v_dim))
+        gates = sigmoid(z) if self.by_channel else silu(z)
+        x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * self.norm * gates
         return x.flatten(1)
 
     def draft_inputs(self, rows: torch.Tensor, state: RecurrentState) -> torch.Tensor:
         """`[q, k, v | b | a]`."""
-        return torch.cat((rows[:, : state.conv.shape[2]], rows[:, -2 * len(self.a_log) :]), 1).float()
+        last = len(self.a_log) + len(self.dt_bias)
+        return torch.cat((rows[:, : state.conv.shape[2]], rows[:, -last:]), 1).float()
 
     def take_in(self, inputs: torch.Tensor, state: RecurrentState) -> None:
         """See `RecurrentWeights.take_in`."""
@@ -134,9 +143,10 @@ class DeltaInputs(NamedTuple):
     """`[tokens, v_heads, v_dim]`."""
 
     log_decay: torch.Tensor
-    """`[tokens, v_heads]`, as beta."""
+    """`[tokens, v_heads]`, or of channels `[tokens, v_heads, k_dim]`."""
 
     beta: torch.Tensor
+    """`[tokens, v_heads]`."""
 
 
 def _inputs(convolved: torch.Tensor, rows: torch.Tensor, weights: DeltaWeights, state: RecurrentState) -> DeltaInputs:
@@ -147,8 +157,13 @@ def _inputs(convolved: torch.Tensor, rows: torch.Tensor, weights: DeltaWeights, 
     q, k = (_normalised(each.unflatten(1, (-1, k_dim))) for each in (q, k))
     group = v_heads // q.shape[1]
     q, k = ((q * k_dim**-0.5).repeat_interleave(group, dim=1), k.repeat_interleave(group, dim=1))
-    b, a = rows[:, -2 * v_heads :].chunk(2, dim=1)
-    log_decay = -weights.a_log.exp() * softplus(a + weights.dt_bias)
+    last = v_heads, len(weights.dt_bias)
+    b, a = rows[:, -sum(last) :].split(last, dim=1)
+    rates = softplus(a + weights.dt_bias)
+    if weights.by_channel:
+        log_decay = -weights.a_log.exp()[:, None] * rates.unflatten(1, (v_heads, k_dim))
+    else:
+        log_decay = -weights.a_log.exp() * rates
     return DeltaInputs(q, k, v.unflatten(1, (v_heads, v_dim)), log_decay, sigmoid(b) * weights.beta)
 
 
@@ -160,10 +175,15 @@ def _normalised(x: torch.Tensor) -> torch.Tensor:
 def _recurrent(inputs: DeltaInputs, state: torch.Tensor) -> torch.Tensor:
     """One token of each sequence: `[sequences, v_heads, v_dim]`. state: `[sequences, v_heads, k_dim, v_dim]`."""
     q, k, v, log_decay, beta = inputs
-    state *= log_decay.exp()[..., None, None]
+    state *= _of_channels(log_decay).exp()[..., None]
     delta = (v - (state * k[..., None]).sum(-2)) * beta[..., None]
     state += k[..., None] * delta[..., None, :]
     return (state * q[..., None]).sum(-2)
+
+
+def _of_channels(log_decay: torch.Tensor) -> torch.Tensor:
+    """`[tokens, v_heads, k_dim]`, or `[tokens, v_heads, 1]` where a head has one decay."""
+    return log_decay if log_decay.dim() == 3 else log_decay[..., None]
 
 
 def chunked(inputs: DeltaInputs, state: torch.Tensor) -> torch.Tensor:
@@ -173,26 +193,62 @@ def chunked(inputs: DeltaInputs, state: torch.Tensor) -> torch.Tensor:
     deltas u solve a triangular system:
 
         (I + tril(β k kᵀ · D, -1)) u = β (v - exp(Σ log decays) k S)
+
+    With decays of channels, each channel's share of the products k kᵀ and q kᵀ has a D of its own.
     """
     tokens = len(inputs.q)
     chunks = -(-tokens // CHUNK)
-    q, k, v, log_decay, beta = (in_chunks(each, chunks) for each in inputs)
-    total = log_decay.cumsum(-1)  # [v_heads, chunks, CHUNK]
-    later = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=q.device).triu(1)
-    decay = (total[..., :, None] - total[..., None, :]).masked_fill(later, -torch.inf).exp()
-    k_beta, since_start = k * beta[..., None], total.exp()[..., None]
-    system = (k_beta @ k.transpose(-1, -2)) * decay
-    seen = (q @ k.transpose(-1, -2)) * decay
+    q, k, v, log_decay, beta = (
+        in_chunks(each, chunks) for each in inputs._replace(log_decay=_of_channels(inputs.log_decay))
+    )
+    total = log_decay.cumsum(-2)  # [v_heads, chunks, CHUNK, k_dim or 1]
+    k_beta, since_start = k * beta[..., None], total.exp()
+    products = _products_by_channel if inputs.log_decay.dim() == 3 else _products
+    system, seen = products((k_beta, q), k, total)
     of_values, of_state = (
         torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
         for right in (v * beta[..., None], k_beta * since_start)
     )
     q = q * since_start
-    k = k * (total[..., -1:] - total).exp()[..., None]
-    whole = total[..., -1].exp()[..., None, None]
+    k = k * (total[..., -1:, :] - total).exp()
+    whole = total[..., -1, :].exp()[..., None]
     out = torch.empty_like(of_values)
     for chunk in range(chunks):
         deltas = of_values[:, chunk] - of_state[:, chunk] @ state
         out[:, chunk] = q[:, chunk] @ state + seen[:, chunk] @ deltas
         state.mul_(whole[:, chunk]).add_(k[:, chunk].transpose(-1, -2) @ deltas)
     return out.flatten(1, 2)[:, :tokens].transpose(0, 1)
+
+
+def _products(lefts: Sequence[torch.Tensor], right: torch.Tensor, total: torch.Tensor) -> Iterator[torch.Tensor]:
+    """`left · rightᵀ · D` for each left, 0 above the diagonal; see `chunked`. total: `[…, CHUNK, 1]`."""
+    later = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=right.device).triu(1)
+    decay = (total - total.transpose(-1, -2)).masked_fill(later, -torch.inf).exp()
+    return ((left @ right.transpose(-1, -2)) * decay for left in lefts)
+
+
+def _products_by_channel(
+    lefts: Sequence[torch.Tensor], right: torch.Tensor, total: torch.Tensor
+) -> Iterator[torch.Tensor]:
+    """As `_products`, with a D of each channel. total: `[…, CHUNK, k_dim]`."""
+    return (_decayed(left, right, total) for left in lefts)
+
+
+def _decayed(left: torch.Tensor, right: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+    """`Σ left[i, c] · right[j, c] · exp(total[i, c] - total[j, c])` over channels c for j <= i, 0 for others.
+
+    By halves: each factor of a product between halves is a decay from or to the end of the first one, at most 1, so
+    that none overflows however strong decays are. left, right, total: `[…, tokens, k_dim]`, tokens a power of two.
+    """
+    tokens = left.shape[-2]
+    if tokens == 1:
+        return (left * right).sum(-1, keepdim=True)
+    half = tokens // 2
+    border = total[..., half - 1 : half, :]
+    later = left[..., half:, :] * (total[..., half:, :] - border).exp()
+    sooner = right[..., :half, :] * (border - total[..., :half, :]).exp()
+    first, last = _decayed(*(each.unflatten(-2, (2, half)) for each in (left, right, total))).unbind(-3)
+    out = left.new_zeros(*left.shape[:-1], tokens)
+    out[..., :half, :half], out[..., half:, half:] = first, last
+    out[..., half:, :half] = later @ sooner.transpose(-1, -2)
+    return out

@@ -106,6 +106,7 @@ class Module(_Strict):
     section_units: list[int] = []
     experts: int = Field(default=0, ge=0)
     form: str = ""
+    id_of: str = ""
     layers: list[int] = Field(min_length=1)
 
 
@@ -158,6 +159,7 @@ class Geometry(_Strict):
                 section_units=list(each.section_units),
                 experts=each.experts,
                 form=each.form,
+                id_of=each.id_of,
                 layers=list(projections.layers_of(each.name)),
             )
             for each in map(projections.__getitem__, projections.names_with_mixtures)
@@ -175,7 +177,8 @@ class Geometry(_Strict):
             for layer in each.layers:
                 sizes = each.inputs, each.outputs, each.units, tuple(each.sections), each.experts
                 units = tuple(each.section_units)
-                own = Projection(each.path, Group(each.group), *sizes, section_units=units, form=each.form)
+                forms = units, each.form, each.id_of
+                own = Projection(each.path, Group(each.group), *sizes, None, *forms)
                 layers[layer].append(own)
         return Projections(tuple(map(tuple, layers)))
 

@@ -200,7 +200,7 @@ class ModelExecutor(ExecutorBase):
         """Shapes of the share; `whole` has those of the whole model."""
         self.config = model = shard.config(self.whole)
         # a mixture's have tables of their own
-        names = list(dict.fromkeys(each.module for each in model.projections if not each.is_of_mixture))
+        names = list(dict.fromkeys(each.place for each in model.projections if not each.is_of_mixture))
         if len(names) > MAX_MODULES:
             raise UnsupportedModel(
                 f"adapters could change {len(names)} projections of {config.model}, but tables hold {MAX_MODULES} of "

@@ -44,6 +44,7 @@ from .layers import (
     UngatedSpec,
 )
 from .nvtx_spans import span
+from .recurrent import RecurrentSpec
 from .rounding_weight import RoundingWeight
 from .step_lora import ATTN_O, BESIDE_IN, BESIDE_OUT, DOWN, GATE_UP, INPUT_GATE, INPUT_PROJECTION, QKV, StepLora
 
@@ -128,12 +129,24 @@ class Layer:
         rows = x.normed(weights.attention_norm)
         beside = None if second is None else self._beside_in(second, rows)
         own = rows if second is None or second.attention_in == 1.0 else rows * second.attention_in
-        qkv = self._gemm(QKV, own, weights.qkv, weights.qkv_bias)
+        qkv = self._with_gates(self._gemm(QKV, own, weights.qkv, weights.qkv_bias))
         if self._spec.norms not in PARALLEL:
             return qkv, beside
         rows = rows if weights.mlp_norm is None else x.normed(weights.mlp_norm)
         x.rows.add_(self._output(self._feed_forward(rows), x.norm, weights.mlp_out_norm))
         return qkv, beside
+
+    def _with_gates(self, inputs: torch.Tensor) -> torch.Tensor:
+        """The mixer's input, with decays and gates in place of their latents: see `RecurrentSpec.input_parts`."""
+        weights, spec = self._weights, self._spec.mixer
+        if not isinstance(spec, RecurrentSpec) or spec.input_parts is None:
+            return inputs
+        assert weights.decay_up is not None, "the weights are of the spec"
+        assert weights.output_gate_up is not None, "the weights are of the spec"
+        first, gates, further, decays = inputs.split(spec.input_parts, 1)
+        gates = self._added(Group.OUTPUT_GATE_UP, gates.contiguous(), weights.output_gate_up)
+        decays = self._added(Group.DECAY_UP, decays.contiguous(), weights.decay_up)
+        return torch.cat((first, gates, further, decays), 1)
 
     def finish(
         self,

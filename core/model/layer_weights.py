@@ -23,6 +23,8 @@ MERGED_MATRICES = {
     int(Group.KV_UP): "kv_up",
     int(Group.BESIDE_IN): "beside_in",
     int(Group.BESIDE_OUT): "beside_out",
+    int(Group.DECAY_UP): "decay_up",
+    int(Group.OUTPUT_GATE_UP): "output_gate_up",
 }
 
 
@@ -142,3 +144,9 @@ class LayerWeights:
 
     xielu: torch.Tensor | None = None
     """`[4]` float32: see `ops.elementwise.xielu`."""
+
+    decay_up: torch.Tensor | None = None
+    """`[decays, rank]`: a recurrent mixer's decays, of their latents; see `RecurrentSpec.input_parts`."""
+
+    output_gate_up: torch.Tensor | None = None
+    """`[out, rank]`: likewise, the gates of its output."""

@@ -58,10 +58,7 @@ def why_unsupported(config: ModelConfig, dtype: torch.dtype) -> str | None:
         if has:
             return f"it has no {part}, and this model's layers have {has if isinstance(has, str) else 'it'}"
     if config.recurrent is not None and config.recurrent.native_shape() is None:
-        return (
-            f"it has no {config.recurrent.title} with groups of heads that ranks share, with a least time step, or "
-            "without a norm after its gate, which this model has"
-        )
+        return f"it has no {config.recurrent.native_lack}, which this model has"
     pair = 4 // dtype.itemsize
     inner = [config.hidden_size, config.intermediate_size, config.q_size]
     inner += [] if config.recurrent is None else [config.recurrent.out_size]

@@ -15,7 +15,12 @@ from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, ClassVar, Self
 
-from ...memory.pages.layer_projections import conv_projections, linear_projections, mamba_projections
+from ...memory.pages.layer_projections import (
+    channel_projections,
+    conv_projections,
+    linear_projections,
+    mamba_projections,
+)
 from ...memory.pages.projections import Projection
 
 if TYPE_CHECKING:
@@ -115,9 +120,22 @@ class RecurrentSpec(ABC):
         """How the native library has it; None: it can't compute it."""
         return None
 
+    @property
+    def native_lack(self) -> str:
+        """What the native library does not have of mixers of this class."""
+        return self.title
+
     @abstractmethod
     def described(self) -> str:
         """Its shape for users."""
+
+    @property
+    def input_parts(self) -> tuple[int, int, int, int] | None:
+        """Widths of the parts of the input product: its first columns, latents of the output's gates, further columns,
+        and latents of decays. The mixer takes gates and decays in place of their latents. None: it takes the product
+        as it is.
+        """
+        return None
 
     def launch(self, layout: StateLayout) -> Callable[..., None] | None:
         """The launch that steps decoding sequences in pages on a GPU; see `gated_delta.step_in_pages`. None: PyTorch's
@@ -157,6 +175,12 @@ class GatedDeltaSpec(RecurrentSpec):
     parted: bool = False
     """Queries, keys and values have projections and convolutions of their own (OLMo Hybrid)."""
 
+    gate_rank: int = 0
+    """Width of the latents that decays are made of, and of those of the output's gates. Then each channel of a key has
+    a decay, there are as many heads of values as of keys, all is parted, and gates are sigmoids (Kimi Delta Attention,
+    arXiv 2510.26692). 0: each head has a decay, made of the layer's input.
+    """
+
     @property
     def k_size(self) -> int:
         return self.num_k_heads * self.k_dim
@@ -172,8 +196,8 @@ class GatedDeltaSpec(RecurrentSpec):
 
     @property
     def in_size(self) -> int:
-        """Width of the input product: queries, keys and values, then z, b and a."""
-        return self.channels + self.v_size + 2 * self.num_v_heads
+        """Width of the input product: queries, keys and values, then z, b and a; see `input_parts`."""
+        return self.channels + self.v_size + self.num_v_heads + self.num_decays
 
     @property
     def out_size(self) -> int:
@@ -183,7 +207,17 @@ class GatedDeltaSpec(RecurrentSpec):
     @property
     def draft_size(self) -> int:
         """Width of the inputs that make a draft's state: queries, keys and values, then b and a."""
-        return self.channels + 2 * self.num_v_heads
+        return self.channels + self.num_v_heads + self.num_decays
+
+    @property
+    def num_decays(self) -> int:
+        """Decays of a token."""
+        return self.k_size if self.gate_rank else self.num_v_heads
+
+    @property
+    def input_parts(self) -> tuple[int, int, int, int] | None:
+        """See `RecurrentSpec.input_parts`."""
+        return (self.channels, self.gate_rank, self.num_v_heads, self.gate_rank) if self.gate_rank else None
 
     @property
     def recurrent_shape(self) -> tuple[int, int, int]:
@@ -195,16 +229,17 @@ class GatedDeltaSpec(RecurrentSpec):
         """See `RecurrentSpec.tensors`."""
         heads = self.num_k_heads
         conv = ((self.k_size, heads), (self.k_size, heads), (self.v_size, heads))
+        at = "self_attn" if self.gate_rank else "linear_attn"
         each = MixerTensor((self.num_v_heads,), ((self.num_v_heads, heads),))
-        convs = {"linear_attn.conv1d.weight": MixerTensor((self.channels, 1, self.conv_size), conv)}
-        if self.parted:
+        convs = {f"{at}.conv1d.weight": MixerTensor((self.channels, 1, self.conv_size), conv)}
+        if self.parted or self.gate_rank:
             names = zip(_PARTED_CONVS, conv, strict=True)
-            convs = {f"linear_attn.{name}": MixerTensor((own[0], 1, self.conv_size), (own,)) for name, own in names}
+            convs = {f"{at}.{name}": MixerTensor((own[0], 1, self.conv_size), (own,)) for name, own in names}
         return {
             **convs,
-            "linear_attn.dt_bias": each,
-            "linear_attn.A_log": each,
-            "linear_attn.norm.weight": MixerTensor((self.v_dim,)),
+            f"{at}.dt_bias": MixerTensor((self.num_decays,), ((self.num_decays, heads),)),
+            f"{at}.A_log": each,
+            f"{at}.norm.weight": MixerTensor((self.v_dim,)),
         }
 
     def weights(self, tensors: Mapping[str, torch.Tensor]) -> RecurrentWeights:
@@ -214,12 +249,14 @@ class GatedDeltaSpec(RecurrentSpec):
         from ...ops.gated_delta import DeltaWeights  # needs torch
 
         found = {name.partition(".")[2]: tensor for name, tensor in tensors.items()}
-        convs = [found[name] for name in (_PARTED_CONVS if self.parted else ("conv1d.weight",))]
+        convs = [found[name] for name in (("conv1d.weight",) if "conv1d.weight" in found else _PARTED_CONVS)]
         others = found["dt_bias"], found["A_log"], found["norm.weight"]
-        return DeltaWeights(_taps(torch.cat(convs)), *others, self.eps, self.beta)
+        return DeltaWeights(_taps(torch.cat(convs)), *others, self.eps, self.beta, by_channel=bool(self.gate_rank))
 
     def projections(self, hidden: int) -> tuple[Projection, ...]:
         """See `AttentionSpec.projections`."""
+        if self.gate_rank:
+            return channel_projections(hidden, self.k_size, self.v_size, self.num_v_heads, self.gate_rank)
         sizes = self.k_size, self.v_size, self.num_k_heads, self.num_v_heads
         return linear_projections(hidden, *sizes, parted=self.parted)
 
@@ -229,10 +266,18 @@ class GatedDeltaSpec(RecurrentSpec):
 
     def why_not(self, size: int) -> str | None:
         """See `RecurrentSpec.why_not`."""
-        return f"linear_num_key_heads {self.num_k_heads}" if self.num_k_heads % size else None
+        name = "linear_num_heads" if self.gate_rank else "linear_num_key_heads"
+        return f"{name} {self.num_k_heads}" if self.num_k_heads % size else None
 
-    def native_shape(self) -> NativeShape:
-        """See `RecurrentSpec.native_shape`."""
+    @property
+    def native_lack(self) -> str:
+        """See `RecurrentSpec.native_lack`."""
+        return f"{self.title} with a decay of each channel of keys"
+
+    def native_shape(self) -> NativeShape | None:
+        """Not with a decay of each channel of keys."""
+        if self.gate_rank:
+            return None
         from ...ops.native_model import NativeMixer, NativeShape
 
         heads, dims = (self.num_k_heads, self.num_v_heads), (self.k_dim, self.v_dim)
@@ -240,14 +285,15 @@ class GatedDeltaSpec(RecurrentSpec):
 
     def described(self) -> str:
         """See `RecurrentSpec.described`."""
+        decays = " with a decay of each channel" if self.gate_rank else ""
         return (
-            f"{self.title}, with {self.num_k_heads} heads of {self.k_dim} for keys and {self.num_v_heads} of "
+            f"{self.title}{decays}, with {self.num_k_heads} heads of {self.k_dim} for keys and {self.num_v_heads} of "
             f"{self.v_dim} for values"
         )
 
     def launch(self, layout: StateLayout) -> Callable[..., None] | None:
-        """See `RecurrentSpec.launch`. The kernel has no factor of new values."""
-        if self.beta != 1.0:
+        """See `RecurrentSpec.launch`. The kernel has no factor of new values, and no decays of channels."""
+        if self.beta != 1.0 or self.gate_rank:
             return None
         from ...ops.gated_delta import step_in_pages
         from ...ops.gated_delta_schedule import StepConstants
@@ -474,6 +520,14 @@ class MambaSpec(RecurrentSpec):
             return f"the number of Mamba's heads, {self.num_heads},"
         is_shared = self.num_groups > 1 and self.num_groups % size
         return f"the number of Mamba's groups of heads, {self.num_groups}," if is_shared else None
+
+    @property
+    def native_lack(self) -> str:
+        """See `RecurrentSpec.native_lack`."""
+        return (
+            f"{self.title} with groups of heads that ranks share, with a least time step, or without a norm after its "
+            "gate"
+        )
 
     def native_shape(self) -> NativeShape | None:
         """Not where ranks share a group, as its norm is not added up, nor with a least time step or another norm."""

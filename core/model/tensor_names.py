@@ -76,7 +76,8 @@ class TensorNames:
     """A part of a layer → its name in checkpoints that don't have it under that of `names`."""
 
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: MappingProxyType({}))
-    """A name in a layer → the parts whose rows are stacked in that tensor, in order."""
+    """A name in a layer → the parts whose rows are stacked in that tensor, in order; used unless the checkpoint has a
+    tensor for each of them instead."""
 
     by_unit: tuple[str, ...] = ()
     """Tensors of `fused` that have the first unit's rows of each part, then the second unit's, and so on; units are as

@@ -262,19 +262,21 @@ def _layer_source(
 ) -> Source:
     """Where a checkpoint has a part of a layer. part: by `IN_LAYER`. units: see `ModelConfig.unit_rows`."""
     layer, path, kind = part.groups()
-    at, own = f"{prefix}{tensors.layers}{layer.removeprefix('layers')}", f"{_MODEL}{layer}"
+    at = f"{prefix}{tensors.layers}{layer.removeprefix('layers')}"
     if (expert := _EXPERT.match(path)) is not None:
         begin, number, matrix = expert.groups()
-        found = {each: shapes.get(f"{own}{begin}{number}.{each}.weight") for each in _MATRICES}
+        found = {each: shapes.get(f"{_MODEL}{layer}{begin}{number}.{each}.weight") for each in _MATRICES}
         rows = {each: shape[0] for each, shape in found.items() if shape is not None}
         return _expert_source(tensors, at, int(number), matrix, kind, rows=rows, names=names)
-    for name, stack in tensors.fused.items():
-        if path in stack:
-            if path in units:
-                return Source(f"{at}{name}.{kind}", units=units[path])
-            first = sum(shapes[f"{own}{each}.{kind}"][0] for each in stack[: stack.index(path)])
-            return Source(f"{at}{name}.{kind}", first)
-    return Source(_plain_source(tensors, at, path, kind, names))
+    own = _plain_source(tensors, at, path, kind, names)
+    fused = next((name for name, stack in tensors.fused.items() if path in stack), None)
+    if fused is None or (own in names and f"{at}{fused}.{kind}" not in names):
+        return Source(own)
+    if path in units:
+        return Source(f"{at}{fused}.{kind}", units=units[path])
+    stack = tensors.fused[fused]
+    first = sum(shapes[f"{_MODEL}{layer}{each}.{kind}"][0] for each in stack[: stack.index(path)])
+    return Source(f"{at}{fused}.{kind}", first)
 
 
 def _plain_source(tensors: TensorNames, at: str, path: str, kind: str, names: Container[str]) -> str:

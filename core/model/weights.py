@@ -238,6 +238,8 @@ class Weights(ABC):
             q_up=projection(*paths[Group.QUERY_UP]) if Group.QUERY_UP in paths else None,
             kv_up=self.projection(index, *paths[Group.KV_UP]) if Group.KV_UP in paths else None,
             sinks=part(SINKS),
+            decay_up=projection(*paths[Group.DECAY_UP]) if Group.DECAY_UP in paths else None,
+            output_gate_up=projection(*paths[Group.OUTPUT_GATE_UP]) if Group.OUTPUT_GATE_UP in paths else None,
             input_gate=projection(OUTPUT_GATE) if spec.input_size else None,
             input_projection=projection(OUTPUT_PROJECTION) if spec.input_size else None,
             input_norm=norm(OUTPUT_NORM),

@@ -77,12 +77,21 @@ class Group(IntEnum):
 
     LOW_RANK_UP = 22
 
+    DECAY_UP = 23
+    """Of a recurrent mixer: decays, from their latents."""
+
+    OUTPUT_GATE_UP = 24
+    """Likewise, gates of its output."""
+
 
 #: Those of a layer.
 LAYER_GROUPS = (Group.MIXER_IN, Group.MIXER_OUT, Group.GATE_UP, Group.DOWN)
 
 #: Further ones of a layer with latent attention.
 LATENT_GROUPS = (Group.QUERY_UP, Group.KV_UP)
+
+#: Further ones of a layer with a recurrent mixer whose gates have latents.
+GATE_GROUPS = (Group.DECAY_UP, Group.OUTPUT_GATE_UP)
 
 #: Those of a layer's mixture of experts.
 MIXTURE_GROUPS = (
@@ -104,7 +113,7 @@ BESIDE_GROUPS = (Group.BESIDE_IN, Group.BESIDE_OUT)
 LOW_RANK_GROUPS = (Group.LOW_RANK_DOWN, Group.LOW_RANK_UP)
 
 #: Those that some layers have besides `LAYER_GROUPS`, outside mixtures of experts.
-FURTHER_GROUPS = (*LATENT_GROUPS, *INPUT_GROUPS, *BESIDE_GROUPS, *LOW_RANK_GROUPS)
+FURTHER_GROUPS = (*LATENT_GROUPS, *INPUT_GROUPS, *GATE_GROUPS, *BESIDE_GROUPS, *LOW_RANK_GROUPS)
 
 _MODEL_GROUPS = (Group.EMBEDDING, Group.HEAD, Group.EMBEDDING_ROWS, Group.HEAD_ROWS, Group.INPUTS)
 
@@ -149,6 +158,14 @@ class Projection:
 
     form: str = ""
     """Tells those of one module apart, where layers have it in different shapes."""
+
+    id_of: str = ""
+    """The module whose id it has, where no layer has both; empty: its own. So more modules fit into tables of ids."""
+
+    @property
+    def place(self) -> str:
+        """The module whose id it has."""
+        return self.id_of or self.module
 
     @property
     def module(self) -> str:
@@ -284,8 +301,8 @@ class Product(NamedTuple):
 @dataclass(frozen=True)
 class Projections:
     """The table of a model. A module's index in it is its projections' id everywhere, whatever their form: a layer has
-    one of them. It is in the order of groups, those of mixtures of experts after the model's own: tables with room for
-    few projections leave them out.
+    one of them. Modules that no layer has together may have one id, see `Projection.id_of`. It is in the order of
+    groups, those of mixtures of experts after the model's own: tables with room for few projections leave them out.
 
     Raises ValueError for projections of one name that are not equal.
     """
@@ -435,8 +452,8 @@ class Projections:
 
     @cached_property
     def _ids(self) -> dict[str, int]:
-        places = {each.module: index for index, each in enumerate(self._of_ids)}
-        return {each.name: places[each.module] for each in self._all}
+        places = {each.place: index for index, each in enumerate(self._of_ids)}
+        return {each.name: places[each.place] for each in self._all}
 
     @cached_property
     def _by_name(self) -> dict[str, Projection]:
@@ -447,7 +464,7 @@ class Projections:
         """The first form of each module, by id."""
         found: dict[str, Projection] = {}
         for each in self._all:
-            found.setdefault(each.module, each)
+            found.setdefault(each.place, each)
         return tuple(found.values())
 
     @cached_property

@@ -79,7 +79,7 @@ def test_adapters_target_what_they_are_named_for(mixture, drive, family):
     store = drive(it).engine.store
     targets = {name: store.get(name).manifest.targets for name in ADAPTERS}
     assert "gate" in targets["r4-router"]
-    has_shared = family.startswith(("glm", "qwen3.5", "deepseek", "granite-4", "llama-4", "nemotron"))
+    has_shared = family.startswith(("glm", "qwen3.5", "deepseek", "granite-4", "kimi", "llama-4", "nemotron"))
     assert has_shared == ("shared_expert.down_proj" in targets["r5-shared"])
     assert family.startswith("qwen3.5") == ("shared_expert_gate" in targets["r5-shared"])
 
@@ -210,8 +210,9 @@ def logprobs_of(driver, prompt, beside):
     return driver.drain()["it"].logprobs
 
 
-@few_families
+@families(of=[name for name in EXPERTS if not name.startswith("kimi")])
 def test_bits_of_base_rows_do_not_change_beside_adapters(mixture, drive, family):
+    """Not of Kimi Linear: over latents, PyTorch's operators sum as many terms as the batch's longest sequence has."""
     it, rng = mixture(family), random.Random(family)
     prompts = [[rng.randrange(3, 150) for _ in range(rng.randint(5, 40))] for _ in range(6)]
     with_adapters, with_base = (

@@ -42,7 +42,7 @@ BF16_ERROR = 8e-2
 most 5.9e-2.
 """
 
-WITH_STATES = ("qwen3.5-moe", "lfm2-moe", "granite-4-h-moe", "nemotron-3")
+WITH_STATES = ("qwen3.5-moe", "lfm2-moe", "granite-4-h-moe", "nemotron-3", "kimi-linear", "kimi-linear-q-latents")
 
 WITHOUT_STATES = [name for name in EXPERTS if name not in WITH_STATES]
 """Families of attention alone. A CPU has no room for the states of a step that is launched ahead; and in bfloat16 one

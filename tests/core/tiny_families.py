@@ -522,6 +522,11 @@ QWEN3_MOE = {
     "head_dim": 16, "num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 40, "norm_topk_prob": True,
 }  # fmt: skip
 
+KIMI_LINEAR = {
+    **LATENT, "num_experts": 16, "num_experts_per_token": 3, "moe_intermediate_size": 40, "routed_scaling_factor": 1.5,
+    "linear_head_dim": 16, "linear_num_heads": 4, "num_hidden_layers": 4, "pad_token_id": 0,
+}  # fmt: skip
+
 #: Families with a mixture of experts, likewise.
 EXPERTS: dict[str, tuple[str, dict[str, Any], str]] = {
     "mixtral": ("MixtralConfig", {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": None}, "50GB"),
@@ -648,6 +653,20 @@ EXPERTS: dict[str, tuple[str, dict[str, Any], str]] = {
          "moe_intermediate_size": 40, "moe_shared_expert_intermediate_size": 56, "routed_scaling_factor": 1.5,
          "n_group": 4, "topk_group": 2},
         "50GB",
+    ),
+    "kimi-linear": (
+        "KimiLinearConfig",
+        {**KIMI_LINEAR, "q_lora_rank": None, "num_expert_group": 4, "topk_group": 2,
+         "layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention"]},
+        "50GB",
+    ),
+    "kimi-linear-q-latents": (
+        "KimiLinearConfig",
+        {**KIMI_LINEAR, "layer_types": ["full_attention", "linear_attention", "linear_attention", "full_attention"],
+         "mlp_layer_types": ["sparse", "dense", "sparse", "sparse"], "attention_bias": True,
+         "linear_head_dim": 12, "linear_num_heads": 2, "linear_conv_kernel_dim": 3, "num_shared_experts": 2,
+         "moe_renormalize": False, "hidden_size": 48},
+        "20KB",
     ),
     "granite-4-h-moe": (
         "GraniteMoeHybridConfig",
@@ -820,15 +839,17 @@ RENAMED: dict[str, tuple[str, dict[str, Any], str]] = {
 
 ATTENTION, MLP = ["q_proj", "k_proj", "v_proj", "o_proj"], ["gate_proj", "up_proj", "down_proj"]
 LINEAR = ["in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"]
+OF_CHANNELS = ["q_proj@linear", "k_proj@linear", "v_proj@linear", "o_proj@linear", "b_proj"]
+GATES = ["f_a_proj", "f_b_proj", "g_a_proj", "g_b_proj"]
 LATENTS = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"]
 NO_OUT_PROJ = ("nemotron-h", "nemotron-3", "falcon-h1")
 """Names of families on whose `out_proj` PEFT puts no LoRA."""
 
 #: name → (rank, alpha, targets), of which a model has some
 ADAPTERS = {
-    "r3-all": (3, 6, [*ATTENTION, "g_proj", *LINEAR, "in_proj", *LATENTS, *MLP]),
-    "r8-qv": (8, 16, ["q_proj", "v_proj", "in_proj_b", "in_proj", "kv_b_proj"]),
-    "r17-o-mlp": (17, 8, ["o_proj", "out_proj", *MLP]),
+    "r3-all": (3, 6, [*ATTENTION, "g_proj", *LINEAR, *OF_CHANNELS, *GATES, "in_proj", *LATENTS, *MLP]),
+    "r8-qv": (8, 16, ["q_proj", "v_proj", "in_proj_b", "in_proj", "kv_b_proj", "v_proj@linear", "f_b_proj"]),
+    "r17-o-mlp": (17, 8, ["o_proj", "out_proj", "o_proj@linear", *MLP]),
 }
 
 
@@ -852,7 +873,7 @@ class Tiny:
     def watched(self, reference: Any) -> Any:
         """A reference whose choices of experts are noted."""
         for module in reference.modules():
-            if type(module).__name__.endswith(("Router", "Gate")):
+            if type(module).__name__.endswith(("Router", "Gate")) and not hasattr(module, "f_a_proj"):
                 module.register_forward_hook(self._note_router)
         return reference
 
@@ -967,6 +988,8 @@ def randomise(model: torch.nn.Module) -> None:
                 parameter.normal_()
             elif ".act_fn." in name:
                 parameter.uniform_(-1, 1)
+            elif name.endswith("forget_gate.A_log"):  # else most states would forget all but the last token
+                parameter.uniform_(-5, 1)
         for name, buffer in model.named_buffers():
             if name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.normal_(0, 0.3)

@@ -15,6 +15,7 @@ from ..config import ModelConfig
 from ..config_json import ConfigJson
 from ..family import Family
 from ..layers import AttentionSpec, HeadNorm, Routing
+from ..recurrent import RecurrentSpec
 from ..tensor_names import LATENT_NORMS, LLAMA_NORMS, TEXT_AND_IMAGES, TensorNames
 from . import latent, reading
 
@@ -50,13 +51,13 @@ def _attention(fields: ConfigJson, head_norm: HeadNorm | None = None) -> Attenti
 
 def model(
     fields: ConfigJson,
-    attention: AttentionSpec | Sequence[AttentionSpec],
+    mixer: AttentionSpec | Sequence[AttentionSpec | RecurrentSpec],
     tensors: TensorNames = TENSORS,
     *,
     routing: Routing | None = None,
     has_experts: Sequence[bool] = (),
 ) -> ModelConfig:
-    """Some dense layers, and then layers with experts as DeepSeek-V3 has them. attention: of all layers, or of each.
+    """Some dense layers, and then layers with experts as DeepSeek-V3 has them. mixer: of all layers, or of each.
     tensors: draft layers after the last are left out, too. routing: None: DeepSeek-V3's. has_experts: which layers
     have; empty: those after the first ones.
     """
@@ -64,12 +65,12 @@ def model(
     shared = reading.number_of(fields, "n_shared_experts") * size
     experts = reading.experts(fields, routing or reading.routing_in_groups(fields), shared_size=shared)
     first = reading.number_of(fields, "first_k_dense_replace")
-    attentions = [attention] * count if isinstance(attention, AttentionSpec) else attention
+    mixers = [mixer] * count if isinstance(mixer, AttentionSpec) else mixer
     has_experts = has_experts or [index >= first for index in range(count)]
-    layers = reading.layers_with_experts(fields, attentions, experts, has_experts)
+    layers = reading.layers_with_experts(fields, mixers, experts, has_experts)
     drafts = range(count, count + reading.number_of(fields, "num_nextn_predict_layers"))
     left_out = (f"{prefix}layers.{layer}." for layer in drafts for prefix in tensors.prefixes if prefix)
-    if not attentions[0].latent:
+    if not any(isinstance(each, AttentionSpec) and each.latent for each in mixers):
         names = {part: name for part, name in tensors.names.items() if part not in LATENT_NORMS}
         tensors = replace(tensors, names=names)
     tensors = replace(tensors, left_out=(*tensors.left_out, *left_out))

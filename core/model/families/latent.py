@@ -21,25 +21,29 @@ DEFAULTS = {
 }
 
 
-def attention(fields: ConfigJson, *, interleaved: bool, growth: QueryGrowth | None = None) -> AttentionSpec:
-    """interleaved: how rotated elements are paired."""
+def attention(
+    fields: ConfigJson, *, interleaved: bool = False, growth: QueryGrowth | None = None, rotates: bool = True
+) -> AttentionSpec:
+    """interleaved: how rotated elements are paired. rotates: False: they are not rotated, whatever their name (Kimi
+    Linear).
+    """
     heads, q_rank = fields.integer("num_attention_heads"), fields.optional("q_lora_rank") or 0
     kv_heads = fields.optional("num_key_value_heads") or heads
     if kv_heads != heads:
         raise fields.refuse("num_key_value_heads", f"latents serve all heads, and num_attention_heads is {heads}")
     sizes = (fields.integer(name) for name in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
     kv_rank, key_dim, rotated_dim, value_dim = sizes
-    if rotated_dim % 2:
+    if rotates and rotated_dim % 2:
         raise fields.refuse("qk_rope_head_dim", "rotary embedding needs an even one")
     bias = fields.boolean("attention_bias")
     if bias and not q_rank:
         raise fields.refuse("attention_bias", "biases are not supported where queries have no latents")
-    rope = _rope(fields, key_dim, rotated_dim, interleaved=interleaved)
+    rope = _rope(fields, key_dim, rotated_dim, interleaved=interleaved) if rotates else None
     return AttentionSpec(
         num_heads=heads,
         num_kv_heads=1,
         head_dim=kv_rank + rotated_dim,
-        scale=_scale(fields, rope, key_dim + rotated_dim),
+        scale=(key_dim + rotated_dim) ** -0.5 if rope is None else _scale(fields, rope, key_dim + rotated_dim),
         rope=rope,
         qkv_bias=bias,
         o_bias=bias,

@@ -25,6 +25,7 @@ from ..layers import (
     UngatedActivation,
     UngatedSpec,
 )
+from ..recurrent import RecurrentSpec
 from ..rope_config import ROPE_TYPES, RopeConfig
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -319,11 +320,14 @@ def layer_types(fields: ConfigJson, pattern: int, other: str = SLIDING) -> list[
 
 
 def layers_with_experts(
-    fields: ConfigJson, attentions: Sequence[AttentionSpec], experts: Experts, has_experts: Sequence[bool]
+    fields: ConfigJson,
+    mixers: Sequence[AttentionSpec | RecurrentSpec],
+    experts: Experts,
+    has_experts: Sequence[bool],
 ) -> list[LayerSpec]:
     """Layers with these mixers, some of them with experts and the others with a dense part."""
     plain = experts if all(has_experts) else gated(fields)
-    return [LayerSpec(each, experts if it else plain) for each, it in zip(attentions, has_experts, strict=True)]
+    return [LayerSpec(each, experts if it else plain) for each, it in zip(mixers, has_experts, strict=True)]
 
 
 def dense(fields: ConfigJson, layers: Sequence[LayerSpec], norm: NormSpec, **others: Any) -> ModelConfig:

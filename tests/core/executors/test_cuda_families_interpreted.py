@@ -272,6 +272,17 @@ def test_recurrent_states(tiny, drive, family, mixed_graph_tokens):
     assert driver.executor.inner.captured
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("mixed_graph_tokens", MIXED)
+def test_states_whose_channels_decay_beside_latents(tiny, drive, triton, mixed_graph_tokens):
+    """PyTorch's operators step the states within captured steps, whose adapters are on latents of gates, too."""
+    it = tiny("kimi-linear")
+    driver = drive(it, ["r3-all"], mixed_graph_tokens=mixed_graph_tokens, max_num_seqs=2)
+    check(it, driver, (None, 30, 4), (None, 7, 6), ("r3-all", 7, 5))
+    assert driver.engine.stats().num_async_steps
+    assert StepMode.LORA in {captured.form.mode for captured in driver.executor.inner.captured}
+
+
 on_ranks = pytest.mark.skipif(not native_library.available(torch.float32), reason="ranks meet by the native library")
 
 

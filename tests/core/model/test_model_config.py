@@ -144,6 +144,7 @@ OWN_SHAPES = {
     "DeepseekV2ForCausalLM": {"num_experts_per_tok": 6},
     "DeepseekV3ForCausalLM": {"num_key_value_heads": 64},
     "Glm4MoeLiteForCausalLM": {"num_key_value_heads": 64},
+    "KimiLinearForCausalLM": {"num_key_value_heads": 64},
 }
 
 

@@ -1,0 +1,145 @@
+"""Kimi Linear: layers of Kimi Delta Attention, which is Gated DeltaNet with a decay of each channel of keys, and layers
+of latent attention without rope; DeepSeek-V3's experts after the first layers.
+
+Tests: tests/core/test_kimi_linear.py
+"""
+
+from __future__ import annotations
+
+from ..config import ModelConfig
+from ..config_json import ConfigJson
+from ..family import Family
+from ..recurrent import GatedDeltaSpec
+from ..tensor_names import TensorNames
+from . import glm_moe, latent, reading
+
+_LINEAR = "linear_attention"
+
+#: Names of fields here, and in checkpoints.
+_FIELDS = {
+    "max_position_embeddings": "model_max_length",
+    "norm_topk_prob": "moe_renormalize",
+    "n_group": "num_expert_group",
+    "n_routed_experts": "num_experts",
+    "num_experts_per_tok": "num_experts_per_token",
+    "n_shared_experts": "num_shared_experts",
+}
+
+#: Fields of `linear_attn_config` in published checkpoints, and transformers' names.
+_LINEAR_FIELDS = {
+    "head_dim": "linear_head_dim",
+    "num_heads": "linear_num_heads",
+    "short_conv_kernel_size": "linear_conv_kernel_dim",
+}
+
+
+def _read(fields: ConfigJson) -> ModelConfig:
+    fields = reading.renamed(fields, _FIELDS)
+    linear = fields.object("linear_attn_config") or ConfigJson(fields.path, {}, "linear_attn_config.")
+    inner = {name: linear.integer(own) for own, name in _LINEAR_FIELDS.items() if linear.has(own)}
+    fields = fields.with_values(inner)
+    _check(fields)
+    mixers = {reading.FULL: latent.attention(fields, rotates=False), _LINEAR: _delta(fields)}
+    types = _layer_types(fields, linear)
+    has_experts = reading.mlp_layer_types(fields, reading.number_of(fields, "first_k_dense_replace"))
+    return glm_moe.model(fields, [mixers[kind] for kind in types], _NAMES, has_experts=has_experts)
+
+
+def _check(fields: ConfigJson) -> None:
+    """Refuse what transformers leaves out for this family."""
+    if (activation := fields.text("hidden_act", "silu")) != "silu":
+        raise fields.refuse("hidden_act", f"Kimi Delta Attention is supported with silu alone, not with {activation}")
+    if (scoring := fields.text("moe_router_activation_func", "sigmoid")) != "sigmoid":
+        raise fields.refuse("moe_router_activation_func", f"{scoring} is not supported; supported: sigmoid")
+    if fields.integer("moe_layer_freq", 1) != 1:
+        raise fields.refuse("moe_layer_freq", "only experts in every layer after the dense ones are supported")
+    if not fields.boolean("mla_use_nope", True):
+        raise fields.refuse("mla_use_nope", "transformers rotates no queries and keys of this family")
+    if fields.boolean("tie_word_embeddings"):
+        raise fields.refuse("tie_word_embeddings", "transformers does not tie them for this family; set it to false")
+
+
+def _delta(fields: ConfigJson) -> GatedDeltaSpec:
+    heads, size = fields.integer("linear_num_heads"), fields.integer("linear_head_dim")
+    return GatedDeltaSpec(
+        heads,
+        heads,
+        k_dim=size,
+        v_dim=size,
+        eps=reading.rms_norm(fields).eps,
+        conv_size=fields.integer("linear_conv_kernel_dim", least=2),
+        gate_rank=size,
+    )
+
+
+def _layer_types(fields: ConfigJson, linear: ConfigJson) -> list[str]:
+    """`layer_types`; else by the numbers of layers in `linear_attn_config`, from 1; else every fourth layer after the
+    first has attention.
+    """
+    count = fields.integer("num_hidden_layers")
+    if fields.texts("layer_types"):
+        return reading.layer_types(fields, 4, other=_LINEAR)
+    if not (linear.has("full_attn_layers") and linear.has("kda_layers")):
+        return [reading.FULL if index and index % 4 == 0 else _LINEAR for index in range(count)]
+    full, delta = (set(linear.indices(name)) for name in ("full_attn_layers", "kda_layers"))
+    if full & delta or full | delta != set(range(1, count + 1)):
+        raise linear.refuse(
+            "kda_layers", f"it and full_attn_layers must have each of the layers 1 to {count} in one of them"
+        )
+    return [reading.FULL if number in full else _LINEAR for number in range(1, count + 1)]
+
+
+_MATRICES = ("gate_proj", "up_proj", "down_proj")
+_LETTERS = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+_FORGET_GATE = ("f_a_proj", "f_b_proj", "A_log", "dt_bias")
+_NAMES = TensorNames(
+    names={
+        **glm_moe.NAMES,
+        **{f"self_attn.{each}": f"self_attn.forget_gate.{each}" for each in _FORGET_GATE},
+        "self_attn.norm": "self_attn.o_norm",
+        **{f"mlp.experts.{{}}.{each}": f"block_sparse_moe.experts.{{}}.{_LETTERS[each]}" for each in _MATRICES},
+    },
+    older={
+        "mlp.gate": "block_sparse_moe.gate",
+        **{f"mlp.shared_expert.{each}": f"block_sparse_moe.shared_experts.{each}" for each in _MATRICES},
+        **{f"mlp.{each}": f"block_sparse_moe.{each}" for each in _MATRICES},  # as transformers saves dense layers
+    },
+    fused={
+        "self_attn.conv1d": tuple(f"self_attn.{each}_conv1d" for each in "qkv")
+    },  # as transformers has them in memory
+    adapter_names={  # of the modules of published checkpoints' own code
+        **{f"self_attn.{each}": f"self_attn.{each}" for each in _FORGET_GATE[:2]},
+        **{f"mlp.shared_expert.{each}": f"block_sparse_moe.shared_experts.{each}" for each in _MATRICES},
+    },
+    wrapped=("self_attn.A_log",),
+)
+KIMI_LINEAR = Family(
+    "Kimi Linear",
+    ("KimiLinearForCausalLM",),
+    _read,
+    {
+        **latent.DEFAULTS,
+        "q_lora_rank": None,
+        "max_position_embeddings": 1048576,
+        "rms_norm_eps": 1e-5,
+        "intermediate_size": 9216,
+        "moe_intermediate_size": 1024,
+        "n_shared_experts": 1,
+        "n_routed_experts": 256,
+        "num_experts_per_tok": 8,
+        "routed_scaling_factor": 2.446,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "norm_topk_prob": True,
+        "num_nextn_predict_layers": 0,
+        "linear_head_dim": 128,
+        "linear_num_heads": 32,
+        "linear_conv_kernel_dim": 4,
+    },
+    _NAMES,
+    notes=(
+        f"latents are kept, not keys and values; {reading.EXPERTS_NOTE}; draft layers after the last are left out; "
+        "in 16 bits with `--block-tokens 32` at least"
+    ),
+)
