@@ -60,7 +60,7 @@ class RecurrentState:
 class RecurrentWeights(ABC):
     """A layer's mixer: its tensors besides the projections, in float32, and its formula.
 
-    Rows are of the input projection: `[tokens, in_size]`. What a mixer computes of a sequence doesn't depend on others.
+    Rows are the mixer's input: `[tokens, in_size]`. What a mixer computes of a sequence doesn't depend on others.
     Of several TP ranks, each has a share of the heads or channels.
     """
 

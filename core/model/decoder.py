@@ -266,19 +266,23 @@ class DecoderModel:
                 flow.inputs.copy_(inputs)
             self._streams.split(rows, x)
         if index < len(self.layers) and self._mixes[index]:
-            layer = self._layer(index, batch)
-            inputs, beside = layer.begin(x)
-            if self._recurrent[index] is not None:
-                flow.recurrent_in.copy_(inputs if beside is None else beside)
-            if self._attention[index] is None:
-                return
-            _, gates = self._query(layer, inputs, index, batch, self._rotations(batch), flow.q[self._forms[index]])
-            if gates is not None:
-                flow.gates.copy_(gates)
+            self._begin(index, batch, flow, x)
         elif x.added is not None:
             x.normed(None)
         if index == len(self.layers):
             self._streams.join(x, rows)
+
+    def _begin(self, index: int, batch: Batch, flow: Flow, x: Residual) -> None:
+        """Leave in `flow` what a layer's mixers read."""
+        layer = self._layer(index, batch)
+        inputs, beside = layer.begin(x)
+        if self._recurrent[index] is not None:
+            flow.recurrent_in.copy_(inputs if beside is None else beside)
+        if self._attention[index] is None:
+            return
+        _, gates = self._query(layer, inputs, index, batch, self._rotations(batch), flow.q[self._forms[index]])
+        if gates is not None:
+            flow.gates.copy_(gates)
 
     def _mixed_flow(self, index: int, flow: Flow) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """The output of a layer's mixer, and of the one beside it, for the next piece; None where it has none."""

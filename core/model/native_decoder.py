@@ -79,6 +79,7 @@ def why_unsupported(config: ModelConfig, dtype: torch.dtype) -> str | None:
 def _other_parts(config: ModelConfig) -> dict[str, bool | str]:
     """Parts that the native decoder does not have, and whether a model has them, or what of them."""
     mixers = config.attention_layers
+    gated = [it.dense for it in config.layers if isinstance(it.dense, GatedSpec)]
     return {
         "layer of one part": "such" if not all(layer.is_whole for layer in config.layers) else False,
         "mixture of experts": f"{config.num_experts} experts" if config.num_experts else False,
@@ -99,13 +100,10 @@ def _other_parts(config: ModelConfig) -> dict[str, bool | str]:
         "norm of embeddings": config.embedding_norm,
         "LayerNorm of heads": any(mixer.head_norm is HeadNorm.OWN for mixer in mixers),
         "recurrent mixer beside attention": any(layer.mixer_beside is not None for layer in config.layers),
-        "factor of a gated part": any(
-            isinstance(part := layer.feed_forward, GatedSpec) and (part.gate_factor, part.factor) != (1.0, 1.0)
-            for layer in config.layers
-        ),
+        "factor of a gated part": any((it.gate_factor, it.factor) != (1.0, 1.0) for it in gated),
         "embedding of tokens of images and sound": bool(config.media),
         "residual of several streams": config.streams is not None,
-        "sparse gate": any(layer.dense.sparsity for layer in config.layers if isinstance(layer.dense, GatedSpec)),
+        "sparse gate": any(it.sparsity for it in gated),
         "norm of heads after they are rotated": any(mixer.head_norm is HeadNorm.ROTATED for mixer in mixers),
     }
 

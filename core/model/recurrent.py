@@ -61,7 +61,7 @@ class RecurrentSpec(ABC):
     @property
     @abstractmethod
     def in_size(self) -> int:
-        """Width of the input projection."""
+        """Width of the mixer's input: of the input product, unless `input_parts` says otherwise."""
 
     @property
     @abstractmethod

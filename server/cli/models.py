@@ -12,7 +12,7 @@ from ..checkpoints.pull import PullError, resolve_model
 
 if TYPE_CHECKING:
     from ...core.model.config import ModelConfig
-    from ...core.model.layers import AttentionSpec
+    from ...core.model.layers import AttentionSpec, Experts
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -83,6 +83,11 @@ def _heads(mixer: AttentionSpec) -> str:
     return f"{mixer.num_heads} heads of {mixer.head_dim}, {mixer.num_kv_heads} KV heads"
 
 
+def _experts(experts: Experts) -> str:
+    shared = f", and one of {experts.shared_size} for all" if experts.shared_size else ""
+    return f"{experts.count} experts of {experts.size}, {experts.routing.per_token} for each token{shared}"
+
+
 def described(directory: Path) -> list[str]:
     """What a checkpoint's configuration says. Raises UnsupportedModel if it would not be served."""
     from ...core.model.families.reading import EXPERTS_NOTE
@@ -105,11 +110,7 @@ def described(directory: Path) -> list[str]:
         lines.append(f"weights: {form}, {_kept(model)}")
     if experts := model.experts:
         count = sum(layer.experts is not None for layer in model.layers)
-        shared = f", and one of {experts.shared_size} for all" if experts.shared_size else ""
-        lines.append(
-            f"{count} layers have {experts.count} experts of {experts.size}, {experts.routing.per_token} for each token"
-            f"{shared}; {EXPERTS_NOTE}"
-        )
+        lines.append(f"{count} layers have {_experts(experts)}; {EXPERTS_NOTE}")
     for (seen, rope), count in kinds.items():
         turned = "no rope" if rope is None else f"{rope.type} rope of base {rope.theta:g}"
         lines.append(f"{count} layers see {seen}, with {turned}")
