@@ -79,8 +79,7 @@ def why_unsupported(config: ModelConfig, dtype: torch.dtype) -> str | None:
 def _other_parts(config: ModelConfig) -> dict[str, bool | str]:
     """Parts that the native decoder does not have, and whether a model has them, or what of them."""
     mixers = config.attention_layers
-    gated = [it.dense for it in config.layers if isinstance(it.dense, GatedSpec)]
-    return {
+    return _other_gates(config) | {
         "layer of one part": "such" if not all(layer.is_whole for layer in config.layers) else False,
         "mixture of experts": f"{config.num_experts} experts" if config.num_experts else False,
         "latent attention": any(mixer.latent is not None for mixer in mixers),
@@ -91,7 +90,6 @@ def _other_parts(config: ModelConfig) -> dict[str, bool | str]:
         "attention with another layer's keys": len(config.kv_layers) < len(mixers),
         "norm of values": any(mixer.value_norm for mixer in mixers),
         "factor of a layer's output": any(layer.scaled for layer in config.layers),
-        "feed-forward part without a gate": any(isinstance(it.feed_forward, UngatedSpec) for it in config.layers),
         "norm with a bias": config.norm.biased,
         "bias of the output projection": config.head_bias,
         "norm of a parallel part's own": any(it.norms is Norms.PARALLEL_APART for it in config.layers),
@@ -100,11 +98,19 @@ def _other_parts(config: ModelConfig) -> dict[str, bool | str]:
         "norm of embeddings": config.embedding_norm,
         "LayerNorm of heads": any(mixer.head_norm is HeadNorm.OWN for mixer in mixers),
         "recurrent mixer beside attention": any(layer.mixer_beside is not None for layer in config.layers),
-        "factor of a gated part": any((it.gate_factor, it.factor) != (1.0, 1.0) for it in gated),
         "embedding of tokens of images and sound": bool(config.media),
         "residual of several streams": config.streams is not None,
-        "sparse gate": any(it.sparsity for it in gated),
         "norm of heads after they are rotated": any(mixer.head_norm is HeadNorm.ROTATED for mixer in mixers),
+    }
+
+
+def _other_gates(config: ModelConfig) -> dict[str, bool | str]:
+    """Likewise, of feed-forward parts."""
+    gated = [it.dense for it in config.layers if isinstance(it.dense, GatedSpec)]
+    return {
+        "feed-forward part without a gate": any(isinstance(it.feed_forward, UngatedSpec) for it in config.layers),
+        "factor of a gated part": any((it.gate_factor, it.factor) != (1.0, 1.0) for it in gated),
+        "sparse gate": any(it.sparsity for it in gated),
     }
 
 
