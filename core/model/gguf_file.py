@@ -1,4 +1,4 @@
-"""GGUF files: their metadata, and their tensors as the checkpoint that the file was made from has them.
+"""GGUF files: their metadata, and their tensors as they are stored, dequantised.
 
 Tests: tests/core/test_gguf.py
 """
@@ -6,17 +6,13 @@ Tests: tests/core/test_gguf.py
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from .checkpoint import Checkpoint, TensorEntry
 from .config_json import UnsupportedModel
-from .gguf_places import Place, Stored, places
-from .quantization.group_scaled import row_chunks
 
 if TYPE_CHECKING:
     import numpy as np
@@ -24,7 +20,7 @@ if TYPE_CHECKING:
 
 SUFFIX = ".gguf"
 
-_MEND = "download the file again"
+MEND = "download the file again"
 
 
 def gguf_in(directory: Path) -> Path | None:
@@ -36,6 +32,24 @@ def gguf_in(directory: Path) -> Path | None:
         names = ", ".join(file.name for file in files)
         raise UnsupportedModel(f"{directory}: has several GGUF files ({names}); give the file itself as the model")
     return files[0]
+
+
+class Stored(NamedTuple):
+    """A tensor of a file, or a part of it, as a matrix or a vector."""
+
+    tensor: str
+
+    expert: int | None = None
+    """Of a tensor of all experts' matrices: whose it is."""
+
+    heads: bool = False
+    """It is `[heads, rows, columns]`; the rows of all heads follow one another."""
+
+    transposed: bool = False
+    """Of a tensor of heads: it is `[heads, columns, rows]`."""
+
+    row: bool = False
+    """It is a vector that stands for a matrix of one row."""
 
 
 class GgufFile:
@@ -57,7 +71,7 @@ class GgufFile:
             LookupError,
             TypeError,
         ) as error:  # numpy raises some of these beyond a file's end, too
-            raise UnsupportedModel(f"{path}: cannot be read as GGUF: {error}; {_MEND}") from error
+            raise UnsupportedModel(f"{path}: cannot be read as GGUF: {error}; {MEND}") from error
         self.tensors = {tensor.name: tensor for tensor in self._reader.tensors}
         self._asked: set[str] = set()
         if (count := self.get("split.count", 1)) != 1:
@@ -126,53 +140,5 @@ class GgufFile:
         except NotImplementedError as error:
             raise UnsupportedModel(f"{self.path}: tensor {name} is stored as {how.name}: {error}") from None
         if not bool(values.isfinite().all()):
-            raise UnsupportedModel(f"{self.path}: tensor {name} has values that are not finite numbers; {_MEND}")
+            raise UnsupportedModel(f"{self.path}: tensor {name} has values that are not finite numbers; {MEND}")
         return values
-
-
-class GgufCheckpoint(Checkpoint):
-    """The tensors of a GGUF file under the names of transformers, with its order of rows and its values."""
-
-    def __init__(self, path: Path, wanted: Collection[str]) -> None:
-        """wanted: names of transformers that may be asked for."""
-        self._file = GgufFile(path)
-        self._places = places(self._file, wanted)
-        super().__init__(path, {name: TensorEntry(path, place.shape, "F32") for name, place in self._places.items()})
-
-    def read_into(self, target: torch.Tensor, name: str, part: Sequence[slice] = ()) -> None:
-        if target.ndim != 2:
-            super().read_into(target, name, part)
-            return
-        rows, *others = part or (slice(None),)
-        first = rows.indices(self[name].shape[0])[0]
-        for chunk in row_chunks(target):
-            target[chunk].copy_(self.read(name, (slice(first + chunk.start, first + chunk.stop), *others)))
-
-    def read(self, name: str, part: Sequence[slice] = ()) -> torch.Tensor:
-        rows, *others = part or (slice(None),)
-        place = self._places[name]
-        if len(place.parts) == 1:
-            values = self._file.rows_of(place.parts[0], rows if place.order is None else place.order()[rows])
-        else:
-            values = self._of_several(place, rows)
-        if place.values is not None:
-            values = place.values(values)
-            if not bool(values.isfinite().all()):
-                raise UnsupportedModel(
-                    f"{self._file.path}: tensor {place.parts[0].tensor} has values that {name} cannot have; {_MEND}"
-                )
-        return values.view(-1, *place.shape[1:])[(slice(None), *others)]
-
-    def _of_several(self, place: Place, rows: slice) -> torch.Tensor:
-        """Rows of a tensor whose rows are in several."""
-        every = torch.arange(place.shape[0]) if place.order is None else place.order()
-        wanted = every[rows]
-        found = torch.empty((len(wanted), *place.shape[1:]))
-        first = 0
-        for part in place.parts:
-            count = self._file.num_rows(part)
-            own = (wanted >= first) & (wanted < first + count)
-            if bool(own.any()):
-                found[own] = self._file.rows_of(part, wanted[own] - first)
-            first += count
-        return found

@@ -32,11 +32,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from .config_json import UnsupportedModel
+from .gguf_file import GgufFile, Stored
 
 if TYPE_CHECKING:
     from gguf import TensorNameMap
-
-    from .gguf_file import GgufFile
 
 #: Architectures for which llama.cpp stores the halves of rotary pairs next to each other, in rows of q and k.
 _INTERLEAVED = {"llama", "arcee", "granite", "granitemoe", "mistral3", "olmo", "smollm3"}
@@ -77,24 +76,6 @@ _SHARED_GATE = ".shared_expert_gate.weight"
 
 #: The one norm that has no 1 added in an architecture of `_ONE_PLUS`.
 _PLAIN_NORM = "linear_attn.norm.weight"
-
-
-class Stored(NamedTuple):
-    """A tensor of a file, or a part of it, as a matrix or a vector."""
-
-    tensor: str
-
-    expert: int | None = None
-    """Of a tensor of all experts' matrices: whose it is."""
-
-    heads: bool = False
-    """It is `[heads, rows, columns]`; the rows of all heads follow one another."""
-
-    transposed: bool = False
-    """Of a tensor of heads: it is `[heads, columns, rows]`."""
-
-    row: bool = False
-    """It is a vector that stands for a matrix of one row."""
 
 
 class Place(NamedTuple):

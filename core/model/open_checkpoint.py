@@ -6,7 +6,8 @@ from collections.abc import Collection
 from pathlib import Path
 
 from .checkpoint import Checkpoint
-from .gguf_file import GgufCheckpoint, gguf_in
+from .gguf_checkpoint import GgufCheckpoint
+from .gguf_file import gguf_in
 
 
 def open_checkpoint(directory: Path, wanted: Collection[str]) -> Checkpoint:

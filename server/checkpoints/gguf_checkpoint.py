@@ -33,7 +33,7 @@ def convert(source: Path, target: Path, config: Mapping[str, Any]) -> None:
     from safetensors.torch import save_file
     from transformers import AutoTokenizer
 
-    from ...core.model.gguf_file import GgufCheckpoint
+    from ...core.model.gguf_checkpoint import GgufCheckpoint
     from ...core.model.read_config import read_model_config
     from ...core.model.tensor_parts import sources
 
