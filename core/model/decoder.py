@@ -221,8 +221,7 @@ class DecoderModel:
         """
         lora, rotations = batch.lora, self._rotations(batch)
         inputs = self.make_inputs(batch, x.rows) if inputs is None else inputs
-        residual = self._streams.within(x)
-        self._streams.split(x, residual)
+        residual = x if self._streams is None else self._streams.split(x, self._streams.within(x))
         for index in range(len(self.layers)):
             layer = self._layer(index, batch)
             with span(f"layer.{index}"):
@@ -230,7 +229,8 @@ class DecoderModel:
                     lora.wait(index)
                 mixed, beside = self._mixed(layer, residual, index, batch, rotations)
                 layer.finish(residual, mixed, self._inputs_of(inputs, index), beside)
-        self._streams.join(residual, x)
+        if self._streams is not None:
+            self._streams.join(residual, x)
 
     def _mixed(
         self, layer: Layer, x: Residual, index: int, batch: Batch, rotations: dict[RopeConfig | None, Rotation | None]
@@ -254,7 +254,7 @@ class DecoderModel:
         Pieces 0 … layers, with `mix` between each and the next, and `compute_logits` after the last, are a `forward`.
         """
         rows = Residual(flow.rows, self.config.norm)
-        x = self._streams.within(rows, flow.streams)
+        x = rows if self._streams is None else self._streams.within(rows, flow.streams)
         if index:
             inputs = None if self._inputs is None else flow.inputs
             layer = self._layer(index - 1, batch)
@@ -264,12 +264,13 @@ class DecoderModel:
             self.embed(batch, flow.rows)
             if (inputs := self.make_inputs(batch, flow.rows)) is not None:
                 flow.inputs.copy_(inputs)
-            self._streams.split(rows, x)
+            if self._streams is not None:
+                self._streams.split(rows, x)
         if index < len(self.layers) and self._mixes[index]:
             self._begin(index, batch, flow, x)
         elif x.added is not None:
             x.normed(None)
-        if index == len(self.layers):
+        if index == len(self.layers) and self._streams is not None:
             self._streams.join(x, rows)
 
     def _begin(self, index: int, batch: Batch, flow: Flow, x: Residual) -> None:
@@ -343,7 +344,7 @@ class DecoderModel:
 
         return Flow(
             rows=zeros(config.hidden_size),
-            streams=zeros(self._streams.width),
+            streams=zeros(0 if self._streams is None else self._streams.width),
             inputs=self.new_inputs(tokens),
             q=tuple(zeros(it.num_heads, it.query_dim) for it in shapes),
             attended=tuple(zeros(it.num_heads, it.attended_dim) for it in shapes),
@@ -541,7 +542,7 @@ class DecoderModel:
 
     def _layer(self, index: int, batch: Batch) -> Layer:
         weights = (self._merged if batch.merged else self.layers)[index]
-        spec, of = self.config.layers[index], self._streams.layer
+        spec, of = self.config.layers[index], Layer if self._streams is None else self._streams.layer
         return of(weights, spec, index, batch.backends, lora=batch.lora, ranks=self._ranks)
 
     def _query(

@@ -290,7 +290,8 @@ class Layer:
 
     def down(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden: `[tokens, ffn]`."""
-        y, spec = self._summed(self._gemm(DOWN, hidden, self._weights.down, self._weights.down_bias)), self._spec.dense
+        spec = self._spec.feed_forward
+        y = self._summed(self._gemm(DOWN, hidden, self._weights.down, self._weights.down_bias))
         return y * spec.factor if isinstance(spec, GatedSpec) and spec.factor != 1.0 else y
 
     def _summed(self, y: torch.Tensor) -> torch.Tensor:

@@ -79,7 +79,7 @@ def why_unsupported(config: ModelConfig, dtype: torch.dtype) -> str | None:
 def _other_parts(config: ModelConfig) -> dict[str, bool | str]:
     """Parts that the native decoder does not have, and whether a model has them, or what of them."""
     mixers = config.attention_layers
-    return _other_gates(config) | {
+    return {
         "layer of one part": "such" if not all(layer.is_whole for layer in config.layers) else False,
         "mixture of experts": f"{config.num_experts} experts" if config.num_experts else False,
         "latent attention": any(mixer.latent is not None for mixer in mixers),
@@ -101,7 +101,7 @@ def _other_parts(config: ModelConfig) -> dict[str, bool | str]:
         "embedding of tokens of images and sound": bool(config.media),
         "residual of several streams": config.streams is not None,
         "norm of heads after they are rotated": any(mixer.head_norm is HeadNorm.ROTATED for mixer in mixers),
-    }
+    } | _other_gates(config)
 
 
 def _other_gates(config: ModelConfig) -> dict[str, bool | str]:

@@ -1,4 +1,4 @@
-"""The residual as a decoder hands it from layer to layer: one stream of most models, or several (AltUp, Gemma 3n).
+"""A residual of several streams, and layers of such a one (AltUp, Gemma 3n).
 
 Tests: tests/core/test_streams.py
 """
@@ -6,7 +6,7 @@ Tests: tests/core/test_streams.py
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.nn.functional import linear
@@ -21,47 +21,6 @@ from .weights import Pack, Weights
 
 #: The least mean square that a stream is scaled by.
 _LEAST_SQUARE = 1e-5
-
-
-class Streams(Protocol):
-    """Makes the residual of layers out of embeddings, and what the final norm reads out of it."""
-
-    layer: type[Layer]
-    """Computes a layer of such a residual."""
-
-    def within(self, x: Residual, memory: torch.Tensor | None = None) -> Residual:
-        """The residual of layers for x `[tokens, hidden]`, in memory for `width` elements of each token; None: of its
-        own.
-        """
-        ...
-
-    @property
-    def width(self) -> int:
-        """Elements of a token that it takes besides x."""
-        ...
-
-    def split(self, x: Residual, streams: Residual) -> None:
-        """Begin `within`'s residual with the embeddings in x."""
-
-    def join(self, streams: Residual, x: Residual) -> None:
-        """Leave in x what all layers made of it."""
-
-
-class OneStream:
-    """The residual is x itself."""
-
-    layer: type[Layer] = Layer
-    width = 0
-
-    def within(self, x: Residual, memory: torch.Tensor | None = None) -> Residual:
-        """See `Streams`."""
-        return x
-
-    def split(self, x: Residual, streams: Residual) -> None:
-        """It begins as x does."""
-
-    def join(self, streams: Residual, x: Residual) -> None:
-        """Layers left all in x."""
 
 
 class StreamLayer(Layer):
@@ -130,43 +89,48 @@ class StreamLayer(Layer):
         return rows + normed(self._added(LOW_RANK_UP, found, weights.low_rank_up), weights.low_rank_norm, norm)
 
 
-class SeveralStreams:
+class Streams:
     """Residuals are `[tokens, streams, hidden]`. The first stream begins with the embeddings, each other one with a
     product of them of the same magnitude, and the final norm reads their mean, each other one multiplied likewise.
     """
 
     layer: type[Layer] = StreamLayer
+    """Computes a layer of such a residual."""
 
     def __init__(self, spec: StreamsSpec, hidden: int, made: Sequence[Any], joined: Sequence[Any]) -> None:
         """made, joined: see `Weights.streams`."""
         self._spec, self._made, self._joined = spec, made, joined
         self.width = spec.count * hidden
+        """Elements of a token."""
 
     def within(self, x: Residual, memory: torch.Tensor | None = None) -> Residual:
-        """See `Streams`."""
+        """The residual of layers for x `[tokens, hidden]`, in memory for `width` elements of each token; None: of its
+        own.
+        """
         memory = x.rows.new_empty(len(x.rows), self.width) if memory is None else memory
         return Residual(memory.view(len(memory), self._spec.count, -1), x.norm)
 
-    def split(self, x: Residual, streams: Residual) -> None:
-        """See `Streams`."""
+    def split(self, x: Residual, streams: Residual) -> Residual:
+        """Begin `within`'s residual with the embeddings in x; returns it."""
         first = x.rows
         streams.rows[:, 0] = first
         for index, weight in enumerate(self._made, 1):
             streams.rows[:, index] = _as_large(multiply(GemmBackend.LIBRARY, first, weight), first)
+        return streams
 
     def join(self, streams: Residual, x: Residual) -> None:
-        """See `Streams`."""
+        """Leave in x what all layers made of it."""
         first, *others = (each.contiguous() for each in streams.rows.unbind(1))
         products = (multiply(GemmBackend.LIBRARY, *pair) for pair in zip(others, self._joined, strict=True))
         found = torch.stack([first, *(_as_large(each, first) for each in products)])
         x.rows.copy_(found.mean(0))
 
 
-def streams_of(config: ModelConfig, weights: Weights, kept: Pack | None) -> Streams:
-    """A model's. kept: see `Weights.layers`."""
+def streams_of(config: ModelConfig, weights: Weights, kept: Pack | None) -> Streams | None:
+    """A model's; None: its residual is one stream. kept: see `Weights.layers`."""
     if config.streams is None:
-        return OneStream()
-    return SeveralStreams(config.streams, config.hidden_size, *weights.streams(kept))
+        return None
+    return Streams(config.streams, config.hidden_size, *weights.streams(kept))
 
 
 def _as_large(rows: torch.Tensor, as_these: torch.Tensor) -> torch.Tensor:
