@@ -16,6 +16,7 @@ import torch
 from ...graphs.device import CudaDevice, DeviceError
 from ...graphs.runner import CapturedStep
 from ...memory.pages.arena import Arena
+from ...memory.pages.projections import LAYER_GROUPS
 from ...memory.transfers.cuda_driver import CupyDriver, MissingCupy
 from ...memory.transfers.transfer import ExecutorLost
 from ...ops import dependent_launch, native_library
@@ -93,15 +94,16 @@ class CudaShapes(ModelExecutor):
         super().__init__(config, shard)
         if config.fp8_activations:
             check_float8_products(self._dtype, device.torch_device)
-        if config.offload_workers and self.config.layer_inputs is not None:
+        further = {
+            each.module.rpartition(".")[2]: None
+            for layer in self.config.projections.layers
+            for each in layer
+            if each.group not in LAYER_GROUPS and not each.is_of_mixture
+        }
+        if config.offload_workers and further:
             raise UnsupportedModel(
-                f"offload_workers is {config.offload_workers}, and the model's layers have further inputs, which GPUs "
-                "serve without; set it to 0, or device to 'cpu'"
-            )
-        if config.offload_workers and any(layer.mixer_beside is not None for layer in self.config.layers):
-            raise UnsupportedModel(
-                f"offload_workers is {config.offload_workers}, and the model's layers have a recurrent mixer beside "
-                "attention, which GPUs serve without; set it to 0, or device to 'cpu'"
+                f"offload_workers is {config.offload_workers}, and for GPUs they compute no {', '.join(further)}, as the "
+                "model's layers have; set it to 0"
             )
         if not (experts := self.config.num_experts):
             return

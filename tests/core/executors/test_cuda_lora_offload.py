@@ -27,10 +27,20 @@ def test_a_model_that_offload_workers_do_not_compute_is_refused(subject):
         CudaExecutor(config, HostDevice())
 
 
-def test_a_mixer_beside_attention_is_refused(tmp_path):
-    save_family("falcon-h1", tmp_path)
+@pytest.mark.parametrize(
+    ("family", "projection"),
+    [
+        ("falcon-h1", "in_proj"),
+        ("youtu", "q_b_proj"),
+        ("gemma-4-inputs", "per_layer_input_gate"),
+        ("gemma-3n", "linear_left"),
+    ],
+)
+def test_layers_with_further_projections_are_refused(tmp_path, family, projection):
+    """While offload workers compute a layer's adapters, a GPU leaves out all of its projections, these too."""
+    save_family(family, tmp_path)
     config = EngineConfig(model=tmp_path, device="cuda", dtype="float32", offload_workers=2)
-    with pytest.raises(UnsupportedModel, match=r"offload_workers is 2, .* a recurrent mixer beside attention"):
+    with pytest.raises(UnsupportedModel, match=rf"offload_workers is 2, .* compute no .*{projection}.*; set it to 0"):
         CudaExecutor(config, HostDevice())
 
 
