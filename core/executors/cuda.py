@@ -102,8 +102,8 @@ class CudaShapes(ModelExecutor):
         }
         if config.offload_workers and further:
             raise UnsupportedModel(
-                f"offload_workers is {config.offload_workers}, and for GPUs they compute no {', '.join(further)}, as the "
-                "model's layers have; set it to 0"
+                f"offload_workers is {config.offload_workers}, and for GPUs they compute no {', '.join(further)}, "
+                "which layers of this model have; set it to 0"
             )
         if not (experts := self.config.num_experts):
             return
