@@ -90,6 +90,7 @@ def _other_parts(config: ModelConfig) -> dict[str, bool | str]:
         "attention with another layer's keys": len(config.kv_layers) < len(mixers),
         "norm of values": any(mixer.value_norm for mixer in mixers),
         "factor of a layer's output": any(layer.scaled for layer in config.layers),
+        "feed-forward part without a gate": any(isinstance(it.feed_forward, UngatedSpec) for it in config.layers),
         "norm with a bias": config.norm.biased,
         "bias of the output projection": config.head_bias,
         "norm of a parallel part's own": any(it.norms is Norms.PARALLEL_APART for it in config.layers),
@@ -97,18 +98,17 @@ def _other_parts(config: ModelConfig) -> dict[str, bool | str]:
         "norm of heads without weights": any(mixer.head_norm is HeadNorm.BARE for mixer in mixers),
         "norm of embeddings": config.embedding_norm,
         "LayerNorm of heads": any(mixer.head_norm is HeadNorm.OWN for mixer in mixers),
+        "norm of heads after they are rotated": any(mixer.head_norm is HeadNorm.ROTATED for mixer in mixers),
+    } | _parts_of_few(config)
+
+
+def _parts_of_few(config: ModelConfig) -> dict[str, bool | str]:
+    """Likewise, those of one family each."""
+    gated = [it.dense for it in config.layers if isinstance(it.dense, GatedSpec)]
+    return {
         "recurrent mixer beside attention": any(layer.mixer_beside is not None for layer in config.layers),
         "embedding of tokens of images and sound": bool(config.media),
         "residual of several streams": config.streams is not None,
-        "norm of heads after they are rotated": any(mixer.head_norm is HeadNorm.ROTATED for mixer in mixers),
-    } | _other_gates(config)
-
-
-def _other_gates(config: ModelConfig) -> dict[str, bool | str]:
-    """Likewise, of feed-forward parts."""
-    gated = [it.dense for it in config.layers if isinstance(it.dense, GatedSpec)]
-    return {
-        "feed-forward part without a gate": any(isinstance(it.feed_forward, UngatedSpec) for it in config.layers),
         "factor of a gated part": any((it.gate_factor, it.factor) != (1.0, 1.0) for it in gated),
         "sparse gate": any(it.sparsity for it in gated),
     }
