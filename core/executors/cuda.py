@@ -94,13 +94,7 @@ class CudaShapes(ModelExecutor):
         super().__init__(config, shard)
         if config.fp8_activations:
             check_float8_products(self._dtype, device.torch_device)
-        further = {
-            each.module.rpartition(".")[2]: None
-            for layer in self.config.projections.layers
-            for each in layer
-            if each.group not in LAYER_GROUPS and not each.is_of_mixture
-        }
-        if config.offload_workers and further:
+        if config.offload_workers and (further := self._without_offload()):
             raise UnsupportedModel(
                 f"offload_workers is {config.offload_workers}, and for GPUs they compute no {', '.join(further)}, "
                 "which layers of this model have; set it to 0"
@@ -112,6 +106,12 @@ class CudaShapes(ModelExecutor):
                 f"offload_workers is {config.offload_workers}, and the model has {experts} experts, which GPUs serve "
                 "without; set it to 0, or device to 'cpu'"
             )
+
+    def _without_offload(self) -> list[str]:
+        """Names of the layers' projections that offload workers do not compute, mixtures' aside."""
+        every = (each for layer in self.config.projections.layers for each in layer)
+        further = (each for each in every if each.group not in LAYER_GROUPS and not each.is_of_mixture)
+        return list(dict.fromkeys(each.module.rpartition(".")[2] for each in further))
 
     def _within_window(self, config: EngineConfig) -> bool:
         """Where FlashInfer can't serve: beyond a window, prompts attend by PyTorch's operators, slowly."""

@@ -235,7 +235,9 @@ class DecoderModel:
     def _mixed(
         self, layer: Layer, x: Residual, index: int, batch: Batch, rotations: dict[RopeConfig | None, Rotation | None]
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """The output of a layer's mixer, and of the one beside it, `[tokens, out]`; None where it has none."""
+        """Run a layer's mixers. Returns the output of its mixer and, where it has attention and a recurrent mixer, of
+        the latter as well, both `[tokens, out]`. None stands for a mixer that it does not have.
+        """
         if not self._mixes[index]:
             return None, None
         inputs, beside = layer.begin(x)
@@ -286,7 +288,7 @@ class DecoderModel:
             flow.gates.copy_(gates)
 
     def _mixed_flow(self, index: int, flow: Flow) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """The output of a layer's mixer, and of the one beside it, for the next piece; None where it has none."""
+        """What `mix` left in `flow`, as `_mixed` returns it."""
         if not self._mixes[index]:
             return None, None
         if (mixer := self._attention[index]) is None:

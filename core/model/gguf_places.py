@@ -6,8 +6,8 @@ ggml-org/llama.cpp. Names are those of the package `gguf` (`tensor_mapping.py`).
 - LlamaModel and what derives from it (Granite, Granite-MoE, Arcee, SmolLM3, Ministral), OlmoModel: the order of rows of
   q and k (`permute`);
 - Gemma, NemotronModel, Qwen3NextModel: norms, to which it adds 1, but for the norm of Gated DeltaNet;
-- DeepseekV2Model: `kv_b_proj`, which is as transformers has it in older files, and in newer ones two tensors of heads,
-  of which that of keys is transposed;
+- DeepseekV2Model: `kv_b_proj`. Older files have it as transformers does. Newer files split it into a tensor of keys,
+  which is transposed, and one of values;
 - GPTNeoXModel: `query_key_value`, whose rows it orders by part, and not by head;
 - Qwen3NextModel: `in_proj_qkvz` likewise, into two tensors, and `A_log`, which it stores as `-exp(A_log)`;
 - GraniteMoeModel: gate and up of experts and of the shared one, which it takes apart;
@@ -242,7 +242,7 @@ def _less_one(values: torch.Tensor) -> torch.Tensor:
 
 
 def _log(values: torch.Tensor) -> torch.Tensor:
-    """The logarithm of a rate of decay, of which the file has the negative value."""
+    """`A_log`: files store `-exp(A_log)`."""
     return (-values).log()
 
 

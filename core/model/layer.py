@@ -122,8 +122,8 @@ class Layer:
         self._backends, self._lora, self._ranks = backends, lora, ranks
 
     def begin(self, x: Residual) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The mixer's input `[tokens, in]`: see `qkv`; and that of the mixer beside it, where there is one. A parallel
-        feed-forward part is added to x.
+        """Return the mixer's input `[tokens, in]`, see `qkv`, and for a layer with a second mixer, that one's input, or
+        None. If the feed-forward part runs in parallel with the mixer, its output is added to x here.
         """
         weights, second = self._weights, self._spec.mixer_beside
         rows = x.normed(weights.attention_norm)
@@ -156,8 +156,8 @@ class Layer:
         beside: torch.Tensor | None = None,
     ) -> None:
         """Compute the part after the mixer, whose output `[tokens, out]` is given; None: the layer has none. inputs:
-        `[tokens, size]`: the layer's further input, where there is one. beside: `[tokens, out]`: the output of the
-        mixer beside it, likewise.
+        `[tokens, size]`: the layer's further input, where there is one. beside: `[tokens, out]`: the second mixer's
+        output, where there is one.
         """
         weights = self._weights
         if attended is not None:

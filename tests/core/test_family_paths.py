@@ -64,6 +64,15 @@ def told(driver, want):
     return {name: answered[name].tokens for name in want}
 
 
+def check_variety(it, num_prompts=4):
+    """Answers of transformers and peft vary, and every adapter changes them: comparisons with them mean something."""
+    cases = [it.case(None, 20, seed) for seed in range(99, 99 + num_prompts)]
+    outputs = {None: tuple(tuple(base) for _, base in cases)}
+    outputs |= {name: tuple(tuple(it.greedy(name, prompt, 8)[0]) for prompt, _ in cases) for name in ADAPTERS}
+    assert len(set(outputs.values())) == 4
+    assert len({token for base in outputs[None] for token in base}) >= 4
+
+
 @pytest.mark.parametrize(("family", "chunk"), CHUNKS)
 def test_chunks_of_any_size(tiny, drive, family, chunk):
     it = tiny(family)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -39,6 +41,23 @@ class DeltaLayer:
 
     def rows(self, lengths: Sequence[int]) -> list[torch.Tensor]:
         return [self.normal(length, self.width) for length in lengths]
+
+
+class ModuleLayer:
+    """A module of transformers, and the same as `DeltaWeights`."""
+
+    module: Any
+    weights: DeltaWeights
+
+    @torch.no_grad()
+    def want(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.module(hidden[None])[0]
+
+    def run(self, mixed: Sequence[torch.Tensor], state: RecurrentState) -> list[torch.Tensor]:
+        """One step of sequences with these rows."""
+        indptr = [0, *itertools.accumulate(map(len, mixed))]
+        out = self.weights.mix(torch.cat(list(mixed)), state, indptr)
+        return list(out.split([len(rows) for rows in mixed]))
 
 
 def copy(state: RecurrentState) -> RecurrentState:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,6 +13,8 @@ from transformers.models.kimi_linear.configuration_kimi_linear import KimiLinear
 from chorus.ops.gated_delta import DeltaWeights
 from chorus.ops.recurrent import RecurrentState
 
+from .delta_layers import ModuleLayer
+
 pytestmark = [pytest.mark.numerics, pytest.mark.wide]
 
 #: heads, their width, taps of the convolution, and the largest logarithm of a decay's rate
@@ -21,7 +22,7 @@ SHAPES = [(2, 16, 4, 1.0), (1, 8, 2, -3.0), (3, 20, 3, 6.0), (2, 128, 4, 3.0)]
 TOLERANCE = {"rtol": 2e-4, "atol": 2e-5}
 
 
-class Layer:
+class Layer(ModuleLayer):
     """transformers' module with random weights, and the same as `DeltaWeights`."""
 
     def __init__(self, heads: int, dim: int, taps: int, rate: float) -> None:
@@ -66,16 +67,6 @@ class Layer:
     @torch.no_grad()
     def out(self, attended: torch.Tensor) -> torch.Tensor:
         return self.module.o_proj(attended)
-
-    @torch.no_grad()
-    def want(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.module(hidden[None])[0]
-
-    def run(self, mixed: Sequence[torch.Tensor], state: RecurrentState) -> list[torch.Tensor]:
-        """One step of sequences with these rows."""
-        indptr = [0, *itertools.accumulate(map(len, mixed))]
-        out = self.weights.mix(torch.cat(list(mixed)), state, indptr)
-        return list(out.split([len(rows) for rows in mixed]))
 
 
 @pytest.fixture(params=SHAPES, ids=str)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,7 +14,7 @@ from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
 from chorus.ops.gated_delta import DeltaWeights
 from chorus.ops.recurrent import RecurrentState
 
-from .delta_layers import DeltaLayer, copy, verified_steps
+from .delta_layers import DeltaLayer, ModuleLayer, copy, verified_steps
 
 pytestmark = [pytest.mark.numerics, pytest.mark.wide]
 
@@ -23,7 +23,7 @@ SHAPES = [(2, 4, 16, 24), (1, 1, 8, 8), (3, 3, 32, 16), (2, 6, 128, 128)]
 TOLERANCE = {"rtol": 2e-4, "atol": 2e-5}
 
 
-class Layer:
+class Layer(ModuleLayer):
     """transformers' module with random weights, and the same as `DeltaWeights`."""
 
     def __init__(self, k_heads: int, v_heads: int, k_dim: int, v_dim: int, seed: int = 0) -> None:
@@ -66,16 +66,6 @@ class Layer:
     @torch.no_grad()
     def out(self, attended: torch.Tensor) -> torch.Tensor:
         return self.module.out_proj(attended)
-
-    @torch.no_grad()
-    def want(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.module(hidden[None])[0]
-
-    def run(self, mixed: Sequence[torch.Tensor], state: RecurrentState) -> list[torch.Tensor]:
-        """One step of sequences with these rows."""
-        indptr = [0, *itertools.accumulate(map(len, mixed))]
-        out = self.weights.mix(torch.cat(list(mixed)), state, indptr)
-        return list(out.split([len(rows) for rows in mixed]))
 
 
 @pytest.fixture(params=SHAPES, ids=str)

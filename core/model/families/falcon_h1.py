@@ -42,7 +42,9 @@ def _attention(fields: ConfigJson) -> AttentionSpec:
     """The factor of keys, which comes after their bias, is one of the scores."""
     own = reading.attention(fields)
     if own.rope is not None and own.rope.dim != own.head_dim:
-        raise fields.refuse("partial_rotary_factor", "heads of which a part rotates are not supported here")
+        raise fields.refuse(
+            "partial_rotary_factor", "rotary embeddings of only a part of each head are not supported here"
+        )
     return replace(own, scale=own.scale * fields.number("key_multiplier"))
 
 

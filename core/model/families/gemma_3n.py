@@ -123,7 +123,7 @@ def _feed_forwards(fields: ConfigJson) -> list[GatedSpec]:
 
 
 def _of_layers(fields: ConfigJson, name: str) -> Sequence[float] | None:
-    """A number for each layer; None where the field is no list."""
+    """The field's numbers, one for each layer; None if it is not a list."""
     if not isinstance(fields.raw.get(name), list):
         return None
     found, count = fields.numbers(name), fields.integer("num_hidden_layers")
