@@ -166,13 +166,17 @@ async def _read_json(
         return fields
     config = fields.pop(CONFIG, None)
     _drop_encoded(fields)
+    await _write_config(upload, config)
+    _require(upload)
+    return fields
+
+
+async def _write_config(upload: AdapterUpload, config: Any) -> None:
     await upload.begin()
     if isinstance(config, dict):
         config = json.dumps(config)
     if isinstance(config, str):
         await upload.write(CONFIG_FILE, config.encode("utf-8", "replace"))
-    _require(upload)
-    return fields
 
 
 def _fed(text: LongStrings, part: bytes, settings: Settings) -> Iterator[tuple[str, bytes]]:

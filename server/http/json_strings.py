@@ -51,20 +51,25 @@ class LongStrings:
                 return
             if step % STEPS == 0:
                 yield "", b""
-            if self._long is None:
-                self._steps_left -= 1
-                if self._steps_left < 0:
-                    raise TooManyMarks
-            if self._escape:
-                at, piece = self._take_escape(data, at)
-            elif self._in_string:
-                at, piece = self._take_string(data, at)
-            else:
-                at, piece = self._take_mark(data, at), None
+            self._count()
+            at, piece = self._take(data, at)
             if piece is not None and self._long is not None:
                 yield self._long, piece
                 if not piece:
                     self._long = None
+
+    def _take(self, data: bytes, at: int) -> tuple[int, bytes | None]:
+        """Read up to the next mark; where that ends, and a piece of a string."""
+        if self._escape:
+            return self._take_escape(data, at)
+        return self._take_string(data, at) if self._in_string else (self._take_mark(data, at), None)
+
+    def _count(self) -> None:
+        """Count a mark or a string; pieces of long strings are not counted."""
+        if self._long is None:
+            self._steps_left -= 1
+            if self._steps_left < 0:
+                raise TooManyMarks
 
     def _take_mark(self, data: bytes, at: int) -> int:
         found = _MARK.search(data, at)
