@@ -204,6 +204,18 @@ def too_long(limit: int, what: str, length: str, window: int | None = None) -> A
     return ApiError(400, message, param=what, code="context_length_exceeded")
 
 
+def no_room(limit: int, field: str, asked: int, prompt: int) -> ApiError:
+    """The error for more tokens than the context has room for after the prompt.
+
+    field: the one that asks for them. asked: their number. prompt: tokens of the prompt.
+    """
+    message = (
+        f"{field} is too large: {asked}. This model's maximum context length is {limit} tokens and your prompt has "
+        f"{prompt}; lower {field} to {limit - prompt}, shorten the prompt, or leave {field} out"
+    )
+    return ApiError(400, message, param=field, code="context_length_exceeded")
+
+
 def as_api_error(error: Exception) -> ApiError:
     """The response for an exception of a handler; unforeseen ones are a 500 without details."""
     if isinstance(error, ApiError):

@@ -103,7 +103,10 @@ class GenerateRequest:
             "structured_outputs": _grammar(given.grammar),
         }
         with renaming(NAMES):
-            return cls(CompletionRequest.of(completion, limits), details, stream is None, samples)
+            asked_for = CompletionRequest.of(completion, limits)
+        if given.max_tokens is None:
+            asked_for.allow_less()
+        return cls(asked_for, details, stream is None, samples)
 
 
 def _grammar(given: dict[str, Any] | None) -> dict[str, Any] | None:

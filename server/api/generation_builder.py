@@ -188,6 +188,7 @@ class GenerationBuilder:
         for prompt in prompts:
             if len(prompt) >= limit:
                 raise too_long(limit, what, f"{len(prompt)} tokens", self.worker.model.window)
+            asked.check_room(len(prompt), limit)
         model, adapter = self.names(caller, asked.model, asked.lora_path)
         unasked = unasked_limit(asked, prompts, self.settings, limit)
         defaults = self.defaults

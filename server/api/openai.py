@@ -12,14 +12,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationInfo, field_validator, model_validator
 
 from ...core.requests.grammar import Grammar
 from ...core.requests.request_params import MAX_LOGPROBS, RequestParams
 from ...memory.adapters.composition import MAX_TERMS
 from ..access.grants import NOWHERE
 from ..access.limits import RequestLimits, check_counts, check_json
-from ..errors import ApiError, clipped, validated
+from ..errors import ApiError, clipped, no_room, validated
 from ..text.output_parser import OutputParser
 from ..text.tokenizer import Tokenizer
 from ..text.tool_call_formats import OutputSyntax
@@ -100,6 +100,8 @@ class GenerationRequest(GrammarFields):
     reasoning_effort: Annotated[str, Field(max_length=32)] | None = None
     prediction: Prediction | None = None
     request_id: Annotated[str, Field(pattern="^[A-Za-z0-9._:-]{1,128}$")] | None = None
+
+    _limit_may_be_cut: bool = PrivateAttr(False)
 
     @model_validator(mode="before")
     @classmethod
@@ -250,6 +252,24 @@ class GenerationRequest(GrammarFields):
     def continuous_usage(self) -> bool:
         return self.stream_options.include_usage and self.stream_options.continuous_usage_stats
 
+    def allow_less(self) -> None:
+        """Take a limit on tokens that the context has no room for as all that it has room for."""
+        self._limit_may_be_cut = True
+
+    def check_room(self, prompt: int, context: int) -> None:
+        """Raises an ApiError for a limit on tokens that the client gives and the context has no room for.
+
+        prompt: tokens of the prompt. context: most tokens of a prompt with its output.
+        """
+        asked, field = self.asked_tokens, self.limit_field
+        if asked is not None and field is not None and asked > context - prompt and not self._limit_may_be_cut:
+            raise no_room(context, field, asked, prompt)
+
+    @property
+    def limit_field(self) -> str | None:
+        """The field with the client's limit on tokens; None if it gives none."""
+        return None if self.max_tokens is None else "max_tokens"
+
     @property
     @abstractmethod
     def asked_tokens(self) -> int | None:
@@ -274,8 +294,8 @@ class GenerationRequest(GrammarFields):
     ) -> list[RequestParams]:
         """An entry for each of the prompt's `n` choices, which differ only in their seeds: seed, seed + 1, ….
 
-        room: tokens left in the context, to which limits are cut. unasked_limit: most tokens if the client gives no
-        limit. Raises InvalidRequest for values out of range.
+        room: tokens left in the context, to which a default limit, or one that `allow_less` is about, is cut.
+        unasked_limit: most tokens if the client gives no limit. Raises InvalidRequest for values out of range.
         """
         asked = self.asked_tokens
         limit = unasked_limit if asked is None else asked
