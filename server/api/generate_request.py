@@ -19,8 +19,18 @@ NEUTRAL = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetiti
 """TGI's defaults, whatever the model's generation_config.json says."""
 
 
+_SGLANGS = (
+    "it is SGLang's, and this route takes TGI's body, inputs and parameters: send prompt, with the sampling parameters "
+    "next to it, to POST /v1/completions"
+)
+
+
 class GenerateBody(OtherBody):
     """A request as the client sends it."""
+
+    foreign = dict.fromkeys(
+        ("text", "input_ids", "sampling_params", "rid", "lora_path", "return_logprob", "logprob_start_len"), _SGLANGS
+    )
 
     inputs: str
     parameters: dict[str, Any] = {}

@@ -27,7 +27,7 @@ from .fields import own_fields
 from .grammar_fields import GrammarFields
 from .prediction import Prediction
 from .sampling_defaults import SamplingDefaults
-from .scaled_adapters import LlamaAdapter, MergedAdapters, ScaledAdapter, model_of
+from .scaled_adapters import LlamaAdapter, MergedAdapters, ScaledAdapter, composed
 
 MAX_NAME_CHARACTERS = 256
 MAX_STOP_CHARACTERS = 1024
@@ -102,6 +102,7 @@ class GenerationRequest(GrammarFields):
     request_id: Annotated[str, Field(pattern="^[A-Za-z0-9._:-]{1,128}$")] | None = None
 
     _limit_may_be_cut: bool = PrivateAttr(False)
+    _named: tuple[str, ...] = PrivateAttr(())
 
     @model_validator(mode="before")
     @classmethod
@@ -186,13 +187,20 @@ class GenerationRequest(GrammarFields):
         if self.has_numbers and self.lora_path == NOWHERE:
             self.lora_path = None
         names = dict.fromkeys((one.id for one in self.lora or () if isinstance(one.id, int)), NOWHERE)
-        named = model_of(self.adapters, self.lora, self.merged_adapters, names if numbers is None else numbers)
+        named = composed(self.adapters, self.lora, self.merged_adapters, names if numbers is None else numbers)
         if named is None:
             return
-        field, model = named
+        field, composition = named
+        model = composition.model
+        self._named = composition.named
         if self.lora_path:
             raise ApiError(400, f"lora_path and {field} both name adapters; give one of them", param=field)
         self.lora_path = NOWHERE if self.has_numbers and numbers is None else model
+
+    @property
+    def named(self) -> tuple[str, ...]:
+        """Adapters that fields with scales name, those with the scale 0, too."""
+        return self._named
 
     def check(self, limits: RequestLimits) -> None:
         """Raises an ApiError for fields that contradict each other."""
