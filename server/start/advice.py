@@ -189,22 +189,29 @@ def without_foreign_flags(args: Sequence[str]) -> tuple[list[str], list[str]]:
         flag = SHORT.get(flag, flag)
         if flag in RENAMED:
             notes.append(f"{flag} is now {RENAMED[flag]}")
-        if (same := SAME.get((flag, value if equals or not left else left[0]))) is not None:
-            if not equals:
-                left.popleft()
-            notes.append(f"{flag}: {same}")
-            continue
-        if flag not in NOTED and flag not in INSTEAD:
+        if not _is_foreign(flag, value if equals else left[0] if left else ""):
             kept.append(flag + equals + value)
             continue
-        if flag in WITH_VALUE and not equals and left:
-            value = left.popleft()
+        if not equals:
+            value = _value_of(flag, left)
         if flag in INSTEAD and value not in NEUTRAL.get(flag, ()):
             faults.append(f"{flag} is no flag of chorus; {INSTEAD[flag]}")
-            while flag not in WITH_VALUE and not equals and left and not left[0].startswith("-"):
-                left.popleft()  # its values, which are no arguments of ours
-            continue
-        notes.append(f"{flag} changes nothing here: {NOTED.get(flag, 'that is so in any case')}")
+        else:
+            reason = SAME.get((flag, value)) or NOTED.get(flag, "that is so in any case")
+            notes.append(f"{flag} changes nothing here: {reason}")
     if faults:
         raise ForeignFlag(faults, kept)
     return kept, notes
+
+
+def _is_foreign(flag: str, value: str) -> bool:
+    return flag in NOTED or flag in INSTEAD or (flag, value) in SAME
+
+
+def _value_of(flag: str, left: deque[str]) -> str:
+    """Take a foreign flag's value from the arguments after it, and all values of one that can't be honored."""
+    takes = flag in WITH_VALUE or any(flag == same for same, _ in SAME)
+    value = left.popleft() if takes and left else ""
+    while flag in INSTEAD and flag not in NEUTRAL and left and not left[0].startswith("-"):
+        value = left.popleft()
+    return value
