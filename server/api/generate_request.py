@@ -1,4 +1,7 @@
-"""The body of POST /generate, TGI's and LoRAX's, converted to a completion request."""
+"""The body of POST /generate, TGI's and LoRAX's, converted to a completion request.
+
+Tests: tests/server/api/test_generate.py
+"""
 
 from __future__ import annotations
 
