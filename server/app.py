@@ -23,7 +23,7 @@ from .access.addresses import Networks
 from .access.hosts import Hosts
 from .access.keys import KeyWatch, Right
 from .api.about import Api
-from .api.absent import ABSENT, absent
+from .api.absent import ABSENT, absent, no_tokenizer_info
 from .api.adapter_api import AdapterApi
 from .api.generation_api import ROUTES, GenerationApi
 from .api.generation_builder import GenerationBuilder
@@ -172,10 +172,11 @@ def create_app(
         GuardedRoute("GET", "/info", api.info, Right.KEY),
         GuardedRoute("POST", "/tokenize", texts.tokenize, Right.KEY),
         GuardedRoute("POST", "/detokenize", texts.detokenize, Right.KEY),
-        *(
-            [GuardedRoute("GET", "/tokenizer_info", texts.tokenizer_info, Right.KEY)]
-            if settings.enable_tokenizer_info_endpoint
-            else []
+        GuardedRoute(
+            "GET",
+            "/tokenizer_info",
+            texts.tokenizer_info if settings.enable_tokenizer_info_endpoint else no_tokenizer_info,
+            Right.KEY,
         ),
         GuardedRoute("GET", "/ping", api.ping, Right.OPEN),
         GuardedRoute("POST", "/ping", api.ping, Right.KEY),

@@ -165,6 +165,8 @@ class ApiError(Exception):
         """path: of the request."""
         retry = {} if self.retry_after is None else {"retry-after": str(max(1, math.ceil(self.retry_after)))}
         status = 422 if self.status == 400 and path in GENERATES else self.status
+        if self.status == 501:  # clients of OpenAI repeat every other 5xx
+            retry["x-should-retry"] = "false"
         return JsonResponse(self.body(path), status_code=status, headers={**self.headers, **retry})
 
 
@@ -202,6 +204,18 @@ def too_long(limit: int, what: str, length: str, window: int | None = None) -> A
     if window is not None:
         message += f" The limit is the model's sliding window of {window} tokens; attention beyond it is not supported."
     return ApiError(400, message, param=what, code="context_length_exceeded")
+
+
+def no_room(limit: int, field: str, asked: int, prompt: int) -> ApiError:
+    """The error for more tokens than the context has room for after the prompt.
+
+    field: the one that asks for them. asked: their number. prompt: tokens of the prompt.
+    """
+    message = (
+        f"{field} is too large: {asked}. This model's maximum context length is {limit} tokens and your prompt has "
+        f"{prompt}; lower {field} to {limit - prompt}, shorten the prompt, or leave {field} out"
+    )
+    return ApiError(400, message, param=field, code="context_length_exceeded")
 
 
 def as_api_error(error: Exception) -> ApiError:
@@ -292,6 +306,8 @@ async def on_disconnect(_: Request, __: Exception) -> Response:
 async def on_error(request: Request, error: Exception) -> JSONResponse:
     """Starlette's handler for every exception that a route raises."""
     answer = as_api_error(error)
+    if answer.status == 424 and not request.state.sees_paths:
+        answer.message = _without_paths(answer.message)  # a reason may name files anywhere on this machine
     answer.message = request.app.state.private_paths.hide(answer.message)
     response = answer.response(request.url.path)
     if answer.unforeseen:  # Starlette sends these itself, outside of all middleware

@@ -281,10 +281,15 @@ class Settings(BaseSettings, EngineConfig, RequestLimits):  # pyright: ignore[re
         default=[],
         json_schema_extra=REPEATABLE,
         description="key that may change adapters and do everything that API keys may; repeatable. Without one, "
-        "every API key may change adapters",
+        "API keys without a tenant's name may change adapters, see --tenants-change-adapters",
     )
     admin_key_file: Path | None = Field(
         default=None, description="file with admin keys, in the format of --api-key-file"
+    )
+    tenants_change_adapters: bool = Field(
+        default=False,
+        description="without an admin key, let the keys of tenants that may use all adapters load, replace, pin, pause "
+        "and remove adapters, those of other tenants, too",
     )
     allow_unauthenticated: bool = Field(
         default=False,
@@ -437,6 +442,7 @@ class Settings(BaseSettings, EngineConfig, RequestLimits):  # pyright: ignore[re
         return Keys(
             [*(NamedKey(key.get_secret_value()) for key in self.api_key), *_keys_of(self.api_key_file)],
             [*(NamedKey(key.get_secret_value()) for key in self.admin_key), *_keys_of(self.admin_key_file)],
+            tenants_change=self.tenants_change_adapters,
         )
 
     @property

@@ -42,7 +42,8 @@ HASHED = re.compile(r"sha256:[0-9a-f]{16}:[0-9a-f]{64}")
 
 
 class Right(StrEnum):
-    """The right that a route requires. ADMIN: an admin key if the server has any, else any key. OPERATOR: an admin key
+    """The right that a route requires. ADMIN: an admin key if the server has any, else a key that may change adapters.
+    OPERATOR: an admin key
     if the server has any keys at all.
     """
 
@@ -86,10 +87,17 @@ class Keys:
     """The keys of one server, stored as hashes.
 
     API keys guard all routes except the open ones. If there are admin keys, only they may change adapters; otherwise
-    every API key may. An admin key is also an API key. Raises InvalidKey for one key of two tenants.
+    API keys without a tenant's name may, and with `tenants_change` those of tenants, too. An admin key is also an API
+    key. Raises InvalidKey for one key of two tenants.
     """
 
-    def __init__(self, api_keys: Iterable[NamedKey] = (), admin_keys: Iterable[NamedKey] = ()) -> None:
+    def __init__(
+        self,
+        api_keys: Iterable[NamedKey] = (),
+        admin_keys: Iterable[NamedKey] = (),
+        *,
+        tenants_change: bool = False,
+    ) -> None:
         given: dict[str, NamedKey] = {}
         admins: set[str] = set()
         self.weights: dict[str, float] = {}
@@ -102,11 +110,13 @@ class Keys:
             if one.grant.limited:
                 raise InvalidKey("an admin key may use every adapter; leave out adapters= and base=no")
             self._add(one._replace(grant=replace(one.grant, admin=True)), given, admins)
+        self.has_admins = bool(admins)
         self._open = RequestIdentity(may_change_adapters=not admins, sees_tenants=not admins)
         self._known: list[tuple[str, RequestIdentity]] = []
         self._by_id: dict[str, tuple[str, RequestIdentity]] = {}
         for digest, one in sorted(given.items()):
-            changes = digest in admins or not (admins or one.grant.limited)
+            is_owner = not (admins or one.grant.limited) and (tenants_change or not one.tenant)
+            changes = digest in admins or is_owner
             known = digest, RequestIdentity(one.tenant or f"key-{digest[:16]}", changes, digest in admins, one.grant)
             if one.id:
                 self._by_id[one.id] = known
@@ -130,6 +140,12 @@ class Keys:
     def tenants(self) -> list[str]:
         """Sorted names of the tenants that have a key."""
         return sorted({identity.tenant for _, identity in (*self._known, *self._by_id.values())})
+
+    @property
+    def changing_adapters(self) -> list[str]:
+        """Sorted names of the tenants whose keys may change adapters."""
+        known = (*self._known, *self._by_id.values())
+        return sorted({identity.tenant for _, identity in known if identity.may_change_adapters})
 
     def replace(self, others: Keys) -> None:
         """Replace these keys: later requests are checked against `others`."""
@@ -174,7 +190,7 @@ class KeyWatch:
         self._used = self._seen = self._stamp()
 
     def start(self) -> None:
-        if self.files:
+        if not self._stopped:
             threading.Thread(target=self._run, name="chorus-keys", daemon=True).start()
 
     def stop(self) -> None:
@@ -182,7 +198,7 @@ class KeyWatch:
         self._wake.set()
 
     def reload(self) -> None:
-        """Reload the keys soon; may be called from any thread and from a signal handler."""
+        """Reload the keys soon; may be called from any thread and from a signal handler. Without files, say so."""
         self._asked = True
         self._wake.set()
 
@@ -190,6 +206,9 @@ class KeyWatch:
         """Reload the keys if requested, or if a file changed and was not written again since the last check."""
         stamp, asked = self._stamp(), self._asked
         self._asked = False
+        if asked and not self.files:
+            log.info("SIGHUP reloads key files, and this server has none: it goes on with its keys")
+            return
         has_settled = stamp == self._seen
         self._seen = stamp
         if not asked and (stamp == self._used or not has_settled):
@@ -212,7 +231,7 @@ class KeyWatch:
 
     def _run(self) -> None:
         while not self._stopped:
-            self._wake.wait(LOOK_SECONDS)
+            self._wake.wait(LOOK_SECONDS if self.files else None)
             self._wake.clear()
             self.look()
 

@@ -223,7 +223,7 @@ class Api:
         if not grant.allows(None):
             return []
         card, adapter = self._card(base, self._settings.model_root, None), self._worker.adapters.as_base
-        return [card if adapter is None else {**card, "adapter": adapter}]
+        return [card if adapter is None or not grant.allows(adapter) else {**card, "adapter": adapter}]
 
     def _adapter_card(self, one: AdapterState) -> dict[str, object]:
         root = hub_name(one.manifest.path) or one.manifest.path.name

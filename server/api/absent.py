@@ -34,6 +34,14 @@ ABSENT: dict[str, tuple[tuple[str, ...], str]] = {
 """By path: the methods that clients use there, and the reason for the refusal."""
 
 
+async def no_tokenizer_info(_: Request) -> Response:
+    """Refuse vLLM's tokenizer_info on a server that does not serve it."""
+    message = (
+        "GET /tokenizer_info is served only with --enable-tokenizer-info-endpoint, as in vLLM; start the server with it"
+    )
+    raise ApiError(404, message, code="tokenizer_info_disabled")
+
+
 async def absent(request: Request) -> Response:
     """Refuse a request with the reason."""
     _, reason = ABSENT[request.scope["route"].path]

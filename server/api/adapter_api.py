@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import difflib
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StrictBool
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StrictBool, model_validator
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
@@ -58,10 +59,39 @@ def _check_path(path: str) -> str:
 AdapterPath = Annotated[str, Field(min_length=1, max_length=MAX_PATH_BYTES), AfterValidator(_check_path)]
 
 
+NAMES = frozenset(("name", "lora_name", "adapter_name", "adapter_id", "lora_id", "model", "served_model_name"))
+PATHS = frozenset(("path", "lora_path", "adapter_path", "lora_local_path", "source", "adapter_source", "model_path"))
+
+IN_CONFIG = frozenset(("alpha", "lora_alpha", "r", "rank", "lora_rank", "scale", "scaling", "target_modules"))
+
+ELSEWHERE = {
+    **dict.fromkeys(IN_CONFIG, "the adapter's adapter_config.json says it: leave it out"),
+    "force": "DELETE /v1/adapters/NAME?force=true and POST /v1/unload_lora_adapter take it",
+    "load_inplace": "POST /v1/adapters replaces an adapter of the same name: leave it out",
+    "lora_int_id": "adapters have names here, no numbers: leave it out",
+    "pinned": 'PATCH /v1/adapters/NAME with {"pinned": true} keeps an adapter resident, once it is loaded',
+    "paused": 'PATCH /v1/adapters/NAME with {"paused": true} does it',
+    "timeout": "the field of POST /v1/adapters/NAME/drain is seconds",
+}
+"""Fields that other routes or servers have, each with advice."""
+
+
 class AdapterBody(BaseModel):
     """A body of a route that changes adapters; a field that it does not have is an error."""
 
     model_config = ConfigDict(extra="forbid")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _only_what_it_has(cls, fields: Any) -> Any:
+        if not isinstance(fields, dict):
+            return fields
+        known = {field.alias or name for name, field in cls.model_fields.items()}
+        for name in fields:
+            if name not in known and fields[name] is not None:
+                hint = _meant(name, known)
+                raise ApiError(400, f"there is no field {clipped(name)!r}; {hint}", param=name)
+        return {name: value for name, value in fields.items() if name in known}
 
 
 class AddAdapter(AdapterBody):
@@ -87,11 +117,22 @@ class LoadLoraAdapter(AddAdapter):
 
 
 class UnloadLoraAdapter(AdapterBody):
-    """POST /v1/unload_lora_adapter. The name alone says which adapter; vLLM's number for it is not used."""
+    """POST /v1/unload_lora_adapter. The name alone says which adapter."""
 
     lora_name: Annotated[str, Field(max_length=MAX_NAME_CHARACTERS)]
-    lora_int_id: int | None = None
     force: bool | None = False
+
+
+def _meant(name: str, known: Collection[str]) -> str:
+    """Advice for a field that a body does not have. known: the fields that it has."""
+    if name in ELSEWHERE:
+        return ELSEWHERE[name]
+    same = next((same for same in (NAMES, PATHS) if name in same), frozenset())
+    if meant := sorted(same & set(known)) or difflib.get_close_matches(name[:64], known, n=1):
+        return f"did you mean {meant[0]}?"
+    if same is NAMES:
+        return "the route's path has the adapter's name"
+    return f"the fields are {', '.join(sorted(known))}"
 
 
 class ChangeAdapter(AdapterBody):

@@ -129,6 +129,10 @@ class ChatCompletionRequest(ConversationBody, ToolFields, GenerationRequest):
     def asked_tokens(self) -> int | None:
         return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
 
+    @property
+    def limit_field(self) -> str | None:
+        return super().limit_field if self.max_completion_tokens is None else "max_completion_tokens"
+
     def ignored(self, tokenizer: Tokenizer) -> list[str]:
         template = tokenizer.chat_template
         effort = self._effort()

@@ -60,6 +60,10 @@ class CompletionRequest(GenerationRequest):
         asked = self.max_tokens if self.max_tokens is not None else self.max_completion_tokens
         return DEFAULT_MAX_TOKENS if asked is None else asked
 
+    @property
+    def limit_field(self) -> str | None:
+        return super().limit_field or (None if self.max_completion_tokens is None else "max_completion_tokens")
+
     def prompts(self, limit: int) -> list[str | list[int]]:
         """One entry per choice: a text or token ids."""
         prompt = self.prompt

@@ -1,4 +1,7 @@
-"""The body of POST /generate, TGI's and LoRAX's, converted to a completion request."""
+"""The body of POST /generate, TGI's and LoRAX's, converted to a completion request.
+
+Tests: tests/server/api/test_generate.py
+"""
 
 from __future__ import annotations
 
@@ -19,8 +22,18 @@ NEUTRAL = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetiti
 """TGI's defaults, whatever the model's generation_config.json says."""
 
 
+_SGLANGS = (
+    "it is SGLang's, and this route takes TGI's body, inputs and parameters: send prompt, with the sampling parameters "
+    "next to it, to POST /v1/completions"
+)
+
+
 class GenerateBody(OtherBody):
     """A request as the client sends it."""
+
+    foreign = dict.fromkeys(
+        ("text", "input_ids", "sampling_params", "rid", "lora_path", "return_logprob", "logprob_start_len"), _SGLANGS
+    )
 
     inputs: str
     parameters: dict[str, Any] = {}
@@ -103,7 +116,10 @@ class GenerateRequest:
             "structured_outputs": _grammar(given.grammar),
         }
         with renaming(NAMES):
-            return cls(CompletionRequest.of(completion, limits), details, stream is None, samples)
+            asked_for = CompletionRequest.of(completion, limits)
+        if given.max_tokens is None:
+            asked_for.allow_less()
+        return cls(asked_for, details, stream is None, samples)
 
 
 def _grammar(given: dict[str, Any] | None) -> dict[str, Any] | None:

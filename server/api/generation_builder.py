@@ -94,8 +94,14 @@ class GenerationBuilder:
         tokenizer = await self.tokenizer_of(caller, asked.model, asked.lora_path, chat=False)
         encoded = iter(await tokenizer.encode(texts, add_special_tokens=specials, most=most))
         prompts = [next(encoded) if isinstance(prompt, str) else prompt for prompt in given]
+        doubled = next((d for pair in zip(given, prompts, strict=True) if (d := _doubled(tokenizer, *pair))), None)
         kept = [asked.cut(prompt, self.worker.model.max_model_len) for prompt in prompts]
         generation = await self.make(prefix, caller, asked, kept, arrival=arrival, tokenizer=tokenizer)
+        if doubled is not None:
+            generation.warnings = [
+                f"the prompt begins with {doubled} twice: it has one, and one is added; "
+                "set add_special_tokens to false for a prompt that a chat template made"
+            ]
         shown = [one if after is before else after for one, before, after in zip(given, prompts, kept, strict=True)]
         return generation, shown
 
@@ -111,10 +117,16 @@ class GenerationBuilder:
         return await self.make(prefix, caller, asked, prompts, arrival=arrival, tokenizer=tokenizer)
 
     async def _number(self, caller: Caller, asked: GenerationRequest) -> None:
-        """Name the adapters that a request gives by numbers."""
+        """Name the adapters that a request gives by numbers. Raises an ApiError for one that the caller may not use,
+        whatever its scale.
+        """
         if asked.has_numbers:
             found = await numbered(self.worker, self.threads, caller.grant)
             asked.name_adapters({number: one.name for number, one in found.items()})
+        for name in asked.named:
+            if not caller.grant.allows(name):
+                base, adapters = self.settings.base_name, self.worker.adapters
+                raise await no_model_like(name, adapters, base, caller.grant, self.threads)
 
     async def tokenizer_of(
         self, caller: Caller, model: str | None, lora_path: str | None, *, chat: bool = True
@@ -188,6 +200,7 @@ class GenerationBuilder:
         for prompt in prompts:
             if len(prompt) >= limit:
                 raise too_long(limit, what, f"{len(prompt)} tokens", self.worker.model.window)
+            asked.check_room(len(prompt), limit)
         model, adapter = self.names(caller, asked.model, asked.lora_path)
         unasked = unasked_limit(asked, prompts, self.settings, limit)
         defaults = self.defaults
@@ -286,6 +299,14 @@ class GenerationBuilder:
                 message = asked.explained(str(error)) if name == "tools" else str(error)
                 raise InvalidRequest(name, f"{name} can't be enforced: {message}") from None
         return grammar
+
+
+def _doubled(tokenizer: Tokenizer, prompt: str | list[int], tokens: list[int]) -> str | None:
+    """The text of the token that a prompt begins with and that was added before it once more."""
+    if not isinstance(prompt, str) or len(tokens) < 2 or tokens[0] != tokens[1]:
+        return None
+    first = tokenizer.decode(tokens[:1], skip_special_tokens=False)
+    return first if first and prompt.startswith(first) and not prompt.startswith(first * 2) else None
 
 
 def _check_spelt(field: str, grammar: Grammar, syntax: OutputSyntax, tokenizer: Tokenizer) -> None:

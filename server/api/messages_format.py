@@ -65,7 +65,9 @@ class MessagesFormat(BlockFormat):
         (choice,) = self._generation.choices
         stopped = choice.stop_reason if isinstance(choice.stop_reason, str) else None
         if choice.finish_reason == "length":
-            reason = "max_tokens"
+            produced = choice.request.params.max_tokens
+            is_cut = produced is not None and produced < (self._asked.asked_tokens or 0)
+            reason = "model_context_window_exceeded" if is_cut else "max_tokens"
         elif stopped is not None:
             reason = "stop_sequence"
         else:

@@ -61,7 +61,7 @@ class MessagesBody(AsChat):
             message = "this server stores no conversations; send all messages"
             raise ApiError(404, message, param="thread", code=NO_THREAD)
         messages, choice = _messages(asked.system, asked.messages), asked.tool_choice or {}
-        return asked.as_chat(
+        chat = asked.as_chat(
             limits,
             NAMES,
             max_tokens=asked.max_tokens,
@@ -74,6 +74,8 @@ class MessagesBody(AsChat):
             parallel_tool_calls=False if choice.get("disable_parallel_tool_use") else None,
             **_output(asked),
         )
+        chat.allow_less()  # every request of this API has a limit; `stop_reason` tells that the context ended first
+        return chat
 
 
 class MessagesToCount(MessagesBody):

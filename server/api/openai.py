@@ -12,14 +12,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationInfo, field_validator, model_validator
 
 from ...core.requests.grammar import Grammar
 from ...core.requests.request_params import MAX_LOGPROBS, RequestParams
 from ...memory.adapters.composition import MAX_TERMS
 from ..access.grants import NOWHERE
 from ..access.limits import RequestLimits, check_counts, check_json
-from ..errors import ApiError, clipped, validated
+from ..errors import ApiError, clipped, no_room, validated
 from ..text.output_parser import OutputParser
 from ..text.tokenizer import Tokenizer
 from ..text.tool_call_formats import OutputSyntax
@@ -27,7 +27,7 @@ from .fields import own_fields
 from .grammar_fields import GrammarFields
 from .prediction import Prediction
 from .sampling_defaults import SamplingDefaults
-from .scaled_adapters import LlamaAdapter, MergedAdapters, ScaledAdapter, model_of
+from .scaled_adapters import LlamaAdapter, MergedAdapters, ScaledAdapter, composed
 
 MAX_NAME_CHARACTERS = 256
 MAX_STOP_CHARACTERS = 1024
@@ -100,6 +100,9 @@ class GenerationRequest(GrammarFields):
     reasoning_effort: Annotated[str, Field(max_length=32)] | None = None
     prediction: Prediction | None = None
     request_id: Annotated[str, Field(pattern="^[A-Za-z0-9._:-]{1,128}$")] | None = None
+
+    _limit_may_be_cut: bool = PrivateAttr(False)
+    _named: tuple[str, ...] = PrivateAttr(())
 
     @model_validator(mode="before")
     @classmethod
@@ -184,13 +187,20 @@ class GenerationRequest(GrammarFields):
         if self.has_numbers and self.lora_path == NOWHERE:
             self.lora_path = None
         names = dict.fromkeys((one.id for one in self.lora or () if isinstance(one.id, int)), NOWHERE)
-        named = model_of(self.adapters, self.lora, self.merged_adapters, names if numbers is None else numbers)
+        named = composed(self.adapters, self.lora, self.merged_adapters, names if numbers is None else numbers)
         if named is None:
             return
-        field, model = named
+        field, composition = named
+        model = composition.model
+        self._named = composition.named
         if self.lora_path:
             raise ApiError(400, f"lora_path and {field} both name adapters; give one of them", param=field)
         self.lora_path = NOWHERE if self.has_numbers and numbers is None else model
+
+    @property
+    def named(self) -> tuple[str, ...]:
+        """Adapters that fields with scales name, those with the scale 0, too."""
+        return self._named
 
     def check(self, limits: RequestLimits) -> None:
         """Raises an ApiError for fields that contradict each other."""
@@ -250,6 +260,24 @@ class GenerationRequest(GrammarFields):
     def continuous_usage(self) -> bool:
         return self.stream_options.include_usage and self.stream_options.continuous_usage_stats
 
+    def allow_less(self) -> None:
+        """Take a limit on tokens that the context has no room for as all that it has room for."""
+        self._limit_may_be_cut = True
+
+    def check_room(self, prompt: int, context: int) -> None:
+        """Raises an ApiError for a limit on tokens that the client gives and the context has no room for.
+
+        prompt: tokens of the prompt. context: most tokens of a prompt with its output.
+        """
+        asked, field = self.asked_tokens, self.limit_field
+        if asked is not None and field is not None and asked > context - prompt and not self._limit_may_be_cut:
+            raise no_room(context, field, asked, prompt)
+
+    @property
+    def limit_field(self) -> str | None:
+        """The field with the client's limit on tokens; None if it gives none."""
+        return None if self.max_tokens is None else "max_tokens"
+
     @property
     @abstractmethod
     def asked_tokens(self) -> int | None:
@@ -274,8 +302,8 @@ class GenerationRequest(GrammarFields):
     ) -> list[RequestParams]:
         """An entry for each of the prompt's `n` choices, which differ only in their seeds: seed, seed + 1, ….
 
-        room: tokens left in the context, to which limits are cut. unasked_limit: most tokens if the client gives no
-        limit. Raises InvalidRequest for values out of range.
+        room: tokens left in the context, to which a default limit, or one that `allow_less` is about, is cut.
+        unasked_limit: most tokens if the client gives no limit. Raises InvalidRequest for values out of range.
         """
         asked = self.asked_tokens
         limit = unasked_limit if asked is None else asked

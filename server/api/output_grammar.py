@@ -8,10 +8,7 @@ from typing import Any
 
 from ...core.requests.grammars import JSON_OPTIONS
 from ...core.requests.speller import ANY_TEXT, Speller
-from ..text.tool_call_arguments import XmlArguments
-from ..text.tool_call_formats import OutputSyntax, ToolCallFormat
-
-_END_OF_VALUE = f"\n{XmlArguments.CLOSE}\n"
+from ..text.tool_call_formats import ArgumentTags, OutputSyntax, ToolCallFormat
 
 
 def output_grammar(
@@ -55,11 +52,11 @@ def _calls(
 ) -> str:
     """The grammar of output that consists of calls. Adds rules; `calls` is the part after a form's `open`."""
     for index, (name, schema) in enumerate(tools.items()):
-        arguments = _tags(schema, spelt) if form.xml else _json(schema)
+        arguments = _json(schema) if form.tags is None else _tagged(form.tags, schema, spelt)
         rules.append(f"call_{index}: {spelt(form.begin.format(name=name))} {arguments} {spelt(form.end)}")
     rules.append("call: " + " | ".join(f"call_{index}" for index in range(len(tools))))
-    if form.xml:
-        rules.append(spelt.text_up_to("text_value", _END_OF_VALUE))
+    if form.tags is not None:
+        rules.append(spelt.text_up_to("text_value", form.tags.close))
     more = f"({spelt(form.between)} call)*" if form.separator and parallel else ""
     rules.append(f"calls: {spelt(form.first)} call {more} {spelt(form.close)}")
     opening = "" if form.bare else spelt(form.open)
@@ -88,23 +85,43 @@ def _json(schema: Mapping[str, Any]) -> str:
     return "%json " + json.dumps({**schema, "x-guidance": JSON_OPTIONS})
 
 
-def _tags(schema: Mapping[str, Any], spelt: Speller) -> str:
-    """Arguments between tags, in the order of the schema's properties. For strings, enum and const are enforced."""
+def _tagged(tags: ArgumentTags, schema: Mapping[str, Any], spelt: Speller) -> str:
+    """Arguments between tags, in the order of the schema's properties. Of strings, enum and const are enforced."""
     properties, required = schema.get("properties") or {}, schema.get("required") or ()
     shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
     parts = []
     for name, each in properties.items():
-        value = _tagged_value(each if isinstance(each, Mapping) else {}, shared, spelt)
-        part = f"{spelt(f'{XmlArguments.OPEN}{name}>' + chr(10))} {value}"
+        value = _tagged_value(tags, each if isinstance(each, Mapping) else {}, shared, spelt)
+        part = f"{spelt(f'{tags.open}{name}{tags.named}{tags.around}')} {value} {spelt(tags.around)}"
         parts.append(part if name in required else f"({part})?")
     return " ".join(parts)
 
 
-def _tagged_value(schema: Mapping[str, Any], shared: Mapping[str, Any], spelt: Speller) -> str:
-    """The value of one property, followed by its closing tag. shared: definitions that the schema may refer to."""
+def _tagged_value(tags: ArgumentTags, schema: Mapping[str, Any], shared: Mapping[str, Any], spelt: Speller) -> str:
+    """The value of one property, and its closing tag. shared: definitions that the schema may refer to."""
+    end = spelt(tags.around + tags.close)
+    if not tags.is_text(schema):
+        return f"{_json({**shared, **schema})} {end}"
+    texts = allowed_texts(schema)
+    return "text_value" if texts is None else f"({' | '.join(json.dumps(text) for text in texts)}) {end}"
+
+
+def allowed_texts(schema: Mapping[str, Any]) -> list[str] | None:
+    """The strings that a schema's const or enum allows; None: any."""
     values = [schema["const"]] if "const" in schema else schema.get("enum")
-    if schema.get("type") != "string":
-        return f"{_json({**shared, **schema})} {spelt(_END_OF_VALUE)}"
-    if isinstance(values, list) and values:
-        return f"({' | '.join(json.dumps(str(each)) for each in values)}) {spelt(_END_OF_VALUE)}"
-    return "text_value"
+    return [each for each in values if isinstance(each, str)] if isinstance(values, list) else None
+
+
+def unwritable(tags: ArgumentTags, schema: Mapping[str, Any]) -> str | None:
+    """Say which of a function's arguments can't be written between tags; None: all can."""
+    for name, each in (schema.get("properties") or {}).items():
+        where, texts = f"properties.{name}", allowed_texts(each) if tags.is_text(each) else None
+        if not tags.can_name(name):
+            return (
+                f"{where}: this model's format of tool calls can't write a name with {tags.named} or blanks around it"
+            )
+        if texts is not None and not texts:
+            return f"{where}: none of the values of const or enum is a string, which its type asks for"
+        if any(not tags.can_write(text) for text in texts or ()):
+            return f"{where}: this model's format of tool calls can't write a value with {tags.close}"
+    return None

@@ -39,6 +39,9 @@ MakeFormat = Callable[[GenerationRequest, Generation, LogprobFormat, Sequence[Ec
 IGNORED = "x-ignored-fields"
 """Response header: fields without an effect, because the model's chat template does not use them."""
 
+WARNING = "x-chorus-warning"
+"""Response header: what is probably a mistake in the request."""
+
 LOAD, LOAD_FORMAT = "endpoint-load-metrics", "endpoint-load-metrics-format"
 """ORCA's headers: the response's with the server's load, for load balancers, and the request's that asks for it."""
 
@@ -140,12 +143,17 @@ class Responder:
 
     def _headers(self, request: Request, generation: Generation) -> dict[str, str]:
         headers = {IGNORED: ", ".join(generation.ignored)} if generation.ignored else {}
-        if not request.state.identity.grant.limited:  # the load of all clients
+        if generation.warnings:
+            headers[WARNING] = "; ".join(generation.warnings).encode("ascii", "backslashreplace").decode()
+        grant = request.state.identity.grant
+        if not grant.limited:  # the load of all clients
             headers |= self._load_report(request.headers.get(LOAD_FORMAT, ""))
         if versions := _versions(generation):
-            headers[ADAPTER] = versions
+            shown = [each for name, each in versions.items() if grant.allows(name)]  # not who serves as the base model
+            if shown:
+                headers[ADAPTER] = ", ".join(shown)
             if self.settings.access_log:
-                access.info("%s uses adapter %s", request.state.request_id, versions)
+                access.info("%s uses adapter %s", request.state.request_id, ", ".join(versions.values()))
         return headers
 
     def _load_report(self, form: str) -> dict[str, str]:
@@ -201,14 +209,18 @@ def _unknown(error: InvalidRequest, generation: Generation) -> str:
     return error.name if isinstance(error, UnknownModel) and error.name != whole else generation.model
 
 
-def _versions(generation: Generation) -> str:
-    """The adapter versions that the response was computed with: one, unless the version changed between its choices."""
+def _versions(generation: Generation) -> dict[str, str]:
+    """The adapter versions that the response was computed with, by name: one, unless the version changed between its
+    choices.
+    """
     bound = [choice.request.bound for choice in generation.choices]
     versions = [
         each for one in bound if one is not None for each in (one.sources if is_composition(one.name) else (one,))
     ]
-    told = [adapter_header(one.name, one.label, one.manifest.content_hash) for one in versions]
-    return ", ".join(dict.fromkeys(told))
+    told: dict[str, list[str]] = {}
+    for one in versions:
+        told.setdefault(one.name, []).append(adapter_header(one.name, one.label, one.manifest.content_hash))
+    return {name: ", ".join(dict.fromkeys(each)) for name, each in told.items()}
 
 
 async def _read(generation: Generation, answer: BodyFormat) -> None:

@@ -130,6 +130,7 @@ class ResponsesFormat(BlockFormat):
             "background": False,
             "error": None,
             "incomplete_details": None,
+            "max_tool_calls": None,
             "model": self._generation.model,
             "output": [],
             "previous_response_id": None,

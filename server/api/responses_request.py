@@ -50,6 +50,10 @@ class ResponsesBody(AsChat):
         "background": ((False,), "a request ends with its connection"),
         "context_management": (([],), "shorten the input, or use truncate_prompt_tokens"),
         "conversation": ((), _STATELESS),
+        "max_tool_calls": (
+            (),
+            "it counts calls of tools that a server runs; parallel_tool_calls: false allows one call",
+        ),
         "previous_response_id": ((), _STATELESS),
         "prompt": ((), "this server stores no prompts; send instructions and input, or a text to POST /v1/completions"),
         "store": ((False,), _STATELESS),
@@ -60,7 +64,6 @@ class ResponsesBody(AsChat):
     include: list[Any] = []
     instructions: str | None = None
     max_output_tokens: StrictInt | None = None
-    max_tool_calls: StrictInt | None = None
     metadata: dict[str, Any] = {}
     parallel_tool_calls: Any = True
     reasoning: dict[str, Any] | None = None

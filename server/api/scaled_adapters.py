@@ -70,14 +70,15 @@ class MergedAdapters(BaseModel):
         return [(name, float(weight)) for name, weight in zip(self.ids, weights, strict=True)]
 
 
-def model_of(
+def composed(
     adapters: list[ScaledAdapter] | None,
     lora: list[LlamaAdapter] | None,
     merged: MergedAdapters | None,
     numbers: Mapping[int, str],
-) -> tuple[str, str | None] | None:
-    """The field that names adapters, and the model's name that means the same: None for the base model. None if no
-    field does. numbers: names of adapters by their numbers. Raises ApiError.
+) -> tuple[str, Composition] | None:
+    """The field that names adapters, and what it means; None if no field does. Raises ApiError.
+
+    numbers: names of adapters by their numbers.
     """
     given = {
         "adapters": [(one.name, float(one.scale)) for one in adapters or ()],
@@ -91,7 +92,7 @@ def model_of(
         raise ApiError(400, f"{used[0]} and {used[1]} both name adapters; give one of them", param=used[1])
     (field,) = used
     try:
-        return field, Composition.of(given[field]).model
+        return field, Composition.of(given[field])
     except InvalidComposition as error:
         raise ApiError(400, f"{field}: {error}", param=field) from None
 

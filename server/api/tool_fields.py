@@ -17,9 +17,9 @@ from ...core.requests.grammar import Grammar, GrammarKind
 from ...core.requests.json_schemas import check_optional, located, relaxed
 from ..errors import ApiError, clipped
 from ..text.output_parser import OutputParser
-from ..text.tool_call_formats import HARMONY, OutputSyntax, reasoning_format_of, tool_call_format_of
+from ..text.tool_call_formats import HARMONY, ArgumentTags, OutputSyntax, reasoning_format_of, tool_call_format_of
 from .grammar_fields import check_size
-from .output_grammar import output_grammar
+from .output_grammar import output_grammar, unwritable
 
 if TYPE_CHECKING:
     from ..access.limits import RequestLimits
@@ -106,13 +106,18 @@ class ToolFields(BaseModel):
         functions = [tool["function"] for tool in self.tools]
         return {f["name"]: _arguments(f) for f in functions if names is None or f["name"] in names}
 
-    def _check_optional(self, enforced: Mapping[str, dict[str, Any]]) -> None:
-        """Raises an ApiError for arguments with more optional properties than can be enforced."""
+    def _check_enforceable(self, enforced: Mapping[str, dict[str, Any]], tags: ArgumentTags | None) -> None:
+        """Raises an ApiError for arguments with more optional properties than can be enforced, or that can't be written
+        between a format's tags.
+        """
         for index, tool in enumerate(self.tools):
+            schema, where = enforced.get(tool["function"]["name"]), f"tools[{index}].function.parameters"
             try:
-                check_optional(enforced.get(tool["function"]["name"]), f"tools[{index}].function.parameters")
+                check_optional(schema, where)
             except ValueError as error:
                 raise ApiError(400, str(error), param="tools") from None
+            if tags is not None and schema is not None and (reason := unwritable(tags, schema)) is not None:
+                raise ApiError(400, f"{where}.{reason}", param="tools")
 
     def explained(self, message: str) -> str:
         """llguidance's message about the functions' schemas, with the path of the part that it is about."""
@@ -122,10 +127,10 @@ class ToolFields(BaseModel):
                 return found
         return message
 
-    def _enforced_schemas(self, *, forced: bool, xml: bool) -> dict[str, dict[str, Any]]:
+    def _enforced_schemas(self, *, forced: bool, tagged: bool) -> dict[str, dict[str, Any]]:
         """The same schemas; any JSON object for a function that need not be called and does not say `strict`."""
         schemas, any_object = self._schemas(), {"type": "object"}
-        return schemas if forced or xml else schemas | dict.fromkeys(schemas.keys() & self._loose, any_object)
+        return schemas if forced or tagged else schemas | dict.fromkeys(schemas.keys() & self._loose, any_object)
 
     @property
     def _loose(self) -> set[str]:
@@ -176,7 +181,9 @@ class ToolFields(BaseModel):
         """
         forced = self._may_call and self._chosen.mode in ("required", NAMED)
         budget = self.obeyed_budget(tokenizer)
-        schemas = {} if syntax.calls is None else self._enforced_schemas(forced=forced, xml=syntax.calls.xml)
+        schemas = (
+            {} if syntax.calls is None else self._enforced_schemas(forced=forced, tagged=syntax.calls.tags is not None)
+        )
         if forced:
             content = None
         elif content is None and budget is None and schemas.keys() <= self._loose:
@@ -185,7 +192,7 @@ class ToolFields(BaseModel):
             return [] if content is None else [content]
         text = json.dumps(list(schemas.values()), ensure_ascii=False)
         check_size("tools", Grammar(GrammarKind.JSON_SCHEMA, text), limits)
-        self._check_optional(schemas)
+        self._check_enforceable(schemas, None if syntax.calls is None else syntax.calls.tags)
         if syntax.reasoning is not None:
             syntax = replace(syntax, reasoning=replace(syntax.reasoning, most=budget))
         lark = output_grammar(

@@ -56,6 +56,8 @@ class OtherBody(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     refused: ClassVar[RefusedFields] = {}
+    foreign: ClassVar[Mapping[str, str]] = {}
+    """Fields of other servers' routes of the same path, each with advice."""
     harmless: ClassVar[Collection[str]] = ()
     """Fields on which no response depends."""
 
@@ -71,6 +73,8 @@ class OtherBody(BaseModel):
         for name, value in fields.items():
             if value is None or name in cls.harmless:
                 continue
+            if name in cls.foreign:
+                raise ApiError(400, f"there is no field {name!r}; {cls.foreign[name]}", param=name)
             if name in cls.refused:
                 _check_neutral(name, value, *cls.refused[name])
             elif name not in known and (name in CHATS_OWN or not is_open):

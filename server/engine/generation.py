@@ -207,6 +207,8 @@ class Generation:
         self.model = model
         self.ignored: Sequence[str] = ()
         """Fields of the request that have no effect on the response."""
+        self.warnings: Sequence[str] = ()
+        """What is probably a mistake in the request."""
         self._worker = worker
         self._metrics, self._recorder, self._trace, self._spend = records
         self._arrival = choices[0].request.arrival_time

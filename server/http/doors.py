@@ -179,7 +179,7 @@ class Doors:
         route = self._route(scope)
         identity = self._identify(headers, Right.KEY if route is None else route.right)
         if scope["method"] in ("POST", "PATCH"):
-            _check_kind(headers.get("content-type", ""), route)
+            _check_kind(headers, route)
         return identity
 
     def _check_host(self, method: str, headers: Headers) -> None:
@@ -203,8 +203,18 @@ class Doors:
                 raise
             return None
         if identity is not None and not identity.has(right):
-            raise ApiError(403, "this needs an admin key of this server", code="admin_key_required")
+            raise ApiError(403, self._needed(right), code="admin_key_required")
         return identity
+
+    def _needed(self, right: Right) -> str:
+        """Why a key lacks a right, and what gives it."""
+        message = "this needs an admin key of this server"
+        if self.keys.has_admins or right is not Right.ADMIN:
+            return message
+        return (
+            f"{message}, which has none: its operator gives a key admin=yes or sets --admin-key-file; "
+            "--tenants-change-adapters lets the keys of tenants change adapters"
+        )
 
 
 def _is_json(content_type: str) -> bool:
@@ -212,9 +222,17 @@ def _is_json(content_type: str) -> bool:
     return kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json"))
 
 
-def _check_kind(kind: str, route: GuardedRoute | None) -> None:
-    """Raises an ApiError if the route does not read bodies of this content type."""
-    if route is not None and (not route.reads_json or (route.takes_forms and kind.startswith("multipart/form-data;"))):
+def _check_kind(headers: Headers, route: GuardedRoute | None) -> None:
+    """Raises an ApiError if the route does not read bodies of this content type or encoding. route: None if there is
+    none, which the router says.
+    """
+    kind, coding = headers.get("content-type", ""), headers.get("content-encoding", "identity").strip().lower()
+    if route is None:
+        return
+    if coding not in ("", "identity"):
+        message = f"the body's content-encoding is {clipped(coding)!r}; send it uncompressed, without that header"
+        raise ApiError(415, message, code="unsupported_encoding", headers={"accept-encoding": "identity"})
+    if not route.reads_json or (route.takes_forms and kind.startswith("multipart/form-data;")):
         return
     if not _is_json(kind):
         given = clipped(kind) or "nothing"

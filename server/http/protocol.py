@@ -22,7 +22,10 @@ _log.setLevel(logging.ERROR)
 
 MAX_HEADERS = 128
 MAX_PIPELINED = 4
-"""Pipelined requests that may wait for the response to the first."""
+"""Requests without a complete response, at which a connection reads no further until one has its response."""
+
+PARSED_AT_ONCE = 4096
+"""Bytes that are parsed before the number of requests is looked at again."""
 
 _MESSAGES = {
     400: "this is no valid HTTP/1.1 request",
@@ -44,6 +47,7 @@ class HttpConnection(HttpToolsProtocol):
 
     def __init__(self, connections: Connections, accepted: Accepted, *args: Any, **kwargs: Any) -> None:
         self._body = bytearray()
+        self._unread = bytearray()  # received, but not parsed until a request has its response
         # The parser calls this for each chunk, and a chunk may be one byte: so it must not be a Python function.
         self.on_body = self._body.extend  # pyright: ignore[reportAttributeAccessIssue]
         super().__init__(*args, **kwargs)
@@ -78,6 +82,23 @@ class HttpConnection(HttpToolsProtocol):
         self._read_at = time.monotonic()
         if self._refused:  # keep reading, and discard it, so that the client can read the reason
             return
+        self._unread += data
+        self._parse()
+
+    def _parse(self) -> None:
+        """Parse what was received, as long as there is a place for another request."""
+        while self._unread and not self._refused:
+            if len(self._cycles) >= MAX_PIPELINED and not self._in_body:
+                self.flow.pause_reading()
+                return
+            size = 16 * PARSED_AT_ONCE if self._in_body else PARSED_AT_ONCE
+            data = bytes(self._unread[:size])
+            del self._unread[:size]
+            self._parse_piece(data)
+        if self._refused:
+            self._unread.clear()
+
+    def _parse_piece(self, data: bytes) -> None:
         if not (self._in_head or self._in_body or self._cycles):
             self._in_head, self._since = True, self._read_at
         self._silent_bytes += len(data)
@@ -107,7 +128,7 @@ class HttpConnection(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         needs_host = self.parser.get_http_version() != "1.0"
-        if self._num_hosts > 1 or self._num_hosts < needs_host or len(self._cycles) == MAX_PIPELINED:
+        if self._num_hosts > 1 or self._num_hosts < needs_host:
             raise _Refused(400)
         super().on_headers_complete()
         self._cycles.append(self.cycle)
@@ -132,6 +153,8 @@ class HttpConnection(HttpToolsProtocol):
         super().on_response_complete()
         if self._refused and not self._cycles:
             self._read_no_more()
+        elif self._unread and not self.transport.is_closing():
+            self._parse()
         self._connections.note(self)
 
     def pause_writing(self) -> None:

@@ -213,6 +213,8 @@ class Asking:
         if asked.prompt == []:
             raise InvalidRequest("prompt", "the prompt has no tokens; give at least one")
         request = CompletionRequest.of(body, builder.settings)
+        if asked.params.wants_all_that_fits:
+            request.allow_less()
         generation, (shown,) = await builder.complete(PROGRAM, request, PREFIX, arrival)
         if not request.echo:
             return generation, ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from typing import Any
 
 from pydantic import ValidationError
@@ -11,6 +12,7 @@ from ...core.config import EngineConfig
 from ...core.requests.request_params import InvalidRequest
 from ..access.limits import RequestLimits
 from ..settings import ConfigFileError, Settings
+from ..start.advice import INSTEAD, NOTED, SHORT
 from ..wanted import problem_of
 
 OPTIONS = frozenset(
@@ -41,20 +43,47 @@ OPTIONS = frozenset(
 
 OTHERS = {
     "enable_lora": "adapters are always served; leave it out",
+    "enable_chunked_prefill": "use chunked_prefill, which is on",
+    "enable_prefix_caching": "use prefix_cache, which is on",
+    "disable_radix_cache": "use prefix_cache=False",
     "lora_path": "use adapters",
+    "lora_paths": "use adapters",
+    "max_cpu_loras": "use host_cache_bytes, the memory for adapters that are not on the device",
     "max_loras": "use max_adapters_per_step",
     "max_lora_rank": "adapters of any rank are served; leave it out",
-    "model_path": "use model",
+    "swap_space": "use host_cache_bytes",
+    "enforce_eager": "use graph_capture='off'",
+    "data_parallel_size": "one LLM has one copy of the model; run a process for each",
     "trust_remote_code": "code of a model is never run; leave it out",
 }
-"""Options of other libraries, each with advice."""
+"""Options of other libraries whose advice differs from that for the flag."""
+
+_FLAG = re.compile(r"--(no-)?([a-z0-9-]+)")
+
+
+def _advice(name: str) -> str | None:
+    """Advice for another library's option, from the one for its flag; None if it is not known."""
+    if name in OTHERS:
+        return OTHERS[name]
+    flag = "--" + name.replace("_", "-")
+    if (same := SHORT.get(flag)) is not None:
+        return f"use {same[2:].replace('-', '_')}"
+    told = INSTEAD.get(flag) or (f"{NOTED[flag]}: leave it out" if flag in NOTED else None)
+    return None if told is None else _FLAG.sub(_as_option, told)
+
+
+def _as_option(flag: re.Match[str]) -> str:
+    name = flag[2].replace("-", "_")
+    if name not in OPTIONS:
+        return flag[0]
+    return f"{name}=False" if flag[1] else name
 
 
 def settings_of(options: dict[str, Any]) -> Settings:
     """Settings from an LLM's options. Raises InvalidRequest that names the wrong one."""
     for name in options:
-        if name in OTHERS and name not in OPTIONS:
-            raise InvalidRequest(name, f"LLM has no option {name!r}; {OTHERS[name]}")
+        if name not in OPTIONS and (advice := _advice(name)) is not None:
+            raise InvalidRequest(name, f"LLM has no option {name!r}; {advice}")
         if name not in OPTIONS:
             raise InvalidRequest(name, f"{name!r} {_why_not(name)}")
     try:

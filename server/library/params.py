@@ -191,10 +191,15 @@ class SamplingParams:
         if len(texts) <= len(self._given) and self._given.keys() - texts.keys():
             ChatCompletionRequest.of(self.for_chat(_ANY_CONVERSATION), _NO_LIMITS)
 
+    @property
+    def wants_all_that_fits(self) -> bool:
+        """True if a prompt's completion has as many tokens as fit."""
+        return self._given.get("max_tokens", 0) is None
+
     def for_text(self, prompt: Any, context: int) -> dict[str, Any]:
         """The body of the equivalent completion request. context: most tokens of a request."""
         body = {**self._given, "prompt": prompt}
-        if "max_tokens" in body and body["max_tokens"] is None:
+        if self.wants_all_that_fits:
             body["max_tokens"] = context
         return body
 

@@ -1,4 +1,4 @@
-"""Flags of other servers, mainly vLLM's: the equivalent here, or the reason why no flag is needed."""
+"""Flags of other servers, vLLM's and SGLang's: the equivalent here, or the reason why no flag is needed."""
 
 from __future__ import annotations
 
@@ -32,6 +32,16 @@ NOTED = {
     "--disable-uvicorn-access-log": "requests are logged only with --access-log",
     "--enable-prompt-tokens-details": "usage always has the cached tokens",
     "--enforce-eager": "graphs change no answer; --graph-capture off turns them off",
+    "--max-log-len": "requests are never logged",
+    "--num-scheduler-steps": "a step is scheduled while the one before it runs; see --async-scheduling",
+    **dict.fromkeys(("--disable-cuda-graph", "--cuda-graph-max-bs"), "graphs change no answer; see --graph-capture"),
+    "--enable-metrics": "GET /metrics always tells them",
+    "--enable-cache-report": "usage always has the cached tokens",
+    "--grammar-backend": "there is one, llguidance",
+    "--lora-backend": "there is one for each device",
+    "--lora-eviction-policy": "pages of adapters and KV are evicted by one policy; see --eviction",
+    "--max-loaded-loras": "as many as --host-cache-bytes holds are kept in host memory",
+    "--max-loras-per-batch": "a step may have any number of adapters; --max-adapters-per-step limits it",
 }
 """Flags that are accepted and change nothing, each with the reason."""
 
@@ -71,26 +81,55 @@ INSTEAD = {
     "--task": "leave it out: every model also embeds, classifies and scores; see docs/how-to/embeddings.md",
     "--tokenizer-revision": "fetch that revision, and give its directory by --tokenizer",
     "--uds": "use --host and --port; a proxy may listen on a socket",
+    "--attention-backend": "use --attention",
+    "--chat-template-content-format": "chat templates are given contents as text; use a template that reads text, by "
+    "--chat-template",
+    "--enable-sleep-mode": "weights stay in memory; POST /pause and POST /resume stop and continue steps",
+    "--long-lora-scaling-factors": "adapters have the model's context; change rope_scaling in its config.json",
+    "--disable-radix-cache": "use --no-prefix-cache",
+    "--dist-init-addr": "a model lies on one machine; use `chorus cluster up --ray` for replicas on several",
+    "--json-model-override-args": "change config.json in a copy of the model's directory, and give that as MODEL",
+    "--lora-target-modules": "leave it out: adapters may change every module, and their adapter_config.json says which",
+    "--max-total-tokens": "use --num-pages or --memory-bytes",
+    "--mem-fraction-static": "use --gpu-memory-utilization, or --memory-bytes on a CPU",
+    "--nnodes": "a model lies on one machine; use `chorus cluster up --ray` for replicas on several",
+    "--page-size": "use --block-tokens",
+    "--schedule-conservativeness": "use --max-num-seqs",
+    "--schedule-policy": "use --fair-by and --weights",
+    "--skip-tokenizer-init": "prompts may be token ids; the tokenizer is loaded in any case: leave it out",
+    "--speculative-algorithm": "use --speculation; draft models are not served",
+    "--watchdog-timeout": "use --stall-seconds and --give-up-seconds",
     "--max-num-partial-prefills": "steps are shared among tenants' prompts; use --max-num-batched-tokens",
 }
 """Flags that can't be honored, each with advice."""
 
 NEUTRAL = {
-    "--data-parallel-size": "1",
-    "--pipeline-parallel-size": "1",
-    "--response-role": "assistant",
-    "--scheduling-policy": "fcfs",
-    "--task": "generate",
+    "--chat-template-content-format": ("auto", "string"),
+    "--data-parallel-size": ("1",),
+    "--nnodes": ("1",),
+    "--pipeline-parallel-size": ("1",),
+    "--response-role": ("assistant",),
+    "--scheduling-policy": ("fcfs",),
+    "--schedule-policy": ("fcfs", "lpm"),
+    "--task": ("generate",),
 }
 """Values that make a flag ask for nothing."""
 
 WITH_VALUE = frozenset(
     (
+        "--cuda-graph-max-bs",
+        "--grammar-backend",
         "--guided-decoding-backend",
+        "--lora-backend",
         "--lora-dtype",
+        "--lora-eviction-policy",
         "--lora-extra-vocab-size",
         "--max-cpu-loras",
+        "--max-loaded-loras",
+        "--max-log-len",
         "--max-loras",
+        "--max-loras-per-batch",
+        "--num-scheduler-steps",
         "--reasoning-parser",
         "--swap-space",
         "--tokenizer-mode",
@@ -106,8 +145,23 @@ SHORT = {
     "-pp": "--pipeline-parallel-size",
     "-q": "--quantization",
     "-tp": "--tensor-parallel-size",
+    "--chunked-prefill-size": "--max-num-batched-tokens",
+    "--context-length": "--max-model-len",
+    "--dp": "--data-parallel-size",
+    "--dp-size": "--data-parallel-size",
+    "--lora-paths": "--lora-modules",
+    "--max-running-requests": "--max-num-seqs",
+    "--model-path": "--model",
+    "--pp-size": "--pipeline-parallel-size",
+    "--random-seed": "--seed",
+    "--tokenizer-path": "--tokenizer",
+    "--tp": "--tensor-parallel-size",
+    "--tp-size": "--tensor-parallel-size",
 }
-"""vLLM's short flags."""
+"""Other names of flags: vLLM's short ones, and SGLang's."""
+
+SAME = {("--load-format", "safetensors"): "a checkpoint's safetensors, or its GGUF file, are read in any case"}
+"""Values of our own flags that ask for what is done in any case."""
 
 
 RENAMED = {"--fronts": "--api-servers"}
@@ -115,27 +169,49 @@ RENAMED = {"--fronts": "--api-servers"}
 
 
 class ForeignFlag(ValueError):
-    """A flag that can't be honored; the text gives advice."""
+    """Flags that can't be honored; the text gives advice."""
+
+    def __init__(self, faults: Sequence[str], kept: Sequence[str]) -> None:
+        """faults: one for each flag. kept: the other arguments."""
+        super().__init__("\n".join(faults))
+        self.faults, self.kept = list(faults), list(kept)
 
 
 def without_foreign_flags(args: Sequence[str]) -> tuple[list[str], list[str]]:
     """The arguments without other servers' flags that change nothing, and notes about these and about renamed flags.
 
-    Raises ForeignFlag for a flag that would change something.
+    Raises ForeignFlag for all flags that would change something.
     """
-    left, kept, notes = deque(args), [], []
+    left, kept, notes, faults = deque(args), [], [], []
     while left:
         given = left.popleft()
         flag, equals, value = given.partition("=")
         flag = SHORT.get(flag, flag)
         if flag in RENAMED:
             notes.append(f"{flag} is now {RENAMED[flag]}")
-        if flag not in NOTED and flag not in INSTEAD:
+        if not _is_foreign(flag, value if equals else left[0] if left else ""):
             kept.append(flag + equals + value)
             continue
-        if flag in WITH_VALUE and not equals and left:
-            value = left.popleft()
-        if flag in INSTEAD and not (flag in NEUTRAL and value == NEUTRAL[flag]):
-            raise ForeignFlag(f"{flag} is no flag of chorus; {INSTEAD[flag]}")
-        notes.append(f"{flag} changes nothing here: {NOTED.get(flag, 'that is so in any case')}")
+        if not equals:
+            value = _value_of(flag, left)
+        if flag in INSTEAD and value not in NEUTRAL.get(flag, ()):
+            faults.append(f"{flag} is no flag of chorus; {INSTEAD[flag]}")
+        else:
+            reason = SAME.get((flag, value)) or NOTED.get(flag, "that is so in any case")
+            notes.append(f"{flag} changes nothing here: {reason}")
+    if faults:
+        raise ForeignFlag(faults, kept)
     return kept, notes
+
+
+def _is_foreign(flag: str, value: str) -> bool:
+    return flag in NOTED or flag in INSTEAD or (flag, value) in SAME
+
+
+def _value_of(flag: str, left: deque[str]) -> str:
+    """Take a foreign flag's value from the arguments after it, and all values of one that can't be honored."""
+    takes = flag in WITH_VALUE or any(flag == same for same, _ in SAME)
+    value = left.popleft() if takes and left else ""
+    while flag in INSTEAD and flag not in NEUTRAL and left and not left[0].startswith("-"):
+        value = left.popleft()
+    return value

@@ -78,11 +78,35 @@ def _check_names(settings: Settings) -> None:
         names.add(name)
 
 
+def warn_of_rights(settings: Settings) -> str | None:
+    """Return a warning if keys of tenants may change each other's adapters, or if no key may change any; else None."""
+    keys = settings.client_keys()
+    if keys.has_admins or not keys.guarded or not settings.loadable_from:
+        return None
+    changing = keys.changing_adapters
+    if not changing:
+        return (
+            "no key may change adapters: give one admin=yes or set --admin-key-file; --tenants-change-adapters lets "
+            "the keys of all tenants change them"
+        )
+    if len(changing) > 1:
+        return (
+            f"there is no admin key: the keys of {len(changing)} tenants may change and remove each other's adapters; "
+            "give one key admin=yes, or set --admin-key-file, and only that key may"
+        )
+    return None
+
+
 def check_access(settings: Settings) -> str | None:
     """Return a warning if other machines can reach the server without an API key, else None.
 
     Raises LaunchError if `allow_unauthenticated` is not set in that case, or if a key can't be used.
     """
+    if settings.host.startswith(("unix:", "/")):
+        raise LaunchError(
+            f"--host is {settings.host!r}: the server listens on addresses, not on Unix sockets; use --host 127.0.0.1, "
+            "and let a proxy listen on the socket"
+        )
     try:
         keys = settings.client_keys()
     except InvalidKey as error:

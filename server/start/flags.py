@@ -103,18 +103,29 @@ class Parser(argparse.ArgumentParser):
     def parse(self, args: Sequence[str] | None = None) -> argparse.Namespace:
         """Like `parse_args`; the command's parser reports unknown flags with the nearest known one."""
         given = [_dashes(arg) for arg in (sys.argv[1:] if args is None else args)]
+        faults: list[str] = []
         if given[:1] in (["serve"], ["cluster"]):
             try:
                 given, notes = without_foreign_flags(given)
             except ForeignFlag as error:
-                raise UsageError(f"{self.prog} {given[0]}: error: {error}") from None
+                faults, notes, given = error.faults, [], error.kept
             for note in notes:
                 print(f"{self.prog} {given[0]}: {note}", file=sys.stderr)
-        arguments, unknown = self.parse_known_args([self._renamed(arg) for arg in given])
+        try:
+            arguments, unknown = self.parse_known_args([self._renamed(arg) for arg in given])
+        except UsageError as error:
+            raise UsageError("\n".join((*self._told("".join(given[:1]), faults), str(error)))) from None
+        parser = self._command_parser(getattr(arguments, "command", None))
         if unknown:
-            parser = self._command_parser(getattr(arguments, "command", None))
-            parser.error(f"unrecognized arguments: {' '.join(unknown)}{parser.suggestion(unknown)}")
+            about = "" if faults else f" (see {parser.prog} --help)"
+            faults.append(f"unrecognized arguments: {' '.join(unknown)}{parser.suggestion(unknown)}{about}")
+        if faults:
+            faults += settings_faults(_settings_in(arguments))
+            raise UsageError("\n".join(self._told(given[0], faults)))
         return arguments
+
+    def _told(self, command: str, faults: Iterable[str]) -> list[str]:
+        return [f"{self.prog} {command}: error: {fault}" for fault in faults]
 
     def _renamed(self, arg: str) -> str:
         """Replace a flag's old name by its new one, and print a note."""
@@ -139,12 +150,11 @@ class Parser(argparse.ArgumentParser):
         return self
 
     def suggestion(self, unknown: list[str]) -> str:
-        """The known flag nearest to one of the `unknown`, as the end of an error message; empty if none is near."""
+        """The known flags nearest to those `unknown`, as the end of an error message; empty if none is near."""
         flags = [flag for flag in self._option_string_actions if flag.startswith("--")]
-        for given in unknown:
-            if near := difflib.get_close_matches(given.partition("=")[0], flags, n=1):
-                return f"; did you mean {near[0]}?"
-        return ""
+        names = [given.partition("=")[0] for given in unknown]
+        near = [found for name in names for found in difflib.get_close_matches(name, flags, n=1)]
+        return f"; did you mean {' and '.join(dict.fromkeys(near))}?" if near else ""
 
 
 class _Help(argparse.HelpFormatter):
@@ -212,20 +222,40 @@ def _help(field: FieldInfo) -> str:
 
 
 def read_settings(arguments: argparse.Namespace) -> Settings:
-    """The settings from parsed flags, environment and file; raises UsageError that names the wrong one."""
-    prefix = "setting_"
-    given = {name.removeprefix(prefix): value for name, value in vars(arguments).items() if name.startswith(prefix)}
+    """The settings from parsed flags, environment and file; raises UsageError that names all wrong ones."""
+    given = _settings_in(arguments)
     _check_environment()
     try:
         return Settings(**given)
-    except ConfigFileError as error:
-        raise UsageError(f"chorus: error: {error}") from None
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        if not first["loc"]:
-            raise UsageError(f"chorus: error: {first['msg'].removeprefix('Value error, ')}") from None
-        name = str(first["loc"][0])
-        raise UsageError(f"chorus: error: {_origin(name, given)}{_problem(name, first)}") from None
+    except (ConfigFileError, ValidationError) as error:
+        raise UsageError("\n".join(f"chorus: error: {fault}" for fault in _faults_of(error, given))) from None
+
+
+def _settings_in(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The settings among parsed flags."""
+    prefix = "setting_"
+    return {name.removeprefix(prefix): value for name, value in vars(arguments).items() if name.startswith(prefix)}
+
+
+def settings_faults(given: dict[str, Any]) -> list[str]:
+    """What is wrong with settings; nothing if they can be used."""
+    try:
+        Settings(**given)
+    except (ConfigFileError, ValidationError) as error:
+        return _faults_of(error, given)
+    return []
+
+
+def _faults_of(error: ConfigFileError | ValidationError, given: dict[str, Any]) -> list[str]:
+    """All faults of settings, each with where it comes from; one for each setting."""
+    if isinstance(error, ConfigFileError):
+        return [str(error)]
+    told: dict[str, str] = {}
+    for each in error.errors(include_url=False):
+        name = str(each["loc"][0]) if each["loc"] else ""
+        whole = each["msg"].removeprefix("Value error, ")
+        told.setdefault(name or whole, f"{_origin(name, given)}{_problem(name, each)}" if name else whole)
+    return list(told.values())
 
 
 def _problem(name: str, error: ErrorDetails) -> str:

@@ -38,7 +38,7 @@ from ..http.protocol import HttpConnection
 from ..http.server import LISTEN_BACKLOG, HttpServer
 from ..settings import LoraModule, Settings
 from ..text.tokenizer import Tokenizer
-from .checks import LaunchError, check_access, check_model
+from .checks import LaunchError, check_access, check_model, warn_of_rights
 from .exits import DEADLINE_SECONDS, ExitDeadline
 
 if TYPE_CHECKING:
@@ -233,14 +233,13 @@ def serve(
 ) -> int:
     """Serve until a signal; return the exit code, 1 if the engine broke down. See `build_app` and `bind`."""
     check_model(settings)
-    warning = check_access(settings)
+    warnings = [one for one in (check_access(settings), warn_of_rights(settings)) if one is not None]
     with bind(settings.host, settings.port, settings.send_seconds, shares_port=shares_port) as bound:
         app = build_app(settings, open_backend)
         take_short_turns()
         # otherwise the timer ends the process
-        if settings.api_key_file is not None or settings.admin_key_file is not None:
-            signal.signal(signal.SIGHUP, lambda *_: app.state.key_watch.reload())
-        if warning is not None:
+        signal.signal(signal.SIGHUP, lambda *_: app.state.key_watch.reload())
+        for warning in warnings:
             log.warning(warning)
         for name in ("chorus.audit", *(["chorus.access"] if settings.access_log else [])):
             logging.getLogger(name).setLevel(logging.INFO)  # whatever else is to be logged

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from ...core.requests.types import TokenLogprobs
 from .detokenizer import overlap
-from .tool_call_arguments import SPACE, JsonArguments, JsonEnd, XmlArguments, refuse_constant
+from .tool_call_arguments import SPACE, JsonArguments, JsonEnd, TaggedArguments, refuse_constant
 from .tool_call_formats import ReasoningFormat, ToolCallFormat
 
 MAX_HEAD = 256
@@ -113,7 +113,7 @@ class OutputParser:
         self._held = ""  # text whose meaning depends on the following text
         self._lead = ""  # text before the head of a possible call: content if it is not one
         self._ends = JsonEnd()
-        self._arguments: JsonArguments | XmlArguments
+        self._arguments: JsonArguments | TaggedArguments
         self._parts: list[Part] = []
         self._num_calls = 0
         self._final = False
@@ -238,7 +238,8 @@ class OutputParser:
                 return self._no_call()
             self._held = held[found.end() :]
             self._begin_call(name)
-            self._arguments = XmlArguments(self._tools[name]) if self._format.xml else JsonArguments()
+            tags = self._format.tags
+            self._arguments = JsonArguments() if tags is None else TaggedArguments(tags, self._tools[name])
             self._step = self._in_arguments
             return True
         if not wrapped:
@@ -288,13 +289,13 @@ class OutputParser:
 
     def _in_arguments(self) -> bool:
         assert self._format is not None
-        text, rest = self._arguments.read(self._held)
+        text, rest = self._arguments.read(self._held, final=self._final)
         self._give(PartKind.ARGUMENTS, text)
         self._held = self._arguments.held if rest is None else rest
         if rest is None:
             return False
         self._ends = JsonEnd(1)
-        self._step = self._wrapping if self._format.wrapped else self._close if self._format.xml else self._end
+        self._step = self._wrapping if self._format.wrapped else self._end
         return True
 
     def _wrapping(self) -> bool:
@@ -309,9 +310,10 @@ class OutputParser:
         """After arguments that are not part of a JSON object, before the text that ends the call, if any."""
         assert self._format is not None
         text, mark = self._held.lstrip(SPACE), self._format.end.strip(SPACE)
-        if len(text) < len(mark) and mark.startswith(text) and not self._final:
+        cut = len(text) < len(mark) and mark.startswith(text)
+        if cut and not self._final:
             return False
-        self._held = text.removeprefix(mark)
+        self._held = "" if cut else text.removeprefix(mark)
         self._step = self._close
         return True
 

@@ -14,6 +14,35 @@ _NAMED = r'\{\s*"name"\s*:\s*"(?P<name>[^"\\]*)"\s*,\s*"(?:arguments|parameters)
 
 
 @dataclass(frozen=True, slots=True)
+class ArgumentTags:
+    """Arguments as `<parameter=NAME>VALUE</parameter>`, which the grammar writes and the parser reads.
+
+    A text is written as it is, between line breaks; it ends at the first `close`, so no text has one. Other values are
+    JSON, whose strings may have a `close`.
+    """
+
+    open: str = "<parameter="
+    named: str = ">"
+    """Ends the name."""
+    close: str = "</parameter>"
+    around: str = "\n"
+    """Belongs to the format at either end of a value, and follows `close`."""
+
+    @staticmethod
+    def is_text(schema: Any) -> bool:
+        """True if a value of this schema is written as it is, not as JSON."""
+        return isinstance(schema, Mapping) and schema.get("type") == "string"
+
+    def can_name(self, name: str) -> bool:
+        """True if a property's name is read back as it is."""
+        return self.named not in name and name == name.strip()
+
+    def can_write(self, text: str) -> bool:
+        """True if a text is read back as it is."""
+        return self.close not in text
+
+
+@dataclass(frozen=True, slots=True)
 class ToolCallFormat:
     """A format of calls: `open`, then calls with `separator` between them, then `close`."""
 
@@ -33,8 +62,8 @@ class ToolCallFormat:
     between: str = ""
     wrapped: bool = False
     """A call is a JSON object with the name and the arguments."""
-    xml: bool = False
-    """Arguments are `<parameter=NAME>VALUE</parameter>` up to `</function>`, not JSON."""
+    tags: ArgumentTags | None = None
+    """How arguments are written; None: as JSON."""
     bare: bool = False
     """A JSON object at the beginning of an output is a call even without `open`."""
     listed: bool = False
@@ -66,7 +95,9 @@ class OutputSyntax:
     def marks(self) -> str:
         """All marks around calls and reasoning."""
         calls = () if self.calls is None else (self.calls.open, self.calls.begin, self.calls.end, self.calls.close)
-        return " ".join((*calls, *(() if self.reasoning is None else (self.reasoning.open, self.reasoning.close))))
+        tags = () if self.calls is None or self.calls.tags is None else (self.calls.tags.open, self.calls.tags.close)
+        reasoning = () if self.reasoning is None else (self.reasoning.open, self.reasoning.close)
+        return " ".join((*calls, *tags, *reasoning))
 
 
 HERMES = ToolCallFormat(  # Hermes, Qwen2.5, Qwen3, and all models whose template does not mention tools
@@ -121,7 +152,7 @@ TOOL_CALL_FORMATS = (
         ("<seed:tool_call>",),
         "<seed:tool_call>",
         _XML_HEAD,
-        xml=True,
+        tags=ArgumentTags(),
         begin="\n<function={name}>\n",
         end="</function>\n",
         close="</seed:tool_call>",
@@ -132,7 +163,7 @@ TOOL_CALL_FORMATS = (
         ("<tool_call>", "<function="),
         "<tool_call>",
         _XML_HEAD,
-        xml=True,
+        tags=ArgumentTags(),
         begin="\n<function={name}>\n",
         end="</function>\n",
         close="</tool_call>",

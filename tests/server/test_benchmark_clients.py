@@ -90,7 +90,8 @@ def test_models_and_metrics_are_where_they_look(shared):
     assert json.loads(shared.client.get("/health").text)["status"] == "ok"
 
 
-def test_open_webui_lists_models_chats_and_asks_for_a_title(shared, read_events):
+def test_open_webui_lists_models_chats_and_asks_for_a_title(start, make_engine, read_events):
+    shared = start(make_engine(["alice"], max_model_len=4096))
     models = shared.client.get("/v1/models", headers={"authorization": "Bearer x"}).json()
     assert models["object"] == "list" and {"id", "object", "created", "owned_by"} <= models["data"][0].keys()
     messages = [{"role": "user", "content": "abc"}]

@@ -20,7 +20,7 @@ def raw_request(url: str, body: bytes) -> socket.socket:
 def test_leaving_a_stream(start, fake_engine):
     fake_engine.step_seconds = 0.05  # they would run for 20 s: a thread that gets no processor for 2 s still sees both
     live = start(fake_engine)
-    body = {"model": "base", "prompt": ["x" * 400, "y" * 400], "max_tokens": 400, "stream": True}
+    body = {"model": "base", "prompt": ["x" * 100, "y" * 100], "max_tokens": 400, "stream": True}
     with live.client.stream("POST", "/v1/completions", json=body) as response:
         next(response.iter_bytes())
         live.wait_until(lambda: live.worker.stats.num_running == 2)  # both may be prompts of different steps

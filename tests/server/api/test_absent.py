@@ -22,4 +22,4 @@ def test_a_key_is_needed_all_the_same(start, fake_engine):
 
 def test_a_body_that_is_no_json_is_still_refused_elsewhere(shared):
     assert shared.client.post("/v1/completions", files={"file": b"a"}).status_code == 415
-    assert shared.client.post("/no/such/route", files={"file": b"a"}).status_code == 415
+    assert shared.client.post("/no/such/route", files={"file": b"a"}).status_code == 404

@@ -89,7 +89,7 @@ def test_an_adapter_comes_and_goes_as_in_vllm(live, reference, root):
     assert says(live, "org/new", reference, "r3-mlp")
     assert [card["id"] for card in live.client.get("/v1/models").json()["data"]] == ["base", "first", "org/new"]
     assert live.client.get("/v1/models/org/new").json()["root"] == "r3-mlp"
-    response = live.post("/v1/unload_lora_adapter", lora_name="org/new", lora_int_id=3)
+    response = live.post("/v1/unload_lora_adapter", lora_name="org/new", lora_int_id=None)
     assert response.text == "Success: LoRA adapter 'org/new' removed successfully." and response.status_code == 200
     assert live.post(model="org/new", prompt=[5]).status_code == 404
     response = live.post("/v1/unload_lora_adapter", lora_name="org/new")
@@ -150,7 +150,8 @@ def test_names_that_are_refused(live, name):
         ("load_lora_adapter", {"lora_name": "x", "lora_path": ""}, "lora_path"),
         ("load_lora_adapter", {"lora_name": "x", "lora_path": "r3-mlp", "load_inplace": "so"}, "load_inplace"),
         ("load_lora_adapter", {"lora_name": "x", "lora_path": "r3-mlp", "base_model_name": "y"}, "base_model_name"),
-        ("unload_lora_adapter", {"lora_int_id": 3}, "lora_name"),
+        ("unload_lora_adapter", {}, "lora_name"),
+        ("unload_lora_adapter", {"lora_name": "first", "lora_int_id": 3}, "lora_int_id"),
         ("adapters", {"name": "x"}, "path"),
         ("adapters", {"name": "x", "path": "r3-mlp", "pinned": True}, "pinned"),
         ("load_lora_adapter", {"lora_name": "x", "lora_path": "r3-mlp", "lora_alpha": 4}, "lora_alpha"),
@@ -159,6 +160,28 @@ def test_names_that_are_refused(live, name):
 )
 def test_fields_that_are_refused(live, path, body, field):
     assert error_of(live.post(f"/v1/{path}", **body), 400)[0] == field
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "said"),
+    [
+        ("load_lora_adapter", {"name": "x", "path": "r3-mlp"}, "there is no field 'name'; did you mean lora_name?"),
+        ("load_lora_adapter", {"lora_name": "x", "path": "r3-mlp"}, "did you mean lora_path?"),
+        ("load_lora_adapter", {"lora_name": "x", "lora_pth": "r3-mlp"}, "did you mean lora_path?"),
+        (
+            "load_lora_adapter",
+            {"lora_name": "x", "lora_path": "r3-mlp", "lora_int_id": 1},
+            "have names here, no numbers",
+        ),
+        ("load_lora_adapter", {"lora_name": "x", "lora_path": "r3-mlp", "pinned": True}, "PATCH /v1/adapters/NAME"),
+        ("load_lora_adapter", {"lora_name": "x", "lora_path": "r3-mlp", "rank": 4}, "adapter_config.json says it"),
+        ("adapters", {"lora_name": "x", "lora_path": "r3-mlp"}, "did you mean name?"),
+        ("adapters/first/drain", {"name": "first"}, "the route's path has the adapter's name"),
+        ("adapters/first/drain", {"xyzzy": 1}, "the fields are seconds"),
+    ],
+)
+def test_a_field_that_a_route_lacks_is_answered_by_the_right_one(live, path, body, said):
+    assert said in live.post(f"/v1/{path}", **body).json()["error"]["message"]
 
 
 def test_our_own_routes(live, reference, root):

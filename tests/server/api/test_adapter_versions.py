@@ -304,7 +304,8 @@ def test_versions_are_paused_together(serve, reference):
 def test_a_removal_by_force_ends_requests_while_the_engine_is_paused(serve, reference):
     live = serve()
     push(live, reference.adapters["r2-qv"])
-    long = {"model": NAME, "prompt": [5, 6], "max_tokens": 100_000, "ignore_eos": True, "stream": True}
+    room = live.engine.model.max_model_len - 2
+    long = {"model": NAME, "prompt": [5, 6], "max_tokens": room, "ignore_eos": True, "stream": True}
     with live.client.stream("POST", "/v1/completions", json=long) as stream:
         lines = stream.iter_lines()
         next(lines)

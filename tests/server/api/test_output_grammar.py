@@ -74,7 +74,7 @@ def accepts(tokenizer, syntax, text, tools=TOOLS, *, forced=True, parallel=True,
 
 def written(form, *calls):
     """The calls as a model of the family writes them."""
-    if form.xml:
+    if form.tags is not None:
         return "\n".join(
             f"{form.open}\n<function={name}>\n"
             + "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in arguments.items())

@@ -350,9 +350,28 @@ def test_requests_sent_at_once_are_answered_in_order(start, fake_engine):
     live = start(fake_engine)
     paths = [b"/version", b"/health"] * (MAX_PIPELINED // 2)
     asks = b"".join(b"GET %s HTTP/1.1\r\nhost: localhost\r\n\r\n" % path for path in paths)
-    received = ends(connect(live, asks + b"GET /ping HTTP/1.1\r\nhost: localhost\r\n\r\n"))
+    received = ends(connect(live, asks + b"GET /ping HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"))
     found = [b"version" in answer for answer in received.split(b"HTTP/1.1 200 OK")[1:]]
-    assert found == [True, False] * (MAX_PIPELINED // 2), "and no more at once"
+    assert found == [True, False] * (MAX_PIPELINED // 2) + [False], "the last one waits to be read"
+
+
+@pytest.mark.parametrize("pieces", [1, 3])
+def test_more_requests_than_wait_at_once_are_read_as_places_become_free(start, fake_engine, pieces):
+    live = start(fake_engine)
+    body = json.dumps({"prompt": "a", "model": "base", "max_tokens": 2}).encode()
+    post = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+    post += b"Content-Length: %d\r\n\r\n%s" % (len(body), body)
+    get = b"GET /version HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
+    last = get.replace(b"Host", b"Connection: close\r\nHost")
+    sent = (post + get) * (5 * MAX_PIPELINED) + last
+    with connect(live) as connection:
+        size = -(-len(sent) // pieces)
+        for begin in range(0, len(sent), size):
+            connection.sendall(sent[begin : begin + size])
+        found = b"".join(iter(lambda: connection.recv(65536), b""))
+    assert found.count(b"HTTP/1.1 200 OK") == 10 * MAX_PIPELINED + 1, found[-500:]
+    kinds = [b"text_completion" in one for one in found.split(b"HTTP/1.1 200 OK")[1:]]
+    assert kinds == [True, False] * (5 * MAX_PIPELINED) + [False], "in their order"
 
 
 def test_all_requests_of_a_client_that_leaves_end(start, fake_engine):

@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from chorus.core.requests.request_params import InvalidRequest
 from chorus.server.cli.command import main, make_parser
+from chorus.server.library.options import settings_of
 from chorus.server.start.advice import INSTEAD, NEUTRAL, NOTED, SHORT, WITH_VALUE, ForeignFlag, without_foreign_flags
-from chorus.server.start.flags import UsageError
+from chorus.server.start.flags import UsageError, read_settings
 
 
 def parsed(*args):
@@ -123,9 +125,57 @@ def test_flags_of_vllm_have_advice(flag):
 
 
 def test_values_that_ask_for_nothing_are_taken():
-    for flag, value in NEUTRAL.items():
-        _, notes = without_foreign_flags(["serve", flag, value])
-        assert len(notes) == 1
+    for flag, values in NEUTRAL.items():
+        for value in values:
+            _, notes = without_foreign_flags(["serve", flag, value])
+            assert len(notes) == 1
+    kept, notes = without_foreign_flags(["serve", "--load-format", "safetensors", "--load-format=auto", "M"])
+    assert kept == ["serve", "--load-format=auto", "M"] and len(notes) == 1
+
+
+def test_all_errors_of_a_command_line_are_told_at_once():
+    with pytest.raises(UsageError) as caught:
+        parsed("M", "--mem-fraction-static", "0.8", "--lora-target-modules", "q_proj", "v_proj", "--uds", "/s",
+               "--max-num-seq", "3", "--port", "many", "--dtype", "int3")  # fmt: skip
+    told = str(caught.value).splitlines()
+    assert len(told) == 6, told
+    for line, said in zip(
+        told,
+        ("--mem-fraction-static is no flag", "--lora-target-modules is", "--uds is", "did you mean --max-num-seqs?",
+         "--port is 'many'", "--dtype"),
+        strict=False,
+    ):  # fmt: skip
+        assert any(said in one for one in told), (said, line)
+    with pytest.raises(UsageError) as caught:
+        read_settings(parsed("--port", "many", "--dtype", "int3"))
+    assert len(str(caught.value).splitlines()) == 2
+
+
+def test_names_of_sglang_are_taken():
+    arguments = parsed("--model-path", "M", "--tp", "2", "--context-length=99", "--lora-paths", "a=/x", "b=/y")
+    assert (arguments.setting_model, arguments.setting_tensor_parallel_size) == ("M", "2")
+    assert arguments.setting_max_model_len == "99" and len(arguments.setting_lora_modules) == 2
+    with pytest.raises(UsageError, match="--data-parallel-size is no flag of chorus; use `chorus cluster up"):
+        parsed("--dp", "2")
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("enable_prefix_caching", "use prefix_cache"),
+        ("tp_size", "use tensor_parallel_size"),
+        ("block_size", "use block_tokens"),
+        ("mem_fraction_static", "use gpu_memory_utilization"),
+        ("max_cpu_loras", "use host_cache_bytes"),
+        ("num_gpu_blocks_override", "use num_pages"),
+        ("tokenizer_mode", "the model's fast tokenizer is used: leave it out"),
+        ("speculative_config", "use speculation"),
+    ],
+)
+def test_options_of_other_libraries_are_answered_by_the_right_one(name, said):
+    with pytest.raises(InvalidRequest, match=f"LLM has no option '{name}'; ") as caught:
+        settings_of({name: 1})
+    assert said in str(caught.value) and "--" not in str(caught.value)
 
 
 def test_old_names_of_flags_are_accepted_with_a_note():
