@@ -268,7 +268,7 @@ class ModelConfig:
                 if experts
             ),
             stacked_alternate=self.tensors.alternates,
-            stacked_swapped=self.tensors.swapped,
+            stacked_sides=self.tensors.stacked_sides,
             embeddings=self.tensors.embeddings,
             vocab_size=self.vocab_size,
             hidden_size=self.hidden_size,

@@ -125,6 +125,9 @@ class AdapterConfig:
         base = fields.raw.get("base_model_name_or_path")
         self.base_model = base[:MAX_BASE_CHARACTERS] if isinstance(base, str) and base else None
         """The base model that the adapter names, if any."""
+        version = fields.raw.get("peft_version")
+        self.peft_version = version[:MAX_BASE_CHARACTERS] if isinstance(version, str) else None
+        """The version of PEFT that it names, if any."""
         self._rank = fields.rank("r", fields.raw.get("r", 8))
         self._alpha = fields.alpha("lora_alpha", fields.raw.get("lora_alpha", 8))
         self._ranks = fields.patterns("rank_pattern", fields.rank)

@@ -78,7 +78,7 @@ def inspect_adapter(path: Path, modules: ModulePaths, roots: Sequence[Path] = ()
     with _opened(path, roots) as directory:
         form = _form(path, directory)
         config = form.config(directory, ()) if form.is_plain else None
-        with AdapterWeights(directory, form, modules) as file:
+        with AdapterWeights(directory, form, modules, config and config.peft_version) as file:
             stem, modules = file.stem, file.modules
             config = config or form.config(directory, file.given_modules)
             _check_invocation(config, modules.vocab_size)
