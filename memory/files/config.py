@@ -151,6 +151,7 @@ class AdapterConfig:
         """True if it has a score head of its own."""
         self.saved_modules = fields.saved_modules()
         """Modules that the adapter has whole; see `whole_copies`."""
+        self._saved_names = fields.saved_names()
         self.trained_tokens = fields.trained_tokens()
         """Tokens whose rows are trained, of each module, in the order of the rows in the file."""
         self.refuse = fields.refuse
@@ -187,7 +188,14 @@ class AdapterConfig:
             found = self._targets.ends(names)
             if self._layers:
                 found = found & self._in_layers(names, self._layers) | self._targets.named(names)
-        return self._ranks_and_scales(names, found & ~self._excluded.ends(names))
+        return self._ranks_and_scales(names, found & ~self._excluded.ends(names) & ~self._saved(names))
+
+    def _saved(self, names: ModuleNames) -> int:
+        """The ends of the names of modules that are saved whole, and of those inside: PEFT puts no LoRA on them."""
+        if not self._saved_names:
+            return 0
+        inner = tuple(f".{saved}." for saved in self._saved_names)
+        return names.places(name for name in names.names if any(each in f".{name}." for each in inner))
 
     def parameter_targets(self, names: ModuleNames) -> dict[str, tuple[int, float]]:
         """As `targets`, of parameters. names: of parameters of the model."""
@@ -196,6 +204,11 @@ class AdapterConfig:
     def parameters_in(self, names: ModuleNames) -> set[str]:
         """Those of the names that it names."""
         return {name for tail in self.parameters for name in names.with_tail(tail)}
+
+    def scale_of(self, name: str) -> float:
+        """The scale of a module, whether it is targeted or not."""
+        names = ModuleNames([name])
+        return self._ranks_and_scales(names, names.ends)[name][1]
 
     def _ranks_and_scales(self, names: ModuleNames, ends: int) -> dict[str, tuple[int, float]]:
         ranks = _first_matches(self._ranks, names, ends, self._rank)
@@ -215,6 +228,13 @@ class AdapterConfig:
 
 _ANY_LAYER = r".*?\.[^.]*"
 _LAYER = re.compile(r"\.([0-9]+)\.")
+
+
+def _is_on(value: Any) -> bool:
+    """True if a value switches a variant of LoRA on: PEFT makes a configuration of an object, with defaults if it is
+    empty.
+    """
+    return bool(value) or isinstance(value, dict)
 
 
 class _Fields:
@@ -239,10 +259,10 @@ class _Fields:
                 "without them",
             )
         for name, why in _UNSERVED.items():
-            if self.raw.get(name):
+            if _is_on(self.raw.get(name)):
                 raise self.refuse(name, why)
         for name, value in self.raw.items():
-            if value and name not in _SERVED and _VARIANT.fullmatch(name):
+            if _is_on(value) and name not in _SERVED and _VARIANT.fullmatch(name):
                 raise self.refuse(name, "this variant of LoRA is not known; train plain LoRA, or remove the field")
         self._refuse_base_changing(self.raw.get("init_lora_weights"))
 
@@ -294,11 +314,14 @@ class _Fields:
                 "for all tokens; train with bias='none'",
             )
 
+    def saved_names(self) -> tuple[str, ...]:
+        """The names in `modules_to_save`."""
+        value = self.names("modules_to_save") or ()
+        return (value,) if isinstance(value, str) else value
+
     def saved_modules(self) -> tuple[str, ...]:
         """Last parts of the names in `modules_to_save`, without score heads; others by their usual names."""
-        value = self.names("modules_to_save") or ()
-        names = ((value,) if isinstance(value, str) else value) or ()
-        found = (name.rpartition(".")[2] for name in names)
+        found = (name.rpartition(".")[2] for name in self.saved_names())
         named = dict.fromkeys(_USUAL.get(name, name) for name in found)
         return tuple(name for name in named if not (self.has_head and name in MODULES))
 
