@@ -42,11 +42,11 @@ _IN_LAYER = re.compile(rf"({re.escape(IN_LAYERS)}[0-9]+)\.(.+?)\.(lora_[AB]\.wei
 
 
 @lru_cache(16)
-def _wrapped(around: tuple[str, ...]) -> re.Pattern[str]:
-    """A pattern of the prefix that a tensor's name may have. around: see `ModulePaths.around`."""
+def _wrapped(around: tuple[str, ...], embeddings: str) -> re.Pattern[str]:
+    """A pattern of the prefix that a tensor's name may have. around, embeddings: see `ModulePaths`."""
     return re.compile(
         rf"(?:base_model\.model\.)?((?:(?:{'|'.join(map(re.escape, around))})\.){{0,4}})"
-        r"(?=layers\.[0-9]|embed_tokens\.|embeddings\.|unembed_tokens\.)"
+        rf"(?=layers\.[0-9]|{re.escape(embeddings)}\.|embed_tokens\.|unembed_tokens\.)"
     )
 
 
@@ -317,13 +317,15 @@ class AdapterWeights(RowsFile):
         if not name.endswith((".lora_A.weight", ".lora_B.weight")) and (named := _ADAPTER_NAME.search(name)):
             self._adapters.add(named[2])
             name = f"{name[: named.end(1)]}{name[named.end() :]}"
-        found = _wrapped(self.modules.around).match(name)
+        found = _wrapped(self.modules.around, self.modules.embeddings).match(name)
         if found is None:
             if "lora_" in name and not name.startswith(PREFIX):
                 name = f"{PREFIX}{name}"
-            if name.startswith(f"{PREFIX}{HEAD}."):
-                self._head_names.add(HEAD)
-            return name
+            head = next((head for head in self.modules.heads if name.startswith(f"{PREFIX}{head}.")), None)
+            if head is None:
+                return name
+            self._head_names.add(HEAD)
+            return f"{PREFIX}{HEAD}{name.removeprefix(PREFIX + head)}"
         rest = name[found.end() :]
         if rest.startswith(f"{UNEMBED}."):
             self._head_names.add(UNEMBED)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,8 +39,8 @@ DEFAULT_TARGETS = ("q_proj", "v_proj")
 
 _MAX_SCALE = 3e38  # scales are applied in float32
 
-#: Other names of the modules of `COPIED`.
-_USUAL = {"unembed_tokens": "lm_head", "embeddings": "embed_tokens"}
+#: Another name of a module of `COPIED`.
+_USUAL = {"unembed_tokens": "lm_head"}
 
 #: Fields that change the arithmetic in unsupported ways, with the remedy for each.
 _UNSERVED = {
@@ -168,9 +169,12 @@ class AdapterConfig:
         fields.refuse_together()
 
     @classmethod
-    def read(cls, directory: AdapterDirectory) -> AdapterConfig:
-        """Read `adapter_config.json`. Raises AdapterFormatError if it can't be served as PEFT applies it."""
-        return cls(_Fields(directory.path / CONFIG_FILE, read_fields(directory)))
+    def read(cls, directory: AdapterDirectory, usual_names: Mapping[str, str] = _USUAL) -> AdapterConfig:
+        """Read `adapter_config.json`. Raises AdapterFormatError if it can't be served as PEFT applies it.
+
+        usual_names: see `ModulePaths.usual_names`.
+        """
+        return cls(_Fields(directory.path / CONFIG_FILE, read_fields(directory), usual_names))
 
     @classmethod
     def of(cls, file: Path, fields: dict[str, Any]) -> AdapterConfig:
@@ -240,9 +244,10 @@ def _is_on(value: Any) -> bool:
 class _Fields:
     """The raw fields of a configuration, and the errors for wrong ones."""
 
-    def __init__(self, file: Path, raw: dict[str, Any]) -> None:
+    def __init__(self, file: Path, raw: dict[str, Any], usual_names: Mapping[str, str] = _USUAL) -> None:
         self.file = file
         self.raw = raw
+        self._usual = usual_names
         self._steps = Steps()
 
     def refuse(self, name: str, why: str) -> AdapterFormatError:
@@ -322,7 +327,7 @@ class _Fields:
     def saved_modules(self) -> tuple[str, ...]:
         """Last parts of the names in `modules_to_save`, without score heads; others by their usual names."""
         found = (name.rpartition(".")[2] for name in self.saved_names())
-        named = dict.fromkeys(_USUAL.get(name, name) for name in found)
+        named = dict.fromkeys(self._usual.get(name, name) for name in found)
         return tuple(name for name in named if not (self.has_head and name in MODULES))
 
     def trained_tokens(self) -> dict[str, tuple[int, ...]]:
@@ -335,7 +340,7 @@ class _Fields:
         found = {}
         for path, tokens in by_module.items():
             module = path.rpartition(".")[2]
-            module = _USUAL.get(module, module)
+            module = self._usual.get(module, module)
             if module not in COPIED or module in found:
                 raise self.refuse(name, f"rows of {', '.join(COPIED)} are served, of each once, not of {shown(path)}")
             if not isinstance(tokens, list) or not all(type(token) is int and token >= 0 for token in tokens):

@@ -77,10 +77,10 @@ def inspect_adapter(path: Path, modules: ModulePaths, roots: Sequence[Path] = ()
     """
     with _opened(path, roots) as directory:
         form = _form(path, directory)
-        config = form.config(directory, ()) if form.is_plain else None
+        config = form.config(directory, (), modules) if form.is_plain else None
         with AdapterWeights(directory, form, modules, config and config.peft_version) as file:
             stem, modules = file.stem, file.modules
-            config = config or form.config(directory, file.given_modules)
+            config = config or form.config(directory, file.given_modules, modules)
             _check_invocation(config, modules.vocab_size)
             rows, dropped, num_tokens, added = find_rows(file, config, directory, modules)
             tokens = _own_tokens(path, directory, modules, added)

@@ -95,6 +95,11 @@ class ModulePaths:
     embeddings: str = "embed_tokens"
     """The name of the token embeddings."""
 
+    heads: tuple[str, ...] = ("lm_head",)
+    """Names of the output projection in the model, of which an adapter has one."""
+
+    head_has_bias: bool = False
+
     vocab_size: int | None = None
     """None: not known."""
 
@@ -228,6 +233,12 @@ class ModulePaths:
         for path, names in self.stacked_experts:
             found[path.rpartition(".")[0]].append(tuple(map(self.projections.__getitem__, names)))
         return {module: tuple(parts) for module, parts in found.items()}
+
+    @property
+    def usual_names(self) -> dict[str, str]:
+        """Last parts of names of embeddings and heads, and the usual ones; also Tinker's of a head."""
+        heads = (head.rpartition(".")[2] for head in self.heads)
+        return {"unembed_tokens": "lm_head", self.embeddings: "embed_tokens", **dict.fromkeys(heads, "lm_head")}
 
     @property
     def num_matrices(self) -> int:

@@ -15,7 +15,7 @@ from .config import AdapterConfig
 from .error import AdapterFormatError, shown
 from .module_names import ModuleNames
 from .module_paths import ExpertForm, ModulePaths
-from .peft_names import HEAD, LAYER, UNEMBED
+from .peft_names import LAYER, UNEMBED
 
 Targets = dict[tuple[int, str], tuple[int, float]]
 """Rank and scale by layer and projection."""
@@ -71,7 +71,7 @@ def _keys(stem: str, modules: ModulePaths) -> tuple[ModuleNames, dict[str, tuple
         inner += [f"{level}layers.{layer}{name}" for name in names]
     keys |= _model_keys(stem, modules)
     others = [f"{level}{name}" for name in (modules.embeddings, "layers", "norm", "rotary_emb")]
-    others += [HEAD, stem] if stem else []  # without a module around the layers there is no head
+    others += [*modules.heads, stem] if stem else []  # without a module around the layers there is no head
     return ModuleNames([*dict.fromkeys((*keys, *others, *inner))]), keys
 
 
@@ -87,7 +87,7 @@ def _model_keys(stem: str, modules: ModulePaths) -> dict[str, tuple[int, tuple[s
         elif projection.group is Group.INPUTS:
             keys[f"{level}{projection.name}"] = found
         elif stem:
-            keys |= dict.fromkeys((projection.name, UNEMBED, f"{level}{UNEMBED}"), found)
+            keys |= dict.fromkeys((*modules.heads, UNEMBED, f"{level}{UNEMBED}"), found)
     return keys
 
 
@@ -159,7 +159,7 @@ def _tied_targets(config: AdapterConfig, targets: Targets, modules: ModulePaths)
     found, name = targets.get((0, projections.name_of(embedding))), projections.name_of(head)
     if found is None:
         return {}
-    return {(projections.layers_of(name)[0], name): (found[0], config.scale_of(HEAD))}
+    return {(projections.layers_of(name)[0], name): (found[0], config.scale_of(modules.heads[0]))}
 
 
 def _elsewhere(config: AdapterConfig, stem: str, modules: ModulePaths) -> str:
