@@ -321,11 +321,7 @@ class AdapterWeights(RowsFile):
         if found is None:
             if "lora_" in name and not name.startswith(PREFIX):
                 name = f"{PREFIX}{name}"
-            head = next((head for head in self.modules.heads if name.startswith(f"{PREFIX}{head}.")), None)
-            if head is None:
-                return name
-            self._head_names.add(HEAD)
-            return f"{PREFIX}{HEAD}{name.removeprefix(PREFIX + head)}"
+            return self._plain_of_head(name)
         rest = name[found.end() :]
         if rest.startswith(f"{UNEMBED}."):
             self._head_names.add(UNEMBED)
@@ -344,6 +340,14 @@ class AdapterWeights(RowsFile):
         if given.startswith(IN_LAYERS):
             self._of_layer[given.removeprefix(IN_LAYERS).partition(".")[2]] = own
         return f"{match[1]}.{own}"
+
+    def _plain_of_head(self, name: str) -> str:
+        """The usual name of a tensor of the output projection; any other name as it is."""
+        head = next((head for head in self.modules.heads if name.startswith(f"{PREFIX}{head}.")), None)
+        if head is None:
+            return name
+        self._head_names.add(HEAD)
+        return f"{PREFIX}{HEAD}{name.removeprefix(PREFIX + head)}"
 
 
 def matrices_of(
