@@ -79,4 +79,12 @@ AFMOE = Family(
         }
     ),
     notes=reading.EXPERTS_NOTE,
+    nulls=(
+        "global_attn_every_n_layers",
+        "head_dim",
+        "mup_enabled",
+        "num_dense_layers",
+        "num_key_value_heads",
+        "num_shared_experts",
+    ),
 )

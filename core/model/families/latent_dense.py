@@ -58,6 +58,7 @@ YOUTU = Family(
     },
     _NAMES,
     notes=_NOTE,
+    nulls=("rope_interleave", "v_head_dim"),
 )
 MINICPM_3 = Family(
     "MiniCPM3",
@@ -77,4 +78,5 @@ MINICPM_3 = Family(
     },
     _NAMES,
     notes=_NOTE,
+    nulls=("num_key_value_heads", "v_head_dim"),
 )
