@@ -85,7 +85,7 @@ class ConfigJson:
         outer = {field: self.raw[field] for field in _OF_ALL_PARTS if field in self.raw}
         return ConfigJson(self.path, raw, f"{self._prefix}{name}.", outer)
 
-    def states(self, name: str, neutral: float | None = None) -> bool:
+    def states(self, name: str, neutral: float | str | None = None) -> bool:
         """True if the family's defaults name the field: transformers' class reads it. Where they don't, raises
         UnsupportedModel for a value other than `neutral` and null, as other servers may read it.
         """

@@ -12,8 +12,8 @@ from . import reading
 
 def _read(fields: ConfigJson) -> ModelConfig:
     heads, bias = reading.heads(fields), fields.boolean("attention_bias")
-    window = fields.optional("sliding_window")
     types = reading.layer_types(fields, 1)
+    window = reading.checked_window(fields, types)
     ropes = {
         kind: reading.rope(fields, heads.head_dim, of=reading.whole_rope(fields, kind, _ROPES)) for kind in set(types)
     }
