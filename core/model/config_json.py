@@ -23,6 +23,9 @@ _OF_ALL_PARTS = ("dtype", "torch_dtype", "bos_token_id", "eos_token_id")
 #: The largest whole number, but for numbers of layers, and the largest other number.
 _MOST, _MOST_LAYERS, _MOST_FLOAT = 2**31 - 1, 10_000, 1e12
 
+#: Cosines and sines of all positions are kept; Llama 4 Scout has 10 million.
+_POSITIONS, _MOST_POSITIONS = ("max_position_embeddings", "model_max_length"), 2**25
+
 
 class ConfigJson:
     """The object in `path`. A field that is null counts as missing where it may be null; see `with_nulls`.
@@ -130,7 +133,8 @@ class ConfigJson:
         return self.integer(name) if self.has(name) and not self.is_null(name) else None
 
     def integer(self, name: str, default: int | None = None, *, least: int = 1) -> int:
-        value, most = self._get(name, default), _MOST_LAYERS if name.endswith("_layers") else _MOST
+        value = self._get(name, default)
+        most = _MOST_LAYERS if name.endswith("_layers") else _MOST_POSITIONS if name in _POSITIONS else _MOST
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise self.refuse(name, f"a whole number of at least {least} is needed")
         if value > most:

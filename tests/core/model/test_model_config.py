@@ -1125,7 +1125,8 @@ def test_a_scaling_beside_ropes_by_type_changes_that_of_full_attention(read, arc
         ({"rope_theta": 1e30}, "rope_theta is 1e+30: a number of at most 1e+12"),
         ({"rms_norm_eps": 10**400}, "a number of at most 1e+12 is needed"),
         ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000: a whole number of at most 10000"),
-        ({"max_position_embeddings": 10**30}, "a whole number of at most 2147483647"),
+        ({"max_position_embeddings": 2**31}, "a whole number of at most 33554432"),
+        ({"hidden_size": 10**30}, "a whole number of at most 2147483647"),
     ],
 )
 def test_what_transformers_leaves_out_or_refuses_is_named(read, changes, message):
