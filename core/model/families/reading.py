@@ -332,7 +332,11 @@ def number_of(fields: ConfigJson, name: str) -> int:
 
 
 def renamed(fields: ConfigJson, names: Mapping[str, str]) -> ConfigJson:
-    """The fields with others' values where they are missing. names: a field → the other."""
+    """The fields with others' values where they are missing. names: a field → the other. Raises UnsupportedModel where
+    both are there, and differ.
+    """
+    for name, other in names.items():
+        one_of(fields, other, name)
     found = {name: fields.raw[other] for name, other in names.items() if other in fields.raw and name not in fields.raw}
     return fields.with_values(found)
 
