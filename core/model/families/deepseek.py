@@ -67,6 +67,7 @@ DEEPSEEK_V2 = Family(
     },
     glm_moe.TENSORS,
     notes=_NOTE,
+    nulls=("norm_topk_prob", "num_key_value_heads", "topk_method"),
 )
 DEEPSEEK_V3 = Family(
     "DeepSeek-V3, Kimi K2 and Moonlight",
@@ -90,4 +91,5 @@ DEEPSEEK_V3 = Family(
     },
     glm_moe.TENSORS,
     notes=f"{_NOTE}; draft layers after the last are left out",
+    nulls=("norm_topk_prob", "num_key_value_heads", "rope_interleave", "v_head_dim"),
 )

@@ -61,6 +61,7 @@ YOUTU = Family(
     },
     _NAMES,
     notes=_NOTE,
+    nulls=("rope_interleave", "v_head_dim"),
 )
 MINICPM_3 = Family(
     "MiniCPM3",
@@ -80,4 +81,5 @@ MINICPM_3 = Family(
     },
     _NAMES,
     notes=_NOTE,
+    nulls=("num_key_value_heads", "v_head_dim"),
 )

@@ -43,7 +43,7 @@ def _read(fields: ConfigJson) -> ModelConfig:
 
 def _layer_types(fields: ConfigJson) -> list[str]:
     """`num_hidden_layers` is ignored, as in transformers."""
-    for name in ("layers_block_type", "layer_types", "hybrid_override_pattern"):
+    for name in (reading.one_of(fields, "layers_block_type", "layer_types"), "hybrid_override_pattern"):
         if not fields.has(name):
             continue
         types = list(fields.text(name)) if name == "hybrid_override_pattern" else fields.texts(name)
