@@ -98,6 +98,9 @@ class RequestMemory:
         Raises the errors of loading the adapter; then nothing is held.
         """
         taken, windows = self.prefix.take(blocks, request.num_tokens), self.layout.group_windows
+        image = request.kv_image
+        if image is not None:
+            self.swapped.hold(image)  # making room for the request may evict adapters, whose images need host memory
         table = BlockTable(self.pool, self.prefix, self.block_tokens, taken, windows)
         if self.layout.state_pages:
             table.states = self._states_after(blocks)
@@ -109,6 +112,8 @@ class RequestMemory:
                 self.store.acquire(adapter)
             except Exception:
                 table.free()
+                if image is not None:
+                    self.swapped.let_go(image)
                 raise
         if table.states is not None:
             self._add_state_slots(table.states)
@@ -119,7 +124,7 @@ class RequestMemory:
         request.last_block = blocks[-1] if blocks else None
         request.caching, request.is_refilling = self.use_prefix_cache, False
         request.leaves_at = self.layout.first_leaving(request.num_computed_tokens)
-        image, kept = request.kv_image, self.kept_tokens(request, blocks)
+        kept = self.kept_tokens(request, blocks)
         if image is not None and kept > request.num_computed_tokens:
             self._restore(request, image, len(blocks))
         elif image is not None:
