@@ -104,17 +104,13 @@ class RequestMemory:
         table = BlockTable(self.pool, self.prefix, self.block_tokens, taken, windows)
         if self.layout.state_pages:
             table.states = self._states_after(blocks)
-        adapter = request.adapter
-        if adapter is not None:
-            try:
-                if not adapter.pages:
-                    self.reclaimer.make_room(adapter.num_pages)
-                self.store.acquire(adapter)
-            except Exception:
-                table.free()
-                if image is not None:
-                    self.swapped.let_go(image)
-                raise
+        try:
+            self._pin_adapter(request)
+        except Exception:
+            table.free()
+            if image is not None:
+                self.swapped.let_go(image)
+            raise
         if table.states is not None:
             self._add_state_slots(table.states)
         request.block_table = table
@@ -131,6 +127,14 @@ class RequestMemory:
             self._drop_image(request, image)
         if request.restoring is None:
             self.grow(request, request.num_computed_tokens + count)
+
+    def _pin_adapter(self, request: Request) -> None:
+        """Pin the request's adapter, with room made for it. Raises the errors of loading it."""
+        adapter = request.adapter
+        if adapter is not None:
+            if not adapter.pages:
+                self.reclaimer.make_room(adapter.num_pages)
+            self.store.acquire(adapter)
 
     def _states_after(self, blocks: list[Block]) -> StateSlots:
         """The checkpoint that a request begins with, if it has a cached prefix, and no slots of its own yet."""
