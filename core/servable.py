@@ -37,14 +37,14 @@ class Servable:
         self._eos_token_ids = frozenset(model.eos_token_ids)
         self._never_invoked: WeakSet[Adapter] = WeakSet()
 
-    def accept(self, request: Request, find: Callable[[str, Request | None], Adapter]) -> None:
+    def accept(self, request: Request, find: Callable[[str, Request | None, str], Adapter]) -> None:
         """Raise InvalidRequest unless a request can be served; set its adapter, fairness key, lengths and end tokens.
 
-        find: returns the version of an adapter's name for a new request (`ServedAdapters.find`).
+        find: returns the version of an adapter's name for a tenant's new request (`ServedAdapters.find`).
         """
         self.check_length(request)
         if request.adapter_name is not None and request.adapter is None:
-            request.adapter = request.bound = find(request.adapter_name, request.sibling)
+            request.adapter = request.bound = find(request.adapter_name, request.sibling, request.tenant)
         self.check_tokens(request)
         self._set_head(request)
         if request.adapter is not None and request.adapter.manifest.invocation_tokens:

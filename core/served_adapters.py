@@ -73,14 +73,14 @@ class ServedAdapters:
 
     # -- names
 
-    def find(self, name: str, sibling: Request | None) -> Adapter:
-        """The version of a name that a new request is bound to: its call's, while that is held. Raises InvalidRequest,
-        and AdapterPaused.
+    def find(self, name: str, sibling: Request | None, tenant: str = "") -> Adapter:
+        """The version of a name that a new request of a tenant is bound to: its call's, while that is held. Raises
+        InvalidRequest, and AdapterPaused.
         """
         adapter = None if sibling is None else sibling.adapter
         if adapter is None or not adapter.requests:
             composition = _composition_of(name)
-            adapter = self._find_one(name) if composition is None else self._composed(name, composition)
+            adapter = self._find_one(name) if composition is None else self._composed(name, composition, tenant)
         for each in adapter.sources or (adapter,):
             if each.name in self.paused:
                 raise AdapterPaused(each.name)
@@ -94,10 +94,10 @@ class ServedAdapters:
                 raise NotServed("model", f"adapter {one.name!r} is not served: {one.reason}") from None
             raise UnknownModel(name) from None
 
-    def _composed(self, name: str, composition: Composition) -> Adapter:
+    def _composed(self, name: str, composition: Composition, tenant: str) -> Adapter:
         parts = [(self._find_one(part), scale) for part, scale in composition.terms]
         try:
-            return self._store.compose(name, parts)
+            return self._store.compose(name, parts, tenant)
         except AdapterFormatError as error:
             raise InvalidRequest("adapters", str(error)) from None
 

@@ -9,7 +9,6 @@ Tests: tests/memory/adapters/test_adapter_store.py, tests/memory/adapters/test_r
 from __future__ import annotations
 
 import itertools
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Set
 from pathlib import Path
 
@@ -22,11 +21,9 @@ from ..pages.adapter_layout import AdapterLayout
 from ..pages.eviction import EvictionOrder, RestoreCosts
 from ..pages.pool import PageKind, PagePool
 from .adapter import Adapter, AdapterBackend, Tier, check_name
+from .composed_names import ComposedNames
 from .loads import AdapterLoads
 from .versions import VersionNames, versioned
-
-MAX_COMPOSED = 256
-"""Composed adapters that are kept without requests; the least recently requested ones are forgotten."""
 
 
 class UnknownAdapter(KeyError):
@@ -59,7 +56,7 @@ class AdapterStore:
         # Replaced or removed versions that requests still hold. A dict keeps them in order: their handling must not
         # depend on object addresses.
         self._retired: dict[Adapter, None] = {}
-        self._composed: OrderedDict[str, Adapter] = OrderedDict()  # by name, the latest requested last
+        self._composed: ComposedNames[Adapter] = ComposedNames()
         self._by_content: dict[str, dict[Adapter, None]] = {}  # registered ones, oldest first
         self._num_registered_pages = 0
         self._pinned: set[Adapter] = set()
@@ -112,25 +109,24 @@ class AdapterStore:
             self.unpin(previous)
         return adapter
 
-    def compose(self, name: str, parts: Sequence[tuple[Adapter, float]]) -> Adapter:
+    def compose(self, name: str, parts: Sequence[tuple[Adapter, float]], tenant: str = "") -> Adapter:
         """The adapter that registered versions with scales make together, an ordinary version of its own.
 
-        name: for any equal composition the same. It lasts until one of them leaves its name. Raises AdapterFormatError
-        if they can't be composed, or could never fit the pool.
+        name: for any equal composition the same. It lasts until one of them leaves its name. tenant: who requests it.
+        Raises AdapterFormatError if they can't be composed, or could never fit the pool.
         """
         sources = tuple(part for part, _ in parts)
         known = self._composed.get(name)
         if known is not None and known.sources == sources:
-            self._composed.move_to_end(name)
+            self._composed.request(name, tenant, self._retire)
             return known
         manifest = composed([(part.manifest, scale) for part, scale in parts])
         adapter = Adapter(name, next(self._versions), manifest, self.layout_of(manifest), sources=sources)
         if known is not None:
             self._retire(known)
-        self._composed[name] = adapter
+        self._composed.put(name, adapter)
         self._index(adapter)
-        while len(self._composed) > MAX_COMPOSED:
-            self._retire(next(iter(self._composed.values())))
+        self._composed.request(name, tenant, self._retire)
         return adapter
 
     def last_number(self, name: str) -> int:
@@ -256,6 +252,7 @@ class AdapterStore:
         self.images.watch()
         for adapter, error in self.loads.finish_ended():
             if error is None:
+                self._drop_composed_image(adapter)
                 self._offer(adapter)
                 continue
             failed.append((adapter, error))
@@ -281,6 +278,7 @@ class AdapterStore:
             if adapter in self._retired:
                 self._remove(adapter)
             else:
+                self._drop_composed_image(adapter)
                 self._offer(adapter)
 
     def acquire(self, adapter: Adapter) -> None:
@@ -385,6 +383,13 @@ class AdapterStore:
         self._resident[adapter] = None
         self.num_loads += 1
 
+    def _drop_composed_image(self, adapter: Adapter) -> None:
+        """Drop the host image of a composed adapter without requests. Any scales make another one, which may never be
+        requested again, and would take the room of adapters that are.
+        """
+        if adapter.sources and adapter.requests == 0 and adapter.transfer is None:
+            self.images.drop(adapter)
+
     def _offer(self, adapter: Adapter) -> None:
         """Make an idle resident adapter evictable; one that is still being loaded keeps its pages."""
         if not adapter.pages or adapter.references or adapter.transfer is not None:
@@ -422,7 +427,7 @@ class AdapterStore:
     def _retire(self, adapter: Adapter) -> None:
         self._unindex(adapter)
         if adapter.sources:
-            del self._composed[adapter.name]
+            self._composed.pop(adapter.name)
         else:
             self._num_registered_pages -= adapter.num_pages
             for other in [each for each in self._composed.values() if adapter in each.sources]:

@@ -21,6 +21,7 @@ from .form import AdapterForm
 from .module_paths import ExpertForm, ModulePaths, without_nesting
 from .peft_names import EMBEDDINGS, HEAD, IN_LAYERS, PREFIX, STEM, UNEMBED, tensor_shapes
 from .tensor_file import Arrangement, TensorInfo
+from .unserved import mend_of
 from .vectors import ENDS, PATTERN
 from .whole_copies import RowsFile
 
@@ -221,7 +222,7 @@ class AdapterWeights(RowsFile):
         if len(info.shape) != (2 if kind == "lora_B.weight" else 1) or info.shape[0] != total:
             raise AdapterFormatError(
                 f"{self.path}: tensor {shown(name)} has shape {shown(list(info.shape))}, {total} rows are needed; "
-                "serve it with the base model that it was trained on"
+                f"{mend_of(info.shape)}"
             )
         first, units = 0, dict(self.modules.units)
         for part, rows in parts:

@@ -1,26 +1,29 @@
 """Tokens that an adapter's own tokenizer files add to its base model's tokenizer.
 
-Of a `tokenizer.json` only the beginning is read, up to the vocabulary, which is compared with the base model's where
-the adapter has tokens that the base model's tokenizer lacks.
+Only these tokens are the adapter's own: the vocabulary, the normaliser and the other parts are the base model's, and an
+adapter that has others is refused. Of a `tokenizer.json` only the beginning is read, up to the vocabulary, which is
+compared with the base model's where the adapter has tokens that the base model's tokenizer lacks. Nothing of a file is
+given to the `tokenizers` library but the texts and flags of tokens.
 
-Tests: tests/memory/files/test_added_tokens.py
+Tests: tests/memory/files/test_added_tokens.py, tests/memory/files/test_hostile_files.py
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
-from . import strict_json
-from .base_tokens import BaseTokens
+from .base_tokens import MAX_TEXT_BYTES, BaseTokens
 from .directory import AdapterDirectory
 from .error import AdapterFormatError, shown
-from .tokenizer_json import MAX_BYTES, PARTS, TOKENIZER, read_members, vocabulary_in, with_parts
+from .json_stream import JsonStream, MalformedJson, pieces_of
+from .tokenizer_json import MAX_ADDED, MAX_BYTES, PARTS, TOKENIZER, DifferentModel, compare_model, read_members
 
 LISTED, CONFIG, NAMED = "added_tokens.json", "tokenizer_config.json", "special_tokens_map.json"
 TOKENIZER_FILES = (TOKENIZER, CONFIG, LISTED, NAMED)
@@ -31,9 +34,15 @@ TEXT_FILES = (*TOKENIZER_FILES, TEMPLATE_FILE)
 _KIND = "a tokenizer's file"
 _BEGINNING = 256 << 10
 
+MAX_TOKEN = 1024
+"""Characters of an added token."""
+
 #: Fields of a tokenizer's configuration that name one token, and those that name several.
 NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _MORE = ("additional_special_tokens", "extra_special_tokens")
+
+_DECODER = "added_tokens_decoder"
+_MAX_MEMBER = 1 << 20
 
 _FLAGS = ("special", "single_word", "lstrip", "rstrip", "normalized")
 
@@ -60,12 +69,9 @@ class OwnTokens:
     named: tuple[tuple[str, str], ...] = ()
     """Fields of `NAMES` and the tokens that they name."""
 
-    parts: str = ""
-    """JSON of its normaliser and the like (`PARTS`); empty without that file."""
-
     @cached_property
     def digest(self) -> str:
-        return hashlib.sha256(repr((self.tokens, self.named, self.parts)).encode()).hexdigest()
+        return hashlib.sha256(repr((self.tokens, self.named)).encode()).hexdigest()
 
 
 class _Listed(NamedTuple):
@@ -75,9 +81,9 @@ class _Listed(NamedTuple):
     file: Path
 
 
-def added_beyond(directory: AdapterDirectory, num_tokens: int) -> dict[int, str]:
+def added_beyond(directory: AdapterDirectory, num_tokens: int, base: BaseTokens | None = None) -> dict[int, str]:
     """Tokens with ids from `num_tokens` on, in any tokenizer file of the directory; empty where it has none."""
-    found = _read(directory, _contents(directory)).tokens
+    found = _read(directory, _contents(directory, base), base).tokens
     return {id_: one.token.text for id_, one in found.items() if id_ >= num_tokens}
 
 
@@ -96,11 +102,11 @@ def own_tokens(
     Raises AdapterFormatError for files that can't be read, and for a token that isn't the base model's. Files that
     equal another adapter's without such tokens are not parsed again.
     """
-    contents = _contents(directory)
+    contents = _contents(directory, base)
     key = _digest(contents)
     if key in base.plain:
         return None
-    found = _read(directory, contents)
+    found = _read(directory, contents, base)
     for id_, (token, file) in found.tokens.items():
         known = base.id_of(token.text)
         if known is not None and known != id_:
@@ -114,16 +120,15 @@ def own_tokens(
             base.plain.add(key)
         return None
     _check_ids(served, base)
-    _check_parts(directory.path / TOKENIZER, found.parts)
-    if directory.has(TOKENIZER):
-        _check_vocabulary(directory, base)
-    return _shared(OwnTokens(tuple(one.token for one in served.values()), tuple(found.named.items()), found.parts))
+    if found.parts is not None:
+        _check_parts(directory.path / TOKENIZER, found.parts, base)
+        _check_vocabulary(directory, found, base)
+    own = OwnTokens(tuple(one.token for one in served.values()), tuple(found.named.items()))
+    return _known.setdefault(own.digest, own)
 
 
-@lru_cache(1024)
-def _shared(own: OwnTokens) -> OwnTokens:
-    """Equal ones as one object: adapters of one training set have the same."""
-    return own
+_known: WeakValueDictionary[str, OwnTokens] = WeakValueDictionary()
+"""By digest: adapters of one training set have the same, and share one object."""
 
 
 class _Found(NamedTuple):
@@ -131,14 +136,21 @@ class _Found(NamedTuple):
 
     tokens: dict[int, _Listed]
     named: dict[str, str]
-    parts: str
+    parts: Mapping[str, Any] | None
+    """Members of `tokenizer.json` but for the vocabulary; None without that file."""
+    model_at: int | None
+    """Where its vocabulary begins, if nothing else follows that; in bytes."""
     is_beyond: bool
     """True if more than the beginning of `tokenizer.json` says it."""
 
 
-def _contents(directory: AdapterDirectory) -> dict[str, bytes]:
+def _contents(directory: AdapterDirectory, base: BaseTokens | None) -> dict[str, bytes]:
     """The directory's files by name, of `tokenizer.json` its beginning."""
-    files = {name: directory.read(name, MAX_BYTES, _KIND) for name in (CONFIG, LISTED, NAMED) if directory.has(name)}
+    files = {
+        name: directory.read(name, MAX_TEXT_BYTES if base is None else base.most_bytes(name), _KIND)
+        for name in (CONFIG, LISTED, NAMED)
+        if directory.has(name)
+    }
     if directory.has(TOKENIZER):
         files[TOKENIZER] = directory.read_beginning(TOKENIZER, _BEGINNING, _KIND)
     return files
@@ -152,45 +164,64 @@ def _digest(contents: Mapping[str, bytes]) -> bytes:
     return digest.digest()
 
 
-def _read(directory: AdapterDirectory, contents: Mapping[str, bytes]) -> _Found:
-    config, named_in = (_object(directory.path / name, contents.get(name)) for name in (CONFIG, NAMED))
+def _read(directory: AdapterDirectory, contents: Mapping[str, bytes], base: BaseTokens | None) -> _Found:
+    most = MAX_ADDED if base is None else base.most_added
+    config, named_in, listed = (
+        _members(directory.path / name, contents.get(name), most) for name in (CONFIG, NAMED, LISTED)
+    )
     named, specials = _named(directory, {CONFIG: config, NAMED: named_in})
     tokens: dict[int, _Listed] = {}
-    parts, is_beyond = "", False
+    parts, model_at, is_beyond = None, None, False
     if TOKENIZER in contents:
-        members, is_beyond = _beginning(directory, contents[TOKENIZER])
-        parts = json.dumps({name: members.get(name) for name in PARTS})
-        _put(tokens, directory, TOKENIZER, _listed(directory.path / TOKENIZER, members.get("added_tokens")))
-    _put(tokens, directory, CONFIG, _decoded(directory.path / CONFIG, config.get("added_tokens_decoder")))
-    listed = _object(directory.path / LISTED, contents.get(LISTED))
+        parts, model_at, num_bytes = _tokenizer(directory, contents[TOKENIZER], most)
+        is_beyond = num_bytes > len(contents[TOKENIZER])
+        _put(tokens, directory, TOKENIZER, _listed(directory.path / TOKENIZER, parts.get("added_tokens")))
+    _put(tokens, directory, CONFIG, _decoded(directory.path / CONFIG, config.get(_DECODER)))
     _put(tokens, directory, LISTED, _numbered(directory.path / LISTED, listed, specials))
-    return _Found(dict(sorted(tokens.items())), named, parts, is_beyond)
+    return _Found(dict(sorted(tokens.items())), named, parts, model_at, is_beyond)
 
 
-def _object(file: Path, data: bytes | None) -> dict[str, Any]:
-    """A file's JSON object; empty without the file."""
+def _members(file: Path, data: bytes | None, most: int) -> dict[str, Any]:
+    """The members of a file's JSON object; empty without the file. most: tokens that it may name."""
     if data is None:
         return {}
+    stream, found = JsonStream.of(data), {}
     try:
-        raw = strict_json.loads(data)
-    except ValueError as error:
-        raise AdapterFormatError(f"{file}: not JSON: {error}") from error
-    if not isinstance(raw, dict):
-        raise AdapterFormatError(f"{file}: holds {shown(raw)}; a JSON object is needed")
-    return raw
-
-
-def _beginning(directory: AdapterDirectory, data: bytes) -> tuple[dict[str, Any], bool]:
-    """The members of `tokenizer.json` but for the vocabulary, and whether more than its beginning was needed."""
-    file = directory.path / TOKENIZER
-    try:
-        return read_members(data)[0], False
-    except ValueError:
-        pass  # cut off, or other members after the vocabulary
-    try:
-        return read_members(directory.read(TOKENIZER, MAX_BYTES, _KIND))[0], True
-    except ValueError as error:
+        if stream.next_mark() != "{":
+            raise AdapterFormatError(f"{file}: holds {shown(stream.value())}; a JSON object is needed")
+        _take_members(stream, found, most)
+        stream.finish()
+    except MalformedJson as error:
         raise AdapterFormatError(f"{file}: {error}") from error
+    return found
+
+
+def _take_members(stream: JsonStream, found: dict[str, Any], most: int) -> None:
+    """Read an object. One that lists tokens by id is read entry by entry, too."""
+    for key in stream.members():
+        if key in found:
+            raise MalformedJson(f"key {shown(key)} occurs twice")
+        if len(found) == most:
+            raise MalformedJson(f"more than {most} added tokens")
+        found[key] = None
+        if key == _DECODER and stream.next_mark() == "{":
+            found[key] = {}
+            _take_members(stream, found[key], most)
+        else:
+            found[key] = stream.value(_MAX_MEMBER)
+
+
+def _tokenizer(directory: AdapterDirectory, beginning: bytes, most: int) -> tuple[dict[str, Any], int | None, int]:
+    """The members of `tokenizer.json` but for the vocabulary, where that begins, and the bytes that were read."""
+    rest = directory.pieces(TOKENIZER, len(beginning), MAX_BYTES, _KIND)
+    stream = JsonStream(chain(pieces_of(beginning), rest))
+    try:
+        members, is_model_next = read_members(stream, most)
+    except MalformedJson as error:
+        raise AdapterFormatError(f"{directory.path / TOKENIZER}: {error}") from error
+    finally:
+        rest.close()
+    return members, stream.position if is_model_next else None, stream.num_bytes
 
 
 def _put(tokens: dict[int, _Listed], directory: AdapterDirectory, name: str, listed: Iterator[AddedToken]) -> None:
@@ -253,10 +284,19 @@ def _token(file: Path, where: str, id_: Any, entry: dict[str, Any]) -> AddedToke
         raise AdapterFormatError(f"{file}: the id of {where} is {shown(id_)}; a token's number is needed")
     if not isinstance(text, str) or not text:
         raise AdapterFormatError(f"{file}: content of {where} is {shown(text)}; the token's text is needed")
+    if len(text) > MAX_TOKEN or not _is_unicode(text):
+        raise AdapterFormatError(
+            f"{file}: content of {where} is {shown(text)}; at most {MAX_TOKEN} characters of Unicode are served"
+        )
     for name, value in flags.items():
         if not isinstance(value, bool):
             raise AdapterFormatError(f"{file}: {name} of {where} is {shown(value)}; it is true or false")
     return AddedToken(id_, text, **flags)
+
+
+def _is_unicode(text: str) -> bool:
+    """False for half of a surrogate pair."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def _named(directory: AdapterDirectory, files: dict[str, dict[str, Any]]) -> tuple[dict[str, str], set[str]]:
@@ -267,7 +307,8 @@ def _named(directory: AdapterDirectory, files: dict[str, dict[str, Any]]) -> tup
         for field in NAMES:
             if raw.get(field) is None:
                 continue
-            if (text := _text(raw[field])) is None:
+            text = _text(raw[field])
+            if text is None or len(text) > MAX_TOKEN or not _is_unicode(text):
                 raise AdapterFormatError(
                     f"{directory.path / name}: {field} is {shown(raw[field])}; a token's text is needed"
                 )
@@ -309,31 +350,40 @@ def _check_ids(served: dict[int, _Listed], base: BaseTokens) -> None:
         )
 
 
-def _check_parts(file: Path, parts: str) -> None:
-    """Refuse a normaliser or the like that the `tokenizers` library can't read."""
-    if parts:
-        try:
-            with_parts(parts)
-        except ValueError as error:
-            raise AdapterFormatError(f"{file}: {error}; save the tokenizer again") from error
+def _check_parts(file: Path, parts: Mapping[str, Any], base: BaseTokens) -> None:
+    """Refuse a normaliser or the like that isn't the base model's. They are programs: only the base model's run."""
+    for name in PARTS:
+        if not base.has_part(name, parts.get(name)):
+            raise AdapterFormatError(
+                f"{file}: its {name} is not that of the base model's tokenizer; train with the base model's tokenizer, "
+                "and only add tokens to it"
+            )
 
 
-def _check_vocabulary(directory: AdapterDirectory, base: BaseTokens) -> None:
-    """Refuse a vocabulary that isn't the base model's, added tokens aside."""
-    file, data = directory.path / TOKENIZER, directory.read(TOKENIZER, MAX_BYTES, _KIND)
-    digest = hashlib.sha256(data).digest()
-    if digest in base.same:
+def _check_vocabulary(directory: AdapterDirectory, found: _Found, base: BaseTokens) -> None:
+    """Refuse a vocabulary that isn't the base model's, added tokens aside. One of equal bytes is read only once."""
+    start = found.model_at or 0
+    digest = hashlib.sha256()
+    for piece in directory.pieces(TOKENIZER, start, MAX_BYTES, _KIND):
+        digest.update(piece)
+    if (key := digest.digest()) in base.same:
         return
+    file, pieces = directory.path / TOKENIZER, directory.pieces(TOKENIZER, 0, MAX_BYTES, _KIND)
     try:
-        own = vocabulary_in(data)
-    except ValueError as error:
-        raise AdapterFormatError(f"{file}: {error}") from error
-    theirs = base.vocabulary
-    if own != theirs:
-        different = (text for text in (*own, *theirs) if own.get(text) != theirs.get(text))
-        text = next(different)
+        fields = compare_model(JsonStream(pieces), base.model)
+    except DifferentModel as error:
         raise AdapterFormatError(
-            f"{file}: its vocabulary has token {shown(text)} as {shown(own.get(text))}, the base model's as "
-            f"{shown(theirs.get(text))}; train with the base model's tokenizer, and only add tokens to it"
-        )
-    base.same.add(digest)
+            f"{file}: {error}; train with the base model's tokenizer, and only add tokens to it"
+        ) from None
+    except MalformedJson as error:
+        raise AdapterFormatError(f"{file}: {error}") from error
+    finally:
+        pieces.close()
+    for name in sorted(fields.keys() | base.model.fields.keys()):
+        if not base.has_field(name, fields.get(name)):
+            theirs = shown(base.model.fields.get(name))
+            raise AdapterFormatError(
+                f"{file}: {name} of its model is {shown(fields.get(name))}, the base model's is {theirs}; train with "
+                "the base model's tokenizer, and only add tokens to it"
+            )
+    base.same.add(key)

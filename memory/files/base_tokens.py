@@ -5,11 +5,24 @@ Tests: tests/memory/files/test_added_tokens.py
 
 from __future__ import annotations
 
+import json
+import logging
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
-from .tokenizer_json import TOKENIZER, read_members, vocabulary_in
+from .json_stream import PIECE_BYTES, JsonStream
+from .tokenizer_json import MAX_ADDED, MAX_BYTES, PARTS, TOKENIZER, Model, read_members, read_model
+
+log = logging.getLogger(__name__)
+
+MAX_TEXT_BYTES = 2 << 20
+"""Bytes of an adapter's tokenizer file other than `tokenizer.json`; more where the base model's own file is larger."""
+
+MORE_TOKENS = 4096
+"""Added tokens that an adapter may have more than its base model."""
 
 
 @dataclass(eq=False)
@@ -21,7 +34,7 @@ class BaseTokens:
 
     directory: Path
     same: set[bytes] = field(default_factory=set)
-    """Digests of adapters' files whose vocabulary is this one."""
+    """Digests of adapters' files, from their vocabulary on, that have this model's."""
     plain: set[bytes] = field(default_factory=set)
     """Digests of adapters' tokenizer files that name no other tokens."""
 
@@ -32,13 +45,31 @@ class BaseTokens:
     @cached_property
     def added(self) -> dict[int, str]:
         """Added tokens by id."""
-        members, _ = read_members(self._data())
-        return {token["id"]: token["content"] for token in members.get("added_tokens") or ()}
+        return {token["id"]: token["content"] for token in self._members.get("added_tokens") or ()}
+
+    @property
+    def most_added(self) -> int:
+        """Added tokens that a file of an adapter may have."""
+        return max(MAX_ADDED, len(self.added) + MORE_TOKENS) if self.is_there else MAX_ADDED
+
+    def most_bytes(self, name: str) -> int:
+        """Bytes that a tokenizer file of an adapter may have."""
+        if name == TOKENIZER:
+            return MAX_BYTES
+        try:
+            return max(MAX_TEXT_BYTES, 2 * (self.directory / name).stat().st_size)
+        except OSError:
+            return MAX_TEXT_BYTES
 
     @cached_property
-    def vocabulary(self) -> dict[str, int]:
+    def model(self) -> Model:
+        """The vocabulary, with what else makes tokens of it."""
+        return read_model(JsonStream(self._pieces()))
+
+    @property
+    def vocabulary(self) -> Mapping[str, int]:
         """Ids of all tokens but for added ones."""
-        return vocabulary_in(self._data())
+        return self.model.vocabulary
 
     def id_of(self, text: str) -> int | None:
         return found if (found := self._ids.get(text)) is not None else self.vocabulary.get(text)
@@ -48,9 +79,64 @@ class BaseTokens:
             return text
         return next((text for text, own in self.vocabulary.items() if own == id_), None)
 
+    def has_part(self, name: str, value: Any) -> bool:
+        """True if a value of `PARTS`, as JSON, is that of the base model's tokenizer: as in its file, as the library
+        writes that again, or as transformers loads it, which changes some parts.
+        """
+        return any(form.get(name) == value for form in self._forms())
+
+    def has_field(self, name: str, value: Any) -> bool:
+        """The same for a field of the vocabulary's model."""
+        if self.model.fields.get(name) == value:
+            return True
+        loaded = getattr(self._loaded, "model", None)
+        return (type(loaded).__name__ if name == "type" else getattr(loaded, name, None)) == value
+
+    def _forms(self) -> Iterator[Mapping[str, Any]]:
+        yield self._members
+        yield self._rewritten
+        yield {name: _state(getattr(self._loaded, name, None)) for name in PARTS}
+
     @cached_property
     def _ids(self) -> dict[str, int]:
         return {text: id_ for id_, text in self.added.items()}
 
-    def _data(self) -> bytes:
-        return (self.directory / TOKENIZER).read_bytes()
+    @cached_property
+    def _members(self) -> dict[str, Any]:
+        return read_members(JsonStream(self._pieces()), None)[0]
+
+    @cached_property
+    def _rewritten(self) -> dict[str, Any]:
+        """The parts in the form of the installed library."""
+        from tokenizers import Tokenizer
+
+        model = {"type": "BPE", "vocab": {}, "merges": []}
+        parts = {name: self._members.get(name) for name in PARTS}
+        try:
+            found = Tokenizer.from_str(json.dumps({"version": "1.0", "added_tokens": [], **parts, "model": model}))
+        except Exception as error:  # the library raises nothing narrower
+            log.debug("parts of %s are not read without a vocabulary: %s", self.directory / TOKENIZER, error)
+            return {}
+        return {name: _state(getattr(found, name)) for name in PARTS}
+
+    @cached_property
+    def _loaded(self) -> Any:
+        """The tokenizer as transformers loads it, for requests; None if it can't."""
+        from transformers import AutoTokenizer
+
+        try:
+            found = AutoTokenizer.from_pretrained(str(self.directory), local_files_only=True)
+        except Exception as error:  # whatever it raises: the server reports it where it needs it
+            log.debug("transformers does not load the tokenizer of %s: %s", self.directory, error)
+            return None
+        return getattr(found, "backend_tokenizer", None)
+
+    def _pieces(self) -> Iterator[bytes]:
+        with (self.directory / TOKENIZER).open("rb") as file:
+            while piece := file.read(PIECE_BYTES):
+                yield piece
+
+
+def _state(part: Any) -> Any:
+    """A part of the library's tokenizer as JSON."""
+    return None if part is None else json.loads(part.__getstate__())

@@ -9,7 +9,7 @@ import errno
 import os
 import stat
 import sys
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from itertools import islice
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from .error import AdapterFormatError, shown, unreadable
 
 MAX_PATH_BYTES = 4096
 MAX_NAMES = 4096
+_PIECE = 64 << 10
 
 _CLOSED = os.O_CLOEXEC | os.O_NONBLOCK | getattr(os, "O_NOCTTY", 0)
 _LOOK_ONLY = getattr(os, "O_PATH", 0)  # opening a device for reading may already have effects
@@ -110,8 +111,26 @@ class AdapterDirectory:
         finally:
             os.close(fd)
         if len(data) > limit:
-            raise AdapterFormatError(f"{file}: is longer than {limit} bytes; {kind} is needed")
+            raise self._too_long(name, limit, kind)
         return bytes(data)
+
+    def pieces(self, name: str, start: int, limit: int, kind: str) -> Generator[bytes, None, None]:
+        """A file's bytes from `start` on, piece by piece. Raises AdapterFormatError if it is longer than `limit`."""
+        fd = self.open(name, kind)
+        try:
+            os.lseek(fd, start, os.SEEK_SET)
+            while part := os.read(fd, _PIECE):
+                start += len(part)
+                if start > limit:
+                    raise self._too_long(name, limit, kind)
+                yield part
+        except OSError as error:
+            raise unreadable(self.path / name, error) from error
+        finally:
+            os.close(fd)
+
+    def _too_long(self, name: str, limit: int, kind: str) -> AdapterFormatError:
+        return AdapterFormatError(f"{self.path / name}: is longer than {limit} bytes; {kind} is needed")
 
     def read_beginning(self, name: str, size: int, kind: str) -> bytes:
         """Read a file's first bytes, at most `size`."""

@@ -30,7 +30,7 @@ from .score_head import TENSORS, read_score_head
 from .targets import Targets, layers_with, parts_of, targets_of
 from .tensor_file import TensorFile, TensorInfo, TensorPlaces, digest_of
 from .trained_rows import find_rows, module_of
-from .unserved import why_not_lora
+from .unserved import mend_of, refuse_no_lora, why_not_lora
 from .vectors import vector_targets, why_no_vector
 
 Names = dict[tuple[int, str], tuple[str, str]]
@@ -81,6 +81,8 @@ def inspect_adapter(path: Path, modules: ModulePaths, roots: Sequence[Path] = ()
         with AdapterWeights(directory, form, modules) as file:
             stem, modules = file.stem, file.modules
             config = config or form.config(directory, file.given_modules)
+            if not config.has_head and not config.trained_tokens:
+                refuse_no_lora(file.path, [file.given_name(name) for name in file.tensors])
             _check_invocation(config, modules.vocab_size)
             rows, dropped, num_tokens, added = find_rows(file, config, directory, modules)
             tokens = _own_tokens(path, directory, modules, added)
@@ -244,7 +246,7 @@ def _check_shapes(
     for target, (rank, _) in targets.items():
         for name, shape in zip(names[target], matrix_shapes(projections[target[1]], rank), strict=True):
             if file.tensors[name].shape != shape:
-                raise _wrong_shape(file, name, shape, rank, config)
+                raise _wrong_shape(file, name, shape, rank, config, _elsewhere(file, target, names, shape))
 
 
 def _untrained(file: AdapterWeights, names: Names, config: AdapterConfig, projections: Projections) -> tuple[str, ...]:
@@ -318,16 +320,25 @@ def _why_not_in_layer(name: str, projections: Projections) -> str:
     return f"is not targeted by {CONFIG_FILE} (target_modules, exclude_modules, layers_to_transform); mend either"
 
 
+def _elsewhere(file: TensorFile, target: tuple[int, str], names: Names, want: tuple[int, int]) -> str | None:
+    """A tensor of the same module in another layer that has the wanted shape; None without one."""
+    others = (pair for (_, module), pair in names.items() if module == target[1])
+    return next((name for name in chain(*others) if file.tensors[name].shape == want), None)
+
+
 def _wrong_shape(
-    file: TensorFile, name: str, want: tuple[int, int], rank: int, config: AdapterConfig
+    file: TensorFile, name: str, want: tuple[int, int], rank: int, config: AdapterConfig, elsewhere: str | None
 ) -> AdapterFormatError:
+    """elsewhere: a tensor of the same module that has the wanted shape, so that the base model is the right one."""
     info: TensorInfo = file.tensors[name]
     axis = 0 if is_of_a(name) else 1
     if len(info.shape) == 2 and info.shape[1 - axis] == want[1 - axis]:
         mend = f"its rank is {info.shape[axis]}, by {CONFIG_FILE} (r, rank_pattern) it is {rank}: mend the wrong one"
+    elif 0 in info.shape or elsewhere is None:
+        trained = f"it was trained on {shown(config.base_model)}; " if config.base_model and 0 not in info.shape else ""
+        mend = f"{trained}{mend_of(info.shape)}"
     else:
-        trained = f"it was trained on {shown(config.base_model)}; " if config.base_model else ""
-        mend = f"{trained}serve it with the base model that it was trained on"
+        mend = f"that of {elsewhere} is right, so this one is damaged: save the adapter again"
     return AdapterFormatError(
         f"{file.path}: tensor {name} has shape {shown(list(info.shape))}, {list(want)} is needed; {mend}"
     )

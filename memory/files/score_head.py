@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from .error import AdapterFormatError, shown
 from .tensor_file import TensorFile, TensorInfo
+from .unserved import mend_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -61,9 +62,11 @@ def read_score_head(file: TensorFile, hidden_size: int | None, config: str) -> S
         )
     labels = weight.shape[0] if len(weight.shape) == 2 else 0
     if not 0 < labels <= MAX_LABELS or hidden_size not in (None, weight.shape[1]):
+        is_fault_of_head = 0 not in weight.shape and (not labels or labels > MAX_LABELS)
+        mend = "train a head of fewer labels" if is_fault_of_head else mend_of(weight.shape)
         raise AdapterFormatError(
             f"{file.path}: tensor {WEIGHT} has shape {shown(list(weight.shape))}, [labels, {hidden_size}] with at most "
-            f"{MAX_LABELS} labels is needed; serve it with the base model that it was trained on"
+            f"{MAX_LABELS} labels is needed; {mend}"
         )
     bias = file.tensors.get(BIAS)
     if bias is not None and bias.shape != (labels,):

@@ -27,13 +27,22 @@ def loads(
     An integer with more digits than a 64-bit one is read as infinity, which no field accepts. Python needs minutes to
     convert and multiply a header full of long ones.
     """
-    if data.count(b"[") + data.count(b"{") > max_containers:
-        raise ValueError(f"more than {max_containers} lists and objects, nested or not")
+    check_containers(data.count(b"[") + data.count(b"{"), max_containers)
     try:
-        hook = partial(_unique, convert)
-        return json.loads(data.decode("utf-8"), object_pairs_hook=hook, parse_int=_integer, parse_float=_number)
+        return decoder(convert).decode(data.decode("utf-8"))
     except RecursionError:
         raise ValueError("nested too deeply") from None
+
+
+def decoder(convert: Callable[[dict[str, Any]], Any] = lambda found: found) -> json.JSONDecoder:
+    """The parser of `loads`, which neither limits nesting nor the number of lists and objects."""
+    return json.JSONDecoder(object_pairs_hook=partial(_unique, convert), parse_int=_integer, parse_float=_number)
+
+
+def check_containers(found: int, most: int = MAX_CONTAINERS) -> None:
+    """Raise ValueError for more lists and objects."""
+    if found > most:
+        raise ValueError(f"more than {most} lists and objects, nested or not")
 
 
 def _integer(text: str) -> int | float:

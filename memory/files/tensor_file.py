@@ -201,12 +201,16 @@ class TensorFile:
         if plain in tensors:
             raise self._refuse(
                 f"tensor {shown(name)} occurs twice, once under another prefix or name: "
-                f"{shown(self._given.get(plain, plain))}; "
+                f"{shown(self.given_name(plain))}; "
                 "keep one of them: save it with PEFT's save_pretrained"
             )
         tensors[plain] = info
         if plain != name:
             self._given[plain] = name
+
+    def given_name(self, name: str) -> str:
+        """The file's own name of a tensor."""
+        return self._given.get(name, name)
 
     def _plain(self, name: str) -> str:
         """A tensor's name in the form that `tensors` has. A subclass may normalise it."""

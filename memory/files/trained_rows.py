@@ -201,7 +201,7 @@ def _added_rows(
     end = max((copy.info.shape[0] for copy in chain(*file.copies.values())), default=0)
     if vocab is None or end <= vocab:
         return ()
-    named = {token for token in added_beyond(directory, vocab) if token < end}
+    named = {token for token in added_beyond(directory, vocab, modules.base_tokens) if token < end}
     _check_trained(config, named, vocab)
     trained = {token for token in chain(*config.trained_tokens.values()) if token >= vocab}
     if "embed_tokens" in config.trained_tokens:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from pathlib import Path
 
 from .directory import AdapterDirectory
 from .error import AdapterFormatError, shown
@@ -54,6 +55,32 @@ def refuse_other_weights(directory: AdapterDirectory, weights_file: str) -> None
         raise AdapterFormatError(
             f"{file}: not found; {PICKLE_FILE} is a pickle, which is never read: convert it to safetensors with "
             f"chorus convert-adapter {shown(str(directory.path))}"
+        )
+
+
+SERVE_WITH_ITS_BASE = "serve it with the base model that it was trained on"
+
+
+def mend_of(shape: Sequence[int]) -> str:
+    """How to mend an adapter with a tensor of another shape than the base model's: by another base model, unless the
+    shape shows another cause.
+    """
+    if 0 in shape:
+        return (
+            "it is empty, as tensors are whose values DeepSpeed's ZeRO-3 keeps on other processes: gather them to "
+            "save them (stage3_gather_16bit_weights_on_model_save, or deepspeed.zero.GatheredParameters)"
+        )
+    return SERVE_WITH_ITS_BASE
+
+
+def refuse_no_lora(file: Path, names: Collection[str]) -> None:
+    """Raise AdapterFormatError for a file of a model's own weights, such as one of a full fine-tuning. names: of its
+    tensors.
+    """
+    if names and not any("lora_" in name for name in names):
+        raise AdapterFormatError(
+            f"{file}: no LoRA tensor is in this file, which has {len(names)} others, such as {shown(min(names))}; save "
+            "the adapter alone with PEFT's save_pretrained, or serve a whole model as the MODEL of chorus serve"
         )
 
 

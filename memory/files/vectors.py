@@ -13,6 +13,7 @@ from .config import CONFIG_FILE, AdapterConfig
 from .error import AdapterFormatError, shown
 from .module_paths import ModulePaths
 from .tensor_file import TensorFile
+from .unserved import mend_of
 
 #: Ends of the names, and the field of `VectorTarget` that says whether there is one.
 MAGNITUDE, BIAS, LORA_BIAS = "lora_magnitude_vector", "bias", "lora_B.bias"
@@ -79,7 +80,7 @@ def _check(file: TensorFile, key: str, target: VectorTarget, projection: Project
         if info.shape != (projection.outputs,):
             raise AdapterFormatError(
                 f"{file.path}: tensor {name} has shape {shown(list(info.shape))}, {[projection.outputs]} is needed; "
-                "serve it with the base model that it was trained on"
+                f"{mend_of(info.shape)}"
             )
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from .error import AdapterChanged, AdapterFormatError, shown
 from .tensor_file import TensorFile, TensorInfo
+from .unserved import mend_of
 
 if TYPE_CHECKING:
     import torch
@@ -143,7 +144,7 @@ def differing_rows(file: TensorFile, copy: WholeCopy, module: str, base: BaseRow
     if len(info.shape) != 2 or info.shape[1] != columns or info.shape[0] < rows:
         raise AdapterFormatError(
             f"{file.path}: tensor {shown(name)} has shape {shown(list(info.shape))}, the base model's is "
-            f"{list(shape)}; serve it with the base model that it was trained on"
+            f"{list(shape)}; {mend_of(info.shape)}"
         )
     dtype = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[info.dtype]
     row_bytes = columns * dtype.itemsize

@@ -21,6 +21,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from ..files.error import AdapterFormatError, forget_frames
+from ..files.given_up import GivenUp, wanted_while
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +37,21 @@ class PoolFull(Exception):
 
 class NoAnswer(TimeoutError):
     """A call exceeded its timeout; its thread continues."""
+
+
+class _Call(Future[T]):
+    """The outcome of a call."""
+
+    is_given_up = False
+
+    def is_wanted(self) -> bool:
+        return not self.is_given_up
+
+
+def give_up(future: Future) -> None:
+    """Cancel a call; one that has begun ends when it next asks `files.given_up.check_wanted`."""
+    if not future.cancel() and isinstance(future, _Call):
+        future.is_given_up = True
 
 
 class DaemonPool(Executor):
@@ -66,7 +82,7 @@ class DaemonPool(Executor):
         self._most_of_group = max(1, most_threads // 4)
         self._initializer = initializer
         self._numbers = itertools.count(1)
-        self._queue: deque[tuple[Future, Callable[[], Any], str]] = deque()
+        self._queue: deque[tuple[_Call, Callable[[], Any], str]] = deque()
         self._running: dict[Future, str] = {}  # with their groups
         self._aside: set[Future] = set()  # a subset of `_running`
         self._hanging: Counter[str] = Counter()  # size of `_aside` by group
@@ -84,7 +100,7 @@ class DaemonPool(Executor):
 
     def submit_to(self, group: str, call: Callable[[], T]) -> Future[T]:
         """Like `submit`. group: names calls that may all hang at once, such as reads of one directory; empty: none."""
-        future: Future[T] = Future()
+        future: _Call[T] = _Call()
         with self._changed:
             self._check_room()
             is_first = self._num_threads == len(self._aside) and self._count_next()
@@ -108,7 +124,7 @@ class DaemonPool(Executor):
         except TimeoutError:
             if future.done():
                 raise
-            future.cancel()
+            give_up(future)
             raise NoAnswer(f"it did not answer within {seconds:g} seconds") from None
         finally:
             del future  # the frames of an error would reference it, and it the error
@@ -172,15 +188,16 @@ class DaemonPool(Executor):
             with self._changed:
                 self._num_idle += 1
 
-    def _run(self, future: Future, call: Callable[[], Any]) -> None:
+    def _run(self, future: _Call, call: Callable[[], Any]) -> None:
         result: Any = None
         error: BaseException | None = None
         if is_wanted := future.set_running_or_notify_cancel():
             try:
-                result = call()
+                with wanted_while(future.is_wanted):
+                    result = call()
             except BaseException as raised:
                 error = raised
-                if isinstance(error, AdapterFormatError):  # its message says everything
+                if isinstance(error, AdapterFormatError | GivenUp):  # its message says everything
                     forget_frames(error)  # its frames would keep the read data alive
         with self._changed:  # before the result is visible, so that its waiter can submit the next
             group = self._running.pop(future)
@@ -197,7 +214,7 @@ class DaemonPool(Executor):
             future.set_exception(error)
         del future, result, error  # this frame belongs to the error, too
 
-    def _next(self) -> tuple[Future, Callable[[], Any]] | None:
+    def _next(self) -> tuple[_Call, Callable[[], Any]] | None:
         """Wait for the next call; None if the thread should end. The thread counts as idle meanwhile."""
         with self._changed:
             while not self._changed.wait_for(lambda: self._may_begin() or self._is_closed, IDLE_SECONDS):

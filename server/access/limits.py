@@ -10,6 +10,10 @@ from ...core.requests.request_params import MAX_LOGPROBS
 from ..errors import ApiError
 
 MAX_DEPTH = 64
+LARGE = 1 << 20
+"""Bytes of a body from which on its values are counted in memory, too."""
+
+MOST_TIMES = 8
 NOT_BRACKETS = bytes(byte for byte in range(256) if byte not in b"[]{}")
 
 COUNTED = {
@@ -69,17 +73,29 @@ class RequestLimits(BaseModel):
 
 
 def check_json(body: bytes, max_values: int) -> None:
-    """Raises an ApiError for JSON with too many values or too deep nesting. Takes a few passes over the text."""
+    """Raises an ApiError for JSON with too many values or too deep nesting, and for a large one that would take many
+    times its bytes. Takes a few passes over the text.
+    """
+    size = len(body)
     at_most = body.count(b",") + body.count(b"[") + body.count(b"{") + 1
     if at_most <= MAX_DEPTH:
         return
     if b"\\" in body:
         body = body.replace(b"\\\\", b"").replace(b'\\"', b"")
     if body.count(b'"') > 4 * max_values:  # each string has two quotes and is a value or the name of one
-        raise _too_many(max_values)
+        raise too_many(max_values)
     outside = b"".join(body.split(b'"')[::2])
-    if outside.count(b",") + outside.count(b"[") + outside.count(b"{") + 1 > max_values:
-        raise _too_many(max_values)
+    commas, lists, objects = (outside.count(mark) for mark in (b",", b"[", b"{"))
+    if commas + lists + objects + 1 > max_values:
+        raise too_many(max_values)
+    num_bytes = 64 * commas + 80 * (body.count(b'"') // 2) + 32 * lists + 128 * objects
+    if size > LARGE and num_bytes > MOST_TIMES * size:
+        raise ApiError(
+            400,
+            f"the body's JSON of {size} bytes would take {num_bytes} bytes of memory; one of more than {LARGE} "
+            f"bytes may take {MOST_TIMES} times its own: send less in one request",
+            code="too_many_values",
+        )
     depth = 0
     for bracket in outside.translate(None, NOT_BRACKETS):
         depth += 1 if bracket in b"[{" else -1
@@ -87,7 +103,8 @@ def check_json(body: bytes, max_values: int) -> None:
             raise ApiError(400, f"the body's JSON is nested more than {MAX_DEPTH} levels deep")
 
 
-def _too_many(limit: int) -> ApiError:
+def too_many(limit: int) -> ApiError:
+    """The error for a body with more values."""
     return ApiError(
         400, f"the body's JSON has more than the {limit} values that this server accepts", code="too_many_values"
     )

@@ -5,8 +5,9 @@ Tests: tests/server/api/test_adapter_versions.py, tests/server/test_uploads_kept
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -18,12 +19,12 @@ from ...memory.files.added_tokens import TEXT_FILES
 from ...memory.files.config import CONFIG_FILE
 from ...memory.files.content_store import StoreFull, TooLarge
 from ...memory.files.form import WEIGHTS_FILE
-from ..access.limits import check_json
+from ..access.limits import check_json, too_many
 from ..engine.adapter_loader import LoadTimedOut
 from ..errors import ApiError, validated
 from ..executors import PoolFull
 from ..http.form import boundary_of, pieces
-from ..http.json_strings import Base64, LongStrings
+from ..http.json_strings import Base64, LongStrings, TooManyMarks
 from .upload import AdapterUpload
 
 if TYPE_CHECKING:
@@ -41,6 +42,11 @@ UNUSED_FILES = ("README.md",)
 """Files that PEFT writes into every adapter's folder, and that are sent with it."""
 
 MAX_FIELD_BYTES = 64 << 10
+"""Bytes of the plain fields of a form together."""
+
+MARKS_OF_VALUE = 8
+"""Quotes, brackets, commas, colons and strings of a value, at most."""
+
 WRITE_BYTES = 1 << 20
 
 
@@ -104,7 +110,7 @@ class _HeldBytes:
 
 async def _read_form(request: Request, upload: AdapterUpload, room: _HeldBytes, boundary: bytes) -> dict[str, Any]:
     fields: dict[str, Any] = {}
-    buffer = bytearray()
+    buffer, num_bytes = bytearray(), 0
     await upload.begin(_length(request))
     room.take(WRITE_BYTES)  # at most this much of the body is in memory
     async for name, file_name, data in pieces(request.stream(), boundary):
@@ -112,8 +118,9 @@ async def _read_form(request: Request, upload: AdapterUpload, room: _HeldBytes, 
         if file in UNUSED_FILES:
             continue
         buffer += data
-        if file is None and len(buffer) > MAX_FIELD_BYTES:
-            raise ApiError(400, f"a field of the form has more than {MAX_FIELD_BYTES} bytes", param=name)
+        num_bytes += len(data) if file is None else 0
+        if num_bytes > MAX_FIELD_BYTES:
+            raise ApiError(400, f"the fields of the form have more than {MAX_FIELD_BYTES} bytes", param=name)
         if file is None and not data:
             fields[name] = buffer.decode("utf-8", "replace")
             buffer.clear()
@@ -137,11 +144,14 @@ async def _read_json(
     request: Request, loads: AdapterLoader, upload: AdapterUpload, room: _HeldBytes, settings: Settings
 ) -> dict[str, Any]:
     """Read a body whose weights are written to disk as they arrive, and whose other fields are small."""
-    text = LongStrings(_ENCODED)
+    text = LongStrings(_ENCODED, MARKS_OF_VALUE * settings.max_json_values)
     files = {field: _Base64File(upload, field, file) for field, file in _ENCODED.items()}
     async for part in request.stream():
         before = len(text.rest)
-        for field, piece in text.feed(part):
+        for field, piece in _fed(text, part, settings):
+            if not field:
+                await asyncio.sleep(0)
+                continue
             if not upload.has_begun:
                 room.take(WRITE_BYTES)
                 await upload.begin(_length(request) * 3 // 4)
@@ -156,13 +166,24 @@ async def _read_json(
         return fields
     config = fields.pop(CONFIG, None)
     _drop_encoded(fields)
+    await _write_config(upload, config)
+    _require(upload)
+    return fields
+
+
+async def _write_config(upload: AdapterUpload, config: Any) -> None:
     await upload.begin()
     if isinstance(config, dict):
         config = json.dumps(config)
     if isinstance(config, str):
         await upload.write(CONFIG_FILE, config.encode("utf-8", "replace"))
-    _require(upload)
-    return fields
+
+
+def _fed(text: LongStrings, part: bytes, settings: Settings) -> Iterator[tuple[str, bytes]]:
+    try:
+        yield from text.feed(part)
+    except TooManyMarks:
+        raise too_many(settings.max_json_values) from None
 
 
 def _drop_encoded(fields: dict[str, Any]) -> None:

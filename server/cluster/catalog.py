@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
@@ -18,8 +17,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from ...core.quarantine import Quarantined
 from ...core.requests.request_params import AdapterPaused, InvalidRequest, NotServed, UnknownModel
 from ...memory.adapters.adapter import check_name
+from ...memory.adapters.composed_names import ComposedNames
 from ...memory.adapters.composition import Composition, InvalidComposition, read_composition
-from ...memory.adapters.store import MAX_COMPOSED, UnknownAdapter
+from ...memory.adapters.store import UnknownAdapter
 from ...memory.adapters.versions import VersionNames, split_version, versioned
 from ...memory.files.composed import composed, paths_of
 from ...memory.files.error import AdapterFormatError, LoadFailure
@@ -89,7 +89,7 @@ class Catalog(BackendAdapters):
         self._cluster = cluster
         self._lock = threading.RLock()
         self._entries: VersionNames[CatalogEntry] = VersionNames()
-        self._composed: OrderedDict[str, CatalogEntry] = OrderedDict()  # by name, the latest requested last
+        self._composed: ComposedNames[CatalogEntry] = ComposedNames()
         self._versions = itertools.count(1)
         self.paused: set[str] = set()
         self._pins: dict[str, Path] = {}
@@ -159,39 +159,41 @@ class Catalog(BackendAdapters):
             return list(self._entries.items())
 
     @contextmanager
-    def using(self, name: str) -> Iterator[CatalogEntry]:
+    def using(self, name: str, tenant: str = "") -> Iterator[CatalogEntry]:
         """The same, unchanged within the `with` block."""
         with self._lock:
-            yield self.find(name)
+            yield self.find(name, tenant)
 
-    def find(self, name: str) -> CatalogEntry:
-        """The current version of a request's adapter, or of several. Raises InvalidRequest, like an engine."""
+    def find(self, name: str, tenant: str = "") -> CatalogEntry:
+        """The current version of the adapter that a tenant requests, or of several. Raises InvalidRequest, like an
+        engine.
+        """
         try:
             composition = read_composition(name)
-            return self._find_one(name) if composition is None else self._compose(name, composition)
+            return self._find_one(name) if composition is None else self._compose(name, composition, tenant)
         except (InvalidComposition, AdapterFormatError) as error:
             raise InvalidRequest("adapters", str(error)) from None
 
-    def _compose(self, name: str, composition: Composition) -> CatalogEntry:
+    def _compose(self, name: str, composition: Composition, tenant: str) -> CatalogEntry:
         """The entry of several adapters; it lasts until one of them leaves its name."""
         sources = tuple(self._find_one(part) for part, _ in composition.terms)
         known = self._composed.get(name)
         if known is not None and list(map(_identity, known.sources)) == list(map(_identity, sources)):
-            self._composed.move_to_end(name)
+            self._composed.request(name, tenant, self._forget_composed)
             return known
         scales = (scale for _, scale in composition.terms)
         manifest = composed([(one.manifest, scale) for one, scale in zip(sources, scales, strict=True)])
         if known is not None:
             self._forget_composed(known)
-        entry = self._composed[name] = CatalogEntry(name, next(self._versions), manifest, sources=sources)
-        while len(self._composed) > MAX_COMPOSED:
-            self._forget_composed(next(iter(self._composed.values())))
+        entry = CatalogEntry(name, next(self._versions), manifest, sources=sources)
+        self._composed.put(name, entry)
+        self._composed.request(name, tenant, self._forget_composed)
         if manifest.content_hash is not None:
             self._cluster.soon(self._cluster.dispatcher.revive, manifest.content_hash)
         return entry
 
     def _forget_composed(self, entry: CatalogEntry) -> None:
-        del self._composed[entry.name]
+        self._composed.pop(entry.name)
         self._left(entry)
 
     def _find_one(self, name: str) -> CatalogEntry:
@@ -223,14 +225,14 @@ class Catalog(BackendAdapters):
     def has_version(self, name: str, label: str) -> bool:
         return self._entries.find(versioned(name, label)) is not None
 
-    def note_content(self, entry: CatalogEntry, manifest: AdapterManifest) -> None:
-        """Keep the content hash of a request's entry, or of those that it is composed of."""
+    def note_content(self, entry: CatalogEntry, manifest: AdapterManifest, tenant: str) -> None:
+        """Keep the content hash of the entry of a tenant's request, or of those that it is composed of."""
         if not entry.sources:
             self.note(entry.name, entry.version, manifest)
             return
         for source, (known, _) in zip(entry.sources, manifest.sources, strict=True):
             self.note(source.name, source.version, known)
-        with suppress(InvalidRequest), self.using(entry.name):
+        with suppress(InvalidRequest), self.using(entry.name, tenant):
             pass  # composes it again
 
     def learn(self, name: str, manifest: AdapterManifest) -> None:

@@ -236,7 +236,7 @@ class ClusterWorker:
             self._add(request, None, on_output, loop, accepted)
             return accepted
         try:
-            with self.adapters.using(request.adapter_name) as newest:
+            with self.adapters.using(request.adapter_name, request.tenant) as newest:
                 bound = request.sibling and request.sibling.bound
                 entry = bound if isinstance(bound, CatalogEntry) else newest
                 if entry.manifest.content_hash is not None:
@@ -341,7 +341,7 @@ class ClusterWorker:
             if accepted.set_running_or_notify_cancel():
                 accepted.set_exception(error)
             return
-        self.adapters.note_content(entry, known)
+        self.adapters.note_content(entry, known, request.tenant)
         self._add(request, replace(entry, manifest=known), on_output, loop, accepted)
         if known.content_hash is not None and not self.adapters.names_of(known.content_hash):
             self.soon(self.dispatcher.retire, known.content_hash)  # it was replaced meanwhile

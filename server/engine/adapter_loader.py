@@ -20,7 +20,7 @@ from ...memory.adapters.store import UnknownAdapter
 from ...memory.adapters.versions import split_version
 from ...memory.files.error import shown
 from ...memory.files.identity import open_unchanged, with_content
-from ...memory.host.daemon_pool import DaemonPool, PoolFull, ask_for_short_slices
+from ...memory.host.daemon_pool import DaemonPool, PoolFull, ask_for_short_slices, give_up
 from ...memory.host.image import HostImage
 from ...memory.host.reads import SLOW_SECONDS
 from ..errors import ApiError
@@ -71,7 +71,7 @@ def check_alone(worker: Backend, field: str) -> None:
 
 
 class LoadTimedOut(TimeoutError):
-    """The disk took longer over an adapter than a load may."""
+    """Reading an adapter took longer than a load may."""
 
 
 class AdapterLoader:
@@ -292,7 +292,8 @@ class AdapterLoader:
             wait([future], min(SLOW_SECONDS, self._seconds))
         try:
             if not wait([future], self._seconds).done:
-                raise LoadTimedOut(f"the disk did not answer within {self._seconds:g} seconds (adapter_load_seconds)")
+                give_up(future)
+                raise LoadTimedOut(f"its files were not read within {self._seconds:g} seconds (adapter_load_seconds)")
             return future.result()
         finally:
             del future  # the error's frames would refer to it, and it to the error

@@ -5,19 +5,23 @@ about.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from ...core.quarantine import Quarantined, stamp_of
 from ...memory.adapters.composition import is_composition
 from ...memory.adapters.store import UnknownAdapter
 from ...memory.files.added_tokens import TEMPLATE_FILE
+from ...memory.files.base_tokens import MAX_TEXT_BYTES
 from ...memory.files.error import shown
-from ..errors import not_served
+from ...memory.files.json_stream import PIECE_BYTES, JsonStream, MalformedJson
+from ..errors import ApiError, clipped, not_served
+from ..executors import PoolFull
 from ..text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -96,11 +100,30 @@ class AdapterTokenizers:
     async def _of_tokens(self, adapter: str, tokens: OwnTokens) -> Tokenizer:
         """The tokenizer with these tokens, one for all adapters that have them."""
         if (found := self._with_tokens.get(tokens.digest)) is None:
+            broken = partial(self._broken, tokens)
             try:
-                found = await self._threads.run(self._tokenizer.with_tokens, tokens)
+                found = await self._threads.run(self._tokenizer.with_tokens, tokens, broken)
             except ValueError as error:
-                raise not_served(f"adapter {adapter!r} is not served: its tokenizer can't be used: {error}") from None
+                raise broken(str(error)) from None
         return _kept(self._with_tokens, tokens.digest, found, MAX_TOKENIZERS)
+
+    def _broken(self, tokens: OwnTokens, reason: str) -> ApiError:
+        """The error for a tokenizer that can't be used; its adapters go into quarantine. Any thread may call it."""
+        reason = f"its tokenizer can't be used: {clipped(reason)}"
+        try:
+            self._threads.submit(self._set_aside, tokens.digest, reason)
+        except (PoolFull, RuntimeError) as error:  # the next request tries again
+            log.warning("an adapter is not put into quarantine now: %s", error)
+        return not_served(f"the adapter is not served: {reason}")
+
+    def _set_aside(self, digest: str, reason: str) -> None:
+        """Quarantine all adapters with these tokens. It reads the disk."""
+        for one in self._adapters.listing().result().adapters():
+            manifest = one.manifest
+            if manifest.tokens is not None and manifest.tokens.digest == digest:
+                stamp = stamp_of(manifest.path)
+                aside = Quarantined(one.name, manifest.path, reason, stamp)
+                self._adapters.set_aside(aside, one.version, in_use=True).result()
 
     def note(self, adapters: Sequence[AdapterState]) -> None:
         """Warn about adapters whose own template is not used, in one line for all. It reads the disk."""
@@ -151,11 +174,24 @@ def own_template(directory: Path) -> str | None:
     if (text := _text_of(directory / TEMPLATE_FILE)) is not None:
         return text
     try:
-        config = json.loads(_text_of(directory / IN_CONFIG) or "{}")
-    except (ValueError, RecursionError):
+        with (directory / IN_CONFIG).open("rb") as file:
+            template = _member(JsonStream(iter(partial(file.read, PIECE_BYTES), b"")), "chat_template")
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError, MalformedJson):
         return None
-    template = config.get("chat_template") if isinstance(config, dict) else None
-    return template if isinstance(template, str) else None
+    return template if isinstance(template, str) and len(template) <= MAX_BYTES else None
+
+
+def _member(stream: JsonStream, name: str) -> object:
+    """The value of a member of an object of at most `MAX_TEXT_BYTES`; None without it."""
+    found = None
+    for key in stream.members():
+        if key == name:
+            found = stream.value()
+        else:
+            stream.skip()
+        if stream.num_bytes > MAX_TEXT_BYTES:
+            return None
+    return found
 
 
 def _text_of(path: Path) -> str | None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import base64
 import binascii
+import itertools
 import json
+import math
 import re
 from collections.abc import Collection, Iterator
 
@@ -14,11 +16,22 @@ _ESCAPE_BYTES = {b"u": 6}
 """Bytes of an escape sequence by its second character; all others have two."""
 
 
+STEPS = 1024
+"""Marks and strings after which the event loop gets a turn."""
+
+
+class TooManyMarks(ValueError):
+    """The text has more values than are read."""
+
+
 class LongStrings:
     """Reads one object. rest: its text with empty long strings; the caller checks that it is JSON."""
 
-    def __init__(self, fields: Collection[str]) -> None:
-        """fields: names of the object's own fields whose strings are passed on."""
+    def __init__(self, fields: Collection[str], most: float = math.inf) -> None:
+        """fields: names of the object's own fields whose strings are passed on. most: marks and strings that are read;
+        `feed` raises TooManyMarks for more.
+        """
+        self._steps_left = most
         self.rest = bytearray()
         self._fields = {name.encode(): name for name in fields}
         self._depth = 0
@@ -30,20 +43,33 @@ class LongStrings:
 
     def feed(self, data: bytes) -> Iterator[tuple[str, bytes]]:
         """Read the next part of the text. Yields pieces of long strings in order, with their field, and an empty one at
-        each end.
+        each end; and nothing of no field now and then, when others should get a turn.
         """
         at = 0
-        while at < len(data):
-            if self._escape:
-                at, piece = self._take_escape(data, at)
-            elif self._in_string:
-                at, piece = self._take_string(data, at)
-            else:
-                at, piece = self._take_mark(data, at), None
+        for step in itertools.count(1):
+            if at >= len(data):
+                return
+            if step % STEPS == 0:
+                yield "", b""
+            self._count()
+            at, piece = self._take(data, at)
             if piece is not None and self._long is not None:
                 yield self._long, piece
                 if not piece:
                     self._long = None
+
+    def _take(self, data: bytes, at: int) -> tuple[int, bytes | None]:
+        """Read up to the next mark; where that ends, and a piece of a string."""
+        if self._escape:
+            return self._take_escape(data, at)
+        return self._take_string(data, at) if self._in_string else (self._take_mark(data, at), None)
+
+    def _count(self) -> None:
+        """Count a mark or a string; pieces of long strings are not counted."""
+        if self._long is None:
+            self._steps_left -= 1
+            if self._steps_left < 0:
+                raise TooManyMarks
 
     def _take_mark(self, data: bytes, at: int) -> int:
         found = _MARK.search(data, at)

@@ -96,7 +96,8 @@ def _write_files(store: Store, location: Location, draft: StagedUpload, otherwis
     _check_sum(location, digest.hexdigest())
     for name in TEXT_FILES:
         with suppress(NotInStore, NoAccess):  # a bucket that may not be listed refuses access to what it doesn't have
-            draft.write(name, b"".join(_bounded(store.read(name), MAX_BYTES)))
+            for chunk in _bounded(store.read(name), MAX_BYTES):
+                draft.write(name, chunk)
     if _config(store) != config:
         raise StoreAway("its files changed in the store while they were read")
     draft.write(CONFIG_FILE, config)

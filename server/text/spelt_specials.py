@@ -8,9 +8,12 @@ from collections.abc import Iterable, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from .own_tokenizer import sharing
+
 if TYPE_CHECKING:
     from tokenizers import Encoding
-    from tokenizers import Tokenizer as Backend
+
+    from .own_tokenizer import CalledTokenizer
 
 GUARD = "\ue000begin\ue000"
 """Token before a part of a text, because some vocabularies treat the beginning of a text differently."""
@@ -28,7 +31,7 @@ class SpeltSpecials:
     their usual tokens. A special token of one character can't be broken.
     """
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: CalledTokenizer) -> None:
         self._backend = backend
         self._special = {i: token.content for i, token in backend.get_added_tokens_decoder().items() if token.special}
         words = [content[:MOST_CHARACTERS] for content in self._special.values() if len(content) > 1]
@@ -101,13 +104,17 @@ class SpeltSpecials:
         return ids if is_first else ids[1:]
 
     @cached_property
-    def _plain(self) -> Backend:
+    def _plain(self) -> CalledTokenizer:
         from tokenizers import AddedToken, Tokenizer
 
-        plain = Tokenizer.from_str(self._backend.to_str())
-        plain.add_tokens([AddedToken(GUARD, normalized=False)])
-        plain.encode_special_tokens = True
-        return plain
+        backend = sharing(self._backend.backend)
+        added = self._backend.get_added_tokens_decoder()
+        backend.add_tokens([added[id_] for id_ in sorted(added)])
+        if any(backend.token_to_id(token.content) != id_ for id_, token in added.items()):  # they leave ids out
+            backend = Tokenizer.from_str(self._backend.to_str())
+        backend.add_tokens([AddedToken(GUARD, normalized=False)])
+        backend.encode_special_tokens = True
+        return self._backend.with_backend(backend)
 
 
 def new_mark() -> str:

@@ -6,7 +6,7 @@ import copy
 import difflib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
@@ -18,13 +18,12 @@ from ...core.requests.request_params import InvalidRequest
 from ..errors import clipped, too_long
 from ..executors import DaemonPool
 from .detokenizer import ByteDetokenizer, Decoder, Detokenizer, TextStream
-from .own_tokenizer import own_backend
+from .own_tokenizer import CalledTokenizer, own_backend
 from .spelt_specials import SpeltSpecials, new_mark
 from .tool_call_formats import OutputSyntax, declared
 from .vocabulary import Vocabulary
 
 if TYPE_CHECKING:
-    from tokenizers import Tokenizer as Backend
     from transformers import PreTrainedTokenizerBase
 
     from ...memory.files.added_tokens import OwnTokens
@@ -162,9 +161,9 @@ class Tokenizer:
         self._threads = DaemonPool("tokenizer", THREADS)
         self.window: int | None = None
         """The model's sliding window, if it limits the context: errors about long texts mention it."""
-        self._use(backend)
+        self._use(CalledTokenizer(backend))
 
-    def _use(self, backend: Backend) -> None:
+    def _use(self, backend: CalledTokenizer) -> None:
         """Take the library's own tokenizer."""
         self.backend = backend
         added = backend.get_added_tokens_decoder()
@@ -206,14 +205,15 @@ class Tokenizer:
         other._tokenizer.chat_template = template  # noqa: SLF001
         return other
 
-    def with_tokens(self, own: OwnTokens) -> Tokenizer:
+    def with_tokens(self, own: OwnTokens, broken: Callable[[str], Exception] = ValueError) -> Tokenizer:
         """The tokenizer of an adapter that adds tokens; the vocabulary, and the chat template, are shared.
 
-        Raises ValueError for files that the library reads otherwise.
+        broken: makes the error for a call that fails within the library because of these tokens, of the reason. Raises
+        ValueError for tokens that the library numbers otherwise.
         """
         other = copy.copy(self)
         other.__dict__.pop("declared_syntax", None)
-        other._use(own_backend(self.backend, own))  # noqa: SLF001 - of this class
+        other._use(own_backend(self.backend, own, broken))  # noqa: SLF001 - of this class
         other.own = {token.text: token.id for token in own.tokens if not self.is_token(token.text)}
         other.tokens, named = own, dict(own.named)
         other.own_end = other.backend.token_to_id(named.get("eos_token", ""))
@@ -387,7 +387,9 @@ class Tokenizer:
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of tokens, as the vocabulary spells it (no clean-up of spaces)."""
-        return self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        # The library itself doesn't skip a special token that it normalises.
+        shown = [each for each in token_ids if each not in self._special] if skip_special_tokens else list(token_ids)
+        return self.backend.decode(shown, skip_special_tokens=False)
 
     def names(self, token_ids: Sequence[int]) -> list[str]:
         """The vocabulary's own entries, with its marks for spaces and bytes."""

@@ -6,7 +6,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from tokenizers import Tokenizer as Backend
+    from .own_tokenizer import CalledTokenizer
 
 BYTE_LEVEL_PROBE = ("aĊa", "a\na")
 
@@ -19,7 +19,7 @@ class Vocabulary:
     of a character; two tokens may share a name, and an id without a token is `token_id:5`.
     """
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: CalledTokenizer) -> None:
         self._backend = backend
         added = backend.get_added_tokens_decoder()
         self._added = {i: token.content for i, token in added.items()}

@@ -8,7 +8,7 @@ import pytest
 
 from chorus.core.requests.request_params import AdapterPaused, InvalidRequest
 from chorus.graphs.runner import StepMode
-from chorus.memory.adapters.store import MAX_COMPOSED
+from chorus.memory.adapters.composed_names import MAX_COMPOSED
 from chorus.memory.files.error import LoadFailure
 from chorus.memory.files.identity import with_content
 
@@ -218,6 +218,37 @@ class TestLife:
             store.compose(f"plain*{index}", parts)
         assert sum(bool(each.sources) for each in store.versions()) == MAX_COMPOSED
         assert len(store) == len(zoo.adapters) and all(not each.sources for _, each in store.registered())
+
+    def test_only_so_many_are_kept_of_a_tenant(self, zoo, drive):
+        driver = drive(zoo)
+        store = driver.engine.store
+        mine = driver.add("mine", "plain*0.5+rslora*0.5", [20, 21], max_tokens=1, tenant="a").adapter
+        driver.drain()
+        for index in range(1, MAX_COMPOSED + 20):
+            driver.add(f"{index}", f"plain*{index / 100}", [20, 21], max_tokens=1, tenant="b")
+            driver.drain()
+        again = driver.add("again", "plain*0.5+rslora*0.5", [20, 21], max_tokens=1, tenant="a").adapter
+        assert again is mine and sum(bool(each.sources) for each in store.versions()) == MAX_COMPOSED + 1
+        driver.drain()
+
+    def test_without_requests_none_has_a_host_image(self, zoo, drive):
+        """Each set of scales would make one that takes the room of other adapters'."""
+        driver = drive(zoo, memory_bytes=384 << 10, block_tokens=8, max_num_seqs=4)
+        images = driver.engine.store.images
+        for name in ALONE[:2]:
+            driver.run(name, name, [20, 21], max_tokens=1)
+        before, num_bytes = set(images.keys()), images.num_bytes
+        assert len(before) == 2
+        for index in range(1, 40):
+            driver.add(f"{index}", f"plain*{index / 100}+rslora*0.5", [20, 21, 22], max_tokens=3)
+            driver.add(f"{index} ended", f"plain*{index / 100}", [20, 21, 22], max_tokens=3)
+            driver.step()
+            driver.engine.abort(f"{index} ended")
+            driver.drain()
+            assert set(images.keys()) == before
+        assert images.num_bytes == num_bytes
+        want = ask(zoo, driver, 11)
+        assert told(driver, want) == want
 
     def test_eviction_and_return(self, zoo, drive):
         """More adapters than fit: composed ones are evicted and read again like others."""

@@ -209,12 +209,40 @@ REFUSED = {
     "transposed": (tensor(UP2_B, lambda t: t.T), WEIGHTS, UP2_B, "[4, 24]", "[24, 4]"),
     "one dimension": (tensor(Q0_A, lambda t: t.flatten()), WEIGHTS, Q0_A, "[64]"),
     "another base": (
-        lambda it: (config(base_model_name_or_path="org/other")(it), tensor(Q0_A, lambda t: torch.ones(4, 99))(it)),
+        lambda it: (
+            config(base_model_name_or_path="org/other")(it),
+            *(tensor(Q0_A.replace("layers.0", f"layers.{n}"), lambda t: torch.ones(4, 99))(it) for n in range(3)),
+        ),
         WEIGHTS,
         Q0_A,
         "[4, 99]",
         "'org/other'",
         "base model that it was trained on",
+    ),
+    "one damaged": (
+        tensor(Q0_A, lambda t: torch.ones(4, 99)),
+        WEIGHTS,
+        "[4, 99]",
+        f"that of {Q0_A.replace('layers.0', 'layers.1')} is right, so this one is damaged: save the adapter again",
+    ),
+    "ZeRO-3": (
+        lambda it: (
+            config(base_model_name_or_path="org/other")(it),
+            it.tensors.update({name: torch.empty(0) for name in it.tensors}),
+        ),
+        WEIGHTS,
+        "has shape [0]",
+        "needed; it is empty, as tensors are whose values DeepSpeed's ZeRO-3 keeps on other processes",
+        "stage3_gather_16bit_weights_on_model_save",
+    ),
+    "weights of a base model": (
+        lambda it: (
+            it.tensors.clear(),
+            it.tensors.update({"model.layers.0.self_attn.q_proj.weight": torch.ones(16, 16)}),
+        ),
+        WEIGHTS,
+        "no LoRA tensor is in this file, which has 1 others, such as 'model.layers.0.self_attn.q_proj.weight'",
+        "serve a whole model as the MODEL of chorus serve",
     ),
     "layer beyond": (extra(Q0_A.replace("layers.0", "layers.3"), 4, 16), WEIGHTS, "layer 3", "3 layers"),
     "leading zero": (extra(Q0_A.replace("layers.0", "layers.00"), 4, 16), WEIGHTS, "layers.00", "not supported"),

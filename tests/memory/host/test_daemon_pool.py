@@ -7,6 +7,7 @@ import weakref
 import pytest
 
 from chorus.memory.files.error import AdapterFormatError
+from chorus.memory.files.json_stream import JsonStream
 from chorus.memory.host.daemon_pool import DaemonPool, NoAnswer, PoolFull
 
 
@@ -78,3 +79,31 @@ def test_an_adapter_that_is_refused_leaves_nothing_behind_even_without_the_colle
         assert kept[0]() is None, f"{caught.value} holds what was read"
     finally:
         gc.enable()
+
+
+def test_a_deadline_ends_the_work_and_not_only_the_wait():
+    """Of a text without an end, which is read piece by piece."""
+    begun, ended = threading.Event(), threading.Event()
+
+    def endless():
+        try:
+            yield b"["
+            while True:
+                begun.set()
+                yield b"1," * 1000
+        finally:
+            ended.set()
+
+    def read():
+        pieces = endless()
+        try:
+            JsonStream(pieces).skip()
+        finally:
+            pieces.close()
+
+    with DaemonPool("test", 1) as pool:
+        with pytest.raises(NoAnswer):
+            pool.wait_for(lambda: (read(), begun.wait(60)), 0.05)
+        assert ended.wait(60)
+        assert begun.is_set()
+        assert pool.submit(lambda: "next").result(60) == "next"

@@ -59,7 +59,7 @@ def test_what_costs_too_much_is_refused(priced, path, body, param):
 
 ITEMS: list[dict[str, Any]] = [
     {"role": "system", "content": "x" * 250},
-    {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"},
+    {"type": "function_call", "call_id": "1", "name": "f", "arguments": '{"a": "%s"}' % ("x" * 80)},
 ]
 
 
@@ -126,7 +126,7 @@ def test_an_unasked_length_is_cut_to_the_scores_that_can_be_given(start, make_en
 
 def test_a_long_text_is_refused_before_it_is_tokenized(priced, tokenizer, monkeypatch):
     seen = []
-    encode = type(tokenizer.backend).encode_batch_fast
+    encode = tokenizer.backend.encode_batch_fast
 
     class Spy:
         def __init__(self, backend):
@@ -137,7 +137,7 @@ def test_a_long_text_is_refused_before_it_is_tokenized(priced, tokenizer, monkey
 
         def encode_batch_fast(self, texts, **options):
             seen.append(max(map(len, texts)))
-            return encode(self._backend, texts, **options)
+            return encode(texts, **options)
 
     monkeypatch.setattr(tokenizer, "backend", Spy(tokenizer.backend))
     most = 4096 * tokenizer.vocabulary.longest_token

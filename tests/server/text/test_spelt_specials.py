@@ -14,6 +14,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from chorus.core.requests.request_params import InvalidRequest
 from chorus.server.demo.builtin import BUILTIN_MODEL
 from chorus.server.executors import DaemonPool
+from chorus.server.text.own_tokenizer import CalledTokenizer
 from chorus.server.text.spelt_specials import SpeltSpecials, new_mark
 from chorus.server.text.tokenizer import Conversation, Tokenizer
 
@@ -244,11 +245,11 @@ def test_marks():
     """A string without special tokens is itself; in others the beginning of each is broken."""
     backend = Backend(models.BPE(vocab={"a": 0}, merges=[]))
     backend.add_special_tokens(["<s>", "<<s>>", "é", "s><s"])
-    spelt = SpeltSpecials(backend)
+    spelt = SpeltSpecials(CalledTokenizer(backend))
     plain = {"a": ["<s", {"b": None}], "c": 1}
     assert spelt.marked(plain, "0") is plain and not spelt.are_in(plain)
     assert spelt.marked("<<s>>", "0") == "<0<0s>>"
     assert spelt.marked("<s><s>", "0") == "<0s0><0s>"
     assert spelt.marked({"<s>": ("é",)}, "0") == {"<0s>": ("é",)}, "a token of one character can't be broken"
-    assert not SpeltSpecials(Backend(models.BPE(vocab={"a": 0}, merges=[]))).are_in("<s>")
+    assert not SpeltSpecials(CalledTokenizer(Backend(models.BPE(vocab={"a": 0}, merges=[])))).are_in("<s>")
     assert len({new_mark() for _ in range(20)}) == 20 and new_mark().isdigit()

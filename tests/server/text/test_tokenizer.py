@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tokenizers import AddedToken, normalizers
 from tokenizers import Tokenizer as Backend
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -24,6 +25,21 @@ def test_encoding_and_decoding(tokenizer):
     assert tokenizer.encode_now(["a"], add_special_tokens=False) == [[97]]
     assert tokenizer.decode([BOS, 97]) == "a"
     assert tokenizer.decode([BOS, 97], skip_special_tokens=False) == "<bos>a"
+
+
+@pytest.mark.parametrize("normalizer", [normalizers.Lowercase(), normalizers.Prepend("_"), normalizers.NFKC()])
+def test_a_special_token_that_is_normalised_is_hidden_in_streams_and_whole_texts(normalizer):
+    """The library hides one only if its normalised text is a special token's, too."""
+    backend = Backend.from_file(str(BUILTIN_MODEL / "tokenizer.json"))
+    backend.normalizer = normalizer
+    backend.add_special_tokens([AddedToken("<X y>", normalized=True), AddedToken("\uff21", normalized=True)])
+    tokenizer = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend))
+    ids = [257, 97, 259, 98, 260, 99]
+    for skip, text in ((True, "abc"), (False, backend.decode(ids, skip_special_tokens=False))):
+        stream = tokenizer.text_stream(skip_special_tokens=skip)
+        assert (
+            "".join(map(stream.push, ids)) + stream.finish() == tokenizer.decode(ids, skip_special_tokens=skip) == text
+        )
 
 
 def test_long_texts_are_encoded_beside_the_event_loop(tokenizer, monkeypatch):
