@@ -279,6 +279,13 @@ class EngineConfig(BaseModel):
         description="how long a step may wait for adapters that are still being read; 0: a request starts only "
         "once its adapter has been read",
     )
+    target_step_ms: float | None = Field(
+        default=None,
+        ge=0,
+        allow_inf_nan=False,
+        description="how long a step should take at most while prompts of one tenant are computed beside answers of "
+        "another: it bounds the prompts' tokens in the step; default: 5 decode steps, as measured; 0: no bound",
+    )
     adapter_read_seconds: float = Field(
         default=30.0,
         gt=0,
