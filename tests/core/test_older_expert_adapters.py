@@ -93,7 +93,7 @@ def save_old(model: Path, path: Path, parameters: Collection[str], **fields: Any
             tensors[f"{at}.lora_A.weight"], tensors[f"{at}.lora_B.weight"] = a, b
             of_b, of_a = b.view(second, RANK, experts), a.view(experts, RANK, first)
             with torch.no_grad():
-                parameter += ALPHA / RANK * torch.einsum("ore,eri->eio", of_b, of_a)
+                parameter += ALPHA / RANK * torch.einsum("sre,erf->efs", of_b, of_a)
     path.mkdir(parents=True)
     save_file(tensors, path / "adapter_model.safetensors")
     config = {
