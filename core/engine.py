@@ -255,12 +255,10 @@ class Engine:
     def end_step(self, plan: StepPlan | None) -> list[RequestOutput]:
         """Run the plan of `begin_step`; between the two calls the engine must not be used."""
         if plan is None:
-            outputs = self.scheduler.pop_failed()
-            if not outputs and self.scheduler.has_work() and not self.swapped.wait(READ_WAIT_SECONDS):
-                self.store.images.wait(READ_WAIT_SECONDS)
-            return outputs
+            return self._wait()
         sample = self._sample_of(plan)
         start = self._clock()
+        self.scheduler.target.begin(plan, start)
         result = self._execute(plan)
         seconds = self._clock() - start
         if result is not None and result.errors:
@@ -268,7 +266,6 @@ class Engine:
         outputs = self.scheduler.pop_failed()
         if result is None:
             return outputs
-        self.scheduler.target.note(plan, seconds)
         if self.speculation is not None:
             self.speculation.note_step(plan, seconds)
         if plan.bucket is None:
@@ -279,7 +276,18 @@ class Engine:
                 sample.seconds, self.samples.decode = seconds, sample
             if self.modes is not None and not result.unready:
                 self.modes.note(plan, seconds)
-        return outputs + self.scheduler.update(plan, result)
+        outputs += self.scheduler.update(plan, result)
+        if not self.scheduler.has_work():
+            self.scheduler.target.pause()
+        return outputs
+
+    def _wait(self) -> list[RequestOutput]:
+        """Sleep for a moment unless there are outputs already: nothing can run."""
+        self.scheduler.target.pause()
+        outputs = self.scheduler.pop_failed()
+        if not outputs and self.scheduler.has_work() and not self.swapped.wait(READ_WAIT_SECONDS):
+            self.store.images.wait(READ_WAIT_SECONDS)
+        return outputs
 
     def _note_overflows(self, plan: StepPlan, result: StepResult) -> None:
         """Count requests with non-finite logits by adapter, unless another adapter was merged into the weights.

@@ -62,12 +62,14 @@ class StepTarget:
     """Learns what steps cost, and bounds the prompt tokens of a step beside which another tenant decodes.
 
     A step takes the time of a decode step and that of its prompts; those whose log-probabilities are reported take
-    longer. What is not known yet bounds nothing.
+    longer. Times are those from a step's begin to the next one's: they are what a stream waits for. What is not known
+    yet bounds nothing.
 
     target_seconds: None: `DECODE_STEPS` decode steps; 0: no bound.
     """
 
     target_seconds: float | None
+    _last: tuple[int, int, float] | None = None  # the last step's prompt tokens, the scored ones, and when it began
     _recent: dict[str, float] = field(default_factory=dict)  # when tenants have decoded
     _decode: deque[float] = field(
         default_factory=lambda: deque(maxlen=_NUM_SAMPLES)
@@ -75,16 +77,26 @@ class StepTarget:
     _plain: PromptTimes = field(default_factory=PromptTimes)
     _scored: PromptTimes = field(default_factory=PromptTimes)
 
-    def note(self, plan: StepPlan, seconds: float) -> None:
-        """Learn from a step that took `seconds`."""
+    def begin(self, plan: StepPlan, now: float) -> None:
+        """Note that a step begins; the one before it has taken the time since it began, with all between the two."""
         if self.target_seconds == 0:
             return
+        if self._last is not None:
+            num_tokens, num_scored, began = self._last
+            self._note(num_tokens, num_scored, now - began)
         num_tokens = num_scored = 0
         for sequence in plan.sequences if plan.bucket is None else ():
             count = len(sequence.tokens) - sequence.drafts
             if count > 1:
                 num_tokens += count
                 num_scored += count * sequence.wants_prompt_logprobs
+        self._last = num_tokens, num_scored, now
+
+    def pause(self) -> None:
+        """Note that no step follows at once: the time until the next one is not the last one's."""
+        self._last = None
+
+    def _note(self, num_tokens: int, num_scored: int, seconds: float) -> None:
         if not num_tokens:
             self._decode.append(seconds)
         elif self._decode and not 0 < 2 * num_scored < num_tokens:

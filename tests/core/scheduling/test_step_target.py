@@ -23,6 +23,12 @@ def plan(*counts: int, is_scored: bool = False, drafts: int = 0) -> StepPlan:
     return cast(StepPlan, SimpleNamespace(sequences=rows, bucket=1 if max(counts) == 1 else None))
 
 
+def note(target: StepTarget, step: StepPlan, seconds: float) -> None:
+    target.begin(step, 0.0)
+    target.begin(plan(1), seconds)
+    target.pause()
+
+
 def request(**params: Any) -> Request:
     return Request("r", [5] * 1000, RequestParams(**params), None)
 
@@ -30,10 +36,10 @@ def request(**params: Any) -> Request:
 def learned(seconds: float | None = None) -> StepTarget:
     target = StepTarget(seconds)
     for _ in range(5):
-        target.note(plan(1, 1), DECODE)
+        note(target, plan(1, 1), DECODE)
         for count in (20, 100, 500):
-            target.note(plan(count, 1), DECODE + ANY + count * TOKEN)
-            target.note(plan(count, is_scored=True), DECODE + ANY + count * (TOKEN + SCORED))
+            note(target, plan(count, 1), DECODE + ANY + count * TOKEN)
+            note(target, plan(count, is_scored=True), DECODE + ANY + count * (TOKEN + SCORED))
     return target
 
 
@@ -59,7 +65,7 @@ def test_short_steps_do_not_make_tokens_look_dear():
         work = target.work_beside(["a"], {"b"}, (), 0.0)
         assert work is not None
         count = work.most(request_, 10_000)
-        target.note(plan(count, 1), DECODE + ANY + count * TOKEN)
+        note(target, plan(count, 1), DECODE + ANY + count * TOKEN)
     assert count == pytest.approx(((DECODE_STEPS - 1) * DECODE - ANY) / TOKEN, abs=1)
 
 
@@ -92,7 +98,7 @@ def test_a_tenant_that_decoded_just_now_still_counts():
 def test_what_is_not_known_bounds_nothing():
     assert StepTarget(None).work_beside(["a"], {"b"}, (), 0.0) is None
     target = StepTarget(None)
-    target.note(plan(1), DECODE)
+    note(target, plan(1), DECODE)
     work = target.work_beside(["a"], {"b"}, (), 0.0)
     assert work is not None
     assert work.most(request(), 1000) == 1000
@@ -100,8 +106,16 @@ def test_what_is_not_known_bounds_nothing():
     assert off.work_beside(["a"], {"b"}, (), 0.0) is None
 
 
+def test_time_without_steps_is_no_steps():
+    target = StepTarget(None)
+    target.begin(plan(1), 0.0)
+    target.pause()
+    target.begin(plan(1), 100.0)
+    assert target.work_beside(["a"], {"b"}, (), 0.0) is None, "nothing is known yet"
+
+
 def test_drafts_are_no_prompts():
     target = StepTarget(None)
-    target.note(plan(4, 4, drafts=3), DECODE)
+    note(target, plan(4, 4, drafts=3), DECODE)
     work = target.work_beside(["a"], {"b"}, (), 0.0)
     assert work is not None, "a step with drafts alone is a decode step"
