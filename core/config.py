@@ -195,13 +195,14 @@ class EngineConfig(BaseModel):
     )
     async_scheduling: bool = Field(
         default=True,
-        description="on a GPU: launch the next step before the tokens of the current one are read",
+        description="on a GPU: launch the next step before the tokens of the current one are read; off while "
+        "--speculation is on, which needs these tokens",
     )
     speculation: Literal["auto", "ngram", "off"] = Field(
         default="auto",
         description="propose tokens and verify several per step; the output stays the same. ngram: what followed the "
-        "last tokens earlier in the prompt or the answer. auto: ngram on a CPU with the native decoder, or with "
-        "speculation_cache_tokens; else off",
+        "last tokens earlier in the prompt or the answer; on a GPU it switches async_scheduling off. auto: ngram on a "
+        "CPU with the native decoder, or with speculation_cache_tokens; else off",
     )
     speculation_cache_tokens: int = Field(
         default=0,
@@ -300,6 +301,11 @@ class EngineConfig(BaseModel):
     def speculates(self) -> bool:
         """False for `auto`, which `completed` replaces by what it means on this machine."""
         return self.speculation == "ngram"
+
+    @property
+    def launches_ahead(self) -> bool:
+        """False where steps speculate: drafts continue tokens that the host has read."""
+        return self.async_scheduling and not self.speculates
 
     @property
     def tokenizer_dir(self) -> Path:
