@@ -13,6 +13,9 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 LEAST_HOST_CACHE_BYTES = 1 << 30
 
+#: The largest rank that kernels for GPUs are made for.
+MOST_GPU_RANK = 256
+
 #: Names that other servers have for the forms of quantised checkpoints.
 _FORMS_OF_CHECKPOINTS = (
     "awq",
@@ -181,8 +184,9 @@ class EngineConfig(BaseModel):
     max_lora_rank: int = Field(
         default=256,
         ge=1,
-        le=256,
-        description="largest rank of an adapter on a GPU; adapter tables are sized for it at the start",
+        le=MOST_GPU_RANK,
+        description=f"largest rank of an adapter on a GPU, at most {MOST_GPU_RANK}; adapter tables are sized for it at "
+        "the start. A CPU has no such limit",
     )
     cpu_kernels: Literal["auto", "native", "torch"] = Field(
         default="auto", description="CPU kernels: auto: the native decoder if it was built and can run, else PyTorch"
