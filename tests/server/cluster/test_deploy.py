@@ -49,7 +49,7 @@ def test_images_install_extras_that_exist_and_serve(file):
 
 
 def test_the_image_for_cpus_takes_the_build_of_pytorch_for_cpus():
-    """PyPI's brings gigabytes of CUDA packages. The bounds are those of the package, and README's and the tutorial's."""
+    """PyPI's brings gigabytes of CUDA packages. The bounds are the package's, in README and the tutorial, too."""
     text = (ROOT / "Dockerfile").read_text()
     index = re.search(r"^ARG TORCH_INDEX=(\S+)$", text, re.M)
     assert index is not None and index[1] == "https://download.pytorch.org/whl/cpu"
