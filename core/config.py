@@ -131,7 +131,11 @@ class EngineConfig(BaseModel):
     )
     chunked_prefill: bool = Field(default=True, description="split long prompts over several steps")
     block_tokens: int = Field(
-        default=16, ge=1, description="tokens per KV page; raised if a slab of an adapter needs a larger page"
+        default=16,
+        ge=1,
+        description="tokens per KV page; raised if a slab of an adapter needs a larger page. A page must have room for "
+        "a part of a recurrent layer's state, and must divide the chunks of Llama 4's attention; the start is refused "
+        "otherwise",
     )
     memory_bytes: int | None = Field(
         default=None,
@@ -279,6 +283,13 @@ class EngineConfig(BaseModel):
         ge=0,
         description="how long a step may wait for adapters that are still being read; 0: a request starts only "
         "once its adapter has been read",
+    )
+    target_step_ms: float | None = Field(
+        default=None,
+        ge=0,
+        allow_inf_nan=False,
+        description="how long a step should take at most while prompts of one tenant are computed beside answers of "
+        "another: it bounds the prompts' tokens in the step; default: 5 decode steps, as measured; 0: no bound",
     )
     adapter_read_seconds: float = Field(
         default=30.0,

@@ -270,6 +270,7 @@ class Engine:
         outputs = self.scheduler.pop_failed()
         if result is None:
             return outputs
+        self.scheduler.target.note(plan, seconds)
         if self.speculation is not None:
             self.speculation.note_step(plan, seconds)
         if plan.bucket is None:

@@ -10,9 +10,7 @@ import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from operator import truediv
 from pathlib import Path
-from statistics import median
 
 from ..config import EngineConfig
 from ..cpus import processor_name
@@ -49,11 +47,6 @@ class Measured:
     def noise(self) -> float:
         """Share by which a median round is above the best one."""
         return max(self.decode.noise, self.prefill.noise)
-
-    def drift(self, before: Measured) -> float:
-        """Share by which the same steps, decode or prefill, take more or less time than when `before` was measured."""
-        pairs = (self.decode, before.decode), (self.prefill, before.prefill)
-        return max(abs(median(map(truediv, now.seconds, then.seconds)) - 1.0) for now, then in pairs)
 
 
 class TimedExecutor(ExecutorBase):

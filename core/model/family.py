@@ -14,6 +14,43 @@ from .config import ModelConfig
 from .config_json import ConfigJson
 from .tensor_names import LLAMA_TENSORS, TensorNames
 
+#: Fields that may be null in every family that has them, and those of ropes.
+NULLS = frozenset(
+    {
+        "activation_sparsity_pattern",
+        "attention_chunk_size",
+        "attention_factor",
+        "attn_layer_indices",
+        "attn_logit_softcapping",
+        "beta_fast",
+        "beta_slow",
+        "bos_token_id",
+        "clip_qkv",
+        "dim_model_base",
+        "dtype",
+        "eos_token_id",
+        "factor",
+        "layer_rope_theta",
+        "layer_types",
+        "layers_block_type",
+        "mlp_layer_types",
+        "mlp_only_layers",
+        "moe_latent_size",
+        "moe_layers",
+        "mscale",
+        "mscale_all_dim",
+        "no_rope_layers",
+        "position_embedding_type",
+        "q_lora_rank",
+        "rope_parameters",
+        "rope_scaling",
+        "scale_depth",
+        "sliding_window",
+        "torch_dtype",
+        "use_bidirectional_attention",
+    }
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Family:
@@ -38,6 +75,9 @@ class Family:
 
     model_types: tuple[str, ...] = ()
     """Values of `model_type` of checkpoints that transformers saves under another family's architecture."""
+
+    nulls: tuple[str, ...] = ()
+    """Fields that may be null besides `NULLS`, as in transformers' class."""
 
     text_part: str = "text_config"
     """The field of `config.json` that describes the text part, where a model has others; of a part of a part, both with

@@ -14,7 +14,7 @@ from .base_rows import CheckpointRows
 from .config import ModelConfig, UnsupportedModel
 from .config_json import ConfigJson
 from .families import FAMILIES, OF_TYPES
-from .family import Family
+from .family import NULLS, Family
 from .quantization.registry import read_format
 from .tensor_names import LLAMA_TENSORS
 
@@ -42,10 +42,11 @@ def read_model_config(directory: Path, tokenizer: Path | None = None) -> ModelCo
             f"{raw.path}: architecture {architecture} is not supported; supported: {', '.join(FAMILIES)}"
         )
     text = reduce(ConfigJson.text_part, family.text_part.split("."), raw).with_defaults(family.defaults)
-    if text.raw.get("is_causal") is False:  # as of some embedding models
-        raise text.refuse("is_causal", "only causal attention is supported")
+    for part in (raw, text):
+        if part.raw.get("is_causal", True) is not True:  # as of some embedding models
+            raise part.refuse("is_causal", "only causal attention is supported")
     weight_format = read_format(raw) or read_format(text)
-    model = family.read(text)
+    model = _read(family, text.with_nulls(NULLS | {*family.nulls}))
     if kind:  # without an output projection, its place is taken by the embeddings, and no token is sampled
         is_classifier = kind == CLASSIFIER
         model = replace(model, tie_word_embeddings=True, has_lm_head=False, is_classifier=is_classifier)
@@ -58,6 +59,13 @@ def read_model_config(directory: Path, tokenizer: Path | None = None) -> ModelCo
         weight_format=weight_format,
     )
     return replace(model, base_rows=CheckpointRows(directory, model), base_tokens=BaseTokens(tokenizer or directory))
+
+
+def _read(family: Family, fields: ConfigJson) -> ModelConfig:
+    for name in ("layer_types", "mlp_layer_types"):
+        if fields.raw.get(name) == []:
+            raise fields.refuse(name, "a type for each layer is needed; leave the field out for the family's default")
+    return family.read(fields)
 
 
 def family_of(architecture: str) -> tuple[Family | None, str]:

@@ -185,8 +185,10 @@ class Admission:
                 return
             if self._prefills.hold_back(request, kept):
                 builder.order.advance()
+            elif (fitting := builder.tokens.most(request, count)) > 0:
+                yield request, blocks, fitting
             else:
-                yield request, blocks, min(count, builder.tokens.left)
+                return
 
     def _next(self, builder: StepBuilder) -> Request | None:
         """Return the next request with a slot, tokens, its adapter and a share of the pages; None if there is none."""

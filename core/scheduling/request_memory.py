@@ -98,18 +98,19 @@ class RequestMemory:
         Raises the errors of loading the adapter; then nothing is held.
         """
         taken, windows = self.prefix.take(blocks, request.num_tokens), self.layout.group_windows
+        image = request.kv_image
+        if image is not None:
+            self.swapped.hold(image)  # making room for the request may evict adapters, whose images need host memory
         table = BlockTable(self.pool, self.prefix, self.block_tokens, taken, windows)
         if self.layout.state_pages:
             table.states = self._states_after(blocks)
-        adapter = request.adapter
-        if adapter is not None:
-            try:
-                if not adapter.pages:
-                    self.reclaimer.make_room(adapter.num_pages)
-                self.store.acquire(adapter)
-            except Exception:
-                table.free()
-                raise
+        try:
+            self._pin_adapter(request)
+        except Exception:
+            table.free()
+            if image is not None:
+                self.swapped.let_go(image)
+            raise
         if table.states is not None:
             self._add_state_slots(table.states)
         request.block_table = table
@@ -119,13 +120,21 @@ class RequestMemory:
         request.last_block = blocks[-1] if blocks else None
         request.caching, request.is_refilling = self.use_prefix_cache, False
         request.leaves_at = self.layout.first_leaving(request.num_computed_tokens)
-        image, kept = request.kv_image, self.kept_tokens(request, blocks)
+        kept = self.kept_tokens(request, blocks)
         if image is not None and kept > request.num_computed_tokens:
             self._restore(request, image, len(blocks))
         elif image is not None:
             self._drop_image(request, image)
         if request.restoring is None:
             self.grow(request, request.num_computed_tokens + count)
+
+    def _pin_adapter(self, request: Request) -> None:
+        """Pin the request's adapter, with room made for it. Raises the errors of loading it."""
+        adapter = request.adapter
+        if adapter is not None:
+            if not adapter.pages:
+                self.reclaimer.make_room(adapter.num_pages)
+            self.store.acquire(adapter)
 
     def _states_after(self, blocks: list[Block]) -> StateSlots:
         """The checkpoint that a request begins with, if it has a cached prefix, and no slots of its own yet."""

@@ -39,6 +39,8 @@ from .request_memory import RequestMemory
 from .service import QueuePolicy, Service, TokenCounters
 from .step_builder import StepBuilder
 from .step_shares import StepShares
+from .step_target import PromptWork, StepTarget
+from .token_budget import split_prompts
 
 
 class Scheduler:
@@ -93,6 +95,8 @@ class Scheduler:
         )
         self._clock = clock
         self._shares = StepShares(limits.max_num_seqs, clock)
+        milliseconds = limits.target_step_ms
+        self.target = StepTarget(None if milliseconds is None else milliseconds / 1e3)
         self._turns = AdapterTurns(limits, self.running, self.waiting)
         self.grammars = GrammarBudget(clock)
         self._speculation = speculation
@@ -215,16 +219,18 @@ class Scheduler:
         """
         if all_decode and not self.waiting:
             return self._plan(step_id, {}, True)
+        now = self._clock()
         builder = StepBuilder(
             limits=self._limits,
             lifecycle=self.lifecycle,
             turns=self._turns,
             running=self.running,
             candidates=candidates,
-            now=self._clock(),
+            now=now,
             eligible_adapters=self.eligible_adapters,
             all_decode=all_decode,
             is_async=is_async,
+            work=self._prompt_work(candidates, now, all_decode=all_decode),
         )
         if not all_decode:
             self.schedule_running(builder, candidates)
@@ -236,6 +242,15 @@ class Scheduler:
         if plan is None:
             self._shares.rollback()
         return plan
+
+    def _prompt_work(self, candidates: Sequence[Request], now: float, *, all_decode: bool) -> PromptWork | None:
+        """Return what the prompts of a step of these running requests may take of its time; None: anything."""
+        if not self._limits.chunked_prefill:
+            return None
+        if all_decode:  # then nothing is to be done for each request
+            return self.target.work_beside(self.running.tenants, (), self.waiting.tenants, now)
+        prompts, decoding = ({each.fairness_key for each in part} for part in split_prompts(candidates))
+        return self.target.work_beside(decoding, prompts, self.waiting.tenants, now)
 
     def schedule_running(self, builder: StepBuilder, candidates: Sequence[Request]) -> None:
         """Schedule running requests; a subclass may leave some out."""

@@ -20,6 +20,7 @@ from .page_lending import PageLending
 from .queue_order import QueueOrder
 from .queues import Running
 from .slot_lending import SlotLending
+from .step_target import PromptWork
 from .token_budget import TokenBudget
 
 
@@ -59,6 +60,9 @@ class StepBuilder:
     is_async: bool = False
     """True if the step before this one still runs. Nothing is preempted then; `was_short` is True where it would be."""
 
+    work: PromptWork | None = None
+    """What prompts may take of the step's time; None: anything."""
+
     admitted: set[Request] = field(default_factory=set)
     """Waiting requests that begin in this step."""
     descheduled: set[Adapter] = field(default_factory=set)
@@ -75,7 +79,7 @@ class StepBuilder:
     _pages: PageLending | None = None  # made when it is first asked for: most steps admit nothing
 
     def __post_init__(self) -> None:
-        self.tokens = TokenBudget(self.limits, self.running, self.lifecycle, is_async=self.is_async)
+        self.tokens = TokenBudget(self.limits, self.running, self.lifecycle, self.work, is_async=self.is_async)
 
     @property
     def was_short(self) -> bool:
@@ -119,8 +123,7 @@ class StepBuilder:
             self._deschedule(donor)
         self.num_sequences += 1
         if count:
-            self.tokens.counts[request] = count
-            self.tokens.left -= count
+            self.tokens.take(request, count)
         self.slots.admit(request.fairness_key, count)
 
     def may_begin(self, tenant: str) -> bool:

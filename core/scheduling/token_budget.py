@@ -15,6 +15,7 @@ from ..requests.request import Request
 from .lifecycle import Lifecycle
 from .queues import Running, num_missing
 from .shares import max_min_level
+from .step_target import PromptWork
 
 
 class TokenBudget:
@@ -30,11 +31,23 @@ class TokenBudget:
         "counts",
         "left",
         "was_short",
+        "work",
     )
 
-    def __init__(self, limits: EngineConfig, running: Running, lifecycle: Lifecycle, *, is_async: bool) -> None:
-        """is_async: the step before this one still runs: nothing is preempted for this one."""
+    def __init__(
+        self,
+        limits: EngineConfig,
+        running: Running,
+        lifecycle: Lifecycle,
+        work: PromptWork | None = None,
+        *,
+        is_async: bool,
+    ) -> None:
+        """work: what prompts may take of the step's time; None: anything. is_async: the step before this one still
+        runs: nothing is preempted for this one.
+        """
         self._limits = limits
+        self.work = work
         self._running = running
         self._lifecycle = lifecycle
         self._is_async = is_async
@@ -53,7 +66,7 @@ class TokenBudget:
 
         Decoding requests come first, hence long prompts never delay them; then prompts in order of admission.
         """
-        prompts, decoding = _split(requests)
+        prompts, decoding = split_prompts(requests)
         self.left = self._limits.max_num_batched_tokens
         if len(decoding) <= self.left and self._lifecycle.memory.grow_by_one(decoding):
             self.counts, decoding = dict.fromkeys(decoding, 1), []
@@ -64,14 +77,27 @@ class TokenBudget:
                 break
             if not request.is_running:  # preempted for an earlier request
                 continue
-            count = wanted = min(self.left, self._next_chunk(request))
+            wanted = min(self.left, self._next_chunk(request))
+            count = self.most(request, wanted)
             if shares is not None and num_missing(request) > 1:
-                count = min(wanted, shares[request.fairness_key])
+                count = min(count, shares[request.fairness_key])
                 shares[request.fairness_key] -= count
             if count < wanted:
                 self._truncated.append(request)
             if count:
                 self._schedule(request, count)
+
+    def most(self, request: Request, count: int) -> int:
+        """Return how many of `count` tokens of a request fit in what is left of the step."""
+        count = min(count, self.left)
+        return count if self.work is None or count < 2 else self.work.most(request, count)
+
+    def take(self, request: Request, count: int) -> None:
+        """Record that the step computes `count` tokens of a request, which are not of `counts` yet."""
+        self.counts[request] = self.counts.get(request, 0) + count
+        self.left -= count
+        if self.work is not None and num_missing(request) > 1:
+            self.work.take(request, count)
 
     def begin_admission(self, num_used: int, *, may_borrow: bool) -> None:
         """Leave to waiting requests the tokens that running ones don't use, at least one with `may_borrow`."""
@@ -89,18 +115,17 @@ class TokenBudget:
         descheduled: adapters whose sequences are not in this step.
         """
         counts, limits = self.counts, self._limits
-        left = limits.max_num_batched_tokens - sum(counts.values())
+        self.left = limits.max_num_batched_tokens - sum(counts.values())
         for request in self._truncated:
             count = counts.get(request, 0)
             if not request.is_running or request.adapter in descheduled:
                 continue
             if not count and len(counts) >= limits.max_num_seqs:
                 continue
-            more = min(left, self._next_chunk(request) - count)
+            more = self.most(request, self._next_chunk(request) - count)
             end = request.num_computed_tokens + count + more
             if more > 0 and (request.room >= end or self._lifecycle.memory.grow(request, end)):
-                counts[request] = count + more
-                left -= more
+                self.take(request, more)
 
     def _next_chunk(self, request: Request) -> int:
         """The most tokens of a running request that a step may compute."""
@@ -123,8 +148,7 @@ class TokenBudget:
             self.left += self.counts.pop(victim, 0)
             if victim is request:
                 return
-        self.counts[request] = count
-        self.left -= count
+        self.take(request, count)
 
     def _prompt_shares(
         self, prompts: Sequence[Request], num_decoding: int, waiting: Collection[str]
@@ -141,11 +165,13 @@ class TokenBudget:
         if len(wanted) + (newcomer is not None) < 2 or not self._limits.chunked_prefill:
             return None
         weights, budget = self._limits.weights, max(0, self._limits.max_num_batched_tokens - num_decoding)
+        if self.work is not None:
+            budget = min(budget, self.work.room)
         level = max_min_level(budget, wanted, weights, 0.0 if newcomer is None else weights.get(newcomer, 1.0))
         return {each: math.ceil(min(want, level * weights.get(each, 1.0))) for each, want in wanted.items()}
 
 
-def _split(requests: Sequence[Request]) -> tuple[list[Request], Sequence[Request]]:
+def split_prompts(requests: Sequence[Request]) -> tuple[list[Request], Sequence[Request]]:
     """Return the requests with a prompt to compute, and the requests that decode."""
     prompts = [each for each in requests if len(each.token_ids) - each.num_computed_tokens > 1]
     return prompts, [each for each in requests if num_missing(each) == 1] if prompts else requests

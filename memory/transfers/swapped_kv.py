@@ -53,7 +53,7 @@ class KvImage:
     is_whole: bool = False
     """True if all of it is in host memory."""
     is_used: bool = False
-    """True if it is being copied back and must not be dropped."""
+    """True if its request is starting, or it is being copied back: it must not be dropped for others."""
     is_dropped: bool = False
     """True if it is lost, or no longer needed."""
 
@@ -130,6 +130,14 @@ class SwappedKv:
         self.num_out += 1
         self.num_bytes_out += num_bytes
         return image
+
+    def hold(self, image: KvImage) -> None:
+        """Keep an image from being dropped for others while room is made for its request."""
+        image.is_used = True
+
+    def let_go(self, image: KvImage) -> None:
+        """Let an image be dropped for others again: its request did not start."""
+        image.is_used = False
 
     def restore(self, image: KvImage, pages: Sequence[int], skip: int) -> Transfer | None:
         """Begin to copy a complete image back, without its first `skip` pages; return None if that is already done.

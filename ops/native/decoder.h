@@ -50,7 +50,7 @@ struct AnyDecoder {
     // Write W + Σ scale·B·A of one matrix; returns how much longer the rows of W become by it, at most: see Merge.
     virtual float merge(const MergeDesc& desc) = 0;
 
-    // SampleRow tokens, and compute log-probabilities, of rows of logits.
+    // Sample tokens, and compute log-probabilities, of rows of logits.
     //
     //   samples   [num_samples]: the tokens are written
     //   logprobs  [num_logprobs]: the same of what they ask for

@@ -1,4 +1,4 @@
-// Descriptors that ops/native.py hands over: a model once, a step every time.
+// Descriptors that ops/native_model.py hands over: a model once, a step every time.
 #pragma once
 #include <algorithm>
 #include <atomic>
@@ -12,7 +12,7 @@
 namespace chorus {
 
 // Groups of a layer's projections with a common input, and outputs side by side: query, key and value; attention's output; gate
-// and up; down. As QKV, ATTN_O, GATE_UP and DOWN of core/model/batch.py.
+// and up; down. As the first four of Group in memory/pages/projections.py.
 enum Group : int32_t { kQkv, kO, kGateUp, kDown };
 constexpr int kGroups = 4;
 constexpr Group kEveryGroup[kGroups] = {kQkv, kO, kGateUp, kDown};
@@ -26,7 +26,7 @@ struct ProductDesc {
     Target targets[kMaxTargets];  // [count]
 };
 
-// The descriptors mirror the ctypes structures of ops/native_library.py, field by field: layout.h has both compared.
+// The descriptors mirror the ctypes structures of ops/native_descriptors.py, field by field: layout.h has both compared.
 struct LayerDesc {
     const float *attention_norm, *attention_out_norm, *mlp_norm, *mlp_out_norm;  // [hidden]; null where there is none
     const void* weights[kGroups];  // packed panels

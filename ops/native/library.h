@@ -60,7 +60,7 @@ CHORUS_API void chorus_decoder_hidden_states(AnyDecoder* decoder, int first, int
     decoder->hidden_states(first, count, states);
 }
 
-// SampleRow tokens, and compute log-probabilities.
+// Sample tokens, and compute log-probabilities.
 //
 //   decoder  with the threads
 //   samples    [num_samples]

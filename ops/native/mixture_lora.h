@@ -9,7 +9,7 @@
 
 namespace chorus {
 
-// Products of a mixture that adapters change; as MIXTURE_PRODUCTS of ops/native_mixture.py.
+// Products of a mixture that adapters change; as MIXTURE_GROUPS of memory/pages/projections.py.
 enum MixtureProduct : int32_t {
     kRouter,
     kSharedGate,

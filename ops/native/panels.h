@@ -12,7 +12,7 @@
 
 namespace chorus {
 
-// Mirrors DRAW of ops/native_library.py.
+// Mirrors SAMPLE_ROW of ops/native_descriptors.py.
 struct SampleRow {
     double inverse_temperature;  // 0: the largest
     double u, top_p, min_p;

@@ -7,7 +7,7 @@
 
 namespace chorus {
 
-// Mirrors SCORE of ops/native_library.py.
+// Mirrors LOGPROB_ROW of ops/native_descriptors.py.
 struct LogprobRow {
     const float* logits;
     int64_t token, count;

@@ -18,7 +18,8 @@ from .translation import OtherBody, renaming
 MAX_NEW_TOKENS = 100
 """TGI's default, used if a request has none."""
 
-NEUTRAL = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
+NEUTRAL = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0, "min_tokens": 0}
+NEUTRAL |= {"stop": [], "bad_words": []}
 """TGI's defaults, whatever the model's generation_config.json says."""
 
 

@@ -206,7 +206,8 @@ class GenerationBuilder:
         defaults = self.defaults
         if unasked is None or (defaults.max_tokens is not None and defaults.max_tokens < unasked):
             unasked = defaults.max_tokens
-        bad_words = await tokenizer.encode_words(asked.bad_words)
+        bad_words = await self._bad_words(asked, tokenizer)
+        stop = asked.stop_or(defaults)
         syntax = asked.syntax(tokenizer)
         if syntax.reasoning is not None:
             tail = tokenizer.decode(prompts[0][-MARK_TOKENS:], skip_special_tokens=False)
@@ -231,10 +232,10 @@ class GenerationBuilder:
                     params = replace(params, stop_token_ids=(*params.stop_token_ids, own_end))
                 engine_request = requests.next(prompt, self.seeds.fill(params))
                 text_stream = tokenizer.text_stream(
-                    asked.stop,
+                    stop,
                     skip_special_tokens=asked.skip_special_tokens,
                     include_stop=asked.include_stop_str_in_output,
-                    min_tokens=asked.min_tokens,
+                    min_tokens=params.min_tokens,
                     marks=syntax.marks,
                 )
                 choices.append(
@@ -256,7 +257,7 @@ class GenerationBuilder:
             model=model,
             records=self.telemetry.call(caller.headers, model, asked.n, caller.spend),
             per_prompt=asked.n,
-            in_bulk=not asked.stream and not asked.stop,
+            in_bulk=not asked.stream and not stop,
         )
         generation.tokenizer = tokenizer
         generation.ignored = self._ignored(asked, tokenizer)
@@ -266,6 +267,11 @@ class GenerationBuilder:
         """Fields without an effect."""
         has_no_use = asked.prediction is not None and not self.worker.model.speculates
         return [*asked.ignored(tokenizer), *(["prediction"] if has_no_use else [])]
+
+    async def _bad_words(self, asked: GenerationRequest, tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
+        if "bad_words" in asked.model_fields_set:
+            return await tokenizer.encode_words(asked.bad_words)
+        return self.defaults.bad_words_of(self.worker.model.vocab_size)
 
     async def _prediction(self, asked: GenerationRequest, tokenizer: Tokenizer) -> list[int]:
         """The tokens of the predicted answer; none without speculation, which is what they are for."""

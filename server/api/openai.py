@@ -33,7 +33,7 @@ MAX_NAME_CHARACTERS = 256
 MAX_STOP_CHARACTERS = 1024
 INT64_MAX = 2**63 - 1
 
-SAME = ("presence_penalty", "frequency_penalty", "seed", "ignore_eos", "min_tokens")
+SAME = ("presence_penalty", "frequency_penalty", "seed", "ignore_eos")
 """Fields that are passed on as sampling parameters."""
 
 DEFAULTED = ("temperature", "top_p", "min_p", "repetition_penalty")
@@ -292,6 +292,10 @@ class GenerationRequest(GrammarFields):
             return prompt
         return prompt[:kept] if self.truncation_side == "right" else prompt[len(prompt) - kept :]
 
+    def stop_or(self, defaults: SamplingDefaults) -> list[str]:
+        """The stop strings; the model's where the request has none of its own."""
+        return self.stop if "stop" in self.model_fields_set else list(defaults.stop)
+
     def sampling_params(
         self,
         room: int,
@@ -307,10 +311,15 @@ class GenerationRequest(GrammarFields):
         """
         asked = self.asked_tokens
         limit = unasked_limit if asked is None else asked
+        most = 1 if self.prompt_only else None if limit is None else min(limit, max(room, 1))
+        least = self.min_tokens
+        if "min_tokens" not in self.model_fields_set:
+            least = min(defaults.min_tokens, max(room, 1) if most is None else most)
         first = RequestParams(
             **{name: getattr(self, name) for name in SAME},
             **{name: _or(getattr(self, name), getattr(defaults, name)) for name in DEFAULTED},
-            max_tokens=1 if self.prompt_only else None if limit is None else min(limit, max(room, 1)),
+            max_tokens=most,
+            min_tokens=least,
             top_k=0 if self.top_k == -1 else _or(self.top_k, defaults.top_k),  # -1: vLLM's word for "all tokens"
             logit_bias={int(token): bias for token, bias in self.logit_bias.items()},
             stop_token_ids=tuple(self.stop_token_ids),

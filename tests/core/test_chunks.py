@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from chorus.core.config import EngineConfig
 from chorus.core.executors.cpu import CpuExecutor
@@ -12,6 +13,7 @@ from chorus.core.model.read_config import read_model_config
 
 from .merging.test_merged import merge
 from .test_family_paths import EVERY, answers, told
+from .tiny_families import save_family
 
 pytestmark = [pytest.mark.numerics, pytest.mark.wide]
 
@@ -80,8 +82,8 @@ def test_blocks_that_do_not_divide_a_chunk_are_refused(tiny):
     assert set(layout.group_windows) == {None, 32}
 
 
-def test_the_native_decoder_refuses_chunks(tiny):
-    import torch
-
-    config = read_model_config(tiny("llama-4").model)
-    assert "mixture of experts" in (why_unsupported(config, torch.float32) or "")
+def test_the_native_decoder_refuses_chunks(tmp_path):
+    save_family("llama-4", tmp_path, moe_layers=[])
+    config = read_model_config(tmp_path)
+    assert not config.num_experts, "else they are what it refuses"
+    assert "chunks of attention" in (why_unsupported(config, torch.float32) or "")

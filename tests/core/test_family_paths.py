@@ -61,6 +61,7 @@ def answers(it, driver, count, seed, lengths=(5, 70), tokens=8, adapters=(None, 
 
 def told(driver, want):
     answered = driver.drain()
+    assert not {name: answered[name].error for name in want if answered[name].error}
     return {name: answered[name].tokens for name in want}
 
 

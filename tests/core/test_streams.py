@@ -139,7 +139,7 @@ REFUSED = [
     ({"num_kv_shared_layers": 5}, "num_kv_shared_layers is 5: of 6 layers, some of each type must"),
     (
         {"rope_parameters": {"full_attention": {"rope_type": "default", "partial_rotary_factor": 0.5}}},
-        "full_attention.partial_rotary_factor is 0.5: the default rope turns whole heads",
+        "full_attention.partial_rotary_factor is 0.5: transformers leaves it out for this family; only 1",
     ),
 ]
 

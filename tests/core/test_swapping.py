@@ -373,6 +373,37 @@ def test_a_reload_does_not_touch_swapped_kv(subject, drive):
     assert driver.drain()["a"].tokens == it.greedy("r1-all", prompt, 12)
 
 
+@pytest.mark.parametrize("family", ["qwen3", "qwen3.5"])
+def test_making_room_for_a_request_keeps_the_kv_that_comes_back(tiny, drive, family):
+    """An adapter that others wait for is evicted for it, and its new image takes the host memory that is left."""
+    it = tiny(family)
+    config = {"preemption": "swap", "prefix_cache": False, "max_model_len": 128, "block_tokens": 8}
+    probe = drive(it, **config).engine
+    pages = probe.executor.layout.pages_for_tokens
+    adapter_pages, name = min((adapter.num_pages, name) for name, adapter in probe.store.registered())
+    num_pages = 1 + pages(72, 72) + max(pages(24, 24), adapter_pages)
+    driver = drive(it, num_pages=num_pages, adapters={name: it.adapters[name]}, **config)
+    engine, store = driver.engine, driver.engine.store
+    prompt, want = it.case(None, 60, seed=3, count=12)
+    driver.add("beside", None, [5] * 10, max_tokens=14)
+    request = driver.add("a", None, prompt, max_tokens=12)
+    while request.num_output_tokens < 6:
+        driver.step()
+    engine.scheduler.lifecycle.preempt(request)
+    adapter = store.get(name)
+    store.hold(adapter)
+    store.loads.fetch(adapter)
+    store.prefetch(adapter)
+    store.images.drop(adapter)
+    store.images.budget.capacity_bytes = store.images.budget.num_bytes
+    driver.step()
+    assert request.is_running
+    assert not adapter.pages
+    assert engine.stats().num_swaps_dropped == 0
+    assert driver.drain()["a"].tokens == want
+    store.let_go(adapter)
+
+
 def test_an_executor_that_can_not_swap(subject, drive):
     it = subject("gqa")
     driver = drive(it)

@@ -323,9 +323,9 @@ def test_mistral_small_4_is_told_by_the_type_of_its_text_part(tmp_path, targets,
     assert read_model_config(tmp_path / "model").attention.query_growth
 
 
-def check_text(tmp_path, architecture, name, text, vision, targets, drive):
+def save_whole(architecture: str, name: str, text: dict[str, Any], vision: dict[str, Any], path: Path) -> Any:
+    """A tiny random model with a tower, which is saved in `path`. Arguments: see `MODELS`."""
     import transformers
-    from peft import LoraConfig, get_peft_model
 
     others = OTHER_PARTS.get(architecture, {})
     config = getattr(transformers, name)(text_config={**TEXT, **text}, vision_config=vision, **others)
@@ -338,7 +338,14 @@ def check_text(tmp_path, architecture, name, text, vision, targets, drive):
         for module in base.modules():  # a tower's, which begin with 0, would be told apart from none
             if type(module).__name__.endswith("Router") and not bool(module.weight.any()):
                 module.weight.normal_()
-    base.save_pretrained(tmp_path / "model", save_original_format=architecture not in IN_MEMORY)
+    base.save_pretrained(path, save_original_format=architecture not in IN_MEMORY)
+    return base
+
+
+def check_text(tmp_path, architecture, name, text, vision, targets, drive):
+    from peft import LoraConfig, get_peft_model
+
+    base = save_whole(architecture, name, text, vision, tmp_path / "model")
     model = get_peft_model(
         base,
         LoraConfig(

@@ -201,6 +201,7 @@ def test_refuses_what_does_not_fit():
     assert count_prefills([0, 3, 5, 6], 3) == 2
 
 
+@pytest.mark.integration
 @pytest.mark.skipif(find_spec("flashinfer") is None, reason="flashinfer is not installed")
 def test_calls_fit_the_real_signatures():
     import flashinfer

@@ -19,6 +19,8 @@ from .test_attention import DUMMY, SCALES, Step
 flashinfer = pytest.importorskip("flashinfer")
 from flashinfer import decode, prefill  # noqa: E402  only where it is installed
 
+pytestmark = pytest.mark.integration
+
 CAUSAL, NON_CAUSAL, NHD = 1, 0, 0
 
 

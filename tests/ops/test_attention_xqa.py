@@ -113,6 +113,7 @@ def test_refuses_caches_that_the_kernel_reads_otherwise():
         step.run(attention)
 
 
+@pytest.mark.integration
 @pytest.mark.skipif(find_spec("flashinfer") is None, reason="flashinfer is not installed")
 def test_calls_fit_the_real_signature():
     import flashinfer

@@ -22,6 +22,7 @@ def output(folder: Path, compiler: list[str], simd: str, emulator: list[str]) ->
     return subprocess.run([*emulator, str(program)], check=True, capture_output=True, text=True).stdout.splitlines()
 
 
+@pytest.mark.integration
 @pytest.mark.long
 @pytest.mark.skipif(
     not shutil.which("aarch64-linux-gnu-g++") or not shutil.which("qemu-aarch64"),

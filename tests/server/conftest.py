@@ -30,6 +30,8 @@ from chorus.core.scheduling.overload import Overloaded
 from chorus.core.scheduling.queues import Running
 from chorus.memory.adapters.adapter import Tier
 from chorus.memory.adapters.store import UnknownAdapter
+from chorus.memory.files.manifest import AdapterManifest
+from chorus.memory.pages.adapter_layout import AdapterPart
 from chorus.memory.pages.pool import IntegrityError, PagePool
 from chorus.server.api.sampling_defaults import SamplingDefaults
 from chorus.server.app import create_app
@@ -68,10 +70,9 @@ class FakeStore:
         name = name.removesuffix("@1")
         if name not in self.tiers:
             raise UnknownAdapter(name)
-        known = {"content_hash": "0" * 64, "no_effect": False, "stem": "model", "base_model": None}
-        known |= {"names_other_base": False, "head": None, "dropped": (), "tokens": None}
-        manifest = SimpleNamespace(
-            path=Path("/adapters") / name, rank=4, targets=("q_proj",), modules=TINY_PATHS, num_left_out=0, **known
+        part = AdapterPart(rank=4, scale=1.0, layers=(0,), targets=("q_proj",))
+        manifest = AdapterManifest(
+            Path("/adapters") / name, (part,), content_hash="0" * 64, no_effect=False, modules=TINY_PATHS
         )
         return SimpleNamespace(
             name=name,

@@ -17,7 +17,7 @@ import pytest
 from chorus.core.config import EngineConfig
 from chorus.core.engine import Engine
 
-pytestmark = pytest.mark.router
+pytestmark = pytest.mark.integration
 
 SECONDS = 180
 """A deadline, not an expectation: routers start within two seconds, litellm's proxy within ten."""

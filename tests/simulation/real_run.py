@@ -10,6 +10,8 @@ log-probabilities.
     python -m tests.simulation.real_run --answers 30000 --seed 1 --log runs.log
     python -m tests.simulation.real_run --answers 20000 --seed 1 --first 31
     python -m tests.simulation.real_run --ranks 2           # or: --offload-workers 1, with adapters over a slow link
+    python -m tests.simulation.real_run --base qwen3.5      # a tiny random model: a name of tests/core/tiny_families.py
+    python -m tests.simulation.real_run --base qwen3-moe --kv-cache-dtype fp8
 """
 
 from __future__ import annotations
@@ -20,14 +22,17 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
+from unittest.mock import patch
 
 from tokenizers import Tokenizer
 
 from chorus.core.config import EngineConfig
 from chorus.core.engine import Engine
+from chorus.core.executors.base import ModelExecutor
 from chorus.core.executors.choice import open_executor
 from chorus.core.executors.cpu import CpuExecutor
 from chorus.core.policies import Policies
@@ -44,6 +49,7 @@ from chorus.server.demo.skills import BASE, SKILLS, prompt, sample_inputs
 from ..attacks.slow_reads import hold_up
 from ..core.executors.slow_link import slow_down
 from ..core.speculation.stand_ins import Drawn, Free
+from ..core.tiny_families import make_tiny
 from .asked import Asked, Told, Violation, promise
 from .engine_run import Campaign, EngineRun, Outcome, run_seed
 from .invariants import Invariants
@@ -80,19 +86,74 @@ WAYS: list[dict[str, Any]] = [
 ]
 """Options that requests may have in addition to a temperature and a seed."""
 
+GREEDY_WAYS: list[dict[str, Any]] = [
+    {},
+    {},
+    {"max_tokens": 3},
+    {"logprobs": 2},
+    {"prompt_logprobs": 1},
+    {"logprobs": 0, "prompt_logprobs": 0},
+    {"ignore_eos": True},
+]
+"""Those of requests to tiny random models: they leave the best token as it is."""
+
+
+@dataclass(frozen=True)
+class Base:
+    """A model, its adapters, and prompts for the base model, None, and for each adapter."""
+
+    model: Path
+    adapters: Mapping[str, Path]
+    prompts: Mapping[str | None, list[list[int]]]
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Of every engine's configuration."""
+
+    ways: list[dict[str, Any]] = field(default_factory=lambda: WAYS)
+    temperatures: tuple[float, ...] = (0.0, 0.0, 1.0)
+    is_large: bool = False
+    """True if adapters take many pages: the smallest pool has room for one."""
+
+
+def demo_base() -> Base:
+    """The built-in model, whose adapters are trained, so that one for another gives another answer."""
+    tokenizer = Tokenizer.from_file(str(BUILTIN_MODEL / "tokenizer.json"))
+    prompts = {
+        name: [tokenizer.encode(prompt(text)).ids for text in sample_inputs(skill, TEXTS, 0)]
+        for name, skill in {None: BASE, **SKILLS}.items()
+        if name is None or (BUILTIN_ADAPTERS / name).is_dir()
+    }
+    adapters = {name: BUILTIN_ADAPTERS / name for name in prompts if name is not None}
+    return Base(BUILTIN_MODEL, adapters, prompts)
+
+
+def tiny_base(name: str, **options: Any) -> Base:
+    """A tiny random model of tests/core/tiny_families.py, with prompts after which each greedy token is a clear choice:
+    an option that changes logits, or a temperature, would test rounding instead.
+    """
+    it, rng = make_tiny(name), random.Random(name)
+    lengths = [rng.randint(5, 60) for _ in range(TEXTS)]
+    prompts = {
+        adapter: [it.case(adapter, length, seed=seed, count=MAX_TOKENS)[0] for seed, length in enumerate(lengths)]
+        for adapter in (None, *it.adapters)
+    }
+    return Base(it.model, it.adapters, prompts, options, GREEDY_WAYS, temperatures=(0.0,), is_large=True)
+
 
 class Calm:
     """Answers that requests get when they are alone: of an engine that nothing else happens to, computed once."""
 
-    def __init__(self) -> None:
-        tokenizer = Tokenizer.from_file(str(BUILTIN_MODEL / "tokenizer.json"))
-        self._engine = Engine.from_config(_config(adapters=BUILTIN_ADAPTERS))
+    def __init__(self, base: Base | None = None) -> None:
+        self.base = base or demo_base()
+        self._engine = Engine.from_config(_config(self.base))
+        for name, path in self.base.adapters.items():
+            self._engine.store.register(name, path)
         self._known: dict[tuple[str | None, tuple[int, ...], str], Told] = {}
-        self.prompts = {
-            name: [tokenizer.encode(prompt(text)).ids for text in sample_inputs(skill, TEXTS, 0)]
-            for name, skill in {None: BASE, **SKILLS}.items()
-            if name is None or (BUILTIN_ADAPTERS / name).is_dir()
-        }
+        self.prompts = self.base.prompts
+        layout, adapters = self._engine.executor.layout, [each for _, each in self._engine.store.registered()]
+        self.least_pages = layout.state_pages * (layout.state_slots + 1)
+        """Pages of a pool in which little has room, without those of its KV."""
+        if self.base.is_large:
+            self.least_pages += max(each.num_pages for each in adapters)
 
     def answer(self, skill: str | None, tokens: list[int], params: RequestParams) -> Told:
         key = (skill, tuple(tokens), repr(params))
@@ -158,7 +219,8 @@ class RealRun(EngineRun):
         if apart.random() < 0.5:
             cached = apart.choice([0, 200, 2000])
             config = config.model_copy(update={"speculation": "ngram", "speculation_cache_tokens": cached})
-        inner = open_executor(config)
+        with patch.object(ModelExecutor, "state_slots", 3):  # as on a GPU, so that steps may be launched ahead
+            inner = open_executor(config)
         self.executor: Any = Faulty(inner)
         proposer = Drawn(lambda request: self._alone(self.asked[request.id]).tokens, apart)
         policies = Policies(proposer=proposer)
@@ -182,8 +244,10 @@ class RealRun(EngineRun):
     def _draw_config(self) -> EngineConfig:
         rng = self.rng
         slots = rng.choice([1, 2, 4, 8, 16])
+        base = self.calm.base
         return _config(
-            num_pages=self._ranks * rng.choice([40, 60, 90, 400]),
+            base,
+            num_pages=self._ranks * (self.calm.least_pages + rng.choice([40, 60, 90, 400])),
             block_tokens=rng.choice([4, 8, 16]),
             max_num_seqs=slots,
             max_num_batched_tokens=max(slots, rng.choice([16, 32, 256])),
@@ -218,8 +282,8 @@ class RealRun(EngineRun):
         if len(self.active) > 4 * self.engine.config.max_num_seqs + 8:
             return
         skill = rng.choice([None, *self.current, *self.current])
-        way = {"max_tokens": MAX_TOKENS, **rng.choice(WAYS)}
-        tokens, temperature = rng.choice(self.calm.prompts[skill]), rng.choice([0.0, 0.0, 1.0])
+        way = {"max_tokens": MAX_TOKENS, **rng.choice(self.calm.base.ways)}
+        tokens, temperature = rng.choice(self.calm.prompts[skill]), rng.choice(self.calm.base.temperatures)
         for _ in range(rng.choice([1, 1, 1, 4])):
             params = RequestParams(**way, temperature=temperature, seed=rng.randrange(3) if temperature else 0)
             self._submit(skill, tokens, params, rng.choice(["", "a", "b"]), rng.choice(["", "", "x"]))
@@ -233,7 +297,7 @@ class RealRun(EngineRun):
     def _directory(self, name: str) -> Path:
         """A new version, equal to the one before it."""
         self.num_directories += 1
-        return Path(shutil.copytree(BUILTIN_ADAPTERS / name, self.where / f"{name}-{self.num_directories}"))
+        return Path(shutil.copytree(self.calm.base.adapters[name], self.where / f"{name}-{self.num_directories}"))
 
     def _begin_read(self, path: Path) -> Callable[[float], object] | None:
         """A read comes late, layer by layer, fails, or hangs: for good, or until it was cancelled or nearly so."""
@@ -287,8 +351,9 @@ class RealRun(EngineRun):
         """Time goes by itself."""
 
 
-def _config(**options: Any) -> EngineConfig:
-    return EngineConfig(**{"model": BUILTIN_MODEL, "device": "cpu", "dtype": "float32", "threads": 1, **options})
+def _config(base: Base, **options: Any) -> EngineConfig:
+    fixed = {"model": base.model, "device": "cpu", "dtype": "float32", "threads": 1}
+    return EngineConfig(**{**fixed, **base.options, **options})
 
 
 def simulate(seed: int, calm: Calm, ranks: int = 1, offload_workers: int = 0) -> Outcome:
@@ -308,8 +373,11 @@ def main(argv: list[str] | None = None) -> int:
     command.add_argument("--log", type=Path, help="file to which progress is appended")
     command.add_argument("--ranks", type=int, default=1, help="ranks of each engine")
     command.add_argument("--offload-workers", type=int, default=0, help="offload workers of each engine")
+    command.add_argument("--base", help="a tiny random model, in place of the built-in one")
+    command.add_argument("--kv-cache-dtype", default="auto", help="of a tiny model's engines")
     args = command.parse_args(argv)
-    calm, campaign = Calm(), Campaign(args.log, 1)
+    base = tiny_base(args.base, kv_cache_dtype=args.kv_cache_dtype) if args.base else demo_base()
+    calm, campaign = Calm(base), Campaign(args.log, 1)
     while campaign.reached["answered"] < args.answers and len(campaign.failed) <= 20:
         seed = 1_000_000 * args.seed + args.first + campaign.count
         campaign.add(simulate(seed, calm, args.ranks, args.offload_workers))

@@ -36,8 +36,8 @@ def _read(fields: ConfigJson) -> ModelConfig:
     shared = reading.number_of(fields, "num_shared_experts") * fields.integer("moe_intermediate_size")
     experts = reading.experts(fields, routing, shared_size=shared)
     attention = reading.attention(fields, head_norm=HeadNorm.EACH, output_gate=OutputGate.APART)
-    window, first = fields.optional("sliding_window"), reading.number_of(fields, "num_dense_layers")
     types = reading.layer_types(fields, fields.integer("global_attn_every_n_layers"))
+    window, first = reading.checked_window(fields, types), reading.number_of(fields, "num_dense_layers")
     whole, local = replace(attention, rope=None), replace(attention, window=window)
     plain = reading.gated(fields)
     layers = [
@@ -78,5 +78,6 @@ AFMOE = Family(
             CORRECTION: "mlp.expert_bias",
         }
     ),
-    notes=reading.EXPERTS_NOTE,
+    notes=f"{reading.EXPERTS_NOTE}; `route_norm: false` is refused, since transformers normalises in any case",
+    nulls=("global_attn_every_n_layers", "head_dim", "mup_enabled", "num_key_value_heads", "num_shared_experts"),
 )

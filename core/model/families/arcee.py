@@ -36,6 +36,7 @@ ARCEE = Family(
     _read_arcee,
     {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
     notes=_NOTE,
+    nulls=("head_dim", "num_key_value_heads"),
 )
 NEMOTRON = Family(
     "Nemotron-4 and Minitron",
@@ -43,6 +44,7 @@ NEMOTRON = Family(
     _read_nemotron,
     {"max_position_embeddings": 4096, "partial_rotary_factor": 0.5},
     notes=_NOTE,
+    nulls=("head_dim", "num_key_value_heads"),
 )
 JAIS_2 = Family(
     "Jais 2",
@@ -50,4 +52,5 @@ JAIS_2 = Family(
     _read_jais,
     {"max_position_embeddings": 8192, "attention_bias": True, "mlp_bias": True},
     notes=_NOTE,
+    nulls=("head_dim", "num_key_value_heads"),
 )

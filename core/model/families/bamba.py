@@ -30,7 +30,13 @@ BAMBA = Family(
     "Bamba",
     ("BambaForCausalLM",),
     _read,
-    {"num_key_value_heads": 8, "max_position_embeddings": 262_144, "rms_norm_eps": 1e-5, **MAMBA_2_DEFAULTS},
+    {
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 262_144,
+        "rms_norm_eps": 1e-5,
+        "partial_rotary_factor": 0.5,
+        **MAMBA_2_DEFAULTS,
+    },
     TensorNames(
         norm="final_layernorm",
         names={
@@ -42,4 +48,5 @@ BAMBA = Family(
         },
     ),
     notes="models without a layer of attention are refused",
+    nulls=("num_key_value_heads",),
 )

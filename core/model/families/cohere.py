@@ -17,9 +17,11 @@ from . import glm_moe, reading
 
 
 def _read(fields: ConfigJson) -> ModelConfig:
-    heads, window, bias = reading.heads(fields), fields.optional("sliding_window"), fields.boolean("attention_bias")
+    heads, bias = reading.heads(fields), fields.boolean("attention_bias")
     rope = reading.rope(fields, heads.head_dim, interleaved=True)
     pattern = fields.integer("sliding_window_pattern", None if fields.has("sliding_window_pattern") else 4)
+    types = reading.layer_types(fields, pattern)
+    window = reading.checked_window(fields, types)
     layers = [
         LayerSpec(
             AttentionSpec(
@@ -33,13 +35,13 @@ def _read(fields: ConfigJson) -> ModelConfig:
             reading.gated(fields),
             Norms.PARALLEL,
         )
-        for seen in reading.layer_types(fields, pattern)
+        for seen in types
     ]
     return _model(fields, layers)
 
 
 def _read_experts(fields: ConfigJson) -> ModelConfig:
-    heads, window, bias = reading.heads(fields), fields.optional("sliding_window"), fields.boolean("attention_bias")
+    heads, bias = reading.heads(fields), fields.boolean("attention_bias")
     rope = reading.rope(fields, heads.head_dim, interleaved=True)
     count, size = fields.integer("num_hidden_layers"), fields.integer("intermediate_size")
     first = reading.number_of(fields, "first_k_dense_replace")
@@ -50,6 +52,7 @@ def _read_experts(fields: ConfigJson) -> ModelConfig:
         reading.SLIDING if (index + 1) % pattern else reading.FULL for pattern, some in patterns for index in some
     ][:count]
     types = reading.layer_types(fields, 1) if fields.texts("layer_types") else types
+    window = reading.checked_window(fields, types)
     experts = reading.experts(
         fields,
         _routing(fields),
@@ -130,6 +133,7 @@ COHERE = Family(
         wrapped=("self_attn.q_norm.weight", "self_attn.k_norm.weight"),
     ),
     notes="Command R+, whose heads have norms, on CPUs by PyTorch's operators",
+    nulls=("num_key_value_heads", "use_qk_norm"),
 )
 COHERE_2 = Family(
     "Command R7B and Command A",
@@ -143,6 +147,7 @@ COHERE_2 = Family(
         "tie_word_embeddings": True,
     },
     TensorNames(names={"attention_norm": "input_layernorm"}),
+    nulls=("num_key_value_heads",),
 )
 COHERE_2_MOE = Family(
     "Cohere 2 MoE",
@@ -168,4 +173,5 @@ COHERE_2_MOE = Family(
         }
     ),
     notes=reading.EXPERTS_NOTE,
+    nulls=("num_key_value_heads", "rms_norm_eps"),
 )

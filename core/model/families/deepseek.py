@@ -45,7 +45,9 @@ def _check_scoring(fields: ConfigJson, supported: str) -> None:
         raise fields.refuse("moe_layer_freq", "only experts in every layer after the dense ones are supported")
 
 
-_NOTE = f"latents are kept, not keys and values; {reading.EXPERTS_NOTE}"
+_NOTE = (
+    f"latents are kept, not keys and values; {reading.EXPERTS_NOTE}; `attention_bias` without `q_lora_rank` is refused"
+)
 
 DEEPSEEK_V2 = Family(
     "DeepSeek-V2",
@@ -65,6 +67,7 @@ DEEPSEEK_V2 = Family(
     },
     glm_moe.TENSORS,
     notes=_NOTE,
+    nulls=("norm_topk_prob", "num_key_value_heads", "topk_method"),
 )
 DEEPSEEK_V3 = Family(
     "DeepSeek-V3, Kimi K2 and Moonlight",
@@ -88,4 +91,5 @@ DEEPSEEK_V3 = Family(
     },
     glm_moe.TENSORS,
     notes=f"{_NOTE}; draft layers after the last are left out",
+    nulls=("norm_topk_prob", "num_key_value_heads", "rope_interleave", "v_head_dim"),
 )

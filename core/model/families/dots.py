@@ -52,6 +52,7 @@ DOTS_1 = Family(
     },
     glm_moe.TENSORS,
     notes=reading.EXPERTS_NOTE,
+    nulls=("n_shared_experts", "norm_topk_prob", "num_key_value_heads"),
 )
 SOLAR_OPEN = Family(
     "Solar Open",
@@ -64,6 +65,7 @@ SOLAR_OPEN = Family(
         "max_position_embeddings": 131072,
         "rms_norm_eps": 1e-5,
         "rope_theta": 1000000.0,
+        "partial_rotary_factor": 1.0,
         "moe_intermediate_size": 1280,
         "n_shared_experts": 1,
         "n_routed_experts": 128,

@@ -75,7 +75,11 @@ _DEFAULTS = {
 }
 
 ERNIE_4_5 = Family(
-    "ERNIE 4.5", ("Ernie4_5ForCausalLM",), _read, {**_DEFAULTS, "num_key_value_heads": 2, "head_dim": 128}
+    "ERNIE 4.5",
+    ("Ernie4_5ForCausalLM",),
+    _read,
+    {**_DEFAULTS, "num_key_value_heads": 2, "head_dim": 128},
+    nulls=("head_dim", "num_key_value_heads", "use_bias"),
 )
 ERNIE_4_5_MOE = Family(
     "ERNIE-4.5-MoE",
@@ -94,6 +98,7 @@ ERNIE_4_5_MOE = Family(
         "moe_norm_min": _NORM_MIN,
     },
     notes=f"{reading.EXPERTS_NOTE}; draft layers (`mtp`) are left out; models with biases are refused",
+    nulls=("moe_k", "num_key_value_heads", "use_bias"),
 )
 PADDLEOCR_VL = Family(
     "PaddleOCR-VL (text)",
@@ -108,4 +113,5 @@ PADDLEOCR_VL = Family(
         "tie_word_embeddings": True,
     },
     replace(TEXT_AND_IMAGES, left_out=(*TEXT_AND_IMAGES.left_out, "mlp_AR.", "model.projector.")),
+    nulls=("head_dim", "num_key_value_heads", "use_bias"),
 )

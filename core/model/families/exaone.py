@@ -22,8 +22,8 @@ def attentions(fields: ConfigJson, pattern: int) -> list[AttentionSpec]:
 
     pattern: by default every `pattern`-th layer has full attention.
     """
-    heads, window = reading.heads(fields), fields.optional("sliding_window")
-    rope = reading.rope(fields, heads.head_dim)
+    heads, types = reading.heads(fields), reading.layer_types(fields, pattern)
+    window, rope = reading.checked_window(fields, types), reading.rope(fields, heads.head_dim)
     return [
         AttentionSpec(
             *heads,
@@ -32,7 +32,7 @@ def attentions(fields: ConfigJson, pattern: int) -> list[AttentionSpec]:
             window=window if seen == reading.SLIDING else None,
             head_norm=HeadNorm.EACH,
         )
-        for seen in reading.layer_types(fields, pattern)
+        for seen in types
     ]
 
 
@@ -56,7 +56,7 @@ def _read_experts(fields: ConfigJson) -> ModelConfig:
 
 def _pattern(fields: ConfigJson) -> int:
     """`sliding_window_pattern`: a number, or letters such as "LLLG"; 1 without a window."""
-    if fields.optional("sliding_window") is None:
+    if not fields.is_missing("layer_types") or fields.optional("sliding_window") is None:
         return 1
     pattern = fields.raw.get("sliding_window_pattern")
     return len(pattern) if isinstance(pattern, str) and pattern else fields.integer("sliding_window_pattern")
@@ -80,7 +80,14 @@ _EXPERTS = replace(
     left_out=("mtp.",),
 )
 
-EXAONE_4 = Family("EXAONE 4", ("Exaone4ForCausalLM",), _read, _DEFAULTS, TensorNames(names=AFTER_NORMS))
+EXAONE_4 = Family(
+    "EXAONE 4",
+    ("Exaone4ForCausalLM",),
+    _read,
+    _DEFAULTS,
+    TensorNames(names=AFTER_NORMS),
+    nulls=("sliding_window_pattern",),
+)
 EXAONE_4_5 = Family(
     "EXAONE 4.5 (text)",
     ("Exaone4_5_ForConditionalGeneration",),
@@ -88,6 +95,7 @@ EXAONE_4_5 = Family(
     _DEFAULTS,
     replace(TEXT_AND_IMAGES, names=AFTER_NORMS, left_out=(*TEXT_AND_IMAGES.left_out, "mtp.")),
     notes="draft layers (`mtp`) are left out",
+    nulls=("sliding_window_pattern",),
 )
 EXAONE_MOE = Family(
     "K-EXAONE",
@@ -107,6 +115,7 @@ EXAONE_MOE = Family(
         "topk_group": 1,
     },
     notes=f"{reading.EXPERTS_NOTE}; draft layers (`mtp`) are left out",
+    nulls=("sliding_window_pattern",),
 )
 _NAMES_3 = {
     "attention_norm": "ln_1",
@@ -131,4 +140,5 @@ EXAONE_3 = Family(
     },
     replace(LLAMA_TENSORS, published=(_PUBLISHED_3, replace(LLAMA_TENSORS, names=_NAMES_3))),
     model_types=("exaone",),
+    nulls=("head_dim", "num_key_value_heads"),
 )

@@ -41,10 +41,6 @@ def _read(fields: ConfigJson) -> ModelConfig:
 def _attention(fields: ConfigJson) -> AttentionSpec:
     """The factor of keys, which comes after their bias, is one of the scores."""
     own = reading.attention(fields)
-    if own.rope is not None and own.rope.dim != own.head_dim:
-        raise fields.refuse(
-            "partial_rotary_factor", "rotary embeddings of only a part of each head are not supported here"
-        )
     return replace(own, scale=own.scale * fields.number("key_multiplier"))
 
 
@@ -74,7 +70,7 @@ def _gated(fields: ConfigJson) -> GatedSpec:
 def _factors(fields: ConfigJson, name: str, count: int) -> tuple[float, ...]:
     """So many factors; none where the field is missing or null, which stands for ones, or where all are 1."""
     found = fields.numbers(name)
-    if len(found) not in (0, count):
+    if len(found) != count and not fields.is_missing(name):
         raise fields.refuse(name, f"{count} numbers are needed")
     return tuple(map(float, found)) if set(found) - {1.0} else ()
 
@@ -94,4 +90,5 @@ FALCON_H1 = Family(
     },
     BAMBA.tensors,
     notes="on CPUs by PyTorch's operators",
+    nulls=("mamba_d_head", "mamba_d_ssm", "mamba_norm_before_gate", "mamba_rms_norm", "num_key_value_heads"),
 )

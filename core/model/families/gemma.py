@@ -9,8 +9,6 @@ from ..layers import AttentionSpec, HeadNorm, LayerSpec, Norms
 from ..rope_config import RopeConfig
 from . import reading
 
-_ACTIVATION = "hidden_activation"
-
 
 def read_layers(
     fields: ConfigJson,
@@ -18,42 +16,46 @@ def read_layers(
     types: list[str],
     norms: Norms,
     head_norm: HeadNorm | None = None,
+    *,
+    activation: str = "hidden_activation",
 ) -> ModelConfig:
-    """A Gemma of any version. types: of its layers, each with its rope."""
-    if fields.boolean("use_bidirectional_attention"):
+    """A Gemma of any version. types: of its layers, each with its rope. activation: the field that names it."""
+    if fields.raw.get("use_bidirectional_attention"):
         raise fields.refuse("use_bidirectional_attention", "only causal attention is supported")
     heads, bias = reading.heads(fields), fields.boolean("attention_bias")
-    window = fields.optional("sliding_window")
-    scale = fields.number("query_pre_attn_scalar", None if fields.has("query_pre_attn_scalar") else heads.head_dim)
+    windows = reading.windows_of(fields, types)
+    has_scale = fields.states("query_pre_attn_scalar", heads.head_dim)
+    scale = fields.number("query_pre_attn_scalar") if has_scale else heads.head_dim
     layers = [
         LayerSpec(
             AttentionSpec(
                 *heads,
                 scale=scale**-0.5,
                 rope=ropes[seen],
-                window=window if seen == reading.SLIDING else None,
-                softcap=reading.optional_number(fields, "attn_logit_softcapping"),
+                window=window,
+                softcap=reading.softcap(fields, "attn_logit_softcapping"),
                 head_norm=head_norm,
                 qkv_bias=bias,
                 o_bias=bias,
             ),
-            reading.gated(fields, _ACTIVATION if fields.has(_ACTIVATION) else "hidden_act"),
+            reading.gated(fields, activation),
             norms,
         )
-        for seen in types
+        for seen, window in zip(types, windows, strict=True)
     ]
     return reading.dense(
         fields,
         layers,
         reading.rms_norm(fields, one_plus=True),
         embedding_multiplier=fields.integer("hidden_size") ** 0.5,
-        logits_softcap=reading.optional_number(fields, "final_logit_softcapping"),
+        logits_softcap=reading.softcap(fields, "final_logit_softcapping"),
     )
 
 
 def _read(fields: ConfigJson) -> ModelConfig:
     rope = reading.rope(fields, reading.heads(fields).head_dim)
-    return read_layers(fields, {reading.FULL: rope}, [reading.FULL] * fields.integer("num_hidden_layers"), Norms.BEFORE)
+    types = [reading.FULL] * fields.integer("num_hidden_layers")
+    return read_layers(fields, {reading.FULL: rope}, types, Norms.BEFORE, activation="hidden_act")
 
 
 DEFAULTS = {
@@ -62,13 +64,12 @@ DEFAULTS = {
     "max_position_embeddings": 8192,
     "sliding_window": 4096,
     "tie_word_embeddings": True,
-    "query_pre_attn_scalar": 256,
-    "hidden_act": "gelu_pytorch_tanh",
+    "hidden_activation": "gelu_pytorch_tanh",
     "vocab_size": 256000,
 }
 GEMMA = Family(
     "Gemma",
     ("GemmaForCausalLM",),
     _read,
-    {**DEFAULTS, "num_key_value_heads": 16, "query_pre_attn_scalar": None},
+    {**DEFAULTS, "num_key_value_heads": 16, "hidden_act": "gelu_pytorch_tanh"},
 )

@@ -24,7 +24,12 @@ def _reader(norms: Norms) -> Callable[[ConfigJson], ModelConfig]:
     return read
 
 
-_DEFAULTS = {**gemma.DEFAULTS, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+_DEFAULTS = {
+    **gemma.DEFAULTS,
+    "query_pre_attn_scalar": 256,
+    "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0,
+}
 
 GEMMA_2 = Family(
     "Gemma 2",
@@ -32,6 +37,7 @@ GEMMA_2 = Family(
     _reader(Norms.AROUND),
     _DEFAULTS,
     TensorNames(names=AROUND_NORMS),
+    nulls=("final_logit_softcapping",),
 )
 VAULT_GEMMA = Family(
     "VaultGemma",
@@ -39,4 +45,5 @@ VAULT_GEMMA = Family(
     _reader(Norms.BEFORE),
     _DEFAULTS,
     TensorNames(names={"attention_norm": "input_layernorm", "mlp_norm": "pre_feedforward_layernorm"}),
+    nulls=("final_logit_softcapping",),
 )

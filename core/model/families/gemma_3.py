@@ -13,15 +13,24 @@ from . import gemma, reading
 
 
 def _read(fields: ConfigJson) -> ModelConfig:
-    local = fields.number("rope_local_base_freq", None if fields.has("rope_local_base_freq") else 10000.0)
-    ropes = reading.ropes_by_type(fields, {reading.FULL: 1000000.0, reading.SLIDING: local})
-    pattern = fields.integer("sliding_window_pattern", None if fields.has("sliding_window_pattern") else 6)
+    ropes = reading.ropes_by_type(fields, THETAS)
+    pattern = fields.integer("sliding_window_pattern", 6) if fields.is_missing("layer_types") else 6
     return gemma.read_layers(fields, ropes, reading.layer_types(fields, pattern), Norms.AROUND, HeadNorm.EACH)
 
 
-_DEFAULTS = {**gemma.DEFAULTS, "max_position_embeddings": 131072, "vocab_size": 262208}
+#: Fields of ropes' bases, and these.
+THETAS = {reading.FULL: ("rope_theta", 1000000.0), reading.SLIDING: ("rope_local_base_freq", 10000.0)}
 
-GEMMA_3 = Family("Gemma 3", ("Gemma3ForCausalLM",), _read, _DEFAULTS, TensorNames(names=AROUND_NORMS))
+_DEFAULTS = {**gemma.DEFAULTS, "query_pre_attn_scalar": 256, "max_position_embeddings": 131072, "vocab_size": 262208}
+
+GEMMA_3 = Family(
+    "Gemma 3",
+    ("Gemma3ForCausalLM",),
+    _read,
+    {**_DEFAULTS, "final_logit_softcapping": None},
+    TensorNames(names=AROUND_NORMS),
+    nulls=("final_logit_softcapping",),
+)
 GEMMA_3_TEXT = Family(
     "Gemma 3 (text)",
     ("Gemma3ForConditionalGeneration",),

@@ -14,7 +14,7 @@ from ..config_json import ConfigJson
 from ..family import Family
 from ..layers import AttentionSpec, GatedSpec, HeadNorm, LayerInputSpec, LayerSpec, MediaTokens, Norms, StreamsSpec
 from ..tensor_names import AROUND_NORMS, BESIDE_VISION, TensorNames
-from . import gemma_4, reading
+from . import gemma_3, gemma_4, reading
 from .reading import FULL, SLIDING
 
 #: Layers that are sparse, and how much, where no field says so.
@@ -23,10 +23,8 @@ _SPARSE_LAYERS, _SPARSITY = 10, 0.95
 
 def _read(fields: ConfigJson, tensors: TensorNames) -> ModelConfig:
     types = reading.layer_types(fields, 5)
-    first_shared = gemma_4.first_shared_layer(fields, types)
-    local = fields.number("rope_local_base_freq", None if fields.has("rope_local_base_freq") else 10000.0)
-    ropes = reading.ropes_by_type(fields, {FULL: 1000000.0, SLIDING: local})
-    _check_ropes(fields)
+    first_shared, window = gemma_4.first_shared_layer(fields, types), reading.checked_window(fields, types)
+    ropes = reading.ropes_by_type(fields, gemma_3.THETAS)
     heads, bias, streams = reading.heads(fields), fields.boolean("attention_bias"), _streams(fields)
     inputs = LayerInputSpec(
         fields.integer("hidden_size_per_layer_input"),
@@ -39,7 +37,7 @@ def _read(fields: ConfigJson, tensors: TensorNames) -> ModelConfig:
                 *heads,
                 scale=1.0,
                 rope=ropes[seen],
-                window=fields.integer("sliding_window") if seen == SLIDING else None,
+                window=window if seen == SLIDING else None,
                 head_norm=HeadNorm.EACH,
                 qkv_bias=bias,
                 o_bias=bias,
@@ -74,7 +72,7 @@ def _media(text: ConfigJson, whole: ConfigJson) -> tuple[MediaTokens, ...]:
     """Each module embeds tokens up to the next one's first."""
     found, end = [], text.integer("vocab_size")
     for field, (module, defaults) in _MEDIA.items():
-        of = (whole.object(field) or ConfigJson(whole.path, {}, f"{field}.")).with_defaults(defaults)
+        of = (whole.object(field) or whole.part(field, {})).with_defaults(defaults)
         first, rows = of.integer("vocab_offset"), of.integer("vocab_size")
         if end - first > rows:
             raise of.refuse("vocab_size", f"tokens {first} to {end - 1} need rows")
@@ -83,16 +81,6 @@ def _media(text: ConfigJson, whole: ConfigJson) -> tuple[MediaTokens, ...]:
             found.insert(0, MediaTokens(module, first, end - first, rows, of.integer("hidden_size"), eps))
             end = first
     return tuple(found)
-
-
-def _check_ropes(fields: ConfigJson) -> None:
-    """Refuse a share of heads that transformers ignores."""
-    if (parameters := fields.object("rope_parameters")) is None:
-        return
-    for kind in (FULL, SLIDING):
-        of = parameters.object(kind) or parameters
-        if of.text("rope_type", "default") == "default" and of.number("partial_rotary_factor", 1.0) != 1:
-            raise of.refuse("partial_rotary_factor", "the default rope turns whole heads")
 
 
 def _streams(fields: ConfigJson) -> StreamsSpec:

@@ -31,7 +31,7 @@ def _read(fields: ConfigJson, tensors: TensorNames) -> ModelConfig:
         raise fields.refuse(name, "only causal attention of text is supported")
     types = reading.layer_types(fields, 6)
     types[-1] = FULL  # as transformers has it, whatever the field says
-    first_shared = first_shared_layer(fields, types)
+    first_shared, window = first_shared_layer(fields, types), reading.checked_window(fields, types)
     shapes = _shapes(fields, types)
     ropes = {each: _rope(fields, *each) for each in dict.fromkeys(zip(types, shapes, strict=True))}
     experts = _experts(fields) if fields.boolean("enable_moe_block") else None
@@ -47,7 +47,7 @@ def _read(fields: ConfigJson, tensors: TensorNames) -> ModelConfig:
                 *shape,
                 scale=1.0,
                 rope=ropes[seen, shape],
-                window=fields.integer("sliding_window") if seen == SLIDING else None,
+                window=window if seen == SLIDING else None,
                 head_norm=HeadNorm.EACH,
                 qkv_bias=bias,
                 o_bias=bias,
@@ -115,7 +115,7 @@ def _shapes(fields: ConfigJson, types: list[str]) -> list[Heads]:
         others = {"head_dim": fields.integer("global_head_dim"), "num_key_value_heads": kv_heads or heads.num_kv_heads}
         full = reading.heads(fields.with_values(others))
         return [full if seen == FULL else heads for seen in types]
-    each = fields.object("per_layer_config") or ConfigJson(fields.path, {}, "per_layer_config.")
+    each = fields.object("per_layer_config") or fields.part("per_layer_config", {})
     found = [_changed(fields, each, layer) or heads for layer in range(len(types))]
     if unknown := each.raw.keys() - {str(layer) for layer in range(len(types))}:
         raise fields.refuse("per_layer_config", f"{min(unknown)!r} is none of {len(types)} layers")
@@ -143,13 +143,7 @@ def _experts(fields: ConfigJson) -> Experts:
 
 
 def _rope(fields: ConfigJson, kind: str, heads: Heads) -> RopeConfig:
-    parameters = fields.object("rope_parameters") or ConfigJson(fields.path, _ROPES, "rope_parameters.")
-    of = parameters.object(kind)
-    if of is None:
-        raise parameters.refuse(kind, "the rope of such layers is needed")
-    if of.text("rope_type", "default") == "default" and of.number("partial_rotary_factor", 1.0) != 1:
-        raise of.refuse("partial_rotary_factor", "the default rope turns whole heads")
-    return reading.rope(fields, heads.head_dim, of=of)
+    return reading.rope(fields, heads.head_dim, of=reading.whole_rope(fields, kind, _ROPES))
 
 
 _DEFAULTS = {
@@ -189,9 +183,33 @@ _TENSORS = replace(
 _NOTES = "on CPUs by PyTorch's operators"
 _read_plain, _read_text = partial(_read, tensors=_PLAIN), partial(_read, tensors=_TENSORS)
 
-GEMMA_4 = Family("Gemma 4", ("Gemma4ForCausalLM",), _read_plain, _DEFAULTS, _PLAIN, _NOTES)
-GEMMA_4_TEXT = Family("Gemma 4 (text)", ("Gemma4ForConditionalGeneration",), _read_text, _DEFAULTS, _TENSORS, _NOTES)
-GEMMA_4_UNIFIED = Family("Gemma 4 Unified", ("Gemma4UnifiedForCausalLM",), _read_plain, _UNIFIED, _PLAIN, _NOTES)
+GEMMA_4 = Family(
+    "Gemma 4", ("Gemma4ForCausalLM",), _read_plain, _DEFAULTS, _PLAIN, _NOTES, nulls=("final_logit_softcapping",)
+)
+GEMMA_4_TEXT = Family(
+    "Gemma 4 (text)",
+    ("Gemma4ForConditionalGeneration",),
+    _read_text,
+    _DEFAULTS,
+    _TENSORS,
+    _NOTES,
+    nulls=("final_logit_softcapping",),
+)
+GEMMA_4_UNIFIED = Family(
+    "Gemma 4 Unified",
+    ("Gemma4UnifiedForCausalLM",),
+    _read_plain,
+    _UNIFIED,
+    _PLAIN,
+    _NOTES,
+    nulls=("final_logit_softcapping",),
+)
 GEMMA_4_UNIFIED_TEXT = Family(
-    "Gemma 4 Unified (text)", ("Gemma4UnifiedForConditionalGeneration",), _read_text, _UNIFIED, _TENSORS, _NOTES
+    "Gemma 4 Unified (text)",
+    ("Gemma4UnifiedForConditionalGeneration",),
+    _read_text,
+    _UNIFIED,
+    _TENSORS,
+    _NOTES,
+    nulls=("final_logit_softcapping",),
 )

@@ -15,15 +15,18 @@ from ..tensor_names import FUSED_GATE_UP, LLAMA_NORMS, TEXT_AND_IMAGES, TensorNa
 from . import reading
 
 
-def _reader(norms: Norms, *, qkv_bias: bool = False) -> Callable[[ConfigJson], ModelConfig]:
-    """qkv_bias: without a field that says so."""
+def _reader(norms: Norms, *, qkv_bias: bool = False, has_images: bool = False) -> Callable[[ConfigJson], ModelConfig]:
+    """qkv_bias: without a field that says so. has_images: the rope has sections."""
 
     def read(fields: ConfigJson) -> ModelConfig:
         heads = reading.heads(fields)
+        rope = reading.rope(fields, heads.head_dim, interleaved=True)
+        if has_images:
+            reading.check_sections(fields, rope, SECTIONS)
         attention = AttentionSpec(
             *heads,
             scale=heads.head_dim**-0.5,
-            rope=reading.rope(fields, heads.head_dim, interleaved=True),
+            rope=rope,
             qkv_bias=qkv_bias or fields.boolean("attention_bias"),
         )
         layer = LayerSpec(attention, reading.gated(fields), norms)
@@ -34,7 +37,9 @@ def _reader(norms: Norms, *, qkv_bias: bool = False) -> Callable[[ConfigJson], M
 
 def _read_ocr(fields: ConfigJson) -> ModelConfig:
     """Without the draft layer after the last."""
-    model = _reader(Norms.AROUND)(fields.without("attention_bias").with_defaults({"attention_bias": False}))
+    model = _reader(Norms.AROUND, has_images=True)(
+        fields.without("attention_bias").with_defaults({"attention_bias": False})
+    )
     drafts = (f"{prefix}layers.{len(model.layers)}." for prefix in GLM_4_1V.tensors.prefixes)
     tensors = replace(GLM_4_1V.tensors, left_out=(*GLM_4_1V.tensors.left_out, *drafts))
     return replace(model, tensors=tensors)
@@ -48,9 +53,18 @@ _DEFAULTS = {
     "attention_bias": True,
     "partial_rotary_factor": 0.5,
 }
+#: Of M-RoPE, where `mrope_section` is missing.
+SECTIONS = (8, 12, 12)
 OUT_NORMS = {"attention_out_norm": "post_self_attn_layernorm", "mlp_out_norm": "post_mlp_layernorm"}
 
-GLM = Family("GLM-4", ("GlmForCausalLM",), _reader(Norms.BEFORE), _DEFAULTS, TensorNames(fused=FUSED_GATE_UP))
+GLM = Family(
+    "GLM-4",
+    ("GlmForCausalLM",),
+    _reader(Norms.BEFORE),
+    _DEFAULTS,
+    TensorNames(fused=FUSED_GATE_UP),
+    nulls=("num_key_value_heads",),
+)
 _NAMES_4 = TensorNames(names={**LLAMA_NORMS, **OUT_NORMS}, fused=FUSED_GATE_UP)
 GLM_4 = Family(
     "GLM-4-0414",
@@ -62,13 +76,15 @@ GLM_4 = Family(
 GLM_4_1V = Family(
     "GLM-4.1V (text)",
     ("Glm4vForConditionalGeneration",),
-    _reader(Norms.AROUND, qkv_bias=True),
+    _reader(Norms.AROUND, qkv_bias=True, has_images=True),
     {
         "num_key_value_heads": 2,
         "max_position_embeddings": 32768,
         "rms_norm_eps": 1e-5,
+        "partial_rotary_factor": 1.0,
     },
     replace(TEXT_AND_IMAGES, names=_NAMES_4.names, fused=FUSED_GATE_UP),
+    nulls=("num_key_value_heads",),
 )
 GLM_OCR = Family(
     "GLM-OCR (text)",

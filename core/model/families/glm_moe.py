@@ -19,6 +19,9 @@ from ..recurrent import RecurrentSpec
 from ..tensor_names import LATENT_NORMS, LLAMA_NORMS, TEXT_AND_IMAGES, TensorNames
 from . import latent, reading
 
+#: Of M-RoPE, where `mrope_section` is missing.
+_SECTIONS = (8, 12, 12)
+
 _SHARED = {f"mlp.shared_expert.{each}": f"mlp.shared_experts.{each}" for each in ("gate_proj", "up_proj", "down_proj")}
 NAMES = {**LLAMA_NORMS, **LATENT_NORMS, **_SHARED}
 TENSORS = TensorNames(names=NAMES)
@@ -29,7 +32,10 @@ def _read(fields: ConfigJson) -> ModelConfig:
 
 
 def _read_text(fields: ConfigJson) -> ModelConfig:
-    return model(fields, _attention(fields), replace(TEXT_AND_IMAGES, names=NAMES))
+    attention = _attention(fields)
+    if attention.rope is not None:
+        reading.check_sections(fields, attention.rope, _SECTIONS)
+    return model(fields, attention, replace(TEXT_AND_IMAGES, names=NAMES))
 
 
 def _read_lite(fields: ConfigJson) -> ModelConfig:

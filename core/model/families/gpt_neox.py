@@ -16,9 +16,11 @@ _QKV = "attention.query_key_value"
 
 
 def _read(fields: ConfigJson) -> ModelConfig:
+    for name in ("rope_theta", "partial_rotary_factor", "num_key_value_heads"):
+        fields = fields.without(name)  # transformers leaves them out, too
     fields = reading.renamed(fields, {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"})
-    fields = fields.without("num_key_value_heads").without("head_dim")  # transformers leaves them out, too
-    heads, bias = reading.heads(fields), fields.boolean("attention_bias")
+    fields.states("head_dim", fields.integer("hidden_size") // fields.integer("num_attention_heads"))
+    heads, bias = reading.heads(fields.without("head_dim")), fields.boolean("attention_bias")
     rope = reading.rope(fields, heads.head_dim)
     attention = AttentionSpec(*heads, scale=heads.head_dim**-0.5, rope=rope, qkv_bias=bias, o_bias=bias)
     feed_forward = reading.ungated(fields, default=UngatedActivation.GELU, bias=True)

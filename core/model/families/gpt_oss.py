@@ -11,6 +11,7 @@ from . import reading
 
 _ROPE = {
     "rope_type": "yarn",
+    "rope_theta": 150000.0,
     "factor": 32.0,
     "beta_fast": 32.0,
     "beta_slow": 1.0,
@@ -20,9 +21,9 @@ _ROPE = {
 
 
 def _read(fields: ConfigJson) -> ModelConfig:
-    heads, bias, window = reading.heads(fields), fields.boolean("attention_bias"), fields.optional("sliding_window")
-    of = reading.rope_fields(fields)
-    rope = reading.rope(fields, heads.head_dim, of=of if of.raw else ConfigJson(fields.path, _ROPE, "rope_parameters."))
+    heads, bias, types = reading.heads(fields), fields.boolean("attention_bias"), reading.layer_types(fields, 2)
+    window = reading.checked_window(fields, types)
+    rope = reading.rope(fields, heads.head_dim)
     experts = reading.experts(
         fields,
         Routing(1, Scoring.SOFTMAX_OF_CHOSEN, bias=True),
@@ -43,7 +44,7 @@ def _read(fields: ConfigJson) -> ModelConfig:
             ),
             experts,
         )
-        for seen in reading.layer_types(fields, 2)
+        for seen in types
     ]
     return reading.dense(fields, layers, reading.rms_norm(fields, wide=True))
 
@@ -58,6 +59,7 @@ GPT_OSS = Family(
         "max_position_embeddings": 131072,
         "rms_norm_eps": 1e-5,
         "rope_theta": 150000.0,
+        "rope_parameters": _ROPE,
         "sliding_window": 128,
         "num_local_experts": 128,
         "num_experts_per_tok": 4,

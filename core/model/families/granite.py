@@ -106,7 +106,7 @@ def _read_hybrid(fields: ConfigJson) -> ModelConfig:
 
 def _layer_types(fields: ConfigJson) -> list[str]:
     """Checkpoints say "mamba" and "attention", where transformers writes names of its own."""
-    name = next((each for each in ("layer_types", "layers_block_type") if each in fields.raw), "layer_types")
+    name = reading.one_of(fields, "layer_types", "layers_block_type")
     names = {"attention": reading.FULL, reading.FULL: reading.FULL, "mamba": _MAMBA, _MAMBA: _MAMBA}
     count = fields.integer("num_hidden_layers")
     types = fields.texts(name) or [_MAMBA] * count
@@ -135,7 +135,7 @@ _WITH_SHARED = replace(
 )
 _DEFAULTS = {"max_position_embeddings": 2048, **dict.fromkeys((*_FACTORS, "attention_multiplier"), 1.0)}
 
-GRANITE = Family("Granite 3", ("GraniteForCausalLM",), _read, _DEFAULTS)
+GRANITE = Family("Granite 3", ("GraniteForCausalLM",), _read, _DEFAULTS, nulls=("num_key_value_heads",))
 _HYBRID = {**LLAMA_NORMS, "mlp.down_proj": "shared_mlp.output_linear"}
 GRANITE_4 = Family(
     "Granite 4",
@@ -150,6 +150,7 @@ GRANITE_4 = Family(
     },
     TensorNames(names=_HYBRID, fused={"shared_mlp.input_linear": ("mlp.gate_proj", "mlp.up_proj")}),
     notes=f"models without a layer of attention are refused; with experts: {reading.EXPERTS_NOTE}",
+    nulls=("num_key_value_heads",),
 )
 GRANITE_MOE = Family(
     "Granite-MoE",
@@ -158,6 +159,7 @@ GRANITE_MOE = Family(
     {**_DEFAULTS, "num_local_experts": 8, "num_experts_per_tok": 2},
     _EXPERTS,
     notes=reading.EXPERTS_NOTE,
+    nulls=("num_key_value_heads",),
 )
 _WINDOWS = {"num_key_value_heads": 4, "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "sliding_window": 128}
 GRANITE_SWA = Family(
@@ -166,6 +168,7 @@ GRANITE_SWA = Family(
     _read_windows,
     {**_DEFAULTS, **_WINDOWS, "tie_word_embeddings": True},
     notes="on CPUs by PyTorch's operators",
+    nulls=("num_key_value_heads",),
 )
 GRANITE_MOE_SWA = Family(
     "Granite-MoE SWA",
@@ -173,4 +176,5 @@ GRANITE_MOE_SWA = Family(
     _read_windows_experts,
     {**GRANITE_MOE.defaults, "sliding_window": 128},
     notes=reading.EXPERTS_NOTE,
+    nulls=("num_key_value_heads",),
 )

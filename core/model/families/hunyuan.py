@@ -24,9 +24,7 @@ def _attention(fields: ConfigJson) -> AttentionSpec:
     if rope.type == "dynamic" and (alpha := reading.optional_number(rope_fields, "alpha")) is not None:
         dim = heads.head_dim  # as NTK-aware interpolation: the frequencies depend on no length
         rope = replace(rope, type="default", theta=rope.theta * alpha ** (dim / (dim - 2)))
-    if rope.attention_factor != 1:
-        name = "rope_type" if "rope_type" in rope_fields.raw else "type"
-        raise rope_fields.refuse(name, "rotated heads would have other norms; only attention_factor 1 is supported")
+    reading.check_rotated_norm(fields, rope)
     return AttentionSpec(
         *heads,
         scale=heads.head_dim**-0.5,
@@ -44,7 +42,7 @@ def _read(fields: ConfigJson) -> ModelConfig:
 
 def _read_experts(fields: ConfigJson) -> ModelConfig:
     numbers = {name: _number_of_all(fields, name) for name in ("num_experts", "moe_topk") if name in fields.raw}
-    fields = ConfigJson(fields.path, {**fields.raw, **numbers}, defaults=MOE_DEFAULTS)
+    fields = fields.with_values(numbers)
     size = fields.integer("intermediate_size")
     routing = Routing(1, renormalised=True)
     experts = reading.experts(fields, routing, size="intermediate_size", per_token="moe_topk", shared_size=size)
@@ -102,6 +100,7 @@ HUNYUAN = Family(
     _DEFAULTS,
     TensorNames(names={**LLAMA_NORMS, **_HEAD_NORMS}),
     notes="on CPUs by PyTorch's operators",
+    nulls=("head_dim", "num_key_value_heads"),
 )
 HUNYUAN_MOE = Family(
     "Hunyuan-A13B",
@@ -117,6 +116,7 @@ HUNYUAN_MOE = Family(
         }
     ),
     notes=f"{reading.EXPERTS_NOTE}; layers with different numbers of experts are refused",
+    nulls=("head_dim", "num_key_value_heads"),
 )
 HUNYUAN_3 = Family(
     "Hunyuan 3",
@@ -136,4 +136,5 @@ HUNYUAN_3 = Family(
         "router_scaling_factor": 2.826,
     },
     notes=f"{reading.EXPERTS_NOTE}; the draft layer after the last is left out",
+    nulls=("num_shared_experts",),
 )

@@ -47,4 +47,5 @@ HYPERCLOVA_X = Family(
         "use_post_norm": True,
     },
     TensorNames(names={**LLAMA_NORMS, "attention_out_norm": "post_norm1", "mlp_out_norm": "post_norm2"}),
+    nulls=("attention_multiplier", "head_dim", "num_key_value_heads"),
 )

@@ -29,4 +29,5 @@ INTERNLM_3 = Family(
     ("InternLM3ForCausalLM",),
     _read,
     {"num_key_value_heads": 2, "head_dim": 128, "max_position_embeddings": 32768, "rms_norm_eps": 1e-5},
+    nulls=("head_dim", "num_key_value_heads"),
 )

@@ -35,7 +35,7 @@ _LINEAR_FIELDS = {
 
 def _read(fields: ConfigJson) -> ModelConfig:
     fields = reading.renamed(fields, _FIELDS)
-    linear = fields.object("linear_attn_config") or ConfigJson(fields.path, {}, "linear_attn_config.")
+    linear = fields.object("linear_attn_config") or fields.part("linear_attn_config", {})
     inner = {name: linear.integer(own) for own, name in _LINEAR_FIELDS.items() if linear.has(own)}
     fields = fields.with_values(inner)
     _check(fields)
@@ -142,4 +142,5 @@ KIMI_LINEAR = Family(
         f"latents are kept, not keys and values; {reading.EXPERTS_NOTE}; draft layers after the last are left out; "
         "in 16 bits with `--block-tokens 32` at least"
     ),
+    nulls=("num_key_value_heads", "v_head_dim"),
 )

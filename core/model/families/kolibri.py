@@ -16,6 +16,8 @@ from . import exaone, glm, glm_moe, reading
 
 
 def _read(fields: ConfigJson) -> ModelConfig:
+    if fields.is_null("sliding_window"):
+        raise fields.refuse("sliding_window", "transformers takes no null here; leave the field out for its default")
     routing = Routing(1, Scoring.SIGMOID_OF_CHOSEN, renormalised=fields.boolean("norm_topk_prob"), corrected=True)
     experts = reading.experts(fields, routing, shared_size=fields.integer("shared_expert_intermediate_size"))
     layers = [LayerSpec(each, experts, Norms.AROUND) for each in exaone.attentions(fields, 5)]

@@ -43,7 +43,10 @@ def _read_minicpm(fields: ConfigJson) -> ModelConfig:
 
 
 _NAMES = TensorNames(names={**LLAMA_NORMS, **LATENT_NORMS})
-_NOTE = "latents are kept, not keys and values; on CPUs by PyTorch's operators"
+_NOTE = (
+    "latents are kept, not keys and values; on CPUs by PyTorch's operators; `attention_bias` without `q_lora_rank` is "
+    "refused"
+)
 
 YOUTU = Family(
     "Youtu-LLM",
@@ -58,6 +61,7 @@ YOUTU = Family(
     },
     _NAMES,
     notes=_NOTE,
+    nulls=("rope_interleave", "v_head_dim"),
 )
 MINICPM_3 = Family(
     "MiniCPM3",
@@ -77,4 +81,5 @@ MINICPM_3 = Family(
     },
     _NAMES,
     notes=_NOTE,
+    nulls=("num_key_value_heads", "v_head_dim"),
 )

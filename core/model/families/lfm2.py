@@ -35,6 +35,7 @@ def _read_experts(fields: ConfigJson) -> ModelConfig:
     count, first = fields.integer("num_hidden_layers"), fields.integer("num_dense_layers", least=0)
     if first >= count:
         raise fields.refuse("num_dense_layers", f"num_hidden_layers is {count}; a layer with experts is needed")
+    fields.states("hidden_act", "silu")
     dense, experts = GatedSpec(fields.integer("intermediate_size")), reading.experts(fields, routing)
     return _model(fields, [dense if index < first else experts for index in range(count)])
 

@@ -27,7 +27,7 @@ def _read(fields: ConfigJson) -> ModelConfig:
             *heads,
             scale=heads.head_dim**-0.5,
             rope=_rope(fields, kind, heads.head_dim),
-            window=fields.integer("sliding_window") if kind == reading.SLIDING else None,
+            window=reading.checked_window(fields, types) if kind == reading.SLIDING else None,
             head_norm=HeadNorm.EACH,
             qkv_bias=bias,
             o_bias=bias,
@@ -44,7 +44,7 @@ def _read(fields: ConfigJson) -> ModelConfig:
     feed_forward = GatedSpec(fields.integer("intermediate_size"))
     norms = Norms.AROUND if fields.boolean("use_sandwich_norm") else Norms.BEFORE
     layers = [LayerSpec(mixers[kind], feed_forward, norms) for kind in types]
-    return reading.dense(fields, layers, NormSpec(fields.number("norm_eps")))
+    return reading.dense(fields, layers, NormSpec(fields.number(reading.one_of(fields, "norm_eps", "rms_norm_eps"))))
 
 
 def _layer_types(fields: ConfigJson) -> list[str]:
@@ -63,10 +63,12 @@ def _layer_types(fields: ConfigJson) -> list[str]:
 
 def _rope(fields: ConfigJson, kind: str, head_dim: int) -> RopeConfig:
     """A rope of the default type rotates whole heads, whatever `partial_rotary_factor` is."""
-    ropes = fields.object("rope_parameters") or ConfigJson(fields.path, _ROPES, "rope_parameters.")
+    ropes = reading.rope_fields(fields)
+    if not ropes.raw and fields.is_missing("rope_parameters"):
+        ropes = fields.part("rope_parameters", _ROPES)
     if (own := ropes.object(kind)) is None:
         raise ropes.refuse(kind, "a rope for each type of attention that layers have is needed")
-    if own.text("rope_type", own.text("type", "default")) == "default":
+    if reading.rope_type_of(own) == "default":
         own = own.with_values({"partial_rotary_factor": 1.0})
     return reading.rope(fields, head_dim, of=own, theta=None if fields.has("rope_theta") else 1_000_000.0)
 

@@ -33,12 +33,19 @@ def _read_windows(fields: ConfigJson) -> ModelConfig:
     return reading.dense(fields, layers, reading.rms_norm(fields))
 
 
-LLAMA = Family("Llama 2 and 3", ("LlamaForCausalLM",), _read, {"max_position_embeddings": 2048})
+LLAMA = Family(
+    "Llama 2 and 3",
+    ("LlamaForCausalLM",),
+    _read,
+    {"max_position_embeddings": 2048},
+    nulls=("head_dim", "num_key_value_heads"),
+)
 IQUEST_CODER = Family(
     "IQuest-Coder",
     ("IQuestCoderForCausalLM",),
     _read_iquest,
     {"num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5},
+    nulls=("head_dim", "num_key_value_heads"),
 )
 CWM = Family(
     "Code World Model (CWM)",

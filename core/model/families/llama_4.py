@@ -60,8 +60,6 @@ def _attention(fields: ConfigJson, rotates: list[bool]) -> list[AttentionSpec]:
 
 def _rope(fields: ConfigJson, head_dim: int) -> RopeConfig:
     rope = reading.rope(fields, head_dim, interleaved=True)
-    if rope.dim != head_dim:
-        raise fields.refuse("partial_rotary_factor", "the rope turns whole heads")
     if rope.attention_factor != 1 and fields.boolean("use_qk_norm"):
         raise fields.refuse("use_qk_norm", "heads are normalised with ropes that don't change their norms alone")
     return rope

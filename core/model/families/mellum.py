@@ -12,8 +12,11 @@ from . import reading
 
 def _read(fields: ConfigJson) -> ModelConfig:
     heads, bias = reading.heads(fields), fields.boolean("attention_bias")
-    window = fields.optional("sliding_window")
-    ropes = reading.ropes_by_type(fields, {reading.FULL: 500000.0, reading.SLIDING: 10000.0})
+    types = reading.layer_types(fields, 1)
+    window = reading.checked_window(fields, types)
+    ropes = {
+        kind: reading.rope(fields, heads.head_dim, of=reading.whole_rope(fields, kind, _ROPES)) for kind in set(types)
+    }
     attentions = [
         AttentionSpec(
             *heads,
@@ -24,13 +27,17 @@ def _read(fields: ConfigJson) -> ModelConfig:
             o_bias=bias,
             window=window if seen == reading.SLIDING else None,
         )
-        for seen in reading.layer_types(fields, 1)
+        for seen in types
     ]
     experts = reading.experts(fields, Routing(1, renormalised=fields.boolean("norm_topk_prob")))
     layers = reading.layers_with_experts(fields, attentions, experts, reading.mlp_layer_types(fields, 0))
     return reading.dense(fields, layers, reading.rms_norm(fields), tensors=TensorNames(left_out=("mtp.",)))
 
 
+_ROPES = {
+    reading.FULL: {"rope_type": "default", "rope_theta": 500000.0},
+    reading.SLIDING: {"rope_type": "default", "rope_theta": 10000.0},
+}
 MELLUM = Family(
     "Mellum 2",
     ("MellumForCausalLM",),
@@ -45,6 +52,7 @@ MELLUM = Family(
         "num_experts": 64,
         "num_experts_per_tok": 8,
         "norm_topk_prob": True,
+        "partial_rotary_factor": 1.0,
     },
     notes=f"{reading.EXPERTS_NOTE}; draft layers (`mtp`) are left out",
 )

@@ -26,7 +26,9 @@ def _read(fields: ConfigJson) -> ModelConfig:
 def _with_partial_factor(fields: ConfigJson, head_dim: int) -> ConfigJson:
     """The same fields, with the part of a head that rotates as transformers has it: checkpoints say `rotary_dim`."""
     rotated = fields.optional("rotary_dim")
-    return fields if rotated is None else fields.with_defaults({"partial_rotary_factor": rotated / head_dim})
+    if rotated is None or not fields.is_missing("partial_rotary_factor"):
+        return fields
+    return fields.with_values({"partial_rotary_factor": rotated / head_dim})
 
 
 MINIMAX_M2 = Family(
@@ -38,6 +40,7 @@ MINIMAX_M2 = Family(
         "head_dim": 128,
         "max_position_embeddings": 196608,
         "rope_theta": 5000000.0,
+        "partial_rotary_factor": 1.0,
         "num_local_experts": 256,
         "num_experts_per_tok": 8,
     },

@@ -16,7 +16,16 @@ from . import glm_moe, latent, reading
 
 
 def _read(fields: ConfigJson) -> ModelConfig:
-    heads, growth = reading.heads(fields), _growth(reading.rope_fields(fields))
+    reading.rope_fields(fields).states(_BETA)  # of Ministral 3 alone
+    return _model(fields, None)
+
+
+def _read_ministral_3(fields: ConfigJson) -> ModelConfig:
+    return _model(fields, _growth(fields))
+
+
+def _model(fields: ConfigJson, growth: QueryGrowth | None) -> ModelConfig:
+    heads = reading.heads(fields)
     rope, feed_forward = reading.rope(fields, heads.head_dim), reading.gated(fields)
     attention = AttentionSpec(*heads, scale=heads.head_dim**-0.5, rope=rope, query_growth=growth)
     windows = reading.windows(fields, [reading.SLIDING] * fields.integer("num_hidden_layers"))
@@ -25,7 +34,7 @@ def _read(fields: ConfigJson) -> ModelConfig:
 
 
 def _read_4(fields: ConfigJson) -> ModelConfig:
-    growth = _growth(reading.rope_fields(fields))
+    growth = _growth(fields)
     attention = latent.attention(fields, interleaved=fields.boolean("rope_interleave"), growth=growth)
     groups = fields.integer("n_group")
     routing = Routing(
@@ -47,20 +56,21 @@ def _read_beside_vision(fields: ConfigJson) -> ModelConfig:
     return replace(model, tensors=replace(BESIDE_VISION, names=model.tensors.names))
 
 
-def _growth(rope: ConfigJson) -> QueryGrowth | None:
+def _growth(fields: ConfigJson) -> QueryGrowth:
     """Of Ministral 3."""
-    beta = reading.optional_number(rope, "llama_4_scaling_beta")
-    return None if beta is None else QueryGrowth(beta, rope.integer("original_max_position_embeddings"))
+    rope = reading.rope_fields(fields)
+    return QueryGrowth(rope.number(_BETA), reading.original_positions(rope, fields))
 
 
+_BETA = "llama_4_scaling_beta"
 _DEFAULTS = {"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096}
 
-MISTRAL = Family("Mistral", ("MistralForCausalLM",), _read, _DEFAULTS)
-MINISTRAL = Family("Ministral 8B", ("MinistralForCausalLM",), _read, _DEFAULTS)
+MISTRAL = Family("Mistral", ("MistralForCausalLM",), _read, _DEFAULTS, nulls=("head_dim",))
+MINISTRAL = Family("Ministral 8B", ("MinistralForCausalLM",), _read, _DEFAULTS, nulls=("head_dim",))
 MINISTRAL_3 = Family(
     "Ministral 3",
     ("Ministral3ForCausalLM",),
-    _read,
+    _read_ministral_3,
     {
         **_DEFAULTS,
         "head_dim": 128,
@@ -102,4 +112,5 @@ MISTRAL_3 = Family(
     ("Mistral3ForConditionalGeneration",),
     _read_beside_vision,
     tensors=BESIDE_VISION,
+    nulls=("head_dim",),
 )

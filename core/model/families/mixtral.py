@@ -45,4 +45,5 @@ MIXTRAL = Family(
         }
     ),
     notes=reading.EXPERTS_NOTE,
+    nulls=("head_dim",),
 )

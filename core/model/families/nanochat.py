@@ -14,10 +14,12 @@ from . import reading
 
 def _read(fields: ConfigJson) -> ModelConfig:
     heads, bias = reading.heads(fields), fields.boolean("attention_bias")
+    rope = reading.rope(fields, heads.head_dim)
+    reading.check_rotated_norm(fields, rope)
     attention = AttentionSpec(
         *heads,
         scale=heads.head_dim**-0.5,
-        rope=replace(reading.rope(fields, heads.head_dim), backward=True),
+        rope=replace(rope, backward=True),
         head_norm=HeadNorm.BARE,  # rotating changes no norm
         qkv_bias=bias,
         o_bias=bias,
@@ -39,4 +41,5 @@ NANOCHAT = Family(
     {"max_position_embeddings": 2048, "intermediate_size": 8192, "final_logit_softcapping": 15.0},
     TensorNames(names={"mlp.up_proj": "mlp.fc1", "mlp.down_proj": "mlp.fc2"}),
     notes="on CPUs by PyTorch's operators",
+    nulls=("final_logit_softcapping", "num_key_value_heads"),
 )

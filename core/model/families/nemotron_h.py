@@ -37,12 +37,13 @@ def _read(fields: ConfigJson) -> ModelConfig:
         layers[_MLP] = LayerSpec(None, UngatedSpec(fields.integer("intermediate_size"), _activation(fields), bias))
     if _EXPERTS in types:
         layers[_EXPERTS] = LayerSpec(None, _experts(fields))
-    return reading.dense(fields, [layers[kind] for kind in types], norm)
+    # transformers ties no weights of this family, whatever the field says
+    return reading.dense(fields, [layers[kind] for kind in types], norm, tie_word_embeddings=False)
 
 
 def _layer_types(fields: ConfigJson) -> list[str]:
     """`num_hidden_layers` is ignored, as in transformers."""
-    for name in ("layers_block_type", "layer_types", "hybrid_override_pattern"):
+    for name in (reading.one_of(fields, "layers_block_type", "layer_types"), "hybrid_override_pattern"):
         if not fields.has(name):
             continue
         types = list(fields.text(name)) if name == "hybrid_override_pattern" else fields.texts(name)

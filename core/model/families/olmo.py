@@ -52,12 +52,13 @@ def _read_2(fields: ConfigJson) -> ModelConfig:
 
 
 def _read_3(fields: ConfigJson) -> ModelConfig:
-    ropes = reading.ropes_by_type(fields, {reading.FULL: None, reading.SLIDING: None})
-    window = fields.optional("sliding_window")
+    ropes = reading.ropes_by_type(fields, {reading.FULL: ("rope_theta", _THETA), reading.SLIDING: (None, _THETA)})
     types = reading.layer_types(fields, 4)
-    return _model(fields, [(ropes[seen], window if seen == reading.SLIDING else None) for seen in types])
+    windows = reading.windows_of(fields, types)
+    return _model(fields, [(ropes[seen], window) for seen, window in zip(types, windows, strict=True)])
 
 
+_THETA = 500000.0
 _NAMES = TensorNames(names=AFTER_NORMS)
 _DEFAULTS = {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5}
 
@@ -68,7 +69,12 @@ OLMO_1 = Family(
     {"max_position_embeddings": 2048},
     notes="models that clip queries, keys and values (`clip_qkv`) are refused",
 )
-OLMO_2 = Family("OLMo 2", ("Olmo2ForCausalLM",), _read_2, _DEFAULTS, _NAMES)
+OLMO_2 = Family("OLMo 2", ("Olmo2ForCausalLM",), _read_2, _DEFAULTS, _NAMES, nulls=("num_key_value_heads",))
 OLMO_3 = Family(
-    "OLMo 3", ("Olmo3ForCausalLM",), _read_3, {**_DEFAULTS, "sliding_window": 4096, "rope_theta": 500000.0}, _NAMES
+    "OLMo 3",
+    ("Olmo3ForCausalLM",),
+    _read_3,
+    {**_DEFAULTS, "sliding_window": 4096},
+    _NAMES,
+    nulls=("num_key_value_heads",),
 )

@@ -91,4 +91,11 @@ OLMO_HYBRID = Family(
             "attention_out_norm": "feedforward_layer_norm",
         },
     ),
+    nulls=(
+        "linear_key_head_dim",
+        "linear_num_key_heads",
+        "linear_num_value_heads",
+        "linear_value_head_dim",
+        "num_key_value_heads",
+    ),
 )

@@ -55,4 +55,5 @@ FLEX_OLMO = Family(
     },
     TensorNames(names=AFTER_NORMS),
     notes=reading.EXPERTS_NOTE,
+    nulls=("num_key_value_heads",),
 )

@@ -45,6 +45,7 @@ QWEN2_5_OMNI = Family(
     },
     _THINKER,
     notes="text only",
+    nulls=("num_key_value_heads",),
 )
 QWEN3_OMNI = Family(
     "Qwen3-Omni's thinker (text)",

@@ -12,13 +12,15 @@ from ..layers import AttentionSpec, LayerSpec, Norms, UngatedActivation
 from ..tensor_names import FUSED_GATE_UP, FUSED_QKV, TensorNames
 from . import reading
 
+_ROPE_NAMES = {"su": "longrope", "yarn": "longrope"}
+
 
 def _read(fields: ConfigJson) -> ModelConfig:
     heads = reading.heads(fields)
     attention = AttentionSpec(
         *heads,
         scale=heads.head_dim**-0.5,
-        rope=reading.rope(fields, heads.head_dim),
+        rope=reading.rope(fields, heads.head_dim, names=_ROPE_NAMES, types=("default", "longrope")),
         window=fields.optional("sliding_window"),
     )
     layer = LayerSpec(attention, reading.gated(fields))
@@ -40,9 +42,15 @@ PHI_3 = Family(
     "Phi-3 and Phi-4",
     ("Phi3ForCausalLM",),
     _read,
-    {"max_position_embeddings": 4096, "original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
+    {
+        "max_position_embeddings": 4096,
+        "original_max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5,
+        "partial_rotary_factor": 1.0,
+    },
     TensorNames(fused={**FUSED_QKV, **FUSED_GATE_UP}),
     notes="with longrope, up to the original positions unless `--max-model-len` asks for more",
+    nulls=("num_key_value_heads",),
 )
 PHI_2 = Family(
     "Phi-1, 1.5 and 2",
@@ -59,4 +67,5 @@ PHI_2 = Family(
         },
     ),
     notes="adapters with a copy of the output projection are refused, as it has a bias; on CPUs by PyTorch's operators",
+    nulls=("num_key_value_heads",),
 )

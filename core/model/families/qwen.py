@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
 from ..config import ModelConfig
 from ..config_json import ConfigJson
@@ -12,17 +13,21 @@ from ..tensor_names import TEXT_AND_IMAGES
 from . import reading
 
 
-def _reader(head_norm: HeadNorm | None) -> Callable[[ConfigJson], ModelConfig]:
-    """head_norm: of Qwen3, whose biases are an option; Qwen2 always has those of q, k and v alone."""
+def _reader(
+    head_norm: HeadNorm | None,
+    rope_names: Mapping[str, str] = MappingProxyType({}),
+    sections: tuple[int, ...] = (),
+) -> Callable[[ConfigJson], ModelConfig]:
+    """head_norm: of Qwen3, whose biases are an option; Qwen2 always has those of q, k and v alone. rope_names: other
+    names of types of ropes. sections: of M-RoPE where no field has them; empty: transformers doesn't split by them.
+    """
 
     def read(fields: ConfigJson) -> ModelConfig:
         heads, count = reading.heads(fields), fields.integer("num_hidden_layers")
         bias = fields.boolean("attention_bias") if head_norm else True
-        window = fields.optional("sliding_window") if fields.boolean("use_sliding_window") else None
-        whole = fields.integer("max_window_layers", None if fields.has("max_window_layers") else count, least=0)
-        rope = reading.rope(fields, heads.head_dim)
-        types = fields.texts("layer_types") and reading.layer_types(fields, 1)
-        types = types or [reading.FULL if index < whole else reading.SLIDING for index in range(count)]
+        rope = reading.rope(fields, heads.head_dim, names=rope_names)
+        if sections:
+            reading.check_sections(fields, rope, sections)
         layers = [
             LayerSpec(
                 AttentionSpec(
@@ -32,31 +37,50 @@ def _reader(head_norm: HeadNorm | None) -> Callable[[ConfigJson], ModelConfig]:
                     head_norm=head_norm,
                     qkv_bias=bias,
                     o_bias=bias and head_norm is not None,
-                    window=window if seen == reading.SLIDING else None,
+                    window=window,
                 ),
                 reading.gated(fields),
             )
-            for seen in types
+            for window in _windows(fields, count)
         ]
         return reading.dense(fields, layers, reading.rms_norm(fields))
 
     return read
 
 
-_QWEN2 = {"num_key_value_heads": 32, "max_position_embeddings": 32768, "sliding_window": 4096, "max_window_layers": 28}
+def _windows(fields: ConfigJson, count: int) -> list[int | None]:
+    """The window of each layer."""
+    has_windows = fields.states("use_sliding_window", False) and fields.boolean("use_sliding_window")
+    window = fields.optional("sliding_window") if has_windows else None
+    whole = fields.integer("max_window_layers", None if fields.has("max_window_layers") else count, least=0)
+    types = fields.texts("layer_types") and reading.layer_types(fields, 1)
+    if window is None and reading.SLIDING in types:
+        raise fields.refuse("layer_types", f"{reading.SLIDING} needs use_sliding_window true and a sliding_window")
+    types = types or [reading.FULL if index < whole else reading.SLIDING for index in range(count)]
+    return [window if seen == reading.SLIDING else None for seen in types]
+
+
+_TEXT = {"num_key_value_heads": 32, "max_position_embeddings": 32768}
+_QWEN2 = {**_TEXT, "use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
 _QWEN3 = {**_QWEN2, "head_dim": 128}
 _QWEN2_VL = {**_QWEN2, "num_key_value_heads": 8, "max_window_layers": 80, "rope_theta": 1000000.0, "rms_norm_eps": 1e-5}
-_QWEN3_VL = {**_QWEN3, "max_position_embeddings": 128000, "rope_theta": 500000.0}
+_QWEN3_VL = {**_TEXT, "head_dim": 128, "max_position_embeddings": 128000, "rope_theta": 500000.0}
 
-QWEN2 = Family("Qwen2 and Qwen2.5", ("Qwen2ForCausalLM",), _reader(None), _QWEN2)
-QWEN3 = Family("Qwen3", ("Qwen3ForCausalLM",), _reader(HeadNorm.EACH), _QWEN3)
+QWEN2 = Family("Qwen2 and Qwen2.5", ("Qwen2ForCausalLM",), _reader(None), _QWEN2, nulls=("num_key_value_heads",))
+QWEN3 = Family("Qwen3", ("Qwen3ForCausalLM",), _reader(HeadNorm.EACH), _QWEN3, nulls=("num_key_value_heads",))
 QWEN2_VL = Family(
     "Qwen2-VL and Qwen2.5-VL (text)",
     ("Qwen2_5_VLForConditionalGeneration", "Qwen2VLForConditionalGeneration"),
-    _reader(None),
+    _reader(None, {"mrope": "default"}, (16, 24, 24)),  # of text alone
     _QWEN2_VL,
     TEXT_AND_IMAGES,
+    nulls=("num_key_value_heads", "use_sliding_window"),
 )
 QWEN3_VL = Family(
-    "Qwen3-VL (text)", ("Qwen3VLForConditionalGeneration",), _reader(HeadNorm.EACH), _QWEN3_VL, TEXT_AND_IMAGES
+    "Qwen3-VL (text)",
+    ("Qwen3VLForConditionalGeneration",),
+    _reader(HeadNorm.EACH),
+    _QWEN3_VL,
+    TEXT_AND_IMAGES,
+    nulls=("num_key_value_heads",),
 )

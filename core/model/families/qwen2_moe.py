@@ -57,4 +57,5 @@ QWEN2_MOE = Family(
         "decoder_sparse_step": 1,
     },
     notes=reading.EXPERTS_NOTE,
+    nulls=("num_key_value_heads",),
 )

@@ -63,4 +63,5 @@ QWEN3_VL_MOE = Family(
     },
     replace(TEXT_AND_IMAGES, transposed=True, by_shape=True),
     notes=reading.EXPERTS_NOTE,
+    nulls=("head_dim",),
 )

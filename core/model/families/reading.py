@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from ..config import ModelConfig
@@ -47,7 +48,8 @@ def heads(fields: ConfigJson) -> Heads:
     kv_heads = fields.optional("num_key_value_heads") or count
     if count % kv_heads:
         raise fields.refuse("num_key_value_heads", f"num_attention_heads, {count}, must be a multiple of it")
-    head_dim = fields.integer("head_dim", None if fields.has("head_dim") else hidden // count, least=2)
+    has_own = fields.has("head_dim") and not fields.is_null("head_dim")
+    head_dim = fields.integer("head_dim", least=2) if has_own else hidden // count
     if head_dim % 2:
         raise UnsupportedModel(f"{fields.path}: head_dim is {head_dim}; rotary embedding needs an even one")
     return Heads(count, kv_heads, head_dim)
@@ -64,6 +66,19 @@ def windows(fields: ConfigJson, types: Sequence[str]) -> list[int | None]:
     """The window of each layer, by the field `layer_types`; where it is missing, by `types`."""
     window, given = fields.optional("sliding_window"), fields.texts("layer_types") and layer_types(fields, 1)
     return [window if kind == SLIDING else None for kind in given or types]
+
+
+def windows_of(fields: ConfigJson, types: Sequence[str]) -> list[int | None]:
+    """The window of each layer of these types."""
+    return [checked_window(fields, types) if kind == SLIDING else None for kind in types]
+
+
+def checked_window(fields: ConfigJson, types: Sequence[str]) -> int | None:
+    """The window of layers that have one, which is needed where one of these types does."""
+    window = fields.optional("sliding_window")
+    if window is None and SLIDING in types:
+        raise fields.refuse("sliding_window", f"layers of {SLIDING} need one")
+    return window
 
 
 def gated(
@@ -181,57 +196,134 @@ def rope(
     of: ConfigJson | None = None,
     theta: float | None = None,
     interleaved: bool = False,
+    names: Mapping[str, str] = MappingProxyType({}),
+    types: Sequence[str] = ROPE_TYPES,
 ) -> RopeConfig:
-    """The rotary embedding, from `rope_parameters` or the older `rope_scaling` and `rope_theta`.
+    """The rotary embedding, from `rope_parameters` or the older `rope_scaling` and `rope_theta`. A part of each head
+    rotates in families whose defaults state `partial_rotary_factor`.
 
-    of: the scaling, where layers have several. theta: where neither names one.
+    of: the scaling, where layers have several. theta: where the scaling names none; None: the fields' own. names: older
+    names of types, which transformers knows for this family. types: those that it supports.
     """
     scaling = of or rope_fields(fields)
     if nested := [name for name, value in scaling.raw.items() if isinstance(value, dict)]:
         raise scaling.refuse(nested[0], "rotary embeddings that differ between layers are not supported here")
-    type_field = "rope_type" if "rope_type" in scaling.raw else "type"
-    rope_type = _TYPE_NAMES.get(name := scaling.text(type_field, "default"), name)
-    if rope_type not in ROPE_TYPES:
-        raise scaling.refuse(type_field, f"rope type not supported; supported: {', '.join(ROPE_TYPES)}")
-    base = (
-        theta
-        if theta is not None and "rope_theta" not in scaling.raw
-        else _number(scaling, fields, "rope_theta", 10000.0)
-    )
-    share = _number(scaling, fields, "partial_rotary_factor", 1.0)
+    rope_type = names.get(name := rope_type_of(scaling), name)
+    if rope_type not in types:
+        raise scaling.refuse(_type_field(scaling), f"rope type not supported; supported: {', '.join(types)}")
+    base = theta if theta is not None and "rope_theta" not in scaling.raw else _theta(scaling, fields)
+    share = _share(scaling, fields, rope_type)
     dim = head_dim if rope_type == "proportional" else int(head_dim * share)
-    if not 0 < dim <= head_dim or dim % 2:
+    if not 0 < dim <= head_dim or dim % 2 or share > 1:
         raise fields.refuse("partial_rotary_factor", f"it makes {dim} of {head_dim} elements of a head rotate")
     values: dict[str, Any] = {"theta": base, "type": rope_type, "interleaved": interleaved}
     if rope_type == "proportional":
-        return RopeConfig(dim, pairs=int(share * head_dim // 2), factor=scaling.number("factor", 1.0), **values)
+        return RopeConfig(
+            dim,
+            pairs=int(share * head_dim // 2),
+            factor=_factor(scaling, "factor", None if "factor" in scaling.raw else 1.0),
+            **values,
+        )
     return RopeConfig(dim, **values, **_scaling(scaling, fields, rope_type, dim))
 
 
-def ropes_by_type(fields: ConfigJson, thetas: Mapping[str, float | None]) -> dict[str, RopeConfig]:
-    """A rope for each type of layer: `rope_parameters` may have an object for each. The older `rope_scaling` scales
-    layers of full attention alone.
+def check_rotated_norm(fields: ConfigJson, rope: RopeConfig) -> None:
+    """Refuse ropes that change norms, of a family that normalises heads after they are rotated."""
+    if rope.attention_factor != 1:
+        scaling = rope_fields(fields)
+        why = "rotated heads would have other norms; only attention_factor 1 is supported"
+        raise scaling.refuse(_type_field(scaling), why)
 
-    thetas: bases by type, where no field names one; None: as for all layers.
+
+def check_sections(fields: ConfigJson, rope: RopeConfig, default: tuple[int, ...]) -> None:
+    """Refuse sections of M-RoPE that don't fill the rotated elements; transformers splits them by these. For text alone
+    their sizes have no effect. default: where `mrope_section` is missing.
+    """
+    scaling = rope_fields(fields)
+    sections = scaling.indices("mrope_section") or default
+    if sum(sections) != rope.dim // 2:
+        why = f"its sum must be {rope.dim // 2}, half of the elements that rotate"
+        raise scaling.refuse("mrope_section", f"{why}; by default it is {list(default)}")
+
+
+def rope_type_of(scaling: ConfigJson) -> str:
+    return scaling.text(_type_field(scaling), "default")
+
+
+def _type_field(scaling: ConfigJson) -> str:
+    return "rope_type" if "rope_type" in scaling.raw else "type"
+
+
+def _theta(scaling: ConfigJson, fields: ConfigJson) -> float:
+    holder = scaling if "rope_theta" in scaling.raw else fields
+    return holder.number("rope_theta", None if holder.has("rope_theta") else 10000.0)
+
+
+def _share(scaling: ConfigJson, fields: ConfigJson, rope_type: str) -> float:
+    """The part of a head that rotates."""
+    name = "partial_rotary_factor"
+    if rope_type != "proportional" and not fields.states(name, 1):
+        scaling.states(name, 1)
+        if rope_type == "default":
+            return 1.0
+    if name in scaling.raw:
+        return scaling.number(name)
+    is_stated = fields.states(name, 1)
+    return fields.number(name) if is_stated and fields.has(name) else 1.0
+
+
+def ropes_by_type(fields: ConfigJson, thetas: Mapping[str, tuple[str | None, float]]) -> dict[str, RopeConfig]:
+    """A rope for each type of layer: `rope_parameters` has an object for each. The older `rope_scaling` changes that of
+    layers with full attention.
+
+    thetas: by type, the field of a base where its object names none, and the base where that field is missing.
     """
     head_dim, parameters = heads(fields).head_dim, fields.object("rope_parameters")
-    found = {}
-    for kind, theta in thetas.items():
+    fields = fields.without(_ORIGINAL)
+    scaling, found = fields.object("rope_scaling"), {}
+    for kind, (name, theta) in thetas.items():
         of = None if parameters is None else parameters.object(kind)
-        if of is None:
-            nested = parameters is not None and any(isinstance(value, dict) for value in parameters.raw.values())
-            of = ConfigJson(fields.path, {}, "rope_parameters.") if nested or kind != FULL else rope_fields(fields)
-        if kind == FULL and "rope_theta" in fields.raw:
-            theta = None  # the plain field is of layers with full attention
-        found[kind] = rope(fields, head_dim, of=of, theta=theta)
+        if kind == FULL and scaling is not None:
+            if of is None and not fields.is_missing("rope_parameters"):
+                raise fields.refuse("rope_scaling", f"rope_parameters has no {FULL} that it could change")
+            of = scaling if of is None else of.with_values(scaling.raw)
+        of = _of_type(of or fields.part(f"rope_parameters.{kind}", {}))
+        is_outer = name in fields.raw and "rope_theta" not in of.raw
+        found[kind] = rope(fields, head_dim, of=of, theta=fields.number(str(name)) if is_outer else theta)
     return found
+
+
+def whole_rope(fields: ConfigJson, kind: str, ropes: Mapping[str, Any]) -> ConfigJson:
+    """The object of a type of layer in `rope_parameters`, whose fields are all there: no other field completes it.
+
+    ropes: objects by type, where `rope_parameters` is missing.
+    """
+    is_missing = fields.is_missing("rope_parameters")
+    parameters = fields.part("rope_parameters", dict(ropes)) if is_missing else fields.object("rope_parameters")
+    if (of := parameters and parameters.object(kind)) is None:
+        raise fields.refuse("rope_parameters", f"{kind} layers need an object of that name in it")
+    if "rope_theta" not in of.raw:
+        raise of.refuse("rope_theta", "transformers has no default of it here")
+    if "rope_scaling" in fields.raw:
+        raise fields.refuse("rope_scaling", "it has no older names here; leave it out, and set rope_parameters")
+    return _of_type(of)
+
+
+def _of_type(scaling: ConfigJson) -> ConfigJson:
+    """The rope of a type of layer, after a check: transformers reads one field of the whole `rope_parameters`."""
+    if not scaling.boolean("truncate", True):
+        raise scaling.refuse("truncate", "transformers leaves it out of ropes by type; only true is supported")
+    return scaling
 
 
 def optional_number(fields: ConfigJson, name: str) -> float | None:
     """A number above 0; None where the field is null, or is missing without a default."""
-    if name in fields.raw and fields.raw[name] is None:
-        return None
-    return fields.number(name) if fields.has(name) else None
+    return fields.number(name) if fields.has(name) and not fields.is_null(name) else None
+
+
+def softcap(fields: ConfigJson, name: str) -> float | None:
+    """A soft cap, which some families of a kind have: those whose defaults state it."""
+    return optional_number(fields, name) if fields.states(name) else None
 
 
 def number_of(fields: ConfigJson, name: str) -> int:
@@ -240,44 +332,74 @@ def number_of(fields: ConfigJson, name: str) -> int:
 
 
 def renamed(fields: ConfigJson, names: Mapping[str, str]) -> ConfigJson:
-    """The fields with others' values where they are missing. names: a field → the other."""
+    """The fields with others' values where they are missing. names: a field → the other. Raises UnsupportedModel where
+    both are there, and differ.
+    """
+    for name, other in names.items():
+        one_of(fields, other, name)
     found = {name: fields.raw[other] for name, other in names.items() if other in fields.raw and name not in fields.raw}
     return fields.with_values(found)
+
+
+def one_of(fields: ConfigJson, *names: str) -> str:
+    """The name of a field with several: the one that is there; the first where none is. Raises UnsupportedModel for
+    several with different values, of which transformers takes either.
+    """
+    given = [name for name in names if name in fields.raw]
+    if different := [name for name in given if fields.raw[name] != fields.raw[given[0]]]:
+        raise fields.refuse(different[0], f"it is another name of {given[0]}, whose value differs; give one of them")
+    return (given or names)[0]
 
 
 def rope_fields(fields: ConfigJson) -> ConfigJson:
     """The object that describes rotary embeddings; empty where there is none."""
     found = fields.object("rope_scaling") or fields.object("rope_parameters")
-    return found or ConfigJson(fields.path, {}, "rope_parameters.")
-
-
-#: Older names of rope types. M-RoPE of text alone is the default.
-_TYPE_NAMES = {"su": "longrope", "mrope": "default"}
-
-
-def _number(scaling: ConfigJson, fields: ConfigJson, name: str, default: float) -> float:
-    holder = scaling if name in scaling.raw else fields
-    return holder.number(name, None if holder.has(name) else default)
+    return found or fields.part("rope_parameters", {})
 
 
 def _scaling(scaling: ConfigJson, fields: ConfigJson, rope_type: str, dim: int) -> dict[str, Any]:
     """The fields of RopeConfig that only some types have."""
-    if rope_type in ("default", "dynamic"):  # a dynamic rope begins after a request's last possible position
+    if rope_type == "dynamic":  # it begins after a request's last possible position
+        _factor(scaling, "factor")
+    if rope_type in ("default", "dynamic"):
         return {}
     if rope_type == "linear":
-        return {"factor": scaling.number("factor")}
-    positions, name = fields.integer("max_position_embeddings"), "original_max_position_embeddings"
-    original = fields.integer(name, scaling.integer(name, positions))
-    found: dict[str, Any] = {name: original}
+        return {"factor": _factor(scaling, "factor")}
+    positions, original = fields.integer(_POSITIONS), original_positions(scaling, fields)
+    found: dict[str, Any] = {_ORIGINAL: original}
     if rope_type == "llama3":
-        found |= {each: scaling.number(each) for each in ("factor", "low_freq_factor", "high_freq_factor")}
+        found |= {each: _factor(scaling, each) for each in ("factor", "low_freq_factor", "high_freq_factor")}
         if found["high_freq_factor"] < found["low_freq_factor"]:
             raise scaling.refuse(
                 "high_freq_factor", f"it must not be below low_freq_factor, {found['low_freq_factor']}"
             )
         return found
-    factor = scaling.number("factor", positions / original)
+    if rope_type == "yarn" and "factor" not in scaling.raw:
+        raise scaling.refuse("factor", "yarn needs it: a number, or null for positions / original positions")
+    factor = positions / original if scaling.is_missing("factor") else _factor(scaling, "factor")
     return found | (_longrope(scaling, factor, original, dim) if rope_type == "longrope" else _yarn(scaling, factor))
+
+
+_ORIGINAL = "original_max_position_embeddings"
+
+#: No model stretches positions, or scales what it does, by as much.
+_MOST = 1e6
+
+
+def original_positions(scaling: ConfigJson, fields: ConfigJson) -> int:
+    """The positions that a model was trained for before they were stretched: a field of the model comes first."""
+    is_outer = _ORIGINAL in fields.raw or fields.has(_ORIGINAL)
+    return fields.integer(_ORIGINAL) if is_outer else scaling.integer(_ORIGINAL, fields.integer(_POSITIONS))
+
+
+_POSITIONS = "max_position_embeddings"
+
+
+def _factor(scaling: ConfigJson, name: str, default: float | None = None) -> float:
+    value = scaling.number(name, default)
+    if not 1 / _MOST <= value <= _MOST:
+        raise scaling.refuse(name, f"a number from {1 / _MOST:g} to {_MOST:g} is needed")
+    return value
 
 
 def _longrope(scaling: ConfigJson, factor: float, original: int, dim: int) -> dict[str, Any]:
@@ -287,17 +409,17 @@ def _longrope(scaling: ConfigJson, factor: float, original: int, dim: int) -> di
         if len(factors) != dim // 2:
             raise scaling.refuse(name, f"{len(factors)} factors, one is needed for each of {dim // 2} frequencies")
     default = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
-    return {**found, "attention_factor": scaling.number("attention_factor", default)}
+    return {**found, "attention_factor": _factor(scaling, "attention_factor", default)}
 
 
 def _yarn(scaling: ConfigJson, factor: float) -> dict[str, Any]:
     default = mscale(factor, 1.0)
     if scaling.has("mscale") and scaling.has("mscale_all_dim"):
-        default = mscale(factor, scaling.number("mscale")) / mscale(factor, scaling.number("mscale_all_dim"))
+        default = mscale(factor, _factor(scaling, "mscale")) / mscale(factor, _factor(scaling, "mscale_all_dim"))
     return {
         "factor": factor,
-        **{each: scaling.number(each) for each in ("beta_fast", "beta_slow") if scaling.has(each)},
-        "attention_factor": scaling.number("attention_factor", default),
+        **{each: _factor(scaling, each) for each in ("beta_fast", "beta_slow") if scaling.has(each)},
+        "attention_factor": _factor(scaling, "attention_factor", default),
         "truncate": scaling.boolean("truncate", True),
     }
 
@@ -310,7 +432,7 @@ def mscale(factor: float, mscale: float) -> float:
 def layer_types(fields: ConfigJson, pattern: int, other: str = SLIDING) -> list[str]:
     """`layer_types`, or by default full attention in every `pattern`-th layer and `other` in the others."""
     count, types = fields.integer("num_hidden_layers"), fields.texts("layer_types")
-    if not types:
+    if fields.is_missing("layer_types"):
         return [other if (index + 1) % pattern else FULL for index in range(count)]
     if unknown := sorted(set(types) - {FULL, other}):
         raise fields.refuse("layer_types", f"{unknown[0]} is not supported; supported: {FULL}, {other}")

@@ -27,4 +27,5 @@ SEED_OSS = Family(
     ("SeedOssForCausalLM",),
     _read,
     {"num_key_value_heads": 8, "max_position_embeddings": 524288, "head_dim": 128, "attention_bias": True},
+    nulls=("head_dim", "num_key_value_heads"),
 )

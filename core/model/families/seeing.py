@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from ..config import ModelConfig
 from ..config_json import ConfigJson
-from ..family import Family
+from ..family import NULLS, Family
 from ..tensor_names import BESIDE_VISION, LLAMA_TENSORS, TensorNames
 from . import (
     cohere,
@@ -122,7 +122,8 @@ def _reader(default: str) -> Callable[[ConfigJson], ModelConfig]:
         name = fields.raw.get("model_type") or default
         if not isinstance(name, str) or (family := _TEXTS.get(name)) is None:
             raise fields.refuse("model_type", f"not supported as a text part; supported: {', '.join(_TEXTS)}")
-        model = family.read(fields.with_defaults({**family.defaults, **_SHAPES.get(name, {})}))
+        fields = fields.with_defaults({**family.defaults, **_SHAPES.get(name, {})})
+        model = family.read(fields.with_nulls(NULLS | {*family.nulls}))
         tensors = _beside_vision(family.tensors if model.tensors is LLAMA_TENSORS else model.tensors)
         return replace(model, logits_scale=1.0, logits_softcap=None, tensors=tensors)
 

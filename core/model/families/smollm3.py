@@ -12,12 +12,15 @@ from . import reading
 def _read(fields: ConfigJson) -> ModelConfig:
     heads, count = reading.heads(fields), fields.integer("num_hidden_layers")
     interval = fields.integer("no_rope_layer_interval")
-    rotates = fields.numbers("no_rope_layers") or [(index + 1) % interval for index in range(count)]
+    rotates = fields.numbers("no_rope_layers")
+    if fields.is_missing("no_rope_layers"):
+        rotates = [(index + 1) % interval for index in range(count)]
     if len(rotates) != count:
         raise fields.refuse("no_rope_layers", f"{len(rotates)} values for num_hidden_layers, {count}")
     window = fields.optional("sliding_window") if fields.boolean("use_sliding_window") else None
     default = [reading.FULL if window is None or rotated else reading.SLIDING for rotated in rotates]
     types = reading.layer_types(fields, 1) if fields.texts("layer_types") else default
+    window = reading.checked_window(fields, types)
     bias, rope = fields.boolean("attention_bias"), reading.rope(fields, heads.head_dim)
     layers = [
         LayerSpec(
@@ -47,4 +50,5 @@ SMOLLM3 = Family(
         "no_rope_layer_interval": 4,
         "tie_word_embeddings": True,
     },
+    nulls=("num_key_value_heads",),
 )

@@ -191,16 +191,20 @@ def test_heads_by_architecture(read, changes, has_lm_head, is_classifier):
 
 
 def test_a_null_switch_is_off_where_the_default_is_on(read):
-    """As in transformers: null is no missing field."""
-    assert read(architectures=["Cohere2ForCausalLM"], tie_word_embeddings=...).tie_word_embeddings
-    assert not read(architectures=["Cohere2ForCausalLM"], tie_word_embeddings=None).tie_word_embeddings
+    """As in transformers, of families whose class takes it: null is no missing field."""
+    latent = {"architectures": ["DeepseekV3ForCausalLM"], "n_routed_experts": 8, "num_key_value_heads": 4, "n_group": 1}
+    latent |= {"first_k_dense_replace": 0, "topk_group": 1, "moe_intermediate_size": 32}
+    assert read(**latent).experts.routing.renormalised
+    assert not read(**latent, norm_topk_prob=None).experts.routing.renormalised
+    with pytest.raises(UnsupportedModel, match="tie_word_embeddings is None: transformers takes no null here"):
+        read(architectures=["Cohere2ForCausalLM"], tie_word_embeddings=None)
 
 
 def test_scores_have_the_usual_scale_where_granites_is_null(read):
     """As in transformers, where 1 is the default of a missing field."""
-    granite = {"architectures": ["GraniteForCausalLM"], "head_dim": 16}
-    assert read(**granite).attention.scale == 1.0
-    assert read(**granite, attention_multiplier=None).attention.scale == 0.25
+    assert read(architectures=["GraniteForCausalLM"], head_dim=16).attention.scale == 1.0
+    clova = {"architectures": ["HyperCLOVAXForCausalLM"], "head_dim": 16}
+    assert read(**clova, attention_multiplier=None).attention.scale == 0.25
 
 
 def test_head_counts_and_dims(read):
@@ -502,7 +506,7 @@ def test_llama_4_as_its_checkpoints_describe_it(read):
         ({"no_rope_layers": [1, 0]}, r"no_rope_layers is \[1, 0\]: 2 values for num_hidden_layers, 4"),
         ({"num_experts_per_tok": 17}, "num_local_experts is 16; it can't be more than that"),
         ({"moe_layers": [-1]}, "moe_layers is .*whole numbers of at least 0"),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5: the rope turns whole heads"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5: transformers leaves it out"),
         (
             {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}},
             "use_qk_norm is True: heads are normalised with ropes that",
@@ -562,7 +566,10 @@ def test_phi_moe_as_its_checkpoints_describe_it(read):
         ({"num_experts_per_tok": 1}, "num_experts_per_tok is 1: transformers always chooses 2"),
         ({"num_local_experts": 1}, "num_local_experts is 1"),
         ({"router_jitter_noise": -0.1}, "router_jitter_noise is -0.1: a number of at least 0"),
-        ({"rope_scaling": {**PHI_MOE["rope_scaling"], "short_mscale": None}}, "short_mscale is None: a finite number"),
+        (
+            {"rope_scaling": {**PHI_MOE["rope_scaling"], "short_mscale": None}},
+            "short_mscale is None: transformers",
+        ),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "not supported; supported: default, longrope"),
     ],
 )
@@ -674,8 +681,18 @@ WRONG = [
     ({"rope_scaling": {"rope_type": "llama3", **LLAMA3_SCALING, "factor": None}}, "rope_scaling.factor is None"),
     ({"rope_scaling": {"rope_type": "llama3", **LLAMA3_SCALING, "high_freq_factor": 0.5}}, "it must not be below"),
     ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "rope_parameters.full_attention is"),
-    ({"partial_rotary_factor": 0.45}, "partial_rotary_factor is 0.45: it makes 7 of 16 elements"),
-    ({"partial_rotary_factor": 1.5}, "partial_rotary_factor is 1.5: it makes 24 of 16 elements"),
+    (
+        {"partial_rotary_factor": 0.5},
+        "partial_rotary_factor is 0.5: transformers leaves it out for this family",
+    ),
+    (
+        {"architectures": ["PhiForCausalLM"], "partial_rotary_factor": 0.45},
+        "partial_rotary_factor is 0.45: it makes 7 of 16 elements",
+    ),
+    (
+        {"architectures": ["PhiForCausalLM"], "partial_rotary_factor": 1.5},
+        "partial_rotary_factor is 1.5: it makes 24 of 16 elements",
+    ),
     ({"architectures": ["Gemma3ForCausalLM"], "use_bidirectional_attention": True}, "only causal attention"),
     ({**GEMMA_4, "use_bidirectional_attention": "all"}, "use_bidirectional_attention is 'all': only causal attention"),
     ({**GEMMA_4, "num_kv_shared_layers": 1}, "num_kv_shared_layers is 1: of 2 layers, some of each type must"),
@@ -687,7 +704,10 @@ WRONG = [
     ({**GEMMA_4, "per_layer_config": {"2": {"head_dim": 32}}}, "'2' is none of 2 layers"),
     ({**GEMMA_4, "per_layer_config": {"0": {"sliding_window": 3}}}, "per_layer_config.0.sliding_window is 3: layers"),
     ({**GEMMA_4, "num_hidden_layers": 3, "per_layer_config": {"0": {"head_dim": 8}}}, "layers of one type must have"),
-    ({**GEMMA_4, "rope_parameters": {"full_attention": {"rope_theta": 5.0}}}, "rope_parameters.sliding_attention is"),
+    (
+        {**GEMMA_4, "rope_parameters": {"full_attention": {"rope_theta": 5.0}}},
+        "rope_parameters is {'full_attention': {'rope_theta': 5.0}}: sliding_attention layers need",
+    ),
     ({"is_causal": False}, "is_causal is False: only causal attention"),
     (
         {"architectures": ["BertForSequenceClassification"]},
@@ -1023,3 +1043,106 @@ def test_ranks_share_heads_of_latents(read):
     }
     assert Shard(1, 4).of_tensor(f"{at}o_proj.weight", config) == ((slice(None), slice(512, 1024)),)
     assert Shard(1, 4).of_tensor(f"{at}k_norm.weight", config) == ((),)
+
+
+# -- fields that transformers reads otherwise, or leaves out
+
+GEMMA_3 = {"architectures": ["Gemma3ForCausalLM"], "head_dim": 16, "sliding_window": 20, "num_hidden_layers": 6}
+BY_KIND = {
+    "full_attention": {"rope_type": "default", "rope_theta": 1e6},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+}
+
+
+@pytest.mark.parametrize("architecture", ["Gemma3ForCausalLM", "Gemma3nForCausalLM", "Olmo3ForCausalLM"])
+def test_a_scaling_beside_ropes_by_type_changes_that_of_full_attention(read, architecture):
+    scaling = {"rope_type": "linear", "factor": 8.0}
+    own = {**GEMMA_3, "architectures": [architecture], "num_kv_shared_layers": 0}
+    layers = read(**own, rope_parameters=BY_KIND, rope_scaling=scaling).attention_layers
+    ropes = {layer.window is None: layer.rope for layer in layers}
+    assert ropes == {True: RopeConfig(16, 1e6, "linear", factor=8.0), False: RopeConfig(16, 1e4)}
+    with pytest.raises(UnsupportedModel, match=r"rope_scaling is .*: rope_parameters has no full_attention"):
+        read(**own, rope_parameters={"rope_theta": 1e6}, rope_scaling=scaling)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        # honoured by another server alone
+        (
+            {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+            "rope_parameters.partial_rotary_factor",
+        ),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5}}, "partial_rotary_factor is"),
+        # of a sister family
+        ({**GEMMA_3, "attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50.0: transformers leaves it out"),
+        ({"architectures": ["GemmaForCausalLM"], "final_logit_softcapping": 30.0}, "final_logit_softcapping is 30.0"),
+        ({"architectures": ["GemmaForCausalLM"], "query_pre_attn_scalar": 100}, "query_pre_attn_scalar is 100"),
+        (
+            {"architectures": ["Qwen3VLForConditionalGeneration"], "use_sliding_window": True},
+            "use_sliding_window is True",
+        ),
+        (
+            {
+                "architectures": ["MistralForCausalLM"],
+                "rope_parameters": {"rope_theta": 1e4, "llama_4_scaling_beta": 0.1},
+            },
+            "rope_parameters.llama_4_scaling_beta is 0.1: transformers leaves it out",
+        ),
+        (
+            {
+                "architectures": ["NanoChatForCausalLM"],
+                "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+            },
+            "rope_scaling.type is 'yarn': rotated heads would have other norms",
+        ),
+        # null, or nothing, where transformers needs a value
+        ({"rope_theta": None}, "rope_theta is None: transformers takes no null here"),
+        (
+            {"rope_scaling": {"rope_type": None, "factor": 2.0}},
+            "rope_scaling.rope_type is None: transformers takes no null",
+        ),
+        ({"rms_norm_eps": None}, "rms_norm_eps is None: transformers takes no null"),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "original_max_position_embeddings": 64}},
+            "factor is missing: yarn needs it",
+        ),
+        (
+            {"rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}},
+            "rope_scaling.type is 'mrope': rope type not",
+        ),
+        ({**GEMMA_3, "sliding_window": None}, "sliding_window is None: layers of sliding_attention need one"),
+        ({"layer_types": []}, "layer_types is []: a type for each layer is needed"),
+        # absurd
+        (
+            {"rope_scaling": {"rope_type": "linear", "factor": 1e30}},
+            "rope_scaling.factor is 1e+30: a number of at most",
+        ),
+        (
+            {"rope_scaling": {"rope_type": "linear", "factor": 1e8}},
+            "rope_scaling.factor is 100000000.0: a number from 1e-06",
+        ),
+        ({"rope_theta": 1e30}, "rope_theta is 1e+30: a number of at most 1e+12"),
+        ({"rms_norm_eps": 10**400}, "a number of at most 1e+12 is needed"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000: a whole number of at most 10000"),
+        ({"max_position_embeddings": 2**31}, "a whole number of at most 33554432"),
+        ({"hidden_size": 10**30}, "a whole number of at most 2147483647"),
+    ],
+)
+def test_what_transformers_leaves_out_or_refuses_is_named(read, changes, message):
+    with pytest.raises(UnsupportedModel, match=re.escape(message)):
+        read(**changes)
+
+
+def test_neutral_values_of_fields_that_others_have_are_no_error(read):
+    neutral = {"partial_rotary_factor": 1.0, "attn_logit_softcapping": None, "use_sliding_window": False}
+    assert read(**neutral, rope_scaling=None, sliding_window=None) == read()
+    assert read(rope_scaling={"rope_type": "default", "partial_rotary_factor": 1.0}) == read()
+
+
+@pytest.mark.parametrize(
+    "field", [{"partial_rotary_factor": 0.5}, {"rope_theta": 5.0}, {"sliding_window": 8}, {"rms_norm_eps": 0.5}]
+)
+def test_fields_outside_the_text_part_are_not_the_text_part_s(read, field):
+    whole = {"architectures": ["Mistral3ForConditionalGeneration"], "text_config": {**LLAMA, "model_type": "mistral"}}
+    assert read(**whole, **field) == read(**whole)

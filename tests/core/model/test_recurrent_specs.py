@@ -115,7 +115,8 @@ def test_lfm2_as_it_is_published(read):
 def test_lfm2_in_other_spellings(read):
     config = read(LFM2_1_2B, tie_embedding=False, block_auto_adjust_ff_dim=False)
     assert (config.intermediate_size, config.tie_word_embeddings) == (12288, False)
-    assert read(LFM2_1_2B, block_ffn_dim_multiplier=None).intermediate_size == 8192
+    with pytest.raises(UnsupportedModel, match="block_ffn_dim_multiplier is None: transformers takes no null here"):
+        read(LFM2_1_2B, block_ffn_dim_multiplier=None)
     types = ["conv", "full_attention"] * 8
     config = read(LFM2_1_2B, full_attn_idxs=None, layer_types=types, block_ff_dim=6656)
     assert (config.intermediate_size, len(config.attention_layers)) == (4608, 8)

@@ -87,6 +87,7 @@ def take(buffers: PinnedBuffers, num_pages: int, dtype: torch.dtype = DTYPE) -> 
     return buffers.take((num_pages, PAGE_ELEMS), dtype)
 
 
+@pytest.mark.integration
 def test_cupys_pool_gives_and_takes_back():
     blocks = Blocks()
     buffers = cupy_buffers(blocks, limit_pages=16)
@@ -102,6 +103,7 @@ def test_cupys_pool_gives_and_takes_back():
     assert five.data_ptr() != address
 
 
+@pytest.mark.integration
 def test_a_tensor_need_not_be_pages():
     buffers = cupy_buffers(Blocks(), limit_pages=8)
     one, two = buffers.take((3, 5), torch.float32).fill_(1), buffers.take((), torch.int8).fill_(2)
@@ -110,6 +112,7 @@ def test_a_tensor_need_not_be_pages():
     assert abs(two.data_ptr() - one.data_ptr()) == UNIT_BYTES
 
 
+@pytest.mark.integration
 def test_any_view_keeps_a_buffer():
     blocks = Blocks()
     buffers = cupy_buffers(blocks, limit_pages=8)
@@ -119,6 +122,7 @@ def test_any_view_keeps_a_buffer():
     assert blocks.holds(take(buffers, 8))
 
 
+@pytest.mark.integration
 def test_a_buffer_outlives_the_pool():
     """CuPy's pool frees all it gave when it dies; a buffer must keep it."""
     blocks = Blocks()
@@ -131,6 +135,7 @@ def test_a_buffer_outlives_the_pool():
     assert blocks.num_bytes == 0
 
 
+@pytest.mark.integration
 def test_the_pool_rounds_to_powers_of_two_and_chunks_waste_none_of_it():
     blocks = Blocks()
     buffers = cupy_buffers(blocks, limit_pages=64, chunk_pages=8)
@@ -143,6 +148,7 @@ def test_the_pool_rounds_to_powers_of_two_and_chunks_waste_none_of_it():
     assert all(map(blocks.holds, images))
 
 
+@pytest.mark.integration
 def test_what_exceeds_the_limit_is_ordinary_memory():
     blocks = Blocks()
     buffers = cupy_buffers(blocks, limit_pages=8)
@@ -246,6 +252,7 @@ def test_a_thread_that_waits_for_another_s_chunk_takes_a_part_of_it():
     assert memory.num_bytes == 8 * PAGE_BYTES
 
 
+@pytest.mark.integration
 def test_unused_chunks_give_way_to_a_larger_one():
     blocks = Blocks()
     buffers = cupy_buffers(blocks, limit_pages=32)
@@ -256,6 +263,7 @@ def test_unused_chunks_give_way_to_a_larger_one():
     assert blocks.num_bytes == (8 + 16) * PAGE_BYTES
 
 
+@pytest.mark.integration
 def test_chunks_stay_when_giving_them_up_would_not_help():
     blocks = Blocks()
     buffers = cupy_buffers(blocks, limit_pages=16)
@@ -266,6 +274,7 @@ def test_chunks_stay_when_giving_them_up_would_not_help():
     assert used.shape[0] == 8
 
 
+@pytest.mark.integration
 def test_a_small_limit_makes_small_chunks():
     blocks = Blocks()
     buffers = cupy_buffers(blocks, limit_pages=4, chunk_pages=1 << 20)
@@ -273,6 +282,7 @@ def test_a_small_limit_makes_small_chunks():
     assert blocks.num_bytes == 4 * PAGE_BYTES
 
 
+@pytest.mark.integration
 def test_a_system_that_grants_no_more_is_served_with_ordinary_memory(caplog):
     blocks = Blocks(capacity=8 * PAGE_BYTES)
     buffers = cupy_buffers(blocks, limit_pages=64)
@@ -282,6 +292,7 @@ def test_a_system_that_grants_no_more_is_served_with_ordinary_memory(caplog):
     assert "cannot pin 32768 bytes" in caplog.text
 
 
+@pytest.mark.integration
 def test_other_errors_of_cupy_are_not_hidden():
     pytest.importorskip("cupy")
     from cupy.cuda import runtime

@@ -187,6 +187,7 @@ def test_an_aiperf_that_does_not_run_is_said(scripted, capsys, command, message)
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.integration
 @pytest.mark.skipif(shutil.which("aiperf") is None, reason="needs aiperf: uv tool install aiperf")
 def test_aiperf_itself(scripted, capsys, tmp_path):
     code, _, found = bench(capsys, scripted.url, *FAST, *setting("requests=8"), "--out", str(tmp_path))

@@ -42,7 +42,7 @@ def _directory(monkeypatch, tmp_path):
         (ClusterPlan(tls=Path("/nowhere")), r"/nowhere must hold tls\.crt, tls\.key and ca\.crt"),
         (ClusterPlan(secret_file=Path("/nowhere/secret")), "No such file"),
         (ClusterPlan(secret_file=Path(__file__)), "must hold a secret"),
-        (ClusterPlan(ray="127.0.0.1:6379"), "--secret-file"),
+        pytest.param(ClusterPlan(ray="127.0.0.1:6379"), "--secret-file", marks=pytest.mark.integration),
     ],
 )
 def test_a_plan_that_can_t_be_carried_out_leaves_nothing(tmp_path, plan, text):

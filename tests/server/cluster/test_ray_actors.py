@@ -44,7 +44,7 @@ def test_replicas_get_shares_with_which_all_of_them_find_nodes(cpus, count, shar
     assert ray_actors.even_share(cpus, count) == share
 
 
-@pytest.mark.ray
+@pytest.mark.integration
 @pytest.mark.long
 @pytest.mark.skipif(find_spec("ray") is None, reason="needs ray")
 def test_answers_of_replicas_on_ray_go_on_as_if_none_had_been_killed():

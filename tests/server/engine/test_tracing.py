@@ -30,6 +30,7 @@ def test_what_is_missing_is_named(monkeypatch):
         Tracer.of("http://127.0.0.1:4318/v1/traces")
 
 
+@pytest.mark.integration
 def test_each_request_has_a_span_below_its_callers(start, fake_engine):
     pytest.importorskip("opentelemetry.sdk")
     from opentelemetry.sdk.trace import TracerProvider
@@ -68,6 +69,7 @@ def test_each_request_has_a_span_below_its_callers(start, fake_engine):
     assert third.attributes["gen_ai.response.model"] == "base"
 
 
+@pytest.mark.integration
 def test_spans_go_to_the_endpoint(start, fake_engine):
     pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
     import threading

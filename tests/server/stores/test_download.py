@@ -601,7 +601,7 @@ def test_a_package_that_a_bucket_needs_is_named(monkeypatch):
     ]
 
 
-@pytest.mark.s3
+@pytest.mark.integration
 def test_an_s3_server(get, monkeypatch):
     """moto's, over the network as any other."""
     moto_server = pytest.importorskip("moto.server")

@@ -19,7 +19,7 @@ from chorus.server.ui import watchers
 from .chromium import BROWSER, DRIVER, chromium
 
 pytestmark = [
-    pytest.mark.browser,
+    pytest.mark.integration,
     pytest.mark.skipif(BROWSER is None or DRIVER is None, reason="needs chromium and chromedriver"),
 ]
 

@@ -1,0 +1,153 @@
+"""A target for the time of steps in which prompts of one tenant are computed beside answers of another.
+
+Tests: tests/core/scheduling/test_step_target.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+from statistics import median
+
+from ..requests.request import Request
+from ..requests.types import StepPlan
+
+DECODE_STEPS = 5.0
+"""The default target, in decode steps."""
+
+LEAST_TOKENS = 16
+"""Prompt tokens of a step whatever its target: prompts always make progress, and each step reads all weights."""
+
+RECENT_SECONDS = 1.0
+"""A tenant counts as decoding for so long after it did: its next request should not wait for a long step either."""
+
+_NUM_SAMPLES = 8
+_ANY = 1 << 30
+
+
+class PromptTimes:
+    """What the prompts of steps have taken: a time for each token, and one for having any.
+
+    The latest steps are kept by the power of two of their tokens. The price of a token is the slope between the
+    smallest and the largest of these sizes: were it a step's time by its tokens, then bounded steps, which are short,
+    would make tokens look dear, and bound the next ones further.
+    """
+
+    def __init__(self) -> None:
+        self._samples: dict[int, deque[tuple[int, float]]] = {}
+
+    def note(self, num_tokens: int, seconds: float) -> None:
+        """Record a step. seconds: what it took longer than a step without prompts."""
+        self._samples.setdefault(num_tokens.bit_length(), deque(maxlen=_NUM_SAMPLES)).append((num_tokens, seconds))
+
+    def prices(self) -> tuple[float, float]:
+        """Return seconds of having any, and of each token; zeros while nothing is known."""
+        if not self._samples:
+            return 0.0, 0.0
+        few, most = (self._median(which(self._samples)) for which in (min, max))
+        if most[0] < 2 * few[0]:
+            return 0.0, most[1] / most[0]
+        token = max(0.0, (most[1] - few[1]) / (most[0] - few[0]))
+        return max(0.0, few[1] - token * few[0]), token
+
+    def _median(self, size: int) -> tuple[float, float]:
+        tokens, seconds = zip(*self._samples[size], strict=True)
+        return median(tokens), median(seconds)
+
+
+@dataclass(eq=False, slots=True)
+class StepTarget:
+    """Learns what steps cost, and bounds the prompt tokens of a step beside which another tenant decodes.
+
+    A step takes the time of a decode step and that of its prompts; those whose log-probabilities are reported take
+    longer. What is not known yet bounds nothing.
+
+    target_seconds: None: `DECODE_STEPS` decode steps; 0: no bound.
+    """
+
+    target_seconds: float | None
+    _recent: dict[str, float] = field(default_factory=dict)  # when tenants have decoded
+    _decode: deque[float] = field(
+        default_factory=lambda: deque(maxlen=_NUM_SAMPLES)
+    )  # seconds of steps without prompts
+    _plain: PromptTimes = field(default_factory=PromptTimes)
+    _scored: PromptTimes = field(default_factory=PromptTimes)
+
+    def note(self, plan: StepPlan, seconds: float) -> None:
+        """Learn from a step that took `seconds`."""
+        if self.target_seconds == 0:
+            return
+        num_tokens = num_scored = 0
+        for sequence in plan.sequences if plan.bucket is None else ():
+            count = len(sequence.tokens) - sequence.drafts
+            if count > 1:
+                num_tokens += count
+                num_scored += count * sequence.wants_prompt_logprobs
+        if not num_tokens:
+            self._decode.append(seconds)
+        elif self._decode and not 0 < 2 * num_scored < num_tokens:
+            times = self._scored if num_scored else self._plain
+            times.note(num_tokens, max(0.0, seconds - median(self._decode)))
+
+    def work_beside(
+        self, decoding: Iterable[str], prompts: Collection[str], waiting: Collection[str], now: float
+    ) -> PromptWork | None:
+        """Return the prompt work of a step; None if it is not bounded.
+
+        decoding, prompts, waiting: tenants with a decoding request, with a prompt under way, with a waiting request.
+        """
+        if self.target_seconds == 0 or not self._decode:
+            return None
+        recent = self._recent = {tenant: at for tenant, at in self._recent.items() if at > now - RECENT_SECONDS}
+        recent |= dict.fromkeys(decoding, now)
+        if not any(_has_other(recent, tenants) for tenants in (prompts, waiting)):
+            return None
+        decode = median(self._decode)
+        target = DECODE_STEPS * decode if self.target_seconds is None else self.target_seconds
+        any_seconds, token = self._plain.prices()
+        scored_seconds, scored = self._scored.prices()
+        left = target - decode - max(any_seconds, scored_seconds)
+        return PromptWork(max(0.0, left), token, max(0.0, scored - token))
+
+
+@dataclass(eq=False, slots=True)
+class PromptWork:
+    """Seconds that the prompts of a step may take. token, scored: of a token, and more if it is scored."""
+
+    seconds: float
+    token: float
+    scored: float
+    num_tokens: int = 0
+    """Tokens that were taken."""
+
+    @property
+    def room(self) -> int:
+        """Tokens for which there is still time, if they are not scored."""
+        left = LEAST_TOKENS - self.num_tokens
+        return max(math.floor(self.seconds / self.token), left) if self.token else _ANY
+
+    def most(self, request: Request, count: int) -> int:
+        """Return how many of `count` prompt tokens of a request the step may compute."""
+        price = self._price(request)
+        room = max(math.floor(self.seconds / price), LEAST_TOKENS - self.num_tokens) if price else count
+        return max(0, min(count, room))
+
+    def take(self, request: Request, count: int) -> None:
+        """Record that the step computes so many prompt tokens of a request."""
+        self.seconds -= count * self._price(request)
+        self.num_tokens += count
+
+    def _price(self, request: Request) -> float:
+        is_scored = (
+            request.params.prompt_logprobs is not None and request.num_computed_tokens < request.num_prompt_tokens
+        )
+        return self.token + self.scored * is_scored
+
+
+def _has_other(tenants: Collection[str], others: Collection[str]) -> bool:
+    """True if there is one of `others` next to another one of `tenants`."""
+    if not tenants or not others:
+        return False
+    return len(tenants) > 1 or len(others) > 1 or next(iter(tenants)) != next(iter(others))

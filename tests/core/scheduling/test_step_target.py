@@ -1,0 +1,107 @@
+"""The time of a step in which a tenant's prompts are computed beside another tenant's answers is bounded."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from chorus.core.requests.request import Request
+from chorus.core.requests.request_params import RequestParams
+from chorus.core.requests.types import StepPlan
+from chorus.core.scheduling.step_target import DECODE_STEPS, LEAST_TOKENS, RECENT_SECONDS, StepTarget
+
+DECODE, ANY, TOKEN, SCORED = 1.0, 0.5, 0.01, 0.05
+
+
+def plan(*counts: int, is_scored: bool = False, drafts: int = 0) -> StepPlan:
+    rows: Any = [
+        SimpleNamespace(tokens=[1] * count, drafts=drafts, wants_prompt_logprobs=is_scored and count > 1)
+        for count in counts
+    ]
+    return cast(StepPlan, SimpleNamespace(sequences=rows, bucket=1 if max(counts) == 1 else None))
+
+
+def request(**params: Any) -> Request:
+    return Request("r", [5] * 1000, RequestParams(**params), None)
+
+
+def learned(seconds: float | None = None) -> StepTarget:
+    target = StepTarget(seconds)
+    for _ in range(5):
+        target.note(plan(1, 1), DECODE)
+        for count in (20, 100, 500):
+            target.note(plan(count, 1), DECODE + ANY + count * TOKEN)
+            target.note(plan(count, is_scored=True), DECODE + ANY + count * (TOKEN + SCORED))
+    return target
+
+
+def test_a_step_takes_as_long_as_its_target():
+    work = learned().work_beside(["a"], {"b"}, (), 0.0)
+    assert work is not None
+    assert work.most(request(), 10_000) == pytest.approx(((DECODE_STEPS - 1) * DECODE - ANY) / TOKEN, abs=1)
+    assert work.room == work.most(request(), 10_000)
+    assert work.most(request(), 7) == 7
+    scored = work.most(request(prompt_logprobs=1), 10_000)
+    assert scored == pytest.approx(((DECODE_STEPS - 1) * DECODE - ANY) / (TOKEN + SCORED), abs=1)
+    work.take(request(prompt_logprobs=1), scored)
+    assert work.most(request(), 100) == pytest.approx(0, abs=6)
+    given = learned(2.5).work_beside(["a"], {"b"}, (), 0.0)
+    assert given is not None
+    assert given.most(request(), 10_000) == pytest.approx((2.5 - DECODE - ANY) / TOKEN, abs=1)
+
+
+def test_short_steps_do_not_make_tokens_look_dear():
+    """A bounded step has few tokens for the time that any prompt takes."""
+    target, request_ = learned(), request()
+    for _ in range(100):
+        work = target.work_beside(["a"], {"b"}, (), 0.0)
+        assert work is not None
+        count = work.most(request_, 10_000)
+        target.note(plan(count, 1), DECODE + ANY + count * TOKEN)
+    assert count == pytest.approx(((DECODE_STEPS - 1) * DECODE - ANY) / TOKEN, abs=1)
+
+
+def test_prompts_make_progress_whatever_the_target_is():
+    work = learned(1e-9).work_beside(["a"], {"b"}, (), 0.0)
+    assert work is not None
+    assert work.most(request(), 1000) == LEAST_TOKENS
+    work.take(request(), 10)
+    assert work.most(request(), 1000) == LEAST_TOKENS - 10
+    work.take(request(), LEAST_TOKENS - 10)
+    assert work.most(request(), 1000) == 0
+
+
+def test_a_tenant_is_not_bounded_beside_its_own_answers():
+    target = learned()
+    assert target.work_beside(["a"], {"a"}, (), 0.0) is None
+    assert target.work_beside([], {"a"}, (), RECENT_SECONDS / 2) is None
+    assert target.work_beside(["a"], (), {"a", "b"}, 0.0) is not None
+    assert target.work_beside(["a", "b"], {"a"}, (), 0.0) is not None
+    assert target.work_beside(["a"], (), (), 0.0) is None
+
+
+def test_a_tenant_that_decoded_just_now_still_counts():
+    target = learned()
+    assert target.work_beside(["a"], (), (), 0.0) is None
+    assert target.work_beside([], (), {"b"}, 0.5 * RECENT_SECONDS) is not None
+    assert target.work_beside([], (), {"b"}, 1.5 * RECENT_SECONDS) is None
+
+
+def test_what_is_not_known_bounds_nothing():
+    assert StepTarget(None).work_beside(["a"], {"b"}, (), 0.0) is None
+    target = StepTarget(None)
+    target.note(plan(1), DECODE)
+    work = target.work_beside(["a"], {"b"}, (), 0.0)
+    assert work is not None
+    assert work.most(request(), 1000) == 1000
+    off = learned(0.0)
+    assert off.work_beside(["a"], {"b"}, (), 0.0) is None
+
+
+def test_drafts_are_no_prompts():
+    target = StepTarget(None)
+    target.note(plan(4, 4, drafts=3), DECODE)
+    work = target.work_beside(["a"], {"b"}, (), 0.0)
+    assert work is not None, "a step with drafts alone is a decode step"

@@ -1,0 +1,63 @@
+"""A `config.json` with one field altered is computed as transformers computes it, or refused by that field's name."""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from ..conftest import quiet
+from ..kept import kept_files
+from . import test_text_parts as text_parts
+from .altered_configs import Checkpoint
+from .tiny_families import (
+    BY_TORCH,
+    EXPERTS,
+    FAMILIES,
+    HYBRIDS,
+    RENAMED,
+    SHAPES,
+    TORCH_HYBRIDS,
+    TWO_MIXERS,
+    save_family,
+)
+
+pytestmark = pytest.mark.numerics
+
+TEXT_ONLY = [*FAMILIES, *BY_TORCH, *SHAPES, *HYBRIDS, *TORCH_HYBRIDS, *TWO_MIXERS, *EXPERTS, *RENAMED]
+WITH_IMAGES = {**text_parts.MODELS, **text_parts.RENAMED}
+EVERY = [*TEXT_ONLY, *WITH_IMAGES]
+
+#: Alterations of a family that a run without slow tests compares.
+SAMPLE = 8
+
+
+@cache
+def checkpoint(name: str) -> Checkpoint:
+    root = kept_files(f"altered {name}", lambda root: _save(name, root / "model"))
+    return Checkpoint(root / "model", name if name in WITH_IMAGES else None)
+
+
+@quiet()
+def _save(name: str, path: Path) -> None:
+    if name in WITH_IMAGES:
+        text_parts.save_whole(name, *WITH_IMAGES[name], path)
+    else:
+        save_family(name, path)
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("family", EVERY)
+def test_some_alterations_are_computed_as_by_transformers_or_refused(family):
+    one = checkpoint(family)
+    some = random.Random(family).sample(one.alterations, SAMPLE)
+    assert not [fault for each in some if (fault := one.fault(each))]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", EVERY)
+def test_every_alteration_is_computed_as_by_transformers_or_refused(family):
+    one = checkpoint(family)
+    assert not [fault for each in one.alterations if (fault := one.fault(each))]
