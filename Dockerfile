@@ -4,9 +4,9 @@ RUN apt-get update && apt-get install -y --no-install-recommends g++ && rm -rf /
 RUN python -m venv /opt/chorus
 # The image's native libraries are for all processors, not for the one that builds it.
 ENV PATH=/opt/chorus/bin:$PATH CHORUS_BUILD_LEVELS=all
-# The default PyTorch brings gigabytes of CUDA packages: `--build-arg TORCH_INDEX=URL` takes it from PyTorch's index of
-# CPU builds instead.
-ARG TORCH_INDEX=
+# PyTorch's index of CPU builds. PyPI's build for x86-64 brings gigabytes of CUDA packages: `--build-arg TORCH_INDEX=` takes
+# it. Another URL is that of a mirror.
+ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 RUN pip install --no-cache-dir ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} "torch>=2.9,<2.14"
 COPY . /src
 RUN pip install --no-cache-dir "/src[stores,gateway,pull]"

@@ -13,6 +13,9 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 LEAST_HOST_CACHE_BYTES = 1 << 30
 
+#: The largest rank that kernels for GPUs are made for.
+MOST_GPU_RANK = 256
+
 #: Names that other servers have for the forms of quantised checkpoints.
 _FORMS_OF_CHECKPOINTS = (
     "awq",
@@ -185,8 +188,9 @@ class EngineConfig(BaseModel):
     max_lora_rank: int = Field(
         default=256,
         ge=1,
-        le=256,
-        description="largest rank of an adapter on a GPU; adapter tables are sized for it at the start",
+        le=MOST_GPU_RANK,
+        description=f"largest rank of an adapter on a GPU, at most {MOST_GPU_RANK}; adapter tables are sized for it at "
+        "the start. A CPU has no such limit",
     )
     cpu_kernels: Literal["auto", "native", "torch"] = Field(
         default="auto", description="CPU kernels: auto: the native decoder if it was built and can run, else PyTorch"
@@ -199,13 +203,14 @@ class EngineConfig(BaseModel):
     )
     async_scheduling: bool = Field(
         default=True,
-        description="on a GPU: launch the next step before the tokens of the current one are read",
+        description="on a GPU: launch the next step before the tokens of the current one are read; off while "
+        "--speculation is on, which needs these tokens",
     )
     speculation: Literal["auto", "ngram", "off"] = Field(
         default="auto",
         description="propose tokens and verify several per step; the output stays the same. ngram: what followed the "
-        "last tokens earlier in the prompt or the answer. auto: ngram on a CPU with the native decoder, or with "
-        "speculation_cache_tokens; else off",
+        "last tokens earlier in the prompt or the answer; on a GPU it switches async_scheduling off. auto: ngram on a "
+        "CPU with the native decoder, or with speculation_cache_tokens; else off",
     )
     speculation_cache_tokens: int = Field(
         default=0,
@@ -311,6 +316,11 @@ class EngineConfig(BaseModel):
     def speculates(self) -> bool:
         """False for `auto`, which `completed` replaces by what it means on this machine."""
         return self.speculation == "ngram"
+
+    @property
+    def launches_ahead(self) -> bool:
+        """False where steps speculate: drafts continue tokens that the host has read."""
+        return self.async_scheduling and not self.speculates
 
     @property
     def tokenizer_dir(self) -> Path:

@@ -137,7 +137,9 @@ class Engine:
             self.scheduler.lifecycle.note_answer = self.answers.add
         self.adapters = ServedAdapters(config, executor.adapters, self.reclaimer, self.scheduler)
         self.modes = self._modes(policies.mode)
-        start = executor.start if config.async_scheduling and not config.speculates else None  # drafts need the tokens
+        if executor.start is not None and config.async_scheduling and not config.launches_ahead:
+            logger.info("async scheduling is off: speculation needs the tokens of a step before it plans the next one")
+        start = executor.start if config.launches_ahead else None
         self.async_steps = (
             None if start is None else AsyncSteps(start, executor, self._plan_ahead, self.scheduler.rollback)
         )

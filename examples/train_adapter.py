@@ -1,6 +1,6 @@
 """Train a LoRA adapter with peft in about a minute on a CPU: it answers every question like a pirate.
 
-pip install "chorus-lora[train,pull]" && chorus pull smollm2
+pip install ".[train,pull]" && chorus pull smollm2
 python examples/train_adapter.py MODEL_DIR OUT_DIR
 """
 

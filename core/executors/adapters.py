@@ -25,6 +25,7 @@ from ...memory.pages.arena import Arena
 from ...memory.transfers.dma import open_dma
 from ...memory.transfers.transfer import Transfer
 from ...ops import native_reader
+from ..config import MOST_GPU_RANK
 from ..model.config import ModelConfig
 from ..model.lora_state_cuda import MAX_PARTS
 
@@ -144,9 +145,12 @@ def check_tables(manifest: AdapterManifest, path: Path, max_rank: int) -> None:
             "or resize the base model's vocabulary and serve that"
         )
     if manifest.rank > max_rank:
-        raise AdapterFormatError(
-            f"{path}: has rank {manifest.rank}, above max_lora_rank {max_rank}; raise max_lora_rank"
+        fix = (
+            "raise max_lora_rank"
+            if manifest.rank <= MOST_GPU_RANK
+            else f"a GPU serves ranks up to {MOST_GPU_RANK}: set device to 'cpu', or use a smaller rank"
         )
+        raise AdapterFormatError(f"{path}: has rank {manifest.rank}, above max_lora_rank {max_rank}; {fix}")
     num_parts = sum(not part.token_ids for part in manifest.parts)
     if num_parts > MAX_PARTS:
         raise AdapterFormatError(

@@ -89,8 +89,7 @@ class CudaShapes(ModelExecutor):
     def __init__(self, config: EngineConfig, shard: Shard = WHOLE, *, device: CudaDevice) -> None:
         """Raises UnsupportedModel."""
         self._device = device
-        is_ahead = config.async_scheduling and not config.speculates
-        self.state_slots = 3 if is_ahead else 2
+        self.state_slots = 3 if config.launches_ahead else 2
         super().__init__(config, shard)
         if config.fp8_activations:
             check_float8_products(self._dtype, device.torch_device)

@@ -85,9 +85,7 @@ def _kernels(fixes: list[str]) -> str:
         return f"the native decoder, {level}" + (f" (of {', '.join(here)})" if len(here) > 1 else "")
     reason = native_library.why_unavailable(torch.float32)
     if platform.system() == "Linux" and not here and _compiler() is None:
-        fixes.append(
-            "a C++ compiler (g++ or clang++), then Chorus installed again; or a wheel of Chorus for this system"
-        )
+        fixes.append("a C++ compiler (g++ or clang++), then Chorus installed again")
     else:
         fixes.append(f"the native decoder: {reason}")
     dtypes = [name for name in FAST_PRODUCTS if has_fast_products(name)]

@@ -50,7 +50,6 @@ OTHERS = {
     "lora_paths": "use adapters",
     "max_cpu_loras": "use host_cache_bytes, the memory for adapters that are not on the device",
     "max_loras": "use max_adapters_per_step",
-    "max_lora_rank": "adapters of any rank are served; leave it out",
     "swap_space": "use host_cache_bytes",
     "enforce_eager": "use graph_capture='off'",
     "data_parallel_size": "one LLM has one copy of the model; run a process for each",

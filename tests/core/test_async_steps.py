@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from chorus.core.config import EngineConfig
 from chorus.core.requests.types import NOT_FINITE, PENDING, FinishReason
 from chorus.memory.transfers.transfer import ExecutorLost
 
@@ -419,3 +420,21 @@ def test_a_row_that_is_not_finite_in_the_step_ahead_too_fails_once(gqa, drive, m
     assert len(broken) == 2, "it was in the step ahead, too"
     assert answers["x"].finish_reason is FinishReason.ERROR
     assert answers["y"].tokens == gqa.greedy(None, PROMPT, 8)
+
+
+def test_speculation_switches_it_off_and_says_so(gqa, drive, caplog):
+    with caplog.at_level("INFO", "chorus.core.engine"):
+        driver = drive(gqa, speculation="ngram")
+        driver.run("one", "r1-all", PROMPT, max_tokens=8)
+        assert not of_async_steps(driver)
+        assert [record for record in caplog.messages if "async scheduling is off: speculation" in record]
+        caplog.clear()
+        drive(gqa, speculation="ngram", async_scheduling=False)
+        drive(gqa, speculation="off")
+        assert "async scheduling" not in caplog.text
+
+
+@pytest.mark.parametrize("field", ["async_scheduling", "speculation"])
+def test_the_help_of_both_names_the_other(field):
+    other = {"async_scheduling": "speculation", "speculation": "async_scheduling"}[field]
+    assert other in (EngineConfig.model_fields[field].description or "")

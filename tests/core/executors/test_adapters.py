@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from chorus.core.config import EngineConfig
 from chorus.core.engine import Engine
+from chorus.core.executors.adapters import check_tables
 from chorus.core.executors.choice import open_executor
 from chorus.core.requests.request import Request
 from chorus.core.requests.request_params import RequestParams
+from chorus.memory.files.error import AdapterFormatError
 from chorus.memory.host.images import ThreadReads
 from chorus.memory.transfers.dma import Dma
 from chorus.memory.transfers.pinned import PinnedBuffers
@@ -69,3 +73,17 @@ def test_an_adapter_in_ordinary_memory_moves_to_pinned_memory_when_it_is_loaded_
         assert time.monotonic() < deadline, "it stays in ordinary memory"
         time.sleep(0.01)
     assert tried.answer() == want
+
+
+@pytest.mark.parametrize(
+    ("rank", "advice"),
+    [
+        (17, "above max_lora_rank 16; raise max_lora_rank$"),
+        (256, "above max_lora_rank 16; raise max_lora_rank$"),
+        (257, "above max_lora_rank 16; a GPU serves ranks up to 256: set device to 'cpu', or use a smaller rank$"),
+    ],
+)
+def test_the_advice_for_a_large_rank_on_a_gpu_is_one_that_helps(rank, advice):
+    manifest = SimpleNamespace(rank=rank, num_tokens=0, parts=())
+    with pytest.raises(AdapterFormatError, match=f"has rank {rank}, {advice}"):
+        check_tables(manifest, Path("a"), 16)

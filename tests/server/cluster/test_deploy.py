@@ -48,6 +48,73 @@ def test_images_install_extras_that_exist_and_serve(file):
     assert make_parser().parse(command[1:]).setting_host == "0.0.0.0"
 
 
+def test_the_image_for_cpus_takes_the_build_of_pytorch_for_cpus():
+    """PyPI's brings gigabytes of CUDA packages. The bounds are the package's, in README and the tutorial, too."""
+    text = (ROOT / "Dockerfile").read_text()
+    index = re.search(r"^ARG TORCH_INDEX=(\S+)$", text, re.M)
+    assert index is not None and index[1] == "https://download.pytorch.org/whl/cpu"
+    needed = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    (torch,) = (one for one in needed if one.startswith("torch>"))
+    assert f'--index-url "$TORCH_INDEX"}} "{torch}"' in text
+    command = f'pip install "torch{torch[torch.index("<") :]}" --index-url {index[1]}'
+    for page in (ROOT / "README.md", ROOT / "docs" / "tutorial.md"):
+        assert command in page.read_text(), page
+
+
+#: Flags of other programs that the files of docs/deploy name.
+OTHERS_FLAGS = {
+    "--build",
+    "--build-arg",
+    "--config.file",
+    "--create-home",
+    "--from",
+    "--gpus",
+    "--index-url",
+    "--no-cache-dir",
+    "--no-install-recommends",
+    "--project-directory",
+    "--uid",
+}
+
+
+@pytest.mark.parametrize(
+    "file",
+    [ROOT / "Dockerfile", *sorted(path for path in DEPLOY.rglob("*") if path.is_file() and path.suffix != ".json")],
+    ids=lambda path: str(path.relative_to(ROOT)),
+)
+def test_every_flag_that_a_file_or_its_comments_name_exists(file):
+    pages = [ROOT / "docs" / "reference" / name for name in ("settings.md", "command-line.md")]
+    known = set(re.findall(r"`(--[\w-]+)", "".join(page.read_text() for page in pages)))
+    assert {"--port", "--replicas"} <= known
+    found = set(re.findall(r"(?<![\w-])--[a-z][\w.-]*\w", file.read_text()))
+    assert found - known - OTHERS_FLAGS == set()
+
+
+def test_each_pod_asks_for_the_gpus_that_its_comments_name():
+    limits = []
+    base = yaml.safe_load((KUSTOMIZE / "deployment.yaml").read_text())
+    assert "on CPUs" in (KUSTOMIZE / "deployment.yaml").read_text().partition("\n")[0]
+    (container,) = base["spec"]["template"]["spec"]["containers"]
+    limits.append(dict(container["resources"]["limits"]))
+    overlay = yaml.safe_load((DEPLOY / "kustomize-gpu" / "kustomization.yaml").read_text())
+    assert [(DEPLOY / "kustomize-gpu" / path).resolve() for path in overlay["resources"]] == [KUSTOMIZE]
+    (patch,) = overlay["patches"]
+    assert patch["target"] == {"kind": base["kind"], "name": base["metadata"]["name"]}
+    (change,) = yaml.safe_load(patch["patch"])
+    *path, key = (part.replace("~1", "/") for part in change["path"].split("/")[1:])
+    at = base
+    for part in path:
+        at = at[int(part)] if isinstance(at, list) else at[part]
+    assert change["op"] == "add"
+    at[key] = change["value"]
+    limits.append(container["resources"]["limits"])
+    assert [one.get("nvidia.com/gpu") for one in limits] == [None, "1"]
+    (image,) = overlay["images"]
+    assert container["image"].partition(":")[0] == image["name"]
+    built = re.search(r"docker build -t (\S+)", (DEPLOY / "Dockerfile.cuda").read_text())
+    assert built is not None and built[1] == f"{image['name']}:{image['newTag']}"
+
+
 def test_compose_builds_an_image_of_the_repository():
     (service,) = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"].values()
     assert service["build"] == "." and (ROOT / "Dockerfile").is_file()
