@@ -260,7 +260,7 @@ class Engine:
             return self._wait()
         sample = self._sample_of(plan)
         start = self._clock()
-        self.scheduler.target.begin(plan, start)
+        self.scheduler.note_begin(plan, start)
         result = self._execute(plan)
         seconds = self._clock() - start
         if result is not None and result.errors:
@@ -280,12 +280,12 @@ class Engine:
                 self.modes.note(plan, seconds)
         outputs += self.scheduler.update(plan, result)
         if not self.scheduler.has_work():
-            self.scheduler.target.pause()
+            self.scheduler.note_pause()
         return outputs
 
     def _wait(self) -> list[RequestOutput]:
         """Sleep for a moment unless there are outputs already: nothing can run."""
-        self.scheduler.target.pause()
+        self.scheduler.note_pause()
         outputs = self.scheduler.pop_failed()
         if not outputs and self.scheduler.has_work() and not self.swapped.wait(READ_WAIT_SECONDS):
             self.store.images.wait(READ_WAIT_SECONDS)

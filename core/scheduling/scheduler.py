@@ -97,6 +97,7 @@ class Scheduler:
         self._shares = StepShares(limits.max_num_seqs, clock)
         milliseconds = limits.target_step_ms
         self.target = StepTarget(None if milliseconds is None else milliseconds / 1e3)
+        self._began: tuple[StepPlan, float] | None = None  # the last step, and when; None after a pause
         self._turns = AdapterTurns(limits, self.running, self.waiting)
         self.grammars = GrammarBudget(clock)
         self._speculation = speculation
@@ -243,14 +244,30 @@ class Scheduler:
             self._shares.rollback()
         return plan
 
+    def note_begin(self, plan: StepPlan, now: float) -> None:
+        """Note that a step begins; the step before it has taken the time since it began, if nothing was in between."""
+        before, self._began = self._began, (plan, now)
+        if before is None:
+            return
+        last, began = before
+        if last.bucket is not None:
+            self.target.decode_seconds.append(now - began)
+        elif self.target.recent:
+            self.target.note(last, now - began)
+
+    def note_pause(self) -> None:
+        """Note that no step follows the last one at once."""
+        self._began = None
+
     def _prompt_work(self, candidates: Sequence[Request], now: float, *, all_decode: bool) -> PromptWork | None:
         """Return what the prompts of a step of these running requests may take of its time; None: anything."""
-        if not self._limits.chunked_prefill:
+        running, waiting = self.running.tenants, self.waiting.tenants
+        if not self._limits.chunked_prefill or not (self.target.recent or _are_several(running, waiting)):
             return None
         if all_decode:  # then nothing is to be done for each request
-            return self.target.work_beside(self.running.tenants, (), self.waiting.tenants, now)
+            return self.target.work_beside(running, (), waiting, now)
         prompts, decoding = ({each.fairness_key for each in part} for part in split_prompts(candidates))
-        return self.target.work_beside(decoding, prompts, self.waiting.tenants, now)
+        return self.target.work_beside(decoding, prompts, waiting, now)
 
     def schedule_running(self, builder: StepBuilder, candidates: Sequence[Request]) -> None:
         """Schedule running requests; a subclass may leave some out."""
@@ -574,6 +591,13 @@ class Scheduler:
             pooled=to_bytes(vector if request.head is None else request.head.scores(vector)),
             **_reported_once(request),
         )
+
+
+def _are_several(some: Collection[str], others: Collection[str]) -> bool:
+    """True if there are two tenants or more among both."""
+    if len(some) > 1 or len(others) > 1:
+        return True
+    return bool(some and others) and next(iter(some)) != next(iter(others))
 
 
 def _reported_once(request: Request) -> dict[str, Any]:

@@ -69,39 +69,28 @@ class StepTarget:
     """
 
     target_seconds: float | None
-    _last: tuple[int, int, float] | None = None  # the last step's prompt tokens, the scored ones, and when it began
-    _recent: dict[str, float] = field(default_factory=dict)  # when tenants have decoded
-    _decode: deque[float] = field(
-        default_factory=lambda: deque(maxlen=_NUM_SAMPLES)
-    )  # seconds of steps without prompts
+    recent: dict[str, float] = field(default_factory=dict)
+    """When tenants have decoded, of late."""
+
+    decode_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_NUM_SAMPLES))
+    """Of the latest steps without prompts."""
+
     _plain: PromptTimes = field(default_factory=PromptTimes)
     _scored: PromptTimes = field(default_factory=PromptTimes)
 
-    def begin(self, plan: StepPlan, now: float) -> None:
-        """Note that a step begins; the one before it has taken the time since it began, with all between the two."""
-        if self.target_seconds == 0:
-            return
-        if self._last is not None:
-            num_tokens, num_scored, began = self._last
-            self._note(num_tokens, num_scored, now - began)
+    def note(self, plan: StepPlan, seconds: float) -> None:
+        """Learn from a step that was not captured, and took `seconds` until the next one began."""
         num_tokens = num_scored = 0
-        for sequence in plan.sequences if plan.bucket is None else ():
+        for sequence in plan.sequences:
             count = len(sequence.tokens) - sequence.drafts
             if count > 1:
                 num_tokens += count
                 num_scored += count * sequence.wants_prompt_logprobs
-        self._last = num_tokens, num_scored, now
-
-    def pause(self) -> None:
-        """Note that no step follows at once: the time until the next one is not the last one's."""
-        self._last = None
-
-    def _note(self, num_tokens: int, num_scored: int, seconds: float) -> None:
         if not num_tokens:
-            self._decode.append(seconds)
-        elif self._decode and not 0 < 2 * num_scored < num_tokens:
+            self.decode_seconds.append(seconds)
+        elif self.decode_seconds and not 0 < 2 * num_scored < num_tokens:
             times = self._scored if num_scored else self._plain
-            times.note(num_tokens, max(0.0, seconds - median(self._decode)))
+            times.note(num_tokens, max(0.0, seconds - median(self.decode_seconds)))
 
     def work_beside(
         self, decoding: Iterable[str], prompts: Collection[str], waiting: Collection[str], now: float
@@ -110,13 +99,13 @@ class StepTarget:
 
         decoding, prompts, waiting: tenants with a decoding request, with a prompt under way, with a waiting request.
         """
-        if self.target_seconds == 0 or not self._decode:
+        if self.target_seconds == 0 or not self.decode_seconds:
             return None
-        recent = self._recent = {tenant: at for tenant, at in self._recent.items() if at > now - RECENT_SECONDS}
+        recent = self.recent = {tenant: at for tenant, at in self.recent.items() if at > now - RECENT_SECONDS}
         recent |= dict.fromkeys(decoding, now)
         if not any(_has_other(recent, tenants) for tenants in (prompts, waiting)):
             return None
-        decode = median(self._decode)
+        decode = median(self.decode_seconds)
         target = DECODE_STEPS * decode if self.target_seconds is None else self.target_seconds
         any_seconds, token = self._plain.prices()
         scored_seconds, scored = self._scored.prices()

@@ -24,9 +24,10 @@ def plan(*counts: int, is_scored: bool = False, drafts: int = 0) -> StepPlan:
 
 
 def note(target: StepTarget, step: StepPlan, seconds: float) -> None:
-    target.begin(step, 0.0)
-    target.begin(plan(1), seconds)
-    target.pause()
+    if step.bucket is None:
+        target.note(step, seconds)
+    else:
+        target.decode_seconds.append(seconds)
 
 
 def request(**params: Any) -> Request:
@@ -104,14 +105,6 @@ def test_what_is_not_known_bounds_nothing():
     assert work.most(request(), 1000) == 1000
     off = learned(0.0)
     assert off.work_beside(["a"], {"b"}, (), 0.0) is None
-
-
-def test_time_without_steps_is_no_steps():
-    target = StepTarget(None)
-    target.begin(plan(1), 0.0)
-    target.pause()
-    target.begin(plan(1), 100.0)
-    assert target.work_beside(["a"], {"b"}, (), 0.0) is None, "nothing is known yet"
 
 
 def test_drafts_are_no_prompts():
