@@ -128,7 +128,11 @@ class EngineConfig(BaseModel):
     )
     chunked_prefill: bool = Field(default=True, description="split long prompts over several steps")
     block_tokens: int = Field(
-        default=16, ge=1, description="tokens per KV page; raised if a slab of an adapter needs a larger page"
+        default=16,
+        ge=1,
+        description="tokens per KV page; raised if a slab of an adapter needs a larger page. A page must have room for "
+        "a part of a recurrent layer's state, and must divide the chunks of Llama 4's attention; the start is refused "
+        "otherwise",
     )
     memory_bytes: int | None = Field(
         default=None,

@@ -7,7 +7,9 @@ where `[K_h; V_h]` are rows of kv_b_proj. There are two ways to attend:
   `V_h · Σ weight · c`. A token costs more for each one that it sees, but nothing is done for those before it.
 * Made: keys and values of all that a chunk sees are made, and forgotten. It takes less from `break_even` tokens on.
 
-An adapter's `B · A` on kv_b_proj, with the rows `[B_K; B_V]` of a head, goes the same ways.
+An adapter's `B · A` on kv_b_proj, with the rows `[B_K; B_V]` of a head, goes the same ways. A bias `[b_K; b_V]` of the
+outputs adds `q · b_K` to all scores of a query, which their softmax takes away again, and b_V to what is attended,
+since weights add up to one. So queries ignore it, and values have it.
 
 Shapes: queries `[tokens, heads, key]`, latents `[tokens, heads, kv_rank]`, values `[tokens, heads, value]`; kv_up and
 adapters' Bᵀ have `heads · (key + value)` rows and columns, head after head.
@@ -50,7 +52,7 @@ def expanded(x: torch.Tensor, kv_up: torch.Tensor, key_dim: int, out: torch.Tens
 class LatentHeads:
     """A layer's ways between heads and latents, with what a step's adapters add."""
 
-    __slots__ = ("_kv_up", "_lora", "_num_heads", "key_dim", "kv_rank", "rotated_dim", "value_dim")
+    __slots__ = ("_bias", "_kv_up", "_lora", "_num_heads", "key_dim", "kv_rank", "rotated_dim", "value_dim")
 
     def __init__(
         self,
@@ -59,8 +61,10 @@ class LatentHeads:
         key_dim: int,
         rotated_dim: int,
         lora: AbsorbedLora | None = None,
+        bias: torch.Tensor | None = None,
     ) -> None:
-        self._kv_up, self._num_heads, self._lora = kv_up, num_heads, lora
+        """bias: of kv_up's rows."""
+        self._kv_up, self._num_heads, self._lora, self._bias = kv_up, num_heads, lora, bias
         self.key_dim, self.rotated_dim, self.kv_rank = key_dim, rotated_dim, kv_up.shape[1]
         self.value_dim = len(kv_up) // num_heads - key_dim
 
@@ -87,10 +91,16 @@ class LatentHeads:
     def expand(self, x: torch.Tensor, out: torch.Tensor, first: int = 0) -> None:
         """Write values of attended latents to `out`. first: see `absorb`."""
         if self._lora is None:
-            expanded(x, self._kv_up, self.key_dim, out)
+            self._expanded(x, out)
         else:
-            product = partial(expanded, kv_up=self._kv_up, key_dim=self.key_dim)
-            out.copy_(self._lora.of(first, len(x)).expand(x, product))
+            out.copy_(self._lora.of(first, len(x)).expand(x, self._expanded))
+
+    def _expanded(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Values of attended latents by the base weights, in `out` if that is given."""
+        values = expanded(x, self._kv_up, self.key_dim, out)
+        if self._bias is None:
+            return values
+        return values.add_(self._bias.view(self._num_heads, -1)[:, self.key_dim :])
 
     def made(self, latents: torch.Tensor, token: int) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
         """Keys and values `[heads, latents, …]` of latents `[latents, kv_rank]` for some heads after others.
@@ -104,6 +114,8 @@ class LatentHeads:
             heads = slice(first, min(first + count, self._num_heads))
             columns = slice(heads.start * width, heads.stop * width)
             found = latents @ self._kv_up[columns].T
+            if self._bias is not None:
+                found += self._bias[columns]
             for term in added:
                 term(found, columns)
             made = found.unflatten(1, (-1, width)).transpose(0, 1)
@@ -123,10 +135,10 @@ class AbsorbedLora:
     def absorb(self, q: torch.Tensor, product: Product) -> torch.Tensor:
         """Queries in the latents' space, by the base weights, which is `product(q)`, and adapters.
 
-        Vectors scale the outputs of kv_b_proj, so here they come first.
+        Vectors scale the outputs of kv_b_proj, so here they come first. Offsets of keys change no weight.
         """
-        q = self._scaled(q, first=0)
-        found = product(self._scaled(q, first=0, undo=True))
+        q = self._scaled(q, first=0, offsets=False)
+        found = product(self._scaled(q, first=0, undo=True, offsets=False))
         for tokens, mask, a, b in self._tiles(found):
             h = torch.bmm(q[tokens].transpose(0, 1), b[:, :, : q.shape[2]].transpose(1, 2))
             found[tokens] += (mask(h) @ a).transpose(0, 1)
@@ -156,8 +168,9 @@ class AbsorbedLora:
             if not begin <= token < end:
                 continue
             if (vectors := vectors_of(rows, self._arena, self._layer, self._module, self._width)) is not None:
-                factors = 1 / vectors[0] if rows.scale < 0 else vectors[0]
-                (undone if rows.scale < 0 else scaled).append(partial(_scale, factors=factors))
+                is_undone = rows.scale < 0
+                change = partial(_undo if is_undone else _scale, factors=vectors[0], offsets=vectors[1])
+                (undone if is_undone else scaled).append(change)
             a, b = rows.matrices(self._arena, self._layer, self._module, latents.shape[1], self._width)
             if a is not None and b is not None:
                 added.append(partial(_add, h=(latents @ a.to(latents.dtype).T) * rows.scale, b=b.to(latents.dtype)))
@@ -185,7 +198,7 @@ class AbsorbedLora:
                     outputs.view(len(outputs), heads, -1).transpose(0, 1),
                 )
 
-    def _scaled(self, x: torch.Tensor, first: int, *, undo: bool = False) -> torch.Tensor:
+    def _scaled(self, x: torch.Tensor, first: int, *, undo: bool = False, offsets: bool = True) -> torch.Tensor:
         """Adapters' vectors applied to elements from `first` on of each head's outputs; a copy if there are any."""
         if not self._segments.vectors:
             return x
@@ -193,15 +206,20 @@ class AbsorbedLora:
         outputs = x.new_zeros(tokens, heads, self._width // heads)
         outputs[..., first : first + elems] = x
         modules = ((self._module, 0, self._width),)
-        scale_outputs(outputs.view(tokens, -1), self._arena, self._segments, self._layer, modules, undo=undo)
+        rows = outputs.view(tokens, -1)
+        scale_outputs(rows, self._arena, self._segments, self._layer, modules, undo=undo, offsets=offsets)
         return outputs[..., first : first + elems]
 
 
 _Term = Callable[[torch.Tensor, slice], None]
 
 
-def _scale(outputs: torch.Tensor, columns: slice, *, factors: torch.Tensor) -> None:
-    outputs.copy_(outputs.float() * factors[columns])
+def _scale(outputs: torch.Tensor, columns: slice, *, factors: torch.Tensor, offsets: torch.Tensor) -> None:
+    outputs.copy_(outputs.float() * factors[columns] + offsets[columns])
+
+
+def _undo(outputs: torch.Tensor, columns: slice, *, factors: torch.Tensor, offsets: torch.Tensor) -> None:
+    outputs.copy_((outputs.float() - offsets[columns]) / factors[columns])
 
 
 def _add(outputs: torch.Tensor, columns: slice, *, h: torch.Tensor, b: torch.Tensor) -> None:

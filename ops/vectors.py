@@ -53,10 +53,11 @@ def scale_outputs(
     modules: Sequence[tuple[int, int, int]],
     *,
     undo: bool = False,
+    offsets: bool = True,
 ) -> None:
     """Apply the vectors of all segments to y `[tokens, out]`, in place; see `sgmv` for the arguments.
 
-    undo: undo those of the segments with scale -1 instead.
+    undo: undo those of the segments with scale -1 instead. offsets: False to scale alone.
     """
     for index in segments.vectors:
         rows, begin, end = segments.rows[index], segments.begin[index], segments.end[index]
@@ -65,7 +66,7 @@ def scale_outputs(
         for module, column, width in modules:
             found = vectors_of(rows, arena, layer, module, width)
             if found is not None:
-                scale, offset = found
+                scale, offset = found[0], found[1] if offsets else 0.0
                 part = y[begin:end, column : column + width]
                 values = part.float()
                 part.copy_((values - offset) / scale if undo else values * scale + offset)

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from weakref import WeakKeyDictionary
 
 from ...memory.adapters.adapter import Adapter
@@ -98,21 +99,14 @@ class Merging:
             return
         began, most = self._clock(), SHARE * step_seconds
         try:
-            left = most
-            if self._runs:
-                self._take_runs(most)
-                left -= self._clock() - began
-            is_whole = self.is_under_way and not self._runs and left >= 0 and backend.advance(left)
-        except CannotMerge as error:
+            with self._refusing(adapter):
+                left = most
+                if self._runs:
+                    self._take_runs(most)
+                    left -= self._clock() - began
+                is_whole = self.is_under_way and not self._runs and left >= 0 and backend.advance(left)
+        except CannotMerge as error:  # steps go on without
             logger.info("%s", error)
-            self._refused[adapter] = str(error)
-            self._pages.give_up()
-            return
-        except ExecutorLost:
-            raise
-        except Exception as error:  # steps go on without
-            logger.exception("merging %r failed", adapter)
-            self._refused[adapter] = f"merging it failed: {type(error).__name__}: {error}"
             self._pages.give_up()
             return
         pause = self._clock() - began
@@ -160,29 +154,48 @@ class Merging:
             raise CannotMerge(f"adapter {adapter.name!r} is not resident; merge it once it has been loaded")
         self._store.hold(adapter)  # an adapter that a request waits for is not evicted for the runs
         try:
-            sizes = self._sizes(backend, adapter)
-            runs = self._reclaimer.find_runs(sizes, backend.wished_runs(adapter))
+            with self._refusing(adapter):
+                sizes, wished = backend.sizes(adapter), backend.wished_runs(adapter)
+            runs = self._reclaimer.find_runs(sizes, wished)
             if runs is None:
                 self._retry_at = self._clock() + RETRY_SECONDS
                 raise CannotMerge(
                     f"adapter {adapter.name!r} needs {sum(sizes)} pages for merged weights, in {len(sizes)} runs of up "
                     f"to {max(sizes)}; there is no room for them beside what is in use"
                 )
+            self._pages.give_up()
+            self._begin_weights(backend, adapter, runs)
         except CannotMerge:
             self._store.let_go(adapter)
             raise
-        self._pages.give_up()
-        backend.begin(adapter, runs)
         self.shadowed, self.is_under_way, self._runs, self._spent, self._uses = adapter, True, runs[::-1], 0.0, 0
         self._take_runs(0.0)
 
-    def _sizes(self, backend: ShadowBackend, adapter: Adapter) -> list[int]:
-        """Pages of each run of the shadow. Raises CannotMerge, and remembers it."""
+    def _begin_weights(self, backend: ShadowBackend, adapter: Adapter, runs: list[range]) -> None:
+        """Have the backend begin. Raises CannotMerge; then the backend has nothing of the adapter."""
         try:
-            return backend.sizes(adapter)
+            with self._refusing(adapter):
+                backend.begin(adapter, runs)
+        except CannotMerge:
+            backend.drop()
+            raise
+
+    @contextmanager
+    def _refusing(self, adapter: Adapter) -> Iterator[None]:
+        """Raises CannotMerge for whatever is raised inside but the loss of an executor, and remembers it: steps go on
+        without merged weights.
+        """
+        try:
+            yield
+        except ExecutorLost:
+            raise
         except CannotMerge as error:
             self._refused[adapter] = str(error)
             raise
+        except Exception as error:
+            logger.exception("merging %r failed", adapter)
+            self._refused[adapter] = f"merging it failed: {type(error).__name__}: {error}"
+            raise CannotMerge(self._refused[adapter]) from error
 
     def _take_runs(self, most: float) -> None:
         """Take more of the runs, for `most` seconds or until something had to be evicted from one; give the shadow up

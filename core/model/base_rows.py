@@ -41,6 +41,17 @@ class CheckpointRows:
             raise ValueError(f"the checkpoint has no rows of {module}")
         return self._checkpoint.read(name, (slice(begin, end),))
 
+    def head_bias(self) -> torch.Tensor | None:
+        from .tensor_parts import LM_HEAD_BIAS  # needs torch
+
+        try:
+            name = self._sources[LM_HEAD_BIAS].name
+        except UnsupportedModel:
+            return None
+        if not self.config.head_bias or name not in self._checkpoint:
+            return None
+        return self._checkpoint.read(name, (slice(None),))
+
     def _tensor(self, module: str) -> str | None:
         """The tensor that has a module's rows, of two tied modules the other's where it has none of its own."""
         from .tensor_parts import EMBED, LM_HEAD  # needs torch

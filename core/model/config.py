@@ -268,8 +268,10 @@ class ModelConfig:
                 if experts
             ),
             stacked_alternate=self.tensors.alternates,
-            stacked_swapped=self.tensors.swapped,
+            stacked_sides=self.tensors.stacked_sides,
             embeddings=self.tensors.embeddings,
+            heads=tuple(head.removesuffix(".weight") for head in self.tensors.heads),
+            head_has_bias=self.head_bias,
             vocab_size=self.vocab_size,
             hidden_size=self.hidden_size,
             units=tuple(self.unit_rows.items()),

@@ -144,8 +144,10 @@ class Layer:
         assert weights.decay_up is not None, "the weights are of the spec"
         assert weights.output_gate_up is not None, "the weights are of the spec"
         first, gates, further, decays = inputs.split(spec.input_parts, 1)
-        gates = self._added(Group.OUTPUT_GATE_UP, gates.contiguous(), weights.output_gate_up)
-        decays = self._added(Group.DECAY_UP, decays.contiguous(), weights.decay_up)
+        gates = self._added(
+            Group.OUTPUT_GATE_UP, gates.contiguous(), weights.output_gate_up, weights.output_gate_up_bias
+        )
+        decays = self._added(Group.DECAY_UP, decays.contiguous(), weights.decay_up, weights.decay_up_bias)
         return torch.cat((first, gates, further, decays), 1)
 
     def finish(
@@ -256,7 +258,8 @@ class Layer:
         weights, size = self._weights, spec.kv_rank + spec.rotated_dim
         q, kept = inputs.split((inputs.shape[1] - size, size), 1)
         if weights.q_up is not None and weights.q_norm is not None:
-            q = self._added(Group.QUERY_UP, rms_norm(q, weights.q_norm, spec.eps), weights.q_up)
+            rows = rms_norm(q, weights.q_norm, spec.eps)
+            q = self._added(Group.QUERY_UP, rows, weights.q_up, weights.q_up_bias)
         new = NewLatents(kept, spec.kv_rank, weights.k_norm, spec.eps)
         return write_latents(q.unflatten(1, (-1, spec.key_dim + spec.rotated_dim)), new, rotation, slots, out)
 
@@ -264,7 +267,8 @@ class Layer:
         """The ways between heads and latents."""
         kv_up, lora = self._weights.kv_up, None if self._lora is None else self._lora.absorbed(self._index)
         assert kv_up is not None, "the weights are of the spec"
-        return LatentHeads(kv_up, len(kv_up) // (spec.key_dim + spec.value_dim), spec.key_dim, spec.rotated_dim, lora)
+        num_heads = len(kv_up) // (spec.key_dim + spec.value_dim)
+        return LatentHeads(kv_up, num_heads, spec.key_dim, spec.rotated_dim, lora, self._weights.kv_up_bias)
 
     def gate_up(self, x: Residual) -> torch.Tensor:
         """`activation(gate) · up`, without a gate `activation(up)`: `[tokens, ffn]`."""

@@ -16,7 +16,8 @@ from .experts import ExpertWeights
 #: Names of a layer's matrices in `LayerWeights`, in the order of the groups of projections.
 MATRICES = ("qkv", "o", "gate_up", "down")
 
-#: Of every group whose matrix adapters may be merged into.
+#: Of every group whose matrix adapters may be merged into. Each has a field for its bias, `…_bias`, too, which is the
+#: adapter's in merged weights.
 MERGED_MATRICES = {
     **{int(group): name for group, name in zip(LAYER_GROUPS, MATRICES, strict=True)},
     int(Group.QUERY_UP): "q_up",
@@ -79,10 +80,14 @@ class LayerWeights:
     q_up: torch.Tensor | None = None
     """`[heads · (key + rotated), q_rank]`: queries of latents."""
 
+    q_up_bias: torch.Tensor | None = None
+
     kv_up: torch.Tensor | None = None
     """`[heads · (key + value), kv_rank]`: keys and values of latents, which are never multiplied as one matrix. It is
     neither packed nor narrow.
     """
+
+    kv_up_bias: torch.Tensor | None = None
 
     sinks: torch.Tensor | None = None
     """`[heads]`: see `AttentionSpec.sinks`."""
@@ -148,5 +153,9 @@ class LayerWeights:
     decay_up: torch.Tensor | None = None
     """`[decays, rank]`: a recurrent mixer's decays, of their latents; see `RecurrentSpec.input_parts`."""
 
+    decay_up_bias: torch.Tensor | None = None
+
     output_gate_up: torch.Tensor | None = None
     """`[out, rank]`: likewise, the gates of its output."""
+
+    output_gate_up_bias: torch.Tensor | None = None

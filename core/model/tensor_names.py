@@ -9,6 +9,8 @@ from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
+from ...memory.files.module_paths import StackedSides
+
 #: Where Llama's layers have their norms; the other parts are named as in `weights.tensor_shapes`.
 LLAMA_NORMS = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
 
@@ -94,7 +96,7 @@ class TensorNames:
     """A stacked tensor of weights is `[experts, in, out]`, unless it is packed (gpt-oss)."""
 
     swapped: bool = False
-    """PEFT takes the inputs of a stacked tensor of weights for outputs: A is of these, and B of inputs (Llama 4)."""
+    """`transposed`, and PEFT takes it for `[experts, out, in]`, since its module doesn't say so (Llama 4)."""
 
     by_shape: bool = False
     """A `transposed` tensor whose shape is `[experts, out, in]` isn't, as transformers saves it (Qwen3-VL-MoE)."""
@@ -110,6 +112,15 @@ class TensorNames:
 
     published: tuple[TensorNames, ...] = ()
     """The names in published checkpoints, where transformers has others, which adapters have, too (EXAONE 3)."""
+
+    @property
+    def stacked_sides(self) -> StackedSides:
+        """Which versions of PEFT have A and B of stacked experts in each other's place."""
+        if self.swapped:
+            return StackedSides.SINCE
+        if not self.transposed:
+            return StackedSides.BEFORE
+        return StackedSides.BY_TRANSFORMERS if self.by_shape else StackedSides.NEVER
 
     def of(self, tensors: Container[str]) -> TensorNames:
         """The names in a checkpoint that has these tensors: of `published` those by which it has a first layer."""

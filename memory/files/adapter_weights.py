@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING
 
 from ..pages.adapter_layout import AdapterPart
 from ..pages.projections import Projection
+from .config import CONFIG_FILE
 from .directory import AdapterDirectory
 from .error import AdapterFormatError, shown
 from .form import AdapterForm
-from .module_paths import ExpertForm, ModulePaths, without_nesting
+from .module_paths import ExpertForm, ModulePaths, StackedSides, without_nesting
 from .peft_names import EMBEDDINGS, HEAD, IN_LAYERS, PREFIX, STEM, UNEMBED, tensor_shapes
 from .tensor_file import Arrangement, TensorInfo
 from .unserved import mend_of
@@ -35,15 +36,18 @@ _AROUND = re.compile(r"^(?:(?:module|_orig_mod|_fsdp_wrapped_module)\.)*")
 _ADAPTER_NAME = re.compile(
     r"\.(lora_(?:embedding_)?[AB]|lora_magnitude_vector)\.(?!(?:weight|bias)$)([^.]+)(?=\.weight$|\.bias$|$)"
 )
+#: Its major and minor number, and what a version between releases has.
+_VERSION = re.compile(r"([0-9]{1,6})\.([0-9]{1,6})(?:\.[0-9]{1,6})?(\.?dev)?")
+
 _IN_LAYER = re.compile(rf"({re.escape(IN_LAYERS)}[0-9]+)\.(.+?)\.(lora_[AB]\.weight|{PATTERN})")
 
 
 @lru_cache(16)
-def _wrapped(around: tuple[str, ...]) -> re.Pattern[str]:
-    """A pattern of the prefix that a tensor's name may have. around: see `ModulePaths.around`."""
+def _wrapped(around: tuple[str, ...], embeddings: str) -> re.Pattern[str]:
+    """A pattern of the prefix that a tensor's name may have. around, embeddings: see `ModulePaths`."""
     return re.compile(
         rf"(?:base_model\.model\.)?((?:(?:{'|'.join(map(re.escape, around))})\.){{0,4}})"
-        r"(?=layers\.[0-9]|embed_tokens\.|embeddings\.|unembed_tokens\.)"
+        rf"(?=layers\.[0-9]|{re.escape(embeddings)}\.|embed_tokens\.|unembed_tokens\.)"
     )
 
 
@@ -53,8 +57,12 @@ class AdapterWeights(RowsFile):
     A tensor of several projections is there as one of each; those of `ModulePaths.left_out` are not there.
     """
 
-    def __init__(self, directory: AdapterDirectory, form: AdapterForm, modules: ModulePaths) -> None:
+    def __init__(
+        self, directory: AdapterDirectory, form: AdapterForm, modules: ModulePaths, peft_version: str | None = None
+    ) -> None:
+        """peft_version: of the PEFT that saved it; None: not known, or not needed, as `modules` say what it tells."""
         name = form.weights_file
+        self._peft_version = peft_version
         super().__init__(directory.path / name, directory.open(name, form.kind))
         self._form = form
         self._stems: set[str] = set()
@@ -121,7 +129,8 @@ class AdapterWeights(RowsFile):
         Which parameter of a module a tensor is of is told by the shapes of A and B, since its name doesn't tell.
         """
         found: dict[str, TensorInfo] = {}
-        listed = self._unswapped(listed) if self.modules.stacked_swapped else listed
+        self.modules = self.modules.with_sides(are_swapped=self._are_swapped(listed))
+        listed = self._unswapped(listed) if self.modules.are_swapped else listed
         for name, info in listed.items():
             match = _IN_LAYER.fullmatch(name)
             stacked = () if match is None else self.modules.stacked_modules.get(without_nesting(match[2]), ())
@@ -135,21 +144,50 @@ class AdapterWeights(RowsFile):
                 self._put(found, f"{layer}.{own.path}.{kind}", rows, name)
         return found
 
-    def _unswapped(self, listed: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
-        """The tensors, with A and B of parameters of experts that have each other's place in their own."""
-        found = dict(listed)
-        for name, info in listed.items():
+    def _are_swapped(self, listed: dict[str, TensorInfo]) -> bool:
+        """True if A and B of parameters of experts are in each other's place. Where both readings fit all shapes, the
+        version of PEFT tells.
+        """
+        if self.modules.are_swapped is not None:
+            return self.modules.are_swapped
+        pairs = [(name, _dim(a, 1), _dim(b, 0), stacked) for name, _, a, b, stacked in self._stacked_pairs(listed)]
+        if not pairs or self.modules.stacked_sides is StackedSides.NEVER:
+            return False
+        fits = all((inputs, outputs) in map(_dims_of, stacked) for _, inputs, outputs, stacked in pairs)
+        fits_swapped = all((outputs, inputs) in map(_dims_of, stacked) for _, inputs, outputs, stacked in pairs)
+        if not (fits and fits_swapped):
+            return fits_swapped
+        found = are_swapped(self.modules.stacked_sides, self._peft_version)
+        if found is None:
+            raise AdapterFormatError(
+                f"{self.path}: tensor {shown(pairs[0][0])} and its B are of experts and fit what PEFT saved before "
+                f"0.19 as well as what it saves since then, with A and B in each other's place; peft_version in "
+                f"{CONFIG_FILE} is {shown(self._peft_version)}, which does not tell which; set peft_version to the "
+                "release of PEFT that trained it"
+            )
+        return found
+
+    def _stacked_pairs(
+        self, listed: dict[str, TensorInfo]
+    ) -> Iterator[tuple[str, str, TensorInfo, TensorInfo, tuple[tuple[Projection, ...], ...]]]:
+        """A and B of each parameter of experts: their names, themselves, and the parameters of their module."""
+        for name, a in listed.items():
             match = _IN_LAYER.fullmatch(name)
             if match is None or match[3] != "lora_A.weight":
                 continue
             stacked = self.modules.stacked_modules.get(without_nesting(match[2]), ())
             other = f"{match[1]}.{match[2]}.lora_B.weight"
-            dims = _dim(listed.get(other), 0), _dim(info, 1)
-            for parts in stacked:
-                experts = parts[0].experts
-                if dims == _dims_of(parts) and not listed[other].shape[1] % experts and not info.shape[0] % experts:
-                    found[name] = _as_other_side(listed[other], experts, is_a=True)
-                    found[other] = _as_other_side(info, experts, is_a=False)
+            if stacked and (b := listed.get(other)) is not None:
+                yield name, other, a, b, stacked
+
+    def _unswapped(self, listed: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
+        """The tensors, with A and B of parameters of experts that have each other's place in their own."""
+        found = dict(listed)
+        for name, other, a, b, stacked in self._stacked_pairs(listed):
+            experts = stacked[0][0].experts
+            if len(a.shape) == len(b.shape) == 2 and not a.shape[0] % experts and not b.shape[1] % experts:
+                found[name] = _as_other_side(b, experts, is_a=True)
+                found[other] = _as_other_side(a, experts, is_a=False)
         return found
 
     def _of_each_expert(self, listed: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
@@ -280,13 +318,11 @@ class AdapterWeights(RowsFile):
         if not name.endswith((".lora_A.weight", ".lora_B.weight")) and (named := _ADAPTER_NAME.search(name)):
             self._adapters.add(named[2])
             name = f"{name[: named.end(1)]}{name[named.end() :]}"
-        found = _wrapped(self.modules.around).match(name)
+        found = _wrapped(self.modules.around, self.modules.embeddings).match(name)
         if found is None:
             if "lora_" in name and not name.startswith(PREFIX):
                 name = f"{PREFIX}{name}"
-            if name.startswith(f"{PREFIX}{HEAD}."):
-                self._head_names.add(HEAD)
-            return name
+            return self._plain_of_head(name)
         rest = name[found.end() :]
         if rest.startswith(f"{UNEMBED}."):
             self._head_names.add(UNEMBED)
@@ -306,6 +342,14 @@ class AdapterWeights(RowsFile):
             self._of_layer[given.removeprefix(IN_LAYERS).partition(".")[2]] = own
         return f"{match[1]}.{own}"
 
+    def _plain_of_head(self, name: str) -> str:
+        """The usual name of a tensor of the output projection; any other name as it is."""
+        head = next((head for head in self.modules.heads if name.startswith(f"{PREFIX}{head}.")), None)
+        if head is None:
+            return name
+        self._head_names.add(HEAD)
+        return f"{PREFIX}{HEAD}{name.removeprefix(PREFIX + head)}"
+
 
 def matrices_of(
     part: AdapterPart, layer: int, target: str, modules: ModulePaths
@@ -316,6 +360,22 @@ def matrices_of(
         own = modules.projections.experts_of(target)
         return (tensor_shapes(layer, own[expert], part.rank) for expert in part.experts)
     return iter((tensor_shapes(layer, projection, part.rank),))
+
+
+def are_swapped(sides: StackedSides, peft_version: str | None) -> bool | None:
+    """True if a version of PEFT has A and B of such parameters in each other's place; None if it doesn't tell.
+
+    Before 0.19, PEFT's main branch called itself 0.18.1.dev0, with either.
+    """
+    match = _VERSION.match(peft_version or "")
+    if sides is StackedSides.NEVER:
+        return False
+    if match is None or (match[3] and match[1] == "0" and int(match[2]) in (18, 19)):
+        return None
+    is_before = (int(match[1]), int(match[2])) < (0, 19)
+    if sides is StackedSides.SINCE:
+        return not is_before
+    return None if is_before and sides is StackedSides.BY_TRANSFORMERS else is_before
 
 
 def _twice(path: Path, name: str, own_name: str) -> AdapterFormatError:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,8 +39,8 @@ DEFAULT_TARGETS = ("q_proj", "v_proj")
 
 _MAX_SCALE = 3e38  # scales are applied in float32
 
-#: Other names of the modules of `COPIED`.
-_USUAL = {"unembed_tokens": "lm_head", "embeddings": "embed_tokens"}
+#: Another name of a module of `COPIED`.
+_USUAL = {"unembed_tokens": "lm_head"}
 
 #: Fields that change the arithmetic in unsupported ways, with the remedy for each.
 _UNSERVED = {
@@ -125,6 +126,9 @@ class AdapterConfig:
         base = fields.raw.get("base_model_name_or_path")
         self.base_model = base[:MAX_BASE_CHARACTERS] if isinstance(base, str) and base else None
         """The base model that the adapter names, if any."""
+        version = fields.raw.get("peft_version")
+        self.peft_version = version[:MAX_BASE_CHARACTERS] if isinstance(version, str) else None
+        """The version of PEFT that it names, if any."""
         self._rank = fields.rank("r", fields.raw.get("r", 8))
         self._alpha = fields.alpha("lora_alpha", fields.raw.get("lora_alpha", 8))
         self._ranks = fields.patterns("rank_pattern", fields.rank)
@@ -148,6 +152,7 @@ class AdapterConfig:
         """True if it has a score head of its own."""
         self.saved_modules = fields.saved_modules()
         """Modules that the adapter has whole; see `whole_copies`."""
+        self._saved_names = fields.saved_names()
         self.trained_tokens = fields.trained_tokens()
         """Tokens whose rows are trained, of each module, in the order of the rows in the file."""
         self.refuse = fields.refuse
@@ -164,9 +169,12 @@ class AdapterConfig:
         fields.refuse_together()
 
     @classmethod
-    def read(cls, directory: AdapterDirectory) -> AdapterConfig:
-        """Read `adapter_config.json`. Raises AdapterFormatError if it can't be served as PEFT applies it."""
-        return cls(_Fields(directory.path / CONFIG_FILE, read_fields(directory)))
+    def read(cls, directory: AdapterDirectory, usual_names: Mapping[str, str] = _USUAL) -> AdapterConfig:
+        """Read `adapter_config.json`. Raises AdapterFormatError if it can't be served as PEFT applies it.
+
+        usual_names: see `ModulePaths.usual_names`.
+        """
+        return cls(_Fields(directory.path / CONFIG_FILE, read_fields(directory), usual_names))
 
     @classmethod
     def of(cls, file: Path, fields: dict[str, Any]) -> AdapterConfig:
@@ -184,7 +192,14 @@ class AdapterConfig:
             found = self._targets.ends(names)
             if self._layers:
                 found = found & self._in_layers(names, self._layers) | self._targets.named(names)
-        return self._ranks_and_scales(names, found & ~self._excluded.ends(names))
+        return self._ranks_and_scales(names, found & ~self._excluded.ends(names) & ~self._saved(names))
+
+    def _saved(self, names: ModuleNames) -> int:
+        """The ends of the names of modules that are saved whole, and of those inside: PEFT puts no LoRA on them."""
+        if not self._saved_names:
+            return 0
+        inner = tuple(f".{saved}." for saved in self._saved_names)
+        return names.places(name for name in names.names if any(each in f".{name}." for each in inner))
 
     def parameter_targets(self, names: ModuleNames) -> dict[str, tuple[int, float]]:
         """As `targets`, of parameters. names: of parameters of the model."""
@@ -193,6 +208,11 @@ class AdapterConfig:
     def parameters_in(self, names: ModuleNames) -> set[str]:
         """Those of the names that it names."""
         return {name for tail in self.parameters for name in names.with_tail(tail)}
+
+    def scale_of(self, name: str) -> float:
+        """The scale of a module, whether it is targeted or not."""
+        names = ModuleNames([name])
+        return self._ranks_and_scales(names, names.ends)[name][1]
 
     def _ranks_and_scales(self, names: ModuleNames, ends: int) -> dict[str, tuple[int, float]]:
         ranks = _first_matches(self._ranks, names, ends, self._rank)
@@ -214,12 +234,20 @@ _ANY_LAYER = r".*?\.[^.]*"
 _LAYER = re.compile(r"\.([0-9]+)\.")
 
 
+def _is_on(value: Any) -> bool:
+    """True if a value switches a variant of LoRA on: PEFT makes a configuration of an object, with defaults if it is
+    empty.
+    """
+    return bool(value) or isinstance(value, dict)
+
+
 class _Fields:
     """The raw fields of a configuration, and the errors for wrong ones."""
 
-    def __init__(self, file: Path, raw: dict[str, Any]) -> None:
+    def __init__(self, file: Path, raw: dict[str, Any], usual_names: Mapping[str, str] = _USUAL) -> None:
         self.file = file
         self.raw = raw
+        self._usual = usual_names
         self._steps = Steps()
 
     def refuse(self, name: str, why: str) -> AdapterFormatError:
@@ -236,10 +264,10 @@ class _Fields:
                 "without them",
             )
         for name, why in _UNSERVED.items():
-            if self.raw.get(name):
+            if _is_on(self.raw.get(name)):
                 raise self.refuse(name, why)
         for name, value in self.raw.items():
-            if value and name not in _SERVED and _VARIANT.fullmatch(name):
+            if _is_on(value) and name not in _SERVED and _VARIANT.fullmatch(name):
                 raise self.refuse(name, "this variant of LoRA is not known; train plain LoRA, or remove the field")
         self._refuse_base_changing(self.raw.get("init_lora_weights"))
 
@@ -291,12 +319,15 @@ class _Fields:
                 "for all tokens; train with bias='none'",
             )
 
+    def saved_names(self) -> tuple[str, ...]:
+        """The names in `modules_to_save`."""
+        value = self.names("modules_to_save") or ()
+        return (value,) if isinstance(value, str) else value
+
     def saved_modules(self) -> tuple[str, ...]:
         """Last parts of the names in `modules_to_save`, without score heads; others by their usual names."""
-        value = self.names("modules_to_save") or ()
-        names = ((value,) if isinstance(value, str) else value) or ()
-        found = (name.rpartition(".")[2] for name in names)
-        named = dict.fromkeys(_USUAL.get(name, name) for name in found)
+        found = (name.rpartition(".")[2] for name in self.saved_names())
+        named = dict.fromkeys(self._usual.get(name, name) for name in found)
         return tuple(name for name in named if not (self.has_head and name in MODULES))
 
     def trained_tokens(self) -> dict[str, tuple[int, ...]]:
@@ -309,7 +340,7 @@ class _Fields:
         found = {}
         for path, tokens in by_module.items():
             module = path.rpartition(".")[2]
-            module = _USUAL.get(module, module)
+            module = self._usual.get(module, module)
             if module not in COPIED or module in found:
                 raise self.refuse(name, f"rows of {', '.join(COPIED)} are served, of each once, not of {shown(path)}")
             if not isinstance(tokens, list) or not all(type(token) is int and token >= 0 for token in tokens):

@@ -16,6 +16,7 @@ from .config import CONFIG_FILE, AdapterConfig
 from .directory import AdapterDirectory
 from .gguf_form import GGUF_SUFFIX, GgufForm
 from .mlx_form import MLX_FILE, MlxForm
+from .module_paths import ModulePaths
 from .tensor_file import TensorFile, TensorInfo
 from .unserved import missing_config, refuse_other_weights
 
@@ -48,8 +49,8 @@ class AdapterForm(Protocol):
         """The file's tensors by PEFT's names, with PEFT's shapes. projections: of the base model."""
         ...
 
-    def config(self, directory: AdapterDirectory, modules: Collection[str]) -> AdapterConfig:
-        """The fields of a PEFT configuration. modules: names of the modules in the base model that have tensors."""
+    def config(self, directory: AdapterDirectory, given: Collection[str], base: ModulePaths) -> AdapterConfig:
+        """The fields of a PEFT configuration. given: names of the modules in the base model that have tensors."""
         ...
 
 
@@ -66,8 +67,8 @@ class PeftForm:
     def listed(self, file: TensorFile, projections: Projections) -> dict[str, TensorInfo]:
         return file.listed()
 
-    def config(self, directory: AdapterDirectory, modules: Collection[str]) -> AdapterConfig:
-        return AdapterConfig.read(directory)
+    def config(self, directory: AdapterDirectory, given: Collection[str], base: ModulePaths) -> AdapterConfig:
+        return AdapterConfig.read(directory, base.usual_names)
 
 
 def form_of(directory: AdapterDirectory) -> AdapterForm:

@@ -31,7 +31,7 @@ from .targets import Targets, layers_with, parts_of, targets_of
 from .tensor_file import TensorFile, TensorInfo, TensorPlaces, digest_of
 from .trained_rows import find_rows, module_of
 from .unserved import mend_of, refuse_no_lora, why_not_lora
-from .vectors import vector_targets, why_no_vector
+from .vectors import LORA_BIAS, vector_targets, why_no_vector
 
 Names = dict[tuple[int, str], tuple[str, str]]
 """The names of A and B by layer and projection."""
@@ -77,10 +77,10 @@ def inspect_adapter(path: Path, modules: ModulePaths, roots: Sequence[Path] = ()
     """
     with _opened(path, roots) as directory:
         form = _form(path, directory)
-        config = form.config(directory, ()) if form.is_plain else None
-        with AdapterWeights(directory, form, modules) as file:
+        config = form.config(directory, (), modules) if form.is_plain else None
+        with AdapterWeights(directory, form, modules, config and config.peft_version) as file:
             stem, modules = file.stem, file.modules
-            config = config or form.config(directory, file.given_modules)
+            config = config or form.config(directory, file.given_modules, modules)
             if not config.has_head and not config.trained_tokens:
                 refuse_no_lora(file.path, [file.given_name(name) for name in file.tensors])
             _check_invocation(config, modules.vocab_size)
@@ -289,10 +289,10 @@ def _check_names(
 
 def _why_not(name: str, shape: tuple[int, ...], projections: Projections) -> str:
     """Return what is wrong with a tensor that the configuration doesn't account for."""
-    if "lora_magnitude_vector" in name:
+    if "lora_magnitude_vector" in name or name.endswith(f".{LORA_BIAS}"):
         return (
-            "belongs to DoRA on a module other than a projection of a layer, which is not supported; leave it out of "
-            "target_modules, or name it in exclude_modules"
+            f"belongs to {'lora_bias' if name.endswith(LORA_BIAS) else 'DoRA'} on a module other than a projection of "
+            "a layer, which is not supported; leave it out of target_modules, or name it in exclude_modules"
         )
     if "modules_to_save" in name or not ("lora_" in name or name.endswith(".bias")):
         return why_not_lora(name, shape)

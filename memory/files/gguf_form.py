@@ -20,6 +20,7 @@ from .config import AdapterConfig
 from .directory import AdapterDirectory
 from .error import AdapterFormatError, shown
 from .gguf_header import GgufHeader
+from .module_paths import ModulePaths
 from .tensor_file import Arrangement, TensorFile, TensorInfo
 
 GGUF_SUFFIX = ".gguf"
@@ -83,7 +84,7 @@ class GgufForm:
             file.add(tensors, f"{module}.lora_{side}.weight", self._in_order(info, path, side, projections))
         return tensors
 
-    def config(self, directory: AdapterDirectory, modules: Collection[str]) -> AdapterConfig:
+    def config(self, directory: AdapterDirectory, given: Collection[str], base: ModulePaths) -> AdapterConfig:
         file = directory.path / self.weights_file
         alpha = self._metadata.get("adapter.lora.alpha")
         if not isinstance(alpha, float) or not alpha > 0:

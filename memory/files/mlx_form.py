@@ -17,6 +17,7 @@ from ..pages.projections import Projections
 from .config import CONFIG_FILE, AdapterConfig, read_fields
 from .directory import AdapterDirectory
 from .error import AdapterFormatError, shown
+from .module_paths import ModulePaths
 from .tensor_file import Arrangement, TensorFile, TensorInfo
 
 MLX_FILE = "adapters.safetensors"
@@ -33,17 +34,13 @@ class MlxForm:
     kind = "a safetensors file"
     is_plain = False
 
-    def __init__(self) -> None:
-        self._num_layers = 0
-
     def peft_name(self, name: str) -> str:
         return _SIDE.sub(lambda found: f".lora_{found[1].upper()}.weight", name)
 
     def listed(self, file: TensorFile, projections: Projections) -> dict[str, TensorInfo]:
-        self._num_layers = projections.num_layers
         return {name: _transposed(info) for name, info in file.listed().items()}
 
-    def config(self, directory: AdapterDirectory, modules: Collection[str]) -> AdapterConfig:
+    def config(self, directory: AdapterDirectory, given: Collection[str], base: ModulePaths) -> AdapterConfig:
         file, raw = directory.path / CONFIG_FILE, read_fields(directory)
 
         def refuse(field: str, value: Any, why: str) -> AdapterFormatError:
@@ -66,26 +63,27 @@ class MlxForm:
                 "only scale is read, by which later versions of mlx_lm multiply; remove alpha, and set scale to "
                 f"scale · alpha / rank if it was trained with a version that used it, {_ELSE}",
             )
-        self._check_layers(refuse, raw, modules)
-        peft = {"peft_type": "LORA", "r": rank, "lora_alpha": rank * scale, "target_modules": sorted(modules)}
+        _check_layers(refuse, raw, given, base.projections.num_layers)
+        peft = {"peft_type": "LORA", "r": rank, "lora_alpha": rank * scale, "target_modules": sorted(given)}
         return AdapterConfig.of(file, {**peft, "base_model_name_or_path": raw.get("model")})
 
-    def _check_layers(self, refuse: Any, raw: dict[str, Any], modules: Collection[str]) -> None:
-        """MLX leaves out the tensors of layers before the last `num_layers`."""
-        field = "num_layers" if "num_layers" in raw else "lora_layers"
-        count = raw.get(field, -1)
-        if type(count) is not int:
-            raise refuse(field, count, "a number of layers is needed; -1 and 0 are all")
-        first = self._num_layers - count if 0 < count <= self._num_layers else 0
-        found = (int(match[1]) for name in modules if (match := _LAYER.search(name)))
-        if early := [layer for layer in found if layer < first]:
-            raise refuse(
-                field,
-                count,
-                f"only the last {count} of the base model's {self._num_layers} layers have adapters, but it has "
-                f"tensors of layer {min(early)}; set it to the number that it was trained with, or serve the adapter "
-                "with its own base",
-            )
+
+def _check_layers(refuse: Any, raw: dict[str, Any], given: Collection[str], num_layers: int) -> None:
+    """MLX leaves out the tensors of layers before the last `num_layers`."""
+    field = "num_layers" if "num_layers" in raw else "lora_layers"
+    count = raw.get(field, -1)
+    if type(count) is not int:
+        raise refuse(field, count, "a number of layers is needed; -1 and 0 are all")
+    first = num_layers - count if 0 < count <= num_layers else 0
+    found = (int(match[1]) for name in given if (match := _LAYER.search(name)))
+    if early := [layer for layer in found if layer < first]:
+        raise refuse(
+            field,
+            count,
+            f"only the last {count} of the base model's {num_layers} layers have adapters, but it has "
+            f"tensors of layer {min(early)}; set it to the number that it was trained with, or serve the adapter "
+            "with its own base",
+        )
 
 
 def _transposed(info: TensorInfo) -> TensorInfo:

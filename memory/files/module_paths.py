@@ -50,6 +50,27 @@ class ExpertForm(StrEnum):
     """As PEFT has those of a parameter of all experts: A `[experts · rank, in]`, and B `[out, rank · experts]`."""
 
 
+class StackedSides(StrEnum):
+    """Which versions of PEFT take the inputs of a parameter of all experts for its outputs. Their A and B are in each
+    other's place: A is `[experts · rank, out]`, and B `[in, rank · experts]`.
+
+    Before 0.19 PEFT took every parameter for `[experts, in, out]`, and since then for `[experts, out, in]`, unless the
+    module says otherwise.
+    """
+
+    BEFORE = "before 0.19"
+    """Parameters are `[experts, out, in]`."""
+
+    SINCE = "since 0.19"
+    """Parameters are `[experts, in, out]` (Llama 4)."""
+
+    NEVER = "never"
+    """Parameters are `[experts, in, out]`, and the module says so (gpt-oss)."""
+
+    BY_TRANSFORMERS = "before 0.19 with transformers 5"
+    """Parameters are `[experts, out, in]`, but were `[experts, in, out]` in transformers 4 (Qwen3-VL-MoE)."""
+
+
 @dataclass(frozen=True)
 class ModulePaths:
     """Paths in a layer of a base model: a projection's own, unless it is listed."""
@@ -74,6 +95,11 @@ class ModulePaths:
     embeddings: str = "embed_tokens"
     """The name of the token embeddings."""
 
+    heads: tuple[str, ...] = ("lm_head",)
+    """Names of the output projection in the model, of which an adapter has one."""
+
+    head_has_bias: bool = False
+
     vocab_size: int | None = None
     """None: not known."""
 
@@ -90,10 +116,10 @@ class ModulePaths:
     stacked_alternate: bool = False
     """In these parameters the rows of two projections alternate, rather than follow one another."""
 
-    stacked_swapped: bool = False
-    """PEFT takes these parameters' inputs for outputs: A is `[experts · rank, out]`, and B `[in, rank · experts]`.
-    Files of older versions have A and B as of others.
-    """
+    stacked_sides: StackedSides = StackedSides.BEFORE
+
+    are_swapped: bool | None = None
+    """An adapter has A and B of these parameters in each other's place; None: not known yet."""
 
     experts: ExpertForm | None = None
     """How an adapter has them; None: it has none."""
@@ -209,6 +235,12 @@ class ModulePaths:
         return {module: tuple(parts) for module, parts in found.items()}
 
     @property
+    def usual_names(self) -> dict[str, str]:
+        """Last parts of names of embeddings and heads, and the usual ones; also Tinker's of a head."""
+        heads = (head.rpartition(".")[2] for head in self.heads)
+        return {"unembed_tokens": "lm_head", self.embeddings: "embed_tokens", **dict.fromkeys(heads, "lm_head")}
+
+    @property
     def num_matrices(self) -> int:
         """All that an adapter may have A and B of, in all layers."""
         return sum(max(1, each.experts) for layer in self.projections.layers for each in layer)
@@ -224,6 +256,10 @@ class ModulePaths:
         if usual.isdisjoint(paths) and parts.isdisjoint(paths) and not self.projections.mixture:
             return self
         return _as_given(self, frozenset(paths), self.base_rows, self.base_tokens)
+
+    def with_sides(self, *, are_swapped: bool) -> ModulePaths:
+        """Where an adapter has these projections whose A and B of stacked experts are so."""
+        return _with_sides(self, are_swapped, self.base_rows, self.base_tokens)
 
     @cached_property
     def usual(self) -> dict[str, str]:
@@ -271,6 +307,14 @@ def _as_given(
         base_tokens=base_tokens,
         **_experts_as_given(modules, paths),
     )
+
+
+@lru_cache(64)
+def _with_sides(
+    modules: ModulePaths, are_swapped: bool, base_rows: BaseRows | None, base_tokens: BaseTokens | None
+) -> ModulePaths:
+    """See `ModulePaths.with_sides`, and `_as_given` for the last two."""
+    return replace(modules, are_swapped=are_swapped, base_rows=base_rows, base_tokens=base_tokens)
 
 
 def _experts_as_given(modules: ModulePaths, paths: frozenset[str]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from .config import AdapterConfig
 from .error import AdapterFormatError, shown
 from .module_names import ModuleNames
 from .module_paths import ExpertForm, ModulePaths
-from .peft_names import HEAD, LAYER, UNEMBED
+from .peft_names import LAYER, UNEMBED
 
 Targets = dict[tuple[int, str], tuple[int, float]]
 """Rank and scale by layer and projection."""
@@ -46,7 +46,7 @@ def targets_of(config: AdapterConfig, stem: str, modules: ModulePaths, head_name
             )
     targets |= _parameter_targets(config, stem, modules, targets)
     if config.ties_weights and modules.is_tied:
-        targets |= _tied_targets(targets, modules)
+        targets |= _tied_targets(config, targets, modules)
     if not targets:
         raise AdapterFormatError(
             f"{file}: target_modules, exclude_modules and layers_to_transform match none of {modules.names} "
@@ -71,7 +71,7 @@ def _keys(stem: str, modules: ModulePaths) -> tuple[ModuleNames, dict[str, tuple
         inner += [f"{level}layers.{layer}{name}" for name in names]
     keys |= _model_keys(stem, modules)
     others = [f"{level}{name}" for name in (modules.embeddings, "layers", "norm", "rotary_emb")]
-    others += [HEAD, stem] if stem else []  # without a module around the layers there is no head
+    others += [*modules.heads, stem] if stem else []  # without a module around the layers there is no head
     return ModuleNames([*dict.fromkeys((*keys, *others, *inner))]), keys
 
 
@@ -87,7 +87,7 @@ def _model_keys(stem: str, modules: ModulePaths) -> dict[str, tuple[int, tuple[s
         elif projection.group is Group.INPUTS:
             keys[f"{level}{projection.name}"] = found
         elif stem:
-            keys |= dict.fromkeys((projection.name, UNEMBED, f"{level}{UNEMBED}"), found)
+            keys |= dict.fromkeys((*modules.heads, UNEMBED, f"{level}{UNEMBED}"), found)
     return keys
 
 
@@ -148,14 +148,18 @@ def _is_passed_over(name: str, head_names: Collection[str], config: AdapterConfi
     return config.targets_all_linear
 
 
-def _tied_targets(targets: Targets, modules: ModulePaths) -> Targets:
-    """The head, if the embeddings are targeted: PEFT saves it as a target of its own."""
+def _tied_targets(config: AdapterConfig, targets: Targets, modules: ModulePaths) -> Targets:
+    """The head, if the embeddings are targeted: PEFT saves it as a target of its own, with the embeddings' A and B and
+    so their rank, but with the scale that the patterns give its own name.
+    """
     projections = modules.projections
     embedding, head = (projections.of_group(each) for each in (Group.EMBEDDING, Group.HEAD))
     if embedding is None or head is None:
         return {}
     found, name = targets.get((0, projections.name_of(embedding))), projections.name_of(head)
-    return {} if found is None else {(projections.layers_of(name)[0], name): found}
+    if found is None:
+        return {}
+    return {(projections.layers_of(name)[0], name): (found[0], config.scale_of(modules.heads[0]))}
 
 
 def _elsewhere(config: AdapterConfig, stem: str, modules: ModulePaths) -> str:

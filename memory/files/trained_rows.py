@@ -24,7 +24,7 @@ from .config import CONFIG_FILE, AdapterConfig
 from .directory import AdapterDirectory
 from .error import AdapterFormatError, shown
 from .module_paths import ModulePaths
-from .whole_copies import MAX_TRAINED_ROWS, RowsFile, WholeCopy, differing_rows, row_bytes
+from .whole_copies import MAX_TRAINED_ROWS, RowsFile, WholeCopy, check_head_biases, differing_rows, row_bytes
 
 _PADDED_TO = 8
 """The least number to a multiple of which vocabularies are padded."""
@@ -53,10 +53,18 @@ def find_rows(file: RowsFile, config: AdapterConfig, directory: AdapterDirectory
     PEFT applies it.
     """
     _ = file.tensors
+    if modules.base_rows is not None:
+        check_head_biases(file, modules.base_rows)
     _check_named(file, config, modules)
     rows, dropped = _of_copies(file, config, directory, modules)
     found = {module: (tokens, tokens) for module, tokens in rows.items()}  # a copy's rows are numbered by token
     for module, tokens in config.trained_tokens.items():
+        if modules.head_has_bias and (module == "lm_head" or modules.is_tied):
+            raise config.refuse(
+                "trainable_token_indices",
+                "the base model's head has a bias, which PEFT leaves out where tokens of the head are trained; train "
+                "LoRA on it, or name it in modules_to_save",
+            )
         if module in found:
             raise config.refuse("trainable_token_indices", f"the file has another whole {module} too; save it again")
         found[module] = _ordered(file, module, tokens, config, modules)
@@ -78,7 +86,7 @@ def find_rows(file: RowsFile, config: AdapterConfig, directory: AdapterDirectory
                 len(token_ids), 1.0, projections.layers_of(name), (name,), token_ids=token_ids, file_rows=file_rows
             )
         )
-    return FoundRows(tuple(parts), tuple(dropped), *_beyond(file, found, modules))
+    return FoundRows(tuple(parts), (*dropped, *file.head_biases), *_beyond(file, found, modules))
 
 
 def _of_copies(

@@ -37,6 +37,9 @@ _KINDS = (
 _COPY = re.compile(
     rf"base_model\.model\.({'|'.join(map(re.escape, COPIED.values()))})\.({'|'.join(map(re.escape, _KINDS))})weight"
 )
+_BIAS_COPY = re.compile(
+    rf"base_model\.model\.{re.escape(COPIED['lm_head'])}\.(?:{'|'.join(map(re.escape, _KINDS))})bias"
+)
 _DELTA = re.compile(
     rf"base_model\.model\.({'|'.join(map(re.escape, COPIED.values()))})\.token_adapter\.trainable_tokens_delta"
 )
@@ -54,6 +57,10 @@ class BaseRows(Protocol):
 
     def read(self, module: str, begin: int, end: int, /) -> torch.Tensor:
         """Some rows, in the dtype that they are stored in."""
+        ...
+
+    def head_bias(self) -> torch.Tensor | None:
+        """The bias of the output projection; None if it has none."""
         ...
 
 
@@ -97,11 +104,16 @@ class RowsFile(TensorFile):
         """Whole copies of modules, once `tensors` was read: by module, the one that is taken first."""
         self.trained: dict[str, tuple[str, TensorInfo]] = {}
         """Trained rows of modules, likewise: by module, the tensor and its place."""
+        self.head_biases: dict[str, TensorInfo] = {}
+        """Copies of the output projection's bias, likewise."""
 
     def _is_of_rows(self, name: str, info: TensorInfo, *, compares: bool) -> bool:
         """Keep a tensor of whole rows; False for any other. compares: the base model's own rows are at hand."""
         if (module := rows_of(name)) is not None:
             self.trained[module] = name, info
+            return True
+        if compares and _BIAS_COPY.fullmatch(name):
+            self.head_biases[name] = info
             return True
         found = copy_of(name, info) if compares else None
         if found is None:
@@ -159,6 +171,23 @@ def differing_rows(file: TensorFile, copy: WholeCopy, module: str, base: BaseRow
         differs = (own.float() != base.read(module, begin, end).float()).any(1)
         found += (differs.nonzero()[:, 0] + begin).tolist()
     return found
+
+
+def check_head_biases(file: RowsFile, base: BaseRows) -> None:
+    """Raise AdapterFormatError unless a file's copies of the output projection's bias are the base model's."""
+    import torch
+
+    own = base.head_bias() if file.head_biases else None
+    for name, info in file.head_biases.items():
+        data = bytearray(info.num_bytes)
+        file.read_into(memoryview(data), info.offset)
+        dtype = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[info.dtype]
+        if own is None or not torch.equal(torch.frombuffer(data, dtype=dtype).float(), own.float()):
+            raise AdapterFormatError(
+                f"{file.path}: tensor {shown(name)} is a bias of the output projection, and the base model has "
+                f"{'none' if own is None else 'another'}; a trained one is not served: train with bias='none' and "
+                "without the head in modules_to_save"
+            )
 
 
 def row_bytes(file: TensorFile, info: TensorInfo, row: int) -> bytes:

@@ -77,6 +77,18 @@ FORMS: dict[str, dict[str, Any]] = {
         "trainable_token_indices": {"embed_tokens": ROWS[:3], "lm_head": ROWS[2:]},
     },
     "whole": {"r": 3, "lora_alpha": 6, "target_modules": ["v_proj"], "modules_to_save": ["embed_tokens", "lm_head"]},
+    "whole-and-targeted": {
+        "r": 3,
+        "lora_alpha": 6,
+        "target_modules": ["o_proj", "embed_tokens", "lm_head"],
+        "modules_to_save": ["lm_head", "embed_tokens"],
+    },
+    "whole-head-targeted": {
+        "r": 2,
+        "lora_alpha": 6,
+        "target_modules": r".*(v_proj|lm_head)",
+        "modules_to_save": ["lm_head"],
+    },
     "whole-head": {"r": 2, "lora_alpha": 6, "target_modules": ["k_proj"], "modules_to_save": ["lm_head"]},
     "dora-and-tokens": {
         "r": 3,

@@ -195,8 +195,19 @@ def test_refusals(it, changed):
         manifest_of(it, changed("head saved", norm))
 
 
+#: The head has the embeddings' rank, and the scale that the patterns give its own name.
+TIED_PATTERNS = {
+    "plain": {},
+    "scale of the embeddings": {"alpha_pattern": {"embed_tokens": 24}},
+    "scale of the head": {"alpha_pattern": {"lm_head": 1}},
+    "rank of the embeddings": {"rank_pattern": {"embed_tokens": 6}},
+    "rank of the head": {"rank_pattern": {"lm_head": 12}, "use_rslora": True},
+}
+
+
 @pytest.mark.parametrize("kernels", ["native"])
-def test_tied_weights_are_trained_alike(tmp_path, drive):
+@pytest.mark.parametrize("patterns", TIED_PATTERNS)
+def test_tied_weights_are_trained_alike(tmp_path, drive, patterns):
     """With `ensure_weight_tying` LoRA on the embeddings is on the head too."""
     save_family("llama3", tmp_path / "model")
     adapters = {name: tmp_path / name for name in ("tied", "embeddings")}
@@ -210,12 +221,13 @@ def test_tied_weights_are_trained_alike(tmp_path, drive):
             lora_alpha=8,
             target_modules=["q_proj", "embed_tokens"],
             ensure_weight_tying=name == "tied",
+            **TIED_PATTERNS[patterns],
         )
     it = Alone(tmp_path / "model", adapters)
     driver, want = drive(it), {}
     for name in adapters:
-        prompt, want[name] = it.case(name, 20, seed=3)
-        driver.add(name, name, prompt, max_tokens=8)
+        prompt, want[name] = it.case(name, 20, seed=3, count=16)
+        driver.add(name, name, prompt, max_tokens=16)
     assert {name: answer.tokens for name, answer in driver.drain().items()} == want
     assert "lm_head" in manifest_of(it, adapters["tied"]).targets
 

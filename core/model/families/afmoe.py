@@ -78,5 +78,5 @@ AFMOE = Family(
             CORRECTION: "mlp.expert_bias",
         }
     ),
-    notes=reading.EXPERTS_NOTE,
+    notes=f"{reading.EXPERTS_NOTE}; `route_norm: false` is refused, since transformers normalises in any case",
 )

@@ -37,7 +37,9 @@ def attention(
         raise fields.refuse("qk_rope_head_dim", "rotary embedding needs an even one")
     bias = fields.boolean("attention_bias")
     if bias and not q_rank:
-        raise fields.refuse("attention_bias", "biases are not supported where queries have no latents")
+        raise fields.refuse(
+            "attention_bias", "biases are not supported where queries have no latents (q_lora_rank is null or 0)"
+        )
     rope = _rope(fields, key_dim, rotated_dim, interleaved=interleaved) if rotates else None
     return AttentionSpec(
         num_heads=heads,

@@ -43,7 +43,10 @@ def _read_minicpm(fields: ConfigJson) -> ModelConfig:
 
 
 _NAMES = TensorNames(names={**LLAMA_NORMS, **LATENT_NORMS})
-_NOTE = "latents are kept, not keys and values; on CPUs by PyTorch's operators"
+_NOTE = (
+    "latents are kept, not keys and values; on CPUs by PyTorch's operators; `attention_bias` without `q_lora_rank` is "
+    "refused"
+)
 
 YOUTU = Family(
     "Youtu-LLM",

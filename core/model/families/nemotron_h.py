@@ -37,7 +37,8 @@ def _read(fields: ConfigJson) -> ModelConfig:
         layers[_MLP] = LayerSpec(None, UngatedSpec(fields.integer("intermediate_size"), _activation(fields), bias))
     if _EXPERTS in types:
         layers[_EXPERTS] = LayerSpec(None, _experts(fields))
-    return reading.dense(fields, [layers[kind] for kind in types], norm)
+    # transformers ties no weights of this family, whatever the field says
+    return reading.dense(fields, [layers[kind] for kind in types], norm, tie_word_embeddings=False)
 
 
 def _layer_types(fields: ConfigJson) -> list[str]:

@@ -15,6 +15,7 @@ from chorus.memory.pages.eviction import EvictionOrder, RestoreCosts
 from chorus.memory.pages.pool import PageKind, PagePool
 from chorus.memory.pages.prefix import PrefixCache
 from chorus.memory.pages.shadow import ShadowPages
+from chorus.memory.transfers.transfer import ExecutorLost
 
 
 class Clock:
@@ -146,3 +147,45 @@ def test_the_search_for_pages_is_a_pause(has_room):
         with pytest.raises(CannotMerge, match="no room"):
             merging.merge(adapter)
     assert merging.longest_pause == 0.25
+
+
+@pytest.mark.parametrize("failing", ["sizes", "wished_runs", "begin", "advance"])
+def test_whatever_a_merge_raises_is_that_it_cannot_merge(monkeypatch, failing):
+    """Also of a policy's choice, which comes inside a step: nothing of the merge is left, and it is not tried again."""
+    merging, reclaimer, adapter = merging_of(2, 4, Clock())
+    held = []
+    merging._store.hold, merging._store.let_go = held.append, held.remove  # noqa: SLF001 - who holds it
+    dropped = []
+    monkeypatch.setattr(Weights, "drop", lambda self: dropped.append(True))
+
+    def fail(self, *arguments):
+        raise AttributeError("no such slot")
+
+    monkeypatch.setattr(Weights, failing, fail)
+    if failing == "advance":
+        merging.merge(adapter)
+        while merging.is_under_way:
+            merging.advance(1.0)
+    else:
+        with pytest.raises(CannotMerge, match="merging it failed: AttributeError: no such slot"):
+            merging.merge(adapter)
+    assert merging.merged is merging.shadowed is None
+    assert not held
+    assert bool(dropped) == (failing in ("begin", "advance"))
+    assert reclaimer.shadow.num_pages == 0
+    reclaimer.pool.check_integrity()
+    assert not merging.may_merge(adapter)
+    with pytest.raises(CannotMerge, match="merging it failed"):
+        merging.merge(adapter)
+    merging.advance(1.0)
+
+
+def test_the_loss_of_an_executor_is_no_refusal(monkeypatch):
+    merging, _, adapter = merging_of(2, 4, Clock())
+
+    def fail(self, *arguments):
+        raise ExecutorLost("the device is gone")
+
+    monkeypatch.setattr(Weights, "begin", fail)
+    with pytest.raises(ExecutorLost):
+        merging.merge(adapter)

@@ -337,6 +337,10 @@ REFUSED = {
     "trained tokens": (config(trainable_token_indices=[1]), WEIGHTS, "trainable_token_indices"),
     "bare parameters": (config(target_parameters=["experts"]), CONFIG, "target_parameters"),
     "VeLoRA": (config(velora_config={"num_groups": 2}), CONFIG, "velora_config"),
+    **{
+        f"{name} by default": (config(**{name: {}}), CONFIG, f"{name} is {{}}")
+        for name in ("kasa_config", "velora_config", "monteclora_config", "arrow_config", "use_bdlora", "zlora_config")
+    },
     "an unknown variant": (config(use_zlora=True), CONFIG, "use_zlora", "not known"),
     "an unknown variant's settings": (config(zlora_config={"a": 1}), CONFIG, "zlora_config", "not known"),
     "no invocation": (config(alora_invocation_tokens=[]), CONFIG, "alora_invocation_tokens", "1"),

@@ -13,9 +13,11 @@ import torch
 from safetensors.torch import save_file
 
 from chorus.memory.adapters.image import ImageForm, read_image
+from chorus.memory.files.directory import AdapterDirectory
 from chorus.memory.files.error import AdapterFormatError
 from chorus.memory.files.format import inspect_adapter, is_adapter_dir, weights_path
 from chorus.memory.files.identity import with_content, with_effect
+from chorus.memory.files.mlx_form import MlxForm
 from chorus.memory.files.module_paths import ModulePaths
 from chorus.memory.host.buffers import HostBuffers
 from chorus.memory.host.image import HostImage
@@ -94,6 +96,12 @@ def test_mlx_of_the_last_layers(adapter_draft, tmp_path):
     same(write_mlx(it, tmp_path / "mlx", num_layers=2), it.write(tmp_path / "peft"))
     for count in (-1, 0, 99):
         same(write_mlx(it, tmp_path / f"all {count}", num_layers=count), tmp_path / "peft")
+
+
+def test_mlx_layers_are_checked_before_any_tensor_was_read(adapter_draft, tmp_path):
+    path = write_mlx(adapter_draft(("q_proj",)), tmp_path / "mlx", num_layers=1)
+    with AdapterDirectory(path) as directory, pytest.raises(AdapterFormatError, match=r"num_layers is 1: .* layer 0"):
+        MlxForm().config(directory, ["model.layers.0.self_attn.q_proj"], TINY_PATHS)
 
 
 def test_mlx_content(adapter_draft, tmp_path):
