@@ -82,7 +82,7 @@ def inspect_adapter(path: Path, modules: ModulePaths, roots: Sequence[Path] = ()
             stem, modules = file.stem, file.modules
             config = config or form.config(directory, file.given_modules, modules)
             if not config.has_head and not config.trained_tokens:
-                refuse_no_lora(file.path, [file.given_name(name) for name in file.tensors])
+                refuse_no_lora(file.path, file.tensors, file.given_name)
             _check_invocation(config, modules.vocab_size)
             rows, dropped, num_tokens, added = find_rows(file, config, directory, modules)
             tokens = _own_tokens(path, directory, modules, added)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 from .directory import AdapterDirectory
@@ -73,14 +73,15 @@ def mend_of(shape: Sequence[int]) -> str:
     return SERVE_WITH_ITS_BASE
 
 
-def refuse_no_lora(file: Path, names: Collection[str]) -> None:
-    """Raise AdapterFormatError for a file of a model's own weights, such as one of a full fine-tuning. names: of its
-    tensors.
+def refuse_no_lora(file: Path, tensors: Collection[str], given_name: Callable[[str], str]) -> None:
+    """Raise AdapterFormatError for a file of a model's own weights, such as one of a full fine-tuning. given_name:
+    returns a tensor's name in the file.
     """
-    if names and not any("lora_" in name for name in names):
+    if tensors and not any("lora_" in given_name(each) for each in tensors):
+        first = shown(min(map(given_name, tensors)))
         raise AdapterFormatError(
-            f"{file}: no LoRA tensor is in this file, which has {len(names)} others, such as {shown(min(names))}; save "
-            "the adapter alone with PEFT's save_pretrained, or serve a whole model as the MODEL of chorus serve"
+            f"{file}: no LoRA tensor is in this file, which has {len(tensors)} others, such as {first}; save the "
+            "adapter alone with PEFT's save_pretrained, or serve a whole model as the MODEL of chorus serve"
         )
 
 
