@@ -324,20 +324,9 @@ def test_mistral_small_4_is_told_by_the_type_of_its_text_part(tmp_path, targets,
 
 
 def check_text(tmp_path, architecture, name, text, vision, targets, drive):
-    import transformers
     from peft import LoraConfig, get_peft_model
 
-    others = OTHER_PARTS.get(architecture, {})
-    config = getattr(transformers, name)(text_config={**TEXT, **text}, vision_config=vision, **others)
-    torch.manual_seed(0)
-    base = getattr(transformers, architecture)(config).eval()
-    with torch.no_grad():
-        for parameter_name, parameter in base.named_parameters():
-            if "norm" in parameter_name:
-                parameter.uniform_(0.5, 1.5)
-        for module in base.modules():  # a tower's, which begin with 0, would be told apart from none
-            if type(module).__name__.endswith("Router") and not bool(module.weight.any()):
-                module.weight.normal_()
+    base = whole_of(architecture, name, text, vision)
     base.save_pretrained(tmp_path / "model", save_original_format=architecture not in IN_MEMORY)
     model = get_peft_model(
         base,
@@ -366,6 +355,30 @@ def check_text(tmp_path, architecture, name, text, vision, targets, drive):
     # of Qwen3-Omni PEFT wraps the audio tower's projections of these names, too
     assert (left_out > 0) == (targets == ALL or architecture.startswith("Qwen3Omni"))
     assert any(want[f"{key}True"] != want[f"{key}False"] for key in prompts)
+
+
+def make_whole(architecture: str, **fields: Any) -> Any:
+    """A model of an architecture of MODELS or RENAMED. fields: of its own and of its text part's configuration."""
+    name, text, vision = {**MODELS, **RENAMED}[architecture]
+    return whole_of(architecture, name, {**text, **fields}, vision, **fields)
+
+
+def whole_of(architecture: str, name: str, text: dict[str, Any], vision: dict[str, Any], **fields: Any) -> Any:
+    """A model of random weights. name: of its configuration class."""
+    import transformers
+
+    others = OTHER_PARTS.get(architecture, {})
+    config = getattr(transformers, name)(text_config={**TEXT, **text}, vision_config=vision, **others, **fields)
+    torch.manual_seed(0)
+    base = getattr(transformers, architecture)(config).eval()
+    with torch.no_grad():
+        for parameter_name, parameter in base.named_parameters():
+            if "norm" in parameter_name:
+                parameter.uniform_(0.5, 1.5)
+        for module in base.modules():  # a tower's, which begin with 0, would be told apart from none
+            if type(module).__name__.endswith("Router") and not bool(module.weight.any()):
+                module.weight.normal_()
+    return base
 
 
 class _Checkpoint:
