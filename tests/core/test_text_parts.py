@@ -17,6 +17,7 @@ from chorus.core.model.families.qwen3_5 import QWEN3_5, QWEN3_5_MOE
 from chorus.core.model.open_weights import open_weights
 from chorus.core.model.read_config import read_model_config
 from chorus.memory.files.error import AdapterFormatError
+from chorus.memory.files.format import inspect_adapter
 
 from .model.quantization.twins import weights
 from .tiny_families import LATENT, YARN
@@ -520,3 +521,32 @@ def test_an_adapter_of_the_tower_alone_is_refused(tmp_path, drive):
     driver = drive(_Checkpoint(tmp_path / "model", {}), max_model_len=64)
     with pytest.raises(AdapterFormatError, match="target"):
         driver.engine.adapters.inspect(tmp_path / "adapter")
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["alone", "with-its-talker"])
+@pytest.mark.parametrize("trained_whole", [False, True], ids=["trained-alone", "trained-with-its-talker"])
+@pytest.mark.parametrize("architecture", sorted(WITH_TALKERS))
+def test_an_adapter_of_a_thinker_may_touch_its_towers(tmp_path, architecture, whole, trained_whole):
+    """Trainers load the thinker alone or the whole model, and either form of the base model serves what they save."""
+    from peft import LoraConfig, get_peft_model
+
+    thinker = architecture.replace("ForConditional", "ThinkerForConditional")
+    base = make_whole(thinker)
+    base.save_pretrained(tmp_path / "alone")
+    raw = json.loads((tmp_path / "alone" / "config.json").read_text())
+    (tmp_path / "whole").mkdir()
+    (tmp_path / "whole" / "config.json").write_text(
+        json.dumps({"architectures": [architecture], "thinker_config": raw})
+    )
+    ends = r".*(model\.layers|audio_tower|visual)\..*\.(q_proj|o_proj|out_proj|fc1|qkv)"
+    lora = LoraConfig(r=2, init_lora_weights=False, task_type="CAUSAL_LM", target_modules=ends)
+    get_peft_model(base, lora).save_pretrained(str(tmp_path / "adapter"))
+    file = tmp_path / "adapter" / "adapter_model.safetensors"
+    tensors, outer = load_file(file), "base_model.model."
+    of_towers = sum("audio_tower." in name or "visual." in name for name in tensors)
+    if trained_whole:
+        save_file({name.replace(outer, f"{outer}thinker."): each for name, each in tensors.items()}, file)
+    paths = read_model_config(tmp_path / ("whole" if whole else "alone")).module_paths
+    found = inspect_adapter(tmp_path / "adapter", paths)
+    assert found.num_left_out == of_towers > 0
+    assert [(part.targets, part.layers) for part in found.parts] == [(("q_proj", "o_proj"), (0, 1, 2))]
