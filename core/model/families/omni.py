@@ -17,12 +17,7 @@ _TENSORS = TensorNames(
     prefixes=tuple(f"{outer}{each}" for outer in _OUTER for each in ("model.language_model.", "model.")),
     heads=tuple(f"{outer}lm_head.weight" for outer in _OUTER),
     left_out=(
-        *(
-            f"{outer}{model}{part}."
-            for outer in _OUTER
-            for model in ("", "model.")
-            for part in ("visual", "audio_tower")
-        ),
+        *(f"{outer}{tower}" for outer in _OUTER for tower in _TOWERS),
         "talker.",
         "token2wav.",
         "code2wav.",
