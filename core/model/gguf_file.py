@@ -72,6 +72,7 @@ class GgufFile:
             TypeError,
         ) as error:  # numpy raises some of these beyond a file's end, too
             raise UnsupportedModel(f"{path}: cannot be read as GGUF: {error}; {MEND}") from error
+        self._check_places()
         self.tensors = {tensor.name: tensor for tensor in self._reader.tensors}
         self._asked: set[str] = set()
         if (count := self.get("split.count", 1)) != 1:
@@ -92,6 +93,28 @@ class GgufFile:
         """The metadata of the architecture that `get` was not asked for, by name."""
         begin, fields = f"{self.architecture}.", self._reader.fields
         return {name: fields[name].contents() for name in fields if name.startswith(begin) and name not in self._asked}
+
+    def of_others(self) -> list[str]:
+        """Names of metadata that are those of fields that `get` was asked for, but not of this architecture."""
+        begin = f"{self.architecture}."
+        asked = tuple(name.removeprefix(begin) for name in self._asked if name.startswith(begin))
+        return [name for name in self._reader.fields if not name.startswith(begin) and name.endswith(asked)]
+
+    def _check_places(self) -> None:
+        """Refuse a table of tensors that is damaged: they follow one another, as llama.cpp asks for, too, up to the
+        file's end.
+        """
+        reader = self._reader
+        at = reader.data_offset
+        for tensor in reader.tensors:
+            if tensor.data_offset != at:
+                raise UnsupportedModel(
+                    f"{self.path}: tensor {tensor.name} begins at byte {tensor.data_offset}, and the tensors before it "
+                    f"end at {at}: the file's table of tensors is damaged; {MEND}"
+                )
+            at = -(-(at + tensor.n_bytes) // reader.alignment) * reader.alignment
+        if (beyond := self.path.stat().st_size - at) > 0:
+            raise UnsupportedModel(f"{self.path}: has {beyond} bytes after its last tensor; {MEND}")
 
     def length(self, name: str) -> int:
         """Elements of an array of the metadata."""

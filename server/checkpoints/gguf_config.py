@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from ...core.model.config_json import UnsupportedModel
-from ...core.model.gguf_file import GgufFile
+from ...core.model.gguf_file import MEND, GgufFile
 
 #: Parameters of Llama 3's rope scaling but for the factor; the file has the scaled frequencies alone.
 _LOW, _HIGH = 1.0, 4.0
@@ -63,6 +63,10 @@ def _check_common(file: GgufFile, head_dim: int) -> None:
         raise _refuse(file, "attention.value_length", f"keys have {head_dim} elements, and values must have as many")
     if not file.get("{arch}.attention.causal", True):
         raise _refuse(file, "attention.causal", "attention to later tokens is not supported")
+    if others := file.of_others():
+        raise UnsupportedModel(
+            f"{file.path}: has {others[0]}, and is of {file.architecture}: the metadata is damaged; {MEND}"
+        )
     for name, value in file.never_asked().items():
         field = name.removeprefix(f"{file.architecture}.")
         if value and field not in _NO_EFFECT:
@@ -74,15 +78,37 @@ def _number(file: GgufFile, name: str, default: float | None = None) -> Any:
     value = file.get("{arch}." + name, default)
     if value is None:
         raise UnsupportedModel(f"{file.path}: {file.architecture}.{name} is missing; convert the model to GGUF again")
-    return _shortest(value) if isinstance(value, float) else value
-
-
-def _integer(file: GgufFile, name: str, default: int | None = None) -> int:
-    """A whole number of the metadata of at least 1."""
-    value = _number(file, name, default)
-    if type(value) is not int or value < 1:
-        raise _refuse(file, name, "a whole number of at least 1 is needed")
     return value
+
+
+def _integer(file: GgufFile, name: str, default: int | None = None, least: int = 1) -> int:
+    """A whole number of the metadata."""
+    value = _number(file, name, default)
+    if type(value) is not int or value < least:
+        raise _refuse(file, name, f"a whole number of at least {least} is needed")
+    return value
+
+
+def _real(file: GgufFile, name: str, default: float | None = None) -> float:
+    """A number that files store as a float: one of another type is damaged."""
+    value = _number(file, name, default)
+    if type(value) is not float or not math.isfinite(value):
+        raise _refuse(file, name, "a number stored as a float is needed")
+    return _shortest(value)
+
+
+def _theta(file: GgufFile, name: str) -> float:
+    theta = _real(file, name, 10000.0)
+    if theta < 1:
+        raise _refuse(file, name, "it is at least 1")
+    return theta
+
+
+def _epsilon(file: GgufFile) -> float:
+    epsilon = _real(file, name := "attention.layer_norm_rms_epsilon")
+    if not 0 <= epsilon < 1:
+        raise _refuse(file, name, "it is below 1, and not negative")
+    return epsilon
 
 
 def _shortest(value: float) -> float:
@@ -92,17 +118,17 @@ def _shortest(value: float) -> float:
 
 def _common(file: GgufFile) -> dict[str, Any]:
     hidden, heads = _integer(file, "embedding_length"), _integer(file, "attention.head_count")
-    head_dim = _number(file, "attention.key_length", hidden // heads)
+    head_dim = _integer(file, "attention.key_length", hidden // heads)
     config = {
         "hidden_size": hidden,
-        "intermediate_size": _number(file, "feed_forward_length"),
-        "num_hidden_layers": _number(file, "block_count"),
+        "intermediate_size": _integer(file, "feed_forward_length", least=0),
+        "num_hidden_layers": _integer(file, "block_count"),
         "num_attention_heads": heads,
-        "num_key_value_heads": _number(file, "attention.head_count_kv", heads),
+        "num_key_value_heads": _integer(file, "attention.head_count_kv", heads),
         "head_dim": head_dim,
-        "rms_norm_eps": _number(file, "attention.layer_norm_rms_epsilon"),
-        "max_position_embeddings": _number(file, "context_length"),
-        "rope_theta": float(_number(file, "rope.freq_base", 10000.0)),
+        "rms_norm_eps": _epsilon(file),
+        "max_position_embeddings": _integer(file, "context_length"),
+        "rope_theta": _theta(file, "rope.freq_base"),
         "vocab_size": int(file.tensors["token_embd.weight"].shape[1]) if "token_embd.weight" in file.tensors else 0,
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,
@@ -131,13 +157,13 @@ def _rope_scaling(file: GgufFile) -> dict[str, Any] | None:
         return None
     if kind not in ("linear", "yarn"):
         raise UnsupportedModel(f"{file.path}: rope.scaling.type is {kind!r}; supported: none, linear, yarn")
-    scaling = {"rope_type": kind, "factor": _number(file, "rope.scaling.factor")}
+    scaling = {"rope_type": kind, "factor": _real(file, "rope.scaling.factor")}
     original = file.get("{arch}.rope.scaling.original_context_length")
     if original is not None:
         scaling["original_max_position_embeddings"] = original
     for field, name in _YARN.items() if kind == "yarn" else ():
-        value = file.get(f"{{arch}}.rope.scaling.{name}")
-        scaling |= {} if value is None else {field: _shortest(value)}
+        if file.get(f"{{arch}}.rope.scaling.{name}") is not None:
+            scaling[field] = _real(file, f"rope.scaling.{name}")
     return scaling
 
 
@@ -145,7 +171,7 @@ def _llama3(file: GgufFile) -> dict[str, Any]:
     """The scaling whose frequencies the file has; others than Llama 3's are refused."""
     found = file.read("rope_freqs.weight", slice(None))
     factor = float(found[-1])
-    theta = float(_number(file, "rope.freq_base", 10000.0))
+    theta = _theta(file, "rope.freq_base")
     wavelengths = 2 * math.pi * theta ** (torch.arange(len(found), dtype=torch.float64) / len(found))
     smooth = ((_LLAMA3_POSITIONS / wavelengths - _LOW) / (_HIGH - _LOW)).clamp(0, 1)
     want = 1 / ((1 - smooth) / factor + smooth)
@@ -166,10 +192,11 @@ def _longrope(file: GgufFile) -> dict[str, Any]:
         "rope_type": "longrope",
         "short_factor": [_shortest(each) for each in short],
         "long_factor": [_shortest(each) for each in long],
-        "original_max_position_embeddings": _number(file, "rope.scaling.original_context_length"),
+        "original_max_position_embeddings": _integer(file, "rope.scaling.original_context_length"),
     }
-    attention = file.get("{arch}.rope.scaling.attn_factor")
-    return scaling if attention is None else {**scaling, "attention_factor": _shortest(attention)}
+    if file.get("{arch}.rope.scaling.attn_factor") is None:
+        return scaling
+    return {**scaling, "attention_factor": _real(file, "rope.scaling.attn_factor")}
 
 
 def _llama(file: GgufFile) -> dict[str, Any]:
@@ -211,9 +238,9 @@ def _gemma_2(file: GgufFile) -> dict[str, Any]:
         "architectures": ["Gemma2ForCausalLM"],
         "model_type": "gemma2",
         "hidden_activation": "gelu_pytorch_tanh",
-        "sliding_window": _number(file, "attention.sliding_window", 4096),
-        "attn_logit_softcapping": _number(file, "attn_logit_softcapping", 50.0),
-        "final_logit_softcapping": _number(file, "final_logit_softcapping", 30.0),
+        "sliding_window": _integer(file, "attention.sliding_window", 4096),
+        "attn_logit_softcapping": _real(file, "attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": _real(file, "final_logit_softcapping", 30.0),
         "query_pre_attn_scalar": _query_scalar(file, _GEMMA_2_27B),
     }
 
@@ -223,25 +250,25 @@ def _gemma_3(file: GgufFile) -> dict[str, Any]:
         "architectures": ["Gemma3ForCausalLM"],
         "model_type": "gemma3_text",
         "hidden_activation": "gelu_pytorch_tanh",
-        "sliding_window": _number(file, "attention.sliding_window"),
+        "sliding_window": _integer(file, "attention.sliding_window"),
         "query_pre_attn_scalar": _query_scalar(file, _GEMMA_3_27B),
-        "rope_local_base_freq": float(_number(file, "rope.freq_base_swa", 10000.0)),
+        "rope_local_base_freq": _theta(file, "rope.freq_base_swa"),
     }
-    if (cap := file.get("{arch}.final_logit_softcapping")) is not None:
-        config["final_logit_softcapping"] = _shortest(cap)
+    if file.get("{arch}.final_logit_softcapping") is not None:
+        config["final_logit_softcapping"] = _real(file, "final_logit_softcapping")
     return config
 
 
 def _query_scalar(file: GgufFile, layers_of_27b: int) -> int:
     """The square of the scores' divisor: a head's size, but in the largest model."""
     hidden, heads = _integer(file, "embedding_length"), _integer(file, "attention.head_count")
-    is_27b = _number(file, "block_count") == layers_of_27b
-    return hidden // heads if is_27b else _number(file, "attention.key_length", hidden // heads)
+    is_27b = _integer(file, "block_count") == layers_of_27b
+    return hidden // heads if is_27b else _integer(file, "attention.key_length", hidden // heads)
 
 
 def _phi_3(file: GgufFile) -> dict[str, Any]:
     hidden, heads = _integer(file, "embedding_length"), _integer(file, "attention.head_count")
-    positions = _number(file, "context_length")
+    positions = _integer(file, "context_length")
     return {
         "architectures": ["Phi3ForCausalLM"],
         "model_type": "phi3",
@@ -257,10 +284,10 @@ def _granite(file: GgufFile) -> dict[str, Any]:
     return {
         "architectures": ["GraniteForCausalLM"],
         "model_type": "granite",
-        "attention_multiplier": _number(file, "attention.scale"),
-        "embedding_multiplier": _number(file, "embedding_scale"),
-        "residual_multiplier": _number(file, "residual_scale"),
-        "logits_scaling": _number(file, "logit_scale"),
+        "attention_multiplier": _real(file, "attention.scale"),
+        "embedding_multiplier": _real(file, "embedding_scale"),
+        "residual_multiplier": _real(file, "residual_scale"),
+        "logits_scaling": _real(file, "logit_scale"),
     }
 
 

@@ -179,9 +179,46 @@ def of_another_shape(_, tensors) -> None:
     tensors["blk.1.attn_output.weight"] = data[:8], kind
 
 
+def of_tensor(name: str, after: int, value: int):
+    """Alters an entry of the table of tensors. after: bytes behind the name and the number of dimensions."""
+
+    def alter(file: Path) -> None:
+        data = bytearray(file.read_bytes())
+        data[data.index(name.encode()) + len(name) + 4 + after] = value
+        file.write_bytes(data)
+
+    return alter
+
+
+def renamed(old: str, new: str):
+    return lambda fields, _: fields.update({new: fields.pop(old)})
+
+
+VECTOR_TYPE, VECTOR_AT = 8, 8 + 4  # of a vector's entry: behind its length; behind that and the type
+
+
 @pytest.mark.parametrize(
     ("spoil", "broken", "why"),
     [
+        (None, of_tensor("blk.0.attn_norm.weight", VECTOR_TYPE, 2), "begins at byte"),  # Q4_0 for F32
+        (None, of_tensor("blk.1.attn_norm.weight", VECTOR_AT, 32), "tensor blk.1.attn_norm.weight begins at byte"),
+        (None, lambda file: file.write_bytes(file.read_bytes() + b"x" * 64), "64 bytes after its last tensor"),
+        (renamed("llama.rope.freq_base", "llamb.rope.freq_base"), None, "has llamb.rope.freq_base, and is of llama"),
+        (renamed("llama.rope.freq_base", "llama/rope.freq_base"), None, "has llama/rope.freq_base, and is of llama"),
+        (lambda f, _: f.update({"llama.rope.freq_base": 1176256512}), None, "freq_base is 1176256512: a number stored"),
+        (lambda f, _: f.update({"llama.rope.freq_base": 0.5}), None, "rope.freq_base is 0.5: it is at least 1"),
+        (
+            lambda f, _: f.update({"llama.attention.layer_norm_rms_epsilon": 925353388}),
+            None,
+            "layer_norm_rms_epsilon is 925353388: a number stored as a float",
+        ),
+        (
+            lambda f, _: f.update({"llama.attention.layer_norm_rms_epsilon": 1.5}),
+            None,
+            "layer_norm_rms_epsilon is 1.5: it is below 1",
+        ),
+        (lambda f, _: f.update({"llama.context_length": 256.0}), None, "context_length is 256.0: a whole number"),
+        (lambda f, _: f.update({"llama.block_count": 2.0}), None, "block_count is 2.0: a whole number"),
         (None, truncate, "cannot be read as GGUF"),
         (None, lambda file: file.write_bytes(b"GGUF"), "cannot be read as GGUF"),
         (None, lambda file: file.write_bytes(b"nothing of the kind"), "cannot be read as GGUF"),

@@ -89,13 +89,18 @@ def _save_form(model: Path, path: Path, arguments: dict[str, Any]) -> None:
     torch.manual_seed(4)
     config = LoraConfig(**{"r": 3, "lora_alpha": 5, "init_lora_weights": False, "task_type": "CAUSAL_LM", **arguments})
     trained = get_peft_model(AutoModelForCausalLM.from_pretrained(model), config)
+    train_whole_modules(trained)
+    trained.save_pretrained(path)
+
+
+def train_whole_modules(model: Any) -> None:
+    """Change rows of TOKENS in copies, and trained tokens."""
     with torch.no_grad():
-        for name, parameter in trained.named_parameters():
+        for name, parameter in model.named_parameters():
             if "trainable_tokens_delta" in name:
                 parameter.add_(0.3 * torch.randn_like(parameter))
             elif "modules_to_save" in name and parameter.ndim > 1:
                 parameter[TOKENS] += 0.3 * torch.randn(len(TOKENS), parameter.shape[1])
-    trained.save_pretrained(path)
 
 
 def scores_of(model: Any, prompt: list[int]) -> torch.Tensor:

@@ -17,6 +17,7 @@ from chorus.core.model.families.qwen3_5 import QWEN3_5, QWEN3_5_MOE
 from chorus.core.model.open_weights import open_weights
 from chorus.core.model.read_config import read_model_config
 from chorus.memory.files.error import AdapterFormatError
+from chorus.memory.files.format import inspect_adapter
 
 from .model.quantization.twins import weights
 from .tiny_families import LATENT, YARN
@@ -325,19 +326,7 @@ def test_mistral_small_4_is_told_by_the_type_of_its_text_part(tmp_path, targets,
 
 def save_whole(architecture: str, name: str, text: dict[str, Any], vision: dict[str, Any], path: Path) -> Any:
     """A tiny random model with a tower, which is saved in `path`. Arguments: see `MODELS`."""
-    import transformers
-
-    others = OTHER_PARTS.get(architecture, {})
-    config = getattr(transformers, name)(text_config={**TEXT, **text}, vision_config=vision, **others)
-    torch.manual_seed(0)
-    base = getattr(transformers, architecture)(config).eval()
-    with torch.no_grad():
-        for parameter_name, parameter in base.named_parameters():
-            if "norm" in parameter_name:
-                parameter.uniform_(0.5, 1.5)
-        for module in base.modules():  # a tower's, which begin with 0, would be told apart from none
-            if type(module).__name__.endswith("Router") and not bool(module.weight.any()):
-                module.weight.normal_()
+    base = whole_of(architecture, name, text, vision)
     base.save_pretrained(path, save_original_format=architecture not in IN_MEMORY)
     return base
 
@@ -373,6 +362,30 @@ def check_text(tmp_path, architecture, name, text, vision, targets, drive):
     # of Qwen3-Omni PEFT wraps the audio tower's projections of these names, too
     assert (left_out > 0) == (targets == ALL or architecture.startswith("Qwen3Omni"))
     assert any(want[f"{key}True"] != want[f"{key}False"] for key in prompts)
+
+
+def make_whole(architecture: str, **fields: Any) -> Any:
+    """A model of an architecture of MODELS or RENAMED. fields: of its own and of its text part's configuration."""
+    name, text, vision = {**MODELS, **RENAMED}[architecture]
+    return whole_of(architecture, name, {**text, **fields}, vision, **fields)
+
+
+def whole_of(architecture: str, name: str, text: dict[str, Any], vision: dict[str, Any], **fields: Any) -> Any:
+    """A model of random weights. name: of its configuration class."""
+    import transformers
+
+    others = OTHER_PARTS.get(architecture, {})
+    config = getattr(transformers, name)(text_config={**TEXT, **text}, vision_config=vision, **others, **fields)
+    torch.manual_seed(0)
+    base = getattr(transformers, architecture)(config).eval()
+    with torch.no_grad():
+        for parameter_name, parameter in base.named_parameters():
+            if "norm" in parameter_name:
+                parameter.uniform_(0.5, 1.5)
+        for module in base.modules():  # a tower's, which begin with 0, would be told apart from none
+            if type(module).__name__.endswith("Router") and not bool(module.weight.any()):
+                module.weight.normal_()
+    return base
 
 
 class _Checkpoint:
@@ -514,3 +527,32 @@ def test_an_adapter_of_the_tower_alone_is_refused(tmp_path, drive):
     driver = drive(_Checkpoint(tmp_path / "model", {}), max_model_len=64)
     with pytest.raises(AdapterFormatError, match="target"):
         driver.engine.adapters.inspect(tmp_path / "adapter")
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["alone", "with-its-talker"])
+@pytest.mark.parametrize("trained_whole", [False, True], ids=["trained-alone", "trained-with-its-talker"])
+@pytest.mark.parametrize("architecture", sorted(WITH_TALKERS))
+def test_an_adapter_of_a_thinker_may_touch_its_towers(tmp_path, architecture, whole, trained_whole):
+    """Trainers load the thinker alone or the whole model, and either form of the base model serves what they save."""
+    from peft import LoraConfig, get_peft_model
+
+    thinker = architecture.replace("ForConditional", "ThinkerForConditional")
+    base = make_whole(thinker)
+    base.save_pretrained(tmp_path / "alone")
+    raw = json.loads((tmp_path / "alone" / "config.json").read_text())
+    (tmp_path / "whole").mkdir()
+    (tmp_path / "whole" / "config.json").write_text(
+        json.dumps({"architectures": [architecture], "thinker_config": raw})
+    )
+    ends = r".*(model\.layers|audio_tower|visual)\..*\.(q_proj|o_proj|out_proj|fc1|qkv)"
+    lora = LoraConfig(r=2, init_lora_weights=False, task_type="CAUSAL_LM", target_modules=ends)
+    get_peft_model(base, lora).save_pretrained(str(tmp_path / "adapter"))
+    file = tmp_path / "adapter" / "adapter_model.safetensors"
+    tensors, outer = load_file(file), "base_model.model."
+    of_towers = sum("audio_tower." in name or "visual." in name for name in tensors)
+    if trained_whole:
+        save_file({name.replace(outer, f"{outer}thinker."): each for name, each in tensors.items()}, file)
+    paths = read_model_config(tmp_path / ("whole" if whole else "alone")).module_paths
+    found = inspect_adapter(tmp_path / "adapter", paths)
+    assert found.num_left_out == of_towers > 0
+    assert [(part.targets, part.layers) for part in found.parts] == [(("q_proj", "o_proj"), (0, 1, 2))]

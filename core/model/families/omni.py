@@ -11,17 +11,19 @@ from ..family import Family
 from ..tensor_names import TensorNames
 from . import qwen, qwen3_moe, reading
 
-_PREFIXES = ("model.language_model.", "model.")
-_LEFT_OUT = ("visual.", "audio_tower.")
-_THINKER = TensorNames(
-    prefixes=_PREFIXES,
-    left_out=tuple(f"{outer}{part}" for outer in ("", "model.") for part in _LEFT_OUT),
+_OUTER = ("", "thinker.")
+_TOWERS = ("visual.", "audio_tower.", "model.visual.", "model.audio_tower.")
+_TENSORS = TensorNames(
+    prefixes=tuple(f"{outer}{each}" for outer in _OUTER for each in ("model.language_model.", "model.")),
+    heads=tuple(f"{outer}lm_head.weight" for outer in _OUTER),
+    left_out=(
+        *(f"{outer}{tower}" for outer in _OUTER for tower in _TOWERS),
+        "talker.",
+        "token2wav.",
+        "code2wav.",
+    ),
 )
-_WHOLE = TensorNames(
-    prefixes=tuple(f"thinker.{each}" for each in _PREFIXES),
-    heads=("thinker.lm_head.weight",),
-    left_out=(*(f"thinker.{each}" for each in _THINKER.left_out), "talker.", "token2wav.", "code2wav."),
-)
+"""Of either form: adapters of one may have been trained on the other."""
 
 
 def _of_whole(thinker: Family, *architectures: str) -> Family:
@@ -29,7 +31,6 @@ def _of_whole(thinker: Family, *architectures: str) -> Family:
         thinker,
         title=f"{thinker.title}, with its talker",
         architectures=architectures,
-        tensors=_WHOLE,
         text_part=f"thinker_config.{thinker.text_part}",
     )
 
@@ -43,7 +44,7 @@ QWEN2_5_OMNI = Family(
         "num_key_value_heads": 4,
         "rope_theta": 1000000.0,
     },
-    _THINKER,
+    _TENSORS,
     notes="text only",
     nulls=("num_key_value_heads",),
 )
@@ -52,7 +53,7 @@ QWEN3_OMNI = Family(
     ("Qwen3OmniMoeThinkerForConditionalGeneration",),
     qwen3_moe.QWEN3_MOE.read,
     {**qwen3_moe.QWEN3_MOE.defaults, "num_key_value_heads": 4, "rope_theta": 1000000.0, "norm_topk_prob": True},
-    _THINKER,
+    _TENSORS,
     notes=f"text only; {reading.EXPERTS_NOTE}",
 )
 QWEN2_5_OMNI_WHOLE = _of_whole(QWEN2_5_OMNI, "Qwen2_5OmniForConditionalGeneration", "Qwen2_5OmniModel")
