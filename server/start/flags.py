@@ -103,31 +103,41 @@ class Parser(argparse.ArgumentParser):
     def parse(self, args: Sequence[str] | None = None) -> argparse.Namespace:
         """Like `parse_args`; the command's parser reports unknown flags with the nearest known one."""
         given = [_dashes(arg) for arg in (sys.argv[1:] if args is None else args)]
+        notes: list[str] = []
         if given[:1] in (["serve"], ["cluster"]):
             try:
                 given, notes = without_foreign_flags(given)
             except ForeignFlag as error:
                 raise UsageError(f"{self.prog} {given[0]}: error: {error}") from None
-            for note in notes:
-                print(f"{self.prog} {given[0]}: {note}", file=sys.stderr)
-        arguments, unknown = self.parse_known_args([self._renamed(arg) for arg in given])
+            notes = [f"{self.prog} {given[0]}: {note}" for note in notes]
+        arguments, unknown = self.parse_known_args([self._renamed(arg, notes) for arg in given])
         if unknown:
             parser = self._command_parser(getattr(arguments, "command", None))
             parser.error(f"unrecognized arguments: {' '.join(unknown)}{parser.suggestion(unknown)}")
+        arguments.notes = notes
         return arguments
 
-    def _renamed(self, arg: str) -> str:
-        """Replace a flag's old name by its new one, and print a note."""
+    def _renamed(self, arg: str, notes: list[str]) -> str:
+        """Replace a flag's old name by its new one, and add a note."""
         flag, equals, value = arg.partition("=")
         new = RENAMED.get(flag.removeprefix("--").replace("-", "_"))
         if new is None or not flag.startswith("--"):
             return arg
         new = "--" + new.replace("_", "-")
-        print(
-            f"{self.prog}: {flag} is now called {new}; the old name will be removed in the next release",
-            file=sys.stderr,
-        )
+        notes.append(f"{self.prog}: {flag} is now called {new}; the old name will be removed in the next release")
         return f"{new}{equals}{value}"
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """As argparse does, and say which command or value was probably meant."""
+        try:
+            super()._check_value(action, value)
+        except argparse.ArgumentError as error:
+            near = difflib.get_close_matches(str(value), map(str, action.choices or ()), n=1)
+            if isinstance(action, argparse._SubParsersAction):  # noqa: SLF001 - argparse has no public name for it
+                error.message = f"{value!r} is no command"
+            if near:
+                error.message += f"; did you mean {near[0]}?"
+            raise
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{self.prog}: error: {message} (see {self.prog} --help)")
