@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import defaultdict
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -88,8 +88,11 @@ class Asking:
     _held: int = 0
     _freed: asyncio.Condition = field(default_factory=asyncio.Condition)
 
-    async def all(self, asked: Sequence[PromptRequest]) -> list[Completion]:
-        """Completions in the order of the prompts; the first error cancels the others."""
+    async def all(self, asked: Sequence[PromptRequest], advance: Callable[[], None] = lambda: None) -> list[Completion]:
+        """Completions in the order of the prompts; the first error cancels the others.
+
+        advance: called as each ends.
+        """
         tasks: list[asyncio.Task[Completion]] = []
         try:
             async with asyncio.TaskGroup() as group:
@@ -97,7 +100,9 @@ class Asking:
                     if index % self.most == 0:
                         await self._encode(asked[index : index + self.most])
                     await self._take(one.params.n or 1)
-                    tasks.append(group.create_task(self._one(one)))
+                    task = group.create_task(self._one(one))
+                    task.add_done_callback(lambda _: advance())
+                    tasks.append(task)
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
         return [task.result() for task in tasks]
