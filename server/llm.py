@@ -34,7 +34,7 @@ from .executors import DaemonPool
 from .library.adapter_files import AdapterFiles
 from .library.asking import Asking, PromptRequest
 from .library.completion import Completion as Completion
-from .library.embedding import Embedding
+from .library.embedding import Classification, Embedding
 from .library.loop import LoopThread
 from .library.options import settings_of
 from .library.params import FIELDS, SamplingParams, python_errors
@@ -305,6 +305,44 @@ class LLM:
         }
         found = self._loop.run(self._asking.embed(given, adapters, fields))
         return found[0] if alone else found
+
+    def classify(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        adapter: AdapterChoice = None,
+        *,
+        use_activation: bool | None = None,
+        truncate_prompt_tokens: int | None = None,
+    ) -> Classification | list[Classification]:
+        """Classes of prompts by a head: one for a prompt, a list for a list. Keywords are those of POST /classify."""
+        given, alone = prompts_of(prompts)
+        adapters = for_each(adapter, len(given), "adapter", (str, type(None)), "an adapter's name")
+        fields = {"use_activation": use_activation, "truncate_prompt_tokens": truncate_prompt_tokens}
+        found = self._loop.run(self._asking.classify(given, adapters, fields))
+        return found[0] if alone else found
+
+    def score(
+        self,
+        queries: str | Sequence[str],
+        documents: str | Sequence[str],
+        adapter: str | None = None,
+        *,
+        use_activation: bool | None = None,
+        truncate_prompt_tokens: int | None = None,
+    ) -> float | list[float]:
+        """How well texts fit: a number for two texts, a list if either is a list.
+
+        One query is scored with each document; else there are as many of both. Keywords are those of POST /score.
+        """
+        first, second = ([each] if isinstance(each, str) else list(each) for each in (queries, documents))
+        if len(first) == 1:
+            first = first * len(second)
+        if len(first) != len(second):
+            counts = f"there are {len(first)} queries and {len(second)} documents"
+            raise InvalidRequest("queries", f"{counts}; give one query, or as many as documents")
+        fields = {"use_activation": use_activation, "truncate_prompt_tokens": truncate_prompt_tokens}
+        found = self._loop.run(self._asking.score(list(zip(first, second, strict=True)), adapter, fields))
+        return found[0] if isinstance(queries, str) and isinstance(documents, str) else found
 
     def stream(
         self,
