@@ -13,16 +13,47 @@ if sys.platform == "win32":
 
 if TYPE_CHECKING:
     from .core.requests.grammar import Grammar as Grammar
+    from .core.requests.request_params import AdapterPaused as AdapterPaused
     from .core.requests.request_params import InvalidRequest as InvalidRequest
+    from .core.requests.request_params import NotServed as NotServed
+    from .memory.adapters.store import UnknownAdapter as UnknownAdapter
+    from .memory.files.error import AdapterFormatError as AdapterFormatError
+    from .server.engine.adapter_loader import LoadTimedOut as LoadTimedOut
+    from .server.errors import EngineUnavailable as EngineUnavailable
+    from .server.errors import GenerationFailed as GenerationFailed
     from .server.library.params import SamplingParams as SamplingParams
     from .server.llm import LLM as LLM
     from .server.llm import Completion as Completion
+    from .server.start.checks import LaunchError as LaunchError
     from .server.version import VERSION as __version__
 
-__all__ = ["LLM", "Completion", "Grammar", "InvalidRequest", "SamplingParams", "__version__"]
+__all__ = [
+    "LLM",
+    "AdapterFormatError",
+    "AdapterPaused",
+    "Completion",
+    "EngineUnavailable",
+    "GenerationFailed",
+    "Grammar",
+    "InvalidRequest",
+    "LaunchError",
+    "LoadTimedOut",
+    "NotServed",
+    "SamplingParams",
+    "UnknownAdapter",
+    "__version__",
+]
 
 _HOMES = {
     "LLM": (".server.llm", "LLM"),
+    "AdapterFormatError": (".memory.files.error", "AdapterFormatError"),
+    "AdapterPaused": (".core.requests.request_params", "AdapterPaused"),
+    "EngineUnavailable": (".server.errors", "EngineUnavailable"),
+    "GenerationFailed": (".server.errors", "GenerationFailed"),
+    "LaunchError": (".server.start.checks", "LaunchError"),
+    "LoadTimedOut": (".server.engine.adapter_loader", "LoadTimedOut"),
+    "NotServed": (".core.requests.request_params", "NotServed"),
+    "UnknownAdapter": (".memory.adapters.store", "UnknownAdapter"),
     "Completion": (".server.llm", "Completion"),
     "Grammar": (".core.requests.grammar", "Grammar"),
     "InvalidRequest": (".core.requests.request_params", "InvalidRequest"),

@@ -184,7 +184,12 @@ class GenerationFailed(Exception):
 
 def no_model(name: str, near: str | None = None) -> ApiError:
     """The error for a name that is neither the base model's nor an adapter's. near: a similar name."""
-    hint = "GET /v1/models lists the models there are" if near is None else f"did you mean {clipped(near)!r}?"
+    hint = (
+        "GET /v1/models lists the models there are; an adapter's directory that is newer than the server's start is "
+        "loaded by POST /v1/adapters (chorus adapters add NAME DIR)"
+        if near is None
+        else f"did you mean {clipped(near)!r}?"
+    )
     message = f"there is no model {clipped(name)!r}; {hint}"
     return ApiError(404, message, param="model", code="model_not_found")
 

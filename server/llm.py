@@ -12,7 +12,7 @@ import asyncio
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Never, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Never, TypeVar, overload
 
 from ..core.model.pooling_config import PoolingConfig
 from ..core.requests.request_params import InvalidRequest
@@ -34,14 +34,18 @@ from .executors import DaemonPool
 from .library.adapter_files import AdapterFiles
 from .library.asking import Asking, PromptRequest
 from .library.completion import Completion as Completion
-from .library.embedding import Embedding
+from .library.embedding import Classification, Embedding
 from .library.loop import LoopThread
 from .library.options import settings_of
 from .library.params import FIELDS, SamplingParams, python_errors
+from .library.progress import progress_bar
 from .library.prompts import Messages, Prompt, conversations_of, for_each, prompts_of
 from .library.streams import Stream
 from .settings import Settings
 from .start.launch import load
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 T = TypeVar("T")
 
@@ -53,11 +57,9 @@ AdapterChoice = str | Sequence[str | None] | None
 
 ARGUMENTS = {
     "lora_path": "name the adapter by adapter=",
-    "lora_request": "name the adapter by adapter=; load_adapter registers one",
     "model": "name the adapter by adapter=",
     "prompt_token_ids": "give token ids as a prompt: generate([1, 2, 3]), or a list of such lists",
     "sampling_params": "it is called params",
-    "use_tqdm": "leave it out",
 }
 """Arguments of other libraries' methods, each with advice."""
 
@@ -141,6 +143,7 @@ class LLM:
         adapter: str | None = None,
         *,
         stop: str | Sequence[str] = (),
+        use_tqdm: bool | None = None,
     ) -> Completion: ...
 
     @overload
@@ -151,6 +154,7 @@ class LLM:
         adapter: AdapterChoice = None,
         *,
         stop: str | Sequence[str] = (),
+        use_tqdm: bool | None = None,
     ) -> list[Completion]: ...
 
     def generate(
@@ -160,16 +164,18 @@ class LLM:
         adapter: AdapterChoice = None,
         *,
         stop: str | Sequence[str] = (),
+        use_tqdm: bool | None = None,
         **unknown: Never,
     ) -> Completion | list[Completion]:
         """Complete one prompt, or a list of them in order.
 
         prompts: a text, a list of token ids, `{"prompt": text}` or `{"prompt_token_ids": ids}`, or a list of these.
         params, adapter: one for all prompts, or one for each; no adapter is the base model, `NAME@VERSION` an earlier
-        version. stop: texts that end a completion. Raises InvalidRequest, which names the prompt, for invalid values,
+        version. stop: texts that end a completion. use_tqdm: show a progress bar; None: for several prompts in a
+        terminal. Raises InvalidRequest, which names the prompt, for invalid values,
         and GenerationFailed if a completion ends with an error; the other prompts are then cancelled.
         """
-        return self._loop.run(self._generate(prompts, params, adapter, stop, unknown))
+        return self._loop.run(self._generate(prompts, params, adapter, stop, use_tqdm, unknown))
 
     @overload
     async def agenerate(  # pyright: ignore[reportOverlappingOverload]
@@ -179,6 +185,7 @@ class LLM:
         adapter: str | None = None,
         *,
         stop: str | Sequence[str] = (),
+        use_tqdm: bool | None = None,
     ) -> Completion: ...
 
     @overload
@@ -189,6 +196,7 @@ class LLM:
         adapter: AdapterChoice = None,
         *,
         stop: str | Sequence[str] = (),
+        use_tqdm: bool | None = None,
     ) -> list[Completion]: ...
 
     async def agenerate(
@@ -198,10 +206,11 @@ class LLM:
         adapter: AdapterChoice = None,
         *,
         stop: str | Sequence[str] = (),
+        use_tqdm: bool | None = None,
         **unknown: Never,
     ) -> Completion | list[Completion]:
         """The same for a program with an event loop; cancelling it ends the requests."""
-        return await self._wait(self._generate(prompts, params, adapter, stop, unknown))
+        return await self._wait(self._generate(prompts, params, adapter, stop, use_tqdm, unknown))
 
     @overload
     def chat(
@@ -211,6 +220,7 @@ class LLM:
         adapter: str | None = None,
         *,
         stop: str | Sequence[str] = (),
+        use_tqdm: bool | None = None,
     ) -> Completion: ...
 
     @overload
@@ -221,6 +231,7 @@ class LLM:
         adapter: AdapterChoice = None,
         *,
         stop: str | Sequence[str] = (),
+        use_tqdm: bool | None = None,
     ) -> list[Completion]: ...
 
     def chat(
@@ -230,6 +241,7 @@ class LLM:
         adapter: AdapterChoice = None,
         *,
         stop: str | Sequence[str] = (),
+        use_tqdm: bool | None = None,
         **unknown: Never,
     ) -> Completion | list[Completion]:
         """Continue a conversation through the model's chat template, or a list of conversations.
@@ -237,7 +249,7 @@ class LLM:
         messages: OpenAI's, with `role` and `content`. The other arguments are those of `generate`; tools are fields of
         params.
         """
-        return self._loop.run(self._chat(messages, params, adapter, stop, unknown))
+        return self._loop.run(self._chat(messages, params, adapter, stop, use_tqdm, unknown))
 
     @overload
     async def achat(
@@ -247,6 +259,7 @@ class LLM:
         adapter: str | None = None,
         *,
         stop: str | Sequence[str] = (),
+        use_tqdm: bool | None = None,
     ) -> Completion: ...
 
     @overload
@@ -257,6 +270,7 @@ class LLM:
         adapter: AdapterChoice = None,
         *,
         stop: str | Sequence[str] = (),
+        use_tqdm: bool | None = None,
     ) -> list[Completion]: ...
 
     async def achat(
@@ -266,10 +280,11 @@ class LLM:
         adapter: AdapterChoice = None,
         *,
         stop: str | Sequence[str] = (),
+        use_tqdm: bool | None = None,
         **unknown: Never,
     ) -> Completion | list[Completion]:
         """The same for a program with an event loop; cancelling it ends the requests."""
-        return await self._wait(self._chat(messages, params, adapter, stop, unknown))
+        return await self._wait(self._chat(messages, params, adapter, stop, use_tqdm, unknown))
 
     def embed(
         self,
@@ -290,6 +305,44 @@ class LLM:
         }
         found = self._loop.run(self._asking.embed(given, adapters, fields))
         return found[0] if alone else found
+
+    def classify(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        adapter: AdapterChoice = None,
+        *,
+        use_activation: bool | None = None,
+        truncate_prompt_tokens: int | None = None,
+    ) -> Classification | list[Classification]:
+        """Classes of prompts by a head: one for a prompt, a list for a list. Keywords are those of POST /classify."""
+        given, alone = prompts_of(prompts)
+        adapters = for_each(adapter, len(given), "adapter", (str, type(None)), "an adapter's name")
+        fields = {"use_activation": use_activation, "truncate_prompt_tokens": truncate_prompt_tokens}
+        found = self._loop.run(self._asking.classify(given, adapters, fields))
+        return found[0] if alone else found
+
+    def score(
+        self,
+        queries: str | Sequence[str],
+        documents: str | Sequence[str],
+        adapter: str | None = None,
+        *,
+        use_activation: bool | None = None,
+        truncate_prompt_tokens: int | None = None,
+    ) -> float | list[float]:
+        """How well texts fit: a number for two texts, a list if either is a list.
+
+        One query is scored with each document; else there are as many of both. Keywords are those of POST /score.
+        """
+        first, second = ([each] if isinstance(each, str) else list(each) for each in (queries, documents))
+        if len(first) == 1:
+            first = first * len(second)
+        if len(first) != len(second):
+            counts = f"there are {len(first)} queries and {len(second)} documents"
+            raise InvalidRequest("queries", f"{counts}; give one query, or as many as documents")
+        fields = {"use_activation": use_activation, "truncate_prompt_tokens": truncate_prompt_tokens}
+        found = self._loop.run(self._asking.score(list(zip(first, second, strict=True)), adapter, fields))
+        return found[0] if isinstance(queries, str) and isinstance(documents, str) else found
 
     def stream(
         self,
@@ -320,6 +373,10 @@ class LLM:
         if not alone:
             raise InvalidRequest("messages", "a stream has one conversation; call stream_chat for each")
         return self._stream(self._asked(given, params, adapter, stop, unknown, is_chat=True))
+
+    def get_tokenizer(self) -> PreTrainedTokenizerBase:
+        """The model's tokenizer, as transformers has it: a copy, which a program may change."""
+        return self.tokenizer.copied()
 
     # -- adapters
 
@@ -418,18 +475,34 @@ class LLM:
     # -- common
 
     async def _generate(
-        self, prompts: Any, params: Any, adapter: Any, stop: Any, unknown: Mapping[str, Any]
+        self,
+        prompts: Any,
+        params: Any,
+        adapter: Any,
+        stop: Any,
+        use_tqdm: Any,
+        unknown: Mapping[str, Any],
     ) -> Completion | list[Completion]:
         given, alone = prompts_of(prompts)
-        answers = await self._asking.all(self._asked(given, params, adapter, stop, unknown, is_chat=False))
+        answers = await self._all(self._asked(given, params, adapter, stop, unknown, is_chat=False), use_tqdm)
         return answers[0] if alone else answers
 
     async def _chat(
-        self, messages: Any, params: Any, adapter: Any, stop: Any, unknown: Mapping[str, Any]
+        self,
+        messages: Any,
+        params: Any,
+        adapter: Any,
+        stop: Any,
+        use_tqdm: Any,
+        unknown: Mapping[str, Any],
     ) -> Completion | list[Completion]:
         given, alone = conversations_of(messages)
-        answers = await self._asking.all(self._asked(given, params, adapter, stop, unknown, is_chat=True))
+        answers = await self._all(self._asked(given, params, adapter, stop, unknown, is_chat=True), use_tqdm)
         return answers[0] if alone else answers
+
+    async def _all(self, asked: Sequence[PromptRequest], use_tqdm: Any) -> list[Completion]:
+        with progress_bar(len(asked), use_tqdm, "prompts") as advance:
+            return await self._asking.all(asked, advance)
 
     def _asked(
         self, given: Sequence[Any], params: Any, adapter: Any, stop: Any, unknown: Mapping[str, Any], *, is_chat: bool
@@ -468,12 +541,22 @@ class LLM:
 def _refuse(unknown: Mapping[str, Any]) -> None:
     """Raises InvalidRequest for an unknown argument."""
     for name in unknown:
+        if name == "lora_request":
+            raise InvalidRequest(name, f"unknown argument {name!r}; {_instead_of(unknown[name])}")
         if name in ARGUMENTS:
             raise InvalidRequest(name, f"unknown argument {name!r}; {ARGUMENTS[name]}")
         if name in FIELDS:
             raise InvalidRequest(name, f"{name!r} is a sampling parameter; give params=SamplingParams({name}=…)")
         with python_errors():
             raise unknown_field(name, ("prompts", "messages", "params", "adapter", "stop", *FIELDS))
+
+
+def _instead_of(lora_request: Any) -> str:
+    """The calls that do what a `LoRARequest` of vLLM asks for, with its values."""
+    name, path = (getattr(lora_request, field, None) for field in ("lora_name", "lora_path"))
+    if not isinstance(name, str) or not isinstance(path, str):
+        return "name the adapter by adapter=; load_adapter registers one"
+    return f"call load_adapter({name!r}, {path!r}) once, and give adapter={name!r}"
 
 
 def _with_stop(params: SamplingParams, stop: str | Sequence[str]) -> SamplingParams:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import logging
 import re
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import UTC, datetime
 from typing import Literal, TypedDict
+
+log = logging.getLogger("chorus")
 
 LogFormat = Literal["text", "json"]
 
@@ -91,6 +94,19 @@ def log_to_stderr(level: str, form: LogFormat = "text") -> None:
     logging.basicConfig(level=logging.WARNING, handlers=[handler])  # nothing if there are handlers
     logging.captureWarnings(True)
     logging.getLogger("chorus").setLevel(level.upper())
+
+
+def tell(text: str, level: int = logging.INFO) -> None:
+    """Print a line for whoever started the command: plain text, or a log line where log lines are JSON objects.
+
+    Unlike a log line it doesn't depend on the log's level.
+    """
+    record = log.makeRecord(log.name, level, "", 0, text, (), None)
+    handlers = [each for each in logging.getLogger().handlers if isinstance(each.formatter, JsonLines)]
+    for handler in handlers:
+        handler.handle(record)
+    if not handlers:
+        print(text, file=sys.stderr, flush=True)
 
 
 class Stopwatch:

@@ -3,10 +3,15 @@
 Generations count the changes of one file, removals included, and never go back. A name that is registered again gets a
 higher generation than before. A change is on disk when the method that made it returns. The file also remembers the
 last version number of each name, and the content of retired versions. Therefore a version never means two contents.
+
+SQLite finds a damaged structure, but not a damaged value, such as a pause that became its opposite. Therefore the file
+holds a digest of its entries: the sum of their hashes, which a change updates without reading the others.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import re
 import secrets
@@ -44,6 +49,9 @@ MIGRATIONS = (
         UNIQUE (name, label)
     ) STRICT;
     """,
+    """
+    ALTER TABLE registry ADD COLUMN digest TEXT NOT NULL DEFAULT '';
+    """,
 )
 """Item `i` migrates a file from schema version `i` to `i + 1`; version 0 is an empty file."""
 
@@ -56,7 +64,11 @@ MAX_RETIRED = 100_000
 MAX_RANK = 1 << 16
 MAX_ADAPTER_BYTES = 1 << 48
 
+DIGEST_SCHEMA = 4
+"""First schema with a digest of the entries."""
+
 _HASH = re.compile(r"[0-9a-f]{64}")
+_DIGESTS = 1 << 256
 
 
 class RegistryError(RuntimeError):
@@ -163,6 +175,17 @@ def check_entry(fields: Sequence[Any]) -> Entry:
     )
 
 
+def _entry_of(row: Sequence[Any]) -> Entry:
+    """The entry of a row of `adapters`. Raises ValueError if a field is invalid."""
+    if row[6] not in (0, 1) or row[8] not in (0, 1):
+        raise ValueError("pinned and paused must be 0 or 1")
+    return check_entry((*row[:6], bool(row[6]), row[7], bool(row[8])))
+
+
+def _digest(fields: Sequence[Any]) -> int:
+    return int.from_bytes(hashlib.sha256(json.dumps(fields).encode()).digest())
+
+
 def _check_count(what: str, value: Any, most: int) -> None:
     if type(value) is not int or not 0 <= value <= most:
         raise ValueError(f"{what} must be an integer from 0 to {most}")
@@ -183,11 +206,14 @@ class RegistryStore:
             raise RegistryError(f"the registry file {path} can't be opened: {error}") from None
         try:
             self._open()
-        except sqlite3.Error as error:
+        except RegistryError:
+            self._db.close()
+            raise
+        except Exception as error:  # a damaged file may raise anything
             self._db.close()
             if getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_BUSY:
                 raise RegistryError(f"the registry file {path} is held by another registry") from None
-            raise RegistryError(f"the registry file {path} can't be used: {error}") from None
+            raise RegistryError(f"the registry file {path} can't be used: {error or type(error).__name__}") from None
         except BaseException:
             self._db.close()
             raise
@@ -205,20 +231,50 @@ class RegistryStore:
         db.execute("PRAGMA locking_mode = EXCLUSIVE")  # locks out another registry
         db.execute("PRAGMA journal_mode = WAL")
         db.execute("PRAGMA synchronous = FULL")  # a commit reaches the disk, not only the system's cache
+        found = db.execute("PRAGMA integrity_check(1)").fetchone()[0]
+        if found != "ok":
+            raise self._damaged(found)
         db.execute("BEGIN IMMEDIATE")  # takes the lock, which is kept until the file is closed
         for number in range(version, len(MIGRATIONS)):
             for statement in MIGRATIONS[number].split(";"):
                 db.execute(statement)
         if is_new:
-            db.execute("INSERT INTO registry VALUES (?, 0)", (secrets.token_hex(16),))
+            db.execute("INSERT INTO registry (identity, generation) VALUES (?, 0)", (secrets.token_hex(16),))
         db.execute(f"PRAGMA application_id = {APPLICATION_ID}")
         db.execute(f"PRAGMA user_version = {len(MIGRATIONS)}")
+        self._read(has_digest=version >= DIGEST_SCHEMA)
         db.execute("COMMIT")
-        self.identity, self.generation = db.execute("SELECT identity, generation FROM registry").fetchone()
-        self._entries: VersionNames[Entry] = VersionNames()
-        for row in db.execute("SELECT * FROM adapters ORDER BY generation"):
-            entry = Entry._make((*row[:6], bool(row[6]), row[7], bool(row[8])))
-            self._entries.put(entry.name, entry, None)
+
+    def _read(self, *, has_digest: bool) -> None:
+        """Read all entries and check them; a file without a digest gets one. Raises RegistryError."""
+        try:
+            ((self.identity, self.generation, digest),) = self._db.execute(
+                "SELECT identity, generation, digest FROM registry"
+            )
+            if not self.identity:
+                raise ValueError("the registry has no identity")
+            _check_count("the registry's generation", self.generation, 1 << 62)
+            self._entries: VersionNames[Entry] = VersionNames()
+            self._sum = 0
+            for row in self._db.execute("SELECT * FROM adapters ORDER BY generation"):
+                entry = _entry_of(row)
+                self._entries.put(entry.name, entry, None)
+                self._sum += _digest(entry)
+            if has_digest and digest != self._digest_with(self._sum, self.generation):
+                raise ValueError("its entries differ from those that were written")
+        except (ValueError, TypeError) as error:  # a wrong number of rows, too
+            raise self._damaged(error) from None
+        self._db.execute("UPDATE registry SET digest = ?", (self._digest_with(self._sum, self.generation),))
+
+    def _digest_with(self, total: int, generation: int) -> str:
+        """The digest of a file with this sum of entries' digests and this generation."""
+        return f"{(total + _digest((self.identity, generation))) % _DIGESTS:064x}"
+
+    def _damaged(self, why: object) -> RegistryError:
+        return RegistryError(
+            f"the registry file {self._path} is damaged: {' '.join(str(why).split())}; restore it from a backup, or "
+            "remove it and load the adapters again"
+        )
 
     def _pragma(self, name: str) -> int:
         return self._db.execute(f"PRAGMA {name}").fetchone()[0]
@@ -311,6 +367,8 @@ class RegistryStore:
     def _commit(self, done: Done, retired: Sequence[Entry]) -> None:
         """Write the changes and their generation in one transaction."""
         db, generation = self._db, self.generation + len(done.told)
+        total = self._sum - sum(_digest(one) for one in done.retired)
+        total += sum(_digest(entry) for entry in dict(done.told).values() if entry is not None)
         try:
             db.execute("BEGIN IMMEDIATE")
             for name, entry in done.told:
@@ -326,13 +384,14 @@ class RegistryStore:
                     (one.plain_name, one.label, one.content_hash),
                 )
                 db.execute("DELETE FROM retired WHERE id <= last_insert_rowid() - ?", (MAX_RETIRED,))
-            db.execute("UPDATE registry SET generation = ?", (generation,))
+            digest = self._digest_with(total, generation)
+            db.execute("UPDATE registry SET generation = ?, digest = ?", (generation, digest))
             db.execute("COMMIT")
         except sqlite3.Error as error:
             with suppress(sqlite3.Error):
                 db.execute("ROLLBACK")
             raise RegistryError(f"the registry file {self._path} can't be written: {error}") from None
-        self.generation = generation
+        self.generation, self._sum = generation, total
 
     def _count(self, entries: Sequence[Entry]) -> None:
         """Remember the highest version number of each name."""

@@ -191,6 +191,9 @@ def _claim(file: Path, owner: Owner) -> int:
                     f"{file.parent} is in use by another server or cluster; stop that one, or use another directory"
                 )
             time.sleep(CLAIM_POLL_SECONDS)
+    except OSError as error:  # of a call with a descriptor, which names no file
+        os.close(fd)
+        raise OSError(error.errno, error.strerror, str(file)) from None
     except BaseException:
         os.close(fd)
         raise
@@ -200,7 +203,15 @@ def _claim(file: Path, owner: Owner) -> int:
 def _try_claim(fd: int, file: Path, owner: Owner) -> bool:
     try:
         fcntl.flock(fd, (fcntl.LOCK_SH if owner.is_shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-        there = _read_owner(fd)
+        try:
+            there = _read_owner(fd)
+        except ValueError as error:
+            if not owner.takes_over:
+                raise OtherOwner(
+                    f"{file} {error}; restore it from a backup, or remove it if no other server or cluster uses "
+                    f"{file.parent}"
+                ) from None
+            there = ""
         if there == owner.identity:
             return True
         if there is not None and not owner.takes_over:
@@ -221,8 +232,14 @@ def _try_claim(fd: int, file: Path, owner: Owner) -> bool:
 
 
 def _read_owner(fd: int) -> str | None:
+    """The identity of the directory's owner; None for a new file. Raises ValueError for a damaged one."""
     text = os.pread(fd, 4096, 0)
+    if not text:
+        return None
     try:
-        return str(json.loads(text)["identity"]) if text else None
-    except (ValueError, KeyError, TypeError):
-        return f"{text[:40]!r}, which can't be read"
+        identity = json.loads(text)["identity"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        identity = None
+    if not isinstance(identity, str) or not identity:
+        raise ValueError(f"names no owner: it holds {text[:40]!r}, and must hold a JSON object with an identity")
+    return identity

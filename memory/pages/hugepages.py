@@ -23,7 +23,10 @@ def zeros(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 
 def map_memory(num_bytes: int) -> mmap.mmap:
     """Map zeroed private memory, on huge pages if it is large and the system grants them."""
-    mapping = mmap.mmap(-1, num_bytes, **_PRIVATE)
+    try:
+        mapping = mmap.mmap(-1, num_bytes, **_PRIVATE)
+    except OSError as error:
+        raise OSError(error.errno, f"{error.strerror} for {num_bytes} bytes") from None
     if num_bytes >= _WORTH_IT_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
         mapping.madvise(mmap.MADV_HUGEPAGE)
     return mapping

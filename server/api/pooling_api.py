@@ -5,13 +5,10 @@ Tests: tests/server/api/test_pooling_api.py
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
-from itertools import chain
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 
 import numpy as np
 from pydantic import BaseModel
@@ -19,15 +16,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ...core.requests.pooling import to_bytes
-from ...core.requests.request_params import InvalidRequest, RequestParams
-from ...memory.adapters.store import UnknownAdapter
 from ..engine.generation import Generation
-from ..errors import ApiError
 from .caller import Caller
 from .generation_builder import GenerationBuilder
 from .logprobs import Body
-from .pooling_builder import VECTOR, PoolingBuilder, results, unit
-from .pooling_request import ClassifyBody, EmbeddingsBody, PairBody, PoolingBody, RerankBody, ScoreBody
+from .pooling_builder import PoolingBuilder
+from .pooling_request import ClassifyBody, EmbeddingsBody, PoolingBody, RerankBody, ScoreBody
+from .pooling_scores import Scores
 from .responder import Responder
 from .translation import renaming
 
@@ -35,8 +30,6 @@ NAMES = {"prompt": "input"}
 """The client's names of fields, for errors."""
 
 RANK_NAMES = {"prompt": "documents", "messages": "documents"}
-
-CLASSES = replace(VECTOR, classify=True)
 
 _BODIES: dict[str, type[PoolingBody]] = {
     "embeddings": EmbeddingsBody,
@@ -71,6 +64,10 @@ class PoolingApi:
     def builder(self) -> GenerationBuilder:
         return self.pooling.builder
 
+    @property
+    def scores(self) -> Scores:
+        return Scores(self.pooling, self.responder.sourced.bring)
+
     def endpoint(self, path: str) -> Callable[[Request], Awaitable[Response]]:
         """The handler of a path of `ROUTES`."""
         answer: dict[str, Callable[[Request], Awaitable[Response]]] = {
@@ -100,26 +97,13 @@ class PoolingApi:
         """vLLM's classify: the probabilities of a head's labels for each text."""
         arrival, asked = time.monotonic(), await self.builder.parse(ClassifyBody.read, request)
         with renaming(NAMES):
-            prompts = await self.pooling.prompts(Caller.of(request), asked)
-            generation = self.pooling.generation(
-                "classify-", Caller.of(request), asked, prompts, params=CLASSES, arrival=arrival
-            )
-            is_base = generation.choices[0].request.adapter_name is None
+            generation, classes = await self.scores.classified("classify-", Caller.of(request), asked, arrival)
 
             def body() -> Body:
-                data = []
-                for index, scores in enumerate(results(generation)):
-                    values = self._activated(scores, is_base=is_base) if asked.activates else scores
-                    best = int(np.argmax(values))
-                    label = self.pooling.config.labels.get(best) if is_base else None
-                    data.append(
-                        {
-                            "index": index,
-                            "label": label or f"LABEL_{best}",
-                            "probs": values.tolist(),
-                            "num_classes": len(values),
-                        }
-                    )
+                data: list[Body] = [
+                    {"index": index, "label": label, "probs": values.tolist(), "num_classes": len(values)}
+                    for index, (label, values) in enumerate(classes())
+                ]
                 return _listed(generation, data)
 
             return await self.responder.pooled(request, generation, body)
@@ -130,7 +114,9 @@ class PoolingApi:
         _, second = asked.names()
         with renaming({"prompt": second, "messages": second}):
             pairs = asked.pairs(self.pooling.limits)
-            generation, scores = await self._scored("score-", request, asked, pairs, arrival, activates=asked.activates)
+            generation, scores = await self.scores.scored(
+                "score-", Caller.of(request), asked, pairs, arrival, activates=asked.activates
+            )
 
             def body() -> Body:
                 data = [{"index": index, "object": "score", "score": score} for index, score in enumerate(scores())]
@@ -144,8 +130,8 @@ class PoolingApi:
         with renaming(RANK_NAMES):
             texts = asked.texts(self.pooling.limits)
             pairs = [(asked.query, text) for text in texts]
-            generation, scores = await self._scored(
-                "rerank-", request, asked, pairs, arrival, activates=asked.activates
+            generation, scores = await self.scores.scored(
+                "rerank-", Caller.of(request), asked, pairs, arrival, activates=asked.activates
             )
 
             def body() -> Body:
@@ -162,122 +148,6 @@ class PoolingApi:
                 return {"id": generation.id, "model": generation.model, "usage": _usage(generation), "results": results}
 
             return await self.responder.pooled(request, generation, body)
-
-    # --- scores
-
-    async def _scored(
-        self,
-        prefix: str,
-        request: Request,
-        asked: PairBody,
-        pairs: Sequence[tuple[str, str]],
-        arrival: float,
-        *,
-        activates: bool,
-    ) -> tuple[Generation, Callable[[], list[float]]]:
-        """The generation that scores pairs of texts, and a function that returns the scores at its end."""
-        params = await self._scorer(Caller.of(request), asked)
-        if params is None:
-            self.pooling.check_vectors()
-            asked.refuse_variables("the scores are similarities of vectors, for which no template is used")
-            texts = list(dict.fromkeys(chain.from_iterable(pairs)))
-            prompts = await self.pooling.encoded(Caller.of(request), asked, texts)
-            vector = self.pooling.vector()
-            generation = self.pooling.generation(
-                prefix, Caller.of(request), asked, prompts, params=vector, arrival=arrival
-            )
-            return generation, partial(_similarities, generation, texts, pairs)
-        prompts = await self.pooling.encoded_pairs(Caller.of(request), asked, pairs)
-        generation = self.pooling.generation(prefix, Caller.of(request), asked, prompts, params=params, arrival=arrival)
-        if params.classify:
-            return generation, partial(self._head_scores, generation, activates=activates)
-        return generation, partial(_token_scores, generation, params.logprob_token_ids, activates=activates)
-
-    async def _scorer(self, caller: Caller, asked: PoolingBody) -> RequestParams | None:
-        """Parameters that score a pair in one prompt; None if its texts' vectors are compared.
-
-        A head comes first, then the tokens of a generator that answers with one of two.
-        """
-        _, adapter = self.builder.names(caller, asked.model, asked.lora_path)
-        num_labels = await self._num_labels(adapter)
-        if num_labels is not None:
-            if num_labels > 1:
-                message = f"it has a head with {num_labels} labels, scores need one with 1; ask POST /classify"
-                raise InvalidRequest("model", message)
-            return CLASSES
-        if self.pooling.config.is_classifier:
-            return CLASSES
-        tokens = self.pooling.config.classifier_tokens
-        if tokens is None:
-            return None
-        tokenizer = await self.pooling.tokenizer_of(caller, asked)
-        ids = [tokenizer.backend.token_to_id(token) for token in tokens]
-        if None in ids:
-            message = f"classifier_from_token names {tokens[ids.index(None)]!r}, which is no token of the model"
-            raise ApiError(501, message, code="not_supported")
-        known = tuple(id_ for id_ in ids if id_ is not None)
-        return RequestParams(max_tokens=1, temperature=0.0, logprobs=0, logprob_token_ids=known)
-
-    async def _num_labels(self, adapter: str | None) -> int | None:
-        """Labels of an adapter's own head; None if it has none, or is not known yet: then the engine decides."""
-        if adapter is None:
-            return None
-        adapters = self.builder.worker.adapters
-        try:
-            state = await asyncio.wrap_future(adapters.state(adapter))
-        except UnknownAdapter:
-            if not await self.responder.sourced.bring(adapter):
-                return None
-            state = await asyncio.wrap_future(adapters.state(adapter))
-        head = state.manifest.head
-        return None if head is None else head.num_labels
-
-    # --- results
-
-    def _head_scores(self, generation: Generation, *, activates: bool) -> list[float]:
-        is_base = generation.choices[0].request.adapter_name is None
-        found = []
-        for scores in results(generation):
-            if len(scores) > 1:
-                message = f"the model has a head with {len(scores)} labels, scores need one with 1; ask POST /classify"
-                raise ApiError(400, message, param="model")
-            found.append(float((self._activated(scores, is_base=is_base) if activates else scores)[0]))
-        return found
-
-    def _activated(self, scores: np.ndarray, *, is_base: bool) -> np.ndarray:
-        """Probabilities of labels, as transformers' `problem_type` says; without one, of one label or of several."""
-        problem = self.pooling.config.problem_type if is_base else None
-        if problem == "regression":
-            return scores
-        if problem == "multi_label_classification" or len(scores) == 1:
-            return _sigmoid(scores)
-        powers = np.exp(scores.astype(np.float64) - scores.max())
-        return powers / powers.sum()
-
-
-def _similarities(generation: Generation, texts: Sequence[str], pairs: Sequence[tuple[str, str]]) -> list[float]:
-    """The cosine similarity of each pair's vectors."""
-    units: Mapping[str, np.ndarray] = {
-        text: unit(vector.astype(np.float64)) for text, vector in zip(texts, results(generation), strict=True)
-    }
-    return [float(units[first] @ units[second]) for first, second in pairs]
-
-
-def _token_scores(generation: Generation, tokens: Sequence[int], *, activates: bool) -> list[float]:
-    """For each prompt the probability of the second token, where only it and the first may come; or its logit less the
-    first's.
-    """
-    false, true = tokens
-    found = []
-    for choice in generation.choices:
-        logprobs = dict(choice.discarded[0].top)
-        difference = np.array(logprobs[true] - logprobs[false])
-        found.append(float(_sigmoid(difference) if activates else difference))
-    return found
-
-
-def _sigmoid(values: np.ndarray) -> np.ndarray:
-    return np.exp(-np.logaddexp(0.0, -values.astype(np.float64)))
 
 
 def _encoded_vector(vector: np.ndarray, form: str) -> str | list[float]:

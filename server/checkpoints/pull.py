@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ...core.model.config_json import UnsupportedModel
+from ..machine_faults import reason_of
 from .gguf_checkpoint import MissingGguf, convert, require_gguf
 from .gguf_model import directory_of
 
@@ -165,7 +166,7 @@ def pull(name: str, cache: Path | None = None, echo: Callable[[str], None] = pri
             convert(gguf, made, recipe.config)
             _publish(made, target)
     except (OSError, ValueError, zipfile.BadZipFile) as error:
-        raise PullError(f"{name} could not be pulled into {cache}: {error}") from error
+        raise PullError(f"{name} could not be pulled into {cache}: {reason_of(error, cache)}") from error
     echo(f"{name} is in {target}")
     return target
 

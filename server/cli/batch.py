@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -16,9 +17,11 @@ from starlette.applications import Starlette
 
 from ..api import generation_api, pooling_api
 from ..errors import EngineUnavailable
+from ..machine_faults import fault_of
 from ..settings import Settings
 from ..start.flags import UsageError
 from ..start.launch import OpenBackend, build_app
+from .adapters import CommandError
 
 ROUTES = tuple(sorted(route for route in (*generation_api.ROUTES, *pooling_api.ROUTES) if route.startswith("/v1/")))
 """Routes that a line may name: TGI's and LoRAX's routes have no batches."""
@@ -26,11 +29,18 @@ ROUTES = tuple(sorted(route for route in (*generation_api.ROUTES, *pooling_api.R
 IN_FLIGHT = 256
 """Requests in the engine at once; the others follow as these end."""
 
-TRIES = 20
-"""How often a request is sent that the server has no room for."""
+TRIES = {429: 20, 503: 20, 500: 2, 504: 2}
+"""How often a request is sent that ends with a status that another attempt, or another run, may improve: often if the
+server had no room for it.
+"""
 
-CAN_PASS = (429, 500, 503, 504)
-"""Statuses that another run may improve: it sends the requests with these statuses again."""
+WAIT_SECONDS = 1.0
+"""Seconds before the second attempt, if the answer names none; each further wait is twice as long."""
+
+MAX_WAIT_SECONDS = 60.0
+
+_FAILED = 400
+"""Least status of a failure."""
 
 JSON = {"content-type": "application/json"}
 
@@ -44,26 +54,33 @@ class BatchLine(NamedTuple):
 
 
 def run(settings: Settings, given: Path, output: Path, open_backend: OpenBackend | None = None) -> int:
-    """Run the input's requests; return 0, or 1 if another run may improve some results. open_backend: see `build_app`.
+    """Run the input's requests; return 0 if all have succeeded, in this run or before, else 1.
 
-    Raises UsageError for a file that can't be read or has an invalid line, before any request is run.
+    open_backend: see `build_app`. Raises UsageError for a file that can't be read or has an invalid line, before any
+    request is run, and CommandError if the results can't be written.
     """
     try:
         left = {asked.custom_id for asked in _read(given)}
-        total = len(left)
-        left -= _keep_answers(output)
+    except OSError as error:
+        raise UsageError(f"chorus batch: error: {given}: {error.strerror}") from None
+    total = len(left)
+    try:
+        kept = _keep_answers(output)
+        counts = Counter(kept[name] for name in left & kept.keys())
+        left -= kept.keys()
         console = Console(stderr=True)
         console.print(f"{total} requests, {total - len(left)} answered before")
-        if not left:
-            return 0
-        app = build_app(settings, open_backend)
-        with output.open("ab") as out:
-            requests = (asked for asked in _read(given) if asked.custom_id in left)
-            counts = asyncio.run(_answer(app, requests, out, len(left), console))
+        if left:
+            app = build_app(settings, open_backend)
+            with output.open("ab") as out:
+                requests = (asked for asked in _read(given) if asked.custom_id in left)
+                counts += asyncio.run(_answer(app, requests, out, len(left), console))
     except OSError as error:
-        raise UsageError(f"chorus batch: error: {error.filename}: {error.strerror}") from None
+        raise CommandError(fault_of(error, output) or f"{error.filename or output}: {error.strerror}") from None
     console.print(", ".join(f"{counts[status]} answered with {status}" for status in sorted(counts)))
-    return 1 if counts.keys() & set(CAN_PASS) else 0
+    if failed := sum(count for status, count in counts.items() if status >= _FAILED):
+        console.print(f"{failed} of {total} requests failed; their lines in {output} have the reasons", soft_wrap=True)
+    return 1 if failed else 0
 
 
 def _read(path: Path) -> Iterator[BatchLine]:
@@ -95,18 +112,24 @@ def _wrong(path: Path, number: int, what: str) -> UsageError:
     return UsageError(f"chorus batch: error: {path} line {number}: {what}")
 
 
-def _keep_answers(output: Path) -> set[str]:
-    """The custom_ids of results that stay; removes incomplete ones, and those that another run may improve."""
-    kept: set[str] = set()
+def _keep_answers(output: Path) -> dict[str, int]:
+    """The statuses of results that stay, by custom_id; removes incomplete ones, and those that another run may improve.
+
+    Raises UsageError for an output that can't be read again, such as a pipe.
+    """
+    kept: dict[str, int] = {}
     if not output.exists():
         return kept
+    if not output.is_file():
+        raise UsageError(f"chorus batch: error: {output} is no file; results are kept in one, so that a run can go on")
     new = output.with_name(output.name + ".new")
     with output.open("rb") as file, new.open("wb") as out:
         for text in file:
             with suppress(ValueError, KeyError, TypeError):
                 line = json.loads(text)
-                if text.endswith(b"\n") and line["response"]["status_code"] not in CAN_PASS:
-                    kept.add(line["custom_id"])
+                status = line["response"]["status_code"]
+                if text.endswith(b"\n") and status not in TRIES:
+                    kept[line["custom_id"]] = int(status)
                     out.write(text)
     new.replace(output)
     return kept
@@ -114,9 +137,9 @@ def _keep_answers(output: Path) -> set[str]:
 
 async def _answer(
     app: Starlette, requests: Iterator[BatchLine], out: IO[bytes], total: int, console: Console
-) -> dict[int, int]:
+) -> Counter[int]:
     """Write a result for each request as it comes; return how many had each status."""
-    counts, pending = dict[int, int](), set[asyncio.Task[dict[str, Any]]]()
+    counts, pending = Counter[int](), set[asyncio.Task[dict[str, Any]]]()
     columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     async with (
         app.router.lifespan_context(app),
@@ -143,29 +166,30 @@ async def _answer(
 
 async def _ask(client: httpx.AsyncClient, asked: BatchLine) -> dict[str, Any]:
     """The output line of a request. Raises EngineUnavailable if there will be none."""
-    content = json.dumps(asked.body)
-    answer = await client.post(asked.url, content=content, headers=JSON)
-    for _ in range(TRIES - 1):
-        if "retry-after" not in answer.headers:
-            break
-        await asyncio.sleep(float(answer.headers["retry-after"]))
+    content, tries = json.dumps(asked.body), 0
+    while True:
         answer = await client.post(asked.url, content=content, headers=JSON)
-    body, request_id = answer.json(), answer.headers["x-request-id"]
-    if answer.status_code == 503 and body["error"]["code"] == "engine_unavailable":
-        raise EngineUnavailable(body["error"]["message"])
-    response = {"status_code": answer.status_code, "request_id": request_id, "body": body}
+        tries += 1
+        body, status = answer.json(), answer.status_code
+        if status == 503 and body["error"]["code"] == "engine_unavailable":
+            raise EngineUnavailable(body["error"]["message"])
+        if tries >= TRIES.get(status, 1):
+            break
+        wait = float(answer.headers.get("retry-after", WAIT_SECONDS * 2 ** (tries - 1)))
+        await asyncio.sleep(min(wait, MAX_WAIT_SECONDS))
+    request_id = answer.headers["x-request-id"]
+    response = {"status_code": status, "request_id": request_id, "body": body}
     return {"id": f"batch_req_{request_id}", "custom_id": asked.custom_id, "response": response, "error": None}
 
 
 async def _write(
-    pending: set[asyncio.Task[dict[str, Any]]], out: IO[bytes], counts: dict[int, int]
+    pending: set[asyncio.Task[dict[str, Any]]], out: IO[bytes], counts: Counter[int]
 ) -> set[asyncio.Task[dict[str, Any]]]:
     """Write the results of the requests that have ended, at least one; return the requests that have not."""
     done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
     for task in done:
         line = task.result()
         out.write(json.dumps(line, ensure_ascii=False).encode("utf-8", "surrogatepass") + b"\n")
-        status = line["response"]["status_code"]
-        counts[status] = counts.get(status, 0) + 1
+        counts[line["response"]["status_code"]] += 1
     out.flush()
     return pending

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -17,7 +18,8 @@ from ..access.limits import RequestLimits
 from ..checkpoints.pull import MODELS, PullError, pull
 from ..cluster import listener, plan, registry
 from ..errors import EngineUnavailable, GenerationFailed
-from ..log_lines import log_to_stderr
+from ..log_lines import log_to_stderr, tell
+from ..machine_faults import fault_of
 from ..settings import Settings
 from ..start.checks import LaunchError, check_access, check_model
 from ..start.exits import leave
@@ -25,6 +27,8 @@ from ..start.flags import Parser, UsageError, add_settings, read_settings
 from ..version import VERSION
 from . import adapters, check, completion, convert_adapter, keys, models, profile, quantize
 from .adapters import CommandError
+
+log = logging.getLogger(__name__)
 
 # Entry points that add subcommands: modules with `HELP`, `add_flags(parser)` and `run(arguments) -> exit code`, cheap
 # to import. So packages that the server may not import can add commands.
@@ -56,16 +60,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except UsageError as error:
-        print(error, file=sys.stderr)
+        tell(str(error), logging.ERROR)
         return 2
     except (LaunchError, PullError, CommandError, InvalidKey, EngineUnavailable, GenerationFailed) as error:
-        print(f"chorus: error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 1
+        return _failed(str(error))
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # `| head` has read enough; discard the output that is still to be written at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+    except Exception as error:
+        if (fault := fault_of(error)) is None:
+            raise
+        log.debug("the machine failed the command", exc_info=True)
+        return _failed(fault)
+
+
+def _failed(reason: str) -> int:
+    tell(f"chorus: error: {' '.join(reason.split())}", logging.ERROR)
+    return 1
 
 
 def run() -> NoReturn:
@@ -133,7 +146,7 @@ def _add_command(
 
 
 def _serve_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model_argument", nargs="?", metavar="MODEL", help="the same as --model MODEL")
+    _add_model(parser)
     add_settings(parser)
 
 
@@ -187,17 +200,10 @@ def _serve(arguments: argparse.Namespace) -> int:
 
 
 def _serve_settings(arguments: argparse.Namespace) -> Settings:
-    if arguments.model_argument is not None:
-        if "setting_model" in arguments:
-            raise UsageError(
-                f"chorus {arguments.command}: error: the model is given twice, as MODEL and as --model; leave one out"
-            )
-        arguments.setting_model = arguments.model_argument
-    settings = read_settings(arguments)
-    log_to_stderr(settings.log_level, settings.log_format)
+    settings = _read_settings(arguments)
     check_model(settings)
     check_access(settings)
-    print(f"chorus {VERSION}: starting {settings.base_name}; this may take a while", file=sys.stderr, flush=True)
+    tell(f"chorus {VERSION}: starting {settings.base_name}; this may take a while")
     return settings
 
 
@@ -281,6 +287,7 @@ def _replica(arguments: argparse.Namespace) -> int:
 
 
 def _demo_flags(parser: argparse.ArgumentParser) -> None:
+    _add_model(parser)
     add_settings(parser, ENGINE_SETTINGS)
     parser.add_argument(
         "--inputs", type=_positive, metavar="N", help="inputs per adapter (default: 10; 3 for other models)"
@@ -318,6 +325,7 @@ def _demo(arguments: argparse.Namespace) -> int:
 
 
 def _generate_flags(parser: argparse.ArgumentParser) -> None:
+    _add_model(parser)
     add_settings(parser, ENGINE_SETTINGS)
     parser.add_argument("--prompt", required=True, metavar="TEXT", help="text to continue; - reads standard input")
     parser.add_argument("--adapter", metavar="NAME", help="adapter to use (default: the base model)")
@@ -394,6 +402,7 @@ def _batch(arguments: argparse.Namespace) -> int:
 
 
 def _profile_flags(parser: argparse.ArgumentParser) -> None:
+    _add_model(parser)
     add_settings(parser, ENGINE_SETTINGS)
     profile.add_flags(parser, _positive)
 
@@ -441,11 +450,28 @@ def _pull(arguments: argparse.Namespace) -> int:
 # --- common ---
 
 
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model_argument", nargs="?", metavar="MODEL", help="the same as --model MODEL")
+
+
+def _read_settings(arguments: argparse.Namespace, log_level: str | None = None) -> Settings:
+    """The command's settings; starts the log and prints the notes about flags. log_level: in place of the setting."""
+    if getattr(arguments, "model_argument", None) is not None:
+        if "setting_model" in arguments:
+            raise UsageError(
+                f"chorus {arguments.command}: error: the model is given twice, as MODEL and as --model; leave one out"
+            )
+        arguments.setting_model = arguments.model_argument
+    settings = read_settings(arguments)
+    log_to_stderr(log_level or settings.log_level, settings.log_format)
+    for note in arguments.notes:
+        tell(note)
+    return settings
+
+
 def _engine_settings(arguments: argparse.Namespace) -> Settings:
     """The settings of a command that prints its results, and logs only warnings unless told otherwise."""
-    settings = read_settings(arguments)
-    log_to_stderr(settings.log_level if "setting_log_level" in arguments else "warning", settings.log_format)
-    return settings
+    return _read_settings(arguments, None if "setting_log_level" in arguments else "warning")
 
 
 def _positive(text: str) -> int:

@@ -15,6 +15,7 @@ from pathlib import Path
 from ...memory.files.config import CONFIG_FILE
 from ...memory.files.form import WEIGHTS_FILE
 from ...memory.files.unserved import PICKLE_FILE
+from ..machine_faults import fault_of
 from .adapters import CommandError
 
 SECONDS = 600.0
@@ -49,7 +50,9 @@ def run(arguments: argparse.Namespace) -> int:
         finally:
             part.unlink(missing_ok=True)
     except OSError as error:
-        raise CommandError(f"{target}: can't be written: {error.strerror or error}") from None
+        raise CommandError(
+            fault_of(error, target) or f"{target}: can't be written: {error.strerror or error}"
+        ) from None
     print(f"wrote {weights}; chorus check {target} says whether it is served")
     return 0
 

@@ -13,6 +13,7 @@ from typing import TextIO
 
 from ..access.grants import Grant, InvalidKey
 from ..access.keys import TENANT, new_key, read_keys
+from ..machine_faults import fault_of
 from .adapters import CommandError
 
 
@@ -43,7 +44,7 @@ def run(arguments: argparse.Namespace, out: TextIO | None = None) -> int:
     except InvalidKey as error:
         raise CommandError(str(error)) from None
     except OSError as error:
-        raise CommandError(f"{arguments.file}: {error.strerror}") from None
+        raise CommandError(fault_of(error, arguments.file) or f"{arguments.file}: {error.strerror}") from None
     return 0
 
 

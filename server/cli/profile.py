@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TextIO
 
 from ...core.costs.profile import Profile
+from ..machine_faults import reason_of
 from ..settings import Settings
 
 GOOD_R2 = 0.95
@@ -49,7 +50,7 @@ def run(settings: Settings, output: Path, batches: int, rounds: int, out: TextIO
     except (MeasureError, FitError) as error:
         raise LaunchError(f"can't measure {settings.model}: {error}") from None
     except (OSError, ValueError) as error:
-        raise LaunchError(f"can't measure {settings.model}: {error}") from error
+        raise LaunchError(f"can't measure {settings.model}: {reason_of(error, output)}") from error
     print(table(measured.profile), file=out)
     print(f"noise      a median round is {measured.noise:.1%} above the best", file=out)
     if measured.noise > QUIET:

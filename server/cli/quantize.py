@@ -9,7 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from safetensors import SafetensorError
+
 from ..checkpoints.pull import resolve_model
+from ..machine_faults import fault_of, reason_of, size_text
 from .adapters import CommandError
 
 if TYPE_CHECKING:
@@ -42,7 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         return _quantise(arguments)
     except UnsupportedModel as error:
-        raise CommandError(str(error)) from None
+        raise CommandError(reason_of(error)) from None
 
 
 def _quantise(arguments: argparse.Namespace) -> int:
@@ -78,12 +81,22 @@ def _quantise(arguments: argparse.Namespace) -> int:
         config = json.loads((source / _CONFIG).read_text(encoding="utf-8"))
         (part / _CONFIG).write_text(json.dumps({**config, "quantization_config": section}, indent=1), encoding="utf-8")
         part.rename(out)
-    except OSError as error:
-        raise CommandError(f"{out}: can't be written: {error.strerror or error}") from None
+    except (OSError, SafetensorError) as error:
+        raise CommandError(_unwritten(error, out, part, source)) from None
     finally:
         shutil.rmtree(part, ignore_errors=True)
     print(f"wrote {out}: {len(inputs)} matrices as {arguments.quantization}")
     return 0
+
+
+def _unwritten(error: Exception, out: Path, part: Path, source: Path) -> str:
+    """Why the checkpoint could not be written, and for a full disk how much it may take."""
+    fault = fault_of(error, out)
+    if fault is None:
+        return f"{out}: can't be written: {error}"
+    written = sum(file.stat().st_size for file in part.glob("*"))
+    whole = sum(file.stat().st_size for file in source.iterdir() if file.is_file())
+    return f"{fault} ({size_text(written)} were written; {source} has {size_text(whole)}, and the copy takes no more)"
 
 
 def _other_linear(checkpoint: Checkpoint, names: set[str]) -> list[str]:

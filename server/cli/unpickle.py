@@ -26,6 +26,8 @@ def main(pickle: Path, weights: Path) -> None:
     import torch
     from safetensors.torch import save_file
 
+    from ..machine_faults import fault_of
+
     size = pickle.stat().st_size
     _limit_memory(BESIDE_BYTES + 3 * size)
     try:
@@ -45,7 +47,12 @@ def main(pickle: Path, weights: Path) -> None:
         if left < 0:
             raise UnpickleRefused("has tensors that are larger than the file, of the same bytes several times")
         tensors[name] = value.detach().contiguous().clone()
-    save_file(tensors, weights, {"format": "pt"})
+    try:
+        save_file(tensors, weights, {"format": "pt"})
+    except Exception as error:
+        if (fault := fault_of(error, weights)) is None:
+            raise
+        raise UnpickleRefused(fault) from None
 
 
 def _limit_memory(more: int) -> None:

@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict
 from ...core.config import EngineConfig
 from ..engine.worker import EngineWorker
 from ..log_lines import LogFormat, log_to_stderr
+from ..machine_faults import reason_of
 from ..start.checks import LaunchError
 from ..start.launch import build_engine, take_short_turns
 from .address import Listening
@@ -79,7 +80,7 @@ def run(listener: Listener, settings_file: Path) -> int:
         worker.start()
     except Exception as error:
         log.debug("starting failed", exc_info=True)
-        raise LaunchError(f"can't serve {settings.engine.model}: {error}") from error
+        raise LaunchError(f"can't serve {settings.engine.model}: {reason_of(error)}") from error
     take_short_turns()
     try:
         return asyncio.run(_serve(worker, address, secret, settings, listener.tell))

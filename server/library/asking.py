@@ -8,27 +8,33 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import defaultdict
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from ...core.requests.request_params import AdapterPaused, InvalidRequest, NotServed
 from ...core.scheduling.overload import Overloaded
+from ...memory.adapters.store import UnknownAdapter
 from ..api.caller import Caller
 from ..api.chat_request import ChatBatch, ChatCompletionRequest
 from ..api.completion_request import CompletionRequest
 from ..api.generation_builder import GenerationBuilder
 from ..api.near import nearest
 from ..api.pooling_builder import PoolingBuilder
-from ..api.pooling_request import EmbeddingsBody
+from ..api.pooling_request import ClassifyBody, EmbeddingsBody, ScoreBody
+from ..api.pooling_scores import Scores
 from ..api.translation import renaming
 from ..engine.generation import Generation
 from ..engine.sourced_adapters import SourcedAdapters
 from ..errors import validated
 from .completion import Collected, Completion, completion_of, streamed_completion, used_adapter
-from .embedding import Embedding
+from .embedding import Classification, Embedding
 from .params import SamplingParams, plain_copy, python_errors
+
+R = TypeVar("R")
+Begun = tuple[Generation, Callable[[], list[R]]]
+"""A generation, and a function that returns its results at its end."""
 
 PROGRAM = Caller()
 """The caller: the program itself."""
@@ -88,8 +94,11 @@ class Asking:
     _held: int = 0
     _freed: asyncio.Condition = field(default_factory=asyncio.Condition)
 
-    async def all(self, asked: Sequence[PromptRequest]) -> list[Completion]:
-        """Completions in the order of the prompts; the first error cancels the others."""
+    async def all(self, asked: Sequence[PromptRequest], advance: Callable[[], None] = lambda: None) -> list[Completion]:
+        """Completions in the order of the prompts; the first error cancels the others.
+
+        advance: called as each ends.
+        """
         tasks: list[asyncio.Task[Completion]] = []
         try:
             async with asyncio.TaskGroup() as group:
@@ -97,7 +106,9 @@ class Asking:
                     if index % self.most == 0:
                         await self._encode(asked[index : index + self.most])
                     await self._take(one.params.n or 1)
-                    tasks.append(group.create_task(self._one(one)))
+                    task = group.create_task(self._one(one))
+                    task.add_done_callback(lambda _: advance())
+                    tasks.append(task)
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
         return [task.result() for task in tasks]
@@ -105,43 +116,95 @@ class Asking:
     async def embed(
         self, given: Sequence[Any], adapters: Sequence[str | None], fields: Mapping[str, Any]
     ) -> list[Embedding]:
-        """Vectors in the order of the inputs; an adapter's are computed together. fields: the HTTP request's."""
+        """Vectors in the order of the inputs. fields: the HTTP request's."""
+
+        async def begin(part: Sequence[Any], adapter: str | None) -> Begun[Embedding]:
+            asked = validated(EmbeddingsBody, {**fields, "input": part, "lora_path": adapter})
+            generation, vectors = await self.pooling.embedded(PROGRAM, asked, PREFIX, time.monotonic())
+            return generation, lambda: [
+                Embedding(vector, tuple(choice.prompt_token_ids), used_adapter(choice))
+                for vector, choice in zip(vectors(), generation.choices, strict=True)
+            ]
+
+        return await self._pooled(given, adapters, begin)
+
+    async def classify(
+        self, given: Sequence[Any], adapters: Sequence[str | None], fields: Mapping[str, Any]
+    ) -> list[Classification]:
+        """Classes in the order of the inputs. fields: the HTTP request's."""
+
+        async def begin(part: Sequence[Any], adapter: str | None) -> Begun[Classification]:
+            asked = validated(ClassifyBody, {**fields, "input": part, "lora_path": adapter})
+            generation, classes = await self._scores.classified(PREFIX, PROGRAM, asked, time.monotonic())
+            return generation, lambda: [
+                Classification(*found, tuple(choice.prompt_token_ids), used_adapter(choice))
+                for found, choice in zip(classes(), generation.choices, strict=True)
+            ]
+
+        return await self._pooled(given, adapters, begin)
+
+    async def score(
+        self, pairs: Sequence[tuple[str, str]], adapter: str | None, fields: Mapping[str, Any]
+    ) -> list[float]:
+        """Scores in the order of the pairs. fields: the HTTP request's."""
+
+        async def begin(part: Sequence[Any], adapter: str | None) -> Begun[float]:
+            first, second = map(list, zip(*part, strict=True))
+            asked = validated(ScoreBody, {**fields, "text_1": first, "text_2": second, "lora_path": adapter})
+            return await self._scores.scored(PREFIX, PROGRAM, asked, part, time.monotonic(), activates=asked.activates)
+
+        return await self._pooled(pairs, [adapter] * len(pairs), begin)
+
+    @property
+    def _scores(self) -> Scores:
+        return Scores(self.pooling, self.sourced.bring)
+
+    async def _pooled(
+        self,
+        given: Sequence[Any],
+        adapters: Sequence[str | None],
+        begin: Callable[[Sequence[Any], str | None], Awaitable[Begun[R]]],
+    ) -> list[R]:
+        """Results in the order of the inputs; an adapter's are computed together."""
         places: dict[str | None, list[int]] = defaultdict(list)
         for place, adapter in enumerate(adapters):
             places[adapter].append(place)
-        found: dict[int, Embedding] = {}
+        found: dict[int, R] = {}
         step = min(self.most, self.builder.settings.max_inputs)
         for adapter, its in places.items():
             for first in range(0, len(its), step):
                 part = its[first : first + step]
                 await self._take(len(part))
                 try:
-                    body = {**fields, "input": [given[place] for place in part], "lora_path": adapter}
-                    found.update(zip(part, await self._embed(body, adapter), strict=True))
+                    results = await self._results(lambda: begin([given[place] for place in part], adapter), adapter)  # noqa: B023 - awaited here
+                    found.update(zip(part, results, strict=True))
                 finally:
                     await self._give_back(len(part))
         return [found[place] for place in range(len(given))]
 
-    async def _embed(self, body: dict[str, Any], adapter: str | None) -> list[Embedding]:
+    async def _results(self, begin: Callable[[], Awaitable[Begun[R]]], adapter: str | None) -> list[R]:
         with python_errors(), renaming(INPUTS):
-            asked = validated(EmbeddingsBody, body)
             try:
-                generation, vectors = await self.pooling.embedded(PROGRAM, asked, PREFIX, time.monotonic())
+                generation, results = await begin()
                 try:
                     await self.sourced.start(generation)
                     await generation.finish()
-                    return [
-                        Embedding(vector, tuple(choice.prompt_token_ids), used_adapter(choice))
-                        for vector, choice in zip(vectors(), generation.choices, strict=True)
-                    ]
+                    return results()
                 finally:
                     generation.close()
             except (NotServed, AdapterPaused):
                 raise
             except InvalidRequest as error:
-                if error.field == "model" and adapter is not None:
+                if error.field == "model" and adapter is not None and await self._is_unknown(adapter):
                     raise await self._no_adapter(adapter) from None
                 raise
+
+    async def _is_unknown(self, adapter: str) -> bool:
+        try:
+            await asyncio.wrap_future(self.builder.worker.adapters.state(adapter))
+        except UnknownAdapter:
+            return True
+        return False
 
     async def _encode(self, asked: Sequence[PromptRequest]) -> None:
         """Tokenize short texts, many at once: each call of the tokenizer waits for the interpreter's lock."""

@@ -104,15 +104,15 @@ class Parser(argparse.ArgumentParser):
         """Like `parse_args`; the command's parser reports unknown flags with the nearest known one."""
         given = [_dashes(arg) for arg in (sys.argv[1:] if args is None else args)]
         faults: list[str] = []
+        notes: list[str] = []
         if given[:1] in (["serve"], ["cluster"]):
             try:
                 given, notes = without_foreign_flags(given)
             except ForeignFlag as error:
-                faults, notes, given = error.faults, [], error.kept
-            for note in notes:
-                print(f"{self.prog} {given[0]}: {note}", file=sys.stderr)
+                faults, given = error.faults, error.kept
+            notes = [f"{self.prog} {given[0]}: {note}" for note in notes]
         try:
-            arguments, unknown = self.parse_known_args([self._renamed(arg) for arg in given])
+            arguments, unknown = self.parse_known_args([self._renamed(arg, notes) for arg in given])
         except UsageError as error:
             raise UsageError("\n".join((*self._told("".join(given[:1]), faults), str(error)))) from None
         parser = self._command_parser(getattr(arguments, "command", None))
@@ -122,23 +122,33 @@ class Parser(argparse.ArgumentParser):
         if faults:
             faults += settings_faults(_settings_in(arguments))
             raise UsageError("\n".join(self._told(given[0], faults)))
+        arguments.notes = notes
         return arguments
 
     def _told(self, command: str, faults: Iterable[str]) -> list[str]:
         return [f"{self.prog} {command}: error: {fault}" for fault in faults]
 
-    def _renamed(self, arg: str) -> str:
-        """Replace a flag's old name by its new one, and print a note."""
+    def _renamed(self, arg: str, notes: list[str]) -> str:
+        """Replace a flag's old name by its new one, and add a note."""
         flag, equals, value = arg.partition("=")
         new = RENAMED.get(flag.removeprefix("--").replace("-", "_"))
         if new is None or not flag.startswith("--"):
             return arg
         new = "--" + new.replace("_", "-")
-        print(
-            f"{self.prog}: {flag} is now called {new}; the old name will be removed in the next release",
-            file=sys.stderr,
-        )
+        notes.append(f"{self.prog}: {flag} is now called {new}; the old name will be removed in the next release")
         return f"{new}{equals}{value}"
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """As argparse does, and say which command or value was probably meant."""
+        try:
+            super()._check_value(action, value)
+        except argparse.ArgumentError as error:
+            near = difflib.get_close_matches(str(value), map(str, action.choices or ()), n=1)
+            if isinstance(action, argparse._SubParsersAction):  # noqa: SLF001 - argparse has no public name for it
+                error.message = f"{value!r} is no command"
+            if near:
+                error.message += f"; did you mean {near[0]}?"
+            raise
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{self.prog}: error: {message} (see {self.prog} --help)")

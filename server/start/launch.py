@@ -36,6 +36,7 @@ from ..engine.worker import EngineWorker
 from ..http.connections import Connections
 from ..http.protocol import HttpConnection
 from ..http.server import LISTEN_BACKLOG, HttpServer
+from ..machine_faults import reason_of
 from ..settings import LoraModule, Settings
 from ..text.tokenizer import Tokenizer
 from .checks import LaunchError, check_access, check_model, warn_of_rights
@@ -72,7 +73,7 @@ def load(settings: Settings) -> tuple[EngineWorker, Tokenizer]:
         worker.start()
     except Exception as error:
         log.debug("loading failed", exc_info=True)
-        raise LaunchError(f"can't serve {config.model}: {error}") from error
+        raise LaunchError(f"can't serve {config.model}: {reason_of(error)}") from error
     return worker, tokenizer
 
 
@@ -149,7 +150,7 @@ def build_app(settings: Settings, open_backend: OpenBackend | None = None) -> St
         raise
     except (RuntimeError, OSError, UnsupportedModel) as error:
         worker.stop()
-        raise LaunchError(f"can't serve {settings.model}: {error}") from error
+        raise LaunchError(f"can't serve {settings.model}: {reason_of(error)}") from error
 
 
 def _check_as_base(worker: Backend, settings: Settings) -> None:

@@ -163,6 +163,10 @@ class Tokenizer:
         """The model's sliding window, if it limits the context: errors about long texts mention it."""
         self._use(CalledTokenizer(backend))
 
+    def copied(self) -> PreTrainedTokenizerBase:
+        """A copy of the library's tokenizer: its calls change its state, which threads of the server can't share."""
+        return copy.deepcopy(self._tokenizer)
+
     def _use(self, backend: CalledTokenizer) -> None:
         """Take the library's own tokenizer."""
         self.backend = backend

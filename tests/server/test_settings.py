@@ -122,9 +122,10 @@ class TestASettingThatWasRenamed:
     def read(*flags):
         return read_settings(make_parser().parse(["serve", *flags]))
 
-    def test_its_old_name_is_accepted_as_a_flag_a_variable_and_a_line(self, tmp_path, monkeypatch, capsys):
+    def test_its_old_name_is_accepted_as_a_flag_a_variable_and_a_line(self, tmp_path, monkeypatch):
         assert self.read("--assist-workers", "2").offload_workers == 2
-        assert "--assist-workers is now called --offload-workers" in capsys.readouterr().err
+        (note,) = make_parser().parse(["serve", "--assist-workers", "2"]).notes
+        assert "--assist-workers is now called --offload-workers" in note
         assert self.read("--config", str(write(tmp_path, "assist-workers = 3\n"))).offload_workers == 3
         monkeypatch.setenv("CHORUS_OFFLOAD_WORKERS", "")  # has it undone: reading sets it
         monkeypatch.delenv("CHORUS_OFFLOAD_WORKERS")

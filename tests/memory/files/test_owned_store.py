@@ -2,6 +2,7 @@
 
 import errno
 import logging
+import os
 import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -159,9 +160,29 @@ def test_one_owner_has_the_directory(opened, tmp_path):
     opened("b", takes_over=True).close()
     with pytest.raises(OtherOwner, match="belongs"):
         opened("a")
-    (tmp_path / "uploads" / "owner.json").write_text("{")
-    with pytest.raises(OtherOwner, match="can't be read"):
-        opened("b")
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "7", '{"identity": null}', '{"identity": ""}', "[" * 3000, "\udc80"])
+def test_a_damaged_owner_file_is_named(opened, tmp_path, text):
+    opened("a").close()
+    file = tmp_path / "uploads" / "owner.json"
+    file.write_bytes(text.encode("utf-8", "surrogateescape"))
+    with pytest.raises(OtherOwner, match=rf"^{file} names no owner: it holds .*; restore it from a backup"):
+        opened("a")
+    opened("b", takes_over=True).close()
+    opened("b").close()
+
+
+def test_a_disk_that_takes_no_owner_is_told_with_the_file(opened, tmp_path, monkeypatch):
+    """Writing by a descriptor fails without a file's name."""
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "ftruncate", full)
+    with pytest.raises(OSError, match="No space left") as caught:
+        opened("a")
+    assert caught.value.filename == str(tmp_path / "uploads" / "owner.json")
 
 
 def test_what_is_late_writes_nothing_once_it_is_closed(opened):

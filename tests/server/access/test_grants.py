@@ -95,7 +95,7 @@ def send(live, grant, method, path, body):
     return live.client.request(method, path, json=body, headers=headers)
 
 
-HINT = re.compile(r"did you mean '([^']*)'\?|GET /v1/models lists the models there are")
+HINT = re.compile(r"did you mean '([^']*)'\?|GET /v1/models lists the models there are; an adapter's .*NAME DIR\)")
 """A 404's hint of similar names: only names that the key may use."""
 
 

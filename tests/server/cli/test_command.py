@@ -1,6 +1,9 @@
 """The command line: exit codes, and one clear line for every mistake."""
 
+import errno
+import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -69,7 +72,10 @@ def test_version(capsys):
     ("arguments", "code", "words"),
     [
         ([], 2, "COMMAND"),
-        (["sing"], 2, "sing"),
+        (["sing"], 2, "chorus: error: argument COMMAND: 'sing' is no command (see chorus --help)"),
+        (["serv"], 2, "'serv' is no command; did you mean serve?"),
+        (["adapters", "lst"], 2, "'lst' is no command; did you mean list? (see chorus adapters --help)"),
+        (["quantize", "a", "b", "--quantization", "int44"], 2, "did you mean int4?"),
         (["serve", "--frobnicate"], 2, "--frobnicate"),
         (
             ["serve", "--max-num-seq", "3"],
@@ -98,6 +104,10 @@ def test_version(capsys):
         (["generate"], 2, "--prompt"),
         (["generate", "--prompt", "x", "--temperature", "-1"], 2, "temperature"),
         (["generate", "--prompt", "x", "--model", "/nowhere/model"], 1, "/nowhere/model"),
+        (["generate", "/nowhere/model", "--prompt", "x"], 1, "/nowhere/model"),
+        (["generate", "one", "--prompt", "x", "--model", "two"], 2, "chorus generate: error: the model is given twice"),
+        (["demo", "/nowhere/model"], 1, "/nowhere/model"),
+        (["profile", "/nowhere/model"], 1, "/nowhere/model"),
         (["generate", "--prompt", "x", "--min-p", "2"], 2, "min_p"),
         (["generate", "--prompt", "x", "--min-tokens", "200"], 2, "min_tokens"),
         (["generate", "--prompt", "x", "--frequency-penalty", "3"], 2, "frequency_penalty"),
@@ -194,6 +204,80 @@ def test_a_line_comes_before_anything_heavy(tmp_path):
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert ended.stderr.startswith(f"chorus {__version__}: starting chorus-builtin"), ended.stderr
+
+
+def test_with_json_lines_every_line_of_a_start_is_json():
+    """Also the first one, notes about flags, and the error that ends the start."""
+    command = [sys.executable, "-m", "chorus.server", "serve", "--host", "203.0.113.1", "--allow-unauthenticated"]
+    command += ["--log-format", "json", "--log-level", "error", "--enable-lora"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 1, ended.stderr
+    note, start, *_, error = map(json.loads, ended.stderr.splitlines())
+    assert note["message"] == "chorus serve: --enable-lora changes nothing here: adapters are always served"
+    assert start["message"].startswith(f"chorus {__version__}: starting chorus-builtin") and start["level"] == "INFO"
+    assert error["message"].startswith("chorus: error: ") and error["level"] == "ERROR"
+
+
+def test_an_interrupt_while_modules_are_imported_leaves_no_traceback():
+    """Importing takes seconds; the process ends by the signal, as a shell expects."""
+    code = (
+        "import sys, time\n"
+        "class Slow:\n"
+        "    def find_spec(self, name, *_):\n"
+        "        if name == 'chorus.server.cli.command':\n"
+        "            print('importing', flush=True)\n"
+        "            time.sleep(600)\n"
+        "sys.meta_path.insert(0, Slow())\n"
+        "from chorus.server.__main__ import run\n"
+        "run()"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stderr is not None
+        assert process.stdout.readline() == b"importing\n"
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == -signal.SIGINT
+        assert process.stderr.read() == b""
+
+
+def test_the_installed_command_is_the_one_that_an_interrupt_ends_quietly():
+    with (Path(__file__).parents[3] / "pyproject.toml").open("rb") as file:
+        scripts = tomllib.load(file)["project"]["scripts"]
+    assert scripts == {"chorus": "chorus.server.__main__:run"}
+
+
+def test_no_memory_is_a_line_with_numbers_and_no_traceback():
+    """The page pool wants more than the process may have."""
+    command = [sys.executable, "-m", "chorus.server", "generate", "--prompt", "x", "--memory-bytes", "6GiB"]
+    ended = subprocess.run(
+        ["/bin/sh", "-c", 'ulimit -v 4194304; exec "$@"', "sh", *command],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert ended.returncode == 1 and ended.stderr.count("\n") == 1, ended.stderr
+    assert "out of memory ([Errno 12] Cannot allocate memory for " in ended.stderr
+    assert "ulimit -v lets this process have 4 GiB; lower --memory-bytes" in ended.stderr
+
+
+def test_a_fault_of_the_machine_in_any_command_is_a_line(capsys, monkeypatch):
+    """Whatever raises it; an error of the program itself keeps its traceback."""
+
+    def fails(*_):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), "/store/x")
+
+    monkeypatch.setattr(cli.models, "families", fails)
+    assert main(["models"]) == 1
+    told = capsys.readouterr().err
+    assert told.startswith("chorus: error: /store/x can't be written: its file system is read-only;")
+    assert told.count("\n") == 1
+
+    def is_wrong(*_):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(cli.models, "families", is_wrong)
+    with pytest.raises(ZeroDivisionError):
+        main(["models"])
 
 
 def test_generate_asks_the_builtin_model_as_it_was_trained(capsys, monkeypatch, make_engine, tokenizer):

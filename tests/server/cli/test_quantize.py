@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 from importlib.util import find_spec
 
 import pytest
@@ -164,6 +165,20 @@ def test_served_fp8_has_the_bits_of_the_setting(model, float8, kernels):
     found = logits_of(executor_of(float8, **options), [[3, 7, 11], [9, 2]])
     assert torch.equal(found, logits_of(executor_of(model, quantization="fp8", **options), [[3, 7, 11], [9, 2]]))
     assert not torch.equal(found, logits_of(executor_of(model, **options), [[3, 7, 11], [9, 2]]))
+
+
+def test_a_disk_without_room_is_a_line_with_numbers(model, tmp_path, capsys):
+    """safetensors reports it by an error of its own; nothing of the copy is left."""
+    most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, most[1]))
+        assert main(["quantize", str(model), str(tmp_path / "out")]) == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, most)
+    told = capsys.readouterr().err
+    assert told.startswith(f"chorus: error: {tmp_path}/out can't be written: the file is larger than ulimit -f, 4 KiB,")
+    assert " were written; " in told and told.count("\n") == 1
+    assert not list(tmp_path.iterdir())
 
 
 def test_shards_keep_their_index(model, tmp_path):

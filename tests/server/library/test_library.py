@@ -2,10 +2,14 @@
 
 import asyncio
 import json
+import sys
+from types import SimpleNamespace
 
 import pytest
 from safetensors.torch import load_file
+from transformers import PreTrainedTokenizerBase
 
+import chorus
 from chorus import LLM, InvalidRequest, SamplingParams
 from chorus.memory.adapters.store import UnknownAdapter
 from chorus.memory.files.error import AdapterFormatError
@@ -148,6 +152,11 @@ def test_fields_of_chat_are_refused_for_prompts_and_limits_are_the_server_s(llm)
         ({"sampling_params": GREEDY}, "it is called params"),
         ({"temperature": 0}, "params=SamplingParams\\(temperature=…\\)"),
         ({"lora_request": "reverse"}, "adapter="),
+        (
+            {"lora_request": SimpleNamespace(lora_name="legal", lora_int_id=1, lora_path="/data/legal")},
+            r"call load_adapter\('legal', '/data/legal'\) once, and give adapter='legal'",
+        ),
+        ({"use_tqdm": print}, "use_tqdm is .*; it must be True, False or None"),
         ({"adaptor": "reverse"}, "did you mean adapter?"),
         ({"params": {"temperature": 0}}, "params must be SamplingParams"),
         ({"params": [GREEDY, 5]}, "2 params for 1 prompts"),
@@ -158,6 +167,40 @@ def test_fields_of_chat_are_refused_for_prompts_and_limits_are_the_server_s(llm)
 def test_wrong_arguments_are_told_by_name(llm, arguments, words):
     with pytest.raises(InvalidRequest, match=words):
         llm.generate(PROMPT, **arguments)
+
+
+def test_a_bar_shows_how_many_prompts_have_ended(llm, capsys, monkeypatch):
+    answers = llm.generate([PROMPT] * 3, GREEDY, adapter="reverse", use_tqdm=True)
+    assert "3/3" in capsys.readouterr().err and [one.text for one in answers] == [TEXT[::-1]] * 3
+    llm.generate([PROMPT] * 3, GREEDY, adapter="reverse")
+    assert capsys.readouterr().err == "", "a file gets no bar unless it is asked for"
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    llm.chat([[{"role": "user", "content": TEXT}]] * 2, CHAT, "reverse")
+    assert "2/2" in capsys.readouterr().err
+    llm.generate(PROMPT, GREEDY, adapter="reverse")
+    llm.generate([PROMPT] * 3, GREEDY, adapter="reverse", use_tqdm=False)
+    assert capsys.readouterr().err == "", "one prompt needs none"
+
+
+def test_the_tokenizer_is_transformers_and_the_caller_s_own(llm):
+    its = llm.get_tokenizer()
+    assert isinstance(its, PreTrainedTokenizerBase)
+    ids = its(PROMPT, add_special_tokens=False, truncation=True, max_length=4)["input_ids"]
+    assert len(ids) == 4, "its state is its own: the engine's tokenizer goes on without truncation"
+    answer = llm.generate(PROMPT, GREEDY, adapter="reverse")
+    assert answer.text == TEXT[::-1] and list(answer.prompt_token_ids)[-len(PROMPT) :][:4] == ids
+
+
+def test_every_error_is_exported(llm):
+    """A program catches them without knowing where they are defined."""
+    for name in chorus.__all__:
+        assert getattr(chorus, name) is not None and name in dir(chorus)
+    with pytest.raises(chorus.UnknownAdapter):
+        llm.adapter("nobody")
+    with pytest.raises(chorus.LaunchError):
+        LLM("/nowhere/model")
+    with pytest.raises(chorus.InvalidRequest):
+        llm.generate(PROMPT, SamplingParams(logprobs=30))
 
 
 @pytest.mark.parametrize(
