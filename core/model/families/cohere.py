@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from ..config import ModelConfig
 from ..config_json import ConfigJson
-from ..family import Family
+from ..family import Family, text_shape
 from ..layers import AttentionSpec, HeadNorm, LayerSpec, Norms, NormSpec, Routing, Scoring
 from ..tensor_names import TensorNames
 from . import glm_moe, reading
@@ -134,6 +134,7 @@ COHERE = Family(
     ),
     notes="Command R+, whose heads have norms, on CPUs by PyTorch's operators",
     nulls=("num_key_value_heads", "use_qk_norm"),
+    shape=text_shape(256000, 8192, 22528, 40, 64),
 )
 COHERE_2 = Family(
     "Command R7B and Command A",
@@ -148,6 +149,7 @@ COHERE_2 = Family(
     },
     TensorNames(names={"attention_norm": "input_layernorm"}),
     nulls=("num_key_value_heads",),
+    shape=text_shape(256000, 8192, 22528, 40, 64),
 )
 COHERE_2_MOE = Family(
     "Cohere 2 MoE",

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from ..config import ModelConfig
 from ..config_json import ConfigJson
-from ..family import Family
+from ..family import Family, text_shape
 from ..layers import AttentionSpec, LayerSpec, Routing
 from ..tensor_names import CORRECTION, LLAMA_NORMS, TEXT_AND_IMAGES, TensorNames
 from . import reading
@@ -25,6 +25,8 @@ def _read(fields: ConfigJson) -> ModelConfig:
 
 
 def _read_ocr(fields: ConfigJson) -> ModelConfig:
+    rope = reading.rope(fields, reading.heads(fields).head_dim)
+    reading.check_sections(fields, rope, (16, 24, 24))
     return _model(fields, interleaved=False)
 
 
@@ -114,4 +116,5 @@ PADDLEOCR_VL = Family(
     },
     replace(TEXT_AND_IMAGES, left_out=(*TEXT_AND_IMAGES.left_out, "mlp_AR.", "model.projector.")),
     nulls=("head_dim", "num_key_value_heads", "use_bias"),
+    shape=text_shape(103424, 1024, 3072, 18, 16),
 )

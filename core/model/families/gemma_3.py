@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from ..config import ModelConfig
 from ..config_json import ConfigJson
-from ..family import Family
+from ..family import Family, text_shape
 from ..layers import HeadNorm, Norms
 from ..tensor_names import AROUND_NORMS, BESIDE_VISION, TensorNames
 from . import gemma, reading
@@ -37,4 +37,5 @@ GEMMA_3_TEXT = Family(
     _read,
     _DEFAULTS,
     replace(BESIDE_VISION, names=AROUND_NORMS),
+    shape=text_shape(262208, 2304, 9216, 26, 8),
 )

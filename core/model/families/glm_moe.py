@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from ..config import ModelConfig
 from ..config_json import ConfigJson
-from ..family import Family
+from ..family import Family, text_shape
 from ..layers import AttentionSpec, HeadNorm, Routing
 from ..recurrent import RecurrentSpec
 from ..tensor_names import LATENT_NORMS, LLAMA_NORMS, TEXT_AND_IMAGES, TensorNames
@@ -118,6 +118,7 @@ GLM_4_5V = Family(
     },
     replace(TEXT_AND_IMAGES, names=NAMES),
     notes=f"{reading.EXPERTS_NOTE}; draft layers after the last are left out",
+    shape=text_shape(151424, 4096, 10944, 46, 96),
 )
 GLM_4_MOE_LITE = Family(
     "GLM-4.7-Flash",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..config import ModelConfig
 from ..config_json import ConfigJson
-from ..family import Family
+from ..family import Family, text_shape
 from ..layers import AttentionSpec, ClampedSwiglu, LayerSpec, Routing, Scoring
 from ..tensor_names import LLAMA_NORMS, TensorNames
 from . import reading
@@ -74,4 +74,5 @@ GPT_OSS = Family(
         adapter_names={f"self_attn.{name}": f"attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj")},
     ),
     notes=reading.EXPERTS_NOTE,
+    shape=text_shape(201088, 2880, 2880, 36, 64),
 )

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from ..config import ModelConfig
 from ..config_json import ConfigJson
-from ..family import Family
+from ..family import Family, text_shape
 from ..layers import AttentionSpec, Experts, GatedSpec, LayerSpec, Routing, Scoring
 from ..rope_config import RopeConfig
 from ..tensor_names import LLAMA_NORMS, TensorNames
@@ -135,7 +135,14 @@ _WITH_SHARED = replace(
 )
 _DEFAULTS = {"max_position_embeddings": 2048, **dict.fromkeys((*_FACTORS, "attention_multiplier"), 1.0)}
 
-GRANITE = Family("Granite 3", ("GraniteForCausalLM",), _read, _DEFAULTS, nulls=("num_key_value_heads",))
+GRANITE = Family(
+    "Granite 3",
+    ("GraniteForCausalLM",),
+    _read,
+    _DEFAULTS,
+    nulls=("num_key_value_heads",),
+    shape=text_shape(32000, 4096, 11008, 32, 32),
+)
 _HYBRID = {**LLAMA_NORMS, "mlp.down_proj": "shared_mlp.output_linear"}
 GRANITE_4 = Family(
     "Granite 4",

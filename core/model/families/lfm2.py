@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from ..config import ModelConfig
 from ..config_json import ConfigJson
-from ..family import Family
+from ..family import Family, text_shape
 from ..layers import AttentionSpec, Experts, GatedSpec, HeadNorm, LayerSpec, NormSpec, Routing, Scoring
 from ..recurrent import ShortConvSpec
 from ..tensor_names import TensorNames
@@ -122,6 +122,7 @@ LFM2_VL = Family(
         left_out=("model.vision_tower.", "model.multi_modal_projector.", "vision_tower.", "multi_modal_projector."),
     ),
     notes="text only",
+    shape=text_shape(65536, 2560, 12288, 32, 32),
 )
 LFM2_MOE = Family(
     "LFM2-MoE",

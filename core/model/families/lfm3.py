@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from ..config import ModelConfig
 from ..config_json import ConfigJson
-from ..family import Family
+from ..family import Family, text_shape
 from ..layers import AttentionSpec, GatedSpec, HeadNorm, LayerSpec, Norms, NormSpec, OutputGate
 from ..recurrent import ShortConvSpec
 from ..rope_config import RopeConfig
@@ -118,4 +118,5 @@ LFM3_VL = Family(
         left_out=("model.vision_tower.", "model.multi_modal_projector.", "vision_tower.", "multi_modal_projector."),
     ),
     notes="text only",
+    shape=text_shape(128000, 2048, 7680, 24, 16),
 )

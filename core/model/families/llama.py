@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from ..config import ModelConfig
 from ..config_json import ConfigJson
-from ..family import Family
+from ..family import Family, text_shape
 from ..layers import AttentionSpec, LayerSpec
 from . import reading
 
@@ -39,6 +39,7 @@ LLAMA = Family(
     _read,
     {"max_position_embeddings": 2048},
     nulls=("head_dim", "num_key_value_heads"),
+    shape=text_shape(32000, 4096, 11008, 32, 32),
 )
 IQUEST_CODER = Family(
     "IQuest-Coder",

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from ..config import ModelConfig
 from ..config_json import ConfigJson
-from ..family import Family
+from ..family import Family, text_shape
 from ..layers import AttentionSpec, HeadNorm, LayerSpec, QueryGrowth, Routing, Scoring
 from ..rope_config import RopeConfig
 from ..tensor_names import BESIDE_VISION, LLAMA_NORMS, TensorNames
@@ -142,4 +142,5 @@ LLAMA_4_TEXT = Family(
         left_out=("vision_model.", "multi_modal_projector."),
     ),
     notes=_NOTES,
+    shape=text_shape(202048, 5120, 8192, 48, 40),
 )

@@ -1,6 +1,8 @@
 """Mistral, Ministral 8B, Mistral Small 3 and Ministral 3: Llama's shape with attention windows.
 
 Mistral Small 4 has latent attention and a mixture of experts.
+
+Tests: tests/core/test_text_parts.py, tests/core/model/test_published_configs.py
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ from dataclasses import replace
 
 from ..config import ModelConfig
 from ..config_json import ConfigJson
-from ..family import Family
+from ..family import Family, text_shape
 from ..layers import AttentionSpec, LayerSpec, QueryGrowth, Routing
 from ..tensor_names import BESIDE_VISION
 from . import glm_moe, latent, reading
@@ -49,10 +51,13 @@ def _read_4(fields: ConfigJson) -> ModelConfig:
 
 
 def _read_beside_vision(fields: ConfigJson) -> ModelConfig:
-    """The text model of a vision model is Mistral Small 4's, or an earlier one: `model_type` says which."""
-    if fields.text("model_type", "mistral") != "mistral4":
-        return _read(fields.with_defaults({**_DEFAULTS, "head_dim": 128}))
-    model = _read_4(fields.with_defaults(_DEFAULTS_4))
+    """The text model of a vision model is Mistral Small 4's, Ministral 3's or an earlier one, as `model_type` says."""
+    kind = fields.text("model_type", "mistral")
+    if kind == "ministral3":
+        return MINISTRAL_3.read(fields.with_defaults({**MINISTRAL_3.defaults, **MINISTRAL_3.shape}))
+    if kind != "mistral4":
+        return _read(fields.with_defaults({**_DEFAULTS, **MISTRAL.shape}))
+    model = _read_4(fields.with_defaults({**_DEFAULTS_4, **text_shape(131072, 4096, 12288, 36, 32)}))
     return replace(model, tensors=replace(BESIDE_VISION, names=model.tensors.names))
 
 
@@ -65,8 +70,22 @@ def _growth(fields: ConfigJson) -> QueryGrowth:
 _BETA = "llama_4_scaling_beta"
 _DEFAULTS = {"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096}
 
-MISTRAL = Family("Mistral", ("MistralForCausalLM",), _read, _DEFAULTS, nulls=("head_dim",))
-MINISTRAL = Family("Ministral 8B", ("MinistralForCausalLM",), _read, _DEFAULTS, nulls=("head_dim",))
+MISTRAL = Family(
+    "Mistral",
+    ("MistralForCausalLM",),
+    _read,
+    _DEFAULTS,
+    nulls=("head_dim",),
+    shape=text_shape(32000, 4096, 14336, 32, 32),
+)
+MINISTRAL = Family(
+    "Ministral 8B",
+    ("MinistralForCausalLM",),
+    _read,
+    _DEFAULTS,
+    nulls=("head_dim",),
+    shape=text_shape(32000, 4096, 14336, 32, 32),
+)
 MINISTRAL_3 = Family(
     "Ministral 3",
     ("Ministral3ForCausalLM",),
@@ -81,8 +100,7 @@ MINISTRAL_3 = Family(
             "type": "yarn", "rope_theta": 1000000.0, "factor": 16.0, "original_max_position_embeddings": 16384,
             "beta_fast": 32.0, "beta_slow": 1.0, "mscale_all_dim": 1.0, "mscale": 1.0, "llama_4_scaling_beta": 0.1,
         },
-    },
-)  # fmt: skip
+    }, shape=text_shape(131072, 4096, 14336, 34, 32),)  # fmt: skip
 _DEFAULTS_4 = {
     **latent.DEFAULTS,
     "q_lora_rank": 1024,

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from ..config import ModelConfig
 from ..config_json import ConfigJson
-from ..family import Family
+from ..family import Family, text_shape
 from ..layers import AttentionSpec, HeadNorm, LayerSpec, Norms, NormSpec
 from ..rope_config import RopeConfig
 from ..tensor_names import AFTER_NORMS, TensorNames
@@ -69,7 +69,15 @@ OLMO_1 = Family(
     {"max_position_embeddings": 2048},
     notes="models that clip queries, keys and values (`clip_qkv`) are refused",
 )
-OLMO_2 = Family("OLMo 2", ("Olmo2ForCausalLM",), _read_2, _DEFAULTS, _NAMES, nulls=("num_key_value_heads",))
+OLMO_2 = Family(
+    "OLMo 2",
+    ("Olmo2ForCausalLM",),
+    _read_2,
+    _DEFAULTS,
+    _NAMES,
+    nulls=("num_key_value_heads",),
+    shape=text_shape(50304, 4096, 11008, 32, 32),
+)
 OLMO_3 = Family(
     "OLMo 3",
     ("Olmo3ForCausalLM",),
@@ -77,4 +85,5 @@ OLMO_3 = Family(
     {**_DEFAULTS, "sliding_window": 4096},
     _NAMES,
     nulls=("num_key_value_heads",),
+    shape=text_shape(50304, 4096, 11008, 32, 32),
 )

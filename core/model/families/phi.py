@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from ..config import ModelConfig
 from ..config_json import ConfigJson
-from ..family import Family
+from ..family import Family, text_shape
 from ..layers import AttentionSpec, LayerSpec, Norms, UngatedActivation
 from ..tensor_names import FUSED_GATE_UP, FUSED_QKV, TensorNames
 from . import reading
@@ -51,6 +51,7 @@ PHI_3 = Family(
     TensorNames(fused={**FUSED_QKV, **FUSED_GATE_UP}),
     notes="with longrope, up to the original positions unless `--max-model-len` asks for more",
     nulls=("num_key_value_heads",),
+    shape=text_shape(32064, 3072, 8192, 32, 32),
 )
 PHI_2 = Family(
     "Phi-1, 1.5 and 2",

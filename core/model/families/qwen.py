@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 from ..config import ModelConfig
 from ..config_json import ConfigJson
-from ..family import Family
+from ..family import Family, text_shape
 from ..layers import AttentionSpec, HeadNorm, LayerSpec
 from ..tensor_names import TEXT_AND_IMAGES
 from . import reading
@@ -66,8 +66,22 @@ _QWEN3 = {**_QWEN2, "head_dim": 128}
 _QWEN2_VL = {**_QWEN2, "num_key_value_heads": 8, "max_window_layers": 80, "rope_theta": 1000000.0, "rms_norm_eps": 1e-5}
 _QWEN3_VL = {**_TEXT, "head_dim": 128, "max_position_embeddings": 128000, "rope_theta": 500000.0}
 
-QWEN2 = Family("Qwen2 and Qwen2.5", ("Qwen2ForCausalLM",), _reader(None), _QWEN2, nulls=("num_key_value_heads",))
-QWEN3 = Family("Qwen3", ("Qwen3ForCausalLM",), _reader(HeadNorm.EACH), _QWEN3, nulls=("num_key_value_heads",))
+QWEN2 = Family(
+    "Qwen2 and Qwen2.5",
+    ("Qwen2ForCausalLM",),
+    _reader(None),
+    _QWEN2,
+    nulls=("num_key_value_heads",),
+    shape=text_shape(151936, 4096, 22016, 32, 32),
+)
+QWEN3 = Family(
+    "Qwen3",
+    ("Qwen3ForCausalLM",),
+    _reader(HeadNorm.EACH),
+    _QWEN3,
+    nulls=("num_key_value_heads",),
+    shape=text_shape(151936, 4096, 22016, 32, 32),
+)
 QWEN2_VL = Family(
     "Qwen2-VL and Qwen2.5-VL (text)",
     ("Qwen2_5_VLForConditionalGeneration", "Qwen2VLForConditionalGeneration"),
@@ -75,6 +89,7 @@ QWEN2_VL = Family(
     _QWEN2_VL,
     TEXT_AND_IMAGES,
     nulls=("num_key_value_heads", "use_sliding_window"),
+    shape=text_shape(152064, 8192, 29568, 80, 64),
 )
 QWEN3_VL = Family(
     "Qwen3-VL (text)",
@@ -83,4 +98,5 @@ QWEN3_VL = Family(
     _QWEN3_VL,
     TEXT_AND_IMAGES,
     nulls=("num_key_value_heads",),
+    shape=text_shape(151936, 4096, 22016, 32, 32),
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..config import ModelConfig
 from ..config_json import ConfigJson
-from ..family import Family
+from ..family import Family, text_shape
 from ..layers import AttentionSpec, Routing
 from . import reading
 
@@ -58,4 +58,5 @@ QWEN2_MOE = Family(
     },
     notes=reading.EXPERTS_NOTE,
     nulls=("num_key_value_heads",),
+    shape=text_shape(151936, 2048, 5632, 24, 16),
 )

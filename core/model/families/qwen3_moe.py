@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from ..config import ModelConfig
 from ..config_json import ConfigJson
-from ..family import Family
+from ..family import Family, text_shape
 from ..layers import HeadNorm, Routing
 from ..tensor_names import TEXT_AND_IMAGES
 from . import reading
@@ -46,6 +46,7 @@ QWEN3_MOE = Family(
         "decoder_sparse_step": 1,
     },
     notes=reading.EXPERTS_NOTE,
+    shape=text_shape(151936, 2048, 6144, 24, 32),
 )
 QWEN3_VL_MOE = Family(
     "Qwen3-VL-MoE (text)",
@@ -64,4 +65,5 @@ QWEN3_VL_MOE = Family(
     replace(TEXT_AND_IMAGES, transposed=True, by_shape=True),
     notes=reading.EXPERTS_NOTE,
     nulls=("head_dim",),
+    shape=text_shape(151936, 2048, 5632, 24, 16),
 )

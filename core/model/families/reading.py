@@ -140,6 +140,8 @@ def experts(
         raise fields.refuse(per_token, f"{name} is {count}; it can't be more than that")
     if count % routing.groups:
         raise fields.refuse("n_group", f"{name}, {count}, is not divisible by it")
+    if routing.groups > 1 and count // routing.groups < routing.group_best:
+        raise fields.refuse("n_group", f"of {name}, {count}, a group must have at least {routing.group_best}")
     routing = replace(routing, per_token=chosen)
     return Experts(
         count, fields.integer(size), routing, activation or _activation(fields, "hidden_act"), shared_size, **options

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..config import ModelConfig
 from ..config_json import ConfigJson
-from ..family import Family
+from ..family import Family, text_shape
 from ..layers import AttentionSpec, LayerSpec
 from . import reading
 
@@ -51,4 +51,5 @@ SMOLLM3 = Family(
         "tie_word_embeddings": True,
     },
     nulls=("num_key_value_heads",),
+    shape=text_shape(128256, 2048, 11008, 36, 16),
 )

@@ -11,10 +11,11 @@ from . import reading
 
 
 def _read(fields: ConfigJson) -> ModelConfig:
-    fields = fields.without("head_dim")  # transformers leaves it out, too
     if fields.boolean("qk_layernorm"):
         raise fields.refuse("qk_layernorm", "norms of heads in a tensor for each head are not supported")
-    heads = reading.heads(fields)
+    heads = reading.heads(fields.without("head_dim"))
+    if fields.raw.get("head_dim") not in (None, heads.head_dim):
+        raise fields.refuse("head_dim", f"hidden_size / num_attention_heads, {heads.head_dim}, is needed, or none")
     rope = reading.rope(fields, heads.head_dim)
     bias = fields.boolean("use_qkv_bias")
     attention = AttentionSpec(*heads, scale=heads.head_dim**-0.5, rope=rope, qkv_bias=bias)
