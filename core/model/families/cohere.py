@@ -42,6 +42,12 @@ def _read(fields: ConfigJson) -> ModelConfig:
 
 def _read_experts(fields: ConfigJson) -> ModelConfig:
     heads, bias = reading.heads(fields), fields.boolean("attention_bias")
+    if fields.raw.get("rope_scaling"):
+        raise fields.refuse("rope_scaling", "transformers leaves it out for this family; set rope_parameters")
+    if not fields.raw.get("rope_parameters", True):
+        raise fields.refuse(
+            "rope_parameters", "an object with rope_type is needed; leave the field out for its default"
+        )
     rope = reading.rope(fields, heads.head_dim, interleaved=True)
     count, size = fields.integer("num_hidden_layers"), fields.integer("intermediate_size")
     first = reading.number_of(fields, "first_k_dense_replace")

@@ -11,10 +11,11 @@ from . import glm_moe, reading
 
 def _read(fields: ConfigJson) -> ModelConfig:
     heads, count, bias = reading.heads(fields), fields.integer("num_hidden_layers"), fields.boolean("attention_bias")
-    window, whole = fields.optional("sliding_window"), fields.integer("max_window_layers", least=0)
+    whole = fields.integer("max_window_layers", least=0)
     rope = reading.rope(fields, heads.head_dim)
     types = fields.texts("layer_types") and reading.layer_types(fields, 1)
     types = types or [reading.FULL if index < whole else reading.SLIDING for index in range(count)]
+    window = reading.checked_window(fields, types)
     attentions = [
         AttentionSpec(
             *heads,

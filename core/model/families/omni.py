@@ -37,7 +37,7 @@ def _of_whole(thinker: Family, *architectures: str) -> Family:
 QWEN2_5_OMNI = Family(
     "Qwen2.5-Omni's thinker (text)",
     ("Qwen2_5OmniThinkerForConditionalGeneration",),
-    qwen.QWEN2_VL.read,
+    qwen.reader(None, sections=(16, 24, 24)),
     {
         **qwen.QWEN2.defaults,
         "num_key_value_heads": 4,

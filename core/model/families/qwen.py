@@ -13,7 +13,7 @@ from ..tensor_names import TEXT_AND_IMAGES
 from . import reading
 
 
-def _reader(
+def reader(
     head_norm: HeadNorm | None,
     rope_names: Mapping[str, str] = MappingProxyType({}),
     sections: tuple[int, ...] = (),
@@ -69,7 +69,7 @@ _QWEN3_VL = {**_TEXT, "head_dim": 128, "max_position_embeddings": 128000, "rope_
 QWEN2 = Family(
     "Qwen2 and Qwen2.5",
     ("Qwen2ForCausalLM",),
-    _reader(None),
+    reader(None),
     _QWEN2,
     nulls=("num_key_value_heads",),
     shape=text_shape(151936, 4096, 22016, 32, 32),
@@ -77,7 +77,7 @@ QWEN2 = Family(
 QWEN3 = Family(
     "Qwen3",
     ("Qwen3ForCausalLM",),
-    _reader(HeadNorm.EACH),
+    reader(HeadNorm.EACH),
     _QWEN3,
     nulls=("num_key_value_heads",),
     shape=text_shape(151936, 4096, 22016, 32, 32),
@@ -85,7 +85,7 @@ QWEN3 = Family(
 QWEN2_VL = Family(
     "Qwen2-VL and Qwen2.5-VL (text)",
     ("Qwen2_5_VLForConditionalGeneration", "Qwen2VLForConditionalGeneration"),
-    _reader(None, {"mrope": "default"}, (16, 24, 24)),  # of text alone
+    reader(None, {"mrope": "default"}, (16, 24, 24)),  # of text alone
     _QWEN2_VL,
     TEXT_AND_IMAGES,
     nulls=("num_key_value_heads", "use_sliding_window"),
@@ -94,7 +94,7 @@ QWEN2_VL = Family(
 QWEN3_VL = Family(
     "Qwen3-VL (text)",
     ("Qwen3VLForConditionalGeneration",),
-    _reader(HeadNorm.EACH),
+    reader(HeadNorm.EACH),
     _QWEN3_VL,
     TEXT_AND_IMAGES,
     nulls=("num_key_value_heads",),

@@ -1006,7 +1006,28 @@ def test_a_scaling_beside_ropes_by_type_changes_that_of_full_attention(read, arc
             },
             "rope_scaling.type is 'yarn': rotated heads would have other norms",
         ),
+        (
+            {"architectures": ["Cohere2MoeForCausalLM"], "rope_scaling": {"type": "linear", "factor": 2.0}},
+            "transformers leaves it out for this family; set rope_parameters",
+        ),
+        (
+            {"architectures": ["StableLmForCausalLM"], "head_dim": 8},
+            "head_dim is 8: hidden_size / num_attention_heads, 16",
+        ),
+        (
+            {"architectures": ["PaddleOCRVLForConditionalGeneration"], "head_dim": 16},
+            "mrope_section is missing: its sum must be 8",
+        ),
+        (
+            {"architectures": ["Qwen2_5OmniThinkerForConditionalGeneration"]},
+            "mrope_section is missing: its sum must be 8",
+        ),
         # null, or nothing, where transformers needs a value
+        ({"architectures": ["Cohere2MoeForCausalLM"], "rope_parameters": None}, "rope_parameters is None: an object"),
+        (
+            {"architectures": ["Dots1ForCausalLM"], "sliding_window": None, "max_window_layers": 1},
+            "sliding_window is None: layers of sliding_attention need one",
+        ),
         ({"rope_theta": None}, "rope_theta is None: transformers takes no null here"),
         (
             {"rope_scaling": {"rope_type": None, "factor": 2.0}},
