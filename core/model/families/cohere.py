@@ -13,12 +13,12 @@ from ..config_json import ConfigJson
 from ..family import Family, text_shape
 from ..layers import AttentionSpec, HeadNorm, LayerSpec, Norms, NormSpec, Routing, Scoring
 from ..tensor_names import TensorNames
-from . import glm_moe, reading
+from . import glm_moe, reading, rotary
 
 
 def _read(fields: ConfigJson) -> ModelConfig:
     heads, bias = reading.heads(fields), fields.boolean("attention_bias")
-    rope = reading.rope(fields, heads.head_dim, interleaved=True)
+    rope = rotary.rope(fields, heads.head_dim, interleaved=True)
     pattern = fields.integer("sliding_window_pattern", None if fields.has("sliding_window_pattern") else 4)
     types = reading.layer_types(fields, pattern)
     window = reading.checked_window(fields, types)
@@ -48,7 +48,7 @@ def _read_experts(fields: ConfigJson) -> ModelConfig:
         raise fields.refuse(
             "rope_parameters", "an object with rope_type is needed; leave the field out for its default"
         )
-    rope = reading.rope(fields, heads.head_dim, interleaved=True)
+    rope = rotary.rope(fields, heads.head_dim, interleaved=True)
     count, size = fields.integer("num_hidden_layers"), fields.integer("intermediate_size")
     first = reading.number_of(fields, "first_k_dense_replace")
     of_first = fields.integer("prefix_dense_sliding_window_pattern")
@@ -105,7 +105,7 @@ def _shared_factor(fields: ConfigJson) -> float:
 
 def _read_1(fields: ConfigJson) -> ModelConfig:
     heads, bias = reading.heads(fields), fields.boolean("attention_bias")
-    rope = reading.rope(fields, heads.head_dim, interleaved=True)
+    rope = rotary.rope(fields, heads.head_dim, interleaved=True)
     attention = AttentionSpec(
         *heads,
         scale=heads.head_dim**-0.5,

@@ -6,13 +6,13 @@ from ..config import ModelConfig
 from ..config_json import ConfigJson
 from ..family import Family
 from ..layers import AttentionSpec, HeadNorm
-from . import glm_moe, reading
+from . import glm_moe, reading, rotary
 
 
 def _read(fields: ConfigJson) -> ModelConfig:
     heads, count, bias = reading.heads(fields), fields.integer("num_hidden_layers"), fields.boolean("attention_bias")
     whole = fields.integer("max_window_layers", least=0)
-    rope = reading.rope(fields, heads.head_dim)
+    rope = rotary.rope(fields, heads.head_dim)
     types = fields.texts("layer_types") and reading.layer_types(fields, 1)
     types = types or [reading.FULL if index < whole else reading.SLIDING for index in range(count)]
     window = reading.checked_window(fields, types)
@@ -33,7 +33,7 @@ def _read(fields: ConfigJson) -> ModelConfig:
 
 def _read_solar(fields: ConfigJson) -> ModelConfig:
     heads, bias = reading.heads(fields), fields.boolean("attention_bias")
-    rope = reading.rope(fields, heads.head_dim)
+    rope = rotary.rope(fields, heads.head_dim)
     return glm_moe.model(fields, AttentionSpec(*heads, scale=heads.head_dim**-0.5, rope=rope, qkv_bias=bias))
 
 

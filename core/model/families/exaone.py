@@ -14,7 +14,7 @@ from ..config_json import ConfigJson
 from ..family import Family, text_shape
 from ..layers import AttentionSpec, HeadNorm, LayerSpec, Norms
 from ..tensor_names import AFTER_NORMS, CORRECTION, LLAMA_TENSORS, TEXT_AND_IMAGES, TensorNames
-from . import glm_moe, llama, reading
+from . import glm_moe, llama, reading, rotary
 
 
 def attentions(fields: ConfigJson, pattern: int) -> list[AttentionSpec]:
@@ -23,7 +23,7 @@ def attentions(fields: ConfigJson, pattern: int) -> list[AttentionSpec]:
     pattern: by default every `pattern`-th layer has full attention.
     """
     heads, types = reading.heads(fields), reading.layer_types(fields, pattern)
-    window, rope = reading.checked_window(fields, types), reading.rope(fields, heads.head_dim)
+    window, rope = reading.checked_window(fields, types), rotary.rope(fields, heads.head_dim)
     return [
         AttentionSpec(
             *heads,

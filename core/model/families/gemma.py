@@ -7,7 +7,7 @@ from ..config_json import ConfigJson
 from ..family import Family, text_shape
 from ..layers import AttentionSpec, HeadNorm, LayerSpec, Norms
 from ..rope_config import RopeConfig
-from . import reading
+from . import reading, rotary
 
 
 def read_layers(
@@ -53,7 +53,7 @@ def read_layers(
 
 
 def _read(fields: ConfigJson) -> ModelConfig:
-    rope = reading.rope(fields, reading.heads(fields).head_dim)
+    rope = rotary.rope(fields, reading.heads(fields).head_dim)
     if fields.raw.get("hidden_act") == "gelu":  # as first published; transformers takes it for its approximation
         fields = fields.with_values({"hidden_act": DEFAULTS["hidden_activation"]})
     types = [reading.FULL] * fields.integer("num_hidden_layers")

@@ -14,7 +14,7 @@ from ..family import Family, text_shape
 from ..layers import AttentionSpec, Experts, HeadNorm, LayerInputSpec, LayerSpec, Norms, Routing
 from ..rope_config import RopeConfig
 from ..tensor_names import AROUND_NORMS, BESIDE_VISION, TensorNames
-from . import reading
+from . import reading, rotary
 from .reading import FULL, SLIDING, Heads
 
 #: Ropes of layers where `rope_parameters` is missing.
@@ -149,7 +149,7 @@ def _experts(fields: ConfigJson) -> Experts:
 
 
 def _rope(fields: ConfigJson, kind: str, heads: Heads) -> RopeConfig:
-    return reading.rope(fields, heads.head_dim, of=reading.whole_rope(fields, kind, _ROPES))
+    return rotary.rope(fields, heads.head_dim, of=rotary.whole_rope(fields, kind, _ROPES))
 
 
 _DEFAULTS = {

@@ -12,7 +12,7 @@ from ..config_json import ConfigJson
 from ..family import Family, text_shape
 from ..layers import AttentionSpec, LayerSpec, Norms
 from ..tensor_names import FUSED_GATE_UP, LLAMA_NORMS, TEXT_AND_IMAGES, TensorNames
-from . import reading
+from . import reading, rotary
 
 
 def _reader(norms: Norms, *, qkv_bias: bool = False, has_images: bool = False) -> Callable[[ConfigJson], ModelConfig]:
@@ -20,9 +20,9 @@ def _reader(norms: Norms, *, qkv_bias: bool = False, has_images: bool = False) -
 
     def read(fields: ConfigJson) -> ModelConfig:
         heads = reading.heads(fields)
-        rope = reading.rope(fields, heads.head_dim, interleaved=True)
+        rope = rotary.rope(fields, heads.head_dim, interleaved=True)
         if has_images:
-            reading.check_sections(fields, rope, SECTIONS)
+            rotary.check_sections(fields, rope, SECTIONS)
         attention = AttentionSpec(
             *heads,
             scale=heads.head_dim**-0.5,

@@ -16,7 +16,7 @@ from ..family import Family, text_shape
 from ..layers import AttentionSpec, Experts, GatedSpec, LayerSpec, Routing, Scoring
 from ..rope_config import RopeConfig
 from ..tensor_names import LLAMA_NORMS, TensorNames
-from . import reading
+from . import reading, rotary
 from .mamba import MAMBA_2_DEFAULTS, mamba_2
 
 _MAMBA = "linear_attention"
@@ -32,7 +32,7 @@ def _model(fields: ConfigJson, feed_forward: GatedSpec | Experts, *, rotates: bo
     attention = AttentionSpec(
         *heads,
         scale=heads.head_dim**-0.5 if scores is None else scores,
-        rope=reading.rope(fields, heads.head_dim) if rotates else None,
+        rope=rotary.rope(fields, heads.head_dim) if rotates else None,
         qkv_bias=bias,
         o_bias=bias,
     )
@@ -74,13 +74,13 @@ def _with_windows(fields: ConfigJson, model: ModelConfig) -> ModelConfig:
 
 def _ropes(fields: ConfigJson, model: ModelConfig) -> list[RopeConfig | None]:
     """Of each layer, with its base from `layer_rope_theta`; where that is 0, None."""
-    bases, scaling = fields.numbers("layer_rope_theta"), reading.rope_fields(fields)
+    bases, scaling = fields.numbers("layer_rope_theta"), rotary.rope_fields(fields)
     if not bases:
         return [layer.rope for layer in model.layers]
     if len(bases) != len(model.layers):
         raise fields.refuse("layer_rope_theta", f"{len(bases)} bases for num_hidden_layers, {len(model.layers)}")
     found = {
-        base: reading.rope(fields, model.head_dim, of=scaling.with_values({"rope_theta": base})) if base else None
+        base: rotary.rope(fields, model.head_dim, of=scaling.with_values({"rope_theta": base})) if base else None
         for base in dict.fromkeys(bases)
     }
     return [found[base] for base in bases]

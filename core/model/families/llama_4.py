@@ -13,7 +13,7 @@ from ..family import Family, text_shape
 from ..layers import AttentionSpec, HeadNorm, LayerSpec, QueryGrowth, Routing, Scoring
 from ..rope_config import RopeConfig
 from ..tensor_names import BESIDE_VISION, LLAMA_NORMS, TensorNames
-from . import reading
+from . import reading, rotary
 
 _CHUNKED = "chunked_attention"
 
@@ -59,7 +59,7 @@ def _attention(fields: ConfigJson, rotates: list[bool]) -> list[AttentionSpec]:
 
 
 def _rope(fields: ConfigJson, head_dim: int) -> RopeConfig:
-    rope = reading.rope(fields, head_dim, interleaved=True)
+    rope = rotary.rope(fields, head_dim, interleaved=True)
     if rope.attention_factor != 1 and fields.boolean("use_qk_norm"):
         raise fields.refuse("use_qk_norm", "heads are normalised with ropes that don't change their norms alone")
     return rope

@@ -14,11 +14,11 @@ from ..config_json import ConfigJson
 from ..family import Family, text_shape
 from ..layers import AttentionSpec, LayerSpec, QueryGrowth, Routing
 from ..tensor_names import BESIDE_VISION
-from . import glm_moe, latent, reading
+from . import glm_moe, latent, reading, rotary
 
 
 def _read(fields: ConfigJson) -> ModelConfig:
-    reading.rope_fields(fields).states(_BETA)  # of Ministral 3 alone
+    rotary.rope_fields(fields).states(_BETA)  # of Ministral 3 alone
     return _model(fields, None)
 
 
@@ -28,7 +28,7 @@ def _read_ministral_3(fields: ConfigJson) -> ModelConfig:
 
 def _model(fields: ConfigJson, growth: QueryGrowth | None) -> ModelConfig:
     heads = reading.heads(fields)
-    rope, feed_forward = reading.rope(fields, heads.head_dim), reading.gated(fields)
+    rope, feed_forward = rotary.rope(fields, heads.head_dim), reading.gated(fields)
     attention = AttentionSpec(*heads, scale=heads.head_dim**-0.5, rope=rope, query_growth=growth)
     windows = reading.windows(fields, [reading.SLIDING] * fields.integer("num_hidden_layers"))
     layers = [LayerSpec(replace(attention, window=each), feed_forward) for each in windows]
@@ -63,8 +63,8 @@ def _read_beside_vision(fields: ConfigJson) -> ModelConfig:
 
 def _growth(fields: ConfigJson) -> QueryGrowth:
     """Of Ministral 3."""
-    rope = reading.rope_fields(fields)
-    return QueryGrowth(rope.number(_BETA), reading.original_positions(rope, fields))
+    rope = rotary.rope_fields(fields)
+    return QueryGrowth(rope.number(_BETA), rotary.original_positions(rope, fields))
 
 
 _BETA = "llama_4_scaling_beta"

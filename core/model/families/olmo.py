@@ -10,7 +10,7 @@ from ..family import Family, text_shape
 from ..layers import AttentionSpec, HeadNorm, LayerSpec, Norms, NormSpec
 from ..rope_config import RopeConfig
 from ..tensor_names import AFTER_NORMS, TensorNames
-from . import reading
+from . import reading, rotary
 
 
 def _model(fields: ConfigJson, layers: list[tuple[RopeConfig, int | None]]) -> ModelConfig:
@@ -39,7 +39,7 @@ def _read_1(fields: ConfigJson) -> ModelConfig:
     if fields.has("clip_qkv"):
         raise fields.refuse("clip_qkv", "queries, keys and values are not clipped; only null is supported")
     heads, bias = reading.heads(fields), fields.boolean("attention_bias")
-    rope = reading.rope(fields, heads.head_dim)
+    rope = rotary.rope(fields, heads.head_dim)
     attention = AttentionSpec(*heads, scale=heads.head_dim**-0.5, rope=rope, qkv_bias=bias, o_bias=bias)
     norm = NormSpec(1e-5, centered=True, wide=True, weightless=True)
     layer = LayerSpec(attention, reading.gated(fields))
@@ -47,12 +47,12 @@ def _read_1(fields: ConfigJson) -> ModelConfig:
 
 
 def _read_2(fields: ConfigJson) -> ModelConfig:
-    rope = reading.rope(fields, reading.heads(fields).head_dim)
+    rope = rotary.rope(fields, reading.heads(fields).head_dim)
     return _model(fields, [(rope, None)] * fields.integer("num_hidden_layers"))
 
 
 def _read_3(fields: ConfigJson) -> ModelConfig:
-    ropes = reading.ropes_by_type(fields, {reading.FULL: ("rope_theta", _THETA), reading.SLIDING: (None, _THETA)})
+    ropes = rotary.ropes_by_type(fields, {reading.FULL: ("rope_theta", _THETA), reading.SLIDING: (None, _THETA)})
     types = reading.layer_types(fields, 4)
     windows = reading.windows_of(fields, types)
     return _model(fields, [(ropes[seen], window) for seen, window in zip(types, windows, strict=True)])

@@ -10,7 +10,7 @@ from ..config_json import ConfigJson
 from ..family import Family, text_shape
 from ..layers import AttentionSpec, HeadNorm, LayerSpec
 from ..tensor_names import TEXT_AND_IMAGES
-from . import reading
+from . import reading, rotary
 
 
 def reader(
@@ -25,9 +25,9 @@ def reader(
     def read(fields: ConfigJson) -> ModelConfig:
         heads, count = reading.heads(fields), fields.integer("num_hidden_layers")
         bias = fields.boolean("attention_bias") if head_norm else True
-        rope = reading.rope(fields, heads.head_dim, names=rope_names)
+        rope = rotary.rope(fields, heads.head_dim, names=rope_names)
         if sections:
-            reading.check_sections(fields, rope, sections)
+            rotary.check_sections(fields, rope, sections)
         layers = [
             LayerSpec(
                 AttentionSpec(

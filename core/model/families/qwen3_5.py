@@ -18,7 +18,7 @@ from ..family import Family, text_shape
 from ..layers import AttentionSpec, Experts, GatedSpec, HeadNorm, LayerSpec, OutputGate, Routing
 from ..recurrent import GatedDeltaSpec
 from ..tensor_names import TensorNames
-from . import reading
+from . import reading, rotary
 
 _LINEAR = "linear_attention"
 
@@ -67,7 +67,7 @@ def _layer_types(fields: ConfigJson) -> list[str]:
 
 
 def _attention(fields: ConfigJson) -> AttentionSpec:
-    return reading.attention(fields, head_norm=HeadNorm.EACH, output_gate=OutputGate.BESIDE_QUERIES)
+    return rotary.attention(fields, head_norm=HeadNorm.EACH, output_gate=OutputGate.BESIDE_QUERIES)
 
 
 def _delta(fields: ConfigJson, eps: float) -> GatedDeltaSpec:

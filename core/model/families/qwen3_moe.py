@@ -9,7 +9,7 @@ from ..config_json import ConfigJson
 from ..family import Family, text_shape
 from ..layers import HeadNorm, Routing
 from ..tensor_names import TEXT_AND_IMAGES
-from . import reading
+from . import reading, rotary
 
 
 def _read(fields: ConfigJson) -> ModelConfig:
@@ -23,7 +23,7 @@ def _read_text(fields: ConfigJson) -> ModelConfig:
 
 def _model(fields: ConfigJson, window: int | None, *, renormalised: bool) -> ModelConfig:
     count = fields.integer("num_hidden_layers")
-    attention = reading.attention(fields, head_norm=HeadNorm.EACH, window=window)
+    attention = rotary.attention(fields, head_norm=HeadNorm.EACH, window=window)
     experts = reading.experts(fields, Routing(1, renormalised=renormalised))
     step, dense = fields.integer("decoder_sparse_step"), set(fields.indices("mlp_only_layers"))
     has_experts = [index not in dense and (index + 1) % step == 0 for index in range(count)]

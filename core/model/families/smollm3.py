@@ -6,7 +6,7 @@ from ..config import ModelConfig
 from ..config_json import ConfigJson
 from ..family import Family, text_shape
 from ..layers import AttentionSpec, LayerSpec
-from . import reading
+from . import reading, rotary
 
 
 def _read(fields: ConfigJson) -> ModelConfig:
@@ -21,7 +21,7 @@ def _read(fields: ConfigJson) -> ModelConfig:
     default = [reading.FULL if window is None or rotated else reading.SLIDING for rotated in rotates]
     types = reading.layer_types(fields, 1) if fields.texts("layer_types") else default
     window = reading.checked_window(fields, types)
-    bias, rope = fields.boolean("attention_bias"), reading.rope(fields, heads.head_dim)
+    bias, rope = fields.boolean("attention_bias"), rotary.rope(fields, heads.head_dim)
     layers = [
         LayerSpec(
             AttentionSpec(
