@@ -66,7 +66,6 @@ SOLAR_OPEN = Family(
         "max_position_embeddings": 131072,
         "rms_norm_eps": 1e-5,
         "rope_theta": 1000000.0,
-        "partial_rotary_factor": 1.0,
         "moe_intermediate_size": 1280,
         "n_shared_experts": 1,
         "n_routed_experts": 128,

@@ -1022,6 +1022,7 @@ def test_a_scaling_beside_ropes_by_type_changes_that_of_full_attention(read, arc
             {"architectures": ["Qwen2_5OmniThinkerForConditionalGeneration"]},
             "mrope_section is missing: its sum must be 8",
         ),
+        ({"architectures": ["SolarOpenForCausalLM"], "partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
         # null, or nothing, where transformers needs a value
         ({"architectures": ["Cohere2MoeForCausalLM"], "rope_parameters": None}, "rope_parameters is None: an object"),
         (
