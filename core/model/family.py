@@ -79,7 +79,24 @@ class Family:
     nulls: tuple[str, ...] = ()
     """Fields that may be null besides `NULLS`, as in transformers' class."""
 
+    shape: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    """transformers' defaults for the shape of a text part beside others, which it saves without fields that equal its
+    defaults. A model of text alone has all of its shape in `config.json`.
+    """
+
     text_part: str = "text_config"
     """The field of `config.json` that describes the text part, where a model has others; of a part of a part, both with
     a dot between them.
     """
+
+
+def text_shape(vocabulary: int, hidden: int, intermediate: int | None, layers: int, heads: int) -> dict[str, int]:
+    """The fields that every family needs for its shape. intermediate: None where all layers have experts."""
+    shape = {
+        "vocab_size": vocabulary,
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+    }
+    return {name: value for name, value in shape.items() if value is not None}

@@ -1,6 +1,6 @@
 """Reads a checkpoint's `config.json` by its family.
 
-Tests: tests/core/model/test_model_config.py
+Tests: tests/core/model/test_model_config.py, tests/core/model/test_published_configs.py
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ def read_model_config(directory: Path, tokenizer: Path | None = None) -> ModelCo
         raise UnsupportedModel(
             f"{raw.path}: architecture {architecture} is not supported; supported: {', '.join(FAMILIES)}"
         )
-    text = reduce(ConfigJson.text_part, family.text_part.split("."), raw).with_defaults(family.defaults)
+    text = reduce(ConfigJson.text_part, family.text_part.split("."), raw)
+    text = text.with_defaults(family.defaults if text is raw else {**family.defaults, **family.shape})
     for part in (raw, text):
         if part.raw.get("is_causal", True) is not True:  # as of some embedding models
             raise part.refuse("is_causal", "only causal attention is supported")

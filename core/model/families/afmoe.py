@@ -13,7 +13,7 @@ from ..config_json import ConfigJson
 from ..family import Family
 from ..layers import HeadNorm, LayerSpec, Norms, OutputGate, Routing, Scoring
 from ..tensor_names import CORRECTION, TensorNames
-from . import glm_moe, reading
+from . import glm_moe, reading, rotary
 
 #: Fields of the first checkpoints, each with the only value that transformers computes.
 _FIXED = {"score_func": "sigmoid", "route_norm": True, "n_group": 1, "topk_group": 1, "num_expert_groups": 1}
@@ -35,7 +35,7 @@ def _read(fields: ConfigJson) -> ModelConfig:
     )
     shared = reading.number_of(fields, "num_shared_experts") * fields.integer("moe_intermediate_size")
     experts = reading.experts(fields, routing, shared_size=shared)
-    attention = reading.attention(fields, head_norm=HeadNorm.EACH, output_gate=OutputGate.APART)
+    attention = rotary.attention(fields, head_norm=HeadNorm.EACH, output_gate=OutputGate.APART)
     types = reading.layer_types(fields, fields.integer("global_attn_every_n_layers"))
     window, first = reading.checked_window(fields, types), reading.number_of(fields, "num_dense_layers")
     whole, local = replace(attention, rope=None), replace(attention, window=window)

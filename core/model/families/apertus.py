@@ -7,11 +7,11 @@ from ..config_json import ConfigJson
 from ..family import Family
 from ..layers import HeadNorm, LayerSpec, UngatedActivation
 from ..tensor_names import TensorNames
-from . import reading
+from . import reading, rotary
 
 
 def _read(fields: ConfigJson) -> ModelConfig:
-    attention = reading.attention(fields, head_norm=HeadNorm.EACH)
+    attention = rotary.attention(fields, head_norm=HeadNorm.EACH)
     layer = LayerSpec(attention, reading.ungated(fields, default=UngatedActivation.XIELU))
     return reading.dense(fields, [layer] * fields.integer("num_hidden_layers"), reading.rms_norm(fields))
 

@@ -6,12 +6,12 @@ from ..config import ModelConfig
 from ..config_json import ConfigJson
 from ..family import Family
 from ..layers import AttentionSpec, LayerSpec, NormSpec, UngatedActivation
-from . import reading
+from . import reading, rotary
 
 
 def _model(fields: ConfigJson, norm: NormSpec) -> ModelConfig:
     heads, bias = reading.heads(fields), fields.boolean("attention_bias")
-    rope = reading.rope(fields, heads.head_dim)
+    rope = rotary.rope(fields, heads.head_dim)
     attention = AttentionSpec(*heads, scale=heads.head_dim**-0.5, rope=rope, qkv_bias=bias, o_bias=bias)
     feed_forward = reading.ungated(fields, default=UngatedActivation.RELU_SQUARED, bias=fields.boolean("mlp_bias"))
     return reading.dense(fields, [LayerSpec(attention, feed_forward)] * fields.integer("num_hidden_layers"), norm)

@@ -10,13 +10,13 @@ from ..config_json import ConfigJson
 from ..family import Family
 from ..layers import LayerSpec
 from ..tensor_names import TensorNames
-from . import reading
+from . import reading, rotary
 from .mamba import MAMBA_2_DEFAULTS, mamba_2
 
 
 def _read(fields: ConfigJson) -> ModelConfig:
     """Whatever `partial_rotary_factor` is, transformers rotates half of a head, unless `rope_parameters` has it."""
-    attention = reading.attention(fields.with_values({"partial_rotary_factor": 0.5}))
+    attention = rotary.attention(fields.with_values({"partial_rotary_factor": 0.5}))
     feed_forward = reading.gated(fields, bias=fields.boolean("mlp_bias"))
     mamba, attends = mamba_2(fields), set(fields.indices("attn_layer_indices"))
     layers = [

@@ -10,15 +10,15 @@ from __future__ import annotations
 
 from ..config import ModelConfig
 from ..config_json import ConfigJson
-from ..family import Family
+from ..family import Family, text_shape
 from ..layers import AttentionSpec, HeadNorm, LayerSpec, Norms, NormSpec, Routing, Scoring
 from ..tensor_names import TensorNames
-from . import glm_moe, reading
+from . import glm_moe, reading, rotary
 
 
 def _read(fields: ConfigJson) -> ModelConfig:
     heads, bias = reading.heads(fields), fields.boolean("attention_bias")
-    rope = reading.rope(fields, heads.head_dim, interleaved=True)
+    rope = rotary.rope(fields, heads.head_dim, interleaved=True)
     pattern = fields.integer("sliding_window_pattern", None if fields.has("sliding_window_pattern") else 4)
     types = reading.layer_types(fields, pattern)
     window = reading.checked_window(fields, types)
@@ -42,7 +42,13 @@ def _read(fields: ConfigJson) -> ModelConfig:
 
 def _read_experts(fields: ConfigJson) -> ModelConfig:
     heads, bias = reading.heads(fields), fields.boolean("attention_bias")
-    rope = reading.rope(fields, heads.head_dim, interleaved=True)
+    if fields.raw.get("rope_scaling"):
+        raise fields.refuse("rope_scaling", "transformers leaves it out for this family; set rope_parameters")
+    if not fields.raw.get("rope_parameters", True):
+        raise fields.refuse(
+            "rope_parameters", "an object with rope_type is needed; leave the field out for its default"
+        )
+    rope = rotary.rope(fields, heads.head_dim, interleaved=True)
     count, size = fields.integer("num_hidden_layers"), fields.integer("intermediate_size")
     first = reading.number_of(fields, "first_k_dense_replace")
     of_first = fields.integer("prefix_dense_sliding_window_pattern")
@@ -99,7 +105,7 @@ def _shared_factor(fields: ConfigJson) -> float:
 
 def _read_1(fields: ConfigJson) -> ModelConfig:
     heads, bias = reading.heads(fields), fields.boolean("attention_bias")
-    rope = reading.rope(fields, heads.head_dim, interleaved=True)
+    rope = rotary.rope(fields, heads.head_dim, interleaved=True)
     attention = AttentionSpec(
         *heads,
         scale=heads.head_dim**-0.5,
@@ -134,6 +140,7 @@ COHERE = Family(
     ),
     notes="Command R+, whose heads have norms, on CPUs by PyTorch's operators",
     nulls=("num_key_value_heads", "use_qk_norm"),
+    shape=text_shape(256000, 8192, 22528, 40, 64),
 )
 COHERE_2 = Family(
     "Command R7B and Command A",
@@ -148,6 +155,7 @@ COHERE_2 = Family(
     },
     TensorNames(names={"attention_norm": "input_layernorm"}),
     nulls=("num_key_value_heads",),
+    shape=text_shape(256000, 8192, 22528, 40, 64),
 )
 COHERE_2_MOE = Family(
     "Cohere 2 MoE",

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from ..config import ModelConfig
 from ..config_json import ConfigJson
-from ..family import Family
+from ..family import Family, text_shape
 from ..layers import Routing
 from . import glm_moe, latent, reading
 
@@ -67,7 +67,7 @@ DEEPSEEK_V2 = Family(
     },
     glm_moe.TENSORS,
     notes=_NOTE,
-    nulls=("norm_topk_prob", "num_key_value_heads", "topk_method"),
+    nulls=("norm_topk_prob", "num_key_value_heads"),
 )
 DEEPSEEK_V3 = Family(
     "DeepSeek-V3, Kimi K2 and Moonlight",
@@ -92,4 +92,5 @@ DEEPSEEK_V3 = Family(
     glm_moe.TENSORS,
     notes=f"{_NOTE}; draft layers after the last are left out",
     nulls=("norm_topk_prob", "num_key_value_heads", "rope_interleave", "v_head_dim"),
+    shape=text_shape(129280, 7168, 18432, 61, 128),
 )

@@ -6,15 +6,16 @@ from ..config import ModelConfig
 from ..config_json import ConfigJson
 from ..family import Family
 from ..layers import AttentionSpec, HeadNorm
-from . import glm_moe, reading
+from . import glm_moe, reading, rotary
 
 
 def _read(fields: ConfigJson) -> ModelConfig:
     heads, count, bias = reading.heads(fields), fields.integer("num_hidden_layers"), fields.boolean("attention_bias")
-    window, whole = fields.optional("sliding_window"), fields.integer("max_window_layers", least=0)
-    rope = reading.rope(fields, heads.head_dim)
+    whole = fields.integer("max_window_layers", least=0)
+    rope = rotary.rope(fields, heads.head_dim)
     types = fields.texts("layer_types") and reading.layer_types(fields, 1)
     types = types or [reading.FULL if index < whole else reading.SLIDING for index in range(count)]
+    window = reading.checked_window(fields, types)
     attentions = [
         AttentionSpec(
             *heads,
@@ -32,7 +33,7 @@ def _read(fields: ConfigJson) -> ModelConfig:
 
 def _read_solar(fields: ConfigJson) -> ModelConfig:
     heads, bias = reading.heads(fields), fields.boolean("attention_bias")
-    rope = reading.rope(fields, heads.head_dim)
+    rope = rotary.rope(fields, heads.head_dim)
     return glm_moe.model(fields, AttentionSpec(*heads, scale=heads.head_dim**-0.5, rope=rope, qkv_bias=bias))
 
 
@@ -65,7 +66,6 @@ SOLAR_OPEN = Family(
         "max_position_embeddings": 131072,
         "rms_norm_eps": 1e-5,
         "rope_theta": 1000000.0,
-        "partial_rotary_factor": 1.0,
         "moe_intermediate_size": 1280,
         "n_shared_experts": 1,
         "n_routed_experts": 128,

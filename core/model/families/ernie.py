@@ -8,15 +8,15 @@ from dataclasses import replace
 
 from ..config import ModelConfig
 from ..config_json import ConfigJson
-from ..family import Family
+from ..family import Family, text_shape
 from ..layers import AttentionSpec, LayerSpec, Routing
 from ..tensor_names import CORRECTION, LLAMA_NORMS, TEXT_AND_IMAGES, TensorNames
-from . import reading
+from . import reading, rotary
 
 
 def _attention(fields: ConfigJson, *, bias: bool, interleaved: bool = True) -> AttentionSpec:
     heads = reading.heads(fields)
-    rope = reading.rope(fields, heads.head_dim, interleaved=interleaved)
+    rope = rotary.rope(fields, heads.head_dim, interleaved=interleaved)
     return AttentionSpec(*heads, scale=heads.head_dim**-0.5, rope=rope, qkv_bias=bias, o_bias=bias)
 
 
@@ -25,6 +25,8 @@ def _read(fields: ConfigJson) -> ModelConfig:
 
 
 def _read_ocr(fields: ConfigJson) -> ModelConfig:
+    rope = rotary.rope(fields, reading.heads(fields).head_dim)
+    rotary.check_sections(fields, rope, (16, 24, 24))
     return _model(fields, interleaved=False)
 
 
@@ -114,4 +116,5 @@ PADDLEOCR_VL = Family(
     },
     replace(TEXT_AND_IMAGES, left_out=(*TEXT_AND_IMAGES.left_out, "mlp_AR.", "model.projector.")),
     nulls=("head_dim", "num_key_value_heads", "use_bias"),
+    shape=text_shape(103424, 1024, 3072, 18, 16),
 )

@@ -11,10 +11,10 @@ from dataclasses import replace
 
 from ..config import ModelConfig
 from ..config_json import ConfigJson
-from ..family import Family
+from ..family import Family, text_shape
 from ..layers import AttentionSpec, HeadNorm, LayerSpec, Norms
 from ..tensor_names import AFTER_NORMS, CORRECTION, LLAMA_TENSORS, TEXT_AND_IMAGES, TensorNames
-from . import glm_moe, llama, reading
+from . import glm_moe, llama, reading, rotary
 
 
 def attentions(fields: ConfigJson, pattern: int) -> list[AttentionSpec]:
@@ -23,7 +23,7 @@ def attentions(fields: ConfigJson, pattern: int) -> list[AttentionSpec]:
     pattern: by default every `pattern`-th layer has full attention.
     """
     heads, types = reading.heads(fields), reading.layer_types(fields, pattern)
-    window, rope = reading.checked_window(fields, types), reading.rope(fields, heads.head_dim)
+    window, rope = reading.checked_window(fields, types), rotary.rope(fields, heads.head_dim)
     return [
         AttentionSpec(
             *heads,
@@ -87,6 +87,7 @@ EXAONE_4 = Family(
     _DEFAULTS,
     TensorNames(names=AFTER_NORMS),
     nulls=("sliding_window_pattern",),
+    shape=text_shape(102400, 4096, 16384, 32, 32),
 )
 EXAONE_4_5 = Family(
     "EXAONE 4.5 (text)",
@@ -96,6 +97,7 @@ EXAONE_4_5 = Family(
     replace(TEXT_AND_IMAGES, names=AFTER_NORMS, left_out=(*TEXT_AND_IMAGES.left_out, "mtp.")),
     notes="draft layers (`mtp`) are left out",
     nulls=("sliding_window_pattern",),
+    shape=text_shape(102400, 4096, 16384, 32, 32),
 )
 EXAONE_MOE = Family(
     "K-EXAONE",

@@ -11,7 +11,7 @@ from ..config import ModelConfig
 from ..config_json import ConfigJson
 from ..family import Family
 from ..layers import AttentionSpec, GatedSpec, LayerSpec, MixerBeside
-from . import reading
+from . import reading, rotary
 from .bamba import BAMBA
 from .mamba import MAMBA_2_DEFAULTS, mamba_2
 
@@ -40,7 +40,7 @@ def _read(fields: ConfigJson) -> ModelConfig:
 
 def _attention(fields: ConfigJson) -> AttentionSpec:
     """The factor of keys, which comes after their bias, is one of the scores."""
-    own = reading.attention(fields)
+    own = rotary.attention(fields)
     return replace(own, scale=own.scale * fields.number("key_multiplier"))
 
 

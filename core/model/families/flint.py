@@ -9,14 +9,14 @@ from ..config_json import ConfigJson
 from ..family import Family
 from ..layers import HeadNorm, Routing, Scoring
 from ..tensor_names import LLAMA_NORMS, TensorNames
-from . import reading
+from . import reading, rotary
 
 
 def _read(fields: ConfigJson) -> ModelConfig:
     count = fields.integer("num_hidden_layers")
     routing = Routing(1, Scoring.SIGMOID, renormalised=fields.boolean("norm_topk_prob"))
     experts = reading.experts(fields, routing, shared_size=fields.integer("shared_expert_intermediate_size"))
-    attention = reading.attention(fields, head_norm=HeadNorm.EACH, sinks=True)
+    attention = rotary.attention(fields, head_norm=HeadNorm.EACH, sinks=True)
     is_whole = [index < 2 or index % 4 == 1 or index == count - 1 for index in range(count)]
     types = [reading.FULL if it else reading.SLIDING for it in is_whole]
     attentions = [

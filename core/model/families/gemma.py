@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from ..config import ModelConfig
 from ..config_json import ConfigJson
-from ..family import Family
+from ..family import Family, text_shape
 from ..layers import AttentionSpec, HeadNorm, LayerSpec, Norms
 from ..rope_config import RopeConfig
-from . import reading
+from . import reading, rotary
 
 
 def read_layers(
@@ -53,7 +53,9 @@ def read_layers(
 
 
 def _read(fields: ConfigJson) -> ModelConfig:
-    rope = reading.rope(fields, reading.heads(fields).head_dim)
+    rope = rotary.rope(fields, reading.heads(fields).head_dim)
+    if fields.raw.get("hidden_act") == "gelu":  # as first published; transformers takes it for its approximation
+        fields = fields.with_values({"hidden_act": DEFAULTS["hidden_activation"]})
     types = [reading.FULL] * fields.integer("num_hidden_layers")
     return read_layers(fields, {reading.FULL: rope}, types, Norms.BEFORE, activation="hidden_act")
 
@@ -72,4 +74,5 @@ GEMMA = Family(
     ("GemmaForCausalLM",),
     _read,
     {**DEFAULTS, "num_key_value_heads": 16, "hidden_act": "gelu_pytorch_tanh"},
+    shape=text_shape(256000, 3072, 24576, 28, 16),
 )

@@ -9,15 +9,15 @@ from collections.abc import Callable
 
 from ..config import ModelConfig
 from ..config_json import ConfigJson
-from ..family import Family
+from ..family import Family, text_shape
 from ..layers import Norms
 from ..tensor_names import AROUND_NORMS, TensorNames
-from . import gemma, reading
+from . import gemma, reading, rotary
 
 
 def _reader(norms: Norms) -> Callable[[ConfigJson], ModelConfig]:
     def read(fields: ConfigJson) -> ModelConfig:
-        rope = reading.rope(fields, reading.heads(fields).head_dim)
+        rope = rotary.rope(fields, reading.heads(fields).head_dim)
         ropes = {reading.FULL: rope, reading.SLIDING: rope}
         return gemma.read_layers(fields, ropes, reading.layer_types(fields, 2), norms)
 
@@ -38,6 +38,7 @@ GEMMA_2 = Family(
     _DEFAULTS,
     TensorNames(names=AROUND_NORMS),
     nulls=("final_logit_softcapping",),
+    shape=text_shape(256000, 2304, 9216, 26, 8),
 )
 VAULT_GEMMA = Family(
     "VaultGemma",

@@ -6,14 +6,14 @@ from dataclasses import replace
 
 from ..config import ModelConfig
 from ..config_json import ConfigJson
-from ..family import Family
+from ..family import Family, text_shape
 from ..layers import HeadNorm, Norms
 from ..tensor_names import AROUND_NORMS, BESIDE_VISION, TensorNames
-from . import gemma, reading
+from . import gemma, reading, rotary
 
 
 def _read(fields: ConfigJson) -> ModelConfig:
-    ropes = reading.ropes_by_type(fields, THETAS)
+    ropes = rotary.ropes_by_type(fields, THETAS)
     pattern = fields.integer("sliding_window_pattern", 6) if fields.is_missing("layer_types") else 6
     return gemma.read_layers(fields, ropes, reading.layer_types(fields, pattern), Norms.AROUND, HeadNorm.EACH)
 
@@ -37,4 +37,5 @@ GEMMA_3_TEXT = Family(
     _read,
     _DEFAULTS,
     replace(BESIDE_VISION, names=AROUND_NORMS),
+    shape=text_shape(262208, 2304, 9216, 26, 8),
 )

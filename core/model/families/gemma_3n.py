@@ -14,7 +14,7 @@ from ..config_json import ConfigJson
 from ..family import Family
 from ..layers import AttentionSpec, GatedSpec, HeadNorm, LayerInputSpec, LayerSpec, MediaTokens, Norms, StreamsSpec
 from ..tensor_names import AROUND_NORMS, BESIDE_VISION, TensorNames
-from . import gemma_3, gemma_4, reading
+from . import gemma_3, gemma_4, reading, rotary
 from .reading import FULL, SLIDING
 
 #: Layers that are sparse, and how much, where no field says so.
@@ -24,7 +24,7 @@ _SPARSE_LAYERS, _SPARSITY = 10, 0.95
 def _read(fields: ConfigJson, tensors: TensorNames) -> ModelConfig:
     types = reading.layer_types(fields, 5)
     first_shared, window = gemma_4.first_shared_layer(fields, types), reading.checked_window(fields, types)
-    ropes = reading.ropes_by_type(fields, gemma_3.THETAS)
+    ropes = rotary.ropes_by_type(fields, gemma_3.THETAS)
     heads, bias, streams = reading.heads(fields), fields.boolean("attention_bias"), _streams(fields)
     inputs = LayerInputSpec(
         fields.integer("hidden_size_per_layer_input"),

@@ -10,11 +10,11 @@ from functools import partial
 
 from ..config import ModelConfig
 from ..config_json import ConfigJson
-from ..family import Family
+from ..family import Family, text_shape
 from ..layers import AttentionSpec, Experts, HeadNorm, LayerInputSpec, LayerSpec, Norms, Routing
 from ..rope_config import RopeConfig
 from ..tensor_names import AROUND_NORMS, BESIDE_VISION, TensorNames
-from . import reading
+from . import reading, rotary
 from .reading import FULL, SLIDING, Heads
 
 #: Ropes of layers where `rope_parameters` is missing.
@@ -115,18 +115,24 @@ def _shapes(fields: ConfigJson, types: list[str]) -> list[Heads]:
         others = {"head_dim": fields.integer("global_head_dim"), "num_key_value_heads": kv_heads or heads.num_kv_heads}
         full = reading.heads(fields.with_values(others))
         return [full if seen == FULL else heads for seen in types]
+    return _shapes_by_layer(fields, types, heads)
+
+
+def _shapes_by_layer(fields: ConfigJson, types: list[str], heads: Heads) -> list[Heads]:
+    """heads: of layers without fields of their own."""
     each = fields.object("per_layer_config") or fields.part("per_layer_config", {})
-    found = [_changed(fields, each, layer) or heads for layer in range(len(types))]
-    if unknown := each.raw.keys() - {str(layer) for layer in range(len(types))}:
-        raise fields.refuse("per_layer_config", f"{min(unknown)!r} is none of {len(types)} layers")
+    layers = {int(name) if name.isdecimal() else name: name for name in each.raw}  # transformers fills with zeros
+    found = [_changed(fields, each, layers.get(layer, "")) or heads for layer in range(len(types))]
+    if unknown := [name for layer, name in layers.items() if layer not in range(len(types))]:
+        raise fields.refuse("per_layer_config", f"{unknown[0]!r} is none of {len(types)} layers")
     if len({*zip(types, found, strict=True)}) > len({*types}):
         raise fields.refuse("per_layer_config", "layers of one type must have the same shape")
     return found
 
 
-def _changed(fields: ConfigJson, each: ConfigJson, layer: int) -> Heads | None:
-    """Heads of a layer with fields of its own; None if it has none."""
-    if (own := each.object(str(layer))) is None:
+def _changed(fields: ConfigJson, each: ConfigJson, name: str) -> Heads | None:
+    """Heads of the layer of this name, with fields of its own; None if it has none."""
+    if (own := each.object(name)) is None:
         return None
     if unknown := sorted(own.raw.keys() - {"head_dim", "num_key_value_heads"}):
         raise own.refuse(unknown[0], "layers may differ in head_dim and num_key_value_heads")
@@ -143,7 +149,7 @@ def _experts(fields: ConfigJson) -> Experts:
 
 
 def _rope(fields: ConfigJson, kind: str, heads: Heads) -> RopeConfig:
-    return reading.rope(fields, heads.head_dim, of=reading.whole_rope(fields, kind, _ROPES))
+    return rotary.rope(fields, heads.head_dim, of=rotary.whole_rope(fields, kind, _ROPES))
 
 
 _DEFAULTS = {
@@ -194,6 +200,7 @@ GEMMA_4_TEXT = Family(
     _TENSORS,
     _NOTES,
     nulls=("final_logit_softcapping",),
+    shape=text_shape(262144, 2304, 9216, 30, 8),
 )
 GEMMA_4_UNIFIED = Family(
     "Gemma 4 Unified",
@@ -212,4 +219,5 @@ GEMMA_4_UNIFIED_TEXT = Family(
     _TENSORS,
     _NOTES,
     nulls=("final_logit_softcapping",),
+    shape=text_shape(262144, 2304, 9216, 30, 8),
 )

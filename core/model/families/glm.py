@@ -9,10 +9,10 @@ from dataclasses import replace
 
 from ..config import ModelConfig
 from ..config_json import ConfigJson
-from ..family import Family
+from ..family import Family, text_shape
 from ..layers import AttentionSpec, LayerSpec, Norms
 from ..tensor_names import FUSED_GATE_UP, LLAMA_NORMS, TEXT_AND_IMAGES, TensorNames
-from . import reading
+from . import reading, rotary
 
 
 def _reader(norms: Norms, *, qkv_bias: bool = False, has_images: bool = False) -> Callable[[ConfigJson], ModelConfig]:
@@ -20,9 +20,9 @@ def _reader(norms: Norms, *, qkv_bias: bool = False, has_images: bool = False) -
 
     def read(fields: ConfigJson) -> ModelConfig:
         heads = reading.heads(fields)
-        rope = reading.rope(fields, heads.head_dim, interleaved=True)
+        rope = rotary.rope(fields, heads.head_dim, interleaved=True)
         if has_images:
-            reading.check_sections(fields, rope, SECTIONS)
+            rotary.check_sections(fields, rope, SECTIONS)
         attention = AttentionSpec(
             *heads,
             scale=heads.head_dim**-0.5,
@@ -85,12 +85,14 @@ GLM_4_1V = Family(
     },
     replace(TEXT_AND_IMAGES, names=_NAMES_4.names, fused=FUSED_GATE_UP),
     nulls=("num_key_value_heads",),
+    shape=text_shape(151552, 4096, 13696, 40, 32),
 )
 GLM_OCR = Family(
     "GLM-OCR (text)",
     ("GlmOcrForConditionalGeneration",),
     _read_ocr,
-    {**GLM_4_1V.defaults, "num_key_value_heads": 8},
+    {**GLM_4_1V.defaults, "num_key_value_heads": 8, "max_position_embeddings": 131072},
     GLM_4_1V.tensors,
     notes="the draft layer after the last is left out",
+    shape=text_shape(59392, 1024, 4096, 16, 16),
 )

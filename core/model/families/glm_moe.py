@@ -13,11 +13,11 @@ from dataclasses import replace
 
 from ..config import ModelConfig
 from ..config_json import ConfigJson
-from ..family import Family
+from ..family import Family, text_shape
 from ..layers import AttentionSpec, HeadNorm, Routing
 from ..recurrent import RecurrentSpec
 from ..tensor_names import LATENT_NORMS, LLAMA_NORMS, TEXT_AND_IMAGES, TensorNames
-from . import latent, reading
+from . import latent, reading, rotary
 
 #: Of M-RoPE, where `mrope_section` is missing.
 _SECTIONS = (8, 12, 12)
@@ -34,7 +34,7 @@ def _read(fields: ConfigJson) -> ModelConfig:
 def _read_text(fields: ConfigJson) -> ModelConfig:
     attention = _attention(fields)
     if attention.rope is not None:
-        reading.check_sections(fields, attention.rope, _SECTIONS)
+        rotary.check_sections(fields, attention.rope, _SECTIONS)
     return model(fields, attention, replace(TEXT_AND_IMAGES, names=NAMES))
 
 
@@ -49,7 +49,7 @@ def _attention(fields: ConfigJson, head_norm: HeadNorm | None = None) -> Attenti
     return AttentionSpec(
         *heads,
         scale=heads.head_dim**-0.5,
-        rope=reading.rope(fields, heads.head_dim),
+        rope=rotary.rope(fields, heads.head_dim),
         head_norm=head_norm,
         qkv_bias=fields.boolean("attention_bias"),
     )
@@ -118,6 +118,7 @@ GLM_4_5V = Family(
     },
     replace(TEXT_AND_IMAGES, names=NAMES),
     notes=f"{reading.EXPERTS_NOTE}; draft layers after the last are left out",
+    shape=text_shape(151424, 4096, 10944, 46, 96),
 )
 GLM_4_MOE_LITE = Family(
     "GLM-4.7-Flash",

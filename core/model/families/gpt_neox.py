@@ -10,7 +10,7 @@ from ..config_json import ConfigJson
 from ..family import Family
 from ..layers import AttentionSpec, LayerSpec, Norms, UngatedActivation
 from ..tensor_names import LLAMA_NORMS, TensorNames
-from . import reading
+from . import reading, rotary
 
 _QKV = "attention.query_key_value"
 
@@ -21,7 +21,7 @@ def _read(fields: ConfigJson) -> ModelConfig:
     fields = reading.renamed(fields, {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"})
     fields.states("head_dim", fields.integer("hidden_size") // fields.integer("num_attention_heads"))
     heads, bias = reading.heads(fields.without("head_dim")), fields.boolean("attention_bias")
-    rope = reading.rope(fields, heads.head_dim)
+    rope = rotary.rope(fields, heads.head_dim)
     attention = AttentionSpec(*heads, scale=heads.head_dim**-0.5, rope=rope, qkv_bias=bias, o_bias=bias)
     feed_forward = reading.ungated(fields, default=UngatedActivation.GELU, bias=True)
     norms = Norms.PARALLEL_APART if fields.boolean("use_parallel_residual") else Norms.BEFORE

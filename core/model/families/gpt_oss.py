@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from ..config import ModelConfig
 from ..config_json import ConfigJson
-from ..family import Family
+from ..family import Family, text_shape
 from ..layers import AttentionSpec, ClampedSwiglu, LayerSpec, Routing, Scoring
 from ..tensor_names import LLAMA_NORMS, TensorNames
-from . import reading
+from . import reading, rotary
 
 _ROPE = {
     "rope_type": "yarn",
@@ -23,7 +23,7 @@ _ROPE = {
 def _read(fields: ConfigJson) -> ModelConfig:
     heads, bias, types = reading.heads(fields), fields.boolean("attention_bias"), reading.layer_types(fields, 2)
     window = reading.checked_window(fields, types)
-    rope = reading.rope(fields, heads.head_dim)
+    rope = rotary.rope(fields, heads.head_dim)
     experts = reading.experts(
         fields,
         Routing(1, Scoring.SOFTMAX_OF_CHOSEN, bias=True),
@@ -74,4 +74,5 @@ GPT_OSS = Family(
         adapter_names={f"self_attn.{name}": f"attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj")},
     ),
     notes=reading.EXPERTS_NOTE,
+    shape=text_shape(201088, 2880, 2880, 36, 64),
 )

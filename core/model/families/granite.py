@@ -12,11 +12,11 @@ from dataclasses import replace
 
 from ..config import ModelConfig
 from ..config_json import ConfigJson
-from ..family import Family
+from ..family import Family, text_shape
 from ..layers import AttentionSpec, Experts, GatedSpec, LayerSpec, Routing, Scoring
 from ..rope_config import RopeConfig
 from ..tensor_names import LLAMA_NORMS, TensorNames
-from . import reading
+from . import reading, rotary
 from .mamba import MAMBA_2_DEFAULTS, mamba_2
 
 _MAMBA = "linear_attention"
@@ -32,7 +32,7 @@ def _model(fields: ConfigJson, feed_forward: GatedSpec | Experts, *, rotates: bo
     attention = AttentionSpec(
         *heads,
         scale=heads.head_dim**-0.5 if scores is None else scores,
-        rope=reading.rope(fields, heads.head_dim) if rotates else None,
+        rope=rotary.rope(fields, heads.head_dim) if rotates else None,
         qkv_bias=bias,
         o_bias=bias,
     )
@@ -74,13 +74,13 @@ def _with_windows(fields: ConfigJson, model: ModelConfig) -> ModelConfig:
 
 def _ropes(fields: ConfigJson, model: ModelConfig) -> list[RopeConfig | None]:
     """Of each layer, with its base from `layer_rope_theta`; where that is 0, None."""
-    bases, scaling = fields.numbers("layer_rope_theta"), reading.rope_fields(fields)
+    bases, scaling = fields.numbers("layer_rope_theta"), rotary.rope_fields(fields)
     if not bases:
         return [layer.rope for layer in model.layers]
     if len(bases) != len(model.layers):
         raise fields.refuse("layer_rope_theta", f"{len(bases)} bases for num_hidden_layers, {len(model.layers)}")
     found = {
-        base: reading.rope(fields, model.head_dim, of=scaling.with_values({"rope_theta": base})) if base else None
+        base: rotary.rope(fields, model.head_dim, of=scaling.with_values({"rope_theta": base})) if base else None
         for base in dict.fromkeys(bases)
     }
     return [found[base] for base in bases]
@@ -135,7 +135,14 @@ _WITH_SHARED = replace(
 )
 _DEFAULTS = {"max_position_embeddings": 2048, **dict.fromkeys((*_FACTORS, "attention_multiplier"), 1.0)}
 
-GRANITE = Family("Granite 3", ("GraniteForCausalLM",), _read, _DEFAULTS, nulls=("num_key_value_heads",))
+GRANITE = Family(
+    "Granite 3",
+    ("GraniteForCausalLM",),
+    _read,
+    _DEFAULTS,
+    nulls=("num_key_value_heads",),
+    shape=text_shape(32000, 4096, 11008, 32, 32),
+)
 _HYBRID = {**LLAMA_NORMS, "mlp.down_proj": "shared_mlp.output_linear"}
 GRANITE_4 = Family(
     "Granite 4",

@@ -6,7 +6,7 @@ from ..config import ModelConfig
 from ..config_json import ConfigJson
 from ..family import Family
 from ..layers import AttentionSpec, LayerSpec
-from . import reading
+from . import reading, rotary
 
 
 def _read(fields: ConfigJson) -> ModelConfig:
@@ -14,7 +14,7 @@ def _read(fields: ConfigJson) -> ModelConfig:
     attention = AttentionSpec(
         *heads,
         scale=heads.head_dim**-0.5,
-        rope=reading.rope(fields, heads.head_dim, interleaved=True),
+        rope=rotary.rope(fields, heads.head_dim, interleaved=True),
         qkv_bias=fields.boolean("attention_bias"),
     )
     layer = LayerSpec(attention, reading.gated(fields, bias=fields.boolean("mlp_bias")))

@@ -13,18 +13,18 @@ from ..config_json import ConfigJson
 from ..family import Family
 from ..layers import AttentionSpec, HeadNorm, LayerSpec, Routing, Scoring
 from ..tensor_names import CORRECTION, LLAMA_NORMS, TensorNames
-from . import reading
+from . import reading, rotary
 
 
 def _attention(fields: ConfigJson) -> AttentionSpec:
-    heads, bias, rope_fields = reading.heads(fields), fields.boolean("attention_bias"), reading.rope_fields(fields)
+    heads, bias, rope_fields = reading.heads(fields), fields.boolean("attention_bias"), rotary.rope_fields(fields)
     if fields.boolean("use_cla"):
         raise fields.refuse("use_cla", "attention across layers is not supported; only false is")
-    rope = reading.rope(fields, heads.head_dim)
+    rope = rotary.rope(fields, heads.head_dim)
     if rope.type == "dynamic" and (alpha := reading.optional_number(rope_fields, "alpha")) is not None:
         dim = heads.head_dim  # as NTK-aware interpolation: the frequencies depend on no length
         rope = replace(rope, type="default", theta=rope.theta * alpha ** (dim / (dim - 2)))
-    reading.check_rotated_norm(fields, rope)
+    rotary.check_rotated_norm(fields, rope)
     return AttentionSpec(
         *heads,
         scale=heads.head_dim**-0.5,
@@ -64,7 +64,7 @@ def _read_3(fields: ConfigJson) -> ModelConfig:
     count = fields.integer("num_hidden_layers")
     if fields.boolean("mlp_bias"):
         raise fields.refuse("mlp_bias", "experts have no biases here; only false is supported")
-    attention = reading.attention(fields, head_norm=HeadNorm.EACH)
+    attention = rotary.attention(fields, head_norm=HeadNorm.EACH)
     routing = Routing(
         1,
         Scoring.SIGMOID,

@@ -7,7 +7,7 @@ from ..config_json import ConfigJson
 from ..family import Family
 from ..layers import AttentionSpec, LayerSpec, Norms
 from ..tensor_names import LLAMA_NORMS, TensorNames
-from . import reading
+from . import reading, rotary
 
 
 def _read(fields: ConfigJson) -> ModelConfig:
@@ -16,7 +16,7 @@ def _read(fields: ConfigJson) -> ModelConfig:
     attention = AttentionSpec(
         *heads,
         scale=heads.head_dim**-0.5 if scale is None else scale,
-        rope=reading.rope(fields, heads.head_dim),
+        rope=rotary.rope(fields, heads.head_dim),
         qkv_bias=bias,
         o_bias=bias,
     )

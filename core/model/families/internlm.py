@@ -6,7 +6,7 @@ from ..config import ModelConfig
 from ..config_json import ConfigJson
 from ..family import Family
 from ..layers import AttentionSpec, LayerSpec
-from . import reading
+from . import reading, rotary
 
 
 def _read(fields: ConfigJson) -> ModelConfig:
@@ -14,7 +14,7 @@ def _read(fields: ConfigJson) -> ModelConfig:
     of_qkv, of_rest = (_either(fields, *names) for names in (("qkv_bias", "attention_bias"), ("bias", "mlp_bias")))
     if of_qkv != of_rest:
         raise fields.refuse("qkv_bias", f"bias is {of_rest}; transformers computes only models with both or neither")
-    rope = reading.rope(fields, heads.head_dim)
+    rope = rotary.rope(fields, heads.head_dim)
     attention = AttentionSpec(*heads, scale=heads.head_dim**-0.5, rope=rope, qkv_bias=of_qkv, o_bias=of_qkv)
     layer = LayerSpec(attention, reading.gated(fields, bias=of_rest))
     return reading.dense(fields, [layer] * fields.integer("num_hidden_layers"), reading.rms_norm(fields))

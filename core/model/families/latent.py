@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..config_json import ConfigJson
 from ..layers import AttentionSpec, LatentSpec, QueryGrowth
 from ..rope_config import RopeConfig
-from . import reading
+from . import reading, rotary
 
 #: Of the norms of latents, whatever the model's others have.
 _EPS = 1e-6
@@ -58,17 +58,17 @@ def _rope(fields: ConfigJson, key_dim: int, rotated_dim: int, *, interleaved: bo
     """The rope, which rotates all of a head's `qk_rope_head_dim` elements. `partial_rotary_factor` is 1, or the share
     of a key that these are.
     """
-    scaling = reading.rope_fields(fields)
+    scaling = rotary.rope_fields(fields)
     share = reading.optional_number(scaling, "partial_rotary_factor")
     if share is not None and rotated_dim not in (int(rotated_dim * share), round((key_dim + rotated_dim) * share)):
         raise scaling.refuse("partial_rotary_factor", f"all {rotated_dim} elements of qk_rope_head_dim must rotate")
-    return reading.rope(fields, rotated_dim, of=scaling.without("partial_rotary_factor"), interleaved=interleaved)
+    return rotary.rope(fields, rotated_dim, of=scaling.without("partial_rotary_factor"), interleaved=interleaved)
 
 
 def _scale(fields: ConfigJson, rope: RopeConfig, head_dim: int) -> float:
     """Factor of the scores; YaRN's grows with its factor."""
-    scaling = reading.rope_fields(fields)
+    scaling = rotary.rope_fields(fields)
     mscale = reading.optional_number(scaling, "mscale_all_dim")
     if rope.type == "default" or mscale is None:
         return head_dim**-0.5
-    return head_dim**-0.5 * reading.mscale(scaling.number("factor"), mscale) ** 2
+    return head_dim**-0.5 * rotary.mscale(scaling.number("factor"), mscale) ** 2

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from ..config import ModelConfig
 from ..config_json import ConfigJson
-from ..family import Family
+from ..family import Family, text_shape
 from ..layers import AttentionSpec, Experts, GatedSpec, HeadNorm, LayerSpec, NormSpec, Routing, Scoring
 from ..recurrent import ShortConvSpec
 from ..tensor_names import TensorNames
-from . import reading
+from . import reading, rotary
 
 _CONV = "conv"
 
@@ -43,7 +43,7 @@ def _read_experts(fields: ConfigJson) -> ModelConfig:
 def _model(fields: ConfigJson, feed_forward: list[GatedSpec] | list[GatedSpec | Experts]) -> ModelConfig:
     heads = reading.heads(fields)
     attention = AttentionSpec(
-        *heads, scale=heads.head_dim**-0.5, rope=reading.rope(fields, heads.head_dim), head_norm=HeadNorm.EACH
+        *heads, scale=heads.head_dim**-0.5, rope=rotary.rope(fields, heads.head_dim), head_norm=HeadNorm.EACH
     )
     conv = ShortConvSpec(
         fields.integer("hidden_size"),
@@ -122,6 +122,7 @@ LFM2_VL = Family(
         left_out=("model.vision_tower.", "model.multi_modal_projector.", "vision_tower.", "multi_modal_projector."),
     ),
     notes="text only",
+    shape=text_shape(65536, 2560, 12288, 32, 32),
 )
 LFM2_MOE = Family(
     "LFM2-MoE",

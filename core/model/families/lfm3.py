@@ -10,12 +10,12 @@ from dataclasses import replace
 
 from ..config import ModelConfig
 from ..config_json import ConfigJson
-from ..family import Family
+from ..family import Family, text_shape
 from ..layers import AttentionSpec, GatedSpec, HeadNorm, LayerSpec, Norms, NormSpec, OutputGate
 from ..recurrent import ShortConvSpec
 from ..rope_config import RopeConfig
 from ..tensor_names import TensorNames
-from . import reading
+from . import reading, rotary
 
 _CONV = "conv"
 
@@ -63,14 +63,14 @@ def _layer_types(fields: ConfigJson) -> list[str]:
 
 def _rope(fields: ConfigJson, kind: str, head_dim: int) -> RopeConfig:
     """A rope of the default type rotates whole heads, whatever `partial_rotary_factor` is."""
-    ropes = reading.rope_fields(fields)
+    ropes = rotary.rope_fields(fields)
     if not ropes.raw and fields.is_missing("rope_parameters"):
         ropes = fields.part("rope_parameters", _ROPES)
     if (own := ropes.object(kind)) is None:
         raise ropes.refuse(kind, "a rope for each type of attention that layers have is needed")
-    if reading.rope_type_of(own) == "default":
+    if rotary.rope_type_of(own) == "default":
         own = own.with_values({"partial_rotary_factor": 1.0})
-    return reading.rope(fields, head_dim, of=own, theta=None if fields.has("rope_theta") else 1_000_000.0)
+    return rotary.rope(fields, head_dim, of=own, theta=None if fields.has("rope_theta") else 1_000_000.0)
 
 
 _ROPES = {
@@ -118,4 +118,5 @@ LFM3_VL = Family(
         left_out=("model.vision_tower.", "model.multi_modal_projector.", "vision_tower.", "multi_modal_projector."),
     ),
     notes="text only",
+    shape=text_shape(128000, 2048, 7680, 24, 16),
 )

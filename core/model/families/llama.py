@@ -6,13 +6,13 @@ from dataclasses import replace
 
 from ..config import ModelConfig
 from ..config_json import ConfigJson
-from ..family import Family
+from ..family import Family, text_shape
 from ..layers import AttentionSpec, LayerSpec
-from . import reading
+from . import reading, rotary
 
 
 def _read(fields: ConfigJson) -> ModelConfig:
-    attention = reading.attention(fields)
+    attention = rotary.attention(fields)
     layer = LayerSpec(attention, reading.gated(fields, bias=fields.boolean("mlp_bias")))
     return reading.dense(fields, [layer] * fields.integer("num_hidden_layers"), reading.rms_norm(fields))
 
@@ -26,7 +26,7 @@ def _read_iquest(fields: ConfigJson) -> ModelConfig:
 
 def _read_windows(fields: ConfigJson) -> ModelConfig:
     heads, count = reading.heads(fields), fields.integer("num_hidden_layers")
-    attention = AttentionSpec(*heads, scale=heads.head_dim**-0.5, rope=reading.rope(fields, heads.head_dim))
+    attention = AttentionSpec(*heads, scale=heads.head_dim**-0.5, rope=rotary.rope(fields, heads.head_dim))
     feed_forward = reading.gated(fields, bias=fields.boolean("mlp_bias"))
     types = [reading.SLIDING if index % 4 else reading.FULL for index in range(count)]
     layers = [LayerSpec(replace(attention, window=each), feed_forward) for each in reading.windows(fields, types)]
@@ -39,6 +39,7 @@ LLAMA = Family(
     _read,
     {"max_position_embeddings": 2048},
     nulls=("head_dim", "num_key_value_heads"),
+    shape=text_shape(32000, 4096, 11008, 32, 32),
 )
 IQUEST_CODER = Family(
     "IQuest-Coder",

@@ -9,11 +9,11 @@ from dataclasses import replace
 
 from ..config import ModelConfig
 from ..config_json import ConfigJson
-from ..family import Family
+from ..family import Family, text_shape
 from ..layers import AttentionSpec, HeadNorm, LayerSpec, QueryGrowth, Routing, Scoring
 from ..rope_config import RopeConfig
 from ..tensor_names import BESIDE_VISION, LLAMA_NORMS, TensorNames
-from . import reading
+from . import reading, rotary
 
 _CHUNKED = "chunked_attention"
 
@@ -59,7 +59,7 @@ def _attention(fields: ConfigJson, rotates: list[bool]) -> list[AttentionSpec]:
 
 
 def _rope(fields: ConfigJson, head_dim: int) -> RopeConfig:
-    rope = reading.rope(fields, head_dim, interleaved=True)
+    rope = rotary.rope(fields, head_dim, interleaved=True)
     if rope.attention_factor != 1 and fields.boolean("use_qk_norm"):
         raise fields.refuse("use_qk_norm", "heads are normalised with ropes that don't change their norms alone")
     return rope
@@ -142,4 +142,5 @@ LLAMA_4_TEXT = Family(
         left_out=("vision_model.", "multi_modal_projector."),
     ),
     notes=_NOTES,
+    shape=text_shape(202048, 5120, 8192, 48, 40),
 )

@@ -7,7 +7,7 @@ from ..config_json import ConfigJson
 from ..family import Family
 from ..layers import AttentionSpec, HeadNorm, Routing
 from ..tensor_names import TensorNames
-from . import reading
+from . import reading, rotary
 
 
 def _read(fields: ConfigJson) -> ModelConfig:
@@ -15,7 +15,7 @@ def _read(fields: ConfigJson) -> ModelConfig:
     types = reading.layer_types(fields, 1)
     window = reading.checked_window(fields, types)
     ropes = {
-        kind: reading.rope(fields, heads.head_dim, of=reading.whole_rope(fields, kind, _ROPES)) for kind in set(types)
+        kind: rotary.rope(fields, heads.head_dim, of=rotary.whole_rope(fields, kind, _ROPES)) for kind in set(types)
     }
     attentions = [
         AttentionSpec(

@@ -7,7 +7,7 @@ from ..config_json import ConfigJson
 from ..family import Family
 from ..layers import AttentionSpec, HeadNorm, LayerSpec, Routing, Scoring
 from ..tensor_names import CORRECTION, LLAMA_NORMS, TensorNames
-from . import reading
+from . import reading, rotary
 
 
 def _read(fields: ConfigJson) -> ModelConfig:
@@ -15,7 +15,7 @@ def _read(fields: ConfigJson) -> ModelConfig:
     attention = AttentionSpec(
         *heads,
         scale=heads.head_dim**-0.5,
-        rope=reading.rope(_with_partial_factor(fields, heads.head_dim), heads.head_dim),
+        rope=rotary.rope(_with_partial_factor(fields, heads.head_dim), heads.head_dim),
         head_norm=HeadNorm.ALL,
     )
     routing = Routing(1, Scoring.SIGMOID, renormalised=True, corrected=True)

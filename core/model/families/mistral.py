@@ -1,6 +1,8 @@
 """Mistral, Ministral 8B, Mistral Small 3 and Ministral 3: Llama's shape with attention windows.
 
 Mistral Small 4 has latent attention and a mixture of experts.
+
+Tests: tests/core/test_text_parts.py, tests/core/model/test_published_configs.py
 """
 
 from __future__ import annotations
@@ -9,14 +11,14 @@ from dataclasses import replace
 
 from ..config import ModelConfig
 from ..config_json import ConfigJson
-from ..family import Family
+from ..family import Family, text_shape
 from ..layers import AttentionSpec, LayerSpec, QueryGrowth, Routing
 from ..tensor_names import BESIDE_VISION
-from . import glm_moe, latent, reading
+from . import glm_moe, latent, reading, rotary
 
 
 def _read(fields: ConfigJson) -> ModelConfig:
-    reading.rope_fields(fields).states(_BETA)  # of Ministral 3 alone
+    rotary.rope_fields(fields).states(_BETA)  # of Ministral 3 alone
     return _model(fields, None)
 
 
@@ -26,7 +28,7 @@ def _read_ministral_3(fields: ConfigJson) -> ModelConfig:
 
 def _model(fields: ConfigJson, growth: QueryGrowth | None) -> ModelConfig:
     heads = reading.heads(fields)
-    rope, feed_forward = reading.rope(fields, heads.head_dim), reading.gated(fields)
+    rope, feed_forward = rotary.rope(fields, heads.head_dim), reading.gated(fields)
     attention = AttentionSpec(*heads, scale=heads.head_dim**-0.5, rope=rope, query_growth=growth)
     windows = reading.windows(fields, [reading.SLIDING] * fields.integer("num_hidden_layers"))
     layers = [LayerSpec(replace(attention, window=each), feed_forward) for each in windows]
@@ -49,24 +51,41 @@ def _read_4(fields: ConfigJson) -> ModelConfig:
 
 
 def _read_beside_vision(fields: ConfigJson) -> ModelConfig:
-    """The text model of a vision model is Mistral Small 4's, or an earlier one: `model_type` says which."""
-    if fields.text("model_type", "mistral") != "mistral4":
-        return _read(fields.with_defaults({**_DEFAULTS, "head_dim": 128}))
-    model = _read_4(fields.with_defaults(_DEFAULTS_4))
+    """The text model of a vision model is Mistral Small 4's, Ministral 3's or an earlier one, as `model_type` says."""
+    kind = fields.text("model_type", "mistral")
+    if kind == "ministral3":
+        return MINISTRAL_3.read(fields.with_defaults({**MINISTRAL_3.defaults, **MINISTRAL_3.shape}))
+    if kind != "mistral4":
+        return _read(fields.with_defaults({**_DEFAULTS, **MISTRAL.shape}))
+    model = _read_4(fields.with_defaults({**_DEFAULTS_4, **text_shape(131072, 4096, 12288, 36, 32)}))
     return replace(model, tensors=replace(BESIDE_VISION, names=model.tensors.names))
 
 
 def _growth(fields: ConfigJson) -> QueryGrowth:
     """Of Ministral 3."""
-    rope = reading.rope_fields(fields)
-    return QueryGrowth(rope.number(_BETA), reading.original_positions(rope, fields))
+    rope = rotary.rope_fields(fields)
+    return QueryGrowth(rope.number(_BETA), rotary.original_positions(rope, fields))
 
 
 _BETA = "llama_4_scaling_beta"
 _DEFAULTS = {"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096}
 
-MISTRAL = Family("Mistral", ("MistralForCausalLM",), _read, _DEFAULTS, nulls=("head_dim",))
-MINISTRAL = Family("Ministral 8B", ("MinistralForCausalLM",), _read, _DEFAULTS, nulls=("head_dim",))
+MISTRAL = Family(
+    "Mistral",
+    ("MistralForCausalLM",),
+    _read,
+    _DEFAULTS,
+    nulls=("head_dim",),
+    shape=text_shape(32000, 4096, 14336, 32, 32),
+)
+MINISTRAL = Family(
+    "Ministral 8B",
+    ("MinistralForCausalLM",),
+    _read,
+    _DEFAULTS,
+    nulls=("head_dim",),
+    shape=text_shape(32000, 4096, 14336, 32, 32),
+)
 MINISTRAL_3 = Family(
     "Ministral 3",
     ("Ministral3ForCausalLM",),
@@ -81,8 +100,7 @@ MINISTRAL_3 = Family(
             "type": "yarn", "rope_theta": 1000000.0, "factor": 16.0, "original_max_position_embeddings": 16384,
             "beta_fast": 32.0, "beta_slow": 1.0, "mscale_all_dim": 1.0, "mscale": 1.0, "llama_4_scaling_beta": 0.1,
         },
-    },
-)  # fmt: skip
+    }, shape=text_shape(131072, 4096, 14336, 34, 32),)  # fmt: skip
 _DEFAULTS_4 = {
     **latent.DEFAULTS,
     "q_lora_rank": 1024,

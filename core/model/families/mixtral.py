@@ -7,7 +7,7 @@ from ..config_json import ConfigJson
 from ..family import Family
 from ..layers import AttentionSpec, LayerSpec, Routing
 from ..tensor_names import LLAMA_NORMS, TensorNames
-from . import reading
+from . import reading, rotary
 
 
 def _read(fields: ConfigJson) -> ModelConfig:
@@ -15,7 +15,7 @@ def _read(fields: ConfigJson) -> ModelConfig:
     attention = AttentionSpec(
         *heads,
         scale=heads.head_dim**-0.5,
-        rope=reading.rope(fields, heads.head_dim),
+        rope=rotary.rope(fields, heads.head_dim),
         window=fields.optional("sliding_window"),
     )
     experts = reading.experts(fields, Routing(1, renormalised=True), size="intermediate_size")

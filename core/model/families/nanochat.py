@@ -9,13 +9,13 @@ from ..config_json import ConfigJson
 from ..family import Family
 from ..layers import AttentionSpec, HeadNorm, LayerSpec, NormSpec, UngatedActivation
 from ..tensor_names import TensorNames
-from . import reading
+from . import reading, rotary
 
 
 def _read(fields: ConfigJson) -> ModelConfig:
     heads, bias = reading.heads(fields), fields.boolean("attention_bias")
-    rope = reading.rope(fields, heads.head_dim)
-    reading.check_rotated_norm(fields, rope)
+    rope = rotary.rope(fields, heads.head_dim)
+    rotary.check_rotated_norm(fields, rope)
     attention = AttentionSpec(
         *heads,
         scale=heads.head_dim**-0.5,

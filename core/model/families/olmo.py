@@ -6,11 +6,11 @@ from __future__ import annotations
 
 from ..config import ModelConfig
 from ..config_json import ConfigJson
-from ..family import Family
+from ..family import Family, text_shape
 from ..layers import AttentionSpec, HeadNorm, LayerSpec, Norms, NormSpec
 from ..rope_config import RopeConfig
 from ..tensor_names import AFTER_NORMS, TensorNames
-from . import reading
+from . import reading, rotary
 
 
 def _model(fields: ConfigJson, layers: list[tuple[RopeConfig, int | None]]) -> ModelConfig:
@@ -39,7 +39,7 @@ def _read_1(fields: ConfigJson) -> ModelConfig:
     if fields.has("clip_qkv"):
         raise fields.refuse("clip_qkv", "queries, keys and values are not clipped; only null is supported")
     heads, bias = reading.heads(fields), fields.boolean("attention_bias")
-    rope = reading.rope(fields, heads.head_dim)
+    rope = rotary.rope(fields, heads.head_dim)
     attention = AttentionSpec(*heads, scale=heads.head_dim**-0.5, rope=rope, qkv_bias=bias, o_bias=bias)
     norm = NormSpec(1e-5, centered=True, wide=True, weightless=True)
     layer = LayerSpec(attention, reading.gated(fields))
@@ -47,12 +47,12 @@ def _read_1(fields: ConfigJson) -> ModelConfig:
 
 
 def _read_2(fields: ConfigJson) -> ModelConfig:
-    rope = reading.rope(fields, reading.heads(fields).head_dim)
+    rope = rotary.rope(fields, reading.heads(fields).head_dim)
     return _model(fields, [(rope, None)] * fields.integer("num_hidden_layers"))
 
 
 def _read_3(fields: ConfigJson) -> ModelConfig:
-    ropes = reading.ropes_by_type(fields, {reading.FULL: ("rope_theta", _THETA), reading.SLIDING: (None, _THETA)})
+    ropes = rotary.ropes_by_type(fields, {reading.FULL: ("rope_theta", _THETA), reading.SLIDING: (None, _THETA)})
     types = reading.layer_types(fields, 4)
     windows = reading.windows_of(fields, types)
     return _model(fields, [(ropes[seen], window) for seen, window in zip(types, windows, strict=True)])
@@ -69,7 +69,15 @@ OLMO_1 = Family(
     {"max_position_embeddings": 2048},
     notes="models that clip queries, keys and values (`clip_qkv`) are refused",
 )
-OLMO_2 = Family("OLMo 2", ("Olmo2ForCausalLM",), _read_2, _DEFAULTS, _NAMES, nulls=("num_key_value_heads",))
+OLMO_2 = Family(
+    "OLMo 2",
+    ("Olmo2ForCausalLM",),
+    _read_2,
+    _DEFAULTS,
+    _NAMES,
+    nulls=("num_key_value_heads",),
+    shape=text_shape(50304, 4096, 11008, 32, 32),
+)
 OLMO_3 = Family(
     "OLMo 3",
     ("Olmo3ForCausalLM",),
@@ -77,4 +85,5 @@ OLMO_3 = Family(
     {**_DEFAULTS, "sliding_window": 4096},
     _NAMES,
     nulls=("num_key_value_heads",),
+    shape=text_shape(50304, 4096, 11008, 32, 32),
 )

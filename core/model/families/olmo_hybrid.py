@@ -13,7 +13,7 @@ from ..layers import Activation, AttentionSpec, HeadNorm, LayerSpec, Norms
 from ..recurrent import GatedDeltaSpec
 from ..rope_config import RopeConfig
 from ..tensor_names import AFTER_NORMS, TensorNames
-from . import reading
+from . import reading, rotary
 
 _LINEAR = "linear_attention"
 
@@ -47,9 +47,9 @@ def _layer_types(fields: ConfigJson) -> list[str]:
 
 def _rope(fields: ConfigJson, head_dim: int) -> RopeConfig | None:
     """Where `rope_theta` is null, as in published checkpoints, nothing is rotated."""
-    inner = reading.rope_fields(fields)
+    inner = rotary.rope_fields(fields)
     holder = inner if "rope_theta" in inner.raw else fields
-    return None if holder.raw.get("rope_theta", 0) is None else reading.rope(fields, head_dim)
+    return None if holder.raw.get("rope_theta", 0) is None else rotary.rope(fields, head_dim)
 
 
 def _delta(fields: ConfigJson, num_heads: int) -> GatedDeltaSpec:

@@ -7,7 +7,7 @@ from ..config_json import ConfigJson
 from ..family import Family
 from ..layers import HeadNorm, LayerSpec, Norms, Routing
 from ..tensor_names import AFTER_NORMS, TensorNames
-from . import reading
+from . import reading, rotary
 
 
 def _read(fields: ConfigJson) -> ModelConfig:
@@ -21,7 +21,7 @@ def _read_flex(fields: ConfigJson) -> ModelConfig:
 
 
 def _model(fields: ConfigJson, norms: Norms) -> ModelConfig:
-    attention = reading.attention(fields, head_norm=HeadNorm.ALL)
+    attention = rotary.attention(fields, head_norm=HeadNorm.ALL)
     routing = Routing(1, renormalised=fields.boolean("norm_topk_prob"))
     experts = reading.experts(fields, routing, size="intermediate_size")
     layers = [LayerSpec(attention, experts, norms)] * fields.integer("num_hidden_layers")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..family import Family
+from ..family import Family, text_shape
 from ..tensor_names import TensorNames
 from . import qwen, qwen3_moe, reading
 
@@ -38,7 +38,7 @@ def _of_whole(thinker: Family, *architectures: str) -> Family:
 QWEN2_5_OMNI = Family(
     "Qwen2.5-Omni's thinker (text)",
     ("Qwen2_5OmniThinkerForConditionalGeneration",),
-    qwen.QWEN2.read,
+    qwen.reader(None, sections=(16, 24, 24)),
     {
         **qwen.QWEN2.defaults,
         "num_key_value_heads": 4,
@@ -47,6 +47,7 @@ QWEN2_5_OMNI = Family(
     _TENSORS,
     notes="text only",
     nulls=("num_key_value_heads",),
+    shape=text_shape(152064, 3584, 18944, 28, 28),
 )
 QWEN3_OMNI = Family(
     "Qwen3-Omni's thinker (text)",
@@ -55,6 +56,7 @@ QWEN3_OMNI = Family(
     {**qwen3_moe.QWEN3_MOE.defaults, "num_key_value_heads": 4, "rope_theta": 1000000.0, "norm_topk_prob": True},
     _TENSORS,
     notes=f"text only; {reading.EXPERTS_NOTE}",
+    shape=text_shape(3584, 2048, 18944, 28, 28),
 )
 QWEN2_5_OMNI_WHOLE = _of_whole(QWEN2_5_OMNI, "Qwen2_5OmniForConditionalGeneration", "Qwen2_5OmniModel")
 QWEN3_OMNI_WHOLE = _of_whole(QWEN3_OMNI, "Qwen3OmniMoeForConditionalGeneration")

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from ..config import ModelConfig
 from ..config_json import ConfigJson
-from ..family import Family
+from ..family import Family, text_shape
 from ..layers import AttentionSpec, LayerSpec, Norms, UngatedActivation
 from ..tensor_names import FUSED_GATE_UP, FUSED_QKV, TensorNames
-from . import reading
+from . import reading, rotary
 
 _ROPE_NAMES = {"su": "longrope", "yarn": "longrope"}
 
@@ -20,7 +20,7 @@ def _read(fields: ConfigJson) -> ModelConfig:
     attention = AttentionSpec(
         *heads,
         scale=heads.head_dim**-0.5,
-        rope=reading.rope(fields, heads.head_dim, names=_ROPE_NAMES, types=("default", "longrope")),
+        rope=rotary.rope(fields, heads.head_dim, names=_ROPE_NAMES, types=("default", "longrope")),
         window=fields.optional("sliding_window"),
     )
     layer = LayerSpec(attention, reading.gated(fields))
@@ -31,7 +31,7 @@ def _read_2(fields: ConfigJson) -> ModelConfig:
     if fields.boolean("qk_layernorm"):
         raise fields.refuse("qk_layernorm", "norms of heads are not supported for this family")
     heads = reading.heads(fields)
-    rope = reading.rope(fields, heads.head_dim)
+    rope = rotary.rope(fields, heads.head_dim)
     attention = AttentionSpec(*heads, scale=heads.head_dim**-0.5, rope=rope, qkv_bias=True, o_bias=True)
     feed_forward = reading.ungated(fields, default=UngatedActivation.GELU_TANH, bias=True)
     layers = [LayerSpec(attention, feed_forward, Norms.PARALLEL)] * fields.integer("num_hidden_layers")
@@ -51,6 +51,7 @@ PHI_3 = Family(
     TensorNames(fused={**FUSED_QKV, **FUSED_GATE_UP}),
     notes="with longrope, up to the original positions unless `--max-model-len` asks for more",
     nulls=("num_key_value_heads",),
+    shape=text_shape(32064, 3072, 8192, 32, 32),
 )
 PHI_2 = Family(
     "Phi-1, 1.5 and 2",

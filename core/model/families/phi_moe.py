@@ -12,7 +12,7 @@ from ..config_json import ConfigJson
 from ..family import Family
 from ..layers import LayerSpec, Routing, Scoring
 from ..tensor_names import TensorNames
-from . import mixtral, reading
+from . import mixtral, reading, rotary
 
 _PER_TOKEN = 2
 """Experts of a token in transformers' code, whatever the field says."""
@@ -26,16 +26,16 @@ def _read(fields: ConfigJson) -> ModelConfig:
     if not isinstance(jitter, int | float) or isinstance(jitter, bool) or jitter < 0:
         raise fields.refuse(name, "a number of at least 0 is needed")
     routing = Routing(_PER_TOKEN, Scoring.SPARSE_MIXER, jitter=float(jitter))
-    attention = reading.attention(fields, window=fields.optional("sliding_window"))
+    attention = rotary.attention(fields, window=fields.optional("sliding_window"))
     rope, most = attention.rope, fields.integer("max_position_embeddings")
     if rope is not None and rope.type == "longrope":
-        scaling = reading.rope_fields(fields)
+        scaling = rotary.rope_fields(fields)
         short, long = scaling.number("short_mscale"), scaling.number("long_mscale")
         # transformers has the short factors at every length, and changes cos and sin with the length of a request
         rope = replace(rope, long_factors=rope.short_factors, attention_factor=short)
         most = most if short == long else min(most, rope.original_max_position_embeddings)
     elif rope is not None and rope.type != "default":
-        raise reading.rope_fields(fields).refuse("rope_type", "not supported; supported: default, longrope")
+        raise rotary.rope_fields(fields).refuse("rope_type", "not supported; supported: default, longrope")
     experts = reading.experts(fields, routing, size="intermediate_size")
     layer = LayerSpec(replace(attention, rope=rope), experts)
     return reading.dense(

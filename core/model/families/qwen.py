@@ -7,13 +7,13 @@ from types import MappingProxyType
 
 from ..config import ModelConfig
 from ..config_json import ConfigJson
-from ..family import Family
+from ..family import Family, text_shape
 from ..layers import AttentionSpec, HeadNorm, LayerSpec
 from ..tensor_names import TEXT_AND_IMAGES
-from . import reading
+from . import reading, rotary
 
 
-def _reader(
+def reader(
     head_norm: HeadNorm | None,
     rope_names: Mapping[str, str] = MappingProxyType({}),
     sections: tuple[int, ...] = (),
@@ -25,9 +25,9 @@ def _reader(
     def read(fields: ConfigJson) -> ModelConfig:
         heads, count = reading.heads(fields), fields.integer("num_hidden_layers")
         bias = fields.boolean("attention_bias") if head_norm else True
-        rope = reading.rope(fields, heads.head_dim, names=rope_names)
+        rope = rotary.rope(fields, heads.head_dim, names=rope_names)
         if sections:
-            reading.check_sections(fields, rope, sections)
+            rotary.check_sections(fields, rope, sections)
         layers = [
             LayerSpec(
                 AttentionSpec(
@@ -66,21 +66,37 @@ _QWEN3 = {**_QWEN2, "head_dim": 128}
 _QWEN2_VL = {**_QWEN2, "num_key_value_heads": 8, "max_window_layers": 80, "rope_theta": 1000000.0, "rms_norm_eps": 1e-5}
 _QWEN3_VL = {**_TEXT, "head_dim": 128, "max_position_embeddings": 128000, "rope_theta": 500000.0}
 
-QWEN2 = Family("Qwen2 and Qwen2.5", ("Qwen2ForCausalLM",), _reader(None), _QWEN2, nulls=("num_key_value_heads",))
-QWEN3 = Family("Qwen3", ("Qwen3ForCausalLM",), _reader(HeadNorm.EACH), _QWEN3, nulls=("num_key_value_heads",))
+QWEN2 = Family(
+    "Qwen2 and Qwen2.5",
+    ("Qwen2ForCausalLM",),
+    reader(None),
+    _QWEN2,
+    nulls=("num_key_value_heads",),
+    shape=text_shape(151936, 4096, 22016, 32, 32),
+)
+QWEN3 = Family(
+    "Qwen3",
+    ("Qwen3ForCausalLM",),
+    reader(HeadNorm.EACH),
+    _QWEN3,
+    nulls=("num_key_value_heads",),
+    shape=text_shape(151936, 4096, 22016, 32, 32),
+)
 QWEN2_VL = Family(
     "Qwen2-VL and Qwen2.5-VL (text)",
     ("Qwen2_5_VLForConditionalGeneration", "Qwen2VLForConditionalGeneration"),
-    _reader(None, {"mrope": "default"}, (16, 24, 24)),  # of text alone
+    reader(None, {"mrope": "default"}, (16, 24, 24)),  # of text alone
     _QWEN2_VL,
     TEXT_AND_IMAGES,
     nulls=("num_key_value_heads", "use_sliding_window"),
+    shape=text_shape(152064, 8192, 29568, 80, 64),
 )
 QWEN3_VL = Family(
     "Qwen3-VL (text)",
     ("Qwen3VLForConditionalGeneration",),
-    _reader(HeadNorm.EACH),
+    reader(HeadNorm.EACH),
     _QWEN3_VL,
     TEXT_AND_IMAGES,
     nulls=("num_key_value_heads",),
+    shape=text_shape(151936, 4096, 22016, 32, 32),
 )

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from ..config import ModelConfig
 from ..config_json import ConfigJson
-from ..family import Family
+from ..family import Family, text_shape
 from ..layers import AttentionSpec, Routing
-from . import reading
+from . import reading, rotary
 
 
 def _read(fields: ConfigJson) -> ModelConfig:
     heads, bias, count = reading.heads(fields), fields.boolean("qkv_bias"), fields.integer("num_hidden_layers")
     window = fields.optional("sliding_window") if fields.boolean("use_sliding_window") else None
-    whole, rope = fields.integer("max_window_layers", least=0), reading.rope(fields, heads.head_dim)
+    whole, rope = fields.integer("max_window_layers", least=0), rotary.rope(fields, heads.head_dim)
     types = fields.texts("layer_types") and reading.layer_types(fields, 1)
     if window is None and reading.SLIDING in types:
         raise fields.refuse("layer_types", f"{reading.SLIDING} needs use_sliding_window true, and a sliding_window")
@@ -58,4 +58,5 @@ QWEN2_MOE = Family(
     },
     notes=reading.EXPERTS_NOTE,
     nulls=("num_key_value_heads",),
+    shape=text_shape(151936, 2048, 5632, 24, 16),
 )

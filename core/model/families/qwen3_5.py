@@ -14,11 +14,11 @@ from typing import Any
 
 from ..config import ModelConfig
 from ..config_json import ConfigJson
-from ..family import Family
+from ..family import Family, text_shape
 from ..layers import AttentionSpec, Experts, GatedSpec, HeadNorm, LayerSpec, OutputGate, Routing
 from ..recurrent import GatedDeltaSpec
 from ..tensor_names import TensorNames
-from . import reading
+from . import reading, rotary
 
 _LINEAR = "linear_attention"
 
@@ -67,7 +67,7 @@ def _layer_types(fields: ConfigJson) -> list[str]:
 
 
 def _attention(fields: ConfigJson) -> AttentionSpec:
-    return reading.attention(fields, head_norm=HeadNorm.EACH, output_gate=OutputGate.BESIDE_QUERIES)
+    return rotary.attention(fields, head_norm=HeadNorm.EACH, output_gate=OutputGate.BESIDE_QUERIES)
 
 
 def _delta(fields: ConfigJson, eps: float) -> GatedDeltaSpec:
@@ -103,6 +103,7 @@ QWEN3_5 = Family(
     _DEFAULTS,
     _NAMES,
     notes="text only; draft layers (`mtp`) are left out",
+    shape=text_shape(248320, 4096, 12288, 32, 16),
 )
 QWEN3_5_MOE = Family(
     "Qwen3.5-MoE (text)",
@@ -118,6 +119,7 @@ QWEN3_5_MOE = Family(
     },
     _NAMES,
     notes=f"text only; draft layers (`mtp`) are left out; {reading.EXPERTS_NOTE}",
+    shape=text_shape(248320, 2048, None, 40, 16),
 )
 _FUSED = {
     "linear_attn.in_proj_qkvz": ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z"),

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 from ..config import ModelConfig
 from ..config_json import ConfigJson
-from ..family import Family
+from ..family import Family, text_shape
 from ..layers import HeadNorm, Routing
 from ..tensor_names import TEXT_AND_IMAGES
-from . import reading
+from . import reading, rotary
 
 
 def _read(fields: ConfigJson) -> ModelConfig:
@@ -23,7 +23,7 @@ def _read_text(fields: ConfigJson) -> ModelConfig:
 
 def _model(fields: ConfigJson, window: int | None, *, renormalised: bool) -> ModelConfig:
     count = fields.integer("num_hidden_layers")
-    attention = reading.attention(fields, head_norm=HeadNorm.EACH, window=window)
+    attention = rotary.attention(fields, head_norm=HeadNorm.EACH, window=window)
     experts = reading.experts(fields, Routing(1, renormalised=renormalised))
     step, dense = fields.integer("decoder_sparse_step"), set(fields.indices("mlp_only_layers"))
     has_experts = [index not in dense and (index + 1) % step == 0 for index in range(count)]
@@ -46,6 +46,7 @@ QWEN3_MOE = Family(
         "decoder_sparse_step": 1,
     },
     notes=reading.EXPERTS_NOTE,
+    shape=text_shape(151936, 2048, 6144, 24, 32),
 )
 QWEN3_VL_MOE = Family(
     "Qwen3-VL-MoE (text)",
@@ -64,4 +65,5 @@ QWEN3_VL_MOE = Family(
     replace(TEXT_AND_IMAGES, transposed=True, by_shape=True),
     notes=reading.EXPERTS_NOTE,
     nulls=("head_dim",),
+    shape=text_shape(151936, 2048, 5632, 24, 16),
 )

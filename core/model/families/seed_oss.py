@@ -6,7 +6,7 @@ from ..config import ModelConfig
 from ..config_json import ConfigJson
 from ..family import Family
 from ..layers import AttentionSpec, LayerSpec
-from . import reading
+from . import reading, rotary
 
 
 def _read(fields: ConfigJson) -> ModelConfig:
@@ -14,7 +14,7 @@ def _read(fields: ConfigJson) -> ModelConfig:
     attention = AttentionSpec(
         *heads,
         scale=heads.head_dim**-0.5,
-        rope=reading.rope(fields, heads.head_dim),
+        rope=rotary.rope(fields, heads.head_dim),
         qkv_bias=fields.boolean("attention_bias"),
         o_bias=fields.boolean("attention_out_bias"),
     )

@@ -38,7 +38,7 @@ from . import (
 )
 
 #: Values of `model_type` of text parts.
-_TEXTS = {
+TEXTS = {
     "llama": llama.LLAMA,
     "mistral": mistral.MISTRAL,
     "ministral": mistral.MINISTRAL,
@@ -64,20 +64,6 @@ _TEXTS = {
     "kimi_k2": deepseek.DEEPSEEK_V3,
     "glm4v_text": glm.GLM_4_1V,
     "glm4v_moe_text": glm_moe.GLM_4_5V,
-}
-
-_SHAPE = {
-    "vocab_size": 32000,
-    "hidden_size": 4096,
-    "intermediate_size": 11008,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-}
-#: transformers' shapes of text parts that leave some out, such as LLaVA 1.5's.
-_SHAPES = {
-    "llama": _SHAPE,
-    "mistral": {**_SHAPE, "intermediate_size": 14336},
-    "qwen2": {**_SHAPE, "intermediate_size": 22016, "vocab_size": 151936},
 }
 
 #: Prefixes of the text part's tensors, and of the vision tensors, which are left out.
@@ -120,9 +106,9 @@ def _reader(default: str) -> Callable[[ConfigJson], ModelConfig]:
 
     def read(fields: ConfigJson) -> ModelConfig:
         name = fields.raw.get("model_type") or default
-        if not isinstance(name, str) or (family := _TEXTS.get(name)) is None:
-            raise fields.refuse("model_type", f"not supported as a text part; supported: {', '.join(_TEXTS)}")
-        fields = fields.with_defaults({**family.defaults, **_SHAPES.get(name, {})})
+        if not isinstance(name, str) or (family := TEXTS.get(name)) is None:
+            raise fields.refuse("model_type", f"not supported as a text part; supported: {', '.join(TEXTS)}")
+        fields = fields.with_defaults({**family.defaults, **family.shape})
         model = family.read(fields.with_nulls(NULLS | {*family.nulls}))
         tensors = _beside_vision(family.tensors if model.tensors is LLAMA_TENSORS else model.tensors)
         return replace(model, logits_scale=1.0, logits_softcap=None, tensors=tensors)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from ..config import ModelConfig
 from ..config_json import ConfigJson
-from ..family import Family
+from ..family import Family, text_shape
 from ..layers import AttentionSpec, LayerSpec
-from . import reading
+from . import reading, rotary
 
 
 def _read(fields: ConfigJson) -> ModelConfig:
@@ -21,7 +21,7 @@ def _read(fields: ConfigJson) -> ModelConfig:
     default = [reading.FULL if window is None or rotated else reading.SLIDING for rotated in rotates]
     types = reading.layer_types(fields, 1) if fields.texts("layer_types") else default
     window = reading.checked_window(fields, types)
-    bias, rope = fields.boolean("attention_bias"), reading.rope(fields, heads.head_dim)
+    bias, rope = fields.boolean("attention_bias"), rotary.rope(fields, heads.head_dim)
     layers = [
         LayerSpec(
             AttentionSpec(
@@ -51,4 +51,5 @@ SMOLLM3 = Family(
         "tie_word_embeddings": True,
     },
     nulls=("num_key_value_heads",),
+    shape=text_shape(128256, 2048, 11008, 36, 16),
 )

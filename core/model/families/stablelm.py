@@ -7,15 +7,16 @@ from ..config_json import ConfigJson
 from ..family import Family
 from ..layers import AttentionSpec, LayerSpec, Norms
 from ..tensor_names import LLAMA_NORMS, TensorNames
-from . import reading
+from . import reading, rotary
 
 
 def _read(fields: ConfigJson) -> ModelConfig:
-    fields = fields.without("head_dim")  # transformers leaves it out, too
     if fields.boolean("qk_layernorm"):
         raise fields.refuse("qk_layernorm", "norms of heads in a tensor for each head are not supported")
-    heads = reading.heads(fields)
-    rope = reading.rope(fields, heads.head_dim)
+    heads = reading.heads(fields.without("head_dim"))
+    if fields.raw.get("head_dim") not in (None, heads.head_dim):
+        raise fields.refuse("head_dim", f"hidden_size / num_attention_heads, {heads.head_dim}, is needed, or none")
+    rope = rotary.rope(fields, heads.head_dim)
     bias = fields.boolean("use_qkv_bias")
     attention = AttentionSpec(*heads, scale=heads.head_dim**-0.5, rope=rope, qkv_bias=bias)
     norms = Norms.PARALLEL if fields.boolean("use_parallel_residual") else Norms.BEFORE
