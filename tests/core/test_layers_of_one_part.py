@@ -185,11 +185,14 @@ def test_what_is_not_computed_is_refused(it, tmp_path, values, match):
         read_model_config(tmp_path)
 
 
-def test_null_booleans_are_false_as_in_transformers(it, tmp_path):
+def test_nulls_are_read_or_refused_as_in_transformers(it, tmp_path):
     config = json.loads((it.model / "config.json").read_text())
-    nulls = dict.fromkeys(("mlp_bias", "use_bias", "attention_bias", "tie_word_embeddings", "moe_latent_size"))
-    (tmp_path / "config.json").write_text(json.dumps({**config, **nulls}))
+    (tmp_path / "config.json").write_text(json.dumps({**config, "moe_latent_size": None}))
     assert read_model_config(tmp_path) == read_model_config(it.model)
+    for name in ("mlp_bias", "use_bias", "attention_bias"):
+        (tmp_path / "config.json").write_text(json.dumps({**config, name: None}))
+        with pytest.raises(UnsupportedModel, match=f"{name} is None: transformers takes no null here"):
+            read_model_config(tmp_path)
 
 
 @pytest.mark.parametrize("family", TORCH_HYBRIDS)

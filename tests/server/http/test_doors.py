@@ -193,6 +193,7 @@ RIGHTS = {
     ("GET", "/metrics"): Right.KEY,
     ("GET", "/load"): Right.KEY,
     ("GET", "/v1/models"): Right.KEY,
+    ("GET", "/tokenizer_info"): Right.KEY,
     ("GET", "/lora-adapters"): Right.KEY,
     ("GET", "/v1/models/{name:path}"): Right.KEY,
     ("POST", "/v1/completions"): Right.KEY,
