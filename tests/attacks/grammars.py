@@ -217,6 +217,7 @@ def spelt(token: int) -> bytes:
 def main() -> int:
     from tokenizers import Tokenizer
 
+    from chorus.server.text.own_tokenizer import CalledTokenizer
     from chorus.server.text.vocabulary import Vocabulary
 
     command = parser(__spec__, __doc__)
@@ -225,7 +226,7 @@ def main() -> int:
     command.add_argument("--suite", type=Path, help="a copy of the JSON-Schema-Test-Suite")
     command.add_argument("--draws", type=int, default=3, help="texts of each of its schemas")
     args = command.parse_args()
-    vocabulary = Vocabulary(Tokenizer.from_file(str(BUILTIN_MODEL / "tokenizer.json")))
+    vocabulary = Vocabulary(CalledTokenizer(Tokenizer.from_file(str(BUILTIN_MODEL / "tokenizer.json"))))
     _TOKENS.extend(vocabulary.bytes_of(token) for token in range(VOCAB))
     grammars, tally = Grammars(BUILTIN_MODEL, VOCAB, (EOS,)), Tally()
     for seed in range(args.seed, args.seed + args.schemas):
