@@ -185,11 +185,13 @@ def test_what_is_not_computed_is_refused(it, tmp_path, values, match):
         read_model_config(tmp_path)
 
 
-def test_null_booleans_are_false_as_in_transformers(it, tmp_path):
+def test_a_null_boolean_is_refused_as_by_transformers(it, tmp_path):
     config = json.loads((it.model / "config.json").read_text())
-    nulls = dict.fromkeys(("mlp_bias", "use_bias", "attention_bias", "tie_word_embeddings", "moe_latent_size"))
-    (tmp_path / "config.json").write_text(json.dumps({**config, **nulls}))
+    (tmp_path / "config.json").write_text(json.dumps({**config, "moe_latent_size": None}))
     assert read_model_config(tmp_path) == read_model_config(it.model)
+    (tmp_path / "config.json").write_text(json.dumps({**config, "use_bias": None}))
+    with pytest.raises(UnsupportedModel, match="use_bias is None: transformers takes no null"):
+        read_model_config(tmp_path)
 
 
 @pytest.mark.parametrize("family", TORCH_HYBRIDS)
