@@ -100,7 +100,7 @@ ERNIE_4_5_MOE = Family(
         "moe_norm_min": _NORM_MIN,
     },
     notes=f"{reading.EXPERTS_NOTE}; draft layers (`mtp`) are left out; models with biases are refused",
-    nulls=("moe_k", "num_key_value_heads", "use_bias"),
+    nulls=("num_key_value_heads", "use_bias"),
 )
 PADDLEOCR_VL = Family(
     "PaddleOCR-VL (text)",

@@ -16,6 +16,8 @@ def _read(fields: ConfigJson) -> ModelConfig:
     count = fields.integer("num_hidden_layers")
     routing = Routing(1, Scoring.SIGMOID, renormalised=fields.boolean("norm_topk_prob"))
     experts = reading.experts(fields, routing, shared_size=fields.integer("shared_expert_intermediate_size"))
+    if fields.is_null("sliding_window"):
+        raise fields.refuse("sliding_window", "a number of positions is needed; leave the field out for its default")
     attention = rotary.attention(fields, head_norm=HeadNorm.EACH, sinks=True)
     is_whole = [index < 2 or index % 4 == 1 or index == count - 1 for index in range(count)]
     types = [reading.FULL if it else reading.SLIDING for it in is_whole]

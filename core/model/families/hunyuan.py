@@ -136,5 +136,4 @@ HUNYUAN_3 = Family(
         "router_scaling_factor": 2.826,
     },
     notes=f"{reading.EXPERTS_NOTE}; the draft layer after the last is left out",
-    nulls=("num_shared_experts",),
 )

@@ -52,7 +52,6 @@ MELLUM = Family(
         "num_experts": 64,
         "num_experts_per_tok": 8,
         "norm_topk_prob": True,
-        "partial_rotary_factor": 1.0,
     },
     notes=f"{reading.EXPERTS_NOTE}; draft layers (`mtp`) are left out",
 )

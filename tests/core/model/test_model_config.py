@@ -1023,7 +1023,12 @@ def test_a_scaling_beside_ropes_by_type_changes_that_of_full_attention(read, arc
             "mrope_section is missing: its sum must be 8",
         ),
         ({"architectures": ["SolarOpenForCausalLM"], "partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
+        ({"architectures": ["MellumForCausalLM"], "partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
         # null, or nothing, where transformers needs a value
+        ({"architectures": ["Ernie4_5_MoeForCausalLM"], "moe_k": None}, "moe_k is None: transformers takes no null"),
+        ({"architectures": ["HYV3ForCausalLM"], "num_shared_experts": None}, "num_shared_experts is None"),
+        ({"architectures": ["FlintForCausalLM"], "sliding_window": None}, "sliding_window is None: a number"),
+        ({"architectures": ["DeepseekV2ForCausalLM"], "topk_method": None}, "topk_method is None"),
         ({"architectures": ["Cohere2MoeForCausalLM"], "rope_parameters": None}, "rope_parameters is None: an object"),
         (
             {"architectures": ["Dots1ForCausalLM"], "sliding_window": None, "max_window_layers": 1},

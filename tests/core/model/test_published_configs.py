@@ -9,6 +9,7 @@ import torch
 
 from chorus.core.model.config import UnsupportedModel
 from chorus.core.model.families.seeing import TEXTS
+from chorus.core.model.layers import QueryGrowth
 from chorus.core.model.read_config import read_model_config
 from chorus.core.model.tensor_parts import tensor_shapes
 
@@ -65,6 +66,10 @@ def test_a_text_part_may_leave_out_all_that_equals_its_defaults(read, architectu
     few = {"model_type": config.model_type}
     want = read({"architectures": [architecture], "text_config": full})
     assert read({"architectures": [architecture], "text_config": few}) == want
+
+
+def test_queries_of_ministral_3_grow_with_positions(read):
+    assert read(PUBLISHED["Ministral 3 3B"][1]).attention.query_growth == QueryGrowth(0.1, 16384)
 
 
 def test_heads_of_mistral_beside_vision_share_the_hidden_size(read):
