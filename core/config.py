@@ -288,8 +288,9 @@ class EngineConfig(BaseModel):
         default=None,
         ge=0,
         allow_inf_nan=False,
-        description="how long a step should take at most while prompts of one tenant are computed beside answers of "
-        "another: it bounds the prompts' tokens in the step; default: 5 decode steps, as measured; 0: no bound",
+        description="how long steps should take, on average, while prompts of one tenant are computed beside answers "
+        "of another: it bounds the prompts' tokens in a step, and leaves them out of others; default: 5 decode steps, "
+        "as measured; 0: no bound",
     )
     adapter_read_seconds: float = Field(
         default=30.0,

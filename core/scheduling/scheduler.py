@@ -254,6 +254,8 @@ class Scheduler:
             self.target.decode_seconds.append(now - began)
         elif self.target.recent:
             self.target.note(last, now - began)
+        if self.target.recent:
+            self.target.settle(now - began)
 
     def note_pause(self) -> None:
         """Note that no step follows the last one at once."""

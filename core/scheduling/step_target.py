@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from statistics import median
 
@@ -16,6 +16,13 @@ from ..requests.types import StepPlan
 
 DECODE_STEPS = 5.0
 """The default target, in decode steps."""
+
+EFFICIENT = 8.0
+"""Least time of a step's prompts, in what a step takes without any of their tokens: shorter ones would mostly wait
+for launches and weights."""
+
+MOST_DEBT = 64.0
+"""Most time that steps with prompts may owe, in targets: a pause of the machine must not keep prompts waiting."""
 
 LEAST_TOKENS = 16
 """Prompt tokens of a step whatever its target: prompts always make progress, and each step reads all weights."""
@@ -65,6 +72,9 @@ class StepTarget:
     longer. Times are those from a step's begin to the next one's: they are what a stream waits for. What is not known
     yet bounds nothing.
 
+    The target is a mean: a step with prompts may take longer, so that prompts keep most of their rate. The time beyond
+    the target is a debt, which steps without prompts pay off. While there is any, prompts wait.
+
     target_seconds: None: `DECODE_STEPS` decode steps; 0: no bound.
     """
 
@@ -72,11 +82,25 @@ class StepTarget:
     recent: dict[str, float] = field(default_factory=dict)
     """When tenants have decoded, of late."""
 
+    debt: float = 0.0
+    """Seconds that steps with prompts have taken beyond the target, and that no other step has paid off."""
+
     decode_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_NUM_SAMPLES))
     """Of the latest steps without prompts."""
 
     _plain: PromptTimes = field(default_factory=PromptTimes)
     _scored: PromptTimes = field(default_factory=PromptTimes)
+
+    def settle(self, seconds: float) -> None:
+        """Add what a step took beyond the target to the debt, or pay off some of it."""
+        if self.decode_seconds:
+            target = self._target()
+            self.debt = min(max(0.0, self.debt + seconds - target), MOST_DEBT * target)
+
+    def _target(self) -> float:
+        if self.target_seconds is not None:
+            return self.target_seconds
+        return DECODE_STEPS * median(self.decode_seconds)
 
     def note(self, plan: StepPlan, seconds: float) -> None:
         """Learn from a step that was not captured, and took `seconds` until the next one began."""
@@ -93,7 +117,7 @@ class StepTarget:
             times.note(num_tokens, max(0.0, seconds - median(self.decode_seconds)))
 
     def work_beside(
-        self, decoding: Iterable[str], prompts: Collection[str], waiting: Collection[str], now: float
+        self, decoding: Collection[str], prompts: Collection[str], waiting: Collection[str], now: float
     ) -> PromptWork | None:
         """Return the prompt work of a step; None if it is not bounded.
 
@@ -104,13 +128,14 @@ class StepTarget:
         recent = self.recent = {tenant: at for tenant, at in self.recent.items() if at > now - RECENT_SECONDS}
         recent |= dict.fromkeys(decoding, now)
         if not any(_has_other(recent, tenants) for tenants in (prompts, waiting)):
+            self.debt = 0.0
             return None
-        decode = median(self.decode_seconds)
-        target = DECODE_STEPS * decode if self.target_seconds is None else self.target_seconds
         any_seconds, token = self._plain.prices()
         scored_seconds, scored = self._scored.prices()
-        left = target - decode - max(any_seconds, scored_seconds)
-        return PromptWork(max(0.0, left), token, max(0.0, scored - token))
+        if self.debt and any(_has_other(decoding, tenants) for tenants in (prompts, waiting)):
+            return PromptWork(0.0, token, 0.0, is_over=True)
+        least = median(self.decode_seconds) + max(any_seconds, scored_seconds)
+        return PromptWork(max(self._target() - least, EFFICIENT * least), token, max(0.0, scored - token))
 
 
 @dataclass(eq=False, slots=True)
@@ -123,14 +148,21 @@ class PromptWork:
     num_tokens: int = 0
     """Tokens that were taken."""
 
+    is_over: bool = False
+    """True if the step has no prompts."""
+
     @property
     def room(self) -> int:
         """Tokens for which there is still time, if they are not scored."""
+        if self.is_over:
+            return 0
         left = LEAST_TOKENS - self.num_tokens
         return max(math.floor(self.seconds / self.token), left) if self.token else _ANY
 
     def most(self, request: Request, count: int) -> int:
         """Return how many of `count` prompt tokens of a request the step may compute."""
+        if self.is_over:
+            return 0
         price = self._price(request)
         room = max(math.floor(self.seconds / price), LEAST_TOKENS - self.num_tokens) if price else count
         return max(0, min(count, room))

@@ -10,7 +10,14 @@ import pytest
 from chorus.core.requests.request import Request
 from chorus.core.requests.request_params import RequestParams
 from chorus.core.requests.types import StepPlan
-from chorus.core.scheduling.step_target import DECODE_STEPS, LEAST_TOKENS, RECENT_SECONDS, StepTarget
+from chorus.core.scheduling.step_target import (
+    DECODE_STEPS,
+    EFFICIENT,
+    LEAST_TOKENS,
+    RECENT_SECONDS,
+    PromptTimes,
+    StepTarget,
+)
 
 DECODE, ANY, TOKEN, SCORED = 1.0, 0.5, 0.01, 0.05
 
@@ -45,33 +52,74 @@ def learned(seconds: float | None = None) -> StepTarget:
 
 
 def test_a_step_takes_as_long_as_its_target():
-    work = learned().work_beside(["a"], {"b"}, (), 0.0)
+    target = learned(20.0)
+    work = target.work_beside(["a"], {"b"}, (), 0.0)
     assert work is not None
-    assert work.most(request(), 10_000) == pytest.approx(((DECODE_STEPS - 1) * DECODE - ANY) / TOKEN, abs=1)
+    assert work.most(request(), 10_000) == pytest.approx((20 - DECODE - ANY) / TOKEN, abs=1)
     assert work.room == work.most(request(), 10_000)
     assert work.most(request(), 7) == 7
     scored = work.most(request(prompt_logprobs=1), 10_000)
-    assert scored == pytest.approx(((DECODE_STEPS - 1) * DECODE - ANY) / (TOKEN + SCORED), abs=1)
+    assert scored == pytest.approx((20 - DECODE - ANY) / (TOKEN + SCORED), abs=1)
     work.take(request(prompt_logprobs=1), scored)
     assert work.most(request(), 100) == pytest.approx(0, abs=6)
-    given = learned(2.5).work_beside(["a"], {"b"}, (), 0.0)
-    assert given is not None
-    assert given.most(request(), 10_000) == pytest.approx((2.5 - DECODE - ANY) / TOKEN, abs=1)
+
+
+def test_a_step_with_prompts_is_not_so_short_that_it_computes_little():
+    work = learned().work_beside(["a"], {"b"}, (), 0.0)
+    assert work is not None
+    assert work.most(request(), 10_000) == pytest.approx(EFFICIENT * (DECODE + ANY) / TOKEN, abs=1)
+
+
+@pytest.mark.parametrize("seconds", [None, 2.5, 9.0])
+def test_the_target_is_the_mean_of_steps(seconds):
+    """Whatever prompts want, and whatever a step with them takes at least."""
+    target, taken, num_tokens = learned(seconds), [], 0
+    for _ in range(400):
+        work = target.work_beside(["a"], {"b"}, (), 0.0)
+        assert work is not None
+        count = work.most(request(), 10_000)
+        took = DECODE + (ANY + count * TOKEN if count else 0.0)
+        target.settle(took)
+        taken.append(took)
+        num_tokens += count
+    wanted = DECODE_STEPS * DECODE if seconds is None else seconds
+    assert 0.6 * wanted < sum(taken) / len(taken) < 1.05 * wanted
+    assert num_tokens * TOKEN > 0.8 * (sum(taken) - len(taken) * DECODE), "most of what is not decoding is prompts"
+
+
+def test_nobody_waits_for_a_tenant_that_does_not_decode_now():
+    target = learned()
+    assert target.work_beside(["a"], {"b"}, (), 0.0) is not None
+    target.settle(100.0)
+    over = target.work_beside(["a"], {"b"}, (), 0.1)
+    assert over is not None
+    assert (over.most(request(), 100), over.room) == (0, 0)
+    others = target.work_beside([], {"b"}, (), 0.2)
+    assert others is not None
+    assert others.most(request(), 100) == 100
+    assert target.work_beside(["b"], {"b"}, (), 5.0) is None
+    assert target.debt == 0
 
 
 def test_short_steps_do_not_make_tokens_look_dear():
     """A bounded step has few tokens for the time that any prompt takes."""
-    target, request_ = learned(), request()
+    target, count = learned(3.0), 0
     for _ in range(100):
         work = target.work_beside(["a"], {"b"}, (), 0.0)
         assert work is not None
-        count = work.most(request_, 10_000)
+        count = work.most(request(), 10_000)
         note(target, plan(count, 1), DECODE + ANY + count * TOKEN)
-    assert count == pytest.approx(((DECODE_STEPS - 1) * DECODE - ANY) / TOKEN, abs=1)
+    assert count == pytest.approx(EFFICIENT * (DECODE + ANY) / TOKEN, abs=1)
 
 
 def test_prompts_make_progress_whatever_the_target_is():
-    work = learned(1e-9).work_beside(["a"], {"b"}, (), 0.0)
+    target = learned(1e-9)
+    for _ in range(20):
+        note(target, plan(1, 1), 1e-9)
+    target._plain = target._scored = PromptTimes()  # noqa: SLF001 - of which even the least is too much
+    for count in (10, 100):
+        target._plain.note(count, 1e9 * count)  # noqa: SLF001
+    work = target.work_beside(["a"], {"b"}, (), 0.0)
     assert work is not None
     assert work.most(request(), 1000) == LEAST_TOKENS
     work.take(request(), 10)
