@@ -70,7 +70,7 @@ template <class T, int kFfn> void run(bool kinds, int bits = 0, bool float8 = fa
             for (bf16& zero : zeros.back()) zero = as<bf16>((float)(int)(8 * random_number()));
             const float* scales = vector(panels * groups * kPanel, 0.02f * (16 >> bits / 2), 0);
             layer.weights[group] = whole.back().data();
-            layer.integers[group] = {scales, zeros.back().data(), bits, 24};
+            layer.integers[group] = {scales, zeros.back().data(), bits, 24, 0, 0};
         }
     layers[1].bias[kQkv] = vector(kQ + 2 * kKv, 0.3f, 0);
     layers[1].q_norm = vector(kHeadDim, 0.3f, 1), layers[1].k_norm = vector(kHeadDim, 0.3f, 1);
@@ -153,7 +153,7 @@ template <class T, int kFfn> void run(bool kinds, int bits = 0, bool float8 = fa
         desc.token_ids = ids.data(), desc.positions = positions.data(), desc.page = page.data();
         desc.offset = offset.data(), desc.qo_indptr = begin.data(), desc.kv_lens = lengths.data();
         desc.page_table = table.data(), desc.table_stride = kTable, desc.logit_tokens = wanted.data();
-        desc.segments = {count, from, to, adapters, segments == 3 ? level : nullptr};
+        desc.segments = {count, from, to, adapters, segments == 3 ? level : nullptr, 0, 0};
         desc.logits = logits.data(), desc.best = best.data(), desc.samples = samples.data();
         decoder.forward(desc);
         uint64_t sampled = 7;
