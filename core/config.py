@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -284,12 +284,10 @@ class EngineConfig(BaseModel):
         description="how long a step may wait for adapters that are still being read; 0: a request starts only "
         "once its adapter has been read",
     )
-    target_step_ms: float | None = Field(
-        default=None,
-        ge=0,
-        allow_inf_nan=False,
+    target_step_ms: Literal["auto"] | Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
+        default=0.0,
         description="how long steps should take, on average, while prompts of one tenant are computed beside answers "
-        "of another: it bounds the prompts' tokens in a step, and leaves them out of others; default: 5 decode steps, "
+        "of another: it bounds the prompts' tokens in a step, and leaves them out of others; auto: 5 decode steps, "
         "as measured; 0: no bound",
     )
     adapter_read_seconds: float = Field(

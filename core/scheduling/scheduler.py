@@ -96,7 +96,7 @@ class Scheduler:
         self._clock = clock
         self._shares = StepShares(limits.max_num_seqs, clock)
         milliseconds = limits.target_step_ms
-        self.target = StepTarget(None if milliseconds is None else milliseconds / 1e3)
+        self.target = StepTarget(None if milliseconds == "auto" else milliseconds / 1e3)
         self._began: tuple[StepPlan, float] | None = None  # the last step, and when; None after a pause
         self._turns = AdapterTurns(limits, self.running, self.waiting)
         self.grammars = GrammarBudget(clock)

@@ -12,7 +12,7 @@ from chorus.core.engine import Engine
 
 OVERTAKE = 0.5
 STEP_SECONDS = 0.02
-LONG = 400
+LONG = 240
 """Tokens of an answer that takes 8 s at least."""
 
 
