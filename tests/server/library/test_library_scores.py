@@ -82,7 +82,7 @@ def test_what_can_not_be_scored_is_told_in_the_library_s_words(llm):
         llm.score(["a", "b"], TEXTS)
     with pytest.raises(InvalidRequest, match="it has a head with 3 labels, scores need one with 1"):
         llm.score("a", "b", "three")
-    with pytest.raises(InvalidRequest, match="there is no adapter 'thre'; did you mean 'three'"):
-        llm.classify("a", "thre")
+    with pytest.raises(InvalidRequest, match="there is no adapter 'three2'; did you mean 'three'"):
+        llm.classify("a", "three2")
     with pytest.raises(InvalidRequest, match="there is no adapter 'nobody'"):
         llm.score("a", "b", "nobody")
