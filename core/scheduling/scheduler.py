@@ -95,7 +95,7 @@ class Scheduler:
         )
         self._clock = clock
         self._shares = StepShares(limits.max_num_seqs, clock)
-        milliseconds = limits.target_step_ms
+        milliseconds = limits.target_step_ms if limits.chunked_prefill else 0.0
         self.target = StepTarget(None if milliseconds == "auto" else milliseconds / 1e3)
         self._began: tuple[StepPlan, float] | None = None  # the last step, and when; None after a pause
         self._turns = AdapterTurns(limits, self.running, self.waiting)
@@ -247,7 +247,7 @@ class Scheduler:
     def note_begin(self, plan: StepPlan, now: float) -> None:
         """Note that a step begins; the step before it has taken the time since it began, if nothing was in between."""
         before, self._began = self._began, (plan, now)
-        if before is None:
+        if before is None or not self.target.is_on:
             return
         last, began = before
         if last.bucket is not None:
@@ -264,7 +264,7 @@ class Scheduler:
     def _prompt_work(self, candidates: Sequence[Request], now: float, *, all_decode: bool) -> PromptWork | None:
         """Return what the prompts of a step of these running requests may take of its time; None: anything."""
         running, waiting = self.running.tenants, self.waiting.tenants
-        if not self._limits.chunked_prefill or not (self.target.recent or _are_several(running, waiting)):
+        if not self.target.is_on or not (self.target.recent or _are_several(running, waiting)):
             return None
         if all_decode:  # then nothing is to be done for each request
             return self.target.work_beside(running, (), waiting, now)

@@ -88,8 +88,14 @@ class StepTarget:
     decode_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_NUM_SAMPLES))
     """Of the latest steps without prompts."""
 
+    is_on: bool = field(init=False)
+    """False if nothing is ever bounded; read in every step."""
+
     _plain: PromptTimes = field(default_factory=PromptTimes)
     _scored: PromptTimes = field(default_factory=PromptTimes)
+
+    def __post_init__(self) -> None:
+        self.is_on = self.target_seconds != 0
 
     def settle(self, seconds: float) -> None:
         """Add what a step took beyond the target to the debt, or pay off some of it."""
@@ -123,7 +129,7 @@ class StepTarget:
 
         decoding, prompts, waiting: tenants with a decoding request, with a prompt under way, with a waiting request.
         """
-        if self.target_seconds == 0 or not self.decode_seconds:
+        if not self.is_on or not self.decode_seconds:
             return None
         recent = self.recent = {tenant: at for tenant, at in self.recent.items() if at > now - RECENT_SECONDS}
         recent |= dict.fromkeys(decoding, now)
