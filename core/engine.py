@@ -278,10 +278,7 @@ class Engine:
                 sample.seconds, self.samples.decode = seconds, sample
             if self.modes is not None and not result.unready:
                 self.modes.note(plan, seconds)
-        outputs += self.scheduler.update(plan, result)
-        if not self.scheduler.has_work():
-            self.scheduler.note_pause()
-        return outputs
+        return outputs + self.scheduler.update(plan, result)
 
     def _wait(self) -> list[RequestOutput]:
         """Sleep for a moment unless there are outputs already: nothing can run."""

@@ -95,9 +95,9 @@ class Scheduler:
         )
         self._clock = clock
         self._shares = StepShares(limits.max_num_seqs, clock)
-        milliseconds = limits.target_step_ms if limits.chunked_prefill else 0.0
-        self.target = StepTarget(None if milliseconds == "auto" else milliseconds / 1e3)
-        self._began: tuple[StepPlan, float] | None = None  # the last step, and when; None after a pause
+        target = limits.target_step_ms if limits.chunked_prefill else 0.0
+        self.target = StepTarget(None if target == "auto" else target / 1e3) if target else None
+        """None: nothing bounds a step's prompts but `max_num_batched_tokens`."""
         self._turns = AdapterTurns(limits, self.running, self.waiting)
         self.grammars = GrammarBudget(clock)
         self._speculation = speculation
@@ -245,31 +245,23 @@ class Scheduler:
         return plan
 
     def note_begin(self, plan: StepPlan, now: float) -> None:
-        """Note that a step begins; the step before it has taken the time since it began, if nothing was in between."""
-        before, self._began = self._began, (plan, now)
-        if before is None or not self.target.is_on:
-            return
-        last, began = before
-        if last.bucket is not None:
-            self.target.decode_seconds.append(now - began)
-        elif self.target.recent:
-            self.target.note(last, now - began)
-        if self.target.recent:
-            self.target.settle(now - began)
+        """Note that a step begins."""
+        if self.target is not None:
+            self.target.begin(plan, now)
 
     def note_pause(self) -> None:
         """Note that no step follows the last one at once."""
-        self._began = None
+        if self.target is not None:
+            self.target.pause()
 
     def _prompt_work(self, candidates: Sequence[Request], now: float, *, all_decode: bool) -> PromptWork | None:
         """Return what the prompts of a step of these running requests may take of its time; None: anything."""
-        running, waiting = self.running.tenants, self.waiting.tenants
-        if not self.target.is_on or not (self.target.recent or _are_several(running, waiting)):
+        if self.target is None:
             return None
         if all_decode:  # then nothing is to be done for each request
-            return self.target.work_beside(running, (), waiting, now)
+            return self.target.work_beside(self.running.tenants, (), self.waiting.tenants, now)
         prompts, decoding = ({each.fairness_key for each in part} for part in split_prompts(candidates))
-        return self.target.work_beside(decoding, prompts, waiting, now)
+        return self.target.work_beside(decoding, prompts, self.waiting.tenants, now)
 
     def schedule_running(self, builder: StepBuilder, candidates: Sequence[Request]) -> None:
         """Schedule running requests; a subclass may leave some out."""
@@ -347,6 +339,8 @@ class Scheduler:
         if result.unready:
             self._send_back_late(result)
         self._note_grammars(result)
+        if self.target is not None and not self.has_work():
+            self.target.pause()
         return outputs
 
     def _adapters_of(self, plan: StepPlan) -> dict[Adapter, None]:
@@ -593,13 +587,6 @@ class Scheduler:
             pooled=to_bytes(vector if request.head is None else request.head.scores(vector)),
             **_reported_once(request),
         )
-
-
-def _are_several(some: Collection[str], others: Collection[str]) -> bool:
-    """True if there are two tenants or more among both."""
-    if len(some) > 1 or len(others) > 1:
-        return True
-    return bool(some and others) and next(iter(some)) != next(iter(others))
 
 
 def _reported_once(request: Request) -> dict[str, Any]:

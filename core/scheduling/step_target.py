@@ -75,10 +75,11 @@ class StepTarget:
     The target is a mean: a step with prompts may take longer, so that prompts keep most of their rate. The time beyond
     the target is a debt, which steps without prompts pay off. While there is any, prompts wait.
 
-    target_seconds: None: `DECODE_STEPS` decode steps; 0: no bound.
+    target_seconds: None: `DECODE_STEPS` decode steps.
     """
 
     target_seconds: float | None
+    _last: tuple[StepPlan, float] | None = None  # the last step, and when it began; None after a pause
     recent: dict[str, float] = field(default_factory=dict)
     """When tenants have decoded, of late."""
 
@@ -88,14 +89,20 @@ class StepTarget:
     decode_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_NUM_SAMPLES))
     """Of the latest steps without prompts."""
 
-    is_on: bool = field(init=False)
-    """False if nothing is ever bounded; read in every step."""
-
     _plain: PromptTimes = field(default_factory=PromptTimes)
     _scored: PromptTimes = field(default_factory=PromptTimes)
 
-    def __post_init__(self) -> None:
-        self.is_on = self.target_seconds != 0
+    def begin(self, plan: StepPlan, now: float) -> None:
+        """Note that a step begins; the one before it has taken the time since it began, with all between the two."""
+        before, self._last = self._last, (plan, now)
+        if before is not None:
+            last, began = before
+            self.note(last, now - began)
+            self.settle(now - began)
+
+    def pause(self) -> None:
+        """Note that no step follows the last one at once."""
+        self._last = None
 
     def settle(self, seconds: float) -> None:
         """Add what a step took beyond the target to the debt, or pay off some of it."""
@@ -109,9 +116,9 @@ class StepTarget:
         return DECODE_STEPS * median(self.decode_seconds)
 
     def note(self, plan: StepPlan, seconds: float) -> None:
-        """Learn from a step that was not captured, and took `seconds` until the next one began."""
+        """Learn from a step that took `seconds` until the next one began."""
         num_tokens = num_scored = 0
-        for sequence in plan.sequences:
+        for sequence in plan.sequences if plan.bucket is None else ():  # else none has a prompt
             count = len(sequence.tokens) - sequence.drafts
             if count > 1:
                 num_tokens += count
@@ -129,7 +136,7 @@ class StepTarget:
 
         decoding, prompts, waiting: tenants with a decoding request, with a prompt under way, with a waiting request.
         """
-        if not self.is_on or not self.decode_seconds:
+        if not self.decode_seconds:
             return None
         recent = self.recent = {tenant: at for tenant, at in self.recent.items() if at > now - RECENT_SECONDS}
         recent |= dict.fromkeys(decoding, now)

@@ -31,10 +31,7 @@ def plan(*counts: int, is_scored: bool = False, drafts: int = 0) -> StepPlan:
 
 
 def note(target: StepTarget, step: StepPlan, seconds: float) -> None:
-    if step.bucket is None:
-        target.note(step, seconds)
-    else:
-        target.decode_seconds.append(seconds)
+    target.note(step, seconds)
 
 
 def request(**params: Any) -> Request:
@@ -151,8 +148,16 @@ def test_what_is_not_known_bounds_nothing():
     work = target.work_beside(["a"], {"b"}, (), 0.0)
     assert work is not None
     assert work.most(request(), 1000) == 1000
-    off = learned(0.0)
-    assert off.work_beside(["a"], {"b"}, (), 0.0) is None
+
+
+def test_time_without_steps_is_no_step():
+    target = StepTarget(None)
+    target.begin(plan(1), 0.0)
+    target.pause()
+    target.begin(plan(1), 100.0)
+    assert not target.decode_seconds
+    target.begin(plan(1), 102.0)
+    assert [*target.decode_seconds] == [2.0]
 
 
 def test_drafts_are_no_prompts():
