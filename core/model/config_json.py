@@ -23,7 +23,7 @@ _OF_ALL_PARTS = ("dtype", "torch_dtype", "bos_token_id", "eos_token_id")
 #: The largest whole number, but for numbers of layers, and the largest other number.
 _MOST, _MOST_LAYERS, _MOST_FLOAT = 2**31 - 1, 10_000, 1e12
 
-#: Cosines and sines of all positions are kept; Llama 4 Scout has 10 million.
+#: A rotary table has a row for each position; Llama 4 Scout has 10 million.
 _POSITIONS, _MOST_POSITIONS = ("max_position_embeddings", "model_max_length"), 2**25
 
 

@@ -115,7 +115,7 @@ class TensorNames:
 
     @property
     def stacked_sides(self) -> StackedSides:
-        """Which versions of PEFT have A and B of stacked experts in each other's place."""
+        """Which versions of PEFT save A and B of stacked experts swapped."""
         if self.swapped:
             return StackedSides.SINCE
         if not self.transposed:

@@ -145,8 +145,8 @@ class AdapterWeights(RowsFile):
         return found
 
     def _are_swapped(self, listed: dict[str, TensorInfo]) -> bool:
-        """True if A and B of parameters of experts are in each other's place. Where both readings fit all shapes, the
-        version of PEFT tells.
+        """True if A and B of parameters of experts are swapped. If both readings fit all shapes, the version of PEFT
+        decides.
         """
         if self.modules.are_swapped is not None:
             return self.modules.are_swapped
@@ -161,7 +161,7 @@ class AdapterWeights(RowsFile):
         if found is None:
             raise AdapterFormatError(
                 f"{self.path}: tensor {shown(pairs[0][0])} and its B are of experts and fit what PEFT saved before "
-                f"0.19 as well as what it saves since then, with A and B in each other's place; peft_version in "
+                f"0.19 as well as what it saves since then, with A and B swapped; peft_version in "
                 f"{CONFIG_FILE} is {shown(self._peft_version)}, which does not tell which; set peft_version to the "
                 "release of PEFT that trained it"
             )
@@ -181,7 +181,7 @@ class AdapterWeights(RowsFile):
                 yield name, other, a, b, stacked
 
     def _unswapped(self, listed: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
-        """The tensors, with A and B of parameters of experts that have each other's place in their own."""
+        """Return the tensors with swapped A and B of parameters of experts swapped back."""
         found = dict(listed)
         for name, other, a, b, stacked in self._stacked_pairs(listed):
             experts = stacked[0][0].experts
@@ -363,9 +363,9 @@ def matrices_of(
 
 
 def are_swapped(sides: StackedSides, peft_version: str | None) -> bool | None:
-    """True if a version of PEFT has A and B of such parameters in each other's place; None if it doesn't tell.
+    """True if a version of PEFT saves A and B of such parameters swapped; None if it doesn't tell.
 
-    Before 0.19, PEFT's main branch called itself 0.18.1.dev0, with either.
+    Before 0.19, PEFT's main branch called itself 0.18.1.dev0, both before and after the change.
     """
     match = _VERSION.match(peft_version or "")
     if sides is StackedSides.NEVER:

@@ -119,7 +119,7 @@ class ModulePaths:
     stacked_sides: StackedSides = StackedSides.BEFORE
 
     are_swapped: bool | None = None
-    """An adapter has A and B of these parameters in each other's place; None: not known yet."""
+    """True if an adapter has A and B of these parameters swapped; None: not known yet."""
 
     experts: ExpertForm | None = None
     """How an adapter has them; None: it has none."""

@@ -12,23 +12,12 @@ from ..conftest import quiet
 from ..kept import kept_files
 from . import test_text_parts as text_parts
 from .altered_configs import Checkpoint
-from .tiny_families import (
-    BY_TORCH,
-    EXPERTS,
-    FAMILIES,
-    HYBRIDS,
-    RENAMED,
-    SHAPES,
-    TORCH_HYBRIDS,
-    TWO_MIXERS,
-    save_family,
-)
+from .tiny_families import EVERY, save_family
 
 pytestmark = pytest.mark.numerics
 
-TEXT_ONLY = [*FAMILIES, *BY_TORCH, *SHAPES, *HYBRIDS, *TORCH_HYBRIDS, *TWO_MIXERS, *EXPERTS, *RENAMED]
 WITH_IMAGES = {**text_parts.MODELS, **text_parts.RENAMED}
-EVERY = [*TEXT_ONLY, *WITH_IMAGES]
+CHECKPOINTS = [*EVERY, *WITH_IMAGES]
 
 #: Alterations of a family that a run without slow tests compares.
 SAMPLE = 8
@@ -49,7 +38,7 @@ def _save(name: str, path: Path) -> None:
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("family", EVERY)
+@pytest.mark.parametrize("family", CHECKPOINTS)
 def test_some_alterations_are_computed_as_by_transformers_or_refused(family):
     one = checkpoint(family)
     some = random.Random(family).sample(one.alterations, SAMPLE)
@@ -57,7 +46,7 @@ def test_some_alterations_are_computed_as_by_transformers_or_refused(family):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", EVERY)
+@pytest.mark.parametrize("family", CHECKPOINTS)
 def test_every_alteration_is_computed_as_by_transformers_or_refused(family):
     one = checkpoint(family)
     assert not [fault for each in one.alterations if (fault := one.fault(each))]

@@ -14,22 +14,9 @@ from chorus.memory.files.error import AdapterFormatError
 from ..conftest import quiet
 from ..kept import kept_files
 from .model_module_forms import Alone
-from .tiny_families import (
-    BY_TORCH,
-    EXPERTS,
-    FAMILIES,
-    HYBRIDS,
-    RENAMED,
-    SHAPES,
-    TORCH_HYBRIDS,
-    TWO_MIXERS,
-    save_family,
-    without_conversion,
-)
+from .tiny_families import EVERY, save_family, without_conversion
 
 pytestmark = [pytest.mark.numerics, pytest.mark.wide]
-
-EVERY = {**FAMILIES, **BY_TORCH, **SHAPES, **HYBRIDS, **TORCH_HYBRIDS, **TWO_MIXERS, **EXPERTS, **RENAMED}
 
 
 def chosen() -> list[str]:

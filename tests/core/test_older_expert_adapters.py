@@ -1,4 +1,4 @@
-"""Adapters on experts' parameters as PEFT before 0.19 saved them, with A and B in each other's place."""
+"""Adapters on experts' parameters as PEFT before 0.19 saved them, with A and B swapped."""
 
 from __future__ import annotations
 

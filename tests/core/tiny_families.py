@@ -837,6 +837,10 @@ RENAMED: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
 }  # fmt: skip
 
+EVERY = {**FAMILIES, **BY_TORCH, **SHAPES, **HYBRIDS, **TORCH_HYBRIDS, **TWO_MIXERS, **EXPERTS, **RENAMED}
+"""All of these by name."""
+
+
 ATTENTION, MLP = ["q_proj", "k_proj", "v_proj", "o_proj"], ["gate_proj", "up_proj", "down_proj"]
 LINEAR = ["in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"]
 OF_CHANNELS = ["q_proj@linear", "k_proj@linear", "v_proj@linear", "o_proj@linear", "b_proj"]
@@ -1000,8 +1004,7 @@ def randomise(model: torch.nn.Module) -> None:
 def save_family(name: str, path: Path, dtype: torch.dtype = torch.float32, **changes: Any) -> None:
     import transformers
 
-    every = {**FAMILIES, **BY_TORCH, **SHAPES, **HYBRIDS, **TORCH_HYBRIDS, **TWO_MIXERS, **EXPERTS, **RENAMED}
-    config_class, arguments, shard = every[name]
+    config_class, arguments, shard = EVERY[name]
     arguments = {
         "vocab_size": 150,
         "hidden_size": 64,

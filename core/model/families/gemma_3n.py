@@ -72,13 +72,13 @@ def _media(text: ConfigJson, whole: ConfigJson) -> tuple[MediaTokens, ...]:
     """Each module embeds tokens up to the next one's first."""
     found, end = [], text.integer("vocab_size")
     for field, (module, defaults) in _MEDIA.items():
-        of = (whole.object(field) or whole.part(field, {})).with_defaults(defaults)
-        first, rows = of.integer("vocab_offset"), of.integer("vocab_size")
+        tower = (whole.object(field) or whole.part(field, {})).with_defaults(defaults)
+        first, rows = tower.integer("vocab_offset"), tower.integer("vocab_size")
         if end - first > rows:
-            raise of.refuse("vocab_size", f"tokens {first} to {end - 1} need rows")
+            raise tower.refuse("vocab_size", f"tokens {first} to {end - 1} need rows")
         if end > first:
-            eps = of.number("rms_norm_eps")
-            found.insert(0, MediaTokens(module, first, end - first, rows, of.integer("hidden_size"), eps))
+            eps = tower.number("rms_norm_eps")
+            found.insert(0, MediaTokens(module, first, end - first, rows, tower.integer("hidden_size"), eps))
             end = first
     return tuple(found)
 

@@ -189,9 +189,9 @@ _TENSORS = replace(
 _NOTES = "on CPUs by PyTorch's operators"
 _read_plain, _read_text = partial(_read, tensors=_PLAIN), partial(_read, tensors=_TENSORS)
 
-GEMMA_4 = Family(
-    "Gemma 4", ("Gemma4ForCausalLM",), _read_plain, _DEFAULTS, _PLAIN, _NOTES, nulls=("final_logit_softcapping",)
-)
+_NULLS = ("final_logit_softcapping",)
+
+GEMMA_4 = Family("Gemma 4", ("Gemma4ForCausalLM",), _read_plain, _DEFAULTS, _PLAIN, _NOTES, nulls=_NULLS)
 GEMMA_4_TEXT = Family(
     "Gemma 4 (text)",
     ("Gemma4ForConditionalGeneration",),
@@ -199,7 +199,7 @@ GEMMA_4_TEXT = Family(
     _DEFAULTS,
     _TENSORS,
     _NOTES,
-    nulls=("final_logit_softcapping",),
+    nulls=_NULLS,
     shape=text_shape(262144, 2304, 9216, 30, 8),
 )
 GEMMA_4_UNIFIED = Family(
@@ -209,7 +209,7 @@ GEMMA_4_UNIFIED = Family(
     _UNIFIED,
     _PLAIN,
     _NOTES,
-    nulls=("final_logit_softcapping",),
+    nulls=_NULLS,
 )
 GEMMA_4_UNIFIED_TEXT = Family(
     "Gemma 4 Unified (text)",
@@ -218,6 +218,6 @@ GEMMA_4_UNIFIED_TEXT = Family(
     _UNIFIED,
     _TENSORS,
     _NOTES,
-    nulls=("final_logit_softcapping",),
+    nulls=_NULLS,
     shape=text_shape(262144, 2304, 9216, 30, 8),
 )

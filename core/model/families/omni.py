@@ -23,7 +23,7 @@ _TENSORS = TensorNames(
         "code2wav.",
     ),
 )
-"""Of either form: adapters of one may have been trained on the other."""
+"""Names of tensors with a talker beside the thinker, and without one: an adapter may have been trained on either."""
 
 
 def _of_whole(thinker: Family, *architectures: str) -> Family:

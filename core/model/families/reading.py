@@ -27,6 +27,7 @@ from ..layers import (
 from ..recurrent import RecurrentSpec
 
 DTYPES = ("float32", "bfloat16", "float16")
+LATENTS_NOTE = "the KV cache holds latents, not keys and values"
 EXPERTS_NOTE = "on CPUs mixtures by the native library, the rest by PyTorch's operators"
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -207,8 +208,9 @@ def renamed(fields: ConfigJson, names: Mapping[str, str]) -> ConfigJson:
 
 
 def one_of(fields: ConfigJson, *names: str) -> str:
-    """The name of a field with several: the one that is there; the first where none is. Raises UnsupportedModel for
-    several with different values, of which transformers takes either.
+    """Return which of several names of a field the file has; the first if it has none.
+
+    Raises UnsupportedModel if it has several with different values.
     """
     given = [name for name in names if name in fields.raw]
     if different := [name for name in given if fields.raw[name] != fields.raw[given[0]]]:

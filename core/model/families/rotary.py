@@ -116,14 +116,14 @@ def ropes_by_type(fields: ConfigJson, thetas: Mapping[str, tuple[str | None, flo
     fields = fields.without(_ORIGINAL)
     scaling, found = fields.object("rope_scaling"), {}
     for kind, (name, theta) in thetas.items():
-        of = None if parameters is None else parameters.object(kind)
+        own = None if parameters is None else parameters.object(kind)
         if kind == reading.FULL and scaling is not None:
-            if of is None and not fields.is_missing("rope_parameters"):
+            if own is None and not fields.is_missing("rope_parameters"):
                 raise fields.refuse("rope_scaling", f"rope_parameters has no {reading.FULL} that it could change")
-            of = scaling if of is None else of.with_values(scaling.raw)
-        of = _of_type(of or fields.part(f"rope_parameters.{kind}", {}))
-        is_outer = name in fields.raw and "rope_theta" not in of.raw
-        found[kind] = rope(fields, head_dim, of=of, theta=fields.number(str(name)) if is_outer else theta)
+            own = scaling if own is None else own.with_values(scaling.raw)
+        own = _of_type(own or fields.part(f"rope_parameters.{kind}", {}))
+        is_outer = name in fields.raw and "rope_theta" not in own.raw
+        found[kind] = rope(fields, head_dim, of=own, theta=fields.number(str(name)) if is_outer else theta)
     return found
 
 
