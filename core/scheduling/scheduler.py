@@ -338,9 +338,7 @@ class Scheduler:
         self.num_generated_tokens += num_generated - (self.num_pooled - num_pooled)
         if result.unready:
             self._send_back_late(result)
-        self._note_grammars(result)
-        if self.target is not None and not self.has_work():
-            self.target.pause()
+        self._note_end(result)
         return outputs
 
     def _adapters_of(self, plan: StepPlan) -> dict[Adapter, None]:
@@ -349,7 +347,10 @@ class Scheduler:
         early = (request.adapter for request in begun if request is not None and request.adapter is not None)
         return dict.fromkeys(plan.adapters) | dict.fromkeys(early)
 
-    def _note_grammars(self, result: StepResult) -> None:
+    def _note_end(self, result: StepResult) -> None:
+        """Note what grammars have taken in a step, and whether no other step follows it at once."""
+        if self.target is not None and not self.has_work():
+            self.target.pause()
         if not (result.grammar_seconds or self.grammars.heavy):
             return
         spent = result.grammar_seconds.items()
