@@ -285,10 +285,10 @@ class EngineConfig(BaseModel):
         "once its adapter has been read",
     )
     target_step_ms: Literal["auto"] | Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
-        default=0.0,
+        default="auto",
         description="how long steps should take, on average, while prompts of one tenant are computed beside answers "
         "of another: it bounds the prompts' tokens in a step, and leaves them out of others; auto: 5 decode steps, "
-        "as measured; 0: no bound",
+        "as measured; a number: at least 2 decode steps; 0: no bound",
     )
     adapter_read_seconds: float = Field(
         default=30.0,

@@ -36,6 +36,12 @@ def num_missing(request: Request) -> int:
     return len(request.token_ids) - request.num_computed_tokens
 
 
+def split_prompts(requests: Sequence[Request]) -> tuple[list[Request], Sequence[Request]]:
+    """Return the requests with a prompt to compute, and the requests that decode."""
+    prompts = [each for each in requests if len(each.token_ids) - each.num_computed_tokens > 1]
+    return prompts, [each for each in requests if num_missing(each) == 1] if prompts else requests
+
+
 class Running(list[Request]):
     """Running requests in order of admission. Change it by `append` and `remove` only: they update the other fields."""
 

@@ -34,13 +34,21 @@ from .grammar_budget import GrammarBudget
 from .index_lending import is_eligible
 from .lifecycle import Lifecycle, load_error
 from .load_ahead import LoadAhead, LoadPolicy
-from .queues import Running, WaitingQueue, as_if_finished, continue_from, group_by_adapter, num_missing, plan_step
+from .queues import (
+    Running,
+    WaitingQueue,
+    as_if_finished,
+    continue_from,
+    group_by_adapter,
+    num_missing,
+    plan_step,
+    split_prompts,
+)
 from .request_memory import RequestMemory
 from .service import QueuePolicy, Service, TokenCounters
 from .step_builder import StepBuilder
 from .step_shares import StepShares
-from .step_target import PromptWork, StepTarget
-from .token_budget import split_prompts
+from .step_target import PromptWork, StepPrompts, StepTarget
 
 
 class Scheduler:
@@ -247,7 +255,7 @@ class Scheduler:
     def note_begin(self, plan: StepPlan, now: float) -> None:
         """Note that a step begins."""
         if self.target is not None:
-            self.target.begin(plan, now)
+            self.target.begin(StepPrompts.of(plan, self._requests), now)
 
     def note_pause(self) -> None:
         """Note that no step follows the last one at once."""
@@ -409,7 +417,7 @@ class Scheduler:
         """Return the running requests that may have a sequence in the next step: `running` itself if all of them may.
 
         It leaves out requests whose KV is being restored, requests of adapters that are not eligible or have no turn,
-        and `ending`: the requests that end in the step that still runs (is_async).
+        prompts of tenants that owe time, and `ending`: the requests that end in the step that still runs (is_async).
         """
         running, eligible = self.running, self.eligible_adapters
         sharing: list[Request] = running
@@ -421,6 +429,8 @@ class Scheduler:
             sharing = [each for each in sharing if is_eligible(each, eligible) and each not in ending]
         if self.grammars.heavy:
             sharing = self.grammars.choose(sharing) or sharing
+        if self.target is not None and self.target.debts:
+            sharing = self.target.without_held(sharing)
         if self._turns.most is not None:
             sharing = self._turns.share(sharing, self._service.order, self._clock())
         if len(sharing) <= self._limits.max_num_seqs:

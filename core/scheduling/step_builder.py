@@ -131,6 +131,8 @@ class StepBuilder:
         pages = self.pages
         if tenant in pages.barred or (tenant in pages.donors and not self.is_overdue(tenant)):
             return False
+        if self.work is not None and tenant in self.work.held and not self.order.turns.is_overdue:
+            return False
         return self.slot_source is not SlotSource.TENANT or self.slots.has_donor_for(tenant)
 
     def is_overdue(self, tenant: str) -> bool:

@@ -6,16 +6,20 @@ Tests: tests/core/scheduling/test_step_target.py.
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Collection
+from collections import Counter, deque
+from collections.abc import Collection, Mapping, Set
 from dataclasses import dataclass, field
 from statistics import median
 
 from ..requests.request import Request
 from ..requests.types import StepPlan
+from .queues import num_missing, split_prompts
 
 DECODE_STEPS = 5.0
 """The default target, in decode steps."""
+
+LEAST_DECODE_STEPS = 2.0
+"""The least target, in decode steps: no debt would ever be paid off by steps that take longer than their target."""
 
 EFFICIENT = 8.0
 """Least time of a step's prompts, in what a step takes without any of their tokens: shorter ones would mostly wait
@@ -64,6 +68,26 @@ class PromptTimes:
         return median(tokens), median(seconds)
 
 
+@dataclass(frozen=True, slots=True)
+class StepPrompts:
+    """Prompt tokens of a step, by tenant. num_scored: tokens whose log-probabilities are reported."""
+
+    by_tenant: Mapping[str, int]
+    num_scored: int = 0
+
+    @classmethod
+    def of(cls, plan: StepPlan, requests: Mapping[str, Request]) -> StepPrompts:
+        """Count those of a plan. requests: by id; those that have ended belong to nobody."""
+        by_tenant, num_scored = Counter[str](), 0
+        for sequence in plan.sequences if plan.bucket is None else ():  # else none has a prompt
+            count = len(sequence.tokens) - sequence.drafts
+            if count > 1:
+                request = requests.get(sequence.request_id)
+                by_tenant["" if request is None else request.fairness_key] += count
+                num_scored += count * sequence.wants_prompt_logprobs
+        return cls(by_tenant, num_scored)
+
+
 @dataclass(eq=False, slots=True)
 class StepTarget:
     """Learns what steps cost, and bounds the prompt tokens of a step beside which another tenant decodes.
@@ -73,18 +97,20 @@ class StepTarget:
     yet bounds nothing.
 
     The target is a mean: a step with prompts may take longer, so that prompts keep most of their rate. The time beyond
-    the target is a debt, which steps without prompts pay off. While there is any, prompts wait.
+    the target is a debt of the tenants whose prompts it had, which later steps pay off. While a tenant has one and
+    another tenant decodes, its prompts wait; those of tenants without a debt don't, so that a tenant with a few prompts
+    does not wait for what a flood owes.
 
     target_seconds: None: `DECODE_STEPS` decode steps.
     """
 
     target_seconds: float | None
-    _last: tuple[StepPlan, float] | None = None  # the last step, and when it began; None after a pause
+    _last: tuple[StepPrompts, float] | None = None  # the last step's, and when it began; None after a pause
     recent: dict[str, float] = field(default_factory=dict)
     """When tenants have decoded, of late."""
 
-    debt: float = 0.0
-    """Seconds that steps with prompts have taken beyond the target, and that no other step has paid off."""
+    debts: dict[str, float] = field(default_factory=dict)
+    """Seconds that steps with a tenant's prompts have taken beyond the target, and that no other step has paid off."""
 
     decode_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_NUM_SAMPLES))
     """Of the latest steps without prompts."""
@@ -92,37 +118,40 @@ class StepTarget:
     _plain: PromptTimes = field(default_factory=PromptTimes)
     _scored: PromptTimes = field(default_factory=PromptTimes)
 
-    def begin(self, plan: StepPlan, now: float) -> None:
+    def begin(self, prompts: StepPrompts, now: float) -> None:
         """Note that a step begins; the one before it has taken the time since it began, with all between the two."""
-        before, self._last = self._last, (plan, now)
+        before, self._last = self._last, (prompts, now)
         if before is not None:
             last, began = before
             self.note(last, now - began)
-            self.settle(now - began)
+            self.settle(last, now - began)
 
     def pause(self) -> None:
         """Note that no step follows the last one at once."""
         self._last = None
 
-    def settle(self, seconds: float) -> None:
-        """Add what a step took beyond the target to the debt, or pay off some of it."""
-        if self.decode_seconds:
-            target = self._target()
-            self.debt = min(max(0.0, self.debt + seconds - target), MOST_DEBT * target)
+    def settle(self, prompts: StepPrompts, seconds: float) -> None:
+        """Add what a step took beyond the target to the debts of its tenants, by their tokens, or pay off some."""
+        if not self.decode_seconds:
+            return
+        target, debts = self._target(), self.debts
+        beyond, num_tokens = seconds - target, sum(prompts.by_tenant.values())
+        if beyond > 0:
+            for tenant, count in prompts.by_tenant.items():
+                debts[tenant] = min(debts.get(tenant, 0.0) + beyond * count / num_tokens, MOST_DEBT * target)
+        elif debts:
+            paid = -beyond / len(debts)
+            self.debts = {tenant: debt - paid for tenant, debt in debts.items() if debt > paid}
 
     def _target(self) -> float:
-        if self.target_seconds is not None:
-            return self.target_seconds
-        return DECODE_STEPS * median(self.decode_seconds)
+        decode = median(self.decode_seconds)
+        if self.target_seconds is None:
+            return DECODE_STEPS * decode
+        return max(self.target_seconds, LEAST_DECODE_STEPS * decode)
 
-    def note(self, plan: StepPlan, seconds: float) -> None:
+    def note(self, prompts: StepPrompts, seconds: float) -> None:
         """Learn from a step that took `seconds` until the next one began."""
-        num_tokens = num_scored = 0
-        for sequence in plan.sequences if plan.bucket is None else ():  # else none has a prompt
-            count = len(sequence.tokens) - sequence.drafts
-            if count > 1:
-                num_tokens += count
-                num_scored += count * sequence.wants_prompt_logprobs
+        num_tokens, num_scored = sum(prompts.by_tenant.values()), prompts.num_scored
         if not num_tokens:
             self.decode_seconds.append(seconds)
         elif self.decode_seconds and not 0 < 2 * num_scored < num_tokens:
@@ -140,15 +169,26 @@ class StepTarget:
             return None
         recent = self.recent = {tenant: at for tenant, at in self.recent.items() if at > now - RECENT_SECONDS}
         recent |= dict.fromkeys(decoding, now)
-        if not any(_has_other(recent, tenants) for tenants in (prompts, waiting)):
-            self.debt = 0.0
+        held = self._held(decoding)
+        if not any(_has_other(recent, tenants) for tenants in (prompts, waiting, held)):
+            self.debts = {}
             return None
         any_seconds, token = self._plain.prices()
         scored_seconds, scored = self._scored.prices()
-        if self.debt and any(_has_other(decoding, tenants) for tenants in (prompts, waiting)):
-            return PromptWork(0.0, token, 0.0, is_over=True)
         least = median(self.decode_seconds) + max(any_seconds, scored_seconds)
-        return PromptWork(max(self._target() - least, EFFICIENT * least), token, max(0.0, scored - token))
+        seconds = max(self._target() - least, EFFICIENT * least)
+        return PromptWork(seconds, token, max(0.0, scored - token), held)
+
+    def without_held(self, requests: list[Request]) -> list[Request]:
+        """Return the requests without the prompts of tenants that owe time to another one that decodes."""
+        prompts, decoding = split_prompts(requests)
+        held = self._held({each.fairness_key for each in decoding}) if prompts else ()
+        if not held:
+            return requests
+        return [each for each in requests if num_missing(each) <= 1 or each.fairness_key not in held]
+
+    def _held(self, decoding: Collection[str]) -> Set[str]:
+        return {tenant for tenant in self.debts if _has_other(decoding, (tenant,))}
 
 
 @dataclass(eq=False, slots=True)
@@ -158,24 +198,20 @@ class PromptWork:
     seconds: float
     token: float
     scored: float
+    held: Set[str] = frozenset()
+    """Tenants whose prompts are not in the step."""
+
     num_tokens: int = 0
     """Tokens that were taken."""
-
-    is_over: bool = False
-    """True if the step has no prompts."""
 
     @property
     def room(self) -> int:
         """Tokens for which there is still time, if they are not scored."""
-        if self.is_over:
-            return 0
         left = LEAST_TOKENS - self.num_tokens
         return max(math.floor(self.seconds / self.token), left) if self.token else _ANY
 
     def most(self, request: Request, count: int) -> int:
         """Return how many of `count` prompt tokens of a request the step may compute."""
-        if self.is_over:
-            return 0
         price = self._price(request)
         room = max(math.floor(self.seconds / price), LEAST_TOKENS - self.num_tokens) if price else count
         return max(0, min(count, room))

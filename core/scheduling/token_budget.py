@@ -13,7 +13,7 @@ from ...memory.adapters.adapter import Adapter
 from ..config import EngineConfig
 from ..requests.request import Request
 from .lifecycle import Lifecycle
-from .queues import Running, num_missing
+from .queues import Running, num_missing, split_prompts
 from .shares import max_min_level
 from .step_target import PromptWork
 
@@ -169,9 +169,3 @@ class TokenBudget:
             budget = min(budget, self.work.room)
         level = max_min_level(budget, wanted, weights, 0.0 if newcomer is None else weights.get(newcomer, 1.0))
         return {each: math.ceil(min(want, level * weights.get(each, 1.0))) for each, want in wanted.items()}
-
-
-def split_prompts(requests: Sequence[Request]) -> tuple[list[Request], Sequence[Request]]:
-    """Return the requests with a prompt to compute, and the requests that decode."""
-    prompts = [each for each in requests if len(each.token_ids) - each.num_computed_tokens > 1]
-    return prompts, [each for each in requests if num_missing(each) == 1] if prompts else requests

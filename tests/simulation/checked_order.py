@@ -10,6 +10,8 @@ from chorus.core.engine import Engine
 from chorus.core.requests.request import Request
 from chorus.core.requests.types import StepPlan
 from chorus.core.scheduling.adapter_turns import LONGEST_ROUND
+from chorus.core.scheduling.queues import num_missing
+from chorus.core.scheduling.step_target import RECENT_SECONDS
 from chorus.memory.adapters.adapter import Adapter, Tier
 
 from .asked import Asked, promise
@@ -40,6 +42,7 @@ class CheckedOrder:
         self._drawing: set[str] = set()  # requests that draw a token in the last step
         self._had_no_index: set[Adapter] = set()  # adapters of running requests, in the last step
         self._out_since: dict[Adapter, Moment] = {}  # adapters of running requests without an index
+        self._decoded: dict[str, float] = {}  # when tenants have decoded last
         self._decided: Moment = 0.0, 0
         self.has_run = False
         """True if the last step computed anything."""
@@ -78,6 +81,8 @@ class CheckedOrder:
         self._check_order()
         ending = set() if plan.sources is None else self._check_ahead(plan)
         self._drawing = {row.request_id for row in plan.sequences if row.samples}
+        decoding = [each for each in self._scheduler.running if num_missing(each) <= 1]
+        self._decoded |= dict.fromkeys([each.fairness_key for each in decoding], self._decided[0])
         self._check_plan(plan, ending)
         self._running = [request.id for request in self._scheduler.running]
 
@@ -161,9 +166,9 @@ class CheckedOrder:
         gave = sum(request.adapter in new for request in self._scheduler.running)
         self._had_no_index = left_out
         self._check_adapters(plan, left_out)
-        alone = [
-            each for each in paused if not each.choice_group and each.restoring is None and each.adapter not in left_out
-        ]
+        able = [each for each in paused if each.restoring is None and each.adapter not in left_out]
+        reached["a prompt waited for answers"] += any(map(self._is_bounded, able))
+        alone = [each for each in able if not each.choice_group and not self._is_bounded(each)]
         waits = engine.swapped.frees_pages  # for pages that are being copied out
         preempted = (
             self._scheduler.lifecycle.num_preemptions - self._num_preemptions
@@ -175,6 +180,15 @@ class CheckedOrder:
         if not free_rows:
             has_tokens = plan.num_tokens < self._config.max_num_batched_tokens and self._paused <= before
             self._check_shares(in_step, has_tokens, ending, left_out)
+
+    def _is_bounded(self, request: Request) -> bool:
+        """True if a request has a prompt to compute, of which a step may have no token as another tenant decodes, or
+        has just decoded.
+        """
+        if self._scheduler.target is None or num_missing(request) <= 1:
+            return False
+        since = self._decided[0] - RECENT_SECONDS
+        return any(tenant != request.fairness_key and when >= since for tenant, when in self._decoded.items())
 
     def _left_out(self, plan: StepPlan) -> set[Adapter]:
         """Adapters of running requests that have no index in a step, as there are more of them than indices. The index
@@ -213,7 +227,8 @@ class CheckedOrder:
         running, waiting, engine = self._scheduler.running, self._scheduler.waiting, self._engine
         rows = Counter(request.fairness_key for request in running if request.id in in_step)
         here = [each for each in running if each.restoring is None and each.id not in ending]
-        here = {each.fairness_key for each in here if each.adapter not in left_out}
+        here = [each for each in here if each.adapter not in left_out]
+        here = {each.fairness_key for each in here if each.id in in_step or not self._is_bounded(each)}
         config = self._config
         has_more = config.max_adapters_per_step is not None and len(here) > config.max_num_seqs
         promise(rows.keys() == here or bool(running.choice_groups) or has_more, "a tenant whose requests all sit out")
@@ -225,7 +240,7 @@ class CheckedOrder:
             new = Counter(request.fairness_key for request in self._started() if request.id in in_step)
             givers = [tenant for tenant, own in rows.items() if own > 1 and own > new[tenant]]
             for tenant, groups in waiting.tenants.items():
-                if tenant not in running.tenants and None in groups:
+                if tenant not in running.tenants and None in groups and not self._is_bounded(next(iter(groups[None]))):
                     promise(not givers, f"{tenant!r} waits beside {rows}")
 
     def _has_room(self) -> bool:
@@ -298,9 +313,9 @@ class CheckedOrder:
         """
         begun, running = {request.fairness_key for request in started}, self._scheduler.running.tenants
         waiting = {request.fairness_key for request in may_begin} - begun
-        behind = int(
-            self._engine.async_steps is not None
-        )  # a turn in a step ahead counts from the step before or from that
+        # A turn in a step ahead counts from the step before or from that; one that may be held back by a target of
+        # steps' time, from the plan that finds its tenant waiting.
+        behind = int(self._engine.async_steps is not None) + int(self._scheduler.target is not None)
         never = math.inf, math.inf
         late = {each for each in waiting if self._has_waited_for_long(self._turns.get(each, never), behind)}
         if late and not self._has_room():

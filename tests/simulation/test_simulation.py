@@ -45,6 +45,7 @@ EVERYWHERE = {
     "dropped: it was aborted or sent back",
     "run again, with none ahead",
     "sat out for another tenant",
+    "a prompt waited for answers",
     "went on after sitting out",
     "room for all",
     "merged step",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -14,23 +15,31 @@ from chorus.core.scheduling.step_target import (
     DECODE_STEPS,
     EFFICIENT,
     LEAST_TOKENS,
+    MOST_DEBT,
     RECENT_SECONDS,
     PromptTimes,
+    StepPrompts,
     StepTarget,
 )
 
 DECODE, ANY, TOKEN, SCORED = 1.0, 0.5, 0.01, 0.05
 
 
-def plan(*counts: int, is_scored: bool = False, drafts: int = 0) -> StepPlan:
+def plan(*counts: int, is_scored: bool = False, drafts: int = 0) -> StepPrompts:
+    """A step of such counts of tokens, whose prompts are those of tenant b."""
     rows: Any = [
-        SimpleNamespace(tokens=[1] * count, drafts=drafts, wants_prompt_logprobs=is_scored and count > 1)
+        SimpleNamespace(
+            request_id="b", tokens=[1] * count, drafts=drafts, wants_prompt_logprobs=is_scored and count > 1
+        )
         for count in counts
     ]
-    return cast(StepPlan, SimpleNamespace(sequences=rows, bucket=1 if max(counts) == 1 else None))
+    step = cast(StepPlan, SimpleNamespace(sequences=rows, bucket=1 if max(counts) == 1 else None))
+    asking = Request("b", [1], RequestParams(), None)
+    asking.fairness_key = "b"
+    return StepPrompts.of(step, {"b": asking})
 
 
-def note(target: StepTarget, step: StepPlan, seconds: float) -> None:
+def note(target: StepTarget, step: StepPrompts, seconds: float) -> None:
     target.note(step, seconds)
 
 
@@ -74,9 +83,9 @@ def test_the_target_is_the_mean_of_steps(seconds):
     for _ in range(400):
         work = target.work_beside(["a"], {"b"}, (), 0.0)
         assert work is not None
-        count = work.most(request(), 10_000)
+        count = 0 if "b" in work.held else work.most(request(), 10_000)
         took = DECODE + (ANY + count * TOKEN if count else 0.0)
-        target.settle(took)
+        target.settle(plan(1, count) if count else plan(1), took)
         taken.append(took)
         num_tokens += count
     wanted = DECODE_STEPS * DECODE if seconds is None else seconds
@@ -84,18 +93,49 @@ def test_the_target_is_the_mean_of_steps(seconds):
     assert num_tokens * TOKEN > 0.8 * (sum(taken) - len(taken) * DECODE), "most of what is not decoding is prompts"
 
 
+def held(target: StepTarget, decoding: list[str], prompts: set[str], now: float = 0.0) -> Set[str]:
+    work = target.work_beside(decoding, prompts, (), now)
+    assert work is not None
+    return work.held
+
+
 def test_nobody_waits_for_a_tenant_that_does_not_decode_now():
     target = learned()
-    assert target.work_beside(["a"], {"b"}, (), 0.0) is not None
-    target.settle(100.0)
-    over = target.work_beside(["a"], {"b"}, (), 0.1)
-    assert over is not None
-    assert (over.most(request(), 100), over.room) == (0, 0)
-    others = target.work_beside([], {"b"}, (), 0.2)
-    assert others is not None
-    assert others.most(request(), 100) == 100
+    assert held(target, ["a"], {"b"}) == set()
+    target.settle(plan(100), 100.0)
+    assert held(target, ["a"], {"b"}, 0.1) == {"b"}
+    assert held(target, [], {"b"}, 0.2) == set()
     assert target.work_beside(["b"], {"b"}, (), 5.0) is None
-    assert target.debt == 0
+    assert held(target, ["a"], {"b"}, 5.0) == set(), "nobody waited"
+
+
+def test_a_tenant_does_not_wait_for_what_another_has_taken():
+    target = learned()
+    target.settle(plan(100), 10 * DECODE)
+    assert held(target, ["a"], {"b", "c"}) == {"b"}
+    target.settle(StepPrompts({"b": 1, "c": 3}), 9 * DECODE)
+    assert target.debts == {"b": 6 * DECODE, "c": 3 * DECODE}
+    assert held(target, ["a", "b"], {"b", "c"}) == {"b", "c"}
+    assert held(target, ["b"], {"b", "c"}) == {"c"}
+
+
+def test_steps_pay_off_the_debts_of_all_tenants_alike():
+    target = learned()
+    target.debts = {"b": 1.0, "c": 3.0}
+    target.settle(plan(1), DECODE)
+    assert target.debts == {"c": pytest.approx(3.0 - (DECODE_STEPS - 1) * DECODE / 2)}
+    target.settle(plan(1), 100.0)
+    assert target.debts == {"c": pytest.approx(1.0)}, "nobody's prompts took that long"
+    target.settle(plan(1), DECODE)
+    assert target.debts == {}
+
+
+def test_a_debt_is_paid_off_whatever_the_target_is():
+    target = learned(1e-9)
+    target.settle(plan(100), 1000 * DECODE)
+    for _ in range(int(2 * MOST_DEBT)):
+        target.settle(plan(1), DECODE)
+    assert target.debts == {}
 
 
 def test_short_steps_do_not_make_tokens_look_dear():
