@@ -427,12 +427,7 @@ class Scheduler:
             self._shares.pending.clear()
         if eligible is not None or self._memory.arriving or ending:
             sharing = [each for each in sharing if is_eligible(each, eligible) and each not in ending]
-        if self.grammars.heavy:
-            sharing = self.grammars.choose(sharing) or sharing
-        if self.target is not None and self.target.debts:
-            sharing = self.target.without_held(sharing)
-        if self._turns.most is not None:
-            sharing = self._turns.share(sharing, self._service.order, self._clock())
+        sharing = self._within_budgets(sharing)
         if len(sharing) <= self._limits.max_num_seqs:
             return sharing
         if sharing is not running:
@@ -440,6 +435,16 @@ class Scheduler:
         if running.chosen is None:
             running.chosen = self._service.choose(running)
         return running.chosen
+
+    def _within_budgets(self, requests: list[Request]) -> list[Request]:
+        """Return the requests whose grammars, prompts and adapters have a part of the next step: all of them may."""
+        if self.grammars.heavy:
+            requests = self.grammars.choose(requests) or requests
+        if self.target is not None and self.target.debts:
+            requests = self.target.without_held(requests)
+        if self._turns.most is not None:
+            requests = self._turns.share(requests, self._service.order, self._clock())
+        return requests
 
     def grow_decodes(self, ahead: int = 0) -> bool:
         """Fast path: allocate pages so that every running request can decode one token; True if that is done.
