@@ -221,7 +221,8 @@ def test_with_json_lines_every_line_of_a_start_is_json():
 def test_an_interrupt_while_modules_are_imported_leaves_no_traceback():
     """Importing takes seconds; the process ends by the signal, as a shell expects."""
     code = (
-        "import sys, time\n"
+        "import signal, sys, time\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a job in the background inherits that it is ignored
         "class Slow:\n"
         "    def find_spec(self, name, *_):\n"
         "        if name == 'chorus.server.cli.command':\n"
