@@ -222,7 +222,7 @@ def test_an_interrupt_while_modules_are_imported_leaves_no_traceback():
     """Importing takes seconds; the process ends by the signal, as a shell expects."""
     code = (
         "import signal, sys, time\n"
-        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a job in the background inherits that it is ignored
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a parent may ignore it
         "class Slow:\n"
         "    def find_spec(self, name, *_):\n"
         "        if name == 'chorus.server.cli.command':\n"
