@@ -44,7 +44,7 @@ _UNITS = {
     "gi": 1 << 30,
     "ti": 1 << 40,
 }
-_SIZES = (
+SIZES = (
     "memory_bytes",
     "host_cache_bytes",
     "max_body_bytes",
@@ -408,7 +408,7 @@ class Settings(BaseSettings, EngineConfig, RequestLimits):  # pyright: ignore[re
     log_format: LogFormat = Field(default="text", description="format of log lines; json: one object per line")
     access_log: bool = Field(default=False, description="log every HTTP request")
 
-    @field_validator(*_SIZES, mode="before")
+    @field_validator(*SIZES, mode="before")
     @classmethod
     def _sizes_have_units(cls, size: Any) -> Any:
         return read_size(size) if isinstance(size, str) else size

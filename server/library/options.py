@@ -1,4 +1,7 @@
-"""Options of `LLM`: the settings of `chorus serve` that make sense without HTTP."""
+"""Options of `LLM`: the settings of `chorus serve` that make sense without HTTP; `option_types` has their types.
+
+Tests: tests/server/library/test_options.py, tests/server/start/test_advice.py
+"""
 
 from __future__ import annotations
 
@@ -41,6 +44,9 @@ OPTIONS = frozenset(
     )
 )
 
+NAMED = frozenset(("model", "adapters"))
+"""Options that are parameters of `LLM` by themselves."""
+
 OTHERS = {
     "enable_lora": "adapters are always served; leave it out",
     "enable_chunked_prefill": "use chunked_prefill, which is on",
@@ -68,7 +74,12 @@ def _advice(name: str) -> str | None:
     if (same := SHORT.get(flag)) is not None:
         return f"use {same[2:].replace('-', '_')}"
     told = INSTEAD.get(flag) or (f"{NOTED[flag]}: leave it out" if flag in NOTED else None)
-    return None if told is None else _FLAG.sub(_as_option, told)
+    return None if told is None else with_options(told)
+
+
+def with_options(text: str) -> str:
+    """A text about flags as one about options: `prefix_cache=False` for `--no-prefix-cache`."""
+    return _FLAG.sub(_as_option, text)
 
 
 def _as_option(flag: re.Match[str]) -> str:
