@@ -14,9 +14,9 @@ from pydantic import ValidationError
 from ...core.config import EngineConfig
 from ...core.requests.request_params import InvalidRequest
 from ..access.limits import RequestLimits
-from ..settings import ConfigFileError, Settings
+from ..settings import Settings
 from ..start.advice import INSTEAD, NOTED, SHORT
-from ..wanted import problem_of
+from ..start.setting_faults import faults_of
 
 OPTIONS = frozenset(
     (
@@ -98,12 +98,9 @@ def settings_of(options: dict[str, Any]) -> Settings:
             raise InvalidRequest(name, f"{name!r} {_why_not(name)}")
     try:
         return Settings(**options)
-    except ConfigFileError as error:
-        raise InvalidRequest("config", str(error)) from None
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        name = str(first["loc"][0]) if first["loc"] else "config"
-        raise InvalidRequest(name, name + problem_of(first)) from None
+        first = faults_of(error, {name: name for name in options})[0]
+        raise InvalidRequest(first.name or "config", first.text) from None
 
 
 def _why_not(name: str) -> str:
