@@ -1,4 +1,5 @@
-"""Write the generated pages of docs/reference: `python docs/generate.py`; `--check` fails where a page is stale.
+"""Write the generated pages of docs/reference and the types of the library's options: `python docs/generate.py`;
+`--check` fails where a file is stale.
 
 Sources: the command line's parser, the settings' schema, the metrics of a server on the built-in model, and the
 families of models.
@@ -9,14 +10,17 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+import textwrap
+import types
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin
 
 if TYPE_CHECKING:
     from prometheus_client.samples import Sample
+    from pydantic.fields import FieldInfo
 
-PAGES = Path(__file__).parent / "reference"
+ROOT = Path(__file__).parent.parent
 HEAD = "<!-- Written by docs/generate.py: change the source, and run `make docs`. -->\n"
 
 #: The end of a help text that tells a default.
@@ -27,7 +31,12 @@ def text(words: str | None) -> str:
     """A help text as a table's cell: a sentence with a capital letter, unless it begins with a value or a name."""
     plain = " ".join((words or "").replace("%%", "%").split()).replace("|", "\\|").replace("<", "&lt;")
     plain = re.sub(DEFAULT, "", plain).strip()
-    return plain[:1].upper() + plain[1:] if re.match(r"[a-z'-]+([ ,;.]|$)", plain) else plain
+    return sentence(plain)
+
+
+def sentence(words: str) -> str:
+    """Words with a capital letter, unless they begin with a value or a name."""
+    return words[:1].upper() + words[1:] if re.match(r"[a-z'-]+([ ,;.]|$)", words) else words
 
 
 def actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
@@ -95,11 +104,15 @@ def settings() -> str:
             lines += [f"## {title[:1].upper()}{title[1:]}\n", "| setting | meaning | default |\n|---|---|---|"]
             for action in found:
                 field = Settings.model_fields[action.dest.removeprefix("setting_")]
-                is_told = field.default in (None, [], {}, "") or "default:" in (field.description or "").lower()
-                default = "" if is_told else f"`{shown(field.default)}`"
+                default = "" if is_told(field) else f"`{shown(field.default)}`"
                 lines.append(f"| `{action.option_strings[0]}` | {text(field.description)} | {default} |")
             lines.append("")
     return "\n".join(lines).rstrip() + "\n"
+
+
+def is_told(field: FieldInfo) -> bool:
+    """True if a setting's default needs no words, or its description has them."""
+    return field.default in (None, [], {}, "") or "default:" in (field.description or "").lower()
 
 
 def shown(default: object) -> str:
@@ -177,18 +190,104 @@ def models() -> str:
     return "\n".join(lines) + "\n"
 
 
-PAGES_OF = {"command-line.md": command_line, "settings.md": settings, "metrics.md": metrics, "models.md": models}
+OPTION_TYPES = '''"""Types of `LLM`'s options. Written by docs/generate.py: change the settings, and run `make docs`.
+
+Tests: tests/server/library/test_options.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, TypedDict
+
+
+class Options(TypedDict, total=False):
+    """Keyword arguments of `LLM`: the settings of `chorus serve` that make sense without HTTP."""
+'''
+
+
+def option_types() -> str:
+    from chorus.server.library.options import NAMED, OPTIONS, with_options
+    from chorus.server.settings import Settings
+
+    lines = [OPTION_TYPES]
+    for name, field in Settings.model_fields.items():
+        if name in OPTIONS - NAMED:
+            meaning = with_options(" ".join((field.description or "").split())).replace("; repeatable", "")
+            told = f"{sentence(meaning)}."
+            if not is_told(field):
+                told += f" Default: {shown(field.default)}."
+            lines += [f"    {name}: {option_type(name, field)}", *docstring(told, "    ")]
+    return "\n".join(lines) + "\n"
+
+
+def option_type(name: str, field: FieldInfo) -> str:
+    """The type of the values that a program may give a setting, as code."""
+    from pydantic import BeforeValidator
+
+    from chorus.server.settings import SIZES
+
+    found = list(type_names(field.annotation))
+    is_read = name in SIZES or any(isinstance(each, BeforeValidator) for each in field.metadata)
+    if is_read and "str" not in found:  # as a flag's text
+        found.insert(len(found) - ("None" in found), "str")
+    return " | ".join(found)
+
+
+def type_names(annotation: Any) -> Iterator[str]:
+    """Alternatives of a type of settings, as code."""
+    from chorus.server.settings import LoraModule
+
+    kind, parts = get_origin(annotation), get_args(annotation)
+    inner = [" | ".join(type_names(each)) for each in parts] if kind in (list, dict) else []
+    if kind in (Union, types.UnionType):
+        for each in parts:
+            yield from type_names(each)
+    elif kind is Annotated:
+        yield from type_names(parts[0])
+    elif kind is Literal:
+        yield "Literal[{}]".format(", ".join(f'"{word}"' for word in parts))
+    elif kind is list:
+        yield f"Sequence[{inner[0]}]"
+    elif kind is dict:
+        yield f"Mapping[{', '.join(inner)}]"
+    elif annotation is LoraModule:
+        yield from ("str", "dict[str, str]", "tuple[str, str | Path]")
+    elif annotation is Path:
+        yield from ("str", "Path")
+    else:
+        yield {type(None): "None", Any: "Any"}.get(annotation) or annotation.__name__
+
+
+def docstring(words: str, indent: str) -> Iterator[str]:
+    """Lines of a docstring as ruff would format it."""
+    most = 120 - len(indent)
+    if len(words) <= most - 6:
+        yield f'{indent}"""{words}"""'
+        return
+    yield from textwrap.wrap(f'"""{words}', most, initial_indent=indent, subsequent_indent=indent)
+    yield f'{indent}"""'
+
+
+WRITTEN = {
+    "docs/reference/command-line.md": command_line,
+    "docs/reference/settings.md": settings,
+    "docs/reference/metrics.md": metrics,
+    "docs/reference/models.md": models,
+    "server/library/option_types.py": option_types,
+}
 
 
 def main(argv: list[str]) -> int:
     stale = []
-    for name, write in PAGES_OF.items():
-        page, new = PAGES / name, write()
-        if not page.is_file() or page.read_text() != new:
+    for name, write in WRITTEN.items():
+        path, new = ROOT / name, write()
+        if not path.is_file() or path.read_text() != new:
             stale.append(name)
             if "--check" not in argv:
-                page.write_text(new)
-    print(*(f"docs/reference/{name} is stale" if "--check" in argv else f"wrote {name}" for name in stale), sep="\n")
+                path.write_text(new)
+    print(*(f"{name} is stale" if "--check" in argv else f"wrote {name}" for name in stale), sep="\n")
     return 1 if stale and "--check" in argv else 0
 
 

@@ -12,14 +12,13 @@ import asyncio
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Never, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Never, TypeVar, Unpack, overload
 
 from ..core.model.pooling_config import PoolingConfig
 from ..core.requests.request_params import InvalidRequest
 from ..memory.adapters.store import UnknownAdapter
 from ..memory.adapters.versions import versioned
 from .api.adapter_api import AddAdapter, checked_name, pin_adapter
-from .api.fields import unknown_field
 from .api.generation_builder import GenerationBuilder
 from .api.near import nearest
 from .api.pooling_builder import PoolingBuilder
@@ -32,12 +31,14 @@ from .engine.telemetry import Telemetry
 from .errors import validated
 from .executors import DaemonPool
 from .library.adapter_files import AdapterFiles
+from .library.arguments import refuse_unknown
 from .library.asking import Asking, PromptRequest
 from .library.completion import Completion as Completion
 from .library.embedding import Classification, Embedding
 from .library.loop import LoopThread
+from .library.option_types import Options
 from .library.options import settings_of
-from .library.params import FIELDS, SamplingParams, python_errors
+from .library.params import SamplingParams, python_errors
 from .library.progress import progress_bar
 from .library.prompts import Messages, Prompt, conversations_of, for_each, prompts_of
 from .library.streams import Stream
@@ -55,14 +56,6 @@ IN_FLIGHT = 256
 Params = SamplingParams | Sequence[SamplingParams] | None
 AdapterChoice = str | Sequence[str | None] | None
 
-ARGUMENTS = {
-    "lora_path": "name the adapter by adapter=",
-    "model": "name the adapter by adapter=",
-    "prompt_token_ids": "give token ids as a prompt: generate([1, 2, 3]), or a list of such lists",
-    "sampling_params": "it is called params",
-}
-"""Arguments of other libraries' methods, each with advice."""
-
 
 class LLM:
     """An engine on its own thread, with its tokenizer. Use it as a context manager, or call `close`.
@@ -76,7 +69,7 @@ class LLM:
         model: str | Path | None = None,
         *,
         adapters: str | Path | Mapping[str, str | Path] | None = None,
-        **options: Any,
+        **options: Unpack[Options],
     ) -> None:
         """Load a model and register adapters.
 
@@ -86,11 +79,12 @@ class LLM:
         wrong option, LaunchError for a model that can't be served, AdapterFormatError for an adapter.
         """
         named = adapters if isinstance(adapters, Mapping) else {}
+        given: dict[str, Any] = {**options}
         if model is not None:
-            options["model"] = Path(model)
+            given["model"] = Path(model)
         if adapters is not None and not isinstance(adapters, Mapping):
-            options["adapters"] = Path(adapters)
-        self._open(settings_of(options))
+            given["adapters"] = Path(adapters)
+        self._open(settings_of(given))
         try:
             for name, path in named.items():
                 self.load_adapter(name, path)
@@ -508,7 +502,7 @@ class LLM:
         self, given: Sequence[Any], params: Any, adapter: Any, stop: Any, unknown: Mapping[str, Any], *, is_chat: bool
     ) -> list[PromptRequest]:
         """The prompts with their parameters. Raises InvalidRequest for arguments that don't fit."""
-        _refuse(unknown)
+        refuse_unknown(unknown)
         count = len(given)
         all_params = for_each(params or SamplingParams(), count, "params", SamplingParams, "SamplingParams")
         all_adapters = for_each(adapter, count, "adapter", (str, type(None)), "an adapter's name")
@@ -536,27 +530,6 @@ class LLM:
             near = nearest(name, self.adapters)
             hint = f"did you mean {near!r}?" if near else "llm.adapters lists them"
             raise UnknownAdapter(f"there is no adapter {name!r}; {hint}") from None
-
-
-def _refuse(unknown: Mapping[str, Any]) -> None:
-    """Raises InvalidRequest for an unknown argument."""
-    for name in unknown:
-        if name == "lora_request":
-            raise InvalidRequest(name, f"unknown argument {name!r}; {_instead_of(unknown[name])}")
-        if name in ARGUMENTS:
-            raise InvalidRequest(name, f"unknown argument {name!r}; {ARGUMENTS[name]}")
-        if name in FIELDS:
-            raise InvalidRequest(name, f"{name!r} is a sampling parameter; give params=SamplingParams({name}=…)")
-        with python_errors():
-            raise unknown_field(name, ("prompts", "messages", "params", "adapter", "stop", *FIELDS))
-
-
-def _instead_of(lora_request: Any) -> str:
-    """The calls that do what a `LoRARequest` of vLLM asks for, with its values."""
-    name, path = (getattr(lora_request, field, None) for field in ("lora_name", "lora_path"))
-    if not isinstance(name, str) or not isinstance(path, str):
-        return "name the adapter by adapter=; load_adapter registers one"
-    return f"call load_adapter({name!r}, {path!r}) once, and give adapter={name!r}"
 
 
 def _with_stop(params: SamplingParams, stop: str | Sequence[str]) -> SamplingParams:

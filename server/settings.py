@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 import re
-import tomllib
 from collections.abc import Callable
 from contextlib import suppress
 from functools import lru_cache
@@ -15,8 +13,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, TypeAdapter, field_validator, model_validator
 from pydantic.config import JsonDict
-from pydantic.fields import FieldInfo
-from pydantic_settings import BaseSettings, InitSettingsSource, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
+from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
 from ..core.config import EngineConfig
 from ..memory.adapters.adapter import MAX_NAME_CHARACTERS, check_name
@@ -26,12 +23,12 @@ from .access.limits import RequestLimits
 from .checkpoints.pull import PullError, cache_dir, hub_name, resolve_model
 from .demo.builtin import BUILTIN_ADAPTERS, BUILTIN_MODEL, BUILTIN_NAME
 from .log_lines import LogFormat
+from .setting_sources import ENV_PREFIX, ConfigFile, KeyLists
 from .stores.allowed import Allowed
 from .stores.rules import Rule, Rules
 
 AdapterName = Annotated[str, Field(max_length=MAX_NAME_CHARACTERS), AfterValidator(check_name)]
 REPEATABLE: JsonDict = {"repeatable": True}
-ENV_PREFIX = "CHORUS_"
 
 _UNITS = {
     "": 1,
@@ -44,7 +41,7 @@ _UNITS = {
     "gi": 1 << 30,
     "ti": 1 << 40,
 }
-_SIZES = (
+SIZES = (
     "memory_bytes",
     "host_cache_bytes",
     "max_body_bytes",
@@ -63,10 +60,6 @@ class LoraModule(NamedTuple):
 
     name: str
     path: Path
-
-
-class ConfigFileError(ValueError):
-    """A configuration file, or an environment variable, that can't be read or sets something that doesn't exist."""
 
 
 def _split(given: Any) -> Any:
@@ -408,7 +401,7 @@ class Settings(BaseSettings, EngineConfig, RequestLimits):  # pyright: ignore[re
     log_format: LogFormat = Field(default="text", description="format of log lines; json: one object per line")
     access_log: bool = Field(default=False, description="log every HTTP request")
 
-    @field_validator(*_SIZES, mode="before")
+    @field_validator(*SIZES, mode="before")
     @classmethod
     def _sizes_have_units(cls, size: Any) -> Any:
         return read_size(size) if isinstance(size, str) else size
@@ -435,7 +428,7 @@ class Settings(BaseSettings, EngineConfig, RequestLimits):  # pyright: ignore[re
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        return init_settings, env_settings, InitSettingsSource(settings_cls, _many_keys()), _ConfigFile(settings_cls)
+        return init_settings, env_settings, KeyLists(settings_cls), ConfigFile(settings_cls)
 
     def client_keys(self) -> Keys:
         """The API and admin keys, from settings and key files. Raises InvalidKey for a file without a valid key."""
@@ -510,56 +503,6 @@ def _directory_name(path: Path) -> str:
 
 def _keys_of(path: Path | None) -> list[NamedKey]:
     return [] if path is None else read_keys(path)
-
-
-def _many_keys() -> dict[str, Any]:
-    """Lists of keys from the environment: CHORUS_API_KEYS and CHORUS_ADMIN_KEYS.
-
-    Raises ConfigFileError for a variable of keys that is set but empty, for example because a secret is missing: it
-    would open the server.
-    """
-    variables = {name.upper(): value for name, value in os.environ.items()}
-    for name in ("API_KEY", "API_KEYS", "API_KEY_FILE", "ADMIN_KEY", "ADMIN_KEYS", "ADMIN_KEY_FILE"):
-        if not variables.get(f"{ENV_PREFIX}{name}", name).strip():
-            raise ConfigFileError(f"{ENV_PREFIX}{name} is set and empty; give it a value, or unset it to go without")
-    found = {name: variables.get(f"{ENV_PREFIX}{name.upper()}S") for name in ("api_key", "admin_key")}
-    return {name: value for name, value in found.items() if value}
-
-
-class _ConfigFile(PydanticBaseSettingsSource):
-    """The TOML file that earlier sources name in `config`."""
-
-    def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:
-        return None, field_name, False  # nothing field by field: the file is read as a whole
-
-    def __call__(self) -> dict[str, Any]:
-        path = self.current_state.get("config")
-        return {} if path is None else read_config_file(Path(path))
-
-
-RENAMED = {"assist_workers": "offload_workers"}
-"""New names of renamed settings, by their old names; both are accepted for one release."""
-
-
-def read_config_file(path: Path) -> dict[str, Any]:
-    """The settings of a TOML file; raises ConfigFileError for an invalid file."""
-    try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigFileError(f"the configuration file {path} does not exist") from None
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ConfigFileError(f"the configuration file {path} can't be read: {error}") from None
-    values = {name.replace("-", "_"): value for name, value in values.items()}
-    for old, new in RENAMED.items():
-        if old in values and values.setdefault(new, values[old]) != values.pop(old):
-            raise ConfigFileError(f"{path} sets {old} and {new}, which are the same setting; leave out {old}")
-    known = [name for name in Settings.model_fields if name != "config"]
-    for name in values:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            raise ConfigFileError(f"{path} sets {name}, which does not exist{hint}")
-    return values
 
 
 def read_size(text: str) -> int:

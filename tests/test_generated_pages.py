@@ -61,3 +61,14 @@ def test_series_have_their_labels_though_no_request_runs(generate):
     assert page["chorus_account_standing"][1] == "`account`"
     assert page["chorus_merged_adapter"][1] == "`adapter`"
     assert page["chorus_adapter_tier"][1] == "`adapter`, `tier`"
+
+
+def test_the_types_of_options_are_fresh(generate):
+    path = "server/library/option_types.py"
+    assert (ROOT / path).read_text() == generate.WRITTEN[path](), "run make docs"
+
+
+def test_a_stale_file_is_named(generate, monkeypatch, capsys):
+    monkeypatch.setattr(generate, "WRITTEN", {"server/library/option_types.py": lambda: "other"})
+    assert generate.main(["--check"]) == 1
+    assert capsys.readouterr().out == "server/library/option_types.py is stale\n"

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from ...graphs.runner import EagerReason
 from ...memory.adapters.adapter import Adapter, AdapterBackend
+from ...memory.files.config import MAX_RANK
 from ...memory.pages.layout import PageLayout
 from ...memory.pages.states import StateShape
 from ...memory.transfers.swapped_kv import SwapBackend
@@ -39,6 +40,16 @@ _ON_GPUS = "GPUs unless small_gemm is off"
 
 
 @dataclass(frozen=True, slots=True)
+class EngineLimits:
+    """Limits of an engine's steps and adapters, which its device may set."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_lora_rank: int
+    """Largest rank of an adapter."""
+
+
+@dataclass(frozen=True, slots=True)
 class ModelInfo:
     """Properties of the model that callers need."""
 
@@ -57,6 +68,8 @@ class ModelInfo:
     """True if steps may verify proposed tokens."""
     expert_share: float = field(default=0.0, compare=False)
     """Share of its experts that a token goes to; 0: it has no mixture of experts."""
+    limits: EngineLimits | None = field(default=None, compare=False)
+    """None in a simulation, and for replicas of earlier versions."""
 
 
 class ShadowBackend(Protocol):
@@ -226,6 +239,7 @@ class ModelExecutor(ExecutorBase):
             head=head,
             speculates=config.speculates,
             expert_share=model.experts.share_per_token if model.experts else 0.0,
+            limits=EngineLimits(config.max_num_seqs, config.max_num_batched_tokens, self._max_lora_rank(config)),
         )
         self.layout = self._page_layout(config, limit)
 
@@ -285,6 +299,10 @@ class ModelExecutor(ExecutorBase):
     def _within_window(self, config: EngineConfig) -> bool:
         """Whether requests are by default no longer than the model's attention window."""
         return False
+
+    def _max_lora_rank(self, config: EngineConfig) -> int:
+        """The largest rank of an adapter: only tables of GPUs limit it further than an adapter's files."""
+        return MAX_RANK
 
 
 def _state_shape(recurrent: RecurrentSpec | None, num_layers: int, *, speculates: bool) -> StateShape | None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ..config import EngineConfig
 from .base import Executor
-from .host_memory import default_host_cache_bytes
+from .host_memory import default_host_cache_bytes, gib, warn_of_more_than_all
 
 DRIVER = Path("/dev/nvidiactl")
 """Device file of NVIDIA's driver."""
@@ -30,6 +30,8 @@ def completed(config: EngineConfig) -> EngineConfig:
         chosen["speculation"] = _speculation(config)
     if config.host_cache_bytes is None:
         chosen["host_cache_bytes"] = default_host_cache_bytes()
+    else:
+        warn_of_more_than_all(f"host_cache_bytes is {gib(config.host_cache_bytes)}", config.host_cache_bytes)
     if (batch := gpu_batch(gpu_bytes(config.device))) is not None:
         rows, tokens = batch
         asked = config.model_fields_set

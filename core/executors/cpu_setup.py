@@ -20,7 +20,7 @@ from ..model.shard import Shard
 from ..model.tensor_parts import kept_bytes, num_weights
 from ..requests.draft_length import most_logits
 from .base import ModelExecutor
-from .host_memory import WIDE_SHARE, default_arena_bytes, total_bytes
+from .host_memory import WIDE_SHARE, default_arena_bytes, gib, total_bytes, warn_of_more_than_all
 
 logger = logging.getLogger(__name__)
 
@@ -35,12 +35,16 @@ def cpu_threads(config: EngineConfig) -> int:
 
 def cpu_pages(config: EngineConfig, shapes: ModelExecutor, layout: PageLayout, weight_bytes: int) -> int:
     """Number of pages of the arena. layout: of a page of all ranks together; weight_bytes: of all ranks together."""
-    if config.num_pages is not None:
-        return config.num_pages
+    if (pages := config.num_pages) is not None:
+        num_bytes = pages * layout.page_bytes
+        warn_of_more_than_all(f"num_pages is {pages}: {gib(num_bytes)}", num_bytes)
+        return pages
     if (num_bytes := config.memory_bytes) is None:
         logits = most_logits(config) * shapes.model.vocab_size
         num_bytes = default_arena_bytes(layout, shapes.model.max_model_len, weight_bytes, logits)
         logger.info("the page pool has %d MiB; memory_bytes sets another size", num_bytes >> 20)
+    else:
+        warn_of_more_than_all(f"memory_bytes is {gib(num_bytes)}", num_bytes)
     return max(2, num_bytes // layout.page_bytes)
 
 

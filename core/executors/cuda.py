@@ -123,6 +123,9 @@ class CudaShapes(ModelExecutor):
         found = (flashinfer_obstacle(*shape, self._dtype, where, scores, float8_kv=float8) for shape in shapes)
         return any(each is not None for each in found)
 
+    def _max_lora_rank(self, config: EngineConfig) -> int:
+        return config.max_lora_rank
+
 
 class CudaExecutor(CudaShapes):
     """Runs steps on one GPU, for the whole model or a TP rank's share. Any one thread at a time may use it."""

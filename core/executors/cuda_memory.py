@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-_GIB = 1 << 30
+from .host_memory import gib as gib
 
 #: The most pages of an arena sized by the free memory. With the small pages of a small model, the bookkeeping for more
 #: would cost more than they gain.
@@ -38,10 +38,6 @@ class MemoryUse:
             f"of {gib(self.total)}, weights and static buffers take {gib(self.weights)}, the activations of a step "
             f"{gib(self.activations)}, graphs {gib(self.graphs)}, and {gib(self.free)} are free now"
         )
-
-
-def gib(num_bytes: int) -> str:
-    return f"{num_bytes / _GIB:.2f} GiB"
 
 
 def check_weights(weights: int, free: int, total: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +10,8 @@ from pathlib import Path
 from ...memory.pages.layout import PageLayout
 from ..config import LEAST_HOST_CACHE_BYTES
 from ..control_groups import control_groups
+
+logger = logging.getLogger(__name__)
 
 #: The least arena if the machine has the memory: enough for adapters and short requests with any model length.
 LEAST_BYTES = 256 << 20
@@ -54,6 +57,20 @@ def total_bytes(proc: Path = Path("/proc")) -> int:
     """Memory of the machine, or the least limit of the process's control groups: the same at every start."""
     known = [_meminfo("MemTotal", proc), *(most for most, _ in _groups(proc))]
     return min((each for each in known if each is not None), default=_physical_bytes())
+
+
+def warn_of_more_than_all(setting: str, num_bytes: int) -> None:
+    """Log a warning if a setting asks for more memory than the machine has. setting: its name and value."""
+    if num_bytes > (most := total_bytes()):
+        logger.warning(
+            "%s, but the machine has %s of memory: the system may end this process once so much is in use; lower it",
+            setting,
+            gib(most),
+        )
+
+
+def gib(num_bytes: int) -> str:
+    return f"{num_bytes / (1 << 30):.2f} GiB"
 
 
 def _physical_bytes() -> int:

@@ -75,6 +75,9 @@ class ModelConfig:
     is_classifier: bool = False
     """True if the checkpoint has a score head."""
 
+    model_type: str | None = field(default=None, compare=False)
+    """`model_type` of config.json."""
+
     num_ranks: int = 1
     """TP ranks that share the logits."""
 
@@ -272,6 +275,7 @@ class ModelConfig:
             embeddings=self.tensors.embeddings,
             heads=tuple(head.removesuffix(".weight") for head in self.tensors.heads),
             head_has_bias=self.head_bias,
+            model_type=self.model_type,
             vocab_size=self.vocab_size,
             hidden_size=self.hidden_size,
             units=tuple(self.unit_rows.items()),

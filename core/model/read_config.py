@@ -55,6 +55,7 @@ def read_model_config(directory: Path, tokenizer: Path | None = None) -> ModelCo
     model = replace(
         model,
         architecture=architecture,
+        model_type=raw.text("model_type", "") or None,
         eos_token_ids=eos,
         tensors=family.tensors if model.tensors is LLAMA_TENSORS else model.tensors,
         weight_format=weight_format,

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from . import strict_json
+from .default_targets import default_targets
 from .directory import AdapterDirectory
 from .error import AdapterFormatError, shown
 from .module_names import ModuleNames
@@ -33,9 +34,6 @@ MAX_INVOCATION_TOKENS = 1024
 
 #: Values of `bias`: which biases of the base model PEFT trains.
 BIASES = ("none", "all", "lora_only")
-
-#: The modules that PEFT targets in a Llama-like model if `target_modules` is null.
-DEFAULT_TARGETS = ("q_proj", "v_proj")
 
 _MAX_SCALE = 3e38  # scales are applied in float32
 
@@ -134,20 +132,22 @@ class AdapterConfig:
         self._ranks = fields.patterns("rank_pattern", fields.rank)
         self._alphas = fields.patterns("alpha_pattern", fields.alpha)
         self._rslora = fields.flag("use_rslora")
-        targets = fields.names("target_modules")
         self.parameters = fields.parameters()
         """Ends of the names of parameters that it changes as matrices, such as `mlp.experts.down_proj`."""
-        if targets is None and self.parameters:
-            targets = ()
-        self._layers = fields.layers()
+        named = fields.names("target_modules")
+        layers = fields.layers()
         self._layer_patterns = fields.layer_patterns()
-        if isinstance(targets, str) and (self._layers is not None or fields.raw.get("layers_pattern") is not None):
+        if isinstance(named, str) and (layers is not None or fields.raw.get("layers_pattern") is not None):
             raise fields.refuse("layers_to_transform", "PEFT takes it only with a list of target_modules")
-        if fields.names("layers_pattern") and self._layers is None:
+        if fields.names("layers_pattern") and layers is None:
             raise fields.refuse("layers_pattern", "PEFT needs layers_to_transform with it")
-        self._targets = _Matcher(fields, "target_modules", DEFAULT_TARGETS if targets is None else targets)
+        targets = fields.default_targets() if named is None else named
+        self._layers = None if isinstance(targets, str) else layers
+        self._targets = _Matcher(fields, "target_modules", targets)
         self._excluded = _Matcher(fields, "exclude_modules", fields.names("exclude_modules") or ())
         self.targets_all_linear = isinstance(targets, str) and targets.lower() == "all-linear"
+        self.names_targets = named is not None and not self.targets_all_linear
+        """False if PEFT chooses the modules."""
         self.has_head = fields.has_head
         """True if it has a score head of its own."""
         self.saved_modules = fields.saved_modules()
@@ -169,12 +169,14 @@ class AdapterConfig:
         fields.refuse_together()
 
     @classmethod
-    def read(cls, directory: AdapterDirectory, usual_names: Mapping[str, str] = _USUAL) -> AdapterConfig:
+    def read(
+        cls, directory: AdapterDirectory, usual_names: Mapping[str, str] = _USUAL, model_type: str | None = None
+    ) -> AdapterConfig:
         """Read `adapter_config.json`. Raises AdapterFormatError if it can't be served as PEFT applies it.
 
-        usual_names: see `ModulePaths.usual_names`.
+        usual_names, model_type: see `ModulePaths`.
         """
-        return cls(_Fields(directory.path / CONFIG_FILE, read_fields(directory), usual_names))
+        return cls(_Fields(directory.path / CONFIG_FILE, read_fields(directory), usual_names, model_type))
 
     @classmethod
     def of(cls, file: Path, fields: dict[str, Any]) -> AdapterConfig:
@@ -244,10 +246,17 @@ def _is_on(value: Any) -> bool:
 class _Fields:
     """The raw fields of a configuration, and the errors for wrong ones."""
 
-    def __init__(self, file: Path, raw: dict[str, Any], usual_names: Mapping[str, str] = _USUAL) -> None:
+    def __init__(
+        self,
+        file: Path,
+        raw: dict[str, Any],
+        usual_names: Mapping[str, str] = _USUAL,
+        model_type: str | None = None,
+    ) -> None:
         self.file = file
         self.raw = raw
         self._usual = usual_names
+        self._model_type = model_type
         self._steps = Steps()
 
     def refuse(self, name: str, why: str) -> AdapterFormatError:
@@ -318,6 +327,16 @@ class _Fields:
                 "with alora_invocation_tokens the tokens before them are the base model's, whose biases PEFT replaces "
                 "for all tokens; train with bias='none'",
             )
+
+    def default_targets(self) -> tuple[str, ...] | str:
+        """The modules that PEFT chooses, none if it does so only for parameters."""
+        found = default_targets(self._model_type)
+        if found is None and not self.raw.get("target_parameters"):
+            kind = shown(self._model_type)
+            raise self.refuse(
+                "target_modules", f"PEFT has no default for a base model of type {kind}; name the modules"
+            )
+        return found or ()
 
     def saved_names(self) -> tuple[str, ...]:
         """The names in `modules_to_save`."""

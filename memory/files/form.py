@@ -68,7 +68,7 @@ class PeftForm:
         return file.listed()
 
     def config(self, directory: AdapterDirectory, given: Collection[str], base: ModulePaths) -> AdapterConfig:
-        return AdapterConfig.read(directory, base.usual_names)
+        return AdapterConfig.read(directory, base.usual_names, base.model_type)
 
 
 def form_of(directory: AdapterDirectory) -> AdapterForm:

@@ -250,10 +250,11 @@ def _check_shapes(
 
 
 def _untrained(file: AdapterWeights, names: Names, config: AdapterConfig, projections: Projections) -> tuple[str, ...]:
-    """Of "all-linear", the projections of which the file has no tensor in any layer. Trainers write it of what they
-    were told not to train, too, and PEFT leaves these as the base model has them. None if the file has nothing.
+    """Of "all-linear" and PEFT's default, the projections of which the file has no tensor in any layer. Trainers write
+    "all-linear" of what they were told not to train, too, and PEFT leaves these as the base model has them. None if the
+    file has nothing.
     """
-    if not config.targets_all_linear:
+    if config.names_targets:
         return ()
     found = {projections.name_of_all(target[1]): False for target in names}
     for (_, module), pair in names.items():

@@ -100,6 +100,9 @@ class ModulePaths:
 
     head_has_bias: bool = False
 
+    model_type: str | None = None
+    """The model's `model_type`, by which PEFT chooses modules; None: not known."""
+
     vocab_size: int | None = None
     """None: not known."""
 

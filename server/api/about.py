@@ -15,6 +15,7 @@ from prometheus_client.openmetrics.exposition import generate_latest as generate
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
+from ...core.executors.base import EngineLimits
 from ...memory.adapters.store import UnknownAdapter
 from ..access.grants import NOWHERE, Grant
 from ..checkpoints.pull import hub_name
@@ -107,13 +108,15 @@ class Api:
     async def server_info(self, _: Request) -> Response:
         """The server's limits under our names, and the fields that SGLang's router and TRL's trainers read."""
         model, settings = self._worker.model, self._settings
-        told = {name: getattr(settings, name) for name in ("max_num_seqs", "max_num_batched_tokens", "max_lora_rank")}
+        given = EngineLimits(settings.max_num_seqs, settings.max_num_batched_tokens, settings.max_lora_rank)
+        limits = model.limits or given
         body = {"version": VERSION, "model_path": settings.model_root, "served_model_name": settings.base_name}
-        most = settings.max_adapters_per_step or settings.max_num_seqs
-        lora = {"max_lora_rank": settings.max_lora_rank, "max_loras": most}
+        most = settings.max_adapters_per_step or limits.max_num_seqs
+        lora = {"max_lora_rank": limits.max_lora_rank, "max_loras": most}
         vllms = {"lora_config": lora, "parallel_config": {"data_parallel_size": 1}}
-        sizes = {"max_model_len": model.max_model_len, "vocab_size": model.vocab_size, "tp_size": 1, "dp_size": 1}
-        return JsonResponse({**body, **sizes, **told, "vllm_config": vllms})
+        sizes = {"max_model_len": model.max_model_len, "vocab_size": model.vocab_size, "dp_size": 1}
+        ranks = {"tp_size": settings.tensor_parallel_size}
+        return JsonResponse({**body, **sizes, **ranks, **asdict(limits), "vllm_config": vllms})
 
     async def pause(self, request: Request) -> Response:
         """vLLM's pause: begin no step until `resume`. Requests in progress are kept, and new ones wait."""

@@ -20,7 +20,6 @@ class CompletionRequest(GenerationRequest):
     """One or more prompts to continue."""
 
     prompt: Any = None
-    max_tokens: int | None = None
     max_completion_tokens: int | None = None
     best_of: int | None = None
     echo: bool = False

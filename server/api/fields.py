@@ -29,8 +29,15 @@ ALIASES = {
 }
 """Other names of fields that we have."""
 
+
+class AllThatFit(int):
+    """A limit on tokens that is all that the context has room for."""
+
+
+ALL_THAT_FIT = AllThatFit(1 << 62)
+
 UNLIMITED = {"n_predict": -1}
-"""Values of aliases that mean the same as leaving the field out."""
+"""Values of aliases that ask for all tokens that fit."""
 
 HARMLESS = {
     "custom_labels": "labels for the caller's metrics",
@@ -264,7 +271,7 @@ def own_fields(body: dict[str, Any], known: Collection[str]) -> dict[str, Any]:
     for alias, value in by_alias.items():
         name = ALIASES[alias]
         if UNLIMITED.get(alias) == value:
-            continue
+            value = ALL_THAT_FIT
         if name in own and own[name] != value:
             raise ApiError(400, f"{alias} is another name of {name}, and they differ; give one of them", param=alias)
         own[name] = value

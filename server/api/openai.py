@@ -12,7 +12,16 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    ValidationInfo,
+    WrapValidator,
+    field_validator,
+    model_validator,
+)
 
 from ...core.requests.grammar import Grammar
 from ...core.requests.request_params import MAX_LOGPROBS, RequestParams
@@ -23,7 +32,7 @@ from ..errors import ApiError, clipped, no_room, validated
 from ..text.output_parser import OutputParser
 from ..text.tokenizer import Tokenizer
 from ..text.tool_call_formats import OutputSyntax
-from .fields import own_fields
+from .fields import AllThatFit, own_fields
 from .grammar_fields import GrammarFields
 from .prediction import Prediction
 from .sampling_defaults import SamplingDefaults
@@ -40,6 +49,9 @@ DEFAULTED = ("temperature", "top_p", "min_p", "repetition_penalty")
 """Fields for which the model has defaults."""
 
 LogprobCount = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
+TokenLimit = Annotated[
+    int | None, WrapValidator(lambda given, check: given if isinstance(given, AllThatFit) else check(given))
+]
 Name = Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARACTERS)]
 
 AnyRequest = TypeVar("AnyRequest", bound="GenerationRequest")
@@ -70,7 +82,7 @@ class GenerationRequest(GrammarFields):
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     n: int = Field(default=1, ge=1)
-    max_tokens: int | None = None
+    max_tokens: TokenLimit = None
     temperature: float | None = None
     top_p: float | None = None
     presence_penalty: float = 0.0
@@ -275,19 +287,20 @@ class GenerationRequest(GrammarFields):
 
     @property
     def limit_field(self) -> str | None:
-        """The field with the client's limit on tokens; None if it gives none."""
-        return None if self.max_tokens is None else "max_tokens"
+        """The field with the client's limit on tokens; None if it gives none, or asks for all that fit."""
+        return None if self.max_tokens is None or isinstance(self.max_tokens, AllThatFit) else "max_tokens"
 
     @property
     @abstractmethod
     def asked_tokens(self) -> int | None:
-        """Most tokens to generate; None if the client gives no limit."""
+        """Most tokens to generate; None if the client gives no limit. `AllThatFit` is more than any context has."""
 
     def cut(self, prompt: list[int], context: int) -> list[int]:
         """A prompt truncated by `truncate_prompt_tokens`; -1 keeps as much as leaves room for the output."""
         kept = self.truncate_prompt_tokens
         if kept == -1:
-            kept = max(context - (self.asked_tokens or 1), 1)
+            asked = self.asked_tokens or 1
+            kept = max(context - (1 if isinstance(asked, AllThatFit) else asked), 1)
         if kept is None or kept >= len(prompt):
             return prompt
         return prompt[:kept] if self.truncation_side == "right" else prompt[len(prompt) - kept :]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TextIO
@@ -16,7 +16,7 @@ import httpx
 from ...memory.files.added_tokens import TEXT_FILES
 from ...memory.files.config import CONFIG_FILE
 from ...memory.files.form import WEIGHTS_FILE
-from ..access.keys import InvalidKey, check_key, read_keys
+from ..access.keys import InvalidKey, NamedKey, check_key, read_keys
 
 URL = "http://127.0.0.1:8000"
 
@@ -83,7 +83,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
             "--api-key-file",
             type=Path,
             metavar="FILE",
-            help=f"file with a key in its first line; default: the key in {' or '.join(KEY_VARIABLES)}, if one is set",
+            help="file with a key, in the format of the server's: the first one of an admin is sent, else the first; "
+            f"default: the key in {' or '.join(KEY_VARIABLES)}, if one is set",
         )
 
 
@@ -232,11 +233,20 @@ def _key(path: Path | None) -> str | None:
     """The key to send. Raises CommandError for a file or a variable without one."""
     try:
         if path is not None:
-            key = read_keys(path)[0]
-            if key.id:
-                raise CommandError(f"{path} has no key, only its hash; give a file with the key itself")
-            return key.key
-        given = next((os.environ[name] for name in KEY_VARIABLES if os.environ.get(name)), None)
-        return None if given is None else check_key(given.partition(",")[0])
+            return _sendable(read_keys(path), str(path))
+        for name in KEY_VARIABLES:
+            if given := os.environ.get(name):
+                return _sendable([NamedKey(check_key(key)) for key in given.split(",")], name)
     except InvalidKey as error:
         raise CommandError(str(error)) from None
+    return None
+
+
+def _sendable(keys: Sequence[NamedKey], place: str) -> str:
+    """The first admin key that is not only a hash, else the first other key. Raises CommandError if there is none."""
+    whole = [one for one in keys if not one.id]
+    if not whole:
+        raise CommandError(
+            f"{place} has only hashes of keys, which can't be sent; give a key as `chorus keys add` printed it"
+        )
+    return max(whole, key=lambda one: one.grant.admin).key

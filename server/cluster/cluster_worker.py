@@ -293,7 +293,8 @@ class ClusterWorker:
 
     def on_up(self, link: Link) -> None:
         if link.hello is not None:
-            self._model = replace(link.hello.model, speculates=link.hello.speculates)
+            hello = link.hello
+            self._model = replace(hello.model, speculates=hello.speculates, limits=hello.limits)
         self.dispatcher.on_up(link)
 
     def on_frame(self, link: Link, frame: Any) -> None:

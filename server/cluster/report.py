@@ -13,7 +13,7 @@ from pydantic import PlainSerializer, PlainValidator, TypeAdapter, ValidationErr
 
 from ...core.costs.models import CostModel, DiskCost, Kernel, StepCost, TransferCost
 from ...core.engine_stats import EngineStats, TenantStats
-from ...core.executors.base import ModelInfo
+from ...core.executors.base import EngineLimits, ModelInfo
 from ...core.expert_share import share_of_experts
 from ...core.merging.learned_prices import LearnedPrices
 from ...core.model.quantization.registry import FILES as QUANTIZATION_FILES
@@ -138,6 +138,8 @@ class Hello(Told):
     pid: int
     speculates: bool = False
     """See `ModelInfo.speculates`; replicas of earlier versions don't say."""
+    limits: EngineLimits | None = None
+    """See `ModelInfo.limits`."""
 
     @classmethod
     def of(cls, engine: Engine, pid: int) -> Hello:
@@ -152,6 +154,7 @@ class Hello(Told):
             pages_per_token=engine.pages_per_token,
             pid=pid,
             speculates=engine.model.speculates,
+            limits=engine.model.limits,
         )
 
 

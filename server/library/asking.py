@@ -72,12 +72,10 @@ class PromptRequest:
     def adds_specials(self) -> bool:
         return bool(self.params.add_special_tokens)
 
-    def body(self, context: int) -> dict[str, Any]:
+    def body(self) -> dict[str, Any]:
         """The body of the equivalent HTTP request."""
-        if self.is_chat:
-            body = self.params.for_chat(plain_copy(self.prompt))
-        else:
-            body = self.params.for_text(self.prompt, context)
+        params = self.params
+        body = params.for_chat(plain_copy(self.prompt)) if self.is_chat else params.for_text(self.prompt)
         body.pop("return_token_ids", None)
         return body if self.adapter is None else {**body, "lora_path": self.adapter}
 
@@ -268,7 +266,7 @@ class Asking:
 
     async def _call(self, asked: PromptRequest, *, stream: bool) -> tuple[Generation, str]:
         builder, arrival = self.builder, time.monotonic()
-        body = {**asked.body(builder.worker.model.max_model_len), "stream": stream}
+        body = {**asked.body(), "stream": stream}
         if asked.is_chat:
             batch = ChatBatch.of(ChatCompletionRequest.of(body, builder.settings))
             generation = await builder.converse(PROGRAM, batch, PREFIX, arrival)
@@ -276,8 +274,6 @@ class Asking:
         if asked.prompt == []:
             raise InvalidRequest("prompt", "the prompt has no tokens; give at least one")
         request = CompletionRequest.of(body, builder.settings)
-        if asked.params.wants_all_that_fits:
-            request.allow_less()
         generation, (shown,) = await builder.complete(PROGRAM, request, PREFIX, arrival)
         if not request.echo:
             return generation, ""

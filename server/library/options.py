@@ -1,4 +1,7 @@
-"""Options of `LLM`: the settings of `chorus serve` that make sense without HTTP."""
+"""Options of `LLM`: the settings of `chorus serve` that make sense without HTTP; `option_types` has their types.
+
+Tests: tests/server/library/test_options.py, tests/server/start/test_advice.py
+"""
 
 from __future__ import annotations
 
@@ -11,9 +14,9 @@ from pydantic import ValidationError
 from ...core.config import EngineConfig
 from ...core.requests.request_params import InvalidRequest
 from ..access.limits import RequestLimits
-from ..settings import ConfigFileError, Settings
+from ..settings import Settings
 from ..start.advice import INSTEAD, NOTED, SHORT
-from ..wanted import problem_of
+from ..start.setting_faults import faults_of
 
 OPTIONS = frozenset(
     (
@@ -40,6 +43,9 @@ OPTIONS = frozenset(
         "weights",
     )
 )
+
+NAMED = frozenset(("model", "adapters"))
+"""Options that are parameters of `LLM` by themselves."""
 
 OTHERS = {
     "enable_lora": "adapters are always served; leave it out",
@@ -68,7 +74,12 @@ def _advice(name: str) -> str | None:
     if (same := SHORT.get(flag)) is not None:
         return f"use {same[2:].replace('-', '_')}"
     told = INSTEAD.get(flag) or (f"{NOTED[flag]}: leave it out" if flag in NOTED else None)
-    return None if told is None else _FLAG.sub(_as_option, told)
+    return None if told is None else with_options(told)
+
+
+def with_options(text: str) -> str:
+    """A text about flags as one about options: `prefix_cache=False` for `--no-prefix-cache`."""
+    return _FLAG.sub(_as_option, text)
 
 
 def _as_option(flag: re.Match[str]) -> str:
@@ -87,12 +98,9 @@ def settings_of(options: dict[str, Any]) -> Settings:
             raise InvalidRequest(name, f"{name!r} {_why_not(name)}")
     try:
         return Settings(**options)
-    except ConfigFileError as error:
-        raise InvalidRequest("config", str(error)) from None
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        name = str(first["loc"][0]) if first["loc"] else "config"
-        raise InvalidRequest(name, name + problem_of(first)) from None
+        first = faults_of(error, {name: name for name in options})[0]
+        raise InvalidRequest(first.name or "config", first.text) from None
 
 
 def _why_not(name: str) -> str:

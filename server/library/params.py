@@ -15,7 +15,7 @@ from ...core.requests.request_params import MAX_LOGPROBS, InvalidRequest
 from ..access.limits import RequestLimits
 from ..api.chat_request import ChatCompletionRequest
 from ..api.completion_request import DEFAULT_MAX_TOKENS, CompletionRequest
-from ..api.fields import ALIASES, HARMLESS, NEUTRAL, unknown_field
+from ..api.fields import ALIASES, ALL_THAT_FIT, HARMLESS, NEUTRAL, unknown_field
 from ..api.sampling_defaults import SamplingDefaults
 from ..errors import ApiError, GenerationFailed
 
@@ -191,16 +191,11 @@ class SamplingParams:
         if len(texts) <= len(self._given) and self._given.keys() - texts.keys():
             ChatCompletionRequest.of(self.for_chat(_ANY_CONVERSATION), _NO_LIMITS)
 
-    @property
-    def wants_all_that_fits(self) -> bool:
-        """True if a prompt's completion has as many tokens as fit."""
-        return self._given.get("max_tokens", 0) is None
-
-    def for_text(self, prompt: Any, context: int) -> dict[str, Any]:
-        """The body of the equivalent completion request. context: most tokens of a request."""
+    def for_text(self, prompt: Any) -> dict[str, Any]:
+        """The body of the equivalent completion request."""
         body = {**self._given, "prompt": prompt}
-        if self.wants_all_that_fits:
-            body["max_tokens"] = context
+        if self._given.get("max_tokens", 0) is None:
+            body["max_tokens"] = ALL_THAT_FIT
         return body
 
     def for_chat(self, messages: Any) -> dict[str, Any]:

@@ -7,28 +7,21 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import os
+import itertools
 import re
 import sys
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NoReturn
 
-from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from ...core.config import EngineConfig
 from ..access.limits import RequestLimits
-from ..errors import field_path
-from ..settings import ENV_PREFIX, RENAMED, REPEATABLE, ConfigFileError, Settings
-from ..wanted import problem_of
+from ..setting_sources import RENAMED
+from ..settings import REPEATABLE, Settings
 from .advice import ForeignFlag, without_foreign_flags
 from .brief_help import FLAGS, HelpAll, brief_help
-
-if TYPE_CHECKING:
-    from pydantic_core import ErrorDetails
-
-OTHER_VARIABLES = ("API_KEYS", "ADMIN_KEYS", "CHECK_STEPS", "COMMIT", "CPU_ISA", "NVTX", "SHARED", "SITE")
-"""Names after `CHORUS_` that are not settings but have a meaning."""
+from .setting_faults import WrongSettings, checked_settings, flag_of
 
 FIRST = ("model", "host", "port", "adapters", "lora_modules", "served_model_name", "memory_bytes", "config")
 
@@ -54,14 +47,6 @@ GROUPS = {
 }
 """Settings that the help shows first; the others follow, grouped by the class that defines them."""
 
-NEAR = 0.8
-"""Least similarity at which a name counts as a mistyped one."""
-
-
-SECRETS = ("api_key", "admin_key")
-"""Secret settings; error messages leave out their values."""
-
-
 _TIME = re.compile(r"(\d+(?:\.\d+)?|\.\d+)\s*(ms|s)")
 
 
@@ -86,6 +71,8 @@ class Parser(argparse.ArgumentParser):
         """Commands that the help shows."""
         self.rare: Sequence[str] = ()
         """Flags, by the attribute that stores them, that like most settings only --help-all shows."""
+        self.wrong: list[str] = []
+        """Faults of the values that were read last; the commands have lists of their own."""
 
     def format_help(self) -> str:
         """All flags, or the most important ones of a command with settings."""
@@ -101,32 +88,62 @@ class Parser(argparse.ArgumentParser):
         return brief_help(self, own, self.examples, left_out + len(self.rare))
 
     def parse(self, args: Sequence[str] | None = None) -> argparse.Namespace:
-        """Like `parse_args`; the command's parser reports unknown flags with the nearest known one."""
-        given = [_dashes(arg) for arg in (sys.argv[1:] if args is None else args)]
-        faults: list[str] = []
-        notes: list[str] = []
-        if given[:1] in (["serve"], ["cluster"]):
-            try:
-                given, notes = without_foreign_flags(given)
-            except ForeignFlag as error:
-                faults, given = error.faults, error.kept
-            notes = [f"{self.prog} {given[0]}: {note}" for note in notes]
+        """Like `parse_args`; all faults are told, those of settings and of the environment, too, and unknown flags with
+        the nearest known one.
+        """
+        given, notes, faults = self._without_foreign([_dashes(arg) for arg in (sys.argv[1:] if args is None else args)])
+        *_, command = commands = list(self._chosen(given))
+        for each in commands:
+            each.wrong.clear()
+        arguments, unknown, ended = argparse.Namespace(), [], []
         try:
             arguments, unknown = self.parse_known_args([self._renamed(arg, notes) for arg in given])
         except UsageError as error:
-            raise UsageError("\n".join((*self._told("".join(given[:1]), faults), str(error)))) from None
-        parser = self._command_parser(getattr(arguments, "command", None))
+            ended.append(str(error))
+        faults += itertools.chain.from_iterable(each.wrong for each in commands)
         if unknown:
-            about = "" if faults else f" (see {parser.prog} --help)"
-            faults.append(f"unrecognized arguments: {' '.join(unknown)}{parser.suggestion(unknown)}{about}")
-        if faults:
-            faults += settings_faults(_settings_in(arguments))
-            raise UsageError("\n".join(self._told(given[0], faults)))
+            about = "" if faults else f" (see {command.prog} --help)"
+            faults.append(f"unrecognized arguments: {' '.join(unknown)}{command.suggestion(unknown)}{about}")
+        if faults or ended:
+            settings = _unread_settings(given) if ended else _settings_in(arguments)
+            of_settings = command.faults_of_settings(settings)
+            raise UsageError("\n".join((*command.told(faults), *ended, *command.told(of_settings))))
         arguments.notes = notes
         return arguments
 
-    def _told(self, command: str, faults: Iterable[str]) -> list[str]:
-        return [f"{self.prog} {command}: error: {fault}" for fault in faults]
+    def _without_foreign(self, given: list[str]) -> tuple[list[str], list[str], list[str]]:
+        """Arguments of `serve` and `cluster` without other servers' flags, with notes and faults."""
+        if given[:1] not in (["serve"], ["cluster"]):
+            return given, [], []
+        try:
+            kept, notes = without_foreign_flags(given)
+        except ForeignFlag as error:
+            return error.kept, [], error.faults
+        return kept, [f"{self.prog} {given[0]}: {note}" for note in notes], []
+
+    def _chosen(self, given: Sequence[str]) -> Iterator[Parser]:
+        """This parser, and those of the commands that the arguments name."""
+        yield self
+        parser = self
+        for arg in given:
+            commands = next((each.choices for each in parser._actions if isinstance(each.choices, dict)), {})
+            if arg in commands:
+                parser = commands[arg]
+                yield parser
+
+    def told(self, faults: Iterable[str]) -> list[str]:
+        """Faults as lines for the operator."""
+        return [f"{self.prog}: error: {fault}" for fault in faults]
+
+    def faults_of_settings(self, given: dict[str, Any]) -> list[str]:
+        """What is wrong with settings and the environment; nothing for a command without settings."""
+        if not any(isinstance(each, HelpAll) for each in self._actions):
+            return []
+        try:
+            checked_settings(given)
+        except WrongSettings as error:
+            return error.faults
+        return []
 
     def _renamed(self, arg: str, notes: list[str]) -> str:
         """Replace a flag's old name by its new one, and add a note."""
@@ -134,30 +151,37 @@ class Parser(argparse.ArgumentParser):
         new = RENAMED.get(flag.removeprefix("--").replace("-", "_"))
         if new is None or not flag.startswith("--"):
             return arg
-        new = "--" + new.replace("_", "-")
+        new = flag_of(new)
         notes.append(f"{self.prog}: {flag} is now called {new}; the old name will be removed in the next release")
         return f"{new}{equals}{value}"
 
+    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
+        """As argparse does, but a wrong value is noted, so that all of them are told."""
+        try:
+            return super()._get_value(action, arg_string)
+        except argparse.ArgumentError as error:
+            self.wrong.append(str(error))
+            return None
+
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         """As argparse does, and say which command or value was probably meant."""
+        if value is None:  # a wrong value, which is noted
+            return
         try:
             super()._check_value(action, value)
         except argparse.ArgumentError as error:
             near = difflib.get_close_matches(str(value), map(str, action.choices or ()), n=1)
-            if isinstance(action, argparse._SubParsersAction):  # noqa: SLF001 - argparse has no public name for it
+            is_command = isinstance(action, argparse._SubParsersAction)  # noqa: SLF001 - argparse has no public name for it
+            if is_command:
                 error.message = f"{value!r} is no command"
             if near:
                 error.message += f"; did you mean {near[0]}?"
-            raise
+            if is_command:
+                raise
+            self.wrong.append(str(error))
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{self.prog}: error: {message} (see {self.prog} --help)")
-
-    def _command_parser(self, command: str | None) -> Parser:
-        for action in self._actions:
-            if isinstance(action.choices, dict) and command in action.choices:  # only the commands are groups here
-                return action.choices[command]
-        return self
 
     def suggestion(self, unknown: list[str]) -> str:
         """The known flags nearest to those `unknown`, as the end of an error message; empty if none is near."""
@@ -196,7 +220,7 @@ def add_settings(parser: argparse.ArgumentParser, names: Iterable[str] | None = 
     for name in chosen:
         field = Settings.model_fields[name]
         group = groups[_group(name)] = groups[_group(name)] or parser.add_argument_group(_group(name))
-        flag = "--" + name.replace("_", "-")
+        flag = flag_of(name)
         options: dict[str, Any] = {"dest": f"setting_{name}", "default": argparse.SUPPRESS, "help": _help(field)}
         if field.annotation is bool:
             group.add_argument(flag, action=argparse.BooleanOptionalAction, **options)
@@ -233,12 +257,10 @@ def _help(field: FieldInfo) -> str:
 
 def read_settings(arguments: argparse.Namespace) -> Settings:
     """The settings from parsed flags, environment and file; raises UsageError that names all wrong ones."""
-    given = _settings_in(arguments)
-    _check_environment()
     try:
-        return Settings(**given)
-    except (ConfigFileError, ValidationError) as error:
-        raise UsageError("\n".join(f"chorus: error: {fault}" for fault in _faults_of(error, given))) from None
+        return checked_settings(_settings_in(arguments))
+    except WrongSettings as error:
+        raise UsageError("\n".join(f"chorus: error: {fault}" for fault in error.faults)) from None
 
 
 def _settings_in(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -247,53 +269,7 @@ def _settings_in(arguments: argparse.Namespace) -> dict[str, Any]:
     return {name.removeprefix(prefix): value for name, value in vars(arguments).items() if name.startswith(prefix)}
 
 
-def settings_faults(given: dict[str, Any]) -> list[str]:
-    """What is wrong with settings; nothing if they can be used."""
-    try:
-        Settings(**given)
-    except (ConfigFileError, ValidationError) as error:
-        return _faults_of(error, given)
-    return []
-
-
-def _faults_of(error: ConfigFileError | ValidationError, given: dict[str, Any]) -> list[str]:
-    """All faults of settings, each with where it comes from; one for each setting."""
-    if isinstance(error, ConfigFileError):
-        return [str(error)]
-    told: dict[str, str] = {}
-    for each in error.errors(include_url=False):
-        name = str(each["loc"][0]) if each["loc"] else ""
-        whole = each["msg"].removeprefix("Value error, ")
-        told.setdefault(name or whole, f"{_origin(name, given)}{_problem(name, each)}" if name else whole)
-    return list(told.values())
-
-
-def _problem(name: str, error: ErrorDetails) -> str:
-    """The fault of a setting in words; a secret's value is left out."""
-    if name in SECRETS:
-        return f" is wrong: {error['msg'].removeprefix('Value error, ')}"
-    problem = problem_of(error)
-    return f" is {error['input']!r}{problem}" if problem.startswith(":") else problem
-
-
-def _check_environment() -> None:
-    """Raises UsageError for a variable that looks like a mistyped setting: it might be the one that requires keys."""
-    for old, new in RENAMED.items():
-        variable, name = ENV_PREFIX + old.upper(), ENV_PREFIX + new.upper()
-        if (value := os.environ.pop(variable, None)) is not None and os.environ.setdefault(name, value) != value:
-            raise UsageError(f"chorus: error: {variable} is the old name of {name}, which has another value; unset it")
-    known = [name.upper() for name in Settings.model_fields] + list(OTHER_VARIABLES)
-    for variable in sorted(os.environ):
-        name = variable.removeprefix(ENV_PREFIX)
-        if name == variable or name in known:
-            continue
-        if near := difflib.get_close_matches(name, known, n=1, cutoff=NEAR):
-            raise UsageError(f"chorus: error: {variable} is no setting; did you mean {ENV_PREFIX}{near[0]}?")
-
-
-def _origin(name: str, given: dict[str, Any]) -> str:
-    """Origin of a setting: its flag, its environment variable, or its field in the configuration file."""
-    if name in given:
-        return "--" + name.replace("_", "-")
-    variable = ENV_PREFIX + name.upper()
-    return variable if os.environ.get(variable) else f"{field_path((name,))} in the configuration file"
+def _unread_settings(given: Sequence[str]) -> dict[str, Any]:
+    """Settings that have flags in arguments that can't be parsed: as if the flags gave the defaults."""
+    flags = {arg.partition("=")[0] for arg in given}
+    return {name: field.default for name, field in Settings.model_fields.items() if flag_of(name) in flags}

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from chorus.core.config import EngineConfig
 from chorus.core.executors.adapters import check_tables
+from chorus.core.executors.base import EngineLimits, ModelExecutor
 from chorus.core.executors.cuda import CudaShapes
 from chorus.core.model import experts as mixture
 from chorus.core.model.config import UnsupportedModel
@@ -23,6 +24,7 @@ from chorus.core.model.read_config import read_model_config
 from chorus.core.model.shard import Shard
 from chorus.graphs.runner import StepMode
 from chorus.memory.files.composed import composed
+from chorus.memory.files.config import MAX_RANK
 from chorus.memory.files.error import AdapterFormatError
 from chorus.memory.files.format import inspect_adapter
 from chorus.memory.pages.layer_projections import dense_projections
@@ -258,6 +260,13 @@ def test_gpus_refuse_mixtures_beside_offload_workers(tiny):
     with pytest.raises(UnsupportedModel, match=r"offload_workers is 1, and the model has 16 experts, .*set it to 0"):
         CudaShapes(config, device=HostDevice())
     CudaShapes(settings(tiny("qwen3-moe").model, device="cuda:0"), device=HostDevice())
+
+
+def test_a_gpu_limits_ranks_of_adapters_further(tiny):
+    config = settings(tiny("qwen3-moe").model, max_lora_rank=64)
+    limits = CudaShapes(config.model_copy(update={"device": "cuda:0"}), device=HostDevice()).model.limits
+    assert limits == EngineLimits(config.max_num_seqs, config.max_num_batched_tokens, 64)
+    assert ModelExecutor(config).model.limits == replace(limits, max_lora_rank=MAX_RANK)
 
 
 def test_gpus_refuse_adapters_on_experts_of_many_ranks(tiny, tmp_path):

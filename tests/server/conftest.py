@@ -128,7 +128,12 @@ class FakeEngine:
 
     def __init__(self, adapters: list[str], max_model_len: int = 512) -> None:
         self.model = SimpleNamespace(
-            vocab_size=300, max_model_len=max_model_len, eos_token_ids=(EOS,), window=None, expert_share=0.0
+            vocab_size=300,
+            max_model_len=max_model_len,
+            eos_token_ids=(EOS,),
+            window=None,
+            expert_share=0.0,
+            limits=None,
         )
         self.store = FakeStore(adapters)
         self.adapters = SimpleNamespace(quarantine={}, paused=set())

@@ -5,8 +5,9 @@ from pydantic import ValidationError
 
 from chorus.core.config import EngineConfig
 from chorus.server.cli.command import make_parser
-from chorus.server.settings import ConfigFileError, Settings
+from chorus.server.settings import Settings
 from chorus.server.start.flags import UsageError, read_settings
+from chorus.server.start.setting_faults import WrongSettings, checked_settings
 
 
 @pytest.fixture(autouse=True)
@@ -52,8 +53,8 @@ def test_the_file_can_come_from_the_environment(tmp_path, monkeypatch):
 )
 def test_files_that_are_wrong(tmp_path, text, words):
     path = tmp_path / "missing.toml" if text is None else write(tmp_path, text)
-    with pytest.raises(ConfigFileError, match=words) as caught:
-        Settings(config=path)
+    with pytest.raises(WrongSettings, match=words) as caught:
+        checked_settings({"config": path})
     assert str(path) in str(caught.value)
 
 

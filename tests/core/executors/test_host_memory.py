@@ -7,6 +7,9 @@ import pytest
 from chorus.core.config import EngineConfig
 from chorus.core.engine import Engine
 from chorus.core.executors import host_memory
+from chorus.core.executors.base import ModelExecutor
+from chorus.core.executors.choice import completed
+from chorus.core.executors.cpu_setup import cpu_pages
 from chorus.core.executors.host_memory import (
     LEAST_BYTES,
     SAMPLING_BYTES,
@@ -103,3 +106,27 @@ def test_an_engine_looks_at_the_machine_unless_it_is_told(subject, monkeypatch):
         engine = Engine.from_config(config)
         assert (engine.config.host_cache_bytes, engine.store.images.budget.capacity_bytes) == (got, got)
         engine.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "given"), [("host_cache_bytes", 500 * GIB), ("memory_bytes", 500 * GIB), ("num_pages", 10_000_000)]
+)
+def test_memory_that_the_machine_has_not_is_told_at_the_start(subject, monkeypatch, caplog, name, given):
+    """The server starts all the same: pages that nothing is written to take no memory."""
+    monkeypatch.setattr(host_memory, "total_bytes", lambda: 64 * GIB)
+    few = EngineConfig(model=subject("gqa").model, memory_bytes=8 << 20, host_cache_bytes=GIB)
+    many = few.model_copy(update={name: given})
+    shapes = ModelExecutor(many)
+    page = shapes.layout.page_bytes
+
+    def told(config):
+        caplog.clear()
+        completed(config)
+        cpu_pages(config, shapes, shapes.layout, 0)
+        return [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+
+    assert told(few) == []
+    size = f"{given * page / GIB:.2f}" if name == "num_pages" else "500.00"
+    asked = f"num_pages is {given}: {size} GiB" if name == "num_pages" else f"{name} is {size} GiB"
+    has = "the machine has 64.00 GiB of memory"
+    assert told(many) == [f"{asked}, but {has}: the system may end this process once so much is in use; lower it"]

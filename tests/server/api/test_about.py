@@ -7,6 +7,8 @@ from pathlib import Path
 import openai
 import pytest
 
+from chorus.core.executors.base import EngineLimits
+
 
 def test_models(shared):
     cards = shared.client.get("/v1/models").json()["data"]
@@ -32,6 +34,18 @@ def test_what_routers_ask(shared):
     assert shared.client.get("/get_model_info").json() == info
     assert shared.client.get("/get_server_info").json() == shared.client.get("/server_info").json()
     assert shared.client.get("/health_generate").json()["status"] == "ok"
+
+
+@pytest.mark.parametrize("rank", [4096, 64])
+def test_limits_are_those_that_hold(start_one, make_engine, rank):
+    """Those of the engine, which the device may set: a CPU serves adapters of larger ranks."""
+    engine = make_engine([])
+    engine.model.limits = EngineLimits(max_num_seqs=256, max_num_batched_tokens=8192, max_lora_rank=rank)
+    live = start_one(engine, settings={"tensor_parallel_size": 2})
+    info = live.client.get("/server_info").json()
+    assert (info["max_num_seqs"], info["max_num_batched_tokens"], info["max_lora_rank"]) == (256, 8192, rank)
+    assert info["vllm_config"]["lora_config"] == {"max_lora_rank": rank, "max_loras": 256}
+    assert info["tp_size"] == 2
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -66,6 +66,41 @@ def test_anthropics_limit_is_cut_and_told(live, limit):
     assert live.post("/v1/messages", **body | {"max_tokens": 3}).json()["stop_reason"] == "max_tokens"
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": [5] * 10}),
+        ("/v1/completions", {"prompt": [[5] * 10, [5] * 3]}),
+        ("/v1/chat/completions", {"messages": USER}),
+    ],
+)
+def test_llama_cpp_s_minus_one_asks_for_all_that_fit(live, path, body):
+    live.engine.asked.clear()
+    answer = live.post(path, **body, n_predict=-1)
+    assert answer.status_code == 200, answer.text
+    for asked in live.engine.asked:
+        assert asked.params.max_tokens == CONTEXT - asked.num_prompt_tokens
+    assert live.post(path, **body, n_predict=-1, max_tokens=5).json()["error"]["param"] == "n_predict"
+    refused = live.post(path, **body, n_predict=-2)
+    assert refused.status_code == 400 and "-2" in refused.json()["error"]["message"]
+    assert live.post(path, **body, max_tokens=-1).status_code == 400, "OpenAI's field has no such value"
+
+
+def test_all_that_fit_leaves_a_truncated_prompt_whole(live):
+    body = {"prompt": [5] * 100, "truncate_prompt_tokens": -1, "n_predict": -1}
+    assert live.post("/v1/completions", **body).json()["usage"]["prompt_tokens"] == 100
+
+
+def test_the_model_s_default_does_not_limit_a_request_for_all_that_fit(start_one, make_engine):
+    live = start_one(
+        make_engine([], max_model_len=CONTEXT), settings={"override_generation_config": {"max_new_tokens": 7}}
+    )
+    for path, body in (("/v1/completions", {"prompt": [5] * 10}), ("/v1/chat/completions", {"messages": USER})):
+        live.post(path, **body, n_predict=-1)
+        asked = live.engine.asked[-1]
+        assert asked.params.max_tokens == CONTEXT - asked.num_prompt_tokens
+
+
 def test_the_library_refuses_it_too_and_none_asks_for_all_that_fit():
     with LLM(adapters={}, memory_bytes=8 << 20, threads=1, max_model_len=64) as llm:
         with pytest.raises(InvalidRequest, match=r"max_tokens is too large: 64.*lower max_tokens to 61"):
@@ -73,5 +108,7 @@ def test_the_library_refuses_it_too_and_none_asks_for_all_that_fit():
         everything = SamplingParams(max_tokens=None, ignore_eos=True)
         (answer,) = llm.generate([[5, 6, 7]], everything)
         assert len(answer.token_ids) == 61 and answer.finish_reason == "length"
+        (same,) = llm.generate([[5, 6, 7]], SamplingParams(n_predict=-1, ignore_eos=True))
+        assert len(same.token_ids) == 61
         with pytest.raises(InvalidRequest, match="max_tokens is too large"):
             llm.chat(USER, SamplingParams(max_tokens=64))

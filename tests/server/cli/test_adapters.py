@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 from chorus.memory.adapters.adapter import Tier
+from chorus.server.access.keys import new_key
 from chorus.server.cli.command import main
 
 KEY, ADMIN = "a-key-of-a-user", "a-key-of-the-admin"
@@ -153,6 +154,27 @@ def test_keys_come_from_a_file_or_the_environment(start, fake_engine, ask, tmp_p
     path.write_text("short\n")
     code, text = ask(live, "list", "--api-key-file", str(path))
     assert code == 1 and "key file" in text
+
+
+def test_the_key_of_a_server_s_file_is_one_that_can_be_sent(start, fake_engine, ask, tmp_path, monkeypatch):
+    """The file that `chorus serve` reads may begin with comments and hashes, and its admin key may be any line."""
+    path = tmp_path / "keys"
+    (_, one), (_, other) = new_key(), new_key()
+    path.write_text(f"# ours\n\n{one} legal\n{KEY} support adapters=none\n{ADMIN} platform admin=yes\n{other}\n")
+    live = start(fake_engine, settings={"api_key_file": path}, adapter_roots=(tmp_path,))
+    code, text = ask(live, "list", "--api-key-file", str(path))
+    assert code == 0 and "alice" in text
+    code, text = ask(live, "remove", "nobody", "--api-key-file", str(path))
+    assert code == 1 and "refused (404)" in text, "the admin's key, rather than the first"
+    path.write_text(f"# ours\n{one} legal\n{other}\n")
+    words = "only hashes of keys, which can't be sent; give a key as `chorus keys add` printed it"
+    code, text = ask(live, "list", "--api-key-file", str(path))
+    assert (code, text) == (1, f"chorus: error: {path} has {words}")
+    monkeypatch.setenv("CHORUS_API_KEY", f"{one},{other}")
+    code, text = ask(live, "list")
+    assert (code, text) == (1, f"chorus: error: CHORUS_API_KEY has {words}")
+    monkeypatch.setenv("CHORUS_API_KEY", f"{one},{ADMIN}")
+    assert ask(live, "list")[0] == 0
 
 
 def test_what_is_no_server(ask, start, fake_engine):

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from chorus.core.executors.base import ModelInfo
+from chorus.core.executors.base import EngineLimits, ModelInfo
 from chorus.core.requests.record import NotHere, from_record, to_record
 from chorus.core.requests.request import Request
 from chorus.core.requests.request_params import RequestParams
@@ -379,6 +380,10 @@ def test_reports_go_on_after_one_that_failed(play, caplog):
 
 def test_an_identity_is_of_all_that_draws_tokens():
     assert ModelIdentity.from_wire(HELLO.identity.to_wire()) == HELLO.identity
+    limited = replace(HELLO, limits=EngineLimits(8, 1024, 64))
+    assert Hello.from_wire(limited.to_wire()) == limited
+    older = {name: value for name, value in HELLO.to_wire().items() if name != "limits"}
+    assert Hello.from_wire(older).limits is None
     with pytest.raises(WireError):
         ModelIdentity.from_wire({"model": "m"})
     with pytest.raises(WireError):

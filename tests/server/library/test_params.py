@@ -11,6 +11,7 @@ from chorus.server.access.limits import RequestLimits
 from chorus.server.api.chat_request import ChatCompletionRequest
 from chorus.server.api.completion_request import CompletionRequest
 from chorus.server.api.fields import ALIASES
+from chorus.server.api.sampling_defaults import SamplingDefaults
 from chorus.server.library.params import ALWAYS, ELSEWHERE, FIELDS, SamplingFields
 from chorus.server.library.table import PAGE, page
 
@@ -73,7 +74,7 @@ def test_values_may_be_what_programs_have():
     given = SamplingParams(
         stop=("a", "b"), logit_bias={5: 1.5}, stop_token_ids=np.array([1, 2]), seed=np.int64(7), json=Place
     )
-    asked = CompletionRequest.of(given.for_text("x", 100), RequestLimits())
+    asked = CompletionRequest.of(given.for_text("x"), RequestLimits())
     assert asked.stop == ["a", "b"] and asked.logit_bias == {"5": 1.5}
     assert asked.stop_token_ids == [1, 2] and asked.seed == 7
     assert isinstance(asked.guided_json, dict)
@@ -95,8 +96,10 @@ def test_a_grammar_is_structured_output(grammar, field):
 
 
 def test_unasked_and_endless_lengths():
-    assert CompletionRequest.of(SamplingParams().for_text("x", 100), RequestLimits()).asked_tokens == 16
-    assert CompletionRequest.of(SamplingParams(max_tokens=None).for_text("x", 100), RequestLimits()).asked_tokens == 100
+    assert CompletionRequest.of(SamplingParams().for_text("x"), RequestLimits()).asked_tokens == 16
+    endless = CompletionRequest.of(SamplingParams(max_tokens=None).for_text("x"), RequestLimits())
+    (params,) = endless.sampling_params(100, SamplingDefaults())
+    assert params.max_tokens == 100
 
 
 def test_log_probabilities_are_a_number_for_conversations_too():
