@@ -89,7 +89,7 @@ def written(form, *calls):
 
 
 def read(syntax, text):
-    reader, said = OutputParser(syntax.calls, syntax.reasoning, TOOLS), ParsedMessage()
+    reader, said = OutputParser(syntax, TOOLS), ParsedMessage()
     said.add(reader.read(text, final=True))
     return [(call.name, json.loads(call.arguments)) for call in said.calls]
 
