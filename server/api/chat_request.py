@@ -122,6 +122,11 @@ class ChatCompletionRequest(ConversationBody, ToolFields, GenerationRequest):
         return other
 
     @property
+    def num_earlier_calls(self) -> int:
+        given = [(message.model_extra or {}).get("tool_calls") for message in self.messages]
+        return sum(len(calls) for calls in given if isinstance(calls, list))
+
+    @property
     def asked_logprobs(self) -> int | None:
         return self.top_logprobs if self.logprobs else None
 

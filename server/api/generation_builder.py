@@ -211,7 +211,7 @@ class GenerationBuilder:
         syntax = asked.syntax(tokenizer)
         if syntax.reasoning is not None:
             tail = tokenizer.decode(prompts[0][-MARK_TOKENS:], skip_special_tokens=False)
-            syntax = replace(syntax, reasons_already=tail.rstrip().endswith(syntax.reasoning.open))
+            syntax = replace(syntax, reasons_already=tail.rstrip().endswith(syntax.reasoning.open.rstrip()))
         grammar = await self._grammar(asked, syntax, tokenizer)
         prediction = await self._prediction(asked, tokenizer)
         call_id = prefix + uuid.uuid4().hex

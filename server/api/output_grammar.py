@@ -7,7 +7,7 @@ from typing import Any
 
 from ...core.requests.speller import Speller
 from ..text.argument_syntax import Rules
-from ..text.tool_call_formats import OutputSyntax, ToolCallFormat
+from ..text.tool_call_formats import ChannelFormat, OutputSyntax, ToolCallFormat
 
 
 def output_grammar(
@@ -27,6 +27,8 @@ def output_grammar(
     reasoning has a bound, its closing mark must be a special token.
     """
     rules = Rules(Speller(specials))
+    if syntax.channels is not None:
+        return rules.text(_channels(syntax.channels, tools, rules, forced=forced, parallel=parallel, content=content))
     start = _reasoning(syntax, rules, always=forced or content)
     if syntax.calls is None or not tools:
         start += "@content" if content else "TEXT"
@@ -50,6 +52,32 @@ def _in_class(letter: str) -> str:
     return f"\\{letter}" if letter in "[]^-\\" else letter
 
 
+def _channels(
+    syntax: ChannelFormat,
+    tools: Mapping[str, dict[str, Any]],
+    rules: Rules,
+    *,
+    forced: bool,
+    parallel: bool,
+    content: bool,
+) -> str:
+    """The start rule of output as messages: reasoning, and then calls or an answer."""
+    spelt = rules.spelt
+    end = spelt.first_of(syntax.continues) or syntax.continues
+    rules.add(spelt.text_up_to("thought", end))
+    thoughts = f"({spelt(syntax.thinks)} thought {spelt(syntax.continues[len(end) :])})*"
+    answer = f"{spelt(syntax.answers)} {'@content' if content else 'TEXT'}"
+    if not tools:
+        return f"{thoughts} {answer}"
+    if not syntax.framed:
+        called = _calls(syntax.calls, tools, rules, parallel=False)
+    else:
+        _calls(syntax.calls, tools, rules, parallel=parallel)
+        to = f'" to=" /[^ <]+/ {spelt(syntax.message)} {spelt(syntax.calls.frame.open)}'
+        called = f"{to} calls"
+    return f"{thoughts} {called if forced else f'({called} | {answer})'}"
+
+
 def _calls(form: ToolCallFormat, tools: Mapping[str, dict[str, Any]], rules: Rules, *, parallel: bool) -> str:
     """The grammar of output that consists of calls. Adds rules; `calls` is the part after a frame's `open`."""
     spelt, style, frame = rules.spelt, form.style, form.frame
@@ -63,7 +91,7 @@ def _calls(form: ToolCallFormat, tools: Mapping[str, dict[str, Any]], rules: Rul
     more = f"({spelt(frame.between)} call)*" if frame.separator and parallel else ""
     rules.add(f"calls: {spelt(frame.first)} call {more} {spelt(frame.last + frame.close)}")
     opening = "" if form.bare else spelt(frame.open)
-    several = parallel and not frame.separator
+    several = parallel and not frame.separator and not form.is_single
     return f"{opening} calls" + (f" ({spelt(frame.between)} {opening} calls)*" if several else "")
 
 

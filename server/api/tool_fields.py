@@ -17,11 +17,13 @@ from ...core.requests.grammar import Grammar, GrammarKind
 from ...core.requests.json_schemas import check_optional, located, relaxed
 from ..errors import ApiError, clipped
 from ..text.argument_syntax import ArgumentSyntax
+from ..text.channel_parser import ChannelParser
 from ..text.output_parser import OutputParser
+from ..text.output_parts import PartReader
 from ..text.tool_call_formats import (
-    HARMONY,
     OutputSyntax,
     answer_format_of,
+    channel_format_of,
     reasoning_format_of,
     tool_call_format_of,
 )
@@ -65,6 +67,11 @@ class ToolFields(BaseModel):
     include_reasoning: bool = True
     separate_reasoning: bool = True
     thinking_token_budget: Annotated[int, Field(ge=-1, le=MAX_BUDGET)] | None = None
+
+    @property
+    def num_earlier_calls(self) -> int:
+        """Number of calls in the conversation so far."""
+        return 0
 
     def check_tools(self, limits: RequestLimits) -> None:
         """Raises an ApiError that names the wrong field; tools that can't be called are not checked."""
@@ -148,12 +155,8 @@ class ToolFields(BaseModel):
     def syntax(self, tokenizer: Tokenizer) -> OutputSyntax:
         """The kinds of parts to parse the output for."""
         template, own = tokenizer.chat_template, tokenizer.declared_syntax
-        if HARMONY in template:
-            message = (
-                "this model's chat template uses harmony's channels, which this server can't parse; "
-                "write the prompt yourself and send it to /v1/completions"
-            )
-            raise ApiError(400, message, param="messages", code="unsupported_format")
+        if (channels := channel_format_of(template)) is not None:
+            return OutputSyntax(channels.calls if self._may_call else None, channels=channels)
         reasoning = own.reasoning or reasoning_format_of(template, tokenizer.is_token)
         return OutputSyntax(
             own.calls or tool_call_format_of(template) if self._may_call else None,
@@ -168,13 +171,16 @@ class ToolFields(BaseModel):
             return None
         return None if self.thinking_token_budget == -1 else self.thinking_token_budget
 
-    def reader(self, syntax: OutputSyntax) -> OutputParser:
-        return OutputParser(
-            syntax,
-            self._schemas() if syntax.calls is not None else None,
-            shows_reasoning=self.include_reasoning,
-            parallel=self._parallel,
-        )
+    def reader(self, syntax: OutputSyntax) -> PartReader:
+        tools = self._schemas() if syntax.calls is not None else None
+        how: dict[str, Any] = {
+            "shows_reasoning": self.include_reasoning,
+            "parallel": self._parallel,
+            "first_call": self.num_earlier_calls,
+        }
+        if syntax.channels is not None:
+            return ChannelParser(syntax.channels, tools, **how)
+        return OutputParser(syntax, tools, **how)
 
     def output_grammars(
         self, content: tuple[str, Grammar] | None, syntax: OutputSyntax, tokenizer: Tokenizer, limits: RequestLimits

@@ -300,7 +300,7 @@ class LiteralArguments:
         if quote and text.startswith(quote):
             return self._begin_text(quote, text)
         if not quote and text[0] in "\"'":
-            if text in ('""', "''") and not final:
+            if text in ('"', "'", '""', "''") and not final:
                 return "", text, False
             return self._begin_text(text[0] * 3 if text.startswith(('"""', "'''")) else text[0], text)
         if text[0] in "[{" and len(self._open) < _MOST_DEPTH:

@@ -9,16 +9,12 @@ from __future__ import annotations
 
 import json
 import re
-import secrets
-import string
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from enum import StrEnum
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
-from ...core.requests.types import TokenLogprobs
 from .argument_syntax import SPACE, ArgumentReader, JsonEnd, refuse_constant
 from .detokenizer import overlap
+from .output_parts import Part, PartKind, PartReader
 from .tool_call_formats import CallStyle, Frame, OutputSyntax
 
 PLAIN = OutputSyntax()
@@ -27,75 +23,10 @@ PLAIN = OutputSyntax()
 MAX_HEAD = 256
 """Characters within which a call that is a JSON object must have named its function."""
 
-ID_LETTERS = string.ascii_letters + string.digits
-
-
 _BRACKET = re.compile(r"\s*\[?\s*")
 
 
-class _Letters:
-    """Random letters and digits; `format` tells how many."""
-
-    def __format__(self, count: str) -> str:
-        return "".join(secrets.choice(ID_LETTERS) for _ in range(int(count)))
-
-
-class PartKind(StrEnum):
-    """The kind of a part."""
-
-    REASONING = "reasoning"
-    CONTENT = "content"
-    CALL = "call"  # a call begins
-    ARGUMENTS = "arguments"
-
-
-class Part(NamedTuple):
-    """A part of the generated text, in order."""
-
-    kind: PartKind
-    text: str
-    """Reasoning, content, the name of the function of a call that begins, or a piece of its arguments' JSON."""
-    call: int = -1
-    """Index of the call, from 0."""
-    id: str = ""
-    """Id of the call, at its beginning."""
-    at: int = 0
-    """Position of content in the generated text."""
-    scores: tuple[TokenLogprobs, ...] = ()
-    """Log-probabilities of content's tokens, see `ContentLogprobs`."""
-
-
-@dataclass(slots=True)
-class ToolCall:
-    """A tool call."""
-
-    id: str
-    name: str
-    arguments: str = ""
-    """JSON, incomplete if the output was cut off."""
-
-
-@dataclass(slots=True)
-class ParsedMessage:
-    """A parsed whole output."""
-
-    content: str = ""
-    reasoning: str = ""
-    calls: list[ToolCall] = field(default_factory=list)
-
-    def add(self, parts: Iterable[Part]) -> None:
-        for part in parts:
-            if part.kind is PartKind.CONTENT:
-                self.content += part.text
-            elif part.kind is PartKind.REASONING:
-                self.reasoning += part.text
-            elif part.kind is PartKind.CALL:
-                self.calls.append(ToolCall(part.id, part.text))
-            else:
-                self.calls[part.call].arguments += part.text
-
-
-class OutputParser:
+class OutputParser(PartReader):
     """Parses one choice's output. Any split of a text into pieces gives the same parts, apart from where they are
     divided.
 
@@ -117,57 +48,36 @@ class OutputParser:
         otherwise it is left out. parallel: parse calls after the first. first_call: number of calls that the
         conversation has already.
         """
-        reasoning = syntax.reasoning
-        self._format = syntax.calls if tools else None
-        self._frames = {} if self._format is None else {frame.open: frame for frame in self._format.frames}
+        reasoning, form = syntax.reasoning, syntax.calls if tools else None
+        super().__init__(tools or {}, "" if form is None else form.ids, first_call, shows_reasoning=shows_reasoning)
+        self._format = form
+        self._frames = {} if form is None else {frame.open: frame for frame in form.frames}
         self._reasoning = reasoning
         self._answer_marks = () if syntax.answer is None else (syntax.answer.open, syntax.answer.close)
-        self._tools = tools or {}
-        self._shows_reasoning = shows_reasoning
         self._parallel = parallel
-        self._first_call = first_call
-        self._num_characters = 0  # calls that were parsed
-        self._held = ""  # text whose meaning depends on the following text
-        self._lead = ""  # text before the head of a possible call: content if it is not one
         self._ends = JsonEnd()
         self._frame: Frame
         self._style: CallStyle
         self._closers: list[str] = []  # marks that may still come behind the last call
         self._arguments: ArgumentReader
         self._possible: _PossibleCalls | None = None
-        self._parts: list[Part] = []
-        self._num_calls = 0
-        self._final = False
-        self._in_call = False
         self._in_reasoning = False  # its first letter has come
-        self._step: Callable[[], bool] = self._content
+        self._step = self._content
         if reasoning is not None:
             self._step = self._reason if syntax.reasons_already else self._start
-        elif self._format is not None and self._format.bare:
+        elif form is not None and form.bare:
             self._step = self._bare
-        self._is_plain = reasoning is None and self._format is None and syntax.answer is None
-
-    @property
-    def calls(self) -> bool:
-        """True if the output calls tools, and the last of the calls is complete."""
-        return self._num_calls > 0 and not self._in_call
+        self._is_plain = reasoning is None and form is None and syntax.answer is None
 
     @property
     def reasons(self) -> bool:
-        """True if the next text is reasoning, or the end of it."""
         return self._step in (self._reason, self._call_or_reason)
 
     def read(self, text: str, *, final: bool = False) -> list[Part]:
-        """Take the next piece of the text and return the parts that are now certain. final: no text follows."""
-        self._num_characters += len(text)
         if self._is_plain:
+            self._num_characters += len(text)
             return [Part(PartKind.CONTENT, text, at=self._num_characters - len(text))] if text else []
-        self._held += text
-        self._final = final
-        while self._step():
-            pass
-        parts, self._parts = self._parts, []
-        return parts
+        return super().read(text, final=final)
 
     # Each of these takes as much as it can from the held text; False: it waits for more.
 
@@ -222,8 +132,7 @@ class OutputParser:
         return True
 
     def _give_reasoning(self, text: str) -> None:
-        if self._shows_reasoning:
-            self._give(PartKind.REASONING, text)
+        self._give(PartKind.REASONING, text)
         self._in_reasoning = self._in_reasoning or bool(text)
 
     def _answer(self) -> bool:
@@ -258,25 +167,6 @@ class OutputParser:
         else:
             self._begin_head(self._frames[mark])
         return True
-
-    def _until(self, marks: Sequence[str], *, drops_blanks: bool) -> tuple[str, str]:
-        """Take the held text up to the first mark, without the blanks before it; also return the mark, "" for none.
-
-        The blanks and the mark become the new lead. drops_blanks: drop blanks at the end of the whole text, too.
-        """
-        text = self._held
-        found = [(place, -len(mark), mark) for mark in marks if (place := text.find(mark)) >= 0]
-        if found:
-            place, _, mark = min(found)
-            shown, behind = text[:place].rstrip(SPACE), place + len(mark)
-            self._lead, self._held = text[len(shown) : behind], text[behind:]
-            return shown, mark
-        if self._final or not marks:
-            self._held = ""
-            return text.rstrip(SPACE) if drops_blanks else text, ""
-        shown = text[: len(text) - max(overlap(text, mark) for mark in marks)].rstrip(SPACE)
-        self._held = text[len(shown) :]
-        return shown, ""
 
     def _begin_head(self, frame: Frame) -> None:
         self._frame = frame
@@ -341,15 +231,6 @@ class OutputParser:
         self._lead = ""
         self._step = self._content
         return True
-
-    def _begin_call(self, name: str) -> None:
-        assert self._format is not None
-        self._num_calls += 1
-        self._in_call = True
-        self._lead = ""
-        number = self._num_calls - 1
-        id = self._format.ids.format(letters=_Letters(), name=name, index=self._first_call + number)
-        self._parts.append(Part(PartKind.CALL, name, number, id))
 
     def _in_arguments(self) -> bool:
         text, rest = self._arguments.read(self._held, final=self._final)
@@ -420,15 +301,6 @@ class OutputParser:
     def _ignored(self) -> bool:
         self._held = ""
         return False
-
-    def _give(self, kind: PartKind, text: str, at: int = 0) -> None:
-        if not text:
-            return
-        call = self._num_calls - 1 if kind is PartKind.ARGUMENTS else -1
-        if self._parts and self._parts[-1].kind is kind:
-            last = self._parts.pop()
-            text, at = last.text + text, last.at
-        self._parts.append(Part(kind, text, call, at=at))
 
 
 class _PossibleCalls:

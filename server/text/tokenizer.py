@@ -20,7 +20,7 @@ from ..executors import DaemonPool
 from .detokenizer import ByteDetokenizer, Decoder, Detokenizer, TextStream
 from .own_tokenizer import CalledTokenizer, own_backend
 from .spelt_specials import SpeltSpecials, new_mark
-from .tool_call_formats import OutputSyntax, declared
+from .tool_call_formats import REASONING_FIELDS, OutputSyntax, declared
 from .vocabulary import Vocabulary
 
 if TYPE_CHECKING:
@@ -409,7 +409,7 @@ class Tokenizer:
         self._check_roles(conversation.messages)
         try:
             prompt = self._tokenizer.apply_chat_template(
-                conversation.messages,
+                self._with_reasoning(conversation.messages),
                 tools=conversation.tools or None,  # pyright: ignore[reportArgumentType]  # a list of either
                 tokenize=False,
                 add_generation_prompt=conversation.begins_output,
@@ -420,6 +420,24 @@ class Tokenizer:
             reason = clipped(str(error))
             raise InvalidRequest("messages", f"the model's chat template refuses the messages: {reason}") from error
         return str(prompt)
+
+    def _with_reasoning(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """The messages, with their reasoning in the field that the chat template reads: families name it differently.
+
+        Beside calls, content keeps its place: gpt-oss's template refuses a message with both.
+        """
+        known = next((name for name in REASONING_FIELDS if name in self.chat_template), None)
+        found = []
+        for message in messages:
+            given = next((message[name] for name in REASONING_FIELDS if message.get(name)), None)
+            is_read = known is None or given is None or any(message.get(n) for n in self._read_reasoning_fields)
+            has_both = bool(message.get("tool_calls") and message.get("content"))
+            found.append({**message} if is_read or has_both else {**message, known: given})
+        return found
+
+    @cached_property
+    def _read_reasoning_fields(self) -> tuple[str, ...]:
+        return tuple(name for name in REASONING_FIELDS if name in self.chat_template)
 
     def _names_role(self, role: str) -> bool:
         return re.search(rf"['\"]{re.escape(role)}['\"]", self.chat_template) is not None

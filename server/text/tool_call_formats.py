@@ -65,6 +65,8 @@ class ToolCallFormat:
     """Ids of calls: `{letters:N}` for N random letters and digits, `{name}` for the function's name, `{index}` for the
     number of the call in the conversation.
     """
+    is_single: bool = False
+    """An output has one call at most."""
 
     @property
     def style(self) -> CallStyle:
@@ -103,6 +105,52 @@ class AnswerFormat:
 
 
 @dataclass(frozen=True, slots=True)
+class ChannelFormat:
+    """Output as messages: a header with a channel or a recipient, `message`, the text, and one of `ends`."""
+
+    start: str
+    """Begins a message; the chat template writes the first one."""
+    message: str
+    """Ends a header."""
+    ends: tuple[str, ...]
+    calls: ToolCallFormat
+    """How a message to a function is written."""
+    begins: tuple[str, ...]
+    """Texts that a header may begin with."""
+    thinks: str
+    """Header of reasoning that a grammar writes."""
+    answers: str
+    """Header of an answer that a grammar writes."""
+    continues: str
+    """What a grammar writes between two messages."""
+    readers: tuple[str, ...] = ("",)
+    """Recipients of content; messages to others than these and to functions are reasoning."""
+    reasoning: re.Pattern[str] = re.compile("<none>")
+    """Pattern of headers of reasoning that has no recipient."""
+    functions: str = ""
+    """Text before the names of functions in recipients."""
+    framed: bool = False
+    """A message to functions is calls in the frames of `calls`; otherwise it is the arguments of one call."""
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        return self.start, self.message, self.thinks, *self.ends, *self.calls.marks
+
+    def may_be_header(self, text: str) -> bool:
+        """True if a text may be the beginning of a header."""
+        text = text.lstrip()
+        return any(text.startswith(each) or each.startswith(text) for each in (self.start, self.message, *self.begins))
+
+    def recipient_of(self, header: str) -> str:
+        """To whom a message with this header goes; "": nobody is named."""
+        found = _RECIPIENT.search(header)
+        return "" if found is None else found[1]
+
+
+_RECIPIENT = re.compile(r"\bto=([^\s<]+)")
+
+
+@dataclass(frozen=True, slots=True)
 class OutputSyntax:
     """What to parse an output for; a part that is None is not parsed."""
 
@@ -111,10 +159,14 @@ class OutputSyntax:
     reasons_already: bool = False
     """The prompt ended within reasoning."""
     answer: AnswerFormat | None = None
+    channels: ChannelFormat | None = None
+    """Output is messages; then the others but `calls` are None."""
 
     @property
     def marks(self) -> str:
         """All marks around calls, reasoning and answers."""
+        if self.channels is not None:
+            return " ".join(self.channels.marks)
         pairs = [(each.open, each.close) for each in (self.reasoning, self.answer) if each is not None]
         return " ".join((*(() if self.calls is None else self.calls.marks), *(mark for pair in pairs for mark in pair)))
 
@@ -319,8 +371,47 @@ TOOL_CALL_FORMATS = (
 )
 """More specific ones first."""
 
-HARMONY = "<|channel|>"
-"""Text in templates with the harmony format of gpt-oss: channels, which this server can't parse."""
+HARMONY = ChannelFormat(
+    "<|start|>",
+    "<|message|>",
+    ("<|end|>", "<|call|>", "<|return|>"),
+    ToolCallFormat(
+        "harmony",
+        (),
+        (CallStyle(re.compile("(?!)"), "<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>"),),
+        (Frame(""),),
+        is_single=True,
+    ),
+    begins=("assistant", "<|channel|>", "to=", "<|constrain|>"),
+    thinks="<|channel|>analysis<|message|>",
+    answers="<|channel|>final<|message|>",
+    continues="<|end|><|start|>assistant",
+    reasoning=re.compile(r"<\|channel\|>\s*analysis"),
+    functions="functions.",
+)
+"""Output of gpt-oss."""
+
+ATEM = ChannelFormat(
+    "<|start|>",
+    "<|message|>",
+    ("<|eom|>", "<|eot|>"),
+    ToolCallFormat(
+        "muse_glimmer",
+        (),
+        (_invoked("atem:", _parameters("atem:")),),
+        (Frame("<atem:function_calls>", "</atem:function_calls>", separator="\n"),),
+    ),
+    begins=("assistant", "to="),
+    thinks=" to=self<|message|>",
+    answers=" to=user<|message|>",
+    continues="<|eom|><|start|>assistant",
+    readers=("", "user"),
+    framed=True,
+)
+"""Output of Muse Glimmer."""
+
+CHANNEL_FORMATS = {"<|channel|>": HARMONY, "<atem:function_calls>": ATEM}
+"""By a text that a chat template of the family contains."""
 
 LLAMA_3_2 = '{"name": function name, "parameters": dictionary of argument name and its value}'
 """Text in templates of Llama 3.2; they have no `<|python_tag|>`."""
@@ -341,7 +432,8 @@ ANSWER_FORMATS = (
 )
 
 
-_REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
+REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
+"""Names of a message's reasoning, in APIs and in chat templates."""
 
 _CALL = {"content": "json", "transform": {"type": "function", "function": "{content}"}}
 
@@ -356,7 +448,7 @@ def declared(template: Any) -> OutputSyntax:
     fields = template.get("fields") if isinstance(template, dict) else None
     known = {name: field for name, field in (fields or {}).items() if isinstance(field, dict)}
     marks = {name: pair for name, field in known.items() if all(pair := (_mark(field, "open"), _mark(field, "close")))}
-    reasoning = next((ReasoningFormat(*marks[name]) for name in _REASONING_FIELDS if name in marks), None)
+    reasoning = next((ReasoningFormat(*marks[name]) for name in REASONING_FIELDS if name in marks), None)
     calls, how = marks.get("tool_calls"), known.get("tool_calls", {})
     if calls is None or not _CALL.items() <= how.items() or how.get("content_args"):
         return OutputSyntax(None, reasoning)
@@ -377,6 +469,11 @@ def tool_call_format_of(template: str) -> ToolCallFormat:
     if LLAMA_3_2 in template:
         return next(each for each in TOOL_CALL_FORMATS if each.name == "llama3")
     return next((each for each in TOOL_CALL_FORMATS if all(sign in template for sign in each.signs)), HERMES)
+
+
+def channel_format_of(template: str) -> ChannelFormat | None:
+    """The format of messages of the model with this chat template; None: its output is no messages."""
+    return next((each for sign, each in CHANNEL_FORMATS.items() if sign in template), None)
 
 
 def reasoning_format_of(template: str, is_token: Callable[[str], bool]) -> ReasoningFormat | None:

@@ -13,11 +13,12 @@ from chorus.core.requests.grammar import Grammar
 from chorus.core.requests.grammars import Grammars
 from chorus.server.api.output_grammar import output_grammar
 from chorus.server.text.literal_syntax import LiteralSyntax
-from chorus.server.text.output_parser import OutputParser, ParsedMessage
-from chorus.server.text.tagged_syntax import TaggedSyntax
+from chorus.server.text.output_parser import OutputParser
+from chorus.server.text.output_parts import ParsedMessage
 from chorus.server.text.tool_call_formats import TOOL_CALL_FORMATS, OutputSyntax
 
 from ...tiny_tokenizer import save_tokenizer
+from ..written_calls import written_calls
 
 FORMATS = {each.name: each for each in TOOL_CALL_FORMATS}
 CLOSE = "</parameter>"
@@ -121,50 +122,6 @@ def accepts(grammars, form, tools, text):
     return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
 
 
-def python(value, quote="", between=", "):
-    """A value as a Python literal, or as Gemma writes it."""
-    if isinstance(value, str):
-        return quote + value + quote if quote else json.dumps(value, ensure_ascii=False)
-    if isinstance(value, list):
-        return f"[{between.join(python(each, quote, between) for each in value)}]"
-    if isinstance(value, dict):
-        named = (
-            (f"{name}:" if quote else f"{json.dumps(name, ensure_ascii=False)}: ", each) for name, each in value.items()
-        )
-        return f"{{{between.join(name + python(each, quote, between) for name, each in named)}}}"
-    words = ("true", "false", "null") if quote else ("True", "False", "None")
-    return words[[True, False, None].index(value)] if value is None or isinstance(value, bool) else str(value)
-
-
-def body(syntax, schema, arguments):
-    """Arguments as the chat templates of the families write them."""
-    if isinstance(syntax, TaggedSyntax):
-        text = ""
-        for name, value in arguments.items():
-            is_text = schema["properties"][name].get("type") == "string"
-            named = syntax.named_text if syntax.named_text and is_text else syntax.named
-            written = value if is_text else json.dumps(value, ensure_ascii=False)
-            text += f"{syntax.open}{name}{named}{syntax.around}{written}{syntax.around}{syntax.close}{syntax.after}"
-        return text
-    if isinstance(syntax, LiteralSyntax):
-        pairs = (f"{name}{syntax.named}{python(v, syntax.quote, syntax.between)}" for name, v in arguments.items())
-        return syntax.between.join(pairs) + syntax.close
-    return json.dumps(arguments, ensure_ascii=False)
-
-
-def written(form, tools, calls):
-    """The calls as the chat templates of the families write them."""
-    style, frame = form.style, form.frame
-    each = [
-        style.begin.format(name=name, index=index) + body(style.arguments, tools[name], arguments) + style.end
-        for index, (name, arguments) in enumerate(calls)
-    ]
-    opening = "" if form.bare else frame.open
-    if frame.separator:
-        return opening + frame.first + frame.between.join(each) + frame.last + frame.close
-    return frame.between.join(opening + frame.first + call + frame.last + frame.close for call in each)
-
-
 def read(form, tools, pieces):
     parser, message = OutputParser(OutputSyntax(form), tools), ParsedMessage()
     for piece in pieces:
@@ -194,7 +151,7 @@ def test_arguments_that_a_grammar_accepts_are_read_back(grammars, name, data):
     for function in data.draw(st.lists(st.sampled_from(["f", "g-1"]), unique=True, min_size=1)):
         tools[function], arguments = data.draw(functions(form))
         calls.append((function, arguments))
-    text = written(form, tools, calls)
+    text = written_calls(form, tools, calls)
     assert accepts(grammars, form, tools, text), text
     assert read_at_every_split(form, tools, text) == ("", calls)
 
@@ -234,7 +191,7 @@ def test_a_text_ends_at_the_first_closing_tag_for_both(grammars):
     form = FORMATS["qwen3_coder"]
     tools = {"f": {"type": "object", "properties": {"a": STRING, "b": STRING}, "required": ["a"]}}
     for value in (f"x{CLOSE}y", f"x{CLOSE}", f"\n{CLOSE} "):
-        assert not accepts(grammars, form, tools, written(form, tools, [("f", {"a": value})])), value
+        assert not accepts(grammars, form, tools, written_calls(form, tools, [("f", {"a": value})])), value
     short = "<tool_call>\n<function=f>\n<parameter=a>\nx</parameter>\n</function>\n</tool_call>"
     assert accepts(grammars, form, tools, short)
     assert read_at_every_split(form, tools, short) == ("", [("f", {"a": "x"})])

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chorus.server.text.output_parser import OutputParser, ParsedMessage, Part, PartKind
+from chorus.server.text.output_parser import OutputParser
+from chorus.server.text.output_parts import ParsedMessage, Part, PartKind
 from chorus.server.text.tool_call_formats import (
     HERMES,
     REASONING_FORMATS,
