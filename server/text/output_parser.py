@@ -183,12 +183,19 @@ class OutputParser(PartReader):
             found = style.head.match(held, begin) if style.wrapped else style.head.match(held, begin, begin + MAX_HEAD)
             if found is not None:
                 return self._named(found["name"].strip(), style, held[found.end() :])
-        if not any(style.wrapped for style in styles):
-            return (self._final or len(held) >= begin + MAX_HEAD) and self._no_call()
+        is_short = len(held) < begin + MAX_HEAD
+        may_be_unwrapped = is_short and not self._final and not all(style.wrapped for style in styles)
+        return self._object(begin, may_be_other=may_be_unwrapped)
+
+    def _object(self, begin: int, *, may_be_other: bool) -> bool:
+        """Where a call may be a JSON object that names its function elsewhere than at the beginning. may_be_other: what
+        follows may also make it a call that is not an object.
+        """
+        assert self._format is not None
+        held, is_object = self._held, any(style.wrapped for style in self._format.styles)
         begin = len(held) - len(held[begin:].lstrip())
-        if begin < len(held) and held[begin] != "{":
-            may_be = len(held) < begin + MAX_HEAD and not all(style.wrapped for style in styles)
-            return (self._final or not may_be) and self._no_call()
+        if not is_object or (begin < len(held) and held[begin] != "{"):
+            return not may_be_other and self._no_call()
         end = self._ends.find(held, begin)
         if end >= 0:
             return self._whole_call(held[begin:end], held[end:])
@@ -267,22 +274,23 @@ class OutputParser(PartReader):
             self._step = self._ignored
             return True
         frame, text = self._frame, self._held.lstrip(SPACE)
-        separator, closers = frame.separator.strip(SPACE), [frame.last.strip(SPACE), frame.close]
-        self._closers = [mark for mark in closers if mark]
-        if separator and text.startswith(separator):
-            self._lead, self._held = separator, text[len(separator) :]
-            self._begin_head(frame)
-            return True
-        if (separator and separator.startswith(text)) or (frame.separator and not text):
+        self._closers = [mark for mark in (frame.last.strip(SPACE), frame.close) if mark]
+        separator = frame.separator.strip(SPACE)
+        if (separator and separator.startswith(text) and separator != text) or (frame.separator and not text):
             self._held = "" if self._final else self._held
             return False
+        if separator and text.startswith(separator):
+            return self._next(separator, text[len(separator) :])
         if frame.separator and not separator and not text.startswith(tuple(self._closers)):
-            if any(mark.startswith(text) for mark in self._closers) and not self._final:
-                return False
-            self._lead, self._held = "", text
-            self._begin_head(frame)
-            return True
+            may_close = any(mark.startswith(text) for mark in self._closers) and not self._final
+            return not may_close and self._next("", text)
         self._step = self._closing
+        return True
+
+    def _next(self, lead: str, rest: str) -> bool:
+        """Begin the next call of a frame. lead: the text before it, rest: the text from it on."""
+        self._lead, self._held = lead, rest
+        self._begin_head(self._frame)
         return True
 
     def _closing(self) -> bool:

@@ -94,7 +94,7 @@ class TaggedSyntax(ArgumentSyntax):
 
     def _can_name(self, name: str) -> bool:
         """True if a property's name is read back as it is."""
-        found = self.names.fullmatch(f"{name}{self.named_text or self.named}")
+        found = self.names.match(f"{name}{self.named_text or self.named}")
         return found is not None and found["name"] == name == name.strip()
 
 
