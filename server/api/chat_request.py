@@ -142,7 +142,7 @@ class ChatCompletionRequest(ConversationBody, ToolFields, GenerationRequest):
         template = tokenizer.chat_template
         effort = self._effort()
         ignored = [] if not effort or any(name in template for name in effort) else ["reasoning_effort"]
-        if self.tools and "tools" not in template:
+        if self.tools and ("tools" not in template or not tokenizer.knows_calls):
             ignored.append("tools")
         if self.thinking_token_budget not in (None, -1) and self.obeyed_budget(tokenizer) is None:
             ignored.append("thinking_token_budget")

@@ -28,8 +28,8 @@ from ..errors import ApiError, clipped, not_served, read_body, too_long
 from ..executors import DaemonPool
 from ..log_lines import note_request
 from ..settings import Settings
+from ..text.output_syntax import OutputSyntax
 from ..text.tokenizer import Tokenizer
-from ..text.tool_call_formats import OutputSyntax
 from .caller import Caller
 from .chat_request import ChatBatch
 from .completion_request import CompletionRequest

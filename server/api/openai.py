@@ -21,8 +21,8 @@ from ..access.grants import NOWHERE
 from ..access.limits import RequestLimits, check_counts, check_json
 from ..errors import ApiError, clipped, no_room, validated
 from ..text.output_parts import PartReader
+from ..text.output_syntax import OutputSyntax
 from ..text.tokenizer import Tokenizer
-from ..text.tool_call_formats import OutputSyntax
 from .fields import own_fields
 from .grammar_fields import GrammarFields
 from .prediction import Prediction

@@ -7,7 +7,7 @@ from typing import Any
 
 from ...core.requests.speller import Speller
 from ..text.argument_syntax import Rules
-from ..text.tool_call_formats import ChannelFormat, OutputSyntax, ToolCallFormat
+from ..text.output_syntax import ChannelFormat, OutputSyntax, ToolCallFormat
 
 
 def output_grammar(

@@ -20,13 +20,7 @@ from ..text.argument_syntax import ArgumentSyntax
 from ..text.channel_parser import ChannelParser
 from ..text.output_parser import OutputParser
 from ..text.output_parts import PartReader
-from ..text.tool_call_formats import (
-    OutputSyntax,
-    answer_format_of,
-    channel_format_of,
-    reasoning_format_of,
-    tool_call_format_of,
-)
+from ..text.output_syntax import OutputSyntax
 from .grammar_fields import check_size
 from .output_grammar import output_grammar
 
@@ -154,15 +148,9 @@ class ToolFields(BaseModel):
 
     def syntax(self, tokenizer: Tokenizer) -> OutputSyntax:
         """The kinds of parts to parse the output for."""
-        template, own = tokenizer.chat_template, tokenizer.declared_syntax
-        if (channels := channel_format_of(template)) is not None:
-            return OutputSyntax(channels.calls if self._may_call else None, channels=channels)
-        reasoning = own.reasoning or reasoning_format_of(template, tokenizer.is_token)
-        return OutputSyntax(
-            own.calls or tool_call_format_of(template) if self._may_call else None,
-            reasoning if self.separate_reasoning else None,
-            answer=answer_format_of(template),
-        )
+        known = tokenizer.output_syntax
+        calls = known.calls if self._may_call else None
+        return replace(known, calls=calls, reasoning=known.reasoning if self.separate_reasoning else None)
 
     def obeyed_budget(self, tokenizer: Tokenizer) -> int | None:
         """Most tokens of reasoning; None: unlimited, as where reasoning ends without a special token."""

@@ -11,7 +11,7 @@ from typing import Any
 from .argument_syntax import SPACE, ArgumentReader
 from .output_parser import OutputParser
 from .output_parts import PartKind, PartReader
-from .tool_call_formats import ChannelFormat, OutputSyntax
+from .output_syntax import ChannelFormat, OutputSyntax
 
 MOST_HEADER = 256
 """Characters within which a message's header must end."""

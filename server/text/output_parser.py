@@ -15,7 +15,7 @@ from typing import Any
 from .argument_syntax import SPACE, ArgumentReader, JsonEnd, refuse_constant
 from .detokenizer import overlap
 from .output_parts import Part, PartKind, PartReader
-from .tool_call_formats import CallStyle, Frame, OutputSyntax
+from .output_syntax import CallStyle, Frame, OutputSyntax
 
 PLAIN = OutputSyntax()
 """All is content."""

@@ -24,7 +24,7 @@ USER = [{"role": "user", "content": "hi"}]
 TEMPLATE = (
     "{%- for message in messages -%}{{ message['content'] }}"
     "{%- for call in message['tool_calls'] or [] -%}{{ call['function']['arguments']['a'] + 1 }}{%- endfor -%}"
-    "{{ '\n' }}{%- endfor -%}{{ (tools or []) | length }}{{ reasoning_effort }}</think>"
+    "{{ '\n' }}{%- endfor -%}{{ (tools or []) | length }}{{ reasoning_effort }}</think>{#- <tool_call> -#}"
     "{%- if thinks -%}<think>\n{%- endif -%}"
 )
 PARAMETERS = {
@@ -180,6 +180,21 @@ def test_answers_in_channels(start, pretrained, monkeypatch):
     (call,) = called["message"]["tool_calls"]
     assert called["finish_reason"] == "tool_calls" and call["function"]["name"] == "f"
     assert json.loads(call["function"]["arguments"]) == {"unit": "C", "days": 2}
+
+
+def test_calls_in_an_unknown_format_are_told(start, pretrained, monkeypatch, caplog, tmp_path):
+    monkeypatch.setattr(pretrained, "chat_template", "{{ messages[0].content }}{{ tools }}")
+    live = start(Teller([], max_model_len=4096))
+    told = live.post(CHAT, model="base", messages=USER, tools=[tool()])
+    assert told.headers["X-Ignored-Fields"] == "tools"
+    assert "X-Ignored-Fields" not in live.post(CHAT, model="base", messages=USER).headers
+    save_tokenizer(tmp_path)
+    template = tmp_path / "own.jinja"
+    template.write_text("{{ tools }}", encoding="utf-8")
+    Tokenizer.load(tmp_path, chat_template=template, tool_call_format="lfm2")
+    assert "tools" not in caplog.text
+    Tokenizer.load(tmp_path, chat_template=template)
+    assert "name the format with --tool-call-format" in caplog.text
 
 
 def test_reasoning_is_shown_to_the_template_by_the_name_that_it_knows(start, pretrained, monkeypatch):

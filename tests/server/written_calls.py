@@ -8,8 +8,8 @@ from typing import Any
 
 from chorus.server.text.argument_syntax import ArgumentSyntax
 from chorus.server.text.literal_syntax import LiteralSyntax
+from chorus.server.text.output_syntax import ToolCallFormat
 from chorus.server.text.tagged_syntax import TaggedSyntax
-from chorus.server.text.tool_call_formats import ToolCallFormat
 
 
 def literal(value: Any, quote: str = "", between: str = ", ") -> str:

@@ -15,7 +15,8 @@ from chorus.server.api.output_grammar import output_grammar
 from chorus.server.text.literal_syntax import LiteralSyntax
 from chorus.server.text.output_parser import OutputParser
 from chorus.server.text.output_parts import ParsedMessage
-from chorus.server.text.tool_call_formats import TOOL_CALL_FORMATS, OutputSyntax
+from chorus.server.text.output_syntax import OutputSyntax
+from chorus.server.text.tool_call_formats import TOOL_CALL_FORMATS
 
 from ...tiny_tokenizer import save_tokenizer
 from ..written_calls import written_calls

@@ -16,6 +16,7 @@ from chorus.server.api.output_grammar import output_grammar
 from chorus.server.text.channel_parser import ChannelParser
 from chorus.server.text.output_parser import OutputParser
 from chorus.server.text.output_parts import ParsedMessage
+from chorus.server.text.output_syntax import OutputSyntax
 from chorus.server.text.tokenizer import Tokenizer
 from chorus.server.text.tool_call_formats import (
     ATEM,
@@ -23,7 +24,6 @@ from chorus.server.text.tool_call_formats import (
     HERMES,
     REASONING_FORMATS,
     TOOL_CALL_FORMATS,
-    OutputSyntax,
     wide,
 )
 

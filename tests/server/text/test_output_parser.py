@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from chorus.server.text.output_parser import OutputParser
 from chorus.server.text.output_parts import ParsedMessage, Part, PartKind
+from chorus.server.text.output_syntax import OutputSyntax
 from chorus.server.text.tool_call_formats import (
     HERMES,
     REASONING_FORMATS,
     TOOL_CALL_FORMATS,
-    OutputSyntax,
     declared,
     reasoning_format_of,
     tool_call_format_of,

@@ -8,10 +8,13 @@ import pytest
 
 from chorus.server.text.output_parser import OutputParser
 from chorus.server.text.output_parts import ParsedMessage
+from chorus.server.text.output_syntax import OutputSyntax
 from chorus.server.text.tool_call_formats import (
+    HARMONY,
     TOOL_CALL_FORMATS,
-    OutputSyntax,
     answer_format_of,
+    is_known,
+    output_syntax_of,
     reasoning_format_of,
     tool_call_format_of,
     wide,
@@ -258,3 +261,15 @@ def test_a_text_comes_as_it_is_said():
         "".join(part.text for part in reader.read(piece)) for piece in ("<|tool_call_start|>[now(x='ab", "cd\\", "n")
     ]
     assert given == ['now{"x": "ab', "cd", "\\n"]
+
+
+def test_a_setting_names_the_format_and_an_unknown_one_is_told():
+    syntax = output_syntax_of("<tool_call>", lambda _: False, name="lfm2")
+    assert syntax.calls is not None and syntax.calls.name == "lfm2"
+    assert output_syntax_of("", lambda _: False, name="harmony").channels is HARMONY
+    assert output_syntax_of("<|channel|>", lambda _: False, name="hermes").channels is None
+    for _, template, _ in SAID:
+        assert is_known(f"{template} tools"), template
+    for template in ("", "{{ messages }}", "tools <|channel|>", "tools [TOOL_CALLS]"):
+        assert is_known(template), template
+    assert not is_known("{{ tools | tojson }} <my_call>")
