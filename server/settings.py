@@ -182,6 +182,10 @@ class Settings(BaseSettings, EngineConfig, RequestLimits):  # pyright: ignore[re
         description="tokens of a reranker that answers with one of two, false's and true's, such as no,yes for "
         "Qwen3-Reranker: /score and /rerank compare their logits; default: classifier_from_token of config.json",
     )
+    tool_call_format: str | None = Field(
+        default=None,
+        description="format in which the model writes tool calls; default: as its chat template tells",
+    )
     adapter_chat_templates: bool = Field(
         default=False,
         description="use an adapter's own chat_template.jinja if it differs from the model's. Templates are "
@@ -400,6 +404,15 @@ class Settings(BaseSettings, EngineConfig, RequestLimits):  # pyright: ignore[re
     )
     log_format: LogFormat = Field(default="text", description="format of log lines; json: one object per line")
     access_log: bool = Field(default=False, description="log every HTTP request")
+
+    @field_validator("tool_call_format")
+    @classmethod
+    def _is_a_format(cls, name: str | None) -> str | None:
+        from .text.tool_call_formats import FORMAT_NAMES  # imports grammars
+
+        if name is not None and name not in FORMAT_NAMES:
+            raise ValueError(f"must be one of {', '.join(sorted(FORMAT_NAMES))}")
+        return name
 
     @field_validator(*SIZES, mode="before")
     @classmethod

@@ -7,7 +7,7 @@ from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from ..engine.generation import Choice, Delta, Generation
-from ..text.output_parser import Part, PartKind
+from ..text.output_parts import Part, PartKind
 from .logprobs import LogprobFormat
 from .openai import GenerationRequest
 from .responses import Body, BodyFormat, Echo

@@ -122,6 +122,11 @@ class ChatCompletionRequest(ConversationBody, ToolFields, GenerationRequest):
         return other
 
     @property
+    def num_earlier_calls(self) -> int:
+        given = [(message.model_extra or {}).get("tool_calls") for message in self.messages]
+        return sum(len(calls) for calls in given if isinstance(calls, list))
+
+    @property
     def asked_logprobs(self) -> int | None:
         return self.top_logprobs if self.logprobs else None
 
@@ -137,7 +142,7 @@ class ChatCompletionRequest(ConversationBody, ToolFields, GenerationRequest):
         template = tokenizer.chat_template
         effort = self._effort()
         ignored = [] if not effort or any(name in template for name in effort) else ["reasoning_effort"]
-        if self.tools and "tools" not in template:
+        if self.tools and ("tools" not in template or not tokenizer.knows_calls):
             ignored.append("tools")
         if self.thinking_token_budget not in (None, -1) and self.obeyed_budget(tokenizer) is None:
             ignored.append("thinking_token_budget")

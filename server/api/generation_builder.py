@@ -28,8 +28,8 @@ from ..errors import ApiError, clipped, not_served, read_body, too_long
 from ..executors import DaemonPool
 from ..log_lines import note_request
 from ..settings import Settings
+from ..text.output_syntax import OutputSyntax
 from ..text.tokenizer import Tokenizer
-from ..text.tool_call_formats import OutputSyntax
 from .caller import Caller
 from .chat_request import ChatBatch
 from .completion_request import CompletionRequest
@@ -211,7 +211,7 @@ class GenerationBuilder:
         syntax = asked.syntax(tokenizer)
         if syntax.reasoning is not None:
             tail = tokenizer.decode(prompts[0][-MARK_TOKENS:], skip_special_tokens=False)
-            syntax = replace(syntax, reasons_already=tail.rstrip().endswith(syntax.reasoning.open))
+            syntax = replace(syntax, reasons_already=tail.rstrip().endswith(syntax.reasoning.open.rstrip()))
         grammar = await self._grammar(asked, syntax, tokenizer)
         prediction = await self._prediction(asked, tokenizer)
         call_id = prefix + uuid.uuid4().hex

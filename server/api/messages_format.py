@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic_core import from_json
 
-from ..text.output_parser import PartKind
+from ..text.output_parts import PartKind
 from .blocks import BlockFormat, ContentBlock
 from .responses import Body
 

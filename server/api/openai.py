@@ -29,9 +29,9 @@ from ...memory.adapters.composition import MAX_TERMS
 from ..access.grants import NOWHERE
 from ..access.limits import RequestLimits, check_counts, check_json
 from ..errors import ApiError, clipped, no_room, validated
-from ..text.output_parser import OutputParser
+from ..text.output_parts import PartReader
+from ..text.output_syntax import OutputSyntax
 from ..text.tokenizer import Tokenizer
-from ..text.tool_call_formats import OutputSyntax
 from .fields import AllThatFit, own_fields
 from .grammar_fields import GrammarFields
 from .prediction import Prediction
@@ -225,7 +225,7 @@ class GenerationRequest(GrammarFields):
         """The kinds of parts to parse the output for."""
         return OutputSyntax()
 
-    def reader(self, syntax: OutputSyntax) -> OutputParser | None:
+    def reader(self, syntax: OutputSyntax) -> PartReader | None:
         """A parser for one choice's output; None if plain text suffices."""
         return None
 

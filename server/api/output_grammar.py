@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
-from ...core.requests.grammars import JSON_OPTIONS
-from ...core.requests.speller import ANY_TEXT, Speller
-from ..text.tool_call_formats import ArgumentTags, OutputSyntax, ToolCallFormat
+from ...core.requests.speller import Speller
+from ..text.argument_syntax import Rules
+from ..text.output_syntax import ChannelFormat, OutputSyntax, ToolCallFormat
 
 
 def output_grammar(
@@ -27,101 +26,90 @@ def output_grammar(
     allow several calls. content: instead of free text, and instead of calls, the output may match `@content`. If
     reasoning has a bound, its closing mark must be a special token.
     """
-    spelt = Speller(specials)
-    rules = [ANY_TEXT]
-    start = _reasoning(syntax, rules, spelt, always=forced or content)
+    rules = Rules(Speller(specials))
+    if syntax.channels is not None:
+        return rules.text(_channels(syntax.channels, tools, rules, forced=forced, parallel=parallel, content=content))
+    start = _reasoning(syntax, rules, always=forced or content)
     if syntax.calls is None or not tools:
         start += "@content" if content else "TEXT"
     else:
-        called = _calls(syntax.calls, tools, rules, spelt, parallel=parallel)
+        called = _calls(syntax.calls, tools, rules, parallel=parallel)
         if content:
             start += f"({called} | @content)"
         elif forced:
             start += called
         elif syntax.calls.bare:
-            rules.append("NO_OBJECT: /([^{ \\t\\r\\n](.|\\n)*)?/")
-            start += "(calls | NO_OBJECT)"
+            rules.add(f"NO_CALL: /([^{_in_class(syntax.calls.bare)} \\t\\r\\n](.|\\n)*)?/")
+            start += "(calls | NO_CALL)"
         else:
-            rules.append(spelt.text_up_to("lead", syntax.calls.open))
+            rules.add(rules.spelt.text_up_to("lead", syntax.calls.frame.open))
             start += f"(lead calls){'*' if parallel else '?'} TEXT"
-    return "\n".join(("%llguidance {}", f"start: {start}", *rules))
+    return rules.text(start)
 
 
-def _calls(
-    form: ToolCallFormat, tools: Mapping[str, dict[str, Any]], rules: list[str], spelt: Speller, *, parallel: bool
+def _in_class(letter: str) -> str:
+    """A letter as a class of a regular expression has it."""
+    return f"\\{letter}" if letter in "[]^-\\" else letter
+
+
+def _channels(
+    syntax: ChannelFormat,
+    tools: Mapping[str, dict[str, Any]],
+    rules: Rules,
+    *,
+    forced: bool,
+    parallel: bool,
+    content: bool,
 ) -> str:
-    """The grammar of output that consists of calls. Adds rules; `calls` is the part after a form's `open`."""
+    """The start rule of output as messages: reasoning, and then calls or an answer."""
+    spelt = rules.spelt
+    end = spelt.first_of(syntax.continues) or syntax.continues
+    rules.add(spelt.text_up_to("thought", end))
+    thoughts = f"({spelt(syntax.thinks)} thought {spelt(syntax.continues[len(end) :])})*"
+    answer = f"{spelt(syntax.answers)} {'@content' if content else 'TEXT'}"
+    if not tools:
+        return f"{thoughts} {answer}"
+    if not syntax.framed:
+        called = _calls(syntax.calls, tools, rules, parallel=False)
+    else:
+        _calls(syntax.calls, tools, rules, parallel=parallel)
+        to = f'" to=" /[^ <]+/ {spelt(syntax.message)} {spelt(syntax.calls.frame.open)}'
+        called = f"{to} calls"
+    return f"{thoughts} {called if forced else f'({called} | {answer})'}"
+
+
+def _calls(form: ToolCallFormat, tools: Mapping[str, dict[str, Any]], rules: Rules, *, parallel: bool) -> str:
+    """The grammar of output that consists of calls. Adds rules; `calls` is the part after a frame's `open`."""
+    spelt, style, frame = rules.spelt, form.style, form.frame
     for index, (name, schema) in enumerate(tools.items()):
-        arguments = _json(schema) if form.tags is None else _tagged(form.tags, schema, spelt)
-        rules.append(f"call_{index}: {spelt(form.begin.format(name=name))} {arguments} {spelt(form.end)}")
-    rules.append("call: " + " | ".join(f"call_{index}" for index in range(len(tools))))
-    if form.tags is not None:
-        rules.append(spelt.text_up_to("text_value", form.tags.close))
-    more = f"({spelt(form.between)} call)*" if form.separator and parallel else ""
-    rules.append(f"calls: {spelt(form.first)} call {more} {spelt(form.close)}")
-    opening = "" if form.bare else spelt(form.open)
-    several = parallel and not form.separator
-    return f"{opening} calls" + (f" ({spelt(form.between)} {opening} calls)*" if several else "")
+        begin = style.begin.format(name=name, index=_INDEX).split(_INDEX)
+        if len(begin) > 1:
+            rules.add_unless_there("INDEX: /0|[1-9][0-9]{0,3}/")
+        arguments = style.arguments.grammar(schema, rules)
+        rules.add(f"call_{index}: {' INDEX '.join(map(spelt, begin))} {arguments} {spelt(style.end)}")
+    rules.add("call: " + " | ".join(f"call_{index}" for index in range(len(tools))))
+    more = f"({spelt(frame.between)} call)*" if frame.separator and parallel else ""
+    rules.add(f"calls: {spelt(frame.first)} call {more} {spelt(frame.last + frame.close)}")
+    opening = "" if form.bare else spelt(frame.open)
+    several = parallel and not frame.separator and not form.is_single
+    return f"{opening} calls" + (f" ({spelt(frame.between)} {opening} calls)*" if several else "")
 
 
-def _reasoning(syntax: OutputSyntax, rules: list[str], spelt: Speller, *, always: bool) -> str:
+_INDEX = "\0"
+
+
+def _reasoning(syntax: OutputSyntax, rules: Rules, *, always: bool) -> str:
     """The beginning of the start rule if the output may reason, or continues reasoning.
 
     always: reasoning is always allowed, because no free text, which could be reasoning, follows.
     """
-    reasoning = syntax.reasoning
+    reasoning, spelt = syntax.reasoning, rules.spelt
     if reasoning is None or not (always or spelt.specials.keys() & {reasoning.open, reasoning.close}):
         return ""  # free text allows it, too
     if reasoning.most is None:
-        rules.append(spelt.text_up_to("reasoned", reasoning.close))
+        rules.add(spelt.text_up_to("reasoned", reasoning.close))
     else:
-        thought = f"thought[max_tokens={reasoning.most}]: TEXT" if reasoning.most else 'thought: ""'
-        rules += [thought, f"reasoned: thought {spelt(reasoning.close)}"]
-    rules.append("BLANKS: /\\n{0,2}/")
+        rules.add(f"thought[max_tokens={reasoning.most}]: TEXT" if reasoning.most else 'thought: ""')
+        rules.add(f"reasoned: thought {spelt(reasoning.close)}")
+    rules.add("BLANKS: /\\n{0,2}/")
     return "reasoned BLANKS " if syntax.reasons_already else f"({spelt(reasoning.open)} reasoned BLANKS)? "
-
-
-def _json(schema: Mapping[str, Any]) -> str:
-    return "%json " + json.dumps({**schema, "x-guidance": JSON_OPTIONS})
-
-
-def _tagged(tags: ArgumentTags, schema: Mapping[str, Any], spelt: Speller) -> str:
-    """Arguments between tags, in the order of the schema's properties. Of strings, enum and const are enforced."""
-    properties, required = schema.get("properties") or {}, schema.get("required") or ()
-    shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
-    parts = []
-    for name, each in properties.items():
-        value = _tagged_value(tags, each if isinstance(each, Mapping) else {}, shared, spelt)
-        part = f"{spelt(f'{tags.open}{name}{tags.named}{tags.around}')} {value} {spelt(tags.around)}"
-        parts.append(part if name in required else f"({part})?")
-    return " ".join(parts)
-
-
-def _tagged_value(tags: ArgumentTags, schema: Mapping[str, Any], shared: Mapping[str, Any], spelt: Speller) -> str:
-    """The value of one property, and its closing tag. shared: definitions that the schema may refer to."""
-    end = spelt(tags.around + tags.close)
-    if not tags.is_text(schema):
-        return f"{_json({**shared, **schema})} {end}"
-    texts = allowed_texts(schema)
-    return "text_value" if texts is None else f"({' | '.join(json.dumps(text) for text in texts)}) {end}"
-
-
-def allowed_texts(schema: Mapping[str, Any]) -> list[str] | None:
-    """The strings that a schema's const or enum allows; None: any."""
-    values = [schema["const"]] if "const" in schema else schema.get("enum")
-    return [each for each in values if isinstance(each, str)] if isinstance(values, list) else None
-
-
-def unwritable(tags: ArgumentTags, schema: Mapping[str, Any]) -> str | None:
-    """Say which of a function's arguments can't be written between tags; None: all can."""
-    for name, each in (schema.get("properties") or {}).items():
-        where, texts = f"properties.{name}", allowed_texts(each) if tags.is_text(each) else None
-        if not tags.can_name(name):
-            return (
-                f"{where}: this model's format of tool calls can't write a name with {tags.named} or blanks around it"
-            )
-        if texts is not None and not texts:
-            return f"{where}: none of the values of const or enum is a string, which its type asks for"
-        if any(not tags.can_write(text) for text in texts or ()):
-            return f"{where}: this model's format of tool calls can't write a value with {tags.close}"
-    return None

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from ...core.requests.types import StepInfo, TokenLogprobs
 from ..engine.generation import Choice, Delta, Generation
 from ..errors import ApiError
-from ..text.output_parser import ParsedMessage, Part, PartKind
+from ..text.output_parts import ParsedMessage, Part, PartKind
 from .logprobs import Body, LogprobFormat
 from .openai import GenerationRequest
 from .sse import DONE

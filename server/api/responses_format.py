@@ -12,7 +12,7 @@ from typing import Any
 from orjson import Fragment
 
 from ..errors import ApiError
-from ..text.output_parser import PartKind
+from ..text.output_parts import PartKind
 from .blocks import BlockFormat, ContentBlock
 from .responses import Body
 

@@ -16,10 +16,13 @@ from pydantic import BaseModel, Field
 from ...core.requests.grammar import Grammar, GrammarKind
 from ...core.requests.json_schemas import check_optional, located, relaxed
 from ..errors import ApiError, clipped
+from ..text.argument_syntax import ArgumentSyntax
+from ..text.channel_parser import ChannelParser
 from ..text.output_parser import OutputParser
-from ..text.tool_call_formats import HARMONY, ArgumentTags, OutputSyntax, reasoning_format_of, tool_call_format_of
+from ..text.output_parts import PartReader
+from ..text.output_syntax import OutputSyntax
 from .grammar_fields import check_size
-from .output_grammar import output_grammar, unwritable
+from .output_grammar import output_grammar
 
 if TYPE_CHECKING:
     from ..access.limits import RequestLimits
@@ -58,6 +61,11 @@ class ToolFields(BaseModel):
     include_reasoning: bool = True
     separate_reasoning: bool = True
     thinking_token_budget: Annotated[int, Field(ge=-1, le=MAX_BUDGET)] | None = None
+
+    @property
+    def num_earlier_calls(self) -> int:
+        """Number of calls in the conversation so far."""
+        return 0
 
     def check_tools(self, limits: RequestLimits) -> None:
         """Raises an ApiError that names the wrong field; tools that can't be called are not checked."""
@@ -106,9 +114,9 @@ class ToolFields(BaseModel):
         functions = [tool["function"] for tool in self.tools]
         return {f["name"]: _arguments(f) for f in functions if names is None or f["name"] in names}
 
-    def _check_enforceable(self, enforced: Mapping[str, dict[str, Any]], tags: ArgumentTags | None) -> None:
-        """Raises an ApiError for arguments with more optional properties than can be enforced, or that can't be written
-        between a format's tags.
+    def _check_enforceable(self, enforced: Mapping[str, dict[str, Any]], written: ArgumentSyntax | None) -> None:
+        """Raises an ApiError for arguments with more optional properties than can be enforced, or that can't be
+        written in the format.
         """
         for index, tool in enumerate(self.tools):
             schema, where = enforced.get(tool["function"]["name"]), f"tools[{index}].function.parameters"
@@ -116,7 +124,7 @@ class ToolFields(BaseModel):
                 check_optional(schema, where)
             except ValueError as error:
                 raise ApiError(400, str(error), param="tools") from None
-            if tags is not None and schema is not None and (reason := unwritable(tags, schema)) is not None:
+            if written is not None and schema is not None and (reason := written.unwritable(schema)) is not None:
                 raise ApiError(400, f"{where}.{reason}", param="tools")
 
     def explained(self, message: str) -> str:
@@ -127,10 +135,10 @@ class ToolFields(BaseModel):
                 return found
         return message
 
-    def _enforced_schemas(self, *, forced: bool, tagged: bool) -> dict[str, dict[str, Any]]:
+    def _enforced_schemas(self, *, forced: bool, as_json: bool) -> dict[str, dict[str, Any]]:
         """The same schemas; any JSON object for a function that need not be called and does not say `strict`."""
         schemas, any_object = self._schemas(), {"type": "object"}
-        return schemas if forced or tagged else schemas | dict.fromkeys(schemas.keys() & self._loose, any_object)
+        return schemas if forced or not as_json else schemas | dict.fromkeys(schemas.keys() & self._loose, any_object)
 
     @property
     def _loose(self) -> set[str]:
@@ -140,18 +148,9 @@ class ToolFields(BaseModel):
 
     def syntax(self, tokenizer: Tokenizer) -> OutputSyntax:
         """The kinds of parts to parse the output for."""
-        template, own = tokenizer.chat_template, tokenizer.declared_syntax
-        if HARMONY in template:
-            message = (
-                "this model's chat template uses harmony's channels, which this server can't parse; "
-                "write the prompt yourself and send it to /v1/completions"
-            )
-            raise ApiError(400, message, param="messages", code="unsupported_format")
-        reasoning = own.reasoning or reasoning_format_of(template, tokenizer.is_token)
-        return OutputSyntax(
-            own.calls or tool_call_format_of(template) if self._may_call else None,
-            reasoning if self.separate_reasoning else None,
-        )
+        known = tokenizer.output_syntax
+        calls = known.calls if self._may_call else None
+        return replace(known, calls=calls, reasoning=known.reasoning if self.separate_reasoning else None)
 
     def obeyed_budget(self, tokenizer: Tokenizer) -> int | None:
         """Most tokens of reasoning; None: unlimited, as where reasoning ends without a special token."""
@@ -160,15 +159,16 @@ class ToolFields(BaseModel):
             return None
         return None if self.thinking_token_budget == -1 else self.thinking_token_budget
 
-    def reader(self, syntax: OutputSyntax) -> OutputParser:
-        return OutputParser(
-            syntax.calls,
-            syntax.reasoning,
-            self._schemas() if syntax.calls is not None else None,
-            reasons_already=syntax.reasons_already,
-            shows_reasoning=self.include_reasoning,
-            parallel=self._parallel,
-        )
+    def reader(self, syntax: OutputSyntax) -> PartReader:
+        tools = self._schemas() if syntax.calls is not None else None
+        how: dict[str, Any] = {
+            "shows_reasoning": self.include_reasoning,
+            "parallel": self._parallel,
+            "first_call": self.num_earlier_calls,
+        }
+        if syntax.channels is not None:
+            return ChannelParser(syntax.channels, tools, **how)
+        return OutputParser(syntax, tools, **how)
 
     def output_grammars(
         self, content: tuple[str, Grammar] | None, syntax: OutputSyntax, tokenizer: Tokenizer, limits: RequestLimits
@@ -182,7 +182,9 @@ class ToolFields(BaseModel):
         forced = self._may_call and self._chosen.mode in ("required", NAMED)
         budget = self.obeyed_budget(tokenizer)
         schemas = (
-            {} if syntax.calls is None else self._enforced_schemas(forced=forced, tagged=syntax.calls.tags is not None)
+            {}
+            if syntax.calls is None
+            else self._enforced_schemas(forced=forced, as_json=syntax.calls.style.arguments.is_json)
         )
         if forced:
             content = None
@@ -192,7 +194,7 @@ class ToolFields(BaseModel):
             return [] if content is None else [content]
         text = json.dumps(list(schemas.values()), ensure_ascii=False)
         check_size("tools", Grammar(GrammarKind.JSON_SCHEMA, text), limits)
-        self._check_enforceable(schemas, None if syntax.calls is None else syntax.calls.tags)
+        self._check_enforceable(schemas, None if syntax.calls is None else syntax.calls.style.arguments)
         if syntax.reasoning is not None:
             syntax = replace(syntax, reasoning=replace(syntax.reasoning, most=budget))
         lark = output_grammar(

@@ -149,7 +149,9 @@ def _open(
             worker.lookers.append(mover.look)
         if plan.preload:
             worker.lookers.append(Preloader(dispatcher).look)
-        tokenizer = Tokenizer.load(settings.model, settings.tokenizer, settings.chat_template)
+        tokenizer = Tokenizer.load(
+            settings.model, settings.tokenizer, settings.chat_template, settings.tool_call_format
+        )
         worker.start()
         try:
             worker.wait_until_ready(owner.trouble, was_whole=was_whole)

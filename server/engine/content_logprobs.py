@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from ...core.requests.types import TokenLogprobs
-from ..text.output_parser import Part, PartKind
+from ..text.output_parts import Part, PartKind
 
 
 class ContentLogprobs:

@@ -14,7 +14,7 @@ from ...core.requests.request_params import InvalidRequest
 from ...core.requests.types import ALL_BANNED, FinishReason, RequestOutput, StepInfo, TokenLogprobs
 from ..errors import EngineUnavailable, GenerationFailed
 from ..text.detokenizer import TextStream
-from ..text.output_parser import OutputParser, Part
+from ..text.output_parts import Part, PartReader
 from .content_logprobs import ContentLogprobs
 from .request_metrics import Ended
 from .telemetry import RequestRecords
@@ -68,7 +68,7 @@ class Choice:
         prompt_token_ids: list[int] | None = None,
         prompt_only: bool = False,
         keeps_all: bool = True,
-        reader: OutputParser | None = None,
+        reader: PartReader | None = None,
     ) -> None:
         """prompt_token_ids: the request's, if the caller has them, to avoid a copy. prompt_only: discard generated
         tokens. keeps_all: keep the text and logprobs of all deltas. reader: splits the text into parts.

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from ...core.requests.types import TokenLogprobs
 from ...memory.adapters.versions import versioned
 from ..engine.generation import Choice, Delta, Generation
-from ..text.output_parser import ParsedMessage, Part, PartKind, ToolCall
+from ..text.output_parts import ParsedMessage, Part, PartKind, ToolCall
 
 
 @dataclass(frozen=True, slots=True)

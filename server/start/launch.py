@@ -68,7 +68,7 @@ def load(settings: Settings) -> tuple[EngineWorker, Tokenizer]:
     check_model(settings)
     config = settings.engine_config()
     try:
-        tokenizer = Tokenizer.load(config.model, config.tokenizer, settings.chat_template)
+        tokenizer = Tokenizer.load(config.model, config.tokenizer, settings.chat_template, settings.tool_call_format)
         worker = EngineWorker(lambda: build_engine(config, settings.lora_modules))
         worker.start()
     except Exception as error:

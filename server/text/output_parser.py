@@ -9,144 +9,75 @@ from __future__ import annotations
 
 import json
 import re
-import secrets
-import string
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
-from enum import StrEnum
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
-from ...core.requests.types import TokenLogprobs
+from .argument_syntax import SPACE, ArgumentReader, JsonEnd, refuse_constant
 from .detokenizer import overlap
-from .tool_call_arguments import SPACE, JsonArguments, JsonEnd, TaggedArguments, refuse_constant
-from .tool_call_formats import ReasoningFormat, ToolCallFormat
+from .output_parts import Part, PartKind, PartReader
+from .output_syntax import CallStyle, Frame, OutputSyntax
+
+PLAIN = OutputSyntax()
+"""All is content."""
 
 MAX_HEAD = 256
 """Characters within which a call that is a JSON object must have named its function."""
 
-ID_LETTERS = string.ascii_letters + string.digits
+_BRACKET = re.compile(r"\s*\[?\s*")
 
 
-class PartKind(StrEnum):
-    """The kind of a part."""
-
-    REASONING = "reasoning"
-    CONTENT = "content"
-    CALL = "call"  # a call begins
-    ARGUMENTS = "arguments"
-
-
-class Part(NamedTuple):
-    """A part of the generated text, in order."""
-
-    kind: PartKind
-    text: str
-    """Reasoning, content, the name of the function of a call that begins, or a piece of its arguments' JSON."""
-    call: int = -1
-    """Index of the call, from 0."""
-    id: str = ""
-    """Id of the call, at its beginning."""
-    at: int = 0
-    """Position of content in the generated text."""
-    scores: tuple[TokenLogprobs, ...] = ()
-    """Log-probabilities of content's tokens, see `ContentLogprobs`."""
-
-
-@dataclass(slots=True)
-class ToolCall:
-    """A tool call."""
-
-    id: str
-    name: str
-    arguments: str = ""
-    """JSON, incomplete if the output was cut off."""
-
-
-@dataclass(slots=True)
-class ParsedMessage:
-    """A parsed whole output."""
-
-    content: str = ""
-    reasoning: str = ""
-    calls: list[ToolCall] = field(default_factory=list)
-
-    def add(self, parts: Iterable[Part]) -> None:
-        for part in parts:
-            if part.kind is PartKind.CONTENT:
-                self.content += part.text
-            elif part.kind is PartKind.REASONING:
-                self.reasoning += part.text
-            elif part.kind is PartKind.CALL:
-                self.calls.append(ToolCall(part.id, part.text))
-            else:
-                self.calls[part.call].arguments += part.text
-
-
-class OutputParser:
+class OutputParser(PartReader):
     """Parses one choice's output. Any split of a text into pieces gives the same parts, apart from where they are
     divided.
 
     Text that only looks like a call (no function of that name, not JSON) is content. Blanks around reasoning and calls
-    belong to neither.
+    belong to neither. Calls at the end of reasoning are calls, whether or not its closing mark follows: models call
+    from within it.
     """
 
     def __init__(
         self,
-        calls: ToolCallFormat | None = None,
-        reasoning: ReasoningFormat | None = None,
+        syntax: OutputSyntax = PLAIN,
         tools: Mapping[str, Mapping[str, Any]] | None = None,
         *,
-        reasons_already: bool = False,
         shows_reasoning: bool = True,
         parallel: bool = True,
+        first_call: int = 0,
     ) -> None:
-        """calls: format of tool calls; None if there can't be any. tools: the JSON schema of each function's arguments.
-        reasons_already: the prompt ended within reasoning. shows_reasoning: otherwise it is left out. parallel: parse
-        calls after the first.
+        """tools: the JSON schema of each function's arguments; without any there are no calls. shows_reasoning:
+        otherwise it is left out. parallel: parse calls after the first. first_call: number of calls that the
+        conversation has already.
         """
-        self._format = calls if tools else None
+        reasoning, form = syntax.reasoning, syntax.calls if tools else None
+        super().__init__(tools or {}, "" if form is None else form.ids, first_call, shows_reasoning=shows_reasoning)
+        self._format = form
+        self._frames = {} if form is None else {frame.open: frame for frame in form.frames}
         self._reasoning = reasoning
-        self._tools = tools or {}
-        self._shows_reasoning = shows_reasoning
+        self._answer_marks = () if syntax.answer is None else (syntax.answer.open, syntax.answer.close)
         self._parallel = parallel
-        self._num_characters = 0  # calls that were parsed
-        self._held = ""  # text whose meaning depends on the following text
-        self._lead = ""  # text before the head of a possible call: content if it is not one
         self._ends = JsonEnd()
-        self._arguments: JsonArguments | TaggedArguments
-        self._parts: list[Part] = []
-        self._num_calls = 0
-        self._final = False
-        self._in_call = False
+        self._frame: Frame
+        self._style: CallStyle
+        self._closers: list[str] = []  # marks that may still come behind the last call
+        self._arguments: ArgumentReader
+        self._possible: _PossibleCalls | None = None
         self._in_reasoning = False  # its first letter has come
-        self._step: Callable[[], bool] = self._content
+        self._step = self._content
         if reasoning is not None:
-            self._step = self._reason if reasons_already else self._start
-        elif self._format is not None and self._format.bare:
+            self._step = self._reason if syntax.reasons_already else self._start
+        elif form is not None and form.bare:
             self._step = self._bare
-        self._is_plain = reasoning is None and self._format is None
-
-    @property
-    def calls(self) -> bool:
-        """True if the output calls tools, and the last of the calls is complete."""
-        return self._num_calls > 0 and not self._in_call
+        self._is_plain = reasoning is None and form is None and syntax.answer is None
 
     @property
     def reasons(self) -> bool:
-        """True if the next text is reasoning, or the end of it."""
-        return self._step == self._reason
+        return self._step in (self._reason, self._call_or_reason)
 
     def read(self, text: str, *, final: bool = False) -> list[Part]:
-        """Take the next piece of the text and return the parts that are now certain. final: no text follows."""
-        self._num_characters += len(text)
         if self._is_plain:
+            self._num_characters += len(text)
             return [Part(PartKind.CONTENT, text, at=self._num_characters - len(text))] if text else []
-        self._held += text
-        self._final = final
-        while self._step():
-            pass
-        parts, self._parts = self._parts, []
-        return parts
+        return super().read(text, final=final)
 
     # Each of these takes as much as it can from the held text; False: it waits for more.
 
@@ -167,14 +98,42 @@ class OutputParser:
         assert self._reasoning is not None
         if not self._in_reasoning:
             self._held = self._held.lstrip(SPACE)
-        text, found = self._until(self._reasoning.close, drops_blanks=True)
-        if self._shows_reasoning:
-            self._give(PartKind.REASONING, text)
-        self._in_reasoning = self._in_reasoning or bool(text)
-        if not found:
+        close = self._reasoning.close
+        text, mark = self._until((close, *self._frames), drops_blanks=True)
+        self._give_reasoning(text)
+        if mark in self._frames:
+            assert self._format is not None
+            self._held, self._lead = self._lead + self._held, ""
+            syntax = OutputSyntax(self._format)
+            parser = OutputParser(syntax, self._tools, parallel=self._parallel, first_call=self._first_call)
+            self._possible = _PossibleCalls(parser, close)
+            self._step = self._call_or_reason
+            return True
+        if not mark:
             return False
         self._step = self._answer
         return True
+
+    def _call_or_reason(self) -> bool:
+        """Within reasoning, at the mark of a call."""
+        assert self._possible is not None
+        calls, text = self._possible, self._held
+        if not calls.read(text, final=self._final):
+            return False
+        if calls.is_text or not calls.parts:
+            self._give_reasoning(text[: calls.end])
+            self._held = text[calls.end :]
+            self._step = self._reason
+            return bool(self._held)
+        self._parts += calls.parts
+        self._num_calls, self._in_call = calls.num_calls, not calls.is_complete
+        self._held = text[calls.end :].removeprefix(calls.close)
+        self._step = self._answer
+        return True
+
+    def _give_reasoning(self, text: str) -> None:
+        self._give(PartKind.REASONING, text)
+        self._in_reasoning = self._in_reasoning or bool(text)
 
     def _answer(self) -> bool:
         """After reasoning or a call."""
@@ -190,75 +149,76 @@ class OutputParser:
         if self._format is not None and self._format.bare:
             if not text and not self._final:
                 return False
-            if text.startswith("{"):
+            if text.startswith(self._format.bare):
                 self._lead, self._held = self._held[: len(self._held) - len(text)], text
-                self._begin_head()
+                self._begin_head(self._format.frame)
                 return True
         self._step = self._content
         return True
 
     def _content(self) -> bool:
         at = self._num_characters - len(self._held)
-        text, found = self._until("" if self._format is None else self._format.open, drops_blanks=False)
+        text, mark = self._until((*self._frames, *self._answer_marks), drops_blanks=False)
         self._give(PartKind.CONTENT, text, at)
-        if not found:
+        if not mark:
             return False
-        self._begin_head()
+        if mark in self._answer_marks:
+            self._step = self._answer
+        else:
+            self._begin_head(self._frames[mark])
         return True
 
-    def _until(self, delimiter: str, *, drops_blanks: bool) -> tuple[str, bool]:
-        """Take the held text up to a delimiter, if any, without the blanks before it; also return whether it was found.
-
-        The blanks and the delimiter become the new lead. drops_blanks: drop blanks at the end of the whole text, too.
-        """
-        text = self._held
-        if delimiter and (place := text.find(delimiter)) >= 0:
-            shown, behind = text[:place].rstrip(SPACE), place + len(delimiter)
-            self._lead, self._held = text[len(shown) : behind], text[behind:]
-            return shown, True
-        if self._final or not delimiter:
-            self._held = ""
-            return text.rstrip(SPACE) if drops_blanks else text, False
-        shown = text[: len(text) - overlap(text, delimiter)].rstrip(SPACE)
-        self._held = text[len(shown) :]
-        return shown, False
-
-    def _begin_head(self) -> None:
+    def _begin_head(self, frame: Frame) -> None:
+        self._frame = frame
         self._ends = JsonEnd()
         self._step = self._head
 
     def _head(self) -> bool:
         """Before a call's arguments: the text here names the function."""
         assert self._format is not None
-        held, wrapped = self._held, self._format.wrapped
-        found = self._format.head.match(held) if wrapped else self._format.head.match(held, 0, MAX_HEAD)
-        if found is not None:
-            name = found["name"].strip()
-            if name not in self._tools:
-                return self._no_call()
-            self._held = held[found.end() :]
-            self._begin_call(name)
-            tags = self._format.tags
-            self._arguments = JsonArguments() if tags is None else TaggedArguments(tags, self._tools[name])
-            self._step = self._in_arguments
-            return True
-        if not wrapped:
-            return (self._final or len(held) >= MAX_HEAD) and self._no_call()
-        blanks = re.match(r"\s*(?:\[\s*)?", held) if self._format.listed else re.match(r"\s*", held)
-        begin = blanks.end() if blanks else 0
-        if begin < len(held) and held[begin] != "{":
-            return self._no_call()
+        held, styles = self._held, self._format.styles
+        bracket = _BRACKET.match(held) if self._frame.listed else None
+        begin = bracket.end() if bracket is not None else 0
+        for style in styles:
+            found = style.head.match(held, begin) if style.wrapped else style.head.match(held, begin, begin + MAX_HEAD)
+            if found is not None:
+                return self._named(found["name"].strip(), style, held[found.end() :])
+        is_short = len(held) < begin + MAX_HEAD
+        may_be_unwrapped = is_short and not self._final and not all(style.wrapped for style in styles)
+        return self._object(begin, may_be_other=may_be_unwrapped)
+
+    def _object(self, begin: int, *, may_be_other: bool) -> bool:
+        """Where a call may be a JSON object that names its function elsewhere than at the beginning. may_be_other: what
+        follows may also make it a call that is not an object.
+        """
+        assert self._format is not None
+        held, is_object = self._held, any(style.wrapped for style in self._format.styles)
+        begin = len(held) - len(held[begin:].lstrip())
+        if not is_object or (begin < len(held) and held[begin] != "{"):
+            return not may_be_other and self._no_call()
         end = self._ends.find(held, begin)
         if end >= 0:
             return self._whole_call(held[begin:end], held[end:])
         return self._final and self._no_call()
+
+    def _named(self, name: str, style: CallStyle, rest: str) -> bool:
+        """After the text that names the function. rest: what follows it."""
+        if name not in self._tools:
+            return self._no_call()
+        self._held, self._style = rest, style
+        self._begin_call(name)
+        self._arguments = style.arguments.reader(self._tools[name])
+        self._step = self._in_arguments
+        return True
 
     def _whole_call(self, text: str, rest: str) -> bool:
         """A JSON object that names its function after the arguments, or not at all, or writes them as a string."""
         name, arguments, known = "", None, False
         try:
             call = json.loads(text, parse_constant=refuse_constant)
-            name, arguments = call.get("name"), call.get("arguments", call.get("parameters"))
+            call = call["function"] if isinstance(call.get("function"), dict) else call
+            name = call.get("name", call.get("tool_name"))
+            arguments = call.get("arguments", call.get("parameters"))
             if isinstance(arguments, str):
                 arguments = json.loads(arguments, parse_constant=refuse_constant)
             arguments = {} if arguments is None else arguments
@@ -279,23 +239,14 @@ class OutputParser:
         self._step = self._content
         return True
 
-    def _begin_call(self, name: str) -> None:
-        assert self._format is not None
-        self._num_calls += 1
-        self._in_call = True
-        self._lead = ""
-        letters = "".join(secrets.choice(ID_LETTERS) for _ in range(self._format.id_characters))
-        self._parts.append(Part(PartKind.CALL, name, self._num_calls - 1, self._format.id_begins + letters))
-
     def _in_arguments(self) -> bool:
-        assert self._format is not None
         text, rest = self._arguments.read(self._held, final=self._final)
         self._give(PartKind.ARGUMENTS, text)
         self._held = self._arguments.held if rest is None else rest
         if rest is None:
             return False
         self._ends = JsonEnd(1)
-        self._step = self._wrapping if self._format.wrapped else self._end
+        self._step = self._wrapping if self._style.wrapped else self._end
         return True
 
     def _wrapping(self) -> bool:
@@ -308,8 +259,7 @@ class OutputParser:
 
     def _end(self) -> bool:
         """After arguments that are not part of a JSON object, before the text that ends the call, if any."""
-        assert self._format is not None
-        text, mark = self._held.lstrip(SPACE), self._format.end.strip(SPACE)
+        text, mark = self._held.lstrip(SPACE), self._style.end.strip(SPACE)
         cut = len(text) < len(mark) and mark.startswith(text)
         if cut and not self._final:
             return False
@@ -318,22 +268,41 @@ class OutputParser:
         return True
 
     def _close(self) -> bool:
-        """After a call, before the text that closes it or separates it from the next."""
-        assert self._format is not None
+        """After a call, before the text that separates it from the next, or ends all."""
         self._in_call = False
         if not self._parallel:
             self._step = self._ignored
             return True
-        text = self._held.lstrip(SPACE)
-        for mark, step in ((self._format.separator, self._head), (self._format.close, self._answer)):
-            if mark and text.startswith(mark):
-                self._lead, self._held = mark, text[len(mark) :]
-                self._begin_head()
-                self._step = step
-                return True
-            if mark.startswith(text) and mark:
+        frame, text = self._frame, self._held.lstrip(SPACE)
+        self._closers = [mark for mark in (frame.last.strip(SPACE), frame.close) if mark]
+        separator = frame.separator.strip(SPACE)
+        if (separator and separator.startswith(text) and separator != text) or (frame.separator and not text):
+            self._held = "" if self._final else self._held
+            return False
+        if separator and text.startswith(separator):
+            return self._next(separator, text[len(separator) :])
+        if frame.separator and not separator and not text.startswith(tuple(self._closers)):
+            may_close = any(mark.startswith(text) for mark in self._closers) and not self._final
+            return not may_close and self._next("", text)
+        self._step = self._closing
+        return True
+
+    def _next(self, lead: str, rest: str) -> bool:
+        """Begin the next call of a frame. lead: the text before it, rest: the text from it on."""
+        self._lead, self._held = lead, rest
+        self._begin_head(self._frame)
+        return True
+
+    def _closing(self) -> bool:
+        """After the last call of a frame."""
+        while self._closers:
+            text, mark = self._held.lstrip(SPACE), self._closers[0]
+            if text.startswith(mark):
+                self._held = text[len(mark) :]
+            elif mark.startswith(text):
                 self._held = "" if self._final else self._held
                 return False
+            self._closers.pop(0)
         self._step = self._answer
         return True
 
@@ -341,11 +310,35 @@ class OutputParser:
         self._held = ""
         return False
 
-    def _give(self, kind: PartKind, text: str, at: int = 0) -> None:
-        if not text:
-            return
-        call = self._num_calls - 1 if kind is PartKind.ARGUMENTS else -1
-        if self._parts and self._parts[-1].kind is kind:
-            last = self._parts.pop()
-            text, at = last.text + text, last.at
-        self._parts.append(Part(kind, text, call, at=at))
+
+class _PossibleCalls:
+    """Text within reasoning: calls, if nothing else comes before the end of reasoning, or of all."""
+
+    def __init__(self, parser: OutputParser, close: str) -> None:
+        self._parser = parser
+        self._read = 0  # how much of the text the parser has
+        self.close = close
+        self.parts: list[Part] = []
+        self.end = 0
+        """How far the text goes that this is about."""
+        self.is_text = False
+        """True if there is something else."""
+
+    @property
+    def num_calls(self) -> int:
+        return max((part.call + 1 for part in self.parts), default=0)
+
+    @property
+    def is_complete(self) -> bool:
+        return self._parser.calls
+
+    def read(self, text: str, *, final: bool) -> bool:
+        """Read the text from its beginning; True once it is decided what it is."""
+        at = text.find(self.close, max(0, self._read - len(self.close)))
+        self.end = at if at >= 0 else len(text) if final else len(text) - overlap(text, self.close)
+        ends = at >= 0 or final
+        found = self._parser.read(text[self._read : self.end], final=ends)
+        self._read = self.end
+        self.is_text = any(part.kind is PartKind.CONTENT and part.text.strip(SPACE) for part in found)
+        self.parts += [part for part in found if part.kind is not PartKind.CONTENT]
+        return self.is_text or ends

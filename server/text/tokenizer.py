@@ -5,10 +5,11 @@ from __future__ import annotations
 import copy
 import difflib
 import json
+import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache, partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,9 +19,10 @@ from ...core.requests.request_params import InvalidRequest
 from ..errors import clipped, too_long
 from ..executors import DaemonPool
 from .detokenizer import ByteDetokenizer, Decoder, Detokenizer, TextStream
+from .output_syntax import OutputSyntax
 from .own_tokenizer import CalledTokenizer, own_backend
 from .spelt_specials import SpeltSpecials, new_mark
-from .tool_call_formats import OutputSyntax, declared
+from .tool_call_formats import REASONING_FIELDS, declared, is_known, output_syntax_of
 from .vocabulary import Vocabulary
 
 if TYPE_CHECKING:
@@ -72,6 +74,9 @@ RESERVED_FOR_TEMPLATE = frozenset(
     }
 )
 """Names that a client's own template variables can't have, because they control how the template is used."""
+
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +164,8 @@ class Tokenizer:
         self.own_end: int | None = None
         """The end-of-sequence token of an adapter's tokenizer."""
         self._threads = DaemonPool("tokenizer", THREADS)
+        self.tool_call_format: str | None = None
+        """Name of the format of tool calls; None: as the chat template tells."""
         self.window: int | None = None
         """The model's sliding window, if it limits the context: errors about long texts mention it."""
         self._use(CalledTokenizer(backend))
@@ -181,15 +188,25 @@ class Tokenizer:
         """Ids of the tokens written in a text that can't be part of a grammar's texts: the special ones, and other
         added ones in angle brackets, such as Qwen3's <think>, which llguidance takes for special ones.
         """
+        self._recognised = lru_cache(8)(
+            lambda template, name: output_syntax_of(template, self.is_token, self._declared, name)
+        )
         self._spelt = SpeltSpecials(backend)
         self.vocabulary = Vocabulary(backend)
 
     @classmethod
-    def load(cls, model: Path, directory: Path | None = None, chat_template: Path | None = None) -> Tokenizer:
+    def load(
+        cls,
+        model: Path,
+        directory: Path | None = None,
+        chat_template: Path | None = None,
+        tool_call_format: str | None = None,
+    ) -> Tokenizer:
         """Read the tokenizer of a checkpoint, or of another directory.
 
-        chat_template: a file to use instead of its own template. Raises ValueError or OSError without a fast tokenizer,
-        or for an invalid template.
+        chat_template: a file to use instead of its own template. tool_call_format: name of the format of tool calls;
+        None: as the chat template tells. Raises ValueError or OSError without a fast tokenizer, or for an invalid
+        template.
         """
         found = directory or model
         if not (found / "tokenizer.json").is_file():
@@ -199,12 +216,18 @@ class Tokenizer:
         else:
             from transformers import AutoTokenizer as Loader
         loaded = cls(Loader.from_pretrained(str(found), local_files_only=True))
-        return loaded if chat_template is None else loaded.with_chat_template(_read_template(chat_template))
+        loaded = loaded if chat_template is None else loaded.with_chat_template(_read_template(chat_template))
+        loaded.tool_call_format = tool_call_format
+        if not loaded.knows_calls:
+            log.warning(
+                "the chat template writes tools in a format that is not known: calls are read as hermes writes them, "
+                "and may stay in the content; name the format with --tool-call-format"
+            )
+        return loaded
 
     def with_chat_template(self, template: str) -> Tokenizer:
         """The same tokenizer with another chat template; everything else is shared."""
         other = copy.copy(self)
-        other.__dict__.pop("declared_syntax", None)
         other._tokenizer = copy.copy(self._tokenizer)  # noqa: SLF001 - of this class
         other._tokenizer.chat_template = template  # noqa: SLF001
         return other
@@ -216,7 +239,6 @@ class Tokenizer:
         ValueError for tokens that the library numbers otherwise.
         """
         other = copy.copy(self)
-        other.__dict__.pop("declared_syntax", None)
         other._use(own_backend(self.backend, own, broken))  # noqa: SLF001 - of this class
         other.own = {token.text: token.id for token in own.tokens if not self.is_token(token.text)}
         other.tokens, named = own, dict(own.named)
@@ -235,9 +257,18 @@ class Tokenizer:
         template = self._tokenizer.chat_template or ""
         return template if isinstance(template, str) else "\n".join(map(str, template.values()))
 
-    @cached_property
-    def declared_syntax(self) -> OutputSyntax:
-        """The checkpoint's own declaration of its output format."""
+    @property
+    def output_syntax(self) -> OutputSyntax:
+        """How the model writes calls, reasoning and answers: as its checkpoint declares, or its chat template tells."""
+        return self._recognised(self.chat_template, self.tool_call_format)
+
+    @property
+    def knows_calls(self) -> bool:
+        """False if the chat template writes tools, but in no format that is known: then calls may be content."""
+        return self.tool_call_format is not None or self._declared.calls is not None or is_known(self.chat_template)
+
+    @property
+    def _declared(self) -> OutputSyntax:
         return declared(getattr(self._tokenizer, "response_template", None))
 
     def info(self) -> dict[str, Any]:
@@ -409,7 +440,7 @@ class Tokenizer:
         self._check_roles(conversation.messages)
         try:
             prompt = self._tokenizer.apply_chat_template(
-                conversation.messages,
+                self._with_reasoning(conversation.messages),
                 tools=conversation.tools or None,  # pyright: ignore[reportArgumentType]  # a list of either
                 tokenize=False,
                 add_generation_prompt=conversation.begins_output,
@@ -420,6 +451,20 @@ class Tokenizer:
             reason = clipped(str(error))
             raise InvalidRequest("messages", f"the model's chat template refuses the messages: {reason}") from error
         return str(prompt)
+
+    def _with_reasoning(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """The messages, with their reasoning in the field that the chat template reads: families name it differently.
+
+        Beside calls, content keeps its place: gpt-oss's template refuses a message with both.
+        """
+        read = [name for name in REASONING_FIELDS if name in self.chat_template]
+        found = []
+        for message in messages:
+            given = next((message[name] for name in REASONING_FIELDS if message.get(name)), None)
+            is_read = not read or given is None or any(message.get(name) for name in read)
+            has_both = bool(message.get("tool_calls") and message.get("content"))
+            found.append({**message} if is_read or has_both else {**message, read[0]: given})
+        return found
 
     def _names_role(self, role: str) -> bool:
         return re.search(rf"['\"]{re.escape(role)}['\"]", self.chat_template) is not None

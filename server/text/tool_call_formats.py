@@ -1,120 +1,26 @@
-"""How model families write tool calls and reasoning, as data for `OutputParser` and for grammars.
+"""The formats of model families, as data for parsers and for grammars; the more specific ones come first.
 
-Tests: tests/server/text/test_output_parser.py
+Tests: tests/server/text/test_output_parser.py, tests/server/text/test_tool_call_formats.py
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-_NAMED = r'\{\s*"name"\s*:\s*"(?P<name>[^"\\]*)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
-
-
-@dataclass(frozen=True, slots=True)
-class ArgumentTags:
-    """Arguments as `<parameter=NAME>VALUE</parameter>`, which the grammar writes and the parser reads.
-
-    A text is written as it is, between line breaks; it ends at the first `close`, so no text has one. Other values are
-    JSON, whose strings may have a `close`.
-    """
-
-    open: str = "<parameter="
-    named: str = ">"
-    """Ends the name."""
-    close: str = "</parameter>"
-    around: str = "\n"
-    """Belongs to the format at either end of a value, and follows `close`."""
-
-    @staticmethod
-    def is_text(schema: Any) -> bool:
-        """True if a value of this schema is written as it is, not as JSON."""
-        return isinstance(schema, Mapping) and schema.get("type") == "string"
-
-    def can_name(self, name: str) -> bool:
-        """True if a property's name is read back as it is."""
-        return self.named not in name and name == name.strip()
-
-    def can_write(self, text: str) -> bool:
-        """True if a text is read back as it is."""
-        return self.close not in text
-
-
-@dataclass(frozen=True, slots=True)
-class ToolCallFormat:
-    """A format of calls: `open`, then calls with `separator` between them, then `close`."""
-
-    name: str
-    signs: tuple[str, ...]
-    """Texts that a chat template of the family contains, all of them."""
-    open: str
-    head: re.Pattern[str]
-    """Pattern of the text between `open` and a call's arguments."""
-    begin: str
-    end: str = ""
-    """What a grammar writes around a call's arguments, `{name}` for the function's name."""
-    separator: str = ""
-    close: str = ""
-    first: str = ""
-    """Text before the first call."""
-    between: str = ""
-    wrapped: bool = False
-    """A call is a JSON object with the name and the arguments."""
-    tags: ArgumentTags | None = None
-    """How arguments are written; None: as JSON."""
-    bare: bool = False
-    """A JSON object at the beginning of an output is a call even without `open`."""
-    listed: bool = False
-    """Calls may be in a JSON array."""
-    id_begins: str = "call_"
-    id_characters: int = 24
-
-
-@dataclass(frozen=True, slots=True)
-class ReasoningFormat:
-    """Reasoning is the text between `open` and `close` at the beginning of an output."""
-
-    open: str
-    close: str
-    most: int | None = None
-    """Most tokens of it; None: unlimited."""
-
-
-@dataclass(frozen=True, slots=True)
-class OutputSyntax:
-    """What to parse an output for; a part that is None is not parsed."""
-
-    calls: ToolCallFormat | None = None
-    reasoning: ReasoningFormat | None = None
-    reasons_already: bool = False
-    """The prompt ended within reasoning."""
-
-    @property
-    def marks(self) -> str:
-        """All marks around calls and reasoning."""
-        calls = () if self.calls is None else (self.calls.open, self.calls.begin, self.calls.end, self.calls.close)
-        tags = () if self.calls is None or self.calls.tags is None else (self.calls.tags.open, self.calls.tags.close)
-        reasoning = () if self.reasoning is None else (self.reasoning.open, self.reasoning.close)
-        return " ".join((*calls, *tags, *reasoning))
-
-
-HERMES = ToolCallFormat(  # Hermes, Qwen2.5, Qwen3, and all models whose template does not mention tools
-    "hermes",
-    ("<tool_call>",),
-    "<tool_call>",
-    re.compile(r"\s*" + _NAMED),
-    wrapped=True,
-    begin='\n{{"name": "{name}", "arguments": ',
-    end="}\n",
-    close="</tool_call>",
-    between="\n",
+from .literal_syntax import LiteralSyntax
+from .output_syntax import (
+    AnswerFormat,
+    CallStyle,
+    ChannelFormat,
+    Frame,
+    OutputSyntax,
+    ReasoningFormat,
+    ToolCallFormat,
 )
-
-_XML_HEAD = re.compile(r"\s*<function=(?P<name>[^>\n]{1,64})>")
-
-_MISTRAL_IDS = {"id_begins": "", "id_characters": 9}  # their templates accept no other
+from .tagged_syntax import TaggedSyntax
 
 
 def wide(text: str) -> str:
@@ -122,94 +28,242 @@ def wide(text: str) -> str:
     return text.replace("|", "\uff5c").replace("_", "\u2581")
 
 
-_DEEPSEEK: dict[str, Any] = {
-    "open": wide("<|tool_calls_begin|>"),
-    "separator": wide("<|tool_call_begin|>"),
-    "close": wide("<|tool_calls_end|>"),
-}
+def _wrapped(name: str = "name", arguments: str = "arguments", before: str = "", after: str = "") -> CallStyle:
+    """A JSON object with a name and arguments. before, after: what a grammar writes around both."""
+    keys = "arguments|parameters" if arguments in ("arguments", "parameters") else re.escape(arguments)
+    head = rf'"{name}"\s*:\s*"(?P<name>[^"\\]*)"\s*,\s*"(?:{keys})"\s*:\s*(?=\{{)'
+    begin = f'{{{{{before}"{name}": "{{name}}", "{arguments}": '
+    return CallStyle(re.compile(r"\s*\{\s*" + head), begin, f"{after}}}", wrapped=True)
+
+
+_NAMED = _wrapped()
+_XML_HEAD = re.compile(r"\s*<function=(?P<name>[^>\n]{1,64})>")
+_XML = CallStyle(_XML_HEAD, "\n<function={name}>\n", "</function>\n", TaggedSyntax())
+_PYTHON = LiteralSyntax()
+_PYTHON_HEAD = re.compile(r"\s*(?P<name>[^\W\d][\w.\-]{0,63})\(")
+_IN_PYTHON = CallStyle(_PYTHON_HEAD, "{name}(", "", _PYTHON)
+
+_INVOKE = r'\s*<%sinvoke name="(?P<name>[^"\n]{1,64})">'
+
+
+def _invoked(prefix: str, syntax: TaggedSyntax) -> CallStyle:
+    """Calls that are written as `<invoke name="NAME">` and parameters between tags."""
+    head = re.compile(_INVOKE % re.escape(prefix))
+    return CallStyle(head, f'\n<{prefix}invoke name="{{name}}">\n', f"</{prefix}invoke>\n", syntax)
+
+
+def _parameters(prefix: str, named: str = '">', named_text: str = "") -> TaggedSyntax:
+    return TaggedSyntax(f'<{prefix}parameter name="', named, f"</{prefix}parameter>", "", "\n", named_text)
+
+
+_DSML = wide("|DSML|")
+_DSML_STYLE = _invoked(_DSML, _parameters(_DSML, '" string="false">', '" string="true">'))
+
+_GLM = TaggedSyntax("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>", "", "\n")
+_GLM_HEAD = re.compile(r"\s*(?P<name>[^\s<{]{1,64})\s*(?=<arg_key>|</tool_call>)")
+
+_KIMI_HEAD = re.compile(
+    r"\s*(?:<\|tool_call_begin\|>)?\s*(?:functions\.)?(?P<name>[^\s<:{]{1,64})(?::\d+)?\s*<\|tool_call_argument_begin\|>\s*(?=\{)"
+)
+
+_COHERE = CallStyle(
+    re.compile(
+        r'\s*\{\s*"tool_call_id"\s*:\s*"[^"\\]*"\s*,\s*"tool_name"\s*:\s*"(?P<name>[^"\\]*)"\s*,\s*"parameters"\s*:\s*(?=\{)'
+    ),
+    '{{"tool_call_id": "0", "tool_name": "{name}", "parameters": ',
+    "}",
+    wrapped=True,
+)
+_KEYED = CallStyle(re.compile(r'\s*\{\s*"(?P<name>[^"\\]*)"\s*:\s*(?=\{)'), '{{"{name}": ', "}", wrapped=True)
+_PHI = _wrapped(before='"type": "function", ')
+
 _DEEPSEEK_NAME = wide(r"\s*(?:<|tool_call_begin|>)?%s(?P<name>[^\s<`{]{1,64})%s\s*(?=\{)")
+_DEEPSEEK_FRAME = Frame(wide("<|tool_calls_begin|>"), wide("<|tool_calls_end|>"), separator=wide("<|tool_call_begin|>"))
+
+
+def _gemma(quote: str) -> CallStyle:
+    syntax = LiteralSyntax("}", ":", ",", quote, ("true", "false", "null"))
+    return CallStyle(re.compile(r"\s*call:(?P<name>[^\s{]{1,64})\{"), "call:{name}{{", "", syntax)
+
+
+HERMES_STYLE = replace(_NAMED, begin="\n" + _NAMED.begin, end=_NAMED.end + "\n")
+HERMES = ToolCallFormat(  # Hermes, Qwen2.5, Qwen3, ERNIE, and all models whose template does not mention tools
+    "hermes", ("<tool_call>",), (HERMES_STYLE,), (Frame("<tool_call>", "</tool_call>", between="\n"),)
+)
+
+
+def _listed(name: str, open: str, close: str, *signs: str, style: CallStyle = _NAMED) -> ToolCallFormat:
+    """Calls in brackets between two marks."""
+    frame = Frame(open, close, first="[", separator=",", last="]", between=", ")
+    return ToolCallFormat(name, signs or (open,), (style,), (frame,))
+
 
 TOOL_CALL_FORMATS = (
     ToolCallFormat(
         "deepseek_v3",
         (wide("<|tool_calls_begin|>"), "```json"),
-        **_DEEPSEEK,
-        head=re.compile(_DEEPSEEK_NAME % (wide("function<|tool_sep|>"), r"\s*```json")),
-        between="\n",
-        begin=wide("<|tool_call_begin|>function<|tool_sep|>{name}\n```json\n"),
-        end=wide("\n```<|tool_call_end|>"),
+        (
+            CallStyle(
+                re.compile(_DEEPSEEK_NAME % (wide("function<|tool_sep|>"), r"\s*```json")),
+                wide("<|tool_call_begin|>function<|tool_sep|>{name}\n```json\n"),
+                wide("\n```<|tool_call_end|>"),
+            ),
+        ),
+        (replace(_DEEPSEEK_FRAME, between="\n"),),
     ),
     ToolCallFormat(
         "deepseek_v31",
         (wide("<|tool_calls_begin|>"),),
-        **_DEEPSEEK,
-        head=re.compile(_DEEPSEEK_NAME % ("", wide("<|tool_sep|>"))),
-        begin=wide("<|tool_call_begin|>{name}<|tool_sep|>"),
-        end=wide("<|tool_call_end|>"),
+        (
+            CallStyle(
+                re.compile(_DEEPSEEK_NAME % ("", wide("<|tool_sep|>"))),
+                wide("<|tool_call_begin|>{name}<|tool_sep|>"),
+                wide("<|tool_call_end|>"),
+            ),
+        ),
+        (_DEEPSEEK_FRAME,),
+    ),
+    *(
+        ToolCallFormat(name, (mark,), (_DSML_STYLE,), (Frame(mark, f"</{mark[1:]}", separator="\n"),))
+        for name, mark in (("deepseek_v32", f"<{_DSML}function_calls>"), ("deepseek_v4", f"<{_DSML}tool_calls>"))
+    ),
+    ToolCallFormat(
+        "minimax_m2",
+        ("<minimax:tool_call>",),
+        (_invoked("", _parameters("")),),
+        (Frame("<minimax:tool_call>", "</minimax:tool_call>", separator="\n"),),
     ),
     ToolCallFormat(
         "seed_oss",
         ("<seed:tool_call>",),
-        "<seed:tool_call>",
-        _XML_HEAD,
-        tags=ArgumentTags(),
-        begin="\n<function={name}>\n",
-        end="</function>\n",
-        close="</seed:tool_call>",
-        between="\n",
+        (_XML,),
+        (Frame("<seed:tool_call>", "</seed:tool_call>", between="\n"),),
     ),
     ToolCallFormat(
         "qwen3_coder",
         ("<tool_call>", "<function="),
-        "<tool_call>",
-        _XML_HEAD,
-        tags=ArgumentTags(),
-        begin="\n<function={name}>\n",
-        end="</function>\n",
-        close="</tool_call>",
-        between="\n",
+        (_XML,),
+        (Frame("<tool_call>", "</tool_call>", between="\n"),),
+    ),
+    ToolCallFormat(
+        "glm4",
+        ("<tool_call>", "<arg_key>"),
+        (CallStyle(_GLM_HEAD, "{name}\n", "", _GLM),),
+        (Frame("<tool_call>", "</tool_call>", between="\n"),),
+    ),
+    ToolCallFormat(
+        "kimi_k2",
+        ("<|tool_calls_section_begin|>",),
+        (
+            CallStyle(
+                _KIMI_HEAD,
+                "<|tool_call_begin|>functions.{name}:{index}<|tool_call_argument_begin|>",
+                "<|tool_call_end|>",
+            ),
+        ),
+        (Frame("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", separator="<|tool_call_begin|>"),),
+        ids="functions.{name}:{index}",
+    ),
+    ToolCallFormat(
+        "gemma4", ("<|tool_call>", "<tool_call|>"), (_gemma('<|"|>'),), (Frame("<|tool_call>", "<tool_call|>"),)
+    ),
+    ToolCallFormat(
+        "functiongemma",
+        ("<start_function_call>",),
+        (_gemma("<escape>"),),
+        (Frame("<start_function_call>", "<end_function_call>"),),
+    ),
+    _listed("lfm2", "<|tool_call_start|>", "<|tool_call_end|>", style=_IN_PYTHON),
+    _listed("command", "<|START_ACTION|>", "<|END_ACTION|>", style=_COHERE),
+    _listed("apertus", "<|tools_prefix|>", "<|tools_suffix|>", style=_KEYED),
+    _listed("hunyuan", "<tool_calls>", "</tool_calls>"),
+    _listed("nemotron_nano_2", "<TOOLCALL>", "</TOOLCALL>"),
+    ToolCallFormat(
+        "phi4_mini",
+        ("<|tool|>", "<|/tool|>"),
+        (_PHI, _NAMED),
+        tuple(
+            Frame(open, close, first="[", separator=",", last="]", between=", ")
+            for open, close in (("<|tool_call|>", "<|/tool_call|>"), ("functools", ""))
+        ),
+    ),
+    _listed("granite", "<|tool_call|>", ""),
+    ToolCallFormat(
+        "olmo3",
+        ("<function_calls>",),
+        (replace(_IN_PYTHON, begin="\n{name}("),),
+        (Frame("<function_calls>", "</function_calls>", separator="\n", last="\n"),),
     ),
     ToolCallFormat(
         "mistral",
         ("[TOOL_CALLS]", "[ARGS]"),
-        "[TOOL_CALLS]",
-        **_MISTRAL_IDS,
-        head=re.compile(r"\s*(?P<name>[^\[\]{}\s]{1,64})\[ARGS\]\s*(?=\{)"),
-        begin="{name}[ARGS]",
+        (CallStyle(re.compile(r"\s*(?P<name>[^\[\]{}\s]{1,64})\[ARGS\]\s*(?=\{)"), "{name}[ARGS]"),),
+        (Frame("[TOOL_CALLS]"),),
+        ids="{letters:9}",  # their templates accept no other
     ),
+    replace(_listed("mistral_list", "[TOOL_CALLS]", ""), ids="{letters:9}"),
     ToolCallFormat(
-        "mistral_list",
-        ("[TOOL_CALLS]",),
-        "[TOOL_CALLS]",
-        **_MISTRAL_IDS,
-        head=re.compile(r"\s*(?:\[\s*)?" + _NAMED),
-        wrapped=True,
-        listed=True,
-        begin='{{"name": "{name}", "arguments": ',
-        end="}",
-        separator=",",
-        close="]",
-        first="[",
-        between=", ",
+        "llama_pythonic",
+        ("[func_name1(params_name1=params_value1",),
+        (_IN_PYTHON,),
+        (Frame("<|python_start|>", "<|python_end|>", first="[", separator=",", last="]", between=", "),),
+        bare="[",
     ),
     ToolCallFormat(
         "llama3",
         ("<|python_tag|>",),
-        "<|python_tag|>",
-        re.compile(r"\s*" + _NAMED),
-        wrapped=True,
-        bare=True,
-        begin='{{"name": "{name}", "parameters": ',
-        end="}",
-        separator=";",
-        between="; ",
+        (
+            _wrapped(arguments="parameters"),
+            CallStyle(re.compile(r"\s*(?P<name>[^\W\d][\w\-]{0,63})\.call\("), "{name}.call(", "", _PYTHON),
+        ),
+        (Frame("<|python_tag|>", separator=";", between="; "),),
+        bare="{",
     ),
     HERMES,
 )
 """More specific ones first."""
 
-HARMONY = "<|channel|>"
-"""Text in templates with the harmony format of gpt-oss: channels, which this server can't parse."""
+HARMONY = ChannelFormat(
+    "<|start|>",
+    "<|message|>",
+    ("<|end|>", "<|call|>", "<|return|>"),
+    ToolCallFormat(
+        "harmony",
+        (),
+        (CallStyle(re.compile("(?!)"), "<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>"),),
+        (Frame(""),),
+        is_single=True,
+    ),
+    begins=("assistant", "<|channel|>", "to=", "<|constrain|>"),
+    thinks="<|channel|>analysis<|message|>",
+    answers="<|channel|>final<|message|>",
+    continues="<|end|><|start|>assistant",
+    reasoning=re.compile(r"<\|channel\|>\s*analysis"),
+    functions="functions.",
+)
+"""Output of gpt-oss."""
+
+ATEM = ChannelFormat(
+    "<|start|>",
+    "<|message|>",
+    ("<|eom|>", "<|eot|>"),
+    ToolCallFormat(
+        "muse_glimmer",
+        (),
+        (_invoked("atem:", _parameters("atem:")),),
+        (Frame("<atem:function_calls>", "</atem:function_calls>", separator="\n"),),
+    ),
+    begins=("assistant", "to="),
+    thinks=" to=self<|message|>",
+    answers=" to=user<|message|>",
+    continues="<|eom|><|start|>assistant",
+    readers=("", "user"),
+    framed=True,
+)
+"""Output of Muse Glimmer."""
+
+CHANNEL_FORMATS = {"<|channel|>": HARMONY, "<atem:function_calls>": ATEM}
+"""By a text that a chat template of the family contains."""
 
 LLAMA_3_2 = '{"name": function name, "parameters": dictionary of argument name and its value}'
 """Text in templates of Llama 3.2; they have no `<|python_tag|>`."""
@@ -217,11 +271,21 @@ LLAMA_3_2 = '{"name": function name, "parameters": dictionary of argument name a
 REASONING_FORMATS = (
     ReasoningFormat("<seed:think>", "</seed:think>"),
     ReasoningFormat("[THINK]", "[/THINK]"),
+    ReasoningFormat("<|channel>thought\n", "<channel|>"),
+    ReasoningFormat("<|START_THINKING|>", "<|END_THINKING|>"),
+    ReasoningFormat("<|inner_prefix|>", "<|inner_suffix|>"),
     ReasoningFormat("<think>", "</think>"),
 )
 
+ANSWER_FORMATS = (
+    AnswerFormat("<|START_RESPONSE|>", "<|END_RESPONSE|>"),
+    AnswerFormat("<response>", "</response>"),
+    AnswerFormat("<answer>", "</answer>"),
+)
 
-_REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
+
+REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
+"""Names of a message's reasoning, in APIs and in chat templates."""
 
 _CALL = {"content": "json", "transform": {"type": "function", "function": "{content}"}}
 
@@ -236,11 +300,12 @@ def declared(template: Any) -> OutputSyntax:
     fields = template.get("fields") if isinstance(template, dict) else None
     known = {name: field for name, field in (fields or {}).items() if isinstance(field, dict)}
     marks = {name: pair for name, field in known.items() if all(pair := (_mark(field, "open"), _mark(field, "close")))}
-    reasoning = next((ReasoningFormat(*marks[name]) for name in _REASONING_FIELDS if name in marks), None)
+    reasoning = next((ReasoningFormat(*marks[name]) for name in REASONING_FIELDS if name in marks), None)
     calls, how = marks.get("tool_calls"), known.get("tool_calls", {})
     if calls is None or not _CALL.items() <= how.items() or how.get("content_args"):
         return OutputSyntax(None, reasoning)
-    return OutputSyntax(replace(HERMES, name="declared", open=calls[0], close=calls[1]), reasoning)
+    frame = replace(HERMES.frame, open=calls[0], close=calls[1])
+    return OutputSyntax(replace(HERMES, name="declared", frames=(frame,)), reasoning)
 
 
 def _mark(field: Mapping[str, Any], name: str) -> str:
@@ -251,13 +316,52 @@ def _mark(field: Mapping[str, Any], name: str) -> str:
     return "" if found is None else re.sub(r"\\(.)", r"\1", found[1])
 
 
+def output_syntax_of(
+    template: str, is_token: Callable[[str], bool], own: OutputSyntax | None = None, name: str | None = None
+) -> OutputSyntax:
+    """The syntax of the output of a model with this chat template. own: what its checkpoint declares. name: of the
+    format of calls, in place of what the template tells.
+    """
+    channels = channel_format_of(template) if name is None else NAMED_CHANNELS.get(name)
+    if channels is not None:
+        return OutputSyntax(channels.calls, channels=channels)
+    own = own or OutputSyntax()
+    calls = own.calls or tool_call_format_of(template) if name is None else NAMED_FORMATS[name]
+    reasoning = own.reasoning or reasoning_format_of(template, is_token)
+    return OutputSyntax(calls, reasoning, answer=answer_format_of(template))
+
+
+def is_known(template: str) -> bool:
+    """True unless a chat template writes tools in a way that is none of the formats."""
+    signs = [LLAMA_3_2, *CHANNEL_FORMATS]
+    has_sign = any(sign in template for sign in signs)
+    has_signs = any(all(sign in template for sign in each.signs) for each in TOOL_CALL_FORMATS)
+    return has_sign or has_signs or "tools" not in template
+
+
 def tool_call_format_of(template: str) -> ToolCallFormat:
     """The call format of the model with this chat template."""
     if LLAMA_3_2 in template:
-        return next(each for each in TOOL_CALL_FORMATS if each.bare)
+        return next(each for each in TOOL_CALL_FORMATS if each.name == "llama3")
     return next((each for each in TOOL_CALL_FORMATS if all(sign in template for sign in each.signs)), HERMES)
+
+
+def channel_format_of(template: str) -> ChannelFormat | None:
+    """The format of messages of the model with this chat template; None: its output is no messages."""
+    return next((each for sign, each in CHANNEL_FORMATS.items() if sign in template), None)
 
 
 def reasoning_format_of(template: str, is_token: Callable[[str], bool]) -> ReasoningFormat | None:
     """The reasoning format of the model with this chat template; None if it does not reason."""
     return next((each for each in REASONING_FORMATS if each.close in template or is_token(each.close)), None)
+
+
+def answer_format_of(template: str) -> AnswerFormat | None:
+    """The marks around answers of the model with this chat template; None: there are none."""
+    return next((each for each in ANSWER_FORMATS if each.close in template), None)
+
+
+NAMED_FORMATS = {each.name: each for each in TOOL_CALL_FORMATS}
+NAMED_CHANNELS = {each.calls.name: each for each in CHANNEL_FORMATS.values()}
+FORMAT_NAMES = (*NAMED_FORMATS, *NAMED_CHANNELS)
+"""Names of all formats of calls."""

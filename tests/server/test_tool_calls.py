@@ -24,7 +24,7 @@ USER = [{"role": "user", "content": "hi"}]
 TEMPLATE = (
     "{%- for message in messages -%}{{ message['content'] }}"
     "{%- for call in message['tool_calls'] or [] -%}{{ call['function']['arguments']['a'] + 1 }}{%- endfor -%}"
-    "{{ '\n' }}{%- endfor -%}{{ (tools or []) | length }}{{ reasoning_effort }}</think>"
+    "{{ '\n' }}{%- endfor -%}{{ (tools or []) | length }}{{ reasoning_effort }}</think>{#- <tool_call> -#}"
     "{%- if thinks -%}<think>\n{%- endif -%}"
 )
 PARAMETERS = {
@@ -154,22 +154,56 @@ def test_log_probabilities_are_of_the_content(say):
     assert spelt(scores) == MIXED + "<eos>"
 
 
-def test_answers_in_channels_are_refused_with_the_reason(start, fake_engine, pretrained, monkeypatch):
-    """gpt-oss's harmony, in the template of a model of another family."""
-    template = "{%- for m in messages -%}<|start|>user<|message|>{{ m.content }}<|end|>{%- endfor -%}<|start|>assistant"
-    ending = "{#- <|channel|>analysis, <|channel|>commentary, <|channel|>final -#}"
-    monkeypatch.setattr(pretrained, "chat_template", template + ending)
-    live = start(fake_engine)
-    for path, body, param in (
-        (CHAT, {"messages": USER}, "messages"),
-        ("/v1/responses", {"input": "hi"}, "input"),
-        ("/v1/messages", {"messages": USER, "max_tokens": 5}, "messages"),
-        (f"{CHAT}/batch", {"messages": [USER, USER]}, "messages"),
-    ):
-        refused = live.post(path, model="base", **body)
-        assert refused.status_code == 400 and "harmony's channels" in refused.text, path
-        assert path == "/v1/messages" or refused.json()["error"]["param"] == param
-    assert live.post(model="base", prompt="hi").status_code == 200
+CHANNELS = (
+    "{%- for m in messages -%}<|start|>{{ m.role }}<|message|>{{ m.thinking }}|{{ m.content }}<|end|>{%- endfor -%}"
+    "{{ tools and '' }}<|start|>assistant{#- <|channel|>analysis, <|channel|>commentary, <|channel|>final -#}"
+)
+
+
+def test_answers_in_channels(start, pretrained, monkeypatch):
+    """gpt-oss's harmony, over each of the three APIs."""
+    monkeypatch.setattr(pretrained, "chat_template", CHANNELS)
+    engine = Teller([], max_model_len=4096)
+    live = start(engine)
+    thought = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+    engine.text = f"{thought}<|channel|>final<|message|>It rains."
+    chat = live.post(CHAT, model="base", messages=USER).json()["choices"][0]["message"]
+    assert (chat["content"], chat["reasoning_content"]) == ("It rains.", "Hm.")
+    output = live.post("/v1/responses", model="base", input="hi").json()["output"]
+    assert [item["type"] for item in output] == ["reasoning", "message"]
+    blocks = live.post("/v1/messages", model="base", messages=USER, max_tokens=200).json()["content"]
+    assert [block["type"] for block in blocks] == ["thinking", "text"]
+    engine.text = (
+        f'{thought}<|channel|>commentary to=functions.f <|constrain|>json<|message|>{{"unit": "C", "days": 2}}'
+    )
+    called = live.post(CHAT, model="base", messages=USER, tools=[tool()]).json()["choices"][0]
+    (call,) = called["message"]["tool_calls"]
+    assert called["finish_reason"] == "tool_calls" and call["function"]["name"] == "f"
+    assert json.loads(call["function"]["arguments"]) == {"unit": "C", "days": 2}
+
+
+def test_calls_in_an_unknown_format_are_told(start, pretrained, monkeypatch, caplog, tmp_path):
+    monkeypatch.setattr(pretrained, "chat_template", "{{ messages[0].content }}{{ tools }}")
+    live = start(Teller([], max_model_len=4096))
+    told = live.post(CHAT, model="base", messages=USER, tools=[tool()])
+    assert told.headers["X-Ignored-Fields"] == "tools"
+    assert "X-Ignored-Fields" not in live.post(CHAT, model="base", messages=USER).headers
+    save_tokenizer(tmp_path)
+    template = tmp_path / "own.jinja"
+    template.write_text("{{ tools }}", encoding="utf-8")
+    Tokenizer.load(tmp_path, chat_template=template, tool_call_format="lfm2")
+    assert "tools" not in caplog.text
+    Tokenizer.load(tmp_path, chat_template=template)
+    assert "name the format with --tool-call-format" in caplog.text
+
+
+def test_reasoning_is_shown_to_the_template_by_the_name_that_it_knows(start, pretrained, monkeypatch):
+    monkeypatch.setattr(pretrained, "chat_template", CHANNELS)
+    live = start(Teller([], max_model_len=4096))
+    for name in ("reasoning_content", "reasoning", "thinking"):
+        said = {"role": "assistant", "content": "Yes.", name: "So."}
+        shown = live.post("/tokenize", model="base", messages=[*USER, said, *USER], return_token_strs=True).json()
+        assert "So.|Yes." in "".join(shown["token_strs"]).replace("\u0120", " "), name
 
 
 @pytest.mark.parametrize("shown", [True, False])

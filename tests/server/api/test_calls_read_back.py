@@ -11,11 +11,15 @@ from hypothesis import strategies as st
 
 from chorus.core.requests.grammar import Grammar
 from chorus.core.requests.grammars import Grammars
-from chorus.server.api.output_grammar import output_grammar, unwritable
-from chorus.server.text.output_parser import OutputParser, ParsedMessage
-from chorus.server.text.tool_call_formats import TOOL_CALL_FORMATS, OutputSyntax
+from chorus.server.api.output_grammar import output_grammar
+from chorus.server.text.literal_syntax import LiteralSyntax
+from chorus.server.text.output_parser import OutputParser
+from chorus.server.text.output_parts import ParsedMessage
+from chorus.server.text.output_syntax import OutputSyntax
+from chorus.server.text.tool_call_formats import TOOL_CALL_FORMATS
 
 from ...tiny_tokenizer import save_tokenizer
+from ..written_calls import written_calls
 
 FORMATS = {each.name: each for each in TOOL_CALL_FORMATS}
 CLOSE = "</parameter>"
@@ -27,6 +31,7 @@ WORDS = (
 )
 TEXTS = st.lists(st.sampled_from(WORDS), max_size=6).map("".join)
 NAMES = st.sampled_from(["a", "b_c", "é", "a.b", "😀 x", 'q"', "back\\", "=", "<b"])
+WORDS_ALONE = st.sampled_from(["a", "b_c", "é", "a.b", "c-1"])
 
 EOS = 2
 
@@ -84,10 +89,11 @@ VALUES = [
 
 
 @st.composite
-def functions(draw):
+def functions(draw, form):
     """The schema of a function's arguments, and some arguments."""
     properties, required, arguments = {}, [], {}
-    for name in draw(st.lists(NAMES, unique=True, max_size=4)):
+    names = WORDS_ALONE if isinstance(form.style.arguments, LiteralSyntax) else NAMES
+    for name in draw(st.lists(names, unique=True, max_size=4)):
         schema, values = draw(st.sampled_from(VALUES))
         properties[name] = schema
         if draw(st.booleans()):
@@ -117,29 +123,8 @@ def accepts(grammars, form, tools, text):
     return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
 
 
-def is_text(schema):
-    return schema.get("type") == "string"
-
-
-def written(form, tools, calls):
-    """The calls as the chat templates of the families write them."""
-    each = []
-    for name, arguments in calls:
-        if form.name in ("seed_oss", "qwen3_coder"):
-            kinds = tools[name]["properties"]
-            values = ((k, v if is_text(kinds[k]) else json.dumps(v, ensure_ascii=False)) for k, v in arguments.items())
-            body = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values)
-        else:
-            body = json.dumps(arguments, ensure_ascii=False)
-        each.append(form.begin.format(name=name) + body + form.end)
-    opening = "" if form.bare else form.open
-    if form.separator:
-        return opening + form.first + form.between.join(each) + form.close
-    return form.between.join(opening + call + form.close for call in each)
-
-
 def read(form, tools, pieces):
-    parser, message = OutputParser(form, tools=tools), ParsedMessage()
+    parser, message = OutputParser(OutputSyntax(form), tools), ParsedMessage()
     for piece in pieces:
         message.add(parser.read(piece))
     message.add(parser.read("", final=True))
@@ -165,9 +150,9 @@ def test_arguments_that_a_grammar_accepts_are_read_back(grammars, name, data):
     form = FORMATS[name]
     tools, calls = {}, []
     for function in data.draw(st.lists(st.sampled_from(["f", "g-1"]), unique=True, min_size=1)):
-        tools[function], arguments = data.draw(functions())
+        tools[function], arguments = data.draw(functions(form))
         calls.append((function, arguments))
-    text = written(form, tools, calls)
+    text = written_calls(form, tools, calls)
     assert accepts(grammars, form, tools, text), text
     assert read_at_every_split(form, tools, text) == ("", calls)
 
@@ -178,9 +163,10 @@ def test_arguments_that_a_grammar_accepts_are_read_back(grammars, name, data):
 @given(data=st.data())
 def test_any_text_that_a_grammar_leads_to_is_read_as_calls_that_match_the_schema(grammars, name, data):
     """A walk through the grammar by words that end values, quote marks, or look like the format's own."""
-    form, tools = FORMATS[name], {"f": data.draw(functions())[0], "g": {"type": "object", "properties": {}}}
+    form = FORMATS[name]
+    tools = {"f": data.draw(functions(form))[0], "g": {"type": "object", "properties": {}}}
     matcher, backend = matcher_of(grammars, form, tools), grammars[0]
-    last = (*LAST, *reversed(dict.fromkeys(form.close)))
+    last = (*LAST, *reversed(dict.fromkeys("".join((*form.marks, ")")))))
     ids = {word: backend.encode(word, add_special_tokens=False).ids for word in (*WORDS, *last, f"{CLOSE}\n")}
     steps = data.draw(st.lists(st.sampled_from(list(ids)), max_size=40))
     tokens: list[int] = []
@@ -206,7 +192,7 @@ def test_a_text_ends_at_the_first_closing_tag_for_both(grammars):
     form = FORMATS["qwen3_coder"]
     tools = {"f": {"type": "object", "properties": {"a": STRING, "b": STRING}, "required": ["a"]}}
     for value in (f"x{CLOSE}y", f"x{CLOSE}", f"\n{CLOSE} "):
-        assert not accepts(grammars, form, tools, written(form, tools, [("f", {"a": value})])), value
+        assert not accepts(grammars, form, tools, written_calls(form, tools, [("f", {"a": value})])), value
     short = "<tool_call>\n<function=f>\n<parameter=a>\nx</parameter>\n</function>\n</tool_call>"
     assert accepts(grammars, form, tools, short)
     assert read_at_every_split(form, tools, short) == ("", [("f", {"a": "x"})])
@@ -241,6 +227,6 @@ def test_json_between_tags_ends_at_a_tag_outside_its_strings_and_other_text_at_t
     ],
 )
 def test_what_tags_cannot_write_is_told(properties, said):
-    tags = FORMATS["seed_oss"].tags
-    assert tags is not None and said in (unwritable(tags, {"properties": properties}) or "")
-    assert unwritable(tags, {"properties": {"a": STRING, "b": {"enum": [CLOSE]}, "c": True}}) is None
+    tags = FORMATS["seed_oss"].style.arguments
+    assert said in (tags.unwritable({"properties": properties}) or "")
+    assert tags.unwritable({"properties": {"a": STRING, "b": {"enum": [CLOSE]}, "c": True}}) is None

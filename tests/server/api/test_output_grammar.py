@@ -13,11 +13,22 @@ from tokenizers import AddedToken
 from chorus.core.requests.grammar import Grammar
 from chorus.core.requests.grammars import Grammars
 from chorus.server.api.output_grammar import output_grammar
-from chorus.server.text.output_parser import OutputParser, ParsedMessage
+from chorus.server.text.channel_parser import ChannelParser
+from chorus.server.text.output_parser import OutputParser
+from chorus.server.text.output_parts import ParsedMessage
+from chorus.server.text.output_syntax import OutputSyntax
 from chorus.server.text.tokenizer import Tokenizer
-from chorus.server.text.tool_call_formats import HERMES, REASONING_FORMATS, TOOL_CALL_FORMATS, OutputSyntax, wide
+from chorus.server.text.tool_call_formats import (
+    ATEM,
+    HARMONY,
+    HERMES,
+    REASONING_FORMATS,
+    TOOL_CALL_FORMATS,
+    wide,
+)
 
 from ...tiny_tokenizer import save_tokenizer
+from ..written_calls import written_calls
 
 FORMATS = {each.name: each for each in TOOL_CALL_FORMATS}
 TOOLS = {
@@ -34,6 +45,8 @@ TOOLS = {
     },
     "g": {"type": "object", "properties": {}, "additionalProperties": False},
 }
+SEED, BRACKETS, *_, THINK = REASONING_FORMATS
+
 MARKS = (
     "[TOOL_CALLS]",
     "[ARGS]",
@@ -51,12 +64,15 @@ F, G = ("f", {"a": 'x"é', "u": "C", "n": -3}), ("g", {})
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
     """Special tokens of all families, and grammars over them."""
-    path = tmp_path_factory.mktemp("model")
+    return with_specials(tmp_path_factory.mktemp("model"), MARKS)
+
+
+def with_specials(path, marks):
+    """A tokenizer with these special tokens, and grammars over it."""
     backend = save_tokenizer(path)
-    backend.add_special_tokens([AddedToken(mark, special=True, normalized=False) for mark in MARKS])
+    backend.add_special_tokens([AddedToken(mark, special=True, normalized=False) for mark in marks])
     backend.save(str(path / "tokenizer.json"))
-    size = backend.get_vocab_size()
-    return backend, Grammars(path, size, [backend.token_to_id("</s>")])
+    return backend, Grammars(path, backend.get_vocab_size(), [backend.token_to_id("</s>")])
 
 
 def accepts(tokenizer, syntax, text, tools=TOOLS, *, forced=True, parallel=True, reasons_already=False, budget=None):
@@ -64,7 +80,8 @@ def accepts(tokenizer, syntax, text, tools=TOOLS, *, forced=True, parallel=True,
     if budget is not None:
         syntax = replace(syntax, reasoning=replace(syntax.reasoning, most=budget))
     backend, grammars = tokenizer
-    specials = {mark: backend.token_to_id(mark) for mark in MARKS if mark in syntax.marks}
+    added = {token.content: id for id, token in backend.get_added_tokens_decoder().items() if token.special}
+    specials = {mark: id for mark, id in added.items() if mark in syntax.marks}
     syntax = replace(syntax, reasons_already=reasons_already)
     lark = output_grammar(syntax, tools, specials, forced=forced, parallel=parallel)
     matcher = grammars.compile(Grammar("grammar", lark))
@@ -73,23 +90,11 @@ def accepts(tokenizer, syntax, text, tools=TOOLS, *, forced=True, parallel=True,
 
 
 def written(form, *calls):
-    """The calls as a model of the family writes them."""
-    if form.tags is not None:
-        return "\n".join(
-            f"{form.open}\n<function={name}>\n"
-            + "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in arguments.items())
-            + f"</function>\n{form.close}"
-            for name, arguments in calls
-        )
-    each = [form.begin.format(name=name) + json.dumps(a, ensure_ascii=False) + form.end for name, a in calls]
-    opening = "" if form.bare else form.open
-    if form.separator:
-        return opening + form.first + form.between.join(each) + form.close
-    return form.between.join(opening + call + form.close for call in each)
+    return written_calls(form, TOOLS, calls)
 
 
 def read(syntax, text):
-    reader, said = OutputParser(syntax.calls, syntax.reasoning, TOOLS), ParsedMessage()
+    reader, said = OutputParser(syntax, TOOLS), ParsedMessage()
     said.add(reader.read(text, final=True))
     return [(call.name, json.loads(call.arguments)) for call in said.calls]
 
@@ -111,9 +116,9 @@ def test_what_is_forced_is_what_is_read(tokenizer, name):
     assert ok(f"Well. {one}", forced=False) or form.bare
 
 
-@pytest.mark.parametrize(("name", "reasoning"), [("hermes", 2), ("mistral", 1), ("seed_oss", 0)])
+@pytest.mark.parametrize(("name", "reasoning"), [("hermes", THINK), ("mistral", BRACKETS), ("seed_oss", SEED)])
 def test_reasoning_comes_before_forced_calls(tokenizer, name, reasoning):
-    marks = REASONING_FORMATS[reasoning]
+    marks = reasoning
     syntax = OutputSyntax(FORMATS[name], marks)
     one = written(FORMATS[name], F)
     ok = partial(accepts, tokenizer, syntax)
@@ -216,3 +221,27 @@ def test_a_budget_bounds_reasoning_in_tokens(tokenizer, reasons_already):
     for forced in (True, False):
         call_ok = partial(accepts, tokenizer, calls, call, forced=forced, reasons_already=reasons_already)
         assert call_ok(budget=used) and not call_ok(budget=used - 1)
+
+
+@pytest.mark.parametrize("form", [HARMONY, ATEM], ids=["harmony", "muse_glimmer"])
+@pytest.mark.parametrize("special", [False, True], ids=["plain", "special"])
+def test_messages_are_forced_as_they_are_read(tokenizer, tmp_path, form, special):
+    """Thoughts, and then calls or an answer; the functions, and what they are called with, are the schema's."""
+    if special:
+        marks = (form.start, form.message, *form.ends, "<|channel|>", "<|constrain|>")
+        tokenizer = with_specials(tmp_path, marks)
+    ok = partial(accepts, tokenizer, OutputSyntax(form.calls, channels=form))
+    thought = f"{form.thinks}So {{.{form.continues}"
+    answer = f"{form.answers}It rains."
+    name, _ = F
+    call = written_calls(form.calls, TOOLS, [F])
+    one = f" to={name}{form.message}{call}" if form.framed else call
+    for text in (one, thought + one, thought * 2 + one):
+        assert ok(text), text
+        reader, said = ChannelParser(form, TOOLS), ParsedMessage()
+        said.add(reader.read(text, final=True))
+        assert [(each.name, json.loads(each.arguments)) for each in said.calls] == [F]
+    assert not ok(answer) and not ok(thought) and not ok(thought + answer) and not ok("It rains.")
+    assert ok(answer, forced=False) and ok(thought + answer, forced=False) and ok(thought + one, forced=False)
+    assert not ok("It rains.", forced=False)
+    assert not ok(one.replace(">C<", ">K<").replace('"u": "C"', '"u": "K"'))

@@ -9,12 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chorus.server.text.output_parser import OutputParser, ParsedMessage, Part, PartKind
+from chorus.server.text.output_parser import OutputParser
+from chorus.server.text.output_parts import ParsedMessage, Part, PartKind
+from chorus.server.text.output_syntax import OutputSyntax
 from chorus.server.text.tool_call_formats import (
     HERMES,
     REASONING_FORMATS,
     TOOL_CALL_FORMATS,
-    OutputSyntax,
     declared,
     reasoning_format_of,
     tool_call_format_of,
@@ -26,8 +27,12 @@ THINK = REASONING_FORMATS[-1]
 TOOLS = {"f": {"properties": {"a": {"type": "string"}, "b": {"type": "integer"}}}, "g": {}}
 
 
-def message(text, pieces=None, tools=TOOLS, **options):
-    reader = OutputParser(tools=tools, **options)
+def parser(tools=TOOLS, *, shows_reasoning=True, parallel=True, **syntax):
+    return OutputParser(OutputSyntax(**syntax), tools, shows_reasoning=shows_reasoning, parallel=parallel)
+
+
+def message(text, pieces=None, **options):
+    reader = parser(**options)
     whole = ParsedMessage()
     for piece, final in [*((piece, False) for piece in ([text] if pieces is None else pieces)), ("", True)]:
         parts = reader.read(piece, final=final)
@@ -91,9 +96,9 @@ def test_calls_of_families(name, text):
 def test_arguments_as_tags_are_typed_by_the_schema(name):
     form = FORMATS[name]
     text = (
-        f"{form.open}\n<function=f>\n<parameter=a>\n12 <b>\n\n</parameter>\n<parameter=b>7</parameter>\n"
-        f'<parameter=c>{{"d": True}}</parameter><parameter=e>True</parameter>\n</function>\n{form.close}\n'
-        f"{form.open}<function=g></function>{form.close} Done."
+        f"{form.frame.open}\n<function=f>\n<parameter=a>\n12 <b>\n\n</parameter>\n<parameter=b>7</parameter>\n"
+        f'<parameter=c>{{"d": True}}</parameter><parameter=e>True</parameter>\n</function>\n{form.frame.close}\n'
+        f"{form.frame.open}<function=g></function>{form.frame.close} Done."
     )
     wanted = {"a": "12 <b>\n", "b": 7, "c": '{"d": True}', "e": True}
     assert calls(text, name) == ("Done.", ("f", wanted), ("g", {}))
@@ -147,7 +152,7 @@ def test_only_one_call_where_they_must_not_be_parallel():
 
 
 def test_parts_come_in_order_and_as_soon_as_they_are_certain():
-    reader = OutputParser(HERMES, tools=TOOLS)
+    reader = parser(calls=HERMES)
     assert reader.read("Well <tool") == [Part(PartKind.CONTENT, "Well")]
     assert reader.read('_call>{"name": "f", ') == []
     assert reader.read('"arguments": ') == []
@@ -165,7 +170,7 @@ def test_parts_come_in_order_and_as_soon_as_they_are_certain():
 
 
 def test_a_string_among_tags_is_given_as_it_comes():
-    reader = OutputParser(FORMATS["qwen3_coder"], tools=TOOLS)
+    reader = parser(calls=FORMATS["qwen3_coder"])
     reader.read("<tool_call><function=f><parameter=a>")
     assert reader.read('one "two') == [Part(PartKind.ARGUMENTS, '"one \\"two', 0)]
     assert reader.read("\n</para") == []

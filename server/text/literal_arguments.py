@@ -1,0 +1,246 @@
+"""Reads literals of a programming language as JSON, as they arrive.
+
+Tests: tests/server/text/test_tool_call_formats.py
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from .argument_syntax import SPACE, inside_quotes, is_json
+from .detokenizer import overlap
+
+KEY = re.compile(r"[^\W\d][\w.\-]*")
+"""Pattern of an argument's name."""
+
+_WORDS = {"True": "true", "False": "false", "None": "null"}
+_MOST_DEPTH = 64
+_BARE = re.compile(r"""[,()\[\]{}"']""")
+_OPENING, _CLOSING = "([{", ")]}"
+_ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "a": "\a", "b": "\b", "f": "\f", "v": "\v", "\n": ""}
+_ESCAPE = re.compile(
+    r"\\(?:x(?P<x>[0-9a-fA-F]{2})|u(?P<u>[0-9a-fA-F]{4})|U(?P<U>[0-9a-fA-F]{8})|(?P<octal>[0-7]{1,3})|(?P<other>(?:.|\n)))"
+)
+_LONGEST_ESCAPE = 10
+
+
+@dataclass(slots=True)
+class _Open:
+    """A bracket that is open. closing: what closes it; count: members so far."""
+
+    closing: str
+    is_list: bool
+    count: int = 0
+
+
+class LiteralArguments:
+    """Reads literals, and gives them as JSON. Texts are given as they come, other values when they are complete.
+
+    A value without a name is that of the next property of the schema. What is no literal is a text.
+    """
+
+    def __init__(self, close: str, quote: str, schema: Mapping[str, Any]) -> None:
+        """close: what ends the arguments. quote: what is around texts; "": quotation marks, with Python's escapes."""
+        properties = schema.get("properties")
+        self._close, self._marks = close, quote
+        self._positions = [*properties] if isinstance(properties, Mapping) else []
+        self._open: list[_Open] = []
+        self._quote = ""  # of the text that is being read
+        self._step = self._begin
+        self.held = ""
+
+    def read(self, text: str, *, final: bool) -> tuple[str, str | None]:
+        given = ""
+        while True:
+            piece, text, more = self._step(text, final)
+            given += piece
+            if more is not True:
+                self.held = text
+                return given, text if more is None else None
+
+    # Each step returns a piece of JSON, the rest of the text, and whether to go on: None at the arguments' end.
+
+    def _begin(self, text: str, final: bool) -> tuple[str, str, bool | None]:
+        del final
+        self._open.append(_Open(self._close, is_list=False))
+        self._step = self._member
+        return "{", text, True
+
+    def _member(self, text: str, final: bool) -> tuple[str, str, bool | None]:
+        """At the beginning of a member, or at the end of all."""
+        text, inside = text.lstrip(SPACE), self._open[-1]
+        if text.startswith(inside.closing):
+            return self._closed(text)
+        if not text:
+            return "", text, False
+        if inside.is_list:
+            name: str | None = None
+        else:
+            found = self._name(text, final)
+            if found is None:
+                return "", text, False
+            name, text = found
+        piece = ", " if inside.count else ""
+        inside.count += 1
+        self._step = self._value
+        return piece + ("" if name is None else f"{json.dumps(name, ensure_ascii=False)}: "), text, True
+
+    def _name(self, text: str, final: bool) -> tuple[str, str] | None:
+        """A member's name, and the rest; None: the text may go on."""
+        if self._marks:
+            name, mark, rest = text.partition(":")
+            name = name.strip().removeprefix(self._marks).removesuffix(self._marks)
+            return (name, rest) if mark or final else None
+        return self._key(text, final) if len(self._open) > 1 else self._keyword(text, final)
+
+    def _key(self, text: str, final: bool) -> tuple[str, str] | None:
+        """The key of a Python dictionary, and the rest."""
+        key = _quoted(text)
+        if key is None and text[0] in "\"'" and not final:
+            return None
+        name, rest = (text.partition(":")[0], text[len(text.partition(":")[0]) :]) if key is None else key
+        rest = rest.lstrip(SPACE)
+        return (name.strip() if key is None else name, rest.removeprefix(":")) if rest or final else None
+
+    def _keyword(self, text: str, final: bool) -> tuple[str, str] | None:
+        """The name of an argument, and the rest; a value without one has that of the next property."""
+        found = KEY.match(text)
+        rest = text[found.end() :].lstrip(SPACE) if found else text
+        if found and rest in ("", "=") and not final:
+            return None
+        if found and rest.startswith("=") and not rest.startswith("=="):
+            return found[0], rest[1:]
+        position = self._open[-1].count
+        return (self._positions[position] if position < len(self._positions) else f"{position}"), text
+
+    def _value(self, text: str, final: bool) -> tuple[str, str, bool | None]:
+        text = text.lstrip(SPACE)
+        quote = self._quote_of(text, final) if text else None
+        if quote is None:
+            return "", text, False
+        if quote:
+            self._quote, self._step = quote, self._text
+            return '"', text[len(quote) :], True
+        if text[0] in "[{" and len(self._open) < _MOST_DEPTH:
+            is_list = text[0] == "["
+            self._open.append(_Open("]" if is_list else "}", is_list))
+            self._step = self._member
+            return text[0], text[1:], True
+        end = self._bare_end(text)
+        if end < 0 and not final:
+            return "", text, False
+        end = len(text) if end < 0 else end
+        self._step = self._after
+        return _json_of(text[:end].strip(SPACE)), text[end:], True
+
+    def _quote_of(self, text: str, final: bool) -> str | None:
+        """What quotes the value that a text begins with; "": nothing; None: the text may go on."""
+        if self._marks:
+            if self._marks.startswith(text) and text != self._marks and not final:
+                return None
+            return self._marks if text.startswith(self._marks) else ""
+        if text[0] not in "\"'":
+            return ""
+        if text in ('"', "'", '""', "''") and not final:
+            return None
+        return text[0] * 3 if text.startswith(('"""', "'''")) else text[0]
+
+    def _text(self, text: str, final: bool) -> tuple[str, str, bool | None]:
+        """Within a text."""
+        quote = self._quote
+        if self._marks:
+            end = text.find(quote)
+            shown = text[:end] if end >= 0 else text[: len(text) - overlap(text, quote)]
+            piece, rest = inside_quotes(shown), text[len(shown) :]
+        else:
+            piece, rest = _unescaped(text, quote, final)
+        if not rest.startswith(quote):
+            return piece, rest, False
+        self._step = self._after
+        return piece + '"', rest[len(quote) :], True
+
+    def _after(self, text: str, final: bool) -> tuple[str, str, bool | None]:
+        """Behind a value; what is there before a comma or the end is passed over."""
+        end = self._bare_end(text)
+        if end < 0:
+            return "", text, False
+        text = text[end:]
+        if text[0] == ",":
+            self._step = self._member
+            return "", text[1:], True
+        return self._closed(text)
+
+    def _closed(self, text: str) -> tuple[str, str, bool | None]:
+        """At the bracket that closes a list, an object or the arguments."""
+        closed = self._open.pop()
+        self._step = self._after
+        return "]" if closed.is_list else "}", text[1:], True if self._open else None
+
+    def _bare_end(self, text: str) -> int:
+        """Where a value that is not quoted ends: at a comma or a closing bracket of none that it opens; -1: not yet."""
+        depth, at = 0, 0
+        while (found := _BARE.search(text, at)) is not None:
+            mark, at = found[0], found.end()
+            if mark in "\"'":
+                if not self._marks and (end := _quoted(text[found.start() :])) is not None:
+                    at = len(text) - len(end[1])
+            elif mark in _OPENING:
+                depth += 1
+            elif depth == 0:
+                return found.start()
+            elif mark != ",":
+                depth -= 1
+        return -1
+
+
+def _json_of(text: str) -> str:
+    """The JSON of a literal that is not quoted; the text itself, if it is none that JSON has."""
+    text = _WORDS.get(text, text)
+    if is_json(text):
+        return text
+    try:
+        return json.dumps(ast.literal_eval(text), allow_nan=False, ensure_ascii=False)
+    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+        return json.dumps(text, ensure_ascii=False)
+
+
+def _quoted(text: str) -> tuple[str, str] | None:
+    """The text in the quotation marks that a text begins with, and the rest; None if they are not closed."""
+    if not text.startswith(('"', "'")):
+        return None
+    piece, rest = _unescaped(text[1:], text[0], final=False)
+    return (json.loads(f'"{piece}"'), rest[1:]) if rest.startswith(text[0]) else None
+
+
+def _unescaped(text: str, quote: str, final: bool) -> tuple[str, str]:
+    """A piece of a JSON string of a text in quotation marks, and the rest: at the marks, or at what may go on."""
+    piece, at = "", 0
+    while True:
+        mark, escape = text.find(quote, at), text.find("\\", at)
+        if escape < 0 or 0 <= mark < escape:
+            kept = len(text) - overlap(text, quote) if mark < 0 else mark
+            return piece + inside_quotes(text[at : max(at, kept)]), text[max(at, kept) :]
+        piece += inside_quotes(text[at:escape])
+        found = _ESCAPE.match(text, escape)
+        is_open = found is None or (found["octal"] and found.end() == len(text)) or (found["other"] or "") in "xuU"
+        if is_open and len(text) - escape < _LONGEST_ESCAPE and not final:
+            return piece, text[escape:]
+        if found is None:
+            return piece, ""
+        piece += _letter(found)
+        at = found.end()
+
+
+def _letter(escape: re.Match[str]) -> str:
+    """What an escape of Python stands for, as a piece of a JSON string."""
+    code = escape["x"] or escape["u"] or escape["U"]
+    if code is not None or escape["octal"] is not None:
+        number = int(code, 16) if code is not None else int(escape["octal"], 8)
+        return json.dumps(chr(number))[1:-1] if number < 0x110000 else inside_quotes(escape[0])
+    other = escape["other"]
+    return inside_quotes(_ESCAPES.get(other, other if other in "\\\"'" else f"\\{other}"))

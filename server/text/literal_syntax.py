@@ -1,0 +1,196 @@
+"""Arguments as literals of a programming language: `f(a=1, b="x")`, `f{a:1,b:<|"|>x<|"|>}`.
+
+Tests: tests/server/text/test_output_parser.py, tests/server/api/test_calls_read_back.py
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .argument_syntax import ArgumentSyntax, Rules, json_grammar
+from .literal_arguments import KEY, LiteralArguments
+
+_NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+
+
+@dataclass(frozen=True)
+class LiteralSyntax(ArgumentSyntax):
+    """Arguments as `name`, `named`, a literal and so on, up to `close`.
+
+    Texts stand between `quote`, as they are, or with an empty `quote` between quotation marks with Python's escapes.
+    """
+
+    close: str = ")"
+    named: str = "="
+    between: str = ", "
+    quote: str = ""
+    words: Sequence[str] = ("True", "False", "None")
+
+    @property
+    def marks(self) -> tuple[str, ...]:  # type: ignore[override]
+        return (self.quote,)
+
+    def reader(self, schema: Mapping[str, Any]) -> LiteralArguments:
+        return LiteralArguments(self.close, self.quote, schema)
+
+    def grammar(self, schema: Mapping[str, Any], rules: Rules) -> str:
+        """Names in the order of the schema. Patterns and lengths of texts, and counts of items, are not enforced."""
+        members = _LiteralGrammar(self, schema, rules).members(schema, self.named, quoted=False)
+        return f"{members} {rules.spelt(self.close)}"
+
+    def unwritable(self, schema: Mapping[str, Any]) -> str | None:
+        for name in schema.get("properties") or {}:
+            if KEY.fullmatch(name) is None:
+                return f"properties.{name}: this model's format of tool calls writes no such name"
+        return None
+
+
+class _LiteralGrammar:
+    """Writes the grammar of literals that match a schema."""
+
+    def __init__(self, syntax: LiteralSyntax, root: Mapping[str, Any], rules: Rules) -> None:
+        self._syntax, self._root, self._rules = syntax, root, rules
+        self._spelt = rules.spelt
+
+    def members(self, schema: Mapping[str, Any], named: str, *, quoted: bool) -> str:
+        """The members of an object, without what is around them: each optional one may be left out."""
+        properties, required = schema.get("properties") or {}, {*(schema.get("required") or ())}
+        parts = [
+            (self._member(name, each, named, quoted=quoted), name in required) for name, each in properties.items()
+        ]
+        return self._listed(parts)
+
+    def _listed(self, parts: Sequence[tuple[str, bool]]) -> str:
+        """Members in order, a separator between any two that are there. After the first required one it is simple."""
+        between, first = self._spelt(self._syntax.between), next((i for i, part in enumerate(parts) if part[1]), None)
+        if first is None:
+            options = [self._rest(parts, index, between) for index in range(len(parts))]
+            return f"({' | '.join(options)})?" if options else '""'
+        before = "".join(f"({part} {between})? " for part, _ in parts[:first])
+        return before + self._rest(parts, first, between)
+
+    @staticmethod
+    def _rest(parts: Sequence[tuple[str, bool]], index: int, between: str) -> str:
+        """The member at an index, and those behind it."""
+        text = parts[index][0]
+        for part, is_required in parts[index + 1 :]:
+            text += f" {between} {part}" if is_required else f" ({between} {part})?"
+        return text
+
+    def _member(self, name: str, schema: Any, named: str, *, quoted: bool) -> str:
+        key = json.dumps(name, ensure_ascii=False) if quoted else name
+        return f"{self._spelt(key + named)} {self.value(schema)}"
+
+    def value(self, schema: Any) -> str:
+        """The grammar of a value."""
+        if not isinstance(schema, Mapping) or not schema:
+            return self._any()
+        if (reference := schema.get("$ref")) is not None:
+            return self._referred(str(reference))
+        options = self._options(schema)
+        if options is not None:
+            return f"({' | '.join(dict.fromkeys(options))})"
+        return self._of_kind(schema.get("type"), schema)
+
+    def _options(self, schema: Mapping[str, Any]) -> list[str] | None:
+        """The grammars of which a value matches one; None: the schema names no such."""
+        if "const" in schema:
+            return [self._spelt(self.literal(schema["const"]))]
+        if isinstance(schema.get("enum"), list):
+            return [self._spelt(self.literal(each)) for each in schema["enum"]]
+        for several in ("anyOf", "oneOf"):
+            if isinstance(schema.get(several), list):
+                return [self.value(each) for each in schema[several]]
+        kinds = schema.get("type")
+        return [self.value({**schema, "type": kind}) for kind in kinds] if isinstance(kinds, list) else None
+
+    def _of_kind(self, kind: Any, schema: Mapping[str, Any]) -> str:
+        true, false, null = self._syntax.words
+        if kind in ("integer", "number"):
+            return json_grammar({"type": kind, **{name: schema[name] for name in _NUMBERS if name in schema}})
+        if kind == "boolean":
+            return f"({self._spelt(true)} | {self._spelt(false)})"
+        if kind == "null":
+            return self._spelt(null)
+        if kind == "string":
+            return self._text()
+        if kind == "array":
+            return self._array(self.value(schema.get("items", {})))
+        if kind == "object" or "properties" in schema:
+            return self._object(schema)
+        return self._any()
+
+    def _array(self, item: str) -> str:
+        return self._rules.named("array", f'"[" ({item} ({self._spelt(self._syntax.between)} {item})*)? "]"')
+
+    def _object(self, schema: Mapping[str, Any]) -> str:
+        if not schema.get("properties"):
+            return self._any_object() if schema.get("additionalProperties", True) is not False else '"{" "}"'
+        is_quoted = not self._syntax.quote
+        return f'"{{" {self.members(schema, ": " if is_quoted else ":", quoted=is_quoted)} "}}"'
+
+    def _referred(self, reference: str) -> str:
+        name, is_new = self._rules.reserve("referred", f"{id(self._root)} {reference}")
+        if is_new:
+            found: Any = self._root
+            for part in reference.removeprefix("#/").split("/"):
+                found = found.get(part, {}) if isinstance(found, Mapping) else {}
+            self._rules.add(f"{name}: {self.value(found)}")
+        return name
+
+    def _text(self) -> str:
+        if self._syntax.quote:
+            self._rules.add_unless_there(self._spelt.text_up_to("quoted_text", self._syntax.quote))
+            return f"{self._spelt(self._syntax.quote)} quoted_text"
+        self._rules.add_unless_there(r'QUOTED: /"([^"\\\n\r]|\\["\\nrt])*"/')
+        return "QUOTED"
+
+    def _any(self) -> str:
+        name, is_new = self._rules.reserve("any", "any value")
+        if is_new:
+            self._rules.add(f"{name}: {self._text()} | {json_grammar({'type': 'number'})} | {self._plain()}")
+        return name
+
+    def _plain(self) -> str:
+        words = " | ".join(map(self._spelt, self._syntax.words))
+        return f"{words} | {self._array(self._any())} | {self._any_object()}"
+
+    def _any_object(self) -> str:
+        name, is_new = self._rules.reserve("any_object", "any object")
+        if is_new:
+            is_quoted = not self._syntax.quote
+            key = f'{self._text()} ": "' if is_quoted else 'NAME ":"'
+            if not is_quoted:
+                self._rules.add_unless_there(r"NAME: /[A-Za-z_][A-Za-z0-9_]*/")
+            member, between = f"{key} {self._any()}", self._spelt(self._syntax.between)
+            self._rules.add(f'{name}: "{{" ({member} ({between} {member})*)? "}}"')
+        return name
+
+    def literal(self, value: Any) -> str:
+        """A value as it is written."""
+        if value is None or isinstance(value, bool):
+            return self._syntax.words[(True, False, None).index(value)]
+        if isinstance(value, str):
+            return self._written_text(value)
+        if isinstance(value, list):
+            return f"[{self._syntax.between.join(map(self.literal, value))}]"
+        if isinstance(value, dict):
+            pairs = (self._written_name(name) + self.literal(each) for name, each in value.items())
+            return f"{{{self._syntax.between.join(pairs)}}}"
+        return json.dumps(value)
+
+    def _written_text(self, text: str) -> str:
+        quote = self._syntax.quote
+        return f"{quote}{text}{quote}" if quote else _python_text(text)
+
+    def _written_name(self, name: str) -> str:
+        """The name of an object's member, and what follows it."""
+        return f"{name}:" if self._syntax.quote else f"{_python_text(name)}: "
+
+
+def _python_text(text: str) -> str:
+    escapes = {"\\": "\\\\", '"': '\\"', "\n": "\\n", "\r": "\\r", "\t": "\\t"}
+    return '"' + "".join(escapes.get(letter, letter) for letter in text) + '"'

@@ -1,0 +1,165 @@
+"""What there is to know of a model family's output: how calls, reasoning and answers are written.
+
+Tests: tests/server/text/test_output_parser.py, tests/server/text/test_channel_parser.py
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+
+from .argument_syntax import ArgumentSyntax, JsonSyntax
+
+
+@dataclass(frozen=True, slots=True)
+class CallStyle:
+    """How one call is written: `begin`, the arguments, `end`."""
+
+    head: re.Pattern[str]
+    """Pattern of the text before the arguments; its group `name` is the function's."""
+    begin: str
+    end: str = ""
+    """What a grammar writes around the arguments, `{name}` for the function's name."""
+    arguments: ArgumentSyntax = field(default_factory=JsonSyntax)
+    wrapped: bool = False
+    """The call is a JSON object with the name and the arguments."""
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """What stands around calls: `open`, `first`, calls with `separator` between them, `last`, `close`."""
+
+    open: str
+    close: str = ""
+    first: str = ""
+    separator: str = ""
+    """Between two calls in one frame; "": each call has a frame of its own. A line break stands for any blanks."""
+    last: str = ""
+    between: str = ""
+    """What a grammar writes between two calls."""
+
+    @property
+    def listed(self) -> bool:
+        """True if calls may be in brackets."""
+        return self.first.startswith("[")
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallFormat:
+    """A format of tool calls. A grammar writes the first of its styles and frames; the parser reads all."""
+
+    name: str
+    signs: tuple[str, ...]
+    """Texts that a chat template of the family contains, all of them."""
+    styles: tuple[CallStyle, ...]
+    frames: tuple[Frame, ...]
+    bare: str = ""
+    """A call may begin an output without `open`, by this character."""
+    ids: str = "call_{letters:24}"
+    """Ids of calls: `{letters:N}` for N random letters and digits, `{name}` for the function's name, `{index}` for the
+    number of the call in the conversation.
+    """
+    is_single: bool = False
+    """An output has one call at most."""
+
+    @property
+    def style(self) -> CallStyle:
+        """The style that a grammar writes."""
+        return self.styles[0]
+
+    @property
+    def frame(self) -> Frame:
+        """The frame that a grammar writes."""
+        return self.frames[0]
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """Texts of the format that may be special tokens."""
+        frames = [text for each in self.frames for text in (each.open, each.first, each.separator, each.close)]
+        styles = [text for each in self.styles for text in (each.begin, each.end, *each.arguments.marks)]
+        return *frames, *styles
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningFormat:
+    """Reasoning is the text between `open` and `close` at the beginning of an output."""
+
+    open: str
+    close: str
+    most: int | None = None
+    """Most tokens of it; None: unlimited."""
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerFormat:
+    """Marks that may stand around an answer, and belong to no content."""
+
+    open: str
+    close: str
+
+
+@dataclass(frozen=True, slots=True)
+class ChannelFormat:
+    """Output as messages: a header with a channel or a recipient, `message`, the text, and one of `ends`."""
+
+    start: str
+    """Begins a message; the chat template writes the first one."""
+    message: str
+    """Ends a header."""
+    ends: tuple[str, ...]
+    calls: ToolCallFormat
+    """How a message to a function is written."""
+    begins: tuple[str, ...]
+    """Texts that a header may begin with."""
+    thinks: str
+    """Header of reasoning that a grammar writes."""
+    answers: str
+    """Header of an answer that a grammar writes."""
+    continues: str
+    """What a grammar writes between two messages."""
+    readers: tuple[str, ...] = ("",)
+    """Recipients of content; messages to others than these and to functions are reasoning."""
+    reasoning: re.Pattern[str] = re.compile("<none>")
+    """Pattern of headers of reasoning that has no recipient."""
+    functions: str = ""
+    """Text before the names of functions in recipients."""
+    framed: bool = False
+    """A message to functions is calls in the frames of `calls`; otherwise it is the arguments of one call."""
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        return self.start, self.message, self.thinks, *self.ends, *self.calls.marks
+
+    def may_be_header(self, text: str) -> bool:
+        """True if a text may be the beginning of a header."""
+        text = text.lstrip()
+        return any(text.startswith(each) or each.startswith(text) for each in (self.start, self.message, *self.begins))
+
+    def recipient_of(self, header: str) -> str:
+        """To whom a message with this header goes; "": nobody is named."""
+        found = _RECIPIENT.search(header)
+        return "" if found is None else found[1]
+
+
+_RECIPIENT = re.compile(r"\bto=([^\s<]+)")
+
+
+@dataclass(frozen=True, slots=True)
+class OutputSyntax:
+    """What to parse an output for; a part that is None is not parsed."""
+
+    calls: ToolCallFormat | None = None
+    reasoning: ReasoningFormat | None = None
+    reasons_already: bool = False
+    """The prompt ended within reasoning."""
+    answer: AnswerFormat | None = None
+    channels: ChannelFormat | None = None
+    """Output is messages; then the others but `calls` are None."""
+
+    @property
+    def marks(self) -> str:
+        """All marks around calls, reasoning and answers."""
+        if self.channels is not None:
+            return " ".join(self.channels.marks)
+        pairs = [(each.open, each.close) for each in (self.reasoning, self.answer) if each is not None]
+        return " ".join((*(() if self.calls is None else self.calls.marks), *(mark for pair in pairs for mark in pair)))

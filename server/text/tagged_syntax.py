@@ -1,0 +1,231 @@
+"""Arguments between tags, `<parameter=NAME>VALUE</parameter>`.
+
+Tests: tests/server/text/test_output_parser.py, tests/server/api/test_calls_read_back.py
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from .argument_syntax import SPACE, ArgumentSyntax, Rules, inside_quotes, is_json, json_grammar
+from .detokenizer import overlap
+
+_IN_LINE = re.compile(r'["\\\n]')
+_OF_PYTHON = {"True": "true", "False": "false", "None": "null"}
+
+
+@dataclass(frozen=True)
+class TaggedSyntax(ArgumentSyntax):
+    """Arguments between tags.
+
+    A text is written as it is; it ends at the first `close`, so no text has one. Other values are JSON, whose strings
+    may have a `close`. A line break of these tags may be any blanks, or be missing.
+    """
+
+    open: str = "<parameter="
+    named: str = ">"
+    """Ends the name."""
+    close: str = "</parameter>"
+    around: str = "\n"
+    """Belongs to the format at either end of a value."""
+    after: str = "\n"
+    """Follows `close`."""
+    named_text: str = ""
+    """Ends the name of a text, where `named` ends those of other values; "": of a text, too."""
+
+    @property
+    def marks(self) -> tuple[str, ...]:  # type: ignore[override]
+        return self.open, self.named, self.close
+
+    @cached_property
+    def names(self) -> re.Pattern[str]:
+        """Pattern of a name and its end; group `text`: it says that the value is a text."""
+        ends = [f"(?:{_spaced(self.named)})"]
+        if self.named_text:
+            ends.insert(0, f"(?P<text>{_spaced(self.named_text)})")
+        return re.compile(f"(?P<name>(?:.|\\n)*?)(?:{'|'.join(ends)})")
+
+    def is_text(self, schema: Any) -> bool:
+        """True if a value of this schema is written as it is, not as JSON."""
+        return isinstance(schema, Mapping) and schema.get("type") == "string"
+
+    def reader(self, schema: Mapping[str, Any]) -> TaggedArguments:
+        return TaggedArguments(self, schema)
+
+    def grammar(self, schema: Mapping[str, Any], rules: Rules) -> str:
+        """In the order of the schema's properties. Of strings, enum and const are enforced."""
+        spelt = rules.spelt
+        rules.add_unless_there(spelt.text_up_to("text_value", self.close))
+        properties, required = schema.get("properties") or {}, schema.get("required") or ()
+        shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
+        parts = []
+        for name, each in properties.items():
+            kind = each if isinstance(each, Mapping) else {}
+            named = self.named_text if self.named_text and self.is_text(kind) else self.named
+            value = self._value(kind, shared, rules)
+            part = f"{spelt(f'{self.open}{name}{named}{self.around}')} {value} {spelt(self.after)}"
+            parts.append(part if name in required else f"({part})?")
+        return " ".join(parts)
+
+    def _value(self, schema: Mapping[str, Any], shared: Mapping[str, Any], rules: Rules) -> str:
+        """The value of one property, and its closing tag. shared: definitions that the schema may refer to."""
+        end = rules.spelt(self.around + self.close)
+        if not self.is_text(schema):
+            return f"{json_grammar({**shared, **schema})} {end}"
+        texts = allowed_texts(schema)
+        return "text_value" if texts is None else f"({' | '.join(json.dumps(text) for text in texts)}) {end}"
+
+    def unwritable(self, schema: Mapping[str, Any]) -> str | None:
+        for name, each in (schema.get("properties") or {}).items():
+            where, texts = f"properties.{name}", allowed_texts(each) if self.is_text(each) else None
+            if not self._can_name(name):
+                named = self.named.partition("\n")[0]
+                return f"{where}: this model's format of tool calls can't write a name with {named} or blanks around it"
+            if texts is not None and not texts:
+                return f"{where}: none of the values of const or enum is a string, which its type asks for"
+            if any(self.close in text for text in texts or ()):
+                return f"{where}: this model's format of tool calls can't write a value with {self.close}"
+        return None
+
+    def _can_name(self, name: str) -> bool:
+        """True if a property's name is read back as it is."""
+        found = self.names.match(f"{name}{self.named_text or self.named}")
+        return found is not None and found["name"] == name == name.strip()
+
+
+def allowed_texts(schema: Mapping[str, Any]) -> list[str] | None:
+    """The strings that a schema's const or enum allows; None: any."""
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    return [each for each in values if isinstance(each, str)] if isinstance(values, list) else None
+
+
+def _spaced(text: str) -> str:
+    """Pattern of a text in which a line break may be any blanks."""
+    return r"\s*".join(map(re.escape, text.split("\n")))
+
+
+class TaggedArguments:
+    """Reads arguments between tags.
+
+    A value is a string if the tag or the schema says so; otherwise it is the JSON that it spells, or a string.
+    """
+
+    def __init__(self, syntax: TaggedSyntax, schema: Mapping[str, Any]) -> None:
+        properties = schema.get("properties")
+        self._syntax = syntax
+        self._properties = properties if isinstance(properties, Mapping) else {}
+        self._value: _TextValue | _JsonValue | None = None  # that is being read
+        self._begun = False
+        self.held = ""
+
+    def read(self, text: str, *, final: bool) -> tuple[str, str | None]:
+        given = ""
+        while True:
+            if self._value is None:
+                piece, text, more = self._name(text)
+            else:
+                piece, text, more = self._value.read(text, final=final)
+                self._value = None if more else self._value
+            given += piece
+            if more is not True:
+                self.held = text
+                return given, text if more is None else None
+
+    def _name(self, text: str) -> tuple[str, str, bool | None]:
+        """A piece of JSON, the rest of the text, and whether to go on: None at the arguments' end."""
+        text, opening = text.lstrip(SPACE), self._syntax.open
+        if text.startswith(opening):
+            found = self._syntax.names.match(text, len(opening))
+            if found is None:
+                return "", text, False
+            name = found["name"].strip()
+            is_text = self._is_text(name) if not self._syntax.named_text else found["text"] is not None
+            self._value = (_TextValue if is_text else _JsonValue)(self._syntax)
+            piece = (", " if self._begun else "{") + json.dumps(name, ensure_ascii=False) + ": "
+            self._begun = True
+            return piece, text[found.end() :], True
+        if opening.startswith(text):
+            return "", text, False
+        return "}" if self._begun else "{}", text, None
+
+    def _is_text(self, name: str) -> bool:
+        return self._syntax.is_text(self._properties.get(name))
+
+
+class _TextValue:
+    """A value that is written as it is, up to the first closing tag. It is given as it comes."""
+
+    def __init__(self, syntax: TaggedSyntax) -> None:
+        self._around, self._close = syntax.around, syntax.close
+        self._begun = False
+
+    def read(self, text: str, *, final: bool) -> tuple[str, str, bool]:
+        """Return a piece of JSON, the rest of the text, and whether the value has ended."""
+        del final
+        piece, around, closing = "", self._around, self._close
+        if not self._begun:
+            if len(text) < len(around) and around.startswith(text):
+                return "", text, False
+            piece, self._begun, text = '"', True, text.removeprefix(around)
+        end = text.find(closing)
+        if end >= 0:
+            return piece + inside_quotes(text[:end].removesuffix(around)) + '"', text[end + len(closing) :], True
+        shown = text[: len(text) - overlap(text, closing)].removesuffix(around)
+        return piece + inside_quotes(shown), text[len(shown) :], False
+
+
+class _JsonValue:
+    """A value that is JSON, up to the first closing tag outside its strings; other text ends at the first of all."""
+
+    def __init__(self, syntax: TaggedSyntax) -> None:
+        self._close = syntax.close
+        self._outside = re.compile('"|' + re.escape(syntax.close))
+        self._first = -1  # where the first closing tag is
+        self._at = 0  # how far the text has been read
+        self._in_string = False
+
+    def read(self, text: str, *, final: bool) -> tuple[str, str, bool]:
+        """Return the value, the rest of the text, and whether the value has ended."""
+        if self._first < 0:
+            self._first = text.find(self._close, max(0, self._at - len(self._close)))
+        end = self._end(text)
+        if end < 0 and final:
+            end = self._first
+        if end < 0:
+            return "", text, False
+        value = text[:end].strip(SPACE)
+        if end > self._first and not is_json(value):
+            end, value = self._first, text[: self._first].strip(SPACE)
+        return _json_of(value), text[end + len(self._close) :], True
+
+    def _end(self, text: str) -> int:
+        """Where the closing tag is; -1: not in the text so far."""
+        if self._at == 0 and not text.lstrip(SPACE).startswith(('"', "[", "{")):
+            return self._first
+        while True:
+            found = (_IN_LINE if self._in_string else self._outside).search(text, self._at)
+            if found is None:
+                kept = 0 if self._in_string else overlap(text, self._close)
+                self._at = max(self._at, len(text) - kept)
+                return -1
+            mark, self._at = found[0], found.end()
+            if mark == "\\":
+                self._at += 1  # may be after the text's end: the next character is escaped
+            elif mark == '"':
+                self._in_string = not self._in_string
+            elif mark == "\n":  # not JSON: no string of it has a line break
+                self._at = max(self._at - 1, 0)
+                return self._first
+            else:
+                return found.start()
+
+
+def _json_of(text: str) -> str:
+    """The JSON that a text spells, or otherwise the string."""
+    text = _OF_PYTHON.get(text, text)
+    return text if is_json(text) else json.dumps(text, ensure_ascii=False)

@@ -1,0 +1,110 @@
+"""Output of messages with channels and recipients."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from chorus.server.text.channel_parser import ChannelParser
+from chorus.server.text.output_parts import ParsedMessage, PartKind
+from chorus.server.text.tool_call_formats import ATEM, HARMONY, channel_format_of
+
+TOOLS = {"f": {"properties": {"a": {"type": "string"}, "b": {"type": "integer"}}}, "g.h": {}}
+CALL = ("f", {"a": 'x <|end|> "', "b": 3})
+JSON = json.dumps(CALL[1])
+
+
+def parsed(form, pieces, text, **options):
+    reader, said, thoughtful = ChannelParser(form, TOOLS, **options), ParsedMessage(), False
+    for piece, final in [*((piece, False) for piece in pieces), ("", True)]:
+        parts = reader.read(piece, final=final)
+        assert all(text.startswith(part.text, part.at) for part in parts if part.kind is PartKind.CONTENT)
+        said.add(parts)
+        thoughtful |= reader.reasons
+    assert thoughtful or not said.reasoning or len(pieces) < len(text)
+    calls = [(call.name, json.loads(call.arguments)) for call in said.calls]
+    return said.content, said.reasoning, calls, reader.calls
+
+
+def parsed_everywhere(form, text, **options):
+    whole = parsed(form, [text], text, **options)
+    assert parsed(form, list(text), text, **options) == whole
+    for at in range(1, len(text)):
+        assert parsed(form, [text[:at], text[at:]], text, **options) == whole, (text[:at], text[at:])
+    return whole
+
+
+THOUGHT = "<|channel|>analysis<|message|>So <b>.\n<|end|><|start|>assistant"
+
+
+@pytest.mark.parametrize("thought", ["", THOUGHT])
+@pytest.mark.parametrize("end", ["", "<|return|>", "<|end|>"])
+def test_channels_of_harmony(thought, end):
+    text = f"{thought}<|channel|>final<|message|>It rains. {{}}{end}"
+    assert parsed_everywhere(HARMONY, text) == ("It rains. {}", "So <b>." if thought else "", [], False)
+    hidden = parsed_everywhere(HARMONY, text, shows_reasoning=False)
+    assert hidden == ("It rains. {}", "", [], False)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        "<|channel|>commentary to=functions.f <|constrain|>json",
+        " to=functions.f<|channel|>commentary json",
+        "<|channel|>analysis to=functions.f code",
+        " to=f<|channel|>commentary",
+    ],
+)
+@pytest.mark.parametrize("end", ["", "<|call|>"])
+def test_calls_of_harmony(header, end):
+    text = f"{THOUGHT}{header}<|message|>{JSON}{end}"
+    assert parsed_everywhere(HARMONY, text) == ("", "So <b>.", [CALL], True)
+
+
+def test_a_preamble_is_content_and_what_goes_to_other_tools_is_not():
+    call = f" to=functions.f<|channel|>commentary<|message|>{JSON}"
+    text = f"<|channel|>commentary<|message|>I look.<|end|><|start|>assistant{call}"
+    assert parsed_everywhere(HARMONY, text) == ("I look.", "", [CALL], True)
+    other = "<|channel|>commentary to=python code<|message|>print(1)<|call|>"
+    assert parsed_everywhere(HARMONY, other) == ("", "print(1)", [], False)
+
+
+def test_several_calls_and_only_one_where_they_must_not_be_parallel():
+    one = f"<|channel|>commentary to=functions.f json<|message|>{JSON}<|call|>"
+    two = f"{one}<|start|>assistant<|channel|>commentary to=functions.g.h json<|message|>{{}}<|call|>"
+    assert parsed_everywhere(HARMONY, two) == ("", "", [CALL, ("g.h", {})], True)
+    assert parsed_everywhere(HARMONY, two, parallel=False)[2] == [CALL]
+
+
+def test_text_without_channels_is_content():
+    assert parsed_everywhere(HARMONY, "It rains.") == ("It rains.", "", [], False)
+    assert parsed_everywhere(HARMONY, "<|channel|>anal") == ("", "", [], False)
+
+
+def test_an_answer_that_is_cut_has_what_came_of_its_call():
+    reader, said = ChannelParser(HARMONY, TOOLS), ParsedMessage()
+    said.add(reader.read('<|channel|>commentary to=functions.f json<|message|>{"a": "x'))
+    said.add(reader.read("", final=True))
+    assert (said.calls[0].arguments, reader.calls) == ('{"a": "x', False)
+
+
+def test_recipients_of_muse_glimmer():
+    call = (
+        '<atem:function_calls>\n<atem:invoke name="f">\n<atem:parameter name="a">x <|end|> "</atem:parameter>\n'
+        '<atem:parameter name="b">3</atem:parameter>\n</atem:invoke>\n</atem:function_calls>'
+    )
+    thought = " to=self<|message|>So.<|eom|><|start|>assistant"
+    assert parsed_everywhere(ATEM, f"{thought} to=f<|message|>{call}<|eot|>") == ("", "So.", [CALL], True)
+    assert parsed_everywhere(ATEM, f"{thought} to=user<|message|>It rains.<|eot|>") == ("It rains.", "So.", [], False)
+    assert parsed_everywhere(ATEM, "<|message|>It rains.") == ("It rains.", "", [], False)
+    several = f" to=f<|message|>{call}<|eom|><|start|>assistant to=g.h<|message|>" + (
+        '<atem:function_calls>\n<atem:invoke name="g.h">\n</atem:invoke>\n</atem:function_calls><|eot|>'
+    )
+    assert parsed_everywhere(ATEM, several) == ("", "", [CALL, ("g.h", {})], True)
+
+
+def test_a_template_tells_of_channels():
+    assert channel_format_of("<|start|>assistant<|channel|>final<|message|>") is HARMONY
+    assert channel_format_of("<|start|>assistant to=self<|message|><atem:function_calls>") is ATEM
+    assert channel_format_of("<|channel>thought<channel|>") is None
