@@ -249,6 +249,8 @@ class Options(TypedDict, total=False):
     """JSON object of sampling defaults that override the model's, such as '{"temperature": 0.5}', as in vLLM."""
     chat_template: str | Path | None
     """File with a Jinja chat template that replaces the model's."""
+    tool_call_format: str | None
+    """Format in which the model writes tool calls; default: as its chat template tells."""
     adapter_chat_templates: bool
     """Use an adapter's own chat_template.jinja if it differs from the model's. Templates are programs: enable this
     only for adapters of people you trust. Default: False.

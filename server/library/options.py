@@ -40,6 +40,7 @@ OPTIONS = frozenset(
         "max_uploaded_bytes",
         "override_generation_config",
         "served_model_name",
+        "tool_call_format",
         "weights",
     )
 )
