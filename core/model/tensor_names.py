@@ -64,6 +64,10 @@ class TensorNames:
     heads: tuple[str, ...] = ("lm_head.weight",)
     """Names of the output projection, likewise."""
 
+    head_part: str = ""
+    """The name of the part whose class has the output projection, in models that have others (Llama 4). PEFT asks the
+    whole model, which does not say that the projection is tied: it has none of the rows that PEFT trains."""
+
     norm: str = "norm"
     """The name of the final norm."""
 

@@ -43,9 +43,14 @@ def _save(architecture: str, root: Path, tied: bool) -> None:
         for name in layers
         if any(each in name for each in ("language_model.", "text_model.")) and not name.endswith("out_proj")
     )
-    for form, arguments in forms(*(end.rpartition(".")[2] for end in ends), plain).items():
-        if form == "tokens" and tied and text is not model:
-            continue  # PEFT asks the whole model, which does not say that its text part ties the two
+    embedding, head = (end.rpartition(".")[2] for end in ends)
+    every = forms(embedding, head, plain)
+    if tied:
+        every |= {
+            "tied-embedding": {"target_modules": [embedding], "ensure_weight_tying": True},
+            "tied-copy": {"target_modules": [plain], "modules_to_save": [embedding], "ensure_weight_tying": True},
+        }
+    for form, arguments in every.items():
         _save_form(_make(architecture, tied), root / form, arguments)
 
 

@@ -102,6 +102,7 @@ _TENSORS = TensorNames(
     },
     transposed=True,
     swapped=True,
+    head_part="language_model",
 )
 _DEFAULTS = {
     "num_key_value_heads": 8,
@@ -139,8 +140,10 @@ LLAMA_4_TEXT = Family(
         stacked_experts=_TENSORS.stacked_experts,
         transposed=True,
         swapped=True,
+        head_part=_TENSORS.head_part,
         left_out=("vision_model.", "multi_modal_projector."),
     ),
     notes=_NOTES,
+    head_part="text_config",
     shape=text_shape(202048, 5120, 8192, 48, 40),
 )
