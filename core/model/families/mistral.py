@@ -22,6 +22,11 @@ def _read(fields: ConfigJson) -> ModelConfig:
     return _model(fields, None)
 
 
+def _read_ministral(fields: ConfigJson) -> ModelConfig:
+    reading.checked_window(fields, fields.texts("layer_types"))
+    return _read(fields)
+
+
 def _read_ministral_3(fields: ConfigJson) -> ModelConfig:
     return _model(fields, _growth(fields))
 
@@ -81,7 +86,7 @@ MISTRAL = Family(
 MINISTRAL = Family(
     "Ministral 8B",
     ("MinistralForCausalLM",),
-    _read,
+    _read_ministral,
     _DEFAULTS,
     nulls=("head_dim",),
     shape=text_shape(32000, 4096, 14336, 32, 32),

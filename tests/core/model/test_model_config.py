@@ -1049,6 +1049,20 @@ def test_a_scaling_beside_ropes_by_type_changes_that_of_full_attention(read, arc
             "rope_scaling.type is 'mrope': rope type not",
         ),
         ({**GEMMA_3, "sliding_window": None}, "sliding_window is None: layers of sliding_attention need one"),
+        (
+            {
+                "architectures": ["MinistralForCausalLM"],
+                "sliding_window": None,
+                "layer_types": ["full_attention", "sliding_attention"],
+            },
+            "sliding_window is None: layers of sliding_attention need one",
+        ),
+        (
+            {**GEMMA_4, "num_hidden_layers": 3, "layer_types": ["full_attention"] * 3, "num_kv_shared_layers": 1},
+            "num_kv_shared_layers is 1: transformers fails for such layers if hidden_size_per_layer_input is 0",
+        ),
+        ({"architectures": ["NemotronHForCausalLM"], "attention_bias": None}, "attention_bias is None: transformers"),
+        ({"architectures": ["NemotronHForCausalLM"], "attention_bias": True}, "attention_bias is True: transformers"),
         ({"layer_types": []}, "layer_types is []: a type for each layer is needed"),
         # absurd
         (
