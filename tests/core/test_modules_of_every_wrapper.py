@@ -26,9 +26,7 @@ def kernels() -> str:
 
 
 def _make(architecture: str, tied: bool) -> Any:
-    # Ovis 2's head has the sizes of the outer configuration
-    outer = {"vocab_size": 150, "hidden_size": 64} if architecture.startswith("Ovis2") else {}
-    return make_whole(architecture, tie_word_embeddings=tied, **outer)
+    return make_whole(architecture, tie_word_embeddings=tied)
 
 
 def _save(architecture: str, root: Path, tied: bool) -> None:

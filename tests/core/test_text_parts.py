@@ -257,6 +257,7 @@ OTHER_PARTS: dict[str, dict[str, Any]] = {
                                    "mlp_dim": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 64,
                                    "global_attn_indexes": [0], "window_size": 2},
     },
+    "Ovis2ForConditionalGeneration": {"vocab_size": 150, "hidden_size": 64},  # of its head, until it is tied
     "Qwen2_5OmniThinkerForConditionalGeneration": {"audio_config": {**EARS, "n_window": 4}},
     "Qwen3OmniMoeThinkerForConditionalGeneration": {
         "audio_config": {**EARS, "n_window": 4, "downsample_hidden_size": 8}
