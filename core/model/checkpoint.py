@@ -62,11 +62,35 @@ class Checkpoint:
     Raises UnsupportedModel for files that are missing or broken.
     """
 
-    def __init__(self, directory: Path, entries: Mapping[str, TensorEntry] | None = None) -> None:
-        """entries: the tensors. None: those of the directory's safetensors files."""
+    def __init__(
+        self,
+        directory: Path,
+        entries: Mapping[str, TensorEntry] | None = None,
+        joined: Mapping[str, Sequence[str]] | None = None,
+    ) -> None:
+        """entries: the tensors. None: those of the directory's safetensors files. joined: ends of names of small
+        tensors → those of the tensors whose rows follow one another in them; where the files have these, the
+        checkpoint has that one instead.
+        """
         self.directory = directory
         self._entries = _read_headers(directory) if entries is None else dict(entries)
+        self._parts: dict[str, dict[str, TensorEntry]] = {}
+        for end, ends in (joined or {}).items():
+            self._join(end, ends)
         self._opened: tuple[Path, Any, int] | None = None  # a file, and the bytes that it may still give
+
+    def _join(self, end: str, ends: Sequence[str]) -> None:
+        found = {name.removesuffix(each) for each in ends for name in self._entries if name.endswith(f".{each}")}
+        for at in sorted(found):
+            names = [at + each for each in ends]
+            if missing := [name for name in names if name not in self._entries]:
+                other = next(name for name in names if name in self._entries)
+                raise UnsupportedModel(
+                    f"{self.directory}: tensor {missing[0]} is missing from its weight files, which have {other}"
+                )
+            parts = {name: self._entries.pop(name) for name in names}
+            self._parts[at + end] = parts
+            self._entries[at + end] = _joined(parts)
 
     def __contains__(self, name: str) -> bool:
         return name in self._entries
@@ -100,13 +124,17 @@ class Checkpoint:
 
     def read(self, name: str, part: Sequence[slice] = ()) -> torch.Tensor:
         """Return `part` of tensor `name` in the dtype that it is stored in."""
-        path = self._entries[name].path
+        if name in self._parts:
+            return torch.cat([self._read(each, entry) for each, entry in self._parts[name].items()])[tuple(part)]
+        return self._read(name, self._entries[name], part)
+
+    def _read(self, name: str, entry: TensorEntry, part: Sequence[slice] = ()) -> torch.Tensor:
         try:
-            file = self._open(self._entries[name])
+            file = self._open(entry)
             return file.get_slice(name)[tuple(part)] if part else file.get_tensor(name)
         except (SafetensorError, OSError) as error:
             raise UnsupportedModel(
-                f"{path}: tensor {name} cannot be read: {error}; download the checkpoint again"
+                f"{entry.path}: tensor {name} cannot be read: {error}; download the checkpoint again"
             ) from error
 
     def _open(self, entry: TensorEntry) -> Any:
@@ -119,6 +147,21 @@ class Checkpoint:
         left -= entry.num_bytes
         self._opened = (entry.path, file, left) if left > 0 else None
         return file
+
+
+def _joined(parts: Mapping[str, TensorEntry]) -> TensorEntry:
+    """The tensor that has the rows of all parts."""
+    (first, one), *others = parts.items()
+    for name, each in others:
+        if each.shape[1:] != one.shape[1:]:
+            what = f"has shape {list(each.shape)}, its neighbour {first} {list(one.shape)}"
+        elif each.dtype != one.dtype:
+            what = f"is stored as {each.dtype}, its neighbour {first} as {one.dtype}"
+        else:
+            continue
+        raise UnsupportedModel(f"{each.path}: tensor {name} {what}; their rows must make one tensor")
+    rows = sum(each.shape[0] if each.shape else 1 for each in parts.values())
+    return TensorEntry(one.path, (rows, *one.shape[1:]), one.dtype)
 
 
 def _read_headers(directory: Path) -> dict[str, TensorEntry]:

@@ -282,6 +282,7 @@ class ModelConfig:
             absent=frozenset(each.name for each in self.projections if each.group in _BY_VERSION),
             biased=biased,
             is_tied=self.tie_word_embeddings,
+            head_part=self.tensors.head_part,
             base_rows=self.base_rows,
             base_tokens=self.base_tokens,
         )

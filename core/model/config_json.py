@@ -75,16 +75,18 @@ class ConfigJson:
     def _with(self, raw: dict[str, Any], defaults: Mapping[str, Any]) -> ConfigJson:
         return ConfigJson(self.path, raw, self._prefix, defaults, nulls=self._nulls)
 
-    def text_part(self, name: str) -> ConfigJson:
+    def text_part(self, name: str, *, has_head: bool = False) -> ConfigJson:
         """Return the object in field `name`; this one itself where there is none.
 
         A model of text and images describes its text part there. Only the dtype and special tokens may be the whole
-        model's, and whether embeddings are tied is. Its other fields have no effect on the text part.
+        model's, and whether embeddings are tied is, unless the output projection is the part's (has_head). Its other
+        fields have no effect on the text part.
         """
         inner = self.object(name)
         if inner is None:
             return self
-        raw = {**inner.raw, **{field: self.raw[field] for field in ("tie_word_embeddings",) if field in self.raw}}
+        of_head = () if has_head else ("tie_word_embeddings",)
+        raw = {**inner.raw, **{field: self.raw[field] for field in of_head if field in self.raw}}
         outer = {field: self.raw[field] for field in _OF_ALL_PARTS if field in self.raw}
         return ConfigJson(self.path, raw, f"{self._prefix}{name}.", outer)
 

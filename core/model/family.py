@@ -89,6 +89,11 @@ class Family:
     a dot between them.
     """
 
+    head_part: str = ""
+    """The field of the part whose class has the output projection, and says whether it is tied. Empty: that is the
+    whole model. See `TensorNames.head_part`, too.
+    """
+
 
 def text_shape(vocabulary: int, hidden: int, intermediate: int | None, layers: int, heads: int) -> dict[str, int]:
     """The fields that every family needs for its shape. intermediate: None where all layers have experts."""

@@ -6,7 +6,6 @@ Tests: tests/core/model/test_model_config.py, tests/core/model/test_published_co
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import reduce
 from pathlib import Path
 
 from ...memory.files.base_tokens import BaseTokens
@@ -41,7 +40,9 @@ def read_model_config(directory: Path, tokenizer: Path | None = None) -> ModelCo
         raise UnsupportedModel(
             f"{raw.path}: architecture {architecture} is not supported; supported: {', '.join(FAMILIES)}"
         )
-    text = reduce(ConfigJson.text_part, family.text_part.split("."), raw)
+    text = raw
+    for name in family.text_part.split("."):
+        text = text.text_part(name, has_head=name == family.head_part)
     text = text.with_defaults(family.defaults if text is raw else {**family.defaults, **family.shape})
     for part in (raw, text):
         if part.raw.get("is_causal", True) is not True:  # as of some embedding models

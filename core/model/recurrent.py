@@ -144,10 +144,6 @@ class RecurrentSpec(ABC):
         return None
 
 
-#: Tensors of the convolutions of queries, keys and values: see `GatedDeltaSpec.parted`.
-_PARTED_CONVS = ("q_conv1d.weight", "k_conv1d.weight", "v_conv1d.weight")
-
-
 @dataclass(frozen=True, slots=True)
 class GatedDeltaSpec(RecurrentSpec):
     """Gated DeltaNet (arXiv 2412.06464): linear attention with a state of fixed size; see `ops.gated_delta`."""
@@ -173,7 +169,7 @@ class GatedDeltaSpec(RecurrentSpec):
     """Factor of how much of a new value enters the state; with 2, the state may turn (OLMo Hybrid)."""
 
     parted: bool = False
-    """Queries, keys and values have projections and convolutions of their own (OLMo Hybrid)."""
+    """Queries, keys and values have projections of their own (OLMo Hybrid)."""
 
     gate_rank: int = 0
     """Width of the latents that decays are made of, and of those of the output's gates. Then each channel of a key has
@@ -231,12 +227,8 @@ class GatedDeltaSpec(RecurrentSpec):
         conv = ((self.k_size, heads), (self.k_size, heads), (self.v_size, heads))
         at = "self_attn" if self.gate_rank else "linear_attn"
         each = MixerTensor((self.num_v_heads,), ((self.num_v_heads, heads),))
-        convs = {f"{at}.conv1d.weight": MixerTensor((self.channels, 1, self.conv_size), conv)}
-        if self.parted or self.gate_rank:
-            names = zip(_PARTED_CONVS, conv, strict=True)
-            convs = {f"{at}.{name}": MixerTensor((own[0], 1, self.conv_size), (own,)) for name, own in names}
         return {
-            **convs,
+            f"{at}.conv1d.weight": MixerTensor((self.channels, 1, self.conv_size), conv),
             f"{at}.dt_bias": MixerTensor((self.num_decays,), ((self.num_decays, heads),)),
             f"{at}.A_log": each,
             f"{at}.norm.weight": MixerTensor((self.v_dim,)),
@@ -244,14 +236,13 @@ class GatedDeltaSpec(RecurrentSpec):
 
     def weights(self, tensors: Mapping[str, torch.Tensor]) -> RecurrentWeights:
         """See `RecurrentSpec.weights`."""
-        import torch
-
         from ...ops.gated_delta import DeltaWeights  # needs torch
 
         found = {name.partition(".")[2]: tensor for name, tensor in tensors.items()}
-        convs = [found[name] for name in (("conv1d.weight",) if "conv1d.weight" in found else _PARTED_CONVS)]
         others = found["dt_bias"], found["A_log"], found["norm.weight"]
-        return DeltaWeights(_taps(torch.cat(convs)), *others, self.eps, self.beta, by_channel=bool(self.gate_rank))
+        return DeltaWeights(
+            _taps(found["conv1d.weight"]), *others, self.eps, self.beta, by_channel=bool(self.gate_rank)
+        )
 
     def projections(self, hidden: int) -> tuple[Projection, ...]:
         """See `AttentionSpec.projections`."""

@@ -31,6 +31,10 @@ LATENT_NORMS = {"self_attn.q_norm": "self_attn.q_a_layernorm", "self_attn.k_norm
 #: A router's correction, by its name in `tensor_parts.tensor_shapes`: see `Routing.corrected`.
 CORRECTION = "mlp.gate.e_score_correction_bias"
 
+#: The convolution of queries, keys and values, which published checkpoints have in three tensors. So does what
+#: transformers saves, in three equal parts, however wide queries, keys and values are.
+JOINED_CONVS = {"conv1d.weight": ("q_conv1d.weight", "k_conv1d.weight", "v_conv1d.weight")}
+
 FUSED_QKV = {"self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")}
 FUSED_GATE_UP = {"mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj")}
 
@@ -60,6 +64,10 @@ class TensorNames:
     heads: tuple[str, ...] = ("lm_head.weight",)
     """Names of the output projection, likewise."""
 
+    head_part: str = ""
+    """The name of the part whose class has the output projection, in models that have others (Llama 4). PEFT asks the
+    whole model, which does not say that the projection is tied: it has none of the rows that PEFT trains."""
+
     norm: str = "norm"
     """The name of the final norm."""
 
@@ -80,6 +88,10 @@ class TensorNames:
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: MappingProxyType({}))
     """A name in a layer → the parts whose rows are stacked in that tensor, in order; used unless the checkpoint has a
     tensor for each of them instead."""
+
+    joined: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: MappingProxyType({}))
+    """A tensor in a layer → the tensors whose rows follow one another in it, where a checkpoint has these instead. How
+    the rows are shared among them is the checkpoint's."""
 
     by_unit: tuple[str, ...] = ()
     """Tensors of `fused` that have the first unit's rows of each part, then the second unit's, and so on; units are as

@@ -75,7 +75,8 @@ class WeightLoader(Weights):
         super().__init__(config, dtype, shard)
         self.advance = advance
         self._scratch = torch.empty(0, dtype=dtype)
-        self._checkpoint = open_checkpoint(directory, {source.name for source in sources(config, ()).values()})
+        wanted = {source.name for source in sources(config, ()).values()}
+        self._checkpoint = open_checkpoint(directory, wanted, config.tensors.joined)
         self._sources = sources(config, self._checkpoint)
         if config.tensors.by_shape:
             self._sources |= self._not_transposed()

@@ -87,7 +87,7 @@ class AdapterWeights(RowsFile):
         in_layers = tuple(name for name in left_out if name.startswith(IN_LAYERS))
         listed = self._form.listed(self, self.modules.projections)
         self._check_adapters()
-        self.modules = self.modules.as_given(self._paths)
+        self.modules = self.modules.as_given(self._paths, self._stems)
         if self.modules.experts is ExpertForm.STACKED:
             listed = self._of_projections(listed)
         elif self.modules.experts is ExpertForm.TOGETHER:

@@ -69,9 +69,14 @@ class OwnTokens:
     named: tuple[tuple[str, str], ...] = ()
     """Fields of `NAMES` and the tokens that they name."""
 
+    parts: tuple[tuple[str, str], ...] = ()
+    """A normaliser and the like, as JSON, where they are not those of the base model's tokenizer but those that it gets
+    when transformers saves and loads it again; see `BaseTokens.reloaded_parts`."""
+
     @cached_property
     def digest(self) -> str:
-        return hashlib.sha256(repr((self.tokens, self.named)).encode()).hexdigest()
+        parts = (self.parts,) if self.parts else ()
+        return hashlib.sha256(repr((self.tokens, self.named, *parts)).encode()).hexdigest()
 
 
 class _Listed(NamedTuple):
@@ -120,10 +125,11 @@ def own_tokens(
             base.plain.add(key)
         return None
     _check_ids(served, base)
+    parts = ()
     if found.parts is not None:
-        _check_parts(directory.path / TOKENIZER, found.parts, base)
+        parts = _parts_of(directory.path / TOKENIZER, found.parts, base)
         _check_vocabulary(directory, found, base)
-    own = OwnTokens(tuple(one.token for one in served.values()), tuple(found.named.items()))
+    own = OwnTokens(tuple(one.token for one in served.values()), tuple(found.named.items()), parts)
     return _known.setdefault(own.digest, own)
 
 
@@ -350,14 +356,20 @@ def _check_ids(served: dict[int, _Listed], base: BaseTokens) -> None:
         )
 
 
-def _check_parts(file: Path, parts: Mapping[str, Any], base: BaseTokens) -> None:
-    """Refuse a normaliser or the like that isn't the base model's. They are programs: only the base model's run."""
-    for name in PARTS:
-        if not base.has_part(name, parts.get(name)):
-            raise AdapterFormatError(
-                f"{file}: its {name} is not that of the base model's tokenizer; train with the base model's tokenizer, "
-                "and only add tokens to it"
-            )
+def _parts_of(file: Path, parts: Mapping[str, Any], base: BaseTokens) -> tuple[tuple[str, str], ...]:
+    """`OwnTokens.parts`. Raises AdapterFormatError for a normaliser or the like that isn't the base model's. They are
+    programs: only those run that the base model's files make.
+    """
+    other = next((name for name in PARTS if not base.has_part(name, parts.get(name))), None)
+    if other is None:
+        return ()
+    if found := base.reloaded_parts(parts):
+        return found
+    raise AdapterFormatError(
+        f"{file}: its {other} is not that of the base model's tokenizer; train with the base model's tokenizer, and "
+        f"only add tokens to it. If it was, load that anew with AutoTokenizer.from_pretrained, add the tokens in the "
+        "order of their ids, and save it in place of this one"
+    )
 
 
 def _check_vocabulary(directory: AdapterDirectory, found: _Found, base: BaseTokens) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from .json_stream import PIECE_BYTES, JsonStream
@@ -97,6 +98,14 @@ class BaseTokens:
         yield self._rewritten
         yield {name: _state(getattr(self._loaded, name, None)) for name in PARTS}
 
+    def reloaded_parts(self, parts: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
+        """Of `PARTS`, as JSON, those that the base model's tokenizer gets when transformers saves it and loads it
+        again, where all of `parts` are of that form: empty if they are of none. They are made from its files alone.
+        """
+        if not self._reloaded or any(parts.get(name) != self._reloaded[name] for name in PARTS):
+            return ()
+        return tuple((name, json.dumps(self._reloaded[name])) for name in PARTS)
+
     @cached_property
     def _ids(self) -> dict[str, int]:
         return {text: id_ for id_, text in self.added.items()}
@@ -108,33 +117,60 @@ class BaseTokens:
     @cached_property
     def _rewritten(self) -> dict[str, Any]:
         """The parts in the form of the installed library."""
-        from tokenizers import Tokenizer
-
-        model = {"type": "BPE", "vocab": {}, "merges": []}
-        parts = {name: self._members.get(name) for name in PARTS}
         try:
-            found = Tokenizer.from_str(json.dumps({"version": "1.0", "added_tokens": [], **parts, "model": model}))
+            found = made_parts({name: self._members.get(name) for name in PARTS})
         except Exception as error:  # the library raises nothing narrower
             log.debug("parts of %s are not read without a vocabulary: %s", self.directory / TOKENIZER, error)
             return {}
-        return {name: _state(getattr(found, name)) for name in PARTS}
+        return {name: _state(part) for name, part in found.items()}
 
     @cached_property
     def _loaded(self) -> Any:
         """The tokenizer as transformers loads it, for requests; None if it can't."""
-        from transformers import AutoTokenizer
+        return getattr(_load(self.directory), "backend_tokenizer", None)
 
-        try:
-            found = AutoTokenizer.from_pretrained(str(self.directory), local_files_only=True)
-        except Exception as error:  # whatever it raises: the server reports it where it needs it
-            log.debug("transformers does not load the tokenizer of %s: %s", self.directory, error)
-            return None
-        return getattr(found, "backend_tokenizer", None)
+    @cached_property
+    def _reloaded(self) -> dict[str, Any]:
+        """The parts that it has once transformers has saved and loaded it again, in which some of its classes change
+        them: Llama's drops `legacy`. Empty if it can't.
+        """
+        found = _load(self.directory)
+        if found is None:
+            return {}
+        with TemporaryDirectory(prefix="chorus-tokenizer-") as directory:
+            try:
+                found.save_pretrained(directory)
+            except Exception as error:  # as in `_load`
+                log.debug("transformers does not save the tokenizer of %s: %s", self.directory, error)
+                return {}
+            found = _load(Path(directory))
+        backend = getattr(found, "backend_tokenizer", None)
+        return {} if backend is None else {name: _state(getattr(backend, name)) for name in PARTS}
 
     def _pieces(self) -> Iterator[bytes]:
         with (self.directory / TOKENIZER).open("rb") as file:
             while piece := file.read(PIECE_BYTES):
                 yield piece
+
+
+def made_parts(parts: Mapping[str, Any]) -> dict[str, Any]:
+    """The library's objects of parts as `tokenizer.json` has them."""
+    from tokenizers import Tokenizer
+
+    model = {"type": "BPE", "vocab": {}, "merges": []}
+    made = Tokenizer.from_str(json.dumps({"version": "1.0", "added_tokens": [], **parts, "model": model}))
+    return {name: getattr(made, name) for name in parts}
+
+
+def _load(directory: Path) -> Any:
+    """The tokenizer of a base model as transformers loads it; None if it can't."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
+    except Exception as error:  # whatever it raises: the server reports it where it needs it
+        log.debug("transformers does not load the tokenizer of %s: %s", directory, error)
+        return None
 
 
 def _state(part: Any) -> Any:

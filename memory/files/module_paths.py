@@ -141,6 +141,14 @@ class ModulePaths:
     is_tied: bool = False
     """True if the output projection is the token embeddings."""
 
+    head_part: str = ""
+    """The name of the part that has the output projection in a model whose class has none itself (Llama 4)."""
+
+    is_tie_known: bool = True
+    """False for an adapter of such a model. PEFT asks the whole model, which does not say that the two are tied: the
+    projection has nothing of what PEFT trains of the embeddings.
+    """
+
     units: tuple[tuple[str, UnitRows], ...] = ()
     """Own paths of projections of `fused` whose rows the base model has by unit, and where these are in its matrix."""
 
@@ -153,6 +161,11 @@ class ModulePaths:
     def has_bias(self, layer: int, module: str) -> bool:
         """True if a projection may have a bias."""
         return self.biased is None or module in self.biased[layer]
+
+    @property
+    def ties_trained(self) -> bool:
+        """True if PEFT trains the output projection with the embeddings."""
+        return self.is_tied and self.is_tie_known
 
     @cached_property
     def by_path(self) -> dict[str, tuple[str, ...]]:
@@ -248,17 +261,20 @@ class ModulePaths:
         """All that an adapter may have A and B of, in all layers."""
         return sum(max(1, each.experts) for layer in self.projections.layers for each in layer)
 
-    def as_given(self, paths: Collection[str]) -> ModulePaths:
-        """Where an adapter has these projections whose tensors are at `paths` in a layer.
+    def as_given(self, paths: Collection[str], stems: Collection[str]) -> ModulePaths:
+        """Where an adapter has these projections whose tensors are at `paths` in a layer. stems: names of what is
+        around its layers.
 
         It may have been trained with one matrix for several of them where this model has one for each, or the other way
         round.
         """
         parts = {self.projections[name].path for _, stacked in self.fused for name, _ in stacked}
         usual = _STACKED.keys() - {path for path, _ in self.fused}
-        if usual.isdisjoint(paths) and parts.isdisjoint(paths) and not self.projections.mixture:
+        is_tie_known = not self.head_part or not any(each.startswith(f"{self.head_part}.") for each in stems)
+        is_usual = usual.isdisjoint(paths) and parts.isdisjoint(paths) and not self.projections.mixture
+        if is_usual and is_tie_known:
             return self
-        return _as_given(self, frozenset(paths), self.base_rows, self.base_tokens)
+        return _as_given(self, frozenset(paths), is_tie_known, self.base_rows, self.base_tokens)
 
     def with_sides(self, *, are_swapped: bool) -> ModulePaths:
         """Where an adapter has these projections whose A and B of stacked experts are so."""
@@ -285,7 +301,11 @@ class ModulePaths:
 
 @lru_cache(64)
 def _as_given(
-    modules: ModulePaths, paths: frozenset[str], base_rows: BaseRows | None, base_tokens: BaseTokens | None
+    modules: ModulePaths,
+    paths: frozenset[str],
+    is_tie_known: bool,
+    base_rows: BaseRows | None,
+    base_tokens: BaseTokens | None,
 ) -> ModulePaths:
     """See `ModulePaths.as_given`. base_rows, base_tokens: those of `modules`; equal ones may be of several models."""
     own = modules.projections
@@ -306,6 +326,7 @@ def _as_given(
         fused=tuple(fused.items()),
         renamed=tuple((name, path) for name, path in renamed.items() if path != own[name].path),
         absent=modules.absent.difference(given),
+        is_tie_known=is_tie_known,
         base_rows=base_rows,
         base_tokens=base_tokens,
         **_experts_as_given(modules, paths),

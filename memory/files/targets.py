@@ -45,7 +45,7 @@ def targets_of(config: AdapterConfig, stem: str, modules: ModulePaths, head_name
                 "train on these, or exclude the others with exclude_modules"
             )
     targets |= _parameter_targets(config, stem, modules, targets)
-    if config.ties_weights and modules.is_tied:
+    if config.ties_weights and modules.ties_trained:
         targets |= _tied_targets(config, targets, modules)
     if not targets:
         raise AdapterFormatError(

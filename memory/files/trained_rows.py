@@ -59,7 +59,7 @@ def find_rows(file: RowsFile, config: AdapterConfig, directory: AdapterDirectory
     rows, dropped = _of_copies(file, config, directory, modules)
     found = {module: (tokens, tokens) for module, tokens in rows.items()}  # a copy's rows are numbered by token
     for module, tokens in config.trained_tokens.items():
-        if modules.head_has_bias and (module == "lm_head" or modules.is_tied):
+        if modules.head_has_bias and (module == "lm_head" or modules.ties_trained):
             raise config.refuse(
                 "trainable_token_indices",
                 "the base model's head has a bias, which PEFT leaves out where tokens of the head are trained; train "
@@ -68,7 +68,7 @@ def find_rows(file: RowsFile, config: AdapterConfig, directory: AdapterDirectory
         if module in found:
             raise config.refuse("trainable_token_indices", f"the file has another whole {module} too; save it again")
         found[module] = _ordered(file, module, tokens, config, modules)
-    if modules.is_tied and "lm_head" not in found and "embed_tokens" in found and _is_shared(file, config):
+    if modules.is_tied and "lm_head" not in found and "embed_tokens" in found and _is_shared(file, config, modules):
         found["lm_head"] = found["embed_tokens"]
     if found and config.invocation_tokens:
         raise config.refuse(
@@ -173,7 +173,7 @@ def _ordered(
     file: RowsFile, module: str, tokens: tuple[int, ...], config: AdapterConfig, modules: ModulePaths
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The tokens in rising order, and the file's row of each."""
-    if module not in file.trained and not (modules.is_tied and "embed_tokens" in file.trained):
+    if module not in file.trained and not (modules.ties_trained and "embed_tokens" in file.trained):
         raise AdapterFormatError(
             f"{file.path}: has no trained rows of {module}, which {CONFIG_FILE} names in trainable_token_indices; save "
             "it again"
@@ -192,10 +192,10 @@ def _ordered(
     return tuple(tokens[row] for row in order), tuple(order)
 
 
-def _is_shared(file: RowsFile, config: AdapterConfig) -> bool:
+def _is_shared(file: RowsFile, config: AdapterConfig, modules: ModulePaths) -> bool:
     """True if a tied head has the embeddings' rows: not if they were saved as a module of their own."""
     if "embed_tokens" in config.trained_tokens:
-        return True
+        return modules.is_tie_known
     return "lm_head" not in file.copies and "embed_tokens" not in config.saved_modules
 
 
@@ -254,7 +254,7 @@ def _is_twin(file: RowsFile, config: AdapterConfig, modules: ModulePaths, module
     """True for trained rows of a tied head that are those of the embeddings once more, as PEFT saves them when the
     vocabulary was resized.
     """
-    if module != "lm_head" or not modules.is_tied or "embed_tokens" not in config.trained_tokens:
+    if module != "lm_head" or not modules.ties_trained or "embed_tokens" not in config.trained_tokens:
         return False
     (_, own), (_, other) = file.trained[module], file.trained.get("embed_tokens", file.trained[module])
     return own.shape == other.shape and all(

@@ -5,10 +5,12 @@ Tests: tests/server/engine/test_own_tokens.py, tests/server/text/test_own_tokeni
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ...core.requests.request_params import InvalidRequest
+from ...memory.files.base_tokens import made_parts
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
@@ -62,7 +64,8 @@ class CalledTokenizer:
 
 
 def own_backend(base: CalledTokenizer, own: OwnTokens, broken: Callable[[str], Exception]) -> CalledTokenizer:
-    """A tokenizer with the adapter's added tokens; the vocabulary and all parts are the base model's own objects.
+    """A tokenizer with the adapter's added tokens; the vocabulary and all parts are the base model's own objects, or
+    such as transformers makes of its files: see `OwnTokens.parts`.
 
     broken: as in `CalledTokenizer`. Raises ValueError for a token that the library would give another id, and what
     `broken` makes.
@@ -74,6 +77,8 @@ def own_backend(base: CalledTokenizer, own: OwnTokens, broken: Callable[[str], E
         flags = {name: value for name, value in token._asdict().items() if name not in ("id", "text")}
         tokens[token.id] = AddedToken(token.text, **flags)
     made = CalledTokenizer(sharing(base.backend), base, broken)
+    for name, part in made_parts({name: json.loads(text) for name, text in own.parts}).items():
+        setattr(made.backend, name, part)
     made.add_tokens([tokens[id_] for id_ in sorted(tokens)])
     for id_, token in tokens.items():
         if (given := made.token_to_id(token.content)) != id_:

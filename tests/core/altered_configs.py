@@ -232,11 +232,13 @@ def alterations(raw: dict[str, Any], config: Any, part: tuple[str, ...] = ()) ->
     found: list[Alteration] = []
     own = {field.name for field in dataclasses.fields(config)} if dataclasses.is_dataclass(config) else set()
     aliases = {*config.attribute_map, *config.attribute_map.values()}
-    for name in sorted({*raw, *own, *aliases, *VALUES} - LEFT_ALONE):
+    for name in sorted({*raw, *own, *aliases, *VALUES, "layer_types"} - LEFT_ALONE):
         value = raw.get(name, None if config.is_heterogeneous else getattr(config, name, None))
         if name.endswith(("_config", "token_id", "token_index")):
             continue
         values = list(others(name, value))
+        if name == "layer_types" and name not in raw:
+            values += [([FULL, SLIDING] * count)[:count] for count in (raw.get("num_hidden_layers"),) if count]
         if name in raw:
             values.append(MISSING)
         values.append(None)

@@ -11,7 +11,7 @@ import pytest
 from ..conftest import quiet
 from ..kept import kept_files
 from . import test_text_parts as text_parts
-from .altered_configs import Checkpoint
+from .altered_configs import Alteration, Checkpoint
 from .tiny_families import EVERY, save_family
 
 pytestmark = pytest.mark.numerics
@@ -43,6 +43,30 @@ def test_some_alterations_are_computed_as_by_transformers_or_refused(family):
     one = checkpoint(family)
     some = random.Random(family).sample(one.alterations, SAMPLE)
     assert not [fault for each in some if (fault := one.fault(each))]
+
+
+_TYPES = ["full_attention", "sliding_attention", "full_attention"]
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize(
+    ("family", "values"),
+    [
+        *((family, {"sliding_window": 8, "layer_types": _TYPES[:2]}) for family in ("mistral", "ministral-3")),
+        ("LlavaForConditionalGeneration", {"sliding_window": 8, "layer_types": _TYPES}),
+        ("Mistral3ForConditionalGeneration", {"sliding_window": 8, "layer_types": _TYPES}),
+        ("ministral", {"sliding_window": None, "layer_types": ["full_attention"] * 2}),
+    ],
+    ids=str,
+)
+def test_fields_that_act_together_are_computed_as_by_transformers_or_refused(family, values):
+    """`layer_types` of Mistral's text parts and of Ministral 3 have no effect, unlike those of Mistral alone."""
+    one = checkpoint(family)
+    raw = one.raw
+    for name, value in values.items():
+        raw = Alteration((*one.part, name), value).of(raw)
+    ours = one.ours(raw)
+    assert ours.logits is None or ours.equals(one.reference(raw))
 
 
 @pytest.mark.slow

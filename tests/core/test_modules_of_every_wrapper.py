@@ -26,9 +26,7 @@ def kernels() -> str:
 
 
 def _make(architecture: str, tied: bool) -> Any:
-    # Ovis 2's head has the sizes of the outer configuration
-    outer = {"vocab_size": 150, "hidden_size": 64} if architecture.startswith("Ovis2") else {}
-    return make_whole(architecture, tie_word_embeddings=tied, **outer)
+    return make_whole(architecture, tie_word_embeddings=tied)
 
 
 def _save(architecture: str, root: Path, tied: bool) -> None:
@@ -43,9 +41,14 @@ def _save(architecture: str, root: Path, tied: bool) -> None:
         for name in layers
         if any(each in name for each in ("language_model.", "text_model.")) and not name.endswith("out_proj")
     )
-    for form, arguments in forms(*(end.rpartition(".")[2] for end in ends), plain).items():
-        if form == "tokens" and tied and text is not model:
-            continue  # PEFT asks the whole model, which does not say that its text part ties the two
+    embedding, head = (end.rpartition(".")[2] for end in ends)
+    every = forms(embedding, head, plain)
+    if tied:
+        every |= {
+            "tied-embedding": {"target_modules": [embedding], "ensure_weight_tying": True},
+            "tied-copy": {"target_modules": [plain], "modules_to_save": [embedding], "ensure_weight_tying": True},
+        }
+    for form, arguments in every.items():
         _save_form(_make(architecture, tied), root / form, arguments)
 
 

@@ -257,6 +257,7 @@ OTHER_PARTS: dict[str, dict[str, Any]] = {
                                    "mlp_dim": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 64,
                                    "global_attn_indexes": [0], "window_size": 2},
     },
+    "Ovis2ForConditionalGeneration": {"vocab_size": 150, "hidden_size": 64},  # of its head, until it is tied
     "Qwen2_5OmniThinkerForConditionalGeneration": {"audio_config": {**EARS, "n_window": 4}},
     "Qwen3OmniMoeThinkerForConditionalGeneration": {
         "audio_config": {**EARS, "n_window": 4, "downsample_hidden_size": 8}
@@ -436,6 +437,25 @@ def test_whether_embeddings_are_tied_is_the_whole_models(tmp_path, tied, outer):
     assert read_model_config(tmp_path).tie_word_embeddings is (tied if outer is None else outer)
 
 
+@pytest.mark.parametrize(
+    ("architecture", "parts"),
+    [
+        ("Llama4ForConditionalGeneration", ["text_config"]),
+        *((each, ["thinker_config", "text_config"]) for each in sorted(WITH_TALKERS)),
+    ],
+)
+@pytest.mark.parametrize("tied", [False, True])
+def test_embeddings_are_tied_if_the_part_with_the_head_says_so(tmp_path, architecture, parts, tied):
+    """The whole model has no head of its own, and what it says has no effect in transformers."""
+    raw = {**TEXT, "model_type": "llama4_text", "tie_word_embeddings": tied}
+    if len(parts) > 1:
+        _, text, _ = RENAMED[architecture.replace("ForConditional", "ThinkerForConditional")]
+        raw = {"tie_word_embeddings": tied, parts[1]: {**TEXT, **text, "tie_word_embeddings": not tied}}
+    raw = {"architectures": [architecture], "tie_word_embeddings": not tied, parts[0]: raw}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    assert read_model_config(tmp_path).tie_word_embeddings is tied
+
+
 def test_a_text_part_may_leave_out_shapes_that_transformers_knows(tmp_path):
     """LLaVA 1.5's configuration, as it is published; its text part is refused where it is of an unknown type."""
     text = {"_name_or_path": "lmsys/vicuna-7b-v1.5", "max_position_embeddings": 4096, "model_type": "llama",
@@ -556,3 +576,23 @@ def test_an_adapter_of_a_thinker_may_touch_its_towers(tmp_path, architecture, wh
     found = inspect_adapter(tmp_path / "adapter", paths)
     assert found.num_left_out == of_towers > 0
     assert [(part.targets, part.layers) for part in found.parts] == [(("q_proj", "o_proj"), (0, 1, 2))]
+
+
+@pytest.mark.parametrize("trained_whole", [False, True], ids=["trained-alone", "trained-whole"])
+@pytest.mark.parametrize("architecture", sorted(WITH_TALKERS))
+def test_trained_tokens_are_the_heads_if_peft_saw_the_thinker_alone(tmp_path, architecture, trained_whole):
+    """The class of a whole model has no head: PEFT does not see that its thinker ties the two."""
+    from peft import LoraConfig, get_peft_model
+
+    base = make_whole(architecture.replace("ForConditional", "ThinkerForConditional"), tie_word_embeddings=True)
+    base.save_pretrained(tmp_path / "alone")
+    tokens = {"embed_tokens": [3, 7]}
+    lora = LoraConfig(r=2, task_type="CAUSAL_LM", target_modules=["q_proj"], trainable_token_indices=tokens)
+    get_peft_model(base, lora).save_pretrained(str(tmp_path / "adapter"))
+    file = tmp_path / "adapter" / "adapter_model.safetensors"
+    if trained_whole:
+        outer = "base_model.model."
+        save_file({name.replace(outer, f"{outer}thinker."): each for name, each in load_file(file).items()}, file)
+    found = inspect_adapter(tmp_path / "adapter", read_model_config(tmp_path / "alone").module_paths)
+    want = {("embed_tokens_rows",)} if trained_whole else {("embed_tokens_rows",), ("lm_head_rows",)}
+    assert {part.targets for part in found.parts if part.token_ids} == want

@@ -469,10 +469,16 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any], str]] = {
          "use_sandwich_norm": False, "attention_bias": True, "conv_bias": True, "pad_token_id": 0},
         "20KB",
     ),
-    "olmo-hybrid": (  # transformers saves convolutions in three equal parts, whatever their widths
+    "olmo-hybrid": (
         "OlmoHybridConfig",
         {"num_hidden_layers": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 24,
          "linear_value_head_dim": 12, "pad_token_id": 0},
+        "50GB",
+    ),
+    "olmo-hybrid-wide-values": (  # transformers saves convolutions in three equal parts, whatever their widths
+        "OlmoHybridConfig",
+        {"num_hidden_layers": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 12,
+         "linear_value_head_dim": 24, "linear_allow_neg_eigval": False, "pad_token_id": 0},
         "50GB",
     ),
 }  # fmt: skip

@@ -37,6 +37,10 @@ def _read(fields: ConfigJson, tensors: TensorNames) -> ModelConfig:
     experts = _experts(fields) if fields.boolean("enable_moe_block") else None
     bias, keys_are_values = fields.boolean("attention_bias"), fields.boolean("attention_k_eq_v")
     inputs = _inputs(fields)
+    if inputs is None and first_shared < len(types):
+        raise fields.refuse(
+            "num_kv_shared_layers", "transformers fails for such layers if hidden_size_per_layer_input is 0"
+        )
     feed_forward = reading.gated(fields, _ACTIVATION)
     wide = replace(feed_forward, size=2 * feed_forward.size, form="wide")
     if not fields.boolean("use_double_wide_mlp"):

@@ -75,7 +75,7 @@ def _with_windows(fields: ConfigJson, model: ModelConfig) -> ModelConfig:
 def _ropes(fields: ConfigJson, model: ModelConfig) -> list[RopeConfig | None]:
     """Of each layer, with its base from `layer_rope_theta`; where that is 0, None."""
     bases, scaling = fields.numbers("layer_rope_theta"), rotary.rope_fields(fields)
-    if not bases:
+    if not bases and fields.is_missing("layer_rope_theta"):
         return [layer.rope for layer in model.layers]
     if len(bases) != len(model.layers):
         raise fields.refuse("layer_rope_theta", f"{len(bases)} bases for num_hidden_layers, {len(model.layers)}")

@@ -41,6 +41,7 @@ def _read(fields: ConfigJson) -> ModelConfig:
 
 
 def _read_experts(fields: ConfigJson) -> ModelConfig:
+    fields = reading.renamed(fields, {"moe_topk": "num_experts_per_tok", "num_experts": "num_local_experts"})
     numbers = {name: _number_of_all(fields, name) for name in ("num_experts", "moe_topk") if name in fields.raw}
     fields = fields.with_values(numbers)
     size = fields.integer("intermediate_size")
@@ -55,6 +56,8 @@ def _number_of_all(fields: ConfigJson, name: str) -> object:
     value = fields.raw[name]
     if not isinstance(value, list) or not value:
         return value
+    if len(value) < (count := fields.integer("num_hidden_layers")):
+        raise fields.refuse(name, f"{len(value)} numbers for num_hidden_layers, {count}")
     if any(each != value[0] for each in value):
         raise fields.refuse(name, "layers with different numbers of experts are not supported")
     return value[0]

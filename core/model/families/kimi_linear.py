@@ -10,7 +10,7 @@ from ..config import ModelConfig
 from ..config_json import ConfigJson
 from ..family import Family
 from ..recurrent import GatedDeltaSpec
-from ..tensor_names import TensorNames
+from ..tensor_names import JOINED_CONVS, TensorNames
 from . import glm_moe, latent, reading
 
 _LINEAR = "linear_attention"
@@ -104,9 +104,7 @@ _NAMES = TensorNames(
         **{f"mlp.shared_expert.{each}": f"block_sparse_moe.shared_experts.{each}" for each in _MATRICES},
         **{f"mlp.{each}": f"block_sparse_moe.{each}" for each in _MATRICES},  # as transformers saves dense layers
     },
-    fused={
-        "self_attn.conv1d": tuple(f"self_attn.{each}_conv1d" for each in "qkv")
-    },  # as transformers has them in memory
+    joined=JOINED_CONVS,
     adapter_names={  # of the modules of published checkpoints' own code
         **{f"self_attn.{each}": f"self_attn.{each}" for each in _FORGET_GATE[:2]},
         **{f"mlp.shared_expert.{each}": f"block_sparse_moe.shared_experts.{each}" for each in _MATRICES},

@@ -35,8 +35,9 @@ def _read(fields: ConfigJson) -> ModelConfig:
 def _attention(fields: ConfigJson, rotates: list[bool]) -> list[AttentionSpec]:
     heads, bias = reading.heads(fields), fields.boolean("attention_bias")
     rope, chunk = _rope(fields, heads.head_dim), fields.optional("attention_chunk_size")
-    tuned = fields.raw.get("attn_temperature_tuning", True)  # some checkpoints have a number
-    growth = QueryGrowth(fields.number("attn_scale"), fields.integer("floor_scale"), first=1) if tuned else None
+    growth = (
+        QueryGrowth(fields.number("attn_scale"), fields.integer("floor_scale"), first=1) if _is_tuned(fields) else None
+    )
     default = [_CHUNKED if rotated and chunk is not None else reading.FULL for rotated in rotates]
     types = reading.layer_types(fields, 1, _CHUNKED) if fields.texts("layer_types") else default
     if chunk is None and _CHUNKED in types:
@@ -56,6 +57,12 @@ def _attention(fields: ConfigJson, rotates: list[bool]) -> list[AttentionSpec]:
         )
         for rotated, kind in zip(rotates, types, strict=True)
     ]
+
+
+def _is_tuned(fields: ConfigJson) -> bool:
+    """Whether queries grow. Scout was published with a number, 4, where transformers has a truth value since."""
+    value = fields.raw.get(name := "attn_temperature_tuning")
+    return fields.boolean(name) if type(value) is not int or value < 1 else True
 
 
 def _rope(fields: ConfigJson, head_dim: int) -> RopeConfig:
@@ -102,6 +109,7 @@ _TENSORS = TensorNames(
     },
     transposed=True,
     swapped=True,
+    head_part="language_model",
 )
 _DEFAULTS = {
     "num_key_value_heads": 8,
@@ -139,8 +147,10 @@ LLAMA_4_TEXT = Family(
         stacked_experts=_TENSORS.stacked_experts,
         transposed=True,
         swapped=True,
+        head_part=_TENSORS.head_part,
         left_out=("vision_model.", "multi_modal_projector."),
     ),
     notes=_NOTES,
+    head_part="text_config",
     shape=text_shape(202048, 5120, 8192, 48, 40),
 )

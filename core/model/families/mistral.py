@@ -7,6 +7,7 @@ Tests: tests/core/test_text_parts.py, tests/core/model/test_published_configs.py
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from ..config import ModelConfig
@@ -18,19 +19,35 @@ from . import glm_moe, latent, reading, rotary
 
 
 def _read(fields: ConfigJson) -> ModelConfig:
+    """transformers takes a model of text alone for Ministral where it has `layer_types`; see `_read_part`."""
+    return _read_ministral(fields) if "layer_types" in fields.raw else _read_part(fields)
+
+
+def _read_part(fields: ConfigJson) -> ModelConfig:
+    """A text part, whose `layer_types` transformers leaves out: all layers have the window."""
     rotary.rope_fields(fields).states(_BETA)  # of Ministral 3 alone
-    return _model(fields, None)
+    return _model(fields, [fields.optional("sliding_window")] * fields.integer("num_hidden_layers"))
+
+
+def _read_ministral(fields: ConfigJson) -> ModelConfig:
+    rotary.rope_fields(fields).states(_BETA)
+    types = fields.texts("layer_types") and reading.layer_types(fields, 1)
+    types = types or [reading.SLIDING] * fields.integer("num_hidden_layers")
+    if fields.is_null("sliding_window"):
+        raise fields.refuse("sliding_window", "transformers needs one, also where no layer has it")
+    return _model(fields, reading.windows_of(fields, types))
 
 
 def _read_ministral_3(fields: ConfigJson) -> ModelConfig:
-    return _model(fields, _growth(fields))
+    """As of Mistral's text parts, `layer_types` has no effect."""
+    windows = [fields.optional("sliding_window")] * fields.integer("num_hidden_layers")
+    return _model(fields, windows, _growth(fields))
 
 
-def _model(fields: ConfigJson, growth: QueryGrowth | None) -> ModelConfig:
+def _model(fields: ConfigJson, windows: Sequence[int | None], growth: QueryGrowth | None = None) -> ModelConfig:
     heads = reading.heads(fields)
     rope, feed_forward = rotary.rope(fields, heads.head_dim), reading.gated(fields)
     attention = AttentionSpec(*heads, scale=heads.head_dim**-0.5, rope=rope, query_growth=growth)
-    windows = reading.windows(fields, [reading.SLIDING] * fields.integer("num_hidden_layers"))
     layers = [LayerSpec(replace(attention, window=each), feed_forward) for each in windows]
     return reading.dense(fields, layers, reading.rms_norm(fields))
 
@@ -56,7 +73,7 @@ def _read_beside_vision(fields: ConfigJson) -> ModelConfig:
     if kind == "ministral3":
         return MINISTRAL_3.read(fields.with_defaults({**MINISTRAL_3.defaults, **MINISTRAL_3.shape}))
     if kind != "mistral4":
-        return _read(fields.with_defaults({**_DEFAULTS, **MISTRAL.shape}))
+        return _read_part(fields.with_defaults({**_DEFAULTS, **MISTRAL.shape}))
     model = _read_4(fields.with_defaults({**_DEFAULTS_4, **text_shape(131072, 4096, 12288, 36, 32)}))
     return replace(model, tensors=replace(BESIDE_VISION, names=model.tensors.names))
 
@@ -78,10 +95,11 @@ MISTRAL = Family(
     nulls=("head_dim",),
     shape=text_shape(32000, 4096, 14336, 32, 32),
 )
+MISTRAL_PART = replace(MISTRAL, read=_read_part)
 MINISTRAL = Family(
     "Ministral 8B",
     ("MinistralForCausalLM",),
-    _read,
+    _read_ministral,
     _DEFAULTS,
     nulls=("head_dim",),
     shape=text_shape(32000, 4096, 14336, 32, 32),

@@ -29,6 +29,8 @@ def _read(fields: ConfigJson) -> ModelConfig:
     types = _layer_types(fields)
     norm = NormSpec(fields.number("layer_norm_epsilon"), wide=True)
     heads = reading.heads(fields)
+    if fields.boolean("attention_bias"):
+        raise fields.refuse("attention_bias", "transformers leaves it out for this family; only false is supported")
     layers = {reading.FULL: LayerSpec(AttentionSpec(*heads, scale=heads.head_dim**-0.5, rope=None), None)}
     if _MAMBA in types:
         layers[_MAMBA] = LayerSpec(_mamba(fields, norm.eps), None)

@@ -12,7 +12,7 @@ from ..family import Family
 from ..layers import Activation, AttentionSpec, HeadNorm, LayerSpec, Norms
 from ..recurrent import GatedDeltaSpec
 from ..rope_config import RopeConfig
-from ..tensor_names import AFTER_NORMS, TensorNames
+from ..tensor_names import AFTER_NORMS, JOINED_CONVS, TensorNames
 from . import reading, rotary
 
 _LINEAR = "linear_attention"
@@ -90,6 +90,7 @@ OLMO_HYBRID = Family(
             "mlp_norm": "feedforward_layer_norm",
             "attention_out_norm": "feedforward_layer_norm",
         },
+        joined=JOINED_CONVS,
     ),
     nulls=(
         "linear_key_head_dim",

@@ -22,6 +22,7 @@ _TENSORS = TensorNames(
         "token2wav.",
         "code2wav.",
     ),
+    head_part="thinker",
 )
 """Names of tensors with a talker beside the thinker, and without one: an adapter may have been trained on either."""
 
@@ -32,6 +33,7 @@ def _of_whole(thinker: Family, *architectures: str) -> Family:
         title=f"{thinker.title}, with its talker",
         architectures=architectures,
         text_part=f"thinker_config.{thinker.text_part}",
+        head_part="thinker_config",
     )
 
 

@@ -55,8 +55,7 @@ def heads(fields: ConfigJson) -> Heads:
 
 def windows(fields: ConfigJson, types: Sequence[str]) -> list[int | None]:
     """The window of each layer, by the field `layer_types`; where it is missing, by `types`."""
-    window, given = fields.optional("sliding_window"), fields.texts("layer_types") and layer_types(fields, 1)
-    return [window if kind == SLIDING else None for kind in given or types]
+    return windows_of(fields, (fields.texts("layer_types") and layer_types(fields, 1)) or types)
 
 
 def windows_of(fields: ConfigJson, types: Sequence[str]) -> list[int | None]:

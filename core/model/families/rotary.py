@@ -46,6 +46,8 @@ def rope(
     if rope_type not in types:
         raise scaling.refuse(_type_field(scaling), f"rope type not supported; supported: {', '.join(types)}")
     base = theta if theta is not None and "rope_theta" not in scaling.raw else _theta(scaling, fields)
+    if base == 1 and rope_type == "yarn":
+        raise scaling.refuse("rope_theta", "yarn divides by its logarithm; a number other than 1 is needed")
     share = _share(scaling, fields, rope_type)
     dim = head_dim if rope_type == "proportional" else int(head_dim * share)
     if not 0 < dim <= head_dim or dim % 2 or share > 1:

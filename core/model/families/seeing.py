@@ -40,7 +40,7 @@ from . import (
 #: Values of `model_type` of text parts.
 TEXTS = {
     "llama": llama.LLAMA,
-    "mistral": mistral.MISTRAL,
+    "mistral": mistral.MISTRAL_PART,
     "ministral": mistral.MINISTRAL,
     "ministral3": mistral.MINISTRAL_3,
     "qwen2": qwen.QWEN2,

@@ -1049,6 +1049,41 @@ def test_a_scaling_beside_ropes_by_type_changes_that_of_full_attention(read, arc
             "rope_scaling.type is 'mrope': rope type not",
         ),
         ({**GEMMA_3, "sliding_window": None}, "sliding_window is None: layers of sliding_attention need one"),
+        *(
+            (
+                {"architectures": [f"{name}ForCausalLM"], "sliding_window": None, **others},
+                f"sliding_window is None: {why}",
+            )
+            for name, others, why in (
+                ("Ministral", {}, "transformers needs one"),
+                ("Ministral", {"layer_types": ["full_attention"] * 2}, "transformers needs one"),
+                ("Mistral", {"layer_types": None}, "transformers needs one"),
+                ("Cwm", {}, "layers of sliding_attention need one"),
+                ("GraniteSWA", {}, "layers of sliding_attention need one"),
+            )
+        ),
+        (
+            {"architectures": ["GraniteSWAForCausalLM"], "layer_rope_theta": []},
+            "layer_rope_theta is []: 0 bases for num_hidden_layers, 2",
+        ),
+        (
+            {"architectures": ["HunYuanMoEV1ForCausalLM"], "num_experts": 4, "moe_topk": [2]},
+            "moe_topk is [2]: 1 numbers for num_hidden_layers, 2",
+        ),
+        (
+            {"architectures": ["HunYuanMoEV1ForCausalLM"], "num_experts": 4, "moe_topk": 2, "num_experts_per_tok": 1},
+            "moe_topk is 2: it is another name of num_experts_per_tok",
+        ),
+        (
+            {**GEMMA_4, "num_hidden_layers": 3, "layer_types": ["full_attention"] * 3, "num_kv_shared_layers": 1},
+            "num_kv_shared_layers is 1: transformers fails for such layers if hidden_size_per_layer_input is 0",
+        ),
+        *(
+            ({"architectures": ["Llama4ForCausalLM"], "attn_temperature_tuning": value}, f"tuning is {value}: {why}")
+            for value, why in ((None, "transformers takes no null"), (0, "true or false"), (0.5, "true or false"))
+        ),
+        ({"architectures": ["NemotronHForCausalLM"], "attention_bias": None}, "attention_bias is None: transformers"),
+        ({"architectures": ["NemotronHForCausalLM"], "attention_bias": True}, "attention_bias is True: transformers"),
         ({"layer_types": []}, "layer_types is []: a type for each layer is needed"),
         # absurd
         (
@@ -1058,6 +1093,13 @@ def test_a_scaling_beside_ropes_by_type_changes_that_of_full_attention(read, arc
         (
             {"rope_scaling": {"rope_type": "linear", "factor": 1e8}},
             "rope_scaling.factor is 100000000.0: a number from 1e-06",
+        ),
+        (
+            {
+                "rope_theta": 1.0,
+                "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+            },
+            "rope_theta is missing: yarn divides by its logarithm",
         ),
         ({"rope_theta": 1e30}, "rope_theta is 1e+30: a number of at most 1e+12"),
         ({"rms_norm_eps": 10**400}, "a number of at most 1e+12 is needed"),

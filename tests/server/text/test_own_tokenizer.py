@@ -9,14 +9,20 @@ import shutil
 
 import httpx
 import pytest
-from tokenizers import Regex, Tokenizer, pre_tokenizers
+from tokenizers import Regex, pre_tokenizers
+from tokenizers import Tokenizer as Backend
+from transformers import AutoTokenizer, LlamaTokenizer
 
 from chorus.core.requests.request_params import InvalidRequest
-from chorus.memory.files.added_tokens import AddedToken, OwnTokens
+from chorus.memory.files.added_tokens import AddedToken, OwnTokens, own_tokens
+from chorus.memory.files.base_tokens import BaseTokens
+from chorus.memory.files.directory import AdapterDirectory
+from chorus.memory.files.error import AdapterFormatError
 from chorus.server.demo.builtin import BUILTIN_ADAPTERS, BUILTIN_MODEL
 from chorus.server.settings import Settings
 from chorus.server.start.launch import build_app, serving
 from chorus.server.text.own_tokenizer import CalledTokenizer, is_panic, own_backend
+from chorus.server.text.tokenizer import Tokenizer
 
 SLOW = "x" * 60
 """A text that the regular expression of `panicking` gives up on."""
@@ -24,7 +30,7 @@ SLOW = "x" * 60
 
 def panicking():
     """The built-in model's tokenizer with a pre-tokenizer that panics for `SLOW`."""
-    found = Tokenizer.from_file(str(BUILTIN_MODEL / "tokenizer.json"))
+    found = Backend.from_file(str(BUILTIN_MODEL / "tokenizer.json"))
     split = pre_tokenizers.Split(Regex("(x+x+)+y"), "isolated")
     found.pre_tokenizer = pre_tokenizers.Sequence([split, found.pre_tokenizer])
     return found
@@ -42,7 +48,7 @@ def test_the_library_panics_and_the_call_does_not():
 
 def test_only_a_fault_that_the_base_model_s_tokenizer_lacks_is_the_adapter_s():
     own = OwnTokens((AddedToken(259, "<tool>", special=True),))
-    plain = Tokenizer.from_file(str(BUILTIN_MODEL / "tokenizer.json"))
+    plain = Backend.from_file(str(BUILTIN_MODEL / "tokenizer.json"))
     made = own_backend(CalledTokenizer(panicking()), own, RuntimeError)
     assert made.encode("a<tool>").ids[-1] == 259
     with pytest.raises(InvalidRequest):
@@ -50,6 +56,70 @@ def test_only_a_fault_that_the_base_model_s_tokenizer_lacks_is_the_adapter_s():
     broken = CalledTokenizer(panicking(), CalledTokenizer(plain), RuntimeError)
     with pytest.raises(RuntimeError, match="Onig"):
         broken.encode(SLOW)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    """The directory of a tokenizer as Llama 2 was published: spaces are put before each part between added tokens."""
+    path = tmp_path_factory.mktemp("llama")
+    letters = ["▁", *"abdehlorw", "▁h", "el", "lo", "hel", "hello", "▁hello"]
+    vocabulary = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *letters]
+    merges = [("e", "l"), ("l", "o"), ("h", "el"), ("hel", "lo"), ("▁", "hello"), ("▁", "h")]
+    made = LlamaTokenizer({text: id_ for id_, text in enumerate(vocabulary)}, merges, legacy=True)
+    made.save_pretrained(path)
+    config = json.loads((path / "tokenizer_config.json").read_text())
+    (path / "tokenizer_config.json").write_text(json.dumps({**config, "legacy": True}))
+    return path
+
+
+def saved(base, path, times):
+    """An adapter's tokenizer with two more tokens, which was loaded and saved so many times."""
+    for time in range(times):
+        found = AutoTokenizer.from_pretrained(path if time else base)
+        found.add_tokens(["<tool>", "<end>"])
+        found.save_pretrained(path)
+    return path
+
+
+def own_of(base, path):
+    with AdapterDirectory(path, ()) as directory:
+        return own_tokens(directory, BaseTokens(base), None)
+
+
+TEXTS = ("hello<tool>hello world", "<tool> hello<end>hello", " hello", "<s>hello</s>hello")
+
+
+@pytest.mark.parametrize("times", [1, 2, 3])
+def test_what_transformers_makes_of_the_base_when_it_is_saved_and_loaded_again_is_served(llama, tmp_path, times):
+    """transformers drops `legacy` when it saves: what is saved from then on has spaces before the first part only."""
+    own = own_of(llama, saved(llama, tmp_path, times))
+    assert own is not None
+    made = Tokenizer.load(llama).with_tokens(own)
+    trained = AutoTokenizer.from_pretrained(llama if times == 1 else tmp_path)
+    trained.add_tokens(["<tool>", "<end>"])
+    for text in TEXTS:
+        for marks in (False, True):
+            want = trained(text, add_special_tokens=marks)["input_ids"]
+            assert made.backend.encode(text, add_special_tokens=marks).ids == want
+    spaces = {tuple(one.backend.encode("<s>hello").ids) for one in (made, Tokenizer.load(llama))}
+    assert len(spaces) == (1 if times == 1 else 2)
+
+
+@pytest.mark.parametrize(
+    ("part", "value"),
+    [
+        ("pre_tokenizer", {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "never", "split": False}),
+        ("pre_tokenizer", None),
+        ("normalizer", {"type": "Lowercase"}),
+    ],
+)
+def test_parts_that_no_form_of_the_base_has_are_refused_with_the_way(llama, tmp_path, part, value):
+    file = saved(llama, tmp_path, 2) / "tokenizer.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), part: value}))
+    with pytest.raises(
+        AdapterFormatError, match=f"its {part} is not that of the base .* AutoTokenizer.from_pretrained"
+    ):
+        own_of(llama, tmp_path)
 
 
 @pytest.fixture
