@@ -123,7 +123,7 @@ HOSTILE = [
         "nesting in the model",
         FILE,
         lambda: '{"model": ' + '{"a":' * 40 + "1" + "}" * 40 + "}",
-        "its model has no vocab",
+        "added_tokens lacks",
     ),
     ("megabytes of spaces", FILE, lambda: tokenizer().replace('"model"', " " * (3 << 20) + '"model"'), None),
     (
