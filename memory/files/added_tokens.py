@@ -1,9 +1,9 @@
 """Tokens that an adapter's own tokenizer files add to its base model's tokenizer.
 
-Only these tokens are the adapter's own: the vocabulary, the normaliser and the other parts are the base model's, and an
-adapter that has others is refused. Of a `tokenizer.json` only the beginning is read, up to the vocabulary, which is
-compared with the base model's where the adapter has tokens that the base model's tokenizer lacks. Nothing of a file is
-given to the `tokenizers` library but the texts and flags of tokens.
+Only these tokens, and flags of added tokens, are the adapter's own: the vocabulary, the normaliser and the other parts
+are the base model's, and an adapter that has others is refused. The beginning of a `tokenizer.json` is parsed, up to
+the vocabulary; the rest is read, and parsed only if its bytes are not the base model's or another adapter's. Nothing of
+a file is given to the `tokenizers` library but the texts and flags of tokens.
 
 Tests: tests/memory/files/test_added_tokens.py, tests/memory/files/test_hostile_files.py
 """
@@ -19,19 +19,19 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
-from .base_tokens import MAX_TEXT_BYTES, BaseTokens
+from .base_tokens import CONFIG, MAX_TEXT_BYTES, BaseTokens
+from .compared_tokenizer import check_vocabulary, checked_parts
 from .directory import AdapterDirectory
 from .error import AdapterFormatError, shown
 from .json_stream import JsonStream, MalformedJson, pieces_of
-from .tokenizer_json import MAX_ADDED, MAX_BYTES, PARTS, TOKENIZER, DifferentModel, compare_model, read_members
+from .tokenizer_json import KIND, MAX_ADDED, MAX_BYTES, TOKENIZER, read_members
 
-LISTED, CONFIG, NAMED = "added_tokens.json", "tokenizer_config.json", "special_tokens_map.json"
+LISTED, NAMED = "added_tokens.json", "special_tokens_map.json"
 TOKENIZER_FILES = (TOKENIZER, CONFIG, LISTED, NAMED)
 TEMPLATE_FILE = "chat_template.jinja"
 TEXT_FILES = (*TOKENIZER_FILES, TEMPLATE_FILE)
 """Files that an adapter may have next to its configuration and weights: its own tokenizer and template."""
 
-_KIND = "a tokenizer's file"
 _BEGINNING = 256 << 10
 
 MAX_TOKEN = 1024
@@ -58,10 +58,14 @@ class AddedToken(NamedTuple):
     rstrip: bool = False
     normalized: bool = False
 
+    @property
+    def flags(self) -> dict[str, bool]:
+        return {name: getattr(self, name) for name in _FLAGS}
+
 
 @dataclass(frozen=True)
 class OwnTokens:
-    """The tokens of an adapter's tokenizer that its base model's lacks."""
+    """The added tokens of an adapter's tokenizer, where its base model's lacks any or has other flags."""
 
     tokens: tuple[AddedToken, ...]
     """All its added tokens, by id; those that the base model's tokenizer has, too, with its own flags."""
@@ -100,37 +104,43 @@ def has_tokenizer_file(directory: AdapterDirectory) -> bool:
 def own_tokens(
     directory: AdapterDirectory, base: BaseTokens, vocab_size: int | None, added: Collection[int] = ()
 ) -> OwnTokens | None:
-    """The adapter's tokenizer if it names tokens that the base model's tokenizer lacks; None if not.
+    """The adapter's added tokens if the base model's tokenizer lacks some, or has them with other flags; None if not.
 
     vocab_size: of the base model's embeddings. Tokens beyond them have no row, so they are no tokens of a prompt, but
     for those of `added`.
-    Raises AdapterFormatError for files that can't be read, and for a token that isn't the base model's. Files that
-    equal another adapter's without such tokens are not parsed again.
+    Raises AdapterFormatError for files that can't be read, for a token that isn't the base model's, and for a tokenizer
+    that differs in anything else. Files like another adapter's without such tokens (equal, of `tokenizer.json` equal in
+    the beginning and in size) are not read again: trainers save the tokenizer with each of thousands of adapters.
     """
     contents = _contents(directory, base)
-    key = _digest(contents)
+    size = directory.size(TOKENIZER, KIND) if TOKENIZER in contents else 0
+    key = size, _digest(contents)
     if key in base.plain:
         return None
     found = _read(directory, contents, base)
-    for id_, (token, file) in found.tokens.items():
-        known = base.id_of(token.text)
-        if known is not None and known != id_:
-            raise AdapterFormatError(
-                f"{file}: token {shown(token.text)} has id {id_}, in the base model's tokenizer it has {known}; train "
-                "with the base model's tokenizer, and only add tokens to it"
-            )
+    _check_known(found.tokens, base)
     served = {id_: one for id_, one in found.tokens.items() if vocab_size is None or id_ < vocab_size or id_ in added}
-    if all(base.id_of(one.token.text) is not None for one in served.values()):
+    is_plain = all(_is_of_base(one, base) for one in served.values())
+    if not is_plain:
+        _check_ids(served, base)
+    parts: tuple[tuple[str, str], ...] = ()
+    if found.parts is not None:
+        parts = checked_parts(directory.path / TOKENIZER, found.parts, base)
+        check_vocabulary(directory, found.model_at, base)
+    if is_plain and not parts:
         if not found.is_beyond:
             base.plain.add(key)
         return None
-    _check_ids(served, base)
-    parts = ()
-    if found.parts is not None:
-        parts = _parts_of(directory.path / TOKENIZER, found.parts, base)
-        _check_vocabulary(directory, found, base)
     own = OwnTokens(tuple(one.token for one in served.values()), tuple(found.named.items()), parts)
     return _known.setdefault(own.digest, own)
+
+
+def _is_of_base(listed: _Listed, base: BaseTokens) -> bool:
+    """True for a token that the base model's tokenizer has, too, and treats alike. `added_tokens.json` has no flags."""
+    token, file = listed
+    if file.name == LISTED:
+        return base.id_of(token.text) is not None
+    return base.added.get(token.id) == token.text and base.has_flags(token.id, token.flags)
 
 
 _known: WeakValueDictionary[str, OwnTokens] = WeakValueDictionary()
@@ -153,12 +163,12 @@ class _Found(NamedTuple):
 def _contents(directory: AdapterDirectory, base: BaseTokens | None) -> dict[str, bytes]:
     """The directory's files by name, of `tokenizer.json` its beginning."""
     files = {
-        name: directory.read(name, MAX_TEXT_BYTES if base is None else base.most_bytes(name), _KIND)
+        name: directory.read(name, MAX_TEXT_BYTES if base is None else base.most_bytes(name), KIND)
         for name in (CONFIG, LISTED, NAMED)
         if directory.has(name)
     }
     if directory.has(TOKENIZER):
-        files[TOKENIZER] = directory.read_beginning(TOKENIZER, _BEGINNING, _KIND)
+        files[TOKENIZER] = directory.read_beginning(TOKENIZER, _BEGINNING, KIND)
     return files
 
 
@@ -219,7 +229,7 @@ def _take_members(stream: JsonStream, found: dict[str, Any], most: int) -> None:
 
 def _tokenizer(directory: AdapterDirectory, beginning: bytes, most: int) -> tuple[dict[str, Any], int | None, int]:
     """The members of `tokenizer.json` but for the vocabulary, where that begins, and the bytes that were read."""
-    rest = directory.pieces(TOKENIZER, len(beginning), MAX_BYTES, _KIND)
+    rest = directory.pieces(TOKENIZER, len(beginning), MAX_BYTES, KIND)
     stream = JsonStream(chain(pieces_of(beginning), rest))
     try:
         members, is_model_next = read_members(stream, most)
@@ -247,7 +257,8 @@ def _put(tokens: dict[int, _Listed], directory: AdapterDirectory, name: str, lis
                 f"{file}: token {shown(token.text)} has id {token.id}, in {where} it has {ids[token.text]}; save the "
                 "tokenizer again"
             )
-        tokens.setdefault(token.id, _Listed(token, file))
+        if other is None or name == CONFIG:  # whose flags transformers takes, of two
+            tokens[token.id] = _Listed(token, file)
 
 
 def _listed(file: Path, entries: Any) -> Iterator[AddedToken]:
@@ -337,6 +348,17 @@ def _text(token: Any) -> str | None:
     return text if isinstance(text, str) else None
 
 
+def _check_known(tokens: Mapping[int, _Listed], base: BaseTokens) -> None:
+    """Refuse a token that has another id in the base model's tokenizer."""
+    for id_, (token, file) in tokens.items():
+        known = base.id_of(token.text)
+        if known is not None and known != id_:
+            raise AdapterFormatError(
+                f"{file}: token {shown(token.text)} has id {id_}, in the base model's tokenizer it has {known}; train "
+                "with the base model's tokenizer, and only add tokens to it"
+            )
+
+
 def _check_ids(served: dict[int, _Listed], base: BaseTokens) -> None:
     """Refuse a token whose id the `tokenizers` library would not give it: it numbers them after the vocabulary."""
     vocabulary = base.vocabulary
@@ -354,48 +376,3 @@ def _check_ids(served: dict[int, _Listed], base: BaseTokens) -> None:
         raise AdapterFormatError(
             f"{served[id_].file}: token {shown(text)} has id {id_}, and {why}; add tokens behind the base model's"
         )
-
-
-def _parts_of(file: Path, parts: Mapping[str, Any], base: BaseTokens) -> tuple[tuple[str, str], ...]:
-    """`OwnTokens.parts`. Raises AdapterFormatError for a normaliser or the like that isn't the base model's. They are
-    programs: only those run that the base model's files make.
-    """
-    other = next((name for name in PARTS if not base.has_part(name, parts.get(name))), None)
-    if other is None:
-        return ()
-    if found := base.reloaded_parts(parts):
-        return found
-    raise AdapterFormatError(
-        f"{file}: its {other} is not that of the base model's tokenizer; train with the base model's tokenizer, and "
-        f"only add tokens to it. If it was, load that anew with AutoTokenizer.from_pretrained, add the tokens in the "
-        "order of their ids, and save it in place of this one"
-    )
-
-
-def _check_vocabulary(directory: AdapterDirectory, found: _Found, base: BaseTokens) -> None:
-    """Refuse a vocabulary that isn't the base model's, added tokens aside. One of equal bytes is read only once."""
-    start = found.model_at or 0
-    digest = hashlib.sha256()
-    for piece in directory.pieces(TOKENIZER, start, MAX_BYTES, _KIND):
-        digest.update(piece)
-    if (key := digest.digest()) in base.same:
-        return
-    file, pieces = directory.path / TOKENIZER, directory.pieces(TOKENIZER, 0, MAX_BYTES, _KIND)
-    try:
-        fields = compare_model(JsonStream(pieces), base.model)
-    except DifferentModel as error:
-        raise AdapterFormatError(
-            f"{file}: {error}; train with the base model's tokenizer, and only add tokens to it"
-        ) from None
-    except MalformedJson as error:
-        raise AdapterFormatError(f"{file}: {error}") from error
-    finally:
-        pieces.close()
-    for name in sorted(fields.keys() | base.model.fields.keys()):
-        if not base.has_field(name, fields.get(name)):
-            theirs = shown(base.model.fields.get(name))
-            raise AdapterFormatError(
-                f"{file}: {name} of its model is {shown(fields.get(name))}, the base model's is {theirs}; train with "
-                "the base model's tokenizer, and only add tokens to it"
-            )
-    base.same.add(key)

@@ -5,6 +5,7 @@ Tests: tests/memory/files/test_added_tokens.py
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 from collections.abc import Iterator, Mapping
@@ -22,6 +23,8 @@ log = logging.getLogger(__name__)
 MAX_TEXT_BYTES = 2 << 20
 """Bytes of an adapter's tokenizer file other than `tokenizer.json`; more where the base model's own file is larger."""
 
+CONFIG = "tokenizer_config.json"
+
 MORE_TOKENS = 4096
 """Added tokens that an adapter may have more than its base model."""
 
@@ -36,8 +39,10 @@ class BaseTokens:
     directory: Path
     same: set[bytes] = field(default_factory=set)
     """Digests of adapters' files, from their vocabulary on, that have this model's."""
-    plain: set[bytes] = field(default_factory=set)
-    """Digests of adapters' tokenizer files that name no other tokens."""
+    plain: set[tuple[int, bytes]] = field(default_factory=set)
+    """Adapters' tokenizer files that have the same tokens and parts: bytes of `tokenizer.json`, and a digest of its
+    beginning and of the others.
+    """
 
     @property
     def is_there(self) -> bool:
@@ -46,7 +51,7 @@ class BaseTokens:
     @cached_property
     def added(self) -> dict[int, str]:
         """Added tokens by id."""
-        return {token["id"]: token["content"] for token in self._members.get("added_tokens") or ()}
+        return {id_: token["content"] for id_, token in self._added.items()}
 
     @property
     def most_added(self) -> int:
@@ -91,7 +96,18 @@ class BaseTokens:
         if self.model.fields.get(name) == value:
             return True
         loaded = getattr(self._loaded, "model", None)
-        return (type(loaded).__name__ if name == "type" else getattr(loaded, name, None)) == value
+        if name == "type":
+            return type(loaded).__name__ == value
+        return hasattr(loaded, name) and getattr(loaded, name) == value
+
+    def has_flags(self, id_: int, flags: Mapping[str, bool]) -> bool:
+        """The same for flags of an added token."""
+        tokens = (form[id_] for form in self._added_forms() if id_ in form)
+        return any(flags == {name: _flag(token, name) for name in flags} for token in tokens)
+
+    def has_digest(self, digest: bytes) -> bool:
+        """True for the digest of bytes, from the vocabulary on, that are the file's own, or known to mean the same."""
+        return digest in self.same or digest == self._digest
 
     def _forms(self) -> Iterator[Mapping[str, Any]]:
         yield self._members
@@ -106,13 +122,45 @@ class BaseTokens:
             return ()
         return tuple((name, json.dumps(self._reloaded[name])) for name in PARTS)
 
+    def _added_forms(self) -> Iterator[Mapping[int, Any]]:
+        """Added tokens by id: of the file, of the configuration beside it, and as transformers loads them."""
+        yield self._added
+        yield self._configured
+        yield {} if self._loaded is None else self._loaded.get_added_tokens_decoder()
+
+    @cached_property
+    def _added(self) -> dict[int, dict[str, Any]]:
+        return {token["id"]: token for token in self._members.get("added_tokens") or ()}
+
+    @cached_property
+    def _configured(self) -> dict[int, dict[str, Any]]:
+        try:
+            config = json.loads((self.directory / CONFIG).read_bytes())
+            return {int(id_): token for id_, token in config.get("added_tokens_decoder", {}).items()}
+        except (OSError, ValueError, AttributeError) as error:  # it need not be there
+            log.debug("no tokens of %s: %s", self.directory / CONFIG, error)
+            return {}
+
+    @cached_property
+    def _digest(self) -> bytes:
+        with (self.directory / TOKENIZER).open("rb") as file:
+            file.seek(self._beginning[1])
+            return hashlib.file_digest(file, "sha256").digest()
+
     @cached_property
     def _ids(self) -> dict[str, int]:
         return {text: id_ for id_, text in self.added.items()}
 
-    @cached_property
+    @property
     def _members(self) -> dict[str, Any]:
-        return read_members(JsonStream(self._pieces()), None)[0]
+        return self._beginning[0]
+
+    @cached_property
+    def _beginning(self) -> tuple[dict[str, Any], int]:
+        """The members of the file but for the vocabulary, and where that begins if nothing else follows it, else 0."""
+        stream = JsonStream(self._pieces())
+        members, is_model_next = read_members(stream, None)
+        return members, stream.position if is_model_next else 0
 
     @cached_property
     def _rewritten(self) -> dict[str, Any]:
@@ -171,6 +219,11 @@ def _load(directory: Path) -> Any:
     except Exception as error:  # whatever it raises: the server reports it where it needs it
         log.debug("transformers does not load the tokenizer of %s: %s", directory, error)
         return None
+
+
+def _flag(token: Any, name: str) -> bool:
+    """A flag of an added token, as JSON or of the library."""
+    return bool(token.get(name) if isinstance(token, Mapping) else getattr(token, name, False))
 
 
 def _state(part: Any) -> Any:

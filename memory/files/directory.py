@@ -114,6 +114,14 @@ class AdapterDirectory:
             raise self._too_long(name, limit, kind)
         return bytes(data)
 
+    def size(self, name: str, kind: str) -> int:
+        """The number of bytes of a file."""
+        fd = self.open(name, kind)
+        try:
+            return os.fstat(fd).st_size
+        finally:
+            os.close(fd)
+
     def pieces(self, name: str, start: int, limit: int, kind: str) -> Generator[bytes, None, None]:
         """A file's bytes from `start` on, piece by piece. Raises AdapterFormatError if it is longer than `limit`."""
         fd = self.open(name, kind)

@@ -14,6 +14,7 @@ from .error import shown
 from .json_stream import MAX_KEY, JsonStream, MalformedJson
 
 TOKENIZER = "tokenizer.json"
+KIND = "a tokenizer's file"
 
 #: Members other than the vocabulary and the added tokens that make tokens of a text, or a text of tokens.
 PARTS = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
@@ -47,8 +48,9 @@ def read_members(stream: JsonStream, most_added: int | None) -> tuple[dict[str, 
     `model` is next. most_added: added tokens that it may have; None: any number. Raises ValueError if it can't be read.
     """
     members: dict[str, Any] = {}
+    has_model = False
     for key in stream.members():
-        if key in members:
+        if key in members or (key == "model" and has_model):
             raise MalformedJson(f"key {shown(key)} occurs twice")
         if key == "added_tokens":
             members[key] = _entries(stream, most_added)
@@ -57,6 +59,7 @@ def read_members(stream: JsonStream, most_added: int | None) -> tuple[dict[str, 
         elif members.keys() >= _ALL:
             return members, True
         else:
+            has_model = True
             stream.skip()
     stream.finish()
     return members, False
@@ -86,22 +89,21 @@ def compare_model(stream: JsonStream, base: Model) -> dict[str, Any]:
 
     Raises DifferentModel, and ValueError if it can't be read.
     """
-    seen = 0
+    seen = set[str]()
 
     def compare(text: str, id_: int) -> None:
-        nonlocal seen
         if base.vocabulary.get(text) != id_:
             raise DifferentModel(
                 f"its vocabulary has token {shown(text)} as {shown(id_)}, the base model's as "
                 f"{shown(base.vocabulary.get(text))}"
             )
-        seen += 1
-        if seen > len(base.vocabulary):
-            raise DifferentModel("its vocabulary has tokens twice")
+        if text in seen:
+            raise DifferentModel(f"its vocabulary has token {shown(text)} twice")
+        seen.add(text)
 
     fields, merges = _model(stream, compare)
-    if seen < len(base.vocabulary):
-        raise DifferentModel(f"its vocabulary has {seen} tokens, the base model's has {len(base.vocabulary)}")
+    if len(seen) < len(base.vocabulary):
+        raise DifferentModel(f"its vocabulary has {len(seen)} tokens, the base model's has {len(base.vocabulary)}")
     if merges != base.merges:
         raise DifferentModel("the merges, or scores, of its vocabulary are not the base model's")
     return fields
@@ -176,14 +178,16 @@ def _vocabulary(stream: JsonStream) -> Iterator[tuple[str, int, float | None]]:
 
 
 def _merges(stream: JsonStream) -> Iterator[str]:
-    """Pairs of tokens, which newer versions of the library write as lists."""
+    """Pairs of tokens, which newer versions of the library write as lists: their tokens may have spaces and ends of
+    lines.
+    """
     if stream.next_mark() == "n" and stream.value(MAX_KEY) is None:
         return
     for _ in stream.entries():
         match stream.value(MAX_KEY):
             case [str(first), str(second)]:
-                yield f"{first} {second}"
+                yield repr((first, second))
             case str(pair):
-                yield pair
+                yield repr(tuple(pair.split(" ")))
             case _:
                 raise MalformedJson("merges of its model is not a list of pairs")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import replace
 
 import pytest
@@ -15,6 +14,8 @@ from chorus.memory.files.directory import AdapterDirectory
 from chorus.memory.files.error import AdapterFormatError
 from chorus.memory.files.format import inspect_adapter
 from chorus.memory.files.identity import with_content
+from chorus.memory.files.json_stream import JsonStream
+from chorus.memory.files.tokenizer_json import read_model
 from chorus.server.demo.builtin import BUILTIN_MODEL
 
 from ...tables import TINY_PATHS
@@ -84,20 +85,25 @@ def test_flags_and_named_tokens_are_the_adapter_s(adapter, modules):
     assert tokens.named == (("eos_token", "<end>"),)
 
 
-def test_the_base_model_s_tokenizer_costs_nothing(adapter, modules, monkeypatch):
-    """Its vocabulary is not read, of either side."""
+def test_the_base_model_s_own_file_is_compared_by_its_bytes(adapter, modules):
+    """Its vocabulary is parsed on neither side."""
     (adapter / FILE).write_bytes((BUILTIN_MODEL / FILE).read_bytes())
     (adapter / "tokenizer_config.json").write_bytes((BUILTIN_MODEL / "tokenizer_config.json").read_bytes())
-    assert inspect_adapter(adapter, modules).tokens is None
-    assert "model" not in vars(modules.base_tokens)
+    for _ in range(2):
+        assert inspect_adapter(adapter, modules).tokens is None
+    assert "model" not in vars(modules.base_tokens) and not modules.base_tokens.same
 
-    large = json.loads((BUILTIN_MODEL / FILE).read_text())
-    large["model"]["vocab"] |= {f"word {index}": 300 + index for index in range(100_000)}
-    (adapter / FILE).write_text(json.dumps(large))
-    read, plain = [], os.read
-    monkeypatch.setattr(os, "read", lambda fd, size: read.append(plain(fd, size)) or read[-1])
-    assert inspect_adapter(adapter, modules).tokens is None
-    assert sum(map(len, read)) < 400_000 < (adapter / FILE).stat().st_size
+
+def test_a_difference_behind_a_known_beginning_is_found(adapter_draft, tmp_path, modules):
+    """Where an earlier adapter's file begins with the same bytes."""
+    text = (BUILTIN_MODEL / FILE).read_text()
+    long = text.replace('"model"', " " * (300 << 10) + '"model"')
+    paths = [adapter_draft().write(tmp_path / str(index)) for index in range(2)]
+    (paths[0] / FILE).write_text(long)
+    assert inspect_adapter(paths[0], modules).tokens is None
+    (paths[1] / FILE).write_text(long.replace('"A": 65', '"another": 65'))
+    with pytest.raises(AdapterFormatError, match="has token 'another' as 65, the base model's as None"):
+        inspect_adapter(paths[1], modules)
 
 
 def test_files_that_equal_another_adapters_are_not_parsed_again(adapter_draft, tmp_path, modules, monkeypatch):
@@ -118,7 +124,7 @@ def test_equal_sets_are_one_object_and_the_content_tells_others_apart(adapter_dr
     for index, texts in enumerate((("<tool>",), ("<tool>",), ("<end>",), ())):
         path = adapter_draft().write(tmp_path / str(index))
         if texts:
-            backend(*texts).save(str(path / FILE))
+            (path / FILE).write_text(json.dumps(json.loads(backend(*texts).to_str()), indent=1))
         manifests.append(with_content(inspect_adapter(path, modules)))
     assert manifests[0].tokens is manifests[1].tokens and len(modules.base_tokens.same) == 1
     hashes = [one.content_hash for one in manifests]
@@ -178,7 +184,11 @@ def test_merges_as_lists_of_large_vocabularies_are_read(adapter):
         (FILE, {"added_tokens": [{"id": 259}]}, r"content of added_tokens\[0\] is None; the token's text is needed"),
         (FILE, {"added_tokens": [{**TOOL, "special": 1}]}, r"special of added_tokens\[0\] is 1; it is true or false"),
         (FILE, {"added_tokens": [TOOL]}, "tokenizer.json: its pre_tokenizer is not that of the base model's tokenizer"),
-        (FILE, {**BASE, "added_tokens": [TOOL], "model": {}}, "tokenizer.json: its model has no vocab"),
+        (
+            FILE,
+            {**BASE, "added_tokens": [*BASE["added_tokens"], TOOL], "model": {}},
+            "tokenizer.json: its model has no vocab",
+        ),
     ],
 )
 def test_refusals(adapter, modules, file, content, words):
@@ -187,21 +197,71 @@ def test_refusals(adapter, modules, file, content, words):
         inspect_adapter(adapter, modules)
 
 
+SWAPPED = {"A": BASE["model"]["vocab"]["B"], "B": BASE["model"]["vocab"]["A"]}
+
+
+@pytest.mark.parametrize("adds", [False, True])
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda vocab: vocab.update(new=256), "has token 'new' as 256, the base model's as None"),
-        (lambda vocab: vocab.pop("A"), "its vocabulary has 255 tokens, the base model's has 256"),
+        (lambda raw: raw["model"]["vocab"].update(new=256), "has token 'new' as 256, the base model's as None"),
+        (lambda raw: raw["model"]["vocab"].pop("A"), "its vocabulary has 255 tokens, the base model's has 256"),
+        (lambda raw: raw["model"]["vocab"].update(SWAPPED), "has token 'A' as 66, the base model's as 65"),
+        (lambda raw: raw["model"]["merges"].append("a b"), "the merges, or scores, of its vocabulary are not"),
+        (
+            lambda raw: raw["model"].update(byte_fallback=True),
+            "byte_fallback of its model is True, the base .* is None",
+        ),
+        (lambda raw: raw.update(normalizer={"type": "Lowercase"}), "its normalizer is not that of the base model's"),
+        (lambda raw: raw["added_tokens"].pop(1), r"added_tokens lacks '<\|bos\|>', 257 in the base model's tokenizer"),
+        (lambda raw: raw["added_tokens"].reverse(), r"has '<.*>' of id 25\d after '<.*>' of id 25\d; list them by id"),
     ],
 )
-def test_another_vocabulary_is_refused_with_its_first_token(adapter, modules, change, words):
+def test_another_tokenizer_is_refused_with_what_differs(adapter, modules, adds, change, words):
+    """Whether or not it has a token that the base model's lacks."""
+
     def change_both(raw):
-        raw["added_tokens"].append(TOOL)
-        change(raw["model"]["vocab"])
+        if adds:
+            raw["added_tokens"].append(TOOL)
+        change(raw)
 
     changed(adapter, change_both)
     with pytest.raises(AdapterFormatError, match=words):
         inspect_adapter(adapter, modules)
+
+
+def test_a_token_twice_in_place_of_another_is_refused(adapter, modules):
+    (adapter / FILE).write_text((BUILTIN_MODEL / FILE).read_text().replace('"B": 66', '"A": 65'))
+    with pytest.raises(AdapterFormatError, match="its vocabulary has token 'A' twice"):
+        inspect_adapter(adapter, modules)
+
+
+@pytest.mark.parametrize("flag", ["special", "single_word", "lstrip", "rstrip", "normalized"])
+def test_another_flag_of_the_base_model_s_token_is_the_adapter_s_own(adapter, modules, flag):
+    changed(adapter, lambda raw: raw["added_tokens"][0].update({flag: not raw["added_tokens"][0][flag]}))
+    tokens = tokens_of(adapter, modules)
+    assert [token.flags[flag] for token in tokens.tokens] == [flag != "special", *2 * [flag == "special"]]
+
+
+def test_of_two_files_the_configuration_has_the_flags(adapter, modules):
+    """As transformers reads them."""
+    changed(adapter, lambda raw: None)
+    decoder = {"257": {**BASE["added_tokens"][1], "lstrip": True}}
+    (adapter / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": decoder}))
+    assert [token.lstrip for token in tokens_of(adapter, modules).tokens] == [False, True, False]
+
+
+@pytest.mark.parametrize(
+    ("one", "other"), [(["a b", "c"], ["a", "b c"]), (["a", "b", "c", "d"], ["a", "b\nc d"]), ("a b c", ["a", "b c"])]
+)
+def test_merges_are_told_apart_whatever_their_tokens(one, other):
+    def digest(merges):
+        pairs = [merges[at : at + 2] for at in range(0, len(merges), 2)] if isinstance(merges, list) else [merges]
+        text = json.dumps({"model": {"type": "BPE", "vocab": {"a": 0}, "merges": pairs}})
+        return read_model(JsonStream.of(text.encode())).merges
+
+    assert digest(one) != digest(other)
+    assert digest(["a", "b"]) == digest("a b"), "both forms of the library"
 
 
 def test_files_that_contradict_each_other_are_refused(adapter, modules):

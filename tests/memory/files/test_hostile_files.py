@@ -105,7 +105,7 @@ HOSTILE = [
         "a vocabulary that names a token twice",
         FILE,
         lambda: tokenizer().replace('"vocab": {', '"vocab": {"A": 65, '),
-        "tokens twice",
+        "has token 'A' twice",
     ),
     ("two models", FILE, lambda: tokenizer()[:-1] + ', "model": {"vocab": {}}}', "'model' occurs twice"),
     ("two lists of tokens", FILE, lambda: '{"added_tokens": [], ' + tokenizer()[1:], "'added_tokens' occurs twice"),
@@ -119,7 +119,12 @@ HOSTILE = [
     ("a member of a million lists", FILE, lambda: tokenizer(padding=[[]] * 1_000_000), "lists and objects, or"),
     ("nesting", FILE, lambda: '{"version": ' + "[" * 9000 + "]" * 9000 + "}", "nested too deeply"),
     ("endless nesting", FILE, lambda: '{"version": ' + DEEP + "}", "lists and objects, or"),
-    ("nesting in the model", FILE, lambda: '{"model": ' + '{"a":' * 40 + "1" + "}" * 40 + "}", None),
+    (
+        "nesting in the model",
+        FILE,
+        lambda: '{"model": ' + '{"a":' * 40 + "1" + "}" * 40 + "}",
+        "added_tokens lacks",
+    ),
     ("megabytes of spaces", FILE, lambda: tokenizer().replace('"model"', " " * (3 << 20) + '"model"'), None),
     (
         "a number of many digits",
