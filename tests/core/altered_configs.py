@@ -218,9 +218,9 @@ def others(name: str, value: Any) -> Iterator[Any]:
     if isinstance(value, bool):
         yield not value
     elif isinstance(value, int):
-        yield from (value + 1, max(value // 2, 0))
+        yield from (value + 1, max(value // 2, 0), value + 0.5, 1)
     elif isinstance(value, float):
-        yield from (value * 2 + 0.25, 1e30)
+        yield from (value * 2 + 0.25, 1e30, 1.0)
     elif isinstance(value, str):
         yield from (value + "_2",)
     elif isinstance(value, list) and value:

@@ -34,6 +34,7 @@ def _read_v3(fields: ConfigJson) -> ModelConfig:
     if (method := fields.text("topk_method", "noaux_tc")) != "noaux_tc":
         raise fields.refuse("topk_method", f"{method} is not supported; supported: noaux_tc")
     _check_scoring(fields, "sigmoid")
+    latent.check_head_dim(fields)
     attention = latent.attention(fields, interleaved=fields.boolean("rope_interleave"))
     return glm_moe.model(fields, attention)
 

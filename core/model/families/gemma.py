@@ -25,7 +25,7 @@ def read_layers(
     heads, bias = reading.heads(fields), fields.boolean("attention_bias")
     windows = reading.windows_of(fields, types)
     has_scale = fields.states("query_pre_attn_scalar", heads.head_dim)
-    scale = fields.number("query_pre_attn_scalar") if has_scale else heads.head_dim
+    scale = fields.integer("query_pre_attn_scalar") if has_scale else heads.head_dim
     layers = [
         LayerSpec(
             AttentionSpec(

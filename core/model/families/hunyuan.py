@@ -22,7 +22,9 @@ def _attention(fields: ConfigJson) -> AttentionSpec:
         raise fields.refuse("use_cla", "attention across layers is not supported; only false is")
     rope = rotary.rope(fields, heads.head_dim)
     if rope.type == "dynamic" and (alpha := reading.optional_number(rope_fields, "alpha")) is not None:
-        dim = heads.head_dim  # as NTK-aware interpolation: the frequencies depend on no length
+        if (dim := heads.head_dim) == 2:
+            raise fields.refuse("head_dim", "alpha needs more than two elements that rotate")
+        # as NTK-aware interpolation: the frequencies depend on no length
         rope = replace(rope, type="default", theta=rope.theta * alpha ** (dim / (dim - 2)))
     rotary.check_rotated_norm(fields, rope)
     return AttentionSpec(

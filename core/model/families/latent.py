@@ -54,6 +54,17 @@ def attention(
     )
 
 
+def check_head_dim(fields: ConfigJson) -> None:
+    """Refuse a `head_dim` other than `qk_rope_head_dim` of a class of transformers that takes its rope's size from it
+    (DeepSeek-V3).
+    """
+    rotated = fields.integer("qk_rope_head_dim")
+    if fields.raw.get("head_dim") not in (None, rotated):
+        raise fields.refuse(
+            "head_dim", f"transformers rotates so many elements; qk_rope_head_dim, {rotated}, is supported"
+        )
+
+
 def _rope(fields: ConfigJson, key_dim: int, rotated_dim: int, *, interleaved: bool) -> RopeConfig:
     """The rope, which rotates all of a head's `qk_rope_head_dim` elements. `partial_rotary_factor` is 1, or the share
     of a key that these are.

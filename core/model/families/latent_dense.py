@@ -25,6 +25,7 @@ def _model(fields: ConfigJson, *, interleaved: bool, residual: float = 1.0, **ot
 
 
 def _read_youtu(fields: ConfigJson) -> ModelConfig:
+    latent.check_head_dim(fields)
     return _model(fields.without("mlp_bias"), interleaved=fields.boolean("rope_interleave"))
 
 

@@ -48,6 +48,8 @@ def heads(fields: ConfigJson) -> Heads:
         raise fields.refuse("num_key_value_heads", f"num_attention_heads, {count}, must be a multiple of it")
     has_own = fields.has("head_dim") and not fields.is_null("head_dim")
     head_dim = fields.integer("head_dim", least=2) if has_own else hidden // count
+    if not head_dim:
+        raise fields.refuse("hidden_size", f"num_attention_heads is {count}; a head must have elements")
     if head_dim % 2:
         raise UnsupportedModel(f"{fields.path}: head_dim is {head_dim}; rotary embedding needs an even one")
     return Heads(count, kv_heads, head_dim)

@@ -47,7 +47,9 @@ def rope(
         raise scaling.refuse(_type_field(scaling), f"rope type not supported; supported: {', '.join(types)}")
     base = theta if theta is not None and "rope_theta" not in scaling.raw else _theta(scaling, fields)
     if base == 1 and rope_type == "yarn":
-        raise scaling.refuse("rope_theta", "yarn divides by its logarithm; a number other than 1 is needed")
+        raise _with_theta(scaling, fields).refuse(
+            "rope_theta", "yarn divides by its logarithm; a number other than 1 is needed"
+        )
     share = _share(scaling, fields, rope_type)
     dim = head_dim if rope_type == "proportional" else int(head_dim * share)
     if not 0 < dim <= head_dim or dim % 2 or share > 1:
@@ -91,8 +93,13 @@ def _type_field(scaling: ConfigJson) -> str:
 
 
 def _theta(scaling: ConfigJson, fields: ConfigJson) -> float:
-    holder = scaling if "rope_theta" in scaling.raw else fields
+    holder = _with_theta(scaling, fields)
     return holder.number("rope_theta", None if holder.has("rope_theta") else 10000.0)
+
+
+def _with_theta(scaling: ConfigJson, fields: ConfigJson) -> ConfigJson:
+    """The object that has the base."""
+    return scaling if "rope_theta" in scaling.raw else fields
 
 
 def _share(scaling: ConfigJson, fields: ConfigJson, rope_type: str) -> float:
@@ -168,6 +175,9 @@ def _scaling(scaling: ConfigJson, fields: ConfigJson, rope_type: str, dim: int) 
         return {"factor": _factor(scaling, "factor")}
     positions, original = fields.integer(_POSITIONS), original_positions(scaling, fields)
     found: dict[str, Any] = {_ORIGINAL: original}
+    if rope_type == "longrope" and original == 1:
+        holder = fields if _ORIGINAL in fields.raw else scaling
+        raise holder.refuse(_ORIGINAL, "longrope divides by its logarithm; more than 1 is needed")
     if rope_type == "llama3":
         found |= {each: _factor(scaling, each) for each in ("factor", "low_freq_factor", "high_freq_factor")}
         if found["high_freq_factor"] < found["low_freq_factor"]:

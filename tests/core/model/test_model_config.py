@@ -1099,7 +1099,44 @@ def test_a_scaling_beside_ropes_by_type_changes_that_of_full_attention(read, arc
                 "rope_theta": 1.0,
                 "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
             },
-            "rope_theta is missing: yarn divides by its logarithm",
+            "rope_theta is 1.0: yarn divides by its logarithm",
+        ),
+        *(
+            (
+                {"architectures": [f"{name}ForCausalLM"], "hidden_size": 3, **others},
+                "hidden_size is 3: num_attention_heads",
+            )
+            for name, others in (("Llama", {}), ("Mixtral", {"num_local_experts": 4}), ("OlmoHybrid", {}))
+        ),
+        *(
+            (
+                {"architectures": [f"{name}ForCausalLM"], "query_pre_attn_scalar": 256.5},
+                "query_pre_attn_scalar is 256.5",
+            )
+            for name in ("Gemma2", "Gemma3", "VaultGemma")
+        ),
+        (
+            {
+                "architectures": ["Phi3ForCausalLM"],
+                "original_max_position_embeddings": 1,
+                "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [1.0] * 8},
+            },
+            "original_max_position_embeddings is 1: longrope divides by its logarithm",
+        ),
+        (
+            {
+                "architectures": ["HunYuanDenseV1ForCausalLM"],
+                "head_dim": 2,
+                "rope_scaling": {"type": "dynamic", "factor": 2.0, "alpha": 9.0},
+            },
+            "head_dim is 2: alpha needs more than two elements that rotate",
+        ),
+        *(
+            (
+                {"architectures": [name], "num_key_value_heads": 4, "qk_rope_head_dim": 8, "head_dim": 2},
+                "head_dim is 2: transformers rotates so many elements",
+            )
+            for name in ("DeepseekV3ForCausalLM", "YoutuForCausalLM")
         ),
         ({"rope_theta": 1e30}, "rope_theta is 1e+30: a number of at most 1e+12"),
         ({"rms_norm_eps": 10**400}, "a number of at most 1e+12 is needed"),
