@@ -169,6 +169,7 @@ def create_app(
         *(GuardedRoute("POST", path, generation.endpoint(path), Right.KEY) for path in ROUTES),
         *(GuardedRoute("POST", path, pooling.endpoint(path), Right.KEY) for path in POOLING),
         GuardedRoute("POST", "/v1/messages/count_tokens", texts.count_tokens, Right.KEY),
+        GuardedRoute("POST", "/v1/responses/input_tokens", texts.input_tokens, Right.KEY),
         GuardedRoute("GET", "/info", api.info, Right.KEY),
         GuardedRoute("POST", "/tokenize", texts.tokenize, Right.KEY),
         GuardedRoute("POST", "/detokenize", texts.detokenize, Right.KEY),

@@ -19,6 +19,7 @@ from .json_text import dumps
 from .logprobs import Body
 from .messages_request import MessagesToCount
 from .pooling_api import BODIES as POOLING
+from .responses_request import ResponsesBody
 from .text_api import ChatToTokens, TextToTokens, TokensToText
 
 _REF = "#/components/schemas/{model}"
@@ -29,6 +30,7 @@ BODIES: dict[tuple[str, str], tuple[type[BaseModel], ...]] = {
     **{("POST", path): (body,) for path, (_, body) in ROUTES.items() if body is not None},
     **{("POST", path): (body,) for path, body in POOLING.items()},
     ("POST", "/v1/messages/count_tokens"): (MessagesToCount,),
+    ("POST", "/v1/responses/input_tokens"): (ResponsesBody,),
     ("POST", "/tokenize"): (TextToTokens, ChatToTokens),
     ("POST", "/detokenize"): (TokensToText,),
     ("POST", "/v1/adapters"): (AddAdapter,),

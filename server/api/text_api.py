@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Annotated, Any
 
@@ -15,13 +16,14 @@ from ..engine.backend import Backend
 from ..errors import JsonResponse
 from ..executors import DaemonPool
 from ..text.tokenizer import Tokenizer
-from . import messages_request
+from . import messages_request, responses_request
 from .caller import Caller
 from .chat_request import ChatCompletionRequest, has_messages
 from .generation_builder import GenerationBuilder
 from .json_text import encode
 from .messages_request import MessagesToCount
 from .openai import Name
+from .responses_request import ResponsesRequest
 from .translation import OtherBody, renaming
 
 
@@ -95,8 +97,17 @@ class TextApi:
     async def count_tokens(self, request: Request) -> Response:
         """Anthropic's count_tokens: the length of a conversation's prompt."""
         asked = await self._builder.parse(MessagesToCount.parse, request)
+        return JsonResponse({"input_tokens": await self._length(request, asked, messages_request.NAMES)})
+
+    async def input_tokens(self, request: Request) -> Response:
+        """OpenAI's count of the tokens that a response would be made from."""
+        asked = await self._builder.parse(ResponsesRequest.parse, request)
+        length = await self._length(request, asked.chat, responses_request.NAMES)
+        return JsonResponse({"object": "response.input_tokens", "input_tokens": length})
+
+    async def _length(self, request: Request, asked: ChatCompletionRequest, names: Mapping[str, str]) -> int:
+        """Tokens of a conversation's prompt. names: of fields, in errors."""
         await self._builder.require(Caller.of(request), asked.model, asked.lora_path)
-        with renaming(messages_request.NAMES):
+        with renaming(names):
             tokenizer = await self._builder.tokenizer_of(Caller.of(request), asked.model, asked.lora_path)
-            tokens = await tokenizer.encode_chat(asked.conversation(), self._worker.model.max_model_len)
-        return JsonResponse({"input_tokens": len(tokens)})
+            return len(await tokenizer.encode_chat(asked.conversation(), self._worker.model.max_model_len))

@@ -288,6 +288,7 @@ def structured_calls() -> list[Call]:
             for kind in ("auto", "any")
         ),
         Call("POST", "/v1/messages/count_tokens", messages),
+        Call("POST", "/v1/responses/input_tokens", {"model": "base", "input": "hi"}),
     ]
 
 

@@ -41,6 +41,7 @@ def routes_of(name):
         ("/v1/responses", {"input": "hi"}),
         ("/v1/messages", {"messages": messages, "max_tokens": 4}),
         ("/v1/messages/count_tokens", {"messages": messages}),
+        ("/v1/responses/input_tokens", {"input": "hi"}),
         ("/tokenize", {"prompt": "hi"}),
         ("/detokenize", {"tokens": [97]}),
     ):

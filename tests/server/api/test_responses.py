@@ -210,7 +210,14 @@ def test_wrong_fields_are_named(shared, body, param):
     "body", [b"", b"[]", b"{", b'{"input":' + b"[" * 90 + b"]" * 90 + b"}", b"\xff", b'"a"', b"null"]
 )
 @pytest.mark.parametrize(
-    "path", ["/v1/responses", "/v1/messages", "/v1/messages/count_tokens", "/v1/chat/completions/batch"]
+    "path",
+    [
+        "/v1/responses",
+        "/v1/messages",
+        "/v1/messages/count_tokens",
+        "/v1/responses/input_tokens",
+        "/v1/chat/completions/batch",
+    ],
 )
 def test_what_is_no_object_is_refused(shared, path, body):
     response = shared.client.post(path, content=body, headers={"content-type": "application/json"})
@@ -222,6 +229,16 @@ def test_a_model_that_is_not_there(shared, path):
     body = {"input": "a"} if path == "/v1/responses" else {"messages": USER, "max_tokens": 4}
     response = shared.post(path, model="nobody", **body)
     assert response.status_code == 404 and response.json()["error"]["code"] == "model_not_found"
+
+
+def test_tokens_of_an_input_are_counted(client, shared):
+    """As many as a response's usage says."""
+    asked = {"model": "base", "input": [{"role": "user", "content": "hi"}]}
+    counted = client.responses.input_tokens.count(**asked)
+    assert counted.object == "response.input_tokens"
+    assert counted.input_tokens == client.responses.create(**asked, max_output_tokens=1).usage.input_tokens
+    refused = shared.post("/v1/responses/input_tokens", model="base", input="hi", previous_response_id="resp_1")
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "previous_response_id"
 
 
 def test_responses_are_not_kept(shared, client):

@@ -57,6 +57,7 @@ def test_wrong_input_is_named(shared, path, body, param):
         ("/tokenize", {"messages": USER}),
         ("/detokenize", {"tokens": [97]}),
         ("/v1/messages/count_tokens", {"messages": USER}),
+        ("/v1/responses/input_tokens", {"input": "a"}),
     ],
 )
 def test_a_model_that_there_is_not_is_a_404(shared, path, body):

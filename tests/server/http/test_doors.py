@@ -210,6 +210,7 @@ RIGHTS = {
     ("POST", "/v1/messages"): Right.KEY,
     ("GET", "/openapi.json"): Right.KEY,
     ("POST", "/v1/messages/count_tokens"): Right.KEY,
+    ("POST", "/v1/responses/input_tokens"): Right.KEY,
     ("GET", "/server_info"): Right.ADMIN,
     ("GET", "/model_info"): Right.KEY,
     ("GET", "/get_model_info"): Right.KEY,
