@@ -15,14 +15,16 @@ from typing import TYPE_CHECKING
 
 from ..pages.adapter_layout import AdapterPart
 from ..pages.projections import Projection
+from .arrangement import Arrangement
 from .config import CONFIG_FILE
 from .directory import AdapterDirectory
 from .error import AdapterFormatError, shown
 from .form import AdapterForm
 from .module_paths import ExpertForm, ModulePaths, StackedSides, without_nesting
 from .peft_names import EMBEDDINGS, HEAD, IN_LAYERS, PREFIX, STEM, UNEMBED, tensor_shapes
-from .tensor_file import Arrangement, TensorInfo
+from .tensor_info import TensorInfo
 from .unserved import mend_of
+from .values import read_values
 from .vectors import ENDS, PATTERN
 from .whole_copies import RowsFile
 
@@ -288,20 +290,13 @@ class AdapterWeights(RowsFile):
         return info
 
     def matrix(self, name: str, shape: tuple[int, int], buffer: torch.Tensor) -> torch.Tensor:
-        """A tensor `[rows, columns]` in the file's element type, which may be a view of `buffer`, bytes. Raises
-        AdapterChanged if it is not of this shape.
+        """A tensor `[rows, columns]` in the file's element type, or in float32 if it is computed. It may be a view of
+        `buffer`, bytes. Raises AdapterChanged if it is not of this shape.
         """
-        import torch
-
         info = self.tensor(name)
-        if info.shape != shape:
+        if not info.fits(shape):
             raise self.changed()
-        if info.num_bytes > len(buffer):  # of a matrix that several projections share
-            buffer = torch.empty(info.num_bytes, dtype=torch.uint8)
-        data = buffer[: info.num_bytes]
-        self.read_into(data.numpy().data, info.offset)
-        values = data.view({"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[info.dtype])
-        return values.view(shape) if info.arrangement is None else info.arrangement.of(values, shape[0])
+        return read_values(self, info, buffer)[:, : shape[1]]
 
     def _plain(self, name: str) -> str:
         if not name.startswith(IN_LAYERS) or not self._form.is_plain:

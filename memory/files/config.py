@@ -169,17 +169,11 @@ class AdapterConfig:
         fields.refuse_together()
 
     @classmethod
-    def read(cls, directory: AdapterDirectory, usual_names: Mapping[str, str] = _USUAL) -> AdapterConfig:
-        """Read `adapter_config.json`. Raises AdapterFormatError if it can't be served as PEFT applies it.
-
-        usual_names: see `ModulePaths.usual_names`.
+    def of(cls, file: Path, fields: Mapping[str, Any], usual_names: Mapping[str, str] = _USUAL) -> AdapterConfig:
+        """The configuration with PEFT's `fields` of LoRA, which `file` says, maybe in another way. Raises
+        AdapterFormatError if it can't be served as PEFT applies it. usual_names: see `ModulePaths.usual_names`.
         """
-        return cls(_Fields(directory.path / CONFIG_FILE, read_fields(directory), usual_names))
-
-    @classmethod
-    def of(cls, file: Path, fields: dict[str, Any]) -> AdapterConfig:
-        """The configuration with PEFT's `fields`, which `file` says in another way. Raises AdapterFormatError."""
-        return cls(_Fields(file, fields))
+        return cls(_Fields(file, fields, usual_names))
 
     def targets(self, names: ModuleNames) -> dict[str, tuple[int, float]]:
         """Rank and scale of every linear module that it changes (PEFT's `check_target_module_exists`).
@@ -244,7 +238,7 @@ def _is_on(value: Any) -> bool:
 class _Fields:
     """The raw fields of a configuration, and the errors for wrong ones."""
 
-    def __init__(self, file: Path, raw: dict[str, Any], usual_names: Mapping[str, str] = _USUAL) -> None:
+    def __init__(self, file: Path, raw: Mapping[str, Any], usual_names: Mapping[str, str] = _USUAL) -> None:
         self.file = file
         self.raw = raw
         self._usual = usual_names
@@ -254,8 +248,6 @@ class _Fields:
         return AdapterFormatError(f"{self.file}: {name} is {shown(self.raw.get(name))}: {why}")
 
     def refuse_unserved(self) -> None:
-        if self.raw.get("peft_type", "LORA") != "LORA":
-            raise self.refuse("peft_type", "only LORA is served")
         self._refuse_heads()
         if unserved := [each for each in self.saved_modules() if each not in COPIED]:
             raise self.refuse(

@@ -16,12 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from ..pages.projections import Projections
+from .arrangement import Arrangement
 from .config import AdapterConfig
 from .directory import AdapterDirectory
 from .error import AdapterFormatError, shown
 from .gguf_header import GgufHeader
 from .module_paths import ModulePaths
-from .tensor_file import Arrangement, TensorFile, TensorInfo
+from .tensor_file import TensorFile
+from .tensor_info import TensorInfo
 
 GGUF_SUFFIX = ".gguf"
 
@@ -57,6 +59,7 @@ class GgufForm:
     """See the module. name: of the file."""
 
     kind = "a GGUF file"
+    title = "llama.cpp's GGUF"
     is_plain = False
 
     def __init__(self, name: str) -> None:

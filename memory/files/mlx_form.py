@@ -14,11 +14,13 @@ from dataclasses import replace
 from typing import Any
 
 from ..pages.projections import Projections
+from .arrangement import Arrangement
 from .config import CONFIG_FILE, AdapterConfig, read_fields
 from .directory import AdapterDirectory
 from .error import AdapterFormatError, shown
 from .module_paths import ModulePaths
-from .tensor_file import Arrangement, TensorFile, TensorInfo
+from .tensor_file import TensorFile
+from .tensor_info import TensorInfo
 
 MLX_FILE = "adapters.safetensors"
 
@@ -32,6 +34,7 @@ class MlxForm:
 
     weights_file = MLX_FILE
     kind = "a safetensors file"
+    title = "MLX's LoRA"
     is_plain = False
 
     def peft_name(self, name: str) -> str:

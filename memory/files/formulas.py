@@ -1,0 +1,53 @@
+"""Formulas that compute A or B from matrices of an adapter's file when they are read.
+
+Tests: tests/memory/files/methods/test_methods.py
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Formula(Protocol):
+    """A formula; its text is part of content hashes."""
+
+    def of(self, *parts: torch.Tensor) -> torch.Tensor:
+        """The matrix, in float32 as the parts are."""
+        ...
+
+
+class RowProducts(NamedTuple):
+    """Each row of one matrix times each of another, element by element (Khatri-Rao)."""
+
+    by_columns: bool = False
+    """Products of columns instead."""
+
+    def of(self, *parts: torch.Tensor) -> torch.Tensor:
+        one, two = (part.T for part in parts) if self.by_columns else parts
+        found = (one[:, None] * two).flatten(0, 1)
+        return found.T if self.by_columns else found
+
+
+class Kronecker(NamedTuple):
+    """Kronecker product of two matrices, each a part, or an identity of so many rows; 0: it is a part."""
+
+    first: int = 0
+    second: int = 0
+
+    def of(self, *parts: torch.Tensor) -> torch.Tensor:
+        import torch
+
+        left = iter(parts)
+        one, two = (torch.eye(size) if size else next(left) for size in self)
+        return torch.kron(one.contiguous(), two.contiguous())
+
+
+class ScaledRows(NamedTuple):
+    """The first rows of a matrix, each times a value of a vector, of which there may be fewer."""
+
+    def of(self, *parts: torch.Tensor) -> torch.Tensor:
+        matrix, vector = parts
+        return matrix[: vector.numel()] * vector.reshape(-1, 1)
