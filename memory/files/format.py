@@ -88,7 +88,7 @@ def inspect_adapter(path: Path, modules: ModulePaths, roots: Sequence[Path] = ()
             _check_invocation(config, modules.vocab_size)
             rows, dropped, num_tokens, added = find_rows(file, config, directory, modules)
             tokens = _own_tokens(path, directory, modules, added)
-            targets, projections = targets_of(config, stem, modules, file.head_names), modules.projections
+            targets, projections = targets_of(config, stem, modules, file.head_names, file.slices), modules.projections
             names = {target: tensor_names(target[0], projections[target[1]]) for target in targets}
             untrained = _untrained(file, names, config, projections)
             _leave_out(untrained, targets, names, projections)
@@ -107,7 +107,7 @@ def inspect_adapter(path: Path, modules: ModulePaths, roots: Sequence[Path] = ()
             parts = parts_of(targets, projections) + rows
             # of stacked experts, and of rows by unit, B is read in another order
             is_plain = form.is_plain and modules.experts is not ExpertForm.STACKED and not modules.units
-            places = _places(file, parts, names, projections) if is_plain else None
+            places = _places(file, parts, names, projections) if is_plain and not is_computed else None
             parts, places = _shared(parts, places)
             return AdapterManifest(
                 path,

@@ -45,6 +45,32 @@ class Kronecker(NamedTuple):
         return torch.kron(one.contiguous(), two.contiguous())
 
 
+class Stacked(NamedTuple):
+    """Matrices one above another."""
+
+    def of(self, *parts: torch.Tensor) -> torch.Tensor:
+        import torch
+
+        return torch.cat(parts)
+
+
+class Blocks(NamedTuple):
+    """Matrices side by side, each in rows of its own; zeros elsewhere."""
+
+    firsts: tuple[int, ...]
+    """The first row of each."""
+    rows: int
+
+    def of(self, *parts: torch.Tensor) -> torch.Tensor:
+        import torch
+
+        found, column = torch.zeros(self.rows, sum(part.shape[1] for part in parts)), 0
+        for first, part in zip(self.firsts, parts, strict=True):
+            found[first : first + part.shape[0], column : column + part.shape[1]] = part
+            column += part.shape[1]
+        return found
+
+
 class ScaledRows(NamedTuple):
     """The first rows of a matrix, each times a value of a vector, of which there may be fewer."""
 
