@@ -344,8 +344,7 @@ class AdapterWeights(RowsFile):
 
     def _plain_of_any(self, name: str) -> str:
         given, name = name, self._form.peft_name(name)
-        if not name.startswith(PREFIX):
-            name = _AROUND.sub("", name, 1)
+        name = name if name.startswith(PREFIX) else self._without_outer(name)
         if not name.endswith((".lora_A.weight", ".lora_B.weight")) and (named := _ADAPTER_NAME.search(name)):
             self._adapters.add(named[2])
             name = f"{name[: named.end(1)]}{name[named.end() :]}"
@@ -370,6 +369,13 @@ class AdapterWeights(RowsFile):
         if given.startswith(IN_LAYERS):
             self._of_layer[given.removeprefix(IN_LAYERS).partition(".")[2]] = own
         return f"{match[1]}.{own}"
+
+    def _without_outer(self, name: str) -> str:
+        """A name without the modules that are around PEFT's own: those of trainers, and of the model."""
+        name = _AROUND.sub("", name, 1)
+        outer, prefix, rest = name.partition(PREFIX)
+        is_of_model = prefix and all(each in self.modules.around for each in outer[:-1].split("."))
+        return f"{prefix}{rest}" if is_of_model else name
 
     def _is_usual_head(self, name: str, around: str) -> bool:
         """True if a head's name is that of a module of the model. around: the modules that the name has around it."""
