@@ -101,6 +101,10 @@ class AdapterWeights(RowsFile):
                 self._put(found, own_name, own, name)
         return found
 
+    def given_entries(self) -> dict[str, TensorInfo]:
+        """The file's tensors by its own names, as they lie in it."""
+        return self._form.entries(self)
+
     def _of_own_projections(self, listed: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
         """The tensors, those of several experts and of slices as of the base model's projections."""
         listed = self._without_empty(listed) if self.modules.empty else listed

@@ -52,6 +52,10 @@ class AdapterForm(Protocol):
         """PEFT's name of a tensor."""
         ...
 
+    def entries(self, file: TensorFile) -> dict[str, TensorInfo]:
+        """The file's tensors by its own names, as they lie in it."""
+        ...
+
     def listed(self, file: TensorFile, projections: Projections) -> dict[str, TensorInfo]:
         """The file's tensors by PEFT's names, with PEFT's shapes. projections: of the base model."""
         ...

@@ -70,6 +70,9 @@ class GgufForm:
     def peft_name(self, name: str) -> str:
         return name
 
+    def entries(self, file: TensorFile) -> dict[str, TensorInfo]:
+        return GgufHeader.read(file).tensors
+
     def listed(self, file: TensorFile, projections: Projections) -> dict[str, TensorInfo]:
         header = GgufHeader.read(file)
         self._metadata, self._ranks = header.metadata, {}

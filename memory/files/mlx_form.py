@@ -43,6 +43,9 @@ class MlxForm:
     def peft_name(self, name: str) -> str:
         return _MAGNITUDE.sub(f".{MAGNITUDE}", _SIDE.sub(lambda found: f".lora_{found[1].upper()}.weight", name))
 
+    def entries(self, file: TensorFile) -> dict[str, TensorInfo]:
+        return file.entries()
+
     def listed(self, file: TensorFile, projections: Projections) -> dict[str, TensorInfo]:
         return {name: _transposed(info) for name, info in file.listed().items()}
 

@@ -32,6 +32,9 @@ class PeftForm:
     def peft_name(self, name: str) -> str:
         return name
 
+    def entries(self, file: TensorFile) -> dict[str, TensorInfo]:
+        return file.entries()
+
     def listed(self, file: TensorFile, projections: Projections) -> dict[str, TensorInfo]:
         return file.listed()
 

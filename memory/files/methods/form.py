@@ -39,6 +39,9 @@ class MethodForm:
     def peft_name(self, name: str) -> str:
         return name
 
+    def entries(self, file: TensorFile) -> dict[str, TensorInfo]:
+        return file.entries()
+
     def listed(self, file: TensorFile, projections: Projections) -> dict[str, TensorInfo]:
         tensors: dict[str, TensorInfo] = {}
         modules: dict[tuple[str, str], dict[str, TensorInfo]] = defaultdict(dict)
