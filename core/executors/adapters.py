@@ -150,7 +150,7 @@ def check_tables(manifest: AdapterManifest, path: Path, max_rank: int) -> None:
             "raise max_lora_rank"
             if manifest.rank <= MOST_GPU_RANK
             else f"a GPU serves ranks up to {MOST_GPU_RANK}: set device to 'cpu', or "
-            f"{CONVERT if manifest.is_computed else 'use a smaller rank'}"
+            f"{CONVERT if manifest.is_larger else 'use a smaller rank'}"
         )
         raise AdapterFormatError(f"{path}: has rank {manifest.rank}, above max_lora_rank {max_rank}; {fix}")
     num_parts = sum(not part.token_ids for part in manifest.parts)

@@ -21,17 +21,18 @@ _SHARE = 4
 def take_computed_ranks(
     file: TensorFile, targets: Targets, names: Mapping[tuple[int, str], tuple[str, str]], projections: Projections
 ) -> bool:
-    """Give targets with a computed A the rank that it has, and take off those of rank 0. Return True if any has one.
+    """Give targets with a computed A the rank that it has, and take off those of rank 0. Return True if any may be
+    larger than the file's tensors.
 
     names: of A and B. Raises AdapterFormatError for a rank that is not the configuration's, or too large.
     """
-    is_computed = False
+    is_larger = False
     for (layer, module), (rank, scale) in list(targets.items()):
         info = file.tensors[names[layer, module][0]]
         computed = info.computed
         if computed is None:
             continue
-        is_computed = True
+        is_larger |= computed.is_larger
         where = f"{file.path}: {computed.method} of {module} in layer {layer}"
         if computed.rank not in (None, rank):
             raise AdapterFormatError(
@@ -49,4 +50,4 @@ def take_computed_ranks(
             del targets[layer, module]
     if not targets:
         raise AdapterFormatError(f"{file.path}: no module has a rank above 0, so it changes nothing; train again")
-    return is_computed
+    return is_larger

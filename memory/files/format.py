@@ -102,12 +102,13 @@ def inspect_adapter(path: Path, modules: ModulePaths, roots: Sequence[Path] = ()
             others = {name for target in vectors for name in vector_names(target, projections)}
             others.update(TENSORS if config.has_head else ())
             _check_names(file, names, config, projections, others)
-            is_computed = take_computed_ranks(file, targets, names, projections)
+            is_larger = take_computed_ranks(file, targets, names, projections)
             _check_shapes(file, targets, names, config, projections)
             parts = parts_of(targets, projections) + rows
-            # of stacked experts, and of rows by unit, B is read in another order
-            is_plain = form.is_plain and modules.experts is not ExpertForm.STACKED and not modules.units
-            places = _places(file, parts, names, projections) if is_plain and not is_computed else None
+            # of stacked experts, and of rows by unit, B is read in another order; slices are joined
+            is_plain = form.is_plain and modules.experts is not ExpertForm.STACKED
+            is_plain = is_plain and not modules.units and not modules.given_slices
+            places = _places(file, parts, names, projections) if is_plain else None
             parts, places = _shared(parts, places)
             return AdapterManifest(
                 path,
@@ -129,7 +130,7 @@ def inspect_adapter(path: Path, modules: ModulePaths, roots: Sequence[Path] = ()
                 num_tokens=num_tokens,
                 added=added,
                 form=form.title,
-                is_computed=is_computed,
+                is_larger=is_larger,
             )
 
 

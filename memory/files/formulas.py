@@ -71,6 +71,27 @@ class Blocks(NamedTuple):
         return found
 
 
+class Tiled(NamedTuple):
+    """Rows of a matrix that are `[each, groups, size]` in the file, put in the order `[groups, each, size]`."""
+
+    groups: int
+    each: int
+    size: int
+    first: int = 0
+    """The first of these rows; those before it stay where they are."""
+    by_columns: bool = False
+    """Columns instead."""
+
+    def of(self, *parts: torch.Tensor) -> torch.Tensor:
+        import torch
+
+        (matrix,) = parts
+        matrix = matrix.T if self.by_columns else matrix
+        tiled = matrix[self.first :].unflatten(0, (self.each, self.groups, self.size))
+        found = torch.cat([matrix[: self.first], tiled.transpose(0, 1).flatten(0, 2)])
+        return found.T if self.by_columns else found
+
+
 class ScaledRows(NamedTuple):
     """The first rows of a matrix, each times a value of a vector, of which there may be fewer."""
 

@@ -73,8 +73,8 @@ class AdapterManifest:
     form: str = PeftForm.title
     """How its files have it, for texts."""
 
-    is_computed: bool = False
-    """True if its A and B are computed when they are read."""
+    is_larger: bool = False
+    """True if its A and B are computed, and may be larger than the tensors that they are computed from."""
 
     sources: tuple[tuple[AdapterManifest, float], ...] = ()
     """The adapters that it is composed of, each with a scale; empty: it has files of its own."""
