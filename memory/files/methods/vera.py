@@ -45,6 +45,7 @@ class Vera(Method):
                 f"vera_A has shape {list(a.shape)} and vera_B {list(b.shape)}; with {rank} values of vera_lambda_d and "
                 f"{outputs} of vera_lambda_b, [{rank}, inputs] and at least [{outputs}, {rank}] are needed"
             )
+        b = b.rows(0, outputs)
         return Pair(
             computed_matrix((rank, a.shape[1]), Computed(self.title, ScaledRows(), (a, by_rank), rank, is_wide=True)),
             computed_matrix((outputs, rank), Computed(self.title, ScaledRows(), (b, by_output), rank)),

@@ -238,6 +238,9 @@ REFUSED = {
     "no projections": ("VERA", without(("vera_A", "vera_B")), "save_projection=False", "rank=r)"),
     "projections too narrow": ("VERA", with_tensor("base_model.vera_A", 2, 16), "[2, 16], [2, 32] is needed"),
     "projections too short": ("VERA", with_tensor("base_model.vera_B", 16, 2), "at least [32, 2]"),
+    "projections wider than any module": (
+        "VERA", with_tensor("base_model.vera_A", 2, 5000), "[2, 5000], more than any module of the base model has",
+    ),
     "a bias": ("VERA", with_field("bias", "some"), "bias is 'some'"),
     "AdaLoRA of another rank": ("ADALORA", with_field("init_r", 3), "are 2, 2 and 2, by rank_pattern and init_r 3"),
     "no value of a rank": ("ADALORA", with_tensor(f"{Q0}.lora_E", 1, 1), "are 2, 2 and 1"),
