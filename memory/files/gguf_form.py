@@ -63,9 +63,14 @@ _DELTA = {
     "ssm_out": "linear_attn.out_proj",
 }
 
+_AS_LLAMA = (
+    "arcee", "cohere2", "command-r", "ernie4_5", "exaone4", "gemma", "gemma2", "gemma3", "granite", "llama", "mistral3",
+    "olmo", "olmo2", "qwen2", "qwen3", "seed_oss", "smollm3",
+)  # fmt: skip
+
 #: Architectures that are read, with the modules that have other names there.
 _ARCHITECTURES: dict[str, dict[str, str]] = {
-    **{name: {} for name in ("gemma", "gemma2", "gemma3", "granite", "llama", "olmo2", "qwen2", "qwen3", "smollm3")},
+    **{name: {} for name in _AS_LLAMA},
     "phi3": {"ffn_up": "mlp.gate_up_proj"},
     **dict.fromkeys(("olmoe", "qwen2moe", "qwen3moe"), _EXPERTS),
     "qwen35": _DELTA,
@@ -73,7 +78,7 @@ _ARCHITECTURES: dict[str, dict[str, str]] = {
 }
 
 #: Architectures for which the halves of rotary pairs are next to each other in rows of q and k.
-_INTERLEAVED = frozenset(["llama", "granite", "smollm3"])
+_INTERLEAVED = frozenset(["arcee", "granite", "llama", "mistral3", "olmo", "smollm3"])
 
 _AGAIN = "make it again with llama.cpp's convert_lora_to_gguf.py, or serve PEFT's own files"
 

@@ -116,6 +116,16 @@ def with_turned_heads(config, pairs):
     return found
 
 
+def interleaved(config, pairs):
+    """The pairs as the converter's `permute` writes rows of q and k: halves of rotary pairs next to each other."""
+    found = dict(pairs)
+    for (layer, module), (a, b) in pairs.items():
+        if module in ("self_attn.q_proj", "self_attn.k_proj"):
+            heads = config.projections[module.rpartition(".")[2]].units
+            found[layer, module] = a, b.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2).contiguous()
+    return found
+
+
 def same(tmp_path, config, pairs, given, architecture):
     peft, want = values_of(as_peft(tmp_path / "peft", pairs), config, None)
     own, found = values_of(as_llama_cpp(tmp_path / "own", given, architecture), config, None)
@@ -132,6 +142,25 @@ def test_mixtures(tmp_path, family, architecture):
     pairs = drawn(config)
     own = same(tmp_path, config, pairs, pairs, architecture)
     assert "experts.gate_proj" in own.targets
+
+
+@pytest.mark.parametrize(
+    ("family", "architecture", "is_interleaved"),
+    [
+        ("arcee", "arcee", True),
+        ("cohere-2", "cohere2", False),
+        ("cohere", "command-r", False),
+        ("ernie-4.5", "ernie4_5", False),
+        ("exaone-4", "exaone4", False),
+        ("ministral-3", "mistral3", True),
+        ("olmo-1", "olmo", True),
+        ("seed-oss", "seed_oss", False),
+    ],
+)
+def test_families_with_llama_s_modules(tmp_path, family, architecture, is_interleaved):
+    config = read_model_config(make_tiny(family).model)
+    pairs = drawn(config)
+    same(tmp_path, config, pairs, interleaved(config, pairs) if is_interleaved else pairs, architecture)
 
 
 @pytest.mark.parametrize(("family", "architecture"), [("qwen3.5", "qwen35"), ("qwen3.5-moe", "qwen35moe")])
