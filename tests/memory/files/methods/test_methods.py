@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import random
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from chorus.memory.pages.layer_projections import dense_projections
 
 from ...conftest import module_key
 from ..loading import CONFIG, WEIGHTS
+from ..test_adapter_fuzz import VALUES, edit_header, flip_config, flip_data, flip_header, resize
 
 pytestmark = pytest.mark.wide
 
@@ -309,3 +312,28 @@ def test_a_file_of_lora_under_another_method_s_name(tmp_path):
     with pytest.raises(AdapterFormatError, match="is missing"):
         inspect_adapter(path, PATHS)
     assert load_file(path / WEIGHTS)
+
+
+def edit_config(path: Path, rng: random.Random) -> None:
+    fields = json.loads((path / CONFIG).read_text())
+    fields[rng.choice([*fields, "rank_pattern", "bias", "fan_in_fan_out", "layers_to_transform"])] = rng.choice(VALUES)
+    (path / CONFIG).write_text(json.dumps(fields))
+
+
+@pytest.mark.parametrize("method", MAKERS)
+def test_damaged_files_are_read_or_refused(tmp_path, method):
+    rng, outcomes = random.Random(method), set()
+    good = Draft(method).write(tmp_path / "good")
+    for number in range(60):
+        path = shutil.copytree(good, tmp_path / str(number))
+        rng.choice([flip_header, flip_config, flip_data, resize, edit_header, edit_config])(path, rng)
+        try:
+            manifest = with_content(inspect_adapter(path, PATHS))
+            for part in manifest.parts:
+                delta(path, part.layers[0], part.targets[0])
+            outcomes.add("read")
+        except AdapterFormatError as error:
+            assert str(path) in str(error) and len(str(error)) < 1500
+            outcomes.add("refused")
+        shutil.rmtree(path)
+    assert outcomes == {"read", "refused"}
