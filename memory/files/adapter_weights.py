@@ -44,6 +44,8 @@ _VERSION = re.compile(r"([0-9]{1,6})\.([0-9]{1,6})(?:\.[0-9]{1,6})?(\.?dev)?")
 
 _IN_LAYER = re.compile(rf"({re.escape(IN_LAYERS)}[0-9]+)\.(.+?)\.(lora_[AB]\.weight|{PATTERN})")
 
+_SIDES = {"lora_A.weight": "A", "lora_B.weight": "B"}
+
 
 @lru_cache(16)
 def _wrapped(around: tuple[str, ...], embeddings: str) -> re.Pattern[str]:
@@ -128,16 +130,15 @@ class AdapterWeights(RowsFile):
         names = {}
         for name in listed:
             match = _IN_LAYER.fullmatch(name)
-            if match is not None and match[2] in self.modules.given_slices and match[3].startswith("lora_"):
-                names[name] = int(match[1].rpartition(".")[2]), match[2], match[3].removeprefix("lora_")[0]
+            side = match and _SIDES.get(match[3])
+            if match and side and match[2] in self.modules.given_slices:
+                names[name] = int(match[1].rpartition(".")[2]), match[2], side
         projections = self.modules.projections
         self.slices = by_target(self.path, listed, names, self.modules.slices, projections)
         found = {name: info for name, info in listed.items() if name not in names}
         for (layer, module), target in self.slices.items():
-            for own_name, (side, info, given) in zip(
-                tensor_names(layer, projections[module]), target.joined(), strict=True
-            ):
-                assert side in own_name
+            own_names = tensor_names(layer, projections[module])
+            for own_name, (info, given) in zip(own_names, target.joined(), strict=True):
                 self._put(found, own_name, info, given)
                 self._given[own_name] = given
         return found

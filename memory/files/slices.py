@@ -59,8 +59,8 @@ class SlicedTarget:
         self._projection = projection
         self.slices: dict[str, tuple[Slice, Sides]] = {}
 
-    def joined(self) -> Iterator[tuple[str, TensorInfo, str]]:
-        """A and B of the projection: side, tensor, and the file's name of it. Raises AdapterFormatError."""
+    def joined(self) -> Iterator[tuple[TensorInfo, str]]:
+        """A and B of the projection, each with the file's names of it. Raises AdapterFormatError."""
         ordered = sorted(self.slices.items(), key=lambda item: item[1][0].first)
         rank = self._rank(ordered[0][1][1])
         for path, (own, sides) in ordered:
@@ -74,7 +74,7 @@ class SlicedTarget:
             parts = tuple(sides[side][1] for _, (_, sides) in ordered)
             computed = Computed("LoRA", formula, parts, rank, is_larger=False)
             given = " and ".join(sides[side][0] for _, (_, sides) in ordered)
-            yield side, TensorInfo("F32", shape, 0, 0, computed=computed), given
+            yield TensorInfo("F32", shape, 0, 0, computed=computed), given
 
     def _rank(self, sides: Sides) -> int:
         shape = sides["A"][1].shape if "A" in sides else ()

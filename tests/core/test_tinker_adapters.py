@@ -142,6 +142,14 @@ SLICES_REFUSED = {
         r"in_proj_k .* is missing",
     ),
     "ranks of their own": (None, {"rank_pattern": {"in_proj_q": 4}}, r"rank_pattern.*in_proj_k"),
+    "DoRA": (
+        lambda tensors: tensors.update({
+            f"base_model.model.model.layers.0.linear_attn.in_proj_k.{end}": torch.ones(32)
+            for end in ("lora_magnitude_vector", "lora_B.bias")
+        }),
+        {},
+        r"in_proj_k\.lora_.* is unexpected",
+    ),
     "and the whole": (
         lambda tensors: tensors.update({
             "base_model.model.model.layers.0.linear_attn.in_proj_qkv.lora_A.weight": torch.zeros(RANK, 64)
