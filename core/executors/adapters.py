@@ -19,6 +19,7 @@ from ...memory.adapters.vectors import BaseWeights
 from ...memory.files.composed import inspect as inspect_adapter
 from ...memory.files.error import AdapterFormatError
 from ...memory.files.manifest import AdapterManifest
+from ...memory.files.methods.registry import CONVERT
 from ...memory.host.image import HostImage
 from ...memory.pages.adapter_layout import AdapterLayout
 from ...memory.pages.arena import Arena
@@ -148,7 +149,8 @@ def check_tables(manifest: AdapterManifest, path: Path, max_rank: int) -> None:
         fix = (
             "raise max_lora_rank"
             if manifest.rank <= MOST_GPU_RANK
-            else f"a GPU serves ranks up to {MOST_GPU_RANK}: set device to 'cpu', or use a smaller rank"
+            else f"a GPU serves ranks up to {MOST_GPU_RANK}: set device to 'cpu', or "
+            f"{CONVERT if manifest.is_larger else 'use a smaller rank'}"
         )
         raise AdapterFormatError(f"{path}: has rank {manifest.rank}, above max_lora_rank {max_rank}; {fix}")
     num_parts = sum(not part.token_ids for part in manifest.parts)

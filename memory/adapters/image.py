@@ -379,7 +379,8 @@ def _not_finite(
     for module in part.targets:
         for name, shape in chain.from_iterable(_matrices(part, layer, module, projections, modules)):
             tensor = file.matrix(name, shape, buffer)
-            at = f"{file.path}: tensor {name} holds"
+            given = name if isinstance(file, ComposedWeights) else file.given_name(name)
+            at = f"{file.path}: tensor {given} holds"
             if not _all_finite(tensor):
                 return AdapterFormatError(f"{at} NaN or infinity; the training diverged or the file is corrupt")
             if not _all_finite(tensor.to(dtype)):

@@ -16,6 +16,7 @@ from ..files.adapter_weights import AdapterWeights
 from ..files.error import AdapterFormatError
 from ..files.manifest import AdapterManifest
 from ..files.peft_names import tensor_names, vector_names
+from ..files.values import read_values
 from ..files.vectors import BIAS, LORA_BIAS, MAGNITUDE
 from ..pages.adapter_layout import AdapterLayout, VectorTarget, vector_elems
 from ..pages.projections import Projections
@@ -146,18 +147,10 @@ class VectorReader:
 
     def _read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """A tensor in float32; AdapterFormatError if a value is not finite."""
-        import torch
-
         info = self._file.tensor(name)
-        if info.shape != shape:
+        if not info.fits(shape):
             raise self._file.changed()
-        data = torch.empty(info.num_bytes, dtype=torch.uint8)
-        self._file.read_into(data.numpy().data, info.offset)
-        dtype = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[info.dtype]
-        values = data.view(dtype)
-        if info.arrangement is not None:
-            values = info.arrangement.of(values, shape[0])
-        values = values.reshape(shape).float()
+        values = read_values(self._file, info).float()
         if not values.isfinite().all():
             raise AdapterFormatError(
                 f"{self._file.path}: tensor {name} holds NaN or infinity; the training diverged or the file is corrupt"

@@ -15,14 +15,17 @@ from typing import TYPE_CHECKING
 
 from ..pages.adapter_layout import AdapterPart
 from ..pages.projections import Projection
+from .arrangement import Arrangement
 from .config import CONFIG_FILE
 from .directory import AdapterDirectory
 from .error import AdapterFormatError, shown
 from .form import AdapterForm
 from .module_paths import ExpertForm, ModulePaths, StackedSides, without_nesting
-from .peft_names import EMBEDDINGS, HEAD, IN_LAYERS, PREFIX, STEM, UNEMBED, tensor_shapes
-from .tensor_file import Arrangement, TensorInfo
+from .peft_names import EMBEDDINGS, HEAD, IN_LAYERS, PREFIX, STEM, UNEMBED, tensor_names, tensor_shapes
+from .slices import SlicedTarget, Target, by_target
+from .tensor_info import TensorInfo
 from .unserved import mend_of
+from .values import read_values
 from .vectors import ENDS, PATTERN
 from .whole_copies import RowsFile
 
@@ -41,13 +44,15 @@ _VERSION = re.compile(r"([0-9]{1,6})\.([0-9]{1,6})(?:\.[0-9]{1,6})?(\.?dev)?")
 
 _IN_LAYER = re.compile(rf"({re.escape(IN_LAYERS)}[0-9]+)\.(.+?)\.(lora_[AB]\.weight|{PATTERN})")
 
+_SIDES = {"lora_A.weight": "A", "lora_B.weight": "B"}
+
 
 @lru_cache(16)
 def _wrapped(around: tuple[str, ...], embeddings: str) -> re.Pattern[str]:
     """A pattern of the prefix that a tensor's name may have. around, embeddings: see `ModulePaths`."""
     return re.compile(
         rf"(?:base_model\.model\.)?((?:(?:{'|'.join(map(re.escape, around))})\.){{0,4}})"
-        rf"(?=layers\.[0-9]|{re.escape(embeddings)}\.|embed_tokens\.|unembed_tokens\.)"
+        rf"(?=layers\.[0-9]|{re.escape(embeddings)}\.|embed_tokens\.|unembed_tokens\.|lm_head\.)"
     )
 
 
@@ -79,6 +84,8 @@ class AdapterWeights(RowsFile):
         self.num_left_out = 0
         """Tensors of `ModulePaths.left_out`, once `tensors` was read."""
         self._head_names: set[str] = set()
+        self.slices: dict[Target, SlicedTarget] = {}
+        """The projections that it has in slices, once `tensors` was read."""
 
     @cached_property
     def tensors(self) -> dict[str, TensorInfo]:
@@ -88,16 +95,52 @@ class AdapterWeights(RowsFile):
         listed = self._form.listed(self, self.modules.projections)
         self._check_adapters()
         self.modules = self.modules.as_given(self._paths, self._stems)
-        if self.modules.experts is ExpertForm.STACKED:
-            listed = self._of_projections(listed)
-        elif self.modules.experts is ExpertForm.TOGETHER:
-            listed = self._of_each_expert(listed)
-        for name, info in listed.items():
+        for name, info in self._of_own_projections(listed).items():
             is_in_layer = name.startswith(IN_LAYERS)
             if self._is_unused(name, in_layers) if is_in_layer else self._is_apart(name, info, left_out):
                 continue
             for own_name, own in self._shares(name, info) if self.modules.stacked else ((name, info),):
                 self._put(found, own_name, own, name)
+        return found
+
+    def given_entries(self) -> dict[str, TensorInfo]:
+        """The file's tensors by its own names, as they lie in it."""
+        return self._form.entries(self)
+
+    def _of_own_projections(self, listed: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
+        """The tensors, those of several experts and of slices as of the base model's projections."""
+        listed = self._without_empty(listed) if self.modules.empty else listed
+        if self.modules.experts is ExpertForm.STACKED:
+            listed = self._of_projections(listed)
+        elif self.modules.experts is ExpertForm.TOGETHER:
+            listed = self._of_each_expert(listed)
+        return self._joined(listed) if self.modules.given_slices else listed
+
+    def _without_empty(self, listed: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
+        """The tensors but those without values of projections that experts do not have."""
+
+        def is_empty(name: str, info: TensorInfo) -> bool:
+            match = _IN_LAYER.fullmatch(name) if 0 in info.shape else None
+            return match is not None and match[2] in self.modules.empty
+
+        return {name: info for name, info in listed.items() if not is_empty(name, info)}
+
+    def _joined(self, listed: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
+        """The tensors, those of slices as of their projections."""
+        names = {}
+        for name in listed:
+            match = _IN_LAYER.fullmatch(name)
+            side = match and _SIDES.get(match[3])
+            if match and side and match[2] in self.modules.given_slices:
+                names[name] = int(match[1].rpartition(".")[2]), match[2], side
+        projections = self.modules.projections
+        self.slices = by_target(self.path, listed, names, self.modules.slices, projections)
+        found = {name: info for name, info in listed.items() if name not in names}
+        for (layer, module), target in self.slices.items():
+            own_names = tensor_names(layer, projections[module])
+            for own_name, (info, given) in zip(own_names, target.joined(), strict=True):
+                self._put(found, own_name, info, given)
+                self._given[own_name] = given
         return found
 
     def _is_unused(self, name: str, left_out: tuple[str, ...]) -> bool:
@@ -288,20 +331,13 @@ class AdapterWeights(RowsFile):
         return info
 
     def matrix(self, name: str, shape: tuple[int, int], buffer: torch.Tensor) -> torch.Tensor:
-        """A tensor `[rows, columns]` in the file's element type, which may be a view of `buffer`, bytes. Raises
-        AdapterChanged if it is not of this shape.
+        """A tensor `[rows, columns]` in the file's element type, or in float32 if it is computed. It may be a view of
+        `buffer`, bytes. Raises AdapterChanged if it is not of this shape.
         """
-        import torch
-
         info = self.tensor(name)
-        if info.shape != shape:
+        if not info.fits(shape):
             raise self.changed()
-        if info.num_bytes > len(buffer):  # of a matrix that several projections share
-            buffer = torch.empty(info.num_bytes, dtype=torch.uint8)
-        data = buffer[: info.num_bytes]
-        self.read_into(data.numpy().data, info.offset)
-        values = data.view({"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[info.dtype])
-        return values.view(shape) if info.arrangement is None else info.arrangement.of(values, shape[0])
+        return read_values(self, info, buffer)[:, : shape[1]]
 
     def _plain(self, name: str) -> str:
         if not name.startswith(IN_LAYERS) or not self._form.is_plain:
@@ -313,20 +349,17 @@ class AdapterWeights(RowsFile):
 
     def _plain_of_any(self, name: str) -> str:
         given, name = name, self._form.peft_name(name)
-        if not name.startswith(PREFIX):
-            name = _AROUND.sub("", name, 1)
+        name = name if name.startswith(PREFIX) else self._without_outer(name)
         if not name.endswith((".lora_A.weight", ".lora_B.weight")) and (named := _ADAPTER_NAME.search(name)):
             self._adapters.add(named[2])
             name = f"{name[: named.end(1)]}{name[named.end() :]}"
         found = _wrapped(self.modules.around, self.modules.embeddings).match(name)
-        if found is None:
-            if "lora_" in name and not name.startswith(PREFIX):
-                name = f"{PREFIX}{name}"
+        rest = "" if found is None else name[found.end() :]
+        if found is None or (rest.startswith(f"{HEAD}.") and self._is_usual_head(name, found[1])):
             return self._plain_of_head(name)
-        rest = name[found.end() :]
-        if rest.startswith(f"{UNEMBED}."):
+        if rest.startswith((f"{UNEMBED}.", f"{HEAD}.")):
             self._head_names.add(UNEMBED)
-            return f"{PREFIX}{HEAD}{rest.removeprefix(UNEMBED)}"
+            return f"{PREFIX}{HEAD}{rest.removeprefix(UNEMBED).removeprefix(HEAD)}"
         own, is_there, kind = rest.partition(".")
         rest = f"{EMBEDDINGS}.{kind}" if is_there and own == self.modules.embeddings else rest
         self._stems.add(found[1][:-1])
@@ -342,8 +375,21 @@ class AdapterWeights(RowsFile):
             self._of_layer[given.removeprefix(IN_LAYERS).partition(".")[2]] = own
         return f"{match[1]}.{own}"
 
+    def _without_outer(self, name: str) -> str:
+        """A name without the modules that are around PEFT's own: those of trainers, and of the model."""
+        name = _AROUND.sub("", name, 1)
+        outer, prefix, rest = name.partition(PREFIX)
+        is_of_model = prefix and all(each in self.modules.around for each in outer[:-1].split("."))
+        return f"{prefix}{rest}" if is_of_model else name
+
+    def _is_usual_head(self, name: str, around: str) -> bool:
+        """True if a head's name is that of a module of the model. around: the modules that the name has around it."""
+        name = name if name.startswith(PREFIX) else f"{PREFIX}{name}"
+        return not around or name.startswith(tuple(f"{PREFIX}{head}." for head in self.modules.heads))
+
     def _plain_of_head(self, name: str) -> str:
-        """The usual name of a tensor of the output projection; any other name as it is."""
+        """The usual name of a tensor of the output projection; any other name as it is, with PEFT's prefix."""
+        name = f"{PREFIX}{name}" if "lora_" in name and not name.startswith(PREFIX) else name
         head = next((head for head in self.modules.heads if name.startswith(f"{PREFIX}{head}.")), None)
         if head is None:
             return name

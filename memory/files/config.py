@@ -169,19 +169,17 @@ class AdapterConfig:
         fields.refuse_together()
 
     @classmethod
-    def read(
-        cls, directory: AdapterDirectory, usual_names: Mapping[str, str] = _USUAL, model_type: str | None = None
+    def of(
+        cls,
+        file: Path,
+        fields: Mapping[str, Any],
+        usual_names: Mapping[str, str] = _USUAL,
+        model_type: str | None = None,
     ) -> AdapterConfig:
-        """Read `adapter_config.json`. Raises AdapterFormatError if it can't be served as PEFT applies it.
-
-        usual_names, model_type: see `ModulePaths`.
+        """The configuration with PEFT's `fields` of LoRA, which `file` says, maybe in another way. Raises
+        AdapterFormatError if it can't be served as PEFT applies it. usual_names, model_type: see `ModulePaths`.
         """
-        return cls(_Fields(directory.path / CONFIG_FILE, read_fields(directory), usual_names, model_type))
-
-    @classmethod
-    def of(cls, file: Path, fields: dict[str, Any]) -> AdapterConfig:
-        """The configuration with PEFT's `fields`, which `file` says in another way. Raises AdapterFormatError."""
-        return cls(_Fields(file, fields))
+        return cls(_Fields(file, fields, usual_names, model_type))
 
     def targets(self, names: ModuleNames) -> dict[str, tuple[int, float]]:
         """Rank and scale of every linear module that it changes (PEFT's `check_target_module_exists`).
@@ -249,7 +247,7 @@ class _Fields:
     def __init__(
         self,
         file: Path,
-        raw: dict[str, Any],
+        raw: Mapping[str, Any],
         usual_names: Mapping[str, str] = _USUAL,
         model_type: str | None = None,
     ) -> None:
@@ -263,8 +261,6 @@ class _Fields:
         return AdapterFormatError(f"{self.file}: {name} is {shown(self.raw.get(name))}: {why}")
 
     def refuse_unserved(self) -> None:
-        if self.raw.get("peft_type", "LORA") != "LORA":
-            raise self.refuse("peft_type", "only LORA is served")
         self._refuse_heads()
         if unserved := [each for each in self.saved_modules() if each not in COPIED]:
             raise self.refuse(

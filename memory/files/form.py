@@ -12,15 +12,17 @@ from collections.abc import Collection
 from typing import Protocol
 
 from ..pages.projections import Projections
-from .config import CONFIG_FILE, AdapterConfig
+from .config import CONFIG_FILE, AdapterConfig, read_fields
 from .directory import AdapterDirectory
 from .gguf_form import GGUF_SUFFIX, GgufForm
+from .methods.form import MethodForm
+from .methods.registry import method_of
 from .mlx_form import MLX_FILE, MlxForm
 from .module_paths import ModulePaths
-from .tensor_file import TensorFile, TensorInfo
+from .peft_form import WEIGHTS_FILE, PeftForm
+from .tensor_file import TensorFile
+from .tensor_info import TensorInfo
 from .unserved import missing_config, refuse_other_weights
-
-WEIGHTS_FILE = "adapter_model.safetensors"
 
 
 class AdapterForm(Protocol):
@@ -37,12 +39,21 @@ class AdapterForm(Protocol):
         ...
 
     @property
+    def title(self) -> str:
+        """Its name in texts."""
+        ...
+
+    @property
     def is_plain(self) -> bool:
         """True for a safetensors file that has every matrix as PEFT does."""
         ...
 
     def peft_name(self, name: str) -> str:
         """PEFT's name of a tensor."""
+        ...
+
+    def entries(self, file: TensorFile) -> dict[str, TensorInfo]:
+        """The file's tensors by its own names, as they lie in it."""
         ...
 
     def listed(self, file: TensorFile, projections: Projections) -> dict[str, TensorInfo]:
@@ -54,29 +65,12 @@ class AdapterForm(Protocol):
         ...
 
 
-class PeftForm:
-    """`adapter_config.json` and `adapter_model.safetensors`, as PEFT's `save_pretrained` writes them."""
-
-    weights_file = WEIGHTS_FILE
-    kind = "a safetensors file"
-    is_plain = True
-
-    def peft_name(self, name: str) -> str:
-        return name
-
-    def listed(self, file: TensorFile, projections: Projections) -> dict[str, TensorInfo]:
-        return file.listed()
-
-    def config(self, directory: AdapterDirectory, given: Collection[str], base: ModulePaths) -> AdapterConfig:
-        return AdapterConfig.read(directory, base.usual_names, base.model_type)
-
-
 def form_of(directory: AdapterDirectory) -> AdapterForm:
     """The form of a directory's adapter. Raises AdapterFormatError if it has none that is read."""
     if directory.has(WEIGHTS_FILE):
         if not directory.has(CONFIG_FILE):
             raise missing_config(directory, CONFIG_FILE)
-        return PeftForm()
+        return _form_of_peft(directory)
     if directory.has(MLX_FILE) and directory.has(CONFIG_FILE):
         return MlxForm()
     if not directory.has(CONFIG_FILE):
@@ -85,4 +79,11 @@ def form_of(directory: AdapterDirectory) -> AdapterForm:
             return GgufForm(files[0])
         raise missing_config(directory, CONFIG_FILE)
     refuse_other_weights(directory, WEIGHTS_FILE)
-    return PeftForm()
+    return _form_of_peft(directory)
+
+
+def _form_of_peft(directory: AdapterDirectory) -> AdapterForm:
+    """The form of a directory of PEFT's."""
+    fields = read_fields(directory)
+    method = method_of(directory.path / CONFIG_FILE, fields)
+    return PeftForm(fields) if method is None else MethodForm(method)

@@ -18,6 +18,7 @@ from ..pages.adapter_layout import AdapterPart, VectorTarget
 from ..pages.projections import Group, Projections
 from .adapter_weights import AdapterWeights
 from .added_tokens import OwnTokens, own_tokens
+from .computed_ranks import take_computed_ranks
 from .config import CONFIG_FILE, AdapterConfig
 from .directory import AdapterDirectory
 from .error import AdapterFormatError, shown
@@ -28,7 +29,8 @@ from .module_paths import ExpertForm, ModulePaths
 from .peft_names import LAYER, PREFIX, is_of_a, matrix_shapes, module_keys, tensor_names, vector_names
 from .score_head import TENSORS, read_score_head
 from .targets import Targets, layers_with, parts_of, targets_of
-from .tensor_file import TensorFile, TensorInfo, TensorPlaces, digest_of
+from .tensor_file import TensorFile, TensorPlaces, digest_of
+from .tensor_info import TensorInfo
 from .trained_rows import find_rows, module_of
 from .unserved import mend_of, refuse_no_lora, why_not_lora
 from .vectors import LORA_BIAS, vector_targets, why_no_vector
@@ -86,7 +88,7 @@ def inspect_adapter(path: Path, modules: ModulePaths, roots: Sequence[Path] = ()
             _check_invocation(config, modules.vocab_size)
             rows, dropped, num_tokens, added = find_rows(file, config, directory, modules)
             tokens = _own_tokens(path, directory, modules, added)
-            targets, projections = targets_of(config, stem, modules, file.head_names), modules.projections
+            targets, projections = targets_of(config, stem, modules, file.head_names, file.slices), modules.projections
             names = {target: tensor_names(target[0], projections[target[1]]) for target in targets}
             untrained = _untrained(file, names, config, projections)
             _leave_out(untrained, targets, names, projections)
@@ -100,10 +102,12 @@ def inspect_adapter(path: Path, modules: ModulePaths, roots: Sequence[Path] = ()
             others = {name for target in vectors for name in vector_names(target, projections)}
             others.update(TENSORS if config.has_head else ())
             _check_names(file, names, config, projections, others)
+            is_larger = take_computed_ranks(file, targets, names, projections)
             _check_shapes(file, targets, names, config, projections)
             parts = parts_of(targets, projections) + rows
-            # of stacked experts, and of rows by unit, B is read in another order
-            is_plain = form.is_plain and modules.experts is not ExpertForm.STACKED and not modules.units
+            # of stacked experts, and of rows by unit, B is read in another order; slices are joined
+            is_plain = form.is_plain and modules.experts is not ExpertForm.STACKED
+            is_plain = is_plain and not modules.units and not modules.given_slices
             places = _places(file, parts, names, projections) if is_plain else None
             parts, places = _shared(parts, places)
             return AdapterManifest(
@@ -125,6 +129,8 @@ def inspect_adapter(path: Path, modules: ModulePaths, roots: Sequence[Path] = ()
                 tokens=tokens,
                 num_tokens=num_tokens,
                 added=added,
+                form=form.title,
+                is_larger=is_larger,
             )
 
 
@@ -245,7 +251,7 @@ def _check_shapes(
 ) -> None:
     for target, (rank, _) in targets.items():
         for name, shape in zip(names[target], matrix_shapes(projections[target[1]], rank), strict=True):
-            if file.tensors[name].shape != shape:
+            if file.tensors[name].shape != shape and not file.tensors[name].fits(shape):
                 raise _wrong_shape(file, name, shape, rank, config, _elsewhere(file, target, names, shape))
 
 
@@ -340,6 +346,5 @@ def _wrong_shape(
         mend = f"{trained}{mend_of(info.shape)}"
     else:
         mend = f"that of {elsewhere} is right, so this one is damaged: save the adapter again"
-    return AdapterFormatError(
-        f"{file.path}: tensor {name} has shape {shown(list(info.shape))}, {list(want)} is needed; {mend}"
-    )
+    found = f"tensor {file.given_name(name)} has shape {shown(list(info.shape))}"
+    return AdapterFormatError(f"{file.path}: {found}, {list(want)} is needed; {mend}")

@@ -1,9 +1,11 @@
 """Adapters of llama.cpp: one GGUF file, as `convert_lora_to_gguf.py` writes it.
 
-Of some architectures llama.cpp keeps the rows of q and k in another order, so B of these has it too. The rank is a
-tensor's own, and the scale is alpha / rank.
+Of some architectures llama.cpp keeps the rows of q and k in another order, so B of these has it too. Of Qwen3.5 it has
+the heads of Gated DeltaNet's values by their number within a head of keys, and then by that head; transformers has them
+the other way round. All experts of a projection are in one tensor of three dimensions. The rank is a tensor's own, and
+the scale is alpha / rank.
 
-Tests: tests/memory/files/test_adapter_forms.py.
+Tests: tests/memory/files/test_adapter_forms.py, tests/core/test_gguf_adapters.py.
 """
 
 from __future__ import annotations
@@ -16,12 +18,15 @@ from pathlib import Path
 from typing import Any
 
 from ..pages.projections import Projections
+from .arrangement import Arrangement
 from .config import AdapterConfig
 from .directory import AdapterDirectory
 from .error import AdapterFormatError, shown
+from .formulas import Tiled
 from .gguf_header import GgufHeader
 from .module_paths import ModulePaths
-from .tensor_file import Arrangement, TensorFile, TensorInfo
+from .tensor_file import TensorFile
+from .tensor_info import Computed, TensorInfo
 
 GGUF_SUFFIX = ".gguf"
 
@@ -39,16 +44,41 @@ _PATHS = {
     "ffn_down": "mlp.down_proj",
 }
 
-#: Architectures that are read.
-_ARCHITECTURES = frozenset([
-    "gemma", "gemma2", "gemma3", "granite", "llama", "olmo2", "phi3", "qwen2", "qwen3", "smollm3",
-])  # fmt: skip
+_EXPERTS = {
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.gate_proj",
+    "ffn_up_exps": "mlp.experts.up_proj",
+    "ffn_down_exps": "mlp.experts.down_proj",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+}
 
-#: Architecture → modules whose names stand for another module there.
-_OTHER_PATHS = {"phi3": {"ffn_up": "mlp.gate_up_proj"}}
+_DELTA = {
+    "attn_qkv": "linear_attn.in_proj_qkv",
+    "attn_gate": "linear_attn.in_proj_z",
+    "ssm_alpha": "linear_attn.in_proj_a",
+    "ssm_beta": "linear_attn.in_proj_b",
+    "ssm_out": "linear_attn.out_proj",
+}
+
+_AS_LLAMA = (
+    "arcee", "cohere2", "command-r", "ernie4_5", "exaone4", "gemma", "gemma2", "gemma3", "granite", "llama", "mistral3",
+    "olmo", "olmo2", "qwen2", "qwen3", "seed_oss", "smollm3",
+)  # fmt: skip
+
+#: Architectures that are read, with the modules that have other names there.
+_ARCHITECTURES: dict[str, dict[str, str]] = {
+    **{name: {} for name in _AS_LLAMA},
+    "phi3": {"ffn_up": "mlp.gate_up_proj"},
+    **dict.fromkeys(("olmoe", "qwen2moe", "qwen3moe"), _EXPERTS),
+    "qwen35": _DELTA,
+    "qwen35moe": _EXPERTS | _DELTA,
+}
 
 #: Architectures for which the halves of rotary pairs are next to each other in rows of q and k.
-_INTERLEAVED = frozenset(["llama", "granite", "smollm3"])
+_INTERLEAVED = frozenset(["arcee", "granite", "llama", "mistral3", "olmo", "smollm3"])
 
 _AGAIN = "make it again with llama.cpp's convert_lora_to_gguf.py, or serve PEFT's own files"
 
@@ -57,6 +87,7 @@ class GgufForm:
     """See the module. name: of the file."""
 
     kind = "a GGUF file"
+    title = "llama.cpp's GGUF"
     is_plain = False
 
     def __init__(self, name: str) -> None:
@@ -66,6 +97,9 @@ class GgufForm:
 
     def peft_name(self, name: str) -> str:
         return name
+
+    def entries(self, file: TensorFile) -> dict[str, TensorInfo]:
+        return GgufHeader.read(file).tensors
 
     def listed(self, file: TensorFile, projections: Projections) -> dict[str, TensorInfo]:
         header = GgufHeader.read(file)
@@ -80,7 +114,7 @@ class GgufForm:
                 continue
             module, side = f"{_PREFIX}{match[1]}.{path}", match[3].upper()
             if side == "A" and info.shape:
-                self._ranks[module.removeprefix("base_model.model.")] = info.shape[0]
+                self._ranks[module.removeprefix("base_model.model.")] = info.shape[-2:][0]
             file.add(tensors, f"{module}.lora_{side}.weight", self._in_order(info, path, side, projections))
         return tensors
 
@@ -114,15 +148,33 @@ class GgufForm:
             raise _refuse(
                 file, "general.architecture", architecture, f"GGUF adapters are read of {known}; serve PEFT's own files"
             )
-        return {**_PATHS, **_OTHER_PATHS.get(architecture, {})}
+        return _PATHS | _ARCHITECTURES[architecture]
 
     def _in_order(self, info: TensorInfo, path: str, side: str, projections: Projections) -> TensorInfo:
+        if path in _DELTA.values():
+            return _grouped(info, path, side, projections)
         module = path.rpartition(".")[2]
         is_turned = side == "B" and module in ("q_proj", "k_proj") and module in projections
         if not is_turned or self._metadata.get("general.architecture") not in _INTERLEAVED or len(info.shape) != 2:
             return info
         rows, columns = info.shape
         return replace(info, arrangement=Arrangement((rows, columns), interleaved_heads=projections[module].units))
+
+
+def _grouped(info: TensorInfo, path: str, side: str, projections: Projections) -> TensorInfo:
+    """A or B of Gated DeltaNet with the heads of values in transformers' order; one of another shape as it is."""
+    by_path = {each.path: each for each in projections}
+    qkv, of_heads, own = (by_path.get(each) for each in (_DELTA["attn_qkv"], _DELTA["ssm_beta"], path))
+    if qkv is None or of_heads is None or own is None or len(info.shape) != 2:
+        return info
+    is_out = path == _DELTA["ssm_out"]
+    first = 2 * qkv.sections[0] if own is qkv else 0
+    count = own.inputs if is_out else own.outputs
+    if side == ("B" if is_out else "A") or info.shape[1 if is_out else 0] != count or of_heads.outputs == qkv.units:
+        return info
+    heads = of_heads.outputs
+    formula = Tiled(qkv.units, heads // qkv.units, (count - first) // heads, first, is_out)
+    return TensorInfo("F32", info.shape, 0, 0, computed=Computed("LoRA", formula, (info,), is_larger=False))
 
 
 def _refuse(file: Path, field: str, value: Any, why: str) -> AdapterFormatError:

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from .error import AdapterFormatError, shown
-from .tensor_file import ITEM_BYTES, MAX_DIMENSIONS, MAX_HEADER_BYTES, MAX_TENSORS, TensorFile, TensorInfo
+from .tensor_file import ITEM_BYTES, MAX_DIMENSIONS, MAX_HEADER_BYTES, MAX_TENSORS, TensorFile
+from .tensor_info import TensorInfo
 
 MAX_FIELDS = 1024
 

@@ -21,7 +21,8 @@ from .manifest import AdapterManifest
 from .module_paths import ModulePaths
 from .peft_names import vector_names
 from .score_head import TENSORS
-from .tensor_file import ITEM_BYTES, TensorInfo, digest_of
+from .tensor_file import ITEM_BYTES, digest_of
+from .tensor_info import TensorInfo
 from .trained_rows import module_of
 from .whole_copies import row_bytes
 
@@ -160,8 +161,9 @@ class _Reader:
     def _add(self, digest: _Digest, head: str, *tensors: TensorInfo) -> None:
         digest.update(head.encode())
         for info in tensors:
-            for chunk in self._chunks(info):
-                digest.update(chunk)
+            for stored in info.stored:
+                for chunk in self._chunks(stored):
+                    digest.update(chunk)
 
     def _hash_rows(self, digest: _Digest, part: AdapterPart) -> None:
         """Add whole rows, with their tokens."""
@@ -171,7 +173,9 @@ class _Reader:
             digest.update(row_bytes(self._file, info, row))
 
     def _has_values(self, info: TensorInfo) -> bool:
-        """True if any value is not zero; for most tensors the first values decide."""
+        """True if any value is not zero; for most tensors the first values decide. A computed one is a product."""
+        if info.computed is not None:
+            return all(map(self._has_values, info.stored))
         glance = replace(info, num_bytes=min(info.num_bytes, _GLANCE_BYTES))
         return any(_any(chunk, info.dtype) for part in (glance, info) for chunk in self._chunks(part))
 
@@ -192,6 +196,8 @@ def _named(projection: Projection, part: AdapterPart) -> str:
 def _form_of(info: TensorInfo) -> str:
     """The meaning of a tensor's bytes."""
     arranged = "" if info.arrangement is None else f" arranged {tuple(info.arrangement)}"
+    if info.computed is not None:
+        arranged += f" as {info.computed.formula} of {', '.join(map(_form_of, info.stored))}"
     return f"{info.dtype}{info.shape}{arranged}"
 
 

@@ -12,6 +12,7 @@ from ..pages.adapter_layout import AdapterPart, VectorTarget
 from ..pages.projections import Projections
 from .added_tokens import OwnTokens
 from .module_paths import ModulePaths
+from .peft_form import PeftForm
 from .peft_names import STEM
 from .score_head import ScoreHead
 from .tensor_file import FileIdentity, TensorPlaces
@@ -68,6 +69,12 @@ class AdapterManifest:
 
     added: frozenset[int] = frozenset()
     """Tokens beyond the base model's vocabulary that a prompt of it may have."""
+
+    form: str = PeftForm.title
+    """How its files have it, for texts."""
+
+    is_larger: bool = False
+    """True if its A and B are computed, and may be larger than the tensors that they are computed from."""
 
     sources: tuple[tuple[AdapterManifest, float], ...] = ()
     """The adapters that it is composed of, each with a scale; empty: it has files of its own."""

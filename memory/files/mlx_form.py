@@ -1,7 +1,8 @@
 """Adapters of MLX: `adapter_config.json` and `adapters.safetensors`, as `mlx_lm.lora` writes them.
 
 A and B are transposed, A `[in, rank]` and B `[rank, out]`, and the scale is a field of its own: MLX adds
-`scale · (x A) B`. The last `num_layers` layers have adapters; names of modules are in the tensors' names only.
+`scale · (x A) B`. The last `num_layers` layers have adapters; names of modules are in the tensors' names only. A module
+with DoRA also has magnitudes `m`, which mean what PEFT's do.
 
 Tests: tests/memory/files/test_adapter_forms.py.
 """
@@ -14,15 +15,19 @@ from dataclasses import replace
 from typing import Any
 
 from ..pages.projections import Projections
+from .arrangement import Arrangement
 from .config import CONFIG_FILE, AdapterConfig, read_fields
 from .directory import AdapterDirectory
 from .error import AdapterFormatError, shown
 from .module_paths import ModulePaths
-from .tensor_file import Arrangement, TensorFile, TensorInfo
+from .tensor_file import TensorFile
+from .tensor_info import TensorInfo
+from .vectors import MAGNITUDE
 
 MLX_FILE = "adapters.safetensors"
 
 _SIDE = re.compile(r"\.lora_([ab])$")
+_MAGNITUDE = re.compile(r"\.m$")
 _LAYER = re.compile(r"(?:^|\.)layers\.([0-9]{1,6})\.")
 _ELSE = "or fuse it into its base with mlx_lm.fuse and serve the result"
 
@@ -32,10 +37,14 @@ class MlxForm:
 
     weights_file = MLX_FILE
     kind = "a safetensors file"
+    title = "MLX"
     is_plain = False
 
     def peft_name(self, name: str) -> str:
-        return _SIDE.sub(lambda found: f".lora_{found[1].upper()}.weight", name)
+        return _MAGNITUDE.sub(f".{MAGNITUDE}", _SIDE.sub(lambda found: f".lora_{found[1].upper()}.weight", name))
+
+    def entries(self, file: TensorFile) -> dict[str, TensorInfo]:
+        return file.entries()
 
     def listed(self, file: TensorFile, projections: Projections) -> dict[str, TensorInfo]:
         return {name: _transposed(info) for name, info in file.listed().items()}
@@ -47,8 +56,8 @@ class MlxForm:
             return AdapterFormatError(f"{file}: {field} is {shown(value)}: of an adapter of MLX ({MLX_FILE}) {why}")
 
         kind, parameters = raw.get("fine_tune_type", "lora"), raw.get("lora_parameters")
-        if kind != "lora":
-            raise refuse("fine_tune_type", kind, f"only lora is read; train with --fine-tune-type lora, {_ELSE}")
+        if kind not in ("lora", "dora"):
+            raise refuse("fine_tune_type", kind, f"only lora and dora are read; train with either, {_ELSE}")
         if not isinstance(parameters, dict):
             raise refuse("lora_parameters", parameters, f"an object with rank and scale is needed; {_ELSE}")
         rank, scale = parameters.get("rank"), parameters.get("scale")
@@ -64,7 +73,7 @@ class MlxForm:
                 f"scale · alpha / rank if it was trained with a version that used it, {_ELSE}",
             )
         _check_layers(refuse, raw, given, base.projections.num_layers)
-        peft = {"peft_type": "LORA", "r": rank, "lora_alpha": rank * scale, "target_modules": sorted(given)}
+        peft = {"r": rank, "lora_alpha": rank * scale, "target_modules": sorted(given), "use_dora": kind == "dora"}
         return AdapterConfig.of(file, {**peft, "base_model_name_or_path": raw.get("model")})
 
 

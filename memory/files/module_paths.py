@@ -18,6 +18,7 @@ from typing import Any
 
 from ..pages.projections import Group, Projection, Projections, UnitRows
 from .base_tokens import BaseTokens
+from .slices import Slice, slices_of
 from .whole_copies import BaseRows
 
 _NESTED = ".base_layer"
@@ -127,6 +128,9 @@ class ModulePaths:
     experts: ExpertForm | None = None
     """How an adapter has them; None: it has none."""
 
+    given_slices: frozenset[str] = frozenset()
+    """Paths of all slices of projections that an adapter has in slices; see `slices`."""
+
     given_together: tuple[str, ...] = ()
     """Paths at which an adapter has tensors of all experts together."""
 
@@ -198,7 +202,13 @@ class ModulePaths:
             }
         elif self.experts is ExpertForm.TOGETHER:
             found |= {path: parts for path, (name, parts) in self._together_parts.items() if name in names}
-        return found
+        own_slices = ((path, self.slices[path].projection) for path in sorted(self.given_slices))
+        return found | {path: (name,) for path, name in own_slices if name in names}
+
+    @cached_property
+    def slices(self) -> dict[str, Slice]:
+        """The slices of projections, by path, in which an adapter may have them."""
+        return slices_of(self.projections)
 
     def _in(self, names: set[str], path: str) -> tuple[str, ...]:
         """Of a path's projections those that are among `names`; of parts all or none."""
@@ -228,8 +238,21 @@ class ModulePaths:
         found = {}
         for module, each in product(dict.fromkeys(path.rpartition(".")[0] for path in around), experts):
             name = each.name.rpartition(".")[2]
-            found |= {f"{module}.{last}": each for last in (name, _LETTERS[name])}
+            found |= {f"{module}.{last}": each for last in (name, self._letters[name])}
         return found
+
+    @property
+    def _letters(self) -> dict[str, str]:
+        """Tinker's names of projections of experts; without gates the first is that of up."""
+        has_gates = any(each.experts and each.name.endswith(".gate_proj") for each in self.projections)
+        return _LETTERS if has_gates else _LETTERS | {"up_proj": _LETTERS["gate_proj"]}
+
+    @cached_property
+    def empty(self) -> frozenset[str]:
+        """Paths of projections that experts do not have, where Tinker writes tensors without values."""
+        around = {path.rpartition(".")[0] for path in self.together}
+        found = {f"{module}.{last}" for module in around for last in (*_LETTERS, *_LETTERS.values())}
+        return frozenset(found - self.together.keys())
 
     @cached_property
     def each_expert(self) -> dict[str, Projection]:
@@ -271,7 +294,7 @@ class ModulePaths:
         parts = {self.projections[name].path for _, stacked in self.fused for name, _ in stacked}
         usual = _STACKED.keys() - {path for path, _ in self.fused}
         is_tie_known = not self.head_part or not any(each.startswith(f"{self.head_part}.") for each in stems)
-        is_usual = usual.isdisjoint(paths) and parts.isdisjoint(paths) and not self.projections.mixture
+        is_usual = (usual | parts | self.slices.keys()).isdisjoint(paths) and not self.projections.mixture
         if is_usual and is_tie_known:
             return self
         return _as_given(self, frozenset(paths), is_tie_known, self.base_rows, self.base_tokens)
@@ -309,6 +332,8 @@ def _as_given(
 ) -> ModulePaths:
     """See `ModulePaths.as_given`. base_rows, base_tokens: those of `modules`; equal ones may be of several models."""
     own = modules.projections
+    sliced = {modules.slices[path].projection for path in modules.slices.keys() & paths}
+    paths |= {own[name].path for name in sliced}
     fused = {
         path: parts
         for path, parts in modules.fused
@@ -327,6 +352,7 @@ def _as_given(
         renamed=tuple((name, path) for name, path in renamed.items() if path != own[name].path),
         absent=modules.absent.difference(given),
         is_tie_known=is_tie_known,
+        given_slices=frozenset(path for path, each in modules.slices.items() if each.projection in sliced),
         base_rows=base_rows,
         base_tokens=base_tokens,
         **_experts_as_given(modules, paths),

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from .error import AdapterFormatError, shown
-from .tensor_file import TensorFile, TensorInfo
+from .tensor_file import TensorFile
+from .tensor_info import TensorInfo
 from .unserved import mend_of
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ Tests: tests/memory/files/test_adapter_format.py, tests/core/test_adapter_patter
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from functools import lru_cache
 
 from ..pages.adapter_layout import AdapterPart
@@ -15,35 +15,34 @@ from .config import AdapterConfig
 from .error import AdapterFormatError, shown
 from .module_names import ModuleNames
 from .module_paths import ExpertForm, ModulePaths
-from .peft_names import LAYER, UNEMBED
+from .peft_names import HEAD, LAYER, UNEMBED
+from .slices import SlicedTarget, check_slices
 
 Targets = dict[tuple[int, str], tuple[int, float]]
 """Rank and scale by layer and projection."""
 
 
-def targets_of(config: AdapterConfig, stem: str, modules: ModulePaths, head_names: Collection[str]) -> Targets:
+def targets_of(
+    config: AdapterConfig,
+    stem: str,
+    modules: ModulePaths,
+    head_names: Collection[str],
+    slices: Mapping[tuple[int, str], SlicedTarget],
+) -> Targets:
     """(layer, module) → rank and scale of all that the configuration targets.
 
     "all-linear" leaves the embeddings and the head out, as PEFT does; not a head by Tinker's name, as Tinker does.
-    head_names: see `AdapterWeights.head_names`.
+    head_names, slices: see `AdapterWeights`.
     """
     file = config.file
-    names, keys = _keys(stem, modules)
-    of_model = _model_keys(stem, modules)
-    targets = {}
-    for name, rank_and_scale in config.targets(names).items():
-        if name in keys:
-            layer, parts = keys[name]
-            is_linear = modules.projections[parts[0]].group is Group.INPUTS
-            if name in of_model and not is_linear and _is_passed_over(name, head_names, config):
-                continue
-            for module in parts:  # of several paths to a projection the first is the adapter's own
-                targets.setdefault((layer, module), rank_and_scale)
-        elif not config.targets_all_linear:
-            raise AdapterFormatError(
-                f"{file}: target_modules matches {name}; only {modules.names} are served: "
-                "train on these, or exclude the others with exclude_modules"
-            )
+    found = _found(config, stem, modules, head_names)
+    targets, named = {}, defaultdict(dict)
+    for name, (layer, parts, rank_and_scale) in found.items():
+        for module in parts:  # of several paths to a projection the first is the adapter's own
+            targets.setdefault((layer, module), rank_and_scale)
+        if (path := name.partition(f"layers.{layer}.")[2]) in modules.given_slices:
+            named[layer, parts[0]][path] = rank_and_scale
+    check_slices(config, named, slices)
     targets |= _parameter_targets(config, stem, modules, targets)
     if config.ties_weights and modules.ties_trained:
         targets |= _tied_targets(config, targets, modules)
@@ -53,6 +52,28 @@ def targets_of(config: AdapterConfig, stem: str, modules: ModulePaths, head_name
             f"in the base model's {modules.projections.num_layers} layers{_elsewhere(config, stem, modules)}"
         )
     return targets
+
+
+def _found(
+    config: AdapterConfig, stem: str, modules: ModulePaths, head_names: Collection[str]
+) -> dict[str, tuple[int, tuple[str, ...], tuple[int, float]]]:
+    """The modules that the configuration targets: layer, projections, rank and scale of each."""
+    names, keys = _keys(stem, modules)
+    of_model, inner_heads = _model_keys(stem, modules), set(_inner_heads(f"{stem}.")).difference(modules.heads)
+    found = {}
+    for name, rank_and_scale in config.targets(names).items():
+        if name in keys:
+            layer, parts = keys[name]
+            is_linear = modules.projections[parts[0]].group is Group.INPUTS
+            is_other = name == UNEMBED or name in inner_heads
+            if name not in of_model or is_linear or not _is_passed_over(is_other, head_names, config):
+                found[name] = layer, parts, rank_and_scale
+        elif not config.targets_all_linear:
+            raise AdapterFormatError(
+                f"{config.file}: target_modules matches {name}; only {modules.names} are served: "
+                "train on these, or exclude the others with exclude_modules"
+            )
+    return found
 
 
 @lru_cache(16)
@@ -87,8 +108,13 @@ def _model_keys(stem: str, modules: ModulePaths) -> dict[str, tuple[int, tuple[s
         elif projection.group is Group.INPUTS:
             keys[f"{level}{projection.name}"] = found
         elif stem:
-            keys |= dict.fromkeys((*modules.heads, UNEMBED, f"{level}{UNEMBED}"), found)
+            keys |= dict.fromkeys((*modules.heads, UNEMBED, *_inner_heads(level)), found)
     return keys
+
+
+def _inner_heads(level: str) -> tuple[str, str]:
+    """Names of a head that trainers have among the modules of the model's parent."""
+    return f"{level}{UNEMBED}", f"{level}{HEAD}"
 
 
 def _parameter_targets(
@@ -139,11 +165,11 @@ def _parameter_keys(stem: str, modules: ModulePaths) -> tuple[ModuleNames, dict[
     return ModuleNames([*found]), found
 
 
-def _is_passed_over(name: str, head_names: Collection[str], config: AdapterConfig) -> bool:
+def _is_passed_over(is_other: bool, head_names: Collection[str], config: AdapterConfig) -> bool:
     """True for a module of the model that a configuration matches and does not mean: a head's other name where the
-    file has no head, and what "all-linear" leaves out.
+    file has no head, and what "all-linear" leaves out. is_other: it is such a name.
     """
-    if name.endswith(UNEMBED):
+    if is_other:
         return UNEMBED not in head_names if config.targets_all_linear else not head_names
     return config.targets_all_linear
 

@@ -12,18 +12,15 @@ import math
 import os
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
-from ..pages.projections import UnitRows
 from . import strict_json
 from .error import AdapterFormatError, shown, unreadable
-
-if TYPE_CHECKING:
-    import torch
+from .tensor_info import TensorInfo
 
 #: Twice the need of 200 layers with seven targets, and small enough that no other thread waits while it is parsed.
 MAX_HEADER_BYTES = 1 << 20
@@ -34,82 +31,6 @@ MAX_DIMENSIONS = 8
 ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 
 _METADATA = "__metadata__"
-
-
-class Arrangement(NamedTuple):
-    """How a file has a matrix whose rows are not one after another."""
-
-    stored: tuple[int, int]
-    """Shape in the file."""
-
-    is_transposed: bool = False
-
-    interleaved_heads: int = 0
-    """Heads whose rows alternate between the first and the second half, as in llama.cpp; 0: the rows are in order."""
-
-    experts: int = 0
-    """The matrix is A or B of a parameter of all of so many experts, stored as the other one of them, transposed."""
-
-    is_a: bool = False
-    """With `experts`: the matrix is A, whose rows are to be expert after expert; B's columns are rank after rank."""
-
-    first_row: int = 0
-    """Row of the whole matrix with which this one begins."""
-
-    units: UnitRows | None = None
-    """Rows of the whole matrix that this one has; None: those from `first_row` on."""
-
-    def of(self, values: torch.Tensor, num_rows: int) -> torch.Tensor:
-        """The matrix `[num_rows, …]`, from the file's flat values."""
-        matrix = values.view(self.stored)
-        if self.is_transposed:
-            matrix = matrix.T
-        if self.interleaved_heads:
-            by_pair = matrix.view(self.interleaved_heads, -1, 2, matrix.shape[1])
-            matrix = by_pair.transpose(1, 2).reshape(matrix.shape)
-        if self.experts:
-            matrix = _by_other_side(matrix, self.experts, is_a=self.is_a)
-        if self.units is not None:
-            matrix = matrix[self.units.rows()]
-        return matrix[self.first_row : self.first_row + num_rows]
-
-
-def _by_other_side(matrix: torch.Tensor, experts: int, *, is_a: bool) -> torch.Tensor:
-    """A `[experts · rank, in]` or B `[out, rank · experts]` in the order of each, from the order of the other one."""
-    if is_a:
-        return matrix.unflatten(0, (-1, experts)).transpose(0, 1).flatten(0, 1)
-    return matrix.unflatten(1, (experts, -1)).transpose(1, 2).flatten(1, 2)
-
-
-@dataclass(frozen=True, slots=True)
-class TensorInfo:
-    """One tensor of the file: its element type, shape, and position from the file's beginning."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    offset: int
-    num_bytes: int
-    arrangement: Arrangement | None = None
-    """None: the file has the matrix as it is."""
-
-    def rows(self, first: int, count: int) -> TensorInfo:
-        """A run of the rows of a matrix."""
-        shape = (count, *self.shape[1:])
-        if self.arrangement is not None:
-            return replace(self, shape=shape, arrangement=self.arrangement._replace(first_row=first))
-        row_bytes = self.num_bytes // self.shape[0]
-        return replace(self, shape=shape, offset=self.offset + first * row_bytes, num_bytes=count * row_bytes)
-
-    def by_unit(self, units: UnitRows) -> TensorInfo:
-        """Rows of a matrix, or values of a vector, by unit."""
-        as_it_is = Arrangement((self.shape[0], self.shape[1] if len(self.shape) > 1 else 1))
-        arrangement = (self.arrangement or as_it_is)._replace(units=units)
-        return replace(self, shape=(units.total, *self.shape[1:]), arrangement=arrangement)
-
-    def matrix(self, index: int) -> TensorInfo:
-        """One of the matrices of a tensor with three dimensions."""
-        num_bytes = self.num_bytes // self.shape[0]
-        return TensorInfo(self.dtype, self.shape[1:], self.offset + index * num_bytes, num_bytes, self.arrangement)
 
 
 class FileIdentity(NamedTuple):
@@ -175,7 +96,14 @@ class TensorFile:
         return self.listed()
 
     def listed(self) -> dict[str, TensorInfo]:
-        """Read the header's list of tensors, by name."""
+        """Read the header's list of tensors, by plain name."""
+        tensors: dict[str, TensorInfo] = {}
+        for name, info in self.entries().items():
+            self.add(tensors, name, info)
+        return tensors
+
+    def entries(self) -> dict[str, TensorInfo]:
+        """Read the header's list of tensors, by the file's own names."""
         raw = self.header[8:]
         try:
             most = strict_json.MAX_CONTAINERS * self.max_tensors // MAX_TENSORS
@@ -187,16 +115,16 @@ class TensorFile:
         self._check_metadata(header.pop(_METADATA, {}))
         if len(header) > self.max_tensors:
             raise self._refuse(f"lists {len(header)} tensors, at most {self.max_tensors} are read; it is no adapter")
-        tensors: dict[str, TensorInfo] = {}
         for name, entry in header.items():
             if not isinstance(entry, TensorInfo):
                 raise self._refuse(f"tensor {shown(name)}{self._why_no_tensor(entry)}")
-            self.add(tensors, name, entry)
-        self._check_coverage(tensors, len(self.header))
-        return tensors
+        self._check_coverage(header, len(self.header))
+        return header
 
-    def add(self, tensors: dict[str, TensorInfo], name: str, info: TensorInfo) -> None:
-        """Add a tensor under its plain name. Raises AdapterFormatError if it is there already."""
+    def add(self, tensors: dict[str, TensorInfo], name: str, info: TensorInfo, given: str | None = None) -> None:
+        """Add a tensor under its plain name. given: the file's name, where `name` is not. Raises AdapterFormatError if
+        it is there already.
+        """
         plain = self._plain(name)
         if plain in tensors:
             raise self._refuse(
@@ -205,8 +133,8 @@ class TensorFile:
                 "keep one of them: save it with PEFT's save_pretrained"
             )
         tensors[plain] = info
-        if plain != name:
-            self._given[plain] = name
+        if plain != (given or name):
+            self._given[plain] = given or name
 
     def given_name(self, name: str) -> str:
         """The file's own name of a tensor."""

@@ -77,7 +77,7 @@ def refuse_no_lora(file: Path, tensors: Collection[str], given_name: Callable[[s
     """Raise AdapterFormatError for a file of a model's own weights, such as one of a full fine-tuning. given_name:
     returns a tensor's name in the file.
     """
-    if tensors and not any("lora_" in given_name(each) for each in tensors):
+    if tensors and not any("lora_" in each or "lora_" in given_name(each) for each in tensors):
         first = shown(min(map(given_name, tensors)))
         raise AdapterFormatError(
             f"{file}: no LoRA tensor is in this file, which has {len(tensors)} others, such as {first}; save the "

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from .error import AdapterChanged, AdapterFormatError, shown
-from .tensor_file import TensorFile, TensorInfo
+from .tensor_file import TensorFile
+from .tensor_info import TensorInfo
 from .unserved import mend_of
 
 if TYPE_CHECKING:

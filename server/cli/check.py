@@ -16,6 +16,7 @@ from ...memory.files.format import inspect_adapter, open_weights
 from ...memory.files.manifest import AdapterManifest
 from ...memory.files.module_paths import ModulePaths
 from ...memory.files.peft_names import tensor_names
+from ...memory.files.tensor_uses import form_in_words, uses_of
 from ...memory.pages.layer_projections import (
     attention_projections,
     gated_projections,
@@ -54,6 +55,10 @@ class Verdict:
     content_hash: str | None = None
     dropped_tensors: list[str] = field(default_factory=list)
     """Whole modules in its file that equal the base model's."""
+    form: str | None = None
+    """The form that its files were recognised as."""
+    tensors: dict[str, str] = field(default_factory=dict)
+    """Names of its file's tensors, and what each is used for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +82,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "Without it, an adapter is checked against its own shapes",
     )
     parser.add_argument("--served-model-name", metavar="NAME", help="a further name of the base model")
+    parser.add_argument(
+        "--tensors", action="store_true", help="also print what each tensor is used for; with --json it is always there"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -87,8 +95,8 @@ def run(arguments: argparse.Namespace, out: TextIO | None = None) -> int:
     if arguments.json:
         print(json.dumps({"adapters": [asdict(each) for each in verdicts]}, indent=2), file=out)
     else:
-        for each in verdicts:
-            print(_line(each), file=out)
+        for line in (line for each in verdicts for line in _lines(each, with_tensors=arguments.tensors)):
+            print(line, file=out)
     found = {each.status for each in verdicts}
     if Status.REFUSED in found:
         return EXIT_REFUSED
@@ -104,6 +112,7 @@ def check(path: Path, base: _Base | None) -> Verdict:
         manifest = inspect_adapter(path, base.modules)
         _read_weights(manifest, base)
         manifest = with_content(manifest)
+        uses = uses_of(manifest)
     except AdapterFormatError as error:
         return Verdict(str(path), Status.REFUSED, [str(error)])
     if base.names is not None:
@@ -118,6 +127,8 @@ def check(path: Path, base: _Base | None) -> Verdict:
         base_model=manifest.base_model,
         content_hash=manifest.content_hash,
         dropped_tensors=list(manifest.dropped),
+        form=form_in_words(manifest),
+        tensors=uses,
     )
 
 
@@ -231,8 +242,14 @@ def _read_weights(manifest: AdapterManifest, base: _Base) -> None:
     read_image(manifest, ImageForm(layout, projections, PAGE_ELEMENTS, dtype), HostImage(), HostBuffers())
 
 
+def _lines(verdict: Verdict, *, with_tensors: bool) -> Iterator[str]:
+    yield _line(verdict)
+    if with_tensors:
+        yield from (f"  {shown(name)}: {use}" for name, use in verdict.tensors.items())
+
+
 def _line(verdict: Verdict) -> str:
-    about: dict[str, object] = {"rank": verdict.rank, "modules": " ".join(verdict.target_modules)}
+    about: dict[str, object] = {"form": verdict.form, "rank": verdict.rank, "modules": " ".join(verdict.target_modules)}
     if verdict.dropped_tensors:
         about["dropped"] = " ".join(verdict.dropped_tensors)
     told = "; ".join(verdict.reasons) or ", ".join(f"{name} {value}" for name, value in about.items())

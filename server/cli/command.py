@@ -103,7 +103,7 @@ def make_parser() -> Parser:
         ("check", "say whether adapters would be served, and if not, why", check.add_flags, check.run),
         (
             "convert-adapter",
-            "write an adapter's adapter_model.bin as safetensors",
+            "write an adapter's adapter_model.bin as safetensors, or its experts in PEFT's order",
             convert_adapter.add_flags,
             convert_adapter.run,
         ),

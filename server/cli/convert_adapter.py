@@ -1,6 +1,9 @@
-"""`chorus convert-adapter`: converts an adapter's `adapter_model.bin`, a pickle, to safetensors.
+"""`chorus convert-adapter`: converts an adapter's `adapter_model.bin`, a pickle, to safetensors, or Unsloth's order of
+experts to PEFT's.
 
 A separate process reads the pickle, as weights only, with limited memory and time.
+
+Tests: tests/server/cli/test_check.py, tests/server/cli/test_convert_experts.py
 """
 
 from __future__ import annotations
@@ -16,20 +19,39 @@ from ...memory.files.config import CONFIG_FILE
 from ...memory.files.form import WEIGHTS_FILE
 from ...memory.files.unserved import PICKLE_FILE
 from ..machine_faults import fault_of
+from . import unsloth_experts
 from .adapters import CommandError
 
+_PICKLE = "pickle"
 SECONDS = 600.0
 MAX_BYTES = 8 << 30
 """Largest pickle: many times the size of an adapter of the largest rank."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("directory", type=Path, metavar="DIR", help=f"the adapter's directory, with {PICKLE_FILE}")
+    parser.add_argument("directory", type=Path, metavar="DIR", help="the adapter's directory")
+    parser.add_argument(
+        "--from",
+        dest="kind",
+        choices=[_PICKLE, unsloth_experts.NAME],
+        default=_PICKLE,
+        help=f"{_PICKLE} (default): {PICKLE_FILE} to safetensors; {unsloth_experts.NAME}: an adapter on all experts "
+        "(target_parameters) that Unsloth trained before unsloth-zoo of 17 September 2026, which has the expert index "
+        "of lora_B slowest; nothing in its file tells",
+    )
+    parser.add_argument(
+        "--experts",
+        type=int,
+        metavar="N",
+        help=f"with --from {unsloth_experts.NAME}: experts of the base model; default: as r tells if there is no "
+        "rank_pattern",
+    )
     parser.add_argument(
         "--out",
         type=Path,
         metavar="DIR",
-        help=f"a new directory for {WEIGHTS_FILE} and the configuration; default: DIR",
+        help=f"a new directory for {WEIGHTS_FILE} and the configuration; default: DIR. --from {unsloth_experts.NAME} "
+        "needs one",
     )
 
 
@@ -37,6 +59,10 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the command; return the exit code. Raises CommandError."""
     source: Path = arguments.directory
     target: Path = arguments.out or source
+    if arguments.kind == unsloth_experts.NAME:
+        return _convert_experts(source, target, arguments.experts)
+    if arguments.experts is not None:
+        raise CommandError(f"--experts is used with --from {unsloth_experts.NAME} only; leave it out")
     pickle, weights = source / PICKLE_FILE, target / WEIGHTS_FILE
     _check(source, pickle, weights)
     try:
@@ -50,11 +76,27 @@ def run(arguments: argparse.Namespace) -> int:
         finally:
             part.unlink(missing_ok=True)
     except OSError as error:
-        raise CommandError(
-            fault_of(error, target) or f"{target}: can't be written: {error.strerror or error}"
-        ) from None
+        raise _unwritable(target, error) from None
     print(f"wrote {weights}; chorus check {target} says whether it is served")
     return 0
+
+
+def _convert_experts(source: Path, target: Path, experts: int | None) -> int:
+    if experts is not None and experts < 1:
+        raise CommandError(f"--experts is {experts}: a number from 1 is needed")
+    if source == target:
+        raise CommandError(f"--from {unsloth_experts.NAME} needs a new directory: name it by --out DIR")
+    try:
+        count = unsloth_experts.convert(source, target, experts)
+    except OSError as error:
+        raise _unwritable(target, error) from None
+    file = target / WEIGHTS_FILE
+    print(f"wrote {file}, {count} tensors in PEFT's order; chorus check {target} says whether it is served")
+    return 0
+
+
+def _unwritable(target: Path, error: OSError) -> CommandError:
+    return CommandError(fault_of(error, target) or f"{target}: can't be written: {error.strerror or error}")
 
 
 def _check(source: Path, pickle: Path, weights: Path) -> None:

@@ -23,7 +23,7 @@ INVOCATION = [7, 9, 7]
 #: Tokens whose rows some adapters have of their own.
 ROWS = [20, 3, 31, 14, 15, 0]
 
-#: name → arguments of `LoraConfig`.
+#: name → arguments of `LoraConfig`, or, where they have `method`, of that method's.
 FORMS: dict[str, dict[str, Any]] = {
     "plain": {"r": 3, "lora_alpha": 6, "target_modules": ATTENTION + MLP},
     "rslora": {"r": 5, "lora_alpha": 4, "target_modules": ["q_proj", "down_proj"], "use_rslora": True},
@@ -99,6 +99,59 @@ FORMS: dict[str, dict[str, Any]] = {
     },
 }
 
+#: The same of PEFT's other methods.
+METHODS: dict[str, dict[str, Any]] = {
+    "loha": {"method": "LoHa", "r": 2, "alpha": 3, "target_modules": ATTENTION + MLP},
+    "loha-patterns": {
+        "method": "LoHa",
+        "r": 2,
+        "alpha": 8,
+        "target_modules": ["q_proj", "up_proj", "down_proj"],
+        "rank_pattern": {"up_proj": 4, "0.self_attn.q_proj": 1},
+        "alpha_pattern": {"q_proj": 3},
+        "layers_to_transform": [0, 2],
+    },
+    "lokr": {"method": "LoKr", "r": 2, "alpha": 3, "target_modules": ATTENTION + MLP},
+    "lokr-both": {
+        "method": "LoKr",
+        "r": 2,
+        "alpha": 5,
+        "decompose_both": True,
+        "target_modules": ["q_proj", "o_proj", "gate_proj"],
+        "rank_pattern": {"o_proj": 1},
+    },
+    "lokr-factor": {
+        "method": "LoKr",
+        "r": 3,
+        "alpha": 2,
+        "decompose_factor": 2,
+        "target_modules": r".*\.[02]\..*(q|k|down)_proj",
+    },
+    "vera": {
+        "method": "Vera",
+        "r": 8,
+        "target_modules": ATTENTION + MLP,
+        "projection_prng_key": 5,
+    },
+    "vera-of-some": {"method": "Vera", "r": 3, "target_modules": ["k_proj", "gate_proj"], "layers_to_transform": [1]},
+    "adalora": {
+        "method": "AdaLora",
+        "init_r": 5,
+        "target_r": 3,
+        "lora_alpha": 7,
+        "total_step": 10,
+        "target_modules": ATTENTION + MLP,
+    },
+    "adalora-with-whole-head": {
+        "method": "AdaLora",
+        "init_r": 3,
+        "lora_alpha": 0,
+        "total_step": 10,
+        "target_modules": ["v_proj", "up_proj"],
+        "modules_to_save": ["embed_tokens", "lm_head"],
+    },
+}
+
 #: The same for a base model with biases.
 BIASED_FORMS: dict[str, dict[str, Any]] = {
     "plain": FORMS["plain"],
@@ -133,7 +186,7 @@ def save_zoo(
 
     biased: the base model has biases. forms: by default FORMS or BIASED_FORMS.
     """
-    from peft import LoraConfig, get_peft_model
+    from peft import get_peft_model
     from transformers import LlamaForCausalLM
 
     forms = forms or (BIASED_FORMS if biased else FORMS)
@@ -143,20 +196,38 @@ def save_zoo(
     paths = {}
     for seed, (name, arguments) in enumerate(forms.items()):
         torch.manual_seed(seed)
-        config = LoraConfig(init_lora_weights=False, task_type="CAUSAL_LM", **arguments)
-        model = get_peft_model(LlamaForCausalLM.from_pretrained(root / "model"), config)
+        model = get_peft_model(LlamaForCausalLM.from_pretrained(root / "model"), _config(**arguments))
         train_vectors(model)
+        if "method" in arguments:
+            _train(model)
         _train_rows(model)
         model.save_pretrained(str(root / "adapters" / name))
         paths[name] = root / "adapters" / name
     return Zoo(root / "model", paths, forms, spec)
 
 
-def kept_zoo(*, biased: bool = False) -> Zoo:
-    """As `save_zoo`, in a directory and with answers that other processes have, too."""
-    root = kept_files(f"zoo{' biased' * biased}", lambda root: save_zoo(root, biased=biased))
-    forms = BIASED_FORMS if biased else FORMS
+def kept_zoo(*, biased: bool = False, methods: bool = False) -> Zoo:
+    """As `save_zoo`, in a directory and with answers that other processes have, too. methods: adapters of METHODS."""
+    forms = METHODS if methods else BIASED_FORMS if biased else FORMS
+    name = f"zoo{' biased' * biased}{' of methods' * methods}"
+    root = kept_files(name, lambda root: save_zoo(root, biased=biased, forms=forms))
     return Zoo(root / "model", {name: root / "adapters" / name for name in forms}, forms, kept=KeptAnswers(root))
+
+
+def _config(method: str = "Lora", **arguments: Any) -> Any:
+    """The configuration of a method by PEFT's name of it."""
+    import peft
+
+    init = "init_lora_weights" if method in ("Lora", "AdaLora") else "init_weights"
+    return getattr(peft, f"{method}Config")(**{init: False, "task_type": "CAUSAL_LM", **arguments})
+
+
+def _train(model: torch.nn.Module) -> None:
+    """Change all that is trained, however it was initialised."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.normal_(0, 0.5)
 
 
 def _train_rows(model: torch.nn.Module) -> None:

@@ -52,6 +52,18 @@ def test_other_forms_of_one_adapter(zoo, drive, tmp_path):
     assert {name: answered[name].tokens for name in want} == want
 
 
+@pytest.mark.parametrize("kernels", ["native", "torch"])
+def test_dora_of_mlx(zoo, drive, tmp_path):
+    path = write_mlx(draft_of(zoo.adapters["dora"]), tmp_path / "mlx")
+    driver = drive(zoo, adapters={"mlx": path}, max_num_seqs=8, max_num_batched_tokens=24)
+    want = {}
+    for seed in range(2):
+        prompt, want[str(seed)] = zoo.case("dora", 20 + seed, 8, seed)
+        driver.add(str(seed), "mlx", prompt, max_tokens=8)
+    answered = driver.drain()
+    assert {name: answered[name].tokens for name in want} == want
+
+
 def test_a_directory_of_adapters_in_several_forms(zoo, tmp_path):
     """Files are served under their names without the suffix."""
     it, root = draft_of(zoo.adapters["plain"]), tmp_path / "adapters"

@@ -527,8 +527,12 @@ def test_a_thinker_is_the_same_with_its_talker(tmp_path, architecture):
     (tmp_path / "whole" / "config.json").write_text(
         json.dumps({"architectures": [architecture], "thinker_config": raw})
     )
-    for ours, theirs in zip(weights(tmp_path / "whole"), weights(tmp_path / "alone"), strict=True):
-        assert ours is theirs is None or torch.equal(ours, theirs)
+    (tmp_path / "renamed").mkdir()  # trainers also save the thinker alone, by the whole model's names
+    save_file({f"thinker.{key}": each for key, each in tensors.items()}, tmp_path / "renamed/model.safetensors")
+    (tmp_path / "renamed" / "config.json").write_text(json.dumps(raw))
+    for path in ("whole", "renamed"):
+        for ours, theirs in zip(weights(tmp_path / path), weights(tmp_path / "alone"), strict=True):
+            assert ours is theirs is None or torch.equal(ours, theirs)
 
 
 @pytest.mark.parametrize("kernels", ["torch"])
@@ -550,10 +554,12 @@ def test_an_adapter_of_the_tower_alone_is_refused(tmp_path, drive):
 
 
 @pytest.mark.parametrize("whole", [False, True], ids=["alone", "with-its-talker"])
-@pytest.mark.parametrize("trained_whole", [False, True], ids=["trained-alone", "trained-with-its-talker"])
+@pytest.mark.parametrize("prefix", ["base_model.model.", "base_model.model.thinker.", "thinker.base_model.model."])
 @pytest.mark.parametrize("architecture", sorted(WITH_TALKERS))
-def test_an_adapter_of_a_thinker_may_touch_its_towers(tmp_path, architecture, whole, trained_whole):
-    """Trainers load the thinker alone or the whole model, and either form of the base model serves what they save."""
+def test_an_adapter_of_a_thinker_may_touch_its_towers(tmp_path, architecture, whole, prefix):
+    """Trainers load the thinker alone or the whole model, and either form of the base model serves what they save.
+    Automodel had the thinker outside of PEFT's prefix.
+    """
     from peft import LoraConfig, get_peft_model
 
     thinker = architecture.replace("ForConditional", "ThinkerForConditional")
@@ -570,12 +576,20 @@ def test_an_adapter_of_a_thinker_may_touch_its_towers(tmp_path, architecture, wh
     file = tmp_path / "adapter" / "adapter_model.safetensors"
     tensors, outer = load_file(file), "base_model.model."
     of_towers = sum("audio_tower." in name or "visual." in name for name in tensors)
-    if trained_whole:
-        save_file({name.replace(outer, f"{outer}thinker."): each for name, each in tensors.items()}, file)
+    save_file({name.replace(outer, prefix): each for name, each in tensors.items()}, file)
     paths = read_model_config(tmp_path / ("whole" if whole else "alone")).module_paths
     found = inspect_adapter(tmp_path / "adapter", paths)
     assert found.num_left_out == of_towers > 0
     assert [(part.targets, part.layers) for part in found.parts] == [(("q_proj", "o_proj"), (0, 1, 2))]
+    own = {key: each for key, each in load_file(file).items() if "self_attn.q_proj" in key and "audio_tower" not in key}
+    save_file(own, file)
+    names = sorted({key.replace(outer, "").rpartition(".lora_")[0].removeprefix("thinker.") for key in own})
+    if prefix.endswith("thinker."):
+        names = [f"thinker.{name}" for name in names]
+    adapter = tmp_path / "adapter" / "adapter_config.json"
+    adapter.write_text(json.dumps({**json.loads(adapter.read_text()), "target_modules": names}))
+    found = inspect_adapter(tmp_path / "adapter", paths)
+    assert [(part.targets, part.layers) for part in found.parts] == [(("q_proj",), (0, 1, 2))]
 
 
 @pytest.mark.parametrize("trained_whole", [False, True], ids=["trained-alone", "trained-whole"])

@@ -76,14 +76,19 @@ def test_an_adapter_in_ordinary_memory_moves_to_pinned_memory_when_it_is_loaded_
 
 
 @pytest.mark.parametrize(
-    ("rank", "advice"),
+    ("rank", "is_larger", "advice"),
     [
-        (17, "above max_lora_rank 16; raise max_lora_rank$"),
-        (256, "above max_lora_rank 16; raise max_lora_rank$"),
-        (257, "above max_lora_rank 16; a GPU serves ranks up to 256: set device to 'cpu', or use a smaller rank$"),
+        (17, False, "above max_lora_rank 16; raise max_lora_rank$"),
+        (256, True, "above max_lora_rank 16; raise max_lora_rank$"),
+        (
+            257,
+            False,
+            "above max_lora_rank 16; a GPU serves ranks up to 256: set device to 'cpu', or use a smaller rank$",
+        ),
+        (257, True, "set device to 'cpu', or convert it with PEFT: peft.save_as_lora"),
     ],
 )
-def test_the_advice_for_a_large_rank_on_a_gpu_is_one_that_helps(rank, advice):
-    manifest = SimpleNamespace(rank=rank, num_tokens=0, parts=())
-    with pytest.raises(AdapterFormatError, match=f"has rank {rank}, {advice}"):
+def test_the_advice_for_a_large_rank_on_a_gpu_is_one_that_helps(rank, is_larger, advice):
+    manifest = SimpleNamespace(rank=rank, num_tokens=0, parts=(), is_larger=is_larger)
+    with pytest.raises(AdapterFormatError, match=f"has rank {rank}, .*{advice}"):
         check_tables(manifest, Path("a"), 16)

@@ -13,7 +13,8 @@ import torch
 from chorus.memory.adapters.image import ImageForm, read_image, row_jobs
 from chorus.memory.files.error import AdapterFormatError
 from chorus.memory.files.format import inspect_adapter
-from chorus.memory.files.tensor_file import ITEM_BYTES, TensorInfo, TensorPlaces
+from chorus.memory.files.tensor_file import ITEM_BYTES, TensorPlaces
+from chorus.memory.files.tensor_info import TensorInfo
 from chorus.memory.host.buffers import HostBuffers
 from chorus.memory.host.image import HostImage
 from chorus.memory.pages.adapter_layout import AdapterLayout

@@ -43,7 +43,7 @@ FUSED = ModulePaths(
 def image_of(path, modules=TINY_PATHS):
     """The manifest and the image of an adapter, and its rank-rows by PEFT's names."""
     manifest = inspect_adapter(path, modules)
-    layout = AdapterLayout.build(manifest.parts, TINY, 1024, 4)
+    layout = AdapterLayout.build(manifest.parts, TINY, 1024, 4, vectors=manifest.vectors)
     image = HostImage()
     read_image(manifest, ImageForm(layout, TINY, 1024, torch.float32), image, HostBuffers())
     return manifest, image.data
@@ -66,11 +66,12 @@ def write_mlx(it, path, **fields):
     tensors = {}
     for name, tensor in it.tensors.items():
         module, side = name.removeprefix(PREFIX).rsplit(".lora_", 1)
-        tensors[f"{module}.lora_{side[0].lower()}"] = tensor.T.contiguous()
+        end = "m" if side.startswith("magnitude") else f"lora_{side[0].lower()}"
+        tensors[f"{module}.{end}"] = tensor.T.contiguous() if tensor.ndim == 2 else tensor
     save_file(tensors, path / "adapters.safetensors", metadata={"format": "mlx"})
     save_file(tensors, path / "0000100_adapters.safetensors")
     config = {
-        "fine_tune_type": "lora",
+        "fine_tune_type": "dora" if it.config.get("use_dora") else "lora",
         "model": "mlx-community/Tiny-4bit",
         "num_layers": 3,
         "lora_parameters": {"rank": it.config["r"], "dropout": 0.0, "scale": it.config["lora_alpha"] / it.config["r"]},
@@ -116,9 +117,34 @@ def test_mlx_content(adapter_draft, tmp_path):
     assert with_effect(inspect_adapter(write_mlx(zero, tmp_path / "4"), TINY_PATHS)).no_effect
 
 
+def with_magnitudes(it):
+    """As DoRA, with a magnitude for each output."""
+    it.config["use_dora"] = True
+    it.tensors |= {
+        name.replace("lora_B.weight", "lora_magnitude_vector"): torch.rand(tensor.shape[0]) + 0.5
+        for name, tensor in it.tensors.items()
+        if name.endswith("lora_B.weight")
+    }
+    return it
+
+
+def test_mlx_dora(adapter_draft, tmp_path):
+    it = with_magnitudes(adapter_draft(("q_proj", "up_proj")))
+    one = same(write_mlx(it, tmp_path / "mlx"), it.write(tmp_path / "peft"))
+    assert one.vectors == inspect_adapter(tmp_path / "peft", TINY_PATHS).vectors != ()
+
+
+def test_mlx_dora_refused(adapter_draft, tmp_path):
+    """Magnitudes and the kind of training that the configuration tells must be of one another."""
+    it = with_magnitudes(adapter_draft(("q_proj",)))
+    message = refusal(write_mlx(it, tmp_path / "a", fine_tune_type="lora"))
+    assert "q_proj.lora_magnitude_vector" in message and "unexpected" in message
+    message = refusal(write_mlx(adapter_draft(("q_proj",)), tmp_path / "b", fine_tune_type="dora"))
+    assert "q_proj.lora_magnitude_vector is missing" in message
+
+
 MLX_REFUSED = {
-    "DoRA": ({"fine_tune_type": "dora"}, "fine_tune_type is 'dora'", "only lora", "mlx_lm.fuse"),
-    "all weights": ({"fine_tune_type": "full"}, "fine_tune_type is 'full'"),
+    "all weights": ({"fine_tune_type": "full"}, "fine_tune_type is 'full'", "only lora and dora", "mlx_lm.fuse"),
     "no parameters": ({"lora_parameters": None}, "lora_parameters is None", "rank and scale"),
     "no rank": ({"lora_parameters": {"scale": 1}}, "lora_parameters.rank is None"),
     "no scale": ({"lora_parameters": {"rank": 4}}, "lora_parameters.scale is None"),

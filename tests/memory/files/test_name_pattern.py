@@ -10,7 +10,7 @@ import warnings
 
 import pytest
 
-from chorus.memory.files.config import CONFIG_FILE, MAX_PATTERNS, AdapterConfig
+from chorus.memory.files.config import CONFIG_FILE, MAX_PATTERNS, AdapterConfig, read_fields
 from chorus.memory.files.directory import AdapterDirectory
 from chorus.memory.files.error import AdapterFormatError
 from chorus.memory.files.module_names import ModuleNames
@@ -157,7 +157,9 @@ def test_an_adapter_with_endless_patterns_is_refused_by_the_field(tmp_path, fiel
         AdapterDirectory(tmp_path) as directory,
         pytest.raises(AdapterFormatError, match=rf"{field} is .*too many steps"),
     ):
-        AdapterConfig.read(directory).targets(ModuleNames(["ab" * 200 + ".q_proj", *KEYS]))
+        AdapterConfig.of(directory.path / CONFIG_FILE, read_fields(directory)).targets(
+            ModuleNames(["ab" * 200 + ".q_proj", *KEYS])
+        )
 
 
 def test_the_patterns_of_a_file_are_never_all_there_at_once(tmp_path):
@@ -174,7 +176,7 @@ def test_the_patterns_of_a_file_are_never_all_there_at_once(tmp_path):
         most = max(most, len(gc.get_objects()) - before)
 
     with AdapterDirectory(tmp_path) as directory:
-        config = AdapterConfig.read(directory)
+        config = AdapterConfig.of(directory.path / CONFIG_FILE, read_fields(directory))
         look("read", {})
         gc.callbacks.append(look)
         try:
@@ -190,7 +192,7 @@ def test_a_wrong_pattern_is_refused_though_no_module_is_left_for_it(tmp_path, fi
     config[field] = "(" if field == "target_modules" else {".*": 4, "(": 5}
     (tmp_path / CONFIG_FILE).write_text(json.dumps(config))
     with AdapterDirectory(tmp_path) as directory, pytest.raises(AdapterFormatError, match=f"{field} is .*unterminated"):
-        AdapterConfig.read(directory).targets(NAMES)
+        AdapterConfig.of(directory.path / CONFIG_FILE, read_fields(directory)).targets(NAMES)
 
 
 @pytest.mark.parametrize("field", ["rank_pattern", "alpha_pattern"])
@@ -201,7 +203,7 @@ def test_the_number_of_patterns_is_bounded(tmp_path, field):
         AdapterDirectory(tmp_path) as directory,
         pytest.raises(AdapterFormatError, match=f"{field}.* at most {MAX_PATTERNS}"),
     ):
-        AdapterConfig.read(directory)
+        AdapterConfig.of(directory.path / CONFIG_FILE, read_fields(directory))
 
 
 def test_a_pattern_for_each_module_of_a_large_model(tmp_path):
@@ -211,5 +213,5 @@ def test_a_pattern_for_each_module_of_a_large_model(tmp_path):
     config = {"peft_type": "LORA", "r": 8, "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj", "up_proj"]}
     (tmp_path / CONFIG_FILE).write_text(json.dumps(config | {"rank_pattern": patterns, "alpha_pattern": patterns}))
     with AdapterDirectory(tmp_path) as directory:
-        found = AdapterConfig.read(directory).targets(ModuleNames(keys))
+        found = AdapterConfig.of(directory.path / CONFIG_FILE, read_fields(directory)).targets(ModuleNames(keys))
     assert found == {key: (rank, 1.0) for key, rank in patterns.items()}

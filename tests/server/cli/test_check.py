@@ -51,6 +51,17 @@ def test_an_adapter_that_is_served(gqa, adapter):
         assert code == 0
         assert one["status"] == "served" and one["reasons"] == []
         assert one["rank"] == 2 and one["target_modules"] == ["q_proj", "v_proj"] and len(one["content_hash"]) == 64
+        assert one["form"] == "PEFT's LoRA" and one["tensors"].keys() == load_file(adapter / WEIGHTS).keys()
+
+
+def test_what_each_tensor_is_used_for(gqa, adapter, capsys):
+    assert main(["check", str(adapter), "--model", str(gqa.model)]) == 0
+    assert capsys.readouterr().out.count("\n") == 1
+    assert main(["check", str(adapter), "--model", str(gqa.model), "--tensors"]) == 0
+    first, *others = capsys.readouterr().out.splitlines()
+    assert "form PEFT's LoRA, rank 2" in first and len(others) == len(load_file(adapter / WEIGHTS))
+    name = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+    assert f"  '{name}': A of layers.0.self_attn.q_proj" in others
 
 
 def test_refusals_and_differences_have_their_exit_codes(gqa, adapter, tmp_path, capsys):
