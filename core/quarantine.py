@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from ..memory.adapters.adapter import check_name
-from ..memory.files.added_tokens import TOKENIZER_FILES
 from ..memory.files.config import CONFIG_FILE
 from ..memory.files.directory import AdapterDirectory
 from ..memory.files.error import AdapterFormatError, shown
 from ..memory.files.format import is_adapter_dir, is_one_file, weights_path
 from ..memory.files.manifest import AdapterManifest
 from ..memory.files.peft_names import STEM
+from ..memory.files.tokens.added_tokens import TOKENIZER_FILES
 from ..memory.files.unserved import hint_of
 from ..memory.host.daemon_pool import DaemonPool, NoAnswer, PoolFull, ask_for_short_slices
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from ...memory.files.base_tokens import BaseTokens
 from ...memory.files.module_paths import AROUND, ModulePaths
+from ...memory.files.tokens.base_tokens import BaseTokens
 from ...memory.files.whole_copies import BaseRows
 from ...memory.pages.layer_projections import model_projections
 from ...memory.pages.projections import Group, Projections, UnitRows, unit_rows

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from ...memory.files.base_tokens import BaseTokens
+from ...memory.files.tokens.base_tokens import BaseTokens
 from .base_rows import CheckpointRows
 from .config import ModelConfig, UnsupportedModel
 from .config_json import ConfigJson

@@ -253,9 +253,24 @@ class Scheduler:
         return plan
 
     def note_begin(self, plan: StepPlan, now: float) -> None:
-        """Note that a step begins."""
-        if self.target is not None:
-            self.target.begin(StepPrompts.of(plan, self._requests), now)
+        """Note that a step begins. Of the steps of one tenant alone only decode steps' times are kept."""
+        target = self.target
+        if target is None:
+            return
+        is_plain = plan.bucket is not None
+        if (is_plain and target.has_plain_last and not target.debts) or self._has_one_tenant():
+            if is_plain and target.has_plain_last:
+                target.decode_seconds.append(now - target.began)
+            target.has_plain_last, target.began, target.last = is_plain, now, None
+        else:
+            target.begin(StepPrompts.of(plan, self._requests), now)
+
+    def _has_one_tenant(self) -> bool:
+        """True if all requests are one tenant's, and nothing is known of others': then no step needs a target."""
+        target, running, waiting = self.target, self.running.tenants, self.waiting.tenants
+        if target is None or target.debts or target.recent or len(running) > 1 or len(waiting) > 1:
+            return False
+        return not running or not waiting or next(iter(running)) in waiting
 
     def note_pause(self) -> None:
         """Note that no step follows the last one at once."""
@@ -264,7 +279,7 @@ class Scheduler:
 
     def _prompt_work(self, candidates: Sequence[Request], now: float, *, all_decode: bool) -> PromptWork | None:
         """Return what the prompts of a step of these running requests may take of its time; None: anything."""
-        if self.target is None:
+        if self.target is None or self._has_one_tenant():
             return None
         if all_decode:  # then nothing is to be done for each request
             return self.target.work_beside(self.running.tenants, (), self.waiting.tenants, now)

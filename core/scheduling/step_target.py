@@ -88,6 +88,9 @@ class StepPrompts:
         return cls(by_tenant, num_scored)
 
 
+NO_PROMPTS = StepPrompts({})
+
+
 @dataclass(eq=False, slots=True)
 class StepTarget:
     """Learns what steps cost, and bounds the prompt tokens of a step beside which another tenant decodes.
@@ -105,7 +108,15 @@ class StepTarget:
     """
 
     target_seconds: float | None
-    _last: tuple[StepPrompts, float] | None = None  # the last step's, and when it began; None after a pause
+    began: float = 0.0
+    """When the last step began."""
+
+    has_plain_last: bool = False
+    """True if the last step had no prompts, and the next one follows at once."""
+
+    last: StepPrompts | None = None
+    """The last step's, unless it was plain; None where its time tells nothing."""
+
     recent: dict[str, float] = field(default_factory=dict)
     """When tenants have decoded, of late."""
 
@@ -120,15 +131,15 @@ class StepTarget:
 
     def begin(self, prompts: StepPrompts, now: float) -> None:
         """Note that a step begins; the one before it has taken the time since it began, with all between the two."""
-        before, self._last = self._last, (prompts, now)
+        before, began = NO_PROMPTS if self.has_plain_last else self.last, self.began
+        self.has_plain_last, self.last, self.began = not prompts.by_tenant, prompts, now
         if before is not None:
-            last, began = before
-            self.note(last, now - began)
-            self.settle(last, now - began)
+            self.note(before, now - began)
+            self.settle(before, now - began)
 
     def pause(self) -> None:
         """Note that no step follows the last one at once."""
-        self._last = None
+        self.has_plain_last, self.last = False, None
 
     def settle(self, prompts: StepPrompts, seconds: float) -> None:
         """Add what a step took beyond the target to the debts of its tenants, by their tokens, or pay off some."""

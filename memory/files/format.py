@@ -17,7 +17,6 @@ from pathlib import Path
 from ..pages.adapter_layout import AdapterPart, VectorTarget
 from ..pages.projections import Group, Projections
 from .adapter_weights import AdapterWeights
-from .added_tokens import OwnTokens, own_tokens
 from .computed_ranks import take_computed_ranks
 from .config import CONFIG_FILE, AdapterConfig
 from .directory import AdapterDirectory
@@ -31,6 +30,7 @@ from .score_head import TENSORS, read_score_head
 from .targets import Targets, layers_with, parts_of, targets_of
 from .tensor_file import TensorFile, TensorPlaces, digest_of
 from .tensor_info import TensorInfo
+from .tokens.added_tokens import OwnTokens, own_tokens
 from .trained_rows import find_rows, module_of
 from .unserved import mend_of, refuse_no_lora, why_not_lora
 from .vectors import LORA_BIAS, vector_targets, why_no_vector

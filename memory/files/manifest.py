@@ -10,12 +10,12 @@ from pathlib import Path
 
 from ..pages.adapter_layout import AdapterPart, VectorTarget
 from ..pages.projections import Projections
-from .added_tokens import OwnTokens
 from .module_paths import ModulePaths
 from .peft_form import PeftForm
 from .peft_names import STEM
 from .score_head import ScoreHead
 from .tensor_file import FileIdentity, TensorPlaces
+from .tokens.added_tokens import OwnTokens
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,8 +17,8 @@ from itertools import product
 from typing import Any
 
 from ..pages.projections import Group, Projection, Projections, UnitRows
-from .base_tokens import BaseTokens
 from .slices import Slice, slices_of
+from .tokens.base_tokens import BaseTokens
 from .whole_copies import BaseRows
 
 _NESTED = ".base_layer"

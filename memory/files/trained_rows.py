@@ -19,11 +19,11 @@ from typing import NamedTuple
 
 from ..pages.adapter_layout import AdapterPart
 from ..pages.projections import Group
-from .added_tokens import added_beyond, has_tokenizer_file
 from .config import CONFIG_FILE, AdapterConfig
 from .directory import AdapterDirectory
 from .error import AdapterFormatError, shown
 from .module_paths import ModulePaths
+from .tokens.added_tokens import added_beyond, has_tokenizer_file
 from .whole_copies import MAX_TRAINED_ROWS, RowsFile, WholeCopy, check_head_biases, differing_rows, row_bytes
 
 _PADDED_TO = 8

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 from pydantic import RootModel
 from starlette.requests import Request
 
-from ...memory.files.added_tokens import TEXT_FILES
 from ...memory.files.config import CONFIG_FILE
 from ...memory.files.content_store import StoreFull, TooLarge
 from ...memory.files.form import WEIGHTS_FILE
+from ...memory.files.tokens.added_tokens import TEXT_FILES
 from ..access.limits import check_json, too_many
 from ..engine.adapter_loader import LoadTimedOut
 from ..errors import ApiError, validated

@@ -13,9 +13,9 @@ from urllib.parse import quote
 
 import httpx
 
-from ...memory.files.added_tokens import TEXT_FILES
 from ...memory.files.config import CONFIG_FILE
 from ...memory.files.form import WEIGHTS_FILE
+from ...memory.files.tokens.added_tokens import TEXT_FILES
 from ..access.keys import InvalidKey, NamedKey, check_key, read_keys
 
 URL = "http://127.0.0.1:8000"

@@ -14,9 +14,9 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...memory.files.added_tokens import TEXT_FILES
 from ...memory.files.config import CONFIG_FILE
 from ...memory.files.peft_form import WEIGHTS_FILE
+from ...memory.files.tokens.added_tokens import TEXT_FILES
 from .adapters import CommandError
 
 if TYPE_CHECKING:

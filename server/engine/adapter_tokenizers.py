@@ -16,16 +16,16 @@ from typing import TYPE_CHECKING, TypeVar
 from ...core.quarantine import Quarantined, stamp_of
 from ...memory.adapters.composition import is_composition
 from ...memory.adapters.store import UnknownAdapter
-from ...memory.files.added_tokens import TEMPLATE_FILE
-from ...memory.files.base_tokens import MAX_TEXT_BYTES
 from ...memory.files.error import shown
 from ...memory.files.json_stream import PIECE_BYTES, JsonStream, MalformedJson
+from ...memory.files.tokens.added_tokens import TEMPLATE_FILE
+from ...memory.files.tokens.base_tokens import MAX_TEXT_BYTES
 from ..errors import ApiError, clipped, not_served
 from ..executors import PoolFull
 from ..text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from ...memory.files.added_tokens import OwnTokens
+    from ...memory.files.tokens.added_tokens import OwnTokens
     from ..executors import DaemonPool
     from .backend_adapters import BackendAdapters, NamedVersion
     from .engine_view import AdapterState

@@ -10,12 +10,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ...core.requests.request_params import InvalidRequest
-from ...memory.files.base_tokens import made_parts
+from ...memory.files.tokens.base_tokens import made_parts
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
 
-    from ...memory.files.added_tokens import OwnTokens
+    from ...memory.files.tokens.added_tokens import OwnTokens
 
 ENCODING = ("encode", "encode_batch_fast")
 """Methods that read a client's text."""

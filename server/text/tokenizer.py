@@ -28,7 +28,7 @@ from .vocabulary import Vocabulary
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from ...memory.files.added_tokens import OwnTokens
+    from ...memory.files.tokens.added_tokens import OwnTokens
 
 GENERIC = ("PreTrainedTokenizerFast", "TokenizersBackend")
 """Classes of tokenizers without code of their own."""

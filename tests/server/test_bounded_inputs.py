@@ -13,11 +13,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from chorus.memory.files.added_tokens import TEXT_FILES
 from chorus.memory.files.config import CONFIG_FILE, MAX_CONFIG_BYTES
 from chorus.memory.files.form import WEIGHTS_FILE
 from chorus.memory.files.strict_json import loads
 from chorus.memory.files.tensor_file import MAX_HEADER_BYTES, MAX_TENSORS
+from chorus.memory.files.tokens.added_tokens import TEXT_FILES
 from chorus.server.access.limits import LARGE, MOST_TIMES, RequestLimits, check_json
 from chorus.server.api import adapter_bytes
 from chorus.server.api.chat_request import ChatCompletionRequest

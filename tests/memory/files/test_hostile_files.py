@@ -12,12 +12,12 @@ import pytest
 import tokenizers
 
 from chorus.memory.files import strict_json
-from chorus.memory.files.added_tokens import MAX_TOKEN
-from chorus.memory.files.base_tokens import MAX_TEXT_BYTES, BaseTokens
 from chorus.memory.files.error import AdapterFormatError
 from chorus.memory.files.format import inspect_adapter
 from chorus.memory.files.json_stream import MAX_VALUE, PIECE_BYTES
-from chorus.memory.files.tokenizer_json import MAX_ADDED
+from chorus.memory.files.tokens.added_tokens import MAX_TOKEN
+from chorus.memory.files.tokens.base_tokens import MAX_TEXT_BYTES, BaseTokens
+from chorus.memory.files.tokens.tokenizer_json import MAX_ADDED
 from chorus.server.demo.builtin import BUILTIN_MODEL
 from chorus.server.engine.adapter_tokenizers import own_template
 

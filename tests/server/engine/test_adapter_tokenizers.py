@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from chorus import LLM, SamplingParams
-from chorus.memory.files.added_tokens import TEMPLATE_FILE
+from chorus.memory.files.tokens.added_tokens import TEMPLATE_FILE
 from chorus.server.demo.builtin import BUILTIN_ADAPTERS, BUILTIN_MODEL
 from chorus.server.engine.adapter_tokenizers import MAX_BYTES, own_template
 from chorus.server.settings import Settings

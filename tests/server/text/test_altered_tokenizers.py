@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-from chorus.memory.files.added_tokens import OwnTokens, own_tokens
-from chorus.memory.files.base_tokens import BaseTokens
 from chorus.memory.files.directory import AdapterDirectory
 from chorus.memory.files.error import AdapterFormatError
+from chorus.memory.files.tokens.added_tokens import OwnTokens, own_tokens
+from chorus.memory.files.tokens.base_tokens import BaseTokens
 from chorus.server.demo.builtin import BUILTIN_MODEL
 from chorus.server.text.own_tokenizer import CalledTokenizer, own_backend
 

@@ -14,10 +14,10 @@ from tokenizers import Tokenizer as Backend
 from transformers import AutoTokenizer, LlamaTokenizer
 
 from chorus.core.requests.request_params import InvalidRequest
-from chorus.memory.files.added_tokens import AddedToken, OwnTokens, own_tokens
-from chorus.memory.files.base_tokens import BaseTokens
 from chorus.memory.files.directory import AdapterDirectory
 from chorus.memory.files.error import AdapterFormatError
+from chorus.memory.files.tokens.added_tokens import AddedToken, OwnTokens, own_tokens
+from chorus.memory.files.tokens.base_tokens import BaseTokens
 from chorus.server.demo.builtin import BUILTIN_ADAPTERS, BUILTIN_MODEL
 from chorus.server.settings import Settings
 from chorus.server.start.launch import build_app, serving

@@ -5,7 +5,7 @@ are the base model's, and an adapter that has others is refused. The beginning o
 the vocabulary; the rest is read, and parsed only if its bytes are not the base model's or another adapter's. Nothing of
 a file is given to the `tokenizers` library but the texts and flags of tokens.
 
-Tests: tests/memory/files/test_added_tokens.py, tests/memory/files/test_hostile_files.py
+Tests: tests/memory/files/tokens/test_added_tokens.py, tests/memory/files/test_hostile_files.py
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
+from ..directory import AdapterDirectory
+from ..error import AdapterFormatError, shown
+from ..json_stream import JsonStream, MalformedJson, pieces_of
 from .base_tokens import CONFIG, MAX_TEXT_BYTES, BaseTokens
 from .compared_tokenizer import check_vocabulary, checked_parts
-from .directory import AdapterDirectory
-from .error import AdapterFormatError, shown
-from .json_stream import JsonStream, MalformedJson, pieces_of
 from .tokenizer_json import KIND, MAX_ADDED, MAX_BYTES, TOKENIZER, read_members
 
 LISTED, NAMED = "added_tokens.json", "special_tokens_map.json"

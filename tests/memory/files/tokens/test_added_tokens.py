@@ -8,17 +8,17 @@ from dataclasses import replace
 import pytest
 from tokenizers import AddedToken, Tokenizer
 
-from chorus.memory.files.added_tokens import added_beyond
-from chorus.memory.files.base_tokens import BaseTokens
 from chorus.memory.files.directory import AdapterDirectory
 from chorus.memory.files.error import AdapterFormatError
 from chorus.memory.files.format import inspect_adapter
 from chorus.memory.files.identity import with_content
 from chorus.memory.files.json_stream import JsonStream
-from chorus.memory.files.tokenizer_json import read_model
+from chorus.memory.files.tokens.added_tokens import added_beyond
+from chorus.memory.files.tokens.base_tokens import BaseTokens
+from chorus.memory.files.tokens.tokenizer_json import read_model
 from chorus.server.demo.builtin import BUILTIN_MODEL
 
-from ...tables import TINY_PATHS
+from ....tables import TINY_PATHS
 
 TOOL = {"id": 259, "content": "<tool>", "special": True}
 FILE = "tokenizer.json"
@@ -113,7 +113,7 @@ def test_files_that_equal_another_adapters_are_not_parsed_again(adapter_draft, t
         (path / "tokenizer_config.json").write_bytes((BUILTIN_MODEL / "tokenizer_config.json").read_bytes())
     assert inspect_adapter(paths[0], modules).tokens is None
     with monkeypatch.context() as patch:
-        patch.setattr("chorus.memory.files.added_tokens.read_members", None)
+        patch.setattr("chorus.memory.files.tokens.added_tokens.read_members", None)
         assert inspect_adapter(paths[1], modules).tokens is None
     (paths[2] / "added_tokens.json").write_text(json.dumps({"<tool>": 259}))
     assert tokens_of(paths[2], modules).tokens[-1].text == "<tool>"

@@ -1,6 +1,6 @@
 """Compares an adapter's `tokenizer.json` with its base model's: whatever differs but added tokens is refused.
 
-Tests: tests/memory/files/test_added_tokens.py, tests/server/text/test_altered_tokenizers.py
+Tests: tests/memory/files/tokens/test_added_tokens.py, tests/server/text/test_altered_tokenizers.py
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from ..directory import AdapterDirectory
+from ..error import AdapterFormatError, shown
+from ..json_stream import JsonStream, MalformedJson
 from .base_tokens import BaseTokens
-from .directory import AdapterDirectory
-from .error import AdapterFormatError, shown
-from .json_stream import JsonStream, MalformedJson
 from .tokenizer_json import KIND, MAX_BYTES, PARTS, TOKENIZER, DifferentModel, compare_model
 
 _ADVICE = (

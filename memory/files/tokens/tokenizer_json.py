@@ -1,6 +1,6 @@
 """Reads `tokenizer.json`, the file of the `tokenizers` library, member by member.
 
-Tests: tests/memory/files/test_added_tokens.py, tests/memory/files/test_hostile_files.py
+Tests: tests/memory/files/tokens/test_added_tokens.py, tests/memory/files/test_hostile_files.py
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .error import shown
-from .json_stream import MAX_KEY, JsonStream, MalformedJson
+from ..error import shown
+from ..json_stream import MAX_KEY, JsonStream, MalformedJson
 
 TOKENIZER = "tokenizer.json"
 KIND = "a tokenizer's file"

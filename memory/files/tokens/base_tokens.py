@@ -1,6 +1,6 @@
 """The tokens of a base model's tokenizer, with which adapters' own are compared.
 
-Tests: tests/memory/files/test_added_tokens.py
+Tests: tests/memory/files/tokens/test_added_tokens.py
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from .json_stream import PIECE_BYTES, JsonStream
+from ..json_stream import PIECE_BYTES, JsonStream
 from .tokenizer_json import MAX_ADDED, MAX_BYTES, PARTS, TOKENIZER, Model, read_members, read_model
 
 log = logging.getLogger(__name__)

@@ -1,0 +1,1 @@
+"""Tokenizer files of adapters: their added tokens, and the comparison with the base model's tokenizer."""
