@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
-from .argument_syntax import ArgumentSyntax, JsonSyntax
+from .argument_syntax import SPACE, ArgumentSyntax, JsonSyntax
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,8 +132,13 @@ class ChannelFormat:
 
     def may_be_header(self, text: str) -> bool:
         """True if a text may be the beginning of a header."""
-        text = text.lstrip()
-        return any(text.startswith(each) or each.startswith(text) for each in (self.start, self.message, *self.begins))
+        text = text.lstrip(SPACE)
+        return self.is_header(text) or any(each.startswith(text) for each in (self.start, self.message, *self.begins))
+
+    def is_header(self, text: str) -> bool:
+        """True if a text is a header as far as its beginning tells."""
+        text = text.lstrip(SPACE)
+        return not text or text.startswith((self.start, self.message, *self.begins))
 
     def recipient_of(self, header: str) -> str:
         """To whom a message with this header goes; "": nobody is named."""
