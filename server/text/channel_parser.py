@@ -74,7 +74,7 @@ class ChannelParser(PartReader):
             self._step = self._ignored
         elif name in self._tools:
             if syntax.framed:
-                self._inner = OutputParser(OutputSyntax(syntax.calls), self._tools)
+                self._inner = OutputParser(OutputSyntax(syntax.calls), self._tools, parallel=self._parallel)
                 self._inner_at = self._num_characters - len(self._held)
                 self._step = self._in_calls
             else:

@@ -61,6 +61,12 @@ class ToolCallFormat:
     """
     is_single: bool = False
     """An output has one call at most."""
+    other_signs: tuple[str, ...] = ()
+    """Texts any of which tells of the family, too."""
+
+    def is_of(self, template: str) -> bool:
+        """True if a chat template is one of the family."""
+        return all(sign in template for sign in self.signs) or any(sign in template for sign in self.other_signs)
 
     @property
     def style(self) -> CallStyle:

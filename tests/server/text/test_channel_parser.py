@@ -120,3 +120,10 @@ def test_text_before_a_mark_that_is_no_header_is_content(form, lead):
 def test_content_beside_calls_keeps_its_place():
     text = " to=f<|message|>  <atem:function_calls><x> and<|eot|><|start|>assistant to=user<|message|>Yes.<|eot|>"
     assert parsed_everywhere(ATEM, text) == ("  <atem:function_calls><x> andYes.", "", [], False)
+
+
+def test_one_call_of_a_message_where_they_must_not_be_parallel():
+    calls = "".join(f'<atem:invoke name="{name}">\n</atem:invoke>\n' for name in ("f", "g.h"))
+    text = f" to=f<|message|><atem:function_calls>\n{calls}</atem:function_calls><|eot|>"
+    assert parsed_everywhere(ATEM, text)[2] == [("f", {}), ("g.h", {})]
+    assert parsed_everywhere(ATEM, text, parallel=False) == ("", "", [("f", {})], True)

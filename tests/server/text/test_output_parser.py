@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from chorus.server.text.output_parser import OutputParser
 from chorus.server.text.output_parts import ParsedMessage, Part, PartKind
 from chorus.server.text.output_syntax import OutputSyntax
+from chorus.server.text.tagged_syntax import TaggedSyntax
 from chorus.server.text.tool_call_formats import (
     ANSWER_FORMATS,
     HERMES,
@@ -353,3 +354,32 @@ def test_very_many_blanks_are_not_read_again_for_each_that_comes(before, wanted)
     given += reader.read("y", final=True)
     shown = "".join(part.text for part in given if part.kind is PartKind.CONTENT)
     assert shown.strip() == wanted
+
+
+@pytest.mark.parametrize(
+    ("schema", "said", "wanted"),
+    [
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "75001", "75001"),
+        ({"type": ["string", "null"]}, "True", "True"),
+        ({"type": ["string", "null"]}, "None", None),
+        ({"type": ["string", "null"]}, '"75001"', "75001"),
+        ({"enum": ["1", "2"]}, "1", "1"),
+        ({"const": "[1]"}, "[1]", "[1]"),
+        ({"anyOf": [{"type": "string"}, {"type": "integer"}]}, "75001", 75001),
+        ({"anyOf": [{"type": "string"}, {"type": "integer"}]}, "1.0", 1.0),
+        ({"anyOf": [{"type": "string"}, {}]}, "75001", 75001),
+        ({"type": "integer"}, '{"a": 1}', {"a": 1}),
+        ({"type": ["string", {}, "array"]}, "[1]", [1]),
+        ({}, "75001", 75001),
+    ],
+)
+@pytest.mark.parametrize("name", ["qwen3_coder", "glm4", "minimax_m2"])
+def test_a_value_between_tags_is_of_a_type_that_the_schema_has(name, schema, said, wanted):
+    """A text may look like a number where the schema has only a string and null."""
+    form, tools = FORMATS[name], {"f": {"properties": {"a": schema}}}
+    style, syntax = form.style, form.style.arguments
+    assert isinstance(syntax, TaggedSyntax)
+    arguments = f"{syntax.open}a{syntax.named}{said}{syntax.close}{syntax.after}"
+    text = form.frame.open + style.begin.format(name="f", index=0) + arguments + style.end + form.frame.close
+    for pieces in ([text], list(text)):
+        assert calls(text, name, pieces=pieces, tools=tools) == ("", ("f", {"a": wanted}))

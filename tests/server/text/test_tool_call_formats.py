@@ -68,6 +68,7 @@ SAID = [
         f'</{DSML}invoke>\n<{DSML}invoke name="now">\n</{DSML}invoke>\n</{DSML}function_calls>',
     ),
     ("lfm2", "<|tool_call_start|>", f"<|tool_call_start|>[{PYTHON}, now()]<|tool_call_end|>"),
+    ("lfm2", "<|tool_list_start|>[{{ tools }}]", f"<|tool_call_start|>[{PYTHON}, now()]<|tool_call_end|>"),
     ("llama_pythonic", "[func_name1(params_name1=params_value1", f"[{PYTHON}, now()]"),
     ("olmo3", "<function_calls>", f"<function_calls>\n{PYTHON}\nnow()\n</function_calls>"),
     (
