@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -73,8 +74,8 @@ def _channels(
         called = _calls(syntax.calls, tools, rules, parallel=False)
     else:
         _calls(syntax.calls, tools, rules, parallel=parallel)
-        to = f'" to=" /[^ <]+/ {spelt(syntax.message)} {spelt(syntax.calls.frame.open)}'
-        called = f"{to} calls"
+        names = " | ".join(map(json.dumps, tools))  # messages to others are thoughts
+        called = f'" to=" ({names}) {spelt(syntax.message)} {spelt(syntax.calls.frame.open)} calls'
     return f"{thoughts} {called if forced else f'({called} | {answer})'}"
 
 

@@ -42,6 +42,7 @@ class ChannelParser(PartReader):
         self._begun = False  # its first letter has come
         self._arguments: ArgumentReader
         self._inner: OutputParser | None = None  # reads calls in a message
+        self._inner_at = 0  # where the text that it reads begins
         self._step = self._header
 
     @property
@@ -51,16 +52,13 @@ class ChannelParser(PartReader):
     def _header(self) -> bool:
         """Before a message."""
         syntax, text = self._syntax, self._held
-        end = text.find(syntax.message)
-        if end < 0:
-            is_header = not text.lstrip(SPACE) or syntax.may_be_header(text)
-            if is_header and not self._final and len(text) < MOST_HEADER:
-                return False
-            self._kind = PartKind.CONTENT
-            if is_header and self._final:  # cut off
-                self._held = ""
-                return False
-            self._step = self._body
+        end = text.find(syntax.message, 0, MOST_HEADER)
+        is_header = syntax.may_be_header(text) if end < 0 else syntax.is_header(text[:end])
+        if end < 0 and is_header and len(text) < MOST_HEADER:
+            self._held = "" if self._final else text  # cut off
+            return False
+        if end < 0 or not is_header:
+            self._step, self._kind = self._body, PartKind.CONTENT
             return True
         header, self._held = text[:end], text[end + len(syntax.message) :]
         self._begun = False
@@ -76,7 +74,8 @@ class ChannelParser(PartReader):
             self._step = self._ignored
         elif name in self._tools:
             if syntax.framed:
-                self._inner = OutputParser(OutputSyntax(syntax.calls), self._tools)
+                self._inner = OutputParser(OutputSyntax(syntax.calls), self._tools, parallel=self._parallel)
+                self._inner_at = self._num_characters - len(self._held)
                 self._step = self._in_calls
             else:
                 self._begin_call(name)
@@ -113,14 +112,13 @@ class ChannelParser(PartReader):
         """Within a message whose body is calls in a format of their own."""
         assert self._inner is not None
         text, mark = self._until(self._marks, drops_blanks=True)
-        at = self._num_characters - len(self._held) - len(text)
         for part in self._inner.read(text, final=bool(mark) or self._final):
             if part.kind is PartKind.CALL:
                 self._begin_call(part.text)
             elif part.kind is PartKind.ARGUMENTS:
                 self._give(PartKind.ARGUMENTS, part.text)
             else:
-                self._give(PartKind.CONTENT, part.text, at)
+                self._give(PartKind.CONTENT, part.text, self._inner_at + part.at)
         self._in_call = self._num_calls > 0 and not self._inner.calls
         if mark:
             self._step = self._header

@@ -45,7 +45,21 @@ class LiteralSyntax(ArgumentSyntax):
         for name in schema.get("properties") or {}:
             if KEY.fullmatch(name) is None:
                 return f"properties.{name}: this model's format of tool calls writes no such name"
-        return None
+        return _wrong(schema, "")
+
+
+def _wrong(schema: Any, path: str) -> str | None:
+    """Say what of a schema is no schema, of the parts that the grammar is made of; None: nothing."""
+    items = schema.items() if isinstance(schema, Mapping) else enumerate(schema) if isinstance(schema, list) else ()
+    for name, each in items:
+        where = f"{path}.{name}".removeprefix(".")
+        if name == "properties" and not isinstance(each, Mapping | bool | None):
+            return f"{where}: must be an object"
+        if name == "required" and not isinstance(each, Mapping | list | bool | None):
+            return f"{where}: must be an array"
+        if (found := _wrong(each, where)) is not None:
+            return found
+    return None
 
 
 class _LiteralGrammar:

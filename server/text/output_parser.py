@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from .argument_syntax import SPACE, ArgumentReader, JsonEnd, refuse_constant
@@ -22,6 +22,9 @@ PLAIN = OutputSyntax()
 
 MAX_HEAD = 256
 """Characters within which a call that is a JSON object must have named its function."""
+
+_AT_ONCE = 256
+"""Characters of possible calls that are read at once: what is no call is soon known to be none."""
 
 _BRACKET = re.compile(r"\s*\[?\s*")
 
@@ -106,7 +109,7 @@ class OutputParser(PartReader):
             self._held, self._lead = self._lead + self._held, ""
             syntax = OutputSyntax(self._format)
             parser = OutputParser(syntax, self._tools, parallel=self._parallel, first_call=self._first_call)
-            self._possible = _PossibleCalls(parser, close)
+            self._possible = _PossibleCalls(parser, close, len(self._held) - len(self._held.lstrip(SPACE)) + len(mark))
             self._step = self._call_or_reason
             return True
         if not mark:
@@ -124,7 +127,7 @@ class OutputParser(PartReader):
             self._give_reasoning(text[: calls.end])
             self._held = text[calls.end :]
             self._step = self._reason
-            return bool(self._held)
+            return True
         self._parts += calls.parts
         self._num_calls, self._in_call = calls.num_calls, not calls.is_complete
         self._held = text[calls.end :].removeprefix(calls.close)
@@ -314,13 +317,15 @@ class OutputParser(PartReader):
 class _PossibleCalls:
     """Text within reasoning: calls, if nothing else comes before the end of reasoning, or of all."""
 
-    def __init__(self, parser: OutputParser, close: str) -> None:
+    def __init__(self, parser: OutputParser, close: str, lead: int) -> None:
+        """lead: how far the first mark goes."""
         self._parser = parser
+        self._lead = lead
         self._read = 0  # how much of the text the parser has
         self.close = close
         self.parts: list[Part] = []
         self.end = 0
-        """How far the text goes that this is about."""
+        """How far the text goes that this is about: up to something else, if there is any."""
         self.is_text = False
         """True if there is something else."""
 
@@ -337,8 +342,20 @@ class _PossibleCalls:
         at = text.find(self.close, max(0, self._read - len(self.close)))
         self.end = at if at >= 0 else len(text) if final else len(text) - overlap(text, self.close)
         ends = at >= 0 or final
-        found = self._parser.read(text[self._read : self.end], final=ends)
-        self._read = self.end
-        self.is_text = any(part.kind is PartKind.CONTENT and part.text.strip(SPACE) for part in found)
-        self.parts += [part for part in found if part.kind is not PartKind.CONTENT]
+        while not self.is_text and (self._read < self.end or ends):
+            until = min(self._read + _AT_ONCE, self.end)
+            self._add(self._parser.read(text[self._read : until], final=ends and until == self.end))
+            self._read = until
+            if until == self.end:
+                break
         return self.is_text or ends
+
+    def _add(self, parts: Iterable[Part]) -> None:
+        for part in parts:
+            shown = part.text.lstrip(SPACE)
+            if part.kind is not PartKind.CONTENT:
+                self.parts.append(part)
+            elif shown:
+                self.is_text = True
+                self.end = max(self._lead, part.at + len(part.text) - len(shown))
+                return

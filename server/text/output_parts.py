@@ -99,6 +99,8 @@ class PartReader:
         self._shows_reasoning = shows_reasoning
         self._num_characters = 0
         self._held = ""  # text whose meaning depends on the following text
+        self._holds_blanks = False  # and nothing else
+        self._blanks: list[str] = []  # that came behind them
         self._lead = ""  # blanks and the mark that was found last
         self._parts: list[Part] = []
         self._num_calls = 0
@@ -119,10 +121,15 @@ class PartReader:
     def read(self, text: str, *, final: bool = False) -> list[Part]:
         """Take the next piece of the text and return the parts that are now certain. final: no text follows."""
         self._num_characters += len(text)
-        self._held += text
+        if self._holds_blanks and not final and not text.strip(SPACE):
+            self._blanks.append(text)  # they change nothing, and there may be very many of them
+            return []
+        self._held = "".join((self._held, *self._blanks, text))
+        self._blanks.clear()
         self._final = final
         while self._step():
             pass
+        self._holds_blanks = bool(self._held) and not self._held.strip(SPACE)
         parts, self._parts = self._parts, []
         return parts
 
@@ -154,7 +161,8 @@ class PartReader:
         if not text or (kind is PartKind.REASONING and not self._shows_reasoning):
             return
         call = self._num_calls - 1 if kind is PartKind.ARGUMENTS else -1
-        if self._parts and self._parts[-1].kind is kind:
-            last = self._parts.pop()
+        last = self._parts[-1] if self._parts else None
+        if last is not None and last.kind is kind and (kind is not PartKind.CONTENT or last.at + len(last.text) == at):
+            self._parts.pop()
             text, at = last.text + text, last.at
         self._parts.append(Part(kind, text, call, at=at))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
-from .argument_syntax import ArgumentSyntax, JsonSyntax
+from .argument_syntax import SPACE, ArgumentSyntax, JsonSyntax
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +61,12 @@ class ToolCallFormat:
     """
     is_single: bool = False
     """An output has one call at most."""
+    other_signs: tuple[str, ...] = ()
+    """Texts any of which tells of the family, too."""
+
+    def is_of(self, template: str) -> bool:
+        """True if a chat template is one of the family."""
+        return all(sign in template for sign in self.signs) or any(sign in template for sign in self.other_signs)
 
     @property
     def style(self) -> CallStyle:
@@ -132,8 +138,13 @@ class ChannelFormat:
 
     def may_be_header(self, text: str) -> bool:
         """True if a text may be the beginning of a header."""
-        text = text.lstrip()
-        return any(text.startswith(each) or each.startswith(text) for each in (self.start, self.message, *self.begins))
+        text = text.lstrip(SPACE)
+        return self.is_header(text) or any(each.startswith(text) for each in (self.start, self.message, *self.begins))
+
+    def is_header(self, text: str) -> bool:
+        """True if a text is a header as far as its beginning tells."""
+        text = text.lstrip(SPACE)
+        return not text or text.startswith((self.start, self.message, *self.begins))
 
     def recipient_of(self, header: str) -> str:
         """To whom a message with this header goes; "": nobody is named."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -145,7 +145,8 @@ class TaggedArguments:
                 return "", text, False
             name = found["name"].strip()
             is_text = self._is_text(name) if not self._syntax.named_text else found["text"] is not None
-            self._value = (_TextValue if is_text else _JsonValue)(self._syntax)
+            schema = self._properties.get(name) if not self._syntax.named_text else None
+            self._value = _TextValue(self._syntax) if is_text else _JsonValue(self._syntax, kinds_of(schema))
             piece = (", " if self._begun else "{") + json.dumps(name, ensure_ascii=False) + ": "
             self._begun = True
             return piece, text[found.end() :], True
@@ -182,8 +183,9 @@ class _TextValue:
 class _JsonValue:
     """A value that is JSON, up to the first closing tag outside its strings; other text ends at the first of all."""
 
-    def __init__(self, syntax: TaggedSyntax) -> None:
-        self._close = syntax.close
+    def __init__(self, syntax: TaggedSyntax, kinds: frozenset[str] | None) -> None:
+        """kinds: see `kinds_of`."""
+        self._close, self._kinds = syntax.close, kinds
         self._outside = re.compile('"|' + re.escape(syntax.close))
         self._first = -1  # where the first closing tag is
         self._at = 0  # how far the text has been read
@@ -201,7 +203,7 @@ class _JsonValue:
         value = text[:end].strip(SPACE)
         if end > self._first and not is_json(value):
             end, value = self._first, text[: self._first].strip(SPACE)
-        return _json_of(value), text[end + len(self._close) :], True
+        return _json_of(value, self._kinds), text[end + len(self._close) :], True
 
     def _end(self, text: str) -> int:
         """Where the closing tag is; -1: not in the text so far."""
@@ -225,7 +227,51 @@ class _JsonValue:
                 return found.start()
 
 
-def _json_of(text: str) -> str:
-    """The JSON that a text spells, or otherwise the string."""
-    text = _OF_PYTHON.get(text, text)
-    return text if is_json(text) else json.dumps(text, ensure_ascii=False)
+def _json_of(text: str, kinds: frozenset[str] | None) -> str:
+    """The JSON that a text spells, or otherwise the string, also where only that is of the kinds."""
+    spelt = _OF_PYTHON.get(text, text)
+    if not is_json(spelt) or (
+        kinds is not None and "string" in kinds and not kinds & _kinds_of_value(json.loads(spelt))
+    ):
+        return json.dumps(text, ensure_ascii=False)
+    return spelt
+
+
+def kinds_of(schema: Any) -> frozenset[str] | None:
+    """The types of the values that a schema allows, by JSON schema's names; None: it does not say."""
+    if not isinstance(schema, Mapping):
+        return None
+    for several in ("anyOf", "oneOf"):
+        if isinstance(schema.get(several), list):
+            return _together([kinds_of(each) for each in schema[several]])
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    if isinstance(values, list):
+        return _together([_kinds_of_value(each) for each in values])
+    return _named(schema.get("type"))
+
+
+def _named(names: Any) -> frozenset[str] | None:
+    """The kinds that a schema's `type` names."""
+    names = [names] if isinstance(names, str) else names
+    return frozenset(each for each in names if isinstance(each, str)) if isinstance(names, list) else None
+
+
+def _together(several: Sequence[frozenset[str] | None]) -> frozenset[str] | None:
+    return None if None in several else frozenset().union(*(each for each in several if each is not None))
+
+
+def _kinds_of_value(value: Any) -> frozenset[str]:
+    is_whole = isinstance(value, float) and value.is_integer()
+    return _KINDS[type(value)] | (_KINDS[int] if is_whole else frozenset())
+
+
+_KINDS: dict[type, frozenset[str]] = {
+    str: frozenset({"string"}),
+    bool: frozenset({"boolean"}),
+    int: frozenset({"integer", "number"}),
+    float: frozenset({"number"}),
+    list: frozenset({"array"}),
+    dict: frozenset({"object"}),
+    type(None): frozenset({"null"}),
+}
+"""Names of types in JSON schemas."""

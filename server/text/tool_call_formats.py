@@ -173,7 +173,10 @@ TOOL_CALL_FORMATS = (
         (_gemma("<escape>"),),
         (Frame("<start_function_call>", "<end_function_call>"),),
     ),
-    _listed("lfm2", "<|tool_call_start|>", "<|tool_call_end|>", style=_IN_PYTHON),
+    replace(
+        _listed("lfm2", "<|tool_call_start|>", "<|tool_call_end|>", style=_IN_PYTHON),
+        other_signs=("<|tool_list_start|>",),  # LFM2's first template writes no calls
+    ),
     _listed("command", "<|START_ACTION|>", "<|END_ACTION|>", style=_COHERE),
     _listed("apertus", "<|tools_prefix|>", "<|tools_suffix|>", style=_KEYED),
     _listed("hunyuan", "<tool_calls>", "</tool_calls>"),
@@ -335,7 +338,7 @@ def is_known(template: str) -> bool:
     """True unless a chat template writes tools in a way that is none of the formats."""
     signs = [LLAMA_3_2, *CHANNEL_FORMATS]
     has_sign = any(sign in template for sign in signs)
-    has_signs = any(all(sign in template for sign in each.signs) for each in TOOL_CALL_FORMATS)
+    has_signs = any(each.is_of(template) for each in TOOL_CALL_FORMATS)
     return has_sign or has_signs or "tools" not in template
 
 
@@ -343,7 +346,7 @@ def tool_call_format_of(template: str) -> ToolCallFormat:
     """The call format of the model with this chat template."""
     if LLAMA_3_2 in template:
         return next(each for each in TOOL_CALL_FORMATS if each.name == "llama3")
-    return next((each for each in TOOL_CALL_FORMATS if all(sign in template for sign in each.signs)), HERMES)
+    return next((each for each in TOOL_CALL_FORMATS if each.is_of(template)), HERMES)
 
 
 def channel_format_of(template: str) -> ChannelFormat | None:

@@ -244,4 +244,5 @@ def test_messages_are_forced_as_they_are_read(tokenizer, tmp_path, form, special
     assert not ok(answer) and not ok(thought) and not ok(thought + answer) and not ok("It rains.")
     assert ok(answer, forced=False) and ok(thought + answer, forced=False) and ok(thought + one, forced=False)
     assert not ok("It rains.", forced=False)
+    assert not ok(one.replace(f"to={name}", "to=h").replace(f"functions.{name}", "functions.h")), "this is a thought"
     assert not ok(one.replace(">C<", ">K<").replace('"u": "C"', '"u": "K"'))

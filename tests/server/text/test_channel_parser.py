@@ -108,3 +108,22 @@ def test_a_template_tells_of_channels():
     assert channel_format_of("<|start|>assistant<|channel|>final<|message|>") is HARMONY
     assert channel_format_of("<|start|>assistant to=self<|message|><atem:function_calls>") is ATEM
     assert channel_format_of("<|channel>thought<channel|>") is None
+
+
+@pytest.mark.parametrize("form", [HARMONY, ATEM])
+@pytest.mark.parametrize("lead", ["It rains.", " hi <b> ", "<", "assistant" + " x" * 200])
+def test_text_before_a_mark_that_is_no_header_is_content(form, lead):
+    content, reasoning, *_ = parsed_everywhere(form, f"{lead}<|message|>So.")
+    assert (content, reasoning) == (f"{lead.lstrip()}<|message|>So.", ""), "nothing is lost"
+
+
+def test_content_beside_calls_keeps_its_place():
+    text = " to=f<|message|>  <atem:function_calls><x> and<|eot|><|start|>assistant to=user<|message|>Yes.<|eot|>"
+    assert parsed_everywhere(ATEM, text) == ("  <atem:function_calls><x> andYes.", "", [], False)
+
+
+def test_one_call_of_a_message_where_they_must_not_be_parallel():
+    calls = "".join(f'<atem:invoke name="{name}">\n</atem:invoke>\n' for name in ("f", "g.h"))
+    text = f" to=f<|message|><atem:function_calls>\n{calls}</atem:function_calls><|eot|>"
+    assert parsed_everywhere(ATEM, text)[2] == [("f", {}), ("g.h", {})]
+    assert parsed_everywhere(ATEM, text, parallel=False) == ("", "", [("f", {})], True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given, settings
@@ -12,7 +13,9 @@ from hypothesis import strategies as st
 from chorus.server.text.output_parser import OutputParser
 from chorus.server.text.output_parts import ParsedMessage, Part, PartKind
 from chorus.server.text.output_syntax import OutputSyntax
+from chorus.server.text.tagged_syntax import TaggedSyntax
 from chorus.server.text.tool_call_formats import (
+    ANSWER_FORMATS,
     HERMES,
     REASONING_FORMATS,
     TOOL_CALL_FORMATS,
@@ -51,6 +54,7 @@ def calls(text, name, **options):
 
 F, G = ("f", {"a": 'x } </tool_call> "\\', "b": 3}), ("g", {})
 JSON = json.dumps(F[1])
+LINES = "\n" * 1000
 
 
 @pytest.mark.parametrize(
@@ -295,3 +299,87 @@ def test_a_template_or_a_token_tells_of_reasoning():
     assert reasoning_format_of("{{ a }}", lambda _: False) is None
     assert reasoning_format_of("a</think>", lambda _: False) == THINK
     assert reasoning_format_of("", "[/THINK]".__eq__) == REASONING_FORMATS[1]
+
+
+@pytest.mark.parametrize("lead", ["", "<think>A.</think>"])
+def test_content_on_both_sides_of_a_mark_keeps_its_place(lead):
+    text = f"{lead}One <response>two</response> three"
+    for pieces in ([text], list(text)):
+        whole, _ = message(text, pieces, reasoning=THINK, answer=ANSWER_FORMATS[1])
+        assert whole.content == "Onetwothree"
+
+
+@pytest.mark.parametrize("close", ["", " </think>"])
+@pytest.mark.parametrize(
+    ("thought", "num_calls"),
+    [
+        ("<tool_call>x, ", 0),
+        ('<tool_call>\n{"name": "none", "arguments": ', 0),
+        (f'<tool_call>{{"name": "f", "arguments": {JSON}}}</tool_call> or \n<tool_call> <tool_call>{{}} ', 0),
+        ('No <tool_call>{"a": 1} but <tool_call>{"name": "g", "arguments": {}}</tool_call>', 1),
+        ('<tool_call><tool_call>{"name": "g", "arguments": {}}</tool_call>\n', 1),
+    ],
+)
+def test_calls_that_are_thought_about_do_not_depend_on_the_pieces(thought, num_calls, close):
+    text = f"<think>{thought}{close}"
+    whole = message(text, calls=HERMES, reasoning=THINK)
+    assert len(whole[0].calls) == num_calls and not whole[0].content
+    for at in range(len(text)):
+        assert message(text, [text[:at], text[at:]], calls=HERMES, reasoning=THINK) == whole, text[at:]
+    assert message(text, list(text), calls=HERMES, reasoning=THINK) == whole
+
+
+@pytest.mark.parametrize(
+    ("before", "wanted"),
+    [
+        ("", "y"),
+        ("x", f"x{LINES}y"),
+        ("<think>", ""),
+        ("<think>x</think>", "y"),
+        ("<tool_call>", f"<tool_call>{LINES}y"),
+    ],
+)
+def test_very_many_blanks_are_not_read_again_for_each_that_comes(before, wanted):
+    class Counting(OutputParser):
+        def _until(self, marks: Sequence[str], *, drops_blanks: bool) -> tuple[str, str]:
+            read.append(len(self._held))
+            return super()._until(marks, drops_blanks=drops_blanks)
+
+    read: list[int] = []
+    reader = Counting(OutputSyntax(HERMES, THINK), TOOLS)
+    given = reader.read(before)
+    for _ in LINES:
+        given += reader.read("\n")
+    assert sum(read) < len(LINES), "each is read once at most"
+    given += reader.read("y", final=True)
+    shown = "".join(part.text for part in given if part.kind is PartKind.CONTENT)
+    assert shown.strip() == wanted
+
+
+@pytest.mark.parametrize(
+    ("schema", "said", "wanted"),
+    [
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "75001", "75001"),
+        ({"type": ["string", "null"]}, "True", "True"),
+        ({"type": ["string", "null"]}, "None", None),
+        ({"type": ["string", "null"]}, '"75001"', "75001"),
+        ({"enum": ["1", "2"]}, "1", "1"),
+        ({"const": "[1]"}, "[1]", "[1]"),
+        ({"anyOf": [{"type": "string"}, {"type": "integer"}]}, "75001", 75001),
+        ({"anyOf": [{"type": "string"}, {"type": "integer"}]}, "1.0", 1.0),
+        ({"anyOf": [{"type": "string"}, {}]}, "75001", 75001),
+        ({"type": "integer"}, '{"a": 1}', {"a": 1}),
+        ({"type": ["string", {}, "array"]}, "[1]", [1]),
+        ({}, "75001", 75001),
+    ],
+)
+@pytest.mark.parametrize("name", ["qwen3_coder", "glm4", "minimax_m2"])
+def test_a_value_between_tags_is_of_a_type_that_the_schema_has(name, schema, said, wanted):
+    """A text may look like a number where the schema has only a string and null."""
+    form, tools = FORMATS[name], {"f": {"properties": {"a": schema}}}
+    style, syntax = form.style, form.style.arguments
+    assert isinstance(syntax, TaggedSyntax)
+    arguments = f"{syntax.open}a{syntax.named}{said}{syntax.close}{syntax.after}"
+    text = form.frame.open + style.begin.format(name="f", index=0) + arguments + style.end + form.frame.close
+    for pieces in ([text], list(text)):
+        assert calls(text, name, pieces=pieces, tools=tools) == ("", ("f", {"a": wanted}))

@@ -68,6 +68,7 @@ SAID = [
         f'</{DSML}invoke>\n<{DSML}invoke name="now">\n</{DSML}invoke>\n</{DSML}function_calls>',
     ),
     ("lfm2", "<|tool_call_start|>", f"<|tool_call_start|>[{PYTHON}, now()]<|tool_call_end|>"),
+    ("lfm2", "<|tool_list_start|>[{{ tools }}]", f"<|tool_call_start|>[{PYTHON}, now()]<|tool_call_end|>"),
     ("llama_pythonic", "[func_name1(params_name1=params_value1", f"[{PYTHON}, now()]"),
     ("olmo3", "<function_calls>", f"<function_calls>\n{PYTHON}\nnow()\n</function_calls>"),
     (
@@ -273,3 +274,16 @@ def test_a_setting_names_the_format_and_an_unknown_one_is_told():
     for template in ("", "{{ messages }}", "tools <|channel|>", "tools [TOOL_CALLS]"):
         assert is_known(template), template
     assert not is_known("{{ tools | tojson }} <my_call>")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"properties": [1]}, "properties.a.properties: must be an object"),
+        ({"items": {"required": 5}}, "properties.a.items.required: must be an array"),
+    ],
+)
+def test_a_schema_that_is_none_is_told_before_its_grammar_is_written(wrong, said):
+    arguments = tool_call_format_of("<|tool_call_start|>").style.arguments
+    assert arguments.unwritable({"properties": {"a": wrong}}) == said
+    assert arguments.unwritable({"properties": {"required": {"type": "string"}, "properties": True}}) is None
