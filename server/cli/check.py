@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TextIO
 
 from ...core.base_name import names_of, with_base
+from ...memory.files.added_tokens import TOKENIZER_FILES
 from ...memory.files.error import AdapterFormatError, shown
 from ...memory.files.format import inspect_adapter, open_weights
 from ...memory.files.manifest import AdapterManifest
@@ -54,6 +55,8 @@ class Verdict:
     content_hash: str | None = None
     dropped_tensors: list[str] = field(default_factory=list)
     """Whole modules in its file that equal the base model's."""
+    unchecked_files: list[str] = field(default_factory=list)
+    """Files that a server compares with the base model's, which was not given."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +77,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         type=Path,
         metavar="MODEL",
         help="directory or name of the base model; of its weights only what an adapter has a whole copy of is read. "
-        "Without it, an adapter is checked against its own shapes",
+        "Without it, an adapter is checked against its own shapes, and its tokenizer is not checked",
     )
     parser.add_argument("--served-model-name", metavar="NAME", help="a further name of the base model")
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -99,6 +102,7 @@ def check(path: Path, base: _Base | None) -> Verdict:
     """Return a server's verdict on an adapter for this base model; reads its weights. base: None: any."""
     from ...memory.files.identity import with_content
 
+    unchecked = [name for name in TOKENIZER_FILES if base is None and path.is_dir() and (path / name).exists()]
     try:
         base = base or _own_base(path)
         manifest = inspect_adapter(path, base.modules)
@@ -118,6 +122,7 @@ def check(path: Path, base: _Base | None) -> Verdict:
         base_model=manifest.base_model,
         content_hash=manifest.content_hash,
         dropped_tensors=list(manifest.dropped),
+        unchecked_files=unchecked,
     )
 
 
@@ -235,5 +240,7 @@ def _line(verdict: Verdict) -> str:
     about: dict[str, object] = {"rank": verdict.rank, "modules": " ".join(verdict.target_modules)}
     if verdict.dropped_tensors:
         about["dropped"] = " ".join(verdict.dropped_tensors)
+    if verdict.unchecked_files:
+        about["not checked without --model"] = " ".join(verdict.unchecked_files)
     told = "; ".join(verdict.reasons) or ", ".join(f"{name} {value}" for name, value in about.items())
     return f"{verdict.status}: {shown(verdict.path)}: {told}"
