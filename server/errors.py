@@ -63,6 +63,11 @@ class PrivatePaths:
     """Makes paths in messages relative to the known directories of this machine."""
 
     def __init__(self, directories: Iterable[str | Path]) -> None:
+        directories = list(directories)
+        relative = {str(one) for one in directories if not os.path.isabs(one)} - {"."}
+        begins = "|".join(re.escape(one) for one in sorted(relative, key=len, reverse=True))
+        # what is quoted is a name, which may begin like a directory
+        self._relative = re.compile(rf"(?<![^\s(])(?:{begins})/") if relative else None
         absolute = {form for one in directories for form in (os.path.abspath(one), os.path.realpath(one))}
         self._directories = sorted((one for one in absolute if one != "/"), key=len, reverse=True)
 
@@ -71,7 +76,7 @@ class PrivatePaths:
         for directory in self._directories:
             if directory in text:
                 text = text.replace(f"{directory}/", "").replace(directory, os.path.basename(directory))
-        return text
+        return text if self._relative is None else self._relative.sub("", text)
 
     def shown(self, path: Path) -> str:
         """A path relative to its directory; elsewhere only the file's name."""

@@ -405,15 +405,6 @@ class Settings(BaseSettings, EngineConfig, RequestLimits):  # pyright: ignore[re
     log_format: LogFormat = Field(default="text", description="format of log lines; json: one object per line")
     access_log: bool = Field(default=False, description="log every HTTP request")
 
-    @field_validator("tool_call_format")
-    @classmethod
-    def _is_a_format(cls, name: str | None) -> str | None:
-        from .text.tool_call_formats import FORMAT_NAMES  # imports grammars
-
-        if name is not None and name not in FORMAT_NAMES:
-            raise ValueError(f"must be one of {', '.join(sorted(FORMAT_NAMES))}")
-        return name
-
     @field_validator(*SIZES, mode="before")
     @classmethod
     def _sizes_have_units(cls, size: Any) -> Any:

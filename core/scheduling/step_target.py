@@ -34,6 +34,10 @@ LEAST_TOKENS = 16
 RECENT_SECONDS = 1.0
 """A tenant counts as decoding for so long after it did: its next request should not wait for a long step either."""
 
+RECENT_STEPS = 64
+"""Steps with prompts after which the time of a size that none of them had is old: a pause of the machine, or other work
+beside the server, may have made it long."""
+
 _NUM_SAMPLES = 8
 _ANY = 1 << 30
 
@@ -43,25 +47,50 @@ class PromptTimes:
 
     The latest steps are kept by the power of two of their tokens. The price of a token is the slope between the
     smallest and the largest of these sizes: were it a step's time by its tokens, then bounded steps, which are short,
-    would make tokens look dear, and bound the next ones further.
+    would make tokens look dear, and bound the next ones further. Old sizes count only while others give no slope; then
+    one step may have more tokens than the price allows (`least_tokens`), else a price that was once too high would
+    keep all steps too short to find that out.
     """
 
     def __init__(self) -> None:
         self._samples: dict[int, deque[tuple[int, float]]] = {}
+        self._noted: dict[int, int] = {}  # the number of the last step of each size
+        self._num_steps = 0
 
     def note(self, num_tokens: int, seconds: float) -> None:
         """Record a step. seconds: what it took longer than a step without prompts."""
-        self._samples.setdefault(num_tokens.bit_length(), deque(maxlen=_NUM_SAMPLES)).append((num_tokens, seconds))
+        size = num_tokens.bit_length()
+        self._num_steps += 1
+        self._noted[size] = self._num_steps
+        self._samples.setdefault(size, deque(maxlen=_NUM_SAMPLES)).append((num_tokens, seconds))
 
     def prices(self) -> tuple[float, float]:
         """Return seconds of having any, and of each token; zeros while nothing is known."""
         if not self._samples:
             return 0.0, 0.0
-        few, most = (self._median(which(self._samples)) for which in (min, max))
+        few, most = self._ends(self._recent())
+        if most[0] < 2 * few[0]:
+            few, most = self._ends(self._samples)
         if most[0] < 2 * few[0]:
             return 0.0, most[1] / most[0]
         token = max(0.0, (most[1] - few[1]) / (most[0] - few[0]))
         return max(0.0, few[1] - token * few[0]), token
+
+    @property
+    def least_tokens(self) -> int:
+        """Tokens that a step may have whatever the price: more if only old sizes give it."""
+        recent = self._recent()
+        if len(recent) == len(self._samples):
+            return LEAST_TOKENS
+        few, most = self._ends(recent)
+        return LEAST_TOKENS if most[0] >= 2 * few[0] else max(LEAST_TOKENS, math.ceil(2 * most[0]))
+
+    def _recent(self) -> list[int]:
+        return [size for size, last in self._noted.items() if last > self._num_steps - RECENT_STEPS]
+
+    def _ends(self, sizes: Collection[int]) -> tuple[tuple[float, float], tuple[float, float]]:
+        """Return the tokens and the seconds of the smallest size, and of the largest."""
+        return self._median(min(sizes)), self._median(max(sizes))
 
     def _median(self, size: int) -> tuple[float, float]:
         tokens, seconds = zip(*self._samples[size], strict=True)
@@ -188,7 +217,8 @@ class StepTarget:
         scored_seconds, scored = self._scored.prices()
         least = median(self.decode_seconds) + max(any_seconds, scored_seconds)
         seconds = max(self._target() - least, EFFICIENT * least)
-        return PromptWork(seconds, token, max(0.0, scored - token), held)
+        least_tokens = self._plain.least_tokens, self._scored.least_tokens
+        return PromptWork(seconds, token, max(0.0, scored - token), held, least_tokens)
 
     def without_held(self, requests: list[Request]) -> list[Request]:
         """Return the requests without the prompts of tenants that owe time to another one that decodes."""
@@ -212,31 +242,33 @@ class PromptWork:
     held: Set[str] = frozenset()
     """Tenants whose prompts are not in the step."""
 
+    least_tokens: tuple[int, int] = (LEAST_TOKENS, LEAST_TOKENS)
+    """Tokens of the step whatever they take, and if they are scored."""
+
     num_tokens: int = 0
     """Tokens that were taken."""
 
     @property
     def room(self) -> int:
         """Tokens for which there is still time, if they are not scored."""
-        left = LEAST_TOKENS - self.num_tokens
+        left = self.least_tokens[False] - self.num_tokens
         return max(math.floor(self.seconds / self.token), left) if self.token else _ANY
 
     def most(self, request: Request, count: int) -> int:
         """Return how many of `count` prompt tokens of a request the step may compute."""
-        price = self._price(request)
-        room = max(math.floor(self.seconds / price), LEAST_TOKENS - self.num_tokens) if price else count
+        is_scored = _is_scored(request)
+        price = self.token + self.scored * is_scored
+        room = max(math.floor(self.seconds / price), self.least_tokens[is_scored] - self.num_tokens) if price else count
         return max(0, min(count, room))
 
     def take(self, request: Request, count: int) -> None:
         """Record that the step computes so many prompt tokens of a request."""
-        self.seconds -= count * self._price(request)
+        self.seconds -= count * (self.token + self.scored * _is_scored(request))
         self.num_tokens += count
 
-    def _price(self, request: Request) -> float:
-        is_scored = (
-            request.params.prompt_logprobs is not None and request.num_computed_tokens < request.num_prompt_tokens
-        )
-        return self.token + self.scored * is_scored
+
+def _is_scored(request: Request) -> bool:
+    return request.params.prompt_logprobs is not None and request.num_computed_tokens < request.num_prompt_tokens
 
 
 def _has_other(tenants: Collection[str], others: Collection[str]) -> bool:

@@ -17,6 +17,7 @@ from ...memory.files.manifest import AdapterManifest
 from ...memory.files.module_paths import ModulePaths
 from ...memory.files.peft_names import tensor_names
 from ...memory.files.tensor_uses import form_in_words, uses_of
+from ...memory.files.tokens.added_tokens import TOKENIZER_FILES
 from ...memory.pages.layer_projections import (
     attention_projections,
     gated_projections,
@@ -60,6 +61,9 @@ class Verdict:
     tensors: dict[str, str] = field(default_factory=dict)
     """Names of its file's tensors, and what each is used for."""
 
+    unchecked_files: list[str] = field(default_factory=list)
+    """Files that a server compares with the base model's, which was not given."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Base:
@@ -79,7 +83,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         type=Path,
         metavar="MODEL",
         help="directory or name of the base model; of its weights only what an adapter has a whole copy of is read. "
-        "Without it, an adapter is checked against its own shapes",
+        "Without it, an adapter is checked against its own shapes, and its tokenizer is not checked",
     )
     parser.add_argument("--served-model-name", metavar="NAME", help="a further name of the base model")
     parser.add_argument(
@@ -107,6 +111,7 @@ def check(path: Path, base: _Base | None) -> Verdict:
     """Return a server's verdict on an adapter for this base model; reads its weights. base: None: any."""
     from ...memory.files.identity import with_content
 
+    unchecked = [name for name in TOKENIZER_FILES if base is None and path.is_dir() and (path / name).exists()]
     try:
         base = base or _own_base(path)
         manifest = inspect_adapter(path, base.modules)
@@ -129,6 +134,7 @@ def check(path: Path, base: _Base | None) -> Verdict:
         dropped_tensors=list(manifest.dropped),
         form=form_in_words(manifest),
         tensors=uses,
+        unchecked_files=unchecked,
     )
 
 
@@ -252,5 +258,7 @@ def _line(verdict: Verdict) -> str:
     about: dict[str, object] = {"form": verdict.form, "rank": verdict.rank, "modules": " ".join(verdict.target_modules)}
     if verdict.dropped_tensors:
         about["dropped"] = " ".join(verdict.dropped_tensors)
+    if verdict.unchecked_files:
+        about["not checked without --model"] = " ".join(verdict.unchecked_files)
     told = "; ".join(verdict.reasons) or ", ".join(f"{name} {value}" for name, value in about.items())
     return f"{verdict.status}: {shown(verdict.path)}: {told}"

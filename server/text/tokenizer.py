@@ -22,7 +22,7 @@ from .detokenizer import ByteDetokenizer, Decoder, Detokenizer, TextStream
 from .output_syntax import OutputSyntax
 from .own_tokenizer import CalledTokenizer, own_backend
 from .spelt_specials import SpeltSpecials, new_mark
-from .tool_call_formats import REASONING_FIELDS, declared, is_known, output_syntax_of
+from .tool_call_formats import FORMAT_NAMES, REASONING_FIELDS, declared, is_known, output_syntax_of
 from .vocabulary import Vocabulary
 
 if TYPE_CHECKING:
@@ -217,6 +217,9 @@ class Tokenizer:
             from transformers import AutoTokenizer as Loader
         loaded = cls(Loader.from_pretrained(str(found), local_files_only=True))
         loaded = loaded if chat_template is None else loaded.with_chat_template(_read_template(chat_template))
+        if tool_call_format is not None and tool_call_format not in FORMAT_NAMES:
+            names = ", ".join(sorted(FORMAT_NAMES))
+            raise ValueError(f"tool_call_format is {tool_call_format!r}, but must be one of {names}")
         loaded.tool_call_format = tool_call_format
         if not loaded.knows_calls:
             log.warning(

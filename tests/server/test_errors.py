@@ -8,7 +8,7 @@ import pytest
 
 from chorus.core.requests.types import FinishReason, RequestOutput
 from chorus.memory.files.error import LoadFailure
-from chorus.server.errors import GenerationFailed, as_api_error
+from chorus.server.errors import GenerationFailed, PrivatePaths, as_api_error
 
 pytestmark = pytest.mark.wide
 
@@ -307,3 +307,15 @@ def test_the_manual_has_every_code():
             if isinstance(node, ast.keyword) and node.arg == "code":
                 used |= {each.value for each in ast.walk(node.value) if isinstance(each, ast.Constant) and each.value}
     assert used - told == set()
+
+
+@pytest.mark.parametrize("given", ["ad", "./ad", "../stores/ad", "/stores/ad", Path("ad")])
+def test_a_reason_names_files_from_the_adapters_directory_on(given):
+    path = Path(given) / "bad" / "adapter_config.json"
+    text = PrivatePaths([Path(given)]).hide(f"adapter 'ad/bad' is not served: {path}: r is 0 ({path}), load/bad/x")
+    shown = "bad/adapter_config.json"
+    assert text == f"adapter 'ad/bad' is not served: {shown}: r is 0 ({shown}), load/bad/x"
+
+
+def test_a_directory_that_is_the_present_one_hides_nothing_else():
+    assert PrivatePaths([Path()]).hide("a./b and c/d") == "a./b and c/d"

@@ -195,6 +195,8 @@ def test_calls_in_an_unknown_format_are_told(start, pretrained, monkeypatch, cap
     assert "tools" not in caplog.text
     Tokenizer.load(tmp_path, chat_template=template)
     assert "name the format with --tool-call-format" in caplog.text
+    with pytest.raises(ValueError, match=r"tool_call_format is 'lfm', but must be one of .*lfm2"):
+        Tokenizer.load(tmp_path, tool_call_format="lfm")
 
 
 def test_reasoning_is_shown_to_the_template_by_the_name_that_it_knows(start, pretrained, monkeypatch):

@@ -81,10 +81,19 @@ class CheckedOrder:
         self._check_order()
         ending = set() if plan.sources is None else self._check_ahead(plan)
         self._drawing = {row.request_id for row in plan.sequences if row.samples}
-        decoding = [each for each in self._scheduler.running if num_missing(each) <= 1]
-        self._decoded |= dict.fromkeys([each.fairness_key for each in decoding], self._decided[0])
+        self._decoded |= dict.fromkeys(self._decoding(plan), self._decided[0])
         self._check_plan(plan, ending)
         self._running = [request.id for request in self._scheduler.running]
+
+    def _decoding(self, plan: StepPlan) -> set[str]:
+        """The tenants with a request that decodes in a step. One whose prompt lacks its last token does, too: in a step
+        ahead, what the step under way computes is counted as computed.
+        """
+        before = None if plan.sources is None else self._under_way
+        rows = () if before is None else before.sequences
+        computed = {row.request_id: len(row.tokens) - row.samples for row in rows}
+        running = self._scheduler.running
+        return {each.fairness_key for each in running if num_missing(each) - computed.get(each.id, 0) <= 1}
 
     def _decide(self, now: float) -> None:
         """Note that the next step is planned now; it then takes time."""

@@ -13,6 +13,9 @@ from .faults import FAULTS, found_after
 #: A checkpoint once took the pages that its request needed, which was preempted again and again.
 LACKS_PAGES_FOR_ITS_CHECKPOINT = 1078
 
+#: In a step ahead a prompt lacked its last token, which counts as decoding: those that owe time to its tenant wait.
+DECODES_ITS_LAST_PROMPT_TOKEN = 51133
+
 EVERYWHERE = {
     "prefix hit",
     "prefix hit of an adapter",
@@ -110,3 +113,7 @@ def test_a_planted_fault_is_found(fault):
 
 def test_a_checkpoint_takes_no_pages_that_its_request_needs():
     assert seeds.simulate(LACKS_PAGES_FOR_ITS_CHECKPOINT)[1] is None
+
+
+def test_prompts_wait_for_one_that_decodes_its_last_prompt_token():
+    assert seeds.simulate(DECODES_ITS_LAST_PROMPT_TOKEN)[1] is None

@@ -17,6 +17,7 @@ from chorus.core.scheduling.step_target import (
     LEAST_TOKENS,
     MOST_DEBT,
     RECENT_SECONDS,
+    RECENT_STEPS,
     PromptTimes,
     StepPrompts,
     StepTarget,
@@ -147,6 +148,25 @@ def test_short_steps_do_not_make_tokens_look_dear():
         count = work.most(request(), 10_000)
         note(target, plan(count, 1), DECODE + ANY + count * TOKEN)
     assert count == pytest.approx(EFFICIENT * (DECODE + ANY) / TOKEN, abs=1)
+
+
+@pytest.mark.parametrize("is_scored", [False, True])
+@pytest.mark.parametrize("seconds", [1e3, 1e5])
+@pytest.mark.parametrize("size", [1, 2000])
+def test_one_slow_step_does_not_change_the_price_of_tokens_for_ever(size, seconds, is_scored):
+    """Bounded steps have other sizes than the slow one, such as one in which the machine paused."""
+    target, token, counts = StepTarget(None), TOKEN + SCORED * is_scored, []
+    note(target, plan(1, 1), DECODE)
+    note(target, plan(size + 1, is_scored=is_scored), DECODE + seconds)
+    for _ in range(4 * RECENT_STEPS):
+        work = target.work_beside(["a"], {"b"}, (), 0.0)
+        assert work is not None
+        counts.append(work.most(request(prompt_logprobs=1 if is_scored else None), 1000))
+        note(target, plan(counts[-1], is_scored=is_scored), DECODE + ANY + counts[-1] * token)
+    usual = EFFICIENT * (DECODE + ANY) / token
+    later = sorted(counts[2 * RECENT_STEPS :])
+    assert later[len(later) // 2] == pytest.approx(min(1000, usual), abs=2)
+    assert sum(count > usual + 2 for count in later) <= 4
 
 
 def test_prompts_make_progress_whatever_the_target_is():

@@ -124,6 +124,14 @@ def test_without_a_model_layers_may_be_of_two_kinds(tmp_path, names):
     assert code == 1 and "shape" in one["reasons"][0]
 
 
+def test_without_a_model_files_of_a_tokenizer_are_named_as_not_checked(adapter, capsys):
+    (adapter / "added_tokens.json").write_text("[]")
+    assert main(["check", str(adapter)]) == 0
+    assert "not checked without --model added_tokens.json" in capsys.readouterr().out
+    code, (verdict,) = checked(adapter)
+    assert code == 0 and verdict["unchecked_files"] == ["added_tokens.json"]
+
+
 def test_a_model_that_is_none_is_an_error(adapter, tmp_path, capsys):
     assert main(["check", str(adapter), "--model", str(tmp_path / "nowhere")]) == 1
     assert "neither a directory nor a known model" in capsys.readouterr().err
