@@ -10,7 +10,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = Parser(prog="python -m chorus.perf.simulate", description=f"{command.HELP[0].upper()}{command.HELP[1:]}.")
     command.add_flags(parser)
     try:
-        return command.run(parser.parse_args(argv))
+        return command.run(parser.parse(argv))
     except UsageError as error:
         print(error, file=sys.stderr)
         return 2
