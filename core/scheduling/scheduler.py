@@ -253,7 +253,7 @@ class Scheduler:
         return plan
 
     def note_begin(self, plan: StepPlan, now: float) -> None:
-        """Note that a step begins. Of the steps of one tenant alone only decode steps' times are kept."""
+        """Note that a step begins. While all requests are one tenant's, only the times of decode steps are kept."""
         target = self.target
         if target is None:
             return
@@ -452,7 +452,7 @@ class Scheduler:
         return running.chosen
 
     def _within_budgets(self, requests: list[Request]) -> list[Request]:
-        """Return the requests whose grammars, prompts and adapters have a part of the next step: all of them may."""
+        """Return the requests that may be in the next step by the budgets of grammars, of prompts and of adapters."""
         if self.grammars.heavy:
             requests = self.grammars.choose(requests) or requests
         if self.target is not None and self.target.debts:

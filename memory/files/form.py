@@ -83,7 +83,7 @@ def form_of(directory: AdapterDirectory) -> AdapterForm:
 
 
 def _form_of_peft(directory: AdapterDirectory) -> AdapterForm:
-    """The form of a directory of PEFT's."""
+    """The form of a directory with PEFT's `adapter_config.json`."""
     fields = read_fields(directory)
     method = method_of(directory.path / CONFIG_FILE, fields)
     return PeftForm(fields) if method is None else MethodForm(method)

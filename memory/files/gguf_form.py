@@ -1,8 +1,8 @@
 """Adapters of llama.cpp: one GGUF file, as `convert_lora_to_gguf.py` writes it.
 
-Of some architectures llama.cpp keeps the rows of q and k in another order, so B of these has it too. Of Qwen3.5 it has
-the heads of Gated DeltaNet's values by their number within a head of keys, and then by that head; transformers has them
-the other way round. All experts of a projection are in one tensor of three dimensions. The rank is a tensor's own, and
+For some architectures llama.cpp keeps the rows of q and k in another order, so their B has that order, too. In Qwen3.5 it
+sorts the value heads of Gated DeltaNet by their number within a key head, and then by that head; transformers does the
+opposite. All experts of a projection are in one tensor of three dimensions. The rank is a tensor's own, and
 the scale is alpha / rank.
 
 Tests: tests/memory/files/test_adapter_forms.py, tests/core/test_gguf_adapters.py.

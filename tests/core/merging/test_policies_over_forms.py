@@ -26,7 +26,7 @@ from chorus.memory.files.error import AdapterFormatError
 from ...conftest import quiet
 from ...kept import kept_files
 from ..conftest import Answer, Driver, ticking
-from ..test_forms_by_group import FORMS, INVOCATION, groups_of, model_of, subject_of
+from ..test_forms_by_group import FORMS, INVOCATION, Subject, groups_of, model_of, subject_of
 from ..tiny_families import train_vectors, without_conversion
 
 pytestmark = [pytest.mark.numerics, pytest.mark.wide]
@@ -66,12 +66,6 @@ REASONS = (
 @pytest.fixture
 def kernels() -> str:
     return "auto"
-
-
-@dataclass(frozen=True)
-class Subject:
-    model: Path
-    adapters: dict[str, Path]
 
 
 def subject(family: str) -> Subject:
