@@ -1,9 +1,9 @@
 """Adapters of llama.cpp: one GGUF file, as `convert_lora_to_gguf.py` writes it.
 
-For some architectures llama.cpp keeps the rows of q and k in another order, so their B has that order, too. In Qwen3.5
-it sorts the value heads of Gated DeltaNet by their number within a key head, and then by that head; transformers does the
-opposite. All experts of a projection are in one tensor of three dimensions. The rank is a tensor's own, and the scale is
-alpha / rank.
+For some architectures llama.cpp keeps the rows of q and k in another order, so their B has that order, too. In
+Qwen3.5 it sorts the value heads of Gated DeltaNet by their number within a key head, and then by that head; in
+transformers it is the opposite. All experts of a projection are in one tensor of three dimensions. The rank is a
+tensor's own, and the scale is alpha / rank.
 
 Tests: tests/memory/files/test_adapter_forms.py, tests/core/test_gguf_adapters.py.
 """
