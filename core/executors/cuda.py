@@ -30,12 +30,13 @@ from ...ops.attention_backend import (
 )
 from ..config import EngineConfig
 from ..model.config import UnsupportedModel
-from ..model.decoder import DecoderModel, scores_of
+from ..model.decoder import DecoderModel
 from ..model.experts import ExpertKernels
 from ..model.kept_weights import stays_narrow
 from ..model.narrow_bytes import bytes_saved_by_stacks
 from ..model.nvtx_spans import span
 from ..model.open_weights import open_weights
+from ..model.program.torch_heads import scores_of
 from ..model.shard import WHOLE, Shard
 from ..model.tensor_parts import kept_bytes
 from ..model.verification import accept_drafts

@@ -14,7 +14,7 @@ import torch
 from ...graphs.device import CudaDevice
 from ...ops.attention import GroupedAttention
 from ..model.decoder import DecoderModel
-from ..model.layer import HEAD
+from ..model.program.torch_ops import HEAD
 from .cuda_gemm_backends import NEAR, TOLERANCE
 
 logger = logging.getLogger(__name__)

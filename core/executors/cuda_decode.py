@@ -23,10 +23,10 @@ from ...ops.sgmv_tiles import MERGED_TERMS
 from ..config import EngineConfig
 from ..model.batch import BY_LIBRARY, GemmBackends, StepBatch
 from ..model.decoder import DecoderModel
-from ..model.layer import Residual
 from ..model.lora_launches import LoraLaunches
 from ..model.lora_state_cuda import CudaLoraState
 from ..model.paged_states_cuda import CudaPagedStates
+from ..model.program.torch_step import Residual
 from ..model.sample_adapters import SampleAdapters, random_numbers
 from ..requests.draft_length import most_logits
 from ..requests.types import BASE_LORA_INDEX, ScheduledSequence
@@ -156,7 +156,7 @@ class DecodeSteps:
             self._inputs[:bucket].copy_(inputs)
         layers()
         logits, chosen = self._outputs.of(bucket)
-        self._decoder.compute_logits(Residual(rows, self._decoder.config.norm, added), batch, logits)
+        self._decoder.compute_logits(Residual(rows, added), batch, logits)
         self._outputs.pick(logits, chosen)
 
     def _fill(
@@ -212,8 +212,8 @@ class DecodeSteps:
         inputs = None if self._decoder.config.layer_inputs is None else self._inputs[:bucket]
 
         def layers() -> None:
-            x = Residual(rows.copy_(embedded), self._decoder.config.norm)  # layers may run twice when they are captured
-            self._decoder.run_layers(x, batch, inputs)
+            rows.copy_(embedded)  # layers may run twice when they are captured
+            x = self._decoder.run_layers(rows, batch, inputs)
             added.zero_() if x.added is None else added.copy_(x.added)
 
         return layers

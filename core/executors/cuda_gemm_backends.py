@@ -20,10 +20,10 @@ from ..cpus import available_cpus
 from ..model.batch import BY_LIBRARY, GemmBackend, GemmBackends
 from ..model.config import ModelConfig
 from ..model.decoder import DecoderModel
-from ..model.layer import HEAD
 from ..model.layers import UngatedSpec
 from ..model.lora_launches import LoraLaunches
 from ..model.lora_state_cuda import CudaLoraState
+from ..model.program.torch_ops import HEAD
 from ..model.sample_adapters import SampleAdapters
 from ..model.step_lora import ATTN_O, DOWN, GATE_UP, QKV
 

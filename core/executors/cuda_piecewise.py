@@ -15,10 +15,10 @@ from ...memory.adapters.adapter import Adapter
 from ...ops.attention import GroupedAttention
 from ...ops.sgmv_tiles import MERGED_TERMS
 from ..model.batch import StepBatch, StepStates
-from ..model.decoder import Batch, DecoderModel
-from ..model.layer import Residual
+from ..model.decoder import DecoderModel
 from ..model.lora_launches import LoraLaunches
 from ..model.lora_state_cuda import CudaLoraState
+from ..model.program.torch_step import Batch, Residual
 from .cuda_merged import MERGED_MODES, PlacedGraphs
 
 #: Tokens of the smallest bucket, below which reading the weights sets a step's time; and between two buckets.
@@ -107,8 +107,7 @@ class PiecewiseSteps:
         states: see `StepBatch`. merged: graphs for the merged weights, if the step uses them.
         """
         flow, is_merged = self._flow.of(bucket), merged is not None
-        for mixed in (*flow.attended, flow.recurrent_out):
-            mixed[num_tokens:].zero_()
+        flow.pad(num_tokens)
         self._num_tokens, self._states = num_tokens, states
         if self._captures and (lora is None or lora.eager is None):
             if lora is not None and self._lora.model_segments.rows:
@@ -117,7 +116,7 @@ class PiecewiseSteps:
             self._first = None
         else:
             self._run(*self._pieces(bucket, lora, merged=is_merged))
-        return Residual(flow.rows, self._decoder.config.norm)
+        return Residual(flow.x)
 
     def allow_captures(self) -> None:
         """Capture from now on: the arena is now the final one."""

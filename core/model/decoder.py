@@ -5,107 +5,43 @@ Tests: tests/core/test_families.py, tests/core/test_parity.py
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 from torch.nn.functional import embedding
 
 from ...memory.pages.arena import Arena
-from ...ops.attention import PLAIN, GroupedAttention, HeadShape, PagedAttention, Scores
-from ...ops.elementwise import (
-    HeadNorms,
-    RotaryEmbedding,
-    Rotation,
-    gate_output,
-    rotate,
-    rotate_and_write,
-    split_gates,
-    split_gates_apart,
-    split_gates_of_heads,
-    with_normed_values,
-)
+from ...ops.attention import GroupedAttention, HeadShape, PagedAttention
+from ...ops.elementwise import RotaryEmbedding, Rotation
 from ...ops.float8_kv import UNSCALED, KvScales
 from ...ops.latent_attention import LatentAttention
 from ...ops.merge import merge
 from ...ops.narrow_weights import NarrowWeight
 from ...ops.packed_gemm import unpack
 from ...ops.ranks import Collectives
-from ...ops.rotation import KvSlots
 from ...ops.sgmv import AdapterRows
 from ..requests.types import CannotMerge
-from .batch import GemmBackend, StepBatch, StepStates
+from .batch import GemmBackend, StepStates
 from .config import ModelConfig
 from .experts import ExpertKernels
 from .kept_weights import keeps_experts, keeps_projections, kept_head, moved, moved_norm
-from .layer import HEAD, Layer, Residual, multiply, normed
 from .layer_inputs import LayerInputs
 from .layer_weights import MERGED_MATRICES, LayerWeights
-from .layers import AttentionSpec, HeadNorm, NormSpec, OutputGate
 from .lora_state import lora_groups
 from .nvtx_spans import span
 from .paged_states import PagedStates
+from .program.builder import Kept, layer_program
+from .program.ops import FURTHER, STREAM, STREAMS
+from .program.torch_ops import HEAD, multiply, normed, run_ops
+from .program.torch_program import TorchProgram
+from .program.torch_step import Batch, Bound, Flow, Residual, Step
 from .rope_config import RopeConfig
 from .rounding_weight import RoundingWeight
 from .shadow import INPUTS_ARE_ROUNDED
-from .step_lora import ATTN_O, GATE_UP, QKV, HeadLora, StepLora
+from .step_lora import HeadLora, StepLora
 from .streams import streams_of
 from .weights import Pack, Weights
-
-#: A step's batch in the form that this decoder takes.
-Batch = StepBatch[GroupedAttention, StepLora]
-
-
-@dataclass(slots=True)
-class Flow:
-    """Tensors that one piece of a step hands to the next, in memory that does not move: of `bucket` tokens."""
-
-    rows: torch.Tensor
-    """The residual stream `[tokens, hidden]`."""
-
-    streams: torch.Tensor
-    """`[tokens, streams · hidden]`: what layers have in its place where the residual is several streams, no columns
-    where it is one.
-    """
-
-    inputs: torch.Tensor
-    """`[tokens, layers · size]`: further inputs of layers; no columns where they have none."""
-
-    q: tuple[torch.Tensor, ...]
-    """`[tokens, heads, head_dim]`: the queries, for each of `ModelConfig.attention_shapes`."""
-
-    attended: tuple[torch.Tensor, ...]
-    """The output of attention `[tokens, heads, …]`, likewise."""
-
-    gates: torch.Tensor
-    """`[tokens, heads · head_dim]`: of attention's output; no columns where it has none."""
-
-    recurrent_in: torch.Tensor
-    """`[tokens, in]`: the input of a recurrent mixer; no columns if no layer has one."""
-
-    recurrent_out: torch.Tensor
-    """`[tokens, out]`: its output."""
-
-    def of(self, tokens: int) -> Flow:
-        """Of the first tokens alone, in the same memory."""
-        q, attended = (tuple(each[:tokens] for each in shapes) for shapes in (self.q, self.attended))
-        return Flow(
-            rows=self.rows[:tokens],
-            streams=self.streams[:tokens],
-            inputs=self.inputs[:tokens],
-            q=q,
-            attended=attended,
-            gates=self.gates[:tokens],
-            recurrent_in=self.recurrent_in[:tokens],
-            recurrent_out=self.recurrent_out[:tokens],
-        )
-
-
-_SPLITS = {
-    OutputGate.BESIDE_QUERIES: split_gates,
-    OutputGate.APART: split_gates_apart,
-    OutputGate.OF_HEADS: split_gates_of_heads,
-}
 
 
 class DecoderModel:
@@ -135,9 +71,6 @@ class DecoderModel:
         self.config = config
         self._ranks = ranks
         self._arena = arena
-        self._page_groups = arena.layout.group_of_layer
-        self._kv_index = kv_index(config)
-        self._kv_scales = _kv_scales(weights, arena)
         device = arena.pages.device
         embed = weights.embed()
         head = weights.kept_lm_head(embed)
@@ -157,30 +90,31 @@ class DecoderModel:
         self._inputs = self._layer_inputs(weights, kept, device)
         self._streams = streams_of(config, weights, kept)
         self._media = None if (media := weights.media()) is None else media.to(device, dtype)
-        self._norms = self._head_norms()
-        self._attention, self._recurrent = zip(
-            *((layer.attention, layer.recurrent) for layer in config.layers), strict=True
-        )
-        self._mixes = [layer.mixer is not None for layer in config.layers]
-        self._forms = attention_forms(config)
-        self._ones = _ones(config, device)
-        self._scores = [scores_of(layer.attention, max_model_len) for layer in config.layers]
         self._embedding_factor = config.embedding_factor(embed.dtype)
         self.kept_states: torch.Tensor | None = None
         """Normalised states of the last step's kept tokens; to be reset before a captured step, which has none."""
         self._logit_states: torch.Tensor | None = None
         self._prompt_lora: HeadLora | None = None
-        self._ropes = [layer.rope for layer in config.layers]
-        ropes = [rope for rope in dict.fromkeys(self._ropes) if rope is not None]
+        ropes = dict.fromkeys(layer.rope for layer in config.layers if layer.rope is not None)
         self._rotary = {rope: _rotary(rope, max_model_len, dtype, device) for rope in ropes}
-        self._query_weights = [
-            _query_weights(layer, spec.attention) for layer, spec in zip(self.layers, config.layers, strict=True)
-        ]
-        self._query_factors = _query_factors(self._attention, max_model_len, device, dtype)
+        self._program = TorchProgram(
+            [layer_program(layer, config.norm) for layer in config.layers],
+            self.layers,
+            Bound(
+                arena=arena,
+                ranks=ranks,
+                kv_index=kv_index(config),
+                kv_scales=_kv_scales(weights, arena),
+                page_groups=arena.layout.group_of_layer,
+                max_model_len=max_model_len,
+                dtype=dtype,
+                device=device,
+            ),
+        )
 
     def use_arena(self, arena: Arena) -> None:
         """Keep KV in another arena of the same layout and device from now on."""
-        self._arena = arena
+        self._arena = self._program.model.arena = arena
 
     def new_attention(self) -> GroupedAttention:
         layout, device = self._arena.layout, self._arena.pages.device
@@ -207,130 +141,84 @@ class DecoderModel:
         """Compute the step's tokens and write their KV. Returns logits `[logit_tokens, vocab]` float32, in `logits` if
         that is given; of several ranks this one's columns, see `gathered`.
         """
-        x = Residual(self._embedded(batch).to(self._dtype), self.config.norm)
-        self.run_layers(x, batch)
+        x = self.run_layers(self._embedded(batch).to(self._dtype), batch)
         return self.compute_logits(x, batch, logits)
 
     def embed(self, batch: Batch, out: torch.Tensor) -> None:
         """Write the embeddings of a step's tokens to out `[tokens, hidden]`, which `run_layers` takes."""
         out.copy_(self._embedded(batch))
 
-    def run_layers(self, x: Residual, batch: Batch, inputs: torch.Tensor | None = None) -> None:
-        """Compute all layers, from the embeddings in x to what `compute_logits` takes. inputs: of `make_inputs`; None:
-        they are made here.
+    def run_layers(self, x: torch.Tensor, batch: Batch, inputs: torch.Tensor | None = None) -> Residual:
+        """Compute all layers, from the embeddings x `[tokens, hidden]`, which are changed, to what `compute_logits`
+        takes. inputs: of `make_inputs`; None: they are made here.
         """
-        lora, rotations = batch.lora, self._rotations(batch)
-        inputs = self.make_inputs(batch, x.rows) if inputs is None else inputs
-        residual = x if self._streams is None else self._streams.split(x, self._streams.within(x))
-        for index in range(len(self.layers)):
-            layer = self._layer(index, batch)
+        inputs = self.make_inputs(batch, x) if inputs is None else inputs
+        step, lora, pending = self._step(batch, {STREAM: x}, batch.states), batch.lora, self._program.pending
+        if self._streams is not None:
+            step.names[STREAMS] = self._streams.split(x, self._streams.within(x))
+        for index, runs in enumerate(self._program.layers):
             with span(f"layer.{index}"):
                 if lora is not None:
                     lora.wait(index)
-                mixed, beside = self._mixed(layer, residual, index, batch, rotations)
-                layer.finish(residual, mixed, self._inputs_of(inputs, index), beside)
+                if inputs is not None:
+                    step.names[FURTHER] = self._further(inputs, index)
+                run_ops(runs, step)
         if self._streams is not None:
-            self._streams.join(residual, x)
+            self._streams.join(step.names[STREAMS], x)
+        return Residual(x, None if pending is None else step.names[pending])
 
-    def _mixed(
-        self, layer: Layer, x: Residual, index: int, batch: Batch, rotations: dict[RopeConfig | None, Rotation | None]
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Run a layer's mixers. Returns the output of its mixer and, where it has attention and a recurrent mixer, of
-        the latter as well, both `[tokens, out]`. None stands for a mixer that it does not have.
-        """
-        if not self._mixes[index]:
-            return None, None
-        inputs, beside = layer.begin(x)
-        if self._attention[index] is None:
-            return self._mix(index, inputs, batch.states), None
-        q, gates = self._query(layer, inputs, index, batch, rotations)
-        attended = self.attend(index, batch.attention, q, layer=layer)
-        mixed = None if beside is None else self._mix(index, beside, batch.states)
-        return attended if gates is None else gate_output(attended, gates), mixed
+    def _step(
+        self,
+        batch: Batch,
+        names: dict[str, torch.Tensor],
+        states: StepStates | None = None,
+        kept: Mapping[Kept, torch.Tensor] = MappingProxyType({}),
+    ) -> Step:
+        """A step whose ops find these buffers. kept: see `Step.kept`."""
+        rotations: dict[RopeConfig | None, Rotation | None] = {None: None}
+        for rope, rotary in self._rotary.items():
+            rotations[rope] = rotary.at(batch.positions)
+        return Step(batch, self._merged if batch.merged else self.layers, names, states, kept, rotations)
+
+    def _further(self, inputs: torch.Tensor, index: int) -> torch.Tensor:
+        """A layer's share of `make_inputs`."""
+        return inputs.view(len(inputs), len(self.layers), -1)[:, index]
 
     def piece(self, index: int, batch: Batch, flow: Flow) -> None:
-        """Compute the part between the mixer of layer `index - 1` and that of layer `index`: the rest of the one, and
-        the input of the other, with its keys and values written. The first begins with the embedding, the one after
+        """Compute the part between the mixers of layer `index - 1` and those of layer `index`: the rest of the one, and
+        the inputs of the other's, with its keys and values written. The first begins with the embedding, the one after
         the last layer leaves all in the residual stream.
 
         Pieces 0 … layers, with `mix` between each and the next, and `compute_logits` after the last, are a `forward`.
         """
-        rows = Residual(flow.rows, self.config.norm)
-        x = rows if self._streams is None else self._streams.within(rows, flow.streams)
-        if index:
-            inputs = None if self._inputs is None else flow.inputs
-            layer = self._layer(index - 1, batch)
-            mixed, beside = self._mixed_flow(index - 1, flow)
-            layer.finish(x, mixed, self._inputs_of(inputs, index - 1), beside)
-        else:
-            self.embed(batch, flow.rows)
-            if (inputs := self.make_inputs(batch, flow.rows)) is not None:
+        names = {STREAM: flow.x}
+        if self._streams is not None:
+            names[STREAMS] = self._streams.within(flow.x, flow.streams)
+        if not index:
+            self.embed(batch, flow.x)
+            if (inputs := self.make_inputs(batch, flow.x)) is not None:
                 flow.inputs.copy_(inputs)
             if self._streams is not None:
-                self._streams.split(rows, x)
-        if index < len(self.layers) and self._mixes[index]:
-            self._begin(index, batch, flow, x)
-        elif x.added is not None:
-            x.normed(None)
+                self._streams.split(flow.x, names[STREAMS])
+        if index and self._inputs is not None:
+            names[FURTHER] = self._further(flow.inputs, index - 1)
+        runs, reads, leaves = self._program.pieces[index]
+        names |= {each.name: flow.kept[each].flatten(1) for each in reads}
+        run_ops(runs, self._step(batch, names, kept=flow.kept))
+        for each in leaves:
+            if (found := names[each.name]).data_ptr() != flow.kept[each].data_ptr():
+                flow.kept[each].copy_(found)
         if index == len(self.layers) and self._streams is not None:
-            self._streams.join(x, rows)
-
-    def _begin(self, index: int, batch: Batch, flow: Flow, x: Residual) -> None:
-        """Leave in `flow` what a layer's mixers read."""
-        layer = self._layer(index, batch)
-        inputs, beside = layer.begin(x)
-        if self._recurrent[index] is not None:
-            flow.recurrent_in.copy_(inputs if beside is None else beside)
-        if self._attention[index] is None:
-            return
-        _, gates = self._query(layer, inputs, index, batch, self._rotations(batch), flow.q[self._forms[index]])
-        if gates is not None:
-            flow.gates.copy_(gates)
-
-    def _mixed_flow(self, index: int, flow: Flow) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """What `mix` left in `flow`, as `_mixed` returns it."""
-        if not self._mixes[index]:
-            return None, None
-        if (mixer := self._attention[index]) is None:
-            return flow.recurrent_out, None
-        attended = flow.attended[self._forms[index]].view(len(flow.rows), -1)
-        attended = attended if mixer.output_gate is None else gate_output(attended, flow.gates)
-        return attended, None if self._recurrent[index] is None else flow.recurrent_out
+            self._streams.join(names[STREAMS], flow.x)
 
     def mix(self, index: int, batch: Batch, states: StepStates | None, flow: Flow) -> None:
         """Run a layer's mixers, as many as it has, between two pieces."""
-        if self._recurrent[index] is not None:
-            flow.recurrent_out.copy_(self._mix(index, flow.recurrent_in, states))
-        if self._attention[index] is not None:
-            form = self._forms[index]
-            self.attend(index, batch.attention, flow.q[form], flow.attended[form], self._layer(index, batch))
+        names = {each.name: flow.kept[each] for each in self._program.programs[index].reads}
+        run_ops(self._program.mixers[index], self._step(batch, names, states, flow.kept))
 
-    def _mix(self, index: int, inputs: torch.Tensor, states: StepStates | None) -> torch.Tensor:
-        """A layer's recurrent mixer `[tokens, out]`; the sequences' states are updated."""
-        weights, spec = self.layers[index].recurrent, self._recurrent[index]
-        if states is None or weights is None or spec is None:
-            raise RuntimeError(f"layer {index} has a recurrent mixer, and the step has no states for it")
-        with span("recurrent.run"):
-            return states.mix(index, inputs, weights, self._ranks)
-
-    def attend(
-        self,
-        index: int,
-        attention: GroupedAttention,
-        q: torch.Tensor,
-        out: torch.Tensor | None = None,
-        layer: Layer | None = None,
-    ) -> torch.Tensor:
-        """A layer's attention `[tokens, heads · head_dim]`, in `out` if that is given; see `PagedAttention.run`. layer:
-        one with latents is needed.
-        """
-        with span("attn.run"):
-            kv, mixer, scores = self._kv_index[index], self._attention[index], self._scores[index]
-            of_group, (k, v) = attention.of(self._page_groups[kv]), self._arena.kv_layers[kv]
-            if mixer is not None and mixer.latent is not None:
-                assert layer is not None, "latents need the layer's weights"
-                return of_group.run_latents(q, k, layer.latent_heads(mixer.latent), out, scores)
-            return of_group.run(q, k, v, out, scores, sinks=self.layers[index].sinks, kv_scales=self._kv_scales[kv])
+    def attend(self, index: int, attention: GroupedAttention, q: torch.Tensor) -> torch.Tensor:
+        """A layer's attention `[tokens, heads · head_dim]`, alone, of q `[tokens, heads, head_dim]`."""
+        return self._program.attend(index, attention, q)
 
     def new_rows(self, tokens: int) -> torch.Tensor:
         """Zeros `[tokens, hidden]` for a residual stream."""
@@ -338,21 +226,16 @@ class DecoderModel:
 
     def new_flow(self, tokens: int) -> Flow:
         """Zeros for pieces of up to so many tokens."""
-        config = self.config
-        recurrent, shapes = config.recurrent, config.attention_shapes
-
-        def zeros(*shape: int) -> torch.Tensor:
-            return torch.zeros(tokens, *shape, dtype=self._dtype, device=self._arena.pages.device)
-
+        programs, dtype, device = self._program.programs, self._dtype, self._arena.pages.device
+        mixed = tuple({each for program in programs for each in program.mixed})
+        kept = {each for program in programs for each in program.reads}.union(mixed)
+        streams = 0 if self._streams is None else self._streams.width
         return Flow(
-            rows=zeros(config.hidden_size),
-            streams=zeros(0 if self._streams is None else self._streams.width),
+            x=self.new_rows(tokens),
+            streams=torch.zeros(tokens, streams, dtype=dtype, device=device),
             inputs=self.new_inputs(tokens),
-            q=tuple(zeros(it.num_heads, it.query_dim) for it in shapes),
-            attended=tuple(zeros(it.num_heads, it.attended_dim) for it in shapes),
-            gates=zeros(max(it.gate_size for it in shapes)),
-            recurrent_in=zeros(recurrent.in_size if recurrent else 0),
-            recurrent_out=zeros(recurrent.out_size if recurrent else 0),
+            kept={each: torch.zeros(tokens, *each.shape, dtype=dtype, device=device) for each in kept},
+            mixed=mixed,
         )
 
     def compute_logits(self, x: Residual, batch: Batch, logits: torch.Tensor | None = None) -> torch.Tensor:
@@ -360,16 +243,20 @@ class DecoderModel:
         self.kept_states, lora = None, batch.lora
         with span("logits"):
             if batch.kept_tokens is not None:
-                self.kept_states = x[batch.kept_tokens].normed(self._norm)
+                self.kept_states = self._final(x, batch.kept_tokens)
                 self._prompt_lora = None if lora is None else lora.prompt_logits()
-            if batch.logit_tokens is not None:
-                x = x[batch.logit_tokens]
-            self._logit_states = normed = x.normed(self._norm)
+            self._logit_states = normed = self._final(x, batch.logit_tokens)
             found = multiply(batch.backends[HEAD], normed, self._lm_head)
             found = found.float() if logits is None else logits.copy_(found)
             if lora is not None and (head := lora.logits()) is not None:
                 head.add(found, normed, self._first_token)
             return self._capped(found)
+
+    def _final(self, x: Residual, tokens: torch.Tensor | None) -> torch.Tensor:
+        """The final norm of some tokens' rows; None: of all, in place."""
+        rows, added = x if tokens is None else (None if each is None else each[tokens] for each in x)
+        assert rows is not None, "there is a residual stream"
+        return normed(rows, self._norm, self.config.norm, added)
 
     def _capped(self, logits: torch.Tensor) -> torch.Tensor:
         """See `capped`. Tokens that adapters have rows of keep the model's bias."""
@@ -417,14 +304,6 @@ class DecoderModel:
             return None
         token_ids = batch.token_ids if batch.lora is None else batch.lora.known(batch.token_ids)
         return self._inputs.of(token_ids, embedded, batch.lora)
-
-    def _inputs_of(self, inputs: torch.Tensor | None, index: int) -> torch.Tensor | None:
-        """A layer's share of `make_inputs`."""
-        return None if inputs is None else inputs.view(len(inputs), len(self.layers), -1)[:, index]
-
-    def _rotations(self, batch: Batch) -> dict[RopeConfig | None, Rotation | None]:
-        """A step's angles for each rope of the model."""
-        return {None: None, **{rope: rotary.at(batch.positions) for rope, rotary in self._rotary.items()}}
 
     @property
     def bias_dtype(self) -> torch.dtype:
@@ -483,14 +362,8 @@ class DecoderModel:
 
     def join(self, ranks: Collectives) -> None:
         """Have these ranks compute the other shares of layers; see `DecoderModel`."""
-        self._ranks = ranks
-        self._norms = self._head_norms()
-
-    def _head_norms(self) -> list[HeadNorms | None]:
-        return [
-            _head_norms(layer, spec.attention, self.config.norm, self._ranks, self._arena.pages.device)
-            for layer, spec in zip(self.layers, self.config.layers, strict=True)
-        ]
+        self._ranks = self._program.model.ranks = ranks
+        self._program.bind()
 
     @property
     def arena(self) -> Arena:
@@ -533,57 +406,7 @@ class DecoderModel:
         """
         if group == HEAD:
             return multiply(backend, x, self._lm_head)
-        y, stream = x, Residual(residual, self.config.norm)
-        for index, weights in enumerate(layers):
-            layer, stream.added = Layer(weights, self.config.layers[index], index, (backend,) * 4, lora), x
-            if group in (QKV, GATE_UP):
-                y = (layer.qkv if group == QKV else layer.gate_up)(stream)
-            else:
-                y = (layer.o if group == ATTN_O else layer.down)(x)
-        return y
-
-    def _layer(self, index: int, batch: Batch) -> Layer:
-        weights = (self._merged if batch.merged else self.layers)[index]
-        spec, of = self.config.layers[index], Layer if self._streams is None else self._streams.layer
-        return of(weights, spec, index, batch.backends, lora=batch.lora, ranks=self._ranks)
-
-    def _query(
-        self,
-        layer: Layer,
-        qkv: torch.Tensor,
-        index: int,
-        batch: Batch,
-        rotations: dict[RopeConfig | None, Rotation | None],
-        out: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """A layer's query `[tokens, heads, head_dim]`, in `out` if that is given, and the gates of its output, where
-        there are any; its keys and values are written.
-        """
-        attention, gates = self._attention[index], None
-        assert attention is not None, "the layer has attention"
-        with span("attn.rope"):
-            if attention.value_norm and not attention.shares_kv:
-                ones, eps = self._ones[attention.head_dim], self.config.norm.eps
-                qkv = with_normed_values(qkv, attention.kv_size, ones, eps, keys_are_values=attention.keys_are_values)
-            if attention.shares_kv:
-                heads = qkv.view(-1, attention.num_heads, attention.head_dim)
-                norm = self.layers[index].q_norm
-                return rotate(heads, rotations[self._ropes[index]], norm, self.config.norm.eps, out), gates
-            kv = self._kv_index[index]
-            place = batch.page[self._page_groups[kv]], batch.offset
-            slots = KvSlots(*self._arena.kv_layers[kv], *place, self._kv_scales[kv])
-            rotation = rotations[self._ropes[index]]
-            if attention.output_gate is not None:
-                qkv, gates = _SPLITS[attention.output_gate](qkv, attention.num_heads, attention.head_dim)
-            if attention.latent is None:
-                q = rotate_and_write(qkv, rotation, self._norms[index], slots, out)
-            else:
-                q = layer.latents(qkv, attention.latent, rotation, slots, out)
-            if (weights := self._query_weights[index]) is not None:
-                q.mul_(weights)
-            if (factors := self._query_factors[index]) is not None:
-                q.mul_(factors[batch.positions])
-            return q, gates
+        return self._program.run_gemms(group, backend, x, residual, layers, lora)
 
 
 def capped(logits: torch.Tensor, config: ModelConfig) -> torch.Tensor:
@@ -605,18 +428,6 @@ def kv_index(config: ModelConfig) -> list[int]:
     return found
 
 
-def attention_forms(config: ModelConfig) -> list[int]:
-    """For each layer the place of its attention's shape among `attention_shapes`; 0 where it has none."""
-    forms = [mixer.form for mixer in config.attention_shapes]
-    return [0 if layer.attention is None else forms.index(layer.attention.form) for layer in config.layers]
-
-
-def _ones(config: ModelConfig, device: torch.device) -> dict[int, torch.Tensor]:
-    """Weights of norms of values, which have none, by the size of a head."""
-    normed = (mixer.head_dim for mixer in config.attention_shapes if mixer.value_norm)
-    return {head_dim: torch.ones(head_dim, device=device) for head_dim in normed}
-
-
 def _kv_scales(weights: Weights, arena: Arena) -> list[KvScales]:
     """Of each layer with KV."""
     return weights.kv_scales() if arena.layout.float8_kv else [UNSCALED] * arena.layout.num_layers
@@ -626,58 +437,3 @@ def _rotary(rope: RopeConfig, positions: int, dtype: torch.dtype, device: torch.
     frequencies = rope.angles(positions)
     factor, interleaved = rope.attention_factor, rope.interleaved
     return RotaryEmbedding(frequencies, positions, dtype, device, factor=factor, interleaved=interleaved)
-
-
-def scores_of(mixer: AttentionSpec | None, max_model_len: int) -> Scores:
-    """How a layer's attention makes weights of scores; PLAIN where it does as most models, or has no attention. A
-    window that no request can leave counts as none.
-    """
-    if mixer is None:
-        return PLAIN
-    scale = None if mixer.scale == mixer.head_dim**-0.5 else mixer.scale
-    window = None if mixer.chunked else mixer.window_within(max_model_len)  # a chunk is a row of its own
-    found = Scores(scale, window, mixer.softcap, mixer.sinks)
-    return PLAIN if found == PLAIN else found
-
-
-def _head_norms(
-    layer: LayerWeights,
-    attention: AttentionSpec | None,
-    norm: NormSpec,
-    ranks: Collectives | None,
-    device: torch.device,
-) -> HeadNorms | None:
-    if attention is not None and attention.head_norm is HeadNorm.BARE:
-        ones = torch.ones(attention.head_dim, device=device)
-        return HeadNorms(ones, ones, norm.eps)
-    if attention is None or attention.latent is not None or layer.q_norm is None or layer.k_norm is None:
-        return None
-    if attention.head_norm is not HeadNorm.ALL:
-        ranks = None
-    if attention.head_norm is HeadNorm.OWN:
-        return HeadNorms(layer.q_norm, layer.k_norm, norm.eps, own=True)
-    if attention.head_norm is HeadNorm.ROTATED:
-        ones = torch.ones_like(layer.q_norm)
-        return HeadNorms(ones, ones, norm.eps)
-    return HeadNorms(layer.q_norm, layer.k_norm, norm.eps, ranks, attention.kv_copies)
-
-
-def _query_factors(
-    mixers: Sequence[AttentionSpec | None], positions: int, device: torch.device, dtype: torch.dtype
-) -> list[torch.Tensor | None]:
-    """For each layer the factors of queries by position, `[positions, 1, 1]`; None where they don't grow."""
-    growths = [None if mixer is None else mixer.query_growth for mixer in mixers]
-    found = {
-        growth: growth.factors(positions).to(device, dtype)[:, None, None]
-        for growth in dict.fromkeys(growths)
-        if growth is not None
-    }
-    return [None if growth is None else found[growth] for growth in growths]
-
-
-def _query_weights(layer: LayerWeights, attention: AttentionSpec | None) -> torch.Tensor | None:
-    """What rotated queries are multiplied by, `[head_dim]` float32: see `HeadNorm.ROTATED`."""
-    if attention is None or attention.head_norm is not HeadNorm.ROTATED:
-        return None
-    assert layer.q_norm is not None and layer.k_norm is not None, "the weights are of the spec"
-    return layer.q_norm.float() * layer.k_norm.float()

@@ -13,8 +13,8 @@ from torch.nn.functional import embedding
 
 from ...ops.elementwise import rms_norm
 from .batch import GemmBackend
-from .layer import multiply
 from .layers import LayerInputSpec
+from .program.torch_ops import multiply
 from .step_lora import StepLora
 
 

@@ -23,13 +23,22 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="MODEL",
         help="directory, GGUF file or name of a model: say whether it would be served, and how; reads no weights",
     )
+    parser.add_argument(
+        "--program",
+        action="store_true",
+        help="print what MODEL's layers compute, one line for each op, as every interpreter runs them",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
     from ...core.model.config import UnsupportedModel
 
+    if arguments.program and arguments.checkpoint is None:
+        print("chorus: error: --program needs a MODEL: chorus models MODEL --program", file=sys.stderr)
+        return 2
+    describe = programs if arguments.program else described
     try:
-        lines = families() if arguments.checkpoint is None else described(resolve_model(arguments.checkpoint))
+        lines = families() if arguments.checkpoint is None else describe(resolve_model(arguments.checkpoint))
     except (UnsupportedModel, PullError) as error:
         print(f"chorus: error: {error}", file=sys.stderr)
         return 1
@@ -86,6 +95,14 @@ def _heads(mixer: AttentionSpec) -> str:
 def _experts(experts: Experts) -> str:
     shared = f", and one of {experts.shared_size} for all" if experts.shared_size else ""
     return f"{experts.count} experts of {experts.size}, {experts.routing.per_token} for each token{shared}"
+
+
+def programs(directory: Path) -> list[str]:
+    """What a checkpoint's layers compute. Raises UnsupportedModel if it would not be served."""
+    from ...core.model.program.text import program_lines
+    from ...core.model.read_config import read_model_config
+
+    return program_lines(read_model_config(directory))
 
 
 def described(directory: Path) -> list[str]:

@@ -14,8 +14,8 @@ from chorus.core.engine import Engine
 from chorus.core.model.batch import BY_LIBRARY, StepBatch
 from chorus.core.model.decoder import DecoderModel
 from chorus.core.model.dummy_weights import DummyWeights
-from chorus.core.model.layer import Residual
 from chorus.core.model.open_weights import open_weights
+from chorus.core.model.program.torch_step import Residual
 from chorus.core.model.read_config import read_model_config
 from chorus.core.model.weight_loader import WeightLoader
 from chorus.core.requests.request import Request
@@ -104,7 +104,7 @@ class Runner:
             decoder.piece(index, batch, flow)
             decoder.mix(index, batch, batch.states, flow)
         decoder.piece(count, batch, flow)
-        return decoder.compute_logits(Residual(flow.rows, decoder.config.norm), batch)
+        return decoder.compute_logits(Residual(flow.x), batch)
 
     def greedy(self, prompt: list[int], chunk: int, count: int) -> list[int]:
         sequence = self.sequence(f"{prompt}", prompt)

@@ -27,9 +27,9 @@ from chorus.core.executors.cuda_gemm_backends import (  # noqa: E402
 from chorus.core.model.batch import GemmBackend  # noqa: E402
 from chorus.core.model.decoder import DecoderModel  # noqa: E402
 from chorus.core.model.dummy_weights import DummyWeights  # noqa: E402
-from chorus.core.model.layer import HEAD  # noqa: E402
 from chorus.core.model.layers import AttentionSpec, GatedSpec, LayerSpec  # noqa: E402
 from chorus.core.model.lora_state_cuda import CudaLoraState, StepLimits  # noqa: E402
+from chorus.core.model.program.torch_ops import HEAD  # noqa: E402
 from chorus.core.model.rope_config import RopeConfig  # noqa: E402
 from chorus.core.model.step_lora import DOWN  # noqa: E402
 from chorus.memory.pages.arena import Arena  # noqa: E402

@@ -96,3 +96,13 @@ def test_a_checkpoint_that_is_not_served_is_refused_with_the_reason(tmp_path, ca
     assert "architecture MambaForCausalLM is not supported; supported: LlamaForCausalLM" in capsys.readouterr().err
     assert cli.main(["models", str(tmp_path / "missing")]) == 1
     assert "chorus: error: " in capsys.readouterr().err
+
+
+def test_programs_of_layers(tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(GEMMA))
+    assert cli.main(["models", str(tmp_path), "--program"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "layers 0-4, 6:" and "layer 5:" in lines
+    assert sum(line.startswith("  q ← heads in") for line in lines) == 2
+    assert cli.main(["models", "--program"]) == 2
+    assert "--program needs a MODEL" in capsys.readouterr().err

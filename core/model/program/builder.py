@@ -1,0 +1,321 @@
+"""Turns the specification of a layer into its program.
+
+Tests: tests/core/model/program/test_builder.py
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import NamedTuple
+
+from ....memory.pages.projections import Group
+from ..layers import (
+    PARALLEL,
+    AttentionSpec,
+    Experts,
+    GatedSpec,
+    LatentSpec,
+    LayerSpec,
+    MixerBeside,
+    NormSpec,
+    StreamsSpec,
+    UngatedActivation,
+)
+from ..recurrent import RecurrentSpec
+from ..tensor_parts import norms_of
+from .ops import (
+    FURTHER,
+    STREAM,
+    Activate,
+    Add,
+    AddToOthers,
+    AllReduce,
+    Attend,
+    Begin,
+    Concat,
+    CorrectStreams,
+    End,
+    GateOutput,
+    Gemm,
+    Heads,
+    LatentAttend,
+    Latents,
+    Mix,
+    Moe,
+    Norm,
+    Op,
+    PredictStreams,
+    Read,
+    Scale,
+    SparseGates,
+    StreamFactors,
+    Sum,
+    TakeStream,
+    View,
+)
+
+
+class Kept(NamedTuple):
+    """A buffer that ops of one captured piece leave to another: it needs memory that does not move."""
+
+    name: str
+    shape: tuple[int, ...]
+    """Of a token."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerProgram:
+    """A layer's ops, in three parts: steps with prompts are captured in pieces between the mixers."""
+
+    before: tuple[Op, ...]
+    mixers: tuple[Op, ...]
+    """Those of `CUTS`."""
+
+    after: tuple[Op, ...]
+    reads: tuple[Kept, ...] = ()
+    """What is read behind `before`, other than the residual stream and further inputs."""
+
+    mixed: tuple[Kept, ...] = ()
+    """What the mixers write."""
+
+    @property
+    def ops(self) -> tuple[Op, ...]:
+        """All of them in order."""
+        return self.before + self.mixers + self.after
+
+
+def layer_program(spec: LayerSpec, norm: NormSpec) -> LayerProgram:
+    """The program of a layer with norms of this kind. spec: of a TP rank's share."""
+    builder = _StreamBuilder(spec, norm, spec.streams) if spec.streams is not None else _Builder(spec, norm)
+    builder.build()
+    before, mixers, after = map(tuple, builder.parts)
+    return LayerProgram(before, mixers, after, tuple(builder.reads), tuple(builder.mixed))
+
+
+class _Builder:
+    """Appends the ops of a layer whose residual is one stream."""
+
+    def __init__(self, spec: LayerSpec, norm: NormSpec) -> None:
+        self.spec, self.norm = spec, norm
+        self.parts: tuple[list[Op], list[Op], list[Op]] = ([], [], [])
+        self.reads: list[Kept] = []
+        self.mixed: list[Kept] = []
+        self._norms = norms_of(spec)
+        self._ops = self.parts[0]
+
+    def build(self) -> None:
+        """Append them."""
+        spec = self.spec
+        if spec.mixer is None:
+            self._ops = self.parts[2]
+        else:
+            rows = self._normed(STREAM, "attention_norm")
+            self._inputs(spec.mixer, rows)
+            if spec.norms in PARALLEL:
+                rows = self._normed(STREAM, "mlp_norm") if "mlp_norm" in self._norms else rows
+                self._add(self._output(self._feed_forward(rows), "mlp_out_norm"))
+            self._add(self._output(self._mixed(spec.mixer), "attention_out_norm"))
+        if spec.feed_forward is not None and (spec.mixer is None or spec.norms not in PARALLEL):
+            self._ops.append(Begin("mlp"))
+            rows = self._normed(STREAM, "mlp_norm")
+            y = self._feed_forward(rows) if spec.beside is None else self._side_by_side(spec.beside, rows)
+            y = self._output(y, "mlp_out_norm")
+            self._ops.append(End())
+            self._add(y)
+        if spec.input_size:
+            self._add(self._further(STREAM))
+        if spec.scaled:
+            self._put(Scale(STREAM, STREAM, weight="scalar", in_place=True))
+
+    def _put(self, op: Op) -> str:
+        """Append an op; returns the buffer that it writes first."""
+        self._ops.append(op)
+        return op.writes[0]
+
+    def _add(self, y: str) -> None:
+        self._put(Add(STREAM, y))
+
+    def _normed(self, read: str, slot: str, out: str = "n") -> str:
+        """The norm of a buffer; the buffer itself if the layer does not have that norm."""
+        return self._put(Norm(read, out, slot, self.norm)) if slot in self._norms else read
+
+    def _scaled(self, read: Read, factor: float, out: str) -> Read:
+        return read if factor == 1.0 else self._put(Scale(read, out, factor))
+
+    def _output(self, y: str, slot: str, norms: tuple[str, ...] | None = None) -> str:
+        """What a part adds to the residual stream."""
+        if slot in (self._norms if norms is None else norms):
+            self._put(Norm(y, y, slot, self.norm))
+        self._scaled(y, self.spec.residual_multiplier, y)
+        return y
+
+    def _inputs(self, mixer: AttentionSpec | RecurrentSpec, rows: Read) -> None:
+        """What the mixers read; keys and values are written."""
+        second = self.spec.mixer_beside
+        if second is not None:
+            self._put(Gemm(Group.BESIDE_IN, self._scaled(rows, second.in_factor, "r"), "r", "beside_in"))
+            if second.section_factors:
+                self._put(Scale("r", "r", weight="beside_factors"))
+            rows = self._scaled(rows, second.attention_in, "n")
+        self._put(Gemm(Group.MIXER_IN, rows, "in", "qkv"))
+        if isinstance(mixer, RecurrentSpec):
+            self._gates_of_latents(mixer)
+            self.reads.append(Kept("in", (mixer.in_size,)))
+
+    def _queries(self, mixer: AttentionSpec) -> None:
+        """Make queries of the mixer's input, and write keys and values."""
+        if (latent := mixer.latent) is None:
+            gates = None if mixer.output_gate is None else "gates"
+            self._put(Heads("in", "q", gates, mixer, self.norm))
+        else:
+            self._latents(mixer, latent)
+        self.reads.append(Kept("q", (mixer.num_heads, mixer.query_dim)))
+        if mixer.output_gate is not None:
+            self.reads.append(Kept("gates", (mixer.gate_size,)))
+
+    def _latents(self, mixer: AttentionSpec, latent: LatentSpec) -> None:
+        kept = View("in", -latent.kv_rank - latent.rotated_dim)
+        queries = View("in", 0, kept.begin)
+        if latent.q_rank:
+            low = self._put(Norm(queries, "ql", "q_norm", NormSpec(latent.eps)))
+            queries = self._put(Gemm(Group.QUERY_UP, low, "qh", "q_up"))
+        self._put(Latents(queries, kept, "q", mixer, latent))
+
+    def _gates_of_latents(self, mixer: RecurrentSpec) -> None:
+        """Put decays and gates in place of their latents: see `RecurrentSpec.input_parts`."""
+        if mixer.input_parts is None:
+            return
+        ends = list(accumulate(mixer.input_parts))
+        first, further = View("in", 0, ends[0]), View("in", ends[1], ends[2])
+        gates, decays = View("in", ends[0], ends[1], copied=True), View("in", ends[2], ends[3], copied=True)
+        og = self._put(Gemm(Group.OUTPUT_GATE_UP, gates, "og", "output_gate_up"))
+        de = self._put(Gemm(Group.DECAY_UP, decays, "de", "decay_up"))
+        self._put(Concat((first, og, further, de), "in"))
+
+    def _mixed(self, mixer: AttentionSpec | RecurrentSpec) -> str:
+        """Run the mixers, and what stands between them and the residual stream."""
+        if isinstance(mixer, AttentionSpec):
+            self._queries(mixer)
+        second, self._ops = self.spec.mixer_beside, self.parts[1]
+        if isinstance(mixer, RecurrentSpec):
+            self._put(Mix("in", "a", mixer))
+            self.mixed.append(Kept("a", (mixer.out_size,)))
+        else:
+            latent = mixer.latent
+            self._put(Attend("q", "a", mixer) if latent is None else LatentAttend("q", "a", mixer, latent))
+            self.mixed.append(Kept("a", (mixer.num_heads, mixer.attended_dim)))
+        if second is not None:
+            self._put(Mix("r", "m", second.mixer))
+            self.reads.append(Kept("r", (second.mixer.in_size,)))
+            self.mixed.append(Kept("m", (second.mixer.out_size,)))
+        self._ops = self.parts[2]
+        if isinstance(mixer, AttentionSpec) and mixer.output_gate is not None:
+            self._put(GateOutput("a", "gates", "a"))
+        self._put(Gemm(Group.MIXER_OUT, "a", "y", "o"))
+        if second is not None:
+            self._beside_output(second)
+        return self._put(AllReduce("y"))
+
+    def _beside_output(self, second: MixerBeside) -> None:
+        """Add the output of the mixer beside attention."""
+        self._scaled("y", second.attention_out, "y")
+        self._put(Gemm(Group.BESIDE_OUT, "m", "z", "beside_out"))
+        self._scaled("z", second.out_factor, "z")
+        self._put(Sum("y", "z", "y"))
+
+    def _feed_forward(self, rows: str) -> str:
+        """The feed-forward part."""
+        spec = self.spec.feed_forward
+        if isinstance(spec, Experts):
+            return self._experts(spec, rows, "y")
+        assert spec is not None, "the layer has the part"
+        self._put(Gemm(Group.GATE_UP, rows, "gu", "gate_up"))
+        if isinstance(spec, GatedSpec):
+            if spec.gate_factor != 1.0:
+                self._put(Scale(View("gu", 0, spec.size), "gu", spec.gate_factor, in_place=True))
+            if spec.sparsity:
+                self._put(SparseGates("gu", "gu", spec.sparsity))
+        is_xielu = spec.activation is UngatedActivation.XIELU
+        self._put(Activate("gu", "f", spec.activation, "xielu" if is_xielu else None))
+        self._put(Gemm(Group.DOWN, "f", "y", "down"))
+        self._put(AllReduce("y"))
+        self._scaled("y", spec.factor if isinstance(spec, GatedSpec) else 1.0, "y")
+        return "y"
+
+    def _experts(self, spec: Experts, rows: str, out: str, routed: str | None = None) -> str:
+        self._put(Moe(rows, routed, out, spec))
+        self._put(AllReduce(out))
+        self._scaled(out, spec.factor, out)
+        return out
+
+    def _side_by_side(self, experts: Experts, rows: str) -> str:
+        """The sum of the gated part and of a mixture of experts, which read the same residual stream (Gemma 4)."""
+        own = ("dense_out_norm", "experts_out_norm")
+        y = self._output(self._feed_forward(rows), own[0], own)
+        self._put(Norm(STREAM, "e", "experts_norm", self.norm))
+        self._put(Norm(STREAM, "r", "router_norm", self.norm))
+        z = self._output(self._experts(experts, "e", "z", "r"), own[1], own)
+        return self._put(Sum(y, z, "y"))
+
+    def _further(self, rows: str) -> str:
+        """What a further input adds to the residual stream; see `LayerInputSpec`."""
+        spec = self.spec.dense
+        assert isinstance(spec, GatedSpec), "a layer with inputs has a gated part"
+        gate = self._put(Gemm(Group.INPUT_GATE, rows, "g", "input_gate"))
+        self._put(Concat((gate, FURTHER), "g"))
+        self._put(Activate("g", "f", spec.activation))
+        self._put(Gemm(Group.INPUT_PROJECTION, "f", "y", "input_projection"))
+        return self._output("y", "input_norm", ("input_norm",))
+
+
+class _StreamBuilder(_Builder):
+    """Appends the ops of a layer whose residual is several streams (AltUp, Gemma 3n).
+
+    All streams are predicted from all, by factors that are made of the active one. The layer's parts take and give the
+    active one, and by what they changed of it, all are corrected:
+
+        s += prediction(s_active) · s
+        o = (p + norm(mixer(n)) + n + norm(up(down(n)))) / √2, with p = s_active and n = norm(p)
+        o += norm(feed_forward(norm(o)))
+        s += (1 + correction(o)) ⊗ (o - p)
+
+    The further input then adds to all streams but the first. p and n are made again behind the mixer, so that only the
+    streams live across it.
+    """
+
+    def __init__(self, spec: LayerSpec, norm: NormSpec, streams: StreamsSpec) -> None:
+        super().__init__(spec, norm)
+        self._streams = streams
+
+    def build(self) -> None:
+        """See `_Builder.build`."""
+        mixer, active = self.spec.mixer, self._streams.active
+        assert mixer is not None, "layers of several streams have a mixer"
+        self._put(TakeStream("p", active))
+        self._put(StreamFactors("p", "c", "stream_prediction", self.norm))
+        self._put(PredictStreams("c"))
+        self._put(TakeStream("p", active))
+        self._inputs(mixer, self._normed("p", "attention_norm"))
+        y = self._mixed(mixer)
+        self._put(TakeStream("p", active))
+        self._put(Sum("p", self._output(y, "attention_out_norm"), "o"))
+        self._low_rank()
+        y = self._output(self._feed_forward(self._normed("o", "mlp_norm")), "mlp_out_norm")
+        self._put(Add("o", y))
+        self._put(StreamFactors("o", "c", "stream_correction", self.norm))
+        self._put(CorrectStreams("c", "o", "p"))
+        self._put(TakeStream("p", active))
+        if self._streams.scaled:
+            self._put(Scale("p", "p", weight="stream_scale"))
+        self._put(AddToOthers(self._further("p")))
+
+    def _low_rank(self) -> None:
+        """Add what is added beside attention; see `StreamsSpec.rank`."""
+        self._put(Norm("p", "n", "attention_norm", self.norm))
+        self._put(Gemm(Group.LOW_RANK_DOWN, "n", "l", "low_rank_down"))
+        self._put(Gemm(Group.LOW_RANK_UP, "l", "l", "low_rank_up"))
+        self._put(Norm("l", "l", "low_rank_norm", self.norm))
+        self._put(Sum("n", "l", "l"))
+        self._put(Add("o", "l"))
+        self._put(Scale("o", "o", 2**-0.5, in_place=True))

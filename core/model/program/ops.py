@@ -1,0 +1,402 @@
+"""Ops of a layer: each is one kernel, with the buffers that it reads and writes, its weights and its arguments.
+
+A buffer is a name for what an op wrote last under it, no memory of its own. The residual stream is `x`, or `s` where it
+is several streams; both are changed in place.
+
+Tests: tests/core/model/program/test_builder.py
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import ClassVar
+
+from ....memory.pages.projections import Group
+from ..layers import Activation, AttentionSpec, Experts, LatentSpec, NormSpec, UngatedActivation
+from ..recurrent import RecurrentSpec
+
+#: The residual stream `[tokens, hidden]`.
+STREAM = "x"
+
+#: Several residual streams `[tokens, streams, hidden]`.
+STREAMS = "s"
+
+#: The layer's further input `[tokens, size]`.
+FURTHER = "inputs"
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """Some columns of a buffer."""
+
+    name: str
+    begin: int
+    end: int | None = None
+
+    copied: bool = False
+    """They are copied, so that they lie side by side in memory."""
+
+    def __str__(self) -> str:
+        return f"{self.name}[{self.begin or ''}:{'' if self.end is None else self.end}]"
+
+
+#: What an op reads: a buffer by name, or some of its columns.
+Read = str | View
+
+
+def name_of(read: Read) -> str:
+    """The buffer that is read."""
+    return read if isinstance(read, str) else read.name
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """What all ops are."""
+
+    READS: ClassVar[tuple[str, ...]] = ()
+    """Its fields that are buffers which it reads."""
+
+    WRITES: ClassVar[tuple[str, ...]] = ()
+    """Its fields that are buffers which it writes; one that is also read is changed in place."""
+
+    SLOTS: ClassVar[tuple[str, ...]] = ()
+    """Its fields that are weights, by their names in a layer's."""
+
+    @property
+    def reads(self) -> tuple[Read, ...]:
+        return self._of(self.READS)
+
+    @property
+    def writes(self) -> tuple[str, ...]:
+        return self._of(self.WRITES)
+
+    @property
+    def slots(self) -> tuple[str, ...]:
+        return self._of(self.SLOTS)
+
+    def _of(self, names: tuple[str, ...]) -> tuple:
+        found = (getattr(self, name) for name in names)
+        flat = (each if isinstance(each, tuple) else (each,) for each in found if each is not None)
+        return tuple(each for some in flat for each in some)
+
+    @property
+    def arguments(self) -> dict[str, object]:
+        """What sets the op apart from others of its kind, other than buffers and weights."""
+        others = {*self.READS, *self.WRITES, *self.SLOTS}
+        return {each.name: getattr(self, each.name) for each in fields(self) if each.name not in others}
+
+
+@dataclass(frozen=True, slots=True)
+class Norm(Op):
+    """`out = norm(x)`, with statistics in float32. With `added` (a peephole's), x becomes `x + added` first."""
+
+    READS = ("x", "added")
+    WRITES = ("out",)
+    SLOTS = ("weight",)
+
+    x: Read
+    out: str
+    weight: str
+    norm: NormSpec
+    added: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Gemm(Op):
+    """`out = x · wᵀ + bias` of the projections of a group, side by side, and what adapters add to them. With `silu` (a
+    peephole's), out is `silu(gate) · up` of the two halves of that.
+    """
+
+    READS = ("x",)
+    WRITES = ("out",)
+    SLOTS = ("weight",)
+
+    group: Group
+    x: Read
+    out: str
+    weight: str
+    silu: bool = False
+
+    @property
+    def bias(self) -> str:
+        """The slot of its bias, if the layer has one; merged weights may have one where the model's have none."""
+        return f"{self.weight}_bias"
+
+
+@dataclass(frozen=True, slots=True)
+class Heads(Op):
+    """Split `x` into queries, keys and values, normalise and rotate them, and write keys and values to their pages.
+
+    q: `[tokens, heads, head_dim]`. gates: of attention's output, where it has any.
+    """
+
+    READS = ("x",)
+    WRITES = ("q", "gates")
+    SLOTS = ("q_norm", "k_norm")
+
+    x: Read
+    q: str
+    gates: str | None
+    attention: AttentionSpec
+    norm: NormSpec
+    q_norm: str = "q_norm"
+    k_norm: str = "k_norm"
+
+
+@dataclass(frozen=True, slots=True)
+class Latents(Op):
+    """Rotate the queries of latent attention; normalise, rotate and write the latent and key that all heads share.
+
+    x: queries `[tokens, heads · (key + rotated)]`. kept: `[tokens, kv_rank + rotated]`.
+    """
+
+    READS = ("x", "kept")
+    WRITES = ("q",)
+    SLOTS = ("k_norm",)
+
+    x: Read
+    kept: Read
+    q: str
+    attention: AttentionSpec
+    latent: LatentSpec
+    k_norm: str = "k_norm"
+
+
+@dataclass(frozen=True, slots=True)
+class Attend(Op):
+    """Attention of q over the pages: `[tokens, heads · head_dim]`."""
+
+    READS = ("q",)
+    WRITES = ("out",)
+    SLOTS = ("sinks",)
+
+    q: str
+    out: str
+    attention: AttentionSpec
+    sinks: str = "sinks"
+
+
+@dataclass(frozen=True, slots=True)
+class LatentAttend(Op):
+    """Attention over latents: q goes through kv_b_proj's keys, and the outputs through its values."""
+
+    READS = ("q",)
+    WRITES = ("out",)
+    SLOTS = ("kv_up",)
+
+    q: str
+    out: str
+    attention: AttentionSpec
+    latent: LatentSpec
+    kv_up: str = "kv_up"
+
+    @property
+    def bias(self) -> str:
+        return f"{self.kv_up}_bias"
+
+
+@dataclass(frozen=True, slots=True)
+class GateOutput(Op):
+    """`x · sigmoid(gates)`."""
+
+    READS = ("x", "gates")
+    WRITES = ("out",)
+
+    x: str
+    gates: str
+    out: str
+
+
+@dataclass(frozen=True, slots=True)
+class Mix(Op):
+    """A recurrent mixer; the sequences' states go on."""
+
+    READS = ("x",)
+    WRITES = ("out",)
+    SLOTS = ("weights",)
+
+    x: Read
+    out: str
+    mixer: RecurrentSpec
+    weights: str = "recurrent"
+
+
+@dataclass(frozen=True, slots=True)
+class Concat(Op):
+    """Columns of several buffers, side by side."""
+
+    READS = ("parts",)
+    WRITES = ("out",)
+
+    parts: tuple[Read, ...]
+    out: str
+
+
+@dataclass(frozen=True, slots=True)
+class Activate(Op):
+    """`activation(gate) · up` of the halves of x, or `activation(x)` without a gate. parameters: of xIELU."""
+
+    READS = ("x",)
+    WRITES = ("out",)
+    SLOTS = ("parameters",)
+
+    x: Read
+    out: str
+    activation: Activation | UngatedActivation
+    parameters: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SparseGates(Op):
+    """The gates of x's first half of which all but the largest become 0; ranks have shares of them."""
+
+    READS = ("x",)
+    WRITES = ("out",)
+
+    x: str
+    out: str
+    sparsity: float
+
+
+@dataclass(frozen=True, slots=True)
+class Moe(Op):
+    """A mixture of experts, and what adapters add to them. routed: the router's input, where it is another one."""
+
+    READS = ("x", "routed")
+    WRITES = ("out",)
+    SLOTS = ("experts",)
+
+    x: Read
+    routed: Read | None
+    out: str
+    spec: Experts
+    experts: str = "experts"
+
+
+@dataclass(frozen=True, slots=True)
+class Add(Op):
+    """`x += y`."""
+
+    READS = ("x", "y")
+    WRITES = ("x",)
+
+    x: str
+    y: str
+
+
+@dataclass(frozen=True, slots=True)
+class Sum(Op):
+    """`out = x + y`."""
+
+    READS = ("x", "y")
+    WRITES = ("out",)
+
+    x: str
+    y: str
+    out: str
+
+
+@dataclass(frozen=True, slots=True)
+class Scale(Op):
+    """`out = x · factor`, where that is a number or a weight of the layer; x itself is changed if out is its buffer."""
+
+    READS = ("x",)
+    WRITES = ("out",)
+    SLOTS = ("weight",)
+
+    x: Read
+    out: str
+    factor: float = 1.0
+    weight: str | None = None
+
+    in_place: bool = False
+    """The memory of x is changed."""
+
+
+@dataclass(frozen=True, slots=True)
+class AllReduce(Op):
+    """The sum of all ranks' y, on each of them."""
+
+    READS = ("y",)
+    WRITES = ("y",)
+
+    y: str
+
+
+@dataclass(frozen=True, slots=True)
+class TakeStream(Op):
+    """`out = s[:, active]`, a copy."""
+
+    READS = ("streams",)
+    WRITES = ("out",)
+
+    out: str
+    active: int
+    streams: str = STREAMS
+
+
+@dataclass(frozen=True, slots=True)
+class StreamFactors(Op):
+    """Products of the numbers that a stream's rows x are routed to, with a matrix of the layer."""
+
+    READS = ("x",)
+    WRITES = ("out",)
+    SLOTS = ("router_norm", "router", "weight")
+
+    x: str
+    out: str
+    weight: str
+    norm: NormSpec
+    router: str = "stream_router"
+    router_norm: str = "stream_router_norm"
+
+
+@dataclass(frozen=True, slots=True)
+class PredictStreams(Op):
+    """`s += factors · s`: every stream takes of each."""
+
+    READS = ("factors", "streams")
+    WRITES = ("streams",)
+
+    factors: str
+    streams: str = STREAMS
+
+
+@dataclass(frozen=True, slots=True)
+class CorrectStreams(Op):
+    """`s += (1 + factors) ⊗ (x - before)`: every stream takes of the active one's change."""
+
+    READS = ("factors", "x", "before", "streams")
+    WRITES = ("streams",)
+
+    factors: str
+    x: str
+    before: str
+    streams: str = STREAMS
+
+
+@dataclass(frozen=True, slots=True)
+class AddToOthers(Op):
+    """`s[:, 1:] += y`."""
+
+    READS = ("y", "streams")
+    WRITES = ("streams",)
+
+    y: str
+    streams: str = STREAMS
+
+
+@dataclass(frozen=True, slots=True)
+class Begin(Op):
+    """Ops up to the next `End` are a span of this name in profiles."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class End(Op):
+    """See `Begin`."""
+
+
+#: Ops between which a step with prompts is captured: they read what is different in every step.
+CUTS = (Attend, LatentAttend, Mix)

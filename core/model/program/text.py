@@ -1,0 +1,153 @@
+"""Writes a model's program for people: one line for each op.
+
+Tests: tests/core/model/program/test_text.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+
+from ..config import ModelConfig
+from ..layers import AttentionSpec, Experts, HeadNorm, LayerSpec, NormSpec
+from ..rope_config import RopeConfig
+from .builder import LayerProgram, layer_program
+from .ops import (
+    Activate,
+    Add,
+    AddToOthers,
+    Attend,
+    Begin,
+    CorrectStreams,
+    End,
+    Gemm,
+    Heads,
+    LatentAttend,
+    Latents,
+    Mix,
+    Moe,
+    Norm,
+    Op,
+    PredictStreams,
+    Scale,
+)
+
+
+def program_lines(config: ModelConfig) -> list[str]:
+    """The programs of all layers, each once, and which layers have it."""
+    found: dict[tuple[str, ...], list[int]] = {}
+    for index, layer in enumerate(config.layers):
+        found.setdefault(tuple(_lines(layer, layer_program(layer, config.norm), config.hidden_size)), []).append(index)
+    lines = list[str]()
+    for program, layers in found.items():
+        lines += [_layers(layers, config.num_layers), *(f"  {line}" for line in program)]
+    return lines
+
+
+def _layers(indices: Sequence[int], count: int) -> str:
+    """Numbers of layers, as `layers 0-2, 4-6`."""
+    if len(indices) == count:
+        return f"all {count} layers:"
+    runs = [[each for _, each in run] for _, run in groupby(enumerate(indices), lambda pair: pair[1] - pair[0])]
+    names = [f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs]
+    return f"layer{'s' if len(indices) > 1 else ''} {', '.join(names)}:"
+
+
+def _lines(layer: LayerSpec, program: LayerProgram, hidden: int) -> Iterator[str]:
+    ops = [op for op in program.ops if not isinstance(op, Begin | End)]
+    rows = [(_formula(op), _detail(op, layer, hidden)) for op in ops]
+    width = max(len(formula) for formula, _ in rows)
+    for formula, detail in rows:
+        yield f"{formula:{width}}  {detail}".rstrip()
+
+
+def _formula(op: Op) -> str:
+    """An op as `q, gates ← heads in`."""
+    reads = " ".join(map(str, op.reads))
+    match op:
+        case Add():
+            return f"{op.x} += {op.y}"
+        case AddToOthers():
+            return f"{op.streams}[1:] += {op.y}"
+        case PredictStreams():
+            return f"{op.streams} += {op.factors} · {op.streams}"
+        case CorrectStreams():
+            return f"{op.streams} += (1 + {op.factors}) ⊗ ({op.x} - {op.before})"
+        case Gemm():
+            return f"{op.out} ← gemm[{op.group.name}] {reads}"
+    return f"{', '.join(op.writes)} ← {_name(op)} {reads}"
+
+
+def _name(op: Op) -> str:
+    words = "".join(f"_{letter.lower()}" if letter.isupper() else letter for letter in type(op).__name__)
+    return words.removeprefix("_")
+
+
+def _detail(op: Op, layer: LayerSpec, hidden: int) -> str:
+    """What an op computes with: the shapes of weights, kinds and numbers."""
+    match op:
+        case Norm():
+            return f"{_norm(op.norm)}: {op.weight}"
+        case Gemm():
+            own = [each for each in layer.projections(hidden) if each.group is op.group]
+            names = ", ".join(each.path.rpartition(".")[2] for each in own)
+            return f"{own[0].inputs} → {sum(each.outputs for each in own)}: {names}"
+        case Heads():
+            return _heads(op.attention)
+        case Latents():
+            size = f"a latent of {op.latent.kv_rank} and a key of {op.latent.rotated_dim}"
+            return f"{op.attention.num_heads} heads, {_rope(op.attention.rope)}; writes {size} for all heads"
+        case Attend() | LatentAttend():
+            return _attention(op.attention)
+        case Mix():
+            return op.mixer.described()
+        case Moe():
+            return _experts(op.spec)
+        case Activate():
+            return str(op.activation)
+        case Scale():
+            return op.weight or f"{op.factor:g}"
+    return ""
+
+
+def _norm(norm: NormSpec) -> str:
+    name = "LayerNorm with a bias" if norm.biased else "LayerNorm" if norm.centered else "RMSNorm"
+    return f"{name}, eps {norm.eps:g}"
+
+
+def _rope(rope: RopeConfig | None) -> str:
+    return "not rotated" if rope is None else f"rotated by a {rope.type} rope of base {rope.theta:g}"
+
+
+_HEAD_NORMS = {
+    None: "",
+    HeadNorm.EACH: "each normalised, ",
+    HeadNorm.ALL: "normalised together, ",
+    HeadNorm.BARE: "each normalised without weights, ",
+    HeadNorm.OWN: "each normalised with weights of its own, ",
+    HeadNorm.ROTATED: "each normalised after it is rotated, ",
+}
+
+
+def _heads(mixer: AttentionSpec) -> str:
+    own = f"{_HEAD_NORMS[mixer.head_norm]}{_rope(mixer.rope)}"
+    if mixer.shares_kv:
+        return f"{mixer.num_heads} heads of {mixer.head_dim}, {own}; an earlier layer's keys and values"
+    values = "; values are keys" * mixer.keys_are_values + "; values normalised" * mixer.value_norm
+    growth = "; queries grow with their position" if mixer.query_growth else ""
+    heads = f"{mixer.num_heads} heads of {mixer.head_dim}, {mixer.num_kv_heads} of keys and values"
+    return f"{heads}, {own}{values}{growth}; writes keys and values"
+
+
+def _attention(mixer: AttentionSpec) -> str:
+    seen = "all tokens" if mixer.window is None else f"the last {mixer.window:,} tokens"
+    if mixer.chunked and mixer.window is not None:
+        seen = f"its own chunk of {mixer.window:,} tokens"
+    cap = "" if mixer.softcap is None else f", soft cap {mixer.softcap:g}"
+    return f"sees {seen}; scale {mixer.scale:g}{cap}{', sinks' * mixer.sinks}"
+
+
+def _experts(spec: Experts) -> str:
+    shared = f", and one of {spec.shared_size} for all" if spec.shared_size else ""
+    chosen = f"{spec.routing.per_token} for each token by {spec.routing.scoring}"
+    return f"{spec.count} experts of {spec.size}, {chosen}{shared}"

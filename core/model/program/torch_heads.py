@@ -1,0 +1,66 @@
+"""What attention's ops in the torch interpreter are bound to: norms, factors, scores.
+
+Tests: tests/core/test_families.py
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ....ops.attention import PLAIN, Scores
+from ....ops.elementwise import HeadNorms
+from ..layer_weights import LayerWeights
+from ..layers import AttentionSpec, HeadNorm, NormSpec
+from .builder import Kept
+from .ops import Attend, LatentAttend
+from .torch_step import Bound
+
+
+def attended_of(op: Attend | LatentAttend) -> Kept:
+    """The memory of attention's output, where it has any of its own."""
+    return Kept(op.out, (op.attention.num_heads, op.attention.attended_dim))
+
+
+def scores_of(mixer: AttentionSpec | None, max_model_len: int) -> Scores:
+    """How a layer's attention makes weights of scores; PLAIN where it does as most models, or has no attention. A
+    window that no request can leave counts as none.
+    """
+    if mixer is None:
+        return PLAIN
+    scale = None if mixer.scale == mixer.head_dim**-0.5 else mixer.scale
+    window = None if mixer.chunked else mixer.window_within(max_model_len)  # a chunk is a row of its own
+    found = Scores(scale, window, mixer.softcap, mixer.sinks)
+    return PLAIN if found == PLAIN else found
+
+
+def head_norms(layer: LayerWeights, attention: AttentionSpec, norm: NormSpec, model: Bound) -> HeadNorms | None:
+    """The norms of queries and keys; None: there are none."""
+    ranks = model.ranks
+    if attention.head_norm is HeadNorm.BARE:
+        ones = torch.ones(attention.head_dim, device=model.device)
+        return HeadNorms(ones, ones, norm.eps)
+    if layer.q_norm is None or layer.k_norm is None:
+        return None
+    if attention.head_norm is not HeadNorm.ALL:
+        ranks = None
+    if attention.head_norm is HeadNorm.OWN:
+        return HeadNorms(layer.q_norm, layer.k_norm, norm.eps, own=True)
+    if attention.head_norm is HeadNorm.ROTATED:
+        ones = torch.ones_like(layer.q_norm)
+        return HeadNorms(ones, ones, norm.eps)
+    return HeadNorms(layer.q_norm, layer.k_norm, norm.eps, ranks, attention.kv_copies)
+
+
+def query_growth(mixer: AttentionSpec, model: Bound) -> torch.Tensor | None:
+    """Factors of queries by position, `[positions, 1, 1]`; None where they don't grow."""
+    if mixer.query_growth is None:
+        return None
+    return mixer.query_growth.factors(model.max_model_len).to(model.device, model.dtype)[:, None, None]
+
+
+def query_weights(layer: LayerWeights, attention: AttentionSpec) -> torch.Tensor | None:
+    """What rotated queries are multiplied by, `[head_dim]` float32: see `HeadNorm.ROTATED`."""
+    if attention.head_norm is not HeadNorm.ROTATED:
+        return None
+    assert layer.q_norm is not None and layer.k_norm is not None, "the weights are of the spec"
+    return layer.q_norm.float() * layer.k_norm.float()

@@ -1,0 +1,52 @@
+"""Latent attention's ops in the torch interpreter.
+
+Tests: tests/core/test_latents.py
+"""
+
+from __future__ import annotations
+
+from ....ops.elementwise import write_latents
+from ....ops.latents import LatentHeads
+from ....ops.rotation import KvSlots, NewLatents
+from ..nvtx_spans import span
+from .builder import Kept
+from .ops import LatentAttend, Latents
+from .torch_heads import attended_of, query_growth, scores_of
+from .torch_step import Place, Run, Step, reader
+
+
+def latents(op: Latents, at: Place) -> Run:
+    mixer, spec, queries, kept_of = op.attention, op.latent, reader(op.x), reader(op.kept)
+    kv, model, growth = at.model.kv_index[at.index], at.model, query_growth(op.attention, at.model)
+    q_out = Kept(op.q, (mixer.num_heads, mixer.query_dim))
+
+    def run(step: Step) -> None:
+        names = step.names
+        with span("attn.rope"):
+            new = NewLatents(kept_of(names), spec.kv_rank, at.weights.k_norm, spec.eps)
+            rows = queries(names).unflatten(1, (-1, spec.key_dim + spec.rotated_dim))
+            place = step.batch.page[model.page_groups[kv]], step.batch.offset
+            slots = KvSlots(*model.arena.kv_layers[kv], *place, model.kv_scales[kv])
+            q = write_latents(rows, new, step.rotations[mixer.rope], slots, step.kept.get(q_out))
+            if growth is not None:
+                q.mul_(growth[step.batch.positions])
+            names[op.q] = q
+
+    return run
+
+
+def latent_attend(op: LatentAttend, at: Place) -> Run:
+    scores, index, model = scores_of(op.attention, at.model.max_model_len), at.index, at.model
+    spec, kv, kept = op.latent, model.kv_index[index], attended_of(op)
+
+    def run(step: Step) -> None:
+        weights, lora = step.layers[index], step.batch.lora
+        absorbed, kv_up = None if lora is None else lora.absorbed(index), weights.kv_up
+        assert kv_up is not None, "the weights are of the spec"
+        num_heads = len(kv_up) // (spec.key_dim + spec.value_dim)
+        with span("attn.run"):
+            of_group, (k, _) = step.batch.attention.of(model.page_groups[kv]), model.arena.kv_layers[kv]
+            ways = LatentHeads(kv_up, num_heads, spec.key_dim, spec.rotated_dim, absorbed, weights.kv_up_bias)
+            step.names[op.out] = of_group.run_latents(step.names[op.q], k, ways, step.kept.get(kept), scores)
+
+    return run

@@ -1,0 +1,376 @@
+"""The torch interpreter's ops: each runs the kernel that fits the device.
+
+Tests: tests/core/test_families.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn.functional import linear
+
+from ....memory.pages.projections import LAYER_GROUPS
+from ....ops import float8_rows
+from ....ops.elementwise import (
+    add_layer_norm,
+    add_rms_norm,
+    gate_output,
+    layer_norm,
+    rms_norm,
+    rotate,
+    rotate_and_write,
+    silu_and_mul,
+    split_gates,
+    split_gates_apart,
+    split_gates_of_heads,
+    with_normed_values,
+    xielu,
+)
+from ....ops.narrow_weights import NarrowWeight
+from ....ops.packed_gemm import packed_linear
+from ....ops.rotation import KvSlots
+from ....ops.sparse_gates import sparse_gates
+from ..batch import GemmBackend
+from ..experts import activated, mix_experts
+from ..layers import NormSpec, OutputGate
+from ..nvtx_spans import span
+from ..rounding_weight import RoundingWeight
+from ..step_lora import ATTN_O, DOWN, GATE_UP, QKV
+from .builder import Kept
+from .ops import (
+    Activate,
+    Add,
+    AddToOthers,
+    AllReduce,
+    Attend,
+    Concat,
+    CorrectStreams,
+    GateOutput,
+    Gemm,
+    Heads,
+    LatentAttend,
+    Latents,
+    Mix,
+    Moe,
+    Norm,
+    Op,
+    PredictStreams,
+    Scale,
+    SparseGates,
+    StreamFactors,
+    Sum,
+    TakeStream,
+)
+from .torch_heads import attended_of, head_norms, query_growth, query_weights, scores_of
+from .torch_latents import latent_attend, latents
+from .torch_step import Place, Run, Step, reader
+from .torch_streams import add_to_others, correct_streams, predict_streams, stream_factors, take_stream
+
+if TYPE_CHECKING:
+    from ....ops.sgmv_triton import Shrunk
+
+#: Index of the logits' GEMM in a step's backends.
+HEAD = 4
+
+#: Ops, each with the buffers that nothing reads after it.
+Runs = list[tuple[Run, tuple[str, ...]]]
+
+_SPLITS = {
+    OutputGate.BESIDE_QUERIES: split_gates,
+    OutputGate.APART: split_gates_apart,
+    OutputGate.OF_HEADS: split_gates_of_heads,
+}
+
+#: Spans of the groups of projections, with the base weights and with adapters.
+_SPANS = {
+    QKV: ("attn.qkv", "lora.qkv"),
+    ATTN_O: ("attn.o", "lora.o"),
+    GATE_UP: ("mlp.gate_up", "lora.gate_up"),
+    DOWN: ("mlp.down", "lora.down"),
+}
+
+
+def bind(op: Op, at: Place) -> Run:
+    """What runs an op in its place."""
+    return _RUNS[type(op)](op, at)
+
+
+def run_ops(runs: Runs, step: Step) -> None:
+    """Run ops. Buffers are dropped once they are read for the last time: what binds them holds their memory."""
+    names = step.names
+    for run, dead in runs:
+        run(step)
+        for name in dead:
+            del names[name]
+
+
+def _norm(op: Norm, at: Place) -> Run:
+    read, index, slot, out, added, norm = reader(op.x), at.index, op.weight, op.out, op.added, op.norm
+
+    def run(step: Step) -> None:
+        names = step.names
+        y = None if added is None else names[added]
+        names[out] = normed(read(names), getattr(step.layers[index], slot), norm, y)
+
+    return run
+
+
+def normed(x: torch.Tensor, weight: torch.Tensor, norm: NormSpec, added: torch.Tensor | None = None) -> torch.Tensor:
+    """The norm of x `[tokens, hidden]`, to which `added` is added in place first."""
+    if norm.biased:
+        return layer_norm(x if added is None else x.add_(added), weight[0], norm.eps, weight[1])
+    if added is None:
+        return (layer_norm if norm.centered else rms_norm)(x, weight, norm.eps)
+    return (add_layer_norm if norm.centered else add_rms_norm)(added, x, weight, norm.eps)
+
+
+def _gemm(op: Gemm, at: Place) -> Run:
+    """A GEMM with what adapters add, gated or not; in one launch but for shrink where the way has that."""
+    if op.group not in LAYER_GROUPS:
+        return _library_gemm(op, at)
+    read, index, slot, bias, out, gate = reader(op.x), at.index, op.weight, op.bias, op.out, op.silu
+    group = int(op.group)
+    base_name, lora_name = _SPANS[group]
+
+    def run(step: Step) -> None:
+        names, weights, lora, shrunk = step.names, step.layers[index], step.batch.lora, None
+        x, backend = read(names), step.batch.backends[group]
+        if lora is not None:
+            lora.offload(group, x, index)
+            if backend is GemmBackend.EXPANDED:
+                with span(lora_name):
+                    shrunk = lora.shrink(group, x, index)
+        is_added = lora is None or shrunk is not None
+        with span(base_name):
+            y = multiply(
+                backend, x, getattr(weights, slot), getattr(weights, bias), gate=gate and is_added, shrunk=shrunk
+            )
+        if lora is not None and shrunk is None:
+            with span(lora_name):
+                lora.add(group, y, x, index)
+            y = silu_and_mul(y) if gate else y
+        names[out] = y
+
+    return run
+
+
+def _library_gemm(op: Gemm, at: Place) -> Run:
+    """A GEMM of the library with what adapters add."""
+    read, index, slot, bias, out, group = reader(op.x), at.index, op.weight, op.bias, op.out, int(op.group)
+
+    def run(step: Step) -> None:
+        weights, x, lora = step.layers[index], read(step.names), step.batch.lora
+        y = multiply(GemmBackend.LIBRARY, x, getattr(weights, slot), getattr(weights, bias, None))
+        if lora is not None:
+            lora.add(group, y, x, index)
+        step.names[out] = y
+
+    return run
+
+
+def multiply(
+    backend: GemmBackend,
+    x: torch.Tensor,
+    weight: torch.Tensor | NarrowWeight | RoundingWeight,
+    bias: torch.Tensor | None = None,
+    *,
+    gate: bool = False,
+    shrunk: Shrunk | None = None,
+) -> torch.Tensor:
+    """`x @ weightᵀ + bias`. x: `[rows, in]`, weight: `[out, in]`; a narrow one is widened in memory for the
+    library, and x is rounded for one that says so. gate: `silu(gate) · up` of the halves of that, the
+    same bits as one after the other of the same way. shrunk: of adapters that are expanded in the product's launch.
+    """
+    if isinstance(weight, RoundingWeight):
+        x, weight = weight.inputs(x), weight.weight
+    if isinstance(weight, NarrowWeight) and weight.rounds_inputs:
+        if backend is GemmBackend.LIBRARY:
+            y = float8_rows.multiply(x, weight, bias)
+            return silu_and_mul(y) if gate else y
+        x = float8_rows.rounded(x)
+    if backend is GemmBackend.LIBRARY:
+        weight = weight.dense() if isinstance(weight, NarrowWeight) else weight
+        y = (packed_linear if weight.is_mkldnn else linear)(x, weight, bias)
+        return silu_and_mul(y) if gate else y
+    from ....ops import small_gemm_triton  # needs triton
+
+    return small_gemm_triton.multiply(x, weight, bias, silu=gate, shrunk=shrunk)
+
+
+def _gate_output(op: GateOutput, _: Place) -> Run:
+    def run(step: Step) -> None:
+        names = step.names
+        gates = names[op.gates]
+        names[op.out] = gate_output(names[op.x], gates)
+
+    return run
+
+
+def _heads(op: Heads, at: Place) -> Run:
+    mixer, read, model, kv = op.attention, reader(op.x), at.model, at.model.kv_index[at.index]
+    norms, weights = head_norms(at.weights, mixer, op.norm, model), query_weights(at.weights, mixer)
+    growth, eps, q_out = query_growth(mixer, model), op.norm.eps, Kept(op.q, (mixer.num_heads, mixer.query_dim))
+    ones = torch.ones(mixer.head_dim, device=model.device) if mixer.value_norm else None
+    split = None if mixer.output_gate is None else _SPLITS[mixer.output_gate]
+
+    def run(step: Step) -> None:
+        names, out = step.names, step.kept.get(q_out)
+        qkv = read(names)
+        with span("attn.rope"):
+            if ones is not None and not mixer.shares_kv:
+                copies = mixer.keys_are_values
+                qkv = with_normed_values(qkv, mixer.kv_size, ones, eps, keys_are_values=copies)
+            rotation = step.rotations[mixer.rope]
+            if mixer.shares_kv:
+                rows = qkv.view(-1, mixer.num_heads, mixer.head_dim)
+                names[op.q] = rotate(rows, rotation, at.weights.q_norm, eps, out)
+                return
+            if split is not None and op.gates is not None:
+                qkv, names[op.gates] = split(qkv, mixer.num_heads, mixer.head_dim)
+            place = step.batch.page[model.page_groups[kv]], step.batch.offset
+            slots = KvSlots(*model.arena.kv_layers[kv], *place, model.kv_scales[kv])
+            q = rotate_and_write(qkv, rotation, norms, slots, out)
+            if weights is not None:
+                q.mul_(weights)
+            if growth is not None:
+                q.mul_(growth[step.batch.positions])
+            names[op.q] = q
+
+    return run
+
+
+def _attend(op: Attend, at: Place) -> Run:
+    kv, model = at.model.kv_index[at.index], at.model
+    scores, kept = scores_of(op.attention, model.max_model_len), attended_of(op)
+
+    def run(step: Step) -> None:
+        with span("attn.run"):
+            of_group, (k, v) = step.batch.attention.of(model.page_groups[kv]), model.arena.kv_layers[kv]
+            q, out, scales = step.names[op.q], step.kept.get(kept), model.kv_scales[kv]
+            step.names[op.out] = of_group.run(q, k, v, out, scores, sinks=at.weights.sinks, kv_scales=scales)
+
+    return run
+
+
+def _mix(op: Mix, at: Place) -> Run:
+    read, index, kept, model = reader(op.x), at.index, Kept(op.out, (op.mixer.out_size,)), at.model
+
+    def run(step: Step) -> None:
+        weights, states = at.weights.recurrent, step.states
+        if states is None or weights is None:
+            raise RuntimeError(f"layer {index} has a recurrent mixer, and the step has no states for it")
+        with span("recurrent.run"):
+            y = states.mix(index, read(step.names), weights, model.ranks)
+        out = step.kept.get(kept)
+        step.names[op.out] = y if out is None else out.copy_(y)
+
+    return run
+
+
+def _concat(op: Concat, _: Place) -> Run:
+    reads = [reader(part) for part in op.parts]
+
+    def run(step: Step) -> None:
+        step.names[op.out] = torch.cat([read(step.names) for read in reads], 1)
+
+    return run
+
+
+def _activate(op: Activate, at: Place) -> Run:
+    read, index, slot = reader(op.x), at.index, op.parameters
+
+    def run(step: Step) -> None:
+        x = read(step.names)
+        if slot is not None:
+            step.names[op.out] = xielu(x, getattr(step.layers[index], slot))
+        else:
+            step.names[op.out] = activated(x, op.activation)
+
+    return run
+
+
+def _sparse_gates(op: SparseGates, at: Place) -> Run:
+    model = at.model
+
+    def run(step: Step) -> None:
+        step.names[op.out] = sparse_gates(step.names[op.x], op.sparsity, model.ranks)
+
+    return run
+
+
+def _moe(op: Moe, at: Place) -> Run:
+    read, index, spec = reader(op.x), at.index, op.spec
+    routed_of = None if op.routed is None else reader(op.routed)
+
+    def run(step: Step) -> None:
+        names, experts, lora = step.names, getattr(step.layers[index], op.experts), step.batch.lora
+        added = None if lora is None else lora.mixture(index)
+        routed = None if routed_of is None else routed_of(names)
+        names[op.out] = mix_experts(read(names), experts, spec, added, routed)
+
+    return run
+
+
+def _add(op: Add, _: Place) -> Run:
+    def run(step: Step) -> None:
+        step.names[op.x].add_(step.names[op.y])
+
+    return run
+
+
+def _sum(op: Sum, _: Place) -> Run:
+    def run(step: Step) -> None:
+        step.names[op.out] = step.names[op.x] + step.names[op.y]
+
+    return run
+
+
+def _scale(op: Scale, at: Place) -> Run:
+    read, index, slot = reader(op.x), at.index, op.weight
+
+    def run(step: Step) -> None:
+        x = read(step.names)
+        factor = op.factor if slot is None else getattr(step.layers[index], slot)
+        if op.in_place:
+            x.mul_(factor)
+        else:
+            step.names[op.out] = x * factor
+
+    return run
+
+
+def _all_reduce(op: AllReduce, at: Place) -> Run:
+    model = at.model
+
+    def run(step: Step) -> None:
+        if model.ranks is not None:
+            step.names[op.y] = model.ranks.add_up(step.names[op.y])
+
+    return run
+
+
+_RUNS: dict[type[Op], Callable[[Any, Place], Run]] = {
+    Activate: _activate,
+    Add: _add,
+    AddToOthers: add_to_others,
+    AllReduce: _all_reduce,
+    Attend: _attend,
+    Concat: _concat,
+    CorrectStreams: correct_streams,
+    GateOutput: _gate_output,
+    Gemm: _gemm,
+    Heads: _heads,
+    LatentAttend: latent_attend,
+    Latents: latents,
+    Mix: _mix,
+    Moe: _moe,
+    Norm: _norm,
+    PredictStreams: predict_streams,
+    Scale: _scale,
+    SparseGates: _sparse_gates,
+    StreamFactors: stream_factors,
+    Sum: _sum,
+    TakeStream: take_stream,
+}

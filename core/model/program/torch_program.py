@@ -1,0 +1,169 @@
+"""Programs of all layers, bound to a model: run at once, or in pieces between which mixers stand.
+
+Tests: tests/core/test_families.py, tests/core/test_hybrids.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import NamedTuple
+
+import torch
+
+from ....memory.pages.projections import Group
+from ....ops.attention import GroupedAttention
+from ..batch import BY_LIBRARY, GemmBackend
+from ..layer_weights import LayerWeights
+from ..nvtx_spans import span
+from ..step_lora import StepLora
+from .builder import Kept, LayerProgram
+from .ops import FURTHER, STREAM, STREAMS, Activate, Add, Begin, End, Gemm, Norm, Op, Scale, SparseGates, name_of
+from .peepholes import fused, fused_layers
+from .torch_ops import Runs, bind, run_ops
+from .torch_step import Bound, Place, Run, Step, batch_of_parts
+
+#: Buffers that outlive a layer.
+_LASTING = frozenset({STREAM, STREAMS, FURTHER})
+
+#: What is added to the residual stream before GEMMs that are run alone.
+ADDED = "added"
+
+
+class Piece(NamedTuple):
+    """The ops behind the mixers of a layer, and those before the mixers of the next one."""
+
+    runs: Runs
+    reads: tuple[Kept, ...]
+    """What others left for it, and it for others."""
+
+    leaves: tuple[Kept, ...]
+
+
+class TorchProgram:
+    """The programs of all layers, bound to a model."""
+
+    def __init__(self, programs: Sequence[LayerProgram], layers: Sequence[LayerWeights], model: Bound) -> None:
+        self.programs, self._layers, self.model = programs, layers, model
+        self.bind()
+
+    def bind(self) -> None:
+        """Bind the programs: again, after the model's ranks have changed."""
+        programs = self.programs
+        whole, last = fused_layers([program.ops for program in programs])
+        self.pending = None if last is None else last.y
+        behind = [*(_reads(ops) for ops in whole[1:]), set() if last is None else {last.y}]
+        self.layers = [
+            self._bound(index, ops, live) for index, (ops, live) in enumerate(zip(whole, behind, strict=True))
+        ]
+        self.mixers = [
+            self._bound(index, program.mixers, {kept.name for kept in program.mixed})
+            for index, program in enumerate(programs)
+        ]
+        self.pieces = [self._piece(index) for index in range(len(programs) + 1)]
+
+    def _piece(self, index: int) -> Piece:
+        first: list[Op] = [] if not index else fused(self.programs[index - 1].after)
+        second: list[Op] = [] if index == len(self.programs) else fused(self.programs[index].before)
+        kept = {each.name for each in self.programs[index].reads} if second else set[str]()
+        if first and second and isinstance(first[-1], Add):
+            second = fused([first.pop(), *second])
+        runs = self._bound(index - 1, first, kept | _reads(second)) + self._bound(index, second, kept)
+        last = self.programs[index - 1] if index else None
+        needed = _reads(first)
+        reads = () if last is None else tuple(each for each in (*last.mixed, *last.reads) if each.name in needed)
+        return Piece(runs, reads, self.programs[index].reads if second else ())
+
+    def _bound(self, index: int, ops: Sequence[Op], live: set[str]) -> Runs:
+        """live: what is read behind them."""
+        found: Runs = []
+        outer: list[tuple[str, Runs]] = []
+        for op, dead in zip(ops, _last_reads(ops, live), strict=True):
+            if isinstance(op, Begin):
+                outer.append((op.name, found))
+                found = [] if span is not nullcontext else found
+            elif isinstance(op, End):
+                name, around = outer.pop()
+                if found is not around:
+                    around.append((_within(name, found), ()))
+                    found = around
+            else:
+                found.append((bind(op, Place(index, self._layers[index], self.model)), dead))
+        return found
+
+    def kept(self) -> tuple[set[Kept], tuple[Kept, ...]]:
+        """All that pieces hand over to mixers, and all that those hand over to pieces."""
+        reads = {each for program in self.programs for each in program.reads}
+        mixed = {each for program in self.programs for each in program.mixed}
+        return reads | mixed, tuple(mixed)
+
+    def attend(self, index: int, attention: GroupedAttention, q: torch.Tensor) -> torch.Tensor:
+        """A layer's attention alone, of q `[tokens, heads, head_dim]`."""
+        step = Step(batch_of_parts(attention), self._layers, {"q": q})
+        run_ops(self._bound(index, self.programs[index].mixers[:1], {"a"}), step)
+        return step.names["a"]
+
+    def run_gemms(
+        self,
+        group: int,
+        backend: GemmBackend,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        layers: Sequence[LayerWeights],
+        lora: StepLora | None = None,
+    ) -> torch.Tensor:
+        """See `DecoderModel.run_gemms`."""
+        y, batch = x, batch_of_parts(backends=(backend,) * len(BY_LIBRARY), lora=lora)
+        for index, program in enumerate(self.programs[: len(layers)]):
+            ops = around_gemm(program.ops, group)
+            first = next(iter(ops[0].reads))
+            names = {name_of(first): x} if first != STREAM else {STREAM: residual, ADDED: x}
+            out = ops[-1].writes[0]
+            step = Step(batch, layers, names)
+            run_ops(self._bound(index, fused([*([Add(STREAM, ADDED)] if first == STREAM else []), *ops]), {out}), step)
+            y = step.names[out]
+        return y
+
+
+def around_gemm(ops: Sequence[Op], group: int) -> list[Op]:
+    """A layer's GEMM of a group, with the norm before it and the activation after it, where there are."""
+    at = next(index for index, op in enumerate(ops) if isinstance(op, Gemm) and op.group == group)
+    own, gemm = [ops[at]], ops[at]
+    before = (op for op in reversed(ops[:at]) if isinstance(op, Norm) and op.x == STREAM)
+    if (norm := next(before, None)) is not None and norm.out in gemm.reads:
+        own.insert(0, norm)
+    for op in ops[at + 1 :]:
+        if not isinstance(op, Scale | SparseGates | Activate) or group != Group.GATE_UP:
+            break
+        own.append(op)
+    return own
+
+
+def _within(name: str, runs: Runs) -> Run:
+    """Ops as one, in a span."""
+
+    def run(step: Step) -> None:
+        with span(name):
+            run_ops(runs, step)
+
+    return run
+
+
+def _reads(ops: Sequence[Op]) -> set[str]:
+    """Buffers that ops read before any of them writes them."""
+    found, written = set[str](), set[str]()
+    for op in ops:
+        found |= set(map(name_of, op.reads)) - written
+        written |= set(op.writes)
+    return found
+
+
+def _last_reads(ops: Sequence[Op], live: set[str]) -> list[tuple[str, ...]]:
+    """For each op the buffers that nothing reads after it, and that it reads or writes."""
+    found: list[tuple[str, ...]] = []
+    live = live | _LASTING
+    for op in reversed(ops):
+        reads, writes = set(map(name_of, op.reads)), set(op.writes)
+        found.append(tuple(sorted((reads | writes) - live)))
+        live = (live - writes) | reads
+    return found[::-1]

@@ -1,0 +1,139 @@
+"""What the torch interpreter's ops share: a model's state, and one step's.
+
+Tests: tests/core/test_families.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from operator import itemgetter
+from typing import NamedTuple
+
+import torch
+
+from ....memory.pages.arena import Arena
+from ....ops.attention import GroupedAttention
+from ....ops.elementwise import Rotation
+from ....ops.float8_kv import KvScales
+from ....ops.ranks import Collectives
+from ..batch import BY_LIBRARY, GemmBackends, StepBatch, StepStates
+from ..layer_weights import LayerWeights
+from ..rope_config import RopeConfig
+from ..step_lora import StepLora
+from .builder import Kept
+from .ops import Read, View
+
+#: A step's batch in the form that this interpreter takes.
+Batch = StepBatch[GroupedAttention, StepLora]
+
+
+@dataclass(slots=True)
+class Bound:
+    """What programs are bound to. It may change between steps: ops look it up when they run."""
+
+    arena: Arena
+    ranks: Collectives | None
+    kv_index: Sequence[int]
+    """For each layer, the place of its KV among those of the arena."""
+
+    kv_scales: Sequence[KvScales]
+    page_groups: Sequence[int]
+    max_model_len: int
+    dtype: torch.dtype
+    device: torch.device
+
+
+class Residual(NamedTuple):
+    """The residual stream behind all layers, of which only rows with logits may be needed."""
+
+    rows: torch.Tensor
+    """`[tokens, hidden]`."""
+
+    added: torch.Tensor | None = None
+    """`[tokens, hidden]`: what the final norm still adds to them."""
+
+
+@dataclass(slots=True)
+class Flow:
+    """Buffers that pieces of a step hand to each other, in memory that does not move: of `bucket` tokens."""
+
+    x: torch.Tensor
+    """The residual stream `[tokens, hidden]`."""
+
+    streams: torch.Tensor
+    """`[tokens, streams · hidden]`: what layers have in its place where the residual is several streams, no columns
+    where it is one.
+    """
+
+    inputs: torch.Tensor
+    """`[tokens, layers · size]`: further inputs of layers; no columns where they have none."""
+
+    kept: dict[Kept, torch.Tensor]
+    """`[tokens, …]`: what `LayerProgram.reads` and `mixed` say, shared by all layers with buffers of one shape."""
+
+    mixed: tuple[Kept, ...]
+    """Those which mixers write."""
+
+    def of(self, tokens: int) -> Flow:
+        """Of the first tokens alone, in the same memory."""
+        kept = {name: each[:tokens] for name, each in self.kept.items()}
+        return Flow(self.x[:tokens], self.streams[:tokens], self.inputs[:tokens], kept, self.mixed)
+
+    def pad(self, tokens: int) -> None:
+        """Have zeros for what mixers don't write behind so many tokens."""
+        for each in self.mixed:
+            self.kept[each][tokens:].zero_()
+
+
+@dataclass(slots=True)
+class Step:
+    """One step of one program: its batch and its buffers."""
+
+    batch: Batch
+    layers: Sequence[LayerWeights]
+    """The model's, or merged ones."""
+
+    names: dict[str, torch.Tensor]
+    """What each buffer is now."""
+
+    states: StepStates | None = None
+    kept: Mapping[Kept, torch.Tensor] = field(default_factory=dict)
+    """Memory of buffers that other pieces read; empty for a step that runs at once."""
+
+    rotations: Mapping[RopeConfig | None, Rotation | None] = field(default_factory=dict)
+    """The angles of its tokens, for each rope of the model."""
+
+
+def batch_of_parts(
+    attention: GroupedAttention | None = None, backends: GemmBackends = BY_LIBRARY, lora: StepLora | None = None
+) -> Batch:
+    """The batch of a step in which some ops are run alone: it has no tokens."""
+    nothing = torch.empty(0, dtype=torch.long)
+    attention = GroupedAttention([], 1) if attention is None else attention
+    return StepBatch(nothing, nothing, nothing, nothing, attention, lora, backends=backends)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where an op stands: in a layer of a model."""
+
+    index: int
+    weights: LayerWeights
+    """The model's own, not merged."""
+
+    model: Bound
+
+
+#: Runs one op.
+Run = Callable[[Step], None]
+
+
+def reader(read: Read) -> Callable[[dict[str, torch.Tensor]], torch.Tensor]:
+    """Looks up a buffer, or its columns."""
+    if not isinstance(read, View):
+        return itemgetter(read)
+    name, columns = read.name, slice(read.begin, read.end)
+    if read.copied:
+        return lambda names: names[name][:, columns].contiguous()
+    return lambda names: names[name][:, columns]

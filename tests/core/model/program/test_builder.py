@@ -1,0 +1,81 @@
+"""Programs of layers: every buffer is written before it is read, and pieces hand over what is read behind them."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from functools import cache
+
+import pytest
+
+from chorus.core.model.config import ModelConfig
+from chorus.core.model.layer_weights import LayerWeights
+from chorus.core.model.program.builder import LayerProgram, layer_program
+from chorus.core.model.program.ops import CUTS, FURTHER, STREAM, STREAMS, Gemm, Op, name_of
+from chorus.core.model.read_config import read_model_config
+from chorus.core.model.shard import Shard
+from chorus.memory.pages.projections import Group
+
+from ...tiny_families import EVERY, make_tiny
+
+LASTING = {STREAM, STREAMS, FURTHER}
+
+
+@cache
+def config_of(family: str) -> ModelConfig:
+    return read_model_config(make_tiny(family).model)
+
+
+def programs_of(family: str) -> list[LayerProgram]:
+    config = config_of(family)
+    return [layer_program(layer, config.norm) for layer in config.layers]
+
+
+def writes_of(ops: tuple[Op, ...]) -> set[str]:
+    return {name for op in ops for name in op.writes} - LASTING
+
+
+every_family = pytest.mark.parametrize("family", EVERY)
+pytestmark = [pytest.mark.numerics, pytest.mark.wide]
+
+
+@every_family
+def test_buffers_are_written_before_they_are_read(family):
+    for program in programs_of(family):
+        written = set(LASTING)
+        for op in program.ops:
+            assert {name_of(read) for read in op.reads} <= written, op
+            written |= set(op.writes)
+
+
+@every_family
+def test_what_lives_across_the_mixers_is_kept(family):
+    """A buffer of the first part that is read behind it, before another op writes that name, and no other."""
+    for program in programs_of(family):
+        behind, rewritten = set[str](), set[str]()
+        for op in (*program.mixers, *program.after):
+            behind |= {name_of(read) for read in op.reads} - rewritten - LASTING
+            rewritten |= set(op.writes)
+        assert {kept.name for kept in program.reads} == behind & writes_of(program.before)
+        assert {kept.name for kept in program.mixed} == writes_of(program.mixers)
+        assert all(isinstance(op, CUTS) for op in program.mixers)
+        assert not any(isinstance(op, CUTS) for op in (*program.before, *program.after))
+
+
+@every_family
+def test_ops_name_the_weights_of_the_layer(family):
+    """Every slot is one of the layer's, and every matrix of the layer is in an op."""
+    known = {field.name for field in fields(LayerWeights)}
+    config = config_of(family)
+    for layer in config.layers:
+        program = layer_program(layer, config.norm)
+        assert {slot for op in program.ops for slot in op.slots} <= known
+        matrices = {each.group for each in layer.projections(config.hidden_size) if not each.is_of_mixture}
+        assert matrices - {Group.KV_UP} == {op.group for op in program.ops if isinstance(op, Gemm)}
+
+
+def test_ranks_have_programs_of_their_share():
+    whole = config_of("qwen3-moe")
+    share = Shard(1, 2).config(whole)
+    first, second = (layer_program(each.layers[0], each.norm) for each in (whole, share))
+    assert [type(op) for op in first.ops] == [type(op) for op in second.ops]
+    assert first.reads[0].shape == (2 * second.reads[0].shape[0], second.reads[0].shape[1])

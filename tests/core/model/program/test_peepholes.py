@@ -1,0 +1,42 @@
+"""Neighbours that one kernel computes become one op, over layers as well."""
+
+from __future__ import annotations
+
+from chorus.core.model.layers import Activation, NormSpec
+from chorus.core.model.program.ops import Activate, Add, Begin, Gemm, Norm, Scale
+from chorus.core.model.program.peepholes import fused, fused_layers
+from chorus.memory.pages.projections import Group
+
+NORM = NormSpec(1e-6)
+GATE_UP = Gemm(Group.GATE_UP, "n", "gu", "gate_up")
+
+
+def norm(added: str | None = None) -> Norm:
+    return Norm("x", "n", "mlp_norm", NORM, added)
+
+
+def test_a_norm_adds_what_is_added_before_it():
+    assert fused([Add("x", "y"), norm()]) == [norm("y")]
+    assert fused([Add("x", "y"), Begin("mlp"), norm()]) == [Begin("mlp"), norm("y")]
+    other = [Add("o", "y"), norm()]
+    assert fused(other) == other
+    apart = [Add("x", "y"), Scale("x", "x", 2.0), norm()]
+    assert fused(apart) == apart
+
+
+def test_silu_is_computed_with_gate_and_up_alone():
+    silu, gelu = (Activate("gu", "f", each) for each in (Activation.SILU, Activation.GELU_TANH))
+    assert fused([GATE_UP, silu]) == [Gemm(Group.GATE_UP, "n", "f", "gate_up", silu=True)]
+    assert fused([GATE_UP, gelu]) == [GATE_UP, gelu]
+    scaled = [GATE_UP, Scale("gu", "gu", 0.5), silu]
+    assert fused(scaled) == scaled
+    further = [Gemm(Group.INPUT_GATE, "n", "gu", "input_gate"), silu]
+    assert fused(further) == further
+
+
+def test_what_a_layer_adds_last_is_added_by_the_next_ones_norm():
+    layer = [norm(), GATE_UP, Add("x", "y")]
+    layers, pending = fused_layers([layer, layer, [Scale("x", "x", 2.0)]])
+    assert layers == [[norm(), GATE_UP], [norm("y"), GATE_UP], [Add("x", "y"), Scale("x", "x", 2.0)]]
+    assert pending is None
+    assert fused_layers([layer]) == ([[norm(), GATE_UP]], Add("x", "y"))
