@@ -14,7 +14,6 @@ import torch
 from ...graphs.device import CudaDevice
 from ...ops.attention import GroupedAttention
 from ..model.decoder import DecoderModel
-from ..model.program.torch_ops import HEAD
 from .cuda_gemm_backends import NEAR, TOLERANCE
 
 logger = logging.getLogger(__name__)
@@ -63,7 +62,7 @@ def _problem(
     plan: Callable[[int, GroupedAttention], None],
 ) -> str | None:
     """Why the second attention can't be used: it fails, or its values differ from the first's; None if it can."""
-    config, dtype = decoder.config, decoder.weight(HEAD).dtype
+    config, dtype = decoder.config, decoder.dtype
     generator = torch.Generator().manual_seed(bucket)
     queries = [
         (index, torch.randn(bucket, it.num_heads, it.head_dim, generator=generator).to(device.torch_device, dtype))

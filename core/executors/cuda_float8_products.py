@@ -17,11 +17,11 @@ import torch
 from ...graphs.device import CudaDevice
 from ...ops.float8_rows import is_multiplied
 from ...ops.narrow_weights import NarrowWeight
-from ..model.batch import GemmBackend
+from ..model.batch import GemmBackend, GemmKind
 from ..model.config import UnsupportedModel
-from ..model.decoder import DecoderModel
-from ..model.layer_weights import MATRICES, LayerWeights
-from .cuda_gemm_backends import NAMES, NEAR, TOLERANCE
+from ..model.decoder import DecoderModel, GemmPlace
+from ..model.layer_weights import LayerWeights
+from .cuda_gemm_backends import NEAR, TOLERANCE
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ DTYPES = {torch.bfloat16}
 LEAST_CAPABILITY = (8, 9)
 """Compute capability from which GPUs multiply FP8."""
 
-SAMPLED_LAYERS = 4
+SAMPLED = 4
 """Layers whose products are timed: together their weights are larger than a GPU's cache."""
 
 Seconds = Callable[[Callable[[], object]], float]
@@ -53,77 +53,75 @@ def check_float8_products(dtype: torch.dtype, device: torch.device) -> None:
 def choose_float8_products(
     decoder: DecoderModel, rows: int, device: CudaDevice, seconds: Seconds | None = None
 ) -> None:
-    """Choose for each group of projections, for the library's products of any number of rows.
+    """Choose for each kind of GEMM, for the library's products of any number of rows.
 
-    A group's weights are multiplied as they are where that gives the values of widened ones, and steps of `rows` tokens
-    are not slower by more than they vary. Call it before anything is captured. seconds: default: the device's.
+    Weights are multiplied as they are where that gives the values of widened ones, and steps of `rows` tokens are not
+    slower by more than they vary. Call it before anything is captured. seconds: default: the device's.
     """
     seconds = device.seconds if seconds is None else seconds
-    for group, name in enumerate(MATRICES):
-        layers = [layer for layer in decoder.layers if _can_be_float8(getattr(layer, name))]
-        if not layers:
+    for kind, places in decoder.gemms(every=True).items():
+        if not _can_be_float8(places[0]):
             continue
-        chosen, why = _is_better(decoder, group, _samples(layers, name), rows=rows, device=device, seconds=seconds)
-        for layer in layers if chosen else ():
-            _use_float8(layer, name)
-        how = "in FP8" if chosen else "widened"
-        logger.info("products of %s with activations in FP8: %s (%s)", NAMES[group], how, why)
+        chosen, why = _is_better(decoder, kind, places[:SAMPLED], rows=rows, device=device, seconds=seconds)
+        for place in places if chosen else ():
+            _use_float8(decoder.layers, place)
+        how, name = "in FP8" if chosen else "widened", f"{places[0].name} {kind.inputs} → {kind.outputs}"
+        logger.info("products of %s with activations in FP8: %s (%s)", name, how, why)
 
 
-def _samples(layers: Sequence[LayerWeights], name: str) -> list[LayerWeights]:
-    """A few layers whose matrix has the shape of the first one's."""
-    alike = [layer for layer in layers if getattr(layer, name).shape == getattr(layers[0], name).shape]
-    return alike[:SAMPLED_LAYERS]
+def _can_be_float8(place: GemmPlace) -> bool:
+    weight = place.weight
+    if place.layer is None or not isinstance(weight, NarrowWeight):
+        return False
+    return weight.rounds_inputs and is_multiplied(weight)
 
 
-def _can_be_float8(weight: object) -> bool:
-    return isinstance(weight, NarrowWeight) and weight.rounds_inputs and is_multiplied(weight)
-
-
-def _use_float8(layer: LayerWeights, name: str) -> LayerWeights:
+def _use_float8(layers: Sequence[LayerWeights], place: GemmPlace) -> None:
     """Have the library multiply one of a layer's matrices as it is."""
-    setattr(layer, name, replace(getattr(layer, name), multiplies_float8=True))
-    return layer
+    assert place.op is not None and place.layer is not None, "it is a layer's"
+    setattr(layers[place.layer], place.op.weight, _in_float8(place))
+
+
+def _in_float8(place: GemmPlace) -> NarrowWeight:
+    assert isinstance(place.weight, NarrowWeight), "it is narrow"
+    return replace(place.weight, multiplies_float8=True)
 
 
 def _is_better(
     decoder: DecoderModel,
-    group: int,
-    layers: Sequence[LayerWeights],
+    kind: GemmKind,
+    places: Sequence[GemmPlace],
     *,
     rows: int,
     device: CudaDevice,
     seconds: Seconds,
 ) -> tuple[bool, str]:
-    """Whether to multiply a group's weights as they are, and why. Ranks time no collective, and may choose apart."""
-    weight: NarrowWeight = getattr(layers[0], MATRICES[group])
-    generator = torch.Generator().manual_seed(group)
-    x = torch.randn(rows, weight.shape[1], generator=generator).to(weight.device, weight.dtype)
-    residual = torch.zeros_like(x)
+    """Whether to multiply weights as they are, and why. Ranks time no collective, and may choose apart."""
+    generator = torch.Generator().manual_seed(kind.outputs)
+    x = torch.randn(rows, kind.inputs, generator=generator).to(decoder.arena.pages.device, decoder.dtype)
 
-    def run(its: Sequence[LayerWeights]) -> torch.Tensor:
-        return decoder.run_gemms(group, GemmBackend.LIBRARY, x, residual.zero_(), its)
+    def run(in_float8: bool, count: int) -> torch.Tensor:
+        y = x
+        for place in places[:count]:
+            assert place.op is not None and place.layer is not None, "it is a layer's"
+            own = decoder.layers[place.layer]
+            weights = replace(own, **{place.op.weight: _in_float8(place)}) if in_float8 else own
+            y = decoder.run_gemm(place, GemmBackend.LIBRARY, x, weights=weights)
+        return y
 
-    in_float8 = [_use_float8(replace(layer), MATRICES[group]) for layer in layers]
-    if (problem := _problem(run, layers[:1], in_float8[:1], TOLERANCE[weight.dtype], device)) is not None:
-        logger.warning("products of FP8 with FP8 of %s are not used: %s", NAMES[group], problem)
+    if (problem := _problem(partial(run, count=1), TOLERANCE[decoder.dtype], device)) is not None:
+        logger.warning("products of FP8 with FP8 of %s are not used: %s", places[0].name, problem)
         return False, problem
-    widened, float8 = (seconds(partial(run, its)) for its in (layers, in_float8))
-    return float8 <= NEAR * widened, f"µs of {rows} rows, {len(layers)} layers: {1e6 * float8:.0f}, {1e6 * widened:.0f}"
+    widened, float8 = (seconds(partial(run, each, len(places))) for each in (False, True))
+    return float8 <= NEAR * widened, f"µs of {rows} rows, {len(places)} layers: {1e6 * float8:.0f}, {1e6 * widened:.0f}"
 
 
-def _problem(
-    run: Callable[[Sequence[LayerWeights]], torch.Tensor],
-    widened: Sequence[LayerWeights],
-    in_float8: Sequence[LayerWeights],
-    limit: float,
-    device: CudaDevice,
-) -> str | None:
+def _problem(run: Callable[[bool], torch.Tensor], limit: float, device: CudaDevice) -> str | None:
     """Why weights can't be multiplied as they are: it fails, or values differ by more than `limit` of the largest; None
     if they can.
     """
     try:
-        want, got = run(widened).float(), run(in_float8).float()
+        want, got = (run(in_float8).float() for in_float8 in (False, True))
         error = float((got - want).abs().max() / want.abs().max())
     except Exception as failed:  # of any part of a library
         if device.failure() is not None:

@@ -15,24 +15,19 @@ import torch
 
 from ...graphs.device import CudaDevice
 from ...ops import dependent_launch
+from ...ops.narrow_weights import NarrowWeight
 from ...ops.small_gemm_schedule import MAX_EXPANDED_ROWS, MAX_ROWS, tile_rows
 from ..cpus import available_cpus
-from ..model.batch import BY_LIBRARY, GemmBackend, GemmBackends
-from ..model.config import ModelConfig
-from ..model.decoder import DecoderModel
-from ..model.layers import UngatedSpec
+from ..model.batch import BY_LIBRARY, GemmBackend, GemmBackends, GemmKind
+from ..model.decoder import DecoderModel, GemmPlace
 from ..model.lora_launches import LoraLaunches
 from ..model.lora_state_cuda import CudaLoraState
-from ..model.program.torch_ops import HEAD
+from ..model.rounding_weight import RoundingWeight
 from ..model.sample_adapters import SampleAdapters
-from ..model.step_lora import ATTN_O, DOWN, GATE_UP, QKV
 
 logger = logging.getLogger(__name__)
 
 SmallGemm = Literal["auto", "on", "fused", "off"]
-
-#: Names of the GEMMs in logs, by their index in a step's backends.
-NAMES = {QKV: "qkv", ATTN_O: "o", GATE_UP: "gate and up", DOWN: "down", HEAD: "logits"}
 
 #: Device seconds of a whole captured step: of a bucket, with backends and with adapters, or None.
 StepSeconds = Callable[[int, GemmBackends, SampleAdapters | None], float]
@@ -41,7 +36,7 @@ StepSeconds = Callable[[int, GemmBackends, SampleAdapters | None], float]
 NEAR = 1.02
 
 #: GEMM backends found to be wrong, by GEMM and tile.
-Refused = set[tuple[int, int, GemmBackend]]
+Refused = set[tuple[GemmKind, int, GemmBackend]]
 
 #: Dtypes that Chorus's kernel supports, with the largest difference from the library's values, relative to the largest
 #: value: two units in the last place.
@@ -71,42 +66,33 @@ def choose_gemm_backends(
       sequence's result does not depend on other sequences' adapters.
     """
     backends = dict.fromkeys(sizes, BY_LIBRARY)
-    dtype = decoder.weight(QKV).dtype
-    if (obstacle := _obstacle(setting, decoder.config, dtype, seconds is not None)) is not None:
+    if (obstacle := _obstacle(setting, decoder.dtype, seconds is not None)) is not None:
         logger.info("base products by the library: %s", obstacle)
         return backends
     few = [size for size in sizes if size <= MAX_ROWS]
     compile_ahead(setting, decoder, lora, few)
     refused: Refused = set()
-    groups = _groups(decoder.config)
+    gemms = decoder.gemms()
     free, _ = device.memory()
     with SampleAdapters(lora, max(few), free) as samples:
         for bucket in few:
             launches = samples.launches(bucket)
-            asked = {
-                group: _usable(setting, _Rows(decoder, launches, group, bucket), device, refused)
-                if group in groups
-                else []
-                for group in NAMES
-            }
+            rows = {kind: _Rows(decoder, launches, kind, places[0], bucket) for kind, places in gemms.items()}
+            asked = {kind: _usable(setting, each, device, refused) for kind, each in rows.items()}
             combinations, why = combinations_of(asked), ""
             if setting != "auto":
                 backends[bucket] = combinations[setting]
             elif seconds is not None:
                 timed, expands = partial(_step_seconds, seconds, bucket, samples), bucket <= MAX_EXPANDED_ROWS
                 backends[bucket], why = choose_combination(combinations, timed, expands=expands)
-            said = (f"{name} {backend}" for name, backend in zip(NAMES.values(), backends[bucket], strict=True))
+            said = (f"{each.name} {backends[bucket].get(kind, GemmBackend.LIBRARY)}" for kind, each in rows.items())
             logger.info("base products of %d rows: %s%s", bucket, ", ".join(said), why)
     return backends
 
 
-def _obstacle(setting: SmallGemm, model: ModelConfig, dtype: torch.dtype, captures: bool) -> str | None:
+def _obstacle(setting: SmallGemm, dtype: torch.dtype, captures: bool) -> str | None:
     if setting == "off":
         return "small_gemm is off"
-    if model.recurrent is not None or model.attention_shapes[1:]:
-        return "the kernel for few rows needs mixers of one kind"
-    if not all(layer.is_whole for layer in model.layers):
-        return "the kernel for few rows needs layers with a mixer and a feed-forward part"
     if setting == "auto" and not captures:
         return "steps are not captured, so launches from the host take longer than any kernel"
     if dtype not in TOLERANCE:
@@ -114,19 +100,12 @@ def _obstacle(setting: SmallGemm, model: ModelConfig, dtype: torch.dtype, captur
     return None if find_spec("triton") is not None else "triton is not installed"
 
 
-def _groups(model: ModelConfig) -> list[int]:
-    """The products for which a backend is chosen: those that all layers have. With experts, layers may have no others
-    behind attention.
-    """
-    return [group for group in NAMES if model.experts is None or group not in (GATE_UP, DOWN)]
-
-
-def asked_backends(setting: SmallGemm, group: int, rows: int) -> list[GemmBackend]:
+def asked_backends(setting: SmallGemm, kind: GemmKind, rows: int) -> list[GemmBackend]:
     """Backends other than the library to try for a GEMM of so many rows.
 
     Beyond MAX_EXPANDED_ROWS, `fused` means `on`.
     """
-    asked = [GemmBackend.SMALL, *([] if group == HEAD or rows > MAX_EXPANDED_ROWS else [GemmBackend.EXPANDED])]
+    asked = [GemmBackend.SMALL, *([] if kind.is_head or rows > MAX_EXPANDED_ROWS else [GemmBackend.EXPANDED])]
     if setting == "auto":
         return asked
     return asked[-1:] if setting == "fused" else asked[:1]
@@ -141,24 +120,31 @@ def compile_ahead(setting: SmallGemm, decoder: DecoderModel, lora: CudaLoraState
     from ...ops.launch_triton import compiling  # needs triton
     from ...ops.small_gemm_triton import multiply
 
-    layer, launches = decoder.layers[0], lora.bucket(MAX_ROWS)
-    biases = layer.qkv_bias, layer.o_bias, layer.gate_up_bias, layer.down_bias, None
-    groups = _groups(decoder.config)
+    launches = lora.bucket(MAX_ROWS)
     tiles = {tile_rows(rows): rows for rows in reversed(buckets)}  # by tile, the least rows: all backends
-    with suppress(Exception), compiling(available_cpus()):
-        for rows, group in itertools.product(tiles.values(), groups):
-            weight, bias, is_gate = decoder.weight(group), biases[group], _has_gate(decoder, group)
-            x = torch.zeros(rows, weight.shape[1], dtype=weight.dtype, device=weight.device)
-            for silu in {False, is_gate}:  # adapters may be added after the GEMM and before the activation
-                multiply(x, weight, bias, silu=silu, compile_only=True)
-            if GemmBackend.EXPANDED in asked_backends(setting, group, rows):
-                shrunk = launches.shrink(group, x, 0, compile_only=True)
-                multiply(x, weight, bias, silu=is_gate, shrunk=shrunk, compile_only=True)
+    with compiling(available_cpus()):
+        for rows, (kind, places) in itertools.product(tiles.values(), decoder.gemms().items()):
+            for place in places:
+                with suppress(Exception):
+                    x, weight, bias = _sample(decoder, place, rows)
+                    for silu in {False, kind.silu}:  # adapters may be added after the GEMM and before the activation
+                        multiply(x, weight, bias, silu=silu, compile_only=True)
+                    expands = GemmBackend.EXPANDED in asked_backends(setting, kind, rows)
+                    if expands and place.op is not None and place.layer is not None:
+                        shrunk = launches.shrink(place.op.group, x, place.layer, compile_only=True)
+                        multiply(x, weight, bias, silu=kind.silu, shrunk=shrunk, compile_only=True)
 
 
-def _has_gate(decoder: DecoderModel, group: int) -> bool:
-    """True if the kernel for few rows computes a gated activation with a product."""
-    return group == GATE_UP and not isinstance(decoder.config.layers[0].feed_forward, UngatedSpec)
+def _sample(
+    decoder: DecoderModel, place: GemmPlace, rows: int
+) -> tuple[torch.Tensor, torch.Tensor | NarrowWeight, torch.Tensor | None]:
+    """Rows for a GEMM, its weight and its bias."""
+    weight, bias = place.weight, None
+    if isinstance(weight, RoundingWeight):
+        raise TypeError("a GPU's weights round no inputs but to FP8")
+    if place.op is not None and place.layer is not None:
+        bias = getattr(decoder.layers[place.layer], place.op.bias, None)
+    return torch.zeros(rows, weight.shape[1], dtype=decoder.dtype, device=weight.device), weight, bias
 
 
 def compile_late(decoder: DecoderModel, backends: Mapping[int, GemmBackends]) -> None:
@@ -166,35 +152,34 @@ def compile_late(decoder: DecoderModel, backends: Mapping[int, GemmBackends]) ->
     from ...ops.launch_triton import compiling  # needs triton
     from ...ops.small_gemm_triton import multiply
 
-    layer = decoder.layers[0]
-    biases = layer.qkv_bias, layer.o_bias, layer.gate_up_bias, layer.down_bias, None
+    gemms = decoder.gemms()
     used = {
-        (tile_rows(bucket), group)
+        (tile_rows(bucket), kind)
         for bucket, chosen in backends.items()
-        for group, backend in zip(NAMES, chosen, strict=True)
+        for kind, backend in chosen.items()
         if backend is not GemmBackend.LIBRARY
     }
-    with suppress(Exception), dependent_launch.only(False), compiling(available_cpus()):
-        for rows, group in sorted(used):
-            weight = decoder.weight(group)
-            x = torch.zeros(rows, weight.shape[1], dtype=weight.dtype, device=weight.device)
-            multiply(x, weight, biases[group], silu=_has_gate(decoder, group), compile_only=True)
+    with dependent_launch.only(False), compiling(available_cpus()):
+        for rows, kind in sorted(used):
+            with suppress(Exception):
+                multiply(*_sample(decoder, gemms[kind][0], rows), silu=kind.silu, compile_only=True)
 
 
-def combinations_of(asked: Mapping[int, Collection[GemmBackend]]) -> dict[str, GemmBackends]:
+def combinations_of(asked: Mapping[GemmKind, Collection[GemmBackend]]) -> dict[str, GemmBackends]:
     """Return the combinations of backends to choose from, those of Chorus's kernel first.
 
     asked: by GEMM, the backends that it may use instead of the library's.
     """
-    library, small, expanded = GemmBackend.LIBRARY, GemmBackend.SMALL, GemmBackend.EXPANDED
+    small, expanded = GemmBackend.SMALL, GemmBackend.EXPANDED
 
-    def first_of(group: int, *wanted: GemmBackend) -> GemmBackend:
-        return next((each for each in wanted if each in asked[group]), library)
+    def with_first(*wanted: GemmBackend, head: bool = True) -> GemmBackends:
+        found = {kind: next((each for each in wanted if each in own), None) for kind, own in asked.items()}
+        return {kind: each for kind, each in found.items() if each is not None and (head or not kind.is_head)}
 
     return {
-        "on": tuple(first_of(group, small) for group in NAMES),
-        "fused": tuple(first_of(group, expanded, small) for group in NAMES),
-        "on, logits by the library": tuple(first_of(group, *[small] * (group != HEAD)) for group in NAMES),
+        "on": with_first(small),
+        "fused": with_first(expanded, small),
+        "on, logits by the library": with_first(small, head=False),
         "off": BY_LIBRARY,
     }
 
@@ -234,12 +219,12 @@ def _usable(setting: SmallGemm, rows: _Rows, device: CudaDevice, refused: Refuse
     Chorus's kernel doesn't work, neither does it with adapters expanded: without any, both are one launch.
     """
     usable = []
-    for backend in asked_backends(setting, rows.group, rows.count):
-        key = rows.group, tile_rows(rows.count), backend
+    for backend in asked_backends(setting, rows.kind, rows.count):
+        key = rows.kind, tile_rows(rows.count), backend
         if backend is GemmBackend.EXPANDED and (*key[:2], GemmBackend.SMALL) in refused:
             continue
         if key not in refused and (problem := rows.problem(backend, device)) is not None:
-            logger.warning("%s of %s is not used: %s", backend, NAMES[rows.group], problem)
+            logger.warning("%s of %s is not used: %s", backend, rows.name, problem)
             refused.add(key)
         if key not in refused:
             usable.append(backend)
@@ -247,15 +232,17 @@ def _usable(setting: SmallGemm, rows: _Rows, device: CudaDevice, refused: Refuse
 
 
 class _Rows:
-    """Random input rows of a GEMM of the first layer, from a seed, to try backends with."""
+    """Random input rows of a GEMM, from a seed, to try backends with."""
 
-    def __init__(self, decoder: DecoderModel, launches: LoraLaunches, group: int, count: int) -> None:
-        self._decoder, self._launches, self.group, self.count = decoder, launches, group, count
-        self._layers, self._steps = decoder.layers[:1], (False,) if group == HEAD else (False, True)
-        weight = decoder.weight(group)
-        generator = torch.Generator().manual_seed(group)
-        sampled = torch.randn(2, count, weight.shape[1], generator=generator).to(weight.device, weight.dtype)
-        self._x, self._residual = sampled.unbind(0)
+    def __init__(
+        self, decoder: DecoderModel, launches: LoraLaunches, kind: GemmKind, place: GemmPlace, count: int
+    ) -> None:
+        self._decoder, self._launches, self._place, self.kind, self.count = decoder, launches, place, kind, count
+        self._steps = (False,) if place.op is None else (False, True)
+        self.name = f"{place.name} {kind.inputs} → {kind.outputs} in {kind.form}"
+        generator = torch.Generator().manual_seed(kind.outputs)
+        sampled = torch.randn(count, kind.inputs, generator=generator)
+        self._x = sampled.to(decoder.arena.pages.device, decoder.dtype)
 
     def problem(self, backend: GemmBackend, device: CudaDevice) -> str | None:
         """Why a backend can't be used: it does not compile, or its values differ from the library's; None if it can."""
@@ -273,7 +260,4 @@ class _Rows:
         return float((got - want).abs().max() / want.abs().max())
 
     def _gemm(self, backend: GemmBackend, has_lora: bool) -> torch.Tensor:
-        lora, residual = self._launches if has_lora else None, self._residual.clone()
-        return self._decoder.run_gemms(
-            self.group, backend, x=self._x, residual=residual, layers=self._layers, lora=lora
-        )
+        return self._decoder.run_gemm(self._place, backend, self._x, self._launches if has_lora else None)

@@ -5,10 +5,11 @@ Tests: tests/core/model/test_native_decoder.py, tests/core/executors/test_cuda_i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Generic, Protocol, TypeVar
+from types import MappingProxyType
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -47,11 +48,28 @@ class GemmBackend(StrEnum):
     EXPANDED = "expanded"
 
 
-#: GEMM backends of a step's products: of each group of projections in a layer (`QKV`, …), and behind them of the
-#: logits.
-GemmBackends = tuple[GemmBackend, ...]
+class GemmKind(NamedTuple):
+    """What a GEMM's backend is chosen by: the shape and form of its weight, and what is computed with it."""
 
-BY_LIBRARY: GemmBackends = (GemmBackend.LIBRARY,) * 5
+    outputs: int
+    inputs: int
+
+    form: str
+    """The weight's dtype, or how a narrow one is stored."""
+
+    biased: bool = False
+
+    silu: bool = False
+    """`silu(gate) · up` follows."""
+
+    is_head: bool = False
+    """It gives the logits."""
+
+
+#: GEMM backends of a step: of each kind of GEMM that the library does not compute.
+GemmBackends = Mapping[GemmKind, GemmBackend]
+
+BY_LIBRARY: GemmBackends = MappingProxyType({})
 
 
 class StepStates(Protocol):
@@ -84,8 +102,8 @@ class StepBatch(Generic[P, L]):
     logit_tokens: `[logits]` int64, indices of the tokens to compute logits for; None: every token.
     kept_tokens: `[kept]` int64, indices of the tokens whose hidden states are kept after the step: first those of
     prompt logprobs, whose logits are then computed in slices, then pooled ones. lora: None when no row uses an adapter.
-    merged: use the shadow weights, with an adapter merged into them. backends: backend of each product; other than the
-    library only for few tokens on a GPU. states: None for a model without recurrent mixers.
+    merged: use the shadow weights, with an adapter merged into them. backends: of GEMMs that others than the
+    library compute, for few tokens on a GPU. states: None for a model without recurrent mixers.
     """
 
     token_ids: torch.Tensor
@@ -97,7 +115,7 @@ class StepBatch(Generic[P, L]):
     logit_tokens: torch.Tensor | None = None
     kept_tokens: torch.Tensor | None = None
     merged: bool = False
-    backends: GemmBackends = BY_LIBRARY
+    backends: GemmBackends = field(default_factory=lambda: BY_LIBRARY)
     states: StepStates | None = None
 
 

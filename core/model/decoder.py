@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
+from typing import NamedTuple
 
 import torch
 from torch.nn.functional import embedding
 
 from ...memory.pages.arena import Arena
+from ...memory.pages.projections import Group
 from ...ops.attention import GroupedAttention, HeadShape, PagedAttention
 from ...ops.elementwise import RotaryEmbedding, Rotation
 from ...ops.float8_kv import UNSCALED, KvScales
@@ -22,7 +24,7 @@ from ...ops.packed_gemm import unpack
 from ...ops.ranks import Collectives
 from ...ops.sgmv import AdapterRows
 from ..requests.types import CannotMerge
-from .batch import GemmBackend, StepStates
+from .batch import GemmBackend, GemmKind, StepStates
 from .config import ModelConfig
 from .experts import ExpertKernels
 from .kept_weights import keeps_experts, keeps_projections, kept_head, moved, moved_norm
@@ -32,8 +34,8 @@ from .lora_state import lora_groups
 from .nvtx_spans import span
 from .paged_states import PagedStates
 from .program.builder import Kept, layer_program
-from .program.ops import FURTHER, STREAM, STREAMS
-from .program.torch_ops import HEAD, multiply, normed, run_ops
+from .program.ops import FURTHER, STREAM, STREAMS, Gemm
+from .program.torch_ops import Weight, backend_for, kind_of, multiply, normed, run_ops
 from .program.torch_program import TorchProgram
 from .program.torch_step import Batch, Bound, Flow, Residual, Step
 from .rope_config import RopeConfig
@@ -42,6 +44,19 @@ from .shadow import INPUTS_ARE_ROUNDED
 from .step_lora import HeadLora, StepLora
 from .streams import streams_of
 from .weights import Pack, Weights
+
+
+class GemmPlace(NamedTuple):
+    """A GEMM of the model."""
+
+    name: str
+    """Of the group of projections, or of the model's own."""
+
+    weight: Weight
+    layer: int | None = None
+    """None: it is the model's own."""
+
+    op: Gemm | None = None
 
 
 class DecoderModel:
@@ -155,7 +170,7 @@ class DecoderModel:
         inputs = self.make_inputs(batch, x) if inputs is None else inputs
         step, lora, pending = self._step(batch, {STREAM: x}, batch.states), batch.lora, self._program.pending
         if self._streams is not None:
-            step.names[STREAMS] = self._streams.split(x, self._streams.within(x))
+            step.names[STREAMS] = self._streams.split(x, self._streams.within(x), batch.backends)
         for index, runs in enumerate(self._program.layers):
             with span(f"layer.{index}"):
                 if lora is not None:
@@ -164,7 +179,7 @@ class DecoderModel:
                     step.names[FURTHER] = self._further(inputs, index)
                 run_ops(runs, step)
         if self._streams is not None:
-            self._streams.join(step.names[STREAMS], x)
+            self._streams.join(step.names[STREAMS], x, batch.backends)
         return Residual(x, None if pending is None else step.names[pending])
 
     def _step(
@@ -246,7 +261,8 @@ class DecoderModel:
                 self.kept_states = self._final(x, batch.kept_tokens)
                 self._prompt_lora = None if lora is None else lora.prompt_logits()
             self._logit_states = normed = self._final(x, batch.logit_tokens)
-            found = multiply(batch.backends[HEAD], normed, self._lm_head)
+            backend = backend_for(batch.backends, self._lm_head, is_head=True)
+            found = multiply(backend, normed, self._lm_head)
             found = found.float() if logits is None else logits.copy_(found)
             if lora is not None and (head := lora.logits()) is not None:
                 head.add(found, normed, self._first_token)
@@ -303,7 +319,7 @@ class DecoderModel:
         if self._inputs is None:
             return None
         token_ids = batch.token_ids if batch.lora is None else batch.lora.known(batch.token_ids)
-        return self._inputs.of(token_ids, embedded, batch.lora)
+        return self._inputs.of(token_ids, embedded, batch.lora, batch.backends)
 
     @property
     def bias_dtype(self) -> torch.dtype:
@@ -385,28 +401,44 @@ class DecoderModel:
         """The ranks that compute shares with this one; None where it computes all."""
         return self._ranks
 
-    def weight(self, group: int) -> torch.Tensor | NarrowWeight:
-        """The first layer's weight of a group of projections, or the logits', which all layers share."""
-        layer = self.layers[0]
-        return (layer.qkv, layer.o, layer.gate_up, layer.down, self._lm_head)[group]
+    @property
+    def dtype(self) -> torch.dtype:
+        """What steps compute in."""
+        return self._dtype
 
-    def run_gemms(
+    def gemms(self, *, every: bool = False) -> dict[GemmKind, list[GemmPlace]]:
+        """Where the model has GEMMs of each kind: of each product that adapters add to, the first. every: all."""
+        found: dict[GemmKind, dict[object, GemmPlace]] = {}
+        products = self.config.projections.product_in
+        for index, op in self._program.gemms():
+            weights = self.layers[index]
+            kind = kind_of(getattr(weights, op.weight), getattr(weights, op.bias, None), silu=op.silu)
+            place = GemmPlace(op.group.name, getattr(weights, op.weight), index, op)
+            key = index if every else products[index][op.group]
+            found.setdefault(kind, {}).setdefault((key, op.group), place)
+        apart = [] if self._inputs is None else [("INPUTS", self._inputs.project)]
+        apart += [] if self._streams is None else [("STREAMS", weight) for weight in self._streams.weights]
+        for at, (name, weight) in enumerate(apart):
+            found.setdefault(kind_of(weight), {}).setdefault((at, name) if every else name, GemmPlace(name, weight))
+        found[kind_of(self._lm_head, is_head=True)] = {Group.HEAD: GemmPlace(Group.HEAD.name, self._lm_head)}
+        return {kind: list(places.values()) for kind, places in found.items()}
+
+    def run_gemm(
         self,
-        group: int,
+        place: GemmPlace,
         backend: GemmBackend,
         x: torch.Tensor,
-        residual: torch.Tensor,
-        layers: Sequence[LayerWeights],
         lora: StepLora | None = None,
+        weights: LayerWeights | None = None,
     ) -> torch.Tensor:
-        """Run the products of one group, or the logits', alone, as a step does: with the norm before them, adapters
-        with them and the activation after them, where there are. Returns the last one's.
-
-        x: `[rows, in]`, the input of the product or of the norm before it; residual: `[rows, in]`, changed.
+        """A GEMM alone, of x `[rows, in]`, as a step runs it: with what adapters add, and the activation that is
+        computed with it. weights: others than the layer's.
         """
-        if group == HEAD:
-            return multiply(backend, x, self._lm_head)
-        return self._program.run_gemms(group, backend, x, residual, layers, lora)
+        if place.layer is None or place.op is None:
+            return multiply(backend, x, place.weight)
+        own = self.layers[place.layer] if weights is None else weights
+        kind = kind_of(getattr(own, place.op.weight), getattr(own, place.op.bias, None), silu=place.op.silu)
+        return self._program.run_gemm(place.layer, place.op, x, {kind: backend}, lora, own)
 
 
 def capped(logits: torch.Tensor, config: ModelConfig) -> torch.Tensor:

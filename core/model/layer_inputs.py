@@ -12,9 +12,9 @@ import torch
 from torch.nn.functional import embedding
 
 from ...ops.elementwise import rms_norm
-from .batch import GemmBackend
+from .batch import BY_LIBRARY, GemmBackends
 from .layers import LayerInputSpec
-from .program.torch_ops import multiply
+from .program.torch_ops import backend_for, multiply
 from .step_lora import StepLora
 
 
@@ -31,16 +31,22 @@ class LayerInputs:
     """`[size]`."""
     eps: float
 
-    def of(self, token_ids: torch.Tensor, embedded: torch.Tensor, lora: StepLora | None = None) -> torch.Tensor:
-        """`[tokens, layers · size]`. embedded: `[tokens, hidden]`, the model's embeddings with their factor. lora: the
-        step's adapters.
+    def of(
+        self,
+        token_ids: torch.Tensor,
+        embedded: torch.Tensor,
+        lora: StepLora | None = None,
+        backends: GemmBackends = BY_LIBRARY,
+    ) -> torch.Tensor:
+        """`[tokens, layers · size]`. embedded: `[tokens, hidden]`, the model's embeddings with their factor. lora,
+        backends: the step's.
         """
         size = self.spec.size
         if self.spec.first_for_others:
             token_ids = token_ids.where(token_ids < self.spec.vocab, 0)
         rows = embedding(token_ids, self.table)
         rows = rows * float(torch.tensor(size**0.5, dtype=rows.dtype))
-        found = multiply(GemmBackend.LIBRARY, embedded, self.project)
+        found = multiply(backend_for(backends, self.project), embedded, self.project)
         if lora is not None:
             lora.add_inputs(found, embedded)
         found = found * embedded.shape[1] ** -0.5

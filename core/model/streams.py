@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from .batch import GemmBackend
+from .batch import BY_LIBRARY, GemmBackends
 from .config import ModelConfig
 from .layers import StreamsSpec
-from .program.torch_ops import multiply
+from .program.torch_ops import backend_for, multiply
 from .weights import Pack, Weights
 
 #: The least mean square that a stream is scaled by.
@@ -38,17 +38,23 @@ class Streams:
         memory = x.new_empty(len(x), self.width) if memory is None else memory
         return memory.view(len(memory), self._spec.count, -1)
 
-    def split(self, x: torch.Tensor, streams: torch.Tensor) -> torch.Tensor:
+    @property
+    def weights(self) -> Sequence[Any]:
+        """The matrices of `split` and `join`."""
+        return [*self._made, *self._joined]
+
+    def split(self, x: torch.Tensor, streams: torch.Tensor, backends: GemmBackends = BY_LIBRARY) -> torch.Tensor:
         """Begin `within`'s streams with the embeddings x; returns them."""
         streams[:, 0] = x
         for index, weight in enumerate(self._made, 1):
-            streams[:, index] = _as_large(multiply(GemmBackend.LIBRARY, x, weight), x)
+            streams[:, index] = _as_large(multiply(backend_for(backends, weight), x, weight), x)
         return streams
 
-    def join(self, streams: torch.Tensor, x: torch.Tensor) -> None:
+    def join(self, streams: torch.Tensor, x: torch.Tensor, backends: GemmBackends = BY_LIBRARY) -> None:
         """Leave in x what all layers made of it."""
         first, *others = (each.contiguous() for each in streams.unbind(1))
-        products = (multiply(GemmBackend.LIBRARY, *pair) for pair in zip(others, self._joined, strict=True))
+        pairs = zip(others, self._joined, strict=True)
+        products = (multiply(backend_for(backends, weight), each, weight) for each, weight in pairs)
         found = torch.stack([first, *(_as_large(each, first) for each in products)])
         x.copy_(found.mean(0))
 

@@ -208,6 +208,28 @@ class StepPlan:
     def num_adapters(self) -> int:
         return len(self.adapters)
 
+    def continue_from(self, plan: StepPlan) -> None:
+        """Let the sequences continue from the tokens that `plan`, which still runs, samples.
+
+        Two sequences belong to one request if they have the same list of pages (`PageList`): the list of a stale
+        sequence belongs to no request any more.
+        """
+        sequences = plan.sequences
+        if self.sequences is sequences:
+            self.sources = range(len(sequences))
+            for sequence in sequences:
+                sequence.start += 1
+                sequence.state_step += 1
+                sequence.tokens = PENDING
+            return
+        positions = {id(sequence.pages): position for position, sequence in enumerate(sequences) if sequence.samples}
+        self.sources = sources = [positions.get(id(sequence.pages), -1) for sequence in self.sequences]
+        for sequence, position in zip(self.sequences, sources, strict=True):
+            if position >= 0:
+                before = sequences[position]
+                sequence.start, sequence.tokens = before.start + len(before.tokens), PENDING
+                sequence.state_step = before.state_step + 1
+
     def rows_with_logits(self) -> list[ScheduledSequence]:
         """The sequences that the step has logits for, in order. Each draft is a sequence of its own."""
         return positions_of(self) if self.num_drafts else self.sequences

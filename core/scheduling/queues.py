@@ -329,29 +329,6 @@ def as_if_finished(plan: StepPlan, find: Callable[[ScheduledSequence], Request |
             request.token_ids.pop()
 
 
-def continue_from(plan: StepPlan, following: StepPlan) -> None:
-    """Let the sequences of `following` continue from the tokens that `plan`, which still runs, samples.
-
-    Two sequences belong to one request if they have the same list of pages (`PageList`): the list of a stale sequence
-    belongs to no request any more.
-    """
-    sequences = plan.sequences
-    if following.sequences is sequences:
-        following.sources = range(len(sequences))
-        for sequence in sequences:
-            sequence.start += 1
-            sequence.state_step += 1
-            sequence.tokens = PENDING
-        return
-    positions = {id(sequence.pages): position for position, sequence in enumerate(sequences) if sequence.samples}
-    following.sources = sources = [positions.get(id(sequence.pages), -1) for sequence in following.sequences]
-    for sequence, position in zip(following.sequences, sources, strict=True):
-        if position >= 0:
-            before = sequences[position]
-            sequence.start, sequence.tokens = before.start + len(before.tokens), PENDING
-            sequence.state_step = before.state_step + 1
-
-
 def _sequence_of(
     request: Request, counts: Mapping[Request, int], drafts: Mapping[Request, list[int]]
 ) -> ScheduledSequence:

@@ -38,7 +38,6 @@ from .queues import (
     Running,
     WaitingQueue,
     as_if_finished,
-    continue_from,
     group_by_adapter,
     num_missing,
     plan_step,
@@ -198,7 +197,7 @@ class Scheduler:
                     return None  # a waiting request should not wait for one more step
                 ahead = self._plan_next(plan.step_id + 1, ends, is_async=True)
         if ahead is not None:
-            continue_from(plan, ahead)
+            ahead.continue_from(plan)
         return ahead
 
     def _all_continue(self, plan: StepPlan) -> bool:

@@ -16,7 +16,8 @@ from triton import compiler
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import DriverConfig
 
-from ...core.model import decoder, layer
+from ...core.model import decoder
+from ...core.model.program import torch_ops
 from ...ops import elementwise_triton
 from ...ops.elementwise import RotaryEmbedding, Rotation
 
@@ -75,14 +76,14 @@ def idle_kernels(launched: Callable[[str], object] = lambda _: None) -> Iterator
     with ExitStack() as stack:
         stack.enter_context(idle_compiler(lambda kernel, *_: launched(kernel.name)))
         for owner, name in (
-            (layer, "rms_norm"),
-            (layer, "add_rms_norm"),
-            (layer, "silu_and_mul"),
-            (decoder, "rotate_and_write"),
+            (torch_ops, "rms_norm"),
+            (torch_ops, "add_rms_norm"),
+            (torch_ops, "silu_and_mul"),
+            (torch_ops, "rotate_and_write"),
         ):
             stack.enter_context(patch.object(owner, name, getattr(elementwise_triton, name)))
         for owner, name, value in (
-            (layer, "linear", linear),
+            (torch_ops, "linear", linear),
             (decoder, "embedding", _embedding),
             (RotaryEmbedding, "at", _at),
         ):

@@ -32,7 +32,7 @@ from ....ops.narrow_weights import NarrowWeight
 from ....ops.packed_gemm import packed_linear
 from ....ops.rotation import KvSlots
 from ....ops.sparse_gates import sparse_gates
-from ..batch import GemmBackend
+from ..batch import GemmBackend, GemmBackends, GemmKind
 from ..experts import activated, mix_experts
 from ..layers import NormSpec, OutputGate
 from ..nvtx_spans import span
@@ -71,8 +71,8 @@ from .torch_streams import add_to_others, correct_streams, predict_streams, stre
 if TYPE_CHECKING:
     from ....ops.sgmv_triton import Shrunk
 
-#: Index of the logits' GEMM in a step's backends.
-HEAD = 4
+#: A weight of a GEMM, as a device or a CPU keeps it.
+Weight = torch.Tensor | NarrowWeight | RoundingWeight
 
 #: Ops, each with the buffers that nothing reads after it.
 Runs = list[tuple[Run, tuple[str, ...]]]
@@ -127,53 +127,63 @@ def normed(x: torch.Tensor, weight: torch.Tensor, norm: NormSpec, added: torch.T
 
 
 def _gemm(op: Gemm, at: Place) -> Run:
-    """A GEMM with what adapters add, gated or not; in one launch but for shrink where the way has that."""
-    if op.group not in LAYER_GROUPS:
-        return _library_gemm(op, at)
-    read, index, slot, bias, out, gate = reader(op.x), at.index, op.weight, op.bias, op.out, op.silu
-    group = int(op.group)
-    base_name, lora_name = _SPANS[group]
+    """A GEMM with what adapters add, gated or not; in one launch but for shrink where the backend has that."""
+    read, index, slot, bias_slot, out, silu = reader(op.x), at.index, op.weight, op.bias, op.out, op.silu
+    group, offloads = int(op.group), op.group in LAYER_GROUPS
+    base_name, lora_name = _SPANS.get(group, (op.group.name.lower(), f"lora.{op.group.name.lower()}"))
 
     def run(step: Step) -> None:
         names, weights, lora, shrunk = step.names, step.layers[index], step.batch.lora, None
-        x, backend = read(names), step.batch.backends[group]
+        x, weight, bias = read(names), getattr(weights, slot), getattr(weights, bias_slot, None)
+        backend = backend_for(step.batch.backends, weight, bias, silu=silu)
         if lora is not None:
-            lora.offload(group, x, index)
+            if offloads:
+                lora.offload(group, x, index)
             if backend is GemmBackend.EXPANDED:
                 with span(lora_name):
                     shrunk = lora.shrink(group, x, index)
         is_added = lora is None or shrunk is not None
         with span(base_name):
-            y = multiply(
-                backend, x, getattr(weights, slot), getattr(weights, bias), gate=gate and is_added, shrunk=shrunk
-            )
+            y = multiply(backend, x, weight, bias, gate=silu and is_added, shrunk=shrunk)
         if lora is not None and shrunk is None:
             with span(lora_name):
                 lora.add(group, y, x, index)
-            y = silu_and_mul(y) if gate else y
+            y = silu_and_mul(y) if silu else y
         names[out] = y
 
     return run
 
 
-def _library_gemm(op: Gemm, at: Place) -> Run:
-    """A GEMM of the library with what adapters add."""
-    read, index, slot, bias, out, group = reader(op.x), at.index, op.weight, op.bias, op.out, int(op.group)
+def backend_for(
+    backends: GemmBackends,
+    weight: Weight,
+    bias: torch.Tensor | None = None,
+    *,
+    silu: bool = False,
+    is_head: bool = False,
+) -> GemmBackend:
+    """The backend of a GEMM, among those of a step."""
+    if not backends:
+        return GemmBackend.LIBRARY
+    return backends.get(kind_of(weight, bias, silu=silu, is_head=is_head), GemmBackend.LIBRARY)
 
-    def run(step: Step) -> None:
-        weights, x, lora = step.layers[index], read(step.names), step.batch.lora
-        y = multiply(GemmBackend.LIBRARY, x, getattr(weights, slot), getattr(weights, bias, None))
-        if lora is not None:
-            lora.add(group, y, x, index)
-        step.names[out] = y
 
-    return run
+def kind_of(weight: Weight, bias: torch.Tensor | None = None, *, silu: bool = False, is_head: bool = False) -> GemmKind:
+    """The kind of a GEMM with a weight `[outputs, inputs]`."""
+    weight = weight.weight if isinstance(weight, RoundingWeight) else weight
+    form = str(weight.dtype).removeprefix("torch.")
+    if isinstance(weight, NarrowWeight):
+        name = "MXFP4" if weight.float4 else "FP8" if weight.float8 else f"int{weight.bits}"
+        form = f"{name} in groups of {weight.group}"
+        form += " with zeros" * (weight.zeros is not None) + ", rounds inputs" * weight.rounds_inputs
+    outputs, inputs = weight.shape
+    return GemmKind(outputs, inputs, form, bias is not None, silu, is_head)
 
 
 def multiply(
     backend: GemmBackend,
     x: torch.Tensor,
-    weight: torch.Tensor | NarrowWeight | RoundingWeight,
+    weight: Weight,
     bias: torch.Tensor | None = None,
     *,
     gate: bool = False,

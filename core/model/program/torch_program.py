@@ -5,20 +5,20 @@ Tests: tests/core/test_families.py, tests/core/test_hybrids.py
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 
-from ....memory.pages.projections import Group
 from ....ops.attention import GroupedAttention
-from ..batch import BY_LIBRARY, GemmBackend
+from ..batch import BY_LIBRARY, GemmBackends
 from ..layer_weights import LayerWeights
 from ..nvtx_spans import span
 from ..step_lora import StepLora
 from .builder import Kept, LayerProgram
-from .ops import FURTHER, STREAM, STREAMS, Activate, Add, Begin, End, Gemm, Norm, Op, Scale, SparseGates, name_of
+from .ops import FURTHER, STREAM, STREAMS, Add, Begin, End, Gemm, Op, name_of
 from .peepholes import fused, fused_layers
 from .torch_ops import Runs, bind, run_ops
 from .torch_step import Bound, Place, Run, Step, batch_of_parts
@@ -26,8 +26,8 @@ from .torch_step import Bound, Place, Run, Step, batch_of_parts
 #: Buffers that outlive a layer.
 _LASTING = frozenset({STREAM, STREAMS, FURTHER})
 
-#: What is added to the residual stream before GEMMs that are run alone.
-ADDED = "added"
+#: What a GEMM reads that is run alone.
+_ALONE = "alone"
 
 
 class Piece(NamedTuple):
@@ -50,11 +50,11 @@ class TorchProgram:
     def bind(self) -> None:
         """Bind the programs: again, after the model's ranks have changed."""
         programs = self.programs
-        whole, last = fused_layers([program.ops for program in programs])
+        self._whole, last = fused_layers([program.ops for program in programs])
         self.pending = None if last is None else last.y
-        behind = [*(_reads(ops) for ops in whole[1:]), set() if last is None else {last.y}]
+        behind = [*(_reads(ops) for ops in self._whole[1:]), set() if last is None else {last.y}]
         self.layers = [
-            self._bound(index, ops, live) for index, (ops, live) in enumerate(zip(whole, behind, strict=True))
+            self._bound(index, ops, live) for index, (ops, live) in enumerate(zip(self._whole, behind, strict=True))
         ]
         self.mixers = [
             self._bound(index, program.mixers, {kept.name for kept in program.mixed})
@@ -103,40 +103,24 @@ class TorchProgram:
         run_ops(self._bound(index, self.programs[index].mixers[:1], {"a"}), step)
         return step.names["a"]
 
-    def run_gemms(
+    def gemms(self) -> Iterator[tuple[int, Gemm]]:
+        """The GEMMs of all layers as a step runs them, each with its layer."""
+        return ((index, op) for index, ops in enumerate(self._whole) for op in ops if isinstance(op, Gemm))
+
+    def run_gemm(
         self,
-        group: int,
-        backend: GemmBackend,
+        index: int,
+        op: Gemm,
         x: torch.Tensor,
-        residual: torch.Tensor,
-        layers: Sequence[LayerWeights],
+        backends: GemmBackends = BY_LIBRARY,
         lora: StepLora | None = None,
+        weights: LayerWeights | None = None,
     ) -> torch.Tensor:
-        """See `DecoderModel.run_gemms`."""
-        y, batch = x, batch_of_parts(backends=(backend,) * len(BY_LIBRARY), lora=lora)
-        for index, program in enumerate(self.programs[: len(layers)]):
-            ops = around_gemm(program.ops, group)
-            first = next(iter(ops[0].reads))
-            names = {name_of(first): x} if first != STREAM else {STREAM: residual, ADDED: x}
-            out = ops[-1].writes[0]
-            step = Step(batch, layers, names)
-            run_ops(self._bound(index, fused([*([Add(STREAM, ADDED)] if first == STREAM else []), *ops]), {out}), step)
-            y = step.names[out]
-        return y
-
-
-def around_gemm(ops: Sequence[Op], group: int) -> list[Op]:
-    """A layer's GEMM of a group, with the norm before it and the activation after it, where there are."""
-    at = next(index for index, op in enumerate(ops) if isinstance(op, Gemm) and op.group == group)
-    own, gemm = [ops[at]], ops[at]
-    before = (op for op in reversed(ops[:at]) if isinstance(op, Norm) and op.x == STREAM)
-    if (norm := next(before, None)) is not None and norm.out in gemm.reads:
-        own.insert(0, norm)
-    for op in ops[at + 1 :]:
-        if not isinstance(op, Scale | SparseGates | Activate) or group != Group.GATE_UP:
-            break
-        own.append(op)
-    return own
+        """A GEMM of `gemms` alone, of x `[rows, in]`. weights: others than the layer's."""
+        layers = self._layers if weights is None else {index: weights}
+        step = Step(batch_of_parts(backends=backends, lora=lora), layers, {_ALONE: x})
+        run_ops(self._bound(index, [replace(op, x=_ALONE)], {op.out}), step)
+        return step.names[op.out]
 
 
 def _within(name: str, runs: Runs) -> Run:

@@ -91,7 +91,7 @@ class Step:
     """One step of one program: its batch and its buffers."""
 
     batch: Batch
-    layers: Sequence[LayerWeights]
+    layers: Sequence[LayerWeights] | Mapping[int, LayerWeights]
     """The model's, or merged ones."""
 
     names: dict[str, torch.Tensor]

@@ -55,14 +55,17 @@ def chosen(decoder: DecoderModel) -> list[set[bool]]:
     return [{getattr(layer, name).multiplies_float8 for layer in decoder.layers} for name in MATRICES]
 
 
-def test_each_group_takes_the_faster_way_in_all_layers(caplog):
+def test_each_kind_takes_the_faster_way_in_all_layers(caplog):
     caplog.set_level("INFO")
     decoder = decoder_of()
     clock = Clock((2.0, 1.0), (1.0, 2.0), (1.0, 1.01), (1.0, 1.03))
     choose_float8_products(decoder, 72, LateDevice(), clock)
     assert chosen(decoder) == [{True}, {False}, {True}, {False}]
     assert clock.is_done()
-    assert "products of qkv with activations in FP8: in FP8 (µs of 72 rows, 3 layers: 1000000, 2000000)" in caplog.text
+    assert (
+        "products of MIXER_IN 64 → 128 with activations in FP8: in FP8 (µs of 72 rows, 3 layers: 1000000, 2000000)"
+        in caplog.text
+    )
 
 
 def test_wrong_values_and_failures_leave_them_widened(monkeypatch, caplog):
@@ -78,8 +81,8 @@ def test_wrong_values_and_failures_leave_them_widened(monkeypatch, caplog):
     decoder = decoder_of()
     choose_float8_products(decoder, 72, LateDevice(), Clock((2.0, 1.0), (2.0, 1.0)))
     assert chosen(decoder) == [{False}, {False}, {True}, {True}]
-    assert "of qkv are not used: RuntimeError: no kernel" in caplog.text
-    assert "of o are not used: they differ by" in caplog.text
+    assert "of MIXER_IN are not used: RuntimeError: no kernel" in caplog.text
+    assert "of MIXER_OUT are not used: they differ by" in caplog.text
 
 
 def test_nothing_is_chosen_for_weights_that_keep_activations():
@@ -102,12 +105,8 @@ def test_both_ways_compute_a_step_from_the_same_rounded_rows(monkeypatch):
         for layer in decoder.layers:
             for name in MATRICES:
                 setattr(layer, name, replace(getattr(layer, name), multiplies_float8=is_float8))
-        found.append(
-            [
-                decoder.run_gemms(group, GemmBackend.LIBRARY, x, torch.zeros_like(x), decoder.layers[:1])
-                for group, x in enumerate(inputs)
-            ]
-        )
+        places = [places[0] for places in decoder.gemms().values() if places[0].layer is not None]
+        found.append([decoder.run_gemm(place, GemmBackend.LIBRARY, x) for place, x in zip(places, inputs, strict=True)])
     assert len(seen) == 8
     assert all(torch.equal(one, other) for one, other in zip(seen[:4], seen[4:], strict=True))
     for one, other in zip(*found, strict=True):

@@ -17,21 +17,18 @@ triton = pytest.importorskip("triton")
 from triton import compiler  # noqa: E402
 
 from chorus.core.executors.cuda_gemm_backends import (  # noqa: E402
-    NAMES,
     asked_backends,
     choose_combination,
     combinations_of,
     compile_ahead,
     compile_late,
 )
-from chorus.core.model.batch import GemmBackend  # noqa: E402
+from chorus.core.model.batch import GemmBackend, GemmBackends, GemmKind  # noqa: E402
 from chorus.core.model.decoder import DecoderModel  # noqa: E402
 from chorus.core.model.dummy_weights import DummyWeights  # noqa: E402
 from chorus.core.model.layers import AttentionSpec, GatedSpec, LayerSpec  # noqa: E402
 from chorus.core.model.lora_state_cuda import CudaLoraState, StepLimits  # noqa: E402
-from chorus.core.model.program.torch_ops import HEAD  # noqa: E402
 from chorus.core.model.rope_config import RopeConfig  # noqa: E402
-from chorus.core.model.step_lora import DOWN  # noqa: E402
 from chorus.memory.pages.arena import Arena  # noqa: E402
 from chorus.memory.pages.layout import PageLayout  # noqa: E402
 from chorus.ops import dependent_launch, small_gemm_triton  # noqa: E402
@@ -44,6 +41,7 @@ pytestmark = pytest.mark.triton
 
 ATTENTION = AttentionSpec(2, 1, 16, 0.25, RopeConfig(16), qkv_bias=True)
 CONFIG = replace(LLAMA, vocab_size=80, layers=(LayerSpec(ATTENTION, GatedSpec(48)),) * 2)
+DOWN, HEAD = GemmKind(64, 96, "bfloat16"), GemmKind(80, 64, "bfloat16", is_head=True)
 BUCKETS = 1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64
 
 
@@ -101,10 +99,11 @@ def test_base_steps_without_early_launches_are_compiled_beside_each_other(model,
     monkeypatch.setattr(dependent_launch, "is_supported", lambda capability: True)
     monkeypatch.setattr(dependent_launch, "begins_early", cache(lambda device: dependent_launch._allowed))  # noqa: SLF001
     library, small, expanded = GemmBackend.LIBRARY, GemmBackend.SMALL, GemmBackend.EXPANDED
+    qkv, o, gate_up, down, head = kinds = list(decoder.gemms())
     chosen = {
-        1: (small, expanded, expanded, library, small),
-        2: (small,) + (library,) * 4,
-        64: (library,) * 4 + (small,),
+        1: {qkv: small, o: expanded, gate_up: expanded, down: library, head: small},
+        2: {qkv: small},
+        64: {head: small},
     }
     with idle_compiler():
         compile = noting(threads)
@@ -115,24 +114,36 @@ def test_base_steps_without_early_launches_are_compiled_beside_each_other(model,
             assert all(name.startswith("ThreadPoolExecutor") for name in threads), threads
             assert len(threads) == before + 5
             with idle_kernels(), patch.object(compiler, "compile", compile), dependent_launch.only(False):
-                for rows, group in itertools.product(chosen, NAMES):
-                    x, residual = torch.zeros(2, rows, decoder.weight(group).shape[1], dtype=torch.bfloat16).unbind(0)
-                    decoder.run_gemms(group, chosen[rows][group], x, residual, decoder.layers)
+                for rows, kind in itertools.product(chosen, kinds):
+                    for place in decoder.gemms(every=True)[kind]:
+                        x = torch.zeros(rows, kind.inputs, dtype=torch.bfloat16)
+                        decoder.run_gemm(place, chosen[rows].get(kind, library), x)
     assert len(threads) == before + 5, "a product was compiled when it was launched"
 
 
 class Clock:
     """Times of whole steps that vary by up to half a percent. speeds: of each combination of backends."""
 
-    def __init__(self, seed: int, speeds: dict[tuple[GemmBackend, ...], float]):
+    def __init__(self, seed: int, speeds: dict[frozenset[tuple[GemmKind, GemmBackend]], float]):
         self._random, self._speeds, self.asked = random.Random(seed), speeds, []
 
     def __call__(self, backends, has_lora):
         self.asked.append((backends, has_lora))
-        return self._speeds[backends] * (1.1 if has_lora else 1.0) * self._random.uniform(0.995, 1.005) / 1e3
+        return self._speeds[key(backends)] * (1.1 if has_lora else 1.0) * self._random.uniform(0.995, 1.005) / 1e3
 
 
-USABLE = {group: [GemmBackend.SMALL, GemmBackend.EXPANDED] if group != HEAD else [GemmBackend.SMALL] for group in NAMES}
+KINDS = [
+    GemmKind(96, 64, "bfloat16"),
+    GemmKind(64, 64, "bfloat16"),
+    GemmKind(192, 64, "bfloat16", silu=True),
+    DOWN,
+    HEAD,
+]
+USABLE = {kind: [GemmBackend.SMALL, GemmBackend.EXPANDED] if kind != HEAD else [GemmBackend.SMALL] for kind in KINDS}
+
+
+def key(backends: GemmBackends) -> frozenset[tuple[GemmKind, GemmBackend]]:
+    return frozenset(backends.items())
 
 
 @pytest.mark.parametrize(
@@ -150,13 +161,13 @@ def test_ours_serves_unless_a_whole_step_is_clearly_faster_and_every_start_choos
     assert list(combinations) == ["on", "fused", "on, logits by the library", "off"]
     found = set()
     for seed in range(40):
-        clock = Clock(seed, dict(zip(combinations.values(), speeds, strict=True)))
+        clock = Clock(seed, dict(zip(map(key, combinations.values()), speeds, strict=True)))
         backends, note = choose_combination(combinations, clock, expands=True)
-        found.add(backends)
+        found.add(key(backends))
         every = [(each, has_lora) for each in combinations.values() for has_lora in (False, True)]
         assert clock.asked == [each for each in every if each != (combinations["fused"], False)]
         assert note.startswith(" (µs a step, base + LoRA: on ")
-    assert found == {combinations[chosen]}
+    assert found == {key(combinations[chosen])}
 
 
 def test_a_refused_backend_is_in_no_combination_but_each_is_still_timed():
@@ -164,8 +175,8 @@ def test_a_refused_backend_is_in_no_combination_but_each_is_still_timed():
     asked = {**USABLE, DOWN: [], HEAD: []}
     combinations = combinations_of(asked)
     assert len(combinations) == 4
-    assert all(each[DOWN] is each[HEAD] is GemmBackend.LIBRARY for each in combinations.values())
-    clock = Clock(0, dict.fromkeys(combinations.values(), 1.0))
+    assert not any(DOWN in each or HEAD in each for each in combinations.values())
+    clock = Clock(0, dict.fromkeys(map(key, combinations.values()), 1.0))
     choose_combination(combinations, clock, expands=True)
     assert len(clock.asked) == 7
     choose_combination(combinations, clock, expands=False)
@@ -174,7 +185,8 @@ def test_a_refused_backend_is_in_no_combination_but_each_is_still_timed():
 
 def launch_all(decoder: DecoderModel, lora: CudaLoraState, rows: int) -> None:
     """Every product by every way, in all layers, with adapters and without."""
-    for group in NAMES:
-        x, residual = torch.zeros(2, rows, decoder.weight(group).shape[1], dtype=torch.bfloat16).unbind(0)
-        for backend, launches in itertools.product(asked_backends("auto", group, rows), (None, lora.bucket(rows))):
-            decoder.run_gemms(group, backend, x, residual, decoder.layers, launches)
+    for kind, places in decoder.gemms(every=True).items():
+        x = torch.zeros(rows, kind.inputs, dtype=torch.bfloat16)
+        for backend, launches in itertools.product(asked_backends("auto", kind, rows), (None, lora.bucket(rows))):
+            for place in places:
+                decoder.run_gemm(place, backend, x, launches)

@@ -105,14 +105,17 @@ def test_answers_are_those_of_the_model_that_the_weights_stand_for(drive, twins,
     driver = drive(quantization=quantization, small_gemm=small_gemm)
     assert kept(driver) == {NarrowWeight}
     backends = driver.executor.inner.steps.decoding.backends
-    assert {each for of_bucket in backends.values() for each in of_bucket} & {GemmBackend.SMALL, GemmBackend.EXPANDED}
+    assert {each for of_bucket in backends.values() for each in of_bucket.values()} & {
+        GemmBackend.SMALL,
+        GemmBackend.EXPANDED,
+    }
     check(driver, ask(driver, twins[quantization], *REQUESTS))
 
 
 def test_the_library_multiplies_them_too(drive, twins):
     """Where the kernel for few rows was found to be slower or wrong, the weights still take their few bytes."""
     driver = drive(few_rows=False, quantization="int4")
-    assert {*driver.executor.inner.steps.decoding.backends.values()} == {BY_LIBRARY}
+    assert all(each == BY_LIBRARY for each in driver.executor.inner.steps.decoding.backends.values())
     assert kept(driver) == {NarrowWeight}
     check(driver, ask(driver, twins["int4"], *REQUESTS))
 

@@ -100,7 +100,10 @@ def test_small_products_with_vectors(drive, zoo, monkeypatch):
     """A product that would expand adapters in its own launch doesn't where a row has vectors."""
     from chorus.core.model.batch import GemmBackend
 
-    backends = (GemmBackend.EXPANDED,) * 4 + (GemmBackend.LIBRARY,)
-    monkeypatch.setattr(cuda_decode, "choose_gemm_backends", lambda *args, **kwargs: dict.fromkeys(range(9), backends))
+    def expanded(setting, decoder, *args, **kwargs):
+        kinds = (kind for kind in decoder.gemms() if not kind.is_head)
+        return dict.fromkeys(range(9), dict.fromkeys(kinds, GemmBackend.EXPANDED))
+
+    monkeypatch.setattr(cuda_decode, "choose_gemm_backends", expanded)
     driver = drive(graph_capture="off", adapters=["dora", "plain"])
     check(driver, zoo, ["dora", "plain", None], lengths=(1, 4))
