@@ -6,6 +6,7 @@ Tests: tests/core/test_families.py, tests/core/test_parity.py
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -37,13 +38,45 @@ from .program.builder import Kept, layer_program
 from .program.ops import FURTHER, STREAM, STREAMS, Gemm
 from .program.torch_ops import Weight, backend_for, kind_of, multiply, normed, run_ops
 from .program.torch_program import TorchProgram
-from .program.torch_step import Batch, Bound, Flow, Residual, Step
+from .program.torch_step import Batch, Bound, Residual, Step
 from .rope_config import RopeConfig
 from .rounding_weight import RoundingWeight
 from .shadow import INPUTS_ARE_ROUNDED
 from .step_lora import HeadLora, StepLora
 from .streams import streams_of
 from .weights import Pack, Weights
+
+
+@dataclass(slots=True)
+class Flow:
+    """Buffers that pieces of a step hand to each other, in memory that does not move: of `bucket` tokens."""
+
+    x: torch.Tensor
+    """The residual stream `[tokens, hidden]`."""
+
+    streams: torch.Tensor
+    """`[tokens, streams · hidden]`: what layers have in its place where the residual is several streams, no columns
+    where it is one.
+    """
+
+    inputs: torch.Tensor
+    """`[tokens, layers · size]`: further inputs of layers; no columns where they have none."""
+
+    kept: dict[Kept, torch.Tensor]
+    """`[tokens, …]`: what `LayerProgram.reads` and `mixed` say, shared by all layers with buffers of one shape."""
+
+    mixed: tuple[Kept, ...]
+    """Those which mixers write."""
+
+    def of(self, tokens: int) -> Flow:
+        """Of the first tokens alone, in the same memory."""
+        kept = {name: each[:tokens] for name, each in self.kept.items()}
+        return Flow(self.x[:tokens], self.streams[:tokens], self.inputs[:tokens], kept, self.mixed)
+
+    def pad(self, tokens: int) -> None:
+        """Have zeros for what mixers don't write behind so many tokens."""
+        for each in self.mixed:
+            self.kept[each][tokens:].zero_()
 
 
 class GemmPlace(NamedTuple):

@@ -16,12 +16,8 @@ from ...core.model import decoder
 from ...core.model.batch import GemmBackend
 from .idle_engine import GEOMETRY, StubDevice, Wrapper, add, decoding, idle_engine
 
-#: GEMM backends of a layer in a decode step. The logits come from the fake library, which returns numbers.
-_WAYS = {
-    "library": (GemmBackend.LIBRARY,) * 5,
-    "small": (*(GemmBackend.SMALL,) * 4, GemmBackend.LIBRARY),
-    "fused": (*(GemmBackend.EXPANDED,) * 4, GemmBackend.LIBRARY),
-}
+#: GEMM backends of layers in a decode step. The logits come from the fake library, which returns numbers.
+_WAYS = {"library": GemmBackend.LIBRARY, "small": GemmBackend.SMALL, "fused": GemmBackend.EXPANDED}
 
 #: Sequences that decode together with a prompt, or in a decode step; tokens of the prompt.
 _ROWS, _PROMPT = 8, 64
@@ -45,8 +41,9 @@ def decode_launches(work_dir: Path) -> list[dict[str, Any]]:
                 engine.merge(min(engine.store.names()))
                 while engine.merging.is_under_way:
                     engine.step()
-            for by, backends in _WAYS.items():
-                steps.backends = dict.fromkeys(steps.backends, backends)
+            kinds = [kind for kind in engine.executor.steps.decoder.gemms() if not kind.is_head]
+            for by, backend in _WAYS.items():
+                steps.backends = dict.fromkeys(steps.backends, dict.fromkeys(kinds, backend))
                 engine.step()
                 rows.append(_row(step, adapters, by, layers[-1]))
             _abort(engine, ids)

@@ -16,6 +16,7 @@ import torch
 
 from ...core.config import EngineConfig
 from ...core.engine import Engine
+from ...core.model.batch import GemmBackends
 from ...core.requests.request import Request
 from ...core.requests.request_params import RequestParams
 from ...core.requests.types import RequestOutput
@@ -134,7 +135,7 @@ class Subject:
             "capture_seconds": sum(seconds),
             "slowest_capture_seconds": max(seconds, default=0.0),
             "graph_bytes": sum(step.num_bytes for step in report),
-            "ways": {str(bucket): [str(way) for way in chosen] for bucket, chosen in backends.items()},
+            "ways": {str(bucket): _names(chosen) for bucket, chosen in backends.items()},
         }
 
     # -- requests
@@ -349,3 +350,11 @@ class Subject:
             store.images.wait(0.01)
         if store.tier(adapter) is not tier:
             raise Unsettled(f"{adapter} should be in tier {tier} but is in {store.tier(adapter)}")
+
+
+def _names(backends: GemmBackends) -> dict[str, str]:
+    """The backend of each kind of GEMM that the library does not compute."""
+    return {
+        f"{kind.inputs} → {kind.outputs} in {kind.form}{', logits' * kind.is_head}": str(backend)
+        for kind, backend in backends.items()
+    }

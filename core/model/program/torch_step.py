@@ -55,38 +55,6 @@ class Residual(NamedTuple):
 
 
 @dataclass(slots=True)
-class Flow:
-    """Buffers that pieces of a step hand to each other, in memory that does not move: of `bucket` tokens."""
-
-    x: torch.Tensor
-    """The residual stream `[tokens, hidden]`."""
-
-    streams: torch.Tensor
-    """`[tokens, streams · hidden]`: what layers have in its place where the residual is several streams, no columns
-    where it is one.
-    """
-
-    inputs: torch.Tensor
-    """`[tokens, layers · size]`: further inputs of layers; no columns where they have none."""
-
-    kept: dict[Kept, torch.Tensor]
-    """`[tokens, …]`: what `LayerProgram.reads` and `mixed` say, shared by all layers with buffers of one shape."""
-
-    mixed: tuple[Kept, ...]
-    """Those which mixers write."""
-
-    def of(self, tokens: int) -> Flow:
-        """Of the first tokens alone, in the same memory."""
-        kept = {name: each[:tokens] for name, each in self.kept.items()}
-        return Flow(self.x[:tokens], self.streams[:tokens], self.inputs[:tokens], kept, self.mixed)
-
-    def pad(self, tokens: int) -> None:
-        """Have zeros for what mixers don't write behind so many tokens."""
-        for each in self.mixed:
-            self.kept[each][tokens:].zero_()
-
-
-@dataclass(slots=True)
 class Step:
     """One step of one program: its batch and its buffers."""
 

@@ -983,7 +983,9 @@ def test_products_are_by_what_takes_least_time_of_whole_steps(tiny, float32_prod
     assert {captures for *_, captures in device.asked} == {0}, "graphs were captured before the choice"
     assert device.num_captures
     found = {(name_of(backends), lora) for backends, rows, lora, _ in device.asked if rows == 4}
-    assert found == {(backends, lora) for backends in (on, fused, mixed, off) for lora in (False, True)}
+    assert found == {(backends, lora) for backends in (on, fused, mixed, off) for lora in (False, True)} - {
+        (fused, False)
+    }
     times = (
         "(µs a step, base + LoRA: on 6000 + 7000, fused 6000 + 6000, on, logits by the library 6000 + 7000, off 7000"
     )
