@@ -20,8 +20,8 @@ import torch
 
 from .lora_offload import Offloading, OffloadTables, described
 from .native_descriptors import (
+    ATTENTION_WEIGHTS,
     ELEMENT_OF,
-    HEAD_NORMS,
     LAYER_WEIGHTS,
     LOGPROB_ROW,
     PROJECTIONS,
@@ -481,7 +481,7 @@ def _described_layers(layers: Sequence[Any], model: NativeModel) -> Any:
     """Descriptors of layers; what they point to must live as long."""
     descriptors = (LayerDescriptor * len(layers))()
     for index, (descriptor, layer, own) in enumerate(zip(descriptors, layers, model.values, strict=True)):
-        for name in (*LAYER_WEIGHTS, *HEAD_NORMS):
+        for name in (*LAYER_WEIGHTS, *ATTENTION_WEIGHTS):
             setattr(descriptor, name, _data_of(getattr(layer, name)))
         for place, name in enumerate(PROJECTIONS):
             descriptor.integers[place] = described_integers(getattr(layer, name))

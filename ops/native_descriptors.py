@@ -122,7 +122,8 @@ LAYER_WEIGHTS = (
 )
 """A layer's weights, null where it has none."""
 
-HEAD_NORMS = ("q_norm", "k_norm")
+ATTENTION_WEIGHTS = ("q_norm", "k_norm", "sinks")
+"""Of a layer's attention, likewise."""
 
 
 class LayerDescriptor(Structure):
@@ -131,7 +132,7 @@ class LayerDescriptor(Structure):
     _fields_ = [
         *((name, c_void_p) for name in LAYER_WEIGHTS),
         ("integers", IntegersDescriptor * len(PROJECTIONS)),
-        *((name, c_void_p) for name in (*HEAD_NORMS, "cos", "sin", "query_factors")),
+        *((name, c_void_p) for name in (*ATTENTION_WEIGHTS, "cos", "sin", "query_factors")),
         *((name, c_float) for name in ("scale", "softcap", "k_scale", "v_scale", "residual_multiplier")),
         *(
             (name, c_int32)

@@ -83,7 +83,6 @@ def _other_parts(config: ModelConfig) -> dict[str, bool | str]:
         "layer of one part": "such" if not all(layer.is_whole for layer in config.layers) else False,
         "mixture of experts": f"{config.num_experts} experts" if config.num_experts else False,
         "latent attention": any(mixer.latent is not None for mixer in mixers),
-        "attention sinks": "them" if any(mixer.sinks for mixer in mixers) else False,
         "chunks of attention": "them" if config.chunked else False,
         "attention of several shapes": bool(config.attention_shapes[1:]),
         "further input of layers": config.layer_inputs is not None,

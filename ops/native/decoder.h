@@ -271,7 +271,8 @@ class Decoder final : public AnyDecoder {
                                   w.scale * w.k_scale,
                                   w.v_scale,
                                   w.softcap,
-                                  w.window};
+                                  w.window,
+                                  w.sinks};
         if (w.norms_all_heads) normalise_heads(me, w, step.tokens, y);
         auto rotate = [&](int t, int first, int count) {
             for (int h = first; h < first + count; h++)

@@ -33,6 +33,7 @@ struct LayerDesc {
     const float* bias[kGroups];  // [outputs]; null where there is none
     Integers integers[kGroups];  // how weights are whole numbers
     const float *q_norm, *k_norm;  // [head_dim], or of all heads; null where there is none
+    const float* sinks;  // [heads]; null where there is none
     const float *cos, *sin;  // [positions, rotary_dim]: of each element; with the attention factor
     const float* query_factors;  // [positions]; null: queries have none
     float scale;  // of scores

@@ -33,7 +33,7 @@ constexpr Field kLayout[] = {
         NAMED(LayerDesc, gate_up, weights[kGateUp]), NAMED(LayerDesc, gate_up_bias, bias[kGateUp]),
         NAMED(LayerDesc, down, weights[kDown]), NAMED(LayerDesc, down_bias, bias[kDown]),
         AT(LayerDesc, integers),
-        AT(LayerDesc, q_norm), AT(LayerDesc, k_norm), AT(LayerDesc, cos), AT(LayerDesc, sin), AT(LayerDesc, query_factors),
+        AT(LayerDesc, q_norm), AT(LayerDesc, k_norm), AT(LayerDesc, sinks), AT(LayerDesc, cos), AT(LayerDesc, sin), AT(LayerDesc, query_factors),
         AT(LayerDesc, scale),
         AT(LayerDesc, softcap), AT(LayerDesc, k_scale), AT(LayerDesc, v_scale), AT(LayerDesc, residual_multiplier), AT(LayerDesc, window), AT(LayerDesc, rotary_dim),
         AT(LayerDesc, interleaved), AT(LayerDesc, norms_all_heads), AT(LayerDesc, parallel),

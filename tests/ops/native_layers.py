@@ -45,6 +45,7 @@ class Kind:
     attention_factor: float = 1.0
     alternating: bool = False
     head_norm: HeadNorm | None = None
+    sinks: bool = False
     norms: Norms = Norms.BEFORE
     centered: bool = False
     residual_multiplier: float = 1.0
@@ -81,6 +82,7 @@ class Kind:
             self.window,
             softcap=self.softcap,
             head_norm=self.head_norm,
+            sinks=self.sinks,
             qkv_bias=self.biased,
             o_bias=self.biased,
         )
@@ -109,6 +111,7 @@ class Weights:
     down_bias: torch.Tensor | None
     q_norm: torch.Tensor | None
     k_norm: torch.Tensor | None
+    sinks: torch.Tensor | None
     whole: dict[str, WholeNumbers] = field(default_factory=dict)
     """Projections that are packed as whole numbers."""
 
@@ -246,6 +249,7 @@ class Model:
             self._vector(hidden, 0.0, kind.biased),
             self._vector(q if every else kind.head_dim, 1.0, own),
             self._vector(kv if every else kind.head_dim, 1.0, own),
+            self._vector(kind.heads, 1.0, kind.sinks),
         )
 
     def _matrix(self, rows: int, columns: int, scale: float) -> torch.Tensor:
@@ -402,7 +406,10 @@ class _Layer:
         position = torch.arange(len(x))
         age = position[:, None] - position
         seen = (age >= 0) & (age < (spec.window or len(x)))
-        attended = scores.masked_fill(~seen, -math.inf).softmax(-1) @ v
+        scores = scores.masked_fill(~seen, -math.inf)
+        if weights.sinks is not None:
+            scores = torch.cat((scores, weights.sinks.double()[:, None, None].expand(-1, len(x), 1)), 2)
+        attended = scores.softmax(-1)[..., : len(x)] @ v
         return self.project(attended.transpose(0, 1).flatten(1), weights.o, weights.o_bias, LLAMA[3:4])
 
     def stored(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -470,6 +477,7 @@ def shares(model: Model, ranks: int, positions: int) -> list[native_model.Native
                 gate_up_bias=of(rank, *cut(layer.gate_up_bias, kind.ffn, kind.ffn)),
                 q_norm=of(rank, layer.q_norm) if every_head else layer.q_norm,
                 k_norm=of(rank, layer.k_norm) if every_head else layer.k_norm,
+                sinks=of(rank, layer.sinks),
                 o=layer.o.chunk(ranks, dim=1)[rank].contiguous(),
                 o_bias=None if rank else layer.o_bias,
                 down=layer.down.chunk(ranks, dim=1)[rank].contiguous(),

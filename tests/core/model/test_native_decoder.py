@@ -98,6 +98,7 @@ class TestRefusals:
         [
             LAYER,
             changed(rope=None, window=8, softcap=2.0, head_norm=HeadNorm.ALL),
+            changed(sinks=True, window=8),
             changed(rope=replace(ROPE, dim=6, interleaved=True)),
             replace(LAYER, norms=Norms.PARALLEL, feed_forward=GatedSpec(80, Activation.GELU_TANH)),
         ],
@@ -108,9 +109,6 @@ class TestRefusals:
     def test_experts_are_refused(self):
         sparse = replace(LAYER, feed_forward=Experts(16, 40, Routing(2)))
         assert refusal(LAYER, sparse) == "it has no mixture of experts, and this model's layers have 16 experts"
-
-    def test_sinks_are_refused(self):
-        assert refusal(LAYER, changed(sinks=True)) == "it has no attention sinks, and this model's layers have them"
 
     def test_gates_in_a_projection_of_their_own_and_norms_of_parallel_parts_are_refused(self):
         gated = refusal(LAYER, changed(output_gate=OutputGate.APART))
