@@ -20,10 +20,10 @@ import torch
 
 from .lora_offload import Offloading, OffloadTables, described
 from .native_descriptors import (
-    ATTENTION_WEIGHTS,
     ELEMENT_OF,
     LAYER_WEIGHTS,
     LOGPROB_ROW,
+    OTHER_WEIGHTS,
     PROJECTIONS,
     SAMPLE_ROW,
     AdapterDescriptor,
@@ -163,7 +163,7 @@ class NativeDecoder:
             hidden=model.hidden, ffn=model.ffn, layers=len(model.layers), heads=model.heads, kv_heads=model.kv_heads,
             head_dim=model.head_dim, vocab=model.vocab, block_tokens=model.block_tokens,
             page_groups=model.page_groups, num_products=len(model.products), eps=model.eps,
-            centered=model.centered, embedding_multiplier=model.embedding_multiplier,
+            centered=model.centered, biased=model.biased, embedding_multiplier=model.embedding_multiplier,
             logits_scale=model.logits_scale, logits_softcap=model.logits_softcap, layer=layers,
             products=described_products(model.products),
             embed=_pointer(model.embed), lm_head=_data_of(model.lm_head),
@@ -481,7 +481,7 @@ def _described_layers(layers: Sequence[Any], model: NativeModel) -> Any:
     """Descriptors of layers; what they point to must live as long."""
     descriptors = (LayerDescriptor * len(layers))()
     for index, (descriptor, layer, own) in enumerate(zip(descriptors, layers, model.values, strict=True)):
-        for name in (*LAYER_WEIGHTS, *ATTENTION_WEIGHTS):
+        for name in (*LAYER_WEIGHTS, *OTHER_WEIGHTS):
             setattr(descriptor, name, _data_of(getattr(layer, name)))
         for place, name in enumerate(PROJECTIONS):
             descriptor.integers[place] = described_integers(getattr(layer, name))

@@ -84,6 +84,11 @@ class NativeActivation(IntEnum):
     """By tanh, as torch's `gelu(approximate="tanh")`."""
     CLAMPED_SWIGLU = 2
     """Of experts only: it has parameters."""
+    GELU_ALONE = 3
+    """As GELU, without a gate; so are all below."""
+    GELU_BY_ERF = 4
+    RELU_SQUARED = 5
+    XIELU = 6
 
 
 class NativeScoring(IntEnum):
@@ -122,8 +127,8 @@ LAYER_WEIGHTS = (
 )
 """A layer's weights, null where it has none."""
 
-ATTENTION_WEIGHTS = ("q_norm", "k_norm", "sinks")
-"""Of a layer's attention, likewise."""
+OTHER_WEIGHTS = ("q_norm", "k_norm", "sinks", "xielu")
+"""A layer's further weights, likewise."""
 
 
 class LayerDescriptor(Structure):
@@ -132,7 +137,7 @@ class LayerDescriptor(Structure):
     _fields_ = [
         *((name, c_void_p) for name in LAYER_WEIGHTS),
         ("integers", IntegersDescriptor * len(PROJECTIONS)),
-        *((name, c_void_p) for name in (*ATTENTION_WEIGHTS, "cos", "sin", "query_factors")),
+        *((name, c_void_p) for name in (*OTHER_WEIGHTS, "cos", "sin", "query_factors")),
         *((name, c_float) for name in ("scale", "softcap", "k_scale", "v_scale", "residual_multiplier")),
         *(
             (name, c_int32)
@@ -160,7 +165,7 @@ class ModelDescriptor(Structure):
         *((name, c_int32) for name in
           ("hidden", "ffn", "layers", "heads", "kv_heads", "head_dim", "vocab", "block_tokens",
            "page_groups", "num_products")),
-        ("eps", c_float), ("centered", c_int32),
+        ("eps", c_float), ("centered", c_int32), ("biased", c_int32),
         *((name, c_float) for name in ("embedding_multiplier", "logits_scale", "logits_softcap")),
         ("layer", POINTER(LayerDescriptor)), ("products", POINTER(ProductDescriptor)),
         *((name, c_void_p) for name in ("embed", "lm_head")),

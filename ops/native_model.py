@@ -154,7 +154,10 @@ class NativeModel:
     """`[pages, elems]`."""
 
     centered: bool = False
-    """Norms subtract the mean: LayerNorm without bias."""
+    """Norms subtract the mean: LayerNorm."""
+
+    biased: bool = False
+    """Norms have biases: their weights are `[2, hidden]`. Those of heads have none."""
 
     embedding_multiplier: float = 1.0
     logits_scale: float = 1.0

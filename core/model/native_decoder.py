@@ -18,6 +18,7 @@ from ...ops import native, native_integers, native_library, native_model
 from ...ops.elementwise import rotary_table
 from ...ops.float8_kv import KvScales
 from ...ops.lora_offload import Offloading
+from ...ops.native_descriptors import NativeActivation
 from ...ops.ranks import Ranks
 from ...ops.sampling import RowSamplingParams
 from ...ops.sgmv import AdapterRows, Segments
@@ -28,7 +29,6 @@ from .layer_weights import MATRICES, LayerWeights
 from .layers import (
     Activation,
     AttentionSpec,
-    ClampedSwiglu,
     GatedSpec,
     HeadNorm,
     LayerSpec,
@@ -46,9 +46,17 @@ from .rope_config import RopeConfig
 from .shadow import INPUTS_ARE_ROUNDED
 from .weights import Weights
 
-_ACTIVATIONS: dict[Activation | UngatedActivation | ClampedSwiglu, native_model.NativeActivation] = {
-    Activation.SILU: native_model.NativeActivation.SILU,
-    Activation.GELU_TANH: native_model.NativeActivation.GELU,
+_ACTIVATIONS = {
+    Activation.SILU: NativeActivation.SILU,
+    Activation.GELU_TANH: NativeActivation.GELU,
+}
+
+#: Of feed-forward parts without a gate. Their names are those of others.
+_UNGATED = {
+    UngatedActivation.GELU_TANH: NativeActivation.GELU_ALONE,
+    UngatedActivation.GELU: NativeActivation.GELU_BY_ERF,
+    UngatedActivation.RELU_SQUARED: NativeActivation.RELU_SQUARED,
+    UngatedActivation.XIELU: NativeActivation.XIELU,
 }
 
 
@@ -69,10 +77,6 @@ def why_unsupported(config: ModelConfig, dtype: torch.dtype) -> str | None:
     gate = config.attention.output_gate
     if gate is OutputGate.BESIDE_QUERIES and any(it.head_norm is HeadNorm.ALL for it in config.attention_layers):
         return "it has no norm of all heads where queries have gates of attention's output between them"
-    unknown = {layer.feed_forward.activation for layer in config.layers if layer.feed_forward} - set(_ACTIVATIONS)
-    if unknown:
-        names = ", ".join(sorted(map(str, unknown)))
-        return f"it has the activations {', '.join(map(str, _ACTIVATIONS))}, and this model's is {names}"
     return None
 
 
@@ -89,8 +93,6 @@ def _other_parts(config: ModelConfig) -> dict[str, bool | str]:
         "attention with another layer's keys": len(config.kv_layers) < len(mixers),
         "norm of values": any(mixer.value_norm for mixer in mixers),
         "factor of a layer's output": any(layer.scaled for layer in config.layers),
-        "feed-forward part without a gate": any(isinstance(it.feed_forward, UngatedSpec) for it in config.layers),
-        "norm with a bias": config.norm.biased,
         "bias of the output projection": config.head_bias,
         "norm of a parallel part's own": any(it.norms is Norms.PARALLEL_APART for it in config.layers),
         "gate of attention's output apart": any(mixer.output_gate is OutputGate.APART for mixer in mixers),
@@ -137,7 +139,8 @@ class NativeDecoderModel:
         model = native_model.NativeModel(
             hidden=config.hidden_size, ffn=config.intermediate_size, heads=config.num_heads,
             kv_heads=config.num_kv_heads, head_dim=config.head_dim, vocab=vocab,
-            block_tokens=arena.layout.block_tokens, eps=config.norm.eps, centered=config.norm.centered,
+            block_tokens=arena.layout.block_tokens, eps=config.norm.eps,
+            centered=config.norm.centered, biased=config.norm.biased,
             layers=self.layers, values=layer_values(config.layers, max_model_len, arena.layout, kv_scales),
             float8_kv=arena.layout.float8_kv,
             products=config.projections.products, product_of=config.projections.product_of,
@@ -300,9 +303,12 @@ def _recurrent_values(layer: LayerSpec, state_layer: int) -> native_model.LayerV
     )
 
 
-def _activation(layer: LayerSpec) -> native_model.NativeActivation:
-    assert layer.feed_forward is not None, "the library has no layers of one part"
-    return _ACTIVATIONS[layer.feed_forward.activation]
+def _activation(layer: LayerSpec) -> NativeActivation:
+    part = layer.feed_forward
+    if isinstance(part, UngatedSpec):
+        return _UNGATED[part.activation]
+    assert isinstance(part, GatedSpec), "the library has neither layers of one part nor experts"
+    return _ACTIVATIONS[part.activation]
 
 
 def _native_recurrent(

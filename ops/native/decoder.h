@@ -19,6 +19,7 @@
 #include "ranks.h"
 #include "sampling.h"
 #include "short_conv.h"
+#include "ungated.h"
 
 namespace chorus {
 
@@ -79,7 +80,9 @@ class Decoder final : public AnyDecoder {
           delta_(model.delta),
           short_conv_(model.delta),
           mamba_(model.delta),
-          attention_scratch_(team_.most()) {}
+          attention_scratch_(team_.most()) {
+        for (const LayerDesc& w : layers_) gates_[w.product[kGateUp]] = is_gated(w.activation);
+    }
 
     void forward(const StepDesc& step) override {
         plan(step);
@@ -140,6 +143,7 @@ class Decoder final : public AnyDecoder {
     int q_rows() const { return q_size() << m_.output_gate; }
     int kv_size() const { return m_.kv_heads * m_.head_dim; }
     int outputs(const LayerDesc& w, Group g) const { return projections_.products().outputs(w.product[g]); }
+    int ffn(const LayerDesc& w) const { return projections_.products().inputs(w.product[kDown]); }
 
     // Buffers and units of work of the step, the same for all layers.
     void plan(const StepDesc& step) {
@@ -147,7 +151,7 @@ class Decoder final : public AnyDecoder {
         projections_.plan(step);
         const Products& products = projections_.products();
         const int widest = products.most([&](int p) {  // of what is kept of products
-            return products.group(p) == kGateUp && projections_.gated() ? 0 : products.outputs(p);
+            return gates_[p] && projections_.gated(p) ? 0 : products.outputs(p);
         });
         grow_rows(x_, tokens, m_.hidden);
         grow_rows(y_, tokens, widest);
@@ -155,7 +159,8 @@ class Decoder final : public AnyDecoder {
         grow_rows(q_, tokens, q_size());
         grow_rows(attended_, tokens, std::max(q_size(), m_.delta.v_size()));
         if (m_.delta.v_heads) plan_mixer(step);
-        grow_rows(act_, tokens, m_.ffn);
+        grow_rows(act_, tokens,
+                  products.most([&](int p) { return products.group(p) == kDown ? products.inputs(p) : 0; }));
         decode_ = projections_.few() && step.tokens == step.rows;
         if (decode_) {
             decode_units(step.kv_lens, step.rows, m_.kv_heads, team_.size(), decodes_.units);
@@ -174,8 +179,8 @@ class Decoder final : public AnyDecoder {
     // A thread's part of a step.
     void walk(const StepDesc& step, Team::Member& me) {
         const int tokens = step.tokens, hidden = m_.hidden;
-        const Rows<float> x = rows_of(x_, hidden), y = rows_of(y_, 2 * m_.ffn);
-        const Rows<X> normed = rows_of(normed_, hidden), act = rows_of(act_, m_.ffn);
+        const Rows<float> x = rows_of(x_, hidden);
+        const Rows<X> normed = rows_of(normed_, hidden);
         const bool waits = step.segment_ready || step.model_ready;
         // Not by parts: a team's very first phase has the tag that untouched shares have.
         if (waits) team_.each(me, 1, [&](int) { wait_for_layer(step, 0); });
@@ -194,15 +199,7 @@ class Decoder final : public AnyDecoder {
             const Rows<X> mixed = mix(step, me, w, l);
             add_to_residual(me, task(step, w, l, kO, mixed, x), w.attention_out_norm, w.residual_multiplier);
             if (!w.parallel) normalise(me, tokens, w.mlp_norm);
-            const LoraTask<T> gate_up = task(step, w, l, kGateUp, normed, y);
-            if (projections_.gated()) {
-                projections_.run_gated(me, gate_up, w.activation, act);
-            } else {
-                run_product(me, gate_up);
-                each_part(team_, me, tokens,
-                          [&](int t, bool) { activate(w.activation, y[t], y[t] + m_.ffn, m_.ffn, act[t]); });
-            }
-            add_to_residual(me, task(step, w, l, kDown, act, x), w.mlp_out_norm, w.residual_multiplier);
+            feed_forward(step, me, w, l);
         }
         team_.each(me, step.logits_wanted + step.states_wanted,
                    [&](int r) { norm_.run(x[step.logit_tokens[r]], m_.norm, hidden, normed[r]); });
@@ -223,6 +220,25 @@ class Decoder final : public AnyDecoder {
         const int inputs = projections_.products().inputs(w.product[g]);
         const Weights<T> weights{w.weights[g], w.bias[g], outputs(w, g), inputs, w.integers[g]};
         return {step, w.product[g], l, weights, x, y, false};
+    }
+
+    // Add to the residual stream what the feed-forward part of layer l makes of normed, with weights w.
+    void feed_forward(const StepDesc& step, Team::Member& me, const LayerDesc& w, int l) {
+        const int size = ffn(w), width = outputs(w, kGateUp);
+        const Rows<float> y = rows_of(y_, width);
+        const Rows<X> act = rows_of(act_, size);
+        const LoraTask<T> up = task(step, w, l, kGateUp, rows_of(normed_, m_.hidden), y);
+        if (is_gated(w.activation) && projections_.gated(w.product[kGateUp])) {
+            projections_.run_gated(me, up, w.activation, act);
+        } else {
+            run_product(me, up);
+            each_part(team_, me, step.tokens, [&](int t, bool) {
+                if (is_gated(w.activation)) activate(w.activation, y[t], y[t] + size, size, act[t]);
+                else activate_alone(w.activation, w.xielu, y[t], size, act[t]);
+            });
+        }
+        const LoraTask<T> down = task(step, w, l, kDown, act, rows_of(x_, m_.hidden));
+        add_to_residual(me, down, w.mlp_out_norm, w.residual_multiplier);
     }
 
     // What the mixer of layer l makes of normed, with weights w.
@@ -309,8 +325,8 @@ class Decoder final : public AnyDecoder {
     void normalise_heads(Team::Member& me, const LayerDesc& w, int tokens, Rows<float> y) {
         if (!ranks_) {
             each_part(team_, me, tokens, [&](int t, bool) {
-                norm_.run(y[t], w.q_norm, q_size(), y[t]);
-                norm_.run(y[t] + q_rows(), w.k_norm, kv_size(), y[t] + q_rows());
+                head_norm_.run(y[t], w.q_norm, q_size(), y[t]);
+                head_norm_.run(y[t] + q_rows(), w.k_norm, kv_size(), y[t] + q_rows());
             });
             return;
         }
@@ -464,7 +480,7 @@ class Decoder final : public AnyDecoder {
             const int head = kv_head * cache.group + i;
             float* x = key ? y + q_rows() + kv_head * head_dim : y + (head << m_.output_gate) * head_dim;
             if (const float* norm = w.norms_all_heads ? nullptr : key ? w.k_norm : w.q_norm)
-                norm_.run(x, norm, head_dim, x);
+                head_norm_.run(x, norm, head_dim, x);
             if (!key && w.query_factors)
                 for (int d = 0; d < head_dim; d++) x[d] *= w.query_factors[step.positions[t]];
             if (key) store(cache.k + place, w.k_scale, scratch, [&](T* to) { rotation.run(x, head_dim, to); });
@@ -491,10 +507,12 @@ class Decoder final : public AnyDecoder {
     }
 
     ModelDesc m_;
-    const Norm norm_{m_.eps, m_.centered != 0};
+    const Norm norm_{m_.eps, m_.centered != 0, m_.biased != 0};
+    const Norm head_norm_{m_.eps, m_.centered != 0, false};  // of heads
     std::vector<LayerDesc> layers_;
     Team team_;
     Projections<T> projections_;
+    std::vector<char> gates_ = std::vector<char>(m_.num_products);  // of each product: whether it is of gate and up
     EmbeddingLora<T> embedding_lora_;
     OutputHead<T> head_;
     Merge<T> merge_;

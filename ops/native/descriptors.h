@@ -28,12 +28,14 @@ struct ProductDesc {
 
 // The descriptors mirror the ctypes structures of ops/native_descriptors.py, field by field: layout.h has both compared.
 struct LayerDesc {
-    const float *attention_norm, *attention_out_norm, *mlp_norm, *mlp_out_norm;  // [hidden]; null where there is none
+    const float *attention_norm, *attention_out_norm, *mlp_norm,
+        *mlp_out_norm;  // [hidden], or [2, hidden] with a bias; null where there is none
     const void* weights[kGroups];  // packed panels
     const float* bias[kGroups];  // [outputs]; null where there is none
     Integers integers[kGroups];  // how weights are whole numbers
     const float *q_norm, *k_norm;  // [head_dim], or of all heads; null where there is none
     const float* sinks;  // [heads]; null where there is none
+    const float* xielu;  // [4]: parameters of that activation
     const float *cos, *sin;  // [positions, rotary_dim]: of each element; with the attention factor
     const float* query_factors;  // [positions]; null: queries have none
     float scale;  // of scores
@@ -55,14 +57,14 @@ struct LayerDesc {
 struct ModelDesc {
     int32_t hidden, ffn, layers, heads, kv_heads, head_dim, vocab, block_tokens, page_groups, num_products;
     float eps;
-    int32_t centered;  // 1: norms subtract the mean
+    int32_t centered, biased;  // 1: norms subtract the mean, and have biases
     float embedding_multiplier, logits_scale;
     float logits_softcap;  // logits x become logits_softcap · tanh(x / logits_softcap); 0: they stay
     const LayerDesc* layer;
     const ProductDesc* products;
     const void *embed, *lm_head;  // [vocab, hidden] as it is; packed panels
     Integers lm_head_integers;
-    const float* norm;  // [hidden]
+    const float* norm;  // [hidden], or [2, hidden] with a bias
     void* arena;
     int64_t page_elems, page_bytes;
     int32_t float8_kv;  // 1: K and V are in FP8

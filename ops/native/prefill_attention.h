@@ -170,9 +170,8 @@ inline void attend_tile(const PagedCache<T>& cache, const QueryTile<Act<T>>& til
     }
     float factor[ROWS];
     for (int r = 0; r < ROWS; r++)
-        factor[r] =
-            weights_of<X>(cache, scores[r], tile.first[r], tile.visible[r], (most + kLanes - 1) / kLanes * kLanes,
-                          tile.head[r]);
+        factor[r] = weights_of<X>(cache, scores[r], tile.first[r], tile.visible[r],
+                                  (most + kLanes - 1) / kLanes * kLanes, tile.head[r]);
     const Rows<const X> weights{(const X*)scores.data, padded * (long)(sizeof(float) / sizeof(X))};
     weigh<X, ROWS>(tile, weights, (const X*)scratch.values.data(), factor, head_dim);
 }

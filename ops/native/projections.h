@@ -42,13 +42,14 @@ class Projections {
 
     const Products& products() const { return products_; }
     bool few() const { return few_; }      // the step has few tokens
-    bool gated() const { return gated_; }  // it has many, and gate and up have panels of their own
+    // True if it has many, and gate and up of the product have panels of their own.
+    bool gated(int p) const { return gated_ && products_.outputs(p) % (2 * kPanel) == 0; }
 
     // Units of work of the step, the same for all layers.
     void plan(const StepDesc& step) {
         const Segments& segments = step.segments;
         few_ = step.tokens <= kFewTokens;
-        gated_ = !few_ && m_.ffn % kPanel == 0 && !step.offloaded;
+        gated_ = !few_ && !step.offloaded;
         int rank = 0, levels = 1;
         fused_ = false;
         for (int s = 0; s < segments.count; s++) {
@@ -151,12 +152,12 @@ class Projections {
     void run_gated(Team::Member& me, const LoraTask<T>& task, Activation activation, Rows<X> act) {
         const Product<T> product{task.x, task.step.tokens, task.w, {}, scratch_[me.thread].fixed.begin(),
                                  false,  &chunks_.cuts()};
-        const int panels = m_.ffn / kPanel;
+        const int size = products_.outputs(task.product) / 2, panels = size / kPanel;
         chunks_.each_tile(team_, me, panels, [&](int i, bool) {
             shrink_chunk(me, task, i / panels);
             const Tile gate = product.tile_of(i / panels * 2 * panels + i % panels);
             Tile up = gate;
-            up.column += m_.ffn;
+            up.column += size;
             const Rows<float> out{scratch_[me.thread].gated.data(), 2 * kPanel};
             run_tile(me, task, product, gate, out, true);
             run_tile(me, task, product, up, out.from(0, kPanel), true);

@@ -15,11 +15,12 @@ from chorus.core.executors.cpu import CpuExecutor
 from chorus.core.model.config import UnsupportedModel
 from chorus.core.model.decoder import DecoderModel
 from chorus.core.model.families import FAMILIES as SERVED
-from chorus.core.model.native_decoder import NativeDecoderModel
+from chorus.core.model.native_decoder import NativeDecoderModel, why_unsupported
 from chorus.core.model.read_config import read_model_config
 from chorus.core.requests.request import Request
 from chorus.core.requests.request_params import RequestParams
 from chorus.graphs.runner import StepMode
+from chorus.ops import native_library
 
 from .merging.test_merged import merge
 from .test_family_paths import answers, check_variety, told
@@ -27,11 +28,13 @@ from .tiny_families import (
     ADAPTERS,
     BY_ANOTHER,
     BY_TORCH,
+    EVERY,
     EXPERTS,
     FAMILIES,
     HYBRIDS,
     RENAMED,
     SHAPES,
+    TORCH_HYBRIDS,
     TWO_MIXERS,
     save_family,
 )
@@ -40,6 +43,33 @@ pytestmark = [pytest.mark.numerics, pytest.mark.wide]
 
 BF16_LOGITS_ERROR = 3e-2
 """Relative L2 error of bfloat16 logits that is taken for rounding; measured: at most 2.1e-2 (Llama: 1.1e-2)."""
+
+
+REFUSED = {
+    "cohere-normed": "LayerNorm of heads",
+    "hunyuan": "norm of heads after",
+    "nanochat": "norm of heads without weights",
+    "phi-2": "bias of the output projection",
+    "gpt-neox": "norm of a parallel part's own",
+    **dict.fromkeys(SHAPES, "attention of several shapes"),
+    **dict.fromkeys(TORCH_HYBRIDS, "layer of one part"),
+    **dict.fromkeys(TWO_MIXERS, "recurrent mixer beside attention"),
+    "youtu": "latent attention",
+    "minicpm-3": "latent attention",
+}
+"""Families that the native decoder refuses, and why; it refuses all mixtures, too."""
+
+
+@pytest.mark.native
+@pytest.mark.skipif(not native_library.levels(), reason="needs the native library")
+@pytest.mark.parametrize("family", EVERY)
+def test_the_native_decoder_computes_all_families_but_a_few(tmp_path, family):
+    save_family(family, tmp_path)
+    config = read_model_config(tmp_path)
+    for dtype in (torch.float32, torch.bfloat16):
+        reason = why_unsupported(config, dtype)
+        part = "mixture of experts" if config.num_experts else REFUSED.get(family)
+        assert reason is None if part is None else part in (reason or "")
 
 
 def test_every_architecture_is_covered():
@@ -123,9 +153,7 @@ def test_torch_bfloat16_is_float32_within_rounding(tmp_path, prompts, family):
     got = logits_of(executor_of(tmp_path), prompts)
     errors = (got - want).norm(dim=-1) / want.norm(dim=-1)
     assert float(errors.max()) < BF16_LOGITS_ERROR
-    with pytest.raises(
-        UnsupportedModel, match=r"without a gate|norm with a bias|norm of heads after|LayerNorm of heads"
-    ):
+    with pytest.raises(UnsupportedModel, match=REFUSED[family]):
         executor_of(tmp_path, cpu_kernels="native")
 
 

@@ -272,15 +272,15 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], str]] = {
         "20KB",
     ),
     "olmo-1": ("OlmoConfig", {"attention_bias": True, "pad_token_id": 0}, "50GB"),
-}
-
-#: Families that PyTorch's operators alone compute: with norms that have biases, without a gate, or with norms of heads
-#: after the rope.
-BY_TORCH: dict[str, tuple[str, dict[str, Any], str]] = {
     "arcee": ("ArceeConfig", {"head_dim": 16, "mlp_bias": True}, "50GB"),
     "nemotron": ("NemotronConfig", {"head_dim": 32, "attention_bias": True, "num_key_value_heads": 4}, "20KB"),
     "jais-2": ("Jais2Config", {"hidden_size": 56, "head_dim": 14}, "50GB"),
     "apertus": ("ApertusConfig", {"pad_token_id": 0}, "50GB"),
+    "starcoder-2": ("Starcoder2Config", {"sliding_window": 20}, "20KB"),
+}
+
+#: Families that PyTorch's operators alone compute: with other norms of heads, or parts that one of them has.
+BY_TORCH: dict[str, tuple[str, dict[str, Any], str]] = {
     "cohere-normed": ("CohereConfig", {"use_qk_norm": True, "pad_token_id": 0, "logit_scale": 0.5}, "50GB"),
     "hunyuan": (
         "HunYuanDenseV1Config",
@@ -291,7 +291,6 @@ BY_TORCH: dict[str, tuple[str, dict[str, Any], str]] = {
         },
         "50GB",
     ),
-    "starcoder-2": ("Starcoder2Config", {"sliding_window": 20}, "20KB"),
     "nanochat": ("NanoChatConfig", {"final_logit_softcapping": 5.0, "attention_bias": True}, "50GB"),
     "phi-2": ("PhiConfig", {"partial_rotary_factor": 0.5}, "50GB"),
     "gpt-neox": (

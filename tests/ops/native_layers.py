@@ -9,7 +9,17 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from chorus.core.model.layer_weights import LayerWeights
-from chorus.core.model.layers import Activation, AttentionSpec, GatedSpec, HeadNorm, LayerSpec, Norms, NormSpec
+from chorus.core.model.layers import (
+    Activation,
+    AttentionSpec,
+    GatedSpec,
+    HeadNorm,
+    LayerSpec,
+    Norms,
+    NormSpec,
+    UngatedActivation,
+    UngatedSpec,
+)
 from chorus.core.model.lora_state import rows_in
 from chorus.core.model.native_decoder import layer_values
 from chorus.core.model.rope_config import RopeConfig
@@ -48,8 +58,10 @@ class Kind:
     sinks: bool = False
     norms: Norms = Norms.BEFORE
     centered: bool = False
+    norm_biased: bool = False
     residual_multiplier: float = 1.0
-    activation: Activation = Activation.SILU
+    activation: Activation | UngatedActivation = Activation.SILU
+    """Without a gate if it is an `UngatedActivation`."""
     biased: bool = False
     embedding_multiplier: float = 1.0
     logits_scale: float = 1.0
@@ -63,12 +75,21 @@ class Kind:
         """Of one of so many ranks."""
         layer = attention_projections(self.hidden, self.heads // ranks, self.kv_heads // ranks, self.head_dim)
         other = tuple(replace(each, path=f"other.x_{each.name}") for each in layer) if self.two_mixers else layer
-        feed = gated_projections(self.hidden, self.ffn // ranks)
+        feed = gated_projections(self.hidden, self.ffn // ranks)[1 - self.is_gated :]
         return Projections((layer + feed, other + feed, layer + feed))
 
     @property
+    def is_gated(self) -> bool:
+        return not isinstance(self.activation, UngatedActivation)
+
+    @property
+    def modules(self) -> list[str]:
+        """Names of a layer's projections, in order, by those of Llama."""
+        return LLAMA if self.is_gated else [name for name in LLAMA if name != "gate_proj"]
+
+    @property
     def norm(self) -> NormSpec:
-        return NormSpec(1e-5, self.centered)
+        return NormSpec(1e-5, self.centered or self.norm_biased, biased=self.norm_biased)
 
     def layers(self) -> tuple[LayerSpec, ...]:
         dim = int(self.head_dim * self.rotated) // 2 * 2
@@ -86,7 +107,12 @@ class Kind:
             qkv_bias=self.biased,
             o_bias=self.biased,
         )
-        own = LayerSpec(mixer, GatedSpec(self.ffn, self.activation, self.biased), self.norms, self.residual_multiplier)
+        part = (
+            GatedSpec(self.ffn, self.activation, self.biased)
+            if self.is_gated
+            else UngatedSpec(self.ffn, self.activation, self.biased)
+        )
+        own = LayerSpec(mixer, part, self.norms, self.residual_multiplier)
         other = replace(own, mixer=replace(mixer, rope=replace(rope, theta=500.0) if dim else None))
         if self.alternating:
             other = replace(own, mixer=replace(mixer, rope=None, window=None))
@@ -112,6 +138,7 @@ class Weights:
     q_norm: torch.Tensor | None
     k_norm: torch.Tensor | None
     sinks: torch.Tensor | None
+    xielu: torch.Tensor | None
     whole: dict[str, WholeNumbers] = field(default_factory=dict)
     """Projections that are packed as whole numbers."""
 
@@ -147,7 +174,7 @@ class Model:
         self.weights = [self._layer(q, kv) for _ in range(LAYERS)]
         self.embed = self._matrix(VOCAB, hidden, 1.0)
         self.head = self._matrix(VOCAB, hidden, 2 * hidden**-0.5)
-        self.norm = self._vector(hidden, 1.0)
+        self.norm = self._norm()
         self.arena = torch.empty((self.pages, self.layout.page_elems), dtype=self.dtype)
         self.spoil(range(self.pages))
         self._free = list(range(1, self.pages))
@@ -182,7 +209,8 @@ class Model:
             norm=self.norm,
             arena=self.arena,
             float8_kv=self.layout.float8_kv,
-            centered=kind.centered,
+            centered=kind.norm.centered,
+            biased=kind.norm.biased,
             embedding_multiplier=kind.embedding_multiplier,
             logits_scale=kind.logits_scale,
             logits_softcap=kind.logits_softcap or 0.0,
@@ -214,7 +242,7 @@ class Model:
         run = torch.zeros(len(pages) * self.layout.page_elems, dtype=self.dtype)
         adapter: Adapter = {}
         for layer in range(LAYERS):
-            for module, name in zip(self.table.layers[layer], LLAMA, strict=True):
+            for module, name in zip(self.table.layers[layer], self.kind.modules, strict=True):
                 index, (d_in, d_out) = self.table.id(module.name), module.dims
                 place = next(it for it in placed.parts if it.slabs.a_offset[index] >= 0 <= it.first_elem[layer])
                 a, b = self._matrix(rank, d_in, d_in**-0.5), self._matrix(d_out, rank, 1.0)
@@ -233,24 +261,34 @@ class Model:
         before = kind.norms is not Norms.AFTER
         after = kind.norms in (Norms.AFTER, Norms.AROUND)
         every = kind.head_norm is HeadNorm.ALL
-        own = kind.head_norm is not None
+        own, up = kind.head_norm is not None, ffn * (1 + kind.is_gated)
         return Weights(
-            self._vector(hidden, 1.0, before),
-            self._vector(hidden, 1.0, after),
-            self._vector(hidden, 1.0, before and kind.norms is not Norms.PARALLEL),
-            self._vector(hidden, 1.0, after),
+            self._norm(before),
+            self._norm(after),
+            self._norm(before and kind.norms is not Norms.PARALLEL),
+            self._norm(after),
             self._matrix(q + 2 * kv, hidden, 1.5 * hidden**-0.5),
             self._matrix(hidden, q, q**-0.5),
-            self._matrix(2 * ffn, hidden, hidden**-0.5),
+            self._matrix(up, hidden, hidden**-0.5),
             self._matrix(hidden, ffn, ffn**-0.5),
             self._vector(q + 2 * kv, 0.0, kind.biased),
             self._vector(hidden, 0.0, kind.biased),
-            self._vector(2 * ffn, 0.0, kind.biased),
+            self._vector(up, 0.0, kind.biased),
             self._vector(hidden, 0.0, kind.biased),
             self._vector(q if every else kind.head_dim, 1.0, own),
             self._vector(kv if every else kind.head_dim, 1.0, own),
             self._vector(kind.heads, 1.0, kind.sinks),
+            self._vector(4, 0.0) if kind.activation is UngatedActivation.XIELU else None,
         )
+
+    def _norm(self, wanted: bool = True) -> torch.Tensor | None:
+        """Weights of a norm of the stream, with its biases where it has any."""
+        weight = self._vector(self.kind.hidden, 1.0, wanted)
+        if weight is None or not self.kind.norm.biased:
+            return weight
+        bias = self._vector(self.kind.hidden, 0.0)
+        assert bias is not None
+        return torch.stack((weight, bias))
 
     def _matrix(self, rows: int, columns: int, scale: float) -> torch.Tensor:
         return (scale * torch.randn(rows, columns, generator=self._generator)).to(self.dtype)
@@ -336,7 +374,8 @@ def reference(
 def norm(spec: NormSpec, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     if spec.centered:
         x = x - x.mean(-1, keepdim=True)
-    return x / (x.square().mean(-1, keepdim=True) + spec.eps).sqrt() * weight.double()
+    weight, bias = weight.double().unbind() if weight.dim() == 2 else (weight.double(), 0.0)
+    return x / (x.square().mean(-1, keepdim=True) + spec.eps).sqrt() * weight + bias
 
 
 @dataclass
@@ -426,17 +465,36 @@ class _Layer:
         return found
 
     def feed(self, x: torch.Tensor) -> torch.Tensor:
-        weights = self.weights
-        gate, up = self.project(x, weights.gate_up, weights.gate_up_bias, LLAMA[4:6]).chunk(2, dim=-1)
-        return self.project(
-            ACTIVATIONS[self.spec.feed_forward.activation](gate) * up, weights.down, weights.down_bias, LLAMA[6:]
-        )
+        weights, spec = self.weights, self.spec.feed_forward
+        if isinstance(spec, UngatedSpec):
+            up = self.project(x, weights.gate_up, weights.gate_up_bias, LLAMA[5:6])
+            inner = xielu(up, weights.xielu) if weights.xielu is not None else UNGATED[spec.activation](up)
+        else:
+            gate, up = self.project(x, weights.gate_up, weights.gate_up_bias, LLAMA[4:6]).chunk(2, dim=-1)
+            inner = GATED[spec.activation](gate) * up
+        return self.project(inner, weights.down, weights.down_bias, LLAMA[6:])
 
 
-ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
+def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.gelu(x, approximate="tanh")
+
+
+GATED: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     Activation.SILU: torch.nn.functional.silu,
-    Activation.GELU_TANH: lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
+    Activation.GELU_TANH: _gelu_tanh,
 }
+UNGATED: dict[UngatedActivation, Callable[[torch.Tensor], torch.Tensor]] = {
+    UngatedActivation.GELU_TANH: _gelu_tanh,
+    UngatedActivation.GELU: torch.nn.functional.gelu,
+    UngatedActivation.RELU_SQUARED: lambda x: x.relu().square(),
+}
+
+
+def xielu(x: torch.Tensor, parameters: torch.Tensor) -> torch.Tensor:
+    """As its paper has it, in float64."""
+    above, below, beta, eps = parameters.double()
+    above, below = torch.nn.functional.softplus(above), beta + torch.nn.functional.softplus(below)
+    return torch.where(x > 0, above * x * x, (torch.expm1(x.minimum(eps)) - x) * below) + beta * x
 
 
 def rotated(rope: RopeConfig, x: torch.Tensor) -> torch.Tensor:
@@ -456,7 +514,7 @@ def shares(model: Model, ranks: int, positions: int) -> list[native_model.Native
     """Each rank's shard of a model, with pages of its own."""
     kind, whole = model.kind, model.native(positions)
     head_dim, every_head = kind.head_dim, kind.head_norm is HeadNorm.ALL
-    q, kv = kind.heads * head_dim, kind.kv_heads * head_dim
+    q, kv, ups = kind.heads * head_dim, kind.kv_heads * head_dim, (kind.ffn,) * (1 + kind.is_gated)
 
     def of(rank: int, *sections: torch.Tensor | None) -> torch.Tensor | None:
         """The rank's share of each of the sections, one after the other."""
@@ -473,8 +531,8 @@ def shares(model: Model, ranks: int, positions: int) -> list[native_model.Native
                 layer,
                 qkv=of(rank, *cut(layer.qkv, q, kv, kv)),
                 qkv_bias=of(rank, *cut(layer.qkv_bias, q, kv, kv)),
-                gate_up=of(rank, *cut(layer.gate_up, kind.ffn, kind.ffn)),
-                gate_up_bias=of(rank, *cut(layer.gate_up_bias, kind.ffn, kind.ffn)),
+                gate_up=of(rank, *cut(layer.gate_up, *ups)),
+                gate_up_bias=of(rank, *cut(layer.gate_up_bias, *ups)),
                 q_norm=of(rank, layer.q_norm) if every_head else layer.q_norm,
                 k_norm=of(rank, layer.k_norm) if every_head else layer.k_norm,
                 sinks=of(rank, layer.sinks),

@@ -13,7 +13,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from chorus.core.model.layers import Activation, HeadNorm, Norms
+from chorus.core.model.layers import Activation, HeadNorm, Norms, UngatedActivation
 from chorus.ops import native, native_library
 from chorus.ops.float8_kv import UNSCALED
 from chorus.ops.lora_offload import EXCHANGES_BYTES, OffloadedSegments, OffloadWorker, exchange_floats
@@ -48,6 +48,9 @@ KINDS = {
     "Cohere 2": Kind(
         norms=Norms.PARALLEL, centered=True, interleaved=True, window=16, alternating=True, logits_scale=0.2
     ),
+    "StarCoder 2": Kind(norm_biased=True, activation=UngatedActivation.GELU_TANH, biased=True, window=16),
+    "Apertus": Kind(activation=UngatedActivation.XIELU, head_norm=HeadNorm.EACH),
+    "Granite SWA": Kind(sinks=True, window=16, alternating=True),
     "two mixers": Kind(two_mixers=True),
 }
 KINDS = {name: replace(kind, ffn=64) for name, kind in KINDS.items()}

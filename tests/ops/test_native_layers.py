@@ -9,7 +9,7 @@ import pytest
 import torch
 from allpairspy import AllPairs
 
-from chorus.core.model.layers import Activation, HeadNorm, Norms
+from chorus.core.model.layers import Activation, HeadNorm, Norms, UngatedActivation
 from chorus.ops import native, native_library
 from chorus.ops.float8_kv import UNSCALED, KvScales
 
@@ -32,8 +32,9 @@ VALUES: OrderedDict[str, list[Any]] = OrderedDict(
     sinks=[False, True],
     norms=[Norms.BEFORE, Norms.AFTER, Norms.AROUND, Norms.PARALLEL],
     centered=[False, True],
+    norm_biased=[False, True],
     residual_multiplier=[1.0, 0.22],
-    activation=list(Activation),
+    activation=[*Activation, *UngatedActivation],
     biased=[False, True],
     scale=[None, 0.2],
     attention_factor=[1.0, 1.3],
@@ -71,9 +72,13 @@ SINGLE = {
     "norms around": {"norms": Norms.AROUND},
     "parallel": {"norms": Norms.PARALLEL},
     "centered": {"centered": True, "head_norm": HeadNorm.EACH},
+    "norms with biases": {"norm_biased": True},
+    "norms with biases around": {"norm_biased": True, "norms": Norms.AROUND},
     "residual multiplier": {"residual_multiplier": 0.22},
     "gelu": {"activation": Activation.GELU_TANH},
     "gelu in panels of its own": {"activation": Activation.GELU_TANH, "ffn": 96},
+    **{f"{each.name} without a gate": {"activation": each} for each in UngatedActivation},
+    "ReLU² in panels": {"activation": UngatedActivation.RELU_SQUARED, "ffn": 96},
     "embedding multiplier": {"embedding_multiplier": 3.5},
     "logits scale": {"logits_scale": 0.3},
     "soft cap of logits": {"logits_softcap": 2.0, "logits_scale": 0.7},

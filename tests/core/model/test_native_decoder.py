@@ -101,6 +101,7 @@ class TestRefusals:
             changed(sinks=True, window=8),
             changed(rope=replace(ROPE, dim=6, interleaved=True)),
             replace(LAYER, norms=Norms.PARALLEL, feed_forward=GatedSpec(80, Activation.GELU_TANH)),
+            *(replace(LAYER, feed_forward=UngatedSpec(80, each)) for each in UngatedActivation),
         ],
     )
     def test_layers_that_it_computes(self, layer):
@@ -117,9 +118,7 @@ class TestRefusals:
         assert apart.startswith("it has no norm of a parallel part's own")
         assert refusal(LAYER, changed(head_norm=HeadNorm.BARE)).startswith("it has no norm of heads without weights")
 
-    def test_layers_without_a_gate_and_norms_of_rotated_heads_are_refused(self):
-        ungated = replace(LAYER, feed_forward=UngatedSpec(80, UngatedActivation.GELU_TANH))
-        assert refusal(LAYER, ungated).startswith("it has no feed-forward part without a gate")
+    def test_sparse_gates_several_streams_and_norms_of_rotated_heads_are_refused(self):
         sparse = replace(LAYER, feed_forward=GatedSpec(80, sparsity=0.5))
         assert refusal(LAYER, sparse).startswith("it has no sparse gate")
         several = replace(LAYER, streams=StreamsSpec(4, 0, 8))
