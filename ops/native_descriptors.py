@@ -173,7 +173,8 @@ class ModelDescriptor(Structure):
         ("page_elems", c_int64), ("page_bytes", c_int64),
         *((name, c_int32) for name in
           ("float8_kv", "output_gate", "head_gate", "mixer", "k_heads", "v_heads", "k_dim", "v_dim", "conv_size")),
-        ("delta_eps", c_float), ("beta", c_float),
+        ("delta_eps", c_float), ("beta", c_float), ("dt_min", c_float),
+        ("gates_norm", c_int32), ("group_ranks", c_int32),
         *((name, c_int32) for name in ("convs_per_page", "heads_per_page", "conv_pages")),
         *((name, c_int32) for name in ("most_drafts", "drafts_per_page", "draft_page")),
         *((name, c_int32) for name in
@@ -259,8 +260,9 @@ class DeltaDescriptor(Structure):
 
     _fields_ = [
         *((name, c_int32) for name in ("mixer", "k_heads", "v_heads", "k_dim", "v_dim", "conv_size")),
-        ("eps", c_float),
-        ("beta", c_float),
+        *((name, c_float) for name in ("eps", "beta", "dt_min")),
+        ("gates_norm", c_int32),
+        ("group_ranks", c_int32),
         *((name, c_void_p) for name in ("taps", "dt_bias", "a_log", "norm", "conv_bias", "d")),
         ("rows", c_int32),
         *((name, c_void_p) for name in ("qo_indptr", "begins", "accepted", "drafts")),

@@ -108,6 +108,15 @@ class NativeShape:
     delta_eps: float
     beta: float = 1.0
 
+    dt_min: float = 0.0
+    """Of Mamba 2: the least time step."""
+
+    gates_norm: bool = False
+    """Of Mamba 2: the gate multiplies what was normalised."""
+
+    group_ranks: int = 1
+    """Of Mamba 2: TP ranks that share each group's heads."""
+
 
 @dataclass(frozen=True, slots=True)
 class NativeStates:

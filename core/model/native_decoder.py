@@ -84,7 +84,6 @@ def _other_parts(config: ModelConfig) -> dict[str, bool | str]:
     """Parts that the native decoder does not have, and whether a model has them, or what of them."""
     mixers = config.attention_layers
     return {
-        "layer of one part": "such" if not all(layer.is_whole for layer in config.layers) else False,
         "mixture of experts": f"{config.num_experts} experts" if config.num_experts else False,
         "latent attention": any(mixer.latent is not None for mixer in mixers),
         "chunks of attention": "them" if config.chunked else False,
@@ -278,21 +277,22 @@ def layer_values(
     tables = {rope: (None, None) if rope is None else _angles(rope, positions) for rope in ropes}
     groups = (PageGroup(tuple(range(len(layers)))),) if layout is None else layout.groups
     places = {layer: (group, at) for group, each in enumerate(groups) for at, layer in enumerate(each.layers)}
-    found, with_kv = [], 0
-    for index, layer in enumerate(layers):
+    found, with_kv, with_state = [], 0, 0
+    for layer in layers:
         if (mixer := layer.attention) is None:
-            found.append(_recurrent_values(layer, index - with_kv))
+            found.append(_values_without_attention(layer, with_state))
         else:
             values = _layer_values(layer, mixer, *tables[mixer.rope], *places[with_kv], positions)
             if kv_scales:
                 values.k_scale, values.v_scale = kv_scales[with_kv]
             found.append(values)
             with_kv += 1
+        with_state += layer.recurrent is not None
     return found
 
 
-def _recurrent_values(layer: LayerSpec, state_layer: int) -> native_model.LayerValues:
-    """Of a layer with a recurrent mixer."""
+def _values_without_attention(layer: LayerSpec, state_layer: int) -> native_model.LayerValues:
+    """Of a layer with a recurrent mixer, or none."""
     return native_model.LayerValues(
         1.0,
         parallel=layer.norms is Norms.PARALLEL,
@@ -304,11 +304,10 @@ def _recurrent_values(layer: LayerSpec, state_layer: int) -> native_model.LayerV
 
 
 def _activation(layer: LayerSpec) -> NativeActivation:
-    part = layer.feed_forward
+    part = layer.dense
     if isinstance(part, UngatedSpec):
         return _UNGATED[part.activation]
-    assert isinstance(part, GatedSpec), "the library has neither layers of one part nor experts"
-    return _ACTIVATIONS[part.activation]
+    return NativeActivation.SILU if part is None else _ACTIVATIONS[part.activation]
 
 
 def _native_recurrent(

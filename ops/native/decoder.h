@@ -195,11 +195,15 @@ class Decoder final : public AnyDecoder {
         for (int l = 0; l < m_.layers; l++) {
             const LayerDesc& w = layers[l];
             if (waits && l) team_.each(me, 1, [&](int) { wait_for_layer(step, l); });
-            normalise(me, tokens, w.attention_norm);
-            const Rows<X> mixed = mix(step, me, w, l);
-            add_to_residual(me, task(step, w, l, kO, mixed, x), w.attention_out_norm, w.residual_multiplier);
-            if (!w.parallel) normalise(me, tokens, w.mlp_norm);
-            feed_forward(step, me, w, l);
+            if (outputs(w, kO)) {
+                normalise(me, tokens, w.attention_norm);
+                const Rows<X> mixed = mix(step, me, w, l);
+                add_to_residual(me, task(step, w, l, kO, mixed, x), w.attention_out_norm, w.residual_multiplier);
+            }
+            if (outputs(w, kDown)) {
+                if (!w.parallel) normalise(me, tokens, w.mlp_norm);
+                feed_forward(step, me, w, l);
+            }
         }
         team_.each(me, step.logits_wanted + step.states_wanted,
                    [&](int r) { norm_.run(x[step.logit_tokens[r]], m_.norm, hidden, normed[r]); });
@@ -265,7 +269,7 @@ class Decoder final : public AnyDecoder {
         switch (m_.delta.mixer) {
             case Mixer::kDelta: return delta_.run(team_, me, w.delta, states, y, out);
             case Mixer::kShortConv: return short_conv_.run(team_, me, w.delta, states, y, out);
-            case Mixer::kMamba2: return mamba_.run(team_, me, w.delta, states, step.tokens, y, out);
+            case Mixer::kMamba2: return mamba_.run(team_, me, ranks_, w.delta, states, step.tokens, y, out);
         }
     }
 

@@ -19,7 +19,8 @@ constexpr Group kEveryGroup[kGroups] = {kQkv, kO, kGateUp, kDown};
 
 constexpr int kMaxTargets = 6;  // most projections of a group
 
-// A group of projections. Layers whose groups are the same share it.
+// A group of projections. Layers whose groups are the same share it. Without projections, it is of layers that have no such
+// part.
 struct ProductDesc {
     Group group;
     int32_t inputs, count;

@@ -34,7 +34,6 @@ from .tiny_families import (
     HYBRIDS,
     RENAMED,
     SHAPES,
-    TORCH_HYBRIDS,
     TWO_MIXERS,
     save_family,
 )
@@ -52,7 +51,6 @@ REFUSED = {
     "phi-2": "bias of the output projection",
     "gpt-neox": "norm of a parallel part's own",
     **dict.fromkeys(SHAPES, "attention of several shapes"),
-    **dict.fromkeys(TORCH_HYBRIDS, "layer of one part"),
     **dict.fromkeys(TWO_MIXERS, "recurrent mixer beside attention"),
     "youtu": "latent attention",
     "minicpm-3": "latent attention",

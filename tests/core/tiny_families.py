@@ -488,7 +488,7 @@ NEMOTRON_H = {
 }  # fmt: skip
 
 #: Families with states that PyTorch's operators alone compute: with layers of one part.
-TORCH_HYBRIDS: dict[str, tuple[str, dict[str, Any], str]] = {
+ONE_PART: dict[str, tuple[str, dict[str, Any], str]] = {
     "nemotron-h": ("NemotronHConfig", NEMOTRON_H, "50GB"),
     "nemotron-h-biased": (
         "NemotronHConfig",
@@ -842,7 +842,7 @@ RENAMED: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
 }  # fmt: skip
 
-EVERY = {**FAMILIES, **BY_TORCH, **SHAPES, **HYBRIDS, **TORCH_HYBRIDS, **TWO_MIXERS, **EXPERTS, **RENAMED}
+EVERY = {**FAMILIES, **BY_TORCH, **SHAPES, **HYBRIDS, **ONE_PART, **TWO_MIXERS, **EXPERTS, **RENAMED}
 """All of these by name."""
 
 
