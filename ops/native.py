@@ -164,13 +164,14 @@ class NativeDecoder:
             head_dim=model.head_dim, vocab=model.vocab, block_tokens=model.block_tokens,
             page_groups=model.page_groups, num_products=len(model.products), eps=model.eps,
             centered=model.centered, biased=model.biased, embedding_multiplier=model.embedding_multiplier,
+            head_bias=_pointer_or_null(model.head_bias), embedding_norm=model.embedding_norm,
             logits_scale=model.logits_scale, logits_softcap=model.logits_softcap, layer=layers,
             products=described_products(model.products),
             embed=_pointer(model.embed), lm_head=_data_of(model.lm_head),
             lm_head_integers=described_integers(model.lm_head), norm=_pointer(model.norm),
             arena=_pointer(model.arena), page_elems=model.arena.shape[1],
             page_bytes=model.arena.shape[1] * model.arena.itemsize, float8_kv=model.float8_kv,
-            output_gate=model.output_gate, head_gate=model.head_gate,
+            output_gate=model.output_gate,
             kv_copies=model.kv_copies, embed_module=model.embed_module, head_module=model.head_module,
             embed_rows_module=model.embed_rows_module, head_rows_module=model.head_rows_module,
             first_token=model.first_token,
@@ -486,9 +487,10 @@ def _described_layers(layers: Sequence[Any], model: NativeModel) -> Any:
         for place, name in enumerate(PROJECTIONS):
             descriptor.integers[place] = described_integers(getattr(layer, name))
         for field in fields(own):
-            if field.name not in ("cos", "sin", "query_factors", "page_layer"):
+            if field.name not in ("cos", "sin", "query_factors", "query_weights", "page_layer"):
                 setattr(descriptor, field.name, getattr(own, field.name))
         descriptor.query_factors = _pointer_or_null(own.query_factors)
+        descriptor.query_weights = _pointer_or_null(own.query_weights)
         descriptor.cos, descriptor.sin = _pointer_or_null(own.cos), _pointer_or_null(own.sin)
         descriptor.product[:] = model.product_of[index]
         if layer.recurrent is not None:

@@ -91,6 +91,29 @@ class NativeActivation(IntEnum):
     XIELU = 6
 
 
+class NativeHeadNorm(IntEnum):
+    """A norm of queries and keys: a number in the library."""
+
+    EACH = 0
+    """Of each head, with weights `[head_dim]`."""
+    ALL = 1
+    """Of all heads at once, with weights `[heads · head_dim]`."""
+    OWN = 2
+    """LayerNorm of each head, with as many weights."""
+
+
+class NativeOutputGate(IntEnum):
+    """Where the gates of attention's output are: a number in the library."""
+
+    NONE = 0
+    BESIDE_QUERIES = 1
+    """Behind each head's query."""
+    OF_HEADS = 2
+    """Behind queries, keys and values, one of each head."""
+    APART = 3
+    """There, of each element."""
+
+
 class NativeScoring(IntEnum):
     """How a router's logits become scores: a number in the library."""
 
@@ -137,15 +160,16 @@ class LayerDescriptor(Structure):
     _fields_ = [
         *((name, c_void_p) for name in LAYER_WEIGHTS),
         ("integers", IntegersDescriptor * len(PROJECTIONS)),
-        *((name, c_void_p) for name in (*OTHER_WEIGHTS, "cos", "sin", "query_factors")),
+        *((name, c_void_p) for name in (*OTHER_WEIGHTS, "cos", "sin", "query_factors", "query_weights")),
         *((name, c_float) for name in ("scale", "softcap", "k_scale", "v_scale", "residual_multiplier")),
         *(
             (name, c_int32)
             for name in (
                 "window",
+                "chunked",
                 "rotary_dim",
                 "interleaved",
-                "norms_all_heads",
+                "head_norm",
                 "parallel",
                 "page_group",
                 "page_layer",
@@ -166,13 +190,14 @@ class ModelDescriptor(Structure):
           ("hidden", "ffn", "layers", "heads", "kv_heads", "head_dim", "vocab", "block_tokens",
            "page_groups", "num_products")),
         ("eps", c_float), ("centered", c_int32), ("biased", c_int32),
-        *((name, c_float) for name in ("embedding_multiplier", "logits_scale", "logits_softcap")),
+        *((name, c_float) for name in ("embedding_multiplier", "logits_scale")),
+        ("head_bias", c_void_p), ("embedding_norm", c_int32), ("logits_softcap", c_float),
         ("layer", POINTER(LayerDescriptor)), ("products", POINTER(ProductDescriptor)),
         *((name, c_void_p) for name in ("embed", "lm_head")),
         ("lm_head_integers", IntegersDescriptor), ("norm", c_void_p), ("arena", c_void_p),
         ("page_elems", c_int64), ("page_bytes", c_int64),
         *((name, c_int32) for name in
-          ("float8_kv", "output_gate", "head_gate", "mixer", "k_heads", "v_heads", "k_dim", "v_dim", "conv_size")),
+          ("float8_kv", "output_gate", "mixer", "k_heads", "v_heads", "k_dim", "v_dim", "conv_size")),
         ("delta_eps", c_float), ("beta", c_float), ("dt_min", c_float),
         ("gates_norm", c_int32), ("group_ranks", c_int32),
         *((name, c_int32) for name in ("convs_per_page", "heads_per_page", "conv_pages")),

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from .native_descriptors import NativeActivation, ProductShape
+from .native_descriptors import NativeActivation, NativeHeadNorm, NativeOutputGate, ProductShape
 
 PANEL = 32  # output columns of a packed panel, kPanel in gemm.h
 
@@ -58,20 +58,26 @@ class LayerValues:
     window: int = 0
     """Tokens that a query sees, itself included; 0: all before it."""
 
+    chunked: bool = False
+    """The window begins at a multiple of its length."""
+
     softcap: float = 0.0
     """Scores s become `softcap · tanh(s / softcap)`; 0: they stay."""
 
-    norms_all_heads: bool = False
-    """q_norm `[heads · head_dim]` and k_norm `[kv_heads · head_dim]` are norms of all heads at once."""
+    head_norm: NativeHeadNorm = NativeHeadNorm.EACH
+    """What q_norm and k_norm are, where they are there."""
 
     parallel: bool = False
-    """The feed-forward part has attention's input, and there is no mlp_norm."""
+    """The feed-forward part has attention's input or, with an mlp_norm, a norm of its own of the same stream."""
 
     page_group: int = 0
     """The page group whose pages have its keys and values."""
 
     query_factors: torch.Tensor | None = None
     """`[positions]` float32, factors of queries; None: none."""
+
+    query_weights: torch.Tensor | None = None
+    """`[head_dim]` float32, what rotated queries are multiplied by; None: nothing."""
 
     page_layer: int | None = None
     """Its place among the layers in these pages; None: its index."""
@@ -174,6 +180,12 @@ class NativeModel:
     logits_softcap: float = 0.0
     """Logits x become `softcap · tanh(x / softcap)`; 0: they stay."""
 
+    head_bias: torch.Tensor | None = None
+    """`[vocab]` float32, of the logits before their scale; None: there is none."""
+
+    embedding_norm: bool = False
+    """Embeddings are normalised, as the output of the last layer is."""
+
     page_groups: int = 1
 
     kv_copies: int = 1
@@ -182,11 +194,7 @@ class NativeModel:
     float8_kv: bool = False
     """Keys and values are in FP8, one byte each: see `float8_kv`."""
 
-    output_gate: bool = False
-    """Each head's query is followed by a gate of its output."""
-
-    head_gate: bool = False
-    """Queries, keys and values are followed by one gate of each head's output."""
+    output_gate: NativeOutputGate = NativeOutputGate.NONE
 
     recurrent: tuple[NativeShape, NativeStates] | None = None
     """None: no layer has a recurrent mixer."""

@@ -18,7 +18,7 @@ from ...ops import native, native_integers, native_library, native_model
 from ...ops.elementwise import rotary_table
 from ...ops.float8_kv import KvScales
 from ...ops.lora_offload import Offloading
-from ...ops.native_descriptors import NativeActivation
+from ...ops.native_descriptors import NativeActivation, NativeHeadNorm, NativeOutputGate
 from ...ops.ranks import Ranks
 from ...ops.sampling import RowSamplingParams
 from ...ops.sgmv import AdapterRows, Segments
@@ -27,12 +27,12 @@ from .batch import StepBatch
 from .config import ModelConfig
 from .layer_weights import MATRICES, LayerWeights
 from .layers import (
+    PARALLEL,
     Activation,
     AttentionSpec,
     GatedSpec,
     HeadNorm,
     LayerSpec,
-    Norms,
     OutputGate,
     UngatedActivation,
     UngatedSpec,
@@ -49,6 +49,22 @@ from .weights import Weights
 _ACTIVATIONS = {
     Activation.SILU: NativeActivation.SILU,
     Activation.GELU_TANH: NativeActivation.GELU,
+}
+
+_HEAD_NORMS = {
+    None: NativeHeadNorm.EACH,
+    HeadNorm.EACH: NativeHeadNorm.EACH,
+    HeadNorm.BARE: NativeHeadNorm.EACH,
+    HeadNorm.ROTATED: NativeHeadNorm.EACH,
+    HeadNorm.ALL: NativeHeadNorm.ALL,
+    HeadNorm.OWN: NativeHeadNorm.OWN,
+}
+
+OUTPUT_GATES = {
+    None: NativeOutputGate.NONE,
+    OutputGate.BESIDE_QUERIES: NativeOutputGate.BESIDE_QUERIES,
+    OutputGate.OF_HEADS: NativeOutputGate.OF_HEADS,
+    OutputGate.APART: NativeOutputGate.APART,
 }
 
 #: Of feed-forward parts without a gate. Their names are those of others.
@@ -74,9 +90,6 @@ def why_unsupported(config: ModelConfig, dtype: torch.dtype) -> str | None:
         return reason
     if any(k % pair for k in inner) or config.head_dim % 2:
         return f"it needs even sizes, and this model's are {config.head_dim} of a head, {inner} of rows of weights"
-    gate = config.attention.output_gate
-    if gate is OutputGate.BESIDE_QUERIES and any(it.head_norm is HeadNorm.ALL for it in config.attention_layers):
-        return "it has no norm of all heads where queries have gates of attention's output between them"
     return None
 
 
@@ -86,19 +99,11 @@ def _other_parts(config: ModelConfig) -> dict[str, bool | str]:
     return {
         "mixture of experts": f"{config.num_experts} experts" if config.num_experts else False,
         "latent attention": any(mixer.latent is not None for mixer in mixers),
-        "chunks of attention": "them" if config.chunked else False,
         "attention of several shapes": bool(config.attention_shapes[1:]),
         "further input of layers": config.layer_inputs is not None,
         "attention with another layer's keys": len(config.kv_layers) < len(mixers),
         "norm of values": any(mixer.value_norm for mixer in mixers),
         "factor of a layer's output": any(layer.scaled for layer in config.layers),
-        "bias of the output projection": config.head_bias,
-        "norm of a parallel part's own": any(it.norms is Norms.PARALLEL_APART for it in config.layers),
-        "gate of attention's output apart": any(mixer.output_gate is OutputGate.APART for mixer in mixers),
-        "norm of heads without weights": any(mixer.head_norm is HeadNorm.BARE for mixer in mixers),
-        "norm of embeddings": config.embedding_norm,
-        "LayerNorm of heads": any(mixer.head_norm is HeadNorm.OWN for mixer in mixers),
-        "norm of heads after they are rotated": any(mixer.head_norm is HeadNorm.ROTATED for mixer in mixers),
     } | _parts_of_few(config)
 
 
@@ -131,24 +136,27 @@ class NativeDecoderModel:
         self._ranks = ranks
         embed = weights.embed()
         packed, weights.keeps = PackedWeights(embed.dtype), is_packable
-        self.layers = [_native_layer(layer) for layer in weights.layers(packed.add)]
-        head = weights.kept_lm_head(embed)
         kv_scales = weights.kv_scales() if arena.layout.float8_kv else ()
+        values = layer_values(config.layers, max_model_len, arena.layout, kv_scales)
+        self.layers = [
+            native_layer(*each) for each in zip(weights.layers(packed.add), config.layers, values, strict=True)
+        ]
+        head = weights.kept_lm_head(embed)
         self._share = vocab = len(head.values if isinstance(head, GroupScaled) else head)
         model = native_model.NativeModel(
             hidden=config.hidden_size, ffn=config.intermediate_size, heads=config.num_heads,
             kv_heads=config.num_kv_heads, head_dim=config.head_dim, vocab=vocab,
             block_tokens=arena.layout.block_tokens, eps=config.norm.eps,
             centered=config.norm.centered, biased=config.norm.biased,
-            layers=self.layers, values=layer_values(config.layers, max_model_len, arena.layout, kv_scales),
+            layers=self.layers, values=values,
             float8_kv=arena.layout.float8_kv,
             products=config.projections.products, product_of=config.projections.product_of,
             positions=max_model_len, page_groups=arena.layout.pages_per_block, embed=embed,
             lm_head=packed.add(head), norm=weights.norm().float(), arena=arena.pages,
+            head_bias=weights.lm_head_bias(), embedding_norm=config.embedding_norm,
             embedding_multiplier=config.embedding_factor(embed.dtype), logits_scale=config.logits_scale,
             logits_softcap=config.logits_softcap or 0.0,
-            output_gate=config.attention.output_gate is OutputGate.BESIDE_QUERIES,
-            head_gate=config.attention.output_gate is OutputGate.OF_HEADS,
+            output_gate=OUTPUT_GATES[config.attention.output_gate],
             kv_copies=config.attention.kv_copies,
             recurrent=_native_recurrent(config.recurrent, arena.layout),
             embed_module=_module(config, Group.EMBEDDING), head_module=_module(config, Group.HEAD),
@@ -295,7 +303,7 @@ def _values_without_attention(layer: LayerSpec, state_layer: int) -> native_mode
     """Of a layer with a recurrent mixer, or none."""
     return native_model.LayerValues(
         1.0,
-        parallel=layer.norms is Norms.PARALLEL,
+        parallel=layer.norms in PARALLEL,
         page_layer=0,
         residual_multiplier=layer.residual_multiplier,
         activation=_activation(layer),
@@ -340,9 +348,10 @@ def _layer_values(
         sin,
         interleaved=mixer.rope is not None and mixer.rope.interleaved,
         window=mixer.window or 0,
+        chunked=mixer.chunked,
         softcap=mixer.softcap or 0.0,
-        norms_all_heads=mixer.head_norm is HeadNorm.ALL,
-        parallel=layer.norms is Norms.PARALLEL,
+        head_norm=_HEAD_NORMS[mixer.head_norm],
+        parallel=layer.norms in PARALLEL,
         page_group=page_group,
         page_layer=page_layer,
         query_factors=None if mixer.query_growth is None else mixer.query_growth.factors(positions),
@@ -383,10 +392,17 @@ def _module(config: ModelConfig, group: Group) -> int:
     return -1 if found is None else found
 
 
-def _native_layer(layer: LayerWeights) -> LayerWeights:
-    """The layer in the library's form: packed projections as they are, everything else as float32."""
+def native_layer(layer: LayerWeights, spec: LayerSpec, values: native_model.LayerValues) -> LayerWeights:
+    """The layer in the library's form: packed projections as they are, everything else as float32. Norms of heads that
+    have no weights get ones; where heads are normed after they are rotated, so do they, and `values` gets the weights.
+    """
     for field in fields(layer):
         part = getattr(layer, field.name)
         if isinstance(part, torch.Tensor) and field.name not in ("qkv", "o", "gate_up", "down"):
             setattr(layer, field.name, part.float())
+    head_norm = None if spec.attention is None else spec.attention.head_norm
+    if head_norm is HeadNorm.ROTATED and layer.q_norm is not None and layer.k_norm is not None:
+        values.query_weights = layer.q_norm * layer.k_norm
+    if spec.attention is not None and head_norm in (HeadNorm.BARE, HeadNorm.ROTATED):
+        layer.q_norm = layer.k_norm = torch.ones(spec.attention.head_dim)
     return layer

@@ -19,6 +19,7 @@ namespace chorus {
 //   v_scale     of what is stored of values
 //   softcap     scores s become softcap · tanh(s / softcap); 0: they stay
 //   window      keys that a query sees, its own included; 0: all
+//   chunked     a query sees those of its own chunk of so many, up to its own
 //   sinks       [heads]: one more score of each query head, of a value of zeros; null: there is none
 template <class T>
 struct PagedCache {
@@ -27,10 +28,14 @@ struct PagedCache {
     int block_tokens, page_groups, kv_heads, head_dim, group;
     float scale, v_scale, softcap;
     int window;
+    bool chunked;
     const float* sinks;
 
     // The first key that a query sees, of `visible` up to its own.
-    int first(int visible) const { return window ? std::max(0, visible - window) : 0; }
+    int first(int visible) const {
+        if (!window) return 0;
+        return chunked ? (visible - 1) / window * window : std::max(0, visible - window);
+    }
 
     // Elements from the beginning of a plane to a token's K/V head.
     int64_t at(int64_t page, int64_t offset, int kv_head) const {

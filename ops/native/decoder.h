@@ -81,7 +81,10 @@ class Decoder final : public AnyDecoder {
           short_conv_(model.delta),
           mamba_(model.delta),
           attention_scratch_(team_.most()) {
-        for (const LayerDesc& w : layers_) gates_[w.product[kGateUp]] = is_gated(w.activation);
+        for (const LayerDesc& w : layers_) {
+            gates_[w.product[kGateUp]] = is_gated(w.activation);
+            has_apart_ |= w.parallel && w.mlp_norm;
+        }
     }
 
     void forward(const StepDesc& step) override {
@@ -140,7 +143,8 @@ class Decoder final : public AnyDecoder {
     static constexpr int64_t kFewLogits = 1 << 15;  // sampled from sooner than another thread wakes
 
     int q_size() const { return m_.heads * m_.head_dim; }
-    int q_rows() const { return q_size() << m_.output_gate; }
+    bool gaps() const { return m_.output_gate == kBesideQueries; }  // between queries there are gates
+    int q_rows() const { return q_size() << gaps(); }
     int kv_size() const { return m_.kv_heads * m_.head_dim; }
     int outputs(const LayerDesc& w, Group g) const { return projections_.products().outputs(w.product[g]); }
     int ffn(const LayerDesc& w) const { return projections_.products().inputs(w.product[kDown]); }
@@ -156,6 +160,7 @@ class Decoder final : public AnyDecoder {
         grow_rows(x_, tokens, m_.hidden);
         grow_rows(y_, tokens, widest);
         grow_rows(normed_, tokens, m_.hidden);
+        if (has_apart_) grow_rows(apart_, tokens, m_.hidden);
         grow_rows(q_, tokens, q_size());
         grow_rows(attended_, tokens, std::max(q_size(), m_.delta.v_size()));
         if (m_.delta.v_heads) plan_mixer(step);
@@ -180,7 +185,7 @@ class Decoder final : public AnyDecoder {
     void walk(const StepDesc& step, Team::Member& me) {
         const int tokens = step.tokens, hidden = m_.hidden;
         const Rows<float> x = rows_of(x_, hidden);
-        const Rows<X> normed = rows_of(normed_, hidden);
+        const Rows<X> normed = rows_of(normed_, hidden), apart = rows_of(apart_, hidden);
         const bool waits = step.segment_ready || step.model_ready;
         // Not by parts: a team's very first phase has the tag that untouched shares have.
         if (waits) team_.each(me, 1, [&](int) { wait_for_layer(step, 0); });
@@ -190,19 +195,21 @@ class Decoder final : public AnyDecoder {
             else std::fill(x[t], x[t] + hidden, 0.0f);  // an adapter has the row
             embedding_lora_.add(step.model_segments, me.thread, t, step.token_ids[t], x[t]);
             if (m_.embedding_multiplier != 1) scale_by(x[t], hidden, m_.embedding_multiplier);
+            if (m_.embedding_norm) norm_.run(x[t], m_.norm, hidden, x[t]);
         });
         const LayerDesc* layers = step.layer ? step.layer : layers_.data();
         for (int l = 0; l < m_.layers; l++) {
             const LayerDesc& w = layers[l];
             if (waits && l) team_.each(me, 1, [&](int) { wait_for_layer(step, l); });
             if (outputs(w, kO)) {
-                normalise(me, tokens, w.attention_norm);
+                normalise(me, tokens, w.attention_norm, normed);
+                if (w.parallel && w.mlp_norm) normalise(me, tokens, w.mlp_norm, apart);
                 const Rows<X> mixed = mix(step, me, w, l);
                 add_to_residual(me, task(step, w, l, kO, mixed, x), w.attention_out_norm, w.residual_multiplier);
             }
             if (outputs(w, kDown)) {
-                if (!w.parallel) normalise(me, tokens, w.mlp_norm);
-                feed_forward(step, me, w, l);
+                if (!w.parallel) normalise(me, tokens, w.mlp_norm, normed);
+                feed_forward(step, me, w, l, w.parallel && w.mlp_norm ? apart : normed);
             }
         }
         team_.each(me, step.logits_wanted + step.states_wanted,
@@ -226,12 +233,12 @@ class Decoder final : public AnyDecoder {
         return {step, w.product[g], l, weights, x, y, false};
     }
 
-    // Add to the residual stream what the feed-forward part of layer l makes of normed, with weights w.
-    void feed_forward(const StepDesc& step, Team::Member& me, const LayerDesc& w, int l) {
+    // Add to the residual stream what the feed-forward part of layer l makes of `inputs`, with weights w.
+    void feed_forward(const StepDesc& step, Team::Member& me, const LayerDesc& w, int l, Rows<const X> inputs) {
         const int size = ffn(w), width = outputs(w, kGateUp);
         const Rows<float> y = rows_of(y_, width);
         const Rows<X> act = rows_of(act_, size);
-        const LoraTask<T> up = task(step, w, l, kGateUp, rows_of(normed_, m_.hidden), y);
+        const LoraTask<T> up = task(step, w, l, kGateUp, inputs, y);
         if (is_gated(w.activation) && projections_.gated(w.product[kGateUp])) {
             projections_.run_gated(me, up, w.activation, act);
         } else {
@@ -292,8 +299,9 @@ class Decoder final : public AnyDecoder {
                                   w.v_scale,
                                   w.softcap,
                                   w.window,
+                                  w.chunked != 0,
                                   w.sinks};
-        if (w.norms_all_heads) normalise_heads(me, w, step.tokens, y);
+        if (w.head_norm == kAllHeads) normalise_heads(me, w, step.tokens, y);
         auto rotate = [&](int t, int first, int count) {
             for (int h = first; h < first + count; h++)
                 rotate_and_store(step, w, cache, t, h, attention_scratch_[me.thread]);
@@ -329,15 +337,15 @@ class Decoder final : public AnyDecoder {
     void normalise_heads(Team::Member& me, const LayerDesc& w, int tokens, Rows<float> y) {
         if (!ranks_) {
             each_part(team_, me, tokens, [&](int t, bool) {
-                head_norm_.run(y[t], w.q_norm, q_size(), y[t]);
-                head_norm_.run(y[t] + q_rows(), w.k_norm, kv_size(), y[t] + q_rows());
+                scale_queries(y[t], w.q_norm, query_squares(y[t]) / q_size());
+                rms_norm(y[t] + q_rows(), w.k_norm, kv_size(), m_.eps, y[t] + q_rows());
             });
             return;
         }
         const Rows<float> own{ranks_->mine(), 2};
         const bool counts_k = ranks_->rank() % m_.kv_copies == 0;  // of ranks with the same K/V heads, the first does
         each_part(team_, me, tokens, [&](int t, bool) {
-            own[t][0] = sum_of_squares(y[t], q_size());
+            own[t][0] = query_squares(y[t]);
             own[t][1] = counts_k ? sum_of_squares(y[t] + q_rows(), kv_size()) : 0.0f;
         });
         team_.each(me, 1, [&](int) { ranks_->meet(); });
@@ -347,9 +355,23 @@ class Decoder final : public AnyDecoder {
             float squares[2] = {};
             ranks_->add(squares, 2 * t, 2);
             float* k = y[t] + q_rows();
-            scale_to_norm(y[t], w.q_norm, q_size(), squares[0] / q_count, m_.eps, y[t]);
+            scale_queries(y[t], w.q_norm, squares[0] / q_count);
             scale_to_norm(k, w.k_norm, kv_size(), squares[1] / k_count, m_.eps, k);
         });
+    }
+
+    // Σ x² of a token's queries y.
+    float query_squares(const float* y) const {
+        if (!gaps()) return sum_of_squares(y, q_size());
+        float all = 0;
+        for (int h = 0; h < m_.heads; h++) all += sum_of_squares(y + 2 * h * m_.head_dim, m_.head_dim);
+        return all;
+    }
+    // The norm of a token's queries y, in place; mean: of their squares.
+    void scale_queries(float* y, const float* weight, float mean) const {
+        if (!gaps()) return scale_to_norm(y, weight, q_size(), mean, m_.eps, y);
+        for (int h = 0, n = m_.head_dim; h < m_.heads; h++)
+            scale_to_norm(y + 2 * h * n, weight + h * n, n, mean, m_.eps, y + 2 * h * n);
     }
 
     // Apply the gates of some heads of a token, where the model has any.
@@ -357,13 +379,14 @@ class Decoder final : public AnyDecoder {
     //   y    of the token, with the gates
     //   out  [heads, head_dim] of the token
     void gate(const float* y, int first, int count, X* out) const {
-        if (m_.head_gate) {
-            const float* gates = y + q_rows() + 2 * kv_size();
-            for (int h = first; h < first + count; h++) apply_gate_of_all(gates[h], m_.head_dim, out + h * m_.head_dim);
-        }
-        if (!m_.output_gate) return;
-        for (int h = first; h < first + count; h++)
-            apply_gate(y + (2 * h + 1) * m_.head_dim, m_.head_dim, out + h * m_.head_dim);
+        const int n = m_.head_dim;
+        const float* behind = y + q_rows() + 2 * kv_size();
+        for (int h = first; h < first + count; h++) switch (m_.output_gate) {
+                case kNoGate: return;
+                case kBesideQueries: apply_gate(y + (2 * h + 1) * n, n, out + h * n); break;
+                case kOfHeads: apply_gate_of_all(behind[h], n, out + h * n); break;
+                case kApart: apply_gate(behind + h * n, n, out + h * n);
+            }
     }
 
     // `Projections::run`, beside which other processes compute what is offloaded to them.
@@ -459,9 +482,8 @@ class Decoder final : public AnyDecoder {
     }
 
     // normed = norm(x); x itself where weight is null.
-    void normalise(Team::Member& me, int tokens, const float* weight) {
+    void normalise(Team::Member& me, int tokens, const float* weight, Rows<X> normed) {
         const Rows<float> x = rows_of(x_, m_.hidden);
-        const Rows<X> normed = rows_of(normed_, m_.hidden);
         each_part(team_, me, tokens, [&](int t, bool) {
             if (weight) norm_.run(x[t], weight, m_.hidden, normed[t]);
             else convert(x[t], m_.hidden, normed[t]);
@@ -482,16 +504,27 @@ class Decoder final : public AnyDecoder {
         for (int i = 0; i <= cache.group; i++) {
             const bool key = i == cache.group;
             const int head = kv_head * cache.group + i;
-            float* x = key ? y + q_rows() + kv_head * head_dim : y + (head << m_.output_gate) * head_dim;
-            if (const float* norm = w.norms_all_heads ? nullptr : key ? w.k_norm : w.q_norm)
-                head_norm_.run(x, norm, head_dim, x);
+            float* x = key ? y + q_rows() + kv_head * head_dim : y + (head << gaps()) * head_dim;
+            if (const float* norm = key ? w.k_norm : w.q_norm) normalise_head(w, norm, key ? kv_head : head, x);
             if (!key && w.query_factors)
                 for (int d = 0; d < head_dim; d++) x[d] *= w.query_factors[step.positions[t]];
             if (key) store(cache.k + place, w.k_scale, scratch, [&](T* to) { rotation.run(x, head_dim, to); });
-            else rotation.run(x, head_dim, q + head * head_dim);
+            else if (!w.query_weights) rotation.run(x, head_dim, q + head * head_dim);
+            else {
+                grow(scratch.head, head_dim);
+                rotation.run(x, head_dim, scratch.head.data());
+                multiply_each(scratch.head.data(), w.query_weights, head_dim, q + head * head_dim);
+            }
         }
         const float* v = y + q_rows() + kv_size() + kv_head * head_dim;
         store(cache.v + place, w.v_scale, scratch, [&](T* to) { convert(v, head_dim, to); });
+    }
+
+    // The norm of a head of q or k, unless it was normalised with all the others.
+    void normalise_head(const LayerDesc& w, const float* norm, int head, float* x) const {
+        const int n = m_.head_dim;
+        if (w.head_norm == kEachHead) rms_norm(x, norm, n, m_.eps, x);
+        if (w.head_norm == kOwnHeads) layer_norm(x, norm + head * n, nullptr, n, m_.eps, x);
     }
 
     // Write a head of K or V as T to `out`, or, where that is FP8, round it from there.
@@ -512,7 +545,6 @@ class Decoder final : public AnyDecoder {
 
     ModelDesc m_;
     const Norm norm_{m_.eps, m_.centered != 0, m_.biased != 0};
-    const Norm head_norm_{m_.eps, m_.centered != 0, false};  // of heads
     std::vector<LayerDesc> layers_;
     Team team_;
     Projections<T> projections_;
@@ -531,6 +563,8 @@ class Decoder final : public AnyDecoder {
     int logits_wanted_ = 0;  // of the last step: behind them come the rows to score
     Buffer<float> x_, y_;
     Buffer<X> normed_, q_, attended_, act_;
+    Buffer<X> apart_;  // the norm of a feed-forward part that has attention's residual stream
+    bool has_apart_ = false;
     Ranks* ranks_ = nullptr;
     int vocab_ = m_.vocab;
     bool decode_ = false;  // the step has few tokens and each is a row of its own

@@ -125,6 +125,15 @@ inline void scale_by(float* x, int n, float factor) {
     for (int i = 0; i < n; i += kLanes) store16(x + i, load16(x + i, head(n - i)) * floats(factor), head(n - i));
 }
 
+// out = x · weight, element by element
+template <class T>
+inline void multiply_each(const float* x, const float* weight, int n, T* out) {
+    for (int i = 0; i < n; i += kLanes) {
+        const Head here = head(n - i);
+        store16(out + i, load16(x + i, here) * load16(weight + i, here), here);
+    }
+}
+
 // x += factor · y
 inline void add_scaled(const float* y, int n, float factor, float* x) {
     for (int i = 0; i < n; i += kLanes) {

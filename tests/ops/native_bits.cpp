@@ -103,7 +103,7 @@ template <class T, int kFfn> void run(bool kinds, int bits = 0, bool float8 = fa
         layers[0].window = 33, layers[0].softcap = 0.7f, layers[0].residual_multiplier = 0.3f;
         layers[0].rotary_dim = 12, layers[0].interleaved = 1, layers[0].activation = kGelu;
         layers[0].attention_out_norm = vector(kHidden, 0.3f, 1), layers[0].mlp_out_norm = vector(kHidden, 0.3f, 1);
-        layers[1].q_norm = vector(kQ, 0.3f, 1), layers[1].k_norm = vector(kKv, 0.3f, 1), layers[1].norms_all_heads = 1;
+        layers[1].q_norm = vector(kQ, 0.3f, 1), layers[1].k_norm = vector(kKv, 0.3f, 1), layers[1].head_norm = kAllHeads;
         layers[1].rotary_dim = 0, layers[1].attention_norm = layers[1].mlp_norm = nullptr;
         layers[2].parallel = 1, layers[2].window = 5, layers[2].rotary_dim = 10;
         model.centered = 1, model.embedding_multiplier = 2.5f, model.logits_scale = 0.5f, model.logits_softcap = 3;

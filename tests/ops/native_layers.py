@@ -17,16 +17,17 @@ from chorus.core.model.layers import (
     LayerSpec,
     Norms,
     NormSpec,
+    OutputGate,
     UngatedActivation,
     UngatedSpec,
 )
 from chorus.core.model.lora_state import rows_in
-from chorus.core.model.native_decoder import layer_values
+from chorus.core.model.native_decoder import OUTPUT_GATES, layer_values, native_layer
 from chorus.core.model.rope_config import RopeConfig
 from chorus.memory.pages.adapter_layout import AdapterLayout, uniform_parts
-from chorus.memory.pages.layer_projections import attention_projections, gated_projections
+from chorus.memory.pages.layer_projections import gated_projections
 from chorus.memory.pages.layout import PageLayout
-from chorus.memory.pages.projections import Projections
+from chorus.memory.pages.projections import Group, Projections
 from chorus.ops import native, native_model
 from chorus.ops.float8_kv import DTYPE as FLOAT8
 from chorus.ops.float8_kv import KvScales, rounded
@@ -48,6 +49,7 @@ class Kind:
     hidden: int = 48
     ffn: int = 80
     window: int | None = None
+    chunked: bool = False
     scale: float | None = None
     softcap: float | None = None
     rotated: float = 1.0
@@ -55,6 +57,7 @@ class Kind:
     attention_factor: float = 1.0
     alternating: bool = False
     head_norm: HeadNorm | None = None
+    output_gate: OutputGate | None = None
     sinks: bool = False
     norms: Norms = Norms.BEFORE
     centered: bool = False
@@ -64,6 +67,8 @@ class Kind:
     """Without a gate if it is an `UngatedActivation`."""
     biased: bool = False
     embedding_multiplier: float = 1.0
+    embedding_norm: bool = False
+    head_biased: bool = False
     logits_scale: float = 1.0
     logits_softcap: float | None = None
     kv_scales: KvScales | None = None
@@ -73,7 +78,7 @@ class Kind:
 
     def table(self, ranks: int = 1) -> Projections:
         """Of one of so many ranks."""
-        layer = attention_projections(self.hidden, self.heads // ranks, self.kv_heads // ranks, self.head_dim)
+        layer = self.mixer.share(ranks).projections(self.hidden)
         other = tuple(replace(each, path=f"other.x_{each.name}") for each in layer) if self.two_mixers else layer
         feed = gated_projections(self.hidden, self.ffn // ranks)[1 - self.is_gated :]
         return Projections((layer + feed, other + feed, layer + feed))
@@ -84,38 +89,49 @@ class Kind:
 
     @property
     def modules(self) -> list[str]:
-        """Names of a layer's projections, in order, by those of Llama."""
-        return LLAMA if self.is_gated else [name for name in LLAMA if name != "gate_proj"]
+        """Names of the first layer's projections, in order."""
+        return [each.name for each in self.table().layers[0]]
 
     @property
     def norm(self) -> NormSpec:
         return NormSpec(1e-5, self.centered or self.norm_biased, biased=self.norm_biased)
 
-    def layers(self) -> tuple[LayerSpec, ...]:
+    @property
+    def rope(self) -> RopeConfig | None:
         dim = int(self.head_dim * self.rotated) // 2 * 2
         rope = RopeConfig(dim, 1e4, interleaved=self.interleaved, attention_factor=self.attention_factor)
-        mixer = AttentionSpec(
+        return rope if dim else None
+
+    @property
+    def mixer(self) -> AttentionSpec:
+        """The first layer's."""
+        return AttentionSpec(
             self.heads,
             self.kv_heads,
             self.head_dim,
             self.scale or self.head_dim**-0.5,
-            rope if dim else None,
+            self.rope,
             self.window,
+            self.chunked,
             softcap=self.softcap,
             head_norm=self.head_norm,
+            output_gate=self.output_gate,
             sinks=self.sinks,
             qkv_bias=self.biased,
             o_bias=self.biased,
         )
+
+    def layers(self) -> tuple[LayerSpec, ...]:
+        mixer, rope = self.mixer, self.rope
         part = (
             GatedSpec(self.ffn, self.activation, self.biased)
             if self.is_gated
             else UngatedSpec(self.ffn, self.activation, self.biased)
         )
         own = LayerSpec(mixer, part, self.norms, self.residual_multiplier)
-        other = replace(own, mixer=replace(mixer, rope=replace(rope, theta=500.0) if dim else None))
+        other = replace(own, mixer=replace(mixer, rope=replace(rope, theta=500.0) if rope else None))
         if self.alternating:
-            other = replace(own, mixer=replace(mixer, rope=None, window=None))
+            other = replace(own, mixer=replace(mixer, rope=None, window=None, chunked=False))
         return (own, other, own)
 
 
@@ -175,6 +191,7 @@ class Model:
         self.embed = self._matrix(VOCAB, hidden, 1.0)
         self.head = self._matrix(VOCAB, hidden, 2 * hidden**-0.5)
         self.norm = self._norm()
+        self.head_bias = self._vector(VOCAB, 0.0, kind.head_biased)
         self.arena = torch.empty((self.pages, self.layout.page_elems), dtype=self.dtype)
         self.spoil(range(self.pages))
         self._free = list(range(1, self.pages))
@@ -190,6 +207,9 @@ class Model:
 
     def native(self, positions: int) -> native_model.NativeModel:
         kind = self.kind
+        scales = [kind.kv_scales] * LAYERS if kind.kv_scales else ()
+        values = layer_values(self.specs, positions, kv_scales=scales)
+        packed = (layer.packed() for layer in self.weights)
         return native_model.NativeModel(
             hidden=kind.hidden,
             ffn=kind.ffn,
@@ -199,8 +219,8 @@ class Model:
             vocab=VOCAB,
             block_tokens=BLOCK,
             eps=kind.norm.eps,
-            layers=[layer.packed() for layer in self.weights],
-            values=layer_values(self.specs, positions, kv_scales=[kind.kv_scales] * LAYERS if kind.kv_scales else ()),
+            layers=[native_layer(*each) for each in zip(packed, self.specs, values, strict=True)],
+            values=values,
             products=self.table.products,
             product_of=self.table.product_of,
             positions=positions,
@@ -212,6 +232,9 @@ class Model:
             centered=kind.norm.centered,
             biased=kind.norm.biased,
             embedding_multiplier=kind.embedding_multiplier,
+            embedding_norm=kind.embedding_norm,
+            output_gate=OUTPUT_GATES[kind.output_gate],
+            head_bias=self.head_bias,
             logits_scale=kind.logits_scale,
             logits_softcap=kind.logits_softcap or 0.0,
         )
@@ -260,18 +283,19 @@ class Model:
         kind, hidden, ffn = self.kind, self.kind.hidden, self.kind.ffn
         before = kind.norms is not Norms.AFTER
         after = kind.norms in (Norms.AFTER, Norms.AROUND)
-        every = kind.head_norm is HeadNorm.ALL
-        own, up = kind.head_norm is not None, ffn * (1 + kind.is_gated)
+        every = kind.head_norm in (HeadNorm.ALL, HeadNorm.OWN)
+        inputs = sum(each.outputs for each in self.table.layers[0] if each.group is Group.MIXER_IN)
+        own, up = kind.head_norm not in (None, HeadNorm.BARE), ffn * (1 + kind.is_gated)
         return Weights(
             self._norm(before),
             self._norm(after),
             self._norm(before and kind.norms is not Norms.PARALLEL),
             self._norm(after),
-            self._matrix(q + 2 * kv, hidden, 1.5 * hidden**-0.5),
+            self._matrix(inputs, hidden, 1.5 * hidden**-0.5),
             self._matrix(hidden, q, q**-0.5),
             self._matrix(up, hidden, hidden**-0.5),
             self._matrix(hidden, ffn, ffn**-0.5),
-            self._vector(q + 2 * kv, 0.0, kind.biased),
+            self._vector(inputs, 0.0, kind.biased),
             self._vector(hidden, 0.0, kind.biased),
             self._vector(up, 0.0, kind.biased),
             self._vector(hidden, 0.0, kind.biased),
@@ -363,9 +387,11 @@ def reference(
     """
     kind = model.kind
     x = model.embed.double()[list(tokens)] * kind.embedding_multiplier
+    x = norm(kind.norm, x, model.norm) if kind.embedding_norm else x
     for index, (spec, weights) in enumerate(zip(model.specs, model.weights, strict=True)):
         x = _Layer(model, index, spec, weights, adapter, pages)(x)
-    logits = norm(kind.norm, x, model.norm) @ model.head.double().T * kind.logits_scale
+    logits = norm(kind.norm, x, model.norm) @ model.head.double().T
+    logits = (logits if model.head_bias is None else logits + model.head_bias.double()) * kind.logits_scale
     if kind.logits_softcap:
         logits = kind.logits_softcap * torch.tanh(logits / kind.logits_softcap)
     return logits
@@ -427,15 +453,30 @@ class _Layer:
 
     def mix(self, x: torch.Tensor) -> torch.Tensor:
         spec, weights = self.spec.mixer, self.weights
-        qkv = self.project(x, weights.qkv, weights.qkv_bias, LLAMA[:3])
-        q, k, v = qkv.split([spec.q_size, spec.kv_size, spec.kv_size], dim=-1)
+        apart = spec.output_gate in (OutputGate.APART, OutputGate.OF_HEADS)
+        qkv = self.project(x, weights.qkv, weights.qkv_bias, [*LLAMA[:3], *["g_proj"] * apart])
+        q, k, v, gates = qkv.split(
+            [spec.q_rows, spec.kv_size, spec.kv_size, qkv.shape[-1] - spec.q_rows - 2 * spec.kv_size], dim=-1
+        )
+        if spec.output_gate is OutputGate.BESIDE_QUERIES:
+            q, gates = (each.flatten(1) for each in q.unflatten(-1, (-1, 2, spec.head_dim)).unbind(2))
+        if spec.output_gate is OutputGate.OF_HEADS:
+            gates = gates.repeat_interleave(spec.head_dim, -1)
         if spec.head_norm is HeadNorm.ALL:
-            q, k = self.norm(q, weights.q_norm), self.norm(k, weights.k_norm)
+            q, k = self.head_norm(q, weights.q_norm), self.head_norm(k, weights.k_norm)
         q, k, v = (part.unflatten(-1, (-1, spec.head_dim)).transpose(0, 1) for part in (q, k, v))
         if spec.head_norm is HeadNorm.EACH:
-            q, k = self.norm(q, weights.q_norm), self.norm(k, weights.k_norm)
+            q, k = self.head_norm(q, weights.q_norm), self.head_norm(k, weights.k_norm)
+        if spec.head_norm is HeadNorm.OWN:
+            q, k = self.own_norms(q, weights.q_norm), self.own_norms(k, weights.k_norm)
+        if spec.head_norm in (HeadNorm.BARE, HeadNorm.ROTATED):
+            q, k = (self.head_norm(each, torch.ones(spec.head_dim)) for each in (q, k))
         if spec.rope is not None:
             q, k = rotated(spec.rope, q), rotated(spec.rope, k)
+        if spec.head_norm is HeadNorm.ROTATED:  # keys are stored without weights
+            assert weights.q_norm is not None
+            assert weights.k_norm is not None
+            q = q * (weights.q_norm * weights.k_norm)
         if self.pages is not None:
             k, v = self.stored(k, v)
         k, v = (part.repeat_interleave(spec.num_heads // spec.num_kv_heads, dim=0) for part in (k, v))
@@ -445,11 +486,26 @@ class _Layer:
         position = torch.arange(len(x))
         age = position[:, None] - position
         seen = (age >= 0) & (age < (spec.window or len(x)))
+        if spec.chunked and spec.window:
+            seen = (age >= 0) & (position[:, None] // spec.window == position // spec.window)
         scores = scores.masked_fill(~seen, -math.inf)
         if weights.sinks is not None:
             scores = torch.cat((scores, weights.sinks.double()[:, None, None].expand(-1, len(x), 1)), 2)
         attended = scores.softmax(-1)[..., : len(x)] @ v
-        return self.project(attended.transpose(0, 1).flatten(1), weights.o, weights.o_bias, LLAMA[3:4])
+        attended = attended.transpose(0, 1).flatten(1)
+        attended = attended if spec.output_gate is None else attended * gates.sigmoid()
+        return self.project(attended, weights.o, weights.o_bias, LLAMA[3:4])
+
+    def head_norm(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+        """RMSNorm, whatever the norm of the stream is."""
+        assert weight is not None
+        return norm(NormSpec(self.model.kind.norm.eps), x, weight)
+
+    def own_norms(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+        """LayerNorm of each head `[heads, tokens, head_dim]` with weights of its own."""
+        assert weight is not None
+        ones = torch.ones(x.shape[-1])
+        return norm(NormSpec(self.model.kind.norm.eps, True), x, ones) * weight.double().view(len(x), 1, -1)
 
     def stored(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values as they are in pages: rounded, of numbers that are nearly these."""
@@ -513,8 +569,9 @@ def rotated(rope: RopeConfig, x: torch.Tensor) -> torch.Tensor:
 def shares(model: Model, ranks: int, positions: int) -> list[native_model.NativeModel]:
     """Each rank's shard of a model, with pages of its own."""
     kind, whole = model.kind, model.native(positions)
-    head_dim, every_head = kind.head_dim, kind.head_norm is HeadNorm.ALL
-    q, kv, ups = kind.heads * head_dim, kind.kv_heads * head_dim, (kind.ffn,) * (1 + kind.is_gated)
+    every_head = kind.head_norm in (HeadNorm.ALL, HeadNorm.OWN)
+    inputs = [each.outputs for each in kind.table().layers[0] if each.group is Group.MIXER_IN]
+    ups = (kind.ffn,) * (1 + kind.is_gated)
 
     def of(rank: int, *sections: torch.Tensor | None) -> torch.Tensor | None:
         """The rank's share of each of the sections, one after the other."""
@@ -526,11 +583,11 @@ def shares(model: Model, ranks: int, positions: int) -> list[native_model.Native
 
     found = []
     for rank in range(ranks):
-        layers = [
+        packed = (
             replace(
                 layer,
-                qkv=of(rank, *cut(layer.qkv, q, kv, kv)),
-                qkv_bias=of(rank, *cut(layer.qkv_bias, q, kv, kv)),
+                qkv=of(rank, *cut(layer.qkv, *inputs)),
+                qkv_bias=of(rank, *cut(layer.qkv_bias, *inputs)),
                 gate_up=of(rank, *cut(layer.gate_up, *ups)),
                 gate_up_bias=of(rank, *cut(layer.gate_up_bias, *ups)),
                 q_norm=of(rank, layer.q_norm) if every_head else layer.q_norm,
@@ -542,7 +599,8 @@ def shares(model: Model, ranks: int, positions: int) -> list[native_model.Native
                 down_bias=None if rank else layer.down_bias,
             ).packed()
             for layer in model.weights
-        ]
+        )
+        layers = [native_layer(*each) for each in zip(packed, model.specs, whole.values, strict=True)]
         first, end = (VOCAB * each // ranks for each in (rank, rank + 1))
         arena = torch.full((model.pages, model.layout.page_elems // ranks), math.nan, dtype=model.dtype)
         found.append(
@@ -555,6 +613,7 @@ def shares(model: Model, ranks: int, positions: int) -> list[native_model.Native
                 vocab=end - first,
                 layers=layers,
                 lm_head=native_model.pack(model.head[first:end]),
+                head_bias=None if model.head_bias is None else model.head_bias[first:end].contiguous(),
                 arena=arena,
             )
         )

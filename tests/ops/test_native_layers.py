@@ -9,7 +9,7 @@ import pytest
 import torch
 from allpairspy import AllPairs
 
-from chorus.core.model.layers import Activation, HeadNorm, Norms, UngatedActivation
+from chorus.core.model.layers import Activation, HeadNorm, Norms, OutputGate, UngatedActivation
 from chorus.ops import native, native_library
 from chorus.ops.float8_kv import UNSCALED, KvScales
 
@@ -28,9 +28,11 @@ VALUES: OrderedDict[str, list[Any]] = OrderedDict(
     rotated=[1.0, 0.5, 0.25, 0.0],
     interleaved=[False, True],
     alternating=[False, True],
-    head_norm=[None, HeadNorm.EACH, HeadNorm.ALL],
+    head_norm=[None, *HeadNorm],
+    output_gate=[None, *OutputGate],
+    chunked=[False, True],
     sinks=[False, True],
-    norms=[Norms.BEFORE, Norms.AFTER, Norms.AROUND, Norms.PARALLEL],
+    norms=list(Norms),
     centered=[False, True],
     norm_biased=[False, True],
     residual_multiplier=[1.0, 0.22],
@@ -39,6 +41,8 @@ VALUES: OrderedDict[str, list[Any]] = OrderedDict(
     scale=[None, 0.2],
     attention_factor=[1.0, 1.3],
     embedding_multiplier=[1.0, 3.5],
+    embedding_norm=[False, True],
+    head_biased=[False, True],
     logits_scale=[1.0, 0.3],
     logits_softcap=[None, 4.0],
     kv_scales=[None, UNSCALED, KvScales(3.0, 0.004)],
@@ -68,6 +72,16 @@ SINGLE = {
     "sinks beside soft caps": {"sinks": True, "softcap": 2.0},
     "norm of each head": {"head_norm": HeadNorm.EACH},
     "norm of all heads": {"head_norm": HeadNorm.ALL},
+    "norm of heads without weights": {"head_norm": HeadNorm.BARE},
+    "norm of rotated heads": {"head_norm": HeadNorm.ROTATED, "rotated": 0.5},
+    "LayerNorm of each head": {"head_norm": HeadNorm.OWN},
+    **{f"gates {each}": {"output_gate": each} for each in OutputGate},
+    "norm of all heads between gates": {"output_gate": OutputGate.BESIDE_QUERIES, "head_norm": HeadNorm.ALL},
+    "chunks": {"window": 16, "chunked": True, "alternating": True},
+    "chunks that begin within sixteen keys": {"window": 10, "chunked": True, "sinks": True},
+    "norms of parallel parts": {"norms": Norms.PARALLEL_APART},
+    "norm of embeddings": {"embedding_norm": True},
+    "bias of the head": {"head_biased": True, "logits_scale": 0.3, "logits_softcap": 2.0},
     "norms after": {"norms": Norms.AFTER},
     "norms around": {"norms": Norms.AROUND},
     "parallel": {"norms": Norms.PARALLEL},
