@@ -16,8 +16,8 @@ inline Floats normal16(Floats x) {
     p = fma(p, t, floats(-0.284496736f));
     p = fma(p, t, floats(0.254829592f));
     const Floats near = min(floats(9.0f), z);  // e^-81 is 0 beside 1; this order lets NaN through
-    const Floats half = floats(0.5f) - floats(0.5f) * p * t * exp16(floats(0) - near * near);
-    return floats(0.5f) + as_floats(as_words(half) ^ sign);
+    const Floats half = max(floats(0), floats(0.5f) - floats(0.5f) * p * t * exp16(floats(0) - near * near));
+    return floats(0.5f) + as_floats(as_words(half) | sign);
 }
 
 // xIELU: a·x² + beta·x above 0, (e^min(x, eps) - 1 - x)·b + beta·x below.
