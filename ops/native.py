@@ -21,6 +21,7 @@ import torch
 from .lora_offload import Offloading, OffloadTables, described
 from .native_descriptors import (
     ELEMENT_OF,
+    GROUPS,
     LAYER_WEIGHTS,
     LOGPROB_ROW,
     OTHER_WEIGHTS,
@@ -492,7 +493,7 @@ def _described_layers(layers: Sequence[Any], model: NativeModel) -> Any:
         descriptor.query_factors = _pointer_or_null(own.query_factors)
         descriptor.query_weights = _pointer_or_null(own.query_weights)
         descriptor.cos, descriptor.sin = _pointer_or_null(own.cos), _pointer_or_null(own.sin)
-        descriptor.product[:] = model.product_of[index]
+        descriptor.product[:] = [model.product_of[index].get(group, -1) for group in GROUPS]
         if layer.recurrent is not None:
             for name, tensor in layer.recurrent.native_tensors.items():
                 setattr(descriptor, name, _pointer_or_null(tensor))

@@ -71,7 +71,10 @@ def described_products(products: Sequence[ProductShape]) -> Array[ProductDescrip
                 f"a product has the modules {[module for module, _, _ in modules]}; the native library has room for "
                 f"{MAX_TARGETS} of a product, with ids below {MAX_MODULES}"
             )
-        descriptor.group, descriptor.inputs, descriptor.count = group, inputs, len(modules)
+        descriptor.group = (
+            GROUPS.index(group) if group in GROUPS else -1
+        )  # of an offload worker, which has no use for it
+        descriptor.inputs, descriptor.count = inputs, len(modules)
         descriptor.targets[: 3 * len(modules)] = [value for module in modules for value in module]
     return found
 
@@ -134,8 +137,11 @@ class IntegersDescriptor(Structure):
     ]
 
 
-PROJECTIONS = ("qkv", "o", "gate_up", "down")
+PROJECTIONS = ("qkv", "o", "gate_up", "down", "beside_in", "beside_out")
 """A layer's projections, by group."""
+
+GROUPS = (0, 1, 2, 3, 19, 20)
+"""Their groups, as `memory.pages.projections` numbers them, in the library's order."""
 
 LAYER_WEIGHTS = (
     "attention_norm",
@@ -143,14 +149,11 @@ LAYER_WEIGHTS = (
     "mlp_norm",
     "mlp_out_norm",
     *PROJECTIONS,
-    "qkv_bias",
-    "o_bias",
-    "gate_up_bias",
-    "down_bias",
+    *(f"{name}_bias" for name in PROJECTIONS),
 )
 """A layer's weights, null where it has none."""
 
-OTHER_WEIGHTS = ("q_norm", "k_norm", "sinks", "xielu")
+OTHER_WEIGHTS = ("q_norm", "k_norm", "sinks", "xielu", "beside_factors")
 """A layer's further weights, likewise."""
 
 
@@ -162,6 +165,8 @@ class LayerDescriptor(Structure):
         ("integers", IntegersDescriptor * len(PROJECTIONS)),
         *((name, c_void_p) for name in (*OTHER_WEIGHTS, "cos", "sin", "query_factors", "query_weights")),
         *((name, c_float) for name in ("scale", "softcap", "k_scale", "v_scale", "residual_multiplier")),
+        *((name, c_float) for name in ("attention_in_factor", "attention_out_factor", "beside_in_factor")),
+        *((name, c_float) for name in ("beside_out_factor", "gate_factor", "part_factor")),
         *(
             (name, c_int32)
             for name in (
@@ -176,7 +181,7 @@ class LayerDescriptor(Structure):
             )
         ),
         ("activation", c_int32),
-        ("product", c_int32 * 4),
+        ("product", c_int32 * len(PROJECTIONS)),
         *((name, c_void_p) for name in ("taps", "dt_bias", "a_log", "delta_norm", "conv_bias", "d")),
         ("state_layer", c_int32),
     ]

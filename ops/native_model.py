@@ -5,7 +5,7 @@ Tests: tests/ops/test_native.py
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -87,6 +87,20 @@ class LayerValues:
 
     v_scale: float = 1.0
     residual_multiplier: float = 1.0
+
+    attention_in_factor: float = 1.0
+    """Of attention's input, where a recurrent mixer is beside it; likewise the three below."""
+
+    attention_out_factor: float = 1.0
+    beside_in_factor: float = 1.0
+    beside_out_factor: float = 1.0
+
+    gate_factor: float = 1.0
+    """Of a gate, before its activation."""
+
+    part_factor: float = 1.0
+    """Of the feed-forward part's output."""
+
     activation: NativeActivation = NativeActivation.SILU
 
     state_layer: int = 0
@@ -157,7 +171,7 @@ class NativeModel:
     values: Sequence[LayerValues]
     products: Sequence[ProductShape]
     """The different products of the layers."""
-    product_of: Sequence[Sequence[int]]
+    product_of: Sequence[Mapping[int, int]]
     """Indices in `products`, by layer and group."""
     positions: int
     embed: torch.Tensor

@@ -18,14 +18,14 @@ from ...ops import native, native_integers, native_library, native_model
 from ...ops.elementwise import rotary_table
 from ...ops.float8_kv import KvScales
 from ...ops.lora_offload import Offloading
-from ...ops.native_descriptors import NativeActivation, NativeHeadNorm, NativeOutputGate
+from ...ops.native_descriptors import PROJECTIONS, NativeActivation, NativeHeadNorm, NativeOutputGate
 from ...ops.ranks import Ranks
 from ...ops.sampling import RowSamplingParams
 from ...ops.sgmv import AdapterRows, Segments
 from ..requests.types import CannotMerge
 from .batch import StepBatch
 from .config import ModelConfig
-from .layer_weights import MATRICES, LayerWeights
+from .layer_weights import MERGED_MATRICES, LayerWeights
 from .layers import (
     PARALLEL,
     Activation,
@@ -33,6 +33,7 @@ from .layers import (
     GatedSpec,
     HeadNorm,
     LayerSpec,
+    Norms,
     OutputGate,
     UngatedActivation,
     UngatedSpec,
@@ -109,13 +110,14 @@ def _other_parts(config: ModelConfig) -> dict[str, bool | str]:
 
 def _parts_of_few(config: ModelConfig) -> dict[str, bool | str]:
     """Likewise, those of one family each."""
-    gated = [it.dense for it in config.layers if isinstance(it.dense, GatedSpec)]
+    gated = [(it.norms, it.dense) for it in config.layers if isinstance(it.dense, GatedSpec)]
     return {
-        "recurrent mixer beside attention": any(layer.mixer_beside is not None for layer in config.layers),
         "embedding of tokens of images and sound": bool(config.media),
         "residual of several streams": config.streams is not None,
-        "factor of a gated part": any((it.gate_factor, it.factor) != (1.0, 1.0) for it in gated),
-        "sparse gate": any(it.sparsity for it in gated),
+        "factor of a part before its norm": any(
+            it.factor != 1.0 and norms in (Norms.AFTER, Norms.AROUND) for norms, it in gated
+        ),
+        "sparse gate": any(it.sparsity for _, it in gated),
     }
 
 
@@ -150,7 +152,7 @@ class NativeDecoderModel:
             centered=config.norm.centered, biased=config.norm.biased,
             layers=self.layers, values=values,
             float8_kv=arena.layout.float8_kv,
-            products=config.projections.products, product_of=config.projections.product_of,
+            products=config.projections.products, product_of=config.projections.product_in,
             positions=max_model_len, page_groups=arena.layout.pages_per_block, embed=embed,
             lm_head=packed.add(head), norm=weights.norm().float(), arena=arena.pages,
             head_bias=weights.lm_head_bias(), embedding_norm=config.embedding_norm,
@@ -247,10 +249,10 @@ class NativeDecoderModel:
 
     def merged_form(self, layer: int, group: int) -> tuple[torch.Size, torch.dtype]:
         """See `MergeableModel.merged_form`."""
-        origin = getattr(self.layers[layer], MATRICES[group])
+        origin = getattr(self.layers[layer], MERGED_MATRICES[group])
         if isinstance(origin, native_integers.IntegerPanels) and origin.input_bits == 8:
             raise CannotMerge(INPUTS_ARE_ROUNDED)
-        projection = self.config.projections.products[self.config.projections.product_of[layer][group]]
+        projection = self.config.projections.products[self.config.projections.product_in[layer][group]]
         dtype = self._arena.pages.dtype
         return torch.Size(native_model.packed_shape(projection.outputs, projection.inputs, dtype)), dtype
 
@@ -291,10 +293,12 @@ def layer_values(
             found.append(_values_without_attention(layer, with_state))
         else:
             values = _layer_values(layer, mixer, *tables[mixer.rope], *places[with_kv], positions)
+            values.state_layer = with_state
             if kv_scales:
                 values.k_scale, values.v_scale = kv_scales[with_kv]
             found.append(values)
             with_kv += 1
+        _set_factors(found[-1], layer)
         with_state += layer.recurrent is not None
     return found
 
@@ -309,6 +313,16 @@ def _values_without_attention(layer: LayerSpec, state_layer: int) -> native_mode
         activation=_activation(layer),
         state_layer=state_layer,
     )
+
+
+def _set_factors(values: native_model.LayerValues, layer: LayerSpec) -> None:
+    """Those of a gated part, and of two mixers side by side."""
+    part, second = layer.dense, layer.mixer_beside
+    if isinstance(part, GatedSpec):
+        values.gate_factor, values.part_factor = part.gate_factor, part.factor
+    if second is not None:
+        values.attention_in_factor, values.attention_out_factor = second.attention_in, second.attention_out
+        values.beside_in_factor, values.beside_out_factor = second.in_factor, second.out_factor
 
 
 def _activation(layer: LayerSpec) -> NativeActivation:
@@ -398,7 +412,7 @@ def native_layer(layer: LayerWeights, spec: LayerSpec, values: native_model.Laye
     """
     for field in fields(layer):
         part = getattr(layer, field.name)
-        if isinstance(part, torch.Tensor) and field.name not in ("qkv", "o", "gate_up", "down"):
+        if isinstance(part, torch.Tensor) and field.name not in PROJECTIONS:
             setattr(layer, field.name, part.float())
     head_norm = None if spec.attention is None else spec.attention.head_norm
     if head_norm is HeadNorm.ROTATED and layer.q_norm is not None and layer.k_norm is not None:

@@ -83,7 +83,8 @@ class Decoder final : public AnyDecoder {
           attention_scratch_(team_.most()) {
         for (const LayerDesc& w : layers_) {
             gates_[w.product[kGateUp]] = is_gated(w.activation);
-            has_apart_ |= w.parallel && w.mlp_norm;
+            has_beside_ |= has(w, kBesideIn);
+            has_apart_ |= has(w, kBesideIn) || (w.parallel && w.mlp_norm);
         }
     }
 
@@ -147,6 +148,7 @@ class Decoder final : public AnyDecoder {
     int q_rows() const { return q_size() << gaps(); }
     int kv_size() const { return m_.kv_heads * m_.head_dim; }
     int outputs(const LayerDesc& w, Group g) const { return projections_.products().outputs(w.product[g]); }
+    bool has(const LayerDesc& w, Group g) const { return w.product[g] >= 0 && outputs(w, g); }
     int ffn(const LayerDesc& w) const { return projections_.products().inputs(w.product[kDown]); }
 
     // Buffers and units of work of the step, the same for all layers.
@@ -163,6 +165,7 @@ class Decoder final : public AnyDecoder {
         if (has_apart_) grow_rows(apart_, tokens, m_.hidden);
         grow_rows(q_, tokens, q_size());
         grow_rows(attended_, tokens, std::max(q_size(), m_.delta.v_size()));
+        if (has_beside_) grow_rows(beside_, tokens, m_.delta.v_size());
         if (m_.delta.v_heads) plan_mixer(step);
         grow_rows(act_, tokens,
                   products.most([&](int p) { return products.group(p) == kDown ? products.inputs(p) : 0; }));
@@ -201,13 +204,19 @@ class Decoder final : public AnyDecoder {
         for (int l = 0; l < m_.layers; l++) {
             const LayerDesc& w = layers[l];
             if (waits && l) team_.each(me, 1, [&](int) { wait_for_layer(step, l); });
-            if (outputs(w, kO)) {
-                normalise(me, tokens, w.attention_norm, normed);
+            const float out = w.residual_multiplier;
+            if (has(w, kO)) {
+                normalise(me, tokens, w.attention_norm, normed, w.attention_in_factor);
                 if (w.parallel && w.mlp_norm) normalise(me, tokens, w.mlp_norm, apart);
-                const Rows<X> mixed = mix(step, me, w, l);
-                add_to_residual(me, task(step, w, l, kO, mixed, x), w.attention_out_norm, w.residual_multiplier);
+                if (has(w, kBesideIn)) mix_beside(step, me, w, l);
+                const LoraTask<T> o = task(step, w, l, kO, mix(step, me, w, l), x);
+                add_to_residual(me, o, w.attention_out_norm, out * w.attention_out_factor);
             }
-            if (outputs(w, kDown)) {
+            if (has(w, kBesideOut)) {
+                const LoraTask<T> o = task(step, w, l, kBesideOut, rows_of(beside_, m_.delta.v_size()), x);
+                add_to_residual(me, o, nullptr, out * w.beside_out_factor);
+            }
+            if (has(w, kDown)) {
                 if (!w.parallel) normalise(me, tokens, w.mlp_norm, normed);
                 feed_forward(step, me, w, l, w.parallel && w.mlp_norm ? apart : normed);
             }
@@ -240,27 +249,41 @@ class Decoder final : public AnyDecoder {
         const Rows<X> act = rows_of(act_, size);
         const LoraTask<T> up = task(step, w, l, kGateUp, inputs, y);
         if (is_gated(w.activation) && projections_.gated(w.product[kGateUp])) {
-            projections_.run_gated(me, up, w.activation, act);
+            projections_.run_gated(me, up, w.activation, w.gate_factor, act);
         } else {
             run_product(me, up);
             each_part(team_, me, step.tokens, [&](int t, bool) {
+                if (w.gate_factor != 1) scale_by(y[t], size, w.gate_factor);
                 if (is_gated(w.activation)) activate(w.activation, y[t], y[t] + size, size, act[t]);
                 else activate_alone(w.activation, w.xielu, y[t], size, act[t]);
             });
         }
         const LoraTask<T> down = task(step, w, l, kDown, act, rows_of(x_, m_.hidden));
-        add_to_residual(me, down, w.mlp_out_norm, w.residual_multiplier);
+        add_to_residual(me, down, w.mlp_out_norm, w.residual_multiplier * w.part_factor);
     }
 
     // What the mixer of layer l makes of normed, with weights w.
     Rows<X> mix(const StepDesc& step, Team::Member& me, const LayerDesc& w, int l) {
         const Rows<float> y = rows_of(y_, outputs(w, kQkv));
         run_product(me, task(step, w, l, kQkv, rows_of(normed_, m_.hidden), y));
-        const Rows<X> out = rows_of(attended_, w.delta.conv ? m_.delta.v_size() : q_size());
-        if (w.delta.conv) recur(step, me, w, y, out);
+        const bool recurs = w.delta.conv && !has(w, kBesideIn);
+        const Rows<X> out = rows_of(attended_, recurs ? m_.delta.v_size() : q_size());
+        if (recurs) recur(step, me, w, y, out);
         else if (m_.float8_kv) attend<Float8<X>>(step, me, w, y, out);
         else attend<T>(step, me, w, y, out);
         return out;
+    }
+
+    // What the mixer beside attention in layer l makes of the residual stream, in `beside_`.
+    void mix_beside(const StepDesc& step, Team::Member& me, const LayerDesc& w, int l) {
+        const Rows<X> inputs = rows_of(apart_, m_.hidden);
+        const Rows<float> y = rows_of(y_, outputs(w, kBesideIn));
+        normalise(me, step.tokens, w.attention_norm, inputs, w.beside_in_factor);
+        run_product(me, task(step, w, l, kBesideIn, inputs, y));
+        if (w.beside_factors)
+            each_part(team_, me, step.tokens,
+                      [&](int t, bool) { multiply_each(y[t], w.beside_factors, outputs(w, kBesideIn), y[t]); });
+        recur(step, me, w, y, rows_of(beside_, m_.delta.v_size()));
     }
 
     void plan_mixer(const StepDesc& step) {
@@ -481,12 +504,18 @@ class Decoder final : public AnyDecoder {
         }
     }
 
-    // normed = norm(x); x itself where weight is null.
-    void normalise(Team::Member& me, int tokens, const float* weight, Rows<X> normed) {
-        const Rows<float> x = rows_of(x_, m_.hidden);
+    // normed = factor · norm(x); without a norm where weight is null.
+    void normalise(Team::Member& me, int tokens, const float* weight, Rows<X> normed, float factor = 1) {
+        const Rows<float> x = rows_of(x_, m_.hidden), wide = rows_of(y_, m_.hidden);
+        auto run = [&](int t, auto to) {
+            if (weight) norm_.run(x[t], weight, m_.hidden, to);
+            else convert(x[t], m_.hidden, to);
+        };
         each_part(team_, me, tokens, [&](int t, bool) {
-            if (weight) norm_.run(x[t], weight, m_.hidden, normed[t]);
-            else convert(x[t], m_.hidden, normed[t]);
+            if (factor == 1) return run(t, normed[t]);
+            run(t, wide[t]);
+            scale_by(wide[t], m_.hidden, factor);
+            convert(wide[t], m_.hidden, normed[t]);
         });
     }
 
@@ -563,8 +592,9 @@ class Decoder final : public AnyDecoder {
     int logits_wanted_ = 0;  // of the last step: behind them come the rows to score
     Buffer<float> x_, y_;
     Buffer<X> normed_, q_, attended_, act_;
-    Buffer<X> apart_;  // the norm of a feed-forward part that has attention's residual stream
-    bool has_apart_ = false;
+    Buffer<X> apart_;  // a second part's norm of the residual stream that attention has
+    Buffer<X> beside_;  // what a mixer beside attention gives
+    bool has_apart_ = false, has_beside_ = false;
     Ranks* ranks_ = nullptr;
     int vocab_ = m_.vocab;
     bool decode_ = false;  // the step has few tokens and each is a row of its own

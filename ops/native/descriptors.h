@@ -12,10 +12,10 @@
 namespace chorus {
 
 // Groups of a layer's projections with a common input, and outputs side by side: query, key and value; attention's output; gate
-// and up; down. As the first four of Group in memory/pages/projections.py.
-enum Group : int32_t { kQkv, kO, kGateUp, kDown };
-constexpr int kGroups = 4;
-constexpr Group kEveryGroup[kGroups] = {kQkv, kO, kGateUp, kDown};
+// and up; down; input and output of a mixer beside attention. In the order of GROUPS in ops/native_descriptors.py.
+enum Group : int32_t { kQkv, kO, kGateUp, kDown, kBesideIn, kBesideOut };
+constexpr int kGroups = 6;
+constexpr Group kEveryGroup[kGroups] = {kBesideIn, kQkv, kO, kBesideOut, kGateUp, kDown};  // as a layer computes them
 
 constexpr int kMaxTargets = 6;  // most projections of a group
 
@@ -45,6 +45,7 @@ struct LayerDesc {
     const float *q_norm, *k_norm;  // [head_dim], or of every head: see HeadNorm; null where there is none
     const float* sinks;  // [heads]; null where there is none
     const float* xielu;  // [4]: parameters of that activation
+    const float* beside_factors;  // [outputs] of the input of a mixer beside attention; null: they have none
     const float *cos, *sin;  // [positions, rotary_dim]: of each element; with the attention factor
     const float* query_factors;  // [positions]; null: queries have none
     const float* query_weights;  // [head_dim], of rotated queries; null: they have none
@@ -52,6 +53,9 @@ struct LayerDesc {
     float softcap;  // scores s become softcap · tanh(s / softcap); 0: they stay
     float k_scale, v_scale;  // what is stored of K and V stands for so many times that: of FP8, else 1
     float residual_multiplier;  // of what each part adds to the residual stream
+    float attention_in_factor, attention_out_factor;  // of attention's input and output, where a mixer is beside it
+    float beside_in_factor, beside_out_factor;  // of that mixer's
+    float gate_factor, part_factor;  // of a gate before its activation, and of the feed-forward part's output
     int32_t window;  // tokens that a query sees, itself included; 0: all before it
     int32_t chunked;  // 1: it sees those of its own chunk of `window` tokens alone
     int32_t rotary_dim;  // leading elements of a head that are rotated
@@ -60,7 +64,7 @@ struct LayerDesc {
     int32_t parallel;  // 1: gate and up have attention's input or, with an mlp_norm, one of the same residual stream
     int32_t page_group, page_layer;  // whose pages have its K and V, and its place among the layers in them
     Activation activation;
-    int32_t product[kGroups];  // of the model's, by group
+    int32_t product[kGroups];  // of the model's, by group; below 0: the layer has no such group
     DeltaWeights delta;  // of a layer with a recurrent mixer
     int32_t state_layer;  // its place among such layers
 };

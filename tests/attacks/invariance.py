@@ -169,7 +169,7 @@ def build(rng: random.Random, dtype: torch.dtype) -> World:
         layers=layers,
         values=values,
         products=table.products,
-        product_of=table.product_of,
+        product_of=table.product_in,
         positions=requests_end,
         embed=weights(vocab, hidden),
         lm_head=native_model.pack(weights(vocab, hidden)),

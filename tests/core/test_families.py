@@ -45,7 +45,6 @@ BF16_LOGITS_ERROR = 3e-2
 
 REFUSED = {
     **dict.fromkeys(SHAPES, "attention of several shapes"),
-    **dict.fromkeys(TWO_MIXERS, "recurrent mixer beside attention"),
     "youtu": "latent attention",
     "minicpm-3": "latent attention",
 }

@@ -39,7 +39,7 @@ ONE = [
     ("lfm2", "native"),
     ("granite-4-h", "native"),
     ("nemotron-h", "native"),
-    ("falcon-h1", "torch"),
+    *itertools.product(["falcon-h1"], KERNELS),
 ]
 """Geometries on one rank."""
 
@@ -47,7 +47,7 @@ TWO = [
     *itertools.product(["qwen3.5", "granite-4-h"], KERNELS),
     ("lfm2", "native"),
     ("nemotron-h", "native"),
-    ("falcon-h1", "torch"),
+    *itertools.product(["falcon-h1"], KERNELS),
 ]
 """Geometries on two ranks: one has several heads of values for each of keys, one a group of heads for both ranks."""
 

@@ -65,6 +65,8 @@ class Kind:
     residual_multiplier: float = 1.0
     activation: Activation | UngatedActivation = Activation.SILU
     """Without a gate if it is an `UngatedActivation`."""
+    gate_factor: float = 1.0
+    part_factor: float = 1.0
     biased: bool = False
     embedding_multiplier: float = 1.0
     embedding_norm: bool = False
@@ -124,7 +126,7 @@ class Kind:
     def layers(self) -> tuple[LayerSpec, ...]:
         mixer, rope = self.mixer, self.rope
         part = (
-            GatedSpec(self.ffn, self.activation, self.biased)
+            GatedSpec(self.ffn, self.activation, self.biased, gate_factor=self.gate_factor, factor=self.part_factor)
             if self.is_gated
             else UngatedSpec(self.ffn, self.activation, self.biased)
         )
@@ -222,7 +224,7 @@ class Model:
             layers=[native_layer(*each) for each in zip(packed, self.specs, values, strict=True)],
             values=values,
             products=self.table.products,
-            product_of=self.table.product_of,
+            product_of=self.table.product_in,
             positions=positions,
             embed=self.embed,
             lm_head=native_model.pack(self.head),
@@ -527,8 +529,9 @@ class _Layer:
             inner = xielu(up, weights.xielu) if weights.xielu is not None else UNGATED[spec.activation](up)
         else:
             gate, up = self.project(x, weights.gate_up, weights.gate_up_bias, LLAMA[4:6]).chunk(2, dim=-1)
-            inner = GATED[spec.activation](gate) * up
-        return self.project(inner, weights.down, weights.down_bias, LLAMA[6:])
+            inner = GATED[spec.activation](spec.gate_factor * gate) * up
+        down = self.project(inner, weights.down, weights.down_bias, LLAMA[6:])
+        return down * spec.factor if isinstance(spec, GatedSpec) else down
 
 
 def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:

@@ -93,6 +93,8 @@ SINGLE = {
     "gelu in panels of its own": {"activation": Activation.GELU_TANH, "ffn": 96},
     **{f"{each.name} without a gate": {"activation": each} for each in UngatedActivation},
     "ReLU² in panels": {"activation": UngatedActivation.RELU_SQUARED, "ffn": 96},
+    "factors of a gated part": {"gate_factor": 0.7, "part_factor": 1.4},
+    "factors in panels": {"gate_factor": 0.7, "part_factor": 1.4, "ffn": 96, "activation": Activation.GELU_TANH},
     "embedding multiplier": {"embedding_multiplier": 3.5},
     "logits scale": {"logits_scale": 0.3},
     "soft cap of logits": {"logits_softcap": 2.0, "logits_scale": 0.7},

@@ -119,6 +119,12 @@ class TestRefusals:
         sparse = replace(LAYER, feed_forward=Experts(16, 40, Routing(2)))
         assert refusal(LAYER, sparse) == "it has no mixture of experts, and this model's layers have 16 experts"
 
+    def test_factors_before_a_norm_are_refused(self):
+        scaled = replace(LAYER, feed_forward=GatedSpec(80, gate_factor=0.5, factor=2.0))
+        assert refusal(LAYER, scaled) is None
+        around = refusal(LAYER, replace(scaled, norms=Norms.AROUND))
+        assert around.startswith("it has no factor of a part before its norm")
+
     def test_sparse_gates_and_several_streams_are_refused(self):
         sparse = replace(LAYER, feed_forward=GatedSpec(80, sparsity=0.5))
         assert refusal(LAYER, sparse).startswith("it has no sparse gate")
