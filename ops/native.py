@@ -161,8 +161,7 @@ class NativeDecoder:
         self._merged: tuple[Any, Sequence[Any]] = (None, ())  # of `use_merged`: descriptors, and what they point to
         layers = _described_layers(model.layers, model)
         description = ModelDescriptor(
-            hidden=model.hidden, ffn=model.ffn, layers=len(model.layers), heads=model.heads, kv_heads=model.kv_heads,
-            head_dim=model.head_dim, vocab=model.vocab, block_tokens=model.block_tokens,
+            hidden=model.hidden, layers=len(model.layers), vocab=model.vocab, block_tokens=model.block_tokens,
             page_groups=model.page_groups, num_products=len(model.products), eps=model.eps,
             centered=model.centered, biased=model.biased, embedding_multiplier=model.embedding_multiplier,
             head_bias=_pointer_or_null(model.head_bias), embedding_norm=model.embedding_norm,
@@ -490,6 +489,8 @@ def _described_layers(layers: Sequence[Any], model: NativeModel) -> Any:
         for field in fields(own):
             if field.name not in ("cos", "sin", "query_factors", "query_weights", "page_layer"):
                 setattr(descriptor, field.name, getattr(own, field.name))
+        for name in ("heads", "kv_heads", "head_dim"):
+            setattr(descriptor, name, getattr(own, name) or getattr(model, name))
         descriptor.query_factors = _pointer_or_null(own.query_factors)
         descriptor.query_weights = _pointer_or_null(own.query_weights)
         descriptor.cos, descriptor.sin = _pointer_or_null(own.cos), _pointer_or_null(own.sin)

@@ -166,7 +166,7 @@ class LayerDescriptor(Structure):
         *((name, c_void_p) for name in (*OTHER_WEIGHTS, "cos", "sin", "query_factors", "query_weights")),
         *((name, c_float) for name in ("scale", "softcap", "k_scale", "v_scale", "residual_multiplier")),
         *((name, c_float) for name in ("attention_in_factor", "attention_out_factor", "beside_in_factor")),
-        *((name, c_float) for name in ("beside_out_factor", "gate_factor", "part_factor")),
+        *((name, c_float) for name in ("beside_out_factor", "output_factor", "gate_factor", "part_factor")),
         *(
             (name, c_int32)
             for name in (
@@ -174,6 +174,11 @@ class LayerDescriptor(Structure):
                 "chunked",
                 "rotary_dim",
                 "interleaved",
+                "heads",
+                "kv_heads",
+                "head_dim",
+                "keys_are_values",
+                "norms_values",
                 "head_norm",
                 "parallel",
                 "page_group",
@@ -192,8 +197,7 @@ class ModelDescriptor(Structure):
 
     _fields_ = [
         *((name, c_int32) for name in
-          ("hidden", "ffn", "layers", "heads", "kv_heads", "head_dim", "vocab", "block_tokens",
-           "page_groups", "num_products")),
+          ("hidden", "layers", "vocab", "block_tokens", "page_groups", "num_products")),
         ("eps", c_float), ("centered", c_int32), ("biased", c_int32),
         *((name, c_float) for name in ("embedding_multiplier", "logits_scale")),
         ("head_bias", c_void_p), ("embedding_norm", c_int32), ("logits_softcap", c_float),

@@ -64,6 +64,21 @@ class LayerValues:
     softcap: float = 0.0
     """Scores s become `softcap · tanh(s / softcap)`; 0: they stay."""
 
+    heads: int = 0
+    """Of its queries; 0: as many as the model has. Likewise the two below."""
+
+    kv_heads: int = 0
+    head_dim: int = 0
+
+    keys_are_values: bool = False
+    """There are no projected values: they are keys before their norm."""
+
+    norms_values: bool = False
+    """Every head of values is normalised, without weights."""
+
+    output_factor: float = 1.0
+    """Of the residual stream behind the layer."""
+
     head_norm: NativeHeadNorm = NativeHeadNorm.EACH
     """What q_norm and k_norm are, where they are there."""
 
@@ -160,7 +175,6 @@ class NativeModel:
     """
 
     hidden: int
-    ffn: int
     heads: int
     kv_heads: int
     head_dim: int

@@ -85,12 +85,14 @@ def why_unsupported(config: ModelConfig, dtype: torch.dtype) -> str | None:
     if config.recurrent is not None and config.recurrent.native_shape() is None:
         return f"it has no {config.recurrent.native_lack}, which this model has"
     pair = 4 // dtype.itemsize
-    inner = [config.hidden_size, config.intermediate_size, config.q_size]
+    parts = [layer.dense.size for layer in config.layers if layer.dense is not None]
+    inner = sorted({config.hidden_size, *parts, *(mixer.q_size for mixer in config.attention_shapes)})
     inner += [] if config.recurrent is None else [config.recurrent.out_size]
     if reason := native_library.why_unavailable(dtype):
         return reason
-    if any(k % pair for k in inner) or config.head_dim % 2:
-        return f"it needs even sizes, and this model's are {config.head_dim} of a head, {inner} of rows of weights"
+    heads = [mixer.head_dim for mixer in config.attention_shapes]
+    if any(k % pair for k in inner) or any(size % 2 for size in heads):
+        return f"it needs even sizes, and this model's are {heads} of heads, {inner} of rows of weights"
     return None
 
 
@@ -100,11 +102,8 @@ def _other_parts(config: ModelConfig) -> dict[str, bool | str]:
     return {
         "mixture of experts": f"{config.num_experts} experts" if config.num_experts else False,
         "latent attention": any(mixer.latent is not None for mixer in mixers),
-        "attention of several shapes": bool(config.attention_shapes[1:]),
         "further input of layers": config.layer_inputs is not None,
         "attention with another layer's keys": len(config.kv_layers) < len(mixers),
-        "norm of values": any(mixer.value_norm for mixer in mixers),
-        "factor of a layer's output": any(layer.scaled for layer in config.layers),
     } | _parts_of_few(config)
 
 
@@ -112,6 +111,9 @@ def _parts_of_few(config: ModelConfig) -> dict[str, bool | str]:
     """Likewise, those of one family each."""
     gated = [(it.norms, it.dense) for it in config.layers if isinstance(it.dense, GatedSpec)]
     return {
+        "norm of all heads of keys that are values": any(
+            mixer.keys_are_values and mixer.head_norm is HeadNorm.ALL for mixer in config.attention_layers
+        ),
         "embedding of tokens of images and sound": bool(config.media),
         "residual of several streams": config.streams is not None,
         "factor of a part before its norm": any(
@@ -140,13 +142,16 @@ class NativeDecoderModel:
         packed, weights.keeps = PackedWeights(embed.dtype), is_packable
         kv_scales = weights.kv_scales() if arena.layout.float8_kv else ()
         values = layer_values(config.layers, max_model_len, arena.layout, kv_scales)
+        for own, mixer in zip(values, (layer.attention for layer in config.layers), strict=True):
+            if mixer is not None:
+                own.heads, own.kv_heads, own.head_dim = mixer.num_heads, mixer.num_kv_heads, mixer.head_dim
         self.layers = [
             native_layer(*each) for each in zip(weights.layers(packed.add), config.layers, values, strict=True)
         ]
         head = weights.kept_lm_head(embed)
         self._share = vocab = len(head.values if isinstance(head, GroupScaled) else head)
         model = native_model.NativeModel(
-            hidden=config.hidden_size, ffn=config.intermediate_size, heads=config.num_heads,
+            hidden=config.hidden_size, heads=config.num_heads,
             kv_heads=config.num_kv_heads, head_dim=config.head_dim, vocab=vocab,
             block_tokens=arena.layout.block_tokens, eps=config.norm.eps,
             centered=config.norm.centered, biased=config.norm.biased,
@@ -363,6 +368,8 @@ def _layer_values(
         interleaved=mixer.rope is not None and mixer.rope.interleaved,
         window=mixer.window or 0,
         chunked=mixer.chunked,
+        keys_are_values=mixer.keys_are_values,
+        norms_values=mixer.value_norm,
         softcap=mixer.softcap or 0.0,
         head_norm=_HEAD_NORMS[mixer.head_norm],
         parallel=layer.norms in PARALLEL,
@@ -414,6 +421,7 @@ def native_layer(layer: LayerWeights, spec: LayerSpec, values: native_model.Laye
         part = getattr(layer, field.name)
         if isinstance(part, torch.Tensor) and field.name not in PROJECTIONS:
             setattr(layer, field.name, part.float())
+    values.output_factor = 1.0 if layer.scalar is None else float(layer.scalar)
     head_norm = None if spec.attention is None else spec.attention.head_norm
     if head_norm is HeadNorm.ROTATED and layer.q_norm is not None and layer.k_norm is not None:
         values.query_weights = layer.q_norm * layer.k_norm

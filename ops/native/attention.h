@@ -190,6 +190,7 @@ struct AttentionScratch {
     std::vector<float> scores, sums, factors, values, keys;
     std::vector<const void*> places;
     std::vector<float> head;  // a key or value, before it is stored
+    std::vector<float> value;  // a normed value
 };
 
 }  // namespace chorus

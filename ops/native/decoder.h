@@ -83,6 +83,9 @@ class Decoder final : public AnyDecoder {
           attention_scratch_(team_.most()) {
         for (const LayerDesc& w : layers_) {
             gates_[w.product[kGateUp]] = is_gated(w.activation);
+            q_size_ = std::max(q_size_, w.heads.q_size());
+            auto same = [&](const Shape& shape) { return shape.heads == w.heads; };
+            if (std::none_of(shapes_.begin(), shapes_.end(), same)) shapes_.push_back({w.heads});
             has_beside_ |= has(w, kBesideIn);
             has_apart_ |= has(w, kBesideIn) || (w.parallel && w.mlp_norm);
         }
@@ -143,10 +146,9 @@ class Decoder final : public AnyDecoder {
    private:
     static constexpr int64_t kFewLogits = 1 << 15;  // sampled from sooner than another thread wakes
 
-    int q_size() const { return m_.heads * m_.head_dim; }
     bool gaps() const { return m_.output_gate == kBesideQueries; }  // between queries there are gates
-    int q_rows() const { return q_size() << gaps(); }
-    int kv_size() const { return m_.kv_heads * m_.head_dim; }
+    int kv_rows(const LayerDesc& w) const { return w.heads.kv_size() * (w.keys_are_values ? 1 : 2); }
+    int q_rows(const LayerDesc& w) const { return w.heads.q_size() << gaps(); }
     int outputs(const LayerDesc& w, Group g) const { return projections_.products().outputs(w.product[g]); }
     bool has(const LayerDesc& w, Group g) const { return w.product[g] >= 0 && outputs(w, g); }
     int ffn(const LayerDesc& w) const { return projections_.products().inputs(w.product[kDown]); }
@@ -163,25 +165,42 @@ class Decoder final : public AnyDecoder {
         grow_rows(y_, tokens, widest);
         grow_rows(normed_, tokens, m_.hidden);
         if (has_apart_) grow_rows(apart_, tokens, m_.hidden);
-        grow_rows(q_, tokens, q_size());
-        grow_rows(attended_, tokens, std::max(q_size(), m_.delta.v_size()));
+        grow_rows(q_, tokens, q_size_);
+        grow_rows(attended_, tokens, std::max(q_size_, m_.delta.v_size()));
         if (has_beside_) grow_rows(beside_, tokens, m_.delta.v_size());
         if (m_.delta.v_heads) plan_mixer(step);
         grow_rows(act_, tokens,
                   products.most([&](int p) { return products.group(p) == kDown ? products.inputs(p) : 0; }));
         decode_ = projections_.few() && step.tokens == step.rows;
-        if (decode_) {
-            decode_units(step.kv_lens, step.rows, m_.kv_heads, team_.size(), decodes_.units);
-            decodes_.split(team_.size(), [&](const DecodeUnit& u) { return step.kv_lens[u.row] * u.heads; });
-        } else {
-            attention_units(step.qo_indptr, step.rows, m_.heads, m_.kv_heads, attention_.units);
-            attention_.split(team_.size(), [&](const AttentionUnit& u) {
-                return u.tokens * (step.kv_lens[u.row] - step.qo_indptr[u.row + 1] + u.token + u.tokens);
-            });
-        }
+        for (Shape& shape : shapes_) plan_attention(step, shape);
         embedding_lora_.plan(step.model_segments);
         head_.plan_adapters(step);
         head_.plan(step.logits_wanted, step.samples);
+    }
+
+    // Units of work of attention of some heads.
+    struct Shape {
+        Heads heads;
+        Shares<AttentionUnit> prompts{};
+        Shares<DecodeUnit> decodes{};
+    };
+
+    void plan_attention(const StepDesc& step, Shape& shape) {
+        const Heads& heads = shape.heads;
+        if (decode_) {
+            decode_units(step.kv_lens, step.rows, heads.kv, team_.size(), shape.decodes.units);
+            shape.decodes.split(team_.size(), [&](const DecodeUnit& u) { return step.kv_lens[u.row] * u.heads; });
+        } else {
+            attention_units(step.qo_indptr, step.rows, heads.count, heads.kv, shape.prompts.units);
+            shape.prompts.split(team_.size(), [&](const AttentionUnit& u) {
+                return u.tokens * (step.kv_lens[u.row] - step.qo_indptr[u.row + 1] + u.token + u.tokens);
+            });
+        }
+    }
+
+    const Shape& shape_of(const LayerDesc& w) const {
+        return *std::find_if(shapes_.begin(), shapes_.end(),
+                             [&](const Shape& shape) { return shape.heads == w.heads; });
     }
 
     // A thread's part of a step.
@@ -220,6 +239,8 @@ class Decoder final : public AnyDecoder {
                 if (!w.parallel) normalise(me, tokens, w.mlp_norm, normed);
                 feed_forward(step, me, w, l, w.parallel && w.mlp_norm ? apart : normed);
             }
+            if (w.output_factor != 1)
+                each_part(team_, me, tokens, [&](int t, bool) { scale_by(x[t], hidden, w.output_factor); });
         }
         team_.each(me, step.logits_wanted + step.states_wanted,
                    [&](int r) { norm_.run(x[step.logit_tokens[r]], m_.norm, hidden, normed[r]); });
@@ -267,7 +288,7 @@ class Decoder final : public AnyDecoder {
         const Rows<float> y = rows_of(y_, outputs(w, kQkv));
         run_product(me, task(step, w, l, kQkv, rows_of(normed_, m_.hidden), y));
         const bool recurs = w.delta.conv && !has(w, kBesideIn);
-        const Rows<X> out = rows_of(attended_, recurs ? m_.delta.v_size() : q_size());
+        const Rows<X> out = rows_of(attended_, recurs ? m_.delta.v_size() : w.heads.q_size());
         if (recurs) recur(step, me, w, y, out);
         else if (m_.float8_kv) attend<Float8<X>>(step, me, w, y, out);
         else attend<T>(step, me, w, y, out);
@@ -307,17 +328,18 @@ class Decoder final : public AnyDecoder {
     // elements are P.
     template <class P>
     void attend(const StepDesc& step, Team::Member& me, const LayerDesc& w, Rows<float> y, Rows<X> out) {
-        const Rows<X> q = rows_of(q_, q_size());
-        const int64_t plane = (int64_t)m_.block_tokens * kv_size();
+        const Heads& heads = w.heads;
+        const Rows<X> q = rows_of(q_, heads.q_size());
+        const int64_t plane = (int64_t)m_.block_tokens * heads.kv_size();
         P* keys = (P*)m_.arena + 2 * w.page_layer * plane;
         const PagedCache<P> cache{keys,
                                   keys + plane,
                                   m_.page_bytes / (int64_t)sizeof(P),
                                   m_.block_tokens,
                                   m_.page_groups,
-                                  m_.kv_heads,
-                                  m_.head_dim,
-                                  m_.heads / m_.kv_heads,
+                                  heads.kv,
+                                  heads.dim,
+                                  heads.count / heads.kv,
                                   w.scale * w.k_scale,
                                   w.v_scale,
                                   w.softcap,
@@ -333,24 +355,24 @@ class Decoder final : public AnyDecoder {
             return KvRow{step.page_table + row * step.table_stride + w.page_group, step.kv_lens[row]};
         };
         if (decode_) {
-            decodes_.each(team_, me, [&](const DecodeUnit& unit, const DecodeUnit* next) {
+            shape_of(w).decodes.each(team_, me, [&](const DecodeUnit& unit, const DecodeUnit* next) {
                 const int row = unit.row;
                 rotate(row, unit.first, unit.heads);
                 attend_decode<P>(cache, unit, q[row], out[row], row_of(row), attention_scratch_[me.thread],
                                  next ? NextRead{row_of(next->row), next->first} : NextRead{});
-                gate(y[row], unit.first * cache.group, unit.heads * cache.group, out[row]);
+                gate(w, y[row], unit.first * cache.group, unit.heads * cache.group, out[row]);
             });
             return;
         }
         each_part(team_, me, step.tokens, [&](int t, bool) {
             for (int i = 0; i < y.stride; i += kLanes) prefetch(y[t + 1] + i);
-            rotate(t, 0, m_.kv_heads);
+            rotate(t, 0, heads.kv);
         });
-        attention_.each(team_, me, [&](const AttentionUnit& unit, const AttentionUnit*) {
+        shape_of(w).prompts.each(team_, me, [&](const AttentionUnit& unit, const AttentionUnit*) {
             chorus::attend<P>(cache, unit, q, out, row_of(unit.row), step.qo_indptr[unit.row + 1],
                               attention_scratch_[me.thread]);
             for (int t = unit.token; t < unit.token + unit.tokens; t++)
-                gate(y[t], unit.kv_head * cache.group, cache.group, out[t]);
+                gate(w, y[t], unit.kv_head * cache.group, cache.group, out[t]);
         });
     }
 
@@ -360,50 +382,52 @@ class Decoder final : public AnyDecoder {
     void normalise_heads(Team::Member& me, const LayerDesc& w, int tokens, Rows<float> y) {
         if (!ranks_) {
             each_part(team_, me, tokens, [&](int t, bool) {
-                scale_queries(y[t], w.q_norm, query_squares(y[t]) / q_size());
-                rms_norm(y[t] + q_rows(), w.k_norm, kv_size(), m_.eps, y[t] + q_rows());
+                float* k = y[t] + q_rows(w);
+                scale_queries(w, y[t], query_squares(w, y[t]) / w.heads.q_size());
+                rms_norm(k, w.k_norm, w.heads.kv_size(), m_.eps, k);
             });
             return;
         }
         const Rows<float> own{ranks_->mine(), 2};
         const bool counts_k = ranks_->rank() % m_.kv_copies == 0;  // of ranks with the same K/V heads, the first does
         each_part(team_, me, tokens, [&](int t, bool) {
-            own[t][0] = query_squares(y[t]);
-            own[t][1] = counts_k ? sum_of_squares(y[t] + q_rows(), kv_size()) : 0.0f;
+            own[t][0] = query_squares(w, y[t]);
+            own[t][1] = counts_k ? sum_of_squares(y[t] + q_rows(w), w.heads.kv_size()) : 0.0f;
         });
         team_.each(me, 1, [&](int) { ranks_->meet(); });
-        const float q_count = (float)q_size() * ranks_->size();
-        const float k_count = (float)kv_size() * (ranks_->size() / m_.kv_copies);
+        const float q_count = (float)w.heads.q_size() * ranks_->size();
+        const float k_count = (float)w.heads.kv_size() * (ranks_->size() / m_.kv_copies);
         each_part(team_, me, tokens, [&](int t, bool) {
             float squares[2] = {};
             ranks_->add(squares, 2 * t, 2);
-            float* k = y[t] + q_rows();
-            scale_queries(y[t], w.q_norm, squares[0] / q_count);
-            scale_to_norm(k, w.k_norm, kv_size(), squares[1] / k_count, m_.eps, k);
+            float* k = y[t] + q_rows(w);
+            scale_queries(w, y[t], squares[0] / q_count);
+            scale_to_norm(k, w.k_norm, w.heads.kv_size(), squares[1] / k_count, m_.eps, k);
         });
     }
 
     // Σ x² of a token's queries y.
-    float query_squares(const float* y) const {
-        if (!gaps()) return sum_of_squares(y, q_size());
+    float query_squares(const LayerDesc& w, const float* y) const {
+        const int count = w.heads.count, n = w.heads.dim;
+        if (!gaps()) return sum_of_squares(y, count * n);
         float all = 0;
-        for (int h = 0; h < m_.heads; h++) all += sum_of_squares(y + 2 * h * m_.head_dim, m_.head_dim);
+        for (int h = 0; h < count; h++) all += sum_of_squares(y + 2 * h * n, n);
         return all;
     }
     // The norm of a token's queries y, in place; mean: of their squares.
-    void scale_queries(float* y, const float* weight, float mean) const {
-        if (!gaps()) return scale_to_norm(y, weight, q_size(), mean, m_.eps, y);
-        for (int h = 0, n = m_.head_dim; h < m_.heads; h++)
-            scale_to_norm(y + 2 * h * n, weight + h * n, n, mean, m_.eps, y + 2 * h * n);
+    void scale_queries(const LayerDesc& w, float* y, float mean) const {
+        const int count = w.heads.count, n = w.heads.dim;
+        if (!gaps()) return scale_to_norm(y, w.q_norm, count * n, mean, m_.eps, y);
+        for (int h = 0; h < count; h++) scale_to_norm(y + 2 * h * n, w.q_norm + h * n, n, mean, m_.eps, y + 2 * h * n);
     }
 
     // Apply the gates of some heads of a token, where the model has any.
     //
     //   y    of the token, with the gates
     //   out  [heads, head_dim] of the token
-    void gate(const float* y, int first, int count, X* out) const {
-        const int n = m_.head_dim;
-        const float* behind = y + q_rows() + 2 * kv_size();
+    void gate(const LayerDesc& w, const float* y, int first, int count, X* out) const {
+        const int n = w.heads.dim;
+        const float* behind = y + q_rows(w) + kv_rows(w);
         for (int h = first; h < first + count; h++) switch (m_.output_gate) {
                 case kNoGate: return;
                 case kBesideQueries: apply_gate(y + (2 * h + 1) * n, n, out + h * n); break;
@@ -524,20 +548,25 @@ class Decoder final : public AnyDecoder {
     template <class P>
     void rotate_and_store(const StepDesc& step, const LayerDesc& w, const PagedCache<P>& cache, int t, int kv_head,
                           AttentionScratch& scratch) {
-        const int head_dim = m_.head_dim;
+        const int head_dim = w.heads.dim;
         float* y = rows_of(y_, outputs(w, kQkv))[t];
-        X* q = rows_of(q_, q_size())[t];
+        X* q = rows_of(q_, w.heads.q_size())[t];
         const int64_t at = step.positions[t] * w.rotary_dim;
         const Rotation rotation{w.cos + at, w.sin + at, w.rotary_dim, w.interleaved != 0};
         const int64_t place = cache.at(step.page[w.page_group * step.page_stride + t], step.offset[t], kv_head);
+        // Keys may be the values: before their norm.
+        const float* v = y + q_rows(w) + (w.keys_are_values ? 0 : w.heads.kv_size()) + kv_head * head_dim;
+        if (w.norms_values) v = normed_value(v, head_dim, scratch);
+        store(cache.v + place, w.v_scale, scratch, head_dim, [&](T* to) { convert(v, head_dim, to); });
         for (int i = 0; i <= cache.group; i++) {
             const bool key = i == cache.group;
             const int head = kv_head * cache.group + i;
-            float* x = key ? y + q_rows() + kv_head * head_dim : y + (head << gaps()) * head_dim;
+            float* x = key ? y + q_rows(w) + kv_head * head_dim : y + (head << gaps()) * head_dim;
             if (const float* norm = key ? w.k_norm : w.q_norm) normalise_head(w, norm, key ? kv_head : head, x);
             if (!key && w.query_factors)
                 for (int d = 0; d < head_dim; d++) x[d] *= w.query_factors[step.positions[t]];
-            if (key) store(cache.k + place, w.k_scale, scratch, [&](T* to) { rotation.run(x, head_dim, to); });
+            if (key)
+                store(cache.k + place, w.k_scale, scratch, head_dim, [&](T* to) { rotation.run(x, head_dim, to); });
             else if (!w.query_weights) rotation.run(x, head_dim, q + head * head_dim);
             else {
                 grow(scratch.head, head_dim);
@@ -545,15 +574,22 @@ class Decoder final : public AnyDecoder {
                 multiply_each(scratch.head.data(), w.query_weights, head_dim, q + head * head_dim);
             }
         }
-        const float* v = y + q_rows() + kv_size() + kv_head * head_dim;
-        store(cache.v + place, w.v_scale, scratch, [&](T* to) { convert(v, head_dim, to); });
     }
 
     // The norm of a head of q or k, unless it was normalised with all the others.
     void normalise_head(const LayerDesc& w, const float* norm, int head, float* x) const {
-        const int n = m_.head_dim;
+        const int n = w.heads.dim;
         if (w.head_norm == kEachHead) rms_norm(x, norm, n, m_.eps, x);
         if (w.head_norm == kOwnHeads) layer_norm(x, norm + head * n, nullptr, n, m_.eps, x);
+    }
+
+    // The norm of a head of v, which has no weights.
+    const float* normed_value(const float* v, int head_dim, AttentionScratch& scratch) const {
+        grow(scratch.value, head_dim);
+        std::copy_n(v, head_dim, scratch.value.data());
+        scale_by(scratch.value.data(), head_dim,
+                 1.0f / __builtin_sqrtf(sum_of_squares(v, head_dim) / head_dim + m_.eps));
+        return scratch.value.data();
     }
 
     // Write a head of K or V as T to `out`, or, where that is FP8, round it from there.
@@ -562,13 +598,13 @@ class Decoder final : public AnyDecoder {
     //   scale  of what is stored
     //   write  write(to) writes [head_dim] of T
     template <class P, class Write>
-    void store(P* out, float scale, AttentionScratch& scratch, Write write) const {
+    void store(P* out, float scale, AttentionScratch& scratch, int head_dim, Write write) const {
         if constexpr (std::is_same_v<P, T>) {
             write(out);
         } else {
-            grow(scratch.head, m_.head_dim);
+            grow(scratch.head, head_dim);
             write((T*)scratch.head.data());
-            convert_scaled((const T*)scratch.head.data(), m_.head_dim, scale, out);
+            convert_scaled((const T*)scratch.head.data(), head_dim, scale, out);
         }
     }
 
@@ -587,8 +623,8 @@ class Decoder final : public AnyDecoder {
     Mamba2 mamba_;
     Sampling sampling_;
     std::vector<AttentionScratch> attention_scratch_;
-    Shares<AttentionUnit> attention_;
-    Shares<DecodeUnit> decodes_;
+    std::vector<Shape> shapes_;
+    int q_size_ = 0;  // the largest of any layer
     int logits_wanted_ = 0;  // of the last step: behind them come the rows to score
     Buffer<float> x_, y_;
     Buffer<X> normed_, q_, attended_, act_;

@@ -35,6 +35,15 @@ enum HeadNorm : int32_t { kEachHead, kAllHeads, kOwnHeads };
 // head or of each element.
 enum OutputGate : int32_t { kNoGate, kBesideQueries, kOfHeads, kApart };
 
+// Heads of a layer's attention: of queries, of keys and of values, and elements of each.
+struct Heads {
+    int32_t count, kv, dim;
+
+    int q_size() const { return count * dim; }
+    int kv_size() const { return kv * dim; }
+    bool operator==(const Heads& other) const { return count == other.count && kv == other.kv && dim == other.dim; }
+};
+
 // The descriptors mirror the ctypes structures of ops/native_descriptors.py, field by field: layout.h has both compared.
 struct LayerDesc {
     const float *attention_norm, *attention_out_norm, *mlp_norm,
@@ -55,11 +64,15 @@ struct LayerDesc {
     float residual_multiplier;  // of what each part adds to the residual stream
     float attention_in_factor, attention_out_factor;  // of attention's input and output, where a mixer is beside it
     float beside_in_factor, beside_out_factor;  // of that mixer's
+    float output_factor;  // of the residual stream behind the layer
     float gate_factor, part_factor;  // of a gate before its activation, and of the feed-forward part's output
     int32_t window;  // tokens that a query sees, itself included; 0: all before it
     int32_t chunked;  // 1: it sees those of its own chunk of `window` tokens alone
     int32_t rotary_dim;  // leading elements of a head that are rotated
     int32_t interleaved;  // 1: elements 2i and 2i + 1 are rotated together; 0: i and i + rotary_dim / 2
+    Heads heads;
+    int32_t keys_are_values;  // 1: there are no projected values: they are keys before their norm
+    int32_t norms_values;  // 1: every head of values is normalised, without weights
     HeadNorm head_norm;  // where q_norm and k_norm are there
     int32_t parallel;  // 1: gate and up have attention's input or, with an mlp_norm, one of the same residual stream
     int32_t page_group, page_layer;  // whose pages have its K and V, and its place among the layers in them
@@ -70,7 +83,7 @@ struct LayerDesc {
 };
 
 struct ModelDesc {
-    int32_t hidden, ffn, layers, heads, kv_heads, head_dim, vocab, block_tokens, page_groups, num_products;
+    int32_t hidden, layers, vocab, block_tokens, page_groups, num_products;
     float eps;
     int32_t centered, biased;  // 1: norms subtract the mean, and have biases
     float embedding_multiplier, logits_scale;

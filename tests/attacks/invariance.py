@@ -159,7 +159,6 @@ def build(rng: random.Random, dtype: torch.dtype) -> World:
             own.head_norm, layer.q_norm, layer.k_norm = NativeHeadNorm.ALL, vector(q), vector(kv)
     model = native_model.NativeModel(
         hidden=hidden,
-        ffn=ffn,
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,

@@ -44,7 +44,7 @@ BF16_LOGITS_ERROR = 3e-2
 
 
 REFUSED = {
-    **dict.fromkeys(SHAPES, "attention of several shapes"),
+    **dict.fromkeys(("gemma-4-inputs", "gemma-3n", "gemma-3n-biased"), "further input of layers"),
     "youtu": "latent attention",
     "minicpm-3": "latent attention",
 }

@@ -96,8 +96,8 @@ template <class T, int kFfn> void run(bool kinds, int bits = 0, bool float8 = fa
         for (const Group group : kDense) layers[l].product[group] = group;
     }
     ModelDesc model{};
-    model.hidden = kHidden, model.ffn = kFfn, model.layers = kLayers, model.heads = kHeads, model.kv_heads = kKvHeads;
-    model.head_dim = kHeadDim, model.vocab = kVocab, model.block_tokens = kBlock, model.page_groups = 1;
+    model.hidden = kHidden, model.layers = kLayers, model.vocab = kVocab, model.block_tokens = kBlock,
+    model.page_groups = 1;
     model.num_products = 4, model.eps = 1e-5f, model.embedding_multiplier = model.logits_scale = 1;
     model.layer = layers, model.products = products, model.embed = embed.data(),
     model.lm_head = weight(kVocab, kHidden);

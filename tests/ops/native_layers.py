@@ -59,6 +59,9 @@ class Kind:
     head_norm: HeadNorm | None = None
     output_gate: OutputGate | None = None
     sinks: bool = False
+    value_norm: bool = False
+    keys_are_values: bool = False
+    scaled: bool = False
     norms: Norms = Norms.BEFORE
     centered: bool = False
     norm_biased: bool = False
@@ -119,6 +122,8 @@ class Kind:
             head_norm=self.head_norm,
             output_gate=self.output_gate,
             sinks=self.sinks,
+            value_norm=self.value_norm,
+            keys_are_values=self.keys_are_values,
             qkv_bias=self.biased,
             o_bias=self.biased,
         )
@@ -130,7 +135,7 @@ class Kind:
             if self.is_gated
             else UngatedSpec(self.ffn, self.activation, self.biased)
         )
-        own = LayerSpec(mixer, part, self.norms, self.residual_multiplier)
+        own = LayerSpec(mixer, part, self.norms, self.residual_multiplier, self.scaled)
         other = replace(own, mixer=replace(mixer, rope=replace(rope, theta=500.0) if rope else None))
         if self.alternating:
             other = replace(own, mixer=replace(mixer, rope=None, window=None, chunked=False))
@@ -157,6 +162,7 @@ class Weights:
     k_norm: torch.Tensor | None
     sinks: torch.Tensor | None
     xielu: torch.Tensor | None
+    scalar: torch.Tensor | None
     whole: dict[str, WholeNumbers] = field(default_factory=dict)
     """Projections that are packed as whole numbers."""
 
@@ -214,7 +220,6 @@ class Model:
         packed = (layer.packed() for layer in self.weights)
         return native_model.NativeModel(
             hidden=kind.hidden,
-            ffn=kind.ffn,
             heads=kind.heads,
             kv_heads=kind.kv_heads,
             head_dim=kind.head_dim,
@@ -305,6 +310,7 @@ class Model:
             self._vector(kv if every else kind.head_dim, 1.0, own),
             self._vector(kind.heads, 1.0, kind.sinks),
             self._vector(4, 0.0) if kind.activation is UngatedActivation.XIELU else None,
+            self._vector(1, 1.0, kind.scaled),
         )
 
     def _norm(self, wanted: bool = True) -> torch.Tensor | None:
@@ -392,6 +398,7 @@ def reference(
     x = norm(kind.norm, x, model.norm) if kind.embedding_norm else x
     for index, (spec, weights) in enumerate(zip(model.specs, model.weights, strict=True)):
         x = _Layer(model, index, spec, weights, adapter, pages)(x)
+        x = x if weights.scalar is None else x * weights.scalar.double()
     logits = norm(kind.norm, x, model.norm) @ model.head.double().T
     logits = (logits if model.head_bias is None else logits + model.head_bias.double()) * kind.logits_scale
     if kind.logits_softcap:
@@ -456,10 +463,12 @@ class _Layer:
     def mix(self, x: torch.Tensor) -> torch.Tensor:
         spec, weights = self.spec.mixer, self.weights
         apart = spec.output_gate in (OutputGate.APART, OutputGate.OF_HEADS)
-        qkv = self.project(x, weights.qkv, weights.qkv_bias, [*LLAMA[:3], *["g_proj"] * apart])
-        q, k, v, gates = qkv.split(
-            [spec.q_rows, spec.kv_size, spec.kv_size, qkv.shape[-1] - spec.q_rows - 2 * spec.kv_size], dim=-1
-        )
+        names = [*LLAMA[: 2 if spec.keys_are_values else 3], *["g_proj"] * apart]
+        qkv = self.project(x, weights.qkv, weights.qkv_bias, names)
+        values = 0 if spec.keys_are_values else spec.kv_size
+        rest = qkv.shape[-1] - spec.q_rows - spec.kv_size - values
+        q, k, v, gates = qkv.split([spec.q_rows, spec.kv_size, values, rest], dim=-1)
+        v = k if spec.keys_are_values else v
         if spec.output_gate is OutputGate.BESIDE_QUERIES:
             q, gates = (each.flatten(1) for each in q.unflatten(-1, (-1, 2, spec.head_dim)).unbind(2))
         if spec.output_gate is OutputGate.OF_HEADS:
@@ -467,6 +476,8 @@ class _Layer:
         if spec.head_norm is HeadNorm.ALL:
             q, k = self.head_norm(q, weights.q_norm), self.head_norm(k, weights.k_norm)
         q, k, v = (part.unflatten(-1, (-1, spec.head_dim)).transpose(0, 1) for part in (q, k, v))
+        if spec.value_norm:
+            v = self.head_norm(v, torch.ones(spec.head_dim))
         if spec.head_norm is HeadNorm.EACH:
             q, k = self.head_norm(q, weights.q_norm), self.head_norm(k, weights.k_norm)
         if spec.head_norm is HeadNorm.OWN:
@@ -611,7 +622,6 @@ def shares(model: Model, ranks: int, positions: int) -> list[native_model.Native
                 whole,
                 heads=kind.heads // ranks,
                 kv_heads=kind.kv_heads // ranks,
-                ffn=kind.ffn // ranks,
                 products=kind.table(ranks).products,
                 vocab=end - first,
                 layers=layers,

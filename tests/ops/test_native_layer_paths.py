@@ -60,6 +60,9 @@ KINDS = {
     "nanochat": Kind(head_norm=HeadNorm.BARE, embedding_norm=True, logits_softcap=3.0),
     "GPT-NeoX": Kind(norms=Norms.PARALLEL_APART, norm_biased=True, activation=UngatedActivation.GELU),
     "Phi-2": Kind(norms=Norms.PARALLEL, norm_biased=True, head_biased=True, biased=True, rotated=0.5),
+    "Gemma 4": Kind(
+        norms=Norms.AROUND, head_norm=HeadNorm.EACH, value_norm=True, keys_are_values=True, scaled=True, window=16
+    ),
     "two mixers": Kind(two_mixers=True),
 }
 KINDS = {name: replace(kind, ffn=64) for name, kind in KINDS.items()}

@@ -30,6 +30,9 @@ VALUES: OrderedDict[str, list[Any]] = OrderedDict(
     alternating=[False, True],
     head_norm=[None, *HeadNorm],
     output_gate=[None, *OutputGate],
+    value_norm=[False, True],
+    keys_are_values=[False, True],
+    scaled=[False, True],
     chunked=[False, True],
     sinks=[False, True],
     norms=list(Norms),
@@ -82,6 +85,9 @@ SINGLE = {
     "norms of parallel parts": {"norms": Norms.PARALLEL_APART},
     "norm of embeddings": {"embedding_norm": True},
     "bias of the head": {"head_biased": True, "logits_scale": 0.3, "logits_softcap": 2.0},
+    "norm of values": {"value_norm": True, "head_norm": HeadNorm.EACH},
+    "keys as values": {"keys_are_values": True, "head_norm": HeadNorm.EACH, "window": 7},
+    "factor of a layer": {"scaled": True},
     "norms after": {"norms": Norms.AFTER},
     "norms around": {"norms": Norms.AROUND},
     "parallel": {"norms": Norms.PARALLEL},
@@ -155,5 +161,6 @@ CASES = [case._asdict() for case in AllPairs(VALUES)]
 @pytest.mark.parametrize("case", range(len(CASES)))
 def test_features_together(level, case):
     values = dict(CASES[case])
+    values["keys_are_values"] &= values["head_norm"] is not HeadNorm.ALL  # which is refused
     shape, dtype, adapter = values.pop("shape"), values.pop("dtype"), values.pop("adapter")
     check(Kind(**values, **shape), dtype, adapter)

@@ -125,6 +125,11 @@ class TestRefusals:
         around = refusal(LAYER, replace(scaled, norms=Norms.AROUND))
         assert around.startswith("it has no factor of a part before its norm")
 
+    def test_a_norm_of_all_heads_of_keys_that_are_values_is_refused(self):
+        both = refusal(changed(keys_are_values=True, value_norm=True, head_norm=HeadNorm.ALL))
+        assert both.startswith("it has no norm of all heads of keys that are values")
+        assert refusal(changed(keys_are_values=True, value_norm=True, head_norm=HeadNorm.EACH)) is None
+
     def test_sparse_gates_and_several_streams_are_refused(self):
         sparse = replace(LAYER, feed_forward=GatedSpec(80, sparsity=0.5))
         assert refusal(LAYER, sparse).startswith("it has no sparse gate")
