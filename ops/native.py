@@ -21,9 +21,10 @@ import torch
 from .lora_offload import Offloading, OffloadTables, described
 from .native_descriptors import (
     ELEMENT_OF,
-    HEAD_NORMS,
+    GROUPS,
     LAYER_WEIGHTS,
     LOGPROB_ROW,
+    OTHER_WEIGHTS,
     PROJECTIONS,
     SAMPLE_ROW,
     AdapterDescriptor,
@@ -160,17 +161,17 @@ class NativeDecoder:
         self._merged: tuple[Any, Sequence[Any]] = (None, ())  # of `use_merged`: descriptors, and what they point to
         layers = _described_layers(model.layers, model)
         description = ModelDescriptor(
-            hidden=model.hidden, ffn=model.ffn, layers=len(model.layers), heads=model.heads, kv_heads=model.kv_heads,
-            head_dim=model.head_dim, vocab=model.vocab, block_tokens=model.block_tokens,
+            hidden=model.hidden, layers=len(model.layers), vocab=model.vocab, block_tokens=model.block_tokens,
             page_groups=model.page_groups, num_products=len(model.products), eps=model.eps,
-            centered=model.centered, embedding_multiplier=model.embedding_multiplier,
+            centered=model.centered, biased=model.biased, embedding_multiplier=model.embedding_multiplier,
+            head_bias=_pointer_or_null(model.head_bias), embedding_norm=model.embedding_norm,
             logits_scale=model.logits_scale, logits_softcap=model.logits_softcap, layer=layers,
             products=described_products(model.products),
             embed=_pointer(model.embed), lm_head=_data_of(model.lm_head),
             lm_head_integers=described_integers(model.lm_head), norm=_pointer(model.norm),
             arena=_pointer(model.arena), page_elems=model.arena.shape[1],
             page_bytes=model.arena.shape[1] * model.arena.itemsize, float8_kv=model.float8_kv,
-            output_gate=model.output_gate, head_gate=model.head_gate,
+            output_gate=model.output_gate,
             kv_copies=model.kv_copies, embed_module=model.embed_module, head_module=model.head_module,
             embed_rows_module=model.embed_rows_module, head_rows_module=model.head_rows_module,
             first_token=model.first_token,
@@ -481,16 +482,19 @@ def _described_layers(layers: Sequence[Any], model: NativeModel) -> Any:
     """Descriptors of layers; what they point to must live as long."""
     descriptors = (LayerDescriptor * len(layers))()
     for index, (descriptor, layer, own) in enumerate(zip(descriptors, layers, model.values, strict=True)):
-        for name in (*LAYER_WEIGHTS, *HEAD_NORMS):
+        for name in (*LAYER_WEIGHTS, *OTHER_WEIGHTS):
             setattr(descriptor, name, _data_of(getattr(layer, name)))
         for place, name in enumerate(PROJECTIONS):
             descriptor.integers[place] = described_integers(getattr(layer, name))
         for field in fields(own):
-            if field.name not in ("cos", "sin", "query_factors", "page_layer"):
+            if field.name not in ("cos", "sin", "query_factors", "query_weights", "page_layer"):
                 setattr(descriptor, field.name, getattr(own, field.name))
+        for name in ("heads", "kv_heads", "head_dim"):
+            setattr(descriptor, name, getattr(own, name) or getattr(model, name))
         descriptor.query_factors = _pointer_or_null(own.query_factors)
+        descriptor.query_weights = _pointer_or_null(own.query_weights)
         descriptor.cos, descriptor.sin = _pointer_or_null(own.cos), _pointer_or_null(own.sin)
-        descriptor.product[:] = model.product_of[index]
+        descriptor.product[:] = [model.product_of[index].get(group, -1) for group in GROUPS]
         if layer.recurrent is not None:
             for name, tensor in layer.recurrent.native_tensors.items():
                 setattr(descriptor, name, _pointer_or_null(tensor))

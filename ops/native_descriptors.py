@@ -71,7 +71,10 @@ def described_products(products: Sequence[ProductShape]) -> Array[ProductDescrip
                 f"a product has the modules {[module for module, _, _ in modules]}; the native library has room for "
                 f"{MAX_TARGETS} of a product, with ids below {MAX_MODULES}"
             )
-        descriptor.group, descriptor.inputs, descriptor.count = group, inputs, len(modules)
+        descriptor.group = (
+            GROUPS.index(group) if group in GROUPS else -1
+        )  # of an offload worker, which has no use for it
+        descriptor.inputs, descriptor.count = inputs, len(modules)
         descriptor.targets[: 3 * len(modules)] = [value for module in modules for value in module]
     return found
 
@@ -84,6 +87,34 @@ class NativeActivation(IntEnum):
     """By tanh, as torch's `gelu(approximate="tanh")`."""
     CLAMPED_SWIGLU = 2
     """Of experts only: it has parameters."""
+    GELU_ALONE = 3
+    """As GELU, without a gate; so are all below."""
+    GELU_BY_ERF = 4
+    RELU_SQUARED = 5
+    XIELU = 6
+
+
+class NativeHeadNorm(IntEnum):
+    """A norm of queries and keys: a number in the library."""
+
+    EACH = 0
+    """Of each head, with weights `[head_dim]`."""
+    ALL = 1
+    """Of all heads at once, with weights `[heads · head_dim]`."""
+    OWN = 2
+    """LayerNorm of each head, with as many weights."""
+
+
+class NativeOutputGate(IntEnum):
+    """Where the gates of attention's output are: a number in the library."""
+
+    NONE = 0
+    BESIDE_QUERIES = 1
+    """Behind each head's query."""
+    OF_HEADS = 2
+    """Behind queries, keys and values, one of each head."""
+    APART = 3
+    """There, of each element."""
 
 
 class NativeScoring(IntEnum):
@@ -106,8 +137,11 @@ class IntegersDescriptor(Structure):
     ]
 
 
-PROJECTIONS = ("qkv", "o", "gate_up", "down")
+PROJECTIONS = ("qkv", "o", "gate_up", "down", "beside_in", "beside_out")
 """A layer's projections, by group."""
+
+GROUPS = (0, 1, 2, 3, 19, 20)
+"""Their groups, as `memory.pages.projections` numbers them, in the library's order."""
 
 LAYER_WEIGHTS = (
     "attention_norm",
@@ -115,14 +149,12 @@ LAYER_WEIGHTS = (
     "mlp_norm",
     "mlp_out_norm",
     *PROJECTIONS,
-    "qkv_bias",
-    "o_bias",
-    "gate_up_bias",
-    "down_bias",
+    *(f"{name}_bias" for name in PROJECTIONS),
 )
 """A layer's weights, null where it has none."""
 
-HEAD_NORMS = ("q_norm", "k_norm")
+OTHER_WEIGHTS = ("q_norm", "k_norm", "sinks", "xielu", "beside_factors")
+"""A layer's further weights, likewise."""
 
 
 class LayerDescriptor(Structure):
@@ -131,22 +163,30 @@ class LayerDescriptor(Structure):
     _fields_ = [
         *((name, c_void_p) for name in LAYER_WEIGHTS),
         ("integers", IntegersDescriptor * len(PROJECTIONS)),
-        *((name, c_void_p) for name in (*HEAD_NORMS, "cos", "sin", "query_factors")),
+        *((name, c_void_p) for name in (*OTHER_WEIGHTS, "cos", "sin", "query_factors", "query_weights")),
         *((name, c_float) for name in ("scale", "softcap", "k_scale", "v_scale", "residual_multiplier")),
+        *((name, c_float) for name in ("attention_in_factor", "attention_out_factor", "beside_in_factor")),
+        *((name, c_float) for name in ("beside_out_factor", "output_factor", "gate_factor", "part_factor")),
         *(
             (name, c_int32)
             for name in (
                 "window",
+                "chunked",
                 "rotary_dim",
                 "interleaved",
-                "norms_all_heads",
+                "heads",
+                "kv_heads",
+                "head_dim",
+                "keys_are_values",
+                "norms_values",
+                "head_norm",
                 "parallel",
                 "page_group",
                 "page_layer",
             )
         ),
         ("activation", c_int32),
-        ("product", c_int32 * 4),
+        ("product", c_int32 * len(PROJECTIONS)),
         *((name, c_void_p) for name in ("taps", "dt_bias", "a_log", "delta_norm", "conv_bias", "d")),
         ("state_layer", c_int32),
     ]
@@ -157,17 +197,18 @@ class ModelDescriptor(Structure):
 
     _fields_ = [
         *((name, c_int32) for name in
-          ("hidden", "ffn", "layers", "heads", "kv_heads", "head_dim", "vocab", "block_tokens",
-           "page_groups", "num_products")),
-        ("eps", c_float), ("centered", c_int32),
-        *((name, c_float) for name in ("embedding_multiplier", "logits_scale", "logits_softcap")),
+          ("hidden", "layers", "vocab", "block_tokens", "page_groups", "num_products")),
+        ("eps", c_float), ("centered", c_int32), ("biased", c_int32),
+        *((name, c_float) for name in ("embedding_multiplier", "logits_scale")),
+        ("head_bias", c_void_p), ("embedding_norm", c_int32), ("logits_softcap", c_float),
         ("layer", POINTER(LayerDescriptor)), ("products", POINTER(ProductDescriptor)),
         *((name, c_void_p) for name in ("embed", "lm_head")),
         ("lm_head_integers", IntegersDescriptor), ("norm", c_void_p), ("arena", c_void_p),
         ("page_elems", c_int64), ("page_bytes", c_int64),
         *((name, c_int32) for name in
-          ("float8_kv", "output_gate", "head_gate", "mixer", "k_heads", "v_heads", "k_dim", "v_dim", "conv_size")),
-        ("delta_eps", c_float), ("beta", c_float),
+          ("float8_kv", "output_gate", "mixer", "k_heads", "v_heads", "k_dim", "v_dim", "conv_size")),
+        ("delta_eps", c_float), ("beta", c_float), ("dt_min", c_float),
+        ("gates_norm", c_int32), ("group_ranks", c_int32),
         *((name, c_int32) for name in ("convs_per_page", "heads_per_page", "conv_pages")),
         *((name, c_int32) for name in ("most_drafts", "drafts_per_page", "draft_page")),
         *((name, c_int32) for name in
@@ -253,8 +294,9 @@ class DeltaDescriptor(Structure):
 
     _fields_ = [
         *((name, c_int32) for name in ("mixer", "k_heads", "v_heads", "k_dim", "v_dim", "conv_size")),
-        ("eps", c_float),
-        ("beta", c_float),
+        *((name, c_float) for name in ("eps", "beta", "dt_min")),
+        ("gates_norm", c_int32),
+        ("group_ranks", c_int32),
         *((name, c_void_p) for name in ("taps", "dt_bias", "a_log", "norm", "conv_bias", "d")),
         ("rows", c_int32),
         *((name, c_void_p) for name in ("qo_indptr", "begins", "accepted", "drafts")),

@@ -5,14 +5,14 @@ Tests: tests/ops/test_native.py
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
 import torch
 
-from .native_descriptors import NativeActivation, ProductShape
+from .native_descriptors import NativeActivation, NativeHeadNorm, NativeOutputGate, ProductShape
 
 PANEL = 32  # output columns of a packed panel, kPanel in gemm.h
 
@@ -58,20 +58,41 @@ class LayerValues:
     window: int = 0
     """Tokens that a query sees, itself included; 0: all before it."""
 
+    chunked: bool = False
+    """The window begins at a multiple of its length."""
+
     softcap: float = 0.0
     """Scores s become `softcap · tanh(s / softcap)`; 0: they stay."""
 
-    norms_all_heads: bool = False
-    """q_norm `[heads · head_dim]` and k_norm `[kv_heads · head_dim]` are norms of all heads at once."""
+    heads: int = 0
+    """Of its queries; 0: as many as the model has. Likewise the two below."""
+
+    kv_heads: int = 0
+    head_dim: int = 0
+
+    keys_are_values: bool = False
+    """There are no projected values: they are keys before their norm."""
+
+    norms_values: bool = False
+    """Every head of values is normalised, without weights."""
+
+    output_factor: float = 1.0
+    """Of the residual stream behind the layer."""
+
+    head_norm: NativeHeadNorm = NativeHeadNorm.EACH
+    """What q_norm and k_norm are, where they are there."""
 
     parallel: bool = False
-    """The feed-forward part has attention's input, and there is no mlp_norm."""
+    """The feed-forward part has attention's input or, with an mlp_norm, a norm of its own of the same stream."""
 
     page_group: int = 0
     """The page group whose pages have its keys and values."""
 
     query_factors: torch.Tensor | None = None
     """`[positions]` float32, factors of queries; None: none."""
+
+    query_weights: torch.Tensor | None = None
+    """`[head_dim]` float32, what rotated queries are multiplied by; None: nothing."""
 
     page_layer: int | None = None
     """Its place among the layers in these pages; None: its index."""
@@ -81,6 +102,20 @@ class LayerValues:
 
     v_scale: float = 1.0
     residual_multiplier: float = 1.0
+
+    attention_in_factor: float = 1.0
+    """Of attention's input, where a recurrent mixer is beside it; likewise the three below."""
+
+    attention_out_factor: float = 1.0
+    beside_in_factor: float = 1.0
+    beside_out_factor: float = 1.0
+
+    gate_factor: float = 1.0
+    """Of a gate, before its activation."""
+
+    part_factor: float = 1.0
+    """Of the feed-forward part's output."""
+
     activation: NativeActivation = NativeActivation.SILU
 
     state_layer: int = 0
@@ -108,6 +143,15 @@ class NativeShape:
     delta_eps: float
     beta: float = 1.0
 
+    dt_min: float = 0.0
+    """Of Mamba 2: the least time step."""
+
+    gates_norm: bool = False
+    """Of Mamba 2: the gate multiplies what was normalised."""
+
+    group_ranks: int = 1
+    """Of Mamba 2: TP ranks that share each group's heads."""
+
 
 @dataclass(frozen=True, slots=True)
 class NativeStates:
@@ -131,7 +175,6 @@ class NativeModel:
     """
 
     hidden: int
-    ffn: int
     heads: int
     kv_heads: int
     head_dim: int
@@ -142,7 +185,7 @@ class NativeModel:
     values: Sequence[LayerValues]
     products: Sequence[ProductShape]
     """The different products of the layers."""
-    product_of: Sequence[Sequence[int]]
+    product_of: Sequence[Mapping[int, int]]
     """Indices in `products`, by layer and group."""
     positions: int
     embed: torch.Tensor
@@ -154,13 +197,22 @@ class NativeModel:
     """`[pages, elems]`."""
 
     centered: bool = False
-    """Norms subtract the mean: LayerNorm without bias."""
+    """Norms subtract the mean: LayerNorm."""
+
+    biased: bool = False
+    """Norms have biases: their weights are `[2, hidden]`. Those of heads have none."""
 
     embedding_multiplier: float = 1.0
     logits_scale: float = 1.0
 
     logits_softcap: float = 0.0
     """Logits x become `softcap · tanh(x / softcap)`; 0: they stay."""
+
+    head_bias: torch.Tensor | None = None
+    """`[vocab]` float32, of the logits before their scale; None: there is none."""
+
+    embedding_norm: bool = False
+    """Embeddings are normalised, as the output of the last layer is."""
 
     page_groups: int = 1
 
@@ -170,11 +222,7 @@ class NativeModel:
     float8_kv: bool = False
     """Keys and values are in FP8, one byte each: see `float8_kv`."""
 
-    output_gate: bool = False
-    """Each head's query is followed by a gate of its output."""
-
-    head_gate: bool = False
-    """Queries, keys and values are followed by one gate of each head's output."""
+    output_gate: NativeOutputGate = NativeOutputGate.NONE
 
     recurrent: tuple[NativeShape, NativeStates] | None = None
     """None: no layer has a recurrent mixer."""

@@ -18,17 +18,18 @@ from ...ops import native, native_integers, native_library, native_model
 from ...ops.elementwise import rotary_table
 from ...ops.float8_kv import KvScales
 from ...ops.lora_offload import Offloading
+from ...ops.native_descriptors import PROJECTIONS, NativeActivation, NativeHeadNorm, NativeOutputGate
 from ...ops.ranks import Ranks
 from ...ops.sampling import RowSamplingParams
 from ...ops.sgmv import AdapterRows, Segments
 from ..requests.types import CannotMerge
 from .batch import StepBatch
 from .config import ModelConfig
-from .layer_weights import MATRICES, LayerWeights
+from .layer_weights import MERGED_MATRICES, LayerWeights
 from .layers import (
+    PARALLEL,
     Activation,
     AttentionSpec,
-    ClampedSwiglu,
     GatedSpec,
     HeadNorm,
     LayerSpec,
@@ -46,9 +47,33 @@ from .rope_config import RopeConfig
 from .shadow import INPUTS_ARE_ROUNDED
 from .weights import Weights
 
-_ACTIVATIONS: dict[Activation | UngatedActivation | ClampedSwiglu, native_model.NativeActivation] = {
-    Activation.SILU: native_model.NativeActivation.SILU,
-    Activation.GELU_TANH: native_model.NativeActivation.GELU,
+_ACTIVATIONS = {
+    Activation.SILU: NativeActivation.SILU,
+    Activation.GELU_TANH: NativeActivation.GELU,
+}
+
+_HEAD_NORMS = {
+    None: NativeHeadNorm.EACH,
+    HeadNorm.EACH: NativeHeadNorm.EACH,
+    HeadNorm.BARE: NativeHeadNorm.EACH,
+    HeadNorm.ROTATED: NativeHeadNorm.EACH,
+    HeadNorm.ALL: NativeHeadNorm.ALL,
+    HeadNorm.OWN: NativeHeadNorm.OWN,
+}
+
+OUTPUT_GATES = {
+    None: NativeOutputGate.NONE,
+    OutputGate.BESIDE_QUERIES: NativeOutputGate.BESIDE_QUERIES,
+    OutputGate.OF_HEADS: NativeOutputGate.OF_HEADS,
+    OutputGate.APART: NativeOutputGate.APART,
+}
+
+#: Of feed-forward parts without a gate. Their names are those of others.
+_UNGATED = {
+    UngatedActivation.GELU_TANH: NativeActivation.GELU_ALONE,
+    UngatedActivation.GELU: NativeActivation.GELU_BY_ERF,
+    UngatedActivation.RELU_SQUARED: NativeActivation.RELU_SQUARED,
+    UngatedActivation.XIELU: NativeActivation.XIELU,
 }
 
 
@@ -60,19 +85,14 @@ def why_unsupported(config: ModelConfig, dtype: torch.dtype) -> str | None:
     if config.recurrent is not None and config.recurrent.native_shape() is None:
         return f"it has no {config.recurrent.native_lack}, which this model has"
     pair = 4 // dtype.itemsize
-    inner = [config.hidden_size, config.intermediate_size, config.q_size]
+    parts = [layer.dense.size for layer in config.layers if layer.dense is not None]
+    inner = sorted({config.hidden_size, *parts, *(mixer.q_size for mixer in config.attention_shapes)})
     inner += [] if config.recurrent is None else [config.recurrent.out_size]
     if reason := native_library.why_unavailable(dtype):
         return reason
-    if any(k % pair for k in inner) or config.head_dim % 2:
-        return f"it needs even sizes, and this model's are {config.head_dim} of a head, {inner} of rows of weights"
-    gate = config.attention.output_gate
-    if gate is OutputGate.BESIDE_QUERIES and any(it.head_norm is HeadNorm.ALL for it in config.attention_layers):
-        return "it has no norm of all heads where queries have gates of attention's output between them"
-    unknown = {layer.feed_forward.activation for layer in config.layers if layer.feed_forward} - set(_ACTIVATIONS)
-    if unknown:
-        names = ", ".join(sorted(map(str, unknown)))
-        return f"it has the activations {', '.join(map(str, _ACTIVATIONS))}, and this model's is {names}"
+    heads = [mixer.head_dim for mixer in config.attention_shapes]
+    if any(k % pair for k in inner) or any(size % 2 for size in heads):
+        return f"it needs even sizes, and this model's are {heads} of heads, {inner} of rows of weights"
     return None
 
 
@@ -80,37 +100,26 @@ def _other_parts(config: ModelConfig) -> dict[str, bool | str]:
     """Parts that the native decoder does not have, and whether a model has them, or what of them."""
     mixers = config.attention_layers
     return {
-        "layer of one part": "such" if not all(layer.is_whole for layer in config.layers) else False,
         "mixture of experts": f"{config.num_experts} experts" if config.num_experts else False,
         "latent attention": any(mixer.latent is not None for mixer in mixers),
-        "attention sinks": "them" if any(mixer.sinks for mixer in mixers) else False,
-        "chunks of attention": "them" if config.chunked else False,
-        "attention of several shapes": bool(config.attention_shapes[1:]),
         "further input of layers": config.layer_inputs is not None,
         "attention with another layer's keys": len(config.kv_layers) < len(mixers),
-        "norm of values": any(mixer.value_norm for mixer in mixers),
-        "factor of a layer's output": any(layer.scaled for layer in config.layers),
-        "feed-forward part without a gate": any(isinstance(it.feed_forward, UngatedSpec) for it in config.layers),
-        "norm with a bias": config.norm.biased,
-        "bias of the output projection": config.head_bias,
-        "norm of a parallel part's own": any(it.norms is Norms.PARALLEL_APART for it in config.layers),
-        "gate of attention's output apart": any(mixer.output_gate is OutputGate.APART for mixer in mixers),
-        "norm of heads without weights": any(mixer.head_norm is HeadNorm.BARE for mixer in mixers),
-        "norm of embeddings": config.embedding_norm,
-        "LayerNorm of heads": any(mixer.head_norm is HeadNorm.OWN for mixer in mixers),
-        "norm of heads after they are rotated": any(mixer.head_norm is HeadNorm.ROTATED for mixer in mixers),
     } | _parts_of_few(config)
 
 
 def _parts_of_few(config: ModelConfig) -> dict[str, bool | str]:
     """Likewise, those of one family each."""
-    gated = [it.dense for it in config.layers if isinstance(it.dense, GatedSpec)]
+    gated = [(it.norms, it.dense) for it in config.layers if isinstance(it.dense, GatedSpec)]
     return {
-        "recurrent mixer beside attention": any(layer.mixer_beside is not None for layer in config.layers),
+        "norm of all heads of keys that are values": any(
+            mixer.keys_are_values and mixer.head_norm is HeadNorm.ALL for mixer in config.attention_layers
+        ),
         "embedding of tokens of images and sound": bool(config.media),
         "residual of several streams": config.streams is not None,
-        "factor of a gated part": any((it.gate_factor, it.factor) != (1.0, 1.0) for it in gated),
-        "sparse gate": any(it.sparsity for it in gated),
+        "factor of a part before its norm": any(
+            it.factor != 1.0 and norms in (Norms.AFTER, Norms.AROUND) for norms, it in gated
+        ),
+        "sparse gate": any(it.sparsity for _, it in gated),
     }
 
 
@@ -131,23 +140,30 @@ class NativeDecoderModel:
         self._ranks = ranks
         embed = weights.embed()
         packed, weights.keeps = PackedWeights(embed.dtype), is_packable
-        self.layers = [_native_layer(layer) for layer in weights.layers(packed.add)]
-        head = weights.kept_lm_head(embed)
         kv_scales = weights.kv_scales() if arena.layout.float8_kv else ()
+        values = layer_values(config.layers, max_model_len, arena.layout, kv_scales)
+        for own, mixer in zip(values, (layer.attention for layer in config.layers), strict=True):
+            if mixer is not None:
+                own.heads, own.kv_heads, own.head_dim = mixer.num_heads, mixer.num_kv_heads, mixer.head_dim
+        self.layers = [
+            native_layer(*each) for each in zip(weights.layers(packed.add), config.layers, values, strict=True)
+        ]
+        head = weights.kept_lm_head(embed)
         self._share = vocab = len(head.values if isinstance(head, GroupScaled) else head)
         model = native_model.NativeModel(
-            hidden=config.hidden_size, ffn=config.intermediate_size, heads=config.num_heads,
+            hidden=config.hidden_size, heads=config.num_heads,
             kv_heads=config.num_kv_heads, head_dim=config.head_dim, vocab=vocab,
-            block_tokens=arena.layout.block_tokens, eps=config.norm.eps, centered=config.norm.centered,
-            layers=self.layers, values=layer_values(config.layers, max_model_len, arena.layout, kv_scales),
+            block_tokens=arena.layout.block_tokens, eps=config.norm.eps,
+            centered=config.norm.centered, biased=config.norm.biased,
+            layers=self.layers, values=values,
             float8_kv=arena.layout.float8_kv,
-            products=config.projections.products, product_of=config.projections.product_of,
+            products=config.projections.products, product_of=config.projections.product_in,
             positions=max_model_len, page_groups=arena.layout.pages_per_block, embed=embed,
             lm_head=packed.add(head), norm=weights.norm().float(), arena=arena.pages,
+            head_bias=weights.lm_head_bias(), embedding_norm=config.embedding_norm,
             embedding_multiplier=config.embedding_factor(embed.dtype), logits_scale=config.logits_scale,
             logits_softcap=config.logits_softcap or 0.0,
-            output_gate=config.attention.output_gate is OutputGate.BESIDE_QUERIES,
-            head_gate=config.attention.output_gate is OutputGate.OF_HEADS,
+            output_gate=OUTPUT_GATES[config.attention.output_gate],
             kv_copies=config.attention.kv_copies,
             recurrent=_native_recurrent(config.recurrent, arena.layout),
             embed_module=_module(config, Group.EMBEDDING), head_module=_module(config, Group.HEAD),
@@ -238,10 +254,10 @@ class NativeDecoderModel:
 
     def merged_form(self, layer: int, group: int) -> tuple[torch.Size, torch.dtype]:
         """See `MergeableModel.merged_form`."""
-        origin = getattr(self.layers[layer], MATRICES[group])
+        origin = getattr(self.layers[layer], MERGED_MATRICES[group])
         if isinstance(origin, native_integers.IntegerPanels) and origin.input_bits == 8:
             raise CannotMerge(INPUTS_ARE_ROUNDED)
-        projection = self.config.projections.products[self.config.projections.product_of[layer][group]]
+        projection = self.config.projections.products[self.config.projections.product_in[layer][group]]
         dtype = self._arena.pages.dtype
         return torch.Size(native_model.packed_shape(projection.outputs, projection.inputs, dtype)), dtype
 
@@ -276,24 +292,27 @@ def layer_values(
     tables = {rope: (None, None) if rope is None else _angles(rope, positions) for rope in ropes}
     groups = (PageGroup(tuple(range(len(layers)))),) if layout is None else layout.groups
     places = {layer: (group, at) for group, each in enumerate(groups) for at, layer in enumerate(each.layers)}
-    found, with_kv = [], 0
-    for index, layer in enumerate(layers):
+    found, with_kv, with_state = [], 0, 0
+    for layer in layers:
         if (mixer := layer.attention) is None:
-            found.append(_recurrent_values(layer, index - with_kv))
+            found.append(_values_without_attention(layer, with_state))
         else:
             values = _layer_values(layer, mixer, *tables[mixer.rope], *places[with_kv], positions)
+            values.state_layer = with_state
             if kv_scales:
                 values.k_scale, values.v_scale = kv_scales[with_kv]
             found.append(values)
             with_kv += 1
+        _set_factors(found[-1], layer)
+        with_state += layer.recurrent is not None
     return found
 
 
-def _recurrent_values(layer: LayerSpec, state_layer: int) -> native_model.LayerValues:
-    """Of a layer with a recurrent mixer."""
+def _values_without_attention(layer: LayerSpec, state_layer: int) -> native_model.LayerValues:
+    """Of a layer with a recurrent mixer, or none."""
     return native_model.LayerValues(
         1.0,
-        parallel=layer.norms is Norms.PARALLEL,
+        parallel=layer.norms in PARALLEL,
         page_layer=0,
         residual_multiplier=layer.residual_multiplier,
         activation=_activation(layer),
@@ -301,9 +320,21 @@ def _recurrent_values(layer: LayerSpec, state_layer: int) -> native_model.LayerV
     )
 
 
-def _activation(layer: LayerSpec) -> native_model.NativeActivation:
-    assert layer.feed_forward is not None, "the library has no layers of one part"
-    return _ACTIVATIONS[layer.feed_forward.activation]
+def _set_factors(values: native_model.LayerValues, layer: LayerSpec) -> None:
+    """Those of a gated part, and of two mixers side by side."""
+    part, second = layer.dense, layer.mixer_beside
+    if isinstance(part, GatedSpec):
+        values.gate_factor, values.part_factor = part.gate_factor, part.factor
+    if second is not None:
+        values.attention_in_factor, values.attention_out_factor = second.attention_in, second.attention_out
+        values.beside_in_factor, values.beside_out_factor = second.in_factor, second.out_factor
+
+
+def _activation(layer: LayerSpec) -> NativeActivation:
+    part = layer.dense
+    if isinstance(part, UngatedSpec):
+        return _UNGATED[part.activation]
+    return NativeActivation.SILU if part is None else _ACTIVATIONS[part.activation]
 
 
 def _native_recurrent(
@@ -336,9 +367,12 @@ def _layer_values(
         sin,
         interleaved=mixer.rope is not None and mixer.rope.interleaved,
         window=mixer.window or 0,
+        chunked=mixer.chunked,
+        keys_are_values=mixer.keys_are_values,
+        norms_values=mixer.value_norm,
         softcap=mixer.softcap or 0.0,
-        norms_all_heads=mixer.head_norm is HeadNorm.ALL,
-        parallel=layer.norms is Norms.PARALLEL,
+        head_norm=_HEAD_NORMS[mixer.head_norm],
+        parallel=layer.norms in PARALLEL,
         page_group=page_group,
         page_layer=page_layer,
         query_factors=None if mixer.query_growth is None else mixer.query_growth.factors(positions),
@@ -379,10 +413,18 @@ def _module(config: ModelConfig, group: Group) -> int:
     return -1 if found is None else found
 
 
-def _native_layer(layer: LayerWeights) -> LayerWeights:
-    """The layer in the library's form: packed projections as they are, everything else as float32."""
+def native_layer(layer: LayerWeights, spec: LayerSpec, values: native_model.LayerValues) -> LayerWeights:
+    """The layer in the library's form: packed projections as they are, everything else as float32. Norms of heads that
+    have no weights get ones; where heads are normed after they are rotated, so do they, and `values` gets the weights.
+    """
     for field in fields(layer):
         part = getattr(layer, field.name)
-        if isinstance(part, torch.Tensor) and field.name not in ("qkv", "o", "gate_up", "down"):
+        if isinstance(part, torch.Tensor) and field.name not in PROJECTIONS:
             setattr(layer, field.name, part.float())
+    values.output_factor = 1.0 if layer.scalar is None else float(layer.scalar)
+    head_norm = None if spec.attention is None else spec.attention.head_norm
+    if head_norm is HeadNorm.ROTATED and layer.q_norm is not None and layer.k_norm is not None:
+        values.query_weights = layer.q_norm * layer.k_norm
+    if spec.attention is not None and head_norm in (HeadNorm.BARE, HeadNorm.ROTATED):
+        layer.q_norm = layer.k_norm = torch.ones(spec.attention.head_dim)
     return layer

@@ -512,22 +512,21 @@ class MambaSpec(RecurrentSpec):
         is_shared = self.num_groups > 1 and self.num_groups % size
         return f"the number of Mamba's groups of heads, {self.num_groups}," if is_shared else None
 
-    @property
-    def native_lack(self) -> str:
-        """See `RecurrentSpec.native_lack`."""
-        return (
-            f"{self.title} with groups of heads that ranks share, with a least time step, or without a norm after its "
-            "gate"
-        )
-
-    def native_shape(self) -> NativeShape | None:
-        """Not where ranks share a group, as its norm is not added up, nor with a least time step or another norm."""
+    def native_shape(self) -> NativeShape:
+        """Heads of k are groups."""
         from ...ops.native_model import NativeMixer, NativeShape
 
-        if self.group_ranks > 1 or self.dt_min or not self.normed or self.gates_norm:
-            return None
         heads, dims = (self.num_groups, self.num_heads), (self.state_size, self.head_dim)
-        return NativeShape(NativeMixer.MAMBA2, *heads, *dims, self.conv_size, self.eps)
+        return NativeShape(
+            NativeMixer.MAMBA2,
+            *heads,
+            *dims,
+            self.conv_size,
+            self.eps,
+            dt_min=self.dt_min,
+            gates_norm=self.gates_norm,
+            group_ranks=self.group_ranks,
+        )
 
     def described(self) -> str:
         """See `RecurrentSpec.described`."""

@@ -19,6 +19,8 @@ namespace chorus {
 //   v_scale     of what is stored of values
 //   softcap     scores s become softcap · tanh(s / softcap); 0: they stay
 //   window      keys that a query sees, its own included; 0: all
+//   chunked     a query sees those of its own chunk of so many, up to its own
+//   sinks       [heads]: one more score of each query head, of a value of zeros; null: there is none
 template <class T>
 struct PagedCache {
     T *k, *v;
@@ -26,9 +28,14 @@ struct PagedCache {
     int block_tokens, page_groups, kv_heads, head_dim, group;
     float scale, v_scale, softcap;
     int window;
+    bool chunked;
+    const float* sinks;
 
     // The first key that a query sees, of `visible` up to its own.
-    int first(int visible) const { return window ? std::max(0, visible - window) : 0; }
+    int first(int visible) const {
+        if (!window) return 0;
+        return chunked ? (visible - 1) / window * window : std::max(0, visible - window);
+    }
 
     // Elements from the beginning of a plane to a token's K/V head.
     int64_t at(int64_t page, int64_t offset, int kv_head) const {
@@ -74,21 +81,23 @@ inline void key_columns(const T* const* keys, long offset, int words, Floats* ou
     transpose16x8(rows, out);
 }
 
-// exp(scores · scale - the highest), as X in the same memory; returns 1 / their sum.
+// exp(scores · scale - the highest), as X in the same memory; returns 1 / their sum, to which a sink adds its own.
 //
 //   FROM     whether `first` is not 0
 //   scores   [padded] float32
 //   first    the first that counts; 0 before it, back to a multiple of 16
 //   visible  the last that counts is before it; 0 beyond
 //   padded   a multiple of 16
+//   sink     one more score, with its scale; null: there is none
 template <class X, bool FROM>
-inline float softmax(float* scores, int first, int visible, int padded, float scale) {
+inline float softmax(float* scores, int first, int visible, int padded, float scale, const float* sink) {
     const Floats factor = floats(scale), low = floats(-INFINITY);
     const int begin = FROM ? first / kLanes * kLanes : 0;
     auto seen = [&](Floats v, int s, Floats other) { return FROM && s < first ? keep(other, head(first - s), v) : v; };
     Floats top = low;
     for (int s = begin; s < visible; s += kLanes)
         top = max(top, seen(keep(load16(scores + s) * factor, head(visible - s), low), s, low));
+    if (sink) top = max(top, floats(*sink));
     const Floats highest = floats(largest(top));
     Floats all = floats(0);
     for (int s = begin; s < padded; s += kLanes) {
@@ -97,7 +106,8 @@ inline float softmax(float* scores, int first, int visible, int padded, float sc
         store16((X*)scores + s, e);
         all = all + e;
     }
-    return 1.0f / sum(all);
+    const float total = sum(all);
+    return 1.0f / (sink ? total + sum(keep(exp16(floats(*sink) - highest), head(1), floats(0))) : total);
 }
 
 // Weights of the keys that a query sees, before they are divided by their sum, as X in the memory of their scores; returns
@@ -108,16 +118,18 @@ inline float softmax(float* scores, int first, int visible, int padded, float sc
 //   first    the first key that the query sees
 //   visible  the last one is before it
 //   padded   see softmax
+//   query    the query head
 template <class X, class T>
-inline float weights_of(const PagedCache<T>& cache, float* scores, int first, int visible, int padded) {
+inline float weights_of(const PagedCache<T>& cache, float* scores, int first, int visible, int padded, int query) {
     float scale = cache.scale;
     if (cache.softcap != 0) {
         const int begin = first / kLanes * kLanes;
         cap(scores + begin, padded - begin, scale, cache.softcap);
         scale = 1;
     }
-    const float factor = first ? softmax<X, true>(scores, first, visible, padded, scale)
-                               : softmax<X, false>(scores, 0, visible, padded, scale);
+    const float* sink = cache.sinks ? cache.sinks + query : nullptr;
+    const float factor = first ? softmax<X, true>(scores, first, visible, padded, scale, sink)
+                               : softmax<X, false>(scores, 0, visible, padded, scale, sink);
     return factor * cache.v_scale;
 }
 
@@ -178,6 +190,7 @@ struct AttentionScratch {
     std::vector<float> scores, sums, factors, values, keys;
     std::vector<const void*> places;
     std::vector<float> head;  // a key or value, before it is stored
+    std::vector<float> value;  // a normed value
 };
 
 }  // namespace chorus

@@ -201,7 +201,8 @@ inline void attend_decode(const PagedCache<T>& cache, const DecodeUnit& unit, co
     });
     scratch.factors.resize(queries);
     float* factors = scratch.factors.data();
-    for (int i = 0; i < queries; i++) factors[i] = weights_of<Act<T>>(cache, scores[i], first, kv_len, padded);
+    for (int i = 0; i < queries; i++)
+        factors[i] = weights_of<Act<T>>(cache, scores[i], first, kv_len, padded, unit.first * group + i);
     const Rows<const Act<T>> weights{(const Act<T>*)scores.data, padded * (long)(sizeof(float) / sizeof(Act<T>))};
     each(values, [&](auto heads, auto rows, int s, int count, int h, int i) {
         weighted_values<T, heads(), rows()>(weights.from(i, s), values + s, (long)h * head_dim, count, head_dim,

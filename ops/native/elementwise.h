@@ -36,9 +36,9 @@ inline void rms_norm(const float* x, const float* weight, int n, float eps, T* o
     scale_to_norm(x, weight, n, sum_of_squares(x, n) / n, eps, out);
 }
 
-// out = (x - mean(x)) / sqrt(variance(x) + eps) · weight; parameters as above
+// out = (x - mean(x)) / sqrt(variance(x) + eps) · weight + bias; bias: [n] float32, or null; other parameters as above
 template <class T>
-inline void layer_norm(const float* x, const float* weight, int n, float eps, T* out) {
+inline void layer_norm(const float* x, const float* weight, const float* bias, int n, float eps, T* out) {
     Floats all = floats(0), squares = floats(0);
     for (int i = 0; i < n; i += kLanes) all = all + load16(x + i, head(n - i));
     const Floats mean = floats(sum(all) / n);
@@ -49,18 +49,20 @@ inline void layer_norm(const float* x, const float* weight, int n, float eps, T*
     const Floats factor = floats(1.0f / __builtin_sqrtf(sum(squares) / n + eps));
     for (int i = 0; i < n; i += kLanes) {
         const Head here = head(n - i);
-        store16(out + i, (load16(x + i, here) - mean) * factor * load16(weight + i, here), here);
+        const Floats v = (load16(x + i, here) - mean) * factor * load16(weight + i, here);
+        store16(out + i, bias ? v + load16(bias + i, here) : v, here);
     }
 }
 
 // The norm of a model.
 struct Norm {
     float eps;
-    bool centered;  // LayerNorm without bias, rather than RMSNorm
+    bool centered;  // LayerNorm, rather than RMSNorm
+    bool biased;  // a weight's bias lies behind it
 
     template <class T>
     void run(const float* x, const float* weight, int n, T* out) const {
-        if (centered) layer_norm(x, weight, n, eps, out);
+        if (centered) layer_norm(x, weight, biased ? weight + n : nullptr, n, eps, out);
         else rms_norm(x, weight, n, eps, out);
     }
 };
@@ -123,6 +125,15 @@ inline void scale_by(float* x, int n, float factor) {
     for (int i = 0; i < n; i += kLanes) store16(x + i, load16(x + i, head(n - i)) * floats(factor), head(n - i));
 }
 
+// out = x · weight, element by element
+template <class T>
+inline void multiply_each(const float* x, const float* weight, int n, T* out) {
+    for (int i = 0; i < n; i += kLanes) {
+        const Head here = head(n - i);
+        store16(out + i, load16(x + i, here) * load16(weight + i, here), here);
+    }
+}
+
 // x += factor · y
 inline void add_scaled(const float* y, int n, float factor, float* x) {
     for (int i = 0; i < n; i += kLanes) {
@@ -153,16 +164,18 @@ inline void silu_and_mul(const float* gate, const float* up, int n, T* out) {
     }
 }
 
-// out = gelu(gate) · up, gelu by tanh: x/2 · (1 + tanh(u)) = x / (1 + e^(-2u)) with u = sqrt(2/π) · (x + 0.044715 x³);
-// parameters as above
+// gelu(x) by tanh: x/2 · (1 + tanh(u)) = x / (1 + e^(-2u)) with u = sqrt(2/π) · (x + 0.044715 x³)
+inline Floats gelu16(Floats x) {
+    const Floats u = x * fma(x * x, floats(0.0713548162726f), floats(1.59576912160573f));
+    return x / (floats(1.0f) + exp16(min(floats(88.0f), floats(0) - u)));
+}
+
+// out = gelu(gate) · up; parameters as above
 template <class T>
 inline void gelu_and_mul(const float* gate, const float* up, int n, T* out) {
     for (int i = 0; i < n; i += kLanes) {
         const Head here = head(n - i);
-        const Floats g = load16(gate + i, here);
-        const Floats u = g * fma(g * g, floats(0.0713548162726f), floats(1.59576912160573f));
-        const Floats e = exp16(min(floats(88.0f), floats(0) - u));
-        store16(out + i, g / (floats(1.0f) + e) * load16(up + i, here), here);
+        store16(out + i, gelu16(load16(gate + i, here)) * load16(up + i, here), here);
     }
 }
 
@@ -204,9 +217,12 @@ inline void clamped_swiglu(const float* gate, const float* up, int n, float alph
     }
 }
 
-enum Activation : int32_t { kSilu, kGelu, kClampedSwiglu };
+// Of a gate; then those without one.
+enum Activation : int32_t { kSilu, kGelu, kClampedSwiglu, kGeluAlone, kGeluByErf, kReluSquared, kXielu };
 
-// The activation has no parameters: it is not kClampedSwiglu.
+inline bool is_gated(Activation activation) { return activation < kGeluAlone; }
+
+// The activation has a gate and no parameters.
 template <class T>
 inline void activate(Activation activation, const float* gate, const float* up, int n, T* out) {
     if (activation == kGelu) gelu_and_mul(gate, up, n, out);

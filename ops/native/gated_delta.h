@@ -26,6 +26,9 @@ struct DeltaShape {
     int32_t k_heads, v_heads, k_dim, v_dim, conv_size;
     float eps;  // of the norm
     float beta;  // factor of how much of a new value enters a state
+    float dt_min;  // of Mamba 2: the least time step
+    int32_t gates_norm;  // of Mamba 2: 1: the gate multiplies what was normalised, not what will be
+    int32_t group_ranks;  // of Mamba 2: TP ranks that share each group's heads
 
     int k_size() const { return k_heads * k_dim; }
     int v_size() const { return v_heads * v_dim; }
@@ -42,7 +45,7 @@ struct DeltaShape {
 struct DeltaWeights {
     const float* conv;  // [conv_size, channels]: factors of a token's inputs, of the oldest first; null: no such layer
     const float *dt_bias, *a_log;  // [v_heads]
-    const float* norm;  // [v_dim]; of Mamba 2 [v_heads · v_dim]
+    const float* norm;  // [v_dim]; of Mamba 2 [v_heads · v_dim]; null: it has none
     const float* conv_bias;  // [channels], of the convolution; null: it has none
     const float* d;  // [v_heads], of Mamba 2
 };

@@ -19,6 +19,7 @@ class OutputHead {
    public:
     OutputHead(const ModelDesc& model, Team& team)
         : weights_{model.lm_head, nullptr, model.vocab, model.hidden, model.lm_head_integers},
+          bias_(model.head_bias),
           scale_(model.logits_scale),
           softcap_(model.logits_softcap),
           team_(team),
@@ -96,6 +97,7 @@ class OutputHead {
             lora_.add(me.thread, to.first + t.row, t.rows, t.column, columns, x.from(-to.first), y);
             for (int r = 0; r < t.rows; r++) {
                 const int row = t.row + r;
+                if (bias_) add_scaled(bias_ + t.column, columns, 1, y[r]);
                 finish(y[r], columns);
                 best[row].see(y[r], columns, t.column);
                 int own = columns;
@@ -145,6 +147,7 @@ class OutputHead {
                     weights_product<T>({x, row, 1, row, 1}, weights_, column, {{y, kPanel}, columns, false, nullptr},
                                        scratch_[thread].fixed);
                     lora_.add(thread, row, 1, column, columns, x, {y, kPanel});
+                    if (bias_) add_scaled(bias_ + column, columns, 1, y);
                     finish(y, columns);
                 }
                 const int end = std::min(column + kPanel, panels_.columns(row));
@@ -163,7 +166,7 @@ class OutputHead {
         Candidates candidates;
     };
 
-    // Logits from the product.
+    // Logits from the product and its bias.
     void finish(float* y, int columns) const {
         if (softcap_ != 0) cap(y, columns, scale_, softcap_);
         else if (scale_ != 1) scale_by(y, columns, scale_);
@@ -175,6 +178,7 @@ class OutputHead {
     }
 
     const Weights<T> weights_;
+    const float* const bias_;  // [outputs]; null: there is none
     const float scale_, softcap_;
     Team& team_;
     HeadLora<T> lora_;

@@ -4,6 +4,7 @@
 // batch nor on how its prompt is cut. A shape's heads of v are those of x, and its heads of k the groups, of B and of C.
 #pragma once
 #include "gated_delta.h"
+#include "ranks.h"
 
 namespace chorus {
 
@@ -20,9 +21,9 @@ class Mamba2 {
         if (drafts) grow_rows(drafted_, threads, s_.k_dim * s_.v_dim);
     }
 
-    // As GatedDelta::run. mixed: z, then x, B and C, then dt of each token.
+    // As GatedDelta::run. mixed: z, then x, B and C, then dt of each token. ranks: see Decoder::join.
     template <class T, class States>
-    void run(Team& team, Team::Member& me, const DeltaWeights& w, const States& states, int tokens,
+    void run(Team& team, Team::Member& me, Ranks* ranks, const DeltaWeights& w, const States& states, int tokens,
              Rows<const float> mixed, Rows<T> out) {
         const int heads = s_.heads(), v_heads = s_.v_heads, groups = s_.k_heads;
         each_part(team, me, states.rows() * heads, [&](int i, bool) {
@@ -35,9 +36,15 @@ class Mamba2 {
             const float* next = more ? states.head((i + 1) / v_heads, (i + 1) % v_heads).in : nullptr;
             run_head(w, states.row(i / v_heads), i % v_heads, states.head(i / v_heads, i % v_heads), {next}, me.thread);
         });
+        const int width = s_.v_size() / groups;
+        if (ranks && s_.group_ranks > 1 && w.norm) return norm_with_ranks(team, me, *ranks, w, tokens, mixed, out);
         each_part(team, me, tokens * groups, [&](int i, bool) {
-            const int t = i / groups, width = s_.v_size() / groups, at = i % groups * width;
-            gated_norm(outputs()[t] + at, mixed[t] + at, w.norm + at, width, out[t] + at);
+            const int t = i / groups, at = i % groups * width;
+            float* x = outputs()[t] + at;
+            const float* z = mixed[t] + at;
+            if (!w.norm) return gate(x, z, width, out[t] + at);
+            const float squares = s_.gates_norm ? sum_of_squares(x, width) : gate(x, z, width);
+            scale(x, z, w.norm + at, width, squares / width, out[t] + at);
         });
     }
 
@@ -87,7 +94,7 @@ class Mamba2 {
         for (int t = 0; t < row.total(); t++) {
             const float from = t < row.accepted ? draft(t).in[kept] : mixed[row.mixed(t)][own];
             const float x = from + w.dt_bias[head];
-            const float dt = x > 20 ? x : std::log1p(std::exp(x));
+            const float dt = std::max(s_.dt_min, x > 20 ? x : std::log1p(std::exp(x)));
             float* gates_of = gates()[row.place(t)] + 2 * head;
             gates_of[0] = std::exp(-rate * dt);
             gates_of[1] = dt;
@@ -131,9 +138,25 @@ class Mamba2 {
         }
     }
 
-    // out = norm(x · silu(z)); x is overwritten.
+    // The norm of the one group that a rank has a share of: the ranks add up their squares.
     template <class T>
-    void gated_norm(float* x, const float* z, const float* weight, int n, T* out) const {
+    void norm_with_ranks(Team& team, Team::Member& me, Ranks& ranks, const DeltaWeights& w, int tokens,
+                         Rows<const float> mixed, Rows<T> out) {
+        const int width = s_.v_size();
+        float* const own = ranks.mine();
+        each_part(team, me, tokens, [&](int t, bool) {
+            own[t] = s_.gates_norm ? sum_of_squares(outputs()[t], width) : gate(outputs()[t], mixed[t], width);
+        });
+        team.each(me, 1, [&](int) { ranks.meet(); });
+        each_part(team, me, tokens, [&](int t, bool) {
+            float squares = 0;
+            ranks.add(&squares, t, 1);
+            scale(outputs()[t], mixed[t], w.norm, width, squares / ((float)width * s_.group_ranks), out[t]);
+        });
+    }
+
+    // x · silu(z), in place of x; returns the sum of its squares.
+    static float gate(float* x, const float* z, int n) {
         Floats squares = floats(0);
         for (int c = 0; c < n; c += kLanes) {
             const Head here = chorus::head(n - c);
@@ -141,11 +164,22 @@ class Mamba2 {
             squares = fma(v, v, squares);
             store16(x + c, v, here);
         }
-        const Floats factor = floats(1.0f / __builtin_sqrtf(sum(squares) / n + s_.eps));
+        return sum(squares);
+    }
+    // The same in `out`.
+    template <class T>
+    static void gate(const float* x, const float* z, int n, T* out) {
         for (int c = 0; c < n; c += kLanes) {
             const Head here = chorus::head(n - c);
-            store16(out + c, load16(x + c, here) * factor * load16(weight + c, here), here);
+            store16(out + c, load16(x + c, here) * silu16(load16(z + c, here)), here);
         }
+    }
+    // out = x / sqrt(mean + eps) · weight, of a mixer whose gate comes after the norm times silu(z).
+    template <class T>
+    void scale(float* x, const float* z, const float* weight, int n, float mean, T* out) const {
+        if (!s_.gates_norm) return scale_to_norm(x, weight, n, mean, s_.eps, out);
+        scale_to_norm(x, weight, n, mean, s_.eps, x);
+        gate(x, z, n, out);
     }
 
     DeltaShape s_;

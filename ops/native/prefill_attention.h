@@ -92,6 +92,7 @@ template <class X>
 struct QueryTile {
     const X* q[kQueryTile];  // [head_dim] of each
     X* out[kQueryTile];  // the same
+    int head[kQueryTile];  // of each
     int first[kQueryTile], visible[kQueryTile];  // keys that each sees: first … visible-1; of the last the highest
 };
 
@@ -169,8 +170,8 @@ inline void attend_tile(const PagedCache<T>& cache, const QueryTile<Act<T>>& til
     }
     float factor[ROWS];
     for (int r = 0; r < ROWS; r++)
-        factor[r] =
-            weights_of<X>(cache, scores[r], tile.first[r], tile.visible[r], (most + kLanes - 1) / kLanes * kLanes);
+        factor[r] = weights_of<X>(cache, scores[r], tile.first[r], tile.visible[r],
+                                  (most + kLanes - 1) / kLanes * kLanes, tile.head[r]);
     const Rows<const X> weights{(const X*)scores.data, padded * (long)(sizeof(float) / sizeof(X))};
     weigh<X, ROWS>(tile, weights, (const X*)scratch.values.data(), factor, head_dim);
 }
@@ -219,7 +220,8 @@ inline void attend(const PagedCache<T>& cache, const AttentionUnit& unit, Rows<c
         QueryTile<Act<T>> tile;
         for (int i = 0; i < count; i++) {
             const int token = unit.token + (first + i) / group;
-            const long at = (long)(unit.kv_head * group + (first + i) % group) * head_dim;
+            tile.head[i] = unit.kv_head * group + (first + i) % group;
+            const long at = (long)tile.head[i] * head_dim;
             tile.q[i] = q[token] + at, tile.out[i] = out[token] + at;
             tile.visible[i] = visible(token) - begin;
             tile.first[i] = cache.first(visible(token)) - begin;

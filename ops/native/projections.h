@@ -33,7 +33,8 @@ class Projections {
         for (int l = 0; l < model.layers; l++) {
             product_.insert(product_.end(), model.layer[l].product, model.layer[l].product + kGroups);
             uses_before_.insert(uses_before_.end(), uses.begin(), uses.end());
-            for (const Group g : kEveryGroup) uses[model.layer[l].product[g]]++;
+            for (const Group g : kEveryGroup)
+                if (const int p = model.layer[l].product[g]; p >= 0) uses[p]++;
         }
     }
 
@@ -42,13 +43,14 @@ class Projections {
 
     const Products& products() const { return products_; }
     bool few() const { return few_; }      // the step has few tokens
-    bool gated() const { return gated_; }  // it has many, and gate and up have panels of their own
+    // True if it has many, and gate and up of the product have panels of their own.
+    bool gated(int p) const { return gated_ && products_.outputs(p) % (2 * kPanel) == 0; }
 
     // Units of work of the step, the same for all layers.
     void plan(const StepDesc& step) {
         const Segments& segments = step.segments;
         few_ = step.tokens <= kFewTokens;
-        gated_ = !few_ && m_.ffn % kPanel == 0 && !step.offloaded;
+        gated_ = !few_ && !step.offloaded;
         int rank = 0, levels = 1;
         fused_ = false;
         for (int s = 0; s < segments.count; s++) {
@@ -147,16 +149,17 @@ class Projections {
     //   me          the thread
     //   task        the product of gate and up, which is not kept: y has no memory
     //   activation  of the gate
+    //   factor      of the gate, before its activation
     //   act         [tokens, ffn]
-    void run_gated(Team::Member& me, const LoraTask<T>& task, Activation activation, Rows<X> act) {
+    void run_gated(Team::Member& me, const LoraTask<T>& task, Activation activation, float factor, Rows<X> act) {
         const Product<T> product{task.x, task.step.tokens, task.w, {}, scratch_[me.thread].fixed.begin(),
                                  false,  &chunks_.cuts()};
-        const int panels = m_.ffn / kPanel;
+        const int size = products_.outputs(task.product) / 2, panels = size / kPanel;
         chunks_.each_tile(team_, me, panels, [&](int i, bool) {
             shrink_chunk(me, task, i / panels);
             const Tile gate = product.tile_of(i / panels * 2 * panels + i % panels);
             Tile up = gate;
-            up.column += m_.ffn;
+            up.column += size;
             const Rows<float> out{scratch_[me.thread].gated.data(), 2 * kPanel};
             run_tile(me, task, product, gate, out, true);
             run_tile(me, task, product, up, out.from(0, kPanel), true);
@@ -164,6 +167,7 @@ class Projections {
                 scale_tile(task, gate, out, false);
                 scale_tile(task, up, out.from(0, kPanel), false);
             }
+            for (int r = 0; factor != 1 && r < gate.rows; r++) scale_by(out[r], kPanel, factor);
             for (int r = 0; r < gate.rows; r++)
                 activate(activation, out[r], out[r] + kPanel, kPanel, act[gate.row + r] + gate.column);
         });
@@ -208,7 +212,10 @@ class Projections {
         int first = 0;  // of the product's among all units that pass the chunk's gate, in order of layers and groups
         const int* uses = &uses_before_[task.layer * products_.count()];
         for (int p = 0; p < products_.count(); p++) first += uses[p] * units(p);
-        for (int g = 0; g < products_.group(task.product); g++) first += units(product_[task.layer * kGroups + g]);
+        for (const Group g : kEveryGroup) {
+            if (g == products_.group(task.product)) break;
+            if (const int p = product_[task.layer * kGroups + g]; p >= 0) first += units(p);
+        }
         const LoraUnit* unit = shrink_[task.product].units.data() + shrink_chunk_[task.product][chunk];
         team_.pass(gates_[chunk], first + own, [&](int i) { run_shrink(me, task, h(), unit[i - first], nullptr); });
     }

@@ -36,7 +36,7 @@ class RankShrinks {
     //   units  all of them; what remains is what this rank is to compute
     void plan(int p, Group g, std::vector<LoraUnit>& units) {
         all_[p].units.clear();
-        if (!is_shared_ || g == kO || g == kDown) return;  // o and down have a share of A on each rank
+        if (!is_shared_ || g == kO || g == kDown || g == kBesideOut) return;  // these have a share of A on each rank
         all_[p].units = units;
         all_[p].split(ranks_->size(), [](const LoraUnit& u) { return u.count * u.tokens; });
         const auto first = all_[p].units.begin();

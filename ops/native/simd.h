@@ -143,13 +143,10 @@ inline Floats exp16(Floats x) {
     return scale2(p, n);
 }
 
-// tanh(x) = m / (m + 2) with m = e^(2|x|) - 1, and the sign of x: 2^n · (e^r - 1) + 2^n - 1, so that a small x keeps its digits.
-inline Floats tanh16(Floats x) {
-    const Words sign = as_words(x) & words(0x80000000);
-    const Floats size = as_floats(as_words(x) & words(0x7FFFFFFF));
-    const Floats y = min(floats(20.0f), size + size);  // beyond, it is 1; this order lets NaN through
-    const Floats n = round(y * floats(1.44269504088896341f));
-    Floats r = fnma(n, floats(0.693359375f), y);
+// e^x - 1, as 2^n · (e^r - 1) + 2^n - 1, so that a small x keeps its digits. x: from -87 to 88.
+inline Floats expm1_16(Floats x) {
+    const Floats n = round(x * floats(1.44269504088896341f));
+    Floats r = fnma(n, floats(0.693359375f), x);
     r = fnma(n, floats(-2.12194440e-4f), r);
     Floats p = floats(1.0f / 5040);
     p = fma(p, r, floats(1.0f / 720));
@@ -158,7 +155,16 @@ inline Floats tanh16(Floats x) {
     p = fma(p, r, floats(1.0f / 6));
     p = fma(p, r, floats(0.5f));
     p = fma(p * r, r, r);
-    const Floats power = scale2(floats(1.0f), n), m = fma(power, p, power - floats(1.0f));
+    const Floats power = scale2(floats(1.0f), n);
+    return fma(power, p, power - floats(1.0f));
+}
+
+// tanh(x) = m / (m + 2) with m = e^(2|x|) - 1, and the sign of x.
+inline Floats tanh16(Floats x) {
+    const Words sign = as_words(x) & words(0x80000000);
+    const Floats size = as_floats(as_words(x) & words(0x7FFFFFFF));
+    const Floats y = min(floats(20.0f), size + size);  // beyond, it is 1; this order lets NaN through
+    const Floats m = expm1_16(y);
     return as_floats(as_words(m / (m + floats(2.0f))) | sign);
 }
 

@@ -25,6 +25,7 @@ from chorus.memory.pages.layer_projections import dense_projections
 from chorus.memory.pages.layout import PageLayout
 from chorus.ops import native, native_library, native_model
 from chorus.ops.elementwise import rotary_table
+from chorus.ops.native_descriptors import NativeHeadNorm
 from chorus.ops.sgmv import AdapterRows, Segments
 from chorus.perf.report.command import conclude, parser
 from chorus.perf.report.table import Table
@@ -155,10 +156,9 @@ def build(rng: random.Random, dtype: torch.dtype) -> World:
             own.k_scale, own.v_scale = rng.choice((1.0, 0.01)), rng.choice((1.0, 0.003))
         _place_norms(rng, layer, own, vector)
         if layer.q_norm is not None and rng.random() < 0.3:
-            own.norms_all_heads, layer.q_norm, layer.k_norm = True, vector(q), vector(kv)
+            own.head_norm, layer.q_norm, layer.k_norm = NativeHeadNorm.ALL, vector(q), vector(kv)
     model = native_model.NativeModel(
         hidden=hidden,
-        ffn=ffn,
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
@@ -168,7 +168,7 @@ def build(rng: random.Random, dtype: torch.dtype) -> World:
         layers=layers,
         values=values,
         products=table.products,
-        product_of=table.product_of,
+        product_of=table.product_in,
         positions=requests_end,
         embed=weights(vocab, hidden),
         lm_head=native_model.pack(weights(vocab, hidden)),

@@ -34,19 +34,24 @@ BF16_ERROR = 5e-2
 
 @pytest.fixture
 def kernels():
-    """The native decoder has attention of one shape."""
-    return "torch"
+    """The native decoder computes models without further inputs of layers."""
+    return "auto"
 
+
+NATIVE = ("gemma-4", "gemma-4-biased", "gemma-4-unified")
+"""Those that the native decoder computes."""
 
 every_family = pytest.mark.parametrize("family", SHAPES)
 
 
-@every_family
-def test_mixed_batch_equals_transformers_and_peft(tiny, drive, family):
+@pytest.mark.parametrize(
+    ("family", "kernels"), [*((name, "torch") for name in SHAPES), *((name, "native") for name in NATIVE)]
+)
+def test_mixed_batch_equals_transformers_and_peft(tiny, drive, family, kernels):
     """In chunks of any size, with the prefixes of the first round cached in the second."""
     it = tiny(family)
     driver = drive(it, max_num_seqs=8, max_num_batched_tokens=24, max_model_len=128, block_tokens=8)
-    assert isinstance(driver.executor.rank.decoder, DecoderModel)
+    assert isinstance(driver.executor.rank.decoder, DecoderModel) == (kernels == "torch")
     for _ in range(2):
         want = answers(it, driver, 8, seed=1)
         assert told(driver, want) == want
@@ -162,7 +167,8 @@ def test_bfloat16_is_float32_within_rounding(tmp_path, family):
     save_family(family, tmp_path, torch.bfloat16, initializer_range=0.1)
     generator = torch.Generator().manual_seed(0)
     prompts = [torch.randint(3, 150, (length,), generator=generator).tolist() for length in (5, 40, 90)]
-    want, executor = logits_of(executor_of(tmp_path, dtype="float32"), prompts), executor_of(tmp_path)
+    wide = executor_of(tmp_path, dtype="float32", cpu_kernels="torch")
+    want, executor = logits_of(wide, prompts), executor_of(tmp_path)
     assert executor.layout.itemsize == 2
 
     def errors(logits: torch.Tensor) -> torch.Tensor:
@@ -202,8 +208,8 @@ def test_random_weights_need_no_checkpoint(tmp_path):
 
 
 def test_the_native_decoder_says_what_it_lacks(tiny):
-    with pytest.raises(UnsupportedModel, match="attention of several shapes"):
-        executor_of(tiny("gemma-4").model, cpu_kernels="native")
+    with pytest.raises(UnsupportedModel, match="further input of layers"):
+        executor_of(tiny("gemma-4-inputs").model, cpu_kernels="native")
 
 
 def test_a_page_has_as_many_layers_as_fit(tiny):

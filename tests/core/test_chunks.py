@@ -8,22 +8,21 @@ import torch
 from chorus.core.config import EngineConfig
 from chorus.core.executors.cpu import CpuExecutor
 from chorus.core.model.config import UnsupportedModel
-from chorus.core.model.native_decoder import why_unsupported
-from chorus.core.model.read_config import read_model_config
+from chorus.core.model.native_decoder import NativeDecoderModel
+from chorus.ops import native_library
 
 from .merging.test_merged import merge
 from .test_family_paths import EVERY, answers, told
-from .tiny_families import save_family
 
 pytestmark = [pytest.mark.numerics, pytest.mark.wide]
 
-FAMILIES = ["llama-4", *(["llama-4-several"] if EVERY else [])]
+FAMILIES = ["llama-4", "llama-4-dense", *(["llama-4-several"] if EVERY else [])]
 """Chunks of 32 and of 16 tokens, which are shorter than most prompts."""
 
 
 @pytest.fixture
 def kernels() -> str:
-    """The native decoder has no chunks; the native library computes mixtures, where it is there."""
+    """The native decoder computes a model without experts."""
     return "auto"
 
 
@@ -33,6 +32,8 @@ def test_steps_of_any_size(tiny, drive, family, chunk):
     """Prompts are cut before, at and after the beginning of a chunk, and in one step there may be several chunks."""
     it = tiny(family)
     driver = drive(it, max_num_seqs=min(4, chunk), max_num_batched_tokens=chunk, block_tokens=8)
+    is_native = family == "llama-4-dense" and native_library.available(torch.float32)
+    assert isinstance(driver.executor.rank.decoder, NativeDecoderModel) == is_native
     want = answers(it, driver, 5, seed=1)
     assert told(driver, want) == want
 
@@ -80,10 +81,3 @@ def test_blocks_that_do_not_divide_a_chunk_are_refused(tiny):
     layout = CpuExecutor(settings(block_tokens=8)).layout
     assert layout.chunked
     assert set(layout.group_windows) == {None, 32}
-
-
-def test_the_native_decoder_refuses_chunks(tmp_path):
-    save_family("llama-4", tmp_path, moe_layers=[])
-    config = read_model_config(tmp_path)
-    assert not config.num_experts, "else they are what it refuses"
-    assert "chunks of attention" in (why_unsupported(config, torch.float32) or "")

@@ -272,15 +272,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], str]] = {
         "20KB",
     ),
     "olmo-1": ("OlmoConfig", {"attention_bias": True, "pad_token_id": 0}, "50GB"),
-}
-
-#: Families that PyTorch's operators alone compute: with norms that have biases, without a gate, or with norms of heads
-#: after the rope.
-BY_TORCH: dict[str, tuple[str, dict[str, Any], str]] = {
     "arcee": ("ArceeConfig", {"head_dim": 16, "mlp_bias": True}, "50GB"),
     "nemotron": ("NemotronConfig", {"head_dim": 32, "attention_bias": True, "num_key_value_heads": 4}, "20KB"),
     "jais-2": ("Jais2Config", {"hidden_size": 56, "head_dim": 14}, "50GB"),
     "apertus": ("ApertusConfig", {"pad_token_id": 0}, "50GB"),
+    "starcoder-2": ("Starcoder2Config", {"sliding_window": 20, "initializer_range": 0.4}, "20KB"),
     "cohere-normed": ("CohereConfig", {"use_qk_norm": True, "pad_token_id": 0, "logit_scale": 0.5}, "50GB"),
     "hunyuan": (
         "HunYuanDenseV1Config",
@@ -291,17 +287,34 @@ BY_TORCH: dict[str, tuple[str, dict[str, Any], str]] = {
         },
         "50GB",
     ),
-    "starcoder-2": ("Starcoder2Config", {"sliding_window": 20}, "20KB"),
     "nanochat": ("NanoChatConfig", {"final_logit_softcapping": 5.0, "attention_bias": True}, "50GB"),
     "phi-2": ("PhiConfig", {"partial_rotary_factor": 0.5}, "50GB"),
     "gpt-neox": (
         "GPTNeoXConfig",
-        {"num_key_value_heads": 4, "rope_parameters": {"rope_theta": 500.0, "partial_rotary_factor": 0.5}},
+        {
+            "num_key_value_heads": 4,
+            "rope_parameters": {"rope_theta": 500.0, "partial_rotary_factor": 0.5},
+            "num_hidden_layers": 3,
+            "initializer_range": 0.5,
+        },
+        "50GB",
+    ),
+    "llama-4-dense": (
+        "Llama4TextConfig",
+        {
+            "num_hidden_layers": 5,
+            "head_dim": 16,
+            "attention_chunk_size": 32,
+            "floor_scale": 20,
+            "attn_scale": 0.4,
+            "intermediate_size_mlp": 96,
+            "moe_layers": [],
+        },
         "50GB",
     ),
 }
 
-#: Families with layers of attention of several shapes, likewise.
+#: Families with layers of attention of several shapes, which PyTorch's operators alone compute.
 SHAPES: dict[str, tuple[str, dict[str, Any], str]] = {
     "gemma-4": (
         "Gemma4TextConfig",
@@ -489,7 +502,7 @@ NEMOTRON_H = {
 }  # fmt: skip
 
 #: Families with states that PyTorch's operators alone compute: with layers of one part.
-TORCH_HYBRIDS: dict[str, tuple[str, dict[str, Any], str]] = {
+ONE_PART: dict[str, tuple[str, dict[str, Any], str]] = {
     "nemotron-h": ("NemotronHConfig", NEMOTRON_H, "50GB"),
     "nemotron-h-biased": (
         "NemotronHConfig",
@@ -843,7 +856,7 @@ RENAMED: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
 }  # fmt: skip
 
-EVERY = {**FAMILIES, **BY_TORCH, **SHAPES, **HYBRIDS, **TORCH_HYBRIDS, **TWO_MIXERS, **EXPERTS, **RENAMED}
+EVERY = {**FAMILIES, **SHAPES, **HYBRIDS, **ONE_PART, **TWO_MIXERS, **EXPERTS, **RENAMED}
 """All of these by name."""
 
 

@@ -19,7 +19,6 @@ def layerless_model(head: torch.Tensor, embed: torch.Tensor | None = None, **cha
         embed = torch.zeros(2, hidden, dtype=head.dtype)
     fields: dict[str, Any] = {
         "hidden": hidden,
-        "ffn": hidden,
         "heads": 1,
         "kv_heads": 1,
         "head_dim": hidden,

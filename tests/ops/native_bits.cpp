@@ -8,6 +8,7 @@ using namespace chorus;
 namespace {
 
 constexpr int kHidden = 72, kLayers = 3, kHeads = 6, kKvHeads = 2, kHeadDim = 20, kVocab = 203, kBlock = 16;
+constexpr Group kDense[] = {kQkv, kO, kGateUp, kDown};
 constexpr int kQ = kHeads * kHeadDim, kKv = kKvHeads * kHeadDim, kPages = 200, kTable = 12, kRank = 5;
 
 uint64_t state = 1;
@@ -61,7 +62,7 @@ template <class T, int kFfn> void run(bool kinds, int bits = 0, bool float8 = fa
     std::vector<std::vector<uint8_t>> whole;
     std::vector<std::vector<bf16>> zeros;
     for (LayerDesc& layer : layers)
-        for (const Group group : kEveryGroup) {
+        for (const Group group : kDense) {
             if (!bits) continue;
             const int panels = (outputs[group] + kPanel - 1) / kPanel, groups = (inputs[group] + 23) / 24;
             whole.emplace_back(panels * integer_panel_bytes(inputs[group], bits));
@@ -84,26 +85,30 @@ template <class T, int kFfn> void run(bool kinds, int bits = 0, bool float8 = fa
         layer.scale = 1.0f / std::sqrt((float)kHeadDim), layer.residual_multiplier = 1;
         layer.k_scale = float8 ? 0.03f : 1, layer.v_scale = float8 ? 0.004f : 1;
     }
-    const ProductDesc products[kGroups] = {{kQkv, kHidden, 3, {{0, 0, kQ}, {1, kQ, kKv}, {2, kQ + kKv, kKv}}},
-                                           {kO, kQ, 1, {{3, 0, kHidden}}},
-                                           {kGateUp, kHidden, 2, {{4, 0, kFfn}, {5, kFfn, kFfn}}},
-                                           {kDown, kFfn, 1, {{6, 0, kHidden}}}};
+    const ProductDesc products[] = {{kQkv, kHidden, 3, {{0, 0, kQ}, {1, kQ, kKv}, {2, kQ + kKv, kKv}}},
+                                    {kO, kQ, 1, {{3, 0, kHidden}}},
+                                    {kGateUp, kHidden, 2, {{4, 0, kFfn}, {5, kFfn, kFfn}}},
+                                    {kDown, kFfn, 1, {{6, 0, kHidden}}}};
     for (int l = 0; l < kLayers; l++) {
-        layers[l].page_layer = l;
-        for (const Group group : kEveryGroup) layers[l].product[group] = group;
+        layers[l].page_layer = l, layers[l].product[kBesideIn] = layers[l].product[kBesideOut] = -1;
+        layers[l].attention_in_factor = layers[l].attention_out_factor = layers[l].gate_factor = layers[l].part_factor =
+            1;
+        for (const Group group : kDense) layers[l].product[group] = group;
     }
     ModelDesc model{};
-    model.hidden = kHidden, model.ffn = kFfn, model.layers = kLayers, model.heads = kHeads, model.kv_heads = kKvHeads;
-    model.head_dim = kHeadDim, model.vocab = kVocab, model.block_tokens = kBlock, model.page_groups = 1;
-    model.num_products = kGroups, model.eps = 1e-5f, model.embedding_multiplier = model.logits_scale = 1;
-    model.layer = layers, model.products = products, model.embed = embed.data(), model.lm_head = weight(kVocab, kHidden);
+    model.hidden = kHidden, model.layers = kLayers, model.vocab = kVocab, model.block_tokens = kBlock,
+    model.page_groups = 1;
+    model.num_products = 4, model.eps = 1e-5f, model.embedding_multiplier = model.logits_scale = 1;
+    model.layer = layers, model.products = products, model.embed = embed.data(),
+    model.lm_head = weight(kVocab, kHidden);
     model.norm = norm, model.arena = arena.data(), model.page_elems = page_elems;
     model.page_bytes = page_elems * sizeof(T), model.float8_kv = float8;
     if (kinds) {
         layers[0].window = 33, layers[0].softcap = 0.7f, layers[0].residual_multiplier = 0.3f;
         layers[0].rotary_dim = 12, layers[0].interleaved = 1, layers[0].activation = kGelu;
         layers[0].attention_out_norm = vector(kHidden, 0.3f, 1), layers[0].mlp_out_norm = vector(kHidden, 0.3f, 1);
-        layers[1].q_norm = vector(kQ, 0.3f, 1), layers[1].k_norm = vector(kKv, 0.3f, 1), layers[1].norms_all_heads = 1;
+        layers[1].q_norm = vector(kQ, 0.3f, 1), layers[1].k_norm = vector(kKv, 0.3f, 1),
+        layers[1].head_norm = kAllHeads;
         layers[1].rotary_dim = 0, layers[1].attention_norm = layers[1].mlp_norm = nullptr;
         layers[2].parallel = 1, layers[2].window = 5, layers[2].rotary_dim = 10;
         model.centered = 1, model.embedding_multiplier = 2.5f, model.logits_scale = 0.5f, model.logits_softcap = 3;
@@ -169,7 +174,7 @@ template <class T, int kFfn> void run(bool kinds, int bits = 0, bool float8 = fa
         step({1, 1, 1, 1, 1, 1, 1, 1}, {75, 35, 0, 0, 0, 0, 0, 0}, segments);
         step({60, 5}, {76, 36}, segments);
     }
-    for (const Group group : kEveryGroup) {
+    for (const Group group : kDense) {
         std::vector<T> out((size_t)(outputs[group] + kPanel - 1) / kPanel * kPanel * inputs[group]);
         const MergeDesc desc{
             layers[1].weights[group], layers[1].integers[group], out.data(), group, 1, adapters + 1, 2};

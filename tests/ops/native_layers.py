@@ -9,14 +9,25 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from chorus.core.model.layer_weights import LayerWeights
-from chorus.core.model.layers import Activation, AttentionSpec, GatedSpec, HeadNorm, LayerSpec, Norms, NormSpec
+from chorus.core.model.layers import (
+    Activation,
+    AttentionSpec,
+    GatedSpec,
+    HeadNorm,
+    LayerSpec,
+    Norms,
+    NormSpec,
+    OutputGate,
+    UngatedActivation,
+    UngatedSpec,
+)
 from chorus.core.model.lora_state import rows_in
-from chorus.core.model.native_decoder import layer_values
+from chorus.core.model.native_decoder import OUTPUT_GATES, layer_values, native_layer
 from chorus.core.model.rope_config import RopeConfig
 from chorus.memory.pages.adapter_layout import AdapterLayout, uniform_parts
-from chorus.memory.pages.layer_projections import attention_projections, gated_projections
+from chorus.memory.pages.layer_projections import gated_projections
 from chorus.memory.pages.layout import PageLayout
-from chorus.memory.pages.projections import Projections
+from chorus.memory.pages.projections import Group, Projections
 from chorus.ops import native, native_model
 from chorus.ops.float8_kv import DTYPE as FLOAT8
 from chorus.ops.float8_kv import KvScales, rounded
@@ -38,6 +49,7 @@ class Kind:
     hidden: int = 48
     ffn: int = 80
     window: int | None = None
+    chunked: bool = False
     scale: float | None = None
     softcap: float | None = None
     rotated: float = 1.0
@@ -45,12 +57,23 @@ class Kind:
     attention_factor: float = 1.0
     alternating: bool = False
     head_norm: HeadNorm | None = None
+    output_gate: OutputGate | None = None
+    sinks: bool = False
+    value_norm: bool = False
+    keys_are_values: bool = False
+    scaled: bool = False
     norms: Norms = Norms.BEFORE
     centered: bool = False
+    norm_biased: bool = False
     residual_multiplier: float = 1.0
-    activation: Activation = Activation.SILU
+    activation: Activation | UngatedActivation = Activation.SILU
+    """Without a gate if it is an `UngatedActivation`."""
+    gate_factor: float = 1.0
+    part_factor: float = 1.0
     biased: bool = False
     embedding_multiplier: float = 1.0
+    embedding_norm: bool = False
+    head_biased: bool = False
     logits_scale: float = 1.0
     logits_softcap: float | None = None
     kv_scales: KvScales | None = None
@@ -60,34 +83,62 @@ class Kind:
 
     def table(self, ranks: int = 1) -> Projections:
         """Of one of so many ranks."""
-        layer = attention_projections(self.hidden, self.heads // ranks, self.kv_heads // ranks, self.head_dim)
+        layer = self.mixer.share(ranks).projections(self.hidden)
         other = tuple(replace(each, path=f"other.x_{each.name}") for each in layer) if self.two_mixers else layer
-        feed = gated_projections(self.hidden, self.ffn // ranks)
+        feed = gated_projections(self.hidden, self.ffn // ranks)[1 - self.is_gated :]
         return Projections((layer + feed, other + feed, layer + feed))
 
     @property
-    def norm(self) -> NormSpec:
-        return NormSpec(1e-5, self.centered)
+    def is_gated(self) -> bool:
+        return not isinstance(self.activation, UngatedActivation)
 
-    def layers(self) -> tuple[LayerSpec, ...]:
+    @property
+    def modules(self) -> list[str]:
+        """Names of the first layer's projections, in order."""
+        return [each.name for each in self.table().layers[0]]
+
+    @property
+    def norm(self) -> NormSpec:
+        return NormSpec(1e-5, self.centered or self.norm_biased, biased=self.norm_biased)
+
+    @property
+    def rope(self) -> RopeConfig | None:
         dim = int(self.head_dim * self.rotated) // 2 * 2
         rope = RopeConfig(dim, 1e4, interleaved=self.interleaved, attention_factor=self.attention_factor)
-        mixer = AttentionSpec(
+        return rope if dim else None
+
+    @property
+    def mixer(self) -> AttentionSpec:
+        """The first layer's."""
+        return AttentionSpec(
             self.heads,
             self.kv_heads,
             self.head_dim,
             self.scale or self.head_dim**-0.5,
-            rope if dim else None,
+            self.rope,
             self.window,
+            self.chunked,
             softcap=self.softcap,
             head_norm=self.head_norm,
+            output_gate=self.output_gate,
+            sinks=self.sinks,
+            value_norm=self.value_norm,
+            keys_are_values=self.keys_are_values,
             qkv_bias=self.biased,
             o_bias=self.biased,
         )
-        own = LayerSpec(mixer, GatedSpec(self.ffn, self.activation, self.biased), self.norms, self.residual_multiplier)
-        other = replace(own, mixer=replace(mixer, rope=replace(rope, theta=500.0) if dim else None))
+
+    def layers(self) -> tuple[LayerSpec, ...]:
+        mixer, rope = self.mixer, self.rope
+        part = (
+            GatedSpec(self.ffn, self.activation, self.biased, gate_factor=self.gate_factor, factor=self.part_factor)
+            if self.is_gated
+            else UngatedSpec(self.ffn, self.activation, self.biased)
+        )
+        own = LayerSpec(mixer, part, self.norms, self.residual_multiplier, self.scaled)
+        other = replace(own, mixer=replace(mixer, rope=replace(rope, theta=500.0) if rope else None))
         if self.alternating:
-            other = replace(own, mixer=replace(mixer, rope=None, window=None))
+            other = replace(own, mixer=replace(mixer, rope=None, window=None, chunked=False))
         return (own, other, own)
 
 
@@ -109,6 +160,9 @@ class Weights:
     down_bias: torch.Tensor | None
     q_norm: torch.Tensor | None
     k_norm: torch.Tensor | None
+    sinks: torch.Tensor | None
+    xielu: torch.Tensor | None
+    scalar: torch.Tensor | None
     whole: dict[str, WholeNumbers] = field(default_factory=dict)
     """Projections that are packed as whole numbers."""
 
@@ -144,7 +198,8 @@ class Model:
         self.weights = [self._layer(q, kv) for _ in range(LAYERS)]
         self.embed = self._matrix(VOCAB, hidden, 1.0)
         self.head = self._matrix(VOCAB, hidden, 2 * hidden**-0.5)
-        self.norm = self._vector(hidden, 1.0)
+        self.norm = self._norm()
+        self.head_bias = self._vector(VOCAB, 0.0, kind.head_biased)
         self.arena = torch.empty((self.pages, self.layout.page_elems), dtype=self.dtype)
         self.spoil(range(self.pages))
         self._free = list(range(1, self.pages))
@@ -160,27 +215,33 @@ class Model:
 
     def native(self, positions: int) -> native_model.NativeModel:
         kind = self.kind
+        scales = [kind.kv_scales] * LAYERS if kind.kv_scales else ()
+        values = layer_values(self.specs, positions, kv_scales=scales)
+        packed = (layer.packed() for layer in self.weights)
         return native_model.NativeModel(
             hidden=kind.hidden,
-            ffn=kind.ffn,
             heads=kind.heads,
             kv_heads=kind.kv_heads,
             head_dim=kind.head_dim,
             vocab=VOCAB,
             block_tokens=BLOCK,
             eps=kind.norm.eps,
-            layers=[layer.packed() for layer in self.weights],
-            values=layer_values(self.specs, positions, kv_scales=[kind.kv_scales] * LAYERS if kind.kv_scales else ()),
+            layers=[native_layer(*each) for each in zip(packed, self.specs, values, strict=True)],
+            values=values,
             products=self.table.products,
-            product_of=self.table.product_of,
+            product_of=self.table.product_in,
             positions=positions,
             embed=self.embed,
             lm_head=native_model.pack(self.head),
             norm=self.norm,
             arena=self.arena,
             float8_kv=self.layout.float8_kv,
-            centered=kind.centered,
+            centered=kind.norm.centered,
+            biased=kind.norm.biased,
             embedding_multiplier=kind.embedding_multiplier,
+            embedding_norm=kind.embedding_norm,
+            output_gate=OUTPUT_GATES[kind.output_gate],
+            head_bias=self.head_bias,
             logits_scale=kind.logits_scale,
             logits_softcap=kind.logits_softcap or 0.0,
         )
@@ -211,7 +272,7 @@ class Model:
         run = torch.zeros(len(pages) * self.layout.page_elems, dtype=self.dtype)
         adapter: Adapter = {}
         for layer in range(LAYERS):
-            for module, name in zip(self.table.layers[layer], LLAMA, strict=True):
+            for module, name in zip(self.table.layers[layer], self.kind.modules, strict=True):
                 index, (d_in, d_out) = self.table.id(module.name), module.dims
                 place = next(it for it in placed.parts if it.slabs.a_offset[index] >= 0 <= it.first_elem[layer])
                 a, b = self._matrix(rank, d_in, d_in**-0.5), self._matrix(d_out, rank, 1.0)
@@ -229,24 +290,37 @@ class Model:
         kind, hidden, ffn = self.kind, self.kind.hidden, self.kind.ffn
         before = kind.norms is not Norms.AFTER
         after = kind.norms in (Norms.AFTER, Norms.AROUND)
-        every = kind.head_norm is HeadNorm.ALL
-        own = kind.head_norm is not None
+        every = kind.head_norm in (HeadNorm.ALL, HeadNorm.OWN)
+        inputs = sum(each.outputs for each in self.table.layers[0] if each.group is Group.MIXER_IN)
+        own, up = kind.head_norm not in (None, HeadNorm.BARE), ffn * (1 + kind.is_gated)
         return Weights(
-            self._vector(hidden, 1.0, before),
-            self._vector(hidden, 1.0, after),
-            self._vector(hidden, 1.0, before and kind.norms is not Norms.PARALLEL),
-            self._vector(hidden, 1.0, after),
-            self._matrix(q + 2 * kv, hidden, 1.5 * hidden**-0.5),
+            self._norm(before),
+            self._norm(after),
+            self._norm(before and kind.norms is not Norms.PARALLEL),
+            self._norm(after),
+            self._matrix(inputs, hidden, 1.5 * hidden**-0.5),
             self._matrix(hidden, q, q**-0.5),
-            self._matrix(2 * ffn, hidden, hidden**-0.5),
+            self._matrix(up, hidden, hidden**-0.5),
             self._matrix(hidden, ffn, ffn**-0.5),
-            self._vector(q + 2 * kv, 0.0, kind.biased),
+            self._vector(inputs, 0.0, kind.biased),
             self._vector(hidden, 0.0, kind.biased),
-            self._vector(2 * ffn, 0.0, kind.biased),
+            self._vector(up, 0.0, kind.biased),
             self._vector(hidden, 0.0, kind.biased),
             self._vector(q if every else kind.head_dim, 1.0, own),
             self._vector(kv if every else kind.head_dim, 1.0, own),
+            self._vector(kind.heads, 1.0, kind.sinks),
+            self._vector(4, 0.0) if kind.activation is UngatedActivation.XIELU else None,
+            self._vector(1, 1.0, kind.scaled),
         )
+
+    def _norm(self, wanted: bool = True) -> torch.Tensor | None:
+        """Weights of a norm of the stream, with its biases where it has any."""
+        weight = self._vector(self.kind.hidden, 1.0, wanted)
+        if weight is None or not self.kind.norm.biased:
+            return weight
+        bias = self._vector(self.kind.hidden, 0.0)
+        assert bias is not None
+        return torch.stack((weight, bias))
 
     def _matrix(self, rows: int, columns: int, scale: float) -> torch.Tensor:
         return (scale * torch.randn(rows, columns, generator=self._generator)).to(self.dtype)
@@ -321,9 +395,12 @@ def reference(
     """
     kind = model.kind
     x = model.embed.double()[list(tokens)] * kind.embedding_multiplier
+    x = norm(kind.norm, x, model.norm) if kind.embedding_norm else x
     for index, (spec, weights) in enumerate(zip(model.specs, model.weights, strict=True)):
         x = _Layer(model, index, spec, weights, adapter, pages)(x)
-    logits = norm(kind.norm, x, model.norm) @ model.head.double().T * kind.logits_scale
+        x = x if weights.scalar is None else x * weights.scalar.double()
+    logits = norm(kind.norm, x, model.norm) @ model.head.double().T
+    logits = (logits if model.head_bias is None else logits + model.head_bias.double()) * kind.logits_scale
     if kind.logits_softcap:
         logits = kind.logits_softcap * torch.tanh(logits / kind.logits_softcap)
     return logits
@@ -332,7 +409,8 @@ def reference(
 def norm(spec: NormSpec, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     if spec.centered:
         x = x - x.mean(-1, keepdim=True)
-    return x / (x.square().mean(-1, keepdim=True) + spec.eps).sqrt() * weight.double()
+    weight, bias = weight.double().unbind() if weight.dim() == 2 else (weight.double(), 0.0)
+    return x / (x.square().mean(-1, keepdim=True) + spec.eps).sqrt() * weight + bias
 
 
 @dataclass
@@ -384,15 +462,34 @@ class _Layer:
 
     def mix(self, x: torch.Tensor) -> torch.Tensor:
         spec, weights = self.spec.mixer, self.weights
-        qkv = self.project(x, weights.qkv, weights.qkv_bias, LLAMA[:3])
-        q, k, v = qkv.split([spec.q_size, spec.kv_size, spec.kv_size], dim=-1)
+        apart = spec.output_gate in (OutputGate.APART, OutputGate.OF_HEADS)
+        names = [*LLAMA[: 2 if spec.keys_are_values else 3], *["g_proj"] * apart]
+        qkv = self.project(x, weights.qkv, weights.qkv_bias, names)
+        values = 0 if spec.keys_are_values else spec.kv_size
+        rest = qkv.shape[-1] - spec.q_rows - spec.kv_size - values
+        q, k, v, gates = qkv.split([spec.q_rows, spec.kv_size, values, rest], dim=-1)
+        v = k if spec.keys_are_values else v
+        if spec.output_gate is OutputGate.BESIDE_QUERIES:
+            q, gates = (each.flatten(1) for each in q.unflatten(-1, (-1, 2, spec.head_dim)).unbind(2))
+        if spec.output_gate is OutputGate.OF_HEADS:
+            gates = gates.repeat_interleave(spec.head_dim, -1)
         if spec.head_norm is HeadNorm.ALL:
-            q, k = self.norm(q, weights.q_norm), self.norm(k, weights.k_norm)
+            q, k = self.head_norm(q, weights.q_norm), self.head_norm(k, weights.k_norm)
         q, k, v = (part.unflatten(-1, (-1, spec.head_dim)).transpose(0, 1) for part in (q, k, v))
+        if spec.value_norm:
+            v = self.head_norm(v, torch.ones(spec.head_dim))
         if spec.head_norm is HeadNorm.EACH:
-            q, k = self.norm(q, weights.q_norm), self.norm(k, weights.k_norm)
+            q, k = self.head_norm(q, weights.q_norm), self.head_norm(k, weights.k_norm)
+        if spec.head_norm is HeadNorm.OWN:
+            q, k = self.own_norms(q, weights.q_norm), self.own_norms(k, weights.k_norm)
+        if spec.head_norm in (HeadNorm.BARE, HeadNorm.ROTATED):
+            q, k = (self.head_norm(each, torch.ones(spec.head_dim)) for each in (q, k))
         if spec.rope is not None:
             q, k = rotated(spec.rope, q), rotated(spec.rope, k)
+        if spec.head_norm is HeadNorm.ROTATED:  # keys are stored without weights
+            assert weights.q_norm is not None
+            assert weights.k_norm is not None
+            q = q * (weights.q_norm * weights.k_norm)
         if self.pages is not None:
             k, v = self.stored(k, v)
         k, v = (part.repeat_interleave(spec.num_heads // spec.num_kv_heads, dim=0) for part in (k, v))
@@ -402,8 +499,26 @@ class _Layer:
         position = torch.arange(len(x))
         age = position[:, None] - position
         seen = (age >= 0) & (age < (spec.window or len(x)))
-        attended = scores.masked_fill(~seen, -math.inf).softmax(-1) @ v
-        return self.project(attended.transpose(0, 1).flatten(1), weights.o, weights.o_bias, LLAMA[3:4])
+        if spec.chunked and spec.window:
+            seen = (age >= 0) & (position[:, None] // spec.window == position // spec.window)
+        scores = scores.masked_fill(~seen, -math.inf)
+        if weights.sinks is not None:
+            scores = torch.cat((scores, weights.sinks.double()[:, None, None].expand(-1, len(x), 1)), 2)
+        attended = scores.softmax(-1)[..., : len(x)] @ v
+        attended = attended.transpose(0, 1).flatten(1)
+        attended = attended if spec.output_gate is None else attended * gates.sigmoid()
+        return self.project(attended, weights.o, weights.o_bias, LLAMA[3:4])
+
+    def head_norm(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+        """RMSNorm, whatever the norm of the stream is."""
+        assert weight is not None
+        return norm(NormSpec(self.model.kind.norm.eps), x, weight)
+
+    def own_norms(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+        """LayerNorm of each head `[heads, tokens, head_dim]` with weights of its own."""
+        assert weight is not None
+        ones = torch.ones(x.shape[-1])
+        return norm(NormSpec(self.model.kind.norm.eps, True), x, ones) * weight.double().view(len(x), 1, -1)
 
     def stored(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values as they are in pages: rounded, of numbers that are nearly these."""
@@ -419,17 +534,37 @@ class _Layer:
         return found
 
     def feed(self, x: torch.Tensor) -> torch.Tensor:
-        weights = self.weights
-        gate, up = self.project(x, weights.gate_up, weights.gate_up_bias, LLAMA[4:6]).chunk(2, dim=-1)
-        return self.project(
-            ACTIVATIONS[self.spec.feed_forward.activation](gate) * up, weights.down, weights.down_bias, LLAMA[6:]
-        )
+        weights, spec = self.weights, self.spec.feed_forward
+        if isinstance(spec, UngatedSpec):
+            up = self.project(x, weights.gate_up, weights.gate_up_bias, LLAMA[5:6])
+            inner = xielu(up, weights.xielu) if weights.xielu is not None else UNGATED[spec.activation](up)
+        else:
+            gate, up = self.project(x, weights.gate_up, weights.gate_up_bias, LLAMA[4:6]).chunk(2, dim=-1)
+            inner = GATED[spec.activation](spec.gate_factor * gate) * up
+        down = self.project(inner, weights.down, weights.down_bias, LLAMA[6:])
+        return down * spec.factor if isinstance(spec, GatedSpec) else down
 
 
-ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
+def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.gelu(x, approximate="tanh")
+
+
+GATED: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     Activation.SILU: torch.nn.functional.silu,
-    Activation.GELU_TANH: lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
+    Activation.GELU_TANH: _gelu_tanh,
 }
+UNGATED: dict[UngatedActivation, Callable[[torch.Tensor], torch.Tensor]] = {
+    UngatedActivation.GELU_TANH: _gelu_tanh,
+    UngatedActivation.GELU: torch.nn.functional.gelu,
+    UngatedActivation.RELU_SQUARED: lambda x: x.relu().square(),
+}
+
+
+def xielu(x: torch.Tensor, parameters: torch.Tensor) -> torch.Tensor:
+    """As its paper has it, in float64."""
+    above, below, beta, eps = parameters.double()
+    above, below = torch.nn.functional.softplus(above), beta + torch.nn.functional.softplus(below)
+    return torch.where(x > 0, above * x * x, (torch.expm1(x.minimum(eps)) - x) * below) + beta * x
 
 
 def rotated(rope: RopeConfig, x: torch.Tensor) -> torch.Tensor:
@@ -448,8 +583,9 @@ def rotated(rope: RopeConfig, x: torch.Tensor) -> torch.Tensor:
 def shares(model: Model, ranks: int, positions: int) -> list[native_model.NativeModel]:
     """Each rank's shard of a model, with pages of its own."""
     kind, whole = model.kind, model.native(positions)
-    head_dim, every_head = kind.head_dim, kind.head_norm is HeadNorm.ALL
-    q, kv = kind.heads * head_dim, kind.kv_heads * head_dim
+    every_head = kind.head_norm in (HeadNorm.ALL, HeadNorm.OWN)
+    inputs = [each.outputs for each in kind.table().layers[0] if each.group is Group.MIXER_IN]
+    ups = (kind.ffn,) * (1 + kind.is_gated)
 
     def of(rank: int, *sections: torch.Tensor | None) -> torch.Tensor | None:
         """The rank's share of each of the sections, one after the other."""
@@ -461,22 +597,24 @@ def shares(model: Model, ranks: int, positions: int) -> list[native_model.Native
 
     found = []
     for rank in range(ranks):
-        layers = [
+        packed = (
             replace(
                 layer,
-                qkv=of(rank, *cut(layer.qkv, q, kv, kv)),
-                qkv_bias=of(rank, *cut(layer.qkv_bias, q, kv, kv)),
-                gate_up=of(rank, *cut(layer.gate_up, kind.ffn, kind.ffn)),
-                gate_up_bias=of(rank, *cut(layer.gate_up_bias, kind.ffn, kind.ffn)),
+                qkv=of(rank, *cut(layer.qkv, *inputs)),
+                qkv_bias=of(rank, *cut(layer.qkv_bias, *inputs)),
+                gate_up=of(rank, *cut(layer.gate_up, *ups)),
+                gate_up_bias=of(rank, *cut(layer.gate_up_bias, *ups)),
                 q_norm=of(rank, layer.q_norm) if every_head else layer.q_norm,
                 k_norm=of(rank, layer.k_norm) if every_head else layer.k_norm,
+                sinks=of(rank, layer.sinks),
                 o=layer.o.chunk(ranks, dim=1)[rank].contiguous(),
                 o_bias=None if rank else layer.o_bias,
                 down=layer.down.chunk(ranks, dim=1)[rank].contiguous(),
                 down_bias=None if rank else layer.down_bias,
             ).packed()
             for layer in model.weights
-        ]
+        )
+        layers = [native_layer(*each) for each in zip(packed, model.specs, whole.values, strict=True)]
         first, end = (VOCAB * each // ranks for each in (rank, rank + 1))
         arena = torch.full((model.pages, model.layout.page_elems // ranks), math.nan, dtype=model.dtype)
         found.append(
@@ -484,11 +622,11 @@ def shares(model: Model, ranks: int, positions: int) -> list[native_model.Native
                 whole,
                 heads=kind.heads // ranks,
                 kv_heads=kind.kv_heads // ranks,
-                ffn=kind.ffn // ranks,
                 products=kind.table(ranks).products,
                 vocab=end - first,
                 layers=layers,
                 lm_head=native_model.pack(model.head[first:end]),
+                head_bias=None if model.head_bias is None else model.head_bias[first:end].contiguous(),
                 arena=arena,
             )
         )

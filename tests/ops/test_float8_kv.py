@@ -81,7 +81,7 @@ def a_layer_that_stores_its_inputs(values: torch.Tensor, scales: KvScales) -> na
         layers=[layer],
         values=[native_model.LayerValues(1.0, k_scale=scales.k, v_scale=scales.v)],
         products=table.products,
-        product_of=table.product_of,
+        product_of=table.product_in,
         block_tokens=1,
         arena=torch.zeros(tokens, 2 * size // values.itemsize, dtype=values.dtype),
         float8_kv=True,

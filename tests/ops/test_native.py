@@ -37,7 +37,6 @@ class TestChecks:
 
     MODEL = native_model.NativeModel(
         hidden=2,
-        ffn=2,
         heads=1,
         kv_heads=1,
         head_dim=2,

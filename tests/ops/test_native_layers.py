@@ -9,7 +9,7 @@ import pytest
 import torch
 from allpairspy import AllPairs
 
-from chorus.core.model.layers import Activation, HeadNorm, Norms
+from chorus.core.model.layers import Activation, HeadNorm, Norms, OutputGate, UngatedActivation
 from chorus.ops import native, native_library
 from chorus.ops.float8_kv import UNSCALED, KvScales
 
@@ -28,15 +28,24 @@ VALUES: OrderedDict[str, list[Any]] = OrderedDict(
     rotated=[1.0, 0.5, 0.25, 0.0],
     interleaved=[False, True],
     alternating=[False, True],
-    head_norm=[None, HeadNorm.EACH, HeadNorm.ALL],
-    norms=[Norms.BEFORE, Norms.AFTER, Norms.AROUND, Norms.PARALLEL],
+    head_norm=[None, *HeadNorm],
+    output_gate=[None, *OutputGate],
+    value_norm=[False, True],
+    keys_are_values=[False, True],
+    scaled=[False, True],
+    chunked=[False, True],
+    sinks=[False, True],
+    norms=list(Norms),
     centered=[False, True],
+    norm_biased=[False, True],
     residual_multiplier=[1.0, 0.22],
-    activation=list(Activation),
+    activation=[*Activation, *UngatedActivation],
     biased=[False, True],
     scale=[None, 0.2],
     attention_factor=[1.0, 1.3],
     embedding_multiplier=[1.0, 3.5],
+    embedding_norm=[False, True],
+    head_biased=[False, True],
     logits_scale=[1.0, 0.3],
     logits_softcap=[None, 4.0],
     kv_scales=[None, UNSCALED, KvScales(3.0, 0.004)],
@@ -62,15 +71,36 @@ SINGLE = {
     "no rotation": {"rotated": 0.0},
     "attention factor": {"attention_factor": 1.3},
     "layers of two kinds": {"window": 7, "alternating": True},
+    "sinks": {"sinks": True, "window": 7},
+    "sinks beside soft caps": {"sinks": True, "softcap": 2.0},
     "norm of each head": {"head_norm": HeadNorm.EACH},
     "norm of all heads": {"head_norm": HeadNorm.ALL},
+    "norm of heads without weights": {"head_norm": HeadNorm.BARE},
+    "norm of rotated heads": {"head_norm": HeadNorm.ROTATED, "rotated": 0.5},
+    "LayerNorm of each head": {"head_norm": HeadNorm.OWN},
+    **{f"gates {each}": {"output_gate": each} for each in OutputGate},
+    "norm of all heads between gates": {"output_gate": OutputGate.BESIDE_QUERIES, "head_norm": HeadNorm.ALL},
+    "chunks": {"window": 16, "chunked": True, "alternating": True},
+    "chunks that begin within sixteen keys": {"window": 10, "chunked": True, "sinks": True},
+    "norms of parallel parts": {"norms": Norms.PARALLEL_APART},
+    "norm of embeddings": {"embedding_norm": True},
+    "bias of the head": {"head_biased": True, "logits_scale": 0.3, "logits_softcap": 2.0},
+    "norm of values": {"value_norm": True, "head_norm": HeadNorm.EACH},
+    "keys as values": {"keys_are_values": True, "head_norm": HeadNorm.EACH, "window": 7},
+    "factor of a layer": {"scaled": True},
     "norms after": {"norms": Norms.AFTER},
     "norms around": {"norms": Norms.AROUND},
     "parallel": {"norms": Norms.PARALLEL},
     "centered": {"centered": True, "head_norm": HeadNorm.EACH},
+    "norms with biases": {"norm_biased": True},
+    "norms with biases around": {"norm_biased": True, "norms": Norms.AROUND},
     "residual multiplier": {"residual_multiplier": 0.22},
     "gelu": {"activation": Activation.GELU_TANH},
     "gelu in panels of its own": {"activation": Activation.GELU_TANH, "ffn": 96},
+    **{f"{each.name} without a gate": {"activation": each} for each in UngatedActivation},
+    "ReLU² in panels": {"activation": UngatedActivation.RELU_SQUARED, "ffn": 96},
+    "factors of a gated part": {"gate_factor": 0.7, "part_factor": 1.4},
+    "factors in panels": {"gate_factor": 0.7, "part_factor": 1.4, "ffn": 96, "activation": Activation.GELU_TANH},
     "embedding multiplier": {"embedding_multiplier": 3.5},
     "logits scale": {"logits_scale": 0.3},
     "soft cap of logits": {"logits_softcap": 2.0, "logits_scale": 0.7},
@@ -131,5 +161,6 @@ CASES = [case._asdict() for case in AllPairs(VALUES)]
 @pytest.mark.parametrize("case", range(len(CASES)))
 def test_features_together(level, case):
     values = dict(CASES[case])
+    values["keys_are_values"] &= values["head_norm"] is not HeadNorm.ALL  # which is refused
     shape, dtype, adapter = values.pop("shape"), values.pop("dtype"), values.pop("adapter")
     check(Kind(**values, **shape), dtype, adapter)

@@ -30,6 +30,5 @@ APERTUS = Family(
         },
     },
     TensorNames(names={"attention_norm": "attention_layernorm", "mlp_norm": "feedforward_layernorm"}),
-    notes="on CPUs by PyTorch's operators",
     nulls=("num_key_value_heads",),
 )  # fmt: skip

@@ -29,13 +29,11 @@ def _read_jais(fields: ConfigJson) -> ModelConfig:
     return _model(fields, reading.layer_norm(fields, "layer_norm_eps"))
 
 
-_NOTE = "on CPUs by PyTorch's operators"
 ARCEE = Family(
     "Arcee (AFM)",
     ("ArceeForCausalLM",),
     _read_arcee,
     {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
-    notes=_NOTE,
     nulls=("head_dim", "num_key_value_heads"),
 )
 NEMOTRON = Family(
@@ -43,7 +41,6 @@ NEMOTRON = Family(
     ("NemotronForCausalLM",),
     _read_nemotron,
     {"max_position_embeddings": 4096, "partial_rotary_factor": 0.5},
-    notes=_NOTE,
     nulls=("head_dim", "num_key_value_heads"),
 )
 JAIS_2 = Family(
@@ -51,6 +48,5 @@ JAIS_2 = Family(
     ("Jais2ForCausalLM",),
     _read_jais,
     {"max_position_embeddings": 8192, "attention_bias": True, "mlp_bias": True},
-    notes=_NOTE,
     nulls=("head_dim", "num_key_value_heads"),
 )

@@ -138,7 +138,6 @@ COHERE = Family(
         names={"attention_norm": "input_layernorm"},
         wrapped=("self_attn.q_norm.weight", "self_attn.k_norm.weight"),
     ),
-    notes="Command R+, whose heads have norms, on CPUs by PyTorch's operators",
     nulls=("num_key_value_heads", "use_qk_norm"),
     shape=text_shape(256000, 8192, 22528, 40, 64),
 )

@@ -89,6 +89,5 @@ FALCON_H1 = Family(
         **dict.fromkeys(_FACTORS, 1.0),
     },
     BAMBA.tensors,
-    notes="on CPUs by PyTorch's operators",
     nulls=("mamba_d_head", "mamba_d_ssm", "mamba_norm_before_gate", "mamba_rms_norm", "num_key_value_heads"),
 )

@@ -54,5 +54,4 @@ GPT_NEOX = Family(
         fused={_QKV: ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")},
         by_unit=(_QKV,),
     ),
-    notes="on CPUs by PyTorch's operators",
 )

@@ -174,7 +174,6 @@ GRANITE_SWA = Family(
     ("GraniteSWAForCausalLM",),
     _read_windows,
     {**_DEFAULTS, **_WINDOWS, "tie_word_embeddings": True},
-    notes="on CPUs by PyTorch's operators",
     nulls=("num_key_value_heads",),
 )
 GRANITE_MOE_SWA = Family(

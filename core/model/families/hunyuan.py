@@ -104,7 +104,6 @@ HUNYUAN = Family(
     _read,
     _DEFAULTS,
     TensorNames(names={**LLAMA_NORMS, **_HEAD_NORMS}),
-    notes="on CPUs by PyTorch's operators",
     nulls=("head_dim", "num_key_value_heads"),
 )
 HUNYUAN_MOE = Family(

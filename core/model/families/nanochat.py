@@ -40,6 +40,5 @@ NANOCHAT = Family(
     _read,
     {"max_position_embeddings": 2048, "intermediate_size": 8192, "final_logit_softcapping": 15.0},
     TensorNames(names={"mlp.up_proj": "mlp.fc1", "mlp.down_proj": "mlp.fc2"}),
-    notes="on CPUs by PyTorch's operators",
     nulls=("final_logit_softcapping", "num_key_value_heads"),
 )

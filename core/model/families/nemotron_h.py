@@ -147,5 +147,8 @@ NEMOTRON_H = Family(
         stacked_experts={"mixer.experts.up_proj": ("up_proj",), "mixer.experts.down_proj": ("down_proj",)},
         left_out=("mtp.",),
     ),
-    notes="by PyTorch's operators; experts of latents (Nemotron 3 Super) are refused; drafts (`mtp`) are left out",
+    notes=(
+        "with experts: on CPUs mixtures by the native library, the rest by PyTorch's operators; experts of latents "
+        "(Nemotron 3 Super) are refused; drafts (`mtp`) are left out"
+    ),
 )

@@ -67,6 +67,6 @@ PHI_2 = Family(
             "mlp.down_proj": "mlp.fc2",
         },
     ),
-    notes="adapters with a copy of the output projection are refused, as it has a bias; on CPUs by PyTorch's operators",
+    notes="adapters with a copy of the output projection are refused, as it has a bias",
     nulls=("num_key_value_heads",),
 )

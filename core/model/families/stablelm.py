@@ -30,5 +30,5 @@ STABLELM = Family(
     _read,
     {"num_key_value_heads": 32, "max_position_embeddings": 4096, "partial_rotary_factor": 0.25},
     TensorNames(names=LLAMA_NORMS),
-    notes="models with norms of heads (`qk_layernorm`) are refused; on CPUs by PyTorch's operators",
+    notes="models with norms of heads (`qk_layernorm`) are refused",
 )

@@ -31,5 +31,4 @@ STARCODER_2 = Family(
     _read,
     {"num_key_value_heads": 2, "max_position_embeddings": 4096, "use_bias": True, "tie_word_embeddings": True},
     TensorNames(names={**LLAMA_NORMS, "mlp.up_proj": "mlp.c_fc", "mlp.down_proj": "mlp.c_proj"}),
-    notes="on CPUs by PyTorch's operators",
 )

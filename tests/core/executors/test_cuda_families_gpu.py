@@ -36,7 +36,7 @@ from ..model_module_forms import save_form
 from ..speculation.stand_ins import Free
 from ..test_float8_kv import CLEAR
 from ..test_quantised_experts import Quantised
-from ..tiny_families import ADAPTERS, BY_TORCH, EXPERTS, FAMILIES, HYBRIDS, RENAMED, SHAPES, TORCH_HYBRIDS
+from ..tiny_families import ADAPTERS, EXPERTS, FAMILIES, HYBRIDS, ONE_PART, RENAMED, SHAPES
 from ..tiny_mixtures import make_mixture
 from .family_drivers import drivers
 
@@ -51,7 +51,7 @@ KINDS += ["nemotron-h", "nemotron-3", "llama-4", "phi-moe"]
 CONFIGS = frozenset(dir(transformers))  # to get each would import all of them
 OTHERS = [
     name
-    for name, (config, *_) in (FAMILIES | SHAPES | BY_TORCH | HYBRIDS | TORCH_HYBRIDS | EXPERTS | RENAMED).items()
+    for name, (config, *_) in (FAMILIES | SHAPES | HYBRIDS | ONE_PART | EXPERTS | RENAMED).items()
     if name not in KINDS and config in CONFIGS  # InternLM 3 came after 5.17
 ]
 

@@ -33,6 +33,7 @@ from chorus.memory.pages.layout import PageLayout
 from chorus.memory.pages.projections import Projections
 from chorus.ops import native_library, native_model
 from chorus.ops.elementwise import rotary_table
+from chorus.ops.native_descriptors import NativeActivation, NativeHeadNorm
 
 from ...ops.native_layers import BLOCK, LAYERS, VOCAB, Kind, Model, reference
 
@@ -63,15 +64,13 @@ class Config:
             "num_layers": len(self.layers),
             "attention": mixer,
             "recurrent": None,
-            "attention_layers": [layer.mixer for layer in self.layers],
+            "attention_layers": [layer.mixer for layer in self.layers if layer.mixer],
             "attention_shapes": [mixer],
-            "kv_layers": [layer.mixer for layer in self.layers],
+            "kv_layers": [layer.mixer for layer in self.layers if layer.mixer],
             "layer_inputs": None,
             "media": (),
             "streams": self.layers[0].streams,
-            "head_bias": False,
-            "chunked": False,
-            "embedding_norm": False,
+            "head_bias": kind.head_biased,
             "num_experts": next((layer.experts.count for layer in self.layers if layer.experts), 0),
             "vocab_size": VOCAB,
             "norm": kind.norm,
@@ -98,36 +97,44 @@ class TestRefusals:
         [
             LAYER,
             changed(rope=None, window=8, softcap=2.0, head_norm=HeadNorm.ALL),
+            changed(sinks=True, window=8),
             changed(rope=replace(ROPE, dim=6, interleaved=True)),
             replace(LAYER, norms=Norms.PARALLEL, feed_forward=GatedSpec(80, Activation.GELU_TANH)),
+            replace(LAYER, norms=Norms.PARALLEL_APART),
+            *(replace(LAYER, feed_forward=UngatedSpec(80, each)) for each in UngatedActivation),
+            *(changed(head_norm=each) for each in HeadNorm),
+            changed(window=32, chunked=True),
+            replace(LAYER, mixer=None),
+            replace(LAYER, feed_forward=None),
         ],
     )
     def test_layers_that_it_computes(self, layer):
         assert refusal(LAYER, layer) is None
 
+    @pytest.mark.parametrize("gate", OutputGate)
+    def test_gates_and_norms_of_all_heads_that_it_computes(self, gate):
+        assert refusal(changed(output_gate=gate, head_norm=HeadNorm.ALL)) is None
+
     def test_experts_are_refused(self):
         sparse = replace(LAYER, feed_forward=Experts(16, 40, Routing(2)))
         assert refusal(LAYER, sparse) == "it has no mixture of experts, and this model's layers have 16 experts"
 
-    def test_sinks_are_refused(self):
-        assert refusal(LAYER, changed(sinks=True)) == "it has no attention sinks, and this model's layers have them"
+    def test_factors_before_a_norm_are_refused(self):
+        scaled = replace(LAYER, feed_forward=GatedSpec(80, gate_factor=0.5, factor=2.0))
+        assert refusal(LAYER, scaled) is None
+        around = refusal(LAYER, replace(scaled, norms=Norms.AROUND))
+        assert around.startswith("it has no factor of a part before its norm")
 
-    def test_gates_in_a_projection_of_their_own_and_norms_of_parallel_parts_are_refused(self):
-        gated = refusal(LAYER, changed(output_gate=OutputGate.APART))
-        assert gated.startswith("it has no gate of attention's output apart")
-        apart = refusal(LAYER, replace(LAYER, norms=Norms.PARALLEL_APART))
-        assert apart.startswith("it has no norm of a parallel part's own")
-        assert refusal(LAYER, changed(head_norm=HeadNorm.BARE)).startswith("it has no norm of heads without weights")
+    def test_a_norm_of_all_heads_of_keys_that_are_values_is_refused(self):
+        both = refusal(changed(keys_are_values=True, value_norm=True, head_norm=HeadNorm.ALL))
+        assert both.startswith("it has no norm of all heads of keys that are values")
+        assert refusal(changed(keys_are_values=True, value_norm=True, head_norm=HeadNorm.EACH)) is None
 
-    def test_layers_without_a_gate_and_norms_of_rotated_heads_are_refused(self):
-        ungated = replace(LAYER, feed_forward=UngatedSpec(80, UngatedActivation.GELU_TANH))
-        assert refusal(LAYER, ungated).startswith("it has no feed-forward part without a gate")
+    def test_sparse_gates_and_several_streams_are_refused(self):
         sparse = replace(LAYER, feed_forward=GatedSpec(80, sparsity=0.5))
         assert refusal(LAYER, sparse).startswith("it has no sparse gate")
         several = replace(LAYER, streams=StreamsSpec(4, 0, 8))
         assert refusal(several).startswith("it has no residual of several streams")
-        rotated = refusal(changed(head_norm=HeadNorm.ROTATED))
-        assert rotated.startswith("it has no norm of heads after they are rotated")
 
 
 class TestValues:
@@ -172,11 +179,11 @@ class TestValues:
                 0.25,
                 window=7,
                 softcap=3.0,
-                norms_all_heads=True,
+                head_norm=NativeHeadNorm.ALL,
                 parallel=True,
                 page_layer=0,
                 residual_multiplier=0.3,
-                activation=native_model.NativeActivation.GELU,
+                activation=NativeActivation.GELU,
             )
         ]
 
@@ -197,6 +204,9 @@ class GivenWeights:
     def kept_lm_head(self, embed: torch.Tensor) -> torch.Tensor:
         return self._model.head
 
+    def lm_head_bias(self) -> torch.Tensor | None:
+        return self._model.head_bias
+
     def layers(self, pack: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[LayerWeights]:
         for layer in self._model.weights:
             parts = {name: part for name, part in vars(layer).items() if name != "whole"}
@@ -210,6 +220,9 @@ class GivenWeights:
     [
         Kind(embedding_multiplier=3.0, logits_scale=0.3, logits_softcap=2.0, residual_multiplier=0.22, centered=True),
         Kind(norms=Norms.AFTER, head_norm=HeadNorm.ALL, window=9, softcap=3.0, alternating=True, scale=0.3),
+        Kind(norm_biased=True, head_biased=True, activation=UngatedActivation.XIELU, head_norm=HeadNorm.ROTATED),
+        Kind(norms=Norms.PARALLEL_APART, window=9, chunked=True, head_norm=HeadNorm.OWN, sinks=True),
+        Kind(output_gate=OutputGate.APART, embedding_norm=True, head_norm=HeadNorm.BARE),
         Kind(norms=Norms.AROUND, rotated=0.5, interleaved=True, activation=Activation.GELU_TANH, biased=True),
     ],
 )

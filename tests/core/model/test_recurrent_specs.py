@@ -269,8 +269,8 @@ def test_ranks_share_heads_and_what_a_group_has_for_all(read):
         Shard(0, 8).config(whole)
     two_groups = read(GRANITE_4_H_TINY, mamba_n_groups=2)
     assert Shard(0, 2).config(two_groups).recurrent == MambaSpec(24, 64, 1, 128, eps=1e-5)
-    assert share.recurrent.native_shape() is None, "the native library does not add up a group's norm"
-    assert Shard(0, 2).config(two_groups).recurrent.native_shape() is not None
+    assert share.recurrent.native_shape().group_ranks == 4
+    assert Shard(0, 2).config(two_groups).recurrent.native_shape().group_ranks == 1
     with pytest.raises(UnsupportedModel, match="the number of Mamba's groups of heads, 2, is not divisible by it"):
         Shard(0, 4).config(two_groups)
 
