@@ -8,11 +8,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from .native_descriptors import NativeActivation, ProductShape
+
+if TYPE_CHECKING:
+    from .native_mixture import LayerMixture
 
 PANEL = 32  # output columns of a packed panel, kPanel in gemm.h
 
@@ -193,3 +196,9 @@ class NativeModel:
 
     first_token: int = 0
     """Token of this rank's first column of the logits."""
+
+    mixtures: Sequence[LayerMixture | None] = ()
+    """By layer, the experts that it has in place of gate, up and down; empty: no layer has any."""
+
+    mixture_ids: tuple[int, ...] = ()
+    """Modules of all mixtures: see `NativeMixtureLora`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from types import MappingProxyType
 from typing import Any
@@ -14,7 +14,7 @@ from ...memory.pages import hugepages
 from ...memory.pages.arena import Arena
 from ...memory.pages.layout import PageGroup, PageLayout
 from ...memory.pages.projections import Group
-from ...ops import native, native_integers, native_library, native_model
+from ...ops import native, native_integers, native_library, native_mixture, native_model
 from ...ops.elementwise import rotary_table
 from ...ops.float8_kv import KvScales
 from ...ops.lora_offload import Offloading
@@ -24,11 +24,14 @@ from ...ops.sgmv import AdapterRows, Segments
 from ..requests.types import CannotMerge
 from .batch import StepBatch
 from .config import ModelConfig
+from .experts import ExpertKernels, ExpertWeights, ListedExperts, what_native_lacks
+from .kept_weights import keeps_experts
 from .layer_weights import MATRICES, LayerWeights
 from .layers import (
     Activation,
     AttentionSpec,
     ClampedSwiglu,
+    Experts,
     GatedSpec,
     HeadNorm,
     LayerSpec,
@@ -37,7 +40,8 @@ from .layers import (
     UngatedActivation,
     UngatedSpec,
 )
-from .lora_state import LoraState
+from .lora_state import LoraState, lora_groups
+from .mixture_lora import mixture_modules
 from .paged_states import PagedStates
 from .quantization.group_scaled import GroupScaled
 from .quantization.groups import is_packable, pack_scaled, plain
@@ -61,6 +65,7 @@ def why_unsupported(config: ModelConfig, dtype: torch.dtype) -> str | None:
         return f"it has no {config.recurrent.native_lack}, which this model has"
     pair = 4 // dtype.itemsize
     inner = [config.hidden_size, config.intermediate_size, config.q_size]
+    inner += [size for it in config.layers if it.experts for size in (it.experts.size, it.experts.shared_size)]
     inner += [] if config.recurrent is None else [config.recurrent.out_size]
     if reason := native_library.why_unavailable(dtype):
         return reason
@@ -69,7 +74,7 @@ def why_unsupported(config: ModelConfig, dtype: torch.dtype) -> str | None:
     gate = config.attention.output_gate
     if gate is OutputGate.BESIDE_QUERIES and any(it.head_norm is HeadNorm.ALL for it in config.attention_layers):
         return "it has no norm of all heads where queries have gates of attention's output between them"
-    unknown = {layer.feed_forward.activation for layer in config.layers if layer.feed_forward} - set(_ACTIVATIONS)
+    unknown = {layer.dense.activation for layer in config.layers if layer.dense} - set(_ACTIVATIONS)
     if unknown:
         names = ", ".join(sorted(map(str, unknown)))
         return f"it has the activations {', '.join(map(str, _ACTIVATIONS))}, and this model's is {names}"
@@ -79,9 +84,11 @@ def why_unsupported(config: ModelConfig, dtype: torch.dtype) -> str | None:
 def _other_parts(config: ModelConfig) -> dict[str, bool | str]:
     """Parts that the native decoder does not have, and whether a model has them, or what of them."""
     mixers = config.attention_layers
-    return {
+    mixtures = {layer.experts: None for layer in config.layers if layer.experts}
+    lacks = {lack: True for mixture in mixtures if (lack := what_native_lacks(mixture)) is not None}
+    return lacks | {
         "layer of one part": "such" if not all(layer.is_whole for layer in config.layers) else False,
-        "mixture of experts": f"{config.num_experts} experts" if config.num_experts else False,
+        "mixture of experts beside a dense part": any(layer.beside is not None for layer in config.layers),
         "latent attention": any(mixer.latent is not None for mixer in mixers),
         "attention sinks": "them" if any(mixer.sinks for mixer in mixers) else False,
         "chunks of attention": "them" if config.chunked else False,
@@ -131,12 +138,14 @@ class NativeDecoderModel:
         self._ranks = ranks
         embed = weights.embed()
         packed, weights.keeps = PackedWeights(embed.dtype), is_packable
-        self.layers = [_native_layer(layer) for layer in weights.layers(packed.add)]
+        pack_expert, keep = keeps_experts(ExpertKernels.NATIVE, embed.dtype, embed.device, stay_narrow=True)
+        self.layers = [_native_layer(layer, keep) for layer in weights.layers(packed.add, pack_expert)]
+        mixtures, mixture_ids = _native_mixtures(config, self.layers)
         head = weights.kept_lm_head(embed)
         kv_scales = weights.kv_scales() if arena.layout.float8_kv else ()
         self._share = vocab = len(head.values if isinstance(head, GroupScaled) else head)
         model = native_model.NativeModel(
-            hidden=config.hidden_size, ffn=config.intermediate_size, heads=config.num_heads,
+            hidden=config.hidden_size, ffn=_dense_size(config), heads=config.num_heads,
             kv_heads=config.num_kv_heads, head_dim=config.head_dim, vocab=vocab,
             block_tokens=arena.layout.block_tokens, eps=config.norm.eps, centered=config.norm.centered,
             layers=self.layers, values=layer_values(config.layers, max_model_len, arena.layout, kv_scales),
@@ -154,6 +163,7 @@ class NativeDecoderModel:
             embed_rows_module=_module(config, Group.EMBEDDING_ROWS),
             head_rows_module=_module(config, Group.HEAD_ROWS),
             first_token=0 if ranks is None else config.vocab_size * ranks.rank // config.num_ranks,
+            mixtures=mixtures, mixture_ids=mixture_ids,
         )  # fmt: skip
         self._arena = arena
         self._decoder = native.NativeDecoder(model, threads or torch.get_num_threads(), ranks)
@@ -231,6 +241,7 @@ class NativeDecoderModel:
             merged=batch.merged,
             states=states,
             model_segments=None if lora is None else lora.model_segments,
+            mixture_segments=None if lora is None else lora.mixture_segments,
         )
         return self._gathered(logits)
 
@@ -302,8 +313,31 @@ def _recurrent_values(layer: LayerSpec, state_layer: int) -> native_model.LayerV
 
 
 def _activation(layer: LayerSpec) -> native_model.NativeActivation:
+    """Of its dense part; a mixture says by itself what its experts' is."""
     assert layer.feed_forward is not None, "the library has no layers of one part"
-    return _ACTIVATIONS[layer.feed_forward.activation]
+    return native_model.NativeActivation.SILU if layer.dense is None else _ACTIVATIONS[layer.dense.activation]
+
+
+def _dense_size(config: ModelConfig) -> int:
+    """Width of dense feed-forward parts; 0: no layer has one."""
+    return next((layer.dense.size for layer in config.layers if layer.dense is not None), 0)
+
+
+def _native_mixtures(
+    config: ModelConfig, layers: Sequence[LayerWeights]
+) -> tuple[list[native_mixture.LayerMixture | None], tuple[int, ...]]:
+    """The layers' mixtures in the library's form, and the modules of all of them."""
+    modules = [mixture_modules(columns) for columns in lora_groups(config.projections)]
+    ids = tuple(dict.fromkeys(module for own in modules for module in own.ids))
+    found: list[native_mixture.LayerMixture | None] = []
+    for layer, spec, own in zip(layers, config.layers, modules, strict=True):
+        if layer.experts is None or not isinstance(spec.feed_forward, Experts):
+            found.append(None)
+            continue
+        if (weights := layer.experts.native(spec.feed_forward)) is None:
+            raise RuntimeError(f"the native library has not packed all matrices of {spec.feed_forward}")
+        found.append(native_mixture.LayerMixture(weights, own.described(ids), spec.feed_forward.factor))
+    return found, ids
 
 
 def _native_recurrent(
@@ -379,8 +413,10 @@ def _module(config: ModelConfig, group: Group) -> int:
     return -1 if found is None else found
 
 
-def _native_layer(layer: LayerWeights) -> LayerWeights:
+def _native_layer(layer: LayerWeights, keep_experts: Callable[[ListedExperts], ExpertWeights]) -> LayerWeights:
     """The layer in the library's form: packed projections as they are, everything else as float32."""
+    if isinstance(layer.experts, ListedExperts):
+        layer.experts = keep_experts(layer.experts)
     for field in fields(layer):
         part = getattr(layer, field.name)
         if isinstance(part, torch.Tensor) and field.name not in ("qkv", "o", "gate_up", "down"):

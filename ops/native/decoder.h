@@ -8,6 +8,7 @@
 #include <cmath>
 #include <vector>
 #include "decode_attention.h"
+#include "experts_part.h"
 #include "head.h"
 #include "offload.h"
 #include "paged_states.h"
@@ -74,6 +75,7 @@ class Decoder final : public AnyDecoder {
           projections_(model, team_),
           embedding_lora_(model, team_.most()),
           head_(model, team_),
+          experts_(model, team_),
           merge_(team_),
           offloader_(model),
           delta_(model.delta),
@@ -166,6 +168,7 @@ class Decoder final : public AnyDecoder {
                 return u.tokens * (step.kv_lens[u.row] - step.qo_indptr[u.row + 1] + u.token + u.tokens);
             });
         }
+        experts_.plan(step);
         embedding_lora_.plan(step.model_segments);
         head_.plan_adapters(step);
         head_.plan(step.logits_wanted, step.samples);
@@ -176,7 +179,7 @@ class Decoder final : public AnyDecoder {
         const int tokens = step.tokens, hidden = m_.hidden;
         const Rows<float> x = rows_of(x_, hidden), y = rows_of(y_, 2 * m_.ffn);
         const Rows<X> normed = rows_of(normed_, hidden), act = rows_of(act_, m_.ffn);
-        const bool waits = step.segment_ready || step.model_ready;
+        const bool waits = step.segment_ready || step.model_ready || step.mixture_ready;
         // Not by parts: a team's very first phase has the tag that untouched shares have.
         if (waits) team_.each(me, 1, [&](int) { wait_for_layer(step, 0); });
         team_.each(me, tokens, [&](int t) {
@@ -190,10 +193,14 @@ class Decoder final : public AnyDecoder {
         for (int l = 0; l < m_.layers; l++) {
             const LayerDesc& w = layers[l];
             if (waits && l) team_.each(me, 1, [&](int) { wait_for_layer(step, l); });
-            normalise(me, tokens, w.attention_norm);
+            normalise(me, tokens, w.attention_norm, w.experts && w.parallel);
             const Rows<X> mixed = mix(step, me, w, l);
             add_to_residual(me, task(step, w, l, kO, mixed, x), w.attention_out_norm, w.residual_multiplier);
-            if (!w.parallel) normalise(me, tokens, w.mlp_norm);
+            if (!w.parallel) normalise(me, tokens, w.mlp_norm, w.experts);
+            if (w.experts) {
+                add_experts(me, tokens, w, l, x);
+                continue;
+            }
             const LoraTask<T> gate_up = task(step, w, l, kGateUp, normed, y);
             if (projections_.gated()) {
                 projections_.run_gated(me, gate_up, w.activation, act);
@@ -379,9 +386,35 @@ class Decoder final : public AnyDecoder {
                 if (!direct) std::fill_n(sum[t], m_.hidden, 0.0f);
                 ranks_->add(sum[t], t * sum.stride, m_.hidden);
             }
-            if (direct) return;
-            if (norm) norm_.run(sum[t], norm, m_.hidden, sum[t]);
-            add_scaled(sum[t], m_.hidden, multiplier, x[t]);
+            if (!direct) add_part(sum[t], norm, multiplier, x[t]);
+        });
+    }
+
+    // x += multiplier · norm(part) of a token.
+    void add_part(float* part, const float* norm, float multiplier, float* x) const {
+        if (norm) norm_.run(part, norm, m_.hidden, part);
+        add_scaled(part, m_.hidden, multiplier, x);
+    }
+
+    // The same of the experts of layer l with weights w, which read normed.
+    void add_experts(Team::Member& me, int tokens, const LayerDesc& w, int l, Rows<float> x) {
+        const Rows<float> sum = rows_of(y_, m_.hidden);
+        const Rows<float> own{ranks_ ? ranks_->mine() : sum.data, sum.stride};
+        const auto add = [&](int t) {
+            if (w.experts_factor != 1) scale_by(sum[t], m_.hidden, w.experts_factor);
+            add_part(sum[t], w.mlp_out_norm, w.residual_multiplier, x[t]);
+        };
+        experts_.run(me, w, l, rows_of(normed_, m_.hidden));
+        each_part(team_, me, tokens, [&](int t, bool) {
+            experts_.add_up(w, t, me.thread, own[t]);
+            if (!ranks_) add(t);
+        });
+        if (!ranks_) return;
+        team_.each(me, 1, [&](int) { ranks_->meet(); });
+        each_part(team_, me, tokens, [&](int t, bool) {
+            std::fill_n(sum[t], m_.hidden, 0.0f);
+            ranks_->add(sum[t], t * sum.stride, m_.hidden);
+            add(t);
         });
     }
 
@@ -406,6 +439,8 @@ class Decoder final : public AnyDecoder {
         if (step.offloaded) offloader_.begin_layer(step, layer);
         if (step.segment_ready) wait_for_segments(step.segments, step.segment_ready, step.segment_late, layer);
         if (step.model_ready) wait_for_segments(step.model_segments, step.model_ready, step.model_late, layer);
+        if (step.mixture_ready)
+            wait_for_segments(step.mixture->segments, step.mixture_ready, step.mixture_late, layer);
     }
 
     // As wait_for_layer, of some segments.
@@ -437,13 +472,14 @@ class Decoder final : public AnyDecoder {
         }
     }
 
-    // normed = norm(x); x itself where weight is null.
-    void normalise(Team::Member& me, int tokens, const float* weight) {
+    // normed = norm(x); x itself where weight is null. experts: read it, too.
+    void normalise(Team::Member& me, int tokens, const float* weight, bool experts) {
         const Rows<float> x = rows_of(x_, m_.hidden);
         const Rows<X> normed = rows_of(normed_, m_.hidden);
         each_part(team_, me, tokens, [&](int t, bool) {
             if (weight) norm_.run(x[t], weight, m_.hidden, normed[t]);
             else convert(x[t], m_.hidden, normed[t]);
+            if (experts) experts_.take(t, normed[t]);
         });
     }
 
@@ -496,6 +532,7 @@ class Decoder final : public AnyDecoder {
     Projections<T> projections_;
     EmbeddingLora<T> embedding_lora_;
     OutputHead<T> head_;
+    ExpertsPart<T> experts_;
     Merge<T> merge_;
     Offloader<T> offloader_;
     GatedDelta delta_;
