@@ -439,8 +439,7 @@ class Decoder final : public AnyDecoder {
         if (step.offloaded) offloader_.begin_layer(step, layer);
         if (step.segment_ready) wait_for_segments(step.segments, step.segment_ready, step.segment_late, layer);
         if (step.model_ready) wait_for_segments(step.model_segments, step.model_ready, step.model_late, layer);
-        if (step.mixture_ready)
-            wait_for_segments(step.mixture->segments, step.mixture_ready, step.mixture_late, layer);
+        if (step.mixture_ready) wait_for_segments(step.mixture->segments, step.mixture_ready, step.mixture_late, layer);
     }
 
     // As wait_for_layer, of some segments.

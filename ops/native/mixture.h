@@ -186,8 +186,8 @@ class Mixture {
     // Choose experts, and gather rows by expert.
     void route(Team& team, Team::Member& me, Own& own) {
         const Rows<float> logits{memory_.logits.data(), m_.experts}, gates{memory_.shared_gates.data(), 1};
-        const Product<float> router{wide(), step_.rows, {m_.router, m_.router_bias, m_.experts, m_.hidden, {}}, logits,
-                                    own.of_router.begin()};
+        const Product<float> router{
+            wide(), step_.rows, {m_.router, m_.router_bias, m_.experts, m_.hidden, {}}, logits, own.of_router.begin()};
         const int first = lora_ ? 1 : 0, products = step_.rows ? router.units() : 0, end = first + products;
         each_part(team, me, end + (m_.shared_gate ? step_.rows : 0), [&](int i, bool more) {
             if (i < first) lora_->begin_layer(layer_, targets_);
@@ -237,12 +237,14 @@ class Mixture {
         own.units.push_back(units), units += chunks(shared_rows_) * panels(outputs.shared);
         const int shrinks = lora_ ? lora_->shrinks(products.own) : 0;
         const int all = shrinks + (lora_ ? lora_->shrinks(products.shared) : 0);
-        int expert = 0, first = 0, of = -1, of_chunk = -1;  // of the last unit: the expert, its first row; whose x is made
+        int expert = 0, first = 0, of = -1,
+            of_chunk = -1;  // of the last unit: the expert, its first row; whose x is made
         Rows<const X> inputs{};
         each_part(team, me, units + all, [&](int i, bool more) {
             if (i >= units) {
                 i -= units;
-                if (i < shrinks) return lora_->shrink(products.own, i, more && i + 1 < shrinks, it.inputs, x.own, me.thread);
+                if (i < shrinks)
+                    return lora_->shrink(products.own, i, more && i + 1 < shrinks, it.inputs, x.own, me.thread);
                 return lora_->shrink(products.shared, i - shrinks, more, it.shared_inputs, x.shared, me.thread);
             }
             if (i < own.units[expert]) expert = first = 0;  // another thread's
@@ -338,8 +340,7 @@ void mix(Team& team, const MixtureDesc& m, const MixtureStepDesc& step, AnyMixtu
             convert(step.x + (long)r * m.hidden, m.hidden, x[r]);
         });
         mixture.run(team, me);
-        each_part(team, me, step.rows,
-                  [&](int r, bool) { mixture.add_up(r, me.thread, step.y + (long)r * m.hidden); });
+        each_part(team, me, step.rows, [&](int r, bool) { mixture.add_up(r, me.thread, step.y + (long)r * m.hidden); });
     });
 }
 

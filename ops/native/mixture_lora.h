@@ -145,8 +145,8 @@ class MixtureLora final : public AnyMixtureLora {
             adapters_[i].first_elem = &first_elems_[i];  // of layer 0, the only one
             pointers_.push_back(&adapters_[i]);
         }
-        const Segments of_experts{(int32_t)adapters_.size(), begins_.data(), ends_.data(), pointers_.data(),
-                                  levels_.data(),            0,              0};
+        const Segments of_experts{
+            (int32_t)adapters_.size(), begins_.data(), ends_.data(), pointers_.data(), levels_.data(), 0, 0};
         for (const MixtureProduct p : {kExpertGateUp, kExpertDown}) plan(p, of_experts, 0, (int)row.size());
     }
 
