@@ -1,4 +1,4 @@
-"""Mixtures of experts inside the native decoder: which models it takes, their bits, drafts, and adapters on their way."""
+"""Mixtures of experts inside the native decoder: which models it takes, their bits, and adapters on their way."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from chorus.core.cold_start import ColdStart
 from chorus.core.config import EngineConfig
 from chorus.core.engine import Engine
 from chorus.core.model.decoder import DecoderModel
+from chorus.core.model.families import FAMILIES as SERVED
 from chorus.core.model.native_decoder import NativeDecoderModel, why_unsupported
 from chorus.core.model.read_config import read_model_config
 from chorus.core.requests.request import Request
@@ -27,22 +28,24 @@ from .speculation.test_speculation import same
 from .test_families import executor_of, logits_of
 from .test_family_paths import answers, told
 from .test_hybrid_paths import speculating
-from .tiny_families import EXPERTS, make_tiny, save_family
+from .tiny_families import EXPERTS, RENAMED, make_tiny, save_family
 from .tiny_mixtures import ADAPTERS, make_mixture
 
 pytestmark = [pytest.mark.native, pytest.mark.wide]
 
 LACKS = {
-    r"gpt-oss": "attention sinks",
+    r"gpt-oss|granite-moe-swa|flint": "attention sinks",
     r"gemma-4": "factor of each expert in a mixture",
-    r"deepseek|glm-4\.7|kimi": "latent attention",
+    r"deepseek|glm-4\.7|kimi|sarvam-mla|youtu|minicpm3": "latent attention",
     r"afmoe": "gate of attention's output apart",
     r"nemotron": "mixture of experts without gates",
     r"llama-4": "chunks of attention",
     r"phi-moe": "norm with a bias",
+    r"hunyuan-moe": "norm of heads after they are rotated",
 }
 """What the decoder does not have, by the beginnings of families."""
 
+WITH_EXPERTS = [family for family, (_, changes, _) in RENAMED.items() if any("expert" in name for name in changes)]
 NATIVE = [family for family in EXPERTS if not any(re.match(name, family) for name in LACKS)]
 BITS = ["qwen3-moe-mixed", "glm-4-moe-groups", "qwen3.5-moe", "granite-4-h-moe"]
 """Layers with and without experts, groups of experts beside a shared one, and recurrent states."""
@@ -53,10 +56,14 @@ def kernels() -> str:
     return "native"
 
 
-@pytest.mark.parametrize("family", EXPERTS)
+@pytest.mark.parametrize("family", [*EXPERTS, *WITH_EXPERTS])
 def test_what_the_decoder_lacks_is_said(tmp_path, family):
+    """By the reason, and by the notes of the family."""
     save_family(family, tmp_path)
-    reason = why_unsupported(read_model_config(tmp_path), torch.float32)
+    config = read_model_config(tmp_path)
+    assert config.num_experts
+    reason, notes = why_unsupported(config, torch.float32), SERVED[config.architecture].notes
+    assert ("PyTorch's operators" in notes) == (reason is not None)
     lacks = next((lack for name, lack in LACKS.items() if re.match(name, family)), None)
     if lacks is None:
         assert reason is None
