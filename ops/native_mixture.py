@@ -253,13 +253,3 @@ class NativeMixture:
         element = ELEMENT_OF[self._dtype or x.dtype]
         found.chorus_mix(torch.get_num_threads(), element, addressof(self._description), addressof(step))
         return MixtureRows(y.to(x.dtype), chosen, weights)
-
-
-class LayerMixture(NamedTuple):
-    """A layer's mixture of experts as a decoder's feed-forward part."""
-
-    weights: NativeMixture
-    targets: Array[MixtureTargetsDescriptor]
-    """What adapters change of it; see `MixtureModules.described`."""
-    factor: float
-    """Of the sum of all experts' outputs."""

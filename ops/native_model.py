@@ -6,16 +6,14 @@ Tests: tests/ops/test_native.py
 from __future__ import annotations
 
 from collections.abc import Sequence
+from ctypes import Array
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from .native_descriptors import NativeActivation, ProductShape
-
-if TYPE_CHECKING:
-    from .native_mixture import LayerMixture
+from .native_descriptors import MixtureTargetsDescriptor, NativeActivation, ProductShape
 
 PANEL = 32  # output columns of a packed panel, kPanel in gemm.h
 
@@ -88,6 +86,25 @@ class LayerValues:
 
     state_layer: int = 0
     """Of a layer with a recurrent mixer: its place among such layers."""
+
+
+class DescribedMixture(Protocol):
+    """A mixture of experts in the library's form; see `native_mixture`."""
+
+    @property
+    def address(self) -> int:
+        """Of its description, which lives as long as the object."""
+        ...
+
+
+class LayerMixture(NamedTuple):
+    """A layer's mixture of experts as its feed-forward part."""
+
+    weights: DescribedMixture
+    targets: Array[MixtureTargetsDescriptor]
+    """What adapters change of it; see `MixtureModules.described`."""
+    factor: float
+    """Of the sum of all experts' outputs."""
 
 
 class NativeMixer(IntEnum):

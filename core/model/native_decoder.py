@@ -14,7 +14,7 @@ from ...memory.pages import hugepages
 from ...memory.pages.arena import Arena
 from ...memory.pages.layout import PageGroup, PageLayout
 from ...memory.pages.projections import Group
-from ...ops import native, native_integers, native_library, native_mixture, native_model
+from ...ops import native, native_integers, native_library, native_model
 from ...ops.elementwise import rotary_table
 from ...ops.float8_kv import KvScales
 from ...ops.lora_offload import Offloading
@@ -329,18 +329,18 @@ def _dense_size(config: ModelConfig) -> int:
 
 def _native_mixtures(
     config: ModelConfig, layers: Sequence[LayerWeights]
-) -> tuple[list[native_mixture.LayerMixture | None], tuple[int, ...]]:
+) -> tuple[list[native_model.LayerMixture | None], tuple[int, ...]]:
     """The layers' mixtures in the library's form, and the modules of all of them."""
     modules = [mixture_modules(columns) for columns in lora_groups(config.projections)]
     ids = tuple(dict.fromkeys(module for own in modules for module in own.ids))
-    found: list[native_mixture.LayerMixture | None] = []
+    found: list[native_model.LayerMixture | None] = []
     for layer, spec, own in zip(layers, config.layers, modules, strict=True):
         if layer.experts is None or not isinstance(spec.feed_forward, Experts):
             found.append(None)
             continue
         if (weights := layer.experts.native(spec.feed_forward)) is None:
             raise RuntimeError(f"the native library has not packed all matrices of {spec.feed_forward}")
-        found.append(native_mixture.LayerMixture(weights, own.described(ids), spec.feed_forward.factor))
+        found.append(native_model.LayerMixture(weights, own.described(ids), spec.feed_forward.factor))
     return found, ids
 
 
