@@ -1,4 +1,4 @@
-"""A layer's mixture of experts by the native library, adapters included, as one call.
+"""A layer's mixture of experts by the native library, adapters included: one call, or a part of a decoder's layer.
 
 Tests: tests/ops/test_native_mixture.py, tests/core/model/test_experts.py
 """

@@ -133,7 +133,6 @@ class Mixture {
           layer_(layer),
           targets_(targets),
           per_token_(m.routing.per_token),
-          pairs_(step.rows * per_token_),
           shared_rows_(m.shared_size ? step.rows : 0) {}
 
     // Compute what `add_up` adds up. Called by every thread of the team alike, but not first: see Decoder::walk.
@@ -318,7 +317,7 @@ class Mixture {
     AnyMixtureLora* const lora_;
     const int layer_;
     const MixtureTargets* const targets_;
-    const int per_token_, pairs_, shared_rows_;
+    const int per_token_, shared_rows_;
 };
 
 // Compute a layer's mixture for the rows of a step.

@@ -148,10 +148,12 @@ template <class T, int kFfn> void run(bool kinds, int bits = 0, bool float8 = fa
         layer.scale = 1.0f / std::sqrt((float)kHeadDim), layer.residual_multiplier = 1;
         layer.k_scale = float8 ? 0.03f : 1, layer.v_scale = float8 ? 0.004f : 1;
     }
-    const ProductDesc products[kGroups] = {{kQkv, kHidden, 3, {{0, 0, kQ}, {1, kQ, kKv}, {2, kQ + kKv, kKv}}},
-                                           {kO, kQ, 1, {{3, 0, kHidden}}},
-                                           {kGateUp, kHidden, 2, {{4, 0, kFfn}, {5, kFfn, kFfn}}},
-                                           {kDown, kFfn, 1, {{6, 0, kHidden}}}};
+    const ProductDesc products[kGroups + 2] = {{kQkv, kHidden, 3, {{0, 0, kQ}, {1, kQ, kKv}, {2, kQ + kKv, kKv}}},
+                                               {kO, kQ, 1, {{3, 0, kHidden}}},
+                                               {kGateUp, kHidden, 2, {{4, 0, kFfn}, {5, kFfn, kFfn}}},
+                                               {kDown, kFfn, 1, {{6, 0, kHidden}}},
+                                               {kGateUp, 0, 0, {}},
+                                               {kDown, 0, 0, {}}};  // the last: of a layer with experts
     for (int l = 0; l < kLayers; l++) {
         layers[l].page_layer = l;
         for (const Group group : kEveryGroup) layers[l].product[group] = group;
@@ -159,7 +161,7 @@ template <class T, int kFfn> void run(bool kinds, int bits = 0, bool float8 = fa
     ModelDesc model{};
     model.hidden = kHidden, model.ffn = kFfn, model.layers = kLayers, model.heads = kHeads, model.kv_heads = kKvHeads;
     model.head_dim = kHeadDim, model.vocab = kVocab, model.block_tokens = kBlock, model.page_groups = 1;
-    model.num_products = kGroups, model.eps = 1e-5f, model.embedding_multiplier = model.logits_scale = 1;
+    model.num_products = kGroups + 2, model.eps = 1e-5f, model.embedding_multiplier = model.logits_scale = 1;
     model.layer = layers, model.products = products, model.embed = embed.data(),
     model.lm_head = weight(kVocab, kHidden);
     model.norm = norm, model.arena = arena.data(), model.page_elems = page_elems;
@@ -174,8 +176,10 @@ template <class T, int kFfn> void run(bool kinds, int bits = 0, bool float8 = fa
         model.centered = 1, model.embedding_multiplier = 2.5f, model.logits_scale = 0.5f, model.logits_softcap = 3;
     }
     Experts experts(weight, vector);
-    if (mixes)
+    if (mixes) {
         layers[1].experts = &experts.desc, layers[1].mixture_targets = experts.targets, layers[1].experts_factor = 0.9f;
+        layers[1].product[kGateUp] = kGroups, layers[1].product[kDown] = kGroups + 1;
+    }
     Decoder<T> decoder(model, 2);
 
     Adapter adapter{};
