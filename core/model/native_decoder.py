@@ -58,7 +58,7 @@ _ACTIVATIONS: dict[Activation | UngatedActivation | ClampedSwiglu, native_model.
 
 def why_unsupported(config: ModelConfig, dtype: torch.dtype) -> str | None:
     """Return the reason why the native decoder can't run a model in `dtype` here; None if it can."""
-    for part, has in _other_parts(config).items():
+    for part, has in (_parts_of_mixtures(config) | _other_parts(config)).items():
         if has:
             return f"it has no {part}, and this model's layers have {has if isinstance(has, str) else 'it'}"
     if config.recurrent is not None and config.recurrent.native_shape() is None:
@@ -84,33 +84,33 @@ def why_unsupported(config: ModelConfig, dtype: torch.dtype) -> str | None:
 def _other_parts(config: ModelConfig) -> dict[str, bool | str]:
     """Parts that the native decoder does not have, and whether a model has them, or what of them."""
     mixers = config.attention_layers
-    mixtures = {layer.experts: None for layer in config.layers if layer.experts}
-    lacks = {lack: True for mixture in mixtures if (lack := what_native_lacks(mixture)) is not None}
-    return (
-        lacks
-        | {
-            "layer of one part": "such" if not all(layer.is_whole for layer in config.layers) else False,
-            "mixture of experts beside a dense part": any(layer.beside is not None for layer in config.layers),
-            "latent attention": any(mixer.latent is not None for mixer in mixers),
-            "attention sinks": "them" if any(mixer.sinks for mixer in mixers) else False,
-            "chunks of attention": "them" if config.chunked else False,
-            "attention of several shapes": bool(config.attention_shapes[1:]),
-            "further input of layers": config.layer_inputs is not None,
-            "attention with another layer's keys": len(config.kv_layers) < len(mixers),
-            "norm of values": any(mixer.value_norm for mixer in mixers),
-            "factor of a layer's output": any(layer.scaled for layer in config.layers),
-            "feed-forward part without a gate": any(isinstance(it.feed_forward, UngatedSpec) for it in config.layers),
-            "norm with a bias": config.norm.biased,
-            "bias of the output projection": config.head_bias,
-            "norm of a parallel part's own": any(it.norms is Norms.PARALLEL_APART for it in config.layers),
-            "gate of attention's output apart": any(mixer.output_gate is OutputGate.APART for mixer in mixers),
-            "norm of heads without weights": any(mixer.head_norm is HeadNorm.BARE for mixer in mixers),
-            "norm of embeddings": config.embedding_norm,
-            "LayerNorm of heads": any(mixer.head_norm is HeadNorm.OWN for mixer in mixers),
-            "norm of heads after they are rotated": any(mixer.head_norm is HeadNorm.ROTATED for mixer in mixers),
-        }
-        | _parts_of_few(config)
-    )
+    return {
+        "layer of one part": "such" if not all(layer.is_whole for layer in config.layers) else False,
+        "latent attention": any(mixer.latent is not None for mixer in mixers),
+        "attention sinks": "them" if any(mixer.sinks for mixer in mixers) else False,
+        "chunks of attention": "them" if config.chunked else False,
+        "attention of several shapes": bool(config.attention_shapes[1:]),
+        "further input of layers": config.layer_inputs is not None,
+        "attention with another layer's keys": len(config.kv_layers) < len(mixers),
+        "norm of values": any(mixer.value_norm for mixer in mixers),
+        "factor of a layer's output": any(layer.scaled for layer in config.layers),
+        "feed-forward part without a gate": any(isinstance(it.feed_forward, UngatedSpec) for it in config.layers),
+        "norm with a bias": config.norm.biased,
+        "bias of the output projection": config.head_bias,
+        "norm of a parallel part's own": any(it.norms is Norms.PARALLEL_APART for it in config.layers),
+        "gate of attention's output apart": any(mixer.output_gate is OutputGate.APART for mixer in mixers),
+        "norm of heads without weights": any(mixer.head_norm is HeadNorm.BARE for mixer in mixers),
+        "norm of embeddings": config.embedding_norm,
+        "LayerNorm of heads": any(mixer.head_norm is HeadNorm.OWN for mixer in mixers),
+        "norm of heads after they are rotated": any(mixer.head_norm is HeadNorm.ROTATED for mixer in mixers),
+    } | _parts_of_few(config)
+
+
+def _parts_of_mixtures(config: ModelConfig) -> dict[str, bool | str]:
+    """Likewise, of mixtures of experts."""
+    mixtures = dict.fromkeys(layer.experts for layer in config.layers if layer.experts)
+    found: dict[str, bool | str] = {lack: True for it in mixtures if (lack := what_native_lacks(it)) is not None}
+    return found | {"mixture of experts beside a dense part": any(layer.beside is not None for layer in config.layers)}
 
 
 def _parts_of_few(config: ModelConfig) -> dict[str, bool | str]:
