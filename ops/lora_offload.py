@@ -85,17 +85,21 @@ def _vectors(rows: AdapterRows) -> torch.Tensor | None:
     """Where vectors begin `[layers, MAX_MODULES]`, for the library."""
     if rows.vectors is None:
         return None
-    places = torch.tensor(rows.vectors, dtype=torch.int64)
+    places = torch.tensor(rows.vectors, dtype=torch.int64)[:, :MAX_MODULES]
     table = torch.full((len(places), MAX_MODULES), -1)
     table[:, : places.shape[1]] = places
     return table
 
 
 def _offsets(offsets: Sequence[int]) -> Any:
-    """Offsets of a model's modules, and -1 for the others that the library has room for."""
-    if len(offsets) > MAX_MODULES:
-        raise ValueError(f"an adapter has {len(offsets)} modules, but the native library has room for {MAX_MODULES}")
-    return (c_int32 * MAX_MODULES)(*offsets, *[-1] * (MAX_MODULES - len(offsets)))
+    """Offsets of a model's modules, and -1 for the others that the library has room for. A model may have more, if rows
+    of this kind have none of them: those of mixtures, which are the last, have descriptors of their own.
+    """
+    if any(offset >= 0 for offset in offsets[MAX_MODULES:]):
+        last = max(module for module, offset in enumerate(offsets) if offset >= 0)
+        raise ValueError(f"an adapter has module {last}, but the native library has room for {MAX_MODULES}")
+    known = offsets[:MAX_MODULES]
+    return (c_int32 * MAX_MODULES)(*known, *[-1] * (MAX_MODULES - len(known)))
 
 
 class OffloadTables:

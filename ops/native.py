@@ -37,6 +37,7 @@ from .native_descriptors import (
 )
 from .native_integers import IntegerPanels, described_integers
 from .native_library import library
+from .native_mixture import NativeMixtureLora
 from .native_model import NativeModel
 from .ranks import Ranks
 from .sampling import RowLogprobs, RowSamplingParams, inverse_temperature
@@ -187,6 +188,7 @@ class NativeDecoder:
         self._step.logits_width = model.vocab
         self._segments: tuple[Segments | None, tuple[Any, ...]] = (None, ())
         self._model_segments: tuple[Segments | None, tuple[Any, ...]] = (None, ())
+        self._mixture_segments: tuple[Segments | None, tuple[Any, ...]] = (None, ())
         self._handle = self._library.chorus_decoder_create(
             ELEMENT_OF[model.embed.dtype], ctypes.addressof(description), threads
         )
@@ -209,6 +211,7 @@ class NativeDecoder:
         merged: bool = False,
         states: NativeStates | None = None,
         model_segments: Segments | None = None,
+        mixture_segments: Segments | None = None,
     ) -> torch.Tensor:
         """Compute a step and write its KV; return logits `[kept, vocab + added]` float32, in memory that the next step
         overwrites. The first rank has columns of the tokens that adapters of the step add to the model's: -inf in rows
@@ -219,7 +222,7 @@ class NativeDecoder:
         kept_tokens: `[kept]` int64, the tokens whose hidden states are kept, for `prompt_logits` and `hidden_states`
         afterwards; those of prompt log-probabilities come first. max_stall: total seconds to wait for adapters being
         loaded. merged: use the weights of `use_merged`. states: needed by a model with Gated DeltaNet. model_segments:
-        of adapters of the model's own modules; None: there are none.
+        of adapters of the model's own modules, mixture_segments: of those of mixtures of experts; None: there are none.
 
         Afterwards `best` has a token for each logit token: the argmax (the first of equal ones; -1 if a logit is NaN or
         +inf) or, for tokens in `row_params`, a sampled one. Logits that sampling needs and that were not kept are
@@ -232,6 +235,8 @@ class NativeDecoder:
             offloaded = self._set_segments(segments)
         if self._model_segments[0] is not model_segments or step.model_ready:
             self._set_model_segments(model_segments)
+        if self._mixture_segments[0] is not mixture_segments or step.mixture_ready:
+            self._set_mixture_segments(mixture_segments)
         wanted, kept = len(logit_tokens), self.kept
         rows_kept = None
         if kept is not None and 0 < len(kept) < wanted:
@@ -282,6 +287,9 @@ class NativeDecoder:
         if step.model_ready and model_segments is not None:
             late = self._model_segments[1][-1]
             model_segments.late = [index for index in range(step.model_segments.count) if late[index]]
+        if step.mixture_ready and mixture_segments is not None:
+            late = self._mixture_segments[1][-1]
+            mixture_segments.late = [index for index, is_late in enumerate(late) if is_late]
         self.best = best.tolist()
         return logits
 
@@ -379,6 +387,20 @@ class NativeDecoder:
         step.model_late = ctypes.addressof(late)
         self._model_segments = segments, kept
 
+    def _set_mixture_segments(self, segments: Segments | None) -> None:
+        """As `_set_model_segments`, of mixtures of experts."""
+        step = self._step
+        if segments is None or not segments.rows:
+            step.mixture = step.mixture_ready = step.mixture_late = None
+            self._mixture_segments = segments, ()
+            return
+        lora = NativeMixtureLora(self._model.arena, segments, self._model.mixture_ids)
+        ready, late = _arrivals(segments)
+        step.mixture = ctypes.addressof(lora.description)
+        step.mixture_ready = None if ready is None else ctypes.addressof(ready)
+        step.mixture_late = ctypes.addressof(late)
+        self._mixture_segments = segments, (lora, ready, late)
+
     def _num_added(self, segments: Segments | None) -> int:
         """The most tokens beyond the model's that an adapter has rows of the head for. The first rank computes them."""
         module, vocab = self._model.head_rows_module, len(self._model.embed)
@@ -395,8 +417,7 @@ class NativeDecoder:
         adapters = (c_void_p * count)(*(ctypes.addressof(self._descriptor(rows)) for rows in segments.rows))
         begin, end = (c_int32 * count)(*segments.begin), (c_int32 * count)(*segments.end)
         level = (c_int32 * count)(*segments.level) if any(segments.level) else None
-        late = (c_int32 * count)()
-        ready = (c_void_p * count)(*segments.ready) if any(segments.ready) else None
+        ready, late = _arrivals(segments)
         found = SegmentsDescriptor(
             count=count,
             begin=ctypes.addressof(begin),
@@ -478,6 +499,14 @@ def _rows_of(logits: torch.Tensor) -> tuple[int, int]:
     return logits.data_ptr(), 4 * logits.stride(0)
 
 
+def _arrivals(segments: Segments) -> tuple[Any, Any]:
+    """Addresses of the counts of arrived layers, by segment, if any adapter is still coming, and room for those that
+    are late.
+    """
+    count = len(segments.rows)
+    return (c_void_p * count)(*segments.ready) if any(segments.ready) else None, (c_int32 * count)()
+
+
 def _described_layers(layers: Sequence[Any], model: NativeModel) -> Any:
     """Descriptors of layers; what they point to must live as long."""
     descriptors = (LayerDescriptor * len(layers))()
@@ -500,6 +529,11 @@ def _described_layers(layers: Sequence[Any], model: NativeModel) -> Any:
                 setattr(descriptor, name, _pointer_or_null(tensor))
         descriptor.page_layer = index if own.page_layer is None else own.page_layer
         descriptor.rotary_dim = 0 if own.cos is None else own.cos.shape[1]
+    for descriptor, mixture in zip(descriptors, model.mixtures, strict=False):
+        if mixture is not None:
+            descriptor.experts = mixture.weights.address
+            descriptor.mixture_targets = ctypes.addressof(mixture.targets)
+            descriptor.experts_factor = mixture.factor
     return descriptors
 
 

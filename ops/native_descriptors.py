@@ -189,6 +189,8 @@ class LayerDescriptor(Structure):
         ("product", c_int32 * len(PROJECTIONS)),
         *((name, c_void_p) for name in ("taps", "dt_bias", "a_log", "delta_norm", "conv_bias", "d")),
         ("state_layer", c_int32),
+        *((name, c_void_p) for name in ("experts", "mixture_targets")),
+        ("experts_factor", c_float),
     ]
 
 
@@ -250,6 +252,7 @@ class StepDescriptor(Structure):
         ("model_segments", SegmentsDescriptor),
         ("model_ready", c_void_p),
         ("model_late", c_void_p),
+        *((name, c_void_p) for name in ("mixture", "mixture_ready", "mixture_late")),
     ]
 
 
@@ -338,12 +341,11 @@ class MixtureDescriptor(Structure):
 
 
 class MixtureStepDescriptor(Structure):
-    """The rows of one step in a mixture of experts, and memory for what is computed of them."""
+    """The rows of one step in a mixture of experts."""
 
     _fields_ = [
         ("rows", c_int32),
-        *((name, c_void_p) for name in ("x", "y", "chosen", "weights", "gate_up", "outputs")),
-        *((name, c_void_p) for name in ("shared_gate_up", "shared_outputs", "lora")),
+        *((name, c_void_p) for name in ("x", "y", "chosen", "weights", "lora")),
         ("lora_element", c_int32),
     ]
 
@@ -355,15 +357,15 @@ class MixtureTargetsDescriptor(Structure):
 
 
 class MixtureLoraDescriptor(Structure):
-    """A step's adapters of a mixture of experts in one layer."""
+    """A step's adapters of mixtures of experts."""
 
     _fields_ = [
         ("arena", c_void_p),
         ("page_elems", c_int64),
-        ("layer", c_int32),
         ("segments", SegmentsDescriptor),
         *((name, c_void_p) for name in ("experts", "num_experts")),
-        ("targets", MixtureTargetsDescriptor * 6),
+        ("layer", c_int32),
+        ("targets", c_void_p),
     ]
 
 

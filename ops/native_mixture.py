@@ -1,4 +1,4 @@
-"""A layer's mixture of experts by the native library, adapters included, as one call.
+"""A layer's mixture of experts by the native library, adapters included: one call, or a part of a decoder's layer.
 
 Tests: tests/ops/test_native_mixture.py, tests/core/model/test_experts.py
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from ctypes import Array, addressof, c_int32, c_void_p
 from dataclasses import dataclass, replace
-from itertools import count
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -24,6 +23,7 @@ from .native_descriptors import (
     MixtureDescriptor,
     MixtureLoraDescriptor,
     MixtureStepDescriptor,
+    MixtureTargetsDescriptor,
     NativeActivation,
     NativeScoring,
     RoutingDescriptor,
@@ -69,13 +69,36 @@ class MixtureModules(NamedTuple):
     """Of an expert; likewise `down`."""
     down: Sequence[tuple[int, int, int]]
 
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """Of all of them."""
+        return tuple(module for own in self for module, _, _ in own)
+
+    def described(self, ids: Sequence[int]) -> Array[MixtureTargetsDescriptor]:
+        """In the library's form. ids: see `NativeMixtureLora`."""
+        found = (MixtureTargetsDescriptor * len(self))()
+        for targets, own in zip(found, self, strict=True):
+            targets.count = len(own)
+            values = [value for module, column, width in own for value in (ids.index(module), column, width)]
+            targets.targets[: len(values)] = values
+        return found
+
 
 class NativeMixtureLora:
-    """A step's adapters in a layer's mixture, in the library's form."""
+    """A step's adapters of mixtures, in the library's form."""
 
-    def __init__(self, arena: torch.Tensor, segments: Segments, layer: int, modules: MixtureModules) -> None:
-        """arena: `[pages, page_elems]`. segments: of the step's rows."""
-        ids = tuple(module for own in modules for module, _, _ in own)
+    def __init__(
+        self,
+        arena: torch.Tensor,
+        segments: Segments,
+        ids: tuple[int, ...],
+        layer: int = 0,
+        targets: Array[MixtureTargetsDescriptor] | None = None,
+    ) -> None:
+        """arena: `[pages, page_elems]`. segments: of the step's rows. ids: the mixtures' modules, which the library
+        knows by their places here: a model may have more than its descriptors have room for. layer, targets: of a call
+        of its own.
+        """
         parts, length = [_described(rows, ids) for rows in segments.rows], len(segments.rows)
         adapters = (c_void_p * length)(*(addressof(part.adapter) for part in parts))
         begin, end = (c_int32 * length)(*segments.begin), (c_int32 * length)(*segments.end)
@@ -87,17 +110,13 @@ class NativeMixtureLora:
         self.description = MixtureLoraDescriptor(
             arena=arena.data_ptr(),
             page_elems=arena.shape[1],
-            layer=layer,
             segments=SegmentsDescriptor(length, *map(addressof, (begin, end, adapters, level))),
             experts=addressof(experts),
             num_experts=addressof(num_experts),
+            layer=layer,
+            targets=None if targets is None else addressof(targets),
         )
-        numbers = count()
-        for targets, own in zip(self.description.targets, modules, strict=True):
-            targets.count = len(own)
-            values = [value for _, column, width in own for value in (next(numbers), column, width)]
-            targets.targets[: len(values)] = values
-        self._kept = arena, segments, parts, arrays  # the description has addresses of these
+        self._kept = arena, segments, parts, arrays, targets  # the description has addresses of these
 
 
 class _Part(NamedTuple):
@@ -114,9 +133,7 @@ _parts: WeakKeyDictionary[AdapterRows, dict[tuple[int, ...], _Part]] = WeakKeyDi
 
 
 def _described(rows: AdapterRows, ids: tuple[int, ...]) -> _Part:
-    """Made once. ids: the mixture's modules, which the library knows by their places here: a model may have more than
-    its descriptors have room for.
-    """
+    """Made once. ids: see `NativeMixtureLora`."""
     made = _parts.setdefault(rows, {})
     if ids not in made:
         a_offset, b_offset = ([offsets[module] for module in ids] for offsets in (rows.a_offset, rows.b_offset))
@@ -156,17 +173,15 @@ class NativeMixture:
         """
         if router.data.dtype != torch.float32:
             raise ValueError(f"a router's weights are of {router.data.dtype}; they must be of float32")
-        self._hidden, self._size = router.inputs, experts.down[0].inputs
-        self._per_token = routing.per_token
-        self._shared_size = 0 if shared is None else shared.down[0].inputs
+        self._hidden, self._per_token = router.inputs, routing.per_token
         matrices = [*experts.gate_up, *experts.down]
         self._dtype = next((each.data.dtype for each in matrices if isinstance(each, Panels)), None)
         self._kept: list[Any] = [router, experts, shared]  # the description has addresses of these
         self._description = MixtureDescriptor(
             hidden=self._hidden,
             experts=router.outputs,
-            size=self._size,
-            shared_size=self._shared_size,
+            size=experts.down[0].inputs,
+            shared_size=0 if shared is None else shared.down[0].inputs,
             router=router.data.data_ptr(),
             router_bias=self._values(router_bias),
             routing=RoutingDescriptor(
@@ -191,6 +206,11 @@ class NativeMixture:
             shared_gate=self._values(shared_gate),
             of_inputs=routing.of_inputs,
         )
+
+    @property
+    def address(self) -> int:
+        """Of its description, which lives as long as the object."""
+        return addressof(self._description)
 
     def _values(self, tensor: torch.Tensor | None) -> int | None:
         """Address of a tensor's values as float32, which are kept."""
@@ -220,19 +240,13 @@ class NativeMixture:
         """
         if (found := library()) is None:
             raise RuntimeError("experts were packed for the native library, which is no longer in use; pack them again")
-        rows, pairs, shared_rows = len(x), len(x) * self._per_token, len(x) if self._shared_size else 0
+        rows = len(x)
         wide, y = x.float().contiguous(), torch.empty(rows, self._hidden)
         chosen = torch.empty(rows, self._per_token, dtype=torch.int64)
         weights = torch.empty(rows, self._per_token)
-        memory = [
-            torch.empty(pairs, 2 * self._size),
-            torch.empty(pairs, self._hidden),
-            torch.empty(shared_rows, 2 * self._shared_size),
-            torch.empty(shared_rows, self._hidden),
-        ]
         step = MixtureStepDescriptor(
             rows,
-            *(each.data_ptr() for each in (wide, y, chosen, weights, *memory)),
+            *(each.data_ptr() for each in (wide, y, chosen, weights)),
             None if lora is None else addressof(lora.description),
             0 if lora is None else ELEMENT_OF[lora.dtype],
         )

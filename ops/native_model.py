@@ -6,13 +6,20 @@ Tests: tests/ops/test_native.py
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from ctypes import Array
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from .native_descriptors import NativeActivation, NativeHeadNorm, NativeOutputGate, ProductShape
+from .native_descriptors import (
+    MixtureTargetsDescriptor,
+    NativeActivation,
+    NativeHeadNorm,
+    NativeOutputGate,
+    ProductShape,
+)
 
 PANEL = 32  # output columns of a packed panel, kPanel in gemm.h
 
@@ -120,6 +127,25 @@ class LayerValues:
 
     state_layer: int = 0
     """Of a layer with a recurrent mixer: its place among such layers."""
+
+
+class DescribedMixture(Protocol):
+    """A mixture of experts in the library's form; see `native_mixture`."""
+
+    @property
+    def address(self) -> int:
+        """Of its description, which lives as long as the object."""
+        ...
+
+
+class LayerMixture(NamedTuple):
+    """A layer's mixture of experts as its feed-forward part."""
+
+    weights: DescribedMixture
+    targets: Array[MixtureTargetsDescriptor]
+    """What adapters change of it; see `MixtureModules.described`."""
+    factor: float
+    """Of the sum of all experts' outputs."""
 
 
 class NativeMixer(IntEnum):
@@ -241,3 +267,9 @@ class NativeModel:
 
     first_token: int = 0
     """Token of this rank's first column of the logits."""
+
+    mixtures: Sequence[LayerMixture | None] = ()
+    """By layer, the experts that it has in place of gate, up and down; empty: no layer has any."""
+
+    mixture_ids: tuple[int, ...] = ()
+    """Modules of all mixtures: see `NativeMixtureLora`."""

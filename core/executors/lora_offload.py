@@ -132,6 +132,7 @@ class LoraOffload:
         self._workers = workers = config.offload_workers
         self._dtype, self._page_elems = dtype, page_elems
         self._projections = model.projections
+        self._of_mixtures = [model.projections.id(name) for name in model.projections.mixture]
         self._products = products = model.projections.products
         # each part of an adapter has rows of its own
         parts = len(uniform_parts(model.projections, 1))
@@ -239,12 +240,20 @@ class LoraOffload:
             lengths = [segments.end[index] - segments.begin[index] for index in own]
             fits = row[-1] + sum(lengths) <= self._most_rows and len(entries) + len(own) <= MAX_OFFLOADED
             fits = fits and coming.layout.vectors is None  # which come after what LoRA adds
+            fits = fits and not self._changes_mixtures(coming.layout)
             offset = self._offset_to_offload(address, coming, sum(lengths), now, fits)
             if offset is not None:
                 entries += own
                 offsets += [offset] * len(own)
                 row += [*itertools.accumulate(lengths, initial=row[-1])][1:]
         return self._begin_offload(segments, entries, offsets, row) if entries else None
+
+    def _changes_mixtures(self, layout: AdapterLayout) -> bool:
+        """True if an adapter changes mixtures of experts, which workers do not compute: a step must wait for each of
+        its layers.
+        """
+        offsets = (part.slabs.a_offset for part in layout.parts)
+        return any(own[module] >= 0 for own in offsets for module in self._of_mixtures)
 
     def _offset_to_offload(self, address: int, coming: _Coming, tokens: int, now: float, fits: bool) -> int | None:
         """Return where the offload workers find an adapter whose tokens they compute; None if the step waits for it."""

@@ -195,9 +195,16 @@ _GATINGS = {
 }
 
 
+def what_native_lacks(spec: Experts) -> str | None:
+    """What a mixture has that the native library does not compute; None: it computes all of it."""
+    if isinstance(spec.activation, UngatedActivation):
+        return "mixture of experts without gates"
+    return "factor of each expert in a mixture" if spec.routing.scaled else None
+
+
 def _native_mixture(experts: ListedExperts, spec: Experts) -> NativeMixture | None:
     routing, activation, router = spec.routing, spec.activation, experts.router
-    if routing.scaled or isinstance(activation, UngatedActivation):
+    if isinstance(activation, UngatedActivation) or what_native_lacks(spec) is not None:
         return None
     shared = _packed_natively([experts.shared_gate_up]), _packed_natively([experts.shared_down])
     gate_up, down = _packed_natively(experts.gate_up), _packed_natively(experts.down)

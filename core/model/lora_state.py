@@ -164,9 +164,11 @@ class LoraState:
     def _add_of_mixture(
         self, begin: int, end: int, lora_index: int, factor: float, parts: Sequence[AdapterRows]
     ) -> None:
-        """As `_add`, of mixtures of experts. No library that waits for layers computes these."""
+        """As `_add`, of mixtures of experts."""
+        transfer = self._coming.get(lora_index)
+        address = 0 if transfer is None else transfer.address
         for part in parts:
-            self.mixture_segments.add(begin, end, part if factor == 1.0 else self._times(part, factor))
+            self.mixture_segments.add(begin, end, part if factor == 1.0 else self._times(part, factor), address)
             self._mixture_indices.append(lora_index)
 
     def wait(self, layer: int) -> None:
@@ -208,11 +210,12 @@ class LoraState:
     def late_indices(self) -> set[int]:
         """Slots of adapters that missed the deadline: their rows are void."""
         found = self._late.union(self._lora_indices[index] for index in self.segments.late)
-        return found.union(self._model_indices[index] for index in self.model_segments.late)
+        found.update(self._model_indices[index] for index in self.model_segments.late)
+        return found.union(self._mixture_indices[index] for index in self.mixture_segments.late)
 
     def late_requests(self, rows: Sequence[ScheduledSequence]) -> list[str]:
         """Return the requests with void rows: their adapter missed the deadline."""
-        if not (self._late or self.segments.late or self.model_segments.late):
+        if not (self._late or self.segments.late or self.model_segments.late or self.mixture_segments.late):
             return []
         late = self.late_indices()
         return [row.request_id for row in rows if row.lora_index in late]

@@ -31,6 +31,11 @@ _NATIVE_GROUPS = (
 """The groups of `MixtureModules`."""
 
 
+def mixture_modules(columns: Columns) -> MixtureModules:
+    """What adapters change of a layer's mixture, for the native library."""
+    return MixtureModules(*(columns[group] for group in _NATIVE_GROUPS))
+
+
 class MixtureLora:
     """Adds LoRA products to those of a layer's mixture of experts, through the arena `[pages, page_elems]`."""
 
@@ -50,8 +55,9 @@ class MixtureLora:
     @property
     def native(self) -> NativeMixtureLora:
         """The same for the native library."""
-        modules = MixtureModules(*(self._columns[group] for group in _NATIVE_GROUPS))
-        return NativeMixtureLora(self._arena, self._segments, self._layer, modules)
+        modules = mixture_modules(self._columns)
+        targets = modules.described(modules.ids)
+        return NativeMixtureLora(self._arena, self._segments, modules.ids, self._layer, targets)
 
     def add(self, group: Group, y: torch.Tensor, x: torch.Tensor) -> None:
         """Add to products y `[tokens, out]` of all of the step's tokens x `[tokens, in]`, by rows of y's dtype."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from types import MappingProxyType
 from typing import Any
@@ -25,11 +25,14 @@ from ...ops.sgmv import AdapterRows, Segments
 from ..requests.types import CannotMerge
 from .batch import StepBatch
 from .config import ModelConfig
+from .experts import ExpertKernels, ExpertWeights, ListedExperts, what_native_lacks
+from .kept_weights import keeps_experts
 from .layer_weights import MERGED_MATRICES, LayerWeights
 from .layers import (
     PARALLEL,
     Activation,
     AttentionSpec,
+    Experts,
     GatedSpec,
     HeadNorm,
     LayerSpec,
@@ -38,7 +41,8 @@ from .layers import (
     UngatedActivation,
     UngatedSpec,
 )
-from .lora_state import LoraState
+from .lora_state import LoraState, lora_groups
+from .mixture_lora import mixture_modules
 from .paged_states import PagedStates
 from .quantization.group_scaled import GroupScaled
 from .quantization.groups import is_packable, pack_scaled, plain
@@ -79,7 +83,7 @@ _UNGATED = {
 
 def why_unsupported(config: ModelConfig, dtype: torch.dtype) -> str | None:
     """Return the reason why the native decoder can't run a model in `dtype` here; None if it can."""
-    for part, has in _other_parts(config).items():
+    for part, has in (_parts_of_mixtures(config) | _other_parts(config)).items():
         if has:
             return f"it has no {part}, and this model's layers have {has if isinstance(has, str) else 'it'}"
     if config.recurrent is not None and config.recurrent.native_shape() is None:
@@ -87,6 +91,7 @@ def why_unsupported(config: ModelConfig, dtype: torch.dtype) -> str | None:
     pair = 4 // dtype.itemsize
     parts = [layer.dense.size for layer in config.layers if layer.dense is not None]
     inner = sorted({config.hidden_size, *parts, *(mixer.q_size for mixer in config.attention_shapes)})
+    inner += [size for it in config.layers if it.experts for size in (it.experts.size, it.experts.shared_size)]
     inner += [] if config.recurrent is None else [config.recurrent.out_size]
     if reason := native_library.why_unavailable(dtype):
         return reason
@@ -100,11 +105,17 @@ def _other_parts(config: ModelConfig) -> dict[str, bool | str]:
     """Parts that the native decoder does not have, and whether a model has them, or what of them."""
     mixers = config.attention_layers
     return {
-        "mixture of experts": f"{config.num_experts} experts" if config.num_experts else False,
         "latent attention": any(mixer.latent is not None for mixer in mixers),
         "further input of layers": config.layer_inputs is not None,
         "attention with another layer's keys": len(config.kv_layers) < len(mixers),
     } | _parts_of_few(config)
+
+
+def _parts_of_mixtures(config: ModelConfig) -> dict[str, bool | str]:
+    """Likewise, of mixtures of experts."""
+    mixtures = dict.fromkeys(layer.experts for layer in config.layers if layer.experts)
+    found: dict[str, bool | str] = {lack: True for it in mixtures if (lack := what_native_lacks(it)) is not None}
+    return found | {"mixture of experts beside a dense part": any(layer.beside is not None for layer in config.layers)}
 
 
 def _parts_of_few(config: ModelConfig) -> dict[str, bool | str]:
@@ -145,9 +156,10 @@ class NativeDecoderModel:
         for own, mixer in zip(values, (layer.attention for layer in config.layers), strict=True):
             if mixer is not None:
                 own.heads, own.kv_heads, own.head_dim = mixer.num_heads, mixer.num_kv_heads, mixer.head_dim
-        self.layers = [
-            native_layer(*each) for each in zip(weights.layers(packed.add), config.layers, values, strict=True)
-        ]
+        pack_expert, keep = keeps_experts(ExpertKernels.NATIVE, embed.dtype, embed.device, stay_narrow=True)
+        read = zip(weights.layers(packed.add, pack_expert), config.layers, values, strict=True)
+        self.layers = [native_layer(*each, keep) for each in read]
+        mixtures, mixture_ids = _native_mixtures(config, self.layers)
         head = weights.kept_lm_head(embed)
         self._share = vocab = len(head.values if isinstance(head, GroupScaled) else head)
         model = native_model.NativeModel(
@@ -170,6 +182,7 @@ class NativeDecoderModel:
             embed_rows_module=_module(config, Group.EMBEDDING_ROWS),
             head_rows_module=_module(config, Group.HEAD_ROWS),
             first_token=0 if ranks is None else config.vocab_size * ranks.rank // config.num_ranks,
+            mixtures=mixtures, mixture_ids=mixture_ids,
         )  # fmt: skip
         self._arena = arena
         self._decoder = native.NativeDecoder(model, threads or torch.get_num_threads(), ranks)
@@ -247,6 +260,7 @@ class NativeDecoderModel:
             merged=batch.merged,
             states=states,
             model_segments=None if lora is None else lora.model_segments,
+            mixture_segments=None if lora is None else lora.mixture_segments,
         )
         return self._gathered(logits)
 
@@ -337,6 +351,23 @@ def _activation(layer: LayerSpec) -> NativeActivation:
     return NativeActivation.SILU if part is None else _ACTIVATIONS[part.activation]
 
 
+def _native_mixtures(
+    config: ModelConfig, layers: Sequence[LayerWeights]
+) -> tuple[list[native_model.LayerMixture | None], tuple[int, ...]]:
+    """The layers' mixtures in the library's form, and the modules of all of them."""
+    modules = [mixture_modules(columns) for columns in lora_groups(config.projections)]
+    ids = tuple(dict.fromkeys(module for own in modules for module in own.ids))
+    found: list[native_model.LayerMixture | None] = []
+    for layer, spec, own in zip(layers, config.layers, modules, strict=True):
+        if layer.experts is None or not isinstance(spec.feed_forward, Experts):
+            found.append(None)
+            continue
+        if (weights := layer.experts.native(spec.feed_forward)) is None:
+            raise RuntimeError(f"the native library has not packed all matrices of {spec.feed_forward}")
+        found.append(native_model.LayerMixture(weights, own.described(ids), spec.feed_forward.factor))
+    return found, ids
+
+
 def _native_recurrent(
     recurrent: RecurrentSpec | None, layout: PageLayout
 ) -> tuple[native_model.NativeShape, native_model.NativeStates] | None:
@@ -413,10 +444,17 @@ def _module(config: ModelConfig, group: Group) -> int:
     return -1 if found is None else found
 
 
-def native_layer(layer: LayerWeights, spec: LayerSpec, values: native_model.LayerValues) -> LayerWeights:
+def native_layer(
+    layer: LayerWeights,
+    spec: LayerSpec,
+    values: native_model.LayerValues,
+    keep_experts: Callable[[ListedExperts], ExpertWeights],
+) -> LayerWeights:
     """The layer in the library's form: packed projections as they are, everything else as float32. Norms of heads that
     have no weights get ones; where heads are normed after they are rotated, so do they, and `values` gets the weights.
     """
+    if isinstance(layer.experts, ListedExperts):
+        layer.experts = keep_experts(layer.experts)
     for field in fields(layer):
         part = getattr(layer, field.name)
         if isinstance(part, torch.Tensor) and field.name not in PROJECTIONS:

@@ -8,6 +8,7 @@
 #include <cmath>
 #include <vector>
 #include "decode_attention.h"
+#include "experts_part.h"
 #include "head.h"
 #include "offload.h"
 #include "paged_states.h"
@@ -75,6 +76,7 @@ class Decoder final : public AnyDecoder {
           projections_(model, team_),
           embedding_lora_(model, team_.most()),
           head_(model, team_),
+          experts_(model, team_),
           merge_(team_),
           offloader_(model),
           delta_(model.delta),
@@ -173,6 +175,7 @@ class Decoder final : public AnyDecoder {
                   products.most([&](int p) { return products.group(p) == kDown ? products.inputs(p) : 0; }));
         decode_ = projections_.few() && step.tokens == step.rows;
         for (Shape& shape : shapes_) plan_attention(step, shape);
+        experts_.plan(step);
         embedding_lora_.plan(step.model_segments);
         head_.plan_adapters(step);
         head_.plan(step.logits_wanted, step.samples);
@@ -208,7 +211,7 @@ class Decoder final : public AnyDecoder {
         const int tokens = step.tokens, hidden = m_.hidden;
         const Rows<float> x = rows_of(x_, hidden);
         const Rows<X> normed = rows_of(normed_, hidden), apart = rows_of(apart_, hidden);
-        const bool waits = step.segment_ready || step.model_ready;
+        const bool waits = step.segment_ready || step.model_ready || step.mixture_ready;
         // Not by parts: a team's very first phase has the tag that untouched shares have.
         if (waits) team_.each(me, 1, [&](int) { wait_for_layer(step, 0); });
         team_.each(me, tokens, [&](int t) {
@@ -225,8 +228,8 @@ class Decoder final : public AnyDecoder {
             if (waits && l) team_.each(me, 1, [&](int) { wait_for_layer(step, l); });
             const float out = w.residual_multiplier;
             if (has(w, kO)) {
-                normalise(me, tokens, w.attention_norm, normed, w.attention_in_factor);
-                if (w.parallel && w.mlp_norm) normalise(me, tokens, w.mlp_norm, apart);
+                normalise(me, tokens, w.attention_norm, normed, w.attention_in_factor, w.experts && w.parallel && !w.mlp_norm);
+                if (w.parallel && w.mlp_norm) normalise(me, tokens, w.mlp_norm, apart, 1, w.experts);
                 if (has(w, kBesideIn)) mix_beside(step, me, w, l);
                 const LoraTask<T> o = task(step, w, l, kO, mix(step, me, w, l), x);
                 add_to_residual(me, o, w.attention_out_norm, out * w.attention_out_factor);
@@ -235,7 +238,10 @@ class Decoder final : public AnyDecoder {
                 const LoraTask<T> o = task(step, w, l, kBesideOut, rows_of(beside_, m_.delta.v_size()), x);
                 add_to_residual(me, o, nullptr, out * w.beside_out_factor);
             }
-            if (has(w, kDown)) {
+            if (w.experts) {
+                if (!w.parallel) normalise(me, tokens, w.mlp_norm, normed, 1, true);
+                add_experts(me, tokens, w, l, w.parallel && w.mlp_norm ? apart : normed, x);
+            } else if (has(w, kDown)) {
                 if (!w.parallel) normalise(me, tokens, w.mlp_norm, normed);
                 feed_forward(step, me, w, l, w.parallel && w.mlp_norm ? apart : normed);
             }
@@ -470,9 +476,35 @@ class Decoder final : public AnyDecoder {
                 if (!direct) std::fill_n(sum[t], m_.hidden, 0.0f);
                 ranks_->add(sum[t], t * sum.stride, m_.hidden);
             }
-            if (direct) return;
-            if (norm) norm_.run(sum[t], norm, m_.hidden, sum[t]);
-            add_scaled(sum[t], m_.hidden, multiplier, x[t]);
+            if (!direct) add_part(sum[t], norm, multiplier, x[t]);
+        });
+    }
+
+    // x += multiplier · norm(part) of a token.
+    void add_part(float* part, const float* norm, float multiplier, float* x) const {
+        if (norm) norm_.run(part, norm, m_.hidden, part);
+        add_scaled(part, m_.hidden, multiplier, x);
+    }
+
+    // The same of the experts of layer l with weights w, which read normed.
+    void add_experts(Team::Member& me, int tokens, const LayerDesc& w, int l, Rows<const X> rows, Rows<float> x) {
+        const Rows<float> sum = rows_of(y_, m_.hidden);
+        const Rows<float> own{ranks_ ? ranks_->mine() : sum.data, sum.stride};
+        const auto add = [&](int t) {
+            if (w.experts_factor != 1) scale_by(sum[t], m_.hidden, w.experts_factor);
+            add_part(sum[t], w.mlp_out_norm, w.residual_multiplier, x[t]);
+        };
+        experts_.run(me, w, l, rows);
+        each_part(team_, me, tokens, [&](int t, bool) {
+            experts_.add_up(w, t, me.thread, own[t]);
+            if (!ranks_) add(t);
+        });
+        if (!ranks_) return;
+        team_.each(me, 1, [&](int) { ranks_->meet(); });
+        each_part(team_, me, tokens, [&](int t, bool) {
+            std::fill_n(sum[t], m_.hidden, 0.0f);
+            ranks_->add(sum[t], t * sum.stride, m_.hidden);
+            add(t);
         });
     }
 
@@ -497,6 +529,7 @@ class Decoder final : public AnyDecoder {
         if (step.offloaded) offloader_.begin_layer(step, layer);
         if (step.segment_ready) wait_for_segments(step.segments, step.segment_ready, step.segment_late, layer);
         if (step.model_ready) wait_for_segments(step.model_segments, step.model_ready, step.model_late, layer);
+        if (step.mixture_ready) wait_for_segments(step.mixture->segments, step.mixture_ready, step.mixture_late, layer);
     }
 
     // As wait_for_layer, of some segments.
@@ -528,18 +561,23 @@ class Decoder final : public AnyDecoder {
         }
     }
 
-    // normed = factor · norm(x); without a norm where weight is null.
-    void normalise(Team::Member& me, int tokens, const float* weight, Rows<X> normed, float factor = 1) {
+    // normed = factor · norm(x); without a norm where weight is null. experts: read it, too.
+    void normalise(Team::Member& me, int tokens, const float* weight, Rows<X> normed, float factor = 1,
+                   bool experts = false) {
         const Rows<float> x = rows_of(x_, m_.hidden), wide = rows_of(y_, m_.hidden);
         auto run = [&](int t, auto to) {
             if (weight) norm_.run(x[t], weight, m_.hidden, to);
             else convert(x[t], m_.hidden, to);
         };
         each_part(team_, me, tokens, [&](int t, bool) {
-            if (factor == 1) return run(t, normed[t]);
-            run(t, wide[t]);
-            scale_by(wide[t], m_.hidden, factor);
-            convert(wide[t], m_.hidden, normed[t]);
+            if (factor == 1) {
+                run(t, normed[t]);
+            } else {
+                run(t, wide[t]);
+                scale_by(wide[t], m_.hidden, factor);
+                convert(wide[t], m_.hidden, normed[t]);
+            }
+            if (experts) experts_.take(t, normed[t]);
         });
     }
 
@@ -616,6 +654,7 @@ class Decoder final : public AnyDecoder {
     std::vector<char> gates_ = std::vector<char>(m_.num_products);  // of each product: whether it is of gate and up
     EmbeddingLora<T> embedding_lora_;
     OutputHead<T> head_;
+    ExpertsPart<T> experts_;
     Merge<T> merge_;
     Offloader<T> offloader_;
     GatedDelta delta_;

@@ -44,6 +44,10 @@ struct Heads {
     bool operator==(const Heads& other) const { return count == other.count && kv == other.kv && dim == other.dim; }
 };
 
+struct MixtureDesc;
+struct MixtureTargets;
+struct MixtureLoraDesc;
+
 // The descriptors mirror the ctypes structures of ops/native_descriptors.py, field by field: layout.h has both compared.
 struct LayerDesc {
     const float *attention_norm, *attention_out_norm, *mlp_norm,
@@ -80,6 +84,10 @@ struct LayerDesc {
     int32_t product[kGroups];  // of the model's, by group; below 0: the layer has no such group
     DeltaWeights delta;  // of a layer with a recurrent mixer
     int32_t state_layer;  // its place among such layers
+    // Of a layer with experts in place of gate, up and down; null where there are none.
+    const MixtureDesc* experts;
+    const MixtureTargets* mixture_targets;  // [kMixtureProducts]: what adapters change of it
+    float experts_factor;  // of the sum of all experts' outputs
 };
 
 struct ModelDesc {
@@ -168,6 +176,10 @@ struct StepDesc {
     Segments model_segments;
     const std::atomic<int32_t>* const* model_ready;
     int32_t* model_late;
+    // Adapters of mixtures of experts, likewise; null: none.
+    const MixtureLoraDesc* mixture;
+    const std::atomic<int32_t>* const* mixture_ready;
+    int32_t* mixture_late;
 };
 
 // One matrix of a layer, the projections of a group, with adapters in it; all parts change something in it.

@@ -127,7 +127,8 @@ def described(directory: Path) -> list[str]:
         lines.append(f"weights: {form}, {_kept(model)}")
     if experts := model.experts:
         count = sum(layer.experts is not None for layer in model.layers)
-        lines.append(f"{count} layers have {_experts(experts)}; {EXPERTS_NOTE}")
+        note = f"; {EXPERTS_NOTE}" * (EXPERTS_NOTE in family.notes)
+        lines.append(f"{count} layers have {_experts(experts)}{note}")
     for (seen, rope), count in kinds.items():
         turned = "no rope" if rope is None else f"{rope.type} rope of base {rope.theta:g}"
         lines.append(f"{count} layers see {seen}, with {turned}")

@@ -48,7 +48,7 @@ MIXTRAL = {"mlp": "block_sparse_moe", "gate_proj": "w1", "up_proj": "w3", "down_
 
 @pytest.fixture
 def kernels() -> str:
-    """The native decoder has no experts; the native library computes their mixtures, where it is there."""
+    """The native decoder where it takes a family; else PyTorch's operators, with the native library's mixtures."""
     return "auto"
 
 

@@ -69,7 +69,7 @@ few_families = families()
 
 @pytest.fixture
 def kernels() -> str:
-    """The native decoder has no experts; the native library computes their mixtures, where it is there."""
+    """The native decoder where it takes a family; else PyTorch's operators, with the native library's mixtures."""
     return "auto"
 
 
@@ -150,7 +150,7 @@ def test_experts_are_packed_for_the_kernels_that_are_asked_for(tmp_path, cpu_ker
 @pytest.mark.native
 def test_what_computes_experts_is_said(tiny, caplog):
     with caplog.at_level("WARNING", logger="chorus"):
-        executor_of(tiny("qwen3-moe").model, cpu_kernels="auto")
+        executor_of(tiny("deepseek-v3").model, cpu_kernels="auto")
     want = "steps run on torch's operators, but for mixtures of experts, which the native library computes: it has no "
     assert [record.message.startswith(want) for record in caplog.records].count(True) == 1
 
@@ -235,9 +235,9 @@ def settings(model: Path, **changes: Any) -> EngineConfig:
     return EngineConfig(model=model, memory_bytes=4 << 20, threads=1, **{"device": "cpu", **changes})
 
 
-def test_the_native_decoder_refuses_experts(tiny):
-    with pytest.raises(UnsupportedModel, match=r"cpu_kernels is 'native', but .*mixture of experts"):
-        executor_of(tiny("qwen3-moe").model, cpu_kernels="native")
+def test_the_native_decoder_refuses_experts_without_gates(tiny):
+    with pytest.raises(UnsupportedModel, match=r"cpu_kernels is 'native', but .*mixture of experts without gates"):
+        executor_of(tiny("nemotron-3").model, cpu_kernels="native")
 
 
 @pytest.mark.parametrize(

@@ -116,7 +116,7 @@ def logits_of(executor: CpuExecutor, prompts: list[list[int]], **config: Any) ->
 
 
 def executor_of(model: Path, **config: Any) -> CpuExecutor:
-    return CpuExecutor(EngineConfig(model=model, memory_bytes=4 << 20, threads=1, **config))
+    return CpuExecutor(EngineConfig(model=model, memory_bytes=4 << 20, **{"threads": 1, **config}))
 
 
 @pytest.fixture(scope="module")

@@ -46,7 +46,7 @@ LEVELS = native_library.levels()
 
 @pytest.fixture
 def kernels() -> str:
-    """The native decoder has no experts; their products are the native library's."""
+    """The native decoder where it takes a family; else PyTorch's operators, with the native library's mixtures."""
     return "auto"
 
 

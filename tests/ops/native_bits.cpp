@@ -38,9 +38,73 @@ uint64_t hash(const void* data, size_t bytes) {  // of words of 32 bits, by FNV-
     return bits;
 }
 
+// A mixture of experts with one that every row goes to, and a part of an adapter on its router, its shared expert and some
+// of its experts.
+//
+//   weight  weight(n, k): a random matrix
+//   vector  vector(n, scale, middle): random numbers
+template <class Weight, class Vector> struct Experts {
+    static constexpr int kCount = 9, kSize = 40, kShared = 24, kProducts = 8;
+
+    Experts(Weight weight, Vector vector) {
+        for (int e = 0; e < kCount; e++) {
+            up[e] = weight(2 * kSize, kHidden), down[e] = weight(kHidden, kSize);
+            up_bias[e] = vector(2 * kSize, 0.3f, 0), down_bias[e] = vector(kHidden, 0.3f, 0);
+        }
+        shared_up = weight(2 * kShared, kHidden), shared_down = weight(kHidden, kShared);
+        desc.hidden = kHidden, desc.experts = kCount, desc.size = kSize, desc.shared_size = kShared;
+        desc.router = vector(kPanel * kHidden, 1, 0), desc.router_bias = vector(kCount, 0.3f, 0);
+        desc.routing = {nullptr, 3, kSoftmax, 1, 1, 1, 1, 0, 1.5f, 0};
+        desc.activation = kSilu;
+        desc.gate_up = {up, nullptr, up_bias}, desc.down = {down, nullptr, down_bias};
+        desc.shared_gate_up = {&shared_up, nullptr, nullptr}, desc.shared_down = {&shared_down, nullptr, nullptr};
+        desc.shared_gate = vector(kHidden, 1, 0);
+        const int in[kProducts] = {kHidden, kHidden, kHidden, kHidden, kShared, kHidden, kHidden, kSize},
+                  out[kProducts] = {kCount, 1, kShared, kShared, kHidden, kSize, kSize, kHidden};
+        for (Adapter* part : {&of_layer, &of_experts}) {
+            for (int m = 0; m < kModules; m++) part->a_offset[m] = part->b_offset[m] = -1;
+            const bool experts = part == &of_experts;
+            for (int m = experts ? 5 : 0; m < (experts ? kProducts : 5); m++) {
+                part->a_offset[m] = (int)part->slab_elems, part->b_offset[m] = (int)part->slab_elems + in[m];
+                part->slab_elems += in[m] + out[m];
+            }
+            part->rank = experts ? 2 : 3, part->scale = 0.6f, part->first_elem = experts ? first : first + kLayers;
+        }
+        std::fill_n(first, 2 * kLayers, -1);
+        first[1] = 11, first[kLayers + 1] = 1703;
+        desc_of_targets();
+    }
+
+    void desc_of_targets() {
+        targets[kRouter] = {1, {{0, 0, kCount}}}, targets[kSharedGate] = {1, {{1, 0, 1}}};
+        targets[kSharedGateUp] = {2, {{2, 0, kShared}, {3, kShared, kShared}}};
+        targets[kSharedDown] = {1, {{4, 0, kHidden}}};
+        targets[kExpertGateUp] = {2, {{5, 0, kSize}, {6, kSize, kSize}}};
+        targets[kExpertDown] = {1, {{7, 0, kHidden}}};
+    }
+
+    // Of the rows begin … end - 1.
+    MixtureLoraDesc lora(void* arena, int64_t page_elems, const int64_t* pages, int begin, int end) {
+        of_layer.pages = of_experts.pages = pages;
+        froms[0] = froms[1] = begin, tos[0] = tos[1] = end;
+        return {arena, page_elems, {2, froms, tos, parts, nullptr, 0, 0}, lists, counts, 0, nullptr};
+    }
+
+    const void *up[kCount], *down[kCount], *shared_up, *shared_down;
+    const float *up_bias[kCount], *down_bias[kCount];
+    MixtureDesc desc{};
+    MixtureTargets targets[kMixtureProducts];
+    Adapter of_layer{}, of_experts{};
+    int64_t first[2 * kLayers];
+    const int32_t own[4] = {0, 2, 3, 7}, counts[2] = {0, 4}, *const lists[2] = {nullptr, own};
+    int32_t froms[2], tos[2];
+    const Adapter* const parts[2] = {&of_layer, &of_experts};
+};
+
 // kFfn: not a multiple of a panel, or one, by which gate and up get panels of their own. kinds: layers differ from Llama's.
-// bits: of whole-number weights, in groups of 24 with zero points; 0: none are. float8: keys and values are in FP8.
-template <class T, int kFfn> void run(bool kinds, int bits = 0, bool float8 = false) {
+// bits: of whole-number weights, in groups of 24 with zero points; 0: none are. float8: keys and values are in FP8. mixes:
+// layer 1 has experts.
+template <class T, int kFfn> void run(bool kinds, int bits = 0, bool float8 = false, bool mixes = false) {
     std::vector<std::vector<T>> weights;
     std::vector<std::vector<float>> vectors;
     auto weight = [&](int n, int k) -> const void* {  // in panels; what lies beyond n is never stored
@@ -86,9 +150,11 @@ template <class T, int kFfn> void run(bool kinds, int bits = 0, bool float8 = fa
         layer.k_scale = float8 ? 0.03f : 1, layer.v_scale = float8 ? 0.004f : 1;
     }
     const ProductDesc products[] = {{kQkv, kHidden, 3, {{0, 0, kQ}, {1, kQ, kKv}, {2, kQ + kKv, kKv}}},
-                                    {kO, kQ, 1, {{3, 0, kHidden}}},
-                                    {kGateUp, kHidden, 2, {{4, 0, kFfn}, {5, kFfn, kFfn}}},
-                                    {kDown, kFfn, 1, {{6, 0, kHidden}}}};
+                                               {kO, kQ, 1, {{3, 0, kHidden}}},
+                                               {kGateUp, kHidden, 2, {{4, 0, kFfn}, {5, kFfn, kFfn}}},
+                                               {kDown, kFfn, 1, {{6, 0, kHidden}}},
+                                               {kGateUp, 0, 0, {}},
+                                               {kDown, 0, 0, {}}};  // the last: of a layer with experts
     for (int l = 0; l < kLayers; l++) {
         layers[l].page_layer = l, layers[l].product[kBesideIn] = layers[l].product[kBesideOut] = -1;
         layers[l].attention_in_factor = layers[l].attention_out_factor = layers[l].gate_factor = layers[l].part_factor =
@@ -98,7 +164,7 @@ template <class T, int kFfn> void run(bool kinds, int bits = 0, bool float8 = fa
     ModelDesc model{};
     model.hidden = kHidden, model.layers = kLayers, model.vocab = kVocab, model.block_tokens = kBlock,
     model.page_groups = 1;
-    model.num_products = 4, model.eps = 1e-5f, model.embedding_multiplier = model.logits_scale = 1;
+    model.num_products = 6, model.eps = 1e-5f, model.embedding_multiplier = model.logits_scale = 1;
     model.layer = layers, model.products = products, model.embed = embed.data(),
     model.lm_head = weight(kVocab, kHidden);
     model.norm = norm, model.arena = arena.data(), model.page_elems = page_elems;
@@ -112,6 +178,11 @@ template <class T, int kFfn> void run(bool kinds, int bits = 0, bool float8 = fa
         layers[1].rotary_dim = 0, layers[1].attention_norm = layers[1].mlp_norm = nullptr;
         layers[2].parallel = 1, layers[2].window = 5, layers[2].rotary_dim = 10;
         model.centered = 1, model.embedding_multiplier = 2.5f, model.logits_scale = 0.5f, model.logits_softcap = 3;
+    }
+    Experts experts(weight, vector);
+    if (mixes) {
+        layers[1].experts = &experts.desc, layers[1].mixture_targets = experts.targets, layers[1].experts_factor = 0.9f;
+        layers[1].product[kGateUp] = 4, layers[1].product[kDown] = 5;
     }
     Decoder<T> decoder(model, 2);
 
@@ -159,6 +230,8 @@ template <class T, int kFfn> void run(bool kinds, int bits = 0, bool float8 = fa
         desc.offset = offset.data(), desc.qo_indptr = begin.data(), desc.kv_lens = lengths.data();
         desc.page_table = table.data(), desc.table_stride = kTable, desc.logit_tokens = wanted.data();
         desc.segments = {count, from, to, adapters, segments == 3 ? level : nullptr, 0, 0};
+        const MixtureLoraDesc mixture = experts.lora(arena.data(), page_elems, pages, begin[rows / 2], tokens);
+        if (mixes && segments) desc.mixture = &mixture;
         desc.logits = logits.data(), desc.best = best.data(), desc.samples = samples.data();
         decoder.forward(desc);
         uint64_t sampled = 7;
@@ -199,5 +272,9 @@ int main() {
     for (const bool kinds : {false, true}) {
         run<float, 136>(kinds, 0, true);
         run<bf16, 160>(kinds, 0, true);
+    }
+    for (const bool kinds : {false, true}) {
+        run<float, 136>(kinds, 0, false, true);
+        run<bf16, 160>(kinds, 0, false, true);
     }
 }

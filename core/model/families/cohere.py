@@ -179,6 +179,5 @@ COHERE_2_MOE = Family(
             "attention_norm": "input_layernorm",
         }
     ),
-    notes=reading.EXPERTS_NOTE,
     nulls=("num_key_value_heads", "rms_norm_eps"),
 )

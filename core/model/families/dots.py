@@ -52,7 +52,6 @@ DOTS_1 = Family(
         "moe_intermediate_size": 1408,
     },
     glm_moe.TENSORS,
-    notes=reading.EXPERTS_NOTE,
     nulls=("n_shared_experts", "norm_topk_prob", "num_key_value_heads"),
 )
 SOLAR_OPEN = Family(
@@ -73,5 +72,4 @@ SOLAR_OPEN = Family(
         "norm_topk_prob": True,
     },
     glm_moe.TENSORS,
-    notes=reading.EXPERTS_NOTE,
 )

@@ -99,7 +99,7 @@ ERNIE_4_5_MOE = Family(
         "moe_layer_interval": 1,
         "moe_norm_min": _NORM_MIN,
     },
-    notes=f"{reading.EXPERTS_NOTE}; draft layers (`mtp`) are left out; models with biases are refused",
+    notes="draft layers (`mtp`) are left out; models with biases are refused",
     nulls=("num_key_value_heads", "use_bias"),
 )
 PADDLEOCR_VL = Family(

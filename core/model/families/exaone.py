@@ -116,7 +116,7 @@ EXAONE_MOE = Family(
         "n_group": 1,
         "topk_group": 1,
     },
-    notes=f"{reading.EXPERTS_NOTE}; draft layers (`mtp`) are left out",
+    notes="draft layers (`mtp`) are left out",
     nulls=("sliding_window_pattern",),
 )
 _NAMES_3 = {

@@ -105,7 +105,7 @@ GLM_4_MOE = Family(
         "num_nextn_predict_layers": 1,
     },
     TENSORS,
-    notes=f"{reading.EXPERTS_NOTE}; draft layers after the last are left out",
+    notes="draft layers after the last are left out",
 )
 GLM_4_5V = Family(
     "GLM-4.5V (text)",
@@ -117,7 +117,7 @@ GLM_4_5V = Family(
         "attention_bias": True,
     },
     replace(TEXT_AND_IMAGES, names=NAMES),
-    notes=f"{reading.EXPERTS_NOTE}; draft layers after the last are left out",
+    notes="draft layers after the last are left out",
     shape=text_shape(151424, 4096, 10944, 46, 96),
 )
 GLM_4_MOE_LITE = Family(

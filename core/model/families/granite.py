@@ -156,7 +156,7 @@ GRANITE_4 = Family(
         **MAMBA_2_DEFAULTS,
     },
     TensorNames(names=_HYBRID, fused={"shared_mlp.input_linear": ("mlp.gate_proj", "mlp.up_proj")}),
-    notes=f"models without a layer of attention are refused; with experts: {reading.EXPERTS_NOTE}",
+    notes="models without a layer of attention are refused",
     nulls=("num_key_value_heads",),
 )
 GRANITE_MOE = Family(
@@ -165,7 +165,6 @@ GRANITE_MOE = Family(
     _read_experts,
     {**_DEFAULTS, "num_local_experts": 8, "num_experts_per_tok": 2},
     _EXPERTS,
-    notes=reading.EXPERTS_NOTE,
     nulls=("num_key_value_heads",),
 )
 _WINDOWS = {"num_key_value_heads": 4, "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "sliding_window": 128}

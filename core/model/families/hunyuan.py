@@ -139,5 +139,5 @@ HUNYUAN_3 = Family(
         "num_shared_experts": 1,
         "router_scaling_factor": 2.826,
     },
-    notes=f"{reading.EXPERTS_NOTE}; the draft layer after the last is left out",
+    notes="the draft layer after the last is left out",
 )

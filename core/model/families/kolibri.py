@@ -47,5 +47,4 @@ KOLIBRI_1 = Family(
         },
         older={**glm.OUT_NORMS, CORRECTION: "mlp.gate.e_score_correction_bias"},
     ),
-    notes=reading.EXPERTS_NOTE,
 )

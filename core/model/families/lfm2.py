@@ -154,5 +154,4 @@ LFM2_MOE = Family(
             "feed_forward.experts.down_proj": ("down_proj",),
         },
     ),
-    notes=reading.EXPERTS_NOTE,
 )

@@ -53,5 +53,5 @@ MELLUM = Family(
         "num_experts_per_tok": 8,
         "norm_topk_prob": True,
     },
-    notes=f"{reading.EXPERTS_NOTE}; draft layers (`mtp`) are left out",
+    notes="draft layers (`mtp`) are left out",
 )

@@ -54,5 +54,4 @@ MINIMAX_M2 = Family(
             "mlp.experts.{}.down_proj": "block_sparse_moe.experts.{}.w2",
         }
     ),
-    notes=reading.EXPERTS_NOTE,
 )

@@ -44,6 +44,5 @@ MIXTRAL = Family(
             "mlp.experts.{}.down_proj": "block_sparse_moe.experts.{}.w2",
         }
     ),
-    notes=reading.EXPERTS_NOTE,
     nulls=("head_dim",),
 )

@@ -39,7 +39,6 @@ OLMOE = Family(
         "num_experts": 64,
         "num_experts_per_tok": 8,
     },
-    notes=reading.EXPERTS_NOTE,
 )
 FLEX_OLMO = Family(
     "FlexOlmo",
@@ -54,6 +53,5 @@ FLEX_OLMO = Family(
         "rope_theta": 500000.0,
     },
     TensorNames(names=AFTER_NORMS),
-    notes=reading.EXPERTS_NOTE,
     nulls=("num_key_value_heads",),
 )

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from ..family import Family, text_shape
 from ..tensor_names import TensorNames
-from . import qwen, qwen3_moe, reading
+from . import qwen, qwen3_moe
 
 _OUTER = ("", "thinker.")
 _TOWERS = ("visual.", "audio_tower.", "model.visual.", "model.audio_tower.")
@@ -57,7 +57,7 @@ QWEN3_OMNI = Family(
     qwen3_moe.QWEN3_MOE.read,
     {**qwen3_moe.QWEN3_MOE.defaults, "num_key_value_heads": 4, "rope_theta": 1000000.0, "norm_topk_prob": True},
     _TENSORS,
-    notes=f"text only; {reading.EXPERTS_NOTE}",
+    notes="text only",
     shape=text_shape(3584, 2048, 18944, 28, 28),
 )
 QWEN2_5_OMNI_WHOLE = _of_whole(QWEN2_5_OMNI, "Qwen2_5OmniForConditionalGeneration", "Qwen2_5OmniModel")

@@ -56,7 +56,6 @@ QWEN2_MOE = Family(
         "num_experts_per_tok": 4,
         "decoder_sparse_step": 1,
     },
-    notes=reading.EXPERTS_NOTE,
     nulls=("num_key_value_heads",),
     shape=text_shape(151936, 2048, 5632, 24, 16),
 )

@@ -118,7 +118,7 @@ QWEN3_5_MOE = Family(
         "num_experts_per_tok": 8,
     },
     _NAMES,
-    notes=f"text only; draft layers (`mtp`) are left out; {reading.EXPERTS_NOTE}",
+    notes="text only; draft layers (`mtp`) are left out",
     shape=text_shape(248320, 2048, None, 40, 16),
 )
 _FUSED = {
@@ -138,5 +138,5 @@ QWEN3_NEXT = Family(
         "norm_topk_prob": True,
         "decoder_sparse_step": 1,
     },
-    notes=f"draft layers (`mtp`) are left out; {reading.EXPERTS_NOTE}",
+    notes="draft layers (`mtp`) are left out",
 )

@@ -45,7 +45,6 @@ QWEN3_MOE = Family(
         "num_experts_per_tok": 8,
         "decoder_sparse_step": 1,
     },
-    notes=reading.EXPERTS_NOTE,
     shape=text_shape(151936, 2048, 6144, 24, 32),
 )
 QWEN3_VL_MOE = Family(
@@ -63,7 +62,6 @@ QWEN3_VL_MOE = Family(
         "decoder_sparse_step": 1,
     },
     replace(TEXT_AND_IMAGES, transposed=True, by_shape=True),
-    notes=reading.EXPERTS_NOTE,
     nulls=("head_dim",),
     shape=text_shape(151936, 2048, 5632, 24, 16),
 )

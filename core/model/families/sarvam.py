@@ -71,7 +71,6 @@ SARVAM = Family(
     },
     glm_moe.TENSORS,
     model_types=("sarvam_moe",),
-    notes=reading.EXPERTS_NOTE,
 )
 SARVAM_MLA = Family(
     "Sarvam-MLA (105B)",

@@ -15,6 +15,7 @@ from chorus.core.model.layer_weights import LayerWeights
 from chorus.core.model.layers import (
     Activation,
     AttentionSpec,
+    ClampedSwiglu,
     Experts,
     GatedSpec,
     HeadNorm,
@@ -115,9 +116,24 @@ class TestRefusals:
     def test_gates_and_norms_of_all_heads_that_it_computes(self, gate):
         assert refusal(changed(output_gate=gate, head_norm=HeadNorm.ALL)) is None
 
-    def test_experts_are_refused(self):
-        sparse = replace(LAYER, feed_forward=Experts(16, 40, Routing(2)))
-        assert refusal(LAYER, sparse) == "it has no mixture of experts, and this model's layers have 16 experts"
+    def test_experts_are_refused_for_what_the_library_does_not_compute(self):
+        def refused(experts: Experts, dtype: torch.dtype = torch.float32, **changes: Any) -> str | None:
+            return refusal(LAYER, replace(LAYER, **{"feed_forward": experts, **changes}), dtype=dtype)
+
+        plain = Experts(16, 40, Routing(2))
+        swiglu = ClampedSwiglu(1.7, 7.0)
+        assert refused(plain) is None
+        assert refused(replace(plain, activation=swiglu, biased=True, shared_size=24, shared_gate=True)) is None
+        ungated = refused(replace(plain, activation=UngatedActivation.RELU_SQUARED))
+        assert ungated == "it has no mixture of experts without gates, and this model's layers have it"
+        scaled = refused(replace(plain, routing=Routing(2, scaled=True)))
+        assert scaled == "it has no factor of each expert in a mixture, and this model's layers have it"
+        beside = refused(plain, feed_forward=LAYER.feed_forward, beside=plain)
+        assert beside == "it has no mixture of experts beside a dense part, and this model's layers have it"
+        if native_library.available(torch.bfloat16):
+            odd = refused(replace(plain, size=41), torch.bfloat16)
+            assert odd is not None
+            assert odd.startswith("it needs even sizes, and this model's are [16] of heads, [")
 
     def test_factors_before_a_norm_are_refused(self):
         scaled = replace(LAYER, feed_forward=GatedSpec(80, gate_factor=0.5, factor=2.0))
@@ -207,7 +223,7 @@ class GivenWeights:
     def lm_head_bias(self) -> torch.Tensor | None:
         return self._model.head_bias
 
-    def layers(self, pack: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[LayerWeights]:
+    def layers(self, pack: Callable[[torch.Tensor], torch.Tensor], pack_expert: object) -> Iterator[LayerWeights]:
         for layer in self._model.weights:
             parts = {name: part for name, part in vars(layer).items() if name != "whole"}
             yield LayerWeights(**{**parts, **{name: pack(parts[name]) for name in ("qkv", "o", "gate_up", "down")}})
