@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from types import MappingProxyType
 from typing import Any
@@ -25,7 +25,7 @@ from ...ops.sgmv import AdapterRows, Segments
 from ..requests.types import CannotMerge
 from .batch import StepBatch
 from .config import ModelConfig
-from .experts import ExpertKernels, ExpertWeights, ListedExperts, what_native_lacks
+from .experts import ExpertKernels, ListedExperts, what_native_lacks
 from .kept_weights import keeps_experts
 from .layer_weights import MERGED_MATRICES, LayerWeights
 from .layers import (
@@ -158,7 +158,10 @@ class NativeDecoderModel:
                 own.heads, own.kv_heads, own.head_dim = mixer.num_heads, mixer.num_kv_heads, mixer.head_dim
         pack_expert, keep = keeps_experts(ExpertKernels.NATIVE, embed.dtype, embed.device, stay_narrow=True)
         read = zip(weights.layers(packed.add, pack_expert), config.layers, values, strict=True)
-        self.layers = [native_layer(*each, keep) for each in read]
+        self.layers = [native_layer(*each) for each in read]
+        for layer in self.layers:
+            if isinstance(layer.experts, ListedExperts):
+                layer.experts = keep(layer.experts)
         mixtures, mixture_ids = _native_mixtures(config, self.layers)
         head = weights.kept_lm_head(embed)
         self._share = vocab = len(head.values if isinstance(head, GroupScaled) else head)
@@ -444,17 +447,10 @@ def _module(config: ModelConfig, group: Group) -> int:
     return -1 if found is None else found
 
 
-def native_layer(
-    layer: LayerWeights,
-    spec: LayerSpec,
-    values: native_model.LayerValues,
-    keep_experts: Callable[[ListedExperts], ExpertWeights],
-) -> LayerWeights:
+def native_layer(layer: LayerWeights, spec: LayerSpec, values: native_model.LayerValues) -> LayerWeights:
     """The layer in the library's form: packed projections as they are, everything else as float32. Norms of heads that
     have no weights get ones; where heads are normed after they are rotated, so do they, and `values` gets the weights.
     """
-    if isinstance(layer.experts, ListedExperts):
-        layer.experts = keep_experts(layer.experts)
     for field in fields(layer):
         part = getattr(layer, field.name)
         if isinstance(part, torch.Tensor) and field.name not in PROJECTIONS:

@@ -34,14 +34,9 @@ from .tiny_mixtures import ADAPTERS, make_mixture
 pytestmark = [pytest.mark.native, pytest.mark.wide]
 
 LACKS = {
-    r"gpt-oss|granite-moe-swa|flint": "attention sinks",
     r"gemma-4": "factor of each expert in a mixture",
     r"deepseek|glm-4\.7|kimi|sarvam-mla|youtu|minicpm3": "latent attention",
-    r"afmoe": "gate of attention's output apart",
     r"nemotron": "mixture of experts without gates",
-    r"llama-4": "chunks of attention",
-    r"phi-moe": "norm with a bias",
-    r"hunyuan-moe": "norm of heads after they are rotated",
 }
 """What the decoder does not have, by the beginnings of families."""
 

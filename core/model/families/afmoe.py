@@ -78,6 +78,6 @@ AFMOE = Family(
             CORRECTION: "mlp.expert_bias",
         }
     ),
-    notes=f"{reading.EXPERTS_NOTE}; `route_norm: false` is refused, since transformers normalises in any case",
+    notes="`route_norm: false` is refused, since transformers normalises in any case",
     nulls=("global_attn_every_n_layers", "head_dim", "mup_enabled", "num_key_value_heads", "num_shared_experts"),
 )

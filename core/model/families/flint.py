@@ -51,5 +51,4 @@ FLINT = Family(
         "decoder_sparse_step": 1,
     },
     TensorNames(names={**LLAMA_NORMS, "self_attn.sinks": "self_attn.softmax_offset"}),
-    notes=reading.EXPERTS_NOTE,
 )

@@ -73,6 +73,5 @@ GPT_OSS = Family(
         transposed=True,
         adapter_names={f"self_attn.{name}": f"attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj")},
     ),
-    notes=reading.EXPERTS_NOTE,
     shape=text_shape(201088, 2880, 2880, 36, 64),
 )

@@ -180,6 +180,5 @@ GRANITE_MOE_SWA = Family(
     ("GraniteMoeSWAForCausalLM",),
     _read_windows_experts,
     {**GRANITE_MOE.defaults, "sliding_window": 128},
-    notes=reading.EXPERTS_NOTE,
     nulls=("num_key_value_heads",),
 )

@@ -119,7 +119,7 @@ HUNYUAN_MOE = Family(
             "mlp.gate": "mlp.gate.wg",
         }
     ),
-    notes=f"{reading.EXPERTS_NOTE}; layers with different numbers of experts are refused",
+    notes="layers with different numbers of experts are refused",
     nulls=("head_dim", "num_key_value_heads"),
 )
 HUNYUAN_3 = Family(

@@ -130,10 +130,7 @@ _DEFAULTS = {
     "floor_scale": 8192,
     "attn_scale": 0.1,
 }
-_NOTES = (
-    "chunks of attention are sequences of their own, in every backend; `block_tokens` must divide them; "
-    f"{reading.EXPERTS_NOTE}"
-)
+_NOTES = "chunks of attention are sequences of their own, in every backend; `block_tokens` must divide them"
 
 LLAMA_4 = Family("Llama 4", ("Llama4ForCausalLM",), _read, _DEFAULTS, _TENSORS, notes=_NOTES)
 LLAMA_4_TEXT = Family(

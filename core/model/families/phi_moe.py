@@ -64,5 +64,5 @@ PHI_MOE = Family(
         names=mixtral.MIXTRAL.tensors.names,
         adapter_names={"mlp.gate": "mlp.router"},
     ),
-    notes=f"as transformers computes longrope, with the short factors at every length; {reading.EXPERTS_NOTE}",
+    notes="as transformers computes longrope, with the short factors at every length",
 )
