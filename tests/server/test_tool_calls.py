@@ -15,7 +15,7 @@ from chorus.server.demo.builtin import BUILTIN_MODEL
 from chorus.server.text.tokenizer import Tokenizer
 
 from ..tiny_tokenizer import save_tokenizer
-from .conftest import FakeEngine, byte_level_backend, live_server
+from .conftest import Teller, byte_level_backend, live_server
 
 pytestmark = pytest.mark.wide
 
@@ -36,15 +36,6 @@ PARAMETERS = {
 
 def tool(name="f", parameters=PARAMETERS, **more):
     return {"type": "function", "function": {"name": name, "parameters": parameters, **more}}
-
-
-class Teller(FakeEngine):
-    """Says `text`, whatever it is asked."""
-
-    text = ""
-
-    def answer(self, request):
-        return list(self.text.encode())
 
 
 @pytest.fixture(scope="module")
@@ -498,6 +489,9 @@ def test_a_response_with_reasoning_and_calls(live, stream):
         assert done == ["reasoning", "message", "function_call", "function_call"]
 
 
+SIGNATURE = "6E+i+v4JIzYkVayeU7+uwdcHoT86Scyn"
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_anthropic_message_with_thinking_and_calls(live, stream):
     live.engine.text = CALLS
@@ -506,6 +500,7 @@ def test_an_anthropic_message_with_thinking_and_calls(live, stream):
     if not stream:
         thinking, text, *calls = response.json()["content"]
         assert (thinking["thinking"], text["text"], response.json()["stop_reason"]) == ("A.", "Well", "tool_use")
+        assert thinking["signature"] == SIGNATURE, "without one, clients send no thinking back"
         assert [(call["type"], call["name"], call["input"]) for call in calls] == [
             ("tool_use", "f", {"days": 1}),
             ("tool_use", "f", {}),
@@ -514,7 +509,9 @@ def test_an_anthropic_message_with_thinking_and_calls(live, stream):
     events = [json.loads(line.removeprefix("data: ")) for line in response.text.splitlines() if line.startswith("data")]
     begun = [event["content_block"] for event in events if event["type"] == "content_block_start"]
     assert [block["type"] for block in begun] == ["thinking", "text", "tool_use", "tool_use"]
-    pieces = [event["delta"].get("partial_json", "") for event in events if event["type"] == "content_block_delta"]
+    deltas = [event["delta"] for event in events if event["type"] == "content_block_delta"]
+    assert [delta["signature"] for delta in deltas if delta["type"] == "signature_delta"] == [SIGNATURE]
+    pieces = [delta.get("partial_json", "") for delta in deltas]
     assert "".join(pieces) == '{"days": 1}{}'
     assert events[-2]["delta"]["stop_reason"] == "tool_use"
 
