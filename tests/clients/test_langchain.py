@@ -1,5 +1,6 @@
 """langchain's models for OpenAI's and Anthropic's API: calls, structured answers, streams, embeddings."""
 
+import openai
 import pytest
 from pydantic import BaseModel
 
@@ -7,10 +8,11 @@ from .recorded import ANSWER, ARGUMENTS, SAYS_ANSWER, SAYS_CALL, SAYS_CITY, THOU
 
 pytest.importorskip("langchain_openai")
 pytest.importorskip("langchain_anthropic")
+import tiktoken
 from langchain_anthropic import ChatAnthropic
 from langchain_core.messages import HumanMessage, ToolMessage
 from langchain_core.tools import tool
-from langchain_openai import ChatOpenAI, OpenAI
+from langchain_openai import ChatOpenAI, OpenAI, OpenAIEmbeddings
 
 pytestmark = pytest.mark.clients
 
@@ -86,3 +88,22 @@ def test_thoughts_and_log_probabilities(told):
 def test_completions(told):
     told.engine.text = ANSWER
     assert OpenAI(base_url=f"{told.url}/v1", **SHARED).invoke("Once upon") == ANSWER
+
+
+def byte_encoding(ids):
+    """An encoding of tiktoken's, which langchain asks for by the model's name: a token for each byte, by these ids."""
+    ranks = {bytes([byte]): token for byte, token in enumerate(ids)}
+    return tiktoken.Encoding("bytes", pat_str=r"[\s\S]", mergeable_ranks=ranks, special_tokens={})
+
+
+@pytest.mark.parametrize("ids", [range(100_000, 100_256), range(255, -1, -1)])
+def test_embeddings_of_another_tokenizers_ids_are_refused_with_the_way_out(builtin, monkeypatch, ids):
+    """Ids beyond the vocabulary, and ids within it that this model's tokenizer writes for no text."""
+    monkeypatch.setattr(tiktoken, "encoding_for_model", lambda _: byte_encoding(ids))
+    how = {"base_url": f"{builtin.url}/v1", "api_key": "none", "max_retries": 0, "model": "chorus-builtin"}
+    with pytest.raises(openai.BadRequestError) as error:
+        OpenAIEmbeddings(**how).embed_documents(["A text of some length.", "b"])
+    assert error.value.param == "input[0]" and "check_embedding_ctx_length=False" in error.value.message
+    vectors = OpenAIEmbeddings(**how, check_embedding_ctx_length=False).embed_documents(["A text.", "b"])
+    plain = openai.OpenAI(base_url=f"{builtin.url}/v1", api_key="none").embeddings
+    assert vectors[0] == plain.create(model="chorus-builtin", input="A text.").data[0].embedding
