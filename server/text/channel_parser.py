@@ -10,7 +10,7 @@ from typing import Any
 
 from .argument_syntax import SPACE, ArgumentReader
 from .output_parser import OutputParser
-from .output_parts import PartKind, PartReader
+from .output_parts import OutputKind, PartKind, PartReader
 from .output_syntax import ChannelFormat, OutputSyntax
 
 MOST_HEADER = 256
@@ -83,6 +83,7 @@ class ChannelParser(PartReader):
                 self._step = self._in_arguments
         elif recipient not in syntax.readers or syntax.reasoning.search(header):
             self._kind = PartKind.REASONING
+            self.kinds |= {OutputKind.UNPARSED} if name != recipient else set()
 
     def _body(self) -> bool:
         """Within a message that is no call."""
@@ -120,6 +121,7 @@ class ChannelParser(PartReader):
             else:
                 self._give(PartKind.CONTENT, part.text, self._inner_at + part.at)
         self._in_call = self._num_calls > 0 and not self._inner.calls
+        self.kinds |= self._inner.kinds & {OutputKind.UNPARSED}
         if mark:
             self._step = self._header
         return bool(mark)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any, cast
 
 import openai
@@ -554,3 +555,29 @@ def test_every_delta_has_the_field_of_reasoning(say):
     deltas = [chunk.choices[0].delta for chunk in say(CALLS, tools=[tool()], stream=True)]
     assert "".join(delta.reasoning_content or "" for delta in deltas) == "A."
     assert any(delta.tool_calls for delta in deltas) and deltas[-1].reasoning_content is None
+
+
+IN_REASONING = '<think>So <tool_call>{"name": "f", "arguments": {"days": 1}}</tool_call>'
+KINDS = {
+    "5": {"text"},
+    CALLS: {"text", "reasoning", "call"},
+    IN_REASONING: {"reasoning", "call", "call_in_reasoning"},
+    IN_REASONING.removesuffix("</tool_call>")[:-1]: {"reasoning", "call", "call_in_reasoning", "open_call"},
+    '<tool_call>{"name": "f", "arguments": {"days": ': {"call", "open_call"},
+    "<think>A": {"reasoning", "open_reasoning"},
+    '<tool_call>{"name": "nobody", "arguments": {}}</tool_call>': {"text", "unparsed"},
+    "<tool_call>f(days=1)</tool_call>": {"text", "unparsed"},
+}
+
+
+@pytest.mark.parametrize("text", KINDS)
+@pytest.mark.parametrize("stream", [False, True])
+def test_parsed_outputs_are_counted_by_what_they_have(live, say, text, stream):
+    def counted():
+        found = re.findall(r'chorus_parsed_outputs_total\{kind="(\w+)"\} (\S+)', live.client.get("/metrics").text)
+        return {kind: float(count) for kind, count in found}
+
+    before = counted()
+    say(text, tools=[tool()], n=2, stream=stream)
+    assert {kind for kind, count in counted().items() if count > before[kind]} == KINDS[text]
+    assert all(count - before[kind] in (0, 2) for kind, count in counted().items())
