@@ -27,6 +27,10 @@ _ESCAPE = re.compile(
     r"\\(?:x(?P<x>[0-9a-fA-F]{2})|u(?P<u>[0-9a-fA-F]{4})|U(?P<U>[0-9a-fA-F]{8})|(?P<octal>[0-7]{1,3})|(?P<other>(?:.|\n)))"
 )
 _LONGEST_ESCAPE = 10
+_FOLLOWS = ",)]}:"
+"""What may follow a text in quotation marks."""
+_MOST_BLANKS = 64
+"""Blanks between a quotation mark and what follows it: after more of them a text has ended."""
 
 
 @dataclass(slots=True)
@@ -156,10 +160,10 @@ class LiteralArguments:
         if self._marks:
             end = text.find(quote)
             shown = text[:end] if end >= 0 else text[: len(text) - overlap(text, quote)]
-            piece, rest = inside_quotes(shown), text[len(shown) :]
+            piece, rest, has_ended = inside_quotes(shown), text[len(shown) :], end >= 0
         else:
-            piece, rest = _unescaped(text, quote, final)
-        if not rest.startswith(quote):
+            piece, rest, has_ended = _unescaped(text, quote, final=final)
+        if not has_ended:
             return piece, rest, False
         self._step = self._after
         return piece + '"', rest[len(quote) :], True
@@ -213,27 +217,42 @@ def _quoted(text: str) -> tuple[str, str] | None:
     """The text in the quotation marks that a text begins with, and the rest; None if they are not closed."""
     if not text.startswith(('"', "'")):
         return None
-    piece, rest = _unescaped(text[1:], text[0], final=False)
-    return (json.loads(f'"{piece}"'), rest[1:]) if rest.startswith(text[0]) else None
+    piece, rest, has_ended = _unescaped(text[1:], text[0], final=False)
+    return (json.loads(f'"{piece}"'), rest[1:]) if has_ended else None
 
 
-def _unescaped(text: str, quote: str, final: bool) -> tuple[str, str]:
-    """A piece of a JSON string of a text in quotation marks, and the rest: at the marks, or at what may go on."""
+def _unescaped(text: str, quote: str, *, final: bool) -> tuple[str, str, bool]:
+    """A piece of a JSON string of a text in quotation marks, the rest (at the marks, or at what may go on), and whether
+    the text has ended: a mark that nothing of `_FOLLOWS` follows is one of the text, which some models do not escape.
+    """
     piece, at = "", 0
     while True:
         mark, escape = text.find(quote, at), text.find("\\", at)
         if escape < 0 or 0 <= mark < escape:
-            kept = len(text) - overlap(text, quote) if mark < 0 else mark
-            return piece + inside_quotes(text[at : max(at, kept)]), text[max(at, kept) :]
+            ends = None if mark < 0 else _ends(text, mark + len(quote), final=final)
+            if ends is False:
+                piece += inside_quotes(text[at : mark + 1])
+                at = mark + 1
+                continue
+            kept = max(at, len(text) - overlap(text, quote) if mark < 0 else mark)
+            return piece + inside_quotes(text[at:kept]), text[kept:], bool(ends)
         piece += inside_quotes(text[at:escape])
         found = _ESCAPE.match(text, escape)
         is_open = found is None or (found["octal"] and found.end() == len(text)) or (found["other"] or "") in "xuU"
         if is_open and len(text) - escape < _LONGEST_ESCAPE and not final:
-            return piece, text[escape:]
+            return piece, text[escape:], False
         if found is None:
-            return piece, ""
+            return piece, "", False
         piece += _letter(found)
         at = found.end()
+
+
+def _ends(text: str, at: int, *, final: bool) -> bool | None:
+    """True if a text ends at the quotation mark before a position; None: it depends on what follows."""
+    behind = text[at : at + _MOST_BLANKS].lstrip(SPACE)
+    if behind:
+        return behind[0] in _FOLLOWS
+    return True if final or len(text) - at >= _MOST_BLANKS else None
 
 
 def _letter(escape: re.Match[str]) -> str:

@@ -219,6 +219,12 @@ def test_a_call_that_is_thought_about_is_reasoning():
         ("city=true, days=null", {"city": True, "days": None}),
         ("city=Paris", {"city": "Paris"}),
         ("city=''", {"city": ""}),
+        ("city='It's', days=1", {"city": "It's", "days": 1}),  # LFM2.5 escapes no quotes
+        ("city='It's'", {"city": "It's"}),
+        ("city='the 'old' town' , days=1", {"city": "the 'old' town", "days": 1}),
+        ('city="a "b" c"', {"city": 'a "b" c'}),
+        ("where={'it's': ['o'c', 'd']}", {"where": {"it's": ["o'c", "d"]}}),
+        ("city='a'" + " " * 99 + ", days=1", {"city": "a", "days": 1}),
         (" \n city = [ ] , \n", {"city": []}),
         ("", {}),
     ],
