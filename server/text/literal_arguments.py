@@ -228,23 +228,32 @@ def _unescaped(text: str, quote: str, *, final: bool) -> tuple[str, str, bool]:
     piece, at = "", 0
     while True:
         mark, escape = text.find(quote, at), text.find("\\", at)
-        if escape < 0 or 0 <= mark < escape:
-            ends = None if mark < 0 else _ends(text, mark + len(quote), final=final)
-            if ends is False:
-                piece += inside_quotes(text[at : mark + 1])
-                at = mark + 1
-                continue
-            kept = max(at, len(text) - overlap(text, quote) if mark < 0 else mark)
-            return piece + inside_quotes(text[at:kept]), text[kept:], bool(ends)
+        if mark >= 0 and (escape < 0 or mark < escape):
+            if (ends := _ends(text, mark + len(quote), final=final)) is not False:
+                return piece + inside_quotes(text[at:mark]), text[mark:], ends is True
+            piece += inside_quotes(text[at : mark + 1])
+            at = mark + 1
+            continue
+        if escape < 0:
+            kept = max(at, len(text) - overlap(text, quote))
+            return piece + inside_quotes(text[at:kept]), text[kept:], False
         piece += inside_quotes(text[at:escape])
         found = _ESCAPE.match(text, escape)
-        is_open = found is None or (found["octal"] and found.end() == len(text)) or (found["other"] or "") in "xuU"
-        if is_open and len(text) - escape < _LONGEST_ESCAPE and not final:
+        if not final and _is_open(found, len(text) - escape):
             return piece, text[escape:], False
         if found is None:
             return piece, "", False
         piece += _letter(found)
         at = found.end()
+
+
+def _is_open(escape: re.Match[str] | None, length: int) -> bool:
+    """True if an escape may go on behind so many characters."""
+    if length >= _LONGEST_ESCAPE:
+        return False
+    if escape is None:
+        return True
+    return bool(escape["octal"] and escape.end() == len(escape.string)) or (escape["other"] or "") in "xuU"
 
 
 def _ends(text: str, at: int, *, final: bool) -> bool | None:

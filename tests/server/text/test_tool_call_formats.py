@@ -286,7 +286,7 @@ def test_a_setting_names_the_format_and_an_unknown_one_is_told():
     ("wrong", "said"),
     [
         ({"properties": [1]}, "properties.a.properties: must be an object"),
-        ({"items": {"required": 5}}, "properties.a.items.required: must be an array"),
+        ({"items": {"required": 5}}, "properties.a.items.required: must be an array of names"),
     ],
 )
 def test_a_schema_that_is_none_is_told_before_its_grammar_is_written(wrong, said):
