@@ -12,10 +12,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from ...core.requests.json_schemas import moved, resolved, subschemas
 from .argument_syntax import SPACE, ArgumentSyntax, Rules, inside_quotes, is_json, json_grammar
 from .detokenizer import overlap
+from .whole_schemas import under
 
 _IN_LINE = re.compile(r'["\\\n]')
+_DEFINITIONS = ("$defs", "definitions")
 _OF_PYTHON = {"True": "true", "False": "false", "None": "null"}
 
 
@@ -62,25 +65,36 @@ class TaggedSyntax(ArgumentSyntax):
         spelt = rules.spelt
         rules.add_unless_there(spelt.text_up_to("text_value", self.close))
         properties, required = schema.get("properties") or {}, schema.get("required") or ()
-        shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
+        shared = {name: schema[name] for name in _DEFINITIONS if name in schema}
         parts = []
         for name, each in properties.items():
             kind = each if isinstance(each, Mapping) else {}
             named = self.named_text if self.named_text and self.is_text(kind) else self.named
-            value = self._value(kind, shared, rules)
+            value = self._value(kind, shared, schema, rules)
             part = f"{spelt(f'{self.open}{name}{named}{self.around}')} {value} {spelt(self.after)}"
             parts.append(part if name in required else f"({part})?")
         return " ".join(parts)
 
-    def _value(self, schema: Mapping[str, Any], shared: Mapping[str, Any], rules: Rules) -> str:
-        """The value of one property, and its closing tag. shared: definitions that the schema may refer to."""
+    def _value(
+        self, schema: Mapping[str, Any], shared: Mapping[str, Any], whole: Mapping[str, Any], rules: Rules
+    ) -> str:
+        """The value of one property, and its closing tag. shared: definitions that the schema may refer to. whole: the
+        schema of all arguments.
+        """
         end = rules.spelt(self.around + self.close)
         if not self.is_text(schema):
-            return f"{json_grammar({**shared, **schema})} {end}"
+            alone = {**shared, **schema}
+            if any(_refers_elsewhere(each) for _, each in subschemas(alone)):
+                alone = {"$defs": {"arguments": moved(whole, "/$defs/arguments")}, **moved(schema, "/$defs/arguments")}
+            return f"{json_grammar(alone)} {end}"
         texts = allowed_texts(schema)
         return "text_value" if texts is None else f"({' | '.join(json.dumps(text) for text in texts)}) {end}"
 
     def unwritable(self, schema: Mapping[str, Any]) -> str | None:
+        for path, each in subschemas(schema):
+            reference = each.get("$ref")
+            if isinstance(reference, str) and not isinstance(resolved(reference, schema), Mapping | bool):
+                return f"{under(path, '$ref')}: {reference!r} is no schema within this one"
         for name, each in (schema.get("properties") or {}).items():
             where, texts = f"properties.{name}", allowed_texts(each) if self.is_text(each) else None
             if not self._can_name(name):
@@ -96,6 +110,12 @@ class TaggedSyntax(ArgumentSyntax):
         """True if a property's name is read back as it is."""
         found = self.names.match(f"{name}{self.named_text or self.named}")
         return found is not None and found["name"] == name == name.strip()
+
+
+def _refers_elsewhere(schema: Mapping[str, Any]) -> bool:
+    """True if a schema refers to a part of its document other than the definitions."""
+    reference = schema.get("$ref")
+    return isinstance(reference, str) and not reference.startswith(tuple(f"#/{name}/" for name in _DEFINITIONS))
 
 
 def allowed_texts(schema: Mapping[str, Any]) -> list[str] | None:
