@@ -21,6 +21,8 @@ KEY = re.compile(r"[^\W\d][\w.\-]*")
 _WORDS = {"True": "true", "False": "false", "None": "null"}
 _MOST_DEPTH = 64
 _BARE = re.compile(r"""[,()\[\]{}"']""")
+_PREFIX = re.compile(r"(?:^|\W)[bfruBFRU]{0,2}\Z")
+"""Pattern of what stands before a text in quotation marks, up to three characters."""
 _OPENING, _CLOSING = "([{", ")]}"
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "a": "\a", "b": "\b", "f": "\f", "v": "\v", "\n": ""}
 _ESCAPE = re.compile(
@@ -55,6 +57,7 @@ class LiteralArguments:
         self._positions = [*properties] if isinstance(properties, Mapping) else []
         self._open: list[_Open] = []
         self._quote = ""  # of the text that is being read
+        self._scanned = self._depth = 0  # how far a value that is not quoted has been read, and brackets open there
         self._step = self._begin
         self.held = ""
 
@@ -135,7 +138,7 @@ class LiteralArguments:
             self._open.append(_Open("]" if is_list else "}", is_list))
             self._step = self._member
             return text[0], text[1:], True
-        end = self._bare_end(text)
+        end = self._bare_end(text, final)
         if end < 0 and not final:
             return "", text, False
         end = len(text) if end < 0 else end
@@ -170,7 +173,7 @@ class LiteralArguments:
 
     def _after(self, text: str, final: bool) -> tuple[str, str, bool | None]:
         """Behind a value; what is there before a comma or the end is passed over."""
-        end = self._bare_end(text)
+        end = self._bare_end(text, final)
         if end < 0:
             return "", text, False
         text = text[end:]
@@ -185,20 +188,26 @@ class LiteralArguments:
         self._step = self._after
         return "]" if closed.is_list else "}", text[1:], True if self._open else None
 
-    def _bare_end(self, text: str) -> int:
+    def _bare_end(self, text: str, final: bool) -> int:
         """Where a value that is not quoted ends: at a comma or a closing bracket of none that it opens; -1: not yet."""
-        depth, at = 0, 0
-        while (found := _BARE.search(text, at)) is not None:
+        while (found := _BARE.search(text, self._scanned)) is not None:
             mark, at = found[0], found.end()
             if mark in "\"'":
-                if not self._marks and (end := _quoted(text[found.start() :])) is not None:
-                    at = len(text) - len(end[1])
+                if not self._marks and _PREFIX.search(text[max(0, at - 4) : at - 1]):  # no apostrophe
+                    end = _quoted(text[at - 1 :])
+                    if end is None and not final:
+                        self._scanned = at - 1
+                        return -1
+                    at = at if end is None else len(text) - len(end[1])
             elif mark in _OPENING:
-                depth += 1
-            elif depth == 0:
+                self._depth += 1
+            elif self._depth == 0:
+                self._scanned = 0
                 return found.start()
             elif mark != ",":
-                depth -= 1
+                self._depth -= 1
+            self._scanned = at
+        self._scanned = len(text)
         return -1
 
 

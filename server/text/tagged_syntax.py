@@ -46,12 +46,22 @@ class TaggedSyntax(ArgumentSyntax):
         return self.open, self.named, self.close
 
     @cached_property
-    def names(self) -> re.Pattern[str]:
-        """Pattern of a name and its end; group `text`: it says that the value is a text."""
+    def name_end(self) -> re.Pattern[str]:
+        """Pattern of the end of a name; group `text`: it says that the value is a text."""
         ends = [f"(?:{_spaced(self.named)})"]
         if self.named_text:
             ends.insert(0, f"(?P<text>{_spaced(self.named_text)})")
-        return re.compile(f"(?P<name>(?:.|\\n)*?)(?:{'|'.join(ends)})")
+        return re.compile("|".join(ends))
+
+    def next_start(self, text: str) -> int:
+        """Where the end of a name may begin, in a text that has none so far."""
+        starts = []
+        for mark in filter(None, (self.named, self.named_text)):
+            head, _, tail = mark.partition("\n")
+            last = text.rfind(head) if tail else -1
+            goes_on = last >= 0 and tail.startswith(text[last + len(head) :].lstrip(SPACE))
+            starts.append(last if goes_on else len(text) - overlap(text, head))
+        return min(starts)
 
     def is_text(self, schema: Any) -> bool:
         """True if a value of this schema is written as it is, not as JSON."""
@@ -108,8 +118,8 @@ class TaggedSyntax(ArgumentSyntax):
 
     def _can_name(self, name: str) -> bool:
         """True if a property's name is read back as it is."""
-        found = self.names.match(f"{name}{self.named_text or self.named}")
-        return found is not None and found["name"] == name == name.strip()
+        found = self.name_end.search(f"{name}{self.named_text or self.named}")
+        return found is not None and found.start() == len(name) and name == name.strip()
 
 
 def _refers_elsewhere(schema: Mapping[str, Any]) -> bool:
@@ -141,6 +151,7 @@ class TaggedArguments:
         self._properties = properties if isinstance(properties, Mapping) else {}
         self._value: _TextValue | _JsonValue | None = None  # that is being read
         self._begun = False
+        self._searched = 0  # how far a name has been searched for its end
         self.held = ""
 
     def read(self, text: str, *, final: bool) -> tuple[str, str | None]:
@@ -160,10 +171,12 @@ class TaggedArguments:
         """A piece of JSON, the rest of the text, and whether to go on: None at the arguments' end."""
         text, opening = text.lstrip(SPACE), self._syntax.open
         if text.startswith(opening):
-            found = self._syntax.names.match(text, len(opening))
+            found = self._syntax.name_end.search(text, max(len(opening), self._searched))
             if found is None:
+                self._searched = self._syntax.next_start(text)
                 return "", text, False
-            name = found["name"].strip()
+            self._searched = 0
+            name = text[len(opening) : found.start()].strip()
             is_text = self._is_text(name) if not self._syntax.named_text else found["text"] is not None
             schema = self._properties.get(name) if not self._syntax.named_text else None
             self._value = _TextValue(self._syntax) if is_text else _JsonValue(self._syntax, kinds_of(schema))

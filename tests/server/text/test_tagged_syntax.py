@@ -5,7 +5,9 @@ import pytest
 from chorus.core.requests.grammar import Grammar
 from chorus.core.requests.grammars import Grammars
 from chorus.server.api.output_grammar import output_grammar
+from chorus.server.text.literal_arguments import LiteralArguments
 from chorus.server.text.output_syntax import OutputSyntax
+from chorus.server.text.tagged_syntax import TaggedArguments
 from chorus.server.text.tool_call_formats import NAMED_FORMATS
 
 from ...tiny_tokenizer import save_tokenizer
@@ -53,3 +55,38 @@ def test_a_property_may_refer_to_any_part_of_the_schema(grammars, name, schema, 
         text = written_calls(form, tools, [("f", {"first": 1, "a": value})])
         tokens = grammars[0].encode(text, add_special_tokens=False).ids
         assert (matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()) == fits, text
+
+
+@pytest.mark.parametrize(
+    ("name", "begun", "piece", "end", "wanted"),
+    [
+        ("qwen3_coder", "<parameter=", "ab", ">1</parameter>", '": 1'),
+        ("glm4", "<arg_key>", "a<", "</arg_key>\n<arg_value>1</arg_value>", '": 1'),
+        ("deepseek_v32", None, 'a"', None, '": 1'),
+        ("gemma4", "a:", "b ", "}", 'b"}'),
+        ("lfm2", "a=", "b ", ")", 'b"}'),
+    ],
+)
+def test_what_goes_on_without_end_is_searched_once(monkeypatch, name, begun, piece, end, wanted):
+    """Each character of a name, and of a value without quotation marks, is looked at a few times, not at each token."""
+    syntax = NAMED_FORMATS[name].style.arguments
+    begun, end = begun or syntax.open, end or f"{syntax.named}1{syntax.close}"
+    reader, searched = syntax.reader({}), []
+    owner, search = (
+        (TaggedArguments, "_name") if isinstance(reader, TaggedArguments) else (LiteralArguments, "_bare_end")
+    )
+    plain = getattr(owner, search)
+
+    def noting(self, text, *more):
+        before = self._searched if owner is TaggedArguments else self._scanned
+        searched.append(len(text) - before)
+        return plain(self, text, *more)
+
+    monkeypatch.setattr(owner, search, noting)
+    given, rest = reader.read(begun, final=False)
+    for _ in range(2000):
+        piece_given, rest = reader.read(reader.held + piece, final=False)
+        given += piece_given
+    assert rest is None and sum(searched) < 50 * 2000
+    piece_given, rest = reader.read(reader.held + end, final=True)
+    assert (given + piece_given).endswith(wanted)

@@ -218,6 +218,8 @@ def test_a_call_that_is_thought_about_is_reasoning():
         ('city="\\ud83d\\ude00"', {"city": "😀"}),
         ("city=true, days=null", {"city": True, "days": None}),
         ("city=Paris", {"city": "Paris"}),
+        ("city=It's fine, days='a'", {"city": "It's fine", "days": "a"}),
+        ("city=f(b'x, y') + g(\"z)\"), days=1", {"city": "f(b'x, y') + g(\"z)\")", "days": 1}),
         ("city=''", {"city": ""}),
         ("city='It's', days=1", {"city": "It's", "days": 1}),  # LFM2.5 escapes no quotes
         ("city='It's'", {"city": "It's"}),
