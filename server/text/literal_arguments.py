@@ -193,12 +193,9 @@ class LiteralArguments:
         while (found := _BARE.search(text, self._scanned)) is not None:
             mark, at = found[0], found.end()
             if mark in "\"'":
-                if not self._marks and _PREFIX.search(text[max(0, at - 4) : at - 1]):  # no apostrophe
-                    end = _quoted(text[at - 1 :])
-                    if end is None and not final:
-                        self._scanned = at - 1
-                        return -1
-                    at = at if end is None else len(text) - len(end[1])
+                at = self._behind_quoted(text, at, final)
+                if at < 0:
+                    return -1
             elif mark in _OPENING:
                 self._depth += 1
             elif self._depth == 0:
@@ -209,6 +206,16 @@ class LiteralArguments:
             self._scanned = at
         self._scanned = len(text)
         return -1
+
+    def _behind_quoted(self, text: str, at: int, final: bool) -> int:
+        """Where a text in quotation marks ends, or its first mark if it is none; -1: not yet. at: behind that."""
+        if self._marks or not _PREFIX.search(text[max(0, at - 4) : at - 1]):  # an apostrophe
+            return at
+        end = _quoted(text[at - 1 :])
+        if end is None and not final:
+            self._scanned = at - 1
+            return -1
+        return at if end is None else len(text) - len(end[1])
 
 
 def _json_of(text: str) -> str:

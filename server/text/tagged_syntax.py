@@ -101,10 +101,8 @@ class TaggedSyntax(ArgumentSyntax):
         return "text_value" if texts is None else f"({' | '.join(json.dumps(text) for text in texts)}) {end}"
 
     def unwritable(self, schema: Mapping[str, Any]) -> str | None:
-        for path, each in subschemas(schema):
-            reference = each.get("$ref")
-            if isinstance(reference, str) and not isinstance(resolved(reference, schema), Mapping | bool):
-                return f"{under(path, '$ref')}: {reference!r} is no schema within this one"
+        if (found := _dangling(schema)) is not None:
+            return found
         for name, each in (schema.get("properties") or {}).items():
             where, texts = f"properties.{name}", allowed_texts(each) if self.is_text(each) else None
             if not self._can_name(name):
@@ -120,6 +118,15 @@ class TaggedSyntax(ArgumentSyntax):
         """True if a property's name is read back as it is."""
         found = self.name_end.search(f"{name}{self.named_text or self.named}")
         return found is not None and found.start() == len(name) and name == name.strip()
+
+
+def _dangling(schema: Mapping[str, Any]) -> str | None:
+    """Say which reference of a schema means nothing within it; None: there is none."""
+    for path, each in subschemas(schema):
+        reference = each.get("$ref")
+        if isinstance(reference, str) and not isinstance(resolved(reference, schema), Mapping | bool):
+            return f"{under(path, '$ref')}: {reference!r} is no schema within this one"
+    return None
 
 
 def _refers_elsewhere(schema: Mapping[str, Any]) -> bool:

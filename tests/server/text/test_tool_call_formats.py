@@ -105,6 +105,23 @@ SAID = [
         f"<|tool_call|>{LIST}",
     ),
     (
+        "granite",
+        "<|tool_call|>",  # Granite 3.1
+        f"<tool_call>{LIST}",
+    ),
+    (
+        "llama_pythonic",
+        "[func_name1(params_name1=params_value1",
+        f'<|python_start|>[{{"name": "get_weather", "parameters": {JSON}}}, '
+        '{"name": "now", "parameters": {}}]<|python_end|>',
+    ),
+    (
+        "llama3",
+        "<|python_tag|> <|python_start|>",  # Llama 4
+        f'<|python_start|>{{"name": "get_weather", "parameters": {JSON}}}; '
+        '{"name": "now", "parameters": {}}<|python_end|>',
+    ),
+    (
         "phi4_mini",
         "<|tool|>{{ tools }}<|/tool|>",
         f'<|tool_call|>[{{"type": "function", "function": {{"name": "get_weather", "arguments": {JSON}}}}}, '
@@ -152,7 +169,7 @@ def test_a_format_is_recognised_by_its_template_and_read(name, template, text):
 
 
 def test_every_format_has_an_output_here_or_in_the_tests_of_the_parser():
-    older = {"deepseek_v3", "deepseek_v31", "mistral", "mistral_list", "llama3", "qwen3_coder", "seed_oss"}
+    older = {"deepseek_v3", "deepseek_v31", "mistral", "mistral_list", "qwen3_coder", "seed_oss"}
     same = {"deepseek_v4"}  # as deepseek_v32, with another mark
     assert {form.name for form in TOOL_CALL_FORMATS} == older | same | {name for name, *_ in SAID}
 
