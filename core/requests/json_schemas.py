@@ -6,7 +6,7 @@ Tests: tests/core/test_json_schemas.py.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 from urllib.parse import unquote
@@ -127,19 +127,94 @@ def _num_optional(schema: Any, root: Any, counted: dict[int, int]) -> int:
         count = len(properties.keys() - {each for each in required or () if isinstance(each, str)})
     parts = [each for name in _TOGETHER if isinstance(inner := schema.get(name), list) for each in inner]
     if isinstance(reference := schema.get("$ref"), str):
-        parts.append(_resolved(reference, root))
+        parts.append(resolved(reference, root))
     count += sum(_num_optional(each, root, counted) for each in parts)
     counted[id(schema)] = count
     return count
 
 
-def _resolved(reference: str, root: Any) -> Any:
+TYPES = ("string", "number", "integer", "boolean", "null", "array", "object")
+
+NOTES = frozenset(
+    ("$comment", "$defs", "$id", "$schema", "default", "definitions", "deprecated", "description", "examples")
+) | {"readOnly", "title", "writeOnly"}
+"""Keywords that allow and forbid nothing."""
+
+
+def merged(schemas: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """One schema that allows what each of several does. Raises ValueError for rules that can't be one."""
+    together: dict[str, Any] = {}
+    for schema in schemas:
+        for name, rule in schema.items():
+            if name not in NOTES:
+                together[name] = rule if name not in together else _both(name, together[name], rule)
+    return together
+
+
+def _both(name: str, one: Any, other: Any) -> Any:
+    """The rule of this name that says what two say."""
+    if one == other:
+        return one
+    if name not in _CONJUNCTIONS:
+        raise ValueError(f"two different rules {name} for one value; write them as one")
+    return _CONJUNCTIONS[name](one, other)
+
+
+def _both_properties(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    return {**one, **other, **{each: _all_of(one[each], other[each]) for each in one.keys() & other.keys()}}
+
+
+def _all_of(one: Any, other: Any) -> Any:
+    return one and other if isinstance(one, bool) and isinstance(other, bool) else {"allOf": [one, other]}
+
+
+def _common_types(one: Any, other: Any) -> Any:
+    first, second = ({*each} if isinstance(each, list) else {each} for each in (one, other))
+    common = first & second
+    for a, b in ((first, second), (second, first)):
+        common |= {"integer"} if "integer" in a and "number" in b else set()
+    return next(iter(common)) if len(common) == 1 else sorted(common)
+
+
+_CONJUNCTIONS: dict[str, Callable[[Any, Any], Any]] = {
+    "properties": _both_properties,
+    "required": lambda one, other: [*dict.fromkeys((*one, *other))],
+    "type": _common_types,
+    "enum": lambda one, other: [each for each in one if each in other],
+    "additionalProperties": _all_of,
+    "items": _all_of,
+    **dict.fromkeys(("minimum", "exclusiveMinimum", "minLength", "minItems"), max),
+    **dict.fromkeys(("maximum", "exclusiveMaximum", "maxLength", "maxItems"), min),
+}
+"""What two rules say together, by their name."""
+
+
+def resolved(reference: str, root: Any) -> Any:
     """The target of a reference within a document; None if there is none."""
     found = root
     for part in reference.removeprefix("#").split("/")[1:]:
         key = unquote(part).replace("~1", "/").replace("~0", "~")
         found = found.get(key) if isinstance(found, dict) else None
     return found if reference.startswith("#") else None
+
+
+def moved(schema: Any, place: str) -> Any:
+    """A schema whose references mean the same once its document is at `place` of another, such as `/$defs/inner`."""
+    if not isinstance(schema, Mapping):
+        return schema
+    inside = {name: _moved_value(name, value, place) for name, value in schema.items()}
+    reference = schema.get("$ref")
+    if isinstance(reference, str) and reference.startswith("#"):
+        inside["$ref"] = f"#{place}{reference[1:]}"
+    return inside
+
+
+def _moved_value(name: str, value: Any, place: str) -> Any:
+    if name in _MAPS and isinstance(value, Mapping):
+        return {key: moved(each, place) for key, each in value.items()}
+    if isinstance(value, list) and name in (*_LISTS, "items"):
+        return [moved(each, place) for each in value]
+    return moved(value, place) if name in _SINGLES else value
 
 
 def relaxed(schema: Any) -> Any:

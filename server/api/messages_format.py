@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Iterator
+from hashlib import blake2b
 from typing import Any
 
 from pydantic_core import from_json
@@ -21,6 +23,13 @@ _DELTAS = {
     PartKind.REASONING: ("thinking_delta", "thinking"),
     PartKind.CALL: ("input_json_delta", "partial_json"),
 }
+
+
+def signature_of(thinking: str) -> str:
+    """The signature of a block of thinking: a digest of its text. Clients send thinking back only if it has one; nobody
+    verifies it.
+    """
+    return base64.b64encode(blake2b(thinking.encode("utf-8", "surrogatepass"), digest_size=24).digest()).decode()
 
 
 class MessagesFormat(BlockFormat):
@@ -46,12 +55,16 @@ class MessagesFormat(BlockFormat):
         yield {"type": "content_block_delta", "index": block.index, "delta": {"type": kind, name: text}}
 
     def _closed(self, block: ContentBlock) -> Iterator[Body]:
+        if block.kind is PartKind.REASONING:
+            signed = {"type": "signature_delta", "signature": signature_of(block.text)}
+            yield {"type": "content_block_delta", "index": block.index, "delta": signed}
         yield {"type": "content_block_stop", "index": block.index}
 
     def _block(self, block: ContentBlock) -> Body:
         """The block with all of its text."""
         if block.kind is not PartKind.CALL:
-            return {**_BEGINNINGS[block.kind], _DELTAS[block.kind][1]: block.text}
+            signed = {"signature": signature_of(block.text)} if block.kind is PartKind.REASONING else {}
+            return {**_BEGINNINGS[block.kind], _DELTAS[block.kind][1]: block.text, **signed}
         try:
             arguments = from_json(block.text or "{}", allow_partial="trailing-strings")  # of a truncated tool call
         except ValueError:

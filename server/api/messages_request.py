@@ -28,6 +28,9 @@ NAMES = {
 }
 """The client's names for fields of the chat request."""
 
+KEEPS_ALL = ({"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]})
+"""Values of `context_management` that change nothing; the second is Claude Code's."""
+
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 """Anthropic's values of tool_choice, and OpenAI's."""
 
@@ -37,7 +40,7 @@ class MessagesBody(AsChat):
 
     refused = {
         "container": ((), "this server has no containers for models"),
-        "context_management": ((), "shorten the messages, or use truncate_prompt_tokens"),
+        "context_management": (KEEPS_ALL, "shorten the messages, or use truncate_prompt_tokens"),
         "mcp_servers": (([],), "call their tools from the client"),
     }
     harmless = frozenset(("betas", "cache_control", "diagnostics", "inference_geo", "service_tier", "speed"))

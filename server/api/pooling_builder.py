@@ -6,6 +6,7 @@ Tests: tests/server/api/test_pooling_api.py, tests/server/test_llm_embed.py
 from __future__ import annotations
 
 import uuid
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,6 +24,14 @@ from .caller import Caller
 from .engine_requests import EngineRequests
 from .generation_builder import GenerationBuilder
 from .pooling_request import EmbeddingsBody, Input, InputBody, PairBody, PoolingBody
+
+SEND_TEXTS = (
+    "send texts, or ids of this model's tokenizer (langchain's OpenAIEmbeddings sends OpenAI's ids unless "
+    "check_embedding_ctx_length=False)"
+)
+
+MOST_CUT = 3
+"""Token ids at an end of a text that was cut within a character, which its tokenizer writes otherwise."""
 
 VECTOR = RequestParams(max_tokens=1, temperature=0.0, pooling="last")
 
@@ -89,6 +98,7 @@ class PoolingBuilder:
     async def encoded(self, caller: Caller, asked: PoolingBody, given: Sequence[Input]) -> list[list[int]]:
         """The tokens of each input, truncated."""
         tokenizer, limit = await self.tokenizer_of(caller, asked), self._most(asked)
+        await self._check_ids(tokenizer, given)
         texts = [each for each in given if isinstance(each, str)]
         encode = partial(tokenizer.encode, most=self._most_read(asked))
         whole = await encode(texts, add_special_tokens=asked.add_special_tokens)
@@ -100,6 +110,21 @@ class PoolingBuilder:
             next(encoded) if isinstance(each, str) else truncated(each, each, limit, left=self._left(asked))
             for each in given
         ]
+
+    async def _check_ids(self, tokenizer: Tokenizer, given: Sequence[Input]) -> None:
+        """Raises InvalidRequest for token ids of another tokenizer: a vector of them would be of some other text."""
+        vocab, own = self.builder.worker.model.vocab_size, tokenizer.own.values()
+        inputs = {index: each for index, each in enumerate(given) if not isinstance(each, str)}
+        for index, ids in inputs.items():
+            if bad := next((each for each in ids if not 0 <= each < vocab and each not in own), None):
+                said = f"token id {bad} is outside the model's vocabulary of {vocab}"
+                raise InvalidRequest(f"input[{index}]", f"input[{index}]: {said}; {SEND_TEXTS}")
+        own_ids = await tokenizer.rewritten(list(inputs.values()))
+        for (index, ids), written in zip(inputs.items(), own_ids, strict=True):
+            foreign = (Counter(ids) - Counter(written)).total()
+            if foreign > max(MOST_CUT, len(ids) // 4):
+                said = f"{foreign} of {len(ids)} token ids are others than this model's tokenizer gives for their text"
+                raise InvalidRequest(f"input[{index}]", f"input[{index}]: {said}; {SEND_TEXTS}")
 
     async def encoded_pairs(self, caller: Caller, asked: PairBody, pairs: Sequence[tuple[str, str]]) -> list[list[int]]:
         """The tokens of each pair of a query and a document, truncated: as the chat template of a reranker writes

@@ -136,9 +136,12 @@ class ToolFields(BaseModel):
         return message
 
     def _enforced_schemas(self, *, forced: bool, as_json: bool) -> dict[str, dict[str, Any]]:
-        """The same schemas; any JSON object for a function that need not be called and does not say `strict`."""
-        schemas, any_object = self._schemas(), {"type": "object"}
-        return schemas if forced or not as_json else schemas | dict.fromkeys(schemas.keys() & self._loose, any_object)
+        """The same schemas; for a function that need not be called and does not say `strict` any JSON object, or where
+        arguments are not JSON, those of its rules that can be enforced.
+        """
+        schemas = self._schemas()
+        loose = set() if forced else schemas.keys() & self._loose
+        return schemas | {name: {"type": "object"} if as_json else relaxed(schemas[name]) for name in loose}
 
     @property
     def _loose(self) -> set[str]:

@@ -14,7 +14,7 @@ from ...core.requests.request_params import InvalidRequest
 from ...core.requests.types import ALL_BANNED, FinishReason, RequestOutput, StepInfo, TokenLogprobs
 from ..errors import EngineUnavailable, GenerationFailed
 from ..text.detokenizer import TextStream
-from ..text.output_parts import Part, PartReader
+from ..text.output_parts import OutputKind, Part, PartReader
 from .content_logprobs import ContentLogprobs
 from .request_metrics import Ended
 from .telemetry import RequestRecords
@@ -109,6 +109,11 @@ class Choice:
     def reads(self) -> bool:
         """True if the text is parsed into parts."""
         return self._reader is not None
+
+    @property
+    def kinds(self) -> frozenset[OutputKind]:
+        """What the parsed text has so far."""
+        return frozenset(() if self._reader is None else self._reader.kinds)
 
     def add_output(self, output: RequestOutput) -> Delta:
         """Add the engine's output; text after a stop string is dropped."""
@@ -395,6 +400,7 @@ class Generation:
             num_generated_tokens=len(choice.token_ids),
             max_tokens=choice.request.params.max_tokens,
             num_preemptions=choice.num_preemptions,
+            kinds=choice.kinds,
         )
 
     def _observe_tokens(self, delta: Delta, now: float) -> None:

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from prometheus_client import CollectorRegistry, Histogram
+from prometheus_client import CollectorRegistry, Counter, Histogram
 
+from ..text.output_parts import OutputKind
 from .metric_families import MODEL_LABELS
 
 _DIGITS = (1, 2, 5)
@@ -76,6 +77,8 @@ class Ended:
     num_generated_tokens: int
     max_tokens: int | None
     num_preemptions: int = 0
+    kinds: frozenset[OutputKind] = frozenset()
+    """What its parsed output had; empty if it was not parsed."""
 
 
 class RequestMetrics:
@@ -114,7 +117,18 @@ class RequestMetrics:
             "request_time_per_output_token_seconds", "Mean time per output token after the first", TOKEN_SECONDS_BUCKETS
         )
 
+        kinds = Counter(
+            "chorus_parsed_outputs",
+            "Parsed answers by what they have, each once under each kind: text, reasoning, call, call_in_reasoning, "
+            "open_reasoning and open_call (cut off), unparsed (a mark of calls before what is no call)",
+            ("kind",),
+            registry=registry,
+        )
+        self._kinds = {kind: kinds.labels(kind.value) for kind in OutputKind}
+
     def ended(self, one: Ended) -> None:
+        for kind in one.kinds:
+            self._kinds[kind].inc()
         self._prompt.observe(one.num_prompt_tokens)
         self._generated.observe(one.num_generated_tokens)
         self._preemptions.observe(one.num_preemptions)

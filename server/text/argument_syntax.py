@@ -8,15 +8,17 @@ from __future__ import annotations
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any, Protocol
 
 from ...core.requests.grammars import JSON_OPTIONS
 from ...core.requests.speller import ANY_TEXT, Speller
+from .detokenizer import overlap
 
 SPACE = " \t\r\n"
 
-_OUTSIDE = re.compile(r'["{}\[\]]')
+_OUTSIDE = r'["{}\[\]]'
 _INSIDE = re.compile(r'["\\]')
 
 
@@ -94,9 +96,13 @@ class JsonSyntax(ArgumentSyntax):
 
     is_json = True
 
+    def __init__(self, ends: Sequence[str] = ()) -> None:
+        """ends: marks that end arguments outside of strings, even if the JSON is not complete."""
+        self._ends = ends
+
     def reader(self, schema: Mapping[str, Any]) -> ArgumentReader:
         del schema
-        return JsonArguments()
+        return JsonArguments(self._ends)
 
     def grammar(self, schema: Mapping[str, Any], rules: Rules) -> str:
         del rules
@@ -107,23 +113,37 @@ def json_grammar(schema: Mapping[str, Any]) -> str:
     return "%json " + json.dumps({**schema, "x-guidance": JSON_OPTIONS})
 
 
+@cache
+def _outside(ends: tuple[str, ...]) -> re.Pattern[str]:
+    """Pattern of what matters outside of strings."""
+    return re.compile("|".join((_OUTSIDE, *map(re.escape, ends))))
+
+
 class JsonEnd:
     """Finds the end of a JSON object or array in a growing text."""
 
-    __slots__ = ("_depth", "_in_string", "at")
+    __slots__ = ("_depth", "_in_string", "_outside", "at")
 
-    def __init__(self, depth: int = 0) -> None:
-        """depth: number of brackets that are open already."""
+    def __init__(self, depth: int = 0, ends: Sequence[str] = ()) -> None:
+        """depth: number of brackets that are open already. ends: see `JsonSyntax`."""
         self._depth = depth
+        self._outside = _outside(tuple(ends))
         self._in_string = False
         self.at = 0
         """How far the text has been read."""
 
+    @property
+    def in_string(self) -> bool:
+        """True if the text that has been read ends within a string."""
+        return self._in_string
+
     def find(self, text: str, begin: int) -> int:
-        """Return the position after its end; -1 if there is none yet. begin: where it begins."""
+        """Return the position after its end, or of the mark that ends it; -1 if there is none yet. begin: where it
+        begins.
+        """
         self.at = max(self.at, begin)
         while True:
-            found = (_INSIDE if self._in_string else _OUTSIDE).search(text, self.at)
+            found = (_INSIDE if self._in_string else self._outside).search(text, self.at)
             if found is None:
                 self.at = max(self.at, len(text))
                 return -1
@@ -132,6 +152,8 @@ class JsonEnd:
                 self.at += 1  # may be after the text's end: the next character is escaped
             elif mark == '"':
                 self._in_string = not self._in_string
+            elif len(mark) > 1:
+                return found.start()
             else:
                 self._depth += 1 if mark in "{[" else -1
                 if self._depth <= 0:
@@ -143,16 +165,20 @@ class JsonArguments:
 
     held = ""
 
-    def __init__(self) -> None:
-        self._ends = JsonEnd()
+    def __init__(self, ends: Sequence[str] = ()) -> None:
+        """ends: see `JsonSyntax`."""
+        self._marks = ends
+        self._ends = JsonEnd(ends=ends)
 
     def read(self, text: str, *, final: bool) -> tuple[str, str | None]:
-        del final
         end = self._ends.find(text, 0)
         if end >= 0:
             return text[:end], text[end:]
+        in_string = final or self._ends.in_string
+        given = len(text) - max((0 if in_string else overlap(text, mark) for mark in self._marks), default=0)
         self._ends.at -= len(text)
-        return text, None
+        self.held = text[given:]
+        return text[:given], None
 
 
 def inside_quotes(text: str) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 from .argument_syntax import SPACE, ArgumentReader
 from .output_parser import OutputParser
-from .output_parts import PartKind, PartReader
+from .output_parts import OutputKind, PartKind, PartReader
 from .output_syntax import ChannelFormat, OutputSyntax
 
 MOST_HEADER = 256
@@ -40,6 +40,7 @@ class ChannelParser(PartReader):
         self._parallel = parallel
         self._kind = PartKind.CONTENT  # of the message that is being read
         self._begun = False  # its first letter has come
+        self._name = ""  # of the function that a message is for
         self._arguments: ArgumentReader
         self._inner: OutputParser | None = None  # reads calls in a message
         self._inner_at = 0  # where the text that it reads begins
@@ -78,11 +79,11 @@ class ChannelParser(PartReader):
                 self._inner_at = self._num_characters - len(self._held)
                 self._step = self._in_calls
             else:
-                self._begin_call(name)
-                self._arguments = syntax.calls.style.arguments.reader(self._tools[name])
-                self._step = self._in_arguments
+                self._name = name
+                self._step = self._before_arguments
         elif recipient not in syntax.readers or syntax.reasoning.search(header):
             self._kind = PartKind.REASONING
+            self.kinds |= {OutputKind.UNPARSED} if name != recipient else set()
 
     def _body(self) -> bool:
         """Within a message that is no call."""
@@ -95,6 +96,27 @@ class ChannelParser(PartReader):
         if mark:
             self._step = self._header
         return bool(mark)
+
+    def _before_arguments(self) -> bool:
+        """At the beginning of a message whose body is a call's arguments: nothing is a call without any, and what is no
+        JSON is no call.
+        """
+        text = self._held.lstrip(SPACE)
+        is_empty = not text or text.startswith(self._marks)
+        if not self._final and (not text or any(mark.startswith(text) and mark != text for mark in self._marks)):
+            return False
+        if not is_empty and text[0] != "{":
+            self._step, self._kind = self._body, PartKind.REASONING
+            self.kinds.add(OutputKind.UNPARSED)
+            return True
+        self._held = text
+        self._begin_call(self._name)
+        self._arguments = self._syntax.calls.style.arguments.reader(self._tools[self._name])
+        if is_empty:
+            self._give(PartKind.ARGUMENTS, "{}")
+            self._in_call = False
+        self._step = self._behind if is_empty else self._in_arguments
+        return True
 
     def _in_arguments(self) -> bool:
         """Within a message whose body is a call's arguments."""
@@ -120,6 +142,7 @@ class ChannelParser(PartReader):
             else:
                 self._give(PartKind.CONTENT, part.text, self._inner_at + part.at)
         self._in_call = self._num_calls > 0 and not self._inner.calls
+        self.kinds |= self._inner.kinds & {OutputKind.UNPARSED}
         if mark:
             self._step = self._header
         return bool(mark)

@@ -21,12 +21,18 @@ KEY = re.compile(r"[^\W\d][\w.\-]*")
 _WORDS = {"True": "true", "False": "false", "None": "null"}
 _MOST_DEPTH = 64
 _BARE = re.compile(r"""[,()\[\]{}"']""")
+_PREFIX = re.compile(r"(?:^|\W)[bfruBFRU]{0,2}\Z")
+"""Pattern of what stands before a text in quotation marks, up to three characters."""
 _OPENING, _CLOSING = "([{", ")]}"
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "a": "\a", "b": "\b", "f": "\f", "v": "\v", "\n": ""}
 _ESCAPE = re.compile(
     r"\\(?:x(?P<x>[0-9a-fA-F]{2})|u(?P<u>[0-9a-fA-F]{4})|U(?P<U>[0-9a-fA-F]{8})|(?P<octal>[0-7]{1,3})|(?P<other>(?:.|\n)))"
 )
 _LONGEST_ESCAPE = 10
+_FOLLOWS = ",)]}:"
+"""What may follow a text in quotation marks."""
+_MOST_BLANKS = 64
+"""Blanks between a quotation mark and what follows it: after more of them a text has ended."""
 
 
 @dataclass(slots=True)
@@ -51,6 +57,7 @@ class LiteralArguments:
         self._positions = [*properties] if isinstance(properties, Mapping) else []
         self._open: list[_Open] = []
         self._quote = ""  # of the text that is being read
+        self._scanned = self._depth = 0  # how far a value that is not quoted has been read, and brackets open there
         self._step = self._begin
         self.held = ""
 
@@ -131,7 +138,7 @@ class LiteralArguments:
             self._open.append(_Open("]" if is_list else "}", is_list))
             self._step = self._member
             return text[0], text[1:], True
-        end = self._bare_end(text)
+        end = self._bare_end(text, final)
         if end < 0 and not final:
             return "", text, False
         end = len(text) if end < 0 else end
@@ -156,17 +163,17 @@ class LiteralArguments:
         if self._marks:
             end = text.find(quote)
             shown = text[:end] if end >= 0 else text[: len(text) - overlap(text, quote)]
-            piece, rest = inside_quotes(shown), text[len(shown) :]
+            piece, rest, has_ended = inside_quotes(shown), text[len(shown) :], end >= 0
         else:
-            piece, rest = _unescaped(text, quote, final)
-        if not rest.startswith(quote):
+            piece, rest, has_ended = _unescaped(text, quote, final=final)
+        if not has_ended:
             return piece, rest, False
         self._step = self._after
         return piece + '"', rest[len(quote) :], True
 
     def _after(self, text: str, final: bool) -> tuple[str, str, bool | None]:
         """Behind a value; what is there before a comma or the end is passed over."""
-        end = self._bare_end(text)
+        end = self._bare_end(text, final)
         if end < 0:
             return "", text, False
         text = text[end:]
@@ -181,21 +188,34 @@ class LiteralArguments:
         self._step = self._after
         return "]" if closed.is_list else "}", text[1:], True if self._open else None
 
-    def _bare_end(self, text: str) -> int:
+    def _bare_end(self, text: str, final: bool) -> int:
         """Where a value that is not quoted ends: at a comma or a closing bracket of none that it opens; -1: not yet."""
-        depth, at = 0, 0
-        while (found := _BARE.search(text, at)) is not None:
+        while (found := _BARE.search(text, self._scanned)) is not None:
             mark, at = found[0], found.end()
             if mark in "\"'":
-                if not self._marks and (end := _quoted(text[found.start() :])) is not None:
-                    at = len(text) - len(end[1])
+                at = self._behind_quoted(text, at, final)
+                if at < 0:
+                    return -1
             elif mark in _OPENING:
-                depth += 1
-            elif depth == 0:
+                self._depth += 1
+            elif self._depth == 0:
+                self._scanned = 0
                 return found.start()
             elif mark != ",":
-                depth -= 1
+                self._depth -= 1
+            self._scanned = at
+        self._scanned = len(text)
         return -1
+
+    def _behind_quoted(self, text: str, at: int, final: bool) -> int:
+        """Where a text in quotation marks ends, or its first mark if it is none; -1: not yet. at: behind that."""
+        if self._marks or not _PREFIX.search(text[max(0, at - 4) : at - 1]):  # an apostrophe
+            return at
+        end = _quoted(text[at - 1 :])
+        if end is None and not final:
+            self._scanned = at - 1
+            return -1
+        return at if end is None else len(text) - len(end[1])
 
 
 def _json_of(text: str) -> str:
@@ -213,27 +233,51 @@ def _quoted(text: str) -> tuple[str, str] | None:
     """The text in the quotation marks that a text begins with, and the rest; None if they are not closed."""
     if not text.startswith(('"', "'")):
         return None
-    piece, rest = _unescaped(text[1:], text[0], final=False)
-    return (json.loads(f'"{piece}"'), rest[1:]) if rest.startswith(text[0]) else None
+    piece, rest, has_ended = _unescaped(text[1:], text[0], final=False)
+    return (json.loads(f'"{piece}"'), rest[1:]) if has_ended else None
 
 
-def _unescaped(text: str, quote: str, final: bool) -> tuple[str, str]:
-    """A piece of a JSON string of a text in quotation marks, and the rest: at the marks, or at what may go on."""
+def _unescaped(text: str, quote: str, *, final: bool) -> tuple[str, str, bool]:
+    """A piece of a JSON string of a text in quotation marks, the rest (at the marks, or at what may go on), and whether
+    the text has ended: a mark that nothing of `_FOLLOWS` follows is one of the text, which some models do not escape.
+    """
     piece, at = "", 0
     while True:
         mark, escape = text.find(quote, at), text.find("\\", at)
-        if escape < 0 or 0 <= mark < escape:
-            kept = len(text) - overlap(text, quote) if mark < 0 else mark
-            return piece + inside_quotes(text[at : max(at, kept)]), text[max(at, kept) :]
+        if mark >= 0 and (escape < 0 or mark < escape):
+            if (ends := _ends(text, mark + len(quote), final=final)) is not False:
+                return piece + inside_quotes(text[at:mark]), text[mark:], ends is True
+            piece += inside_quotes(text[at : mark + 1])
+            at = mark + 1
+            continue
+        if escape < 0:
+            kept = max(at, len(text) - overlap(text, quote))
+            return piece + inside_quotes(text[at:kept]), text[kept:], False
         piece += inside_quotes(text[at:escape])
         found = _ESCAPE.match(text, escape)
-        is_open = found is None or (found["octal"] and found.end() == len(text)) or (found["other"] or "") in "xuU"
-        if is_open and len(text) - escape < _LONGEST_ESCAPE and not final:
-            return piece, text[escape:]
+        if not final and _is_open(found, len(text) - escape):
+            return piece, text[escape:], False
         if found is None:
-            return piece, ""
+            return piece, "", False
         piece += _letter(found)
         at = found.end()
+
+
+def _is_open(escape: re.Match[str] | None, length: int) -> bool:
+    """True if an escape may go on behind so many characters."""
+    if length >= _LONGEST_ESCAPE:
+        return False
+    if escape is None:
+        return True
+    return bool(escape["octal"] and escape.end() == len(escape.string)) or (escape["other"] or "") in "xuU"
+
+
+def _ends(text: str, at: int, *, final: bool) -> bool | None:
+    """True if a text ends at the quotation mark before a position; None: it depends on what follows."""
+    behind = text[at : at + _MOST_BLANKS].lstrip(SPACE)
+    if behind:
+        return behind[0] in _FOLLOWS
+    return True if final or len(text) - at >= _MOST_BLANKS else None
 
 
 def _letter(escape: re.Match[str]) -> str:

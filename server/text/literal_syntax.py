@@ -10,8 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ...core.requests.json_schemas import NOTES, TYPES
+from ...core.requests.speller import Speller
 from .argument_syntax import ArgumentSyntax, Rules, json_grammar
 from .literal_arguments import KEY, LiteralArguments
+from .whole_schemas import UnwritableError, WholeSchemas, under
 
 _NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 
@@ -38,14 +41,25 @@ class LiteralSyntax(ArgumentSyntax):
 
     def grammar(self, schema: Mapping[str, Any], rules: Rules) -> str:
         """Names in the order of the schema. Patterns and lengths of texts, and counts of items, are not enforced."""
-        members = _LiteralGrammar(self, schema, rules).members(schema, self.named, quoted=False)
+        members = _LiteralGrammar(self, schema, rules).members(schema, "", self.named, quoted=False)
         return f"{members} {rules.spelt(self.close)}"
 
     def unwritable(self, schema: Mapping[str, Any]) -> str | None:
+        if (found := _wrong(schema, "")) is not None:
+            return found
         for name in schema.get("properties") or {}:
             if KEY.fullmatch(name) is None:
-                return f"properties.{name}: this model's format of tool calls writes no such name"
-        return _wrong(schema, "")
+                return f"properties.{name}: {_NO_NAME}"
+        try:
+            self.grammar(schema, Rules(Speller({})))
+        except UnwritableError as error:
+            return str(error)
+        except RecursionError:
+            return "the schema: its allOf, anyOf and $ref refer to each other without end"
+        return None
+
+
+_NO_NAME = "this model's format of tool calls writes no such name"
 
 
 def _wrong(schema: Any, path: str) -> str | None:
@@ -55,8 +69,11 @@ def _wrong(schema: Any, path: str) -> str | None:
         where = f"{path}.{name}".removeprefix(".")
         if name == "properties" and not isinstance(each, Mapping | bool | None):
             return f"{where}: must be an object"
-        if name == "required" and not isinstance(each, Mapping | list | bool | None):
-            return f"{where}: must be an array"
+        if name == "required" and not (
+            isinstance(each, Mapping | bool | None)
+            or (isinstance(each, list) and all(isinstance(one, str) for one in each))
+        ):
+            return f"{where}: must be an array of names"
         if (found := _wrong(each, where)) is not None:
             return found
     return None
@@ -68,14 +85,30 @@ class _LiteralGrammar:
     def __init__(self, syntax: LiteralSyntax, root: Mapping[str, Any], rules: Rules) -> None:
         self._syntax, self._root, self._rules = syntax, root, rules
         self._spelt = rules.spelt
+        self._schemas = WholeSchemas(root)
 
-    def members(self, schema: Mapping[str, Any], named: str, *, quoted: bool) -> str:
+    def members(self, schema: Mapping[str, Any], path: str, named: str, *, quoted: bool) -> str:
         """The members of an object, without what is around them: each optional one may be left out."""
-        properties, required = schema.get("properties") or {}, {*(schema.get("required") or ())}
-        parts = [
-            (self._member(name, each, named, quoted=quoted), name in required) for name, each in properties.items()
-        ]
+        schema = self._schemas.whole(schema, path)
+        required, more = dict.fromkeys(schema.get("required") or ()), schema.get("additionalProperties", True)
+        properties = {**(schema.get("properties") or {})}
+        for name in required:
+            if name not in properties and more is False:
+                raise UnwritableError(under(path, "required"), f"{name!r} is not among the properties; add it there")
+            properties.setdefault(name, more)
+        parts = []
+        for name, each in properties.items():
+            where = under(path, f"properties.{name}")
+            if not (quoted or self._can_name(name)):
+                raise UnwritableError(where, _NO_NAME)
+            key = json.dumps(name, ensure_ascii=False) if quoted else name
+            parts.append((f"{self._spelt(key + named)} {self.value(each, where)}", name in required))
         return self._listed(parts)
+
+    def _can_name(self, name: str) -> bool:
+        """True if a name without quotation marks is read back as it is."""
+        quote = self._syntax.quote
+        return name == name.strip() and ":" not in name and not (quote and (quote in name)) and name != ""
 
     def _listed(self, parts: Sequence[tuple[str, bool]]) -> str:
         """Members in order, a separator between any two that are there. After the first required one it is simple."""
@@ -94,34 +127,53 @@ class _LiteralGrammar:
             text += f" {between} {part}" if is_required else f" ({between} {part})?"
         return text
 
-    def _member(self, name: str, schema: Any, named: str, *, quoted: bool) -> str:
-        key = json.dumps(name, ensure_ascii=False) if quoted else name
-        return f"{self._spelt(key + named)} {self.value(schema)}"
-
-    def value(self, schema: Any) -> str:
+    def value(self, schema: Any, path: str) -> str:
         """The grammar of a value."""
-        if not isinstance(schema, Mapping) or not schema:
+        if schema is False:
+            raise UnwritableError(path, "false allows no value; leave the property out")
+        if not isinstance(schema, Mapping):
             return self._any()
-        if (reference := schema.get("$ref")) is not None:
-            return self._referred(str(reference))
-        options = self._options(schema)
-        if options is not None:
-            return f"({' | '.join(dict.fromkeys(options))})"
-        return self._of_kind(schema.get("type"), schema)
+        rules = schema.keys() - NOTES
+        if rules == {"$ref"}:
+            return self._referred(schema["$ref"], path)
+        if not rules & {"$ref", "allOf"}:
+            return self._of_whole(self._schemas.whole(schema, path), path)
+        key = f"{id(self._root)} {json.dumps(schema, sort_keys=True)}"
+        name, is_new = self._rules.reserve("merged", key)
+        if is_new:
+            self._rules.add(f"{name}: {self._of_whole(self._schemas.whole(schema, path), path)}")
+        return name
 
-    def _options(self, schema: Mapping[str, Any]) -> list[str] | None:
+    def _of_whole(self, schema: Mapping[str, Any], path: str) -> str:
+        """The grammar of a value by a schema without references and conjuncts of its own."""
+        options = self._options(schema, path)
+        if options is not None:
+            if not options:
+                raise UnwritableError(path, "its const, enum, anyOf, oneOf or type allows no value")
+            return f"({' | '.join(dict.fromkeys(options))})"
+        return self._of_kind(schema.get("type"), schema, path)
+
+    def _options(self, schema: Mapping[str, Any], path: str) -> list[str] | None:
         """The grammars of which a value matches one; None: the schema names no such."""
         if "const" in schema:
-            return [self._spelt(self.literal(schema["const"]))]
+            return [self._spelt(self.literal(schema["const"], path))]
         if isinstance(schema.get("enum"), list):
-            return [self._spelt(self.literal(each)) for each in schema["enum"]]
+            return [self._spelt(self.literal(each, path)) for each in schema["enum"]]
         for several in ("anyOf", "oneOf"):
             if isinstance(schema.get(several), list):
-                return [self.value(each) for each in schema[several]]
+                return self._alternatives(schema, several, path)
         kinds = schema.get("type")
-        return [self.value({**schema, "type": kind}) for kind in kinds] if isinstance(kinds, list) else None
+        return [self.value({**schema, "type": kind}, path) for kind in kinds] if isinstance(kinds, list) else None
 
-    def _of_kind(self, kind: Any, schema: Mapping[str, Any]) -> str:
+    def _alternatives(self, schema: Mapping[str, Any], several: str, path: str) -> list[str]:
+        """The grammars of a schema's `anyOf` or `oneOf`, each with the rest of the schema."""
+        rest = {name: each for name, each in schema.items() if name != several and name not in NOTES}
+        return [
+            self.value({"allOf": [rest, each]} if rest and each else each, under(path, f"{several}[{index}]"))
+            for index, each in enumerate(schema[several])
+        ]
+
+    def _of_kind(self, kind: Any, schema: Mapping[str, Any], path: str) -> str:
         true, false, null = self._syntax.words
         if kind in ("integer", "number"):
             return json_grammar({"type": kind, **{name: schema[name] for name in _NUMBERS if name in schema}})
@@ -132,27 +184,27 @@ class _LiteralGrammar:
         if kind == "string":
             return self._text()
         if kind == "array":
-            return self._array(self.value(schema.get("items", {})))
-        if kind == "object" or "properties" in schema:
-            return self._object(schema)
+            return self._array(self.value(schema.get("items", {}), under(path, "items")))
+        if kind == "object" or (kind is None and "properties" in schema):
+            return self._object(schema, path)
+        if kind is not None:
+            raise UnwritableError(under(path, "type"), f"{kind!r} is no type; use one of {', '.join(TYPES)}")
         return self._any()
 
     def _array(self, item: str) -> str:
         return self._rules.named("array", f'"[" ({item} ({self._spelt(self._syntax.between)} {item})*)? "]"')
 
-    def _object(self, schema: Mapping[str, Any]) -> str:
-        if not schema.get("properties"):
+    def _object(self, schema: Mapping[str, Any], path: str) -> str:
+        if not schema.get("properties") and not schema.get("required"):
             return self._any_object() if schema.get("additionalProperties", True) is not False else '"{" "}"'
         is_quoted = not self._syntax.quote
-        return f'"{{" {self.members(schema, ": " if is_quoted else ":", quoted=is_quoted)} "}}"'
+        return f'"{{" {self.members(schema, path, ": " if is_quoted else ":", quoted=is_quoted)} "}}"'
 
-    def _referred(self, reference: str) -> str:
+    def _referred(self, reference: Any, path: str) -> str:
+        target = self._schemas.target(reference, path)
         name, is_new = self._rules.reserve("referred", f"{id(self._root)} {reference}")
         if is_new:
-            found: Any = self._root
-            for part in reference.removeprefix("#/").split("/"):
-                found = found.get(part, {}) if isinstance(found, Mapping) else {}
-            self._rules.add(f"{name}: {self.value(found)}")
+            self._rules.add(f"{name}: {self.value(target, path)}")
         return name
 
     def _text(self) -> str:
@@ -183,25 +235,29 @@ class _LiteralGrammar:
             self._rules.add(f'{name}: "{{" ({member} ({between} {member})*)? "}}"')
         return name
 
-    def literal(self, value: Any) -> str:
+    def literal(self, value: Any, path: str) -> str:
         """A value as it is written."""
         if value is None or isinstance(value, bool):
             return self._syntax.words[(True, False, None).index(value)]
         if isinstance(value, str):
-            return self._written_text(value)
+            return self._written_text(value, path)
         if isinstance(value, list):
-            return f"[{self._syntax.between.join(map(self.literal, value))}]"
+            return f"[{self._syntax.between.join(self.literal(each, path) for each in value)}]"
         if isinstance(value, dict):
-            pairs = (self._written_name(name) + self.literal(each) for name, each in value.items())
+            pairs = (self._written_name(name, path) + self.literal(each, path) for name, each in value.items())
             return f"{{{self._syntax.between.join(pairs)}}}"
         return json.dumps(value)
 
-    def _written_text(self, text: str) -> str:
+    def _written_text(self, text: str, path: str) -> str:
         quote = self._syntax.quote
+        if quote and quote in text:
+            raise UnwritableError(path, f"this model's format of tool calls can't write a value with {quote}")
         return f"{quote}{text}{quote}" if quote else _python_text(text)
 
-    def _written_name(self, name: str) -> str:
+    def _written_name(self, name: str, path: str) -> str:
         """The name of an object's member, and what follows it."""
+        if self._syntax.quote and not self._can_name(name):
+            raise UnwritableError(path, _NO_NAME)
         return f"{name}:" if self._syntax.quote else f"{_python_text(name)}: "
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from .argument_syntax import SPACE, ArgumentReader, JsonEnd, refuse_constant
 from .detokenizer import overlap
-from .output_parts import Part, PartKind, PartReader
+from .output_parts import OutputKind, Part, PartKind, PartReader
 from .output_syntax import CallStyle, Frame, OutputSyntax
 
 PLAIN = OutputSyntax()
@@ -79,6 +79,7 @@ class OutputParser(PartReader):
     def read(self, text: str, *, final: bool = False) -> list[Part]:
         if self._is_plain:
             self._num_characters += len(text)
+            self.kinds |= {OutputKind.TEXT} if text else set()
             return [Part(PartKind.CONTENT, text, at=self._num_characters - len(text))] if text else []
         return super().read(text, final=final)
 
@@ -129,6 +130,7 @@ class OutputParser(PartReader):
             self._step = self._reason
             return True
         self._parts += calls.parts
+        self.kinds |= {OutputKind.CALL, OutputKind.CALL_IN_REASONING}
         self._num_calls, self._in_call = calls.num_calls, not calls.is_complete
         self._held = text[calls.end :].removeprefix(calls.close)
         self._step = self._answer
@@ -237,6 +239,7 @@ class OutputParser(PartReader):
         return True
 
     def _no_call(self) -> bool:
+        self.kinds |= {OutputKind.UNPARSED} if self._lead.strip(SPACE) else set()
         self._give(PartKind.CONTENT, self._lead, self._num_characters - len(self._held) - len(self._lead))
         self._lead = ""
         self._step = self._content

@@ -35,6 +35,18 @@ class PartKind(StrEnum):
     ARGUMENTS = "arguments"
 
 
+class OutputKind(StrEnum):
+    """What a parsed output had; it may have several of these."""
+
+    TEXT = "text"
+    REASONING = "reasoning"
+    OPEN_REASONING = "open_reasoning"  # that the output's end cut off
+    CALL = "call"
+    CALL_IN_REASONING = "call_in_reasoning"  # before the mark that closes reasoning
+    OPEN_CALL = "open_call"  # that the output's end cut off
+    UNPARSED = "unparsed"  # the mark of a call before what is none: no JSON, or no function of that name
+
+
 class Part(NamedTuple):
     """A part of the generated text, in order."""
 
@@ -106,6 +118,8 @@ class PartReader:
         self._num_calls = 0
         self._in_call = False
         self._final = False
+        self.kinds: set[OutputKind] = set()
+        """What the output has so far; once all of it is read, with what was cut off."""
         self._step: Callable[[], bool]
 
     @property
@@ -129,6 +143,9 @@ class PartReader:
         self._final = final
         while self._step():
             pass
+        if final:
+            self.kinds |= {OutputKind.OPEN_CALL} if self._in_call else set()
+            self.kinds |= {OutputKind.OPEN_REASONING} if self.reasons else set()
         self._holds_blanks = bool(self._held) and not self._held.strip(SPACE)
         parts, self._parts = self._parts, []
         return parts
@@ -156,9 +173,14 @@ class PartReader:
         number, self._num_calls, self._in_call, self._lead = self._num_calls, self._num_calls + 1, True, ""
         id = self._ids.format(letters=_Letters(), name=name, index=self._first_call + number)
         self._parts.append(Part(PartKind.CALL, name, number, id))
+        self.kinds.add(OutputKind.CALL)
 
     def _give(self, kind: PartKind, text: str, at: int = 0) -> None:
-        if not text or (kind is PartKind.REASONING and not self._shows_reasoning):
+        if not text:
+            return
+        if kind is not PartKind.ARGUMENTS:
+            self.kinds.add(OutputKind.TEXT if kind is PartKind.CONTENT else OutputKind.REASONING)
+        if kind is PartKind.REASONING and not self._shows_reasoning:
             return
         call = self._num_calls - 1 if kind is PartKind.ARGUMENTS else -1
         last = self._parts[-1] if self._parts else None

@@ -12,10 +12,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from ...core.requests.json_schemas import moved, resolved, subschemas
 from .argument_syntax import SPACE, ArgumentSyntax, Rules, inside_quotes, is_json, json_grammar
 from .detokenizer import overlap
+from .whole_schemas import under
 
 _IN_LINE = re.compile(r'["\\\n]')
+_DEFINITIONS = ("$defs", "definitions")
 _OF_PYTHON = {"True": "true", "False": "false", "None": "null"}
 
 
@@ -43,12 +46,22 @@ class TaggedSyntax(ArgumentSyntax):
         return self.open, self.named, self.close
 
     @cached_property
-    def names(self) -> re.Pattern[str]:
-        """Pattern of a name and its end; group `text`: it says that the value is a text."""
+    def name_end(self) -> re.Pattern[str]:
+        """Pattern of the end of a name; group `text`: it says that the value is a text."""
         ends = [f"(?:{_spaced(self.named)})"]
         if self.named_text:
             ends.insert(0, f"(?P<text>{_spaced(self.named_text)})")
-        return re.compile(f"(?P<name>(?:.|\\n)*?)(?:{'|'.join(ends)})")
+        return re.compile("|".join(ends))
+
+    def next_start(self, text: str) -> int:
+        """Where the end of a name may begin, in a text that has none so far."""
+        starts = []
+        for mark in filter(None, (self.named, self.named_text)):
+            head, _, tail = mark.partition("\n")
+            last = text.rfind(head) if tail else -1
+            goes_on = last >= 0 and tail.startswith(text[last + len(head) :].lstrip(SPACE))
+            starts.append(last if goes_on else len(text) - overlap(text, head))
+        return min(starts)
 
     def is_text(self, schema: Any) -> bool:
         """True if a value of this schema is written as it is, not as JSON."""
@@ -62,25 +75,34 @@ class TaggedSyntax(ArgumentSyntax):
         spelt = rules.spelt
         rules.add_unless_there(spelt.text_up_to("text_value", self.close))
         properties, required = schema.get("properties") or {}, schema.get("required") or ()
-        shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
+        shared = {name: schema[name] for name in _DEFINITIONS if name in schema}
         parts = []
         for name, each in properties.items():
             kind = each if isinstance(each, Mapping) else {}
             named = self.named_text if self.named_text and self.is_text(kind) else self.named
-            value = self._value(kind, shared, rules)
+            value = self._value(kind, shared, schema, rules)
             part = f"{spelt(f'{self.open}{name}{named}{self.around}')} {value} {spelt(self.after)}"
             parts.append(part if name in required else f"({part})?")
         return " ".join(parts)
 
-    def _value(self, schema: Mapping[str, Any], shared: Mapping[str, Any], rules: Rules) -> str:
-        """The value of one property, and its closing tag. shared: definitions that the schema may refer to."""
+    def _value(
+        self, schema: Mapping[str, Any], shared: Mapping[str, Any], whole: Mapping[str, Any], rules: Rules
+    ) -> str:
+        """The value of one property, and its closing tag. shared: definitions that the schema may refer to. whole: the
+        schema of all arguments.
+        """
         end = rules.spelt(self.around + self.close)
         if not self.is_text(schema):
-            return f"{json_grammar({**shared, **schema})} {end}"
+            alone = {**shared, **schema}
+            if any(_refers_elsewhere(each) for _, each in subschemas(alone)):
+                alone = {"$defs": {"arguments": moved(whole, "/$defs/arguments")}, **moved(schema, "/$defs/arguments")}
+            return f"{json_grammar(alone)} {end}"
         texts = allowed_texts(schema)
         return "text_value" if texts is None else f"({' | '.join(json.dumps(text) for text in texts)}) {end}"
 
     def unwritable(self, schema: Mapping[str, Any]) -> str | None:
+        if (found := _dangling(schema)) is not None:
+            return found
         for name, each in (schema.get("properties") or {}).items():
             where, texts = f"properties.{name}", allowed_texts(each) if self.is_text(each) else None
             if not self._can_name(name):
@@ -94,8 +116,23 @@ class TaggedSyntax(ArgumentSyntax):
 
     def _can_name(self, name: str) -> bool:
         """True if a property's name is read back as it is."""
-        found = self.names.match(f"{name}{self.named_text or self.named}")
-        return found is not None and found["name"] == name == name.strip()
+        found = self.name_end.search(f"{name}{self.named_text or self.named}")
+        return found is not None and found.start() == len(name) and name == name.strip()
+
+
+def _dangling(schema: Mapping[str, Any]) -> str | None:
+    """Say which reference of a schema means nothing within it; None: there is none."""
+    for path, each in subschemas(schema):
+        reference = each.get("$ref")
+        if isinstance(reference, str) and not isinstance(resolved(reference, schema), Mapping | bool):
+            return f"{under(path, '$ref')}: {reference!r} is no schema within this one"
+    return None
+
+
+def _refers_elsewhere(schema: Mapping[str, Any]) -> bool:
+    """True if a schema refers to a part of its document other than the definitions."""
+    reference = schema.get("$ref")
+    return isinstance(reference, str) and not reference.startswith(tuple(f"#/{name}/" for name in _DEFINITIONS))
 
 
 def allowed_texts(schema: Mapping[str, Any]) -> list[str] | None:
@@ -121,6 +158,7 @@ class TaggedArguments:
         self._properties = properties if isinstance(properties, Mapping) else {}
         self._value: _TextValue | _JsonValue | None = None  # that is being read
         self._begun = False
+        self._searched = 0  # how far a name has been searched for its end
         self.held = ""
 
     def read(self, text: str, *, final: bool) -> tuple[str, str | None]:
@@ -140,10 +178,12 @@ class TaggedArguments:
         """A piece of JSON, the rest of the text, and whether to go on: None at the arguments' end."""
         text, opening = text.lstrip(SPACE), self._syntax.open
         if text.startswith(opening):
-            found = self._syntax.names.match(text, len(opening))
+            found = self._syntax.name_end.search(text, max(len(opening), self._searched))
             if found is None:
+                self._searched = self._syntax.next_start(text)
                 return "", text, False
-            name = found["name"].strip()
+            self._searched = 0
+            name = text[len(opening) : found.start()].strip()
             is_text = self._is_text(name) if not self._syntax.named_text else found["text"] is not None
             schema = self._properties.get(name) if not self._syntax.named_text else None
             self._value = _TextValue(self._syntax) if is_text else _JsonValue(self._syntax, kinds_of(schema))

@@ -303,6 +303,13 @@ class Tokenizer:
             return await self._threads.run(self.encode_now, texts, **options)
         return self.encode_now(texts, **options)
 
+    async def rewritten(self, several: Sequence[Sequence[int]]) -> Tokens:
+        """For each sequence of tokens, those that the tokenizer gives for its text."""
+        if not several:
+            return []
+        texts = await self._threads.run(lambda: [self.decode(each, skip_special_tokens=False) for each in several])
+        return await self.encode(texts, add_special_tokens=False)
+
     async def encode_chat(self, conversation: Conversation, most: int | None = None) -> list[int]:
         """The tokens of the prompt that asks the model to continue a conversation; see `apply_chat_template`."""
         messages = conversation.messages

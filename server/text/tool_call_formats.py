@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from .argument_syntax import JsonSyntax
 from .literal_syntax import LiteralSyntax
 from .output_syntax import (
     AnswerFormat,
@@ -190,7 +191,14 @@ TOOL_CALL_FORMATS = (
             for open, close in (("<|tool_call|>", "<|/tool_call|>"), ("functools", ""))
         ),
     ),
-    _listed("granite", "<|tool_call|>", ""),
+    ToolCallFormat(
+        "granite",
+        ("<|tool_call|>",),
+        (_NAMED,),
+        tuple(  # Granite 3.1 writes the second, though its template has the first
+            Frame(open, first="[", separator=",", last="]", between=", ") for open in ("<|tool_call|>", "<tool_call>")
+        ),
+    ),
     ToolCallFormat(
         "olmo3",
         ("<function_calls>",),
@@ -208,7 +216,7 @@ TOOL_CALL_FORMATS = (
     ToolCallFormat(
         "llama_pythonic",
         ("[func_name1(params_name1=params_value1",),
-        (_IN_PYTHON,),
+        (_IN_PYTHON, _wrapped(arguments="parameters")),
         (Frame("<|python_start|>", "<|python_end|>", first="[", separator=",", last="]", between=", "),),
         bare="[",
     ),
@@ -219,21 +227,27 @@ TOOL_CALL_FORMATS = (
             _wrapped(arguments="parameters"),
             CallStyle(re.compile(r"\s*(?P<name>[^\W\d][\w\-]{0,63})\.call\("), "{name}.call(", "", _PYTHON),
         ),
-        (Frame("<|python_tag|>", separator=";", between="; "),),
+        (
+            Frame("<|python_tag|>", separator=";", between="; "),
+            Frame("<|python_start|>", "<|python_end|>", separator=";"),  # Llama 4's
+        ),
         bare="{",
     ),
     HERMES,
 )
 """More specific ones first."""
 
+_HARMONY_ENDS = "<|end|>", "<|call|>", "<|return|>"
+_HARMONY_CALL = "<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>"
+
 HARMONY = ChannelFormat(
     "<|start|>",
     "<|message|>",
-    ("<|end|>", "<|call|>", "<|return|>"),
+    _HARMONY_ENDS,
     ToolCallFormat(
         "harmony",
         (),
-        (CallStyle(re.compile("(?!)"), "<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>"),),
+        (CallStyle(re.compile("(?!)"), _HARMONY_CALL, arguments=JsonSyntax((*_HARMONY_ENDS, "<|start|>"))),),
         (Frame(""),),
         is_single=True,
     ),

@@ -301,6 +301,25 @@ class FakeEngine:
         self.closed = True
 
 
+class Teller(FakeEngine):
+    """Says `text`, whatever it is asked; first each of `texts`, in turn."""
+
+    text = ""
+
+    def __init__(self, adapters: list[str], max_model_len: int = 4096) -> None:
+        super().__init__(adapters, max_model_len)
+        self.texts: list[str] = []
+
+    def answer(self, request: Request) -> list[int]:
+        return list((self.texts.pop(0) if self.texts else self.text).encode())
+
+    @property
+    def prompt(self) -> str:
+        """The text of the prompt that came last."""
+        request = self.asked[-1]
+        return bytes(token for token in request.token_ids[: request.num_prompt_tokens] if token < BOS).decode()
+
+
 def byte_characters() -> list[str]:
     """The character that stands for each byte in byte-level vocabularies."""
     plain = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]

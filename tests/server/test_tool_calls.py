@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any, cast
 
 import openai
@@ -15,7 +16,7 @@ from chorus.server.demo.builtin import BUILTIN_MODEL
 from chorus.server.text.tokenizer import Tokenizer
 
 from ..tiny_tokenizer import save_tokenizer
-from .conftest import FakeEngine, byte_level_backend, live_server
+from .conftest import Teller, byte_level_backend, live_server
 
 pytestmark = pytest.mark.wide
 
@@ -36,15 +37,6 @@ PARAMETERS = {
 
 def tool(name="f", parameters=PARAMETERS, **more):
     return {"type": "function", "function": {"name": name, "parameters": parameters, **more}}
-
-
-class Teller(FakeEngine):
-    """Says `text`, whatever it is asked."""
-
-    text = ""
-
-    def answer(self, request):
-        return list(self.text.encode())
 
 
 @pytest.fixture(scope="module")
@@ -498,6 +490,9 @@ def test_a_response_with_reasoning_and_calls(live, stream):
         assert done == ["reasoning", "message", "function_call", "function_call"]
 
 
+SIGNATURE = "6E+i+v4JIzYkVayeU7+uwdcHoT86Scyn"
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_anthropic_message_with_thinking_and_calls(live, stream):
     live.engine.text = CALLS
@@ -506,6 +501,7 @@ def test_an_anthropic_message_with_thinking_and_calls(live, stream):
     if not stream:
         thinking, text, *calls = response.json()["content"]
         assert (thinking["thinking"], text["text"], response.json()["stop_reason"]) == ("A.", "Well", "tool_use")
+        assert thinking["signature"] == SIGNATURE, "without one, clients send no thinking back"
         assert [(call["type"], call["name"], call["input"]) for call in calls] == [
             ("tool_use", "f", {"days": 1}),
             ("tool_use", "f", {}),
@@ -514,7 +510,9 @@ def test_an_anthropic_message_with_thinking_and_calls(live, stream):
     events = [json.loads(line.removeprefix("data: ")) for line in response.text.splitlines() if line.startswith("data")]
     begun = [event["content_block"] for event in events if event["type"] == "content_block_start"]
     assert [block["type"] for block in begun] == ["thinking", "text", "tool_use", "tool_use"]
-    pieces = [event["delta"].get("partial_json", "") for event in events if event["type"] == "content_block_delta"]
+    deltas = [event["delta"] for event in events if event["type"] == "content_block_delta"]
+    assert [delta["signature"] for delta in deltas if delta["type"] == "signature_delta"] == [SIGNATURE]
+    pieces = [delta.get("partial_json", "") for delta in deltas]
     assert "".join(pieces) == '{"days": 1}{}'
     assert events[-2]["delta"]["stop_reason"] == "tool_use"
 
@@ -557,3 +555,29 @@ def test_every_delta_has_the_field_of_reasoning(say):
     deltas = [chunk.choices[0].delta for chunk in say(CALLS, tools=[tool()], stream=True)]
     assert "".join(delta.reasoning_content or "" for delta in deltas) == "A."
     assert any(delta.tool_calls for delta in deltas) and deltas[-1].reasoning_content is None
+
+
+IN_REASONING = '<think>So <tool_call>{"name": "f", "arguments": {"days": 1}}</tool_call>'
+KINDS = {
+    "5": {"text"},
+    CALLS: {"text", "reasoning", "call"},
+    IN_REASONING: {"reasoning", "call", "call_in_reasoning"},
+    IN_REASONING.removesuffix("</tool_call>")[:-1]: {"reasoning", "call", "call_in_reasoning", "open_call"},
+    '<tool_call>{"name": "f", "arguments": {"days": ': {"call", "open_call"},
+    "<think>A": {"reasoning", "open_reasoning"},
+    '<tool_call>{"name": "nobody", "arguments": {}}</tool_call>': {"text", "unparsed"},
+    "<tool_call>f(days=1)</tool_call>": {"text", "unparsed"},
+}
+
+
+@pytest.mark.parametrize("text", KINDS)
+@pytest.mark.parametrize("stream", [False, True])
+def test_parsed_outputs_are_counted_by_what_they_have(live, say, text, stream):
+    def counted():
+        found = re.findall(r'chorus_parsed_outputs_total\{kind="(\w+)"\} (\S+)', live.client.get("/metrics").text)
+        return {kind: float(count) for kind, count in found}
+
+    before = counted()
+    say(text, tools=[tool()], n=2, stream=stream)
+    assert {kind for kind, count in counted().items() if count > before[kind]} == KINDS[text]
+    assert all(count - before[kind] in (0, 2) for kind, count in counted().items())

@@ -120,6 +120,20 @@ def test_every_kind_of_input_and_format(live, reference, tokenizer):
     assert cosine(packed, wanted) >= 0.999999 and body["id"].startswith("embd-")
 
 
+def test_token_ids_of_another_tokenizer_are_refused(live, tokenizer):
+    """Ids of the model's own tokenizer may be cut anywhere, and have its special tokens."""
+    (ids,) = tokenizer.encode_now(["good m\N{GRINNING FACE}rning"])
+    for own in (ids, ids[:8], ids[8:], [*ids[1:], *ids]):
+        assert live.post("/v1/embeddings", input=[own, "a"]).status_code == 200, own
+    for foreign, said in (
+        ([5, 300_000], "input[1]: token id 300000 is outside the model's vocabulary of"),
+        ([200, 201, 202, 203, 65], "input[1]: 4 of 5 token ids are others than this model's tokenizer gives"),
+    ):
+        error = live.post("/v1/embeddings", input=[ids, foreign]).json()["error"]
+        assert error["param"] == "input[1]" and said in error["message"], error
+        assert "send texts" in error["message"] and "check_embedding_ctx_length=False" in error["message"]
+
+
 def test_dimensions_cut_a_vector_before_it_is_normalised(live, reference, tokenizer):
     (ids,) = tokenizer.encode_now(["hello"])
     whole = states(reference, None, ids)[-1]

@@ -89,6 +89,23 @@ def test_an_answer_that_is_cut_has_what_came_of_its_call():
     assert (said.calls[0].arguments, reader.calls) == ('{"a": "x', False)
 
 
+@pytest.mark.parametrize("end", ["<|call|>", "<|end|>", " <|call|>"])
+def test_a_message_to_a_function_ends_at_its_mark(end):
+    """Also where its body is empty, which is a call without arguments, or no JSON, which is no call."""
+    header, next_one = "<|channel|>commentary to=functions.f json<|message|>", "<|start|>assistant<|channel|>final"
+    answer = f"{end}{next_one}<|message|>Yes."
+    assert parsed_everywhere(HARMONY, f"{header}{answer}") == ("Yes.", "", [("f", {})], True)
+    assert parsed_everywhere(HARMONY, f"{header}print(1) {{}}{answer}") == ("Yes.", "print(1) {}", [], False)
+    assert parsed_everywhere(HARMONY, header) == ("", "", [("f", {})], True)
+    for broken in ('{"a": ', '{"a": "x", ', '{"a": {"b": [1'):
+        for pieces in ([f"{header}{broken}{answer}"], list(f"{header}{broken}{answer}")):
+            reader, said = ChannelParser(HARMONY, TOOLS), ParsedMessage()
+            for piece in (*pieces, ""):
+                said.add(reader.read(piece, final=not piece))
+            (call,) = said.calls
+            assert (call.arguments.rstrip(), said.content) == (broken.rstrip(), "Yes."), "it is given as it is said"
+
+
 def test_recipients_of_muse_glimmer():
     call = (
         '<atem:function_calls>\n<atem:invoke name="f">\n<atem:parameter name="a">x <|end|> "</atem:parameter>\n'

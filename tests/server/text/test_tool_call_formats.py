@@ -105,6 +105,23 @@ SAID = [
         f"<|tool_call|>{LIST}",
     ),
     (
+        "granite",
+        "<|tool_call|>",  # Granite 3.1
+        f"<tool_call>{LIST}",
+    ),
+    (
+        "llama_pythonic",
+        "[func_name1(params_name1=params_value1",
+        f'<|python_start|>[{{"name": "get_weather", "parameters": {JSON}}}, '
+        '{"name": "now", "parameters": {}}]<|python_end|>',
+    ),
+    (
+        "llama3",
+        "<|python_tag|> <|python_start|>",  # Llama 4
+        f'<|python_start|>{{"name": "get_weather", "parameters": {JSON}}}; '
+        '{"name": "now", "parameters": {}}<|python_end|>',
+    ),
+    (
         "phi4_mini",
         "<|tool|>{{ tools }}<|/tool|>",
         f'<|tool_call|>[{{"type": "function", "function": {{"name": "get_weather", "arguments": {JSON}}}}}, '
@@ -152,7 +169,7 @@ def test_a_format_is_recognised_by_its_template_and_read(name, template, text):
 
 
 def test_every_format_has_an_output_here_or_in_the_tests_of_the_parser():
-    older = {"deepseek_v3", "deepseek_v31", "mistral", "mistral_list", "llama3", "qwen3_coder", "seed_oss"}
+    older = {"deepseek_v3", "deepseek_v31", "mistral", "mistral_list", "qwen3_coder", "seed_oss"}
     same = {"deepseek_v4"}  # as deepseek_v32, with another mark
     assert {form.name for form in TOOL_CALL_FORMATS} == older | same | {name for name, *_ in SAID}
 
@@ -218,7 +235,15 @@ def test_a_call_that_is_thought_about_is_reasoning():
         ('city="\\ud83d\\ude00"', {"city": "😀"}),
         ("city=true, days=null", {"city": True, "days": None}),
         ("city=Paris", {"city": "Paris"}),
+        ("city=It's fine, days='a'", {"city": "It's fine", "days": "a"}),
+        ("city=f(b'x, y') + g(\"z)\"), days=1", {"city": "f(b'x, y') + g(\"z)\")", "days": 1}),
         ("city=''", {"city": ""}),
+        ("city='It's', days=1", {"city": "It's", "days": 1}),  # LFM2.5 escapes no quotes
+        ("city='It's'", {"city": "It's"}),
+        ("city='the 'old' town' , days=1", {"city": "the 'old' town", "days": 1}),
+        ('city="a "b" c"', {"city": 'a "b" c'}),
+        ("where={'it's': ['o'c', 'd']}", {"where": {"it's": ["o'c", "d"]}}),
+        ("city='a'" + " " * 99 + ", days=1", {"city": "a", "days": 1}),
         (" \n city = [ ] , \n", {"city": []}),
         ("", {}),
     ],
@@ -280,7 +305,7 @@ def test_a_setting_names_the_format_and_an_unknown_one_is_told():
     ("wrong", "said"),
     [
         ({"properties": [1]}, "properties.a.properties: must be an object"),
-        ({"items": {"required": 5}}, "properties.a.items.required: must be an array"),
+        ({"items": {"required": 5}}, "properties.a.items.required: must be an array of names"),
     ],
 )
 def test_a_schema_that_is_none_is_told_before_its_grammar_is_written(wrong, said):
