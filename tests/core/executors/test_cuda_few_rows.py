@@ -16,6 +16,7 @@ from chorus.core.executors import cpu
 from chorus.core.model.batch import GemmBackend
 from chorus.core.model.kept_weights import stays_narrow
 from chorus.core.model.open_weights import open_weights
+from chorus.core.model.read_config import read_model_config
 from chorus.ops import small_gemm_triton
 from chorus.ops.elementwise import silu_and_mul
 from chorus.ops.narrow_weights import NarrowWeight
