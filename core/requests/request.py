@@ -155,6 +155,11 @@ class Request:
         return len(self.token_ids)
 
     @property
+    def needs_prompt_states(self) -> bool:
+        """True if results need hidden states of the prompt's earlier tokens, which a cached prefix does not have."""
+        return self.params.prompt_logprobs is not None or self.params.pooling in ("mean", "cls")
+
+    @property
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
 

@@ -135,11 +135,6 @@ class RequestParams:
             _require("max_tokens", self.max_tokens, self.max_tokens == 1, "1 for a pooling request")
         _require("classify", self.classify, self.pooling is not None or not self.classify, "false without pooling")
 
-    @property
-    def needs_prompt_states(self) -> bool:
-        """True if results need hidden states of the prompt's earlier tokens, which a cached prefix does not have."""
-        return self.prompt_logprobs is not None or self.pooling in ("mean", "cls")
-
 
 class Seeds:
     """Draws the seeds of requests that bring none, where they enter: an engine that takes a request over draws nothing.

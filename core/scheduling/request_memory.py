@@ -59,7 +59,7 @@ class RequestMemory:
 
     def match(self, request: Request) -> list[Block]:
         """Return the cached blocks of the request's prefix; none if it needs all of its prompt's hidden states."""
-        if not self.use_prefix_cache or request.params.needs_prompt_states:
+        if not self.use_prefix_cache or request.needs_prompt_states:
             return []
         version, scope = _version(request.adapter), self.scope(request)
         blocks = self.prefix.match(version, request.token_ids, scope, request.lora_from)
@@ -222,7 +222,7 @@ class RequestMemory:
             return False
         first, last = 0, -(-num_tokens // self.block_tokens)
         # with states, a request can begin in the prefix cache only at a checkpoint, which may be elsewhere
-        if not self.layout.state_pages and self.use_prefix_cache and not request.params.needs_prompt_states:
+        if not self.layout.state_pages and self.use_prefix_cache and not request.needs_prompt_states:
             leaving = self.swapped.leaving()
             step = self.layout.pages_per_block
             while first < request.num_known_blocks:

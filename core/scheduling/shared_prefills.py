@@ -24,7 +24,7 @@ class SharedPrefills:
 
     def hold_back(self, request: Request, num_tokens: int) -> bool:
         """Hold a request back if another one computes its prompt. num_tokens: tokens of it that have KV already."""
-        if not self._leaders or self._shareable(request) <= num_tokens or request.params.needs_prompt_states:
+        if not self._leaders or self._shareable(request) <= num_tokens or request.needs_prompt_states:
             return False
         leader = self._leaders.get(self._key(request))
         if leader is None or not self._leads(leader) or not _has_same_prompt(leader, request):

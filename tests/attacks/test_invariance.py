@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from chorus.memory.pages.adapter_layout import AdapterLayout, uniform_parts
 from chorus.memory.pages.layer_projections import dense_projections
+from chorus.memory.pages.projections import Group
 from chorus.ops import native, native_model
 from chorus.ops.sgmv import AdapterRows
 
@@ -85,7 +86,8 @@ def one_adapter(rank: int, tokens: int) -> World:
             break
         seed += 1
     model, layout = world.model, world.layout
-    table = dense_projections(len(model.layers), model.hidden, model.ffn, model.heads, model.kv_heads, model.head_dim)
+    ffn = model.products[model.product_of[0][Group.DOWN]].inputs
+    table = dense_projections(len(model.layers), model.hidden, ffn, model.heads, model.kv_heads, model.head_dim)
     placed = AdapterLayout.build(uniform_parts(table, rank), table, layout.page_elems, 2)
     kv_pages = layout.pages_for_tokens(tokens)
     generator = torch.Generator().manual_seed(rank)
