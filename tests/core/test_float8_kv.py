@@ -110,10 +110,8 @@ def drive8(drive):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_mixed_batch_equals_transformers_whose_cache_rounds(tiny, drive8, family, kernels):
     it = tiny(family)
-    native = kernels == "native" and family not in ("gpt-oss", "mixtral")  # it has neither sinks nor experts
-    cpu_kernels = kernels if native else "auto" if kernels == "native" else "torch"
-    driver = drive8(it, cpu_kernels=cpu_kernels, max_num_seqs=8, max_num_batched_tokens=24, max_model_len=128)
-    assert isinstance(driver.executor.rank.decoder, NativeDecoderModel if native else DecoderModel)
+    driver = drive8(it, cpu_kernels=kernels, max_num_seqs=8, max_num_batched_tokens=24, max_model_len=128)
+    assert isinstance(driver.executor.rank.decoder, NativeDecoderModel if kernels == "native" else DecoderModel)
     check(driver, make_cases(it, 8))
     chunks = [row for plan in driver.plans for row in plan.sequences if row.start > 0 and len(row.tokens) > 1]
     assert chunks, "no prompt was cut"

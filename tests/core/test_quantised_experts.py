@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from chorus.core.model.experts import ExpertPack
+from chorus.core.model.native_decoder import NativeDecoderModel
 from chorus.core.model.quantization.groups import is_packable, pack_scaled
 from chorus.core.model.quantization.round_to_nearest import RoundToNearest
 from chorus.core.model.read_config import read_model_config
@@ -201,7 +202,8 @@ def test_bytes_are_those_that_are_kept(form):
     config = executor.whole
     kept = sum(each.nbytes for each in experts_of(executor))
     number = 4 * sum(each.num_weights for layer in config.projections.layers for each in layer if each.experts)
-    assert executor.weight_bytes == kept_bytes(config, 4) - number + kept
+    quantiser = executor.quantiser if isinstance(executor.decoder, NativeDecoderModel) else None
+    assert executor.weight_bytes == kept_bytes(config, 4, quantiser=quantiser) - number + kept
     assert kept < number * 0.4
 
 

@@ -221,7 +221,7 @@ def test_experts_get_their_activations_as_they_are(tmp_path):
     quantised, _ = write_twins(
         tmp_path, replace(form, plain=of_experts.plain, config=of_experts.config), "MixtralForCausalLM"
     )
-    config = EngineConfig(model=quantised, memory_bytes=4 << 20, threads=1)
+    config = EngineConfig(model=quantised, memory_bytes=4 << 20, threads=1, cpu_kernels="torch")
     executor = CpuExecutor(config)
     layer = executor.decoder.layers[0]
     assert layer.qkv.inputs == layer.o.inputs == RoundedInputs()

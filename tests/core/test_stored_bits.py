@@ -92,7 +92,16 @@ def test_those_of_the_native_decoder_do_not_depend_on_the_batch(tiny, drive, fam
     check_equal(drive, tiny(family), requests, dtype=dtype, kv_cache_dtype=kv_cache_dtype)
 
 
-@pytest.mark.parametrize("kernels", ["torch", "auto"])
+@pytest.mark.native
+@pytest.mark.parametrize("kernels", ["native"])
+@pytest.mark.parametrize("experts", [False, True])
+def test_those_of_a_native_mixture_do_not_depend_on_the_batch(tiny, mixture, drive, experts):
+    it = mixture("qwen3-moe") if experts else tiny("qwen3-moe")
+    requests = requests_of(24, [None, *(OF_MIXTURES if experts else ADAPTERS)])
+    check_equal(drive, it, requests, kv_cache_dtype="fp8")
+
+
+@pytest.mark.parametrize("kernels", ["torch"])
 @pytest.mark.parametrize("experts", [False, True])
 def test_those_of_a_mixture_depend_on_it_by_rounding_alone(tiny, mixture, drive, experts):
     """PyTorch's products and attention add up in an order that depends on the number of rows, and in FP8 the last bit

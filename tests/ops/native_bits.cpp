@@ -147,6 +147,7 @@ template <class T, int kFfn> void run(bool kinds, int bits = 0, bool float8 = fa
     for (LayerDesc& layer : layers) {
         layer.cos = cos, layer.sin = sin, layer.rotary_dim = kHeadDim;
         layer.scale = 1.0f / std::sqrt((float)kHeadDim), layer.residual_multiplier = 1;
+        layer.heads = {kHeads, kKvHeads, kHeadDim}, layer.output_factor = 1;
         layer.k_scale = float8 ? 0.03f : 1, layer.v_scale = float8 ? 0.004f : 1;
     }
     const ProductDesc products[] = {{kQkv, kHidden, 3, {{0, 0, kQ}, {1, kQ, kKv}, {2, kQ + kKv, kKv}}},

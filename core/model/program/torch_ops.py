@@ -106,6 +106,16 @@ def run_ops(runs: Runs, step: Step) -> None:
             del names[name]
 
 
+def within_span(name: str, runs: Runs) -> Run:
+    """Ops as one, in a span."""
+
+    def run(step: Step) -> None:
+        with span(name):
+            run_ops(runs, step)
+
+    return run
+
+
 def _norm(op: Norm, at: Place) -> Run:
     read, index, slot, out, added, norm = reader(op.x), at.index, op.weight, op.out, op.added, op.norm
 

@@ -6,7 +6,6 @@ Tests: tests/core/test_families.py, tests/core/test_hybrids.py
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -15,13 +14,12 @@ import torch
 from ....ops.attention import GroupedAttention
 from ..batch import BY_LIBRARY, GemmBackends
 from ..layer_weights import LayerWeights
-from ..nvtx_spans import span
 from ..step_lora import StepLora
 from .builder import Kept, LayerProgram
 from .ops import FURTHER, STREAM, STREAMS, Add, Begin, End, Gemm, Op, name_of
 from .peepholes import fused, fused_layers
-from .torch_ops import Runs, bind, run_ops
-from .torch_step import Bound, Place, Run, Step, batch_of_parts
+from .torch_ops import Runs, bind, run_ops, within_span
+from .torch_step import Bound, Place, Step, batch_of_parts
 
 #: Buffers that outlive a layer.
 _LASTING = frozenset({STREAM, STREAMS, FURTHER})
@@ -81,12 +79,11 @@ class TorchProgram:
         for op, dead in zip(ops, _last_reads(ops, live), strict=True):
             if isinstance(op, Begin):
                 outer.append((op.name, found))
-                found = [] if span is not nullcontext else found
+                found = []
             elif isinstance(op, End):
                 name, around = outer.pop()
-                if found is not around:
-                    around.append((_within(name, found), ()))
-                    found = around
+                around.append((within_span(name, found), ()))
+                found = around
             else:
                 found.append((bind(op, Place(index, self._layers[index], self.model)), dead))
         return found
@@ -121,16 +118,6 @@ class TorchProgram:
         step = Step(batch_of_parts(backends=backends, lora=lora), layers, {_ALONE: x})
         run_ops(self._bound(index, [replace(op, x=_ALONE)], {op.out}), step)
         return step.names[op.out]
-
-
-def _within(name: str, runs: Runs) -> Run:
-    """Ops as one, in a span."""
-
-    def run(step: Step) -> None:
-        with span(name):
-            run_ops(runs, step)
-
-    return run
 
 
 def _reads(ops: Sequence[Op]) -> set[str]:

@@ -12,9 +12,9 @@ import torch
 from chorus.core.config import EngineConfig
 from chorus.core.executors.cpu import CpuExecutor
 from chorus.core.model import decoder as model_module
-from chorus.core.model import layer as layer_module
 from chorus.core.model import nvtx_spans
 from chorus.core.model.batch import StepBatch
+from chorus.core.model.program import torch_ops
 from chorus.core.model.step_lora import ATTN_O, DOWN, GATE_UP, QKV
 
 
@@ -88,7 +88,7 @@ def test_the_spans_of_a_step(subject, monkeypatch, lora):
         yield
 
     monkeypatch.setattr(model_module, "span", span)
-    monkeypatch.setattr(layer_module, "span", span)
+    monkeypatch.setattr(torch_ops, "span", span)
     decoder = executor.decoder
     attention = decoder.new_attention()
     attention.plan([0, 2], torch.tensor([[1]]), [2])

@@ -57,12 +57,27 @@ def test_chunks_of_attention_are_told(tmp_path, capsys):
 
 NOT_NATIVE = "; on CPUs mixtures by the native library, the rest by PyTorch's operators"
 
+LATENTS = {
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "q_lora_rank": None,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+}
 
-@pytest.mark.parametrize(("architecture", "note"), [("Glm4MoeForCausalLM", ""), ("AfmoeForCausalLM", NOT_NATIVE)])
+
+@pytest.mark.parametrize(
+    ("architecture", "note"),
+    [("Glm4MoeForCausalLM", ""), ("AfmoeForCausalLM", ""), ("DeepseekV3ForCausalLM", NOT_NATIVE)],
+)
 def test_experts_are_told(tmp_path, capsys, architecture, note):
     changes = {"architectures": [architecture], "num_experts_per_tok": 3, "n_group": 1, "topk_group": 1}
     changes |= {"n_routed_experts": 16, "num_experts": 16, "num_shared_experts": 1, "num_dense_layers": 0}
-    (tmp_path / "config.json").write_text(json.dumps({**GEMMA, **changes, "moe_intermediate_size": 40}))
+    changes |= {"n_shared_experts": 1, "first_k_dense_replace": 0, "moe_intermediate_size": 40}
+    fields = {**GEMMA, **changes} if architecture != "DeepseekV3ForCausalLM" else {**GEMMA, **changes, **LATENTS}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
     assert cli.main(["models", str(tmp_path)]) == 0
     want = f" layers have 16 experts of 40, 3 for each token, and one of 40 for all{note}"
     assert any(line.endswith(want) for line in capsys.readouterr().out.splitlines())
