@@ -86,7 +86,7 @@ def one_adapter(rank: int, tokens: int) -> World:
             break
         seed += 1
     model, layout = world.model, world.layout
-    ffn = model.products[model.product_of[0][Group.DOWN]].inputs
+    _, ffn, _ = model.products[model.product_of[0][Group.DOWN]]
     table = dense_projections(len(model.layers), model.hidden, ffn, model.heads, model.kv_heads, model.head_dim)
     placed = AdapterLayout.build(uniform_parts(table, rank), table, layout.page_elems, 2)
     kv_pages = layout.pages_for_tokens(tokens)
