@@ -228,7 +228,8 @@ class Decoder final : public AnyDecoder {
             if (waits && l) team_.each(me, 1, [&](int) { wait_for_layer(step, l); });
             const float out = w.residual_multiplier;
             if (has(w, kO)) {
-                normalise(me, tokens, w.attention_norm, normed, w.attention_in_factor, w.experts && w.parallel && !w.mlp_norm);
+                normalise(me, tokens, w.attention_norm, normed, w.attention_in_factor,
+                          w.experts && w.parallel && !w.mlp_norm);
                 if (w.parallel && w.mlp_norm) normalise(me, tokens, w.mlp_norm, apart, 1, w.experts);
                 if (has(w, kBesideIn)) mix_beside(step, me, w, l);
                 const LoraTask<T> o = task(step, w, l, kO, mix(step, me, w, l), x);

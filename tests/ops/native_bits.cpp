@@ -86,8 +86,8 @@ template <class Weight, class Vector> struct Experts {
     // Of the rows begin … end - 1.
     MixtureLoraDesc lora(void* arena, int64_t page_elems, const int64_t* pages, int begin, int end) {
         of_layer.pages = of_experts.pages = pages;
-        froms[0] = froms[1] = begin, tos[0] = tos[1] = end;
-        return {arena, page_elems, {2, froms, tos, parts, nullptr, 0, 0}, lists, counts, 0, nullptr};
+        origins[0] = origins[1] = begin, tos[0] = tos[1] = end;
+        return {arena, page_elems, {2, origins, tos, parts, nullptr, 0, 0}, lists, counts, 0, nullptr};
     }
 
     const void *up[kCount], *down[kCount], *shared_up, *shared_down;
@@ -97,7 +97,7 @@ template <class Weight, class Vector> struct Experts {
     Adapter of_layer{}, of_experts{};
     int64_t first[2 * kLayers];
     const int32_t own[4] = {0, 2, 3, 7}, counts[2] = {0, 4}, *const lists[2] = {nullptr, own};
-    int32_t froms[2], tos[2];
+    int32_t origins[2], tos[2];
     const Adapter* const parts[2] = {&of_layer, &of_experts};
 };
 
