@@ -19,7 +19,7 @@ from ...ops.float8_rows import is_multiplied
 from ...ops.narrow_weights import NarrowWeight
 from ..model.batch import GemmBackend, GemmKind
 from ..model.config import UnsupportedModel
-from ..model.decoder import DecoderModel, GemmPlace
+from ..model.decoder import DecoderModel, GemmUse
 from ..model.layer_weights import LayerWeights
 from .cuda_gemm_backends import NEAR, TOLERANCE
 
@@ -59,38 +59,38 @@ def choose_float8_products(
     slower by more than they vary. Call it before anything is captured. seconds: default: the device's.
     """
     seconds = device.seconds if seconds is None else seconds
-    for kind, places in decoder.gemms(every=True).items():
-        if not _can_be_float8(places[0]):
+    for kind, uses in decoder.gemms(every=True).items():
+        if not _can_be_float8(uses[0]):
             continue
-        chosen, why = _is_better(decoder, kind, places[:SAMPLED], rows=rows, device=device, seconds=seconds)
-        for place in places if chosen else ():
-            _use_float8(decoder.layers, place)
-        how, name = "in FP8" if chosen else "widened", f"{places[0].name} {kind.inputs} → {kind.outputs}"
+        chosen, why = _is_better(decoder, kind, uses[:SAMPLED], rows=rows, device=device, seconds=seconds)
+        for use in uses if chosen else ():
+            _use_float8(decoder.layers, use)
+        how, name = "in FP8" if chosen else "widened", f"{uses[0].name} {kind.inputs} → {kind.outputs}"
         logger.info("products of %s with activations in FP8: %s (%s)", name, how, why)
 
 
-def _can_be_float8(place: GemmPlace) -> bool:
-    weight = place.weight
-    if place.layer is None or not isinstance(weight, NarrowWeight):
+def _can_be_float8(use: GemmUse) -> bool:
+    weight = use.weight
+    if use.layer is None or not isinstance(weight, NarrowWeight):
         return False
     return weight.rounds_inputs and is_multiplied(weight)
 
 
-def _use_float8(layers: Sequence[LayerWeights], place: GemmPlace) -> None:
+def _use_float8(layers: Sequence[LayerWeights], use: GemmUse) -> None:
     """Have the library multiply one of a layer's matrices as it is."""
-    assert place.op is not None and place.layer is not None, "it is a layer's"
-    setattr(layers[place.layer], place.op.weight, _in_float8(place))
+    assert use.op is not None and use.layer is not None, "it is a layer's"
+    setattr(layers[use.layer], use.op.weight, _in_float8(use))
 
 
-def _in_float8(place: GemmPlace) -> NarrowWeight:
-    assert isinstance(place.weight, NarrowWeight), "it is narrow"
-    return replace(place.weight, multiplies_float8=True)
+def _in_float8(use: GemmUse) -> NarrowWeight:
+    assert isinstance(use.weight, NarrowWeight), "it is narrow"
+    return replace(use.weight, multiplies_float8=True)
 
 
 def _is_better(
     decoder: DecoderModel,
     kind: GemmKind,
-    places: Sequence[GemmPlace],
+    uses: Sequence[GemmUse],
     *,
     rows: int,
     device: CudaDevice,
@@ -102,18 +102,18 @@ def _is_better(
 
     def run(in_float8: bool, count: int) -> torch.Tensor:
         y = x
-        for place in places[:count]:
-            assert place.op is not None and place.layer is not None, "it is a layer's"
-            own = decoder.layers[place.layer]
-            weights = replace(own, **{place.op.weight: _in_float8(place)}) if in_float8 else own
-            y = decoder.run_gemm(place, GemmBackend.LIBRARY, x, weights=weights)
+        for use in uses[:count]:
+            assert use.op is not None and use.layer is not None, "it is a layer's"
+            own = decoder.layers[use.layer]
+            weights = replace(own, **{use.op.weight: _in_float8(use)}) if in_float8 else own
+            y = decoder.run_gemm(use, GemmBackend.LIBRARY, x, weights=weights)
         return y
 
     if (problem := _problem(partial(run, count=1), TOLERANCE[decoder.dtype], device)) is not None:
-        logger.warning("products of FP8 with FP8 of %s are not used: %s", places[0].name, problem)
+        logger.warning("products of FP8 with FP8 of %s are not used: %s", uses[0].name, problem)
         return False, problem
-    widened, float8 = (seconds(partial(run, each, len(places))) for each in (False, True))
-    return float8 <= NEAR * widened, f"µs of {rows} rows, {len(places)} layers: {1e6 * float8:.0f}, {1e6 * widened:.0f}"
+    widened, float8 = (seconds(partial(run, each, len(uses))) for each in (False, True))
+    return float8 <= NEAR * widened, f"µs of {rows} rows, {len(uses)} layers: {1e6 * float8:.0f}, {1e6 * widened:.0f}"
 
 
 def _problem(run: Callable[[bool], torch.Tensor], limit: float, device: CudaDevice) -> str | None:

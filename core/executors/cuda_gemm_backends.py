@@ -19,7 +19,7 @@ from ...ops.narrow_weights import NarrowWeight
 from ...ops.small_gemm_schedule import MAX_EXPANDED_ROWS, MAX_ROWS, tile_rows
 from ..cpus import available_cpus
 from ..model.batch import BY_LIBRARY, GemmBackend, GemmBackends, GemmKind
-from ..model.decoder import DecoderModel, GemmPlace
+from ..model.decoder import DecoderModel, GemmUse
 from ..model.lora_launches import LoraLaunches
 from ..model.lora_state_cuda import CudaLoraState
 from ..model.rounding_weight import RoundingWeight
@@ -39,7 +39,7 @@ NEAR = 1.02
 Refused = set[tuple[GemmKind, int, GemmBackend]]
 
 #: Dtypes that Chorus's kernel supports, with the largest difference from the library's values, relative to the largest
-#: value: two units in the last place.
+#: value: two units in the last use.
 TOLERANCE = {torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9}
 
 
@@ -77,7 +77,7 @@ def choose_gemm_backends(
     with SampleAdapters(lora, max(few), free) as samples:
         for bucket in few:
             launches = samples.launches(bucket)
-            rows = {kind: _Rows(decoder, launches, kind, places[0], bucket) for kind, places in gemms.items()}
+            rows = {kind: _Rows(decoder, launches, kind, uses[0], bucket) for kind, uses in gemms.items()}
             asked = {kind: _usable(setting, each, device, refused) for kind, each in rows.items()}
             combinations, why = combinations_of(asked), ""
             if setting != "auto":
@@ -123,27 +123,27 @@ def compile_ahead(setting: SmallGemm, decoder: DecoderModel, lora: CudaLoraState
     launches = lora.bucket(MAX_ROWS)
     tiles = {tile_rows(rows): rows for rows in reversed(buckets)}  # by tile, the least rows: all backends
     with compiling(available_cpus()):
-        for rows, (kind, places) in itertools.product(tiles.values(), decoder.gemms().items()):
-            for place in places:
+        for rows, (kind, uses) in itertools.product(tiles.values(), decoder.gemms().items()):
+            for use in uses:
                 with suppress(Exception):
-                    x, weight, bias = _sample(decoder, place, rows)
+                    x, weight, bias = _sample(decoder, use, rows)
                     for silu in {False, kind.silu}:  # adapters may be added after the GEMM and before the activation
                         multiply(x, weight, bias, silu=silu, compile_only=True)
                     expands = GemmBackend.EXPANDED in asked_backends(setting, kind, rows)
-                    if expands and place.op is not None and place.layer is not None:
-                        shrunk = launches.shrink(place.op.group, x, place.layer, compile_only=True)
+                    if expands and use.op is not None and use.layer is not None:
+                        shrunk = launches.shrink(use.op.group, x, use.layer, compile_only=True)
                         multiply(x, weight, bias, silu=kind.silu, shrunk=shrunk, compile_only=True)
 
 
 def _sample(
-    decoder: DecoderModel, place: GemmPlace, rows: int
+    decoder: DecoderModel, use: GemmUse, rows: int
 ) -> tuple[torch.Tensor, torch.Tensor | NarrowWeight, torch.Tensor | None]:
     """Rows for a GEMM, its weight and its bias."""
-    weight, bias = place.weight, None
+    weight, bias = use.weight, None
     if isinstance(weight, RoundingWeight):
         raise TypeError("a GPU's weights round no inputs but to FP8")
-    if place.op is not None and place.layer is not None:
-        bias = getattr(decoder.layers[place.layer], place.op.bias, None)
+    if use.op is not None and use.layer is not None:
+        bias = getattr(decoder.layers[use.layer], use.op.bias, None)
     return torch.zeros(rows, weight.shape[1], dtype=decoder.dtype, device=weight.device), weight, bias
 
 
@@ -234,12 +234,10 @@ def _usable(setting: SmallGemm, rows: _Rows, device: CudaDevice, refused: Refuse
 class _Rows:
     """Random input rows of a GEMM, from a seed, to try backends with."""
 
-    def __init__(
-        self, decoder: DecoderModel, launches: LoraLaunches, kind: GemmKind, place: GemmPlace, count: int
-    ) -> None:
-        self._decoder, self._launches, self._place, self.kind, self.count = decoder, launches, place, kind, count
-        self._steps = (False,) if place.op is None else (False, True)
-        self.name = f"{place.name} {kind.inputs} → {kind.outputs} in {kind.form}"
+    def __init__(self, decoder: DecoderModel, launches: LoraLaunches, kind: GemmKind, use: GemmUse, count: int) -> None:
+        self._decoder, self._launches, self._use, self.kind, self.count = decoder, launches, use, kind, count
+        self._steps = (False,) if use.op is None else (False, True)
+        self.name = f"{use.name} {kind.inputs} → {kind.outputs} in {kind.form}"
         generator = torch.Generator().manual_seed(kind.outputs)
         sampled = torch.randn(count, kind.inputs, generator=generator)
         self._x = sampled.to(decoder.arena.pages.device, decoder.dtype)
@@ -260,4 +258,4 @@ class _Rows:
         return float((got - want).abs().max() / want.abs().max())
 
     def _gemm(self, backend: GemmBackend, has_lora: bool) -> torch.Tensor:
-        return self._decoder.run_gemm(self._place, backend, self._x, self._launches if has_lora else None)
+        return self._decoder.run_gemm(self._use, backend, self._x, self._launches if has_lora else None)

@@ -49,7 +49,7 @@ class GemmBackend(StrEnum):
 
 
 class GemmKind(NamedTuple):
-    """What a GEMM's backend is chosen by: the shape and form of its weight, and what is computed with it."""
+    """GEMMs for which one backend is chosen: of weights of one shape and storage, with the same computed with them."""
 
     outputs: int
     inputs: int

@@ -69,7 +69,7 @@ class Flow:
     """Those which mixers write."""
 
     def of(self, tokens: int) -> Flow:
-        """Of the first tokens alone, in the same memory."""
+        """The buffers of the first tokens alone, in the same memory."""
         kept = {name: each[:tokens] for name, each in self.kept.items()}
         return Flow(self.x[:tokens], self.streams[:tokens], self.inputs[:tokens], kept, self.mixed)
 
@@ -79,11 +79,11 @@ class Flow:
             self.kept[each][tokens:].zero_()
 
 
-class GemmPlace(NamedTuple):
-    """A GEMM of the model."""
+class GemmUse(NamedTuple):
+    """One use of a kind of GEMM: a layer's, or the model's own."""
 
     name: str
-    """Of the group of projections, or of the model's own."""
+    """The name of its group of projections, or of the model's own."""
 
     weight: Weight
     layer: int | None = None
@@ -439,26 +439,26 @@ class DecoderModel:
         """What steps compute in."""
         return self._dtype
 
-    def gemms(self, *, every: bool = False) -> dict[GemmKind, list[GemmPlace]]:
+    def gemms(self, *, every: bool = False) -> dict[GemmKind, list[GemmUse]]:
         """Where the model has GEMMs of each kind: of each product that adapters add to, the first. every: all."""
-        found: dict[GemmKind, dict[object, GemmPlace]] = {}
+        found: dict[GemmKind, dict[object, GemmUse]] = {}
         products = self.config.projections.product_in
         for index, op in self._program.gemms():
             weights = self.layers[index]
             kind = kind_of(getattr(weights, op.weight), getattr(weights, op.bias, None), silu=op.silu)
-            place = GemmPlace(op.group.name, getattr(weights, op.weight), index, op)
+            use = GemmUse(op.group.name, getattr(weights, op.weight), index, op)
             key = index if every else products[index][op.group]
-            found.setdefault(kind, {}).setdefault((key, op.group), place)
+            found.setdefault(kind, {}).setdefault((key, op.group), use)
         apart = [] if self._inputs is None else [("INPUTS", self._inputs.project)]
         apart += [] if self._streams is None else [("STREAMS", weight) for weight in self._streams.weights]
         for at, (name, weight) in enumerate(apart):
-            found.setdefault(kind_of(weight), {}).setdefault((at, name) if every else name, GemmPlace(name, weight))
-        found[kind_of(self._lm_head, is_head=True)] = {Group.HEAD: GemmPlace(Group.HEAD.name, self._lm_head)}
-        return {kind: list(places.values()) for kind, places in found.items()}
+            found.setdefault(kind_of(weight), {}).setdefault((at, name) if every else name, GemmUse(name, weight))
+        found[kind_of(self._lm_head, is_head=True)] = {Group.HEAD: GemmUse(Group.HEAD.name, self._lm_head)}
+        return {kind: list(uses.values()) for kind, uses in found.items()}
 
     def run_gemm(
         self,
-        place: GemmPlace,
+        use: GemmUse,
         backend: GemmBackend,
         x: torch.Tensor,
         lora: StepLora | None = None,
@@ -467,11 +467,11 @@ class DecoderModel:
         """A GEMM alone, of x `[rows, in]`, as a step runs it: with what adapters add, and the activation that is
         computed with it. weights: others than the layer's.
         """
-        if place.layer is None or place.op is None:
-            return multiply(backend, x, place.weight)
-        own = self.layers[place.layer] if weights is None else weights
-        kind = kind_of(getattr(own, place.op.weight), getattr(own, place.op.bias, None), silu=place.op.silu)
-        return self._program.run_gemm(place.layer, place.op, x, {kind: backend}, lora, own)
+        if use.layer is None or use.op is None:
+            return multiply(backend, x, use.weight)
+        own = self.layers[use.layer] if weights is None else weights
+        kind = kind_of(getattr(own, use.op.weight), getattr(own, use.op.bias, None), silu=use.op.silu)
+        return self._program.run_gemm(use.layer, use.op, x, {kind: backend}, lora, own)
 
 
 def capped(logits: torch.Tensor, config: ModelConfig) -> torch.Tensor:

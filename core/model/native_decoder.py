@@ -112,14 +112,14 @@ def _other_parts(config: ModelConfig) -> dict[str, bool | str]:
 
 
 def _parts_of_mixtures(config: ModelConfig) -> dict[str, bool | str]:
-    """Likewise, of mixtures of experts."""
+    """Parts of mixtures of experts that the native decoder lacks, as `_other_parts`."""
     mixtures = dict.fromkeys(layer.experts for layer in config.layers if layer.experts)
     found: dict[str, bool | str] = {lack: True for it in mixtures if (lack := what_native_lacks(it)) is not None}
     return found | {"mixture of experts beside a dense part": any(layer.beside is not None for layer in config.layers)}
 
 
 def _parts_of_few(config: ModelConfig) -> dict[str, bool | str]:
-    """Likewise, those of one family each."""
+    """Parts that it lacks and one family each has, as `_other_parts`."""
     gated = [(it.norms, it.dense) for it in config.layers if isinstance(it.dense, GatedSpec)]
     return {
         "norm of all heads of keys that are values": any(
@@ -326,7 +326,7 @@ def layer_values(
 
 
 def _values_without_attention(layer: LayerSpec, state_layer: int) -> native_model.LayerValues:
-    """Of a layer with a recurrent mixer, or none."""
+    """The values of a layer without attention: with a recurrent mixer, or with no mixer."""
     return native_model.LayerValues(
         1.0,
         parallel=layer.norms in PARALLEL,

@@ -61,7 +61,7 @@ class Kept(NamedTuple):
 
     name: str
     shape: tuple[int, ...]
-    """Of a token."""
+    """The shape of one token's share."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +74,10 @@ class LayerProgram:
 
     after: tuple[Op, ...]
     reads: tuple[Kept, ...] = ()
-    """What is read behind `before`, other than the residual stream and further inputs."""
+    """Buffers of `before` that later ops read, besides the residual stream and further inputs."""
 
     mixed: tuple[Kept, ...] = ()
-    """What the mixers write."""
+    """Buffers that the mixers write."""
 
     @property
     def ops(self) -> tuple[Op, ...]:

@@ -51,7 +51,7 @@ def name_of(read: Read) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """What all ops are."""
+    """An op: the buffers that it reads and writes, its weights, and its arguments."""
 
     READS: ClassVar[tuple[str, ...]] = ()
     """Its fields that are buffers which it reads."""
