@@ -10,7 +10,7 @@ import os
 from array import array
 from collections.abc import Collection, Mapping, Sequence
 from ctypes import c_int32, c_void_p
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from itertools import accumulate
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
@@ -18,17 +18,13 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 
+from .described_ops import DescribedOps, described_registers
 from .lora_offload import Offloading, OffloadTables, described
 from .native_descriptors import (
     ELEMENT_OF,
-    GROUPS,
-    LAYER_WEIGHTS,
     LOGPROB_ROW,
-    OTHER_WEIGHTS,
-    PROJECTIONS,
     SAMPLE_ROW,
     AdapterDescriptor,
-    LayerDescriptor,
     MergeDescriptor,
     ModelDescriptor,
     SegmentsDescriptor,
@@ -36,9 +32,11 @@ from .native_descriptors import (
     described_products,
 )
 from .native_integers import IntegerPanels, described_integers
+from .native_layout import layout_of
 from .native_library import library
 from .native_mixture import NativeMixtureLora
 from .native_model import NativeModel
+from .native_program import NativeOp
 from .ranks import Ranks
 from .sampling import RowLogprobs, RowSamplingParams, inverse_temperature
 from .sgmv import AdapterRows, Segments
@@ -159,21 +157,24 @@ class NativeDecoder:
         self._adapters: WeakKeyDictionary[AdapterRows, tuple[AdapterDescriptor, tuple[torch.Tensor, ...]]] = (
             WeakKeyDictionary()
         )
-        self._merged: tuple[Any, Sequence[Any]] = (None, ())  # of `use_merged`: descriptors, and what they point to
-        layers = _described_layers(model.layers, model)
+        self._layout = layout_of(found)
+        self._merged: DescribedOps | None = None  # of `use_merged`
+        self._ops = ops = DescribedOps(model.ops, self._layout)
+        registers = described_registers(model.registers, self._layout)
         description = ModelDescriptor(
-            hidden=model.hidden, layers=len(model.layers), vocab=model.vocab, block_tokens=model.block_tokens,
+            hidden=model.hidden, layers=model.num_layers, vocab=model.vocab, block_tokens=model.block_tokens,
             page_groups=model.page_groups, num_products=len(model.products), eps=model.eps,
             centered=model.centered, biased=model.biased, embedding_multiplier=model.embedding_multiplier,
             head_bias=_pointer_or_null(model.head_bias), embedding_norm=model.embedding_norm,
-            logits_scale=model.logits_scale, logits_softcap=model.logits_softcap, layer=layers,
+            logits_scale=model.logits_scale, logits_softcap=model.logits_softcap,
+            ops=ops.address, num_ops=ops.count,
+            registers=ctypes.addressof(registers), num_registers=len(model.registers),
             products=described_products(model.products),
             embed=_pointer(model.embed), lm_head=_data_of(model.lm_head),
             lm_head_integers=described_integers(model.lm_head), norm=_pointer(model.norm),
             arena=_pointer(model.arena), page_elems=model.arena.shape[1],
             page_bytes=model.arena.shape[1] * model.arena.itemsize, float8_kv=model.float8_kv,
-            output_gate=model.output_gate,
-            kv_copies=model.kv_copies, embed_module=model.embed_module, head_module=model.head_module,
+            embed_module=model.embed_module, head_module=model.head_module,
             embed_rows_module=model.embed_rows_module, head_rows_module=model.head_rows_module,
             first_token=model.first_token,
             **{name: value for part in model.recurrent or () for name, value in asdict(part).items()},
@@ -276,7 +277,7 @@ class NativeDecoder:
         if self._model.recurrent is not None:
             self._set_states(states, len(rows.kv_lens))
         step.max_stall_ns = int(max_stall * 1e9)
-        step.layer = ctypes.addressof(self._merged[0]) if merged else None
+        step.ops = self._merged.address if merged and self._merged is not None else None
         step.offloaded = None if offloaded is None else offloaded.address
         self._library.chorus_decoder_forward(self._handle, ctypes.addressof(step))
         if offloaded is not None:
@@ -344,9 +345,11 @@ class NativeDecoder:
         )
         return self._library.chorus_decoder_merge(self._handle, ctypes.addressof(merge))
 
-    def use_merged(self, layers: Sequence[Any] | None) -> None:
-        """Have steps that say so take these layers' weights in place of the model's; None: there are none."""
-        self._merged = (None, ()) if layers is None else (_described_layers(layers, self._model), layers)
+    def use_merged(self, ops: Sequence[NativeOp] | None) -> None:
+        """Have steps that say so run these ops, the model's with other weights, in its own's place; None: there are
+        none.
+        """
+        self._merged = None if ops is None else DescribedOps(ops, self._layout)
 
     def _set_states(self, states: NativeStates | None, count: int) -> None:
         """Describe the states of a step's sequences, which are `count`."""
@@ -505,36 +508,6 @@ def _arrivals(segments: Segments) -> tuple[Any, Any]:
     """
     count = len(segments.rows)
     return (c_void_p * count)(*segments.ready) if any(segments.ready) else None, (c_int32 * count)()
-
-
-def _described_layers(layers: Sequence[Any], model: NativeModel) -> Any:
-    """Descriptors of layers; what they point to must live as long."""
-    descriptors = (LayerDescriptor * len(layers))()
-    for index, (descriptor, layer, own) in enumerate(zip(descriptors, layers, model.values, strict=True)):
-        for name in (*LAYER_WEIGHTS, *OTHER_WEIGHTS):
-            setattr(descriptor, name, _data_of(getattr(layer, name)))
-        for place, name in enumerate(PROJECTIONS):
-            descriptor.integers[place] = described_integers(getattr(layer, name))
-        for field in fields(own):
-            if field.name not in ("cos", "sin", "query_factors", "query_weights", "page_layer"):
-                setattr(descriptor, field.name, getattr(own, field.name))
-        for name in ("heads", "kv_heads", "head_dim"):
-            setattr(descriptor, name, getattr(own, name) or getattr(model, name))
-        descriptor.query_factors = _pointer_or_null(own.query_factors)
-        descriptor.query_weights = _pointer_or_null(own.query_weights)
-        descriptor.cos, descriptor.sin = _pointer_or_null(own.cos), _pointer_or_null(own.sin)
-        descriptor.product[:] = [model.product_of[index].get(group, -1) for group in GROUPS]
-        if layer.recurrent is not None:
-            for name, tensor in layer.recurrent.native_tensors.items():
-                setattr(descriptor, name, _pointer_or_null(tensor))
-        descriptor.page_layer = index if own.page_layer is None else own.page_layer
-        descriptor.rotary_dim = 0 if own.cos is None else own.cos.shape[1]
-    for descriptor, mixture in zip(descriptors, model.mixtures, strict=False):
-        if mixture is not None:
-            descriptor.experts = mixture.weights.address
-            descriptor.mixture_targets = ctypes.addressof(mixture.targets)
-            descriptor.experts_factor = mixture.factor
-    return descriptors
 
 
 def _data_of(weights: torch.Tensor | IntegerPanels | None) -> int | None:

@@ -57,9 +57,13 @@ class ProductDescriptor(Structure):
     """A product of layers."""
 
     _fields_ = [
-        *((name, c_int32) for name in ("group", "inputs", "count")),
+        *((name, c_int32) for name in ("inputs", "count", "row_parallel")),
         ("targets", c_int32 * (3 * MAX_TARGETS)),
     ]
+
+
+_ROW_PARALLEL = (1, 3, 20)
+"""Groups of layers whose inputs TP ranks share, as `memory.pages.projections` numbers them."""
 
 
 def described_products(products: Sequence[ProductShape]) -> Array[ProductDescriptor]:
@@ -71,9 +75,7 @@ def described_products(products: Sequence[ProductShape]) -> Array[ProductDescrip
                 f"a product has the modules {[module for module, _, _ in modules]}; the native library has room for "
                 f"{MAX_TARGETS} of a product, with ids below {MAX_MODULES}"
             )
-        descriptor.group = (
-            GROUPS.index(group) if group in GROUPS else -1
-        )  # of an offload worker, which has no use for it
+        descriptor.row_parallel = group in _ROW_PARALLEL
         descriptor.inputs, descriptor.count = inputs, len(modules)
         descriptor.targets[: 3 * len(modules)] = [value for module in modules for value in module]
     return found
@@ -137,63 +139,6 @@ class IntegersDescriptor(Structure):
     ]
 
 
-PROJECTIONS = ("qkv", "o", "gate_up", "down", "beside_in", "beside_out")
-"""A layer's projections, by group."""
-
-GROUPS = (0, 1, 2, 3, 19, 20)
-"""Their groups, as `memory.pages.projections` numbers them, in the library's order."""
-
-LAYER_WEIGHTS = (
-    "attention_norm",
-    "attention_out_norm",
-    "mlp_norm",
-    "mlp_out_norm",
-    *PROJECTIONS,
-    *(f"{name}_bias" for name in PROJECTIONS),
-)
-"""A layer's weights, null where it has none."""
-
-OTHER_WEIGHTS = ("q_norm", "k_norm", "sinks", "xielu", "beside_factors")
-"""A layer's further weights, likewise."""
-
-
-class LayerDescriptor(Structure):
-    """A layer's weights, and how it computes."""
-
-    _fields_ = [
-        *((name, c_void_p) for name in LAYER_WEIGHTS),
-        ("integers", IntegersDescriptor * len(PROJECTIONS)),
-        *((name, c_void_p) for name in (*OTHER_WEIGHTS, "cos", "sin", "query_factors", "query_weights")),
-        *((name, c_float) for name in ("scale", "softcap", "k_scale", "v_scale", "residual_multiplier")),
-        *((name, c_float) for name in ("attention_in_factor", "attention_out_factor", "beside_in_factor")),
-        *((name, c_float) for name in ("beside_out_factor", "output_factor", "gate_factor", "part_factor")),
-        *(
-            (name, c_int32)
-            for name in (
-                "window",
-                "chunked",
-                "rotary_dim",
-                "interleaved",
-                "heads",
-                "kv_heads",
-                "head_dim",
-                "keys_are_values",
-                "norms_values",
-                "head_norm",
-                "parallel",
-                "page_group",
-                "page_layer",
-            )
-        ),
-        ("activation", c_int32),
-        ("product", c_int32 * len(PROJECTIONS)),
-        *((name, c_void_p) for name in ("taps", "dt_bias", "a_log", "delta_norm", "conv_bias", "d")),
-        ("state_layer", c_int32),
-        *((name, c_void_p) for name in ("experts", "mixture_targets")),
-        ("experts_factor", c_float),
-    ]
-
-
 class ModelDescriptor(Structure):
     """Shapes and weights of a model."""
 
@@ -203,18 +148,19 @@ class ModelDescriptor(Structure):
         ("eps", c_float), ("centered", c_int32), ("biased", c_int32),
         *((name, c_float) for name in ("embedding_multiplier", "logits_scale")),
         ("head_bias", c_void_p), ("embedding_norm", c_int32), ("logits_softcap", c_float),
-        ("layer", POINTER(LayerDescriptor)), ("products", POINTER(ProductDescriptor)),
+        ("ops", c_void_p), ("registers", c_void_p), ("num_ops", c_int64), ("num_registers", c_int64),
+        ("products", POINTER(ProductDescriptor)),
         *((name, c_void_p) for name in ("embed", "lm_head")),
         ("lm_head_integers", IntegersDescriptor), ("norm", c_void_p), ("arena", c_void_p),
         ("page_elems", c_int64), ("page_bytes", c_int64),
         *((name, c_int32) for name in
-          ("float8_kv", "output_gate", "mixer", "k_heads", "v_heads", "k_dim", "v_dim", "conv_size")),
+          ("float8_kv", "mixer", "k_heads", "v_heads", "k_dim", "v_dim", "conv_size")),
         ("delta_eps", c_float), ("beta", c_float), ("dt_min", c_float),
         ("gates_norm", c_int32), ("group_ranks", c_int32),
         *((name, c_int32) for name in ("convs_per_page", "heads_per_page", "conv_pages")),
         *((name, c_int32) for name in ("most_drafts", "drafts_per_page", "draft_page")),
         *((name, c_int32) for name in
-          ("kv_copies", "embed_module", "head_module", "embed_rows_module", "head_rows_module", "first_token")),
+          ("embed_module", "head_module", "embed_rows_module", "head_rows_module", "first_token")),
     ]  # fmt: skip
 
 
@@ -245,7 +191,7 @@ class StepDescriptor(Structure):
         ("segment_ready", c_void_p),
         ("segment_late", c_void_p),
         ("max_stall_ns", c_int64),
-        *((name, c_void_p) for name in ("logits", "logit_rows", "best", "samples", "layer", "offloaded")),
+        *((name, c_void_p) for name in ("logits", "logit_rows", "best", "samples", "ops", "offloaded")),
         *((name, c_void_p) for name in ("state_read", "state_written", "state_fresh")),
         *((name, c_void_p) for name in ("state_accepted", "state_drafts")),
         ("state_stride", c_int64),
@@ -433,7 +379,6 @@ SPAN = _numbers("start", "end")
 _STRUCTURES: dict[str, type[Structure] | np.dtype] = {
     "Adapter": AdapterDescriptor,
     "Integers": IntegersDescriptor,
-    "LayerDesc": LayerDescriptor,
     "ProductDesc": ProductDescriptor,
     "ModelDesc": ModelDescriptor,
     "Segments": SegmentsDescriptor,

@@ -12,13 +12,14 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
-from ctypes import POINTER, Structure, c_char_p, c_double, c_float, c_int, c_int64, c_void_p
+from ctypes import POINTER, c_double, c_float, c_int, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
 
 import torch
 
 from .native_descriptors import layout
+from .native_layout import Field
 
 logger = logging.getLogger(__name__)
 
@@ -29,13 +30,9 @@ ISA = "CHORUS_CPU_ISA"
 """The environment variable that selects a level."""
 
 
-class _Field(Structure):
-    _fields_ = [("name", c_char_p), ("offset", c_int64), ("bytes", c_int64)]
-
-
 #: Name, result and argument types of each function of the library.
 _FUNCTIONS = (
-    ("layout", POINTER(_Field), POINTER(c_int64)),
+    ("layout", POINTER(Field), POINTER(c_int64)),
     ("supported", c_int),
     ("rows_open", c_void_p, c_int, c_void_p, c_void_p, c_int64, c_void_p, c_int64),
     ("rows_next", c_int, c_void_p, c_void_p, c_void_p),
@@ -119,7 +116,10 @@ def differing_fields(found: ctypes.CDLL) -> list[str]:
     count = c_int64()
     fields = found.chorus_layout(count)
     theirs = {field.name.decode(): (field.offset, field.bytes) for field in fields[: count.value]}
-    return sorted({name for name, _ in set(theirs.items()) ^ set(layout().items())})
+    own = layout()
+    structures = {name.partition(".")[0] for name in own}
+    compared = {name: place for name, place in theirs.items() if name.partition(".")[0] in structures}
+    return sorted({name for name, _ in set(compared.items()) ^ set(own.items())})
 
 
 def levels() -> list[str]:

@@ -1,4 +1,4 @@
-"""What the native library is told of a model: shapes, packed weights, and how each layer computes.
+"""What the native library is told of a model: shapes, packed weights, and the ops of its layers.
 
 Tests: tests/ops/test_native.py
 """
@@ -13,13 +13,8 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from .native_descriptors import (
-    MixtureTargetsDescriptor,
-    NativeActivation,
-    NativeHeadNorm,
-    NativeOutputGate,
-    ProductShape,
-)
+from .native_descriptors import MixtureTargetsDescriptor, ProductShape
+from .native_program import NativeOp, Register
 
 PANEL = 32  # output columns of a packed panel, kPanel in gemm.h
 
@@ -47,88 +42,6 @@ def packed_shape(n: int, k: int, dtype: torch.dtype) -> tuple[int, int, int, int
     return -(-n // PANEL), k // pair, PANEL, pair
 
 
-@dataclass(slots=True)
-class LayerValues:
-    """How a layer computes, whatever its weights are."""
-
-    scale: float
-    """Factor of the scores q · k."""
-
-    cos: torch.Tensor | None = None
-    """`[positions, rotary_dim]` float32: of each rotated element, times the attention factor. None: none is rotated."""
-
-    sin: torch.Tensor | None = None
-
-    interleaved: bool = False
-    """Elements 2i and 2i + 1 are rotated together, rather than i and i + rotary_dim / 2."""
-
-    window: int = 0
-    """Tokens that a query sees, itself included; 0: all before it."""
-
-    chunked: bool = False
-    """The window begins at a multiple of its length."""
-
-    softcap: float = 0.0
-    """Scores s become `softcap · tanh(s / softcap)`; 0: they stay."""
-
-    heads: int = 0
-    """Of its queries; 0: as many as the model has. Likewise the two below."""
-
-    kv_heads: int = 0
-    head_dim: int = 0
-
-    keys_are_values: bool = False
-    """There are no projected values: they are keys before their norm."""
-
-    norms_values: bool = False
-    """Every head of values is normalised, without weights."""
-
-    output_factor: float = 1.0
-    """Of the residual stream behind the layer."""
-
-    head_norm: NativeHeadNorm = NativeHeadNorm.EACH
-    """What q_norm and k_norm are, where they are there."""
-
-    parallel: bool = False
-    """The feed-forward part has attention's input or, with an mlp_norm, a norm of its own of the same stream."""
-
-    page_group: int = 0
-    """The page group whose pages have its keys and values."""
-
-    query_factors: torch.Tensor | None = None
-    """`[positions]` float32, factors of queries; None: none."""
-
-    query_weights: torch.Tensor | None = None
-    """`[head_dim]` float32, what rotated queries are multiplied by; None: nothing."""
-
-    page_layer: int | None = None
-    """Its place among the layers in these pages; None: its index."""
-
-    k_scale: float = 1.0
-    """Stored keys stand for so many times what is stored: of a KV cache in FP8."""
-
-    v_scale: float = 1.0
-    residual_multiplier: float = 1.0
-
-    attention_in_factor: float = 1.0
-    """Of attention's input, where a recurrent mixer is beside it; likewise the three below."""
-
-    attention_out_factor: float = 1.0
-    beside_in_factor: float = 1.0
-    beside_out_factor: float = 1.0
-
-    gate_factor: float = 1.0
-    """Of a gate, before its activation."""
-
-    part_factor: float = 1.0
-    """Of the feed-forward part's output."""
-
-    activation: NativeActivation = NativeActivation.SILU
-
-    state_layer: int = 0
-    """Of a layer with a recurrent mixer: its place among such layers."""
-
-
 class DescribedMixture(Protocol):
     """A mixture of experts in the library's form; see `native_mixture`."""
 
@@ -144,8 +57,6 @@ class LayerMixture(NamedTuple):
     weights: DescribedMixture
     targets: Array[MixtureTargetsDescriptor]
     """What adapters change of it; see `MixtureModules.described`."""
-    factor: float
-    """Of the sum of all experts' outputs."""
 
 
 class NativeMixer(IntEnum):
@@ -193,22 +104,17 @@ class NativeStates:
 
 @dataclass(slots=True)
 class NativeModel:
-    """Shapes and weights. embed: `[vocab, hidden]`; lm_head packed; norm float32; arena `[pages, elems]`.
-
-    layers: a tensor, or None where there is none, for each name in `LAYER_WEIGHTS`: packed projections in the model's
-    dtype or as `IntegerPanels`, everything else float32. A layer without attention_norm or mlp_norm takes the residual
-    stream as it is.
-    """
+    """Shapes, ops and weights. embed: `[vocab, hidden]`; lm_head packed; norm float32; arena `[pages, elems]`."""
 
     hidden: int
-    heads: int
-    kv_heads: int
-    head_dim: int
     vocab: int
     block_tokens: int
     eps: float
-    layers: Sequence[Any]
-    values: Sequence[LayerValues]
+    num_layers: int
+    ops: Sequence[NativeOp]
+    """Of all layers."""
+
+    registers: Sequence[Register]
     products: Sequence[ProductShape]
     """The different products of the layers."""
     product_of: Sequence[Mapping[int, int]]
@@ -242,13 +148,8 @@ class NativeModel:
 
     page_groups: int = 1
 
-    kv_copies: int = 1
-    """TP ranks that have the same K/V heads."""
-
     float8_kv: bool = False
     """Keys and values are in FP8, one byte each: see `float8_kv`."""
-
-    output_gate: NativeOutputGate = NativeOutputGate.NONE
 
     recurrent: tuple[NativeShape, NativeStates] | None = None
     """None: no layer has a recurrent mixer."""
@@ -267,9 +168,6 @@ class NativeModel:
 
     first_token: int = 0
     """Token of this rank's first column of the logits."""
-
-    mixtures: Sequence[LayerMixture | None] = ()
-    """By layer, the experts that it has in place of gate, up and down; empty: no layer has any."""
 
     mixture_ids: tuple[int, ...] = ()
     """Modules of all mixtures: see `NativeMixtureLora`."""

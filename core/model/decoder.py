@@ -31,6 +31,7 @@ from .experts import ExpertKernels
 from .kept_weights import keeps_experts, keeps_projections, kept_head, moved, moved_norm
 from .layer_inputs import LayerInputs
 from .layer_weights import MERGED_MATRICES, LayerWeights
+from .layers import kv_index
 from .lora_state import lora_groups
 from .nvtx_spans import span
 from .paged_states import PagedStates
@@ -151,7 +152,7 @@ class DecoderModel:
             Bound(
                 arena=arena,
                 ranks=ranks,
-                kv_index=kv_index(config),
+                kv_index=kv_index(config.layers),
                 kv_scales=_kv_scales(weights, arena),
                 page_groups=arena.layout.group_of_layer,
                 max_model_len=max_model_len,
@@ -480,17 +481,6 @@ def capped(logits: torch.Tensor, config: ModelConfig) -> torch.Tensor:
     if scale != 1.0:
         logits.mul_(scale)
     return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
-
-
-def kv_index(config: ModelConfig) -> list[int]:
-    """For each layer the place of its KV among the layers with KV of their own; of others that of the one before."""
-    found, count, last = [], 0, {}
-    for mixer in (layer.attention for layer in config.layers):
-        if mixer is not None and not mixer.shares_kv:
-            last[mixer.form] = count
-            count += 1
-        found.append(count - 1 if mixer is None else last[mixer.form])
-    return found
 
 
 def _kv_scales(weights: Weights, arena: Arena) -> list[KvScales]:

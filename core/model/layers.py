@@ -13,6 +13,7 @@ Tests: tests/core/model/test_model_config.py, tests/core/test_families.py
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import chain
@@ -630,3 +631,14 @@ class LayerSpec:
             beside=None if self.beside is None else self.beside.share(size),
             mixer_beside=None if self.mixer_beside is None else self.mixer_beside.share(size),
         )
+
+
+def kv_index(layers: Sequence[LayerSpec]) -> list[int]:
+    """For each layer the place of its KV among the layers with KV of their own; of others that of the one before."""
+    found, count, last = [], 0, {}
+    for mixer in (layer.attention for layer in layers):
+        if mixer is not None and not mixer.shares_kv:
+            last[mixer.form] = count
+            count += 1
+        found.append(count - 1 if mixer is None else last[mixer.form])
+    return found

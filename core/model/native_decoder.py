@@ -7,87 +7,44 @@ from dataclasses import fields
 from types import MappingProxyType
 from typing import Any
 
-import numpy as np
 import torch
 
 from ...memory.pages import hugepages
 from ...memory.pages.arena import Arena
-from ...memory.pages.layout import PageGroup, PageLayout
+from ...memory.pages.layout import PageLayout
 from ...memory.pages.projections import Group
 from ...ops import native, native_integers, native_library, native_model
-from ...ops.elementwise import rotary_table
-from ...ops.float8_kv import KvScales
 from ...ops.lora_offload import Offloading
-from ...ops.native_descriptors import PROJECTIONS, NativeActivation, NativeHeadNorm, NativeOutputGate
+from ...ops.native_program import NativeOp
 from ...ops.ranks import Ranks
 from ...ops.sampling import RowSamplingParams
 from ...ops.sgmv import AdapterRows, Segments
 from ..requests.types import CannotMerge
 from .batch import StepBatch
 from .config import ModelConfig
-from .experts import ExpertKernels, ListedExperts, what_native_lacks
+from .experts import ExpertKernels, ListedExperts
 from .kept_weights import keeps_experts
 from .layer_weights import MERGED_MATRICES, LayerWeights
-from .layers import (
-    PARALLEL,
-    Activation,
-    AttentionSpec,
-    Experts,
-    GatedSpec,
-    HeadNorm,
-    LayerSpec,
-    Norms,
-    OutputGate,
-    UngatedActivation,
-    UngatedSpec,
-)
 from .lora_state import LoraState, lora_groups
 from .mixture_lora import mixture_modules
 from .paged_states import PagedStates
+from .program.native_ops import NativeProgram, NoNativeOp
+from .program.native_place import Tables, layer_places
 from .quantization.group_scaled import GroupScaled
 from .quantization.groups import is_packable, pack_scaled, plain
 from .recurrent import RecurrentSpec
-from .rope_config import RopeConfig
 from .shadow import INPUTS_ARE_ROUNDED
 from .weights import Weights
-
-_ACTIVATIONS = {
-    Activation.SILU: NativeActivation.SILU,
-    Activation.GELU_TANH: NativeActivation.GELU,
-}
-
-_HEAD_NORMS = {
-    None: NativeHeadNorm.EACH,
-    HeadNorm.EACH: NativeHeadNorm.EACH,
-    HeadNorm.BARE: NativeHeadNorm.EACH,
-    HeadNorm.ROTATED: NativeHeadNorm.EACH,
-    HeadNorm.ALL: NativeHeadNorm.ALL,
-    HeadNorm.OWN: NativeHeadNorm.OWN,
-}
-
-OUTPUT_GATES = {
-    None: NativeOutputGate.NONE,
-    OutputGate.BESIDE_QUERIES: NativeOutputGate.BESIDE_QUERIES,
-    OutputGate.OF_HEADS: NativeOutputGate.OF_HEADS,
-    OutputGate.APART: NativeOutputGate.APART,
-}
-
-#: Of feed-forward parts without a gate. Their names are those of others.
-_UNGATED = {
-    UngatedActivation.GELU_TANH: NativeActivation.GELU_ALONE,
-    UngatedActivation.GELU: NativeActivation.GELU_BY_ERF,
-    UngatedActivation.RELU_SQUARED: NativeActivation.RELU_SQUARED,
-    UngatedActivation.XIELU: NativeActivation.XIELU,
-}
 
 
 def why_unsupported(config: ModelConfig, dtype: torch.dtype) -> str | None:
     """Return the reason why the native decoder can't run a model in `dtype` here; None if it can."""
-    for part, has in (_parts_of_mixtures(config) | _other_parts(config)).items():
-        if has:
-            return f"it has no {part}, and this model's layers have {has if isinstance(has, str) else 'it'}"
-    if config.recurrent is not None and config.recurrent.native_shape() is None:
-        return f"it has no {config.recurrent.native_lack}, which this model has"
+    try:
+        _program(config)
+    except NoNativeOp as error:
+        return f"it has no {error}, and this model's layers have it"
+    if config.media:
+        return "it has no embedding of tokens of images and sound, which this model has"
     pair = 4 // dtype.itemsize
     parts = [layer.dense.size for layer in config.layers if layer.dense is not None]
     inner = sorted({config.hidden_size, *parts, *(mixer.q_size for mixer in config.attention_shapes)})
@@ -101,37 +58,12 @@ def why_unsupported(config: ModelConfig, dtype: torch.dtype) -> str | None:
     return None
 
 
-def _other_parts(config: ModelConfig) -> dict[str, bool | str]:
-    """Parts that the native decoder does not have, and whether a model has them, or what of them."""
-    mixers = config.attention_layers
-    return {
-        "latent attention": any(mixer.latent is not None for mixer in mixers),
-        "further input of layers": config.layer_inputs is not None,
-        "attention with another layer's keys": len(config.kv_layers) < len(mixers),
-    } | _parts_of_few(config)
-
-
-def _parts_of_mixtures(config: ModelConfig) -> dict[str, bool | str]:
-    """Parts of mixtures of experts that the native decoder lacks, as `_other_parts`."""
-    mixtures = dict.fromkeys(layer.experts for layer in config.layers if layer.experts)
-    found: dict[str, bool | str] = {lack: True for it in mixtures if (lack := what_native_lacks(it)) is not None}
-    return found | {"mixture of experts beside a dense part": any(layer.beside is not None for layer in config.layers)}
-
-
-def _parts_of_few(config: ModelConfig) -> dict[str, bool | str]:
-    """Parts that it lacks and one family each has, as `_other_parts`."""
-    gated = [(it.norms, it.dense) for it in config.layers if isinstance(it.dense, GatedSpec)]
-    return {
-        "norm of all heads of keys that are values": any(
-            mixer.keys_are_values and mixer.head_norm is HeadNorm.ALL for mixer in config.attention_layers
-        ),
-        "embedding of tokens of images and sound": bool(config.media),
-        "residual of several streams": config.streams is not None,
-        "factor of a part before its norm": any(
-            it.factor != 1.0 and norms in (Norms.AFTER, Norms.AROUND) for norms, it in gated
-        ),
-        "sparse gate": any(it.sparsity for _, it in gated),
-    }
+def _program(config: ModelConfig) -> NativeProgram:
+    """The ops of a model, or of a TP rank's share. Raises NoNativeOp."""
+    table = config.projections
+    return NativeProgram(
+        config.layers, config.norm, config.hidden_size, table.products, table.product_in, has_ranks=config.num_ranks > 1
+    )
 
 
 class NativeDecoderModel:
@@ -152,25 +84,21 @@ class NativeDecoderModel:
         embed = weights.embed()
         packed, weights.keeps = PackedWeights(embed.dtype), is_packable
         kv_scales = weights.kv_scales() if arena.layout.float8_kv else ()
-        values = layer_values(config.layers, max_model_len, arena.layout, kv_scales)
-        for own, mixer in zip(values, (layer.attention for layer in config.layers), strict=True):
-            if mixer is not None:
-                own.heads, own.kv_heads, own.head_dim = mixer.num_heads, mixer.num_kv_heads, mixer.head_dim
         pack_expert, keep = keeps_experts(ExpertKernels.NATIVE, embed.dtype, embed.device, stay_narrow=True)
-        read = zip(weights.layers(packed.add, pack_expert), config.layers, values, strict=True)
-        self.layers = [native_layer(*each) for each in read]
+        self.layers = [with_wide_vectors(layer) for layer in weights.layers(packed.add, pack_expert)]
         for layer in self.layers:
             if isinstance(layer.experts, ListedExperts):
                 layer.experts = keep(layer.experts)
-        mixtures, mixture_ids = _native_mixtures(config, self.layers)
+        self._mixtures, mixture_ids = _native_mixtures(config, self.layers)
+        self._tables, self._kv_scales = Tables.of(config.layers, max_model_len), kv_scales
+        self._program, self._layout = _program(config), arena.layout
         head = weights.kept_lm_head(embed)
         self._share = vocab = len(head.values if isinstance(head, GroupScaled) else head)
         model = native_model.NativeModel(
-            hidden=config.hidden_size, heads=config.num_heads,
-            kv_heads=config.num_kv_heads, head_dim=config.head_dim, vocab=vocab,
+            hidden=config.hidden_size, vocab=vocab, num_layers=config.num_layers,
+            ops=self._ops(self.layers), registers=self._program.registers,
             block_tokens=arena.layout.block_tokens, eps=config.norm.eps,
             centered=config.norm.centered, biased=config.norm.biased,
-            layers=self.layers, values=values,
             float8_kv=arena.layout.float8_kv,
             products=config.projections.products, product_of=config.projections.product_in,
             positions=max_model_len, page_groups=arena.layout.pages_per_block, embed=embed,
@@ -178,14 +106,12 @@ class NativeDecoderModel:
             head_bias=weights.lm_head_bias(), embedding_norm=config.embedding_norm,
             embedding_multiplier=config.embedding_factor(embed.dtype), logits_scale=config.logits_scale,
             logits_softcap=config.logits_softcap or 0.0,
-            output_gate=OUTPUT_GATES[config.attention.output_gate],
-            kv_copies=config.attention.kv_copies,
             recurrent=_native_recurrent(config.recurrent, arena.layout),
             embed_module=_module(config, Group.EMBEDDING), head_module=_module(config, Group.HEAD),
             embed_rows_module=_module(config, Group.EMBEDDING_ROWS),
             head_rows_module=_module(config, Group.HEAD_ROWS),
             first_token=0 if ranks is None else config.vocab_size * ranks.rank // config.num_ranks,
-            mixtures=mixtures, mixture_ids=mixture_ids,
+            mixture_ids=mixture_ids,
         )  # fmt: skip
         self._arena = arena
         self._decoder = native.NativeDecoder(model, threads or torch.get_num_threads(), ranks)
@@ -288,70 +214,15 @@ class NativeDecoderModel:
 
     def use_merged(self, layers: Sequence[LayerWeights] | None) -> None:
         """Have steps that say so take these layers; None: there are none."""
-        self._decoder.use_merged(layers)
+        self._decoder.use_merged(None if layers is None else self._ops(layers))
+
+    def _ops(self, layers: Sequence[LayerWeights]) -> list[NativeOp]:
+        """All layers' ops, with these weights."""
+        places = layer_places(self.config.layers, layers, self._tables, self._layout, self._kv_scales, self._mixtures)
+        return self._program.ops(places)
 
     def close(self) -> None:
         self._decoder.close()
-
-
-def layer_values(
-    layers: Sequence[LayerSpec],
-    positions: int,
-    layout: PageLayout | None = None,
-    kv_scales: Sequence[KvScales] = (),
-) -> list[native_model.LayerValues]:
-    """How the library computes layers, with the angles of that many positions; layers with the same rope share them.
-
-    layout: where their KV is; by default all layers' in each page. kv_scales: of each layer's KV; none: it is
-    not in FP8.
-    """
-    ropes = dict.fromkeys(layer.attention.rope for layer in layers if layer.attention)
-    tables = {rope: (None, None) if rope is None else _angles(rope, positions) for rope in ropes}
-    groups = (PageGroup(tuple(range(len(layers)))),) if layout is None else layout.groups
-    places = {layer: (group, at) for group, each in enumerate(groups) for at, layer in enumerate(each.layers)}
-    found, with_kv, with_state = [], 0, 0
-    for layer in layers:
-        if (mixer := layer.attention) is None:
-            found.append(_values_without_attention(layer, with_state))
-        else:
-            values = _layer_values(layer, mixer, *tables[mixer.rope], *places[with_kv], positions)
-            values.state_layer = with_state
-            if kv_scales:
-                values.k_scale, values.v_scale = kv_scales[with_kv]
-            found.append(values)
-            with_kv += 1
-        _set_factors(found[-1], layer)
-        with_state += layer.recurrent is not None
-    return found
-
-
-def _values_without_attention(layer: LayerSpec, state_layer: int) -> native_model.LayerValues:
-    """The values of a layer without attention: with a recurrent mixer, or with no mixer."""
-    return native_model.LayerValues(
-        1.0,
-        parallel=layer.norms in PARALLEL,
-        page_layer=0,
-        residual_multiplier=layer.residual_multiplier,
-        activation=_activation(layer),
-        state_layer=state_layer,
-    )
-
-
-def _set_factors(values: native_model.LayerValues, layer: LayerSpec) -> None:
-    """Those of a gated part, and of two mixers side by side."""
-    part, second = layer.dense, layer.mixer_beside
-    if isinstance(part, GatedSpec):
-        values.gate_factor, values.part_factor = part.gate_factor, part.factor
-    if second is not None:
-        values.attention_in_factor, values.attention_out_factor = second.attention_in, second.attention_out
-        values.beside_in_factor, values.beside_out_factor = second.in_factor, second.out_factor
-
-
-def _activation(layer: LayerSpec) -> NativeActivation:
-    part = layer.dense
-    if isinstance(part, UngatedSpec):
-        return _UNGATED[part.activation]
-    return NativeActivation.SILU if part is None else _ACTIVATIONS[part.activation]
 
 
 def _native_mixtures(
@@ -362,12 +233,12 @@ def _native_mixtures(
     ids = tuple(dict.fromkeys(module for own in modules for module in own.ids))
     found: list[native_model.LayerMixture | None] = []
     for layer, spec, own in zip(layers, config.layers, modules, strict=True):
-        if layer.experts is None or not isinstance(spec.feed_forward, Experts):
+        if layer.experts is None or spec.experts is None:
             found.append(None)
             continue
-        if (weights := layer.experts.native(spec.feed_forward)) is None:
-            raise RuntimeError(f"the native library has not packed all matrices of {spec.feed_forward}")
-        found.append(native_model.LayerMixture(weights, own.described(ids), spec.feed_forward.factor))
+        if (weights := layer.experts.native(spec.experts)) is None:
+            raise RuntimeError(f"the native library has not packed all matrices of {spec.experts}")
+        found.append(native_model.LayerMixture(weights, own.described(ids)))
     return found, ids
 
 
@@ -384,46 +255,6 @@ def _native_recurrent(
         drafts_per_page=places.drafts_per_page,
         draft_page=places.first_draft_page,
     )
-
-
-def _layer_values(
-    layer: LayerSpec,
-    mixer: AttentionSpec,
-    cos: torch.Tensor | None,
-    sin: torch.Tensor | None,
-    page_group: int,
-    page_layer: int,
-    positions: int,
-) -> native_model.LayerValues:
-    return native_model.LayerValues(
-        _score_scale(mixer),
-        cos,
-        sin,
-        interleaved=mixer.rope is not None and mixer.rope.interleaved,
-        window=mixer.window or 0,
-        chunked=mixer.chunked,
-        keys_are_values=mixer.keys_are_values,
-        norms_values=mixer.value_norm,
-        softcap=mixer.softcap or 0.0,
-        head_norm=_HEAD_NORMS[mixer.head_norm],
-        parallel=layer.norms in PARALLEL,
-        page_group=page_group,
-        page_layer=page_layer,
-        query_factors=None if mixer.query_growth is None else mixer.query_growth.factors(positions),
-        residual_multiplier=layer.residual_multiplier,
-        activation=_activation(layer),
-    )
-
-
-def _angles(rope: RopeConfig, positions: int) -> tuple[torch.Tensor, torch.Tensor]:
-    return rotary_table(rope.angles(positions), positions, factor=rope.attention_factor, interleaved=rope.interleaved)
-
-
-def _score_scale(mixer: AttentionSpec) -> float:
-    """The usual scale as float32 arithmetic gives it, which for some head sizes is not head_dim^-0.5 rounded."""
-    if mixer.scale == mixer.head_dim**-0.5:
-        return float(1 / np.sqrt(np.float32(mixer.head_dim)))
-    return mixer.scale
 
 
 class PackedWeights:
@@ -447,18 +278,14 @@ def _module(config: ModelConfig, group: Group) -> int:
     return -1 if found is None else found
 
 
-def native_layer(layer: LayerWeights, spec: LayerSpec, values: native_model.LayerValues) -> LayerWeights:
-    """The layer in the library's form: packed projections as they are, everything else as float32. Norms of heads that
-    have no weights get ones; where heads are normed after they are rotated, so do they, and `values` gets the weights.
-    """
+_PACKED = {*MERGED_MATRICES.values(), "input_gate", "input_projection", "low_rank_down", "low_rank_up"} - {"kv_up"}
+"""Matrices that are packed."""
+
+
+def with_wide_vectors(layer: LayerWeights) -> LayerWeights:
+    """The layer with everything but its packed matrices in float32, as the library reads it."""
     for field in fields(layer):
         part = getattr(layer, field.name)
-        if isinstance(part, torch.Tensor) and field.name not in PROJECTIONS:
+        if isinstance(part, torch.Tensor) and field.name not in _PACKED:
             setattr(layer, field.name, part.float())
-    values.output_factor = 1.0 if layer.scalar is None else float(layer.scalar)
-    head_norm = None if spec.attention is None else spec.attention.head_norm
-    if head_norm is HeadNorm.ROTATED and layer.q_norm is not None and layer.k_norm is not None:
-        values.query_weights = layer.q_norm * layer.k_norm
-    if spec.attention is not None and head_norm in (HeadNorm.BARE, HeadNorm.ROTATED):
-        layer.q_norm = layer.k_norm = torch.ones(spec.attention.head_dim)
     return layer

@@ -1,4 +1,4 @@
-// A step of a decoder as one call: every thread walks the layers, meeting after each phase.
+// A step of a decoder as one call: every thread runs the ops of all layers, meeting after each phase.
 //
 // No Python, allocation or dispatch between the products; the step's variable part (rows, block tables, segments) is
 // read from a StepDesc, so that one function serves decode buckets and ragged prefill steps alike.
@@ -7,20 +7,18 @@
 #include <chrono>
 #include <cmath>
 #include <vector>
-#include "decode_attention.h"
-#include "experts_part.h"
+#include "attend_op.h"
 #include "head.h"
-#include "offload.h"
-#include "paged_states.h"
 #include "mamba2.h"
 #include "merge.h"
 #include "model_lora.h"
-#include "prefill_attention.h"
+#include "offload.h"
+#include "paged_states.h"
 #include "projections.h"
 #include "ranks.h"
+#include "row_ops.h"
 #include "sampling.h"
 #include "short_conv.h"
-#include "ungated.h"
 
 namespace chorus {
 
@@ -68,30 +66,23 @@ class Decoder final : public AnyDecoder {
     using X = Act<T>;
 
    public:
-    // model: the layers are copied, what they point to is not. threads: the caller's included.
+    // model: the ops are copied, what they point to is not. threads: the caller's included.
     Decoder(const ModelDesc& model, int threads)
         : m_(model),
-          layers_(model.layer, model.layer + model.layers),
+          ops_(model.ops, model.ops + model.num_ops),
           team_(threads),
+          registers_(model),
           projections_(model, team_),
+          attention_(model, team_, registers_),
           embedding_lora_(model, team_.most()),
           head_(model, team_),
           experts_(model, team_),
+          row_ops_(registers_, experts_),
           merge_(team_),
           offloader_(model),
           delta_(model.delta),
           short_conv_(model.delta),
-          mamba_(model.delta),
-          attention_scratch_(team_.most()) {
-        for (const LayerDesc& w : layers_) {
-            gates_[w.product[kGateUp]] = is_gated(w.activation);
-            q_size_ = std::max(q_size_, w.heads.q_size());
-            auto same = [&](const Shape& shape) { return shape.heads == w.heads; };
-            if (std::none_of(shapes_.begin(), shapes_.end(), same)) shapes_.push_back({w.heads});
-            has_beside_ |= has(w, kBesideIn);
-            has_apart_ |= has(w, kBesideIn) || (w.parallel && w.mlp_norm);
-        }
-    }
+          mamba_(model.delta) {}
 
     void forward(const StepDesc& step) override {
         plan(step);
@@ -103,7 +94,10 @@ class Decoder final : public AnyDecoder {
     void join(Ranks* ranks, int vocab) override {
         ranks_ = ranks;
         vocab_ = vocab;
+        registers_.join(ranks);
         projections_.join(ranks);
+        attention_.join(ranks);
+        row_ops_.join(ranks);
         head_.join(vocab);
     }
 
@@ -148,73 +142,28 @@ class Decoder final : public AnyDecoder {
    private:
     static constexpr int64_t kFewLogits = 1 << 15;  // sampled from sooner than another thread wakes
 
-    bool gaps() const { return m_.output_gate == kBesideQueries; }  // between queries there are gates
-    int kv_rows(const LayerDesc& w) const { return w.heads.kv_size() * (w.keys_are_values ? 1 : 2); }
-    int q_rows(const LayerDesc& w) const { return w.heads.q_size() << gaps(); }
-    int outputs(const LayerDesc& w, Group g) const { return projections_.products().outputs(w.product[g]); }
-    bool has(const LayerDesc& w, Group g) const { return w.product[g] >= 0 && outputs(w, g); }
-    int ffn(const LayerDesc& w) const { return projections_.products().inputs(w.product[kDown]); }
-
     // Buffers and units of work of the step, the same for all layers.
     void plan(const StepDesc& step) {
-        const size_t tokens = std::max(step.tokens, step.logits_wanted + step.states_wanted);
         projections_.plan(step);
-        const Products& products = projections_.products();
-        const int widest = products.most([&](int p) {  // of what is kept of products
-            return gates_[p] && projections_.gated(p) ? 0 : products.outputs(p);
-        });
-        grow_rows(x_, tokens, m_.hidden);
-        grow_rows(y_, tokens, widest);
-        grow_rows(normed_, tokens, m_.hidden);
-        if (has_apart_) grow_rows(apart_, tokens, m_.hidden);
-        grow_rows(q_, tokens, q_size_);
-        grow_rows(attended_, tokens, std::max(q_size_, m_.delta.v_size()));
-        if (has_beside_) grow_rows(beside_, tokens, m_.delta.v_size());
+        const auto keeps_gates = [&](const OpDesc& op) { return op.kind == OpKind::kGateUp && !fuses(op); };
+        registers_.plan(step.tokens, std::any_of(ops_.begin(), ops_.end(), keeps_gates));
+        grow_rows(normed_, step.logits_wanted + step.states_wanted, m_.hidden);
         if (m_.delta.v_heads) plan_mixer(step);
-        grow_rows(act_, tokens,
-                  products.most([&](int p) { return products.group(p) == kDown ? products.inputs(p) : 0; }));
-        decode_ = projections_.few() && step.tokens == step.rows;
-        for (Shape& shape : shapes_) plan_attention(step, shape);
+        attention_.plan(step, projections_.few() && step.tokens == step.rows);
         experts_.plan(step);
         embedding_lora_.plan(step.model_segments);
         head_.plan_adapters(step);
         head_.plan(step.logits_wanted, step.samples);
     }
 
-    // Units of work of attention of some heads.
-    struct Shape {
-        Heads heads;
-        Shares<AttentionUnit> prompts{};
-        Shares<DecodeUnit> decodes{};
-    };
-
-    void plan_attention(const StepDesc& step, Shape& shape) {
-        const Heads& heads = shape.heads;
-        if (decode_) {
-            decode_units(step.kv_lens, step.rows, heads.kv, team_.size(), shape.decodes.units);
-            shape.decodes.split(team_.size(), [&](const DecodeUnit& u) { return step.kv_lens[u.row] * u.heads; });
-        } else {
-            attention_units(step.qo_indptr, step.rows, heads.count, heads.kv, shape.prompts.units);
-            shape.prompts.split(team_.size(), [&](const AttentionUnit& u) {
-                return u.tokens * (step.kv_lens[u.row] - step.qo_indptr[u.row + 1] + u.token + u.tokens);
-            });
-        }
-    }
-
-    const Shape& shape_of(const LayerDesc& w) const {
-        return *std::find_if(shapes_.begin(), shapes_.end(),
-                             [&](const Shape& shape) { return shape.heads == w.heads; });
-    }
-
     // A thread's part of a step.
     void walk(const StepDesc& step, Team::Member& me) {
-        const int tokens = step.tokens, hidden = m_.hidden;
-        const Rows<float> x = rows_of(x_, hidden);
-        const Rows<X> normed = rows_of(normed_, hidden), apart = rows_of(apart_, hidden);
-        const bool waits = step.segment_ready || step.model_ready || step.mixture_ready;
+        const int hidden = m_.hidden;
+        const Rows<float> x = registers_.floats(0);
+        const Rows<X> normed = rows_of(normed_, hidden);
+        arrive(step, me, 0);
         // Not by parts: a team's very first phase has the tag that untouched shares have.
-        if (waits) team_.each(me, 1, [&](int) { wait_for_layer(step, 0); });
-        team_.each(me, tokens, [&](int t) {
+        team_.each(me, step.tokens, [&](int t) {
             const int64_t token = step.token_ids[t];
             if (token < vocab_) convert((const T*)m_.embed + token * hidden, hidden, x[t]);
             else std::fill(x[t], x[t] + hidden, 0.0f);  // an adapter has the row
@@ -222,32 +171,17 @@ class Decoder final : public AnyDecoder {
             if (m_.embedding_multiplier != 1) scale_by(x[t], hidden, m_.embedding_multiplier);
             if (m_.embedding_norm) norm_.run(x[t], m_.norm, hidden, x[t]);
         });
-        const LayerDesc* layers = step.layer ? step.layer : layers_.data();
-        for (int l = 0; l < m_.layers; l++) {
-            const LayerDesc& w = layers[l];
-            if (waits && l) team_.each(me, 1, [&](int) { wait_for_layer(step, l); });
-            const float out = w.residual_multiplier;
-            if (has(w, kO)) {
-                normalise(me, tokens, w.attention_norm, normed, w.attention_in_factor,
-                          w.experts && w.parallel && !w.mlp_norm);
-                if (w.parallel && w.mlp_norm) normalise(me, tokens, w.mlp_norm, apart, 1, w.experts);
-                if (has(w, kBesideIn)) mix_beside(step, me, w, l);
-                const LoraTask<T> o = task(step, w, l, kO, mix(step, me, w, l), x);
-                add_to_residual(me, o, w.attention_out_norm, out * w.attention_out_factor);
+        const OpDesc *op = step.ops ? step.ops : ops_.data(), *end = op + ops_.size();
+        while (op != end) {
+            if (is_of_rows(op->kind)) {
+                const OpDesc* first = op;
+                op = std::find_if(op, end, [](const OpDesc& each) { return !is_of_rows(each.kind); });
+                each_part(team_, me, step.tokens, [&](int t, bool) {
+                    for (const OpDesc* each = first; each != op; each++) row_ops_.run(*each, t, me.thread);
+                });
+            } else {
+                run(step, me, *op++);
             }
-            if (has(w, kBesideOut)) {
-                const LoraTask<T> o = task(step, w, l, kBesideOut, rows_of(beside_, m_.delta.v_size()), x);
-                add_to_residual(me, o, nullptr, out * w.beside_out_factor);
-            }
-            if (w.experts) {
-                if (!w.parallel) normalise(me, tokens, w.mlp_norm, normed, 1, true);
-                add_experts(me, tokens, w, l, w.parallel && w.mlp_norm ? apart : normed, x);
-            } else if (has(w, kDown)) {
-                if (!w.parallel) normalise(me, tokens, w.mlp_norm, normed);
-                feed_forward(step, me, w, l, w.parallel && w.mlp_norm ? apart : normed);
-            }
-            if (w.output_factor != 1)
-                each_part(team_, me, tokens, [&](int t, bool) { scale_by(x[t], hidden, w.output_factor); });
         }
         team_.each(me, step.logits_wanted + step.states_wanted,
                    [&](int r) { norm_.run(x[step.logit_tokens[r]], m_.norm, hidden, normed[r]); });
@@ -263,55 +197,43 @@ class Decoder final : public AnyDecoder {
         }
     }
 
-    // y = x · wᵀ + bias of a group in layer l, with the step's LoRA products.
-    LoraTask<T> task(const StepDesc& step, const LayerDesc& w, int l, Group g, Rows<const X> x, Rows<float> y) const {
-        const int inputs = projections_.products().inputs(w.product[g]);
-        const Weights<T> weights{w.weights[g], w.bias[g], outputs(w, g), inputs, w.integers[g]};
-        return {step, w.product[g], l, weights, x, y, false};
-    }
-
-    // Add to the residual stream what the feed-forward part of layer l makes of `inputs`, with weights w.
-    void feed_forward(const StepDesc& step, Team::Member& me, const LayerDesc& w, int l, Rows<const X> inputs) {
-        const int size = ffn(w), width = outputs(w, kGateUp);
-        const Rows<float> y = rows_of(y_, width);
-        const Rows<X> act = rows_of(act_, size);
-        const LoraTask<T> up = task(step, w, l, kGateUp, inputs, y);
-        if (is_gated(w.activation) && projections_.gated(w.product[kGateUp])) {
-            projections_.run_gated(me, up, w.activation, w.gate_factor, act);
-        } else {
-            run_product(me, up);
-            each_part(team_, me, step.tokens, [&](int t, bool) {
-                if (w.gate_factor != 1) scale_by(y[t], size, w.gate_factor);
-                if (is_gated(w.activation)) activate(w.activation, y[t], y[t] + size, size, act[t]);
-                else activate_alone(w.activation, w.xielu, y[t], size, act[t]);
-            });
+    // A thread's part of an op that is not of rows.
+    void run(const StepDesc& step, Team::Member& me, const OpDesc& op) {
+        switch (op.kind) {
+            case OpKind::kArrive: return arrive(step, me, arguments_of<ArriveOp>(op).layer);
+            case OpKind::kMeet: return team_.each(me, 1, [&](int) { ranks_->meet(); });
+            case OpKind::kGemm: return run_product(me, task(step, arguments_of<GemmOp>(op)));
+            case OpKind::kGateUp: return gate_up(step, me, op);
+            case OpKind::kAttend: return attention_.run(me, step, arguments_of<AttendOp>(op));
+            case OpKind::kMix: return mix(step, me, arguments_of<MixOp>(op));
+            case OpKind::kMoe: {
+                const auto& moe = arguments_of<MoeOp>(op);
+                return experts_.run(me, moe, registers_.rounded(moe.x));
+            }
+            default: return;
         }
-        const LoraTask<T> down = task(step, w, l, kDown, act, rows_of(x_, m_.hidden));
-        add_to_residual(me, down, w.mlp_out_norm, w.residual_multiplier * w.part_factor);
     }
 
-    // What the mixer of layer l makes of normed, with weights w.
-    Rows<X> mix(const StepDesc& step, Team::Member& me, const LayerDesc& w, int l) {
-        const Rows<float> y = rows_of(y_, outputs(w, kQkv));
-        run_product(me, task(step, w, l, kQkv, rows_of(normed_, m_.hidden), y));
-        const bool recurs = w.delta.conv && !has(w, kBesideIn);
-        const Rows<X> out = rows_of(attended_, recurs ? m_.delta.v_size() : w.heads.q_size());
-        if (recurs) recur(step, me, w, y, out);
-        else if (m_.float8_kv) attend<Float8<X>>(step, me, w, y, out);
-        else attend<T>(step, me, w, y, out);
-        return out;
+    // y = x · wᵀ + bias, with the step's LoRA products.
+    LoraTask<T> task(const StepDesc& step, const GemmOp& op) {
+        const Products& products = projections_.products();
+        const Weights<T> weights{op.w, op.bias, products.outputs(op.product), products.inputs(op.product), op.integers};
+        return {step,    op.product, op.layer, op.number, weights, registers_.rounded(op.x), registers_.floats(op.out),
+                op.accumulate != 0};
     }
 
-    // What the mixer beside attention in layer l makes of the residual stream, in `beside_`.
-    void mix_beside(const StepDesc& step, Team::Member& me, const LayerDesc& w, int l) {
-        const Rows<X> inputs = rows_of(apart_, m_.hidden);
-        const Rows<float> y = rows_of(y_, outputs(w, kBesideIn));
-        normalise(me, step.tokens, w.attention_norm, inputs, w.beside_in_factor);
-        run_product(me, task(step, w, l, kBesideIn, inputs, y));
-        if (w.beside_factors)
-            each_part(team_, me, step.tokens,
-                      [&](int t, bool) { multiply_each(y[t], w.beside_factors, outputs(w, kBesideIn), y[t]); });
-        recur(step, me, w, y, rows_of(beside_, m_.delta.v_size()));
+    // The step has many tokens, and the activation is computed as soon as a tile of the product is.
+    bool fuses(const OpDesc& op) const {
+        const auto& it = arguments_of<GateUpOp>(op);
+        return is_gated(it.activation) && projections_.gated(it.gemm.product);
+    }
+
+    void gate_up(const StepDesc& step, Team::Member& me, const OpDesc& op) {
+        const auto& it = arguments_of<GateUpOp>(op);
+        const LoraTask<T> up = task(step, it.gemm);
+        if (fuses(op)) return projections_.run_gated(me, up, it.activation, it.factor, registers_.rounded(it.act));
+        run_product(me, up);
+        each_part(team_, me, step.tokens, [&](int t, bool) { row_ops_.gate(it, up.y[t], t); });
     }
 
     void plan_mixer(const StepDesc& step) {
@@ -321,126 +243,15 @@ class Decoder final : public AnyDecoder {
         if (m_.delta.mixer == Mixer::kMamba2) mamba_.plan(step.tokens, seen, drafts, team_.size());
     }
 
-    // out = what a recurrent mixer with weights w makes of y.
-    void recur(const StepDesc& step, Team::Member& me, const LayerDesc& w, Rows<const float> y, Rows<X> out) {
-        const PagedStates states{m_, step, w.state_layer};
+    void mix(const StepDesc& step, Team::Member& me, const MixOp& op) {
+        const PagedStates states{m_, step, op.state_layer};
+        const Rows<float> x = registers_.floats(op.x);
+        const Rows<X> out = registers_.rounded(op.out);
         switch (m_.delta.mixer) {
-            case Mixer::kDelta: return delta_.run(team_, me, w.delta, states, y, out);
-            case Mixer::kShortConv: return short_conv_.run(team_, me, w.delta, states, y, out);
-            case Mixer::kMamba2: return mamba_.run(team_, me, ranks_, w.delta, states, step.tokens, y, out);
+            case Mixer::kDelta: return delta_.run(team_, me, op.weights, states, x, out);
+            case Mixer::kShortConv: return short_conv_.run(team_, me, op.weights, states, x, out);
+            case Mixer::kMamba2: return mamba_.run(team_, me, ranks_, op.weights, states, step.tokens, x, out);
         }
-    }
-
-    // out = attention of a layer with weights w: q, k and v, which y has, are rotated, and k and v written to their pages, whose
-    // elements are P.
-    template <class P>
-    void attend(const StepDesc& step, Team::Member& me, const LayerDesc& w, Rows<float> y, Rows<X> out) {
-        const Heads& heads = w.heads;
-        const Rows<X> q = rows_of(q_, heads.q_size());
-        const int64_t plane = (int64_t)m_.block_tokens * heads.kv_size();
-        P* keys = (P*)m_.arena + 2 * w.page_layer * plane;
-        const PagedCache<P> cache{keys,
-                                  keys + plane,
-                                  m_.page_bytes / (int64_t)sizeof(P),
-                                  m_.block_tokens,
-                                  m_.page_groups,
-                                  heads.kv,
-                                  heads.dim,
-                                  heads.count / heads.kv,
-                                  w.scale * w.k_scale,
-                                  w.v_scale,
-                                  w.softcap,
-                                  w.window,
-                                  w.chunked != 0,
-                                  w.sinks};
-        if (w.head_norm == kAllHeads) normalise_heads(me, w, step.tokens, y);
-        auto rotate = [&](int t, int first, int count) {
-            for (int h = first; h < first + count; h++)
-                rotate_and_store(step, w, cache, t, h, attention_scratch_[me.thread]);
-        };
-        auto row_of = [&](int row) {
-            return KvRow{step.page_table + row * step.table_stride + w.page_group, step.kv_lens[row]};
-        };
-        if (decode_) {
-            shape_of(w).decodes.each(team_, me, [&](const DecodeUnit& unit, const DecodeUnit* next) {
-                const int row = unit.row;
-                rotate(row, unit.first, unit.heads);
-                attend_decode<P>(cache, unit, q[row], out[row], row_of(row), attention_scratch_[me.thread],
-                                 next ? NextRead{row_of(next->row), next->first} : NextRead{});
-                gate(w, y[row], unit.first * cache.group, unit.heads * cache.group, out[row]);
-            });
-            return;
-        }
-        each_part(team_, me, step.tokens, [&](int t, bool) {
-            for (int i = 0; i < y.stride; i += kLanes) prefetch(y[t + 1] + i);
-            rotate(t, 0, heads.kv);
-        });
-        shape_of(w).prompts.each(team_, me, [&](const AttentionUnit& unit, const AttentionUnit*) {
-            chorus::attend<P>(cache, unit, q, out, row_of(unit.row), step.qo_indptr[unit.row + 1],
-                              attention_scratch_[me.thread]);
-            for (int t = unit.token; t < unit.token + unit.tokens; t++)
-                gate(w, y[t], unit.kv_head * cache.group, cache.group, out[t]);
-        });
-    }
-
-    // Norm all heads of q, and of k, of each token at once; of several ranks the heads of all of them.
-    //
-    //   y  [tokens, outputs]: q and k are changed
-    void normalise_heads(Team::Member& me, const LayerDesc& w, int tokens, Rows<float> y) {
-        if (!ranks_) {
-            each_part(team_, me, tokens, [&](int t, bool) {
-                float* k = y[t] + q_rows(w);
-                scale_queries(w, y[t], query_squares(w, y[t]) / w.heads.q_size());
-                rms_norm(k, w.k_norm, w.heads.kv_size(), m_.eps, k);
-            });
-            return;
-        }
-        const Rows<float> own{ranks_->mine(), 2};
-        const bool counts_k = ranks_->rank() % m_.kv_copies == 0;  // of ranks with the same K/V heads, the first does
-        each_part(team_, me, tokens, [&](int t, bool) {
-            own[t][0] = query_squares(w, y[t]);
-            own[t][1] = counts_k ? sum_of_squares(y[t] + q_rows(w), w.heads.kv_size()) : 0.0f;
-        });
-        team_.each(me, 1, [&](int) { ranks_->meet(); });
-        const float q_count = (float)w.heads.q_size() * ranks_->size();
-        const float k_count = (float)w.heads.kv_size() * (ranks_->size() / m_.kv_copies);
-        each_part(team_, me, tokens, [&](int t, bool) {
-            float squares[2] = {};
-            ranks_->add(squares, 2 * t, 2);
-            float* k = y[t] + q_rows(w);
-            scale_queries(w, y[t], squares[0] / q_count);
-            scale_to_norm(k, w.k_norm, w.heads.kv_size(), squares[1] / k_count, m_.eps, k);
-        });
-    }
-
-    // Σ x² of a token's queries y.
-    float query_squares(const LayerDesc& w, const float* y) const {
-        const int count = w.heads.count, n = w.heads.dim;
-        if (!gaps()) return sum_of_squares(y, count * n);
-        float all = 0;
-        for (int h = 0; h < count; h++) all += sum_of_squares(y + 2 * h * n, n);
-        return all;
-    }
-    // The norm of a token's queries y, in place; mean: of their squares.
-    void scale_queries(const LayerDesc& w, float* y, float mean) const {
-        const int count = w.heads.count, n = w.heads.dim;
-        if (!gaps()) return scale_to_norm(y, w.q_norm, count * n, mean, m_.eps, y);
-        for (int h = 0; h < count; h++) scale_to_norm(y + 2 * h * n, w.q_norm + h * n, n, mean, m_.eps, y + 2 * h * n);
-    }
-
-    // Apply the gates of some heads of a token, where the model has any.
-    //
-    //   y    of the token, with the gates
-    //   out  [heads, head_dim] of the token
-    void gate(const LayerDesc& w, const float* y, int first, int count, X* out) const {
-        const int n = w.heads.dim;
-        const float* behind = y + q_rows(w) + kv_rows(w);
-        for (int h = first; h < first + count; h++) switch (m_.output_gate) {
-                case kNoGate: return;
-                case kBesideQueries: apply_gate(y + (2 * h + 1) * n, n, out + h * n); break;
-                case kOfHeads: apply_gate_of_all(behind[h], n, out + h * n); break;
-                case kApart: apply_gate(behind + h * n, n, out + h * n);
-            }
     }
 
     // `Projections::run`, beside which other processes compute what is offloaded to them.
@@ -450,63 +261,6 @@ class Decoder final : public AnyDecoder {
         if (!task.step.offloaded) return;
         team_.each(me, 1, [&](int) { offloader_.collect(task.step); });
         each_part(team_, me, task.step.tokens, [&](int t, bool) { offloader_.add(task, t); });
-    }
-
-    // y += multiplier · norm(product), of several ranks that of the sum of what each has. Without a norm and a multiplier the
-    // product is added to y as it is computed.
-    //
-    //   me          the thread
-    //   task        the product, with the residual stream as its y
-    //   norm        [hidden]; null: none
-    //   multiplier  of what is added
-    void add_to_residual(Team::Member& me, LoraTask<T> task, const float* norm, float multiplier) {
-        const bool direct = !norm && multiplier == 1;
-        const Rows<float> x = task.y, sum = direct ? x : rows_of(y_, m_.hidden);
-        task.y = sum;
-        if (ranks_) {
-            task.y.data = ranks_->mine();
-            projections_.run(me, task);
-            team_.each(me, 1, [&](int) { ranks_->meet(); });
-        } else {
-            task.accumulate = direct;
-            run_product(me, task);
-            if (direct) return;
-        }
-        each_part(team_, me, task.step.tokens, [&](int t, bool) {
-            if (ranks_) {
-                if (!direct) std::fill_n(sum[t], m_.hidden, 0.0f);
-                ranks_->add(sum[t], t * sum.stride, m_.hidden);
-            }
-            if (!direct) add_part(sum[t], norm, multiplier, x[t]);
-        });
-    }
-
-    // x += multiplier · norm(part) of a token.
-    void add_part(float* part, const float* norm, float multiplier, float* x) const {
-        if (norm) norm_.run(part, norm, m_.hidden, part);
-        add_scaled(part, m_.hidden, multiplier, x);
-    }
-
-    // The same of the experts of layer l with weights w, which read normed.
-    void add_experts(Team::Member& me, int tokens, const LayerDesc& w, int l, Rows<const X> rows, Rows<float> x) {
-        const Rows<float> sum = rows_of(y_, m_.hidden);
-        const Rows<float> own{ranks_ ? ranks_->mine() : sum.data, sum.stride};
-        const auto add = [&](int t) {
-            if (w.experts_factor != 1) scale_by(sum[t], m_.hidden, w.experts_factor);
-            add_part(sum[t], w.mlp_out_norm, w.residual_multiplier, x[t]);
-        };
-        experts_.run(me, w, l, rows);
-        each_part(team_, me, tokens, [&](int t, bool) {
-            experts_.add_up(w, t, me.thread, own[t]);
-            if (!ranks_) add(t);
-        });
-        if (!ranks_) return;
-        team_.each(me, 1, [&](int) { ranks_->meet(); });
-        each_part(team_, me, tokens, [&](int t, bool) {
-            std::fill_n(sum[t], m_.hidden, 0.0f);
-            ranks_->add(sum[t], t * sum.stride, m_.hidden);
-            add(t);
-        });
     }
 
     // The argmax of each row over all ranks' shares of the vocabulary, on rank 0; the others want none.
@@ -523,6 +277,12 @@ class Decoder final : public AnyDecoder {
             for (int rank = 0; rank < ranks_->size(); rank++) all.join(((const Best*)ranks_->part(rank))[r]);
             step.best[r] = all.chosen();
         }
+    }
+
+    // Wait for what a layer needs of adapters that are still coming.
+    void arrive(const StepDesc& step, Team::Member& me, int layer) {
+        if (step.segment_ready || step.model_ready || step.mixture_ready)
+            team_.each(me, 1, [&](int) { wait_for_layer(step, layer); });
     }
 
     // A late segment is computed with what lies in its pages: its rows are to be run again, the others don't see them.
@@ -562,118 +322,27 @@ class Decoder final : public AnyDecoder {
         }
     }
 
-    // normed = factor · norm(x); without a norm where weight is null. experts: read it, too.
-    void normalise(Team::Member& me, int tokens, const float* weight, Rows<X> normed, float factor = 1,
-                   bool experts = false) {
-        const Rows<float> x = rows_of(x_, m_.hidden), wide = rows_of(y_, m_.hidden);
-        auto run = [&](int t, auto to) {
-            if (weight) norm_.run(x[t], weight, m_.hidden, to);
-            else convert(x[t], m_.hidden, to);
-        };
-        each_part(team_, me, tokens, [&](int t, bool) {
-            if (factor == 1) {
-                run(t, normed[t]);
-            } else {
-                run(t, wide[t]);
-                scale_by(wide[t], m_.hidden, factor);
-                convert(wide[t], m_.hidden, normed[t]);
-            }
-            if (experts) experts_.take(t, normed[t]);
-        });
-    }
-
-    // Of token t, one K/V head and the query heads that share it: norm each (where the layer does) and rotate q and k, then write
-    // q to its buffer, k and v to their page.
-    template <class P>
-    void rotate_and_store(const StepDesc& step, const LayerDesc& w, const PagedCache<P>& cache, int t, int kv_head,
-                          AttentionScratch& scratch) {
-        const int head_dim = w.heads.dim;
-        float* y = rows_of(y_, outputs(w, kQkv))[t];
-        X* q = rows_of(q_, w.heads.q_size())[t];
-        const int64_t at = step.positions[t] * w.rotary_dim;
-        const Rotation rotation{w.cos + at, w.sin + at, w.rotary_dim, w.interleaved != 0};
-        const int64_t place = cache.at(step.page[w.page_group * step.page_stride + t], step.offset[t], kv_head);
-        // Keys may be the values: before their norm.
-        const float* v = y + q_rows(w) + (w.keys_are_values ? 0 : w.heads.kv_size()) + kv_head * head_dim;
-        if (w.norms_values) v = normed_value(v, head_dim, scratch);
-        store(cache.v + place, w.v_scale, scratch, head_dim, [&](T* to) { convert(v, head_dim, to); });
-        for (int i = 0; i <= cache.group; i++) {
-            const bool key = i == cache.group;
-            const int head = kv_head * cache.group + i;
-            float* x = key ? y + q_rows(w) + kv_head * head_dim : y + (head << gaps()) * head_dim;
-            if (const float* norm = key ? w.k_norm : w.q_norm) normalise_head(w, norm, key ? kv_head : head, x);
-            if (!key && w.query_factors)
-                for (int d = 0; d < head_dim; d++) x[d] *= w.query_factors[step.positions[t]];
-            if (key)
-                store(cache.k + place, w.k_scale, scratch, head_dim, [&](T* to) { rotation.run(x, head_dim, to); });
-            else if (!w.query_weights) rotation.run(x, head_dim, q + head * head_dim);
-            else {
-                grow(scratch.head, head_dim);
-                rotation.run(x, head_dim, scratch.head.data());
-                multiply_each(scratch.head.data(), w.query_weights, head_dim, q + head * head_dim);
-            }
-        }
-    }
-
-    // The norm of a head of q or k, unless it was normalised with all the others.
-    void normalise_head(const LayerDesc& w, const float* norm, int head, float* x) const {
-        const int n = w.heads.dim;
-        if (w.head_norm == kEachHead) rms_norm(x, norm, n, m_.eps, x);
-        if (w.head_norm == kOwnHeads) layer_norm(x, norm + head * n, nullptr, n, m_.eps, x);
-    }
-
-    // The norm of a head of v, which has no weights.
-    const float* normed_value(const float* v, int head_dim, AttentionScratch& scratch) const {
-        grow(scratch.value, head_dim);
-        std::copy_n(v, head_dim, scratch.value.data());
-        scale_by(scratch.value.data(), head_dim,
-                 1.0f / __builtin_sqrtf(sum_of_squares(v, head_dim) / head_dim + m_.eps));
-        return scratch.value.data();
-    }
-
-    // Write a head of K or V as T to `out`, or, where that is FP8, round it from there.
-    //
-    //   out    [head_dim]
-    //   scale  of what is stored
-    //   write  write(to) writes [head_dim] of T
-    template <class P, class Write>
-    void store(P* out, float scale, AttentionScratch& scratch, int head_dim, Write write) const {
-        if constexpr (std::is_same_v<P, T>) {
-            write(out);
-        } else {
-            grow(scratch.head, head_dim);
-            write((T*)scratch.head.data());
-            convert_scaled((const T*)scratch.head.data(), head_dim, scale, out);
-        }
-    }
-
     ModelDesc m_;
     const Norm norm_{m_.eps, m_.centered != 0, m_.biased != 0};
-    std::vector<LayerDesc> layers_;
+    const std::vector<OpDesc> ops_;
     Team team_;
+    Registers<T> registers_;
     Projections<T> projections_;
-    std::vector<char> gates_ = std::vector<char>(m_.num_products);  // of each product: whether it is of gate and up
+    Attention<T> attention_;
     EmbeddingLora<T> embedding_lora_;
     OutputHead<T> head_;
     ExpertsPart<T> experts_;
+    RowOps<T> row_ops_;
     Merge<T> merge_;
     Offloader<T> offloader_;
     GatedDelta delta_;
     ShortConv short_conv_;
     Mamba2 mamba_;
     Sampling sampling_;
-    std::vector<AttentionScratch> attention_scratch_;
-    std::vector<Shape> shapes_;
-    int q_size_ = 0;  // the largest of any layer
     int logits_wanted_ = 0;  // of the last step: behind them come the rows to score
-    Buffer<float> x_, y_;
-    Buffer<X> normed_, q_, attended_, act_;
-    Buffer<X> apart_;  // a second part's norm of the residual stream that attention has
-    Buffer<X> beside_;  // what a mixer beside attention gives
-    bool has_apart_ = false, has_beside_ = false;
+    Buffer<X> normed_;  // rows of the last norm
     Ranks* ranks_ = nullptr;
     int vocab_ = m_.vocab;
-    bool decode_ = false;  // the step has few tokens and each is a row of its own
     std::chrono::nanoseconds patience_{};  // that is left in the step
 };
 

@@ -7,87 +7,18 @@
 #include "gated_delta.h"
 #include "panels.h"
 #include "product.h"
+#include "program.h"
 #include "sgmv.h"
 
 namespace chorus {
 
-// Groups of a layer's projections with a common input, and outputs side by side: query, key and value; attention's output; gate
-// and up; down; input and output of a mixer beside attention. In the order of GROUPS in ops/native_descriptors.py.
-enum Group : int32_t { kQkv, kO, kGateUp, kDown, kBesideIn, kBesideOut };
-constexpr int kGroups = 6;
-constexpr Group kEveryGroup[kGroups] = {kBesideIn, kQkv, kO, kBesideOut, kGateUp, kDown};  // as a layer computes them
-
 constexpr int kMaxTargets = 6;  // most projections of a group
 
-// A group of projections. Layers whose groups are the same share it. Without projections, it is of layers that have no such
-// part.
+// A group of projections with a common input, and outputs side by side. Layers whose groups are the same share it.
 struct ProductDesc {
-    Group group;
     int32_t inputs, count;
+    int32_t row_parallel;  // 1: each TP rank has a share of the inputs, rather than of the outputs
     Target targets[kMaxTargets];  // [count]
-};
-
-// A norm of queries and keys: of each head, with weights that all have, of all heads at once, or a LayerNorm of each head with
-// weights of its own.
-enum HeadNorm : int32_t { kEachHead, kAllHeads, kOwnHeads };
-
-// Where the gates of attention's output are: nowhere, behind each head's query, or behind queries, keys and values, one of each
-// head or of each element.
-enum OutputGate : int32_t { kNoGate, kBesideQueries, kOfHeads, kApart };
-
-// Heads of a layer's attention: of queries, of keys and of values, and elements of each.
-struct Heads {
-    int32_t count, kv, dim;
-
-    int q_size() const { return count * dim; }
-    int kv_size() const { return kv * dim; }
-    bool operator==(const Heads& other) const { return count == other.count && kv == other.kv && dim == other.dim; }
-};
-
-struct MixtureDesc;
-struct MixtureTargets;
-struct MixtureLoraDesc;
-
-// The descriptors mirror the ctypes structures of ops/native_descriptors.py, field by field: layout.h has both compared.
-struct LayerDesc {
-    const float *attention_norm, *attention_out_norm, *mlp_norm,
-        *mlp_out_norm;  // [hidden], or [2, hidden] with a bias; null where there is none
-    const void* weights[kGroups];  // packed panels
-    const float* bias[kGroups];  // [outputs]; null where there is none
-    Integers integers[kGroups];  // how weights are whole numbers
-    const float *q_norm, *k_norm;  // [head_dim], or of every head: see HeadNorm; null where there is none
-    const float* sinks;  // [heads]; null where there is none
-    const float* xielu;  // [4]: parameters of that activation
-    const float* beside_factors;  // [outputs] of the input of a mixer beside attention; null: they have none
-    const float *cos, *sin;  // [positions, rotary_dim]: of each element; with the attention factor
-    const float* query_factors;  // [positions]; null: queries have none
-    const float* query_weights;  // [head_dim], of rotated queries; null: they have none
-    float scale;  // of scores
-    float softcap;  // scores s become softcap · tanh(s / softcap); 0: they stay
-    float k_scale, v_scale;  // what is stored of K and V stands for so many times that: of FP8, else 1
-    float residual_multiplier;  // of what each part adds to the residual stream
-    float attention_in_factor, attention_out_factor;  // of attention's input and output, where a mixer is beside it
-    float beside_in_factor, beside_out_factor;  // of that mixer's
-    float output_factor;  // of the residual stream behind the layer
-    float gate_factor, part_factor;  // of a gate before its activation, and of the feed-forward part's output
-    int32_t window;  // tokens that a query sees, itself included; 0: all before it
-    int32_t chunked;  // 1: it sees those of its own chunk of `window` tokens alone
-    int32_t rotary_dim;  // leading elements of a head that are rotated
-    int32_t interleaved;  // 1: elements 2i and 2i + 1 are rotated together; 0: i and i + rotary_dim / 2
-    Heads heads;
-    int32_t keys_are_values;  // 1: there are no projected values: they are keys before their norm
-    int32_t norms_values;  // 1: every head of values is normalised, without weights
-    HeadNorm head_norm;  // where q_norm and k_norm are there
-    int32_t parallel;  // 1: gate and up have attention's input or, with an mlp_norm, one of the same residual stream
-    int32_t page_group, page_layer;  // whose pages have its K and V, and its place among the layers in them
-    Activation activation;
-    int32_t product[kGroups];  // of the model's, by group; below 0: the layer has no such group
-    DeltaWeights delta;  // of a layer with a recurrent mixer
-    int32_t state_layer;  // its place among such layers
-    // Of a layer with experts in place of gate, up and down; null where there are none.
-    const MixtureDesc* experts;
-    const MixtureTargets* mixture_targets;  // [kMixtureProducts]: what adapters change of it
-    float experts_factor;  // of the sum of all experts' outputs
 };
 
 struct ModelDesc {
@@ -98,7 +29,9 @@ struct ModelDesc {
     const float* head_bias;  // [vocab]; null: the output projection has none
     int32_t embedding_norm;  // 1: embeddings are normalised, as the last layer's output is
     float logits_softcap;  // logits x become logits_softcap · tanh(x / logits_softcap); 0: they stay
-    const LayerDesc* layer;
+    const OpDesc* ops;  // of all layers
+    const RegisterDesc* registers;
+    int64_t num_ops, num_registers;
     const ProductDesc* products;
     const void *embed, *lm_head;  // [vocab, hidden] as it is; packed panels
     Integers lm_head_integers;
@@ -106,11 +39,9 @@ struct ModelDesc {
     void* arena;
     int64_t page_elems, page_bytes;
     int32_t float8_kv;  // 1: K and V are in FP8
-    OutputGate output_gate;
     DeltaShape delta;  // without heads where no layer has a recurrent mixer
     int32_t convs_per_page, heads_per_page, conv_pages;  // of a state: see paged_states.h
     int32_t most_drafts, drafts_per_page, draft_page;  // rows of drafts' inputs next to a state, and their first page
-    int32_t kv_copies;  // TP ranks that have the same K/V heads
     int32_t embed_module, head_module;  // of the embeddings and the output projection; -1: adapters have none
     int32_t embed_rows_module, head_rows_module;  // likewise, of whole rows of them
     int32_t first_token;  // of the logits that this rank computes
@@ -118,6 +49,7 @@ struct ModelDesc {
 
 class Ranks;
 struct Exchange;
+struct MixtureLoraDesc;
 
 // Segments of a step with products that other processes compute until its layers are in their pages: see offload.h.
 struct OffloadDesc {
@@ -164,7 +96,7 @@ struct StepDesc {
     int64_t* best;  // [logits_wanted]: the argmax, or a sampled one; -1 when a logit is not finite
     const SampleRow*
         samples;  // [logits_wanted]: where the inverse temperature is not 0, `best` is that draw; null: nowhere
-    const LayerDesc* layer;  // [layers], with an adapter in some of their projections; null: the model's own
+    const OpDesc* ops;  // the model's, with an adapter in some of their weights; null: the model's own
     const OffloadDesc* offloaded;  // null: nothing is
     const int64_t *state_read,
         *state_written;  // [rows, state_stride]: pages of each row's state before and after the step
@@ -199,7 +131,7 @@ class Products {
     Products(const ProductDesc* products, int count) : items_(count) {
         for (int p = 0; p < count; p++) {
             Item& item = items_[p];
-            item.group = products[p].group;
+            item.row_parallel = products[p].row_parallel;
             item.inputs = products[p].inputs;
             item.targets.assign(products[p].targets, products[p].targets + products[p].count);
             item.outputs = 0;
@@ -209,7 +141,7 @@ class Products {
     explicit Products(const ModelDesc& m) : Products(m.products, m.num_products) {}
 
     int count() const { return (int)items_.size(); }
-    Group group(int p) const { return items_[p].group; }
+    bool row_parallel(int p) const { return items_[p].row_parallel; }
     int inputs(int p) const { return items_[p].inputs; }
     int outputs(int p) const { return items_[p].outputs; }
     const std::vector<Target>& targets(int p) const { return items_[p].targets; }
@@ -228,7 +160,7 @@ class Products {
 
    private:
     struct Item {
-        Group group;
+        bool row_parallel;
         int inputs, outputs;
         std::vector<Target> targets;
     };
@@ -240,6 +172,7 @@ class Products {
 //
 //   product     number of the product
 //   layer       number of the layer
+//   gemm        number of the product among those of all layers, in their order
 //   w           the product's weights in the layer
 //   x           [tokens, inputs]
 //   y           [tokens, outputs]
@@ -249,6 +182,7 @@ struct LoraTask {
     const StepDesc& step;
     int product;
     int layer;
+    int gemm;
     Weights<T> w;
     Rows<const Act<T>> x;
     Rows<float> y;

@@ -120,10 +120,6 @@ struct Rotation {
     }
 };
 
-// x = factor · x
-inline void scale_by(float* x, int n, float factor) {
-    for (int i = 0; i < n; i += kLanes) store16(x + i, load16(x + i, head(n - i)) * floats(factor), head(n - i));
-}
 
 // out = x · weight, element by element
 template <class T>
@@ -132,6 +128,22 @@ inline void multiply_each(const float* x, const float* weight, int n, T* out) {
         const Head here = head(n - i);
         store16(out + i, load16(x + i, here) * load16(weight + i, here), here);
     }
+}
+
+// out = factor · x; parameters as above
+template <class T>
+inline void multiply(const float* x, float factor, int n, T* out) {
+    for (int i = 0; i < n; i += kLanes) store16(out + i, load16(x + i, head(n - i)) * floats(factor), head(n - i));
+}
+
+// x = factor · x
+inline void scale_by(float* x, int n, float factor) { multiply(x, factor, n, x); }
+
+// out = x + y
+template <class T>
+inline void sum(const float* x, const float* y, int n, T* out) {
+    for (int i = 0; i < n; i += kLanes)
+        store16(out + i, load16(x + i, head(n - i)) + load16(y + i, head(n - i)), head(n - i));
 }
 
 // x += factor · y

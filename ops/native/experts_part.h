@@ -13,8 +13,9 @@ class ExpertsPart {
    public:
     // team: outlives the object
     ExpertsPart(const ModelDesc& model, Team& team) : team_(team), hidden_(model.hidden) {
-        for (int l = 0; l < model.layers; l++)
-            if (model.layer[l].experts) mixtures_.push_back(model.layer[l].experts);
+        for (int i = 0; i < model.num_ops; i++)
+            if (model.ops[i].kind == OpKind::kMoe)
+                mixtures_.push_back(arguments_of<MoeOp>(model.ops[i]).experts);
     }
 
     // Make room for a step, and describe its adapters.
@@ -35,17 +36,17 @@ class ExpertsPart {
     // Take a row of the part's input, before `run`: the router's product is of float32.
     void take(int row, const X* x) { convert(x, hidden_, x_.data() + (long)row * hidden_); }
 
-    // Compute what the layer's `add_up` adds up. Called by every thread of the team alike.
+    // Compute what `add_up` adds up. Called by every thread of the team alike.
     //
     //   x  [tokens, hidden]
-    void run(Team::Member& me, const LayerDesc& w, int layer, Rows<const X> x) { of(w, layer, x).run(team_, me); }
+    void run(Team::Member& me, const MoeOp& op, Rows<const X> x) { of(op, x).run(team_, me); }
 
     // Write a row of the part's output, [hidden], or this rank's part of it. thread: that calls it
-    void add_up(const LayerDesc& w, int row, int thread, float* out) { of(w, 0, {}).add_up(row, thread, out); }
+    void add_up(const MoeOp& op, int row, int thread, float* out) { of(op, {}).add_up(row, thread, out); }
 
    private:
-    Mixture<T> of(const LayerDesc& w, int layer, Rows<const X> x) {
-        return {*w.experts, step_, x, memory_, step_.lora ? &lora_ : nullptr, layer, w.mixture_targets};
+    Mixture<T> of(const MoeOp& op, Rows<const X> x) {
+        return {*op.experts, step_, x, memory_, step_.lora ? &lora_ : nullptr, op.layer, op.targets};
     }
 
     Team& team_;

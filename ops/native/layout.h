@@ -1,7 +1,8 @@
-// Layouts of the structures that Python hands over: ops/native_library.py compares them with its own when it loads a library,
-// so that one built from other sources is refused.
+// Layouts of the structures that Python hands over, and numbers that it writes there: ops/native_layout.py makes its own of
+// them.
 #pragma once
 #include <cstddef>
+#include <type_traits>
 #include "file_rows.h"
 #include "gated_delta.h"
 #include "mixture.h"
@@ -10,15 +11,35 @@
 
 namespace chorus {
 
-// A structure or, of one, a field.
+// A structure; or, of one, a field; or an enumerator.
+//
+//   name    a structure's, `Structure.field`, or `Enumeration.kName`
+//   offset  in bytes; of an enumerator its number
+//   bytes   of all elements
+//   type    of its elements: as Python's struct module names it; P: a pointer, S: a structure, E: an enumerator
+//   of      the name of that structure
 struct Field {
     const char* name;
     int64_t offset, bytes;
+    char type;
+    const char* of;
 };
 
-#define ALL(S) {#S, 0, sizeof(S)}
-#define NAMED(S, name, field) {#S "." #name, offsetof(S, field), sizeof(S::field)}
+template <class F>
+constexpr char type_of() {
+    using E = std::remove_all_extents_t<F>;
+    if constexpr (std::is_pointer_v<E>) return 'P';
+    else if constexpr (std::is_same_v<E, float>) return 'f';
+    else if constexpr (std::is_same_v<E, double>) return 'd';
+    else if constexpr (std::is_class_v<E>) return 'S';
+    else return sizeof(E) == 1 ? 'B' : sizeof(E) == 4 ? 'i' : 'q';
+}
+
+#define ALL(S) {#S, 0, sizeof(S), 'S', nullptr}
+#define NAMED(S, name, field) {#S "." #name, offsetof(S, field), sizeof(S::field), type_of<decltype(S::field)>(), nullptr}
 #define AT(S, field) NAMED(S, field, field)
+#define PART(S, field, Type) {#S "." #field, offsetof(S, field), sizeof(S::field), 'S', #Type}
+#define NUMBER(Enum, name) {#Enum "." #name, (int64_t)Enum::name, 0, 'E', nullptr}
 // clang-format off: by structure
 constexpr Field kLayout[] = {
     ALL(Adapter), AT(Adapter, pages), AT(Adapter, first_elem), AT(Adapter, rank), AT(Adapter, scale),
@@ -26,43 +47,60 @@ constexpr Field kLayout[] = {
         AT(Adapter, tokens),
     ALL(Integers), AT(Integers, scales), AT(Integers, zeros), AT(Integers, bits), AT(Integers, group),
         AT(Integers, input_bits), AT(Integers, input_block),
-    ALL(LayerDesc), AT(LayerDesc, attention_norm), AT(LayerDesc, attention_out_norm), AT(LayerDesc, mlp_norm),
-        AT(LayerDesc, mlp_out_norm),
-        NAMED(LayerDesc, qkv, weights[kQkv]), NAMED(LayerDesc, qkv_bias, bias[kQkv]),
-        NAMED(LayerDesc, o, weights[kO]), NAMED(LayerDesc, o_bias, bias[kO]),
-        NAMED(LayerDesc, gate_up, weights[kGateUp]), NAMED(LayerDesc, gate_up_bias, bias[kGateUp]),
-        NAMED(LayerDesc, down, weights[kDown]), NAMED(LayerDesc, down_bias, bias[kDown]),
-        NAMED(LayerDesc, beside_in, weights[kBesideIn]), NAMED(LayerDesc, beside_in_bias, bias[kBesideIn]),
-        NAMED(LayerDesc, beside_out, weights[kBesideOut]), NAMED(LayerDesc, beside_out_bias, bias[kBesideOut]),
-        AT(LayerDesc, integers),
-        AT(LayerDesc, q_norm), AT(LayerDesc, k_norm), AT(LayerDesc, sinks), AT(LayerDesc, xielu), AT(LayerDesc, beside_factors), AT(LayerDesc, cos), AT(LayerDesc, sin), AT(LayerDesc, query_factors), AT(LayerDesc, query_weights),
-        AT(LayerDesc, scale),
-        AT(LayerDesc, softcap), AT(LayerDesc, k_scale), AT(LayerDesc, v_scale), AT(LayerDesc, residual_multiplier),
-        AT(LayerDesc, attention_in_factor), AT(LayerDesc, attention_out_factor), AT(LayerDesc, beside_in_factor),
-        AT(LayerDesc, beside_out_factor), AT(LayerDesc, output_factor), AT(LayerDesc, gate_factor), AT(LayerDesc, part_factor), AT(LayerDesc, window), AT(LayerDesc, chunked), AT(LayerDesc, rotary_dim),
-        AT(LayerDesc, interleaved), NAMED(LayerDesc, heads, heads.count), NAMED(LayerDesc, kv_heads, heads.kv),
-        NAMED(LayerDesc, head_dim, heads.dim), AT(LayerDesc, keys_are_values), AT(LayerDesc, norms_values), AT(LayerDesc, head_norm), AT(LayerDesc, parallel),
-        AT(LayerDesc, page_group), AT(LayerDesc, page_layer), AT(LayerDesc, activation), AT(LayerDesc, product),
-        NAMED(LayerDesc, taps, delta.conv), NAMED(LayerDesc, dt_bias, delta.dt_bias),
-        NAMED(LayerDesc, a_log, delta.a_log), NAMED(LayerDesc, delta_norm, delta.norm),
-        NAMED(LayerDesc, conv_bias, delta.conv_bias), NAMED(LayerDesc, d, delta.d), AT(LayerDesc, state_layer),
-        AT(LayerDesc, experts), AT(LayerDesc, mixture_targets), AT(LayerDesc, experts_factor),
-    ALL(ProductDesc), AT(ProductDesc, group), AT(ProductDesc, inputs), AT(ProductDesc, count), AT(ProductDesc, targets),
+    ALL(RegisterDesc), AT(RegisterDesc, memory), AT(RegisterDesc, width),
+    ALL(OpDesc), AT(OpDesc, kind), AT(OpDesc, arguments),
+    ALL(ArriveOp), AT(ArriveOp, layer),
+    ALL(GemmOp), AT(GemmOp, x), AT(GemmOp, out), AT(GemmOp, accumulate), AT(GemmOp, product), AT(GemmOp, layer), AT(GemmOp, number), AT(GemmOp, w), AT(GemmOp, bias), PART(GemmOp, integers, Integers),
+    ALL(GateUpOp), PART(GateUpOp, gemm, GemmOp), AT(GateUpOp, act), AT(GateUpOp, size), AT(GateUpOp, activation), AT(GateUpOp, factor), AT(GateUpOp, xielu),
+    ALL(Heads), AT(Heads, count), AT(Heads, kv), AT(Heads, dim),
+    ALL(AttendOp), AT(AttendOp, x), AT(AttendOp, q), AT(AttendOp, out), PART(AttendOp, heads, Heads), AT(AttendOp, page_group), AT(AttendOp, page_layer), AT(AttendOp, has_keys), AT(AttendOp, keys_are_values), AT(AttendOp, norms_values), AT(AttendOp, head_norm), AT(AttendOp, output_gate), AT(AttendOp, kv_copies), AT(AttendOp, window), AT(AttendOp, chunked), AT(AttendOp, rotary_dim), AT(AttendOp, interleaved), AT(AttendOp, eps), AT(AttendOp, scale), AT(AttendOp, softcap), AT(AttendOp, k_scale), AT(AttendOp, v_scale), AT(AttendOp, q_norm), AT(AttendOp, k_norm), AT(AttendOp, sinks), AT(AttendOp, cos), AT(AttendOp, sin), AT(AttendOp, query_factors), AT(AttendOp, query_weights),
+    ALL(DeltaWeights), NAMED(DeltaWeights, taps, conv), AT(DeltaWeights, dt_bias), AT(DeltaWeights, a_log), NAMED(DeltaWeights, delta_norm, norm), AT(DeltaWeights, conv_bias), AT(DeltaWeights, d),
+    ALL(MixOp), AT(MixOp, x), AT(MixOp, out), AT(MixOp, state_layer), PART(MixOp, weights, DeltaWeights),
+    ALL(MoeOp), AT(MoeOp, x), AT(MoeOp, out), AT(MoeOp, layer), AT(MoeOp, experts), AT(MoeOp, targets),
+    ALL(RouteOp), AT(RouteOp, x),
+    ALL(NormOp), AT(NormOp, x), AT(NormOp, column), AT(NormOp, width), AT(NormOp, out), AT(NormOp, centered), AT(NormOp, biased), AT(NormOp, eps), AT(NormOp, weight),
+    ALL(CopyOp), AT(CopyOp, x), AT(CopyOp, column), AT(CopyOp, width), AT(CopyOp, out), AT(CopyOp, out_column),
+    ALL(ScaleOp), AT(ScaleOp, x), AT(ScaleOp, column), AT(ScaleOp, width), AT(ScaleOp, out), AT(ScaleOp, out_column), AT(ScaleOp, factor), AT(ScaleOp, weights),
+    ALL(AddOp), AT(AddOp, x), AT(AddOp, y), AT(AddOp, width), AT(AddOp, factor),
+    ALL(SumOp), AT(SumOp, x), AT(SumOp, y), AT(SumOp, width), AT(SumOp, out),
+    ALL(ActivateOp), AT(ActivateOp, x), AT(ActivateOp, size), AT(ActivateOp, out), AT(ActivateOp, activation), AT(ActivateOp, xielu),
+    ALL(ReduceOp), AT(ReduceOp, out), AT(ReduceOp, width), AT(ReduceOp, accumulate),
+    NUMBER(OpKind, kArrive),
+    NUMBER(OpKind, kMeet),
+    NUMBER(OpKind, kGemm),
+    NUMBER(OpKind, kGateUp),
+    NUMBER(OpKind, kAttend),
+    NUMBER(OpKind, kMix),
+    NUMBER(OpKind, kMoe),
+    NUMBER(OpKind, kNorm),
+    NUMBER(OpKind, kCopy),
+    NUMBER(OpKind, kScale),
+    NUMBER(OpKind, kAdd),
+    NUMBER(OpKind, kSum),
+    NUMBER(OpKind, kActivate),
+    NUMBER(OpKind, kReduce),
+    NUMBER(OpKind, kRoute),
+    NUMBER(OpKind, kCombine),
+    NUMBER(Memory, kFloat),
+    NUMBER(Memory, kRounded),
+    NUMBER(Memory, kShared),
+    NUMBER(Memory, kGates),
+    ALL(ProductDesc), AT(ProductDesc, inputs), AT(ProductDesc, count), AT(ProductDesc, row_parallel), AT(ProductDesc, targets),
     ALL(ModelDesc), AT(ModelDesc, hidden), AT(ModelDesc, layers), AT(ModelDesc, vocab), AT(ModelDesc, block_tokens),
         AT(ModelDesc, page_groups), AT(ModelDesc, num_products),
         AT(ModelDesc, eps), AT(ModelDesc, centered), AT(ModelDesc, biased), AT(ModelDesc, embedding_multiplier), AT(ModelDesc, logits_scale),
         AT(ModelDesc, head_bias), AT(ModelDesc, embedding_norm),
-        AT(ModelDesc, logits_softcap), AT(ModelDesc, layer), AT(ModelDesc, products), AT(ModelDesc, embed), AT(ModelDesc, lm_head),
+        AT(ModelDesc, logits_softcap), AT(ModelDesc, ops), AT(ModelDesc, registers), AT(ModelDesc, num_ops), AT(ModelDesc, num_registers), AT(ModelDesc, products), AT(ModelDesc, embed), AT(ModelDesc, lm_head),
         AT(ModelDesc, lm_head_integers),
         AT(ModelDesc, norm), AT(ModelDesc, arena), AT(ModelDesc, page_elems), AT(ModelDesc, page_bytes),
-        AT(ModelDesc, float8_kv), AT(ModelDesc, output_gate), NAMED(ModelDesc, mixer, delta.mixer), NAMED(ModelDesc, k_heads, delta.k_heads), NAMED(ModelDesc, v_heads, delta.v_heads),
+        AT(ModelDesc, float8_kv), NAMED(ModelDesc, mixer, delta.mixer), NAMED(ModelDesc, k_heads, delta.k_heads), NAMED(ModelDesc, v_heads, delta.v_heads),
         NAMED(ModelDesc, k_dim, delta.k_dim), NAMED(ModelDesc, v_dim, delta.v_dim),
         NAMED(ModelDesc, conv_size, delta.conv_size), NAMED(ModelDesc, delta_eps, delta.eps), NAMED(ModelDesc, beta, delta.beta),
         NAMED(ModelDesc, dt_min, delta.dt_min), NAMED(ModelDesc, gates_norm, delta.gates_norm),
         NAMED(ModelDesc, group_ranks, delta.group_ranks),
         AT(ModelDesc, convs_per_page), AT(ModelDesc, heads_per_page), AT(ModelDesc, conv_pages),
         AT(ModelDesc, most_drafts), AT(ModelDesc, drafts_per_page), AT(ModelDesc, draft_page),
-        AT(ModelDesc, kv_copies), AT(ModelDesc, embed_module), AT(ModelDesc, head_module),
+        AT(ModelDesc, embed_module), AT(ModelDesc, head_module),
         AT(ModelDesc, embed_rows_module), AT(ModelDesc, head_rows_module), AT(ModelDesc, first_token),
     ALL(Segments), AT(Segments, count), AT(Segments, begin), AT(Segments, end), AT(Segments, adapters),
         AT(Segments, level), AT(Segments, vectors), AT(Segments, undoes),
@@ -73,7 +111,7 @@ constexpr Field kLayout[] = {
         AT(StepDesc, page_stride),
         AT(StepDesc, logit_tokens), AT(StepDesc, segments), AT(StepDesc, segment_ready), AT(StepDesc, segment_late),
         AT(StepDesc, max_stall_ns), AT(StepDesc, logits), AT(StepDesc, logit_rows), AT(StepDesc, best),
-        AT(StepDesc, samples), AT(StepDesc, layer), AT(StepDesc, offloaded), AT(StepDesc, state_read), AT(StepDesc, state_written), AT(StepDesc, state_fresh),
+        AT(StepDesc, samples), AT(StepDesc, ops), AT(StepDesc, offloaded), AT(StepDesc, state_read), AT(StepDesc, state_written), AT(StepDesc, state_fresh),
         AT(StepDesc, state_accepted), AT(StepDesc, state_drafts), AT(StepDesc, state_stride), AT(StepDesc, model_segments), AT(StepDesc, model_ready), AT(StepDesc, model_late),
         AT(StepDesc, mixture), AT(StepDesc, mixture_ready), AT(StepDesc, mixture_late),
     ALL(OffloadDesc), AT(OffloadDesc, ranks), AT(OffloadDesc, count), AT(OffloadDesc, segment), AT(OffloadDesc, row),
@@ -128,5 +166,7 @@ constexpr Field kLayout[] = {
 #undef ALL
 #undef AT
 #undef NAMED
+#undef PART
+#undef NUMBER
 
 }  // namespace chorus

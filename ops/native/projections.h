@@ -1,4 +1,4 @@
-// The four products of a layer with what the step's adapters add to them.
+// The products of a model with what the step's adapters add to them.
 #pragma once
 #include <algorithm>
 #include <vector>
@@ -30,12 +30,11 @@ class Projections {
           most_targets_(products_.most([&](int p) { return products_.targets(p).size(); })),
           most_inputs_(products_.most([&](int p) { return products_.inputs(p); })) {
         std::vector<int> uses(products_.count());
-        for (int l = 0; l < model.layers; l++) {
-            product_.insert(product_.end(), model.layer[l].product, model.layer[l].product + kGroups);
-            uses_before_.insert(uses_before_.end(), uses.begin(), uses.end());
-            for (const Group g : kEveryGroup)
-                if (const int p = model.layer[l].product[g]; p >= 0) uses[p]++;
-        }
+        for (int i = 0; i < model.num_ops; i++)
+            if (const GemmOp* gemm = gemm_of(model.ops[i])) {
+                uses_before_.insert(uses_before_.end(), uses.begin(), uses.end());
+                uses[gemm->product]++;
+            }
     }
 
     // Of several ranks: see RankShrinks.
@@ -77,7 +76,7 @@ class Projections {
         }
     }
 
-    // Run one group's product of a layer.
+    // Run one product of a layer.
     //
     // Few tokens: base product and shrink side by side, then expand in chunks of columns long enough to stream.
     // Many: a chunk's shrink by the first threads to reach its tiles, mostly the thread that wrote x, then expand as
@@ -190,7 +189,7 @@ class Projections {
             shrink_units(segments, targets, chunks_.cuts()[c], chunks_.cuts()[c + 1], shrinks.units);
             shrink_chunk_[p].push_back((int)shrinks.units.size());
         }
-        ranks_.plan(p, products_.group(p), shrinks.units);
+        ranks_.plan(p, products_.row_parallel(p), shrinks.units);
         if (few_) shrinks.split(team_.size(), [](const LoraUnit& u) { return u.count * u.tokens; });
         expand_[p].resize(levels);
         for (int level = 0; level < levels; level++) {
@@ -209,13 +208,9 @@ class Projections {
         auto units = [&](int p) { return shrink_chunk_[p][chunk + 1] - shrink_chunk_[p][chunk]; };
         const int own = units(task.product);
         if (!own) return;
-        int first = 0;  // of the product's among all units that pass the chunk's gate, in order of layers and groups
-        const int* uses = &uses_before_[task.layer * products_.count()];
+        int first = 0;  // of the product's among all units that pass the chunk's gate
+        const int* uses = &uses_before_[task.gemm * products_.count()];
         for (int p = 0; p < products_.count(); p++) first += uses[p] * units(p);
-        for (const Group g : kEveryGroup) {
-            if (g == products_.group(task.product)) break;
-            if (const int p = product_[task.layer * kGroups + g]; p >= 0) first += units(p);
-        }
         const LoraUnit* unit = shrink_[task.product].units.data() + shrink_chunk_[task.product][chunk];
         team_.pass(gates_[chunk], first + own, [&](int i) { run_shrink(me, task, h(), unit[i - first], nullptr); });
     }
@@ -371,8 +366,7 @@ class Projections {
     Chunks chunks_;
     std::vector<std::vector<int>> shrink_chunk_;  // where each chunk's shrinks of a product begin
     const int most_targets_, most_inputs_;  // of a product
-    std::vector<int> product_;  // [layers, groups]
-    std::vector<int> uses_before_;  // [layers, products]: how many groups of earlier layers are the product
+    std::vector<int> uses_before_;  // [gemms, products]: how many earlier ones are the product
     Buffer<X> h_;
     VectorSegments vectors_;
     Buffer<float> aside_;  // of y's rows

@@ -31,12 +31,12 @@ class RankShrinks {
 
     // Note a product's units.
     //
-    //   p      the product
-    //   g      its group
-    //   units  all of them; what remains is what this rank is to compute
-    void plan(int p, Group g, std::vector<LoraUnit>& units) {
+    //   p             the product
+    //   row_parallel  of the product: see ProductDesc
+    //   units         all of them; what remains is what this rank is to compute
+    void plan(int p, bool row_parallel, std::vector<LoraUnit>& units) {
         all_[p].units.clear();
-        if (!is_shared_ || g == kO || g == kDown || g == kBesideOut) return;  // these have a share of A on each rank
+        if (!is_shared_ || row_parallel) return;  // such have a share of A on each rank
         all_[p].units = units;
         all_[p].split(ranks_->size(), [](const LoraUnit& u) { return u.count * u.tokens; });
         const auto first = all_[p].units.begin();

@@ -20,12 +20,25 @@ from typing import Any
 import torch
 
 from chorus.core.model.layer_weights import LayerWeights
+from chorus.core.model.layers import (
+    PARALLEL,
+    Activation,
+    AttentionSpec,
+    GatedSpec,
+    HeadNorm,
+    LayerSpec,
+    Norms,
+    NormSpec,
+)
+from chorus.core.model.program.native_ops import NativeProgram
+from chorus.core.model.program.native_place import Tables, layer_places
+from chorus.core.model.rope_config import RopeConfig
 from chorus.memory.pages.adapter_layout import AdapterLayout, AdapterPart
 from chorus.memory.pages.layer_projections import dense_projections
 from chorus.memory.pages.layout import PageLayout
+from chorus.memory.pages.projections import Projections
 from chorus.ops import native, native_library, native_model
-from chorus.ops.elementwise import rotary_table
-from chorus.ops.native_descriptors import NativeActivation, NativeHeadNorm
+from chorus.ops.float8_kv import UNSCALED, KvScales
 from chorus.ops.sgmv import AdapterRows, Segments
 from chorus.perf.report.command import conclude, parser
 from chorus.perf.report.table import Table
@@ -63,6 +76,7 @@ class World:
 
     model: native_model.NativeModel
     layout: PageLayout
+    table: Projections
     adapters: list[list[AdapterRows]]
     requests: list[Request]
     pages: list[list[int]] = field(default_factory=list)  # of each request
@@ -79,8 +93,10 @@ class Tally:
     differing: list[str] = field(default_factory=list)
 
 
-def build(rng: random.Random, dtype: torch.dtype) -> World:
-    """A random model of one to three layers, three to seven adapters, two to six requests."""
+def build(rng: random.Random, dtype: torch.dtype, *, plain: bool = False, positions: int = 0) -> World:
+    """A random model of one to three layers, three to seven adapters, two to six requests. plain: its layers are as
+    most are. positions: those that it has at least.
+    """
     generator = torch.Generator().manual_seed(rng.getrandbits(32))
 
     def weights(*shape: int, scale: float = 1.0) -> torch.Tensor:
@@ -95,7 +111,6 @@ def build(rng: random.Random, dtype: torch.dtype) -> World:
     float8_kv = rng.random() < 0.3
     layout = PageLayout(num_layers, kv_heads, head_dim, rng.choice((4, 16, 32)), dtype.itemsize, float8_kv=float8_kv)
     table = dense_projections(num_layers, hidden, ffn, heads, kv_heads, head_dim)
-    own = rng.random() < 0.3
     biased = rng.random() < 0.5
 
     def vector(width: int, wanted: bool = True, centre: float = 1.0) -> Any:
@@ -110,22 +125,33 @@ def build(rng: random.Random, dtype: torch.dtype) -> World:
     def bias(width: int) -> torch.Tensor | None:
         return vector(width, biased, 0.0)
 
+    def norms(spec: LayerSpec) -> dict[str, Any]:
+        mixer = spec.attention
+        assert mixer is not None
+        every = mixer.head_norm is HeadNorm.ALL
+        return {
+            "attention_norm": vector(hidden),
+            "mlp_norm": vector(hidden, spec.norms not in PARALLEL),
+            "attention_out_norm": vector(hidden),
+            "mlp_out_norm": vector(hidden),
+            "q_norm": vector(q if every else head_dim, mixer.head_norm is not None),
+            "k_norm": vector(kv if every else head_dim, mixer.head_norm is not None),
+        }
+
+    specs = [_spec(rng, (heads, kv_heads, head_dim), ffn, plain=plain) for _ in range(num_layers)]
     layers = [
         LayerWeights(
-            attention_norm=vector(hidden),
-            mlp_norm=vector(hidden),
             qkv=packed(q + 2 * kv, hidden),
             o=packed(hidden, q),
             gate_up=packed(2 * ffn, hidden),
             down=packed(hidden, ffn),
             qkv_bias=bias(q + 2 * kv),
-            q_norm=vector(head_dim, own),
-            k_norm=vector(head_dim, own),
             o_bias=bias(hidden),
             gate_up_bias=bias(2 * ffn),
             down_bias=bias(hidden),
+            **norms(spec),
         )
-        for _ in range(num_layers)
+        for spec in specs
     ]
     longest = rng.random() < 0.15
     requests = [
@@ -149,24 +175,21 @@ def build(rng: random.Random, dtype: torch.dtype) -> World:
                 cancel(arena, rows)
     for request in requests:
         request.entries = _entries(rng, len(adapters))
-    requests_end = max(len(request.tokens) for request in requests)
-    values = [_values(rng, head_dim, requests_end) for _ in range(num_layers)]
-    for layer, own in zip(layers, values, strict=True):
-        if float8_kv:
-            own.k_scale, own.v_scale = rng.choice((1.0, 0.01)), rng.choice((1.0, 0.003))
-        _place_norms(rng, layer, own, vector)
-        if layer.q_norm is not None and rng.random() < 0.3:
-            own.head_norm, layer.q_norm, layer.k_norm = NativeHeadNorm.ALL, vector(q), vector(kv)
+    requests_end = max(positions, *(len(request.tokens) for request in requests))
+    scales = [
+        KvScales(rng.choice((1.0, 0.01)), rng.choice((1.0, 0.003))) if float8_kv else UNSCALED
+        for _ in range(num_layers)
+    ]
+    norm = NormSpec(1e-5, centered=rng.random() < 0.2)
+    program = NativeProgram(specs, norm, hidden, table.products, table.product_in)
     model = native_model.NativeModel(
         hidden=hidden,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
         vocab=vocab,
         block_tokens=layout.block_tokens,
-        eps=1e-5,
-        layers=layers,
-        values=values,
+        eps=norm.eps,
+        num_layers=num_layers,
+        ops=program.ops(layer_places(specs, layers, Tables.of(specs, requests_end), kv_scales=scales)),
+        registers=program.registers,
         products=table.products,
         product_of=table.product_in,
         positions=requests_end,
@@ -175,41 +198,31 @@ def build(rng: random.Random, dtype: torch.dtype) -> World:
         norm=vector(hidden),
         arena=arena,
         float8_kv=float8_kv,
-        centered=rng.random() < 0.2,
+        centered=norm.centered,
         logits_scale=rng.choice((1.0, 0.25)),
         logits_softcap=rng.choice((0.0, 20.0)),
         embedding_multiplier=rng.choice((1.0, 3.0)),
     )
-    return World(model, layout, adapters, requests, [[free.pop() for _ in range(n)] for n in needed])
+    return World(model, layout, table, adapters, requests, [[free.pop() for _ in range(n)] for n in needed])
 
 
-def _values(rng: random.Random, head_dim: int, positions: int) -> native_model.LayerValues:
+def _spec(rng: random.Random, heads: tuple[int, int, int], ffn: int, *, plain: bool) -> LayerSpec:
     """How a layer computes: a plain one, or with some features of other families."""
+    head_dim = heads[2]
+    if plain:
+        return LayerSpec(AttentionSpec(*heads, head_dim**-0.5, RopeConfig(head_dim, 1e4)), GatedSpec(ffn), Norms.BEFORE)
     dim = rng.choice((head_dim, head_dim, head_dim // 4 * 2, 0))
-    cos, sin = rotary_table(1e4 ** (-torch.arange(0, dim, 2) / max(dim, 1)), positions) if dim else (None, None)
-    return native_model.LayerValues(
+    mixer = AttentionSpec(
+        *heads,
         head_dim**-0.5,
-        cos,
-        sin,
-        interleaved=rng.random() < 0.3,
-        window=rng.choice((0, 0, 1, 5, 16, 31, 40)),
-        softcap=rng.choice((0.0, 0.0, 2.0)),
-        parallel=rng.random() < 0.2,
-        residual_multiplier=rng.choice((1.0, 1.0, 0.3)),
-        activation=rng.choice((NativeActivation.SILU, NativeActivation.GELU)),  # of a gate
+        RopeConfig(dim, 1e4, interleaved=rng.random() < 0.3) if dim else None,
+        window=rng.choice((None, None, 1, 5, 16, 31, 40)),
+        softcap=rng.choice((None, None, 2.0)),
+        head_norm=rng.choice((None, None, None, None, HeadNorm.EACH, HeadNorm.ALL)),
     )
-
-
-def _place_norms(rng: random.Random, layer: LayerWeights, values: native_model.LayerValues, vector: Any) -> None:
-    """Have norms before the layer's parts, after them or both."""
-    assert layer.attention_norm is not None
-    hidden = len(layer.attention_norm)
-    if rng.random() < 0.3:
-        layer.attention_out_norm, layer.mlp_out_norm = vector(hidden), vector(hidden)
-        if not values.parallel and rng.random() < 0.5:
-            layer.attention_norm = layer.mlp_norm = None  # pyright: ignore[reportAttributeAccessIssue]
-    if values.parallel:
-        layer.mlp_norm = None  # pyright: ignore[reportAttributeAccessIssue]
+    norms = rng.choice((*(Norms.BEFORE,) * 6, Norms.AROUND, Norms.AFTER, Norms.PARALLEL, Norms.PARALLEL))
+    part = GatedSpec(ffn, rng.choice((Activation.SILU, Activation.GELU_TANH)))
+    return LayerSpec(mixer, part, norms, residual_multiplier=rng.choice((1.0, 1.0, 0.3)))
 
 
 def _parts(rng: random.Random, num_layers: int) -> list[AdapterPart]:

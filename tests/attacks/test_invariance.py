@@ -10,9 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chorus.memory.pages.adapter_layout import AdapterLayout, uniform_parts
-from chorus.memory.pages.layer_projections import dense_projections
-from chorus.memory.pages.projections import Group
-from chorus.ops import native, native_model
+from chorus.ops import native
 from chorus.ops.sgmv import AdapterRows
 
 from .invariance import Request, Row, Tally, World, build, cancel, compare, compute, schedule
@@ -81,13 +79,11 @@ def one_adapter(rank: int, tokens: int) -> World:
     """A case with one request, whose adapter has `rank` everywhere."""
     seed = 0
     while True:
-        world = build(random.Random(seed), torch.bfloat16)
-        if len(world.model.layers) > 1:
+        world = build(random.Random(seed), torch.bfloat16, plain=True, positions=tokens)
+        if world.model.num_layers > 1:
             break
         seed += 1
-    model, layout = world.model, world.layout
-    _, ffn, _ = model.products[model.product_of[0][Group.DOWN]]
-    table = dense_projections(len(model.layers), model.hidden, ffn, model.heads, model.kv_heads, model.head_dim)
+    model, layout, table = world.model, world.layout, world.table
     placed = AdapterLayout.build(uniform_parts(table, rank), table, layout.page_elems, 2)
     kv_pages = layout.pages_for_tokens(tokens)
     generator = torch.Generator().manual_seed(rank)
@@ -101,7 +97,4 @@ def one_adapter(rank: int, tokens: int) -> World:
     )
     cancel(model.arena, rows)
     ids = torch.randint(0, model.vocab, (tokens,), generator=generator).tolist()
-    angles = torch.rand(tokens, model.head_dim, generator=generator)
-    model.values = [native_model.LayerValues(model.head_dim**-0.5, angles.cos(), angles.sin())] * len(model.layers)
-    model.positions = tokens
-    return World(model, layout, [[rows]], [Request(ids, [0])], [list(range(1, 1 + kv_pages))])
+    return World(model, layout, table, [[rows]], [Request(ids, [0])], [list(range(1, 1 + kv_pages))])

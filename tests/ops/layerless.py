@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from chorus.ops import native_model
+from chorus.ops.native_program import Register
 
 
 def layerless_model(head: torch.Tensor, embed: torch.Tensor | None = None, **changes: Any) -> native_model.NativeModel:
@@ -19,17 +20,15 @@ def layerless_model(head: torch.Tensor, embed: torch.Tensor | None = None, **cha
         embed = torch.zeros(2, hidden, dtype=head.dtype)
     fields: dict[str, Any] = {
         "hidden": hidden,
-        "heads": 1,
-        "kv_heads": 1,
-        "head_dim": hidden,
         "vocab": vocab,
         "block_tokens": 4,
         "eps": 1e-6,
-        "layers": [],
         "embed": embed,
         "lm_head": native_model.pack(head),
         "norm": torch.ones(hidden),
-        "values": [],
+        "num_layers": 0,
+        "ops": [],
+        "registers": [Register("Float", hidden)],
         "products": [],
         "product_of": [],
         "positions": 1,

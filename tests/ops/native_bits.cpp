@@ -8,6 +8,7 @@ using namespace chorus;
 namespace {
 
 constexpr int kHidden = 72, kLayers = 3, kHeads = 6, kKvHeads = 2, kHeadDim = 20, kVocab = 203, kBlock = 16;
+enum Group { kQkv, kO, kGateUp, kDown };  // a layer's products
 constexpr Group kDense[] = {kQkv, kO, kGateUp, kDown};
 constexpr int kQ = kHeads * kHeadDim, kKv = kKvHeads * kHeadDim, kPages = 200, kTable = 12, kRank = 5;
 
@@ -101,6 +102,81 @@ template <class Weight, class Vector> struct Experts {
     const Adapter* const parts[2] = {&of_layer, &of_experts};
 };
 
+// A layer: its ops are listed by `program`.
+struct Layer {
+    const void* weights[4];
+    const float* bias[4];
+    Integers integers[4];
+    const float *attention_norm, *attention_out_norm, *mlp_norm, *mlp_out_norm;  // null: it has none
+    float residual_multiplier = 1;
+    bool parallel = false;
+    Activation activation = kSilu;
+    AttendOp attend{};
+    const MixtureDesc* experts = nullptr;
+    const MixtureTargets* targets = nullptr;
+};
+
+enum Register { kStream, kNormed, kIn, kQueries, kAttended, kPart, kGatesUp, kAct };
+
+// The ops of layers, and what they point to.
+class Program {
+   public:
+    // l: the layer's number. centered: of its norms
+    void add(const Layer& layer, int l, int ffn, bool centered) {
+        if (l) op(OpKind::kArrive, ArriveOp{l});
+        norm(layer.attention_norm, kStream, kNormed, centered);
+        op(OpKind::kGemm, gemm(layer, l, kQkv, kNormed, kIn, false));
+        if (layer.parallel) feed_forward(layer, l, ffn, centered);
+        AttendOp attend = layer.attend;
+        attend.x = kIn, attend.q = kQueries, attend.out = kAttended;
+        op(OpKind::kAttend, attend);
+        part(layer, l, kO, kAttended, layer.attention_out_norm, centered);
+        if (layer.parallel) return;
+        norm(layer.mlp_norm, kStream, kNormed, centered);
+        feed_forward(layer, l, ffn, centered);
+    }
+
+    std::vector<OpDesc> ops;
+
+   private:
+    template <class Arguments> void op(OpKind kind, const Arguments& arguments) {
+        auto* kept = new char[sizeof arguments];  // as long as the program runs
+        memcpy(kept, &arguments, sizeof arguments);
+        ops.push_back({kind, kept});
+    }
+    void norm(const float* weight, int x, int out, bool centered) {
+        if (weight) op(OpKind::kNorm, NormOp{x, 0, kHidden, out, centered, 0, 1e-5f, weight});
+        else op(OpKind::kCopy, CopyOp{x, 0, kHidden, out, 0});
+    }
+    GemmOp gemm(const Layer& layer, int l, Group group, int x, int out, bool accumulate) {
+        return {x, out, accumulate, group, l, number_++, layer.weights[group], layer.bias[group], layer.integers[group]};
+    }
+    void feed_forward(const Layer& layer, int l, int ffn, bool centered) {
+        if (layer.experts) {
+            op(OpKind::kRoute, RouteOp{kNormed});
+            const MoeOp moe{kNormed, kPart, l, layer.experts, layer.targets};
+            op(OpKind::kMoe, moe), op(OpKind::kCombine, moe);
+            op(OpKind::kScale, ScaleOp{kPart, 0, kHidden, kPart, 0, 0.9f, nullptr});
+            return add_part(layer, layer.mlp_out_norm, centered);
+        }
+        op(OpKind::kGateUp,
+           GateUpOp{gemm(layer, l, kGateUp, kNormed, kGatesUp, false), kAct, ffn, layer.activation, 1, nullptr});
+        part(layer, l, kDown, kAct, layer.mlp_out_norm, centered);
+    }
+    // A product that is added to the residual stream.
+    void part(const Layer& layer, int l, Group group, int x, const float* out_norm, bool centered) {
+        const bool direct = !out_norm && layer.residual_multiplier == 1;
+        op(OpKind::kGemm, gemm(layer, l, group, x, direct ? kStream : kPart, direct));
+        if (!direct) add_part(layer, out_norm, centered);
+    }
+    void add_part(const Layer& layer, const float* out_norm, bool centered) {
+        if (out_norm) norm(out_norm, kPart, kPart, centered);
+        op(OpKind::kAdd, AddOp{kStream, kPart, kHidden, layer.residual_multiplier});
+    }
+
+    int number_ = 0;
+};
+
 // kFfn: not a multiple of a panel, or one, by which gate and up get panels of their own. kinds: layers differ from Llama's.
 // bits: of whole-number weights, in groups of 24 with zero points; 0: none are. float8: keys and values are in FP8. mixes:
 // layer 1 has experts.
@@ -115,8 +191,8 @@ template <class T, int kFfn> void run(bool kinds, int bits = 0, bool float8 = fa
         vectors.push_back(numbers<float>(n, scale, middle));
         return vectors.back().data();
     };
-    LayerDesc layers[kLayers] = {};
-    for (LayerDesc& layer : layers) {
+    Layer layers[kLayers] = {};
+    for (Layer& layer : layers) {
         layer.attention_norm = vector(kHidden, 0.3f, 1);
         layer.mlp_norm = vector(kHidden, 0.3f, 1);
         layer.weights[kQkv] = weight(kQ + 2 * kKv, kHidden), layer.weights[kO] = weight(kHidden, kQ);
@@ -125,7 +201,7 @@ template <class T, int kFfn> void run(bool kinds, int bits = 0, bool float8 = fa
     const int inputs[] = {kHidden, kQ, kHidden, kFfn}, outputs[] = {kQ + 2 * kKv, kHidden, 2 * kFfn, kHidden};
     std::vector<std::vector<uint8_t>> whole;
     std::vector<std::vector<bf16>> zeros;
-    for (LayerDesc& layer : layers)
+    for (Layer& layer : layers)
         for (const Group group : kDense) {
             if (!bits) continue;
             const int panels = (outputs[group] + kPanel - 1) / kPanel, groups = (inputs[group] + 23) / 24;
@@ -138,53 +214,53 @@ template <class T, int kFfn> void run(bool kinds, int bits = 0, bool float8 = fa
             layer.integers[group] = {scales, zeros.back().data(), bits, 24, 0, 0};
         }
     layers[1].bias[kQkv] = vector(kQ + 2 * kKv, 0.3f, 0);
-    layers[1].q_norm = vector(kHeadDim, 0.3f, 1), layers[1].k_norm = vector(kHeadDim, 0.3f, 1);
+    layers[1].attend.q_norm = vector(kHeadDim, 0.3f, 1), layers[1].attend.k_norm = vector(kHeadDim, 0.3f, 1);
     const auto embed = numbers<T>(kVocab * kHidden, 2);
     const int64_t page_elems = 2 * kLayers * kBlock * kKv / (float8 ? sizeof(T) : 1);
     auto arena = numbers<T>(page_elems * kPages, 0.4f);
     const float *norm = vector(kHidden, 0.3f, 1), *cos = vector(256 * kHeadDim, 2, 0),
                 *sin = vector(256 * kHeadDim, 2, 0);
-    for (LayerDesc& layer : layers) {
-        layer.cos = cos, layer.sin = sin, layer.rotary_dim = kHeadDim;
-        layer.scale = 1.0f / std::sqrt((float)kHeadDim), layer.residual_multiplier = 1;
-        layer.heads = {kHeads, kKvHeads, kHeadDim}, layer.output_factor = 1;
-        layer.k_scale = float8 ? 0.03f : 1, layer.v_scale = float8 ? 0.004f : 1;
+    for (Layer& layer : layers) {
+        AttendOp& own = layer.attend;
+        own.cos = cos, own.sin = sin, own.rotary_dim = kHeadDim, own.eps = 1e-5f;
+        own.scale = 1.0f / std::sqrt((float)kHeadDim), own.heads = {kHeads, kKvHeads, kHeadDim}, own.has_keys = 1;
+        own.k_scale = float8 ? 0.03f : 1, own.v_scale = float8 ? 0.004f : 1;
     }
-    const ProductDesc products[] = {{kQkv, kHidden, 3, {{0, 0, kQ}, {1, kQ, kKv}, {2, kQ + kKv, kKv}}},
-                                               {kO, kQ, 1, {{3, 0, kHidden}}},
-                                               {kGateUp, kHidden, 2, {{4, 0, kFfn}, {5, kFfn, kFfn}}},
-                                               {kDown, kFfn, 1, {{6, 0, kHidden}}},
-                                               {kGateUp, 0, 0, {}},
-                                               {kDown, 0, 0, {}}};  // the last: of a layer with experts
-    for (int l = 0; l < kLayers; l++) {
-        layers[l].page_layer = l, layers[l].product[kBesideIn] = layers[l].product[kBesideOut] = -1;
-        layers[l].attention_in_factor = layers[l].attention_out_factor = layers[l].gate_factor = layers[l].part_factor =
-            1;
-        for (const Group group : kDense) layers[l].product[group] = group;
-    }
+    const ProductDesc products[] = {{kHidden, 3, 0, {{0, 0, kQ}, {1, kQ, kKv}, {2, kQ + kKv, kKv}}},
+                                    {kQ, 1, 1, {{3, 0, kHidden}}},
+                                    {kHidden, 2, 0, {{4, 0, kFfn}, {5, kFfn, kFfn}}},
+                                    {kFfn, 1, 1, {{6, 0, kHidden}}}};
+    for (int l = 0; l < kLayers; l++) layers[l].attend.page_layer = l;
     ModelDesc model{};
     model.hidden = kHidden, model.layers = kLayers, model.vocab = kVocab, model.block_tokens = kBlock,
     model.page_groups = 1;
-    model.num_products = 6, model.eps = 1e-5f, model.embedding_multiplier = model.logits_scale = 1;
-    model.layer = layers, model.products = products, model.embed = embed.data(),
+    model.num_products = 4, model.eps = 1e-5f, model.embedding_multiplier = model.logits_scale = 1;
+    model.products = products, model.embed = embed.data(),
     model.lm_head = weight(kVocab, kHidden);
     model.norm = norm, model.arena = arena.data(), model.page_elems = page_elems;
     model.page_bytes = page_elems * sizeof(T), model.float8_kv = float8;
     if (kinds) {
-        layers[0].window = 33, layers[0].softcap = 0.7f, layers[0].residual_multiplier = 0.3f;
-        layers[0].rotary_dim = 12, layers[0].interleaved = 1, layers[0].activation = kGelu;
+        layers[0].attend.window = 33, layers[0].attend.softcap = 0.7f, layers[0].residual_multiplier = 0.3f;
+        layers[0].attend.rotary_dim = 12, layers[0].attend.interleaved = 1, layers[0].activation = kGelu;
         layers[0].attention_out_norm = vector(kHidden, 0.3f, 1), layers[0].mlp_out_norm = vector(kHidden, 0.3f, 1);
-        layers[1].q_norm = vector(kQ, 0.3f, 1), layers[1].k_norm = vector(kKv, 0.3f, 1),
-        layers[1].head_norm = kAllHeads;
-        layers[1].rotary_dim = 0, layers[1].attention_norm = layers[1].mlp_norm = nullptr;
-        layers[2].parallel = 1, layers[2].window = 5, layers[2].rotary_dim = 10;
+        layers[1].attend.q_norm = vector(kQ, 0.3f, 1), layers[1].attend.k_norm = vector(kKv, 0.3f, 1);
+        layers[1].attend.head_norm = kAllHeads;
+        layers[1].attend.rotary_dim = 0, layers[1].attention_norm = layers[1].mlp_norm = nullptr;
+        layers[2].parallel = true, layers[2].attend.window = 5, layers[2].attend.rotary_dim = 10;
         model.centered = 1, model.embedding_multiplier = 2.5f, model.logits_scale = 0.5f, model.logits_softcap = 3;
     }
     Experts experts(weight, vector);
     if (mixes) {
-        layers[1].experts = &experts.desc, layers[1].mixture_targets = experts.targets, layers[1].experts_factor = 0.9f;
-        layers[1].product[kGateUp] = 4, layers[1].product[kDown] = 5;
+        layers[1].experts = &experts.desc, layers[1].targets = experts.targets;
     }
+    Program program;
+    for (int l = 0; l < kLayers; l++) program.add(layers[l], l, kFfn, model.centered);
+    const RegisterDesc registers[] = {{Memory::kFloat, kHidden},        {Memory::kRounded, kHidden},
+                                      {Memory::kFloat, kQ + 2 * kKv},   {Memory::kRounded, kQ},
+                                      {Memory::kRounded, kQ},           {Memory::kFloat, kHidden},
+                                      {Memory::kGates, 2 * kFfn},       {Memory::kRounded, kFfn}};
+    model.ops = program.ops.data(), model.num_ops = program.ops.size();
+    model.registers = registers, model.num_registers = sizeof registers / sizeof *registers;
     Decoder<T> decoder(model, 2);
 
     Adapter adapter{};

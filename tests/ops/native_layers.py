@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -22,7 +23,9 @@ from chorus.core.model.layers import (
     UngatedSpec,
 )
 from chorus.core.model.lora_state import rows_in
-from chorus.core.model.native_decoder import OUTPUT_GATES, layer_values, native_layer
+from chorus.core.model.native_decoder import with_wide_vectors
+from chorus.core.model.program.native_ops import NativeProgram
+from chorus.core.model.program.native_place import Tables, layer_places
 from chorus.core.model.rope_config import RopeConfig
 from chorus.memory.pages.adapter_layout import AdapterLayout, uniform_parts
 from chorus.memory.pages.layer_projections import gated_projections
@@ -215,21 +218,12 @@ class Model:
 
     def native(self, positions: int) -> native_model.NativeModel:
         kind = self.kind
-        scales = [kind.kv_scales] * LAYERS if kind.kv_scales else ()
-        values = layer_values(self.specs, positions, kv_scales=scales)
-        packed = (layer.packed() for layer in self.weights)
         return native_model.NativeModel(
             hidden=kind.hidden,
-            heads=kind.heads,
-            kv_heads=kind.kv_heads,
-            head_dim=kind.head_dim,
             vocab=VOCAB,
             block_tokens=BLOCK,
             eps=kind.norm.eps,
-            layers=[native_layer(*each) for each in zip(packed, self.specs, values, strict=True)],
-            values=values,
-            products=self.table.products,
-            product_of=self.table.product_in,
+            **self.program(self.specs, self.table, [layer.packed() for layer in self.weights], positions),
             positions=positions,
             embed=self.embed,
             lm_head=native_model.pack(self.head),
@@ -240,11 +234,28 @@ class Model:
             biased=kind.norm.biased,
             embedding_multiplier=kind.embedding_multiplier,
             embedding_norm=kind.embedding_norm,
-            output_gate=OUTPUT_GATES[kind.output_gate],
             head_bias=self.head_bias,
             logits_scale=kind.logits_scale,
             logits_softcap=kind.logits_softcap or 0.0,
         )
+
+    def program(
+        self,
+        specs: Sequence[LayerSpec],
+        table: Projections,
+        weights: Sequence[LayerWeights],
+        positions: int,
+        *,
+        has_ranks: bool = False,
+    ) -> dict[str, Any]:
+        """The fields of a native model that say what its layers compute."""
+        kind, weights = self.kind, [with_wide_vectors(layer) for layer in weights]
+        products = table.products, table.product_in
+        program = NativeProgram(specs, kind.norm, kind.hidden, *products, has_ranks=has_ranks)
+        scales = [kind.kv_scales] * LAYERS if kind.kv_scales else ()
+        ops = program.ops(layer_places(specs, weights, Tables.of(specs, positions), kv_scales=scales))
+        own = {"num_layers": len(specs), "ops": ops, "registers": program.registers}
+        return own | dict(zip(("products", "product_of"), products, strict=True))
 
     def take(self, tokens: int) -> list[int]:
         """Pages for a sequence."""
@@ -614,17 +625,14 @@ def shares(model: Model, ranks: int, positions: int) -> list[native_model.Native
             ).packed()
             for layer in model.weights
         )
-        layers = [native_layer(*each) for each in zip(packed, model.specs, whole.values, strict=True)]
+        specs = [layer.share(ranks) for layer in model.specs]
         first, end = (VOCAB * each // ranks for each in (rank, rank + 1))
         arena = torch.full((model.pages, model.layout.page_elems // ranks), math.nan, dtype=model.dtype)
         found.append(
             replace(
                 whole,
-                heads=kind.heads // ranks,
-                kv_heads=kind.kv_heads // ranks,
-                products=kind.table(ranks).products,
+                **model.program(specs, kind.table(ranks), list(packed), positions, has_ranks=True),
                 vocab=end - first,
-                layers=layers,
                 lm_head=native_model.pack(model.head[first:end]),
                 head_bias=None if model.head_bias is None else model.head_bias[first:end].contiguous(),
                 arena=arena,

@@ -8,6 +8,9 @@ import pytest
 import torch
 
 from chorus.core.model.layer_weights import LayerWeights
+from chorus.core.model.layers import AttentionSpec, GatedSpec, LayerSpec, Norms, NormSpec
+from chorus.core.model.program.native_ops import NativeProgram
+from chorus.core.model.program.native_place import Tables, layer_places
 from chorus.memory.pages.layer_projections import dense_projections
 from chorus.ops import native, native_library, native_model
 from chorus.ops.elementwise import write_kv
@@ -75,11 +78,15 @@ def a_layer_that_stores_its_inputs(values: torch.Tensor, scales: KvScales) -> na
     names = ("qkv", "o", "gate_up", "down")
     layer = LayerWeights(**{name: native_model.pack(weight) for name, weight in zip(names, weights, strict=True)})
     table = dense_projections(1, size, size, 1, 1, size)
+    specs = [LayerSpec(AttentionSpec(1, 1, size, 1.0, None), GatedSpec(size), Norms.AFTER)]
+    program = NativeProgram(specs, NormSpec(1e-6), size, table.products, table.product_in)
+    ops = program.ops(layer_places(specs, [layer], Tables.of(specs, 1), kv_scales=[scales]))
     return layerless_model(
         torch.zeros_like(values),
         values,
-        layers=[layer],
-        values=[native_model.LayerValues(1.0, k_scale=scales.k, v_scale=scales.v)],
+        num_layers=1,
+        ops=[op for op in ops if op.kind != "Norm"],
+        registers=program.registers,
         products=table.products,
         product_of=table.product_in,
         block_tokens=1,

@@ -104,15 +104,14 @@ def test_merged_weights_are_computed_alike(kind):
     model = Model(kind, torch.float32)
     adapter = model.add_adapter()
     tokens, pages = model.tokens(LENGTH), model.take(LENGTH)
-    description = model.native(LENGTH)
-    decoder = native.NativeDecoder(description, 2)
+    decoder = native.NativeDecoder(model.native(LENGTH), 2)
     merged = []
-    for index, layer in enumerate(description.layers):
+    for index, layer in enumerate(weights.packed() for weights in model.weights):
         parts = {name: torch.empty_like(getattr(layer, name)) for name in ("qkv", "o", "gate_up", "down")}
         for group, (name, out) in enumerate(parts.items()):
             decoder.merge(index, group, model.rows[adapter], getattr(layer, name), out)
         merged.append(replace(layer, **parts))
-    decoder.use_merged(merged)
+    decoder.use_merged(model.program(model.specs, model.table, merged, LENGTH)["ops"])
     found = step(decoder, model, [(tokens, pages, 0, LENGTH, None)], merged=True)[0]
     assert_near(found, reference(model, tokens, adapter))
     assert_near(step(decoder, model, [(tokens, pages, 0, LENGTH, None)])[0], reference(model, tokens))

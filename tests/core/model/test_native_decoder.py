@@ -27,14 +27,14 @@ from chorus.core.model.layers import (
     UngatedActivation,
     UngatedSpec,
 )
-from chorus.core.model.native_decoder import NativeDecoderModel, layer_values, why_unsupported
+from chorus.core.model.native_decoder import NativeDecoderModel, why_unsupported
+from chorus.core.model.program.native_place import Tables, score_scale
 from chorus.core.model.rope_config import RopeConfig
 from chorus.memory.pages.arena import Arena
 from chorus.memory.pages.layout import PageLayout
 from chorus.memory.pages.projections import Projections
-from chorus.ops import native_library, native_model
+from chorus.ops import native_library
 from chorus.ops.elementwise import rotary_table
-from chorus.ops.native_descriptors import NativeActivation, NativeHeadNorm
 
 from ...ops.native_layers import BLOCK, LAYERS, VOCAB, Kind, Model, reference
 
@@ -74,6 +74,7 @@ class Config:
             "head_bias": kind.head_biased,
             "num_experts": next((layer.experts.count for layer in self.layers if layer.experts), 0),
             "vocab_size": VOCAB,
+            "num_ranks": 1,
             "norm": kind.norm,
             "projections": Projections(tuple(layer.projections(kind.hidden) for layer in self.layers)),
         }
@@ -128,18 +129,16 @@ class TestRefusals:
         assert ungated == "it has no mixture of experts without gates, and this model's layers have it"
         scaled = refused(replace(plain, routing=Routing(2, scaled=True)))
         assert scaled == "it has no factor of each expert in a mixture, and this model's layers have it"
-        beside = refused(plain, feed_forward=LAYER.feed_forward, beside=plain)
-        assert beside == "it has no mixture of experts beside a dense part, and this model's layers have it"
+        assert refused(plain, feed_forward=LAYER.feed_forward, beside=plain) is None
         if native_library.available(torch.bfloat16):
             odd = refused(replace(plain, size=41), torch.bfloat16)
             assert odd is not None
             assert odd.startswith("it needs even sizes, and this model's are [16] of heads, [")
 
-    def test_factors_before_a_norm_are_refused(self):
+    def test_factors_before_a_norm_are_computed(self):
         scaled = replace(LAYER, feed_forward=GatedSpec(80, gate_factor=0.5, factor=2.0))
         assert refusal(LAYER, scaled) is None
-        around = refusal(LAYER, replace(scaled, norms=Norms.AROUND))
-        assert around.startswith("it has no factor of a part before its norm")
+        assert refusal(LAYER, replace(scaled, norms=Norms.AROUND)) is None
 
     def test_a_norm_of_all_heads_of_keys_that_are_values_is_refused(self):
         both = refusal(changed(keys_are_values=True, value_norm=True, head_norm=HeadNorm.ALL))
@@ -153,55 +152,28 @@ class TestRefusals:
         assert refusal(several).startswith("it has no residual of several streams")
 
 
-class TestValues:
+class TestTables:
     def test_layers_with_the_same_rope_share_their_angles(self):
         other = changed(rope=replace(ROPE, theta=500.0))
-        first, second, third, fourth = layer_values([LAYER, other, changed(rope=None), LAYER], 9)
-        assert first.cos is fourth.cos
-        assert first.cos is not None
-        assert second.cos is not None
-        assert not torch.equal(first.cos, second.cos)
-        assert third.cos is None
-        assert torch.equal(first.cos, rotary_table(ROPE.inverse_frequencies(), 9)[0])
+        tables = Tables.of([LAYER, other, changed(rope=None), LAYER], 9)
+        (first, _), (second, _) = tables.angles.values()
+        assert not torch.equal(first, second)
+        assert torch.equal(first, rotary_table(ROPE.inverse_frequencies(), 9)[0])
 
     def test_pairs_have_one_angle_and_the_attention_factor_is_in_it(self):
         rope = RopeConfig(6, interleaved=True, attention_factor=1.5)
-        (own,) = layer_values([changed(rope=rope)], 5)
+        cos, sin = Tables.of([changed(rope=rope)], 5).angles[rope]
         angles = torch.outer(torch.arange(5.0), rope.inverse_frequencies())
-        assert own.interleaved
-        assert own.cos is not None
-        assert own.sin is not None
         for element in range(6):
-            torch.testing.assert_close(own.cos[:, element], 1.5 * angles[:, element // 2].cos())
-            torch.testing.assert_close(own.sin[:, element], 1.5 * angles[:, element // 2].sin())
+            torch.testing.assert_close(cos[:, element], 1.5 * angles[:, element // 2].cos())
+            torch.testing.assert_close(sin[:, element], 1.5 * angles[:, element // 2].sin())
 
     @pytest.mark.parametrize("head_dim", [16, 64, 80, 96, 112, 128, 256])
     def test_the_usual_scale_has_the_bits_of_float32_arithmetic(self, head_dim):
         """For 96 and 112 it differs from head_dim^-0.5 rounded to float32."""
-        (own,) = layer_values([changed(head_dim=head_dim, scale=head_dim**-0.5, rope=None)], 1)
-        assert own.scale == 1 / np.sqrt(np.float32(head_dim))
-        (own,) = layer_values([changed(head_dim=head_dim, scale=0.3, rope=None)], 1)
-        assert own.scale == 0.3
-
-    def test_everything_else(self):
-        layer = replace(
-            changed(window=7, softcap=3.0, head_norm=HeadNorm.ALL, rope=None),
-            norms=Norms.PARALLEL,
-            residual_multiplier=0.3,
-            feed_forward=GatedSpec(80, Activation.GELU_TANH),
-        )
-        assert layer_values([layer], 1) == [
-            native_model.LayerValues(
-                0.25,
-                window=7,
-                softcap=3.0,
-                head_norm=NativeHeadNorm.ALL,
-                parallel=True,
-                page_layer=0,
-                residual_multiplier=0.3,
-                activation=NativeActivation.GELU,
-            )
-        ]
+        mixer = replace(MIXER, head_dim=head_dim, scale=head_dim**-0.5)
+        assert score_scale(mixer) == 1 / np.sqrt(np.float32(head_dim))
+        assert score_scale(replace(mixer, scale=0.3)) == 0.3
 
 
 class GivenWeights:

@@ -1,0 +1,70 @@
+"""What the native decoder's attention is told of a layer's.
+
+Tests: tests/core/model/test_native_decoder.py
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ....ops.native_descriptors import NativeHeadNorm
+from ..layers import AttentionSpec, HeadNorm, NormSpec
+from .native_place import Late, LayerPlace, score_scale, weight_of
+
+_HEAD_NORMS: dict[HeadNorm | None, NativeHeadNorm] = {
+    HeadNorm.ALL: NativeHeadNorm.ALL,
+    HeadNorm.OWN: NativeHeadNorm.OWN,
+}
+
+
+def attend_arguments(mixer: AttentionSpec, norm: NormSpec) -> dict[str, Any]:
+    """The arguments of an `Attend` besides registers and gates."""
+    return {
+        "heads": {"count": mixer.num_heads, "kv": mixer.num_kv_heads, "dim": mixer.head_dim},
+        "page_group": lambda at: at.page_group,
+        "page_layer": lambda at: at.page_layer,
+        "has_keys": int(not mixer.shares_kv),
+        "keys_are_values": int(mixer.keys_are_values),
+        "norms_values": int(mixer.value_norm),
+        "head_norm": int(_HEAD_NORMS.get(mixer.head_norm, NativeHeadNorm.EACH)),
+        "kv_copies": mixer.kv_copies,
+        "window": mixer.window or 0,
+        "chunked": int(mixer.chunked),
+        "interleaved": int(mixer.rope is not None and mixer.rope.interleaved),
+        "eps": norm.eps,
+        "scale": score_scale(mixer),
+        "softcap": mixer.softcap or 0.0,
+        "k_scale": lambda at: at.kv_scales.k,
+        "v_scale": lambda at: at.kv_scales.v,
+        "sinks": weight_of("sinks"),
+        **_norms(mixer),
+        **_positions(mixer),
+    }
+
+
+def _norms(mixer: AttentionSpec) -> dict[str, Late]:
+    """Norms that have no weights get ones; where heads are normed after they are rotated, so do they, and rotated
+    queries are multiplied by both weights.
+    """
+    if mixer.head_norm in (HeadNorm.BARE, HeadNorm.ROTATED):
+        ones = torch.ones(mixer.head_dim)
+        found: dict[str, Late] = {"q_norm": lambda _: ones, "k_norm": lambda _: ones}
+        return found | {"query_weights": _both} if mixer.head_norm is HeadNorm.ROTATED else found
+    return {"q_norm": weight_of("q_norm"), "k_norm": weight_of("k_norm")}
+
+
+def _both(at: LayerPlace) -> torch.Tensor:
+    return weight_of("q_norm")(at) * weight_of("k_norm")(at)
+
+
+def _positions(mixer: AttentionSpec) -> dict[str, Any]:
+    rope, growth = mixer.rope, mixer.query_growth
+    found: dict[str, Any] = {}
+    if rope is not None:
+        found["rotary_dim"] = lambda at: at.tables.angles[rope][0].shape[1]
+        found["cos"], found["sin"] = lambda at: at.tables.angles[rope][0], lambda at: at.tables.angles[rope][1]
+    if growth is not None:
+        found["query_factors"] = lambda at: at.tables.growths[growth]
+    return found

@@ -1,0 +1,476 @@
+"""Turns a layer's program into the native decoder's ops.
+
+An op of the program is one of the library's, but for what one kernel does together: gate, up and their activation;
+queries, keys, attention and its gates; a product and the sum that it is added to.
+
+Tests: tests/core/model/program/test_native_ops.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
+from typing import Any, ClassVar
+
+import numpy as np
+
+from ....memory.pages.projections import Group, Product
+from ....ops.native_descriptors import NativeActivation, NativeOutputGate
+from ....ops.native_program import NativeOp
+from ..experts import what_native_lacks
+from ..layers import Activation, HeadNorm, LayerSpec, NormSpec, OutputGate, UngatedActivation
+from .builder import layer_program
+from .native_attention import attend_arguments
+from .native_place import Late, LayerPlace, filled, weight_of
+from .native_registers import Held, Registers, Value
+from .ops import (
+    FURTHER,
+    STREAM,
+    Activate,
+    Add,
+    AllReduce,
+    Attend,
+    Begin,
+    Concat,
+    End,
+    GateOutput,
+    Gemm,
+    Heads,
+    Mix,
+    Moe,
+    Norm,
+    Op,
+    Read,
+    Scale,
+    Sum,
+    View,
+    name_of,
+)
+
+_ACTIVATIONS = {
+    Activation.SILU: NativeActivation.SILU,
+    Activation.GELU_TANH: NativeActivation.GELU,
+}
+
+#: Of feed-forward parts without a gate. Their names are those of others.
+_UNGATED = {
+    UngatedActivation.GELU_TANH: NativeActivation.GELU_ALONE,
+    UngatedActivation.GELU: NativeActivation.GELU_BY_ERF,
+    UngatedActivation.RELU_SQUARED: NativeActivation.RELU_SQUARED,
+    UngatedActivation.XIELU: NativeActivation.XIELU,
+}
+
+_OUTPUT_GATES = {
+    None: NativeOutputGate.NONE,
+    OutputGate.BESIDE_QUERIES: NativeOutputGate.BESIDE_QUERIES,
+    OutputGate.OF_HEADS: NativeOutputGate.OF_HEADS,
+    OutputGate.APART: NativeOutputGate.APART,
+}
+
+
+class NoNativeOp(Exception):
+    """The library has no function for an op with its arguments; says what layers have instead."""
+
+
+class NativeProgram:
+    """The ops of all layers of a model, or of a TP rank's share."""
+
+    def __init__(
+        self,
+        layers: Sequence[LayerSpec],
+        norm: NormSpec,
+        hidden: int,
+        products: Sequence[Product],
+        product_in: Sequence[Mapping[int, int]],
+        *,
+        has_ranks: bool = False,
+    ) -> None:
+        """products, product_in: see `Projections`. has_ranks: layers are shares, and ranks add up what they give.
+
+        Raises NoNativeOp.
+        """
+        self._registers, self._ops = Registers(hidden), []
+        number = 0
+        for index, (spec, own) in enumerate(zip(layers, product_in, strict=True)):
+            lowering = _Lowering(index, layer_program(spec, norm).ops, self._registers, products, own, has_ranks)
+            ops = self._registers.placed(lowering.run(number))
+            number += sum(op.kind in ("Gemm", "GateUp") for op in ops)
+            self._ops.append(ops)
+
+    @property
+    def registers(self) -> Sequence[Any]:
+        """What ops read and write."""
+        return self._registers.all
+
+    def ops(self, places: Sequence[LayerPlace]) -> list[NativeOp]:
+        """All layers' ops, with the weights of these places."""
+        return [filled(op, at) for ops, at in zip(self._ops, places, strict=True) for op in ops]
+
+
+class _Buffers:
+    """What each op of a list reads and writes: names are bound anew by each write but for those in place."""
+
+    def __init__(self, ops: Sequence[Op], stream: Value, widths: Callable[[Op, Mapping[str, Value]], int]) -> None:
+        self.reads: list[dict[str, Value]] = []
+        self.writes: list[dict[str, Value]] = []
+        self.readers: dict[Value, list[tuple[int, Op]]] = {}
+        names = {STREAM: stream}
+        for at, op in enumerate(ops):
+            if type(op).__name__ in _TITLES:
+                raise NoNativeOp(_TITLES[type(op).__name__])
+            own = {name: _known(names, name, op) for name in map(name_of, op.reads)}
+            for value in own.values():
+                self.readers.setdefault(value, []).append((at, op))
+            self.reads.append(own)
+            written = {}
+            for name in op.writes:
+                is_in_place = name in own and (isinstance(op, Add) or (isinstance(op, Scale) and op.in_place))
+                names[name] = written[name] = own[name] if is_in_place else Value(name, widths(op, own))
+            self.writes.append(written)
+
+
+def _known(names: Mapping[str, Value], name: str, op: Op) -> Value:
+    if name not in names:
+        raise NoNativeOp("further input of layers" if name == FURTHER else f"{type(op).__name__} of {name!r}")
+    return names[name]
+
+
+class _Lowering:
+    """Lists a layer's ops for the library."""
+
+    def __init__(
+        self,
+        index: int,
+        ops: Sequence[Op],
+        registers: Registers,
+        products: Sequence[Product],
+        product_of: Mapping[int, int],
+        has_ranks: bool,
+    ) -> None:
+        self._index, self._products, self._product_of, self._has_ranks = index, products, product_of, has_ranks
+        self._ops = [op for op in ops if not isinstance(op, Begin | End)]
+        self._stream = registers.stream
+        self._buffers = _Buffers(self._ops, self._stream.value, self._width)
+        self._found: list[NativeOp] = []
+        self._done: set[int] = set()
+        self._rounded: dict[Value, Held] = {}
+        self._routed: Value | None = None
+        self._number = 0
+        self._has_arrived = index == 0  # a step begins with what the first layer waits for
+
+    def run(self, number: int) -> list[NativeOp]:
+        """The ops. number: of the model's products before them."""
+        self._number = number
+        for at, op in enumerate(self._ops):
+            if at in self._done:
+                continue
+            self._LOWERED[type(op)](self, at, op)
+        return self._found
+
+    def _emit(self, kind: str, **arguments: Any) -> None:
+        self._found.append(NativeOp(kind, arguments))
+
+    def _product(self, op: Gemm) -> tuple[int, Product]:
+        number = self._product_of[op.group]
+        return number, self._products[number]
+
+    def _width(self, op: Op, own: Mapping[str, Value]) -> int:
+        """Columns of what an op writes."""
+        if isinstance(op, Gemm):
+            return self._product(op)[1].outputs
+        if isinstance(op, Heads):
+            return op.attention.q_size
+        if isinstance(op, Attend):
+            return op.attention.num_heads * op.attention.attended_dim
+        if isinstance(op, Mix):
+            return op.mixer.out_size
+        if isinstance(op, Concat):
+            return sum(_columns(part, own[name_of(part)])[1] for part in op.parts)
+        read = op.reads[0]
+        width = _columns(read, own[name_of(read)])[1]
+        return width // 2 if isinstance(op, Activate) and isinstance(op.activation, Activation) else width
+
+    def _read(self, at: int, read: Read) -> tuple[Held, int, int]:
+        """What an op of rows reads: the value in float32, the first column and their number."""
+        value = self._buffers.reads[at][name_of(read)]
+        return Held(value), *_columns(read, value)
+
+    def _read_rounded(self, at: int, read: Read) -> Held:
+        """What a product reads, of the type that it does."""
+        held, column, width = self._read(at, read)
+        if isinstance(read, str) and (found := self._rounded.get(held.value)) is not None:
+            return found
+        to = Held(Value(held.value.name, width), "Rounded")
+        self._emit("Copy", x=held, column=column, width=width, out=to, out_column=0)
+        if held.value is not self._stream.value and isinstance(read, str):
+            self._rounded[held.value] = to
+        return to
+
+    def _out(self, value: Value) -> Held:
+        """Where an op of rows writes a value: as products read it if they alone do."""
+        readers = self._buffers.readers.get(value, [])
+        if readers and all(_reads_rounded(op, value.name) for _, op in readers):
+            self._rounded[value] = Held(value, "Rounded")
+            return self._rounded[value]
+        return Held(value)
+
+    def _written(self, at: int, value: Value) -> Value:
+        return next(iter(self._buffers.writes[at].values()), value)
+
+    def _is_alone(self, value: Value) -> bool:
+        """Only one op reads the value."""
+        return len(self._buffers.readers.get(value, [])) == 1
+
+    def _next(self, at: int) -> Op | None:
+        return self._ops[at + 1] if at + 1 < len(self._ops) else None
+
+    def _added(self, at: int, value: Value) -> bool:
+        """The next op does nothing but add the value to the residual stream."""
+        op = self._next(at)
+        return isinstance(op, Add) and op.x == STREAM and op.y == value.name and self._is_alone(value)
+
+    def _give(self, at: int, emit: Callable[[Held, bool], None], *, adds: bool = False) -> None:
+        """Have `emit(out, accumulate)` list what gives an op's value, and what becomes of it with several ranks.
+
+        adds: it can be added to the residual stream by the op itself, if that is what comes next.
+        """
+        (value,) = self._buffers.writes[at].values()
+        reduced = isinstance(self._next(at), AllReduce)
+        last = at + reduced
+        if reduced:
+            self._done.add(last)
+            (value,) = self._buffers.writes[last].values()
+        added = adds and self._added(last, value)
+        if added:
+            self._done.add(last + 1)
+        out = self._stream if added else Held(value)
+        if not reduced or not self._has_ranks:
+            emit(out, added)
+            return
+        emit(Held(Value(value.name, value.width), "Shared"), False)
+        self._emit("Meet")
+        self._emit("Reduce", out=out, width=value.width, accumulate=int(added))
+
+    def _arrive(self) -> None:
+        """Wait for what adapters have in the layer, before the first op that needs it."""
+        if not self._has_arrived:
+            self._emit("Arrive", layer=self._index)
+            self._has_arrived = True
+
+    def _gemm_arguments(self, at: int, op: Gemm, out: Held, *, accumulate: bool) -> dict[str, Any]:
+        number, _ = self._product(op)
+        found = {
+            "x": self._read_rounded(at, op.x),
+            "out": out,
+            "accumulate": int(accumulate),
+            "product": number,
+            "layer": self._index,
+            "number": self._number,
+            "w": weight_of(op.weight),
+            "bias": weight_of(op.bias),
+        }
+        self._number += 1
+        self._arrive()
+        return found
+
+    def _gemm(self, at: int, op: Gemm) -> None:
+        if op.group is Group.GATE_UP and self._gate_up(at, op):
+            return
+        self._give(
+            at, lambda out, added: self._emit("Gemm", **self._gemm_arguments(at, op, out, accumulate=added)), adds=True
+        )
+
+    def _gate_up(self, at: int, op: Gemm) -> bool:
+        """List gate, up and their activation as one op; False if something else comes between them."""
+        last, factor = at + 1, 1.0
+        scale = self._ops[last]
+        if isinstance(scale, Scale) and scale.in_place and scale.weight is None and name_of(scale.x) == op.out:
+            last, factor = last + 1, scale.factor
+        activate = self._ops[last]
+        if not isinstance(activate, Activate) or activate.x != op.out:
+            return False
+        (gates,), (value,) = self._buffers.writes[at].values(), self._buffers.writes[last].values()
+        act = self._rounded[value] = Held(value, "Rounded")
+        gemm = self._gemm_arguments(at, op, Held(gates, "Gates"), accumulate=False)
+        self._emit("GateUp", gemm=gemm, act=act, factor=factor, **_activation(activate, value.width))
+        self._done |= set(range(at + 1, last + 1))
+        return True
+
+    def _norm(self, at: int, op: Norm) -> None:
+        x, column, width = self._read(at, op.x)
+        out, norm = self._out(self._buffers.writes[at][op.out]), op.norm
+        own = {"centered": int(norm.centered), "biased": int(norm.biased), "eps": norm.eps}
+        self._emit("Norm", x=x, column=column, width=width, out=out, weight=weight_of(op.weight), **own)
+        self._route_next(out)
+
+    def _route_next(self, out: Held) -> None:
+        """Give the value to the router that will read it: best in the pass over tokens that has made it."""
+        readers = self._buffers.readers.get(out.value, [])
+        if out.memory == "Rounded" and any(isinstance(op, Moe) and _routed(op) == out.value.name for _, op in readers):
+            self._emit("Route", x=out)
+            self._routed = out.value
+
+    def _scale(self, at: int, op: Scale) -> None:
+        x, column, width = self._read(at, op.x)
+        if op.in_place:
+            factor = op.factor if op.weight is None else _number_of(op.weight)
+            self._emit("Scale", x=x, column=column, width=width, out=x, out_column=column, factor=factor)
+            return
+        last, factor = at, np.float32(op.factor)
+        while op.weight is None and self._folds(last):
+            last += 1
+            self._done.add(last)
+            factor = np.float32(factor * np.float32(self._ops[last].factor))  # pyright: ignore[reportAttributeAccessIssue]
+        value = self._written(last, x.value)
+        if op.weight is None and isinstance(op.x, str) and self._added(last, value):
+            self._emit("Add", x=self._stream, y=x, width=width, factor=float(factor))
+            self._done.add(last + 1)
+            return
+        weights = None if op.weight is None else weight_of(op.weight)
+
+        def emit(out: Held, _: bool) -> None:
+            own = out if out.memory == "Shared" else self._out(out.value)
+            self._emit(
+                "Scale", x=x, column=column, width=width, out=own, out_column=0, factor=float(factor), weights=weights
+            )
+
+        self._give(last, emit)
+
+    def _folds(self, at: int) -> bool:
+        """The next op only scales the value once more."""
+        op, value = self._next(at), self._written(at, self._stream.value)
+        is_scale = isinstance(op, Scale) and op.weight is None and not op.in_place and op.x == value.name
+        return is_scale and self._is_alone(value)
+
+    def _add(self, at: int, op: Add) -> None:
+        y = self._buffers.reads[at][op.y]
+        x = Held(self._buffers.reads[at][op.x])
+        self._emit("Add", x=x, y=Held(y), width=y.width, factor=1.0)
+
+    def _sum(self, at: int, op: Sum) -> None:
+        x, y = (self._buffers.reads[at][name_of(each)] for each in (op.x, op.y))
+
+        def emit(out: Held, _: bool) -> None:
+            own = out if out.memory == "Shared" else self._out(out.value)
+            self._emit("Sum", x=Held(x), y=Held(y), width=x.width, out=own)
+
+        self._give(at, emit)
+
+    def _heads(self, at: int, op: Heads) -> None:
+        attend = self._ops[at + 1]
+        if not isinstance(attend, Attend) or attend.q != op.q:
+            raise NoNativeOp("queries that something else than attention reads")
+        mixer = op.attention
+        if mixer.keys_are_values and mixer.head_norm is HeadNorm.ALL:
+            raise NoNativeOp("norm of all heads of keys that are values")
+        gate = next((i for i in range(at + 2, len(self._ops)) if isinstance(self._ops[i], GateOutput)), None)
+        last = at + 1 if gate is None or op.gates is None else gate
+        (out,) = self._buffers.writes[last].values()
+        q = self._buffers.writes[at][op.q]
+        x, _, _ = self._read(at, op.x)
+        self._rounded[out] = Held(out, "Rounded")
+        self._emit(
+            "Attend",
+            x=x,
+            q=Held(q, "Rounded"),
+            out=self._rounded[out],
+            output_gate=int(_OUTPUT_GATES[mixer.output_gate]),
+            **attend_arguments(mixer, op.norm),
+        )
+        self._done |= {at + 1, last}
+
+    def _mix(self, at: int, op: Mix) -> None:
+        if op.mixer.native_shape() is None:
+            raise NoNativeOp(op.mixer.native_lack)
+        (out,) = self._buffers.writes[at].values()
+        self._rounded[out] = Held(out, "Rounded")
+        x, _, _ = self._read(at, op.x)
+        self._emit("Mix", x=x, out=self._rounded[out], state_layer=lambda at: at.state_layer, weights=_mixer_weights)
+
+    def _concat(self, at: int, op: Concat) -> None:
+        out, reads = self._out(self._buffers.writes[at][op.out]), [self._read(at, part) for part in op.parts]
+        for (x, column, width), to in zip(reads, accumulate((each[2] for each in reads), initial=0), strict=False):
+            self._emit("Copy", x=x, column=column, width=width, out=out, out_column=to)
+
+    def _activate(self, at: int, op: Activate) -> None:
+        x, _, _ = self._read(at, op.x)
+        out = self._out(self._buffers.writes[at][op.out])
+        self._emit("Activate", x=x, out=out, **_activation(op, out.value.width))
+
+    def _moe(self, at: int, op: Moe) -> None:
+        if (lack := what_native_lacks(op.spec)) is not None:
+            raise NoNativeOp(lack)
+        x = self._read_rounded(at, op.x)
+        routed = x if op.routed is None else self._read_rounded(at, op.routed)
+        if self._routed is not routed.value:
+            self._emit("Route", x=routed)
+        self._arrive()
+        own = {"layer": self._index, "experts": _mixture_address, "targets": _mixture_targets}
+        self._emit("Moe", x=x, **own)
+
+        def emit(out: Held, _: bool) -> None:
+            self._emit("Combine", out=out, **own)
+
+        self._give(at, emit)
+
+    _LOWERED: ClassVar[dict[type[Op], Callable[[_Lowering, int, Any], None]]] = {
+        Activate: _activate,
+        Add: _add,
+        Concat: _concat,
+        Gemm: _gemm,
+        Heads: _heads,
+        Mix: _mix,
+        Moe: _moe,
+        Norm: _norm,
+        Scale: _scale,
+        Sum: _sum,
+    }
+
+
+def _routed(op: Moe) -> str:
+    return name_of(op.x if op.routed is None else op.routed)
+
+
+def _columns(read: Read, value: Value) -> tuple[int, int]:
+    """The first column that is read, and their number."""
+    if not isinstance(read, View):
+        return 0, value.width
+    first, last, _ = slice(read.begin, read.end).indices(value.width)
+    return first, last - first
+
+
+def _reads_rounded(op: Op, name: str) -> bool:
+    """An op reads all of a buffer as products do."""
+    return isinstance(op, Gemm | Moe) and name in op.reads
+
+
+def _activation(op: Activate, size: int) -> dict[str, Any]:
+    kind = op.activation
+    number = _ACTIVATIONS[kind] if isinstance(kind, Activation) else _UNGATED[kind]
+    xielu = None if op.parameters is None else weight_of(op.parameters)
+    return {"size": size, "activation": int(number), "xielu": xielu}
+
+
+def _number_of(slot: str) -> Late:
+    weight = weight_of(slot)
+    return lambda at: float(weight(at))
+
+
+def _mixer_weights(at: LayerPlace) -> Mapping[str, Any]:
+    return at.weights.recurrent.native_tensors  # pyright: ignore[reportOptionalMemberAccess]
+
+
+def _mixture_address(at: LayerPlace) -> Any:
+    return None if at.mixture is None else at.mixture.weights
+
+
+def _mixture_targets(at: LayerPlace) -> Any:
+    return None if at.mixture is None else at.mixture.targets
+
+
+#: Ops that the library has no function for.
+_TITLES = {
+    "Latents": "latent attention",
+    "TakeStream": "residual of several streams",
+    "SparseGates": "sparse gate",
+}

@@ -1,0 +1,122 @@
+"""What the native decoder's ops are given of a layer when they are described: weights, angles, places in pages.
+
+Tests: tests/core/model/test_native_decoder.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from ....memory.pages.layout import PageGroup, PageLayout
+from ....ops.elementwise import rotary_table
+from ....ops.float8_kv import UNSCALED, KvScales
+from ....ops.native_model import LayerMixture
+from ....ops.native_program import NativeOp
+from ..layer_weights import LayerWeights
+from ..layers import AttentionSpec, LayerSpec, QueryGrowth, kv_index
+from ..rope_config import RopeConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Tables:
+    """Tables by position, which layers with the same rope or growth share."""
+
+    positions: int
+    angles: Mapping[RopeConfig, tuple[torch.Tensor, torch.Tensor]]
+    """Cosines and sines `[positions, rotary_dim]` float32: of each rotated element, times the attention factor."""
+
+    growths: Mapping[QueryGrowth, torch.Tensor]
+    """Factors of queries, `[positions]` float32."""
+
+    @classmethod
+    def of(cls, layers: Sequence[LayerSpec], positions: int) -> Tables:
+        """Those that the layers need."""
+        mixers = [layer.attention for layer in layers if layer.attention is not None]
+        ropes = dict.fromkeys(mixer.rope for mixer in mixers if mixer.rope is not None)
+        growths = dict.fromkeys(mixer.query_growth for mixer in mixers if mixer.query_growth is not None)
+        return cls(
+            positions,
+            {rope: _angles(rope, positions) for rope in ropes},
+            {growth: growth.factors(positions) for growth in growths},
+        )
+
+
+def _angles(rope: RopeConfig, positions: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return rotary_table(rope.angles(positions), positions, factor=rope.attention_factor, interleaved=rope.interleaved)
+
+
+@dataclass(slots=True)
+class LayerPlace:
+    """A layer: what its ops' arguments are made of."""
+
+    weights: LayerWeights
+    tables: Tables
+    page_group: int = 0
+    """The page group whose pages have its keys and values."""
+
+    page_layer: int = 0
+    """Its place among the layers in these pages."""
+
+    kv_scales: KvScales = UNSCALED
+    state_layer: int = 0
+    """Its place among layers with a recurrent mixer."""
+
+    mixture: LayerMixture | None = None
+
+
+#: An argument that is known only when an op is described.
+Late = Callable[[LayerPlace], Any]
+
+
+def weight_of(slot: str) -> Late:
+    """A weight of the layer: packed if it is a matrix, else float32; None if it has none."""
+    return lambda at: getattr(at.weights, slot, None)
+
+
+def filled(op: NativeOp, at: LayerPlace) -> NativeOp:
+    """An op with what its layer has in place of `Late` arguments."""
+    return NativeOp(op.kind, _filled(op.arguments, at))
+
+
+def _filled(arguments: Mapping[str, Any], at: LayerPlace) -> dict[str, Any]:
+    return {
+        name: each(at) if callable(each) else _filled(each, at) if isinstance(each, Mapping) else each
+        for name, each in arguments.items()
+    }
+
+
+def layer_places(
+    layers: Sequence[LayerSpec],
+    weights: Sequence[LayerWeights],
+    tables: Tables,
+    layout: PageLayout | None = None,
+    kv_scales: Sequence[KvScales] = (),
+    mixtures: Sequence[LayerMixture | None] = (),
+) -> list[LayerPlace]:
+    """The layers' places. layout: where their KV is; by default all layers' in each page. kv_scales: of each layer's
+    KV; none: it is not in FP8. mixtures: by layer; empty: no layer has any.
+    """
+    kv_of, with_state = kv_index(layers), 0
+    groups = (PageGroup(tuple(range(len(layers)))),) if layout is None else layout.groups
+    pages = {layer: (group, at) for group, each in enumerate(groups) for at, layer in enumerate(each.layers)}
+    found: list[LayerPlace] = []
+    for index, (layer, own) in enumerate(zip(layers, weights, strict=True)):
+        place = LayerPlace(own, tables, state_layer=with_state, mixture=mixtures[index] if mixtures else None)
+        if layer.attention is not None:
+            place.page_group, place.page_layer = pages[kv_of[index]]
+            place.kv_scales = kv_scales[kv_of[index]] if kv_scales else UNSCALED
+        found.append(place)
+        with_state += layer.recurrent is not None
+    return found
+
+
+def score_scale(mixer: AttentionSpec) -> float:
+    """The usual scale as float32 arithmetic gives it, which for some head sizes is not head_dim^-0.5 rounded."""
+    if mixer.scale == mixer.head_dim**-0.5:
+        return float(1 / np.sqrt(np.float32(mixer.head_dim)))
+    return mixer.scale

@@ -1,0 +1,95 @@
+"""Gives what the native decoder's ops read and write registers: memory that a value has until it is read last.
+
+Tests: tests/core/model/program/test_native_registers.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ....ops.native_program import NativeOp, Register
+
+#: Kinds of ops that work on each token by itself: what they write may lie where they read.
+ROW_OPS = frozenset({"Norm", "Copy", "Scale", "Add", "Sum", "Activate", "Reduce", "Route", "Combine"})
+
+
+@dataclass(eq=False, slots=True)
+class Value:
+    """What an op writes: `[tokens, width]`."""
+
+    name: str
+    width: int
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """An argument of an op: a value, in the kind of memory that the op reads or writes."""
+
+    value: Value
+    memory: str = "Float"
+
+
+class Registers:
+    """The registers of a model, which all layers share: of each kind of memory and width as many as live at once."""
+
+    def __init__(self, hidden: int) -> None:
+        self.stream = Held(Value("x", hidden))
+        """The residual stream, in the first register."""
+
+        self.all = [Register(self.stream.memory, hidden)]
+
+    def placed(self, ops: Sequence[NativeOp]) -> list[NativeOp]:
+        """A layer's ops, with numbers of registers in place of `Held`."""
+        last = {held: at for at, op in enumerate(ops) for held in _held(op.arguments)}
+        last[self.stream] = len(ops)
+        numbers = {self.stream: 0}
+        free: dict[Register, list[int]] = {}
+        for number, register in enumerate(self.all[1:], 1):
+            free.setdefault(register, []).append(number)
+
+        def release(held: Sequence[Held]) -> None:
+            for each in held:
+                free.setdefault(_register(each), []).insert(0, numbers.pop(each))
+
+        found: list[NativeOp] = []
+        for at, op in enumerate(ops):
+            held = list(dict.fromkeys(_held(op.arguments)))
+            own = {each: numbers[each] for each in held if each in numbers}
+            if op.kind in ROW_OPS:
+                release([each for each in own if last[each] == at])
+            for each in held:
+                if each not in own:
+                    own[each] = numbers[each] = self._taken(each, free)
+            release([each for each in held if last[each] == at and each in numbers])
+            found.append(NativeOp(op.kind, _numbered(op.arguments, own)))
+        return found
+
+    def _taken(self, held: Held, free: dict[Register, list[int]]) -> int:
+        register = _register(held)
+        if numbers := free.get(register):
+            return numbers.pop(0)
+        self.all.append(register)
+        return len(self.all) - 1
+
+
+def _register(held: Held) -> Register:
+    return Register(held.memory, held.value.width)
+
+
+def _held(arguments: Mapping[str, Any]) -> Iterator[Held]:
+    for each in arguments.values():
+        if isinstance(each, Held):
+            yield each
+        elif isinstance(each, Mapping):
+            yield from _held(each)
+
+
+def _numbered(arguments: Mapping[str, Any], numbers: Mapping[Held, int]) -> dict[str, Any]:
+    def number(each: Any) -> Any:
+        if isinstance(each, Held):
+            return numbers[each]
+        return _numbered(each, numbers) if isinstance(each, Mapping) else each
+
+    return {name: number(each) for name, each in arguments.items()}

@@ -1,0 +1,108 @@
+"""A layer's program becomes the native decoder's ops: what one kernel does together is one of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from chorus.core.model.layers import (
+    Activation,
+    AttentionSpec,
+    Experts,
+    GatedSpec,
+    LayerSpec,
+    Norms,
+    NormSpec,
+    OutputGate,
+    Routing,
+)
+from chorus.core.model.program.native_ops import NativeProgram, NoNativeOp
+from chorus.core.model.rope_config import RopeConfig
+from chorus.memory.pages.projections import Projections
+from chorus.ops.native_program import NativeOp
+
+HIDDEN = 32
+MIXER = AttentionSpec(4, 2, 16, 0.25, RopeConfig(16))
+LAYER = LayerSpec(MIXER, GatedSpec(80))
+EXPERTS = Experts(8, 40, Routing(2))
+
+
+def lowered(*layers: LayerSpec, has_ranks: bool = False) -> list[NativeOp]:
+    table = Projections(tuple(layer.projections(HIDDEN) for layer in layers))
+    program = NativeProgram(layers, NormSpec(1e-6), HIDDEN, table.products, table.product_in, has_ranks=has_ranks)
+    return [op for ops in program._ops for op in ops]  # noqa: SLF001
+
+
+def kinds(*layers: LayerSpec, has_ranks: bool = False) -> str:
+    return " ".join(op.kind for op in lowered(*layers, has_ranks=has_ranks))
+
+
+def test_a_layer_as_llama_has_it():
+    assert kinds(LAYER) == "Norm Gemm Attend Gemm Norm GateUp Gemm"
+    norm, inputs, attend, output, _, up, down = lowered(LAYER)
+    assert output.arguments["accumulate"] == down.arguments["accumulate"] == 1
+    assert output.arguments["out"] == down.arguments["out"] == 0, "the residual stream"
+    assert norm.arguments["out"] == inputs.arguments["x"]
+    assert attend.arguments["out"] == output.arguments["x"] != attend.arguments["q"]
+    assert up.arguments["act"] == down.arguments["x"] != up.arguments["gemm"]["x"]
+    numbers = [inputs.arguments, output.arguments, up.arguments["gemm"], down.arguments]
+    assert [each["number"] for each in numbers] == [0, 1, 2, 3]
+
+
+def test_each_layer_but_the_first_waits_for_adapters_before_its_first_product():
+    assert kinds(LAYER, LAYER).endswith("Norm GateUp Gemm Norm Arrive Gemm Attend Gemm Norm GateUp Gemm")
+
+
+@pytest.mark.parametrize(
+    ("layer", "expected"),
+    [
+        (replace(LAYER, residual_multiplier=0.5), "Norm Gemm Attend Gemm Add Norm GateUp Gemm Add"),
+        (replace(LAYER, norms=Norms.AROUND), "Norm Gemm Attend Gemm Norm Add Norm GateUp Gemm Norm Add"),
+        (replace(LAYER, norms=Norms.AFTER), "Copy Gemm Attend Gemm Norm Add Copy GateUp Gemm Norm Add"),
+        (replace(LAYER, norms=Norms.PARALLEL), "Norm Gemm GateUp Gemm Attend Gemm"),
+        (replace(LAYER, norms=Norms.PARALLEL_APART), "Norm Gemm Norm GateUp Gemm Attend Gemm"),
+        (replace(LAYER, mixer=replace(MIXER, output_gate=OutputGate.APART)), "Norm Gemm Attend Gemm Norm GateUp Gemm"),
+        (replace(LAYER, feed_forward=EXPERTS), "Norm Gemm Attend Gemm Norm Route Moe Combine Add"),
+        (replace(LAYER, feed_forward=replace(EXPERTS, factor=0.5)), "Norm Gemm Attend Gemm Norm Route Moe Combine Add"),
+        (replace(LAYER, feed_forward=None), "Norm Gemm Attend Gemm"),
+        (replace(LAYER, mixer=None), "Norm GateUp Gemm"),
+    ],
+)
+def test_layers_of_other_forms(layer, expected):
+    assert kinds(layer) == expected
+
+
+def test_a_router_reads_its_input_in_the_pass_that_makes_it():
+    ops = lowered(replace(LAYER, feed_forward=EXPERTS, norms=Norms.PARALLEL))
+    assert [op.kind for op in ops[:3]] == ["Norm", "Route", "Gemm"]
+
+
+def test_ranks_meet_before_their_parts_are_added_up():
+    whole = "Norm Gemm Attend Gemm Meet Reduce Norm GateUp Gemm Meet Reduce"
+    assert kinds(LAYER, has_ranks=True) == whole
+    *_, output, _, reduced = lowered(replace(LAYER, feed_forward=None), has_ranks=True)
+    assert reduced.arguments["accumulate"] == 1
+    assert reduced.arguments["out"] == 0
+    assert output.arguments["out"] != 0
+    around = kinds(replace(LAYER, norms=Norms.AROUND, feed_forward=None), has_ranks=True)
+    assert around == "Norm Gemm Attend Gemm Meet Reduce Norm Add"
+
+
+def test_factors_of_one_value_are_one():
+    part = GatedSpec(80, factor=0.5)
+    (add,) = (op for op in lowered(replace(LAYER, feed_forward=part, residual_multiplier=0.25)) if op.kind == "Add"
+              and op.arguments["factor"] != 0.25)  # fmt: skip
+    assert add.arguments["factor"] == 0.125
+
+
+def test_a_gate_that_only_some_activations_read_is_computed_with_its_product():
+    for activation in Activation:
+        part = GatedSpec(80, activation, gate_factor=0.5)
+        (up,) = (op for op in lowered(replace(LAYER, feed_forward=part)) if op.kind == "GateUp")
+        assert up.arguments["factor"] == 0.5
+
+
+def test_an_op_that_the_library_lacks_is_named():
+    with pytest.raises(NoNativeOp, match="sparse gate"):
+        lowered(replace(LAYER, feed_forward=GatedSpec(80, sparsity=0.5)))
