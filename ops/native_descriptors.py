@@ -265,7 +265,7 @@ class RoutingDescriptor(Structure):
     """Which experts a row goes to, and their weights: see `native/router.h`."""
 
     _fields_ = [
-        ("correction", c_void_p),
+        *((name, c_void_p) for name in ("correction", "factors")),
         *((name, c_int32) for name in ("per_token", "scoring", "renormalised", "groups", "kept_groups", "group_best")),
         *((name, c_float) for name in ("epsilon", "factor", "jitter")),
     ]

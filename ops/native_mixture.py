@@ -165,10 +165,12 @@ class NativeMixture:
         *,
         router_bias: torch.Tensor | None = None,
         correction: torch.Tensor | None = None,
+        factors: torch.Tensor | None = None,
         shared: NativeExperts | None = None,
         shared_gate: torch.Tensor | None = None,
     ) -> None:
-        """router: of float32, `[experts, hidden]`. router_bias, correction: `[experts]`. shared: one expert that every
+        """router: of float32, `[experts, hidden]`. router_bias, correction: `[experts]`.
+        factors: likewise, of their weights. shared: one expert that every
         row goes to. shared_gate: `[1, hidden]`, of its output.
         """
         if router.data.dtype != torch.float32:
@@ -186,6 +188,7 @@ class NativeMixture:
             router_bias=self._values(router_bias),
             routing=RoutingDescriptor(
                 correction=self._values(correction),
+                factors=self._values(factors),
                 per_token=routing.per_token,
                 scoring=NativeScoring[routing.scoring.name],
                 renormalised=routing.renormalised,

@@ -190,21 +190,34 @@ def lora_of(lora: MixtureLora | MixtureLaunches | None, kind: type[_T]) -> _T | 
 
 
 _GATINGS = {
-    Activation.SILU: NativeGating(NativeActivation.SILU),
-    Activation.GELU_TANH: NativeGating(NativeActivation.GELU),
+    Activation.SILU: NativeActivation.SILU,
+    Activation.GELU_TANH: NativeActivation.GELU,
 }
+
+#: Of experts without gates. Their names are those of others.
+_UNGATED = {
+    UngatedActivation.GELU_TANH: NativeActivation.GELU_ALONE,
+    UngatedActivation.GELU: NativeActivation.GELU_BY_ERF,
+    UngatedActivation.RELU_SQUARED: NativeActivation.RELU_SQUARED,
+}
+
+
+def _gating(activation: Activation | ClampedSwiglu | UngatedActivation) -> NativeGating | None:
+    """What becomes of gate and up in the native library; None: it does not compute that."""
+    if isinstance(activation, ClampedSwiglu):
+        return NativeGating(NativeActivation.CLAMPED_SWIGLU, activation.alpha, activation.limit)
+    known = _UNGATED.get(activation) if isinstance(activation, UngatedActivation) else _GATINGS.get(activation)
+    return None if known is None else NativeGating(known)
 
 
 def what_native_lacks(spec: Experts) -> str | None:
     """What a mixture has that the native library does not compute; None: it computes all of it."""
-    if isinstance(spec.activation, UngatedActivation):
-        return "mixture of experts without gates"
-    return "factor of each expert in a mixture" if spec.routing.scaled else None
+    return None if _gating(spec.activation) is not None else f"mixture of experts with {spec.activation}"
 
 
 def _native_mixture(experts: ListedExperts, spec: Experts) -> NativeMixture | None:
-    routing, activation, router = spec.routing, spec.activation, experts.router
-    if isinstance(activation, UngatedActivation) or what_native_lacks(spec) is not None:
+    routing, gating, router = spec.routing, _gating(spec.activation), experts.router
+    if gating is None:
         return None
     shared = _packed_natively([experts.shared_gate_up]), _packed_natively([experts.shared_down])
     gate_up, down = _packed_natively(experts.gate_up), _packed_natively(experts.down)
@@ -214,11 +227,10 @@ def _native_mixture(experts: ListedExperts, spec: Experts) -> NativeMixture | No
         router,
         NativeExperts(gate_up, down, experts.gate_up_bias, experts.down_bias),
         routing,
-        NativeGating(NativeActivation.CLAMPED_SWIGLU, activation.alpha, activation.limit)
-        if isinstance(activation, ClampedSwiglu)
-        else _GATINGS[activation],
+        gating,
         router_bias=experts.router_bias,
         correction=experts.correction,
+        factors=experts.factors,
         shared=NativeExperts(*shared) if spec.shared_size else None,
         shared_gate=experts.shared_gate,
     )

@@ -111,8 +111,7 @@ class Attention {
             rotate(t, 0, heads.kv);
         });
         shape_of(heads).prompts.each(team_, me, [&](const AttentionUnit& unit, const AttentionUnit*) {
-            chorus::attend<P>(cache, unit, q, out, row_of(unit.row), step.qo_indptr[unit.row + 1],
-                              scratch_[me.thread]);
+            chorus::attend<P>(cache, unit, q, out, row_of(unit.row), step.qo_indptr[unit.row + 1], scratch_[me.thread]);
             for (int t = unit.token; t < unit.token + unit.tokens; t++)
                 gate(w, y[t], unit.kv_head * cache.group, cache.group, out[t]);
         });
@@ -131,7 +130,8 @@ class Attention {
             return;
         }
         const Rows<float> own{ranks_->mine(), 2};
-        const bool counts_k = w.has_keys && ranks_->rank() % w.kv_copies == 0;  // of ranks with the same K/V heads, the first does
+        const bool counts_k =
+            w.has_keys && ranks_->rank() % w.kv_copies == 0;  // of ranks with the same K/V heads, the first does
         each_part(team_, me, tokens, [&](int t, bool) {
             own[t][0] = query_squares(w, y[t]);
             own[t][1] = counts_k ? sum_of_squares(y[t] + w.q_rows(), w.heads.kv_size()) : 0.0f;
@@ -181,8 +181,8 @@ class Attention {
     // Of token t, one K/V head and the query heads that share it: norm each (where the layer does) and rotate q and k, then write
     // q to its buffer, k and v to their page.
     template <class P>
-    void rotate_and_store(const StepDesc& step, const AttendOp& w, const PagedCache<P>& cache, int t, int kv_head, float* y,
-                          X* q, AttentionScratch& scratch) {
+    void rotate_and_store(const StepDesc& step, const AttendOp& w, const PagedCache<P>& cache, int t, int kv_head,
+                          float* y, X* q, AttentionScratch& scratch) {
         const int head_dim = w.heads.dim;
         const int64_t at = step.positions[t] * w.rotary_dim;
         const Rotation rotation{w.cos + at, w.sin + at, w.rotary_dim, w.interleaved != 0};
@@ -222,8 +222,7 @@ class Attention {
     static const float* normed_value(const float* v, int head_dim, float eps, AttentionScratch& scratch) {
         grow(scratch.value, head_dim);
         std::copy_n(v, head_dim, scratch.value.data());
-        scale_by(scratch.value.data(), head_dim,
-                 1.0f / __builtin_sqrtf(sum_of_squares(v, head_dim) / head_dim + eps));
+        scale_by(scratch.value.data(), head_dim, 1.0f / __builtin_sqrtf(sum_of_squares(v, head_dim) / head_dim + eps));
         return scratch.value.data();
     }
 

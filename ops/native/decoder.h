@@ -218,7 +218,13 @@ class Decoder final : public AnyDecoder {
     LoraTask<T> task(const StepDesc& step, const GemmOp& op) {
         const Products& products = projections_.products();
         const Weights<T> weights{op.w, op.bias, products.outputs(op.product), products.inputs(op.product), op.integers};
-        return {step,    op.product, op.layer, op.number, weights, registers_.rounded(op.x), registers_.floats(op.out),
+        return {step,
+                op.product,
+                op.layer,
+                op.number,
+                weights,
+                registers_.rounded(op.x),
+                registers_.floats(op.out),
                 op.accumulate != 0};
     }
 

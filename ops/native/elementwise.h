@@ -120,7 +120,6 @@ struct Rotation {
     }
 };
 
-
 // out = x · weight, element by element
 template <class T>
 inline void multiply_each(const float* x, const float* weight, int n, T* out) {

@@ -14,8 +14,7 @@ class ExpertsPart {
     // team: outlives the object
     ExpertsPart(const ModelDesc& model, Team& team) : team_(team), hidden_(model.hidden) {
         for (int i = 0; i < model.num_ops; i++)
-            if (model.ops[i].kind == OpKind::kMoe)
-                mixtures_.push_back(arguments_of<MoeOp>(model.ops[i]).experts);
+            if (model.ops[i].kind == OpKind::kMoe) mixtures_.push_back(arguments_of<MoeOp>(model.ops[i]).experts);
     }
 
     // Make room for a step, and describe its adapters.

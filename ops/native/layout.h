@@ -36,7 +36,8 @@ constexpr char type_of() {
 }
 
 #define ALL(S) {#S, 0, sizeof(S), 'S', nullptr}
-#define NAMED(S, name, field) {#S "." #name, offsetof(S, field), sizeof(S::field), type_of<decltype(S::field)>(), nullptr}
+#define NAMED(S, name, field) \
+    {#S "." #name, offsetof(S, field), sizeof(S::field), type_of<decltype(S::field)>(), nullptr}
 #define AT(S, field) NAMED(S, field, field)
 #define PART(S, field, Type) {#S "." #field, offsetof(S, field), sizeof(S::field), 'S', #Type}
 #define NUMBER(Enum, name) {#Enum "." #name, (int64_t)Enum::name, 0, 'E', nullptr}
@@ -135,7 +136,7 @@ constexpr Field kLayout[] = {
         AT(DeltaDesc, conv_out), AT(DeltaDesc, recurrent_out), AT(DeltaDesc, drafts_out), AT(DeltaDesc, mixed),
         AT(DeltaDesc, out),
     ALL(ExpertMatrices), AT(ExpertMatrices, w), AT(ExpertMatrices, integers), AT(ExpertMatrices, bias),
-    ALL(RoutingDesc), AT(RoutingDesc, correction), AT(RoutingDesc, per_token), AT(RoutingDesc, scoring),
+    ALL(RoutingDesc), AT(RoutingDesc, correction), AT(RoutingDesc, factors), AT(RoutingDesc, per_token), AT(RoutingDesc, scoring),
         AT(RoutingDesc, renormalised), AT(RoutingDesc, groups), AT(RoutingDesc, kept_groups),
         AT(RoutingDesc, group_best), AT(RoutingDesc, epsilon), AT(RoutingDesc, factor), AT(RoutingDesc, jitter),
     ALL(MixtureDesc), AT(MixtureDesc, hidden), AT(MixtureDesc, experts), AT(MixtureDesc, size),

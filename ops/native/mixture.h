@@ -18,6 +18,7 @@
 #include "multiply.h"
 #include "router.h"
 #include "shares.h"
+#include "ungated.h"
 
 namespace chorus {
 
@@ -44,6 +45,9 @@ struct MixtureDesc {
     ExpertMatrices shared_gate_up, shared_down;  // of one expert
     const float* shared_gate;  // [hidden]; null: the shared expert's output is added as it is
     int32_t of_inputs;  // 1: weights are of the experts' inputs, not of their outputs; then gate_up has no bias
+
+    // Columns of gate and up of an expert, which may have no gate.
+    int ups(int of_size) const { return of_size << is_gated(activation); }
 };
 
 struct MixtureStepDesc {
@@ -108,9 +112,9 @@ struct MixtureMemory {
         const size_t pairs = (size_t)rows * m.routing.per_token;
         grow(logits, (size_t)rows * m.experts);
         grow(shared_gates, rows);
-        grow_rows(gate_up, pairs, 2 * m.size);
+        grow_rows(gate_up, pairs, m.ups(m.size));
         grow_rows(outputs, pairs, m.hidden);
-        grow_rows(shared_gate_up, m.shared_size ? rows : 0, 2 * m.shared_size);
+        grow_rows(shared_gate_up, m.shared_size ? rows : 0, m.ups(m.shared_size));
         grow_rows(shared_outputs, m.shared_size ? rows : 0, m.hidden);
     }
 };
@@ -145,7 +149,7 @@ class Mixture {
             };
         };
         run_products(team, me, own, {m_.gate_up, m_.shared_gate_up, m_.hidden, m_.hidden, gate_up(), shared_gate_up()},
-                     {2 * m_.size, 2 * m_.shared_size}, {kExpertGateUp, kSharedGateUp}, {source(true), source(false)},
+                     {m_.ups(m_.size), m_.ups(m_.shared_size)}, {kExpertGateUp, kSharedGateUp}, {source(true), source(false)},
                      [&](int first, int rows, bool shared) { return gathered(own, first, rows, shared); });
         const auto hidden = [&](bool of_experts) {
             return [&, of_experts](int i, float* out) { activate_row(own, i, !of_experts, out); };
@@ -286,28 +290,29 @@ class Mixture {
         return to;
     }
 
-    // out = activation(gate) · up of a row that is gathered or, with `shared`, of the step.
+    // out = activation(gate) · up, or activation(up) without a gate, of a row that is gathered or, with `shared`, of the step.
     template <class Out>
     void activate_row(Own& own, int i, bool shared, Out* out) const {
         const int size = shared ? m_.shared_size : m_.size;
         const float* gate = shared ? shared_gate_up()[i] : gate_up()[i];
         if (m_.of_inputs && !shared) {
-            grow(own.row, 2 * size);
-            std::copy_n(gate, 2 * size, own.row.data());
-            scale_by(own.row.data(), 2 * size, own.gathered.weight[i]);
+            grow(own.row, m_.ups(size));
+            std::copy_n(gate, m_.ups(size), own.row.data());
+            scale_by(own.row.data(), m_.ups(size), own.gathered.weight[i]);
             gate = own.row.data();
         }
         if (m_.activation == kClampedSwiglu) clamped_swiglu(gate, gate + size, size, m_.alpha, m_.limit, out);
-        else activate(m_.activation, gate, gate + size, size, out);
+        else if (is_gated(m_.activation)) activate(m_.activation, gate, gate + size, size, out);
+        else activate_alone(m_.activation, nullptr, gate, size, out);
     }
 
     // The factor of an expert's output.
     Floats weight(float of_expert) const { return floats(m_.of_inputs ? 1.0f : of_expert); }
 
     Rows<const float> wide() const { return {step_.x, m_.hidden}; }
-    Rows<float> gate_up() const { return rows_of(memory_.gate_up, 2 * m_.size); }
+    Rows<float> gate_up() const { return rows_of(memory_.gate_up, m_.ups(m_.size)); }
     Rows<float> outputs() const { return rows_of(memory_.outputs, m_.hidden); }
-    Rows<float> shared_gate_up() const { return rows_of(memory_.shared_gate_up, 2 * m_.shared_size); }
+    Rows<float> shared_gate_up() const { return rows_of(memory_.shared_gate_up, m_.ups(m_.shared_size)); }
     Rows<float> shared_outputs() const { return rows_of(memory_.shared_outputs, m_.hidden); }
 
     const MixtureDesc& m_;

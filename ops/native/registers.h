@@ -13,7 +13,9 @@ class Registers {
 
    public:
     explicit Registers(const ModelDesc& model)
-        : desc_(model.registers, model.registers + model.num_registers), floats_(desc_.size()), rounded_(desc_.size()) {}
+        : desc_(model.registers, model.registers + model.num_registers),
+          floats_(desc_.size()),
+          rounded_(desc_.size()) {}
 
     // ranks: with the memory of shared registers
     void join(Ranks* ranks) { ranks_ = ranks; }

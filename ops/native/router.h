@@ -16,6 +16,7 @@ enum Scoring : int32_t { kSoftmax, kSoftmaxOfChosen, kSigmoid, kSigmoidOfChosen,
 // Which experts a row goes to, and their weights; mirrors `Routing` of core/model/layers.py.
 struct RoutingDesc {
     const float* correction;  // [experts], added to the scores that choose, not to the weights; null: none
+    const float* factors;  // [experts], of the weights of each; null: none
     int32_t per_token;
     Scoring scoring;
     int32_t renormalised;  // 1: weights are divided by their sum
@@ -39,6 +40,13 @@ class Router {
     //   chosen   [per_token]: written, the best first
     //   weights  [per_token]: written
     void choose(const RoutingDesc& r, const float* logits, int experts, int64_t* chosen, float* weights) {
+        weigh(r, logits, experts, chosen, weights);
+        for (int i = 0; r.factors && i < r.per_token; i++) weights[i] *= r.factors[chosen[i]];
+    }
+
+   private:
+    // As `choose`, without factors of experts.
+    void weigh(const RoutingDesc& r, const float* logits, int experts, int64_t* chosen, float* weights) {
         scores_.assign(logits, logits + experts);
         if (r.scoring == kSparseMixer) return choose_one_by_one(r, logits, experts, chosen, weights);
         if (r.scoring == kSoftmax) softmax(scores_.data(), experts);
@@ -61,7 +69,6 @@ class Router {
         for (int i = 0; i < r.per_token; i++) weights[i] = weights[i] / divisor * r.factor;
     }
 
-   private:
     // `scores_` has the logits, and of those that were chosen -inf.
     void choose_one_by_one(const RoutingDesc& r, const float* logits, int experts, int64_t* chosen, float* weights) {
         for (int i = 0; i < r.per_token; i++) {
