@@ -28,6 +28,7 @@ from .native_descriptors import (
     PROJECTIONS,
     SAMPLE_ROW,
     AdapterDescriptor,
+    LatentDescriptor,
     LayerDescriptor,
     MergeDescriptor,
     ModelDescriptor,
@@ -38,7 +39,7 @@ from .native_descriptors import (
 from .native_integers import IntegerPanels, described_integers
 from .native_library import library
 from .native_mixture import NativeMixtureLora
-from .native_model import NativeModel
+from .native_model import LatentPlace, LayerValues, NativeModel
 from .ranks import Ranks
 from .sampling import RowLogprobs, RowSamplingParams, inverse_temperature
 from .sgmv import AdapterRows, Segments
@@ -516,7 +517,7 @@ def _described_layers(layers: Sequence[Any], model: NativeModel) -> Any:
         for place, name in enumerate(PROJECTIONS):
             descriptor.integers[place] = described_integers(getattr(layer, name))
         for field in fields(own):
-            if field.name not in ("cos", "sin", "query_factors", "query_weights", "page_layer"):
+            if field.name not in ("cos", "sin", "query_factors", "query_weights", "page_layer", "latent"):
                 setattr(descriptor, field.name, getattr(own, field.name))
         for name in ("heads", "kv_heads", "head_dim"):
             setattr(descriptor, name, getattr(own, name) or getattr(model, name))
@@ -529,12 +530,34 @@ def _described_layers(layers: Sequence[Any], model: NativeModel) -> Any:
                 setattr(descriptor, name, _pointer_or_null(tensor))
         descriptor.page_layer = index if own.page_layer is None else own.page_layer
         descriptor.rotary_dim = 0 if own.cos is None else own.cos.shape[1]
+        if own.latent is not None:
+            descriptor.latent = _described_latent(layer, own, own.latent)
     for descriptor, mixture in zip(descriptors, model.mixtures, strict=False):
         if mixture is not None:
             descriptor.experts = mixture.weights.address
             descriptor.mixture_targets = ctypes.addressof(mixture.targets)
             descriptor.experts_factor = mixture.factor
     return descriptors
+
+
+def _described_latent(layer: Any, own: LayerValues, latent: LatentPlace) -> LatentDescriptor:
+    """Latent attention of a layer."""
+    return LatentDescriptor(
+        **asdict(latent.shape),
+        rotary_dim=0 if own.cos is None else own.cos.shape[1],
+        interleaved=own.interleaved,
+        page_group=own.page_group,
+        module=latent.module,
+        scale=own.scale,
+        q_norm=_pointer_or_null(layer.q_norm),
+        k_norm=_pointer_or_null(layer.k_norm),
+        cos=_pointer_or_null(own.cos),
+        sin=_pointer_or_null(own.sin),
+        query_factors=_pointer_or_null(own.query_factors),
+        plane=latent.plane,
+        kv_up=_pointer(layer.kv_up),
+        bias=_pointer_or_null(layer.kv_up_bias),
+    )
 
 
 def _data_of(weights: torch.Tensor | IntegerPanels | None) -> int | None:

@@ -137,10 +137,10 @@ class IntegersDescriptor(Structure):
     ]
 
 
-PROJECTIONS = ("qkv", "o", "gate_up", "down", "beside_in", "beside_out")
+PROJECTIONS = ("qkv", "o", "gate_up", "down", "beside_in", "beside_out", "q_up")
 """A layer's projections, by group."""
 
-GROUPS = (0, 1, 2, 3, 19, 20)
+GROUPS = (0, 1, 2, 3, 19, 20, 14)
 """Their groups, as `memory.pages.projections` numbers them, in the library's order."""
 
 LAYER_WEIGHTS = (
@@ -155,6 +155,19 @@ LAYER_WEIGHTS = (
 
 OTHER_WEIGHTS = ("q_norm", "k_norm", "sinks", "xielu", "beside_factors")
 """A layer's further weights, likewise."""
+
+
+class LatentDescriptor(Structure):
+    """Latent attention of a layer: see `native/latent_attention.h`. Without heads, the layer has none."""
+
+    _fields_ = [
+        *((name, c_int32) for name in ("heads", "q_rank", "kv_rank", "key", "rotated", "value")),
+        *((name, c_int32) for name in ("rotary_dim", "interleaved", "page_group", "module")),
+        *((name, c_float) for name in ("eps", "scale")),
+        *((name, c_void_p) for name in ("q_norm", "k_norm", "cos", "sin", "query_factors")),
+        ("plane", c_int64),
+        *((name, c_void_p) for name in ("kv_up", "bias")),
+    ]
 
 
 class LayerDescriptor(Structure):
@@ -191,6 +204,7 @@ class LayerDescriptor(Structure):
         ("state_layer", c_int32),
         *((name, c_void_p) for name in ("experts", "mixture_targets")),
         ("experts_factor", c_float),
+        ("latent", LatentDescriptor),
     ]
 
 
@@ -434,6 +448,7 @@ _STRUCTURES: dict[str, type[Structure] | np.dtype] = {
     "Adapter": AdapterDescriptor,
     "Integers": IntegersDescriptor,
     "LayerDesc": LayerDescriptor,
+    "LatentDesc": LatentDescriptor,
     "ProductDesc": ProductDescriptor,
     "ModelDesc": ModelDescriptor,
     "Segments": SegmentsDescriptor,

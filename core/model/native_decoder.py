@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import astuple, fields
 from types import MappingProxyType
 from typing import Any
 
@@ -18,6 +18,7 @@ from ...ops import native, native_integers, native_library, native_model
 from ...ops.elementwise import rotary_table
 from ...ops.float8_kv import KvScales
 from ...ops.lora_offload import Offloading
+from ...ops.merge import merge
 from ...ops.native_descriptors import PROJECTIONS, NativeActivation, NativeHeadNorm, NativeOutputGate
 from ...ops.ranks import Ranks
 from ...ops.sampling import RowSamplingParams
@@ -90,7 +91,7 @@ def why_unsupported(config: ModelConfig, dtype: torch.dtype) -> str | None:
         return f"it has no {config.recurrent.native_lack}, which this model has"
     pair = 4 // dtype.itemsize
     parts = [layer.dense.size for layer in config.layers if layer.dense is not None]
-    inner = sorted({config.hidden_size, *parts, *(mixer.q_size for mixer in config.attention_shapes)})
+    inner = sorted({config.hidden_size, *parts, *(size for it in config.attention_shapes for size in _inputs_of(it))})
     inner += [size for it in config.layers if it.experts for size in (it.experts.size, it.experts.shared_size)]
     inner += [] if config.recurrent is None else [config.recurrent.out_size]
     if reason := native_library.why_unavailable(dtype):
@@ -101,11 +102,17 @@ def why_unsupported(config: ModelConfig, dtype: torch.dtype) -> str | None:
     return None
 
 
+def _inputs_of(mixer: AttentionSpec) -> tuple[int, ...]:
+    """Rows of the weights that attention has besides its input product."""
+    if (latent := mixer.latent) is None:
+        return (mixer.q_size,)
+    return mixer.num_heads * latent.value_dim, latent.q_rank, latent.key_dim, latent.kv_rank
+
+
 def _other_parts(config: ModelConfig) -> dict[str, bool | str]:
     """Parts that the native decoder does not have, and whether a model has them, or what of them."""
     mixers = config.attention_layers
     return {
-        "latent attention": any(mixer.latent is not None for mixer in mixers),
         "further input of layers": config.layer_inputs is not None,
         "attention with another layer's keys": len(config.kv_layers) < len(mixers),
     } | _parts_of_few(config)
@@ -153,9 +160,7 @@ class NativeDecoderModel:
         packed, weights.keeps = PackedWeights(embed.dtype), is_packable
         kv_scales = weights.kv_scales() if arena.layout.float8_kv else ()
         values = layer_values(config.layers, max_model_len, arena.layout, kv_scales)
-        for own, mixer in zip(values, (layer.attention for layer in config.layers), strict=True):
-            if mixer is not None:
-                own.heads, own.kv_heads, own.head_dim = mixer.num_heads, mixer.num_kv_heads, mixer.head_dim
+        _set_heads(values, config, arena)
         pack_expert, keep = keeps_experts(ExpertKernels.NATIVE, embed.dtype, embed.device, stay_narrow=True)
         read = zip(weights.layers(packed.add, pack_expert), config.layers, values, strict=True)
         self.layers = [native_layer(*each) for each in read]
@@ -187,7 +192,7 @@ class NativeDecoderModel:
             first_token=0 if ranks is None else config.vocab_size * ranks.rank // config.num_ranks,
             mixtures=mixtures, mixture_ids=mixture_ids,
         )  # fmt: skip
-        self._arena = arena
+        self._arena, self._values = arena, values
         self._decoder = native.NativeDecoder(model, threads or torch.get_num_threads(), ranks)
         self._every: dict[int, torch.Tensor] = {}
         self._no_segments = Segments()
@@ -272,6 +277,8 @@ class NativeDecoderModel:
     def merged_form(self, layer: int, group: int) -> tuple[torch.Size, torch.dtype]:
         """See `MergeableModel.merged_form`."""
         origin = getattr(self.layers[layer], MERGED_MATRICES[group])
+        if group == Group.KV_UP:
+            return origin.shape, origin.dtype
         if isinstance(origin, native_integers.IntegerPanels) and origin.input_bits == 8:
             raise CannotMerge(INPUTS_ARE_ROUNDED)
         projection = self.config.projections.products[self.config.projections.product_in[layer][group]]
@@ -280,6 +287,12 @@ class NativeDecoderModel:
 
     def merge(self, layer: int, group: int, rows: Sequence[AdapterRows], origin: Any, out: torch.Tensor) -> float:
         """See `MergeableModel.merge`."""
+        if group == Group.KV_UP and (latent := self._values[layer].latent) is not None:
+            dense, columns = latent.shape.unpack(origin), self.config.projections.columns(layer, Group.KV_UP)
+            found = torch.empty_like(dense)
+            growth = merge(dense, found, self._arena.pages, layer, parts=rows, modules=columns)
+            latent.shape.pack(found, out)
+            return growth
         return self._decoder.merge(layer, group, rows, origin, out)
 
     def offload(self, offloading: Offloading) -> None:
@@ -323,6 +336,20 @@ def layer_values(
         _set_factors(found[-1], layer)
         with_state += layer.recurrent is not None
     return found
+
+
+def _set_heads(values: Sequence[native_model.LayerValues], config: ModelConfig, arena: Arena) -> None:
+    """The heads of layers with attention, and where latents are in the arena."""
+    planes = (int(keys.storage_offset() - arena.pages.storage_offset()) for keys, _ in arena.kv_layers)
+    for index, (own, layer) in enumerate(zip(values, config.layers, strict=True)):
+        if (mixer := layer.attention) is None:
+            continue
+        own.heads, own.kv_heads, own.head_dim = mixer.num_heads, mixer.num_kv_heads, mixer.head_dim
+        plane = next(planes)
+        if (latent := mixer.latent) is not None:
+            ((module, _, _),) = config.projections.columns(index, Group.KV_UP)
+            shape = native_model.LatentShape(mixer.num_heads, *astuple(latent))
+            own.latent = native_model.LatentPlace(shape, module, plane)
 
 
 def _values_without_attention(layer: LayerSpec, state_layer: int) -> native_model.LayerValues:
@@ -453,8 +480,10 @@ def native_layer(layer: LayerWeights, spec: LayerSpec, values: native_model.Laye
     """
     for field in fields(layer):
         part = getattr(layer, field.name)
-        if isinstance(part, torch.Tensor) and field.name not in PROJECTIONS:
+        if isinstance(part, torch.Tensor) and field.name not in (*PROJECTIONS, "kv_up"):
             setattr(layer, field.name, part.float())
+    if layer.kv_up is not None and values.latent is not None:
+        layer.kv_up = values.latent.shape.pack(layer.kv_up)
     values.output_factor = 1.0 if layer.scalar is None else float(layer.scalar)
     head_norm = None if spec.attention is None else spec.attention.head_norm
     if head_norm is HeadNorm.ROTATED and layer.q_norm is not None and layer.k_norm is not None:

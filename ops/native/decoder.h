@@ -10,6 +10,7 @@
 #include "decode_attention.h"
 #include "experts_part.h"
 #include "head.h"
+#include "latents.h"
 #include "offload.h"
 #include "paged_states.h"
 #include "mamba2.h"
@@ -77,6 +78,7 @@ class Decoder final : public AnyDecoder {
           embedding_lora_(model, team_.most()),
           head_(model, team_),
           experts_(model, team_),
+          latents_(model, team_),
           merge_(team_),
           offloader_(model),
           delta_(model.delta),
@@ -85,7 +87,8 @@ class Decoder final : public AnyDecoder {
           attention_scratch_(team_.most()) {
         for (const LayerDesc& w : layers_) {
             gates_[w.product[kGateUp]] = is_gated(w.activation);
-            q_size_ = std::max(q_size_, w.heads.q_size());
+            q_size_ = std::max(q_size_, attended_size(w));
+            if (w.latent.heads) continue;
             auto same = [&](const Shape& shape) { return shape.heads == w.heads; };
             if (std::none_of(shapes_.begin(), shapes_.end(), same)) shapes_.push_back({w.heads});
             has_beside_ |= has(w, kBesideIn);
@@ -153,6 +156,7 @@ class Decoder final : public AnyDecoder {
     int q_rows(const LayerDesc& w) const { return w.heads.q_size() << gaps(); }
     int outputs(const LayerDesc& w, Group g) const { return projections_.products().outputs(w.product[g]); }
     bool has(const LayerDesc& w, Group g) const { return w.product[g] >= 0 && outputs(w, g); }
+    int attended_size(const LayerDesc& w) const { return w.latent.heads ? w.latent.out_size() : w.heads.q_size(); }
     int ffn(const LayerDesc& w) const { return projections_.products().inputs(w.product[kDown]); }
 
     // Buffers and units of work of the step, the same for all layers.
@@ -176,6 +180,7 @@ class Decoder final : public AnyDecoder {
         decode_ = projections_.few() && step.tokens == step.rows;
         for (Shape& shape : shapes_) plan_attention(step, shape);
         experts_.plan(step);
+        latents_.plan(step);
         embedding_lora_.plan(step.model_segments);
         head_.plan_adapters(step);
         head_.plan(step.logits_wanted, step.samples);
@@ -295,11 +300,22 @@ class Decoder final : public AnyDecoder {
         const Rows<float> y = rows_of(y_, outputs(w, kQkv));
         run_product(me, task(step, w, l, kQkv, rows_of(normed_, m_.hidden), y));
         const bool recurs = w.delta.conv && !has(w, kBesideIn);
-        const Rows<X> out = rows_of(attended_, recurs ? m_.delta.v_size() : w.heads.q_size());
+        const Rows<X> out = rows_of(attended_, recurs ? m_.delta.v_size() : attended_size(w));
         if (recurs) recur(step, me, w, y, out);
+        else if (w.latent.heads) attend_latents(step, me, w, l, y, out);
         else if (m_.float8_kv) attend<Float8<X>>(step, me, w, y, out);
         else attend<T>(step, me, w, y, out);
         return out;
+    }
+
+    // out = attention of layer l with weights w, whose keys and values are latents.
+    void attend_latents(const StepDesc& step, Team::Member& me, const LayerDesc& w, int l, Rows<float> y, Rows<X> out) {
+        latents_.write(me, step, w.latent, y);
+        if (w.latent.q_rank) {
+            y = rows_of(y_, outputs(w, kQueryUp));
+            run_product(me, task(step, w, l, kQueryUp, latents_.query_latents(w.latent), y));
+        }
+        latents_.attend(me, step, w.latent, l, y, out);
     }
 
     // What the mixer beside attention in layer l makes of the residual stream, in `beside_`.
@@ -656,6 +672,7 @@ class Decoder final : public AnyDecoder {
     EmbeddingLora<T> embedding_lora_;
     OutputHead<T> head_;
     ExpertsPart<T> experts_;
+    LatentsPart<T> latents_;
     Merge<T> merge_;
     Offloader<T> offloader_;
     GatedDelta delta_;

@@ -5,6 +5,7 @@
 #include <vector>
 #include "elementwise.h"
 #include "gated_delta.h"
+#include "latent_attention.h"
 #include "panels.h"
 #include "product.h"
 #include "sgmv.h"
@@ -12,10 +13,12 @@
 namespace chorus {
 
 // Groups of a layer's projections with a common input, and outputs side by side: query, key and value; attention's output; gate
-// and up; down; input and output of a mixer beside attention. In the order of GROUPS in ops/native_descriptors.py.
-enum Group : int32_t { kQkv, kO, kGateUp, kDown, kBesideIn, kBesideOut };
-constexpr int kGroups = 6;
-constexpr Group kEveryGroup[kGroups] = {kBesideIn, kQkv, kO, kBesideOut, kGateUp, kDown};  // as a layer computes them
+// and up; down; input and output of a mixer beside attention; queries of their latents. In the order of GROUPS in
+// ops/native_descriptors.py.
+enum Group : int32_t { kQkv, kO, kGateUp, kDown, kBesideIn, kBesideOut, kQueryUp };
+constexpr int kGroups = 7;
+constexpr Group kEveryGroup[kGroups] = {kBesideIn,  kQkv,    kQueryUp, kO,
+                                        kBesideOut, kGateUp, kDown};  // as a layer computes them
 
 constexpr int kMaxTargets = 6;  // most projections of a group
 
@@ -88,6 +91,7 @@ struct LayerDesc {
     const MixtureDesc* experts;
     const MixtureTargets* mixture_targets;  // [kMixtureProducts]: what adapters change of it
     float experts_factor;  // of the sum of all experts' outputs
+    LatentDesc latent;  // of a layer whose keys and values are latents
 };
 
 struct ModelDesc {

@@ -264,7 +264,7 @@ def test_what_is_refused(tmp_path, changes, why):
 
 def test_the_native_decoder_refuses_decays_of_channels(tiny):
     config = read_model_config(tiny(PLAIN).model)
-    with pytest.raises(UnsupportedModel, match=r"cpu_kernels is 'native', but .*latent attention"):
+    with pytest.raises(UnsupportedModel, match=r"cpu_kernels is 'native', but .*a decay of each channel"):
         executor_of(tiny(PLAIN).model, cpu_kernels="native")
     assert config.recurrent is not None
     assert config.recurrent.native_shape() is None

@@ -26,10 +26,9 @@ pytestmark = [pytest.mark.numerics, pytest.mark.wide]
 V2, V3, FLASH = FAMILIES = ("deepseek-v2", "deepseek-v3", "glm-4.7-flash")
 
 
-@pytest.fixture
-def kernels() -> str:
-    """The native decoder has no latent attention; the native library computes mixtures, where it is there."""
-    return "auto"
+@pytest.fixture(params=[pytest.param("native", marks=pytest.mark.native), "torch"])
+def kernels(request: pytest.FixtureRequest) -> str:
+    return request.param
 
 
 @pytest.mark.parametrize(("family", "chunk"), [(V2, 1), (V3, 7), (FLASH, 64)])
