@@ -246,6 +246,9 @@ class NativeShape:
     group_ranks: int = 1
     """Of Mamba 2: TP ranks that share each group's heads."""
 
+    by_channel: bool = False
+    """Of Gated DeltaNet: each channel of a key has a decay, and gates are sigmoids."""
+
 
 @dataclass(frozen=True, slots=True)
 class NativeStates:

@@ -87,13 +87,13 @@ def why_unsupported(config: ModelConfig, dtype: torch.dtype) -> str | None:
     for part, has in (_parts_of_mixtures(config) | _other_parts(config)).items():
         if has:
             return f"it has no {part}, and this model's layers have {has if isinstance(has, str) else 'it'}"
-    if config.recurrent is not None and config.recurrent.native_shape() is None:
-        return f"it has no {config.recurrent.native_lack}, which this model has"
     pair = 4 // dtype.itemsize
     parts = [layer.dense.size for layer in config.layers if layer.dense is not None]
     inner = sorted({config.hidden_size, *parts, *(size for it in config.attention_shapes for size in _inputs_of(it))})
     inner += [size for it in config.layers if it.experts for size in (it.experts.size, it.experts.shared_size)]
-    inner += [] if config.recurrent is None else [config.recurrent.out_size]
+    inner += (
+        [] if (recurrent := config.recurrent) is None else [recurrent.out_size, *(recurrent.input_parts or ())[1::2]]
+    )
     if reason := native_library.why_unavailable(dtype):
         return reason
     heads = [mixer.head_dim for mixer in config.attention_shapes]
@@ -401,9 +401,9 @@ def _native_mixtures(
 def _native_recurrent(
     recurrent: RecurrentSpec | None, layout: PageLayout
 ) -> tuple[native_model.NativeShape, native_model.NativeStates] | None:
-    if recurrent is None or (shape := recurrent.native_shape()) is None or (places := layout.states) is None:
+    if recurrent is None or (places := layout.states) is None:
         return None
-    return shape, native_model.NativeStates(
+    return recurrent.native_shape(), native_model.NativeStates(
         convs_per_page=places.convs_per_page,
         heads_per_page=places.heads_per_page,
         conv_pages=places.num_conv_pages,

@@ -157,7 +157,8 @@ class Decoder final : public AnyDecoder {
     int outputs(const LayerDesc& w, Group g) const { return projections_.products().outputs(w.product[g]); }
     bool has(const LayerDesc& w, Group g) const { return w.product[g] >= 0 && outputs(w, g); }
     int attended_size(const LayerDesc& w) const { return w.latent.heads ? w.latent.out_size() : w.heads.q_size(); }
-    int ffn(const LayerDesc& w) const { return projections_.products().inputs(w.product[kDown]); }
+    int inputs(const LayerDesc& w, Group g) const { return projections_.products().inputs(w.product[g]); }
+    int ffn(const LayerDesc& w) const { return inputs(w, kDown); }
 
     // Buffers and units of work of the step, the same for all layers.
     void plan(const StepDesc& step) {
@@ -301,7 +302,7 @@ class Decoder final : public AnyDecoder {
         run_product(me, task(step, w, l, kQkv, rows_of(normed_, m_.hidden), y));
         const bool recurs = w.delta.conv && !has(w, kBesideIn);
         const Rows<X> out = rows_of(attended_, recurs ? m_.delta.v_size() : attended_size(w));
-        if (recurs) recur(step, me, w, y, out);
+        if (recurs) recur(step, me, w, l, y, out);
         else if (w.latent.heads) attend_latents(step, me, w, l, y, out);
         else if (m_.float8_kv) attend<Float8<X>>(step, me, w, y, out);
         else attend<T>(step, me, w, y, out);
@@ -327,24 +328,48 @@ class Decoder final : public AnyDecoder {
         if (w.beside_factors)
             each_part(team_, me, step.tokens,
                       [&](int t, bool) { multiply_each(y[t], w.beside_factors, outputs(w, kBesideIn), y[t]); });
-        recur(step, me, w, y, rows_of(beside_, m_.delta.v_size()));
+        recur(step, me, w, l, y, rows_of(beside_, m_.delta.v_size()));
     }
 
     void plan_mixer(const StepDesc& step) {
         const int seen = step.tokens + step.state_accepted[step.rows];
         const bool drafts = m_.most_drafts > 0;
         if (m_.delta.mixer == Mixer::kDelta) delta_.plan(seen, drafts, team_.size());
+        const int latents = projections_.products().most([&](int p) {
+            return projections_.products().group(p) == kDecayUp ? projections_.products().inputs(p) : 0;
+        });
+        if (latents) {
+            grow_rows(gate_latents_, step.tokens, latents), grow_rows(decay_latents_, step.tokens, latents);
+            grow_rows(gates_made_, step.tokens, m_.delta.v_size());
+            grow_rows(decays_made_, step.tokens, m_.delta.decays());
+        }
         if (m_.delta.mixer == Mixer::kMamba2) mamba_.plan(step.tokens, seen, drafts, team_.size());
     }
 
-    // out = what a recurrent mixer with weights w makes of y.
-    void recur(const StepDesc& step, Team::Member& me, const LayerDesc& w, Rows<const float> y, Rows<X> out) {
+    // out = what a recurrent mixer of layer l with weights w makes of y.
+    void recur(const StepDesc& step, Team::Member& me, const LayerDesc& w, int l, Rows<const float> y, Rows<X> out) {
         const PagedStates states{m_, step, w.state_layer};
         switch (m_.delta.mixer) {
-            case Mixer::kDelta: return delta_.run(team_, me, w.delta, states, y, out);
+            case Mixer::kDelta: return delta_.run(team_, me, w.delta, states, delta_inputs(step, me, w, l, y), out);
             case Mixer::kShortConv: return short_conv_.run(team_, me, w.delta, states, y, out);
             case Mixer::kMamba2: return mamba_.run(team_, me, ranks_, w.delta, states, step.tokens, y, out);
         }
+    }
+
+    // What Gated DeltaNet of layer l takes of y, some of which may be latents that products make gates and decays of.
+    DeltaInputs delta_inputs(const StepDesc& step, Team::Member& me, const LayerDesc& w, int l, Rows<const float> y) {
+        if (!has(w, kDecayUp)) return delta_.inputs(y);
+        const int rank = inputs(w, kDecayUp), gates_at = m_.delta.channels(), b = gates_at + rank;
+        const Rows<X> latents[2] = {rows_of(gate_latents_, rank), rows_of(decay_latents_, rank)};
+        const Rows<float> gates = rows_of(gates_made_, m_.delta.v_size()),
+                          decays = rows_of(decays_made_, m_.delta.decays());
+        each_part(team_, me, step.tokens, [&](int t, bool) {
+            convert(y[t] + gates_at, rank, latents[0][t]);
+            convert(y[t] + b + m_.delta.v_heads, rank, latents[1][t]);
+        });
+        run_product(me, task(step, w, l, kOutputGateUp, latents[0], gates));
+        run_product(me, task(step, w, l, kDecayUp, latents[1], decays));
+        return {y, gates, y.from(0, b), decays};
     }
 
     // out = attention of a layer with weights w: q, k and v, which y has, are rotated, and k and v written to their pages, whose
@@ -685,6 +710,8 @@ class Decoder final : public AnyDecoder {
     int logits_wanted_ = 0;  // of the last step: behind them come the rows to score
     Buffer<float> x_, y_;
     Buffer<X> normed_, q_, attended_, act_;
+    Buffer<X> gate_latents_, decay_latents_;
+    Buffer<float> gates_made_, decays_made_;
     Buffer<X> apart_;  // a second part's norm of the residual stream that attention has
     Buffer<X> beside_;  // what a mixer beside attention gives
     bool has_apart_ = false, has_beside_ = false;

@@ -13,12 +13,13 @@
 namespace chorus {
 
 // Groups of a layer's projections with a common input, and outputs side by side: query, key and value; attention's output; gate
-// and up; down; input and output of a mixer beside attention; queries of their latents. In the order of GROUPS in
+// and up; down; input and output of a mixer beside attention; queries, gates of a recurrent mixer's output, and its decays,
+// each of their latents. In the order of GROUPS in
 // ops/native_descriptors.py.
-enum Group : int32_t { kQkv, kO, kGateUp, kDown, kBesideIn, kBesideOut, kQueryUp };
-constexpr int kGroups = 7;
-constexpr Group kEveryGroup[kGroups] = {kBesideIn,  kQkv,    kQueryUp, kO,
-                                        kBesideOut, kGateUp, kDown};  // as a layer computes them
+enum Group : int32_t { kQkv, kO, kGateUp, kDown, kBesideIn, kBesideOut, kQueryUp, kOutputGateUp, kDecayUp };
+constexpr int kGroups = 9;
+constexpr Group kEveryGroup[kGroups] = {kBesideIn, kQkv,       kQueryUp, kOutputGateUp, kDecayUp,
+                                        kO,        kBesideOut, kGateUp,  kDown};  // as a layer computes them
 
 constexpr int kMaxTargets = 6;  // most projections of a group
 

@@ -148,6 +148,9 @@ inline void cap(float* x, int n, float factor, float softcap) {
     for (int i = 0; i < n; i += kLanes) store16(x + i, outer * tanh16(load16(x + i, head(n - i)) * inner), head(n - i));
 }
 
+// 1 / (1 + e^-x)
+inline Floats sigmoid16(Floats x) { return floats(1.0f) / (floats(1.0f) + exp16(min(floats(88.0f), floats(0) - x))); }
+
 // x / (1 + e^-x)
 inline Floats silu16(Floats x) { return x / (floats(1.0f) + exp16(min(floats(88.0f), floats(0) - x))); }
 

@@ -21,8 +21,9 @@ import torch
 
 from chorus.core.model.layer_weights import LayerWeights
 from chorus.memory.pages.adapter_layout import AdapterLayout, AdapterPart
-from chorus.memory.pages.layer_projections import dense_projections
+from chorus.memory.pages.layer_projections import dense_projections, gated_projections, latent_projections
 from chorus.memory.pages.layout import PageLayout
+from chorus.memory.pages.projections import Group, Projections
 from chorus.ops import native, native_library, native_model
 from chorus.ops.elementwise import rotary_table
 from chorus.ops.native_descriptors import NativeActivation, NativeHeadNorm
@@ -31,7 +32,6 @@ from chorus.perf.report.command import conclude, parser
 from chorus.perf.report.table import Table
 
 from ..ops.whole_numbers import WholeNumbers
-from ..tables import LLAMA
 
 RANKS = (1, 1, 2, 3, 3, 4, 5, 6, 7, 8, 9, 11, 15, 16, 17, 21, 31, 32, 33, 48, 64, 65)
 LENGTHS = (1, 2, 3, 4, 5, 7, 11, 12, 13, 16, 23, 33, 47, 48, 49, 64, 70)
@@ -79,22 +79,93 @@ class Tally:
     differing: list[str] = field(default_factory=list)
 
 
-def build(rng: random.Random, dtype: torch.dtype) -> World:
-    """A random model of one to three layers, three to seven adapters, two to six requests."""
+@dataclass(frozen=True)
+class _Heads:
+    """Attention whose heads have keys and values."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+    latent: native_model.LatentShape | None = None
+    """Keys and values are latents, of one K/V head."""
+
+    @classmethod
+    def drawn(cls, rng: random.Random) -> _Heads:
+        kv_heads = rng.choice((1, 1, 2, 3))
+        return cls(kv_heads * rng.choice((1, 2, 3, 5)), kv_heads, 2 * rng.randint(2, 40))
+
+    @classmethod
+    def of_latents(cls, rng: random.Random) -> _Heads:
+        q_rank, sizes = rng.choice((0, 2 * rng.randint(4, 30))), (2 * rng.randint(4, 50), 2 * rng.randint(2, 24))
+        heads, rotated, value = rng.choice((1, 2, 5, 7, 13, 50)), 2 * rng.randint(1, 12), 2 * rng.randint(2, 24)
+        return cls(heads, 1, sizes[0] + rotated, native_model.LatentShape(heads, q_rank, *sizes, rotated, value, 1e-6))
+
+    @property
+    def inputs(self) -> int:
+        """Rows of the input product."""
+        if (latent := self.latent) is None:
+            return (self.heads + 2 * self.kv_heads) * self.head_dim
+        return (latent.q_rank or self.queries) + self.head_dim
+
+    @property
+    def queries(self) -> int:
+        latent = self.latent
+        return self.heads * (self.head_dim if latent is None else latent.key + latent.rotated)
+
+    @property
+    def outputs(self) -> int:
+        """Columns of the output product."""
+        return self.heads * (self.head_dim if self.latent is None else self.latent.value)
+
+    @property
+    def rotated(self) -> int:
+        """Elements of a head that may be rotated."""
+        return self.head_dim if self.latent is None else self.latent.rotated
+
+    def table(self, num_layers: int, hidden: int, ffn: int) -> Projections:
+        if (its := self.latent) is None:
+            return dense_projections(num_layers, hidden, ffn, self.heads, self.kv_heads, self.head_dim)
+        sizes = {"q_rank": its.q_rank, "kv_rank": its.kv_rank, "key": its.key, "rotated": its.rotated}
+        own = latent_projections(hidden, self.heads, **sizes, value=its.value)
+        return Projections((own + gated_projections(hidden, ffn),) * num_layers)
+
+    def weights(self, packed: Any, matrix: Any, vector: Any, own: bool) -> dict[str, Any]:
+        """The layer's weights besides its two products. own: heads have norms."""
+        if (its := self.latent) is None:
+            return {"q_norm": vector(self.head_dim, own), "k_norm": vector(self.head_dim, own)}
+        kv_up = its.pack(matrix(self.heads * (its.key + its.value), its.kv_rank, scale=its.kv_rank**-0.5))
+        found = {"kv_up": kv_up, "k_norm": vector(its.kv_rank)}
+        if its.q_rank:
+            found |= {"q_norm": vector(its.q_rank), "q_up": packed(self.queries, its.q_rank)}
+        return found
+
+
+def build(rng: random.Random, dtype: torch.dtype, *, latents: bool = False) -> World:
+    """A random model of one to three layers, three to seven adapters, two to six requests. latents: keys and values
+    are latents.
+    """
     generator = torch.Generator().manual_seed(rng.getrandbits(32))
 
     def weights(*shape: int, scale: float = 1.0) -> torch.Tensor:
         return (scale * torch.randn(*shape, generator=generator)).to(dtype)
 
-    kv_heads = rng.choice((1, 1, 2, 3))
-    heads = kv_heads * rng.choice((1, 2, 3, 5))
-    head_dim = 2 * rng.randint(2, 40)
+    it = _Heads.of_latents(rng) if latents else _Heads.drawn(rng)
+    heads, kv_heads, head_dim = it.heads, it.kv_heads, it.head_dim
     hidden, ffn = 2 * rng.randint(8, 90), rng.choice((2 * rng.randint(8, 120), 32 * rng.randint(1, 7)))
     num_layers, vocab = rng.randint(1, 3), rng.choice(VOCAB)
     q, kv = heads * head_dim, kv_heads * head_dim
-    float8_kv = rng.random() < 0.3
-    layout = PageLayout(num_layers, kv_heads, head_dim, rng.choice((4, 16, 32)), dtype.itemsize, float8_kv=float8_kv)
-    table = dense_projections(num_layers, hidden, ffn, heads, kv_heads, head_dim)
+    float8_kv = rng.random() < 0.3 and not latents
+    layout = PageLayout(
+        num_layers,
+        kv_heads,
+        head_dim,
+        rng.choice((4, 16, 32)),
+        dtype.itemsize,
+        float8_kv=float8_kv,
+        value_dim=it.latent and it.latent.kv_rank,
+    )
+    table = it.table(num_layers, hidden, ffn)
     own = rng.random() < 0.3
     biased = rng.random() < 0.5
 
@@ -114,13 +185,12 @@ def build(rng: random.Random, dtype: torch.dtype) -> World:
         LayerWeights(
             attention_norm=vector(hidden),
             mlp_norm=vector(hidden),
-            qkv=packed(q + 2 * kv, hidden),
-            o=packed(hidden, q),
+            qkv=packed(it.inputs, hidden),
+            o=packed(hidden, it.outputs),
             gate_up=packed(2 * ffn, hidden),
             down=packed(hidden, ffn),
-            qkv_bias=bias(q + 2 * kv),
-            q_norm=vector(head_dim, own),
-            k_norm=vector(head_dim, own),
+            qkv_bias=bias(it.inputs),
+            **it.weights(packed, weights, vector, own),
             o_bias=bias(hidden),
             gate_up_bias=bias(2 * ffn),
             down_bias=bias(hidden),
@@ -132,7 +202,7 @@ def build(rng: random.Random, dtype: torch.dtype) -> World:
         Request([rng.randrange(vocab) for _ in range(rng.randint(100, 260) if longest and not i else length)], [])
         for i, length in enumerate(rng.choices(LENGTHS, k=rng.randint(2, 6)))
     ]
-    plans = [_parts(rng, num_layers) for _ in range(rng.randint(3, 7))]
+    plans = [_parts(rng, table) for _ in range(rng.randint(3, 7))]
     placed = [AdapterLayout.build(parts, table, layout.page_elems, dtype.itemsize) for parts in plans]
     needed = [layout.pages_for_tokens(len(request.tokens)) for request in requests]
     count = 1 + sum(needed) + sum(adapter.num_pages for adapter in placed)
@@ -150,12 +220,16 @@ def build(rng: random.Random, dtype: torch.dtype) -> World:
     for request in requests:
         request.entries = _entries(rng, len(adapters))
     requests_end = max(len(request.tokens) for request in requests)
-    values = [_values(rng, head_dim, requests_end) for _ in range(num_layers)]
+    values = [_values(rng, it.rotated, requests_end) for _ in range(num_layers)]
+    if it.latent is not None:
+        for index, own in enumerate(values):
+            ((module, _, _),) = table.columns(index, Group.KV_UP)
+            own.latent = native_model.LatentPlace(it.latent, module, index * layout.block_tokens * head_dim)
     for layer, own in zip(layers, values, strict=True):
         if float8_kv:
             own.k_scale, own.v_scale = rng.choice((1.0, 0.01)), rng.choice((1.0, 0.003))
         _place_norms(rng, layer, own, vector)
-        if layer.q_norm is not None and rng.random() < 0.3:
+        if layer.q_norm is not None and rng.random() < 0.3 and not latents:
             own.head_norm, layer.q_norm, layer.k_norm = NativeHeadNorm.ALL, vector(q), vector(kv)
     model = native_model.NativeModel(
         hidden=hidden,
@@ -212,9 +286,10 @@ def _place_norms(rng: random.Random, layer: LayerWeights, values: native_model.L
         layer.mlp_norm = None  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def _parts(rng: random.Random, num_layers: int) -> list[AdapterPart]:
+def _parts(rng: random.Random, table: Projections) -> list[AdapterPart]:
     """One rank for all modules, or two that share them out."""
-    modules = [name for name in LLAMA if rng.random() < 0.7] or ["q_proj"]
+    num_layers = table.num_layers
+    modules = [name for name in table.names if rng.random() < 0.7] or [table.names[0]]
     cut = rng.randint(1, len(modules)) if rng.random() < 0.3 else len(modules)
     layers = tuple(range(num_layers)) if rng.random() < 0.8 else (rng.randrange(num_layers),)
     shares = [tuple(share) for share in (modules[:cut], modules[cut:]) if share]
@@ -327,7 +402,7 @@ def _close(segments: Segments, world: World, entries: list[int] | None, begin: i
 def compare(seed: int, dtype: torch.dtype, tally: Tally, runs: int = 4) -> None:
     """Build a random case; run its requests alone, then `runs` times together."""
     rng = random.Random(seed)
-    world = build(rng, dtype)
+    world = build(rng, dtype, latents=seed % 4 == 3)
     alone = native.NativeDecoder(world.model, 1)
     expected = []
     for index, request in enumerate(world.requests):

@@ -10,6 +10,10 @@ namespace {
 constexpr int kHidden = 72, kLayers = 3, kHeads = 6, kKvHeads = 2, kHeadDim = 20, kVocab = 203, kBlock = 16;
 constexpr Group kDense[] = {kQkv, kO, kGateUp, kDown};
 constexpr int kQ = kHeads * kHeadDim, kKv = kKvHeads * kHeadDim, kPages = 200, kTable = 12, kRank = 5;
+// Of latents: of queries and of keys and values, elements of a key and of a value.
+constexpr int kQueryRank = 26, kKvRank = 28, kRotated = 12, kKey = 20, kValue = 14,
+              kQueries = kHeads * (kKey + kRotated), kMade = kHeads * (kKey + kValue), kDenseModules = 7,
+              kAllModules = 9;
 
 uint64_t state = 1;
 float random_number() {  // from -0.5 to 0.5
@@ -103,8 +107,9 @@ template <class Weight, class Vector> struct Experts {
 
 // kFfn: not a multiple of a panel, or one, by which gate and up get panels of their own. kinds: layers differ from Llama's.
 // bits: of whole-number weights, in groups of 24 with zero points; 0: none are. float8: keys and values are in FP8. mixes:
-// layer 1 has experts.
-template <class T, int kFfn> void run(bool kinds, int bits = 0, bool float8 = false, bool mixes = false) {
+// layer 1 has experts. latents: its keys and values are latents.
+template <class T, int kFfn>
+void run(bool kinds, int bits = 0, bool float8 = false, bool mixes = false, bool latents = false) {
     std::vector<std::vector<T>> weights;
     std::vector<std::vector<float>> vectors;
     auto weight = [&](int n, int k) -> const void* {  // in panels; what lies beyond n is never stored
@@ -151,13 +156,17 @@ template <class T, int kFfn> void run(bool kinds, int bits = 0, bool float8 = fa
         layer.k_scale = float8 ? 0.03f : 1, layer.v_scale = float8 ? 0.004f : 1;
     }
     const ProductDesc products[] = {{kQkv, kHidden, 3, {{0, 0, kQ}, {1, kQ, kKv}, {2, kQ + kKv, kKv}}},
-                                               {kO, kQ, 1, {{3, 0, kHidden}}},
-                                               {kGateUp, kHidden, 2, {{4, 0, kFfn}, {5, kFfn, kFfn}}},
-                                               {kDown, kFfn, 1, {{6, 0, kHidden}}},
-                                               {kGateUp, 0, 0, {}},
-                                               {kDown, 0, 0, {}}};  // the last: of a layer with experts
+                                    {kO, kQ, 1, {{3, 0, kHidden}}},
+                                    {kGateUp, kHidden, 2, {{4, 0, kFfn}, {5, kFfn, kFfn}}},
+                                    {kDown, kFfn, 1, {{6, 0, kHidden}}},
+                                    {kGateUp, 0, 0, {}},
+                                    {kDown, 0, 0, {}},  // with the one before: of a layer with experts
+                                    {kQkv, kHidden, 2, {{0, 0, kQueryRank}, {1, kQueryRank, kKvRank + kRotated}}},
+                                    {kQueryUp, kQueryRank, 1, {{7, 0, kQueries}}},
+                                    {kO, kHeads * kValue, 1, {{3, 0, kHidden}}}};
     for (int l = 0; l < kLayers; l++) {
-        layers[l].page_layer = l, layers[l].product[kBesideIn] = layers[l].product[kBesideOut] = -1;
+        layers[l].page_layer = l;
+        std::fill_n(layers[l].product, (int)kGroups, -1);
         layers[l].attention_in_factor = layers[l].attention_out_factor = layers[l].gate_factor = layers[l].part_factor =
             1;
         for (const Group group : kDense) layers[l].product[group] = group;
@@ -165,7 +174,7 @@ template <class T, int kFfn> void run(bool kinds, int bits = 0, bool float8 = fa
     ModelDesc model{};
     model.hidden = kHidden, model.layers = kLayers, model.vocab = kVocab, model.block_tokens = kBlock,
     model.page_groups = 1;
-    model.num_products = 6, model.eps = 1e-5f, model.embedding_multiplier = model.logits_scale = 1;
+    model.num_products = 9, model.eps = 1e-5f, model.embedding_multiplier = model.logits_scale = 1;
     model.layer = layers, model.products = products, model.embed = embed.data(),
     model.lm_head = weight(kVocab, kHidden);
     model.norm = norm, model.arena = arena.data(), model.page_elems = page_elems;
@@ -185,13 +194,42 @@ template <class T, int kFfn> void run(bool kinds, int bits = 0, bool float8 = fa
         layers[1].experts = &experts.desc, layers[1].mixture_targets = experts.targets, layers[1].experts_factor = 0.9f;
         layers[1].product[kGateUp] = 4, layers[1].product[kDown] = 5;
     }
+    if (latents) {
+        LayerDesc& layer = layers[1];
+        layer.weights[kQkv] = weight(kQueryRank + kKvRank + kRotated, kHidden), layer.bias[kQkv] = nullptr;
+        layer.weights[kQueryUp] = weight(kQueries, kQueryRank), layer.weights[kO] = weight(kHidden, kHeads * kValue);
+        layer.integers[kQkv] = layer.integers[kO] = {};
+        layer.product[kQkv] = 6, layer.product[kQueryUp] = 7, layer.product[kO] = 8;
+        const int panels = (kKvRank + kPanel - 1) / kPanel, values = (kValue + kPanel - 1) / kPanel;
+        const void* kv_up = weight(kPanel * kHeads, panels * kKey + values * kKvRank);
+        layer.latent = {kHeads,
+                        kQueryRank,
+                        kKvRank,
+                        kKey,
+                        kRotated,
+                        kValue,
+                        kinds ? 8 : kRotated,
+                        kinds,
+                        0,
+                        8,
+                        1e-6f,
+                        0.2f,
+                        vector(kQueryRank, 0.3f, 1),
+                        vector(kKvRank, 0.3f, 1),
+                        cos,
+                        sin,
+                        kinds ? vector(256, 0.3f, 1) : nullptr,
+                        2 * kBlock * kKv,
+                        kv_up,
+                        kinds ? vector(kMade, 0.3f, 0) : nullptr};
+    }
     Decoder<T> decoder(model, 2);
 
     Adapter adapter{};
-    const int in[] = {kHidden, kHidden, kHidden, kQ, kHidden, kHidden, kFfn},
-              out[] = {kQ, kKv, kKv, kHidden, kFfn, kFfn, kHidden};
+    const int in[] = {kHidden, kHidden, kHidden, kQ, kHidden, kHidden, kFfn, kQueryRank, kKvRank},
+              out[] = {kQ, kKv, kKv, kHidden, kFfn, kFfn, kHidden, kQueries, kMade};
     for (int m = 0; m < kModules; m++) adapter.a_offset[m] = adapter.b_offset[m] = -1;
-    for (int m = 0; m < 7; m++) {
+    for (int m = 0; m < (latents ? kAllModules : kDenseModules); m++) {
         adapter.a_offset[m] = (int)adapter.slab_elems, adapter.b_offset[m] = (int)adapter.slab_elems + in[m];
         adapter.slab_elems += in[m] + out[m];
     }
@@ -249,6 +287,7 @@ template <class T, int kFfn> void run(bool kinds, int bits = 0, bool float8 = fa
         step({60, 5}, {76, 36}, segments);
     }
     for (const Group group : kDense) {
+        if (latents && group <= kO) continue;  // layer 1 has others
         std::vector<T> out((size_t)(outputs[group] + kPanel - 1) / kPanel * kPanel * inputs[group]);
         const MergeDesc desc{
             layers[1].weights[group], layers[1].integers[group], out.data(), group, 1, adapters + 1, 2};
@@ -277,5 +316,9 @@ int main() {
     for (const bool kinds : {false, true}) {
         run<float, 136>(kinds, 0, false, true);
         run<bf16, 160>(kinds, 0, false, true);
+    }
+    for (const bool kinds : {false, true}) {
+        run<float, 136>(kinds, 0, false, false, true);
+        run<bf16, 160>(kinds, 0, false, true, true);
     }
 }
