@@ -304,7 +304,8 @@ class GatedDelta {
             if (to) to[kept_b] = b;
             if (s_.by_channel) continue;
             const float a = known ? draft(t).in[kept_a] : in.a[row.mixed(t)][v_head];
-            gates_of[0] = decay_of(a + w.dt_bias[v_head], rate);
+            const float x = a + w.dt_bias[v_head], softplus = x > 20 ? x : std::log1p(std::exp(x));
+            gates_of[0] = std::exp(-rate * softplus);
             if (to) to[kept_a] = a;
         }
     }
@@ -318,17 +319,15 @@ class GatedDelta {
             const float* from = t < row.accepted ? draft(t).in + kept : a[row.mixed(t)] + first;
             const float* key = convolved()[row.place(t)] + s_.k_size() + first;
             float *decays = gates()[row.place(t)] + decays_at(v_head), *decayed = decays + k_dim;
-            for (int i = 0; i < k_dim; i++) {
-                decays[i] = decay_of(from[i] + w.dt_bias[first + i], rate);
-                decayed[i] = decays[i] * key[i];
+            for (int c = 0; c < k_dim; c += kLanes) {
+                const Head here = head_of(k_dim - c);
+                const Floats x = load16(from + c, here) + load16(w.dt_bias + first + c, here);
+                const Floats decay = exp16(floats(-rate) * softplus16(x));
+                store16(decays + c, decay, here);
+                store16(decayed + c, decay * load16(key + c, here), here);
             }
             if (t >= row.kept()) std::memcpy(draft(t - row.kept()).out + kept, from, k_dim * sizeof(float));
         }
-    }
-
-    static float decay_of(float x, float rate) {
-        const float softplus = x > 20 ? x : std::log1p(std::exp(x));
-        return std::exp(-rate * softplus);
     }
 
     // The delta rule and the gated norm of a head's tokens, on a thread.

@@ -42,7 +42,8 @@ struct LatentUnit {
     int row, token, tokens, head, heads;
 };
 
-// Append units of about kQueryBlock query vectors, and so many that all threads have work.
+// Make units of about kQueryBlock query vectors, and so many that all threads have work: one each where a single row has all
+// of it, as every unit lays the row's latents out anew.
 //
 //   qo_indptr   [rows + 1]: where each row's tokens begin
 //   kv_lens     [rows]
@@ -53,24 +54,24 @@ struct LatentUnit {
 inline void latent_units(const int32_t* qo_indptr, const int32_t* kv_lens, int rows, int begin, int end, int heads,
                          int threads, std::vector<LatentUnit>& units) {
     units.clear();
-    const auto tokens_of = [&](int row) {
-        return std::max(0, std::min(end, qo_indptr[row + 1]) - std::max(begin, qo_indptr[row]));
+    const auto first_of = [&](int row) { return std::max(begin, qo_indptr[row]); };
+    const auto work_of = [&](int row) {
+        return (int64_t)kv_lens[row] * std::max(0, std::min(end, qo_indptr[row + 1]) - first_of(row));
     };
     int64_t total = 0;
-    for (int row = 0; row < rows; row++) total += (int64_t)tokens_of(row) * kv_lens[row];
-    const int block = std::max(1, kQueryBlock / heads), tiles = (heads + kQueryTile - 1) / kQueryTile;
+    for (int row = 0; row < rows; row++) total += work_of(row);
+    const int block = std::max(1, kQueryBlock / heads), least = (heads + kQueryBlock - 1) / kQueryBlock;
     for (int row = 0; row < rows; row++) {
-        const int count = tokens_of(row), first = std::max(begin, qo_indptr[row]);
-        if (!count) continue;
-        const int of_tokens = (count + block - 1) / block;
-        const int64_t wanted =
-            threads == 1 ? 1 : (2 * threads * ((int64_t)count * kv_lens[row]) + total - 1) / total / of_tokens;
-        const int parts =
-            (int)std::min<int64_t>(tiles, std::max<int64_t>(wanted, (heads + kQueryBlock - 1) / kQueryBlock));
-        for (int t = first; t < first + count; t += block)
+        const int64_t work = work_of(row);
+        if (!work) continue;
+        const int first = first_of(row), last = std::min(end, qo_indptr[row + 1]);
+        const int of_tokens = (last - first + block - 1) / block;
+        const int64_t share = threads == 1 ? 0 : (work == total ? 1 : 2) * threads * work;
+        const int parts = std::min(heads, std::max(least, (int)((share + total - 1) / total / of_tokens)));
+        for (int t = first; t < last; t += block)
             for (int p = 0; p < parts; p++) {
-                const int head = tiles * p / parts * kQueryTile, last = tiles * (p + 1) / parts * kQueryTile;
-                units.push_back({row, t, std::min(block, first + count - t), head, std::min(heads, last) - head});
+                const int head = heads * p / parts;
+                units.push_back({row, t, std::min(block, last - t), head, heads * (p + 1) / parts - head});
             }
     }
 }

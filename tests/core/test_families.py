@@ -122,7 +122,7 @@ def prompts() -> list[list[int]]:
 
 
 @pytest.mark.native
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, "youtu", "minicpm-3"])
 def test_native_bfloat16_is_float32_within_rounding(tmp_path, prompts, family):
     save_family(family, tmp_path, torch.bfloat16, initializer_range=0.1)
     want = logits_of(executor_of(tmp_path, dtype="float32", cpu_kernels="torch"), prompts)
