@@ -1,15 +1,19 @@
 // Causal attention over pages of latents (MLA, DeepSeek-V2, arXiv 2405.04434 §2.1): all query heads share one key, and its
 // first elements are its value.
 //
-// Many queries read the same latents, so a step computes here rather than streams: latents are laid out some at a time, and
-// the queries of a unit, which are of several heads and tokens, pass over them. Prompts and single tokens go the same way,
-// and every score and output is computed in one order: a token's bits depend neither on chunks nor on the batch.
+// Many queries read the same latents, so a step computes here rather than streams: latents are laid out as panels some at a
+// time, and the queries of a unit, which are of several heads and tokens, are multiplied with them. Prompts and single tokens
+// go the same way, and a query takes its keys in the same parts whatever else is computed: a token's bits depend neither on
+// chunks nor on the batch.
 #pragma once
-#include "prefill_attention.h"
+#include "attention.h"
+#include "sgmv.h"
+#include "tiles.h"
 
 namespace chorus {
 
-constexpr int kLatentKeys = 64;  // that are laid out at once: a multiple of 2 · kLanes
+constexpr int kLatentKeys = 64;  // that are laid out at once: whole panels
+constexpr int kLatentQueries = 64;  // query vectors (token, head) of a unit
 
 // Latent attention of a layer. Mirrors LatentDescriptor of ops/native_descriptors.py.
 struct LatentDesc {
@@ -42,7 +46,7 @@ struct LatentUnit {
     int row, token, tokens, head, heads;
 };
 
-// Make units of about kQueryBlock query vectors, and so many that all threads have work: one each where a single row has all
+// Make units of about kLatentQueries query vectors, and so many that all threads have work: one each where a single row has all
 // of it, as every unit lays the row's latents out anew.
 //
 //   qo_indptr   [rows + 1]: where each row's tokens begin
@@ -60,7 +64,7 @@ inline void latent_units(const int32_t* qo_indptr, const int32_t* kv_lens, int r
     };
     int64_t total = 0;
     for (int row = 0; row < rows; row++) total += work_of(row);
-    const int block = std::max(1, kQueryBlock / heads), least = (heads + kQueryBlock - 1) / kQueryBlock;
+    const int block = std::max(1, kLatentQueries / heads), least = (heads + kLatentQueries - 1) / kLatentQueries;
     for (int row = 0; row < rows; row++) {
         const int64_t work = work_of(row);
         if (!work) continue;
@@ -76,66 +80,59 @@ inline void latent_units(const int32_t* qo_indptr, const int32_t* kv_lens, int r
     }
 }
 
-// sums[r] += Σ_s p[r][s] · v[s] over the keys of a block that each of ROWS queries sees. Other keys stay out of its sum: what
-// they hold may be NaN.
-//
-//   p        [ROWS, keys]: weights
-//   v        [keys / pair, whole_columns(columns), pair], as `join_values` lays them out
-//   visible  [ROWS] keys that each sees; of the last the most
-//   columns  elements of a value
-//   sums     [ROWS, whole_columns(columns)], in the order of `join_values`
-template <class X, int ROWS>
-inline void add_values(Rows<const X> p, const X* v, const int* visible, int columns, Rows<float> sums) {
-    using K = Kind<X>;
-    constexpr int count = kTileVectors / kQueryTile;  // registers of columns
-    const long step = (long)whole_columns(columns) * K::pair;
-    for (int c = 0; c < columns; c += count * kLanes) {
-        Floats acc[ROWS][count];
-#pragma GCC unroll 24
-        for (int i = 0; i < ROWS * count; i++)
-            acc[i / count][i % count] = load16(sums[i / count] + c + i % count * kLanes);
-        const X* from = v + (long)c * K::pair;
-        int s = 0;
-        for (; s + K::pair <= visible[0]; s += K::pair, from += step) {
-            typename K::Reg values[count];
-#pragma GCC unroll 4
-            for (int j = 0; j < count; j++) values[j] = K::load(from + j * K::width);
-#pragma GCC unroll 6
-            for (int r = 0; r < ROWS; r++) {
-                const auto weight = K::broadcast(p[r] + s);
-#pragma GCC unroll 4
-                for (int j = 0; j < count; j++) acc[r][j] = K::mac(acc[r][j], values[j], weight);
-            }
-        }
-        for (; s < visible[ROWS - 1]; s += K::pair, from += step)
-#pragma GCC unroll 6
-            for (int r = 0; r < ROWS; r++) {
-                if (visible[r] <= s) continue;
-                const auto weight = K::broadcast(p[r] + s);
-#pragma GCC unroll 4
-                for (int j = 0; j < count; j++) {
-                    auto values = K::load(from + j * K::width);
-                    if (visible[r] == s + 1) values = K::first(values);
-                    acc[r][j] = K::mac(acc[r][j], values, weight);
-                }
-            }
-#pragma GCC unroll 24
-        for (int i = 0; i < ROWS * count; i++)
-            store16(sums[i / count] + c + i % count * kLanes, acc[i / count][i % count]);
-    }
+// Memory of a thread for `attend_latents`.
+template <class X>
+struct LatentScratch {
+    Buffer<X> keys, values;  // of a block
+    Buffer<float> scores, sums;
+    std::vector<float> factors;
+    std::vector<const void*> places;
+};
+
+// y (+)= x · wᵀ of one panel: in bf16 by tiles where the level has them.
+template <class X>
+inline void multiply_panel(Rows<const X> x, int rows, Panel<X> w, const Outputs& out) {
+#ifdef CHORUS_AMX
+    if constexpr (std::is_same_v<X, bf16>) return tiles_product<AmxTiles>(x, rows, w, out, 0);
+#endif
+    panel_product<X>(x, rows, w, out);
 }
 
-// scores[r] = q[r] · key of ROWS queries and `keys` keys of a block, a multiple of 2 · kLanes; other parameters as of
-// `column_scores`.
-template <class X, int ROWS>
-inline void block_scores(const X* const* q, const float* columns, int words, int keys, Rows<float> scores) {
-    constexpr int blocks = kTileVectors >= 24 ? 2 : 1, rows = std::min(ROWS, kTileVectors / (2 * blocks));
-    for (int s = 0; s < keys; s += blocks * kLanes) {
-        const float* own = columns + (long)s * words;
-        int r = 0;
-        for (; r + rows <= ROWS; r += rows) column_scores<X, rows, blocks>(q + r, own, words, scores.from(r, s));
-        if constexpr (ROWS % rows) column_scores<X, ROWS % rows, blocks>(q + r, own, words, scores.from(r, s));
-    }
+// Lay keys out as a panel, one in each column.
+//
+//   keys   [kPanel], addresses
+//   words  of a key in memory
+//   panel  [words · steps, kPanel], a word each: written
+template <class T>
+inline void pack_keys(const T* const* keys, int words, float* panel) {
+    using K = Kind<T>;
+    for (int half = 0; half < 2; half++)
+        for (int first = 0; first < words; first += 8) {
+            const int count = std::min(8, words - first);
+            Floats columns[8];
+            key_columns(keys + half * kLanes, first * K::pair, count, columns);
+            for (int w = 0; w < count; w++)
+                for (int s = 0; s < K::steps; s++) {
+                    const auto word = K::step(as_words(columns[w]), s);
+                    memcpy(panel + ((first + w) * K::steps + s) * kPanel + half * kLanes, &word, sizeof word);
+                }
+        }
+}
+
+// sums += p · values, of rows that see the first `keys` keys of a block. What lies behind them may be NaN.
+//
+//   p       [rows, keys]: weights
+//   values  a panel of the block's values, one in each row of it
+//   sums    [rows, columns]
+template <class X>
+inline void add_values(Rows<const X> p, int rows, const X* values, int keys, const Outputs& sums) {
+    constexpr int pair = Kind<X>::pair;
+    const int whole = keys / pair * pair;
+    if (whole) multiply_panel<X>(p, rows, {values, whole}, sums);
+    if (whole == keys) return;
+    X last[pair * kPanel];
+    for (int i = 0; i < pair * kPanel; i++) last[i] = i % pair ? X(0) : values[(long)whole * kPanel + i];
+    multiply_panel<X>(p.from(0, whole), rows, {last, pair}, sums);
 }
 
 // out = softmax(q · Kᵀ · scale) · V of a unit.
@@ -143,78 +140,74 @@ inline void block_scores(const X* const* q, const float* columns, int words, int
 //   cache    the layer: its key is a latent and a rotated key
 //   columns  leading elements of a key that are its value
 //   unit     tokens of a row, and query heads
-//   q        [tokens of the step, heads · head_dim]
-//   out      [tokens of the step, heads · columns]
+//   q, out   [tokens of the step · heads, head_dim] and [tokens of the step · heads, columns]
 //   row      its tokens, the unit's included
 //   row_end  the step's token behind the row's last
-//   scratch  memory of the thread
+//   own      memory of the thread
 template <class T>
 inline void attend_latents(const PagedCache<T>& cache, int columns, const LatentUnit& unit, Rows<const Act<T>> q,
-                           Rows<Act<T>> out, KvRow row, int row_end, AttentionScratch& scratch) {
+                           Rows<Act<T>> out, KvRow row, int row_end, LatentScratch<Act<T>>& own) {
     using X = Act<T>;
-    constexpr int pair = Kind<X>::pair, twice = 2 * kLanes;
-    const int queries = unit.tokens * unit.heads, head_dim = cache.head_dim, words = head_dim / pair;
-    const auto token_of = [&](int i) { return unit.token + i / unit.heads; };
-    const auto head_of = [&](int i) { return unit.head + i % unit.heads; };
-    const auto visible = [&](int i) { return row.length - (row_end - 1 - token_of(i)); };  // keys up to its own
-    const auto whole = [](int count) { return (count + twice - 1) / twice * twice; };
-    const int seen = visible(queries - 1), padded = whole(seen), wide = whole_columns(columns);
-    grow(scratch.scores, (size_t)queries * padded);
-    grow(scratch.keys, (size_t)kLatentKeys * words);
-    grow(scratch.values, (size_t)kLatentKeys / pair * wide);  // a pair of bf16 is as large as a float32
-    grow(scratch.places, kLatentKeys);
-    grow(scratch.factors, queries);
-    scratch.sums.assign((size_t)queries * wide, 0.0f);
-    const T** places = (const T**)scratch.places.data();
-    const Rows<float> scores{scratch.scores.data(), padded}, sums{scratch.sums.data(), wide};
-    // run(rows, i, block's keys that the last of queries i … sees)
-    const auto each_tile = [&](int begin, auto run) {
-        for (int i = 0; i < queries; i += kQueryTile) {
-            const int count = std::min(kQueryTile, queries - i), most = visible(i + count - 1) - begin;
-            if (most > 0) with_number<kQueryTile>(count, [&](auto rows) { run(rows, i, std::min(most, kLatentKeys)); });
-        }
-    };
+    const int heads = cache.group, head_dim = cache.head_dim, queries = unit.tokens * unit.heads;
+    const auto visible = [&](int t) { return row.length - (row_end - 1 - (unit.token + t)); };  // keys up to its own
+    const auto row_of = [&](int t) { return (long)(unit.token + t) * heads + unit.head; };
+    const int seen = visible(unit.tokens - 1), padded = (seen + kPanel - 1) / kPanel * kPanel;
+    const int words = head_dim / Kind<X>::pair, panels = (columns + kPanel - 1) / kPanel;
+    // Rows of tokens with all heads lie one after the other.
+    const int together = unit.heads == heads ? unit.tokens : 1, rows = together * unit.heads;
+    grow(own.keys, (size_t)kLatentKeys * head_dim);
+    grow(own.values, (size_t)kLatentKeys * panels * kPanel);
+    grow(own.places, kLatentKeys);
+    grow(own.factors, queries);
+    grow_rows(own.scores, queries, padded);
+    grow_rows(own.sums, queries, columns);
+    const T** places = (const T**)own.places.data();
+    const Rows<float> scores = rows_of(own.scores, padded), sums = rows_of(own.sums, columns);
     for (int begin = 0; begin < seen; begin += kLatentKeys) {
-        const int count = std::min(kLatentKeys, seen - begin), room = whole(count);
+        const int count = std::min(kLatentKeys, seen - begin);
         cache.locate(cache.k, row.pages, begin, count, places);
-        for (int s = count; s < room; s++) places[s] = places[count - 1];
-        for (int s = 0; s < room; s += kLanes)
-            transpose_keys(places + s, 0, head_dim / Kind<T>::pair, scratch.keys.data() + (long)s * words);
-        each_tile(begin, [&](auto rows, int i, int most) {
-            const X* of[kQueryTile];
-            for (int r = 0; r < rows(); r++) of[r] = q[token_of(i + r)] + (long)head_of(i + r) * head_dim;
-            block_scores<X, rows()>(of, scratch.keys.data(), words, whole(most), scores.from(i, begin));
-        });
+        std::fill(places + count, places + kLatentKeys, places[count - 1]);
+        for (int s = 0; s < count; s += kPanel) {
+            float* panel = (float*)own.keys.data() + (long)s * words;
+            pack_keys(places + s, head_dim / Kind<T>::pair, panel);
+            for (int t = 0; t < unit.tokens; t += together)
+                if (visible(t + together - 1) > begin + s)
+                    multiply_panel<X>(q.from(row_of(t)), rows, {(const X*)panel, head_dim},
+                                      {scores.from(t * unit.heads, begin + s), kPanel, false, nullptr});
+        }
     }
     for (int i = 0; i < queries; i++) {
-        const int own = visible(i);
-        scratch.factors[i] = weights_of<X>(cache, scores[i], 0, own, (own + kLanes - 1) / kLanes * kLanes, head_of(i));
+        const int last = visible(i / unit.heads);
+        own.factors[i] = weights_of<X>(cache, scores[i], 0, last, (last + kLanes - 1) / kLanes * kLanes, 0);
+        std::fill_n(sums[i], columns, 0.0f);
     }
-    const Rows<const X> weights{(const X*)scores.data, padded * (long)(sizeof(float) / sizeof(X))};
+    const Rows<const X> weights{(const X*)scores.data, scores.stride * (long)(sizeof(float) / sizeof(X))};
     for (int begin = 0; begin < seen; begin += kLatentKeys) {
         const int count = std::min(kLatentKeys, seen - begin);
         cache.locate(cache.v, row.pages, begin, count, places);
-        for (int s = 0; s < count; s += pair) {
-            const T *one = places[s], *other = s + pair <= count ? places[s + pair - 1] : nullptr;
-            float* to = scratch.values.data() + (long)(s / pair) * wide;
-            for (int c = 0; c < wide; c += twice) {
-                typename Kind<X>::Reg joined[2];
-                join_values<2>(one + c, other ? other + c : nullptr, columns - c, joined);
-                memcpy(to + c, joined, sizeof joined);
+        for (int p = 0; p < panels; p++) {
+            const int c = p * kPanel, width = std::min(kPanel, columns - c);
+            X* panel = own.values.data() + (long)c * kLatentKeys;
+            pack_rows(places, count, c, width, panel);
+            const auto add = [&](int t, int tokens, int keys) {
+                const int i = t * unit.heads;
+                add_values<X>(weights.from(i, begin), tokens * unit.heads, panel, keys,
+                              {sums.from(i, c), width, true, nullptr});
+            };
+            for (int t = 0; t < unit.tokens; t++) {
+                if (visible(t) >= begin + kLatentKeys) {  // as do those behind it
+                    add(t, unit.tokens - t, kLatentKeys);
+                    break;
+                }
+                if (visible(t) > begin) add(t, 1, visible(t) - begin);
             }
         }
-        each_tile(begin, [&](auto rows, int i, int) {
-            int own[kQueryTile];
-            for (int r = 0; r < rows(); r++) own[r] = std::clamp(visible(i + r) - begin, 0, count);
-            add_values<X, rows()>(weights.from(i, begin), (const X*)scratch.values.data(), own, columns, sums.from(i));
-        });
     }
     for (int i = 0; i < queries; i++) {
-        X* to = out[token_of(i)] + (long)head_of(i) * columns;
-        for (int c = 0; c < columns; c += twice) {
-            const float* from = sums[i] + c;
-            const Floats both[2] = {load16(from), load16(from + kLanes)};
-            store_sums<2>(both, scratch.factors[i], columns - c, to + c);
+        X* to = out[row_of(i / unit.heads) + i % unit.heads];
+        for (int c = 0; c < columns; c += kLanes) {
+            const Head here = head(columns - c);
+            store16(to + c, load16(sums[i] + c, here) * floats(own.factors[i]), here);
         }
     }
 }

@@ -56,8 +56,8 @@ class LatentsPart {
         for (size_t i = 0; i < layers_.size(); i++) {
             const LatentDesc& w = layers_[i];
             grow_rows(normed_, step.tokens, w.q_rank);
-            grow_rows(queries_, block, w.heads * w.dim());
-            grow_rows(latents_, block, w.heads * w.kv_rank);
+            grow_rows(queries_, block * w.heads, w.dim());
+            grow_rows(latents_, block * w.heads, w.kv_rank);
             most = std::max({most, w.kv_rank, w.query(), w.value});
             Plan& plan = plans_[i];
             plan.resize((step.tokens + kBlock - 1) / kBlock);
@@ -124,8 +124,8 @@ class LatentsPart {
         const Plan& plan = plans_[plan_of(w)];
         for (size_t b = 0; b < plan.size(); b++) {
             const int begin = b * kBlock, end = std::min(step.tokens, begin + kBlock);
-            const Rows<X> queries = rows_of(queries_, w.heads * w.dim()).from(-begin);
-            const Rows<X> latents = rows_of(latents_, w.heads * w.kv_rank).from(-begin);
+            const Rows<X> queries = rows_of(queries_, w.dim()).from(-begin * w.heads);
+            const Rows<X> latents = rows_of(latents_, w.kv_rank).from(-begin * w.heads);
             each_unit(me, w.heads, begin, end, w.kv_rank,
                       [&](const Unit& unit, bool more) { absorb(me, step, w, layer, unit, q, queries, more); });
             plan[b].each(team_, me, [&](const LatentUnit& unit, const LatentUnit*) {
@@ -156,7 +156,7 @@ class LatentsPart {
         Buffer<X> h;
         LoraScratch<T> lora;
         FixedScratch<T> fixed;
-        AttentionScratch attention;
+        LatentScratch<X> attention;
     };
 
     static bool is_alike(const LatentDesc& a, const LatentDesc& b) {
@@ -211,7 +211,7 @@ class LatentsPart {
             std::copy_n(q[t] + (long)unit.head * w.query(), w.query(), head);
             if (w.query_factors) scale_by(head, w.query(), w.query_factors[step.positions[t]]);
             if (!unit.panel)
-                rotation(step, w, t).run(head + w.key, w.rotated, queries[t] + (long)unit.head * w.dim() + w.kv_rank);
+                rotation(step, w, t).run(head + w.key, w.rotated, queries[(long)t * w.heads + unit.head] + w.kv_rank);
             scale(step, w, layer, unit, r, head, 0, w.key, false);
             convert(head, w.key, rows[r]);
             if (!undoes_) continue;
@@ -227,7 +227,7 @@ class LatentsPart {
         });
         const int column = unit.panel * kPanel, columns = std::min(w.kv_rank, unit.end * kPanel) - column;
         for (int r = 0; r < unit.tokens; r++)
-            convert(sums[r] + column, columns, queries[unit.token + r] + (long)unit.head * w.dim() + column);
+            convert(sums[r] + column, columns, queries[(long)(unit.token + r) * w.heads + unit.head] + column);
     }
 
     // out = the values of a head, of attended latents.
@@ -235,7 +235,7 @@ class LatentsPart {
                 Rows<const X> latents, Rows<X> out, bool more) {
         Scratch& own = scratch_[me.thread];
         const Rows<float> sums = rows_of(own.sums, w.value);
-        const Rows<const X> x = latents.from(unit.token, (long)unit.head * w.kv_rank);
+        const Rows<const X> x{latents[(long)unit.token * w.heads + unit.head], latents.stride * w.heads};
         const T* values = (const T*)w.kv_up + w.heads * keys_elems(w) + unit.head * values_elems(w);
         const float* bias = w.bias ? w.bias + (long)unit.head * w.width() + w.key : nullptr;
         multiply(own, unit, x, {values, bias, w.value, w.kv_rank, {}}, sums, more);
