@@ -56,7 +56,7 @@ def unpack(weight: Matrix) -> torch.Tensor:
     if isinstance(weight, IntegerPanels):
         return unpack_integers(weight)
     if isinstance(weight, Panels):
-        return weight.data.transpose(1, 2).reshape(-1, weight.inputs)[: weight.outputs]
+        return native_model.unpack(weight.data, weight.outputs, weight.inputs)
     return packed_gemm.unpack(weight)
 
 

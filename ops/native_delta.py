@@ -58,6 +58,7 @@ def run_delta(
         conv_size=len(weights.conv),
         eps=weights.eps,
         beta=weights.beta,
+        by_channel=weights.by_channel,
         taps=_pointer(weights.conv),
         dt_bias=_pointer(weights.dt_bias),
         a_log=_pointer(weights.a_log),

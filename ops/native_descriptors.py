@@ -156,7 +156,7 @@ class ModelDescriptor(Structure):
         *((name, c_int32) for name in
           ("float8_kv", "mixer", "k_heads", "v_heads", "k_dim", "v_dim", "conv_size")),
         ("delta_eps", c_float), ("beta", c_float), ("dt_min", c_float),
-        ("gates_norm", c_int32), ("group_ranks", c_int32),
+        *((name, c_int32) for name in ("gates_norm", "group_ranks", "by_channel")),
         *((name, c_int32) for name in ("convs_per_page", "heads_per_page", "conv_pages")),
         *((name, c_int32) for name in ("most_drafts", "drafts_per_page", "draft_page")),
         *((name, c_int32) for name in
@@ -244,8 +244,7 @@ class DeltaDescriptor(Structure):
     _fields_ = [
         *((name, c_int32) for name in ("mixer", "k_heads", "v_heads", "k_dim", "v_dim", "conv_size")),
         *((name, c_float) for name in ("eps", "beta", "dt_min")),
-        ("gates_norm", c_int32),
-        ("group_ranks", c_int32),
+        *((name, c_int32) for name in ("gates_norm", "group_ranks", "by_channel")),
         *((name, c_void_p) for name in ("taps", "dt_bias", "a_log", "norm", "conv_bias", "d")),
         ("rows", c_int32),
         *((name, c_void_p) for name in ("qo_indptr", "begins", "accepted", "drafts")),

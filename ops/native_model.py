@@ -35,11 +35,59 @@ def pack(weight: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
     return out
 
 
+def unpack(packed: torch.Tensor, n: int, k: int) -> torch.Tensor:
+    """The weight `[n, k]` of panels, in any shape of their elements."""
+    panels = packed.view(packed_shape(n, k, packed.dtype))
+    return panels.transpose(1, 2).reshape(len(panels) * PANEL, k)[:n]
+
+
 def packed_shape(n: int, k: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
     pair = 4 // dtype.itemsize
     if k % pair:
         raise ValueError(f"the reduction dimension is {k}; it must be a multiple of {pair} in {dtype}")
     return -(-n // PANEL), k // pair, PANEL, pair
+
+
+@dataclass(frozen=True, slots=True)
+class LatentShape:
+    """Sizes of kv_b_proj of latent attention: see `core.model.layers.LatentSpec`."""
+
+    heads: int
+    kv_rank: int
+    key: int
+    value: int
+
+    @property
+    def packed_elems(self) -> tuple[int, int]:
+        """Elements of a head's packed keys, and of its packed values."""
+        return -(-self.kv_rank // PANEL) * PANEL * self.key, -(-self.value // PANEL) * PANEL * self.kv_rank
+
+    def pack(self, kv_up: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Reorder the rows of kv_b_proj `[heads · (key + value), kv_rank]`: first each head's keys, transposed, then
+        each head's values, both in panels; see `pack`.
+
+        out: optional output, flat.
+        """
+        keys, values = self.packed_elems
+        out = kv_up.new_empty(self.heads * (keys + values)) if out is None else out
+        whole = kv_up.view(self.heads, self.key + self.value, self.kv_rank)
+        parts = out.split(self.heads * [keys] + self.heads * [values])
+        for own, key, value in zip(whole, parts[: self.heads], parts[self.heads :], strict=True):
+            pack(own[: self.key].T, key.view(packed_shape(self.kv_rank, self.key, kv_up.dtype)))
+            pack(own[self.key :], value.view(packed_shape(self.value, self.kv_rank, kv_up.dtype)))
+        return out
+
+    def unpack(self, packed: torch.Tensor) -> torch.Tensor:
+        """The rows of kv_b_proj that were packed."""
+        keys, values = (
+            part.unflatten(0, (self.heads, -1))
+            for part in packed.split([self.heads * each for each in self.packed_elems])
+        )
+        dense = packed.new_empty(self.heads, self.key + self.value, self.kv_rank)
+        for own, key, value in zip(dense, keys, values, strict=True):
+            own[: self.key] = unpack(key, self.kv_rank, self.key).T
+            own[self.key :] = unpack(value, self.value, self.kv_rank)
+        return dense.flatten(0, 1)
 
 
 class DescribedMixture(Protocol):
@@ -88,6 +136,9 @@ class NativeShape:
 
     group_ranks: int = 1
     """Of Mamba 2: TP ranks that share each group's heads."""
+
+    by_channel: bool = False
+    """Of Gated DeltaNet: each channel of a key has a decay, and gates are sigmoids."""
 
 
 @dataclass(frozen=True, slots=True)

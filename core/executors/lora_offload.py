@@ -28,6 +28,7 @@ import torch
 
 from ...memory.host.image import HostImage
 from ...memory.pages.adapter_layout import AdapterLayout, uniform_parts
+from ...memory.pages.projections import Group
 from ...memory.transfers.dma import Dma
 from ...memory.transfers.pinned import PinnedBuffers
 from ...memory.transfers.transfer import ExecutorLost, Transfer
@@ -132,7 +133,8 @@ class LoraOffload:
         self._workers = workers = config.offload_workers
         self._dtype, self._page_elems = dtype, page_elems
         self._projections = model.projections
-        self._of_mixtures = [model.projections.id(name) for name in model.projections.mixture]
+        latents = (each.name for layer in model.projections.layers for each in layer if each.group is Group.KV_UP)
+        self._awaited = {model.projections.id(name) for name in (*model.projections.mixture, *latents)}
         self._products = products = model.projections.products
         # each part of an adapter has rows of its own
         parts = len(uniform_parts(model.projections, 1))
@@ -240,7 +242,7 @@ class LoraOffload:
             lengths = [segments.end[index] - segments.begin[index] for index in own]
             fits = row[-1] + sum(lengths) <= self._most_rows and len(entries) + len(own) <= MAX_OFFLOADED
             fits = fits and coming.layout.vectors is None  # which come after what LoRA adds
-            fits = fits and not self._changes_mixtures(coming.layout)
+            fits = fits and not self._is_awaited(coming.layout)
             offset = self._offset_to_offload(address, coming, sum(lengths), now, fits)
             if offset is not None:
                 entries += own
@@ -248,12 +250,12 @@ class LoraOffload:
                 row += [*itertools.accumulate(lengths, initial=row[-1])][1:]
         return self._begin_offload(segments, entries, offsets, row) if entries else None
 
-    def _changes_mixtures(self, layout: AdapterLayout) -> bool:
-        """True if an adapter changes mixtures of experts, which workers do not compute: a step must wait for each of
-        its layers.
+    def _is_awaited(self, layout: AdapterLayout) -> bool:
+        """True if an adapter changes what workers do not compute, mixtures of experts or keys and values of latents: a
+        step must wait for each of its layers.
         """
         offsets = (part.slabs.a_offset for part in layout.parts)
-        return any(own[module] >= 0 for own in offsets for module in self._of_mixtures)
+        return any(own[module] >= 0 for own in offsets for module in self._awaited)
 
     def _offset_to_offload(self, address: int, coming: _Coming, tokens: int, now: float, fits: bool) -> int | None:
         """Return where the offload workers find an adapter whose tokens they compute; None if the step waits for it."""

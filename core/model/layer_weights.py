@@ -84,7 +84,7 @@ class LayerWeights:
 
     kv_up: torch.Tensor | None = None
     """`[heads · (key + value), kv_rank]`: keys and values of latents, which are never multiplied as one matrix. It is
-    neither packed nor narrow.
+    never narrow; the native decoder packs it by head.
     """
 
     kv_up_bias: torch.Tensor | None = None

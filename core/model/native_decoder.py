@@ -15,6 +15,7 @@ from ...memory.pages.layout import PageLayout
 from ...memory.pages.projections import Group
 from ...ops import native, native_integers, native_library, native_model
 from ...ops.lora_offload import Offloading
+from ...ops.merge import merge
 from ...ops.native_program import NativeOp
 from ...ops.ranks import Ranks
 from ...ops.sampling import RowSamplingParams
@@ -25,9 +26,11 @@ from .config import ModelConfig
 from .experts import ExpertKernels, ListedExperts
 from .kept_weights import keeps_experts
 from .layer_weights import MERGED_MATRICES, LayerWeights
+from .layers import AttentionSpec, LayerSpec
 from .lora_state import LoraState, lora_groups
 from .mixture_lora import mixture_modules
 from .paged_states import PagedStates
+from .program.native_attention import latent_shape
 from .program.native_ops import NativeProgram, NoNativeOp
 from .program.native_place import Tables, layer_places
 from .quantization.group_scaled import GroupScaled
@@ -47,9 +50,10 @@ def why_unsupported(config: ModelConfig, dtype: torch.dtype) -> str | None:
         return "it has no embedding of tokens of images and sound, which this model has"
     pair = 4 // dtype.itemsize
     parts = [layer.dense.size for layer in config.layers if layer.dense is not None]
-    inner = sorted({config.hidden_size, *parts, *(mixer.q_size for mixer in config.attention_shapes)})
+    inner = sorted({config.hidden_size, *parts, *(size for it in config.attention_shapes for size in _inputs_of(it))})
     inner += [size for it in config.layers if it.experts for size in (it.experts.size, it.experts.shared_size)]
-    inner += [] if config.recurrent is None else [config.recurrent.out_size]
+    if (recurrent := config.recurrent) is not None:
+        inner += [recurrent.out_size, *(recurrent.input_parts or ())[1::2]]
     if reason := native_library.why_unavailable(dtype):
         return reason
     heads = [mixer.head_dim for mixer in config.attention_shapes]
@@ -60,10 +64,15 @@ def why_unsupported(config: ModelConfig, dtype: torch.dtype) -> str | None:
 
 def _program(config: ModelConfig) -> NativeProgram:
     """The ops of a model, or of a TP rank's share. Raises NoNativeOp."""
-    table = config.projections
-    return NativeProgram(
-        config.layers, config.norm, config.hidden_size, table.products, table.product_in, has_ranks=config.num_ranks > 1
-    )
+    of_share = config.num_ranks > 1
+    return NativeProgram(config.layers, config.norm, config.hidden_size, config.projections, has_ranks=of_share)
+
+
+def _inputs_of(mixer: AttentionSpec) -> tuple[int, ...]:
+    """Rows of the weights that attention has besides its input product."""
+    if (latent := mixer.latent) is None:
+        return (mixer.q_size,)
+    return mixer.num_heads * latent.value_dim, latent.q_rank, latent.key_dim, latent.kv_rank
 
 
 class NativeDecoderModel:
@@ -85,13 +94,15 @@ class NativeDecoderModel:
         packed, weights.keeps = PackedWeights(embed.dtype), is_packable
         kv_scales = weights.kv_scales() if arena.layout.float8_kv else ()
         pack_expert, keep = keeps_experts(ExpertKernels.NATIVE, embed.dtype, embed.device, stay_narrow=True)
-        self.layers = [with_wide_vectors(layer) for layer in weights.layers(packed.add, pack_expert)]
+        read = zip(weights.layers(packed.add, pack_expert), config.layers, strict=True)
+        self.layers = [native_layer(*each) for each in read]
         for layer in self.layers:
             if isinstance(layer.experts, ListedExperts):
                 layer.experts = keep(layer.experts)
         self._mixtures, mixture_ids = _native_mixtures(config, self.layers)
         self._tables, self._kv_scales = Tables.of(config.layers, max_model_len), kv_scales
         self._program, self._layout = _program(config), arena.layout
+        self._planes = [int(keys.storage_offset() - arena.pages.storage_offset()) for keys, _ in arena.kv_layers]
         head = weights.kept_lm_head(embed)
         self._share = vocab = len(head.values if isinstance(head, GroupScaled) else head)
         model = native_model.NativeModel(
@@ -198,6 +209,8 @@ class NativeDecoderModel:
     def merged_form(self, layer: int, group: int) -> tuple[torch.Size, torch.dtype]:
         """See `MergeableModel.merged_form`."""
         origin = getattr(self.layers[layer], MERGED_MATRICES[group])
+        if group == Group.KV_UP:
+            return origin.shape, origin.dtype
         if isinstance(origin, native_integers.IntegerPanels) and origin.input_bits == 8:
             raise CannotMerge(INPUTS_ARE_ROUNDED)
         projection = self.config.projections.products[self.config.projections.product_in[layer][group]]
@@ -206,6 +219,14 @@ class NativeDecoderModel:
 
     def merge(self, layer: int, group: int, rows: Sequence[AdapterRows], origin: Any, out: torch.Tensor) -> float:
         """See `MergeableModel.merge`."""
+        mixer = self.config.layers[layer].attention
+        if group == Group.KV_UP and mixer is not None and mixer.latent is not None:
+            shape, columns = latent_shape(mixer, mixer.latent), self.config.projections.columns(layer, Group.KV_UP)
+            dense = shape.unpack(origin)
+            found = torch.empty_like(dense)
+            growth = merge(dense, found, self._arena.pages, layer, parts=rows, modules=columns)
+            shape.pack(found, out)
+            return growth
         return self._decoder.merge(layer, group, rows, origin, out)
 
     def offload(self, offloading: Offloading) -> None:
@@ -218,7 +239,9 @@ class NativeDecoderModel:
 
     def _ops(self, layers: Sequence[LayerWeights]) -> list[NativeOp]:
         """All layers' ops, with these weights."""
-        places = layer_places(self.config.layers, layers, self._tables, self._layout, self._kv_scales, self._mixtures)
+        places = layer_places(
+            self.config.layers, layers, self._tables, self._layout, self._kv_scales, self._mixtures, self._planes
+        )
         return self._program.ops(places)
 
     def close(self) -> None:
@@ -245,9 +268,9 @@ def _native_mixtures(
 def _native_recurrent(
     recurrent: RecurrentSpec | None, layout: PageLayout
 ) -> tuple[native_model.NativeShape, native_model.NativeStates] | None:
-    if recurrent is None or (shape := recurrent.native_shape()) is None or (places := layout.states) is None:
+    if recurrent is None or (places := layout.states) is None:
         return None
-    return shape, native_model.NativeStates(
+    return recurrent.native_shape(), native_model.NativeStates(
         convs_per_page=places.convs_per_page,
         heads_per_page=places.heads_per_page,
         conv_pages=places.num_conv_pages,
@@ -278,14 +301,19 @@ def _module(config: ModelConfig, group: Group) -> int:
     return -1 if found is None else found
 
 
-_PACKED = {*MERGED_MATRICES.values(), "input_gate", "input_projection", "low_rank_down", "low_rank_up"} - {"kv_up"}
+_PACKED = {*MERGED_MATRICES.values(), "input_gate", "input_projection", "low_rank_down", "low_rank_up"}
 """Matrices that are packed."""
 
 
-def with_wide_vectors(layer: LayerWeights) -> LayerWeights:
-    """The layer with everything but its packed matrices in float32, as the library reads it."""
+def native_layer(layer: LayerWeights, spec: LayerSpec) -> LayerWeights:
+    """The layer in the library's form: packed matrices as they are, keys and values of latents packed by head,
+    everything else in float32.
+    """
     for field in fields(layer):
         part = getattr(layer, field.name)
         if isinstance(part, torch.Tensor) and field.name not in _PACKED:
             setattr(layer, field.name, part.float())
+    mixer = spec.attention
+    if layer.kv_up is not None and mixer is not None and mixer.latent is not None:
+        layer.kv_up = latent_shape(mixer, mixer.latent).pack(layer.kv_up)
     return layer

@@ -116,14 +116,9 @@ class RecurrentSpec(ABC):
         divides all.
         """
 
-    def native_shape(self) -> NativeShape | None:
-        """How the native library has it; None: it can't compute it."""
-        return None
-
-    @property
-    def native_lack(self) -> str:
-        """What the native library does not have of mixers of this class."""
-        return self.title
+    @abstractmethod
+    def native_shape(self) -> NativeShape:
+        """How the native library has it."""
 
     @abstractmethod
     def described(self) -> str:
@@ -260,19 +255,14 @@ class GatedDeltaSpec(RecurrentSpec):
         name = "linear_num_heads" if self.gate_rank else "linear_num_key_heads"
         return f"{name} {self.num_k_heads}" if self.num_k_heads % size else None
 
-    @property
-    def native_lack(self) -> str:
-        """See `RecurrentSpec.native_lack`."""
-        return f"{self.title} with a decay of each channel of keys"
-
-    def native_shape(self) -> NativeShape | None:
-        """Not with a decay of each channel of keys."""
-        if self.gate_rank:
-            return None
+    def native_shape(self) -> NativeShape:
+        """See `RecurrentSpec.native_shape`."""
         from ...ops.native_model import NativeMixer, NativeShape
 
         heads, dims = (self.num_k_heads, self.num_v_heads), (self.k_dim, self.v_dim)
-        return NativeShape(NativeMixer.DELTA, *heads, *dims, self.conv_size, self.eps, self.beta)
+        return NativeShape(
+            NativeMixer.DELTA, *heads, *dims, self.conv_size, self.eps, self.beta, by_channel=bool(self.gate_rank)
+        )
 
     def described(self) -> str:
         """See `RecurrentSpec.described`."""

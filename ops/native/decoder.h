@@ -9,6 +9,7 @@
 #include <vector>
 #include "attend_op.h"
 #include "head.h"
+#include "latents.h"
 #include "mamba2.h"
 #include "merge.h"
 #include "model_lora.h"
@@ -77,7 +78,8 @@ class Decoder final : public AnyDecoder {
           embedding_lora_(model, team_.most()),
           head_(model, team_),
           experts_(model, team_),
-          row_ops_(registers_, experts_),
+          latents_(model, team_),
+          row_ops_(registers_, experts_, latents_),
           merge_(team_),
           offloader_(model),
           delta_(model.delta),
@@ -151,6 +153,7 @@ class Decoder final : public AnyDecoder {
         if (m_.delta.v_heads) plan_mixer(step);
         attention_.plan(step, projections_.few() && step.tokens == step.rows);
         experts_.plan(step);
+        latents_.plan(step);
         embedding_lora_.plan(step.model_segments);
         head_.plan_adapters(step);
         head_.plan(step.logits_wanted, step.samples);
@@ -177,7 +180,7 @@ class Decoder final : public AnyDecoder {
                 const OpDesc* first = op;
                 op = std::find_if(op, end, [](const OpDesc& each) { return !is_of_rows(each.kind); });
                 each_part(team_, me, step.tokens, [&](int t, bool) {
-                    for (const OpDesc* each = first; each != op; each++) row_ops_.run(*each, t, me.thread);
+                    for (const OpDesc* each = first; each != op; each++) row_ops_.run(step, *each, t, me.thread);
                 });
             } else {
                 run(step, me, *op++);
@@ -205,6 +208,7 @@ class Decoder final : public AnyDecoder {
             case OpKind::kGemm: return run_product(me, task(step, arguments_of<GemmOp>(op)));
             case OpKind::kGateUp: return gate_up(step, me, op);
             case OpKind::kAttend: return attention_.run(me, step, arguments_of<AttendOp>(op));
+            case OpKind::kLatentAttend: return attend_latents(step, me, arguments_of<LatentAttendOp>(op));
             case OpKind::kMix: return mix(step, me, arguments_of<MixOp>(op));
             case OpKind::kMoe: {
                 const auto& moe = arguments_of<MoeOp>(op);
@@ -212,6 +216,11 @@ class Decoder final : public AnyDecoder {
             }
             default: return;
         }
+    }
+
+    void attend_latents(const StepDesc& step, Team::Member& me, const LatentAttendOp& op) {
+        const Rows<const float> q = registers_.floats(op.q).from(0, op.column);
+        latents_.attend(me, step, op.latent, op.layer, q, registers_.rounded(op.out));
     }
 
     // y = x · wᵀ + bias, with the step's LoRA products.
@@ -254,7 +263,7 @@ class Decoder final : public AnyDecoder {
         const Rows<float> x = registers_.floats(op.x);
         const Rows<X> out = registers_.rounded(op.out);
         switch (m_.delta.mixer) {
-            case Mixer::kDelta: return delta_.run(team_, me, op.weights, states, x, out);
+            case Mixer::kDelta: return delta_.run(team_, me, op.weights, states, delta_.inputs(x), out);
             case Mixer::kShortConv: return short_conv_.run(team_, me, op.weights, states, x, out);
             case Mixer::kMamba2: return mamba_.run(team_, me, ranks_, op.weights, states, step.tokens, x, out);
         }
@@ -338,6 +347,7 @@ class Decoder final : public AnyDecoder {
     EmbeddingLora<T> embedding_lora_;
     OutputHead<T> head_;
     ExpertsPart<T> experts_;
+    LatentsPart<T> latents_;
     RowOps<T> row_ops_;
     Merge<T> merge_;
     Offloader<T> offloader_;

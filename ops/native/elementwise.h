@@ -159,6 +159,25 @@ inline void cap(float* x, int n, float factor, float softcap) {
     for (int i = 0; i < n; i += kLanes) store16(x + i, outer * tanh16(load16(x + i, head(n - i)) * inner), head(n - i));
 }
 
+// log(1 + e^x) = max(x, 0) + log(1 + u) with u = e^-|x|, and log(1 + u) = 2 · atanh(u / (2 + u)), whose series in steps of at
+// most 1/9 takes eight terms.
+inline Floats softplus16(Floats x) {
+    const Floats u = exp16(floats(0) - as_floats(as_words(x) & words(0x7FFFFFFF)));
+    const Floats s = u / (u + floats(2.0f)), squared = s * s;
+    Floats p = floats(2.0f / 15);
+    p = fma(p, squared, floats(2.0f / 13));
+    p = fma(p, squared, floats(2.0f / 11));
+    p = fma(p, squared, floats(2.0f / 9));
+    p = fma(p, squared, floats(2.0f / 7));
+    p = fma(p, squared, floats(2.0f / 5));
+    p = fma(p, squared, floats(2.0f / 3));
+    p = fma(p, squared, floats(2.0f));
+    return fma(p, s, max(floats(0), x));  // this order lets NaN through
+}
+
+// 1 / (1 + e^-x)
+inline Floats sigmoid16(Floats x) { return floats(1.0f) / (floats(1.0f) + exp16(min(floats(88.0f), floats(0) - x))); }
+
 // x / (1 + e^-x)
 inline Floats silu16(Floats x) { return x / (floats(1.0f) + exp16(min(floats(88.0f), floats(0) - x))); }
 

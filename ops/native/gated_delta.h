@@ -29,14 +29,16 @@ struct DeltaShape {
     float dt_min;  // of Mamba 2: the least time step
     int32_t gates_norm;  // of Mamba 2: 1: the gate multiplies what was normalised, not what will be
     int32_t group_ranks;  // of Mamba 2: TP ranks that share each group's heads
+    int32_t by_channel;  // 1: each channel of a key has a decay, and gates are sigmoids (Kimi Delta Attention)
 
     int k_size() const { return k_heads * k_dim; }
     int v_size() const { return v_heads * v_dim; }
     int channels() const { return 2 * k_size() + v_size(); }
-    int in_size() const { return channels() + v_size() + 2 * v_heads; }
-    // Of a draft's inputs: those of the convolution, then b and a, or dt, of each head.
+    int decays() const { return by_channel ? k_size() : v_heads; }
+    int in_size() const { return channels() + v_size() + v_heads + decays(); }
+    // Of a draft's inputs: those of the convolution, then b of each head and a of each decay, or dt of each head.
     int draft_size() const {
-        return channels() + (mixer == Mixer::kDelta ? 2 * v_heads : mixer == Mixer::kMamba2 ? v_heads : 0);
+        return channels() + (mixer == Mixer::kDelta ? v_heads + decays() : mixer == Mixer::kMamba2 ? v_heads : 0);
     }
     int heads() const { return 2 * k_heads + v_heads; }  // of q, k and v
 };
@@ -44,10 +46,17 @@ struct DeltaShape {
 // What a layer has besides its projections.
 struct DeltaWeights {
     const float* conv;  // [conv_size, channels]: factors of a token's inputs, of the oldest first; null: no such layer
-    const float *dt_bias, *a_log;  // [v_heads]
+    const float *dt_bias, *a_log;  // [v_heads]; dt_bias of decays of channels [v_heads · k_dim]
     const float* norm;  // [v_dim]; of Mamba 2 [v_heads · v_dim]; null: it has none
     const float* conv_bias;  // [channels], of the convolution; null: it has none
     const float* d;  // [v_heads], of Mamba 2
+};
+
+// What a step's tokens give a layer: columns of one product, or of several.
+struct DeltaInputs {
+    Rows<const float> channels;  // of q, k and v, before the convolution
+    Rows<const float> z;  // [tokens, v_size]: gates of the output
+    Rows<const float> b, a;  // [tokens, v_heads] of new values; [tokens, decays]
 };
 
 // A part of a state: where it is before a step, and where it goes. The two don't overlap, or are the same.
@@ -125,21 +134,24 @@ struct DeltaToken {
     const float *q, *k;  // [k_dim]
     const float* next_k;  // of the token behind it; null: there is none
     float decay;
+    const float* decays = nullptr;  // [k_dim], in place of it: of each row of the state
 };
 
 // state.out = decay · state.in + k ⊗ delta; out = qᵀ · state.out, and sums as the next token's `state_sums`.
 //
 //   MORE     there is a next token
 //   STREAMS  the state is written past the caches: its rows are whole cache lines, and nothing reads it soon
+//   EACH     each row has a decay
 //   delta    of the columns
 //   ahead    the other half is fetched
-template <int COUNT, bool MORE, bool STREAMS>
+template <int COUNT, bool MORE, bool STREAMS, bool EACH = false>
 inline void step_state(StatePart state, const DeltaToken& token, int k_dim, int v_dim, Head last, const Floats* delta,
                        Floats* out, Floats* sums, NextState& ahead) {
-    const Floats factor = floats(token.decay);
+    Floats factor = floats(token.decay);
 #pragma GCC unroll 8
     for (int j = 0; j < COUNT; j++) out[j] = sums[j] = floats(0);
     for (int i = 0; i < k_dim; i++) {
+        if constexpr (EACH) factor = floats(token.decays[i]);
         const float* row = state.in + (long)i * v_dim;
         float* to = state.out + (long)i * v_dim;
         ahead.fetch<COUNT - COUNT / 2>();
@@ -193,7 +205,7 @@ class GatedDelta {
     // tokens: of the step, and accepted drafts. drafts: whether it has any.
     void plan(int tokens, bool drafts, int threads) {
         grow_rows(convolved_, tokens, s_.channels());
-        grow_rows(gates_, tokens, 2 * s_.v_heads);
+        grow_rows(gates_, tokens, gates_size());
         if (drafts) grow_rows(drafted_, threads, s_.k_dim * s_.v_dim);
     }
 
@@ -203,29 +215,40 @@ class GatedDelta {
     //   w       the layer's weights
     //   states  of `rows()` sequences: row(i), conv(i): [conv_size - 1, channels], the convolution's last inputs, oldest
     //           first; head(i, h): [k_dim, v_dim]; draft(i, d): [draft_size], the inputs of draft d
-    //   mixed   [tokens, in_size]: of the input projection
+    //   in      of the step's tokens
     //   out     [tokens, v_size]
     template <class T, class States>
-    void run(Team& team, Team::Member& me, const DeltaWeights& w, const States& states, Rows<const float> mixed,
+    void run(Team& team, Team::Member& me, const DeltaWeights& w, const States& states, const DeltaInputs& in,
              Rows<T> out) {
         const int heads = s_.heads(), v_heads = s_.v_heads;
         each_part(team, me, states.rows() * heads, [&](int i, bool) {
             const DeltaRow row = states.row(i / heads);
             const int head = i % heads, v_head = head - 2 * s_.k_heads;
             const auto draft = [&](int d) { return states.draft(i / heads, d); };
-            convolve_head(w, row, states.conv(i / heads), draft, head, mixed);
-            if (v_head >= 0) find_gates(w, row, draft, v_head, mixed);
+            convolve_head(w, row, states.conv(i / heads), draft, head, in.channels);
+            if (v_head >= 0) find_gates(w, row, draft, v_head, in);
+            else if (s_.by_channel && head >= s_.k_heads) find_decays(w, row, draft, head - s_.k_heads, in.a);
         });
         each_part(team, me, states.rows() * v_heads, [&](int i, bool more) {
             const float* next = more ? states.head((i + 1) / v_heads, (i + 1) % v_heads).in : nullptr;
             run_head(w, states.row(i / v_heads), i % v_heads, states.head(i / v_heads, i % v_heads), {next}, me.thread,
-                     mixed, out);
+                     in.z, out);
         });
+    }
+
+    // The inputs of tokens with one matrix of them: channels, z, b and a side by side.
+    DeltaInputs inputs(Rows<const float> mixed) const {
+        const int z = s_.channels(), b = z + s_.v_size();
+        return {mixed, mixed.from(0, z), mixed.from(0, b), mixed.from(0, b + s_.v_heads)};
     }
 
    private:
     Rows<float> convolved() { return rows_of(convolved_, s_.channels()); }
-    Rows<float> gates() { return rows_of(gates_, 2 * s_.v_heads); }
+    // Of each head its decay and how much of a new value enters; then, where channels have decays, of each head these, and
+    // its key times these.
+    Rows<float> gates() { return rows_of(gates_, gates_size()); }
+    int gates_size() const { return 2 * s_.v_heads + (s_.by_channel ? 2 * s_.k_size() : 0); }
+    int decays_at(int v_head) const { return 2 * s_.v_heads + 2 * v_head * s_.k_dim; }
 
     // The convolution and silu of a head's channels, and the norm of a head of q or k; the channels' state is updated.
     template <class Draft>
@@ -269,68 +292,96 @@ class GatedDelta {
 
     // Of each token, how much of a head's state is kept, and how much of a new value enters it.
     template <class Draft>
-    void find_gates(const DeltaWeights& w, DeltaRow row, const Draft& draft, int v_head, Rows<const float> mixed) {
-        const int kept_b = s_.channels() + v_head, b = kept_b + s_.v_size();
+    void find_gates(const DeltaWeights& w, DeltaRow row, const Draft& draft, int v_head, const DeltaInputs& in) {
+        const int kept_b = s_.channels() + v_head, kept_a = kept_b + s_.v_heads;
         const float rate = std::exp(w.a_log[v_head]);
         for (int t = 0; t < row.total(); t++) {
-            // b, and a after the b of all heads
-            const float* from = t < row.accepted ? draft(t).in + kept_b : mixed[row.mixed(t)] + b;
-            const float x = from[s_.v_heads] + w.dt_bias[v_head];
-            const float softplus = x > 20 ? x : std::log1p(std::exp(x));
+            const bool known = t < row.accepted;
+            const float b = known ? draft(t).in[kept_b] : in.b[row.mixed(t)][v_head];
             float* gates_of = gates()[row.place(t)] + 2 * v_head;
+            float* to = t < row.kept() ? nullptr : draft(t - row.kept()).out;
+            gates_of[1] = s_.beta / (1 + std::exp(-b));
+            if (to) to[kept_b] = b;
+            if (s_.by_channel) continue;
+            const float a = known ? draft(t).in[kept_a] : in.a[row.mixed(t)][v_head];
+            const float x = a + w.dt_bias[v_head], softplus = x > 20 ? x : std::log1p(std::exp(x));
             gates_of[0] = std::exp(-rate * softplus);
-            gates_of[1] = s_.beta / (1 + std::exp(-from[0]));
-            if (t < row.kept()) continue;
-            float* to = draft(t - row.kept()).out + kept_b;
-            to[0] = from[0];
-            to[s_.v_heads] = from[s_.v_heads];
+            if (to) to[kept_a] = a;
+        }
+    }
+
+    // The decays of a head's channels, of each token, and its key times these, once the key is convolved.
+    template <class Draft>
+    void find_decays(const DeltaWeights& w, DeltaRow row, const Draft& draft, int v_head, Rows<const float> a) {
+        const int k_dim = s_.k_dim, first = v_head * k_dim, kept = s_.channels() + s_.v_heads + first;
+        const float rate = std::exp(w.a_log[v_head]);
+        for (int t = 0; t < row.total(); t++) {
+            const float* from = t < row.accepted ? draft(t).in + kept : a[row.mixed(t)] + first;
+            const float* key = convolved()[row.place(t)] + s_.k_size() + first;
+            float *decays = gates()[row.place(t)] + decays_at(v_head), *decayed = decays + k_dim;
+            for (int c = 0; c < k_dim; c += kLanes) {
+                const Head here = head_of(k_dim - c);
+                const Floats x = load16(from + c, here) + load16(w.dt_bias + first + c, here);
+                const Floats decay = exp16(floats(-rate) * softplus16(x));
+                store16(decays + c, decay, here);
+                store16(decayed + c, decay * load16(key + c, here), here);
+            }
+            if (t >= row.kept()) std::memcpy(draft(t - row.kept()).out + kept, from, k_dim * sizeof(float));
         }
     }
 
     // The delta rule and the gated norm of a head's tokens, on a thread.
     template <class T>
     void run_head(const DeltaWeights& w, DeltaRow row, int v_head, StatePart state, NextState ahead, int thread,
-                  Rows<const float> mixed, Rows<T> out) {
+                  Rows<const float> z, Rows<T> out) {
         const int v_dim = s_.v_dim, column = v_head * v_dim;
         float* const drafts = row.drafts ? rows_of(drafted_, s_.k_dim * v_dim)[thread] : nullptr;
         auto run = [&](auto count, StatePart part, float* drafted, int at, Head last, bool streams) {
-            scan<count()>(row, v_head, part, drafted, at, last, streams, ahead);
+            if (s_.by_channel) scan<count(), true>(row, v_head, part, drafted, at, last, streams, ahead);
+            else scan<count(), false>(row, v_head, part, drafted, at, last, streams, ahead);
         };
         each_columns(s_.k_dim, v_dim, row, state, drafts, run);
         for (int t = row.accepted; t < row.total(); t++) {
             const float* y = convolved()[row.place(t)] + 2 * s_.k_size() + column;
             const int at = row.mixed(t);
-            gated_norm(y, mixed[at] + s_.channels() + column, w.norm, v_dim, out[at] + column);
+            gated_norm(y, z[at] + column, w.norm, v_dim, out[at] + column);
         }
     }
 
     // Some columns of a head's state, token after token; v's columns become the output's.
     //
+    //   EACH     each channel of a key has a decay
     //   drafted  where the state of drafts is
-    template <int COUNT>
+    template <int COUNT, bool EACH>
     void scan(DeltaRow row, int v_head, StatePart state, float* drafted, int column, Head last, bool streams,
               NextState& ahead) {
         const int k_dim = s_.k_dim, v_dim = s_.v_dim;
         const int q_at = v_head / (s_.v_heads / s_.k_heads) * k_dim, k_at = q_at + s_.k_size();
         const int v_at = 2 * s_.k_size() + v_head * v_dim + column;
         Floats sums[COUNT], delta[COUNT], y[COUNT];
-        state_sums<COUNT>(state.in, convolved()[row.place(0)] + k_at, k_dim, v_dim, last, sums, ahead);
+        // What a token's sums are of: its key, or its key times its decays.
+        const auto summed = [&](int t) -> const float* {
+            return EACH ? gates()[row.place(t)] + decays_at(v_head) + k_dim : convolved()[row.place(t)] + k_at;
+        };
+        state_sums<COUNT>(state.in, summed(0), k_dim, v_dim, last, sums, ahead);
         for (int t = 0; t < row.total(); t++) {
             float* own = convolved()[row.place(t)];
             const float* of_token = gates()[row.place(t)] + 2 * v_head;
-            const float decay = of_token[0], beta = of_token[1];
+            const float decay = EACH ? 1.0f : of_token[0], beta = of_token[1];
             if (t == row.kept()) state.out = drafted;
 #pragma GCC unroll 8
             for (int j = 0; j < COUNT; j++) {
                 const Head here = j + 1 < COUNT ? head_of(kLanes) : last;
                 delta[j] = fnma(floats(decay), sums[j], load16(own + v_at + j * kLanes, here)) * floats(beta);
             }
-            const float* next_k = t + 1 < row.total() ? convolved()[row.place(t + 1)] + k_at : nullptr;
-            const DeltaToken token{own + q_at, own + k_at, next_k, decay};
+            const float* next_k = t + 1 < row.total() ? summed(t + 1) : nullptr;
+            const DeltaToken token{own + q_at, own + k_at, next_k, decay,
+                                   EACH ? gates()[row.place(t)] + decays_at(v_head) : nullptr};
             NextState none{nullptr};
-            if (token.next_k) step_state<COUNT, true, false>(state, token, k_dim, v_dim, last, delta, y, sums, none);
-            else if (streams) step_state<COUNT, false, true>(state, token, k_dim, v_dim, last, delta, y, sums, ahead);
-            else step_state<COUNT, false, false>(state, token, k_dim, v_dim, last, delta, y, sums, ahead);
+            if (next_k) step_state<COUNT, true, false, EACH>(state, token, k_dim, v_dim, last, delta, y, sums, none);
+            else if (streams)
+                step_state<COUNT, false, true, EACH>(state, token, k_dim, v_dim, last, delta, y, sums, ahead);
+            else step_state<COUNT, false, false, EACH>(state, token, k_dim, v_dim, last, delta, y, sums, ahead);
             state.in = state.out;
 #pragma GCC unroll 8
             for (int j = 0; j < COUNT; j++)
@@ -338,7 +389,7 @@ class GatedDelta {
         }
     }
 
-    // out = norm(x) · silu(z)
+    // out = norm(x) · silu(z), or · sigmoid(z) where channels have decays
     template <class T>
     void gated_norm(const float* x, const float* z, const float* weight, int n, T* out) const {
         Floats squares = floats(0);
@@ -350,7 +401,8 @@ class GatedDelta {
         for (int c = 0; c < n; c += kLanes) {
             const Head here = head_of(n - c);
             const Floats y = load16(x + c, here) * factor * load16(weight + c, here);
-            store16(out + c, y * silu16(load16(z + c, here)), here);
+            const Floats gate = load16(z + c, here);
+            store16(out + c, y * (s_.by_channel ? sigmoid16(gate) : silu16(gate)), here);
         }
     }
 
@@ -411,7 +463,7 @@ inline double run_delta(Team& team, int threads, const DeltaDesc& desc, int time
     for (int i = 0; i < times; i++)
         team.run([&](Team::Member& me) {
             team.each(me, 0, [](int) {});  // not by parts: see Decoder::walk
-            delta.run(team, me, desc.weights, PlainStates{desc}, mixed, out);
+            delta.run(team, me, desc.weights, PlainStates{desc}, delta.inputs(mixed), out);
         });
     return std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count() / times;
 }

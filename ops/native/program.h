@@ -6,6 +6,7 @@
 #include "elementwise.h"
 #include "gated_delta.h"
 #include "integers.h"
+#include "latent_attention.h"
 
 namespace chorus {
 
@@ -29,9 +30,11 @@ enum class OpKind : int32_t {
     kGemm,  // GemmOp
     kGateUp,  // GateUpOp
     kAttend,  // AttendOp
+    kLatentAttend,  // LatentAttendOp
     kMix,  // MixOp
     kMoe,  // MoeOp
     kNorm,  // NormOp
+    kKeep,  // KeepOp
     kCopy,  // CopyOp
     kScale,  // ScaleOp
     kAdd,  // AddOp
@@ -119,6 +122,18 @@ struct AttendOp {
     // Elements of x: of queries, and of keys and values.
     int q_rows() const { return heads.q_size() << gaps(); }
     int kv_rows() const { return heads.kv_size() * (!has_keys ? 0 : keys_are_values ? 1 : 2); }
+};
+
+// out = attention of the queries that columns of q have, over latents.
+struct LatentAttendOp {
+    int32_t q, column, out, layer;
+    LatentDesc latent;
+};
+
+// Columns of x are the latent, and the key that all heads share, of a token: they go to their pages.
+struct KeepOp {
+    int32_t x, column;
+    LatentDesc latent;
 };
 
 // out = what a recurrent mixer makes of x.

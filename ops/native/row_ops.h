@@ -1,6 +1,7 @@
 // Ops that work on each token by itself; see program.h.
 #pragma once
 #include "experts_part.h"
+#include "latents.h"
 #include "registers.h"
 #include "ungated.h"
 
@@ -9,14 +10,16 @@ namespace chorus {
 template <class T>
 class RowOps {
    public:
-    RowOps(Registers<T>& registers, ExpertsPart<T>& experts) : registers_(registers), experts_(experts) {}
+    RowOps(Registers<T>& registers, ExpertsPart<T>& experts, LatentsPart<T>& latents)
+        : registers_(registers), experts_(experts), latents_(latents) {}
 
     void join(Ranks* ranks) { ranks_ = ranks; }
 
-    // Run an op on a token. thread: that calls it
-    void run(const OpDesc& op, int token, int thread) {
+    // Run an op on a token of a step. thread: that calls it
+    void run(const StepDesc& step, const OpDesc& op, int token, int thread) {
         switch (op.kind) {
             case OpKind::kNorm: return norm(arguments_of<NormOp>(op), token);
+            case OpKind::kKeep: return keep(step, arguments_of<KeepOp>(op), token);
             case OpKind::kCopy: return copy(arguments_of<CopyOp>(op), token);
             case OpKind::kScale: return scale(arguments_of<ScaleOp>(op), token);
             case OpKind::kAdd: return add(arguments_of<AddOp>(op), token);
@@ -50,6 +53,10 @@ class RowOps {
         const Norm norm{op.eps, op.centered != 0, op.biased != 0};
         const float* x = row(op.x, token) + op.column;
         write(op.out, token, [&](auto* to) { norm.run(x, op.weight, op.width, to); });
+    }
+
+    void keep(const StepDesc& step, const KeepOp& op, int token) {
+        latents_.keep(step, op.latent, token, row(op.x, token) + op.column);
     }
 
     void copy(const CopyOp& op, int token) {
@@ -94,6 +101,7 @@ class RowOps {
 
     Registers<T>& registers_;
     ExpertsPart<T>& experts_;
+    LatentsPart<T>& latents_;
     Ranks* ranks_ = nullptr;
 };
 

@@ -13,8 +13,8 @@ from __future__ import annotations
 import random
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -26,17 +26,18 @@ from chorus.core.model.layers import (
     AttentionSpec,
     GatedSpec,
     HeadNorm,
+    LatentSpec,
     LayerSpec,
     Norms,
     NormSpec,
 )
+from chorus.core.model.native_decoder import native_layer
 from chorus.core.model.program.native_ops import NativeProgram
 from chorus.core.model.program.native_place import Tables, layer_places
 from chorus.core.model.rope_config import RopeConfig
 from chorus.memory.pages.adapter_layout import AdapterLayout, AdapterPart
-from chorus.memory.pages.layer_projections import dense_projections
 from chorus.memory.pages.layout import PageLayout
-from chorus.memory.pages.projections import Projections
+from chorus.memory.pages.projections import Group, Projections
 from chorus.ops import native, native_library, native_model
 from chorus.ops.float8_kv import UNSCALED, KvScales
 from chorus.ops.sgmv import AdapterRows, Segments
@@ -44,7 +45,6 @@ from chorus.perf.report.command import conclude, parser
 from chorus.perf.report.table import Table
 
 from ..ops.whole_numbers import WholeNumbers
-from ..tables import LLAMA
 
 RANKS = (1, 1, 2, 3, 3, 4, 5, 6, 7, 8, 9, 11, 15, 16, 17, 21, 31, 32, 33, 48, 64, 65)
 LENGTHS = (1, 2, 3, 4, 5, 7, 11, 12, 13, 16, 23, 33, 47, 48, 49, 64, 70)
@@ -93,24 +93,32 @@ class Tally:
     differing: list[str] = field(default_factory=list)
 
 
-def build(rng: random.Random, dtype: torch.dtype, *, plain: bool = False, positions: int = 0) -> World:
+def build(
+    rng: random.Random, dtype: torch.dtype, *, plain: bool = False, positions: int = 0, latents: bool = False
+) -> World:
     """A random model of one to three layers, three to seven adapters, two to six requests. plain: its layers are as
-    most are. positions: those that it has at least.
+    most are. positions: those that it has at least. latents: keys and values are latents.
     """
     generator = torch.Generator().manual_seed(rng.getrandbits(32))
 
     def weights(*shape: int, scale: float = 1.0) -> torch.Tensor:
         return (scale * torch.randn(*shape, generator=generator)).to(dtype)
 
-    kv_heads = rng.choice((1, 1, 2, 3))
-    heads = kv_heads * rng.choice((1, 2, 3, 5))
-    head_dim = 2 * rng.randint(2, 40)
+    drawn = _latents(rng) if latents else _heads(rng)
     hidden, ffn = 2 * rng.randint(8, 90), rng.choice((2 * rng.randint(8, 120), 32 * rng.randint(1, 7)))
     num_layers, vocab = rng.randint(1, 3), rng.choice(VOCAB)
-    q, kv = heads * head_dim, kv_heads * head_dim
-    float8_kv = rng.random() < 0.3
-    layout = PageLayout(num_layers, kv_heads, head_dim, rng.choice((4, 16, 32)), dtype.itemsize, float8_kv=float8_kv)
-    table = dense_projections(num_layers, hidden, ffn, heads, kv_heads, head_dim)
+    specs = [_spec(rng, drawn, ffn, plain=plain) for _ in range(num_layers)]
+    float8_kv = rng.random() < 0.3 and not latents
+    layout = PageLayout(
+        num_layers,
+        drawn.num_kv_heads,
+        drawn.head_dim,
+        rng.choice((4, 16, 32)),
+        dtype.itemsize,
+        float8_kv=float8_kv,
+        value_dim=drawn.cached_value_dim,
+    )
+    table = Projections(tuple(spec.projections(hidden) for spec in specs))
     biased = rng.random() < 0.5
 
     def vector(width: int, wanted: bool = True, centre: float = 1.0) -> Any:
@@ -125,40 +133,43 @@ def build(rng: random.Random, dtype: torch.dtype, *, plain: bool = False, positi
     def bias(width: int) -> torch.Tensor | None:
         return vector(width, biased, 0.0)
 
-    def norms(spec: LayerSpec) -> dict[str, Any]:
+    def layer(spec: LayerSpec, products: Mapping[int, int]) -> LayerWeights:
+        def matrix(group: Group) -> Any:
+            return packed(table.products[products[group]].outputs, table.products[products[group]].inputs)
+
         mixer = spec.attention
         assert mixer is not None
-        every = mixer.head_norm is HeadNorm.ALL
-        return {
+        found = {
             "attention_norm": vector(hidden),
             "mlp_norm": vector(hidden, spec.norms not in PARALLEL),
             "attention_out_norm": vector(hidden),
             "mlp_out_norm": vector(hidden),
-            "q_norm": vector(q if every else head_dim, mixer.head_norm is not None),
-            "k_norm": vector(kv if every else head_dim, mixer.head_norm is not None),
+            "qkv": matrix(Group.MIXER_IN),
+            "o": matrix(Group.MIXER_OUT),
+            "gate_up": matrix(Group.GATE_UP),
+            "down": matrix(Group.DOWN),
+            "qkv_bias": bias(table.products[products[Group.MIXER_IN]].outputs),
+            "o_bias": bias(hidden),
+            "gate_up_bias": bias(2 * ffn),
+            "down_bias": bias(hidden),
         }
+        if (latent := mixer.latent) is not None:
+            rows = mixer.num_heads * (latent.key_dim + latent.value_dim)
+            found |= {"kv_up": weights(rows, latent.kv_rank, scale=latent.kv_rank**-0.5)}
+            found |= {"k_norm": vector(latent.kv_rank), "q_norm": vector(max(1, latent.q_rank))}
+            found |= {"q_up": matrix(Group.QUERY_UP) if latent.q_rank else None}
+        elif mixer.head_norm is not None:
+            heads = (mixer.num_heads, mixer.num_kv_heads) if mixer.head_norm is HeadNorm.ALL else (1, 1)
+            found |= {f"{name}_norm": vector(count * mixer.head_dim) for name, count in zip("qk", heads, strict=True)}
+        return native_layer(LayerWeights(**found), spec)
 
-    specs = [_spec(rng, (heads, kv_heads, head_dim), ffn, plain=plain) for _ in range(num_layers)]
-    layers = [
-        LayerWeights(
-            qkv=packed(q + 2 * kv, hidden),
-            o=packed(hidden, q),
-            gate_up=packed(2 * ffn, hidden),
-            down=packed(hidden, ffn),
-            qkv_bias=bias(q + 2 * kv),
-            o_bias=bias(hidden),
-            gate_up_bias=bias(2 * ffn),
-            down_bias=bias(hidden),
-            **norms(spec),
-        )
-        for spec in specs
-    ]
+    layers = list(map(layer, specs, table.product_in))
     longest = rng.random() < 0.15
     requests = [
         Request([rng.randrange(vocab) for _ in range(rng.randint(100, 260) if longest and not i else length)], [])
         for i, length in enumerate(rng.choices(LENGTHS, k=rng.randint(2, 6)))
     ]
-    plans = [_parts(rng, num_layers) for _ in range(rng.randint(3, 7))]
+    plans = [_parts(rng, table) for _ in range(rng.randint(3, 7))]
     placed = [AdapterLayout.build(parts, table, layout.page_elems, dtype.itemsize) for parts in plans]
     needed = [layout.pages_for_tokens(len(request.tokens)) for request in requests]
     count = 1 + sum(needed) + sum(adapter.num_pages for adapter in placed)
@@ -181,14 +192,16 @@ def build(rng: random.Random, dtype: torch.dtype, *, plain: bool = False, positi
         for _ in range(num_layers)
     ]
     norm = NormSpec(1e-5, centered=rng.random() < 0.2)
-    program = NativeProgram(specs, norm, hidden, table.products, table.product_in)
+    program = NativeProgram(specs, norm, hidden, table)
+    planes = [index * layout.block_tokens * drawn.head_dim for index in range(num_layers)] if latents else ()
+    places = layer_places(specs, layers, Tables.of(specs, requests_end), kv_scales=scales, planes=planes)
     model = native_model.NativeModel(
         hidden=hidden,
         vocab=vocab,
         block_tokens=layout.block_tokens,
         eps=norm.eps,
         num_layers=num_layers,
-        ops=program.ops(layer_places(specs, layers, Tables.of(specs, requests_end), kv_scales=scales)),
+        ops=program.ops(places),
         registers=program.registers,
         products=table.products,
         product_of=table.product_in,
@@ -206,28 +219,44 @@ def build(rng: random.Random, dtype: torch.dtype, *, plain: bool = False, positi
     return World(model, layout, table, adapters, requests, [[free.pop() for _ in range(n)] for n in needed])
 
 
-def _spec(rng: random.Random, heads: tuple[int, int, int], ffn: int, *, plain: bool) -> LayerSpec:
+def _heads(rng: random.Random) -> AttentionSpec:
+    """Attention whose heads have keys and values."""
+    kv_heads = rng.choice((1, 1, 2, 3))
+    heads, head_dim = kv_heads * rng.choice((1, 2, 3, 5)), 2 * rng.randint(2, 40)
+    return AttentionSpec(heads, kv_heads, head_dim, head_dim**-0.5, RopeConfig(head_dim, 1e4))
+
+
+def _latents(rng: random.Random) -> AttentionSpec:
+    """Attention over latents."""
+    q_rank, kv_rank, key = rng.choice((0, 2 * rng.randint(4, 30))), 2 * rng.randint(4, 50), 2 * rng.randint(2, 24)
+    heads, rotated, value = rng.choice((1, 2, 5, 7, 13, 50)), 2 * rng.randint(1, 12), 2 * rng.randint(2, 24)
+    latent = LatentSpec(q_rank, kv_rank, key, rotated, value, 1e-6)
+    rope = RopeConfig(rotated, 1e4, interleaved=rng.random() < 0.3)
+    return AttentionSpec(heads, 1, kv_rank + rotated, (key + rotated) ** -0.5, rope, latent=latent)
+
+
+def _spec(rng: random.Random, drawn: AttentionSpec, ffn: int, *, plain: bool) -> LayerSpec:
     """How a layer computes: a plain one, or with some features of other families."""
-    head_dim = heads[2]
     if plain:
-        return LayerSpec(AttentionSpec(*heads, head_dim**-0.5, RopeConfig(head_dim, 1e4)), GatedSpec(ffn), Norms.BEFORE)
-    dim = rng.choice((head_dim, head_dim, head_dim // 4 * 2, 0))
-    mixer = AttentionSpec(
-        *heads,
-        head_dim**-0.5,
-        RopeConfig(dim, 1e4, interleaved=rng.random() < 0.3) if dim else None,
-        window=rng.choice((None, None, 1, 5, 16, 31, 40)),
-        softcap=rng.choice((None, None, 2.0)),
-        head_norm=rng.choice((None, None, None, None, HeadNorm.EACH, HeadNorm.ALL)),
-    )
+        return LayerSpec(drawn, GatedSpec(ffn), Norms.BEFORE)
+    if drawn.latent is None:
+        dim = rng.choice((drawn.head_dim, drawn.head_dim, drawn.head_dim // 4 * 2, 0))
+        drawn = replace(
+            drawn,
+            rope=RopeConfig(dim, 1e4, interleaved=rng.random() < 0.3) if dim else None,
+            window=rng.choice((None, None, 1, 5, 16, 31, 40)),
+            softcap=rng.choice((None, None, 2.0)),
+            head_norm=rng.choice((None, None, None, None, HeadNorm.EACH, HeadNorm.ALL)),
+        )
     norms = rng.choice((*(Norms.BEFORE,) * 6, Norms.AROUND, Norms.AFTER, Norms.PARALLEL, Norms.PARALLEL))
     part = GatedSpec(ffn, rng.choice((Activation.SILU, Activation.GELU_TANH)))
-    return LayerSpec(mixer, part, norms, residual_multiplier=rng.choice((1.0, 1.0, 0.3)))
+    return LayerSpec(drawn, part, norms, residual_multiplier=rng.choice((1.0, 1.0, 0.3)))
 
 
-def _parts(rng: random.Random, num_layers: int) -> list[AdapterPart]:
+def _parts(rng: random.Random, table: Projections) -> list[AdapterPart]:
     """One rank for all modules, or two that share them out."""
-    modules = [name for name in LLAMA if rng.random() < 0.7] or ["q_proj"]
+    num_layers = table.num_layers
+    modules = [name for name in table.names if rng.random() < 0.7] or [table.names[0]]
     cut = rng.randint(1, len(modules)) if rng.random() < 0.3 else len(modules)
     layers = tuple(range(num_layers)) if rng.random() < 0.8 else (rng.randrange(num_layers),)
     shares = [tuple(share) for share in (modules[:cut], modules[cut:]) if share]
@@ -340,7 +369,7 @@ def _close(segments: Segments, world: World, entries: list[int] | None, begin: i
 def compare(seed: int, dtype: torch.dtype, tally: Tally, runs: int = 4) -> None:
     """Build a random case; run its requests alone, then `runs` times together."""
     rng = random.Random(seed)
-    world = build(rng, dtype)
+    world = build(rng, dtype, latents=seed % 4 == 3)
     alone = native.NativeDecoder(world.model, 1)
     expected = []
     for index, request in enumerate(world.requests):

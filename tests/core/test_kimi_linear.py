@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from chorus.core.model.config import UnsupportedModel
 from chorus.core.model.decoder import DecoderModel
+from chorus.core.model.native_decoder import NativeDecoderModel
 from chorus.core.model.read_config import read_model_config
 from chorus.core.model.recurrent import GatedDeltaSpec
 from chorus.core.model.shard import Shard
@@ -21,7 +22,6 @@ from chorus.ops import native_library
 
 from .merging.test_merged import merge
 from .speculation.stand_ins import Drawn, Free, Right, Wrong
-from .test_families import executor_of
 from .test_family_paths import answers, told
 from .test_hybrids import BF16_ERROR, whole_logits
 from .tiny_families import make_all_linear, make_tiny, save_family
@@ -44,18 +44,17 @@ on_ranks = pytest.mark.parametrize(
 )
 
 
-@pytest.fixture
-def kernels() -> str:
-    """The native decoder has neither latents nor decays of channels."""
-    return "auto"
+@pytest.fixture(params=[pytest.param("native", marks=pytest.mark.native), "torch"])
+def kernels(request: pytest.FixtureRequest) -> str:
+    return request.param
 
 
 @every_family
 @pytest.mark.parametrize("chunk", [1, 7, 64])
-def test_chunks_of_any_size(tiny, drive, family, chunk):
+def test_chunks_of_any_size(tiny, drive, kernels, family, chunk):
     it = tiny(family)
     driver = drive(it, max_num_seqs=min(4, chunk), max_num_batched_tokens=chunk, block_tokens=8)
-    assert isinstance(driver.executor.rank.decoder, DecoderModel)
+    assert isinstance(driver.executor.rank.decoder, NativeDecoderModel if kernels == "native" else DecoderModel)
     want = answers(it, driver, 5, seed=1)
     assert told(driver, want) == want
 
@@ -224,7 +223,6 @@ def test_the_published_configuration(tmp_path):
     full = [index + 1 for index, layer in enumerate(config.layers) if layer.attention is not None]
     assert full == PUBLISHED["linear_attn_config"]["full_attn_layers"]
     assert config.recurrent == GatedDeltaSpec(32, 32, 128, 128, 1e-5, gate_rank=128)
-    assert config.recurrent.native_shape() is None
     assert "with a decay of each channel" in config.recurrent.described()
     attention, experts = config.attention, config.layers[1].experts
     assert (attention.rope, attention.scale, attention.head_dim) == (None, 192**-0.5, 576)
@@ -260,15 +258,6 @@ def test_by_default_every_fourth_layer_after_the_first_has_attention(tmp_path):
 def test_what_is_refused(tmp_path, changes, why):
     with pytest.raises(UnsupportedModel, match=why):
         read(tmp_path, **changes)
-
-
-def test_the_native_decoder_refuses_decays_of_channels(tiny):
-    config = read_model_config(tiny(PLAIN).model)
-    with pytest.raises(UnsupportedModel, match=r"cpu_kernels is 'native', but .*latent attention"):
-        executor_of(tiny(PLAIN).model, cpu_kernels="native")
-    assert config.recurrent is not None
-    assert config.recurrent.native_shape() is None
-    assert config.recurrent.native_lack == "Gated DeltaNet with a decay of each channel of keys"
 
 
 def test_ranks_share_heads(tmp_path):

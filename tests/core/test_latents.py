@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import random
 import shutil
+import time
 
 import pytest
 
@@ -16,20 +17,25 @@ from chorus.core.policies import Policies
 from chorus.graphs.runner import StepMode
 from chorus.memory.files.error import AdapterFormatError
 
+from .executors.slow_link import slow_down
+from .executors.test_lora_offload import Link
 from .merging.test_merged import merge
 from .speculation.stand_ins import Drawn, Free, Right
+from .speculation.test_speculation import same
 from .test_family_paths import answers, told
+from .test_hybrid_paths import speculating
 from .tiny_families import ADAPTERS, make_tiny
 
 pytestmark = [pytest.mark.numerics, pytest.mark.wide]
 
 V2, V3, FLASH = FAMILIES = ("deepseek-v2", "deepseek-v3", "glm-4.7-flash")
+DENSE = "youtu"
+"""A family without experts."""
 
 
-@pytest.fixture
-def kernels() -> str:
-    """The native decoder has no latent attention; the native library computes mixtures, where it is there."""
-    return "auto"
+@pytest.fixture(params=[pytest.param("native", marks=pytest.mark.native), "torch"])
+def kernels(request: pytest.FixtureRequest) -> str:
+    return request.param
 
 
 @pytest.mark.parametrize(("family", "chunk"), [(V2, 1), (V3, 7), (FLASH, 64)])
@@ -99,6 +105,51 @@ def test_drafts(tiny, drive):
         want |= answers(it, driver, 4, seed=6, tokens=16)
         assert told(driver, want) == want
         assert driver.engine.stats().num_proposed_tokens > 0
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("kernels", ["native"])
+@pytest.mark.parametrize("family", [V2, DENSE])
+def test_a_layer_is_waited_for_until_its_adapter_is_late(tiny, drive, family):
+    """A row that misses its adapter of kv_b_proj is void, and runs again; others are not."""
+    it = tiny(family)
+    driver = drive(it, max_load_stall_seconds=0.0, clock=time.monotonic, max_num_batched_tokens=200)
+    driver.has_stalled_link = True
+    executor, link = driver.executor.inner, Link()
+    slow_down(executor.adapters, executor.arena.pages, link)
+    want = answers(it, driver, 1, seed=1, adapters=("r8-qv",)) | answers(it, driver, 1, seed=2, adapters=(None,))
+    driver.step()
+    (plan,) = driver.plans
+    assert executor.steps._lora.late_requests(plan.sequences) == ["1.0"]  # noqa: SLF001
+    link.let(1000)
+    assert told(driver, want) == want
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("kernels", ["native"])
+@pytest.mark.parametrize("family", [V3, DENSE])
+def test_outputs_are_those_without_speculation(tiny, drive, family):
+    """To the bit, beside adapters on all parts."""
+    it, rng = tiny(family), random.Random(family)
+    asked = [
+        ([None, *ADAPTERS][index % 4], [rng.randrange(3, 150) for _ in range(rng.randint(3, 30))]) for index in range(8)
+    ]
+    limits = {"dtype": "bfloat16", "max_num_seqs": 6, "max_num_batched_tokens": 40, "max_model_len": 128, "threads": 2}
+
+    def ask(driver):
+        for index, (adapter, prompt) in enumerate(asked):
+            driver.add(f"r{index}", adapter, prompt, max_tokens=24, logprobs=2)
+        return driver.drain()
+
+    want = ask(drive(it, **limits))
+
+    def answer(request):
+        return want[request.id].tokens
+
+    for proposer in (Right(answer), Drawn(answer, random.Random(7))):
+        driver = speculating(drive, it, proposer, **limits)
+        same(ask(driver), want, "native")
+        assert driver.engine.stats().num_accepted_tokens > 10
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -35,15 +35,14 @@ pytestmark = [pytest.mark.native, pytest.mark.wide]
 
 LACKS = {
     r"gemma-4": "factor of each expert in a mixture",
-    r"deepseek|glm-4\.7|kimi|sarvam-mla|youtu|minicpm3": "latent attention",
     r"nemotron": "mixture of experts without gates",
 }
 """What the decoder does not have, by the beginnings of families."""
 
 WITH_EXPERTS = [family for family, (_, changes, _) in RENAMED.items() if any("expert" in name for name in changes)]
 NATIVE = [family for family in EXPERTS if not any(re.match(name, family) for name in LACKS)]
-BITS = ["qwen3-moe-mixed", "glm-4-moe-groups", "qwen3.5-moe", "granite-4-h-moe"]
-"""Layers with and without experts, groups of experts beside a shared one, and recurrent states."""
+BITS = ["qwen3-moe-mixed", "glm-4-moe-groups", "qwen3.5-moe", "granite-4-h-moe", "deepseek-v2", "glm-4.7-flash"]
+"""Layers with and without experts, groups of experts beside a shared one, recurrent states, and latents."""
 
 
 @pytest.fixture

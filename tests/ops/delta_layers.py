@@ -16,19 +16,24 @@ from chorus.ops.recurrent import RecurrentState
 class DeltaLayer:
     """Random weights, states and rows."""
 
-    def __init__(self, k_heads: int, v_heads: int, k_dim: int, v_dim: int, conv_size: int) -> None:
+    def __init__(
+        self, k_heads: int, v_heads: int, k_dim: int, v_dim: int, conv_size: int, by_channel: bool = False
+    ) -> None:
+        """by_channel: see `DeltaWeights`."""
         self._random = torch.Generator().manual_seed(0)
         self.channels = 2 * k_heads * k_dim + v_heads * v_dim
-        self.width = self.channels + v_heads * v_dim + 2 * v_heads
+        decays = v_heads * k_dim if by_channel else v_heads
+        self.width = self.channels + v_heads * v_dim + v_heads + decays
         self.shapes = (conv_size - 1, self.channels), (v_heads, k_dim, v_dim)
         """Of a sequence's state: what the convolution keeps, and the recurrent state."""
-        self.draft_size = self.channels + 2 * v_heads
+        self.draft_size = self.channels + v_heads + decays
         self.weights = DeltaWeights(
             self.normal(conv_size, self.channels),
-            self.normal(v_heads),
+            self.normal(decays),
             self.normal(v_heads),
             1 + 0.2 * self.normal(v_dim),
             eps=1e-6,
+            by_channel=by_channel,
         )
 
     def normal(self, *shape: int) -> torch.Tensor:

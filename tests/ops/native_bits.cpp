@@ -8,9 +8,13 @@ using namespace chorus;
 namespace {
 
 constexpr int kHidden = 72, kLayers = 3, kHeads = 6, kKvHeads = 2, kHeadDim = 20, kVocab = 203, kBlock = 16;
-enum Group { kQkv, kO, kGateUp, kDown };  // a layer's products
+enum Group { kQkv, kO, kGateUp, kDown, kQueryUp, kGroups };  // a layer's products; of queries from their latents
 constexpr Group kDense[] = {kQkv, kO, kGateUp, kDown};
 constexpr int kQ = kHeads * kHeadDim, kKv = kKvHeads * kHeadDim, kPages = 200, kTable = 12, kRank = 5;
+// Of latents: of queries and of keys and values, elements of a key and of a value.
+constexpr int kQueryRank = 26, kKvRank = 28, kRotated = 12, kKey = 20, kValue = 14,
+              kQueries = kHeads * (kKey + kRotated), kMade = kHeads * (kKey + kValue), kDenseModules = 7,
+              kAllModules = 9;
 
 uint64_t state = 1;
 float random_number() {  // from -0.5 to 0.5
@@ -55,7 +59,7 @@ template <class Weight, class Vector> struct Experts {
         shared_up = weight(2 * kShared, kHidden), shared_down = weight(kHidden, kShared);
         desc.hidden = kHidden, desc.experts = kCount, desc.size = kSize, desc.shared_size = kShared;
         desc.router = vector(kPanel * kHidden, 1, 0), desc.router_bias = vector(kCount, 0.3f, 0);
-        desc.routing = {nullptr, 3, kSoftmax, 1, 1, 1, 1, 0, 1.5f, 0};
+        desc.routing = {nullptr, nullptr, 3, kSoftmax, 1, 1, 1, 1, 0, 1.5f, 0};
         desc.activation = kSilu;
         desc.gate_up = {up, nullptr, up_bias}, desc.down = {down, nullptr, down_bias};
         desc.shared_gate_up = {&shared_up, nullptr, nullptr}, desc.shared_down = {&shared_down, nullptr, nullptr};
@@ -104,19 +108,25 @@ template <class Weight, class Vector> struct Experts {
 
 // A layer: its ops are listed by `program`.
 struct Layer {
-    const void* weights[4];
-    const float* bias[4];
-    Integers integers[4];
+    const void* weights[kGroups];
+    const float* bias[kGroups];
+    Integers integers[kGroups];
+    int product[kGroups] = {kQkv, kO, kGateUp, kDown, -1};
     const float *attention_norm, *attention_out_norm, *mlp_norm, *mlp_out_norm;  // null: it has none
     float residual_multiplier = 1;
     bool parallel = false;
     Activation activation = kSilu;
     AttendOp attend{};
+    LatentDesc latent{};  // without heads: keys and values are no latents
+    const float* query_norm = nullptr;  // of their latents
     const MixtureDesc* experts = nullptr;
     const MixtureTargets* targets = nullptr;
 };
 
-enum Register { kStream, kNormed, kIn, kQueries, kAttended, kPart, kGatesUp, kAct };
+enum Register {
+    kStream, kNormed, kIn, kRotatedQueries, kAttended, kPart, kGatesUp, kAct, kLatentIn, kQueryLatents, kLatentQueries,
+    kLatentOut
+};
 
 // The ops of layers, and what they point to.
 class Program {
@@ -125,12 +135,19 @@ class Program {
     void add(const Layer& layer, int l, int ffn, bool centered) {
         if (l) op(OpKind::kArrive, ArriveOp{l});
         norm(layer.attention_norm, kStream, kNormed, centered);
-        op(OpKind::kGemm, gemm(layer, l, kQkv, kNormed, kIn, false));
+        const bool latents = layer.latent.heads;
+        op(OpKind::kGemm, gemm(layer, l, kQkv, kNormed, latents ? kLatentIn : kIn, false));
+        if (latents) {
+            op(OpKind::kKeep, KeepOp{kLatentIn, kQueryRank, layer.latent});
+            op(OpKind::kNorm, NormOp{kLatentIn, 0, kQueryRank, kQueryLatents, 0, 0, 1e-6f, layer.query_norm});
+            op(OpKind::kGemm, gemm(layer, l, kQueryUp, kQueryLatents, kLatentQueries, false));
+        }
         if (layer.parallel) feed_forward(layer, l, ffn, centered);
         AttendOp attend = layer.attend;
-        attend.x = kIn, attend.q = kQueries, attend.out = kAttended;
-        op(OpKind::kAttend, attend);
-        part(layer, l, kO, kAttended, layer.attention_out_norm, centered);
+        attend.x = kIn, attend.q = kRotatedQueries, attend.out = kAttended;
+        if (latents) op(OpKind::kLatentAttend, LatentAttendOp{kLatentQueries, 0, kLatentOut, l, layer.latent});
+        else op(OpKind::kAttend, attend);
+        part(layer, l, kO, latents ? kLatentOut : kAttended, layer.attention_out_norm, centered);
         if (layer.parallel) return;
         norm(layer.mlp_norm, kStream, kNormed, centered);
         feed_forward(layer, l, ffn, centered);
@@ -149,7 +166,8 @@ class Program {
         else op(OpKind::kCopy, CopyOp{x, 0, kHidden, out, 0});
     }
     GemmOp gemm(const Layer& layer, int l, Group group, int x, int out, bool accumulate) {
-        return {x, out, accumulate, group, l, number_++, layer.weights[group], layer.bias[group], layer.integers[group]};
+        return {x, out, accumulate, layer.product[group], l, number_++, layer.weights[group], layer.bias[group],
+                layer.integers[group]};
     }
     void feed_forward(const Layer& layer, int l, int ffn, bool centered) {
         if (layer.experts) {
@@ -179,8 +197,9 @@ class Program {
 
 // kFfn: not a multiple of a panel, or one, by which gate and up get panels of their own. kinds: layers differ from Llama's.
 // bits: of whole-number weights, in groups of 24 with zero points; 0: none are. float8: keys and values are in FP8. mixes:
-// layer 1 has experts.
-template <class T, int kFfn> void run(bool kinds, int bits = 0, bool float8 = false, bool mixes = false) {
+// layer 1 has experts. latents: its keys and values are latents.
+template <class T, int kFfn>
+void run(bool kinds, int bits = 0, bool float8 = false, bool mixes = false, bool latents = false) {
     std::vector<std::vector<T>> weights;
     std::vector<std::vector<float>> vectors;
     auto weight = [&](int n, int k) -> const void* {  // in panels; what lies beyond n is never stored
@@ -229,12 +248,15 @@ template <class T, int kFfn> void run(bool kinds, int bits = 0, bool float8 = fa
     const ProductDesc products[] = {{kHidden, 3, 0, {{0, 0, kQ}, {1, kQ, kKv}, {2, kQ + kKv, kKv}}},
                                     {kQ, 1, 1, {{3, 0, kHidden}}},
                                     {kHidden, 2, 0, {{4, 0, kFfn}, {5, kFfn, kFfn}}},
-                                    {kFfn, 1, 1, {{6, 0, kHidden}}}};
+                                    {kFfn, 1, 1, {{6, 0, kHidden}}},
+                                    {kHidden, 2, 0, {{0, 0, kQueryRank}, {1, kQueryRank, kKvRank + kRotated}}},
+                                    {kQueryRank, 1, 0, {{7, 0, kQueries}}},
+                                    {kHeads * kValue, 1, 1, {{3, 0, kHidden}}}};
     for (int l = 0; l < kLayers; l++) layers[l].attend.page_layer = l;
     ModelDesc model{};
     model.hidden = kHidden, model.layers = kLayers, model.vocab = kVocab, model.block_tokens = kBlock,
     model.page_groups = 1;
-    model.num_products = 4, model.eps = 1e-5f, model.embedding_multiplier = model.logits_scale = 1;
+    model.num_products = 7, model.eps = 1e-5f, model.embedding_multiplier = model.logits_scale = 1;
     model.products = products, model.embed = embed.data(),
     model.lm_head = weight(kVocab, kHidden);
     model.norm = norm, model.arena = arena.data(), model.page_elems = page_elems;
@@ -253,21 +275,39 @@ template <class T, int kFfn> void run(bool kinds, int bits = 0, bool float8 = fa
     if (mixes) {
         layers[1].experts = &experts.desc, layers[1].targets = experts.targets;
     }
+    if (latents) {
+        Layer& layer = layers[1];
+        layer.weights[kQkv] = weight(kQueryRank + kKvRank + kRotated, kHidden), layer.bias[kQkv] = nullptr;
+        layer.weights[kQueryUp] = weight(kQueries, kQueryRank), layer.weights[kO] = weight(kHidden, kHeads * kValue);
+        layer.integers[kQkv] = layer.integers[kO] = {};
+        layer.product[kQkv] = 4, layer.product[kQueryUp] = 5, layer.product[kO] = 6;
+        const int panels = (kKvRank + kPanel - 1) / kPanel, values = (kValue + kPanel - 1) / kPanel;
+        LatentDesc& own = layer.latent;
+        own.kv_up = weight(kPanel * kHeads, panels * kKey + values * kKvRank);
+        layer.query_norm = vector(kQueryRank, 0.3f, 1), own.k_norm = vector(kKvRank, 0.3f, 1);
+        own.heads = kHeads, own.kv_rank = kKvRank, own.key = kKey, own.rotated = kRotated, own.value = kValue;
+        own.rotary_dim = kinds ? 8 : kRotated, own.interleaved = kinds, own.module = 8, own.eps = 1e-6f;
+        own.scale = 0.2f, own.cos = cos, own.sin = sin, own.plane = 2 * kBlock * kKv;
+        own.query_factors = kinds ? vector(256, 0.3f, 1) : nullptr, own.bias = kinds ? vector(kMade, 0.3f, 0) : nullptr;
+    }
     Program program;
     for (int l = 0; l < kLayers; l++) program.add(layers[l], l, kFfn, model.centered);
     const RegisterDesc registers[] = {{Memory::kFloat, kHidden},        {Memory::kRounded, kHidden},
                                       {Memory::kFloat, kQ + 2 * kKv},   {Memory::kRounded, kQ},
                                       {Memory::kRounded, kQ},           {Memory::kFloat, kHidden},
-                                      {Memory::kGates, 2 * kFfn},       {Memory::kRounded, kFfn}};
+                                      {Memory::kGates, 2 * kFfn},       {Memory::kRounded, kFfn},
+                                      {Memory::kFloat, kQueryRank + kKvRank + kRotated},
+                                      {Memory::kRounded, kQueryRank},   {Memory::kFloat, kQueries},
+                                      {Memory::kRounded, kHeads * kValue}};
     model.ops = program.ops.data(), model.num_ops = program.ops.size();
     model.registers = registers, model.num_registers = sizeof registers / sizeof *registers;
     Decoder<T> decoder(model, 2);
 
     Adapter adapter{};
-    const int in[] = {kHidden, kHidden, kHidden, kQ, kHidden, kHidden, kFfn},
-              out[] = {kQ, kKv, kKv, kHidden, kFfn, kFfn, kHidden};
+    const int in[] = {kHidden, kHidden, kHidden, kQ, kHidden, kHidden, kFfn, kQueryRank, kKvRank},
+              out[] = {kQ, kKv, kKv, kHidden, kFfn, kFfn, kHidden, kQueries, kMade};
     for (int m = 0; m < kModules; m++) adapter.a_offset[m] = adapter.b_offset[m] = -1;
-    for (int m = 0; m < 7; m++) {
+    for (int m = 0; m < (latents ? kAllModules : kDenseModules); m++) {
         adapter.a_offset[m] = (int)adapter.slab_elems, adapter.b_offset[m] = (int)adapter.slab_elems + in[m];
         adapter.slab_elems += in[m] + out[m];
     }
@@ -325,6 +365,7 @@ template <class T, int kFfn> void run(bool kinds, int bits = 0, bool float8 = fa
         step({60, 5}, {76, 36}, segments);
     }
     for (const Group group : kDense) {
+        if (latents && group <= kO) continue;  // layer 1 has others
         std::vector<T> out((size_t)(outputs[group] + kPanel - 1) / kPanel * kPanel * inputs[group]);
         const MergeDesc desc{
             layers[1].weights[group], layers[1].integers[group], out.data(), group, 1, adapters + 1, 2};
@@ -353,5 +394,9 @@ int main() {
     for (const bool kinds : {false, true}) {
         run<float, 136>(kinds, 0, false, true);
         run<bf16, 160>(kinds, 0, false, true);
+    }
+    for (const bool kinds : {false, true}) {
+        run<float, 136>(kinds, 0, false, false, true);
+        run<bf16, 160>(kinds, 0, false, true, true);
     }
 }

@@ -23,7 +23,7 @@ from chorus.core.model.layers import (
     UngatedSpec,
 )
 from chorus.core.model.lora_state import rows_in
-from chorus.core.model.native_decoder import with_wide_vectors
+from chorus.core.model.native_decoder import native_layer
 from chorus.core.model.program.native_ops import NativeProgram
 from chorus.core.model.program.native_place import Tables, layer_places
 from chorus.core.model.rope_config import RopeConfig
@@ -249,9 +249,9 @@ class Model:
         has_ranks: bool = False,
     ) -> dict[str, Any]:
         """The fields of a native model that say what its layers compute."""
-        kind, weights = self.kind, [with_wide_vectors(layer) for layer in weights]
+        kind, weights = self.kind, list(map(native_layer, weights, specs))
         products = table.products, table.product_in
-        program = NativeProgram(specs, kind.norm, kind.hidden, *products, has_ranks=has_ranks)
+        program = NativeProgram(specs, kind.norm, kind.hidden, table, has_ranks=has_ranks)
         scales = [kind.kv_scales] * LAYERS if kind.kv_scales else ()
         ops = program.ops(layer_places(specs, weights, Tables.of(specs, positions), kv_scales=scales))
         own = {"num_layers": len(specs), "ops": ops, "registers": program.registers}

@@ -79,7 +79,7 @@ def a_layer_that_stores_its_inputs(values: torch.Tensor, scales: KvScales) -> na
     layer = LayerWeights(**{name: native_model.pack(weight) for name, weight in zip(names, weights, strict=True)})
     table = dense_projections(1, size, size, 1, 1, size)
     specs = [LayerSpec(AttentionSpec(1, 1, size, 1.0, None), GatedSpec(size), Norms.AFTER)]
-    program = NativeProgram(specs, NormSpec(1e-6), size, table.products, table.product_in)
+    program = NativeProgram(specs, NormSpec(1e-6), size, table)
     ops = program.ops(layer_places(specs, [layer], Tables.of(specs, 1), kv_scales=[scales]))
     return layerless_model(
         torch.zeros_like(values),

@@ -27,6 +27,24 @@ def test_packing_into_given_memory():
     assert torch.equal(out, native_model.pack(weight))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("sizes", [(1, 8, 2, 4), (3, 40, 6, 33), (4, 32, 16, 24)], ids=str)
+def test_keys_and_values_of_latents_are_packed_by_head(dtype, sizes):
+    heads, kv_rank, key, value = sizes
+    shape = native_model.LatentShape(heads, kv_rank, key, value)
+    kv_up = torch.randn(heads * (key + value), kv_rank).to(dtype)
+    packed = shape.pack(kv_up)
+    keys, values = shape.packed_elems
+    for head, own in enumerate(kv_up.view(heads, key + value, kv_rank)):
+        its_keys, its_values = packed[keys * head :][:keys], packed[heads * keys + values * head :][:values]
+        assert torch.equal(its_keys, native_model.pack(own[:key].T).flatten())
+        assert torch.equal(its_values, native_model.pack(own[key:]).flatten())
+    assert torch.equal(shape.unpack(packed), kv_up)
+    out = torch.full_like(packed, torch.nan)
+    assert shape.pack(kv_up, out) is out
+    assert torch.equal(out, packed)
+
+
 def test_odd_reduction_dimension_is_refused_in_bfloat16():
     with pytest.raises(ValueError, match="must be a multiple of 2"):
         native_model.packed_shape(8, 7, torch.bfloat16)

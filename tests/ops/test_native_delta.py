@@ -20,8 +20,11 @@ pytestmark = [
     pytest.mark.wide,
 ]
 
-#: heads of keys and of values, their widths, and what the convolution sees
-SHAPES = [(2, 4, 16, 24, 4), (1, 1, 8, 8, 2), (3, 3, 40, 80, 3), (2, 6, 128, 128, 4), (1, 2, 16, 112, 4)]
+#: heads of keys and of values, their widths, what the convolution sees, and whether decays are of channels
+SHAPES = [
+    *((2, 4, 16, 24, 4), (1, 1, 8, 8, 2), (3, 3, 40, 80, 3), (2, 6, 128, 128, 4), (1, 2, 16, 112, 4)),
+    *((2, 2, 16, 24, 4, True), (3, 3, 40, 80, 3, True), (2, 2, 128, 128, 4, True)),
+]
 
 
 class Layer(DeltaLayer):

@@ -46,7 +46,7 @@ def _check_scoring(fields: ConfigJson, supported: str) -> None:
         raise fields.refuse("moe_layer_freq", "only experts in every layer after the dense ones are supported")
 
 
-_NOTE = f"{reading.LATENTS_NOTE}; {reading.EXPERTS_NOTE}; `attention_bias` without `q_lora_rank` is refused"
+_NOTE = f"{reading.LATENTS_NOTE}; `attention_bias` without `q_lora_rank` is refused"
 
 DEEPSEEK_V2 = Family(
     "DeepSeek-V2",

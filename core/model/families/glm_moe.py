@@ -145,5 +145,5 @@ GLM_4_MOE_LITE = Family(
         "num_nextn_predict_layers": 1,
     },
     TENSORS,
-    notes=f"{reading.LATENTS_NOTE}; {reading.EXPERTS_NOTE}; draft layers after the last are left out",
+    notes=f"{reading.LATENTS_NOTE}; draft layers after the last are left out",
 )

@@ -137,7 +137,7 @@ KIMI_LINEAR = Family(
     },
     _NAMES,
     notes=(
-        f"{reading.LATENTS_NOTE}; {reading.EXPERTS_NOTE}; draft layers after the last are left out; "
+        f"{reading.LATENTS_NOTE}; draft layers after the last are left out; "
         "in 16 bits with `--block-tokens 32` at least"
     ),
     nulls=("num_key_value_heads", "v_head_dim"),

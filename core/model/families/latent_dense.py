@@ -44,7 +44,7 @@ def _read_minicpm(fields: ConfigJson) -> ModelConfig:
 
 
 _NAMES = TensorNames(names={**LLAMA_NORMS, **LATENT_NORMS})
-_NOTE = f"{reading.LATENTS_NOTE}; on CPUs by PyTorch's operators; `attention_bias` without `q_lora_rank` is refused"
+_NOTE = f"{reading.LATENTS_NOTE}; `attention_bias` without `q_lora_rank` is refused"
 
 YOUTU = Family(
     "Youtu-LLM",

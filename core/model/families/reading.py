@@ -28,7 +28,6 @@ from ..recurrent import RecurrentSpec
 
 DTYPES = ("float32", "bfloat16", "float16")
 LATENTS_NOTE = "the KV cache holds latents, not keys and values"
-EXPERTS_NOTE = "on CPUs mixtures by the native library, the rest by PyTorch's operators"
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 

@@ -88,6 +88,6 @@ SARVAM_MLA = Family(
     },
     glm_moe.TENSORS,
     model_types=("sarvam_mla",),
-    notes=f"{reading.LATENTS_NOTE}; {reading.EXPERTS_NOTE}",
+    notes=reading.LATENTS_NOTE,
     nulls=("norm_topk_prob", "num_key_value_heads", "rope_interleave", "v_head_dim"),
 )

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from ....ops.native_descriptors import NativeHeadNorm
-from ..layers import AttentionSpec, HeadNorm, NormSpec
+from ....ops.native_model import LatentShape
+from ..layers import AttentionSpec, HeadNorm, LatentSpec, NormSpec
 from .native_place import Late, LayerPlace, score_scale, weight_of
 
 _HEAD_NORMS: dict[HeadNorm | None, NativeHeadNorm] = {
@@ -42,6 +43,32 @@ def attend_arguments(mixer: AttentionSpec, norm: NormSpec) -> dict[str, Any]:
         **_norms(mixer),
         **_positions(mixer),
     }
+
+
+def latent_arguments(mixer: AttentionSpec, latent: LatentSpec, module: int) -> dict[str, Any]:
+    """The arguments of ops over latents besides registers. module: the id of kv_b_proj."""
+    return {
+        "heads": mixer.num_heads,
+        "kv_rank": latent.kv_rank,
+        "key": latent.key_dim,
+        "rotated": latent.rotated_dim,
+        "value": latent.value_dim,
+        "page_group": lambda at: at.page_group,
+        "interleaved": int(mixer.rope is not None and mixer.rope.interleaved),
+        "module": module,
+        "eps": latent.eps,
+        "scale": score_scale(mixer),
+        "k_norm": weight_of("k_norm"),
+        "plane": lambda at: at.plane,
+        "kv_up": weight_of("kv_up"),
+        "bias": weight_of("kv_up_bias"),
+        **_positions(mixer),
+    }
+
+
+def latent_shape(mixer: AttentionSpec, latent: LatentSpec) -> LatentShape:
+    """How the library has kv_b_proj."""
+    return LatentShape(mixer.num_heads, latent.kv_rank, latent.key_dim, latent.value_dim)
 
 
 def _norms(mixer: AttentionSpec) -> dict[str, Late]:

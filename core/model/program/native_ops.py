@@ -14,13 +14,13 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from ....memory.pages.projections import Group, Product
+from ....memory.pages.projections import Group, Product, Projections
 from ....ops.native_descriptors import NativeActivation, NativeOutputGate
 from ....ops.native_program import NativeOp
 from ..experts import what_native_lacks
 from ..layers import Activation, HeadNorm, LayerSpec, NormSpec, OutputGate, UngatedActivation
 from .builder import layer_program
-from .native_attention import attend_arguments
+from .native_attention import attend_arguments, latent_arguments
 from .native_place import Late, LayerPlace, filled, weight_of
 from .native_registers import Held, Registers, Value
 from .ops import (
@@ -36,6 +36,8 @@ from .ops import (
     GateOutput,
     Gemm,
     Heads,
+    LatentAttend,
+    Latents,
     Mix,
     Moe,
     Norm,
@@ -80,19 +82,18 @@ class NativeProgram:
         layers: Sequence[LayerSpec],
         norm: NormSpec,
         hidden: int,
-        products: Sequence[Product],
-        product_in: Sequence[Mapping[int, int]],
+        table: Projections,
         *,
         has_ranks: bool = False,
     ) -> None:
-        """products, product_in: see `Projections`. has_ranks: layers are shares, and ranks add up what they give.
+        """table: of the layers' projections. has_ranks: layers are shares, and ranks add up what they give.
 
         Raises NoNativeOp.
         """
         self._registers, self._ops = Registers(hidden), []
         number = 0
-        for index, (spec, own) in enumerate(zip(layers, product_in, strict=True)):
-            lowering = _Lowering(index, layer_program(spec, norm).ops, self._registers, products, own, has_ranks)
+        for index, spec in enumerate(layers):
+            lowering = _Lowering(index, layer_program(spec, norm).ops, self._registers, table, has_ranks)
             ops = self._registers.placed(lowering.run(number))
             number += sum(op.kind in ("Gemm", "GateUp") for op in ops)
             self._ops.append(ops)
@@ -143,11 +144,10 @@ class _Lowering:
         index: int,
         ops: Sequence[Op],
         registers: Registers,
-        products: Sequence[Product],
-        product_of: Mapping[int, int],
+        table: Projections,
         has_ranks: bool,
     ) -> None:
-        self._index, self._products, self._product_of, self._has_ranks = index, products, product_of, has_ranks
+        self._index, self._table, self._has_ranks = index, table, has_ranks
         self._ops = [op for op in ops if not isinstance(op, Begin | End)]
         self._stream = registers.stream
         self._buffers = _Buffers(self._ops, self._stream.value, self._width)
@@ -171,8 +171,8 @@ class _Lowering:
         self._found.append(NativeOp(kind, arguments))
 
     def _product(self, op: Gemm) -> tuple[int, Product]:
-        number = self._product_of[op.group]
-        return number, self._products[number]
+        number = self._table.product_in[self._index][op.group]
+        return number, self._table.products[number]
 
     def _width(self, op: Op, own: Mapping[str, Value]) -> int:
         """Columns of what an op writes."""
@@ -180,7 +180,9 @@ class _Lowering:
             return self._product(op)[1].outputs
         if isinstance(op, Heads):
             return op.attention.q_size
-        if isinstance(op, Attend):
+        if isinstance(op, Latents):
+            return op.attention.num_heads * op.attention.query_dim
+        if isinstance(op, Attend | LatentAttend):
             return op.attention.num_heads * op.attention.attended_dim
         if isinstance(op, Mix):
             return op.mixer.out_size
@@ -379,9 +381,24 @@ class _Lowering:
         )
         self._done |= {at + 1, last}
 
+    def _latents(self, at: int, op: Latents) -> None:
+        """What is kept of latents is written in the pass that follows their product, queries are read as they are."""
+        attend = self._ops[at + 1]
+        if not isinstance(attend, LatentAttend) or attend.q != op.q:
+            raise NoNativeOp("queries that something else than attention reads")
+        ((module, _, _),) = self._table.columns(self._index, Group.KV_UP)
+        latent = latent_arguments(op.attention, op.latent, module)
+        x, column, _ = self._read(at, op.kept)
+        made = next(i for i, each in enumerate(self._found) if each.arguments.get("out") == x)
+        self._found.insert(made + 1, NativeOp("Keep", {"x": x, "column": column, "latent": latent}))
+        (out,) = self._buffers.writes[at + 1].values()
+        self._rounded[out] = Held(out, "Rounded")
+        q, column, _ = self._read(at, op.x)
+        own = {"column": column, "layer": self._index, "latent": latent}
+        self._emit("LatentAttend", q=q, out=self._rounded[out], **own)
+        self._done.add(at + 1)
+
     def _mix(self, at: int, op: Mix) -> None:
-        if op.mixer.native_shape() is None:
-            raise NoNativeOp(op.mixer.native_lack)
         (out,) = self._buffers.writes[at].values()
         self._rounded[out] = Held(out, "Rounded")
         x, _, _ = self._read(at, op.x)
@@ -419,6 +436,7 @@ class _Lowering:
         Concat: _concat,
         Gemm: _gemm,
         Heads: _heads,
+        Latents: _latents,
         Mix: _mix,
         Moe: _moe,
         Norm: _norm,
@@ -470,7 +488,6 @@ def _mixture_targets(at: LayerPlace) -> Any:
 
 #: Ops that the library has no function for.
 _TITLES = {
-    "Latents": "latent attention",
     "TakeStream": "residual of several streams",
     "SparseGates": "sparse gate",
 }

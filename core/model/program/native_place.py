@@ -62,6 +62,9 @@ class LayerPlace:
     page_layer: int = 0
     """Its place among the layers in these pages."""
 
+    plane: int = 0
+    """Elements from a page's beginning to its latents."""
+
     kv_scales: KvScales = UNSCALED
     state_layer: int = 0
     """Its place among layers with a recurrent mixer."""
@@ -97,9 +100,11 @@ def layer_places(
     layout: PageLayout | None = None,
     kv_scales: Sequence[KvScales] = (),
     mixtures: Sequence[LayerMixture | None] = (),
+    planes: Sequence[int] = (),
 ) -> list[LayerPlace]:
     """The layers' places. layout: where their KV is; by default all layers' in each page. kv_scales: of each layer's
-    KV; none: it is not in FP8. mixtures: by layer; empty: no layer has any.
+    KV; none: it is not in FP8. mixtures: by layer; empty: no layer has any. planes: of each layer's KV, elements from a
+    page's beginning; needed for latents.
     """
     kv_of, with_state = kv_index(layers), 0
     groups = (PageGroup(tuple(range(len(layers)))),) if layout is None else layout.groups
@@ -110,6 +115,7 @@ def layer_places(
         if layer.attention is not None:
             place.page_group, place.page_layer = pages[kv_of[index]]
             place.kv_scales = kv_scales[kv_of[index]] if kv_scales else UNSCALED
+            place.plane = planes[kv_of[index]] if planes else 0
         found.append(place)
         with_state += layer.recurrent is not None
     return found

@@ -116,6 +116,22 @@ def test_adapters_with_vectors_are_waited_for(tmp_path, with_offload):
     assert offload.starts.num_offloaded == 1 and offload.starts.num_streamed == 2
 
 
+@pytest.mark.wide
+def test_adapters_on_keys_and_values_of_latents_are_waited_for(tiny, with_offload):
+    """Workers do not compute what they add; beside them, others are offloaded."""
+    it = tiny("youtu")
+    limits = {"max_load_stall_seconds": 60.0, "max_num_batched_tokens": 200, "max_model_len": 128}
+    driver, link, offload = with_offload(it, **limits)
+    want = {}
+    for name in ("r8-qv", "r17-o-mlp"):
+        prompt, want[name] = it.case(name, 30, seed=3)
+        driver.add(name, name, prompt, max_tokens=8)
+    threading.Timer(0.3, link.let, [1000]).start()
+    answers = driver.drain()
+    assert {name: answers[name].tokens for name in want} == want
+    assert offload.starts.num_offloaded == 1 and offload.starts.num_streamed == 1
+
+
 def test_bfloat16_differs_by_rounding_alone(subject, with_offload, drive):
     it = subject("gqa")
     driver, *_ = with_offload(it, dtype="bfloat16")

@@ -30,7 +30,7 @@ EXPERTS = Experts(8, 40, Routing(2))
 
 def lowered(*layers: LayerSpec, has_ranks: bool = False) -> list[NativeOp]:
     table = Projections(tuple(layer.projections(HIDDEN) for layer in layers))
-    program = NativeProgram(layers, NormSpec(1e-6), HIDDEN, table.products, table.product_in, has_ranks=has_ranks)
+    program = NativeProgram(layers, NormSpec(1e-6), HIDDEN, table, has_ranks=has_ranks)
     return [op for ops in program._ops for op in ops]  # noqa: SLF001
 
 
