@@ -512,9 +512,9 @@ def _described_layers(layers: Sequence[Any], model: NativeModel) -> Any:
     descriptors = (LayerDescriptor * len(layers))()
     for index, (descriptor, layer, own) in enumerate(zip(descriptors, layers, model.values, strict=True)):
         for name in (*LAYER_WEIGHTS, *OTHER_WEIGHTS):
-            setattr(descriptor, name, _data_of(getattr(layer, name)))
+            setattr(descriptor, name, _data_of(layer.get(name)))
         for place, name in enumerate(PROJECTIONS):
-            descriptor.integers[place] = described_integers(getattr(layer, name))
+            descriptor.integers[place] = described_integers(layer.get(name))
         for field in fields(own):
             if field.name not in ("cos", "sin", "query_factors", "query_weights", "page_layer"):
                 setattr(descriptor, field.name, getattr(own, field.name))
@@ -524,8 +524,8 @@ def _described_layers(layers: Sequence[Any], model: NativeModel) -> Any:
         descriptor.query_weights = _pointer_or_null(own.query_weights)
         descriptor.cos, descriptor.sin = _pointer_or_null(own.cos), _pointer_or_null(own.sin)
         descriptor.product[:] = [model.product_of[index].get(group, -1) for group in GROUPS]
-        if layer.recurrent is not None:
-            for name, tensor in layer.recurrent.native_tensors.items():
+        if (recurrent := layer.get("recurrent")) is not None:
+            for name, tensor in recurrent.native_tensors.items():
                 setattr(descriptor, name, _pointer_or_null(tensor))
         descriptor.page_layer = index if own.page_layer is None else own.page_layer
         descriptor.rotary_dim = 0 if own.cos is None else own.cos.shape[1]

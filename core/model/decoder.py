@@ -30,7 +30,7 @@ from .config import ModelConfig
 from .experts import ExpertKernels
 from .kept_weights import keeps_experts, keeps_projections, kept_head, moved, moved_norm
 from .layer_inputs import LayerInputs
-from .layer_weights import MERGED_MATRICES, LayerWeights
+from .layer_weights import LayerWeights
 from .lora_state import lora_groups
 from .nvtx_spans import span
 from .paged_states import PagedStates
@@ -42,6 +42,7 @@ from .program.torch_step import Batch, Bound, Residual, Step
 from .rope_config import RopeConfig
 from .rounding_weight import RoundingWeight
 from .shadow import INPUTS_ARE_ROUNDED
+from .slots import MERGED_MATRICES, slots
 from .step_lora import HeadLora, StepLora
 from .streams import streams_of
 from .weights import Pack, Weights
@@ -130,8 +131,9 @@ class DecoderModel:
         self._lm_head = self._embed if head is embed and not packs else kept_head(head, embed.dtype, kept)
         self._head_bias = None if (bias := weights.lm_head_bias()) is None else bias.to(device)
         pack_expert, keep_experts = keeps_experts(expert_kernels, dtype, device, stay_narrow=stay_narrow)
-        read = weights.layers(kept, pack_expert)
-        self.layers = [moved(layer, config.norm, device, dtype, keep_experts) for layer in read]
+        read = zip(weights.layers(kept, pack_expert), config.layers, strict=True)
+        own = (config.norm, device, dtype, keep_experts)
+        self.layers = [moved(layer, slots(spec, config), *own) for layer, spec in read]
         self._merged: Sequence[LayerWeights] = ()
         self._groups = lora_groups(config.projections)
         self._norm = moved_norm(weights.norm(), config.norm, device, dtype)
@@ -361,7 +363,7 @@ class DecoderModel:
 
     def merged_form(self, layer: int, group: int) -> tuple[torch.Size, torch.dtype]:
         """See `MergeableModel.merged_form`."""
-        origin = getattr(self.layers[layer], MERGED_MATRICES[group])
+        origin = self.layers[layer][MERGED_MATRICES[group]]
         if isinstance(origin, RoundingWeight) or (isinstance(origin, NarrowWeight) and origin.rounds_inputs):
             raise CannotMerge(INPUTS_ARE_ROUNDED)
         return origin.shape, origin.dtype
@@ -445,8 +447,8 @@ class DecoderModel:
         products = self.config.projections.product_in
         for index, op in self._program.gemms():
             weights = self.layers[index]
-            kind = kind_of(getattr(weights, op.weight), getattr(weights, op.bias, None), silu=op.silu)
-            use = GemmUse(op.group.name, getattr(weights, op.weight), index, op)
+            kind = kind_of(weights[op.weight], weights.get(op.bias), silu=op.silu)
+            use = GemmUse(op.group.name, weights[op.weight], index, op)
             key = index if every else products[index][op.group]
             found.setdefault(kind, {}).setdefault((key, op.group), use)
         apart = [] if self._inputs is None else [("INPUTS", self._inputs.project)]
@@ -470,7 +472,7 @@ class DecoderModel:
         if use.layer is None or use.op is None:
             return multiply(backend, x, use.weight)
         own = self.layers[use.layer] if weights is None else weights
-        kind = kind_of(getattr(own, use.op.weight), getattr(own, use.op.bias, None), silu=use.op.silu)
+        kind = kind_of(own[use.op.weight], own.get(use.op.bias), silu=use.op.silu)
         return self._program.run_gemm(use.layer, use.op, x, {kind: backend}, lora, own)
 
 

@@ -5,9 +5,10 @@ Tests: tests/core/model/test_narrow_bytes.py, tests/core/executors/test_cuda_flo
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import fields, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -15,7 +16,6 @@ from ...memory.pages import hugepages
 from ...ops import expert_products, native_library
 from ...ops.narrow_weights import NarrowWeight, is_kept, keep
 from ...ops.packed_gemm import pack
-from ...ops.recurrent import RecurrentWeights
 from .experts import ExpertKernels, ExpertPack, ExpertWeights, ListedExperts, packed_experts
 from .layer_weights import LayerWeights
 from .layers import NormSpec
@@ -32,6 +32,7 @@ from .quantization.groups import (
 )
 from .quantization.rounded_inputs import Float8Inputs, RoundedInputs
 from .rounding_weight import RoundingWeight
+from .slots import EXPERTS, Keep, Slot
 from .stacked_experts import stacked_experts
 from .weights import Pack, Weights
 
@@ -91,24 +92,28 @@ def _narrowed(
 
 def moved(
     layer: LayerWeights,
+    own: Sequence[Slot],
     norm: NormSpec,
     device: torch.device,
     dtype: torch.dtype,
     keep_experts: Callable[[ListedExperts], ExpertWeights],
 ) -> LayerWeights:
-    """The layer, with every part in `dtype` on `device`; the same tensors where they are that."""
-    for field in fields(layer):
-        part = getattr(layer, field.name)
-        if isinstance(part, RecurrentWeights):
-            layer.recurrent = part.to(device)
-        elif isinstance(part, ListedExperts):
-            layer.experts = keep_experts(part)
-        elif field.name == "xielu" and part is not None:
-            layer.xielu = part.to(device)
-        elif part is not None and not isinstance(part, NarrowWeight | RoundingWeight) and not part.is_mkldnn:
-            is_norm = field.name.endswith("norm")
-            setattr(layer, field.name, moved_norm(part, norm, device, dtype) if is_norm else part.to(device, dtype))
-    return layer
+    """The layer, with every part in `dtype` on `device`; the same tensors where they are that. own: its slots."""
+    keeps = {slot.name: slot.keep for slot in own}
+
+    def kept(name: str, part: Any) -> Any:
+        match keeps.get(name):
+            case None:
+                return keep_experts(part) if name == EXPERTS else part.to(device)
+            case Keep.FLOAT32:
+                return part.to(device)
+            case Keep.NORM:
+                return moved_norm(part, norm, device, dtype)
+        if isinstance(part, NarrowWeight | RoundingWeight) or part.is_mkldnn:
+            return part
+        return part.to(device, dtype)
+
+    return {name: kept(name, part) for name, part in layer.items()}
 
 
 def moved_norm(weight: torch.Tensor, norm: NormSpec, device: torch.device, dtype: torch.dtype) -> torch.Tensor:

@@ -6,8 +6,7 @@ Tests: tests/core/model/test_narrow_bytes.py
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import groupby
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -19,9 +18,10 @@ from .config import ModelConfig
 from .narrow_experts import is_kept_float4
 from .quantization.format import Narrow
 from .quantization.round_to_nearest import RoundToNearest
-from .shard import WHOLE, Part, Shard
+from .shard import WHOLE, Shard
+from .slots import Keep, Slot, SlotTensor
 from .tensor_names import PACKED
-from .tensor_parts import EMBED, IN_LAYER, KV_UP, LM_HEAD, ROUTERS, SHARED, Source, is_of_expert, sources, tensor_shapes
+from .tensor_parts import EMBED, LM_HEAD, Source, slots_of, sources, tensor_shapes
 
 
 class WeightBytes(NamedTuple):
@@ -48,20 +48,31 @@ def weight_bytes(config: ModelConfig, itemsize: int, quantiser: RoundToNearest |
 
     quantiser: quantises the projections while they are read; else they are as the checkpoint's configuration says.
     """
-    shapes = tensor_shapes(config)
-    matrices = {part: shape for part, shape in shapes.items() if len(shape) == 2 and IN_LAYER.match(part)}
+    parts, shapes = dict(_matrices(config)), tensor_shapes(config)
     head_name = LM_HEAD if LM_HEAD in shapes else EMBED
-    others = itemsize * sum(math.prod(shapes[part]) for part in shapes.keys() - matrices.keys() - {head_name})
-    every = (each for layer in config.projections.layers for each in layer)
-    experts = itemsize * sum(each.num_weights for each in every if each.experts)
+    others = itemsize * sum(math.prod(shapes[part]) for part in shapes.keys() - parts.keys() - {head_name})
+    experts = itemsize * sum(math.prod(shapes[part]) for part, slot in parts.items() if slot.count)
     head = itemsize * math.prod(shapes[head_name])
     if quantiser is not None and quantiser.lm_head:
         others += 0 if head_name == LM_HEAD else head  # the embeddings are kept as well
         vocab, hidden = shapes[head_name]
         head = _kept_bytes((vocab, hidden), _of(quantiser, hidden)) or head
-    projections, dense = _of_projections(config, matrices, itemsize, quantiser)
+    names, projections, dense = sources(config, ()), 0, 0
+    for part, slot in parts.items():
+        outputs, inputs = shapes[part]
+        num_bytes, kept = itemsize * outputs * inputs, None
+        if slot.keep is Keep.MATRIX:
+            kept = _kept_bytes((outputs, inputs), _narrow(config, names[part].name, inputs, quantiser))
+        projections += num_bytes if kept is None else kept
+        dense += 0 if kept is None else num_bytes
     kept_experts = experts - bytes_saved_by_stacks(config, itemsize, quantiser=quantiser)
     return WeightBytes(projections - experts, dense, head, kept_experts, others)
+
+
+def _matrices(config: ModelConfig) -> Iterator[tuple[str, Slot]]:
+    """All matrices of layers, and the slots that they are in."""
+    every = ((at + part.path, slot, part) for at, slot in slots_of(config) for part in slot.tensors)
+    return ((name, slot) for name, slot, part in every if len(part.shape) == 2)
 
 
 def bytes_saved_by_stacks(
@@ -73,22 +84,12 @@ def bytes_saved_by_stacks(
     """
     if config.weight_format is None and quantiser is None:
         return 0
-    names = _expert_sources(config)
-    every = {part: shape for part, shape in _experts(config).items() if f".{SHARED}." not in part}
-    forms = {part: _narrow(config, names[part].name, inputs, quantiser) for part, (_, inputs) in every.items()}
-    stacks = (list(parts) for _, parts in groupby(sorted(every, key=_stack_of), _stack_of))
-    alike = (part for parts in stacks if len({forms[part] for part in parts}) == 1 for part in parts)
-    return sum(
-        _saved(rows, columns, forms[part], every[part][1], itemsize)
-        for part in alike
-        for rows, columns in _shares(shard.of_tensor(part, config), *every[part])
-    )
-
-
-def _stack_of(part: str) -> tuple[str, bool]:
-    """The layer of an expert's matrix, and whether it is down's: gate and up are one matrix."""
-    layer, _, path = part.partition(".experts.")
-    return layer, "down_proj" in path
+    names, saved = _expert_sources(config), 0
+    for at, slot in _of_experts(config):
+        forms = {_narrow(config, names[at + each.path].name, each.shape[1], quantiser) for each in slot.tensors}
+        if slot.count and len(forms) == 1:
+            saved += _saved(slot, shard, forms.pop(), itemsize)
+    return saved
 
 
 def bytes_saved_by_experts(
@@ -103,12 +104,17 @@ def bytes_saved_by_experts(
     if how is None and quantiser is None:
         return 0
     names, saved = _expert_sources(config), 0
-    for part, (outputs, inputs) in _experts(config).items():
-        narrow = _narrow(config, names[part].name, inputs, quantiser)
-        for rows, columns in _shares(shard.of_tensor(part, config), outputs, inputs):
+    for at, part in ((at, part) for at, slot in _of_experts(config) for part in slot.tensors):
+        narrow = _narrow(config, names[at + part.path].name, part.shape[1], quantiser)
+        for rows, columns, inputs in _shares(part, shard):
             kept = None if narrow is None else _packed_bytes(rows, columns, narrow, inputs)
             saved += 0 if kept is None else itemsize * len(rows) * len(columns) - kept
     return saved
+
+
+def _of_experts(config: ModelConfig) -> Iterator[tuple[str, Slot]]:
+    """Slots of matrices of experts, the shared ones among them: see `slots_of`."""
+    return ((at, slot) for at, slot in slots_of(config) if slot.keep is Keep.EXPERT)
 
 
 def _expert_sources(config: ModelConfig) -> dict[str, Source]:
@@ -124,17 +130,12 @@ class _Stacks:
         return str(name).endswith(PACKED)
 
 
-def _experts(config: ModelConfig) -> dict[str, tuple[int, int]]:
-    """Shapes of all matrices of experts, the shared ones among them, by their names in `tensor_shapes`."""
-    shapes = tensor_shapes(config).items()
-    return {part: (shape[0], shape[1]) for part, shape in shapes if len(shape) == 2 and is_of_expert(part)}
-
-
-def _shares(parts: Sequence[Part], outputs: int, inputs: int) -> Iterator[tuple[range, range]]:
-    """Rows and columns of the parts of a matrix."""
-    for part in parts:
+def _shares(matrix: SlotTensor, shard: Shard) -> Iterator[tuple[range, range, int]]:
+    """Rows and columns of the parts of a rank's share of a matrix, and its inputs."""
+    outputs, inputs = matrix.shape
+    for part in matrix.share(shard.rank, shard.size):
         rows, columns = (*part, slice(None), slice(None))[:2]
-        yield range(*rows.indices(outputs)), range(*columns.indices(inputs))
+        yield range(*rows.indices(outputs)), range(*columns.indices(inputs)), inputs
 
 
 def _packed_bytes(rows: range, columns: range, narrow: Narrow, inputs: int) -> int | None:
@@ -153,20 +154,6 @@ def _group_within(columns: range, narrow: Narrow, inputs: int) -> int:
     """Inputs of a group of some columns, which may begin within one of a whole row's."""
     group = narrow.group or inputs
     return len(columns) if columns[0] // group == columns[-1] // group else math.gcd(group, columns[0])
-
-
-def _of_projections(
-    config: ModelConfig, matrices: Mapping[str, tuple[int, ...]], itemsize: int, quantiser: RoundToNearest | None
-) -> tuple[int, int]:
-    """Bytes of these parts, and `WeightBytes.dense`; parts of mixtures in the model's dtype."""
-    names, projections, dense = sources(config, ()), 0, 0
-    for part, (outputs, inputs) in matrices.items():
-        num_bytes, kept = itemsize * outputs * inputs, None
-        if not (is_of_expert(part) or part.endswith((*ROUTERS, KV_UP))):
-            kept = _kept_bytes((outputs, inputs), _narrow(config, names[part].name, inputs, quantiser))
-        projections += num_bytes if kept is None else kept
-        dense += 0 if kept is None else num_bytes
-    return projections, dense
 
 
 def _narrow(config: ModelConfig, name: str, inputs: int, quantiser: RoundToNearest | None) -> Narrow | None:
@@ -203,10 +190,13 @@ def _kept_expert_bytes(shape: tuple[int, int], narrow: Narrow) -> int | None:
     return outputs * (inputs // 2 + -(-inputs // FLOAT4_GROUP)) if is_kept else None
 
 
-def _saved(rows: range, columns: range, narrow: Narrow | None, inputs: int, itemsize: int) -> int:
-    """Bytes that a share of an expert's weight takes less than one of `itemsize`."""
+def _saved(slot: Slot, shard: Shard, narrow: Narrow | None, itemsize: int) -> int:
+    """Bytes that a rank's shares of experts' weights take less than in weights of `itemsize`."""
     if narrow is None:
         return 0
-    shape = len(rows), len(columns)
-    kept = _kept_expert_bytes(shape, narrow._replace(group=_group_within(columns, narrow, inputs)))
-    return 0 if kept is None else itemsize * math.prod(shape) - kept
+    saved = 0
+    for rows, columns, inputs in (share for part in slot.tensors for share in _shares(part, shard)):
+        shape = len(rows), len(columns)
+        kept = _kept_expert_bytes(shape, narrow._replace(group=_group_within(columns, narrow, inputs)))
+        saved += 0 if kept is None else itemsize * math.prod(shape) - kept
+    return saved

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 from types import MappingProxyType
 from typing import Any
 
@@ -27,7 +26,7 @@ from .batch import StepBatch
 from .config import ModelConfig
 from .experts import ExpertKernels, ListedExperts, what_native_lacks
 from .kept_weights import keeps_experts
-from .layer_weights import MERGED_MATRICES, LayerWeights
+from .layer_weights import LayerWeights
 from .layers import (
     PARALLEL,
     Activation,
@@ -49,6 +48,7 @@ from .quantization.groups import is_packable, pack_scaled, plain
 from .recurrent import RecurrentSpec
 from .rope_config import RopeConfig
 from .shadow import INPUTS_ARE_ROUNDED
+from .slots import EXPERTS, MERGED_MATRICES
 from .weights import Weights
 
 _ACTIVATIONS = {
@@ -160,8 +160,8 @@ class NativeDecoderModel:
         read = zip(weights.layers(packed.add, pack_expert), config.layers, values, strict=True)
         self.layers = [native_layer(*each) for each in read]
         for layer in self.layers:
-            if isinstance(layer.experts, ListedExperts):
-                layer.experts = keep(layer.experts)
+            if isinstance(experts := layer.get(EXPERTS), ListedExperts):
+                layer[EXPERTS] = keep(experts)
         mixtures, mixture_ids = _native_mixtures(config, self.layers)
         head = weights.kept_lm_head(embed)
         self._share = vocab = len(head.values if isinstance(head, GroupScaled) else head)
@@ -271,7 +271,7 @@ class NativeDecoderModel:
 
     def merged_form(self, layer: int, group: int) -> tuple[torch.Size, torch.dtype]:
         """See `MergeableModel.merged_form`."""
-        origin = getattr(self.layers[layer], MERGED_MATRICES[group])
+        origin = self.layers[layer][MERGED_MATRICES[group]]
         if isinstance(origin, native_integers.IntegerPanels) and origin.input_bits == 8:
             raise CannotMerge(INPUTS_ARE_ROUNDED)
         projection = self.config.projections.products[self.config.projections.product_in[layer][group]]
@@ -362,10 +362,10 @@ def _native_mixtures(
     ids = tuple(dict.fromkeys(module for own in modules for module in own.ids))
     found: list[native_model.LayerMixture | None] = []
     for layer, spec, own in zip(layers, config.layers, modules, strict=True):
-        if layer.experts is None or not isinstance(spec.feed_forward, Experts):
+        if not isinstance(spec.feed_forward, Experts):
             found.append(None)
             continue
-        if (weights := layer.experts.native(spec.feed_forward)) is None:
+        if (weights := layer[EXPERTS].native(spec.feed_forward)) is None:
             raise RuntimeError(f"the native library has not packed all matrices of {spec.feed_forward}")
         found.append(native_model.LayerMixture(weights, own.described(ids), spec.feed_forward.factor))
     return found, ids
@@ -451,14 +451,13 @@ def native_layer(layer: LayerWeights, spec: LayerSpec, values: native_model.Laye
     """The layer in the library's form: packed projections as they are, everything else as float32. Norms of heads that
     have no weights get ones; where heads are normed after they are rotated, so do they, and `values` gets the weights.
     """
-    for field in fields(layer):
-        part = getattr(layer, field.name)
-        if isinstance(part, torch.Tensor) and field.name not in PROJECTIONS:
-            setattr(layer, field.name, part.float())
-    values.output_factor = 1.0 if layer.scalar is None else float(layer.scalar)
+    for name, part in layer.items():
+        if isinstance(part, torch.Tensor) and name not in PROJECTIONS:
+            layer[name] = part.float()
+    values.output_factor = 1.0 if (scalar := layer.get("scalar")) is None else float(scalar)
     head_norm = None if spec.attention is None else spec.attention.head_norm
-    if head_norm is HeadNorm.ROTATED and layer.q_norm is not None and layer.k_norm is not None:
-        values.query_weights = layer.q_norm * layer.k_norm
+    if head_norm is HeadNorm.ROTATED:
+        values.query_weights = layer["q_norm"] * layer["k_norm"]
     if spec.attention is not None and head_norm in (HeadNorm.BARE, HeadNorm.ROTATED):
-        layer.q_norm = layer.k_norm = torch.ones(spec.attention.head_dim)
+        layer["q_norm"] = layer["k_norm"] = torch.ones(spec.attention.head_dim)
     return layer

@@ -269,9 +269,8 @@ def unit_rows(projections: Sequence[Projection]) -> tuple[UnitRows, ...]:
 
 def share_of(width: int, units: int, rank: int, size: int) -> slice:
     """The part of `width` that one of `size` ranks has; with more ranks than units, several have the same unit."""
-    each = width // units
-    first, count = rank * units // size, max(1, units // size)
-    return slice(first * each, (first + count) * each)
+    each, first = width // units, rank * units // size
+    return slice(first * each, max(first + 1, (rank + 1) * units // size) * each)
 
 
 def sections_of(sections: Sequence[tuple[int, int]], rank: int, size: int) -> tuple[slice, ...]:

@@ -155,8 +155,9 @@ def build(rng: random.Random, dtype: torch.dtype) -> World:
         if float8_kv:
             own.k_scale, own.v_scale = rng.choice((1.0, 0.01)), rng.choice((1.0, 0.003))
         _place_norms(rng, layer, own, vector)
-        if layer.q_norm is not None and rng.random() < 0.3:
-            own.head_norm, layer.q_norm, layer.k_norm = NativeHeadNorm.ALL, vector(q), vector(kv)
+        if layer["q_norm"] is not None and rng.random() < 0.3:
+            own.head_norm = NativeHeadNorm.ALL
+            layer |= {"q_norm": vector(q), "k_norm": vector(kv)}
     model = native_model.NativeModel(
         hidden=hidden,
         heads=heads,
@@ -202,14 +203,13 @@ def _values(rng: random.Random, head_dim: int, positions: int) -> native_model.L
 
 def _place_norms(rng: random.Random, layer: LayerWeights, values: native_model.LayerValues, vector: Any) -> None:
     """Have norms before the layer's parts, after them or both."""
-    assert layer.attention_norm is not None
-    hidden = len(layer.attention_norm)
+    hidden = len(layer["attention_norm"])
     if rng.random() < 0.3:
-        layer.attention_out_norm, layer.mlp_out_norm = vector(hidden), vector(hidden)
+        layer |= {"attention_out_norm": vector(hidden), "mlp_out_norm": vector(hidden)}
         if not values.parallel and rng.random() < 0.5:
-            layer.attention_norm = layer.mlp_norm = None  # pyright: ignore[reportAttributeAccessIssue]
+            del layer["attention_norm"], layer["mlp_norm"]
     if values.parallel:
-        layer.mlp_norm = None  # pyright: ignore[reportAttributeAccessIssue]
+        layer.pop("mlp_norm", None)
 
 
 def _parts(rng: random.Random, num_layers: int) -> list[AdapterPart]:

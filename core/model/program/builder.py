@@ -23,7 +23,7 @@ from ..layers import (
     UngatedActivation,
 )
 from ..recurrent import RecurrentSpec
-from ..tensor_parts import norms_of
+from ..slots import norms_of
 from .ops import (
     FURTHER,
     STREAM,

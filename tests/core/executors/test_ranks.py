@@ -287,12 +287,7 @@ def test_a_rank_reads_its_share_of_the_weights_only(subject, monkeypatch):
             head = weights.lm_head(embed)
             heads.append(head)
             kept = [embed, weights.norm(), head]
-        kept += [
-            part
-            for layer in shares[-1]
-            for part in (getattr(layer, name) for name in layer.__slots__)
-            if part is not None
-        ]
+        kept += [part for layer in shares[-1] for part in layer.values()]
         total.append(sum(part.numel() for part in kept))
         assert total[-1] == num_weights(config, Shard(number, 2))
     assert torch.equal(torch.cat(heads), whole_head)
@@ -300,12 +295,10 @@ def test_a_rank_reads_its_share_of_the_weights_only(subject, monkeypatch):
     for index, layer in enumerate(whole):
         ours = [share[index] for share in shares]
         for name, widths in (("qkv", (q, kv, kv)), ("gate_up", (ffn, ffn))):
-            parts = [getattr(own, name).split([width // 2 for width in widths]) for own in ours]
-            assert torch.equal(
-                torch.cat([part for pair in zip(*parts, strict=True) for part in pair]), getattr(layer, name)
-            )
+            parts = [own[name].split([width // 2 for width in widths]) for own in ours]
+            assert torch.equal(torch.cat([part for pair in zip(*parts, strict=True) for part in pair]), layer[name])
         for name in ("o", "down"):
-            assert torch.equal(torch.cat([getattr(own, name) for own in ours], 1), getattr(layer, name))
+            assert torch.equal(torch.cat([own[name] for own in ours], 1), layer[name])
 
 
 @pytest.mark.parametrize("family", ["olmo-2", "olmo-3"])

@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from chorus.core.model.layer_weights import MATRICES
 from chorus.core.model.native_decoder import PackedWeights
 from chorus.core.model.quantization.group_scaled import GroupScaled
 from chorus.core.model.quantization.groups import (
@@ -25,6 +24,7 @@ from chorus.core.model.weight_loader import WeightLoader
 from chorus.ops.expert_products import unpack
 from chorus.ops.native_integers import IntegerPanels
 
+from ...tables import LAYER_MATRICES
 from .quantization.forms import FORMS
 from .quantization.twins import write_twins
 
@@ -124,5 +124,5 @@ def test_integers_of_ranks_are_their_shares(tmp_path, form):
             return weight_of
 
         for found, want in zip(kept.layers(pack), plainly.layers(), strict=True):
-            assert all(torch.equal(getattr(found, name), getattr(want, name)) for name in MATRICES)
+            assert all(torch.equal(found[name], want[name]) for name in LAYER_MATRICES)
         assert any(seen)

@@ -51,7 +51,7 @@ def kept_bytes(path, quantiser=None):
     with open_weights(path, model, dtype, quantiser=quantiser) as weights:
         weights.keeps = stays_narrow
         pack = keeps_projections(weights, torch.device("cpu"), dtype, packs=False)
-        parts = [getattr(layer, name) for layer in weights.layers(pack) for name in MATRICES]
+        parts = [layer[name] for layer in weights.layers(pack) for name in MATRICES]
     narrow = [each for each in parts if isinstance(each, NarrowWeight)]
     return sum(each.nbytes for each in parts), sum(2 * each.shape.numel() for each in narrow)
 

@@ -35,7 +35,7 @@ def stacks(path, quantiser=None, shard=WHOLE, *, narrow: bool):
     """The experts of all layers, or a rank's share."""
     pack = ExpertPack(DTYPE, lambda weight: weight, lambda it: narrow_expert(it, DTYPE, CPU), expert_stays_narrow)
     with open_weights(path, read_model_config(path), DTYPE, shard=shard, quantiser=quantiser) as weights:
-        layers = [layer.experts for layer in weights.layers(pack_expert=pack if narrow else None)]
+        layers = [layer["experts"] for layer in weights.layers(pack_expert=pack if narrow else None)]
     experts = [stacked_experts(each, DTYPE, CPU) for each in layers if each is not None]
     return [stack.data for each in experts for stack in (each.gate_up, each.down)]
 

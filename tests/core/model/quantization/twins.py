@@ -101,6 +101,8 @@ def weights(path: Path, dtype: torch.dtype = torch.bfloat16, **options: Any) -> 
 
 def _parts(part: Any) -> Iterator[torch.Tensor | None]:
     """The tensors of a layer, and of its experts."""
+    if isinstance(part, dict):
+        part = list(part.values())
     if not (isinstance(part, list) or is_dataclass(part)):
         yield unpack(part) if isinstance(part, torch.Tensor) else None
     else:
