@@ -248,7 +248,7 @@ class NativeDecoderModel:
             if logit_tokens is None:
                 logit_tokens = self._every[tokens] = torch.arange(tokens)
         lora = batch.lora
-        segments = self._no_segments if lora is None else lora.segments
+        segments = self._no_segments if lora is None else lora.in_layers.segments
         states = batch.states if isinstance(batch.states, PagedStates) else None
         logits = self._decoder.forward(
             token_ids=batch.token_ids,
@@ -262,8 +262,8 @@ class NativeDecoderModel:
             kept_tokens=batch.kept_tokens,
             merged=batch.merged,
             states=states,
-            model_segments=None if lora is None else lora.model_segments,
-            mixture_segments=None if lora is None else lora.mixture_segments,
+            model_segments=None if lora is None else lora.of_model.segments,
+            mixture_segments=None if lora is None else lora.of_mixtures.segments,
         )
         return self._gathered(logits)
 

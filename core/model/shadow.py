@@ -185,7 +185,7 @@ class ShadowWeights:
 
     def _make(self, adapter: Adapter, layer: int, group: int, place: torch.Tensor) -> None:
         modules = self._lora.modules(layer, group)
-        parts = [part for part in self._lora.rows_of(adapter) if _changes(part, layer, modules)]
+        parts = [part for part in self._lora.in_layers.rows_of(adapter) if _changes(part, layer, modules)]
         began = time.perf_counter()
         growth = self._model.merge(layer, group, parts, self._origin(layer, group), place)
         most = MOST_GROWTH[place.itemsize]
@@ -202,7 +202,7 @@ class ShadowWeights:
         base = self._model.layers[layer].get(f"{MERGED_MATRICES[group]}_bias")
         device, outputs = self._arena.pages.device, sum(width for _, _, width in modules)
         bias = torch.zeros(outputs, device=device) if base is None else base.to(torch.float32, copy=True)
-        for part in self._lora.rows_of(adapter):
+        for part in self._lora.in_layers.rows_of(adapter):
             for module, column, width in modules:
                 if (found := vectors_of(part, self._arena.pages, layer, module, width)) is not None:
                     bias[column : column + width].mul_(found[0]).add_(found[1])
@@ -254,7 +254,7 @@ class ShadowWeights:
 
     def _targets(self, adapter: Adapter) -> list[tuple[int, int]]:
         """Layer and group of each matrix that an adapter changes."""
-        parts = self._lora.rows_of(adapter)
+        parts = self._lora.in_layers.rows_of(adapter)
         return [
             (layer, group)
             for layer in range(len(self._model.layers))

@@ -193,7 +193,7 @@ class Step:
         for page, values in self.adapters.items():
             arena.pages[page] = values
         lora = LoraState(executor.config, arena.pages)
-        lora.segments = replace(self.segments, rows=[replace(rows) for rows in self.segments.rows])
+        lora.in_layers.segments = replace(self.segments, rows=[replace(rows) for rows in self.segments.rows])
         attention = executor.decoder.new_attention()
         indptr = [0, *accumulate(self.lengths)]
         width = max(len(table) for table in self.tables)

@@ -68,7 +68,7 @@ def test_requests_of_the_merged_adapter_alone(subject, drive, model):
         check(driver, cases)
         assert modes(driver) == {StepMode.MERGED}
         lora = driver.executor.rank._lora  # noqa: SLF001 - the step's input
-        assert not lora.segments.rows, "rows of the merged adapter pay for it"
+        assert not lora.in_layers.segments.rows, "rows of the merged adapter pay for it"
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ class Slow(ShadowWeights):
             use_merged=lambda layers: None,
         )
         layout = SimpleNamespace(page_elems=PIECE_BYTES // 4)
-        lora = SimpleNamespace(rows_of=lambda adapter: [], modules=lambda layer, group: [])
+        lora = SimpleNamespace(in_layers=SimpleNamespace(rows_of=lambda adapter: []), modules=lambda layer, group: [])
         super().__init__(model, SimpleNamespace(pages=self.pages, layout=layout), lora)
         start, runs = 0, []
         for size in pieces:
