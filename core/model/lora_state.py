@@ -91,15 +91,26 @@ class LoraState:
         if merged is not None:
             own = adapters.index(merged) if merged in adapters else None
             self._subtract(merged, [lora_index == own for lora_index in lora_indices], lengths)
+        self._add(adapters, lora_indices, lengths, merged)
+        if self._latents:
+            self.changes_latents = self._may_change_latents()
+
+    def _add(
+        self,
+        adapters: Sequence[Adapter],
+        lora_indices: Sequence[RowAdapters],
+        lengths: Sequence[int],
+        merged: Adapter | None,
+    ) -> None:
+        """Add the segments of all rows; a merged adapter has none in layers."""
         rows = [[part.rows_of(adapter) for part in self._parts] for adapter in adapters]
-        rows = [[[], *own[1:]] if adapter is merged else own for adapter, own in zip(adapters, rows, strict=True)]
+        if merged in adapters:
+            rows[adapters.index(merged)][0] = []
         for used, begin, end in _runs(lora_indices, lengths):
             for lora_index, factor in _factors(used):
                 address = self._address(lora_index)
                 for part, own in zip(self._parts, rows[lora_index], strict=True):
                     part.add(begin, end, lora_index, own, factor, address)
-        if self._latents:
-            self.changes_latents = self._may_change_latents()
 
     def _may_change_latents(self) -> bool:
         of_latents = (each.a_offset[module] >= 0 for each in self.in_layers.segments.rows for module in self._latents)

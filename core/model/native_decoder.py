@@ -25,7 +25,7 @@ from ..requests.types import CannotMerge
 from .batch import StepBatch
 from .config import ModelConfig
 from .experts import ExpertKernels, ListedExperts, what_native_lacks
-from .kept_weights import keeps_experts
+from .kept_weights import expert_packs
 from .layer_weights import LayerWeights
 from .layers import (
     PARALLEL,
@@ -49,6 +49,7 @@ from .recurrent import RecurrentSpec
 from .rope_config import RopeConfig
 from .shadow import INPUTS_ARE_ROUNDED
 from .slots import EXPERTS, MERGED_MATRICES
+from .weight_plan import PACKED
 from .weights import Weights
 
 _ACTIVATIONS = {
@@ -150,20 +151,20 @@ class NativeDecoderModel:
         self.config = config
         self._ranks = ranks
         embed = weights.embed()
-        packed, weights.keeps = PackedWeights(embed.dtype), is_packable
+        packed, weights.plan = PackedWeights(embed.dtype), PACKED
         kv_scales = weights.kv_scales() if arena.layout.float8_kv else ()
         values = layer_values(config.layers, max_model_len, arena.layout, kv_scales)
         for own, mixer in zip(values, (layer.attention for layer in config.layers), strict=True):
             if mixer is not None:
                 own.heads, own.kv_heads, own.head_dim = mixer.num_heads, mixer.num_kv_heads, mixer.head_dim
-        pack_expert, keep = keeps_experts(ExpertKernels.NATIVE, embed.dtype, embed.device, stay_narrow=True)
+        pack_expert, keep = expert_packs(ExpertKernels.NATIVE, PACKED, embed.dtype, embed.device)
         read = zip(weights.layers(packed.add, pack_expert), config.layers, values, strict=True)
         self.layers = [native_layer(*each) for each in read]
         for layer in self.layers:
             if isinstance(experts := layer.get(EXPERTS), ListedExperts):
                 layer[EXPERTS] = keep(experts)
         mixtures, mixture_ids = _native_mixtures(config, self.layers)
-        head = weights.kept_lm_head(embed)
+        head = weights.quantised_head(embed)
         self._share = vocab = len(head.values if isinstance(head, GroupScaled) else head)
         model = native_model.NativeModel(
             hidden=config.hidden_size, heads=config.num_heads,

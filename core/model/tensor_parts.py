@@ -1,29 +1,24 @@
-"""The parts of a model by name: their shapes, where a checkpoint has each of them, and the bytes that they take.
+"""The parts of a model by name: their shapes, and where a checkpoint has each of them.
 
 Tests: tests/core/model/test_weight_loader.py, tests/core/model/test_shares.py.
 """
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Collection, Container, Iterator, Mapping
 from typing import NamedTuple
 
 from ...memory.pages.projections import UnitRows
 from .config import ModelConfig, UnsupportedModel
-from .quantization.round_to_nearest import RoundToNearest
-from .shard import WHOLE, Shard
-from .slots import Keep, Slot, SlotTensor, num_elems, shard_shape, slots
+from .layers import LayerSpec
+from .slots import Keep, Slot, SlotTensor, slots
 from .tensor_names import BIASES, PACKED, STACKED_EXPERTS, TensorNames
 
 EMBED, NORM, LM_HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 LM_HEAD_BIAS = "lm_head.bias"
 _MODEL, LAYER = "model.", "model.layers.{}."
 _TEXT_PART = "language_model."
-_IN_LAYER = re.compile(
-    r"^model\.(layers\.\d+\.)(.+)\.(weight|bias|sinks|dt_bias|A_log|D|e_score_correction_bias|alpha_[pn]|beta|eps)$"
-)
 _EXPERT = re.compile(r"^(mlp\.experts\.)(\d+)\.(.+)$")
 
 _MATRICES = ("gate_proj", "up_proj", "down_proj")
@@ -124,57 +119,63 @@ class Source(NamedTuple):
 
 
 def sources(config: ModelConfig, names: Container[str]) -> dict[str, Source]:
-    """Where a checkpoint with tensors of these names has each part of `tensor_shapes`."""
-    tensors, shapes, units = config.tensors.of(names), tensor_shapes(config), config.unit_rows
+    """Where a checkpoint with tensors of these names has each part of `parts_of`."""
+    tensors, units = config.tensors.of(names), config.unit_rows
     first = tensors.embeddings if config.norm.weightless else tensors.norm
     prefix = next((each for each in tensors.prefixes if f"{each}{first}.weight" in names), tensors.prefixes[0])
     head = next((each for each in tensors.heads if each in names), tensors.heads[0])
     found = {LM_HEAD: Source(head), NORM: Source(f"{prefix}{tensors.norm}.weight")}
     found[EMBED] = Source(f"{prefix}{tensors.embeddings}.weight")
     biases = {bias_of(each): Source(bias_of(found[each].name)) for each in (NORM, LM_HEAD)}
-    for part in shapes:
-        match = _IN_LAYER.match(part)
-        if match is None:
-            around = prefix if part.startswith(_MODEL) else prefix.removesuffix(_TEXT_PART)
-            found.setdefault(part, biases.get(part) or Source(around + part.removeprefix(_MODEL)))
-        else:
-            found[part] = _layer_source(tensors, prefix, match, shapes, units, names)
+    for part in model_parts(config):
+        around = prefix if part.startswith(_MODEL) else prefix.removesuffix(_TEXT_PART)
+        found.setdefault(part, biases.get(part) or Source(around + part.removeprefix(_MODEL)))
+    for index, layer in enumerate(config.layers):
+        at = f"{prefix}{tensors.layers}.{index}."
+        shapes = _layer_shapes(layer, config)
+        own = {path: _layer_source(tensors, at, path, shapes, units, names) for path in shapes}
+        found |= {LAYER.format(index) + path: source for path, source in own.items()}
     return found
+
+
+def _layer_shapes(layer: LayerSpec, config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    return {part.path: part.shape for slot in slots(layer, config) for part in slot.tensors if not part.made}
 
 
 def _layer_source(
     tensors: TensorNames,
-    prefix: str,
-    part: re.Match[str],
+    at: str,
+    part: str,
     shapes: Mapping[str, tuple[int, ...]],
     units: Mapping[str, UnitRows],
     names: Container[str],
 ) -> Source:
-    """Where a checkpoint has a part of a layer. part: by `_IN_LAYER`. units: see `ModelConfig.unit_rows`."""
-    layer, path, kind = part.groups()
-    at = f"{prefix}{tensors.layers}{layer.removeprefix('layers')}"
+    """Where a checkpoint has a part of a layer. at: the beginning of names in it. shapes: of its parts. units: see
+    `ModelConfig.unit_rows`.
+    """
+    path, _, kind = part.rpartition(".")
     if (expert := _EXPERT.match(path)) is not None:
         begin, number, matrix = expert.groups()
-        found = {each: shapes.get(f"{_MODEL}{layer}{begin}{number}.{each}.weight") for each in _MATRICES}
+        found = {each: shapes.get(f"{begin}{number}.{each}.weight") for each in _MATRICES}
         rows = {each: shape[0] for each, shape in found.items() if shape is not None}
         return _expert_source(tensors, at, int(number), matrix, kind, rows=rows, names=names)
-    own = _plain_source(tensors, at, path, kind, names)
+    own = _plain_source(tensors, at, part, names)
     fused = next((name for name, stack in tensors.fused.items() if path in stack), None)
     if fused is None or (own in names and f"{at}{fused}.{kind}" not in names):
         return Source(own)
     if path in units:
         return Source(f"{at}{fused}.{kind}", units=units[path])
     stack = tensors.fused[fused]
-    first = sum(shapes[f"{_MODEL}{layer}{each}.{kind}"][0] for each in stack[: stack.index(path)])
+    first = sum(shapes[f"{each}.{kind}"][0] for each in stack[: stack.index(path)])
     return Source(f"{at}{fused}.{kind}", first)
 
 
-def _plain_source(tensors: TensorNames, at: str, path: str, kind: str, names: Container[str]) -> str:
+def _plain_source(tensors: TensorNames, at: str, part: str, names: Container[str]) -> str:
     """The tensor that has a part of a layer, and no other part."""
-    own = f"{path}.{kind}"
-    given = tensors.names.get(own) or f"{tensors.names.get(path, path)}.{kind}"
-    older = f"{tensors.older.get(path, path)}.{kind}"
-    return _either(_either(at + given, at + older, names), at + own, names)
+    path, dot, kind = part.rpartition(".")
+    given = tensors.names.get(part) or f"{tensors.names.get(path, path)}{dot}{kind}"
+    older = f"{tensors.older.get(path, path)}{dot}{kind}"
+    return _either(_either(at + given, at + older, names), at + part, names)
 
 
 def _either(given: str, own: str, names: Container[str]) -> str:
@@ -250,27 +251,3 @@ def stored_projections(config: ModelConfig, names: Collection[str]) -> StoredPro
                 "no other form; serve the original checkpoint with --quantization"
             )
     return stored
-
-
-def num_weights(config: ModelConfig, shard: Shard = WHOLE) -> int:
-    """Elements that a rank keeps of all parts of a model."""
-    every = (part for _, slot in slots_of(config) if not (slot.first_rank and shard.rank) for part in slot.tensors)
-    stored = (part for part in every if not part.made)
-    return sum(num_elems(part, shard.rank, shard.size) for part in (*model_parts(config).values(), *stored))
-
-
-def kept_bytes(
-    config: ModelConfig, itemsize: int, shard: Shard = WHOLE, quantiser: RoundToNearest | None = None
-) -> int:
-    """Bytes of a rank's weights, of `itemsize` each or quantised."""
-    num_bytes, at = itemsize * num_weights(config, shard), (shard.rank, shard.size)
-    if quantiser is None:
-        return num_bytes
-    matrices = (part for _, slot in slots_of(config) if slot.keep is Keep.MATRIX for part in slot.tensors)
-    found = [shard_shape(each.shape, each.share(*at)) for each in matrices]
-    if quantiser.lm_head:
-        tokens = shard.of_vocab(config)
-        head = (tokens.stop - tokens.start, config.hidden_size)
-        num_bytes += itemsize * math.prod(head) if config.tie_word_embeddings else 0  # the embeddings stay
-        found.append(head)
-    return num_bytes + sum(quantiser.num_bytes(*each) - itemsize * math.prod(each) for each in found)

@@ -24,7 +24,7 @@ from .quantization.reading import REMEDY
 from .quantization.rounded_inputs import Float8Inputs, RoundedInputs
 from .score_head import BIAS, WEIGHT
 from .shard import WHOLE, Shard
-from .slots import Keep, Part, part_shape
+from .slots import Part, part_shape
 from .tensor_parts import (
     EMBED,
     INPUT_PROJECTION,
@@ -34,7 +34,6 @@ from .tensor_parts import (
     model_part,
     model_parts,
     quantised_parts,
-    slots_of,
     sources,
     stream_parts,
 )
@@ -205,15 +204,9 @@ class WeightLoader(Weights):
 
     @property
     def num_bytes_kept(self) -> int:
-        num_bytes = super().num_bytes_kept
-        if self.keeps is not None:
-            matrices = ((at, slot) for at, slot in slots_of(self._config) if slot.keep is Keep.MATRIX)
-            for name in (at + part.path for at, slot in matrices for part in slot.tensors):
-                source, dense = self._sources[name].name, self._dense_bytes(name)
-                if source in self._quantised:
-                    share = self._shape([name]).numel() / math.prod(self._stored[source])
-                    num_bytes -= max(0, dense - int(self._num_bytes[source] * share))
-        return num_bytes
+        is_twice = self._config.tie_word_embeddings and {EMBED, LM_HEAD} <= self._tensors.keys()
+        again = math.prod(self._shape([LM_HEAD])) if is_twice else 0
+        return super().num_bytes_kept + self._dtype.itemsize * again
 
     @property
     def rounds_inputs(self) -> bool:
@@ -285,7 +278,7 @@ class WeightLoader(Weights):
         return slice(first, int(rows.max()) + 1), rows - first
 
     def _projection(self, names: Sequence[str], pack: Pack | None) -> Any:
-        if pack is not None and self.keeps is not None and (found := self._scaled(names, self.keeps)) is not None:
+        if pack is not None and self.plan.reads_narrow and (found := self._scaled(names, self.plan.reads)) is not None:
             return pack(found)
         return super()._projection(names, pack)
 

@@ -18,7 +18,7 @@ from ...ops.float8_kv import UNSCALED, KvScales
 from .config import ModelConfig
 from .experts import ExpertPack, ListedExperts
 from .layer_weights import LayerWeights
-from .narrow_bytes import bytes_saved_by_stacks
+from .narrow_bytes import kept_bytes
 from .quantization.group_scaled import GroupScaled
 from .quantization.groups import part_of, plain, stacked
 from .quantization.round_to_nearest import RoundToNearest
@@ -40,9 +40,9 @@ from .tensor_parts import (
     STREAM_IN,
     STREAM_OUT,
     bias_of,
-    kept_bytes,
     parts_of,
 )
+from .weight_plan import LEFT, WeightPlan
 
 #: Makes the kept form of a projection's weight `[out, in]`; a tensor is overwritten by the next one.
 Pack = Callable[[torch.Tensor | GroupScaled], Any]
@@ -68,14 +68,8 @@ class Weights(ABC):
 
     @property
     def num_bytes_kept(self) -> int:
-        """Bytes that the weights take once they are read, at least: stored values may have to be dequantised."""
-        num_bytes = sum(map(self._dense_bytes, self._tensors))
-        of = self._config, self._dtype.itemsize, self._shard
-        if self.keeps is not None and self.quantiser is not None:
-            num_bytes += kept_bytes(*of, self.quantiser) - kept_bytes(*of)
-        if self.keeps is not None:
-            num_bytes -= bytes_saved_by_stacks(*of, self.quantiser)
-        return num_bytes
+        """Bytes that the weights take once they are read."""
+        return kept_bytes(self._config, self._dtype.itemsize, self.plan, self._shard, self.quantiser)
 
     @property
     def rounds_inputs(self) -> bool:
@@ -87,19 +81,12 @@ class Weights(ABC):
         """True if the form of some projections asks for activations in FP8."""
         return self.quantiser is not None and isinstance(self.quantiser.inputs, Float8Inputs)
 
-    float8_inputs = False
-    """Activations are rounded to FP8 for the projections whose form asks for it."""
-
-    def _dense_bytes(self, name: str) -> int:
-        """Bytes of the rank's share of a part, dequantised."""
-        return self._shape([name]).numel() * self._dtype.itemsize
-
     def embed(self) -> torch.Tensor:
         """Token embeddings `[vocab, hidden]`."""
         return self._read(self._embed_name)
 
-    keeps: Callable[[GroupScaled], bool] | None = None
-    """Which projections that are stored as narrow values with scales are packed as such; None: all are dequantised."""
+    plan: WeightPlan = LEFT
+    """How matrices are kept: those that stay narrow are read as they are stored."""
 
     def layers(self, pack: Pack | None = None, pack_expert: ExpertPack | None = None) -> Iterator[LayerWeights]:
         """The layers in order. With `pack`, every projection is read into the same memory and packed out of it; with
@@ -150,7 +137,7 @@ class Weights(ABC):
         """The rank's rows of the output projection `[vocab, hidden]`; where the two are tied, of `embed`."""
         return self._read(LM_HEAD) if LM_HEAD in self._tensors else self._tied(embed)
 
-    def kept_lm_head(self, embed: torch.Tensor) -> torch.Tensor | GroupScaled:
+    def quantised_head(self, embed: torch.Tensor) -> torch.Tensor | GroupScaled:
         """The output projection, quantised if the quantiser's setting says so."""
         head = self.lm_head(embed)
         if self.quantiser is None or not self.quantiser.lm_head:

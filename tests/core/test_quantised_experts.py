@@ -14,13 +14,14 @@ from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from chorus.core.model.experts import ExpertPack
+from chorus.core.model.narrow_bytes import kept_bytes
 from chorus.core.model.native_decoder import NativeDecoderModel
 from chorus.core.model.quantization.groups import is_packable, pack_scaled
 from chorus.core.model.quantization.round_to_nearest import RoundToNearest
 from chorus.core.model.read_config import read_model_config
 from chorus.core.model.shard import Shard
-from chorus.core.model.tensor_parts import kept_bytes
 from chorus.core.model.weight_loader import WeightLoader
+from chorus.core.model.weight_plan import Way, WeightPlan
 from chorus.ops import native_library
 from chorus.ops.expert_products import Panels, pack, unpack
 from chorus.ops.native_integers import IntegerPanels
@@ -207,7 +208,7 @@ def test_bytes_are_those_that_are_kept(form):
     kept = sum(each.nbytes for each in experts_of(executor))
     number = 4 * sum(each.num_weights for layer in config.projections.layers for each in layer if each.experts)
     quantiser = executor.quantiser if isinstance(executor.decoder, NativeDecoderModel) else None
-    assert executor.weight_bytes == kept_bytes(config, 4, quantiser=quantiser) - number + kept
+    assert executor.weight_bytes == kept_bytes(config, 4, WeightPlan(Way.PACK), quantiser=quantiser) - number + kept
     assert kept < number * 0.4
 
 

@@ -15,11 +15,14 @@ from safetensors.torch import load_file, save_file
 from chorus.core.config import EngineConfig
 from chorus.core.executors.cpu import CpuExecutor
 from chorus.core.model.config import UnsupportedModel
+from chorus.core.model.narrow_bytes import kept_bytes
+from chorus.core.model.native_decoder import PackedWeights
 from chorus.core.model.open_weights import open_weights
 from chorus.core.model.quantization.round_to_nearest import RoundToNearest
 from chorus.core.model.read_config import read_model_config
 from chorus.core.model.shard import Shard
-from chorus.core.model.tensor_parts import kept_bytes
+from chorus.core.model.weight_loader import WeightLoader
+from chorus.core.model.weight_plan import PACKED
 from chorus.perf.bench import random_model
 from chorus.perf.bench.sizes import Geometry
 from chorus.server.cluster.report import model_hash
@@ -152,9 +155,13 @@ def test_bytes_of_the_weights_are_those_that_are_kept(model, name):
     assert executor.weight_bytes == in_layers + head + others
     plain = kept_bytes(config, 2)
     assert executor.weight_bytes < plain * (0.7 if name == "int8" else 0.55)
-    quantiser = RoundToNearest(name)
-    shares = [kept_bytes(config, 2, Shard(rank, 2), quantiser) for rank in range(2)]
-    assert shares[0] == shares[1] < kept_bytes(config, 2, quantiser=quantiser)
+    for shard in (Shard(0, 2), Shard(1, 2)):  # columns of the second may begin within a group, which makes groups finer
+        loader = WeightLoader(model, config, torch.bfloat16, shard=shard)
+        loader.quantiser = RoundToNearest(name)
+        shares = loader.layers(PackedWeights(torch.bfloat16).add)
+        in_layers = sum(layer[each].nbytes for layer in shares for each in LAYER_MATRICES)
+        others = 2 * (config.vocab_size * config.hidden_size * 3 // 2 + 5 * config.hidden_size)
+        assert kept_bytes(config, 2, PACKED, shard, loader.quantiser) == in_layers + others
 
 
 def test_what_keeps_dequantised_weights_says_so(model, caplog):

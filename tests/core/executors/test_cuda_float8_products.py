@@ -13,10 +13,10 @@ from chorus.core.model.batch import GemmBackend
 from chorus.core.model.config import UnsupportedModel
 from chorus.core.model.decoder import DecoderModel
 from chorus.core.model.dummy_weights import DummyWeights
-from chorus.core.model.kept_weights import stays_narrow
 from chorus.core.model.layers import AttentionSpec, GatedSpec, LayerSpec
 from chorus.core.model.quantization.round_to_nearest import RoundToNearest
 from chorus.core.model.rope_config import RopeConfig
+from chorus.core.model.weight_plan import NARROW
 from chorus.memory.pages.arena import Arena
 from chorus.memory.pages.layout import PageLayout
 from chorus.ops import float8_rows
@@ -32,7 +32,7 @@ CONFIG = replace(LLAMA, vocab_size=80, hidden_size=64, layers=(LayerSpec(ATTENTI
 def decoder_of(*, float8_inputs: bool = True) -> DecoderModel:
     layout = PageLayout(num_layers=3, kv_heads=1, head_dim=32, block_tokens=16, itemsize=2)
     weights = DummyWeights(CONFIG, torch.bfloat16)
-    weights.quantiser, weights.keeps, weights.float8_inputs = RoundToNearest("fp8"), stays_narrow, float8_inputs
+    weights.quantiser, weights.plan = RoundToNearest("fp8"), replace(NARROW, float8_inputs=float8_inputs)
     return DecoderModel(CONFIG, weights, Arena(layout, 2, torch.bfloat16, "cpu"), 64)
 
 

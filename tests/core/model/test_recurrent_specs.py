@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from chorus.core.model.config import UnsupportedModel
+from chorus.core.model.narrow_bytes import kept_bytes
 from chorus.core.model.read_config import read_model_config
 from chorus.core.model.recurrent import MambaSpec, ShortConvSpec
 from chorus.core.model.shard import Shard
-from chorus.core.model.tensor_parts import num_weights, parts_of, sources, tensor_shapes
+from chorus.core.model.tensor_parts import parts_of, sources, tensor_shapes
 
 pytestmark = pytest.mark.wide
 
@@ -218,11 +219,11 @@ def test_nemotrons(read):
     experts = config.experts
     assert (experts.count, experts.size, experts.shared_size, experts.is_gated) == (128, 1856, 3712, False)
     assert (experts.routing.per_token, experts.routing.factor, experts.routing.corrected) == (6, 2.5, True)
-    assert num_weights(config) == pytest.approx(31.6e9, rel=0.01), "of the model card"
+    assert kept_bytes(config, 1) == pytest.approx(31.6e9, rel=0.01), "of the model card"
     config = read(NEMOTRON_NANO_9B)
     kinds = [(layer.recurrent, layer.attention, layer.dense) for layer in config.layers]
     assert [sum(each is not None for each in kind) for kind in zip(*kinds, strict=True)] == [27, 4, 25]
-    assert num_weights(config) == pytest.approx(8.9e9, rel=0.01)
+    assert kept_bytes(config, 1) == pytest.approx(8.9e9, rel=0.01)
     share = Shard(0, 8).config(config)
     assert share.recurrent == MambaSpec(16, 80, 1, 128, eps=1e-5, dt_min=0.001)
 

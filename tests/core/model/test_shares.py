@@ -11,13 +11,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from chorus.core.executors.ranks import weights_of_rank
-from chorus.core.model.dummy_weights import DummyWeights
 from chorus.core.model.layer_weights import LayerWeights
+from chorus.core.model.narrow_bytes import kept_bytes
 from chorus.core.model.open_weights import open_weights
 from chorus.core.model.read_config import read_model_config
 from chorus.core.model.recurrent import GatedDeltaSpec
 from chorus.core.model.shard import WHOLE, Shard
-from chorus.core.model.tensor_parts import num_weights
 
 from ..tiny_families import EXPERTS, save_family
 from .quantization.test_forms import with_experts
@@ -79,21 +78,6 @@ def test_every_element_is_on_one_rank(tmp_path, stored):
     assert all(torch.equal(each["recurrent"].norm, whole["recurrent"].norm) for each in shares)
 
 
-def test_dummy_weights_are_shared_alike(tmp_path):
-    """Ranks that make a model of a configuration alone have shares of one model."""
-    save_family("qwen3.5", tmp_path)
-    config = read_model_config(tmp_path)
-    assert config.recurrent is not None
-    channels, inputs = section_sizes(config.recurrent)
-    whole, *shares = (
-        list(DummyWeights(config, torch.float32, shard=shard).layers()) for shard in (WHOLE, Shard(0, 2), Shard(1, 2))
-    )
-    assert torch.equal(joined([each[0]["qkv"] for each in shares], inputs), whole[0]["qkv"])
-    assert torch.equal(joined([each[1]["recurrent"].conv for each in shares], channels, 1), whole[1]["recurrent"].conv)
-    kept = DummyWeights(config, torch.float32, shard=Shard(1, 2)).num_bytes_kept
-    assert kept == 4 * num_weights(config, Shard(1, 2))
-
-
 def halves(parts: list[torch.Tensor]) -> torch.Tensor:
     """All ranks' shares of gate and up, or of their biases: first all of gate, then all of up."""
     return torch.cat([part.chunk(2)[half] for half in range(2) for part in parts])
@@ -152,7 +136,7 @@ def test_weights_of_ranks_are_those_that_are_read(tmp_path, family):
     config = read_model_config(tmp_path)
     embeddings = config.vocab_size * config.hidden_size
     for size in (1, 2):
-        counted = [num_weights(config, Shard(rank, size)) for rank in range(size)]
+        counted = [kept_bytes(config, 1, shard=Shard(rank, size)) for rank in range(size)]
         for rank, count in enumerate(counted):
             *layers, head = every_tensor(tmp_path, torch.float32, shard=Shard(rank, size))
             read = sum(each.numel() for each in layers if each is not None)

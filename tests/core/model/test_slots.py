@@ -9,6 +9,7 @@ import torch
 
 from chorus.core.model.config import ModelConfig
 from chorus.core.model.dummy_weights import DummyWeights
+from chorus.core.model.narrow_bytes import kept_bytes
 from chorus.core.model.read_config import read_model_config
 from chorus.core.model.shard import WHOLE, Shard
 from chorus.core.model.slots import Keep, slots
@@ -51,13 +52,12 @@ def test_ranks_have_all_of_every_tensor(family):
         assert int(counts.min()) == 1 or not (part.columns or any(units > 1 for _, units in part.rows)), name
 
 
-@pytest.mark.parametrize("family", ["gpt-oss", "llama-biased", "falcon-h1"])
+@pytest.mark.parametrize("family", ["gpt-oss", "llama-biased", "qwen3.5"])
 def test_random_weights_of_ranks_are_of_one_model(family):
     """Also behind a bias that only the first rank has."""
     config = config_of(family)
-    whole, *shares = (
-        list(DummyWeights(config, torch.float32, shard=shard).layers()) for shard in (WHOLE, Shard(0, 2), Shard(1, 2))
-    )
-    for layer, *own in zip(whole, *shares, strict=True):
+    every = [DummyWeights(config, torch.float32, shard=shard) for shard in (WHOLE, Shard(0, 2), Shard(1, 2))]
+    assert every[2].num_bytes_kept == kept_bytes(config, 4, shard=Shard(1, 2))
+    for layer, *own in zip(*(weights.layers() for weights in every), strict=True):
         assert torch.equal(torch.cat([each["o"] for each in own], 1), layer["o"])
         assert all(torch.equal(each["attention_norm"], layer["attention_norm"]) for each in own)

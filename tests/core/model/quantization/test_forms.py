@@ -18,7 +18,7 @@ from chorus.core.model.shard import Shard
 from chorus.core.model.weight_loader import WeightLoader
 
 from .forms import FORMS
-from .twins import CONFIG, Form, weights, write_twins
+from .twins import AS_STORED, CONFIG, Form, weights, write_twins
 
 pytestmark = pytest.mark.wide
 
@@ -108,7 +108,7 @@ def test_rows_by_unit_have_the_bits_of_the_dequantised_twin(tmp_path, form, shar
     wanted = next(WeightLoader(twin, read_model_config(twin), torch.float32, shard=shard).layers())["qkv"]
     loader = WeightLoader(quantised, read_model_config(quantised), torch.float32, shard=shard)
     assert torch.equal(next(loader.layers())["qkv"], wanted)
-    loader.keeps = lambda _: True
+    loader.plan = AS_STORED
     assert torch.equal(next(loader.layers(lambda weight: plain(weight, torch.float32).clone()))["qkv"], wanted)
 
 
