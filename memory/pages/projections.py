@@ -371,14 +371,6 @@ class Projections:
         """The projections of a layer, by id."""
         return tuple(sorted((each.name for each in self.layers[layer]), key=self.id))
 
-    def of_layer(self, layer: int, name: str) -> Projection | None:
-        """That of a name in a layer, whatever its form; None if the layer has none."""
-        return self._by_layer[layer].get(self.name_of_all(name))
-
-    @cached_property
-    def _by_layer(self) -> tuple[dict[str, Projection], ...]:
-        return tuple({each.module: each for each in layer} for layer in self.layers)
-
     def columns(self, layer: int, group: Group) -> tuple[tuple[int, int, int], ...]:
         """(module id, first column, width) of a layer's projections of a group, whose outputs are side by side."""
         own = sorted((self.id(each.name), each.outputs) for each in self.layers[layer] if each.group is group)
