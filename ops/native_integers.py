@@ -57,6 +57,11 @@ class IntegerPanels:
         return sum(each.nbytes for each in (self.data, self.scales, self.zeros) if each is not None)
 
 
+def is_packed(inputs: int, bits: int, group: int) -> bool:
+    """True if a projection with rows of `inputs` in groups of `group` can be packed, in the next of `BITS`."""
+    return bits <= max(BITS) and (group >= inputs or not group % MULTIPLE)
+
+
 def integer_sizes(outputs: int, inputs: int, bits: int, group: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Shapes of a projection's `IntegerPanels.data` and `IntegerPanels.scales`. Raises ValueError if it can't be
     packed.

@@ -21,6 +21,9 @@ TINY_PATHS = ModulePaths(TINY)
 #: The projections of a Llama model, by id.
 LLAMA = TINY.names
 
+#: The slots of the matrices of such a layer, by group.
+LAYER_MATRICES = ("qkv", "o", "gate_up", "down")
+
 
 def llama_table(num_layers: int, dims: Mapping[str, tuple[int, int]]) -> Projections:
     """A table of Llama's projections with inputs and outputs of any size, by name; some may be missing."""

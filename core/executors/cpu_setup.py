@@ -14,10 +14,10 @@ from ...ops import native_library
 from ..config import EngineConfig
 from ..cpus import available_cpus, has_fast_products
 from ..model.config import ModelConfig, UnsupportedModel
-from ..model.narrow_bytes import bytes_saved_by_experts
+from ..model.narrow_bytes import kept_bytes
 from ..model.native_decoder import why_unsupported
 from ..model.shard import Shard
-from ..model.tensor_parts import kept_bytes, num_weights
+from ..model.weight_plan import Way, WeightPlan
 from ..requests.draft_length import most_logits
 from .base import ModelExecutor
 from .host_memory import WIDE_SHARE, default_arena_bytes, gib, total_bytes, warn_of_more_than_all
@@ -52,22 +52,19 @@ def weight_bytes(config: EngineConfig, shapes: ModelExecutor, shard: Shard, dtyp
     """Bytes of a rank's weights in `dtype`, but for those that are kept quantised: projections by the native decoder,
     experts by the native library. native: the native decoder is in use.
     """
-    whole, quantiser = shapes.whole, shapes.quantiser
-    is_kept = native and quantiser is not None and not quantiser.is_float
-    kept = kept_bytes(whole, dtype.itemsize, shard, quantiser if is_kept else None)
-    if keeps_experts(config, dtype):
-        kept -= bytes_saved_by_experts(whole, dtype.itemsize, shard, quantiser)
-    return kept
+    plan = WeightPlan(Way.PACK if native else Way.LEAVE, _experts(config, dtype))
+    return kept_bytes(shapes.whole, dtype.itemsize, plan, shard, shapes.quantiser)
 
 
-def keeps_experts(config: EngineConfig, dtype: torch.dtype) -> bool:
-    """True if experts that are whole numbers with scales, stored or quantised, stay so in steps of `dtype`."""
-    return config.quantization != "fp8" and config.cpu_kernels != "torch" and native_library.available(dtype)
+def _experts(config: EngineConfig, dtype: torch.dtype) -> Way:
+    """How experts are kept in steps of `dtype`."""
+    return Way.PACK if config.cpu_kernels != "torch" and native_library.available(dtype) else Way.LEAVE
 
 
 def of_torch(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> str:
     """The weights that PyTorch's operators multiply, where the native decoder is not in use."""
-    return "weights other than those of experts" if model.num_experts and keeps_experts(config, dtype) else "weights"
+    is_packed = model.num_experts and config.quantization != "fp8" and _experts(config, dtype) is Way.PACK
+    return "weights other than those of experts" if is_packed else "weights"
 
 
 def use_native(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> bool:
@@ -92,7 +89,7 @@ def torch_gemms(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) ->
     name = str(dtype).removeprefix("torch.")
     if has_fast_products(name):
         return dtype
-    num_bytes = num_weights(model) * torch.float32.itemsize
+    num_bytes = kept_bytes(model, torch.float32.itemsize)
     limit = int(WIDE_SHARE * total_bytes()) - (config.memory_bytes or 0)
     if num_bytes <= limit:
         logger.warning(

@@ -32,14 +32,13 @@ from ..config import EngineConfig
 from ..model.config import UnsupportedModel
 from ..model.decoder import DecoderModel
 from ..model.experts import ExpertKernels
-from ..model.kept_weights import stays_narrow
-from ..model.narrow_bytes import bytes_saved_by_stacks
+from ..model.narrow_bytes import kept_bytes
 from ..model.nvtx_spans import span
 from ..model.open_weights import open_weights
 from ..model.program.torch_heads import scores_of
 from ..model.shard import WHOLE, Shard
-from ..model.tensor_parts import kept_bytes
 from ..model.verification import accept_drafts
+from ..model.weight_plan import CAST, NARROW
 from ..requests.draft_length import most_logits
 from ..requests.types import ScheduledSequence, StepPlan, StepResult
 from . import cuda_memory
@@ -148,11 +147,8 @@ class CudaExecutor(CudaShapes):
         self._config, self._rank_context = config, rank_context
         dependent_launch.allow(config.dependent_launch == "auto")
         self._watched = partial(watched, self._device)
-        self._keeps_narrow = config.small_gemm != "off"
-        quantiser = self.quantiser if self._keeps_narrow else None
-        self.weight_bytes = kept_bytes(self.whole, self._dtype.itemsize, self.shard, quantiser)
-        if self._keeps_narrow:
-            self.weight_bytes -= bytes_saved_by_stacks(self.whole, self._dtype.itemsize, self.shard, quantiser)
+        self._plan = replace(NARROW, float8_inputs=config.fp8_activations) if config.small_gemm != "off" else CAST
+        self.weight_bytes = kept_bytes(self.whole, self._dtype.itemsize, self._plan, self.shard, self.quantiser)
         with self._device.scope():
             self._free, _ = self._device.memory()  # before anything is loaded
             self._decoder = self._load()
@@ -297,7 +293,7 @@ class CudaExecutor(CudaShapes):
         config, device = self._config, self._device
         where = device.torch_device
         arena = Arena(self.layout, 2, self._dtype, where)
-        if not self._keeps_narrow:
+        if self._plan is CAST:
             self.warn_if_dequantised("cuBLAS multiplies")
         with open_weights(
             config.model,
@@ -308,8 +304,7 @@ class CudaExecutor(CudaShapes):
             shard=self.shard,
             quantiser=self.quantiser,
         ) as weights:
-            weights.keeps = stays_narrow if self._keeps_narrow else None
-            weights.float8_inputs = config.fp8_activations
+            weights.plan = self._plan
             if config.fp8_activations and not weights.asks_float8_inputs:
                 raise UnsupportedModel(
                     "fp8_activations is true, but no weights of the model are FP8 with activations in FP8; leave it "

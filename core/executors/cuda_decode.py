@@ -139,7 +139,7 @@ class DecodeSteps:
             self._step(bucket, launches, merged is not None)()
         elif launches is None:
             graphs.replay(bucket, StepForm(mode))
-        elif self._lora.model_segments.rows:
+        elif self._lora.of_model.segments.rows:
             batch = self._batch(bucket, launches, merged is not None)
             form = _form(mode, StepPart.LAYERS, launches)
             self._around_layers(batch, partial(graphs.replay, bucket, form))

@@ -79,7 +79,7 @@ def _can_be_float8(use: GemmUse) -> bool:
 def _use_float8(layers: Sequence[LayerWeights], use: GemmUse) -> None:
     """Have the library multiply one of a layer's matrices as it is."""
     assert use.op is not None and use.layer is not None, "it is a layer's"
-    setattr(layers[use.layer], use.op.weight, _in_float8(use))
+    layers[use.layer][use.op.weight] = _in_float8(use)
 
 
 def _in_float8(use: GemmUse) -> NarrowWeight:
@@ -105,7 +105,7 @@ def _is_better(
         for use in uses[:count]:
             assert use.op is not None and use.layer is not None, "it is a layer's"
             own = decoder.layers[use.layer]
-            weights = replace(own, **{use.op.weight: _in_float8(use)}) if in_float8 else own
+            weights = {**own, use.op.weight: _in_float8(use)} if in_float8 else own
             y = decoder.run_gemm(use, GemmBackend.LIBRARY, x, weights=weights)
         return y
 

@@ -143,7 +143,7 @@ def _sample(
     if isinstance(weight, RoundingWeight):
         raise TypeError("a GPU's weights round no inputs but to FP8")
     if use.op is not None and use.layer is not None:
-        bias = getattr(decoder.layers[use.layer], use.op.bias, None)
+        bias = decoder.layers[use.layer].get(use.op.bias)
     return torch.zeros(rows, weight.shape[1], dtype=decoder.dtype, device=weight.device), weight, bias
 
 

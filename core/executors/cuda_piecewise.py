@@ -110,7 +110,7 @@ class PiecewiseSteps:
         flow.pad(num_tokens)
         self._num_tokens, self._states = num_tokens, states
         if self._captures and (lora is None or lora.eager is None):
-            if lora is not None and self._lora.model_segments.rows:
+            if lora is not None and self._lora.of_model.segments.rows:
                 (self._first, *_), _ = self._pieces(bucket, lora, merged=is_merged)
             (self.graphs if merged is None else merged).replay(bucket, _form(lora, is_merged=is_merged))
             self._first = None

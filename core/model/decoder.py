@@ -6,7 +6,7 @@ Tests: tests/core/test_families.py, tests/core/test_parity.py
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -28,9 +28,9 @@ from ..requests.types import CannotMerge
 from .batch import GemmBackend, GemmKind, StepStates
 from .config import ModelConfig
 from .experts import ExpertKernels
-from .kept_weights import keeps_experts, keeps_projections, kept_head, moved, moved_norm
+from .kept_weights import expert_packs, matrix_pack, moved, moved_norm
 from .layer_inputs import LayerInputs
-from .layer_weights import MERGED_MATRICES, LayerWeights
+from .layer_weights import LayerWeights
 from .layers import kv_index
 from .lora_state import lora_groups
 from .nvtx_spans import span
@@ -40,11 +40,14 @@ from .program.ops import FURTHER, STREAM, STREAMS, Gemm
 from .program.torch_ops import Weight, backend_for, kind_of, multiply, normed, run_ops
 from .program.torch_program import TorchProgram
 from .program.torch_step import Batch, Bound, Residual, Step
+from .quantization.groups import plain
 from .rope_config import RopeConfig
 from .rounding_weight import RoundingWeight
 from .shadow import INPUTS_ARE_ROUNDED
+from .slots import MERGED_MATRICES, slots
 from .step_lora import HeadLora, StepLora
 from .streams import streams_of
+from .weight_plan import Way
 from .weights import Pack, Weights
 
 
@@ -111,7 +114,7 @@ class DecoderModel:
         expert_kernels: ExpertKernels = ExpertKernels.NATIVE,
     ) -> None:
         """Read all of `weights`, layer by layer, into the arena's device; requests may have up to `max_model_len`
-        tokens. Projections stay narrow if `weights.keeps` any.
+        tokens. Matrices are kept as `weights.plan` says.
 
         dtype: what steps on a CPU compute in. In float32, packed copies of the weights are kept, next to the embeddings
         as they are. None: they compute in the weights' own dtype and layout. ranks: the ranks that compute a layer's
@@ -122,17 +125,21 @@ class DecoderModel:
         self._arena = arena
         device = arena.pages.device
         embed = weights.embed()
-        head = weights.kept_lm_head(embed)
+        head = weights.quantised_head(embed)
         packs = dtype == torch.float32
         self._dtype = dtype = dtype or embed.dtype
         self._embed = embed.to(device)
-        stay_narrow = weights.keeps is not None
-        kept = keeps_projections(weights, device, embed.dtype, packs=packs)
-        self._lm_head = self._embed if head is embed and not packs else kept_head(head, embed.dtype, kept)
+        if device.type == "cpu" and weights.plan.matrices is Way.LEAVE and weights.rounds_inputs:
+            weights.plan = replace(weights.plan, rounds_inputs=True)
+        kept = matrix_pack(weights.plan, device, embed.dtype, packs=packs)
+        self._lm_head = self._embed
+        if packs or head is not embed:
+            self._lm_head = plain(head, embed.dtype) if kept is None else kept(head)
         self._head_bias = None if (bias := weights.lm_head_bias()) is None else bias.to(device)
-        pack_expert, keep_experts = keeps_experts(expert_kernels, dtype, device, stay_narrow=stay_narrow)
-        read = weights.layers(kept, pack_expert)
-        self.layers = [moved(layer, config.norm, device, dtype, keep_experts) for layer in read]
+        pack_expert, keep_experts = expert_packs(expert_kernels, weights.plan, dtype, device)
+        read = zip(weights.layers(kept, pack_expert), config.layers, strict=True)
+        own = (config.norm, device, dtype, keep_experts)
+        self.layers = [moved(layer, slots(spec, config), *own) for layer, spec in read]
         self._merged: Sequence[LayerWeights] = ()
         self._groups = lora_groups(config.projections)
         self._norm = moved_norm(weights.norm(), config.norm, device, dtype)
@@ -362,7 +369,7 @@ class DecoderModel:
 
     def merged_form(self, layer: int, group: int) -> tuple[torch.Size, torch.dtype]:
         """See `MergeableModel.merged_form`."""
-        origin = getattr(self.layers[layer], MERGED_MATRICES[group])
+        origin = self.layers[layer][MERGED_MATRICES[group]]
         if isinstance(origin, RoundingWeight) or (isinstance(origin, NarrowWeight) and origin.rounds_inputs):
             raise CannotMerge(INPUTS_ARE_ROUNDED)
         return origin.shape, origin.dtype
@@ -446,8 +453,8 @@ class DecoderModel:
         products = self.config.projections.product_in
         for index, op in self._program.gemms():
             weights = self.layers[index]
-            kind = kind_of(getattr(weights, op.weight), getattr(weights, op.bias, None), silu=op.silu)
-            use = GemmUse(op.group.name, getattr(weights, op.weight), index, op)
+            kind = kind_of(weights[op.weight], weights.get(op.bias), silu=op.silu)
+            use = GemmUse(op.group.name, weights[op.weight], index, op)
             key = index if every else products[index][op.group]
             found.setdefault(kind, {}).setdefault((key, op.group), use)
         apart = [] if self._inputs is None else [("INPUTS", self._inputs.project)]
@@ -471,7 +478,7 @@ class DecoderModel:
         if use.layer is None or use.op is None:
             return multiply(backend, x, use.weight)
         own = self.layers[use.layer] if weights is None else weights
-        kind = kind_of(getattr(own, use.op.weight), getattr(own, use.op.bias, None), silu=use.op.silu)
+        kind = kind_of(own[use.op.weight], own.get(use.op.bias), silu=use.op.silu)
         return self._program.run_gemm(use.layer, use.op, x, {kind: backend}, lora, own)
 
 

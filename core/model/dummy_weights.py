@@ -8,7 +8,8 @@ import torch
 
 from .config import ModelConfig
 from .shard import WHOLE, Shard
-from .tensor_parts import EXPERT_FACTORS, LM_HEAD, ROUTER_NORM, SCALAR, STREAM_SCALE
+from .slots import Slot
+from .tensor_parts import LM_HEAD
 from .weights import Weights
 
 #: The output projection is this much larger than the others, so that greedy choices are clear ones.
@@ -36,7 +37,7 @@ class DummyWeights(Weights):
         self, *names: str, reuse: bool = False, dtype: torch.dtype | None = None, whole: bool = False
     ) -> torch.Tensor:
         """Every rank makes the whole tensors, of which it keeps its share."""
-        shapes = [self._shapes[name] for name in names]
+        shapes = [self._tensors[name].shape for name in names]
         shape = torch.Size((sum(shape[0] for shape in shapes), *shapes[0][1:]))
         made = self._make(names[0], shape, dtype or self._dtype)
         if self._shard.size == 1 or whole:
@@ -44,13 +45,13 @@ class DummyWeights(Weights):
         parts = zip(names, made.split([shape[0] for shape in shapes]), strict=True)
         return torch.cat([part[own or ...] for name, part in parts for own in self._parts(name)])
 
-    def _first_rank(self, name: str) -> torch.Tensor | None:
-        made = self._read(name)  # the next numbers are the same on all ranks
-        return None if self._shard.rank else made
+    def _left_out(self, at: str, slot: Slot) -> None:
+        for tensors in slot.items:  # the next numbers are the same on all ranks
+            self._read(*(at + each.path for each in tensors))
 
     def _make(self, name: str, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
         made = torch.empty(shape, dtype=dtype, device=self._device)
-        if name.endswith(("norm.weight", SCALAR, ROUTER_NORM, EXPERT_FACTORS, STREAM_SCALE)):
+        if name.endswith(("norm.weight", "scale", "scalar")):
             return made.uniform_(0.75, 1.25, generator=self._generator)
         if name.endswith("A_log"):
             return made.uniform_(0.01, 16, generator=self._generator).log_()

@@ -5,61 +5,48 @@ Tests: tests/core/model/test_narrow_bytes.py, tests/core/executors/test_cuda_flo
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import fields, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 
 from ...memory.pages import hugepages
 from ...ops import expert_products, native_library
-from ...ops.narrow_weights import NarrowWeight, is_kept, keep
+from ...ops.narrow_weights import NarrowWeight, keep
 from ...ops.packed_gemm import pack
-from ...ops.recurrent import RecurrentWeights
 from .experts import ExpertKernels, ExpertPack, ExpertWeights, ListedExperts, packed_experts
 from .layer_weights import LayerWeights
 from .layers import NormSpec
-from .narrow_experts import expert_stays_narrow, narrow_expert
+from .narrow_experts import narrow_expert
 from .quantization.group_scaled import GroupScaled
 from .quantization.groups import (
     evenly_grouped,
     is_packable,
     pack_scaled,
-    packed_bits,
     plain,
-    rounds_inputs,
     with_signed_values,
 )
 from .quantization.rounded_inputs import Float8Inputs, RoundedInputs
 from .rounding_weight import RoundingWeight
+from .slots import EXPERTS, Keep, Slot
 from .stacked_experts import stacked_experts
-from .weights import Pack, Weights
+from .weight_plan import PACKED, Way, WeightPlan
+from .weights import Pack
 
 
-def keeps_projections(weights: Weights, device: torch.device, dtype: torch.dtype, *, packs: bool) -> Pack | None:
-    """The function that converts each projection after it was read; None: projections stay as they were read."""
-    if device.type == "cpu" and weights.keeps is None and weights.rounds_inputs:
-        weights.keeps = rounds_inputs
+def matrix_pack(plan: WeightPlan, device: torch.device, dtype: torch.dtype, *, packs: bool) -> Pack | None:
+    """The function that converts each matrix after it was read; None: they stay as they were read."""
+    if plan.rounds_inputs:
         return partial(_rounding, dtype=dtype, packs=packs)
     if packs:
         return lambda weight: pack(plain(weight, dtype).float())
-    if weights.keeps is not None:
-        return partial(_narrowed, dtype=dtype, device=device, float8_inputs=weights.float8_inputs)
-    return (
-        None if device.type == "cpu" else lambda weight: plain(weight, dtype).to(device)
-    )  # a GPU's are read into the same memory
-
-
-def kept_head(head: torch.Tensor | GroupScaled, dtype: torch.dtype, kept: Pack | None) -> torch.Tensor | NarrowWeight:
-    """The output projection as projections are kept."""
-    return plain(head, dtype) if kept is None else kept(head)
-
-
-def stays_narrow(weight: GroupScaled) -> bool:
-    """True if a GPU's kernels can multiply a projection as it is stored."""
-    signed = with_signed_values(weight)
-    _, group = evenly_grouped(signed)
-    return is_kept(signed.values.shape[1], packed_bits(signed), group)
+    if plan.matrices is Way.NARROW:
+        return partial(_narrowed, plan=plan, dtype=dtype, device=device)
+    if device.type == "cpu":
+        return None
+    return lambda weight: plain(weight, dtype).to(device)  # the next one is read into the same memory
 
 
 def _rounding(weight: torch.Tensor | GroupScaled, dtype: torch.dtype, *, packs: bool) -> torch.Tensor | RoundingWeight:
@@ -73,63 +60,61 @@ def _rounding(weight: torch.Tensor | GroupScaled, dtype: torch.dtype, *, packs: 
 
 
 def _narrowed(
-    weight: torch.Tensor | GroupScaled, dtype: torch.dtype, device: torch.device, *, float8_inputs: bool
+    weight: torch.Tensor | GroupScaled, plan: WeightPlan, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor | NarrowWeight:
-    """A projection on a device: narrow if it is stored so, in groups that kernels can multiply.
-
-    float8_inputs: see `Weights`.
-    """
-    if isinstance(weight, GroupScaled):
-        even, group = evenly_grouped(with_signed_values(weight))
-        bits, scales = packed_bits(even), even.scales * even.factor
-        if is_kept(even.values.shape[1], bits, group):
-            kept = keep(even.values, scales, even.zeros, bits=bits, group=group, dtype=dtype, device=device)
-            return replace(kept, rounds_inputs=float8_inputs and isinstance(even.inputs, Float8Inputs))
+    """A projection on a device: narrow if it is stored so, in groups that kernels can multiply."""
+    if not isinstance(weight, GroupScaled):
+        return weight.to(device, copy=True)  # the next one is read into the same memory
+    even, group = evenly_grouped(with_signed_values(weight))
+    if not (bits := plan.of_values(even).bits):
         return plain(weight, dtype).to(device)
-    return weight.to(device, copy=True)  # the next one is read into the same memory
+    kept = keep(even.values, even.scales * even.factor, even.zeros, bits=bits, group=group, dtype=dtype, device=device)
+    return replace(kept, rounds_inputs=plan.float8_inputs and isinstance(even.inputs, Float8Inputs))
 
 
 def moved(
     layer: LayerWeights,
+    own: Sequence[Slot],
     norm: NormSpec,
     device: torch.device,
     dtype: torch.dtype,
     keep_experts: Callable[[ListedExperts], ExpertWeights],
 ) -> LayerWeights:
-    """The layer, with every part in `dtype` on `device`; the same tensors where they are that."""
-    for field in fields(layer):
-        part = getattr(layer, field.name)
-        if isinstance(part, RecurrentWeights):
-            layer.recurrent = part.to(device)
-        elif isinstance(part, ListedExperts):
-            layer.experts = keep_experts(part)
-        elif field.name == "xielu" and part is not None:
-            layer.xielu = part.to(device)
-        elif part is not None and not isinstance(part, NarrowWeight | RoundingWeight) and not part.is_mkldnn:
-            is_norm = field.name.endswith("norm")
-            setattr(layer, field.name, moved_norm(part, norm, device, dtype) if is_norm else part.to(device, dtype))
-    return layer
+    """The layer, with every part in `dtype` on `device`; the same tensors where they are that. own: its slots."""
+    keeps = {slot.name: slot.keep for slot in own}
+
+    def kept(name: str, part: Any) -> Any:
+        match keeps.get(name):
+            case None:
+                return keep_experts(part) if name == EXPERTS else part.to(device)
+            case Keep.FLOAT32:
+                return part.to(device)
+            case Keep.NORM:
+                return moved_norm(part, norm, device, dtype)
+        if isinstance(part, NarrowWeight | RoundingWeight) or part.is_mkldnn:
+            return part
+        return part.to(device, dtype)
+
+    return {name: kept(name, part) for name, part in layer.items()}
 
 
 def moved_norm(weight: torch.Tensor, norm: NormSpec, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
     return weight.to(device) if norm.wide else weight.to(device, dtype)
 
 
-def keeps_experts(
-    kernels: ExpertKernels, dtype: torch.dtype, device: torch.device, *, stay_narrow: bool
+def expert_packs(
+    kernels: ExpertKernels, plan: WeightPlan, dtype: torch.dtype, device: torch.device
 ) -> tuple[ExpertPack | None, Callable[[ListedExperts], ExpertWeights]]:
-    """What packs each matrix of experts after it was read, and the function that then converts a layer's experts.
-
-    stay_narrow: a GPU's kernels may get narrow weights.
-    """
+    """What packs each matrix of experts after it was read, and the function that then converts a layer's experts."""
     if kernels is ExpertKernels.TILES:
         narrow = partial(narrow_expert, dtype=dtype, device=device)
-        read = ExpertPack(dtype, lambda weight: weight, narrow, expert_stays_narrow) if stay_narrow else None
+        is_narrow = plan.experts is Way.NARROW
+        read = ExpertPack(dtype, lambda weight: weight, narrow, plan.reads_expert) if is_narrow else None
         return read, partial(stacked_experts, dtype=dtype, device=device)
     keep = partial(packed_experts, dtype=dtype)
     if kernels is ExpertKernels.TORCH:
         return ExpertPack(dtype, pack), keep
     take = hugepages.Pieces().take
     pack_matrix, pack_integers = partial(expert_products.pack, take=take), partial(pack_scaled, take=take)
-    keeps = is_packable if native_library.available(dtype) else None
-    return ExpertPack(dtype, pack_matrix, pack_integers, keeps), keep
+    reads = PACKED.reads_expert if native_library.available(dtype) else None
+    return ExpertPack(dtype, pack_matrix, pack_integers, reads), keep

@@ -519,16 +519,6 @@ class MixerBeside:
     section_factors: tuple[float, ...] = ()
     """Of the sections of the input projection's outputs (see `Projection.sections`); empty: they have none."""
 
-    def column_factors(self, hidden: int) -> torch.Tensor | None:
-        """Of all the input projection's outputs, `[in]` float32; None: they have none."""
-        import torch
-
-        if not self.section_factors:
-            return None
-        inputs = self.mixer.projections(hidden)[0]
-        factors = torch.tensor(self.section_factors, dtype=torch.float32)
-        return factors.repeat_interleave(torch.tensor(inputs.sections))
-
     def share(self, size: int) -> MixerBeside:
         """One of `size` ranks' share."""
         return replace(self, mixer=self.mixer.share(size))

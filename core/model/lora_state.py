@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from operator import itemgetter
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
 
 from ...memory.adapters.adapter import Adapter
 from ...memory.pages.adapter_layout import AdapterPart, PartLayout, VectorLayout
-from ...memory.pages.projections import FURTHER_GROUPS, LAYER_GROUPS, MIXTURE_GROUPS, Group, Projections
+from ...memory.pages.projections import FURTHER_GROUPS, LAYER_GROUPS, MIXTURE_GROUPS, Group, Projection, Projections
 from ...memory.transfers.transfer import Transfer
 from ...ops.latents import AbsorbedLora
 from ...ops.sgmv import AdapterRows, Segments, add_embeddings, sgmv
@@ -35,44 +35,29 @@ T = TypeVar("T")
 RowAdapters = int | tuple[tuple[int, float], ...]
 
 
-class _Resident(NamedTuple):
-    """An adapter's rows in its current pages."""
-
-    pages: list[int]
-    """The list that they were made for."""
-    in_layers: list[AdapterRows]
-    """Of the parts in layers, outside mixtures of experts, and of vectors."""
-    of_model: list[AdapterRows]
-    """Of the parts that change the model's own modules."""
-    of_mixture: tuple[AdapterRows, ...]
-    """Of the parts in mixtures of experts."""
-
-
 class LoraState:
-    """Applies a step's adapters to a model; the segments' adapters are set once per step.
-
-    segments: of the parts in layers. model_segments: of the parts that change the token embeddings or the output
-    projection; most steps have none. mixture_segments: of the parts that change mixtures of experts.
-    """
+    """Applies a step's adapters to a model; the segments' adapters are set once per step."""
 
     def __init__(self, config: ModelConfig, arena: torch.Tensor, max_stall: float = 0.0) -> None:
         """max_stall: seconds that a step may wait in all for adapters that are still coming."""
         self.arena = arena
         self.max_stall = max_stall
-        self.segments, self.model_segments, self.mixture_segments = Segments(), Segments(), Segments()
+        projections = config.projections
+        self.in_layers = AdaptedPart(projections, lambda it: not (it.is_of_model or it.is_of_mixture), vectors=True)
+        """Parts in layers, outside mixtures of experts, and vectors."""
+        self.of_model = AdaptedPart(projections, lambda it: it.is_of_model)
+        """Parts that change the model's own modules; most steps have none."""
+        self.of_mixtures = AdaptedPart(projections, lambda it: it.is_of_mixture)
+        """Parts that change mixtures of experts."""
+        self._parts = self.in_layers, self.of_model, self.of_mixtures
         self._coming: dict[int, Transfer] = {}  # by slot
         self._late: set[int] = set()
-        self._lora_indices: list[int] = []  # of each segment
-        self._model_indices: list[int] = []  # of each of the model's
-        self._mixture_indices: list[int] = []  # of each of mixtures
         self._logit_tokens: tuple[Sequence[int] | None, Sequence[int]] = None, ()
         self._patience = 0.0  # seconds that the step may still wait
         self.changes_latents = False
         """True if the step's adapters may change keys and values of latents."""
         self._step: tuple[object, ...] | None = None  # what `segments` were made of
-        self._rows: WeakKeyDictionary[Adapter, _Resident] = WeakKeyDictionary()
-        self._scaled: WeakKeyDictionary[AdapterRows, dict[float, AdapterRows]] = WeakKeyDictionary()
-        self._projections, self._num_layers = config.projections, config.num_layers
+        self._projections, self._num_layers = projections, config.num_layers
         self._vocab_size = config.vocab_size
         self._groups = lora_groups(config.projections)
         self._latents = {module for layer in self._groups for module, _, _ in layer[Group.KV_UP]}
@@ -101,25 +86,35 @@ class LoraState:
             return  # most decode steps have the same segments as the step before
         self._late.clear()
         self._patience = self.max_stall
-        self._lora_indices, self._model_indices, self._mixture_indices = [], [], []
-        self.segments, self.model_segments, self.mixture_segments = Segments(), Segments(), Segments()
+        for part in self._parts:
+            part.clear()
         if merged is not None:
             own = adapters.index(merged) if merged in adapters else None
             self._subtract(merged, [lora_index == own for lora_index in lora_indices], lengths)
-        rows = [[] if adapter is merged else self.rows_of(adapter) for adapter in adapters]
-        of_model = [self.model_rows_of(adapter) for adapter in adapters]
-        of_mixture = [self.mixture_rows_of(adapter) for adapter in adapters]
-        for used, begin, end in _runs(lora_indices, lengths):
-            for lora_index, factor in _factors(used):
-                self._add(begin, end, lora_index, factor, rows[lora_index])
-                self._add_of_model(begin, end, lora_index, factor, of_model[lora_index])
-                self._add_of_mixture(begin, end, lora_index, factor, of_mixture[lora_index])
+        self._add(adapters, lora_indices, lengths, merged)
         if self._latents:
             self.changes_latents = self._may_change_latents()
 
+    def _add(
+        self,
+        adapters: Sequence[Adapter],
+        lora_indices: Sequence[RowAdapters],
+        lengths: Sequence[int],
+        merged: Adapter | None,
+    ) -> None:
+        """Add the segments of all rows; a merged adapter has none in layers."""
+        rows = [[part.rows_of(adapter) for part in self._parts] for adapter in adapters]
+        if merged in adapters:
+            rows[adapters.index(merged)][0] = []
+        for used, begin, end in _runs(lora_indices, lengths):
+            for lora_index, factor in _factors(used):
+                address = self._address(lora_index)
+                for part, own in zip(self._parts, rows[lora_index], strict=True):
+                    part.add(begin, end, lora_index, own, factor, address)
+
     def _may_change_latents(self) -> bool:
-        of_latents = (each.a_offset[module] >= 0 for each in self.segments.rows for module in self._latents)
-        return bool(self.segments.vectors) or any(of_latents)
+        of_latents = (each.a_offset[module] >= 0 for each in self.in_layers.segments.rows for module in self._latents)
+        return bool(self.in_layers.segments.vectors) or any(of_latents)
 
     def _is_last_step(
         self,
@@ -143,33 +138,12 @@ class LoraState:
         """Take the adapter in the weights off all rows but its own."""
         for own, begin, end in _runs(is_own, lengths):
             if not own:
-                self._add(begin, end, BASE_LORA_INDEX, -1.0, self.rows_of(merged))
+                self.in_layers.add(begin, end, BASE_LORA_INDEX, self.in_layers.rows_of(merged), -1.0)
 
-    def _add(self, begin: int, end: int, lora_index: int, factor: float, parts: Sequence[AdapterRows]) -> None:
-        """Add a segment for each part of an adapter, times `factor`."""
+    def _address(self, lora_index: int) -> int:
+        """Where the count of an adapter's layers is that have arrived; 0 if it is not on its way."""
         transfer = self._coming.get(lora_index)
-        address = 0 if transfer is None else transfer.address
-        for part in parts:
-            self.segments.add(begin, end, part if factor == 1.0 else self._times(part, factor), address)
-            self._lora_indices.append(lora_index)
-
-    def _add_of_model(self, begin: int, end: int, lora_index: int, factor: float, parts: Sequence[AdapterRows]) -> None:
-        """As `_add`, of the model's modules."""
-        transfer = self._coming.get(lora_index)
-        address = 0 if transfer is None else transfer.address
-        for part in parts:
-            self.model_segments.add(begin, end, part if factor == 1.0 else self._times(part, factor), address)
-            self._model_indices.append(lora_index)
-
-    def _add_of_mixture(
-        self, begin: int, end: int, lora_index: int, factor: float, parts: Sequence[AdapterRows]
-    ) -> None:
-        """As `_add`, of mixtures of experts."""
-        transfer = self._coming.get(lora_index)
-        address = 0 if transfer is None else transfer.address
-        for part in parts:
-            self.mixture_segments.add(begin, end, part if factor == 1.0 else self._times(part, factor), address)
-            self._mixture_indices.append(lora_index)
+        return 0 if transfer is None else transfer.address
 
     def wait(self, layer: int) -> None:
         """Wait for `layer` of adapters that are still being loaded; adapters that miss the deadline are late."""
@@ -184,15 +158,8 @@ class LoraState:
     def _give_up(self, lora_index: int) -> None:
         """Leave a late adapter out of the step: what lies in its pages may be NaN for all."""
         self._late.add(lora_index)
-        late = {index for index, of in enumerate(self._lora_indices) if of == lora_index}
-        self.segments = self.segments.without(late)
-        self._lora_indices = [of for of in self._lora_indices if of != lora_index]
-        late = {index for index, of in enumerate(self._model_indices) if of == lora_index}
-        self.model_segments = self.model_segments.without(late)
-        self._model_indices = [of for of in self._model_indices if of != lora_index]
-        late = {index for index, of in enumerate(self._mixture_indices) if of == lora_index}
-        self.mixture_segments = self.mixture_segments.without(late)
-        self._mixture_indices = [of for of in self._mixture_indices if of != lora_index]
+        for part in self._parts:
+            part.leave_out(lora_index)
 
     def _is_awaited(self, lora_index: int, transfer: Transfer, layer: int) -> bool:
         """False if a step needs nothing of an adapter's layer, because other processes compute all of it."""
@@ -200,7 +167,7 @@ class LoraState:
 
     def _has_model_rows(self, lora_index: int, layer: int) -> bool:
         """True if an adapter has rank-rows of the model's modules beside a layer."""
-        rows = zip(self.model_segments.rows, self._model_indices, strict=True)
+        rows = zip(self.of_model.segments.rows, self.of_model.lora_indices, strict=True)
         return any(of == lora_index and each.first_elem[layer] >= 0 for each, of in rows)
 
     def _is_offloaded(self, lora_index: int, transfer: Transfer, layer: int) -> bool:
@@ -209,67 +176,63 @@ class LoraState:
 
     def late_indices(self) -> set[int]:
         """Slots of adapters that missed the deadline: their rows are void."""
-        found = self._late.union(self._lora_indices[index] for index in self.segments.late)
-        found.update(self._model_indices[index] for index in self.model_segments.late)
-        return found.union(self._mixture_indices[index] for index in self.mixture_segments.late)
+        return self._late.union(*(part.late for part in self._parts))
 
     def late_requests(self, rows: Sequence[ScheduledSequence]) -> list[str]:
         """Return the requests with void rows: their adapter missed the deadline."""
-        if not (self._late or self.segments.late or self.model_segments.late or self.mixture_segments.late):
-            return []
         late = self.late_indices()
-        return [row.request_id for row in rows if row.lora_index in late]
+        return [row.request_id for row in rows if row.lora_index in late] if late else []
 
     def offload(self, group: int, x: torch.Tensor, layer: int) -> None:
         """Torch's operators lend nothing."""
 
     def add(self, group: int, y: torch.Tensor, x: torch.Tensor, layer: int) -> None:
         modules = self._groups[layer][group]
-        has_vectors = bool(self.segments.vectors)
+        has_vectors = bool(self.in_layers.segments.vectors)
         if has_vectors:
-            scale_outputs(y, self.arena, self.segments, layer, modules, undo=True)
-        sgmv(y, x, self.arena, self.segments, layer, modules=modules)
+            scale_outputs(y, self.arena, self.in_layers.segments, layer, modules, undo=True)
+        sgmv(y, x, self.arena, self.in_layers.segments, layer, modules=modules)
         if has_vectors:
-            scale_outputs(y, self.arena, self.segments, layer, modules)
+            scale_outputs(y, self.arena, self.in_layers.segments, layer, modules)
 
     def absorbed(self, layer: int) -> AbsorbedLora | None:
         """See `StepLora.absorbed`."""
         ((module, _, width),) = self._groups[layer][Group.KV_UP]
-        return AbsorbedLora(self.arena, self.segments, layer, module, width) if self.changes_latents else None
+        return AbsorbedLora(self.arena, self.in_layers.segments, layer, module, width) if self.changes_latents else None
 
     def mixture(self, layer: int) -> MixtureLora | None:
         """See `StepLora.mixture`."""
-        return MixtureLora.of(self.arena, self.mixture_segments, layer, self._groups[layer])
+        return MixtureLora.of(self.arena, self.of_mixtures.segments, layer, self._groups[layer])
 
     def shrink(self, group: int, x: torch.Tensor, layer: int) -> None:
         """Nothing is shared with a product on a CPU."""
 
     def embed(self, rows: torch.Tensor, token_ids: torch.Tensor) -> None:
         """See `StepLora.embed`."""
-        if self._embedding is not None and self.model_segments.rows:
+        if self._embedding is not None and self.of_model.segments.rows:
             self.wait(0)
-            if self._trained is not None and any(each.token_ids for each in self.model_segments.rows):
-                self._trained.replace_embeddings(rows, token_ids, self.arena, self.model_segments)
+            if self._trained is not None and any(each.token_ids for each in self.of_model.segments.rows):
+                self._trained.replace_embeddings(rows, token_ids, self.arena, self.of_model.segments)
             inputs, _ = self._projections.dims_of(self._embedding)
-            add_embeddings(rows, token_ids, self.arena, self.model_segments, self._embedding, vocab=inputs)
+            add_embeddings(rows, token_ids, self.arena, self.of_model.segments, self._embedding, vocab=inputs)
 
     def add_inputs(self, y: torch.Tensor, x: torch.Tensor) -> None:
         """See `StepLora.add_inputs`."""
         module = self._inputs
-        if module is not None and any(rows.a_offset[module] >= 0 for rows in self.model_segments.rows):
+        if module is not None and any(rows.a_offset[module] >= 0 for rows in self.of_model.segments.rows):
             self.wait(0)
-            sgmv(y, x, self.arena, self.model_segments, 0, modules=((module, 0, y.shape[1]),))
+            sgmv(y, x, self.arena, self.of_model.segments, 0, modules=((module, 0, y.shape[1]),))
 
     def known(self, token_ids: torch.Tensor) -> torch.Tensor:
         """See `StepLora.known`."""
-        return token_ids.clamp(max=self._vocab_size - 1) if self.model_segments.rows else token_ids
+        return token_ids.clamp(max=self._vocab_size - 1) if self.of_model.segments.rows else token_ids
 
     def added_logits(self, adapter: Adapter, states: torch.Tensor) -> torch.Tensor:
         """Logits `[rows, added]` float32 of the tokens that an adapter adds to the model's, before they are scaled or
         capped. states: `[rows, hidden]` float32.
         """
         assert self._trained is not None, "an adapter with added tokens has rows of the head"
-        columns, parts = range(self._vocab_size, adapter.manifest.num_tokens), self.model_rows_of(adapter)
+        columns, parts = range(self._vocab_size, adapter.manifest.num_tokens), self.of_model.rows_of(adapter)
         return self._trained.added_logits(states, self.arena, parts, self._num_layers - 1, columns)
 
     def use_logits(self, sampled: Sequence[int], scored: Sequence[int]) -> None:
@@ -285,7 +248,7 @@ class LoraState:
         return self._head_lora(self._logit_tokens[1])
 
     def _head_lora(self, tokens: Sequence[int] | None) -> HeadLora | None:
-        segments, head, own = self.model_segments, self._head, self._head_rows
+        segments, head, own = self.of_model.segments, self._head, self._head_rows
         if not segments.rows or head is None or own is None:
             return None
         trained = self._trained if any(rows.a_offset[own] >= 0 for rows in segments.rows) else None
@@ -303,39 +266,59 @@ class LoraState:
         """(module id, first column, width) of a layer's group of projections."""
         return self._groups[layer][group]
 
+
+class AdaptedPart:
+    """What a step's adapters change of one part of a model: segments of the step's tokens, and whose each is."""
+
+    def __init__(self, projections: Projections, has: Callable[[Projection], bool], *, vectors: bool = False) -> None:
+        """has: which projections are of the part. vectors: adapters' vectors are, too."""
+        self._projections, self._has, self._has_vectors = projections, has, vectors
+        self.segments = Segments()
+        self.lora_indices: list[int] = []
+        """The slot of each segment's adapter."""
+        self._rows: WeakKeyDictionary[Adapter, tuple[list[int], list[AdapterRows]]] = WeakKeyDictionary()
+        self._scaled: WeakKeyDictionary[AdapterRows, dict[float, AdapterRows]] = WeakKeyDictionary()
+
+    def clear(self) -> None:
+        """Begin another step."""
+        self.segments, self.lora_indices = Segments(), []
+
+    def add(
+        self, begin: int, end: int, lora_index: int, rows: Sequence[AdapterRows], factor: float, address: int = 0
+    ) -> None:
+        """Add a segment for each of an adapter's rows, times `factor`. address: see `Segments.ready`."""
+        for each in rows:
+            self.segments.add(begin, end, each if factor == 1.0 else self._times(each, factor), address)
+            self.lora_indices.append(lora_index)
+
+    def leave_out(self, lora_index: int) -> None:
+        """Drop an adapter's segments."""
+        self.segments = self.segments.without({at for at, of in enumerate(self.lora_indices) if of == lora_index})
+        self.lora_indices = [of for of in self.lora_indices if of != lora_index]
+
+    @property
+    def late(self) -> list[int]:
+        """Slots of adapters that the step waited for in vain."""
+        return [self.lora_indices[index] for index in self.segments.late]
+
+    def rows_of(self, adapter: Adapter) -> list[AdapterRows]:
+        """The rows of an adapter's own parts that are of this one, in its current pages, cached per page list."""
+        pages, rows = self._rows.get(adapter, (None, []))
+        if pages is not adapter.pages:
+            pairs = zip(adapter.manifest.parts, adapter.layout.parts, strict=True)
+            own = ((part, place) for part, place in pairs if self._has(self._projections[part.targets[0]]))
+            rows = [rows_in(part, place, adapter.pages) for part, place in own]
+            if self._has_vectors and (vectors := adapter.layout.vectors) is not None:
+                rows.append(vectors_in(vectors, adapter.pages))
+            self._rows[adapter] = adapter.pages, rows
+        return rows
+
     def _times(self, rows: AdapterRows, factor: float) -> AdapterRows:
-        """Return the same rows with another scale, cached."""
+        """The same rows with another scale, cached."""
         made = self._scaled.setdefault(rows, {})
         if factor not in made:
             made[factor] = replace(rows, scale=factor * rows.scale)
         return made[factor]
-
-    def rows_of(self, adapter: Adapter) -> list[AdapterRows]:
-        """Return the rows of the adapter's parts in layers, outside mixtures of experts, and its vectors, in its
-        current pages, cached per page list.
-        """
-        return self._resident(adapter).in_layers
-
-    def model_rows_of(self, adapter: Adapter) -> list[AdapterRows]:
-        """As `rows_of`, of its parts that change the model's own modules."""
-        return self._resident(adapter).of_model
-
-    def mixture_rows_of(self, adapter: Adapter) -> tuple[AdapterRows, ...]:
-        """As `rows_of`, of its parts that change mixtures of experts."""
-        return self._resident(adapter).of_mixture
-
-    def _resident(self, adapter: Adapter) -> _Resident:
-        found: _Resident | None = self._rows.get(adapter)
-        if found is None or found.pages is not adapter.pages:
-            in_layers, of_model, of_mixture = list[AdapterRows](), list[AdapterRows](), list[AdapterRows]()
-            for part, place in zip(adapter.manifest.parts, adapter.layout.parts, strict=True):
-                its = self._projections[part.targets[0]]
-                own = of_model if its.is_of_model else of_mixture if its.is_of_mixture else in_layers
-                own.append(rows_in(part, place, adapter.pages))
-            if (vectors := adapter.layout.vectors) is not None:
-                in_layers.append(vectors_in(vectors, adapter.pages))
-            found = self._rows[adapter] = _Resident(adapter.pages, in_layers, of_model, tuple(of_mixture))
-        return found
 
 
 def _factors(used: RowAdapters) -> Sequence[tuple[int, float]]:

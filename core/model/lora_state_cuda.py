@@ -225,16 +225,16 @@ class CudaLoraState(LoraState):
         self._begin(adapters, lora_indices, lengths, merged)
         if self._is_contained(merged):
             return None
-        if self.mixture_segments.rows:
+        if self.of_mixtures.segments.rows:
             return self._ragged(lengths, EagerReason.EXPERTS)
         assert captured.tail is not None
         scales, tables = self._plan_vectors(), self.tables
         tiles = captured.schedule.tile_tokens, _border(lengths), captured.tail.schedule.tile_tokens
-        num_tiles, tail_tiles, terms = count_tiles(self.segments, *tiles, captured.terms)
+        num_tiles, tail_tiles, terms = count_tiles(self.in_layers.segments, *tiles, captured.terms)
         found = captured.with_room(num_tiles, tail_tiles, scales) if terms == captured.terms else None
         if found is None or self.offloaded is not None:
             return self._ragged(lengths, EagerReason.TILES if found is None else EagerReason.OFFLOAD)
-        tables.plan(self.segments, *tiles, found.num_tiles, terms)
+        tables.plan(self.in_layers.segments, *tiles, found.num_tiles, terms)
         return found
 
     def begin_bucket(
@@ -256,9 +256,9 @@ class CudaLoraState(LoraState):
             self.wait(layer)
         if self._is_contained(merged):
             return None
-        num_tiles = self.tables.plan(self.segments, captured.schedule.tile_tokens, terms=captured.terms)
+        num_tiles = self.tables.plan(self.in_layers.segments, captured.schedule.tile_tokens, terms=captured.terms)
         scales, terms, mixture = self._plan_vectors(), self.tables.terms, self._plan_mixtures()
-        latents = self.changes_latents and (bool(self.segments.vectors) or self._latent_launches is None)
+        latents = self.changes_latents and (bool(self.in_layers.segments.vectors) or self._latent_launches is None)
         is_usual = terms == captured.terms and not latents
         found = captured.with_room(num_tiles, 0, scales, mixture) if is_usual else None
         if found is not None:
@@ -269,7 +269,7 @@ class CudaLoraState(LoraState):
 
     def _is_contained(self, merged: Adapter | None) -> bool:
         """True if merged weights contain everything that a step needs of its adapters."""
-        own = self.segments.rows or self.model_segments.rows or self.mixture_segments.rows
+        own = self.in_layers.segments.rows or self.of_model.segments.rows or self.of_mixtures.segments.rows
         return merged is not None and not own
 
     def begin_ragged(
@@ -298,14 +298,14 @@ class CudaLoraState(LoraState):
         """Like `set_step`, for a step with prompts, parts of which may be offloaded."""
         self.set_step(adapters, lora_indices, lengths, merged)
         if self._coming and self.offloading is not None:
-            self.offloaded = self.offloading(self.segments, self._lora_indices, self.tables)
+            self.offloaded = self.offloading(self.in_layers.segments, self.in_layers.lora_indices, self.tables)
 
     def _plan_vectors(self) -> tuple[bool, ...]:
         """Write the tables of a step's vectors; return the launches that it has, see `LoraLaunches`."""
-        if not self.segments.vectors:
+        if not self.in_layers.segments.vectors:
             return ()
-        self._vectors.plan(self.segments)
-        undone = [self.segments.rows[index].scale < 0 for index in self.segments.vectors]
+        self._vectors.plan(self.in_layers.segments)
+        undone = [self.in_layers.segments.rows[index].scale < 0 for index in self.in_layers.segments.vectors]
         return tuple(undo for undo in (True, False) if undo in undone)
 
     def _plan_mixtures(self, border: int = 0, end: int | None = None) -> MixtureForm:
@@ -315,22 +315,24 @@ class CudaLoraState(LoraState):
         if self.mixtures is None:
             return MixtureForm()
         segments, form = self._planned
-        if segments is self.mixture_segments and (form.border, form.end) == (border, end):
+        if segments is self.of_mixtures.segments and (form.border, form.end) == (border, end):
             return form
         parts: dict[tuple[int, int], list[AdapterRows]] = {}
-        for begin, end, rows in self.mixture_segments:
+        for begin, end, rows in self.of_mixtures.segments:
             parts.setdefault((begin, end), []).append(rows)
         runs: list[tuple[int, int, Parts]] = [(*run, tuple(own)) for run, own in parts.items()]
         self.mixtures.tables.plan(runs)
-        modules = {module for rows in self.mixture_segments.rows for module, at in enumerate(rows.a_offset) if at >= 0}
+        modules = {
+            module for rows in self.of_mixtures.segments.rows for module, at in enumerate(rows.a_offset) if at >= 0
+        }
         groups = tuple(int(group) for group in MIXTURE_GROUPS if not modules.isdisjoint(self._mixture_modules[group]))
         found = MixtureForm(groups, border, len({own for begin, _, own in runs if begin < border}), end)
-        self._planned = self.mixture_segments, found
+        self._planned = self.of_mixtures.segments, found
         return found
 
     def _ragged(self, lengths: Sequence[int], eager: EagerReason = EagerReason.TOKENS) -> LoraLaunches:
-        segments, tokens, scales = self.segments, sum(lengths), self._plan_vectors()
-        every = (*segments, *self.mixture_segments)
+        segments, tokens, scales = self.in_layers.segments, sum(lengths), self._plan_vectors()
+        every = (*segments, *self.of_mixtures.segments)
         lengths_of_rows = [end - begin for begin, end, rows in every if rows.rank]
         if tokens <= self._max_rows and sum(lengths_of_rows) <= _SHORT * len(lengths_of_rows):
             schedule = self._decode(tokens)
@@ -388,7 +390,7 @@ class CudaLoraState(LoraState):
     def launched_latents(self, layer: int, tiles: torch.Tensor, num_tiles: int, terms: int) -> LaunchedLora | None:
         """The launches of a decode step's adapters on a layer's kv_b_proj; None if they can't be launched."""
         launches = self._latent_launches
-        return None if launches is None else launches.of(layer, tiles, num_tiles, terms, self.segments)
+        return None if launches is None else launches.of(layer, tiles, num_tiles, terms, self.in_layers.segments)
 
     def scale(self, group: int, y: torch.Tensor, layer: int, *, undo: bool, compile_only: bool = False) -> None:
         """Apply a step's vectors to a group's outputs, or undo those of a merged adapter."""
@@ -405,7 +407,7 @@ class CudaLoraState(LoraState):
     def rest(self) -> None:
         """Make the tables say that there is nothing to do, for any launch."""
         self.set_step((), (), ())
-        self.tables.plan(self.segments, 1)
+        self.tables.plan(self.in_layers.segments, 1)
         self._plan_mixtures()
 
     def warm_up(self) -> None:

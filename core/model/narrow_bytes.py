@@ -6,22 +6,18 @@ Tests: tests/core/model/test_narrow_bytes.py
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import groupby
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
-
-from ...ops.narrow_weights import FLOAT4_GROUP, is_kept, kept_bits
-from ...ops.native_integers import BITS as PACKED_BITS
-from ...ops.native_integers import MULTIPLE
 from .config import ModelConfig
-from .narrow_experts import is_kept_float4
 from .quantization.format import Narrow
 from .quantization.round_to_nearest import RoundToNearest
-from .shard import WHOLE, Part, Shard
+from .shard import WHOLE, Shard
+from .slots import Keep, Slot, SlotTensor, num_elems
 from .tensor_names import PACKED
-from .tensor_parts import EMBED, IN_LAYER, KV_UP, LM_HEAD, ROUTERS, SHARED, Source, is_of_expert, sources, tensor_shapes
+from .tensor_parts import EMBED, LM_HEAD, Source, model_parts, slots_of, sources
+from .weight_plan import LEFT, NARROW, Way, WeightPlan
 
 
 class WeightBytes(NamedTuple):
@@ -44,74 +40,126 @@ class WeightBytes(NamedTuple):
 
 
 def weight_bytes(config: ModelConfig, itemsize: int, quantiser: RoundToNearest | None = None) -> WeightBytes:
-    """Bytes of a model of weights of `itemsize` bytes where they are not kept narrow.
+    """Bytes of a model of weights of `itemsize` bytes on a GPU, where they are not kept narrow.
 
     quantiser: quantises the projections while they are read; else they are as the checkpoint's configuration says.
     """
-    shapes = tensor_shapes(config)
-    matrices = {part: shape for part, shape in shapes.items() if len(shape) == 2 and IN_LAYER.match(part)}
-    head_name = LM_HEAD if LM_HEAD in shapes else EMBED
-    others = itemsize * sum(math.prod(shapes[part]) for part in shapes.keys() - matrices.keys() - {head_name})
-    every = (each for layer in config.projections.layers for each in layer)
-    experts = itemsize * sum(each.num_weights for each in every if each.experts)
-    head = itemsize * math.prod(shapes[head_name])
-    if quantiser is not None and quantiser.lm_head:
-        others += 0 if head_name == LM_HEAD else head  # the embeddings are kept as well
-        vocab, hidden = shapes[head_name]
-        head = _kept_bytes((vocab, hidden), _of(quantiser, hidden)) or head
-    projections, dense = _of_projections(config, matrices, itemsize, quantiser)
-    kept_experts = experts - bytes_saved_by_stacks(config, itemsize, quantiser=quantiser)
-    return WeightBytes(projections - experts, dense, head, kept_experts, others)
+    projections = dense = experts = others = 0
+    counts = _Counts(config, itemsize, NARROW, quantiser=quantiser)
+    for slot, part, kept, is_narrow in counts.of_layers():
+        if slot.count and slot.keep is Keep.EXPERT:
+            experts += kept
+        elif len(part.shape) == 2:
+            projections += kept
+            dense += counts.dense(part) if is_narrow else 0
+        else:
+            others += kept
+    parts, narrow = model_parts(config), counts.narrow_head()
+    head_name = LM_HEAD if LM_HEAD in parts else EMBED
+    others += sum(counts.dense(part) for name, part in parts.items() if name != head_name)
+    head = counts.dense(parts[head_name])
+    if narrow is not None and head_name == EMBED:
+        others += head  # the embeddings are kept as well
+    return WeightBytes(projections, dense, head if narrow is None else narrow, experts, others)
 
 
-def bytes_saved_by_stacks(
-    config: ModelConfig, itemsize: int, shard: Shard = WHOLE, quantiser: RoundToNearest | None = None
+def kept_bytes(
+    config: ModelConfig,
+    itemsize: int,
+    plan: WeightPlan = LEFT,
+    shard: Shard = WHOLE,
+    quantiser: RoundToNearest | None = None,
 ) -> int:
-    """Bytes that a rank's experts take less on a GPU than in weights of `itemsize`, where they stay narrow.
-
-    A layer's matrices of one shape do if all of them are stored alike. The shared expert is dequantised.
-    """
-    if config.weight_format is None and quantiser is None:
-        return 0
-    names = _expert_sources(config)
-    every = {part: shape for part, shape in _experts(config).items() if f".{SHARED}." not in part}
-    forms = {part: _narrow(config, names[part].name, inputs, quantiser) for part, (_, inputs) in every.items()}
-    stacks = (list(parts) for _, parts in groupby(sorted(every, key=_stack_of), _stack_of))
-    alike = (part for parts in stacks if len({forms[part] for part in parts}) == 1 for part in parts)
-    return sum(
-        _saved(rows, columns, forms[part], every[part][1], itemsize)
-        for part in alike
-        for rows, columns in _shares(shard.of_tensor(part, config), *every[part])
-    )
-
-
-def _stack_of(part: str) -> tuple[str, bool]:
-    """The layer of an expert's matrix, and whether it is down's: gate and up are one matrix."""
-    layer, _, path = part.partition(".experts.")
-    return layer, "down_proj" in path
+    """Bytes of a rank's weights, of `itemsize` each unless the plan keeps them narrow."""
+    counts, parts = _Counts(config, itemsize, plan, shard, quantiser), model_parts(config)
+    if (narrow := counts.narrow_head()) is not None:
+        parts.pop(LM_HEAD, None)  # tied embeddings are kept as well
+    return sum(kept for _, _, kept, _ in counts.of_layers()) + sum(map(counts.dense, parts.values())) + (narrow or 0)
 
 
 def bytes_saved_by_experts(
-    config: ModelConfig, itemsize: int, shard: Shard = WHOLE, quantiser: RoundToNearest | None = None
+    config: ModelConfig,
+    itemsize: int,
+    plan: WeightPlan,
+    shard: Shard = WHOLE,
+    quantiser: RoundToNearest | None = None,
 ) -> int:
-    """Bytes that a rank's experts take less as whole numbers with scales than in weights of `itemsize`, where the
-    native library multiplies them: if they are stored so, or quantised while they are read.
+    """Bytes that a rank's experts take less as the plan keeps them than in weights of `itemsize`.
 
-    Of MXFP4 all are counted in 8 bits; experts whose numbers fit into 4 take less.
+    Of MXFP4 a CPU's are counted in 8 bits; experts whose numbers fit into 4 take less.
     """
-    how = config.weight_format
-    if how is None and quantiser is None:
-        return 0
-    names, saved = _expert_sources(config), 0
-    for part, (outputs, inputs) in _experts(config).items():
-        narrow = _narrow(config, names[part].name, inputs, quantiser)
-        for rows, columns in _shares(shard.of_tensor(part, config), outputs, inputs):
-            kept = None if narrow is None else _packed_bytes(rows, columns, narrow, inputs)
-            saved += 0 if kept is None else itemsize * len(rows) * len(columns) - kept
-    return saved
+    counts = _Counts(config, itemsize, plan, shard, quantiser)
+    return sum(counts.dense(part) - kept for slot, part, kept, _ in counts.of_layers() if slot.keep is Keep.EXPERT)
 
 
-def _expert_sources(config: ModelConfig) -> dict[str, Source]:
+@dataclass(frozen=True, slots=True)
+class _Counts:
+    """Counts bytes of a rank's shares of parts."""
+
+    config: ModelConfig
+    itemsize: int
+    plan: WeightPlan
+    shard: Shard = WHOLE
+    quantiser: RoundToNearest | None = None
+
+    def dense(self, part: SlotTensor) -> int:
+        """Bytes of a part in the model's dtype."""
+        return self.itemsize * num_elems(part, self.shard.rank, self.shard.size)
+
+    def narrow_head(self) -> int | None:
+        """Bytes of the output projection; None: it is not kept narrow."""
+        if self.quantiser is None or not self.quantiser.lm_head:
+            return None
+        tokens, hidden = self.shard.of_vocab(self.config), self.config.hidden_size
+        kept = self.plan.of(_of(self.quantiser, hidden), hidden)
+        return kept.num_bytes(tokens.stop - tokens.start, hidden, self.itemsize) if kept.bits else None
+
+    def of_layers(self) -> Iterator[tuple[Slot, SlotTensor, int, bool]]:
+        """All parts of layers, each with its bytes as it is kept, and whether it is kept narrow."""
+        is_plain = self.config.weight_format is None and self.quantiser is None
+        names = {} if is_plain else _sources(self.config)
+        for at, slot, parts in self._slots():
+            if is_plain or slot.keep not in (Keep.MATRIX, Keep.EXPERT):
+                yield from ((slot, part, self.dense(part), False) for part in parts)
+            else:
+                forms = self._forms(slot, [names[at + part.path].name for part in parts], parts)
+                pairs = zip(parts, forms, strict=True)
+                yield from ((slot, part, *self._kept(slot, part, form)) for part, form in pairs)
+
+    def _slots(self) -> Iterator[tuple[str, Slot, list[SlotTensor]]]:
+        """The rank's slots, with the parts of each that a checkpoint has."""
+        every = ((at, slot) for at, slot in slots_of(self.config) if not (slot.first_rank and self.shard.rank))
+        return ((at, slot, [part for part in slot.tensors if not part.made]) for at, slot in every)
+
+    def _forms(self, slot: Slot, names: Sequence[str], parts: Sequence[SlotTensor]) -> Sequence[Narrow | None]:
+        """How the matrices of a slot are stored. On a GPU, experts of a layer must lie in memory alike."""
+        found = [self._stored(name, part.shape[1]) for name, part in zip(names, parts, strict=True)]
+        must_be_alike = slot.keep is Keep.EXPERT and self.plan.experts is Way.NARROW
+        return [None] * len(found) if must_be_alike and len(set(found)) > 1 else found
+
+    def _stored(self, name: str, inputs: int) -> Narrow | None:
+        """How a matrix is stored, or quantised; None: dequantised, or plain."""
+        if self.quantiser is not None:
+            return _of(self.quantiser, inputs)
+        how = self.config.weight_format
+        return None if how is None or how.plain.has(name.removesuffix(".weight")) else how.narrow(name)
+
+    def _kept(self, slot: Slot, part: SlotTensor, stored: Narrow | None) -> tuple[int, bool]:
+        if stored is None:
+            return self.dense(part), False
+        (outputs, inputs), found, is_narrow = part.shape, 0, False
+        for share in part.share(self.shard.rank, self.shard.size):
+            rows, columns = (*share, slice(None), slice(None))[:2]
+            rows, columns = range(*rows.indices(outputs)), range(*columns.indices(inputs))
+            own = stored._replace(group=_group_within(columns, stored, inputs))
+            kept = self.plan.of(own, len(columns))
+            if slot.keep is Keep.EXPERT:
+                kept = self.plan.of_expert(own, len(columns), is_shared=not slot.count)
+            found, is_narrow = found + kept.num_bytes(len(rows), len(columns), self.itemsize), kept.bits > 0
+        return found, is_narrow
+
+
+def _sources(config: ModelConfig) -> dict[str, Source]:
     """Where a checkpoint has its parts, by what its configuration says of stacks of experts."""
     how = config.weight_format
     return sources(config, _Stacks() if how is not None and 3 in how.dimensions else ())
@@ -124,89 +172,11 @@ class _Stacks:
         return str(name).endswith(PACKED)
 
 
-def _experts(config: ModelConfig) -> dict[str, tuple[int, int]]:
-    """Shapes of all matrices of experts, the shared ones among them, by their names in `tensor_shapes`."""
-    shapes = tensor_shapes(config).items()
-    return {part: (shape[0], shape[1]) for part, shape in shapes if len(shape) == 2 and is_of_expert(part)}
-
-
-def _shares(parts: Sequence[Part], outputs: int, inputs: int) -> Iterator[tuple[range, range]]:
-    """Rows and columns of the parts of a matrix."""
-    for part in parts:
-        rows, columns = (*part, slice(None), slice(None))[:2]
-        yield range(*rows.indices(outputs)), range(*columns.indices(inputs))
-
-
-def _packed_bytes(rows: range, columns: range, narrow: Narrow, inputs: int) -> int | None:
-    """Bytes of a share of a matrix as the native library packs it; None if it can't."""
-    if narrow.is_float or narrow.bits > max(PACKED_BITS):
-        return None
-    group = _group_within(columns, narrow, inputs)
-    if group < len(columns) and group % MULTIPLE:
-        return None
-    bits = next(bits for bits in PACKED_BITS if narrow.bits <= bits)
-    per_group = torch.float32.itemsize + (torch.bfloat16.itemsize if narrow.has_zeros else 0)
-    return len(rows) * (-(-len(columns) * bits // 8) + per_group * -(-len(columns) // group))
-
-
 def _group_within(columns: range, narrow: Narrow, inputs: int) -> int:
     """Inputs of a group of some columns, which may begin within one of a whole row's."""
     group = narrow.group or inputs
     return len(columns) if columns[0] // group == columns[-1] // group else math.gcd(group, columns[0])
 
 
-def _of_projections(
-    config: ModelConfig, matrices: Mapping[str, tuple[int, ...]], itemsize: int, quantiser: RoundToNearest | None
-) -> tuple[int, int]:
-    """Bytes of these parts, and `WeightBytes.dense`; parts of mixtures in the model's dtype."""
-    names, projections, dense = sources(config, ()), 0, 0
-    for part, (outputs, inputs) in matrices.items():
-        num_bytes, kept = itemsize * outputs * inputs, None
-        if not (is_of_expert(part) or part.endswith((*ROUTERS, KV_UP))):
-            kept = _kept_bytes((outputs, inputs), _narrow(config, names[part].name, inputs, quantiser))
-        projections += num_bytes if kept is None else kept
-        dense += 0 if kept is None else num_bytes
-    return projections, dense
-
-
-def _narrow(config: ModelConfig, name: str, inputs: int, quantiser: RoundToNearest | None) -> Narrow | None:
-    """How a projection is stored, or quantised; None: dequantised, or plain."""
-    if quantiser is not None:
-        return _of(quantiser, inputs)
-    how = config.weight_format
-    if how is None or how.plain.has(name.removesuffix(".weight")):
-        return None
-    return how.narrow(name)
-
-
 def _of(quantiser: RoundToNearest, inputs: int) -> Narrow:
     return Narrow(quantiser.bits, quantiser.group_of(inputs), is_float=quantiser.is_float)
-
-
-def _kept_bytes(shape: tuple[int, ...], narrow: Narrow | None) -> int | None:
-    """Bytes of a narrow weight `[out, in]` with its float32 scales and zero points; None if it can't be kept so."""
-    if narrow is None:
-        return None
-    outputs, inputs = shape
-    bits, group = kept_bits(narrow.bits), narrow.group or inputs
-    if not is_kept(inputs, bits, group):
-        return None
-    return outputs * (inputs * bits // 8 + 4 * -(-inputs // group) * (1 + narrow.has_zeros))
-
-
-def _kept_expert_bytes(shape: tuple[int, int], narrow: Narrow) -> int | None:
-    """The same of an expert's weight, which may be in MXFP4: see `expert_stays_narrow`."""
-    outputs, inputs = shape
-    if not narrow.mxfp4:
-        return _kept_bytes(shape, narrow)
-    is_kept = is_kept_float4(inputs) and narrow.group == min(FLOAT4_GROUP, inputs)
-    return outputs * (inputs // 2 + -(-inputs // FLOAT4_GROUP)) if is_kept else None
-
-
-def _saved(rows: range, columns: range, narrow: Narrow | None, inputs: int, itemsize: int) -> int:
-    """Bytes that a share of an expert's weight takes less than one of `itemsize`."""
-    if narrow is None:
-        return 0
-    shape = len(rows), len(columns)
-    kept = _kept_expert_bytes(shape, narrow._replace(group=_group_within(columns, narrow, inputs)))
-    return 0 if kept is None else itemsize * math.prod(shape) - kept

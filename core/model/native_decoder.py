@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 from types import MappingProxyType
 from typing import Any
 
@@ -24,8 +23,8 @@ from ..requests.types import CannotMerge
 from .batch import StepBatch
 from .config import ModelConfig
 from .experts import ExpertKernels, ListedExperts
-from .kept_weights import keeps_experts
-from .layer_weights import MERGED_MATRICES, LayerWeights
+from .kept_weights import expert_packs
+from .layer_weights import LayerWeights
 from .layers import AttentionSpec, LayerSpec
 from .lora_state import LoraState, lora_groups
 from .mixture_lora import mixture_modules
@@ -37,6 +36,8 @@ from .quantization.group_scaled import GroupScaled
 from .quantization.groups import is_packable, pack_scaled, plain
 from .recurrent import RecurrentSpec
 from .shadow import INPUTS_ARE_ROUNDED
+from .slots import EXPERTS, MERGED_MATRICES
+from .weight_plan import PACKED
 from .weights import Weights
 
 
@@ -91,19 +92,19 @@ class NativeDecoderModel:
         self.config = config
         self._ranks = ranks
         embed = weights.embed()
-        packed, weights.keeps = PackedWeights(embed.dtype), is_packable
+        packed, weights.plan = PackedWeights(embed.dtype), PACKED
         kv_scales = weights.kv_scales() if arena.layout.float8_kv else ()
-        pack_expert, keep = keeps_experts(ExpertKernels.NATIVE, embed.dtype, embed.device, stay_narrow=True)
+        pack_expert, keep = expert_packs(ExpertKernels.NATIVE, PACKED, embed.dtype, embed.device)
         read = zip(weights.layers(packed.add, pack_expert), config.layers, strict=True)
         self.layers = [native_layer(*each) for each in read]
         for layer in self.layers:
-            if isinstance(layer.experts, ListedExperts):
-                layer.experts = keep(layer.experts)
+            if isinstance(experts := layer.get(EXPERTS), ListedExperts):
+                layer[EXPERTS] = keep(experts)
         self._mixtures, mixture_ids = _native_mixtures(config, self.layers)
         self._tables, self._kv_scales = Tables.of(config.layers, max_model_len), kv_scales
         self._program, self._layout = _program(config), arena.layout
         self._planes = [int(keys.storage_offset() - arena.pages.storage_offset()) for keys, _ in arena.kv_layers]
-        head = weights.kept_lm_head(embed)
+        head = weights.quantised_head(embed)
         self._share = vocab = len(head.values if isinstance(head, GroupScaled) else head)
         model = native_model.NativeModel(
             hidden=config.hidden_size, vocab=vocab, num_layers=config.num_layers,
@@ -185,7 +186,7 @@ class NativeDecoderModel:
             if logit_tokens is None:
                 logit_tokens = self._every[tokens] = torch.arange(tokens)
         lora = batch.lora
-        segments = self._no_segments if lora is None else lora.segments
+        segments = self._no_segments if lora is None else lora.in_layers.segments
         states = batch.states if isinstance(batch.states, PagedStates) else None
         logits = self._decoder.forward(
             token_ids=batch.token_ids,
@@ -199,8 +200,8 @@ class NativeDecoderModel:
             kept_tokens=batch.kept_tokens,
             merged=batch.merged,
             states=states,
-            model_segments=None if lora is None else lora.model_segments,
-            mixture_segments=None if lora is None else lora.mixture_segments,
+            model_segments=None if lora is None else lora.of_model.segments,
+            mixture_segments=None if lora is None else lora.of_mixtures.segments,
         )
         return self._gathered(logits)
 
@@ -208,7 +209,7 @@ class NativeDecoderModel:
 
     def merged_form(self, layer: int, group: int) -> tuple[torch.Size, torch.dtype]:
         """See `MergeableModel.merged_form`."""
-        origin = getattr(self.layers[layer], MERGED_MATRICES[group])
+        origin = self.layers[layer][MERGED_MATRICES[group]]
         if group == Group.KV_UP:
             return origin.shape, origin.dtype
         if isinstance(origin, native_integers.IntegerPanels) and origin.input_bits == 8:
@@ -256,10 +257,10 @@ def _native_mixtures(
     ids = tuple(dict.fromkeys(module for own in modules for module in own.ids))
     found: list[native_model.LayerMixture | None] = []
     for layer, spec, own in zip(layers, config.layers, modules, strict=True):
-        if layer.experts is None or spec.experts is None:
+        if spec.experts is None:
             found.append(None)
             continue
-        if (weights := layer.experts.native(spec.experts)) is None:
+        if (weights := layer[EXPERTS].native(spec.experts)) is None:
             raise RuntimeError(f"the native library has not packed all matrices of {spec.experts}")
         found.append(native_model.LayerMixture(weights, own.described(ids)))
     return found, ids
@@ -301,7 +302,7 @@ def _module(config: ModelConfig, group: Group) -> int:
     return -1 if found is None else found
 
 
-_PACKED = {*MERGED_MATRICES.values(), "input_gate", "input_projection", "low_rank_down", "low_rank_up"}
+_PACKED = frozenset({*MERGED_MATRICES.values(), "input_gate", "input_projection", "low_rank_down", "low_rank_up"})
 """Matrices that are packed."""
 
 
@@ -309,11 +310,10 @@ def native_layer(layer: LayerWeights, spec: LayerSpec) -> LayerWeights:
     """The layer in the library's form: packed matrices as they are, keys and values of latents packed by head,
     everything else in float32.
     """
-    for field in fields(layer):
-        part = getattr(layer, field.name)
-        if isinstance(part, torch.Tensor) and field.name not in _PACKED:
-            setattr(layer, field.name, part.float())
+    for name, part in layer.items():
+        if isinstance(part, torch.Tensor) and name not in _PACKED:
+            layer[name] = part.float()
     mixer = spec.attention
-    if layer.kv_up is not None and mixer is not None and mixer.latent is not None:
-        layer.kv_up = latent_shape(mixer, mixer.latent).pack(layer.kv_up)
+    if "kv_up" in layer and mixer is not None and mixer.latent is not None:
+        layer["kv_up"] = latent_shape(mixer, mixer.latent).pack(layer["kv_up"])
     return layer

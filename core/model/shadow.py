@@ -10,7 +10,6 @@ import itertools
 import mmap
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -20,8 +19,9 @@ from ...memory.pages.arena import Arena
 from ...ops.sgmv import AdapterRows
 from ...ops.vectors import vectors_of
 from ..requests.types import CannotMerge
-from .layer_weights import MERGED_MATRICES, LayerWeights
+from .layer_weights import LayerWeights
 from .lora_state import LoraState
+from .slots import MERGED_MATRICES
 
 #: The largest factor by which the norm of a row of weights may grow, by bytes per element. Rounding the sum causes an
 #: error proportional to it, which affects sequences of the base model and of other adapters. In 16 bits the error may
@@ -143,7 +143,7 @@ class ShadowWeights:
             parts = {MERGED_MATRICES[group]: place}
             if _has_biases(adapter):
                 parts[f"{MERGED_MATRICES[group]}_bias"] = self._merged_bias(adapter, layer, group)
-            self._layers[layer] = replace(self._layers[layer], **parts)
+            self._layers[layer] = {**self._layers[layer], **parts}
         self._left.reverse()
         self._num_elems = sum(place.numel() for _, _, place in self._left)
 
@@ -185,7 +185,7 @@ class ShadowWeights:
 
     def _make(self, adapter: Adapter, layer: int, group: int, place: torch.Tensor) -> None:
         modules = self._lora.modules(layer, group)
-        parts = [part for part in self._lora.rows_of(adapter) if _changes(part, layer, modules)]
+        parts = [part for part in self._lora.in_layers.rows_of(adapter) if _changes(part, layer, modules)]
         began = time.perf_counter()
         growth = self._model.merge(layer, group, parts, self._origin(layer, group), place)
         most = MOST_GROWTH[place.itemsize]
@@ -199,10 +199,10 @@ class ShadowWeights:
     def _merged_bias(self, adapter: Adapter, layer: int, group: int) -> torch.Tensor:
         """The biases of a group's outputs with an adapter's in place of the base model's."""
         modules = self._lora.columns(layer, group)
-        base = getattr(self._model.layers[layer], f"{MERGED_MATRICES[group]}_bias")
+        base = self._model.layers[layer].get(f"{MERGED_MATRICES[group]}_bias")
         device, outputs = self._arena.pages.device, sum(width for _, _, width in modules)
         bias = torch.zeros(outputs, device=device) if base is None else base.to(torch.float32, copy=True)
-        for part in self._lora.rows_of(adapter):
+        for part in self._lora.in_layers.rows_of(adapter):
             for module, column, width in modules:
                 if (found := vectors_of(part, self._arena.pages, layer, module, width)) is not None:
                     bias[column : column + width].mul_(found[0]).add_(found[1])
@@ -254,7 +254,7 @@ class ShadowWeights:
 
     def _targets(self, adapter: Adapter) -> list[tuple[int, int]]:
         """Layer and group of each matrix that an adapter changes."""
-        parts = self._lora.rows_of(adapter)
+        parts = self._lora.in_layers.rows_of(adapter)
         return [
             (layer, group)
             for layer in range(len(self._model.layers))
@@ -263,7 +263,7 @@ class ShadowWeights:
         ]
 
     def _origin(self, layer: int, group: int) -> Any:
-        return getattr(self._model.layers[layer], MERGED_MATRICES[group])
+        return self._model.layers[layer][MERGED_MATRICES[group]]
 
 
 def _changes(part: AdapterRows, layer: int, modules: Sequence[int]) -> bool:

@@ -9,24 +9,9 @@ router is whole on each, so that all choose the same experts. Of the output proj
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
-from ...memory.pages.projections import sections_of, share_of
 from .config import ModelConfig, UnsupportedModel
-from .layers import HeadNorm
-
-#: A part of a tensor: slices of its first dimensions.
-Part = tuple[slice, ...]
-
-#: A rank's part of a tensor that ranks do not share.
-_WHOLE: tuple[Part, ...] = ((),)
-
-#: A layer, the name of a projection in it, and the kind of a tensor of that.
-_PROJECTION = re.compile(r"\.layers\.(\d+)\.\w+\.(.+)\.(weight|bias)$")
-
-#: The path of a tensor in a layer.
-_IN_LAYER = re.compile(r"\.layers\.\d+\.(.+)$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,42 +38,6 @@ class Shard:
         """Tokens of which this rank computes logits."""
         first, end = (rank * whole.vocab_size // self.size for rank in (self.rank, self.rank + 1))
         return slice(first, end)
-
-    def of_tensor(self, name: str, whole: ModelConfig) -> tuple[Part, ...]:
-        """The share of a checkpoint's tensor that this rank reads: parts, one after the other in its first dimension. A
-        weight is `[out, in]`, a bias `[out]`.
-        """
-        if self.size == 1:
-            return _WHOLE
-        projections, path = whole.projections, name.rpartition(".")[0]
-        module = path.rpartition(".")[2]
-        if module == "lm_head":
-            return ((self.of_vocab(whole),),)
-        if (match := _PROJECTION.search(name)) and (own := projections.of_layer(int(match[1]), match[2])) is not None:
-            inputs, outputs = own.share(self.rank, self.size)
-            return tuple((each,) if match[3] == "bias" else (each, inputs) for each in outputs)
-        if name.endswith(".sinks"):
-            heads = whole.num_heads
-            return ((share_of(heads, heads, self.rank, self.size),),)
-        if module in ("q_norm", "k_norm"):
-            return self._of_head_norm(module, whole)
-        return self._of_recurrent(name, whole)
-
-    def _of_recurrent(self, name: str, whole: ModelConfig) -> tuple[Part, ...]:
-        """The share of a recurrent mixer's tensor other than its projections."""
-        if whole.recurrent is None or (match := _IN_LAYER.search(name)) is None:
-            return _WHOLE
-        tensor = whole.recurrent.tensors.get(match[1])
-        if tensor is None or not tensor.sections:
-            return _WHOLE
-        return tuple((each,) for each in sections_of(tensor.sections, self.rank, self.size))
-
-    def _of_head_norm(self, module: str, whole: ModelConfig) -> tuple[Part, ...]:
-        attention = whole.attention
-        if attention.head_norm not in (HeadNorm.ALL, HeadNorm.OWN):
-            return _WHOLE
-        heads = attention.num_heads if module == "q_norm" else attention.num_kv_heads
-        return ((share_of(heads * attention.head_dim, heads, self.rank, self.size),),)
 
 
 def _why_not(size: int, whole: ModelConfig) -> str | None:

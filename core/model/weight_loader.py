@@ -23,17 +23,17 @@ from .quantization.groups import part_of, stacked
 from .quantization.reading import REMEDY
 from .quantization.rounded_inputs import Float8Inputs, RoundedInputs
 from .score_head import BIAS, WEIGHT
-from .shard import WHOLE, Part, Shard
+from .shard import WHOLE, Shard
+from .slots import Part, part_shape
 from .tensor_parts import (
     EMBED,
-    IN_LAYER,
     INPUT_PROJECTION,
     LAYER,
     LM_HEAD,
-    ROUTERS,
     Source,
-    is_of_expert,
-    part_shape,
+    model_part,
+    model_parts,
+    quantised_parts,
     sources,
     stream_parts,
 )
@@ -83,11 +83,11 @@ class WeightLoader(Weights):
         if config.tie_word_embeddings and self._has(self._sources[LM_HEAD].name):
             if self._sources[EMBED].name not in self._checkpoint:  # tied weights may be stored under either name
                 self._embed_name = LM_HEAD
-                del self._shapes[EMBED]
-            self._shapes[LM_HEAD] = (config.vocab_size, config.hidden_size)
+                del self._tensors[EMBED]
+            self._tensors[LM_HEAD] = model_part(LM_HEAD, (config.vocab_size, config.hidden_size))
         self._stored = self._stored_shapes()
         ends = tuple(f".{part}" for part in config.tensors.wrapped)
-        self._wrapped = {self._sources[part].name for part in self._shapes if part.endswith(ends)}
+        self._wrapped = {self._sources[part].name for part in self._tensors if part.endswith(ends)}
         self._quantised = self._find_quantised()
         self._checkpoint.check({name: self._given(name) for name in self._stored if name not in self._quantised})
         self._check_unused()
@@ -106,8 +106,8 @@ class WeightLoader(Weights):
         how = self._config.weight_format
         if how is None:
             return {}
-        of_model = (LM_HEAD, INPUT_PROJECTION, *stream_parts(self._config))
-        parts = (part for part in self._shapes if part in of_model or IN_LAYER.match(part))
+        covered = {*quantised_parts(self._config), LM_HEAD, INPUT_PROJECTION, *stream_parts(self._config)}
+        parts = self._tensors.keys() - (model_parts(self._config).keys() - covered)
         matrices = {self._sources[part].name for part in parts if part.endswith(".weight")}
         embed = self._sources[self._embed_name].name
         if embed not in matrices and how.stores(self._checkpoint, embed):
@@ -115,14 +115,14 @@ class WeightLoader(Weights):
                 f"{self._checkpoint.directory}: the token embeddings, tensor {embed}, are quantised, which is not "
                 "supported; use a checkpoint with plain embeddings"
             )
-        chosen_by = {source.name for part, source in self._sources.items() if part.endswith(ROUTERS)}
+        others = {self._sources[part].name for part in parts if part not in covered}
         try:
             return {
                 name: how.check(self._checkpoint, name, shape)
                 for name, shape in self._stored.items()
                 if name in matrices
                 and len(shape) in how.dimensions
-                and (how.stores if name in chosen_by else how.covers)(self._checkpoint, name)
+                and (how.stores if name in others else how.covers)(self._checkpoint, name)
             }
         except UnsupportedModel as error:
             raise UnsupportedModel(f"{error}; {REMEDY}") from None
@@ -132,8 +132,8 @@ class WeightLoader(Weights):
         shapes: dict[str, tuple[int, ...]] = {}
         experts: dict[str, set[int]] = {}
         transposed: set[str] = set()
-        for part, (rows, *others) in self._shapes.items():
-            source = self._sources[part]
+        for part, tensor in self._tensors.items():
+            source, (rows, *others) = self._sources[part], tensor.shape
             before = shapes.get(source.name, (0,))[0]
             shapes[source.name] = (before + rows, *others)
             if source.expert is not None:
@@ -169,7 +169,7 @@ class WeightLoader(Weights):
         return _IGNORED.search(name) is not None or (self._config.is_classifier and name in (WEIGHT, BIAS))
 
     def _check_unused(self) -> None:
-        used, left_out = {self._sources[part].name for part in self._shapes}, 0
+        used, left_out = {self._sources[part].name for part in self._tensors}, 0
         used |= {each for names in self._quantised.values() for each in names}
         how, scales = self._config.weight_format, 0
         for name in self._checkpoint.names():
@@ -204,14 +204,9 @@ class WeightLoader(Weights):
 
     @property
     def num_bytes_kept(self) -> int:
-        num_bytes = super().num_bytes_kept
-        if self.keeps is not None:
-            for name in (each for each in self._shapes if not is_of_expert(each)):  # see `bytes_saved_by_stacks`
-                source, dense = self._sources[name].name, self._dense_bytes(name)
-                if source in self._quantised:
-                    share = self._shape([name]).numel() / math.prod(self._stored[source])
-                    num_bytes -= max(0, dense - int(self._num_bytes[source] * share))
-        return num_bytes
+        is_twice = self._config.tie_word_embeddings and {EMBED, LM_HEAD} <= self._tensors.keys()
+        again = math.prod(self._shape([LM_HEAD])) if is_twice else 0
+        return super().num_bytes_kept + self._dtype.itemsize * again
 
     @property
     def rounds_inputs(self) -> bool:
@@ -237,7 +232,7 @@ class WeightLoader(Weights):
         if self._embed_name == LM_HEAD:
             return tied
         head = super().lm_head(embed)
-        if LM_HEAD in self._shapes and self._config.tie_word_embeddings:
+        if LM_HEAD in self._tensors and self._config.tie_word_embeddings:
             if torch.equal(head, tied):
                 return tied
             logger.warning("tie_word_embeddings is true, but %s differs from %s; serving both", LM_HEAD, EMBED)
@@ -257,7 +252,7 @@ class WeightLoader(Weights):
             target = torch.empty(shape, dtype=dtype or self._dtype)
         for name, share in zip(names, target.split([self._shape([name], whole)[0] for name in names]), strict=True):
             source, parts = self._sources[name], ((),) if whole else self._parts(name)
-            places = share.split([part_shape(self._shapes[name], part)[0] for part in parts])
+            places = share.split([part_shape(self._tensors[name].shape, part)[0] for part in parts])
             for part, place in zip(parts, places, strict=True):
                 self._read_share(place, name, source, part)
             self._advance(name)
@@ -277,13 +272,13 @@ class WeightLoader(Weights):
         """The rows of the checkpoint's tensor from the first to the last of a share of a part, and which of them are
         the share's.
         """
-        start, stop, _ = (share[0] if share else slice(None)).indices(self._shapes[name][0])
+        start, stop, _ = (share[0] if share else slice(None)).indices(self._tensors[name].shape[0])
         rows = torch.tensor(units.rows()[start:stop])
         first = int(rows.min())
         return slice(first, int(rows.max()) + 1), rows - first
 
     def _projection(self, names: Sequence[str], pack: Pack | None) -> Any:
-        if pack is not None and self.keeps is not None and (found := self._scaled(names, self.keeps)) is not None:
+        if pack is not None and self.plan.reads_narrow and (found := self._scaled(names, self.plan.reads)) is not None:
             return pack(found)
         return super()._projection(names, pack)
 
@@ -325,7 +320,7 @@ class WeightLoader(Weights):
     def _advance(self, name: str) -> None:
         """Tell that a part was read: its share of the tensor that it is in."""
         source = self._sources[name].name
-        share = math.prod(self._shapes[name]), math.prod(self._stored[source])
+        share = math.prod(self._tensors[name].shape), math.prod(self._stored[source])
         self.advance(self._num_bytes[source] * share[0] // share[1])
 
     def _read_part(self, target: torch.Tensor, source: Source, part: Part) -> None:
@@ -349,7 +344,7 @@ class WeightLoader(Weights):
 
     def _rows(self, name: str, source: Source, share: Part) -> Part:
         """A part of the rank's share, as slices of the tensor that the checkpoint has it in."""
-        rows = self._shapes[name][0]
+        rows = self._tensors[name].shape[0]
         if source.expert is None and rows == self._stored[source.name][0]:
             return share
         start, stop, _ = (share[0] if share else slice(None)).indices(rows)

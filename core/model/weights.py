@@ -13,60 +13,36 @@ from typing import Any
 import torch
 from torch.nn.functional import linear
 
-from ...memory.pages.projections import Group
 from ...ops.elementwise import rms_norm
 from ...ops.float8_kv import UNSCALED, KvScales
-from ...ops.recurrent import RecurrentWeights
 from .config import ModelConfig
 from .experts import ExpertPack, ListedExperts
 from .layer_weights import LayerWeights
-from .layers import Experts, MixerBeside
-from .narrow_bytes import bytes_saved_by_stacks
+from .narrow_bytes import kept_bytes
 from .quantization.group_scaled import GroupScaled
 from .quantization.groups import part_of, plain, stacked
 from .quantization.round_to_nearest import RoundToNearest
 from .quantization.rounded_inputs import Float8Inputs, RoundedInputs
-from .recurrent import RecurrentSpec
-from .shard import WHOLE, Part, Shard
-from .tensor_names import CORRECTION
+from .shard import WHOLE, Shard
+from .slots import EXPERTS, RECURRENT, Keep, Part, Slot, SlotTensor, shard_shape, slots
 from .tensor_parts import (
     EMBED,
-    EXPERT_FACTORS,
     INPUT_NORM,
     INPUT_PROJECTION,
     INPUT_TABLE,
     LAYER,
     LM_HEAD,
     LM_HEAD_BIAS,
-    LOW_RANK_NORM,
     MEDIA_NORM,
     MEDIA_PROJECTION,
     MEDIA_ROWS,
     NORM,
-    OUTPUT_GATE,
-    OUTPUT_NORM,
-    OUTPUT_PROJECTION,
-    ROUTER,
-    ROUTER_NORM,
-    SCALAR,
-    SHARED,
-    SHARED_GATE,
-    SINKS,
-    STREAM_CORRECTION,
     STREAM_IN,
     STREAM_OUT,
-    STREAM_PREDICTION,
-    STREAM_ROUTER,
-    STREAM_ROUTER_NORM,
-    STREAM_SCALE,
-    XIELU,
     bias_of,
-    expert_inputs,
-    kept_bytes,
-    norms_of,
-    shard_shape,
-    tensor_shapes,
+    parts_of,
 )
+from .weight_plan import LEFT, WeightPlan
 
 #: Makes the kept form of a projection's weight `[out, in]`; a tensor is overwritten by the next one.
 Pack = Callable[[torch.Tensor | GroupScaled], Any]
@@ -87,19 +63,13 @@ class Weights(ABC):
         self._config = config
         self._dtype = dtype
         self._shard = shard
-        self._shapes = tensor_shapes(config)
+        self._tensors = parts_of(config)
         self._embed_name = EMBED
 
     @property
     def num_bytes_kept(self) -> int:
-        """Bytes that the weights take once they are read, at least: stored values may have to be dequantised."""
-        num_bytes = sum(map(self._dense_bytes, self._shapes))
-        of = self._config, self._dtype.itemsize, self._shard
-        if self.keeps is not None and self.quantiser is not None:
-            num_bytes += kept_bytes(*of, self.quantiser) - kept_bytes(*of)
-        if self.keeps is not None:
-            num_bytes -= bytes_saved_by_stacks(*of, self.quantiser)
-        return num_bytes
+        """Bytes that the weights take once they are read."""
+        return kept_bytes(self._config, self._dtype.itemsize, self.plan, self._shard, self.quantiser)
 
     @property
     def rounds_inputs(self) -> bool:
@@ -111,19 +81,12 @@ class Weights(ABC):
         """True if the form of some projections asks for activations in FP8."""
         return self.quantiser is not None and isinstance(self.quantiser.inputs, Float8Inputs)
 
-    float8_inputs = False
-    """Activations are rounded to FP8 for the projections whose form asks for it."""
-
-    def _dense_bytes(self, name: str) -> int:
-        """Bytes of the rank's share of a part, dequantised."""
-        return self._shape([name]).numel() * self._dtype.itemsize
-
     def embed(self) -> torch.Tensor:
         """Token embeddings `[vocab, hidden]`."""
         return self._read(self._embed_name)
 
-    keeps: Callable[[GroupScaled], bool] | None = None
-    """Which projections that are stored as narrow values with scales are packed as such; None: all are dequantised."""
+    plan: WeightPlan = LEFT
+    """How matrices are kept: those that stay narrow are read as they are stored."""
 
     def layers(self, pack: Pack | None = None, pack_expert: ExpertPack | None = None) -> Iterator[LayerWeights]:
         """The layers in order. With `pack`, every projection is read into the same memory and packed out of it; with
@@ -172,9 +135,9 @@ class Weights(ABC):
 
     def lm_head(self, embed: torch.Tensor) -> torch.Tensor:
         """The rank's rows of the output projection `[vocab, hidden]`; where the two are tied, of `embed`."""
-        return self._read(LM_HEAD) if LM_HEAD in self._shapes else self._tied(embed)
+        return self._read(LM_HEAD) if LM_HEAD in self._tensors else self._tied(embed)
 
-    def kept_lm_head(self, embed: torch.Tensor) -> torch.Tensor | GroupScaled:
+    def quantised_head(self, embed: torch.Tensor) -> torch.Tensor | GroupScaled:
         """The output projection, quantised if the quantiser's setting says so."""
         head = self.lm_head(embed)
         if self.quantiser is None or not self.quantiser.lm_head:
@@ -183,152 +146,82 @@ class Weights(ABC):
 
     def lm_head_bias(self) -> torch.Tensor | None:
         """The bias of the rank's rows of the output projection, `[vocab]` float32; None: there is none."""
-        return self._read(LM_HEAD_BIAS, dtype=torch.float32) if LM_HEAD_BIAS in self._shapes else None
+        return self._read(LM_HEAD_BIAS, dtype=torch.float32) if LM_HEAD_BIAS in self._tensors else None
 
     def _tied(self, embed: torch.Tensor) -> torch.Tensor:
         return embed if self._shard.size == 1 else embed[self._shard.of_vocab(self._config)]
 
     def _norm(self, name: str) -> torch.Tensor:
-        """A norm's weight, in float32 where products with it are rounded once; with a bias `[2, hidden]` of both."""
+        """A norm's weight, in float32 where products with it are rounded once; with a bias `[2, hidden]` of both. Ones
+        where no checkpoint has it.
+        """
         spec = self._config.norm
-        if spec.weightless:
+        if name not in self._tensors:
             return torch.ones(self._config.hidden_size, dtype=torch.float32 if spec.wide else self._dtype)
         weight = self._read(name)
         weight = weight.float() if spec.wide else weight
         weight = weight + 1 if spec.one_plus else weight
         bias = bias_of(name)
-        return torch.stack((weight, self._read(bias).float())) if bias in self._shapes else weight
-
-    def _first_rank(self, name: str) -> torch.Tensor | None:
-        """A tensor that only the first rank has."""
-        return None if self._shard.rank else self._read(name)
+        return torch.stack((weight, self._read(bias).float())) if bias in self._tensors else weight
 
     def _layer(self, index: int, pack: Pack | None, pack_expert: ExpertPack | None) -> LayerWeights:
-        """Ranks add up the outputs of o and down: the first has their biases."""
-        at, spec, hidden = LAYER.format(index), self._config.layers[index], self._config.hidden_size
+        at, spec = LAYER.format(index), self._config.layers[index]
+        found: dict[str, Any] = {}
+        parts: dict[str, dict[str, Any]] = {}
+        for slot in slots(spec, self._config):
+            if (value := self._slot(at, slot, pack, pack_expert)) is not None:
+                part, _, name = slot.name.partition(".")
+                (parts.setdefault(part, {}) if name else found)[name or part] = value
+        if RECURRENT in parts and spec.recurrent is not None:
+            found[RECURRENT] = spec.recurrent.share(self._shard.size).weights(parts[RECURRENT])
+        if EXPERTS in parts:
+            found[EXPERTS] = ListedExperts(**parts[EXPERTS])
+        return found
 
-        def projection(*names: str) -> Any:
-            return self._projection([f"{at}{name}.weight" for name in names], pack)
-
-        def norm(name: str) -> torch.Tensor | None:
-            return self._norm(f"{at}{name}.weight") if name in norms or f"{at}{name}.weight" in self._shapes else None
-
-        def part(name: str) -> torch.Tensor | None:
-            return self._read(at + name) if at + name in self._shapes else None
-
-        def bias(*names: str) -> torch.Tensor | None:
-            return self._biases([f"{at}{name}" for name in names])
-
-        def first_rank_bias(name: str) -> torch.Tensor | None:
-            return self._first_rank(f"{at}{name}.bias") if f"{at}{name}.bias" in self._shapes else None
-
-        paths: dict[Group, list[str]] = {}
-        for each in spec.projections(hidden):
-            paths.setdefault(each.group, []).append(each.path)
-        inputs, outputs = paths.get(Group.MIXER_IN, []), paths.get(Group.MIXER_OUT, [])
-        gate_up, second = paths.get(Group.GATE_UP, []), spec.mixer_beside
-        second_in, second_out = paths.get(Group.BESIDE_IN, []), paths.get(Group.BESIDE_OUT, [])
-        norms, nothing = norms_of(spec), torch.empty(0, dtype=self._dtype)
-        return LayerWeights(
-            attention_norm=norm("attention_norm"),
-            qkv=projection(*inputs) if inputs else nothing,
-            qkv_bias=bias(*inputs),
-            q_norm=norm("self_attn.q_norm"),
-            k_norm=norm("self_attn.k_norm"),
-            q_up=projection(*paths[Group.QUERY_UP]) if Group.QUERY_UP in paths else None,
-            kv_up=self.projection(index, *paths[Group.KV_UP]) if Group.KV_UP in paths else None,
-            sinks=part(SINKS),
-            decay_up=projection(*paths[Group.DECAY_UP]) if Group.DECAY_UP in paths else None,
-            output_gate_up=projection(*paths[Group.OUTPUT_GATE_UP]) if Group.OUTPUT_GATE_UP in paths else None,
-            input_gate=projection(OUTPUT_GATE) if spec.input_size else None,
-            input_projection=projection(OUTPUT_PROJECTION) if spec.input_size else None,
-            input_norm=norm(OUTPUT_NORM),
-            scalar=self._read(at + SCALAR) if spec.scaled else None,
-            beside_in=projection(*second_in) if second_in else None,
-            beside_in_bias=bias(*second_in),
-            beside_factors=None if second is None else self._column_factors(second),
-            beside_out=projection(*second_out) if second_out else None,
-            beside_out_bias=first_rank_bias(*second_out) if second_out else None,
-            low_rank_down=projection(*paths[Group.LOW_RANK_DOWN]) if spec.streams else None,
-            low_rank_up=projection(*paths[Group.LOW_RANK_UP]) if spec.streams else None,
-            low_rank_norm=norm(LOW_RANK_NORM),
-            stream_router=part(STREAM_ROUTER),
-            stream_router_norm=self._router_norm(at + STREAM_ROUTER_NORM, hidden**-1.0) if spec.streams else None,
-            stream_prediction=part(STREAM_PREDICTION),
-            stream_correction=part(STREAM_CORRECTION),
-            stream_scale=part(STREAM_SCALE) if spec.streams and spec.streams.scaled else None,
-            recurrent=None if spec.recurrent is None else self._recurrent(at, spec.recurrent),
-            o=projection(*outputs) if outputs else nothing,
-            o_bias=first_rank_bias(*outputs) if outputs else None,
-            attention_out_norm=norm("attention_out_norm"),
-            mlp_norm=norm("mlp_norm"),
-            gate_up=nothing if spec.dense is None else projection(*gate_up),
-            gate_up_bias=bias(*gate_up) if gate_up else None,
-            xielu=self._xielu(at),
-            down=nothing if spec.dense is None else projection("mlp.down_proj"),
-            down_bias=first_rank_bias("mlp.down_proj"),
-            mlp_out_norm=norm("mlp_out_norm"),
-            dense_out_norm=norm("dense_out_norm"),
-            experts_norm=norm("experts_norm"),
-            experts_out_norm=norm("experts_out_norm"),
-            router_norm=None if spec.beside is None else self._router_norm(at + ROUTER_NORM, hidden**-0.5),
-            experts=None if spec.experts is None else self._experts(at, spec.experts, pack_expert),
-        )
-
-    def _column_factors(self, second: MixerBeside) -> torch.Tensor | None:
-        """See `MixerBeside.column_factors`; the rank's."""
-        return second.share(self._shard.size).column_factors(self._config.hidden_size)
-
-    def _biases(self, paths: Sequence[str]) -> torch.Tensor | None:
-        """The biases of projections one below the other, 0 for those without; None if none has any."""
-        names = [f"{path}.bias" for path in paths]
-        biased = [name for name in names if name in self._shapes]
-        if len(biased) == len(names):
-            return self._read(*names) if names else None
-        if not biased:
+    def _slot(self, at: str, slot: Slot, pack: Pack | None, pack_expert: ExpertPack | None) -> Any:
+        """What a layer whose parts' names begin with `at` has in a slot; None if another rank has it, or none."""
+        if slot.keep is Keep.UNUSED:
             return None
-        found = {name: self._read(name) for name in biased}
-        rows = [self._shape([f"{path}.weight"])[0] for path in paths]
-        absent = next(iter(found.values())).new_zeros(max(rows))
-        return torch.cat([found.get(name, absent[:count]) for name, count in zip(names, rows, strict=True)])
+        if slot.first_rank and self._shard.rank:
+            return self._left_out(at, slot)
+        if slot.count:
+            return [self._weight(at, slot, each, pack, pack_expert) for each in slot.items]
+        return self._weight(at, slot, slot.tensors, pack, pack_expert)
 
-    def _router_norm(self, name: str, factor: float) -> torch.Tensor:
-        """The norm of a router's input, with the factor of what is normed."""
-        return self._read(name, dtype=torch.float32) * factor
+    def _weight(
+        self, at: str, slot: Slot, tensors: Sequence[SlotTensor], pack: Pack | None, pack_expert: ExpertPack | None
+    ) -> Any:
+        names = [at + each.path for each in tensors]
+        match slot.keep:
+            case Keep.MATRIX:
+                return self._projection(names, pack)
+            case Keep.EXPERT if pack_expert is not None:
+                return pack_expert(self._expert(names, pack_expert.keeps))
+            case Keep.EXPERT | Keep.DENSE:
+                return self._projection(names, None)
+            case Keep.NORM if slot.factor is not None:
+                return self._read(*names, dtype=torch.float32) * slot.factor
+            case Keep.NORM:
+                return self._norm(names[0])
+            case Keep.PLAIN if any(each.made for each in tensors):
+                return self._partly_made(at, tensors)
+        return self._read(*names, dtype=torch.float32 if slot.keep is Keep.FLOAT32 else None)
 
-    def _xielu(self, at: str) -> torch.Tensor | None:
-        """The parameters of a layer's activation; None if that has none."""
-        names = [at + name for name in XIELU]
-        return self._read(*names, dtype=torch.float32) if names[0] in self._shapes else None
+    def _partly_made(self, at: str, tensors: Sequence[SlotTensor]) -> torch.Tensor:
+        """Vectors one below the other, some of which no checkpoint has; float32 if it has none of them."""
+        found = [None if each.made else self._read(at + each.path) for each in tensors]
+        like = next((each for each in found if each is not None), torch.empty(0))
+        pairs = zip(found, tensors, strict=True)
+        return torch.cat([self._made(tensor, like) if each is None else each for each, tensor in pairs])
 
-    def _experts(self, at: str, spec: Experts, pack: ExpertPack | None) -> ListedExperts:
-        """A layer's experts; their router is float32 whatever the model's dtype. See `_layer`
-        for biases of down.
-        """
+    def _made(self, tensor: SlotTensor, like: torch.Tensor) -> torch.Tensor:
+        """The rank's share of numbers that no checkpoint has."""
+        widths = tensor.widths(self._shard.rank, self._shard.size)
+        return torch.cat([like.new_full((width,), each) for width, each in zip(widths, tensor.made, strict=True)])
 
-        def matrix(path: str, *names: str) -> Any:
-            names = tuple(f"{at}{path}.{name}.weight" for name in names)
-            return self._projection(names, None) if pack is None else pack(self._expert(names, pack.keeps))
-
-        def biases(*names: str, first_rank: bool = False) -> list[torch.Tensor] | None:
-            if not spec.biased or (first_rank and self._shard.rank):
-                return None
-            return [self._read(*(f"{at}{path}.{name}.bias" for name in names)) for path in paths]
-
-        paths, inputs = [f"mlp.experts.{number}" for number in range(spec.count)], expert_inputs(spec)
-        return ListedExperts(
-            router=self._read(f"{at}{ROUTER}.weight", dtype=torch.float32),
-            gate_up=[matrix(path, *inputs) for path in paths],
-            down=[matrix(path, "down_proj") for path in paths],
-            correction=self._read(at + CORRECTION, dtype=torch.float32).flatten() if spec.routing.corrected else None,
-            factors=self._read(at + EXPERT_FACTORS, dtype=torch.float32) if spec.routing.scaled else None,
-            shared_gate_up=matrix(SHARED, *inputs) if spec.shared_size else None,
-            shared_down=matrix(SHARED, "down_proj") if spec.shared_size else None,
-            shared_gate=self._read(f"{at}{SHARED_GATE}.weight", dtype=torch.float32) if spec.shared_gate else None,
-            router_bias=self._read(f"{at}{ROUTER}.bias", dtype=torch.float32) if spec.routing.bias else None,
-            gate_up_bias=biases(*inputs),
-            down_bias=biases("down_proj", first_rank=True),
-        )
+    def _left_out(self, at: str, slot: Slot) -> None:
+        """What other ranks have of a slot that only the first rank has: nothing."""
+        return
 
     def _whole(self, name: str, pack: Pack | None) -> Any:
         """A matrix of the model that is not quantised, as projections are kept."""
@@ -359,23 +252,20 @@ class Weights(ABC):
         for name in names:
             for part in self._parts(name):
                 rows, columns = (*part, slice(None), slice(None))[:2]
-                start, stop, _ = rows.indices(self._shapes[name][0])
+                start, stop, _ = rows.indices(self._tensors[name].shape[0])
                 shares.append(part_of(whole, slice(first + start, first + stop), columns))
-            first += self._shapes[name][0]
+            first += self._tensors[name].shape[0]
         return stacked(shares)
-
-    def _recurrent(self, at: str, spec: RecurrentSpec) -> RecurrentWeights:
-        """The tensors of a mixer other than its projections, in float32 whatever the model's dtype."""
-        tensors = {path: self._read(at + path, dtype=torch.float32) for path in spec.tensors}
-        return spec.share(self._shard.size).weights(tensors)
 
     def _parts(self, name: str) -> tuple[Part, ...]:
         """The rank's share of a tensor; embeddings are whole, whatever their name."""
-        return ((),) if name == self._embed_name else self._shard.of_tensor(name, self._config)
+        if name == self._embed_name:
+            return ((),)
+        return self._tensors[name].share(self._shard.rank, self._shard.size)
 
     def _shape(self, names: Sequence[str], whole: bool = False) -> torch.Size:
         """Shape of the rank's shares of tensors, or of whole ones, stacked along their first dimension."""
-        shapes = [shard_shape(self._shapes[name], ((),) if whole else self._parts(name)) for name in names]
+        shapes = [shard_shape(self._tensors[name].shape, ((),) if whole else self._parts(name)) for name in names]
         return torch.Size((sum(shape[0] for shape in shapes), *shapes[0][1:]))
 
     @abstractmethod

@@ -269,9 +269,8 @@ def unit_rows(projections: Sequence[Projection]) -> tuple[UnitRows, ...]:
 
 def share_of(width: int, units: int, rank: int, size: int) -> slice:
     """The part of `width` that one of `size` ranks has; with more ranks than units, several have the same unit."""
-    each = width // units
-    first, count = rank * units // size, max(1, units // size)
-    return slice(first * each, (first + count) * each)
+    each, first = width // units, rank * units // size
+    return slice(first * each, max(first + 1, (rank + 1) * units // size) * each)
 
 
 def sections_of(sections: Sequence[tuple[int, int]], rank: int, size: int) -> tuple[slice, ...]:
@@ -371,14 +370,6 @@ class Projections:
     def names_in(self, layer: int) -> tuple[str, ...]:
         """The projections of a layer, by id."""
         return tuple(sorted((each.name for each in self.layers[layer]), key=self.id))
-
-    def of_layer(self, layer: int, name: str) -> Projection | None:
-        """That of a name in a layer, whatever its form; None if the layer has none."""
-        return self._by_layer[layer].get(self.name_of_all(name))
-
-    @cached_property
-    def _by_layer(self) -> tuple[dict[str, Projection], ...]:
-        return tuple({each.module: each for each in layer} for layer in self.layers)
 
     def columns(self, layer: int, group: Group) -> tuple[tuple[int, int, int], ...]:
         """(module id, first column, width) of a layer's projections of a group, whose outputs are side by side."""

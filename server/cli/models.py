@@ -67,10 +67,11 @@ def _form(directory: Path, model: ModelConfig) -> str | None:
 
 def _kept(model: ModelConfig) -> str:
     """Who keeps quantised weights as they are stored."""
-    from ...core.model.narrow_bytes import bytes_saved_by_experts, bytes_saved_by_stacks, weight_bytes
+    from ...core.model.narrow_bytes import bytes_saved_by_experts, weight_bytes
+    from ...core.model.weight_plan import NARROW, PACKED
 
-    by = ["by GPUs"] if bytes_saved_by_stacks(model, 2) else []
-    if bytes_saved_by_experts(model, 2):
+    by = ["by GPUs"] if bytes_saved_by_experts(model, 2, NARROW) else []
+    if bytes_saved_by_experts(model, 2, PACKED):
         by.append("as integers on CPUs by the native library")
     if by:
         return f"experts kept so {' and '.join(by)}, and dequantised elsewhere"

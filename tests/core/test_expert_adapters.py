@@ -67,7 +67,7 @@ def test_mixed_batch_equals_transformers_and_peft(mixture, drive, family, ranks)
     want = answers(it, driver, 8, seed=1, adapters=(None, *ADAPTERS))
     assert told(driver, want) == want
     assert max(plan.num_adapters for plan in driver.plans) == len(ADAPTERS)
-    weights, whole = driver.executor.rank.decoder.layers[-2].experts, read_model_config(it.model).experts
+    weights, whole = driver.executor.rank.decoder.layers[-2]["experts"], read_model_config(it.model).experts
     if ranks > 1 and weights is not None:
         assert len(weights.gate_up) == len(unpack(weights.router)) == whole.count
         assert {unpack(each).shape[0] for each in weights.gate_up} == {whole.size}, "half of gate and half of up"

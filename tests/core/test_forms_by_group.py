@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from contextlib import nullcontext
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 
-from chorus.core.model.layer_weights import MERGED_MATRICES, LayerWeights
 from chorus.core.model.read_config import read_model_config
 from chorus.graphs.runner import StepMode
 from chorus.memory.files.error import AdapterFormatError
@@ -172,11 +171,6 @@ def check_near(found: torch.Tensor, want: torch.Tensor, name: str) -> None:
 
 def test_the_families_have_every_group():
     assert {group for family in FAMILIES for group in groups_of(family)} == {*Group} - ELSEWHERE
-
-
-def test_every_matrix_that_merges_has_a_place_for_its_bias():
-    names = {field.name for field in fields(LayerWeights)}
-    assert names >= {f"{name}_bias" for name in MERGED_MATRICES.values()}
 
 
 @pytest.mark.parametrize("form", FORMS)

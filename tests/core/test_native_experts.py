@@ -184,7 +184,7 @@ def test_a_layer_of_a_mixture_is_waited_for_until_its_adapter_is_late(drive, ada
     driver.step()
     (plan,) = driver.plans
     assert lora.late_requests(plan.sequences) == ["1.0"]
-    assert lora.mixture_segments.late, "its segments of mixtures are not marked"
+    assert lora.of_mixtures.segments.late, "its segments of mixtures are not marked"
     link.let(1000)
     assert told(driver, want) == want
 

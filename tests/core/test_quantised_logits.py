@@ -12,12 +12,12 @@ from safetensors.torch import save_file
 from chorus.core.config import EngineConfig
 from chorus.core.engine import Engine
 from chorus.core.executors.cpu import CpuExecutor
-from chorus.core.model.layer_weights import MATRICES
 from chorus.core.requests.request import Request
 from chorus.core.requests.request_params import RequestParams
 from chorus.ops.native_integers import IntegerPanels
 from chorus.perf.inline_reads import InlineReads
 
+from ..tables import LAYER_MATRICES
 from .model.quantization.forms import FORMS
 from .model.quantization.twins import CONFIG, write_twins
 from .test_gguf import make
@@ -93,6 +93,6 @@ def test_the_native_decoder_keeps_integers(tmp_path, form):
     quantised, _ = write_twins(tmp_path, FORMS[form])
     config = EngineConfig(model=quantised, dtype="bfloat16", memory_bytes=4 << 20, threads=1, cpu_kernels="native")
     executor = CpuExecutor(config)
-    kept = [getattr(layer, name) for layer in executor.decoder.layers for name in MATRICES]
+    kept = [layer[name] for layer in executor.decoder.layers for name in LAYER_MATRICES]
     executor.close()
     assert any(isinstance(each, IntegerPanels) for each in kept)

@@ -15,16 +15,19 @@ from safetensors.torch import load_file, save_file
 from chorus.core.config import EngineConfig
 from chorus.core.executors.cpu import CpuExecutor
 from chorus.core.model.config import UnsupportedModel
-from chorus.core.model.layer_weights import MATRICES
+from chorus.core.model.narrow_bytes import kept_bytes
+from chorus.core.model.native_decoder import PackedWeights
 from chorus.core.model.open_weights import open_weights
 from chorus.core.model.quantization.round_to_nearest import RoundToNearest
 from chorus.core.model.read_config import read_model_config
 from chorus.core.model.shard import Shard
-from chorus.core.model.tensor_parts import kept_bytes
+from chorus.core.model.weight_loader import WeightLoader
+from chorus.core.model.weight_plan import PACKED
 from chorus.perf.bench import random_model
 from chorus.perf.bench.sizes import Geometry
 from chorus.server.cluster.report import model_hash
 
+from ..tables import LAYER_MATRICES
 from .executors.thread_ranks import ThreadProcess
 from .merging.test_merged import merge
 from .test_families import executor_of, logits_of
@@ -92,7 +95,7 @@ def test_fp8_has_the_bits_of_its_twin_whole_and_in_shares(model, tmp_path):
             with open_weights(path, config, torch.bfloat16, shard=Shard(rank, 2), quantiser=quantiser) as weights:
                 layers.append(list(weights.layers()))
         for one, other in zip(*layers, strict=True):
-            assert all(torch.equal(getattr(one, each), getattr(other, each)) for each in MATRICES)
+            assert all(torch.equal(one[each], other[each]) for each in LAYER_MATRICES)
 
 
 def test_fp8_rounds_to_the_nearest_of_a_row():
@@ -144,7 +147,7 @@ def test_bytes_of_the_weights_are_those_that_are_kept(model, name):
     executor = executor_of(model, cpu_kernels="native", quantization=name, quantize_lm_head=True)
     config = executor.whole
     layers = executor.decoder.layers
-    packed = [getattr(layer, each) for layer in layers for each in ("qkv", "o", "gate_up", "down")]
+    packed = [layer[each] for layer in layers for each in ("qkv", "o", "gate_up", "down")]
     in_layers = sum(it.data.nbytes + it.scales.nbytes for it in packed)
     bits = {"int8": 8, "int4": 4}[name]
     head = config.vocab_size * (config.hidden_size * bits // 8 + 4 * (1 if bits == 8 else 9))
@@ -152,9 +155,13 @@ def test_bytes_of_the_weights_are_those_that_are_kept(model, name):
     assert executor.weight_bytes == in_layers + head + others
     plain = kept_bytes(config, 2)
     assert executor.weight_bytes < plain * (0.7 if name == "int8" else 0.55)
-    quantiser = RoundToNearest(name)
-    shares = [kept_bytes(config, 2, Shard(rank, 2), quantiser) for rank in range(2)]
-    assert shares[0] == shares[1] < kept_bytes(config, 2, quantiser=quantiser)
+    for shard in (Shard(0, 2), Shard(1, 2)):  # columns of the second may begin within a group, which makes groups finer
+        loader = WeightLoader(model, config, torch.bfloat16, shard=shard)
+        loader.quantiser = RoundToNearest(name)
+        shares = loader.layers(PackedWeights(torch.bfloat16).add)
+        in_layers = sum(layer[each].nbytes for layer in shares for each in LAYER_MATRICES)
+        others = 2 * (config.vocab_size * config.hidden_size * 3 // 2 + 5 * config.hidden_size)
+        assert kept_bytes(config, 2, PACKED, shard, loader.quantiser) == in_layers + others
 
 
 def test_what_keeps_dequantised_weights_says_so(model, caplog):

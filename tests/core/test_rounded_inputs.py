@@ -15,7 +15,6 @@ from safetensors.torch import load_file, save_file
 
 from chorus.core.config import EngineConfig
 from chorus.core.executors.cpu import CpuExecutor
-from chorus.core.model.layer_weights import MATRICES
 from chorus.core.model.quantization.rounded_inputs import BLOCK, RoundedInputs
 from chorus.core.requests.types import CannotMerge
 from chorus.ops import native_library
@@ -24,6 +23,7 @@ from chorus.perf.bench import random_model
 from chorus.perf.bench.sizes import Geometry
 
 from ..conftest import ADAPTERS, ModelSpec, Subject, save_adapter, save_model
+from ..tables import LAYER_MATRICES
 from .conftest import KERNELS
 from .executors.thread_ranks import ThreadProcess
 from .merging.test_merged import load
@@ -192,7 +192,7 @@ def test_a_checkpoint_is_obeyed(tmp_path, inputs, want):
     quantised, _ = write_twins(tmp_path, with_inputs(inputs))
     config = EngineConfig(model=quantised, memory_bytes=4 << 20, threads=1, cpu_kernels="native")
     executor = CpuExecutor(config)
-    kept = [getattr(layer, name) for layer in executor.decoder.layers for name in MATRICES]
+    kept = [layer[name] for layer in executor.decoder.layers for name in LAYER_MATRICES]
     executor.close()
     assert all(isinstance(each, IntegerPanels) for each in kept)
     assert {(each.input_bits, each.input_block) for each in kept} == {want}
@@ -210,7 +210,7 @@ def test_projections_that_are_multiplied_together_must_agree(tmp_path):
     config = EngineConfig(model=quantised, memory_bytes=4 << 20, threads=1, cpu_kernels="torch")
     executor = CpuExecutor(config)
     layer = executor.decoder.layers[0]
-    assert [hasattr(getattr(layer, name), "inputs") for name in MATRICES] == [False, True, True, True]
+    assert [hasattr(layer[name], "inputs") for name in LAYER_MATRICES] == [False, True, True, True]
     executor.close()
 
 
@@ -224,7 +224,7 @@ def test_experts_get_their_activations_as_they_are(tmp_path):
     config = EngineConfig(model=quantised, memory_bytes=4 << 20, threads=1, cpu_kernels="torch")
     executor = CpuExecutor(config)
     layer = executor.decoder.layers[0]
-    assert layer.qkv.inputs == layer.o.inputs == RoundedInputs()
+    assert layer["qkv"].inputs == layer["o"].inputs == RoundedInputs()
     found = last_logits(executor, [[3, 7, 11, 4, 5, 9]])
     assert found.isfinite().all() and found.std() > 0
 

@@ -184,7 +184,9 @@ def test_only_time_that_is_waited_counts(gqa, monkeypatch):
             state.wait(layer)
             clock[0] += 1.0  # computing
         assert state.late_indices() == late
-        assert len(state.segments.rows) == (not late), "what lies in its pages may be NaN, and products are shared"
+        assert len(state.in_layers.segments.rows) == (not late), (
+            "what lies in its pages may be NaN, and products are shared"
+        )
         assert asked[-3:] == pytest.approx([0.02, 0.01, 0.005])
 
 

@@ -417,7 +417,7 @@ def test_experts_that_are_stored_transposed_are_the_same(tmp_path):
     def experts() -> list[list[torch.Tensor]]:
         model = read_model_config(tmp_path)
         with open_weights(tmp_path, model, torch.float32) as found:
-            layers = [layer.experts for layer in found.layers()]
+            layers = [layer.get("experts") for layer in found.layers()]
         return [[*layer.gate_up, *layer.down] for layer in layers if layer is not None]
 
     saved, tensors = experts(), load_file(tmp_path / "model.safetensors")

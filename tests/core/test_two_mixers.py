@@ -13,12 +13,12 @@ import torch
 
 from chorus.core.model.config import UnsupportedModel
 from chorus.core.model.decoder import DecoderModel
-from chorus.core.model.layers import MixerBeside
 from chorus.core.model.read_config import read_model_config
 from chorus.core.model.recurrent import MambaSpec
 from chorus.core.model.rope_config import RopeConfig
-from chorus.core.model.shard import Shard
+from chorus.core.model.shard import WHOLE, Shard
 from chorus.core.model.tensor_parts import tensor_shapes
+from chorus.core.model.weight_loader import WeightLoader
 from chorus.graphs.runner import StepMode
 from chorus.memory.files.format import inspect_adapter
 from chorus.ops.mamba2 import MambaWeights
@@ -235,11 +235,18 @@ def test_ranks_have_shares_of_both_mixers(tiny):
     assert share.mixer_beside.in_factor == 1.3
 
 
-def test_factors_of_columns_are_those_of_their_sections():
-    second = MixerBeside(MambaSpec(2, 3, 1, 4, eps=1e-6), section_factors=(1.0, 2.0, 3.0, 4.0, 5.0))
-    want = [1.0] * 6 + [2.0] * 6 + [3.0] * 4 + [4.0] * 4 + [5.0] * 2
-    assert second.column_factors(8).tolist() == want
-    assert MixerBeside(second.mixer).column_factors(8) is None
+@pytest.mark.parametrize("shard", [WHOLE, Shard(1, 2)])
+def test_factors_of_columns_are_those_of_their_sections(tiny, shard):
+    path = tiny("falcon-h1").model
+    config = read_model_config(path)
+    second = config.layers[0].mixer_beside
+    assert second is not None and len(set(second.section_factors)) > 1
+    (inputs, *_) = second.mixer.projections(config.hidden_size)
+    _, sections = inputs.share(shard.rank, shard.size)
+    widths = [each.stop - each.start for each in sections]
+    want = [factor for factor, width in zip(second.section_factors, widths, strict=True) for _ in range(width)]
+    (first, *_) = WeightLoader(path, config, torch.float32, shard=shard).layers()
+    assert first["beside_factors"].tolist() == torch.tensor(want).tolist()
 
 
 @pytest.mark.parametrize("gates_norm", [False, True])

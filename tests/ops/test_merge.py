@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from chorus.core.model.layer_weights import MATRICES
 from chorus.core.model.lora_state import LoraState
 from chorus.ops.packed_gemm import unpack
 from chorus.ops.sgmv import Segments
 
+from ..tables import LAYER_MATRICES
 from .test_native_sgmv import (
     BF16_BOUND,
     F32_BOUND,
@@ -54,11 +54,11 @@ def test_a_matrix_is_the_exact_sum_rounded_once(base, shape, kernels, dtype, see
     step.logits(dtype, kernels)  # puts the adapter into the arena
     executor = step.base.executor(dtype, kernels)
     lora = LoraState(executor.config, executor.arena.pages)
-    widths = {name: shape[1] for name, shape in zip(MATRICES, native_shapes(executor.config), strict=True)}
+    widths = {name: shape[1] for name, shape in zip(LAYER_MATRICES, native_shapes(executor.config), strict=True)}
     for layer in range(LAYERS):
-        for group, name in enumerate(MATRICES):
+        for group, name in enumerate(LAYER_MATRICES):
             here = [part for part in parts if part.first_elem[layer] >= 0]
-            origin = getattr(executor.decoder.layers[layer], name)
+            origin = executor.decoder.layers[layer][name]
             out = torch.full_like(unpack(origin), float("nan"))
             with torch.inference_mode():
                 growth = executor.decoder.merge(layer, group, here, origin, out)
@@ -98,8 +98,8 @@ def test_threads_leave_no_trace_in_a_matrix(base, dtype):
     for threads in (1, 2, 3):
         step.logits(dtype, "native", threads)
         decoder = step.base.executor(dtype, "native", threads).decoder
-        out = torch.empty_like(unpack(decoder.layers[0].gate_up))
-        decoder.merge(0, 2, [part for part in parts if part.first_elem[0] >= 0], decoder.layers[0].gate_up, out)
+        out = torch.empty_like(unpack(decoder.layers[0]["gate_up"]))
+        decoder.merge(0, 2, [part for part in parts if part.first_elem[0] >= 0], decoder.layers[0]["gate_up"], out)
         found.append(out)
     assert torch.equal(found[0], found[1])
     assert torch.equal(found[0], found[2])
@@ -112,7 +112,7 @@ def test_what_is_not_finite_is_told(base, kernels):
     decoder = step.base.executor(torch.float32, kernels).decoder
     part = next(part for part in parts if part.a_offset[0] >= 0)
     layer = next(layer for layer in range(LAYERS) if part.first_elem[layer] >= 0)
-    origin = decoder.layers[layer].qkv
+    origin = decoder.layers[layer]["qkv"]
     huge = replace(part, scale=3e38)
     assert decoder.merge(layer, 0, [huge], origin, torch.empty_like(unpack(origin))) == float("inf")
 

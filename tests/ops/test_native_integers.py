@@ -190,7 +190,7 @@ def test_merged_weights_are_the_dequantised_ones_with_the_adapter(level, dtype, 
     decoder, packed = native.NativeDecoder(model.native(16), 2), model.weights[0].packed()
     for name, place in (("qkv", 0), ("down", 3)):
         weights = getattr(model.weights[0], name)
-        origin = getattr(packed, name)
+        origin = packed[name]
         out = torch.empty(
             -(-len(weights) // 32), weights.shape[1] * dtype.itemsize // 4, 32, 4 // dtype.itemsize, dtype=dtype
         )

@@ -71,7 +71,7 @@ class Rows:
         at, indptr, positions, pages = 0, [0], [], []
         for row, begin, end in parts:
             if row.adapter is not None:
-                lora.segments.add(at, at + end - begin, row.adapter)
+                lora.in_layers.segments.add(at, at + end - begin, row.adapter)
             at += end - begin
             indptr.append(at)
             positions += range(begin, end)

@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from chorus.core.config import EngineConfig
 from chorus.core.executors.cpu import CpuExecutor
 from chorus.core.model.batch import StepBatch
-from chorus.core.model.layer_weights import MATRICES, LayerWeights
+from chorus.core.model.layer_weights import LayerWeights
 from chorus.core.model.lora_state import LoraState
 from chorus.core.model.read_config import read_model_config
 from chorus.memory.pages.adapter_layout import AdapterLayout, AdapterPart
@@ -31,7 +31,7 @@ from chorus.memory.pages.layout import PageLayout
 from chorus.ops.packed_gemm import unpack
 from chorus.ops.sgmv import AdapterRows, Segments, sgmv
 
-from ..tables import LLAMA
+from ..tables import LAYER_MATRICES, LLAMA
 from .sgmv_ref import sgmv_ref
 
 pytestmark = pytest.mark.wide
@@ -193,7 +193,7 @@ class Step:
         for page, values in self.adapters.items():
             arena.pages[page] = values
         lora = LoraState(executor.config, arena.pages)
-        lora.segments = replace(self.segments, rows=[replace(rows) for rows in self.segments.rows])
+        lora.in_layers.segments = replace(self.segments, rows=[replace(rows) for rows in self.segments.rows])
         attention = executor.decoder.new_attention()
         indptr = [0, *accumulate(self.lengths)]
         width = max(len(table) for table in self.tables)
@@ -220,13 +220,13 @@ def merged_layers(decoder: Any, lora: LoraState, parts: Sequence[AdapterRows]) -
     for part in parts:
         part._blocks.clear()  # noqa: SLF001 - found for other pages
     for index, layer in enumerate(layers):
-        for group, name in enumerate(MATRICES):
+        for group, name in enumerate(LAYER_MATRICES):
             here = [part for part in parts if part.first_elem[index] >= 0]
             here = [part for part in here if any(part.a_offset[module] >= 0 for module in lora.modules(index, group))]
             if here:
-                out = torch.full_like(unpack(origin := getattr(layer, name)), float("nan"))
+                out = torch.full_like(unpack(origin := layer[name]), float("nan"))
                 assert decoder.merge(index, group, here, origin, out) < 10
-                layer = replace(layer, **{name: out})
+                layer = {**layer, name: out}
         layers[index] = layer
     return layers
 

@@ -23,7 +23,7 @@ from ..layers import (
     UngatedActivation,
 )
 from ..recurrent import RecurrentSpec
-from ..tensor_parts import norms_of
+from ..slots import MATRICES, norms_of
 from .ops import (
     FURTHER,
     STREAM,
@@ -133,6 +133,9 @@ class _Builder:
         self._ops.append(op)
         return op.writes[0]
 
+    def _gemm(self, group: Group, read: Read, out: str) -> str:
+        return self._put(Gemm(group, read, out, MATRICES[group]))
+
     def _add(self, y: str) -> None:
         self._put(Add(STREAM, y))
 
@@ -154,11 +157,11 @@ class _Builder:
         """What the mixers read; keys and values are written."""
         second = self.spec.mixer_beside
         if second is not None:
-            self._put(Gemm(Group.BESIDE_IN, self._scaled(rows, second.in_factor, "r"), "r", "beside_in"))
+            self._gemm(Group.BESIDE_IN, self._scaled(rows, second.in_factor, "r"), "r")
             if second.section_factors:
                 self._put(Scale("r", "r", weight="beside_factors"))
             rows = self._scaled(rows, second.attention_in, "n")
-        self._put(Gemm(Group.MIXER_IN, rows, "in", "qkv"))
+        self._gemm(Group.MIXER_IN, rows, "in")
         if isinstance(mixer, RecurrentSpec):
             self._gates_of_latents(mixer)
             self.reads.append(Kept("in", (mixer.in_size,)))
@@ -179,7 +182,7 @@ class _Builder:
         queries = View("in", 0, kept.begin)
         if latent.q_rank:
             low = self._put(Norm(queries, "ql", "q_norm", NormSpec(latent.eps)))
-            queries = self._put(Gemm(Group.QUERY_UP, low, "qh", "q_up"))
+            queries = self._gemm(Group.QUERY_UP, low, "qh")
         self._put(Latents(queries, kept, "q", mixer, latent))
 
     def _gates_of_latents(self, mixer: RecurrentSpec) -> None:
@@ -189,8 +192,8 @@ class _Builder:
         ends = list(accumulate(mixer.input_parts))
         first, further = View("in", 0, ends[0]), View("in", ends[1], ends[2])
         gates, decays = View("in", ends[0], ends[1], copied=True), View("in", ends[2], ends[3], copied=True)
-        og = self._put(Gemm(Group.OUTPUT_GATE_UP, gates, "og", "output_gate_up"))
-        de = self._put(Gemm(Group.DECAY_UP, decays, "de", "decay_up"))
+        og = self._gemm(Group.OUTPUT_GATE_UP, gates, "og")
+        de = self._gemm(Group.DECAY_UP, decays, "de")
         self._put(Concat((first, og, further, de), "in"))
 
     def _mixed(self, mixer: AttentionSpec | RecurrentSpec) -> str:
@@ -212,7 +215,7 @@ class _Builder:
         self._ops = self.parts[2]
         if isinstance(mixer, AttentionSpec) and mixer.output_gate is not None:
             self._put(GateOutput("a", "gates", "a"))
-        self._put(Gemm(Group.MIXER_OUT, "a", "y", "o"))
+        self._gemm(Group.MIXER_OUT, "a", "y")
         if second is not None:
             self._beside_output(second)
         return self._put(AllReduce("y"))
@@ -220,7 +223,7 @@ class _Builder:
     def _beside_output(self, second: MixerBeside) -> None:
         """Add the output of the mixer beside attention."""
         self._scaled("y", second.attention_out, "y")
-        self._put(Gemm(Group.BESIDE_OUT, "m", "z", "beside_out"))
+        self._gemm(Group.BESIDE_OUT, "m", "z")
         self._scaled("z", second.out_factor, "z")
         self._put(Sum("y", "z", "y"))
 
@@ -230,7 +233,7 @@ class _Builder:
         if isinstance(spec, Experts):
             return self._experts(spec, rows, "y")
         assert spec is not None, "the layer has the part"
-        self._put(Gemm(Group.GATE_UP, rows, "gu", "gate_up"))
+        self._gemm(Group.GATE_UP, rows, "gu")
         if isinstance(spec, GatedSpec):
             if spec.gate_factor != 1.0:
                 self._put(Scale(View("gu", 0, spec.size), "gu", spec.gate_factor, in_place=True))
@@ -238,7 +241,7 @@ class _Builder:
                 self._put(SparseGates("gu", "gu", spec.sparsity))
         is_xielu = spec.activation is UngatedActivation.XIELU
         self._put(Activate("gu", "f", spec.activation, "xielu" if is_xielu else None))
-        self._put(Gemm(Group.DOWN, "f", "y", "down"))
+        self._gemm(Group.DOWN, "f", "y")
         self._put(AllReduce("y"))
         self._scaled("y", spec.factor if isinstance(spec, GatedSpec) else 1.0, "y")
         return "y"
@@ -262,10 +265,10 @@ class _Builder:
         """What a further input adds to the residual stream; see `LayerInputSpec`."""
         spec = self.spec.dense
         assert isinstance(spec, GatedSpec), "a layer with inputs has a gated part"
-        gate = self._put(Gemm(Group.INPUT_GATE, rows, "g", "input_gate"))
+        gate = self._gemm(Group.INPUT_GATE, rows, "g")
         self._put(Concat((gate, FURTHER), "g"))
         self._put(Activate("g", "f", spec.activation))
-        self._put(Gemm(Group.INPUT_PROJECTION, "f", "y", "input_projection"))
+        self._gemm(Group.INPUT_PROJECTION, "f", "y")
         return self._output("y", "input_norm", ("input_norm",))
 
 
@@ -313,8 +316,8 @@ class _StreamBuilder(_Builder):
     def _low_rank(self) -> None:
         """Add what is added beside attention; see `StreamsSpec.rank`."""
         self._put(Norm("p", "n", "attention_norm", self.norm))
-        self._put(Gemm(Group.LOW_RANK_DOWN, "n", "l", "low_rank_down"))
-        self._put(Gemm(Group.LOW_RANK_UP, "l", "l", "low_rank_up"))
+        self._gemm(Group.LOW_RANK_DOWN, "n", "l")
+        self._gemm(Group.LOW_RANK_UP, "l", "l")
         self._put(Norm("l", "l", "low_rank_norm", self.norm))
         self._put(Sum("n", "l", "l"))
         self._put(Add("o", "l"))

@@ -19,6 +19,7 @@ from ....ops.native_descriptors import NativeActivation, NativeOutputGate
 from ....ops.native_program import NativeOp
 from ..experts import what_native_lacks
 from ..layers import Activation, HeadNorm, LayerSpec, NormSpec, OutputGate, UngatedActivation
+from ..slots import RECURRENT
 from .builder import layer_program
 from .native_attention import attend_arguments, latent_arguments
 from .native_place import Late, LayerPlace, filled, weight_of
@@ -475,7 +476,7 @@ def _number_of(slot: str) -> Late:
 
 
 def _mixer_weights(at: LayerPlace) -> Mapping[str, Any]:
-    return at.weights.recurrent.native_tensors  # pyright: ignore[reportOptionalMemberAccess]
+    return at.weights[RECURRENT].native_tensors
 
 
 def _mixture_address(at: LayerPlace) -> Any:

@@ -78,7 +78,7 @@ Late = Callable[[LayerPlace], Any]
 
 def weight_of(slot: str) -> Late:
     """A weight of the layer: packed if it is a matrix, else float32; None if it has none."""
-    return lambda at: getattr(at.weights, slot, None)
+    return lambda at: at.weights.get(slot)
 
 
 def filled(op: NativeOp, at: LayerPlace) -> NativeOp:

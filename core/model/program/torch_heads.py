@@ -39,16 +39,17 @@ def head_norms(layer: LayerWeights, attention: AttentionSpec, norm: NormSpec, mo
     if attention.head_norm is HeadNorm.BARE:
         ones = torch.ones(attention.head_dim, device=model.device)
         return HeadNorms(ones, ones, norm.eps)
-    if layer.q_norm is None or layer.k_norm is None:
+    q, k = layer.get("q_norm"), layer.get("k_norm")
+    if q is None or k is None:
         return None
     if attention.head_norm is not HeadNorm.ALL:
         ranks = None
     if attention.head_norm is HeadNorm.OWN:
-        return HeadNorms(layer.q_norm, layer.k_norm, norm.eps, own=True)
+        return HeadNorms(q, k, norm.eps, own=True)
     if attention.head_norm is HeadNorm.ROTATED:
-        ones = torch.ones_like(layer.q_norm)
+        ones = torch.ones_like(q)
         return HeadNorms(ones, ones, norm.eps)
-    return HeadNorms(layer.q_norm, layer.k_norm, norm.eps, ranks, attention.kv_copies)
+    return HeadNorms(q, k, norm.eps, ranks, attention.kv_copies)
 
 
 def query_growth(mixer: AttentionSpec, model: Bound) -> torch.Tensor | None:
@@ -62,5 +63,4 @@ def query_weights(layer: LayerWeights, attention: AttentionSpec) -> torch.Tensor
     """What rotated queries are multiplied by, `[head_dim]` float32: see `HeadNorm.ROTATED`."""
     if attention.head_norm is not HeadNorm.ROTATED:
         return None
-    assert layer.q_norm is not None and layer.k_norm is not None, "the weights are of the spec"
-    return layer.q_norm.float() * layer.k_norm.float()
+    return layer["q_norm"].float() * layer["k_norm"].float()

@@ -23,7 +23,7 @@ def latents(op: Latents, at: Place) -> Run:
     def run(step: Step) -> None:
         names = step.names
         with span("attn.rope"):
-            new = NewLatents(kept_of(names), spec.kv_rank, at.weights.k_norm, spec.eps)
+            new = NewLatents(kept_of(names), spec.kv_rank, at.weights[op.k_norm], spec.eps)
             rows = queries(names).unflatten(1, (-1, spec.key_dim + spec.rotated_dim))
             place = step.batch.page[model.page_groups[kv]], step.batch.offset
             slots = KvSlots(*model.arena.kv_layers[kv], *place, model.kv_scales[kv])
@@ -41,12 +41,11 @@ def latent_attend(op: LatentAttend, at: Place) -> Run:
 
     def run(step: Step) -> None:
         weights, lora = step.layers[index], step.batch.lora
-        absorbed, kv_up = None if lora is None else lora.absorbed(index), weights.kv_up
-        assert kv_up is not None, "the weights are of the spec"
+        absorbed, kv_up = None if lora is None else lora.absorbed(index), weights[op.kv_up]
         num_heads = len(kv_up) // (spec.key_dim + spec.value_dim)
         with span("attn.run"):
             of_group, (k, _) = step.batch.attention.of(model.page_groups[kv]), model.arena.kv_layers[kv]
-            ways = LatentHeads(kv_up, num_heads, spec.key_dim, spec.rotated_dim, absorbed, weights.kv_up_bias)
+            ways = LatentHeads(kv_up, num_heads, spec.key_dim, spec.rotated_dim, absorbed, weights.get(op.bias))
             step.names[op.out] = of_group.run_latents(step.names[op.q], k, ways, step.kept.get(kept), scores)
 
     return run

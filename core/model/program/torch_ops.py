@@ -122,7 +122,7 @@ def _norm(op: Norm, at: Place) -> Run:
     def run(step: Step) -> None:
         names = step.names
         y = None if added is None else names[added]
-        names[out] = normed(read(names), getattr(step.layers[index], slot), norm, y)
+        names[out] = normed(read(names), step.layers[index][slot], norm, y)
 
     return run
 
@@ -144,7 +144,7 @@ def _gemm(op: Gemm, at: Place) -> Run:
 
     def run(step: Step) -> None:
         names, weights, lora, shrunk = step.names, step.layers[index], step.batch.lora, None
-        x, weight, bias = read(names), getattr(weights, slot), getattr(weights, bias_slot, None)
+        x, weight, bias = read(names), weights[slot], weights.get(bias_slot)
         backend = backend_for(step.batch.backends, weight, bias, silu=silu)
         if lora is not None:
             if offloads:
@@ -245,7 +245,7 @@ def _heads(op: Heads, at: Place) -> Run:
             rotation = step.rotations[mixer.rope]
             if mixer.shares_kv:
                 rows = qkv.view(-1, mixer.num_heads, mixer.head_dim)
-                names[op.q] = rotate(rows, rotation, at.weights.q_norm, eps, out)
+                names[op.q] = rotate(rows, rotation, at.weights.get(op.q_norm), eps, out)
                 return
             if split is not None and op.gates is not None:
                 qkv, names[op.gates] = split(qkv, mixer.num_heads, mixer.head_dim)
@@ -269,7 +269,8 @@ def _attend(op: Attend, at: Place) -> Run:
         with span("attn.run"):
             of_group, (k, v) = step.batch.attention.of(model.page_groups[kv]), model.arena.kv_layers[kv]
             q, out, scales = step.names[op.q], step.kept.get(kept), model.kv_scales[kv]
-            step.names[op.out] = of_group.run(q, k, v, out, scores, sinks=at.weights.sinks, kv_scales=scales)
+            sinks = at.weights.get(op.sinks)
+            step.names[op.out] = of_group.run(q, k, v, out, scores, sinks=sinks, kv_scales=scales)
 
     return run
 
@@ -278,11 +279,11 @@ def _mix(op: Mix, at: Place) -> Run:
     read, index, kept, model = reader(op.x), at.index, Kept(op.out, (op.mixer.out_size,)), at.model
 
     def run(step: Step) -> None:
-        weights, states = at.weights.recurrent, step.states
-        if states is None or weights is None:
+        states = step.states
+        if states is None:
             raise RuntimeError(f"layer {index} has a recurrent mixer, and the step has no states for it")
         with span("recurrent.run"):
-            y = states.mix(index, read(step.names), weights, model.ranks)
+            y = states.mix(index, read(step.names), at.weights[op.weights], model.ranks)
         out = step.kept.get(kept)
         step.names[op.out] = y if out is None else out.copy_(y)
 
@@ -304,7 +305,7 @@ def _activate(op: Activate, at: Place) -> Run:
     def run(step: Step) -> None:
         x = read(step.names)
         if slot is not None:
-            step.names[op.out] = xielu(x, getattr(step.layers[index], slot))
+            step.names[op.out] = xielu(x, step.layers[index][slot])
         else:
             step.names[op.out] = activated(x, op.activation)
 
@@ -325,7 +326,7 @@ def _moe(op: Moe, at: Place) -> Run:
     routed_of = None if op.routed is None else reader(op.routed)
 
     def run(step: Step) -> None:
-        names, experts, lora = step.names, getattr(step.layers[index], op.experts), step.batch.lora
+        names, experts, lora = step.names, step.layers[index][op.experts], step.batch.lora
         added = None if lora is None else lora.mixture(index)
         routed = None if routed_of is None else routed_of(names)
         names[op.out] = mix_experts(read(names), experts, spec, added, routed)
@@ -352,7 +353,7 @@ def _scale(op: Scale, at: Place) -> Run:
 
     def run(step: Step) -> None:
         x = read(step.names)
-        factor = op.factor if slot is None else getattr(step.layers[index], slot)
+        factor = op.factor if slot is None else step.layers[index][slot]
         if op.in_place:
             x.mul_(factor)
         else:

@@ -24,8 +24,8 @@ def stream_factors(op: StreamFactors, at: Place) -> Run:
 
     def run(step: Step) -> None:
         weights, rows = step.layers[index], step.names[op.x]
-        routed = linear(rms_norm(rows, getattr(weights, op.router_norm), op.norm.eps), getattr(weights, op.router))
-        step.names[op.out] = linear(routed.float().tanh().to(rows.dtype), getattr(weights, op.weight))
+        routed = linear(rms_norm(rows, weights[op.router_norm], op.norm.eps), weights[op.router])
+        step.names[op.out] = linear(routed.float().tanh().to(rows.dtype), weights[op.weight])
 
     return run
 

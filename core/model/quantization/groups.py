@@ -11,7 +11,8 @@ from dataclasses import replace
 
 import torch
 
-from ....ops.native_integers import BITS, MULTIPLE, IntegerPanels, integer_sizes, pack_integers
+from ....ops.native_integers import BITS, IntegerPanels, integer_sizes, is_packed, pack_integers
+from .format import Narrow
 from .group_scaled import SIGNED_BITS, GroupScaled
 from .rounded_inputs import Float8Inputs, RoundedInputs
 
@@ -90,8 +91,13 @@ def _even_size(group_of: torch.Tensor) -> int:
 
 def is_packable(matrix: GroupScaled) -> bool:
     """True if the native library can multiply the integers: groups are even, and values have at most 8 bits."""
-    size = _even_size(matrix.group_of)
-    return not matrix.is_float and matrix.bits <= max(BITS) and (size == len(matrix.group_of) or not size % MULTIPLE)
+    return not matrix.is_float and is_packed(len(matrix.group_of), matrix.bits, _even_size(matrix.group_of))
+
+
+def form_of(matrix: GroupScaled) -> Narrow:
+    """How a matrix is stored: in groups of as many consecutive inputs each, perhaps of one."""
+    has_zeros, group = matrix.zeros is not None, _even_size(matrix.group_of)
+    return Narrow(matrix.bits, group, has_zeros, matrix.inputs, matrix.is_float, matrix.mxfp4)
 
 
 def rounds_inputs(matrix: GroupScaled) -> bool:

@@ -13,13 +13,14 @@ from chorus.core.config import EngineConfig
 from chorus.core.executors import cpu_setup
 from chorus.core.executors.cpu import CpuExecutor
 from chorus.core.model.config import UnsupportedModel
-from chorus.core.model.layer_weights import MATRICES
 from chorus.core.requests.request_params import RequestParams
 from chorus.core.requests.types import BASE_LORA_INDEX, ScheduledSequence, StepPlan
 from chorus.memory.files.tensor_file import ITEM_BYTES
 from chorus.ops import native_library, sgmv
 from chorus.ops.native import NativeSampling
 from chorus.ops.native_descriptors import Element
+
+from ...tables import LAYER_MATRICES
 
 
 def test_a_closed_executor_frees_its_arena_at_once(subject, kernels):
@@ -138,7 +139,7 @@ def test_where_the_processor_is_slow_in_the_models_dtype_torch_computes_in_float
         executor = CpuExecutor(EngineConfig(dtype="bfloat16", **config))
     assert [text in record.message for record, text in zip(caplog.records, said, strict=True)] == [True] * len(said)
     assert executor.arena.pages.dtype == torch.bfloat16
-    assert {getattr(layer, name).dtype for layer in executor.decoder.layers for name in MATRICES} == {dtype}
+    assert {layer[name].dtype for layer in executor.decoder.layers for name in LAYER_MATRICES} == {dtype}
     row = ScheduledSequence(
         "one", BASE_LORA_INDEX, [3, 5, 7], 0, [1], RequestParams(temperature=0.0), 0, True, [3, 5, 7], 3
     )

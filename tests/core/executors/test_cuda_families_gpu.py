@@ -138,7 +138,7 @@ def test_families(tiny, drive, on_cpu, family):
         assert executor.captured
     if family in EXPERTS:
         layers = executor.steps.decoder.layers
-        assert all(isinstance(layer.experts, StackedExperts) for layer in layers if layer.experts is not None)
+        assert all(isinstance(layer["experts"], StackedExperts) for layer in layers if "experts" in layer)
 
 
 @pytest.mark.parametrize("family", ["mixtral", "gpt-oss", "qwen3.5-moe", "glm-4-moe-groups"])
@@ -160,7 +160,8 @@ def test_experts_that_stay_narrow(drive, on_cpu, family, form):
     requests = [(None, 30, 8), *((name, 7 + 9 * index, 10) for index, name in enumerate(it.adapters))]
     check(on_cpu(it.twin, it.adapters), driver, *requests)
     layers = driver.executor.inner.steps.decoder.layers
-    kept = [each.data for layer in layers if layer.experts for each in (layer.experts.gate_up, layer.experts.down)]
+    experts = [layer["experts"] for layer in layers if "experts" in layer]
+    kept = [each.data for own in experts for each in (own.gate_up, own.down)]
     assert {type(each) for each in kept} == {NarrowWeight}
 
 
@@ -277,7 +278,7 @@ def test_quantised_weights_give_the_values_of_what_they_stand_for(plain, drive, 
         driver = drive(it, it.adapters, dtype="bfloat16", small_gemm=small_gemm, max_num_batched_tokens=64, **config)
         layer = driver.executor.inner.steps.decoder.layers[0]
         is_kept = bool(config) and small_gemm != "off"  # they are dequantised once where our kernel is off
-        assert isinstance(layer.down, NarrowWeight) == is_kept
+        assert isinstance(layer["down"], NarrowWeight) == is_kept
         generator = torch.Generator().manual_seed(3)
         for index, name in enumerate([None, *it.adapters, None, None]):
             prompt = torch.randint(3, GEOMETRY.vocab, (5 + 9 * index,), generator=generator).tolist()

@@ -14,9 +14,9 @@ pytest.importorskip("triton")
 
 from chorus.core.executors import cpu
 from chorus.core.model.batch import GemmBackend
-from chorus.core.model.kept_weights import stays_narrow
 from chorus.core.model.open_weights import open_weights
 from chorus.core.model.read_config import read_model_config
+from chorus.core.model.weight_plan import NARROW
 from chorus.ops import small_gemm_triton
 from chorus.ops.elementwise import silu_and_mul
 from chorus.ops.narrow_weights import NarrowWeight
@@ -31,7 +31,7 @@ pytestmark = [pytest.mark.numerics, pytest.mark.wide]
 def kept_narrow(*args, **kwargs):
     """Weights that stay narrow, as on a GPU."""
     with open_weights(*args, **kwargs) as weights:
-        weights.keeps = stays_narrow
+        weights.plan = NARROW
         yield weights
 
 

@@ -13,16 +13,16 @@ from chorus.core.model.batch import GemmBackend
 from chorus.core.model.config import UnsupportedModel
 from chorus.core.model.decoder import DecoderModel
 from chorus.core.model.dummy_weights import DummyWeights
-from chorus.core.model.kept_weights import stays_narrow
-from chorus.core.model.layer_weights import MATRICES
 from chorus.core.model.layers import AttentionSpec, GatedSpec, LayerSpec
 from chorus.core.model.quantization.round_to_nearest import RoundToNearest
 from chorus.core.model.rope_config import RopeConfig
+from chorus.core.model.weight_plan import NARROW
 from chorus.memory.pages.arena import Arena
 from chorus.memory.pages.layout import PageLayout
 from chorus.ops import float8_rows
 
 from ...graphs.late_device import LateDevice
+from ...tables import LAYER_MATRICES
 from ..tiny_config import LLAMA
 
 ATTENTION = AttentionSpec(2, 1, 32, 0.25, RopeConfig(32), qkv_bias=True)
@@ -32,7 +32,7 @@ CONFIG = replace(LLAMA, vocab_size=80, hidden_size=64, layers=(LayerSpec(ATTENTI
 def decoder_of(*, float8_inputs: bool = True) -> DecoderModel:
     layout = PageLayout(num_layers=3, kv_heads=1, head_dim=32, block_tokens=16, itemsize=2)
     weights = DummyWeights(CONFIG, torch.bfloat16)
-    weights.quantiser, weights.keeps, weights.float8_inputs = RoundToNearest("fp8"), stays_narrow, float8_inputs
+    weights.quantiser, weights.plan = RoundToNearest("fp8"), replace(NARROW, float8_inputs=float8_inputs)
     return DecoderModel(CONFIG, weights, Arena(layout, 2, torch.bfloat16, "cpu"), 64)
 
 
@@ -52,7 +52,7 @@ class Clock:
 
 def chosen(decoder: DecoderModel) -> list[set[bool]]:
     """By group, how the layers' weights are multiplied."""
-    return [{getattr(layer, name).multiplies_float8 for layer in decoder.layers} for name in MATRICES]
+    return [{layer[name].multiplies_float8 for layer in decoder.layers} for name in LAYER_MATRICES]
 
 
 def test_each_kind_takes_the_faster_way_in_all_layers(caplog):
@@ -89,7 +89,7 @@ def test_nothing_is_chosen_for_weights_that_keep_activations():
     decoder = decoder_of(float8_inputs=False)
     choose_float8_products(decoder, 72, LateDevice(), Clock())
     assert chosen(decoder) == [{False}] * 4
-    assert not any(getattr(layer, name).rounds_inputs for layer in decoder.layers for name in MATRICES)
+    assert not any(layer[name].rounds_inputs for layer in decoder.layers for name in LAYER_MATRICES)
 
 
 def test_both_ways_compute_a_step_from_the_same_rounded_rows(monkeypatch):
@@ -98,13 +98,13 @@ def test_both_ways_compute_a_step_from_the_same_rounded_rows(monkeypatch):
     inner = float8_rows.quantised
     monkeypatch.setattr(float8_rows, "quantised", lambda x: seen.append(x) or inner(x))
     generator = torch.Generator().manual_seed(1)
-    widths = [getattr(decoder.layers[0], name).shape[1] for name in MATRICES]
+    widths = [decoder.layers[0][name].shape[1] for name in LAYER_MATRICES]
     inputs = [torch.randn(5, width, generator=generator).bfloat16() for width in widths]
     found = []
     for is_float8 in (False, True):
         for layer in decoder.layers:
-            for name in MATRICES:
-                setattr(layer, name, replace(getattr(layer, name), multiplies_float8=is_float8))
+            for name in LAYER_MATRICES:
+                layer[name] = replace(layer[name], multiplies_float8=is_float8)
         places = [places[0] for places in decoder.gemms().values() if places[0].layer is not None]
         found.append([decoder.run_gemm(place, GemmBackend.LIBRARY, x) for place, x in zip(places, inputs, strict=True)])
     assert len(seen) == 8

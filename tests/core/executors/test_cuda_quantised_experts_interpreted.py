@@ -39,7 +39,8 @@ def quantised():
 def stacks(driver) -> list:
     """The experts of all layers."""
     layers = driver.executor.inner.steps.decoder.layers
-    return [each.data for layer in layers if layer.experts for each in (layer.experts.gate_up, layer.experts.down)]
+    experts = [layer["experts"] for layer in layers if "experts" in layer]
+    return [each.data for own in experts for each in (own.gate_up, own.down)]
 
 
 def check_kept(driver, bits: int, *, float4: bool = False, float8: bool = False) -> None:

@@ -91,7 +91,7 @@ def drive(model, monkeypatch):
 def kept(driver: Driver) -> set[type]:
     """Types of the weights of projections."""
     layers = driver.executor.inner.steps.decoder.layers
-    return {type(getattr(layer, name)) for layer in layers for name in MATRICES}
+    return {type(layer[name]) for layer in layers for name in MATRICES}
 
 
 REQUESTS = (None, 9, 3), ("all", 5, 4), ("qv", 14, 3)
@@ -185,7 +185,7 @@ def test_activations_in_fp8_are_those_of_the_reference_in_steps_of_any_size(
     save_file(tensors, twin / "model.safetensors", {"format": "pt"})
     driver = drive(quantization="fp8", fp8_activations=True)
     layers = driver.executor.inner.steps.decoder.layers
-    assert {getattr(layer, name).multiplies_float8 for layer in layers for name in MATRICES} == {in_float8}
+    assert {layer[name].multiplies_float8 for layer in layers for name in MATRICES} == {in_float8}
     check(driver, ask(driver, RoundingSubject(twin, model.adapters), *REQUESTS))
     if in_float8:
         with pytest.raises(CannotMerge, match="activations are rounded to 8 bits"):
@@ -225,7 +225,7 @@ def test_memory_is_checked_for_what_is_kept(drive, model, tmp_path, monkeypatch)
     ):  # fmt: skip
         driver = drive(path, quantization=quantization)
         layers = driver.executor.inner.steps.decoder.layers
-        sizes = [getattr(layer, name) for layer in layers for name in MATRICES]
+        sizes = [layer[name] for layer in layers for name in MATRICES]
         asked[form, "layers"] = sum(each.nbytes for each in sizes)
     others = asked["plain"] - asked["plain", "layers"]
     assert asked["int8"] == others + asked["int8", "layers"]

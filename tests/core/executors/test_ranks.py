@@ -24,10 +24,10 @@ from chorus.core.executors.cpu import CpuExecutor
 from chorus.core.executors.ranks import RanksExecutor, weights_of_rank
 from chorus.core.executors.worker_processes import WorkerProcesses
 from chorus.core.model.config import UnsupportedModel
+from chorus.core.model.narrow_bytes import kept_bytes
 from chorus.core.model.open_weights import open_weights
 from chorus.core.model.read_config import read_model_config
 from chorus.core.model.shard import Shard
-from chorus.core.model.tensor_parts import num_weights
 from chorus.core.model.weights import Weights
 from chorus.core.policies import Policies
 from chorus.core.requests.request import Request
@@ -287,25 +287,18 @@ def test_a_rank_reads_its_share_of_the_weights_only(subject, monkeypatch):
             head = weights.lm_head(embed)
             heads.append(head)
             kept = [embed, weights.norm(), head]
-        kept += [
-            part
-            for layer in shares[-1]
-            for part in (getattr(layer, name) for name in layer.__slots__)
-            if part is not None
-        ]
+        kept += [part for layer in shares[-1] for part in layer.values()]
         total.append(sum(part.numel() for part in kept))
-        assert total[-1] == num_weights(config, Shard(number, 2))
+        assert total[-1] == kept_bytes(config, 1, shard=Shard(number, 2))
     assert torch.equal(torch.cat(heads), whole_head)
     q, kv, ffn = config.q_size, config.kv_size, config.intermediate_size
     for index, layer in enumerate(whole):
         ours = [share[index] for share in shares]
         for name, widths in (("qkv", (q, kv, kv)), ("gate_up", (ffn, ffn))):
-            parts = [getattr(own, name).split([width // 2 for width in widths]) for own in ours]
-            assert torch.equal(
-                torch.cat([part for pair in zip(*parts, strict=True) for part in pair]), getattr(layer, name)
-            )
+            parts = [own[name].split([width // 2 for width in widths]) for own in ours]
+            assert torch.equal(torch.cat([part for pair in zip(*parts, strict=True) for part in pair]), layer[name])
         for name in ("o", "down"):
-            assert torch.equal(torch.cat([getattr(own, name) for own in ours], 1), getattr(layer, name))
+            assert torch.equal(torch.cat([own[name] for own in ours], 1), layer[name])
 
 
 @pytest.mark.parametrize("family", ["olmo-2", "olmo-3"])
@@ -456,7 +449,7 @@ def test_bytes_of_each_rank_are_said_beside_the_formulas(subject, opened, caplog
     h, f, q, kv = config.hidden_size, config.intermediate_size, config.q_size, config.kv_size
     wanted = config.vocab_size * h * 1.5 + h + config.num_layers * (2 * h + (2 * h * q + 2 * h * kv + 3 * h * f) / 2)
     assert [float(each) for each in found.groups()] == pytest.approx([4 * wanted / 2**20] * 3, abs=0.005)
-    assert weights_of_rank(config, 2) == wanted == num_weights(config, Shard(1, 2))
+    assert weights_of_rank(config, 2) == wanted == kept_bytes(config, 1, shard=Shard(1, 2))
 
 
 def test_a_rank_that_cannot_join_is_named_with_the_reason(opened, monkeypatch):

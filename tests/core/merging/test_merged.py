@@ -12,7 +12,6 @@ import torch
 from chorus.core.engine import Engine
 from chorus.core.merging.learned_prices import LearnedPrices
 from chorus.core.merging.mode_policy import ModeChoice, ModePolicy
-from chorus.core.model.layer_weights import MATRICES
 from chorus.core.model.shadow import MOST_GROWTH
 from chorus.core.model.step_lora import DOWN, GATE_UP
 from chorus.core.policies import Policies
@@ -23,6 +22,7 @@ from chorus.memory.pages.pool import PageKind
 from chorus.perf.inline_reads import InlineReads
 
 from ...conftest import ATTENTION, MLP, Subject, save_adapter
+from ...tables import LAYER_MATRICES
 from ..conftest import ticking
 from ..test_parity import MODELS, add_all, check, make_cases, make_families
 
@@ -68,7 +68,7 @@ def test_requests_of_the_merged_adapter_alone(subject, drive, model):
         check(driver, cases)
         assert modes(driver) == {StepMode.MERGED}
         lora = driver.executor.rank._lora  # noqa: SLF001 - the step's input
-        assert not lora.segments.rows, "rows of the merged adapter pay for it"
+        assert not lora.in_layers.segments.rows, "rows of the merged adapter pay for it"
 
 
 @pytest.mark.parametrize(
@@ -169,7 +169,7 @@ def test_cached_prefixes_are_shared_by_the_modes(subject, drive):
 
 def weights_of(driver):
     layers = driver.executor.rank.decoder.layers
-    weights = [getattr(layer, name) for layer in layers for name in MATRICES]
+    weights = [layer[name] for layer in layers for name in LAYER_MATRICES]
     return [weight.to_dense() if weight.is_mkldnn else weight.clone() for weight in weights]
 
 

@@ -16,7 +16,7 @@ import torch
 
 from chorus.core.merging.mode_policy import Batch, work_of
 from chorus.core.merging.modes import mode_policy
-from chorus.core.model.layer_weights import MERGED_MATRICES
+from chorus.core.model.slots import MERGED_MATRICES
 from chorus.core.policies import Policies
 from chorus.core.requests.types import CannotMerge
 from chorus.graphs.runner import StepMode

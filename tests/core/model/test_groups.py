@@ -7,12 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from chorus.core.model.layer_weights import MATRICES
 from chorus.core.model.native_decoder import PackedWeights
 from chorus.core.model.quantization.group_scaled import GroupScaled
 from chorus.core.model.quantization.groups import (
     evenly_grouped,
-    is_packable,
     pack_scaled,
     part_of,
     plain,
@@ -22,9 +20,11 @@ from chorus.core.model.quantization.groups import (
 from chorus.core.model.read_config import read_model_config
 from chorus.core.model.shard import Shard
 from chorus.core.model.weight_loader import WeightLoader
+from chorus.core.model.weight_plan import PACKED
 from chorus.ops.expert_products import unpack
 from chorus.ops.native_integers import IntegerPanels
 
+from ...tables import LAYER_MATRICES
 from .quantization.forms import FORMS
 from .quantization.twins import write_twins
 
@@ -113,7 +113,7 @@ def test_integers_of_ranks_are_their_shares(tmp_path, form):
     config = read_model_config(path)
     for shard in (Shard(), Shard(0, 2), Shard(1, 2)):
         kept, plainly = (WeightLoader(path, config, torch.float32, shard=shard) for _ in range(2))
-        kept.keeps = is_packable
+        kept.plan = PACKED
         seen = []
 
         def pack(weight, seen=seen):
@@ -124,5 +124,5 @@ def test_integers_of_ranks_are_their_shares(tmp_path, form):
             return weight_of
 
         for found, want in zip(kept.layers(pack), plainly.layers(), strict=True):
-            assert all(torch.equal(getattr(found, name), getattr(want, name)) for name in MATRICES)
+            assert all(torch.equal(found[name], want[name]) for name in LAYER_MATRICES)
         assert any(seen)

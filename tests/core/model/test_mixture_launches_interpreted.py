@@ -241,7 +241,7 @@ def test_rows_of_adapters_are_used_again(monkeypatch):
         step = [(index, 1) for index in indices]
         x = world.rows(step)
         torch.testing.assert_close(world.on_gpu(x, step), world.on_cpu(x, step), rtol=1e-4, atol=1e-5)
-    own = [world.gpu.mixture_rows_of(adapter) for adapter in world.adapters]
+    own = [tuple(world.gpu.of_mixtures.rows_of(adapter)) for adapter in world.adapters]
     assert written == [own[0], own[1], own[2], own[0]]
     with pytest.raises(TablesFull, match="3 adapters on experts, but tables have 2 rows"):
         world.on_gpu(world.rows([(0, 1)] * 3), [(0, 1), (1, 1), (2, 1)])

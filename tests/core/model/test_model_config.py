@@ -19,7 +19,7 @@ from chorus.core.model.read_config import read_model_config
 from chorus.core.model.recurrent import GatedDeltaSpec
 from chorus.core.model.rope_config import RopeConfig
 from chorus.core.model.shard import Shard
-from chorus.core.model.tensor_parts import tensor_shapes
+from chorus.core.model.tensor_parts import parts_of, tensor_shapes
 
 from ..published_configs import PUBLISHED
 from ..tiny_families import BY_ANOTHER
@@ -587,9 +587,9 @@ def test_ranks_share_a_norm_of_all_heads(read):
     assert [Shard(0, size).config(olmo).attention.kv_copies for size in (1, 2, 4)] == [1, 1, 2]
     for name, first in (("q_norm", 2 * dim), ("k_norm", dim)):
         whole = f"model.layers.0.self_attn.{name}.weight"
-        assert Shard(2, 4).of_tensor(whole, olmo) == ((slice(first, first + dim),),)
+        assert parts_of(olmo)[whole].share(2, 4) == ((slice(first, first + dim),),)
     each = read(architectures=["Qwen3ForCausalLM"])
-    assert Shard(1, 2).of_tensor("model.layers.0.self_attn.q_norm.weight", each) == ((),)
+    assert parts_of(each)["model.layers.0.self_attn.q_norm.weight"].share(1, 2) == ((),)
 
 
 def test_longrope_ends_by_default_where_its_frequencies_change(read):
@@ -871,17 +871,17 @@ def test_ranks_share_heads_of_keys_with_their_heads_of_values(tmp_path):
     q, k, v = slice(16, 32), slice(48, 64), slice(88, 112)
     at = "model.layers.0.linear_attn."
     for name, parts in {
-        "in_proj_qkv.weight": ((q, slice(None)), (k, slice(None)), (v, slice(None))),
+        "in_proj_qkv.weight": ((q,), (k,), (v,)),
         "conv1d.weight": ((q,), (k,), (v,)),
-        "in_proj_z.weight": ((slice(24, 48), slice(None)),),
-        "in_proj_b.weight": ((slice(3, 6), slice(None)),),
-        "in_proj_a.weight": ((slice(3, 6), slice(None)),),
+        "in_proj_z.weight": ((slice(24, 48),),),
+        "in_proj_b.weight": ((slice(3, 6),),),
+        "in_proj_a.weight": ((slice(3, 6),),),
         "dt_bias": ((slice(3, 6),),),
         "A_log": ((slice(3, 6),),),
         "norm.weight": ((),),
         "out_proj.weight": ((slice(None), slice(24, 48)),),
     }.items():
-        assert Shard(1, 2).of_tensor(at + name, whole) == parts, name
+        assert parts_of(whole)[at + name].share(1, 2) == parts, name
 
 
 def test_ranks_that_heads_of_keys_do_not_divide_by_are_refused(tmp_path):
@@ -946,13 +946,13 @@ def test_ranks_share_heads_of_latents(read):
     share = Shard(1, 4).config(config)
     assert (share.attention.num_heads, share.attention.head_dim) == (4, 576)
     at = "model.layers.0.self_attn."
-    parts = {name: Shard(1, 4).of_tensor(f"{at}{name}.weight", config) for name in ("kv_a_proj_with_mqa", "kv_b_proj")}
-    assert parts == {
-        "kv_a_proj_with_mqa": ((slice(None), slice(None)),),
-        "kv_b_proj": ((slice(1024, 2048), slice(None)),),
-    }
-    assert Shard(1, 4).of_tensor(f"{at}o_proj.weight", config) == ((slice(None), slice(512, 1024)),)
-    assert Shard(1, 4).of_tensor(f"{at}k_norm.weight", config) == ((),)
+    for name, parts in {
+        "kv_a_proj_with_mqa": ((),),
+        "kv_b_proj": ((slice(1024, 2048),),),
+        "o_proj": ((slice(None), slice(512, 1024)),),
+        "k_norm": ((),),
+    }.items():
+        assert parts_of(config)[f"{at}{name}.weight"].share(1, 4) == parts, name
 
 
 # -- fields that transformers reads otherwise, or leaves out

@@ -8,11 +8,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from chorus.core.model.kept_weights import keeps_projections, stays_narrow
+from chorus.core.model.kept_weights import matrix_pack
 from chorus.core.model.narrow_bytes import weight_bytes
 from chorus.core.model.open_weights import open_weights
 from chorus.core.model.quantization.round_to_nearest import RoundToNearest
 from chorus.core.model.read_config import read_model_config
+from chorus.core.model.weight_plan import NARROW
 from chorus.ops.narrow_weights import NarrowWeight
 
 from ..tiny_families import save_family
@@ -49,9 +50,9 @@ def kept_bytes(path, quantiser=None):
     """Of the projections of layers, and of those in the model's dtype that are narrow."""
     model, dtype = read_model_config(path), torch.bfloat16
     with open_weights(path, model, dtype, quantiser=quantiser) as weights:
-        weights.keeps = stays_narrow
-        pack = keeps_projections(weights, torch.device("cpu"), dtype, packs=False)
-        parts = [getattr(layer, name) for layer in weights.layers(pack) for name in MATRICES]
+        weights.plan = NARROW
+        pack = matrix_pack(weights.plan, torch.device("cpu"), dtype, packs=False)
+        parts = [layer[name] for layer in weights.layers(pack) for name in MATRICES]
     narrow = [each for each in parts if isinstance(each, NarrowWeight)]
     return sum(each.nbytes for each in parts), sum(2 * each.shape.numel() for each in narrow)
 

@@ -10,13 +10,14 @@ import torch
 from safetensors.torch import load_file
 
 from chorus.core.model.experts import ExpertPack
-from chorus.core.model.narrow_bytes import bytes_saved_by_stacks, weight_bytes
-from chorus.core.model.narrow_experts import expert_stays_narrow, narrow_expert
+from chorus.core.model.narrow_bytes import bytes_saved_by_experts, weight_bytes
+from chorus.core.model.narrow_experts import narrow_expert
 from chorus.core.model.open_weights import open_weights
 from chorus.core.model.quantization.round_to_nearest import RoundToNearest
 from chorus.core.model.read_config import read_model_config
 from chorus.core.model.shard import WHOLE, Shard
 from chorus.core.model.stacked_experts import stacked_experts
+from chorus.core.model.weight_plan import NARROW
 from chorus.ops.narrow_weights import NarrowWeight
 
 from ..tiny_families import save_family
@@ -33,9 +34,9 @@ CPU, DTYPE, FAMILY = torch.device("cpu"), torch.bfloat16, "Qwen3MoeForCausalLM"
 
 def stacks(path, quantiser=None, shard=WHOLE, *, narrow: bool):
     """The experts of all layers, or a rank's share."""
-    pack = ExpertPack(DTYPE, lambda weight: weight, lambda it: narrow_expert(it, DTYPE, CPU), expert_stays_narrow)
+    pack = ExpertPack(DTYPE, lambda weight: weight, lambda it: narrow_expert(it, DTYPE, CPU), NARROW.reads_expert)
     with open_weights(path, read_model_config(path), DTYPE, shard=shard, quantiser=quantiser) as weights:
-        layers = [layer.experts for layer in weights.layers(pack_expert=pack if narrow else None)]
+        layers = [layer["experts"] for layer in weights.layers(pack_expert=pack if narrow else None)]
     experts = [stacked_experts(each, DTYPE, CPU) for each in layers if each is not None]
     return [stack.data for each in experts for stack in (each.gate_up, each.down)]
 
@@ -116,7 +117,7 @@ def test_ranks_have_shares_of_the_same_weights(tmp_path, name):
         found, want = (stacks(path, shard=shard, narrow=path is quantised) for path in (quantised, twin))
         assert all(torch.equal(dense(one), two) for one, two in zip(found, want, strict=True))
         saved = sum(two.nbytes - one.nbytes for one, two in zip(found, want, strict=True))
-        assert bytes_saved_by_stacks(config, 2, shard) == saved > 0
+        assert bytes_saved_by_experts(config, 2, NARROW, shard) == saved > 0
 
 
 @pytest.mark.parametrize("name", ["int8", "int4"])

@@ -189,7 +189,7 @@ class GivenWeights:
         assert self._model.norm is not None
         return self._model.norm
 
-    def kept_lm_head(self, embed: torch.Tensor) -> torch.Tensor:
+    def quantised_head(self, embed: torch.Tensor) -> torch.Tensor:
         return self._model.head
 
     def lm_head_bias(self) -> torch.Tensor | None:

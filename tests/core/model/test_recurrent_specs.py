@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from chorus.core.model.config import UnsupportedModel
+from chorus.core.model.narrow_bytes import kept_bytes
 from chorus.core.model.read_config import read_model_config
 from chorus.core.model.recurrent import MambaSpec, ShortConvSpec
 from chorus.core.model.shard import Shard
-from chorus.core.model.tensor_parts import num_weights, sources, tensor_shapes
+from chorus.core.model.tensor_parts import parts_of, sources, tensor_shapes
 
 pytestmark = pytest.mark.wide
 
@@ -218,11 +219,11 @@ def test_nemotrons(read):
     experts = config.experts
     assert (experts.count, experts.size, experts.shared_size, experts.is_gated) == (128, 1856, 3712, False)
     assert (experts.routing.per_token, experts.routing.factor, experts.routing.corrected) == (6, 2.5, True)
-    assert num_weights(config) == pytest.approx(31.6e9, rel=0.01), "of the model card"
+    assert kept_bytes(config, 1) == pytest.approx(31.6e9, rel=0.01), "of the model card"
     config = read(NEMOTRON_NANO_9B)
     kinds = [(layer.recurrent, layer.attention, layer.dense) for layer in config.layers]
     assert [sum(each is not None for each in kind) for kind in zip(*kinds, strict=True)] == [27, 4, 25]
-    assert num_weights(config) == pytest.approx(8.9e9, rel=0.01)
+    assert kept_bytes(config, 1) == pytest.approx(8.9e9, rel=0.01)
     share = Shard(0, 8).config(config)
     assert share.recurrent == MambaSpec(16, 80, 1, 128, eps=1e-5, dt_min=0.001)
 
@@ -256,7 +257,7 @@ def test_ranks_share_heads_and_what_a_group_has_for_all(read):
     b, c, dt = slice(6144, 6272), slice(6272, 6400), slice(6412, 6424)
     at = "model.layers.0.mamba."
     for name, parts in {
-        "in_proj.weight": tuple((each, slice(None)) for each in (z, x, b, c, dt)),
+        "in_proj.weight": tuple((each,) for each in (z, x, b, c, dt)),
         "conv1d.weight": ((z,), (slice(3072, 3200),), (slice(3200, 3328),)),
         "conv1d.bias": ((z,), (slice(3072, 3200),), (slice(3200, 3328),)),
         "dt_bias": ((heads,),),
@@ -264,7 +265,7 @@ def test_ranks_share_heads_and_what_a_group_has_for_all(read):
         "norm.weight": ((z,),),
         "out_proj.weight": ((slice(None), z),),
     }.items():
-        assert Shard(1, 4).of_tensor(at + name, whole) == parts, name
+        assert parts_of(whole)[at + name].share(1, 4) == parts, name
     with pytest.raises(UnsupportedModel, match=r"num_attention_heads 12 is not divisible by it; set .* 1, 2, 4$"):
         Shard(0, 8).config(whole)
     two_groups = read(GRANITE_4_H_TINY, mamba_n_groups=2)
@@ -280,7 +281,7 @@ def test_ranks_share_channels_of_a_convolution(read):
     own = slice(1024, 2048)
     at = "model.layers.0.conv."
     assert Shard(1, 2).config(whole).recurrent == ShortConvSpec(1024)
-    assert Shard(1, 2).of_tensor(f"{at}conv.weight", whole) == ((own,),)
+    assert parts_of(whole)[f"{at}conv.weight"].share(1, 2) == ((own,),)
     rows = (own, slice(3072, 4096), slice(5120, 6144))
-    assert Shard(1, 2).of_tensor(f"{at}in_proj.weight", whole) == tuple((each, slice(None)) for each in rows)
-    assert Shard(1, 2).of_tensor(f"{at}out_proj.weight", whole) == ((slice(None), own),)
+    assert parts_of(whole)[f"{at}in_proj.weight"].share(1, 2) == tuple((each,) for each in rows)
+    assert parts_of(whole)[f"{at}out_proj.weight"].share(1, 2) == ((slice(None), own),)

@@ -9,6 +9,7 @@ import torch
 
 from chorus.core.model import shadow
 from chorus.core.model.shadow import PIECE_BYTES, ShadowWeights
+from chorus.core.model.slots import MERGED_MATRICES
 
 PIECE_SECONDS, BYTE_SECONDS = 0.004, 1e-9
 
@@ -28,7 +29,7 @@ class Slow(ShadowWeights):
         self.clock, self.log = clock, []
         self.pages = torch.full((sum(-(-size // PIECE_BYTES) for size in pieces), PIECE_BYTES // 4), 7.0)
         self.origins = [torch.empty(1, size // 4) for size in pieces]
-        layer = SimpleNamespace(**dict.fromkeys(shadow.MERGED_MATRICES.values()))
+        layer = dict.fromkeys(MERGED_MATRICES.values())
         model = SimpleNamespace(
             layers=[layer],
             merge=self.make,
@@ -36,9 +37,8 @@ class Slow(ShadowWeights):
             use_merged=lambda layers: None,
         )
         layout = SimpleNamespace(page_elems=PIECE_BYTES // 4)
-        lora = SimpleNamespace(rows_of=lambda adapter: [], modules=lambda layer, group: [])
+        lora = SimpleNamespace(in_layers=SimpleNamespace(rows_of=lambda adapter: []), modules=lambda layer, group: [])
         super().__init__(model, SimpleNamespace(pages=self.pages, layout=layout), lora)
-        monkeypatch.setattr(shadow, "replace", lambda layer, **changes: layer)
         start, runs = 0, []
         for size in pieces:
             runs.append(range(start, start - (-size // PIECE_BYTES)))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -82,7 +81,7 @@ def every_tensor(loader: WeightLoader) -> dict[str, torch.Tensor]:
     embed = loader.embed()
     found = {"embed": embed, "norm": loader.norm(), "lm_head": loader.lm_head(embed)}
     for i, layer in enumerate(loader.layers()):
-        found |= {f"{i}.{f.name}": getattr(layer, f.name) for f in fields(layer) if getattr(layer, f.name) is not None}
+        found |= {f"{i}.{slot}": part for slot, part in layer.items()}
     return found
 
 
@@ -111,9 +110,9 @@ def test_projections_are_packed_in_order(checkpoint, files):
 def test_qk_norms_are_read(checkpoint):
     it = checkpoint(architectures=["Qwen3ForCausalLM"], head_dim=8).save()
     layer = next(it.loader().layers())
-    assert torch.equal(layer.q_norm, it.tensors["model.layers.0.self_attn.q_norm.weight"])
-    assert torch.equal(layer.k_norm, it.tensors["model.layers.0.self_attn.k_norm.weight"])
-    assert layer.qkv_bias is layer.o_bias is layer.gate_up_bias is layer.down_bias is None
+    assert torch.equal(layer["q_norm"], it.tensors["model.layers.0.self_attn.q_norm.weight"])
+    assert torch.equal(layer["k_norm"], it.tensors["model.layers.0.self_attn.k_norm.weight"])
+    assert not [name for name in layer if name.endswith("_bias")]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -144,8 +143,8 @@ def test_a_layer_is_read_when_it_is_asked_for_and_packed_at_once(checkpoint):
 
     layers = loader.layers(pack)
     first = next(layers)
-    assert torch.equal(first.qkv, next(it.loader().layers()).qkv)
-    assert torch.equal(first.down, next(it.loader().layers()).down)
+    assert torch.equal(first["qkv"], next(it.loader().layers())["qkv"])
+    assert torch.equal(first["down"], next(it.loader().layers())["down"])
     own = ["read", *["read"] * 3, "pack", "read", "pack", "read", "read", "read", "pack", "read", "pack"]
     assert events == own
     next(layers)
@@ -355,7 +354,7 @@ PEAK = """
 import os, sys, torch
 from pathlib import Path
 from chorus.core.model.read_config import read_model_config
-from chorus.core.model.native_decoder import PackedWeights, _native_layer
+from chorus.core.model.native_decoder import PackedWeights
 from chorus.core.model.open_weights import open_weights
 from chorus.ops import native_model
 
@@ -369,7 +368,7 @@ def measure(dtype, packed):
     with open_weights(path, config, dtype) as weights:
         embed = weights.embed()
         pack = PackedWeights(dtype).add if packed else None
-        layers = [_native_layer(l) for l in weights.layers(pack)] if packed else list(weights.layers())
+        layers = list(weights.layers(pack))
         head = pack(weights.lm_head(embed)) if packed else weights.lm_head(embed)
     print(status("VmHWM:") - before, flush=True)
 

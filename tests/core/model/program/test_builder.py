@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
 from functools import cache
 
 import pytest
 
 from chorus.core.model.config import ModelConfig
-from chorus.core.model.layer_weights import LayerWeights
 from chorus.core.model.program.builder import LayerProgram, layer_program
-from chorus.core.model.program.ops import CUTS, FURTHER, STREAM, STREAMS, Gemm, Op, name_of
+from chorus.core.model.program.ops import CUTS, FURTHER, STREAM, STREAMS, Attend, Gemm, Heads, Op, name_of
 from chorus.core.model.read_config import read_model_config
 from chorus.core.model.shard import Shard
+from chorus.core.model.slots import Keep, slots
 from chorus.memory.pages.projections import Group
 
 from ...tiny_families import EVERY, make_tiny
@@ -64,11 +63,15 @@ def test_what_lives_across_the_mixers_is_kept(family):
 @every_family
 def test_ops_name_the_weights_of_the_layer(family):
     """Every slot is one of the layer's, and every matrix of the layer is in an op."""
-    known = {field.name for field in fields(LayerWeights)}
     config = config_of(family)
     for layer in config.layers:
-        program = layer_program(layer, config.norm)
-        assert {slot for op in program.ops for slot in op.slots} <= known
+        program, known = (
+            layer_program(layer, config.norm),
+            {slot.name.partition(".")[0] for slot in slots(layer, config) if slot.keep is not Keep.UNUSED},
+        )
+        named = {slot for op in program.ops for slot in op.slots}
+        absent = {slot for op in program.ops if isinstance(op, Heads | Attend) for slot in op.slots}
+        assert named - absent <= known <= named | {slot for slot in known if slot.endswith("_bias")}
         matrices = {each.group for each in layer.projections(config.hidden_size) if not each.is_of_mixture}
         assert matrices - {Group.KV_UP} == {op.group for op in program.ops if isinstance(op, Gemm)}
 

@@ -12,8 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from chorus.core.model.config import UnsupportedModel
-from chorus.core.model.narrow_bytes import bytes_saved_by_experts, bytes_saved_by_stacks
+from chorus.core.model.narrow_bytes import bytes_saved_by_experts
 from chorus.core.model.read_config import read_model_config
+from chorus.core.model.weight_plan import NARROW, PACKED
 
 from ...tiny_families import save_family
 from .bnb_forms import bnb_4bit, bnb_int8
@@ -124,4 +125,4 @@ def test_experts_that_transformers_leaves_as_they_are(tmp_path, family, form):
     for found, want in zip(*map(weights, (quantised, twin)), strict=True):
         assert found is want is None or torch.equal(found, want)
     model = read_model_config(quantised)
-    assert bytes_saved_by_experts(model, 2) == bytes_saved_by_stacks(model, 2) == 0, "the configuration can't tell"
+    assert {bytes_saved_by_experts(model, 2, plan) for plan in (PACKED, NARROW)} == {0}, "the configuration can't tell"

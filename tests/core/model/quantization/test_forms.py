@@ -18,7 +18,7 @@ from chorus.core.model.shard import Shard
 from chorus.core.model.weight_loader import WeightLoader
 
 from .forms import FORMS
-from .twins import CONFIG, Form, weights, write_twins
+from .twins import AS_STORED, CONFIG, Form, weights, write_twins
 
 pytestmark = pytest.mark.wide
 
@@ -105,11 +105,11 @@ def test_rows_by_unit_have_the_bits_of_the_dequantised_twin(tmp_path, form, shar
     """Of two projections in one matrix, head by head (Qwen3-Next), dequantised or kept narrow."""
     made = with_experts(form, "Qwen3_5MoeForCausalLM")
     quantised, twin = write_twins(tmp_path, made, "Qwen3NextForCausalLM")
-    wanted = next(WeightLoader(twin, read_model_config(twin), torch.float32, shard=shard).layers()).qkv
+    wanted = next(WeightLoader(twin, read_model_config(twin), torch.float32, shard=shard).layers())["qkv"]
     loader = WeightLoader(quantised, read_model_config(quantised), torch.float32, shard=shard)
-    assert torch.equal(next(loader.layers()).qkv, wanted)
-    loader.keeps = lambda _: True
-    assert torch.equal(next(loader.layers(lambda weight: plain(weight, torch.float32).clone())).qkv, wanted)
+    assert torch.equal(next(loader.layers())["qkv"], wanted)
+    loader.plan = AS_STORED
+    assert torch.equal(next(loader.layers(lambda weight: plain(weight, torch.float32).clone()))["qkv"], wanted)
 
 
 @pytest.mark.parametrize("form", ["bnb nf4", "fp8 blocks"])
@@ -197,5 +197,5 @@ def test_nothing_is_as_large_as_a_projection_while_it_is_read(tmp_path, monkeypa
     path, _ = write_twins(tmp_path, replace(FORMS[form], config=sizes))
     loader = WeightLoader(path, read_model_config(path), torch.bfloat16)
     with Largest() as largest:
-        kept = [layer.gate_up.nbytes for layer in loader.layers()]
+        kept = [layer["gate_up"].nbytes for layer in loader.layers()]
     assert largest.num_bytes == kept[0] == 2 * 768 * 64 * 2

@@ -14,7 +14,7 @@ from chorus.core.model.quantization.rounded_inputs import Float8Inputs
 from chorus.core.model.read_config import read_model_config
 
 from .forms import FORMS
-from .twins import MODULE, Form, weights, write_twins
+from .twins import AS_STORED, MODULE, Form, weights, write_twins
 
 pytestmark = pytest.mark.wide
 
@@ -70,7 +70,7 @@ def test_which_forms_ask_for_activations_in_fp8(tmp_path, form, asks):
     with open_weights(path, model, torch.float32) as found:
         assert found.asks_float8_inputs is asks
         assert not found.rounds_inputs, "a CPU multiplies them as they are"
-        found.keeps, kept = (lambda _: True), []
+        found.plan, kept = AS_STORED, []
         list(found.layers(kept.append))
     is_asked = {isinstance(each.inputs, Float8Inputs) for each in kept if isinstance(each, GroupScaled)}
     assert is_asked == {asks}

@@ -91,5 +91,5 @@ def test_the_device_of_steps_is_asked_for(monkeypatch, tmp_path):
     made = DummyWeights(read_model_config(shape.write_config(tmp_path)), torch.bfloat16)
     made.quantiser, made.quantises_on = RoundToNearest("int4", lm_head=True), "cuda"
     list(made.layers())
-    made.kept_lm_head(made.embed())
+    made.quantised_head(made.embed())
     assert asked == ["cuda"] * (2 + 2 * shape.count + 1)

@@ -11,9 +11,11 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from chorus.core.model.quantization.group_scaled import GroupScaled
 from chorus.core.model.read_config import read_model_config
 from chorus.core.model.tensor_parts import LM_HEAD, sources, tensor_shapes
 from chorus.core.model.weight_loader import WeightLoader
+from chorus.core.model.weight_plan import Way, WeightPlan
 from chorus.ops.packed_gemm import unpack
 
 CONFIG = {
@@ -91,6 +93,16 @@ def write_twins(
     return root / "quantised", root / "twin"
 
 
+class AsStored(WeightPlan):
+    """Every matrix is read as the narrow values that it is stored in."""
+
+    def reads(self, matrix: GroupScaled) -> bool:
+        return True
+
+
+AS_STORED = AsStored(Way.PACK, Way.PACK)
+
+
 def weights(path: Path, dtype: torch.dtype = torch.bfloat16, **options: Any) -> Iterator[torch.Tensor | None]:
     """Everything that a rank keeps of a checkpoint."""
     loader = WeightLoader(path, read_model_config(path), dtype, **options)
@@ -101,6 +113,8 @@ def weights(path: Path, dtype: torch.dtype = torch.bfloat16, **options: Any) -> 
 
 def _parts(part: Any) -> Iterator[torch.Tensor | None]:
     """The tensors of a layer, and of its experts."""
+    if isinstance(part, dict):
+        part = list(part.values())
     if not (isinstance(part, list) or is_dataclass(part)):
         yield unpack(part) if isinstance(part, torch.Tensor) else None
     else:
