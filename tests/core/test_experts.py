@@ -236,11 +236,6 @@ def settings(model: Path, **changes: Any) -> EngineConfig:
     return EngineConfig(model=model, memory_bytes=4 << 20, threads=1, **{"device": "cpu", **changes})
 
 
-def test_the_native_decoder_refuses_experts_without_gates(tiny):
-    with pytest.raises(UnsupportedModel, match=r"cpu_kernels is 'native', but .*mixture of experts without gates"):
-        executor_of(tiny("nemotron-3").model, cpu_kernels="native")
-
-
 @pytest.mark.parametrize(
     ("changes", "why"),
     [

@@ -190,7 +190,7 @@ _TENSORS = replace(
     ),
 )
 
-_NOTES = "with experts or inputs of layers (E2B, E4B) on CPUs by PyTorch's operators"
+_NOTES = "with inputs of layers (E2B, E4B) on CPUs by PyTorch's operators"
 _read_plain, _read_text = partial(_read, tensors=_PLAIN), partial(_read, tensors=_TENSORS)
 
 _NULLS = ("final_logit_softcapping",)

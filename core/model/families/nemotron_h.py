@@ -148,7 +148,6 @@ NEMOTRON_H = Family(
         left_out=("mtp.",),
     ),
     notes=(
-        "with experts: on CPUs mixtures by the native library, the rest by PyTorch's operators; experts of latents "
-        "(Nemotron 3 Super) are refused; drafts (`mtp`) are left out"
+        "experts of latents (Nemotron 3 Super) are refused; drafts (`mtp`) are left out"
     ),
 )

@@ -125,10 +125,10 @@ class TestRefusals:
         swiglu = ClampedSwiglu(1.7, 7.0)
         assert refused(plain) is None
         assert refused(replace(plain, activation=swiglu, biased=True, shared_size=24, shared_gate=True)) is None
-        ungated = refused(replace(plain, activation=UngatedActivation.RELU_SQUARED))
-        assert ungated == "it has no mixture of experts without gates, and this model's layers have it"
-        scaled = refused(replace(plain, routing=Routing(2, scaled=True)))
-        assert scaled == "it has no factor of each expert in a mixture, and this model's layers have it"
+        assert refused(replace(plain, activation=UngatedActivation.RELU_SQUARED)) is None
+        assert refused(replace(plain, routing=Routing(2, scaled=True))) is None
+        xielu = refused(replace(plain, activation=UngatedActivation.XIELU))
+        assert xielu == "it has no mixture of experts with xielu, and this model's layers have it"
         assert refused(plain, feed_forward=LAYER.feed_forward, beside=plain) is None
         if native_library.available(torch.bfloat16):
             odd = refused(replace(plain, size=41), torch.bfloat16)
