@@ -222,14 +222,14 @@ def test_padding_changes_no_bits_of_other_tokens(drive, tiny, monkeypatch):
     logits = []
     for left in (0.0, 7.5, torch.nan):
         flow = steps.mixed._flow  # noqa: SLF001
-        for values in (flow.rows, *flow.q, *flow.attended):
+        for values in (flow.x, *flow.kept.values()):
             values.fill_(left)
         steps.columns.values.fill_(3)
         driver.executor.inner.execute(plan)
         logits.append(steps.outputs.logits[0].clone())
     assert torch.equal(logits[0], logits[1])
     assert torch.equal(logits[0], logits[2])
-    assert torch.isfinite(steps.mixed._flow.rows).all()  # noqa: SLF001
+    assert torch.isfinite(steps.mixed._flow.x).all()  # noqa: SLF001
 
 
 def test_a_mixed_step_of_more_tiles_than_captured_is_captured_with_more(drive, tiny, monkeypatch):
