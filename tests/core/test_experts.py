@@ -150,7 +150,7 @@ def test_experts_are_packed_for_the_kernels_that_are_asked_for(tmp_path, cpu_ker
 @pytest.mark.native
 def test_what_computes_experts_is_said(tiny, caplog):
     with caplog.at_level("WARNING", logger="chorus"):
-        executor_of(tiny("deepseek-v3").model, cpu_kernels="auto")
+        executor_of(tiny("nemotron-3").model, cpu_kernels="auto")
     want = "steps run on torch's operators, but for mixtures of experts, which the native library computes: it has no "
     assert [record.message.startswith(want) for record in caplog.records].count(True) == 1
 
