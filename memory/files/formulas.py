@@ -18,6 +18,10 @@ class Formula(Protocol):
         """The matrix, in float32 as the parts are."""
         ...
 
+    def is_zero(self, *parts: bool) -> bool:
+        """True if the matrix is all zeros, by which parts are."""
+        ...
+
 
 class RowProducts(NamedTuple):
     """Each row of one matrix times each of another, element by element (Khatri-Rao)."""
@@ -29,6 +33,9 @@ class RowProducts(NamedTuple):
         one, two = (part.T for part in parts) if self.by_columns else parts
         found = (one[:, None] * two).flatten(0, 1)
         return found.T if self.by_columns else found
+
+    def is_zero(self, *parts: bool) -> bool:
+        return any(parts)
 
 
 class Kronecker(NamedTuple):
@@ -44,6 +51,9 @@ class Kronecker(NamedTuple):
         one, two = (torch.eye(size) if size else next(left) for size in self)
         return torch.kron(one.contiguous(), two.contiguous())
 
+    def is_zero(self, *parts: bool) -> bool:
+        return any(parts)
+
 
 class Stacked(NamedTuple):
     """Matrices one above another."""
@@ -52,6 +62,9 @@ class Stacked(NamedTuple):
         import torch
 
         return torch.cat(parts)
+
+    def is_zero(self, *parts: bool) -> bool:
+        return all(parts)
 
 
 class Blocks(NamedTuple):
@@ -69,6 +82,9 @@ class Blocks(NamedTuple):
             found[first : first + part.shape[0], column : column + part.shape[1]] = part
             column += part.shape[1]
         return found
+
+    def is_zero(self, *parts: bool) -> bool:
+        return all(parts)
 
 
 class Tiled(NamedTuple):
@@ -91,6 +107,9 @@ class Tiled(NamedTuple):
         found = torch.cat([matrix[: self.first], tiled.transpose(0, 1).flatten(0, 2)])
         return found.T if self.by_columns else found
 
+    def is_zero(self, *parts: bool) -> bool:
+        return all(parts)
+
 
 class ScaledRows(NamedTuple):
     """The first rows of a matrix, each times a value of a vector, of which there may be fewer."""
@@ -98,3 +117,38 @@ class ScaledRows(NamedTuple):
     def of(self, *parts: torch.Tensor) -> torch.Tensor:
         matrix, vector = parts
         return matrix[: vector.numel()] * vector.reshape(-1, 1)
+
+    def is_zero(self, *parts: bool) -> bool:
+        return any(parts)
+
+
+class Identities(NamedTuple):
+    """Identity matrices side by side, the last of which may be cut."""
+
+    rows: int
+    columns: int
+
+    def of(self, *parts: torch.Tensor) -> torch.Tensor:
+        import torch
+
+        return torch.eye(self.rows).repeat(1, -(-self.columns // self.rows))[:, : self.columns]
+
+    def is_zero(self, *parts: bool) -> bool:
+        return False
+
+
+class Mixture(NamedTuple):
+    """Vectors of a bank, the first part, mixed by the softmax of their largest logits, the second."""
+
+    topk: int
+    by_columns: bool = False
+    """The vectors go down columns, not along rows."""
+
+    def of(self, *parts: torch.Tensor) -> torch.Tensor:
+        bank, logits = parts
+        largest = logits.topk(self.topk, dim=-1)
+        mixed = (largest.values.softmax(-1)[..., None] * bank[largest.indices]).sum(-2)
+        return mixed.transpose(1, 2).flatten(0, 1) if self.by_columns else mixed.flatten(1)
+
+    def is_zero(self, *parts: bool) -> bool:
+        return parts[0]

@@ -134,6 +134,21 @@ METHODS: dict[str, dict[str, Any]] = {
         "projection_prng_key": 5,
     },
     "vera-of-some": {"method": "Vera", "r": 3, "target_modules": ["k_proj", "gate_proj"], "layers_to_transform": [1]},
+    "miss": {"method": "Miss", "r": 5, "target_modules": ATTENTION + MLP},
+    "miss-of-some": {
+        "method": "Miss",
+        "r": 8,
+        "target_modules": ["k_proj", "down_proj"],
+        "layers_to_transform": [0, 2],
+    },
+    "vb-lora": {
+        "method": "VBLoRA",
+        "r": 4,
+        "num_vectors": 12,
+        "vector_length": 8,
+        "topk": 3,
+        "target_modules": ATTENTION + MLP,
+    },
     "adalora": {
         "method": "AdaLora",
         "init_r": 5,
@@ -218,8 +233,9 @@ def _config(method: str = "Lora", **arguments: Any) -> Any:
     """The configuration of a method by PEFT's name of it."""
     import peft
 
-    init = "init_lora_weights" if method in ("Lora", "AdaLora") else "init_weights"
-    return getattr(peft, f"{method}Config")(**{init: False, "task_type": "CAUSAL_LM", **arguments})
+    init = {"init_lora_weights" if method in ("Lora", "AdaLora") else "init_weights": False}
+    init = {} if method == "VBLoRA" else init
+    return getattr(peft, f"{method}Config")(**init, task_type="CAUSAL_LM", **arguments)
 
 
 def _train(model: torch.nn.Module) -> None:

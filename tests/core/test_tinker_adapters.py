@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from chorus.core.model.read_config import read_model_config
 from chorus.memory.files.error import AdapterFormatError
 from chorus.memory.files.format import inspect_adapter
+from chorus.memory.files.identity import with_effect
 
 from .test_adapter_forms import told
 from .test_expert_adapters import values_of
@@ -118,6 +119,16 @@ def test_slices_are_the_whole_s_values_in_pages(tmp_path, family):
     other, want = values_of(as_peft(tmp_path / "peft", config, tensors), config, None)
     assert one.parts == other.parts
     assert torch.equal(found, want)
+
+
+def test_slices_have_an_effect_if_one_has(tmp_path):
+    """Training may leave one of them as it was, with a B of zeros."""
+    config = read_model_config(make_tiny("qwen3.5").model)
+    tensors = {
+        name: tensor * (not name.endswith(("in_proj_q.lora_B.weight", "out_proj.lora_B.weight")))
+        for name, tensor in tinkers(config).items()
+    }
+    assert not with_effect(inspect_adapter(write(tmp_path / "own", tensors), config.module_paths)).no_effect
 
 
 def spoiled(end, *shape):

@@ -56,8 +56,9 @@ class MethodForm:
                 modules[match[1], match[3]][match[2]] = info  # the last is the adapter's name, which some trainers keep
         for name in tensors:
             self._refuse_further(file, name)
+        widest = max((each.inputs for each in projections), default=0)
         for (module, adapter), parts in modules.items():
-            self._add(file, tensors, module, adapter, parts | shared)
+            self._add(file, tensors, (module, adapter), parts | shared, widest)
         return tensors
 
     def _refuse_further(self, file: TensorFile, name: str) -> None:
@@ -74,13 +75,14 @@ class MethodForm:
         self,
         file: TensorFile,
         tensors: dict[str, TensorInfo],
-        module: str,
-        adapter: str,
+        named: tuple[str, str],
         parts: dict[str, TensorInfo],
+        widest: int,
     ) -> None:
-        """Add A and B of a module."""
+        """Add A and B of a module. named: it, and the adapter's name where the file has that."""
+        module, adapter = named
         try:
-            pair = self._method.pair(module, parts)
+            pair = self._method.pair(module, parts, widest)
         except WrongParts as error:
             raise AdapterFormatError(f"{file.path}: {self._method.title} of module {shown(module)}: {error}") from None
         given = f"{module}.{' and '.join(sorted(self._method.parts.intersection(parts)))}"
