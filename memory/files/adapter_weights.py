@@ -26,7 +26,7 @@ from .slices import SlicedTarget, Target, by_target
 from .tensor_info import TensorInfo
 from .unserved import mend_of
 from .values import read_values
-from .vectors import ENDS, PATTERN
+from .vectors import ENDS, INPUT_SCALE, PATTERN
 from .whole_copies import RowsFile
 
 if TYPE_CHECKING:
@@ -159,7 +159,7 @@ class AdapterWeights(RowsFile):
     def _shares(self, name: str, info: TensorInfo) -> Iterator[tuple[str, TensorInfo]]:
         """A tensor, or the share in it of each projection that it is of."""
         match = _IN_LAYER.fullmatch(name)
-        if match is None or match[2] not in self.modules.stacked:
+        if match is None or match[2] not in self.modules.stacked or match[3] == INPUT_SCALE:
             yield name, info
             return
         layer, path, kind = match.groups()
@@ -337,7 +337,7 @@ class AdapterWeights(RowsFile):
         info = self.tensor(name)
         if not info.fits(shape):
             raise self.changed()
-        return read_values(self, info, buffer)[:, : shape[1]]
+        return read_values(self, info, buffer)[: shape[0], : shape[1]]
 
     def _plain(self, name: str) -> str:
         if not name.startswith(IN_LAYERS) or not self._form.is_plain:

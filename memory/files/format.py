@@ -283,7 +283,7 @@ def _check_names(
         if name not in wanted and name not in others:
             why = why_no_vector(name, config, module_keys(projections).values())
             why = why or _why_not(name, file.tensors[name].shape, projections)
-            raise AdapterFormatError(f"{file.path}: tensor {shown(name)} {why}")
+            raise AdapterFormatError(f"{file.path}: tensor {shown(file.given_name(name))} {why}")
     for (layer, module), pair in names.items():
         for name in pair:
             if name not in file.tensors:

@@ -137,6 +137,21 @@ class Identities(NamedTuple):
         return False
 
 
+class Zeros(NamedTuple):
+    """A matrix of zeros."""
+
+    rows: int
+    columns: int
+
+    def of(self, *parts: torch.Tensor) -> torch.Tensor:
+        import torch
+
+        return torch.zeros(self.rows, self.columns)
+
+    def is_zero(self, *parts: bool) -> bool:
+        return True
+
+
 class Mixture(NamedTuple):
     """Vectors of a bank, the first part, mixed by the softmax of their largest logits, the second."""
 

@@ -134,6 +134,16 @@ METHODS: dict[str, dict[str, Any]] = {
         "projection_prng_key": 5,
     },
     "vera-of-some": {"method": "Vera", "r": 3, "target_modules": ["k_proj", "gate_proj"], "layers_to_transform": [1]},
+    "ia3": {
+        "method": "IA3",
+        "target_modules": ["k_proj", "v_proj", "down_proj"],
+        "feedforward_modules": ["down_proj"],
+    },
+    "ia3-of-outputs": {
+        "method": "IA3",
+        "target_modules": r".*\.([02])\..*_proj",
+        "feedforward_modules": r".*\.2\.mlp\.down_proj",
+    },
     "miss": {"method": "Miss", "r": 5, "target_modules": ATTENTION + MLP},
     "miss-of-some": {
         "method": "Miss",
@@ -190,6 +200,8 @@ BIASED_FORMS: dict[str, dict[str, Any]] = {
         "alora_invocation_tokens": INVOCATION,
         "lora_bias": True,
     },
+    "ia3": METHODS["ia3"],
+    "ia3-of-outputs": METHODS["ia3-of-outputs"],
 }
 
 
@@ -234,7 +246,7 @@ def _config(method: str = "Lora", **arguments: Any) -> Any:
     import peft
 
     init = {"init_lora_weights" if method in ("Lora", "AdaLora") else "init_weights": False}
-    init = {} if method == "VBLoRA" else init
+    init = {} if method == "VBLoRA" else {"init_ia3_weights": False} if method == "IA3" else init
     return getattr(peft, f"{method}Config")(**init, task_type="CAUSAL_LM", **arguments)
 
 

@@ -19,6 +19,8 @@ from ..tensor_file import TensorFile
 from ..tensor_info import TensorInfo
 from .method import Method, WrongParts
 
+_LORA = re.compile(r"\.lora_[AB]\.")
+
 
 class MethodForm:
     """See the module."""
@@ -62,7 +64,12 @@ class MethodForm:
         return tensors
 
     def _refuse_further(self, file: TensorFile, name: str) -> None:
-        """Refuse a tensor that only looks like one of the method's."""
+        """Refuse a tensor of LoRA, and one that only looks like one of the method's."""
+        if _LORA.search(name) is not None and not any(part.startswith("lora_") for part in self._method.parts):
+            raise AdapterFormatError(
+                f"{file.path}: tensor {shown(file.given_name(name))} is LoRA's, but peft_type in {CONFIG_FILE} is "
+                f"{shown(self._method.peft_type)}: mend peft_type, or save the adapter again"
+            )
         end = name.rpartition(".")[2]
         if end.partition("_")[0] in {part.partition("_")[0] for part in self._method.parts}:
             parts, given = ", ".join(sorted(self._method.parts)), shown(file.given_name(name))
@@ -88,6 +95,8 @@ class MethodForm:
         given = f"{module}.{' and '.join(sorted(self._method.parts.intersection(parts)))}"
         for side, info in zip("AB", pair, strict=True):
             file.add(tensors, f"{module}.lora_{side}{adapter}.weight", info, given)
+        for end, info in self._method.vectors(parts).items():
+            file.add(tensors, f"{module}.{end}", info, given)
 
     def config(self, directory: AdapterDirectory, given: Collection[str], base: ModulePaths) -> AdapterConfig:
         return AdapterConfig.of(directory.path / CONFIG_FILE, self._method.as_lora(), base.usual_names, base.model_type)

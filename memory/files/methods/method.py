@@ -67,6 +67,10 @@ class Method(ABC):
         model. Raises WrongParts; `matrix_of` does for a missing one.
         """
 
+    def vectors(self, parts: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
+        """Vectors of a module, by the ends that `memory.files.vectors` has for them."""
+        return {}
+
 
 def bias_of(fields: Mapping[str, Any]) -> Any:
     """LoRA's value of `bias`, where a method names biases of its own modules by its own name."""

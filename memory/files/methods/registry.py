@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from ..error import AdapterFormatError, shown
+from ..unserved import MERGE
 from .adalora import AdaLora
+from .ia3 import Ia3
 from .loha import LoHa
 from .lokr import LoKr
 from .method import CONVERT, Method
@@ -18,12 +20,8 @@ from .miss import Miss
 from .vb_lora import VbLora
 from .vera import Vera
 
-METHODS: dict[str, type[Method]] = {each.peft_type: each for each in (AdaLora, LoHa, LoKr, Miss, VbLora, Vera)}
+METHODS: dict[str, type[Method]] = {each.peft_type: each for each in (AdaLora, Ia3, LoHa, LoKr, Miss, VbLora, Vera)}
 
-MERGE = (
-    "merge it with PEFT (peft.PeftModel.from_pretrained(base, ADAPTER).merge_and_unload().save_pretrained(DIR)) and "
-    "serve the result as a MODEL of its own, or train LoRA"
-)
 _TRAIN = "PEFT neither converts nor merges it; train LoRA"
 
 #: By method, what to do with adapters of it.
@@ -36,7 +34,7 @@ UNSERVED: dict[str, str] = {
     ),
     **dict.fromkeys(
         (
-            "BOFT", "DEFT", "FROD", "GLORA", "HIRA", "HRA", "IA3", "LN_TUNING", "OFT", "OSF", "PEANUT", "PVERA", "ROAD",
+            "BOFT", "DEFT", "FROD", "GLORA", "HIRA", "HRA", "LN_TUNING", "OFT", "OSF", "PEANUT", "PVERA", "ROAD",
             "SHIRA", "SUPERTUNING",
         ),
         f"PEFT has no conversion of it to LoRA; {MERGE}",

@@ -20,6 +20,7 @@ from chorus.memory.files.identity import open_unchanged, with_content, with_effe
 from chorus.memory.files.module_paths import ModulePaths
 from chorus.memory.files.peft_names import tensor_shapes
 from chorus.memory.pages.layer_projections import dense_projections
+from chorus.memory.pages.projections import Projections
 
 from ...conftest import module_key
 from ..loading import CONFIG, WEIGHTS
@@ -372,7 +373,7 @@ def test_a_file_of_lora_under_another_method_s_name(tmp_path):
     it = Draft("LOHA")
     path = it.write(tmp_path)
     save_file({f"{Q0}.lora_A.weight": drawn(2, HIDDEN), f"{Q0}.lora_B.weight": drawn(HIDDEN, 2)}, path / WEIGHTS)
-    with pytest.raises(AdapterFormatError, match="is missing"):
+    with pytest.raises(AdapterFormatError, match=r"is LoRA's, but peft_type in"):
         inspect_adapter(path, PATHS)
     assert load_file(path / WEIGHTS)
 
@@ -400,3 +401,69 @@ def test_damaged_files_are_read_or_refused(tmp_path, method):
             outcomes.add("refused")
         shutil.rmtree(path)
     assert outcomes == {"read", "refused"}
+
+
+def ia3(**fields: Any) -> Draft:
+    """Scales of outputs of k_proj and of up_proj, and of inputs of down_proj."""
+    it = Draft("LOHA", modules=("k_proj", "up_proj", "down_proj"), feedforward_modules=["down_proj"], **fields)
+    it.config["peft_type"] = "IA3"
+    it.tensors = {
+        f"base_model.model.{module_key(layer, module)}.ia3_l": drawn(*shape)
+        for layer in range(3)
+        for module, shape in (("k_proj", (HIDDEN, 1)), ("up_proj", (FFN, 1)), ("down_proj", (1, FFN)))
+    }
+    return it
+
+
+def test_scales_of_outputs_and_of_the_inputs_that_they_are(tmp_path):
+    manifest = with_content(inspect_adapter(ia3().write(tmp_path), PATHS))
+    assert manifest.form == "PEFT's IA³" and manifest.rank == 1 and not manifest.no_effect
+    assert {target.module for target in manifest.vectors} == {"k_proj", "up_proj"}
+    assert {target.module for target in manifest.vectors if target.has_scale_of_next} == {"up_proj"}
+    assert not delta(tmp_path, 1, "down_proj").any()
+
+
+def test_every_scale_is_part_of_the_content(tmp_path):
+    hashes = set()
+    for name in (
+        None,
+        *(f"base_model.model.{module_key(1, each)}.ia3_l" for each in ("k_proj", "up_proj", "down_proj")),
+    ):
+        it = ia3()
+        if name is not None:
+            it.tensors[name] = it.tensors[name] + 1
+        hashes.add(with_content(inspect_adapter(it.write(tmp_path / str(len(hashes))), PATHS)).content_hash)
+    assert len(hashes) == 4
+
+
+SCALES_REFUSED = {
+    "inputs of another module": (f"{Q0}.ia3_l", (1, HIDDEN), "scales inputs, which is served of down_proj"),
+    "a head": ("base_model.model.lm_head.ia3_l", (64, 1), "lm_head"),
+    "neither": (f"{Q0}.ia3_l", (2, HIDDEN), "[2, 32], one row of inputs or one column of outputs is needed"),
+    "other outputs": (f"{Q0}.ia3_l", (HIDDEN - 1, 1), "q_proj.ia3_l has shape [31], [32] is needed"),
+    "other inputs": (
+        f"base_model.model.{module_key(0, 'down_proj')}.ia3_l",
+        (1, FFN - 1),
+        "down_proj.ia3_l has shape [47], [48] is needed",
+    ),
+    "a convolution's": (f"{Q0}.ia3_l", (HIDDEN, 1, 1), "a matrix is needed"),
+}
+
+
+@pytest.mark.parametrize("case", SCALES_REFUSED)
+def test_scales_that_are_refused(tmp_path, case):
+    name, shape, why = SCALES_REFUSED[case]
+    it = ia3()
+    it.tensors[name] = drawn(*shape)
+    it.config["target_modules"] = ["k_proj", "up_proj", "down_proj"] + ["q_proj"] * ("q_proj" in name)
+    if "q_proj" in name:
+        it.tensors |= {f"base_model.model.{module_key(layer, 'q_proj')}.ia3_l": drawn(HIDDEN, 1) for layer in (1, 2)}
+    assert why in refusal(it, tmp_path / "a")
+
+
+def test_inputs_of_a_part_without_a_gate(tmp_path):
+    """Its activation is of up_proj's outputs, so no scale of these is one of down_proj's inputs."""
+    ungated = [tuple(each for each in layer if each.name != "gate_proj") for layer in TABLE.layers]
+    it = ia3().write(tmp_path)
+    with pytest.raises(AdapterFormatError, match=r"down_proj\.ia3_l' scales inputs, .* merge it with PEFT"):
+        inspect_adapter(it, dataclasses.replace(PATHS, projections=Projections(tuple(ungated))))

@@ -10,7 +10,8 @@ import torch
 from chorus.memory.files.error import AdapterFormatError
 from chorus.memory.files.format import inspect_adapter
 from chorus.memory.files.methods.method import CONVERT
-from chorus.memory.files.methods.registry import MERGE, METHODS, UNSERVED
+from chorus.memory.files.methods.registry import METHODS, UNSERVED
+from chorus.memory.files.unserved import MERGE
 
 from ....tables import TINY_PATHS
 
@@ -21,7 +22,6 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "BOFT": {"boft_block_size": 4},
     "C3A": {"block_size": 8},
     "FOURIERFT": {"n_frequency": 20},
-    "IA3": {"feedforward_modules": ["down_proj"]},
     "OFT": {"r": 0, "oft_block_size": 8},
     "PSOFT": {"r": 4},
     "RANDLORA": {"r": 4},
