@@ -92,7 +92,7 @@ class AdapterWeights(RowsFile):
         found: dict[str, TensorInfo] = {}
         left_out = tuple(f"{PREFIX}{name}" for name in self.modules.left_out)
         in_layers = tuple(name for name in left_out if name.startswith(IN_LAYERS))
-        listed = self._form.listed(self, self.modules.projections)
+        listed = self._form.listed(self, self.modules)
         self._check_adapters()
         self.modules = self.modules.as_given(self._paths, self._stems)
         for name, info in self._of_own_projections(listed).items():

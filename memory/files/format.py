@@ -40,12 +40,17 @@ Names = dict[tuple[int, str], tuple[str, str]]
 
 
 def is_adapter_dir(path: Path) -> bool:
-    """True if a directory means to be an adapter's: anything at all is in its configuration's place, or it has one GGUF
-    file. Such a file is an adapter by itself, too.
+    """True if a directory means to be an adapter's: anything at all is in its configuration's place, or it has one file
+    of a form that needs none. A GGUF file is an adapter by itself, too.
     """
     if os.path.lexists(path / CONFIG_FILE):  # unlike Path's methods this one never raises
         return True
-    return weights_path(path).suffix == GGUF_SUFFIX
+    try:
+        with _opened(path) as directory:
+            _form(path, directory)
+    except AdapterFormatError:
+        return False
+    return True
 
 
 def is_one_file(path: Path) -> bool:

@@ -101,7 +101,7 @@ class GgufForm:
     def entries(self, file: TensorFile) -> dict[str, TensorInfo]:
         return GgufHeader.read(file).tensors
 
-    def listed(self, file: TensorFile, projections: Projections) -> dict[str, TensorInfo]:
+    def listed(self, file: TensorFile, modules: ModulePaths) -> dict[str, TensorInfo]:
         header = GgufHeader.read(file)
         self._metadata, self._ranks = header.metadata, {}
         names = self._paths(file.path)
@@ -115,7 +115,7 @@ class GgufForm:
             module, side = f"{_PREFIX}{match[1]}.{path}", match[3].upper()
             if side == "A" and info.shape:
                 self._ranks[module.removeprefix("base_model.model.")] = info.shape[-2:][0]
-            file.add(tensors, f"{module}.lora_{side}.weight", self._in_order(info, path, side, projections))
+            file.add(tensors, f"{module}.lora_{side}.weight", self._in_order(info, path, side, modules.projections))
         return tensors
 
     def config(self, directory: AdapterDirectory, given: Collection[str], base: ModulePaths) -> AdapterConfig:

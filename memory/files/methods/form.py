@@ -9,7 +9,6 @@ import re
 from collections import defaultdict
 from collections.abc import Collection
 
-from ...pages.projections import Projections
 from ..config import CONFIG_FILE, AdapterConfig
 from ..directory import AdapterDirectory
 from ..error import AdapterFormatError, shown
@@ -44,9 +43,9 @@ class MethodForm:
     def entries(self, file: TensorFile) -> dict[str, TensorInfo]:
         return file.entries()
 
-    def listed(self, file: TensorFile, projections: Projections) -> dict[str, TensorInfo]:
+    def listed(self, file: TensorFile, modules: ModulePaths) -> dict[str, TensorInfo]:
         tensors: dict[str, TensorInfo] = {}
-        modules: dict[tuple[str, str], dict[str, TensorInfo]] = defaultdict(dict)
+        by_module: dict[tuple[str, str], dict[str, TensorInfo]] = defaultdict(dict)
         shared: dict[str, TensorInfo] = {}
         for name, info in file.entries().items():
             match = self._name.fullmatch(name)
@@ -55,11 +54,13 @@ class MethodForm:
             elif match[2] in self._method.shared:
                 shared[match[2]] = info
             else:
-                modules[match[1], match[3]][match[2]] = info  # the last is the adapter's name, which some trainers keep
+                by_module[match[1], match[3]][match[2]] = (
+                    info  # the last is the adapter's name, which some trainers keep
+                )
         for name in tensors:
             self._refuse_further(file, name)
-        widest = max((each.inputs for each in projections), default=0)
-        for (module, adapter), parts in modules.items():
+        widest = max((each.inputs for each in modules.projections), default=0)
+        for (module, adapter), parts in by_module.items():
             self._add(file, tensors, (module, adapter), parts | shared, widest)
         return tensors
 
