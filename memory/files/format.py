@@ -93,7 +93,10 @@ def inspect_adapter(path: Path, modules: ModulePaths, roots: Sequence[Path] = ()
             _check_invocation(config, modules.vocab_size)
             rows, dropped, num_tokens, added = find_rows(file, config, directory, modules)
             tokens = _own_tokens(path, directory, modules, added)
-            targets, projections = targets_of(config, stem, modules, file.head_names, file.slices), modules.projections
+            targets, factors = targets_of(config, stem, modules, file.head_names, file.slices)
+            file.scale_slices(factors)
+            modules = file.modules
+            projections = modules.projections
             names = {target: tensor_names(target[0], projections[target[1]]) for target in targets}
             untrained = _untrained(file, names, config, projections)
             _leave_out(untrained, targets, names, projections)

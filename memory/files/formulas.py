@@ -73,13 +73,15 @@ class Blocks(NamedTuple):
     firsts: tuple[int, ...]
     """The first row of each."""
     rows: int
+    factors: tuple[float, ...] = ()
+    """Of each; empty: 1."""
 
     def of(self, *parts: torch.Tensor) -> torch.Tensor:
         import torch
 
         found, column = torch.zeros(self.rows, sum(part.shape[1] for part in parts)), 0
-        for first, part in zip(self.firsts, parts, strict=True):
-            found[first : first + part.shape[0], column : column + part.shape[1]] = part
+        for first, factor, part in zip(self.firsts, self.factors or (1.0,) * len(parts), parts, strict=True):
+            found[first : first + part.shape[0], column : column + part.shape[1]] = factor * part
             column += part.shape[1]
         return found
 
