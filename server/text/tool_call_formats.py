@@ -255,6 +255,7 @@ HARMONY = ChannelFormat(
     thinks="<|channel|>analysis<|message|>",
     answers="<|channel|>final<|message|>",
     continues="<|end|><|start|>assistant",
+    announces="<|channel|>commentary<|message|>",
     reasoning=re.compile(r"<\|channel\|>\s*analysis"),
     functions="functions.",
 )
