@@ -39,6 +39,14 @@ class Frame:
     """What a grammar writes between two calls."""
 
     @property
+    def ends(self) -> tuple[str, ...]:
+        """Marks that end a call, whether or not it is complete: they stand in no JSON but in strings. One with brackets
+        could be JSON as far as it has come.
+        """
+        marks = dict.fromkeys((self.close, self.open))
+        return tuple(mark for mark in marks if len(mark) > 1 and not set(mark) & set('"\\[]{}'))
+
+    @property
     def listed(self) -> bool:
         """True if calls may be in brackets."""
         return self.first.startswith("[")
