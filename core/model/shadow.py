@@ -272,4 +272,14 @@ def _changes(part: AdapterRows, layer: int, modules: Sequence[int]) -> bool:
 
 
 def _has_biases(adapter: Adapter) -> bool:
-    return any(target.has_bias or target.has_lora_bias for target in adapter.manifest.vectors)
+    """True if the adapter has outputs of other biases than the base model's; scales are of these, too."""
+    modules = adapter.manifest.modules
+    return any(
+        each.has_bias
+        or each.has_lora_bias
+        or (
+            (each.has_scale or each.has_scale_of_next)
+            and (modules is None or modules.has_bias(each.layer, each.module))
+        )
+        for each in adapter.manifest.vectors
+    )

@@ -3,7 +3,8 @@
     y = scale · (W x + b + s·B A x) + offset
 
 DoRA's scale is its magnitude / ‖W + s·B·A‖, of each output (arXiv 2402.09353, equation 5, as PEFT computes it). Without
-DoRA it is 1. The offset turns the base model's bias, scaled, into the adapter's, and adds that of B.
+DoRA it is 1. The offset turns the base model's bias, scaled, into the adapter's, and adds that of B. IA³'s
+factors are of all that together.
 
 Tests: tests/memory/adapters/test_vectors.py
 """
@@ -17,7 +18,7 @@ from ..files.error import AdapterFormatError
 from ..files.manifest import AdapterManifest
 from ..files.peft_names import tensor_names, vector_names
 from ..files.values import read_values
-from ..files.vectors import BIAS, LORA_BIAS, MAGNITUDE
+from ..files.vectors import BIAS, INPUT_SCALE, LORA_BIAS, MAGNITUDE, OUTPUT_SCALE
 from ..pages.adapter_layout import AdapterLayout, VectorTarget, vector_elems
 from ..pages.projections import Projections
 
@@ -117,6 +118,9 @@ class VectorReader:
         if target.has_lora_bias:
             _, factor = self._lora[target.layer, target.module]
             offset = offset + factor * found[LORA_BIAS]
+        for end in (OUTPUT_SCALE, INPUT_SCALE):
+            if (own := found.get(end)) is not None:
+                scale, offset = scale * own, offset * own
         return scale, offset
 
     def _dora(self, target: VectorTarget, magnitude: torch.Tensor) -> torch.Tensor:
@@ -159,7 +163,7 @@ class VectorReader:
 
 
 def _end(name: str) -> str:
-    return next(end for end in (MAGNITUDE, LORA_BIAS, BIAS) if name.endswith(f".{end}"))
+    return next(end for end in (MAGNITUDE, LORA_BIAS, BIAS, OUTPUT_SCALE, INPUT_SCALE) if name.endswith(f".{end}"))
 
 
 def _chunks(count: int, size: int) -> Iterator[slice]:

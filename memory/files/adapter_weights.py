@@ -6,6 +6,7 @@ Tests: tests/memory/files/test_adapter_format.py, tests/core/test_expert_adapter
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property, lru_cache
@@ -22,11 +23,11 @@ from .error import AdapterFormatError, shown
 from .form import AdapterForm
 from .module_paths import ExpertForm, ModulePaths, StackedSides, without_nesting
 from .peft_names import EMBEDDINGS, HEAD, IN_LAYERS, PREFIX, STEM, UNEMBED, tensor_names, tensor_shapes
-from .slices import SlicedTarget, Target, by_target
+from .slices import SlicedTarget, SliceFactors, Target, by_target
 from .tensor_info import TensorInfo
 from .unserved import mend_of
 from .values import read_values
-from .vectors import ENDS, PATTERN
+from .vectors import ENDS, INPUT_SCALE, PATTERN
 from .whole_copies import RowsFile
 
 if TYPE_CHECKING:
@@ -92,7 +93,7 @@ class AdapterWeights(RowsFile):
         found: dict[str, TensorInfo] = {}
         left_out = tuple(f"{PREFIX}{name}" for name in self.modules.left_out)
         in_layers = tuple(name for name in left_out if name.startswith(IN_LAYERS))
-        listed = self._form.listed(self, self.modules.projections)
+        listed = self._form.listed(self, self.modules)
         self._check_adapters()
         self.modules = self.modules.as_given(self._paths, self._stems)
         for name, info in self._of_own_projections(listed).items():
@@ -133,15 +134,28 @@ class AdapterWeights(RowsFile):
             side = match and _SIDES.get(match[3])
             if match and side and match[2] in self.modules.given_slices:
                 names[name] = int(match[1].rpartition(".")[2]), match[2], side
-        projections = self.modules.projections
+        projections, factors = self.modules.projections, defaultdict[Target, dict[str, float]](dict)
+        for layer, module, path, factor in self.modules.slice_factors:
+            factors[layer, module][path] = factor
         self.slices = by_target(self.path, listed, names, self.modules.slices, projections)
         found = {name: info for name, info in listed.items() if name not in names}
         for (layer, module), target in self.slices.items():
             own_names = tensor_names(layer, projections[module])
-            for own_name, (info, given) in zip(own_names, target.joined(), strict=True):
+            for own_name, (info, given) in zip(own_names, target.joined(factors[layer, module]), strict=True):
                 self._put(found, own_name, info, given)
                 self._given[own_name] = given
         return found
+
+    def scale_slices(self, factors: SliceFactors) -> None:
+        """Multiply B of slices, by target and path. Nothing may have been read of them."""
+        if not factors:
+            return
+        told = [(*target, path, factor) for target, own in factors.items() for path, factor in own.items()]
+        self.modules = replace(self.modules, slice_factors=tuple(told))
+        for (layer, module), own in factors.items():
+            names = tensor_names(layer, self.modules.projections[module])
+            for name, (info, _) in zip(names, self.slices[layer, module].joined(own), strict=True):
+                self.tensors[name] = info
 
     def _is_unused(self, name: str, left_out: tuple[str, ...]) -> bool:
         """Note a tensor of a module that a layer has and does not use; False for any other."""
@@ -159,7 +173,7 @@ class AdapterWeights(RowsFile):
     def _shares(self, name: str, info: TensorInfo) -> Iterator[tuple[str, TensorInfo]]:
         """A tensor, or the share in it of each projection that it is of."""
         match = _IN_LAYER.fullmatch(name)
-        if match is None or match[2] not in self.modules.stacked:
+        if match is None or match[2] not in self.modules.stacked or match[3] == INPUT_SCALE:
             yield name, info
             return
         layer, path, kind = match.groups()
@@ -337,7 +351,7 @@ class AdapterWeights(RowsFile):
         info = self.tensor(name)
         if not info.fits(shape):
             raise self.changed()
-        return read_values(self, info, buffer)[:, : shape[1]]
+        return read_values(self, info, buffer)[: shape[0], : shape[1]]
 
     def _plain(self, name: str) -> str:
         if not name.startswith(IN_LAYERS) or not self._form.is_plain:

@@ -11,10 +11,11 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Protocol
 
-from ..pages.projections import Projections
 from .config import CONFIG_FILE, AdapterConfig, read_fields
 from .directory import AdapterDirectory
+from .error import AdapterFormatError
 from .gguf_form import GGUF_SUFFIX, GgufForm
+from .lycoris_form import SUFFIX, LycorisForm, has_lycoris_names
 from .methods.form import MethodForm
 from .methods.registry import method_of
 from .mlx_form import MLX_FILE, MlxForm
@@ -56,8 +57,8 @@ class AdapterForm(Protocol):
         """The file's tensors by its own names, as they lie in it."""
         ...
 
-    def listed(self, file: TensorFile, projections: Projections) -> dict[str, TensorInfo]:
-        """The file's tensors by PEFT's names, with PEFT's shapes. projections: of the base model."""
+    def listed(self, file: TensorFile, modules: ModulePaths) -> dict[str, TensorInfo]:
+        """The file's tensors by PEFT's names, with PEFT's shapes. modules: of the base model."""
         ...
 
     def config(self, directory: AdapterDirectory, given: Collection[str], base: ModulePaths) -> AdapterConfig:
@@ -67,19 +68,35 @@ class AdapterForm(Protocol):
 
 def form_of(directory: AdapterDirectory) -> AdapterForm:
     """The form of a directory's adapter. Raises AdapterFormatError if it has none that is read."""
-    if directory.has(WEIGHTS_FILE):
-        if not directory.has(CONFIG_FILE):
-            raise missing_config(directory, CONFIG_FILE)
+    if directory.has(WEIGHTS_FILE) and directory.has(CONFIG_FILE):
         return _form_of_peft(directory)
     if directory.has(MLX_FILE) and directory.has(CONFIG_FILE):
         return MlxForm()
     if not directory.has(CONFIG_FILE):
-        files = [name for name in directory.names() if name.endswith(GGUF_SUFFIX)]
-        if len(files) == 1 and not directory.has("config.json"):
-            return GgufForm(files[0])
+        if (form := _form_of_one_file(directory)) is not None:
+            return form
         raise missing_config(directory, CONFIG_FILE)
     refuse_other_weights(directory, WEIGHTS_FILE)
     return _form_of_peft(directory)
+
+
+def _form_of_one_file(directory: AdapterDirectory) -> AdapterForm | None:
+    """The form of a directory with one file that is a whole adapter; None for another directory."""
+    if directory.has("config.json"):
+        return None
+    ggufs, others = ([name for name in directory.names() if name.endswith(end)] for end in (GGUF_SUFFIX, SUFFIX))
+    if len(ggufs) == 1 and not directory.has(WEIGHTS_FILE):
+        return GgufForm(ggufs[0])
+    return LycorisForm(others[0]) if len(others) == 1 and not ggufs and _is_of_lycoris(directory, others[0]) else None
+
+
+def _is_of_lycoris(directory: AdapterDirectory, name: str) -> bool:
+    """True for a file of LyCORIS; False for any other, and for one that can't be read."""
+    try:
+        with TensorFile(directory.path / name, directory.open(name, LycorisForm.kind)) as file:
+            return has_lycoris_names(file.entries())
+    except AdapterFormatError:
+        return False
 
 
 def _form_of_peft(directory: AdapterDirectory) -> AdapterForm:

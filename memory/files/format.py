@@ -40,12 +40,17 @@ Names = dict[tuple[int, str], tuple[str, str]]
 
 
 def is_adapter_dir(path: Path) -> bool:
-    """True if a directory means to be an adapter's: anything at all is in its configuration's place, or it has one GGUF
-    file. Such a file is an adapter by itself, too.
+    """True if a directory means to be an adapter's: anything at all is in its configuration's place, or it has one file
+    of a form that needs none. A GGUF file is an adapter by itself, too.
     """
     if os.path.lexists(path / CONFIG_FILE):  # unlike Path's methods this one never raises
         return True
-    return weights_path(path).suffix == GGUF_SUFFIX
+    try:
+        with _opened(path) as directory:
+            _form(path, directory)
+    except AdapterFormatError:
+        return False
+    return True
 
 
 def is_one_file(path: Path) -> bool:
@@ -88,7 +93,10 @@ def inspect_adapter(path: Path, modules: ModulePaths, roots: Sequence[Path] = ()
             _check_invocation(config, modules.vocab_size)
             rows, dropped, num_tokens, added = find_rows(file, config, directory, modules)
             tokens = _own_tokens(path, directory, modules, added)
-            targets, projections = targets_of(config, stem, modules, file.head_names, file.slices), modules.projections
+            targets, factors = targets_of(config, stem, modules, file.head_names, file.slices)
+            file.scale_slices(factors)
+            modules = file.modules
+            projections = modules.projections
             names = {target: tensor_names(target[0], projections[target[1]]) for target in targets}
             untrained = _untrained(file, names, config, projections)
             _leave_out(untrained, targets, names, projections)
@@ -283,7 +291,7 @@ def _check_names(
         if name not in wanted and name not in others:
             why = why_no_vector(name, config, module_keys(projections).values())
             why = why or _why_not(name, file.tensors[name].shape, projections)
-            raise AdapterFormatError(f"{file.path}: tensor {shown(name)} {why}")
+            raise AdapterFormatError(f"{file.path}: tensor {shown(file.given_name(name))} {why}")
     for (layer, module), pair in names.items():
         for name in pair:
             if name not in file.tensors:

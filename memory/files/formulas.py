@@ -18,6 +18,10 @@ class Formula(Protocol):
         """The matrix, in float32 as the parts are."""
         ...
 
+    def is_zero(self, *parts: bool) -> bool:
+        """True if the matrix is all zeros, by which parts are."""
+        ...
+
 
 class RowProducts(NamedTuple):
     """Each row of one matrix times each of another, element by element (Khatri-Rao)."""
@@ -29,6 +33,9 @@ class RowProducts(NamedTuple):
         one, two = (part.T for part in parts) if self.by_columns else parts
         found = (one[:, None] * two).flatten(0, 1)
         return found.T if self.by_columns else found
+
+    def is_zero(self, *parts: bool) -> bool:
+        return any(parts)
 
 
 class Kronecker(NamedTuple):
@@ -44,6 +51,9 @@ class Kronecker(NamedTuple):
         one, two = (torch.eye(size) if size else next(left) for size in self)
         return torch.kron(one.contiguous(), two.contiguous())
 
+    def is_zero(self, *parts: bool) -> bool:
+        return any(parts)
+
 
 class Stacked(NamedTuple):
     """Matrices one above another."""
@@ -53,6 +63,9 @@ class Stacked(NamedTuple):
 
         return torch.cat(parts)
 
+    def is_zero(self, *parts: bool) -> bool:
+        return all(parts)
+
 
 class Blocks(NamedTuple):
     """Matrices side by side, each in rows of its own; zeros elsewhere."""
@@ -60,15 +73,20 @@ class Blocks(NamedTuple):
     firsts: tuple[int, ...]
     """The first row of each."""
     rows: int
+    factors: tuple[float, ...] = ()
+    """Of each; empty: 1."""
 
     def of(self, *parts: torch.Tensor) -> torch.Tensor:
         import torch
 
         found, column = torch.zeros(self.rows, sum(part.shape[1] for part in parts)), 0
-        for first, part in zip(self.firsts, parts, strict=True):
-            found[first : first + part.shape[0], column : column + part.shape[1]] = part
+        for first, factor, part in zip(self.firsts, self.factors or (1.0,) * len(parts), parts, strict=True):
+            found[first : first + part.shape[0], column : column + part.shape[1]] = factor * part
             column += part.shape[1]
         return found
+
+    def is_zero(self, *parts: bool) -> bool:
+        return all(parts)
 
 
 class Tiled(NamedTuple):
@@ -91,6 +109,9 @@ class Tiled(NamedTuple):
         found = torch.cat([matrix[: self.first], tiled.transpose(0, 1).flatten(0, 2)])
         return found.T if self.by_columns else found
 
+    def is_zero(self, *parts: bool) -> bool:
+        return all(parts)
+
 
 class ScaledRows(NamedTuple):
     """The first rows of a matrix, each times a value of a vector, of which there may be fewer."""
@@ -98,3 +119,53 @@ class ScaledRows(NamedTuple):
     def of(self, *parts: torch.Tensor) -> torch.Tensor:
         matrix, vector = parts
         return matrix[: vector.numel()] * vector.reshape(-1, 1)
+
+    def is_zero(self, *parts: bool) -> bool:
+        return any(parts)
+
+
+class Identities(NamedTuple):
+    """Identity matrices side by side, the last of which may be cut."""
+
+    rows: int
+    columns: int
+
+    def of(self, *parts: torch.Tensor) -> torch.Tensor:
+        import torch
+
+        return torch.eye(self.rows).repeat(1, -(-self.columns // self.rows))[:, : self.columns]
+
+    def is_zero(self, *parts: bool) -> bool:
+        return False
+
+
+class Zeros(NamedTuple):
+    """A matrix of zeros."""
+
+    rows: int
+    columns: int
+
+    def of(self, *parts: torch.Tensor) -> torch.Tensor:
+        import torch
+
+        return torch.zeros(self.rows, self.columns)
+
+    def is_zero(self, *parts: bool) -> bool:
+        return True
+
+
+class Mixture(NamedTuple):
+    """Vectors of a bank, the first part, mixed by the softmax of their largest logits, the second."""
+
+    topk: int
+    by_columns: bool = False
+    """The vectors go down columns, not along rows."""
+
+    def of(self, *parts: torch.Tensor) -> torch.Tensor:
+        bank, logits = parts
+        largest = logits.topk(self.topk, dim=-1)
+        mixed = (largest.values.softmax(-1)[..., None] * bank[largest.indices]).sum(-2)
+        return mixed.transpose(1, 2).flatten(0, 1) if self.by_columns else mixed.flatten(1)
+
+    def is_zero(self, *parts: bool) -> bool:
+        return parts[0]

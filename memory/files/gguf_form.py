@@ -2,8 +2,11 @@
 
 For some architectures llama.cpp keeps the rows of q and k in another order, so their B has that order, too. In
 Qwen3.5 it sorts the value heads of Gated DeltaNet by their number within a key head, and then by that head; in
-transformers it is the opposite. All experts of a projection are in one tensor of three dimensions. The rank is a
-tensor's own, and the scale is alpha / rank.
+transformers it is the opposite. In GPT-NeoX it sorts rows of q, k and v by part. All experts of a projection are in one
+tensor of three dimensions. The rank is a tensor's own, and the scale is alpha / rank.
+
+What its converter can't take apart is in no such file: keys and values of latents in newer versions, which have them
+apart, Qwen3-Next's two projections in one, and experts that a checkpoint has in one tensor (Granite-MoE, gpt-oss).
 
 Tests: tests/memory/files/test_adapter_forms.py, tests/core/test_gguf_adapters.py.
 """
@@ -12,7 +15,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,7 +34,7 @@ from .tensor_info import Computed, TensorInfo
 GGUF_SUFFIX = ".gguf"
 
 _PREFIX = "base_model.model.model.layers."
-_TENSOR = re.compile(r"blk\.([0-9]{1,6})\.([a-z_]+)\.weight\.lora_([ab])")
+_TENSOR = re.compile(r"blk\.([0-9]{1,6})\.([a-z_.]+)\.weight\.lora_([ab])")
 
 _PATHS = {
     "attn_q": "self_attn.q_proj",
@@ -55,6 +58,18 @@ _EXPERTS = {
     "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
 }
 
+#: Of latent attention.
+_LATENTS = {
+    "attn_q_a": "self_attn.q_a_proj",
+    "attn_q_b": "self_attn.q_b_proj",
+    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+    "attn_kv_b": "self_attn.kv_b_proj",
+}
+
+_CONVOLUTION = {"shortconv.in_proj": "conv.in_proj", "shortconv.out_proj": "conv.out_proj"}
+
+_GATE_AND_UP = {"ffn_up": "mlp.gate_up_proj"}
+
 _DELTA = {
     "attn_qkv": "linear_attn.in_proj_qkv",
     "attn_gate": "linear_attn.in_proj_z",
@@ -64,21 +79,39 @@ _DELTA = {
 }
 
 _AS_LLAMA = (
-    "arcee", "cohere2", "command-r", "ernie4_5", "exaone4", "gemma", "gemma2", "gemma3", "granite", "llama", "mistral3",
-    "olmo", "olmo2", "qwen2", "qwen3", "seed_oss", "smollm3",
+    "arcee", "cohere2", "command-r", "ernie4_5", "exaone", "exaone4", "gemma", "gemma2", "gemma3", "granite",
+    "hunyuan-dense", "mistral3", "nemotron", "olmo", "olmo2", "phi2", "qwen2", "qwen2vl", "qwen3", "qwen3vl",
+    "seed_oss", "smollm3", "stablelm", "starcoder2",
 )  # fmt: skip
 
-#: Architectures that are read, with the modules that have other names there.
+_WITH_EXPERTS = (
+    "dots1", "ernie4_5-moe", "glm4moe", "gpt-oss", "granitemoe", "hunyuan-moe", "llama", "minimax-m2", "olmoe",
+    "qwen2moe", "qwen3moe", "qwen3vlmoe",
+)  # fmt: skip
+
+#: Architectures that are read, with the modules that have other names there than in `_PATHS`.
 _ARCHITECTURES: dict[str, dict[str, str]] = {
     **{name: {} for name in _AS_LLAMA},
-    "phi3": {"ffn_up": "mlp.gate_up_proj"},
-    **dict.fromkeys(("olmoe", "qwen2moe", "qwen3moe"), _EXPERTS),
+    **dict.fromkeys(_WITH_EXPERTS, _EXPERTS),
+    **dict.fromkeys(("chatglm", "glm4", "phi3"), _GATE_AND_UP),
+    "deepseek2": _EXPERTS | _LATENTS,
+    "gptneox": {},
+    "lfm2": _CONVOLUTION,
+    "lfm2moe": _EXPERTS | _CONVOLUTION,
     "qwen35": _DELTA,
     "qwen35moe": _EXPERTS | _DELTA,
+    "qwen3next": _EXPERTS | {"ssm_ba": "linear_attn.in_proj_ba", "ssm_out": "linear_attn.out_proj"},
 }
 
 #: Architectures for which the halves of rotary pairs are next to each other in rows of q and k.
-_INTERLEAVED = frozenset(["arcee", "granite", "llama", "mistral3", "olmo", "smollm3"])
+_INTERLEAVED = frozenset(["arcee", "granite", "granitemoe", "llama", "mistral3", "olmo", "smollm3"])
+
+#: Architectures whose heads of values in Gated DeltaNet are in another order.
+_TILED = frozenset(["qwen35", "qwen35moe"])
+
+#: Architectures whose rows of q, k and v follow one another by part.
+_BY_PART = frozenset(["gptneox"])
+_Q_K_V = "self_attn.qkv_proj"
 
 _AGAIN = "make it again with llama.cpp's convert_lora_to_gguf.py, or serve PEFT's own files"
 
@@ -101,10 +134,11 @@ class GgufForm:
     def entries(self, file: TensorFile) -> dict[str, TensorInfo]:
         return GgufHeader.read(file).tensors
 
-    def listed(self, file: TensorFile, projections: Projections) -> dict[str, TensorInfo]:
+    def listed(self, file: TensorFile, modules: ModulePaths) -> dict[str, TensorInfo]:
         header = GgufHeader.read(file)
         self._metadata, self._ranks = header.metadata, {}
         names = self._paths(file.path)
+        own_names = {modules.projections[module].path: path for module, path in modules.renamed}
         tensors: dict[str, TensorInfo] = {}
         for name, info in header.tensors.items():
             match = _TENSOR.fullmatch(name)
@@ -112,10 +146,11 @@ class GgufForm:
             if match is None or path is None:
                 file.add(tensors, name, info)
                 continue
-            module, side = f"{_PREFIX}{match[1]}.{path}", match[3].upper()
-            if side == "A" and info.shape:
-                self._ranks[module.removeprefix("base_model.model.")] = info.shape[-2:][0]
-            file.add(tensors, f"{module}.lora_{side}.weight", self._in_order(info, path, side, projections))
+            for own, share in self._shares(info, path, match[3].upper(), modules.projections):
+                module = f"{_PREFIX}{match[1]}.{own_names.get(own, own)}"
+                if match[3] == "a" and info.shape:
+                    self._ranks[module.removeprefix("base_model.model.")] = info.shape[-2:][0]
+                file.add(tensors, f"{module}.lora_{match[3].upper()}.weight", share, name)
         return tensors
 
     def config(self, directory: AdapterDirectory, given: Collection[str], base: ModulePaths) -> AdapterConfig:
@@ -137,6 +172,20 @@ class GgufForm:
             peft["alora_invocation_tokens"] = invocation
         return AdapterConfig.of(file, peft)
 
+    def _shares(
+        self, info: TensorInfo, path: str, side: str, projections: Projections
+    ) -> Iterator[tuple[str, TensorInfo]]:
+        """The paths of the modules that a tensor is of, and the share of each."""
+        if path != _Q_K_V or self._metadata.get("general.architecture") not in _BY_PART:
+            yield path, self._in_order(info, path, side, projections)
+            return
+        parts = [projections[name] for name in ("q_proj", "k_proj", "v_proj") if name in projections]
+        whole = side == "A" or len(info.shape) != 2 or info.shape[0] != sum(each.outputs for each in parts)
+        first = 0
+        for each in parts:
+            yield each.path, info if whole else info.rows(first, each.outputs)
+            first += each.outputs
+
     def _paths(self, file: Path) -> dict[str, str]:
         """Where a layer has the modules, by llama.cpp's names."""
         for field, wanted in (("general.type", "adapter"), ("adapter.type", "lora")):
@@ -151,11 +200,12 @@ class GgufForm:
         return _PATHS | _ARCHITECTURES[architecture]
 
     def _in_order(self, info: TensorInfo, path: str, side: str, projections: Projections) -> TensorInfo:
-        if path in _DELTA.values():
+        architecture = self._metadata.get("general.architecture")
+        if architecture in _TILED and path in _DELTA.values():
             return _grouped(info, path, side, projections)
         module = path.rpartition(".")[2]
         is_turned = side == "B" and module in ("q_proj", "k_proj") and module in projections
-        if not is_turned or self._metadata.get("general.architecture") not in _INTERLEAVED or len(info.shape) != 2:
+        if not is_turned or architecture not in _INTERLEAVED or len(info.shape) != 2:
             return info
         rows, columns = info.shape
         return replace(info, arrangement=Arrangement((rows, columns), interleaved_heads=projections[module].units))

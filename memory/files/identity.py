@@ -173,9 +173,10 @@ class _Reader:
             digest.update(row_bytes(self._file, info, row))
 
     def _has_values(self, info: TensorInfo) -> bool:
-        """True if any value is not zero; for most tensors the first values decide. A computed one is a product."""
+        """True if any value is not zero; for most tensors the first values decide."""
         if info.computed is not None:
-            return all(map(self._has_values, info.stored))
+            formula, parts = info.computed.formula, info.computed.parts
+            return not formula.is_zero(*(not self._has_values(part) for part in parts))
         glance = replace(info, num_bytes=min(info.num_bytes, _GLANCE_BYTES))
         return any(_any(chunk, info.dtype) for part in (glance, info) for chunk in self._chunks(part))
 

@@ -85,7 +85,7 @@ class AdapterManifest:
         if self.invocation_tokens:
             return "is an activated LoRA (alora_invocation_tokens), which can't be composed with others"
         if self.vectors:
-            return "scales or shifts outputs (DoRA or biases), which can't be composed with others"
+            return "scales or shifts outputs (DoRA, biases or IA³), which can't be composed with others"
         if self.head is not None:
             return "has a score head, which can't be composed with others"
         if self.tokens is not None:

@@ -14,7 +14,6 @@ from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
-from ..pages.projections import Projections
 from .arrangement import Arrangement
 from .config import CONFIG_FILE, AdapterConfig, read_fields
 from .directory import AdapterDirectory
@@ -46,7 +45,7 @@ class MlxForm:
     def entries(self, file: TensorFile) -> dict[str, TensorInfo]:
         return file.entries()
 
-    def listed(self, file: TensorFile, projections: Projections) -> dict[str, TensorInfo]:
+    def listed(self, file: TensorFile, modules: ModulePaths) -> dict[str, TensorInfo]:
         return {name: _transposed(info) for name, info in file.listed().items()}
 
     def config(self, directory: AdapterDirectory, given: Collection[str], base: ModulePaths) -> AdapterConfig:

@@ -131,6 +131,9 @@ class ModulePaths:
     given_slices: frozenset[str] = frozenset()
     """Paths of all slices of projections that an adapter has in slices; see `slices`."""
 
+    slice_factors: tuple[tuple[int, str, str, float], ...] = ()
+    """Layer, projection and path of slices with a factor of their own, and that: see `slices`."""
+
     given_together: tuple[str, ...] = ()
     """Paths at which an adapter has tensors of all experts together."""
 
@@ -208,7 +211,7 @@ class ModulePaths:
     @cached_property
     def slices(self) -> dict[str, Slice]:
         """The slices of projections, by path, in which an adapter may have them."""
-        return slices_of(self.projections)
+        return slices_of(self.projections, dict(self.renamed))
 
     def _in(self, names: set[str], path: str) -> tuple[str, ...]:
         """Of a path's projections those that are among `names`; of parts all or none."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from ..pages.projections import Projections
 from .config import CONFIG_FILE, AdapterConfig
 from .directory import AdapterDirectory
 from .module_paths import ModulePaths
@@ -35,7 +34,7 @@ class PeftForm:
     def entries(self, file: TensorFile) -> dict[str, TensorInfo]:
         return file.entries()
 
-    def listed(self, file: TensorFile, projections: Projections) -> dict[str, TensorInfo]:
+    def listed(self, file: TensorFile, modules: ModulePaths) -> dict[str, TensorInfo]:
         return file.listed()
 
     def config(self, directory: AdapterDirectory, given: Collection[str], base: ModulePaths) -> AdapterConfig:

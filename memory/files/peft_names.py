@@ -57,8 +57,10 @@ def matrix_shapes(projection: Projection, rank: int) -> tuple[tuple[int, int], t
 
 
 def vector_names(target: VectorTarget, projections: Projections) -> Iterator[str]:
-    """Of a module's magnitudes, bias and bias of B, those that there are."""
-    return names_of_vectors(_module_key(target.layer, projections[target.module]), target)
+    """Of a module's magnitudes, bias, bias of B and scales, those that there are."""
+    names = filter(None, (target.module, projections.scales(target.module)))
+    keys = {(target.layer, name): _module_key(target.layer, projections[name]) for name in names}
+    return names_of_vectors(target, keys, projections)
 
 
 def _module_key(layer: int, projection: Projection) -> str:

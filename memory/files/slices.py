@@ -1,6 +1,7 @@
 """Projections of a base model that an adapter has in slices: A and B of some of a projection's rows each.
 
 Together they are an A with all their rows, and a B whose blocks are theirs, so the rank is the sum of their ranks.
+Where their scales differ, blocks have the quotients by their target's as factors.
 
 Tests: tests/core/test_tinker_adapters.py
 """
@@ -20,8 +21,11 @@ from .formulas import Blocks, Stacked
 from .tensor_info import Computed, TensorInfo
 from .unserved import SERVE_WITH_ITS_BASE
 
-#: By the path of a projection, the names that trainers give to its sections (Tinker's, of Gated DeltaNet).
-_SLICES = {"linear_attn.in_proj_qkv": ("in_proj_q", "in_proj_k", "in_proj_v")}
+#: By the path of a projection, the names that Tinker gives to its first sections: of Gated DeltaNet, and of Mamba 2.
+_SLICES = {
+    "linear_attn.in_proj_qkv": ("in_proj_q", "in_proj_k", "in_proj_v"),
+    "mamba.in_proj": ("gate_proj", "x_proj"),
+}
 
 Target = tuple[int, str]
 """Layer and projection."""
@@ -35,20 +39,24 @@ class Slice(NamedTuple):
     rows: int
 
 
-def slices_of(projections: Projections) -> dict[str, Slice]:
-    """The slices of a table's projections, by path."""
+def slices_of(projections: Projections, renamed: Mapping[str, str]) -> dict[str, Slice]:
+    """The slices of a table's projections, by path. renamed: projections with another path, and that."""
     found = {}
     for path, names in _SLICES.items():
         own = next((each for each in projections if each.path == path), None)
         if own is not None:
-            firsts = accumulate(own.sections, initial=0)
+            module, firsts = renamed.get(own.name, path).rpartition(".")[0], accumulate(own.sections, initial=0)
             for name, first, rows in zip(names, firsts, own.sections, strict=False):
-                found[f"{path.rpartition('.')[0]}.{name}"] = Slice(own.name, first, rows)
+                found[f"{module}.{name}"] = Slice(own.name, first, rows)
     return found
 
 
 Sides = dict[str, tuple[str, TensorInfo]]
 """Of a slice: name and tensor by side, `A` or `B`."""
+
+
+SliceFactors = dict[Target, dict[str, float]]
+"""By target and path, the factors of slices whose scale is not that of their target."""
 
 
 class SlicedTarget:
@@ -59,28 +67,47 @@ class SlicedTarget:
         self._projection = projection
         self.slices: dict[str, tuple[Slice, Sides]] = {}
 
-    def joined(self) -> Iterator[tuple[TensorInfo, str]]:
-        """A and B of the projection, each with the file's names of it. Raises AdapterFormatError."""
-        ordered = sorted(self.slices.items(), key=lambda item: item[1][0].first)
-        rank = self._rank(ordered[0][1][1])
+    def joined(self, factors: Mapping[str, float]) -> Iterator[tuple[TensorInfo, str]]:
+        """A and B of the projection, each with the file's names of it. factors: of slices whose factor is not 1. Raises
+        AdapterFormatError.
+        """
+        ordered = self._ordered
         for path, (own, sides) in ordered:
-            self._check(path, sides, {"A": (rank, self._projection.inputs), "B": (own.rows, rank)})
-        inner, outputs = rank * len(ordered), self._projection.outputs
+            rank = self.rank(path)
+            self._check(sides, {"A": (rank, self._projection.inputs), "B": (own.rows, rank)})
+        inner, outputs = sum(map(self.rank, self.slices)), self._projection.outputs
         firsts = tuple(own.first for _, (own, _) in ordered)
+        own_factors = tuple(factors.get(path, 1.0) for path, _ in ordered) if factors else ()
         for side, shape, formula in (
             ("A", (inner, self._projection.inputs), Stacked()),
-            ("B", (outputs, inner), Blocks(firsts, outputs)),
+            ("B", (outputs, inner), Blocks(firsts, outputs, own_factors)),
         ):
             parts = tuple(sides[side][1] for _, (_, sides) in ordered)
-            computed = Computed("LoRA", formula, parts, rank, is_larger=False)
+            computed = Computed("LoRA", formula, parts, is_larger=False)
             given = " and ".join(sides[side][0] for _, (_, sides) in ordered)
             yield TensorInfo("F32", shape, 0, 0, computed=computed), given
 
-    def _rank(self, sides: Sides) -> int:
+    @property
+    def _ordered(self) -> list[tuple[str, tuple[Slice, Sides]]]:
+        """The slices in the order of their rows."""
+        return sorted(self.slices.items(), key=lambda item: item[1][0].first)
+
+    def rank(self, path: str) -> int:
+        """The rank of a slice, by its A."""
+        _, sides = self.slices[path]
         shape = sides["A"][1].shape if "A" in sides else ()
         return shape[0] if len(shape) == 2 else 1
 
-    def _check(self, path: str, sides: Sides, shapes: Mapping[str, tuple[int, int]]) -> None:
+    def check_rank(self, path: str, rank: int) -> None:
+        """Raise AdapterFormatError unless a slice has the rank that its configuration says."""
+        if self.rank(path) != rank:
+            name, info = self.slices[path][1]["A"]
+            raise AdapterFormatError(
+                f"{self._file}: tensor {shown(name)} has shape {shown(list(info.shape))}: its rank is "
+                f"{self.rank(path)}, by {CONFIG_FILE} (r, rank_pattern) it is {rank}: mend the wrong one"
+            )
+
+    def _check(self, sides: Sides, shapes: Mapping[str, tuple[int, int]]) -> None:
         name, _ = next(iter(sides.values()))
         for side, shape in shapes.items():
             if side not in sides:
@@ -90,8 +117,8 @@ class SlicedTarget:
             if info.shape != shape:
                 found = f"tensor {shown(name)} has shape {shown(list(info.shape))}"
                 raise AdapterFormatError(
-                    f"{self._file}: {found}, {list(shape)} is needed for a slice of {self._projection.name} with the "
-                    f"ranks of the others; {SERVE_WITH_ITS_BASE}"
+                    f"{self._file}: {found}, {list(shape)} is needed for this slice of {self._projection.name}; "
+                    f"{SERVE_WITH_ITS_BASE}"
                 )
 
 
@@ -99,30 +126,44 @@ def check_slices(
     config: AdapterConfig,
     named: Mapping[Target, Mapping[str, tuple[int, float]]],
     given: Mapping[Target, SlicedTarget],
-) -> None:
-    """Raise AdapterFormatError unless a configuration names the slices that the file has, with one rank and scale.
+    targets: Mapping[Target, tuple[int, float]],
+) -> SliceFactors:
+    """The factors of slices whose scale is not their target's. Raises AdapterFormatError unless a configuration names
+    the slices that the file has, with their ranks.
 
-    named: by target and path of a slice, its rank and scale by the configuration.
+    named: by target and path of a slice, its rank and scale by the configuration. targets: rank and scale of targets.
     """
+    found: SliceFactors = {}
     for (layer, module), target in given.items():
-        own = named.get((layer, module), {})
-        for path in target.slices:
-            if path not in own:
-                raise AdapterFormatError(
-                    f"{config.file}: {path} of layer {layer} is not targeted (target_modules, exclude_modules), but "
-                    "the file has tensors of it; mend either"
-                )
-        missing = [path for path in own if path not in target.slices]
-        if missing and not config.targets_all_linear:
-            raise AdapterFormatError(
-                f"{config.file}: {missing[0]} of layer {layer} is missing in the file, but {CONFIG_FILE} targets it; "
-                "narrow target_modules or save the adapter again"
-            )
-        first, *others = target.slices
-        if differing := [path for path in others if own[path] != own[first]]:
+        own, scale = named.get((layer, module), {}), targets.get((layer, module), (0, 0.0))[1]
+        _check_names(config, layer, own, target)
+        others = {path: own[path][1] for path in target.slices if own[path][1] != scale}
+        if others and not scale:
             raise config.refuse(
-                "rank_pattern", f"{first} and {differing[0]} are of one matrix: train them with one rank and alpha"
+                "alpha_pattern", f"slices of {module} in layer {layer} have alpha 0 and others: mend it"
             )
+        if others:
+            found[layer, module] = {path: other / scale for path, other in others.items()}
+    return found
+
+
+def _check_names(config: AdapterConfig, layer: int, own: Mapping[str, tuple[int, float]], target: SlicedTarget) -> None:
+    """Raise AdapterFormatError unless a configuration names the slices of a target, with their ranks. own: as `named`
+    of `check_slices`.
+    """
+    for path in target.slices:
+        if path not in own:
+            raise AdapterFormatError(
+                f"{config.file}: {path} of layer {layer} is not targeted (target_modules, exclude_modules), but "
+                "the file has tensors of it; mend either"
+            )
+        target.check_rank(path, own[path][0])
+    missing = [path for path in own if path not in target.slices]
+    if missing and not config.targets_all_linear:
+        raise AdapterFormatError(
+            f"{config.file}: {missing[0]} of layer {layer} is missing in the file, but {CONFIG_FILE} targets it; "
+            "narrow target_modules or save the adapter again"
+        )
 
 
 def by_target(

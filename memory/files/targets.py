@@ -16,7 +16,7 @@ from .error import AdapterFormatError, shown
 from .module_names import ModuleNames
 from .module_paths import ExpertForm, ModulePaths
 from .peft_names import HEAD, LAYER, UNEMBED
-from .slices import SlicedTarget, check_slices
+from .slices import SlicedTarget, SliceFactors, check_slices
 
 Targets = dict[tuple[int, str], tuple[int, float]]
 """Rank and scale by layer and projection."""
@@ -28,8 +28,8 @@ def targets_of(
     modules: ModulePaths,
     head_names: Collection[str],
     slices: Mapping[tuple[int, str], SlicedTarget],
-) -> Targets:
-    """(layer, module) → rank and scale of all that the configuration targets.
+) -> tuple[Targets, SliceFactors]:
+    """(layer, module) → rank and scale of all that the configuration targets; and the factors of slices.
 
     "all-linear" leaves the embeddings and the head out, as PEFT does; not a head by Tinker's name, as Tinker does.
     head_names, slices: see `AdapterWeights`.
@@ -42,7 +42,7 @@ def targets_of(
             targets.setdefault((layer, module), rank_and_scale)
         if (path := name.partition(f"layers.{layer}.")[2]) in modules.given_slices:
             named[layer, parts[0]][path] = rank_and_scale
-    check_slices(config, named, slices)
+    factors = check_slices(config, named, slices, targets)
     targets |= _parameter_targets(config, stem, modules, targets)
     if config.ties_weights and modules.ties_trained:
         targets |= _tied_targets(config, targets, modules)
@@ -51,7 +51,7 @@ def targets_of(
             f"{file}: target_modules, exclude_modules and layers_to_transform match none of {modules.names} "
             f"in the base model's {modules.projections.num_layers} layers{_elsewhere(config, stem, modules)}"
         )
-    return targets
+    return targets, factors
 
 
 def _found(

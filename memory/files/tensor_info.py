@@ -35,7 +35,7 @@ class TensorInfo:
         """True if a matrix of this shape can be read from it."""
         if self.computed is None or not self.computed.is_wide or len(shape) != 2:
             return self.shape == shape
-        return self.shape[0] == shape[0] and self.shape[1] >= shape[1]
+        return self.shape[0] >= shape[0] and self.shape[1] >= shape[1]
 
     def rows(self, first: int, count: int) -> TensorInfo:
         """A run of the rows of a matrix."""
@@ -71,4 +71,4 @@ class Computed(NamedTuple):
     is_larger: bool = True
     """True if A and B may take far more memory than the file's tensors."""
     is_wide: bool = False
-    """True if modules with fewer inputs have the first columns of it."""
+    """True if modules with fewer inputs or outputs have the first columns or rows of it."""

@@ -16,9 +16,10 @@ from .manifest import AdapterManifest
 from .module_paths import ExpertForm
 from .score_head import TENSORS
 from .tensor_info import TensorInfo
+from .vectors import INPUT_SCALE, OUTPUT_SCALE
 
 _MOST_NAMED = 4
-_NAME = re.compile(r"base_model\.model\.(?:model\.)?(.+?)\.(lora_.+|bias)")
+_NAME = re.compile(r"base_model\.model\.(?:model\.)?(.+?)\.(lora_.+|bias|output_scale|input_scale)")
 _SIDES = {
     "lora_A.weight": "A",
     "lora_B.weight": "B",
@@ -27,6 +28,8 @@ _SIDES = {
     "lora_magnitude_vector": "magnitudes",
     "lora_B.bias": "the bias of B",
     "bias": "the bias",
+    OUTPUT_SCALE: "scales of outputs",
+    INPUT_SCALE: "scales of inputs",
 }
 _UNUSED = "not used: outside the text model, or without values"
 

@@ -58,6 +58,11 @@ def refuse_other_weights(directory: AdapterDirectory, weights_file: str) -> None
         )
 
 
+MERGE = (
+    "merge it with PEFT (peft.PeftModel.from_pretrained(base, ADAPTER).merge_and_unload().save_pretrained(DIR)) and "
+    "serve the result as a MODEL of its own, or train LoRA"
+)
+
 SERVE_WITH_ITS_BASE = "serve it with the base model that it was trained on"
 
 

@@ -1,4 +1,5 @@
-"""Tensors of an adapter with one value for each output of a module: DoRA's magnitudes, trained biases, biases of B.
+"""Tensors of an adapter with one value for each output of a module: DoRA's magnitudes, trained biases, biases of B, and
+scales.
 
 Tests: tests/memory/files/test_vectors.py
 """
@@ -8,25 +9,28 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 
 from ..pages.adapter_layout import VectorTarget
-from ..pages.projections import Projection
+from ..pages.projections import Projection, Projections
 from .config import CONFIG_FILE, AdapterConfig
 from .error import AdapterFormatError, shown
 from .module_paths import ModulePaths
 from .tensor_file import TensorFile
-from .unserved import mend_of
+from .unserved import MERGE, mend_of
 
 #: Ends of the names, and the field of `VectorTarget` that says whether there is one.
 MAGNITUDE, BIAS, LORA_BIAS = "lora_magnitude_vector", "bias", "lora_B.bias"
+OUTPUT_SCALE, INPUT_SCALE = "output_scale", "input_scale"
 
 #: Other ends that PEFT writes, and the usual ones.
 ENDS = {f"{MAGNITUDE}.weight": MAGNITUDE, f"base_layer.{BIAS}": BIAS}
 
 #: Regular expression of all ends.
-PATTERN = r"lora_magnitude_vector(?:\.weight)?|lora_B\.bias|(?:base_layer\.)?bias"
+PATTERN = r"lora_magnitude_vector(?:\.weight)?|lora_B\.bias|(?:base_layer\.)?bias|output_scale|input_scale"
 
 _OTHER_BIAS = (
     "is a bias of something other than a projection, which is not supported; train with bias='lora_only' or 'none'"
 )
+
+_OTHER_SCALE = f"scales outputs of something other than a projection of a layer; {MERGE}"
 
 #: Module of a layer → rank and scale of LoRA.
 Targets = Mapping[tuple[int, str], tuple[int, float]]
@@ -50,26 +54,53 @@ def vector_targets(
                 f"{file.path}: tensor {key}.{BIAS} is a bias of {module} in layer {layer}, which the base model has "
                 "not; serve it with the base model that it was trained on"
             )
-        target = VectorTarget(layer, module, is_target and config.uses_dora, has_bias, is_target and config.lora_bias)
+        target = VectorTarget(
+            layer,
+            module,
+            is_target and config.uses_dora,
+            has_bias,
+            is_target and config.lora_bias,
+            is_target and f"{key}.{OUTPUT_SCALE}" in file.tensors,
+            _scales_next(file, keys, targets, layer, modules.projections.scales(module)),
+        )
         if any(target[2:]):
             if is_of_mixture:
                 raise AdapterFormatError(
-                    f"{file.path}: DoRA or a bias is on {module} of layer {layer}, a part of a mixture of experts, "
-                    "where plain LoRA alone is served; train with use_dora=False, lora_bias=False and bias='none'"
+                    f"{file.path}: DoRA, a bias or a scale is on {module} of layer {layer}, a part of a mixture of "
+                    "experts, where plain LoRA alone is served; train with use_dora=False, lora_bias=False and "
+                    "bias='none'"
                 )
-            _check(file, key, target, modules.projections[module])
+            _check(file, vector_names(target, keys, modules.projections), target, modules.projections[module])
             found.append(target)
     return tuple(found)
 
 
-def vector_names(key: str, target: VectorTarget) -> Iterator[str]:
-    """Names of a module's vectors. key: the beginning of its tensors' names."""
-    ends = ((MAGNITUDE, target.has_magnitude), (BIAS, target.has_bias), (LORA_BIAS, target.has_lora_bias))
-    return (f"{key}.{end}" for end, is_there in ends if is_there)
+def _scales_next(
+    file: TensorFile, keys: Mapping[tuple[int, str], str], targets: Targets, layer: int, reader: str | None
+) -> bool:
+    """True if there are scales of the inputs of a module's reader."""
+    if reader is None or (layer, reader) not in targets:
+        return False
+    return f"{keys[layer, reader]}.{INPUT_SCALE}" in file.tensors
 
 
-def _check(file: TensorFile, key: str, target: VectorTarget, projection: Projection) -> None:
-    for name in vector_names(key, target):
+def vector_names(target: VectorTarget, keys: Mapping[tuple[int, str], str], projections: Projections) -> Iterator[str]:
+    """Names of a module's vectors. keys: beginnings of the names of modules' tensors."""
+    key = keys[target.layer, target.module]
+    ends = (
+        (MAGNITUDE, target.has_magnitude),
+        (BIAS, target.has_bias),
+        (LORA_BIAS, target.has_lora_bias),
+        (OUTPUT_SCALE, target.has_scale),
+    )
+    yield from (f"{key}.{end}" for end, is_there in ends if is_there)
+    reader = projections.scales(target.module)
+    if target.has_scale_of_next and reader is not None:
+        yield f"{keys[target.layer, reader]}.{INPUT_SCALE}"
+
+
+def _check(file: TensorFile, names: Iterator[str], target: VectorTarget, projection: Projection) -> None:
+    for name in names:
         info = file.tensors.get(name)
         if info is None:
             field = "lora_bias" if name.endswith(LORA_BIAS) else "use_dora"
@@ -79,8 +110,8 @@ def _check(file: TensorFile, key: str, target: VectorTarget, projection: Project
             )
         if info.shape != (projection.outputs,):
             raise AdapterFormatError(
-                f"{file.path}: tensor {name} has shape {shown(list(info.shape))}, {[projection.outputs]} is needed; "
-                f"{mend_of(info.shape)}"
+                f"{file.path}: tensor {file.given_name(name)} has shape {shown(list(info.shape))}, "
+                f"{[projection.outputs]} is needed; {mend_of(info.shape)}"
             )
 
 
@@ -89,6 +120,8 @@ def why_no_vector(name: str, config: AdapterConfig, modules: Collection[str]) ->
 
     modules: beginnings of the names of the base model's modules.
     """
+    if name.endswith((f".{OUTPUT_SCALE}", f".{INPUT_SCALE}")):
+        return _why_no_scale(name, modules)
     ends = {MAGNITUDE: ("use_dora", False), LORA_BIAS: ("lora_bias", False), BIAS: ("bias", "none")}
     end = next((end for end in (MAGNITUDE, LORA_BIAS, BIAS) if name.endswith(f".{end}")), None)
     if end is None:
@@ -100,6 +133,17 @@ def why_no_vector(name: str, config: AdapterConfig, modules: Collection[str]) ->
     if name.removesuffix(f".{end}") in modules:
         return f"is not targeted by {CONFIG_FILE} (target_modules, exclude_modules, layers_to_transform); mend either"
     return _OTHER_BIAS if end == BIAS else None
+
+
+def _why_no_scale(name: str, modules: Collection[str]) -> str:
+    """The same of a scale."""
+    if name.endswith(f".{OUTPUT_SCALE}"):
+        is_there = name.removesuffix(f".{OUTPUT_SCALE}") in modules
+        return "is not targeted by adapter_config.json; mend either" if is_there else _OTHER_SCALE
+    return (
+        "scales inputs, which is served of down_proj in a gated feed-forward part alone, and where up_proj is a matrix "
+        f"of its own; {MERGE}"
+    )
 
 
 def _why_no_other_bias(name: str) -> str | None:

@@ -61,6 +61,10 @@ class VectorTarget(NamedTuple):
     """A bias in place of the base model's."""
     has_lora_bias: bool = False
     """A bias of B."""
+    has_scale: bool = False
+    """Factors of its outputs."""
+    has_scale_of_next: bool = False
+    """Factors of the inputs of the module whose inputs have these outputs as factors; see `Projections.scales`."""
 
 
 def uniform_parts(

@@ -371,6 +371,26 @@ class Projections:
         """The projections of a layer, by id."""
         return tuple(sorted((each.name for each in self.layers[layer]), key=self.id))
 
+    def scales(self, name: str) -> str | None:
+        """The projection whose inputs each have an output of this one as a factor, in every layer that has this one:
+        of a gated part's `up_proj` its `down_proj`. None for others.
+        """
+        return self._scaled.get(name)
+
+    @cached_property
+    def _scaled(self) -> dict[str, str]:
+        found: dict[str, str] = {}
+        without: set[str] = set()
+        for layer in self.layers:
+            inputs, outputs = (
+                [each.name for each in layer if each.group is own] for own in (Group.GATE_UP, Group.DOWN)
+            )
+            if len(inputs) == 2 and len(outputs) == 1:
+                found[inputs[1]] = outputs[0]
+            else:
+                without.update(inputs)
+        return {name: reader for name, reader in found.items() if name not in without}
+
     def columns(self, layer: int, group: Group) -> tuple[tuple[int, int, int], ...]:
         """(module id, first column, width) of a layer's projections of a group, whose outputs are side by side."""
         own = sorted((self.id(each.name), each.outputs) for each in self.layers[layer] if each.group is group)

@@ -62,11 +62,16 @@ def _channels(
     parallel: bool,
     content: bool,
 ) -> str:
-    """The start rule of output as messages: reasoning, and then calls or an answer."""
+    """The start rule of output as messages: reasoning, and then calls, maybe announced, or an answer."""
     spelt = rules.spelt
     end = spelt.first_of(syntax.continues) or syntax.continues
-    rules.add(spelt.text_up_to("thought", end))
-    thoughts = f"({spelt(syntax.thinks)} thought {spelt(syntax.continues[len(end) :])})*"
+    rules.add(spelt.text_up_to("said", end))
+    more = spelt(syntax.continues[len(end) :])
+    if syntax.most is None:
+        thoughts = f"({spelt(syntax.thinks)} said {more})*"
+    else:  # in one message: each would have the bound
+        rules.add(_bounded(syntax.most))
+        thoughts = f"({spelt(syntax.thinks)} thought {spelt(syntax.continues)})?"
     answer = f"{spelt(syntax.answers)} {'@content' if content else 'TEXT'}"
     if not tools:
         return f"{thoughts} {answer}"
@@ -76,7 +81,10 @@ def _channels(
         _calls(syntax.calls, tools, rules, parallel=parallel)
         names = " | ".join(map(json.dumps, tools))  # messages to others are thoughts
         called = f'" to=" ({names}) {spelt(syntax.message)} {spelt(syntax.calls.frame.open)} calls'
-    return f"{thoughts} {called if forced else f'({called} | {answer})'}"
+    if forced:
+        return f"{thoughts} {called}"
+    announced = f"({spelt(syntax.announces)} said {more})? " if syntax.announces else ""
+    return f"{thoughts} ({announced}{called} | {answer})"
 
 
 def _calls(form: ToolCallFormat, tools: Mapping[str, dict[str, Any]], rules: Rules, *, parallel: bool) -> str:
@@ -99,6 +107,11 @@ def _calls(form: ToolCallFormat, tools: Mapping[str, dict[str, Any]], rules: Rul
 _INDEX = "\0"
 
 
+def _bounded(most: int) -> str:
+    """The rule of thoughts of so many tokens at most."""
+    return f"thought[max_tokens={most}]: TEXT" if most else 'thought: ""'
+
+
 def _reasoning(syntax: OutputSyntax, rules: Rules, *, always: bool) -> str:
     """The beginning of the start rule if the output may reason, or continues reasoning.
 
@@ -110,7 +123,7 @@ def _reasoning(syntax: OutputSyntax, rules: Rules, *, always: bool) -> str:
     if reasoning.most is None:
         rules.add(spelt.text_up_to("reasoned", reasoning.close))
     else:
-        rules.add(f"thought[max_tokens={reasoning.most}]: TEXT" if reasoning.most else 'thought: ""')
+        rules.add(_bounded(reasoning.most))
         rules.add(f"reasoned: thought {spelt(reasoning.close)}")
     rules.add("BLANKS: /\\n{0,2}/")
     return "reasoned BLANKS " if syntax.reasons_already else f"({spelt(reasoning.open)} reasoned BLANKS)? "

@@ -157,8 +157,8 @@ class ToolFields(BaseModel):
 
     def obeyed_budget(self, tokenizer: Tokenizer) -> int | None:
         """Most tokens of reasoning; None: unlimited, as where reasoning ends without a special token."""
-        reasoning = self.syntax(tokenizer).reasoning
-        if reasoning is None or reasoning.close not in tokenizer.specials_in(reasoning.close):
+        close = self.syntax(tokenizer).closes_reasoning
+        if close is None or close not in tokenizer.specials_in(close):
             return None
         return None if self.thinking_token_budget == -1 else self.thinking_token_budget
 
@@ -198,10 +198,8 @@ class ToolFields(BaseModel):
         text = json.dumps(list(schemas.values()), ensure_ascii=False)
         check_size("tools", Grammar(GrammarKind.JSON_SCHEMA, text), limits)
         self._check_enforceable(schemas, None if syntax.calls is None else syntax.calls.style.arguments)
-        if syntax.reasoning is not None:
-            syntax = replace(syntax, reasoning=replace(syntax.reasoning, most=budget))
         lark = output_grammar(
-            syntax,
+            syntax.bounded(budget),
             schemas,
             tokenizer.specials_in(syntax.marks),
             forced=forced,

@@ -79,8 +79,10 @@ class ArgumentSyntax(ABC):
     """Texts of it that may be special tokens."""
 
     @abstractmethod
-    def reader(self, schema: Mapping[str, Any]) -> ArgumentReader:
-        """A reader of one call's arguments. schema: of the function's arguments."""
+    def reader(self, schema: Mapping[str, Any], ends: Sequence[str] = ()) -> ArgumentReader:
+        """A reader of one call's arguments. schema: of the function's arguments. ends: marks that end a call; they also
+        end JSON that is not complete, outside of strings.
+        """
 
     @abstractmethod
     def grammar(self, schema: Mapping[str, Any], rules: Rules) -> str:
@@ -100,9 +102,9 @@ class JsonSyntax(ArgumentSyntax):
         """ends: marks that end arguments outside of strings, even if the JSON is not complete."""
         self._ends = ends
 
-    def reader(self, schema: Mapping[str, Any]) -> ArgumentReader:
+    def reader(self, schema: Mapping[str, Any], ends: Sequence[str] = ()) -> ArgumentReader:
         del schema
-        return JsonArguments(self._ends)
+        return JsonArguments((*self._ends, *ends))
 
     def grammar(self, schema: Mapping[str, Any], rules: Rules) -> str:
         del rules

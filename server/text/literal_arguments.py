@@ -23,6 +23,9 @@ _MOST_DEPTH = 64
 _BARE = re.compile(r"""[,()\[\]{}"']""")
 _PREFIX = re.compile(r"(?:^|\W)[bfruBFRU]{0,2}\Z")
 """Pattern of what stands before a text in quotation marks, up to three characters."""
+_MARK = re.compile(r"""["'\\]""")
+_MOST_NAME = 256
+"""Characters of an argument's name: more of them are a value."""
 _OPENING, _CLOSING = "([{", ")]}"
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "a": "\a", "b": "\b", "f": "\f", "v": "\v", "\n": ""}
 _ESCAPE = re.compile(
@@ -58,6 +61,7 @@ class LiteralArguments:
         self._open: list[_Open] = []
         self._quote = ""  # of the text that is being read
         self._scanned = self._depth = 0  # how far a value that is not quoted has been read, and brackets open there
+        self._searched = 0  # how far the end of a name, or of quoted text in such a value, has been searched
         self._step = self._begin
         self.held = ""
 
@@ -100,25 +104,35 @@ class LiteralArguments:
     def _name(self, text: str, final: bool) -> tuple[str, str] | None:
         """A member's name, and the rest; None: the text may go on."""
         if self._marks:
-            name, mark, rest = text.partition(":")
-            name = name.strip().removeprefix(self._marks).removesuffix(self._marks)
-            return (name, rest) if mark or final else None
+            found = self._named(text, final)
+            return found and (found[0].removeprefix(self._marks).removesuffix(self._marks), found[1])
         return self._key(text, final) if len(self._open) > 1 else self._keyword(text, final)
 
     def _key(self, text: str, final: bool) -> tuple[str, str] | None:
         """The key of a Python dictionary, and the rest."""
-        key = _quoted(text)
-        if key is None and text[0] in "\"'" and not final:
+        end = self._text_end(text, 1) if text[0] in "\"'" else None
+        if end is not None and end < 0 and not final:
             return None
-        name, rest = (text.partition(":")[0], text[len(text.partition(":")[0]) :]) if key is None else key
-        rest = rest.lstrip(SPACE)
-        return (name.strip() if key is None else name, rest.removeprefix(":")) if rest or final else None
+        self._searched = 0 if end is not None else self._searched
+        key = None if end is None or end < 0 else _quoted(text[: end + _MOST_BLANKS])
+        if end is None or key is None:
+            return self._named(text, final)
+        rest = text[end:].lstrip(SPACE)
+        return (key, rest.removeprefix(":")) if rest or final else None
+
+    def _named(self, text: str, final: bool) -> tuple[str, str] | None:
+        """A name up to a colon, and the rest."""
+        at = text.find(":", self._searched)
+        self._searched = 0 if at >= 0 or final else len(text)
+        if at < 0:
+            return (text.strip(), "") if final else None
+        return text[:at].strip(), text[at + 1 :]
 
     def _keyword(self, text: str, final: bool) -> tuple[str, str] | None:
         """The name of an argument, and the rest; a value without one has that of the next property."""
-        found = KEY.match(text)
+        found = KEY.match(text, 0, _MOST_NAME)
         rest = text[found.end() :].lstrip(SPACE) if found else text
-        if found and rest in ("", "=") and not final:
+        if found and rest in ("", "=") and not final and len(text) < _MOST_NAME:
             return None
         if found and rest.startswith("=") and not rest.startswith("=="):
             return found[0], rest[1:]
@@ -211,11 +225,31 @@ class LiteralArguments:
         """Where a text in quotation marks ends, or its first mark if it is none; -1: not yet. at: behind that."""
         if self._marks or not _PREFIX.search(text[max(0, at - 4) : at - 1]):  # an apostrophe
             return at
-        end = _quoted(text[at - 1 :])
-        if end is None and not final:
+        end = self._text_end(text, at)
+        if end < 0 and not final:
             self._scanned = at - 1
             return -1
-        return at if end is None else len(text) - len(end[1])
+        self._searched = 0
+        return at if end < 0 else end
+
+    def _text_end(self, text: str, at: int) -> int:
+        """Where a text in quotation marks ends that begins at a position; -1: not yet."""
+        quote, at = text[at - 1], max(at, self._searched)
+        while (found := _MARK.search(text, at)) is not None:
+            if found[0] == "\\":
+                at = found.end() + 1
+            elif found[0] == quote:
+                ends = _ends(text, found.end(), final=False)
+                if ends:
+                    return found.end()
+                at = found.end()
+                if ends is None:
+                    self._searched = found.start()
+                    return -1
+            else:
+                at = found.end()
+        self._searched = max(at, len(text))
+        return -1
 
 
 def _json_of(text: str) -> str:
@@ -229,12 +263,10 @@ def _json_of(text: str) -> str:
         return json.dumps(text, ensure_ascii=False)
 
 
-def _quoted(text: str) -> tuple[str, str] | None:
-    """The text in the quotation marks that a text begins with, and the rest; None if they are not closed."""
-    if not text.startswith(('"', "'")):
-        return None
-    piece, rest, has_ended = _unescaped(text[1:], text[0], final=False)
-    return (json.loads(f'"{piece}"'), rest[1:]) if has_ended else None
+def _quoted(text: str) -> str | None:
+    """The text in the quotation marks that a text begins with; None if they are not closed."""
+    piece, _, has_ended = _unescaped(text[1:], text[0], final=False)
+    return json.loads(f'"{piece}"') if has_ended else None
 
 
 def _unescaped(text: str, quote: str, *, final: bool) -> tuple[str, str, bool]:

@@ -36,7 +36,8 @@ class LiteralSyntax(ArgumentSyntax):
     def marks(self) -> tuple[str, ...]:  # type: ignore[override]
         return (self.quote,)
 
-    def reader(self, schema: Mapping[str, Any]) -> LiteralArguments:
+    def reader(self, schema: Mapping[str, Any], ends: Sequence[str] = ()) -> LiteralArguments:
+        del ends
         return LiteralArguments(self.close, self.quote, schema)
 
     def grammar(self, schema: Mapping[str, Any], rules: Rules) -> str:

@@ -175,7 +175,7 @@ class OutputParser(PartReader):
 
     def _begin_head(self, frame: Frame) -> None:
         self._frame = frame
-        self._ends = JsonEnd()
+        self._ends = JsonEnd(ends=frame.ends)
         self._step = self._head
 
     def _head(self) -> bool:
@@ -212,7 +212,7 @@ class OutputParser(PartReader):
             return self._no_call()
         self._held, self._style = rest, style
         self._begin_call(name)
-        self._arguments = style.arguments.reader(self._tools[name])
+        self._arguments = style.arguments.reader(self._tools[name], self._frame.ends)
         self._step = self._in_arguments
         return True
 
@@ -251,17 +251,20 @@ class OutputParser(PartReader):
         self._held = self._arguments.held if rest is None else rest
         if rest is None:
             return False
-        self._ends = JsonEnd(1)
+        self._ends = JsonEnd(1, self._frame.ends)
         self._step = self._wrapping if self._style.wrapped else self._end
         return True
 
     def _wrapping(self) -> bool:
-        """After the arguments, up to the end of the object that contains them."""
+        """After the arguments, up to the end of the object that contains them, or of the call if that is cut short."""
         end = self._ends.find(self._held, 0)
+        if end >= 0:
+            self._held, self._step = self._held[end:], self._close
+            return True
+        kept = 0 if self._ends.in_string else max((overlap(self._held, mark) for mark in self._frame.ends), default=0)
         self._ends.at -= len(self._held)
-        self._held = self._held[end:] if end >= 0 else ""
-        self._step = self._close if end >= 0 else self._wrapping
-        return end >= 0
+        self._held = self._held[len(self._held) - kept :]
+        return False
 
     def _end(self) -> bool:
         """After arguments that are not part of a JSON object, before the text that ends the call, if any."""

@@ -6,7 +6,7 @@ Tests: tests/server/text/test_output_parser.py, tests/server/text/test_channel_p
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from .argument_syntax import SPACE, ArgumentSyntax, JsonSyntax
 
@@ -37,6 +37,14 @@ class Frame:
     last: str = ""
     between: str = ""
     """What a grammar writes between two calls."""
+
+    @property
+    def ends(self) -> tuple[str, ...]:
+        """Marks that end a call, whether or not it is complete: they stand in no JSON but in strings. One with brackets
+        could be JSON as far as it has come.
+        """
+        marks = dict.fromkeys((self.close, self.open))
+        return tuple(mark for mark in marks if len(mark) > 1 and not set(mark) & set('"\\[]{}'))
 
     @property
     def listed(self) -> bool:
@@ -123,6 +131,8 @@ class ChannelFormat:
     """Header of an answer that a grammar writes."""
     continues: str
     """What a grammar writes between two messages."""
+    announces: str = ""
+    """Header of content before a call that a grammar writes; "": there is none."""
     readers: tuple[str, ...] = ("",)
     """Recipients of content; messages to others than these and to functions are reasoning."""
     reasoning: re.Pattern[str] = re.compile("<none>")
@@ -131,6 +141,13 @@ class ChannelFormat:
     """Text before the names of functions in recipients."""
     framed: bool = False
     """A message to functions is calls in the frames of `calls`; otherwise it is the arguments of one call."""
+    most: int | None = None
+    """Most tokens of reasoning; None: unlimited."""
+
+    @property
+    def closes(self) -> str:
+        """The mark that ends a message which another one follows."""
+        return next(end for end in self.ends if self.continues.startswith(end))
 
     @property
     def marks(self) -> tuple[str, ...]:
@@ -166,6 +183,18 @@ class OutputSyntax:
     answer: AnswerFormat | None = None
     channels: ChannelFormat | None = None
     """Output is messages; then the others but `calls` are None."""
+
+    @property
+    def closes_reasoning(self) -> str | None:
+        """The mark that ends reasoning; None: there is none."""
+        if self.channels is not None:
+            return self.channels.closes
+        return None if self.reasoning is None else self.reasoning.close
+
+    def bounded(self, most: int | None) -> OutputSyntax:
+        """The same with at most so many tokens of reasoning."""
+        channels = None if self.channels is None else replace(self.channels, most=most)
+        return replace(self, channels=channels, reasoning=self.reasoning and replace(self.reasoning, most=most))
 
     @property
     def marks(self) -> str:

@@ -67,7 +67,8 @@ class TaggedSyntax(ArgumentSyntax):
         """True if a value of this schema is written as it is, not as JSON."""
         return isinstance(schema, Mapping) and schema.get("type") == "string"
 
-    def reader(self, schema: Mapping[str, Any]) -> TaggedArguments:
+    def reader(self, schema: Mapping[str, Any], ends: Sequence[str] = ()) -> TaggedArguments:
+        del ends
         return TaggedArguments(self, schema)
 
     def grammar(self, schema: Mapping[str, Any], rules: Rules) -> str:

@@ -61,6 +61,7 @@ _DSML = wide("|DSML|")
 _DSML_STYLE = _invoked(_DSML, _parameters(_DSML, '" string="false">', '" string="true">'))
 
 _GLM = TaggedSyntax("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>", "", "\n")
+_GLM_INLINE = TaggedSyntax("<arg_key>", "</arg_key><arg_value>", "</arg_value>", "", "")
 _GLM_HEAD = re.compile(r"\s*(?P<name>[^\s<{]{1,64})\s*(?=<arg_key>|</tool_call>)")
 
 _KIMI_HEAD = re.compile(
@@ -145,6 +146,12 @@ TOOL_CALL_FORMATS = (
         ("<tool_call>", "<function="),
         (_XML,),
         (Frame("<tool_call>", "</tool_call>", between="\n"),),
+    ),
+    ToolCallFormat(
+        "glm5",
+        ("<tool_call>{function-name}<arg_key>",),
+        (CallStyle(_GLM_HEAD, "{name}", "", _GLM_INLINE),),
+        (Frame("<tool_call>", "</tool_call>"),),
     ),
     ToolCallFormat(
         "glm4",
@@ -255,6 +262,7 @@ HARMONY = ChannelFormat(
     thinks="<|channel|>analysis<|message|>",
     answers="<|channel|>final<|message|>",
     continues="<|end|><|start|>assistant",
+    announces="<|channel|>commentary<|message|>",
     reasoning=re.compile(r"<\|channel\|>\s*analysis"),
     functions="functions.",
 )

@@ -134,6 +134,31 @@ METHODS: dict[str, dict[str, Any]] = {
         "projection_prng_key": 5,
     },
     "vera-of-some": {"method": "Vera", "r": 3, "target_modules": ["k_proj", "gate_proj"], "layers_to_transform": [1]},
+    "ia3": {
+        "method": "IA3",
+        "target_modules": ["k_proj", "v_proj", "down_proj"],
+        "feedforward_modules": ["down_proj"],
+    },
+    "ia3-of-outputs": {
+        "method": "IA3",
+        "target_modules": r".*\.([02])\..*_proj",
+        "feedforward_modules": r".*\.2\.mlp\.down_proj",
+    },
+    "miss": {"method": "Miss", "r": 5, "target_modules": ATTENTION + MLP},
+    "miss-of-some": {
+        "method": "Miss",
+        "r": 8,
+        "target_modules": ["k_proj", "down_proj"],
+        "layers_to_transform": [0, 2],
+    },
+    "vb-lora": {
+        "method": "VBLoRA",
+        "r": 4,
+        "num_vectors": 12,
+        "vector_length": 8,
+        "topk": 3,
+        "target_modules": ATTENTION + MLP,
+    },
     "adalora": {
         "method": "AdaLora",
         "init_r": 5,
@@ -175,6 +200,8 @@ BIASED_FORMS: dict[str, dict[str, Any]] = {
         "alora_invocation_tokens": INVOCATION,
         "lora_bias": True,
     },
+    "ia3": METHODS["ia3"],
+    "ia3-of-outputs": METHODS["ia3-of-outputs"],
 }
 
 
@@ -218,8 +245,9 @@ def _config(method: str = "Lora", **arguments: Any) -> Any:
     """The configuration of a method by PEFT's name of it."""
     import peft
 
-    init = "init_lora_weights" if method in ("Lora", "AdaLora") else "init_weights"
-    return getattr(peft, f"{method}Config")(**{init: False, "task_type": "CAUSAL_LM", **arguments})
+    init = {"init_lora_weights" if method in ("Lora", "AdaLora") else "init_weights": False}
+    init = {} if method == "VBLoRA" else {"init_ia3_weights": False} if method == "IA3" else init
+    return getattr(peft, f"{method}Config")(**init, task_type="CAUSAL_LM", **arguments)
 
 
 def _train(model: torch.nn.Module) -> None:

@@ -18,8 +18,10 @@ from chorus.core.executors.adapters import check_tables
 from chorus.core.executors.base import EngineLimits, ModelExecutor
 from chorus.core.executors.cuda import CudaShapes
 from chorus.core.model import experts as mixture
+from chorus.core.model import native_decoder
 from chorus.core.model.config import UnsupportedModel
 from chorus.core.model.open_weights import open_weights
+from chorus.core.model.program.native_ops import NoNativeOp
 from chorus.core.model.read_config import read_model_config
 from chorus.core.model.shard import Shard
 from chorus.graphs.runner import StepMode
@@ -148,9 +150,15 @@ def test_experts_are_packed_for_the_kernels_that_are_asked_for(tmp_path, cpu_ker
 
 
 @pytest.mark.native
-def test_what_computes_experts_is_said(tiny, caplog):
+def test_what_computes_experts_is_said(tiny, caplog, monkeypatch):
+    """Where the native decoder lacks another part of a model."""
+
+    def lacks(*_: object, **__: object) -> None:
+        raise NoNativeOp("such part")
+
+    monkeypatch.setattr(native_decoder, "NativeProgram", lacks)
     with caplog.at_level("WARNING", logger="chorus"):
-        executor_of(tiny("nemotron-3").model, cpu_kernels="auto")
+        executor_of(tiny("qwen3-moe").model, cpu_kernels="auto")
     want = "steps run on torch's operators, but for mixtures of experts, which the native library computes: it has no "
     assert [record.message.startswith(want) for record in caplog.records].count(True) == 1
 

@@ -13,6 +13,8 @@ from safetensors.torch import load_file, save_file
 from chorus.core.model.read_config import read_model_config
 from chorus.memory.files.error import AdapterFormatError
 from chorus.memory.files.format import inspect_adapter
+from chorus.memory.files.identity import open_unchanged, with_content, with_effect
+from chorus.memory.files.peft_names import tensor_shapes
 
 from .test_adapter_forms import told
 from .test_expert_adapters import values_of
@@ -120,6 +122,89 @@ def test_slices_are_the_whole_s_values_in_pages(tmp_path, family):
     assert torch.equal(found, want)
 
 
+def unequal(config):
+    """Slices of different ranks, and the same as PEFT reads them, with factors in B where scales differ."""
+    generator, own, whole = torch.Generator().manual_seed(5), {}, {}
+    layers, projection = linear_layers(config)
+    ranks, alphas = {"q": 3, "k": RANK, "v": 5}, {"q": ALPHA, "k": ALPHA, "v": 4}
+    sizes = dict(zip(SLICES, projection.sections, strict=True))
+    for layer in layers:
+        at, blocks = f"base_model.model.model.layers.{layer}.linear_attn.in_proj_", []
+        for name in SLICES:
+            a = torch.randn(ranks[name], projection.inputs, generator=generator) / 3
+            b = torch.randn(sizes[name], ranks[name], generator=generator) / 3
+            own |= {f"{at}{name}.lora_A.weight": a, f"{at}{name}.lora_B.weight": b}
+            blocks.append(b * (alphas[name] / ranks[name]))
+        whole[f"{at}qkv.lora_A.weight"] = torch.cat([own[f"{at}{name}.lora_A.weight"] for name in SLICES])
+        whole[f"{at}qkv.lora_B.weight"] = torch.block_diag(*blocks)
+    patterns = {
+        "rank_pattern": {f"in_proj_{name}": rank for name, rank in ranks.items() if rank != RANK},
+        "alpha_pattern": {"in_proj_v": 4},
+    }
+    return own, patterns, whole, sum(ranks.values())
+
+
+@pytest.mark.parametrize("targets", ["all-linear", [f"in_proj_{name}" for name in SLICES]])
+def test_slices_of_unequal_ranks_and_scales(tmp_path, targets):
+    """Each has the rank and alpha that the patterns say; where scales differ, B has their quotients."""
+    config = read_model_config(make_tiny("qwen3.5").model)
+    own, patterns, whole, rank = unequal(config)
+    one, found = deltas(write(tmp_path / "own", own, target_modules=targets, **patterns), config)
+    peft = {"target_modules": ["in_proj_qkv"], "r": rank, "lora_alpha": rank}
+    other, want = deltas(write(tmp_path / "peft", whole, **peft), config)
+    assert {part.rank for part in one.parts} == {part.rank for part in other.parts} == {rank}
+    for key, value in want.items():
+        torch.testing.assert_close(found[key], value)
+
+
+def deltas(path, config):
+    """What an adapter adds to each weight, as it is read."""
+    manifest, found = with_content(inspect_adapter(path, config.module_paths)), {}
+    with open_unchanged(manifest) as file:
+        for part in manifest.parts:
+            for layer in part.layers:
+                for name in part.targets:
+                    shapes = tensor_shapes(layer, config.projections[name], part.rank)
+                    a, b = (file.matrix(*each, torch.empty(1 << 20, dtype=torch.uint8)).clone() for each in shapes)
+                    found[layer, name] = part.scale * b @ a
+    return manifest, found
+
+
+@pytest.mark.parametrize("family", ["nemotron-h", "nemotron-3"])
+def test_gates_and_inputs_of_mamba(tmp_path, family):
+    """Which Tinker trains apart: the first two parts of in_proj, which has B, C and time steps, too."""
+    config = read_model_config((make_mixture if family == "nemotron-3" else make_tiny)(family).model)
+    projection = config.projections["in_proj"]
+    gate, size, *_ = projection.sections
+    generator, own, whole = torch.Generator().manual_seed(6), {}, {}
+    for layer in config.projections.layers_of("in_proj"):
+        at = f"base_model.model.model.layers.{layer}.mixer"
+        b = torch.zeros(projection.outputs, 2 * RANK)
+        for index, (name, rows) in enumerate((("gate_proj", gate), ("x_proj", size))):
+            own[f"{at}.{name}.lora_A.weight"] = torch.randn(RANK, projection.inputs, generator=generator)
+            own[f"{at}.{name}.lora_B.weight"] = part = torch.randn(rows, RANK, generator=generator)
+            b[gate * index : gate * index + rows, RANK * index : RANK * (index + 1)] = part
+        whole[f"{at}.in_proj.lora_A.weight"] = torch.cat(
+            [own[f"{at}.{name}.lora_A.weight"] for name in ("gate_proj", "x_proj")]
+        )
+        whole[f"{at}.in_proj.lora_B.weight"] = b
+    one, found = values_of(write(tmp_path / "own", own), config, None)
+    fields = {"target_modules": ["in_proj"], "r": 2 * RANK, "lora_alpha": 2 * ALPHA}
+    other, want = values_of(write(tmp_path / "peft", whole, **fields), config, None)
+    assert one.parts == other.parts
+    assert torch.equal(found, want) and found.any()
+
+
+def test_slices_have_an_effect_if_one_has(tmp_path):
+    """Training may leave one of them as it was, with a B of zeros."""
+    config = read_model_config(make_tiny("qwen3.5").model)
+    tensors = {
+        name: tensor * (not name.endswith(("in_proj_q.lora_B.weight", "out_proj.lora_B.weight")))
+        for name, tensor in tinkers(config).items()
+    }
+    assert not with_effect(inspect_adapter(write(tmp_path / "own", tensors), config.module_paths)).no_effect
+
+
 def spoiled(end, *shape):
     def spoil(tensors):
         name = next(name for name in tensors if name.endswith(end))
@@ -133,7 +218,7 @@ def spoiled(end, *shape):
 
 SLICES_REFUSED = {
     "other rows": (spoiled("in_proj_k.lora_B.weight", 5, RANK), {}, r"in_proj_k\.lora_B.* shape \[5, 2\], \["),
-    "other ranks": (spoiled("in_proj_k.lora_A.weight", 3, 64), {}, r"in_proj_k\.lora_A.* shape \[3, 64\], \[2, "),
+    "other ranks": (spoiled("in_proj_k.lora_A.weight", 3, 64), {}, r"in_proj_k\.lora_B.* shape \[32, 2\], \[32, 3\]"),
     "no B": (spoiled("in_proj_v.lora_B.weight"), {}, r"in_proj_v\.lora_B.* is missing"),
     "not targeted": (None, {"target_modules": ["in_proj_q", "in_proj_v", "out_proj"]}, r"in_proj_k .* is not targeted"),
     "not there": (
@@ -141,7 +226,10 @@ SLICES_REFUSED = {
         {"target_modules": ["in_proj_q", "in_proj_k", "in_proj_v", "out_proj"]},
         r"in_proj_k .* is missing",
     ),
-    "ranks of their own": (None, {"rank_pattern": {"in_proj_q": 4}}, r"rank_pattern.*in_proj_k"),
+    "not the rank of the configuration": (
+        None, {"rank_pattern": {"in_proj_q": 4}}, r"in_proj_q\.lora_A.*: its rank is 2, by .* it is 4",
+    ),
+    "no alpha of one": (None, {"lora_alpha": 0, "alpha_pattern": {"in_proj_k": 4}}, r"alpha_pattern .* alpha 0"),
     "DoRA": (
         lambda tensors: tensors.update({
             f"base_model.model.model.layers.0.linear_attn.in_proj_k.{end}": torch.ones(32)

@@ -147,7 +147,5 @@ NEMOTRON_H = Family(
         stacked_experts={"mixer.experts.up_proj": ("up_proj",), "mixer.experts.down_proj": ("down_proj",)},
         left_out=("mtp.",),
     ),
-    notes=(
-        "experts of latents (Nemotron 3 Super) are refused; drafts (`mtp`) are left out"
-    ),
+    notes=("experts of latents (Nemotron 3 Super) are refused; drafts (`mtp`) are left out"),
 )

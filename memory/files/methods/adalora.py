@@ -45,7 +45,7 @@ class AdaLora(Method):
             alpha = (alpha if alpha > 0 else rank) * rank / (rank + _SMALL)
         return {"r": rank, "lora_alpha": alpha}
 
-    def pair(self, module: str, parts: Mapping[str, TensorInfo]) -> Pair:
+    def pair(self, module: str, parts: Mapping[str, TensorInfo], widest: int) -> Pair:
         a, b, kept = matrix_of(parts, "lora_A"), matrix_of(parts, "lora_B"), vector_of(parts, "lora_E")
         rank, inputs = a.shape
         want = self._kept.get(module.removeprefix(_PREFIX), self._rank)

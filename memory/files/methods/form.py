@@ -9,7 +9,6 @@ import re
 from collections import defaultdict
 from collections.abc import Collection
 
-from ...pages.projections import Projections
 from ..config import CONFIG_FILE, AdapterConfig
 from ..directory import AdapterDirectory
 from ..error import AdapterFormatError, shown
@@ -18,6 +17,8 @@ from ..peft_form import WEIGHTS_FILE
 from ..tensor_file import TensorFile
 from ..tensor_info import TensorInfo
 from .method import Method, WrongParts
+
+_LORA = re.compile(r"\.lora_[AB]\.")
 
 
 class MethodForm:
@@ -42,9 +43,9 @@ class MethodForm:
     def entries(self, file: TensorFile) -> dict[str, TensorInfo]:
         return file.entries()
 
-    def listed(self, file: TensorFile, projections: Projections) -> dict[str, TensorInfo]:
+    def listed(self, file: TensorFile, modules: ModulePaths) -> dict[str, TensorInfo]:
         tensors: dict[str, TensorInfo] = {}
-        modules: dict[tuple[str, str], dict[str, TensorInfo]] = defaultdict(dict)
+        by_module: dict[tuple[str, str], dict[str, TensorInfo]] = defaultdict(dict)
         shared: dict[str, TensorInfo] = {}
         for name, info in file.entries().items():
             match = self._name.fullmatch(name)
@@ -53,15 +54,23 @@ class MethodForm:
             elif match[2] in self._method.shared:
                 shared[match[2]] = info
             else:
-                modules[match[1], match[3]][match[2]] = info  # the last is the adapter's name, which some trainers keep
+                by_module[match[1], match[3]][match[2]] = (
+                    info  # the last is the adapter's name, which some trainers keep
+                )
         for name in tensors:
             self._refuse_further(file, name)
-        for (module, adapter), parts in modules.items():
-            self._add(file, tensors, module, adapter, parts | shared)
+        widest = max((each.inputs for each in modules.projections), default=0)
+        for (module, adapter), parts in by_module.items():
+            self._add(file, tensors, (module, adapter), parts | shared, widest)
         return tensors
 
     def _refuse_further(self, file: TensorFile, name: str) -> None:
-        """Refuse a tensor that only looks like one of the method's."""
+        """Refuse a tensor of LoRA, and one that only looks like one of the method's."""
+        if _LORA.search(name) is not None and not any(part.startswith("lora_") for part in self._method.parts):
+            raise AdapterFormatError(
+                f"{file.path}: tensor {shown(file.given_name(name))} is LoRA's, but peft_type in {CONFIG_FILE} is "
+                f"{shown(self._method.peft_type)}: mend peft_type, or save the adapter again"
+            )
         end = name.rpartition(".")[2]
         if end.partition("_")[0] in {part.partition("_")[0] for part in self._method.parts}:
             parts, given = ", ".join(sorted(self._method.parts)), shown(file.given_name(name))
@@ -74,18 +83,21 @@ class MethodForm:
         self,
         file: TensorFile,
         tensors: dict[str, TensorInfo],
-        module: str,
-        adapter: str,
+        named: tuple[str, str],
         parts: dict[str, TensorInfo],
+        widest: int,
     ) -> None:
-        """Add A and B of a module."""
+        """Add A and B of a module. named: it, and the adapter's name where the file has that."""
+        module, adapter = named
         try:
-            pair = self._method.pair(module, parts)
+            pair = self._method.pair(module, parts, widest)
         except WrongParts as error:
             raise AdapterFormatError(f"{file.path}: {self._method.title} of module {shown(module)}: {error}") from None
         given = f"{module}.{' and '.join(sorted(self._method.parts.intersection(parts)))}"
         for side, info in zip("AB", pair, strict=True):
             file.add(tensors, f"{module}.lora_{side}{adapter}.weight", info, given)
+        for end, info in self._method.vectors(parts).items():
+            file.add(tensors, f"{module}.{end}", info, given)
 
     def config(self, directory: AdapterDirectory, given: Collection[str], base: ModulePaths) -> AdapterConfig:
         return AdapterConfig.of(directory.path / CONFIG_FILE, self._method.as_lora(), base.usual_names, base.model_type)

@@ -26,7 +26,7 @@ class LoHa(Method):
     def rank_and_alpha(self) -> dict[str, Any]:
         return {"lora_alpha": self.fields.get("alpha", 8)}
 
-    def pair(self, module: str, parts: Mapping[str, TensorInfo]) -> Pair:
+    def pair(self, module: str, parts: Mapping[str, TensorInfo], widest: int) -> Pair:
         a1, b1, a2, b2 = (matrix_of(parts, name) for name in sorted(self.parts))
         (outputs, rank), inputs = a1.shape, b1.shape[1]
         if (b1.shape, a2.shape, b2.shape) != ((rank, inputs), (outputs, rank), (rank, inputs)):

@@ -42,7 +42,7 @@ class LoKr(Method):
     def rank_and_alpha(self) -> dict[str, Any]:
         return {"lora_alpha": self.fields.get("alpha", 8)}
 
-    def pair(self, module: str, parts: Mapping[str, TensorInfo]) -> Pair:
+    def pair(self, module: str, parts: Mapping[str, TensorInfo], widest: int) -> Pair:
         one, two = _factor(parts, "lokr_w1"), _factor(parts, "lokr_w2")
         ranks = {each.inner for each in (one, two) if each.left and each.right}
         if len(ranks) > 1:

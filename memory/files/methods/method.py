@@ -11,6 +11,11 @@ from typing import Any, ClassVar, NamedTuple
 
 from ..tensor_info import Computed, TensorInfo
 
+CONVERT = (
+    "convert it with PEFT: peft.save_as_lora(DIR, model, rank=R), where model is peft.PeftModel.from_pretrained(base, "
+    "ADAPTER)"
+)
+
 
 class Pair(NamedTuple):
     """A `[rank, in]` and B `[out, rank]` of a module."""
@@ -52,11 +57,25 @@ class Method(ABC):
     def rank_and_alpha(self) -> dict[str, Any]:
         """LoRA's `r` and `lora_alpha`, whose quotient is the factor of B·A, and `bias` if the method has one."""
 
+    def why_not(self) -> str | None:
+        """Why an adapter with this configuration can't be served, and what to do about it; None if it can."""
+        return None
+
     @abstractmethod
-    def pair(self, module: str, parts: Mapping[str, TensorInfo]) -> Pair:
-        """A and B of a module from its tensors and the shared ones. Raises WrongParts; `matrix_of` does for a missing
-        one.
+    def pair(self, module: str, parts: Mapping[str, TensorInfo], widest: int) -> Pair:
+        """A and B of a module from its tensors and the shared ones. widest: the most inputs of a module of the base
+        model. Raises WrongParts; `matrix_of` does for a missing one.
         """
+
+    def vectors(self, parts: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
+        """Vectors of a module, by the ends that `memory.files.vectors` has for them."""
+        return {}
+
+
+def bias_of(fields: Mapping[str, Any]) -> Any:
+    """LoRA's value of `bias`, where a method names biases of its own modules by its own name."""
+    bias = fields.get("bias", "none")
+    return "lora_only" if isinstance(bias, str) and bias.endswith("_only") else bias
 
 
 def matrix_of(parts: Mapping[str, TensorInfo], name: str) -> TensorInfo:

@@ -10,36 +10,31 @@ from pathlib import Path
 from typing import Any
 
 from ..error import AdapterFormatError, shown
+from ..unserved import MERGE
 from .adalora import AdaLora
+from .ia3 import Ia3
 from .loha import LoHa
 from .lokr import LoKr
-from .method import Method
+from .method import CONVERT, Method
+from .miss import Miss
+from .vb_lora import VbLora
 from .vera import Vera
 
-METHODS: dict[str, type[Method]] = {each.peft_type: each for each in (AdaLora, LoHa, LoKr, Vera)}
+METHODS: dict[str, type[Method]] = {each.peft_type: each for each in (AdaLora, Ia3, LoHa, LoKr, Miss, VbLora, Vera)}
 
-CONVERT = (
-    "convert it with PEFT: peft.save_as_lora(DIR, model, rank=R), where model is peft.PeftModel.from_pretrained(base, "
-    "ADAPTER)"
-)
-MERGE = (
-    "merge it with PEFT (peft.PeftModel.from_pretrained(base, ADAPTER).merge_and_unload().save_pretrained(DIR)) and "
-    "serve the result as a MODEL of its own, or train LoRA"
-)
 _TRAIN = "PEFT neither converts nor merges it; train LoRA"
 
 #: By method, what to do with adapters of it.
 UNSERVED: dict[str, str] = {
     **dict.fromkeys(
         (
-            "C3A", "DELORA", "FOURIERFT", "GRALORA", "MISS", "PSOFT", "RANDLORA", "TINYLORA", "UNILORA", "VBLORA",
-            "WAVEFT",
+            "C3A", "DELORA", "FOURIERFT", "GRALORA", "PSOFT", "RANDLORA", "TINYLORA", "UNILORA", "WAVEFT",
         ),
         f"its A and B are not in the file; {CONVERT}",
     ),
     **dict.fromkeys(
         (
-            "BOFT", "DEFT", "FROD", "GLORA", "HIRA", "HRA", "IA3", "LN_TUNING", "OFT", "OSF", "PEANUT", "PVERA", "ROAD",
+            "BOFT", "DEFT", "FROD", "GLORA", "HIRA", "HRA", "LN_TUNING", "OFT", "OSF", "PEANUT", "PVERA", "ROAD",
             "SHIRA", "SUPERTUNING",
         ),
         f"PEFT has no conversion of it to LoRA; {MERGE}",
@@ -53,7 +48,10 @@ def method_of(file: Path, fields: Mapping[str, Any]) -> Method | None:
     if name == "LORA":
         return None
     if isinstance(name, str) and name in METHODS:
-        return METHODS[name](fields)
+        method = METHODS[name](fields)
+        if (why := method.why_not()) is not None:
+            raise AdapterFormatError(f"{file}: of {method.title}, {why}")
+        return method
     served = ", ".join(("LORA", *METHODS))
     why = UNSERVED.get(name, _TRAIN) if isinstance(name, str) else "train LoRA"
     raise AdapterFormatError(f"{file}: peft_type is {shown(name)}; {served} are served: {why}")

@@ -12,9 +12,7 @@ from typing import Any
 
 from ..formulas import ScaledRows
 from ..tensor_info import Computed, TensorInfo
-from .method import Method, Pair, WrongParts, computed_matrix, matrix_of, vector_of
-
-_BIASES = {"vera_only": "lora_only"}
+from .method import Method, Pair, WrongParts, bias_of, computed_matrix, matrix_of, vector_of
 
 
 class Vera(Method):
@@ -27,11 +25,10 @@ class Vera(Method):
     own_fields = frozenset(["projection_prng_key", "save_projection", "vera_dropout", "d_initial", "init_weights"])
 
     def rank_and_alpha(self) -> dict[str, Any]:
-        rank, bias = self.fields.get("r", 256), self.fields.get("bias", "none")
-        bias = _BIASES.get(bias, bias) if isinstance(bias, str) else bias
-        return {"r": rank, "lora_alpha": rank, "bias": bias}
+        rank = self.fields.get("r", 256)
+        return {"r": rank, "lora_alpha": rank, "bias": bias_of(self.fields)}
 
-    def pair(self, module: str, parts: Mapping[str, TensorInfo]) -> Pair:
+    def pair(self, module: str, parts: Mapping[str, TensorInfo], widest: int) -> Pair:
         if not self.shared.issubset(parts):
             raise WrongParts(
                 "vera_A and vera_B are not in the file, as save_projection=False leaves them out",

@@ -330,7 +330,12 @@ REFUSED = {
     "layers as text": (config(layers_to_transform=["1"]), CONFIG, "layers_to_transform", "layer number"),
     "negative layer": (config(layers_to_transform=[-1]), CONFIG, "layers_to_transform"),
     "pattern without layers": (config(layers_pattern="layers"), CONFIG, "layers_pattern", "layers_to_transform"),
-    "IA3": (config(peft_type="IA3"), CONFIG, "peft_type is 'IA3'", "LORA"),
+    "OFT": (config(peft_type="OFT"), CONFIG, "peft_type is 'OFT'", "LORA"),
+    "IA3": (
+        config(peft_type="IA3"),
+        WEIGHTS,
+        "lora_A.weight' is LoRA's, but peft_type in adapter_config.json is 'IA3'",
+    ),
     "no type": (config(peft_type=None), CONFIG, "peft_type"),
     "PiSSA": (config(init_lora_weights="pissa_niter_4"), CONFIG, "init_lora_weights", "path_initial_model"),
     "replicated layers": (config(layer_replication=[[0, 2], [1, 3]]), CONFIG, "layer_replication"),

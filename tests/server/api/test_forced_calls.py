@@ -7,6 +7,7 @@ from __future__ import annotations
 import itertools
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,7 +19,7 @@ from chorus.core.config import EngineConfig
 from chorus.core.engine import Engine
 from chorus.server.demo.builtin import BUILTIN_MODEL
 from chorus.server.text.tokenizer import Tokenizer
-from chorus.server.text.tool_call_formats import FORMAT_NAMES
+from chorus.server.text.tool_call_formats import FORMAT_NAMES, HARMONY, NAMED_CHANNELS
 
 from ..conftest import live_server
 
@@ -56,16 +57,20 @@ SCHEMAS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    """The built-in model, with tokens for the marks of reasoning."""
-    path = tmp_path_factory.mktemp("model")
+def with_specials(path: Path, marks: Sequence[str]) -> Path:
+    """The built-in model, with tokens for marks."""
     for file in Path(BUILTIN_MODEL).iterdir():
         shutil.copy(file, path)
     tokenizer = AutoTokenizer.from_pretrained(BUILTIN_MODEL)
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<think>", "</think>"]})
+    tokenizer.add_special_tokens({"additional_special_tokens": [*marks]})
     tokenizer.save_pretrained(path)
     return path
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """With the marks of reasoning."""
+    return with_specials(tmp_path_factory.mktemp("model"), ["<think>", "</think>"])
 
 
 def ask_chat(live, stream, choice, parallel, strict, thinking, sampling):
@@ -195,3 +200,30 @@ def test_forced_calls_match_their_schemas(model, tmp_path, name, template):
                 assert isinstance(choice, str) or called == choice["name"], case
                 jsonschema.Draft202012Validator(SCHEMAS[called]).validate(json.loads(arguments))
     assert ended > 2, "they end"
+
+
+@pytest.mark.parametrize("name", NAMED_CHANNELS)
+def test_budgets_of_thinking_in_messages(tmp_path, name):
+    """Thoughts are messages there, which the budget ends; a call or an answer follows, streamed or whole."""
+    form = NAMED_CHANNELS[name]
+    model = with_specials(tmp_path, sorted({form.start, form.message, *form.ends}))
+    (tmp_path / "own.jinja").write_text(PLAIN, encoding="utf-8")
+    tokenizer = Tokenizer.load(model, chat_template=tmp_path / "own.jinja", tool_call_format=name)
+    engine = Engine.from_config(EngineConfig(model=model, memory_bytes=16 << 20, threads=1))
+    lengths, ended = set(), 0
+    thinks = {"logit_bias": {str(ord("c")): -100}} if form is HARMONY else {}  # analysis before commentary
+    with live_server(cast(Any, engine), tokenizer, settings={"model": model}) as live:
+        for seed, ((api, ask), budget) in enumerate(itertools.product(APIS.items(), (0, 9))):
+            how = (CHOICES[seed % 3], False, None, budget, {"seed": seed, **thinks})
+            content, reasoning, calls, finish = ask(live, False, *how)
+            case = (api, *how, content, reasoning, calls, finish)
+            assert len(reasoning) <= budget and not content, case  # a token is at most a character of it
+            assert ask(live, True, *how)[:3] == (content, reasoning, calls) or finish != "tool_calls", case
+            lengths.add(len(reasoning))
+            ended += finish == "tool_calls"
+            if finish == "tool_calls":
+                jsonschema.Draft202012Validator(SCHEMAS[calls[0][0]]).validate(json.loads(calls[0][1]))
+        plain = live.post("/v1/chat/completions", messages=USER, thinking_token_budget=2, max_tokens=60, seed=3)
+        assert "x-ignored-fields" not in plain.headers
+        assert len(plain.json()["choices"][0]["message"]["reasoning_content"] or "") <= 2
+    assert max(lengths) > 1 and ended > 1, "they think, and end"

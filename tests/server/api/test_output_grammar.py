@@ -77,8 +77,7 @@ def with_specials(path, marks):
 
 def accepts(tokenizer, syntax, text, tools=TOOLS, *, forced=True, parallel=True, reasons_already=False, budget=None):
     """Whether an answer may be the text. budget: of reasoning."""
-    if budget is not None:
-        syntax = replace(syntax, reasoning=replace(syntax.reasoning, most=budget))
+    syntax = syntax.bounded(budget)
     backend, grammars = tokenizer
     added = {token.content: id for id, token in backend.get_added_tokens_decoder().items() if token.special}
     specials = {mark: id for mark, id in added.items() if mark in syntax.marks}
@@ -244,5 +243,28 @@ def test_messages_are_forced_as_they_are_read(tokenizer, tmp_path, form, special
     assert not ok(answer) and not ok(thought) and not ok(thought + answer) and not ok("It rains.")
     assert ok(answer, forced=False) and ok(thought + answer, forced=False) and ok(thought + one, forced=False)
     assert not ok("It rains.", forced=False)
+    if form.announces:
+        announced = f"{form.announces}I look.{form.continues}{one}"
+        assert ok(announced, forced=False) and ok(thought + announced, forced=False) and not ok(announced)
     assert not ok(one.replace(f"to={name}", "to=h").replace(f"functions.{name}", "functions.h")), "this is a thought"
     assert not ok(one.replace(">C<", ">K<").replace('"u": "C"', '"u": "K"'))
+
+
+@pytest.mark.parametrize("form", [HARMONY, ATEM], ids=["harmony", "muse_glimmer"])
+def test_a_budget_bounds_the_thoughts_of_messages(tmp_path, form):
+    """In one message, which then ends; calls or an answer follow."""
+    backend, grammars = with_specials(tmp_path, (form.start, form.message, *form.ends, "<|channel|>", "<|constrain|>"))
+    ok = partial(accepts, (backend, grammars), OutputSyntax(form.calls, channels=form), tools=TOOLS)
+    words = "a, b and c"
+    used = len(backend.encode(words, add_special_tokens=False).ids)
+    thought, answer = f"{form.thinks}{words}{form.continues}", f"{form.answers}It rains."
+    call = written_calls(form.calls, TOOLS, [F])
+    call = f" to={F[0]}{form.message}{call}" if form.framed else call
+    for forced, text in ((False, answer), (False, call), (True, call)):
+        assert ok(thought + text, forced=forced, budget=used) and ok(text, forced=forced, budget=0)
+        assert ok(thought + text, forced=forced, budget=used + 1)
+        assert not ok(thought + text, forced=forced, budget=used - 1)
+        assert not ok(thought * 2 + text, forced=forced, budget=2 * used), "a second one would have a bound of its own"
+        assert ok(f"{form.thinks}{form.continues}{text}", forced=forced, budget=0)
+    assert ok(thought + answer, tools={}, forced=False, budget=used)
+    assert not ok(thought + answer, tools={}, forced=False, budget=used - 1)

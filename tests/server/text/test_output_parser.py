@@ -383,3 +383,39 @@ def test_a_value_between_tags_is_of_a_type_that_the_schema_has(name, schema, sai
     text = form.frame.open + style.begin.format(name="f", index=0) + arguments + style.end + form.frame.close
     for pieces in ([text], list(text)):
         assert calls(text, name, pieces=pieces, tools=tools) == ("", ("f", {"a": wanted}))
+
+
+CUT = {
+    "in an object": ('<tool_call>\n{"name": "f", "arguments": {"b": 1\n</tool_call>', '{"b": 1\n'),
+    "in a list": ('<tool_call>{"name": "f", "arguments": {"b": [1, {"x": 2</tool_call>', '{"b": [1, {"x": 2'),
+    "behind the arguments": ('<tool_call>{"name": "f", "arguments": {"b": 1}</tool_call>', '{"b": 1}'),
+    "behind the arguments, with more": (
+        '<tool_call>{"name": "f", "arguments": {"b": 1}, "id": 5 </tool_call>',
+        '{"b": 1}',
+    ),
+    "by the next call": ('<tool_call>{"name": "f", "arguments": {"b": 1', '{"b": 1'),
+}
+
+
+@pytest.mark.parametrize("case", CUT)
+@pytest.mark.parametrize("size", [1, 3, 7, 1000])
+def test_a_mark_ends_a_call_that_is_cut_short(case, size):
+    """What follows is no part of it: another call, and content."""
+    begun, arguments = CUT[case]
+    text = f'{begun}<tool_call>{{"name": "g", "arguments": {{}}}}</tool_call>Done </tool'
+    whole, _ = message(text, [text[at : at + size] for at in range(0, len(text), size)], calls=HERMES)
+    assert [(call.name, call.arguments) for call in whole.calls] == [("f", arguments), ("g", "{}")]
+    assert whole.content == "Done </tool"
+
+
+def test_a_cut_object_without_a_name_is_content():
+    text = '<tool_call>{"arguments": {"b": 1</tool_call> Done.'
+    whole, _ = message(text, calls=HERMES)
+    assert not whole.calls and whole.content == text
+
+
+def test_marks_within_texts_end_nothing():
+    said = 'a </tool_call> <tool_call> "'
+    text = f'<tool_call>{{"name": "f", "arguments": {json.dumps({"a": said})}, "id": {json.dumps(said)}}}</tool_call>ok'
+    whole, _ = message(text, [*text], calls=HERMES)
+    assert [json.loads(call.arguments) for call in whole.calls] == [{"a": said}] and whole.content == "ok"

@@ -1,10 +1,13 @@
 """Arguments between tags: what their grammars take of schemas, and how much is read of long texts."""
 
+import json
+
 import pytest
 
 from chorus.core.requests.grammar import Grammar
 from chorus.core.requests.grammars import Grammars
 from chorus.server.api.output_grammar import output_grammar
+from chorus.server.text import literal_arguments
 from chorus.server.text.literal_arguments import LiteralArguments
 from chorus.server.text.output_syntax import OutputSyntax
 from chorus.server.text.tagged_syntax import TaggedArguments
@@ -55,6 +58,46 @@ def test_a_property_may_refer_to_any_part_of_the_schema(grammars, name, schema, 
         text = written_calls(form, tools, [("f", {"first": 1, "a": value})])
         tokens = grammars[0].encode(text, add_special_tokens=False).ids
         assert (matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()) == fits, text
+
+
+@pytest.mark.parametrize(
+    ("begun", "piece", "end", "wanted"),
+    [
+        ('a=f("', "b' ", '")', """{"a": "f(\\"b' """),
+        ("a=f('", "b\\n ", "')", '{"a": "f('),
+        ("a={'", "b ", "': 1}", 'b ": 1}}'),
+        ("a={", "b ", ": 1}", 'b": 1}}'),
+        ("", "b", "=1", '"}'),
+    ],
+    ids=["a text", "a text with escapes", "a key", "a key without marks", "a name"],
+)
+def test_quoted_text_and_names_without_end_are_searched_once(monkeypatch, begun, piece, end, wanted):
+    """Also those within values that are no literals; each character is looked at a few times, not at each token."""
+    reader, looked_at = NAMED_FORMATS["lfm2"].style.arguments.reader({}), []
+    module = literal_arguments
+
+    def noting(name, length):
+        plain = getattr(module, name)
+        monkeypatch.setattr(
+            module, name, lambda *given, **named: looked_at.append(length(*given)) or plain(*given, **named)
+        )
+
+    noting("_unescaped", lambda text, *_: len(text))
+    ends = getattr(LiteralArguments, "_text_end")  # noqa: B009
+    monkeypatch.setattr(
+        LiteralArguments,
+        "_text_end",
+        lambda self, text, at: looked_at.append(len(text) - max(at, self._searched)) or ends(self, text, at),
+    )
+    given, rest = reader.read(begun, final=False)
+    for _ in range(2000):
+        piece_given, rest = reader.read(reader.held + piece, final=False)
+        given += piece_given
+    assert rest is None and sum(looked_at) < 50 * 2000
+    piece_given, rest = reader.read(f"{reader.held}{end})", final=True)
+    found = given + piece_given
+    assert found.endswith(wanted) or found.startswith(wanted), found[-60:]
+    assert json.loads(found)
 
 
 @pytest.mark.parametrize(

@@ -48,6 +48,12 @@ SAID = [
         "<arg_value>3</arg_value></tool_call>\n<tool_call>now\n</tool_call>",
     ),
     (
+        "glm5",  # GLM-4.7 and GLM-5 say in their templates that there are no line breaks
+        "<tool_call>{function-name}<arg_key>{arg-key-1}</arg_key>",
+        '<tool_call>get_weather<arg_key>city</arg_key><arg_value>Paris, "FR"</arg_value><arg_key>days</arg_key>'
+        "<arg_value>3</arg_value></tool_call><tool_call>now</tool_call>",
+    ),
+    (
         "kimi_k2",
         "<|tool_calls_section_begin|>",
         "<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>"

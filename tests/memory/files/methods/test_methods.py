@@ -20,6 +20,7 @@ from chorus.memory.files.identity import open_unchanged, with_content, with_effe
 from chorus.memory.files.module_paths import ModulePaths
 from chorus.memory.files.peft_names import tensor_shapes
 from chorus.memory.pages.layer_projections import dense_projections
+from chorus.memory.pages.projections import Projections
 
 from ...conftest import module_key
 from ..loading import CONFIG, WEIGHTS
@@ -60,8 +61,33 @@ def adalora(rank: int, d_in: int, d_out: int) -> dict[str, torch.Tensor]:
     return {"lora_A": drawn(rank, d_in), "lora_B": drawn(d_out, rank), "lora_E": drawn(rank, 1)}
 
 
-MAKERS: dict[str, Any] = {"LOHA": loha, "LOKR": lokr, "VERA": vera, "ADALORA": adalora}
-SHARED = {"VERA": {"base_model.vera_A": drawn(2, FFN + 8), "base_model.vera_B": drawn(FFN + 8, 2)}}
+def miss(rank: int, d_in: int, d_out: int) -> dict[str, torch.Tensor]:
+    return {"miss_block": drawn(rank, d_out)}
+
+
+def vb_lora(rank: int, d_in: int, d_out: int) -> dict[str, torch.Tensor]:
+    tiles_in, tiles_out = d_in // LENGTH, d_out // LENGTH
+    return {
+        "vblora_logits_A": drawn(rank, tiles_in, VECTORS),
+        "vblora_logits_B": drawn(tiles_out, rank, VECTORS, seed=1),
+    }
+
+
+#: Of VB-LoRA's bank.
+VECTORS, LENGTH = 10, 8
+
+MAKERS: dict[str, Any] = {
+    "LOHA": loha,
+    "LOKR": lokr,
+    "VERA": vera,
+    "ADALORA": adalora,
+    "MISS": miss,
+    "VBLORA": vb_lora,
+}
+SHARED = {
+    "VERA": {"base_model.vera_A": drawn(2, FFN + 8), "base_model.vera_B": drawn(FFN + 8, 2)},
+    "VBLORA": {"base_model.vblora_vector_bank": drawn(VECTORS, LENGTH)},
+}
 
 
 class Draft:
@@ -72,7 +98,7 @@ class Draft:
         if method == "ADALORA":
             self.config |= {"init_r": rank, "target_r": 1, "lora_alpha": 6, "r": 8}
         else:
-            self.config |= {"r": rank} if method == "VERA" else {"r": rank, "alpha": 6}
+            self.config |= {"r": rank} if method in ("VERA", "MISS", "VBLORA") else {"r": rank, "alpha": 6}
         self.config |= config
         self.tensors = {
             f"base_model.model.{module_key(layer, module)}.{end}": tensor
@@ -119,6 +145,15 @@ def test_the_paper_s_formula(tmp_path, method, module):
     elif method == "VERA":
         a, b = (SHARED["VERA"][f"base_model.vera_{side}"] for side in "AB")
         want = parts["vera_lambda_b"].diag() @ b[:d_out] @ parts["vera_lambda_d"].diag() @ a[:, :d_in]
+    elif method == "MISS":
+        want = parts["miss_block"].T.repeat(1, d_in // 2)
+    elif method == "VBLORA":
+        bank, best = SHARED["VBLORA"]["base_model.vblora_vector_bank"], {}
+        for side in "AB":
+            logits = parts[f"vblora_logits_{side}"]
+            kept = torch.full_like(logits, -torch.inf).scatter(-1, *reversed(logits.topk(2)))
+            best[side] = kept.softmax(-1) @ bank
+        want = best["B"].transpose(1, 2).flatten(0, 1) @ best["A"].flatten(1)
     else:
         want = 6 / (2 + 1e-5) * parts["lora_B"] @ (parts["lora_A"] * parts["lora_E"])
     torch.testing.assert_close(delta(path, 1, module), want, rtol=1e-4, atol=1e-4)
@@ -245,6 +280,20 @@ REFUSED = {
         "VERA", with_tensor("base_model.vera_A", 2, 5000), "[2, 5000], more than any module of the base model has",
     ),
     "a bias": ("VERA", with_field("bias", "some"), "bias is 'some'"),
+    "another rank of MiSS": ("MISS", with_field("r", 3), "MiSS of q_proj in layer 0 has rank 2", "it is 3"),
+    "MiSS of a block for each weight": ("MISS", with_tensor(f"{Q0}.miss_block", 4, 2, 2), "[4, 2, 2], a matrix is"),
+    "MiSS by the base model": ("MISS", with_field("init_weights", "bat"), "'bat'", "peft.save_as_lora(DIR, "),
+    "MiSS without outputs": ("MISS", with_field("init_weights", "mini"), "'mini'", "peft.save_as_lora(DIR, "),
+    "MiSS of other outputs": ("MISS", with_tensor(f"{Q0}.miss_block", 2, 31), "q_proj.miss_block has shape [31, 2]"),
+    "no logits": ("VBLORA", without("logits_B"), "vblora_logits_B is missing"),
+    "no bank": ("VBLORA", without("vector_bank"), "vblora_vector_bank is missing"),
+    "another bank": (
+        "VBLORA", with_tensor("base_model.vblora_vector_bank", 7, 8), "vblora_vector_bank [7, 8] do not fit",
+    ),
+    "too few vectors": ("VBLORA", with_field("topk", 11), "do not fit each other and topk, 11"),
+    "no vectors": ("VBLORA", with_field("topk", 0), "topk is 0, a number from 1 is needed"),
+    "logits of two dimensions": ("VBLORA", with_tensor(f"{Q0}.vblora_logits_A", 2, 4), "three dimensions are needed"),
+    "numbers of vectors": ("VBLORA", with_field("save_only_topk_weights", True), "save_only_topk_weights", "peft.save"),
     "AdaLoRA of another rank": ("ADALORA", with_field("init_r", 3), "are 2, 2 and 2, by rank_pattern and init_r 3"),
     "no value of a rank": ("ADALORA", with_tensor(f"{Q0}.lora_E", 1, 1), "are 2, 2 and 1"),
     "no rank": ("ADALORA", with_field("init_r", "all"), "init_r 'all' is needed"),
@@ -280,19 +329,34 @@ def test_content_hashes(tmp_path, method):
     first = with_content(inspect_adapter(it.write(tmp_path / "1"), PATHS))
     again = with_content(inspect_adapter(it.write(tmp_path / "2"), PATHS))
     assert first.content_hash == again.content_hash and not first.no_effect
-    for name in [name for name in it.tensors if name.startswith((Q0, "base_model.vera"))]:
+    for name in [name for name in it.tensors if name.startswith((Q0, "base_model.v"))]:
         other = Draft(method)
         other.tensors = {**it.tensors, name: it.tensors[name] + 1}
         assert with_content(inspect_adapter(other.write(tmp_path / "3"), PATHS)).content_hash != first.content_hash
 
 
 @pytest.mark.parametrize(
-    ("method", "zero"), [("LOHA", "hada_w2_b"), ("LOKR", "lokr_w1"), ("VERA", "vera_lambda_b"), ("ADALORA", "lora_E")]
+    ("method", "zero"),
+    [
+        ("LOHA", "hada_w2_b"),
+        ("LOKR", "lokr_w1"),
+        ("VERA", "vera_lambda_b"),
+        ("ADALORA", "lora_E"),
+        ("MISS", "miss_block"),
+        ("VBLORA", "vblora_vector_bank"),
+    ],
 )
 def test_adapters_before_training_have_no_effect(tmp_path, method, zero):
     it = Draft(method)
     it.tensors = {name: tensor * (not name.endswith(zero)) for name, tensor in it.tensors.items()}
     assert with_effect(inspect_adapter(it.write(tmp_path), PATHS)).no_effect
+
+
+def test_equal_mixtures_have_an_effect(tmp_path):
+    """Logits of zero are equal weights."""
+    it = Draft("VBLORA")
+    it.tensors = {name: tensor * ("bank" in name) for name, tensor in it.tensors.items()}
+    assert not with_effect(inspect_adapter(it.write(tmp_path), PATHS)).no_effect
 
 
 def test_values_that_overflow_are_named_by_the_file_s_tensors(tmp_path):
@@ -309,7 +373,7 @@ def test_a_file_of_lora_under_another_method_s_name(tmp_path):
     it = Draft("LOHA")
     path = it.write(tmp_path)
     save_file({f"{Q0}.lora_A.weight": drawn(2, HIDDEN), f"{Q0}.lora_B.weight": drawn(HIDDEN, 2)}, path / WEIGHTS)
-    with pytest.raises(AdapterFormatError, match="is missing"):
+    with pytest.raises(AdapterFormatError, match=r"is LoRA's, but peft_type in"):
         inspect_adapter(path, PATHS)
     assert load_file(path / WEIGHTS)
 
@@ -337,3 +401,69 @@ def test_damaged_files_are_read_or_refused(tmp_path, method):
             outcomes.add("refused")
         shutil.rmtree(path)
     assert outcomes == {"read", "refused"}
+
+
+def ia3(**fields: Any) -> Draft:
+    """Scales of outputs of k_proj and of up_proj, and of inputs of down_proj."""
+    it = Draft("LOHA", modules=("k_proj", "up_proj", "down_proj"), feedforward_modules=["down_proj"], **fields)
+    it.config["peft_type"] = "IA3"
+    it.tensors = {
+        f"base_model.model.{module_key(layer, module)}.ia3_l": drawn(*shape)
+        for layer in range(3)
+        for module, shape in (("k_proj", (HIDDEN, 1)), ("up_proj", (FFN, 1)), ("down_proj", (1, FFN)))
+    }
+    return it
+
+
+def test_scales_of_outputs_and_of_the_inputs_that_they_are(tmp_path):
+    manifest = with_content(inspect_adapter(ia3().write(tmp_path), PATHS))
+    assert manifest.form == "PEFT's IA³" and manifest.rank == 1 and not manifest.no_effect
+    assert {target.module for target in manifest.vectors} == {"k_proj", "up_proj"}
+    assert {target.module for target in manifest.vectors if target.has_scale_of_next} == {"up_proj"}
+    assert not delta(tmp_path, 1, "down_proj").any()
+
+
+def test_every_scale_is_part_of_the_content(tmp_path):
+    hashes = set()
+    for name in (
+        None,
+        *(f"base_model.model.{module_key(1, each)}.ia3_l" for each in ("k_proj", "up_proj", "down_proj")),
+    ):
+        it = ia3()
+        if name is not None:
+            it.tensors[name] = it.tensors[name] + 1
+        hashes.add(with_content(inspect_adapter(it.write(tmp_path / str(len(hashes))), PATHS)).content_hash)
+    assert len(hashes) == 4
+
+
+SCALES_REFUSED = {
+    "inputs of another module": (f"{Q0}.ia3_l", (1, HIDDEN), "scales inputs, which is served of down_proj"),
+    "a head": ("base_model.model.lm_head.ia3_l", (64, 1), "lm_head"),
+    "neither": (f"{Q0}.ia3_l", (2, HIDDEN), "[2, 32], one row of inputs or one column of outputs is needed"),
+    "other outputs": (f"{Q0}.ia3_l", (HIDDEN - 1, 1), "q_proj.ia3_l has shape [31], [32] is needed"),
+    "other inputs": (
+        f"base_model.model.{module_key(0, 'down_proj')}.ia3_l",
+        (1, FFN - 1),
+        "down_proj.ia3_l has shape [47], [48] is needed",
+    ),
+    "a convolution's": (f"{Q0}.ia3_l", (HIDDEN, 1, 1), "a matrix is needed"),
+}
+
+
+@pytest.mark.parametrize("case", SCALES_REFUSED)
+def test_scales_that_are_refused(tmp_path, case):
+    name, shape, why = SCALES_REFUSED[case]
+    it = ia3()
+    it.tensors[name] = drawn(*shape)
+    it.config["target_modules"] = ["k_proj", "up_proj", "down_proj"] + ["q_proj"] * ("q_proj" in name)
+    if "q_proj" in name:
+        it.tensors |= {f"base_model.model.{module_key(layer, 'q_proj')}.ia3_l": drawn(HIDDEN, 1) for layer in (1, 2)}
+    assert why in refusal(it, tmp_path / "a")
+
+
+def test_inputs_of_a_part_without_a_gate(tmp_path):
+    """Its activation is of up_proj's outputs, so no scale of these is one of down_proj's inputs."""
+    ungated = [tuple(each for each in layer if each.name != "gate_proj") for layer in TABLE.layers]
+    it = ia3().write(tmp_path)
+    with pytest.raises(AdapterFormatError, match=r"down_proj\.ia3_l' scales inputs, .* merge it with PEFT"):
+        inspect_adapter(it, dataclasses.replace(PATHS, projections=Projections(tuple(ungated))))
