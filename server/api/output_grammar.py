@@ -75,7 +75,7 @@ def _channels(
     answer = f"{spelt(syntax.answers)} {'@content' if content else 'TEXT'}"
     if not tools:
         return f"{thoughts} {answer}"
-    if not syntax.framed:
+    if not syntax.framed or syntax.calls.bare:
         called = _calls(syntax.calls, tools, rules, parallel=False)
     else:
         _calls(syntax.calls, tools, rules, parallel=parallel)

@@ -53,15 +53,15 @@ class ChannelParser(PartReader):
     def _header(self) -> bool:
         """Before a message."""
         syntax, text = self._syntax, self._held
-        end = text.find(syntax.message, 0, MOST_HEADER)
-        is_header = syntax.may_be_header(text) if end < 0 else syntax.is_header(text[:end])
-        if end < 0 and is_header and len(text) < MOST_HEADER:
+        found = syntax.split(text, MOST_HEADER)
+        is_header = syntax.may_be_header(text) if found is None else syntax.is_header(found[0])
+        if found is None and is_header and len(text) < MOST_HEADER:
             self._held = "" if self._final else text  # cut off
             return False
-        if end < 0 or not is_header:
+        if found is None or not is_header:
             self._step, self._kind = self._body, PartKind.CONTENT
             return True
-        header, self._held = text[:end], text[end + len(syntax.message) :]
+        header, self._held = found
         self._begun = False
         self._begin(syntax.recipient_of(header), header)
         return True

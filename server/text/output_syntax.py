@@ -139,6 +139,10 @@ class ChannelFormat:
     """Pattern of headers of reasoning that has no recipient."""
     functions: str = ""
     """Text before the names of functions in recipients."""
+    kinds: tuple[str, ...] = ()
+    """Marks that end a header in place of `message`, and tell what the message is; they are part of the header."""
+    recipient: re.Pattern[str] = re.compile(r"\bto=([^\s<]+)")
+    """Pattern of a header; its group is the recipient."""
     framed: bool = False
     """A message to functions is calls in the frames of `calls`; otherwise it is the arguments of one call."""
     most: int | None = None
@@ -151,25 +155,34 @@ class ChannelFormat:
 
     @property
     def marks(self) -> tuple[str, ...]:
-        return self.start, self.message, self.thinks, *self.ends, *self.calls.marks
+        return self.start, self.message, *self.kinds, self.thinks, *self.ends, *self.calls.marks
 
     def may_be_header(self, text: str) -> bool:
         """True if a text may be the beginning of a header."""
         text = text.lstrip(SPACE)
-        return self.is_header(text) or any(each.startswith(text) for each in (self.start, self.message, *self.begins))
+        return self.is_header(text) or any(each.startswith(text) for each in self._beginnings)
 
     def is_header(self, text: str) -> bool:
         """True if a text is a header as far as its beginning tells."""
         text = text.lstrip(SPACE)
-        return not text or text.startswith((self.start, self.message, *self.begins))
+        return not text or text.startswith(self._beginnings)
+
+    @property
+    def _beginnings(self) -> tuple[str, ...]:
+        return self.start, self.message, *self.kinds, *self.begins
+
+    def split(self, text: str, most: int) -> tuple[str, str] | None:
+        """A header that ends within `most` characters, and the text of the message; None: there is none."""
+        found = [(at, mark) for mark in (self.message, *self.kinds) if (at := text.find(mark, 0, most)) >= 0]
+        if not found:
+            return None
+        at, mark = min(found)
+        return text[: at + len(mark) * (mark in self.kinds)], text[at + len(mark) :]
 
     def recipient_of(self, header: str) -> str:
         """To whom a message with this header goes; "": nobody is named."""
-        found = _RECIPIENT.search(header)
+        found = self.recipient.search(header)
         return "" if found is None else found[1]
-
-
-_RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 
 
 @dataclass(frozen=True, slots=True)

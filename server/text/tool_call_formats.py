@@ -287,7 +287,36 @@ ATEM = ChannelFormat(
 )
 """Output of Muse Glimmer."""
 
-CHANNEL_FORMATS = {"<|channel|>": HARMONY, "<atem:function_calls>": ATEM}
+INKLING = ChannelFormat(
+    "<|message_model|>",
+    "<|content_text|>",
+    ("<|end_message|>", "<|content_model_end_sampling|>"),
+    ToolCallFormat(
+        "inkling",
+        (),
+        (
+            replace(
+                _wrapped(arguments="args"),
+                begin='<|message_model|>{name}<|content_invoke_tool_json|>{{"name":"{name}","args":',
+                end="}<|end_message|>",
+            ),
+        ),
+        (Frame("<|content_invoke_tool_json|>"),),
+        bare="{",
+    ),
+    begins=(),
+    thinks="<|message_model|><|content_thinking|>",
+    answers="<|message_model|><|content_text|>",
+    continues="<|end_message|>",
+    announces="<|message_model|><|content_text|>",
+    reasoning=re.compile(r"<\|content_thinking\|>"),
+    kinds=("<|content_thinking|>", "<|content_invoke_tool_json|>"),
+    recipient=re.compile(r"([^\s<>|]+)<\|content_invoke_tool_json\|>"),
+    framed=True,
+)
+"""Output of Inkling: a message's kind is the mark behind its recipient, and a call has the function's name twice."""
+
+CHANNEL_FORMATS = {"<|content_invoke_tool_json|>": INKLING, "<|channel|>": HARMONY, "<atem:function_calls>": ATEM}
 """By a text that a chat template of the family contains."""
 
 LLAMA_3_2 = '{"name": function name, "parameters": dictionary of argument name and its value}'

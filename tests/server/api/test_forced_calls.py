@@ -169,8 +169,10 @@ APIS = {"chat": ask_chat, "responses": ask_responses, "messages": ask_messages}
 CHOICES = ("required", {"name": "get"}, {"name": "deep.name"})
 LIMITS = ((True, True, None), (False, None, 8), (False, None, 0))
 """parallel_tool_calls, strict, and most tokens of thinking."""
-SAMPLING = {"muse_glimmer": {"logit_bias": {str(ord("s")): -100}}}
-"""Its messages `to=self` are thoughts, which have no limit, and this model seldom ends them."""
+SAMPLING = {
+    name: {"logit_bias": {str(ord(begins)): -100}} for name, begins in {"muse_glimmer": "s", "inkling": "<"}.items()
+}
+"""Their messages that begin so are thoughts, which have no limit, and this model seldom ends them."""
 
 
 @pytest.mark.parametrize("template", [PLAIN, THINKS], ids=["plain", "thinks"])

@@ -22,6 +22,7 @@ from chorus.server.text.tool_call_formats import (
     ATEM,
     HARMONY,
     HERMES,
+    INKLING,
     REASONING_FORMATS,
     TOOL_CALL_FORMATS,
     wide,
@@ -222,7 +223,7 @@ def test_a_budget_bounds_reasoning_in_tokens(tokenizer, reasons_already):
         assert call_ok(budget=used) and not call_ok(budget=used - 1)
 
 
-@pytest.mark.parametrize("form", [HARMONY, ATEM], ids=["harmony", "muse_glimmer"])
+@pytest.mark.parametrize("form", [HARMONY, ATEM, INKLING], ids=["harmony", "muse_glimmer", "inkling"])
 @pytest.mark.parametrize("special", [False, True], ids=["plain", "special"])
 def test_messages_are_forced_as_they_are_read(tokenizer, tmp_path, form, special):
     """Thoughts, and then calls or an answer; the functions, and what they are called with, are the schema's."""
@@ -234,7 +235,7 @@ def test_messages_are_forced_as_they_are_read(tokenizer, tmp_path, form, special
     answer = f"{form.answers}It rains."
     name, _ = F
     call = written_calls(form.calls, TOOLS, [F])
-    one = f" to={name}{form.message}{call}" if form.framed else call
+    one = f" to={name}{form.message}{call}" if form is ATEM else call
     for text in (one, thought + one, thought * 2 + one):
         assert ok(text), text
         reader, said = ChannelParser(form, TOOLS), ParsedMessage()
@@ -246,11 +247,13 @@ def test_messages_are_forced_as_they_are_read(tokenizer, tmp_path, form, special
     if form.announces:
         announced = f"{form.announces}I look.{form.continues}{one}"
         assert ok(announced, forced=False) and ok(thought + announced, forced=False) and not ok(announced)
-    assert not ok(one.replace(f"to={name}", "to=h").replace(f"functions.{name}", "functions.h")), "this is a thought"
+    for mark in ("to={}", "functions.{}", "<|message_model|>{}"):
+        other = one.replace(mark.format(name), mark.format("h"))
+        assert other == one or not ok(other), "this is a thought"
     assert not ok(one.replace(">C<", ">K<").replace('"u": "C"', '"u": "K"'))
 
 
-@pytest.mark.parametrize("form", [HARMONY, ATEM], ids=["harmony", "muse_glimmer"])
+@pytest.mark.parametrize("form", [HARMONY, ATEM, INKLING], ids=["harmony", "muse_glimmer", "inkling"])
 def test_a_budget_bounds_the_thoughts_of_messages(tmp_path, form):
     """In one message, which then ends; calls or an answer follow."""
     backend, grammars = with_specials(tmp_path, (form.start, form.message, *form.ends, "<|channel|>", "<|constrain|>"))
@@ -259,7 +262,7 @@ def test_a_budget_bounds_the_thoughts_of_messages(tmp_path, form):
     used = len(backend.encode(words, add_special_tokens=False).ids)
     thought, answer = f"{form.thinks}{words}{form.continues}", f"{form.answers}It rains."
     call = written_calls(form.calls, TOOLS, [F])
-    call = f" to={F[0]}{form.message}{call}" if form.framed else call
+    call = f" to={F[0]}{form.message}{call}" if form is ATEM else call
     for forced, text in ((False, answer), (False, call), (True, call)):
         assert ok(thought + text, forced=forced, budget=used) and ok(text, forced=forced, budget=0)
         assert ok(thought + text, forced=forced, budget=used + 1)

@@ -8,7 +8,7 @@ import pytest
 
 from chorus.server.text.channel_parser import ChannelParser
 from chorus.server.text.output_parts import ParsedMessage, PartKind
-from chorus.server.text.tool_call_formats import ATEM, HARMONY, channel_format_of
+from chorus.server.text.tool_call_formats import ATEM, HARMONY, INKLING, channel_format_of
 
 TOOLS = {"f": {"properties": {"a": {"type": "string"}, "b": {"type": "integer"}}}, "g.h": {}}
 CALL = ("f", {"a": 'x <|end|> "', "b": 3})
@@ -144,3 +144,23 @@ def test_one_call_of_a_message_where_they_must_not_be_parallel():
     text = f" to=f<|message|><atem:function_calls>\n{calls}</atem:function_calls><|eot|>"
     assert parsed_everywhere(ATEM, text)[2] == [("f", {}), ("g.h", {})]
     assert parsed_everywhere(ATEM, text, parallel=False) == ("", "", [("f", {})], True)
+
+
+def invoked(name: str, arguments: str) -> str:
+    return f'<|message_model|>{name}<|content_invoke_tool_json|>{{"name":"{name}","args":{arguments}}}<|end_message|>'
+
+
+def test_messages_of_kinds():
+    """Inkling's: thoughts, texts and calls, each told by the mark behind its header."""
+    thought = "<|message_model|><|content_thinking|>So <b>.\n<|end_message|>"
+    answer = "<|message_model|><|content_text|>It rains. {}<|end_message|><|content_model_end_sampling|>"
+    assert parsed_everywhere(INKLING, thought + answer) == ("It rains. {}", "So <b>.", [], False)
+    assert parsed_everywhere(INKLING, answer) == ("It rains. {}", "", [], False)
+    call = ("f", {"a": 'x } "', "b": 3})
+    calls = invoked("f", json.dumps(call[1])) + invoked("g.h", "{}")
+    text = f"{thought}<|message_model|><|content_text|>I look.<|end_message|>{calls}<|content_model_end_sampling|>"
+    assert parsed_everywhere(INKLING, text) == ("I look.", "So <b>.", [call, ("g.h", {})], True)
+    assert parsed_everywhere(INKLING, text, parallel=False)[2] == [call]
+    assert parsed_everywhere(INKLING, invoked("other", "{}"))[::2] == ("", []), "a function that is not there"
+    assert parsed_everywhere(INKLING, "It rains.") == ("It rains.", "", [], False)
+    assert channel_format_of("{{ '<|content_invoke_tool_json|>' }}") is INKLING
