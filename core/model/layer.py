@@ -1,6 +1,6 @@
 """A layer's products in one step, and the residual stream that they read and add to.
 
-Tests: tests/core/test_families.py, tests/core/model/test_groups.py
+Tests: tests/core/paths, tests/core/model/test_groups.py
 """
 
 from __future__ import annotations

@@ -1,0 +1,57 @@
+"""The table of paths: every subject is served in every way, and gets the tokens of transformers + peft."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from chorus.core.model.config import UnsupportedModel
+from chorus.core.requests.types import CannotMerge
+from chorus.ops import native_library
+
+from .asked import check_variety
+from .family_rows import FAMILY_ROWS
+from .path import RANKS, Cell
+from .paths import PATHS
+from .subjects import SUBJECTS
+
+CELLS = [
+    (subject.name, path.name, kernels)
+    for subject in SUBJECTS.values()
+    for path in PATHS.values()
+    for kernels in subject.kernels
+    if path.runs(subject, kernels)
+]
+
+
+@pytest.mark.wide(each=("subject", "path"))
+@pytest.mark.parametrize(("subject", "path", "kernels"), CELLS)
+def test_tokens_are_those_of_transformers_and_peft(request, subject, path, kernels):
+    it, way = SUBJECTS[subject], PATHS[path]
+    if RANKS in way.needs and (reason := native_library.why_unavailable(torch.float32)):
+        pytest.skip(f"ranks add up by the native library: {reason}")
+    cell = Cell(it, kernels, request.getfixturevalue)
+    if (why := it.why_refused(way.needs)) is None:
+        way.serve(cell)
+    else:
+        with pytest.raises((UnsupportedModel, CannotMerge), match=why):
+            way.serve(cell)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("subject", [row.name for row in FAMILY_ROWS])
+def test_comparisons_mean_something(subject):
+    """Answers vary, and every adapter changes them."""
+    check_variety(SUBJECTS[subject].it)
+
+
+@pytest.mark.native
+@pytest.mark.wide
+@pytest.mark.parametrize("subject", SUBJECTS)
+def test_what_the_native_decoder_lacks(drive, subject):
+    it = SUBJECTS[subject]
+    if it.lacks is None:
+        drive(it.it, **{**it.options, "cpu_kernels": "native"})
+    else:
+        with pytest.raises(UnsupportedModel, match=it.lacks):
+            drive(it.it, **{**it.options, "cpu_kernels": "native"})
