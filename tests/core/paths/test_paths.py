@@ -9,11 +9,14 @@ from chorus.core.model.config import UnsupportedModel
 from chorus.core.requests.types import CannotMerge
 from chorus.ops import native_library
 
+from ..tiny_families import EVERY
+from .adapter_rows import ADAPTER_ROWS
 from .asked import check_variety
 from .family_rows import FAMILY_ROWS
 from .path import RANKS, Cell
 from .paths import PATHS
 from .subjects import SUBJECTS
+from .weight_rows import WEIGHT_ROWS
 
 CELLS = [
     (subject.name, path.name, kernels)
@@ -36,6 +39,14 @@ def test_tokens_are_those_of_transformers_and_peft(request, subject, path, kerne
     else:
         with pytest.raises((UnsupportedModel, CannotMerge), match=why):
             way.serve(cell)
+
+
+def test_rows_speak_of_what_paths_need():
+    """A reason by another name would be of no path, and the cell would run or end otherwise than the row says."""
+    needs = {need for path in PATHS.values() for need in path.needs}
+    assert {key for row in SUBJECTS.values() for key in (*row.refused, *row.untold)} <= needs
+    assert len(SUBJECTS) == len(FAMILY_ROWS) + len(ADAPTER_ROWS) + len(WEIGHT_ROWS), "two rows of one name"
+    assert {row.name for row in FAMILY_ROWS} == {*EVERY}
 
 
 @pytest.mark.slow
