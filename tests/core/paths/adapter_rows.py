@@ -42,11 +42,11 @@ def dora(family: str) -> Subject:
     return of_family(f"{family}: DoRA", family, partial(make_tiny, family, use_dora=True, **more))
 
 
-def all_linear(family: str, why_unmerged: str | None, **arguments: Any) -> Subject:
+def all_linear(family: str, why_unmerged: str, **arguments: Any) -> Subject:
     """A family's row with an adapter on what PEFT's "all-linear" reaches."""
-    refused = {} if why_unmerged is None else {MERGING: why_unmerged}
     make = partial(make_all_linear, family, **arguments)
-    return of_family(f"{family}: all-linear", family, make, ("all", None), "all", refused=refused)
+    name = f"{family}: all-linear{' with DoRA' * arguments.get('use_dora', False)}"
+    return of_family(name, family, make, ("all", None), "all", refused={MERGING: why_unmerged})
 
 
 def experts(family: str) -> Subject:
@@ -74,6 +74,7 @@ ADAPTER_ROWS = [
     all_linear("gemma-4-inputs", "inputs of layers"),
     all_linear("gemma-3n", "linear_left", **STREAMS),
     all_linear("gemma-3n-biased", "linear_left", **STREAMS),
-    all_linear("kimi-linear", None),
+    all_linear("gemma-3n", "linear_left", exclude_modules=r".*(altup|per_layer_model_projection).*", use_dora=True),
+    all_linear("kimi-linear", "parts of a mixture of experts"),
     *map(experts, EXPERTS),
 ]
