@@ -67,7 +67,7 @@ FAMILY_ROWS = [
     *families(FAMILIES),
     *families(BY_TORCH, lacks="without a gate|LayerNorm of heads|norm of heads after they are rotated"),
     *families(SHAPES, lacks="attention of several shapes", bound=5e-2),
-    *families(HYBRIDS, bound=5e-2, **STATES),
+    *families(HYBRIDS, {"granite-4-h": {"lacks_on_ranks": "groups of heads that ranks share"}}, bound=5e-2, **STATES),
     *families(TORCH_HYBRIDS, lacks="layer of one part", bound=5e-2, **STATES),
     *families(TWO_MIXERS, lacks="recurrent mixer beside attention", bound=5e-2, **STATES),
     *families(RENAMED_NATIVE, {"bamba": {**STATES, "bound": 5e-2}}),

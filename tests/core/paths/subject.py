@@ -33,6 +33,9 @@ class Subject:
     lacks: str | None = None
     """What the native decoder says that it lacks, so that PyTorch's operators compute the model; None if nothing."""
 
+    lacks_on_ranks: str | None = None
+    """What the native decoder lacks for a share of it alone."""
+
     has_experts: bool = False
     """True if the native library computes mixtures of experts within PyTorch's steps."""
 
@@ -68,6 +71,8 @@ class Subject:
         """Why a path that needs all this tells nothing of the row; None if it does."""
         return next((self.untold[each] for each in needs if each in self.untold), None)
 
-    def why_refused(self, needs: tuple[str, ...]) -> str | None:
+    def why_refused(self, needs: tuple[str, ...], kernels: str) -> str | None:
         """A pattern of the error that a path which needs all this ends in; None if it serves."""
+        if kernels == "native" and "ranks" in needs and self.lacks_on_ranks is not None:
+            return self.lacks_on_ranks
         return next((self.refused[each] for each in needs if each in self.refused), None)

@@ -34,7 +34,7 @@ def test_tokens_are_those_of_transformers_and_peft(request, subject, path, kerne
     if RANKS in way.needs and (reason := native_library.why_unavailable(torch.float32)):
         pytest.skip(f"ranks add up by the native library: {reason}")
     cell = Cell(it, kernels, request.getfixturevalue)
-    if (why := it.why_refused(way.needs)) is None:
+    if (why := it.why_refused(way.needs, kernels)) is None:
         way.serve(cell)
     else:
         with pytest.raises((UnsupportedModel, CannotMerge), match=why):

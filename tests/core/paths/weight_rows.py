@@ -30,7 +30,8 @@ def float8_kv(family: str) -> Subject:
         return Float8Cache(make_tiny(family))
 
     row = of_family(f"{family}: FP8 KV", family, make)
-    return replace(_with(row, kv_cache_dtype="fp8"), most_tokens=8)
+    more = {"block_tokens": 32} if row.options else {}  # of a byte a number, for a rank's share of a recurrent state
+    return replace(_with(row, kv_cache_dtype="fp8", **more), most_tokens=8)
 
 
 def quantised(family: str, form: str) -> Subject:
