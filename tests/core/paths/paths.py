@@ -242,9 +242,13 @@ def _transformers(model: Any, prompts: list[list[int]]) -> torch.Tensor:
         return torch.stack([reference(torch.tensor([prompt])).logits[0, -1].float() for prompt in prompts])
 
 
+def drawn(answer: Any) -> Drawn:
+    """Proposals at random, the same ones whichever cells ran before."""
+    return Drawn(answer, random.Random(0))
+
+
 FEW = Asked(4, (5, 70), 8)
 TWO = {"tensor_parallel_size": 2}
-DRAWN = partial(Drawn, rng=random.Random(0))
 
 PATHS: dict[str, Path] = {
     path.name: path
@@ -270,8 +274,8 @@ PATHS: dict[str, Path] = {
         Ahead("steps ahead on two ranks", {"is_async": True, **TWO}, ANSWERS),
         Drafts("right drafts", {"max_num_seqs": 4, "max_num_batched_tokens": 40}, ANSWERS),
         Drafts("wrong drafts", {"max_num_seqs": 4, "max_num_batched_tokens": 40}, ANSWERS, proposer=Wrong),
-        Drafts("drawn drafts, merged", {"max_num_seqs": 4}, ANSWERS, merges=True, proposer=DRAWN),
-        Drafts("drawn drafts on two ranks", {"max_num_seqs": 4, **TWO}, ANSWERS, proposer=DRAWN),
+        Drafts("drawn drafts, merged", {"max_num_seqs": 4}, ANSWERS, merges=True, proposer=drawn),
+        Drafts("drawn drafts on two ranks", {"max_num_seqs": 4, **TWO}, ANSWERS, proposer=drawn),
         Bits("bits"),
         Bits("bits in bfloat16", {"dtype": "bfloat16"}),
         Bits("bits on two ranks", TWO),
