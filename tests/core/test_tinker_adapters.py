@@ -14,9 +14,9 @@ from chorus.core.model.read_config import read_model_config
 from chorus.memory.files.error import AdapterFormatError
 from chorus.memory.files.format import inspect_adapter
 
+from .paths.asked import answers
 from .test_adapter_forms import told
 from .test_expert_adapters import values_of
-from .test_family_paths import answers
 from .tiny_families import Tiny, load_peft, make_tiny
 from .tiny_mixtures import make_mixture
 

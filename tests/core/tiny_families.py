@@ -720,7 +720,7 @@ DEEPSEEK_EXPERTS = {
     "norm_topk_prob": True, "routed_scaling_factor": 1.5, "pad_token_id": 0,
 }  # fmt: skip
 
-#: Families whose layers others here have, too, under other names: see `test_families.py`.
+#: Families whose layers others here have, too, under other names.
 RENAMED: dict[str, tuple[str, dict[str, Any], str]] = {
     "qwen3-next": (
         "Qwen3NextConfig",

@@ -5,8 +5,6 @@ Run in a process that interprets, see `tests/interpreted.py`.
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 
@@ -25,11 +23,8 @@ from ...ops.fake_flashinfer import FakeFlashInfer, Stream
 from ..adapter_zoo import save_zoo
 from ..merging.test_merged import merge
 from ..tiny_families import make_all_linear, make_tiny
-from .family_drivers import drivers
+from .family_drivers import EVERY, drivers
 from .test_cuda_ranks_interpreted import DEVICES, one_launch_at_a_time  # noqa: F401 - a fixture
-
-EVERY = os.environ.get("CHORUS_FAMILIES") == "every"
-"""Every geometry in every way, as `make families` asks, rather than a choice of them."""
 
 #: Multipliers; layers side by side; norms with biases, and no gate; scale, norms around, a partial and interleaved
 #: rope, a soft cap; a bias of the output projection; sinks.
