@@ -30,8 +30,9 @@ class Asked:
         return want
 
 
-PROMPTS = Asked(8, (5, 70), 8)
-ANSWERS = Asked(8, (5, 20), 16)
+PROMPTS = Asked(6, (5, 70), 8)
+ANSWERS = Asked(6, (5, 20), 16)
+CROWD = Asked(8, (5, 20), 16)
 LONG = Asked(4, (190, 230), 6)
 
 

@@ -26,7 +26,7 @@ from ...kept import kept_files
 from ..conftest import Driver, moved
 from ..speculation.stand_ins import Drawn, Free, Right, Wrong
 from ..tiny_families import save_family
-from .asked import ANSWERS, LONG, Asked
+from .asked import ANSWERS, CROWD, LONG, Asked
 from .path import TORCH_BITS, Cell, Path
 from .subject import Subject
 
@@ -279,9 +279,9 @@ PATHS: dict[str, Path] = {
         Path("chunks of 64", {"max_num_seqs": 4, "max_num_batched_tokens": 64}),
         Twice("cached", {"max_num_batched_tokens": 40, "state_checkpoint_tokens": 32}),
         LongPrompts("long prompts", {"max_num_seqs": 4, "max_num_batched_tokens": 48}, LONG),
-        Preempted("swapped", {"preemption": "swap"}, ANSWERS),
-        Preempted("recomputed", {"preemption": "recompute"}, ANSWERS),
-        Preempted("swapped on two ranks", {"preemption": "swap", **TWO}, ANSWERS),
+        Preempted("swapped", {"preemption": "swap"}, CROWD),
+        Preempted("recomputed", {"preemption": "recompute"}, CROWD),
+        Preempted("swapped on two ranks", {"preemption": "swap", **TWO}, CROWD),
         Streamed("streamed adapters"),
         Streamed("streamed adapters on two ranks", TWO),
         Moved("moved", {"max_num_batched_tokens": 12}, ANSWERS),
