@@ -127,6 +127,7 @@ families: ## the whole table of paths: every family and every form of adapter an
 level-%: ## tests of native kernels and of an engine at one ISA level, such as level-avx2; not those that test all levels
 	CHORUS_CPU_ISA=$* pytest -q -n 0 -m "native and not slow and not once and not levels" tests/ops tests/attacks tests/core/model \
 	    tests/core/test_adapter_vectors.py tests/core/test_parity.py
+	CHORUS_CPU_ISA=$* pytest -q -n 0 -k "once and native and (mixed or bits)" tests/core/paths
 
 plain: ## numerics tests of kernels and of an engine against a package built without a compiler in PLAIN
 	export PYTHONPATH="$(PLAIN)"; \

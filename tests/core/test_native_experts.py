@@ -14,7 +14,6 @@ import torch
 from chorus.core.cold_start import ColdStart
 from chorus.core.config import EngineConfig
 from chorus.core.engine import Engine
-from chorus.core.model.decoder import DecoderModel
 from chorus.core.model.families import FAMILIES as SERVED
 from chorus.core.model.native_decoder import NativeDecoderModel, why_unsupported
 from chorus.core.model.read_config import read_model_config
@@ -77,17 +76,6 @@ def test_several_threads_give_the_tokens_of_transformers_and_peft(tiny, drive, f
     )
     assert isinstance(driver.executor.rank.decoder, NativeDecoderModel)
     want = answers(it, driver, 8, seed=3)
-    assert told(driver, want) == want
-
-
-@pytest.mark.numerics
-@pytest.mark.parametrize("kernels", ["torch"])
-@pytest.mark.parametrize("family", ["qwen3-moe", "glm-4-moe"])
-def test_torch_gives_them_as_well(tiny, drive, family):
-    it = tiny(family)
-    driver = drive(it, max_num_seqs=8, max_num_batched_tokens=24, max_model_len=128)
-    assert isinstance(driver.executor.rank.decoder, DecoderModel)
-    want = answers(it, driver, 4, seed=3)
     assert told(driver, want) == want
 
 

@@ -30,8 +30,8 @@ class Asked:
         return want
 
 
-PROMPTS = Asked(6, (5, 70), 8)
-ANSWERS = Asked(6, (5, 20), 16)
+PROMPTS = Asked(4, (5, 70), 8)
+ANSWERS = Asked(4, (5, 20), 16)
 CROWD = Asked(8, (5, 20), 16)
 LONG = Asked(4, (190, 230), 6)
 

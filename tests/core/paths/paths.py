@@ -26,7 +26,7 @@ from ...kept import kept_files
 from ..conftest import Driver, moved
 from ..speculation.stand_ins import Drawn, Free, Right, Wrong
 from ..tiny_families import save_family
-from .asked import ANSWERS, CROWD, LONG, Asked
+from .asked import ANSWERS, CROWD, LONG
 from .path import TORCH_BITS, Cell, Path
 from .subject import Subject
 
@@ -266,7 +266,6 @@ def drawn(answer: Any) -> Drawn:
     return Drawn(answer, random.Random(0))
 
 
-FEW = Asked(4, (5, 70), 8)
 TWO = {"tensor_parallel_size": 2}
 
 PATHS: dict[str, Path] = {
@@ -274,8 +273,8 @@ PATHS: dict[str, Path] = {
     for path in (
         Mixed("mixed steps"),
         Path("whole prompts", {"max_num_batched_tokens": 2048, "chunked_prefill": False}),
-        Path("chunks of 1", {"max_num_seqs": 1, "max_num_batched_tokens": 1}, FEW),
-        Path("chunks of 7", {"max_num_seqs": 4, "max_num_batched_tokens": 7}, FEW),
+        Path("chunks of 1", {"max_num_seqs": 1, "max_num_batched_tokens": 1}),
+        Path("chunks of 7", {"max_num_seqs": 4, "max_num_batched_tokens": 7}),
         Path("chunks of 64", {"max_num_seqs": 4, "max_num_batched_tokens": 64}),
         Twice("cached", {"max_num_batched_tokens": 40, "state_checkpoint_tokens": 32}),
         LongPrompts("long prompts", {"max_num_seqs": 4, "max_num_batched_tokens": 48}, LONG),
@@ -284,7 +283,7 @@ PATHS: dict[str, Path] = {
         Preempted("swapped on two ranks", {"preemption": "swap", **TWO}, CROWD),
         Streamed("streamed adapters"),
         Streamed("streamed adapters on two ranks", TWO),
-        Moved("moved", {"max_num_batched_tokens": 12}, ANSWERS),
+        Moved("moved", {"max_num_batched_tokens": 12}),
         Path("merged", merges=True),
         Path("two ranks", TWO),
         Path("merged on two ranks", TWO, merges=True),
