@@ -76,9 +76,9 @@ class Cell:
         return "auto" if self.kernels == "native" and why_not_native is not None else self.kernels
 
     def merge(self, driver: Driver) -> None:
-        """Merge the row's adapter; a request that uses it loads it."""
+        """Merge the row's adapter; a request that uses it loads it, with the tokens that invoke it if it has some."""
         name = self.subject.merged
-        driver.run("load", name, [*range(3, 12)], max_tokens=1)
+        driver.run("load", name, self.it.case(name, 9, seed=0, count=1)[0], max_tokens=1)
         merge(driver, name)
 
     def check(self, driver: Driver, asked: Asked, turn: str = "") -> None:
