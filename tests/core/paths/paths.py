@@ -111,7 +111,7 @@ class Async(Path):
         return super().drive(cell)
 
     def verify(self, cell: Cell, driver: Driver) -> None:
-        assert driver.engine.stats().num_async_steps > 10
+        assert driver.engine.stats().num_async_steps > 5
 
 
 @dataclass(frozen=True)
