@@ -121,13 +121,13 @@ simulation: ## simulation tests of the engine, by seeds
 
 lives: simulation
 
-families: ## every geometry of every model family over every path of an engine
-	CHORUS_FAMILIES=every pytest -q tests/core/test_families.py tests/core/test_family_paths.py tests/core/test_hybrid_paths.py \
-		tests/core/test_experts.py tests/core/test_expert_adapters.py tests/core/executors/test_cuda_families_interpreted.py
+families: ## the whole table of paths: every family and every form of adapter and weights, in every way; and GPU steps of each
+	CHORUS_FAMILIES=every pytest -q tests/core/paths tests/core/executors/test_cuda_families_interpreted.py
 
 level-%: ## tests of native kernels and of an engine at one ISA level, such as level-avx2; not those that test all levels
 	CHORUS_CPU_ISA=$* pytest -q -n 0 -m "native and not slow and not once and not levels" tests/ops tests/attacks tests/core/model \
 	    tests/core/test_adapter_vectors.py tests/core/test_parity.py
+	CHORUS_CPU_ISA=$* pytest -q -n 0 -k "once and native and (mixed or bits)" tests/core/paths
 
 plain: ## numerics tests of kernels and of an engine against a package built without a compiler in PLAIN
 	export PYTHONPATH="$(PLAIN)"; \

@@ -9,10 +9,11 @@ import os
 import random
 import re
 import signal
+import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Collection, Generator, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
 from importlib.util import find_spec
@@ -65,6 +66,9 @@ MAX_PROCESSES = 8
 #: A plain `pytest` runs one of so many cases of a test marked `wide`, and CHORUS_TEST_SHARE says another number.
 SHARE = 6
 
+#: The environment's variable of what draws the cases of `wide` tests, by default the commit, so that each runs others.
+SEED = "CHORUS_TEST_SEED"
+
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """Return the processes that run the tests: one more than processors, as some wait for servers; one alone where only
@@ -76,8 +80,33 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 
 def pytest_configure() -> None:
-    """Check the environment before a minute of collecting tests."""
+    """Check the environment before a minute of collecting tests. All processes draw the same cases of `wide` tests."""
     chosen_share()
+    os.environ[SEED] = chosen_seed()
+
+
+def pytest_report_header() -> str:
+    return _told_share()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Tell the share where there is no header."""
+    if terminalreporter.verbosity < 0 and terminalreporter.stats.get("deselected"):
+        terminalreporter.write_line(_told_share())
+
+
+def _told_share() -> str:
+    return f"wide tests: one case in {chosen_share()}, drawn by {SEED}={os.environ[SEED]}, which repeats it"
+
+
+def chosen_seed() -> str:
+    """The seed of the environment, or the commit that is checked out, or 0 where there is no repository."""
+    if seed := os.environ.get(SEED):
+        return seed
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short=12", "HEAD"]
+    with suppress(OSError):
+        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() or "0"
+    return "0"
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -146,7 +175,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left_out = _beyond_pairs(items)
     if config.args_source is pytest.Config.ArgsSource.TESTPATHS and not config.option.markexpr:
         left_out |= {item for item in items if _is_left_out(item)}
-        left_out |= beyond_share([item for item in items if item not in left_out], chosen_share())
+        rest = [item for item in items if item not in left_out]
+        left_out |= beyond_share(rest, chosen_share(), os.environ[SEED])
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if item not in left_out]
     items.sort(key=lambda item: item.get_closest_marker("long") is None)
@@ -174,9 +204,9 @@ def chosen_share() -> int:
     return int(value)
 
 
-def beyond_share(items: list[pytest.Item], share: int) -> set[pytest.Item]:
-    """Cases of tests marked `wide` that are left out where one in `share` runs, at least one of each test, beginning
-    with another one in each; and, for less than half of the cases, single tests that have the mark themselves.
+def beyond_share(items: list[pytest.Item], share: int, seed: str) -> set[pytest.Item]:
+    """Cases of tests marked `wide` that are left out where one in `share` runs, at least one of each test, drawn by
+    `seed`; and, for less than half of the cases, single tests that have the mark themselves.
     """
     tests: dict[str, list[pytest.Item]] = {}
     for item in items:
@@ -185,11 +215,29 @@ def beyond_share(items: list[pytest.Item], share: int) -> set[pytest.Item]:
     beyond: set[pytest.Item] = set()
     for name, cases in tests.items():
         if hasattr(cases[0], "callspec"):
-            first = random.Random(name).randrange(min(share, len(cases)))
-            beyond |= {*cases} - {*cases[first::share]}
+            beyond |= {*cases} - {*_drawn(cases, share, random.Random(f"{seed} {name}"))}
         elif share > 2 and any(node is cases[0] for node, _ in cases[0].iter_markers_with_node("wide")):
             beyond |= {*cases}
     return beyond
+
+
+def _drawn(cases: list[pytest.Item], share: int, rng: random.Random) -> list[pytest.Item]:
+    """Draw one in `share` cases of a test. With `wide(each=NAMES)` draw covers instead: few cases in which each of the
+    parameters of these names has each of its values. A plain share is one cover; one N times as large, N of them.
+    """
+    shuffled, marker = rng.sample(cases, len(cases)), cases[0].get_closest_marker("wide")
+    names = marker.kwargs.get("each", ()) if isinstance(marker, pytest.Mark) else ()
+    if share == 1 or not names:
+        return shuffled[: max(1, round(len(cases) / share))]
+    drawn: list[pytest.Item] = []
+    for _ in range(max(1, SHARE // share)):
+        rest, seen = [], set[tuple[str, Any]]()
+        for case in shuffled:
+            own = {(name, _params(case)[name]) for name in names}
+            (drawn if own - seen else rest).append(case)
+            seen |= own
+        shuffled = rest
+    return drawn
 
 
 def _is_left_out(item: pytest.Item) -> bool:

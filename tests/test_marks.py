@@ -5,11 +5,12 @@ from __future__ import annotations
 import ast
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import cast
 
 import pytest
 
-from .conftest import SHARE, beyond_share, chosen_share, marks_of_file, may_match
+from .conftest import SEED, SHARE, beyond_share, chosen_seed, chosen_share, marks_of_file, may_match
 
 HERE = Path(__file__).parent
 
@@ -37,7 +38,8 @@ def test_a_file_is_collected_if_a_test_may_match(expression, marks, wanted):
 @pytest.mark.parametrize(
     ("file", "wanted"),
     [
-        ("core/test_families.py", {"numerics", "native", "slow"}),  # `native` by the kernels of a case
+        ("core/model/test_kv_scales.py", {"numerics", "native"}),  # `native` by the kernels of a case
+        ("core/paths/test_paths.py", {"native", "slow", "wide"}),
         ("core/executors/test_cuda_interpreted.py", {"triton", "long", "slow"}),
         ("ops/test_sgmv_triton.py", {"triton", "slow"}),
     ],
@@ -54,20 +56,22 @@ def test_a_file_without_a_mark_does_not_have_it(tmp_path):
 class Item:
     """As much of a collected test as `beyond_share` reads. own: the mark is on the test itself."""
 
-    def __init__(self, nodeid: str, *, own: bool = False, marked: bool = True) -> None:
-        self.nodeid, self._own, self._marked = nodeid, own, marked
+    def __init__(
+        self, nodeid: str, *, own: bool = False, marked: bool = True, mark: object = "wide", **params: object
+    ) -> None:
+        self.nodeid, self._own, self._mark = nodeid, own, mark if marked else None
         if nodeid.endswith("]"):
-            self.callspec = object()
+            self.callspec = SimpleNamespace(params=params)
 
     def get_closest_marker(self, name: str) -> object | None:
-        return name if self._marked else None
+        return self._mark
 
     def iter_markers_with_node(self, name: str) -> list[tuple[object, str]]:
         return [(self if self._own else "its module", name)]
 
 
-def left_out(items: list[Item], share: int) -> set[Item]:
-    return cast(set[Item], beyond_share(cast(list[pytest.Item], items), share))
+def left_out(items: list[Item], share: int, seed: str = "") -> set[Item]:
+    return cast(set[Item], beyond_share(cast(list[pytest.Item], items), share, seed))
 
 
 @pytest.mark.parametrize("share", [1, 2, SHARE])
@@ -80,7 +84,41 @@ def test_every_test_keeps_its_share_of_cases_and_at_least_one(count, share):
         left = [case for case, item in enumerate(cases) if item not in out]
         assert max(1, count // share) <= len(left) <= -(-count // share)
         kept |= {*left}
-    assert kept >= {*range(min(count, 2))}, "other cases of another test"
+    assert len(kept) >= min(count, 2), "the same case of every test"
+
+
+def test_another_commit_draws_other_cases_and_the_same_one_the_same():
+    cases = [Item(f"test_files.py::test_a[{case}]") for case in range(60)]
+    drawn = [frozenset(left_out(cases, SHARE, seed)) for seed in (*map(str, range(40)), "0")]
+    assert drawn[0] == drawn[-1]
+    assert len({*drawn}) == 40
+    assert not frozenset.intersection(*drawn), "a case that no commit draws"
+
+
+@pytest.mark.parametrize("seed", "abcdef")
+def test_a_share_has_each_value_of_the_parameters_that_are_named(seed):
+    mark = pytest.mark.wide(each=("subject", "path")).mark
+    cases = [
+        Item(f"f::test_a[{subject}-{path}]", mark=mark, subject=subject, path=path, kernels=kernels)
+        for subject in range(20)
+        for path in range(7)
+        for kernels in "ab"
+    ]
+    for share, covers in ((2 * SHARE, 1), (SHARE, 1), (2, SHARE // 2)):
+        kept = [case.callspec.params for case in cases if case not in left_out(cases, share, seed)]
+        assert min(sum(each["subject"] == subject for each in kept) for subject in range(20)) >= covers
+        assert min(sum(each["path"] == path for each in kept) for path in range(7)) >= covers
+        assert len(kept) <= covers * (20 + 7 - 1)
+    assert not left_out(cases, 1, seed)
+
+
+def test_the_seed_is_the_environments_or_the_commit(monkeypatch):
+    monkeypatch.setenv(SEED, "it")
+    assert chosen_seed() == "it"
+    monkeypatch.delenv(SEED)
+    assert re.fullmatch(r"[0-9a-f]{12}|0", chosen_seed())
+    monkeypatch.setenv("PATH", "")
+    assert chosen_seed() == "0", "there is no git"
 
 
 def test_a_single_test_is_left_out_by_its_own_mark_alone():

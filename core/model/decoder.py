@@ -1,6 +1,6 @@
 """Decoder over the arena, of the layers that a model's configuration describes; see `layers`.
 
-Tests: tests/core/test_families.py, tests/core/test_parity.py
+Tests: tests/core/paths, tests/core/test_parity.py
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ a mixture of experts), each with norms around it, added to the residual stream x
 
 A layer may have one of the two alone, or two mixers side by side: see `MixerBeside`.
 
-Tests: tests/core/model/test_model_config.py, tests/core/test_families.py
+Tests: tests/core/model/test_model_config.py, tests/core/paths
 """
 
 from __future__ import annotations

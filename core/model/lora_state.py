@@ -1,6 +1,6 @@
 """The adapters of a step on a CPU: the rows of each, as segments of the step's tokens.
 
-Tests: tests/core/test_parity.py, tests/core/test_adapter_forms.py.
+Tests: tests/core/test_parity.py, tests/core/paths.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Adapters of every form in one batch give PEFT's tokens, on every path of an engine."""
+"""Activated LoRA begins at its invocation, and shares the base model's prefixes. For paths, see `paths`."""
 
 from __future__ import annotations
 
@@ -6,10 +6,7 @@ import random
 
 import pytest
 
-from chorus.graphs.runner import StepMode
-
 from .adapter_zoo import FORMS, INVOCATION, kept_zoo
-from .conftest import moved
 
 pytestmark = [pytest.mark.numerics, pytest.mark.native, pytest.mark.wide]
 
@@ -40,68 +37,6 @@ def ask_all(zoo, driver, seed, lengths=(1, 40), tokens=8, names=None, times=1):
 def told(driver, want):
     answered = driver.drain()
     return {name: answered[name].tokens for name in want}
-
-
-@pytest.mark.pairs
-@pytest.mark.parametrize("kernels", ["native", "torch"])
-@pytest.mark.parametrize("chunk", [1, 7, 64])
-def test_all_forms_in_one_batch(zoo, drive, chunk):
-    driver = drive(zoo, block_tokens=8, max_num_batched_tokens=chunk, max_num_seqs=min(chunk, 16))
-    want = ask_all(zoo, driver, seed=1, times=1 if chunk == 1 else 3)
-    assert told(driver, want) == want
-
-
-@pytest.mark.parametrize("kernels", ["native"])
-def test_from_the_cache(zoo, drive):
-    driver = drive(zoo, block_tokens=8, max_num_batched_tokens=40, max_num_seqs=8)
-    for _ in range(2):
-        want = ask_all(zoo, driver, seed=2, lengths=(20, 60))
-        assert told(driver, want) == want
-        driver.answers.clear()
-    assert driver.engine.stats().num_prefix_hit_tokens > 100
-
-
-@pytest.mark.parametrize("kernels", ["native", "torch"])
-@pytest.mark.parametrize(
-    ("base", "name"),
-    [
-        *(("plain base", name) for name in ("alora", "dora", "dora-patterns")),
-        *(("biased base", name) for name in ("bias-all", "lora-bias", "dora-bias-all", "alora-bias")),
-    ],
-)
-@pytest.mark.pairs
-@pytest.mark.parametrize("chunk", [24, 120])
-def test_merged(zoos, drive, base, name, chunk):
-    """An activated adapter's own requests then have the difference taken off the tokens before the invocation, and
-    vectors are undone for requests of others.
-    """
-    zoo = zoos[base]
-    driver = drive(zoo, max_num_seqs=8, max_num_batched_tokens=chunk)
-    driver.run("load", name, INVOCATION, max_tokens=1)
-    driver.engine.merge(name)
-    driver.add("beside", None, [5, 6, 7], max_tokens=60)
-    while driver.engine.merging.is_under_way:
-        driver.step()
-    driver.engine.abort("beside")
-    driver.plans.clear()
-    want = ask_all(zoo, driver, seed=3)
-    assert told(driver, want) == want
-    assert {plan.mode for plan in driver.plans} == {StepMode.MERGED}
-
-
-@pytest.mark.parametrize("kernels", ["native"])
-def test_two_ranks(zoo, drive):
-    driver = drive(zoo, tensor_parallel_size=2, max_num_seqs=8, max_num_batched_tokens=24)
-    want = ask_all(zoo, driver, seed=4)
-    assert told(driver, want) == want
-
-
-@pytest.mark.parametrize("kernels", ["native"])
-def test_moved_to_another_engine(zoo, drive):
-    """In the middle of prompts and of answers."""
-    here, there = (drive(zoo, block_tokens=8, max_num_batched_tokens=12, max_num_seqs=8) for _ in range(2))
-    want = ask_all(zoo, here, seed=5, lengths=(10, 40), tokens=16)
-    assert moved(here, there, want, steps=8) == want
 
 
 @pytest.mark.parametrize("zoo", ["plain base"], indirect=True)

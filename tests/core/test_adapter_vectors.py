@@ -1,9 +1,8 @@
-"""DoRA and biases: every family of models, beside others, streamed, evicted, replaced, over quantised weights."""
+"""DoRA and biases: versions, the base weights that they are computed with, and bfloat16. For paths, see `paths`."""
 
 from __future__ import annotations
 
 import random
-from functools import cache, partial
 
 import pytest
 import torch
@@ -13,30 +12,16 @@ from chorus.core.config import EngineConfig
 from chorus.core.executors.base import ModelExecutor
 from chorus.core.requests.types import CannotMerge
 from chorus.memory.files.error import AdapterFormatError
-from chorus.memory.host.images import ThreadReads
-from chorus.ops import native_library
 
 from .adapter_zoo import FORMS, kept_zoo, save_zoo
-from .tiny_families import make_tiny, save_family
-
-NEEDS_NATIVE = pytest.mark.skipif(
-    not native_library.available(torch.float32), reason="ranks add up by the native library"
-)
+from .tiny_families import save_family
 
 pytestmark = [pytest.mark.numerics, pytest.mark.wide]
-
-#: Projections in one matrix, norms around, scaled or parallel parts, linear attention, gates.
-FAMILIES = ["phi-3", "gemma-3", "cohere-2", "granite", "qwen3.5", "qwen2"]
 
 
 @pytest.fixture(scope="module")
 def zoo():
     return kept_zoo(biased=True)
-
-
-@pytest.fixture(scope="module")
-def family():
-    return cache(partial(make_tiny, use_dora=True))
 
 
 def ask(driver, it, seed, names=None, lengths=(1, 60), tokens=6, mark=""):
@@ -51,65 +36,6 @@ def ask(driver, it, seed, names=None, lengths=(1, 60), tokens=6, mark=""):
 def answered(driver, want):
     answers = driver.drain()
     return {name: answers[name].tokens for name in want}
-
-
-@pytest.mark.parametrize("kernels", ["native", "torch"])
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=NEEDS_NATIVE)])
-@pytest.mark.parametrize("name", FAMILIES)
-def test_dora_in_every_family(family, drive, name, ranks, kernels):
-    it = family(name)
-    driver = drive(it, max_num_batched_tokens=80, max_num_seqs=8, tensor_parallel_size=ranks)
-    want = ask(driver, it, seed=1)
-    assert answered(driver, want) == want
-
-
-def logprobs_beside(driver, zoo, name, beside):
-    """Log-probabilities of an adapter's answer, whose bits are compared, in the company of others."""
-    ask(driver, zoo, seed=2, names=beside, lengths=(20, 60), tokens=24)
-    prompt, _ = zoo.case(name, 30, 12, seed=9)
-    driver.add("it", name, prompt, max_tokens=12, logprobs=4)
-    return driver.drain()["it"].logprobs
-
-
-@pytest.mark.parametrize("kernels", ["native"])
-@pytest.mark.parametrize("chunk", [8, 96])
-@pytest.mark.parametrize(
-    ("name", "beside", "others"),
-    [
-        (None, ["plain"] * 4, ["dora", "bias-all", "dora-bias-all", "lora-bias"]),
-        ("plain", ["plain"] * 4, ["dora", "bias-all", "dora-bias-all", "lora-bias"]),
-        ("dora", [], ["dora", None, "bias-all", "plain"]),
-        ("both-biases", [], ["dora", None, "bias-all", "plain"]),
-    ],
-)
-def test_bits_of_a_row_do_not_depend_on_its_company(zoo, drive, chunk, name, beside, others):
-    """Of the base model, of a plain adapter, and of adapters with vectors, in steps of few tokens and of many."""
-    one, other = (
-        logprobs_beside(drive(zoo, max_num_batched_tokens=chunk, max_num_seqs=8, prefix_cache=False), zoo, name, names)
-        for names in (beside, others)
-    )
-    assert one == other
-
-
-@pytest.mark.parametrize("kernels", ["native", "torch"])
-def test_streamed_and_late(zoo, drive):
-    """Layers come while steps run; a row that misses one runs again."""
-    reads = ThreadReads(2)
-    driver = drive(zoo, reads=reads, max_load_stall_seconds=0.001, clock=None, max_num_seqs=8)
-    want = ask(driver, zoo, seed=4)
-    assert answered(driver, want) == want
-
-
-@pytest.mark.parametrize("kernels", ["native"])
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_evicted_and_loaded_again(zoo, drive, ranks):
-    """From memory and from disk, into other pages."""
-    driver = drive(zoo, max_num_seqs=4, block_tokens=4, tensor_parallel_size=ranks)
-    for turn in range(3):
-        want = ask(driver, zoo, seed=5 + turn, lengths=(1, 20), mark=f"{turn}.")
-        assert answered(driver, want) == want
-        driver.engine.reclaimer.reclaim_all()
-        assert not any(adapter.pages for adapter in driver.engine.store.versions())
 
 
 @pytest.mark.parametrize("kernels", ["native"])

@@ -1,4 +1,4 @@
-"""Families whose layers have attention of several shapes, over the paths of an engine, as `test_family_paths.py`."""
+"""Families whose layers have attention of several shapes: adapters, checkpoints and pages. For paths, see `paths`."""
 
 from __future__ import annotations
 
@@ -10,26 +10,17 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from chorus.core.executors.cpu import CpuExecutor
-from chorus.core.model.config import UnsupportedModel
-from chorus.core.model.decoder import DecoderModel
 from chorus.core.model.quantization.groups import plain
 from chorus.core.model.quantization.round_to_nearest import quantiser_of
 from chorus.core.model.read_config import read_model_config
-from chorus.core.requests.types import CannotMerge
-from chorus.graphs.runner import StepMode
 from chorus.memory.files.error import AdapterFormatError
 from chorus.memory.files.format import inspect_adapter
 
-from .merging.test_merged import merge
 from .test_added_tokens import save_added
 from .test_families import executor_of, logits_of
-from .test_family_paths import answers, check_variety, told
 from .tiny_families import SHAPES, make_all_linear, save_family
 
 pytestmark = [pytest.mark.numerics, pytest.mark.wide]
-
-BF16_ERROR = 5e-2
-"""Relative L2 error of bfloat16 logits that is taken for rounding; measured: at most 3.5e-2 (transformers: 1.3e-1)."""
 
 
 @pytest.fixture
@@ -44,67 +35,10 @@ NATIVE = ("gemma-4", "gemma-4-biased", "gemma-4-unified")
 every_family = pytest.mark.parametrize("family", SHAPES)
 
 
-@pytest.mark.parametrize(
-    ("family", "kernels"), [*((name, "torch") for name in SHAPES), *((name, "native") for name in NATIVE)]
-)
-def test_mixed_batch_equals_transformers_and_peft(tiny, drive, family, kernels):
-    """In chunks of any size, with the prefixes of the first round cached in the second."""
-    it = tiny(family)
-    driver = drive(it, max_num_seqs=8, max_num_batched_tokens=24, max_model_len=128, block_tokens=8)
-    assert isinstance(driver.executor.rank.decoder, DecoderModel) == (kernels == "torch")
-    for _ in range(2):
-        want = answers(it, driver, 8, seed=1)
-        assert told(driver, want) == want
-        driver.answers.clear()
-    assert max(plan.num_adapters for plan in driver.plans) == 3
-    assert driver.engine.stats().num_prefix_hit_tokens > 40
-
-
-@pytest.mark.slow
-@every_family
-def test_comparisons_mean_something(tiny, family):
-    """Answers vary, and every adapter changes them."""
-    check_variety(tiny(family))
-
-
-@every_family
-def test_chunks_of_one_token_and_pages_that_leave(tiny, drive, family):
-    it = tiny(family)
-    driver = drive(it, max_num_seqs=1, max_num_batched_tokens=1, block_tokens=8)
-    assert driver.engine.executor.layout.has_windows
-    want = answers(it, driver, 3, seed=2, lengths=(40, 50))
-    assert told(driver, want) == want
-
-
-def test_preempted_requests_swap_and_go_on(tiny, drive_crowded):
-    it = tiny("gemma-4")
-    driver = drive_crowded(it)
-    want = answers(it, driver, 12, seed=4, lengths=(5, 20), tokens=30)
-    assert told(driver, want) == want
-    assert driver.engine.stats().num_swaps_out > 0
-
-
-@every_family
-def test_merged_weights_beside_other_adapters(tiny, drive, family):
-    it = tiny(family)
-    driver = drive(it, max_num_seqs=8, max_num_batched_tokens=24)
-    merge(driver, "r3-all")
-    want = answers(it, driver, 6, seed=5)
-    assert told(driver, want) == want
-    assert {plan.mode for plan in driver.plans} == {StepMode.MERGED}
-
-
-@pytest.mark.native
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_adapters_on_inputs_of_layers(drive, ranks):
+def test_adapters_are_on_inputs_of_layers():
     it = make_all_linear("gemma-4-inputs")
-    driver = drive(it, tensor_parallel_size=ranks, max_num_seqs=8, max_num_batched_tokens=24)
-    targets = driver.engine.store.get("all").manifest.targets
-    assert {"per_layer_input_gate", "per_layer_projection", "per_layer_model_projection"} <= {*targets}
-    want = answers(it, driver, 4, seed=8, adapters=("all", None))
-    assert told(driver, want) == want
-    with pytest.raises(CannotMerge, match="inputs of layers"):
-        merge(driver, "all")
+    found = inspect_adapter(it.adapters["all"], read_model_config(it.model).module_paths)
+    assert {"per_layer_input_gate", "per_layer_projection", "per_layer_model_projection"} <= {*found.targets}
 
 
 def test_keys_that_layers_do_not_use_are_left_out(tiny, tmp_path):
@@ -134,15 +68,6 @@ def test_added_tokens_have_no_inputs_of_layers(tiny, tmp_path):
         inspect_adapter(tmp_path, read_model_config(model).module_paths)
 
 
-@pytest.mark.native
-@every_family
-def test_two_ranks(tiny, drive, family):
-    it = tiny(family)
-    driver = drive(it, tensor_parallel_size=2, max_num_seqs=8, max_num_batched_tokens=24)
-    want = answers(it, driver, 4, seed=6)
-    assert told(driver, want) == want
-
-
 @every_family
 def test_configuration_and_frequencies_are_transformers_own(tiny, family):
     import transformers
@@ -157,29 +82,6 @@ def test_configuration_and_frequencies_are_transformers_own(tiny, family):
         assert torch.equal(own.rope.inverse_frequencies(), getattr(rotary, f"{kind}_original_inv_freq"))
         assert (own.num_kv_heads, own.head_dim) == (its.num_key_value_heads, its.head_dim)
         assert own.window == (want.sliding_window if kind == "sliding_attention" else None)
-
-
-@every_family
-def test_bfloat16_is_float32_within_rounding(tmp_path, family):
-    """As close as transformers' own, where that is far."""
-    from transformers import AutoModelForCausalLM
-
-    save_family(family, tmp_path, torch.bfloat16, initializer_range=0.1)
-    generator = torch.Generator().manual_seed(0)
-    prompts = [torch.randint(3, 150, (length,), generator=generator).tolist() for length in (5, 40, 90)]
-    wide = executor_of(tmp_path, dtype="float32", cpu_kernels="torch")
-    want, executor = logits_of(wide, prompts), executor_of(tmp_path)
-    assert executor.layout.itemsize == 2
-
-    def errors(logits: torch.Tensor) -> torch.Tensor:
-        return (logits - want).norm(dim=-1) / want.norm(dim=-1)
-
-    reference = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
-    with torch.inference_mode():
-        theirs = [reference(torch.tensor([prompt])).logits[0, -1].float() for prompt in prompts]
-    # weights differ by processor, as torch's random numbers do, and with some of them bfloat16 is further off
-    bound = (1.5 * errors(torch.stack(theirs))).clamp(min=BF16_ERROR)
-    assert bool((errors(logits_of(executor, prompts)) < bound).all())
 
 
 def test_quantised_weights_are_transformers_own_rounded(tmp_path):
@@ -205,11 +107,6 @@ def test_random_weights_need_no_checkpoint(tmp_path):
     executor = executor_of(tmp_path, load_format="dummy")
     assert isinstance(executor, CpuExecutor)
     assert logits_of(executor, [[3, 4, 5]]).isfinite().all()
-
-
-def test_the_native_decoder_says_what_it_lacks(tiny):
-    with pytest.raises(UnsupportedModel, match="further input of layers"):
-        executor_of(tiny("gemma-4-inputs").model, cpu_kernels="native")
 
 
 def test_a_page_has_as_many_layers_as_fit(tiny):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from .test_family_paths import answers, told
+from .paths.asked import answers, told
 from .tiny_families import load_peft
 from .tiny_mixtures import Mixture, make_mixture
 

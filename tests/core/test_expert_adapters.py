@@ -1,4 +1,4 @@
-"""Adapters on routers, shared experts and experts answer as transformers + peft do, over every path."""
+"""Adapters on routers, shared experts and experts: their files, and how they are loaded and refused."""
 
 from __future__ import annotations
 
@@ -29,8 +29,7 @@ from chorus.memory.host.images import ThreadReads
 from chorus.memory.pages.adapter_layout import AdapterLayout
 from chorus.ops.expert_products import unpack
 
-from .test_experts import QUICK, WITHOUT_STATES, families, few_families
-from .test_family_paths import EVERY, answers, told
+from .paths.asked import answers, told
 from .test_streaming import Gate
 from .tiny_families import EXPERTS, make_all_linear
 from .tiny_mixtures import ADAPTERS, LETTERS, make_mixture, one_by_one, together, unswapped
@@ -39,9 +38,6 @@ pytestmark = pytest.mark.wide
 
 GATED = [name for name in EXPERTS if name != "nemotron-3"]
 """For experts without gates, see test_layers_of_one_part.py."""
-
-CHUNKS = list(itertools.product(EXPERTS, (1, 7, 64))) if EVERY else list(zip(QUICK, (64, 7, 1), strict=True))
-"""Families and sizes of chunks."""
 
 MIXTRAL = {"mlp": "block_sparse_moe", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 
@@ -58,22 +54,7 @@ def mixture():
     return cache(make_mixture)
 
 
-@pytest.mark.numerics
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.native)])
-@families([*QUICK, "glm-4-moe", "gemma-4-moe", "llama-4"])
-def test_mixed_batch_equals_transformers_and_peft(mixture, drive, family, ranks):
-    it = mixture(family)
-    driver = drive(it, max_num_seqs=8, max_num_batched_tokens=24, max_model_len=128, tensor_parallel_size=ranks)
-    want = answers(it, driver, 8, seed=1, adapters=(None, *ADAPTERS))
-    assert told(driver, want) == want
-    assert max(plan.num_adapters for plan in driver.plans) == len(ADAPTERS)
-    weights, whole = driver.executor.rank.decoder.layers[-2]["experts"], read_model_config(it.model).experts
-    if ranks > 1 and weights is not None:
-        assert len(weights.gate_up) == len(unpack(weights.router)) == whole.count
-        assert {unpack(each).shape[0] for each in weights.gate_up} == {whole.size}, "half of gate and half of up"
-
-
-@families([*QUICK, "glm-4-moe", "gemma-4-moe", "llama-4"])
+@pytest.mark.parametrize("family", EXPERTS)
 def test_adapters_target_what_they_are_named_for(mixture, drive, family):
     it = mixture(family)
     store = drive(it).engine.store
@@ -84,7 +65,19 @@ def test_adapters_target_what_they_are_named_for(mixture, drive, family):
     assert family.startswith("qwen3.5") == ("shared_expert_gate" in targets["r5-shared"])
 
 
-@families(["mixtral", "gpt-oss"], of=GATED)
+@pytest.mark.native
+@pytest.mark.parametrize("family", GATED)
+def test_ranks_have_half_of_each_expert(mixture, drive, family):
+    """Half of gate and half of up; and the whole router."""
+    it = mixture(family)
+    driver = drive(it, tensor_parallel_size=2)
+    whole = read_model_config(it.model).experts
+    weights = next(layer.experts for layer in driver.executor.rank.decoder.layers if layer.experts is not None)
+    assert len(weights.gate_up) == len(unpack(weights.router)) == whole.count
+    assert {unpack(each).shape[0] for each in weights.gate_up} == {whole.size}
+
+
+@pytest.mark.parametrize("family", GATED)
 def test_files_of_each_expert_give_the_same_tokens(mixture, drive, tmp_path, family):
     """The same deltas in files of another form, under the names of the family's checkpoints."""
     it = mixture(family)
@@ -99,7 +92,7 @@ def test_files_of_each_expert_give_the_same_tokens(mixture, drive, tmp_path, fam
     assert told(driver, want) == want
 
 
-@families(of=GATED)
+@pytest.mark.parametrize("family", GATED)
 def test_a_tensor_for_all_experts_gives_the_same_tokens(mixture, drive, tmp_path, family):
     """Tinker's form, under the names that it has for experts, and for the attention of gpt-oss."""
     it = mixture(family)
@@ -113,44 +106,7 @@ def test_a_tensor_for_all_experts_gives_the_same_tokens(mixture, drive, tmp_path
     assert told(driver, want) == want
 
 
-@pytest.mark.parametrize(("family", "chunk"), CHUNKS)
-def test_chunks_of_any_size(mixture, drive, family, chunk):
-    it = mixture(family)
-    driver = drive(it, max_num_seqs=min(4, chunk), max_num_batched_tokens=chunk, block_tokens=8)
-    want = answers(it, driver, 5, seed=1, adapters=(*ADAPTERS, None))
-    assert told(driver, want) == want
-
-
-@few_families
-def test_prefixes_from_the_cache(mixture, drive, family):
-    it = mixture(family)
-    driver = drive(it, block_tokens=8, max_num_batched_tokens=40, max_num_seqs=8)
-    for _ in range(2):
-        want = answers(it, driver, 5, seed=2, adapters=(*ADAPTERS, None))
-        assert told(driver, want) == want
-        driver.answers.clear()
-    assert driver.engine.stats().num_prefix_hit_tokens > 40
-
-
-@pytest.mark.slow
-@few_families
-def test_preempted_requests_swap_and_go_on(mixture, drive_crowded, family):
-    it = mixture(family)
-    driver = drive_crowded(it)
-    want = answers(it, driver, 12, seed=4, lengths=(5, 20), tokens=60, adapters=(None, *ADAPTERS))
-    assert told(driver, want) == want
-    assert driver.engine.stats().num_swaps_out > 0
-
-
-@families(of=WITHOUT_STATES)
-def test_steps_that_are_launched_ahead(mixture, drive, family):
-    it = mixture(family)
-    driver = drive(it, max_num_seqs=8, max_num_batched_tokens=40, is_async=True)
-    want = answers(it, driver, 6, seed=6, adapters=(None, *ADAPTERS))
-    assert told(driver, want) == want
-
-
-@families(["gpt-oss"])
+@pytest.mark.parametrize("family", EXPERTS)
 def test_adapters_that_are_evicted_and_loaded_while_others_run(mixture, drive, family):
     """There is room for the largest adapter and little more; layers are read while steps run."""
     it = mixture(family)
@@ -201,27 +157,6 @@ def test_a_prefill_follows_the_read_of_experts_layer_by_layer(mixture, drive, tm
         timer.join()
     assert driver.engine.store.get("r2-experts").manifest.modules.experts is form
     assert driver.engine.stats().num_streamed_loads == 1
-
-
-def logprobs_of(driver, prompt, beside):
-    driver.add("it", None, prompt, max_tokens=12, logprobs=4)
-    for index, (adapter, other) in enumerate(beside):
-        driver.add(f"{index}", adapter, other, max_tokens=12)
-    return driver.drain()["it"].logprobs
-
-
-@families(of=[name for name in EXPERTS if not name.startswith("kimi")])
-def test_bits_of_base_rows_do_not_change_beside_adapters(mixture, drive, family):
-    """Not of Kimi Linear: over latents, PyTorch's operators sum as many terms as the batch's longest sequence has."""
-    it, rng = mixture(family), random.Random(family)
-    prompts = [[rng.randrange(3, 150) for _ in range(rng.randint(5, 40))] for _ in range(6)]
-    with_adapters, with_base = (
-        logprobs_of(
-            drive(it, max_num_seqs=8, max_num_batched_tokens=48), prompts[0], list(zip(names, prompts[1:], strict=True))
-        )
-        for names in ([*ADAPTERS, "r2-experts"], [None] * 5)
-    )
-    assert with_adapters == with_base
 
 
 def test_adapters_on_a_mixture_are_not_merged(mixture, drive):

@@ -1,10 +1,9 @@
-"""Models with a mixture of experts answer as transformers + peft do. Their paths are in `test_expert_adapters.py`."""
+"""Models with a mixture of experts: what is computed, their checkpoints, and what is refused."""
 
 from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,6 @@ from chorus.core.model.open_weights import open_weights
 from chorus.core.model.program.native_ops import NoNativeOp
 from chorus.core.model.read_config import read_model_config
 from chorus.core.model.shard import Shard
-from chorus.graphs.runner import StepMode
 from chorus.memory.files.composed import composed
 from chorus.memory.files.config import MAX_RANK
 from chorus.memory.files.error import AdapterFormatError
@@ -34,39 +32,12 @@ from chorus.ops import native_library
 from chorus.ops.expert_products import Panels
 
 from ..graphs.host_device import HostDevice
-from .merging.test_merged import merge
 from .test_families import executor_of, logits_of
-from .test_family_paths import EVERY, answers, check_variety, told
 from .tiny_families import EXPERTS, save_family
 
 pytestmark = pytest.mark.wide
 
-BF16_ERROR = 8e-2
-"""Relative L2 error of bfloat16 logits that is taken for rounding, which may change a router's choice; measured: at
-most 5.9e-2.
-"""
-
-WITH_STATES = ("qwen3.5-moe", "lfm2-moe", "granite-4-h-moe", "nemotron-3", "kimi-linear", "kimi-linear-q-latents")
-
-WITHOUT_STATES = [name for name in EXPERTS if name not in WITH_STATES]
-"""Families of attention alone. A CPU has no room for the states of a step that is launched ahead; and in bfloat16 one
-changed choice of an expert changes the states of all later tokens, in transformers as here.
-"""
-
 every_family = pytest.mark.parametrize("family", EXPERTS)
-
-QUICK = ("mixtral", "gpt-oss", "qwen3.5-moe")
-"""Families whose paths are tested unless every family's are asked for: a plain mixture, one with biases and windows,
-and one with a shared expert and states.
-"""
-
-
-def families(quick: Sequence[str] = QUICK, of: Sequence[str] = EXPERTS) -> pytest.MarkDecorator:
-    """Parametrises by family: those of `quick`, or every one (`make families`)."""
-    return pytest.mark.parametrize("family", [name for name in of if EVERY or name in quick])
-
-
-few_families = families()
 
 
 @pytest.fixture
@@ -75,48 +46,7 @@ def kernels() -> str:
     return "auto"
 
 
-@pytest.mark.numerics
-@every_family
-def test_mixed_batch_equals_transformers_and_peft(tiny, drive, family):
-    it = tiny(family)
-    driver = drive(it, max_num_seqs=8, max_num_batched_tokens=24, max_model_len=128)
-    want = answers(it, driver, 8, seed=1)
-    assert told(driver, want) == want
-    assert max(plan.num_adapters for plan in driver.plans) == 3
-    chunks = [row for plan in driver.plans for row in plan.sequences if row.start > 0 and len(row.tokens) > 1]
-    assert chunks, "no prompt was cut"
-
-
-@few_families
-def test_merged_weights_beside_other_adapters(tiny, drive, family):
-    it = tiny(family)
-    driver = drive(it, max_num_seqs=8, max_num_batched_tokens=24)
-    merge(driver, "r3-all")
-    want = answers(it, driver, 8, seed=5)
-    assert told(driver, want) == want
-    assert {plan.mode for plan in driver.plans} == {StepMode.MERGED}
-
-
-@pytest.mark.slow
-@every_family
-def test_comparisons_mean_something(tiny, family):
-    """Answers vary, adapters change them, and tokens go to most experts."""
-    check_variety(tiny(family), num_prompts=3)
-
-
-@pytest.mark.parametrize("family", WITHOUT_STATES)
-def test_bfloat16_is_float32_within_rounding(tmp_path, family):
-    save_family(family, tmp_path, torch.bfloat16, initializer_range=0.1)
-    generator = torch.Generator().manual_seed(0)
-    prompts = [torch.randint(3, 150, (length,), generator=generator).tolist() for length in (5, 17, 40, 90)]
-    want = logits_of(executor_of(tmp_path, dtype="float32", cpu_kernels="torch"), prompts)
-    executor = executor_of(tmp_path, cpu_kernels="auto")
-    assert executor.layout.itemsize == 2, "dtype auto is the checkpoint's"
-    errors = (logits_of(executor, prompts) - want).norm(dim=-1) / want.norm(dim=-1)
-    assert int((errors >= BF16_ERROR).sum()) <= 1, "of one prompt, a router's near tie may go the other way"
-
-
-@few_families
+@pytest.mark.parametrize("family", ["mixtral", "gpt-oss", "qwen3.5-moe"])
 def test_only_the_experts_of_a_step_are_computed(tiny, drive, family, monkeypatch):
     """By PyTorch's operators; the native library is tested in `test_native_mixture`."""
     monkeypatch.setenv(native_library.ISA, "none")

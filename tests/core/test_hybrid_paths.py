@@ -1,23 +1,21 @@
-"""Models with recurrent states over every path of an engine."""
+"""Models with recurrent states that speculate: checkpoints, preemption, and other processes. For paths, see `paths`."""
 
 from __future__ import annotations
 
 import itertools
 import json
 import random
-from functools import partial
 
 import pytest
 import torch
 
-from chorus.core.executors.base import ModelExecutor
+from chorus.core.model.read_config import read_model_config
 from chorus.core.policies import Policies
 from chorus.core.requests.plan_wire import plan_from_wire, plan_to_wire
-from chorus.graphs.runner import StepMode
+from chorus.memory.files.format import inspect_adapter
 from chorus.ops import native_library
 
-from . import test_family_paths
-from .merging.test_merged import merge
+from .paths.asked import answers, told
 from .speculation.stand_ins import Drawn, Free, Right, Wrong
 from .speculation.test_speculation import WAYS, ask, same
 from .tiny_families import ADAPTERS, HYBRIDS
@@ -25,14 +23,10 @@ from .tiny_families import ADAPTERS, HYBRIDS
 pytestmark = [pytest.mark.numerics, pytest.mark.wide]
 
 
-answers = partial(test_family_paths.answers, adapters=(None,))
-told = test_family_paths.told
-
 needs_library = pytest.mark.skipif(
     not native_library.available(torch.float32), reason="ranks add up by the native library"
 )
 KERNELS = ["torch", "native"]
-EVERY = list(itertools.product(HYBRIDS, KERNELS))
 
 ONE = [
     *itertools.product(("qwen3.5", "qwen3.5-tied"), KERNELS),
@@ -51,7 +45,6 @@ TWO = [
 ]
 """Geometries on two ranks: one has several heads of values for each of keys, one a group of heads for both ranks."""
 
-every = pytest.mark.parametrize(("family", "kernels"), EVERY)
 both = pytest.mark.parametrize("kernels", KERNELS)
 
 
@@ -61,7 +54,6 @@ def on_ranks(one, two):
     return pytest.mark.parametrize(("family", "kernels", "ranks"), values)
 
 
-every_on_one_or_two_ranks = on_ranks(EVERY, [*TWO, ("granite-4-h-biased", "native")])
 on_one_or_two_ranks = on_ranks(ONE, TWO)
 preempted = on_ranks(*([each for each in some if each[0] != "nemotron-h"] for some in (ONE, TWO)))
 """Likewise, without a geometry of few pages, whose sequences don't crowd each other out."""
@@ -70,81 +62,12 @@ on_few_ranks = on_ranks(ONE, TWO[:2])
 """As `on_one_or_two_ranks`, of tests that take long."""
 
 
-@every
-@pytest.mark.parametrize("chunk", [1, 7, 64])
-def test_chunks_of_any_size(tiny, drive, family, chunk):
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_adapters_are_on_layers_of_both_kinds(tiny, family):
     it = tiny(family)
-    driver = drive(it, adapters={}, max_num_seqs=min(4, chunk), max_num_batched_tokens=chunk)
-    want = answers(it, driver, 5, seed=1)
-    assert told(driver, want) == want
-
-
-@every_on_one_or_two_ranks
-@pytest.mark.parametrize("is_merged", [False, True], ids=["lora", "merged"])
-def test_adapters_on_layers_of_both_kinds(tiny, drive, family, ranks, is_merged):
-    """In mixed steps with the base model; where one is merged into the weights, it is taken off the others."""
-    it = tiny(family)
-    driver = drive(it, max_num_seqs=8, max_num_batched_tokens=24, max_model_len=128, tensor_parallel_size=ranks)
-    if is_merged:
-        merge(driver, "r3-all")
-    rng, want = random.Random(family), {}
-    for index in range(8):
-        adapter = [None, *ADAPTERS][index % 4]
-        prompt, want[str(index)] = it.case(adapter, rng.randint(1, 70), seed=index)
-        driver.add(str(index), adapter, prompt, max_tokens=8)
-    assert told(driver, want) == want
-    assert max(plan.num_adapters for plan in driver.plans) == 3
-    assert (StepMode.MERGED in {plan.mode for plan in driver.plans}) == is_merged
-    manifest = driver.engine.store.get("r3-all").manifest
-    targets = {"qwen3.5": 12, "olmo": 14, "lfm3": 10, "falcon": 8, "nemotron": 7}.get(family.split("-")[0], 9)
-    parts = 1 if family == "falcon-h1" else 3  # whose layers are all alike
-    assert (len(manifest.parts), len(manifest.targets)) == (parts, targets)
-
-
-@on_one_or_two_ranks
-def test_prefixes_begin_at_checkpoints(tiny, drive, family, ranks):
-    it = tiny(family)
-    limits = {"max_num_batched_tokens": 40, "max_num_seqs": 8, "state_checkpoint_tokens": 32}
-    driver = drive(it, adapters={}, tensor_parallel_size=ranks, **limits)
-    for _ in range(2):
-        want = answers(it, driver, 4, seed=2)
-        assert told(driver, want) == want
-        driver.answers.clear()
-    assert driver.engine.stats().num_prefix_hit_tokens > 40
-
-
-@on_one_or_two_ranks
-def test_steps_ahead_do_not_advance_a_state_twice(tiny, drive, family, ranks, monkeypatch):
-    """A step is launched before the tokens of the one before are read; sequences that have ended are discarded."""
-    monkeypatch.setattr(ModelExecutor, "state_slots", 3)
-    it = tiny(family)
-    limits = {"max_num_batched_tokens": 40, "max_num_seqs": 4}
-    driver = drive(it, adapters={}, is_async=True, tensor_parallel_size=ranks, **limits)
-    for _ in range(2):
-        want = answers(it, driver, 9, seed=3, tokens=12)
-        assert told(driver, want) == want
-        driver.answers.clear()
-    assert driver.engine.stats().num_async_steps > 10
-
-
-@pytest.mark.slow
-@pytest.mark.pairs
-@pytest.mark.usefixtures("crowded")
-@on_one_or_two_ranks
-def test_preempted_requests_swap_and_go_on(tiny, drive, family, ranks):
-    it = tiny(family)
-    limits = {
-        "max_num_seqs": 8,
-        "max_num_batched_tokens": 64,
-        "preemption": "swap",
-        "max_model_len": 128,
-        "tensor_parallel_size": ranks,
-    }
-    layout = drive(it, adapters={}, **limits).engine.executor.layout
-    driver = drive(it, adapters={}, num_pages=2 * layout.pages_for_tokens(80, chunk=64), **limits)
-    want = answers(it, driver, 12, seed=4, lengths=(5, 20), tokens=60)
-    assert told(driver, want) == want
-    assert driver.engine.stats().num_swaps_out > 0
+    manifest = inspect_adapter(it.adapters["r3-all"], read_model_config(it.model).module_paths)
+    targets = {"qwen3.5": 12, "olmo": 14, "lfm3": 10}.get(family.split("-")[0], 9)
+    assert (len(manifest.parts), len(manifest.targets)) == (3, targets)
 
 
 def speculating(drive, it, proposer, **limits):
@@ -170,26 +93,6 @@ def proposers(want):
         return want.get(request.id, [])
 
     return [Right(answer), Wrong(answer), Drawn(answer, random.Random(0))]
-
-
-@on_few_ranks
-@pytest.mark.parametrize("is_merged", [False, True], ids=["lora", "merged"])
-def test_rejected_drafts_leave_no_trace_in_a_state(tiny, drive, family, ranks, is_merged):
-    """In decode steps, and in mixed ones next to the prompts of later requests."""
-    it, want, decoding = tiny(family), {}, set()
-    limits = {"max_num_seqs": 4, "max_num_batched_tokens": 40, "max_model_len": 128, "tensor_parallel_size": ranks}
-    for proposer in proposers(want):
-        driver = speculating(drive, it, proposer, **limits)
-        if is_merged:
-            merge(driver, "r3-all")
-        want |= test_family_paths.answers(it, driver, 6, seed=6, tokens=24)
-        assert told(driver, want) == want
-        stats, drafted = driver.engine.stats(), [plan for plan in driver.plans if plan.num_drafts]
-        assert stats.num_proposed_tokens > 0
-        assert (stats.num_accepted_tokens > 0) == (type(proposer) is not Wrong)
-        decoding |= {plan.bucket is not None for plan in drafted}
-        assert (StepMode.MERGED in {plan.mode for plan in drafted}) == is_merged
-    assert decoding == {False, True}
 
 
 @on_few_ranks
@@ -231,7 +134,7 @@ def test_preempted_requests_keep_their_accepted_drafts(tiny, drive, family, rank
     pages = 2 * layout.pages_for_tokens(80, chunk=64)
     for proposer in proposers(want)[::2]:
         driver = speculating(drive, it, proposer, adapters={}, num_pages=pages, **limits)
-        want |= answers(it, driver, 12, seed=4, lengths=(5, 20), tokens=60)
+        want |= answers(it, driver, adapters=(None,), count=12, seed=4, lengths=(5, 20), tokens=60)
         assert told(driver, want) == want
         stats = driver.engine.stats()
         assert stats.num_preemptions > 0
@@ -286,7 +189,7 @@ def test_a_plan_for_another_process_has_the_drafts_that_states_take_in(tiny, dri
         sent.append((plan_to_wire(plan), [row.states.accepted for row in plan.sequences]))
 
     driver.executor.before = send
-    want |= answers(it, driver, 2, seed=5, tokens=20)
+    want |= answers(it, driver, adapters=(None,), count=2, seed=5, tokens=20)
     assert told(driver, want) == want
     assert max(max(accepted) for _, accepted in sent) > 1
     for wire, accepted in sent:

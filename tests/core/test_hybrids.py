@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from chorus.core.config import EngineConfig
-from chorus.core.engine import Engine
 from chorus.core.model.batch import BY_LIBRARY, StepBatch
 from chorus.core.model.decoder import DecoderModel
 from chorus.core.model.dummy_weights import DummyWeights
@@ -18,15 +16,12 @@ from chorus.core.model.open_weights import open_weights
 from chorus.core.model.program.torch_step import Residual
 from chorus.core.model.read_config import read_model_config
 from chorus.core.model.weight_loader import WeightLoader
-from chorus.core.requests.request import Request
-from chorus.core.requests.request_params import RequestParams
 from chorus.memory.files.format import inspect_adapter
 from chorus.memory.pages.arena import Arena
 from chorus.memory.pages.layout import PageLayout
 
 from ..greedy import MIN_MARGIN
 from .plain_states import PlainStates
-from .test_families import executor_of, logits_of
 from .tiny_families import ATTENTION, HYBRIDS, LINEAR, MLP, QWEN3_5, randomise, save_family
 
 pytestmark = [pytest.mark.numerics, pytest.mark.wide]
@@ -271,51 +266,3 @@ def test_what_peft_targets(tmp_path, family, targets, found):
     it.save_pretrained(tmp_path / "adapter")
     manifest = inspect_adapter(tmp_path / "adapter", read_model_config(tmp_path / "model").module_paths)
     assert {part.layers: list(part.targets) for part in manifest.parts} == found
-
-
-@pytest.fixture(scope="module")
-def prompts() -> list[list[int]]:
-    generator = torch.Generator().manual_seed(0)
-    return [torch.randint(3, 150, (length,), generator=generator).tolist() for length in (5, 17, 40, 90)]
-
-
-def whole_logits(model: Path, prompts: list[list[int]], **config: Any) -> torch.Tensor:
-    """Logits after prompts that no checkpoint cuts."""
-    return logits_of(executor_of(model, **config), prompts, state_checkpoint_tokens=0)
-
-
-@pytest.mark.native
-@pytest.mark.parametrize("family", HYBRIDS)
-def test_native_bfloat16_is_float32_within_rounding(tmp_path, prompts, family):
-    save_family(family, tmp_path, torch.bfloat16, initializer_range=0.1)
-    want = whole_logits(tmp_path, prompts, dtype="float32", cpu_kernels="torch")
-    got = whole_logits(tmp_path, prompts, cpu_kernels="native")
-    errors = (got - want).norm(dim=-1) / want.norm(dim=-1)
-    assert float(errors.max()) < BF16_ERROR
-
-
-@pytest.mark.native
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family", HYBRIDS)
-def test_native_bits_do_not_depend_on_the_batch(tmp_path, prompts, family, dtype):
-    save_family(family, tmp_path, initializer_range=0.1)
-    together = whole_logits(tmp_path, prompts, dtype=dtype, cpu_kernels="native")
-    for index in (0, 2, 3):
-        alone = whole_logits(tmp_path, [prompts[index]], dtype=dtype, cpu_kernels="native")
-        assert torch.equal(alone[0], together[index])
-
-
-@pytest.mark.native
-@pytest.mark.parametrize("family", HYBRIDS)
-def test_native_bits_do_not_depend_on_how_a_prompt_is_cut(tmp_path, prompts, family):
-    save_family(family, tmp_path, initializer_range=0.1)
-    found = []
-    for chunk in (7, 90):
-        config = {"dtype": "float32", "cpu_kernels": "native", "max_num_seqs": 1, "state_checkpoint_tokens": 0}
-        executor = executor_of(tmp_path, **config)
-        engine = Engine(EngineConfig(model=".", max_num_batched_tokens=chunk, **config), executor)
-        engine.add_request(Request("a", prompts[3], RequestParams(4, temperature=0, logprobs=3, ignore_eos=True)))
-        outputs = [output for _ in range(20) if engine.has_work() for output in engine.step()]
-        found.append([score for output in outputs for score in output.logprobs])
-    assert found[0] == found[1]
-    assert len(found[0]) == 4

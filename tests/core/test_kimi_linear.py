@@ -1,125 +1,33 @@
-"""Kimi Linear, whose layers are of Kimi Delta Attention or of latent attention, over the paths of an engine."""
+"""Kimi Linear, whose layers are of Kimi Delta Attention or of latent attention: names and configurations."""
 
 from __future__ import annotations
 
 import json
-import random
 import shutil
 
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
 
 from chorus.core.model.config import UnsupportedModel
-from chorus.core.model.decoder import DecoderModel
-from chorus.core.model.native_decoder import NativeDecoderModel
 from chorus.core.model.read_config import read_model_config
 from chorus.core.model.recurrent import GatedDeltaSpec
 from chorus.core.model.shard import Shard
-from chorus.core.policies import Policies
-from chorus.graphs.runner import StepMode
-from chorus.ops import native_library
+from chorus.memory.files.format import inspect_adapter
 
-from .merging.test_merged import merge
-from .speculation.stand_ins import Drawn, Free, Right, Wrong
-from .test_family_paths import answers, told
-from .test_hybrids import BF16_ERROR, whole_logits
-from .tiny_families import make_all_linear, make_tiny, save_family
+from .paths.asked import answers, told
+from .tiny_families import make_all_linear
 
 pytestmark = [pytest.mark.numerics, pytest.mark.wide]
 
 PLAIN, Q_LATENTS = "kimi-linear", "kimi-linear-q-latents"
-every_family = pytest.mark.parametrize("family", [PLAIN, Q_LATENTS])
-on_ranks = pytest.mark.parametrize(
-    "ranks",
-    [
-        1,
-        pytest.param(
-            2,
-            marks=pytest.mark.skipif(
-                not native_library.available(torch.float32), reason="ranks add up by the native library"
-            ),
-        ),
-    ],
-)
 
 
-@pytest.fixture(params=[pytest.param("native", marks=pytest.mark.native), "torch"])
-def kernels(request: pytest.FixtureRequest) -> str:
-    return request.param
-
-
-@every_family
-@pytest.mark.parametrize("chunk", [1, 7, 64])
-def test_chunks_of_any_size(tiny, drive, kernels, family, chunk):
-    it = tiny(family)
-    driver = drive(it, max_num_seqs=min(4, chunk), max_num_batched_tokens=chunk, block_tokens=8)
-    assert isinstance(driver.executor.rank.decoder, NativeDecoderModel if kernels == "native" else DecoderModel)
-    want = answers(it, driver, 5, seed=1)
-    assert told(driver, want) == want
-
-
-@every_family
-@on_ranks
-@pytest.mark.parametrize("is_merged", [False, True], ids=["lora", "merged"])
-def test_adapters_on_layers_of_both_kinds(tiny, drive, family, ranks, is_merged):
-    it = tiny(family)
-    driver = drive(it, max_num_seqs=8, max_num_batched_tokens=24, max_model_len=128, tensor_parallel_size=ranks)
-    if is_merged:
-        merge(driver, "r3-all")
-    want = answers(it, driver, 8, seed=5)
-    assert told(driver, want) == want
-    assert (StepMode.MERGED in {plan.mode for plan in driver.plans}) == is_merged
-
-
-@on_ranks
-def test_prefixes_begin_at_checkpoints(tiny, drive, ranks):
-    it = tiny(PLAIN)
-    limits = {"max_num_batched_tokens": 40, "max_num_seqs": 8, "state_checkpoint_tokens": 32}
-    driver = drive(it, tensor_parallel_size=ranks, **limits)
-    for _ in range(2):
-        want = answers(it, driver, 8, seed=2)
-        assert told(driver, want) == want
-        driver.answers.clear()
-    assert driver.engine.stats().num_prefix_hit_tokens > 40
-
-
-@every_family
-def test_preempted_requests_swap_and_go_on(tiny, drive_crowded, family):
-    it = tiny(family)
-    driver = drive_crowded(it)
-    want = answers(it, driver, 8, seed=3, lengths=(5, 20), tokens=24)
-    assert told(driver, want) == want
-    assert driver.engine.stats().num_swaps_out > 0
-
-
-@pytest.mark.parametrize("proposer", [Right, Wrong, Drawn])
-def test_rejected_drafts_leave_no_trace_in_a_state(tiny, drive, proposer):
-    it, want = tiny(PLAIN), {}
-
-    def answer(request):
-        return want.get(request.id, [])
-
-    random_draws = (random.Random(0),) if proposer is Drawn else ()
-    policies = Policies(proposer=proposer(answer, *random_draws))
-    driver = drive(it, speculation="ngram", policies=policies, max_num_seqs=4, max_num_batched_tokens=40)
-    driver.engine.speculation.cost = Free()
-    want |= answers(it, driver, 6, seed=6, tokens=24)
-    assert told(driver, want) == want
-    stats = driver.engine.stats()
-    assert stats.num_proposed_tokens > 0
-    assert (stats.num_accepted_tokens > 0) == (proposer is not Wrong)
-
-
-def test_what_all_linear_reaches(drive):
+def test_what_all_linear_reaches():
     """Each low-rank projection of gates, and those of both kinds of attention."""
     it = make_all_linear(PLAIN)
-    driver = drive(it, max_num_seqs=4, max_num_batched_tokens=24, max_model_len=128)
-    want = answers(it, driver, 4, seed=1, adapters=("all", None))
-    assert told(driver, want) == want
     gates, delta = ["f_a_proj", "f_b_proj", "g_a_proj", "g_b_proj"], [f"{each}_proj@linear" for each in "qkvo"]
     latents, shared = ["q_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"], ("gate_proj", "up_proj", "down_proj")
-    found = set(driver.engine.store.get("all").manifest.targets)
+    found = set(inspect_adapter(it.adapters["all"], read_model_config(it.model).module_paths).targets)
     assert found == {*gates, *delta, "b_proj", *latents, *shared, *(f"shared_expert.{each}" for each in shared)}
 
 
@@ -136,29 +44,6 @@ def test_names_of_modules_of_the_published_code(drive, tmp_path):
     driver = drive(it, max_num_seqs=4, adapters={"all": tmp_path / "all"})
     want = answers(it, driver, 2, seed=1, adapters=("all", None))
     assert told(driver, want) == want
-
-
-@pytest.mark.parametrize("is_merged", [False, True], ids=["lora", "merged"])
-def test_dora(drive, is_merged):
-    """Its scales are of outputs of every projection, those from latents of gates, too."""
-    it = make_tiny(PLAIN, use_dora=True, exclude_modules=r".*\.(mlp)\..*")
-    driver = drive(it, max_num_seqs=8, max_num_batched_tokens=24)
-    if is_merged:
-        merge(driver, "r3-all")
-    want = answers(it, driver, 8, seed=5, adapters=(None, "r3-all", "r8-qv"))
-    assert told(driver, want) == want
-    assert (StepMode.MERGED in {plan.mode for plan in driver.plans}) == is_merged
-
-
-def test_bfloat16_is_float32_within_rounding(tmp_path):
-    """Without experts, of which a rounded router chooses others."""
-    types = {"mlp_layer_types": ["dense"] * 4}
-    save_family(PLAIN, tmp_path, torch.bfloat16, initializer_range=0.1, **types)
-    generator = torch.Generator().manual_seed(0)
-    prompts = [torch.randint(3, 150, (length,), generator=generator).tolist() for length in (5, 17, 40, 90)]
-    want = whole_logits(tmp_path, prompts, dtype="float32")
-    errors = (whole_logits(tmp_path, prompts) - want).norm(dim=-1) / want.norm(dim=-1)
-    assert float(errors.max()) < BF16_ERROR
 
 
 # -- configurations

@@ -1,7 +1,4 @@
-"""Latent attention answers as transformers + peft do over every path of an engine.
-
-Its families have mixtures of experts, too; what all mixtures have in common is tested in `test_experts.py`.
-"""
+"""Latent attention: pages, what adapters are on, and what is refused. For paths, see `paths`."""
 
 from __future__ import annotations
 
@@ -13,98 +10,21 @@ import time
 import pytest
 
 from chorus.core.model.config import UnsupportedModel
-from chorus.core.policies import Policies
-from chorus.graphs.runner import StepMode
 from chorus.memory.files.error import AdapterFormatError
 
 from .executors.slow_link import slow_down
 from .executors.test_lora_offload import Link
-from .merging.test_merged import merge
-from .speculation.stand_ins import Drawn, Free, Right
+from .paths.asked import answers, told
+from .speculation.stand_ins import Drawn, Right
 from .speculation.test_speculation import same
-from .test_family_paths import answers, told
 from .test_hybrid_paths import speculating
-from .tiny_families import ADAPTERS, make_tiny
+from .tiny_families import ADAPTERS
 
 pytestmark = [pytest.mark.numerics, pytest.mark.wide]
 
 V2, V3, FLASH = FAMILIES = ("deepseek-v2", "deepseek-v3", "glm-4.7-flash")
 DENSE = "youtu"
 """A family without experts."""
-
-
-@pytest.fixture(params=[pytest.param("native", marks=pytest.mark.native), "torch"])
-def kernels(request: pytest.FixtureRequest) -> str:
-    return request.param
-
-
-@pytest.mark.parametrize(("family", "chunk"), [(V2, 1), (V3, 7), (FLASH, 64)])
-def test_chunks_of_any_size_and_prefixes_from_the_cache(tiny, drive, family, chunk):
-    it = tiny(family)
-    driver = drive(it, max_num_seqs=min(4, chunk), max_num_batched_tokens=chunk, block_tokens=8)
-    for _ in range(2):
-        want = answers(it, driver, 5, seed=1)
-        assert told(driver, want) == want
-        driver.answers.clear()
-    assert driver.engine.stats().num_prefix_hit_tokens > 40
-
-
-@pytest.mark.native
-@pytest.mark.parametrize("family", [V2, V3])
-def test_two_ranks(tiny, drive, family):
-    """Each has the heads of its own, and all latents."""
-    it = tiny(family)
-    driver = drive(it, tensor_parallel_size=2, max_num_seqs=8, max_num_batched_tokens=24)
-    want = answers(it, driver, 6, seed=6)
-    assert told(driver, want) == want
-
-
-def test_merged_weights_beside_other_adapters(tiny, drive):
-    it = tiny(V3)
-    driver = drive(it, max_num_seqs=8, max_num_batched_tokens=24)
-    merge(driver, "r3-all")
-    want = answers(it, driver, 8, seed=5)
-    assert told(driver, want) == want
-    assert {plan.mode for plan in driver.plans} == {StepMode.MERGED}
-
-
-@pytest.fixture(scope="module")
-def dora():
-    return make_tiny(V3, use_dora=True)
-
-
-@pytest.mark.parametrize("is_merged", [False, True], ids=["lora", "merged"])
-def test_dora(dora, drive, is_merged):
-    """Its scales are of outputs of kv_b_proj, which nothing computes."""
-    driver = drive(dora, max_num_seqs=8, max_num_batched_tokens=24)
-    if is_merged:
-        merge(driver, "r3-all")
-    want = answers(dora, driver, 8, seed=5)
-    assert told(driver, want) == want
-    assert (StepMode.MERGED in {plan.mode for plan in driver.plans}) == is_merged
-
-
-def test_preempted_requests_swap_and_go_on(tiny, drive_crowded):
-    it = tiny(FLASH)
-    driver = drive_crowded(it)
-    want = answers(it, driver, 12, seed=4, lengths=(5, 20), tokens=30)
-    assert told(driver, want) == want
-    assert driver.engine.stats().num_swaps_out > 0
-
-
-def test_drafts(tiny, drive):
-    it, want = tiny(V2), {}
-
-    def answer(request):
-        return want.get(request.id, [])
-
-    for proposer in (Right(answer), Drawn(answer, random.Random(0))):
-        policies = Policies(proposer=proposer)
-        driver = drive(it, speculation="ngram", policies=policies, max_num_seqs=4, max_num_batched_tokens=40)
-        driver.engine.speculation.cost = Free()
-        want |= answers(it, driver, 4, seed=6, tokens=16)
-        assert told(driver, want) == want
-        assert driver.engine.stats().num_proposed_tokens > 0
 
 
 @pytest.mark.native

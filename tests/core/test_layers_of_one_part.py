@@ -1,8 +1,7 @@
-"""Families whose layers are a mixer or a feed-forward part alone, over the paths of an engine."""
+"""Families whose layers are a mixer or a feed-forward part alone: adapters, names and refusals."""
 
 from __future__ import annotations
 
-import itertools
 import json
 import shutil
 
@@ -11,20 +10,16 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from chorus.core.model.config import UnsupportedModel
-from chorus.core.model.decoder import DecoderModel
 from chorus.core.model.read_config import read_model_config
-from chorus.graphs.runner import StepMode
 from chorus.memory.files.format import inspect_adapter
 from chorus.memory.files.module_paths import ExpertForm
 
 from ..conftest import quiet
 from ..kept import KeptAnswers, kept_files
-from .merging.test_merged import merge
 from .model_module_forms import Alone
+from .paths.asked import answers, told
 from .test_families import executor_of
-from .test_family_paths import answers, check_variety, told
-from .test_hybrids import BF16_ERROR, whole_logits
-from .tiny_families import ATTENTION, ONE_PART, load_peft, save_family
+from .tiny_families import ATTENTION, load_peft, save_family
 
 pytestmark = [pytest.mark.numerics, pytest.mark.wide]
 
@@ -65,53 +60,6 @@ def save_forms(root):
 def it():
     root = kept_files("forms nemotron-3", save_forms)
     return Alone(root / "model", {name: root / name for name in FORMS}, load_peft, KeptAnswers(root))
-
-
-every_family = pytest.mark.parametrize("family", [*ONE_PART, "nemotron-3"])
-
-
-@pytest.mark.parametrize(
-    ("family", "kernels"), [*itertools.product(ONE_PART, ("torch", "native")), ("nemotron-3", "auto")]
-)
-def test_mixed_batch_equals_transformers_and_peft(tiny, drive, family, kernels):
-    """In chunks, with the prefixes of the first round cached in the second."""
-    it = tiny(family)
-    limits = {"max_num_seqs": 8, "max_num_batched_tokens": 24, "max_model_len": 128, "state_checkpoint_tokens": 32}
-    driver = drive(it, **limits)
-    assert isinstance(driver.executor.rank.decoder, DecoderModel) == (family == "nemotron-3" or kernels == "torch")
-    for _ in range(2):
-        want = answers(it, driver, 8, seed=1)
-        assert told(driver, want) == want
-        driver.answers.clear()
-    assert max(plan.num_adapters for plan in driver.plans) == 3
-    assert driver.engine.stats().num_prefix_hit_tokens > 40
-
-
-@pytest.mark.slow
-@every_family
-def test_comparisons_mean_something(tiny, family):
-    """Answers vary, and every adapter changes them."""
-    check_variety(tiny(family))
-
-
-@every_family
-def test_merged_on_two_ranks(tiny, drive, family):
-    it = tiny(family)
-    driver = drive(it, max_num_seqs=8, max_num_batched_tokens=24, max_model_len=128, tensor_parallel_size=2)
-    merge(driver, "r3-all")
-    want = answers(it, driver, 4, seed=2)
-    assert told(driver, want) == want
-    assert StepMode.MERGED in {plan.mode for plan in driver.plans}
-
-
-@pytest.mark.slow
-@every_family
-def test_preempted_requests_swap_and_go_on(tiny, drive_crowded, family):
-    it = tiny(family)
-    driver = drive_crowded(it)
-    want = answers(it, driver, 8, seed=3, lengths=(5, 20), tokens=24)
-    assert told(driver, want) == want
-    assert driver.engine.stats().num_swaps_out > 0
 
 
 def test_experts_and_embeddings_by_the_names_that_peft_writes(it, drive):
@@ -196,17 +144,6 @@ def test_nulls_are_read_or_refused_as_in_transformers(it, tmp_path):
         (tmp_path / "config.json").write_text(json.dumps({**config, name: None}))
         with pytest.raises(UnsupportedModel, match=f"{name} is None: transformers takes no null here"):
             read_model_config(tmp_path)
-
-
-@pytest.mark.parametrize("family", ONE_PART)
-def test_bfloat16_is_float32_within_rounding(tmp_path, family):
-    save_family(family, tmp_path, torch.bfloat16, initializer_range=0.1)
-    prompts = [
-        torch.randint(3, 150, (length,), generator=torch.Generator().manual_seed(0)).tolist() for length in (5, 40)
-    ]
-    want = whole_logits(tmp_path, prompts, dtype="float32", cpu_kernels="torch")
-    errors = (whole_logits(tmp_path, prompts) - want).norm(dim=-1) / want.norm(dim=-1)
-    assert float(errors.max()) < BF16_ERROR
 
 
 def test_pages_are_of_the_layers_that_have_them(tiny):

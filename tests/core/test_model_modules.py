@@ -1,4 +1,4 @@
-"""Adapters of the token embeddings and the output projection give PEFT's tokens, on every path of an engine."""
+"""Adapters of the token embeddings and the output projection give PEFT's tokens and log-probabilities."""
 
 from __future__ import annotations
 
@@ -9,16 +9,12 @@ import pytest
 import torch
 
 from chorus.graphs.runner import StepMode
-from chorus.memory.host.images import ThreadReads
 from chorus.ops import native_library
 
 from .merging.test_merged import merge
 from .model_module_forms import FORMS, make_forms
 
 pytestmark = [pytest.mark.numerics, pytest.mark.native, pytest.mark.wide]
-
-#: Untied and tied; with factors of embeddings and logits, soft caps, and several layers of norms.
-FAMILIES = ("llama2", "llama3", "granite", "gemma-2", "cohere-2-untied", "qwen3.5-tied")
 
 
 @pytest.fixture(scope="module")
@@ -42,39 +38,10 @@ def told(driver, want):
     return {name: answered[name].tokens for name in want}
 
 
-@pytest.mark.parametrize("kernels", ["torch", "native"])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_all_forms_in_one_batch(forms, drive, family):
-    it = forms(family)
-    driver = drive(it, max_num_seqs=8, max_num_batched_tokens=24, max_model_len=128)
-    want = ask_all(it, driver, seed=1, times=2)
-    assert told(driver, want) == want
-
-
 def test_every_form_changes_the_answers(forms):
     it = forms("llama3")
     answers = {name: it.greedy(name, list(range(20, 40)), 8)[0] for name in (None, *FORMS)}
     assert len({tuple(tokens) for tokens in answers.values()}) == len(answers)
-
-
-@pytest.mark.parametrize("kernels", ["native"])
-@pytest.mark.parametrize("chunk", [1, 7, 64])
-def test_chunks_of_any_size(forms, drive, chunk):
-    it = forms("granite")
-    driver = drive(it, block_tokens=8, max_num_batched_tokens=chunk, max_num_seqs=min(chunk, 16))
-    want = ask_all(it, driver, seed=2, times=2)
-    assert told(driver, want) == want
-
-
-@pytest.mark.parametrize("kernels", ["native"])
-def test_from_the_cache(forms, drive):
-    it = forms("llama3")
-    driver = drive(it, block_tokens=8, max_num_batched_tokens=40, max_num_seqs=8)
-    for _ in range(2):
-        want = ask_all(it, driver, seed=3, lengths=(20, 60))
-        assert told(driver, want) == want
-        driver.answers.clear()
-    assert driver.engine.stats().num_prefix_hit_tokens > 100
 
 
 @pytest.mark.parametrize("kernels", ["native", "torch"])
@@ -87,26 +54,6 @@ def test_merged(forms, drive, merged):
     want = ask_all(it, driver, seed=4)
     assert told(driver, want) == want
     assert {plan.mode for plan in driver.plans} == {StepMode.MERGED}
-
-
-@pytest.mark.parametrize("kernels", ["native", "torch"])
-@pytest.mark.parametrize("family", ["llama2", "gemma-2", "odd"])
-def test_two_ranks(forms, drive, family):
-    """Each with its columns of the logits; of a vocabulary of 151 tokens, one rank has one more."""
-    it = forms(family)
-    driver = drive(it, tensor_parallel_size=2, max_num_seqs=8, max_num_batched_tokens=24)
-    want = ask_all(it, driver, seed=5)
-    assert told(driver, want) == want
-
-
-@pytest.mark.parametrize("kernels", ["native"])
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_preempted_requests_swap_and_go_on(forms, drive_crowded, ranks):
-    it = forms("llama3")
-    driver = drive_crowded(it, tensor_parallel_size=ranks)
-    want = ask_all(it, driver, seed=6, lengths=(5, 20), tokens=60, times=2)
-    assert told(driver, want) == want
-    assert driver.engine.stats().num_swaps_out > 0
 
 
 @pytest.mark.parametrize("kernels", ["native"])
@@ -160,24 +107,6 @@ def test_samples_and_allowed_tokens_see_the_adapters_logits(forms, drive):
         want[f"any {name}"] = want[f"top {name}"]
     answers = driver.drain()
     assert {name: answers[name].tokens[0] for name in want} == want
-
-
-@pytest.mark.parametrize("kernels", ["native"])
-def test_two_ranks_in_merged_mode(forms, drive):
-    it = forms("llama2")
-    driver = drive(it, tensor_parallel_size=2, max_num_seqs=8, max_num_batched_tokens=24)
-    merge(driver, "all")
-    want = ask_all(it, driver, seed=10)
-    assert told(driver, want) == want
-
-
-@pytest.mark.parametrize("kernels", ["native", "torch"])
-def test_a_layer_that_comes_late_is_waited_for(forms, drive):
-    """Embeddings come with the first layer, the head with the last."""
-    it = forms("llama2")
-    driver = drive(it, reads=ThreadReads(2), max_num_seqs=8, max_num_batched_tokens=64)
-    want = ask_all(it, driver, seed=11)
-    assert told(driver, want) == want
 
 
 @pytest.mark.parametrize("isa", ["", "avx512", "avx2"])

@@ -1,17 +1,11 @@
-"""Experts whose quantised weights are kept answer as transformers + peft do with the dequantised values."""
+"""Experts whose quantised weights are kept: their bytes, their values, and every instruction set."""
 
 from __future__ import annotations
 
-import json
-import random
-import shutil
 import weakref
-from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from chorus.core.model.experts import ExpertPack
 from chorus.core.model.narrow_bytes import kept_bytes
@@ -26,23 +20,18 @@ from chorus.ops import native_library
 from chorus.ops.expert_products import Panels, pack, unpack
 from chorus.ops.native_integers import IntegerPanels
 
-from ..kept import KeptAnswers, kept_files
 from .model.quantization.test_forms import with_experts
-from .model.quantization.test_mxfp4 import HOW, write_mxfp4
+from .model.quantization.test_mxfp4 import write_mxfp4
 from .model.quantization.twins import write_twins
-from .test_expert_adapters import logprobs_of
+from .paths.asked import answers, told
+from .paths.quantised import quantised_mixture
 from .test_families import executor_of, logits_of
-from .test_family_paths import answers, told
-from .tiny_families import load_peft
-from .tiny_mixtures import ADAPTERS, Mixture, make_mixture
 
 pytestmark = [pytest.mark.native, pytest.mark.wide]
 
 FAMILIES = ("qwen3-moe", "gpt-oss", "glm-4-moe")
 """A plain mixture, one with biases whose experts are stacked, and one with a shared expert."""
 
-ROUTERS = (".gate.weight", ".router.weight")
-MIXED = [(family, form) for family in FAMILIES for form in ("int8", "int4")] + [("gpt-oss", "mxfp4")]
 LEVELS = native_library.levels()
 
 
@@ -50,71 +39,6 @@ LEVELS = native_library.levels()
 def kernels() -> str:
     """The native decoder where it takes a family; else PyTorch's operators, with the native library's mixtures."""
     return "auto"
-
-
-def rounded(weight: torch.Tensor, form: str) -> torch.Tensor:
-    """A weight `[…, out, in]` quantised to the nearest and dequantised, from the definition."""
-    half, inputs = {"int8": 128, "int4": 8}[form], weight.shape[-1]
-    group = inputs if form == "int8" else next((each for each in (128, 64, 32) if not inputs % each), 128)
-    parts = []
-    for part in weight.float().split(group, -1):
-        scale = (part.abs().amax(-1, keepdim=True) / (half - 0.5)).bfloat16().float()
-        parts.append((part * (1 / scale)).round().clamp(-half, half - 1) * scale)
-    return torch.cat(parts, -1)
-
-
-def write_rounded(source: Path, path: Path, form: str) -> None:
-    """A checkpoint of the dequantised weights of `--quantization`."""
-    shutil.copytree(source, path)
-    for file in path.glob("*.safetensors"):
-        tensors = load_file(file)
-        for name, tensor in tensors.items():
-            if tensor.ndim == 3:  # gpt-oss' experts: [experts, in, out]
-                tensors[name] = rounded(tensor.transpose(1, 2), form).transpose(1, 2).contiguous()
-            elif tensor.ndim == 2 and ".layers." in name and not name.endswith((*ROUTERS, "bias")):
-                tensors[name] = rounded(tensor, form)
-        save_file(tensors, file)
-
-
-def write_packed(source: Path, quantised: Path, twin: Path) -> None:
-    """gpt-oss with random MXFP4 experts about as large as before, and the dequantised twin."""
-    for path in (quantised, twin):
-        shutil.copytree(source, path)
-    plain, packed = load_file(twin / "model.safetensors"), {}
-    generator = torch.Generator().manual_seed(0)
-    for name, tensor in plain.items():
-        if not name.endswith(("gate_up_proj", "down_proj")):
-            packed[name] = tensor
-            continue
-        experts, inputs, outputs = tensor.shape
-        shape = (experts, outputs, inputs // 32)
-        packed[f"{name}_blocks"] = torch.randint(0, 256, (*shape, 16), dtype=torch.uint8, generator=generator)
-        packed[f"{name}_scales"] = torch.randint(122, 125, shape, dtype=torch.uint8, generator=generator)
-        values = convert_moe_packed_tensors(packed[f"{name}_blocks"], packed[f"{name}_scales"])
-        plain[name] = values.float().contiguous()
-    save_file(packed, quantised / "model.safetensors")
-    save_file(plain, twin / "model.safetensors")
-    config = json.loads((quantised / "config.json").read_text())
-    (quantised / "config.json").write_text(json.dumps({**config, "quantization_config": HOW}))
-
-
-class Quantised:
-    """A served model with adapters, and `transformers` + `peft` with its dequantised values."""
-
-    def __init__(self, family: str, form: str) -> None:
-        base = make_mixture(family)
-
-        def write(root: Path) -> None:
-            if form == "mxfp4":
-                write_packed(base.model, root / "quantised", root / "twin")
-            else:
-                write_rounded(base.model, root / "twin", form)
-
-        root = kept_files(f"quantised mixture {family} {form}", write)
-        self.options = {} if form == "mxfp4" else {"quantization": form}
-        self.model, self.adapters = root / "quantised" if form == "mxfp4" else base.model, base.adapters
-        self.twin = Mixture(root / "twin", base.adapters, load_peft, KeptAnswers(root))
-        self.case = self.twin.case
 
 
 def experts_of(executor) -> list:
@@ -126,43 +50,14 @@ def matrices_of(layers) -> list:
     return [each for own in found for each in (*own.gate_up, *own.down)]
 
 
-@pytest.mark.numerics
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize(("family", "form"), MIXED)
-def test_mixed_batch_equals_transformers_and_peft(drive, family, form, ranks):
-    """Exact tokens in float32; among the adapters are such on experts, routers and shared experts."""
-    it = Quantised(family, form)
-    limits = {"max_num_seqs": 8, "max_num_batched_tokens": 24, "max_model_len": 128}
-    driver = drive(it, tensor_parallel_size=ranks, **limits, **it.options)
-    want = answers(it, driver, 8, seed=1, adapters=(None, *ADAPTERS))
-    assert told(driver, want) == want
-    assert max(plan.num_adapters for plan in driver.plans) == len(ADAPTERS)
-    assert {type(each) for each in experts_of(driver.executor.rank)} == {IntegerPanels}
-
-
 @pytest.mark.parametrize("isa", LEVELS)
 @pytest.mark.parametrize(("family", "form"), [("gpt-oss", "mxfp4"), ("glm-4-moe", "int8")])
 def test_at_every_level(drive, monkeypatch, family, form, isa):
     monkeypatch.setenv(native_library.ISA, isa)
-    it = Quantised(family, form)
+    it = quantised_mixture(family, form)
     driver = drive(it, max_num_seqs=8, max_num_batched_tokens=24, tensor_parallel_size=1, **it.options)
     want = answers(it, driver, 6, seed=1, adapters=("r2-experts", None, "r4-router"))
     assert told(driver, want) == want
-
-
-@pytest.mark.parametrize(("family", "form"), [("gpt-oss", "mxfp4"), ("qwen3-moe", "int4")])
-def test_bits_of_base_rows_do_not_change_beside_adapters(drive, family, form):
-    it, rng = Quantised(family, form), random.Random(family)
-    prompts = [[rng.randrange(3, 150) for _ in range(rng.randint(5, 40))] for _ in range(6)]
-    found = [
-        logprobs_of(
-            drive(it, max_num_seqs=8, max_num_batched_tokens=48, **it.options),
-            prompts[0],
-            list(zip(names, prompts[1:], strict=True)),
-        )
-        for names in ([*ADAPTERS, "r2-experts"], [None] * 5)
-    ]
-    assert found[0] == found[1]
 
 
 PROMPTS = [[5, 6, 7], [8, 9], list(range(20, 90))]
@@ -202,7 +97,7 @@ def test_experts_of_stored_forms(tmp_path, form):
 
 @pytest.mark.parametrize("form", ["int8", "int4", "w8a8", "w4a8", "mxfp4"])
 def test_bytes_are_those_that_are_kept(form):
-    it = Quantised("gpt-oss", "mxfp4" if form == "mxfp4" else "int8")
+    it = quantised_mixture("gpt-oss", "mxfp4" if form == "mxfp4" else "int8")
     executor = executor_of(it.model, **({} if form == "mxfp4" else {"quantization": form}), dtype="float32")
     config = executor.whole
     kept = sum(each.nbytes for each in experts_of(executor))
@@ -214,7 +109,7 @@ def test_bytes_are_those_that_are_kept(form):
 
 @pytest.mark.parametrize("form", ["mxfp4", "int4"])
 def test_ranks_keep_columns_of_the_same_numbers(form):
-    it = Quantised("gpt-oss", form)
+    it = quantised_mixture("gpt-oss", form)
     config = read_model_config(it.model)
 
     def down_of(shard: Shard) -> list:
@@ -232,7 +127,7 @@ def test_ranks_keep_columns_of_the_same_numbers(form):
 @pytest.mark.parametrize("form", ["mxfp4", "int4"])
 def test_a_load_holds_one_matrix_beside_those_that_are_kept(form):
     """Each matrix of an expert is packed and gone before the next one is read."""
-    it = Quantised("gpt-oss", form)
+    it = quantised_mixture("gpt-oss", form)
     loader = WeightLoader(it.model, read_model_config(it.model), torch.float32)
     loader.quantiser = None if form == "mxfp4" else RoundToNearest("int4")
     seen: list[weakref.ref] = []
@@ -250,7 +145,7 @@ def test_a_load_holds_one_matrix_beside_those_that_are_kept(form):
 
 
 def test_torch_kernels_dequantise_them():
-    it = Quantised("gpt-oss", "int8")
+    it = quantised_mixture("gpt-oss", "int8")
     executor = executor_of(it.model, quantization="int8", dtype="float32", cpu_kernels="torch")
     twin = executor_of(it.twin.model, dtype="float32", cpu_kernels="torch")
     assert not any(isinstance(each, IntegerPanels) for each in experts_of(executor))

@@ -1,4 +1,4 @@
-"""Weights that are quantised while they are read: bits, bounds, ranks, merged mode, memory, and what is refused."""
+"""Weights that are quantised while they are read: bits, bounds, memory, and what is refused."""
 
 from __future__ import annotations
 
@@ -28,10 +28,7 @@ from chorus.perf.bench.sizes import Geometry
 from chorus.server.cluster.report import model_hash
 
 from ..tables import LAYER_MATRICES
-from .executors.thread_ranks import ThreadProcess
-from .merging.test_merged import merge
 from .test_families import executor_of, logits_of
-from .test_parity import add_all, make_cases
 
 pytestmark = pytest.mark.wide
 
@@ -116,29 +113,6 @@ def test_native_logits_are_the_twins_within_the_bound(model, tmp_path, name, dty
     executor = executor_of(model, dtype=dtype, cpu_kernels="native", quantization=name, quantize_lm_head=True)
     found = logits_of(executor, PROMPTS)
     assert ((found - want).norm(dim=-1) / want.norm(dim=-1)).max() < bound
-
-
-def answers(driver, cases):
-    add_all(driver, cases)
-    return {key: answer.tokens for key, answer in driver.drain().items()}
-
-
-@pytest.mark.native
-@pytest.mark.parametrize("kernels", ["native"])
-@pytest.mark.parametrize("name", NAMES)
-def test_ranks_and_merged_mode_give_the_tokens_of_one_rank(subject, drive, monkeypatch, name):
-    """In float32. Ranks have parts of the same weights: o and down are quantised whole, then cut."""
-    monkeypatch.setattr("chorus.core.executors.worker_processes.Popen", ThreadProcess)
-    it = subject("gqa")
-    cases = make_cases(it, 12, seed=3, longest=60, tokens=(8, 12))
-    want = answers(drive(it, quantization=name, cpu_kernels="torch", tensor_parallel_size=1), cases)
-    assert want == answers(drive(it, quantization=name, tensor_parallel_size=1), cases)
-    assert want == answers(drive(it, quantization=name, tensor_parallel_size=2, memory_bytes=16 << 20), cases)
-    driver = drive(it, quantization=name)
-    merge(driver, "r8-attention")
-    driver.answers.clear()
-    assert want == answers(driver, cases)
-    assert driver.engine.stats().merged_adapter == "r8-attention"
 
 
 @pytest.mark.native

@@ -16,9 +16,9 @@ from chorus.memory.files.format import inspect_adapter
 from chorus.memory.files.identity import open_unchanged, with_content, with_effect
 from chorus.memory.files.peft_names import tensor_shapes
 
+from .paths.asked import answers
 from .test_adapter_forms import told
 from .test_expert_adapters import values_of
-from .test_family_paths import answers
 from .tiny_families import Tiny, load_peft, make_tiny
 from .tiny_mixtures import make_mixture
 

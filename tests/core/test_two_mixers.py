@@ -1,4 +1,4 @@
-"""Families whose layers have attention and a recurrent mixer side by side, over the paths of an engine."""
+"""Families whose layers have attention and a recurrent mixer side by side: pieces, adapters and configurations."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from chorus.core.model.config import UnsupportedModel
-from chorus.core.model.decoder import DecoderModel
 from chorus.core.model.read_config import read_model_config
 from chorus.core.model.recurrent import MambaSpec
 from chorus.core.model.rope_config import RopeConfig
@@ -28,9 +27,9 @@ from ..conftest import quiet
 from ..kept import KeptAnswers, kept_files
 from .merging.test_merged import merge
 from .model_module_forms import Alone
+from .paths.asked import answers, told
 from .test_families import executor_of
-from .test_family_paths import answers, check_variety, told
-from .test_hybrids import BF16_ERROR, Runner, whole_logits
+from .test_hybrids import Runner
 from .tiny_families import ATTENTION, MLP, TWO_MIXERS, load_peft, save_family, train_vectors
 
 pytestmark = [pytest.mark.numerics, pytest.mark.wide]
@@ -82,53 +81,12 @@ every_family = pytest.mark.parametrize("family", TWO_MIXERS)
 
 
 @every_family
-def test_mixed_batch_equals_transformers_and_peft(tiny, drive, family, kernels):
-    """In chunks, with the prefixes of the first round cached in the second."""
-    it = tiny(family)
-    limits = {"max_num_seqs": 8, "max_num_batched_tokens": 24, "max_model_len": 128, "state_checkpoint_tokens": 32}
-    driver = drive(it, **limits)
-    assert isinstance(driver.executor.rank.decoder, DecoderModel) == (kernels == "torch")
-    for _ in range(2):
-        want = answers(it, driver, 8, seed=1)
-        assert told(driver, want) == want
-        driver.answers.clear()
-    assert max(plan.num_adapters for plan in driver.plans) == 3
-    assert driver.engine.stats().num_prefix_hit_tokens > 40
-
-
-@every_family
 @pytest.mark.parametrize("piecewise", [False, True], ids=["forward", "pieces"])
 @pytest.mark.parametrize("chunk", [1, 7, 64])
 def test_chunks_of_any_size(tiny, family, chunk, piecewise):
     it = tiny(family)
     prompt, want = it.case(None, 60, seed=5)
     assert Runner(it.model, piecewise).greedy(prompt, chunk, len(want)) == want
-
-
-@pytest.mark.slow
-@every_family
-def test_comparisons_mean_something(tiny, family):
-    """Answers vary, and every adapter changes them."""
-    check_variety(tiny(family))
-
-
-@every_family
-def test_merged_on_two_ranks(tiny, drive, family):
-    it = tiny(family)
-    driver = drive(it, max_num_seqs=8, max_num_batched_tokens=24, max_model_len=128, tensor_parallel_size=2)
-    merge(driver, "r3-all")
-    want = answers(it, driver, 4, seed=2)
-    assert told(driver, want) == want
-    assert StepMode.MERGED in {plan.mode for plan in driver.plans}
-
-
-@pytest.mark.parametrize("family", ["falcon-h1"])
-def test_preempted_requests_swap_and_go_on(tiny, drive_crowded, family):
-    it = tiny(family)
-    driver = drive_crowded(it)
-    want = answers(it, driver, 8, seed=3, lengths=(5, 20), tokens=24)
-    assert told(driver, want) == want
-    assert driver.engine.stats().num_swaps_out > 0
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -146,17 +104,6 @@ def test_adapters_on_both_mixers_are_merged(it, drive, adapter):
     want = answers(it, driver, 3, seed=6, adapters=(None, adapter, "in_proj"))
     assert told(driver, want) == want
     assert StepMode.MERGED in {plan.mode for plan in driver.plans}
-
-
-@every_family
-def test_bfloat16_is_float32_within_rounding(tmp_path, family):
-    save_family(family, tmp_path, torch.bfloat16, initializer_range=0.1)
-    prompts = [
-        torch.randint(3, 150, (length,), generator=torch.Generator().manual_seed(0)).tolist() for length in (5, 40)
-    ]
-    want = whole_logits(tmp_path, prompts, dtype="float32", cpu_kernels="torch")
-    errors = (whole_logits(tmp_path, prompts) - want).norm(dim=-1) / want.norm(dim=-1)
-    assert float(errors.max()) < BF16_ERROR
 
 
 def test_each_layer_has_keys_and_values_and_a_state(tiny):

@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
+from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
 from pathlib import Path
@@ -720,7 +721,7 @@ DEEPSEEK_EXPERTS = {
     "norm_topk_prob": True, "routed_scaling_factor": 1.5, "pad_token_id": 0,
 }  # fmt: skip
 
-#: Families whose layers others here have, too, under other names: see `test_families.py`.
+#: Families whose layers others here have, too, under other names.
 RENAMED: dict[str, tuple[str, dict[str, Any], str]] = {
     "qwen3-next": (
         "Qwen3NextConfig",
@@ -1102,7 +1103,7 @@ def _save_tiny(name: str, root: Path, changes: Mapping[str, Any], **arguments: A
 
     save_family(name, root / "model", **changes)
     config = read_model_config(root / "model")
-    paths = config.module_paths.by_path
+    paths, base = config.module_paths.by_path, AutoModelForCausalLM.from_pretrained(root / "model")
     for seed, (adapter, (rank, alpha, targets)) in enumerate(ADAPTERS.items()):
         torch.manual_seed(seed)
         here = [path.rpartition(".")[2] for path, modules in paths.items() if set(modules) & set(targets)]
@@ -1118,7 +1119,7 @@ def _save_tiny(name: str, root: Path, changes: Mapping[str, Any], **arguments: A
             task_type="CAUSAL_LM",
             **arguments,
         )
-        trained = get_peft_model(AutoModelForCausalLM.from_pretrained(root / "model"), lora)
+        trained = get_peft_model(deepcopy(base), lora)
         train_vectors(trained)
         trained.save_pretrained(root / adapter)
 

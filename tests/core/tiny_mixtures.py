@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -61,20 +62,21 @@ def make_mixture(name: str, recipes: Mapping[str, Mapping[str, Any]] = ADAPTERS)
 
 @without_conversion()
 def _save_mixture(name: str, root: Path, recipes: Mapping[str, Mapping[str, Any]]) -> None:
+    from transformers import AutoModelForCausalLM
+
     save_family(name, root / "model")
+    base = AutoModelForCausalLM.from_pretrained(root / "model", dtype=torch.float32)
     for seed, (adapter, recipe) in enumerate(recipes.items()):
         fields = dict(recipe)
         if name.startswith(NO_OUT_PROJ):
             fields["target_modules"] = [each for each in recipe["target_modules"] if each != "out_proj"]
-        _save_trained(root, adapter, fields, seed)
+        _save_trained(deepcopy(base), root / adapter, fields, seed)
 
 
-def _save_trained(root: Path, adapter: str, recipe: Mapping[str, Any], seed: int) -> None:
+def _save_trained(model: Any, path: Path, recipe: Mapping[str, Any], seed: int) -> None:
     from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM
 
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_pretrained(root / "model", dtype=torch.float32)
     fields = dict(recipe)
     names = {name for name, module in model.named_modules() if type(module) is torch.nn.Linear}
     fields["target_modules"] = [each for each in fields["target_modules"] if any(n.endswith(f".{each}") for n in names)]
@@ -83,7 +85,7 @@ def _save_trained(root: Path, adapter: str, recipe: Mapping[str, Any], seed: int
     if found := [each for each in wanted if any(name.endswith(f".{each}") for name in parameters)]:
         fields["target_parameters"] = found
     trained = get_peft_model(model, LoraConfig(init_lora_weights=False, task_type="CAUSAL_LM", **fields))
-    trained.save_pretrained(root / adapter)
+    trained.save_pretrained(path)
 
 
 def unswapped(tensors: dict[str, torch.Tensor], name: str, count: int) -> torch.Tensor:

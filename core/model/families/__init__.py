@@ -1,6 +1,6 @@
 """Families of checkpoints that are served, by architecture.
 
-Tests: tests/core/test_families.py, tests/core/model/test_model_config.py
+Tests: tests/core/paths, tests/core/test_families.py, tests/core/model/test_model_config.py
 """
 
 from __future__ import annotations

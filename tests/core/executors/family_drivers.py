@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,6 +11,9 @@ from chorus.core.engine import Engine
 from chorus.perf.inline_reads import InlineReads
 
 from ..conftest import Driver, RecordingExecutor, ticking
+
+EVERY = os.environ.get("CHORUS_FAMILIES") == "every"
+"""Every geometry in every way, as `make families` asks, rather than a choice of them."""
 
 
 def drivers(open_executor: Callable[[EngineConfig], Any], **defaults: Any) -> Iterator[Callable[..., Driver]]:

@@ -21,8 +21,8 @@ from chorus.perf.inline_reads import InlineReads
 from ...graphs.late_device import LateDevice
 from ..conftest import Driver, RecordingExecutor, ticking
 from ..merging.test_merged import merge
-from ..test_family_paths import EVERY
 from ..tiny_mixtures import ADAPTERS, make_mixture, one_by_one
+from .family_drivers import EVERY
 
 #: With biases, sinks and windows; with a shared expert and states; with weights of experts' inputs.
 FAMILIES = ["gpt-oss", "qwen3.5-moe", "llama-4", *(["qwen3-moe-mixed", "granite-moe", "glm-4-moe"] if EVERY else [])]

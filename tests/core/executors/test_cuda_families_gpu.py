@@ -33,9 +33,9 @@ from ..conftest import Driver
 from ..merging.test_merged import merge
 from ..model_module_forms import FORMS as MODULE_FORMS
 from ..model_module_forms import save_form
+from ..paths.float8_caches import CLEAR
+from ..paths.quantised import quantised_mixture
 from ..speculation.stand_ins import Free
-from ..test_float8_kv import CLEAR
-from ..test_quantised_experts import Quantised
 from ..tiny_families import ADAPTERS, EXPERTS, FAMILIES, HYBRIDS, ONE_PART, RENAMED, SHAPES
 from ..tiny_mixtures import make_mixture
 from .family_drivers import drivers
@@ -155,7 +155,7 @@ def test_adapters_on_routers_and_experts(drive, on_cpu, family):
 @pytest.mark.parametrize(("family", "form"), [("gpt-oss", "mxfp4"), ("gpt-oss", "int4"), ("glm-4-moe", "int8")])
 def test_experts_that_stay_narrow(drive, on_cpu, family, form):
     """The dequantised twin's answers, beside adapters on routers and experts."""
-    it = Quantised(family, form)
+    it = quantised_mixture(family, form)
     driver = drive(it, [*it.adapters], **it.options)
     requests = [(None, 30, 8), *((name, 7 + 9 * index, 10) for index, name in enumerate(it.adapters))]
     check(on_cpu(it.twin, it.adapters), driver, *requests)

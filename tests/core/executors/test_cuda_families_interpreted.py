@@ -5,8 +5,6 @@ Run in a process that interprets, see `tests/interpreted.py`.
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 
@@ -24,22 +22,13 @@ from ...graphs.late_device import LateDevice
 from ...ops.fake_flashinfer import FakeFlashInfer, Stream
 from ..adapter_zoo import save_zoo
 from ..merging.test_merged import merge
+from ..paths.family_rows import FAMILY_ROWS
 from ..tiny_families import make_all_linear, make_tiny
-from .family_drivers import drivers
+from .family_drivers import EVERY, drivers
 from .test_cuda_ranks_interpreted import DEVICES, one_launch_at_a_time  # noqa: F401 - a fixture
 
-EVERY = os.environ.get("CHORUS_FAMILIES") == "every"
-"""Every geometry in every way, as `make families` asks, rather than a choice of them."""
-
-#: Multipliers; layers side by side; norms with biases, and no gate; scale, norms around, a partial and interleaved
-#: rope, a soft cap; a bias of the output projection; sinks.
-DENSE = [
-    "granite",
-    "cohere-2",
-    "starcoder-2",
-    *(["glm-4", "gemma-2", "olmo-2", "apertus", "hunyuan"] if EVERY else []),
-    *(["phi-2", "gpt-neox", "stablelm", "nanochat", "granite-swa"] if EVERY else []),
-]
+#: Every row of the table, or multipliers; layers side by side; norms with biases, and no gate.
+FAMILIES = [row.name for row in FAMILY_ROWS] if EVERY else ["granite", "cohere-2", "starcoder-2"]
 #: Mixtures of experts: a plain one; with dense layers between; with biases, sinks and windows; with shared experts and
 #: states; with chunks of attention and weighted inputs; with a sparse mixer and LayerNorms.
 MIXTURES = [
@@ -99,8 +88,8 @@ def test_a_dense_family(tiny, drive):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", DENSE)
-def test_dense_families(tiny, drive, family):
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families(tiny, drive, family):
     it = tiny(family)
     check(it, drive(it, ["r3-all"]), (None, 30, 3), ("r3-all", 9, 5))
 

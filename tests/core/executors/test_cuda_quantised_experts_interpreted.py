@@ -19,7 +19,7 @@ from chorus.core.model.narrow_bytes import weight_bytes
 from chorus.ops.narrow_weights import NarrowWeight
 
 from ...kept import KeptAnswers, kept_files
-from ..test_quantised_experts import Quantised
+from ..paths.quantised import quantised_mixture
 from ..tiny_families import load_peft
 from ..tiny_mixtures import Mixture, make_mixture
 from . import test_cuda_experts_interpreted as plain_experts
@@ -33,7 +33,7 @@ QUANTISED = [("gpt-oss", "int4"), ("glm-4-moe", "int8")]
 
 @pytest.fixture(scope="module")
 def quantised():
-    return cache(Quantised)
+    return cache(quantised_mixture)
 
 
 def stacks(driver) -> list:

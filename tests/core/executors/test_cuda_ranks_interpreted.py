@@ -48,8 +48,8 @@ from chorus.perf.inline_reads import InlineReads
 from ...conftest import Subject
 from ...graphs.late_device import LateDevice
 from ..conftest import Driver, RecordingExecutor, ticking
-from ..test_family_paths import EVERY
 from ..tiny_mixtures import make_mixture
+from .family_drivers import EVERY
 from .test_cuda_interpreted import RECIPES, SPEC, ask, check, make_config, merge, saved, tiny  # noqa: F401 - a fixture
 from .test_cuda_speculation_interpreted import PartlyRight
 from .thread_ranks import ThreadProcess

@@ -313,20 +313,6 @@ def test_norms_of_all_heads_where_a_rank_has_one(tiny, drive, kernels, family):
     assert {name: answers[name].tokens for name in want} == want
 
 
-@pytest.mark.parametrize("kernels", ["native"])
-@pytest.mark.parametrize("family", ["olmo-2", "qwen3.5"])
-def test_bits_of_squares_and_states_do_not_depend_on_company(tiny, drive, family):
-    it, found = tiny(family), []
-    for company in (0, 5):
-        limits = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "prefix_cache": False}
-        driver = drive(it, tensor_parallel_size=2, adapters={}, **limits)
-        for index in range(company):
-            driver.add(str(index), None, it.case(None, 20 + index, seed=index)[0], max_tokens=9)
-        driver.add("x", None, it.case(None, 20, seed=7)[0], max_tokens=9, logprobs=4)
-        found.append(driver.drain()["x"].logprobs)
-    assert found[0] == found[1]
-
-
 def test_pages_that_are_too_small_for_a_ranks_state_are_refused(tmp_path):
     save_family("qwen3.5", tmp_path)
     settings = EngineConfig(model=tmp_path, dtype="float32", block_tokens=4, tensor_parallel_size=2, device="cpu")

@@ -10,8 +10,8 @@ from chorus.core.model.open_weights import open_weights
 from chorus.core.model.read_config import read_model_config
 from chorus.ops.float8_kv import UNSCALED, KvScales
 
+from ..paths.float8_caches import as_stored
 from ..test_families import executor_of, logits_of
-from ..test_float8_kv import as_stored
 from .quantization.forms import FORMS
 from .quantization.twins import write_twins
 

@@ -1,0 +1,29 @@
+"""Rows of the table: a tiny model of every geometry of every family, with plain adapters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from ..tiny_families import EVERY, make_tiny
+from .path import TORCH_BITS
+from .subject import Subject
+
+#: States of mixtures are not compared in bfloat16.
+ROUTED = {
+    "bfloat16": "one changed choice of an expert changes the states of all later tokens, in transformers as here",
+}
+
+SUMS_OF_LATENTS = {
+    TORCH_BITS: "over latents, PyTorch's operators sum as many terms as the batch's longest sequence has",
+}
+
+#: Fields of families whose rows say more than their name.
+FIELDS: Mapping[str, Mapping[str, Any]] = {
+    **{name: {"untold": ROUTED} for name in ("qwen3.5-moe", "lfm2-moe", "granite-4-h-moe", "nemotron-3", "qwen3-next")},
+    "kimi-linear": {"untold": SUMS_OF_LATENTS, "changes": {"mlp_layer_types": ["dense"] * 4}},
+    "kimi-linear-q-latents": {"untold": {**ROUTED, **SUMS_OF_LATENTS}},
+}
+
+FAMILY_ROWS = [Subject(name, partial(make_tiny, name), family=name, **FIELDS.get(name, {})) for name in EVERY]
