@@ -108,7 +108,6 @@ def programs(directory: Path) -> list[str]:
 
 def described(directory: Path) -> list[str]:
     """What a checkpoint's configuration says. Raises UnsupportedModel if it would not be served."""
-    from ...core.model.families.reading import EXPERTS_NOTE
     from ...core.model.read_config import family_of, read_model_config
 
     model = read_model_config(directory)
@@ -128,8 +127,7 @@ def described(directory: Path) -> list[str]:
         lines.append(f"weights: {form}, {_kept(model)}")
     if experts := model.experts:
         count = sum(layer.experts is not None for layer in model.layers)
-        note = f"; {EXPERTS_NOTE}" * (EXPERTS_NOTE in family.notes)
-        lines.append(f"{count} layers have {_experts(experts)}{note}")
+        lines.append(f"{count} layers have {_experts(experts)}")
     for (seen, rope), count in kinds.items():
         turned = "no rope" if rope is None else f"{rope.type} rope of base {rope.theta:g}"
         lines.append(f"{count} layers see {seen}, with {turned}")
