@@ -151,8 +151,8 @@ class LatentsPart {
     };
 
     static bool is_alike(const LatentDesc& a, const LatentDesc& b) {
-        return a.heads == b.heads && a.kv_rank == b.kv_rank && a.key == b.key &&
-               a.rotated == b.rotated && a.value == b.value && a.module == b.module;
+        return a.heads == b.heads && a.kv_rank == b.kv_rank && a.key == b.key && a.rotated == b.rotated &&
+               a.value == b.value && a.module == b.module;
     }
 
     size_t plan_of(const LatentDesc& w) const {

@@ -149,7 +149,8 @@ class Mixture {
             };
         };
         run_products(team, me, own, {m_.gate_up, m_.shared_gate_up, m_.hidden, m_.hidden, gate_up(), shared_gate_up()},
-                     {m_.ups(m_.size), m_.ups(m_.shared_size)}, {kExpertGateUp, kSharedGateUp}, {source(true), source(false)},
+                     {m_.ups(m_.size), m_.ups(m_.shared_size)}, {kExpertGateUp, kSharedGateUp},
+                     {source(true), source(false)},
                      [&](int first, int rows, bool shared) { return gathered(own, first, rows, shared); });
         const auto hidden = [&](bool of_experts) {
             return [&, of_experts](int i, float* out) { activate_row(own, i, !of_experts, out); };
