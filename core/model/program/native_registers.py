@@ -5,7 +5,7 @@ Tests: tests/core/model/program/test_native_registers.py
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,36 +42,46 @@ class Registers:
 
     def placed(self, ops: Sequence[NativeOp]) -> list[NativeOp]:
         """A layer's ops, with numbers of registers in place of `Held`."""
-        last = {held: at for at, op in enumerate(ops) for held in _held(op.arguments)}
-        last[self.stream] = len(ops)
-        numbers = {self.stream: 0}
-        free: dict[Register, list[int]] = {}
-        for number, register in enumerate(self.all[1:], 1):
-            free.setdefault(register, []).append(number)
+        lives = _Lives(self, ops)
+        return [NativeOp(op.kind, _numbered(op.arguments, lives.numbers_of(at, op))) for at, op in enumerate(ops)]
 
-        def release(held: Sequence[Held]) -> None:
-            for each in held:
-                free.setdefault(_register(each), []).insert(0, numbers.pop(each))
-
-        found: list[NativeOp] = []
-        for at, op in enumerate(ops):
-            held = list(dict.fromkeys(_held(op.arguments)))
-            own = {each: numbers[each] for each in held if each in numbers}
-            if op.kind in ROW_OPS:
-                release([each for each in own if last[each] == at])
-            for each in held:
-                if each not in own:
-                    own[each] = numbers[each] = self._taken(each, free)
-            release([each for each in held if last[each] == at and each in numbers])
-            found.append(NativeOp(op.kind, _numbered(op.arguments, own)))
-        return found
-
-    def _taken(self, held: Held, free: dict[Register, list[int]]) -> int:
+    def taken(self, held: Held, free: dict[Register, list[int]]) -> int:
+        """A register for a value: one that is free, or another one."""
         register = _register(held)
         if numbers := free.get(register):
             return numbers.pop(0)
         self.all.append(register)
         return len(self.all) - 1
+
+
+class _Lives:
+    """Which registers values have, op after op of a layer."""
+
+    def __init__(self, registers: Registers, ops: Sequence[NativeOp]) -> None:
+        self._registers = registers
+        self._last = {held: at for at, op in enumerate(ops) for held in _held(op.arguments)}
+        self._last[registers.stream] = len(ops)
+        self._numbers = {registers.stream: 0}
+        self._free: dict[Register, list[int]] = {}
+        for number, register in enumerate(registers.all[1:], 1):
+            self._free.setdefault(register, []).append(number)
+
+    def numbers_of(self, at: int, op: NativeOp) -> dict[Held, int]:
+        """The registers of an op's values; what is not read after it is free from then on."""
+        held = list(dict.fromkeys(_held(op.arguments)))
+        own = {each: self._numbers[each] for each in held if each in self._numbers}
+        if op.kind in ROW_OPS:
+            self._release(at, own)
+        for each in held:
+            if each not in own:
+                own[each] = self._numbers[each] = self._registers.taken(each, self._free)
+        self._release(at, held)
+        return own
+
+    def _release(self, at: int, held: Iterable[Held]) -> None:
+        for each in held:
+            if self._last[each] == at and each in self._numbers:
+                self._free.setdefault(_register(each), []).insert(0, self._numbers.pop(each))
 
 
 def _register(held: Held) -> Register:
