@@ -9,7 +9,7 @@ _LOCAL, _GLOBAL = "sliding_attention", "full_attention"
 
 def fields_of(family: str, layers: int, head_dim: int) -> dict[str, Any]:
     """What replaces Llama's fields. Windows are of 512 tokens, in as many layers as the family's models have them."""
-    every = {"gemma-2": 2, "gemma-3": 6, "exaone-4": 4, "cohere-2": 4}.get(family)
+    every = {"gemma-2": 2, "gemma-3": 6, "exaone-4": 4, "cohere-2": 4, "gpt-oss": 2}.get(family)
     fields: dict[str, Any] = {"head_dim": head_dim, **FAMILIES[family]}
     if every is not None:
         kinds = [_GLOBAL if layer % every == every - 1 else _LOCAL for layer in range(layers)]
@@ -43,6 +43,51 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "linear_num_value_heads": 8,
         "linear_key_head_dim": 64,
         "linear_value_head_dim": 64,
+    },
+    "starcoder-2": {
+        "architectures": ["Starcoder2ForCausalLM"],
+        "model_type": "starcoder2",
+        "hidden_act": "gelu_pytorch_tanh",
+        "use_bias": True,
+    },
+    "phi-2": {"architectures": ["PhiForCausalLM"], "model_type": "phi", "hidden_act": "gelu_new"},
+    "nemotron": {"architectures": ["NemotronForCausalLM"], "model_type": "nemotron", "hidden_act": "relu2"},
+    "qwen3-moe": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "num_experts": 64,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 256,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    },
+    "gpt-oss": {
+        "architectures": ["GptOssForCausalLM"],
+        "model_type": "gpt_oss",
+        "num_local_experts": 32,
+        "num_experts_per_tok": 4,
+        "intermediate_size": 512,
+        "attention_bias": True,
+    },
+    "deepseek-v3": {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "model_type": "deepseek_v3",
+        "n_routed_experts": 64,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 224,
+        "n_shared_experts": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 0,
+        "routed_scaling_factor": 1.0,
+        "norm_topk_prob": True,
+        "q_lora_rank": 384,
+        "kv_lora_rank": 256,
+        "qk_nope_head_dim": 64,
+        "qk_rope_head_dim": 32,
+        "v_head_dim": 64,
+        "head_dim": 32,
     },
 }
 """Of each family."""

@@ -199,6 +199,7 @@ SIZES = {
             TINY: Geometry(hidden=128, ffn=256, layers=2, heads=2, kv_heads=1, vocab=512),
             "125m": Geometry(),
             "135m": Geometry(hidden=576, ffn=1536, layers=30, heads=9, kv_heads=3, vocab=49152),
+            "170m": Geometry(hidden=1024, layers=12, heads=16),
             "360m": Geometry(hidden=960, ffn=2560, layers=32, heads=15, kv_heads=5),
             "500m": Geometry(hidden=896, ffn=4864, layers=24, heads=14, kv_heads=2, vocab=151936),
             "1b": Geometry(hidden=2048, ffn=8192, layers=16, heads=32, kv_heads=8),

@@ -30,12 +30,13 @@ SECTIONS = {
     "peers": "(r) rates over HTTP compared with other servers, and with the machine's limits",
     "ranks": "(o) decode steps of several ranks of one thread, and of one rank with as many threads",
     "levels": "(s) steps at each ISA level, compared with the machine's limits",
+    "families": "(v) steps of other families beside Llama's, compared with the rate of reading memory",
     "quantization": "(q) steps with quantised weights, compared with bf16 and with the machine's limits",
     "kv_cache": "(l) decode steps after long prompts with KV in FP8, compared with the model's dtype",
 }
 
 _OF_GPUS = {"equality", "sgmv", "products", "attention", "latents", "experts"}
-_OF_CPUS = {"swapping", "tenants", "peers", "ranks", "levels", "quantization", "kv_cache"}
+_OF_CPUS = {"swapping", "tenants", "peers", "ranks", "levels", "families", "quantization", "kv_cache"}
 
 
 def sections_of(device: str, smoke: bool) -> dict[str, str]:

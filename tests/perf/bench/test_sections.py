@@ -23,7 +23,7 @@ from chorus.perf.bench.context import Context
 from chorus.perf.bench.environment import describe
 from chorus.perf.bench.options import Options
 from chorus.perf.bench.report import SMOKE, digest, report
-from chorus.perf.bench.sections import decode, equality, http, levels, mixes, quantization
+from chorus.perf.bench.sections import decode, equality, families, http, levels, mixes, quantization
 from chorus.perf.bench.sections.registry import SECTIONS, section
 from chorus.perf.bench.store import RESULT, ResultStore
 from chorus.perf.bench.subject import Subject
@@ -237,6 +237,14 @@ def test_ranks(context):
 
 
 @pytest.mark.skipif(not native_library.available(torch.float32), reason="no native library")
+def test_families(context):
+    values = run(context, "families")
+    assert [(row["family"], row["case"]) for row in values["rows"]] == [
+        (family, case) for family in ("llama", "qwen3-moe") for case in families.CASES
+    ]
+    assert all(row["share"] > 0 for row in values["rows"])
+
+
 def test_levels(context):
     values = run(context, "levels")
     level = native_library.levels()[0]
@@ -306,7 +314,7 @@ def test_a_cpu_that_is_measured_has_sections_and_bars_of_its_own(tmp_path, capsy
 
 def test_a_gpu_leaves_out_what_is_of_cpus(tmp_path):
     known = Options.parse(["--quick", "--out", str(tmp_path)]).known
-    of_cpus = {"swapping", "tenants", "peers", "ranks", "levels", "quantization", "kv_cache"}
+    of_cpus = {"swapping", "tenants", "peers", "ranks", "levels", "families", "quantization", "kv_cache"}
     assert set(SECTIONS) - set(known) == of_cpus
 
 
