@@ -7,10 +7,12 @@ from typing import Any
 _LOCAL, _GLOBAL = "sliding_attention", "full_attention"
 
 
-def fields_of(family: str, layers: int, head_dim: int) -> dict[str, Any]:
+def fields_of(family: str, layers: int, heads: int, head_dim: int) -> dict[str, Any]:
     """What replaces Llama's fields. Windows are of 512 tokens, in as many layers as the family's models have them."""
     every = {"gemma-2": 2, "gemma-3": 6, "exaone-4": 4, "cohere-2": 4, "gpt-oss": 2}.get(family)
     fields: dict[str, Any] = {"head_dim": head_dim, **FAMILIES[family]}
+    if family == "deepseek-v3":  # latents serve all heads
+        fields["num_key_value_heads"] = heads
     if every is not None:
         kinds = [_GLOBAL if layer % every == every - 1 else _LOCAL for layer in range(layers)]
         fields |= {"sliding_window": 512, "layer_types": kinds}

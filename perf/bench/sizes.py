@@ -178,7 +178,7 @@ class ModelSize:
     def write_config(self, directory: Path, dtype: str) -> Path:
         """Make `directory` a checkpoint without weights, and return it."""
         directory.mkdir(parents=True, exist_ok=True)
-        more = fields_of(self.family, self.geometry.layers, self.geometry.head_dim)
+        more = fields_of(self.family, self.geometry.layers, self.geometry.heads, self.geometry.head_dim)
         config = self.geometry.config(dtype, **{**self.rope, **more})
         (directory / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
         return directory
