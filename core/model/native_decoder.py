@@ -30,7 +30,8 @@ from .lora_state import LoraState, lora_groups
 from .mixture_lora import mixture_modules
 from .paged_states import PagedStates
 from .program.native_attention import latent_shape
-from .program.native_ops import NativeProgram, NoNativeOp
+from .program.native_buffers import NoNativeOp
+from .program.native_ops import NativeProgram
 from .program.native_place import Tables, layer_places
 from .quantization.group_scaled import GroupScaled
 from .quantization.groups import is_packable, pack_scaled, plain

@@ -20,7 +20,7 @@ from chorus.core.model import experts as mixture
 from chorus.core.model import native_decoder
 from chorus.core.model.config import UnsupportedModel
 from chorus.core.model.open_weights import open_weights
-from chorus.core.model.program.native_ops import NoNativeOp
+from chorus.core.model.program.native_buffers import NoNativeOp
 from chorus.core.model.read_config import read_model_config
 from chorus.core.model.shard import Shard
 from chorus.memory.files.composed import composed

@@ -22,10 +22,10 @@ from ..layers import Activation, HeadNorm, LayerSpec, NormSpec, OutputGate, Unga
 from ..slots import RECURRENT
 from .builder import layer_program
 from .native_attention import attend_arguments, latent_arguments
+from .native_buffers import Buffers, NoNativeOp, columns_of, reads_rounded
 from .native_place import Late, LayerPlace, filled, weight_of
 from .native_registers import Held, Registers, Value
 from .ops import (
-    FURTHER,
     STREAM,
     Activate,
     Add,
@@ -46,7 +46,6 @@ from .ops import (
     Read,
     Scale,
     Sum,
-    View,
     name_of,
 )
 
@@ -69,10 +68,6 @@ _OUTPUT_GATES = {
     OutputGate.OF_HEADS: NativeOutputGate.OF_HEADS,
     OutputGate.APART: NativeOutputGate.APART,
 }
-
-
-class NoNativeOp(Exception):
-    """The library has no function for an op with its arguments; says what layers have instead."""
 
 
 class NativeProgram:
@@ -109,34 +104,6 @@ class NativeProgram:
         return [filled(op, at) for ops, at in zip(self._ops, places, strict=True) for op in ops]
 
 
-class _Buffers:
-    """What each op of a list reads and writes: names are bound anew by each write but for those in place."""
-
-    def __init__(self, ops: Sequence[Op], stream: Value, widths: Callable[[Op, Mapping[str, Value]], int]) -> None:
-        self.reads: list[dict[str, Value]] = []
-        self.writes: list[dict[str, Value]] = []
-        self.readers: dict[Value, list[tuple[int, Op]]] = {}
-        names = {STREAM: stream}
-        for at, op in enumerate(ops):
-            if type(op).__name__ in _TITLES:
-                raise NoNativeOp(_TITLES[type(op).__name__])
-            own = {name: _known(names, name, op) for name in map(name_of, op.reads)}
-            for value in own.values():
-                self.readers.setdefault(value, []).append((at, op))
-            self.reads.append(own)
-            written = {}
-            for name in op.writes:
-                is_in_place = name in own and (isinstance(op, Add) or (isinstance(op, Scale) and op.in_place))
-                names[name] = written[name] = own[name] if is_in_place else Value(name, widths(op, own))
-            self.writes.append(written)
-
-
-def _known(names: Mapping[str, Value], name: str, op: Op) -> Value:
-    if name not in names:
-        raise NoNativeOp("further input of layers" if name == FURTHER else f"{type(op).__name__} of {name!r}")
-    return names[name]
-
-
 class _Lowering:
     """Lists a layer's ops for the library."""
 
@@ -151,7 +118,7 @@ class _Lowering:
         self._index, self._table, self._has_ranks = index, table, has_ranks
         self._ops = [op for op in ops if not isinstance(op, Begin | End)]
         self._stream = registers.stream
-        self._buffers = _Buffers(self._ops, self._stream.value, self._width)
+        self._buffers = Buffers(self._ops, self._stream.value, self._width)
         self._found: list[NativeOp] = []
         self._done: set[int] = set()
         self._rounded: dict[Value, Held] = {}
@@ -188,15 +155,15 @@ class _Lowering:
         if isinstance(op, Mix):
             return op.mixer.out_size
         if isinstance(op, Concat):
-            return sum(_columns(part, own[name_of(part)])[1] for part in op.parts)
+            return sum(columns_of(part, own[name_of(part)])[1] for part in op.parts)
         read = op.reads[0]
-        width = _columns(read, own[name_of(read)])[1]
+        width = columns_of(read, own[name_of(read)])[1]
         return width // 2 if isinstance(op, Activate) and isinstance(op.activation, Activation) else width
 
     def _read(self, at: int, read: Read) -> tuple[Held, int, int]:
         """What an op of rows reads: the value in float32, the first column and their number."""
         value = self._buffers.reads[at][name_of(read)]
-        return Held(value), *_columns(read, value)
+        return Held(value), *columns_of(read, value)
 
     def _read_rounded(self, at: int, read: Read) -> Held:
         """What a product reads, of the type that it does."""
@@ -212,7 +179,7 @@ class _Lowering:
     def _out(self, value: Value) -> Held:
         """Where an op of rows writes a value: as products read it if they alone do."""
         readers = self._buffers.readers.get(value, [])
-        if readers and all(_reads_rounded(op, value.name) for _, op in readers):
+        if readers and all(reads_rounded(op, value.name) for _, op in readers):
             self._rounded[value] = Held(value, "Rounded")
             return self._rounded[value]
         return Held(value)
@@ -450,19 +417,6 @@ def _routed(op: Moe) -> str:
     return name_of(op.x if op.routed is None else op.routed)
 
 
-def _columns(read: Read, value: Value) -> tuple[int, int]:
-    """The first column that is read, and their number."""
-    if not isinstance(read, View):
-        return 0, value.width
-    first, last, _ = slice(read.begin, read.end).indices(value.width)
-    return first, last - first
-
-
-def _reads_rounded(op: Op, name: str) -> bool:
-    """An op reads all of a buffer as products do."""
-    return isinstance(op, Gemm | Moe) and name in op.reads
-
-
 def _activation(op: Activate, size: int) -> dict[str, Any]:
     kind = op.activation
     number = _ACTIVATIONS[kind] if isinstance(kind, Activation) else _UNGATED[kind]
@@ -485,10 +439,3 @@ def _mixture_address(at: LayerPlace) -> Any:
 
 def _mixture_targets(at: LayerPlace) -> Any:
     return None if at.mixture is None else at.mixture.targets
-
-
-#: Ops that the library has no function for.
-_TITLES = {
-    "TakeStream": "residual of several streams",
-    "SparseGates": "sparse gate",
-}

@@ -17,7 +17,8 @@ from chorus.core.model.layers import (
     OutputGate,
     Routing,
 )
-from chorus.core.model.program.native_ops import NativeProgram, NoNativeOp
+from chorus.core.model.program.native_buffers import NoNativeOp
+from chorus.core.model.program.native_ops import NativeProgram
 from chorus.core.model.rope_config import RopeConfig
 from chorus.memory.pages.projections import Projections
 from chorus.ops.native_program import NativeOp

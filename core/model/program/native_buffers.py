@@ -1,0 +1,62 @@
+"""What the ops of a layer's program read and write, as values of the native decoder.
+
+Tests: tests/core/model/program/test_native_ops.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from .native_registers import Value
+from .ops import FURTHER, STREAM, Add, Gemm, Moe, Op, Read, Scale, View, name_of
+
+#: Ops that the library has no function for.
+_TITLES = {
+    "TakeStream": "residual of several streams",
+    "SparseGates": "sparse gate",
+}
+
+
+class NoNativeOp(Exception):
+    """The library has no function for an op with its arguments; says what layers have instead."""
+
+
+class Buffers:
+    """What each op of a list reads and writes: names are bound anew by each write but for those in place."""
+
+    def __init__(self, ops: Sequence[Op], stream: Value, widths: Callable[[Op, Mapping[str, Value]], int]) -> None:
+        self.reads: list[dict[str, Value]] = []
+        self.writes: list[dict[str, Value]] = []
+        self.readers: dict[Value, list[tuple[int, Op]]] = {}
+        names = {STREAM: stream}
+        for at, op in enumerate(ops):
+            if type(op).__name__ in _TITLES:
+                raise NoNativeOp(_TITLES[type(op).__name__])
+            own = {name: _known(names, name, op) for name in map(name_of, op.reads)}
+            for value in own.values():
+                self.readers.setdefault(value, []).append((at, op))
+            self.reads.append(own)
+            written = {}
+            for name in op.writes:
+                is_in_place = name in own and (isinstance(op, Add) or (isinstance(op, Scale) and op.in_place))
+                names[name] = written[name] = own[name] if is_in_place else Value(name, widths(op, own))
+            self.writes.append(written)
+
+
+def _known(names: Mapping[str, Value], name: str, op: Op) -> Value:
+    if name not in names:
+        raise NoNativeOp("further input of layers" if name == FURTHER else f"{type(op).__name__} of {name!r}")
+    return names[name]
+
+
+def columns_of(read: Read, value: Value) -> tuple[int, int]:
+    """The first column that is read, and their number."""
+    if not isinstance(read, View):
+        return 0, value.width
+    first, last, _ = slice(read.begin, read.end).indices(value.width)
+    return first, last - first
+
+
+def reads_rounded(op: Op, name: str) -> bool:
+    """An op reads all of a buffer as products do."""
+    return isinstance(op, Gemm | Moe) and name in op.reads
