@@ -125,7 +125,7 @@ class Mixture {
     using Own = typename MixtureMemory<T>::Own;
 
    public:
-    // x: [rows, hidden], step.x as inputs of products. memory: has room for the mixture. layer, targets: of the model; see
+    // x: [rows, hidden], inputs of the experts' products; step.x is the router's input. memory: has room for the mixture. layer, targets: of the model; see
     // AnyMixtureLora. lora: the step's adapters; null: none
     Mixture(const MixtureDesc& m, const MixtureStepDesc& step, Rows<const X> x, MixtureMemory<T>& memory,
             AnyMixtureLora* lora, int layer, const MixtureTargets* targets)
@@ -145,7 +145,7 @@ class Mixture {
         route(team, me, own);
         const auto source = [&](bool of_experts) {
             return [&, of_experts](int i, float* out) {
-                std::copy_n(wide()[of_experts ? own.gathered.row[i] : i], m_.hidden, out);
+                convert(x_[of_experts ? own.gathered.row[i] : i], m_.hidden, out);
             };
         };
         run_products(team, me, own, {m_.gate_up, m_.shared_gate_up, m_.hidden, m_.hidden, gate_up(), shared_gate_up()},

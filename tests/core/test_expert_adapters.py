@@ -72,12 +72,12 @@ def test_ranks_have_half_of_each_expert(mixture, drive, family):
     it = mixture(family)
     driver = drive(it, tensor_parallel_size=2)
     whole = read_model_config(it.model).experts
-    weights = next(layer.experts for layer in driver.executor.rank.decoder.layers if layer.experts is not None)
+    weights = next(layer["experts"] for layer in driver.executor.rank.decoder.layers if "experts" in layer)
     assert len(weights.gate_up) == len(unpack(weights.router)) == whole.count
     assert {unpack(each).shape[0] for each in weights.gate_up} == {whole.size}
 
 
-@pytest.mark.parametrize("family", GATED)
+@pytest.mark.parametrize("family", [family for family in GATED if not family.startswith("gemma-4")])
 def test_files_of_each_expert_give_the_same_tokens(mixture, drive, tmp_path, family):
     """The same deltas in files of another form, under the names of the family's checkpoints."""
     it = mixture(family)

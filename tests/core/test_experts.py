@@ -297,7 +297,9 @@ def test_a_trained_bias_of_a_router_that_has_one_is_refused_as_of_a_mixture(tiny
     tensors["base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight"] = torch.zeros(64, 2)
     tensors["base_model.model.model.layers.0.mlp.router.bias"] = torch.ones(8)
     save_file(tensors, path / "adapter_model.safetensors")
-    with pytest.raises(AdapterFormatError, match=r"a bias is on gate of layer 0, a part of a mixture .* bias='none'"):
+    with pytest.raises(
+        AdapterFormatError, match=r"a bias or a scale is on gate of layer 0, a part of a mixture .* bias='none'"
+    ):
         inspect_adapter(path, read_model_config(tiny("gpt-oss").model).module_paths)
 
 

@@ -43,7 +43,7 @@ class Slow(ShadowWeights):
         for size in pieces:
             runs.append(range(start, start - (-size // PIECE_BYTES)))
             start = runs[-1].stop
-        self.begin(SimpleNamespace(manifest=SimpleNamespace(vectors=())), runs)
+        self.begin(SimpleNamespace(manifest=SimpleNamespace(vectors=(), modules=None)), runs)
 
     def _targets(self, adapter):
         return [(0, group) for group in range(len(self.origins))]
@@ -90,6 +90,6 @@ def test_another_shadow_begins_with_its_own_memory(monkeypatch):
     slow = Slow(Clock(), [4 * PIECE_BYTES], monkeypatch)
     assert not slow.advance(0.006)
     assert slow.log == ["piece"]
-    slow.begin(SimpleNamespace(manifest=SimpleNamespace(vectors=())), [range(4)])
+    slow.begin(SimpleNamespace(manifest=SimpleNamespace(vectors=(), modules=None)), [range(4)])
     slow.pauses(0.006)
     assert slow.log.count("piece") == 1 + 4
