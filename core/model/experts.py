@@ -28,6 +28,7 @@ from ...ops.native_mixture import NativeExperts, NativeGating, NativeMixture
 from .layers import Activation, ClampedSwiglu, Experts, Routing, Scoring, UngatedActivation
 from .mixture_launches import MixtureLaunches
 from .mixture_lora import Going, MixtureLora
+from .native_activations import native_activation
 from .quantization.group_scaled import GroupScaled
 from .quantization.groups import pack_scaled
 
@@ -189,25 +190,13 @@ def lora_of(lora: MixtureLora | MixtureLaunches | None, kind: type[_T]) -> _T | 
     raise TypeError(f"what adapters add to these experts must be {kind.__name__}, not {type(lora).__name__}")
 
 
-_GATINGS = {
-    Activation.SILU: NativeActivation.SILU,
-    Activation.GELU_TANH: NativeActivation.GELU,
-}
-
-#: Of experts without gates. Their names are those of others.
-_UNGATED = {
-    UngatedActivation.GELU_TANH: NativeActivation.GELU_ALONE,
-    UngatedActivation.GELU: NativeActivation.GELU_BY_ERF,
-    UngatedActivation.RELU_SQUARED: NativeActivation.RELU_SQUARED,
-}
-
-
 def _gating(activation: Activation | ClampedSwiglu | UngatedActivation) -> NativeGating | None:
     """What becomes of gate and up in the native library; None: it does not compute that."""
     if isinstance(activation, ClampedSwiglu):
         return NativeGating(NativeActivation.CLAMPED_SWIGLU, activation.alpha, activation.limit)
-    known = _UNGATED.get(activation) if isinstance(activation, UngatedActivation) else _GATINGS.get(activation)
-    return None if known is None else NativeGating(known)
+    if activation is UngatedActivation.XIELU:  # which has parameters
+        return None
+    return NativeGating(native_activation(activation))
 
 
 def what_native_lacks(spec: Experts) -> str | None:

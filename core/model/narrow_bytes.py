@@ -86,7 +86,7 @@ def bytes_saved_by_experts(
 ) -> int:
     """Bytes that a rank's experts take less as the plan keeps them than in weights of `itemsize`.
 
-    Of MXFP4 a CPU's are counted in 8 bits; experts whose numbers fit into 4 take less.
+    MXFP4 weights on a CPU are counted at 8 bits each; experts whose values fit in 4 bits take less.
     """
     counts = _Counts(config, itemsize, plan, shard, quantiser)
     return sum(counts.dense(part) - kept for slot, part, kept, _ in counts.of_layers() if slot.keep is Keep.EXPERT)

@@ -1,4 +1,4 @@
-"""What the native decoder's attention is told of a layer's.
+"""Arguments of the native decoder's attention ops.
 
 Tests: tests/core/model/test_native_decoder.py
 """

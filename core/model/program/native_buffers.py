@@ -1,4 +1,4 @@
-"""What the ops of a layer's program read and write, as values of the native decoder.
+"""Finds which value each op of a layer's program reads and writes, for the native decoder.
 
 Tests: tests/core/model/program/test_native_ops.py
 """
@@ -27,14 +27,14 @@ class Buffers:
     def __init__(self, ops: Sequence[Op], stream: Value, widths: Callable[[Op, Mapping[str, Value]], int]) -> None:
         self.reads: list[dict[str, Value]] = []
         self.writes: list[dict[str, Value]] = []
-        self.readers: dict[Value, list[tuple[int, Op]]] = {}
+        self.readers: dict[Value, list[Op]] = {}
         names = {STREAM: stream}
-        for at, op in enumerate(ops):
+        for op in ops:
             if type(op).__name__ in _TITLES:
                 raise NoNativeOp(_TITLES[type(op).__name__])
             own = {name: _known(names, name, op) for name in map(name_of, op.reads)}
             for value in own.values():
-                self.readers.setdefault(value, []).append((at, op))
+                self.readers.setdefault(value, []).append(op)
             self.reads.append(own)
             written = {}
             for name in op.writes:

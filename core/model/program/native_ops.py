@@ -15,10 +15,11 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ....memory.pages.projections import Group, Product, Projections
-from ....ops.native_descriptors import NativeActivation, NativeOutputGate
+from ....ops.native_descriptors import NativeOutputGate
 from ....ops.native_program import NativeOp
 from ..experts import what_native_lacks
-from ..layers import Activation, HeadNorm, LayerSpec, NormSpec, OutputGate, UngatedActivation
+from ..layers import Activation, HeadNorm, LayerSpec, NormSpec, OutputGate
+from ..native_activations import native_activation
 from ..slots import RECURRENT
 from .builder import layer_program
 from .native_attention import attend_arguments, latent_arguments
@@ -49,19 +50,6 @@ from .ops import (
     name_of,
 )
 
-_ACTIVATIONS = {
-    Activation.SILU: NativeActivation.SILU,
-    Activation.GELU_TANH: NativeActivation.GELU,
-}
-
-#: Of feed-forward parts without a gate. Their names are those of others.
-_UNGATED = {
-    UngatedActivation.GELU_TANH: NativeActivation.GELU_ALONE,
-    UngatedActivation.GELU: NativeActivation.GELU_BY_ERF,
-    UngatedActivation.RELU_SQUARED: NativeActivation.RELU_SQUARED,
-    UngatedActivation.XIELU: NativeActivation.XIELU,
-}
-
 _OUTPUT_GATES = {
     None: NativeOutputGate.NONE,
     OutputGate.BESIDE_QUERIES: NativeOutputGate.BESIDE_QUERIES,
@@ -82,7 +70,7 @@ class NativeProgram:
         *,
         has_ranks: bool = False,
     ) -> None:
-        """table: of the layers' projections. has_ranks: layers are shares, and ranks add up what they give.
+        """table: of the layers' projections. has_ranks: the layers are one TP rank's shares, whose outputs are summed.
 
         Raises NoNativeOp.
         """
@@ -124,7 +112,7 @@ class _Lowering:
         self._rounded: dict[Value, Held] = {}
         self._routed: Value | None = None
         self._number = 0
-        self._has_arrived = index == 0  # a step begins with what the first layer waits for
+        self._has_arrived = index == 0  # every step waits for the first layer before its embeddings
 
     def run(self, number: int) -> list[NativeOp]:
         """The ops. number: of the model's products before them."""
@@ -179,7 +167,7 @@ class _Lowering:
     def _out(self, value: Value) -> Held:
         """Where an op of rows writes a value: as products read it if they alone do."""
         readers = self._buffers.readers.get(value, [])
-        if readers and all(reads_rounded(op, value.name) for _, op in readers):
+        if readers and all(reads_rounded(op, value.name) for op in readers):
             self._rounded[value] = Held(value, "Rounded")
             return self._rounded[value]
         return Held(value)
@@ -276,7 +264,7 @@ class _Lowering:
     def _route_next(self, out: Held) -> None:
         """Give the value to the router that will read it: best in the pass over tokens that has made it."""
         readers = self._buffers.readers.get(out.value, [])
-        if out.memory == "Rounded" and any(isinstance(op, Moe) and _routed(op) == out.value.name for _, op in readers):
+        if out.memory == "Rounded" and any(isinstance(op, Moe) and _routed(op) == out.value.name for op in readers):
             self._emit("Route", x=out)
             self._routed = out.value
 
@@ -350,7 +338,7 @@ class _Lowering:
         self._done |= {at + 1, last}
 
     def _latents(self, at: int, op: Latents) -> None:
-        """What is kept of latents is written in the pass that follows their product, queries are read as they are."""
+        """Write latents to their pages right after the product that makes them, and attend over them."""
         attend = self._ops[at + 1]
         if not isinstance(attend, LatentAttend) or attend.q != op.q:
             raise NoNativeOp("queries that something else than attention reads")
@@ -418,10 +406,8 @@ def _routed(op: Moe) -> str:
 
 
 def _activation(op: Activate, size: int) -> dict[str, Any]:
-    kind = op.activation
-    number = _ACTIVATIONS[kind] if isinstance(kind, Activation) else _UNGATED[kind]
     xielu = None if op.parameters is None else weight_of(op.parameters)
-    return {"size": size, "activation": int(number), "xielu": xielu}
+    return {"size": size, "activation": int(native_activation(op.activation)), "xielu": xielu}
 
 
 def _number_of(slot: str) -> Late:

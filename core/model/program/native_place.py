@@ -1,4 +1,4 @@
-"""What the native decoder's ops are given of a layer when they are described: weights, angles, places in pages.
+"""A layer's weights, rotary tables and page locations, from which the native decoder's ops get their arguments.
 
 Tests: tests/core/model/test_native_decoder.py
 """

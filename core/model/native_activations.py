@@ -1,0 +1,27 @@
+"""The native library's numbers of activations.
+
+Tests: tests/core/model/program/test_native_ops.py, tests/core/model/test_experts.py
+"""
+
+from __future__ import annotations
+
+from ...ops.native_descriptors import NativeActivation
+from .layers import Activation, UngatedActivation
+
+_GATED = {
+    Activation.SILU: NativeActivation.SILU,
+    Activation.GELU_TANH: NativeActivation.GELU,
+}
+
+#: Of parts without a gate. Their names are those of others.
+_UNGATED = {
+    UngatedActivation.GELU_TANH: NativeActivation.GELU_ALONE,
+    UngatedActivation.GELU: NativeActivation.GELU_BY_ERF,
+    UngatedActivation.RELU_SQUARED: NativeActivation.RELU_SQUARED,
+    UngatedActivation.XIELU: NativeActivation.XIELU,
+}
+
+
+def native_activation(activation: Activation | UngatedActivation) -> NativeActivation:
+    """The number of an activation of a feed-forward part or of experts."""
+    return _GATED[activation] if isinstance(activation, Activation) else _UNGATED[activation]
