@@ -119,6 +119,7 @@ class Engine:
             share_prefix_cache=config.share_prefix_cache,
             swapped=self.swapped,
             may_swap=lambda: swaps(config.preemption, costs),
+            clock=clock,
         )
         self.starts = executor.cold_starts
         loads = LoadPolicy(self.store, costs, self.starts, self.pages_per_token, config.max_load_stall_seconds)

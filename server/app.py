@@ -39,10 +39,9 @@ from .engine.adapter_tokenizers import AdapterTokenizers
 from .engine.backend import Backend
 from .engine.kv_publisher import KvPublisher
 from .engine.loaded_adapters import LoadedAdapters
-from .engine.recorder import Recorder
 from .engine.sourced_adapters import SourcedAdapters
-from .engine.telemetry import Telemetry
-from .engine.tracing import Tracer
+from .engine.telemetry import NO_TELEMETRY, Telemetry
+from .engine.usage import Usage
 from .engine.watchdog import Watchdog
 from .errors import (
     ApiError,
@@ -75,14 +74,13 @@ def create_app(
     settings: Settings,
     defaults: SamplingDefaults,
     kv_publisher: KvPublisher | None = None,
-    recorder: Recorder | None = None,
-    tracer: Tracer | None = None,
+    telemetry: Telemetry = NO_TELEMETRY,
 ) -> Starlette:
     """An app over a started worker, which it stops at its own end. Its state has `gate`, `worker`, `executors` and
     `key_watch`.
 
-    defaults: sampling parameters of requests that leave them out. kv_publisher, recorder, tracer: run as long as the
-    app. Raises RuntimeError if no more threads can be started.
+    defaults: sampling parameters of requests that leave them out. kv_publisher, and the parts
+    of telemetry: run as long as the app. Raises RuntimeError if no more threads can be started.
     """
     gate = Gate(max(settings.max_held_body_bytes, 2 * settings.max_body_bytes), worker.shared)
     executors = Executors()
@@ -94,7 +92,7 @@ def create_app(
     files = [path for path in (settings.api_key_file, settings.admin_key_file) if path is not None]
     key_watch = KeyWatch(keys, settings.client_keys, files)
     watchdog = Watchdog(worker, settings.stall_seconds, settings.give_up_seconds)
-    api = Api(worker, settings, gate, executors.scrapes, executors.text)
+    api = Api(worker, settings, gate, executors.scrapes, executors.text, Usage(telemetry.usage_file))
     loaded = LoadedAdapters.of(settings, worker.adapters)
     tokenizers = AdapterTokenizers(tokenizer, worker.adapters, executors.text, used=settings.adapter_chat_templates)
     loads = AdapterLoader(worker, settings.adapter_load_seconds, settings.adapter_places, loaded, tokenizers)
@@ -102,7 +100,7 @@ def create_app(
         loads.serve_as_base(settings.adapter_as_base)
     sourced = SourcedAdapters(settings, worker.adapters, loads)
     tokenizers.bring = sourced.bring
-    telemetry = Telemetry(api.metrics, recorder, tracer)
+    telemetry = telemetry._replace(metrics=api.metrics)
     builder = GenerationBuilder(
         worker=worker,
         tokenizer=tokenizer,
@@ -154,9 +152,9 @@ def create_app(
                 await executors.stop.run(worker.stop, STOP_SECONDS)
             except Exception as error:
                 log.warning("the engine was not stopped (%r); the process ends all the same", error)
-            if tracer is not None:
+            if telemetry.tracer is not None:
                 with suppress(Exception):
-                    await asyncio.wait_for(executors.stop.run(tracer.stop), STOP_SECONDS)
+                    await asyncio.wait_for(executors.stop.run(telemetry.tracer.stop), STOP_SECONDS)
             executors.shutdown()
 
     routes = [
@@ -245,8 +243,11 @@ def create_app(
         for part in (watchdog, key_watch, loads, *((kv_publisher,) if kv_publisher is not None else ())):
             starting.callback(part.stop)
             part.start()
-        if recorder is not None:
-            starting.callback(recorder.stop)
-            recorder.start(worker.adapters)
+        if telemetry.usage_file is not None:
+            starting.callback(telemetry.usage_file.stop)
+            telemetry.usage_file.start()
+        if telemetry.recorder is not None:
+            starting.callback(telemetry.recorder.stop)
+            telemetry.recorder.start(worker.adapters)
         stops.push(starting.pop_all())
     return app

@@ -22,6 +22,7 @@ from ..checkpoints.pull import hub_name
 from ..engine.backend import Backend
 from ..engine.engine_view import AdapterState, EngineView
 from ..engine.metrics import Metrics, Write, tenants_text
+from ..engine.usage import Usage
 from ..errors import EngineUnavailable, JsonResponse, clipped
 from ..executors import DaemonPool
 from ..http.gate import Gate
@@ -48,9 +49,15 @@ class Api:
     """Health, version, metrics and models."""
 
     def __init__(
-        self, worker: Backend, settings: Settings, gate: Gate, scrapes: DaemonPool, threads: DaemonPool
+        self,
+        worker: Backend,
+        settings: Settings,
+        gate: Gate,
+        scrapes: DaemonPool,
+        threads: DaemonPool,
+        usage: Usage | None = None,
     ) -> None:
-        """scrapes: pool for the metrics. threads: pool for the list of models."""
+        """scrapes: pool for the metrics. threads: pool for the list of models. usage: the account of requests."""
         self._worker = worker
         self._gate = gate
         self._scrapes = scrapes
@@ -58,7 +65,15 @@ class Api:
         self._settings = settings
         self._view = EngineView()
         self._scraping: dict[str, asyncio.Task[bytes]] = {}  # by format
-        self.metrics = Metrics(lambda: worker.stats, lambda: self._view, settings.base_name, worker.shared)
+        self.metrics = Metrics(
+            lambda: worker.stats,
+            lambda: self._view,
+            settings.base_name,
+            worker.shared,
+            usage=usage,
+            most_series=settings.metric_series,
+            budgets=gate.tokens.left,
+        )
         if worker.collector is not None:
             self.metrics.counted.register(worker.collector)
         self._started = int(time.time())
@@ -177,12 +192,12 @@ class Api:
             if (scraping := self._scraping.get(kind)) is None or scraping.done():
                 scraping = self._scraping[kind] = asyncio.ensure_future(self._scrape(write))
             text = await asyncio.shield(scraping)
-        shown: Callable[[str], bool] | None = request.state.tenant.__eq__
-        if by_adapter:
-            shown = allows if identity.grant.limited else None
-        elif identity.sees_tenants:
-            shown = None
-        tenants = tenants_text(self._view, write, shown)
+        own: Callable[[str], bool] | None = request.state.tenant.__eq__
+        if identity.sees_tenants:
+            own = None
+        shown = (allows if identity.grant.limited else None) if by_adapter else own
+        used = await self._scrapes.run(self.metrics.render_tenants, write, own)
+        tenants = used.removesuffix(OPENMETRICS_END) + tenants_text(self._view, write, shown)
         return Response(
             text.removesuffix(OPENMETRICS_END) + tenants, media_type=f"{kind}; version={VERSIONS[kind]}; charset=utf-8"
         )
