@@ -25,6 +25,8 @@ from .access.keys import KeyWatch, Right
 from .api.about import Api
 from .api.absent import ABSENT, absent, no_tokenizer_info
 from .api.adapters.adapter_api import AdapterApi
+from .api.adapters.sglang_adapters import SglangAdapters
+from .api.engine_control import EngineControl
 from .api.generation_api import ROUTES, GenerationApi
 from .api.generation_builder import GenerationBuilder
 from .api.openapi import openapi_route
@@ -122,7 +124,9 @@ def create_app(
         PoolingBuilder(builder, PoolingConfig.read(settings.model, settings.classifier_from_token)), responder
     )
     texts = TextApi(worker, tokenizer, builder, executors.text)
-    adapters = AdapterApi(worker, settings, loads, sourced, executors.text)
+    control = EngineControl(worker, gate)
+    adapters = AdapterApi(worker, settings, loads, sourced, executors.text, api.metrics.base_after_load)
+    of_sglang = SglangAdapters(adapters)
     statuses = Statuses()
     watchers = Watchers(
         worker,
@@ -181,8 +185,18 @@ def create_app(
         GuardedRoute("POST", "/ping", api.ping, Right.KEY),
         GuardedRoute("GET", "/load", api.load, Right.KEY),
         GuardedRoute("GET", "/server_info", api.server_info, Right.ADMIN),
-        GuardedRoute("POST", "/pause", api.pause, Right.ADMIN, reads_json=False),
-        GuardedRoute("POST", "/resume", api.resume, Right.ADMIN, reads_json=False),
+        GuardedRoute("POST", "/pause", control.pause, Right.ADMIN, reads_json=False),
+        GuardedRoute("POST", "/resume", control.resume, Right.ADMIN, reads_json=False),
+        GuardedRoute("POST", "/pause_generation", control.pause_generation, Right.ADMIN, reads_json=False),
+        GuardedRoute("POST", "/continue_generation", control.continue_generation, Right.ADMIN, reads_json=False),
+        GuardedRoute("POST", "/sleep", control.sleep, Right.ADMIN, reads_json=False),
+        GuardedRoute("POST", "/wake_up", control.wake_up, Right.ADMIN, reads_json=False),
+        GuardedRoute("GET", "/is_sleeping", control.is_sleeping, Right.ADMIN),
+        GuardedRoute("POST", "/reset_prefix_cache", control.reset_prefix_cache, Right.ADMIN, reads_json=False),
+        *(
+            GuardedRoute(method, "/flush_cache", control.flush_cache, Right.ADMIN, reads_json=False)
+            for method in ("GET", "POST")
+        ),
         GuardedRoute("GET", "/model_info", api.model_info, Right.KEY),
         GuardedRoute("GET", "/get_model_info", api.model_info, Right.KEY),  # SGLang's older names
         GuardedRoute("GET", "/get_server_info", api.server_info, Right.ADMIN),
@@ -196,6 +210,8 @@ def create_app(
         GuardedRoute("GET", "/lora-adapters", adapters.list_numbered, Right.KEY),
         GuardedRoute("POST", "/v1/load_lora_adapter", adapters.load_lora_adapter, Right.ADMIN, takes_forms=True),
         GuardedRoute("POST", "/v1/unload_lora_adapter", adapters.unload_lora_adapter, Right.ADMIN),
+        GuardedRoute("POST", "/load_lora_adapter", of_sglang.load, Right.ADMIN),
+        GuardedRoute("POST", "/unload_lora_adapter", of_sglang.unload, Right.ADMIN),
         *(
             GuardedRoute(method, path, absent, Right.KEY, reads_json=False)
             for path, (methods, _) in ABSENT.items()

@@ -403,6 +403,20 @@ class Scheduler:
             if request.is_running:
                 yield PageKind.KV, request.block_table.held
 
+    def reset_running(self) -> None:
+        """Preempt every running request."""
+        for request in reversed(list(self.running)):
+            self.lifecycle.preempt(request)
+
+    def stop_caching(self) -> None:
+        """Keep the KV that running requests have computed so far out of the prefix cache."""
+        for request in self.running:
+            request.caching = False
+
+    def finish_copies(self) -> None:
+        """Apply the copies and loads that have ended, for a driver that runs no steps."""
+        self._finish_ended()
+
     # -- choosing
 
     def _finish_ended(self) -> None:

@@ -23,12 +23,11 @@ from ..engine.backend import Backend
 from ..engine.engine_view import AdapterState, EngineView
 from ..engine.metrics import Metrics, Write, tenants_text
 from ..engine.usage import Usage
-from ..errors import EngineUnavailable, JsonResponse, clipped
+from ..errors import EngineUnavailable, JsonResponse
 from ..executors import DaemonPool
 from ..http.gate import Gate
 from ..settings import Settings
 from ..version import VERSION
-from .fields import unsupported
 from .near import no_model_like
 
 audit = logging.getLogger("chorus.audit")
@@ -132,24 +131,6 @@ class Api:
         sizes = {"max_model_len": model.max_model_len, "vocab_size": model.vocab_size, "dp_size": 1}
         ranks = {"tp_size": settings.tensor_parallel_size}
         return JsonResponse({**body, **sizes, **ranks, **asdict(limits), "vllm_config": vllms})
-
-    async def pause(self, request: Request) -> Response:
-        """vLLM's pause: begin no step until `resume`. Requests in progress are kept, and new ones wait."""
-        if (mode := request.query_params.get("mode", "abort")) != "keep":
-            message = (
-                f"mode is {clipped(mode)!r}; only keep is supported, which neither ends requests nor waits for them"
-            )
-            raise unsupported("mode", message)
-        return await self._freeze(request, frozen=True)
-
-    async def resume(self, request: Request) -> Response:
-        return await self._freeze(request, frozen=False)
-
-    async def _freeze(self, request: Request, *, frozen: bool) -> Response:
-        await asyncio.wrap_future(self._worker.freeze(frozen=frozen))
-        status = "paused" if frozen else "resumed"
-        audit.info("%s %s the engine", request.state.caller, status)
-        return JsonResponse({"status": status})
 
     async def model_info(self, _: Request) -> Response:
         """The model's information for SGLang's router. Of directories it shows only names."""

@@ -202,6 +202,8 @@ class GenerationBuilder:
                 raise too_long(limit, what, f"{len(prompt)} tokens", self.worker.model.window)
             asked.check_room(len(prompt), limit)
         model, adapter = self.names(caller, asked.model, asked.lora_path)
+        if adapter is None and self.telemetry.metrics is not None:
+            self.telemetry.metrics.base_after_load.asked(caller.tenant)
         unasked = unasked_limit(asked, prompts, self.settings, limit)
         defaults = self.defaults
         if unasked is None or (defaults.max_tokens is not None and defaults.max_tokens < unasked):

@@ -268,6 +268,16 @@ class ClusterWorker:
     def freeze(self, *, frozen: bool) -> Future[None]:
         return failed(InvalidRequest("mode", "a cluster can't be paused; pause adapters, with PATCH /v1/adapters/NAME"))
 
+    def sleep(self) -> Future[None]:
+        return failed(InvalidRequest("level", "a cluster can't sleep; stop replicas that are not needed"))
+
+    def wake(self) -> Future[None]:
+        return done(None)
+
+    def reset_prefix_cache(self, *, reset_running_requests: bool) -> Future[int]:
+        message = "a cluster's prefix caches can't be reset; cached prefixes of a replaced adapter are dropped with it"
+        return failed(InvalidRequest("reset_running_requests", message))
+
     def view(self) -> Future[EngineView]:
         return done(view_of(self.dispatcher.fleet, self.adapters, self._gone_costs))
 

@@ -1,4 +1,7 @@
-"""Adapters in /metrics: their tiers, under Chorus's names and under vLLM's, which gateways read."""
+"""Adapters in /metrics: their tiers, under Chorus's names and under vLLM's, which gateways read.
+
+Tests: tests/server/engine/test_metrics.py
+"""
 
 from __future__ import annotations
 

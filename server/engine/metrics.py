@@ -14,6 +14,7 @@ from prometheus_client.registry import Collector
 from ...core.engine_stats import EAGER_REASONS, METRICS, STEP_SIZES
 from ...core.engine_stats import Metric as EngineMetric
 from .adapter_metrics import AdapterCostSeries, adapter_families
+from .base_after_load import BaseAfterLoad
 from .engine_view import EngineView
 from .metric_families import ENGINE, MODEL_LABELS, histogram, label, with_samples
 from .request_metrics import Ended, RequestMetrics
@@ -97,6 +98,7 @@ class Metrics:
         self._itl = _Seconds("inter_token_latency", "Time between two tokens of a request", ITL_BUCKETS, self)
         self._e2e = _Seconds("request", "Time from arrival to the end", E2E_BUCKETS, self, "e2e_request_latency")
         self._calls = RequestMetrics(everything, registry)
+        self.base_after_load = BaseAfterLoad(registry)
         self.request_ended = self._calls.request_ended
 
     def start(self) -> None:
