@@ -57,6 +57,7 @@ JOBS = {
     "needs ray": INTEGRATIONS,
     "needs aiperf: uv tool install aiperf": INTEGRATIONS,
     "needs chromium and chromedriver": INTEGRATIONS,
+    "needs helm": INTEGRATIONS,
     "needs a compiler for aarch64 (g++-aarch64-linux-gnu) and its emulator (qemu-user)": INTEGRATIONS,
     "… is not installed; pip install …, best into an environment of its own": INTEGRATIONS,
     "import triton": DEV,
