@@ -61,6 +61,7 @@ JOBS = {
     "needs a compiler for aarch64 (g++-aarch64-linux-gnu) and its emulator (qemu-user)": INTEGRATIONS,
     "… is not installed; pip install …, best into an environment of its own": INTEGRATIONS,
     "import triton": DEV,
+    "needs towncrier": DEV,
     "triton is not installed; pip install chorus-lora[kernels]": DEV,
     "interpreted kernels are launched by Triton": OTHER_CASE,
     "has nothing to compare with: needs AVX2": INTEGRATIONS,
