@@ -185,6 +185,7 @@ def create_app(
         GuardedRoute("POST", "/ping", api.ping, Right.KEY),
         GuardedRoute("GET", "/load", api.load, Right.KEY),
         GuardedRoute("GET", "/server_info", api.server_info, Right.ADMIN),
+        GuardedRoute("GET", "/get_world_size", api.world_size, Right.ADMIN),
         GuardedRoute("POST", "/pause", control.pause, Right.ADMIN, reads_json=False),
         GuardedRoute("POST", "/resume", control.resume, Right.ADMIN, reads_json=False),
         GuardedRoute("POST", "/pause_generation", control.pause_generation, Right.ADMIN, reads_json=False),

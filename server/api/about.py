@@ -132,6 +132,10 @@ class Api:
         ranks = {"tp_size": settings.tensor_parallel_size}
         return JsonResponse({**body, **sizes, **ranks, **asdict(limits), "vllm_config": vllms})
 
+    async def world_size(self, _: Request) -> Response:
+        """Processes that hold a part of the model, under vLLM's name."""
+        return JsonResponse({"world_size": self._settings.tensor_parallel_size})
+
     async def model_info(self, _: Request) -> Response:
         """The model's information for SGLang's router. Of directories it shows only names."""
         name = self._settings.model_root

@@ -41,6 +41,10 @@ _OF_WEIGHTS = (
     "/resume_memory_occupation",
     "/init_communicator",
     "/update_named_param",
+    "/update_weights",
+    "/init_weight_transfer_engine",
+    "/start_weight_update",
+    "/finish_weight_update",
     "/collective_rpc",
 )
 
