@@ -119,6 +119,7 @@ class Engine:
             share_prefix_cache=config.share_prefix_cache,
             swapped=self.swapped,
             may_swap=lambda: swaps(config.preemption, costs),
+            clock=clock,
         )
         self.starts = executor.cold_starts
         loads = LoadPolicy(self.store, costs, self.starts, self.pages_per_token, config.max_load_stall_seconds)
@@ -218,6 +219,18 @@ class Engine:
     def abort(self, request_id: str) -> bool:
         """End a request and free its pages; it has no further output. False if it is unknown or done."""
         return self.scheduler.abort(request_id)
+
+    def reset_prefix_cache(self, *, reset_running_requests: bool = False) -> int:
+        """Forget all cached prefixes; return how many pages had them.
+
+        Running requests keep their KV, which no other request will use. reset_running_requests: preempt them, too.
+        """
+        count = len(self.prefix)
+        if reset_running_requests:
+            self.scheduler.reset_running()
+        self.prefix.drop_all()
+        self.scheduler.stop_caching()
+        return count
 
     def has_work(self) -> bool:
         return self.scheduler.has_work()

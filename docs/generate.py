@@ -162,13 +162,23 @@ def busy_labels() -> dict[str, list[Sample]]:
     from prometheus_client.parser import text_string_to_metric_families
 
     from chorus.core.engine_stats import EngineStats, TenantStats
+    from chorus.memory.adapters.adapter_costs import LOAD_BUCKETS, AdapterCost
     from chorus.server.engine.engine_view import EngineView
     from chorus.server.engine.metrics import Metrics, tenants_text
+    from chorus.server.engine.request_metrics import Ended
 
-    view = EngineView(tenants=[TenantStats("tenant", num_running=1, num_waiting=1, standing=0)])
-    metrics = Metrics(lambda: EngineStats(merged_adapter="reverse"), lambda: view, "base")
-    text_of_both = metrics.render(generate_latest) + tenants_text(view, generate_latest)
-    return {family.name: family.samples for family in text_string_to_metric_families(text_of_both.decode())}
+    cost = AdapterCost("reverse", 1.0, 1.0, (1, *[0] * len(LOAD_BUCKETS)))
+    view = EngineView(tenants=[TenantStats("tenant", num_running=1, num_waiting=1, standing=0)], costs=lambda: [cost])
+    stats = EngineStats(merged_adapter="reverse")
+    metrics = Metrics(lambda: stats, lambda: view, "base", budgets=lambda: {"tenant": 1.0})
+    spent = metrics.accepted("base", "tenant", 1, 1)
+    metrics.ended(spent, "base", "stop", Ended(1.0, 1.0, 1.0, 1.0, 1, 0, 1, 1))
+    texts = (
+        metrics.render(generate_latest),
+        metrics.render_tenants(generate_latest),
+        tenants_text(view, generate_latest),
+    )
+    return {family.name: family.samples for family in text_string_to_metric_families(b"".join(texts).decode())}
 
 
 def models() -> str:

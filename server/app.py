@@ -25,6 +25,8 @@ from .access.keys import KeyWatch, Right
 from .api.about import Api
 from .api.absent import ABSENT, absent, no_tokenizer_info
 from .api.adapters.adapter_api import AdapterApi
+from .api.adapters.sglang_adapters import SglangAdapters
+from .api.engine_control import EngineControl
 from .api.generation_api import ROUTES, GenerationApi
 from .api.generation_builder import GenerationBuilder
 from .api.openapi import openapi_route
@@ -39,10 +41,9 @@ from .engine.adapter_tokenizers import AdapterTokenizers
 from .engine.backend import Backend
 from .engine.kv_publisher import KvPublisher
 from .engine.loaded_adapters import LoadedAdapters
-from .engine.recorder import Recorder
 from .engine.sourced_adapters import SourcedAdapters
-from .engine.telemetry import Telemetry
-from .engine.tracing import Tracer
+from .engine.telemetry import NO_TELEMETRY, Telemetry
+from .engine.usage import Usage
 from .engine.watchdog import Watchdog
 from .errors import (
     ApiError,
@@ -75,14 +76,13 @@ def create_app(
     settings: Settings,
     defaults: SamplingDefaults,
     kv_publisher: KvPublisher | None = None,
-    recorder: Recorder | None = None,
-    tracer: Tracer | None = None,
+    telemetry: Telemetry = NO_TELEMETRY,
 ) -> Starlette:
     """An app over a started worker, which it stops at its own end. Its state has `gate`, `worker`, `executors` and
     `key_watch`.
 
-    defaults: sampling parameters of requests that leave them out. kv_publisher, recorder, tracer: run as long as the
-    app. Raises RuntimeError if no more threads can be started.
+    defaults: sampling parameters of requests that leave them out. kv_publisher, and the parts
+    of telemetry: run as long as the app. Raises RuntimeError if no more threads can be started.
     """
     gate = Gate(max(settings.max_held_body_bytes, 2 * settings.max_body_bytes), worker.shared)
     executors = Executors()
@@ -94,7 +94,7 @@ def create_app(
     files = [path for path in (settings.api_key_file, settings.admin_key_file) if path is not None]
     key_watch = KeyWatch(keys, settings.client_keys, files)
     watchdog = Watchdog(worker, settings.stall_seconds, settings.give_up_seconds)
-    api = Api(worker, settings, gate, executors.scrapes, executors.text)
+    api = Api(worker, settings, gate, executors.scrapes, executors.text, Usage(telemetry.usage_file))
     loaded = LoadedAdapters.of(settings, worker.adapters)
     tokenizers = AdapterTokenizers(tokenizer, worker.adapters, executors.text, used=settings.adapter_chat_templates)
     loads = AdapterLoader(worker, settings.adapter_load_seconds, settings.adapter_places, loaded, tokenizers)
@@ -102,7 +102,7 @@ def create_app(
         loads.serve_as_base(settings.adapter_as_base)
     sourced = SourcedAdapters(settings, worker.adapters, loads)
     tokenizers.bring = sourced.bring
-    telemetry = Telemetry(api.metrics, recorder, tracer)
+    telemetry = telemetry._replace(metrics=api.metrics)
     builder = GenerationBuilder(
         worker=worker,
         tokenizer=tokenizer,
@@ -124,7 +124,9 @@ def create_app(
         PoolingBuilder(builder, PoolingConfig.read(settings.model, settings.classifier_from_token)), responder
     )
     texts = TextApi(worker, tokenizer, builder, executors.text)
-    adapters = AdapterApi(worker, settings, loads, sourced, executors.text)
+    control = EngineControl(worker, gate)
+    adapters = AdapterApi(worker, settings, loads, sourced, executors.text, api.metrics.base_after_load)
+    of_sglang = SglangAdapters(adapters)
     statuses = Statuses()
     watchers = Watchers(
         worker,
@@ -154,9 +156,9 @@ def create_app(
                 await executors.stop.run(worker.stop, STOP_SECONDS)
             except Exception as error:
                 log.warning("the engine was not stopped (%r); the process ends all the same", error)
-            if tracer is not None:
+            if telemetry.tracer is not None:
                 with suppress(Exception):
-                    await asyncio.wait_for(executors.stop.run(tracer.stop), STOP_SECONDS)
+                    await asyncio.wait_for(executors.stop.run(telemetry.tracer.stop), STOP_SECONDS)
             executors.shutdown()
 
     routes = [
@@ -183,8 +185,19 @@ def create_app(
         GuardedRoute("POST", "/ping", api.ping, Right.KEY),
         GuardedRoute("GET", "/load", api.load, Right.KEY),
         GuardedRoute("GET", "/server_info", api.server_info, Right.ADMIN),
-        GuardedRoute("POST", "/pause", api.pause, Right.ADMIN, reads_json=False),
-        GuardedRoute("POST", "/resume", api.resume, Right.ADMIN, reads_json=False),
+        GuardedRoute("GET", "/get_world_size", api.world_size, Right.ADMIN),
+        GuardedRoute("POST", "/pause", control.pause, Right.ADMIN, reads_json=False),
+        GuardedRoute("POST", "/resume", control.resume, Right.ADMIN, reads_json=False),
+        GuardedRoute("POST", "/pause_generation", control.pause_generation, Right.ADMIN, reads_json=False),
+        GuardedRoute("POST", "/continue_generation", control.continue_generation, Right.ADMIN, reads_json=False),
+        GuardedRoute("POST", "/sleep", control.sleep, Right.ADMIN, reads_json=False),
+        GuardedRoute("POST", "/wake_up", control.wake_up, Right.ADMIN, reads_json=False),
+        GuardedRoute("GET", "/is_sleeping", control.is_sleeping, Right.ADMIN),
+        GuardedRoute("POST", "/reset_prefix_cache", control.reset_prefix_cache, Right.ADMIN, reads_json=False),
+        *(
+            GuardedRoute(method, "/flush_cache", control.flush_cache, Right.ADMIN, reads_json=False)
+            for method in ("GET", "POST")
+        ),
         GuardedRoute("GET", "/model_info", api.model_info, Right.KEY),
         GuardedRoute("GET", "/get_model_info", api.model_info, Right.KEY),  # SGLang's older names
         GuardedRoute("GET", "/get_server_info", api.server_info, Right.ADMIN),
@@ -198,6 +211,8 @@ def create_app(
         GuardedRoute("GET", "/lora-adapters", adapters.list_numbered, Right.KEY),
         GuardedRoute("POST", "/v1/load_lora_adapter", adapters.load_lora_adapter, Right.ADMIN, takes_forms=True),
         GuardedRoute("POST", "/v1/unload_lora_adapter", adapters.unload_lora_adapter, Right.ADMIN),
+        GuardedRoute("POST", "/load_lora_adapter", of_sglang.load, Right.ADMIN),
+        GuardedRoute("POST", "/unload_lora_adapter", of_sglang.unload, Right.ADMIN),
         *(
             GuardedRoute(method, path, absent, Right.KEY, reads_json=False)
             for path, (methods, _) in ABSENT.items()
@@ -245,8 +260,11 @@ def create_app(
         for part in (watchdog, key_watch, loads, *((kv_publisher,) if kv_publisher is not None else ())):
             starting.callback(part.stop)
             part.start()
-        if recorder is not None:
-            starting.callback(recorder.stop)
-            recorder.start(worker.adapters)
+        if telemetry.usage_file is not None:
+            starting.callback(telemetry.usage_file.stop)
+            telemetry.usage_file.start()
+        if telemetry.recorder is not None:
+            starting.callback(telemetry.recorder.stop)
+            telemetry.recorder.start(worker.adapters)
         stops.push(starting.pop_all())
     return app

@@ -423,6 +423,15 @@ class LLM:
             (self.pin_adapter if pinned else self.unpin_adapter)(plain)
         return versioned(plain, state.label)
 
+    def reset_prefix_cache(self, *, reset_running_requests: bool = False) -> bool:
+        """Forget all cached prefixes; True, as it always succeeds.
+
+        reset_running_requests: running requests compute their KV again, too; else they go on with it, and no other
+        request will use it.
+        """
+        self._worker.reset_prefix_cache(reset_running_requests=reset_running_requests).result()
+        return True
+
     def pin_adapter(self, name: str) -> None:
         """Keep an adapter resident. Raises InvalidRequest if there is no room for it, and UnknownAdapter."""
 

@@ -356,6 +356,19 @@ class Settings(BaseSettings, EngineConfig, RequestLimits):  # pyright: ignore[re
         "adapter, rank, prompt and output tokens, and a hash of the tenant. It never holds prompts "
         "or outputs, but guessable tenant names can be found from their hashes. Default: none",
     )
+    usage_file: Path | None = Field(
+        default=None,
+        description="CSV file to which what each tenant has used of each model is appended every 5 seconds, for "
+        "`chorus usage`: requests, errors, tokens and seconds of pages. It never holds prompts or outputs. Default: "
+        "none",
+    )
+    metric_series: int = Field(
+        default=100,
+        ge=0,
+        le=10_000,
+        description="maximum adapters, and maximum tenants, with series of their own in /metrics: those with the most "
+        "traffic; all others together are `other`",
+    )
     otlp_traces_endpoint: str | None = Field(
         default=None,
         pattern=r"^https?://\S+$",

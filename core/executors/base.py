@@ -180,6 +180,14 @@ class Executor(Protocol):
         """Register `on_lost`, which is called, from any thread, when the executor is lost while no step runs."""
         ...
 
+    @property
+    def release_pages(self) -> Callable[[], None] | None:
+        """Give the memory of the pool's pages, all of which are free, back to the system; None if the executor can't.
+
+        They are zero when they are used again.
+        """
+        ...
+
     def close(self) -> None: ...
 
 
@@ -192,6 +200,10 @@ class ExecutorBase:
 
     def watch(self, on_lost: Callable[[ExecutorLost], None]) -> None:
         """Nothing: only a step can fail, and `execute` raises."""
+
+    @property
+    def release_pages(self) -> Callable[[], None] | None:
+        return None
 
 
 class ModelExecutor(ExecutorBase):

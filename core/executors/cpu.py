@@ -16,6 +16,7 @@ import torch
 from ...graphs.buffers import DecodeBuffers
 from ...graphs.runner import DecodeBuckets, GraphRunner, StepForm, StepMode
 from ...memory.adapters.adapter import Adapter
+from ...memory.pages import hugepages
 from ...memory.pages.arena import Arena
 from ...memory.pages.layout import PageLayout
 from ...memory.pages.pool import PagePool
@@ -182,6 +183,10 @@ class CpuExecutor(ModelExecutor):
             for request_id in self._lora.late_requests(plan.sequences):
                 result.retract(request_id)
         return result
+
+    @property
+    def release_pages(self) -> Callable[[], None]:
+        return partial(hugepages.release, self.arena.pages)
 
     def close(self) -> None:
         self.steps.close()

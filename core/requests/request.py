@@ -105,6 +105,12 @@ class Request:
     """An earlier choice of its group: it is bound to the same version."""
     block_table: BlockTable = field(init=False)
     """Exists while it runs."""
+    num_pages: int = 0
+    """Pages that it holds, also those that it shares with others."""
+    paged_at: float = 0.0
+    """When `num_pages` last changed."""
+    page_seconds: float = 0.0
+    """Pages times the seconds that it held them, until `paged_at`."""
     room: int = 0
     """Tokens that its pages can hold."""
     leaves_at: int = NEVER
@@ -171,6 +177,11 @@ class Request:
     def is_running(self) -> bool:
         """True if it holds pages and a pin of its adapter; it may be descheduled."""
         return self.state is RequestState.RUNNING or self.state is RequestState.LOADING
+
+    def note_pages(self, count: int, now: float) -> None:
+        """It holds `count` pages from now on."""
+        self.page_seconds += self.num_pages * (now - self.paged_at)
+        self.num_pages, self.paged_at = count, now
 
     def forget_prompt(self) -> None:
         """Drop the results of prompt tokens that will be computed again."""

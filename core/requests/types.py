@@ -386,3 +386,6 @@ class RequestOutput(NamedTuple):
     pooled: bytes | None = None
     """The result of a pooling request, whose only output this is: its vector, or the scores that a head gives it, as
     `pooling.to_bytes` writes them."""
+    page_seconds: float = 0.0
+    """Pages of the pool times the seconds that it has held them here so far; with the first and the last output, and
+    whenever it has filled a block."""

@@ -106,7 +106,10 @@ class Lifecycle:
     def end(self, request: Request, error: str, failure: LoadFailure | None) -> None:
         """End a request in either queue with an error; its output is in `ended_outside_steps`."""
         self.finish(request, FinishReason.ERROR)
-        self.ended_outside_steps.append(RequestOutput(request.id, (), FinishReason.ERROR, error=error, failure=failure))
+        output = RequestOutput(
+            request.id, (), FinishReason.ERROR, error=error, failure=failure, page_seconds=request.page_seconds
+        )
+        self.ended_outside_steps.append(output)
 
     def _release(self, request: Request) -> None:
         """Free the memory of a request that no longer runs, and charge its tenant for the tokens it computed."""

@@ -47,6 +47,7 @@ class RequestMemory:
     share_prefix_cache: bool
     swapped: SwappedKv
     may_swap: Callable[[], bool]
+    clock: Callable[[], float]
     arriving: list[Request] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -125,6 +126,7 @@ class RequestMemory:
             self._restore(request, image, len(blocks))
         elif image is not None:
             self._drop_image(request, image)
+        request.note_pages(table.num_held, self.clock())
         if request.restoring is None:
             self.grow(request, request.num_computed_tokens + count)
 
@@ -311,6 +313,7 @@ class RequestMemory:
                 return False
             request.block_table.add_pages(missing)
             request.room += blocks * self.block_tokens
+            request.note_pages(request.block_table.num_held, self.clock())
         return True
 
     def grow_by_one(self, requests: Sequence[Request]) -> bool:
@@ -328,9 +331,11 @@ class RequestMemory:
         if count > self.pool.num_free and not self.reclaimer.make_room(count):
             return False
         pages = self.pool.allocate(count, PageKind.KV)
+        now = self.clock()
         for index, request in enumerate(requests):
             request.block_table.pages += pages[index * step : (index + 1) * step]
             request.room += block
+            request.note_pages(request.num_pages + step, now)
         return True
 
     def move_on(self, request: Request, *, was_draft: bool = False) -> None:
@@ -340,6 +345,7 @@ class RequestMemory:
         computed, table = request.num_computed_tokens, request.block_table
         if computed >= request.leaves_at:
             table.leave(computed)
+            request.note_pages(table.num_held, self.clock())
             request.leaves_at = self.layout.first_leaving(computed)
         if table.states is not None:
             if was_draft:
@@ -380,6 +386,7 @@ class RequestMemory:
             self.swapped.cancel(request.kv_image, request.block_table)
             request.restoring = None
         request.block_table.free()
+        request.note_pages(0, self.clock())
         del request.block_table
         request.last_block = request.sequence = None
         if request.adapter is not None:

@@ -403,6 +403,20 @@ class Scheduler:
             if request.is_running:
                 yield PageKind.KV, request.block_table.held
 
+    def reset_running(self) -> None:
+        """Preempt every running request."""
+        for request in reversed(list(self.running)):
+            self.lifecycle.preempt(request)
+
+    def stop_caching(self) -> None:
+        """Keep the KV that running requests have computed so far out of the prefix cache."""
+        for request in self.running:
+            request.caching = False
+
+    def finish_copies(self) -> None:
+        """Apply the copies and loads that have ended, for a driver that runs no steps."""
+        self._finish_ended()
+
     # -- choosing
 
     def _finish_ended(self) -> None:
@@ -516,7 +530,17 @@ class Scheduler:
         if error := result.errors.get(request.id):
             self.lifecycle.finish(request, FinishReason.ERROR)
             failure = LoadFailure.OVERFLOWS if error == NOT_FINITE and request.adapter is not None else None
-            outputs.append(RequestOutput(request.id, (), FinishReason.ERROR, error=error, step=info, failure=failure))
+            outputs.append(
+                RequestOutput(
+                    request.id,
+                    (),
+                    FinishReason.ERROR,
+                    error=error,
+                    step=info,
+                    failure=failure,
+                    page_seconds=request.page_seconds,
+                )
+            )
             return False
         request.prompt_logprobs += result.prompt_logprobs.get(request.id, ())
         if (pooled := result.pooled.get(request.id)) is not None:
@@ -586,7 +610,8 @@ class Scheduler:
             reason = FinishReason.LENGTH
         logprobs = result.logprobs.get(sequence.request_id) if result.logprobs else None
         is_first = computed == request.num_prompt_tokens
-        if reason is None and logprobs is None and not is_first:  # nearly every token
+        fills = not computed % self._memory.block_tokens
+        if reason is None and logprobs is None and not is_first and not fills:  # nearly every token
             return RequestOutput(sequence.request_id, (token,), step=info)
         if reason is not None:
             self.lifecycle.finish(request, reason)
@@ -598,6 +623,7 @@ class Scheduler:
             step=info,
             logprobs=(logprobs,) if logprobs else (),
             num_preemptions=request.num_preemptions,
+            page_seconds=request.page_seconds,
             **(_reported_once(request) if is_first else {}),
         )
 
@@ -614,6 +640,7 @@ class Scheduler:
             FinishReason.STOP,
             step=info,
             num_preemptions=request.num_preemptions,
+            page_seconds=request.page_seconds,
             pooled=to_bytes(vector if request.head is None else request.head.scores(vector)),
             **_reported_once(request),
         )

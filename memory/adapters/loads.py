@@ -16,6 +16,7 @@ from ..pages.eviction import RestoreCosts
 from ..pages.pool import OutOfPages, PageKind, PagePool
 from ..transfers.transfer import ExecutorLost, Transfer
 from .adapter import Adapter, AdapterBackend
+from .adapter_costs import AdapterCosts
 
 logger = logging.getLogger(__name__)
 
@@ -43,11 +44,13 @@ class AdapterLoads:
         images: HostImages[Adapter],
         *,
         costs: RestoreCosts,
+        spent: AdapterCosts,
         page_bytes: int,
         clock: Callable[[], float],
     ) -> None:
         self._pool, self._backend, self._images = pool, backend, images
         self._costs, self._page_bytes, self._clock = costs, page_bytes, clock
+        self._spent = spent
         self.under_way: dict[Transfer, _Load] = {}
         """Loads whose pages are incomplete, and cancelled loads until nothing writes to their pages."""
 
@@ -235,6 +238,7 @@ class AdapterLoads:
 
     def _observe(self, adapter: Adapter, start: float) -> None:
         adapter.load_seconds = self._clock() - start
+        self._spent.note_load(adapter, adapter.load_seconds)
         self._costs.observe("host_adapter_page", adapter.load_seconds / adapter.num_pages)
 
     def _size(self, adapter: Adapter) -> int:

@@ -21,6 +21,7 @@ from ..pages.adapter_layout import AdapterLayout
 from ..pages.eviction import EvictionOrder, RestoreCosts
 from ..pages.pool import PageKind, PagePool
 from .adapter import Adapter, AdapterBackend, Tier, check_name
+from .adapter_costs import AdapterCosts
 from .composed_names import ComposedNames
 from .loads import AdapterLoads
 from .versions import VersionNames, versioned
@@ -49,7 +50,10 @@ class AdapterStore:
         self._pool = pool
         self._backend = backend
         self.images = images
-        self.loads = AdapterLoads(pool, backend, images, costs=costs, page_bytes=page_bytes, clock=clock)
+        self.spent = AdapterCosts(clock)
+        self.loads = AdapterLoads(
+            pool, backend, images, costs=costs, spent=self.spent, page_bytes=page_bytes, clock=clock
+        )
         self._order = order
         self._costs = costs
         self._current: VersionNames[Adapter] = VersionNames()
@@ -352,6 +356,7 @@ class AdapterStore:
         if adapter.requests and adapter.transfer is None:
             self.loads.make_image(adapter)
         pages, adapter.pages = adapter.pages, []
+        self.spent.note_pages(adapter, 0)
         del self._resident[adapter]
         if adapter.transfer is None:
             self._pool.release(pages)
@@ -381,6 +386,7 @@ class AdapterStore:
     def _load(self, adapter: Adapter) -> None:
         self.num_streamed += self.loads.load(adapter)
         self._resident[adapter] = None
+        self.spent.note_pages(adapter, len(adapter.pages))
         self.num_loads += 1
 
     def _drop_composed_image(self, adapter: Adapter) -> None:
@@ -445,4 +451,6 @@ class AdapterStore:
         if adapter.pages:
             self.evict(adapter)
         self.images.drop(adapter)
+        if adapter.name not in self._current:
+            self.spent.forget(adapter.name)
         self.on_leaving(adapter, True)

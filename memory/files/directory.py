@@ -20,11 +20,14 @@ MAX_NAMES = 4096
 _PIECE = 64 << 10
 
 _CLOSED = os.O_CLOEXEC | os.O_NONBLOCK | getattr(os, "O_NOCTTY", 0)
+SHARED_MEMORY = "/dev/shm"
+"""Everybody may write there, so only the server's own files count, and no links."""
+
 _LOOK_ONLY = getattr(os, "O_PATH", 0)  # opening a device for reading may already have effects
 
 
 class AdapterDirectory:
-    """An opened directory. Its files may be links, as in Hugging Face's caches.
+    """An opened directory. Its files may be links, as in Hugging Face's caches, except in shared memory.
 
     roots: resolved directories; the directory and every file must really be below one of them. None given: anywhere.
     Raises AdapterFormatError for a file that can't be opened, has the wrong kind, or is elsewhere.
@@ -45,6 +48,7 @@ class AdapterDirectory:
             raise unreadable(shown(str(path)), error) from error
         try:
             self._check_place(self._fd, path)
+            self._no_links = os.O_NOFOLLOW if _is_below(_real_path(self._fd, path), SHARED_MEMORY) else 0
         except BaseException:
             os.close(self._fd)
             raise
@@ -75,7 +79,7 @@ class AdapterDirectory:
         """Open the regular file `name`; the caller closes the descriptor. kind: the needed file, for messages."""
         file = self.path / name
         try:
-            fd = os.open(name, (_LOOK_ONLY or os.O_RDONLY) | _CLOSED, dir_fd=self._fd)
+            fd = os.open(name, (_LOOK_ONLY or os.O_RDONLY) | _CLOSED | self._no_links, dir_fd=self._fd)
         except OSError as error:
             if error.errno == errno.ENOENT and not self.has(name):
                 raise AdapterFormatError(f"{file}: not found; {kind} is needed") from None
@@ -154,8 +158,13 @@ class AdapterDirectory:
         return bytes(data)
 
     def _check_place(self, fd: int, path: Path) -> None:
-        """Refuse a file that really is outside of the roots."""
-        if self._roots and not any(_is_below(_real_path(fd, path), root) for root in self._roots):
+        """Refuse a file that really is outside of the roots, or another user's in shared memory."""
+        real = _real_path(fd, path)
+        if _is_below(real, SHARED_MEMORY) and os.fstat(fd).st_uid != os.geteuid():
+            raise AdapterFormatError(
+                f"{path}: belongs to another user; in {SHARED_MEMORY} only the server's own files count"
+            )
+        if self._roots and not any(_is_below(real, root) for root in self._roots):
             raise AdapterFormatError(
                 f"{path}: lies outside the directories that adapters may be loaded from; copy the file there"
             )

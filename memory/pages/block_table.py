@@ -20,7 +20,7 @@ class BlockTable:
     request's states.
     """
 
-    __slots__ = ("_block_tokens", "_left", "_pool", "_prefix", "_windows", "pages", "states")
+    __slots__ = ("_block_tokens", "_left", "_num_without", "_pool", "_prefix", "_windows", "pages", "states")
 
     def __init__(
         self,
@@ -39,6 +39,13 @@ class BlockTable:
         self.states = states
         self._left = [0] * len(windows)  # blocks whose page has left, of each group
         self.pages = [] if pages is None else pages
+        self._num_without = self.pages.count(PagePool.DUMMY)  # places whose page has left
+
+    @property
+    def num_held(self) -> int:
+        """Number of its pages, without those that have left."""
+        held = len(self.pages) - self._num_without
+        return held if self.states is None else held + len([*self.states.pages()])
 
     @property
     def held(self) -> list[int]:
@@ -69,10 +76,13 @@ class BlockTable:
         """Grow by whole blocks, with pages only where they are `wanted`. Raises OutOfPages as `add_pages`."""
         pages = iter(self._pool.allocate(sum(wanted), PageKind.KV))
         self.pages += [next(pages) if each else PagePool.DUMMY for each in wanted]
+        self._num_without += wanted.count(False)
 
     def drop_from(self, count: int) -> None:
         """Drop all pages but the first `count`, before any step has seen them."""
-        self._prefix.release(self.pages[count:])
+        dropped = self.pages[count:]
+        self._prefix.release(dropped)
+        self._num_without -= dropped.count(PagePool.DUMMY)
         del self.pages[count:]
 
     def leave(self, next_token: int) -> None:
@@ -88,11 +98,13 @@ class BlockTable:
                     released.append(self.pages[at])
                     self.pages[at] = PagePool.DUMMY
             self._left[group] = max(self._left[group], behind)
+        self._num_without += len(released)
         self._prefix.release(released)
 
     def hand_over(self) -> BlockTable:
         """Move the pages to a new table and return it; this table becomes empty."""
         pages, self.pages = self.pages, []
+        self._num_without = 0
         states, self.states = self.states, None
         return BlockTable(
             self._pool, self._prefix, self._block_tokens, pages=pages, windows=self._windows, states=states
@@ -101,6 +113,7 @@ class BlockTable:
     def free(self) -> None:
         """Drop every page; pages of known blocks stay cached until evicted."""
         pages, self.pages = self.pages, []
+        self._num_without = 0
         self._prefix.release(pages)
         if self.states is not None:
             self._prefix.release(list(self.states.pages()))

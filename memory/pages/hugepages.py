@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import mmap
+import os
 from collections.abc import Sequence
 
 import torch
@@ -30,6 +32,18 @@ def map_memory(num_bytes: int) -> mmap.mmap:
     if num_bytes >= _WORTH_IT_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
         mapping.madvise(mmap.MADV_HUGEPAGE)
     return mapping
+
+
+def release(tensor: torch.Tensor) -> None:
+    """Give the memory of a tensor of `zeros` back to the system, where it has a call for that; it is zeros again."""
+    advise = getattr(mmap, "MADV_DONTNEED", None)
+    if advise is None:
+        tensor.zero_()
+        return
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.madvise(ctypes.c_void_p(tensor.data_ptr()), ctypes.c_size_t(tensor.nbytes), advise):
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
 
 
 class Pieces:

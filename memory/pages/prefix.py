@@ -423,6 +423,11 @@ class PrefixCache:
             if block.parent is not None:
                 self._remove_child(block.parent, block)
 
+    def drop_all(self) -> None:
+        """Forget all blocks. Requests keep the pages that they hold, and free them at their end."""
+        for version in [*self._branches, *self._roots]:
+            self.drop_version(version)
+
     def _drop(self, root: Root) -> None:
         """Forget an empty trie, or else every scope would leave one for good."""
         root.is_known = False

@@ -68,6 +68,7 @@ class TokenBudgets:
         """clock: the same in all processes, such as the system's."""
         self._clock = clock
         self._used: dict[str, Spent] = {}
+        self._limits: dict[str, int] = {}
         self._unshared: dict[str, tuple[int, int]] = {}  # tokens that are not in the file yet, and the limit
         self._merge_at = 0.0
         self._log = RareLog(log, clock=clock)
@@ -76,6 +77,7 @@ class TokenBudgets:
 
     def check(self, tenant: str, per_minute: int) -> None:
         """Raises an ApiError if a tenant has nothing left."""
+        self._limits[tenant] = per_minute
         self._merge_one(tenant, per_minute)
         used = self.used_by(tenant, per_minute)
         if used >= per_minute:
@@ -89,6 +91,10 @@ class TokenBudgets:
             self._unshared[tenant] = self._unshared.get(tenant, (0, 0))[0] + tokens, per_minute
             if self._clock() >= self._merge_at:
                 self.share()
+
+    def left(self) -> dict[str, float]:
+        """Tokens that the tenants that have come may use now; below 0 they owe tokens."""
+        return {tenant: most - self.used_by(tenant, most) for tenant, most in [*self._limits.items()]}
 
     def share(self) -> None:
         """Write the used tokens to the file now, at the end of this process."""

@@ -22,12 +22,12 @@ from ..checkpoints.pull import hub_name
 from ..engine.backend import Backend
 from ..engine.engine_view import AdapterState, EngineView
 from ..engine.metrics import Metrics, Write, tenants_text
-from ..errors import EngineUnavailable, JsonResponse, clipped
+from ..engine.usage import Usage
+from ..errors import EngineUnavailable, JsonResponse
 from ..executors import DaemonPool
 from ..http.gate import Gate
 from ..settings import Settings
 from ..version import VERSION
-from .fields import unsupported
 from .near import no_model_like
 
 audit = logging.getLogger("chorus.audit")
@@ -48,9 +48,15 @@ class Api:
     """Health, version, metrics and models."""
 
     def __init__(
-        self, worker: Backend, settings: Settings, gate: Gate, scrapes: DaemonPool, threads: DaemonPool
+        self,
+        worker: Backend,
+        settings: Settings,
+        gate: Gate,
+        scrapes: DaemonPool,
+        threads: DaemonPool,
+        usage: Usage | None = None,
     ) -> None:
-        """scrapes: pool for the metrics. threads: pool for the list of models."""
+        """scrapes: pool for the metrics. threads: pool for the list of models. usage: the account of requests."""
         self._worker = worker
         self._gate = gate
         self._scrapes = scrapes
@@ -58,7 +64,15 @@ class Api:
         self._settings = settings
         self._view = EngineView()
         self._scraping: dict[str, asyncio.Task[bytes]] = {}  # by format
-        self.metrics = Metrics(lambda: worker.stats, lambda: self._view, settings.base_name, worker.shared)
+        self.metrics = Metrics(
+            lambda: worker.stats,
+            lambda: self._view,
+            settings.base_name,
+            worker.shared,
+            usage=usage,
+            most_series=settings.metric_series,
+            budgets=gate.tokens.left,
+        )
         if worker.collector is not None:
             self.metrics.counted.register(worker.collector)
         self._started = int(time.time())
@@ -118,23 +132,9 @@ class Api:
         ranks = {"tp_size": settings.tensor_parallel_size}
         return JsonResponse({**body, **sizes, **ranks, **asdict(limits), "vllm_config": vllms})
 
-    async def pause(self, request: Request) -> Response:
-        """vLLM's pause: begin no step until `resume`. Requests in progress are kept, and new ones wait."""
-        if (mode := request.query_params.get("mode", "abort")) != "keep":
-            message = (
-                f"mode is {clipped(mode)!r}; only keep is supported, which neither ends requests nor waits for them"
-            )
-            raise unsupported("mode", message)
-        return await self._freeze(request, frozen=True)
-
-    async def resume(self, request: Request) -> Response:
-        return await self._freeze(request, frozen=False)
-
-    async def _freeze(self, request: Request, *, frozen: bool) -> Response:
-        await asyncio.wrap_future(self._worker.freeze(frozen=frozen))
-        status = "paused" if frozen else "resumed"
-        audit.info("%s %s the engine", request.state.caller, status)
-        return JsonResponse({"status": status})
+    async def world_size(self, _: Request) -> Response:
+        """Processes that hold a part of the model, under vLLM's name."""
+        return JsonResponse({"world_size": self._settings.tensor_parallel_size})
 
     async def model_info(self, _: Request) -> Response:
         """The model's information for SGLang's router. Of directories it shows only names."""
@@ -177,12 +177,12 @@ class Api:
             if (scraping := self._scraping.get(kind)) is None or scraping.done():
                 scraping = self._scraping[kind] = asyncio.ensure_future(self._scrape(write))
             text = await asyncio.shield(scraping)
-        shown: Callable[[str], bool] | None = request.state.tenant.__eq__
-        if by_adapter:
-            shown = allows if identity.grant.limited else None
-        elif identity.sees_tenants:
-            shown = None
-        tenants = tenants_text(self._view, write, shown)
+        own: Callable[[str], bool] | None = request.state.tenant.__eq__
+        if identity.sees_tenants:
+            own = None
+        shown = (allows if identity.grant.limited else None) if by_adapter else own
+        used = await self._scrapes.run(self.metrics.render_tenants, write, own)
+        tenants = used.removesuffix(OPENMETRICS_END) + tenants_text(self._view, write, shown)
         return Response(
             text.removesuffix(OPENMETRICS_END) + tenants, media_type=f"{kind}; version={VERSIONS[kind]}; charset=utf-8"
         )

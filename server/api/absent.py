@@ -13,6 +13,17 @@ _IMAGES = "this server does not process images"
 _FILES = "this server stores no files; run a file of requests with chorus batch, or send them concurrently"
 _STORED = "this server stores no responses; send the whole conversation as input of POST /v1/responses"
 _SCALES = "scales are a request's own; give them in its field lora, or in model, as A*0.7+B*0.5"
+_WEIGHTS = (
+    "the base model's weights can't be replaced while the server runs; train adapters, and load each version with "
+    "POST /v1/load_lora_adapter"
+)
+_TENSORS = (
+    "an adapter comes as its files, in one request: POST /v1/load_lora_adapter takes them in a form, or names their "
+    "directory, which may be in /dev/shm"
+)
+_ABORTS = (
+    "a request ends when its client closes the connection; DELETE /v1/adapters/NAME?force=true ends those of an adapter"
+)
 _TRAINING = "this server does not train adapters; train with PEFT, and load the result with POST /v1/adapters"
 
 _OF_VECTORS = (
@@ -21,12 +32,37 @@ _OF_VECTORS = (
     "/v2/embed",
 )
 
+_OF_WEIGHTS = (
+    "/update_weights_from_disk",
+    "/update_weights_from_distributed",
+    "/update_weights_from_tensor",
+    "/init_weights_update_group",
+    "/release_memory_occupation",
+    "/resume_memory_occupation",
+    "/init_communicator",
+    "/update_named_param",
+    "/update_weights",
+    "/init_weight_transfer_engine",
+    "/start_weight_update",
+    "/finish_weight_update",
+    "/collective_rpc",
+)
+
+_OF_TENSORS = (
+    "/register_lora_adapter",
+    "/load_lora_adapter_from_tensors",
+    "/load_lora_adapter_from_distributed",
+)
+
 ABSENT: dict[str, tuple[tuple[str, ...], str]] = {
     **dict.fromkeys(_OF_VECTORS, (("POST",), _VECTORS)),
     **{f"/v1/audio/{noun}": (("POST",), _SOUND) for noun in ("speech", "transcriptions", "translations")},
     **{f"/v1/images/{noun}": (("POST",), _IMAGES) for noun in ("edits", "generations", "variations")},
     **dict.fromkeys(("/v1/batches", "/v1/files", "/v1/messages/batches"), (("GET", "POST"), _FILES)),
     "/lora-adapters": (("POST",), _SCALES),
+    "/abort_request": (("POST",), _ABORTS),
+    **dict.fromkeys(_OF_WEIGHTS, (("POST",), _WEIGHTS)),
+    **dict.fromkeys(_OF_TENSORS, (("POST",), _TENSORS)),
     "/v1/responses/{id}": (("GET", "DELETE"), _STORED),
     "/v1/responses/{id}/cancel": (("POST",), _STORED),
     "/v1/fine_tuning/jobs": (("POST",), _TRAINING),

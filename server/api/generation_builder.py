@@ -202,6 +202,7 @@ class GenerationBuilder:
                 raise too_long(limit, what, f"{len(prompt)} tokens", self.worker.model.window)
             asked.check_room(len(prompt), limit)
         model, adapter = self.names(caller, asked.model, asked.lora_path)
+        self._note_base(caller, adapter)
         unasked = unasked_limit(asked, prompts, self.settings, limit)
         defaults = self.defaults
         if unasked is None or (defaults.max_tokens is not None and defaults.max_tokens < unasked):
@@ -262,6 +263,11 @@ class GenerationBuilder:
         generation.tokenizer = tokenizer
         generation.ignored = self._ignored(asked, tokenizer)
         return generation
+
+    def _note_base(self, caller: Caller, adapter: str | None) -> None:
+        """Note a request that the base model itself answers."""
+        if adapter is None and self.telemetry.metrics is not None:
+            self.telemetry.metrics.base_after_load.asked(caller.tenant)
 
     def _ignored(self, asked: GenerationRequest, tokenizer: Tokenizer) -> list[str]:
         """Fields without an effect."""

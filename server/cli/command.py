@@ -25,7 +25,7 @@ from ..start.checks import LaunchError, check_access, check_model
 from ..start.exits import leave
 from ..start.flags import Parser, UsageError, add_settings, read_settings
 from ..version import VERSION
-from . import adapters, check, completion, convert_adapter, keys, models, profile, quantize
+from . import adapters, check, completion, convert_adapter, keys, models, profile, quantize, usage
 from .adapters import CommandError
 
 log = logging.getLogger(__name__)
@@ -107,6 +107,7 @@ def make_parser() -> Parser:
             convert_adapter.add_flags,
             convert_adapter.run,
         ),
+        ("usage", "add up a usage file, as CSV or JSON for a bill", usage.add_flags, usage.run),
         ("keys", "make, show and revoke the keys of tenants in a key file", keys.add_flags, keys.run),
         ("demo", "watch the adapters of a model respond concurrently", _demo_flags, _demo),
         ("generate", "print a model's completion of a prompt", _generate_flags, _generate),

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, fields
 from itertools import zip_longest
 from operator import itemgetter
@@ -14,9 +15,10 @@ from prometheus_client.registry import Collector
 
 from ...core.engine_stats import METRICS, EngineStats, TenantStats
 from ...memory.adapters.adapter import Tier
+from ...memory.adapters.adapter_costs import REST, AdapterCost, added
 from ...memory.adapters.versions import split_version
 from ..engine.engine_view import MAX_TIER_SERIES, AdapterRow, EngineView, Phase, Picture, ReplicaRow
-from .catalog import Catalog
+from .catalog import Catalog, CatalogEntry
 from .dispatcher import Dispatcher
 from .fleet import Fleet
 from .in_flight_table import OpenRequest
@@ -65,8 +67,8 @@ def tenants(links: Iterable[Link]) -> list[TenantStats]:
     return sorted(found.values(), key=lambda one: one.num_running + one.num_waiting, reverse=True)
 
 
-def view_of(fleet: Fleet, catalog: Catalog) -> EngineView:
-    """A snapshot, in the format of one engine's."""
+def view_of(fleet: Fleet, catalog: Catalog, gone: Sequence[AdapterCost] = ()) -> EngineView:
+    """A snapshot, in the format of one engine's. gone: costs of adapters on replicas that have ended."""
     links = fleet.links
     reports = [link.report for link in links if link.report is not None]
     hellos = [link.hello for link in links if link.hello is not None]
@@ -87,7 +89,22 @@ def view_of(fleet: Fleet, catalog: Catalog) -> EngineView:
         block_tokens=hellos[0].block_tokens if hellos else 0,
         num_quarantined=len(catalog.quarantine),
         tenants=tenants(links),
+        costs=lambda: costs_of(links, registered, gone),
     )
+
+
+def costs_of(
+    links: Iterable[Link], registered: Iterable[tuple[str, CatalogEntry]], gone: Sequence[AdapterCost]
+) -> list[AdapterCost]:
+    """What adapters have cost all replicas, by name; replicas know only their contents.
+
+    Of names with the same content the first one has its cost, and of contents without a name the rest.
+    """
+    names: dict[str | None, str] = {}
+    for name, one in registered:
+        names.setdefault(one.manifest.content_hash, split_version(name)[0])
+    told = itertools.chain(gone, *(link.spent for link in links))
+    return added(one._replace(name=names.get(one.name, REST)) for one in told)
 
 
 def _nearest_tiers(fleet: Fleet) -> dict[str, Tier]:
@@ -96,10 +113,12 @@ def _nearest_tiers(fleet: Fleet) -> dict[str, Tier]:
     return {content: fleet.tier_of(content) for content in reported}
 
 
-def picture_of(fleet: Fleet, catalog: Catalog, requests: Iterable[OpenRequest]) -> Picture:
+def picture_of(
+    fleet: Fleet, catalog: Catalog, requests: Iterable[OpenRequest], gone: Sequence[AdapterCost] = ()
+) -> Picture:
     """A snapshot for the operator's page, without pages: only the replicas know who owns them.
 
-    requests: open ones. A request counts as running from its first token on.
+    requests: open ones. A request counts as running from its first token on. gone: see `view_of`.
     """
     nearest = _nearest_tiers(fleet)
     registered, paused = catalog.registered(), frozenset(catalog.paused)
@@ -127,7 +146,13 @@ def picture_of(fleet: Fleet, catalog: Catalog, requests: Iterable[OpenRequest]) 
         ReplicaRow(link.name, "draining" if link.draining else "up" if link.is_up else "down", link.stats)
         for link in fleet.links
     ]
-    return Picture(rows, phases, replicas=replicas, quarantined=list(catalog.quarantine.values()))
+    return Picture(
+        rows,
+        phases,
+        replicas=replicas,
+        quarantined=list(catalog.quarantine.values()),
+        costs=lambda: costs_of(fleet.links, registered, gone),
+    )
 
 
 class ClusterCollector(Collector):

@@ -21,6 +21,7 @@ from ...core.requests.record import to_record
 from ...core.requests.request_params import InvalidRequest
 from ...core.requests.types import FinishReason, RequestOutput
 from ...core.scheduling.overload import Overloaded, check_bounds
+from ...memory.adapters.adapter_costs import AdapterCost, added
 from ...memory.files.error import AdapterFormatError, LoadFailure
 from ...memory.files.format import inspect_adapter
 from ...memory.files.identity import with_content
@@ -111,6 +112,7 @@ class ClusterWorker:
         self._hashes = DaemonPool("cluster-hash", HASH_THREADS, MAX_HASHES)
         self._change = threading.Condition()
         self._gone = NOTHING
+        self._gone_costs: list[AdapterCost] = []
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="chorus-cluster", daemon=True)
         self._tasks: list[asyncio.Task[None]] = []
@@ -266,13 +268,24 @@ class ClusterWorker:
     def freeze(self, *, frozen: bool) -> Future[None]:
         return failed(InvalidRequest("mode", "a cluster can't be paused; pause adapters, with PATCH /v1/adapters/NAME"))
 
+    def sleep(self) -> Future[None]:
+        return failed(InvalidRequest("level", "a cluster can't sleep; stop replicas that are not needed"))
+
+    def wake(self) -> Future[None]:
+        return done(None)
+
+    def reset_prefix_cache(self, *, reset_running_requests: bool) -> Future[int]:
+        message = "a cluster's prefix caches can't be reset; cached prefixes of a replaced adapter are dropped with it"
+        return failed(InvalidRequest("reset_running_requests", message))
+
     def view(self) -> Future[EngineView]:
-        return done(view_of(self.dispatcher.fleet, self.adapters))
+        return done(view_of(self.dispatcher.fleet, self.adapters, self._gone_costs))
 
     def picture(self) -> Future[Picture]:
         open_requests = self.dispatcher.in_flight.open
         return self._call(
-            lambda: picture_of(self.dispatcher.fleet, self.adapters, open_requests()), otherwise=Picture()
+            lambda: picture_of(self.dispatcher.fleet, self.adapters, open_requests(), self._gone_costs),
+            otherwise=Picture(),
         )
 
     def check_adapter(self, path: Path, roots: Sequence[Path] = (), image: HostImage | None = None) -> AdapterManifest:
@@ -303,6 +316,7 @@ class ClusterWorker:
     def on_down(self, link: Link, *, stuck: bool) -> None:
         if link.stats is not None:
             self._gone = total((self._gone, counted(link.stats)))
+            self._gone_costs = added([*self._gone_costs, *link.spent])
         if not self._stopping:  # otherwise the link ends with the cluster, and no replica has died
             self.dispatcher.on_down(link, stuck=stuck)
 

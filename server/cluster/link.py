@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 from ...core.engine_stats import EngineStats
+from ...memory.adapters.adapter_costs import AdapterCost
 from .address import Address
 from .replica import FROM_REPLICA
 from .report import Hello, ModelIdentity, Report
@@ -54,6 +56,8 @@ class Link:
         """Forget the state of a connection."""
         self.hello: Hello | None = None
         self.report: Report | None = None
+        self.spent: Sequence[AdapterCost] = ()
+        """What adapters have cost the replica, by content hash."""
         self.draining = False
         self.loaded: set[str] = set()
         self.loading: set[str] = set()
@@ -121,6 +125,8 @@ class Link:
 
     def note_report(self, report: Report) -> None:
         self.report = report
+        if report.spent is not None:
+            self.spent = report.spent
         self.draining = report.draining
         self.resident = frozenset(one for one, tier in report.tiers.items() if tier in ("device", "loading"))
         self.on_host = frozenset(one for one, tier in report.tiers.items() if tier == "host") | self.resident

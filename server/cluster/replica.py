@@ -22,6 +22,7 @@ from ...core.requests.record import NotHere
 from ...core.requests.request_params import InvalidRequest
 from ...core.requests.types import FinishReason, RequestOutput, StepInfo
 from ...memory.adapters.adapter import Tier
+from ...memory.adapters.adapter_costs import AdapterCosts, merged
 from ...memory.files.error import AdapterFormatError, LoadFailure
 from ...memory.files.identity import open_unchanged, with_content
 from ...memory.host.image import HostImage
@@ -50,6 +51,9 @@ REPORT_SECONDS = 0.1
 
 IDLE_REPORTS = 10
 """Reports that an idle replica skips before it sends one again."""
+
+MOST_SPENT = 1 << 10
+"""Adapters whose costs a report names, those with the most loads; the others' are added up."""
 
 PIN_SECONDS = 0.05
 """Seconds between two checks of whether an adapter to be pinned has been read."""
@@ -114,7 +118,7 @@ class Replica:
 
     async def report(self) -> None:
         """Report this replica's state to the API servers periodically."""
-        count, seen, costs = 0, None, LearnedCosts(self.worker.model.expert_share)
+        count, told, seen, costs = 0, 0, None, LearnedCosts(self.worker.model.expert_share)
         while True:
             await asyncio.sleep(REPORT_SECONDS)
             count += 1
@@ -124,6 +128,9 @@ class Replica:
             seen = stats, self.draining
             try:
                 about = await asyncio.wrap_future(self.worker.call(partial(_about, costs)))
+                spent: AdapterCosts = about.pop("spent")
+                if count - told >= IDLE_REPORTS:
+                    about["spent"], told = merged(spent.so_far(), MOST_SPENT), count
             except EngineUnavailable:
                 return
             except Exception:  # an error of this process itself: the API servers must not lose sight of it for good
@@ -380,4 +387,5 @@ def _about(costs: LearnedCosts, engine: Engine) -> dict[str, Any]:
         "waiting": waiting,
         "tenants": tenants_of(engine.scheduler),
         "costs": costs.observe(engine),
+        "spent": store.spent,
     }

@@ -18,6 +18,7 @@ from ...core.expert_share import share_of_experts
 from ...core.merging.learned_prices import LearnedPrices
 from ...core.model.checkpoints.quantization.registry import FILES as QUANTIZATION_FILES
 from ...core.model.read_config import read_model_config
+from ...memory.adapters.adapter_costs import AdapterCost
 from ..version import VERSION
 from .wire import Malformed
 
@@ -176,6 +177,8 @@ class Report(Told):
     """Content hashes of adapters to quarantine."""
     costs: dict[str, float] = field(default_factory=dict)
     """Learned costs of its steps and transfers, see `LearnedCosts`; empty before the first step."""
+    spent: list[AdapterCost] | None = None
+    """What adapters have cost so far, by content hash; only in one of several reports."""
 
 
 _DECODE_TERMS = ("base", "per_row", "per_kv_token", "lora", "per_rank", "per_adapter_rank", "experts")

@@ -21,7 +21,7 @@ preemptions is sent with the end.
 
 def to_row(output: RequestOutput, attempt: int) -> list[Any]:
     """An output as a row, without fields that have their usual values."""
-    if output[2:5] == _ENDS and output[6:13] == _MORE:  # like most rows
+    if output[2:5] == _ENDS and output[6:13] == _MORE and not output.page_seconds:  # like most rows
         return [output.request_id, attempt, output.token_ids]
     values = ((key, getattr(output, name), getattr(_PLAIN, name), write) for key, name, write, _ in _REST)
     rest = {key: write(value) for key, value, usual, write in values if value != usual}
@@ -84,5 +84,6 @@ _REST: tuple[tuple[str, str, Callable[[Any], Any], Callable[[Any], Any]], ...] =
     ("rejected", "num_rejected_drafts", int, int),
     ("preempted", "num_preemptions", int, int),
     ("pooled", "pooled", bytes, _read_bytes),
+    ("pages", "page_seconds", float, float),
 )
 """Fields of a row other than tokens: the key, the output's field, and how it is written and read."""

@@ -1,15 +1,21 @@
-"""Adapters in /metrics: their tiers, under Chorus's names and under vLLM's, which gateways read."""
+"""Adapters in /metrics: their tiers, under Chorus's names and under vLLM's, which gateways read.
+
+Tests: tests/server/engine/test_metrics.py
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from prometheus_client.core import GaugeMetricFamily, Metric
+import numpy as np
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from ...memory.adapters.adapter import Tier
+from ...memory.adapters.adapter_costs import LOAD_BUCKETS, REST, AdapterCost
 from .engine_view import EngineView
-from .metric_families import MODEL_LABELS, label, listed, with_samples
+from .metric_families import MODEL_LABELS, histograms, label, listed, with_samples
+from .top_names import Split, TopNames
 
 _LEVELS = {Tier.DEVICE: "gpu", Tier.HOST: "cpu"}
 """vLLM's words for a resident adapter and one in host memory; `gpu` is the page pool, also on a CPU."""
@@ -82,3 +88,37 @@ def _residency(view: EngineView, everything: tuple[str, str]) -> Iterator[Metric
         ),
     ):
         yield with_samples(GaugeMetricFamily(f"vllm:{name}", text, labels=MODEL_LABELS), (everything, value))
+
+
+class AdapterCostSeries:
+    """Series of what adapters cost the engine."""
+
+    def __init__(self, names: TopNames, everything: tuple[str, str]) -> None:
+        """names: the adapters with series of their own. everything: values of vLLM's labels."""
+        self._names, self._split, self._everything = names, Split(names), everything
+
+    def families(self, costs: Sequence[AdapterCost]) -> Iterator[Metric]:
+        rows = {one.name: np.array([one.page_seconds, one.load_seconds, *one.loads]) for one in costs}
+        total = sum(rows.values(), np.zeros(3 + len(LOAD_BUCKETS)))
+        rows.pop(REST, None)
+        self._names.fill(rows.keys())
+        series = self._split.of(rows, total)
+        yield with_samples(
+            CounterMetricFamily(
+                "chorus_adapter_page_seconds",
+                "Pages of the pool that held an adapter's weights, times the seconds",
+                labels=("adapter",),
+            ),
+            *(((label(name),), row[0]) for name, row in series.items()),
+        )
+        yield histograms(
+            "vllm:lora_adapter_load_seconds",
+            "Duration of loads of an adapter into the page pool, with the reads that they waited for",
+            (*MODEL_LABELS, "adapter_name"),
+            LOAD_BUCKETS,
+            (
+                ((*self._everything, label(name)), row[2:].astype(int).tolist(), row[1])
+                for name, row in series.items()
+                if row[2:].any()
+            ),
+        )

@@ -1,4 +1,7 @@
-"""Interface between the app and its backend: an engine of this process, or replicas reached through sockets."""
+"""Interface between the app and its backend: an engine of this process, or replicas reached through sockets.
+
+Tests: tests/server/engine/test_worker.py
+"""
 
 from __future__ import annotations
 
@@ -92,6 +95,20 @@ class Backend(Protocol):
 
     def freeze(self, *, frozen: bool) -> Future[None]:
         """Stop stepping, or continue. The future fails with InvalidRequest if the backend does not support it."""
+        ...
+
+    def sleep(self) -> Future[None]:
+        """Freeze, and free the memory of the pages. The future fails with InvalidRequest if the backend can't, and with
+        CannotSleep.
+        """
+        ...
+
+    def wake(self) -> Future[None]:
+        """End `sleep`; the backend stays frozen."""
+        ...
+
+    def reset_prefix_cache(self, *, reset_running_requests: bool) -> Future[int]:
+        """See `Engine.reset_prefix_cache`. The future fails with InvalidRequest if the backend does not support it."""
         ...
 
     def view(self) -> Future[EngineView]:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from ...core.engine_stats import adapter_names_of, tenants_of
 from ...core.requests.request import RequestState
 from ...memory.adapters.adapter import Tier
+from ...memory.adapters.adapter_costs import AdapterCost
 from ...memory.adapters.versions import HasLabel, versioned
 from ...memory.pages.pool import PageKind
 from .metric_families import label
@@ -111,6 +112,8 @@ class EngineView:
     """Broken adapters, which are not served."""
     tenants: list[TenantStats] = field(default_factory=list)
     """Tenants, or adapters, with requests in progress."""
+    costs: Callable[[], Sequence[AdapterCost]] = list
+    """Makes what adapters have cost so far; call it on another thread than the engine's."""
 
     @classmethod
     def of(cls, engine: Engine) -> EngineView:
@@ -132,6 +135,7 @@ class EngineView:
             max_adapters=config.max_adapters_per_step or config.max_num_seqs,
             num_quarantined=len(engine.adapters.quarantine),
             tenants=tenants_of(engine.scheduler),
+            costs=store.spent.so_far,
         )
 
     def labels(self) -> frozenset[str]:
@@ -186,6 +190,8 @@ class Picture:
     replicas: list[ReplicaRow] = field(default_factory=list)
     quarantined: list[Quarantined] = field(default_factory=list)
     """Adapters that are not served."""
+    costs: Callable[[], Sequence[AdapterCost]] = list
+    """See `EngineView`."""
 
     @classmethod
     def of(cls, engine: Engine) -> Picture:
@@ -206,7 +212,7 @@ class Picture:
         holdings += (Holding(PageKind.ADAPTER, one.name, "", one.pages) for one in store.resident())
         rows = partial(_rows, store, store.registered(), engine.adapters.paused)
         aside = list(engine.adapters.quarantine.values())
-        return cls(rows, phases, engine.pool.kinds().tobytes(), holdings, quarantined=aside)
+        return cls(rows, phases, engine.pool.kinds().tobytes(), holdings, quarantined=aside, costs=store.spent.so_far)
 
 
 def _rows(store: AdapterStore, registered: Sequence[tuple[str, Adapter]], paused: Collection[str]) -> list[AdapterRow]:

@@ -22,6 +22,7 @@ from .telemetry import RequestRecords
 if TYPE_CHECKING:
     from ..text.tokenizer import Tokenizer
     from .backend import Backend
+    from .usage import Spent
 
 _UNRECORDED = RequestRecords()
 
@@ -87,6 +88,9 @@ class Choice:
         """Log-probabilities of a discarded token."""
         self.num_cached_tokens: int | None = None
         self.num_preemptions = 0
+        self.page_seconds = 0.0
+        """Pages of KV times the seconds that it has held them, on all replicas that have run it."""
+        self._pages_told = 0.0  # by the present replica
         self.num_accepted_drafts = self.num_rejected_drafts = 0
         """Proposed tokens that became part of the output, and those that were computed in vain."""
         self.num_reasoning_tokens = 0
@@ -117,12 +121,7 @@ class Choice:
 
     def add_output(self, output: RequestOutput) -> Delta:
         """Add the engine's output; text after a stop string is dropped."""
-        if self.num_cached_tokens is None:
-            self.num_cached_tokens = output.num_cached_tokens
-            self.queue_seconds = output.queue_seconds
-        self.num_accepted_drafts += output.was_draft
-        self.num_rejected_drafts += output.num_rejected_drafts
-        self.num_preemptions = max(self.num_preemptions, output.num_preemptions)
+        self._add_counts(output)
         if output.prompt_logprobs is not None:
             self.prompt_logprobs = output.prompt_logprobs
         if self._prompt_only:
@@ -161,6 +160,17 @@ class Choice:
             prompt_logprobs=output.prompt_logprobs,
             parts=parts,
         )
+
+    def _add_counts(self, output: RequestOutput) -> None:
+        if self.num_cached_tokens is None:
+            self.num_cached_tokens = output.num_cached_tokens
+            self.queue_seconds = output.queue_seconds
+        self.num_accepted_drafts += output.was_draft
+        self.num_rejected_drafts += output.num_rejected_drafts
+        self.num_preemptions = max(self.num_preemptions, output.num_preemptions)
+        if told := output.page_seconds:
+            self.page_seconds += told - self._pages_told if told >= self._pages_told else told  # less: another replica
+            self._pages_told = told
 
     def _note_end(self, output: RequestOutput) -> None:
         if self._stream.stopped_by is not None:
@@ -216,6 +226,7 @@ class Generation:
         """What is probably a mistake in the request."""
         self._worker = worker
         self._metrics, self._recorder, self._trace, self._spend = records
+        self._spent: Spent | None = None  # once the engine has accepted it, with metrics
         self._arrival = choices[0].request.arrival_time
         self._per_prompt = per_prompt
         self._latest = [self._arrival] * len(choices)
@@ -285,7 +296,8 @@ class Generation:
             self._open.clear()
             raise
         if self._metrics is not None:
-            self._metrics.accepted(self.model, self.num_prompt_tokens)
+            tenant = self.choices[0].request.tenant
+            self._spent = self._metrics.accepted(self.model, tenant, len(self.choices), self.num_prompt_tokens)
         if self._spend is not None:
             self._spend(self.num_prompt_tokens)
 
@@ -382,8 +394,8 @@ class Generation:
         choice = self._by_request[request_id]
         if self._trace is not None:
             self._trace.ended(choice.request, self._ended(choice), finish_reason)
-        if self._metrics is not None:
-            self._metrics.ended(self.model, finish_reason, self._ended(choice))
+        if self._metrics is not None and self._spent is not None:
+            self._metrics.ended(self._spent, self.model, finish_reason, self._ended(choice))
             if not self._open:
                 self._metrics.request_ended(self._per_prompt, max(len(choice.token_ids) for choice in self.choices))
         if self._recorder is not None:
@@ -401,16 +413,18 @@ class Generation:
             max_tokens=choice.request.params.max_tokens,
             num_preemptions=choice.num_preemptions,
             kinds=choice.kinds,
+            page_seconds=choice.page_seconds,
+            is_first_choice=choice.index % self._per_prompt == 0,
         )
 
     def _observe_tokens(self, delta: Delta, now: float) -> None:
         if self._spend is not None and delta.token_ids:
             self._spend(len(delta.token_ids))
-        if self._metrics is None or not delta.token_ids:
+        if self._metrics is None or self._spent is None or not delta.token_ids:
             return
         choice, seconds = self.choices[delta.index], now - self._latest[delta.index]
         first = len(choice.token_ids) == len(delta.token_ids)
         if first:
             choice.first_seconds = seconds
-        self._metrics.generated(self.model, len(delta.token_ids), seconds, first=first)
+        self._metrics.generated(self._spent, len(delta.token_ids), seconds, first=first)
         self._latest[delta.index] = now

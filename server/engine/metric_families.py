@@ -45,7 +45,19 @@ def histogram(
     total: float,
 ) -> HistogramMetricFamily:
     """A histogram with one sample. counts: per bucket, the last above all bounds. total: sum of all observations."""
+    return histograms(name, text, labels, bounds, [(values, counts, total)])
+
+
+def histograms(
+    name: str,
+    text: str,
+    labels: Sequence[str],
+    bounds: Sequence[float],
+    samples: Iterable[tuple[Sequence[str], Sequence[int], float]],
+) -> HistogramMetricFamily:
+    """A histogram with several samples: the labels' values, and `counts` and `total` as for `histogram`."""
     family = HistogramMetricFamily(name, text, labels=labels)
     ends = [*map(str, map(float, bounds)), "+Inf"]
-    family.add_metric(values, list(zip(ends, accumulate(counts), strict=True)), total)
+    for values, counts, total in samples:
+        family.add_metric(values, list(zip(ends, accumulate(counts), strict=True)), total)
     return family

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,24 +13,21 @@ from prometheus_client.registry import Collector
 
 from ...core.engine_stats import EAGER_REASONS, METRICS, STEP_SIZES
 from ...core.engine_stats import Metric as EngineMetric
-from ...memory.adapters.composition import is_composition
-from .adapter_metrics import adapter_families
+from .adapter_metrics import AdapterCostSeries, adapter_families
+from .base_after_load import BaseAfterLoad
 from .engine_view import EngineView
 from .metric_families import ENGINE, MODEL_LABELS, histogram, label, with_samples
 from .request_metrics import Ended, RequestMetrics
 from .shared_counts import SharedCounts
+from .top_names import OTHER, TopNames
+from .usage import Spent, Usage
+from .usage_metrics import ModelUsage, TenantBudgets, TenantUsage
 
 if TYPE_CHECKING:
     from ...core.engine_stats import EngineStats
 
-TTFT_BUCKETS = (0.002, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.2, 2.5, 5, 10, 20, 40)
 ITL_BUCKETS = (0.001, 0.002, 0.004, 0.008, 0.015, 0.03, 0.06, 0.12, 0.25, 0.5, 1, 2)
 E2E_BUCKETS = (0.02, 0.05, 0.1, 0.2, 0.4, 0.8, 1.5, 3, 6, 12, 25, 50, 100, 200)
-
-MAX_MODEL_SERIES = 1000
-"""Most models with their own series; the others are counted under `OTHERS`."""
-
-OTHERS = "(others)"
 
 MODEL_NAMES = ("model", "adapter", "adapter_name")
 """Labels with the name of one model as their value."""
@@ -46,8 +42,7 @@ Write = Callable[[CollectorRegistry], bytes]
 class Metrics:
     """Request metrics of one app, in its own registry, together with the engine's state at the time of the scrape.
 
-    The model label is always a name that the engine has accepted, so clients can't make up new series. The first
-    `MAX_MODEL_SERIES` models have their own series, which are removed with their adapter.
+    The model label is always a name that the engine has accepted, so clients can't make up new series.
     """
 
     def __init__(
@@ -56,26 +51,39 @@ class Metrics:
         view: Callable[[], EngineView],
         base: str,
         directory: Path | None = None,
+        *,
+        usage: Usage | None = None,
+        most_series: int = MAX_TENANT_SERIES,
+        budgets: Callable[[], Mapping[str, float]] = dict,
     ) -> None:
-        """directory: shared by all processes that serve the same clients; their requests are added up."""
+        """directory: shared by all processes that serve the same clients; their requests are added up. usage: the
+        account of requests. most_series: most adapters, and most tenants, with series of their own. budgets: tokens
+        that tenants may still use.
+        """
+        self.usage = usage or Usage()
+        names, tenants = TopNames(most_series, always=[label(base)]), TopNames(most_series)
+        everything = self.everything = label(base), ENGINE
+        """Labels of series that vLLM adds up over all models."""
         self.registry = CollectorRegistry()
-        self.registry.register(_EngineCollector(stats, view, base))
+        self.registry.register(_EngineCollector(stats, view, everything, names))
         self.counted = registry = self.registry if directory is None else CollectorRegistry()
         """Series about this process's requests; the engine's state is the same in all processes."""
-        self.shared = None if directory is None else SharedCounts(registry, directory)
-        if self.shared is not None:
+        counted_tenants = self.tenants = CollectorRegistry()
+        """Series that name tenants, which not every caller may see."""
+        self.shared: SharedCounts | None = None
+        self._shared_tenants: SharedCounts | None = None
+        if directory is not None:
+            counted_tenants = CollectorRegistry()
+            self.shared = SharedCounts(registry, directory)
+            self._shared_tenants = SharedCounts(counted_tenants, directory / "tenants")
             self.registry.register(self.shared)
+            self.tenants.register(self._shared_tenants)
+        registry.register(ModelUsage(self.usage, names, everything))
+        counted_tenants.register(TenantUsage(self.usage, tenants))
+        self.tenants.register(TenantBudgets(budgets, most_series))
         self.first_tokens: list[float] | None = None  # filled if there is a reader
         """Seconds to first tokens since the operator's page last read them; None while no page is open."""
         self._base = base
-        self._models: set[str] = set()
-        self._finish_reasons: dict[str, set[str]] = {}
-        self._requests = Counter(
-            "chorus_requests", "Finished requests by finish reason", ("model", "finish_reason"), registry=registry
-        )
-        self._all_requests = Counter(
-            "vllm:request_success", "Finished requests", (*MODEL_LABELS, "finished_reason"), registry=registry
-        )
         self.rejected = (
             Counter(
                 "vllm:admission_rejections",
@@ -87,119 +95,76 @@ class Metrics:
             .inc
         )
         """Count a request that finds the queue full."""
-        self._prompt_tokens = _Tokens("prompt_tokens", "prompt_tokens", "Prompt tokens of accepted requests", self)
-        self._generated_tokens = _Tokens("generated_tokens", "generation_tokens", "Generated tokens", self)
-        self._ttft = _Seconds("time_to_first_token", "Time from arrival to the first token", TTFT_BUCKETS, self)
         self._itl = _Seconds("inter_token_latency", "Time between two tokens of a request", ITL_BUCKETS, self)
         self._e2e = _Seconds("request", "Time from arrival to the end", E2E_BUCKETS, self, "e2e_request_latency")
-        self._calls = RequestMetrics(self.everything, registry)
+        self._calls = RequestMetrics(everything, registry)
+        self.base_after_load = BaseAfterLoad(registry)
         self.request_ended = self._calls.request_ended
 
     def start(self) -> None:
         """Begin to share counts with the other processes, if there are any."""
-        if self.shared is not None:
-            self.shared.start()
+        for shared in (self.shared, self._shared_tenants):
+            if shared is not None:
+                shared.start()
 
     def stop(self) -> None:
-        if self.shared is not None:
-            self.shared.stop()
+        for shared in (self.shared, self._shared_tenants):
+            if shared is not None:
+                shared.stop()
 
-    @property
-    def everything(self) -> tuple[str, str]:
-        """Labels of series that vLLM adds up over all models."""
-        return label(self._base), ENGINE
+    def accepted(self, model: str, tenant: str, num_choices: int, prompt_tokens: int) -> Spent:
+        """The engine accepted a request; the result is for the calls that follow."""
+        return self.usage.accepted(model, tenant, num_choices, prompt_tokens)
 
-    def accepted(self, model: str, prompt_tokens: int) -> None:
-        """The engine accepted a request."""
-        self._prompt_tokens.add(self._series(model), prompt_tokens)
-
-    def generated(self, model: str, tokens: int, seconds: float, *, first: bool) -> None:
+    def generated(self, spent: Spent, tokens: int, seconds: float, *, first: bool) -> None:
         """New tokens came, `seconds` after the request's arrival (first tokens) or after its previous tokens."""
-        self._generated_tokens.add(self._series(model), tokens)
+        self.usage.generated(spent, tokens)
         if first:
-            self._ttft.observe(seconds)
+            self.usage.began(spent, seconds)
             if self.first_tokens is not None:
                 self.first_tokens.append(seconds)
         else:
             self._itl.observe(seconds / tokens, tokens)
 
-    def ended(self, model: str, finish_reason: str, one: Ended) -> None:
-        """A request ended."""
-        series = self._series(model)
-        self._finish_reasons.setdefault(series, set()).add(finish_reason)
-        self._requests.labels(series, finish_reason).inc()
-        self._all_requests.labels(*self.everything, finish_reason).inc()
+    def ended(self, spent: Spent, model: str, finish_reason: str, one: Ended) -> None:
+        """A choice of an accepted request ended. model: as the request named it."""
+        self.usage.ended(spent, model, finish_reason, one)
         self._e2e.observe(one.seconds)
         self._calls.ended(one)
 
-    def forget_all_but(self, labels: Collection[str]) -> None:
-        """Drop the series of models not in `labels`, except the base model's."""
-        kept = {*labels, label(self._base), OTHERS}
+    def forget_all_but(self, models: Collection[str]) -> None:
+        """Count models that are neither among these nor the base under `OTHER`. models: their labels."""
+        kept = {*models, label(self._base), OTHER}
         if self.shared is not None:
             self.shared.forget_all_but(kept)
-        for series in self._models - kept:
-            self._models.discard(series)
-            for counter in (self._prompt_tokens, self._generated_tokens):
-                counter.forget(series)
-            for reason in self._finish_reasons.pop(series, ()):
-                with suppress(KeyError):
-                    self._requests.remove(series, reason)
-
-    def _series(self, model: str) -> str:
-        if is_composition(model):  # of which there is no end
-            return OTHERS
-        series = label(model)
-        if series not in self._models:
-            if len(self._models) >= MAX_MODEL_SERIES and model != self._base:
-                return OTHERS
-            self._models.add(series)
-        return series
+        self.usage.forget_all_but(kept)
 
     def render(self, write: Write, allows: Callable[[str], bool] | None = None) -> bytes:
         """The text of all series, or only of series that name a model accepted by `allows`."""
-        return write(self.registry if allows is None else _Allowed(self.registry, allows))
+        return write(self.registry if allows is None else _Allowed(self.registry, MODEL_NAMES, allows))
+
+    def render_tenants(self, write: Write, shown: Callable[[str], bool] | None = None) -> bytes:
+        """The text of what tenants have used, of all or of those that the caller may see."""
+        return write(self.tenants if shown is None else _Allowed(self.tenants, ("tenant",), shown))
 
 
 class _Allowed(CollectorRegistry):
-    """The series of a registry that name one model accepted by `allows`; sums over models are hidden."""
+    """The series of a registry that name what `allows` accepts; sums over several names are hidden."""
 
-    def __init__(self, whole: CollectorRegistry, allows: Callable[[str], bool]) -> None:
+    def __init__(self, whole: CollectorRegistry, labels: Sequence[str], allows: Callable[[str], bool]) -> None:
+        """labels: the labels that hold such names."""
         super().__init__()
-        self._whole, self._allows = whole, allows
+        self._whole, self._labels, self._allows = whole, labels, allows
 
     def collect(self) -> Iterator[Metric]:
         for family in self._whole.collect():
             shown = Metric(family.name, family.documentation, family.type, family.unit)
             for sample in family.samples:
-                names = [sample.labels[one] for one in MODEL_NAMES if one in sample.labels]
-                if names and all(name != OTHERS and self._allows(name) for name in names):
+                names = [sample.labels[one] for one in self._labels if one in sample.labels]
+                if names and all(name != OTHER and self._allows(name) for name in names):
                     shown.samples.append(sample)
             if shown.samples:
                 yield shown
-
-
-class _Tokens(Collector):
-    """A counter by model under our name, and of all models together under vLLM's. Counted once for each token."""
-
-    def __init__(self, name: str, gateway_name: str, text: str, of: Metrics) -> None:
-        self._name, self._text = f"chorus_{name}", text
-        self._gateway_name, self._everything = f"vllm:{gateway_name}", of.everything
-        self._counts: dict[str, int] = {}  # of models with series; a labelled Counter takes ten times as long
-        self._total = 0
-        of.counted.register(self)
-
-    def add(self, series: str, tokens: int) -> None:
-        self._counts[series] = self._counts.get(series, 0) + tokens
-        self._total += tokens
-
-    def forget(self, series: str) -> None:
-        self._counts.pop(series, None)
-
-    def collect(self) -> Iterator[Metric]:
-        ours = CounterMetricFamily(self._name, self._text, labels=("model",))
-        yield with_samples(ours, *(((series,), count) for series, count in [*self._counts.items()]))
-        theirs = CounterMetricFamily(self._gateway_name, ours.documentation, labels=MODEL_LABELS)
-        yield with_samples(theirs, (self._everything, self._total))
 
 
 class _Seconds(Collector):
@@ -229,10 +194,16 @@ class _Seconds(Collector):
 
 
 class _EngineCollector(Collector):
-    def __init__(self, stats: Callable[[], EngineStats], view: Callable[[], EngineView], base: str) -> None:
-        self._stats = stats
-        self._view = view
-        self._everything = label(base), ENGINE
+    def __init__(
+        self,
+        stats: Callable[[], EngineStats],
+        view: Callable[[], EngineView],
+        everything: tuple[str, str],
+        names: TopNames,
+    ) -> None:
+        self._stats, self._view = stats, view
+        self._everything = everything
+        self._costs = AdapterCostSeries(names, everything)
 
     def describe(self) -> list[Metric]:
         return []
@@ -271,6 +242,7 @@ class _EngineCollector(Collector):
             value = getattr(stats.last_step, f"num_{noun}") if stats.last_step is not None else 0
             yield GaugeMetricFamily(f"chorus_last_step_{noun}", f"{text} in the latest step", value)
         yield from adapter_families(view, self._everything)
+        yield from self._costs.families(view.costs())
         usage = "Share of the pages not used by adapters that hold KV of running requests; 1 is all"
         yield with_samples(
             GaugeMetricFamily("vllm:kv_cache_usage_perc", usage, labels=MODEL_LABELS),

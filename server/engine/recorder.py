@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import csv
-import errno
-import fcntl
 import hashlib
-import io
 import logging
-import os
 import time
 from collections import deque
 from concurrent.futures import wait
@@ -16,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..executors import Repeating
+from .appended_csv import AppendedCsv
 
 if TYPE_CHECKING:
     from ...core.requests.request import Request
@@ -45,10 +41,6 @@ MAX_RANKS = 1 << 14
 _Row = tuple[float, str | None, int, int, str]
 
 
-class NoTrace(ValueError):
-    """The file can't be recorded to; the text names it."""
-
-
 class Recorder(Repeating):
     """Rows are collected on the event loop and written by a thread, so no step and no response waits for a disk.
 
@@ -56,10 +48,9 @@ class Recorder(Repeating):
     """
 
     def __init__(self, path: Path) -> None:
-        """Raises NoTrace if the file holds something else, or can't be opened."""
+        """Raises NotAppendable if the file holds something else, or can't be opened."""
         super().__init__("recorder", WRITE_SECONDS, STOP_SECONDS)
-        self.path = path
-        self._file = _open(path)
+        self._file = AppendedCsv(path, HEADER, "--record", "trace")
         self._rows: deque[_Row] = deque()
         self._num_dropped = 0
         self._epoch = time.time() - time.monotonic()
@@ -88,9 +79,8 @@ class Recorder(Repeating):
 
     def stop(self) -> bool:
         """Write the remaining rows."""
-        if (ended := super().stop()) and self._file >= 0:
-            os.close(self._file)
-            self._file = -1
+        if ended := super().stop():
+            self._file.close()
         return ended
 
     def _turn(self) -> None:
@@ -99,19 +89,18 @@ class Recorder(Repeating):
         if not rows:
             return
         self._learn_ranks({adapter for _, adapter, *_ in rows if adapter is not None})
-        text = io.StringIO()
-        lines = csv.writer(text, lineterminator="\n")
+        lines: list[tuple[object, ...]] = []
         for arrival, adapter, prompt, output, tenant in rows:
             rank = 0 if adapter is None else self._ranks.get(adapter)
             name = hashlib.blake2b(tenant.encode(), digest_size=8).hexdigest() if tenant else ""
-            lines.writerow((f"{self._epoch + arrival:.4f}", adapter, rank, prompt, output, name))
+            lines.append((f"{self._epoch + arrival:.4f}", adapter, rank, prompt, output, name))
         try:
-            _append(self._file, text.getvalue().encode())
+            self._file.append(lines)
         except OSError as error:
             dropped += len(rows)
-            log.warning("%s: %s", self.path, error.strerror)
+            log.warning("%s: %s", self._file.path, error.strerror)
         if dropped:
-            log.warning("%d requests are missing from %s", dropped, self.path)
+            log.warning("%d requests are missing from %s", dropped, self._file.path)
 
     def _learn_ranks(self, adapters: set[str]) -> None:
         """Ranks of the versions that have these names now; a name keeps the rank that was first recorded."""
@@ -124,38 +113,3 @@ class Recorder(Repeating):
         for name, state in asked.items():
             if state.done() and not state.cancelled() and state.exception() is None:
                 self._ranks[name] = state.result().manifest.rank
-
-
-def _open(path: Path) -> int:
-    """A descriptor that appends to a trace, which is created if it is missing."""
-    try:
-        file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        raise NoTrace(f"--record {path}: {error.strerror}; name a file in an existing directory") from None
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX)  # API servers of one cluster open it at the same time
-        begin = os.pread(file, len(HEADER) + 1, 0)
-        if not begin:
-            os.write(file, f"{HEADER}\n".encode())
-        elif begin != f"{HEADER}\n".encode():
-            raise NoTrace(f"--record {path}: it exists and is not such a trace; name another file")
-    except OSError as error:
-        os.close(file)
-        raise NoTrace(f"--record {path}: {error.strerror}; name another file") from None
-    except NoTrace:
-        os.close(file)
-        raise
-    fcntl.flock(file, fcntl.LOCK_UN)
-    return file
-
-
-def _append(file: int, data: bytes) -> None:
-    """Write all of the rows, or none: if others append, an incomplete row would spoil the next one."""
-    fcntl.flock(file, fcntl.LOCK_EX)
-    try:
-        size = os.fstat(file).st_size
-        if os.write(file, data) < len(data):
-            os.ftruncate(file, size)
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    finally:
-        fcntl.flock(file, fcntl.LOCK_UN)

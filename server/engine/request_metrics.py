@@ -79,6 +79,17 @@ class Ended:
     num_preemptions: int = 0
     kinds: frozenset[OutputKind] = frozenset()
     """What its parsed output had; empty if it was not parsed."""
+    page_seconds: float = 0.0
+    """Pages of KV times the seconds that it held them."""
+    is_first_choice: bool = True
+    """False for a further choice of the same prompt, whose tokens count once."""
+
+    @property
+    def token_seconds(self) -> float | None:
+        """Mean seconds of an output token after the first; None without a token."""
+        if self.first_seconds is None:
+            return None
+        return (self.last_seconds - self.first_seconds) / max(self.num_generated_tokens - 1, 1)
 
 
 class RequestMetrics:
@@ -139,7 +150,8 @@ class RequestMetrics:
         self._computed.observe(one.num_prompt_tokens - one.num_cached_tokens)
         decode = one.last_seconds - one.first_seconds
         self._decode.observe(decode)
-        self._per_token.observe(decode / max(one.num_generated_tokens - 1, 1))
+        assert one.token_seconds is not None
+        self._per_token.observe(one.token_seconds)
         if one.queue_seconds is not None:
             self._queue.observe(one.queue_seconds)
             prefill = max(one.first_seconds - one.queue_seconds, 0.0)  # the times may come from two processes' clocks

@@ -15,6 +15,7 @@ from prometheus_client.samples import Sample
 
 from ..access.shared_bounds import RequestSlots
 from ..executors import Repeating
+from .top_names import OTHER
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +43,7 @@ class SharedCounts(Repeating, Collector):
     def __init__(self, counted: CollectorRegistry, directory: Path) -> None:
         """Raises RuntimeError if no slot is free."""
         super().__init__("counts", PUBLISH_SECONDS, PUBLISH_SECONDS)
+        directory.mkdir(exist_ok=True)
         self._slots = RequestSlots(directory / "count_seats")
         slot = self._slots.take("", MOST_PROCESSES)
         if slot is None:
@@ -53,12 +55,9 @@ class SharedCounts(Repeating, Collector):
         self._kept: frozenset[str] | None = None
 
     def forget_all_but(self, models: Collection[str]) -> None:
-        """Drop the counts of models other than these."""
+        """Count models other than these as `OTHER`."""
         self._kept = kept = frozenset(models)
-        self._before = {
-            family: {key: value for key, value in counts.items() if _is_kept(key, kept)}
-            for family, counts in self._before.items()
-        }
+        self._before = {family: _folded(counts, kept) for family, counts in self._before.items()}
 
     def publish(self) -> None:
         """Write this process's counts, and the ones that it took over, unless nothing has changed."""
@@ -90,9 +89,8 @@ class SharedCounts(Repeating, Collector):
     def _sum(self, family: Metric, more: Iterable[_Counts]) -> Metric:
         rest: dict[_Key, float] = defaultdict(float)
         for one in more:
-            for key, value in one.get(family.name, {}).items():
-                if self._kept is None or _is_kept(key, self._kept):
-                    rest[key] += value
+            for key, value in _folded(one.get(family.name, {}), self._kept).items():
+                rest[key] += value
         whole = Metric(family.name, family.documentation, family.type, family.unit)
         for sample in family.samples:
             whole.add_sample(sample.name, sample.labels, sample.value + rest.pop(_key(sample), 0.0))
@@ -120,8 +118,17 @@ def _added(own: dict[_Key, float], before: dict[_Key, float]) -> dict[_Key, floa
     return {key: own.get(key, 0.0) + before.get(key, 0.0) for key in [*own, *(before.keys() - own.keys())]}
 
 
-def _is_kept(key: _Key, models: Collection[str]) -> bool:
-    return all(value in models for label, value in key[1] if label == "model")
+def _folded(counts: dict[_Key, float], models: Collection[str] | None) -> dict[_Key, float]:
+    """The counts, with those of models that are not among `models` under `OTHER`. None: as they are."""
+    if models is None:
+        return counts
+    folded: dict[_Key, float] = defaultdict(float)
+    for (name, labels), value in counts.items():
+        kept = tuple(
+            (label, OTHER if label == "model" and value_ not in models else value_) for label, value_ in labels
+        )
+        folded[name, kept] += value
+    return folded
 
 
 def _read(file: Path) -> _Counts:

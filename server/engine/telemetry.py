@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from .metrics import Metrics
     from .recorder import Recorder
     from .tracing import CallTrace, Tracer
+    from .usage_file import UsageFile
 
 
 class RequestRecords(NamedTuple):
@@ -30,6 +31,8 @@ class Telemetry(NamedTuple):
     metrics: Metrics | None = None
     recorder: Recorder | None = None
     tracer: Tracer | None = None
+    usage_file: UsageFile | None = None
+    """Written to by the metrics' account."""
 
     def call(
         self, headers: Mapping[str, str], model: str, num_choices: int, spend: Callable[[int], None] | None
@@ -47,3 +50,6 @@ class Telemetry(NamedTuple):
             if self.metrics is not None:
                 self.metrics.rejected()
             raise
+
+
+NO_TELEMETRY = Telemetry()

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ...core.requests.record import NotHere
 from ...core.requests.types import FinishReason, RequestOutput
+from ...core.sleep import Sleep
 from ...memory.pages.pool import IntegrityError
 from ...memory.transfers.transfer import ExecutorLost
 from ..errors import EngineUnavailable
@@ -92,6 +93,7 @@ class EngineWorker:
         self._subscribers = Subscribers()
         self._cancelled: deque[str] = deque()  # requests to abort once the engine responds
         self._failed_steps = 0
+        self._slept: Sleep | None = None
         self._thread = threading.Thread(target=self._run, name="chorus-engine", daemon=True)
         self._started: Future[None] = Future()
         self._lost: ExecutorLost | None = None  # raised in an action; ends the thread
@@ -187,6 +189,15 @@ class EngineWorker:
     def freeze(self, *, frozen: bool) -> Future[None]:
         """Stop stepping, or continue. While stopped, requests in progress keep their resources, and new ones wait."""
         return self._enqueue(partial(self._freeze, frozen))
+
+    def sleep(self) -> Future[None]:
+        return self._enqueue(self._sleep)
+
+    def wake(self) -> Future[None]:
+        return self._enqueue(self._wake_up)
+
+    def reset_prefix_cache(self, *, reset_running_requests: bool) -> Future[int]:
+        return self.call(lambda engine: engine.reset_prefix_cache(reset_running_requests=reset_running_requests))
 
     def view(self) -> Future[EngineView]:
         return self.call(EngineView.of)
@@ -345,6 +356,21 @@ class EngineWorker:
         with self._wake:
             if self._state in (WorkerState.RUNNING, WorkerState.FROZEN):
                 self._state = WorkerState.FROZEN if frozen else WorkerState.RUNNING
+
+    def _sleep(self) -> None:
+        if self._slept is None:
+            was_frozen = self._state is WorkerState.FROZEN
+            self._freeze(True)
+            try:
+                self._slept = Sleep(self._engine)
+            except BaseException:
+                self._freeze(was_frozen)
+                raise
+
+    def _wake_up(self) -> None:
+        slept, self._slept = self._slept, None
+        if slept is not None:
+            slept.wake()
 
     def _step(self) -> None:
         try:

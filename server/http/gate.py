@@ -71,6 +71,10 @@ class SharedLimit:
             del self._held[tenant]
 
 
+ASLEEP_SECONDS = 5.0
+"""Seconds after which a client of a sleeping server should ask again."""
+
+
 class Gate:
     """Admits and counts requests; while draining, it admits none that asks for work."""
 
@@ -86,6 +90,8 @@ class Gate:
         self.bodies = SharedLimit("bytes of bodies", most_body_bytes)
         self.draining = False
         self.cutting = False
+        self.asleep = False
+        """The engine sleeps: requests that generate are refused."""
         self._tasks: set[asyncio.Task] = set()
         self.num_generating = 0
         """Requests in progress that generate tokens."""
@@ -108,6 +114,9 @@ class Gate:
         if self.draining and works:
             message = "the server is shutting down and takes no new work; ask another one, or again when it is back"
             raise ApiError(503, message, code="draining", retry_after=5, headers={"connection": "close"})
+        if self.asleep and generates:
+            message = "the server is asleep; ask another one, or again after POST /wake_up"
+            raise ApiError(503, message, code="asleep", retry_after=ASLEEP_SECONDS)
         task = asyncio.current_task()
         assert task is not None
         with ExitStack() as held:

@@ -31,7 +31,9 @@ from ..engine.adapter_loader import NotAlone, check_alone
 from ..engine.backend import Backend
 from ..engine.kv_publisher import kv_publisher_of
 from ..engine.recorder import Recorder
+from ..engine.telemetry import Telemetry
 from ..engine.tracing import Tracer
+from ..engine.usage_file import UsageFile
 from ..engine.worker import EngineWorker
 from ..http.connections import Connections
 from ..http.protocol import HttpConnection
@@ -121,8 +123,9 @@ def build_app(settings: Settings, open_backend: OpenBackend | None = None) -> St
     try:
         defaults = SamplingDefaults.of(settings)
         recorder = None if settings.record is None else Recorder(settings.record)
+        usage_file = None if settings.usage_file is None else UsageFile(settings.usage_file)
         tracer = Tracer.of(settings.otlp_traces_endpoint)
-    except ValueError as error:  # NoTrace and NoTracing, too
+    except ValueError as error:  # NotAppendable and NoTracing, too
         raise LaunchError(str(error)) from None
     worker, tokenizer = (open_backend or load)(settings)
     names = [one.name for one in worker.adapters.listing().result().adapters()]
@@ -140,8 +143,7 @@ def build_app(settings: Settings, open_backend: OpenBackend | None = None) -> St
             settings=settings,
             defaults=defaults,
             kv_publisher=kv_publisher_of(worker, settings),
-            recorder=recorder,
-            tracer=tracer,
+            telemetry=Telemetry(None, recorder, tracer, usage_file),
         )
         _check_as_base_exists(worker, settings)
         return app

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any
@@ -14,6 +14,7 @@ import orjson
 from ...core.engine_stats import EngineStats
 from ...memory.pages.pool import PageKind
 from ..engine.engine_view import Phase, Picture, ReplicaRow
+from .usage_rows import Rows, UsageTables
 
 MAX_PAIRS = 1000
 """Most pairs of an adapter and a tenant with their own counts, by number of requests; the rest is one pair."""
@@ -49,9 +50,6 @@ _STATS = (
     "mode",
 )
 
-Rows = dict[Any, Sequence[Any]]
-"""Rows of a table by key; a row begins with its key."""
-
 
 @dataclass(slots=True)
 class Shown:
@@ -67,9 +65,9 @@ class Shown:
 class Frames:
     """Encodes one picture after another; used by one thread at a time."""
 
-    def __init__(self, hide: Callable[[str], str] = str) -> None:
-        """hide: makes paths in reasons relative."""
-        self._hide = hide
+    def __init__(self, hide: Callable[[str], str] = str, used: UsageTables | None = None) -> None:
+        """hide: makes paths in reasons relative. used: makes the tables of what models and tenants have used."""
+        self._hide, self._used = hide, used
         self._numbers: dict[tuple[PageKind, str, str], int] = {}
         self._last: Shown | None = None
 
@@ -118,6 +116,8 @@ class Frames:
             "requests": pairs(picture.phases),
             "quarantined": {one.name: (one.name, self._hide(one.reason)) for one in picture.quarantined},
         }
+        if self._used is not None:
+            tables |= self._used(picture.costs())
         return Shown(owners, len(self._numbers), tables)
 
     def _owners(self, first: int) -> list[tuple[Any, ...]]:

@@ -7,6 +7,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import AsyncIterator
+from functools import partial
 from statistics import quantiles
 from typing import Any
 
@@ -22,6 +23,7 @@ from ..http.gate import Gate
 from ..http.statuses import Statuses
 from ..version import VERSION
 from .frames import Frames, event
+from .usage_rows import usage_tables
 
 log = logging.getLogger(__name__)
 
@@ -92,12 +94,12 @@ class Watchers:
     ) -> None:
         """statuses: counts of responses. private: hides paths of this machine."""
         self._worker = worker
-        self._metrics = metrics
+        self.metrics = metrics
         self._pool = pool
         self._gate = gate
         self._base = base
         self._statuses = statuses
-        self._frames = Frames(private.hide)
+        self._frames = Frames(private.hide, partial(usage_tables, metrics.usage, gate.tokens.left))
         self.points: deque[tuple[Any, ...]] = deque(maxlen=POINTS)
         # first tokens: time of the tick that saw them, seconds
         self._first: deque[tuple[float, float]] = deque(maxlen=MAX_FIRST)
@@ -114,7 +116,7 @@ class Watchers:
 
     def start(self) -> None:
         """Begin to keep points for the charts of pages that are opened later."""
-        self._metrics.first_tokens = []
+        self.metrics.first_tokens = []
         self._counted = self._worker.stats.num_generated_tokens, time.monotonic()
         self._remembering = asyncio.create_task(self._remember())
 
@@ -193,8 +195,8 @@ class Watchers:
         tokens, then = self._counted
         self._counted = stats.num_generated_tokens, now
         rate = max(0, stats.num_generated_tokens - tokens) / (now - then) if now > then else 0.0
-        self._first.extend((now, seconds) for seconds in self._metrics.first_tokens or ())
-        self._metrics.first_tokens = []
+        self._first.extend((now, seconds) for seconds in self.metrics.first_tokens or ())
+        self.metrics.first_tokens = []
         while self._first and self._first[0][0] < now - FIRST_SECONDS:
             self._first.popleft()
         first = _percentiles([seconds for _, seconds in self._first])

@@ -57,6 +57,23 @@ def test_scores_of_sequences(builtin, tokenizer, scores_of):
     assert all(len(each) == 4 and not math.isnan(each[0]) for each in made["logprobs"][0])
 
 
+def test_the_prefix_cache_is_reset_between_two_steps_of_training(builtin, tokenizer):
+    client = vllm_client.VLLMClient(base_url=builtin.url)
+    prompt = ["abcdefgh" * 8 + "\n"]
+    before = client.generate(prompt, n=1, temperature=0.01, max_tokens=8)["completion_ids"]
+    client.reset_prefix_cache()
+    assert builtin.worker.stats.num_cached_pages == 0
+    assert client.generate(prompt, n=1, temperature=0.01, max_tokens=8)["completion_ids"] == before
+    assert client.get_world_size() == 1
+
+
+def test_why_weights_can_not_be_written_is_told(builtin):
+    client = vllm_client.VLLMClient(base_url=builtin.url)
+    for path in ("init_weight_transfer_engine", "start_weight_update", "update_weights", "finish_weight_update"):
+        answer = client.session.post(f"{builtin.url}/{path}", json={})
+        assert answer.status_code == 501 and "load each version" in answer.json()["error"]["message"]
+
+
 def test_chats(told):
     """It renders the tools into the prompt, and reads calls from the completion's tokens by itself."""
     told.engine.text = SAYS_CALL

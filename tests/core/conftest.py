@@ -83,6 +83,10 @@ class RecordingExecutor(ExecutorBase):
         if self.before is not None:
             self.before(plan)
 
+    @property
+    def release_pages(self) -> Callable[[], None] | None:
+        return self.inner.release_pages
+
     def close(self) -> None:
         self.inner.close()
 

@@ -29,6 +29,7 @@ from chorus.core.requests.types import FinishReason, RequestOutput, StepInfo, To
 from chorus.core.scheduling.overload import Overloaded
 from chorus.core.scheduling.queues import Running
 from chorus.memory.adapters.adapter import Tier
+from chorus.memory.adapters.adapter_costs import AdapterCosts
 from chorus.memory.adapters.store import UnknownAdapter
 from chorus.memory.files.manifest import AdapterManifest
 from chorus.memory.pages.adapter_layout import AdapterPart
@@ -37,7 +38,9 @@ from chorus.server.api.sampling_defaults import SamplingDefaults
 from chorus.server.app import create_app
 from chorus.server.engine.kv_publisher import kv_publisher_of
 from chorus.server.engine.recorder import Recorder
+from chorus.server.engine.telemetry import Telemetry
 from chorus.server.engine.tracing import Tracer
+from chorus.server.engine.usage_file import UsageFile
 from chorus.server.engine.worker import EngineWorker
 from chorus.server.http.server import HttpServer
 from chorus.server.settings import Settings
@@ -62,6 +65,7 @@ class FakeStore:
         self.pinned: set[str] = set()
         self.num_loadable = 7
         self.images = SimpleNamespace(keys=list)
+        self.spent = AdapterCosts(time.monotonic)
 
     def names(self) -> list[str]:
         return list(self.tiers)
@@ -410,8 +414,10 @@ def live_server(
     named = {"max_body_bytes": max_body_bytes, "adapter_roots": adapter_roots}
     chosen = Settings(**{**usual, **named, **(settings or {})})
     recorder = None if chosen.record is None else Recorder(chosen.record)
+    usage_file = None if chosen.usage_file is None else UsageFile(chosen.usage_file)
+    telemetry = Telemetry(None, recorder, tracer, usage_file)
     publisher = kv_publisher_of(worker, chosen)
-    app = create_app(worker, tokenizer, chosen, defaults or SamplingDefaults(), publisher, recorder, tracer)
+    app = create_app(worker, tokenizer, chosen, defaults or SamplingDefaults(), publisher, telemetry)
     with bind("127.0.0.1", 0, chosen.send_seconds) as bound:
         server = http_server(app, chosen)
         served, loops = wrap(app), []

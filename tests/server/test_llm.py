@@ -30,6 +30,16 @@ def llm():
         yield llm
 
 
+def test_the_prefix_cache_is_reset(llm):
+    prompt = "abcdefgh" * 8 + "\n"
+    before, worker = llm.generate(prompt, GREEDY), llm._worker  # noqa: SLF001  # the library shows no counts
+    assert worker.stats.num_cached_pages > 0
+    assert llm.reset_prefix_cache() is True
+    assert worker.stats.num_cached_pages == 0
+    assert llm.generate(prompt, GREEDY).text == before.text
+    assert llm.reset_prefix_cache(reset_running_requests=True) is True
+
+
 def test_one_text_gives_one_completion(llm):
     answer = llm.generate(f"{TEXT}\n", GREEDY, adapter="reverse")
     assert (answer.text, answer.finish_reason) == (TEXT[::-1], "stop")

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StrictBool, model_validator
 from starlette.requests import Request
@@ -29,6 +29,7 @@ from ...access.grants import NOWHERE
 from ...engine.adapter_loader import AdapterLoader
 from ...engine.backend import Backend
 from ...engine.backend_adapters import BackendAdapters
+from ...engine.base_after_load import BaseAfterLoad
 from ...engine.engine_view import AdapterState
 from ...engine.sourced_adapters import SourcedAdapters
 from ...errors import DISK_FAULTS, ApiError, JsonResponse, T, clipped, read_body, validated
@@ -42,6 +43,9 @@ from .upload import AdapterUpload
 audit = logging.getLogger("chorus.audit")
 
 MAX_DRAIN_SECONDS = 3600.0
+
+MOST_VERSIONS = 1000
+"""Most versions of a name that a load may keep."""
 
 DRAIN_SECONDS = 0.02
 """Seconds between two checks whether an adapter's requests have ended."""
@@ -94,19 +98,32 @@ class AdapterBody(BaseModel):
         return {name: value for name, value in fields.items() if name in known}
 
 
-class AddAdapter(AdapterBody):
-    """POST /v1/adapters. `path` is a directory on the server; it is absent if the request contains the files."""
+class NamedAdapter(AdapterBody):
+    """An adapter to be loaded under a name. `path` is a directory on the server; it is absent if the request contains
+    the files.
+    """
+
+    keeps_labels: ClassVar[bool] = False
+    """`NAME@LABEL` may come beside other versions of the name, and without `keep_versions` retires none: other servers
+    take it for a name of its own.
+    """
 
     name: AdapterName
     path: AdapterPath | None = None
-    keep_versions: Annotated[int, Field(ge=1, le=1000)] | None = None
+    keep_versions: Annotated[int, Field(ge=1, le=MOST_VERSIONS)] | None = None
     """Number of versions to keep of the name, including the newest."""
     as_base: bool | None = None
     """Whether the adapter serves requests for the base model's name until it is removed; None: as before."""
 
 
-class LoadLoraAdapter(AddAdapter):
+class AddAdapter(NamedAdapter):
+    """POST /v1/adapters."""
+
+
+class LoadLoraAdapter(NamedAdapter):
     """POST /v1/load_lora_adapter. Which form an adapter on experts has (`is_3d_lora_weight`) its tensors tell."""
+
+    keeps_labels: ClassVar[bool] = True
 
     name: AdapterName = Field(alias="lora_name")
     path: AdapterPath | None = Field(default=None, alias="lora_path")
@@ -203,21 +220,29 @@ class AdapterApi:
     """Handlers of the routes that show and change adapters."""
 
     def __init__(
-        self, worker: Backend, settings: Settings, loads: AdapterLoader, sourced: SourcedAdapters, threads: DaemonPool
+        self,
+        worker: Backend,
+        settings: Settings,
+        loads: AdapterLoader,
+        sourced: SourcedAdapters,
+        threads: DaemonPool,
+        base_after_load: BaseAfterLoad,
     ) -> None:
-        """threads: pool for the list of the adapters."""
+        """threads: pool for the list of the adapters. base_after_load: is told of loads."""
         self._worker = worker
-        self._adapters = worker.adapters
+        self.names = worker.adapters
         self._settings = settings
         self._roots = AdapterRoots(settings.loadable_from)
         self._loads = loads
         self._sourced = sourced
-        self._threads = threads
+        self.threads = threads
+        self.load_seconds = settings.adapter_load_seconds
+        self._base_after_load = base_after_load
 
     # --- our own ---
 
     async def list_all(self, request: Request) -> Response:
-        listing = await asyncio.wrap_future(self._adapters.listing())
+        listing = await asyncio.wrap_future(self.names.listing())
         stats, grant = listing.stats, request.state.identity.grant
         weights = {
             "mode_policy": self._settings.mode_policy,
@@ -238,20 +263,20 @@ class AdapterApi:
             data = [_body(one, request) for one in listing.adapters() if grant.allows(one.name)]
             return JsonResponse({"object": "list", "data": data, "quarantined": broken, **about})
 
-        return await self._threads.run(respond)  # on a thread: thousands take a while
+        return await self.threads.run(respond)  # on a thread: thousands take a while
 
     async def show(self, request: Request) -> Response:
         name = request.path_params["name"]
         asked = name if request.state.identity.grant.allows(name) else NOWHERE
         with _known(name):
-            seen = await asyncio.wrap_future(self._adapters.state(asked))
+            seen = await asyncio.wrap_future(self.names.state(asked))
         return JsonResponse(_body(seen, request))
 
     async def add(self, request: Request) -> Response:
         """Register an adapter, or replace one; answers 201 or 200."""
         async with read_adapter(request, self._loads, self._settings) as (fields, upload):
             asked = validated(AddAdapter, fields)
-            seen, replaced = await self._load(request, asked, upload, replace=True)
+            seen, replaced = await self.load(request, asked, upload, replace=True)
         headers = {ADAPTER: adapter_header(seen.name, seen.label, seen.manifest.content_hash)}
         return JsonResponse(_body(seen, request), status_code=200 if replaced else 201, headers=headers)
 
@@ -260,27 +285,27 @@ class AdapterApi:
         name, force = request.path_params["name"], request.query_params.get("force", "false")
         if force not in ("true", "false"):
             raise ApiError(400, f"force is {clipped(force)!r}; it must be true or false", param="force")
-        ended = await self._unload(request, name, None, force=force == "true")
+        ended = await self.unload(request, name, None, force=force == "true")
         return JsonResponse({"object": "adapter", "name": name, "deleted": True, "ended_requests": ended})
 
     async def change(self, request: Request) -> Response:
         """Pin an adapter, which loads it, or unpin it; pause or resume all of its versions."""
-        asked = await self._read(ChangeAdapter, request)
+        asked = await self.read(ChangeAdapter, request)
         if asked.pinned is None and asked.paused is None:
             raise ApiError(400, "give pinned or paused, or both", param="pinned")
         name = request.path_params["name"]
         with _known(name):
             if asked.paused is not None:
-                if await asyncio.wrap_future(self._adapters.is_version(name)):
+                if await asyncio.wrap_future(self.names.is_version(name)):
                     plain = split_version(name)[0]
                     message = f"paused: all versions of an adapter are paused together; PATCH /v1/adapters/{plain}"
                     raise ApiError(400, message, param="paused")
                 await self._loads.pause(name, paused=asked.paused)
             if asked.pinned:
-                await pin_adapter(self._adapters, name, self._settings.adapter_load_seconds)
+                await pin_adapter(self.names, name, self._settings.adapter_load_seconds)
             elif asked.pinned is False:
-                await asyncio.wrap_future(self._adapters.unpin(name))
-            seen = await asyncio.wrap_future(self._adapters.state(name))
+                await asyncio.wrap_future(self.names.unpin(name))
+            seen = await asyncio.wrap_future(self.names.state(name))
         changes = [("unpinned", "pinned")[asked.pinned]] if asked.pinned is not None else []
         changes += [("resumed", "paused")[asked.paused]] if asked.paused is not None else []
         audit.info("%s %s adapter %s", request.state.caller, " and ".join(changes), name)
@@ -288,12 +313,12 @@ class AdapterApi:
 
     async def drain(self, request: Request) -> Response:
         """Answer once no request of any version of an adapter is in progress."""
-        asked, name = await self._read(DrainAdapter, request), request.path_params["name"]
+        asked, name = await self.read(DrainAdapter, request), request.path_params["name"]
         with _known(name):
-            await asyncio.wrap_future(self._adapters.state(name))
+            await asyncio.wrap_future(self.names.state(name))
         loop = asyncio.get_running_loop()
         end = loop.time() + asked.seconds
-        while left := await asyncio.wrap_future(self._adapters.num_requests(name)):
+        while left := await asyncio.wrap_future(self.names.num_requests(name)):
             if loop.time() >= end:
                 message = f"{left} requests of adapter {name!r} have not ended; pause it, or ask again"
                 raise ApiError(504, message, code="drain_timed_out")
@@ -310,19 +335,19 @@ class AdapterApi:
                 message = f"base_model_name is {asked.base_model_name!r}, this server's base model is {base!r}"
                 raise ApiError(400, message, param="base_model_name")
             replace = upload is not None if asked.load_inplace is None else asked.load_inplace
-            seen, _ = await self._load(request, asked, upload, replace=replace)
+            seen, _ = await self.load(request, asked, upload, replace=replace)
         headers = {ADAPTER: adapter_header(seen.name, seen.label, seen.manifest.content_hash)}
         return PlainTextResponse(f"Success: LoRA adapter '{asked.name}' added successfully.", headers=headers)
 
     async def unload_lora_adapter(self, request: Request) -> Response:
-        asked = await self._read(UnloadLoraAdapter, request)
-        await self._unload(request, asked.lora_name, "lora_name", force=bool(asked.force))
+        asked = await self.read(UnloadLoraAdapter, request)
+        await self.unload(request, asked.lora_name, "lora_name", force=bool(asked.force))
         return PlainTextResponse(f"Success: LoRA adapter '{asked.lora_name}' removed successfully.")
 
     # --- llama.cpp's ---
 
     async def list_numbered(self, request: Request) -> Response:
-        found = await numbered(self._worker, self._threads, request.state.identity.grant)
+        found = await numbered(self._worker, self.threads, request.state.identity.grant)
         entries = [
             {"id": number, "name": one.name, "path": shown_path(one.manifest.path, request), "scale": 0.0}
             for number, one in sorted(found.items())
@@ -331,12 +356,12 @@ class AdapterApi:
 
     # --- common ---
 
-    async def _read(self, kind: type[T], request: Request) -> T:
+    async def read(self, kind: type[T], request: Request) -> T:
         async with read_body(request, self._settings.max_body_bytes) as body:
             return validated(kind, body)
 
-    async def _load(
-        self, request: Request, asked: AddAdapter, upload: AdapterUpload | None, *, replace: bool
+    async def load(
+        self, request: Request, asked: NamedAdapter, upload: AdapterUpload | None, *, replace: bool
     ) -> tuple[AdapterState, bool]:
         """The registered adapter once requests may use it, and whether it replaced another. upload: its files, if the
         request contains them.
@@ -348,6 +373,7 @@ class AdapterApi:
                 400, f"give {path_field}, or the files {CONFIG} and {WEIGHTS}, and not both", param=path_field
             )
         name, label = checked_name(self._settings, asked.name, name_field)
+        replace = replace or bool(label and asked.keeps_labels)  # it replaces no version: a label means one content
         roots, find = self._roots.roots, partial(self._roots.find, path or "", path_field)
         if upload is None:
             self._roots.require()
@@ -355,7 +381,7 @@ class AdapterApi:
             roots, find = (), upload.seal
         if asked.as_base:
             await self._loads.beside(self._loads.check_alone, "as_base")
-        keep = asked.keep_versions or self._settings.keep_versions
+        keep = self._keep(asked, label)
         with _load_errors(name_field, path_field):
             load = self._loads.load(
                 name, find, roots, replace=replace, by=request.state.caller, label=label or None, keep=keep
@@ -364,9 +390,19 @@ class AdapterApi:
                 load.add_done_callback(partial(self._loads.loaded_as_base, name, request.state.caller, asked.as_base))
             if upload is not None:
                 upload.load = load
-            return await asyncio.wrap_future(load)
+            loaded = await asyncio.wrap_future(load)
+        self._base_after_load.loaded(request.state.tenant, name)
+        return loaded
 
-    async def _unload(self, request: Request, name: str, field: str | None, *, force: bool) -> int:
+    def _keep(self, asked: NamedAdapter, label: str) -> int:
+        """Number of versions of the name to keep."""
+        if asked.keep_versions is not None:
+            return asked.keep_versions
+        if label and asked.keeps_labels and "keep_versions" not in self._settings.model_fields_set:
+            return MOST_VERSIONS
+        return self._settings.keep_versions
+
+    async def unload(self, request: Request, name: str, field: str | None, *, force: bool) -> int:
         """Remove an adapter; return how many requests were cancelled for it."""
         if self._loads.loaded is None:
             self._roots.require()

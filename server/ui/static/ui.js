@@ -22,7 +22,8 @@ const plain = new Intl.NumberFormat("en");
 const BASE = "";
 
 const data = {
-  owners: new Uint32Array(0), named: new Map(), adapters: new Map(), requests: new Map(), quarantined: new Map(), replicas: [], points: [],
+  owners: new Uint32Array(0), named: new Map(), adapters: new Map(), requests: new Map(), quarantined: new Map(),
+  models: new Map(), tenants: new Map(), replicas: [], points: [],
   failed: [0, 0],
   stats: null, model: "", watchers: 0, version: "",
 };
@@ -249,6 +250,8 @@ function takeSnapshot(event) {
   data.named.clear();
   data.requests.clear();
   data.quarantined.clear();
+  data.models.clear();
+  data.tenants.clear();
   lock(null);
   const loads = new Map([...data.adapters].map(([name, one]) => [name, one.load]));
   data.adapters.clear();
@@ -291,6 +294,10 @@ function takeRows(event) {
   for (const name of event.gone_quarantined || []) data.quarantined.delete(name);
   for (const row of event.requests || []) data.requests.set(`${row[0]}\0${row[1]}`, row);
   for (const [adapter, tenant] of event.gone_requests || []) data.requests.delete(`${adapter}\0${tenant}`);
+  for (const table of ["models", "tenants"]) {
+    for (const row of event[table] || []) data[table].set(row[0], row);
+    for (const name of event[`gone_${table}`] || []) data[table].delete(name);
+  }
   if (event.gone_adapters) order.stale = true;
   if (!event.stats) return;
   data.stats = event.stats;
@@ -330,6 +337,7 @@ function redraw() {
     drawQuarantined();
     drawCharts();
     drawRequests();
+    drawUsage();
     cost.draw = performance.now() - began;
     const parts = [`Chorus ${data.version}`, `last event ${count(cost.bytes)} bytes`,
       `read in ${cost.apply.toFixed(1)} ms, drawn in ${cost.draw.toFixed(1)} ms`,
@@ -919,6 +927,75 @@ $("load-form").addEventListener("submit", async (event) => {
   const known = data.adapters.has(name);
   const question = known ? `Replace ${name}? Requests in progress finish with the version that is there.` : `Load ${name}?`;
   if (await change(question, `${name} is loaded.`, "v1/adapters", options)) $("load-form").reset();
+});
+
+// --- what adapters and tenants have used ---
+
+const USED = [ // label, at in a row, how it is written, title
+  ["Requests", 1, count, "ended choices"], ["Errors", 2, count, "choices that ended with an error"],
+  ["Tokens in", 3, count, "tokens of prompts"], ["Cached", 4, count, "tokens of prompts that the prefix cache had"],
+  ["Tokens out", 5, count, "generated tokens"], ["Queue", 6, seconds, "mean time to admission"],
+  ["First", 7, seconds, "mean time to the first token"], ["Per token", 8, seconds, "mean time per further token"],
+  ["KV", 9, count, "pages of KV times the seconds that they were held"],
+];
+const USED_BY = {
+  models: [...USED, ["Weights", 10, count, "pages of weights times the seconds that they were held"],
+    ["Load", 11, seconds, "mean time of a load"]],
+  tenants: [...USED, ["Budget left", 10, count, "tokens that its key may use now"]],
+};
+const MAX_USED_ROWS = 200;
+const used = { by: "models", sort: 5, down: true, search: "" };
+
+function drawUsage() {
+  const columns = [["Name", 0, String, ""], ...USED_BY[used.by]];
+  const table = data[used.by];
+  const found = [...table.values()].filter((row) => !used.search || row[0].toLowerCase().includes(used.search));
+  const sign = used.down ? -1 : 1;
+  found.sort((one, two) => {
+    const [left, right] = [one[used.sort] ?? -1, two[used.sort] ?? -1];
+    return left === right ? (one[0] < two[0] ? -1 : 1) : (left < right ? -1 : 1) * sign;
+  });
+  const head = () => {
+    const button = make("button", { type: "button" });
+    button.addEventListener("click", () => {
+      const at = Number(button.dataset.at);
+      used.down = used.sort === at ? !used.down : at !== 0;
+      used.sort = at;
+      redraw();
+    });
+    const cell = make("th", { scope: "col" }, button);
+    return cell;
+  };
+  fill($("usage-columns"), columns, head, (cell, [name, at, , title]) => {
+    const isSorted = at === used.sort;
+    cell.className = at ? "n" : "";
+    cell.setAttribute("aria-sort", isSorted ? (used.down ? "descending" : "ascending") : "none");
+    cell.firstChild.dataset.at = at;
+    cell.firstChild.title = title;
+    setText(cell.firstChild, isSorted ? `${name} ${used.down ? "↓" : "↑"}` : name);
+  });
+  const shown = found.slice(0, MAX_USED_ROWS);
+  fill($("usage"), shown, () => make("tr"), (line, row) => {
+    fill(line, columns, () => make("td"), (cell, [, at, write]) => {
+      cell.className = at ? "n" : "";
+      if (!at) cell.title = row[0];
+      setText(cell, row[at] === null || row[at] === undefined ? "–" : at ? write(row[at]) : row[0] || "(no tenant)");
+    });
+  });
+  const more = found.length > shown.length ? `the first ${count(shown.length)} of ${count(found.length)}; sort or search for others` : "";
+  setText($("usage-note"), !table.size ? "Nothing has been used yet." : more && `These are ${more}.`);
+}
+
+for (const input of document.querySelectorAll("#usage-by input")) {
+  input.addEventListener("change", () => {
+    used.by = input.value;
+    used.sort = Math.min(used.sort, USED_BY[used.by].length);
+    redraw();
+  });
+}
+$("usage-search").addEventListener("input", () => {
+  used.search = $("usage-search").value.trim().toLowerCase();
+  redraw();
 });
 
 // --- charts ---

@@ -137,3 +137,37 @@ def test_a_broken_gguf_file_is_explained(tmp_path):
     (tmp_path / "adapter.gguf").write_bytes(b"GGUF")
     with pytest.raises(AdapterFormatError, match=r"adapter\.gguf: its header goes on after 4 bytes"):
         inspect_adapter(tmp_path / "adapter.gguf", TINY_PATHS)
+
+
+@pytest.fixture
+def shared(monkeypatch, tmp_path):
+    """A directory that counts as shared memory."""
+    monkeypatch.setattr("chorus.memory.files.directory.SHARED_MEMORY", str(tmp_path))
+    return tmp_path
+
+
+def test_an_adapter_in_shared_memory_is_read(adapter_draft, shared):
+    assert inspect_adapter(adapter_draft().write(shared / "a"), TINY_PATHS, [shared]).parts
+
+
+@pytest.mark.parametrize("name", [CONFIG, WEIGHTS])
+def test_in_shared_memory_no_link_is_followed(adapter_draft, shared, name):
+    path = adapter_draft().write(shared / "a")
+    os.rename(path / name, shared / name)
+    os.symlink(shared / name, path / name)
+    with pytest.raises(AdapterFormatError, match="not a regular file"):
+        inspect_adapter(path, TINY_PATHS, [shared])
+
+
+@pytest.mark.parametrize("name", [".", CONFIG, WEIGHTS])
+def test_in_shared_memory_another_user_s_files_are_refused(adapter_draft, shared, monkeypatch, name):
+    path = adapter_draft().write(shared / "a")
+    theirs, plain = os.stat(path / name).st_ino, os.fstat
+
+    def fstat(fd):
+        found = plain(fd)
+        return os.stat_result((*found[:4], found.st_uid + 1, *found[5:10])) if found.st_ino == theirs else found
+
+    monkeypatch.setattr(os, "fstat", fstat)
+    with pytest.raises(AdapterFormatError, match="belongs to another user"):
+        inspect_adapter(path, TINY_PATHS, [shared])

@@ -351,16 +351,16 @@ def test_series_of_adapters_that_are_gone_go(start, fake_engine):
     del fake_engine.store.tiers["alice"]
     text = live.client.get("/metrics").text
     assert "alice" not in text and 'chorus_prompt_tokens_total{model="base"}' in text
+    assert 'chorus_prompt_tokens_total{model="other"} 4.0' in text, "the sum stays"
 
 
-def test_the_number_of_series_has_a_limit(start, fake_engine, monkeypatch):
-    monkeypatch.setattr("chorus.server.engine.metrics.MAX_MODEL_SERIES", 1)
-    live = start(fake_engine)
-    for name in ("alice", "bob", "base"):
+def test_the_number_of_series_has_a_limit(start, fake_engine):
+    live = start(fake_engine, settings={"metric_series": 1})
+    for name in ("alice", "alice", "bob", "base"):
         live.post(model=name, prompt="abc")
     text = live.client.get("/metrics").text
-    assert 'chorus_requests_total{finish_reason="stop",model="alice"} 1.0' in text
-    assert 'chorus_requests_total{finish_reason="stop",model="(others)"} 1.0' in text
+    assert 'chorus_requests_total{finish_reason="stop",model="alice"} 2.0' in text
+    assert 'chorus_requests_total{finish_reason="stop",model="other"} 1.0' in text
     assert 'chorus_requests_total{finish_reason="stop",model="base"} 1.0' in text and 'model="bob"' not in text
 
 

@@ -13,9 +13,11 @@ from chorus.memory.adapters.store import UnknownAdapter
 from chorus.perf.workload import WorkloadSpec
 from chorus.perf.workload.trace import Csv
 from chorus.server.cluster.catalog import done, failed
+from chorus.server.engine import appended_csv
 from chorus.server.engine import recorder as module
+from chorus.server.engine.appended_csv import NotAppendable
 from chorus.server.engine.engine_view import AdapterState
-from chorus.server.engine.recorder import HEADER, NoTrace, Recorder
+from chorus.server.engine.recorder import HEADER, Recorder
 from chorus.server.settings import Settings
 from chorus.server.start import launch
 from chorus.server.start.checks import LaunchError
@@ -123,20 +125,20 @@ def test_a_second_stop_closes_no_file_of_another(tmp_path):
 def test_a_file_of_something_else_is_refused_by_name_and_left_as_it_is(tmp_path):
     path = tmp_path / "notes.csv"
     path.write_text("my notes\n")
-    with pytest.raises(NoTrace, match=r"--record .*notes\.csv: it exists and is not such a trace"):
+    with pytest.raises(NotAppendable, match=r"--record .*notes\.csv: it exists and is not such a trace"):
         Recorder(path)
     with pytest.raises(LaunchError, match=r"notes\.csv: it exists and is not such a trace; name another file"):
         launch.build_app(Settings(record=path), lambda settings: pytest.fail("it is found before anything is loaded"))
     assert path.read_text() == "my notes\n"
-    with pytest.raises(NoTrace, match=r"nowhere/t\.csv: No such file or directory; name a file in an"):
+    with pytest.raises(NotAppendable, match=r"nowhere/t\.csv: No such file or directory; name a file in an"):
         Recorder(tmp_path / "nowhere" / "t.csv")
 
 
 def test_rows_that_a_full_disk_does_not_take_are_counted_and_none_is_cut_off(tmp_path, monkeypatch, caplog):
     path = tmp_path / "trace.csv"
     recorder = Recorder(path)
-    write = module.os.write
-    monkeypatch.setattr(module.os, "write", lambda file, data: write(file, data[:10]))
+    write = appended_csv.os.write
+    monkeypatch.setattr(appended_csv.os, "write", lambda file, data: write(file, data[:10]))
     with caplog.at_level(logging.WARNING):
         recorder.start(Adapters())
         recorder.note(*ended())

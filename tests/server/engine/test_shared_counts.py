@@ -29,9 +29,9 @@ def make(tmp_path, monkeypatch):
 
 
 def answer(metrics: Metrics, model: str, tokens: int, seconds: float = 0.03) -> None:
-    metrics.accepted(model, 5)
-    metrics.generated(model, tokens, seconds, first=True)
-    metrics.ended(model, "stop", Ended(seconds, 0.0, seconds, seconds, 5, 0, tokens, 16))
+    spent = metrics.accepted(model, "acme", 1, 5)
+    metrics.generated(spent, tokens, seconds, first=True)
+    metrics.ended(spent, model, "stop", Ended(seconds, 0.0, seconds, seconds, 5, 0, tokens, 16))
 
 
 def counts(metrics: Metrics) -> dict[str, float]:
@@ -86,6 +86,7 @@ def test_a_model_that_is_gone_has_no_series_though_others_counted_it(make):
     assert not any('"alice"' in name for name in counts(one))
     one.forget_all_but(["alice"])
     assert counts(one)['chorus_generated_tokens_total{model="alice"}'] == 4, "what was forgotten stays so"
+    assert counts(one)['chorus_generated_tokens_total{model="other"}'] == 3, "and nothing is lost from the sum"
 
 
 def test_each_process_has_a_seat_of_its_own_and_gives_it_back_when_it_ends(tmp_path):

@@ -61,7 +61,11 @@ def test_each_request_has_a_span_below_its_callers(start, fake_engine):
         "gen_ai.usage.cached_tokens": 0,
         "gen_ai.usage.completion_tokens": 4,
         "gen_ai.response.finish_reasons": ("stop",),
+        "chorus.adapter": "alice",
+        "chorus.tenant": "127.0.0.1",
+        "chorus.kv_page_seconds": 0.0,
     }
+    assert times.pop("gen_ai.latency.time_per_output_token") >= 0
     assert times.pop("gen_ai.latency.time_in_queue") == 2.0**-20
     assert first.end_time - first.start_time == round(times["gen_ai.latency.e2e"] * 1e9)
     parts = times["gen_ai.latency.time_in_model_prefill"] + times["gen_ai.latency.time_in_model_decode"]

@@ -6,6 +6,7 @@ import os
 import random
 from collections import Counter
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from chorus.core.quarantine import Quarantined
 from chorus.memory.adapters.adapter import Tier
 from chorus.memory.pages.pool import PageKind
 from chorus.server.engine.engine_view import Holding, Phase, Picture
+from chorus.server.engine.request_metrics import Ended
 from chorus.server.ui import watchers
 
 from .chromium import BROWSER, DRIVER, chromium
@@ -24,6 +26,7 @@ pytestmark = [
 ]
 
 KEY, ADMIN = "sk-an-api-key", "sk-the-admin-key"
+NONE = "\N{EN DASH}"
 HOSTILE = '<img src=x onerror="document.title=1"><script>document.title=2</script>'
 NUM_PAGES, NUM_ADAPTERS = 100_000, 5_000
 NAMES = ["alice", "bob", HOSTILE, *(f"tenant{one % 40}/adapter-{one:04}" for one in range(NUM_ADAPTERS - 3))]
@@ -103,7 +106,16 @@ def large(start_one, make_engine):
     engine = make_engine(["alice", "bob"])
     live = start_one(engine)
     live.worker.picture = Scene().picture
+    for name in NAMES[:300]:
+        note_use(live.app.state.watchers.metrics, name, f"acme/{name[:20]}")
     return live
+
+
+def note_use(metrics, name, tenant, tokens=3):
+    spent = metrics.accepted(name, tenant, 1, 5)
+    metrics.generated(spent, tokens, 1.5, first=True)
+    one = Ended(3.0, 1.0, 1.5, 2.0, 5, 2, tokens, 16, page_seconds=8.0)
+    metrics.ended(spent, name, "stop", replace(one, last_seconds=1.5 + 0.5 * max(tokens - 1, 1)))
 
 
 def opened(browser, live, width=1600):
@@ -190,6 +202,31 @@ def test_the_list_holds_the_rows_in_sight(browser, large):
     assert browser.run("return document.querySelector('#ask-model').value") == "tenant1/adapter-0041"
     browser.fill("#search", "none such")
     browser.wait("return document.querySelector('#space').textContent === 'No adapter matches.'")
+
+
+def test_what_a_thousand_adapters_and_their_tenants_have_used_is_sorted_by_any_column(browser, start, make_engine):
+    names = [f"adapter-{index:04}" for index in range(1000)]
+    live = start(make_engine(names))
+    for index, name in enumerate(names):
+        note_use(live.app.state.watchers.metrics, name, f"tenant-{index % 7}", tokens=1 + index * 7 % 1000)
+    opened(browser, live)
+    rows = "return [...document.querySelectorAll('#usage tr')].map((one) => one.firstChild.textContent)"
+    browser.wait(f"{rows.replace('return ', 'return (')}).length === 200")
+    by_tokens = sorted(names, key=lambda name: -(1 + names.index(name) * 7 % 1000))
+    assert browser.run(rows) == by_tokens[:200], "by generated tokens at first"
+    assert "first 200 of 1,000" in browser.run("return document.querySelector('#usage-note').textContent")
+    browser.click("#usage-columns th:nth-child(1) button")
+    browser.wait(f"{rows.replace('return ', 'return (')})[0] === arguments[0]", names[0])
+    browser.fill("#usage-search", "adapter-0999")
+    browser.wait(f"{rows.replace('return ', 'return (')}).length === 1")
+    cells = "return [...document.querySelectorAll('#usage td')].map((one) => one.textContent)"
+    assert browser.run(cells) == [
+        "adapter-0999", "1", "0", "5", "2", "994", "1.00 s", "1.50 s", "500 ms", "8", NONE, NONE,
+    ]  # fmt: skip
+    browser.fill("#usage-search", "")
+    browser.run("document.querySelector('#usage-by input[value=tenants]').click()")
+    browser.wait(f"{rows.replace('return ', 'return (')}).length === 7")
+    assert browser.run("return document.querySelector('#usage-columns').lastChild.textContent") == "Budget left"
 
 
 def test_each_page_has_an_owner(browser, large):

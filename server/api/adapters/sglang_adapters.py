@@ -1,0 +1,72 @@
+"""SGLang's two routes for adapters.
+
+Tests: tests/server/api/adapters/test_sglang_adapters.py
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated, ClassVar
+
+from pydantic import Field
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ...errors import ApiError, JsonResponse
+from ...settings import AdapterName
+from .adapter_api import AdapterApi, AdapterBody, AdapterPath, NamedAdapter, pin_adapter, shown_path
+
+
+class LoadOfSglang(NamedAdapter):
+    """POST /load_lora_adapter."""
+
+    keeps_labels: ClassVar[bool] = True
+
+    name: AdapterName = Field(alias="lora_name")
+    path: AdapterPath | None = Field(default=None, alias="lora_path")
+    pinned: bool | None = None
+    lora_id: str | None = None
+    """SGLang's own number; names suffice here."""
+
+
+class UnloadOfSglang(AdapterBody):
+    """POST /unload_lora_adapter."""
+
+    lora_name: Annotated[str, Field(min_length=1)]
+    lora_id: str | None = None
+
+
+class SglangAdapters:
+    """Handlers. A refusal has the same members as a success, with its reason."""
+
+    def __init__(self, adapters: AdapterApi) -> None:
+        self._adapters = adapters
+
+    async def load(self, request: Request) -> Response:
+        try:
+            asked = await self._adapters.read(LoadOfSglang, request)
+            await self._adapters.load(request, asked, None, replace=False)
+            if asked.pinned:
+                await pin_adapter(self._adapters.names, asked.name, self._adapters.load_seconds)
+        except ApiError as error:
+            return await self._answer(request, error)
+        return await self._answer(request)
+
+    async def unload(self, request: Request) -> Response:
+        try:
+            asked = await self._adapters.read(UnloadOfSglang, request)
+            await self._adapters.unload(request, asked.lora_name, "lora_name", force=False)
+        except ApiError as error:
+            return await self._answer(request, error)
+        return await self._answer(request)
+
+    async def _answer(self, request: Request, error: ApiError | None = None) -> Response:
+        listing = await asyncio.wrap_future(self._adapters.names.listing())
+        loaded = await self._adapters.threads.run(
+            lambda: {one.name: shown_path(one.manifest.path, request) for one in listing.adapters()}
+        )
+        body = {"success": error is None, "error_message": str(error or ""), "loaded_adapters": loaded}
+        if error is None:
+            return JsonResponse(body)
+        retry = {} if error.retry_after is None else {"retry-after": str(max(1, round(error.retry_after)))}
+        return JsonResponse(body, status_code=error.status, headers=retry)

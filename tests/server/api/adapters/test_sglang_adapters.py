@@ -1,0 +1,85 @@
+"""SGLang's routes for adapters, and names with versions beside each other, with a real engine of a tiny model."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+
+from chorus.core.config import EngineConfig
+from chorus.core.engine import Engine
+
+
+@pytest.fixture(scope="module")
+def reference(subject):
+    return subject("wide_heads")
+
+
+@pytest.fixture
+def live(start, reference, tmp_path):
+    for name in ("r2-qv", "r8-attention"):
+        shutil.copytree(reference.adapters[name], tmp_path / name)
+    config = EngineConfig(model=reference.model, memory_bytes=8 << 20, threads=1, cpu_kernels="torch")
+    return start(Engine.from_config(config), adapter_roots=(tmp_path,))
+
+
+def tokens(live, model):
+    body = {"model": model, "prompt": [5, 6, 7, 8], "max_tokens": 6, "temperature": 0, "return_token_ids": True}
+    answer = live.client.post("/v1/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()["choices"][0]["token_ids"]
+
+
+def test_load_and_unload(live, tmp_path):
+    body = live.post("/load_lora_adapter", lora_name="a", lora_path="r8-attention", pinned=True).json()
+    assert body == {"success": True, "error_message": "", "loaded_adapters": {"a": str(tmp_path / "r8-attention")}}
+    assert live.client.get("/v1/adapters/a").json()["pinned"]
+    again = live.post("/load_lora_adapter", lora_name="a", lora_path="r2-qv")
+    assert again.status_code == 400 and not again.json()["success"]
+    assert "already been loaded" in again.json()["error_message"] and list(again.json()["loaded_adapters"]) == ["a"]
+    assert live.post("/unload_lora_adapter", lora_name="a").json() == {
+        "success": True,
+        "error_message": "",
+        "loaded_adapters": {},
+    }
+    assert live.post("/unload_lora_adapter", lora_name="a").status_code == 404
+
+
+def test_a_wrong_field_is_told(live):
+    answer = live.post("/load_lora_adapter", lora_name="a", path="r2-qv")
+    assert answer.status_code == 400 and "did you mean lora_path?" in answer.json()["error_message"]
+
+
+@pytest.mark.parametrize("route", ["/v1/load_lora_adapter", "/load_lora_adapter"])
+def test_labels_of_a_name_are_adapters_beside_each_other(live, route):
+    for label, path in (("v1", "r2-qv"), ("v2", "r8-attention")):
+        assert live.post(route, lora_name=f"org/name@{label}", lora_path=path).status_code == 200
+    for name, path in (("one", "r2-qv"), ("two", "r8-attention")):
+        assert live.post(route, lora_name=name, lora_path=path).status_code == 200
+    assert tokens(live, "org/name@v1") == tokens(live, "one") != tokens(live, "two") == tokens(live, "org/name@v2")
+    assert tokens(live, "org/name") == tokens(live, "two"), "the plain name is the newest"
+    unload = route.replace("load_", "unload_")
+    assert live.post(unload, lora_name="org/name@v1").status_code == 200
+    assert tokens(live, "org/name@v2") == tokens(live, "two")
+
+
+def test_the_versions_that_a_load_or_the_server_wants_kept_are_kept(start, reference, tmp_path, live):
+    for label, path in (("v1", "r2-qv"), ("v2", "r8-attention")):
+        body = {"lora_name": f"a@{label}", "lora_path": path, "keep_versions": 1}
+        assert live.client.post("/v1/load_lora_adapter", json=body).status_code == 200
+        assert live.post("/v1/adapters", name=f"b@{label}", path=path).status_code in (200, 201)
+    names = [one["id"] for one in live.client.get("/v1/models").json()["data"]]
+    assert names[1:] == ["a", "b"], "one of each"
+    config = EngineConfig(model=reference.model, memory_bytes=8 << 20, threads=1, cpu_kernels="torch")
+    told = start(Engine.from_config(config), adapter_roots=(tmp_path,), settings={"keep_versions": 1})
+    for label, path in (("v1", "r2-qv"), ("v2", "r8-attention")):
+        told.post("/v1/load_lora_adapter", lora_name=f"a@{label}", lora_path=path)
+    assert [one["id"] for one in told.client.get("/v1/models").json()["data"]][1:] == ["a"]
+
+
+def test_requests_for_the_base_after_a_load_are_a_sign(live):
+    tokens(live, "base")
+    live.post("/load_lora_adapter", lora_name="policy", lora_path="r2-qv")
+    tokens(live, "policy")
+    tokens(live, "base")
+    assert "chorus_base_requests_after_load_total 1.0" in live.client.get("/metrics").text

@@ -1,0 +1,177 @@
+"""The Helm chart: its values and their schema, and with `helm` what it renders, down to the server's flags."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import jsonschema
+import kubernetes_validate
+import pytest
+import yaml
+
+import chorus
+from chorus.server.cli.command import make_parser
+
+CHART = Path(__file__).parents[3] / "deploy" / "helm" / "chorus"
+HELM = shutil.which("helm")
+KUBERNETES = "1.31"
+
+needs_helm = pytest.mark.skipif(HELM is None, reason="needs helm")
+
+VALUES = yaml.safe_load((CHART / "values.yaml").read_text())
+SCHEMA = json.loads((CHART / "values.schema.json").read_text())
+
+CASES = {
+    "usual": {},
+    "uploads": {"adapters": {"uploads": {"enabled": True, "storageClass": "fast"}}},
+    "gpus": {"gpus": 2, "nodeSelector": {"gpu": "h100"}, "settings": {"CHORUS_LOG_LEVEL": "info"}},
+    "sources": {
+        "adapters": {
+            "path": "",
+            "sources": ["a/*=s3://bucket/a/*"],
+            "sourceHosts": "s3://bucket",
+            "sourcesSecret": "aws",
+        }
+    },
+    "open": {"keys": {"apiKeys": "", "allowUnauthenticated": True}, "networkPolicy": {"enabled": False}},
+    "observed": {
+        "keys": {"adminKeys": "admin"},
+        "serviceMonitor": {"enabled": True, "labels": {"release": "p"}, "keySecret": {"name": "s", "key": "k"}},
+    },
+    "hpa": {"autoscaling": {"kind": "hpa", "maxReplicas": 8}},
+    "keda": {"autoscaling": {"kind": "keda", "prometheus": "http://p:9090", "query": "max(chorus_scale_hint)"}},
+    "gateway": {
+        "inferencePool": {"enabled": True},
+        "adapterSync": {
+            "enabled": True,
+            "image": "syncer:1",
+            "adapters": [{"id": "sql", "source": "/models/adapters/sql"}],
+        },
+    },
+}
+WITHOUT_SCHEMA = {"ServiceMonitor", "ScaledObject", "InferencePool"}
+"""Kinds of other projects, which `kubernetes-validate` does not know: only rendered."""
+
+
+def merged(values, more):
+    return {
+        **values,
+        **{
+            name: merged(values.get(name, {}), value) if isinstance(value, dict) and name in values else value
+            for name, value in more.items()
+        },
+    }
+
+
+def leaves(values, path=""):
+    """Paths of the values that have no members."""
+    for name, value in values.items():
+        if isinstance(value, dict) and value:
+            yield from leaves(value, f"{path}.{name}")
+        else:
+            yield f"{path}.{name}"
+
+
+@pytest.mark.parametrize("more", CASES.values(), ids=CASES)
+def test_values_fit_the_schema(more):
+    jsonschema.validate(merged(VALUES, more), SCHEMA)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"replica": 2},
+        {"replicas": -1},
+        {"autoscaling": {"kind": "vpa"}},
+        {"model": {"path": "base"}},
+        {"settings": {"PATH": "/bin"}},
+        {"adapters": {"uploads": {"size": "many"}}},
+    ],
+    ids=str,
+)
+def test_wrong_values_are_refused(wrong):
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(merged(VALUES, wrong), SCHEMA)
+
+
+def test_each_value_is_used_and_each_used_value_is_there():
+    text = "".join(path.read_text() for path in (CHART / "templates").iterdir())
+    used = set(re.findall(r"\.Values((?:\.\w+)+)", text))
+    there = set(leaves(VALUES))
+    for name in used:
+        assert any(one == name or one.startswith(f"{name}.") for one in there), name
+    for name in there:
+        assert any(name == one or name.startswith(f"{one}.") for one in used), f"{name} has no effect"
+
+
+def test_the_chart_installs_this_version_of_chorus():
+    chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    assert chart["appVersion"] == chorus.__version__
+
+
+def helm(*arguments):
+    return subprocess.run([HELM, *arguments], capture_output=True, text=True, timeout=60, check=False)
+
+
+def render(tmp_path, more):
+    values = tmp_path / "values.yaml"
+    values.write_text(yaml.safe_dump(more))
+    return helm("template", "mine", str(CHART), "--kube-version", f"{KUBERNETES}.0", "-f", str(values))
+
+
+@needs_helm
+@pytest.mark.integration
+def test_helm_finds_no_fault():
+    ended = helm("lint", "--strict", str(CHART))
+    assert ended.returncode == 0, ended.stdout
+
+
+@needs_helm
+@pytest.mark.integration
+@pytest.mark.parametrize("more", CASES.values(), ids=CASES)
+def test_what_is_rendered_is_valid_and_serves(more, tmp_path):
+    ended = render(tmp_path, more)
+    assert ended.returncode == 0, ended.stderr
+    found = {}
+    for one in yaml.safe_load_all(ended.stdout):
+        found[one["kind"], one["metadata"]["name"]] = one
+        if one["kind"] not in WITHOUT_SCHEMA:
+            kubernetes_validate.validate(one, KUBERNETES, strict=True)
+    pod = found["Deployment", "mine"]["spec"]["template"]
+    container = pod["spec"]["containers"][0]
+    (_, *arguments) = container["args"]
+    parsed = make_parser().parse(arguments)
+    assert parsed.setting_host == "0.0.0.0" and str(parsed.model_argument) == "/models/base"
+    volumes = {volume["name"] for volume in pod["spec"]["volumes"]}
+    assert {mount["name"] for each in pod["spec"]["containers"] for mount in each["volumeMounts"]} == volumes
+    selector = found["Service", "mine"]["spec"]["selector"]
+    assert selector.items() <= pod["metadata"]["labels"].items()
+    assert found["Deployment", "mine"]["spec"]["selector"]["matchLabels"] == selector
+    assert container["resources"]["limits"].get("nvidia.com/gpu", 0) == more.get("gpus", 0)
+    wanted = {"ServiceMonitor": "observed", "ScaledObject": "keda", "InferencePool": "gateway"}
+    wanted |= {"HorizontalPodAutoscaler": "hpa", "PersistentVolumeClaim": "uploads"}
+    kinds = {kind for kind, _ in found}
+    for kind, case in wanted.items():
+        assert (kind in kinds) == (more is CASES[case]), kind
+    assert ("replicas" in found["Deployment", "mine"]["spec"]) == ("autoscaling" not in more)
+
+
+@needs_helm
+@pytest.mark.integration
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ({"replicas": 2, "adapters": {"uploads": {"enabled": True}}}, "uploads belong to one server"),
+        ({"keys": {"apiKeys": ""}}, "keys.apiKeys is empty"),
+        ({"autoscaling": {"kind": "keda"}}, "set autoscaling.prometheus"),
+        ({"adapterSync": {"enabled": True}}, "needs adapterSync.image"),
+        ({"replica": 2}, "Additional property replica is not allowed"),
+    ],
+)
+def test_what_can_t_work_is_refused_with_the_fix(more, says, tmp_path):
+    ended = render(tmp_path, more)
+    assert ended.returncode != 0 and says in ended.stderr
