@@ -198,8 +198,9 @@ class EngineConfig(BaseModel):
     host_cache_bytes: int | None = Field(
         default=None,
         ge=0,
-        description="host memory for adapters and for the KV cache of preempted requests, evicted least recently "
-        "used first; default: an eighth of the free memory at the start, at least 1 GiB",
+        description="host memory for adapters, for the KV cache of preempted requests, and for cached prefixes that "
+        "leave the page pool; what costs least to bring back for how often it is used leaves first; default: an eighth "
+        "of the free memory at the start, at least 1 GiB",
     )
     async_scheduling: bool = Field(
         default=True,

@@ -8,14 +8,17 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ..memory.adapters.adapter import Adapter
 from ..memory.adapters.reclaimer import Reclaimer
 from ..memory.adapters.store import AdapterStore
+from ..memory.host.budget import HostBudget
+from ..memory.host.cached_pages import CachedPages
 from ..memory.host.images import HostImages, Reads, ThreadReads
+from ..memory.pages.block import Place
 from ..memory.pages.eviction import EvictionOrder, RestoreCosts
 from ..memory.pages.pool import PagePool
 from ..memory.pages.prefix import PrefixCache
@@ -81,7 +84,11 @@ class Engine:
         order = EvictionOrder(lru=config.eviction == "lru")
         costs = self.costs = RestoreCosts()
         images = HostImages(
-            config.host_bytes, reads or ThreadReads(reading_threads()), clock, config.adapter_read_seconds
+            config.host_bytes,
+            reads or ThreadReads(reading_threads()),
+            clock,
+            config.adapter_read_seconds,
+            lru=config.eviction == "lru",
         )
         self.store = AdapterStore(
             self.pool,
@@ -103,11 +110,13 @@ class Engine:
         self.store.on_leaving = self._leave
         if executor.swaps is not None:
             costs.swapped_page = executor.swaps.page_seconds
+            costs.host_prefix_page = executor.swaps.page_seconds / 2
         elif config.preemption == "swap":
             raise ValueError("preemption is 'swap', which this executor can't do; set it to 'auto' or 'recompute'")
-        self.swapped = SwappedKv(executor.swaps, images.budget, layout.page_bytes)
+        self.swapped = SwappedKv(executor.swaps, images.budget, layout.page_bytes, costs)
+        self.host = self._host_tier(images.budget)
         checkpoint_blocks = config.state_checkpoint_tokens // self.block_tokens if config.chunked_prefill else 0
-        memory = RequestMemory(
+        memory = self.memory = RequestMemory(
             pool=self.pool,
             store=self.store,
             prefix=self.prefix,
@@ -119,6 +128,9 @@ class Engine:
             share_prefix_cache=config.share_prefix_cache,
             swapped=self.swapped,
             may_swap=lambda: swaps(config.preemption, costs),
+            costs=costs,
+            clock=clock,
+            host=self.host,
         )
         self.starts = executor.cold_starts
         loads = LoadPolicy(self.store, costs, self.starts, self.pages_per_token, config.max_load_stall_seconds)
@@ -164,6 +176,16 @@ class Engine:
         engine = cls(config, open_executor(config), reads=reads)
         engine.adapters.register_directories(modules)
         return engine
+
+    def _host_tier(self, budget: HostBudget) -> CachedPages | None:
+        """Return the tier for cached pages that are evicted; None if nothing can be copied, or nothing is cached."""
+        swaps, config, layout = self.executor.swaps, self.config, self.executor.layout
+        if swaps is None or not config.prefix_cache or not config.host_bytes:
+            return None
+        windowed = [group for group, window in enumerate(layout.group_windows) if window is not None]
+        tier = CachedPages(swaps, budget, self.prefix, self.costs, layout.page_bytes, windowed)
+        self.prefix.tier = tier
+        return tier
 
     def _modes(self, policy: ModePolicy | None) -> Modes | None:
         """Return the chooser of step modes; None if only `merge` and `unmerge` change the mode."""
@@ -336,6 +358,8 @@ class Engine:
         self.pool.check_integrity(itertools.chain.from_iterable(holder.holders() for holder in holders))
         requests = self.scheduler.lifecycle.requests.values()
         self.swapped.check_integrity(each.kv_image for each in requests if each.kv_image is not None)
+        if self.host is not None:
+            self.host.check_integrity()
 
     def stats(self) -> EngineStats:
         return stats_of(self)
@@ -353,6 +377,10 @@ class Engine:
     def unmerge(self) -> None:
         """Compute steps with the model's own weights again."""
         self.merging.unmerge()
+
+    def reset_prefix_cache(self, tiers: Collection[Place] = tuple(Place)) -> int:
+        """Forget the cached prefixes in some tiers that no request uses; return how many blocks were forgotten."""
+        return self.prefix.clear(frozenset(tiers))
 
     def record_kv_events(self) -> KvEvents:
         """Record the blocks that enter and leave the prefix cache from now on. The cache must be empty."""

@@ -146,6 +146,18 @@ class EngineStats:
     num_prefix_hit_tokens: int = _counted(
         "prefix_hit_tokens", "Tokens found in the prefix cache", "prefix.num_hit_tokens", "prefix_cache_hits"
     )
+    num_host_hit_tokens: int = _counted(
+        "prefix_host_hit_tokens", "Prefix tokens copied from host memory", "memory.num_host_hit_tokens"
+    )
+    num_recomputed_tokens: int = _counted(
+        "prefix_recomputed_tokens",
+        "Prefix tokens in host memory that were computed again, because that takes less time",
+        "memory.num_recomputed_tokens",
+    )
+    fetch_seconds: float = _counted(
+        "prefix_fetch_seconds", "Time of copies of prefixes from host memory", "memory.fetch_seconds"
+    )
+    host_cached_bytes: int = _now("prefix_host_bytes", "Host memory used by cached prefixes")
     num_kv_events: int = _counted("kv_events", "KV events published to routers")
     num_dropped_kv_events: int = _counted("kv_events_dropped", "KV events dropped because the publisher lagged")
     last_step: StepInfo | None = None
@@ -193,6 +205,8 @@ def stats_of(engine: Any) -> EngineStats:
         step_sizes=tuple(scheduler.step_sizes),
         eager_steps=tuple([engine.executor.eager_steps.get(reason, 0) for reason in EAGER_REASONS]),
     )
+    if engine.host is not None:
+        stats.host_cached_bytes = engine.host.num_bytes
     if merging.merged is not None:
         stats.mode, stats.merged_adapter = StepMode.MERGED, merging.merged.name
     if modes is not None:

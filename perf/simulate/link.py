@@ -169,6 +169,11 @@ class SimSwaps:
         """The profile's price for the bytes of a page, there and back."""
         return 2 * self._page_bytes * self._costs.link.per_byte
 
+    @property
+    def copies_at_once(self) -> bool:
+        """False: a copy takes the link's time."""
+        return False
+
     def copy_out(self, pages: Sequence[int]) -> tuple[None, SimTransfer | None]:
         return None, self._send(len(pages))
 

@@ -155,8 +155,9 @@ class Options(TypedDict, total=False):
     cpu_kernels: Literal["auto", "native", "torch"]
     """CPU kernels: auto: the native decoder if it was built and can run, else PyTorch. Default: auto."""
     host_cache_bytes: int | str | None
-    """Host memory for adapters and for the KV cache of preempted requests, evicted least recently used first;
-    default: an eighth of the free memory at the start, at least 1 GiB.
+    """Host memory for adapters, for the KV cache of preempted requests, and for cached prefixes that leave the page
+    pool; what costs least to bring back for how often it is used leaves first; default: an eighth of the free
+    memory at the start, at least 1 GiB.
     """
     async_scheduling: bool
     """On a GPU: launch the next step before the tokens of the current one are read; off while speculation is on,

@@ -15,9 +15,9 @@ from chorus.memory.adapters.adapter import Adapter
 from chorus.memory.adapters.composition import Composition
 from chorus.memory.files.error import AdapterFormatError
 from chorus.memory.host.image import HostImage
+from chorus.memory.pages.block import BASE_VERSION, Block
 from chorus.memory.pages.layout import page_groups
 from chorus.memory.pages.pool import PageKind
-from chorus.memory.pages.prefix import BASE_VERSION, Block
 from chorus.perf.inline_reads import InlineReads
 
 from ..core.speculation.stand_ins import Drawn, Free
@@ -339,6 +339,12 @@ class CheckedRun(EngineRun):
         """
         kinds = {page: self.engine.pool.kind(page) for page in block.pages if page}
         windows = self.executor.layout.group_windows
+        wanted = [[of_group(group, value) for value in want] for group in range(len(windows))]
+        for group, image in block.images.items():
+            promise(image[0] == wanted[group], "host memory has another page than the block's")
+            self.reached["page in host memory"] += 1
+        if not block.is_resident:
+            return self._check_hosted(block, want[-1])
         for group, page in enumerate(block.pages):
             promise(bool(page) or windows[group] is not None, "a block lost a page that is in no window")
             if page and self.executor.memory[page] != [of_group(group, value) for value in want]:
@@ -349,16 +355,34 @@ class CheckedRun(EngineRun):
         unused_state = self._check_checkpoint(block, want[-1], pages)
         order, unused = self.engine.reclaimer.order, [page for page, kind in kinds.items() if kind is PageKind.CACHED]
         anchors = [page for page, window in zip(block.pages, windows, strict=True) if not window] or kinds
-        is_unused = not block.children and set(anchors) <= set(unused)
-        promise(bool(kinds) or bool(block.children), "a known block without pages or descendants")
+        num_resident = sum(child.is_resident for child in block.children.values())
+        promise(num_resident == block.num_resident_children, "a block counts other descendants with pages")
+        is_unused = not num_resident and set(anchors) <= set(unused)
+        promise(bool(kinds) or bool(num_resident), "a known block without pages or descendants that have any")
         in_windows = [page for page, window in zip(block.pages, windows, strict=True) if window and page in unused]
         if (block in order) != is_unused or (block.in_windows in order) != (bool(in_windows) and not is_unused):
             raise Violation(f"pages {kinds} can be evicted, and must not, or can't, and must")
         return len(unused) + unused_state
 
+    def _check_hosted(self, block: Block, kv: int) -> int:
+        """Check a block that has only images; it has no page."""
+        windows = self.executor.layout.group_windows
+        promise(not any(block.pages), "a block without pages has some")
+        promise(not any(child.is_resident for child in block.children.values()), "a descendant has pages")
+        full = {group for group, window in enumerate(windows) if window is None}
+        promise(full <= block.images.keys(), "a block without pages lacks an image")
+        promise(bool(block.images or block.children), "a known block without pages, images or descendants")
+        promise(block not in self.engine.reclaimer.order, "a block without pages can be evicted")
+        self.reached["block in host memory"] += 1
+        return self._check_checkpoint(block, kv, set())
+
     def _check_checkpoint(self, block: Block, kv: int, pages: set[int]) -> int:
         """Check the state that is kept after a block, as `_check_block`."""
         if (checkpoint := block.checkpoint) is None:
+            return 0
+        if not checkpoint.pages:
+            promise(bool(checkpoint.images), "a checkpoint without pages or images")
+            self.reached["checkpoint in host memory"] += 1
             return 0
         held, kinds = checkpoint.pages, {self.engine.pool.kind(page) for page in checkpoint.pages}
         self.reached["checkpoint"] += 1

@@ -33,6 +33,7 @@ class CheckedSwaps:
         self._delay = delay
         self._trouble = trouble
         self._num_under_way = 0
+        self.copies_at_once = not delay
 
     def copy_out(self, pages: Sequence[int]) -> tuple[list[list[object]], SwapCopy | None]:
         image: list[list[object]] = []
