@@ -15,6 +15,9 @@ from typing import Any
 from ..memory.adapters.adapter import Adapter
 from ..memory.adapters.reclaimer import Reclaimer
 from ..memory.adapters.store import AdapterStore
+from ..memory.disk.folder import BlockFolder
+from ..memory.disk.keys import BlockKeys
+from ..memory.disk.tier import DiskTier
 from ..memory.host.budget import HostBudget
 from ..memory.host.cached_pages import CachedPages
 from ..memory.host.images import HostImages, Reads, ThreadReads
@@ -32,6 +35,7 @@ from .engine_stats import EngineStats, stats_of
 from .executors.alone import run_rows_alone
 from .executors.base import Executor, ModelInfo
 from .kv_events import KvEvents
+from .kv_identity import identity_of
 from .merging.merging import Merging
 from .merging.mode_policy import ModePolicy
 from .merging.modes import Modes, mode_policy
@@ -115,6 +119,7 @@ class Engine:
             raise ValueError("preemption is 'swap', which this executor can't do; set it to 'auto' or 'recompute'")
         self.swapped = SwappedKv(executor.swaps, images.budget, layout.page_bytes, costs)
         self.host = self._host_tier(images.budget)
+        self.disk = self._disk_tier(images.budget, self.host)
         checkpoint_blocks = config.state_checkpoint_tokens // self.block_tokens if config.chunked_prefill else 0
         memory = self.memory = RequestMemory(
             pool=self.pool,
@@ -131,6 +136,7 @@ class Engine:
             costs=costs,
             clock=clock,
             host=self.host,
+            disk=self.disk,
         )
         self.starts = executor.cold_starts
         loads = LoadPolicy(self.store, costs, self.starts, self.pages_per_token, config.max_load_stall_seconds)
@@ -186,6 +192,32 @@ class Engine:
         tier = CachedPages(swaps, budget, self.prefix, self.costs, layout.page_bytes, windowed)
         self.prefix.tier = tier
         return tier
+
+    def _disk_tier(self, budget: HostBudget, host: CachedPages | None) -> DiskTier | None:
+        """Return the tier of files below host memory. Raises ValueError if the folder can't be used."""
+        config, swaps = self.config, self.executor.swaps
+        if config.kv_cache_dir is None or config.kv_cache_disk_bytes is None:
+            return None
+        if host is None or swaps is None:
+            raise ValueError("kv_cache_dir is set, but this executor can't copy KV; leave it out")
+        page_bytes = len(swaps.bytes_of(swaps.new_image()))
+        folder = BlockFolder(config.kv_cache_dir, config.kv_cache_disk_bytes, page_bytes)
+        device, remembered = type(self.executor).__name__, config.kv_cache_dir / "model"
+        keys = BlockKeys(identity_of(config, self.executor.layout, device, remembered, folder.seal_of))
+        host.disk = DiskTier(
+            folder,
+            keys,
+            swaps,
+            host=host,
+            prefix=self.prefix,
+            budget=budget,
+            costs=self.costs,
+            page_bytes=self.executor.layout.page_bytes,
+            content_of=self.store.content_of,
+            clock=self._clock,
+            wake=self.wake,
+        )
+        return host.disk
 
     def _modes(self, policy: ModePolicy | None) -> Modes | None:
         """Return the chooser of step modes; None if only `merge` and `unmerge` change the mode."""
@@ -379,7 +411,12 @@ class Engine:
         self.merging.unmerge()
 
     def reset_prefix_cache(self, tiers: Collection[Place] = tuple(Place)) -> int:
-        """Forget the cached prefixes in some tiers that no request uses; return how many blocks were forgotten."""
+        """Forget the cached prefixes in some tiers that no request uses; return how many blocks were forgotten.
+
+        Files are removed in the background, and not counted.
+        """
+        if Place.DISK in tiers and self.disk is not None:
+            self.disk.clear()
         return self.prefix.clear(frozenset(tiers))
 
     def record_kv_events(self) -> KvEvents:
@@ -388,6 +425,9 @@ class Engine:
         return self.kv_events
 
     def close(self) -> None:
+        """Write cached prefixes to files, if there are to be any, and let go of everything."""
+        if self.disk is not None and self.host is not None:
+            self.disk.close(self.host.copy_of)
         self.store.close()
         self.executor.close()
 

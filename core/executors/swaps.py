@@ -39,6 +39,14 @@ class PageSwaps:
             image = self._dma.buffers.take((len(pages), self._page_elems), self._dtype)
             return image, _rest(self._dma.copies.copy_pages(image, pages, to_device=False))
 
+    def new_image(self) -> torch.Tensor:
+        """Return an uninitialized image of a page; from any thread. Raises MemoryError."""
+        return self._dma.buffers.take((1, self._page_elems), self._dtype)
+
+    def bytes_of(self, image: torch.Tensor) -> memoryview:
+        """Return the bytes of an image, to read or to change."""
+        return image.view(torch.uint8).numpy().data.cast("B")
+
     def copy_in(self, image: torch.Tensor, skip: int, pages: Sequence[int]) -> Transfer | None:
         with self._scope():
             return _rest(self._dma.copies.copy_pages(image[..., skip:, :], pages, to_device=True))

@@ -16,6 +16,7 @@ from .types import FinishReason, SamplerState, TokenLogprobs
 
 if TYPE_CHECKING:
     from ...memory.adapters.adapter import Adapter
+    from ...memory.disk.tier import ReadAhead
     from ...memory.files.manifest import AdapterManifest
     from ...memory.files.score_head import ScoreHead
     from ...memory.pages.block import Block
@@ -114,6 +115,8 @@ class Request:
     """Its KV in host memory, until that is restored."""
     restoring: Transfer | None = None
     """The copy of its KV from host memory into its pages; it computes nothing until that ends."""
+    reading: ReadAhead | None = None
+    """The read of its prompt's blocks from files, while it is worth waiting for."""
     num_passed_tokens: int = 0
     """Prefix tokens in host memory that it computes again, because that takes less time."""
     fetch: Fetch | None = None

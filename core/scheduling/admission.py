@@ -178,6 +178,9 @@ class Admission:
             builder.pages.donors = self._pages.donors(builder.now)
         self.open_queue(builder, slot_source)
         while (request := self._next(builder)) is not None:
+            if self._prefills.wait_for_read(request):
+                builder.order.advance()
+                continue
             blocks = self.memory.match(request)
             kept = self.memory.kept_tokens(request, blocks)
             count = self.memory.limit_chunk(request, kept, request.num_tokens - kept)

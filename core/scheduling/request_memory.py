@@ -13,6 +13,7 @@ from typing import Any, Literal
 from ...memory.adapters.adapter import Adapter
 from ...memory.adapters.reclaimer import Reclaimer
 from ...memory.adapters.store import AdapterStore
+from ...memory.disk.tier import DiskTier
 from ...memory.host.cached_pages import CachedPages
 from ...memory.pages.block import BASE_VERSION, Block
 from ...memory.pages.block_table import BlockTable
@@ -23,7 +24,7 @@ from ...memory.pages.prefix import PrefixCache
 from ...memory.pages.states import StateSlots
 from ...memory.transfers.swapped_kv import KvImage, SwappedKv
 from ...memory.transfers.transfer import ExecutorLost
-from ..requests.request import Request
+from ..requests.request import Request, RequestState
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +55,8 @@ class RequestMemory:
     max_chunk: the most tokens of a request in a step. checkpoint_tokens: see
     `EngineConfig.state_checkpoint_tokens`. share_prefix_cache: also between tenants.
     may_swap: whether to keep a preempted request's KV in host memory.
-    host: images of cached pages; None: there are none. arriving: requests with KV being copied back.
+    host, disk: where cached pages go from the pool, and from there; None: nowhere.
+    arriving: requests with KV being copied back.
     """
 
     pool: PagePool
@@ -71,6 +73,7 @@ class RequestMemory:
     costs: RestoreCosts
     clock: Callable[[], float]
     host: CachedPages | None = None
+    disk: DiskTier | None = None
     arriving: list[Request] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -100,6 +103,30 @@ class RequestMemory:
         if blocks and self.layout.state_pages and not self.fits(request, blocks) and self.fits(request, []):
             return []  # the pages of the checkpoint and of the request's own states don't fit at the same time
         return blocks
+
+    def read_ahead(self, request: Request) -> None:
+        """Begin to read the blocks of a new request's prompt that are in files only."""
+        if self.disk is None or not self.use_prefix_cache or request.needs_prompt_states:
+            return
+        version, scope = _version(request.adapter), self.scope(request)
+        request.reading = self.disk.read_ahead(
+            version,
+            request.token_ids,
+            scope,
+            request.lora_from,
+            self.block_tokens,
+            lambda: request.state is not RequestState.DONE,
+        )
+
+    def is_read_ahead(self, request: Request) -> bool:
+        """True while blocks of a request's prompt are being read, and it is worth waiting for them."""
+        job = request.reading
+        if job is None or self.disk is None:
+            return False
+        if self.disk.is_coming(job):
+            return True
+        request.reading = None
+        return False
 
     def _has_images_to_fetch(self, blocks: list[Block]) -> bool:
         state = blocks[-1].checkpoint

@@ -23,6 +23,7 @@ class SharedPrefills:
     _leaders: dict[object, Request] = field(default_factory=dict)
     _followers: dict[Request, list[Request]] = field(default_factory=dict)
     _fetched: dict[Request, list[Request]] = field(default_factory=dict)
+    _reading: list[Request] = field(default_factory=list)
 
     def hold_back(self, request: Request, num_tokens: int) -> bool:
         """Hold a request back if another one computes its prompt. num_tokens: tokens of it that have KV already."""
@@ -33,6 +34,14 @@ class SharedPrefills:
             return False
         self._waiting.hold_back(request)
         self._followers.setdefault(leader, []).append(request)
+        return True
+
+    def wait_for_read(self, request: Request) -> bool:
+        """Hold a request back while its prompt's blocks are being read from files, if that is worth it."""
+        if request.reading is None or not self._memory.is_read_ahead(request):
+            return False
+        self._waiting.hold_back(request)
+        self._reading.append(request)
         return True
 
     def wait_for_fetch(self, request: Request, blocks: list[Block]) -> bool:
@@ -51,6 +60,9 @@ class SharedPrefills:
 
     def release_followers(self) -> None:
         """Release a leader's followers once it has computed the prompt, or copied it, or never will."""
+        for request in [each for each in self._reading if not self._memory.is_read_ahead(each)]:
+            self._reading.remove(request)
+            self._waiting.release(request)
         for fetching in [each for each in self._fetched if each.fetch is None]:
             for request in reversed(self._fetched.pop(fetching)):
                 self._waiting.release(request)

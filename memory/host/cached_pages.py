@@ -16,6 +16,7 @@ from ..transfers.transfer import ExecutorLost
 from .budget import HostBudget
 
 if TYPE_CHECKING:
+    from ..disk.tier import DiskTier
     from ..pages.eviction import RestoreCosts
     from ..pages.prefix import PrefixCache
     from ..transfers.swapped_kv import SwapBackend
@@ -49,6 +50,8 @@ class CachedPages:
         self._costs = costs
         self._page_bytes = page_bytes
         self._windowed = frozenset(windowed)
+        self.disk: DiskTier | None = None
+        """Where blocks are written; None: nowhere."""
         self.num_bytes = 0
         self.num_saved_pages = self.num_fetched_pages = 0
         budget.join(self)
@@ -67,6 +70,8 @@ class CachedPages:
                 break
             self._put(block, group, copied[0])
         self.offer(block)
+        if self.disk is not None:
+            self.disk.save(block)
 
     def save_state(self, state: KeptState) -> None:
         """Make images of a checkpoint's pages, if there is room for them."""
@@ -76,6 +81,27 @@ class CachedPages:
         if len(images) == len(state.pages):
             self._put_state(state, images)
         self.offer(state.block)
+        if self.disk is not None:
+            self.disk.save(state.block)
+
+    def adopt(self, block: Block, images: dict[int, Any], state: list[Any], accepted: int) -> bool:
+        """Give a block images that were read from a file; False, and the block is forgotten if it has nothing else, if
+        there is no room for them, or they are too few.
+        """
+        missing = [group for group in images if group not in block.images]
+        keeps_state = bool(state) and block.checkpoint is None
+        count = len(missing) + len(state) * keeps_state
+        if count and self._admit(block, count, block):
+            for group in missing:
+                self._put(block, group, images[group])
+            if keeps_state:
+                block.checkpoint = KeptState(block, (), accepted)
+                self._put_state(block.checkpoint, state)
+        if not block.is_resident and not self._is_whole(block):
+            self._prefix.forget(block)
+            return False
+        self.offer(block)
+        return True
 
     def offer(self, block: Block) -> None:
         """Update whether a block's images may be dropped, and when."""
@@ -137,6 +163,8 @@ class CachedPages:
     def drop(self, item: Hashable) -> None:
         """Drop the images of an item."""
         assert isinstance(item, Cached)
+        if self.disk is not None:
+            self.disk.save(item if isinstance(item, Block) else item.block)
         if isinstance(item, KeptState):
             self.forget_state(item)
         elif isinstance(item, WindowPages):
@@ -169,6 +197,12 @@ class CachedPages:
         """is_copy: the pool has the pages, too: they can be copied again."""
         seconds = self._costs.swapped_page if is_copy else self._costs.prefix_page
         self._budget.offer(self, item, count * self._page_bytes, count * seconds, block.uses, depth=block.depth)
+
+    def copy_of(self, page: int) -> Any:
+        """Return an image of a page that is not counted. Raises MemoryError if that can't be made."""
+        if (copied := self._copy_out(page)) is None:
+            raise MemoryError("a page could not be copied to host memory")
+        return copied[0]
 
     def _copy_out(self, page: int) -> tuple[Any] | None:
         """Copy a page; None if there is no memory for it, or the copy fails. Raises ExecutorLost."""

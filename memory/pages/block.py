@@ -37,6 +37,7 @@ class Block:
         "checkpoint",
         "children",
         "depth",
+        "digest",
         "holds",
         "images",
         "in_windows",
@@ -48,6 +49,7 @@ class Block:
         "parent",
         "tokens",
         "uses",
+        "written",
     )
 
     def __init__(
@@ -75,6 +77,10 @@ class Block:
         self.num_resident_children = 0
         self.images: dict[int, Any] = {}
         """Host images of its pages, by page group."""
+        self.digest: bytes | None = None
+        """Its key in files, once it was needed."""
+        self.written = 0
+        """Parts of it that were given to be written to a file: its page groups, and its checkpoint."""
         self.holds = 0
         """Requests that are about to copy its images: they must not be dropped."""
         self.in_windows: WindowPages | None = None

@@ -27,6 +27,8 @@ class RestoreCosts:
     """Out to host memory and back."""
     host_prefix_page: float = 1e-4
     """From host memory."""
+    disk_prefix_page: float = 5e-4
+    """From a file to host memory."""
 
     def observe(self, name: str, seconds_per_page: float) -> None:
         """Move a cost a fifth of the way to a new measurement."""

@@ -83,6 +83,7 @@ class PrefixCache:
         self._order = order
         self._costs = costs
         self._block_tokens = block_tokens
+        self.num_groups = len(windows)
         self._windowed = [group for group, window in enumerate(windows) if window is not None]
         self._full = [group for group, window in enumerate(windows) if window is None]
         self._reach = [
@@ -110,6 +111,11 @@ class PrefixCache:
         scope: only blocks stored with an equal scope are found. changed_from: index of the first token that the version
         changes; the blocks before it are the base model's.
         """
+        found = self.walk(version, tokens, scope, changed_from)
+        return self._usable(found) if self._windowed or self._has_states else found
+
+    def walk(self, version: int, tokens: Sequence[int], scope: Hashable = None, changed_from: int = 0) -> list[Block]:
+        """The known blocks that `tokens` begin with, usable or not; arguments as of `match`."""
         found: list[Block] = []
         roots = self._roots.get(BASE_VERSION if changed_from else version)
         block: Block | None = None if roots is None else roots.get(scope)
@@ -124,7 +130,7 @@ class PrefixCache:
             if block is None:
                 break
             found.append(block)
-        return self._usable(found) if self._windowed or self._has_states else found
+        return found
 
     def resident(self, blocks: list[Block]) -> list[Block]:
         """The most of a matched run's first blocks from which a request can go on without any image."""
@@ -316,6 +322,33 @@ class PrefixCache:
             state = block.checkpoint
             return state is not None and self.keep_checkpoint(block, checkpoint, state.accepted)
         return True
+
+    def adopt(
+        self, version: int, parent: Block | None, tokens: Sequence[int], scope: Hashable, changed_from: int
+    ) -> Block | None:
+        """Return the block after `parent`, which may be new and then gets images at once; None if that is impossible.
+
+        Arguments as of `insert`.
+        """
+        if parent is None:
+            parent = self._root(BASE_VERSION if changed_from else version, scope)
+        if not parent.is_known:
+            return None
+        branch = self._branch(version, parent.depth * self._block_tokens, changed_from)
+        tokens = tuple(tokens)
+        block = parent.children.get(key_of(tokens, branch))
+        if block is None:
+            pages = [PagePool.DUMMY] * self.num_groups
+            block = Block(parent, tokens, pages, next(self._numbers), branch)
+            block.is_resident = False
+            parent.children[block.key] = block
+            if branch is not None:
+                self._branches.setdefault(version, {})[block] = None
+            if self._windowed:
+                block.in_windows = WindowPages(block)
+            if self.tier is not None:
+                self.tier.offer(parent)
+        return block
 
     def _root(self, version: int, scope: Hashable) -> Root:
         """Return the root of a trie, which may be new."""

@@ -43,6 +43,14 @@ class SwapBackend(Protocol):
         """Wait until a copy may have ended, at most `timeout` seconds."""
         ...
 
+    def new_image(self) -> Any:
+        """Return an uninitialized image of a page; from any thread."""
+        ...
+
+    def bytes_of(self, image: Any) -> memoryview:
+        """Return the bytes of an image of a page, to read or to change."""
+        ...
+
 
 @dataclass(slots=True, eq=False)
 class KvImage:

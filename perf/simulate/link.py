@@ -180,6 +180,13 @@ class SimSwaps:
     def copy_in(self, image: None, skip: int, pages: Sequence[int]) -> SimTransfer | None:
         return self._send(len(pages))
 
+    def new_image(self) -> None:
+        """Return an image, which has no bytes here."""
+
+    def bytes_of(self, image: None) -> memoryview:
+        """Return no bytes: nothing is written to files."""
+        return memoryview(b"")
+
     def wait(self, timeout: float) -> None:
         """Move the clock to the first end of a copy, at most by `timeout`."""
         now = self._clock.now
