@@ -19,13 +19,13 @@ from ..memory.disk.folder import BlockFolder
 from ..memory.disk.keys import BlockKeys
 from ..memory.disk.tier import DiskTier
 from ..memory.host.budget import HostBudget
-from ..memory.host.cached_pages import CachedPages
 from ..memory.host.images import HostImages, Reads, ThreadReads
 from ..memory.pages.block import Place
 from ..memory.pages.eviction import EvictionOrder, RestoreCosts
 from ..memory.pages.pool import PagePool
 from ..memory.pages.prefix import PrefixCache
 from ..memory.pages.shadow import ShadowPages
+from ..memory.transfers.cached_pages import CachedPages
 from ..memory.transfers.swapped_kv import SwappedKv
 from ..memory.transfers.transfer import ExecutorLost
 from .async_steps import AsyncSteps

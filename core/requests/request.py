@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from ...memory.pages.block_table import BlockTable
     from ...memory.transfers.swapped_kv import KvImage
     from ...memory.transfers.transfer import Transfer
-    from ..scheduling.request_memory import Fetch
     from .draft_length import DraftLength
     from .pooling import PooledSum
+    from .prefix_fetch import Fetch
     from .types import ScheduledSequence
 
 

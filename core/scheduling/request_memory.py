@@ -14,7 +14,6 @@ from ...memory.adapters.adapter import Adapter
 from ...memory.adapters.reclaimer import Reclaimer
 from ...memory.adapters.store import AdapterStore
 from ...memory.disk.tier import DiskTier
-from ...memory.host.cached_pages import CachedPages
 from ...memory.pages.block import BASE_VERSION, Block
 from ...memory.pages.block_table import BlockTable
 from ...memory.pages.eviction import RestoreCosts
@@ -22,8 +21,10 @@ from ...memory.pages.layout import PageLayout
 from ...memory.pages.pool import PageKind, PagePool
 from ...memory.pages.prefix import PrefixCache
 from ...memory.pages.states import StateSlots
+from ...memory.transfers.cached_pages import CachedPages
 from ...memory.transfers.swapped_kv import KvImage, SwappedKv
 from ...memory.transfers.transfer import ExecutorLost
+from ..requests.prefix_fetch import Fetch
 from ..requests.request import Request, RequestState
 
 logger = logging.getLogger(__name__)
@@ -31,21 +32,6 @@ logger = logging.getLogger(__name__)
 
 class _FetchFailed(Exception):
     """Cached blocks could not be copied from host memory, and were forgotten."""
-
-
-@dataclass(eq=False)
-class Fetch:
-    """What a request that begins with cached blocks copies from host memory."""
-
-    blocks: list[Block]
-    places: list[tuple[int, Block, int]]
-    """Places in the request's pages, with block and page group."""
-    begun: float
-    """Time in seconds."""
-    checkpoint: list[int] = field(default_factory=list)
-    """Pages for the state after the last block, if that is in host memory."""
-    image: KvImage | None = None
-    """The images, once the copy has begun."""
 
 
 @dataclass(eq=False)

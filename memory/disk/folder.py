@@ -76,10 +76,10 @@ class SealedBlock:
 class BlockFolder:
     """Reads, writes and removes files; any thread, and several servers at once. A fault of the disk is a miss."""
 
-    def __init__(self, root: Path, capacity_bytes: int, page_bytes: int, files: Files | None = None) -> None:
-        """page_bytes: of an image of a page. Raises FolderRefused."""
+    def __init__(self, root: Path, capacity_bytes: int | None, page_bytes: int, files: Files | None = None) -> None:
+        """capacity_bytes: None for no limit. page_bytes: of an image of a page. Raises FolderRefused."""
         self.root = str(root)
-        self.capacity_bytes = capacity_bytes
+        self.capacity_bytes = capacity_bytes = 1 << 62 if capacity_bytes is None else capacity_bytes
         self._page_bytes = page_bytes
         self._files = files or Files()
         self._mutex = threading.Lock()

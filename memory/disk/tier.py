@@ -24,9 +24,9 @@ from .keys import BASE, BlockKeys
 
 if TYPE_CHECKING:
     from ..host.budget import HostBudget
-    from ..host.cached_pages import CachedPages
     from ..pages.eviction import RestoreCosts
     from ..pages.prefix import PrefixCache
+    from ..transfers.cached_pages import CachedPages
 
 logger = logging.getLogger(__name__)
 
@@ -146,20 +146,21 @@ class DiskTier:
             at = at.parent
         digest = None if at is None else at.digest
         for each in reversed(chain):
-            if isinstance(each, Root):
-                owner = self._owner(each.version)
-                if owner is None or not isinstance(each.scope, tuple):
-                    return None
-                digest = self.keys.root(owner, each.scope)
-            else:
-                branch, owner = each.branch, ""
-                if branch is not None:
-                    owner = self._owner(branch.version) or ""
-                if digest is None or (branch is not None and not owner):
-                    return None
-                digest = self.keys.after(digest, each.tokens, owner, 0 if branch is None else branch.changed_from)
-            each.digest = digest
+            digest = each.digest = self._digest_of_root(each) if isinstance(each, Root) else self._after(digest, each)
+            if digest is None:
+                break
         return digest
+
+    def _digest_of_root(self, root: Root) -> bytes | None:
+        owner = self._owner(root.version)
+        return None if owner is None or not isinstance(root.scope, tuple) else self.keys.root(owner, root.scope)
+
+    def _after(self, parent: bytes | None, block: Block) -> bytes | None:
+        """A block's key after its parent's; None if that, or the content hash of its adapter, is not known."""
+        if parent is None or (branch := block.branch) is None:
+            return None if parent is None else self.keys.after(parent, block.tokens)
+        owner = self._owner(branch.version)
+        return None if owner is None else self.keys.after(parent, block.tokens, owner, branch.changed_from)
 
     # -- writing
 
@@ -399,18 +400,21 @@ class DiskTier:
         found: list[Block] = list(self.prefix.roots())
         for block in found:
             found += block.children.values()
-            if block.parent is None or time.monotonic() > end:
-                continue
-            groups = tuple(group for group, page in enumerate(block.pages) if page or group in block.images)
-            state = block.checkpoint
-            if block.written >= len(groups) + (state is not None) or not groups:
-                continue
             while self._queued_bytes > self._most_queued // 2 and time.monotonic() < end:
                 time.sleep(0.005)
-            images = [
-                block.images[group] if group in block.images else copy_out(block.pages[group]) for group in groups
-            ]
-            if state is not None:
-                images += state.images or [copy_out(page) for page in state.pages]
-            accepted = 0 if state is None else state.accepted
-            self._enqueue(block, SealedBlock(groups, len(images) - len(groups), accepted, images), 1 << 62)
+            if time.monotonic() > end:
+                return
+            if block.parent is not None and (sealed := _all_of(block, copy_out)) is not None:
+                self._enqueue(block, sealed, 1 << 62)
+
+
+def _all_of(block: Block, copy_out: Callable[[int], Any]) -> SealedBlock | None:
+    """All of a block's pages, and of its checkpoint's; None if they were given to be written."""
+    groups = tuple(group for group, page in enumerate(block.pages) if page or group in block.images)
+    state, state_images = block.checkpoint, list[Any]()
+    if not groups or block.written >= len(groups) + (state is not None):
+        return None
+    images = [block.images[group] if group in block.images else copy_out(block.pages[group]) for group in groups]
+    if state is not None:
+        state_images = state.images or [copy_out(page) for page in state.pages]
+    return SealedBlock(groups, len(state_images), 0 if state is None else state.accepted, images + state_images)

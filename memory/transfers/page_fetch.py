@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from .swap_backend import SwapBackend
 from .transfer import Transfer
-
-if TYPE_CHECKING:
-    from .swapped_kv import SwapBackend
 
 STEP_BYTES = 16 << 20
 """Bytes that the thread of steps copies at once: some milliseconds. The rest follows between later steps."""

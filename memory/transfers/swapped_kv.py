@@ -6,50 +6,17 @@ import logging
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from ..host.budget import HostBudget
 from ..pages.block_table import BlockTable
 from ..pages.eviction import RestoreCosts
 from ..pages.pool import IntegrityError, PageKind, PagePool
 from .page_fetch import PageFetch
+from .swap_backend import SwapBackend
 from .transfer import ExecutorLost, Transfer
 
 logger = logging.getLogger(__name__)
-
-
-class SwapBackend(Protocol):
-    """Copies pages between arena and host; the executor implements it, so no other code touches a tensor."""
-
-    @property
-    def page_seconds(self) -> float:
-        """Seconds to copy a page out and back, measured before anything was swapped."""
-        ...
-
-    @property
-    def copies_at_once(self) -> bool:
-        """True if copies out are complete when `copy_out` returns."""
-        ...
-
-    def copy_out(self, pages: Sequence[int]) -> tuple[Any, Transfer | None]:
-        """Begin to copy pages to host memory; return the image, and its transfer unless it is already complete."""
-        ...
-
-    def copy_in(self, image: Any, skip: int, pages: Sequence[int]) -> Transfer | None:
-        """Begin to copy an image, without its first `skip` pages, into pages; return None if they already hold it."""
-        ...
-
-    def wait(self, timeout: float) -> None:
-        """Wait until a copy may have ended, at most `timeout` seconds."""
-        ...
-
-    def new_image(self) -> Any:
-        """Return an uninitialized image of a page; from any thread."""
-        ...
-
-    def bytes_of(self, image: Any) -> memoryview:
-        """Return the bytes of an image of a page, to read or to change."""
-        ...
 
 
 @dataclass(slots=True, eq=False)

@@ -1,6 +1,6 @@
 """Host images of cached blocks and checkpoints: the tier below the page pool.
 
-Tests: tests/memory/host/test_cached_pages.py, tests/simulation
+Tests: tests/memory/transfers/test_cached_pages.py, tests/simulation
 """
 
 from __future__ import annotations
@@ -8,23 +8,30 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Hashable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
+from ..host.budget import HostBudget
 from ..pages.block import Block, Cached, KeptState, Place, WindowPages
 from ..pages.pool import IntegrityError
-from ..transfers.transfer import ExecutorLost
-from .budget import HostBudget
+from .transfer import ExecutorLost
 
 if TYPE_CHECKING:
-    from ..disk.tier import DiskTier
     from ..pages.eviction import RestoreCosts
     from ..pages.prefix import PrefixCache
-    from ..transfers.swapped_kv import SwapBackend
+    from .swap_backend import SwapBackend
 
 logger = logging.getLogger(__name__)
 
 COPY_SECONDS = 1.0
 """The most seconds that an eviction waits for a device's copy of a page: far more than that takes."""
+
+
+class Below(Protocol):
+    """The tier below host memory."""
+
+    def save(self, block: Block) -> None:
+        """Keep what there are images of, unless that was done; it returns at once."""
+        ...
 
 
 class CachedPages:
@@ -50,7 +57,7 @@ class CachedPages:
         self._costs = costs
         self._page_bytes = page_bytes
         self._windowed = frozenset(windowed)
-        self.disk: DiskTier | None = None
+        self.disk: Below | None = None
         """Where blocks are written; None: nowhere."""
         self.num_bytes = 0
         self.num_saved_pages = self.num_fetched_pages = 0

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from chorus.memory.host.budget import HostBudget
-from chorus.memory.host.cached_pages import CachedPages
 from chorus.memory.pages.block import Place
 from chorus.memory.pages.eviction import EvictionOrder, RestoreCosts
 from chorus.memory.pages.pool import PageKind, PagePool
 from chorus.memory.pages.prefix import PrefixCache
+from chorus.memory.transfers.cached_pages import CachedPages
 
 STEP, PAGE_BYTES = 4, 10
 
