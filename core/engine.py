@@ -35,7 +35,6 @@ from .engine_stats import EngineStats, stats_of
 from .executors.alone import run_rows_alone
 from .executors.base import Executor, ModelInfo
 from .kv_events import KvEvents
-from .kv_identity import identity_of
 from .merging.merging import Merging
 from .merging.mode_policy import ModePolicy
 from .merging.modes import Modes, mode_policy
@@ -198,6 +197,8 @@ class Engine:
         config, swaps = self.config, self.executor.swaps
         if config.kv_cache_dir is None or config.kv_cache_disk_bytes is None:
             return None
+        from .kv_identity import identity_of  # needs torch
+
         if host is None or swaps is None:
             raise ValueError("kv_cache_dir is set, but this executor can't copy KV; leave it out")
         page_bytes = len(swaps.bytes_of(swaps.new_image()))

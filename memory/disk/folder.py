@@ -81,7 +81,7 @@ class BlockFolder:
         self.root = str(root)
         self.capacity_bytes = capacity_bytes = 1 << 62 if capacity_bytes is None else capacity_bytes
         self._page_bytes = page_bytes
-        self._files = files or Files()
+        self.files = files or Files()
         self._mutex = threading.Lock()
         self.known_bytes = 0
         """Bytes in the folder, as this process has seen them last."""
@@ -94,7 +94,7 @@ class BlockFolder:
             with self.locked():
                 self._key = self._read_key()
                 for name in ("blocks", "new"):
-                    self._files.make_folder(f"{self.root}/{name}")
+                    self.files.make_folder(f"{self.root}/{name}")
                 self._sweep()
                 self._recount()
                 self._evict_to(capacity_bytes)
@@ -119,7 +119,7 @@ class BlockFolder:
         """Read a block; None if there is no sound file. make: returns a new image of a page, and its bytes."""
         path = self._path(place)
         try:
-            fd = self._files.open(path)
+            fd = self.files.open(path)
         except FileNotFoundError:
             return None
         except OSError as error:
@@ -132,18 +132,18 @@ class BlockFolder:
             return None
         finally:
             with suppress(OSError):
-                self._files.close(fd)
+                self.files.close(fd)
         if found is None:
             self.num_bad += 1
             logger.warning("%s is not a block that a server with this key wrote; it is removed", path)
             self._remove(path)
             return None
         with suppress(OSError):
-            self._files.touch(path)
+            self.files.touch(path)
         return found
 
     def _read(self, fd: int, place: Place, make: Callable[[], tuple[Any, memoryview]]) -> SealedBlock | None:
-        status = self._files.stat(fd)
+        status = self.files.stat(fd)
         if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
             return None
         seal = hashlib.blake2b(place.key.encode(), key=self._key, digest_size=SEAL_BYTES)
@@ -185,7 +185,7 @@ class BlockFolder:
                     return False
                 self._count(size)
                 try:
-                    fd = self._files.create(new, size)
+                    fd = self.files.create(new, size)
                 except BaseException:
                     self._count(-size)
                     raise
@@ -194,10 +194,10 @@ class BlockFolder:
                 seal.update(part)
                 self._put(fd, part)
             self._put(fd, seal.digest())
-            self._files.make_folder(f"{self.root}/{place.folder}")
+            self.files.make_folder(f"{self.root}/{place.folder}")
             with self.locked():
                 replaced = self._bytes_of(self._path(place))
-                self._files.rename(new, self._path(place))
+                self.files.rename(new, self._path(place))
                 self._count(-replaced)
         except OSError as error:
             self._fail("written", self._path(place), error)
@@ -207,7 +207,7 @@ class BlockFolder:
         finally:
             if fd >= 0:
                 with suppress(OSError):
-                    self._files.close(fd)
+                    self.files.close(fd)
         self.num_written_bytes += size
         return True
 
@@ -219,12 +219,12 @@ class BlockFolder:
 
     def remove_tenant(self, tenant: str) -> int:
         """Remove all blocks of a tenant; return how many."""
-        owners = [entry.path for entry in self._files.entries(f"{self.root}/blocks") if entry.is_dir()]
+        owners = [entry.path for entry in self.files.entries(f"{self.root}/blocks") if entry.is_dir()]
         return self._remove_all([f"{owner}/{self.tenant(tenant)}" for owner in owners])
 
     def clear(self) -> int:
         """Remove all blocks; return how many."""
-        return self._remove_all([entry.path for entry in self._files.entries(f"{self.root}/blocks")])
+        return self._remove_all([entry.path for entry in self.files.entries(f"{self.root}/blocks")])
 
     @property
     def num_bytes(self) -> int:
@@ -258,7 +258,7 @@ class BlockFolder:
     def _unlink(self, path: str, size: int) -> bool:
         """Remove a file; the caller holds the lock."""
         try:
-            self._files.unlink(path)
+            self.files.unlink(path)
         except FileNotFoundError:
             return False
         self._count(-size)
@@ -289,7 +289,7 @@ class BlockFolder:
         yield from self._walk(f"{self.root}/new")
 
     def _walk(self, folder: str) -> Iterator[os.DirEntry[str]]:
-        for entry in list(self._files.entries(folder)):
+        for entry in list(self.files.entries(folder)):
             if entry.is_dir(follow_symlinks=False):
                 yield from self._walk(entry.path)
             else:
@@ -314,7 +314,7 @@ class BlockFolder:
 
     def _sweep(self) -> None:
         """Remove files that a process began and did not finish; the caller holds the lock."""
-        for entry in self._files.entries(f"{self.root}/new"):
+        for entry in self.files.entries(f"{self.root}/new"):
             with suppress(OSError):
                 fd = os.open(entry.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
                 try:
@@ -364,7 +364,7 @@ class BlockFolder:
     def _fill(self, fd: int, data: memoryview) -> bool:
         """Read as many bytes as `data` has; False if the file ends before."""
         while data:
-            count = self._files.read(fd, data)
+            count = self.files.read(fd, data)
             if count == 0:
                 return False
             data = data[count:]
@@ -373,7 +373,7 @@ class BlockFolder:
     def _put(self, fd: int, data: bytes | memoryview) -> None:
         data = memoryview(data)
         while data:
-            data = data[self._files.write(fd, data) :]
+            data = data[self.files.write(fd, data) :]
 
     def _fail(self, done: str, path: str, error: OSError) -> None:
         self.num_failed += 1

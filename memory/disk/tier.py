@@ -3,7 +3,7 @@
 The engine's thread never waits for the disk: it hands out snapshots of host images to be written, and takes in images
 that were read. A disk that is full, fails or hangs costs hits.
 
-Tests: tests/memory/disk/test_disk_tier.py, tests/simulation
+Tests: tests/core/test_prefix_tiers.py, tests/simulation
 """
 
 from __future__ import annotations
@@ -38,6 +38,18 @@ CLOSE_SECONDS = 30.0
 """The most seconds that a clean stop writes blocks."""
 
 READERS = 2
+
+
+class Pool(Protocol):
+    """Runs calls beside the engine's thread."""
+
+    def submit(self, function: Callable[..., Any], /, *args: Any) -> Future[Any]:
+        """Run a call soon. Raises an error if it can't be run."""
+        ...
+
+    def shutdown(self) -> None:
+        """Begin no further call."""
+        ...
 
 
 class PageBytes(Protocol):
@@ -93,10 +105,11 @@ class DiskTier:
     clock: Callable[[], float]
     wake: Callable[[], None] = lambda: None
     """Called when a read has ended, from its thread."""
+    close_seconds: float = CLOSE_SECONDS
+    """The most seconds that `close` waits for the disk."""
 
     def __post_init__(self) -> None:
-        self._writer = DaemonPool("kv-write", 1, 1 << 20)
-        self._readers = DaemonPool("kv-read", READERS, 64)
+        self.use_pools(DaemonPool("kv-write", 1, 1 << 20), DaemonPool("kv-read", READERS, 64))
         self._lock = threading.Lock()
         self._queue: deque[tuple[Place, SealedBlock]] = deque()
         self._queued_bytes = 0
@@ -109,6 +122,10 @@ class DiskTier:
         self.num_hit_tokens = 0
         self.read_seconds = 0.0
         self.budget.join(self)
+
+    def use_pools(self, writer: Pool, readers: Pool) -> None:
+        """Write and read on these threads; the writer runs one call after another."""
+        self._writer, self._readers = writer, readers
 
     # -- for the budget
 
@@ -385,7 +402,7 @@ class DiskTier:
         if self.is_closed:
             return
         self.is_closed = True
-        end = time.monotonic() + CLOSE_SECONDS
+        end = time.monotonic() + self.close_seconds
         for job in self._jobs.values():
             job.has_ended = True
         if copy_out is not None:

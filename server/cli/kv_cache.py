@@ -12,9 +12,7 @@ from .adapters import CommandError
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", type=Path, metavar="DIR", help="the servers' kv_cache_dir")
     what = parser.add_mutually_exclusive_group()
-    what.add_argument(
-        "--remove-adapter", metavar="HASH", help="remove the blocks of the adapter with this content hash"
-    )
+    what.add_argument("--remove-adapter", metavar="HASH", help="remove an adapter's blocks, by its content hash")
     what.add_argument("--remove-tenant", metavar="NAME", help="remove the blocks of a tenant, of all adapters")
     what.add_argument("--remove-all", action="store_true", help="remove all blocks")
 

@@ -298,7 +298,7 @@ def test_a_key_without_the_adapter_s_content_is_found(gqa, disk_server, monkeypa
 
 
 def test_a_key_without_the_dtype_is_found(disk_server, monkeypatch):
-    monkeypatch.setattr("chorus.core.engine.identity_of", lambda *arguments: {})
+    monkeypatch.setattr("chorus.core.kv_identity.identity_of", lambda *arguments: {})
     monkeypatch.setattr("chorus.memory.disk.folder.BlockFolder._size", lambda self, count: 32 + count * 64 + 32)
     first = disk_server(kv_cache_dtype="fp8", block_tokens=8)
     ask(first, 0, None, PROMPT)

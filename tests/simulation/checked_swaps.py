@@ -5,8 +5,10 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from .asked import promise
+from .faulty_disk import FileImage, bytes_of
 from .made_up_model import Memory
 from .virtual_reads import VirtualClock
 
@@ -55,6 +57,12 @@ class CheckedSwaps:
         for place in places:
             place[:] = ["not there yet"] * len(place)
         return self._begin(write)
+
+    def new_image(self) -> FileImage:
+        return FileImage()
+
+    def bytes_of(self, image: Any) -> memoryview:
+        return bytes_of(image)
 
     def wait(self, timeout: float) -> None:
         self._reached["waited for a copy"] += bool(self._num_under_way)
