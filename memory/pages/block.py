@@ -1,4 +1,7 @@
-"""Blocks of the prefix cache: full KV blocks, their pages in windows, and the recurrent states after them."""
+"""Blocks of the prefix cache: full KV blocks, their pages in windows, and the recurrent states after them.
+
+Tests: tests/memory/pages/test_prefix.py
+"""
 
 from __future__ import annotations
 
