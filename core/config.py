@@ -198,8 +198,19 @@ class EngineConfig(BaseModel):
     host_cache_bytes: int | None = Field(
         default=None,
         ge=0,
-        description="host memory for adapters and for the KV cache of preempted requests, evicted least recently "
-        "used first; default: an eighth of the free memory at the start, at least 1 GiB",
+        description="host memory for adapters, for the KV cache of preempted requests, and for cached prefixes that "
+        "leave the page pool; what costs least to bring back for how often it is used leaves first; default: an eighth "
+        "of the free memory at the start, at least 1 GiB",
+    )
+    kv_cache_dir: Path | None = Field(
+        default=None,
+        description="directory for cached prefixes that leave host memory, and of earlier runs; several servers of one "
+        "user may share it. It must be that user's alone (mode 700). Default: prefixes are not kept in files",
+    )
+    kv_cache_disk_bytes: int | None = Field(
+        default=None,
+        ge=1 << 20,
+        description="size limit of kv_cache_dir, for all servers that use it; what was used longest ago is removed",
     )
     async_scheduling: bool = Field(
         default=True,
@@ -372,6 +383,18 @@ class EngineConfig(BaseModel):
             raise ValueError(
                 f"speculation_cache_tokens is {self.speculation_cache_tokens}, but speculation is 'off'; leave out "
                 "one of them"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _files_of_prefixes_have_a_folder_and_a_limit(self) -> EngineConfig:
+        if (self.kv_cache_dir is None) != (self.kv_cache_disk_bytes is None):
+            given, missing = ("kv_cache_dir", "kv_cache_disk_bytes")[:: 1 if self.kv_cache_dir is not None else -1]
+            raise ValueError(f"{given} is set, but {missing} is not; set both, or leave both out")
+        if self.kv_cache_dir is not None and (not self.prefix_cache or self.host_cache_bytes == 0):
+            name = "prefix_cache is off" if not self.prefix_cache else "host_cache_bytes is 0"
+            raise ValueError(
+                f"kv_cache_dir is set, but {name}: files are of cached prefixes, and go through host memory"
             )
         return self
 

@@ -8,18 +8,24 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ..memory.adapters.adapter import Adapter
 from ..memory.adapters.reclaimer import Reclaimer
 from ..memory.adapters.store import AdapterStore
+from ..memory.disk.folder import BlockFolder
+from ..memory.disk.keys import BlockKeys
+from ..memory.disk.tier import DiskTier
+from ..memory.host.budget import HostBudget
 from ..memory.host.images import HostImages, Reads, ThreadReads
+from ..memory.pages.block import Place
 from ..memory.pages.eviction import EvictionOrder, RestoreCosts
 from ..memory.pages.pool import PagePool
 from ..memory.pages.prefix import PrefixCache
 from ..memory.pages.shadow import ShadowPages
+from ..memory.transfers.cached_pages import CachedPages
 from ..memory.transfers.swapped_kv import SwappedKv
 from ..memory.transfers.transfer import ExecutorLost
 from .async_steps import AsyncSteps
@@ -81,7 +87,11 @@ class Engine:
         order = EvictionOrder(lru=config.eviction == "lru")
         costs = self.costs = RestoreCosts()
         images = HostImages(
-            config.host_bytes, reads or ThreadReads(reading_threads()), clock, config.adapter_read_seconds
+            config.host_bytes,
+            reads or ThreadReads(reading_threads()),
+            clock,
+            config.adapter_read_seconds,
+            lru=config.eviction == "lru",
         )
         self.store = AdapterStore(
             self.pool,
@@ -103,11 +113,14 @@ class Engine:
         self.store.on_leaving = self._leave
         if executor.swaps is not None:
             costs.swapped_page = executor.swaps.page_seconds
+            costs.host_prefix_page = executor.swaps.page_seconds / 2
         elif config.preemption == "swap":
             raise ValueError("preemption is 'swap', which this executor can't do; set it to 'auto' or 'recompute'")
-        self.swapped = SwappedKv(executor.swaps, images.budget, layout.page_bytes)
+        self.swapped = SwappedKv(executor.swaps, images.budget, layout.page_bytes, costs)
+        self.host = self._host_tier(images.budget)
+        self.disk = self._disk_tier(images.budget, self.host)
         checkpoint_blocks = config.state_checkpoint_tokens // self.block_tokens if config.chunked_prefill else 0
-        memory = RequestMemory(
+        memory = self.memory = RequestMemory(
             pool=self.pool,
             store=self.store,
             prefix=self.prefix,
@@ -119,7 +132,10 @@ class Engine:
             share_prefix_cache=config.share_prefix_cache,
             swapped=self.swapped,
             may_swap=lambda: swaps(config.preemption, costs),
+            costs=costs,
             clock=clock,
+            host=self.host,
+            disk=self.disk,
         )
         self.starts = executor.cold_starts
         loads = LoadPolicy(self.store, costs, self.starts, self.pages_per_token, config.max_load_stall_seconds)
@@ -165,6 +181,44 @@ class Engine:
         engine = cls(config, open_executor(config), reads=reads)
         engine.adapters.register_directories(modules)
         return engine
+
+    def _host_tier(self, budget: HostBudget) -> CachedPages | None:
+        """Return the tier for cached pages that are evicted; None if nothing can be copied, or nothing is cached."""
+        swaps, config, layout = self.executor.swaps, self.config, self.executor.layout
+        if swaps is None or not swaps.copies_at_once or not config.prefix_cache or not config.host_bytes:
+            return None  # a step would wait for a device's copy of each page that is evicted
+        windowed = [group for group, window in enumerate(layout.group_windows) if window is not None]
+        tier = CachedPages(swaps, budget, self.prefix, self.costs, layout.page_bytes, windowed)
+        self.prefix.tier = tier
+        return tier
+
+    def _disk_tier(self, budget: HostBudget, host: CachedPages | None) -> DiskTier | None:
+        """Return the tier of files below host memory. Raises ValueError if the folder can't be used."""
+        config, swaps = self.config, self.executor.swaps
+        if config.kv_cache_dir is None or config.kv_cache_disk_bytes is None:
+            return None
+        from .kv_identity import identity_of  # needs torch
+
+        if host is None or swaps is None:
+            raise ValueError("kv_cache_dir is set, but this executor can't copy KV; leave it out")
+        page_bytes = len(swaps.bytes_of(swaps.new_image()))
+        folder = BlockFolder(config.kv_cache_dir, config.kv_cache_disk_bytes, page_bytes)
+        device, remembered = type(self.executor).__name__, config.kv_cache_dir / "model"
+        keys = BlockKeys(identity_of(config, self.executor.layout, device, remembered, folder.seal_of))
+        host.disk = DiskTier(
+            folder,
+            keys,
+            swaps,
+            host=host,
+            prefix=self.prefix,
+            budget=budget,
+            costs=self.costs,
+            page_bytes=self.executor.layout.page_bytes,
+            content_of=self.store.content_of,
+            clock=self._clock,
+            wake=self.wake,
+        )
+        return host.disk
 
     def _modes(self, policy: ModePolicy | None) -> Modes | None:
         """Return the chooser of step modes; None if only `merge` and `unmerge` change the mode."""
@@ -220,14 +274,21 @@ class Engine:
         """End a request and free its pages; it has no further output. False if it is unknown or done."""
         return self.scheduler.abort(request_id)
 
-    def reset_prefix_cache(self, *, reset_running_requests: bool = False) -> int:
-        """Forget all cached prefixes; return how many pages had them.
+    def reset_prefix_cache(
+        self, *, reset_running_requests: bool = False, tiers: Collection[Place] = tuple(Place)
+    ) -> int:
+        """Forget the cached prefixes in some tiers; return how many pages had them or, of some tiers only, blocks.
 
-        Running requests keep their KV, which no other request will use. reset_running_requests: preempt them, too.
+        Running requests keep their KV, which no other request will use if the page pool and host memory are cleared.
+        Files are removed in the background, and not counted. reset_running_requests: preempt running requests, too.
         """
-        count = len(self.prefix)
+        if Place.DISK in tiers and self.disk is not None:
+            self.disk.clear()
         if reset_running_requests:
             self.scheduler.reset_running()
+        if not {Place.POOL, Place.HOST} <= {*tiers}:
+            return self.prefix.clear(frozenset(tiers))
+        count = len(self.prefix)
         self.prefix.drop_all()
         self.scheduler.stop_caching()
         return count
@@ -349,6 +410,8 @@ class Engine:
         self.pool.check_integrity(itertools.chain.from_iterable(holder.holders() for holder in holders))
         requests = self.scheduler.lifecycle.requests.values()
         self.swapped.check_integrity(each.kv_image for each in requests if each.kv_image is not None)
+        if self.host is not None:
+            self.host.check_integrity()
 
     def stats(self) -> EngineStats:
         return stats_of(self)
@@ -373,6 +436,9 @@ class Engine:
         return self.kv_events
 
     def close(self) -> None:
+        """Write cached prefixes to files, if there are to be any, and let go of everything."""
+        if self.disk is not None and self.host is not None:
+            self.disk.close(self.host.copy_of)
         self.store.close()
         self.executor.close()
 

@@ -146,6 +146,25 @@ class EngineStats:
     num_prefix_hit_tokens: int = _counted(
         "prefix_hit_tokens", "Tokens found in the prefix cache", "prefix.num_hit_tokens", "prefix_cache_hits"
     )
+    num_host_hit_tokens: int = _counted(
+        "prefix_host_hit_tokens", "Prefix tokens copied from host memory", "memory.num_host_hit_tokens"
+    )
+    num_recomputed_tokens: int = _counted(
+        "prefix_recomputed_tokens",
+        "Prefix tokens in host memory that were computed again, because that takes less time",
+        "memory.num_recomputed_tokens",
+    )
+    fetch_seconds: float = _counted(
+        "prefix_fetch_seconds", "Time of copies of prefixes from host memory", "memory.fetch_seconds"
+    )
+    host_cached_bytes: int = _now("prefix_host_bytes", "Host memory used by cached prefixes")
+    num_disk_hit_tokens: int = _counted("prefix_disk_hit_tokens", "Prefix tokens read from files")
+    disk_read_seconds: float = _counted("prefix_disk_read_seconds", "Time of reads of prefixes from files")
+    disk_bytes: int = _now("prefix_disk_bytes", "Bytes in kv_cache_dir, of all servers that use it", largest=True)
+    disk_bytes_read: int = _counted("prefix_disk_read_bytes", "Bytes of prefixes read from files")
+    disk_bytes_written: int = _counted("prefix_disk_written_bytes", "Bytes of prefixes written to files")
+    num_disk_failures: int = _counted("prefix_disk_failures", "Files of prefixes that could not be read or written")
+    num_bad_files: int = _counted("prefix_disk_bad_files", "Files of prefixes that were damaged or forged, and removed")
     num_kv_events: int = _counted("kv_events", "KV events published to routers")
     num_dropped_kv_events: int = _counted("kv_events_dropped", "KV events dropped because the publisher lagged")
     last_step: StepInfo | None = None
@@ -193,6 +212,14 @@ def stats_of(engine: Any) -> EngineStats:
         step_sizes=tuple(scheduler.step_sizes),
         eager_steps=tuple([engine.executor.eager_steps.get(reason, 0) for reason in EAGER_REASONS]),
     )
+    if engine.host is not None:
+        stats.host_cached_bytes = engine.host.num_bytes
+    if (disk := engine.disk) is not None:
+        folder = disk.folder
+        stats.num_disk_hit_tokens, stats.disk_read_seconds = disk.num_hit_tokens, disk.read_seconds
+        stats.disk_bytes, stats.disk_bytes_read = folder.known_bytes, folder.num_read_bytes
+        stats.disk_bytes_written = folder.num_written_bytes
+        stats.num_disk_failures, stats.num_bad_files = folder.num_failed, folder.num_bad
     if merging.merged is not None:
         stats.mode, stats.merged_adapter = StepMode.MERGED, merging.merged.name
     if modes is not None:

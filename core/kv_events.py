@@ -8,14 +8,14 @@ from typing import NamedTuple
 
 from ..memory.adapters.adapter import Adapter
 from ..memory.adapters.store import AdapterStore
-from ..memory.pages.prefix import BASE_VERSION, Block, Root
+from ..memory.pages.block import BASE_VERSION, Block, Place, Root
 
 MAX_EVENTS = 1 << 17
 """Events that wait to be published. They take some 50 MB, and a step of 1,024 tokens brings 64 of them."""
 
 
 class Stored(NamedTuple):
-    """A block that became known. parent: its parent's number, None for the first of a prompt.
+    """A block that is in a place from now on. parent: its parent's number, None for the first of a prompt.
 
     adapter, version, content_hash: of the adapter that it was computed with, None and 0 for the base model. An
     adapter's hash is always known: until it is, its blocks are not told of. changed_from: index of the first of its
@@ -31,10 +31,18 @@ class Stored(NamedTuple):
     content_hash: str | None
     scope: Hashable
     changed_from: int | None = None
+    place: Place = Place.POOL
 
 
-_Recorded = tuple[Block, Adapter | None, Hashable]
-"""A block, its adapter and its scope."""
+class Removed(NamedTuple):
+    """A block that is no longer in a place, by its number."""
+
+    number: int
+    place: Place = Place.POOL
+
+
+_Recorded = tuple[Block, Adapter | None, Hashable, Place]
+"""A block, its adapter, its scope and its place."""
 
 
 class KvEvents:
@@ -50,26 +58,28 @@ class KvEvents:
     def __init__(self, store: AdapterStore, most: int = MAX_EVENTS) -> None:
         self._store = store
         self._most = most
-        self._events: deque[_Recorded | int] = deque()
+        self._events: deque[_Recorded | Removed] = deque()
         self._is_losing = False
         self._adapters: dict[int, Adapter] = {}  # by version
-        self._held: dict[int, _Recorded] = {}  # by number, in order: blocks of adapters without a content hash
+        self._held: dict[
+            Removed, _Recorded
+        ] = {}  # by number and place, in order: blocks of adapters without a content hash
         self.num_recorded = 0
         self.num_dropped = 0
 
     # --- the engine's thread ---
 
-    def stored(self, version: int, scope: Hashable, block: Block) -> None:
-        """Record a block that became known, after its parent."""
+    def stored(self, version: int, scope: Hashable, block: Block, place: Place) -> None:
+        """Record a block that is in a place from now on, after its parent."""
         if self._has_room():
             adapter = None if version == BASE_VERSION else self._adapter(version)
             # a block's number, parent and tokens never change: they are read later, in the publisher's thread
-            self._events.append((block, adapter, scope))
+            self._events.append((block, adapter, scope, place))
 
-    def removed(self, number: int) -> None:
-        """Record that a block was forgotten."""
+    def removed(self, number: int, place: Place) -> None:
+        """Record that a block is no longer in a place."""
         if self._has_room():
-            self._events.append(number)
+            self._events.append(Removed(number, place))
 
     def _has_room(self) -> bool:
         if self._is_losing or len(self._events) >= self._most:
@@ -86,10 +96,8 @@ class KvEvents:
 
     # --- the publisher's thread ---
 
-    def drain(self) -> tuple[list[Stored | int], bool]:
-        """Return all events that may be told, a number for a block that was forgotten; and whether further ones were
-        lost after them.
-        """
+    def drain(self) -> tuple[list[Stored | Removed], bool]:
+        """Return all events that may be told, and whether further ones were lost after them."""
         lost = (
             self._is_losing
         )  # asked first: once it is set nothing is added, so all that is there came before the loss
@@ -98,9 +106,9 @@ class KvEvents:
             self._is_losing = False
         hashes: dict[Adapter, str | None] = {}  # as of now: a block comes after its parent, which has the same adapter
         held, self._held = self._held, {}
-        told: list[Stored | int] = []
+        told: list[Stored | Removed] = []
         for one in (*held.values(), *taken):
-            if not isinstance(one, int):
+            if not isinstance(one, Removed):
                 self._tell(one, hashes, told)
             elif self._held.pop(one, None) is None:
                 told.append(one)
@@ -108,21 +116,21 @@ class KvEvents:
             self._held.clear()  # the lost events include the removal of some of them
         return told, lost
 
-    def _tell(self, one: _Recorded, hashes: dict[Adapter, str | None], told: list[Stored | int]) -> None:
+    def _tell(self, one: _Recorded, hashes: dict[Adapter, str | None], told: list[Stored | Removed]) -> None:
         """Tell of a block, or hold it. hashes: of the adapters so far, filled on the way."""
-        block, adapter, scope = one
+        block, adapter, scope, place = one
         content_hash = None
         if adapter is not None:
             if adapter not in hashes:
                 hashes[adapter] = adapter.manifest.content_hash
             content_hash = hashes[adapter]
             if content_hash is None:
-                self._held[block.number] = one
+                self._held[Removed(block.number, place)] = one
                 return
-        told.append(_stored(block, adapter, content_hash, scope))
+        told.append(_stored(block, adapter, content_hash, scope, place))
 
 
-def _stored(block: Block, adapter: Adapter | None, content_hash: str | None, scope: Hashable) -> Stored:
+def _stored(block: Block, adapter: Adapter | None, content_hash: str | None, scope: Hashable, place: Place) -> Stored:
     parent = None if block.parent is None or isinstance(block.parent, Root) else block.parent.number
     name, version = (None, BASE_VERSION) if adapter is None else (adapter.name, adapter.version)
     return Stored(
@@ -134,4 +142,5 @@ def _stored(block: Block, adapter: Adapter | None, content_hash: str | None, sco
         content_hash=content_hash,
         scope=scope,
         changed_from=None if block.branch is None else block.branch.changed_from,
+        place=place,
     )

@@ -73,6 +73,12 @@ class ServedAdapters:
 
     # -- names
 
+    def forget_content(self, content_hash: str | None) -> None:
+        """Remove the cached prefixes of an adapter's content from files, unless it is registered under another name."""
+        disk = self._scheduler.disk
+        if disk is not None and content_hash is not None and self._store.find(content_hash) is None:
+            disk.remove_owner(content_hash)
+
     def find(self, name: str, sibling: Request | None, tenant: str = "") -> Adapter:
         """The version of a name that a new request of a tenant is bound to: its call's, while that is held. Raises
         InvalidRequest, and AdapterPaused.
@@ -147,8 +153,12 @@ class ServedAdapters:
         adapter = store.get(name)
         if name not in store:
             store.unregister_newest(adapter.name)
+        gone = [adapter]
         for each in (name, *store.kept(name)) if name in store else ():
+            gone.append(store.get(each))
             store.unregister(each)
+        for each in gone:
+            self.forget_content(each.manifest.content_hash)
         if adapter.name not in store:
             self.paused.discard(adapter.name)
         if not force:

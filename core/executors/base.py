@@ -16,7 +16,7 @@ from ...memory.adapters.adapter import Adapter, AdapterBackend
 from ...memory.files.config import MAX_RANK
 from ...memory.pages.layout import PageLayout
 from ...memory.pages.states import StateShape
-from ...memory.transfers.swapped_kv import SwapBackend
+from ...memory.transfers.swap_backend import SwapBackend
 from ...memory.transfers.transfer import ExecutorLost
 from ..cold_start import ColdStarts
 from ..config import EngineConfig

@@ -30,6 +30,7 @@ class PageSwaps:
         self._scope = scope
         self._page_elems = arena.layout.page_elems
         self._dtype = arena.pages.dtype
+        self.copies_at_once = not arena.pages.is_cuda
         self.page_seconds = self._measure(arena.num_pages)
 
     def copy_out(self, pages: Sequence[int]) -> tuple[torch.Tensor, Transfer | None]:
@@ -37,6 +38,14 @@ class PageSwaps:
         with self._scope():
             image = self._dma.buffers.take((len(pages), self._page_elems), self._dtype)
             return image, _rest(self._dma.copies.copy_pages(image, pages, to_device=False))
+
+    def new_image(self) -> torch.Tensor:
+        """Return an uninitialized image of a page; from any thread. Raises MemoryError."""
+        return self._dma.buffers.take((1, self._page_elems), self._dtype)
+
+    def bytes_of(self, image: torch.Tensor) -> memoryview:
+        """Return the bytes of an image, to read or to change."""
+        return image.view(torch.uint8).numpy().data.cast("B")
 
     def copy_in(self, image: torch.Tensor, skip: int, pages: Sequence[int]) -> Transfer | None:
         with self._scope():

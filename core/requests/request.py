@@ -16,14 +16,16 @@ from .types import FinishReason, SamplerState, TokenLogprobs
 
 if TYPE_CHECKING:
     from ...memory.adapters.adapter import Adapter
+    from ...memory.disk.tier import ReadAhead
     from ...memory.files.manifest import AdapterManifest
     from ...memory.files.score_head import ScoreHead
+    from ...memory.pages.block import Block
     from ...memory.pages.block_table import BlockTable
-    from ...memory.pages.prefix import Block
     from ...memory.transfers.swapped_kv import KvImage
     from ...memory.transfers.transfer import Transfer
     from .draft_length import DraftLength
     from .pooling import PooledSum
+    from .prefix_fetch import Fetch
     from .types import ScheduledSequence
 
 
@@ -119,6 +121,12 @@ class Request:
     """Its KV in host memory, until that is restored."""
     restoring: Transfer | None = None
     """The copy of its KV from host memory into its pages; it computes nothing until that ends."""
+    reading: ReadAhead | None = None
+    """The read of its prompt's blocks from files, while it is worth waiting for."""
+    num_passed_tokens: int = 0
+    """Prefix tokens in host memory that it computes again, because that takes less time."""
+    fetch: Fetch | None = None
+    """Cached blocks that this copy brings back; None if it brings `kv_image`."""
     sequence: ScheduledSequence | None = None
     """Its decoding sequence, reused from step to step; None before its first."""
     sampler: SamplerState = field(default_factory=SamplerState)

@@ -13,7 +13,7 @@ from itertools import chain, islice, zip_longest
 from ...memory.adapters.adapter import Adapter, Tier
 from ...memory.adapters.store import AdapterStore
 from ...memory.files.error import LoadFailure
-from ...memory.pages.prefix import Block
+from ...memory.pages.block import Block
 from ..config import EngineConfig
 from ..requests.request import Request, RequestState
 from .lifecycle import Lifecycle, load_error
@@ -178,12 +178,15 @@ class Admission:
             builder.pages.donors = self._pages.donors(builder.now)
         self.open_queue(builder, slot_source)
         while (request := self._next(builder)) is not None:
+            if self._prefills.wait_for_read(request):
+                builder.order.advance()
+                continue
             blocks = self.memory.match(request)
             kept = self.memory.kept_tokens(request, blocks)
             count = self.memory.limit_chunk(request, kept, request.num_tokens - kept)
             if count > builder.tokens.left and not self.limits.chunked_prefill:
                 return
-            if self._prefills.hold_back(request, kept):
+            if self._prefills.hold_back(request, kept) or self._prefills.wait_for_fetch(request, blocks):
                 builder.order.advance()
             elif (fitting := builder.tokens.most(request, count)) > 0:
                 yield request, blocks, fitting
@@ -312,7 +315,7 @@ class Admission:
         if request is self._pages.recipient:
             self._pages.recipient = None
         request.state = RequestState.LOADING if is_loading(request) else RequestState.RUNNING
-        request.began_at = len(blocks) * self.memory.block_tokens
+        request.began_at = request.num_known_blocks * self.memory.block_tokens
         self._prefills.begin(request)
         length = self.lifecycle.lengths.final_length(request)
         builder.admit(request, 0 if request.restoring is not None else count, length)

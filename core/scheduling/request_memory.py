@@ -8,22 +8,30 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from ...memory.adapters.adapter import Adapter
 from ...memory.adapters.reclaimer import Reclaimer
 from ...memory.adapters.store import AdapterStore
+from ...memory.disk.tier import DiskTier
+from ...memory.pages.block import BASE_VERSION, Block
 from ...memory.pages.block_table import BlockTable
 from ...memory.pages.eviction import RestoreCosts
 from ...memory.pages.layout import PageLayout
 from ...memory.pages.pool import PageKind, PagePool
-from ...memory.pages.prefix import BASE_VERSION, Block, PrefixCache
+from ...memory.pages.prefix import PrefixCache
 from ...memory.pages.states import StateSlots
+from ...memory.transfers.cached_pages import CachedPages
 from ...memory.transfers.swapped_kv import KvImage, SwappedKv
 from ...memory.transfers.transfer import ExecutorLost
-from ..requests.request import Request
+from ..requests.prefix_fetch import Fetch
+from ..requests.request import Request, RequestState
 
 logger = logging.getLogger(__name__)
+
+
+class _FetchFailed(Exception):
+    """Cached blocks could not be copied from host memory, and were forgotten."""
 
 
 @dataclass(eq=False)
@@ -33,6 +41,7 @@ class RequestMemory:
     max_chunk: the most tokens of a request in a step. checkpoint_tokens: see
     `EngineConfig.state_checkpoint_tokens`. share_prefix_cache: also between tenants.
     may_swap: whether to keep a preempted request's KV in host memory.
+    host, disk: where cached pages go from the pool, and from there; None: nowhere.
     arriving: requests with KV being copied back.
     """
 
@@ -47,11 +56,18 @@ class RequestMemory:
     share_prefix_cache: bool
     swapped: SwappedKv
     may_swap: Callable[[], bool]
+    costs: RestoreCosts
     clock: Callable[[], float]
+    host: CachedPages | None = None
+    disk: DiskTier | None = None
     arriving: list[Request] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.block_tokens = self.layout.block_tokens
+        self.num_host_hit_tokens = self.num_recomputed_tokens = 0
+        """Prefix tokens that were copied from host memory, and those computed again because that takes less time."""
+        self.fetch_seconds = 0.0
+        """Time of the copies from host memory."""
 
     @property
     def num_available_pages(self) -> int:
@@ -64,9 +80,56 @@ class RequestMemory:
             return []
         version, scope = _version(request.adapter), self.scope(request)
         blocks = self.prefix.match(version, request.token_ids, scope, request.lora_from)
+        if blocks and self.host is not None and self._has_images_to_fetch(blocks):
+            resident = self.prefix.resident(blocks)
+            is_copied = request.kv_image is None and self._is_worth_copying(blocks, resident)
+            request.num_passed_tokens = 0 if is_copied else (len(blocks) - len(resident)) * self.block_tokens
+            if not is_copied:
+                blocks = resident
         if blocks and self.layout.state_pages and not self.fits(request, blocks) and self.fits(request, []):
             return []  # the pages of the checkpoint and of the request's own states don't fit at the same time
         return blocks
+
+    def read_ahead(self, request: Request) -> None:
+        """Begin to read the blocks of a new request's prompt that are in files only."""
+        if self.disk is None or not self.use_prefix_cache or request.needs_prompt_states:
+            return
+        version, scope = _version(request.adapter), self.scope(request)
+        request.reading = self.disk.read_ahead(
+            version,
+            request.token_ids,
+            scope,
+            request.lora_from,
+            self.block_tokens,
+            lambda: request.state is not RequestState.DONE,
+        )
+
+    def is_read_ahead(self, request: Request) -> bool:
+        """True while blocks of a request's prompt are being read, and it is worth waiting for them."""
+        job = request.reading
+        if job is None or self.disk is None:
+            return False
+        if self.disk.is_coming(job):
+            return True
+        request.reading = None
+        return False
+
+    def _has_images_to_fetch(self, blocks: list[Block]) -> bool:
+        state = blocks[-1].checkpoint
+        return bool(self.prefix.absent(blocks)) or (state is not None and not state.pages)
+
+    def _is_worth_copying(self, blocks: list[Block], resident: list[Block]) -> bool:
+        """True if copying what is in host memory is measured to take less time than computing the tokens again."""
+        copied = len(self.prefix.absent(blocks)) + (self.layout.state_pages if blocks[-1].checkpoint else 0)
+        computed = (len(blocks) - len(resident)) * self.layout.pages_per_block
+        return copied * self.costs.host_prefix_page < computed * self.costs.prefix_page
+
+    def fetched_by(self, blocks: list[Block]) -> Request | None:
+        """Return a request that is copying some of these blocks from host memory: their pages come with it."""
+        if not self.arriving or not any(block.holds for block in blocks):
+            return None
+        wanted = set(blocks)
+        return next((each for each in self.arriving if each.fetch and not wanted.isdisjoint(each.fetch.blocks)), None)
 
     def scope(self, request: Request) -> tuple[str, str]:
         """Return the key within which blocks are shared: the request's tenant and its salt."""
@@ -80,6 +143,8 @@ class RequestMemory:
         chunk = min(self.max_chunk, request.num_tokens)
         wanted = self.layout.pages_for_tokens(request.num_tokens, chunk) + spare
         wanted -= sum(map(bool, self.prefix.pages_of(blocks)))
+        if blocks and self.layout.state_pages and (state := blocks[-1].checkpoint) is not None and not state.pages:
+            wanted += self.layout.state_pages  # a checkpoint in host memory, next to the request's own states
         adapter = request.adapter
         if adapter is not None and not adapter.pages:
             wanted += adapter.num_pages
@@ -95,22 +160,31 @@ class RequestMemory:
     def start(self, request: Request, blocks: list[Block], count: int) -> None:
         """Take the matched prefix, pin the adapter and allocate pages for `count` more tokens; the request `fits`.
 
-        An adapter may still be being read: its layers arrive during the prefill.
-        Raises the errors of loading the adapter; then nothing is held.
+        An adapter may still be being read: its layers arrive during the prefill. If blocks can't be copied from host
+        memory, they are computed again. Raises the errors of loading the adapter; then nothing is held.
         """
+        try:
+            self._start(request, blocks, count)
+        except _FetchFailed:
+            self._start(request, self.match(request), count)
+
+    def _start(self, request: Request, blocks: list[Block], count: int) -> None:
+        self.num_recomputed_tokens += request.num_passed_tokens
+        fetch = self._begin_fetch(blocks)
         taken, windows = self.prefix.take(blocks, request.num_tokens), self.layout.group_windows
         image = request.kv_image
         if image is not None:
             self.swapped.hold(image)  # making room for the request may evict adapters, whose images need host memory
         table = BlockTable(self.pool, self.prefix, self.block_tokens, taken, windows)
-        if self.layout.state_pages:
-            table.states = self._states_after(blocks)
         try:
+            if self.layout.state_pages:
+                table.states = self._states_after(blocks, fetch)
             self._pin_adapter(request)
         except Exception:
             table.free()
             if image is not None:
                 self.swapped.let_go(image)
+            self._end_fetch(fetch)
             raise
         if table.states is not None:
             self._add_state_slots(table.states)
@@ -122,13 +196,86 @@ class RequestMemory:
         request.caching, request.is_refilling = self.use_prefix_cache, False
         request.leaves_at = self.layout.first_leaving(request.num_computed_tokens)
         kept = self.kept_tokens(request, blocks)
-        if image is not None and kept > request.num_computed_tokens:
+        if fetch is not None:
+            self._fetch(request, fetch)
+        elif image is not None and kept > request.num_computed_tokens:
             self._restore(request, image, len(blocks))
         elif image is not None:
             self._drop_image(request, image)
         request.note_pages(table.num_held, self.clock())
         if request.restoring is None:
             self.grow(request, request.num_computed_tokens + count)
+
+    # -- from host memory
+
+    def _begin_fetch(self, blocks: list[Block]) -> Fetch | None:
+        """Hold the images that a request needs of its blocks; None if it needs none."""
+        if not blocks or self.host is None or not self._has_images_to_fetch(blocks):
+            return None
+        self.host.hold(blocks)
+        return Fetch(blocks, self.prefix.absent(blocks), self.clock())
+
+    def _end_fetch(self, fetch: Fetch | None) -> None:
+        if fetch is not None and self.host is not None:
+            self.host.let_go(fetch.blocks)
+
+    def _fetch(self, request: Request, fetch: Fetch) -> None:
+        """Begin to copy what a request needs of its blocks from host memory into pages of its own."""
+        table, images, pages = request.block_table, list[Any](), list[int]()
+        self.reclaimer.make_room(len(fetch.places))
+        for (at, block, group), page in zip(
+            fetch.places, self.pool.allocate(len(fetch.places), PageKind.KV), strict=True
+        ):
+            table.pages[at] = page
+            images.append(block.images[group])
+            pages.append(page)
+        if fetch.checkpoint:
+            state = fetch.blocks[-1].checkpoint
+            assert state is not None
+            images += state.images
+            pages += fetch.checkpoint
+        fetch.image = KvImage(images, 0, range(len(fetch.blocks)), [], num_tokens=request.num_computed_tokens)
+        request.fetch = fetch
+        try:
+            request.restoring = self.swapped.fetch(fetch.image, pages)
+        except ExecutorLost:
+            raise
+        except Exception:
+            logger.exception("cached KV could not be copied back for request %s", request.id)
+            self.release(request)
+            self._end_fetch(fetch)
+            self._forget_images(fetch)
+            request.fetch = None
+            raise _FetchFailed from None
+        if request.restoring is None:
+            self._finish_fetch(request, fetch)
+        else:
+            self.arriving.append(request)
+
+    def _finish_fetch(self, request: Request, fetch: Fetch) -> None:
+        """Give the blocks the pages that their images were copied into."""
+        step, pages, is_needed = self.layout.pages_per_block, request.block_table.pages, True
+        fetched: dict[int, list[int]] = {}
+        for at, _, group in fetch.places:
+            fetched.setdefault(at // step, [PagePool.DUMMY] * step)[group] = pages[at]
+        for index, block in enumerate(fetch.blocks):
+            own = fetched.get(index)
+            if own is None and block.is_resident:
+                continue
+            checkpoint = fetch.checkpoint if block is fetch.blocks[-1] else ()
+            is_needed = is_needed and self.prefix.give_back(block, own or [PagePool.DUMMY] * step, checkpoint)
+        if fetch.checkpoint and len(fetch.blocks) - 1 not in fetched and fetch.blocks[-1].is_resident:
+            state = fetch.blocks[-1].checkpoint
+            if state is not None and not state.pages:
+                self.prefix.keep_checkpoint(fetch.blocks[-1], fetch.checkpoint, state.accepted)
+        if not is_needed:
+            request.caching = False
+        self._end_fetch(fetch)
+        request.fetch = None
+        seconds, count = self.clock() - fetch.begun, len(fetch.places) + len(fetch.checkpoint)
+        self.costs.observe("host_prefix_page", seconds / count)
+        self.fetch_seconds += seconds
+        self.num_host_hit_tokens += sum(index in fetched for index in range(len(fetch.blocks))) * self.block_tokens
 
     def _pin_adapter(self, request: Request) -> None:
         """Pin the request's adapter, with room made for it. Raises the errors of loading it."""
@@ -138,10 +285,18 @@ class RequestMemory:
                 self.reclaimer.make_room(adapter.num_pages)
             self.store.acquire(adapter)
 
-    def _states_after(self, blocks: list[Block]) -> StateSlots:
-        """The checkpoint that a request begins with, if it has a cached prefix, and no slots of its own yet."""
+    def _states_after(self, blocks: list[Block], fetch: Fetch | None) -> StateSlots:
+        """The checkpoint that a request begins with, if it has a cached prefix, and no slots of its own yet. It gets
+        pages for one that is only in host memory.
+        """
         if not blocks:
             return StateSlots([])
+        state = blocks[-1].checkpoint
+        assert state is not None
+        if fetch is not None and not state.pages:
+            self.reclaimer.make_room(self.layout.state_pages)
+            fetch.checkpoint = self.pool.allocate(self.layout.state_pages, PageKind.KV)
+            return StateSlots([list(fetch.checkpoint)], accepted=state.accepted)
         checkpoint = self.prefix.take_checkpoint(blocks[-1])
         return StateSlots([list(checkpoint.pages)], accepted=checkpoint.accepted)
 
@@ -182,7 +337,11 @@ class RequestMemory:
         if states.spare:  # the slot is a checkpoint already, after fewer of the step's drafts
             return
         is_due = computed == self._next_checkpoint(request, computed - 1)
-        if not is_due or computed != request.num_known_blocks * self.block_tokens or block.checkpoint is not None:
+        if (
+            not is_due
+            or computed != request.num_known_blocks * self.block_tokens
+            or (block.checkpoint is not None and block.checkpoint.pages)
+        ):
             return
         size = self.layout.state_pages
         if self.reclaimer.make_room(size) and self.prefix.keep_checkpoint(block, states.current, states.accepted):
@@ -246,14 +405,25 @@ class RequestMemory:
         lost = []
         for request in list(self.arriving):
             if request.restoring in done:
-                request.restoring = request.kv_image = None
+                request.restoring = None
                 self.arriving.remove(request)
+                if request.fetch is not None:
+                    self._finish_fetch(request, request.fetch)
+                else:
+                    request.kv_image = None
             elif request.restoring in failed:
                 lost.append(request)
         for request in lost:
-            assert request.kv_image is not None
-            self.swapped.drop(request.kv_image)
+            if request.fetch is not None:
+                self._forget_images(request.fetch)
+            elif request.kv_image is not None:
+                self.swapped.drop(request.kv_image)
         return lost
+
+    def _forget_images(self, fetch: Fetch) -> None:
+        """Forget the blocks whose images could not be copied back: they are computed again."""
+        for block in reversed(fetch.blocks):
+            self.prefix.forget_images(block)
 
     def forget_image(self, request: Request) -> None:
         """Drop the KV of an ended request from host memory."""
@@ -381,10 +551,13 @@ class RequestMemory:
     def release(self, request: Request) -> None:
         """Free the request's pages and its adapter's pin."""
         if request.restoring is not None:
-            assert request.kv_image is not None
+            fetch = request.fetch
+            image = request.kv_image if fetch is None else fetch.image
+            assert image is not None
             self.arriving.remove(request)
-            self.swapped.cancel(request.kv_image, request.block_table)
-            request.restoring = None
+            self.swapped.cancel(image, request.block_table)
+            self._end_fetch(fetch)
+            request.restoring = request.fetch = None
         request.block_table.free()
         request.note_pages(0, self.clock())
         del request.block_table

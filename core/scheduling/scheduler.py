@@ -18,6 +18,7 @@ from typing import Any
 from ...graphs.runner import DecodeBuckets
 from ...memory.adapters.adapter import Adapter
 from ...memory.adapters.store import AdapterStore
+from ...memory.disk.tier import DiskTier
 from ...memory.files.error import LoadFailure
 from ...memory.pages.pool import PageKind
 from ..config import EngineConfig
@@ -154,6 +155,7 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queue a validated request. One that has run on another engine goes first."""
         self.lifecycle.add(request)
+        self._memory.read_ahead(request)
         if request.adapter is not None and len(self.waiting) <= self._limits.lookahead:
             self._load_ahead.read(self._admission.read_order())
 
@@ -426,8 +428,15 @@ class Scheduler:
                 self.lifecycle.send_back(request, RequestState.SWAPPED)
         if self._loading or self._store.loads.under_way:
             self._finish_loads()
+        if self.disk is not None and self.disk.is_reading:
+            self.disk.advance()
         if self.waiting or self._admission.late:
             self._admission.release_held_back()
+
+    @property
+    def disk(self) -> DiskTier | None:
+        """Cached prefixes in files; None if there are none."""
+        return self._memory.disk
 
     def _finish_loads(self) -> None:
         """End requests of adapters that failed to load; mark requests of adapters now complete as running."""

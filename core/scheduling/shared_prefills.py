@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from ...memory.pages.block import Block
 from ..requests.request import Request
 from .queues import WaitingQueue
 from .request_memory import RequestMemory
@@ -21,6 +22,8 @@ class SharedPrefills:
     _waiting: WaitingQueue
     _leaders: dict[object, Request] = field(default_factory=dict)
     _followers: dict[Request, list[Request]] = field(default_factory=dict)
+    _fetched: dict[Request, list[Request]] = field(default_factory=dict)
+    _reading: list[Request] = field(default_factory=list)
 
     def hold_back(self, request: Request, num_tokens: int) -> bool:
         """Hold a request back if another one computes its prompt. num_tokens: tokens of it that have KV already."""
@@ -33,13 +36,36 @@ class SharedPrefills:
         self._followers.setdefault(leader, []).append(request)
         return True
 
+    def wait_for_read(self, request: Request) -> bool:
+        """Hold a request back while its prompt's blocks are being read from files, if that is worth it."""
+        if request.reading is None or not self._memory.is_read_ahead(request):
+            return False
+        self._waiting.hold_back(request)
+        self._reading.append(request)
+        return True
+
+    def wait_for_fetch(self, request: Request, blocks: list[Block]) -> bool:
+        """Hold a request back if another one is copying the blocks that it begins with from host memory."""
+        other = self._memory.fetched_by(blocks)
+        if other is None:
+            return False
+        self._waiting.hold_back(request)
+        self._fetched.setdefault(other, []).append(request)
+        return True
+
     def begin(self, request: Request) -> None:
         """Make an admitted request the leader of its prompt, if there is none."""
         if request.caching and self._leads(request):
             self._leaders.setdefault(self._key(request), request)
 
     def release_followers(self) -> None:
-        """Release a leader's followers once it has computed the prompt, or never will."""
+        """Release a leader's followers once it has computed the prompt, or copied it, or never will."""
+        for request in [each for each in self._reading if not self._memory.is_read_ahead(each)]:
+            self._reading.remove(request)
+            self._waiting.release(request)
+        for fetching in [each for each in self._fetched if each.fetch is None]:
+            for request in reversed(self._fetched.pop(fetching)):
+                self._waiting.release(request)
         for key, leader in list(self._leaders.items()):
             if not self._leads(leader):
                 del self._leaders[key]

@@ -79,6 +79,7 @@ class AdapterLoads:
             label=str(manifest.path),
             group=str(manifest.path.parent),
             may_drop=lambda: _may_drop(adapter),
+            worth=lambda: self._worth(adapter),
         )
 
     def ahead(self, adapters: Iterable[Adapter]) -> None:
@@ -101,7 +102,13 @@ class AdapterLoads:
 
     def keep(self, adapter: Adapter, image: HostImage) -> None:
         """Keep an image that was made elsewhere, in place of the present one."""
-        self._images.put(adapter, self._size(adapter), image, may_drop=lambda: _may_drop(adapter))
+        self._images.put(
+            adapter,
+            self._size(adapter),
+            image,
+            may_drop=lambda: _may_drop(adapter),
+            worth=lambda: self._worth(adapter),
+        )
 
     def make_image(self, adapter: Adapter) -> None:
         """Make an image of a resident adapter. If that fails, it is read again if possible. Raises ExecutorLost."""
@@ -240,6 +247,10 @@ class AdapterLoads:
         adapter.load_seconds = self._clock() - start
         self._spent.note_load(adapter, adapter.load_seconds)
         self._costs.observe("host_adapter_page", adapter.load_seconds / adapter.num_pages)
+
+    def _worth(self, adapter: Adapter) -> tuple[float, int]:
+        """Seconds to read an adapter again, and how often it was used."""
+        return adapter.num_pages * self._costs.disk_adapter_page, max(1, adapter.uses)
 
     def _size(self, adapter: Adapter) -> int:
         return adapter.num_pages * self._page_bytes

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ..pages.block import Block, KeptState, WindowPages
 from ..pages.eviction import EvictionOrder
 from ..pages.pool import PageKind, PagePool
-from ..pages.prefix import Block, KeptState, PrefixCache, WindowPages
+from ..pages.prefix import PrefixCache
 from ..pages.runs import BLOCKED, place_runs
 from ..pages.shadow import ShadowPages
 from .adapter import Adapter

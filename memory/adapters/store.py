@@ -62,6 +62,7 @@ class AdapterStore:
         self._retired: dict[Adapter, None] = {}
         self._composed: ComposedNames[Adapter] = ComposedNames()
         self._by_content: dict[str, dict[Adapter, None]] = {}  # registered ones, oldest first
+        self._by_version: dict[int, Adapter] = {}  # registered ones, and those composed of them
         self._num_registered_pages = 0
         self._pinned: set[Adapter] = set()
         self._resident: dict[Adapter, None] = {}
@@ -177,6 +178,11 @@ class AdapterStore:
         if content_hash is None:
             return None
         return next(iter(self._by_content.get(content_hash, ())), None)
+
+    def content_of(self, version: int) -> str | None:
+        """The content hash of a registered version; None if it is not known, or the version is not registered."""
+        adapter = self._by_version.get(version)
+        return None if adapter is None else adapter.manifest.content_hash
 
     def note(self, adapter: Adapter, manifest: AdapterManifest) -> None:
         """Update the manifest of a registered version, for example with its content hash."""
@@ -420,10 +426,12 @@ class AdapterStore:
         return adapter.name if newest else versioned(adapter.name, adapter.label)
 
     def _index(self, adapter: Adapter) -> None:
+        self._by_version[adapter.version] = adapter
         if (content := adapter.manifest.content_hash) is not None:
             self._by_content.setdefault(content, {})[adapter] = None
 
     def _unindex(self, adapter: Adapter) -> None:
+        self._by_version.pop(adapter.version, None)
         content = adapter.manifest.content_hash
         if content is not None and (same := self._by_content.get(content)) is not None:
             same.pop(adapter, None)

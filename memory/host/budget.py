@@ -1,35 +1,54 @@
-"""One host memory budget for adapters' images and swapped-out KV."""
+"""One host memory budget, with one eviction order, for adapters' images, swapped KV and images of cached pages.
+
+Tests: tests/memory/host/test_host_budget.py
+"""
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+from dataclasses import dataclass
 from typing import Protocol
+
+from ..pages.eviction import EvictionOrder
 
 
 class Lodger(Protocol):
-    """A user of host memory, some of whose data may be dropped at any time."""
+    """A user of host memory, some of whose items may be dropped."""
 
     @property
     def num_bytes(self) -> int:
         """Bytes in use."""
         ...
 
-    def can_spare(self, num_bytes: int) -> bool:
-        """True if at least `num_bytes` may be dropped."""
+    def is_loose(self, item: Hashable) -> bool:
+        """True if an offered item may be dropped now."""
         ...
 
-    def spare(self, num_bytes: int) -> None:
-        """Drop the least recently used until `num_bytes` are freed, or no more may be dropped."""
+    def drop(self, item: Hashable) -> None:
+        """Drop an item, which frees its bytes."""
         ...
+
+
+@dataclass(slots=True)
+class _Offer:
+    """An item that may be dropped while it is loose."""
+
+    lodger: Lodger
+    num_bytes: int
+    wanted: bool
 
 
 class HostBudget:
-    """Bytes of host memory shared by several lodgers. The first to join is evicted first."""
+    """Bytes of host memory shared by several lodgers, whose items are dropped in one order: see `EvictionOrder`."""
 
-    def __init__(self, capacity_bytes: int) -> None:
+    def __init__(self, capacity_bytes: int, *, lru: bool = False) -> None:
         self.capacity_bytes = capacity_bytes
+        self._order = EvictionOrder(lru=lru)
+        self._offers: dict[Hashable, _Offer] = {}
         self._lodgers: list[Lodger] = []
 
     def join(self, lodger: Lodger) -> None:
+        """Count a lodger's bytes."""
         self._lodgers.append(lodger)
 
     @property
@@ -41,21 +60,99 @@ class HostBudget:
         """Bytes to free before `num_bytes` more fit; zero or less if they fit."""
         return self.num_bytes + num_bytes - self.capacity_bytes
 
-    def make_room(self, num_bytes: int) -> None:
-        """Drop data until `num_bytes` more fit, as far as lodgers may drop any."""
-        for lodger in self._lodgers:
-            if (excess := self.excess(num_bytes)) <= 0:
-                return
-            lodger.spare(excess)
+    def offer(
+        self,
+        lodger: Lodger,
+        item: Hashable,
+        num_bytes: int,
+        cost: float,
+        uses: int,
+        *,
+        wanted: bool = False,
+        depth: int = 0,
+    ) -> None:
+        """Let an item be dropped, or change its priority.
 
-    def claim(self, num_bytes: int, lodger: Lodger) -> bool:
-        """Make room at the expense of a lodger other than `lodger`; return False, and drop nothing, if none has
+        cost: seconds to bring it back. wanted: a waiting request needs it, so it is dropped last, and only for another
+        waiting request's adapter. depth: among equals, the deepest is dropped first.
+        """
+        self._offers[item] = _Offer(lodger, num_bytes, wanted)
+        self._order.add(item, max(1, num_bytes), cost, uses, depth=depth)
+
+    def withdraw(self, item: Hashable) -> None:
+        """Keep an item from being dropped: it is in use, or gone. Does nothing if it was not offered."""
+        if self._offers.pop(item, None) is not None:
+            self._order.discard(item)
+
+    def can_spare(self, num_bytes: int) -> bool:
+        """True if at least `num_bytes` may be dropped that no waiting request needs."""
+        for item, offer in self._offers.items():
+            if num_bytes <= 0:
+                break
+            if self._is_spare(item):
+                num_bytes -= offer.num_bytes
+        return num_bytes <= 0
+
+    def has_room(self, num_bytes: int) -> bool:
+        """True if `num_bytes` more fit once everything is dropped that no waiting request needs."""
+        return self.can_spare(self.excess(num_bytes))
+
+    def make_room(self, num_bytes: int) -> None:
+        """Drop items until `num_bytes` more fit, as far as items may be dropped; those that requests wait for last."""
+        while self.excess(num_bytes) > 0:
+            if self._drop_next(wanted=False) is None and self._drop_next(wanted=True) is None:
+                return
+
+    def claim(self, num_bytes: int) -> bool:
+        """Make room without dropping what a waiting request needs; return False, and drop nothing, if that is not
         enough.
         """
-        if (excess := self.excess(num_bytes)) <= 0:
+        if not self.has_room(num_bytes):
+            return False
+        while self.excess(num_bytes) > 0:
+            self._drop_next(wanted=False)
+        return True
+
+    def admit(self, lodger: Lodger, item: Hashable, num_bytes: int, cost: float, uses: int, *, depth: int = 0) -> bool:
+        """Make room for `num_bytes` of a new item by dropping items that come before it in the order; return False if
+        that is not enough. The item is offered then only if it already was.
+        """
+        if num_bytes > self.capacity_bytes:
+            return False
+        if self.excess(num_bytes) <= 0:
             return True
-        for other in self._lodgers:
-            if other is not lodger and other.can_spare(excess):
-                other.spare(excess)
-                return True
-        return False
+        before = self._offers.get(item)
+        self.offer(lodger, item, num_bytes, cost, uses, depth=depth)
+        while self.excess(num_bytes) > 0:
+            dropped = self._next(wanted=False)
+            if dropped is None or dropped == item:
+                break
+            self._drop(dropped)
+        fits = self.excess(num_bytes) <= 0
+        self.withdraw(item)
+        if before is not None:
+            self.offer(lodger, item, before.num_bytes, cost, uses, depth=depth)
+        return fits
+
+    def _is_spare(self, item: Hashable) -> bool:
+        offer = self._offers[item]
+        return not offer.wanted and offer.lodger.is_loose(item)
+
+    def _is_last_resort(self, item: Hashable) -> bool:
+        offer = self._offers[item]
+        return offer.wanted and offer.lodger.is_loose(item)
+
+    def _next(self, *, wanted: bool) -> Hashable | None:
+        """Take the next item out of the order; None if none may be dropped."""
+        try:
+            return self._order.pop(self._is_last_resort if wanted else self._is_spare)
+        except IndexError:
+            return None
+
+    def _drop_next(self, *, wanted: bool) -> Hashable | None:
+        if (item := self._next(wanted=wanted)) is not None:
+            self._drop(item)
+        return item
+
+    def _drop(self, item: Hashable) -> None:
+        self._offers.pop(item).lodger.drop(item)

@@ -1,7 +1,7 @@
 """Host images of adapters, in the layout of their device pages: the HOST tier.
 
-Reads from disk run in the background. Images are kept up to a number of bytes, and the least recently used are dropped
-first.
+Reads from disk run in the background. Images are kept up to a number of bytes; the budget that they share with other
+users of host memory says which are dropped first.
 
 Tests: tests/memory/host/test_host_images.py.
 """
@@ -13,12 +13,11 @@ import math
 import threading
 import time
 import traceback
-from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, KeysView
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from typing import Generic, TypeVar
+from typing import Generic, TypeVar, cast
 
 from ..files.error import AdapterFormatError
 from .budget import HostBudget
@@ -33,6 +32,8 @@ Key = TypeVar("Key", bound=Hashable)
 
 #: Seconds between two checks of reads in flight.
 _LOOK_SECONDS = 0.05
+_READ_RATE = 1e9
+"""Bytes per second of a read of which nothing else is known. Chosen."""
 _MOST_SECONDS = 5.0
 """The most seconds counted between two checks: during the rest, the process or the machine was stopped."""
 
@@ -47,6 +48,8 @@ class _Entry:
     label: str
     may_drop: Callable[[], bool]
     """Returns True if the image may be dropped now."""
+    worth: Callable[[], tuple[float, int]] | None = None
+    """Returns the seconds to read it again, and how often it was used."""
     group: str = ""
     is_slow: bool = False
     """True if its read was set aside as slow."""
@@ -82,15 +85,18 @@ class HostImages(Generic[Key]):
         reads: Reads,
         clock: Callable[[], float] = time.monotonic,
         stall_seconds: float = 30.0,
+        *,
+        lru: bool = False,
     ) -> None:
-        self.budget = HostBudget(capacity_bytes)
+        """lru: drop what was used longest ago first, whatever it costs."""
+        self.budget = HostBudget(capacity_bytes, lru=lru)
         """Shared with the other users of this memory, which join it."""
         self.budget.join(self)
         self.num_bytes = 0
         self.reads = reads
         self._clock = clock
         self._stall_seconds = stall_seconds
-        self._entries: OrderedDict[Key, _Entry] = OrderedDict()
+        self._entries: dict[Key, _Entry] = {}
         self._under_way: dict[Key, tuple[_Entry, ReadWatch]] = {}
         self._given_up: dict[Key, _Entry] = {}  # abandoned reads whose threads have not returned
         self._failed: set[Key] = set()  # keys of failed entries
@@ -111,6 +117,7 @@ class HostImages(Generic[Key]):
         label: str = "the adapter",
         group: str = "",
         may_drop: Callable[[], bool] = lambda: True,
+        worth: Callable[[], tuple[float, int]] | None = None,
     ) -> None:
         """Start reading `key` unless it has been read, is being read, or has failed. Never raises: the image fails
         instead.
@@ -124,7 +131,7 @@ class HostImages(Generic[Key]):
         image = HostImage()
         if key in self._given_up:
             image.fail(ReadStalled(f"{label}: an earlier read of it still hangs; check its disk"))
-            self._add(key, _Entry(_ended(), 0, image, label, may_drop))
+            self._add(key, _Entry(_ended(), 0, image, label, may_drop, worth))
             return
         self.budget.make_room(num_bytes)
         image.follow(self.reads.wake)  # after a first layer, requests may begin
@@ -134,7 +141,7 @@ class HostImages(Generic[Key]):
         except Exception as error:
             self._fail(image, label, error)
             future = _ended()
-        entry = _Entry(future=future, num_bytes=num_bytes, image=image, label=label, may_drop=may_drop, group=group)
+        entry = _Entry(future, num_bytes, image, label, may_drop, worth, group)
         self._add(key, entry)
         if not future.done():
             if not self._under_way:
@@ -146,37 +153,28 @@ class HostImages(Generic[Key]):
         if len(self._under_way) > 1:
             self.reads.arrange([self._under_way[key][0].future for key in keys if key in self._under_way])
 
-    def put(self, key: Key, num_bytes: int, image: HostImage, *, may_drop: Callable[[], bool] = lambda: True) -> None:
+    def put(
+        self,
+        key: Key,
+        num_bytes: int,
+        image: HostImage,
+        *,
+        may_drop: Callable[[], bool] = lambda: True,
+        worth: Callable[[], tuple[float, int]] | None = None,
+    ) -> None:
         """Keep an image made elsewhere, in place of the one with this key."""
         self.drop(key)
         self.budget.make_room(num_bytes)
-        self._add(key, _Entry(_ended(), num_bytes, image, "", may_drop))
+        self._add(key, _Entry(_ended(), num_bytes, image, "", may_drop, worth))
 
     def has_room(self, num_bytes: int) -> bool:
-        """True if `num_bytes` more fit next to the images that may not be dropped and the budget's other users."""
-        excess = self.budget.excess(num_bytes)
-        return excess <= 0 or self.can_spare(excess)
+        """True if `num_bytes` more fit next to all that may not be dropped, and to what waiting requests need."""
+        return self.budget.has_room(num_bytes)
 
-    def can_spare(self, num_bytes: int) -> bool:
-        """True if images of at least `num_bytes` may be dropped."""
-        for entry in self._entries.values():  # least recently used first: mostly loose
-            if _is_loose(entry):
-                num_bytes -= entry.num_bytes
-                if num_bytes <= 0:
-                    return True
-        return False
-
-    def spare(self, num_bytes: int) -> None:
-        """Drop the least recently used images that may be dropped, until `num_bytes` are free or none is left."""
-        found: list[Key] = []
-        for key, entry in self._entries.items():
-            if num_bytes <= 0:
-                break
-            if _is_loose(entry):
-                found.append(key)
-                num_bytes -= entry.num_bytes
-        for key in found:
-            self.drop(key)
+    def is_loose(self, item: Hashable) -> bool:
+        """True if an image may be dropped: it is complete, or never will be."""
+        entry = self._entries[cast("Key", item)]
+        return entry.may_drop() and entry.future.done()
 
     def is_requested(self, key: Key) -> bool:
         return key in self._entries
@@ -190,7 +188,7 @@ class HostImages(Generic[Key]):
         """Mark an image as used, complete or being read, so others are dropped first; return False if there is none."""
         if key not in self._entries:
             return False
-        self._entries.move_to_end(key)
+        self._offer(key)
         return True
 
     def keys(self) -> KeysView[Key]:
@@ -247,7 +245,7 @@ class HostImages(Generic[Key]):
                 raise error
             finally:
                 del error  # else the error's own frame refers to it
-        self._entries.move_to_end(key)
+        self._offer(key)
         return self._entries[key].image
 
     def hasten(self, key: Key) -> None:
@@ -262,13 +260,15 @@ class HostImages(Generic[Key]):
         except Exception as error:  # no thread; the next load tries again
             logger.warning("%s stays in slow memory: %s", entry.label or "an adapter", error)
 
-    def drop(self, key: Key) -> None:
-        """Drop an image; a read that has not begun is cancelled, and one in flight ends with its next layer.
+    def drop(self, item: Hashable) -> None:
+        """Drop an image by its key; a read that has not begun is cancelled, and one in flight ends with its next layer.
 
         Its data stays intact, because copies may still read it.
         """
+        key = cast("Key", item)
         if (entry := self._entries.pop(key, None)) is None:
             return
+        self.budget.withdraw(key)
         if self._under_way.pop(key, None) is not None:
             if entry.future.done():
                 self._last_moved = self._now()  # its thread may have begun a waiting read meanwhile
@@ -339,6 +339,8 @@ class HostImages(Generic[Key]):
             if not entry.future.cancel():
                 entry.image.fail(ReadGivenUp("the engine is closed"))
         self.reads.shutdown()
+        for key in self._entries:
+            self.budget.withdraw(key)
         for entries in (self._entries, self._under_way, self._given_up, self._failed):
             entries.clear()
         self.num_bytes = 0
@@ -349,8 +351,15 @@ class HostImages(Generic[Key]):
     def _add(self, key: Key, entry: _Entry) -> None:
         self._entries[key] = entry
         self.num_bytes += entry.num_bytes
+        self._offer(key)
         if entry.has_ended and entry.image.error is not None:
             self._failed.add(key)
+
+    def _offer(self, key: Key) -> None:
+        """Tell the budget that an image was used just now."""
+        entry = self._entries[key]
+        cost, uses = (entry.num_bytes / _READ_RATE, 1) if entry.worth is None else entry.worth()
+        self.budget.offer(self, key, entry.num_bytes, cost, uses)
 
     def _set_aside(self, entry: _Entry) -> bool:
         """Set a slow read aside: waiting reads may begin in its place, and their waiting times start again."""
@@ -407,10 +416,6 @@ class HostImages(Generic[Key]):
             # As text: a log record that keeps a traceback would keep everything in its frames alive.
             logger.error("%s could not be read\n%s", label, "".join(traceback.format_exception(error)))
         image.fail(error)
-
-
-def _is_loose(entry: _Entry) -> bool:
-    return entry.may_drop() and entry.future.done()
 
 
 def _ended() -> Future:

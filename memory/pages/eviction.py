@@ -1,4 +1,4 @@
-"""The eviction order of idle adapters, cached prefix blocks and merged weights.
+"""The eviction order of what is in the page pool, and of what is in host memory.
 
 GreedyDual-Size-Frequency: an item's priority is `clock + uses · cost / pages`, where the cost is the time to bring it
 back. The item with the lowest priority is evicted first, and the clock rises to that priority. Thus expensive, popular
@@ -11,8 +11,9 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(slots=True)
@@ -24,6 +25,10 @@ class RestoreCosts:
     disk_adapter_page: float = 1e-3
     swapped_page: float = 2e-4
     """Out to host memory and back."""
+    host_prefix_page: float = 1e-4
+    """From host memory."""
+    disk_prefix_page: float = 5e-4
+    """From a file to host memory."""
 
     def observe(self, name: str, seconds_per_page: float) -> None:
         """Move a cost a fifth of the way to a new measurement."""
@@ -80,16 +85,28 @@ class EvictionOrder:
         """Make an item no longer evictable: it is in use again, or gone. Does nothing if it was not evictable."""
         self._serials.pop(item, None)
 
-    def pop(self) -> Hashable:
-        """Remove and return the item to evict next. Raises IndexError if there is none."""
-        while True:
-            entry = heapq.heappop(self._heap)
-            if self._is_valid(entry):
+    def pop(self, accepts: Callable[[Any], bool] | None = None) -> Hashable:
+        """Remove and return the item to evict next. Raises IndexError if there is none.
+
+        accepts: returns False for an item that can't be evicted now; it keeps its place.
+        """
+        kept: list[tuple[bool, float, int, int, Hashable]] = []
+        try:
+            while True:
+                entry = heapq.heappop(self._heap)
                 wanted, priority, _, _, item = entry
+                if not self._is_valid(entry):
+                    continue
+                if accepts is not None and not accepts(item):
+                    kept.append(entry)
+                    continue
                 if not wanted:
                     self._clock = max(self._clock, priority)
                 del self._serials[item]
                 return item
+        finally:
+            for entry in kept:
+                heapq.heappush(self._heap, entry)
 
     def _is_valid(self, entry: tuple[bool, float, int, int, Hashable]) -> bool:
         return self._serials.get(entry[4]) == entry[3]

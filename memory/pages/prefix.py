@@ -13,111 +13,47 @@ so no choice of tokens reaches another scope's blocks.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable, Iterable, Iterator, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Container, Hashable, Iterable, Iterator, Sequence
+from typing import Protocol
 
+from .block import (
+    BASE_VERSION,
+    Block,
+    BlockListener,
+    Branch,
+    Cached,
+    KeptState,
+    Place,
+    Root,
+    WindowPages,
+    key_of,
+)
 from .eviction import EvictionOrder, RestoreCosts
 from .pool import PageKind, PagePool
 
-#: Version of the base model's trie; adapter versions count from 1.
-BASE_VERSION = 0
 
+class Tier(Protocol):
+    """Keeps images of blocks that lose their pages, and of checkpoints. It tells the cache of what it drops."""
 
-class Branch(NamedTuple):
-    """The block in which an adapter begins to act."""
+    def save(self, block: Block, groups: Iterable[int]) -> None:
+        """Make images of a block's pages in some groups, as far as there is room for them."""
+        ...
 
-    version: int
+    def save_state(self, state: KeptState) -> None:
+        """Make images of a checkpoint's pages, if there is room for them."""
+        ...
 
-    changed_from: int
-    """Index of the first token of the block that it changes."""
+    def offer(self, block: Block) -> None:
+        """Update whether a block's images may be dropped, and when."""
+        ...
 
+    def forget(self, block: Block) -> None:
+        """Drop a block's images, and those of its checkpoint."""
+        ...
 
-class Block:
-    """A full block in the trie: its pages hold the KV of `tokens`, computed after its ancestors' tokens."""
-
-    __slots__ = (
-        "branch",
-        "checkpoint",
-        "children",
-        "depth",
-        "in_windows",
-        "is_known",
-        "number",
-        "pages",
-        "parent",
-        "tokens",
-        "uses",
-    )
-
-    def __init__(
-        self,
-        parent: Block | None,
-        tokens: tuple[int, ...],
-        pages: Sequence[int],
-        number: int,
-        branch: Branch | None = None,
-    ) -> None:
-        self.parent = parent
-        self.branch = branch
-        """Not None if an adapter begins to act in it, after tokens that it leaves to the base model."""
-        self.number = number
-        """By which events name it: no other block ever has it, unlike its pages."""
-        self.tokens = tokens
-        self.pages = list(pages)
-        """One of each page group; `PagePool.DUMMY` where it was evicted, which happens only to pages in windows."""
-        self.depth = 0 if parent is None else parent.depth + 1
-        self.children: dict[tuple[int, ...], Block] = {}
-        self.uses = 1
-        self.is_known = True
-        self.in_windows: WindowPages | None = None
-        """The item that stands for its pages in windows in the eviction order, if the model has windows."""
-        self.checkpoint: KeptState | None = None
-        """The state after its tokens, if it is kept."""
-
-    @property
-    def key(self) -> tuple[int, ...]:
-        """Its parent's key for it."""
-        return _key(self.tokens, self.branch)
-
-
-class WindowPages:
-    """A block's pages in groups with a window: they may be evicted before the block's descendants."""
-
-    __slots__ = ("block",)
-
-    def __init__(self, block: Block) -> None:
-        self.block = block
-
-
-class KeptState:
-    """The state after a block's tokens: evictable by itself."""
-
-    __slots__ = ("accepted", "block", "pages")
-
-    def __init__(self, block: Block, pages: Sequence[int], accepted: int) -> None:
-        self.block = block
-        self.pages = list(pages)
-        self.accepted = accepted
-        """The last so many tokens of the block were accepted drafts; the state has their inputs: see `StateSlots`."""
-
-
-class Root(Block):
-    """Root of the trie of one adapter version and one scope."""
-
-    __slots__ = ("scope", "version")
-
-    def __init__(self, version: int, scope: Hashable) -> None:
-        super().__init__(None, (), (PagePool.DUMMY,), 0)
-        self.version = version
-        self.scope = scope
-
-
-class BlockListener(Protocol):
-    """Called for each stored block, after its parent, and for each removed block, by number."""
-
-    def stored(self, version: int, scope: Hashable, block: Block) -> None: ...
-
-    def removed(self, number: int) -> None: ...
+    def forget_state(self, state: KeptState) -> None:
+        """Drop a checkpoint's images."""
+        ...
 
 
 class PrefixCache:
@@ -126,6 +62,9 @@ class PrefixCache:
     A request that knows a block also holds its ancestors' pages, except those that have left a window. Therefore an
     unused block has only unused descendants, and evicting leaves, and pages in windows, one by one can free every
     CACHED page.
+
+    With a tier below, a block that loses its pages stays in its trie while there are images of them, and a request that
+    begins with it takes other pages for them. Of a path in a trie, the first blocks have pages and the others none.
     """
 
     def __init__(
@@ -144,6 +83,7 @@ class PrefixCache:
         self._order = order
         self._costs = costs
         self._block_tokens = block_tokens
+        self.num_groups = len(windows)
         self._windowed = [group for group, window in enumerate(windows) if window is not None]
         self._full = [group for group, window in enumerate(windows) if window is None]
         self._reach = [
@@ -154,6 +94,8 @@ class PrefixCache:
         self._numbers = itertools.count(1)
         self.by_page: dict[int, Block] = {}
         """The known blocks."""
+        self.tier: Tier | None = None
+        """Where blocks go that lose their pages; None: nowhere."""
         self.listener: BlockListener | None = None
         self.num_hit_tokens = 0
         self.num_query_tokens = 0
@@ -164,11 +106,16 @@ class PrefixCache:
 
     def match(self, version: int, tokens: Sequence[int], scope: Hashable = None, changed_from: int = 0) -> list[Block]:
         """The longest known run of full blocks that `tokens` begin with, leaving at least one token to compute, from
-        which a request can go on: each page group has all pages that the next token sees.
+        which a request can go on: each page group has all pages that the next token sees, or images of them.
 
         scope: only blocks stored with an equal scope are found. changed_from: index of the first token that the version
         changes; the blocks before it are the base model's.
         """
+        found = self.walk(version, tokens, scope, changed_from)
+        return self._usable(found) if self._windowed or self._has_states else found
+
+    def walk(self, version: int, tokens: Sequence[int], scope: Hashable = None, changed_from: int = 0) -> list[Block]:
+        """The known blocks that `tokens` begin with, usable or not; arguments as of `match`."""
         found: list[Block] = []
         roots = self._roots.get(BASE_VERSION if changed_from else version)
         block: Block | None = None if roots is None else roots.get(scope)
@@ -178,14 +125,35 @@ class PrefixCache:
         for start in range(0, (len(tokens) - 1) // step * step, step):
             key = tuple(tokens[start : start + step])
             if start <= changed_from < start + step:
-                key = _key(key, self._branch(version, start, changed_from))
+                key = key_of(key, self._branch(version, start, changed_from))
             block = block.children.get(key)
             if block is None:
                 break
             found.append(block)
-        return self._usable(found) if self._windowed or self._has_states else found
+        return found
 
-    def _usable(self, blocks: list[Block]) -> list[Block]:
+    def resident(self, blocks: list[Block]) -> list[Block]:
+        """The most of a matched run's first blocks from which a request can go on without any image."""
+        found = [block for block in blocks if block.is_resident]
+        return self._usable(found, with_images=False) if self._windowed or self._has_states else found
+
+    def absent(self, blocks: Sequence[Block]) -> list[tuple[int, Block, int]]:
+        """What a request that begins with `blocks` needs of images: their places in its pages, with block and group."""
+        if not self._windowed and (not blocks or blocks[-1].is_resident):
+            return []
+        step = len(self._reach)
+        return [
+            (at, blocks[at // step], at % step)
+            for at, page in enumerate(self.pages_of(blocks))
+            if not page and at % step in blocks[at // step].images and self._is_seen(at, len(blocks))
+        ]
+
+    def _is_seen(self, at: int, count: int) -> bool:
+        """True if a request that begins with `count` blocks needs the page in a place of its pages."""
+        index, group = divmod(at, len(self._reach))
+        return group in self._full or index >= count - self._reach[group]
+
+    def _usable(self, blocks: list[Block], *, with_images: bool = True) -> list[Block]:
         """The most of a run's first blocks of which the last ones have all pages in their windows, and the last a
         checkpoint if it needs one.
         """
@@ -193,8 +161,9 @@ class PrefixCache:
         runs = dict.fromkeys(self._windowed, 0)  # blocks in a row that have the group's page
         for count, block in enumerate(blocks, 1):
             for group in self._windowed:
-                runs[group] = runs[group] + 1 if block.pages[group] else 0
-            if self._has_states and block.checkpoint is None:
+                has = block.pages[group] or (with_images and group in block.images)
+                runs[group] = runs[group] + 1 if has else 0
+            if self._has_states and not _has_checkpoint(block, with_images=with_images):
                 continue
             if all(runs[group] >= min(count, self._reach[group]) for group in self._windowed):
                 longest = count
@@ -208,7 +177,9 @@ class PrefixCache:
         return sum(self._pool.kind(page) is PageKind.CACHED for page in pages)
 
     def pages_of(self, blocks: Sequence[Block]) -> list[int]:
-        """The pages of a request that begins with `blocks`, block by block; DUMMY for one that left a window."""
+        """The pages of a request that begins with `blocks`, block by block; DUMMY for one that left a window, or that
+        has no page.
+        """
         if not self._windowed:
             return [page for block in blocks for page in block.pages]
         count, reach = len(blocks), self._reach
@@ -225,7 +196,7 @@ class PrefixCache:
         if not blocks:
             return []
         pages = self.pages_of(blocks)
-        self._pool.retain(filter(None, pages) if self._windowed else pages)
+        self._pool.retain(filter(None, pages))
         for block in blocks:
             block.uses += 1
             self._order.discard(block)
@@ -236,7 +207,7 @@ class PrefixCache:
 
     def release(self, pages: Sequence[int]) -> None:
         """Drop a request's references to its pages, known blocks or not; DUMMY stands for none."""
-        self._pool.release(filter(None, reversed(pages)) if self._windowed else reversed(pages))
+        self._pool.release(filter(None, reversed(pages)))
         if self.by_page:
             for block in dict.fromkeys(map(self.by_page.get, pages)):
                 if block is not None:
@@ -244,7 +215,7 @@ class PrefixCache:
                     self._offer_checkpoint(block)
 
     def take_checkpoint(self, block: Block) -> KeptState:
-        """Add a reference to the pages of a block's checkpoint, which there is; return it."""
+        """Add a reference to the pages of a block's checkpoint, which it has; return it."""
         checkpoint = block.checkpoint
         assert checkpoint is not None
         self._order.discard(checkpoint)
@@ -255,12 +226,19 @@ class PrefixCache:
         """Keep the state after a block's tokens, whose pages the caller uses; False if that is impossible, or done.
         accepted: see `KeptState`.
         """
-        if block.checkpoint is not None or not block.is_known:
+        if not block.is_known or not block.is_resident:
             return False
-        block.checkpoint = KeptState(block, pages, accepted)
+        if block.checkpoint is None:
+            block.checkpoint = KeptState(block, pages, accepted)
+        elif block.checkpoint.pages or block.checkpoint.accepted != accepted:
+            return False
+        else:  # only in host memory so far
+            block.checkpoint.pages = list(pages)
         for page in pages:
             self.by_page[page] = block
             self._pool.keep(page)
+        if self.tier is not None:
+            self.tier.offer(block)
         return True
 
     def insert(
@@ -283,24 +261,93 @@ class PrefixCache:
         start = parent.depth * self._block_tokens
         branch = self._branch(version, start, changed_from)
         tokens = tuple(tokens)
-        key = _key(tokens, branch)
-        if key in parent.children:
-            return None
-        if not parent.is_known or not any(pages):  # the parent was evicted, or all pages have left, behind a window
-            return None
+        key = key_of(tokens, branch)
+        if not parent.is_known or not parent.is_resident or not any(pages):
+            return None  # the parent was evicted, or all pages have left, behind a window
+        if (known := parent.children.get(key)) is not None:
+            if known.is_resident:
+                return None
+            self._return(known, pages)
+            return known
         block = parent.children[key] = Block(parent, tokens, pages, next(self._numbers), branch)
         if branch is not None:
             self._branches.setdefault(version, {})[block] = None
+        parent.num_resident_children += 1
         if self._windowed:
             block.in_windows = WindowPages(block)
             self._offer(parent)
-        for page in pages:
-            if page:
-                self.by_page[page] = block
-                self._pool.keep(page)
+        self._keep_pages(block, pages)
         if self.listener is not None:
             is_changed = changed_from < start + self._block_tokens
-            self.listener.stored(version if is_changed else BASE_VERSION, scope, block)
+            self.listener.stored(version if is_changed else BASE_VERSION, scope, block, Place.POOL)
+        return block
+
+    def _keep_pages(self, block: Block, pages: Sequence[int]) -> None:
+        for page in filter(None, pages):
+            self.by_page[page] = block
+            self._pool.keep(page)
+
+    def _return(self, block: Block, pages: Sequence[int]) -> None:
+        """Give a block that has only images pages again, which the caller uses: they hold the same."""
+        parent = block.parent
+        assert parent is not None
+        block.is_resident = True
+        block.pages = list(pages)
+        self._keep_pages(block, pages)
+        parent.num_resident_children += 1
+        self._offer(parent)
+        self.tell_stored(block, Place.POOL)
+        if self.tier is not None:
+            self.tier.offer(block)
+
+    def give_back(self, block: Block, pages: Sequence[int], checkpoint: Sequence[int] = ()) -> bool:
+        """Give a matched block pages that its images were copied into, which the caller uses; parents come first.
+
+        pages: of each group; DUMMY where nothing was copied. checkpoint: pages of the state after it. Returns False if
+        the cache no longer needs some of them: then the caller keeps its pages to itself, and inserts nothing after it.
+        """
+        parent = block.parent
+        if not block.is_known or parent is None or not parent.is_resident:
+            return False
+        if not block.is_resident:
+            self._return(block, pages)
+        else:
+            for group in filter(pages.__getitem__, range(len(pages))):
+                if block.pages[group]:
+                    return False
+                block.pages[group] = pages[group]
+                self._keep_pages(block, (pages[group],))
+            self._offer(block)
+        if checkpoint:
+            state = block.checkpoint
+            return state is not None and self.keep_checkpoint(block, checkpoint, state.accepted)
+        return True
+
+    def adopt(
+        self, version: int, parent: Block | None, tokens: Sequence[int], scope: Hashable, changed_from: int
+    ) -> Block | None:
+        """Return the block after `parent`, which may be new and then gets images at once; None if that is impossible.
+
+        Arguments as of `insert`.
+        """
+        if parent is None:
+            parent = self._root(BASE_VERSION if changed_from else version, scope)
+        if not parent.is_known:
+            return None
+        branch = self._branch(version, parent.depth * self._block_tokens, changed_from)
+        tokens = tuple(tokens)
+        block = parent.children.get(key_of(tokens, branch))
+        if block is None:
+            pages = [PagePool.DUMMY] * self.num_groups
+            block = Block(parent, tokens, pages, next(self._numbers), branch)
+            block.is_resident = False
+            parent.children[block.key] = block
+            if branch is not None:
+                self._branches.setdefault(version, {})[block] = None
+            if self._windowed:
+                block.in_windows = WindowPages(block)
+            if self.tier is not None:
+                self.tier.offer(parent)
         return block
 
     def _root(self, version: int, scope: Hashable) -> Root:
@@ -336,8 +383,8 @@ class PrefixCache:
         if parent is None:
             return None
         branch = self._branch(version, parent.depth * self._block_tokens, changed_from)
-        block = parent.children.get(_key(tuple(tokens), branch))
-        if block is None:
+        block = parent.children.get(key_of(tuple(tokens), branch))
+        if block is None or not block.is_resident:
             return None
         for group in self._windowed:
             if not block.pages[group] and pages[group] and pages[group] not in self.by_page:
@@ -355,31 +402,93 @@ class PrefixCache:
             self._forget_checkpoint(block)
         return True
 
-    def evict(self, item: Block | WindowPages | KeptState) -> None:
-        """Forget an unused leaf and free its pages, so that its parent may become evictable; or free the unused pages
-        of a block in windows, or its checkpoint.
+    def evict(self, item: Cached) -> None:
+        """Free the pages of an unused leaf, so that its parent may become evictable; or the unused pages of a block in
+        windows, or its checkpoint. What has no image then is forgotten.
         """
         if isinstance(item, KeptState):
-            self._forget_checkpoint(item.block)
+            self._evict_checkpoint(item)
             return
         if isinstance(item, WindowPages):
-            pages = item.block.pages
-            self._forget(item.block, [group for group in self._windowed if self._is_unused(pages[group])])
+            block = item.block
+            groups = [group for group in self._windowed if self._is_unused(block.pages[group])]
+            if self.tier is not None:
+                self.tier.save(block, groups)
+            self._forget(block, groups)
             return
-        if item.in_windows is not None:
-            self._order.discard(item.in_windows)
-        self._forget_block(item)
-        if item.parent is not None:  # the root of a trie has no page and is never offered
-            self._remove_child(item.parent, item)
+        self._evict_block(item)
+
+    def _evict_block(self, block: Block) -> None:
+        if block.in_windows is not None:
+            self._order.discard(block.in_windows)
+        if self.tier is not None:
+            if block.checkpoint is not None:  # first: making room for it may drop images of the block
+                self._evict_checkpoint(block.checkpoint)
+            self.tier.save(block, [group for group, page in enumerate(block.pages) if page])
+            if block.has_images(self._windowed):
+                self._leave_to_tier(block)
+                return
+        self.forget(block)
+
+    def _leave_to_tier(self, block: Block) -> None:
+        """Free the pages of a leaf of which there are images."""
+        self._order.discard(block)
+        self._forget(block, range(len(block.pages)))
+        self.tell_removed(block, Place.POOL)
+        block.is_resident = False
+        parent = block.parent
+        assert parent is not None
+        parent.num_resident_children -= 1
+        self._offer(parent)
+        if self.tier is not None:
+            self.tier.offer(block)
+
+    def forget(self, block: Block) -> None:
+        """Forget a leaf, with its descendants that have only images."""
+        found = [block]
+        for each in found:
+            found += each.children.values()
+        for each in reversed(found):
+            self._forget_block(each)
+        if block.parent is not None:  # the root of a trie has no page and is never offered
+            self._remove_child(block.parent, block)
+
+    def forget_images(self, block: Block) -> None:
+        """Forget a block's images, which could not be copied back, and all that is useless without them."""
+        if not block.is_known or self.tier is None:
+            return
+        if not block.is_resident:
+            self.forget(block)
+            return
+        self.tier.forget(block)
+        if block.checkpoint is not None and not block.checkpoint.pages:
+            block.checkpoint = None
+
+    def dropped(self, item: Cached) -> None:
+        """Forget what has lost its images, and has no page either; the tier below calls it."""
+        if isinstance(item, KeptState):
+            if not item.pages:
+                item.block.checkpoint = None
+        elif isinstance(item, Block) and not item.is_resident:
+            self.forget(item)
 
     def _remove_child(self, parent: Block, block: Block) -> None:
         """Take a forgotten block out of the trie."""
         del parent.children[block.key]
+        if block.is_resident:
+            parent.num_resident_children -= 1
         if isinstance(parent, Root):
             if not parent.children:
                 self._drop(parent)
-        else:
-            self._offer(parent)
+            return
+        if not parent.is_known:  # it is being forgotten, too
+            return
+        if not parent.is_resident and not parent.children and not parent.images:
+            self.forget(parent)
+            return
+        self._offer(parent)
+        if self.tier is not None:
+            self.tier.offer(parent)
 
     def evict_page(self, page: int) -> None:
         """Free an unused page, and all that is useless without it: the block's other pages in windows if it is one of
@@ -387,7 +496,8 @@ class PrefixCache:
         """
         block = self.by_page[page]
         if page not in block.pages:
-            self._forget_checkpoint(block)
+            assert block.checkpoint is not None
+            self._evict_checkpoint(block.checkpoint)
             return
         if block.in_windows is not None and block.pages.index(page) in self._windowed:
             self._order.discard(block.in_windows)
@@ -398,8 +508,53 @@ class PrefixCache:
         for each in found:
             found += each.children.values()
         for each in reversed(found):
-            self._order.discard(each)
-            self.evict(each)
+            if each.is_resident and each.is_known:
+                self._order.discard(each)
+                self.evict(each)
+
+    def clear(self, places: Container[Place] = frozenset(Place)) -> int:
+        """Forget what no request uses in some places; return the number of blocks that were forgotten there.
+
+        A block in the pool stays in host memory if it has images there and only the pool is cleared.
+        """
+        found: list[Block] = list(self.roots())
+        for block in found:
+            found += block.children.values()
+        count = 0
+        for block in reversed(found):
+            if block.parent is None or not block.is_known:
+                continue
+            if Place.HOST in places and block.images and not block.holds:
+                count += not block.is_resident
+                self._clear_images(block)
+            if Place.POOL in places and block.is_known and block.is_resident:
+                count += self._clear_pages(block)
+        return count
+
+    def _clear_images(self, block: Block) -> None:
+        if not block.is_resident and block.children:
+            return  # a descendant is being copied back
+        self.forget_images(block)
+
+    def _clear_pages(self, block: Block) -> bool:
+        """Free a block's unused pages, and forget it if none of its images is left; False if a request uses it."""
+        state = block.checkpoint
+        if state is not None and state in self._order:
+            if state.images:
+                self._free_checkpoint(state)
+            else:
+                self._forget_checkpoint(block)
+        if block.in_windows is not None and block.in_windows in self._order:
+            self._order.discard(block.in_windows)
+            self._forget(block, [group for group in self._windowed if self._is_unused(block.pages[group])])
+            self._offer(block)
+        if block not in self._order:
+            return False
+        if self.tier is not None and block.has_images(self._windowed):
+            self._leave_to_tier(block)
+        else:
+            self.forget(block)
+        return True
 
     def roots(self) -> Iterator[Root]:
         """The root of every trie."""
@@ -415,12 +570,9 @@ class PrefixCache:
         while stack:
             block = stack.pop()
             stack.extend(block.children.values())
-            self._order.discard(block)
-            if block.in_windows is not None:
-                self._order.discard(block.in_windows)
             self._forget_block(block)
         for block in branches:
-            if block.parent is not None:
+            if block.parent is not None and block.parent.children.get(block.key) is block:
                 self._remove_child(block.parent, block)
 
     def drop_all(self) -> None:
@@ -437,40 +589,63 @@ class PrefixCache:
             del self._roots[root.version]
 
     def _forget_block(self, block: Block) -> None:
+        if not block.is_known:
+            return
         block.is_known = False
+        self._order.discard(block)
+        if block.in_windows is not None:
+            self._order.discard(block.in_windows)
         if block.branch is not None:
             branches = self._branches[block.branch.version]
             del branches[block]
             if not branches:
                 del self._branches[block.branch.version]
-        if self.listener is not None:
-            self.listener.removed(block.number)
+        if block.is_resident:
+            self.tell_removed(block, Place.POOL)
         self._forget(block, range(len(block.pages)))
         self._forget_checkpoint(block)
+        if self.tier is not None:
+            self.tier.forget(block)
 
     def _forget(self, block: Block, groups: Iterable[int]) -> None:
         """Forget a block's pages in some groups, and free those that are unused."""
         for group in groups:
             if not (page := block.pages[group]):
                 continue
-            if self._windowed:
-                block.pages[group] = PagePool.DUMMY
+            block.pages[group] = PagePool.DUMMY
             del self.by_page[page]
             self._pool.forget(page)
+
+    def _evict_checkpoint(self, checkpoint: KeptState) -> None:
+        """Free a checkpoint's pages; forget it if there are no images of them."""
+        if self.tier is not None and checkpoint.pages:
+            self.tier.save_state(checkpoint)
+        if not checkpoint.images:
+            self._forget_checkpoint(checkpoint.block)
+            return
+        self._free_checkpoint(checkpoint)
+        if self.tier is not None:
+            self.tier.offer(checkpoint.block)
 
     def _forget_checkpoint(self, block: Block) -> None:
         if (checkpoint := block.checkpoint) is None:
             return
         block.checkpoint = None
+        self._free_checkpoint(checkpoint)
+        if self.tier is not None:
+            self.tier.forget_state(checkpoint)
+
+    def _free_checkpoint(self, checkpoint: KeptState) -> None:
         self._order.discard(checkpoint)
-        for page in checkpoint.pages:
+        pages, checkpoint.pages = checkpoint.pages, []
+        for page in pages:
             del self.by_page[page]
             self._pool.forget(page)
 
     def _offer_checkpoint(self, block: Block) -> None:
         """Make a block's checkpoint evictable if it is unused."""
         checkpoint = block.checkpoint
-        if checkpoint is not None and self._is_unused(checkpoint.pages[0]):
+        if checkpoint is not None and checkpoint.pages and self._is_unused(checkpoint.pages[0]):
             count = len(checkpoint.pages)
             self._order.add(checkpoint, count, count * self._costs.prefix_page, block.uses, depth=block.depth)
 
@@ -479,10 +654,10 @@ class PrefixCache:
 
     def _offer(self, block: Block) -> None:
         """Make a block evictable if it is an unused leaf, or else its unused pages in windows."""
-        if block.parent is None:
+        if block.parent is None or not block.is_resident:
             return
         if block.in_windows is None:
-            if not block.children and self._is_unused(block.pages[0]):
+            if not block.num_resident_children and self._is_unused(block.pages[0]):
                 self._add(block, block, len(block.pages))
             return
         self._order.discard(block)
@@ -490,7 +665,7 @@ class PrefixCache:
         pages, full = block.pages, [block.pages[group] for group in self._full]
         unused = [page for page in pages if self._is_unused(page)]
         # a request that refills a block holds its pages in windows and not the others
-        if not block.children and all(map(self._is_unused, full or filter(None, pages))):
+        if not block.num_resident_children and all(map(self._is_unused, full or filter(None, pages))):
             if any(pages):
                 self._add(block, block, len(unused))
             else:
@@ -502,7 +677,17 @@ class PrefixCache:
         """Make `count` pages of a block evictable."""
         self._order.add(item, count, count * self._costs.prefix_page, block.uses, depth=block.depth)
 
+    def tell_stored(self, block: Block, place: Place) -> None:
+        """Tell the listener that all of a block is in a place."""
+        if self.listener is not None:
+            self.listener.stored(*block.origin, block, place)
 
-def _key(tokens: tuple[int, ...], branch: Branch | None) -> tuple[int, ...]:
-    """A child's key: branches of other versions, or from other tokens on, are other children."""
-    return tokens if branch is None else (*tokens, *branch)
+    def tell_removed(self, block: Block, place: Place) -> None:
+        """Tell the listener that a block is no longer in a place."""
+        if self.listener is not None:
+            self.listener.removed(block.number, place)
+
+
+def _has_checkpoint(block: Block, *, with_images: bool) -> bool:
+    state = block.checkpoint
+    return state is not None and bool(state.pages or with_images)

@@ -4,37 +4,19 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from ..host.budget import HostBudget
 from ..pages.block_table import BlockTable
+from ..pages.eviction import RestoreCosts
 from ..pages.pool import IntegrityError, PageKind, PagePool
+from .page_fetch import PageFetch
+from .swap_backend import SwapBackend
 from .transfer import ExecutorLost, Transfer
 
 logger = logging.getLogger(__name__)
-
-
-class SwapBackend(Protocol):
-    """Copies pages between arena and host; the executor implements it, so no other code touches a tensor."""
-
-    @property
-    def page_seconds(self) -> float:
-        """Seconds to copy a page out and back, measured before anything was swapped."""
-        ...
-
-    def copy_out(self, pages: Sequence[int]) -> tuple[Any, Transfer | None]:
-        """Begin to copy pages to host memory; return the image, and its transfer unless it is already complete."""
-        ...
-
-    def copy_in(self, image: Any, skip: int, pages: Sequence[int]) -> Transfer | None:
-        """Begin to copy an image, without its first `skip` pages, into pages; return None if they already hold it."""
-        ...
-
-    def wait(self, timeout: float) -> None:
-        """Wait until a copy may have ended, at most `timeout` seconds."""
-        ...
 
 
 @dataclass(slots=True, eq=False)
@@ -72,16 +54,19 @@ class _Copy:
 class SwappedKv:
     """Images of KV, within the host memory budget that they share with adapters' images.
 
-    A new image evicts adapters' images that may be dropped, never another request's KV. Adapters that requests wait for
+    A new image evicts adapters' images and cached pages, never another request's KV. Adapters that requests wait for
     evict KV images as a last resort, oldest first.
 
     An in-flight copy owns its pages until it completes. Pages copied out are then freed. Pages of a cancelled copy back
     are freed when nothing writes to them any more.
     """
 
-    def __init__(self, backend: SwapBackend | None, budget: HostBudget, page_bytes: int) -> None:
+    def __init__(
+        self, backend: SwapBackend | None, budget: HostBudget, page_bytes: int, costs: RestoreCosts | None = None
+    ) -> None:
         """backend: None if copies are impossible; then no KV is ever saved."""
         self.backend = backend
+        self._costs = costs or RestoreCosts()
         self._budget = budget
         self._page_bytes = page_bytes
         self._images: dict[KvImage, None] = {}  # oldest first
@@ -116,7 +101,7 @@ class SwappedKv:
         if table.states is not None:
             copied += table.states.current
         num_bytes = len(copied) * self._page_bytes
-        if self.backend is None or not blocks or not self._budget.claim(num_bytes, self):
+        if self.backend is None or not blocks or not self._budget.claim(num_bytes):
             return None
         data, transfer = self.backend.copy_out(copied)
         accepted = 0 if table.states is None else table.states.accepted
@@ -125,6 +110,7 @@ class SwappedKv:
         )
         self._images[image] = None
         self.num_bytes += num_bytes
+        self._budget.offer(self, image, num_bytes, len(copied) * self._costs.prefix_page, 1, wanted=True)
         if transfer is not None:
             self.copies.append(_Copy(transfer, image, True, table.hand_over()))
         self.num_out += 1
@@ -155,6 +141,19 @@ class SwappedKv:
             self.copies.append(_Copy(transfer, image, False, None))
         return transfer
 
+    def fetch(self, image: KvImage, pages: Sequence[int]) -> Transfer | None:
+        """Begin to copy images of cached pages, the list in `image.data`, into pages; None if that is already done.
+
+        As of `restore`, but the images are the prefix cache's. Raises the backend's errors.
+        """
+        assert self.backend is not None
+        transfer = PageFetch(self.backend, image.data, pages, self._page_bytes)
+        if transfer.is_complete:
+            return None
+        image.is_used = True
+        self.copies.append(_Copy(transfer, image, False, None))
+        return transfer
+
     def cancel(self, image: KvImage, table: BlockTable) -> None:
         """End a copy back early; the image stays, and the table's pages are freed as soon as that is safe."""
         for copy in self.copies:
@@ -162,11 +161,11 @@ class SwappedKv:
                 copy.table = table.hand_over()
                 copy.transfer.cancel()
 
-    def drop(self, image: KvImage) -> None:
+    def drop(self, item: Hashable) -> None:
         """Drop an image that was not restored: it is lost, others need its memory, or the KV exists without it."""
-        if not image.is_dropped:
+        if isinstance(item, KvImage) and not item.is_dropped:
             self.num_dropped += 1
-            self.forget(image)
+            self.forget(item)
 
     def forget(self, image: KvImage) -> None:
         """Drop an image. Its memory counts until no copy reads or writes it."""
@@ -207,15 +206,8 @@ class SwappedKv:
 
     # -- called by the budget
 
-    def can_spare(self, num_bytes: int) -> bool:
-        return sum(image.num_bytes for image in self._images if _is_loose(image)) >= num_bytes
-
-    def spare(self, num_bytes: int) -> None:
-        left = self.num_bytes - num_bytes
-        for image in [image for image in self._images if _is_loose(image)]:
-            if self.num_bytes <= left:
-                return
-            self.drop(image)
+    def is_loose(self, item: Hashable) -> bool:
+        return isinstance(item, KvImage) and item.is_whole and not item.is_used and not item.is_dropped
 
     # -- integrity
 
@@ -245,12 +237,9 @@ class SwappedKv:
     def _clear(self, image: KvImage) -> None:
         if image in self._images and all(copy.image is not image for copy in self.copies):
             del self._images[image]
+            self._budget.withdraw(image)
             image.data = None
             self.num_bytes -= image.num_bytes
-
-
-def _is_loose(image: KvImage) -> bool:
-    return image.is_whole and not image.is_used and not image.is_dropped
 
 
 def _state_of(transfer: Transfer) -> str:

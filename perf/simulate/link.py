@@ -169,11 +169,23 @@ class SimSwaps:
         """The profile's price for the bytes of a page, there and back."""
         return 2 * self._page_bytes * self._costs.link.per_byte
 
+    @property
+    def copies_at_once(self) -> bool:
+        """False: a copy takes the link's time."""
+        return False
+
     def copy_out(self, pages: Sequence[int]) -> tuple[None, SimTransfer | None]:
         return None, self._send(len(pages))
 
     def copy_in(self, image: None, skip: int, pages: Sequence[int]) -> SimTransfer | None:
         return self._send(len(pages))
+
+    def new_image(self) -> None:
+        """Return an image, which has no bytes here."""
+
+    def bytes_of(self, image: None) -> memoryview:
+        """Return no bytes: nothing is written to files."""
+        return memoryview(b"")
 
     def wait(self, timeout: float) -> None:
         """Move the clock to the first end of a copy, at most by `timeout`."""

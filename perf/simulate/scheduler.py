@@ -26,7 +26,7 @@ from ...core.scheduling.request_memory import RequestMemory
 from ...core.scheduling.scheduler import Scheduler
 from ...core.scheduling.step_builder import SlotSource, StepBuilder
 from ...memory.adapters.adapter import Adapter, Tier
-from ...memory.pages.prefix import Block
+from ...memory.pages.block import Block
 
 
 @dataclass(slots=True)

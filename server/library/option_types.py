@@ -155,9 +155,16 @@ class Options(TypedDict, total=False):
     cpu_kernels: Literal["auto", "native", "torch"]
     """CPU kernels: auto: the native decoder if it was built and can run, else PyTorch. Default: auto."""
     host_cache_bytes: int | str | None
-    """Host memory for adapters and for the KV cache of preempted requests, evicted least recently used first;
-    default: an eighth of the free memory at the start, at least 1 GiB.
+    """Host memory for adapters, for the KV cache of preempted requests, and for cached prefixes that leave the page
+    pool; what costs least to bring back for how often it is used leaves first; default: an eighth of the free
+    memory at the start, at least 1 GiB.
     """
+    kv_cache_dir: str | Path | None
+    """Directory for cached prefixes that leave host memory, and of earlier runs; several servers of one user may
+    share it. It must be that user's alone (mode 700). Default: prefixes are not kept in files.
+    """
+    kv_cache_disk_bytes: int | None
+    """Size limit of kv_cache_dir, for all servers that use it; what was used longest ago is removed."""
     async_scheduling: bool
     """On a GPU: launch the next step before the tokens of the current one are read; off while speculation is on,
     which needs these tokens. Default: True.

@@ -6,6 +6,7 @@ import pytest
 
 from chorus.core.kv_events import KvEvents, Stored
 from chorus.memory.files.identity import with_content
+from chorus.memory.pages.block import Place
 
 pytestmark = pytest.mark.wide
 
@@ -18,7 +19,7 @@ def gqa(subject):
 
 
 class Mirror:
-    """Follows events: a block's tokens from the prompt's beginning, and its adapter, by the block's number."""
+    """Follows events: a block's tokens from the prompt's beginning, and its adapter, by its number and place."""
 
     def __init__(self, events):
         self.events = events
@@ -29,12 +30,15 @@ class Mirror:
         for event in events:
             if isinstance(event, Stored):
                 assert event.adapter is None or event.content_hash is not None
-                before = () if event.parent is None else self.blocks[event.parent][1]
-                assert event.number not in self.blocks
-                self.blocks[event.number] = (event.adapter, before + event.tokens)
+                before = () if event.parent is None else self._tokens(event.parent)
+                assert (event.number, event.place) not in self.blocks
+                self.blocks[event.number, event.place] = (event.adapter, before + event.tokens)
             else:
                 del self.blocks[event]
         return lost
+
+    def _tokens(self, number):
+        return next(tokens for (other, _), (_, tokens) in self.blocks.items() if other == number)
 
 
 def cached(engine):
@@ -45,8 +49,21 @@ def cached(engine):
         lines = {root: ()}
         for block in blocks_after(root):
             lines[block] = lines[block.parent] + block.tokens
-            found[block.number] = (names.get(root.version), lines[block])
+            content = (names.get(root.version), lines[block])
+            found.update(
+                {
+                    (block.number, place): content
+                    for place, is_there in places_of(block, engine.executor.layout).items()
+                    if is_there
+                }
+            )
     return found
+
+
+def places_of(block, layout):
+    """Whether a block is in each place."""
+    windowed = [group for group, window in enumerate(layout.group_windows) if window]
+    return {Place.POOL: block.is_resident, Place.HOST: block.has_images(windowed)}
 
 
 def blocks_after(block):
@@ -84,7 +101,7 @@ def test_events_tell_what_the_prefix_cache_holds(gqa, drive):
     assert mirror.blocks == cached(engine) and "r1-all" not in {name for name, _ in mirror.blocks.values()}
     know_contents(engine)
     driver.run("last", "r1-all", PROMPT, max_tokens=2)
-    engine.reclaimer.reclaim_all()
+    engine.reset_prefix_cache()
     mirror.follow()
     assert mirror.blocks == cached(engine) == {}
 
@@ -103,7 +120,7 @@ def test_events_name_blocks_whose_pages_in_windows_are_evicted(tiny, drive, fami
     assert engine.stats().num_kv_events > len(mirror.blocks), "some were evicted"
     (root,) = engine.prefix.roots()
     assert not all(all(block.pages) for block in blocks_after(root)), "and some pages of others"
-    engine.reclaimer.reclaim_all()
+    engine.reset_prefix_cache()
     assert not mirror.follow()
     assert mirror.blocks == cached(engine) == {}
 
@@ -145,9 +162,9 @@ def test_a_held_block_that_is_forgotten_is_never_told_of(gqa, drive):
     engine, mirror = driver.engine, Mirror(driver.engine.record_kv_events())
     driver.run("a", "r2-qv", PROMPT, max_tokens=2)
     assert not mirror.follow() and mirror.blocks == {}
-    engine.reclaimer.reclaim_all()
+    engine.reset_prefix_cache()
     driver.run("again", "r2-qv", PROMPT, max_tokens=2)
-    engine.reclaimer.reclaim_all()
+    engine.reset_prefix_cache()
     know_contents(engine)
     assert not mirror.follow() and mirror.blocks == cached(engine) == {}
     driver.run("after", "r2-qv", PROMPT, max_tokens=2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -15,9 +16,9 @@ from chorus.memory.adapters.adapter import Adapter
 from chorus.memory.adapters.composition import Composition
 from chorus.memory.files.error import AdapterFormatError
 from chorus.memory.host.image import HostImage
+from chorus.memory.pages.block import BASE_VERSION, Block, Place
 from chorus.memory.pages.layout import page_groups
 from chorus.memory.pages.pool import PageKind
-from chorus.memory.pages.prefix import BASE_VERSION, Block
 from chorus.perf.inline_reads import InlineReads
 
 from ..core.speculation.stand_ins import Drawn, Free
@@ -28,6 +29,7 @@ from .checked_order import CheckedOrder
 from .checked_shadow import CheckedShadow
 from .checked_swaps import CheckedSwaps
 from .engine_run import EngineRun
+from .faulty_disk import FileImage, in_virtual_time
 from .invariants import Invariants
 from .late_results import late_results
 from .made_up_grammar import made_up
@@ -93,10 +95,13 @@ class CheckedRun(EngineRun):
             self._windows,
             self._state_pages,
         )
+        config = self._with_disk(config, swaps)
         proposer = Drawn(lambda request: self._alone(self.asked[request.id]).tokens, apart)
         policies = Policies(proposer=proposer)
         self.engine = Engine(config, late_results(self.executor, rng), self.clock, reads, policies)
         proposer.use(self.engine)
+        if self.engine.disk is not None:
+            in_virtual_time(self.engine.disk, self.clock, self._disk_rng, self.reached)
         self.predict = lambda: proposer.predict(VOCAB)
         self._grammars = random.Random(repr(apart.getstate())) if config.speculates else None
         """What draws grammars: a source of its own, too."""
@@ -111,6 +116,16 @@ class CheckedRun(EngineRun):
         for name in self.names[: rng.randint(1, len(self.names))]:
             self._register(name, self._new_directory())
 
+    def _with_disk(self, config: EngineConfig, swaps: CheckedSwaps | None) -> EngineConfig:
+        """Keep cached prefixes in files in some runs; it draws from a source of its own, as the other draws stay."""
+        self._disk_rng = random.Random(f"disk {config.seed}")
+        FileImage.known = []
+        if swaps is None or not config.prefix_cache or not config.host_bytes or self._disk_rng.random() < 0.5:
+            return config
+        self._folder = tempfile.TemporaryDirectory()
+        capacity = self._disk_rng.choice([1 << 10, 1 << 12, 1 << 20])
+        return config.model_copy(update={"kv_cache_dir": Path(self._folder.name), "kv_cache_disk_bytes": capacity})
+
     def _let_images_wait(self) -> None:
         """Check that the engine waits for reads only while it has some."""
         images, scheduler = self.engine.store.images, self.engine.scheduler
@@ -123,6 +138,7 @@ class CheckedRun(EngineRun):
                 scheduler.lifecycle.num_preemptions > self._num_preemptions
                 or counts.num_given_up > self._num_given_up
                 or images.has_failures  # at once: an earlier read of the same directory hangs
+                or (self.engine.disk is not None and self.engine.disk.is_reading)
             )
             promise(bool(has_reads) or was_changed or is_inline, "it has work, runs nothing and waits for nothing")
             self.reached["waited for a read"] += 1
@@ -178,6 +194,8 @@ class CheckedRun(EngineRun):
 
     def _ask(self) -> None:
         """One request, several with a common prefix, several choices of one request, or one that may not fit."""
+        if self.engine.disk is not None and self._disk_rng.random() < 0.3:
+            self._leave_only_files()
         rng = self.rng
         name = rng.choice([None, *self.current, *self.current]) if rng.random() < 0.95 else rng.choice(self.names)
         if (source := self._composing) is not None and name is not None and source.random() < 0.3:
@@ -219,6 +237,12 @@ class CheckedRun(EngineRun):
 
     def _alone(self, asked: Asked) -> Told:
         return answer_alone(asked)
+
+    def _leave_only_files(self) -> None:
+        """Forget all that nothing uses, once it had the time to be written."""
+        self.engine.reclaimer.reclaim_all()
+        self._wait()
+        self.engine.reset_prefix_cache(tiers=[Place.POOL, Place.HOST])
 
     def _preempt(self) -> None:
         """One after another, so that copies out and back overlap, or with steps between them, which copies outlast."""
@@ -331,6 +355,10 @@ class CheckedRun(EngineRun):
 
     def finish(self) -> None:
         super().finish()
+        if (disk := self.engine.disk) is not None:
+            self.reached["prefix from a file"] += disk.num_hit_tokens
+            self.reached["damaged file"] += disk.folder.num_bad
+            promise(disk.folder.num_bytes <= disk.folder.capacity_bytes, "files have more bytes than they may")
         promise(self.has_hung or not self.engine.store.images.num_bytes, "host memory holds an adapter that is gone")
 
     def _check_block(self, block: Block, version: int, want: list[int], pages: set[int]) -> int:
@@ -339,6 +367,12 @@ class CheckedRun(EngineRun):
         """
         kinds = {page: self.engine.pool.kind(page) for page in block.pages if page}
         windows = self.executor.layout.group_windows
+        wanted = [[of_group(group, value) for value in want] for group in range(len(windows))]
+        for group, image in block.images.items():
+            promise(image[0] == wanted[group], "host memory has another page than the block's")
+            self.reached["page in host memory"] += 1
+        if not block.is_resident:
+            return self._check_hosted(block, want[-1])
         for group, page in enumerate(block.pages):
             promise(bool(page) or windows[group] is not None, "a block lost a page that is in no window")
             if page and self.executor.memory[page] != [of_group(group, value) for value in want]:
@@ -349,16 +383,34 @@ class CheckedRun(EngineRun):
         unused_state = self._check_checkpoint(block, want[-1], pages)
         order, unused = self.engine.reclaimer.order, [page for page, kind in kinds.items() if kind is PageKind.CACHED]
         anchors = [page for page, window in zip(block.pages, windows, strict=True) if not window] or kinds
-        is_unused = not block.children and set(anchors) <= set(unused)
-        promise(bool(kinds) or bool(block.children), "a known block without pages or descendants")
+        num_resident = sum(child.is_resident for child in block.children.values())
+        promise(num_resident == block.num_resident_children, "a block counts other descendants with pages")
+        is_unused = not num_resident and set(anchors) <= set(unused)
+        promise(bool(kinds) or bool(num_resident), "a known block without pages or descendants that have any")
         in_windows = [page for page, window in zip(block.pages, windows, strict=True) if window and page in unused]
         if (block in order) != is_unused or (block.in_windows in order) != (bool(in_windows) and not is_unused):
             raise Violation(f"pages {kinds} can be evicted, and must not, or can't, and must")
         return len(unused) + unused_state
 
+    def _check_hosted(self, block: Block, kv: int) -> int:
+        """Check a block that has only images; it has no page."""
+        windows = self.executor.layout.group_windows
+        promise(not any(block.pages), "a block without pages has some")
+        promise(not any(child.is_resident for child in block.children.values()), "a descendant has pages")
+        full = {group for group, window in enumerate(windows) if window is None}
+        promise(full <= block.images.keys(), "a block without pages lacks an image")
+        promise(bool(block.images or block.children), "a known block without pages, images or descendants")
+        promise(block not in self.engine.reclaimer.order, "a block without pages can be evicted")
+        self.reached["block in host memory"] += 1
+        return self._check_checkpoint(block, kv, set())
+
     def _check_checkpoint(self, block: Block, kv: int, pages: set[int]) -> int:
         """Check the state that is kept after a block, as `_check_block`."""
         if (checkpoint := block.checkpoint) is None:
+            return 0
+        if not checkpoint.pages:
+            promise(bool(checkpoint.images), "a checkpoint without pages or images")
+            self.reached["checkpoint in host memory"] += 1
             return 0
         held, kinds = checkpoint.pages, {self.engine.pool.kind(page) for page in checkpoint.pages}
         self.reached["checkpoint"] += 1

@@ -5,8 +5,10 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from .asked import promise
+from .faulty_disk import FileImage, bytes_of
 from .made_up_model import Memory
 from .virtual_reads import VirtualClock
 
@@ -33,6 +35,7 @@ class CheckedSwaps:
         self._delay = delay
         self._trouble = trouble
         self._num_under_way = 0
+        self.copies_at_once = not delay
 
     def copy_out(self, pages: Sequence[int]) -> tuple[list[list[object]], SwapCopy | None]:
         image: list[list[object]] = []
@@ -54,6 +57,12 @@ class CheckedSwaps:
         for place in places:
             place[:] = ["not there yet"] * len(place)
         return self._begin(write)
+
+    def new_image(self) -> FileImage:
+        return FileImage()
+
+    def bytes_of(self, image: Any) -> memoryview:
+        return bytes_of(image)
 
     def wait(self, timeout: float) -> None:
         self._reached["waited for a copy"] += bool(self._num_under_way)

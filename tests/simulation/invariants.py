@@ -106,7 +106,9 @@ class Invariants:
 
     def _check_host_images(self) -> None:
         images = self._engine.store.images
-        num_bytes = images.num_bytes + self._engine.swapped.num_bytes
+        host = self._engine.host
+        num_bytes = images.num_bytes + self._engine.swapped.num_bytes + (0 if host is None else host.num_bytes)
+        num_bytes += 0 if self._engine.disk is None else self._engine.disk.num_bytes
         promise(images.budget.num_bytes == num_bytes, "the budget of host memory counts other bytes")
         entries = {*images._entries.values(), *images._given_up.values()}  # noqa: SLF001 - the accounting itself
         promise(images.num_bytes == sum(entry.num_bytes for entry in entries), "host images have other bytes")

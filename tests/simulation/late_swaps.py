@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from chorus.memory.transfers.swapped_kv import SwapBackend
+from chorus.memory.transfers.swap_backend import SwapBackend
 
 LOOKS = (0, 1, 1, 3, 20)
 """Times that a copy is looked at before it is made, drawn for each."""
@@ -52,6 +52,7 @@ class LateSwaps:
 
     def __init__(self, swaps: SwapBackend, draw: random.Random) -> None:
         self.page_seconds = swaps.page_seconds
+        self.copies_at_once = False
         self._swaps = swaps
         self._draw = draw
 
@@ -63,6 +64,12 @@ class LateSwaps:
     def copy_in(self, image: Any, skip: int, pages: Sequence[int]) -> LateCopy | None:
         pages = list(pages)
         return self._late(lambda: self._bring(image, skip, pages))
+
+    def new_image(self) -> list[Any]:
+        return [self._swaps.new_image()]
+
+    def bytes_of(self, image: list[Any]) -> memoryview:
+        return self._swaps.bytes_of(image[0])
 
     def wait(self, timeout: float) -> None:
         time.sleep(min(timeout, WAIT))

@@ -19,6 +19,9 @@ DECODES_ITS_LAST_PROMPT_TOKEN = 51133
 EVERYWHERE = {
     "prefix hit",
     "prefix hit of an adapter",
+    "block in host memory",
+    "checkpoint in host memory",
+    "disk: full",
     "page that left",
     "checkpoint",
     "shared page",

@@ -754,6 +754,8 @@ def test_the_host_image_of_a_held_version_keeps_its_room_and_others_wait(slow):
     store.loads.ahead([b, c])
     assert [store.tier(x) for x in (a, b, c)] == [Tier.HOST, Tier.LOADING, Tier.DISK], "one always goes on"
     store.let_go(a)
+    for wanted in (b, c):
+        store.hold(wanted)
     slow.reads.finish()
     store.loads.ahead([b, c])
     assert [store.tier(x) for x in (a, b, c)] == [Tier.DISK, Tier.HOST, Tier.LOADING]

@@ -1,4 +1,4 @@
-"""One budget for all that is in host memory: who gives way to whom, and that nothing is dropped in vain."""
+"""One budget and one order for all that is in host memory: what is dropped first, and nothing in vain."""
 
 from __future__ import annotations
 
@@ -8,56 +8,131 @@ from hypothesis import strategies as st
 from chorus.memory.host.budget import HostBudget
 
 
-class HealthChecker:
-    """Keeps things of some bytes, the first of which may be dropped."""
+class Lodger:
+    """Keeps items of some bytes, all of them offered. fixed: bytes that can't be dropped."""
 
-    def __init__(self, budget, *sizes, fixed=0):
-        self.sizes = list(sizes)
+    def __init__(self, budget, sizes=(), *, fixed=0, costs=None, wanted=False):
+        self.sizes = {f"{id(self)}-{index}": size for index, size in enumerate(sizes)}
         self.fixed = fixed
+        self.held = set()
+        self.dropped = []
         budget.join(self)
+        for index, (item, size) in enumerate(self.sizes.items()):
+            budget.offer(self, item, size, size if costs is None else costs[index], 1, wanted=wanted)
+
+    @property
+    def items(self):
+        return list(self.sizes)
 
     @property
     def num_bytes(self):
-        return sum(self.sizes) + self.fixed
+        return sum(self.sizes.values()) + self.fixed
 
-    def can_spare(self, num_bytes):
-        return sum(self.sizes) >= num_bytes
+    def is_loose(self, item):
+        return item not in self.held
 
-    def spare(self, num_bytes):
-        left = self.num_bytes - num_bytes
-        while self.sizes and self.num_bytes > left:
-            self.sizes.pop(0)
+    def drop(self, item):
+        self.dropped.append(self.sizes.pop(item))
 
 
-def test_the_first_gives_way_first():
+def test_of_several_lodgers_the_cheapest_loss_goes_first():
     budget = HostBudget(100)
-    first, second = HealthChecker(budget, 30, 10), HealthChecker(budget, 60)
+    first = Lodger(budget, [30, 10], costs=[90, 10])
+    second = Lodger(budget, [20, 40], costs=[40, 200])
     budget.make_room(0)
-    assert (first.sizes, second.sizes) == ([30, 10], [60])
-    budget.make_room(20)
-    assert (first.sizes, second.sizes) == ([10], [60])
-    budget.make_room(50)
-    assert (first.sizes, second.sizes) == ([], [])
+    assert (first.dropped, second.dropped) == ([], [])
+    budget.make_room(5)  # a second per byte, two, three, five
+    assert (first.dropped, second.dropped) == ([10], [])
+    budget.make_room(40)
+    assert (first.dropped, second.dropped) == ([10, 30], [20])
 
 
-def test_what_may_not_be_dropped_stays():
+def test_what_is_used_often_stays_longer_than_what_costs_as_much():
+    budget = HostBudget(40)
+    lodger = Lodger(budget, [20, 20])
+    popular, _ = lodger.items
+    budget.offer(lodger, popular, 20, 20, 3)
+    budget.make_room(10)
+    assert lodger.items == [popular]
+
+
+def test_the_least_recently_offered_goes_first_in_lru_order():
+    budget = HostBudget(40, lru=True)
+    lodger = Lodger(budget, [20, 20], costs=[1000, 1])
+    budget.make_room(10)
+    assert lodger.dropped == [20]
+    assert len(lodger.items) == 1
+
+
+def test_what_may_not_be_dropped_stays_and_keeps_its_place():
     budget = HostBudget(100)
-    health_checker = HealthChecker(budget, 10, fixed=95)
+    lodger = Lodger(budget, [10, 20], fixed=70, costs=[10, 40])
+    lodger.held = {lodger.items[0]}
+    budget.make_room(10)
+    assert lodger.dropped == [20]
+    lodger.held = set()
+    budget.make_room(25)
+    assert lodger.dropped == [20, 10]
     budget.make_room(50)
-    assert (health_checker.num_bytes, budget.excess(50)) == (95, 45)
+    assert budget.excess(50) == 20
+
+
+def test_what_waiting_requests_need_goes_last_and_for_no_claim():
+    budget = HostBudget(100)
+    wanted = Lodger(budget, [50], costs=[0.001], wanted=True)
+    other = Lodger(budget, [50], costs=[1000])
+    assert not budget.claim(60)
+    assert (wanted.dropped, other.dropped) == ([], [])
+    assert budget.claim(50)
+    assert (wanted.dropped, other.dropped) == ([], [50])
+    budget.make_room(60)
+    assert wanted.dropped == [50]
+
+
+def test_a_new_item_displaces_only_what_comes_before_it_in_the_order():
+    budget = HostBudget(100)
+    cheap, dear = Lodger(budget, [50], costs=[50]), Lodger(budget, [50], costs=[500])
+    new = Lodger(budget)
+    assert not budget.admit(new, "poor", 30, 3, 1)
+    assert (cheap.dropped, dear.dropped) == ([], [])
+    assert budget.admit(new, "new", 30, 60, 1)
+    assert (cheap.dropped, dear.dropped) == ([50], [])
+    assert not budget.admit(new, "large", 101, 1e9, 1), "it never fits"
+    assert dear.dropped == []
 
 
 sizes = st.lists(st.integers(1, 20), max_size=6)
 
 
 @given(sizes, sizes, st.integers(0, 50), st.integers(0, 120), st.integers(0, 150))
-def test_a_claim_takes_from_others_or_nothing_at_all(mine, others, fixed, wanted, capacity):
+def test_a_claim_takes_what_is_not_wanted_or_nothing_at_all(mine, others, fixed, wanted, capacity):
     budget = HostBudget(capacity)
-    other, health_checker = HealthChecker(budget, *others, fixed=fixed), HealthChecker(budget, *mine)
-    granted = budget.claim(wanted, health_checker)
-    assert health_checker.sizes == mine
+    other, lodger = Lodger(budget, others, fixed=fixed), Lodger(budget, mine, wanted=True)
+    granted = budget.claim(wanted)
+    assert lodger.dropped == []
     assert granted == (sum(mine) + fixed + wanted <= capacity)
     if granted:
         assert budget.num_bytes + wanted <= capacity
     else:
-        assert other.sizes == others
+        assert other.dropped == []
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 20), st.integers(1, 100), st.integers(1, 4), st.booleans()), max_size=12),
+    st.integers(0, 150),
+    st.integers(0, 200),
+)
+def test_the_order_is_of_cost_and_uses_per_byte_over_all_lodgers(offers, capacity, wanted):
+    """What is kept is worth no less, per byte, than anything that was dropped."""
+    budget = HostBudget(capacity)
+    lodgers = [Lodger(budget), Lodger(budget)]
+    worth = {}
+    for index, (size, cost, uses, which) in enumerate(offers):
+        lodgers[which].sizes[index] = size
+        worth[index] = uses * cost / size
+        budget.offer(lodgers[which], index, size, cost, uses)
+    budget.make_room(wanted)
+    kept = {item for lodger in lodgers for item in lodger.items}
+    gone = worth.keys() - kept
+    assert all(worth[lost] <= worth[item] for lost in gone for item in kept)
+    assert budget.excess(wanted) <= 0 or not kept

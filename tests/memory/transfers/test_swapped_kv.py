@@ -117,7 +117,7 @@ def test_a_copy_that_is_complete_at_once_leaves_the_pages_to_the_table(it):
 def test_a_copy_back_ends_in_the_pages_of_the_request(it):
     image, table = it.save(), it.table(3)
     transfer = it.swapped.restore(image, table.pages, 0)
-    assert not it.swapped.can_spare(1), "it is being copied"
+    assert not it.swapped.is_loose(image), "it is being copied"
     it.backend.copies[-1].end()
     assert it.swapped.finish_copies() == ([transfer], [])
     assert (len(it.swapped), it.swapped.num_bytes, it.num_kv) == (0, 0, 3)
@@ -129,13 +129,13 @@ def test_a_cancelled_copy_back_keeps_its_pages_and_its_image_until_it_is_quiet(i
     it.swapped.restore(image, table.pages, 0)
     it.swapped.cancel(image, table)
     assert (table.pages, it.num_kv) == ([], 3)
-    assert not it.swapped.can_spare(1)
+    assert not it.swapped.is_loose(image)
     it.swapped.finish_copies()
     assert it.num_kv == 3
     it.backend.copies[-1].end()
     it.swapped.finish_copies()
     assert (it.num_kv, len(it.swapped)) == (0, 1)
-    assert it.swapped.can_spare(30)
+    assert it.swapped.is_loose(image)
     table = it.table(3)
     it.swapped.restore(image, table.pages, 0)
     it.backend.copies[-1].end()

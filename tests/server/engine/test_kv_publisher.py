@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import msgpack
 import pytest
 
-from chorus.core.kv_events import KvEvents, Stored
+from chorus.core.kv_events import KvEvents, Removed, Stored
+from chorus.memory.pages.block import Place
 from chorus.server.cluster.cluster_worker import ClusterWorker
 from chorus.server.engine.kv_publisher import END, KvBatches, KvPublisher, is_local, kv_publisher_of
 from chorus.server.settings import Settings
@@ -34,7 +35,7 @@ def batches():
 
 
 def test_blocks_that_follow_each_other_are_one_event():
-    first, second, third = batches().events([stored(5), stored(6, 5, (3, 4)), stored(7, **ALICE), 6])
+    first, second, third = batches().events([stored(5), stored(6, 5, (3, 4)), stored(7, **ALICE), Removed(6)])
     hashes = first.pop("block_hashes") + second.pop("block_hashes")
     common = {"type": "BlockStored", "parent_block_hash": None, "block_size": 2, "medium": "GPU"}
     assert first == {**common, "token_ids": [1, 2, 3, 4], "lora_id": None, "lora_name": None}
@@ -47,7 +48,7 @@ def test_a_block_in_a_later_batch_names_its_parent():
     made = batches()
     (parent,) = made.events([stored(5)])[0]["block_hashes"]
     assert made.events([stored(6, 5, (3, 4))])[0]["parent_block_hash"] == parent
-    assert made.events([6, 5])[0]["block_hashes"][1] == parent and len(made) == 0
+    assert made.events([Removed(6), Removed(5)])[0]["block_hashes"][1] == parent and len(made) == 0
 
 
 def test_an_adapter_that_begins_after_blocks_of_the_base_model():
@@ -85,19 +86,41 @@ def test_hashes_agree_between_servers_and_differ_where_the_kv_or_its_owner_does(
     assert not set(hashes(tokens=(1, 2))) & set(hashes(tokens=(12,)))
 
 
+def test_events_name_the_medium_of_each_place_of_a_block():
+    made = batches()
+    events = made.events([stored(5), stored(5)._replace(place=Place.HOST), Removed(5), Removed(5, Place.HOST)])
+    assert [(event["type"], event["medium"]) for event in events] == [
+        ("BlockStored", "GPU"),
+        ("BlockStored", "CPU"),
+        ("BlockRemoved", "GPU"),
+        ("BlockRemoved", "CPU"),
+    ]
+    assert {digest for event in events for digest in event["block_hashes"]} == set(events[0]["block_hashes"])
+    assert len(made) == 0
+
+
+def test_a_child_in_host_memory_has_its_parent_s_hash_from_the_pool():
+    made = batches()
+    (parent,) = made.events([stored(5), stored(6, 5, (3, 4))])[0]["block_hashes"][:1]
+    (event,) = made.events([stored(6, 5, (3, 4))._replace(place=Place.HOST)])
+    assert (event["parent_block_hash"], event["medium"]) == (parent, "CPU")
+
+
 def test_a_block_that_two_versions_of_the_same_content_have_is_removed_with_the_last():
     made = batches()
     (event,) = made.events([stored(5, **ALICE)])
     made.events([stored(6, **{**ALICE, "version": 10})])
-    assert made.events([5]) == [], "the other version's is there"
-    assert made.events([6]) == [{"type": "BlockRemoved", "block_hashes": event["block_hashes"], "medium": "GPU"}]
+    assert made.events([Removed(5)]) == [], "the other version's is there"
+    assert made.events([Removed(6)]) == [
+        {"type": "BlockRemoved", "block_hashes": event["block_hashes"], "medium": "GPU"}
+    ]
 
 
 def test_what_follows_a_lost_block_is_left_out():
     made = batches()
     made.events([stored(5)])
     assert made.clear() == [{"type": "AllBlocksCleared"}]
-    assert made.events([stored(6, 5), 5, 6]) == []
+    assert made.events([stored(6, 5), Removed(5), Removed(6)]) == []
     assert len(made.events([stored(6), stored(7, 6)])[0]["block_hashes"]) == 2
 
 
@@ -154,8 +177,8 @@ def test_a_subscriber_reads_batches_and_asks_for_what_it_missed(events, publish)
     subscriber, asker = publish("kv@here@base")
     (begin,) = batches_until(asker, 1).values()
     assert begin[1:] == [[{"type": "AllBlocksCleared"}], 0], "what an earlier process told of is gone"
-    events.stored(0, ("", ""), first := block(5))
-    events.stored(0, ("", ""), block(6, (3, 4), first))
+    events.stored(0, ("", ""), first := block(5), Place.POOL)
+    events.stored(0, ("", ""), block(6, (3, 4), first), Place.POOL)
     while True:
         topic, sequence, payload = subscriber.recv_multipart()
         seconds, told, rank = msgpack.unpackb(payload)
@@ -172,7 +195,7 @@ def test_after_a_loss_subscribers_begin_anew(events, publish):
     _, asker = publish()
     batches_until(asker, 1)
     for number in range(5, 12):  # no more than 4 wait
-        events.stored(0, ("", ""), block(number))
+        events.stored(0, ("", ""), block(number), Place.POOL)
     kinds = [event["type"] for _, told, _ in batches_until(asker, 3).values() for event in told]
     assert kinds[0] == "AllBlocksCleared" and kinds[-1] == "AllBlocksCleared" and events.num_dropped > 0
     assert kinds.count("BlockStored") == events.num_recorded >= 4
@@ -206,7 +229,7 @@ def test_a_server_publishes_what_its_engine_caches(start, fake_engine, tmp_path)
     asker = zmq.Context.instance().socket(zmq.DEALER)
     asker.rcvtimeo = 20_000
     asker.connect(replay)
-    events.stored(0, ("", ""), block(5, range(16)))
+    events.stored(0, ("", ""), block(5, range(16)), Place.POOL)
     (told,) = batches_until(asker, 2)[1][1]
     assert (told["type"], told["token_ids"], told["block_size"]) == ("BlockStored", list(range(16)), 16)
     asker.close(linger=0)

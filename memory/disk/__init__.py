@@ -1,0 +1,1 @@
+"""Cached KV in files: the tier below host memory."""

@@ -1,0 +1,402 @@
+"""A folder of cached blocks: complete or absent files, sealed, within one bound for all servers that use it.
+
+```
+key                          the key of the seals, 32 random bytes
+lock                         locked while files are counted; has the number of bytes
+new/…                        files that are being written
+blocks/<owner>/<tenant>/<key of the block>
+```
+
+A file begins with its header and ends with a keyed BLAKE2b of its name, header and pages: a file that is torn, flipped,
+or made by anyone without the key is no answer. The count of bytes rises before a file is made and falls after one is
+gone, so a process that is killed between the two leaves a count that is too high, which the next recount corrects.
+
+Tests: tests/memory/disk/test_folder.py
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import hmac
+import logging
+import os
+import secrets
+import shutil
+import stat
+import struct
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from .files import Files
+
+logger = logging.getLogger(__name__)
+
+MAGIC = b"chorus kv 1\n"
+KEY_BYTES = SEAL_BYTES = 32
+_HEAD = struct.Struct("<12sQIII")
+"""Magic, page groups that have a page (a bit each), pages of a state, accepted drafts, and bytes of a page."""
+_COUNT_BYTES = 20
+_SPARE = 16
+"""When the folder is full, a 1/16 of it is freed at once, because finding the oldest files lists all of them."""
+
+
+class FolderRefused(ValueError):
+    """The folder can't be used; the message says why, and what to do."""
+
+
+class Place(NamedTuple):
+    """Where a block's file lies."""
+
+    owner: str
+    """What it was computed with: an adapter's content hash, or the base model."""
+    tenant: str
+    key: str
+
+    @property
+    def folder(self) -> str:
+        return f"blocks/{self.owner}/{self.tenant}"
+
+
+@dataclass(slots=True)
+class SealedBlock:
+    """A block's pages in a file: those of its page groups, then those of the state after it."""
+
+    groups: tuple[int, ...]
+    num_state_pages: int
+    accepted: int
+    pages: list[Any]
+    """Images, each of one page."""
+
+
+class BlockFolder:
+    """Reads, writes and removes files; any thread, and several servers at once. A fault of the disk is a miss."""
+
+    def __init__(self, root: Path, capacity_bytes: int | None, page_bytes: int, files: Files | None = None) -> None:
+        """capacity_bytes: None for no limit. page_bytes: of an image of a page. Raises FolderRefused."""
+        self.root = str(root)
+        self.capacity_bytes = capacity_bytes = 1 << 62 if capacity_bytes is None else capacity_bytes
+        self._page_bytes = page_bytes
+        self.files = files or Files()
+        self._mutex = threading.Lock()
+        self.known_bytes = 0
+        """Bytes in the folder, as this process has seen them last."""
+        self.num_read_bytes = self.num_written_bytes = self.num_bad = self.num_failed = self.num_evicted = 0
+        try:
+            os.makedirs(self.root, mode=0o700, exist_ok=True)
+            _check(self.root, is_folder=True)
+            self._lock = os.open(f"{self.root}/lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            _check(f"{self.root}/lock", is_folder=False)
+            with self.locked():
+                self._key = self._read_key()
+                for name in ("blocks", "new"):
+                    self.files.make_folder(f"{self.root}/{name}")
+                self._sweep()
+                self._recount()
+                self._evict_to(capacity_bytes)
+        except OSError as error:
+            raise FolderRefused(f"kv_cache_dir {self.root}: {error.strerror or error}") from None
+
+    # -- files
+
+    def tenant(self, name: str) -> str:
+        """The name of a tenant's folders, which tells nobody without the key who it is."""
+        return self._digest(b"tenant", name.encode())
+
+    def seal_of(self, data: bytes) -> bytes:
+        """The keyed hash of other data that lies in the folder."""
+        return hashlib.blake2b(data, key=self._key, digest_size=SEAL_BYTES).digest()
+
+    def has(self, place: Place, block: SealedBlock) -> bool:
+        """True if there seems to be a file with at least as many pages."""
+        return self._bytes_of(self._path(place)) >= self._size(len(block.pages))
+
+    def read(self, place: Place, make: Callable[[], tuple[Any, memoryview]]) -> SealedBlock | None:
+        """Read a block; None if there is no sound file. make: returns a new image of a page, and its bytes."""
+        path = self._path(place)
+        try:
+            fd = self.files.open(path)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            self._fail("opened", path, error)
+            return None
+        try:
+            found = self._read(fd, place, make)
+        except OSError as error:
+            self._fail("read", path, error)
+            return None
+        finally:
+            with suppress(OSError):
+                self.files.close(fd)
+        if found is None:
+            self.num_bad += 1
+            logger.warning("%s is not a block that a server with this key wrote; it is removed", path)
+            self._remove(path)
+            return None
+        with suppress(OSError):
+            self.files.touch(path)
+        return found
+
+    def _read(self, fd: int, place: Place, make: Callable[[], tuple[Any, memoryview]]) -> SealedBlock | None:
+        status = self.files.stat(fd)
+        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
+            return None
+        seal = hashlib.blake2b(place.key.encode(), key=self._key, digest_size=SEAL_BYTES)
+        head = memoryview(bytearray(_HEAD.size))
+        if not self._fill(fd, head):
+            return None
+        seal.update(head)
+        magic, mask, num_state_pages, accepted, page_bytes = _HEAD.unpack(head)
+        groups = tuple(group for group in range(64) if mask >> group & 1)
+        count = len(groups) + num_state_pages
+        if magic != MAGIC or page_bytes != self._page_bytes or status.st_size != self._size(count):
+            return None
+        pages: list[Any] = []
+        for _ in range(count):
+            image, data = make()
+            if not self._fill(fd, data):
+                return None
+            seal.update(data)
+            pages.append(image)
+        told = memoryview(bytearray(SEAL_BYTES))
+        if not self._fill(fd, told) or not hmac.compare_digest(bytes(told), seal.digest()):
+            return None
+        self.num_read_bytes += status.st_size
+        return SealedBlock(groups, num_state_pages, accepted, pages)
+
+    def write(self, place: Place, block: SealedBlock, data: Sequence[memoryview]) -> bool:
+        """Write a block's file, in place of the one that it may have; False if the disk refuses.
+
+        data: the bytes of its pages.
+        """
+        size, new = self._size(len(data)), f"{self.root}/new/{secrets.token_hex(8)}"
+        mask = sum(1 << group for group in block.groups)
+        head = _HEAD.pack(MAGIC, mask, block.num_state_pages, block.accepted, self._page_bytes)
+        seal = hashlib.blake2b(place.key.encode(), key=self._key, digest_size=SEAL_BYTES)
+        fd = -1
+        try:
+            with self.locked():
+                if size > self.capacity_bytes or not self._evict_to(self.capacity_bytes - size):
+                    return False
+                self._count(size)
+                try:
+                    fd = self.files.create(new, size)
+                except BaseException:
+                    self._count(-size)
+                    raise
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # tells other servers that it is being written
+            for part in (head, *data):
+                seal.update(part)
+                self._put(fd, part)
+            self._put(fd, seal.digest())
+            self.files.make_folder(f"{self.root}/{place.folder}")
+            with self.locked():
+                replaced = self._bytes_of(self._path(place))
+                self.files.rename(new, self._path(place))
+                self._count(-replaced)
+        except OSError as error:
+            self._fail("written", self._path(place), error)
+            if fd >= 0:
+                self._remove(new)
+            return False
+        finally:
+            if fd >= 0:
+                with suppress(OSError):
+                    self.files.close(fd)
+        self.num_written_bytes += size
+        return True
+
+    # -- removal
+
+    def remove_owner(self, owner: str) -> int:
+        """Remove all blocks of an adapter's content; return how many."""
+        return self._remove_all([f"{self.root}/blocks/{_name(owner)}"])
+
+    def remove_tenant(self, tenant: str) -> int:
+        """Remove all blocks of a tenant; return how many."""
+        owners = [entry.path for entry in self.files.entries(f"{self.root}/blocks") if entry.is_dir()]
+        return self._remove_all([f"{owner}/{self.tenant(tenant)}" for owner in owners])
+
+    def clear(self) -> int:
+        """Remove all blocks; return how many."""
+        return self._remove_all([entry.path for entry in self.files.entries(f"{self.root}/blocks")])
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes in the folder, as counted."""
+        try:
+            return max(0, int(os.pread(self._lock, _COUNT_BYTES, 0) or b"0"))
+        except (OSError, ValueError):
+            return 0
+
+    def close(self) -> None:
+        """Let go of the folder."""
+        os.close(self._lock)
+
+    def _remove_all(self, folders: Sequence[str]) -> int:
+        count = 0
+        with self.locked():
+            for folder in folders:
+                for entry in self._walk(folder):
+                    count += self._unlink(entry.path, entry.stat(follow_symlinks=False).st_size)
+                shutil.rmtree(folder, ignore_errors=True)
+        return count
+
+    def _remove(self, path: str) -> None:
+        """Remove one file; no error if that is impossible."""
+        try:
+            with self.locked():
+                self._unlink(path, self._bytes_of(path))
+        except OSError as error:
+            self._fail("removed", path, error)
+
+    def _unlink(self, path: str, size: int) -> bool:
+        """Remove a file; the caller holds the lock."""
+        try:
+            self.files.unlink(path)
+        except FileNotFoundError:
+            return False
+        self._count(-size)
+        return True
+
+    # -- the bound
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Alone among all threads and servers: the system lets go of the lock when a process ends."""
+        with self._mutex:
+            fcntl.flock(self._lock, fcntl.LOCK_EX)
+            try:
+                yield
+            finally:
+                fcntl.flock(self._lock, fcntl.LOCK_UN)
+
+    def _count(self, num_bytes: int) -> None:
+        self.known_bytes = total = max(0, self.num_bytes + num_bytes)
+        os.pwrite(self._lock, f"{total:0{_COUNT_BYTES}d}".encode(), 0)
+
+    def _recount(self) -> None:
+        self.known_bytes = total = sum(entry.stat(follow_symlinks=False).st_size for entry in self._all())
+        os.pwrite(self._lock, f"{total:0{_COUNT_BYTES}d}".encode(), 0)
+
+    def _all(self) -> Iterator[os.DirEntry[str]]:
+        yield from self._walk(f"{self.root}/blocks")
+        yield from self._walk(f"{self.root}/new")
+
+    def _walk(self, folder: str) -> Iterator[os.DirEntry[str]]:
+        for entry in list(self.files.entries(folder)):
+            if entry.is_dir(follow_symlinks=False):
+                yield from self._walk(entry.path)
+            else:
+                yield entry
+
+    def _evict_to(self, num_bytes: int) -> bool:
+        """Remove the files that were used longest ago until at most `num_bytes` are left; False if that is impossible.
+        The caller holds the lock.
+        """
+        if self.num_bytes <= num_bytes:
+            return True
+        self._sweep()
+        self._recount()
+        wanted = max(0, num_bytes - self.capacity_bytes // _SPARE)
+        if self.num_bytes > num_bytes:
+            found = [(entry.stat(follow_symlinks=False), entry.path) for entry in self._walk(f"{self.root}/blocks")]
+            for status, path in sorted(found, key=lambda each: (each[0].st_mtime_ns, each[1])):
+                if self.num_bytes <= wanted:
+                    break
+                self.num_evicted += self._unlink(path, status.st_size)
+        return self.num_bytes <= num_bytes
+
+    def _sweep(self) -> None:
+        """Remove files that a process began and did not finish; the caller holds the lock."""
+        for entry in self.files.entries(f"{self.root}/new"):
+            with suppress(OSError):
+                fd = os.open(entry.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+                try:
+                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # refused while its writer lives
+                    os.unlink(entry.path)
+                finally:
+                    os.close(fd)
+
+    # --
+
+    def _read_key(self) -> bytes:
+        """The key of the seals; made if there is none. The caller holds the lock."""
+        path = f"{self.root}/key"
+        if os.path.lexists(path):
+            _check(path, is_folder=False)
+            key = Path(path).read_bytes()
+            if len(key) == KEY_BYTES:
+                return key
+            logger.warning(
+                "%s has not %d bytes: a new key is made, and all blocks in the folder are lost", path, KEY_BYTES
+            )
+        key, new = secrets.token_bytes(KEY_BYTES), f"{path}.{secrets.token_hex(8)}"
+        fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            os.write(fd, key)
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        os.rename(new, path)
+        return key
+
+    def _digest(self, kind: bytes, name: bytes) -> str:
+        return hashlib.blake2b(name, key=self._key, digest_size=16, person=kind).hexdigest()
+
+    def _path(self, place: Place) -> str:
+        return f"{self.root}/{place.folder}/{place.key}"
+
+    def _size(self, num_pages: int) -> int:
+        return _HEAD.size + num_pages * self._page_bytes + SEAL_BYTES
+
+    def _bytes_of(self, path: str) -> int:
+        try:
+            return os.lstat(path).st_size
+        except OSError:
+            return 0
+
+    def _fill(self, fd: int, data: memoryview) -> bool:
+        """Read as many bytes as `data` has; False if the file ends before."""
+        while data:
+            count = self.files.read(fd, data)
+            if count == 0:
+                return False
+            data = data[count:]
+        return True
+
+    def _put(self, fd: int, data: bytes | memoryview) -> None:
+        data = memoryview(data)
+        while data:
+            data = data[self.files.write(fd, data) :]
+
+    def _fail(self, done: str, path: str, error: OSError) -> None:
+        self.num_failed += 1
+        logger.warning("%s could not be %s: %s", path, done, error.strerror or error)
+
+
+def _check(path: str, *, is_folder: bool) -> None:
+    """Raise FolderRefused unless only this process's user can use a file or folder."""
+    status, what, mode = os.lstat(path), f"kv_cache_dir: {path}", "700" if is_folder else "600"
+    if not (stat.S_ISDIR if is_folder else stat.S_ISREG)(status.st_mode):
+        raise FolderRefused(f"{what} is not a {'folder' if is_folder else 'file'}; name another folder")
+    if status.st_uid != os.geteuid():
+        raise FolderRefused(
+            f"{what} belongs to user {status.st_uid}, and the server runs as {os.geteuid()}; name a folder of its own"
+        )
+    if status.st_mode & 0o077:
+        raise FolderRefused(
+            f"{what} has mode {stat.S_IMODE(status.st_mode):o}, so other users may use it; chmod {mode} it"
+        )
+
+
+def _name(owner: str) -> str:
+    """Raises ValueError for what is no name of an owner's folder."""
+    if not owner or not owner.isalnum():
+        raise ValueError(f"{owner!r} is not the content hash of an adapter, or 'base'")
+    return owner

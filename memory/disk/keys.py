@@ -1,0 +1,56 @@
+"""Keys of cached blocks in files: they cover everything that a block's KV depends on.
+
+Tests: tests/memory/disk/test_keys.py
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from array import array
+from collections.abc import Mapping, Sequence
+
+LAYOUT_VERSION = 1
+"""To be raised whenever the code computes other KV, or lays it out otherwise, for the same model and tokens."""
+
+BASE = "base"
+"""The owner of blocks that no adapter changed."""
+
+
+class BlockKeys:
+    """Hashes over a chain: the server's identity, the owner and scope, then block after block."""
+
+    def __init__(self, identity: Mapping[str, str]) -> None:
+        """identity: of the model, its dtypes and its pages, by name."""
+        digest = _hash(b"identity")
+        for name, value in sorted({**identity, "layout version": str(LAYOUT_VERSION)}.items()):
+            _add(digest, name.encode())
+            _add(digest, value.encode())
+        self.identity = digest.digest()
+
+    def root(self, owner: str, scope: tuple[str, str]) -> bytes:
+        """Before a prompt's first block. owner: an adapter's content hash, or `BASE`. scope: tenant and salt."""
+        digest = _hash(b"root")
+        for part in (self.identity, owner.encode(), *(each.encode("utf-8", "surrogatepass") for each in scope)):
+            _add(digest, part)
+        return digest.digest()
+
+    def after(self, parent: bytes, tokens: Sequence[int], owner: str = "", changed_from: int = 0) -> bytes:
+        """Of a block. owner: the adapter that begins to act in it, from its token `changed_from` on; empty: none."""
+        digest = _hash(b"block")
+        _add(digest, parent)
+        _add(digest, array("q", tokens).tobytes())
+        if owner:
+            _add(digest, owner.encode())
+            _add(digest, struct.pack("<q", changed_from))
+        return digest.digest()
+
+
+def _hash(kind: bytes) -> hashlib.blake2b:
+    return hashlib.blake2b(digest_size=32, person=kind)
+
+
+def _add(digest: hashlib.blake2b, part: bytes) -> None:
+    """Add a part with its length, so that no two lists of parts have the same bytes."""
+    digest.update(struct.pack("<Q", len(part)))
+    digest.update(part)

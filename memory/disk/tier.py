@@ -1,0 +1,437 @@
+"""The disk tier: cached blocks in files, written in the background and read ahead for waiting requests.
+
+The engine's thread never waits for the disk: it hands out snapshots of host images to be written, and takes in images
+that were read. A disk that is full, fails or hangs costs hits.
+
+Tests: tests/core/test_prefix_tiers.py, tests/simulation
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+from ..host.daemon_pool import DaemonPool
+from ..pages.block import BASE_VERSION, Block, Root
+from .folder import BlockFolder, Place, SealedBlock
+from .keys import BASE, BlockKeys
+
+if TYPE_CHECKING:
+    from ..host.budget import HostBudget
+    from ..pages.eviction import RestoreCosts
+    from ..pages.prefix import PrefixCache
+    from ..transfers.cached_pages import CachedPages
+
+logger = logging.getLogger(__name__)
+
+QUEUE_BYTES = 256 << 20
+"""Bytes of blocks that wait to be written, at most an eighth of host memory's budget. More are not written until they
+leave host memory."""
+
+CLOSE_SECONDS = 30.0
+"""The most seconds that a clean stop writes blocks."""
+
+READERS = 2
+
+
+class Pool(Protocol):
+    """Runs calls beside the engine's thread."""
+
+    def submit(self, function: Callable[..., Any], /, *args: Any) -> Future[Any]:
+        """Run a call soon. Raises an error if it can't be run."""
+        ...
+
+    def shutdown(self) -> None:
+        """Begin no further call."""
+        ...
+
+
+class PageBytes(Protocol):
+    """The bytes of images of pages."""
+
+    def new_image(self) -> Any:
+        """Return an uninitialized image of a page; from any thread."""
+        ...
+
+    def bytes_of(self, image: Any) -> memoryview:
+        """Return the bytes of an image of a page, to read or to change."""
+        ...
+
+
+@dataclass(eq=False)
+class ReadAhead:
+    """A run of blocks that is read for waiting requests: those after the blocks that the prefix cache knows."""
+
+    version: int
+    scope: tuple[str, str]
+    changed_from: int
+    tokens: list[tuple[int, ...]]
+    """Of each block."""
+    places: list[Place]
+    parent: Block | None
+    begun: float
+    deadline: float
+    """When to compute the tokens instead."""
+    wanted_by: list[Callable[[], bool]]
+    """Each returns False once its request has ended: then the adapter's version may be gone."""
+    num_reserved: int
+    found: deque[SealedBlock] = field(default_factory=deque)
+    future: Future[None] | None = None
+    num_taken: int = 0
+    has_ended: bool = False
+    num_pages: int = 0
+
+
+@dataclass(eq=False)
+class DiskTier:
+    """Blocks in a folder, by keys that cover all that their KV depends on."""
+
+    folder: BlockFolder
+    keys: BlockKeys
+    pages: PageBytes
+    host: CachedPages
+    prefix: PrefixCache
+    budget: HostBudget
+    costs: RestoreCosts
+    page_bytes: int
+    content_of: Callable[[int], str | None]
+    """Returns the content hash of a registered adapter version; None if that is not known."""
+    clock: Callable[[], float]
+    wake: Callable[[], None] = lambda: None
+    """Called when a read has ended, from its thread."""
+    close_seconds: float = CLOSE_SECONDS
+    """The most seconds that `close` waits for the disk."""
+
+    def __post_init__(self) -> None:
+        self.use_pools(DaemonPool("kv-write", 1, 1 << 20), DaemonPool("kv-read", READERS, 64))
+        self._lock = threading.Lock()
+        self._queue: deque[tuple[Place, SealedBlock]] = deque()
+        self._queued_bytes = 0
+        self._writing: Future[None] | None = None
+        self._removed: set[str] = set()
+        self._most_queued = min(QUEUE_BYTES, self.budget.capacity_bytes // 8)
+        self._jobs: dict[str, ReadAhead] = {}
+        self._reserved_bytes = 0
+        self.is_closed = False
+        self.num_hit_tokens = 0
+        self.read_seconds = 0.0
+        self.budget.join(self)
+
+    def use_pools(self, writer: Pool, readers: Pool) -> None:
+        """Write and read on these threads; the writer runs one call after another."""
+        self._writer, self._readers = writer, readers
+
+    # -- for the budget
+
+    @property
+    def num_bytes(self) -> int:
+        """Host memory of blocks that wait to be written, or are being read."""
+        return self._queued_bytes + self._reserved_bytes
+
+    def is_loose(self, item: Hashable) -> bool:
+        return False
+
+    def drop(self, item: Hashable) -> None:
+        """Nothing is offered."""
+
+    # -- keys
+
+    def place_of(self, block: Block) -> Place | None:
+        """Where a block's file lies; None while its adapter's content hash is not known."""
+        digest = self._digest(block)
+        version, scope = block.origin
+        owner = self._owner(version)
+        if digest is None or owner is None or not isinstance(scope, tuple):
+            return None
+        return Place(owner, self.folder.tenant(scope[0]), digest.hex())
+
+    def _owner(self, version: int) -> str | None:
+        return BASE if version == BASE_VERSION else self.content_of(version)
+
+    def _digest(self, block: Block) -> bytes | None:
+        """The block's key; its ancestors' keys are computed first, and kept."""
+        chain: list[Block] = []
+        at: Block | None = block
+        while at is not None and at.digest is None:
+            chain.append(at)
+            at = at.parent
+        digest = None if at is None else at.digest
+        for each in reversed(chain):
+            digest = each.digest = self._digest_of_root(each) if isinstance(each, Root) else self._after(digest, each)
+            if digest is None:
+                break
+        return digest
+
+    def _digest_of_root(self, root: Root) -> bytes | None:
+        owner = self._owner(root.version)
+        return None if owner is None or not isinstance(root.scope, tuple) else self.keys.root(owner, root.scope)
+
+    def _after(self, parent: bytes | None, block: Block) -> bytes | None:
+        """A block's key after its parent's; None if that, or the content hash of its adapter, is not known."""
+        if parent is None or (branch := block.branch) is None:
+            return None if parent is None else self.keys.after(parent, block.tokens)
+        owner = self._owner(branch.version)
+        return None if owner is None else self.keys.after(parent, block.tokens, owner, branch.changed_from)
+
+    # -- writing
+
+    def save(self, block: Block) -> None:
+        """Have a block with images written in the background, unless that was done, or too many wait."""
+        state = block.checkpoint
+        has_state = state is not None and bool(state.images)
+        if block.written >= len(block.images) + has_state or not block.images:
+            return
+        groups = tuple(sorted(block.images))
+        images = [block.images[group] for group in groups]
+        accepted = 0
+        if has_state and state is not None:
+            images += state.images
+            accepted = state.accepted
+        sealed = SealedBlock(groups, len(images) - len(groups), accepted, images)
+        if self._enqueue(block, sealed, self._most_queued):
+            block.written = len(groups) + has_state
+
+    def _enqueue(self, block: Block, sealed: SealedBlock, most: int) -> bool:
+        size = len(sealed.pages) * self.page_bytes
+        if self._queued_bytes + size > most or (place := self.place_of(block)) is None:
+            return False
+        with self._lock:
+            self._queue.append((place, sealed))
+            self._queued_bytes += size
+            starts = self._writing is None or self._writing.done()
+        if starts:
+            try:
+                self._writing = self._writer.submit(self._write_all)
+            except Exception as error:  # no thread
+                logger.warning("cached KV is not written: %s", error)
+                with self._lock:
+                    self._queue.clear()
+                    self._queued_bytes = 0
+        return True
+
+    def _write_all(self) -> None:
+        """Write what waits; runs on the writing thread."""
+        while True:
+            with self._lock:
+                if not self._queue:
+                    self._writing = None
+                    return
+                place, sealed = self._queue.popleft()
+                is_removed = place.owner in self._removed
+            try:
+                if not is_removed and not self.folder.has(place, sealed):
+                    self.folder.write(place, sealed, [self.pages.bytes_of(image) for image in sealed.pages])
+            except Exception:
+                logger.exception("a cached block was not written")
+            finally:
+                with self._lock:
+                    self._queued_bytes -= len(sealed.pages) * self.page_bytes
+
+    def remove_owner(self, content_hash: str) -> Future[int]:
+        """Remove an adapter's blocks, also those that wait to be written, in the background."""
+        with self._lock:
+            self._removed.add(content_hash)
+        return self._writer.submit(self._remove_owner, content_hash)
+
+    def _remove_owner(self, content_hash: str) -> int:
+        """Runs on the writing thread, after what was being written."""
+        try:
+            return self.folder.remove_owner(content_hash)
+        finally:
+            with self._lock:
+                self._removed.discard(content_hash)
+
+    def clear(self) -> Future[int]:
+        """Remove all blocks in the background."""
+        with self._lock:
+            self._queued_bytes -= sum(len(sealed.pages) for _, sealed in self._queue) * self.page_bytes
+            self._queue.clear()
+        return self._writer.submit(self.folder.clear)
+
+    def wait(self, timeout: float = CLOSE_SECONDS) -> None:
+        """Wait until what was given to be written or removed has been."""
+        if (writing := self._writing) is not None:
+            writing.result(timeout)
+        self._writer.submit(lambda: None).result(timeout)
+
+    # -- reading
+
+    def read_ahead(
+        self,
+        version: int,
+        tokens: Sequence[int],
+        scope: tuple[str, str],
+        changed_from: int,
+        block_tokens: int,
+        is_wanted: Callable[[], bool],
+    ) -> ReadAhead | None:
+        """Begin to read the blocks of a prompt that the cache does not know; None if that can't, or need not, be done.
+
+        At least one token is left to compute.
+        """
+        known = self.prefix.walk(version, tokens, scope, changed_from)
+        first, end = len(known), (len(tokens) - 1) // block_tokens
+        places, runs = self._places(version, known, tokens, scope, changed_from, range(first, end), block_tokens)
+        if not places:
+            return None
+        if (job := self._jobs.get(places[0].key)) is not None:
+            job.wanted_by.append(is_wanted)
+            return job
+        per_block = self.prefix.num_groups
+        num_bytes = len(places) * per_block * self.page_bytes
+        seconds = len(places) * per_block * self.costs.prefix_page
+        if len(places) * per_block * self.costs.disk_prefix_page > seconds or not self.budget.claim(num_bytes):
+            return None
+        now = self.clock()
+        parent = known[-1] if known else None
+        job = ReadAhead(version, scope, changed_from, runs, places, parent, now, now + seconds, [is_wanted], num_bytes)
+        try:
+            job.future = self._readers.submit(self._read, job)
+        except Exception as error:  # too many reads hang, or there is no thread
+            logger.debug("no cached block is read: %s", error)
+            return None
+        self._reserved_bytes += num_bytes
+        self._jobs[places[0].key] = job
+        return job
+
+    def _places(
+        self,
+        version: int,
+        known: Sequence[Block],
+        tokens: Sequence[int],
+        scope: tuple[str, str],
+        changed_from: int,
+        blocks: range,
+        step: int,
+    ) -> tuple[list[Place], list[tuple[int, ...]]]:
+        """Places and tokens of the blocks of a prompt after the known ones; none if a content hash is not known."""
+        owner = self._owner(version)
+        if owner is None:
+            return [], []
+        acting = BASE if changed_from else owner
+        digest = self._digest(known[-1]) if known else self.keys.root(acting, scope)
+        if digest is None:
+            return [], []
+        places, runs = list[Place](), list[tuple[int, ...]]()
+        tenant = self.folder.tenant(scope[0])
+        for index in blocks:
+            start = index * step
+            run = tuple(tokens[start : start + step])
+            if changed_from and start <= changed_from < start + step:
+                digest = self.keys.after(digest, run, owner, changed_from - start)
+            else:
+                digest = self.keys.after(digest, run)
+            acting = owner if changed_from < start + step else BASE
+            places.append(Place(acting, tenant, digest.hex()))
+            runs.append(run)
+        return places, runs
+
+    def _read(self, job: ReadAhead) -> None:
+        """Read block after block until one is missing; runs on a reading thread."""
+        try:
+            for place in job.places:
+                if job.has_ended or (found := self.folder.read(place, self._make)) is None:
+                    return
+                job.num_pages += len(found.pages)
+                job.found.append(found)
+        finally:
+            self.wake()
+
+    def _make(self) -> tuple[Any, memoryview]:
+        image = self.pages.new_image()
+        return image, self.pages.bytes_of(image)
+
+    def is_coming(self, job: ReadAhead) -> bool:
+        """True while it is worth waiting for a read."""
+        return not job.has_ended and self.clock() < job.deadline
+
+    @property
+    def is_reading(self) -> bool:
+        """True while reads are in flight."""
+        return bool(self._jobs)
+
+    def advance(self) -> None:
+        """Take in what was read; called between steps."""
+        for key, job in list(self._jobs.items()):
+            is_done = job.future is None or job.future.done()  # asked first: what it found is there then
+            while job.found and not job.has_ended:
+                self._take_in(job, job.found.popleft())
+            if not is_done:
+                continue
+            del self._jobs[key]
+            job.has_ended = True
+            self._reserved_bytes -= job.num_reserved
+            seconds = self.clock() - job.begun
+            self.read_seconds += seconds
+            if job.num_pages:
+                self.costs.observe("disk_prefix_page", seconds / job.num_pages)
+
+    def _take_in(self, job: ReadAhead, found: SealedBlock) -> None:
+        """Add a block that was read to the cache, with images alone."""
+        at = job.num_taken
+        job.num_taken += 1
+        size = len(found.pages) * self.page_bytes
+        job.num_reserved -= min(size, job.num_reserved)
+        self._reserved_bytes -= min(size, self._reserved_bytes)
+        count = len(found.groups)
+        if not any(each() for each in job.wanted_by) or count > self.prefix.num_groups:
+            job.has_ended = True
+            return
+        block = self.prefix.adopt(job.version, job.parent, job.tokens[at], job.scope, job.changed_from)
+        if block is None:
+            job.has_ended = True
+            return
+        images = dict(zip(found.groups, found.pages[:count], strict=True))
+        if not self.host.adopt(block, images, found.pages[count:], found.accepted):
+            job.has_ended = True
+            return
+        block.written = count + bool(found.num_state_pages)
+        job.parent = block
+        self.num_hit_tokens += len(block.tokens)
+
+    # -- the end
+
+    def close(self, copy_out: Callable[[int], Any] | None = None) -> None:
+        """Write what is not in files yet, for at most `CLOSE_SECONDS`. copy_out: makes an image of a page."""
+        if self.is_closed:
+            return
+        self.is_closed = True
+        end = time.monotonic() + self.close_seconds
+        for job in self._jobs.values():
+            job.has_ended = True
+        if copy_out is not None:
+            self._save_the_rest(copy_out, end)
+        while self._writing is not None and not self._writing.done() and time.monotonic() < end:
+            time.sleep(0.005)
+        self._writer.shutdown()
+        self._readers.shutdown()
+
+    def _save_the_rest(self, copy_out: Callable[[int], Any], end: float) -> None:
+        """Write the blocks that only the pool has, parents first."""
+        found: list[Block] = list(self.prefix.roots())
+        for block in found:
+            found += block.children.values()
+            while self._queued_bytes > self._most_queued // 2 and time.monotonic() < end:
+                time.sleep(0.005)
+            if time.monotonic() > end:
+                return
+            if block.parent is not None and (sealed := _all_of(block, copy_out)) is not None:
+                self._enqueue(block, sealed, 1 << 62)
+
+
+def _all_of(block: Block, copy_out: Callable[[int], Any]) -> SealedBlock | None:
+    """All of a block's pages, and of its checkpoint's; None if they were given to be written."""
+    groups = tuple(group for group, page in enumerate(block.pages) if page or group in block.images)
+    state, state_images = block.checkpoint, list[Any]()
+    if not groups or block.written >= len(groups) + (state is not None):
+        return None
+    images = [block.images[group] if group in block.images else copy_out(block.pages[group]) for group in groups]
+    if state is not None:
+        state_images = state.images or [copy_out(page) for page in state.pages]
+    return SealedBlock(groups, len(state_images), 0 if state is None else state.accepted, images + state_images)

@@ -1,0 +1,254 @@
+"""Host images of cached blocks and checkpoints: the tier below the page pool.
+
+Tests: tests/memory/transfers/test_cached_pages.py, tests/simulation
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Hashable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from ..host.budget import HostBudget
+from ..pages.block import Block, Cached, KeptState, Place, WindowPages
+from ..pages.pool import IntegrityError
+from .transfer import ExecutorLost
+
+if TYPE_CHECKING:
+    from ..pages.eviction import RestoreCosts
+    from ..pages.prefix import PrefixCache
+    from .swap_backend import SwapBackend
+
+logger = logging.getLogger(__name__)
+
+COPY_SECONDS = 1.0
+"""The most seconds that an eviction waits for a device's copy of a page: far more than that takes."""
+
+
+class Below(Protocol):
+    """The tier below host memory."""
+
+    def save(self, block: Block) -> None:
+        """Keep what there are images of, unless that was done; it returns at once."""
+        ...
+
+
+class CachedPages:
+    """Images of pages that the prefix cache knows, one for each page, within the host memory budget.
+
+    A page is copied when it is evicted, which waits for a device's copy.
+
+    A block's images are dropped together, and not before those of its descendants, unless the block has pages. So they
+    are offered to the budget while nothing depends on them. Images that are about to be copied back are held.
+    """
+
+    def __init__(
+        self,
+        backend: SwapBackend,
+        budget: HostBudget,
+        prefix: PrefixCache,
+        costs: RestoreCosts,
+        page_bytes: int,
+        windowed: Sequence[int] = (),
+    ) -> None:
+        """windowed: page groups with a window."""
+        self._backend, self._budget, self._prefix = backend, budget, prefix
+        self._costs = costs
+        self._page_bytes = page_bytes
+        self._windowed = frozenset(windowed)
+        self.disk: Below | None = None
+        """Where blocks are written; None: nowhere."""
+        self.num_bytes = 0
+        self.num_saved_pages = self.num_fetched_pages = 0
+        budget.join(self)
+
+    # -- for the prefix cache
+
+    def save(self, block: Block, groups: Iterable[int]) -> None:
+        """Make images of a block's pages in some groups, as far as there is room for them."""
+        missing = [group for group in groups if block.pages[group] and group not in block.images]
+        if not missing:
+            return
+        if not self._admit(block, len(missing), block):
+            return
+        for group in missing:
+            if (copied := self._copy_out(block.pages[group])) is None:
+                break
+            self._put(block, group, copied[0])
+        self.offer(block)
+        if self.disk is not None:
+            self.disk.save(block)
+
+    def save_state(self, state: KeptState) -> None:
+        """Make images of a checkpoint's pages, if there is room for them."""
+        if state.images or not self._admit(state, len(state.pages), state.block):
+            return
+        images = [copied[0] for page in state.pages if (copied := self._copy_out(page)) is not None]
+        if len(images) == len(state.pages):
+            self._put_state(state, images)
+        self.offer(state.block)
+        if self.disk is not None:
+            self.disk.save(state.block)
+
+    def adopt(self, block: Block, images: dict[int, Any], state: list[Any], accepted: int) -> bool:
+        """Give a block images that were read from a file; False, and the block is forgotten if it has nothing else, if
+        there is no room for them, or they are too few.
+        """
+        missing = [group for group in images if group not in block.images]
+        keeps_state = bool(state) and block.checkpoint is None
+        count = len(missing) + len(state) * keeps_state
+        if count and self._admit(block, count, block):
+            for group in missing:
+                self._put(block, group, images[group])
+            if keeps_state:
+                block.checkpoint = KeptState(block, (), accepted)
+                self._put_state(block.checkpoint, state)
+        if not block.is_resident and not self._is_whole(block):
+            self._prefix.forget(block)
+            return False
+        self.offer(block)
+        return True
+
+    def offer(self, block: Block) -> None:
+        """Update whether a block's images may be dropped, and when."""
+        budget, own = self._budget, block.images
+        is_leaf = block.is_resident or not block.children
+        state = block.checkpoint
+        if block.holds or not own or not is_leaf:
+            budget.withdraw(block)
+        else:
+            self._offer(block, len(own), block, is_copy=block.is_resident)
+        if block.in_windows is not None:
+            count = len(self._windowed & own.keys())
+            if block.holds or is_leaf or not count:
+                budget.withdraw(block.in_windows)
+            else:
+                self._offer(block.in_windows, count, block, is_copy=False)
+        if state is not None and state.images:
+            if block.holds:
+                budget.withdraw(state)
+            else:
+                self._offer(state, len(state.images), block, is_copy=bool(state.pages))
+
+    def forget(self, block: Block) -> None:
+        """Drop a block's images, and those of its checkpoint."""
+        self._budget.withdraw(block)
+        if block.in_windows is not None:
+            self._budget.withdraw(block.in_windows)
+        self._drop_images(block, list(block.images))
+        if block.checkpoint is not None:
+            self.forget_state(block.checkpoint)
+
+    def forget_state(self, state: KeptState) -> None:
+        """Drop a checkpoint's images."""
+        self._budget.withdraw(state)
+        self.num_bytes -= len(state.images) * self._page_bytes
+        state.images = []
+
+    # -- for requests
+
+    def hold(self, blocks: Sequence[Block]) -> None:
+        """Keep the images of blocks while they are copied back."""
+        for block in blocks:
+            block.holds += 1
+            self.offer(block)
+
+    def let_go(self, blocks: Sequence[Block]) -> None:
+        """End `hold`."""
+        for block in blocks:
+            block.holds -= 1
+            if block.is_known:
+                self.offer(block)
+
+    # -- for the budget
+
+    def is_loose(self, item: Hashable) -> bool:
+        """True: images are offered only while they may be dropped."""
+        return True
+
+    def drop(self, item: Hashable) -> None:
+        """Drop the images of an item."""
+        assert isinstance(item, Cached)
+        if self.disk is not None:
+            self.disk.save(item if isinstance(item, Block) else item.block)
+        if isinstance(item, KeptState):
+            self.forget_state(item)
+        elif isinstance(item, WindowPages):
+            self._drop_images(item.block, [group for group in item.block.images if group in self._windowed])
+        else:
+            self._drop_images(item, list(item.images))
+        self._prefix.dropped(item)
+
+    def check_integrity(self) -> None:
+        """Raise IntegrityError unless the images in the cache have as many bytes as are counted."""
+        count = 0
+        for root in self._prefix.roots():
+            stack = list(root.children.values())
+            while stack:
+                block = stack.pop()
+                stack.extend(block.children.values())
+                count += len(block.images) + (0 if block.checkpoint is None else len(block.checkpoint.images))
+        if count * self._page_bytes != self.num_bytes:
+            raise IntegrityError(
+                f"cached pages have {count} images of {self._page_bytes} bytes, {self.num_bytes} bytes are counted"
+            )
+
+    # --
+
+    def _admit(self, item: Cached, count: int, block: Block) -> bool:
+        cost = count * self._costs.prefix_page
+        return self._budget.admit(self, item, count * self._page_bytes, cost, block.uses, depth=block.depth)
+
+    def _offer(self, item: Cached, count: int, block: Block, *, is_copy: bool) -> None:
+        """is_copy: the pool has the pages, too: they can be copied again."""
+        seconds = self._costs.swapped_page if is_copy else self._costs.prefix_page
+        self._budget.offer(self, item, count * self._page_bytes, count * seconds, block.uses, depth=block.depth)
+
+    def copy_of(self, page: int) -> Any:
+        """Return an image of a page that is not counted. Raises MemoryError if that can't be made."""
+        if (copied := self._copy_out(page)) is None:
+            raise MemoryError("a page could not be copied to host memory")
+        return copied[0]
+
+    def _copy_out(self, page: int) -> tuple[Any] | None:
+        """Copy a page; None if there is no memory for it, or the copy fails. Raises ExecutorLost."""
+        try:
+            image, transfer = self._backend.copy_out([page])
+            deadline = time.monotonic() + COPY_SECONDS
+            while transfer is not None and not transfer.is_done():
+                if transfer.has_failed() or time.monotonic() > deadline:
+                    transfer.cancel()
+                    return None
+                self._backend.wait(COPY_SECONDS)
+        except ExecutorLost:
+            raise
+        except Exception:
+            logger.exception("a cached page could not be copied to host memory")
+            return None
+        return (image,)
+
+    def _put(self, block: Block, group: int, image: Any) -> None:
+        was_whole = self._is_whole(block)
+        block.images[group] = image
+        self.num_bytes += self._page_bytes
+        self.num_saved_pages += 1
+        if not was_whole and self._is_whole(block):
+            self._prefix.tell_stored(block, Place.HOST)
+
+    def _put_state(self, state: KeptState, images: list[Any]) -> None:
+        state.images = images
+        self.num_bytes += len(images) * self._page_bytes
+        self.num_saved_pages += len(images)
+
+    def _is_whole(self, block: Block) -> bool:
+        """True if a request can begin with the block's images."""
+        return block.has_images(self._windowed)
+
+    def _drop_images(self, block: Block, groups: Sequence[int]) -> None:
+        was_whole = self._is_whole(block)
+        for group in groups:
+            del block.images[group]
+        self.num_bytes -= len(groups) * self._page_bytes
+        if was_whole and not self._is_whole(block):
+            self._prefix.tell_removed(block, Place.HOST)

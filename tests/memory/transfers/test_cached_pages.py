@@ -1,0 +1,229 @@
+"""Host images of cached blocks: a block that loses its pages is found again, with the bytes that it had."""
+
+from __future__ import annotations
+
+import pytest
+
+from chorus.memory.host.budget import HostBudget
+from chorus.memory.pages.block import Place
+from chorus.memory.pages.eviction import EvictionOrder, RestoreCosts
+from chorus.memory.pages.pool import PageKind, PagePool
+from chorus.memory.pages.prefix import PrefixCache
+from chorus.memory.transfers.cached_pages import CachedPages
+
+STEP, PAGE_BYTES = 4, 10
+
+
+class Backend:
+    """Copies contents of pages at once."""
+
+    page_seconds = 1e-4
+    copies_at_once = True
+
+    def __init__(self, num_pages):
+        self.arena = [None] * num_pages
+        self.refuses = False
+
+    def copy_out(self, pages):
+        if self.refuses:
+            raise MemoryError("no memory")
+        return [self.arena[page] for page in pages], None
+
+    def copy_in(self, image, skip, pages):
+        for page, content in zip(pages, image[skip:], strict=True):
+            self.arena[page] = content
+
+    def wait(self, timeout):
+        raise AssertionError("nothing is being copied")
+
+
+class Memory:
+    """A prefix cache over a pool, with a host tier of some pages."""
+
+    def __init__(self, num_pages=20, host_pages=20, windows=(None,), has_states=False):
+        self.pool = PagePool(num_pages)
+        self.order, self.costs = EvictionOrder(), RestoreCosts()
+        self.prefix = PrefixCache(self.pool, self.order, self.costs, STEP, windows, has_states=has_states)
+        self.backend = Backend(num_pages)
+        self.budget = HostBudget(host_pages * PAGE_BYTES)
+        windowed = [group for group, window in enumerate(windows) if window]
+        self.tier = CachedPages(self.backend, self.budget, self.prefix, self.costs, PAGE_BYTES, windowed)
+        self.prefix.tier = self.tier
+        self.num_groups = len(windows)
+
+    def store(self, tokens, version=1, scope=None, states=False):
+        """Cache the blocks of a prompt that nobody uses any more."""
+        parent, held = None, []
+        for start in range(0, len(tokens), STEP):
+            pages = self.pool.allocate(self.num_groups, PageKind.KV)
+            for group, page in enumerate(pages):
+                self.backend.arena[page] = (version, tuple(tokens[: start + STEP]), group)
+            parent = self.prefix.insert(version, parent, tokens[start : start + STEP], pages, scope)
+            held += pages
+        if states:
+            (page,) = self.pool.allocate(1, PageKind.KV)
+            self.backend.arena[page] = ("state", tuple(tokens))
+            self.prefix.keep_checkpoint(parent, [page])
+            held.append(page)
+        self.prefix.release(held)
+
+    def evict(self, count):
+        for _ in range(count):
+            self.prefix.evict(self.order.pop())
+
+    def match(self, tokens, version=1, scope=None):
+        return self.prefix.match(version, [*tokens, 0], scope)
+
+
+def test_blocks_that_lose_their_pages_are_found_with_their_bytes():
+    memory = Memory()
+    memory.store(tokens := list(range(12)))
+    memory.evict(3)
+    assert memory.pool.num_free == memory.pool.num_usable
+    blocks = memory.match(tokens)
+    assert [block.images[0] for block in blocks] == [[(1, tuple(tokens[:end]), 0)] for end in (4, 8, 12)]
+    assert memory.prefix.resident(blocks) == []
+    assert [at for at, _, _ in memory.prefix.absent(blocks)] == [0, 1, 2]
+    assert memory.tier.num_bytes == memory.budget.num_bytes == 30
+    memory.tier.check_integrity()
+
+
+def test_the_first_blocks_stay_in_the_pool_while_the_last_are_in_host_memory():
+    memory = Memory()
+    memory.store(tokens := list(range(12)))
+    memory.evict(2)
+    blocks = memory.match(tokens)
+    assert [block.is_resident for block in blocks] == [True, False, False]
+    assert memory.prefix.resident(blocks) == blocks[:1]
+
+
+@pytest.mark.parametrize("other", [{"version": 2}, {"scope": ("b", "")}])
+def test_what_another_version_or_scope_cached_is_not_found_in_host_memory(other):
+    memory = Memory()
+    memory.store(tokens := list(range(8)))
+    memory.evict(2)
+    assert memory.match(tokens, **other) == []
+
+
+def test_a_version_takes_its_images_with_it():
+    memory = Memory()
+    memory.store(tokens := list(range(8)))
+    memory.evict(1)
+    memory.prefix.drop_version(1)
+    assert (memory.tier.num_bytes, memory.match(tokens)) == (0, [])
+    assert memory.pool.num_free == memory.pool.num_usable
+    assert not memory.budget.can_spare(1), "nothing is offered any more"
+
+
+def test_the_deepest_images_go_first_and_none_is_left_without_its_parent():
+    memory = Memory(host_pages=2)
+    memory.store(tokens := list(range(12)))
+    memory.evict(3)
+    assert [block.tokens for block in memory.match(tokens)] == [(0, 1, 2, 3), (4, 5, 6, 7)]
+    memory.tier.check_integrity()
+
+
+def test_what_is_dropped_and_has_no_page_is_forgotten():
+    memory = Memory()
+    memory.store(tokens := list(range(8)))
+    memory.evict(1)
+    memory.budget.make_room(20 * PAGE_BYTES)
+    assert [block.is_resident for block in memory.match(tokens)] == [True]
+    memory.evict(1)
+    memory.budget.make_room(20 * PAGE_BYTES)
+    assert memory.match(tokens) == []
+    assert list(memory.prefix.roots()) == []
+
+
+def test_no_host_memory_or_a_refused_copy_is_as_no_tier():
+    for memory in (Memory(host_pages=0), Memory()):
+        memory.backend.refuses = True
+        memory.store(tokens := list(range(8)))
+        memory.evict(2)
+        assert memory.match(tokens) == []
+        assert memory.tier.num_bytes == 0
+        assert memory.pool.num_free == memory.pool.num_usable
+
+
+def test_held_images_stay():
+    memory = Memory()
+    memory.store(tokens := list(range(8)))
+    memory.evict(2)
+    blocks = memory.match(tokens)
+    memory.tier.hold(blocks)
+    memory.budget.make_room(20 * PAGE_BYTES)
+    assert memory.match(tokens) == blocks
+    memory.tier.let_go(blocks)
+    memory.budget.make_room(20 * PAGE_BYTES)
+    assert memory.match(tokens) == []
+
+
+def test_a_block_that_a_request_computed_again_keeps_its_place_in_the_trie():
+    memory = Memory()
+    memory.store(tokens := list(range(8)))
+    memory.evict(2)
+    blocks = memory.match(tokens)
+    memory.store(tokens)
+    assert memory.match(tokens) == blocks
+    assert all(block.is_resident for block in blocks)
+
+
+def test_a_copy_in_host_memory_of_what_the_pool_has_goes_first():
+    memory = Memory(host_pages=4)
+    memory.store(first := [1] * 8)
+    memory.evict(2)
+    memory.store(first)
+    memory.store(second := [2] * 16)
+    for block in reversed(memory.match(second)):
+        memory.order.discard(block)
+        memory.prefix.evict(block)
+    assert len(memory.match(second)) == 4
+    assert all(block.is_resident and not block.images for block in memory.match(first))
+
+
+def test_with_windows_a_request_begins_where_every_group_has_a_page_or_an_image():
+    memory = Memory(num_pages=40, host_pages=40, windows=(None, 5))
+    memory.store(tokens := list(range(20)))
+    memory.evict(3)
+    blocks = memory.match(tokens)
+    assert len(blocks) == 5
+    while memory.order:
+        memory.evict(1)
+    blocks = memory.match(tokens)
+    assert len(blocks) == 5
+    assert [(at // 2, group) for at, _, group in memory.prefix.absent(blocks)] == [
+        (0, 0), (1, 0), (2, 0), (3, 0), (4, 0), (4, 1)
+    ]  # fmt: skip
+    del blocks[4].images[1]
+    memory.tier.num_bytes -= PAGE_BYTES
+    assert memory.match(tokens) == blocks[:4], "the last block lacks the page of its window"
+
+
+def test_a_request_begins_at_a_checkpoint_in_host_memory():
+    memory = Memory(has_states=True)
+    memory.store(tokens := list(range(8)), states=True)
+    while memory.order:
+        memory.evict(1)
+    blocks = memory.match(tokens)
+    assert len(blocks) == 2
+    assert blocks[-1].checkpoint.images == [[("state", tuple(tokens))]]
+    assert memory.prefix.resident(blocks) == []
+    memory.tier.forget_state(blocks[-1].checkpoint)
+    memory.prefix.dropped(blocks[-1].checkpoint)
+    assert memory.match(tokens) == [], "a block without a checkpoint is no beginning"
+
+
+def test_clearing_a_tier_leaves_the_other():
+    memory = Memory()
+    memory.store(tokens := list(range(8)))
+    memory.evict(2)
+    memory.store(tokens)
+    assert memory.prefix.clear({Place.POOL}) == 2
+    assert [block.is_resident for block in memory.match(tokens)] == [False, False]
+    memory.store(tokens)
+    memory.prefix.clear({Place.HOST})
+    assert [(block.is_resident, block.images) for block in memory.match(tokens)] == [(True, {}), (True, {})]
+    memory.evict(1)
+    memory.prefix.clear()
+    assert (memory.match(tokens), memory.tier.num_bytes) == ([], 0)
+    assert memory.pool.num_free == memory.pool.num_usable
