@@ -55,24 +55,24 @@ def choose_gemm_backends(
     """Choose the GEMM backends of each bucket.
 
     Call it before anything is captured and before the arena is allocated: it uses free memory. seconds: times decode
-    steps, captured, next to sample adapters; None if they will not be captured: eager steps would wait for the host's
-    launches.
+    steps, captured, next to sample adapters; None if they will not be captured.
 
     setting:
     - `off`: only the library.
     - `on`: Chorus's kernel wherever it gives the library's values.
     - `fused`: the same, with adapters expanded in it.
     - `auto`: the fastest of a few combinations, per bucket (`choose_combination`). One serves both kinds of steps, so a
-      sequence's result does not depend on other sequences' adapters.
+      sequence's result does not depend on other sequences' adapters. Eager steps get Chorus's kernel for narrow weights
+      alone.
     """
     backends = dict.fromkeys(sizes, BY_LIBRARY)
-    if (obstacle := _obstacle(setting, decoder.dtype, seconds is not None)) is not None:
+    gemms = _served(setting, decoder.gemms(), captures=seconds is not None)
+    if (obstacle := _obstacle(setting, decoder.dtype, gemms)) is not None:
         logger.info("base products by the library: %s", obstacle)
         return backends
     few = [size for size in sizes if size <= MAX_ROWS]
     compile_ahead(setting, decoder, lora, few)
     refused: Refused = set()
-    gemms = decoder.gemms()
     free, _ = device.memory()
     with SampleAdapters(lora, max(few), free) as samples:
         for bucket in few:
@@ -80,9 +80,9 @@ def choose_gemm_backends(
             rows = {kind: _Rows(decoder, launches, kind, uses[0], bucket) for kind, uses in gemms.items()}
             asked = {kind: _usable(setting, each, device, refused) for kind, each in rows.items()}
             combinations, why = combinations_of(asked), ""
-            if setting != "auto":
-                backends[bucket] = combinations[setting]
-            elif seconds is not None:
+            if setting != "auto" or seconds is None:
+                backends[bucket] = combinations["on" if setting == "auto" else setting]
+            else:
                 timed, expands = partial(_step_seconds, seconds, bucket, samples), bucket <= MAX_EXPANDED_ROWS
                 backends[bucket], why = choose_combination(combinations, timed, expands=expands)
             said = (f"{each.name} {backends[bucket].get(kind, GemmBackend.LIBRARY)}" for kind, each in rows.items())
@@ -90,10 +90,23 @@ def choose_gemm_backends(
     return backends
 
 
-def _obstacle(setting: SmallGemm, dtype: torch.dtype, captures: bool) -> str | None:
+def _served(
+    setting: SmallGemm, gemms: Mapping[GemmKind, list[GemmUse]], *, captures: bool
+) -> dict[GemmKind, list[GemmUse]]:
+    """GEMMs that Chorus's kernel may compute. Eager steps wait for the host's launches, so a kernel for few rows gains
+    nothing there; but the library would widen a narrow weight in memory first, one launch more in every step.
+    """
+    return {
+        kind: uses
+        for kind, uses in gemms.items()
+        if captures or setting != "auto" or isinstance(uses[0].weight, NarrowWeight)
+    }
+
+
+def _obstacle(setting: SmallGemm, dtype: torch.dtype, gemms: Mapping[GemmKind, list[GemmUse]]) -> str | None:
     if setting == "off":
         return "small_gemm is off"
-    if setting == "auto" and not captures:
+    if not gemms:
         return "steps are not captured, so launches from the host take longer than any kernel"
     if dtype not in TOLERANCE:
         return f"the kernel for few rows needs bfloat16 or float16, the model is in {str(dtype).removeprefix('torch.')}"
