@@ -35,6 +35,10 @@ StepSeconds = Callable[[int, GemmBackends, SampleAdapters | None], float]
 #: Times of whole steps within this factor of the least count as equal: they vary by as much.
 NEAR = 1.02
 
+#: `fused` must take a smaller share of a step with adapters than the first, and save more of what they add to a step than
+#: the second: two times of one step differ by less.
+_CLEAR, _SAVED = 0.99, 0.25
+
 #: GEMM backends found to be wrong, by GEMM and tile.
 Refused = set[tuple[GemmKind, int, GemmBackend]]
 
@@ -204,9 +208,12 @@ def choose_combination(
 
     A time is that of a whole step of the base model and of one with an adapter for every sequence. Alone, GEMMs differ
     by less than they vary. With the earlier combinations preferred, an engine chooses the same ones each time it
-    starts. seconds: called with backends, and whether the step has adapters; for every combination, whatever is
-    refused, so that ranks, whose steps wait for each other, call it alike. `fused` is timed only where it can differ
-    from `on`: with adapters. expands: Chorus's kernel can expand those of so many rows.
+    starts. `fused` differs from `on` only in what adapters add, a few percent of a step: only that is compared, and
+    the better one stands for both.
+
+    seconds: called with backends, and whether the step has adapters; for every combination, whatever is refused, so
+    that ranks, whose steps wait for each other, call it alike. `fused` is timed only where it can differ from `on`:
+    with adapters. expands: Chorus's kernel can expand those of so many rows.
     """
     times: dict[str, tuple[float, float]] = {}
     for name, each in combinations.items():
@@ -215,8 +222,11 @@ def choose_combination(
             times[name] = base, seconds(each, True) if expands else lora
         else:
             times[name] = seconds(each, False), seconds(each, True)
-    least = min(map(sum, times.values()))
-    chosen = next(name for name, took in times.items() if sum(took) <= NEAR * least)
+    (base, launched), (_, fused) = times["on"], times["fused"]
+    is_better = fused < _CLEAR * launched and launched - fused > _SAVED * (launched - base)
+    compared = {name: sum(took) for name, took in times.items() if name != ("on" if is_better else "fused")}
+    least = min(compared.values())
+    chosen = next(name for name, took in compared.items() if took <= NEAR * least)
     note = ", ".join(f"{name} {1e6 * base:.0f} + {1e6 * lora:.0f}" for name, (base, lora) in times.items())
     return combinations[chosen], f" (µs a step, base + LoRA: {note})"
 

@@ -170,6 +170,27 @@ def test_ours_serves_unless_a_whole_step_is_clearly_faster_and_every_start_choos
     assert found == {key(combinations[chosen])}
 
 
+@pytest.mark.parametrize(
+    ("base", "launched", "fused", "chosen"),
+    [
+        (5.0, 5.15, 5.07, "fused"),  # half of what adapters add, and less than 1 % of both kinds of steps
+        (5.0, 5.15, 5.12, "on"),  # no more than times of one step vary
+        (5.0, 8.00, 7.80, "on"),  # little of what adapters add
+        (5.0, 5.15, 5.30, "on"),
+    ],
+)
+def test_expanding_in_the_product_is_judged_by_what_adapters_add(base, launched, fused, chosen):
+    """It is a few percent of a step of few rows: a share of base and LoRA steps together hides all of it."""
+    combinations = combinations_of(USABLE)
+    times = {"on": launched, "fused": fused, "on, logits by the library": 1.1 * launched, "off": 1.1 * launched}
+    of = {key(each): times[name] for name, each in combinations.items()}
+
+    def seconds(backends, has_lora):
+        return (of[key(backends)] if has_lora else base) / 1e3
+
+    assert choose_combination(combinations, seconds, expands=True)[0] == combinations[chosen]
+
+
 def test_a_refused_backend_is_in_no_combination_but_each_is_still_timed():
     """Ranks that refuse different backends must run the same steps: their collectives wait for each other."""
     asked = {**USABLE, DOWN: [], HEAD: []}
