@@ -35,8 +35,8 @@ StepSeconds = Callable[[int, GemmBackends, SampleAdapters | None], float]
 #: Times of whole steps within this factor of the least count as equal: they vary by as much.
 NEAR = 1.02
 
-#: `fused` must take a smaller share of a step with adapters than the first, and save more of what they add to a step than
-#: the second: two times of one step differ by less.
+#: `fused` must take a smaller share of a step with adapters than the first, and save a larger share of what they add to
+#: a step than the second: two times of one step differ by less.
 _CLEAR, _SAVED = 0.99, 0.25
 
 #: GEMM backends found to be wrong, by GEMM and tile.

@@ -7,6 +7,7 @@ import random
 import threading
 from dataclasses import replace
 from functools import cache
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -16,6 +17,7 @@ triton = pytest.importorskip("triton")
 
 from triton import compiler  # noqa: E402
 
+from chorus.core.executors.cuda_decode import DecodeSteps  # noqa: E402
 from chorus.core.executors.cuda_gemm_backends import (  # noqa: E402
     asked_backends,
     choose_combination,
@@ -29,6 +31,7 @@ from chorus.core.model.dummy_weights import DummyWeights  # noqa: E402
 from chorus.core.model.layers import AttentionSpec, GatedSpec, LayerSpec  # noqa: E402
 from chorus.core.model.lora_state_cuda import CudaLoraState, StepLimits  # noqa: E402
 from chorus.core.model.rope_config import RopeConfig  # noqa: E402
+from chorus.graphs.runner import StepForm, StepMode, StepPart  # noqa: E402
 from chorus.memory.pages.arena import Arena  # noqa: E402
 from chorus.memory.pages.layout import PageLayout  # noqa: E402
 from chorus.ops import dependent_launch, small_gemm_triton  # noqa: E402
@@ -119,6 +122,25 @@ def test_base_steps_without_early_launches_are_compiled_beside_each_other(model,
                         x = torch.zeros(rows, kind.inputs, dtype=torch.bfloat16)
                         decoder.run_gemm(place, chosen[rows].get(kind, library), x)
     assert len(threads) == before + 5, "a product was compiled when it was launched"
+
+
+@pytest.mark.parametrize("mode", list(StepMode))
+@pytest.mark.parametrize("part", list(StepPart))
+def test_steps_without_adapters_launches_are_captured_late_where_that_is_faster(mode, part):
+    """Merged ones, too: they launch the base model's kernels."""
+    captured = []
+    every = dict.fromkeys((1, 2), SimpleNamespace(variant=lambda *_: "launches"))
+    decoding = SimpleNamespace(
+        launches=every,
+        mixture_launches=every,
+        _late={2},
+        _layers=lambda *step: step,
+        _step=lambda *step: step,
+        _device=SimpleNamespace(capture=lambda step: captured.append((step[0], dependent_launch._allowed))),  # noqa: SLF001
+    )
+    for bucket in (1, 2):
+        DecodeSteps.capture(decoding, bucket, StepForm(mode, part))
+    assert captured == [(1, True), (2, mode in (StepMode.LORA, StepMode.MIXTURE))]
 
 
 class Clock:
