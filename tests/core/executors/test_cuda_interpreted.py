@@ -19,6 +19,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from chorus.core.config import EngineConfig
 from chorus.core.engine import Engine
@@ -29,7 +30,7 @@ from chorus.core.executors.cuda import CudaExecutor
 from chorus.core.executors.cuda_memory import OutOfDeviceMemory
 from chorus.core.executors.cuda_piecewise import token_buckets
 from chorus.core.executors.cuda_steps import CudaSteps
-from chorus.core.model import lora_launches, lora_state_cuda
+from chorus.core.model import decoder, lora_launches, lora_state_cuda
 from chorus.core.model.batch import BY_LIBRARY, GemmBackend
 from chorus.core.model.decoder import DecoderModel
 from chorus.core.model.lora_state_cuda import MAX_PARTS
@@ -44,6 +45,7 @@ from chorus.ops import attention_flashinfer, sgmv_triton, small_gemm_triton
 from chorus.ops.attention_flashinfer import FlashInferBackend
 from chorus.ops.attention_triton import TritonBackend
 from chorus.ops.attention_xqa import XqaBackend
+from chorus.ops.merge import merge as ops_merge
 from chorus.perf.inline_reads import InlineReads
 
 from ...conftest import ATTENTION, MLP, ModelSpec, Subject, save_adapter, save_model
@@ -381,6 +383,58 @@ def merge(driver: Driver, name: str) -> None:
         driver.step()
     driver.engine.abort(beside)
     assert driver.engine.stats().merged_adapter == name
+
+
+class Operators(TorchDispatchMode):
+    """Notes PyTorch's operators with the dtype of their results, and of sums the shape, in which the rank is not."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor):
+            name = str(func)
+            self.found.add(
+                (name, result.dtype, tuple(result.shape) if name.startswith(("aten.addmm", "aten.copy")) else ())
+            )
+        return result
+
+
+def test_the_first_merge_runs_no_operator_for_the_first_time(drive, tiny, monkeypatch):
+    """A GPU's libraries load a kernel at its first use, and torch asks the device for memory: each stops all steps for
+    longer than a step takes. One capture a pause is left.
+    """
+    at = {"start": set(), "merge": set()}
+    inner, when = ops_merge, "start"
+
+    def noting(*args, **kwargs):
+        with Operators() as noted:
+            found = inner(*args, **kwargs)
+        at[when] |= noted.found
+        return found
+
+    monkeypatch.setattr(decoder, "merge", noting)
+    driver = drive(adapters=["r17-all"])
+    assert at["start"]
+    assert not driver.executor.inner.arena.pages[1:].any(), "page 0 is of padding"
+    when = "merge"
+    captures = []
+    advance = driver.executor.shadow.advance
+
+    def pause(seconds):
+        before = len(driver.executor.inner.captured)
+        found = advance(seconds)
+        captures.append(len(driver.executor.inner.captured) - before)
+        return found
+
+    monkeypatch.setattr(driver.executor.shadow, "advance", pause)
+    merge(driver, "r17-all")
+    assert any(name.startswith("aten.addmm") for name, *_ in at["merge"])
+    assert at["merge"] <= at["start"]
+    assert max(captures) == 1
+    assert sum(captures) == 9
 
 
 @pytest.mark.slow
