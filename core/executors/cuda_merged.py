@@ -1,4 +1,7 @@
-"""Merged mode on a GPU: merged weights made on the device, and graphs of the steps that use them."""
+"""Merged mode on a GPU: merged weights made on the device, and graphs of the steps that use them.
+
+Tests: tests/core/executors/test_cuda_interpreted.py
+"""
 
 from __future__ import annotations
 
