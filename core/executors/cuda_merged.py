@@ -15,12 +15,12 @@ import torch
 from ...graphs.runner import CapturedStep, GraphRunner, LaunchSize, StepForm, StepMode
 from ...memory.pages.adapter_layout import AdapterLayout, AdapterPart
 from ...memory.pages.arena import Arena
-from ...ops.sgmv import AdapterRows
+from ...ops.lora.sgmv import AdapterRows
 from ..model.decoder import DecoderModel
-from ..model.lora_state import LoraState, rows_in
+from ..model.lora.lora_state import LoraState, rows_in
 from ..model.program.torch_ops import kind_of
-from ..model.shadow import Places, ShadowWeights, changes
-from ..model.slots import MERGED_MATRICES
+from ..model.weights.shadow import Places, ShadowWeights, changes
+from ..model.weights.slots import MERGED_MATRICES
 from ..requests.types import CannotMerge
 
 #: Modes in which steps with merged weights are captured.
