@@ -131,7 +131,7 @@ level-%: ## tests of native kernels and of an engine at one ISA level, such as l
 
 plain: ## numerics tests of kernels and of an engine against a package built without a compiler in PLAIN
 	export PYTHONPATH="$(PLAIN)"; \
-	python -c "from chorus.ops import native_library as it; assert not any(map(it.built, it.LEVELS)), 'a native library'"; \
+	python -c "from chorus.ops.library import native_library as it; assert not any(map(it.built, it.LEVELS)), 'a native library'"; \
 	pytest -q -n 0 -m "numerics and not slow" tests/ops tests/core/model tests/core/test_parity.py
 
 levels: $(addprefix level-,$(LEVELS))

@@ -125,7 +125,13 @@ def differing_fields(found: ctypes.CDLL) -> list[str]:
 
 def levels() -> list[str]:
     """The levels that were built and that this processor can run, best first."""
-    return [level for level in LEVELS if (found := built(level)) is not None and found.chorus_supported()]
+    return [level for level in LEVELS if _runs(level)]
+
+
+@cache
+def _runs(level: str) -> bool:
+    """Asked once: the level with tiles multiplies by them to see whether it can, which takes milliseconds."""
+    return (found := built(level)) is not None and bool(found.chorus_supported())
 
 
 def level() -> str | None:

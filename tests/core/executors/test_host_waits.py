@@ -13,7 +13,8 @@ from torch.utils._pytree import tree_leaves
 from chorus.core.executors import adapters
 from chorus.core.requests.request import Request
 from chorus.core.requests.request_params import RequestParams
-from chorus.ops import attention, sampling
+from chorus.ops.attention import attention
+from chorus.ops.sampling import sampling
 from chorus.ops.attention.attention import HeadShape, PagedAttention
 from chorus.ops.attention.attention_plan import PlanBuffers
 from chorus.perf.bench.idle_engine import StubDevice, idle_engine

@@ -10,7 +10,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from chorus.ops import attention
+from chorus.ops.attention import attention
 from chorus.ops.attention.attention import HeadShape
 from chorus.ops.attention.latent_attention import LatentAttention
 from chorus.ops.attention.latents import LatentHeads

@@ -45,7 +45,7 @@ def test_a_library_with_fields_in_another_order_is_not_used(monkeypatch, caplog)
 
 
 def test_every_structure_of_python_is_compared():
-    listed = set(re.findall(r"ALL\((\w{2,})\)", (NATIVE / "layout.h").read_text()))
+    listed = set(re.findall(r"ALL\((\w{2,})\)", (NATIVE / "program" / "layout.h").read_text()))
     assert listed >= native_descriptors._STRUCTURES.keys()  # noqa: SLF001
 
 
@@ -54,7 +54,7 @@ def test_structures_are_made_as_the_library_has_them():
     library = native_library.library()
     assert library is not None
     layout = layout_of(library)
-    listed = re.findall(r"ALL\((\w{2,})\)", (NATIVE / "layout.h").read_text())
+    listed = re.findall(r"ALL\((\w{2,})\)", (NATIVE / "program" / "layout.h").read_text())
     assert listed
     for name in listed:
         assert ctypes.sizeof(layout.structure(name)) == layout._sizes[name], name  # noqa: SLF001
@@ -63,7 +63,7 @@ def test_structures_are_made_as_the_library_has_them():
 
 
 def test_constants_of_the_library_and_of_python_are_the_same():
-    source = (NATIVE / "offload.h").read_text() + (NATIVE / "slab_rows.h").read_text()
+    source = (NATIVE / "lora" / "offload.h").read_text() + (NATIVE / "files" / "slab_rows.h").read_text()
     constants = dict(re.findall(r"constexpr int (k\w+) =\s*([\d <]+);", source))
     assert eval(constants["kMaxOffloaded"]) == native_descriptors.MAX_OFFLOADED
     assert eval(constants["kMaxExchanges"]) == native_descriptors.MAX_EXCHANGES

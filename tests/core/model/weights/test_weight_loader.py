@@ -356,7 +356,7 @@ from pathlib import Path
 from chorus.core.model.read_config import read_model_config
 from chorus.core.model.program.native_decoder import PackedWeights
 from chorus.core.model.weights.open_weights import open_weights
-from chorus.ops import native_model
+from chorus.ops.library import native_model
 
 def status(name):
     return next(int(l.split()[1]) << 10 for l in open("/proc/self/status") if l.startswith(name))
