@@ -329,11 +329,12 @@ ROUNDED = {
     )
 }
 
-#: Heads, KV heads and elements of a head: of Llama-3.1-8B, of GPT-2's size, of Phi-3-mini and of the widest heads; and
-#: of Gemma 2's layers with a window and a soft cap. `float8`: with a KV cache in FP8.
+#: Heads, KV heads and elements of a head: of Llama-3.1-8B, of GPT-2's size, of half of that, of Phi-3-mini and of the
+#: widest heads; of Gemma 2's layers with a window and a soft cap. `float8`: with a KV cache in FP8.
 ATTENTION = {
     "heads.128": (32, 8, 128),
     "heads.64": (8, 8, 64),
+    "heads.32": (8, 8, 32),
     "heads.96": (32, 8, 96),
     "heads.256": (16, 4, 256),
     "heads.256 window": (8, 4, 256),
@@ -375,7 +376,7 @@ def _attention(
         "attention.attention_triton",
         "attend_rows",
         constants={"C": replace(attention_constants(*shape, itemsize, value_dim), **more)},
-        options=attention_options(value_dim or head_dim),
+        options=attention_options(value_dim or head_dim, itemsize),
         own=("out", "q", "sinks"),
         others={
             **dict.fromkeys(("k_cache", "v_cache"), cache),
@@ -628,7 +629,7 @@ def _latent_lora(*, absorbs: bool, terms: int = 1) -> Elementwise:
         "attention.latents_triton",
         "add_to_heads",
         {"C": latent_lora_constants(*shape, absorbs=absorbs, terms=terms)},
-        latent_lora_options(),
+        latent_lora_options(absorbs=absorbs),
         ("y", "x"),
         {
             "adapters": _ADAPTERS,

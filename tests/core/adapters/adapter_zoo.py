@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
+from ...conftest import ATTENTION, MLP, ModelSpec, quiet, save_model
 from ...greedy import MIN_MARGIN, after_drafts
 from ...kept import KeptAnswers, kept_files
-from ..conftest import ATTENTION, MLP, ModelSpec, quiet, save_model
 from ..tiny_families import Tiny, load_peft, logits, train_vectors
 
 BASE = ModelSpec(seed=11, layers=3)
