@@ -78,6 +78,9 @@ def latent_lora_constants(
     )
 
 
-def latent_lora_options(*, absorbs: bool) -> dict[str, int | bool]:
-    """Options of a launch. Without a limit, the compiler takes fewer registers for values than it has, and spills."""
-    return {"num_warps": 4, "enable_fp_fusion": False, **({} if absorbs else {"maxnreg": _EXPAND_REGISTERS})}
+def latent_lora_options(*, absorbs: bool, terms: int) -> dict[str, int | bool]:
+    """Options of a launch; see `LatentLoraConstants`. Without a limit, the compiler takes fewer registers for values of
+    several records than it has, and spills.
+    """
+    limit = {} if absorbs or terms == 1 else {"maxnreg": _EXPAND_REGISTERS}
+    return {"num_warps": 4, "enable_fp_fusion": False, **limit}

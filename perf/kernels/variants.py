@@ -629,7 +629,7 @@ def _latent_lora(*, absorbs: bool, terms: int = 1) -> Elementwise:
         "attention.latents_triton",
         "add_to_heads",
         {"C": latent_lora_constants(*shape, absorbs=absorbs, terms=terms)},
-        latent_lora_options(absorbs=absorbs),
+        latent_lora_options(absorbs=absorbs, terms=terms),
         ("y", "x"),
         {
             "adapters": _ADAPTERS,
