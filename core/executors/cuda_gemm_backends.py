@@ -24,6 +24,7 @@ from ..model.lora.lora_launches import LoraLaunches
 from ..model.lora.lora_state_cuda import CudaLoraState
 from ..model.lora.sample_adapters import SampleAdapters
 from ..model.weights.rounding_weight import RoundingWeight
+from .cuda_gemm_races import NEAR, GemmRaces, with_each
 
 logger = logging.getLogger(__name__)
 
@@ -31,9 +32,6 @@ SmallGemm = Literal["auto", "on", "fused", "off"]
 
 #: Device seconds of a whole captured step: of a bucket, with backends and with adapters, or None.
 StepSeconds = Callable[[int, GemmBackends, SampleAdapters | None], float]
-
-#: Times of whole steps within this factor of the least count as equal: they vary by as much.
-NEAR = 1.02
 
 #: `fused` must take a smaller share of a step with adapters than the first, and save a larger share of what they add to
 #: a step than the second: two times of one step differ by less.
@@ -77,6 +75,7 @@ def choose_gemm_backends(
     few = [size for size in sizes if size <= MAX_ROWS]
     compile_ahead(setting, decoder, lora, few)
     refused: Refused = set()
+    races = GemmRaces(decoder, device, few)
     free, _ = device.memory()
     with SampleAdapters(lora, max(few), free) as samples:
         for bucket in few:
@@ -87,6 +86,7 @@ def choose_gemm_backends(
             if setting != "auto" or seconds is None:
                 backends[bucket] = combinations["on" if setting == "auto" else setting]
             else:
+                combinations = with_each(combinations, races.of(bucket, asked))
                 timed, expands = partial(_step_seconds, seconds, bucket, samples), bucket <= MAX_EXPANDED_ROWS
                 backends[bucket], why = choose_combination(combinations, timed, expands=expands)
             said = (f"{each.name} {backends[bucket].get(kind, GemmBackend.LIBRARY)}" for kind, each in rows.items())
@@ -207,7 +207,8 @@ def choose_combination(
     """Return the first combination within `NEAR` of the fastest, and a note of all times.
 
     A time is that of a whole step of the base model and of one with an adapter for every sequence. Alone, GEMMs differ
-    by less than they vary. With the earlier combinations preferred, an engine chooses the same ones each time it
+    by less than they vary, so a combination of their own races (`with_each`) is timed as a whole, too. With the earlier
+    combinations preferred, an engine chooses the same ones each time it
     starts. `fused` differs from `on` only in what adapters add, a few percent of a step: only that is compared, and
     the better one stands for both.
 

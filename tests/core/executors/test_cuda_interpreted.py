@@ -7,6 +7,7 @@ launch, so everything is tiny.
 from __future__ import annotations
 
 import gc
+import itertools
 import logging
 import re
 import sys
@@ -35,6 +36,7 @@ from chorus.core.model.batch import BY_LIBRARY, GemmBackend
 from chorus.core.model.decoder import DecoderModel
 from chorus.core.model.lora import lora_launches, lora_state_cuda
 from chorus.core.model.lora.lora_state_cuda import MAX_PARTS
+from chorus.core.model.program.torch_ops import kind_of
 from chorus.core.requests.pooling import from_bytes
 from chorus.core.requests.request_params import InvalidRequest
 from chorus.graphs.device import DeviceError
@@ -977,14 +979,20 @@ def test_a_step_enters_few_files(drive, tiny, arrives, most):
 class TimedDevice(LateDevice):
     """Returns the times that the test has planted for whole steps; records each measurement."""
 
-    def __init__(self, planted):
+    def __init__(self, planted, product=lambda kind, rows, backend: 1.0):
+        """product: the time of a GEMM by itself."""
         super().__init__()
-        self.planted = planted
+        self.planted, self.product = planted, product
         self.asked = []
 
     def seconds(self, work, count=5):
-        """Of the step that `work` computes, as its decoder is called. It writes KV, which may be anything."""
-        steps = []
+        """Of the step that `work` computes, as its decoder is called, or of a GEMM's uses. A step writes KV, which may
+        be anything.
+        """
+        steps, products = [], []
+
+        def run_gemm(decoder, use, backend, x):
+            products.append((kind_of(use.weight, silu=use.op is not None and use.op.silu), len(x), backend))
 
         def forward(decoder, batch, logits):
             steps.append(batch)
@@ -992,7 +1000,10 @@ class TimedDevice(LateDevice):
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(DecoderModel, "forward", forward)
+            patch.setattr(DecoderModel, "run_gemm", run_gemm)
             work()
+        if products:
+            return sum(itertools.starmap(self.product, products))
         (batch,) = steps
         asked = batch.backends, len(batch.token_ids), batch.lora is not None
         self.asked.append((*asked, self.num_captures))
@@ -1044,10 +1055,32 @@ def test_products_are_by_what_takes_least_time_of_whole_steps(tiny, float32_prod
         (fused, False)
     }
     times = (
-        "(µs a step, base + LoRA: on 6000 + 7000, fused 6000 + 6000, on, logits by the library 6000 + 7000, off 7000"
+        "(µs a step, base + LoRA: on 6000 + 7000, fused 6000 + 6000, on, logits by the library 6000 + 7000, "
+        "each by its own race 6000 + 7000, off 7000"
     )
     assert f" in float32 small {times}" in caplog.text
     assert all(f"{group} " in caplog.text for group in ("MIXER_IN", "MIXER_OUT", "GATE_UP", "DOWN", "HEAD"))
+    executor.close()
+
+
+def test_each_gemm_may_be_by_what_takes_least_time_for_it(tiny, float32_products, caplog):
+    """Where no combination of all of them is as fast: the sum is timed, as a whole step."""
+
+    def product(kind, rows, backend):
+        return 2.0 if kind.silu and backend is SMALL else 1.0
+
+    def planted(backends, rows, lora):
+        of = {kind.silu: each for kind, each in backends.items() if not kind.is_head}
+        return 6e-3 if of.get(False) is SMALL and True not in of else 7e-3
+
+    caplog.set_level(logging.INFO)
+    executor = CudaExecutor(make_config(tiny, max_num_seqs=2), TimedDevice(planted, product))
+    for backends in executor.steps.decoding.backends.values():
+        silu, *others = sorted(executor.steps.decoder.gemms(), key=lambda kind: not kind.silu)
+        assert silu not in backends
+        assert {backends[kind] for kind in others} == {SMALL}
+    assert "each by its own race 6000 + 6000" in caplog.text
+    assert "GATE_UP 32 → 96, 2 rows: µs of 2 uses 4000000, by the library 2000000" in caplog.text
     executor.close()
 
 
