@@ -6,14 +6,11 @@ Tests: tests/ops/attention/test_attention_values.py
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 
 from .attention import Attention, AttentionSetup, PagedAttention, Scores
-
-if TYPE_CHECKING:
-    from .attention_backend import AttentionBackend
 
 #: The largest difference, relative to the largest value: two units in the last place of that.
 TOLERANCE = {torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9, torch.float32: 2.0**-20}
@@ -22,7 +19,14 @@ TOLERANCE = {torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9, torch.float32: 2.0
 _PAGES = 3
 
 
-def values_problem(setup: AttentionSetup, backend: AttentionBackend) -> str | None:
+class Compared(Protocol):
+    """What is compared of an `AttentionBackend`."""
+
+    def ragged(self) -> Attention: ...
+    def decode(self, bucket: int, /) -> Attention: ...
+
+
+def values_problem(setup: AttentionSetup, backend: Compared) -> str | None:
     """Why a backend can't be used: it fails, or its values differ from `PagedAttention`'s; None if it can.
 
     A chunk of a prompt beside a decoding sequence, and decode steps after one another, with random keys, values and
