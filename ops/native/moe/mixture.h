@@ -5,7 +5,7 @@
 // over the experts e = chosen[r, i] of each row, the best first; with `of_inputs` the weight is of x[r] instead. Rows are
 // gathered by expert, and only the experts that a row goes to are read. A row's bits depend on no other row.
 //
-// Threads meet after the router, the choice, gate and up, and down. What one of these phases needs of an expert's rows, each
+// Threads meet after the router, the choice, gate and up (with their activation where a step has many rows), and down. What one of these phases needs of an expert's rows, each
 // thread makes by itself: where they are gathered, and the inputs of the products that it computes.
 #pragma once
 #include <algorithm>
@@ -87,6 +87,9 @@ class GatheredRows {
     std::vector<int> next_;
 };
 
+// Rows of a step from which on experts' activations are computed as soon as tiles of gate and up are. Bits are the same.
+constexpr int kManyRows = 16;
+
 // Memory of a step's mixtures, for those of all layers.
 template <class T>
 struct MixtureMemory {
@@ -97,6 +100,7 @@ struct MixtureMemory {
         FixedScratch<T> fixed;
         FixedScratch<float> of_router;
         Buffer<Act<T>> x;  // inputs of an expert's products
+        Buffer<float> gated;  // a tile of gates and one of ups, side by side
         std::vector<float> row;
         Router router;
     };
@@ -105,6 +109,7 @@ struct MixtureMemory {
     Buffer<float> logits, shared_gates;  // [rows, experts] and [rows]
     Buffer<float> gate_up, outputs;  // [rows · per_token, 2 · size] and [rows · per_token, hidden]
     Buffer<float> shared_gate_up, shared_outputs;  // [rows, 2 · shared_size] and [rows, hidden]
+    Buffer<Act<T>> acts, shared_acts;  // [rows · per_token, size] and [rows, shared_size], of steps with many rows
 
     // Make room for a mixture. threads: the most of a team.
     void reserve(const MixtureDesc& m, int rows, int threads) {
@@ -116,6 +121,9 @@ struct MixtureMemory {
         grow_rows(outputs, pairs, m.hidden);
         grow_rows(shared_gate_up, m.shared_size ? rows : 0, m.ups(m.shared_size));
         grow_rows(shared_outputs, m.shared_size ? rows : 0, m.hidden);
+        if (rows < kManyRows) return;
+        grow_rows(acts, pairs, m.size);
+        grow_rows(shared_acts, m.shared_size ? rows : 0, m.shared_size);
     }
 };
 
@@ -148,10 +156,13 @@ class Mixture {
                 convert(x_[of_experts ? own.gathered.row[i] : i], m_.hidden, out);
             };
         };
-        run_products(team, me, own, {m_.gate_up, m_.shared_gate_up, m_.hidden, m_.hidden, gate_up(), shared_gate_up()},
-                     {m_.ups(m_.size), m_.ups(m_.shared_size)}, {kExpertGateUp, kSharedGateUp},
-                     {source(true), source(false)},
-                     [&](int first, int rows, bool shared) { return gathered(own, first, rows, shared); });
+        if (fuses()) run_gated(team, me, own);
+        else
+            run_products(team, me, own,
+                         {m_.gate_up, m_.shared_gate_up, m_.hidden, m_.hidden, gate_up(), shared_gate_up()},
+                         {m_.ups(m_.size), m_.ups(m_.shared_size)}, {kExpertGateUp, kSharedGateUp},
+                         {source(true), source(false)},
+                         [&](int first, int rows, bool shared) { return gathered(own, first, rows, shared); });
         const auto hidden = [&](bool of_experts) {
             return [&, of_experts](int i, float* out) { activate_row(own, i, !of_experts, out); };
         };
@@ -222,53 +233,97 @@ class Mixture {
         });
     }
 
+    // A tile of a product: a panel of an expert's columns, of a chunk of its rows.
+    //
+    //   expert  `experts`: the shared one
+    //   first   row, of those that are gathered or, of the shared expert, of the step
+    //   begins  the thread's tile before it was of other rows, or of another expert
+    //   more    the next one is the same thread's, and beside it
+    struct ExpertTile {
+        int expert, first, rows, panel;
+        bool shared, begins, more;
+    };
+
+    // visit(tile), with each tile of products with so many panels of columns, of all experts that rows go to; and
+    // rest(i, more) with so many other things behind them.
+    template <class Visit, class Rest>
+    void each_tile(Team& team, Team::Member& me, Own& own, Both<int> panels, int others, Visit visit, Rest rest) {
+        const auto& counts = own.gathered.counts;
+        const auto chunks = [](int rows) { return (rows + kRowChunk - 1) / kRowChunk; };
+        own.units.clear();
+        int units = 0;
+        for (const int rows : counts) own.units.push_back(units), units += chunks(rows) * panels.own;
+        own.units.push_back(units), units += chunks(shared_rows_) * panels.shared;
+        int expert = 0, before = 0, of = -1, of_chunk = -1;  // rows before the expert's; of the last tile
+        each_part(team, me, units + others, [&](int i, bool more) {
+            if (i >= units) return rest(i - units, more);
+            if (i < own.units[expert]) expert = before = 0;  // another thread's
+            const int last = m_.experts;  // the shared one
+            while (expert < last && i >= own.units[expert + 1]) before += counts[expert++];
+            const bool shared = expert == last;
+            const int each = shared ? panels.shared : panels.own, unit = i - own.units[expert], chunk = unit / each;
+            const int begin = chunk * kRowChunk, rows = (shared ? shared_rows_ : counts[expert]) - begin;
+            visit(ExpertTile{expert, (shared ? 0 : before) + begin, std::min(kRowChunk, rows), unit % each, shared,
+                             of != expert || of_chunk != chunk, more && unit % each + 1 < each});
+            of = expert, of_chunk = chunk;
+        });
+    }
+
     // The products of all experts that rows go to, with what adapters add.
     //
     //   outputs   of products
     //   products  for adapters
     //   x         rows of inputs, for adapters
-    //   rows_of   rows_of(first, rows, shared): inputs of an expert's rows, the first of which is the first-th that is
-    //             gathered or, with `shared`, of the step
+    //   rows_of   rows_of(first, rows, shared): inputs of a tile's rows
     template <class RowsOf>
     void run_products(Team& team, Team::Member& me, Own& own, const Products& it, Both<int> outputs,
                       Both<MixtureProduct> products, Both<RowSource> x, RowsOf rows_of) {
-        const auto& counts = own.gathered.counts;
-        const auto chunks = [](int rows) { return (rows + kRowChunk - 1) / kRowChunk; };
-        const auto panels = [](int columns) { return (columns + kPanel - 1) / kPanel; };
-        own.units.clear();
-        int units = 0;
-        for (const int rows : counts) own.units.push_back(units), units += chunks(rows) * panels(outputs.own);
-        own.units.push_back(units), units += chunks(shared_rows_) * panels(outputs.shared);
         const int shrinks = lora_ ? lora_->shrinks(products.own) : 0;
         const int all = shrinks + (lora_ ? lora_->shrinks(products.shared) : 0);
-        int expert = 0, first = 0, of = -1,
-            of_chunk = -1;  // of the last unit: the expert, its first row; whose x is made
         Rows<const X> inputs{};
-        each_part(team, me, units + all, [&](int i, bool more) {
-            if (i >= units) {
-                i -= units;
+        each_tile(
+            team, me, own, {panels_of(outputs.own), panels_of(outputs.shared)}, all,
+            [&](const ExpertTile& t) {
+                if (t.begins) inputs = rows_of(t.first, t.rows, t.shared), own.fixed.begin();
+                const Rows<float> y = (t.shared ? it.shared_y : it.y).from(t.first);
+                const Weights<T> w = t.shared ? it.shared_w.template of<T>(0, outputs.shared, it.shared_inputs)
+                                              : it.w.template of<T>(t.expert, outputs.own, it.inputs);
+                Product<T>{inputs, t.rows, w, y, &own.fixed}.run(t.panel, t.more);
+            },
+            [&](int i, bool more) {
                 if (i < shrinks)
                     return lora_->shrink(products.own, i, more && i + 1 < shrinks, it.inputs, x.own, me.thread);
-                return lora_->shrink(products.shared, i - shrinks, more, it.shared_inputs, x.shared, me.thread);
-            }
-            if (i < own.units[expert]) expert = first = 0;  // another thread's
-            const int last = m_.experts;  // the shared one
-            while (expert < last && i >= own.units[expert + 1]) first += counts[expert++];
-            const bool shared = expert == last;
-            const int columns = shared ? outputs.shared : outputs.own, each = panels(columns);
-            const int unit = i - own.units[expert], chunk = unit / each, begin = chunk * kRowChunk;
-            const int rows = std::min(kRowChunk, (shared ? shared_rows_ : counts[expert]) - begin);
-            if (of != expert || of_chunk != chunk) {
-                inputs = rows_of((shared ? 0 : first) + begin, rows, shared);
-                own.fixed.begin();
-                of = expert, of_chunk = chunk;
-            }
-            const Rows<float> y = (shared ? it.shared_y : it.y).from((shared ? 0 : first) + begin);
-            const Weights<T> w = shared ? it.shared_w.template of<T>(0, columns, it.shared_inputs)
-                                        : it.w.template of<T>(expert, columns, it.inputs);
-            Product<T>{inputs, rows, w, y, &own.fixed}.run(unit % each, more && unit % each + 1 < each);
-        });
+                lora_->shrink(products.shared, i - shrinks, more, it.shared_inputs, x.shared, me.thread);
+            });
         if (lora_) lora_->expand(team, me, {{products.own, it.y}, {products.shared, it.shared_y}});
+    }
+
+    // Activations are computed tile by tile, in place of gates and ups: of many rows that adapters add nothing to.
+    bool fuses() const {
+        const auto whole = [](int size) { return size % kPanel == 0; };
+        return step_.rows >= kManyRows && is_gated(m_.activation) && !lora_ && whole(m_.size) && whole(m_.shared_size);
+    }
+
+    // Gates, ups and their activations of all experts that rows go to: the gate's tile and up's of the same columns one
+    // after the other, so that neither leaves the cache before the two become one of a quarter of the bytes.
+    void run_gated(Team& team, Team::Member& me, Own& own) {
+        grow(own.gated, (size_t)kRowChunk * 2 * kPanel);
+        const Rows<float> out{own.gated.data(), 2 * kPanel};
+        Rows<const X> inputs{};
+        const auto visit = [&](const ExpertTile& t) {
+            if (t.begins) inputs = gathered(own, t.first, t.rows, t.shared), own.fixed.begin();
+            const int size = t.shared ? m_.shared_size : m_.size, column = t.panel * kPanel;
+            const Weights<T> w = t.shared ? m_.shared_gate_up.template of<T>(0, 2 * size, m_.hidden)
+                                          : m_.gate_up.template of<T>(t.expert, 2 * size, m_.hidden);
+            const Product<T> product{inputs, t.rows, w, {}, &own.fixed};
+            product.run({0, t.rows, column, kPanel}, out);
+            product.run({0, t.rows, column + size, kPanel}, out.from(0, kPanel));
+            for (int r = 0; r < t.rows; r++) {
+                if (m_.of_inputs && !t.shared) scale_by(out[r], 2 * kPanel, own.gathered.weight[t.first + r]);
+                activate_row(out[r], out[r] + kPanel, kPanel, acts(t.shared)[t.first + r] + column);
+            }
+        };
+        each_tile(team, me, own, {panels_of(m_.size), panels_of(m_.shared_size)}, 0, visit, [](int, bool) {});
     }
 
     // Inputs of some rows' gate and up.
@@ -284,6 +339,7 @@ class Mixture {
 
     // Inputs of some rows' down.
     Rows<const X> activated(Own& own, int first, int rows, bool shared) const {
+        if (fuses()) return acts(shared).from(first);
         const int size = shared ? m_.shared_size : m_.size;
         grow_rows(own.x, rows, size);
         const Rows<X> to = rows_of(own.x, size);
@@ -302,15 +358,24 @@ class Mixture {
             scale_by(own.row.data(), m_.ups(size), own.gathered.weight[i]);
             gate = own.row.data();
         }
-        if (m_.activation == kClampedSwiglu) clamped_swiglu(gate, gate + size, size, m_.alpha, m_.limit, out);
-        else if (is_gated(m_.activation)) activate(m_.activation, gate, gate + size, size, out);
+        activate_row(gate, gate + size, size, out);
+    }
+    // up: unused without a gate; then `gate` is what the activation reads
+    template <class Out>
+    void activate_row(const float* gate, const float* up, int size, Out* out) const {
+        if (m_.activation == kClampedSwiglu) clamped_swiglu(gate, up, size, m_.alpha, m_.limit, out);
+        else if (is_gated(m_.activation)) activate(m_.activation, gate, up, size, out);
         else activate_alone(m_.activation, nullptr, gate, size, out);
     }
 
     // The factor of an expert's output.
     Floats weight(float of_expert) const { return floats(m_.of_inputs ? 1.0f : of_expert); }
 
+    static int panels_of(int columns) { return (columns + kPanel - 1) / kPanel; }
     Rows<const float> wide() const { return {step_.x, m_.hidden}; }
+    Rows<X> acts(bool shared) const {
+        return shared ? rows_of(memory_.shared_acts, m_.shared_size) : rows_of(memory_.acts, m_.size);
+    }
     Rows<float> gate_up() const { return rows_of(memory_.gate_up, m_.ups(m_.size)); }
     Rows<float> outputs() const { return rows_of(memory_.outputs, m_.hidden); }
     Rows<float> shared_gate_up() const { return rows_of(memory_.shared_gate_up, m_.ups(m_.shared_size)); }

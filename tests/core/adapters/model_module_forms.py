@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from ...conftest import quiet
 from ...kept import KeptAnswers, kept_files
-from ..conftest import quiet
 from ..tiny_families import ATTENTION, MLP, Tiny, load_peft, save_family
 
 #: name → arguments of `LoraConfig`.

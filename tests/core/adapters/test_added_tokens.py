@@ -20,10 +20,11 @@ from chorus.memory.files.format import inspect_adapter
 from chorus.ops.lora.trained_rows import TrainedRows
 from chorus.ops.sampling.sampling import RowSamplingParams, sample, uniform
 
+from ...conftest import quiet
 from ...greedy import MIN_MARGIN
 from ...kept import KeptAnswers, kept_files
 from ...tiny_tokenizer import save_tokenizer
-from ..conftest import moved, quiet
+from ..conftest import moved
 from ..merging.test_merged import merge
 from ..tiny_families import save_family
 from .model_module_forms import Alone, save_form

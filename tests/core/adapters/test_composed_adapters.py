@@ -12,7 +12,7 @@ from chorus.memory.adapters.composed_names import MAX_COMPOSED
 from chorus.memory.files.error import LoadFailure
 from chorus.memory.files.identity import with_content
 
-from ..conftest import quiet
+from ...conftest import quiet
 from .adapter_zoo import kept_zoo
 
 pytestmark = [pytest.mark.numerics, pytest.mark.native, pytest.mark.wide]

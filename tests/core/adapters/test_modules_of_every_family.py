@@ -11,8 +11,8 @@ import torch
 
 from chorus.memory.files.error import AdapterFormatError
 
+from ...conftest import quiet
 from ...kept import kept_files
-from ..conftest import quiet
 from ..tiny_families import EVERY, save_family, without_conversion
 from .model_module_forms import Alone
 

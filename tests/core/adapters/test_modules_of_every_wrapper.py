@@ -11,8 +11,8 @@ import torch
 
 from chorus.memory.files.error import AdapterFormatError
 
+from ...conftest import quiet
 from ...kept import kept_files
-from ..conftest import quiet
 from ..test_text_parts import IN_MEMORY, MODELS, RENAMED, make_whole
 from .model_module_forms import Alone
 from .test_modules_of_every_family import TOKENS, forms, scores_of, train_whole_modules

@@ -19,8 +19,8 @@ from chorus.memory.files.format import inspect_adapter
 from chorus.memory.files.identity import with_content
 from chorus.memory.files.module_paths import StackedSides
 
+from ...conftest import quiet
 from ...kept import kept_files
-from ..conftest import quiet
 from ..tiny_families import load_peft, save_family, without_conversion
 from ..tiny_mixtures import Mixture
 

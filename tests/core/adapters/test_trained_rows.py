@@ -15,9 +15,10 @@ from chorus.memory.files.error import AdapterFormatError
 from chorus.memory.files.format import inspect_adapter
 from chorus.memory.files.identity import with_content
 
+from ...conftest import quiet
 from ...greedy import MIN_MARGIN
 from ...kept import KeptAnswers, kept_files
-from ..conftest import moved, quiet
+from ..conftest import moved
 from ..merging.test_merged import merge
 from ..tiny_families import save_family
 from .model_module_forms import Alone

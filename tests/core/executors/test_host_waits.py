@@ -14,9 +14,9 @@ from chorus.core.executors import adapters
 from chorus.core.requests.request import Request
 from chorus.core.requests.request_params import RequestParams
 from chorus.ops.attention import attention
-from chorus.ops.sampling import sampling
 from chorus.ops.attention.attention import HeadShape, PagedAttention
 from chorus.ops.attention.attention_plan import PlanBuffers
+from chorus.ops.sampling import sampling
 from chorus.perf.bench.idle_engine import StubDevice, idle_engine
 
 pytestmark = pytest.mark.wide

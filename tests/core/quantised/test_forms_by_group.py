@@ -18,8 +18,9 @@ from chorus.graphs.runner import StepMode
 from chorus.memory.files.error import AdapterFormatError
 from chorus.memory.pages.projections import Group
 
+from ...conftest import quiet
 from ...kept import kept_files
-from ..conftest import Driver, quiet
+from ..conftest import Driver
 from ..merging.test_merged import merge
 from ..tiny_families import NO_OUT_PROJ, load_peft, save_family, train_vectors, without_conversion
 

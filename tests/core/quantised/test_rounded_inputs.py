@@ -22,8 +22,9 @@ from chorus.ops.library.native_integers import IntegerPanels
 from chorus.perf.bench import random_model
 from chorus.perf.bench.sizes import Geometry
 
+from ...conftest import ADAPTERS, ModelSpec, Subject, save_adapter, save_model
 from ...tables import LAYER_MATRICES
-from ..conftest import ADAPTERS, KERNELS, ModelSpec, Subject, save_adapter, save_model
+from ..conftest import KERNELS
 from ..executors.thread_ranks import ThreadProcess
 from ..merging.test_merged import load
 from ..model.checkpoints.quantization.integer_forms import compressed_integers

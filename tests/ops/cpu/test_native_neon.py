@@ -17,7 +17,15 @@ FLAGS = ["-std=c++17", "-fno-exceptions", "-pthread", "-ffp-contract=off", "-Wal
 
 def output(folder: Path, compiler: list[str], simd: str, emulator: list[str]) -> list[str]:
     program = folder / simd
-    command = [*compiler, *FLAGS, f"-I{SOURCES}", f"-include{SOURCES / 'simd' / simd}", str(PROGRAM), "-o", str(program)]
+    command = [
+        *compiler,
+        *FLAGS,
+        f"-I{SOURCES}",
+        f"-include{SOURCES / 'simd' / simd}",
+        str(PROGRAM),
+        "-o",
+        str(program),
+    ]
     subprocess.run(command, check=True)
     return subprocess.run([*emulator, str(program)], check=True, capture_output=True, text=True).stdout.splitlines()
 

@@ -18,7 +18,8 @@ from chorus.core.engine import Engine
 from chorus.server.settings import Settings
 from chorus.server.text.tokenizer import Conversation
 
-from ...conftest import live_server, quiet
+from ....conftest import quiet
+from ...conftest import live_server
 
 pytestmark = pytest.mark.wide
 
