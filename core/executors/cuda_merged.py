@@ -141,6 +141,8 @@ class CudaShadow(ShadowWeights):
         So libraries load their kernels, and torch takes the memory that sums need, before the first step, and not
         between two steps of the first merge. What does not fit in the arena is left out.
         """
+        if self._arena.pages.is_meta:  # of a stand-in for a GPU, on which nothing is computed or read
+            return
         kinds: dict[tuple[torch.Size, str], tuple[int, int]] = {}
         for layer, group in itertools.product(range(len(self._model.layers)), MERGED_MATRICES):
             if (origin := self._model.layers[layer].get(MERGED_MATRICES[group])) is not None:
