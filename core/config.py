@@ -116,7 +116,8 @@ class EngineConfig(BaseModel):
         default=32,
         ge=1,
         le=4096,
-        description="maximum sequences in one step; default: 32, on a GPU with 14 GiB 128, with 40 GiB or more 256",
+        description="maximum sequences in one step; default: 32, on a GPU with 14 GiB 128, with 40 GiB or more 256, "
+        "for quantised models 64",
     )
     max_waiting: int | None = Field(
         default=4096,

@@ -20,6 +20,10 @@ DRIVER = Path("/dev/nvidiactl")
 #: defaults are for a CPU, and for GPUs smaller than all of these.
 GPU_BATCHES = {40 << 30: (256, 8192), 14 << 30: (128, 4096)}
 
+#: Default max_num_seqs of quantised models on a GPU: a kernel multiplies so many rows with weights as they are kept.
+#: Larger decode steps widen every projection in memory first, and move more bytes than those of the original model.
+MOST_NARROW = 64
+
 
 def completed(config: EngineConfig) -> EngineConfig:
     """Complete the configuration from the machine: host memory for images, speculation and, on a GPU, the batch
@@ -36,11 +40,30 @@ def completed(config: EngineConfig) -> EngineConfig:
         rows, tokens = batch
         asked = config.model_fields_set
         tokens = config.max_num_batched_tokens if "max_num_batched_tokens" in asked else tokens
+        if widens(config):
+            rows = min(rows, MOST_NARROW)
         rows = config.max_num_seqs if "max_num_seqs" in asked else min(rows, tokens)
         chosen |= {"max_num_seqs": rows, "max_num_batched_tokens": max(rows, tokens)}
     if config.tensor_parallel_size > 1 and uses_gpu(config.device):
         chosen["max_load_stall_seconds"] = 0.0  # see `cuda_rank_copies`
     return config.model_copy(update=chosen)
+
+
+def widens(config: EngineConfig) -> bool:
+    """True if a GPU keeps the weights of layers narrow, and widens them for decode steps of many sequences."""
+    if config.small_gemm == "off" or config.fp8_activations:
+        return False
+    if config.quantization is not None:
+        return True
+    from ..model.checkpoints.quantization.mxfp4 import Mxfp4
+    from ..model.checkpoints.quantization.registry import read_format
+    from ..model.config_json import ConfigJson
+
+    try:
+        found = read_format(ConfigJson.read(Path(config.model) / "config.json"))
+    except Exception:  # whatever is wrong with it, the executor says so
+        return False
+    return found is not None and not isinstance(found, Mxfp4)  # which is of experts, and these have tiles for more
 
 
 def _speculation(config: EngineConfig) -> str:

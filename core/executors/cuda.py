@@ -182,6 +182,7 @@ class CudaExecutor(CudaShapes):
             steps = self.steps
             self.shadow = CudaShadow(steps.decoder, self.arena, steps.lora, steps.merged_graphs, self._watched)
             with torch.inference_mode():
+                self.shadow.rehearse(steps.lora.whole, self._config.max_lora_rank)
                 self.steps.decoding.choose_attention()
                 self.steps.capture_ahead()
             self._device.synchronize()

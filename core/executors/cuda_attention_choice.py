@@ -14,7 +14,8 @@ import torch
 from ...graphs.device import CudaDevice
 from ...ops.attention.attention import GroupedAttention
 from ..model.decoder import DecoderModel
-from .cuda_gemm_backends import NEAR, TOLERANCE
+from .cuda_gemm_backends import TOLERANCE
+from .cuda_gemm_races import NEAR
 
 logger = logging.getLogger(__name__)
 

@@ -82,7 +82,7 @@ class DecodeSteps:
         self.mixture_launches = {size: lora.bucket(size, MERGED_TERMS) for size in sizes}
         self.backends: Mapping[int, GemmBackends] = dict.fromkeys(sizes, BY_LIBRARY)
         """The backends of each bucket's GEMMs."""
-        self._late: set[int] = set()  # buckets of whose base steps no kernel begins before another ends
+        self._late: set[int] = set()  # buckets without adapters' launches in whose steps no kernel begins early
         self.graphs: GraphRunner[None] = GraphRunner(self.capture, lambda: device.memory()[0])
         # inputs and outputs of layers captured alone: embeddings, the residual stream, and its pending addend
         self._residual = [model.new_rows(sizes[-1]) for _ in range(3)]
@@ -272,7 +272,7 @@ class DecodeSteps:
         mode, launches = form.mode, {StepMode.LORA: self.launches, StepMode.MIXTURE: self.mixture_launches}
         lora = launches[mode][bucket].variant(form.scales, form.room, form.mixture) if mode in launches else None
         make = self._layers if form.part is StepPart.LAYERS else self._step
-        is_late = mode is StepMode.BASE and bucket in self._late
+        is_late = mode in (StepMode.BASE, StepMode.MERGED) and bucket in self._late  # the same launches
         with dependent_launch.only(False) if is_late else nullcontext():
             return self._device.capture(make(bucket, lora, mode in MERGED_MODES))
 

@@ -21,7 +21,8 @@ from ..model.batch import GemmBackend, GemmKind
 from ..model.decoder import DecoderModel, GemmUse
 from ..model.specs.config import UnsupportedModel
 from ..model.weights.layer_weights import LayerWeights
-from .cuda_gemm_backends import NEAR, TOLERANCE
+from .cuda_gemm_backends import TOLERANCE
+from .cuda_gemm_races import NEAR
 
 logger = logging.getLogger(__name__)
 

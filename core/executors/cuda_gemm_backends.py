@@ -24,6 +24,7 @@ from ..model.lora.lora_launches import LoraLaunches
 from ..model.lora.lora_state_cuda import CudaLoraState
 from ..model.lora.sample_adapters import SampleAdapters
 from ..model.weights.rounding_weight import RoundingWeight
+from .cuda_gemm_races import NEAR, GemmRaces, with_each
 
 logger = logging.getLogger(__name__)
 
@@ -32,8 +33,9 @@ SmallGemm = Literal["auto", "on", "fused", "off"]
 #: Device seconds of a whole captured step: of a bucket, with backends and with adapters, or None.
 StepSeconds = Callable[[int, GemmBackends, SampleAdapters | None], float]
 
-#: Times of whole steps within this factor of the least count as equal: they vary by as much.
-NEAR = 1.02
+#: `fused` must take a smaller share of a step with adapters than the first, and save a larger share of what they add to
+#: a step than the second: two times of one step differ by less.
+_CLEAR, _SAVED = 0.99, 0.25
 
 #: GEMM backends found to be wrong, by GEMM and tile.
 Refused = set[tuple[GemmKind, int, GemmBackend]]
@@ -55,24 +57,25 @@ def choose_gemm_backends(
     """Choose the GEMM backends of each bucket.
 
     Call it before anything is captured and before the arena is allocated: it uses free memory. seconds: times decode
-    steps, captured, next to sample adapters; None if they will not be captured: eager steps would wait for the host's
-    launches.
+    steps, captured, next to sample adapters; None if they will not be captured.
 
     setting:
     - `off`: only the library.
     - `on`: Chorus's kernel wherever it gives the library's values.
     - `fused`: the same, with adapters expanded in it.
     - `auto`: the fastest of a few combinations, per bucket (`choose_combination`). One serves both kinds of steps, so a
-      sequence's result does not depend on other sequences' adapters.
+      sequence's result does not depend on other sequences' adapters. Eager steps get Chorus's kernel for narrow weights
+      alone.
     """
     backends = dict.fromkeys(sizes, BY_LIBRARY)
-    if (obstacle := _obstacle(setting, decoder.dtype, seconds is not None)) is not None:
+    gemms = _served(setting, decoder.gemms(), captures=seconds is not None)
+    if (obstacle := _obstacle(setting, decoder.dtype, gemms)) is not None:
         logger.info("base products by the library: %s", obstacle)
         return backends
     few = [size for size in sizes if size <= MAX_ROWS]
     compile_ahead(setting, decoder, lora, few)
     refused: Refused = set()
-    gemms = decoder.gemms()
+    races = GemmRaces(decoder, device, few)
     free, _ = device.memory()
     with SampleAdapters(lora, max(few), free) as samples:
         for bucket in few:
@@ -80,9 +83,10 @@ def choose_gemm_backends(
             rows = {kind: _Rows(decoder, launches, kind, uses[0], bucket) for kind, uses in gemms.items()}
             asked = {kind: _usable(setting, each, device, refused) for kind, each in rows.items()}
             combinations, why = combinations_of(asked), ""
-            if setting != "auto":
-                backends[bucket] = combinations[setting]
-            elif seconds is not None:
+            if setting != "auto" or seconds is None:
+                backends[bucket] = combinations["on" if setting == "auto" else setting]
+            else:
+                combinations = with_each(combinations, races.of(bucket, asked))
                 timed, expands = partial(_step_seconds, seconds, bucket, samples), bucket <= MAX_EXPANDED_ROWS
                 backends[bucket], why = choose_combination(combinations, timed, expands=expands)
             said = (f"{each.name} {backends[bucket].get(kind, GemmBackend.LIBRARY)}" for kind, each in rows.items())
@@ -90,10 +94,23 @@ def choose_gemm_backends(
     return backends
 
 
-def _obstacle(setting: SmallGemm, dtype: torch.dtype, captures: bool) -> str | None:
+def _served(
+    setting: SmallGemm, gemms: Mapping[GemmKind, list[GemmUse]], *, captures: bool
+) -> dict[GemmKind, list[GemmUse]]:
+    """GEMMs that Chorus's kernel may compute. Eager steps wait for the host's launches, so a kernel for few rows gains
+    nothing there; but the library would widen a narrow weight in memory first, one launch more in every step.
+    """
+    return {
+        kind: uses
+        for kind, uses in gemms.items()
+        if captures or setting != "auto" or isinstance(uses[0].weight, NarrowWeight)
+    }
+
+
+def _obstacle(setting: SmallGemm, dtype: torch.dtype, gemms: Mapping[GemmKind, list[GemmUse]]) -> str | None:
     if setting == "off":
         return "small_gemm is off"
-    if setting == "auto" and not captures:
+    if not gemms:
         return "steps are not captured, so launches from the host take longer than any kernel"
     if dtype not in TOLERANCE:
         return f"the kernel for few rows needs bfloat16 or float16, the model is in {str(dtype).removeprefix('torch.')}"
@@ -190,10 +207,14 @@ def choose_combination(
     """Return the first combination within `NEAR` of the fastest, and a note of all times.
 
     A time is that of a whole step of the base model and of one with an adapter for every sequence. Alone, GEMMs differ
-    by less than they vary. With the earlier combinations preferred, an engine chooses the same ones each time it
-    starts. seconds: called with backends, and whether the step has adapters; for every combination, whatever is
-    refused, so that ranks, whose steps wait for each other, call it alike. `fused` is timed only where it can differ
-    from `on`: with adapters. expands: Chorus's kernel can expand those of so many rows.
+    by less than they vary, so a combination of their own races (`with_each`) is timed as a whole, too. With the earlier
+    combinations preferred, an engine chooses the same ones each time it
+    starts. `fused` differs from `on` only in what adapters add, a few percent of a step: only that is compared, and
+    the better one stands for both.
+
+    seconds: called with backends, and whether the step has adapters; for every combination, whatever is refused, so
+    that ranks, whose steps wait for each other, call it alike. `fused` is timed only where it can differ from `on`:
+    with adapters. expands: Chorus's kernel can expand those of so many rows.
     """
     times: dict[str, tuple[float, float]] = {}
     for name, each in combinations.items():
@@ -202,8 +223,11 @@ def choose_combination(
             times[name] = base, seconds(each, True) if expands else lora
         else:
             times[name] = seconds(each, False), seconds(each, True)
-    least = min(map(sum, times.values()))
-    chosen = next(name for name, took in times.items() if sum(took) <= NEAR * least)
+    (base, launched), (_, fused) = times["on"], times["fused"]
+    is_better = fused < _CLEAR * launched and launched - fused > _SAVED * (launched - base)
+    compared = {name: sum(took) for name, took in times.items() if name != ("on" if is_better else "fused")}
+    least = min(compared.values())
+    chosen = next(name for name, took in compared.items() if took <= NEAR * least)
     note = ", ".join(f"{name} {1e6 * base:.0f} + {1e6 * lora:.0f}" for name, (base, lora) in times.items())
     return combinations[chosen], f" (µs a step, base + LoRA: {note})"
 

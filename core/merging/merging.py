@@ -21,7 +21,8 @@ from ..requests.types import CannotMerge
 logger = logging.getLogger(__name__)
 
 #: Share of a step's time that merging may take between two steps; chosen: a pause is shorter than a step, and a merge
-#: ends before many steps have passed. At least one matrix is made each time.
+#: ends before many steps have passed. At least one matrix is made each time, or on a GPU one step captured, which may
+#: take longer.
 SHARE = 0.5
 
 #: Seconds until a policy's choice that found no room is tried again; searching for runs takes a while.

@@ -30,6 +30,8 @@ class _Load:
     """The image that is being copied."""
     start: float
     """Start time in seconds, on the owner's clock."""
+    is_staged: bool = False
+    """True once the image was seen in slow memory: the copies go on from there, wherever it is moved."""
     left: list[int] | None = None
     """The pages of a cancelled load; None for a live load."""
 
@@ -139,16 +141,18 @@ class AdapterLoads:
         return image.stream.num_ready == adapter.layout.num_layers
 
     def is_reading(self, adapter: Adapter) -> bool:
-        """True if the adapter has pages into which bytes are still being read."""
-        return adapter.transfer is not None and _is_coming(self.under_way[adapter.transfer])
+        """True if the adapter has pages into which bytes are still being read, or copied from slow memory."""
+        return adapter.transfer is not None and not _is_near(self.under_way[adapter.transfer])
 
     def seconds_left(self, adapter: Adapter, patience: float) -> float:
         """Estimate the seconds until the rest of an adapter has been read, from earlier reads and its own pace.
 
         Infinite before its first layer, because a disk that hangs looks the same until then. Also infinite for a read
-        without progress for `patience` longer than the estimate.
+        without progress for `patience` longer than the estimate, and for bytes in slow memory that no step waits for.
         """
         load = None if adapter.transfer is None else self.under_way[adapter.transfer]
+        if load is not None and not _is_coming(load) and not _is_near(load):
+            return math.inf
         image = self._images.peek(adapter) if load is None else load.image
         num_layers, num_ready = adapter.layout.num_layers, image.stream.num_ready
         if num_ready <= 0:
@@ -174,7 +178,7 @@ class AdapterLoads:
         image = self._images.take(adapter)
         is_streamed = not self._images.is_ready(adapter)
         pages = self._pool.allocate(adapter.num_pages, PageKind.ADAPTER)
-        start = self._clock()
+        start, is_slow = self._clock(), image.is_slow
         try:
             adapter.transfer = self._backend.place(image, adapter.layout, pages)
         except BaseException:
@@ -185,7 +189,7 @@ class AdapterLoads:
         if adapter.transfer is None:
             self._observe(adapter, start)
         else:
-            self.under_way[adapter.transfer] = _Load(adapter, image, start)
+            self.under_way[adapter.transfer] = _Load(adapter, image, start, is_staged=is_slow)
         return is_streamed
 
     def finish_ended(self) -> list[tuple[Adapter, BaseException | None]]:
@@ -264,6 +268,12 @@ def _is_whole(load: _Load) -> bool:
 def _is_coming(load: _Load) -> bool:
     """True while some bytes are still being read."""
     return load.image.error is None and not _is_whole(load)
+
+
+def _is_near(load: _Load) -> bool:
+    """True once all bytes have been read into memory that is copied without the host."""
+    load.is_staged = load.is_staged or load.image.is_slow
+    return not load.is_staged and not _is_coming(load)
 
 
 def _may_drop(adapter: Adapter) -> bool:

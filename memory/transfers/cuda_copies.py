@@ -18,6 +18,9 @@ fires after all work enqueued before it. A stream that waits for an event runs w
 - *A host image is not reused while a copy reads it.* The engine holds the transfer until then, and the transfer holds
   the image.
 
+- *A pinned block of `Staging` is not written while a copy reads it.* Its thread waits for the event of the block's last
+  copies before it fills the block again, and copies that go out are complete when it reads the block.
+
 - *The host's writes come before the copy that reads them.* A layer is published after it is written, under a lock, and
   its copy is issued after it is seen published.
 
@@ -32,15 +35,17 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from ..host.image import HostImage
 from ..pages.adapter_layout import AdapterLayout
+from .copy_plan import CopyGroup, CopyPlan
 from .cuda_driver import CupyDriver
-from .cuda_transfer import LAYERS_AHEAD, CopyGroup, CopyPlan, CudaTransfer
+from .cuda_transfer import LAYERS_AHEAD, CudaTransfer
+from .staging import Staging
 from .transfer import check_image, check_pages
 
 #: The most copies that a stream holds before more are issued. A stream that is full, at about 1,000, makes the host
@@ -54,12 +59,18 @@ GROUP_BYTES = 2 << 20
 class CudaCopies:
     """Copy engine of a GPU, with one copy stream per direction, so that swapping out does not queue after loading.
 
-    pages: the arena, `[num_pages, page_elems]` on the device. An image in memory that is not pinned is copied
-    correctly, but the host waits for the copy. group_bytes: size at which a group of layers is closed. The first layer
-    is always its own group, and no layer is split.
+    pages: the arena, `[num_pages, page_elems]` on the device. group_bytes: size at which a group of layers is closed.
+    The first layer is always its own group, and no layer is split. staging: copies images in memory that is not pinned;
+    without it they are copied correctly, but the host waits for the copy.
     """
 
-    def __init__(self, pages: torch.Tensor, driver: CupyDriver, group_bytes: int = GROUP_BYTES) -> None:
+    def __init__(
+        self,
+        pages: torch.Tensor,
+        driver: CupyDriver,
+        group_bytes: int = GROUP_BYTES,
+        staging: Staging | None = None,
+    ) -> None:
         self._pages = pages
         self._num_pages, self._page_elems = pages.shape
         self._itemsize = pages.itemsize
@@ -73,6 +84,9 @@ class CudaCopies:
         self._num_queued = {True: 0, False: 0}
         #: Guards all issuing, so copies enter a stream in one order. No thread sleeps while holding it.
         self.lock = threading.RLock()
+        self._staging = staging
+        if staging is not None:
+            staging.join(self)
 
     def start(self, image: HostImage, layout: AdapterLayout, pages: Sequence[int]) -> CudaTransfer:
         """Issue the layers read so far, up to LAYERS_AHEAD after the first group, so the link has work until the step
@@ -85,7 +99,10 @@ class CudaCopies:
         return self._start(image, plan, len(pages), to_device=True)
 
     def copy_out(self, pages: Sequence[int], image: torch.Tensor) -> None:
-        self.copy_pages(image, pages, to_device=False).synchronize()
+        transfer = self.copy_pages(image, pages, to_device=False)
+        transfer.synchronize()
+        if transfer.has_failed():
+            raise RuntimeError(f"{len(pages)} pages could not be copied to ordinary memory")
 
     def copy_pages(self, image: torch.Tensor, pages: Sequence[int], *, to_device: bool) -> CudaTransfer:
         """Begin to move whole pages, such as a swapped-out request's KV, into the arena or out of it.
@@ -119,7 +136,10 @@ class CudaCopies:
     def _ready(self) -> list[tuple[CudaTransfer, int]]:
         """Return the transfers with a group that may be issued and has room, and that group's first layer."""
         groups = [(transfer, transfer.next_group()) for transfer in self._live]
-        return [(it, group.first_layer) for it, group in groups if group is not None and it.has_room(group)]
+        found = [(it, group) for it, group in groups if group is not None]
+        if any(it.is_staged for it, _ in found):
+            self.wake_staging()
+        return [(it, group.first_layer) for it, group in found if not it.is_staged and it.has_room(group)]
 
     def close(self) -> None:
         """Cancel every transfer and wait until their copies are complete. The arena may be freed after that."""
@@ -129,6 +149,8 @@ class CudaCopies:
             transfer.cancel()
             transfer.synchronize()
             transfer.is_quiet()
+        if self._staging is not None:
+            self._staging.close()
 
     def _start(self, image: HostImage, plan: CopyPlan, num_pages: int, to_device: bool) -> CudaTransfer:
         transfer = CudaTransfer(self, image, plan, num_pages, to_device)
@@ -144,7 +166,24 @@ class CudaCopies:
             self._live.append(transfer)
         return transfer
 
-    # -- called by transfers, with the lock held unless they wait
+    # -- called by transfers and staging, with the lock held unless they wait
+
+    def is_staged(self, image: torch.Tensor) -> bool:
+        """True if an image is copied through pinned memory."""
+        return self._staging is not None and self._staging.is_ordinary(image)
+
+    def staged(self) -> list[CudaTransfer]:
+        """The transfers whose copies `Staging` issues."""
+        return [transfer for transfer in self._live if transfer.is_staged]
+
+    def wake_staging(self) -> None:
+        """See `Staging.wake`."""
+        if self._staging is not None:
+            self._staging.wake()
+
+    def wait_for_staging(self, is_true: Callable[[], bool], timeout: float | None = None) -> bool:
+        """See `Staging.wait_for`."""
+        return is_true() if self._staging is None else self._staging.wait_for(is_true, timeout)
 
     def check_image(self, image: torch.Tensor, num_pages: int) -> None:
         """Raise ValueError unless `image` is `[num_pages, page_elems]` with the arena's dtype."""

@@ -1,111 +1,23 @@
-"""A transfer of one image between the host and a GPU's arena: the plan of its copies, and their progress.
+"""A transfer of one image between the host and a GPU's arena: the progress of its copies.
 
-Tests: tests/memory/transfers/test_dma.py, tests/memory/transfers/test_dma_plan.py.
+Tests: tests/memory/transfers/test_dma.py, tests/memory/transfers/test_staging.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
 from ..host.image import HostImage, LayerStream
-from ..pages.adapter_layout import AdapterLayout
+from .copy_plan import CopyGroup, CopyPlan
 
 #: A prefill that waits for a layer has copies issued this many layers further: enough to keep the link busy while the
 #: host launches a layer, and few enough to copy the first layers of all adapters in a batch first.
 LAYERS_AHEAD = 4
-
-
-@dataclass(frozen=True, slots=True)
-class CopyRun:
-    """Elements that are contiguous both in the image, from `image_elem` on, and in the arena, from `arena_elem` on."""
-
-    image_elem: int
-    arena_elem: int
-    num_elems: int
-
-
-@dataclass(frozen=True, slots=True)
-class CopyGroup:
-    """Layers `first_layer … last_layer`, which are copied under one event."""
-
-    first_layer: int
-    last_layer: int
-    runs: tuple[CopyRun, ...]
-
-    @property
-    def num_elems(self) -> int:
-        return sum(run.num_elems for run in self.runs)
-
-
-@dataclass(frozen=True, slots=True)
-class CopyPlan:
-    """The groups of a transfer."""
-
-    groups: tuple[CopyGroup, ...]
-    """In the order in which they are copied."""
-    group_of: tuple[int, ...]
-    """The group of each layer; -1 for a layer without bytes."""
-
-    @classmethod
-    def of_layers(cls, layout: AdapterLayout, pages: Sequence[int], page_elems: int, group_elems: int = 0) -> CopyPlan:
-        """Plan the copies of an adapter, layer by layer. pages: its pages in the arena, in the layout's order.
-
-        The first group is the first layer alone, so that a prefill begins as early as possible. A later group ends with
-        the layer that reaches `group_elems`.
-        """
-        ranges = (layout.layer_ranges(layer) for layer in range(layout.num_layers))
-        return cls._build(ranges, pages, page_elems, group_elems)
-
-    @classmethod
-    def of_pages(cls, pages: Sequence[int], page_elems: int, group_elems: int = 0) -> CopyPlan:
-        """Plan the copies of whole pages, each of which counts as a layer."""
-        ranges = ([(i * page_elems, (i + 1) * page_elems)] for i in range(len(pages)))
-        return cls._build(ranges, pages, page_elems, group_elems)
-
-    @classmethod
-    def _build(
-        cls, layers: Iterable[list[tuple[int, int]]], pages: Sequence[int], page_elems: int, group_elems: int
-    ) -> CopyPlan:
-        groups: list[CopyGroup] = []
-        group_of: list[int] = []
-        ranges: list[tuple[int, int]] = []
-        first = last = num_elems = 0
-        for layer, found in enumerate(layers):
-            if not found:
-                group_of.append(-1)
-                continue
-            group_of.append(len(groups))
-            first, last = (first if ranges else layer), layer
-            ranges += found
-            num_elems += sum(end - begin for begin, end in found)
-            if not groups or num_elems >= group_elems:
-                groups.append(CopyGroup(first, last, _runs(ranges, pages, page_elems)))
-                ranges, num_elems = [], 0
-        if ranges:
-            groups.append(CopyGroup(first, last, _runs(ranges, pages, page_elems)))
-        return cls(tuple(groups), tuple(group_of))
-
-
-def _runs(ranges: list[tuple[int, int]], pages: Sequence[int], page_elems: int) -> tuple[CopyRun, ...]:
-    """Split an image's ranges only where its pages are not contiguous in the arena."""
-    runs: list[CopyRun] = []
-    for begin, end in sorted(ranges):
-        while begin < end:
-            page, offset = divmod(begin, page_elems)
-            count = min(end - begin, page_elems - offset)
-            target = pages[page] * page_elems + offset
-            last = runs[-1] if runs else None
-            if last and (last.image_elem + last.num_elems, last.arena_elem + last.num_elems) == (begin, target):
-                runs[-1] = CopyRun(last.image_elem, last.arena_elem, last.num_elems + count)
-            else:
-                runs.append(CopyRun(begin, target, count))
-            begin += count
-    return tuple(runs)
 
 
 class CudaCopyEngine(Protocol):
@@ -121,6 +33,9 @@ class CudaCopyEngine(Protocol):
     def is_fired(self, event: Any) -> bool: ...
     def join(self, event: Any) -> None: ...
     def synchronize(self, event: Any) -> None: ...
+    def is_staged(self, image: torch.Tensor) -> bool: ...
+    def wake_staging(self) -> None: ...
+    def wait_for_staging(self, is_true: Callable[[], bool], timeout: float | None = None) -> bool: ...
 
 
 class CudaTransfer:
@@ -139,8 +54,12 @@ class CudaTransfer:
         self._stream = image.stream
         self._plan = plan
         self._num_pages = num_pages
-        self._to_device = to_device
+        self.to_device = to_device
         self._data: Any = None  # the source of copies, kept until none runs, even if the image fails
+        self.is_staged = False
+        """The image lies in ordinary memory, so that `Staging` issues its copies."""
+        self._is_staging = False  # a group is being copied through pinned memory
+        self._partial: Any = None  # event of copies of a group that did not become whole
         self._events: list[Any] = []  # of the groups issued so far, in the order in which they fire
         self._num_fired = 0
         self.arrived = LayerStream()
@@ -162,6 +81,9 @@ class CudaTransfer:
         """
         with self._engine.lock:
             while (group := self.next_group()) and (last_layer is None or group.first_layer <= last_layer):
+                if self.is_staged:
+                    self._engine.wake_staging()
+                    break
                 if group.first_layer > needed and not self.has_room(group):
                     break
                 self.issue_next()
@@ -173,41 +95,74 @@ class CudaTransfer:
         if self._has_ended():
             return None
         group = self._plan.groups[len(self._events)]
-        return group if self._stream.num_ready > group.last_layer else None
+        if self._stream.num_ready <= group.last_layer:
+            return None
+        if self._data is None and not self._find_data():
+            return None
+        return group
+
+    def _find_data(self) -> bool:
+        """Choose the memory that copies use, once its first layer has been published; False if the image has failed."""
+        image = self._image
+        self._data = None if image is None else image.data
+        if image is None or image.error is not None:  # it failed just now
+            self._is_stopped = True
+            return False
+        self.is_staged = self._engine.is_staged(self._data)
+        return True
 
     def has_room(self, group: CopyGroup) -> bool:
         """True if the stream has room for a group's copies. The caller holds the engine's lock."""
-        return self._engine.has_room(group, self._to_device)
+        return self._engine.has_room(group, self.to_device)
 
     def issue_next(self) -> None:
         """Issue the group that `next_group` returns. The caller holds the engine's lock."""
         try:
             if not self._events:
-                image = self._image
-                self._data = None if image is None else image.data  # set since the first layer was published
-                if image is None or image.error is not None:  # the image failed just now
-                    self._is_stopped = True
-                    return
-                self._engine.check_image(self._data, self._num_pages)
-            self._events.append(self._engine.issue(self._data, self._plan.groups[len(self._events)], self._to_device))
+                self.check_image(self._data)
+            self._events.append(self._engine.issue(self._data, self._plan.groups[len(self._events)], self.to_device))
         except BaseException:
             self._is_stopped = True
             raise
+
+    def begin_staging(self) -> tuple[CopyGroup, torch.Tensor]:
+        """Return the group that `next_group` returns, and the image. The caller holds the engine's lock, copies the
+        group without it, and calls `end_staging`. The image and the pages are in use until then.
+        """
+        self._is_staging = True
+        return self._plan.groups[len(self._events)], self._data
+
+    def end_staging(self, event: Any, is_whole: bool) -> None:
+        """event: fires after the group's copies; None if none was issued. is_whole: all of them were."""
+        self._is_staging = False
+        if is_whole:
+            self._events.append(event)
+        else:
+            self._is_stopped, self._partial = True, event
+        if self._has_ended():
+            self._unfollow()
+
+    def check_image(self, image: torch.Tensor) -> None:
+        """Raise ValueError for an image of the wrong shape or dtype."""
+        self._engine.check_image(image, self._num_pages)
 
     # -- waiting
 
     def wait_layer(self, layer: int, timeout: float = 0.0) -> bool:
         """Make work launched from now on on the current compute stream see the bytes of `layer`.
 
-        The host waits only for the disk, at most `timeout` seconds, and never for a copy. Returns False if the layer
-        did not come in time, its read failed, or the transfer was cancelled; then the contents of its pages are
-        undefined.
+        The host waits only for the disk, and for an image in ordinary memory to be staged, at most `timeout` seconds in
+        all, and never for a copy. Returns False if the layer did not come in time, its read failed, or the transfer was
+        cancelled; then the contents of its pages are undefined.
         """
-        index = self._plan.group_of[layer]
+        index, deadline = self._plan.group_of[layer], time.monotonic() + timeout
         if index >= len(self._events) and not self._is_stopped:
             self._stream.wait(self._plan.groups[index].last_layer, timeout)
         with self._engine.lock:
             self.advance(layer + LAYERS_AHEAD, needed=layer)
+            if self.is_staged and index >= len(self._events):
+                left = max(0.0, deadline - time.monotonic())
+                self._engine.wait_for_staging(lambda: index < len(self._events) or self._has_stopped(), left)
             if self._has_stopped() or index >= len(self._events):
                 return False
             if index >= self._count_fired():
@@ -227,10 +182,13 @@ class CudaTransfer:
         while True:
             with self._engine.lock:
                 self.advance()
+                if self.is_staged:
+                    self._engine.wait_for_staging(lambda: not self._is_staging and self.next_group() is None)
                 lacks_room, events = self.next_group() is not None, self._events[-1:]
+                events += [] if self._partial is None else [self._partial]
             if not lacks_room:
                 break
-            self._engine.wait_for_room(self._to_device)
+            self._engine.wait_for_room(self.to_device)
         for event in events:
             self._engine.synchronize(event)
 
@@ -256,7 +214,9 @@ class CudaTransfer:
     def is_quiet(self) -> bool:
         """True if no copy is running and none will be issued: the owners may reuse pages and image."""
         with self._engine.lock:
-            if not self._has_ended() or self._count_fired() < len(self._events):
+            if not self._has_ended() or self._is_staging or self._count_fired() < len(self._events):
+                return False
+            if self._partial is not None and not self._engine.is_fired(self._partial):
                 return False
             self._image = self._data = None
             return True

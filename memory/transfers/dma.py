@@ -13,6 +13,7 @@ from .cuda_copies import GROUP_BYTES, CudaCopies
 from .cuda_driver import CupyDriver, MissingCupy
 from .host_copies import HostCopies
 from .pinned import CupyPinnedMemory, PinnedBuffers, PinnedMemory, TorchPinnedMemory
+from .staging import BLOCK_BYTES, NUM_BLOCKS, Staging
 from .transfer import CopyEngine
 
 logger = logging.getLogger(__name__)
@@ -48,12 +49,25 @@ def open_dma(
         return Dma(HostCopies(pages), HostBuffers())
     index = pages.get_device()
     try:
-        copies: CopyEngine = CudaCopies(pages, CupyDriver(index, failure), group_bytes)
-        memory: PinnedMemory = CupyPinnedMemory(index, failure=failure)
+        driver, memory = CupyDriver(index, failure), CupyPinnedMemory(index, failure=failure)
     except MissingCupy as error:
         logger.warning("adapters load without overlap: %s", error)
-        copies, memory = HostCopies(pages), TorchPinnedMemory()
-    buffers = PinnedBuffers(memory, pinned_limit_bytes)
+        copies: CopyEngine = HostCopies(pages)
+        buffers = PinnedBuffers(TorchPinnedMemory(), pinned_limit_bytes)
+    else:
+        buffers = PinnedBuffers(memory, pinned_limit_bytes)
+        staging = _open_staging(memory, buffers, driver) if pinned_limit_bytes else None
+        copies = CudaCopies(pages, driver, group_bytes, staging)
     reserved = buffers.reserve(min(pinned_limit_bytes, RESERVED_BYTES))
     logger.info("%d of at most %d MiB of host memory are pinned for adapters", reserved >> 20, pinned_limit_bytes >> 20)
     return Dma(copies, buffers)
+
+
+def _open_staging(memory: PinnedMemory, buffers: PinnedBuffers, driver: CupyDriver) -> Staging | None:
+    """Pin memory through which images in ordinary memory are copied; None if the system grants none."""
+    try:
+        blocks = [memory.allocate(BLOCK_BYTES) for _ in range(NUM_BLOCKS)]
+    except MemoryError as error:
+        logger.warning("no memory could be pinned (%s): steps wait for copies of ordinary memory", error)
+        return None
+    return Staging(blocks, buffers.is_slow, driver.synchronize)

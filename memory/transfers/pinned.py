@@ -173,7 +173,7 @@ class PinnedBuffers(Buffers):
             return None
         pinned = self._take_pinned(tensor.shape, tensor.dtype)
         if pinned is not None:
-            np.copyto(_bytes(pinned), _bytes(tensor))
+            np.copyto(bytes_of(pinned), bytes_of(tensor))
         return pinned
 
     def reserve(self, num_bytes: int) -> int:
@@ -280,7 +280,8 @@ class PinnedBuffers(Buffers):
         return sum(chunk.num_bytes for chunk in self._chunks)
 
 
-def _bytes(tensor: torch.Tensor) -> np.ndarray:
+def bytes_of(tensor: torch.Tensor) -> np.ndarray:
+    """View a contiguous tensor on the host as bytes."""
     return tensor.view(-1).view(torch.uint8).numpy()
 
 

@@ -141,7 +141,9 @@ def choose_attention(setup: AttentionSetup, wanted: Wanted = "auto") -> Attentio
             from .attention_flashinfer import FlashInferBackend
 
             chosen = FlashInferBackend(setup, _num_sms(device))
-            return _with_xqa(setup, chosen) if wanted == "xqa" else chosen
+            theirs = _wrong_values(setup, chosen)
+            if theirs is None:
+                return _with_xqa(setup, chosen) if wanted == "xqa" else chosen
     if wanted not in ("flashinfer", "xqa"):
         # query heads of latents are divided among programs
         group, width = (heads.group, heads.head_dim) if setup.value_dim is None else (1, setup.value_dim)
@@ -157,12 +159,34 @@ def choose_attention(setup: AttentionSetup, wanted: Wanted = "auto") -> Attentio
     return TorchBackend(heads, device, reason, theirs.fix if theirs is not None else "", kind)
 
 
+def _wrong_values(setup: AttentionSetup, backend: AttentionBackend) -> Obstacle | None:
+    """Why a version of FlashInfer that has not run on a GPU can't serve; None if it can."""
+    from .attention_flashinfer import VERSION, has_run
+    from .attention_values import values_problem
+
+    if has_run(found := version("flashinfer-python")) or (problem := values_problem(setup, backend)) is None:
+        return None
+    return Obstacle(
+        f"FlashInfer {found} gives wrong values here ({problem})", f"pip install flashinfer-python=={VERSION}.*"
+    )
+
+
+def _xqa_obstacle(setup: AttentionSetup) -> str | None:
+    """Why XQA can't serve decode steps where FlashInfer serves; None if it can."""
+    from .attention_flashinfer import VERSION, has_run
+    from .attention_xqa import xqa_obstacle
+
+    if not has_run(found := version("flashinfer-python")):
+        return f"XQA is called as FlashInfer {VERSION} has it, and {found} is installed"
+    return xqa_obstacle(setup, torch.cuda.get_device_capability(setup.device))
+
+
 def _with_xqa(setup: AttentionSetup, chosen: AttentionBackend) -> AttentionBackend:
     """XQA for decode steps, and `chosen` for others. Raises AttentionUnavailable."""
     from .attention_flashinfer import why_none_is_built
-    from .attention_xqa import XqaBackend, missing_modules, xqa_obstacle
+    from .attention_xqa import XqaBackend, missing_modules
 
-    obstacle = xqa_obstacle(setup, torch.cuda.get_device_capability(setup.device))
+    obstacle = _xqa_obstacle(setup)
     if obstacle is None and (cause := why_none_is_built()) and (missing := missing_modules(setup)):
         obstacle = f"FlashInfer has no compiled {' and no '.join(missing)}, and {cause}"
     if obstacle is not None:
@@ -177,9 +201,9 @@ def rival_attention(setup: AttentionSetup, chosen: AttentionBackend) -> Attentio
     """
     if not chosen.name.startswith("flashinfer") or setup.device.type != "cuda":
         return None
-    from .attention_xqa import XqaBackend, missing_modules, xqa_obstacle
+    from .attention_xqa import XqaBackend, missing_modules
 
-    if xqa_obstacle(setup, torch.cuda.get_device_capability(setup.device)) is not None or missing_modules(setup):
+    if _xqa_obstacle(setup) is not None or missing_modules(setup):
         return None
     return XqaBackend(setup, _num_sms(setup.device), chosen)
 
@@ -224,7 +248,7 @@ def flashinfer_obstacle(
     float8_kv: bool = False,
 ) -> Obstacle | None:
     """Return why FlashInfer can't serve; None if it can. group: heads that share a KV head."""
-    from .attention_flashinfer import DTYPES, HEAD_DIMS, VERSION, unavailable_modules
+    from .attention_flashinfer import DTYPES, HEAD_DIMS, VERSION, is_supported, unavailable_modules
 
     if device.type != "cuda":
         return Obstacle(f"FlashInfer needs a CUDA device, this one is {device}")
@@ -241,9 +265,9 @@ def flashinfer_obstacle(
         found = version("flashinfer-python")
     except PackageNotFoundError:
         return Obstacle("FlashInfer is not installed", "pip install 'chorus-lora[cuda13]' or 'chorus-lora[cuda12]'")
-    if found != VERSION and not found.startswith(f"{VERSION}."):
+    if not is_supported(found):
         return Obstacle(
-            f"FlashInfer {found} is installed, and only {VERSION} has been run",
+            f"FlashInfer {found} is installed, which is not supported; {VERSION}, and 0.7.2 up to 0.8, are",
             f"pip install flashinfer-python=={VERSION}.*",
         )
     try:

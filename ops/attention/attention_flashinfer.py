@@ -55,9 +55,12 @@ from ..elementwise.float8_kv import UNSCALED
 from .attention import PLAIN, Attention, AttentionSetup, KvCache, PlannedRows, Scores
 from .attention_plan import PlanBuffers
 
-#: The version that the facts above were read from, and that has run. Later ones name and build their modules otherwise:
-#: 0.7 looks for `..._kv_stride_equal`, and would be refused though those of this version are there.
+#: The version that the facts above were read from, and that has run on GPUs.
 VERSION = "0.6.4"
+
+#: Versions from the first on and before the second take the same calls (0.7.2 was read, and none has run). They serve
+#: if their values are right at the start: see `values_problem`.
+OTHERS = (0, 7, 2), (0, 9)
 
 DTYPES = (torch.bfloat16, torch.float16)
 HEAD_DIMS = (64, 128, 256)
@@ -291,7 +294,7 @@ def unavailable_modules(
     kv_dtype: of the cache; None: `dtype`.
     Raises RuntimeError or ImportError if FlashInfer itself reports that it can't serve.
     """
-    jit = import_module("flashinfer.jit")
+    prefill, decode = import_module("flashinfer.prefill"), import_module("flashinfer.decode")
     if not (cause := why_none_is_built()):
         return [], ""
     kv_dtype = dtype if kv_dtype is None else kv_dtype
@@ -302,12 +305,29 @@ def unavailable_modules(
     modules = []
     for each in scores:
         shape = (*types, head_dim, head_dim, 0, each.window is not None, each.softcap is not None)
-        modules.append(jit.gen_batch_prefill_module(kernel, *shape, False))
+        modules.append(_prefill_module(prefill, kernel, *shape, False))
         if group >= TENSOR_CORE_GROUP:
-            modules.append(jit.gen_batch_prefill_module(DECODE_KERNEL, *shape, False))
+            modules.append(_prefill_module(prefill, DECODE_KERNEL, *shape, False))
         else:
-            modules.append(jit.gen_batch_decode_module(*shape))
+            modules.append(decode.gen_batch_decode_module(*shape))
     return list(dict.fromkeys(module.name for module in modules if not module.is_aot)), cause
+
+
+def _prefill_module(prefill: ModuleType | Any, kernel: str, *shape: Any) -> Any:
+    """The module that a wrapper of FlashInfer loads: from 0.7 on fa2's is one for equal strides of K and V."""
+    primary = getattr(prefill, "_gen_batch_prefill_primary_module", None) if kernel == "fa2" else None
+    return (prefill.gen_batch_prefill_module if primary is None else primary)(kernel, *shape)
+
+
+def has_run(version: str) -> bool:
+    """True for the version that has run on GPUs."""
+    return version == VERSION or version.startswith(f"{VERSION}.")
+
+
+def is_supported(version: str) -> bool:
+    """True for a version that takes our calls."""
+    numbers = tuple(int(each) for each in version.split(".")[:3] if each.isdigit())
+    return has_run(version) or OTHERS[0] <= numbers < OTHERS[1]
 
 
 def why_none_is_built() -> str:

@@ -22,6 +22,10 @@ BLOCK_H = 16
 #: The most elements of a head for which four warps have the registers.
 _WIDE_HEAD = 256
 
+#: The most elements of a head whose tile in float32 has so many tokens that four warps lack the registers. Heads that
+#: are padded to a power of two need fewer.
+_LONG_TILE_HEAD = 64
+
 #: Compute capability, times ten, from which Triton reads E4M3.
 LEAST_FLOAT8 = 89
 
@@ -122,11 +126,13 @@ def attention_constants(
     )
 
 
-def attention_options(head_dim: int) -> dict[str, int | bool]:
+def attention_options(head_dim: int, itemsize: int) -> dict[str, int | bool]:
     """Options of a launch. Fusion is off, so that a part is added with the same bits in every loop.
 
     With three stages the next tile is loaded while the present one is multiplied. Five stages, for heads of up to 128
     elements in 16 bits, would have two loads in flight and fit every GPU's shared memory, but were not measured. Four
-    warps would spill registers with the widest heads.
+    warps would spill registers with the widest heads, and in float32, without matrix instructions, where a tile of
+    narrow heads has many tokens.
     """
-    return {"num_warps": 8 if head_dim > _WIDE_HEAD else 4, "num_stages": 3, "enable_fp_fusion": False}
+    is_long = itemsize == 4 and head_dim == power_of_two(head_dim) <= _LONG_TILE_HEAD
+    return {"num_warps": 8 if head_dim > _WIDE_HEAD or is_long else 4, "num_stages": 3, "enable_fp_fusion": False}

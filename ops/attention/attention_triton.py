@@ -252,7 +252,8 @@ class TritonBackend:
     ) -> None:
         """num_sms: multiprocessors of the device. new_event: for tests."""
         num_heads, _, _, block_tokens = self.heads = setup.heads
-        max_rows, itemsize, value_dim = setup.max_rows, setup.dtype.itemsize, setup.value_dim
+        max_rows, value_dim = setup.max_rows, setup.value_dim
+        self._itemsize = itemsize = setup.dtype.itemsize
         self.reason, self.fix = reason, fix
         self.device = setup.device
         self.buffers = PlanBuffers(max_rows, setup.max_pages_per_row, block_tokens, self.device)
@@ -278,7 +279,7 @@ class TritonBackend:
         scale = self.heads.head_dim**-0.5 if scores.scale is None else scores.scale
         early, caps = dependent_launch.begins_early(self.device), scores.softcap is not None
         own = replace(constants, window=scores.window or 0, caps=caps, sinks=scores.has_sinks, pdl=early)
-        options = {**attention_options(constants.head_dim), **dependent_launch.options(early)}
+        options = {**attention_options(constants.head_dim, self._itemsize), **dependent_launch.options(early)}
         to_log2 = 1.0 if caps else math.log2(math.e)
         return KernelLauncher(attend_rows, {"C": own, **options}), scale * to_log2, scores.softcap or 0.0
 

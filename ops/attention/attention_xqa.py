@@ -42,6 +42,10 @@ BLOCK_TOKENS, HEAD_DIMS, GROUPS = (16, 32, 64, 128), (64, 128, 256), (1, 2, 4, 8
 #: Major compute capabilities that `flashinfer.xqa` accepts.
 CAPABILITIES = (9, 10, 12)
 
+#: Tokens that a warp multiplies at once. On compute capability 12.x a tile of V of heads of 256 elements has only half
+#: as many, and both halves were read from the page of the first (FlashInfer's #3022, in 0.6.4).
+_TILE_TOKENS = 64
+
 #: Bytes of the workspace that `xqa_batch_decode_with_kv_cache` takes for semaphores.
 _SEMAPHORE_BYTES = 8 << 20
 
@@ -183,6 +187,11 @@ def xqa_obstacle(setup: AttentionSetup, capability: tuple[int, int]) -> str | No
     ):
         if value not in known:
             return f"XQA supports {name.format(', '.join(map(str, known)))}; here it is {value}"
+    if capability[0] == 12 and heads.head_dim == 256 and heads.block_tokens < _TILE_TOKENS:
+        return (
+            f"XQA reads wrong values of heads of 256 elements from pages of {heads.block_tokens} tokens on compute "
+            f"capability {capability[0]}.{capability[1]}; set block_tokens to {_TILE_TOKENS} or 128"
+        )
     return None
 
 

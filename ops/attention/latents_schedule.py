@@ -14,6 +14,9 @@ from ..lora.sgmv_tables import place_blocks
 #: Rank-rows that a program loads at once, of A and of B.
 _BLOCK_R = 8
 
+#: The most registers of a thread that makes values: those of eight programs on a multiprocessor.
+_EXPAND_REGISTERS = 64
+
 
 @dataclass(frozen=True, slots=True)
 class LatentLoraConstants:
@@ -75,6 +78,9 @@ def latent_lora_constants(
     )
 
 
-def latent_lora_options() -> dict[str, int | bool]:
-    """Options of a launch."""
-    return {"num_warps": 4, "enable_fp_fusion": False}
+def latent_lora_options(*, absorbs: bool, terms: int) -> dict[str, int | bool]:
+    """Options of a launch; see `LatentLoraConstants`. Without a limit, the compiler takes fewer registers for values of
+    several records than it has, and spills.
+    """
+    limit = {} if absorbs or terms == 1 else {"maxnreg": _EXPAND_REGISTERS}
+    return {"num_warps": 4, "enable_fp_fusion": False, **limit}

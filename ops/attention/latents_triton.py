@@ -139,7 +139,10 @@ class LatentLora:
 
 @cache
 def _launch(constants: LatentLoraConstants) -> KernelLauncher:
-    options = {**latent_lora_options(), **dependent_launch.options(constants.pdl)}
+    options = {
+        **latent_lora_options(absorbs=constants.absorbs, terms=constants.terms),
+        **dependent_launch.options(constants.pdl),
+    }
     return KernelLauncher(add_to_heads, {"C": constants, **options})
 
 

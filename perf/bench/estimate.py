@@ -11,6 +11,9 @@ of a layer are counted now, without one (`launches`). The gain of each idea is a
 Then the same of mixtures: that run's steps with one adapter in the weights and others in an eighth of the sequences.
 Programs that go take `--program-ns` with them, and launches `--launch-us`.
 
+Then the bytes of quantised projections. In decode steps of up to 64 rows our kernel reads them as they are kept. In
+larger steps and prompts they are read, widened in memory, and read again by the library.
+
 Tests: tests/perf/bench/test_launches.py
 """
 
@@ -22,7 +25,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ...ops.gemm.small_gemm_schedule import MAX_EXPANDED_ROWS
+from ...core.model.checkpoints.quantization.round_to_nearest import Name, RoundToNearest
+from ...ops.gemm.small_gemm_schedule import MAX_EXPANDED_ROWS, MAX_ROWS
 from ...ops.lora.sgmv_schedule import decode
 from ..report.command import parser
 from ..report.table import shown
@@ -38,7 +42,10 @@ _ALL, _SHARE = 1, 4
 #: Launches of SGMV one after the other, in which a tile had one adapter.
 _PASSES = 2
 
-#: Most sequences of a step that used our GEMM kernel in that run.
+#: Kinds of quantised weights that GPUs keep narrow.
+_QUANTISED: tuple[Name, ...] = ("int8", "fp8", "int4")
+
+#: Most sequences of a step that our GEMM kernel took at that run's commit. No file of the run says which steps used it.
 _MOST_OURS = 16
 
 
@@ -123,6 +130,25 @@ def mixtures(
     return lines + [_line(name, [column[name] for column in columns]) for name in columns[0]]
 
 
+def widened(sections: dict[str, Any]) -> list[str]:
+    """Lines of the table of quantised weights: bytes of all layers' projections that a step moves, and the least time
+    for them at the bandwidth that the run measured.
+    """
+    geometry, bandwidth = SIZES["llama-3.1-8b"].geometry, sections["limits"]["read"]["bytes_per_s"]
+    dense = geometry.layer_bytes(2, None)
+    columns = {}
+    for name in _QUANTISED:
+        narrow = geometry.layer_bytes(2, RoundToNearest(name))
+        columns[name] = narrow, narrow + 2 * dense
+    columns = {"bf16": (dense, dense), **columns}
+    lines = [_line("bytes of projections", columns), _line("---", ["---"] * len(columns))]
+    for place, name in enumerate((f"up to {MAX_ROWS} rows", "more rows, and prompts")):
+        moved = [each[place] for each in columns.values()]
+        lines.append(_line(f"{name}: GB", [f"{each / 1e9:.2f}" for each in moved]))
+        lines.append(_line(f"{name}: ms at least", [f"{1e3 * each / bandwidth:.2f}" for each in moved]))
+    return lines
+
+
 def _line(name: str, cells: Iterable[str]) -> str:
     return f"| {' | '.join((name, *cells))} |"
 
@@ -140,6 +166,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         launches = decode_launches(Path(directory))
     print("\n".join(estimate(sections, launches, args.edge_us, args.share)))
     print("", *mixtures(sections, launches, args.program_ns, args.launch_us), sep="\n")
+    print("", *widened(sections), sep="\n")
     return 0
 
 

@@ -68,7 +68,8 @@ def _parts(combined: dict[str, Any]) -> Iterator[Table | str]:
                     table.title += f" ({SMOKE})"
                 yield table
     if not smoke:
-        of = "H200, Llama-3.1-8B, bf16" if combined["settings"]["device"] == "cuda" else "CPU"
+        device, model = combined["environment"]["device"].get("name", "CPU"), combined["settings"]["model"]
+        of = f"{device}, {model}" if combined["settings"]["device"] == "cuda" else "CPU"
         yield goal_table(f"goals ({of})", _goals(combined))
     yield from _closing(combined, smoke)
 

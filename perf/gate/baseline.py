@@ -28,6 +28,10 @@ class Run:
     device: str
     same: dict[str, Any]
     readings: dict[str, tuple[Metric, tuple[float, ...]]]
+    commits: tuple[str, ...] = ()
+    """Of the results, where the suite says where they name one."""
+    taken: str | None = None
+    """Day of the first result, where it names one."""
 
     @classmethod
     def of(cls, suite: Suite, results: Sequence[dict[str, Any]]) -> Run:
@@ -40,7 +44,9 @@ class Run:
         for result in results:
             for metric, values in suite.readings(result):
                 readings[metric.name] = metric, readings.get(metric.name, (metric, ()))[1] + values
-        return cls(suite, *heads[0], readings)
+        commits = [] if suite.commit is None else [str(find(result, suite.commit)) for result in results]
+        days = [] if suite.date is None else [str(find(result, suite.date))[:10] for result in results]
+        return cls(suite, *heads[0], readings, tuple(dict.fromkeys(commits)), min(days, default=None))
 
     @property
     def label(self) -> str:
@@ -87,10 +93,16 @@ class Baseline:
         """Make a run the baseline. Raises GateError if it lacks a metric."""
         if lacking := [name for name, (_, values) in run.readings.items() if not values]:
             raise GateError(f"{run.label}: the result lacks {', '.join(lacking)}; a baseline needs every metric")
+        if len(run.commits) > 1:
+            raise GateError(
+                f"{run.label}: these results are of the commits {', '.join(run.commits)}; give those of one"
+            )
         path = run.path(directory)
         path.parent.mkdir(parents=True, exist_ok=True)
-        taken = datetime.now(UTC).date().isoformat()
-        head = {"suite": run.suite.name, "variant": run.variant, "device": run.device, "taken": taken, "same": run.same}
+        taken = run.taken or datetime.now(UTC).date().isoformat()
+        head: dict[str, Any] = {"suite": run.suite.name, "variant": run.variant, "device": run.device, "taken": taken}
+        head |= {"commit": run.commits[0]} if run.commits else {}
+        head["same"] = run.same
         lines = [f" {json.dumps(name)}: {json.dumps(value)}" for name, value in head.items()]
         rows = ",\n".join(f"  {json.dumps(name)}: {json.dumps(row)}" for name, (_, row) in run.readings.items())
         path.write_text("{\n" + ",\n".join(lines) + ',\n "values": {\n' + rows + "\n }\n}\n", "utf-8")

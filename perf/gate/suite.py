@@ -98,6 +98,10 @@ class Suite(BaseModel):
     """Other devices may be compared, too, with floors and caps `ELSEWHERE` times as large."""
     variant: Pointer | None = None
     """Pointer to the load's name, if there are several."""
+    commit: Pointer | None = None
+    """Pointer to the commit that a result was taken with, which its baseline names."""
+    date: Pointer | None = None
+    """Pointer to the date of a result; without it, a baseline is of the day on which it is written."""
     same: list[Pointer] = []
     """Pointers to values that must equal the baseline's, such as the load's size."""
     metrics: list[MetricEntry] = []

@@ -114,7 +114,7 @@ def _strides(*names: str) -> dict[str, str]:
     return {f"{name}_stride": "i32" for name in names}
 
 
-_elementwise = partial(Elementwise, "elementwise_triton")
+_elementwise = partial(Elementwise, "elementwise.elementwise_triton")
 
 
 def _norm(hidden: int, add: bool, *, centered: bool = False, wide: bool = False) -> Elementwise:
@@ -239,7 +239,7 @@ def _product(
         )
 
     return Elementwise(
-        "small_gemm_triton",
+        "gemm.small_gemm_triton",
         "multiply_rows",
         constants={"C": small.gemm_constants(schedule, d_in, d_out, form, silu=silu, shape=shape)},
         options=small.gemm_options(schedule),
@@ -303,7 +303,7 @@ PRODUCTS = dict(
 #: Narrow weights widened for a GEMM of many rows.
 WIDENED = {
     f"widen-{name}": Elementwise(
-        "narrow_weights_triton",
+        "gemm.narrow_weights_triton",
         "widen_rows",
         constants={"C": WidenConstants(14336, form.bits, min(form.group, 14336), form.zeros, form.float8)},
         options={"num_warps": WIDEN_WARPS},
@@ -316,7 +316,7 @@ WIDENED = {
 #: Rows of activations rounded to FP8: of the widest norm and of the widest activation.
 ROUNDED = {
     f"round-{name}.{width}": Elementwise(
-        "float8_rows_triton",
+        "gemm.float8_rows_triton",
         "round_float8_rows",
         constants={"C": constants},
         options={"num_warps": constants.warps},
@@ -329,11 +329,12 @@ ROUNDED = {
     )
 }
 
-#: Heads, KV heads and elements of a head: of Llama-3.1-8B, of GPT-2's size, of Phi-3-mini and of the widest heads; and
-#: of Gemma 2's layers with a window and a soft cap. `float8`: with a KV cache in FP8.
+#: Heads, KV heads and elements of a head: of Llama-3.1-8B, of GPT-2's size, of half of that, of Phi-3-mini and of the
+#: widest heads; of Gemma 2's layers with a window and a soft cap. `float8`: with a KV cache in FP8.
 ATTENTION = {
     "heads.128": (32, 8, 128),
     "heads.64": (8, 8, 64),
+    "heads.32": (8, 8, 32),
     "heads.96": (32, 8, 96),
     "heads.256": (16, 4, 256),
     "heads.256 window": (8, 4, 256),
@@ -372,10 +373,10 @@ def _attention(
 ) -> Elementwise:
     shape, cache = (heads, kv_heads, head_dim, _BLOCK_TOKENS), _FLOAT8 if more.get("float8") else "*own"
     return Elementwise(
-        "attention_triton",
+        "attention.attention_triton",
         "attend_rows",
         constants={"C": replace(attention_constants(*shape, itemsize, value_dim), **more)},
-        options=attention_options(value_dim or head_dim),
+        options=attention_options(value_dim or head_dim, itemsize),
         own=("out", "q", "sinks"),
         others={
             **dict.fromkeys(("k_cache", "v_cache"), cache),
@@ -398,7 +399,7 @@ def _experts(
     block_t = its.tile_rows(rows, rows * 8, 128, its.most_rows(form))
     constants = its.tile_constants(d_in, d_out, block_t, 2, **numbers)
     return Elementwise(
-        "expert_tiles_triton",
+        "moe.expert_tiles_triton",
         "multiply_tiles",
         constants={"C": constants},
         options=its.tile_options(constants),
@@ -455,7 +456,7 @@ def _mixture_tiles(*, per_token: int, experts: int, adapters: int = 0) -> Elemen
     runs = ("chosen", "*i64"), ("group", "*i32"), ("first", "*i32"), ("end", "*i32")
     numbers = dict.fromkeys(("layer", "layers", "max_pages", "num_tiles", "first_pair"), "i32")
     return Elementwise(
-        "mixture_tables_triton",
+        "moe.mixture_tables_triton",
         "write_tiles",
         constants={"C": constants},
         options={"num_warps": 1},
@@ -477,7 +478,7 @@ def _router(experts: int, hidden: int, rows: int, *, bias: bool = False, wide: b
     """rows: of a step. wide: the router is float32 and the rows are not."""
     constants = routing_schedule.router_constants(hidden, experts, rows, bias=bias, wide=wide)
     return Elementwise(
-        "routing_triton",
+        "moe.routing_triton",
         "multiply_router",
         constants={"C": constants},
         options=routing_schedule.router_options(constants),
@@ -500,7 +501,7 @@ def _choice(
         jitter=jitter,
     )
     return Elementwise(
-        "routing_triton",
+        "moe.routing_triton",
         "choose_experts",
         constants={"C": choice_constants(routing, experts)},
         options=routing_schedule.choice_options(),
@@ -512,7 +513,7 @@ def _choice(
 
 def _sort(block_t: int, *, few: bool = False) -> Elementwise:
     return Elementwise(
-        "routing_triton",
+        "moe.routing_triton",
         "sort_pairs",
         constants={"C": SortConstants(128, block_t, few)},
         options=routing_schedule.sort_options(),
@@ -528,7 +529,7 @@ def _sort(block_t: int, *, few: bool = False) -> Elementwise:
 
 def _sum(width: int, per_token: int, *, shared: bool = False) -> Elementwise:
     return Elementwise(
-        "routing_triton",
+        "moe.routing_triton",
         "add_experts",
         constants={"C": SumConstants(width, per_token, shared, shared)},
         options=routing_schedule.sum_options(),
@@ -564,7 +565,7 @@ def _draws(vocab: int) -> dict[str, Elementwise]:
     its, constants = sampling_schedule, {"C": sampling_schedule.sampling_constants(vocab)}
     read = {**_PEAKS, **_DRAWN}
     drawn = {**_SUMS, "tokens": "*i64", "lists": "*i32", "columns": "i32", **read}
-    made = partial(Elementwise, "sampling_triton")
+    made = partial(Elementwise, "sampling.sampling_triton")
     return {
         "peaks": made("find_peaks", constants, its.peak_options(), (), read),
         "weights": made("weigh_blocks", constants, its.weigh_options(), (), {**_SUMS, **read}),
@@ -581,7 +582,7 @@ _PLACES = {"convs_per_page": 5, "heads_per_page": 8, "conv_pages": 5}
 
 
 def _deltas(k_heads: int, v_heads: int, k_dim: int, v_dim: int) -> dict[str, Elementwise]:
-    its, made = gated_delta_schedule, partial(Elementwise, "gated_delta_triton")
+    its, made = gated_delta_schedule, partial(Elementwise, "mixers.gated_delta_triton")
     step = dict.fromkeys(("pages", "taps", "dt_bias", "a_log", "norm"), "*fp32") | {"table": "*i64", "eps": "fp32"}
     step |= {"layer": "i32", **_strides("mixed", "out", "page")}
     scan = {**dict.fromkeys(("out", "q", "k", "v", "log_decay", "beta", "recurrent"), "*fp32"), "tokens": "i32"}
@@ -609,7 +610,7 @@ def _vectors(group: str, *, undo: bool = False) -> Elementwise:
     others = {"vectors": vectors, **dict.fromkeys(("layer", "layers", "max_pages"), "i32"), **_strides("y")}
     constants = {"C": vector_constants(modules, PAGE_ELEMS * ITEMSIZE["bf16"], undo=undo)}
     return Elementwise(
-        "vectors_triton", "scale_rows", constants=constants, options=vector_options(), own=("y",), others=others
+        "lora.vectors_triton", "scale_rows", constants=constants, options=vector_options(), own=("y",), others=others
     )
 
 
@@ -625,10 +626,10 @@ def _latent_lora(*, absorbs: bool, terms: int = 1) -> Elementwise:
     """For 16 bits."""
     shape = 7, 128, 128, 512, PAGE_ELEMS, ITEMSIZE["bf16"], 64, place_pages(PAGE_ELEMS, SLAB_ELEMS)
     return Elementwise(
-        "latents_triton",
+        "attention.latents_triton",
         "add_to_heads",
         {"C": latent_lora_constants(*shape, absorbs=absorbs, terms=terms)},
-        latent_lora_options(),
+        latent_lora_options(absorbs=absorbs, terms=terms),
         ("y", "x"),
         {
             "adapters": _ADAPTERS,
@@ -675,7 +676,7 @@ class Variant:
     @property
     def module(self) -> str:
         """The module of `ops` that the kernel is in."""
-        return self.launch.module if self.launch else "sgmv_triton"
+        return self.launch.module if self.launch else "lora.sgmv_triton"
 
     @property
     def pointer(self) -> str:

@@ -102,7 +102,9 @@ class Options(TypedDict, total=False):
     max_model_len: int | None
     """Maximum tokens of a request, prompt and output together; default: the model's limit."""
     max_num_seqs: int
-    """Maximum sequences in one step; default: 32, on a GPU with 14 GiB 128, with 40 GiB or more 256."""
+    """Maximum sequences in one step; default: 32, on a GPU with 14 GiB 128, with 40 GiB or more 256, for quantised
+    models 64.
+    """
     max_waiting: int | None
     """Maximum queued sequences; beyond it requests get 429. A tenant may hold at most as many queue entries as are
     free for others. None: no limit. Default: 4096.

@@ -64,10 +64,11 @@ def test_sizes_are_late_where_that_is_clearly_faster(begins_early, caplog):
     caplog.set_level("INFO")
 
     def seconds(size):
-        return {1: (6.0, 5.9), 8: (6.0, 5.98), 32: (6.0, 6.1)}[size][not begins_early(Device(90))]
+        return {1: (6e-3, 5.8e-3), 8: (6e-3, 5.9e-3), 32: (6e-3, 6.1e-3)}[size][not begins_early(Device(90))]
 
     assert dependent_launch.better_late((1, 8, 32), seconds) == {1}
     assert "no launch begins early, by rows: [1]" in caplog.text
+    assert "(rows, and µs a step, early / late: 1 6000 / 5800, 8 6000 / 5900, 32 6000 / 6100)" in caplog.text
     assert begins_early(Device(90))
     dependent_launch.allow(False)
     assert dependent_launch.better_late((1,), lambda size: 6.0) == set()

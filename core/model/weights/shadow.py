@@ -185,7 +185,7 @@ class ShadowWeights:
 
     def _make(self, adapter: Adapter, layer: int, group: int, place: torch.Tensor) -> None:
         modules = self._lora.modules(layer, group)
-        parts = [part for part in self._lora.in_layers.rows_of(adapter) if _changes(part, layer, modules)]
+        parts = [part for part in self._lora.in_layers.rows_of(adapter) if changes(part, layer, modules)]
         began = time.perf_counter()
         growth = self._model.merge(layer, group, parts, self._origin(layer, group), place)
         most = MOST_GROWTH[place.itemsize]
@@ -259,14 +259,15 @@ class ShadowWeights:
             (layer, group)
             for layer in range(len(self._model.layers))
             for group in MERGED_MATRICES
-            if any(_changes(part, layer, self._lora.modules(layer, group)) for part in parts)
+            if any(changes(part, layer, self._lora.modules(layer, group)) for part in parts)
         ]
 
     def _origin(self, layer: int, group: int) -> Any:
         return self._model.layers[layer][MERGED_MATRICES[group]]
 
 
-def _changes(part: AdapterRows, layer: int, modules: Sequence[int]) -> bool:
+def changes(part: AdapterRows, layer: int, modules: Sequence[int]) -> bool:
+    """True if a part of an adapter changes one of these modules in a layer."""
     places = part.a_offset if part.vectors is None else part.vectors[layer]
     return part.first_elem[layer] >= 0 and any(places[module] >= 0 for module in modules)
 

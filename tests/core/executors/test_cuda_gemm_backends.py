@@ -7,6 +7,7 @@ import random
 import threading
 from dataclasses import replace
 from functools import cache
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -16,6 +17,7 @@ triton = pytest.importorskip("triton")
 
 from triton import compiler  # noqa: E402
 
+from chorus.core.executors.cuda_decode import DecodeSteps  # noqa: E402
 from chorus.core.executors.cuda_gemm_backends import (  # noqa: E402
     asked_backends,
     choose_combination,
@@ -29,6 +31,7 @@ from chorus.core.model.lora.lora_state_cuda import CudaLoraState, StepLimits  # 
 from chorus.core.model.specs.layers import AttentionSpec, GatedSpec, LayerSpec  # noqa: E402
 from chorus.core.model.specs.rope_config import RopeConfig  # noqa: E402
 from chorus.core.model.weights.dummy_weights import DummyWeights  # noqa: E402
+from chorus.graphs.runner import StepForm, StepMode, StepPart  # noqa: E402
 from chorus.memory.pages.arena import Arena  # noqa: E402
 from chorus.memory.pages.layout import PageLayout  # noqa: E402
 from chorus.ops import dependent_launch  # noqa: E402
@@ -122,6 +125,25 @@ def test_base_steps_without_early_launches_are_compiled_beside_each_other(model,
     assert len(threads) == before + 5, "a product was compiled when it was launched"
 
 
+@pytest.mark.parametrize("mode", list(StepMode))
+@pytest.mark.parametrize("part", list(StepPart))
+def test_steps_without_adapters_launches_are_captured_late_where_that_is_faster(mode, part):
+    """Merged ones, too: they launch the base model's kernels."""
+    captured = []
+    every = dict.fromkeys((1, 2), SimpleNamespace(variant=lambda *_: "launches"))
+    decoding = SimpleNamespace(
+        launches=every,
+        mixture_launches=every,
+        _late={2},
+        _layers=lambda *step: step,
+        _step=lambda *step: step,
+        _device=SimpleNamespace(capture=lambda step: captured.append((step[0], dependent_launch._allowed))),  # noqa: SLF001
+    )
+    for bucket in (1, 2):
+        DecodeSteps.capture(decoding, bucket, StepForm(mode, part))
+    assert captured == [(1, True), (2, mode in (StepMode.LORA, StepMode.MIXTURE))]
+
+
 class Clock:
     """Times of whole steps that vary by up to half a percent. speeds: of each combination of backends."""
 
@@ -169,6 +191,27 @@ def test_ours_serves_unless_a_whole_step_is_clearly_faster_and_every_start_choos
         assert clock.asked == [each for each in every if each != (combinations["fused"], False)]
         assert note.startswith(" (µs a step, base + LoRA: on ")
     assert found == {key(combinations[chosen])}
+
+
+@pytest.mark.parametrize(
+    ("base", "launched", "fused", "chosen"),
+    [
+        (5.0, 5.15, 5.07, "fused"),  # half of what adapters add, and less than 1 % of both kinds of steps
+        (5.0, 5.15, 5.12, "on"),  # no more than times of one step vary
+        (5.0, 8.00, 7.80, "on"),  # little of what adapters add
+        (5.0, 5.15, 5.30, "on"),
+    ],
+)
+def test_expanding_in_the_product_is_judged_by_what_adapters_add(base, launched, fused, chosen):
+    """It is a few percent of a step of few rows: a share of base and LoRA steps together hides all of it."""
+    combinations = combinations_of(USABLE)
+    times = {"on": launched, "fused": fused, "on, logits by the library": 1.1 * launched, "off": 1.1 * launched}
+    of = {key(each): times[name] for name, each in combinations.items()}
+
+    def seconds(backends, has_lora):
+        return (of[key(backends)] if has_lora else base) / 1e3
+
+    assert choose_combination(combinations, seconds, expands=True)[0] == combinations[chosen]
 
 
 def test_a_refused_backend_is_in_no_combination_but_each_is_still_timed():

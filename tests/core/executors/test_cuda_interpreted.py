@@ -7,6 +7,7 @@ launch, so everything is tiny.
 from __future__ import annotations
 
 import gc
+import itertools
 import logging
 import re
 import sys
@@ -19,6 +20,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from chorus.core.config import EngineConfig
 from chorus.core.engine import Engine
@@ -29,10 +31,12 @@ from chorus.core.executors.cuda import CudaExecutor
 from chorus.core.executors.cuda_memory import OutOfDeviceMemory
 from chorus.core.executors.cuda_piecewise import token_buckets
 from chorus.core.executors.cuda_steps import CudaSteps
+from chorus.core.model import decoder
 from chorus.core.model.batch import BY_LIBRARY, GemmBackend
 from chorus.core.model.decoder import DecoderModel
 from chorus.core.model.lora import lora_launches, lora_state_cuda
 from chorus.core.model.lora.lora_state_cuda import MAX_PARTS
+from chorus.core.model.program.torch_ops import kind_of
 from chorus.core.requests.pooling import from_bytes
 from chorus.core.requests.request_params import InvalidRequest
 from chorus.graphs.device import DeviceError
@@ -46,6 +50,7 @@ from chorus.ops.attention.attention_triton import TritonBackend
 from chorus.ops.attention.attention_xqa import XqaBackend
 from chorus.ops.gemm import small_gemm_triton
 from chorus.ops.lora import sgmv_triton
+from chorus.ops.lora.merge import merge as ops_merge
 from chorus.perf.inline_reads import InlineReads
 
 from ...conftest import ATTENTION, MLP, ModelSpec, Subject, save_adapter, save_model
@@ -383,6 +388,58 @@ def merge(driver: Driver, name: str) -> None:
         driver.step()
     driver.engine.abort(beside)
     assert driver.engine.stats().merged_adapter == name
+
+
+class Operators(TorchDispatchMode):
+    """Notes PyTorch's operators with the dtype of their results, and of sums the shape, in which the rank is not."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor):
+            name = str(func)
+            self.found.add(
+                (name, result.dtype, tuple(result.shape) if name.startswith(("aten.addmm", "aten.copy")) else ())
+            )
+        return result
+
+
+def test_the_first_merge_runs_no_operator_for_the_first_time(drive, tiny, monkeypatch):
+    """A GPU's libraries load a kernel at its first use, and torch asks the device for memory: each stops all steps for
+    longer than a step takes. One capture a pause is left.
+    """
+    at = {"start": set(), "merge": set()}
+    inner, when = ops_merge, "start"
+
+    def noting(*args, **kwargs):
+        with Operators() as noted:
+            found = inner(*args, **kwargs)
+        at[when] |= noted.found
+        return found
+
+    monkeypatch.setattr(decoder, "merge", noting)
+    driver = drive(adapters=["r17-all"])
+    assert at["start"]
+    assert not driver.executor.inner.arena.pages[1:].any(), "page 0 is of padding"
+    when = "merge"
+    captures = []
+    advance = driver.executor.shadow.advance
+
+    def pause(seconds):
+        before = len(driver.executor.inner.captured)
+        found = advance(seconds)
+        captures.append(len(driver.executor.inner.captured) - before)
+        return found
+
+    monkeypatch.setattr(driver.executor.shadow, "advance", pause)
+    merge(driver, "r17-all")
+    assert any(name.startswith("aten.addmm") for name, *_ in at["merge"])
+    assert at["merge"] <= at["start"]
+    assert max(captures) == 1
+    assert sum(captures) == 9
 
 
 @pytest.mark.slow
@@ -922,14 +979,20 @@ def test_a_step_enters_few_files(drive, tiny, arrives, most):
 class TimedDevice(LateDevice):
     """Returns the times that the test has planted for whole steps; records each measurement."""
 
-    def __init__(self, planted):
+    def __init__(self, planted, product=lambda kind, rows, backend: 1.0):
+        """product: the time of a GEMM by itself."""
         super().__init__()
-        self.planted = planted
+        self.planted, self.product = planted, product
         self.asked = []
 
     def seconds(self, work, count=5):
-        """Of the step that `work` computes, as its decoder is called. It writes KV, which may be anything."""
-        steps = []
+        """Of the step that `work` computes, as its decoder is called, or of a GEMM's uses. A step writes KV, which may
+        be anything.
+        """
+        steps, products = [], []
+
+        def run_gemm(decoder, use, backend, x):
+            products.append((kind_of(use.weight, silu=use.op is not None and use.op.silu), len(x), backend))
 
         def forward(decoder, batch, logits):
             steps.append(batch)
@@ -937,7 +1000,10 @@ class TimedDevice(LateDevice):
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(DecoderModel, "forward", forward)
+            patch.setattr(DecoderModel, "run_gemm", run_gemm)
             work()
+        if products:
+            return sum(itertools.starmap(self.product, products))
         (batch,) = steps
         asked = batch.backends, len(batch.token_ids), batch.lora is not None
         self.asked.append((*asked, self.num_captures))
@@ -989,10 +1055,32 @@ def test_products_are_by_what_takes_least_time_of_whole_steps(tiny, float32_prod
         (fused, False)
     }
     times = (
-        "(µs a step, base + LoRA: on 6000 + 7000, fused 6000 + 6000, on, logits by the library 6000 + 7000, off 7000"
+        "(µs a step, base + LoRA: on 6000 + 7000, fused 6000 + 6000, on, logits by the library 6000 + 7000, "
+        "each by its own race 6000 + 7000, off 7000"
     )
     assert f" in float32 small {times}" in caplog.text
     assert all(f"{group} " in caplog.text for group in ("MIXER_IN", "MIXER_OUT", "GATE_UP", "DOWN", "HEAD"))
+    executor.close()
+
+
+def test_each_gemm_may_be_by_what_takes_least_time_for_it(tiny, float32_products, caplog):
+    """Where no combination of all of them is as fast: the sum is timed, as a whole step."""
+
+    def product(kind, rows, backend):
+        return 2.0 if kind.silu and backend is SMALL else 1.0
+
+    def planted(backends, rows, lora):
+        of = {kind.silu: each for kind, each in backends.items() if not kind.is_head}
+        return 6e-3 if of.get(False) is SMALL and True not in of else 7e-3
+
+    caplog.set_level(logging.INFO)
+    executor = CudaExecutor(make_config(tiny, max_num_seqs=2), TimedDevice(planted, product))
+    for backends in executor.steps.decoding.backends.values():
+        silu, *others = sorted(executor.steps.decoder.gemms(), key=lambda kind: not kind.silu)
+        assert silu not in backends
+        assert {backends[kind] for kind in others} == {SMALL}
+    assert "each by its own race 6000 + 6000" in caplog.text
+    assert "GATE_UP 32 → 96, 2 rows: µs of 2 uses 4000000, by the library 2000000" in caplog.text
     executor.close()
 
 

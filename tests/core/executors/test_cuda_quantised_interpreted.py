@@ -120,6 +120,26 @@ def test_the_library_multiplies_them_too(drive, twins):
     check(driver, ask(driver, twins["int4"], *REQUESTS))
 
 
+def test_eager_decode_steps_widen_no_narrow_weight(drive, monkeypatch):
+    """Where nothing is captured, the library would widen each weight in a launch of its own."""
+    driver = drive(quantization="int4", graph_capture="off", small_gemm="auto", max_num_seqs=1)
+    decoding, widened, dense = driver.executor.inner.steps.decoding, [], NarrowWeight.dense
+    launch, steps = decoding.run, []
+
+    def counted(*args, **kwargs):
+        steps.append(len(widened))
+        found = launch(*args, **kwargs)
+        steps[-1] = len(widened) - steps[-1]
+        return found
+
+    monkeypatch.setattr(NarrowWeight, "dense", lambda weight: widened.append(weight) or dense(weight))
+    monkeypatch.setattr(decoding, "run", counted)
+    driver.add("base", None, [5, 7, 3], max_tokens=3)
+    driver.drain()
+    assert steps == [0, 0]
+    assert widened, "the prompt is multiplied by the library"
+
+
 @pytest.mark.slow
 def test_a_quantised_checkpoint_is_kept_as_it_is(drive, model, twins, tmp_path):
     assert main(["quantize", str(model.model), str(tmp_path / "out"), "--quantization", "int4"]) == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +13,7 @@ from chorus.core.config import EngineConfig
 from chorus.core.executors import choice
 from chorus.core.executors.cpu import CpuExecutor
 from chorus.graphs.device import DeviceError
+from chorus.ops.gemm import small_gemm_schedule
 from chorus.ops.library import native_library
 from chorus.server.cluster.replica_process import ReplicaSettings
 from chorus.server.settings import Settings
@@ -68,6 +70,34 @@ def test_a_step_is_as_large_as_the_gpu_by_default(monkeypatch, gigabytes, asked,
     monkeypatch.setattr(choice, "gpu_bytes", lambda device: gigabytes * 10**9)
     found = choice.completed(EngineConfig(model=".", **asked))
     assert (found.max_num_seqs, found.max_num_batched_tokens) == want
+
+
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True}
+
+
+@pytest.mark.parametrize(
+    ("quantised", "asked", "want"),
+    [
+        (None, {}, 256),
+        (None, {"quantization": "int4"}, 64),
+        (None, {"quantization": "fp8"}, 64),
+        (None, {"quantization": "fp8", "fp8_activations": True}, 256),
+        (None, {"quantization": "int4", "small_gemm": "off"}, 256),
+        (None, {"quantization": "int4", "max_num_seqs": 200}, 200),
+        (GPTQ, {}, 64),
+        ({"quant_method": "mxfp4"}, {}, 256),
+        ({"quant_method": "of another"}, {}, 256),
+    ],
+)
+def test_steps_of_quantised_models_are_as_large_as_the_kernel_that_widens_nothing(
+    monkeypatch, tmp_path, quantised, asked, want
+):
+    """Beyond, a GPU's library gets all projections widened, in every step."""
+    monkeypatch.setattr(choice, "gpu_bytes", lambda device: 80 * 10**9)
+    fields = {"model_type": "llama"} | ({} if quantised is None else {"quantization_config": quantised})
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    assert choice.completed(EngineConfig(model=tmp_path, **asked)).max_num_seqs == want
+    assert small_gemm_schedule.MAX_ROWS == choice.MOST_NARROW
 
 
 @pytest.mark.parametrize(

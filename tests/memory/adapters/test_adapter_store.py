@@ -812,3 +812,32 @@ def test_how_many_more_fit_counts_free_pages_and_cached_kv(store, pool, use):
     pool.keep(kv[0])
     pool.release(kv)
     assert pool.count(PageKind.CACHED) == 1 and store.num_loadable == 2
+
+
+@pytest.mark.parametrize("is_slow", [False, True])
+def test_no_step_waits_for_bytes_that_the_host_copies(store, backend, use, monkeypatch, is_slow):
+    """They come from ordinary memory, as late as those of a disk: steps wait only for copies that the device makes."""
+    monkeypatch.setattr(HostImage, "is_slow", property(lambda image: is_slow))
+    place = backend.place
+
+    def later(*args):
+        transfer = place(*args)
+        assert transfer is None
+        return Unfinished()
+
+    monkeypatch.setattr(backend, "place", later)
+    (a,) = register(store, a="three")
+    use.start(a)
+    is_slow_now, is_slow = is_slow, False
+    assert store.loads.is_reading(a) == is_slow_now, "wherever the image is moved for the next time"
+    assert store.loads.seconds_left(a, 0.02) == (math.inf if is_slow_now else 0)
+
+
+class Unfinished:
+    """A transfer whose copies are under way."""
+
+    def is_done(self):
+        return False
+
+    def has_failed(self):
+        return False

@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 from chorus.memory.host.buffers import HostBuffers
 from chorus.memory.host.image import HostImage
 from chorus.memory.pages.adapter_layout import AdapterLayout, AdapterPart
+from chorus.memory.transfers.copy_plan import CopyPlan
 from chorus.memory.transfers.cuda_copies import MOST_QUEUED, CudaCopies
 from chorus.memory.transfers.cuda_driver import CupyDriver, MissingCupy
-from chorus.memory.transfers.cuda_transfer import LAYERS_AHEAD, CopyPlan
+from chorus.memory.transfers.cuda_transfer import LAYERS_AHEAD
 from chorus.memory.transfers.dma import open_dma
 from chorus.memory.transfers.host_copies import HostCopies
 from chorus.memory.transfers.pinned import CupyPinnedMemory

@@ -16,8 +16,9 @@ import torch
 
 from chorus.memory.host.image import HostImage
 from chorus.memory.pages.adapter_layout import AdapterLayout, AdapterPart
+from chorus.memory.transfers.copy_plan import CopyPlan
 from chorus.memory.transfers.cuda_copies import GROUP_BYTES, CudaCopies
-from chorus.memory.transfers.cuda_transfer import LAYERS_AHEAD, CopyPlan
+from chorus.memory.transfers.cuda_transfer import LAYERS_AHEAD
 from chorus.memory.transfers.dma import Dma, open_dma
 from chorus.memory.transfers.host_copies import HostCopies
 
@@ -320,8 +321,13 @@ def test_both_directions_run_beside_each_other(arena, dma, gate):
 def test_an_image_that_is_not_pinned_arrives_too(arena, dma):
     image = new_image(dma, LAYOUT.num_pages).clone()
     assert not image.is_pinned()
-    assert dma.copies.start(whole(image), LAYOUT, PAGES).wait()
+    assert dma.copies.start(whole(image), LAYOUT, PAGES).wait(timeout=60)
     assert torch.equal(arena[PAGES].view(-1)[: LAYOUT.num_elems].cpu(), image.view(-1)[: LAYOUT.num_elems])
+    leaving = torch.zeros_like(image)
+    out = dma.copies.copy_pages(leaving, PAGES, to_device=False)
+    out.synchronize()
+    assert out.is_done()
+    assert torch.equal(leaving.view(-1)[: LAYOUT.num_elems], image.view(-1)[: LAYOUT.num_elems])
 
 
 def test_without_cupy_loads_still_work(arena, monkeypatch, caplog):

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chorus.memory.pages.adapter_layout import AdapterLayout
-from chorus.memory.transfers.cuda_transfer import CopyPlan, CopyRun
+from chorus.memory.transfers.copy_plan import CopyPlan, CopyRun
 
 from ..adapter_layouts import NUM_LAYERS, adapter_layouts
 

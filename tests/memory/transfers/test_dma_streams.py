@@ -20,6 +20,7 @@ from chorus.memory.transfers.cuda_transfer import CudaTransfer
 
 from ..adapter_layouts import NUM_LAYERS, adapter_layouts
 from ..fake_cuda import Copy, FakeDriver
+from .pumped_staging import PumpedStaging
 
 GARBAGE = -1
 
@@ -58,12 +59,19 @@ class Streams(RuleBasedStateMachine):
         self.num_released = 0
         self.num_images = 0
 
-    @initialize(page_elems=st.integers(2, 15).map(lambda n: 4 * n), group_elems=st.sampled_from([0, 50, 150, 1000]))
-    def open(self, page_elems, group_elems):
+    @initialize(
+        page_elems=st.integers(2, 15).map(lambda n: 4 * n),
+        group_elems=st.sampled_from([0, 50, 150, 1000]),
+        block_elems=st.sampled_from([0, 7, 64, 1000]),
+    )
+    def open(self, page_elems, group_elems, block_elems):
+        """block_elems: of the pinned blocks through which images are copied; 0: images are pinned."""
         self.page_elems = page_elems
         self.pages = torch.full((400, page_elems), GARBAGE, dtype=torch.int32)
         self.arena = self.pages.numpy()
-        self.engine = CudaCopies(self.pages, self.driver, group_bytes=4 * group_elems)
+        blocks = [bytearray(4 * block_elems) for _ in range(2)]
+        self.staging = PumpedStaging(blocks, self.driver.synchronize) if block_elems else None
+        self.engine = CudaCopies(self.pages, self.driver, group_bytes=4 * group_elems, staging=self.staging)
         self.free = list(range(len(self.pages)))
 
     # -- loads
@@ -117,6 +125,13 @@ class Streams(RuleBasedStateMachine):
     @rule()
     def advance(self):
         self.engine.advance()
+
+    @precondition(lambda self: self.staging is not None)
+    @rule()
+    def stage(self):
+        """The thread that copies ordinary memory gets to run."""
+        assert self.staging is not None
+        self.staging.work()
 
     @precondition(lambda self: self.loads)
     @rule(data=st.data())
@@ -177,6 +192,8 @@ class Streams(RuleBasedStateMachine):
             self._read_layer(unread[0], tells=False)
         for _ in range(1000):  # a stream takes only so many copies at a time
             self.engine.advance()
+            if self.staging is not None:
+                self.staging.work()
             self.driver.finish()
             if all(load.transfer.is_quiet() for load in self.loads):
                 break

@@ -15,7 +15,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from packaging.requirements import Requirement
 
-from chorus.ops.attention import attention_backend, attention_flashinfer
+from chorus.ops.attention import attention_backend, attention_flashinfer, attention_values
 from chorus.ops.attention.attention import PLAIN, AttentionSetup, HeadShape, Scores, count_prefills
 from chorus.ops.attention.attention_backend import AttentionUnavailable, TorchBackend, choose_attention
 from chorus.ops.attention.attention_flashinfer import FlashInferBackend, float_workspace_bytes
@@ -303,7 +303,7 @@ class FlashInferModules:
         self.built_ahead, self.cuda_home = set(), None
 
     def imported(self, name):
-        assert name in ("flashinfer.jit", "flashinfer.jit.cpp_ext", "flashinfer.utils")
+        assert name in ("flashinfer.prefill", "flashinfer.decode", "flashinfer.jit.cpp_ext", "flashinfer.utils")
         return self
 
     def get_cuda_path(self):
@@ -512,23 +512,60 @@ def test_ours_where_there_is_no_compiler(hopper):
     assert "flashinfer-jit-cache==0.6.4 --index-url https://flashinfer.ai/whl/" in backend.fix, "PyPI has none"
 
 
-def test_ours_beside_a_version_that_was_not_run(hopper, compiler, monkeypatch):
-    """0.7 names its modules otherwise: it was asked for modules that it does not know."""
-    monkeypatch.setattr(attention_backend, "version", lambda name: "0.7.2.post1")
+@pytest.mark.parametrize("found", ["0.6.3", "0.6.5", "0.6.18.post1", "0.7.1", "0.9.0", "1.0"])
+def test_ours_beside_a_version_that_is_not_supported(hopper, compiler, monkeypatch, found):
+    monkeypatch.setattr(attention_backend, "version", lambda name: found)
     backend = choose()
     assert backend.name == "triton"
-    assert backend.reason == "FlashInfer 0.7.2.post1 is installed, and only 0.6.4 has been run"
+    assert f"FlashInfer {found} is installed, which is not supported; 0.6.4, and 0.7.2 up to 0.8, are" in backend.reason
     assert backend.fix == "pip install flashinfer-python==0.6.4.*"
-    monkeypatch.setattr(attention_backend, "version", lambda name: "0.6.4.post1")
+
+
+@pytest.mark.parametrize("found", ["0.6.4", "0.6.4.post1", "0.7.2", "0.7.2.post1", "0.7.4", "0.8.0", "0.8.1rc1"])
+@pytest.mark.parametrize("problem", [None, "it differs by 1.0e+00"])
+def test_a_version_that_has_not_run_serves_if_its_values_are_right(hopper, compiler, monkeypatch, found, problem):
+    """Beside a newer vLLM or SGLang, which ask for it, prompts were PyTorch's."""
+    asked = []
+    monkeypatch.setattr(attention_backend, "version", lambda name: found)
+    monkeypatch.setattr(attention_values, "values_problem", lambda setup, backend: asked.append(backend) or problem)
+    backend = choose()
+    if found.startswith("0.6.4"):
+        assert (backend, asked) == ("flashinfer", [])
+        return
+    assert asked == ["flashinfer"]
+    if problem is None:
+        assert backend == "flashinfer"
+        with pytest.raises(AttentionUnavailable, match=f"as FlashInfer 0.6.4 has it, and {found} is installed"):
+            choose(wanted="xqa")
+    else:
+        assert backend.name == "triton"
+        assert f"FlashInfer {found} gives wrong values here (it differs by 1.0e+00)" in backend.reason
+        with pytest.raises(AttentionUnavailable, match="gives wrong values"):
+            choose(wanted="flashinfer")
+
+
+def test_a_wrappers_own_modules_are_looked_for(hopper):
+    """0.7 has one for equal strides of K and V, by another name."""
+    modules = hopper["modules"]
+
+    def primary(kernel, dtype, *rest):
+        spec = modules.gen_batch_prefill_module(kernel, dtype, *rest)
+        return SimpleNamespace(name=f"{spec.name}_kv_stride_equal", is_aot="_equal" in modules.built_ahead)
+
+    modules._gen_batch_prefill_primary_module = primary  # noqa: SLF001
+    modules.built_ahead = BFLOAT16
+    assert "no compiled prefill_fa2_torch.bfloat16_kv_stride_equal, and" in choose().reason
+    modules.built_ahead = {"prefill_fa3_torch.bfloat16", "_equal"}
     assert choose() == "flashinfer"
 
 
 @pytest.mark.parametrize("extra", ["cuda12", "cuda13"])
-def test_the_extras_install_the_version_that_was_run(extra):
+def test_the_extras_install_versions_that_are_supported(extra):
     project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())
     wanted = [Requirement(each) for each in project["project"]["optional-dependencies"][extra]]
     pins = next(each.specifier for each in wanted if each.name == "flashinfer-python")
-    assert str(pins) == f"=={attention_flashinfer.VERSION}.*"
+    assert str(pins) == f"<0.9,>={attention_flashinfer.VERSION}"
+    assert all(each in pins for each in (attention_flashinfer.VERSION, "0.7.2", "0.7.4", "0.8.1"))
 
 
 def test_ours_where_flashinfer_itself_fails(hopper, monkeypatch):

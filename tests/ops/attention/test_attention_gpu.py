@@ -97,6 +97,30 @@ def test_decode_replays_with_other_lengths(shape, dtype):
 
 
 @pytest.mark.parametrize("shape", [(8, 2, 64), (8, 8, 128), (8, 1, 256)], ids=str)
+@pytest.mark.parametrize("wanted", ["auto", "triton"])
+def test_scores_far_below_zero_leave_masked_keys_out(shape, wanted):
+    """FlashInfer 0.6.4 gives masked keys a score of -5e4 (its #4401): more than that of every key that a query sees
+    here, which is -8e4 at most. Values of later tokens, and of pages' ends, must not come in all the same.
+    """
+    backend = choose_attention(setup(shape, torch.bfloat16), wanted=wanted)
+    ragged, bucket = backend.ragged(), backend.decode(4)
+    for seed, rows in enumerate([[(40, 0)], [(17, 30), (5, 0), (1, 70), (1, 0)]]):
+        far_below(DeviceStep(seed, rows, shape, torch.bfloat16)).check(ragged)
+    for seed, rows in enumerate(LATER_ROWS):
+        far_below(DeviceStep(seed, rows, shape, torch.bfloat16)).check(bucket)
+
+
+def far_below(step: DeviceStep) -> DeviceStep:
+    """The same values, with queries and keys whose products are alike and far below zero."""
+    step.q.fill_(-100.0)
+    step.k.fill_(100.0)
+    q, k, v = (each.float().cpu() for each in (step.q, step.k, step.v))
+    assert float((q[0, 0] @ k[0, 0, 0]) * q.shape[-1] ** -0.5) <= -8e4
+    step.want = paged_attention_ref(q, k, v, step.qo_indptr, step.tables, step.kv_lens).flatten(1)
+    return step
+
+
+@pytest.mark.parametrize("shape", [(8, 2, 64), (8, 8, 128), (8, 1, 256)], ids=str)
 @pytest.mark.parametrize(
     "scores", [Scores(window=5), Scores(window=100), Scores(softcap=3.0), Scores(0.05, 130, 20.0)], ids=str
 )

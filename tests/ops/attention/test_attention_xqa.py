@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from chorus.ops.attention import attention_xqa
 from chorus.ops.attention.attention import PLAIN, AttentionSetup, HeadShape, Scores
 from chorus.ops.attention.attention_backend import AttentionUnavailable, rival_attention
-from chorus.ops.attention.attention_xqa import PageTable, XqaBackend
+from chorus.ops.attention.attention_xqa import PageTable, XqaBackend, xqa_obstacle
 
 from .attention_ref import paged_attention_ref
 from .fake_flashinfer import FakeFlashInfer, Stream
@@ -165,6 +165,23 @@ def test_xqa_where_it_is_asked_for(hopper, compiler, modules):  # noqa: F811
 def test_it_is_refused_by_name_where_it_cannot_serve(hopper, compiler, modules, change, reason):  # noqa: F811
     with pytest.raises(AttentionUnavailable, match=reason):
         choose(wanted="xqa", **change)
+
+
+@pytest.mark.parametrize("block_tokens", [16, 32])
+def test_it_is_refused_where_it_reads_values_from_wrong_pages(hopper, modules, monkeypatch, block_tokens):  # noqa: F811
+    """By name, and `auto` does not try it: sample values may lie in pages that hide it."""
+    shape = HeadShape(16, 4, 256, block_tokens)
+    setup = AttentionSetup(shape, torch.bfloat16, torch.device("cuda:0"), 8, 64)
+    assert f"pages of {block_tokens} tokens on compute capability 12.0" in str(xqa_obstacle(setup, (12, 0)))
+    assert "set block_tokens to 64 or 128" in str(xqa_obstacle(setup, (12, 1)))
+    assert xqa_obstacle(setup, (9, 0)) is xqa_obstacle(setup, (10, 0)) is None
+    for other in (shape._replace(head_dim=128), shape._replace(block_tokens=64)):
+        assert xqa_obstacle(replace(setup, heads=other), (12, 0)) is None
+    modules.built_ahead = {f"xqa_{block_tokens}_256_4"}
+    theirs = SimpleNamespace(name="flashinfer 0.6.4")
+    assert rival_attention(setup, theirs).eager is theirs
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (12, 0))
+    assert rival_attention(setup, theirs) is None
 
 
 def test_it_is_refused_on_other_devices_and_without_its_module(hopper, modules, monkeypatch):  # noqa: F811

@@ -488,3 +488,13 @@ def test_no_prompt_is_sent_twice_to_a_server(monkeypatch):
         assert http.measure(server, popularity, size, ["a", "b", "c"], 512).seconds == 2.0
         assert [[model for model, _ in each] for each in sent] == [models] * 2
         assert len({prompt for each in sent for _, prompt in each}) == 4
+
+
+@pytest.mark.parametrize("folder", ["h100-2026-11-27-22220d4f", "h200-2026-11-26-2cc51cf"])
+def test_goals_are_under_the_name_of_the_gpu_that_was_measured(folder, tmp_path):
+    kept = Path(__file__).parents[3] / "perf" / "results" / folder / "result.json"
+    combined = json.loads(kept.read_text("utf-8"))
+    report(combined, tmp_path / "report.txt")
+    lines = (tmp_path / "report.txt").read_text("utf-8").splitlines()
+    (title,) = [line.strip() for line in lines if line.startswith("goals (")]
+    assert title == f"goals ({combined['environment']['device']['name']}, llama-3.1-8b)"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -338,8 +339,9 @@ def gpu_suite(tmp_path):
     return directory
 
 
-@pytest.mark.parametrize("name", sorted(path.name for path in KEPT.glob("h100-*")))
+@pytest.mark.parametrize("name", sorted({path.name for path in KEPT.glob("h100-*")} - {"h100-2026-11-22-c9fc77f"}))
 def test_a_kept_result_of_a_gpu_passes_the_gate_as_its_workflow_calls_it(gpu_suite, capsys, name):
+    """The first one names no engine."""
     path = KEPT / name / "result.json"
     code, text, _ = call(capsys, path, "--baseline", gpu_suite, "--write-missing")
     assert (code, "first run on" in text) == (0, True)
@@ -348,8 +350,51 @@ def test_a_kept_result_of_a_gpu_passes_the_gate_as_its_workflow_calls_it(gpu_sui
     kinds = {metric["name"].split()[0] for metric in found["suites"][0]["metrics"]}
     sections = json.loads(path.read_text("utf-8"))["sections"]
     tables = {"decode": "decode", "attention": "attention", "prefill": "prefill", "merged": "merged", "mixes": "mix"}
-    tables |= {"http": "HTTP", "sampling": "draw", "ttft": "TTFT", "products": "product", "sgmv": "SGMV"}
+    tables |= {
+        "experts": "experts",
+        "http": "HTTP",
+        "sampling": "draw",
+        "ttft": "TTFT",
+        "products": "product",
+        "sgmv": "SGMV",
+    }
     assert {tables[section] for section in sections if section in tables} <= kinds
+
+
+@pytest.mark.parametrize("file", ["experts.json", "int4.json", "ttft-merged.json"])
+def test_mixtures_and_quantised_models_have_tables_and_baselines_of_their_own(capsys, file):
+    """The int4 engine is compared with itself, on the same kind of GPU."""
+    code, _, found = call(capsys, KEPT / "h100-2026-11-27-22220d4f" / file)
+    (report,) = found["suites"]
+    kinds = {metric["name"].split()[0] for metric in report["metrics"] if metric["status"] == "ok"}
+    assert kinds == {"experts.json": {"experts"}, "int4.json": {"decode"}, "ttft-merged.json": {"TTFT", "merged"}}[file]
+    assert code == (0 if file == "int4.json" else 1), "a whole run has the other sections, too"
+    assert {metric["status"] for metric in report["metrics"]} <= {"ok", "missing"}
+
+
+@pytest.mark.parametrize("path", sorted((gate.BASELINES / "gpu").glob("*.json")), ids=lambda path: path.name)
+def test_a_baseline_of_a_gpu_is_of_a_kept_run_without_faults(path):
+    """A run that a fault slowed lets regressions pass."""
+    commit = json.loads(path.read_text("utf-8"))["commit"]
+    notes = re.findall(r"^\| `(\S+)` \|(.*)$", (KEPT / "README.md").read_text("utf-8"), re.MULTILINE)
+    found = [note for folder, note in notes if commit.startswith(folder.rpartition("-")[2])]
+    assert len(found) == 1
+    assert "fault" not in found[0]
+
+
+def test_a_baseline_is_of_one_commit_and_of_its_results_day(tmp_path, gpu_suite, capsys):
+    results = []
+    for commit in ("abc", "def"):
+        found = json.loads((KEPT / "h100-2026-11-27-22220d4f" / "result.json").read_text("utf-8"))
+        found["environment"]["commit"]["hash"] = commit
+        results.append(written(tmp_path / f"{commit}.json", found))
+    code, text, _ = call(capsys, *results, "--baseline", gpu_suite, "--update")
+    assert (code, "these results are of the commits abc, def; give those of one" in text) == (2, True)
+    assert call(capsys, results[0], "--baseline", gpu_suite, "--update")[0] == 0
+    (path,) = (gpu_suite / "gpu").glob("*.json")
+    fields = json.loads(path.read_text("utf-8"))
+    assert (path.name, fields["commit"]) == ("as-it-is-by-default.nvidia-h100-80gb-hbm3.json", "abc")
+    assert fields["taken"] == "2026-11-27"
 
 
 def test_a_slower_gpu_fails_the_gate_in_every_table(gpu_suite, tmp_path, capsys):
