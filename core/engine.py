@@ -277,7 +277,7 @@ class Engine:
     def reset_prefix_cache(
         self, *, reset_running_requests: bool = False, tiers: Collection[Place] = tuple(Place)
     ) -> int:
-        """Forget the cached prefixes in some tiers; return how many pages had them or, of some tiers only, blocks.
+        """Forget the cached prefixes in some tiers; return how many blocks were forgotten.
 
         Running requests keep their KV, which no other request will use if the page pool and host memory are cleared.
         Files are removed in the background, and not counted. reset_running_requests: preempt running requests, too.
@@ -288,8 +288,7 @@ class Engine:
             self.scheduler.reset_running()
         if not {Place.POOL, Place.HOST} <= {*tiers}:
             return self.prefix.clear(frozenset(tiers))
-        count = len(self.prefix)
-        self.prefix.drop_all()
+        count = self.prefix.drop_all()
         self.scheduler.stop_caching()
         return count
 

@@ -575,10 +575,15 @@ class PrefixCache:
             if block.parent is not None and block.parent.children.get(block.key) is block:
                 self._remove_child(block.parent, block)
 
-    def drop_all(self) -> None:
-        """Forget all blocks. Requests keep the pages that they hold, and free them at their end."""
+    def drop_all(self) -> int:
+        """Forget all blocks; return how many. Requests keep the pages that they hold, and free them at their end."""
+        found: list[Block] = list(self.roots())
+        for block in found:
+            found += block.children.values()
+        count = sum(block.parent is not None for block in found)
         for version in [*self._branches, *self._roots]:
             self.drop_version(version)
+        return count
 
     def _drop(self, root: Root) -> None:
         """Forget an empty trie, or else every scope would leave one for good."""
