@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
+from ..media.spec import VisionSpec
 from .config import ModelConfig
 from .config_json import ConfigJson
 from .tensor_names import LLAMA_TENSORS, TensorNames
@@ -88,6 +89,9 @@ class Family:
     """The field of `config.json` that describes the text part, where a model has others; of a part of a part, both with
     a dot between them.
     """
+
+    vision: VisionSpec | None = None
+    """The vision part, where images are served; None: a checkpoint that has one is served for text alone."""
 
     head_part: str = ""
     """The field of the part whose class has the output projection, and says whether it is tied. Empty: that is the

@@ -62,7 +62,7 @@ class RequestMemory:
         if not self.use_prefix_cache or request.needs_prompt_states:
             return []
         version, scope = _version(request.adapter), self.scope(request)
-        blocks = self.prefix.match(version, request.token_ids, scope, request.lora_from)
+        blocks = self.prefix.match(version, request.keys(), scope, request.lora_from)
         if blocks and self.layout.state_pages and not self.fits(request, blocks) and self.fits(request, []):
             return []  # the pages of the checkpoint and of the request's own states don't fit at the same time
         return blocks
@@ -353,7 +353,7 @@ class RequestMemory:
         step = self.block_tokens
         while request.caching and request.num_known_blocks < request.num_computed_tokens // step:
             index = request.num_known_blocks
-            tokens = request.token_ids[index * step : (index + 1) * step]
+            tokens = request.keys(index * step, (index + 1) * step)
             pages = request.block_table.of_blocks(range(index, index + 1))
             version, scope = _version(request.adapter), self.scope(request)
             block = None

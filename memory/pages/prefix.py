@@ -19,6 +19,9 @@ from typing import NamedTuple, Protocol
 from .eviction import EvictionOrder, RestoreCosts
 from .pool import PageKind, PagePool
 
+Key = int | tuple[str, int]
+"""What is compared of a position: its token, or the digest of an image and the number of a row of it."""
+
 #: Version of the base model's trie; adapter versions count from 1.
 BASE_VERSION = 0
 
@@ -52,7 +55,7 @@ class Block:
     def __init__(
         self,
         parent: Block | None,
-        tokens: tuple[int, ...],
+        tokens: tuple[Key, ...],
         pages: Sequence[int],
         number: int,
         branch: Branch | None = None,
@@ -66,7 +69,7 @@ class Block:
         self.pages = list(pages)
         """One of each page group; `PagePool.DUMMY` where it was evicted, which happens only to pages in windows."""
         self.depth = 0 if parent is None else parent.depth + 1
-        self.children: dict[tuple[int, ...], Block] = {}
+        self.children: dict[tuple[Key, ...], Block] = {}
         self.uses = 1
         self.is_known = True
         self.in_windows: WindowPages | None = None
@@ -75,7 +78,7 @@ class Block:
         """The state after its tokens, if it is kept."""
 
     @property
-    def key(self) -> tuple[int, ...]:
+    def key(self) -> tuple[Key, ...]:
         """Its parent's key for it."""
         return _key(self.tokens, self.branch)
 
@@ -162,7 +165,7 @@ class PrefixCache:
         """Pages of known blocks."""
         return len(self.by_page)
 
-    def match(self, version: int, tokens: Sequence[int], scope: Hashable = None, changed_from: int = 0) -> list[Block]:
+    def match(self, version: int, tokens: Sequence[Key], scope: Hashable = None, changed_from: int = 0) -> list[Block]:
         """The longest known run of full blocks that `tokens` begin with, leaving at least one token to compute, from
         which a request can go on: each page group has all pages that the next token sees.
 
@@ -267,7 +270,7 @@ class PrefixCache:
         self,
         version: int,
         parent: Block | None,
-        tokens: Sequence[int],
+        tokens: Sequence[Key],
         pages: Sequence[int],
         scope: Hashable = None,
         changed_from: int = 0,
@@ -323,7 +326,7 @@ class PrefixCache:
         self,
         version: int,
         parent: Block | None,
-        tokens: Sequence[int],
+        tokens: Sequence[Key],
         pages: Sequence[int],
         scope: Hashable = None,
         changed_from: int = 0,
@@ -498,6 +501,6 @@ class PrefixCache:
         self._order.add(item, count, count * self._costs.prefix_page, block.uses, depth=block.depth)
 
 
-def _key(tokens: tuple[int, ...], branch: Branch | None) -> tuple[int, ...]:
+def _key(tokens: tuple[Key, ...], branch: Branch | None) -> tuple[int, ...]:
     """A child's key: branches of other versions, or from other tokens on, are other children."""
     return tokens if branch is None else (*tokens, *branch)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import Environment, TemplateSyntaxError, meta
 
 from ...core.requests.request_params import InvalidRequest
+from ...memory.files.tokens.torchvision import mend_torchvision
 from ..errors import clipped, too_long
 from ..executors import DaemonPool
 from .detokenizer import ByteDetokenizer, Decoder, Detokenizer, TextStream
@@ -214,6 +215,7 @@ class Tokenizer:
         if _is_generic(model, found):
             from transformers import PreTrainedTokenizerFast as Loader
         else:
+            mend_torchvision()
             from transformers import AutoTokenizer as Loader
         loaded = cls(Loader.from_pretrained(str(found), local_files_only=True))
         loaded = loaded if chat_template is None else loaded.with_chat_template(_read_template(chat_template))
