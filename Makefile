@@ -12,7 +12,7 @@ STUDIES := $(patsubst perf/gate/baselines/simulate/%.any.json,%,$(wildcard perf/
 # The five that take two thirds of the studies' time, for `make slow`.
 LONG_STUDIES := adapter-locality adapter-scheduling consolidation merged-skew swapping-profiles
 INTERPRETED := $(shell find tests -name "test_*_interpreted.py" | sort)
-NATIVE := $(wildcard ops/native/*.cpp ops/native/*.h)
+NATIVE := $(wildcard ops/native/*.cpp ops/native/*.h ops/native/*/*.h)
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z%-]+:.*## / { printf "%-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -76,9 +76,9 @@ kernel-tests: ## the slow tests of GPU kernels and GPU steps: a quarter of an ho
 
 sanitize: ## the native decoder under ASan and UBSan
 	mkdir -p build/sanitize
-	for level in $$(python -c "from chorus.ops.native_library import levels; print(*levels())"); do \
+	for level in $$(python -c "from chorus.ops.library.native_library import levels; print(*levels())"); do \
 	    g++ -O1 -g -std=c++17 -pthread -ffp-contract=off -fsanitize=address,undefined -fno-sanitize-recover=all \
-	        -Iops/native -include ops/native/decoder_$$level.cpp tests/ops/native_bits.cpp -o build/sanitize/$$level; \
+	        -Iops/native -include ops/native/decoder_$$level.cpp tests/ops/cpu/native_bits.cpp -o build/sanitize/$$level; \
 	    build/sanitize/$$level > build/sanitize/$$level.bits; \
 	    echo "$$level: $$(wc -l < build/sanitize/$$level.bits) steps"; \
 	done
@@ -126,7 +126,7 @@ families: ## the whole table of paths: every family and every form of adapter an
 
 level-%: ## tests of native kernels and of an engine at one ISA level, such as level-avx2; not those that test all levels
 	CHORUS_CPU_ISA=$* pytest -q -n 0 -m "native and not slow and not once and not levels" tests/ops tests/attacks tests/core/model \
-	    tests/core/test_adapter_vectors.py tests/core/test_parity.py
+	    tests/core/adapters/test_adapter_vectors.py tests/core/test_parity.py
 	CHORUS_CPU_ISA=$* pytest -q -n 0 -k "once and native and (mixed or bits)" tests/core/paths
 
 plain: ## numerics tests of kernels and of an engine against a package built without a compiler in PLAIN

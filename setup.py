@@ -12,7 +12,7 @@ from setuptools.command.build_ext import build_ext
 from setuptools.command.build_py import build_py
 
 LEVELS = ("amx", "avx512bf16", "avx512", "avx2", "neon")
-"""ISA levels, as in `ops/native_library.py`, which loads the best one that the processor has."""
+"""ISA levels, as in `ops/library/native_library.py`, which loads the best one that the processor has."""
 
 SETTING = "CHORUS_BUILD_LEVELS"
 """Environment variable: `here`, the default, builds what this machine runs, `all` what any may, as for a wheel or an
@@ -94,7 +94,8 @@ def library(level: str) -> Extension:
     return Extension(
         f"chorus.ops._native_{level}",
         sources=[f"ops/native/decoder_{level}.cpp"],
-        depends=sorted(str(path.relative_to(ROOT)) for path in (ROOT / "ops/native").glob("*.h")),
+        depends=sorted(str(path.relative_to(ROOT)) for path in (ROOT / "ops/native").rglob("*.h")),
+        include_dirs=["ops/native"],
         extra_compile_args=FLAGS,
         extra_link_args=["-Wl,-Bsymbolic"],
         language="c++",

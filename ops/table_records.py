@@ -1,6 +1,6 @@
 """New rows of several tables on the device: collected on the host, sent in one copy, and distributed there.
 
-Tests: tests/ops/test_sgmv_tables.py, tests/ops/test_vectors_triton.py.
+Tests: tests/ops/lora/test_sgmv_tables.py, tests/ops/lora/test_vectors_triton.py.
 """
 
 from __future__ import annotations

@@ -24,13 +24,13 @@ from .access.hosts import Hosts
 from .access.keys import KeyWatch, Right
 from .api.about import Api
 from .api.absent import ABSENT, absent, no_tokenizer_info
-from .api.adapter_api import AdapterApi
+from .api.adapters.adapter_api import AdapterApi
 from .api.generation_api import ROUTES, GenerationApi
 from .api.generation_builder import GenerationBuilder
 from .api.openapi import openapi_route
-from .api.pooling_api import ROUTES as POOLING
-from .api.pooling_api import PoolingApi
-from .api.pooling_builder import PoolingBuilder
+from .api.pooling.pooling_api import ROUTES as POOLING
+from .api.pooling.pooling_api import PoolingApi
+from .api.pooling.pooling_builder import PoolingBuilder
 from .api.responder import Responder
 from .api.sampling_defaults import SamplingDefaults
 from .api.text_api import TextApi

@@ -18,10 +18,10 @@ from ..core.model.pooling_config import PoolingConfig
 from ..core.requests.request_params import InvalidRequest
 from ..memory.adapters.store import UnknownAdapter
 from ..memory.adapters.versions import versioned
-from .api.adapter_api import AddAdapter, checked_name, pin_adapter
+from .api.adapters.adapter_api import AddAdapter, checked_name, pin_adapter
 from .api.generation_builder import GenerationBuilder
 from .api.near import nearest
-from .api.pooling_builder import PoolingBuilder
+from .api.pooling.pooling_builder import PoolingBuilder
 from .api.sampling_defaults import SamplingDefaults
 from .engine.adapter_loader import AdapterLoader
 from .engine.adapter_tokenizers import AdapterTokenizers

@@ -247,7 +247,7 @@ def _is_left_out(item: pytest.Item) -> bool:
 
 
 def _is_of_the_other_kernels(item: pytest.Item) -> bool:
-    from chorus.ops import native_library
+    from chorus.ops.library import native_library
 
     return (
         _kernels(item) == "torch"
@@ -343,7 +343,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip a test marked `native`, or with `native` as its kernels, by the reason why the library can't be used. One
     marked `triton` is skipped where triton is missing.
     """
-    from chorus.ops import native_library
+    from chorus.ops.library import native_library
 
     if item.get_closest_marker("triton") and find_spec("triton") is None:
         pytest.skip("triton is not installed; pip install chorus-lora[kernels]")

@@ -38,10 +38,10 @@ def test_a_file_is_collected_if_a_test_may_match(expression, marks, wanted):
 @pytest.mark.parametrize(
     ("file", "wanted"),
     [
-        ("core/model/test_kv_scales.py", {"numerics", "native"}),  # `native` by the kernels of a case
+        ("core/model/weights/test_kv_scales.py", {"numerics", "native"}),  # `native` by the kernels of a case
         ("core/paths/test_paths.py", {"native", "slow", "wide"}),
         ("core/executors/test_cuda_interpreted.py", {"triton", "long", "slow"}),
-        ("ops/test_sgmv_triton.py", {"triton", "slow"}),
+        ("ops/lora/test_sgmv_triton.py", {"triton", "slow"}),
     ],
 )
 def test_marks_of_a_file(file, wanted):

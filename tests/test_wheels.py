@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from chorus.ops import native_library
+from chorus.ops.library import native_library
 
 ROOT = Path(__file__).parents[1]
 CHECK = ROOT / ".github" / "wheel_levels.py"

@@ -16,8 +16,8 @@ from ..config import EngineConfig
 from ..cpus import processor_name
 from ..engine import Engine
 from ..executors.base import Executor, ExecutorBase
-from ..model.config import ModelConfig
 from ..model.read_config import read_model_config
+from ..model.specs.config import ModelConfig
 from ..quarantine import adapter_directories
 from ..requests.request import Request
 from ..requests.request_params import RequestParams

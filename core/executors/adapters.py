@@ -25,10 +25,10 @@ from ...memory.pages.adapter_layout import AdapterLayout
 from ...memory.pages.arena import Arena
 from ...memory.transfers.dma import open_dma
 from ...memory.transfers.transfer import Transfer
-from ...ops import native_reader
+from ...ops.cpu import native_reader
 from ..config import MOST_GPU_RANK
-from ..model.config import ModelConfig
-from ..model.lora_state_cuda import MAX_PARTS
+from ..model.lora.lora_state_cuda import MAX_PARTS
+from ..model.specs.config import ModelConfig
 
 
 class ModelAdapters:

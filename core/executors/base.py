@@ -21,11 +21,11 @@ from ...memory.transfers.transfer import ExecutorLost
 from ..cold_start import ColdStarts
 from ..config import EngineConfig
 from ..media.serving import why_blind, with_tower
-from ..model.config import ModelConfig, UnsupportedModel
-from ..model.quantization.round_to_nearest import quantiser_of
+from ..model.checkpoints.quantization.round_to_nearest import quantiser_of
 from ..model.read_config import read_model_config
-from ..model.recurrent import RecurrentSpec
-from ..model.shard import WHOLE, Shard
+from ..model.specs.config import ModelConfig, UnsupportedModel
+from ..model.specs.recurrent import RecurrentSpec
+from ..model.weights.shard import WHOLE, Shard
 from ..requests.draft_length import MOST_DRAFTS
 from ..requests.grammars import Grammars, grammars_of
 from ..requests.types import StepPlan, StepResult
@@ -215,9 +215,9 @@ class ModelExecutor(ExecutorBase):
         """shard: the share of the model that the executor computes. Raises UnsupportedModel."""
         import torch
 
-        from ...ops.sgmv import MAX_MODULES
-        from ..model.base_weights import CheckpointWeights  # needs torch
-        from ..model.score_head import read_score_head
+        from ...ops.lora.sgmv import MAX_MODULES
+        from ..model.weights.base_weights import CheckpointWeights  # needs torch
+        from ..model.weights.score_head import read_score_head
 
         super().__init__()
         self.whole, self.shard = read_model_config(config.model, config.tokenizer), shard

@@ -47,7 +47,7 @@ def _speculation(config: EngineConfig) -> str:
     """What `auto` means: n-grams where a step of any size gives the same bits, so that answers stay the same, or where
     the configuration has a cache for them.
     """
-    from ...ops import native_library
+    from ...ops.library import native_library
 
     native = config.cpu_kernels != "torch" and not uses_gpu(config.device) and native_library.level() is not None
     return "ngram" if native or config.speculation_cache_tokens else "off"

@@ -19,10 +19,10 @@ from ...memory.adapters.adapter import Adapter
 from ...memory.pages.arena import Arena
 from ...memory.pages.layout import PageLayout
 from ...memory.pages.pool import PagePool
-from ...ops.attention import GroupedAttention
-from ...ops.native import NativeRows
-from ...ops.ranks import Ranks
-from ...ops.sampling import TorchSampling, greedy
+from ...ops.attention.attention import GroupedAttention
+from ...ops.cpu.native import NativeRows
+from ...ops.ranks.ranks import Ranks
+from ...ops.sampling.sampling import TorchSampling, greedy
 from ..config import EngineConfig
 from ..model.added_tokens import (
     Run,
@@ -34,14 +34,12 @@ from ..model.added_tokens import (
     with_added,
 )
 from ..model.batch import RowPlan, StepBatch, ragged_batch
-from ..model.config import UnsupportedModel
 from ..model.decoder import DecoderModel, capped
-from ..model.experts import ExpertKernels
-from ..model.lora_state import LoraState
-from ..model.native_decoder import NativeDecoderModel
-from ..model.open_weights import open_weights
+from ..model.lora.lora_state import LoraState
+from ..model.moe.experts import ExpertKernels
 from ..model.paged_states import PagedStates
 from ..model.pooling import add_pooled
+from ..model.program.native_decoder import NativeDecoderModel
 from ..model.sampler import (
     RowLogits,
     Sampling,
@@ -52,9 +50,11 @@ from ..model.sampler import (
     prompt_logprob_slices,
     sample_tokens,
 )
-from ..model.shadow import ShadowWeights
-from ..model.shard import WHOLE, Shard
+from ..model.specs.config import UnsupportedModel
 from ..model.verification import accept_drafts
+from ..model.weights.open_weights import open_weights
+from ..model.weights.shadow import ShadowWeights
+from ..model.weights.shard import WHOLE, Shard
 from ..requests.draft_length import most_logits
 from ..requests.types import ScheduledSequence, StepPlan, StepResult, adapter_runs
 from .adapters import ModelAdapters

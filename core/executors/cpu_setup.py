@@ -10,14 +10,14 @@ import logging
 import torch
 
 from ...memory.pages.layout import PageLayout
-from ...ops import native_library
+from ...ops.library import native_library
 from ..config import EngineConfig
 from ..cpus import available_cpus, has_fast_products
-from ..model.config import ModelConfig, UnsupportedModel
-from ..model.narrow_bytes import kept_bytes
-from ..model.native_decoder import why_unsupported
-from ..model.shard import Shard
-from ..model.weight_plan import Way, WeightPlan
+from ..model.program.native_decoder import why_unsupported
+from ..model.specs.config import ModelConfig, UnsupportedModel
+from ..model.weights.narrow_bytes import kept_bytes
+from ..model.weights.shard import Shard
+from ..model.weights.weight_plan import Way, WeightPlan
 from ..requests.draft_length import most_logits
 from .base import ModelExecutor
 from .host_memory import WIDE_SHARE, default_arena_bytes, gib, total_bytes, warn_of_more_than_all

@@ -19,26 +19,27 @@ from ...memory.pages.arena import Arena
 from ...memory.pages.projections import LAYER_GROUPS
 from ...memory.transfers.cuda_driver import CupyDriver, MissingCupy
 from ...memory.transfers.transfer import ExecutorLost
-from ...ops import dependent_launch, native_library
-from ...ops.attention import AttentionSetup
-from ...ops.attention_backend import (
+from ...ops import dependent_launch
+from ...ops.attention.attention import AttentionSetup
+from ...ops.attention.attention_backend import (
     AttentionUnavailable,
     GroupedBackend,
     choose_attention,
     flashinfer_obstacle,
     rival_attention,
 )
+from ...ops.library import native_library
 from ..config import EngineConfig
-from ..model.config import UnsupportedModel
 from ..model.decoder import DecoderModel
-from ..model.experts import ExpertKernels
-from ..model.narrow_bytes import kept_bytes
+from ..model.moe.experts import ExpertKernels
 from ..model.nvtx_spans import span
-from ..model.open_weights import open_weights
 from ..model.program.torch_heads import scores_of
-from ..model.shard import WHOLE, Shard
+from ..model.specs.config import UnsupportedModel
 from ..model.verification import accept_drafts
-from ..model.weight_plan import CAST, NARROW
+from ..model.weights.narrow_bytes import kept_bytes
+from ..model.weights.open_weights import open_weights
+from ..model.weights.shard import WHOLE, Shard
+from ..model.weights.weight_plan import CAST, NARROW
 from ..requests.draft_length import most_logits
 from ..requests.types import ScheduledSequence, StepPlan, StepResult
 from . import cuda_memory

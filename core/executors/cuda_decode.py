@@ -17,17 +17,17 @@ from ...graphs.runner import DecodeBuckets, EagerReason, GraphRunner, StepForm, 
 from ...memory.adapters.adapter import Adapter
 from ...memory.pages.pool import PagePool
 from ...ops import dependent_launch
-from ...ops.attention import GroupedAttention
-from ...ops.attention_backend import GroupedBackend
-from ...ops.sgmv_tiles import MERGED_TERMS
+from ...ops.attention.attention import GroupedAttention
+from ...ops.attention.attention_backend import GroupedBackend
+from ...ops.lora.sgmv_tiles import MERGED_TERMS
 from ..config import EngineConfig
 from ..model.batch import BY_LIBRARY, GemmBackends, StepBatch
 from ..model.decoder import DecoderModel
-from ..model.lora_launches import LoraLaunches
-from ..model.lora_state_cuda import CudaLoraState
+from ..model.lora.lora_launches import LoraLaunches
+from ..model.lora.lora_state_cuda import CudaLoraState
+from ..model.lora.sample_adapters import SampleAdapters, random_numbers
 from ..model.paged_states_cuda import CudaPagedStates
 from ..model.program.torch_step import Residual
-from ..model.sample_adapters import SampleAdapters, random_numbers
 from ..requests.draft_length import most_logits
 from ..requests.types import BASE_LORA_INDEX, ScheduledSequence
 from .cuda_attention_choice import choose_decode_attention

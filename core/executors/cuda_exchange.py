@@ -3,7 +3,7 @@
 The host launches an exchange on the compute stream before any of it has run. The rows x go to pinned memory, then the
 number of the collective goes to the GPU's word. The base GEMM runs meanwhile. The stream then writes its word again,
 waits until every worker's word has that number, and copies the LoRA terms back. To a worker, the GPU looks like a rank
-0 on the host (`ops/native/offload.h`).
+0 on the host (`ops/native/lora/offload.h`).
 
 Each side reads the right bytes, for these reasons. A stream works in order, and it writes a value after all earlier
 writes: a worker that sees the number also sees x. A worker writes its word after its LoRA terms, so they are present
@@ -23,9 +23,9 @@ import numpy as np
 import torch
 
 from ...memory.transfers.cuda_driver import CupyDriver
-from ...ops.lora_offload import EXCHANGES_BYTES, input_dtype, product_widths, row_elems
-from ...ops.native_descriptors import EXCHANGE, MAX_EXCHANGES, ProductShape
-from ...ops.ranks import Ranks, RanksLost
+from ...ops.cpu.lora_offload import EXCHANGES_BYTES, input_dtype, product_widths, row_elems
+from ...ops.library.native_descriptors import EXCHANGE, MAX_EXCHANGES, ProductShape
+from ...ops.ranks.ranks import Ranks, RanksLost
 
 _MASK = 0xFFFFFFFF
 

@@ -15,12 +15,12 @@ from functools import partial
 import torch
 
 from ...graphs.device import CudaDevice
-from ...ops.float8_rows import is_multiplied
-from ...ops.narrow_weights import NarrowWeight
+from ...ops.gemm.float8_rows import is_multiplied
+from ...ops.gemm.narrow_weights import NarrowWeight
 from ..model.batch import GemmBackend, GemmKind
-from ..model.config import UnsupportedModel
 from ..model.decoder import DecoderModel, GemmUse
-from ..model.layer_weights import LayerWeights
+from ..model.specs.config import UnsupportedModel
+from ..model.weights.layer_weights import LayerWeights
 from .cuda_gemm_backends import NEAR, TOLERANCE
 
 logger = logging.getLogger(__name__)

@@ -15,15 +15,15 @@ import torch
 
 from ...graphs.device import CudaDevice
 from ...ops import dependent_launch
-from ...ops.narrow_weights import NarrowWeight
-from ...ops.small_gemm_schedule import MAX_EXPANDED_ROWS, MAX_ROWS, tile_rows
+from ...ops.gemm.narrow_weights import NarrowWeight
+from ...ops.gemm.small_gemm_schedule import MAX_EXPANDED_ROWS, MAX_ROWS, tile_rows
 from ..cpus import available_cpus
 from ..model.batch import BY_LIBRARY, GemmBackend, GemmBackends, GemmKind
 from ..model.decoder import DecoderModel, GemmUse
-from ..model.lora_launches import LoraLaunches
-from ..model.lora_state_cuda import CudaLoraState
-from ..model.rounding_weight import RoundingWeight
-from ..model.sample_adapters import SampleAdapters
+from ..model.lora.lora_launches import LoraLaunches
+from ..model.lora.lora_state_cuda import CudaLoraState
+from ..model.lora.sample_adapters import SampleAdapters
+from ..model.weights.rounding_weight import RoundingWeight
 
 logger = logging.getLogger(__name__)
 
@@ -117,8 +117,8 @@ def compile_ahead(setting: SmallGemm, decoder: DecoderModel, lora: CudaLoraState
     It covers all backends of each GEMM, with and without adapters. A kernel that fails here fails again when it is
     tried, and is refused then.
     """
+    from ...ops.gemm.small_gemm_triton import multiply
     from ...ops.launch_triton import compiling  # needs triton
-    from ...ops.small_gemm_triton import multiply
 
     launches = lora.bucket(MAX_ROWS)
     tiles = {tile_rows(rows): rows for rows in reversed(buckets)}  # by tile, the least rows: all backends
@@ -149,8 +149,8 @@ def _sample(
 
 def compile_late(decoder: DecoderModel, backends: Mapping[int, GemmBackends]) -> None:
     """Compile the kernels that base steps with these backends launch if none begins early, as `compile_ahead` does."""
+    from ...ops.gemm.small_gemm_triton import multiply
     from ...ops.launch_triton import compiling  # needs triton
-    from ...ops.small_gemm_triton import multiply
 
     gemms = decoder.gemms()
     used = {

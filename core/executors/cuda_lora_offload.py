@@ -23,12 +23,12 @@ from ...memory.pages.adapter_layout import AdapterLayout
 from ...memory.pages.projections import Projections
 from ...memory.transfers.cuda_driver import CupyDriver
 from ...memory.transfers.transfer import ExecutorLost
-from ...ops.lora_offload import OffloadedSegments
-from ...ops.ranks import RanksLost, StepGivenUp
-from ...ops.sgmv import AdapterRows, Segments
-from ...ops.sgmv_tables import SgmvTables
+from ...ops.cpu.lora_offload import OffloadedSegments
+from ...ops.lora.sgmv import AdapterRows, Segments
+from ...ops.lora.sgmv_tables import SgmvTables
+from ...ops.ranks.ranks import RanksLost, StepGivenUp
 from ..config import EngineConfig
-from ..model.config import ModelConfig
+from ..model.specs.config import ModelConfig
 from ..requests.types import StepPlan
 from .adapters import CudaAdapters
 from .cuda_exchange import CudaExchange

@@ -11,8 +11,8 @@ import torch
 from ...graphs.runner import CapturedStep, GraphRunner, LaunchSize, StepForm, StepMode
 from ...memory.pages.arena import Arena
 from ..model.decoder import DecoderModel
-from ..model.lora_state import LoraState
-from ..model.shadow import Places, ShadowWeights
+from ..model.lora.lora_state import LoraState
+from ..model.weights.shadow import Places, ShadowWeights
 
 #: Modes in which steps with merged weights are captured.
 MERGED_MODES = (StepMode.MERGED, StepMode.MIXTURE)

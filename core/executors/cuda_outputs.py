@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 
 from ...graphs.device import CudaDevice, Download
-from ...ops.ranks import Collectives
-from ...ops.sampling import TorchSampling
+from ...ops.ranks.ranks import Collectives
+from ...ops.sampling.sampling import TorchSampling
 from ..config import EngineConfig
 from ..model.decoder import DecoderModel
 from ..model.pooling import add_pooled

@@ -12,12 +12,12 @@ from ...graphs.buffers import StaticColumns, num_columns, split_columns
 from ...graphs.device import CudaDevice
 from ...graphs.runner import NO_TAIL, USUAL_ROOM, GraphRunner, StepForm, StepMode, StepPart
 from ...memory.adapters.adapter import Adapter
-from ...ops.attention import GroupedAttention
-from ...ops.sgmv_tiles import MERGED_TERMS
+from ...ops.attention.attention import GroupedAttention
+from ...ops.lora.sgmv_tiles import MERGED_TERMS
 from ..model.batch import StepBatch, StepStates
 from ..model.decoder import DecoderModel
-from ..model.lora_launches import LoraLaunches
-from ..model.lora_state_cuda import CudaLoraState
+from ..model.lora.lora_launches import LoraLaunches
+from ..model.lora.lora_state_cuda import CudaLoraState
 from ..model.program.torch_step import Batch, Residual
 from .cuda_merged import MERGED_MODES, PlacedGraphs
 

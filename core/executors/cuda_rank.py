@@ -9,7 +9,7 @@ from typing import Any
 from ...memory.transfers.host_copies import CompleteTransfer
 from ...memory.transfers.transfer import ExecutorLost
 from ..config import EngineConfig
-from ..model.shard import Shard
+from ..model.weights.shard import Shard
 from ..requests.plan_wire import plan_from_wire
 from .cuda import CudaExecutor
 from .cuda_rank_copies import TpWorkerCopies

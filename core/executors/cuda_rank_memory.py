@@ -18,9 +18,9 @@ import torch
 
 from ...graphs.device import CudaDevice
 from ...memory.transfers.cuda_driver import CupyDriver, MissingCupy
-from ...ops.device_ranks import open_group
-from ...ops.ranks import Collectives, RanksLost
-from ..model.shard import Shard
+from ...ops.ranks.device_ranks import open_group
+from ...ops.ranks.ranks import Collectives, RanksLost
+from ..model.weights.shard import Shard
 from .shared_memory import Pinning, SharedMemory
 
 #: The most copies between host memory and all ranks' arenas in flight at once.

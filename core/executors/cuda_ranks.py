@@ -22,8 +22,8 @@ import torch
 
 from ...graphs.device import DeviceError
 from ...memory.transfers.transfer import ExecutorLost
-from ...ops.device_ranks import RanksUnavailable, check_nccl
-from ...ops.ranks import RanksLost
+from ...ops.ranks.device_ranks import RanksUnavailable, check_nccl
+from ...ops.ranks.ranks import RanksLost
 from ..config import EngineConfig
 from ..requests.plan_wire import plan_to_wire
 from ..requests.types import StepPlan, StepResult

@@ -19,14 +19,14 @@ from ...graphs.runner import CapturedStep, EagerReason, StepForm, StepPart
 from ...memory.adapters.adapter import Adapter
 from ...memory.pages.arena import Arena
 from ...memory.pages.pool import PagePool
-from ...ops.attention import GroupedAttention
-from ...ops.attention_backend import GroupedBackend
+from ...ops.attention.attention import GroupedAttention
+from ...ops.attention.attention_backend import GroupedBackend
 from ..config import EngineConfig
 from ..model.batch import StepBatch, ragged_batch
+from ..model.checkpoints.load_progress import progress
 from ..model.decoder import DecoderModel
-from ..model.load_progress import progress
-from ..model.lora_launches import LoraLaunches
-from ..model.lora_state_cuda import CudaLoraState, StepLimits
+from ..model.lora.lora_launches import LoraLaunches
+from ..model.lora.lora_state_cuda import CudaLoraState, StepLimits
 from ..requests.draft_length import most_logits
 from ..requests.types import ScheduledSequence, adapter_runs
 from . import cuda_decode, cuda_memory, cuda_piecewise

@@ -32,12 +32,12 @@ from ...memory.pages.projections import Group
 from ...memory.transfers.dma import Dma
 from ...memory.transfers.pinned import PinnedBuffers
 from ...memory.transfers.transfer import ExecutorLost, Transfer
-from ...ops.lora_offload import EXCHANGES_BYTES, OffloadedSegments, exchange_floats, post_exchange
-from ...ops.native_descriptors import MAX_OFFLOADED
-from ...ops.sgmv import AdapterRows, Segments
+from ...ops.cpu.lora_offload import EXCHANGES_BYTES, OffloadedSegments, exchange_floats, post_exchange
+from ...ops.library.native_descriptors import MAX_OFFLOADED
+from ...ops.lora.sgmv import AdapterRows, Segments
 from ..cold_start import Arrival, ColdStart, ColdStarts, CpuLoraCost, Stalls, stalls
 from ..config import EngineConfig
-from ..model.config import ModelConfig
+from ..model.specs.config import ModelConfig
 from ..requests.types import StepPlan
 from .adapters import ModelAdapters
 from .offload_worker import OffloadWorkerProcess

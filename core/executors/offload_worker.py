@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import torch
 
-from ...ops.lora_offload import OffloadWorker
-from ...ops.native_descriptors import ProductShape
-from ...ops.sgmv import AdapterRows
+from ...ops.cpu.lora_offload import OffloadWorker
+from ...ops.library.native_descriptors import ProductShape
+from ...ops.lora.sgmv import AdapterRows
 from .shared_memory import MemoryLayout, SharedMemory
 
 #: Seconds that a worker waits for the base model within a step: more than any step takes.

@@ -29,9 +29,9 @@ from ...memory.pages.adapter_layout import AdapterLayout
 from ...memory.pages.layout import PageLayout
 from ...memory.transfers.host_copies import CompleteTransfer
 from ..config import EngineConfig
-from ..model.config import ModelConfig
-from ..model.shadow import ShadowWeights
-from ..model.shard import Shard
+from ..model.specs.config import ModelConfig
+from ..model.weights.shadow import ShadowWeights
+from ..model.weights.shard import Shard
 from ..requests.plan_wire import plan_from_wire
 from ..requests.types import CannotMerge
 from .cpu import CpuExecutor

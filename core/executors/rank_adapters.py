@@ -23,7 +23,7 @@ from ...memory.pages.projections import Projections
 from ...memory.transfers.dma import Dma
 from ...memory.transfers.host_copies import CompleteTransfer, HostCopies, HostTransfer
 from ...memory.transfers.transfer import CopyEngine, Transfer, check_pages
-from ..model.config import ModelConfig
+from ..model.specs.config import ModelConfig
 from .adapters import ModelAdapters
 from .shared_memory import SharedMemory
 

@@ -23,13 +23,13 @@ from ...memory.host.buffers import HostBuffers
 from ...memory.pages.arena import Arena
 from ...memory.pages.projections import Group
 from ...memory.transfers.transfer import ExecutorLost
-from ...ops import native_library
+from ...ops.library import native_library
 from ..config import EngineConfig
-from ..model.config import ModelConfig, UnsupportedModel
-from ..model.native_decoder import why_unsupported
+from ..model.program.native_decoder import why_unsupported
 from ..model.sampler import asking_rows
-from ..model.shadow import ShadowWeights
-from ..model.shard import Shard
+from ..model.specs.config import ModelConfig, UnsupportedModel
+from ..model.weights.shadow import ShadowWeights
+from ..model.weights.shard import Shard
 from ..requests.plan_wire import adapter_to_wire, plan_to_wire
 from ..requests.types import StepPlan, StepResult
 from .base import ExecutorBase, ModelExecutor

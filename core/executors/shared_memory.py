@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from ...memory.transfers.pinned import Extents
-from ...ops.ranks import SPINNING_SECONDS, Ranks
+from ...ops.ranks.ranks import SPINNING_SECONDS, Ranks
 
 #: The least size of the room for images.
 LEAST_IMAGE_BYTES = 64 << 20

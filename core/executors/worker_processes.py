@@ -20,7 +20,7 @@ from subprocess import PIPE, Popen, TimeoutExpired
 from typing import Any, Protocol, TypeVar
 
 from ...memory.transfers.transfer import ExecutorLost
-from ...ops.ranks import RanksLost, StepGivenUp
+from ...ops.ranks.ranks import RanksLost, StepGivenUp
 
 T = TypeVar("T")
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
 
     from ..config import EngineConfig
-    from ..model.config import ModelConfig
+    from ..model.specs.config import ModelConfig
     from ..requests.request import BoundVersion
     from .encoder import ImageEncoder
     from .processor import Prepared

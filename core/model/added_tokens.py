@@ -3,7 +3,7 @@
 Logits of a step with such an adapter have more columns than the model's: those of added tokens follow, and are -inf in
 rows of adapters that lack them. Each row is sampled from its own adapter's columns alone, as without its neighbours.
 
-Tests: tests/core/test_added_tokens.py
+Tests: tests/core/adapters/test_added_tokens.py
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A step's inputs, passed down `forward`: its tensors, attention, adapters and states.
 
-Tests: tests/core/model/test_native_decoder.py, tests/core/executors/test_cuda_interpreted.py
+Tests: tests/core/model/program/test_native_decoder.py, tests/core/executors/test_cuda_interpreted.py
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import torch
 
 from ...graphs.buffers import split_columns
 from ...memory.pages.layout import PageLayout
-from ...ops.ranks import Collectives
-from ...ops.recurrent import RecurrentWeights
+from ...ops.mixers.recurrent import RecurrentWeights
+from ...ops.ranks.ranks import Collectives
 from ..requests.types import ScheduledSequence
+from .lora.step_lora import StepLora
 from .sampler import following_tokens
-from .step_lora import StepLora
 
 T = TypeVar("T")
 

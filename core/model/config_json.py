@@ -1,6 +1,6 @@
 """A JSON object of a checkpoint, read field by field with errors that name the file and the field.
 
-Tests: tests/core/model/test_model_config.py, tests/core/model/test_pooling_config.py
+Tests: tests/core/model/specs/test_model_config.py, tests/core/model/test_pooling_config.py
 """
 
 from __future__ import annotations

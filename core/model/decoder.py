@@ -15,24 +15,22 @@ from torch.nn.functional import embedding
 
 from ...memory.pages.arena import Arena
 from ...memory.pages.projections import Group
-from ...ops.attention import GroupedAttention, HeadShape, PagedAttention
-from ...ops.elementwise import RotaryEmbedding, Rotation
-from ...ops.float8_kv import UNSCALED, KvScales
-from ...ops.latent_attention import LatentAttention
-from ...ops.merge import merge
-from ...ops.narrow_weights import NarrowWeight
-from ...ops.packed_gemm import unpack
-from ...ops.ranks import Collectives
-from ...ops.sgmv import AdapterRows
+from ...ops.attention.attention import GroupedAttention, HeadShape, PagedAttention
+from ...ops.attention.latent_attention import LatentAttention
+from ...ops.elementwise.elementwise import RotaryEmbedding, Rotation
+from ...ops.elementwise.float8_kv import UNSCALED, KvScales
+from ...ops.gemm.narrow_weights import NarrowWeight
+from ...ops.gemm.packed_gemm import unpack
+from ...ops.lora.merge import merge
+from ...ops.lora.sgmv import AdapterRows
+from ...ops.ranks.ranks import Collectives
 from ..requests.types import CannotMerge
 from .batch import GemmBackend, GemmKind, StepStates
-from .config import ModelConfig
-from .experts import ExpertKernels
-from .kept_weights import expert_packs, matrix_pack, moved, moved_norm
+from .checkpoints.quantization.groups import plain
 from .layer_inputs import LayerInputs
-from .layer_weights import LayerWeights
-from .layers import kv_index
-from .lora_state import lora_groups
+from .lora.lora_state import lora_groups
+from .lora.step_lora import HeadLora, StepLora
+from .moe.experts import ExpertKernels
 from .nvtx_spans import span
 from .paged_states import PagedStates
 from .program.builder import Kept, layer_program
@@ -40,15 +38,17 @@ from .program.ops import FURTHER, STREAM, STREAMS, Gemm
 from .program.torch_ops import Weight, backend_for, kind_of, multiply, normed, run_ops
 from .program.torch_program import TorchProgram
 from .program.torch_step import Batch, Bound, Residual, Step
-from .quantization.groups import plain
-from .rope_config import RopeConfig
-from .rounding_weight import RoundingWeight
-from .shadow import INPUTS_ARE_ROUNDED
-from .slots import MERGED_MATRICES, slots
-from .step_lora import HeadLora, StepLora
+from .specs.config import ModelConfig
+from .specs.layers import kv_index
+from .specs.rope_config import RopeConfig
 from .streams import streams_of
-from .weight_plan import Way
-from .weights import Pack, Weights
+from .weights.kept_weights import expert_packs, matrix_pack, moved, moved_norm
+from .weights.layer_weights import LayerWeights
+from .weights.rounding_weight import RoundingWeight
+from .weights.shadow import INPUTS_ARE_ROUNDED
+from .weights.slots import MERGED_MATRICES, slots
+from .weights.weight_plan import Way
+from .weights.weights import Pack, Weights
 
 
 @dataclass(slots=True)

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch.nn.functional import embedding
 
-from ...ops.elementwise import rms_norm
+from ...ops.elementwise.elementwise import rms_norm
 from .batch import BY_LIBRARY, GemmBackends
-from .layers import LayerInputSpec
+from .lora.step_lora import StepLora
 from .program.torch_ops import backend_for, multiply
-from .step_lora import StepLora
+from .specs.layers import LayerInputSpec
 
 
 @dataclass(slots=True)

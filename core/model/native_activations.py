@@ -1,12 +1,12 @@
 """The native library's numbers of activations.
 
-Tests: tests/core/model/program/test_native_ops.py, tests/core/model/test_experts.py
+Tests: tests/core/model/program/test_native_ops.py, tests/core/model/moe/test_experts.py
 """
 
 from __future__ import annotations
 
-from ...ops.native_descriptors import NativeActivation
-from .layers import Activation, UngatedActivation
+from ...ops.library.native_descriptors import NativeActivation
+from .specs.layers import Activation, UngatedActivation
 
 _GATED = {
     Activation.SILU: NativeActivation.SILU,

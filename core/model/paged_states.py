@@ -13,10 +13,10 @@ import torch
 from ...memory.pages.arena import Arena
 from ...memory.pages.pool import PagePool
 from ...memory.pages.states import StateLayout, StateSlots
-from ...ops.ranks import Collectives
-from ...ops.recurrent import RecurrentState, RecurrentWeights
+from ...ops.mixers.recurrent import RecurrentState, RecurrentWeights
+from ...ops.ranks.ranks import Collectives
 from ..requests.types import ScheduledSequence
-from .config import ModelConfig
+from .specs.config import ModelConfig
 
 
 def layers_with_states(config: ModelConfig) -> list[int]:

@@ -13,12 +13,12 @@ import torch
 
 from ...memory.pages.arena import Arena
 from ...memory.pages.pool import PagePool
-from ...ops.ranks import Collectives
-from ...ops.recurrent import RecurrentWeights
+from ...ops.mixers.recurrent import RecurrentWeights
+from ...ops.ranks.ranks import Collectives
 from ...ops.upload import on_device
 from ..requests.types import ScheduledSequence
-from .config import ModelConfig
 from .paged_states import PagedStates, StatePages, checked_states
+from .specs.config import ModelConfig
 
 
 class CudaPagedStates:

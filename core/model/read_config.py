@@ -1,6 +1,6 @@
 """Reads a checkpoint's `config.json` by its family.
 
-Tests: tests/core/model/test_model_config.py, tests/core/model/test_published_configs.py
+Tests: tests/core/model/specs/test_model_config.py, tests/core/model/specs/test_published_configs.py
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from ...memory.files.tokens.base_tokens import BaseTokens
-from .base_rows import CheckpointRows
-from .config import ModelConfig, UnsupportedModel
+from .checkpoints.quantization.registry import read_format
 from .config_json import ConfigJson
 from .families import FAMILIES, OF_TYPES
-from .family import NULLS, Family
-from .quantization.registry import read_format
-from .tensor_names import LLAMA_TENSORS
+from .specs.config import ModelConfig, UnsupportedModel
+from .specs.family import NULLS, Family
+from .specs.tensor_names import LLAMA_TENSORS
+from .weights.base_rows import CheckpointRows
 
 #: Ends of transformers' names of architectures: with an output projection, with a score head, and without any head.
 _GENERATOR, CLASSIFIER, BARE = "ForCausalLM", "ForSequenceClassification", "Model"

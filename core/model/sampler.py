@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
-from ...ops.sampling import (
+from ...ops.sampling.sampling import (
     RowLogprobs,
     RowSamplingParams,
     logprob_rows,

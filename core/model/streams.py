@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from .batch import BY_LIBRARY, GemmBackends
-from .config import ModelConfig
-from .layers import StreamsSpec
 from .program.torch_ops import backend_for, multiply
-from .weights import Pack, Weights
+from .specs.config import ModelConfig
+from .specs.layers import StreamsSpec
+from .weights.weights import Pack, Weights
 
 #: The least mean square that a stream is scaled by.
 _LEAST_SQUARE = 1e-5

@@ -12,7 +12,7 @@ from functools import lru_cache
 import numpy as np
 import torch
 
-from ...ops.sampling import ban
+from ...ops.sampling.sampling import ban
 from ...ops.upload import on_device
 from .grammar_work import GrammarState
 from .grammars import Grammars
@@ -229,7 +229,7 @@ def _edit_here(
 def _masks(
     rows: Sequence[tuple[int, LogitEdits, GrammarState | None]], vocab: int, grammars: Grammars | None
 ) -> np.ndarray:
-    """Return masks of rows of logits as `ops.sampling.ban` takes them."""
+    """Return masks of rows of logits as `ops.sampling.sampling.ban` takes them."""
     masks = np.full((len(rows), 1 + -(-vocab // 32)), -1, np.int32)
     masks[:, 0] = [index for index, _, _ in rows]
     allowed = masks[:, 1:]

@@ -1,6 +1,6 @@
 """The weights file of an adapter, opened: its tensors under Llama's names for them.
 
-Tests: tests/memory/files/test_adapter_format.py, tests/core/test_expert_adapters.py.
+Tests: tests/memory/files/test_adapter_format.py, tests/core/adapters/test_expert_adapters.py.
 """
 
 from __future__ import annotations

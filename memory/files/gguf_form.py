@@ -8,7 +8,7 @@ tensor of three dimensions. The rank is a tensor's own, and the scale is alpha /
 What its converter can't take apart is in no such file: keys and values of latents in newer versions, which have them
 apart, Qwen3-Next's two projections in one, and experts that a checkpoint has in one tensor (Granite-MoE, gpt-oss).
 
-Tests: tests/memory/files/test_adapter_forms.py, tests/core/test_gguf_adapters.py.
+Tests: tests/memory/files/test_adapter_forms.py, tests/core/adapters/test_gguf_adapters.py.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Together they are an A with all their rows, and a B whose blocks are theirs, so the rank is the sum of their ranks.
 Where their scales differ, blocks have the quotients by their target's as factors.
 
-Tests: tests/core/test_tinker_adapters.py
+Tests: tests/core/adapters/test_tinker_adapters.py
 """
 
 from __future__ import annotations

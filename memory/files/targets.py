@@ -1,6 +1,6 @@
 """The projections that an adapter's configuration targets, with the rank and scale of each, and the parts they form.
 
-Tests: tests/memory/files/test_adapter_format.py, tests/core/test_adapter_patterns.py.
+Tests: tests/memory/files/test_adapter_format.py, tests/core/adapters/test_adapter_patterns.py.
 """
 
 from __future__ import annotations

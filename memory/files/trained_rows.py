@@ -7,7 +7,8 @@ Rows beyond the base model's are of tokens that the adapter adds. They are kept 
 `trainable_token_indices` names one of them; without any tokenizer file, if other rows were trained, or their number is
 not a round one to which a vocabulary is padded.
 
-Tests: tests/core/test_whole_copies.py, tests/core/test_trained_rows.py, tests/core/test_added_tokens.py
+Tests: tests/core/adapters/test_whole_copies.py, tests/core/adapters/test_trained_rows.py,
+tests/core/adapters/test_added_tokens.py
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 PEFT writes them where `modules_to_save` names the module, where the vocabulary was resized, and where LoRA targets the
 module. Mostly they are the base model's own rows.
 
-Tests: tests/core/test_whole_copies.py
+Tests: tests/core/adapters/test_whole_copies.py
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Layout of an adapter's rank-rows in its pages: no padding to a rank, to a set of modules or to a number of layers.
 
-Tests: tests/memory/files/test_adapter_format.py, tests/core/model/test_lora_state_cuda.py
+Tests: tests/memory/files/test_adapter_format.py, tests/core/model/lora/test_lora_state_cuda.py
 """
 
 from __future__ import annotations

@@ -7,19 +7,19 @@
 #include <chrono>
 #include <cmath>
 #include <vector>
-#include "attend_op.h"
-#include "head.h"
-#include "latents.h"
-#include "mamba2.h"
-#include "merge.h"
-#include "model_lora.h"
-#include "offload.h"
-#include "paged_states.h"
-#include "projections.h"
-#include "ranks.h"
-#include "row_ops.h"
-#include "sampling.h"
-#include "short_conv.h"
+#include "attention/attend_op.h"
+#include "sampling/head.h"
+#include "attention/latents.h"
+#include "mixers/mamba2.h"
+#include "lora/merge.h"
+#include "lora/model_lora.h"
+#include "lora/offload.h"
+#include "mixers/paged_states.h"
+#include "gemm/projections.h"
+#include "ranks/ranks.h"
+#include "program/row_ops.h"
+#include "sampling/sampling.h"
+#include "mixers/short_conv.h"
 
 namespace chorus {
 

@@ -20,7 +20,7 @@ CHORUS_SUPPORTED(__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("av
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx512vnni,amx-tile,amx-bf16,avx2,fma,bmi2")
 #define CHORUS_BF16
 #define CHORUS_AMX
-#include "simd_avx512.h"
+#include "simd/simd_avx512.h"
 #include "library.h"
 
 // An emulator, or a system that loses tiles when threads change, is found out here.

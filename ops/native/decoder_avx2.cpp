@@ -4,6 +4,6 @@
 CHORUS_SUPPORTED(__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
 
 #pragma GCC target("avx2,fma,f16c,bmi2")
-#include "simd_avx2.h"
+#include "simd/simd_avx2.h"
 #include "library.h"
 #endif

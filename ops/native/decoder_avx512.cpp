@@ -5,6 +5,6 @@ CHORUS_SUPPORTED(__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("av
                  __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq"))
 
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,bmi2")
-#include "simd_avx512.h"
+#include "simd/simd_avx512.h"
 #include "library.h"
 #endif

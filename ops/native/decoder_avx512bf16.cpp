@@ -8,6 +8,6 @@ CHORUS_SUPPORTED(__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("av
 
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx512vnni,avx2,fma,bmi2")
 #define CHORUS_BF16
-#include "simd_avx512.h"
+#include "simd/simd_avx512.h"
 #include "library.h"
 #endif

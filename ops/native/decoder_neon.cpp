@@ -3,6 +3,6 @@
 #include "supported.h"
 CHORUS_SUPPORTED(true)
 
-#include "simd_neon.h"
+#include "simd/simd_neon.h"
 #include "library.h"
 #endif

@@ -1,14 +1,14 @@
-// The library's functions, as ops/native.py, ops/native_reader.py, ops/lora_offload.py and ops/ranks.py call them; one library for
+// The library's functions, as ops/cpu/native.py, ops/cpu/native_reader.py, ops/cpu/lora_offload.py and ops/ranks/ranks.py call them; one library for
 // each level.
 #pragma once
-#include "ban.h"
+#include "sampling/ban.h"
 #include "decoder.h"
-#include "file_rows.h"
-#include "gated_delta.h"
-#include "layout.h"
-#include "mixture.h"
-#include "multiply.h"
-#include "rates.h"
+#include "files/file_rows.h"
+#include "mixers/gated_delta.h"
+#include "program/layout.h"
+#include "moe/mixture.h"
+#include "gemm/multiply.h"
+#include "team/rates.h"
 #include "supported.h"
 
 using namespace chorus;

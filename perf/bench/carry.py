@@ -20,7 +20,7 @@ from email.message import Message
 from email.parser import HeaderParser
 from pathlib import Path
 
-from ...ops import native_library
+from ...ops.library import native_library
 from ..report.command import parser
 from .environment import COMMIT_VARIABLE, commit
 

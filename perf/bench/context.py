@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-from ...core.model.quantization.round_to_nearest import Name, RoundToNearest
+from ...core.model.checkpoints.quantization.round_to_nearest import Name, RoundToNearest
 from ..report.command import say
 from .random_model import AdapterForm, RandomModel
 from .random_model import adapters as random_adapters

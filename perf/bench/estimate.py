@@ -22,8 +22,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ...ops.sgmv_schedule import decode
-from ...ops.small_gemm_schedule import MAX_EXPANDED_ROWS
+from ...ops.gemm.small_gemm_schedule import MAX_EXPANDED_ROWS
+from ...ops.lora.sgmv_schedule import decode
 from ..report.command import parser
 from ..report.table import shown
 from .launches import decode_launches

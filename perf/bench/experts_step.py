@@ -16,16 +16,17 @@ from functools import partial
 
 import torch
 
-from ...core.model.experts import ListedExperts, choose, mix_experts, packed_experts
-from ...core.model.layers import Experts, Routing
-from ...core.model.lora_state import rows_in
-from ...core.model.mixture_lora import MixtureLora
+from ...core.model.lora.lora_state import rows_in
+from ...core.model.moe.experts import ListedExperts, choose, mix_experts, packed_experts
+from ...core.model.moe.mixture_lora import MixtureLora
+from ...core.model.specs.layers import Experts, Routing
 from ...memory.pages import hugepages
 from ...memory.pages.adapter_layout import AdapterLayout, uniform_parts
 from ...memory.pages.layer_projections import mixture_projections
 from ...memory.pages.projections import MIXTURE_GROUPS, Group, Projections
-from ...ops import expert_products, packed_gemm
-from ...ops.sgmv import Segments
+from ...ops.gemm import packed_gemm
+from ...ops.lora.sgmv import Segments
+from ...ops.moe import expert_products
 from ..report.command import judge, parser
 from ..report.table import Goal, Table
 from .recurrent_step import read_rate

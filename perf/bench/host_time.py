@@ -37,7 +37,7 @@ from typing import Any
 from unittest.mock import patch
 
 from ...core.executors.cuda import CudaExecutor
-from ...ops.attention_plan import PlanBuffers
+from ...ops.attention.attention_plan import PlanBuffers
 from ..report.command import conclude, parser
 from .idle_engine import GEOMETRY, StubDevice, add, decoding, idle_engine
 from .launches import decode_launches, prompt_launches

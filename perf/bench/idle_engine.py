@@ -19,11 +19,11 @@ from ...core.engine import Engine
 from ...core.executors import cuda
 from ...core.executors.cuda import CudaExecutor
 from ...core.model.decoder import DecoderModel
-from ...core.model.lora_state_cuda import CudaLoraState
+from ...core.model.lora.lora_state_cuda import CudaLoraState
 from ...core.requests.request import Request
 from ...core.requests.request_params import RequestParams
 from ...graphs.device import CudaDevice
-from ...ops.attention import AttentionSetup
+from ...ops.attention.attention import AttentionSetup
 from ..inline_reads import InlineReads
 from . import random_model
 from .sizes import Geometry
@@ -128,7 +128,7 @@ def idle_engine(
     )
 
     def flashinfer(setup: AttentionSetup, *wishes: Any) -> Any:
-        from ...ops.attention_flashinfer import FlashInferBackend  # an optional dependency's
+        from ...ops.attention.attention_flashinfer import FlashInferBackend  # an optional dependency's
 
         return FlashInferBackend(setup, num_sms=2, module=_FLASHINFER, new_event=device.event)
 

@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from ...memory.pages.adapter_layout import AdapterLayout, uniform_parts
-from ...ops.sgmv import AdapterRows, Segments
-from ...ops.sgmv import sgmv as sgmv_torch
-from ...ops.sgmv_schedule import Schedule
-from ...ops.sgmv_tables import SgmvTables, TableSizes
+from ...ops.lora.sgmv import AdapterRows, Segments
+from ...ops.lora.sgmv import sgmv as sgmv_torch
+from ...ops.lora.sgmv_schedule import Schedule
+from ...ops.lora.sgmv_tables import SgmvTables, TableSizes
 from ..kernels.cost import Cost, expand_cost, shrink_cost
 from .sizes import ModelSize
 
@@ -100,7 +100,7 @@ class LoraCase:
         self.tables.plan(self.segments, schedule.tile_tokens)
 
     def launch(self, layer: int, group: Group) -> None:
-        from ...ops.sgmv_triton import Sgmv
+        from ...ops.lora.sgmv_triton import Sgmv
 
         product = Sgmv(self._arena.pages, self.tables, group.modules, group.d_in, self.schedule)
         product(group.y, group.x, layer, self.tables.tiles, self.num_tiles)

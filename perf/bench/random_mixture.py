@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import torch
 
-from ...core.model.quantization.round_to_nearest import RoundToNearest
+from ...core.model.checkpoints.quantization.round_to_nearest import RoundToNearest
 from ...memory.files.config import CONFIG_FILE
 from ...memory.files.form import WEIGHTS_FILE
 from ...memory.files.module_paths import ExpertForm

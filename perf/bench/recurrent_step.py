@@ -14,10 +14,10 @@ from dataclasses import dataclass
 import torch
 
 from ...memory.pages import hugepages
-from ...ops import native_library
-from ...ops.gated_delta import DeltaWeights
-from ...ops.native_delta import run_delta
-from ...ops.recurrent import RecurrentState
+from ...ops.cpu.native_delta import run_delta
+from ...ops.library import native_library
+from ...ops.mixers.gated_delta import DeltaWeights
+from ...ops.mixers.recurrent import RecurrentState
 from ..report.command import judge, parser
 from ..report.table import Goal, Table
 

@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
-from ...core.model.quantization.round_to_nearest import RoundToNearest
+from ...core.model.checkpoints.quantization.round_to_nearest import RoundToNearest
 from ...memory.pages.layer_projections import dense_projections
 from ...memory.pages.layout import PageLayout
 from ...memory.pages.projections import Projections

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from ...core.model.lora_state_cuda import CudaLoraState, StepLimits
+from ...core.model.lora.lora_state_cuda import CudaLoraState, StepLimits
 from ...core.model.read_config import read_model_config
 from ...ops.table_records import Copy
 from .sizes import SIZES

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from ...ops import native_library
+from ...ops.library import native_library
 from ..bench.allocator import Study
 from ..bench.context import Context
 from ..bench.host_time import host_times, prefill_time, timed

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ...ops.sgmv import Segments
+from ...ops.lora.sgmv import Segments
 
 _F32, _INT32 = 4, 4
 

@@ -18,8 +18,8 @@ from triton.runtime.driver import DriverConfig
 
 from ...core.model import decoder
 from ...core.model.program import torch_ops
-from ...ops import elementwise_triton
-from ...ops.elementwise import RotaryEmbedding, Rotation
+from ...ops.elementwise import elementwise_triton
+from ...ops.elementwise.elementwise import RotaryEmbedding, Rotation
 
 #: Called instead of every launch; Triton keeps kernels beyond the context that they were compiled in.
 _launched: Callable[..., object] = lambda *_: None  # noqa: E731

@@ -16,28 +16,33 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...core.requests.draft_length import MOST_DRAFTS
-from ...ops import (
-    elementwise_schedule,
-    expert_tiles_schedule,
-    gated_delta_schedule,
-    routing_schedule,
-    sampling_schedule,
-)
-from ...ops import small_gemm_schedule as small
-from ...ops.attention_schedule import LEAST_FLOAT8, attention_constants, attention_options, largest_head
+from ...ops.attention.attention_schedule import LEAST_FLOAT8, attention_constants, attention_options, largest_head
+from ...ops.attention.latents_schedule import latent_lora_constants, latent_lora_options
 from ...ops.dependent_launch import LEAST_MAJOR
-from ...ops.elementwise_schedule import GatedConstants, Gating, HeadNorming
-from ...ops.float8_rows_schedule import RoundConstants
-from ...ops.latents_schedule import latent_lora_constants, latent_lora_options
-from ...ops.mixture_tables import TileWriter
-from ...ops.narrow_weights import FLOAT4_GROUP
-from ...ops.narrow_weights_schedule import WIDEN_WARPS, WidenConstants
-from ...ops.routing import Routing, Scoring
-from ...ops.routing_schedule import SortConstants, SumConstants, choice_constants
-from ...ops.sgmv_schedule import ExpandShape, Schedule, SgmvShape, decode, expand_constants, prefill, shrink_constants
-from ...ops.sgmv_tables import place_blocks, place_pages, place_window
-from ...ops.sgmv_tiles import MERGED_TERMS
-from ...ops.vectors_schedule import vector_constants, vector_options
+from ...ops.elementwise import elementwise_schedule
+from ...ops.elementwise.elementwise_schedule import GatedConstants, Gating, HeadNorming
+from ...ops.gemm import small_gemm_schedule as small
+from ...ops.gemm.float8_rows_schedule import RoundConstants
+from ...ops.gemm.narrow_weights import FLOAT4_GROUP
+from ...ops.gemm.narrow_weights_schedule import WIDEN_WARPS, WidenConstants
+from ...ops.lora.sgmv_schedule import (
+    ExpandShape,
+    Schedule,
+    SgmvShape,
+    decode,
+    expand_constants,
+    prefill,
+    shrink_constants,
+)
+from ...ops.lora.sgmv_tables import place_blocks, place_pages, place_window
+from ...ops.lora.sgmv_tiles import MERGED_TERMS
+from ...ops.lora.vectors_schedule import vector_constants, vector_options
+from ...ops.mixers import gated_delta_schedule
+from ...ops.moe import expert_tiles_schedule, routing_schedule
+from ...ops.moe.mixture_tables import TileWriter
+from ...ops.moe.routing import Routing, Scoring
+from ...ops.moe.routing_schedule import SortConstants, SumConstants, choice_constants
+from ...ops.sampling import sampling_schedule
 from ..bench.sizes import SIZES
 
 if TYPE_CHECKING:

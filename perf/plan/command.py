@@ -76,7 +76,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run the command: 0 for a plan, 1 if no candidate meets the SLO, 2 for wrong input."""
     from ...core.costs.profile import ProfileError
-    from ...core.model.config import UnsupportedModel
+    from ...core.model.specs.config import UnsupportedModel
     from ...server.checkpoints.pull import PullError
     from ..workload.fields import WorkloadError
     from .plan import make_plan

@@ -16,7 +16,7 @@ from typing import Any, cast, get_args
 
 from ...core.costs.profile import load_profile
 from ...core.executors.choice import gpu_batch
-from ...core.model.quantization.round_to_nearest import Name
+from ...core.model.checkpoints.quantization.round_to_nearest import Name
 from ...server.checkpoints.pull import resolve_model
 from ...server.cluster.router import POLICIES
 from ...server.settings import read_size

@@ -12,10 +12,10 @@ from pathlib import Path
 
 from ...core.config import EngineConfig
 from ...core.costs.profile import Geometry, Number, Profile, Terms, Whole
-from ...core.model.config import ModelConfig
-from ...core.model.narrow_bytes import weight_bytes
-from ...core.model.quantization.round_to_nearest import Name, quantiser_of
+from ...core.model.checkpoints.quantization.round_to_nearest import Name, quantiser_of
 from ...core.model.read_config import read_model_config
+from ...core.model.specs.config import ModelConfig
+from ...core.model.weights.narrow_bytes import weight_bytes
 from ...memory.pages.states import FLOAT_BYTES
 from .requests import PlanError
 

@@ -1,6 +1,6 @@
 """Makes the engine's requests of one call of a client.
 
-Tests: tests/server/api/test_generate.py, tests/server/api/test_pooling_api.py
+Tests: tests/server/api/test_generate.py, tests/server/api/pooling/test_pooling_api.py
 """
 
 from __future__ import annotations

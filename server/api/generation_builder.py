@@ -30,12 +30,12 @@ from ..log_lines import note_request
 from ..settings import Settings
 from ..text.output_syntax import OutputSyntax
 from ..text.tokenizer import Tokenizer
+from .adapters.numbered_adapters import numbered
 from .caller import Caller
 from .chat_request import ChatBatch
 from .completion_request import CompletionRequest
 from .engine_requests import EngineRequests
 from .near import no_model_like
-from .numbered_adapters import numbered
 from .openai import GenerationRequest, names_of
 from .price import check_steering, unasked_limit
 from .sampling_defaults import SamplingDefaults

@@ -32,11 +32,11 @@ from ..errors import ApiError, clipped, no_room, validated
 from ..text.output_parts import PartReader
 from ..text.output_syntax import OutputSyntax
 from ..text.tokenizer import Tokenizer
+from .adapters.scaled_adapters import LlamaAdapter, MergedAdapters, ScaledAdapter, composed
 from .fields import AllThatFit, own_fields
 from .grammar_fields import GrammarFields
 from .prediction import Prediction
 from .sampling_defaults import SamplingDefaults
-from .scaled_adapters import LlamaAdapter, MergedAdapters, ScaledAdapter, composed
 
 MAX_NAME_CHARACTERS = 256
 MAX_STOP_CHARACTERS = 1024

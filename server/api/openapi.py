@@ -13,12 +13,12 @@ from starlette.routing import Route
 
 from ..version import VERSION
 from .absent import absent
-from .adapter_api import AddAdapter, ChangeAdapter, DrainAdapter, LoadLoraAdapter, UnloadLoraAdapter
+from .adapters.adapter_api import AddAdapter, ChangeAdapter, DrainAdapter, LoadLoraAdapter, UnloadLoraAdapter
 from .generation_api import ROUTES
 from .json_text import dumps
 from .logprobs import Body
 from .messages_request import MessagesToCount
-from .pooling_api import BODIES as POOLING
+from .pooling.pooling_api import BODIES as POOLING
 from .responses_request import ResponsesBody
 from .text_api import ChatToTokens, TextToTokens, TokensToText
 

@@ -23,7 +23,7 @@ from ..engine.telemetry import Telemetry
 from ..errors import ApiError, as_api_error, client_gone, not_served
 from ..executors import DaemonPool
 from ..settings import Settings
-from .adapter_header import ADAPTER, adapter_header
+from .adapters.adapter_header import ADAPTER, adapter_header
 from .json_text import dumps, encode
 from .logprobs import Body, LogprobFormat
 from .near import no_model_like

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ...core.model.load_progress import progress
+from ...core.model.checkpoints.load_progress import progress
 from ...memory.files.tokens.torchvision import mend_torchvision
 
 
@@ -35,9 +35,9 @@ def convert(source: Path, target: Path, config: Mapping[str, Any]) -> None:
     mend_torchvision()
     from transformers import AutoTokenizer
 
-    from ...core.model.gguf_checkpoint import GgufCheckpoint
+    from ...core.model.checkpoints.gguf_checkpoint import GgufCheckpoint
     from ...core.model.read_config import read_model_config
-    from ...core.model.tensor_parts import sources
+    from ...core.model.weights.tensor_parts import sources
 
     _write_json(target / "config.json", config)
     wanted = {source.name for source in sources(read_model_config(target), ()).values()}

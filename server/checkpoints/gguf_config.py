@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from ...core.model.checkpoints.gguf_file import MEND, GgufFile
 from ...core.model.config_json import UnsupportedModel
-from ...core.model.gguf_file import MEND, GgufFile
 
 #: Parameters of Llama 3's rope scaling but for the factor; the file has the scaled frequencies alone.
 _LOW, _HIGH = 1.0, 4.0

@@ -54,7 +54,7 @@ def _link(file: Path, made: Path, names: tuple[str, ...]) -> bool:
 
 
 def _write_config(file: Path, made: Path) -> None:
-    from ...core.model.gguf_file import GgufFile
+    from ...core.model.checkpoints.gguf_file import GgufFile
     from .gguf_config import config_of
 
     (made / f"model{file.suffix}").symlink_to(file.resolve())

@@ -15,7 +15,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 from starlette.applications import Starlette
 
-from ..api import generation_api, pooling_api
+from ..api import generation_api
+from ..api.pooling import pooling_api
 from ..errors import EngineUnavailable
 from ..machine_faults import fault_of
 from ..settings import Settings

@@ -17,8 +17,8 @@ from ...core.executors.choice import uses_gpu
 from ...core.executors.host_memory import available_bytes, total_bytes
 from ...memory.host.bandwidth import Bandwidth
 from ...memory.pages import hugepages
-from ...ops import native_library
-from ...ops.attention_backend import flashinfer_obstacle
+from ...ops.attention.attention_backend import flashinfer_obstacle
+from ...ops.library import native_library
 from ..version import VERSION
 
 # Larger than a processor's last-level cache, part of which other processes use.

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from ..checkpoints.pull import PullError, resolve_model
 
 if TYPE_CHECKING:
-    from ...core.model.config import ModelConfig
-    from ...core.model.layers import AttentionSpec, Experts
+    from ...core.model.specs.config import ModelConfig
+    from ...core.model.specs.layers import AttentionSpec, Experts
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -31,7 +31,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from ...core.model.config import UnsupportedModel
+    from ...core.model.specs.config import UnsupportedModel
 
     if arguments.program and arguments.checkpoint is None:
         print("chorus: error: --program needs a MODEL: chorus models MODEL --program", file=sys.stderr)
@@ -57,7 +57,7 @@ def families() -> list[str]:
 
 def _form(directory: Path, model: ModelConfig) -> str | None:
     """How the weights are quantised; None: they are not."""
-    from ...core.model.gguf_file import gguf_in
+    from ...core.model.checkpoints.gguf_file import gguf_in
 
     if model.weight_format is not None:
         return model.weight_format.title
@@ -67,8 +67,8 @@ def _form(directory: Path, model: ModelConfig) -> str | None:
 
 def _kept(model: ModelConfig) -> str:
     """Who keeps quantised weights as they are stored."""
-    from ...core.model.narrow_bytes import bytes_saved_by_experts, weight_bytes
-    from ...core.model.weight_plan import NARROW, PACKED
+    from ...core.model.weights.narrow_bytes import bytes_saved_by_experts, weight_bytes
+    from ...core.model.weights.weight_plan import NARROW, PACKED
 
     by = ["by GPUs"] if bytes_saved_by_experts(model, 2, NARROW) else []
     if bytes_saved_by_experts(model, 2, PACKED):

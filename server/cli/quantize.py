@@ -18,9 +18,9 @@ from .adapters import CommandError
 if TYPE_CHECKING:
     import torch
 
-    from ...core.model.checkpoint import Checkpoint
-    from ...core.model.quantization.round_to_nearest import RoundToNearest
-    from ...core.model.tensor_parts import StoredProjections
+    from ...core.model.checkpoints.checkpoint import Checkpoint
+    from ...core.model.checkpoints.quantization.round_to_nearest import RoundToNearest
+    from ...core.model.weights.tensor_parts import StoredProjections
 
 _CONFIG = "config.json"
 _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".gguf", ".pth")
@@ -40,7 +40,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command; return the exit code. Raises CommandError."""
-    from ...core.model.config import UnsupportedModel
+    from ...core.model.specs.config import UnsupportedModel
 
     try:
         return _quantise(arguments)
@@ -49,11 +49,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _quantise(arguments: argparse.Namespace) -> int:
-    from ...core.model.checkpoint import INDEX, Checkpoint
-    from ...core.model.quantization.pack_quantized import quantization_config
-    from ...core.model.quantization.round_to_nearest import quantiser_of
+    from ...core.model.checkpoints.checkpoint import INDEX, Checkpoint
+    from ...core.model.checkpoints.quantization.pack_quantized import quantization_config
+    from ...core.model.checkpoints.quantization.round_to_nearest import quantiser_of
     from ...core.model.read_config import read_model_config
-    from ...core.model.tensor_parts import stored_projections
+    from ...core.model.weights.tensor_parts import stored_projections
 
     source, out = resolve_model(arguments.model), arguments.out
     if out.exists():
@@ -132,7 +132,7 @@ def _tensors(
     checkpoint: Checkpoint, own: list[str], stored: StoredProjections, quantiser: RoundToNearest
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors of a file, by name; each matrix of a stack becomes one of its own."""
-    from ...core.model.quantization.pack_quantized import packed_tensors
+    from ...core.model.checkpoints.quantization.pack_quantized import packed_tensors
 
     def packed(name: str, matrix: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         module = name.removesuffix("weight")

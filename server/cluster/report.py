@@ -16,7 +16,7 @@ from ...core.engine_stats import EngineStats, TenantStats
 from ...core.executors.base import EngineLimits, ModelInfo
 from ...core.expert_share import share_of_experts
 from ...core.merging.learned_prices import LearnedPrices
-from ...core.model.quantization.registry import FILES as QUANTIZATION_FILES
+from ...core.model.checkpoints.quantization.registry import FILES as QUANTIZATION_FILES
 from ...core.model.read_config import read_model_config
 from ..version import VERSION
 from .wire import Malformed
@@ -91,7 +91,7 @@ def identity_of(engine: Engine) -> ModelIdentity:
 
 def _level(cpu_kernels: str, device: str) -> str:
     from ...core.executors.choice import uses_gpu
-    from ...ops import native_library
+    from ...ops.library import native_library
 
     if uses_gpu(device):
         import torch

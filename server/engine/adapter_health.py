@@ -1,6 +1,6 @@
 """Background care of adapters: reads and hashes weights, and retries broken adapters.
 
-Tests: tests/server/engine/test_adapter_health.py, tests/server/test_adapter_limits.py
+Tests: tests/server/engine/test_adapter_health.py, tests/server/api/adapters/test_adapter_limits.py
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Loads adapters into a running engine, for HTTP and for the library.
 
-Tests: tests/server/test_adapter_limits.py
+Tests: tests/server/api/adapters/test_adapter_limits.py
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Adapters loaded over HTTP, across restarts: uploaded files, and the table of names.
 
-Tests: tests/server/test_uploads_kept.py
+Tests: tests/server/api/adapters/test_uploads_kept.py
 """
 
 from __future__ import annotations

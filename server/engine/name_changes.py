@@ -1,6 +1,6 @@
 """Changes of adapters' names: recorded first, then made, and undone if they can't be made.
 
-Tests: tests/server/api/test_adapter_versions.py
+Tests: tests/server/api/adapters/test_adapter_versions.py
 """
 
 from __future__ import annotations

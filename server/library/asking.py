@@ -21,9 +21,9 @@ from ..api.chat_request import ChatBatch, ChatCompletionRequest
 from ..api.completion_request import CompletionRequest
 from ..api.generation_builder import GenerationBuilder
 from ..api.near import nearest
-from ..api.pooling_builder import PoolingBuilder
-from ..api.pooling_request import ClassifyBody, EmbeddingsBody, ScoreBody
-from ..api.pooling_scores import Scores
+from ..api.pooling.pooling_builder import PoolingBuilder
+from ..api.pooling.pooling_request import ClassifyBody, EmbeddingsBody, ScoreBody
+from ..api.pooling.pooling_scores import Scores
 from ..api.translation import renaming
 from ..engine.generation import Generation
 from ..engine.sourced_adapters import SourcedAdapters

@@ -19,8 +19,10 @@ from typing import Any
 
 import torch
 
-from chorus.core.model.layer_weights import LayerWeights
-from chorus.core.model.layers import (
+from chorus.core.model.program.native_decoder import native_layer
+from chorus.core.model.program.native_ops import NativeProgram
+from chorus.core.model.program.native_place import Tables, layer_places
+from chorus.core.model.specs.layers import (
     PARALLEL,
     Activation,
     AttentionSpec,
@@ -31,20 +33,19 @@ from chorus.core.model.layers import (
     Norms,
     NormSpec,
 )
-from chorus.core.model.native_decoder import native_layer
-from chorus.core.model.program.native_ops import NativeProgram
-from chorus.core.model.program.native_place import Tables, layer_places
-from chorus.core.model.rope_config import RopeConfig
+from chorus.core.model.specs.rope_config import RopeConfig
+from chorus.core.model.weights.layer_weights import LayerWeights
 from chorus.memory.pages.adapter_layout import AdapterLayout, AdapterPart
 from chorus.memory.pages.layout import PageLayout
 from chorus.memory.pages.projections import Group, Projections
-from chorus.ops import native, native_library, native_model
-from chorus.ops.float8_kv import UNSCALED, KvScales
-from chorus.ops.sgmv import AdapterRows, Segments
+from chorus.ops.cpu import native
+from chorus.ops.elementwise.float8_kv import UNSCALED, KvScales
+from chorus.ops.library import native_library, native_model
+from chorus.ops.lora.sgmv import AdapterRows, Segments
 from chorus.perf.report.command import conclude, parser
 from chorus.perf.report.table import Table
 
-from ..ops.whole_numbers import WholeNumbers
+from ..ops.gemm.whole_numbers import WholeNumbers
 
 RANKS = (1, 1, 2, 3, 3, 4, 5, 6, 7, 8, 9, 11, 15, 16, 17, 21, 31, 32, 33, 48, 64, 65)
 LENGTHS = (1, 2, 3, 4, 5, 7, 11, 12, 13, 16, 23, 33, 47, 48, 49, 64, 70)

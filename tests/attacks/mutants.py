@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from chorus.server.api.adapter_api import AddAdapter, LoadLoraAdapter, UnloadLoraAdapter
+from chorus.server.api.adapters.adapter_api import AddAdapter, LoadLoraAdapter, UnloadLoraAdapter
 from chorus.server.api.chat_request import ChatCompletionRequest
 from chorus.server.api.completion_request import CompletionRequest
 from chorus.server.api.fields import ALIASES, HARMLESS, NEUTRAL

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chorus.memory.pages.adapter_layout import AdapterLayout, uniform_parts
-from chorus.ops import native
-from chorus.ops.sgmv import AdapterRows
+from chorus.ops.cpu import native
+from chorus.ops.lora.sgmv import AdapterRows
 
 from .invariance import Request, Row, Tally, World, build, cancel, compare, compute, schedule
 

@@ -23,9 +23,9 @@ import torch
 from chorus.core.config import EngineConfig
 from chorus.core.engine import Engine
 from chorus.core.executors.cpu import CpuExecutor
-from chorus.core.model.config import ModelConfig, UnsupportedModel
 from chorus.core.model.config_json import ConfigJson
 from chorus.core.model.read_config import read_model_config
+from chorus.core.model.specs.config import ModelConfig, UnsupportedModel
 from chorus.core.requests.request import Request
 from chorus.core.requests.request_params import RequestParams
 

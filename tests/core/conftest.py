@@ -18,9 +18,9 @@ from chorus.core.engine import Engine
 from chorus.core.executors.base import Executor, ExecutorBase, ModelExecutor, StartedStep
 from chorus.core.executors.choice import open_executor
 from chorus.core.executors.cpu import CpuExecutor
-from chorus.core.model.config import UnsupportedModel
 from chorus.core.model.read_config import read_model_config
-from chorus.core.model.shard import Shard
+from chorus.core.model.specs.config import UnsupportedModel
+from chorus.core.model.weights.shard import Shard
 from chorus.core.policies import Policies
 from chorus.core.requests.record import NotHere, to_record
 from chorus.core.requests.request import Request

@@ -21,7 +21,7 @@ from chorus.core.config import EngineConfig
 from chorus.core.engine import Engine
 from chorus.core.requests.request import Request
 from chorus.core.requests.request_params import RequestParams
-from chorus.ops import native_library
+from chorus.ops.library import native_library
 from chorus.perf.report.command import parser
 from chorus.server.demo.builtin import BUILTIN_ADAPTERS, BUILTIN_MODEL
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from chorus.core.model.config import ModelConfig
-from chorus.ops.recurrent import RecurrentState, RecurrentWeights
+from chorus.core.model.specs.config import ModelConfig
+from chorus.ops.mixers.recurrent import RecurrentState, RecurrentWeights
 
 
 class PlainStates:

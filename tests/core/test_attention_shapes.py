@@ -10,13 +10,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from chorus.core.executors.cpu import CpuExecutor
-from chorus.core.model.quantization.groups import plain
-from chorus.core.model.quantization.round_to_nearest import quantiser_of
+from chorus.core.model.checkpoints.quantization.groups import plain
+from chorus.core.model.checkpoints.quantization.round_to_nearest import quantiser_of
 from chorus.core.model.read_config import read_model_config
 from chorus.memory.files.error import AdapterFormatError
 from chorus.memory.files.format import inspect_adapter
 
-from .test_added_tokens import save_added
+from .adapters.test_added_tokens import save_added
 from .test_families import executor_of, logits_of
 from .tiny_families import SHAPES, make_all_linear, save_family
 

@@ -6,7 +6,7 @@ import pytest
 
 from chorus.core.config import EngineConfig
 from chorus.core.executors.cpu import CpuExecutor
-from chorus.core.model.config import UnsupportedModel
+from chorus.core.model.specs.config import UnsupportedModel
 
 pytestmark = [pytest.mark.numerics, pytest.mark.wide]
 

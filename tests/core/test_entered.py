@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from chorus.memory.files.strict_json import loads
-from chorus.ops import native_library
+from chorus.ops.library import native_library
 
 from .entered import entered, main, of_cpu
 
@@ -30,4 +30,4 @@ def test_prints_the_files(capsys):
     assert main(["--list"]) == 0
     out = capsys.readouterr().out
     assert "core/model/decoder.py: DecoderModel" in out
-    assert ("ops/native.py: NativeDecoder" in out) == native_library.available(torch.float32)
+    assert ("ops/cpu/native.py: NativeDecoder" in out) == native_library.available(torch.float32)

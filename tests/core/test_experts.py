@@ -16,20 +16,20 @@ from chorus.core.config import EngineConfig
 from chorus.core.executors.adapters import check_tables
 from chorus.core.executors.base import EngineLimits, ModelExecutor
 from chorus.core.executors.cuda import CudaShapes
-from chorus.core.model import experts as mixture
-from chorus.core.model import native_decoder
-from chorus.core.model.config import UnsupportedModel
-from chorus.core.model.open_weights import open_weights
+from chorus.core.model.moe import experts as mixture
+from chorus.core.model.program import native_decoder
 from chorus.core.model.program.native_buffers import NoNativeOp
 from chorus.core.model.read_config import read_model_config
-from chorus.core.model.shard import Shard
+from chorus.core.model.specs.config import UnsupportedModel
+from chorus.core.model.weights.open_weights import open_weights
+from chorus.core.model.weights.shard import Shard
 from chorus.memory.files.composed import composed
 from chorus.memory.files.config import MAX_RANK
 from chorus.memory.files.error import AdapterFormatError
 from chorus.memory.files.format import inspect_adapter
 from chorus.memory.pages.layer_projections import dense_projections
-from chorus.ops import native_library
-from chorus.ops.expert_products import Panels
+from chorus.ops.library import native_library
+from chorus.ops.moe.expert_products import Panels
 
 from ..graphs.host_device import HostDevice
 from .test_families import executor_of, logits_of

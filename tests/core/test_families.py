@@ -11,14 +11,14 @@ import torch
 from chorus.core.config import EngineConfig
 from chorus.core.engine import Engine
 from chorus.core.executors.cpu import CpuExecutor
-from chorus.core.model.config import UnsupportedModel
 from chorus.core.model.decoder import DecoderModel
 from chorus.core.model.families import FAMILIES as SERVED
-from chorus.core.model.native_decoder import why_unsupported
+from chorus.core.model.program.native_decoder import why_unsupported
 from chorus.core.model.read_config import read_model_config
+from chorus.core.model.specs.config import UnsupportedModel
 from chorus.core.requests.request import Request
 from chorus.core.requests.request_params import RequestParams
-from chorus.ops import native_library
+from chorus.ops.library import native_library
 
 from .tiny_families import (
     ADAPTERS,

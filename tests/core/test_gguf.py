@@ -11,13 +11,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from chorus.core.model.config import UnsupportedModel
-from chorus.core.model.gguf_file import GgufFile
+from chorus.core.model.checkpoints.gguf_file import GgufFile
 from chorus.core.model.read_config import read_model_config
-from chorus.core.model.shard import Shard
+from chorus.core.model.specs.config import UnsupportedModel
+from chorus.core.model.weights.shard import Shard
 from chorus.server.checkpoints.gguf_model import directory_of
 
-from .model.quantization.twins import weights
+from .model.checkpoints.quantization.twins import weights
 from .tiny_families import ADAPTERS, make_tiny, save_family
 
 pytest.importorskip("gguf")

@@ -13,7 +13,7 @@ from chorus.core.model.read_config import read_model_config
 from chorus.core.policies import Policies
 from chorus.core.requests.plan_wire import plan_from_wire, plan_to_wire
 from chorus.memory.files.format import inspect_adapter
-from chorus.ops import native_library
+from chorus.ops.library import native_library
 
 from .paths.asked import answers, told
 from .speculation.stand_ins import Drawn, Free, Right, Wrong

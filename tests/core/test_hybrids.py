@@ -11,11 +11,11 @@ import torch
 
 from chorus.core.model.batch import BY_LIBRARY, StepBatch
 from chorus.core.model.decoder import DecoderModel
-from chorus.core.model.dummy_weights import DummyWeights
-from chorus.core.model.open_weights import open_weights
 from chorus.core.model.program.torch_step import Residual
 from chorus.core.model.read_config import read_model_config
-from chorus.core.model.weight_loader import WeightLoader
+from chorus.core.model.weights.dummy_weights import DummyWeights
+from chorus.core.model.weights.open_weights import open_weights
+from chorus.core.model.weights.weight_loader import WeightLoader
 from chorus.memory.files.format import inspect_adapter
 from chorus.memory.pages.arena import Arena
 from chorus.memory.pages.layout import PageLayout

@@ -8,10 +8,10 @@ import shutil
 import pytest
 from safetensors.torch import load_file, save_file
 
-from chorus.core.model.config import UnsupportedModel
 from chorus.core.model.read_config import read_model_config
-from chorus.core.model.recurrent import GatedDeltaSpec
-from chorus.core.model.shard import Shard
+from chorus.core.model.specs.config import UnsupportedModel
+from chorus.core.model.specs.recurrent import GatedDeltaSpec
+from chorus.core.model.weights.shard import Shard
 from chorus.memory.files.format import inspect_adapter
 
 from .paths.asked import answers, told

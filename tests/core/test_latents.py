@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from chorus.core.model.config import UnsupportedModel
+from chorus.core.model.specs.config import UnsupportedModel
 from chorus.memory.files.error import AdapterFormatError
 
 from .executors.slow_link import slow_down

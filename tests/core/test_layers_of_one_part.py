@@ -9,14 +9,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from chorus.core.model.config import UnsupportedModel
 from chorus.core.model.read_config import read_model_config
+from chorus.core.model.specs.config import UnsupportedModel
 from chorus.memory.files.format import inspect_adapter
 from chorus.memory.files.module_paths import ExpertForm
 
 from ..conftest import quiet
 from ..kept import KeptAnswers, kept_files
-from .model_module_forms import Alone
+from .adapters.model_module_forms import Alone
 from .paths.asked import answers, told
 from .test_families import executor_of
 from .tiny_families import ATTENTION, load_peft, save_family

@@ -13,7 +13,7 @@ import torch
 from chorus.core.cold_start import ColdStart
 from chorus.core.config import EngineConfig
 from chorus.core.engine import Engine
-from chorus.core.model.native_decoder import NativeDecoderModel, why_unsupported
+from chorus.core.model.program.native_decoder import NativeDecoderModel, why_unsupported
 from chorus.core.model.read_config import read_model_config
 from chorus.core.requests.request import Request
 from chorus.core.requests.request_params import RequestParams

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from chorus.core.cold_start import ColdStarts
-from chorus.core.model.lora_state import LoraState
+from chorus.core.model.lora.lora_state import LoraState
 from chorus.core.model.read_config import read_model_config
 from chorus.core.requests.types import FinishReason
 from chorus.core.scheduling.load_ahead import LoadPolicy
@@ -160,7 +160,7 @@ def test_a_read_that_hangs_holds_up_one_step_and_only_its_own_requests(gqa, star
 def test_only_time_that_is_waited_counts(gqa, monkeypatch):
     """A step that computes for longer than it may wait can wait for a late layer all the same."""
     clock = [0.0]
-    monkeypatch.setattr("chorus.core.model.lora_state.time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr("chorus.core.model.lora.lora_state.time", SimpleNamespace(monotonic=lambda: clock[0]))
     asked = []
 
     class Coming:

@@ -12,12 +12,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from chorus.core.executors.cpu import CpuExecutor
-from chorus.core.model.config import UnsupportedModel
-from chorus.core.model.quantization.groups import plain
-from chorus.core.model.quantization.pack_quantized import packed_tensors
-from chorus.core.model.quantization.round_to_nearest import quantiser_of
+from chorus.core.model.checkpoints.quantization.groups import plain
+from chorus.core.model.checkpoints.quantization.pack_quantized import packed_tensors
+from chorus.core.model.checkpoints.quantization.round_to_nearest import quantiser_of
 from chorus.core.model.read_config import read_model_config
-from chorus.core.model.shard import Shard
+from chorus.core.model.specs.config import UnsupportedModel
+from chorus.core.model.weights.shard import Shard
 from chorus.memory.files.error import AdapterFormatError
 from chorus.memory.files.format import inspect_adapter
 from chorus.server.cli.command import main

@@ -10,16 +10,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from chorus.core.model.config import UnsupportedModel
 from chorus.core.model.families import FAMILIES
 from chorus.core.model.families.nemotron_h import NEMOTRON_H
 from chorus.core.model.families.qwen3_5 import QWEN3_5, QWEN3_5_MOE
-from chorus.core.model.open_weights import open_weights
 from chorus.core.model.read_config import read_model_config
+from chorus.core.model.specs.config import UnsupportedModel
+from chorus.core.model.weights.open_weights import open_weights
 from chorus.memory.files.error import AdapterFormatError
 from chorus.memory.files.format import inspect_adapter
 
-from .model.quantization.twins import weights
+from .model.checkpoints.quantization.twins import weights
 from .tiny_families import LATENT, YARN
 
 pytestmark = [pytest.mark.numerics, pytest.mark.wide]

@@ -11,22 +11,22 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from chorus.core.model.config import UnsupportedModel
 from chorus.core.model.read_config import read_model_config
-from chorus.core.model.recurrent import MambaSpec
-from chorus.core.model.rope_config import RopeConfig
-from chorus.core.model.shard import WHOLE, Shard
-from chorus.core.model.tensor_parts import tensor_shapes
-from chorus.core.model.weight_loader import WeightLoader
+from chorus.core.model.specs.config import UnsupportedModel
+from chorus.core.model.specs.recurrent import MambaSpec
+from chorus.core.model.specs.rope_config import RopeConfig
+from chorus.core.model.weights.shard import WHOLE, Shard
+from chorus.core.model.weights.tensor_parts import tensor_shapes
+from chorus.core.model.weights.weight_loader import WeightLoader
 from chorus.graphs.runner import StepMode
 from chorus.memory.files.format import inspect_adapter
-from chorus.ops.mamba2 import MambaWeights
-from chorus.ops.recurrent import RecurrentState
+from chorus.ops.mixers.mamba2 import MambaWeights
+from chorus.ops.mixers.recurrent import RecurrentState
 
 from ..conftest import quiet
 from ..kept import KeptAnswers, kept_files
+from .adapters.model_module_forms import Alone
 from .merging.test_merged import merge
-from .model_module_forms import Alone
 from .paths.asked import answers, told
 from .test_families import executor_of
 from .test_hybrids import Runner

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from chorus.core.model.config import ModelConfig
-from chorus.core.model.layers import AttentionSpec, GatedSpec, LayerSpec, NormSpec
-from chorus.core.model.rope_config import RopeConfig
+from chorus.core.model.specs.config import ModelConfig
+from chorus.core.model.specs.layers import AttentionSpec, GatedSpec, LayerSpec, NormSpec
+from chorus.core.model.specs.rope_config import RopeConfig
 
 LLAMA = ModelConfig(
     "LlamaForCausalLM",

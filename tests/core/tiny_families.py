@@ -18,8 +18,8 @@ import torch
 from chorus.core.config import EngineConfig
 from chorus.core.engine import Engine
 from chorus.core.executors.choice import open_executor
-from chorus.core.model.config import ModelConfig
 from chorus.core.model.read_config import read_model_config
+from chorus.core.model.specs.config import ModelConfig
 from chorus.core.requests.request import Request
 from chorus.core.requests.request_params import RequestParams
 from chorus.perf.inline_reads import InlineReads

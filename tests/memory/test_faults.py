@@ -16,7 +16,7 @@ from chorus.core.requests.request_params import RequestParams
 from chorus.core.requests.types import FinishReason
 from chorus.memory.files.error import AdapterFormatError
 from chorus.memory.host.buffers import HostBuffers
-from chorus.ops import native_reader
+from chorus.ops.cpu import native_reader
 
 TOKENS = 4
 """Of each answer: two come before its adapter is reloaded, two after."""

@@ -19,7 +19,7 @@ from chorus.memory.files.strict_json import loads
 from chorus.memory.files.tensor_file import MAX_HEADER_BYTES, MAX_TENSORS
 from chorus.memory.files.tokens.added_tokens import TEXT_FILES
 from chorus.server.access.limits import LARGE, MOST_TIMES, RequestLimits, check_json
-from chorus.server.api import adapter_bytes
+from chorus.server.api.adapters import adapter_bytes
 from chorus.server.api.chat_request import ChatCompletionRequest
 from chorus.server.api.completion_request import CompletionRequest
 from chorus.server.engine.adapter_tokenizers import MAX_BYTES, own_template

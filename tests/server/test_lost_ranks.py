@@ -16,7 +16,7 @@ import httpx
 import pytest
 import torch
 
-from chorus.ops import native_library
+from chorus.ops.library import native_library
 from chorus.server.demo.builtin import BUILTIN_MODEL
 
 from ..processes import ROOT

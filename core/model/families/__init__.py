@@ -1,11 +1,11 @@
 """Families of checkpoints that are served, by architecture.
 
-Tests: tests/core/paths, tests/core/test_families.py, tests/core/model/test_model_config.py
+Tests: tests/core/paths, tests/core/test_families.py, tests/core/model/specs/test_model_config.py
 """
 
 from __future__ import annotations
 
-from ..family import Family
+from ..specs.family import Family
 from . import (
     afmoe,
     apertus,

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..config import ModelConfig
 from ..config_json import ConfigJson
-from ..family import Family
-from ..layers import HeadNorm, LayerSpec, Norms, OutputGate, Routing, Scoring
-from ..tensor_names import CORRECTION, TensorNames
+from ..specs.config import ModelConfig
+from ..specs.family import Family
+from ..specs.layers import HeadNorm, LayerSpec, Norms, OutputGate, Routing, Scoring
+from ..specs.tensor_names import CORRECTION, TensorNames
 from . import glm_moe, reading, rotary
 
 #: Fields of the first checkpoints, each with the only value that transformers computes.

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from ..config import ModelConfig
 from ..config_json import ConfigJson
-from ..family import Family
-from ..layers import HeadNorm, LayerSpec, UngatedActivation
-from ..tensor_names import TensorNames
+from ..specs.config import ModelConfig
+from ..specs.family import Family
+from ..specs.layers import HeadNorm, LayerSpec, UngatedActivation
+from ..specs.tensor_names import TensorNames
 from . import reading, rotary
 
 

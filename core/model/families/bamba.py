@@ -5,11 +5,11 @@ Tests: tests/core/test_hybrids.py
 
 from __future__ import annotations
 
-from ..config import ModelConfig
 from ..config_json import ConfigJson
-from ..family import Family
-from ..layers import LayerSpec
-from ..tensor_names import TensorNames
+from ..specs.config import ModelConfig
+from ..specs.family import Family
+from ..specs.layers import LayerSpec
+from ..specs.tensor_names import TensorNames
 from . import reading, rotary
 from .mamba import MAMBA_2_DEFAULTS, mamba_2
 

@@ -8,11 +8,11 @@ Tests: tests/core/test_families.py, tests/core/test_experts.py
 
 from __future__ import annotations
 
-from ..config import ModelConfig
 from ..config_json import ConfigJson
-from ..family import Family, text_shape
-from ..layers import AttentionSpec, HeadNorm, LayerSpec, Norms, NormSpec, Routing, Scoring
-from ..tensor_names import TensorNames
+from ..specs.config import ModelConfig
+from ..specs.family import Family, text_shape
+from ..specs.layers import AttentionSpec, HeadNorm, LayerSpec, Norms, NormSpec, Routing, Scoring
+from ..specs.tensor_names import TensorNames
 from . import glm_moe, reading, rotary
 
 

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..config import ModelConfig
 from ..config_json import ConfigJson
-from ..family import Family, text_shape
-from ..layers import Routing
+from ..specs.config import ModelConfig
+from ..specs.family import Family, text_shape
+from ..specs.layers import Routing
 from . import glm_moe, latent, reading
 
 

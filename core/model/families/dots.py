@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from ..config import ModelConfig
 from ..config_json import ConfigJson
-from ..family import Family
-from ..layers import AttentionSpec, HeadNorm
+from ..specs.config import ModelConfig
+from ..specs.family import Family
+from ..specs.layers import AttentionSpec, HeadNorm
 from . import glm_moe, reading, rotary
 
 

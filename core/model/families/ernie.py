@@ -6,11 +6,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..config import ModelConfig
 from ..config_json import ConfigJson
-from ..family import Family, text_shape
-from ..layers import AttentionSpec, LayerSpec, Routing
-from ..tensor_names import CORRECTION, LLAMA_NORMS, TEXT_AND_IMAGES, TensorNames
+from ..specs.config import ModelConfig
+from ..specs.family import Family, text_shape
+from ..specs.layers import AttentionSpec, LayerSpec, Routing
+from ..specs.tensor_names import CORRECTION, LLAMA_NORMS, TEXT_AND_IMAGES, TensorNames
 from . import reading, rotary
 
 

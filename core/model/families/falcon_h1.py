@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..config import ModelConfig
 from ..config_json import ConfigJson
-from ..family import Family
-from ..layers import AttentionSpec, GatedSpec, LayerSpec, MixerBeside
+from ..specs.config import ModelConfig
+from ..specs.family import Family
+from ..specs.layers import AttentionSpec, GatedSpec, LayerSpec, MixerBeside
 from . import reading, rotary
 from .bamba import BAMBA
 from .mamba import MAMBA_2_DEFAULTS, mamba_2

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..config import ModelConfig
 from ..config_json import ConfigJson
-from ..family import Family
-from ..layers import HeadNorm, Routing, Scoring
-from ..tensor_names import LLAMA_NORMS, TensorNames
+from ..specs.config import ModelConfig
+from ..specs.family import Family
+from ..specs.layers import HeadNorm, Routing, Scoring
+from ..specs.tensor_names import LLAMA_NORMS, TensorNames
 from . import reading, rotary
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from ..config import ModelConfig
 from ..config_json import ConfigJson
-from ..family import Family, text_shape
-from ..layers import AttentionSpec, HeadNorm, LayerSpec, Norms
-from ..rope_config import RopeConfig
+from ..specs.config import ModelConfig
+from ..specs.family import Family, text_shape
+from ..specs.layers import AttentionSpec, HeadNorm, LayerSpec, Norms
+from ..specs.rope_config import RopeConfig
 from . import reading, rotary
 
 

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ..config import ModelConfig
 from ..config_json import ConfigJson
-from ..family import Family, text_shape
-from ..layers import Norms
-from ..tensor_names import AROUND_NORMS, TensorNames
+from ..specs.config import ModelConfig
+from ..specs.family import Family, text_shape
+from ..specs.layers import Norms
+from ..specs.tensor_names import AROUND_NORMS, TensorNames
 from . import gemma, reading, rotary
 
 

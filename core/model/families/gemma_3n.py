@@ -1,6 +1,6 @@
 """Gemma 3n, also as the text part of its models of images and sound: a residual of several streams.
 
-Tests: tests/core/test_streams.py, tests/core/model/test_model_config.py
+Tests: tests/core/test_streams.py, tests/core/model/specs/test_model_config.py
 """
 
 from __future__ import annotations
@@ -9,11 +9,20 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
-from ..config import ModelConfig
 from ..config_json import ConfigJson
-from ..family import Family
-from ..layers import AttentionSpec, GatedSpec, HeadNorm, LayerInputSpec, LayerSpec, MediaTokens, Norms, StreamsSpec
-from ..tensor_names import AROUND_NORMS, BESIDE_VISION, TensorNames
+from ..specs.config import ModelConfig
+from ..specs.family import Family
+from ..specs.layers import (
+    AttentionSpec,
+    GatedSpec,
+    HeadNorm,
+    LayerInputSpec,
+    LayerSpec,
+    MediaTokens,
+    Norms,
+    StreamsSpec,
+)
+from ..specs.tensor_names import AROUND_NORMS, BESIDE_VISION, TensorNames
 from . import gemma_3, gemma_4, reading, rotary
 from .reading import FULL, SLIDING
 

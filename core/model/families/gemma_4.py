@@ -1,6 +1,6 @@
 """Gemma 4, also as the text part of its models of images and sound: full attention has another shape than windows.
 
-Tests: tests/core/test_attention_shapes.py, tests/core/model/test_model_config.py
+Tests: tests/core/test_attention_shapes.py, tests/core/model/specs/test_model_config.py
 """
 
 from __future__ import annotations
@@ -8,12 +8,12 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-from ..config import ModelConfig
 from ..config_json import ConfigJson
-from ..family import Family, text_shape
-from ..layers import AttentionSpec, Experts, HeadNorm, LayerInputSpec, LayerSpec, Norms, Routing
-from ..rope_config import RopeConfig
-from ..tensor_names import AROUND_NORMS, BESIDE_VISION, TensorNames
+from ..specs.config import ModelConfig
+from ..specs.family import Family, text_shape
+from ..specs.layers import AttentionSpec, Experts, HeadNorm, LayerInputSpec, LayerSpec, Norms, Routing
+from ..specs.rope_config import RopeConfig
+from ..specs.tensor_names import AROUND_NORMS, BESIDE_VISION, TensorNames
 from . import reading, rotary
 from .reading import FULL, SLIDING, Heads
 

@@ -11,12 +11,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ..config import ModelConfig
 from ..config_json import ConfigJson
-from ..family import Family, text_shape
-from ..layers import AttentionSpec, HeadNorm, Routing
-from ..recurrent import RecurrentSpec
-from ..tensor_names import LATENT_NORMS, LLAMA_NORMS, TEXT_AND_IMAGES, TensorNames
+from ..specs.config import ModelConfig
+from ..specs.family import Family, text_shape
+from ..specs.layers import AttentionSpec, HeadNorm, Routing
+from ..specs.recurrent import RecurrentSpec
+from ..specs.tensor_names import LATENT_NORMS, LLAMA_NORMS, TEXT_AND_IMAGES, TensorNames
 from . import latent, reading, rotary
 
 #: Of M-RoPE, where `mrope_section` is missing.

@@ -5,11 +5,11 @@ q, k and v are one projection, which has the rows of all three by head.
 
 from __future__ import annotations
 
-from ..config import ModelConfig
 from ..config_json import ConfigJson
-from ..family import Family
-from ..layers import AttentionSpec, LayerSpec, Norms, UngatedActivation
-from ..tensor_names import LLAMA_NORMS, TensorNames
+from ..specs.config import ModelConfig
+from ..specs.family import Family
+from ..specs.layers import AttentionSpec, LayerSpec, Norms, UngatedActivation
+from ..specs.tensor_names import LLAMA_NORMS, TensorNames
 from . import reading, rotary
 
 _QKV = "attention.query_key_value"

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..config import ModelConfig
 from ..config_json import ConfigJson
-from ..family import Family, text_shape
-from ..layers import AttentionSpec, Experts, GatedSpec, LayerSpec, Routing, Scoring
-from ..rope_config import RopeConfig
-from ..tensor_names import LLAMA_NORMS, TensorNames
+from ..specs.config import ModelConfig
+from ..specs.family import Family, text_shape
+from ..specs.layers import AttentionSpec, Experts, GatedSpec, LayerSpec, Routing, Scoring
+from ..specs.rope_config import RopeConfig
+from ..specs.tensor_names import LLAMA_NORMS, TensorNames
 from . import reading, rotary
 from .mamba import MAMBA_2_DEFAULTS, mamba_2
 

@@ -1,18 +1,18 @@
 """Hunyuan, dense and with experts: norms of heads after they are rotated. Hunyuan 3 has them before, and experts chosen
 by sigmoids with a learned correction.
 
-Tests: tests/core/test_families.py, tests/core/model/test_model_config.py
+Tests: tests/core/test_families.py, tests/core/model/specs/test_model_config.py
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from ..config import ModelConfig
 from ..config_json import ConfigJson
-from ..family import Family
-from ..layers import AttentionSpec, HeadNorm, LayerSpec, Routing, Scoring
-from ..tensor_names import CORRECTION, LLAMA_NORMS, TensorNames
+from ..specs.config import ModelConfig
+from ..specs.family import Family
+from ..specs.layers import AttentionSpec, HeadNorm, LayerSpec, Routing, Scoring
+from ..specs.tensor_names import CORRECTION, LLAMA_NORMS, TensorNames
 from . import reading, rotary
 
 

@@ -6,11 +6,11 @@ Tests: tests/core/test_kimi_linear.py
 
 from __future__ import annotations
 
-from ..config import ModelConfig
 from ..config_json import ConfigJson
-from ..family import Family
-from ..recurrent import GatedDeltaSpec
-from ..tensor_names import JOINED_CONVS, TensorNames
+from ..specs.config import ModelConfig
+from ..specs.family import Family
+from ..specs.recurrent import GatedDeltaSpec
+from ..specs.tensor_names import JOINED_CONVS, TensorNames
 from . import glm_moe, latent, reading
 
 _LINEAR = "linear_attention"

@@ -7,11 +7,11 @@ Tests: tests/core/test_experts.py
 
 from __future__ import annotations
 
-from ..config import ModelConfig
 from ..config_json import ConfigJson
-from ..family import Family
-from ..layers import LayerSpec, Norms, Routing, Scoring
-from ..tensor_names import CORRECTION, TensorNames
+from ..specs.config import ModelConfig
+from ..specs.family import Family
+from ..specs.layers import LayerSpec, Norms, Routing, Scoring
+from ..specs.tensor_names import CORRECTION, TensorNames
 from . import exaone, glm, glm_moe, reading
 
 

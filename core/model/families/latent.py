@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from ..config_json import ConfigJson
-from ..layers import AttentionSpec, LatentSpec, QueryGrowth
-from ..rope_config import RopeConfig
+from ..specs.layers import AttentionSpec, LatentSpec, QueryGrowth
+from ..specs.rope_config import RopeConfig
 from . import reading, rotary
 
 #: Of the norms of latents, whatever the model's others have.

@@ -8,11 +8,11 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from ..config import ModelConfig
 from ..config_json import ConfigJson
-from ..family import Family
-from ..layers import LayerSpec
-from ..tensor_names import LATENT_NORMS, LLAMA_NORMS, TensorNames
+from ..specs.config import ModelConfig
+from ..specs.family import Family
+from ..specs.layers import LayerSpec
+from ..specs.tensor_names import LATENT_NORMS, LLAMA_NORMS, TensorNames
 from . import latent, reading
 
 

@@ -7,12 +7,12 @@ Tests: tests/core/test_hybrids.py, tests/core/test_experts.py
 
 from __future__ import annotations
 
-from ..config import ModelConfig
 from ..config_json import ConfigJson
-from ..family import Family, text_shape
-from ..layers import AttentionSpec, Experts, GatedSpec, HeadNorm, LayerSpec, NormSpec, Routing, Scoring
-from ..recurrent import ShortConvSpec
-from ..tensor_names import TensorNames
+from ..specs.config import ModelConfig
+from ..specs.family import Family, text_shape
+from ..specs.layers import AttentionSpec, Experts, GatedSpec, HeadNorm, LayerSpec, NormSpec, Routing, Scoring
+from ..specs.recurrent import ShortConvSpec
+from ..specs.tensor_names import TensorNames
 from . import reading, rotary
 
 _CONV = "conv"

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..config import ModelConfig
 from ..config_json import ConfigJson
-from ..family import Family, text_shape
-from ..layers import AttentionSpec, GatedSpec, HeadNorm, LayerSpec, Norms, NormSpec, OutputGate
-from ..recurrent import ShortConvSpec
-from ..rope_config import RopeConfig
-from ..tensor_names import TensorNames
+from ..specs.config import ModelConfig
+from ..specs.family import Family, text_shape
+from ..specs.layers import AttentionSpec, GatedSpec, HeadNorm, LayerSpec, Norms, NormSpec, OutputGate
+from ..specs.recurrent import ShortConvSpec
+from ..specs.rope_config import RopeConfig
+from ..specs.tensor_names import TensorNames
 from . import reading, rotary
 
 _CONV = "conv"

@@ -1,18 +1,18 @@
 """Llama 4, also as the text part of its models of images: attention to chunks, and experts of weighted inputs.
 
-Tests: tests/core/test_chunks.py, tests/core/test_experts.py, tests/core/model/test_model_config.py
+Tests: tests/core/test_chunks.py, tests/core/test_experts.py, tests/core/model/specs/test_model_config.py
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from ..config import ModelConfig
 from ..config_json import ConfigJson
-from ..family import Family, text_shape
-from ..layers import AttentionSpec, HeadNorm, LayerSpec, QueryGrowth, Routing, Scoring
-from ..rope_config import RopeConfig
-from ..tensor_names import BESIDE_VISION, LLAMA_NORMS, TensorNames
+from ..specs.config import ModelConfig
+from ..specs.family import Family, text_shape
+from ..specs.layers import AttentionSpec, HeadNorm, LayerSpec, QueryGrowth, Routing, Scoring
+from ..specs.rope_config import RopeConfig
+from ..specs.tensor_names import BESIDE_VISION, LLAMA_NORMS, TensorNames
 from . import reading, rotary
 
 _CHUNKED = "chunked_attention"

@@ -8,8 +8,8 @@ from __future__ import annotations
 import math
 
 from ..config_json import ConfigJson
-from ..layers import Activation
-from ..recurrent import MambaSpec
+from ..specs.layers import Activation
+from ..specs.recurrent import MambaSpec
 from . import reading
 
 #: Values of `time_step_limit` that limit nothing.

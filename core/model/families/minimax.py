@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from ..config import ModelConfig
 from ..config_json import ConfigJson
-from ..family import Family
-from ..layers import AttentionSpec, HeadNorm, LayerSpec, Routing, Scoring
-from ..tensor_names import CORRECTION, LLAMA_NORMS, TensorNames
+from ..specs.config import ModelConfig
+from ..specs.family import Family
+from ..specs.layers import AttentionSpec, HeadNorm, LayerSpec, Routing, Scoring
+from ..specs.tensor_names import CORRECTION, LLAMA_NORMS, TensorNames
 from . import reading, rotary
 
 

@@ -2,7 +2,7 @@
 
 Mistral Small 4 has latent attention and a mixture of experts.
 
-Tests: tests/core/test_text_parts.py, tests/core/model/test_published_configs.py
+Tests: tests/core/test_text_parts.py, tests/core/model/specs/test_published_configs.py
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ..config import ModelConfig
 from ..config_json import ConfigJson
-from ..family import Family, text_shape
-from ..layers import AttentionSpec, LayerSpec, QueryGrowth, Routing
-from ..tensor_names import BESIDE_VISION
+from ..specs.config import ModelConfig
+from ..specs.family import Family, text_shape
+from ..specs.layers import AttentionSpec, LayerSpec, QueryGrowth, Routing
+from ..specs.tensor_names import BESIDE_VISION
 from . import glm_moe, latent, reading, rotary
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from ..config import ModelConfig
 from ..config_json import ConfigJson
-from ..family import Family
-from ..layers import AttentionSpec, LayerSpec, Routing
-from ..tensor_names import LLAMA_NORMS, TensorNames
+from ..specs.config import ModelConfig
+from ..specs.family import Family
+from ..specs.layers import AttentionSpec, LayerSpec, Routing
+from ..specs.tensor_names import LLAMA_NORMS, TensorNames
 from . import reading, rotary
 
 

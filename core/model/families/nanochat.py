@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..config import ModelConfig
 from ..config_json import ConfigJson
-from ..family import Family
-from ..layers import AttentionSpec, HeadNorm, LayerSpec, NormSpec, UngatedActivation
-from ..tensor_names import TensorNames
+from ..specs.config import ModelConfig
+from ..specs.family import Family
+from ..specs.layers import AttentionSpec, HeadNorm, LayerSpec, NormSpec, UngatedActivation
+from ..specs.tensor_names import TensorNames
 from . import reading, rotary
 
 

@@ -6,12 +6,12 @@ Tests: tests/core/test_hybrids.py, tests/core/test_experts.py
 
 from __future__ import annotations
 
-from ..config import ModelConfig
 from ..config_json import ConfigJson
-from ..family import Family
-from ..layers import AttentionSpec, Experts, LayerSpec, NormSpec, UngatedActivation, UngatedSpec
-from ..recurrent import MambaSpec
-from ..tensor_names import CORRECTION, TensorNames
+from ..specs.config import ModelConfig
+from ..specs.family import Family
+from ..specs.layers import AttentionSpec, Experts, LayerSpec, NormSpec, UngatedActivation, UngatedSpec
+from ..specs.recurrent import MambaSpec
+from ..specs.tensor_names import CORRECTION, TensorNames
 from . import reading
 
 _MAMBA, _MLP, _EXPERTS = "linear_attention", "mlp", "moe"

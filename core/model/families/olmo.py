@@ -4,12 +4,12 @@ without weights.
 
 from __future__ import annotations
 
-from ..config import ModelConfig
 from ..config_json import ConfigJson
-from ..family import Family, text_shape
-from ..layers import AttentionSpec, HeadNorm, LayerSpec, Norms, NormSpec
-from ..rope_config import RopeConfig
-from ..tensor_names import AFTER_NORMS, TensorNames
+from ..specs.config import ModelConfig
+from ..specs.family import Family, text_shape
+from ..specs.layers import AttentionSpec, HeadNorm, LayerSpec, Norms, NormSpec
+from ..specs.rope_config import RopeConfig
+from ..specs.tensor_names import AFTER_NORMS, TensorNames
 from . import reading, rotary
 
 

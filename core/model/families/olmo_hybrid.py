@@ -6,13 +6,13 @@ Tests: tests/core/test_hybrids.py
 
 from __future__ import annotations
 
-from ..config import ModelConfig
 from ..config_json import ConfigJson
-from ..family import Family
-from ..layers import Activation, AttentionSpec, HeadNorm, LayerSpec, Norms
-from ..recurrent import GatedDeltaSpec
-from ..rope_config import RopeConfig
-from ..tensor_names import AFTER_NORMS, JOINED_CONVS, TensorNames
+from ..specs.config import ModelConfig
+from ..specs.family import Family
+from ..specs.layers import Activation, AttentionSpec, HeadNorm, LayerSpec, Norms
+from ..specs.recurrent import GatedDeltaSpec
+from ..specs.rope_config import RopeConfig
+from ..specs.tensor_names import AFTER_NORMS, JOINED_CONVS, TensorNames
 from . import reading, rotary
 
 _LINEAR = "linear_attention"

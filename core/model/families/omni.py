@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..family import Family, text_shape
-from ..tensor_names import TensorNames
+from ..specs.family import Family, text_shape
+from ..specs.tensor_names import TensorNames
 from . import qwen, qwen3_moe
 
 _OUTER = ("", "thinker.")

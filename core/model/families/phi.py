@@ -5,11 +5,11 @@ Phi-1, 1.5 and 2 have attention and a feed-forward part without a gate side by s
 
 from __future__ import annotations
 
-from ..config import ModelConfig
 from ..config_json import ConfigJson
-from ..family import Family, text_shape
-from ..layers import AttentionSpec, LayerSpec, Norms, UngatedActivation
-from ..tensor_names import FUSED_GATE_UP, FUSED_QKV, TensorNames
+from ..specs.config import ModelConfig
+from ..specs.family import Family, text_shape
+from ..specs.layers import AttentionSpec, LayerSpec, Norms, UngatedActivation
+from ..specs.tensor_names import FUSED_GATE_UP, FUSED_QKV, TensorNames
 from . import reading, rotary
 
 _ROPE_NAMES = {"su": "longrope", "yarn": "longrope"}

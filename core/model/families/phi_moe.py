@@ -1,17 +1,17 @@
 """Phi-3.5-MoE: experts that are chosen one after another (sparse mixer), LayerNorms, and logits with a bias.
 
-Tests: tests/core/test_experts.py, tests/core/model/test_model_config.py
+Tests: tests/core/test_experts.py, tests/core/model/specs/test_model_config.py
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from ..config import ModelConfig
 from ..config_json import ConfigJson
-from ..family import Family
-from ..layers import LayerSpec, Routing, Scoring
-from ..tensor_names import TensorNames
+from ..specs.config import ModelConfig
+from ..specs.family import Family
+from ..specs.layers import LayerSpec, Routing, Scoring
+from ..specs.tensor_names import TensorNames
 from . import mixtral, reading, rotary
 
 _PER_TOKEN = 2

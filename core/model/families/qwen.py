@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
-from ..config import ModelConfig
 from ..config_json import ConfigJson
-from ..family import Family, text_shape
-from ..layers import AttentionSpec, HeadNorm, LayerSpec
-from ..tensor_names import TEXT_AND_IMAGES
+from ..specs.config import ModelConfig
+from ..specs.family import Family, text_shape
+from ..specs.layers import AttentionSpec, HeadNorm, LayerSpec
+from ..specs.tensor_names import TEXT_AND_IMAGES
 from . import reading, rotary
 
 

@@ -12,12 +12,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ..config import ModelConfig
 from ..config_json import ConfigJson
-from ..family import Family, text_shape
-from ..layers import AttentionSpec, Experts, GatedSpec, HeadNorm, LayerSpec, OutputGate, Routing
-from ..recurrent import GatedDeltaSpec
-from ..tensor_names import TensorNames
+from ..specs.config import ModelConfig
+from ..specs.family import Family, text_shape
+from ..specs.layers import AttentionSpec, Experts, GatedSpec, HeadNorm, LayerSpec, OutputGate, Routing
+from ..specs.recurrent import GatedDeltaSpec
+from ..specs.tensor_names import TensorNames
 from . import reading, rotary
 
 _LINEAR = "linear_attention"

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..config import ModelConfig
 from ..config_json import ConfigJson
-from ..family import Family, text_shape
-from ..layers import HeadNorm, Routing
-from ..tensor_names import TEXT_AND_IMAGES
+from ..specs.config import ModelConfig
+from ..specs.family import Family, text_shape
+from ..specs.layers import HeadNorm, Routing
+from ..specs.tensor_names import TEXT_AND_IMAGES
 from . import reading, rotary
 
 

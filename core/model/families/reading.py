@@ -1,6 +1,6 @@
 """Readers that families share: each reads some fields of `config.json` into values of `layers`.
 
-Tests: tests/core/test_families.py, tests/core/model/test_model_config.py
+Tests: tests/core/test_families.py, tests/core/model/specs/test_model_config.py
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from ..config import ModelConfig
 from ..config_json import ConfigJson, UnsupportedModel
-from ..layers import (
+from ..specs.config import ModelConfig
+from ..specs.layers import (
     Activation,
     AttentionSpec,
     ClampedSwiglu,
@@ -24,7 +24,7 @@ from ..layers import (
     UngatedActivation,
     UngatedSpec,
 )
-from ..recurrent import RecurrentSpec
+from ..specs.recurrent import RecurrentSpec
 
 DTYPES = ("float32", "bfloat16", "float16")
 LATENTS_NOTE = "the KV cache holds latents, not keys and values"

@@ -1,6 +1,6 @@
 """Rotary embeddings as `config.json` describes them: readers that families share.
 
-Tests: tests/core/test_families.py, tests/core/model/test_model_config.py
+Tests: tests/core/test_families.py, tests/core/model/specs/test_model_config.py
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from types import MappingProxyType
 from typing import Any
 
 from ..config_json import ConfigJson
-from ..layers import AttentionSpec
-from ..rope_config import ROPE_TYPES, RopeConfig
+from ..specs.layers import AttentionSpec
+from ..specs.rope_config import ROPE_TYPES, RopeConfig
 from . import reading
 
 

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..config import ModelConfig
 from ..config_json import ConfigJson
-from ..family import Family
-from ..tensor_names import CORRECTION, TensorNames
+from ..specs.config import ModelConfig
+from ..specs.family import Family
+from ..specs.tensor_names import CORRECTION, TensorNames
 from . import deepseek, glm_moe, reading
 
 _FIELDS = {

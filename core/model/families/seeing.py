@@ -12,10 +12,10 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from ...media.spec import VisionSpec
-from ..config import ModelConfig
 from ..config_json import ConfigJson
-from ..family import NULLS, Family
-from ..tensor_names import BESIDE_VISION, LLAMA_TENSORS, TensorNames
+from ..specs.config import ModelConfig
+from ..specs.family import NULLS, Family
+from ..specs.tensor_names import BESIDE_VISION, LLAMA_TENSORS, TensorNames
 from . import (
     cohere,
     deepseek,

@@ -10,7 +10,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from ....memory.pages.projections import Group
-from ..layers import (
+from ..specs.layers import (
     PARALLEL,
     AttentionSpec,
     Experts,
@@ -22,8 +22,8 @@ from ..layers import (
     StreamsSpec,
     UngatedActivation,
 )
-from ..recurrent import RecurrentSpec
-from ..slots import MATRICES, norms_of
+from ..specs.recurrent import RecurrentSpec
+from ..weights.slots import MATRICES, norms_of
 from .ops import (
     FURTHER,
     STREAM,

@@ -1,6 +1,6 @@
 """Arguments of the native decoder's attention ops.
 
-Tests: tests/core/model/test_native_decoder.py
+Tests: tests/core/model/program/test_native_decoder.py
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from ....ops.native_descriptors import NativeHeadNorm
-from ....ops.native_model import LatentShape
-from ..layers import AttentionSpec, HeadNorm, LatentSpec, NormSpec
+from ....ops.library.native_descriptors import NativeHeadNorm
+from ....ops.library.native_model import LatentShape
+from ..specs.layers import AttentionSpec, HeadNorm, LatentSpec, NormSpec
 from .native_place import Late, LayerPlace, score_scale, weight_of
 
 _HEAD_NORMS: dict[HeadNorm | None, NativeHeadNorm] = {

@@ -15,12 +15,12 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ....memory.pages.projections import Group, Product, Projections
-from ....ops.native_descriptors import NativeOutputGate
-from ....ops.native_program import NativeOp
-from ..experts import what_native_lacks
-from ..layers import Activation, HeadNorm, LayerSpec, NormSpec, OutputGate
+from ....ops.library.native_descriptors import NativeOutputGate
+from ....ops.library.native_program import NativeOp
+from ..moe.experts import what_native_lacks
 from ..native_activations import native_activation
-from ..slots import RECURRENT
+from ..specs.layers import Activation, HeadNorm, LayerSpec, NormSpec, OutputGate
+from ..weights.slots import RECURRENT
 from .builder import layer_program
 from .native_attention import attend_arguments, latent_arguments
 from .native_buffers import Buffers, NoNativeOp, columns_of, reads_rounded

@@ -1,6 +1,6 @@
 """A layer's weights, rotary tables and page locations, from which the native decoder's ops get their arguments.
 
-Tests: tests/core/model/test_native_decoder.py
+Tests: tests/core/model/program/test_native_decoder.py
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import numpy as np
 import torch
 
 from ....memory.pages.layout import PageGroup, PageLayout
-from ....ops.elementwise import rotary_table
-from ....ops.float8_kv import UNSCALED, KvScales
-from ....ops.native_model import LayerMixture
-from ....ops.native_program import NativeOp
-from ..layer_weights import LayerWeights
-from ..layers import AttentionSpec, LayerSpec, QueryGrowth, kv_index
-from ..rope_config import RopeConfig
+from ....ops.elementwise.elementwise import rotary_table
+from ....ops.elementwise.float8_kv import UNSCALED, KvScales
+from ....ops.library.native_model import LayerMixture
+from ....ops.library.native_program import NativeOp
+from ..specs.layers import AttentionSpec, LayerSpec, QueryGrowth, kv_index
+from ..specs.rope_config import RopeConfig
+from ..weights.layer_weights import LayerWeights
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ....ops.native_program import NativeOp, Register
+from ....ops.library.native_program import NativeOp, Register
 
 #: Kinds of ops that work on each token by itself: what they write may lie where they read.
 ROW_OPS = frozenset({"Norm", "Keep", "Copy", "Scale", "Add", "Sum", "Activate", "Reduce", "Route", "Combine"})

@@ -12,8 +12,8 @@ from dataclasses import dataclass, fields
 from typing import ClassVar
 
 from ....memory.pages.projections import Group
-from ..layers import Activation, AttentionSpec, Experts, LatentSpec, NormSpec, UngatedActivation
-from ..recurrent import RecurrentSpec
+from ..specs.layers import Activation, AttentionSpec, Experts, LatentSpec, NormSpec, UngatedActivation
+from ..specs.recurrent import RecurrentSpec
 
 #: The residual stream `[tokens, hidden]`.
 STREAM = "x"

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
-from ..config import ModelConfig
-from ..layers import AttentionSpec, Experts, HeadNorm, LayerSpec, NormSpec
-from ..rope_config import RopeConfig
+from ..specs.config import ModelConfig
+from ..specs.layers import AttentionSpec, Experts, HeadNorm, LayerSpec, NormSpec
+from ..specs.rope_config import RopeConfig
 from .builder import LayerProgram, layer_program
 from .ops import (
     Activate,

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import torch
 
-from ....ops.attention import PLAIN, Scores
-from ....ops.elementwise import HeadNorms
-from ..layer_weights import LayerWeights
-from ..layers import AttentionSpec, HeadNorm, NormSpec
+from ....ops.attention.attention import PLAIN, Scores
+from ....ops.elementwise.elementwise import HeadNorms
+from ..specs.layers import AttentionSpec, HeadNorm, NormSpec
+from ..weights.layer_weights import LayerWeights
 from .builder import Kept
 from .ops import Attend, LatentAttend
 from .torch_step import Bound

@@ -5,9 +5,9 @@ Tests: tests/core/test_latents.py
 
 from __future__ import annotations
 
-from ....ops.elementwise import write_latents
-from ....ops.latents import LatentHeads
-from ....ops.rotation import KvSlots, NewLatents
+from ....ops.attention.latents import LatentHeads
+from ....ops.elementwise.elementwise import write_latents
+from ....ops.elementwise.rotation import KvSlots, NewLatents
 from ..nvtx_spans import span
 from .builder import Kept
 from .ops import LatentAttend, Latents

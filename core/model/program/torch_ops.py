@@ -12,8 +12,7 @@ import torch
 from torch.nn.functional import linear
 
 from ....memory.pages.projections import LAYER_GROUPS
-from ....ops import float8_rows
-from ....ops.elementwise import (
+from ....ops.elementwise.elementwise import (
     add_layer_norm,
     add_rms_norm,
     gate_output,
@@ -28,16 +27,17 @@ from ....ops.elementwise import (
     with_normed_values,
     xielu,
 )
-from ....ops.narrow_weights import NarrowWeight
-from ....ops.packed_gemm import packed_linear
-from ....ops.rotation import KvSlots
-from ....ops.sparse_gates import sparse_gates
+from ....ops.elementwise.rotation import KvSlots
+from ....ops.elementwise.sparse_gates import sparse_gates
+from ....ops.gemm import float8_rows
+from ....ops.gemm.narrow_weights import NarrowWeight
+from ....ops.gemm.packed_gemm import packed_linear
 from ..batch import GemmBackend, GemmBackends, GemmKind
-from ..experts import activated, mix_experts
-from ..layers import NormSpec, OutputGate
+from ..lora.step_lora import ATTN_O, DOWN, GATE_UP, QKV
+from ..moe.experts import activated, mix_experts
 from ..nvtx_spans import span
-from ..rounding_weight import RoundingWeight
-from ..step_lora import ATTN_O, DOWN, GATE_UP, QKV
+from ..specs.layers import NormSpec, OutputGate
+from ..weights.rounding_weight import RoundingWeight
 from .builder import Kept
 from .ops import (
     Activate,
@@ -69,7 +69,7 @@ from .torch_step import Place, Run, Step, reader
 from .torch_streams import add_to_others, correct_streams, predict_streams, stream_factors, take_stream
 
 if TYPE_CHECKING:
-    from ....ops.sgmv_triton import Shrunk
+    from ....ops.lora.sgmv_triton import Shrunk
 
 #: A weight of a GEMM, as a device or a CPU keeps it.
 Weight = torch.Tensor | NarrowWeight | RoundingWeight
@@ -214,7 +214,7 @@ def multiply(
         weight = weight.dense() if isinstance(weight, NarrowWeight) else weight
         y = (packed_linear if weight.is_mkldnn else linear)(x, weight, bias)
         return silu_and_mul(y) if gate else y
-    from ....ops import small_gemm_triton  # needs triton
+    from ....ops.gemm import small_gemm_triton  # needs triton
 
     return small_gemm_triton.multiply(x, weight, bias, silu=gate, shrunk=shrunk)
 

@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 import torch
 
-from ....ops.attention import GroupedAttention
+from ....ops.attention.attention import GroupedAttention
 from ..batch import BY_LIBRARY, GemmBackends
-from ..layer_weights import LayerWeights
-from ..step_lora import StepLora
+from ..lora.step_lora import StepLora
+from ..weights.layer_weights import LayerWeights
 from .builder import Kept, LayerProgram
 from .ops import FURTHER, STREAM, STREAMS, Add, Begin, End, Gemm, Op, name_of
 from .peepholes import fused, fused_layers

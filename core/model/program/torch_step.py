@@ -13,14 +13,14 @@ from typing import NamedTuple
 import torch
 
 from ....memory.pages.arena import Arena
-from ....ops.attention import GroupedAttention
-from ....ops.elementwise import Rotation
-from ....ops.float8_kv import KvScales
-from ....ops.ranks import Collectives
+from ....ops.attention.attention import GroupedAttention
+from ....ops.elementwise.elementwise import Rotation
+from ....ops.elementwise.float8_kv import KvScales
+from ....ops.ranks.ranks import Collectives
 from ..batch import BY_LIBRARY, GemmBackends, StepBatch, StepStates
-from ..layer_weights import LayerWeights
-from ..rope_config import RopeConfig
-from ..step_lora import StepLora
+from ..lora.step_lora import StepLora
+from ..specs.rope_config import RopeConfig
+from ..weights.layer_weights import LayerWeights
 from .builder import Kept
 from .ops import Read, View
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from torch.nn.functional import linear
 
-from ....ops.elementwise import rms_norm
+from ....ops.elementwise.elementwise import rms_norm
 from .ops import AddToOthers, CorrectStreams, PredictStreams, StreamFactors, TakeStream
 from .torch_step import Place, Run, Step
 

@@ -2,7 +2,7 @@
 
 PEFT's factor is alpha / (r + 1e-5) with the rank before training, in every module, whatever rank is left there.
 
-Tests: tests/memory/files/methods/test_methods.py, tests/core/test_adapter_methods.py
+Tests: tests/memory/files/methods/test_methods.py, tests/core/adapters/test_adapter_methods.py
 """
 
 from __future__ import annotations

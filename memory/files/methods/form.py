@@ -1,6 +1,6 @@
 """Adapters of PEFT's other methods: the files that LoRA has, with other tensors, of which A and B are computed.
 
-Tests: tests/memory/files/methods/test_methods.py, tests/core/test_adapter_methods.py
+Tests: tests/memory/files/methods/test_methods.py, tests/core/adapters/test_adapter_methods.py
 """
 
 from __future__ import annotations

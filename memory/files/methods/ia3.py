@@ -3,7 +3,7 @@
 Its A and B are zero. Inputs of down_proj in a gated part are products that have up_proj's outputs as factors, so their
 scales are scales of these; other inputs are refused when the vectors are checked.
 
-Tests: tests/memory/files/methods/test_methods.py, tests/core/test_adapter_methods.py
+Tests: tests/memory/files/methods/test_methods.py, tests/core/adapters/test_adapter_methods.py
 """
 
 from __future__ import annotations

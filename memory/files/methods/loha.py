@@ -2,7 +2,7 @@
 
     B[o, (i, j)] = W1a[o, i] · W2a[o, j]        A[(i, j), n] = W1b[i, n] · W2b[j, n]
 
-Tests: tests/memory/files/methods/test_methods.py, tests/core/test_adapter_methods.py
+Tests: tests/memory/files/methods/test_methods.py, tests/core/adapters/test_adapter_methods.py
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ With Wi = Li Ri the rank is that of W1 times that of W2:
 
 A matrix that is whole is itself times an identity on its longer side.
 
-Tests: tests/memory/files/methods/test_methods.py, tests/core/test_adapter_methods.py
+Tests: tests/memory/files/methods/test_methods.py, tests/core/adapters/test_adapter_methods.py
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
 The last run may be cut. "bat" multiplies by the base model's weights, and "mini" leaves the number of outputs to the
 model: neither is computed here.
 
-Tests: tests/memory/files/methods/test_methods.py, tests/core/test_adapter_methods.py
+Tests: tests/memory/files/methods/test_methods.py, tests/core/adapters/test_adapter_methods.py
 """
 
 from __future__ import annotations

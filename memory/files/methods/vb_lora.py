@@ -4,7 +4,7 @@ For each run of values the file has a logit of each vector. The softmax of the k
 
     A[r, (i, ·)] = Σ weight[r, i, v] · bank[v]        B[(o, ·), r] = Σ weight[o, r, v] · bank[v]
 
-Tests: tests/memory/files/methods/test_methods.py, tests/core/test_adapter_methods.py
+Tests: tests/memory/files/methods/test_methods.py, tests/core/adapters/test_adapter_methods.py
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Both have the size of the largest module; a module has the first columns of A and the first rows of B.
 
-Tests: tests/memory/files/methods/test_methods.py, tests/core/test_adapter_methods.py
+Tests: tests/memory/files/methods/test_methods.py, tests/core/adapters/test_adapter_methods.py
 """
 
 from __future__ import annotations

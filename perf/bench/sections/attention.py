@@ -11,9 +11,9 @@ from typing import Any, Literal
 
 import torch
 
-from ....ops.attention import AttentionSetup, HeadShape, PagedAttention
-from ....ops.attention_backend import AttentionBackend, AttentionUnavailable, choose_attention
-from ....ops.float8_kv import DTYPE as FLOAT8
+from ....ops.attention.attention import AttentionSetup, HeadShape, PagedAttention
+from ....ops.attention.attention_backend import AttentionBackend, AttentionUnavailable, choose_attention
+from ....ops.elementwise.float8_kv import DTYPE as FLOAT8
 from ...kernels.cost import attention_cost
 from ...report.table import Table
 from ..context import Context
@@ -69,7 +69,7 @@ class _Case:
             return choose_attention(setup, name)
         if name != "triton":
             raise AttentionUnavailable("there is no GPU")
-        from ....ops.attention_triton import TritonBackend
+        from ....ops.attention.attention_triton import TritonBackend
 
         return TritonBackend(setup, num_sms=4, reason="a smoke run", new_event=StubDevice().event)
 

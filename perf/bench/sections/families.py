@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from ....core.model.config import ModelConfig
 from ....core.model.read_config import read_model_config
+from ....core.model.specs.config import ModelConfig
 from ...report.table import Table
 from ..context import Context
 from ..families import FAMILIES

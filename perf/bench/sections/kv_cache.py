@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ....ops import native_library
+from ....ops.library import native_library
 from ...report.table import Table
 from ..context import Context
 from ..subject import Subject

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ....ops.attention import Attention, AttentionSetup, HeadShape
-from ....ops.attention_backend import AttentionBackend, choose_attention
-from ....ops.latents import LatentHeads
+from ....ops.attention.attention import Attention, AttentionSetup, HeadShape
+from ....ops.attention.attention_backend import AttentionBackend, choose_attention
+from ....ops.attention.latents import LatentHeads
 from ...report.table import Table
 from ..context import Context
 from ..idle_engine import StubDevice
@@ -23,7 +23,7 @@ from .registry import rows_table
 
 
 class _Shape(NamedTuple):
-    """See `core.model.layers.LatentSpec`."""
+    """See `core.model.specs.layers.LatentSpec`."""
 
     heads: int
     key_dim: int
@@ -75,7 +75,7 @@ class _Case:
         theirs = choose_attention(setup, "torch")
         if not self.context.smoke:
             return {"triton": choose_attention(setup, "triton"), "torch": theirs}
-        from ....ops.attention_triton import TritonBackend
+        from ....ops.attention.attention_triton import TritonBackend
 
         return {
             "triton": TritonBackend(setup, num_sms=4, reason="a smoke run", new_event=StubDevice().event),

@@ -20,8 +20,9 @@ import torch
 
 from ....core.model.read_config import read_model_config
 from ....memory.pages import hugepages
-from ....ops import native, native_library
-from ....ops.native_descriptors import ELEMENT_OF
+from ....ops.cpu import native
+from ....ops.library import native_library
+from ....ops.library.native_descriptors import ELEMENT_OF
 from ...report.table import Table
 from ..context import Context
 from ..subject import Subject

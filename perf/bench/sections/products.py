@@ -11,7 +11,7 @@ import torch
 
 from ....core.model.batch import GemmBackend
 from ....core.model.program.torch_ops import multiply
-from ....ops.small_gemm_schedule import MAX_ROWS, fewest_rows
+from ....ops.gemm.small_gemm_schedule import MAX_ROWS, fewest_rows
 from ...kernels.cost import Cost, product_cost
 from ...report.table import Table
 from ..context import Context

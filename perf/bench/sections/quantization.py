@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from ....core.model.quantization.round_to_nearest import RoundToNearest
-from ....ops import native_library
+from ....core.model.checkpoints.quantization.round_to_nearest import RoundToNearest
+from ....ops.library import native_library
 from ...report.table import Goal, Table
 from ..context import Context
 from ..subject import Subject

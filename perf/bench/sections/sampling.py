@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ....core.requests.grammar import Grammar
-from ....ops.sampling import RowSamplingParams, sample, sample_into, sampling_rows, uniform
+from ....ops.sampling.sampling import RowSamplingParams, sample, sample_into, sampling_rows, uniform
 from ...report.table import Goal, Table
 from ..context import Context
 from ..random_model import write_tokenizer
@@ -99,7 +99,7 @@ def _draw(context: Context, rows: int, case: str, logits: str) -> dict[str, Any]
     sample_into(tokens, values, range(rows), row_params)
     same = (tokens[0] == sample(values, row_params, vocab)).sum().item()
     if not context.smoke:
-        from ....ops import sampling_triton  # needs triton
+        from ....ops.sampling import sampling_triton  # needs triton
 
         draws, num_limited = sampling_rows(range(rows), row_params, vocab)
         on_device = torch.from_numpy(draws).to(context.device)

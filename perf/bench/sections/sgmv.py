@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from ....ops.sgmv_schedule import decode, prefill
+from ....ops.lora.sgmv_schedule import decode, prefill
 from ...report.table import Table
 from ..context import Context
 from ..lora_case import ArenaPages, LoraCase, layer_bytes, layers_for, num_pages

@@ -12,13 +12,14 @@ import torch
 from chorus.core.config import EngineConfig
 from chorus.core.executors import cpu_setup
 from chorus.core.executors.cpu import CpuExecutor
-from chorus.core.model.config import UnsupportedModel
+from chorus.core.model.specs.config import UnsupportedModel
 from chorus.core.requests.request_params import RequestParams
 from chorus.core.requests.types import BASE_LORA_INDEX, ScheduledSequence, StepPlan
 from chorus.memory.files.tensor_file import ITEM_BYTES
-from chorus.ops import native_library, sgmv
-from chorus.ops.native import NativeSampling
-from chorus.ops.native_descriptors import Element
+from chorus.ops.cpu.native import NativeSampling
+from chorus.ops.library import native_library
+from chorus.ops.library.native_descriptors import Element
+from chorus.ops.lora import sgmv
 
 from ...tables import LAYER_MATRICES
 

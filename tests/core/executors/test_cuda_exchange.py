@@ -15,10 +15,10 @@ from chorus.core.executors.cuda_exchange import CudaExchange
 from chorus.memory.pages.layer_projections import dense_projections
 from chorus.memory.transfers import cuda_driver
 from chorus.memory.transfers.cuda_driver import CupyDriver
-from chorus.ops import native_library
-from chorus.ops.lora_offload import EXCHANGES_BYTES, product_widths, row_elems
-from chorus.ops.native_descriptors import EXCHANGE
-from chorus.ops.ranks import Ranks
+from chorus.ops.cpu.lora_offload import EXCHANGES_BYTES, product_widths, row_elems
+from chorus.ops.library import native_library
+from chorus.ops.library.native_descriptors import EXCHANGE
+from chorus.ops.ranks.ranks import Ranks
 
 from ...memory.fake_cuda import FakeDriver
 

@@ -19,11 +19,11 @@ from chorus.core.executors.cpu import CpuExecutor
 from chorus.core.executors.cuda import CudaExecutor
 from chorus.core.executors.cuda_memory import OutOfDeviceMemory
 from chorus.core.model.batch import GemmBackend
-from chorus.core.model.shadow import MOST_GROWTH
+from chorus.core.model.weights.shadow import MOST_GROWTH
 from chorus.graphs.runner import StepMode
 from chorus.memory.adapters.adapter import Tier
 from chorus.memory.host.images import Reads, ThreadReads
-from chorus.ops import native_library
+from chorus.ops.library import native_library
 from chorus.perf.bench.random_model import RandomModel, adapters, checkpoint
 from chorus.perf.bench.sizes import Geometry
 from chorus.perf.inline_reads import InlineReads

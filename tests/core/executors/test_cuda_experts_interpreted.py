@@ -12,7 +12,7 @@ import pytest
 from chorus.core.config import EngineConfig
 from chorus.core.engine import Engine
 from chorus.core.executors.cuda import CudaExecutor
-from chorus.core.model.mixture_launches import MixtureState
+from chorus.core.model.moe.mixture_launches import MixtureState
 from chorus.graphs.runner import EagerReason, StepMode
 from chorus.memory.host.images import ThreadReads
 from chorus.memory.pages.projections import Group

@@ -18,21 +18,21 @@ from safetensors.torch import load_file, save_file
 
 from chorus.core.executors.cpu import CpuExecutor
 from chorus.core.executors.cuda import CudaExecutor
-from chorus.core.model.quantization.round_to_nearest import RoundToNearest
+from chorus.core.model.checkpoints.quantization.round_to_nearest import RoundToNearest
+from chorus.core.model.moe.stacked_experts import StackedExperts
 from chorus.core.model.read_config import read_model_config
-from chorus.core.model.stacked_experts import StackedExperts
 from chorus.graphs.runner import StepMode
-from chorus.ops.narrow_weights import NarrowWeight
+from chorus.ops.gemm.narrow_weights import NarrowWeight
 from chorus.perf.bench.random_model import RandomModel, adapters, checkpoint
 from chorus.perf.bench.sizes import Geometry
 
 from ...conftest import ModelSpec, Subject, save_model
 from ...greedy import MIN_MARGIN
-from ..adapter_zoo import save_zoo
+from ..adapters.adapter_zoo import save_zoo
+from ..adapters.model_module_forms import FORMS as MODULE_FORMS
+from ..adapters.model_module_forms import save_form
 from ..conftest import Driver
 from ..merging.test_merged import merge
-from ..model_module_forms import FORMS as MODULE_FORMS
-from ..model_module_forms import save_form
 from ..paths.float8_caches import CLEAR
 from ..paths.quantised import quantised_mixture
 from ..speculation.stand_ins import Free

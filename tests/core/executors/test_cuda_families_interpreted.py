@@ -11,16 +11,18 @@ import torch
 from chorus.core.executors import cuda
 from chorus.core.executors.cuda import CudaExecutor
 from chorus.core.executors.cuda_ranks import CudaRanksExecutor
-from chorus.core.model.stacked_experts import StackedExperts
+from chorus.core.model.moe.stacked_experts import StackedExperts
 from chorus.graphs.runner import EagerReason, StepMode
-from chorus.ops import attention_flashinfer, elementwise, native_library
-from chorus.ops.attention_backend import Obstacle
-from chorus.ops.attention_flashinfer import FlashInferBackend
-from chorus.ops.attention_triton import TritonBackend
+from chorus.ops.attention import attention_flashinfer
+from chorus.ops.attention.attention_backend import Obstacle
+from chorus.ops.attention.attention_flashinfer import FlashInferBackend
+from chorus.ops.attention.attention_triton import TritonBackend
+from chorus.ops.elementwise import elementwise
+from chorus.ops.library import native_library
 
 from ...graphs.late_device import LateDevice
-from ...ops.fake_flashinfer import FakeFlashInfer, Stream
-from ..adapter_zoo import save_zoo
+from ...ops.attention.fake_flashinfer import FakeFlashInfer, Stream
+from ..adapters.adapter_zoo import save_zoo
 from ..merging.test_merged import merge
 from ..paths.family_rows import FAMILY_ROWS
 from ..tiny_families import make_all_linear, make_tiny

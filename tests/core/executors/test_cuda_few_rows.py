@@ -14,12 +14,12 @@ pytest.importorskip("triton")
 
 from chorus.core.executors import cpu
 from chorus.core.model.batch import GemmBackend
-from chorus.core.model.open_weights import open_weights
 from chorus.core.model.read_config import read_model_config
-from chorus.core.model.weight_plan import NARROW
-from chorus.ops import small_gemm_triton
-from chorus.ops.elementwise import silu_and_mul
-from chorus.ops.narrow_weights import NarrowWeight
+from chorus.core.model.weights.open_weights import open_weights
+from chorus.core.model.weights.weight_plan import NARROW
+from chorus.ops.elementwise.elementwise import silu_and_mul
+from chorus.ops.gemm import small_gemm_triton
+from chorus.ops.gemm.narrow_weights import NarrowWeight
 
 from ..test_families import executor_of, logits_of
 from ..tiny_families import EVERY, save_family

@@ -10,16 +10,16 @@ import torch
 from chorus.core.executors import cuda_float8_products
 from chorus.core.executors.cuda_float8_products import check_float8_products, choose_float8_products
 from chorus.core.model.batch import GemmBackend
-from chorus.core.model.config import UnsupportedModel
+from chorus.core.model.checkpoints.quantization.round_to_nearest import RoundToNearest
 from chorus.core.model.decoder import DecoderModel
-from chorus.core.model.dummy_weights import DummyWeights
-from chorus.core.model.layers import AttentionSpec, GatedSpec, LayerSpec
-from chorus.core.model.quantization.round_to_nearest import RoundToNearest
-from chorus.core.model.rope_config import RopeConfig
-from chorus.core.model.weight_plan import NARROW
+from chorus.core.model.specs.config import UnsupportedModel
+from chorus.core.model.specs.layers import AttentionSpec, GatedSpec, LayerSpec
+from chorus.core.model.specs.rope_config import RopeConfig
+from chorus.core.model.weights.dummy_weights import DummyWeights
+from chorus.core.model.weights.weight_plan import NARROW
 from chorus.memory.pages.arena import Arena
 from chorus.memory.pages.layout import PageLayout
-from chorus.ops import float8_rows
+from chorus.ops.gemm import float8_rows
 
 from ...graphs.late_device import LateDevice
 from ...tables import LAYER_MATRICES

@@ -25,14 +25,15 @@ from chorus.core.executors.cuda_gemm_backends import (  # noqa: E402
 )
 from chorus.core.model.batch import GemmBackend, GemmBackends, GemmKind  # noqa: E402
 from chorus.core.model.decoder import DecoderModel  # noqa: E402
-from chorus.core.model.dummy_weights import DummyWeights  # noqa: E402
-from chorus.core.model.layers import AttentionSpec, GatedSpec, LayerSpec  # noqa: E402
-from chorus.core.model.lora_state_cuda import CudaLoraState, StepLimits  # noqa: E402
-from chorus.core.model.rope_config import RopeConfig  # noqa: E402
+from chorus.core.model.lora.lora_state_cuda import CudaLoraState, StepLimits  # noqa: E402
+from chorus.core.model.specs.layers import AttentionSpec, GatedSpec, LayerSpec  # noqa: E402
+from chorus.core.model.specs.rope_config import RopeConfig  # noqa: E402
+from chorus.core.model.weights.dummy_weights import DummyWeights  # noqa: E402
 from chorus.memory.pages.arena import Arena  # noqa: E402
 from chorus.memory.pages.layout import PageLayout  # noqa: E402
-from chorus.ops import dependent_launch, small_gemm_triton  # noqa: E402
-from chorus.ops.small_gemm_schedule import MAX_ROWS  # noqa: E402
+from chorus.ops import dependent_launch  # noqa: E402
+from chorus.ops.gemm import small_gemm_triton  # noqa: E402
+from chorus.ops.gemm.small_gemm_schedule import MAX_ROWS  # noqa: E402
 from chorus.perf.kernels.idle_triton import idle_compiler, idle_kernels  # noqa: E402
 
 from ..tiny_config import LLAMA  # noqa: E402

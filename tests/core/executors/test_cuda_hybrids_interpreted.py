@@ -18,7 +18,7 @@ from chorus.core.policies import Policies
 from chorus.core.requests.grammar import Grammar
 from chorus.core.speculation.ngrams import NgramProposer
 from chorus.graphs.runner import StepMode
-from chorus.ops import native_library
+from chorus.ops.library import native_library
 from chorus.perf.inline_reads import InlineReads
 
 from ...tiny_tokenizer import save_tokenizer

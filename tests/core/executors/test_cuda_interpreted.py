@@ -29,10 +29,10 @@ from chorus.core.executors.cuda import CudaExecutor
 from chorus.core.executors.cuda_memory import OutOfDeviceMemory
 from chorus.core.executors.cuda_piecewise import token_buckets
 from chorus.core.executors.cuda_steps import CudaSteps
-from chorus.core.model import lora_launches, lora_state_cuda
 from chorus.core.model.batch import BY_LIBRARY, GemmBackend
 from chorus.core.model.decoder import DecoderModel
-from chorus.core.model.lora_state_cuda import MAX_PARTS
+from chorus.core.model.lora import lora_launches, lora_state_cuda
+from chorus.core.model.lora.lora_state_cuda import MAX_PARTS
 from chorus.core.requests.pooling import from_bytes
 from chorus.core.requests.request_params import InvalidRequest
 from chorus.graphs.device import DeviceError
@@ -40,15 +40,17 @@ from chorus.graphs.runner import NO_TAIL, USUAL_ROOM, EagerReason, LaunchSize, S
 from chorus.memory.files.error import AdapterFormatError
 from chorus.memory.host.images import ThreadReads
 from chorus.memory.pages.pool import PageKind
-from chorus.ops import attention_flashinfer, sgmv_triton, small_gemm_triton
-from chorus.ops.attention_flashinfer import FlashInferBackend
-from chorus.ops.attention_triton import TritonBackend
-from chorus.ops.attention_xqa import XqaBackend
+from chorus.ops.attention import attention_flashinfer
+from chorus.ops.attention.attention_flashinfer import FlashInferBackend
+from chorus.ops.attention.attention_triton import TritonBackend
+from chorus.ops.attention.attention_xqa import XqaBackend
+from chorus.ops.gemm import small_gemm_triton
+from chorus.ops.lora import sgmv_triton
 from chorus.perf.inline_reads import InlineReads
 
 from ...conftest import ATTENTION, MLP, ModelSpec, Subject, save_adapter, save_model
 from ...graphs.late_device import LateDevice
-from ...ops.fake_flashinfer import FakeFlashInfer, Stream
+from ...ops.attention.fake_flashinfer import FakeFlashInfer, Stream
 from ..conftest import Driver, RecordingExecutor, ticking
 from ..entered import entered
 
@@ -700,7 +702,7 @@ def test_attention_that_cannot_serve_is_refused(tiny):
 @pytest.fixture
 def drawing_kernels(monkeypatch):
     """Tokens are drawn by the kernels."""
-    monkeypatch.setattr("chorus.ops.sampling._on_host", lambda logits: False)
+    monkeypatch.setattr("chorus.ops.sampling.sampling._on_host", lambda logits: False)
 
 
 @pytest.mark.usefixtures("drawing_kernels")
@@ -913,7 +915,7 @@ def test_a_step_enters_few_files(drive, tiny, arrives, most):
     if arrives:
         ask(driver, tiny, ("r1-qv", 3, 2))
     counts = entered(driver.engine.step)
-    assert "ops/sgmv_triton.py" in counts
+    assert "ops/lora/sgmv_triton.py" in counts
     assert len(counts) <= most, sorted(counts)
 
 

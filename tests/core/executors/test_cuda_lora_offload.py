@@ -7,10 +7,10 @@ import torch
 
 from chorus.core.config import EngineConfig
 from chorus.core.executors.cuda import CudaExecutor
-from chorus.core.model.config import UnsupportedModel
+from chorus.core.model.specs.config import UnsupportedModel
 from chorus.graphs.device import DeviceError
 from chorus.memory.transfers import cuda_driver
-from chorus.ops import native_library
+from chorus.ops.library import native_library
 
 from ...graphs.host_device import HostDevice
 from ..tiny_families import save_family

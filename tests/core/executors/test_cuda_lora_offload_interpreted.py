@@ -21,7 +21,7 @@ from chorus.core.executors.cuda import CudaExecutor
 from chorus.core.executors.lora_offload import OffloadProfile
 from chorus.core.requests.types import StepPlan
 from chorus.memory.transfers.cuda_copies import CudaCopies
-from chorus.ops import native_library
+from chorus.ops.library import native_library
 from chorus.perf.inline_reads import InlineReads
 
 from ...graphs.late_device import LateDevice

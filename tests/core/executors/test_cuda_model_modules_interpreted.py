@@ -17,9 +17,9 @@ from chorus.perf.inline_reads import InlineReads
 
 from ...conftest import ModelSpec, Subject, save_model
 from ...graphs.late_device import LateDevice
+from ..adapters.model_module_forms import FORMS, save_form
+from ..adapters.test_trained_rows import save_rows
 from ..conftest import Driver, RecordingExecutor, ticking
-from ..model_module_forms import FORMS, save_form
-from ..test_trained_rows import save_rows
 from .test_cuda_interpreted import ask, check, make_config, merge
 
 SPEC = ModelSpec(seed=7, hidden=32, ffn=48, layers=2, heads=2, kv_heads=1, vocab=96, positions=64, tied=True)

@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 
 from chorus.core.executors import cuda_gemm_backends, cuda_memory
 from chorus.core.model.batch import GemmBackend
-from chorus.core.model.narrow_bytes import weight_bytes
-from chorus.ops.narrow_weights import NarrowWeight
+from chorus.core.model.weights.narrow_bytes import weight_bytes
+from chorus.ops.gemm.narrow_weights import NarrowWeight
 
 from ...kept import KeptAnswers, kept_files
 from ..paths.quantised import quantised_mixture

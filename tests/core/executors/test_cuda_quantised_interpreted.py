@@ -20,10 +20,10 @@ from chorus.core.engine import Engine
 from chorus.core.executors import cuda_float8_products, cuda_gemm_backends, cuda_memory
 from chorus.core.executors.cuda import CudaExecutor
 from chorus.core.model.batch import BY_LIBRARY, GemmBackend
-from chorus.core.model.config import UnsupportedModel
-from chorus.core.model.quantization.round_to_nearest import RoundToNearest
+from chorus.core.model.checkpoints.quantization.round_to_nearest import RoundToNearest
+from chorus.core.model.specs.config import UnsupportedModel
 from chorus.core.requests.types import CannotMerge
-from chorus.ops.narrow_weights import NarrowWeight
+from chorus.ops.gemm.narrow_weights import NarrowWeight
 from chorus.perf.inline_reads import InlineReads
 from chorus.server.cli.command import main
 

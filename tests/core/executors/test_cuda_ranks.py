@@ -16,7 +16,7 @@ from chorus.core.executors.cuda import CudaExecutor, watched
 from chorus.core.executors.shared_memory import MemoryLayout, SharedMemory
 from chorus.graphs.device import CudaDevice, DeviceError
 from chorus.memory.transfers.transfer import ExecutorLost
-from chorus.ops import device_ranks
+from chorus.ops.ranks import device_ranks
 
 from ...graphs.late_device import LateDevice
 from ...memory.fake_cuda import FakeDriver

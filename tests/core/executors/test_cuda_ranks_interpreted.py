@@ -40,9 +40,9 @@ from chorus.memory.files.error import AdapterFormatError
 from chorus.memory.host.image import HostImage, LayerStream
 from chorus.memory.host.images import ThreadReads
 from chorus.memory.transfers.transfer import ExecutorLost
-from chorus.ops import native_library
-from chorus.ops.device_ranks import open_group
-from chorus.ops.ranks import Ranks
+from chorus.ops.library import native_library
+from chorus.ops.ranks.device_ranks import open_group
+from chorus.ops.ranks.ranks import Ranks
 from chorus.perf.inline_reads import InlineReads
 
 from ...conftest import Subject

@@ -15,15 +15,15 @@ from chorus.core.executors.cuda import CudaExecutor
 from chorus.core.policies import Policies
 from chorus.core.requests.request import Request
 from chorus.graphs.runner import StepMode
-from chorus.ops import attention_flashinfer
-from chorus.ops.attention_flashinfer import FlashInferBackend
-from chorus.ops.attention_triton import TritonBackend
-from chorus.ops.attention_xqa import XqaBackend
+from chorus.ops.attention import attention_flashinfer
+from chorus.ops.attention.attention_flashinfer import FlashInferBackend
+from chorus.ops.attention.attention_triton import TritonBackend
+from chorus.ops.attention.attention_xqa import XqaBackend
 from chorus.perf.inline_reads import InlineReads
 
 from ...conftest import Subject
 from ...graphs.late_device import LateDevice
-from ...ops.fake_flashinfer import FakeFlashInfer, Stream
+from ...ops.attention.fake_flashinfer import FakeFlashInfer, Stream
 from ..conftest import Driver, RecordingExecutor, ticking
 from ..speculation.stand_ins import Answer, Drawn, Free, Right
 from .test_cuda_interpreted import RECIPES, Launches, make_config, merge, tiny  # noqa: F401 - a fixture

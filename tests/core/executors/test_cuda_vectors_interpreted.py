@@ -10,12 +10,12 @@ from chorus.core.engine import Engine
 from chorus.core.executors import cuda_decode
 from chorus.core.executors.cuda import CudaExecutor
 from chorus.graphs.runner import StepMode
-from chorus.ops import vectors_triton
+from chorus.ops.lora import vectors_triton
 from chorus.perf.inline_reads import InlineReads
 
 from ...conftest import ATTENTION, MLP, ModelSpec
 from ...graphs.late_device import LateDevice
-from ..adapter_zoo import save_zoo
+from ..adapters.adapter_zoo import save_zoo
 from ..conftest import Driver, RecordingExecutor, ticking
 from .test_cuda_interpreted import make_config, merge
 

@@ -12,7 +12,7 @@ from chorus.core.config import EngineConfig
 from chorus.core.executors import choice
 from chorus.core.executors.cpu import CpuExecutor
 from chorus.graphs.device import DeviceError
-from chorus.ops import native_library
+from chorus.ops.library import native_library
 from chorus.server.cluster.replica_process import ReplicaSettings
 from chorus.server.settings import Settings
 

@@ -14,8 +14,8 @@ from chorus.core.executors import adapters
 from chorus.core.requests.request import Request
 from chorus.core.requests.request_params import RequestParams
 from chorus.ops import attention, sampling
-from chorus.ops.attention import HeadShape, PagedAttention
-from chorus.ops.attention_plan import PlanBuffers
+from chorus.ops.attention.attention import HeadShape, PagedAttention
+from chorus.ops.attention.attention_plan import PlanBuffers
 from chorus.perf.bench.idle_engine import StubDevice, idle_engine
 
 pytestmark = pytest.mark.wide

@@ -14,11 +14,11 @@ from chorus.core.cold_start import ColdStart
 from chorus.core.config import EngineConfig
 from chorus.core.executors.choice import open_executor
 from chorus.core.executors.lora_offload import OffloadProfile, offload_worker_cpus, shares
-from chorus.core.model.config import UnsupportedModel
+from chorus.core.model.specs.config import UnsupportedModel
 from chorus.graphs.device import DeviceError
-from chorus.ops import native_library
+from chorus.ops.library import native_library
 
-from ..adapter_zoo import BIASED_FORMS, save_zoo
+from ..adapters.adapter_zoo import BIASED_FORMS, save_zoo
 from ..test_parity import add_all, check, make_cases
 from .slow_link import slow_down
 from .thread_ranks import ThreadProcess

@@ -23,12 +23,12 @@ from chorus.core.executors.base import ModelExecutor
 from chorus.core.executors.cpu import CpuExecutor
 from chorus.core.executors.ranks import RanksExecutor, weights_of_rank
 from chorus.core.executors.worker_processes import WorkerProcesses
-from chorus.core.model.config import UnsupportedModel
-from chorus.core.model.narrow_bytes import kept_bytes
-from chorus.core.model.open_weights import open_weights
 from chorus.core.model.read_config import read_model_config
-from chorus.core.model.shard import Shard
-from chorus.core.model.weights import Weights
+from chorus.core.model.specs.config import UnsupportedModel
+from chorus.core.model.weights.narrow_bytes import kept_bytes
+from chorus.core.model.weights.open_weights import open_weights
+from chorus.core.model.weights.shard import Shard
+from chorus.core.model.weights.weights import Weights
 from chorus.core.policies import Policies
 from chorus.core.requests.request import Request
 from chorus.core.requests.request_params import RequestParams
@@ -36,7 +36,7 @@ from chorus.graphs.runner import StepMode
 from chorus.memory.files.error import AdapterFormatError
 from chorus.memory.host.images import ThreadReads
 from chorus.memory.transfers.transfer import ExecutorLost
-from chorus.ops import native_library
+from chorus.ops.library import native_library
 from chorus.server.engine.worker import EngineWorker
 
 from ...conftest import ATTENTION, MLP, Subject, save_adapter

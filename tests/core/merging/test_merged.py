@@ -12,8 +12,8 @@ import torch
 from chorus.core.engine import Engine
 from chorus.core.merging.learned_prices import LearnedPrices
 from chorus.core.merging.mode_policy import ModeChoice, ModePolicy
-from chorus.core.model.shadow import MOST_GROWTH
-from chorus.core.model.step_lora import DOWN, GATE_UP
+from chorus.core.model.lora.step_lora import DOWN, GATE_UP
+from chorus.core.model.weights.shadow import MOST_GROWTH
 from chorus.core.policies import Policies
 from chorus.core.requests.types import CannotMerge
 from chorus.graphs.runner import StepMode

@@ -16,7 +16,7 @@ import torch
 
 from chorus.core.merging.mode_policy import Batch, work_of
 from chorus.core.merging.modes import mode_policy
-from chorus.core.model.slots import MERGED_MATRICES
+from chorus.core.model.weights.slots import MERGED_MATRICES
 from chorus.core.policies import Policies
 from chorus.core.requests.types import CannotMerge
 from chorus.graphs.runner import StepMode
@@ -26,7 +26,7 @@ from chorus.memory.files.error import AdapterFormatError
 from ...conftest import quiet
 from ...kept import kept_files
 from ..conftest import Answer, Driver, ticking
-from ..test_forms_by_group import FORMS, INVOCATION, Subject, groups_of, model_of, subject_of
+from ..quantised.test_forms_by_group import FORMS, INVOCATION, Subject, groups_of, model_of, subject_of
 from ..tiny_families import train_vectors, without_conversion
 
 pytestmark = [pytest.mark.numerics, pytest.mark.wide]

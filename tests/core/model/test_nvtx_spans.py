@@ -14,8 +14,8 @@ from chorus.core.executors.cpu import CpuExecutor
 from chorus.core.model import decoder as model_module
 from chorus.core.model import nvtx_spans
 from chorus.core.model.batch import StepBatch
+from chorus.core.model.lora.step_lora import ATTN_O, DOWN, GATE_UP, QKV
 from chorus.core.model.program import torch_ops
-from chorus.core.model.step_lora import ATTN_O, DOWN, GATE_UP, QKV
 
 
 def test_off_by_default(monkeypatch):

@@ -14,16 +14,16 @@ from typing import Any, cast
 import pytest
 import torch
 
-from chorus.core.model.config import ModelConfig
 from chorus.core.model.paged_states import PagedStates
 from chorus.core.model.paged_states_cuda import CudaPagedStates
-from chorus.core.model.recurrent import GatedDeltaSpec
+from chorus.core.model.specs.config import ModelConfig
+from chorus.core.model.specs.recurrent import GatedDeltaSpec
 from chorus.core.requests.request_params import RequestParams
 from chorus.core.requests.types import ScheduledSequence
 from chorus.memory.pages.arena import Arena
 from chorus.memory.pages.states import StateLayout, StateShape, StateSlots
 
-from ...ops.delta_layers import DeltaLayer
+from ...ops.mixers.delta_layers import DeltaLayer
 
 EPS, LAYERS, MOST = 1e-6, 2, 3
 #: heads of keys and of values, their widths, and what the convolution sees

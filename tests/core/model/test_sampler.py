@@ -27,7 +27,7 @@ from chorus.core.model.sampler import (
 )
 from chorus.core.requests.request_params import MAX_LOGPROBS, InvalidRequest, RequestParams
 from chorus.core.requests.types import BASE_LORA_INDEX, FinishReason, ScheduledSequence, StepResult
-from chorus.ops.sampling import TorchSampling, greedy, pick, sample
+from chorus.ops.sampling.sampling import TorchSampling, greedy, pick, sample
 
 pytestmark = pytest.mark.wide
 

@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 from functools import cache, partial
 from typing import Any
 
-from ..adapter_zoo import BIASED_FORMS, FORMS, METHODS, kept_zoo
-from ..model_module_forms import FORMS as MODULE_FORMS
-from ..model_module_forms import make_forms
+from ..adapters.adapter_zoo import BIASED_FORMS, FORMS, METHODS, kept_zoo
+from ..adapters.model_module_forms import FORMS as MODULE_FORMS
+from ..adapters.model_module_forms import make_forms
 from ..tiny_families import EXPERTS, make_all_linear, make_tiny
 from ..tiny_mixtures import ADAPTERS, make_mixture
 from .family_rows import FIELDS

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache
 
-from chorus.ops.float8_kv import UNSCALED, KvScales
+from chorus.ops.elementwise.float8_kv import UNSCALED, KvScales
 
 from ...greedy import after_drafts
 from ..tiny_families import Tiny

@@ -10,9 +10,9 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from chorus.core.model.config import ModelConfig, UnsupportedModel
-from chorus.core.model.native_decoder import NativeDecoderModel, why_unsupported
-from chorus.core.model.shard import Shard
+from chorus.core.model.program.native_decoder import NativeDecoderModel, why_unsupported
+from chorus.core.model.specs.config import ModelConfig, UnsupportedModel
+from chorus.core.model.weights.shard import Shard
 from chorus.graphs.runner import StepMode
 
 from ..conftest import Driver

@@ -14,8 +14,8 @@ from chorus.core.config import EngineConfig
 from chorus.core.engine import Engine
 from chorus.core.executors.base import ModelExecutor
 from chorus.core.executors.cpu import CpuExecutor
-from chorus.core.model.config import ModelConfig
 from chorus.core.model.read_config import read_model_config
+from chorus.core.model.specs.config import ModelConfig
 from chorus.core.policies import Policies
 from chorus.core.requests.request import Request
 from chorus.core.requests.request_params import RequestParams

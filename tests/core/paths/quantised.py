@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from ...kept import KeptAnswers, kept_files
-from ..model.quantization.test_mxfp4 import HOW
+from ..model.checkpoints.quantization.test_mxfp4 import HOW
 from ..tiny_families import Tiny
 from ..tiny_mixtures import make_mixture
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from chorus.core.model.config import ModelConfig
 from chorus.core.model.read_config import read_model_config
+from chorus.core.model.specs.config import ModelConfig
 
 from ..tiny_families import ADAPTERS
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from chorus.core.model.config import UnsupportedModel
+from chorus.core.model.specs.config import UnsupportedModel
 from chorus.core.requests.types import CannotMerge
-from chorus.ops import native_library
+from chorus.ops.library import native_library
 
 from ..conftest import KERNELS
 from ..tiny_families import EVERY

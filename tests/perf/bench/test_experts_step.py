@@ -8,11 +8,11 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from chorus.core.model import experts as mixture
-from chorus.core.model.mixture_lora import MixtureLora
+from chorus.core.model.moe import experts as mixture
+from chorus.core.model.moe.mixture_lora import MixtureLora
 from chorus.memory.pages.projections import Group
-from chorus.ops import native_library
-from chorus.ops.expert_products import Matrix
+from chorus.ops.library import native_library
+from chorus.ops.moe.expert_products import Matrix
 from chorus.perf.bench import experts_step
 from chorus.perf.bench.experts_step import Adapters, Layers, Shape, main
 

@@ -7,16 +7,16 @@ import torch
 from safetensors import safe_open
 
 from chorus.core.executors.adapters import open_rows
-from chorus.core.model.narrow_bytes import weight_bytes
-from chorus.core.model.quantization.round_to_nearest import RoundToNearest
+from chorus.core.model.checkpoints.quantization.round_to_nearest import RoundToNearest
 from chorus.core.model.read_config import read_model_config
+from chorus.core.model.weights.narrow_bytes import weight_bytes
 from chorus.memory.adapters.image import ImageForm, read_image
 from chorus.memory.files.format import inspect_adapter
 from chorus.memory.files.module_paths import ExpertForm
 from chorus.memory.host.buffers import HostBuffers
 from chorus.memory.host.image import HostImage
 from chorus.memory.pages.adapter_layout import AdapterLayout
-from chorus.ops import native_reader
+from chorus.ops.cpu import native_reader
 from chorus.perf.bench.random_mixture import MixtureShape, write_adapter
 
 SMALL = MixtureShape(layers=3, hidden=16, size=8, count=4, per_token=2, heads=2, kv_heads=1, head_dim=8, vocab=64)

@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from chorus.ops import native_library
+from chorus.ops.library import native_library
 from chorus.perf.bench import recurrent_step
 from chorus.perf.bench.recurrent_step import Case, main
 

@@ -18,7 +18,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from chorus.ops import native_library
+from chorus.ops.library import native_library
 from chorus.perf.bench.context import Context
 from chorus.perf.bench.environment import describe
 from chorus.perf.bench.options import Options
@@ -277,7 +277,7 @@ def test_kv_cache(context):
 @pytest.mark.skipif(not native_library.available(torch.float32), reason="no native library")
 def test_another_build_runs_beside_ours(context, tmp_path):
     """A copy of our library stands for it."""
-    (ours,) = Path(native_library.__file__).parent.glob(f"_native_{native_library.level()}.*so")
+    (ours,) = Path(native_library.__file__).parents[1].glob(f"_native_{native_library.level()}.*so")
     other = shutil.copy(ours, tmp_path / "old.so")
     values = run(replace(context, beside={"old": other, "vllm": tmp_path}), "levels")
     assert {row["level"] for row in values["rows"]} == {native_library.levels()[0], "old"}

@@ -1,4 +1,4 @@
-"""Cases that the command that checks kernels refuses; the kernels themselves: `tests/ops/test_sgmv_triton.py`."""
+"""Cases that the command that checks kernels refuses; the kernels themselves: `tests/ops/lora/test_sgmv_triton.py`."""
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ def other_kernel():
     """The same text with another line."""
     from triton import JITFunction
 
-    module = import_module("chorus.ops.small_gemm_triton")
+    module = import_module("chorus.ops.gemm.small_gemm_triton")
     kernel = JITFunction(module.multiply_rows.fn)
     kernel._unsafe_update_src(kernel.src + "\n    tl.device_assert(True)")  # noqa: SLF001 - as another file would
     return kernel

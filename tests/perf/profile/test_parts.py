@@ -22,7 +22,7 @@ def our_kernels() -> list[str]:
     `wait_alone` only tests the compiler.
     """
     found = []
-    for path in sorted(OPS.glob("*_triton.py")):
+    for path in sorted(OPS.rglob("*_triton.py")):
         for node in ast.parse(path.read_text("utf-8")).body:
             if isinstance(node, ast.FunctionDef) and any("jit" in ast.dump(each) for each in node.decorator_list):
                 returns = any(isinstance(each, ast.Return) and each.value is not None for each in ast.walk(node))

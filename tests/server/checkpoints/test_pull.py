@@ -207,7 +207,7 @@ def test_pip_draws_its_bar_on_a_terminal(tmp_path, monkeypatch, terminal):
 
 def test_smollm2_is_what_it_says(tmp_path):
     from chorus.core.model.read_config import read_model_config
-    from chorus.core.model.tensor_parts import tensor_shapes
+    from chorus.core.model.weights.tensor_parts import tensor_shapes
 
     recipe = MODELS["smollm2"]
     assert recipe.licence == "Apache-2.0"

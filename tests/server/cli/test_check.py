@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from chorus.server.cli.command import main, make_parser
 from chorus.server.cli.unpickle import MAX_TENSORS
 
-from ...core.adapter_zoo import save_zoo
+from ...core.adapters.adapter_zoo import save_zoo
 from ...tables import hybrid_table
 
 pytestmark = pytest.mark.wide

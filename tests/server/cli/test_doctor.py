@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from chorus.ops import native_library
+from chorus.ops.library import native_library
 from chorus.server.cli import command as cli
 from chorus.server.cli import doctor
 

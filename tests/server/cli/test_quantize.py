@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from chorus.core.model.quantization.round_to_nearest import RoundToNearest
+from chorus.core.model.checkpoints.quantization.round_to_nearest import RoundToNearest
 from chorus.perf.bench import random_model
 from chorus.perf.bench.sizes import Geometry
 from chorus.server.cli.command import main

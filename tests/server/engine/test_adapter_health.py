@@ -1,4 +1,4 @@
-"""The health checker while a server stops; tests/server/test_adapter_limits.py tests its work."""
+"""The health checker while a server stops; tests/server/api/adapters/test_adapter_limits.py tests its work."""
 
 from __future__ import annotations
 

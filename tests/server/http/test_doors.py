@@ -13,7 +13,7 @@ from chorus.server.access.hosts import Hosts, is_loopback, is_same_origin
 from chorus.server.access.keys import InvalidKey, Keys, KeyWatch, NamedKey, Right, check_key, read_keys
 from chorus.server.api.absent import ABSENT
 from chorus.server.api.generation_api import ROUTES
-from chorus.server.api.pooling_api import ROUTES as POOLING
+from chorus.server.api.pooling.pooling_api import ROUTES as POOLING
 from chorus.server.engine import engine_view
 from chorus.server.errors import GENERATES, ApiError
 from chorus.server.http.doors import Doors

@@ -10,7 +10,7 @@ from chorus import LLM, InvalidRequest
 from chorus.server.demo.builtin import BUILTIN_MODEL
 
 from ...conftest import quiet
-from ..api.test_pooling_api import save_classifier
+from ..api.pooling.test_pooling_api import save_classifier
 
 pytestmark = pytest.mark.wide
 

@@ -6,12 +6,12 @@ from functools import cache
 
 import pytest
 
-from chorus.core.model.config import ModelConfig
 from chorus.core.model.program.builder import LayerProgram, layer_program
 from chorus.core.model.program.ops import CUTS, FURTHER, STREAM, STREAMS, Attend, Gemm, Heads, Op, name_of
 from chorus.core.model.read_config import read_model_config
-from chorus.core.model.shard import Shard
-from chorus.core.model.slots import Keep, slots
+from chorus.core.model.specs.config import ModelConfig
+from chorus.core.model.weights.shard import Shard
+from chorus.core.model.weights.slots import Keep, slots
 from chorus.memory.pages.projections import Group
 
 from ...tiny_families import EVERY, make_tiny

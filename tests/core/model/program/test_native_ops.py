@@ -6,7 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from chorus.core.model.layers import (
+from chorus.core.model.program.native_buffers import NoNativeOp
+from chorus.core.model.program.native_ops import NativeProgram
+from chorus.core.model.specs.layers import (
     Activation,
     AttentionSpec,
     Experts,
@@ -17,11 +19,9 @@ from chorus.core.model.layers import (
     OutputGate,
     Routing,
 )
-from chorus.core.model.program.native_buffers import NoNativeOp
-from chorus.core.model.program.native_ops import NativeProgram
-from chorus.core.model.rope_config import RopeConfig
+from chorus.core.model.specs.rope_config import RopeConfig
 from chorus.memory.pages.projections import Projections
-from chorus.ops.native_program import NativeOp
+from chorus.ops.library.native_program import NativeOp
 
 HIDDEN = 32
 MIXER = AttentionSpec(4, 2, 16, 0.25, RopeConfig(16))

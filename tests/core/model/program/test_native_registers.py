@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from chorus.core.model.program.native_registers import Held, Registers, Value
-from chorus.ops.native_program import NativeOp, Register
+from chorus.ops.library.native_program import NativeOp, Register
 
 
 def op(kind: str, **arguments: object) -> NativeOp:

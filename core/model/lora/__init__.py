@@ -1,0 +1,1 @@
+"""LoRA in a step: which rows take which adapter, in what launches."""

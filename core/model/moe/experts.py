@@ -1,0 +1,469 @@
+"""A mixture of experts in one step: rows are routed, gathered by expert, multiplied, and added up in a fixed order.
+
+A row's result depends on no other row: its products don't (see `ops.moe.expert_products`), and its experts are added up
+from the best to the worst.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from itertools import pairwise
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+
+from ....memory.pages.projections import Group
+from ....ops.elementwise.activations import gelu, gelu_tanh, sigmoid
+from ....ops.elementwise.elementwise import clamped_swiglu, gelu_and_mul, relu_squared, silu_and_mul
+from ....ops.gemm import packed_gemm
+from ....ops.gemm.narrow_weights import NarrowWeight
+from ....ops.library.native_descriptors import NativeActivation
+from ....ops.library.native_integers import IntegerPanels
+from ....ops.moe import expert_products
+from ....ops.moe.expert_products import Matrix, Panels, multiply_each
+from ....ops.moe.native_mixture import NativeExperts, NativeGating, NativeMixture
+from ..checkpoints.quantization.group_scaled import GroupScaled
+from ..checkpoints.quantization.groups import pack_scaled
+from ..native_activations import native_activation
+from ..specs.layers import Activation, ClampedSwiglu, Experts, Routing, Scoring, UngatedActivation
+from .mixture_launches import MixtureLaunches
+from .mixture_lora import Going, MixtureLora
+
+_T = TypeVar("_T")
+
+_MIXED_ROWS = 256
+"""Rows whose weighted outputs are added up at once."""
+
+
+@dataclass(slots=True, kw_only=True)
+class ExpertWeights(ABC):
+    """A layer's experts and their router."""
+
+    router: Matrix
+    """`[experts, hidden]`, float32; on a GPU, and `shared_gate`, in the model's dtype if that has all its numbers."""
+
+    correction: torch.Tensor | None = None
+    """`[experts]`, float32: see `Routing.corrected`."""
+
+    shared_gate_up: Matrix | None = None
+    """`[2·shared_size, hidden]`."""
+
+    shared_down: Matrix | None = None
+    """`[hidden, shared_size]`."""
+
+    shared_gate: torch.Tensor | None = None
+    """`[1, hidden]`, float32: see `Experts.shared_gate`."""
+
+    router_bias: torch.Tensor | None = None
+    """`[experts]`, float32: see `Routing.bias`."""
+
+    factors: torch.Tensor | None = None
+    """`[experts]`, float32: see `Routing.scaled`."""
+
+    @abstractmethod
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        """The router's product with rows `[rows, hidden]`, with its bias: `[rows, experts]` float32."""
+
+    @abstractmethod
+    def shared_gates(self, x: torch.Tensor) -> torch.Tensor:
+        """The product of rows `[rows, hidden]` with `shared_gate`: `[rows, 1]` float32."""
+
+    @abstractmethod
+    def choose(self, logits: torch.Tensor, routing: Routing) -> ExpertChoice:
+        """Choose experts by a router's logits `[rows, experts]` float32."""
+
+    @abstractmethod
+    def outputs(
+        self,
+        x: torch.Tensor,
+        chosen: torch.Tensor,
+        spec: Experts,
+        lora: MixtureLora | MixtureLaunches | None = None,
+        factors: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """The experts' outputs for rows `[rows, hidden]`: `[rows · per_token, hidden]`. Only those that a row goes to
+        are read.
+
+        chosen: `[rows, per_token]` int64, the experts of each row. lora: the step's adapters; None: no adapters.
+        factors: `[rows, per_token]` float32, of the experts' inputs; None: they are as they are.
+        """
+
+    @abstractmethod
+    def add_up(self, outputs: torch.Tensor, weights: torch.Tensor, shared: SharedOutputs | None) -> torch.Tensor:
+        """`Σ weights · outputs`, and the shared expert's, in float32, place after place; in the outputs' dtype.
+
+        outputs: `[rows, places, hidden]`. weights: `[rows, places]` float32.
+        """
+
+    def native(self, spec: Experts) -> NativeMixture | None:
+        """The same for the native library, router and all; None if something isn't packed for it."""
+        return None
+
+
+@dataclass(slots=True, kw_only=True)
+class ListedExperts(ExpertWeights):
+    """A layer's experts one by one, for a CPU."""
+
+    gate_up: list[Matrix]
+    """Of each expert `[2·size, hidden]`."""
+
+    down: list[Matrix]
+    """Of each expert `[hidden, size]`."""
+
+    gate_up_bias: Sequence[torch.Tensor] | None = None
+    """Of each expert `[2·size]`: see `Experts.biased`."""
+
+    down_bias: Sequence[torch.Tensor] | None = None
+    """Of each expert `[hidden]`."""
+
+    _native: tuple[Experts, NativeMixture] | None = field(default=None, init=False, repr=False, compare=False)
+
+    def native(self, spec: Experts) -> NativeMixture | None:
+        """Made once."""
+        if self._native is None or self._native[0] is not spec:
+            made = _native_mixture(self, spec)
+            self._native = None if made is None else (spec, made)
+        return None if self._native is None else self._native[1]
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        bias = None if self.router_bias is None else [self.router_bias]
+        return multiply_each(x.float(), [len(x)], [self.router], bias)
+
+    def shared_gates(self, x: torch.Tensor) -> torch.Tensor:
+        assert self.shared_gate is not None, "the shared expert has gates"
+        return (x.float() * self.shared_gate).sum(-1, keepdim=True)
+
+    def choose(self, logits: torch.Tensor, routing: Routing) -> ExpertChoice:
+        return choose(logits, routing, self.correction)
+
+    def add_up(self, outputs: torch.Tensor, weights: torch.Tensor, shared: SharedOutputs | None) -> torch.Tensor:
+        mixed = _weighted_sum(outputs, weights)
+        if shared is not None:
+            added = shared.outputs.float()
+            if shared.gates is not None:
+                added = added * sigmoid(shared.gates)
+            mixed += added
+        return mixed.to(outputs.dtype)
+
+    def outputs(
+        self,
+        x: torch.Tensor,
+        chosen: torch.Tensor,
+        spec: Experts,
+        lora: MixtureLora | MixtureLaunches | None = None,
+        factors: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        experts = chosen.flatten().numpy()
+        places = experts.argsort(kind="stable")  # in `chosen`, expert after expert
+        sorted_experts = experts[places]
+        ends = [*(np.flatnonzero(np.diff(sorted_experts)) + 1).tolist(), len(places)]
+        used = sorted_experts[np.array(ends) - 1].tolist()
+        by_expert = torch.from_numpy(places)
+        tokens = by_expert // chosen.shape[1]
+
+        def of_used(each: Sequence[_T] | None) -> list[_T] | None:
+            return None if each is None else [each[expert] for expert in used]
+
+        parts = _Parts(
+            ends,
+            [self.gate_up[expert] for expert in used],
+            [self.down[expert] for expert in used],
+            of_used(self.gate_up_bias),
+            of_used(self.down_bias),
+        )
+        added = None
+        if (lora := lora_of(lora, MixtureLora)) is not None:
+            going = [tokens[begin:end].tolist() for begin, end in pairwise((0, *ends))]
+            added = _Added(lora, Group.EXPERT_GATE_UP, Group.EXPERT_DOWN, list(zip(used, going, strict=True)))
+        own = None if factors is None else factors.flatten()[by_expert]
+        outputs = _through(x.index_select(0, tokens), parts, spec.activation, added, own)
+        return torch.empty_like(outputs).index_copy_(0, by_expert, outputs)
+
+
+def lora_of(lora: MixtureLora | MixtureLaunches | None, kind: type[_T]) -> _T | None:
+    """The adapters, which are of this kind: those of a GPU are of experts in stacks, and of no others."""
+    if lora is None or isinstance(lora, kind):
+        return lora
+    raise TypeError(f"what adapters add to these experts must be {kind.__name__}, not {type(lora).__name__}")
+
+
+def _gating(activation: Activation | ClampedSwiglu | UngatedActivation) -> NativeGating | None:
+    """What becomes of gate and up in the native library; None: it does not compute that."""
+    if isinstance(activation, ClampedSwiglu):
+        return NativeGating(NativeActivation.CLAMPED_SWIGLU, activation.alpha, activation.limit)
+    if activation is UngatedActivation.XIELU:  # which has parameters
+        return None
+    return NativeGating(native_activation(activation))
+
+
+def what_native_lacks(spec: Experts) -> str | None:
+    """What a mixture has that the native library does not compute; None: it computes all of it."""
+    return None if _gating(spec.activation) is not None else f"mixture of experts with {spec.activation}"
+
+
+def _native_mixture(experts: ListedExperts, spec: Experts) -> NativeMixture | None:
+    routing, gating, router = spec.routing, _gating(spec.activation), experts.router
+    if gating is None:
+        return None
+    shared = _packed_natively([experts.shared_gate_up]), _packed_natively([experts.shared_down])
+    gate_up, down = _packed_natively(experts.gate_up), _packed_natively(experts.down)
+    if not isinstance(router, Panels) or not gate_up or not down or (spec.shared_size and not all(shared)):
+        return None
+    return NativeMixture(
+        router,
+        NativeExperts(gate_up, down, experts.gate_up_bias, experts.down_bias),
+        routing,
+        gating,
+        router_bias=experts.router_bias,
+        correction=experts.correction,
+        factors=experts.factors,
+        shared=NativeExperts(*shared) if spec.shared_size else None,
+        shared_gate=experts.shared_gate,
+    )
+
+
+def _packed_natively(matrices: Sequence[Matrix | None]) -> list[Panels | IntegerPanels]:
+    """The same matrices, if the native library's panels have all of them; else none."""
+    found = [each for each in matrices if isinstance(each, Panels | IntegerPanels)]
+    return found if len(found) == len(matrices) else []
+
+
+class ExpertKernels(StrEnum):
+    """Kernels that multiply experts."""
+
+    NATIVE = "native"
+    """The native library, where it is there."""
+
+    TORCH = "torch"
+    """oneDNN, or torch where it has none."""
+
+    TILES = "tiles"
+    """A kernel that multiplies all experts of a layer in one launch, on a GPU."""
+
+
+@dataclass(frozen=True)
+class ExpertPack:
+    """Packs a matrix of an expert, as it is read from a checkpoint, for kernels."""
+
+    dtype: torch.dtype
+    pack: expert_products.Pack
+    """Packs a tensor of `dtype`."""
+    pack_integers: Callable[[GroupScaled], Matrix | NarrowWeight] = pack_scaled
+    """Packs narrow values with scales."""
+    keeps: Callable[[GroupScaled], bool] | None = None
+    """Which matrices that are stored as narrow values with scales, or quantised so, are packed as such; None: all are
+    dequantised.
+    """
+
+    def __call__(self, weight: torch.Tensor | GroupScaled) -> Matrix | NarrowWeight:
+        return self.pack_integers(weight) if isinstance(weight, GroupScaled) else self.pack(weight.to(self.dtype))
+
+
+def packed_experts(experts: ListedExperts, dtype: torch.dtype) -> ListedExperts:
+    """A layer's experts for kernels on a CPU; their matrices are packed already, and the router is packed as they are.
+    The router and its correction stay float32.
+    """
+    biases = ("gate_up_bias", "down_bias")
+    is_native = bool(_packed_natively(experts.gate_up))
+    return replace(
+        experts,
+        router=(expert_products.pack if is_native else packed_gemm.pack)(*unpacked([experts.router])),
+        **{
+            name: [each.to(dtype).float() if is_native else each.to(dtype) for each in found]
+            for name in biases
+            if (found := getattr(experts, name))
+        },
+    )
+
+
+def unpacked(matrices: list[Matrix]) -> list[Any]:
+    """The same list, of tensors that nothing has packed yet."""
+    if any(isinstance(each, Panels | IntegerPanels) for each in matrices):
+        raise TypeError("a layer's experts are packed already")
+    return matrices
+
+
+class ExpertChoice(NamedTuple):
+    """Where tokens go."""
+
+    experts: torch.Tensor
+    """`[tokens, per_token]` int64, the best first."""
+
+    weights: torch.Tensor
+    """Likewise, float32."""
+
+
+def choose(logits: torch.Tensor, routing: Routing, correction: torch.Tensor | None = None) -> ExpertChoice:
+    """Choose experts by a router's logits `[tokens, experts]` float32. Of equal scores the same come first as of
+    `torch.topk`.
+    """
+    if routing.scoring is Scoring.SPARSE_MIXER:
+        return _one_by_one(logits, routing)
+    scores = logits
+    if routing.scoring is Scoring.SOFTMAX:
+        scores = logits.softmax(-1)
+    elif routing.scoring is Scoring.SIGMOID:
+        scores = sigmoid(logits)
+    ranked = scores if correction is None else scores + correction
+    if routing.groups > 1:
+        ranked = _within_groups(ranked, routing)
+    chosen = ranked.topk(routing.per_token, dim=-1).indices
+    weights = scores.gather(1, chosen)
+    if routing.scoring is Scoring.SOFTMAX_OF_CHOSEN:
+        weights = weights.softmax(-1)
+    elif routing.scoring is Scoring.SIGMOID_OF_CHOSEN:
+        weights = sigmoid(weights)
+    if routing.renormalised:
+        total = weights.sum(-1, keepdim=True)
+        weights = weights / (total + routing.epsilon if routing.epsilon else total)
+    return ExpertChoice(chosen, weights if routing.factor == 1 else weights * routing.factor)
+
+
+def _one_by_one(logits: torch.Tensor, routing: Routing) -> ExpertChoice:
+    """See `Scoring.SPARSE_MIXER`."""
+    experts, weights, others = [], [], logits
+    for _ in range(routing.per_token):
+        best, chosen = others.max(-1, keepdim=True)
+        is_far = (best - logits) / logits.abs().maximum(best) > 2 * routing.jitter
+        near = others.masked_fill(is_far, float("-inf")).softmax(-1)
+        experts.append(chosen)
+        weights.append(near.gather(1, chosen))
+        others = others.scatter(1, chosen, float("-inf"))
+    return ExpertChoice(torch.cat(experts, 1), torch.cat(weights, 1))
+
+
+def _within_groups(ranked: torch.Tensor, routing: Routing) -> torch.Tensor:
+    """The scores, with -inf for experts outside the groups that each token may choose from."""
+    groups = ranked.view(len(ranked), routing.groups, -1)
+    best = groups.topk(routing.group_best, dim=-1).values.sum(-1).topk(routing.kept_groups, dim=-1).indices
+    kept = torch.zeros(groups.shape[:2], dtype=torch.bool, device=ranked.device).scatter_(1, best, True)
+    return groups.masked_fill(~kept[..., None], float("-inf")).view_as(ranked)
+
+
+def mix_experts(
+    x: torch.Tensor,
+    weights: ExpertWeights,
+    spec: Experts,
+    lora: MixtureLora | MixtureLaunches | None = None,
+    routed: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The output of a layer's mixture of experts for rows `[rows, hidden]`. lora: the step's adapters. routed: the
+    router's input, where that is another one than the experts'.
+    """
+    if routed is None and (native := weights.native(spec)) is not None:
+        return native.mix(x, None if (own := lora_of(lora, MixtureLora)) is None else own.native).y
+    routed = x if routed is None else routed
+    logits = weights.logits(routed)
+    if lora is not None:
+        lora.add(Group.ROUTER, logits, routed)
+    experts, factors = weights.choose(logits, spec.routing)
+    if weights.factors is not None:
+        factors = factors * weights.factors[experts]
+    of_inputs = factors if spec.routing.of_inputs else None
+    outputs = weights.outputs(x, experts, spec, lora, of_inputs).view(*experts.shape, -1)
+    factors = factors if of_inputs is None else torch.ones_like(factors)
+    return weights.add_up(outputs, factors, _of_shared(x, weights, spec, lora))
+
+
+class SharedOutputs(NamedTuple):
+    """Of the shared expert, for each row."""
+
+    outputs: torch.Tensor
+    """`[rows, hidden]`."""
+
+    gates: torch.Tensor | None
+    """`[rows, 1]` float32: the sigmoid of these is multiplied with the outputs; None: there are none."""
+
+
+def _of_shared(
+    x: torch.Tensor, weights: ExpertWeights, spec: Experts, lora: MixtureLora | MixtureLaunches | None
+) -> SharedOutputs | None:
+    if weights.shared_gate_up is None or weights.shared_down is None:
+        return None
+    added = None if lora is None else _Added(lora, Group.SHARED_GATE_UP, Group.SHARED_DOWN)
+    parts = _Parts([len(x)], [weights.shared_gate_up], [weights.shared_down])
+    outputs, gates = _through(x, parts, spec.activation, added), None
+    if weights.shared_gate is not None:
+        gates = weights.shared_gates(x)
+        if lora is not None:
+            lora.add(Group.SHARED_GATE, gates, x)
+    return SharedOutputs(outputs, gates)
+
+
+def _weighted_sum(outputs: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """`Σ weights · outputs` in float32, added up place after place. outputs: `[rows, places, hidden]`. weights: `[rows,
+    places]`. Some rows at once, as their products take memory.
+    """
+    if len(outputs) > _MIXED_ROWS:
+        parts = zip(outputs.split(_MIXED_ROWS), weights.split(_MIXED_ROWS), strict=True)
+        return torch.cat([_weighted_sum(*part) for part in parts])
+    mixed, *others = (outputs.float() * weights[..., None]).unbind(1)
+    for product in others:
+        mixed = mixed + product
+    return mixed
+
+
+class _Parts(NamedTuple):
+    """Experts that rows go through, each some of them."""
+
+    ends: Sequence[int]
+    """End of each expert's rows."""
+    gate_up: Sequence[Matrix]
+    down: Sequence[Matrix]
+    gate_up_bias: Sequence[torch.Tensor] | None = None
+    down_bias: Sequence[torch.Tensor] | None = None
+
+
+class _Added(NamedTuple):
+    """Adds adapters to the two products of experts."""
+
+    lora: MixtureLora | MixtureLaunches
+    gate_up: Group
+    down: Group
+    experts: Going | None = None
+    """None: the shared one, which all of the step's tokens go to."""
+
+    def add(self, group: Group, y: torch.Tensor, x: torch.Tensor) -> None:
+        if self.experts is None or isinstance(self.lora, MixtureLaunches):
+            self.lora.add(group, y, x)
+        else:
+            self.lora.add_of_experts(group, y, x, self.experts)
+
+
+def _through(
+    x: torch.Tensor,
+    parts: _Parts,
+    activation: Activation | ClampedSwiglu | UngatedActivation,
+    added: _Added | None = None,
+    factors: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """factors: `[rows]`, of x; see `Routing.of_inputs`."""
+    y = multiply_each(x, parts.ends, parts.gate_up, parts.gate_up_bias)
+    if added is not None:
+        added.add(added.gate_up, y, x)
+    if factors is not None:
+        y.mul_(factors[:, None])
+    hidden = activated(y, activation)
+    y = multiply_each(hidden, parts.ends, parts.down, parts.down_bias)
+    if added is not None:
+        added.add(added.down, y, hidden)
+    return y
+
+
+def activated(gate_up: torch.Tensor, activation: Activation | ClampedSwiglu | UngatedActivation) -> torch.Tensor:
+    if isinstance(activation, UngatedActivation):
+        return activated_alone(gate_up, activation)
+    if isinstance(activation, ClampedSwiglu):
+        return clamped_swiglu(gate_up, activation.alpha, activation.limit)
+    return (silu_and_mul if activation is Activation.SILU else gelu_and_mul)(gate_up)
+
+
+def activated_alone(up: torch.Tensor, activation: UngatedActivation) -> torch.Tensor:
+    """Without a gate, and without parameters of its own. up: `[rows, ffn]`."""
+    if activation is UngatedActivation.RELU_SQUARED:
+        return relu_squared(up)
+    return (gelu if activation is UngatedActivation.GELU else gelu_tanh)(up)

@@ -1,0 +1,70 @@
+"""What a step's adapters add in a layer's mixture of experts: to its router, its shared expert, and its experts.
+
+Tests: tests/core/test_experts.py, tests/core/model/moe/test_experts.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from ....memory.pages.projections import MIXTURE_GROUPS, Group
+from ....ops.lora.sgmv import Segments, sgmv
+from ....ops.moe.native_mixture import MixtureModules, NativeMixtureLora
+
+Columns = Mapping[int, Sequence[tuple[int, int, int]]]
+"""By group: (module id, first column, width) of its projections."""
+
+Going = Sequence[tuple[int, Sequence[int]]]
+"""Experts, each with the step's tokens that go to it, in rising order."""
+
+
+_NATIVE_GROUPS = (
+    Group.ROUTER,
+    Group.SHARED_GATE,
+    Group.SHARED_GATE_UP,
+    Group.SHARED_DOWN,
+    Group.EXPERT_GATE_UP,
+    Group.EXPERT_DOWN,
+)
+"""The groups of `MixtureModules`."""
+
+
+def mixture_modules(columns: Columns) -> MixtureModules:
+    """What adapters change of a layer's mixture, for the native library."""
+    return MixtureModules(*(columns[group] for group in _NATIVE_GROUPS))
+
+
+class MixtureLora:
+    """Adds LoRA products to those of a layer's mixture of experts, through the arena `[pages, page_elems]`."""
+
+    def __init__(self, arena: torch.Tensor, segments: Segments, layer: int, columns: Columns) -> None:
+        self._arena, self._segments, self._layer, self._columns = arena, segments, layer, columns
+        self._routed: tuple[Going, Segments] = (), Segments()
+
+    @classmethod
+    def of(cls, arena: torch.Tensor, segments: Segments, layer: int, columns: Columns) -> MixtureLora | None:
+        """None if no segment changes the layer's mixture."""
+        modules = [module for group in MIXTURE_GROUPS for module, _, _ in columns[group]]
+        own = (rows.a_offset for rows in segments.rows if rows.first_elem[layer] >= 0)
+        if any(offsets[module] >= 0 for offsets in own for module in modules):
+            return cls(arena, segments, layer, columns)
+        return None
+
+    @property
+    def native(self) -> NativeMixtureLora:
+        """The same for the native library."""
+        modules = mixture_modules(self._columns)
+        targets = modules.described(modules.ids)
+        return NativeMixtureLora(self._arena, self._segments, modules.ids, self._layer, targets)
+
+    def add(self, group: Group, y: torch.Tensor, x: torch.Tensor) -> None:
+        """Add to products y `[tokens, out]` of all of the step's tokens x `[tokens, in]`, by rows of y's dtype."""
+        sgmv(y, x.to(y.dtype), self._arena, self._segments, self._layer, modules=self._columns[group])
+
+    def add_of_experts(self, group: Group, y: torch.Tensor, x: torch.Tensor, going: Going) -> None:
+        """Likewise, of experts. Rows are the tokens that go to each of them, expert after expert."""
+        if self._routed[0] is not going:
+            self._routed = going, self._segments.of_experts(going, self._layer)
+        sgmv(y, x, self._arena, self._routed[1], self._layer, modules=self._columns[group])

@@ -1,0 +1,137 @@
+"""A layer's experts in stacks on a GPU: one launch multiplies all of them, and the host never learns where rows go.
+
+Tests: tests/ops/moe/test_routing_interpreted.py, tests/core/executors/test_cuda_experts_interpreted.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ....memory.pages.projections import Group
+from ....ops.gemm import narrow_weights
+from ....ops.gemm.narrow_weights import NarrowWeight
+from ....ops.moe.expert_tiles import Stack
+from ....ops.moe.routing_schedule import choice_constants
+from ..specs.layers import Experts, Routing
+from .experts import ExpertChoice, ExpertWeights, ListedExperts, SharedOutputs, activated, lora_of, unpacked
+from .mixture_launches import MixtureLaunches
+from .mixture_lora import MixtureLora
+
+
+@dataclass(slots=True, kw_only=True)
+class StackedExperts(ExpertWeights):
+    """A layer's experts in one tensor, for a kernel that multiplies all of them in one launch, on a GPU. The host never
+    learns which experts are chosen.
+    """
+
+    gate_up: Stack
+    """Of each expert `[2·size, hidden]`, with its biases."""
+
+    down: Stack
+    """Of each expert `[hidden, size]`, with its biases."""
+
+    # These modules need triton.
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        from ....ops.moe import routing_triton
+
+        assert isinstance(self.router, torch.Tensor), "a GPU's router is not packed"
+        return routing_triton.logits(x, self.router, self.router_bias)
+
+    def shared_gates(self, x: torch.Tensor) -> torch.Tensor:
+        from ....ops.moe import routing_triton
+
+        assert self.shared_gate is not None, "the shared expert has gates"
+        return routing_triton.logits(x, self.shared_gate)
+
+    def choose(self, logits: torch.Tensor, routing: Routing) -> ExpertChoice:
+        from ....ops.moe import routing_triton
+
+        constants = choice_constants(routing, logits.shape[1])
+        return ExpertChoice(*routing_triton.choose(logits, self.correction, constants))
+
+    def add_up(self, outputs: torch.Tensor, weights: torch.Tensor, shared: SharedOutputs | None) -> torch.Tensor:
+        from ....ops.moe import routing_triton
+
+        return routing_triton.add_up(outputs, weights, *(shared or ()))
+
+    def outputs(
+        self,
+        x: torch.Tensor,
+        chosen: torch.Tensor,
+        spec: Experts,
+        lora: MixtureLora | MixtureLaunches | None = None,
+        factors: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        from ....ops.moe.expert_tiles_triton import multiply
+        from ....ops.moe.routing_triton import tiles_of
+
+        tiles, per_token = tiles_of(chosen, spec.count, self.gate_up, self.down), spec.routing.per_token
+        launches = lora_of(lora, MixtureLaunches)
+        added = None if launches is None else launches.routed(chosen)
+        if added is None:
+            y = multiply(x, self.gate_up, tiles, per_token)
+            if factors is not None:
+                y.mul_(factors.view(-1, 1))
+            return multiply(activated(y, spec.activation), self.down, tiles, 1)
+        x, tiles = added.gathered(x), added.in_rows(tiles)
+        y = multiply(x, self.gate_up, tiles, 1)
+        added.add(Group.EXPERT_GATE_UP, y, x)
+        if factors is not None:
+            y.mul_(added.in_order(factors.view(-1, 1)))
+        hidden = activated(y, spec.activation)
+        y = multiply(hidden, self.down, tiles, 1)
+        added.add(Group.EXPERT_DOWN, y, hidden)
+        return added.by_pair(y)
+
+
+def stacked_experts(experts: ListedExperts, dtype: torch.dtype, device: torch.device) -> StackedExperts:
+    """Stack a layer's experts, as read from a checkpoint, on a GPU: narrow ones as they are, if all of them are alike.
+    The shared one is dequantised. The router stays float32 unless `dtype` has all of its numbers.
+    """
+
+    def moved(part: Any, dtype: torch.dtype = torch.float32) -> Any:
+        return None if part is None else _dense(part).to(device, dtype)
+
+    router = _dense(unpacked([experts.router])[0])
+    return StackedExperts(
+        router=_narrowed(router, dtype).to(device).contiguous(),
+        gate_up=_stacked(unpacked(experts.gate_up), experts.gate_up_bias, dtype, device),
+        down=_stacked(unpacked(experts.down), experts.down_bias, dtype, device),
+        correction=moved(experts.correction),
+        shared_gate_up=moved(experts.shared_gate_up, dtype),
+        shared_down=moved(experts.shared_down, dtype),
+        shared_gate=None if experts.shared_gate is None else _narrowed(experts.shared_gate, dtype).to(device),
+        router_bias=moved(experts.router_bias),
+        factors=moved(experts.factors),
+    )
+
+
+def _narrowed(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A float32 weight in the model's dtype, if that has its numbers; products with it are the same, and cheaper."""
+    narrow = weight.to(dtype)
+    return narrow if torch.equal(narrow.float(), weight) else weight
+
+
+def _stacked(
+    matrices: list[torch.Tensor | NarrowWeight],
+    biases: Sequence[torch.Tensor] | None,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Stack:
+    bias = None if biases is None else torch.stack(list(biases)).to(device, dtype)
+    narrow = [each for each in matrices if isinstance(each, NarrowWeight)]
+    if len(narrow) == len(matrices) and (data := narrow_weights.stack(narrow)) is not None:
+        return Stack(data, bias)
+    dense = torch.empty((len(matrices), *matrices[0].shape), dtype=dtype, device=device)
+    for place, weight in zip(dense, matrices, strict=True):
+        place.copy_(_dense(weight))
+    return Stack(dense, bias)
+
+
+def _dense(weight: torch.Tensor | NarrowWeight) -> torch.Tensor:
+    return weight.dense() if isinstance(weight, NarrowWeight) else weight

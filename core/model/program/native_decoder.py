@@ -1,0 +1,322 @@
+"""Decoder on the native CPU kernels; takes the batches and gives the logits of `DecoderModel`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from ....memory.pages import hugepages
+from ....memory.pages.arena import Arena
+from ....memory.pages.layout import PageLayout
+from ....memory.pages.projections import Group
+from ....ops.cpu import native
+from ....ops.cpu.lora_offload import Offloading
+from ....ops.library import native_integers, native_library, native_model
+from ....ops.library.native_program import NativeOp
+from ....ops.lora.merge import merge
+from ....ops.lora.sgmv import AdapterRows, Segments
+from ....ops.ranks.ranks import Ranks
+from ....ops.sampling.sampling import RowSamplingParams
+from ...requests.types import CannotMerge
+from ..batch import StepBatch
+from ..checkpoints.quantization.group_scaled import GroupScaled
+from ..checkpoints.quantization.groups import is_packable, pack_scaled, plain
+from ..lora.lora_state import LoraState, lora_groups
+from ..moe.experts import ExpertKernels, ListedExperts
+from ..moe.mixture_lora import mixture_modules
+from ..paged_states import PagedStates
+from ..specs.config import ModelConfig
+from ..specs.layers import AttentionSpec, LayerSpec
+from ..specs.recurrent import RecurrentSpec
+from ..weights.kept_weights import expert_packs
+from ..weights.layer_weights import LayerWeights
+from ..weights.shadow import INPUTS_ARE_ROUNDED
+from ..weights.slots import EXPERTS, MERGED_MATRICES
+from ..weights.weight_plan import PACKED
+from ..weights.weights import Weights
+from .native_attention import latent_shape
+from .native_buffers import NoNativeOp
+from .native_ops import NativeProgram
+from .native_place import Tables, layer_places
+
+
+def why_unsupported(config: ModelConfig, dtype: torch.dtype) -> str | None:
+    """Return the reason why the native decoder can't run a model in `dtype` here; None if it can."""
+    try:
+        _program(config)
+    except NoNativeOp as error:
+        return f"it has no {error}, and this model's layers have it"
+    if config.media:
+        return "it has no embedding of tokens of images and sound, which this model has"
+    pair = 4 // dtype.itemsize
+    parts = [layer.dense.size for layer in config.layers if layer.dense is not None]
+    inner = sorted({config.hidden_size, *parts, *(size for it in config.attention_shapes for size in _inputs_of(it))})
+    inner += [size for it in config.layers if it.experts for size in (it.experts.size, it.experts.shared_size)]
+    if (recurrent := config.recurrent) is not None:
+        inner += [recurrent.out_size, *(recurrent.input_parts or ())[1::2]]
+    if reason := native_library.why_unavailable(dtype):
+        return reason
+    heads = [mixer.head_dim for mixer in config.attention_shapes]
+    if any(k % pair for k in inner) or any(size % 2 for size in heads):
+        return f"it needs even sizes, and this model's are {heads} of heads, {inner} of rows of weights"
+    return None
+
+
+def _program(config: ModelConfig) -> NativeProgram:
+    """The ops of a model, or of a TP rank's share. Raises NoNativeOp."""
+    of_share = config.num_ranks > 1
+    return NativeProgram(config.layers, config.norm, config.hidden_size, config.projections, has_ranks=of_share)
+
+
+def _inputs_of(mixer: AttentionSpec) -> tuple[int, ...]:
+    """Rows of the weights that attention has besides its input product."""
+    if (latent := mixer.latent) is None:
+        return (mixer.q_size,)
+    return mixer.num_heads * latent.value_dim, latent.q_rank, latent.key_dim, latent.kv_rank
+
+
+class NativeDecoderModel:
+    """Reads and packs `weights` projection by projection, so that the unpacked model is never in memory."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: Weights,
+        arena: Arena,
+        max_model_len: int,
+        threads: int | None,
+        ranks: Ranks | None = None,
+    ) -> None:
+        """ranks: see `DecoderModel`."""
+        self.config = config
+        self._ranks = ranks
+        embed = weights.embed()
+        packed, weights.plan = PackedWeights(embed.dtype), PACKED
+        kv_scales = weights.kv_scales() if arena.layout.float8_kv else ()
+        pack_expert, keep = expert_packs(ExpertKernels.NATIVE, PACKED, embed.dtype, embed.device)
+        read = zip(weights.layers(packed.add, pack_expert), config.layers, strict=True)
+        self.layers = [native_layer(*each) for each in read]
+        for layer in self.layers:
+            if isinstance(experts := layer.get(EXPERTS), ListedExperts):
+                layer[EXPERTS] = keep(experts)
+        self._mixtures, mixture_ids = _native_mixtures(config, self.layers)
+        self._tables, self._kv_scales = Tables.of(config.layers, max_model_len), kv_scales
+        self._program, self._layout = _program(config), arena.layout
+        self._planes = [int(keys.storage_offset() - arena.pages.storage_offset()) for keys, _ in arena.kv_layers]
+        head = weights.quantised_head(embed)
+        self._share = vocab = len(head.values if isinstance(head, GroupScaled) else head)
+        model = native_model.NativeModel(
+            hidden=config.hidden_size, vocab=vocab, num_layers=config.num_layers,
+            ops=self._ops(self.layers), registers=self._program.registers,
+            block_tokens=arena.layout.block_tokens, eps=config.norm.eps,
+            centered=config.norm.centered, biased=config.norm.biased,
+            float8_kv=arena.layout.float8_kv,
+            products=config.projections.products, product_of=config.projections.product_in,
+            positions=max_model_len, page_groups=arena.layout.pages_per_block, embed=embed,
+            lm_head=packed.add(head), norm=weights.norm().float(), arena=arena.pages,
+            head_bias=weights.lm_head_bias(), embedding_norm=config.embedding_norm,
+            embedding_multiplier=config.embedding_factor(embed.dtype), logits_scale=config.logits_scale,
+            logits_softcap=config.logits_softcap or 0.0,
+            recurrent=_native_recurrent(config.recurrent, arena.layout),
+            embed_module=_module(config, Group.EMBEDDING), head_module=_module(config, Group.HEAD),
+            embed_rows_module=_module(config, Group.EMBEDDING_ROWS),
+            head_rows_module=_module(config, Group.HEAD_ROWS),
+            first_token=0 if ranks is None else config.vocab_size * ranks.rank // config.num_ranks,
+            mixture_ids=mixture_ids,
+        )  # fmt: skip
+        self._arena = arena
+        self._decoder = native.NativeDecoder(model, threads or torch.get_num_threads(), ranks)
+        self._every: dict[int, torch.Tensor] = {}
+        self._no_segments = Segments()
+
+    def new_attention(self) -> native.NativeRows:
+        return native.NativeRows()
+
+    def new_states(self) -> PagedStates | None:
+        """See `DecoderModel.new_states`."""
+        return None if self.config.recurrent is None else PagedStates(self.config, self._arena)
+
+    @property
+    def best(self) -> list[int]:
+        """For each row of the last step's logits its argmax or sampled token, -1 where the logits are not finite."""
+        return self._decoder.best
+
+    @property
+    def sampling(self) -> native.NativeSampling:
+        """Draws from logits with the decoder's threads."""
+        return self._decoder.sampling
+
+    def keep_logits(
+        self, rows: Sequence[int] | None, row_params: Mapping[int, RowSamplingParams] = MappingProxyType({})
+    ) -> None:
+        """Of which tokens steps from now on give logits, None: of all; `best` is always there.
+
+        row_params: of which tokens `best` is drawn.
+        """
+        self._decoder.kept, self._decoder.row_params = rows, row_params
+
+    def prompt_logits(self, begin: int, end: int) -> torch.Tensor:
+        """Logits `[end - begin, vocab + added]` float32 of some of the last step's prompt-logprob tokens, until the
+        next call; see `NativeDecoder.forward`.
+        """
+        return self._gathered(self._decoder.prompt_logits(begin, end))
+
+    def hidden_states(self, begin: int, end: int) -> torch.Tensor:
+        """Final hidden states `[end - begin, hidden]` float32 of some of the last step's kept tokens."""
+        return self._decoder.hidden_states(begin, end)
+
+    def _gathered(self, logits: torch.Tensor) -> torch.Tensor:
+        """All ranks' columns, see `Ranks.gather`. Ranks agree on how many rows they keep."""
+        if self._ranks is None:
+            return logits
+        self._ranks.check()
+        if not len(logits):
+            return logits
+        own, added = logits.split((self._share, logits.shape[1] - self._share), 1)
+        gathered = self._ranks.gather(own, self.config.vocab_size)
+        return torch.cat((gathered, added), 1) if added.shape[1] else gathered
+
+    def forward(self, batch: StepBatch[native.NativeRows, LoraState]) -> torch.Tensor:
+        """Compute the step's tokens and write their KV; logits `[kept, vocab + added]` float32, until the next step."""
+        logit_tokens = batch.logit_tokens
+        if logit_tokens is None:
+            tokens = len(batch.token_ids)
+            logit_tokens = self._every.get(tokens)
+            if logit_tokens is None:
+                logit_tokens = self._every[tokens] = torch.arange(tokens)
+        lora = batch.lora
+        segments = self._no_segments if lora is None else lora.in_layers.segments
+        states = batch.states if isinstance(batch.states, PagedStates) else None
+        logits = self._decoder.forward(
+            token_ids=batch.token_ids,
+            positions=batch.positions,
+            page=batch.page,
+            offset=batch.offset,
+            rows=batch.attention,
+            logit_tokens=logit_tokens,
+            segments=segments,
+            max_stall=0.0 if lora is None else lora.max_stall,
+            kept_tokens=batch.kept_tokens,
+            merged=batch.merged,
+            states=states,
+            model_segments=None if lora is None else lora.of_model.segments,
+            mixture_segments=None if lora is None else lora.of_mixtures.segments,
+            media=batch.media,
+        )
+        return self._gathered(logits)
+
+    bias_dtype = torch.float32
+
+    def merged_form(self, layer: int, group: int) -> tuple[torch.Size, torch.dtype]:
+        """See `MergeableModel.merged_form`."""
+        origin = self.layers[layer][MERGED_MATRICES[group]]
+        if group == Group.KV_UP:
+            return origin.shape, origin.dtype
+        if isinstance(origin, native_integers.IntegerPanels) and origin.input_bits == 8:
+            raise CannotMerge(INPUTS_ARE_ROUNDED)
+        projection = self.config.projections.products[self.config.projections.product_in[layer][group]]
+        dtype = self._arena.pages.dtype
+        return torch.Size(native_model.packed_shape(projection.outputs, projection.inputs, dtype)), dtype
+
+    def merge(self, layer: int, group: int, rows: Sequence[AdapterRows], origin: Any, out: torch.Tensor) -> float:
+        """See `MergeableModel.merge`."""
+        mixer = self.config.layers[layer].attention
+        if group == Group.KV_UP and mixer is not None and mixer.latent is not None:
+            shape, columns = latent_shape(mixer, mixer.latent), self.config.projections.columns(layer, Group.KV_UP)
+            dense = shape.unpack(origin)
+            found = torch.empty_like(dense)
+            growth = merge(dense, found, self._arena.pages, layer, parts=rows, modules=columns)
+            shape.pack(found, out)
+            return growth
+        return self._decoder.merge(layer, group, rows, origin, out)
+
+    def offload(self, offloading: Offloading) -> None:
+        """Have other processes compute what `offloading` chooses of steps with adapters on their way."""
+        self._decoder.offloading = offloading
+
+    def use_merged(self, layers: Sequence[LayerWeights] | None) -> None:
+        """Have steps that say so take these layers; None: there are none."""
+        self._decoder.use_merged(None if layers is None else self._ops(layers))
+
+    def _ops(self, layers: Sequence[LayerWeights]) -> list[NativeOp]:
+        """All layers' ops, with these weights."""
+        places = layer_places(
+            self.config.layers, layers, self._tables, self._layout, self._kv_scales, self._mixtures, self._planes
+        )
+        return self._program.ops(places)
+
+    def close(self) -> None:
+        self._decoder.close()
+
+
+def _native_mixtures(
+    config: ModelConfig, layers: Sequence[LayerWeights]
+) -> tuple[list[native_model.LayerMixture | None], tuple[int, ...]]:
+    """The layers' mixtures in the library's form, and the modules of all of them."""
+    modules = [mixture_modules(columns) for columns in lora_groups(config.projections)]
+    ids = tuple(dict.fromkeys(module for own in modules for module in own.ids))
+    found: list[native_model.LayerMixture | None] = []
+    for layer, spec, own in zip(layers, config.layers, modules, strict=True):
+        if spec.experts is None:
+            found.append(None)
+            continue
+        if (weights := layer[EXPERTS].native(spec.experts)) is None:
+            raise RuntimeError(f"the native library has not packed all matrices of {spec.experts}")
+        found.append(native_model.LayerMixture(weights, own.described(ids)))
+    return found, ids
+
+
+def _native_recurrent(
+    recurrent: RecurrentSpec | None, layout: PageLayout
+) -> tuple[native_model.NativeShape, native_model.NativeStates] | None:
+    if recurrent is None or (places := layout.states) is None:
+        return None
+    return recurrent.native_shape(), native_model.NativeStates(
+        convs_per_page=places.convs_per_page,
+        heads_per_page=places.heads_per_page,
+        conv_pages=places.num_conv_pages,
+        most_drafts=places.shape.most_drafts,
+        drafts_per_page=places.drafts_per_page,
+        draft_page=places.first_draft_page,
+    )
+
+
+class PackedWeights:
+    """Memory for a model's packed projections."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self._pieces = hugepages.Pieces()
+
+    def add(self, weight: torch.Tensor | GroupScaled) -> torch.Tensor | native_integers.IntegerPanels:
+        """Pack a projection: whole numbers as they are, if they can be multiplied so."""
+        if not isinstance(weight, GroupScaled):
+            rows, columns = weight.shape
+            shape = native_model.packed_shape(rows, columns, weight.dtype)
+            return native_model.pack(weight, self._pieces.take(shape, weight.dtype))
+        return pack_scaled(weight, self._pieces.take) if is_packable(weight) else self.add(plain(weight, self._dtype))
+
+
+def _module(config: ModelConfig, group: Group) -> int:
+    found = config.projections.of_group(group)
+    return -1 if found is None else found
+
+
+_PACKED = frozenset({*MERGED_MATRICES.values(), "input_gate", "input_projection", "low_rank_down", "low_rank_up"})
+"""Matrices that are packed."""
+
+
+def native_layer(layer: LayerWeights, spec: LayerSpec) -> LayerWeights:
+    """The layer in the library's form: packed matrices as they are, keys and values of latents packed by head,
+    everything else in float32.
+    """
+    for name, part in layer.items():
+        if isinstance(part, torch.Tensor) and name not in _PACKED:
+            layer[name] = part.float()
+    mixer = spec.attention
+    if "kv_up" in layer and mixer is not None and mixer.latent is not None:
+        layer["kv_up"] = latent_shape(mixer, mixer.latent).pack(layer["kv_up"])
+    return layer

@@ -1,0 +1,1 @@
+"""A model's specification: its layers, mixers and parts, and the names of its tensors."""

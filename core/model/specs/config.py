@@ -1,0 +1,310 @@
+"""A model's shapes and layers; `read_config` reads them from a checkpoint.
+
+Tests: tests/core/model/specs/test_model_config.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from ....memory.files.module_paths import AROUND, ModulePaths
+from ....memory.files.tokens.base_tokens import BaseTokens
+from ....memory.files.tower_shapes import TowerShapes
+from ....memory.files.whole_copies import BaseRows
+from ....memory.pages.layer_projections import model_projections
+from ....memory.pages.projections import Group, Projections, UnitRows, unit_rows
+from ...media.spec import VisionSpec
+from ..checkpoints.quantization.format import WeightFormat
+from ..config_json import UnsupportedModel
+from .layers import AttentionSpec, Experts, LayerInputSpec, LayerSpec, MediaTokens, NormSpec, StreamsSpec
+from .recurrent import RecurrentSpec
+from .tensor_names import LLAMA_TENSORS, TensorNames
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["ModelConfig", "UnsupportedModel"]
+
+
+#: Projections that transformers has as modules or as parameters, by its version.
+_BY_VERSION = (Group.ROUTER,)
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Shapes and constants of a decoder, and its layers. All layers of a kind have the same shapes, but for attention,
+    whose shapes differ by its `form`.
+    """
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    layers: tuple[LayerSpec, ...]
+
+    norm: NormSpec
+    """Of every norm of the model."""
+
+    max_position_embeddings: int
+    tie_word_embeddings: bool
+    dtype: str
+    bos_token_id: int | None
+    eos_token_ids: tuple[int, ...]
+
+    embedding_multiplier: float = 1.0
+    """Factor of the embeddings, rounded to the dtype that the model is computed in."""
+
+    embedding_norm: bool = False
+    """Embeddings are normalised, as the last layer's output is (nanochat); the norm is weightless."""
+
+    logits_scale: float = 1.0
+    """Factor of the logits."""
+
+    logits_softcap: float | None = None
+    """Logits l become `softcap · tanh(l / softcap)`."""
+
+    layer_inputs: LayerInputSpec | None = None
+    """Further inputs of layers; None: there are none."""
+
+    has_lm_head: bool = True
+    """False for a checkpoint without the output projection, which makes vectors and scores only."""
+
+    head_bias: bool = False
+    """The output projection has a bias (Phi 2, Phi-3.5-MoE)."""
+
+    is_classifier: bool = False
+    """True if the checkpoint has a score head."""
+
+    model_type: str | None = field(default=None, compare=False)
+    """`model_type` of config.json."""
+
+    num_ranks: int = 1
+    """TP ranks that share the logits."""
+
+    tensors: TensorNames = field(default=LLAMA_TENSORS, compare=False, repr=False)
+
+    weight_format: WeightFormat | None = field(default=None, compare=False, repr=False)
+    """How the checkpoint stores quantised projections. None: nothing is quantised."""
+
+    base_rows: BaseRows | None = field(default=None, compare=False, repr=False)
+    """The checkpoint's rows of embeddings and head; None: it is not known where they are."""
+
+    base_tokens: BaseTokens | None = field(default=None, compare=False, repr=False)
+    """The tokens of the model's tokenizer; None: it is not known where it is."""
+
+    vision: VisionSpec | None = None
+    """The vision part, of a family whose images are served."""
+
+    image_token: int | None = None
+    """The token that stands at images' positions."""
+
+    tower: TowerShapes | None = field(default=None, compare=False, repr=False)
+    """The vision part's modules, where images are served."""
+
+    media: tuple[MediaTokens, ...] = ()
+    """Tokens with embeddings made by others than the text part, the last of the vocabulary, in order."""
+
+    def __post_init__(self) -> None:
+        if not self.attention_layers:
+            raise UnsupportedModel("no layer has attention; models of recurrent layers alone are not supported")
+        if len({it.chunked for it in self.attention_layers if it.window is not None}) > 1:
+            raise UnsupportedModel("some layers have attention windows and others chunks, which is not supported")
+        if any(layer.mixer_beside is not None and layer.attention is None for layer in self.layers):
+            raise UnsupportedModel("a layer has a second mixer without attention, which is not supported")
+        for shapes in (
+            *(
+                {(it.num_heads, *it.kv_shape, it.q_rows) for it in self.attention_layers if it.form == of.form}
+                for of in self.attention_shapes
+            ),
+            {layer.recurrent for layer in self.layers if layer.recurrent},
+            *(
+                {layer.dense.size for layer in self.layers if layer.dense and layer.dense.form == form}
+                for form in {layer.dense.form for layer in self.layers if layer.dense}
+            ),
+            {layer.experts for layer in self.layers if layer.experts},
+            {layer.streams for layer in self.layers},
+        ):
+            if len(shapes) > 1:
+                raise UnsupportedModel(f"layers of different shapes are not supported: {sorted(map(str, shapes))}")
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @cached_property
+    def attention_layers(self) -> tuple[AttentionSpec, ...]:
+        """The mixers of layers with attention."""
+        return tuple(layer.attention for layer in self.layers if layer.attention is not None)
+
+    @cached_property
+    def kv_layers(self) -> tuple[AttentionSpec, ...]:
+        """The mixers of layers with keys and values of their own."""
+        return tuple(mixer for mixer in self.attention_layers if not mixer.shares_kv)
+
+    @property
+    def attention(self) -> AttentionSpec:
+        """The first layer's that has attention; see `attention_shapes`."""
+        return self.attention_layers[0]
+
+    @cached_property
+    def attention_shapes(self) -> tuple[AttentionSpec, ...]:
+        """Of each form of attention the first layer's; most models have one."""
+        found: dict[str, AttentionSpec] = {}
+        for mixer in self.attention_layers:
+            found.setdefault(mixer.form, mixer)
+        return tuple(found.values())
+
+    @property
+    def recurrent(self) -> RecurrentSpec | None:
+        """The mixer of layers with a state; all are equal. None where no layer has one."""
+        return next((layer.recurrent for layer in self.layers if layer.recurrent is not None), None)
+
+    @property
+    def num_recurrent_layers(self) -> int:
+        """Layers with a state."""
+        return sum(layer.recurrent is not None for layer in self.layers)
+
+    @property
+    def num_heads(self) -> int:
+        return self.attention.num_heads
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.attention.num_kv_heads
+
+    @property
+    def head_dim(self) -> int:
+        return self.attention.head_dim
+
+    @property
+    def q_size(self) -> int:
+        return self.attention.q_size
+
+    @property
+    def kv_size(self) -> int:
+        return self.attention.kv_size
+
+    @property
+    def experts(self) -> Experts | None:
+        """The mixture of experts of layers that have one; all are equal. None where no layer has one."""
+        return next((layer.experts for layer in self.layers if layer.experts is not None), None)
+
+    @property
+    def streams(self) -> StreamsSpec | None:
+        """The streams of the residual, in all layers; None where it is one."""
+        return self.layers[0].streams
+
+    @property
+    def num_experts(self) -> int:
+        """Experts of each layer that has any; 0 where none has."""
+        return self.experts.count if self.experts else 0
+
+    @property
+    def intermediate_size(self) -> int:
+        """Width of gated feed-forward parts; if no layer has one, of the experts that a token uses."""
+        dense = (layer.dense.size for layer in self.layers if layer.dense is not None)
+        return next(dense, self.experts.active_size if self.experts else 0)
+
+    @property
+    def window(self) -> int | None:
+        """The smallest attention window of any layer; None where every layer sees all tokens."""
+        return min((it.window for it in self.attention_layers if it.window is not None), default=None)
+
+    @property
+    def chunked(self) -> bool:
+        """True if windows are chunks: see `AttentionSpec.chunked`."""
+        return any(it.chunked for it in self.attention_layers)
+
+    @property
+    def max_context(self) -> int:
+        """The most tokens of a request unless `max_model_len` asks for up to `max_position_embeddings`: within the
+        original positions of longrope, other frequencies are better.
+        """
+        ropes = [it.rope for it in self.attention_layers]
+        short = [rope.original_max_position_embeddings for rope in ropes if rope is not None and rope.short_factors]
+        return min([self.max_position_embeddings, *short])
+
+    @cached_property
+    def projections(self) -> Projections:
+        """The projections that adapters may change. Of a rank's share, the head has room for the largest share."""
+        return Projections(
+            tuple(layer.projections(self.hidden_size) for layer in self.layers),
+            model_projections(self.vocab_size, self.hidden_size, -(-self.vocab_size // self.num_ranks), self._inputs),
+        )
+
+    @property
+    def _inputs(self) -> int:
+        """Width of the further inputs of all layers."""
+        return 0 if self.layer_inputs is None else self.num_layers * self.layer_inputs.size
+
+    @cached_property
+    def unit_rows(self) -> Mapping[str, UnitRows]:
+        """Paths of projections whose rows the checkpoint has by unit in a tensor of several, and where."""
+        by_path = {projection.path: projection for projection in self.projections}
+        fused = (self.tensors.fused[name] for name in self.tensors.by_unit)
+        return {
+            path: rows
+            for parts in fused
+            for path, rows in zip(parts, unit_rows([by_path[part] for part in parts]), strict=True)
+        }
+
+    @cached_property
+    def module_paths(self) -> ModulePaths:
+        """Where adapters find these projections."""
+        names, by_path = self.tensors.names, {projection.path: projection for projection in self.projections}
+        fused = (
+            (path, tuple((by_path[part].name, by_path[part].outputs) for part in parts))
+            for path, parts in self.tensors.fused.items()
+            if not by_path.keys().isdisjoint(parts)  # of projections
+        )
+        renamed = ((each.name, names[each.path]) for each in self.projections if each.path in names)
+        biased = tuple(
+            tuple(each.name for each in layer if each.path in spec.biased)
+            for layer, spec in zip(self.projections.layers, self.layers, strict=True)
+        )
+        experts = [each for each in self.projections if each.experts]
+        each_path = {each.name: each.path.replace(".experts.", ".experts.{}.") for each in experts}
+        return ModulePaths(
+            self.projections,
+            tuple(renamed),
+            tuple(fused),
+            self.tensors.left_out,
+            around=tuple(dict.fromkeys((*AROUND, *filter(None, ".".join(self.tensors.prefixes).split("."))))),
+            further=tuple(
+                (by_path[path].name, name) for path, name in self.tensors.adapter_names.items() if path in by_path
+            ),
+            expert_names=tuple((name, names[path]) for name, path in each_path.items() if path in names),
+            stacked_experts=tuple(
+                (path, tuple(f"experts.{part}" for part in parts))
+                for path, parts in self.tensors.stacked_experts.items()
+                if experts
+            ),
+            stacked_alternate=self.tensors.alternates,
+            stacked_sides=self.tensors.stacked_sides,
+            embeddings=self.tensors.embeddings,
+            heads=tuple(head.removesuffix(".weight") for head in self.tensors.heads),
+            head_has_bias=self.head_bias,
+            model_type=self.model_type,
+            vocab_size=self.vocab_size,
+            hidden_size=self.hidden_size,
+            units=tuple(self.unit_rows.items()),
+            absent=frozenset(each.name for each in self.projections if each.group in _BY_VERSION),
+            biased=biased,
+            is_tied=self.tie_word_embeddings,
+            head_part=self.tensors.head_part,
+            tower=self.tower,
+            base_rows=self.base_rows,
+            base_tokens=self.base_tokens,
+        )
+
+    def embedding_factor(self, dtype: torch.dtype) -> float:
+        """`embedding_multiplier` as weights of a dtype have it."""
+        import torch
+
+        return float(torch.tensor(self.embedding_multiplier, dtype=dtype))
+
+    def share(self, size: int) -> ModelConfig:
+        """Shapes of one of `size` ranks' shares, which are equal."""
+        return replace(self, layers=tuple(layer.share(size) for layer in self.layers), num_ranks=size)

@@ -1,0 +1,111 @@
+"""A family of checkpoints: how its `config.json`, its tensors and its adapters' modules are read.
+
+Each family is one file in `families/`, of data and one reading function; nothing else in the program knows its name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+from ...media.spec import VisionSpec
+from ..config_json import ConfigJson
+from .config import ModelConfig
+from .tensor_names import LLAMA_TENSORS, TensorNames
+
+#: Fields that may be null in every family that has them, and those of ropes.
+NULLS = frozenset(
+    {
+        "activation_sparsity_pattern",
+        "attention_chunk_size",
+        "attention_factor",
+        "attn_layer_indices",
+        "attn_logit_softcapping",
+        "beta_fast",
+        "beta_slow",
+        "bos_token_id",
+        "clip_qkv",
+        "dim_model_base",
+        "dtype",
+        "eos_token_id",
+        "factor",
+        "layer_rope_theta",
+        "layer_types",
+        "layers_block_type",
+        "mlp_layer_types",
+        "mlp_only_layers",
+        "moe_latent_size",
+        "moe_layers",
+        "mscale",
+        "mscale_all_dim",
+        "no_rope_layers",
+        "position_embedding_type",
+        "q_lora_rank",
+        "rope_parameters",
+        "rope_scaling",
+        "scale_depth",
+        "sliding_window",
+        "torch_dtype",
+        "use_bidirectional_attention",
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """A family of checkpoints."""
+
+    title: str
+    """Its name for users."""
+
+    architectures: tuple[str, ...]
+    """Values of `architectures` in `config.json`."""
+
+    read: Callable[[ConfigJson], ModelConfig]
+    """Reads the configuration; raises UnsupportedModel for values that would not be computed as transformers does."""
+
+    defaults: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    """transformers' defaults for fields that `config.json` leaves out."""
+
+    tensors: TensorNames = LLAMA_TENSORS
+
+    notes: str = ""
+    """The parts that are not served, for the documentation."""
+
+    model_types: tuple[str, ...] = ()
+    """Values of `model_type` of checkpoints that transformers saves under another family's architecture."""
+
+    nulls: tuple[str, ...] = ()
+    """Fields that may be null besides `NULLS`, as in transformers' class."""
+
+    shape: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    """transformers' defaults for the shape of a text part beside others, which it saves without fields that equal its
+    defaults. A model of text alone has all of its shape in `config.json`.
+    """
+
+    text_part: str = "text_config"
+    """The field of `config.json` that describes the text part, where a model has others; of a part of a part, both with
+    a dot between them.
+    """
+
+    vision: VisionSpec | None = None
+    """The vision part, where images are served; None: a checkpoint that has one is served for text alone."""
+
+    head_part: str = ""
+    """The field of the part whose class has the output projection, and says whether it is tied. Empty: that is the
+    whole model. See `TensorNames.head_part`, too.
+    """
+
+
+def text_shape(vocabulary: int, hidden: int, intermediate: int | None, layers: int, heads: int) -> dict[str, int]:
+    """The fields that every family needs for its shape. intermediate: None where all layers have experts."""
+    shape = {
+        "vocab_size": vocabulary,
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+    }
+    return {name: value for name, value in shape.items() if value is not None}

@@ -1,0 +1,79 @@
+"""Rows of a checkpoint's token embeddings and output projection, for comparison with adapters' copies.
+
+Tests: tests/core/adapters/test_whole_copies.py
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..specs.config import ModelConfig, UnsupportedModel
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import torch
+
+    from ..checkpoints.checkpoint import Checkpoint
+    from .tensor_parts import Source
+
+
+@dataclass(eq=False)
+class CheckpointRows:
+    """Opens the checkpoint when it is first asked; see `BaseRows`."""
+
+    directory: Path
+    config: ModelConfig
+
+    def shape(self, module: str) -> tuple[int, int] | None:
+        name = self._tensor(module)
+        if name is None:
+            return None
+        rows, columns = self._checkpoint[name].shape
+        return rows, columns
+
+    def read(self, module: str, begin: int, end: int) -> torch.Tensor:
+        name = self._tensor(module)
+        if name is None:
+            raise ValueError(f"the checkpoint has no rows of {module}")
+        return self._checkpoint.read(name, (slice(begin, end),))
+
+    def head_bias(self) -> torch.Tensor | None:
+        from .tensor_parts import LM_HEAD_BIAS  # needs torch
+
+        try:
+            name = self._sources[LM_HEAD_BIAS].name
+        except UnsupportedModel:
+            return None
+        if not self.config.head_bias or name not in self._checkpoint:
+            return None
+        return self._checkpoint.read(name, (slice(None),))
+
+    def _tensor(self, module: str) -> str | None:
+        """The tensor that has a module's rows, of two tied modules the other's where it has none of its own."""
+        from .tensor_parts import EMBED, LM_HEAD  # needs torch
+
+        parts = {"embed_tokens": EMBED, "lm_head": LM_HEAD}
+        wanted = [parts[module], *(parts.values() if self.config.tie_word_embeddings else ())]
+        try:
+            names = [self._sources[part].name for part in wanted]
+            found = next((name for name in names if name in self._checkpoint), None)
+        except UnsupportedModel:
+            return None
+        return found if found is not None and self._checkpoint[found].is_plain else None
+
+    @cached_property
+    def _checkpoint(self) -> Checkpoint:
+        from ..checkpoints.open_checkpoint import open_checkpoint
+        from .tensor_parts import sources
+
+        return open_checkpoint(self.directory, {source.name for source in sources(self.config, ()).values()})
+
+    @cached_property
+    def _sources(self) -> Mapping[str, Source]:
+        from .tensor_parts import sources
+
+        return sources(self.config, self._checkpoint)

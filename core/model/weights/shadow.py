@@ -1,0 +1,285 @@
+"""Merged weights (a shadow): a copy of the projections that an adapter targets, with the adapter added (dLoRA §4).
+
+The model's own weights are never written. A flag of each batch selects the copy or the originals, so un-merging costs
+nothing and leaves no trace.
+"""
+
+from __future__ import annotations
+
+import itertools
+import mmap
+import time
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+
+from ....memory.adapters.adapter import Adapter
+from ....memory.pages.arena import Arena
+from ....ops.lora.sgmv import AdapterRows
+from ....ops.lora.vectors import vectors_of
+from ...requests.types import CannotMerge
+from ..lora.lora_state import LoraState
+from .layer_weights import LayerWeights
+from .slots import MERGED_MATRICES
+
+#: The largest factor by which the norm of a row of weights may grow, by bytes per element. Rounding the sum causes an
+#: error proportional to it, which affects sequences of the base model and of other adapters. In 16 bits the error may
+#: be twice the weights' own rounding error. Float32 is 2^16 times as precise, and a factor of 256 still changes no
+#: token.
+MOST_GROWTH = {2: 2.0, 4: 256.0}
+
+
+#: Bytes of a matrix that `_touch` makes the system allocate at a time: half a huge page, so that only the first piece
+#: may reach into two unallocated ones.
+PIECE_BYTES = 1 << 20
+
+
+INPUTS_ARE_ROUNDED = (
+    "the model's activations are rounded to 8 bits for its quantised weights, and merged ones would be multiplied with "
+    "others; adapters are served unmerged"
+)
+
+
+class MergeableModel(Protocol):
+    """A model with replaceable layer weights."""
+
+    @property
+    def layers(self) -> Sequence[LayerWeights]: ...
+
+    @property
+    def bias_dtype(self) -> torch.dtype: ...
+
+    def merged_form(self, layer: int, group: int, /) -> tuple[torch.Size, torch.dtype]:
+        """Shape and dtype of a merged matrix, which is not quantised. Raises CannotMerge."""
+        ...
+
+    def merge(self, layer: int, group: int, rows: Sequence[AdapterRows], origin: Any, out: torch.Tensor, /) -> float:
+        """Write a matrix with an adapter's parts added to out, of `merged_form`; the sums are float32.
+
+        Returns the largest factor by which the norm of a row grows; infinity if a sum is not finite.
+        """
+        ...
+
+    def use_merged(self, layers: Sequence[LayerWeights] | None, /) -> None:
+        """Set the layers that merged steps use; None if there are none."""
+        ...
+
+
+#: Places of merged matrices: layer, group and run of pages of each.
+Places = tuple[tuple[int, int, range], ...]
+
+
+class CapturedSteps(Protocol):
+    """Captured steps, which contain the addresses of their weights."""
+
+    @property
+    def places(self) -> Sequence[Places]:
+        """Places with captured steps, most recently used first."""
+        ...
+
+    def use(self, places: Places, /) -> None:
+        """Set the places for steps in merged mode."""
+        ...
+
+    @property
+    def num_left(self) -> int:
+        """Number of steps still to be captured for the places in use."""
+        ...
+
+    def capture_next(self) -> None:
+        """Capture one of these steps."""
+        ...
+
+
+class ShadowWeights:
+    """The merged weights of one adapter, in runs of pages of the arena; made matrix by matrix between steps."""
+
+    def __init__(
+        self, model: MergeableModel, arena: Arena, lora: LoraState, captured: CapturedSteps | None = None
+    ) -> None:
+        """captured: steps to capture once the weights are made; None if steps are not captured."""
+        self._model = model
+        self._arena = arena
+        self._lora = lora
+        self._captured = captured
+        self.adapter: Adapter | None = None
+        """The merged adapter; None if there is none."""
+        self._left: list[tuple[int, int, torch.Tensor]] = []  # layer, group and place of matrices still to be made
+        self._num_elems = 0  # of all matrices
+        self._num_touched = 0  # elements of the next matrix's place that already have memory from the system
+        self._pace = 0.0  # seconds per element of the last matrix; 0: none so far
+        self._layers: list[LayerWeights] = []
+
+    def sizes(self, adapter: Adapter) -> list[int]:
+        """Pages of each run that an adapter's merged weights take, one run for each matrix that it changes."""
+        page = self._arena.layout.page_bytes
+        forms = [self._model.merged_form(*at) for at in self._targets(adapter)]
+        return [-(-shape.numel() * dtype.itemsize // page) for shape, dtype in forms]
+
+    def wished_runs(self, adapter: Adapter) -> list[range] | None:
+        """Return the runs in which another adapter of the same matrices was, if steps are captured for them."""
+        if self._captured is None:
+            return None
+        targets = self._targets(adapter)
+        for places in self._captured.places:
+            if [(layer, group) for layer, group, _ in places] == targets:
+                return [run for _, _, run in places]
+        return None
+
+    def begin(self, adapter: Adapter, runs: Sequence[range]) -> None:
+        """Give an adapter that is complete in the arena the runs of `sizes`, for `advance` to fill."""
+        self.drop()
+        self.adapter = adapter
+        elems, page = self._arena.pages.view(-1), self._arena.layout.page_elems
+        self._layers = list(self._model.layers)
+        targets = self._targets(adapter)
+        if self._captured is not None:
+            self._captured.use(tuple((*at, run) for at, run in zip(targets, runs, strict=True)))
+        for (layer, group), run in zip(targets, runs, strict=True):
+            shape, dtype = self._model.merged_form(layer, group)
+            place = elems[run.start * page :].view(dtype)[: shape.numel()].view(shape)
+            self._left.append((layer, group, place))
+            parts = {MERGED_MATRICES[group]: place}
+            if _has_biases(adapter):
+                parts[f"{MERGED_MATRICES[group]}_bias"] = self._merged_bias(adapter, layer, group)
+            self._layers[layer] = {**self._layers[layer], **parts}
+        self._left.reverse()
+        self._num_elems = sum(place.numel() for _, _, place in self._left)
+
+    def advance(self, max_seconds: float) -> bool:
+        """Make the next matrix, and more while there is time; return True once all are made and steps may use them.
+
+        If steps are captured, their captures come last, one per call. Raises CannotMerge if the adapter outweighs the
+        weights; then the caller must drop the shadow.
+        """
+        if self.adapter is None:
+            raise RuntimeError("no adapter is being merged; call begin() first")
+        self._check_biases(self.adapter)
+        end = time.perf_counter() + max_seconds
+        has_worked = False
+        while self._left:
+            layer, group, place = self._left[-1]
+            if not self._is_touched(place):
+                has_worked = True
+                if not self._touch_until(place, end):
+                    return False
+            if has_worked and (not self._pace or time.perf_counter() + self._pace * place.numel() > end):
+                return False
+            has_worked = True
+            self._left.pop()
+            self._make(self.adapter, layer, group, place)
+        self._model.use_merged(self._layers)
+        captured = self._captured
+        if captured is None or not captured.num_left:
+            return True
+        if not has_worked:
+            captured.capture_next()
+        return not captured.num_left
+
+    def _check_biases(self, adapter: Adapter) -> None:
+        if self._captured is not None and _has_biases(adapter):
+            raise CannotMerge(
+                f"adapter {adapter.name!r} has biases, and captured steps read the base model's; it is served unmerged"
+            )
+
+    def _make(self, adapter: Adapter, layer: int, group: int, place: torch.Tensor) -> None:
+        modules = self._lora.modules(layer, group)
+        parts = [part for part in self._lora.in_layers.rows_of(adapter) if _changes(part, layer, modules)]
+        began = time.perf_counter()
+        growth = self._model.merge(layer, group, parts, self._origin(layer, group), place)
+        most = MOST_GROWTH[place.itemsize]
+        if not growth <= most:
+            raise CannotMerge(
+                f"adapter {adapter.name!r} makes a row of layer {layer}'s {MERGED_MATRICES[group]} weights "
+                f"{growth:.3g} times as large, but rounding allows {most:g}; it is served unmerged"
+            )
+        self._pace, self._num_touched = (time.perf_counter() - began) / place.numel(), 0
+
+    def _merged_bias(self, adapter: Adapter, layer: int, group: int) -> torch.Tensor:
+        """The biases of a group's outputs with an adapter's in place of the base model's."""
+        modules = self._lora.columns(layer, group)
+        base = self._model.layers[layer].get(f"{MERGED_MATRICES[group]}_bias")
+        device, outputs = self._arena.pages.device, sum(width for _, _, width in modules)
+        bias = torch.zeros(outputs, device=device) if base is None else base.to(torch.float32, copy=True)
+        for part in self._lora.in_layers.rows_of(adapter):
+            for module, column, width in modules:
+                if (found := vectors_of(part, self._arena.pages, layer, module, width)) is not None:
+                    bias[column : column + width].mul_(found[0]).add_(found[1])
+        return bias.to(self._model.bias_dtype)
+
+    def _touch_until(self, place: torch.Tensor, end: float) -> bool:
+        """Touch a place piece by piece while there is time for another; return True once all of it is touched."""
+        began = time.perf_counter()
+        for pieces in itertools.count(1):
+            if self._touch(place):
+                return True
+            now = time.perf_counter()
+            if now + (now - began) / pieces > end:
+                return False
+        raise AssertionError
+
+    def _is_touched(self, place: torch.Tensor) -> bool:
+        """True if a place has its memory: on a GPU, if it is small, or once `_touch` has finished."""
+        is_small = place.numel() * place.itemsize <= PIECE_BYTES
+        return is_small or place.device.type != "cpu" or self._num_touched >= place.numel()
+
+    def _touch(self, place: torch.Tensor) -> bool:
+        """Make the system provide memory for the next piece of a place; return True for the last piece.
+
+        The system does so when a page is first written. That may take longer than writing all of its data.
+        """
+        start, size = self._num_touched, place.itemsize
+        place.view(-1)[start : start + PIECE_BYTES // size : mmap.PAGESIZE // size] = 0
+        self._num_touched = min(start + PIECE_BYTES // size, place.numel())
+        return self._num_touched == place.numel()
+
+    @property
+    def share_made(self) -> float:
+        """Share of the matrices' elements that are made, 0 to 1."""
+        left = sum([place.numel() for _, _, place in self._left])
+        return 1 - left / self._num_elems if self._num_elems else 0.0
+
+    def drop(self) -> None:
+        """Drop the merged weights; their pages may then get another owner."""
+        self._model.use_merged(None)
+        self.adapter = None
+        self._left, self._layers = [], []
+        self._num_elems = self._num_touched = 0
+
+    def check(self, adapter: Adapter) -> None:
+        """Raise RuntimeError unless steps may use the merged weights and they are this adapter's."""
+        if adapter is not self.adapter or self._left:
+            raise RuntimeError(f"the merged weights are not ready for {adapter!r}")
+
+    def _targets(self, adapter: Adapter) -> list[tuple[int, int]]:
+        """Layer and group of each matrix that an adapter changes."""
+        parts = self._lora.in_layers.rows_of(adapter)
+        return [
+            (layer, group)
+            for layer in range(len(self._model.layers))
+            for group in MERGED_MATRICES
+            if any(_changes(part, layer, self._lora.modules(layer, group)) for part in parts)
+        ]
+
+    def _origin(self, layer: int, group: int) -> Any:
+        return self._model.layers[layer][MERGED_MATRICES[group]]
+
+
+def _changes(part: AdapterRows, layer: int, modules: Sequence[int]) -> bool:
+    places = part.a_offset if part.vectors is None else part.vectors[layer]
+    return part.first_elem[layer] >= 0 and any(places[module] >= 0 for module in modules)
+
+
+def _has_biases(adapter: Adapter) -> bool:
+    """True if the adapter has outputs of other biases than the base model's; scales are of these, too."""
+    modules = adapter.manifest.modules
+    return any(
+        each.has_bias
+        or each.has_lora_bias
+        or (
+            (each.has_scale or each.has_scale_of_next)
+            and (modules is None or modules.has_bias(each.layer, each.module))
+        )
+        for each in adapter.manifest.vectors
+    )

@@ -1,0 +1,354 @@
+"""The slots of a layer's weights: the tensors of each, how ranks share them, and how they are kept.
+
+Ops name the slots that they read (see `program.ops`). Whatever reads, moves, quantises, counts or shares weights loops
+over slots.
+
+Tests: tests/core/model/weights/test_slots.py, tests/core/model/weights/test_weight_loader.py
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from functools import cache
+
+from ....memory.pages.projections import INPUT_GROUPS, LOW_RANK_GROUPS, Group, Projection, sections_of, share_of
+from ..specs.config import ModelConfig
+from ..specs.layers import AttentionSpec, Experts, HeadNorm, LayerSpec, Norms, NormSpec, StreamsSpec, UngatedActivation
+from ..specs.tensor_names import CORRECTION
+
+#: A part of a tensor: slices of its first dimensions.
+Part = tuple[slice, ...]
+
+#: The slot of each group's matrix. That of its bias, `…_bias`, is a slot, too, if the model has one or an adapter that
+#: is merged.
+MATRICES = {
+    Group.MIXER_IN: "qkv",
+    Group.MIXER_OUT: "o",
+    Group.GATE_UP: "gate_up",
+    Group.DOWN: "down",
+    Group.QUERY_UP: "q_up",
+    Group.KV_UP: "kv_up",
+    Group.INPUT_GATE: "input_gate",
+    Group.INPUT_PROJECTION: "input_projection",
+    Group.BESIDE_IN: "beside_in",
+    Group.BESIDE_OUT: "beside_out",
+    Group.LOW_RANK_DOWN: "low_rank_down",
+    Group.LOW_RANK_UP: "low_rank_up",
+    Group.DECAY_UP: "decay_up",
+    Group.OUTPUT_GATE_UP: "output_gate_up",
+}
+
+#: Those which adapters may be merged into.
+MERGED_MATRICES = {
+    int(group): name for group, name in MATRICES.items() if group not in (*INPUT_GROUPS, *LOW_RANK_GROUPS)
+}
+
+#: Slots of parts whose weights are one object: slots `recurrent.…` are of a recurrent mixer, `experts.…` of a mixture.
+RECURRENT, EXPERTS = "recurrent", "experts"
+
+#: Norms that a layer may have around its parts, by where they stand.
+_NORMS = {
+    Norms.BEFORE: ("attention_norm", "mlp_norm"),
+    Norms.AFTER: ("attention_out_norm", "mlp_out_norm"),
+    Norms.AROUND: ("attention_norm", "mlp_norm", "attention_out_norm", "mlp_out_norm"),
+    Norms.PARALLEL: ("attention_norm",),
+    Norms.PARALLEL_APART: ("attention_norm", "mlp_norm"),
+}
+
+#: Parameters of xIELU, each one number.
+_XIELU = ("alpha_p", "alpha_n", "beta", "eps")
+
+
+class Keep(Enum):
+    """How a slot's tensors are kept."""
+
+    MATRIX = auto()
+    """A matrix: left as it was read, cast, narrow or packed, as the weights' plan says."""
+
+    EXPERT = auto()
+    """A matrix of an expert, likewise."""
+
+    DENSE = auto()
+    """A matrix that may be stored quantised, in the model's dtype: it is never multiplied as one."""
+
+    NORM = auto()
+    """A norm's weight: see `NormSpec`."""
+
+    PLAIN = auto()
+    """In the model's dtype."""
+
+    FLOAT32 = auto()
+
+    UNUSED = auto()
+    """A checkpoint has it, and no op reads it."""
+
+
+@dataclass(frozen=True, slots=True)
+class SlotTensor:
+    """A tensor of a layer, and the share of it that a TP rank has."""
+
+    path: str
+    """Where the layer has it, with the end of its name; norms of layers are named as their slots."""
+
+    shape: tuple[int, ...]
+
+    rows: tuple[tuple[int, int], ...] = ()
+    """Widths of parts of its first dimension, and for each the number of equal units that ranks share. Empty: every
+    rank has all of it.
+    """
+
+    columns: int = 0
+    """The number of equal units of its second dimension that ranks share, likewise."""
+
+    made: tuple[float, ...] = ()
+    """No checkpoint has it: the numbers in each part of its first dimension."""
+
+    def share(self, rank: int, size: int) -> tuple[Part, ...]:
+        """The share of one of `size` ranks: parts, one after the other in its first dimension."""
+        if size == 1 or not (self.rows or self.columns):
+            return ((),)
+        rows = sections_of(self.rows, rank, size) if self.rows else (slice(None),)
+        columns = (share_of(self.shape[1], self.columns, rank, size),) if self.columns else ()
+        return tuple((each, *columns) for each in rows)
+
+    def widths(self, rank: int, size: int) -> tuple[int, ...]:
+        """Widths of a rank's share of each part of its first dimension."""
+        rows = sections_of(self.rows, rank, size) if self.rows else (slice(0, self.shape[0]),)
+        return tuple(each.stop - each.start for each in rows)
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A weight of a layer: tensors one below the other."""
+
+    name: str
+    """Its key in a layer's weights; with a dot, the part that it belongs to and its name there."""
+
+    tensors: tuple[SlotTensor, ...]
+    keep: Keep
+
+    group: Group | None = None
+    """Of a matrix: its group of projections."""
+
+    first_rank: bool = False
+    """Only the first rank has it: a bias of what ranks add up."""
+
+    factor: float | None = None
+    """Of a router's norm, which is stored as float32: multiplies its weight. None: a norm like others."""
+
+    count: int = 0
+    """It is a list of weights for so many experts, whose tensors follow one another; 0: it is no list."""
+
+    @property
+    def items(self) -> Iterator[tuple[SlotTensor, ...]]:
+        """The tensors of each weight of the slot."""
+        length = len(self.tensors) // max(1, self.count)
+        return (self.tensors[first : first + length] for first in range(0, len(self.tensors), length))
+
+
+def norms_of(layer: LayerSpec) -> tuple[str, ...]:
+    """The norms that a layer has around its parts."""
+    absent = ("attention_",) * (layer.mixer is None) + ("mlp_",) * (layer.feed_forward is None)
+    return tuple(norm for norm in _NORMS[layer.norms] if not norm.startswith(absent))
+
+
+def slots(spec: LayerSpec, config: ModelConfig) -> tuple[Slot, ...]:
+    """A layer's slots. spec, config: of all ranks together."""
+    return _slots(spec, config.norm, config.hidden_size)
+
+
+@cache
+def _slots(spec: LayerSpec, norm: NormSpec, hidden: int) -> tuple[Slot, ...]:
+    return tuple(_Layer(spec, norm, hidden).slots())
+
+
+class _Layer:
+    """Yields the slots of one layer, in the order in which they are read."""
+
+    def __init__(self, spec: LayerSpec, norm: NormSpec, hidden: int) -> None:
+        self._spec, self._norm, self._hidden = spec, norm, hidden
+        self._norms, self._biased = norms_of(spec), spec.biased
+        self._groups: dict[Group, list[Projection]] = {}
+        for each in spec.projections(hidden):
+            self._groups.setdefault(each.group, []).append(each)
+
+    def slots(self) -> Iterator[Slot]:
+        spec = self._spec
+        yield from self._around("attention_norm")
+        yield from self._matrices(Group.MIXER_IN)
+        if spec.attention is not None:
+            yield from _of_heads(spec.attention)
+        yield from self._matrices(Group.QUERY_UP, Group.KV_UP)
+        if spec.attention is not None and spec.attention.sinks:
+            heads = spec.attention.num_heads
+            yield Slot("sinks", (SlotTensor("self_attn.sinks", (heads,), ((heads, heads),)),), Keep.PLAIN)
+        yield from self._matrices(Group.DECAY_UP, Group.OUTPUT_GATE_UP)
+        yield from self._further()
+        yield from self._beside()
+        if spec.recurrent is not None:
+            for path, tensor in spec.recurrent.tensors.items():
+                own = SlotTensor(path, tensor.shape, tensor.sections)
+                yield Slot(f"{RECURRENT}.{path}", (own,), Keep.FLOAT32)
+        yield from self._matrices(Group.MIXER_OUT)
+        yield from self._around("attention_out_norm")
+        yield from self._feed_forward()
+
+    def _feed_forward(self) -> Iterator[Slot]:
+        spec = self._spec
+        yield from self._around("mlp_norm")
+        yield from self._matrices(Group.GATE_UP)
+        if spec.dense is not None and spec.dense.activation is UngatedActivation.XIELU:
+            yield Slot("xielu", tuple(SlotTensor(f"mlp.act_fn.{each}", (1,)) for each in _XIELU), Keep.FLOAT32)
+        yield from self._matrices(Group.DOWN)
+        yield from self._around("mlp_out_norm")
+        if spec.beside is not None:
+            for name in ("dense_out_norm", "experts_norm", "experts_out_norm"):
+                yield self._vector(name, f"{name}.weight", Keep.NORM)
+            yield self._vector("router_norm", "router.scale", Keep.NORM, self._hidden**-0.5)
+        if spec.experts is not None:
+            yield from self._mixture(spec.experts)
+
+    def _further(self) -> Iterator[Slot]:
+        """Of the layer's further input, and its factor."""
+        if self._spec.input_size:
+            yield from self._matrices(Group.INPUT_GATE, Group.INPUT_PROJECTION)
+            yield self._vector("input_norm", "input_norm.weight", Keep.NORM)
+        if self._spec.scaled:
+            yield Slot("scalar", (SlotTensor("layer_scalar", (1,)),), Keep.PLAIN)
+
+    def _around(self, *names: str) -> Iterator[Slot]:
+        """Norms of these names that the layer has."""
+        weight, bias, length = "weight", "bias", (self._hidden,)
+        for name in (name for name in names if name in self._norms):
+            if self._norm.weightless:
+                tensors = (SlotTensor(f"{name}.{weight}", length, made=(1.0,)),)
+            else:
+                ends = (weight, bias) if self._norm.biased else (weight,)
+                tensors = tuple(SlotTensor(f"{name}.{end}", length) for end in ends)
+            yield Slot(name, tensors, Keep.NORM)
+
+    def _vector(self, name: str, path: str, keep: Keep, factor: float | None = None) -> Slot:
+        """A vector as wide as the residual stream, of which every rank has all."""
+        return Slot(name, (SlotTensor(path, (self._hidden,)),), keep, factor=factor)
+
+    def _matrices(self, *groups: Group) -> Iterator[Slot]:
+        """The matrices of groups that the layer has, and their biases."""
+        for group in groups:
+            if not (own := self._groups.get(group)):
+                continue
+            keep = Keep.DENSE if group is Group.KV_UP else Keep.MATRIX
+            yield Slot(MATRICES[group], tuple(map(_weight, own)), keep, group)
+            if any(each.path in self._biased for each in own):
+                biases = tuple(_bias(each, is_stored=each.path in self._biased) for each in own)
+                yield Slot(f"{MATRICES[group]}_bias", biases, Keep.PLAIN, first_rank=own[0].is_row_parallel)
+
+    def _beside(self) -> Iterator[Slot]:
+        """Of what stands beside attention: a recurrent mixer, or a low-rank product and the streams."""
+        yield from self._matrices(Group.BESIDE_IN)
+        second = self._spec.mixer_beside
+        if second is not None and second.section_factors:
+            (inputs,) = self._groups[Group.BESIDE_IN]
+            made = SlotTensor("", (inputs.outputs,), _rows(inputs), made=second.section_factors)
+            yield Slot("beside_factors", (made,), Keep.PLAIN)
+        yield from self._matrices(Group.BESIDE_OUT)
+        if self._spec.streams is not None:
+            yield from self._of_streams(self._spec.streams)
+
+    def _of_streams(self, streams: StreamsSpec) -> Iterator[Slot]:
+        count, hidden = streams.count, self._hidden
+        yield from self._matrices(Group.LOW_RANK_DOWN, Group.LOW_RANK_UP)
+        yield self._vector("low_rank_norm", "laurel.post_laurel_norm.weight", Keep.NORM)
+        yield Slot("stream_router", (SlotTensor("altup.modality_router.weight", (count, hidden)),), Keep.PLAIN)
+        yield self._vector("stream_router_norm", "altup.router_norm.weight", Keep.NORM, hidden**-1.0)
+        for name, rows in (("prediction", count**2), ("correction", count)):
+            tensor = SlotTensor(f"altup.{name}_coefs.weight", (rows, count))
+            yield Slot(f"stream_{name}", (tensor,), Keep.PLAIN)
+        keep = Keep.PLAIN if streams.scaled else Keep.UNUSED
+        yield self._vector("stream_scale", "altup.correct_output_scale", keep)
+
+    def _mixture(self, spec: Experts) -> Iterator[Slot]:
+        """Of the layer's mixture of experts. What chooses among experts is float32 whatever the model's dtype."""
+
+        def small(name: str, path: str, *shape: int, has: object = True) -> Iterator[Slot]:
+            if has:
+                yield Slot(f"{EXPERTS}.{name}", (SlotTensor(path, shape),), Keep.FLOAT32)
+
+        routing, count = spec.routing, (spec.count,)
+        yield from small("router", "mlp.gate.weight", spec.count, self._hidden)
+        yield self._of_experts("gate_up", Group.EXPERT_GATE_UP)
+        yield self._of_experts("down", Group.EXPERT_DOWN)
+        yield from small("correction", CORRECTION, *count, has=routing.corrected)
+        yield from small("factors", "router.per_expert_scale", *count, has=routing.scaled)
+        for name, group in (("shared_gate_up", Group.SHARED_GATE_UP), ("shared_down", Group.SHARED_DOWN)):
+            if own := self._groups.get(group):
+                yield Slot(f"{EXPERTS}.{name}", tuple(map(_weight, own)), Keep.EXPERT, group)
+        yield from small("shared_gate", "mlp.shared_expert_gate.weight", 1, self._hidden, has=spec.shared_gate)
+        yield from small("router_bias", "mlp.gate.bias", *count, has=routing.bias)
+        if spec.biased:
+            yield self._of_experts("gate_up_bias", Group.EXPERT_GATE_UP, is_bias=True)
+            yield self._of_experts("down_bias", Group.EXPERT_DOWN, is_bias=True)
+
+    def _of_experts(self, name: str, group: Group, *, is_bias: bool = False) -> Slot:
+        """A list of weights of all experts, or of their biases."""
+        own, make = self._groups[group], _bias if is_bias else _weight
+        count, keep = own[0].experts, Keep.PLAIN if is_bias else Keep.EXPERT
+        tensors = tuple(make(each.of_expert(number)) for number in range(count) for each in own)
+        first_rank = is_bias and own[0].is_row_parallel
+        return Slot(f"{EXPERTS}.{name}", tensors, keep, None if is_bias else group, first_rank, count=count)
+
+
+def _of_heads(mixer: AttentionSpec) -> Iterator[Slot]:
+    """Norms of queries and keys, or of their latents."""
+    if (latent := mixer.latent) is not None:
+        widths = {"q_norm": (latent.q_rank, 0), "k_norm": (latent.kv_rank, 0)}
+    elif mixer.head_norm in (None, HeadNorm.BARE):
+        return
+    elif mixer.head_norm in (HeadNorm.ALL, HeadNorm.OWN):
+        widths = {"q_norm": (mixer.q_size, mixer.num_heads), "k_norm": (mixer.kv_size, mixer.num_kv_heads)}
+    else:
+        widths = {"q_norm": (mixer.head_dim, 0), "k_norm": (mixer.head_dim, 0)}
+    for name, (width, units) in widths.items():
+        if width and not (mixer.shares_kv and name == "k_norm"):
+            rows = ((width, units),) if units else ()
+            yield Slot(name, (SlotTensor(f"self_attn.{name}.weight", (width,), rows),), Keep.NORM)
+
+
+def _rows(projection: Projection) -> tuple[tuple[int, int], ...]:
+    """See `SlotTensor.rows`."""
+    if projection.is_replicated or projection.is_row_parallel:
+        return ()
+    widths = projection.sections or (projection.outputs,)
+    return tuple(zip(widths, projection.section_units or (projection.units,) * len(widths), strict=True))
+
+
+def _weight(projection: Projection) -> SlotTensor:
+    shape = projection.outputs, projection.inputs
+    columns = projection.units if projection.is_row_parallel else 0
+    return SlotTensor(f"{projection.path}.weight", shape, _rows(projection), columns)
+
+
+def _bias(projection: Projection, *, is_stored: bool = True) -> SlotTensor:
+    """Zeros if the projection has none, beside others that do."""
+    rows = _rows(projection)
+    made = () if is_stored else (0.0,) * max(1, len(rows))
+    return SlotTensor(f"{projection.path}.bias", (projection.outputs,), rows, made=made)
+
+
+def shard_shape(shape: Sequence[int], parts: Iterable[Part]) -> tuple[int, ...]:
+    """Shape of parts of a tensor, one after the other in its first dimension."""
+    shapes = [part_shape(shape, part) for part in parts]
+    return (sum(each[0] for each in shapes), *shapes[0][1:])
+
+
+def part_shape(shape: Sequence[int], part: Part) -> tuple[int, ...]:
+    """Shape of a part of a tensor; further dimensions are whole."""
+    lengths = [len(range(*own.indices(length))) for own, length in zip(part, shape, strict=False)]
+    return (*lengths, *shape[len(part) :])
+
+
+def num_elems(tensor: SlotTensor, rank: int, size: int) -> int:
+    """Elements of a rank's share of a tensor."""
+    return math.prod(shard_shape(tensor.shape, tensor.share(rank, size)))

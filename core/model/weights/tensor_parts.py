@@ -1,0 +1,253 @@
+"""The parts of a model by name: their shapes, and where a checkpoint has each of them.
+
+Tests: tests/core/model/weights/test_weight_loader.py, tests/core/model/weights/test_shares.py.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Container, Iterator, Mapping
+from typing import NamedTuple
+
+from ....memory.pages.projections import UnitRows
+from ..specs.config import ModelConfig, UnsupportedModel
+from ..specs.layers import LayerSpec
+from ..specs.tensor_names import BIASES, PACKED, STACKED_EXPERTS, TensorNames
+from .slots import Keep, Slot, SlotTensor, slots
+
+EMBED, NORM, LM_HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+LM_HEAD_BIAS = "lm_head.bias"
+_MODEL, LAYER = "model.", "model.layers.{}."
+_TEXT_PART = "language_model."
+_EXPERT = re.compile(r"^(mlp\.experts\.)(\d+)\.(.+)$")
+
+_MATRICES = ("gate_proj", "up_proj", "down_proj")
+
+#: Of several streams, by number.
+STREAM_IN, STREAM_OUT = "model.altup_projections.{}.weight", "model.altup_unembed_projections.{}.weight"
+
+#: Of further inputs of layers.
+INPUT_TABLE, INPUT_PROJECTION = "model.embed_tokens_per_layer.weight", "model.per_layer_model_projection.weight"
+INPUT_NORM = "model.per_layer_projection_norm.weight"
+
+#: Of `MediaTokens`, by the module, which is beside the text part.
+MEDIA_ROWS, MEDIA_NORM = "{}.embedding.weight", "{}.hard_embedding_norm.weight"
+MEDIA_PROJECTION = "{}.embedding_projection.weight"
+
+#: Slots of matrices that checkpoints store quantised. Others are so only where they are stored so: many tools leave out
+#: routers, and small matrices of streams, without a word.
+_QUANTISED = (Keep.MATRIX, Keep.EXPERT, Keep.DENSE)
+
+
+def slots_of(config: ModelConfig) -> Iterator[tuple[str, Slot]]:
+    """The slots of all layers, each with the beginning of its parts' names."""
+    return ((LAYER.format(index), slot) for index, layer in enumerate(config.layers) for slot in slots(layer, config))
+
+
+def model_parts(config: ModelConfig) -> dict[str, SlotTensor]:
+    """The parts of a model that are of no layer, by name; a tied `lm_head.weight` is not among them."""
+    vocab, hidden = config.vocab_size, config.hidden_size
+    shapes: dict[str, tuple[int, ...]] = {EMBED: (vocab, hidden)}
+    if not config.norm.weightless:
+        shapes |= dict.fromkeys((NORM, bias_of(NORM)) if config.norm.biased else (NORM,), (hidden,))
+    if not config.tie_word_embeddings:
+        shapes[LM_HEAD] = (vocab, hidden)
+    if config.head_bias and config.has_lm_head:
+        shapes[LM_HEAD_BIAS] = (vocab,)
+    if (inputs := config.layer_inputs) is not None:
+        width = config.num_layers * inputs.size
+        shapes |= {INPUT_TABLE: (inputs.vocab, width), INPUT_PROJECTION: (width, hidden), INPUT_NORM: (inputs.size,)}
+    shapes |= dict.fromkeys(stream_parts(config), (hidden, hidden))
+    for media in config.media:
+        shapes[MEDIA_ROWS.format(media.module)] = (media.rows, media.width)
+        shapes[MEDIA_NORM.format(media.module)] = (media.width,)
+        shapes[MEDIA_PROJECTION.format(media.module)] = (hidden, media.width)
+    return {name: model_part(name, shape) for name, shape in shapes.items()}
+
+
+def model_part(name: str, shape: tuple[int, ...]) -> SlotTensor:
+    """A part of no layer: ranks share the rows of the output projection alone."""
+    return SlotTensor(name, shape, ((shape[0], shape[0]),) if name in (LM_HEAD, LM_HEAD_BIAS) else ())
+
+
+def parts_of(config: ModelConfig) -> dict[str, SlotTensor]:
+    """Every part of a model of `config` that a checkpoint has, under the names that Llama's checkpoints have for it but
+    for the norms of layers, which are named as their slots.
+    """
+    stored = ((at + part.path, part) for at, slot in slots_of(config) for part in slot.tensors if not part.made)
+    return model_parts(config) | dict(stored)
+
+
+def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Shapes of `parts_of`."""
+    return {name: part.shape for name, part in parts_of(config).items()}
+
+
+def quantised_parts(config: ModelConfig) -> set[str]:
+    """The parts of layers that are quantised in a quantised checkpoint, unless it lists them."""
+    return {at + part.path for at, slot in slots_of(config) if slot.keep in _QUANTISED for part in slot.tensors}
+
+
+def stream_parts(config: ModelConfig) -> list[str]:
+    """The model's own matrices of streams: those that make streams, and those that join them."""
+    others = range(0 if config.streams is None else config.streams.count - 1)
+    return [name.format(stream) for name in (STREAM_IN, STREAM_OUT) for stream in others]
+
+
+def bias_of(weight: str) -> str:
+    """The name of the bias of a norm, or of the output projection, by that of its weight."""
+    return f"{weight.removesuffix('weight')}bias"
+
+
+class Source(NamedTuple):
+    """Where a checkpoint has a part: rows of a tensor from `first` on."""
+
+    name: str
+    first: int = 0
+
+    expert: int | None = None
+    """Of a tensor of all experts' matrices: whose rows they are."""
+
+    step: int = 1
+    """Every how many-th row of the tensor is of the part."""
+
+    transposed: bool = False
+    """The tensor has rows last."""
+
+    units: UnitRows | None = None
+    """Which rows of the tensor the part has, where they are by unit; `first` and `step` say nothing then."""
+
+
+def sources(config: ModelConfig, names: Container[str]) -> dict[str, Source]:
+    """Where a checkpoint with tensors of these names has each part of `parts_of`."""
+    tensors, units = config.tensors.of(names), config.unit_rows
+    first = tensors.embeddings if config.norm.weightless else tensors.norm
+    prefix = next((each for each in tensors.prefixes if f"{each}{first}.weight" in names), tensors.prefixes[0])
+    head = next((each for each in tensors.heads if each in names), tensors.heads[0])
+    found = {LM_HEAD: Source(head), NORM: Source(f"{prefix}{tensors.norm}.weight")}
+    found[EMBED] = Source(f"{prefix}{tensors.embeddings}.weight")
+    biases = {bias_of(each): Source(bias_of(found[each].name)) for each in (NORM, LM_HEAD)}
+    for part in model_parts(config):
+        around = prefix if part.startswith(_MODEL) else prefix.removesuffix(_TEXT_PART)
+        found.setdefault(part, biases.get(part) or Source(around + part.removeprefix(_MODEL)))
+    for index, layer in enumerate(config.layers):
+        at = f"{prefix}{tensors.layers}.{index}."
+        shapes = _layer_shapes(layer, config)
+        own = {path: _layer_source(tensors, at, path, shapes, units, names) for path in shapes}
+        found |= {LAYER.format(index) + path: source for path, source in own.items()}
+    return found
+
+
+def _layer_shapes(layer: LayerSpec, config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    return {part.path: part.shape for slot in slots(layer, config) for part in slot.tensors if not part.made}
+
+
+def _layer_source(
+    tensors: TensorNames,
+    at: str,
+    part: str,
+    shapes: Mapping[str, tuple[int, ...]],
+    units: Mapping[str, UnitRows],
+    names: Container[str],
+) -> Source:
+    """Where a checkpoint has a part of a layer. at: the beginning of names in it. shapes: of its parts. units: see
+    `ModelConfig.unit_rows`.
+    """
+    path, _, kind = part.rpartition(".")
+    if (expert := _EXPERT.match(path)) is not None:
+        begin, number, matrix = expert.groups()
+        found = {each: shapes.get(f"{begin}{number}.{each}.weight") for each in _MATRICES}
+        rows = {each: shape[0] for each, shape in found.items() if shape is not None}
+        return _expert_source(tensors, at, int(number), matrix, kind, rows=rows, names=names)
+    own = _plain_source(tensors, at, part, names)
+    fused = next((name for name, stack in tensors.fused.items() if path in stack), None)
+    if fused is None or (own in names and f"{at}{fused}.{kind}" not in names):
+        return Source(own)
+    if path in units:
+        return Source(f"{at}{fused}.{kind}", units=units[path])
+    stack = tensors.fused[fused]
+    first = sum(shapes[f"{each}.{kind}"][0] for each in stack[: stack.index(path)])
+    return Source(f"{at}{fused}.{kind}", first)
+
+
+def _plain_source(tensors: TensorNames, at: str, part: str, names: Container[str]) -> str:
+    """The tensor that has a part of a layer, and no other part."""
+    path, dot, kind = part.rpartition(".")
+    given = tensors.names.get(part) or f"{tensors.names.get(path, path)}{dot}{kind}"
+    older = f"{tensors.older.get(path, path)}{dot}{kind}"
+    return _either(_either(at + given, at + older, names), at + part, names)
+
+
+def _either(given: str, own: str, names: Container[str]) -> str:
+    """The name that a family gives to a part, unless the checkpoint has it under another name instead."""
+    return own if given not in names and own in names else given
+
+
+def _expert_source(
+    tensors: TensorNames,
+    at: str,
+    number: int,
+    matrix: str,
+    kind: str,
+    rows: Mapping[str, int],
+    names: Container[str],
+) -> Source:
+    """Where a checkpoint has a matrix of an expert, or its bias. at: the beginning of names in the layer. rows: of each
+    matrix.
+    """
+    for name, order in tensors.stacked_experts.items():
+        stored = at + name + (BIASES if kind == "bias" else "")
+        if matrix not in order or not any(stored + end in names for end in ("", *PACKED)):
+            continue
+        place, transposed = order.index(matrix), tensors.transposed and kind == "weight" and stored in names
+        if tensors.alternates:
+            return Source(stored, place, number, len(order), transposed)
+        return Source(stored, sum(rows[each] for each in order[:place]), number, transposed=transposed)
+    path = f"mlp.experts.{{}}.{matrix}"
+    own, given = (f"{at}{each.format(number)}.{kind}" for each in (path, tensors.names.get(path, path)))
+    return Source(_either(given, own, names))
+
+
+class ExpertRows(NamedTuple):
+    """Rows of one expert in a tensor of all experts' matrices, which may be a tensor of their own."""
+
+    name: str
+    """Of that tensor."""
+    expert: int
+    rows: slice
+
+
+class StoredProjections(NamedTuple):
+    """Where a checkpoint has the projections of layers, without routers."""
+
+    matrices: set[str]
+    """Names of tensors `[out, in]`."""
+
+    stacks: dict[str, list[ExpertRows]]
+    """Tensors `[experts, out, in]` → the matrices in each."""
+
+
+def stored_projections(config: ModelConfig, names: Collection[str]) -> StoredProjections:
+    """names: of a checkpoint's tensors.
+
+    Raises UnsupportedModel for experts in stacks that other programs read in no other form.
+    """
+    found, shapes = sources(config, names), tensor_shapes(config)
+    quantised = quantised_parts(config)
+    alone = sources(config, {name for name in names if not name.endswith(tuple(config.tensors.stacked_experts))})
+    stored = StoredProjections(set(), {})
+    for part, shape in shapes.items():
+        if part not in quantised:
+            continue
+        name, first, expert, *_ = source = found[part]
+        if expert is None:
+            stored.matrices.add(name)
+        elif name.endswith(tuple(STACKED_EXPERTS)) and source == Source(name, first, expert):
+            piece = ExpertRows(alone[part].name, expert, slice(first, first + shape[0]))
+            stored.stacks.setdefault(name, []).append(piece)
+        else:
+            raise UnsupportedModel(
+                f"tensor {name} has the weights of all experts, and programs that read compressed-tensors take them in "
+                "no other form; serve the original checkpoint with --quantization"
+            )
+    return stored

@@ -1,0 +1,1 @@
+"""Attention over the paged KV cache, by heads or by latents (MLA)."""

@@ -1,0 +1,1 @@
+"""Norms, rotary embedding, gated activations and factors: each token by itself."""

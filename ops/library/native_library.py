@@ -1,0 +1,168 @@
+"""The compiled native library: its functions, and the ISA levels for which it is compiled.
+
+If a C++ compiler is present when the package is built, `ops/native/` is compiled for each ISA level in `LEVELS`; the
+best level that the processor supports is used. `CHORUS_CPU_ISA` names another one, or `none`. Without any, `available`
+is False and callers use torch operators.
+
+Tests: tests/ops/library/test_native_levels.py, tests/ops/cpu/test_native_best.py,
+tests/ops/library/test_native_build.py
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+from ctypes import POINTER, c_double, c_float, c_int, c_int64, c_void_p
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from .native_descriptors import layout
+from .native_layout import Field
+
+logger = logging.getLogger(__name__)
+
+LEVELS = ("amx", "avx512bf16", "avx512", "avx2", "neon")
+"""ISA levels for which the library is compiled, best first."""
+
+ISA = "CHORUS_CPU_ISA"
+"""The environment variable that selects a level."""
+
+
+#: Name, result and argument types of each function of the library.
+_FUNCTIONS = (
+    ("layout", POINTER(Field), POINTER(c_int64)),
+    ("supported", c_int),
+    ("rows_open", c_void_p, c_int, c_void_p, c_void_p, c_int64, c_void_p, c_int64),
+    ("rows_next", c_int, c_void_p, c_void_p, c_void_p),
+    ("rows_at", c_void_p, c_void_p, c_int64, c_int64),
+    ("rows_close", None, c_void_p),
+    ("decoder_create", c_void_p, c_int64, c_void_p, c_int),
+    ("decoder_forward", None, c_void_p, c_void_p),
+    ("decoder_prompt_logits", None, c_void_p, c_int, c_int, c_void_p),
+    ("decoder_hidden_states", None, c_void_p, c_int, c_int, c_void_p),
+    ("decoder_sample", None, c_void_p, c_void_p, c_int, c_void_p, c_int, c_int),
+    ("ban", None, c_void_p, c_int64, c_int64, c_void_p, c_int64, c_int64),
+    ("decoder_merge", c_float, c_void_p, c_void_p),
+    ("decoder_threads", c_int, c_void_p),
+    ("decoder_join", None, c_void_p, c_void_p, c_int),
+    ("decoder_destroy", None, c_void_p),
+    ("ranks_bytes", c_int64, c_int, c_int64),
+    ("ranks_create", c_void_p, c_void_p, c_int, c_int, c_int64, c_double, c_double),
+    ("ranks_begin", None, c_void_p, c_int64),
+    ("ranks_add_up", c_int, c_void_p, c_void_p, c_int64),
+    ("ranks_gather", c_int, c_void_p, c_void_p, c_int64, c_int64, c_void_p),
+    ("ranks_state", c_int, c_void_p),
+    ("ranks_fail", None, c_void_p, c_int64),
+    ("ranks_lose", None, c_void_p),
+    ("ranks_meet", c_int, c_void_p),
+    ("ranks_post", None, c_void_p),
+    ("ranks_count", c_int64, c_void_p),
+    ("ranks_word", c_void_p, c_void_p, c_int),
+    ("ranks_sums", c_int, c_void_p),
+    ("ranks_mine", c_void_p, c_void_p),
+    ("ranks_part", c_void_p, c_void_p, c_int),
+    ("ranks_destroy", None, c_void_p),
+    ("offload_input", c_int, c_int64),
+    ("offload_row", c_int64, c_int64, c_int),
+    ("offload_create", c_void_p, c_int64),
+    ("offload_post", None, c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_int64),
+    ("offload_serve", None, c_void_p, c_void_p, c_void_p),
+    ("offload_destroy", None, c_void_p),
+    ("read_rate", c_double, c_int, c_void_p, c_int64),
+    ("update_rate", c_double, c_int, c_void_p, c_int64),
+    ("product_rate", c_double, c_int, c_int64, c_int64),
+    ("multiply", None, c_int, c_int64, c_int, *(c_void_p,) * 4, c_int, c_int, c_void_p, c_void_p),
+    ("mix", None, c_int, c_int64, c_void_p, c_void_p),
+    ("delta_run", c_double, c_int, c_void_p, c_int),
+)
+
+
+@cache
+def built(level: str) -> ctypes.CDLL | None:
+    """The library compiled for a level; None if it was not built. `levels` lists those that this processor can run."""
+    for path in sorted(Path(__file__).parents[1].glob(f"_native_{level}.*so")):
+        try:
+            found = opened(path)
+        except OSError as error:
+            logger.warning("%s is not used: %s; reinstall to build it anew", path.name, error)
+            continue
+        if hasattr(found, "chorus_supported"):
+            return found  # else it is for another architecture, and empty here
+    return None
+
+
+def opened(path: Path) -> ctypes.CDLL:
+    """Open a library and set its functions' types. Raises OSError if it was built from other sources."""
+    found = ctypes.CDLL(str(path))
+    if hasattr(found, "chorus_supported"):
+        for name, result, *arguments in _FUNCTIONS:
+            function = getattr(found, f"chorus_{name}", None)
+            if function is None:
+                raise OSError(f"it was built from other sources, without {name}")
+            function.restype, function.argtypes = result, arguments
+        if differing := differing_fields(found):
+            raise OSError(f"it was built from other sources, with another {', '.join(differing)}")
+    return found
+
+
+def differing_fields(found: ctypes.CDLL) -> list[str]:
+    """Return the structures and fields that have another position or size in a library than here, such as
+    `StepDesc.rows`.
+
+    A field that only one of them has differs, too.
+    """
+    count = c_int64()
+    fields = found.chorus_layout(count)
+    theirs = {field.name.decode(): (field.offset, field.bytes) for field in fields[: count.value]}
+    own = layout()
+    structures = {name.partition(".")[0] for name in own}
+    compared = {name: place for name, place in theirs.items() if name.partition(".")[0] in structures}
+    return sorted({name for name, _ in set(compared.items()) ^ set(own.items())})
+
+
+def levels() -> list[str]:
+    """The levels that were built and that this processor can run, best first."""
+    return [level for level in LEVELS if (found := built(level)) is not None and found.chorus_supported()]
+
+
+def level() -> str | None:
+    """The level in use: `CHORUS_CPU_ISA` if it is set, else the best; None if there is none.
+
+    Raises ValueError for a level that is unknown, or that this processor or this installation lacks.
+    """
+    wanted, here = os.environ.get(ISA), levels()
+    if not wanted:
+        return here[0] if here else None
+    if wanted == "none":
+        return None
+    if wanted not in here:
+        known = "" if wanted in LEVELS else f", not one of {', '.join((*LEVELS, 'none'))}"
+        raise ValueError(f"{ISA} is {wanted!r}{known}; this processor and this build have {', '.join(here) or 'none'}")
+    return wanted
+
+
+def library() -> ctypes.CDLL | None:
+    """The library of the level in use; None if there is none."""
+    chosen = level()
+    return None if chosen is None else built(chosen)
+
+
+def available(dtype: torch.dtype) -> bool:
+    """True if the library was built, and this processor can run it in `dtype`."""
+    return why_unavailable(dtype) is None
+
+
+def why_unavailable(dtype: torch.dtype) -> str | None:
+    """Return why the library can't be used with `dtype`; None if it can."""
+    if library() is None:
+        if os.environ.get(ISA) == "none":
+            return f"{ISA} is 'none'"
+        if not any(built(level) for level in LEVELS):
+            return "it is not built: install a C++ compiler, then Chorus again"
+        return f"this processor has none of its instruction sets: {', '.join(LEVELS)}"
+    if dtype not in (torch.bfloat16, torch.float32):
+        return f"it computes in bfloat16 and float32, not in {str(dtype).removeprefix('torch.')}"
+    return None

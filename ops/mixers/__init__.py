@@ -1,0 +1,1 @@
+"""Recurrent mixers: Gated DeltaNet, Mamba 2, short convolutions."""

@@ -1,0 +1,117 @@
+"""Schedule of the products of a mixture's experts on a GPU; it depends only on shapes.
+
+Tests: tests/ops/moe/test_expert_tiles_interpreted.py
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..gemm.small_gemm_schedule import FULL, WeightForm
+
+#: Rows of a tile: those of one matrix instruction of a warp, of a warp group, and of two.
+TILE_ROWS = 16, 64, 128
+
+#: From so many rows of an expert on average, tiles have the most rows: an expert's last tile is half empty on average,
+#: and a tile of 128 rows reads 2/3 of the bytes for a product that one of 64 reads.
+_MANY_ROWS = 96
+
+#: Narrow weights that a program of few rows reads of a column at once.
+_NARROW_K = 128
+
+
+@dataclass(frozen=True, slots=True)
+class TileConstants:
+    """Compile-time constants of a launch."""
+
+    d_in: int
+    d_out: int
+    block_t: int
+    """Rows of a tile."""
+    block_n: int
+    """Columns of the result of a program."""
+    block_k: int
+    """Inputs that are multiplied at once."""
+    stages: int
+    """Blocks of inputs in flight at once."""
+    per_row: int
+    """Results that a row of x has: one for each expert that it goes to."""
+    experts: int
+    bias: bool
+    bits: int = 16
+    """Bits of a weight; 16: it has the dtype of the product, whatever that is, and the rest does not count."""
+    group: int = 0
+    """Inputs that share a scale."""
+    groups: int = 1
+    """Groups of a row."""
+    zeros: bool = False
+    float8: bool = False
+    float4: bool = False
+    unit: int = 16
+    """See `WeightForm.unit`."""
+    splits: int = 1
+    """Parts of the sum over the inputs: see `GemmConstants`."""
+
+
+def most_rows(form: WeightForm) -> int:
+    """The most rows of a tile. Where sums of blocks are scaled, two sums of as many would spill registers."""
+    return TILE_ROWS[2] if form.bits == 16 or form.float4 else TILE_ROWS[1]
+
+
+def tile_rows(rows: int, pairs: int, experts: int, most: int = TILE_ROWS[2]) -> int:
+    """Rows of the tiles of a step with so many rows and pairs of a row and an expert; at most `most`."""
+    if rows <= TILE_ROWS[1]:
+        return TILE_ROWS[0]
+    return min(most, TILE_ROWS[2] if pairs >= _MANY_ROWS * experts else TILE_ROWS[1])
+
+
+def num_tiles(pairs: int, experts: int, block_t: int) -> int:
+    """The most tiles of so many pairs of a row and an expert: a pair each, or each expert has one that is not full."""
+    return min(pairs, experts + pairs // block_t)
+
+
+def has_few_pairs(pairs: int, experts: int, block_t: int) -> bool:
+    """Whether there can't be more tiles because each has a pair."""
+    return pairs <= experts + pairs // block_t
+
+
+def tile_constants(
+    d_in: int,
+    d_out: int,
+    block_t: int,
+    itemsize: int,
+    *,
+    per_row: int,
+    experts: int,
+    bias: bool,
+    form: WeightForm = FULL,
+) -> TileConstants:
+    """itemsize: of an element of x. A block of narrow weights has one scale, but for MXFP4."""
+    is_wide = block_t > TILE_ROWS[0] and itemsize == 2
+    block_k = 64 if itemsize == 2 else 32
+    if form.bits < 16 and not is_wide and itemsize == 2 and (form.float4 or not form.group % _NARROW_K):
+        block_k = _NARROW_K
+    return TileConstants(
+        d_in=d_in,
+        d_out=d_out,
+        block_t=block_t,
+        block_n=128 if is_wide else 32,
+        block_k=block_k,
+        stages=3 if is_wide else 4,
+        per_row=per_row,
+        experts=experts,
+        bias=bias,
+        bits=form.bits,
+        group=form.group,
+        groups=-(-d_in // form.group) if form.group else 1,
+        zeros=form.zeros,
+        float8=form.float8,
+        float4=form.float4,
+        unit=form.unit,
+    )
+
+
+def tile_options(constants: TileConstants) -> dict[str, int | bool]:
+    """Options of a launch."""
+    warps = 8 if constants.block_n > 64 else 4
+    return {"num_warps": warps, "num_stages": constants.stages, "enable_fp_fusion": False}

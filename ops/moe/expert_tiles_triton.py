@@ -1,0 +1,133 @@
+"""Products of rows with the experts that they go to, on a GPU: one Triton launch for all experts of a layer.
+
+Import this module lazily: it needs triton. Tests: tests/ops/moe/test_expert_tiles_interpreted.py
+"""
+
+# A kernel is Triton's language in Python's syntax, so type checkers misread its arguments and loops.
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+
+from ..gemm.narrow_weights import FLOAT4_GROUP
+from ..gemm.narrow_weights_triton import float4_values, powers_of
+from ..gemm.small_gemm_triton import _add_product, _load_scale, _load_weight, form_of, parts_of
+from ..launch_triton import KernelLauncher
+from .expert_tiles import ExpertTiles, Stack
+from .expert_tiles_schedule import TileConstants, tile_constants, tile_options
+
+_FLOAT4_GROUP = tl.constexpr(FLOAT4_GROUP)
+
+
+@triton.jit
+def _load_float4(data, scales, step, own, dtype: tl.constexpr, C: tl.constexpr):
+    """Load the weights of a program's columns for the inputs from `step` on, `[columns, inputs]`, of MXFP4.
+
+    data, scales: of the columns' first input, `[columns, 1]`. Powers of 2 multiply weights exactly in bf16, which has
+    float32's range.
+    """
+    GROUPS: tl.constexpr = C.block_k // _FLOAT4_GROUP
+    HALF: tl.constexpr = tl.bfloat16 if dtype == tl.bfloat16 else tl.float16
+    WIDE: tl.constexpr = tl.bfloat16 if dtype == tl.bfloat16 else tl.float32
+    at = step // 8 + tl.arange(0, C.block_k // 8)[None, :]
+    values = float4_values(tl.load(data + at, mask=own & (at < C.d_in // 8), other=0), HALF)
+    group = step // _FLOAT4_GROUP + tl.arange(0, GROUPS)[None, :]
+    powers = powers_of(tl.load(scales + group, mask=own & (group < C.groups), other=0)).to(WIDE)
+    each = tl.broadcast_to(tl.expand_dims(powers, 2), (C.block_n, GROUPS, _FLOAT4_GROUP))
+    return (values.to(WIDE) * tl.reshape(each, (C.block_n, C.block_k))).to(dtype)
+
+
+@triton.jit
+def multiply_tiles(y, x, weight, bias, pairs, expert_of, first_of, end_of, x_stride, C: tl.constexpr):
+    """y[p, n] = Σ_k x[p // per_row, k] · weight[e, n, k] + bias[e, n], rounded, for pairs p of each tile's expert e.
+
+    Grid (tiles, blocks of columns). y: [rows · per_row, d_out], contiguous. x: [rows, d_in], rows x_stride apart.
+    weight: `small_gemm_triton.Weight`, [experts, d_out, d_in]; bias: [experts, d_out]; contiguous. pairs: see
+    `ExpertTiles`, as for the others. C: `TileConstants`.
+
+    The inputs are summed in order, and a tile is padded with zeros, so a row's bits don't depend on its company.
+    """
+    BLOCK_T: tl.constexpr = C.block_t
+    BLOCK_N: tl.constexpr = C.block_n
+    BLOCK_K: tl.constexpr = C.block_k
+    D_IN: tl.constexpr = C.d_in
+    D_OUT: tl.constexpr = C.d_out
+    tile = tl.program_id(0)
+    dtype = y.dtype.element_ty
+    first = tl.load(first_of + tile)
+    end = tl.load(end_of + tile)
+    if first < end:
+        expert = tl.load(expert_of + tile).to(tl.int64)
+        place = first + tl.arange(0, BLOCK_T)
+        own = place < end
+        pair = tl.load(pairs + place, mask=own, other=0).to(tl.int64)
+        column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+        own_column = column < D_OUT
+        k = tl.arange(0, BLOCK_K)
+        rows = x + (pair // C.per_row)[:, None] * x_stride + k[None, :]
+        if C.bits < 16:
+            row, own_row = (expert * D_OUT + column)[:, None], own_column[:, None]
+            data = weight.data + row * (D_IN * C.bits // C.unit)
+            scales, zeros = weight.scales + row * C.groups, weight.zeros + row * C.groups
+            if not C.float4:
+                scale, zero = _load_scale(scales, zeros, own_row, C)
+        else:
+            columns = weight.data + (expert * D_OUT + column)[None, :] * D_IN + k[:, None]
+        total = tl.zeros((BLOCK_T, BLOCK_N), dtype=tl.float32)
+        for step in tl.range(0, D_IN, BLOCK_K, num_stages=C.stages):
+            inside = step + k < D_IN
+            value = tl.load(rows + step, mask=own[:, None] & inside[None, :], other=0.0)
+            if C.float4:
+                w = tl.trans(_load_float4(data, scales, step, own_row, dtype, C))
+                total = tl.dot(value, w, total, input_precision="ieee")
+            elif C.bits < 16:
+                w, its_scale, its_zero = _load_weight(data, scales, zeros, step, own_row, scale, zero, C)
+                total = _add_product(total, value, w, its_scale, its_zero, dtype, C)
+            else:
+                w = tl.load(columns + step, mask=inside[:, None] & own_column[None, :], other=0.0)
+                total = tl.dot(value, w, total, input_precision="ieee")
+        if C.bias:
+            total += tl.load(bias + expert * D_OUT + column, mask=own_column, other=0.0).to(tl.float32)[None, :]
+        out = y + pair[:, None] * D_OUT + column[None, :]
+        tl.store(out, total.to(dtype), mask=own[:, None] & own_column[None, :])
+
+
+def multiply(x: torch.Tensor, stack: Stack, tiles: ExpertTiles, per_row: int) -> torch.Tensor:
+    """Multiply rows by the matrices of the experts that they go to, and add these' biases, in float32.
+
+    x: `[rows, inputs]`. per_row: experts of each of them. Returns `[rows · per_row, outputs]` in x's dtype, by pair. A
+    row's bits don't depend on other rows of a step with tiles of this size. MXFP4 is widened as it is loaded, to the
+    numbers of `weight.dense()`; other narrow weights as `small_gemm_triton.multiply` has them.
+    """
+    weight, bias = stack.data, stack.bias
+    experts, d_out, d_in = weight.shape
+    if x.stride(1) != 1 or not weight.is_contiguous():
+        raise ValueError("rows of x, and the weights, must be contiguous")
+    y = torch.empty(len(x) * per_row, d_out, dtype=x.dtype, device=x.device)
+    constants = tile_constants(
+        d_in,
+        d_out,
+        tiles.block_t,
+        x.itemsize,
+        per_row=per_row,
+        experts=experts,
+        bias=bias is not None,
+        form=form_of(weight, d_in),
+    )
+    grid = len(tiles.expert), -(-d_out // constants.block_n), 1
+    tables = tiles.pairs, tiles.expert, tiles.first, tiles.end
+    _launcher(constants)(grid, (y, x, parts_of(weight), y if bias is None else bias, *tables), (), (x.stride(0),))
+    return y
+
+
+@cache
+def _launcher(constants: TileConstants) -> KernelLauncher:
+    return KernelLauncher(multiply_tiles, {"C": constants, **tile_options(constants)})
+
+
+# Rules for type checkers are at the end, so that kernels keep their lines.
+# pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportPossiblyUnboundVariable=false, reportAssignmentType=false

@@ -1,0 +1,258 @@
+"""A layer's mixture of experts by the native library, adapters included: one call, or a part of a decoder's layer.
+
+Tests: tests/ops/moe/test_native_mixture.py, tests/core/model/moe/test_experts.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from ctypes import Array, addressof, c_int32, c_void_p
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+
+from ..library.described_adapters import described
+from ..library.native_descriptors import (
+    ELEMENT_OF,
+    AdapterDescriptor,
+    ExpertMatricesDescriptor,
+    IntegersDescriptor,
+    MixtureDescriptor,
+    MixtureLoraDescriptor,
+    MixtureStepDescriptor,
+    MixtureTargetsDescriptor,
+    NativeActivation,
+    NativeScoring,
+    RoutingDescriptor,
+    SegmentsDescriptor,
+)
+from ..library.native_integers import IntegerPanels, described_integers
+from ..library.native_library import library
+from ..lora.sgmv import AdapterRows, Segments
+from .expert_products import Panels
+from .routing import Routing
+
+
+@dataclass(frozen=True, slots=True)
+class NativeGating:
+    """What becomes of gate and up. alpha, limit: of a clamped SwiGLU."""
+
+    activation: NativeActivation
+    alpha: float = 0.0
+    limit: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class NativeExperts:
+    """Experts of one shape, each with a product for gate and up and one for down."""
+
+    gate_up: Sequence[Panels | IntegerPanels]
+    """Of each `[2·size, hidden]`."""
+    down: Sequence[Panels | IntegerPanels]
+    """Of each `[hidden, size]`."""
+    gate_up_bias: Sequence[torch.Tensor] | None = None
+    """Of each `[2·size]`."""
+    down_bias: Sequence[torch.Tensor] | None = None
+    """Of each `[hidden]`."""
+
+
+class MixtureModules(NamedTuple):
+    """Of each product that adapters change: (module id, first column, width) of its projections."""
+
+    router: Sequence[tuple[int, int, int]]
+    shared_gate: Sequence[tuple[int, int, int]]
+    shared_gate_up: Sequence[tuple[int, int, int]]
+    shared_down: Sequence[tuple[int, int, int]]
+    gate_up: Sequence[tuple[int, int, int]]
+    """Of an expert; likewise `down`."""
+    down: Sequence[tuple[int, int, int]]
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """Of all of them."""
+        return tuple(module for own in self for module, _, _ in own)
+
+    def described(self, ids: Sequence[int]) -> Array[MixtureTargetsDescriptor]:
+        """In the library's form. ids: see `NativeMixtureLora`."""
+        found = (MixtureTargetsDescriptor * len(self))()
+        for targets, own in zip(found, self, strict=True):
+            targets.count = len(own)
+            values = [value for module, column, width in own for value in (ids.index(module), column, width)]
+            targets.targets[: len(values)] = values
+        return found
+
+
+class NativeMixtureLora:
+    """A step's adapters of mixtures, in the library's form."""
+
+    def __init__(
+        self,
+        arena: torch.Tensor,
+        segments: Segments,
+        ids: tuple[int, ...],
+        layer: int = 0,
+        targets: Array[MixtureTargetsDescriptor] | None = None,
+    ) -> None:
+        """arena: `[pages, page_elems]`. segments: of the step's rows. ids: the mixtures' modules, which the library
+        knows by their places here: a model may have more than its descriptors have room for. layer, targets: of a call
+        of its own.
+        """
+        parts, length = [_described(rows, ids) for rows in segments.rows], len(segments.rows)
+        adapters = (c_void_p * length)(*(addressof(part.adapter) for part in parts))
+        begin, end = (c_int32 * length)(*segments.begin), (c_int32 * length)(*segments.end)
+        level = (c_int32 * length)(*segments.level)
+        experts = (c_void_p * length)(*(addressof(part.experts) for part in parts))
+        num_experts = (c_int32 * length)(*(len(part.experts) for part in parts))
+        arrays = adapters, begin, end, level, experts, num_experts
+        self.dtype = arena.dtype
+        self.description = MixtureLoraDescriptor(
+            arena=arena.data_ptr(),
+            page_elems=arena.shape[1],
+            segments=SegmentsDescriptor(length, *map(addressof, (begin, end, adapters, level))),
+            experts=addressof(experts),
+            num_experts=addressof(num_experts),
+            layer=layer,
+            targets=None if targets is None else addressof(targets),
+        )
+        self._kept = arena, segments, parts, arrays, targets  # the description has addresses of these
+
+
+class _Part(NamedTuple):
+    """A part of an adapter in the library's form."""
+
+    adapter: AdapterDescriptor
+    tensors: tuple[torch.Tensor, ...]
+    """To which it points."""
+    experts: Array[c_int32]
+    """Of its rank-rows."""
+
+
+_parts: WeakKeyDictionary[AdapterRows, dict[tuple[int, ...], _Part]] = WeakKeyDictionary()
+
+
+def _described(rows: AdapterRows, ids: tuple[int, ...]) -> _Part:
+    """Made once. ids: see `NativeMixtureLora`."""
+    made = _parts.setdefault(rows, {})
+    if ids not in made:
+        a_offset, b_offset = ([offsets[module] for module in ids] for offsets in (rows.a_offset, rows.b_offset))
+        own = replace(rows, a_offset=a_offset, b_offset=b_offset)
+        made[ids] = _Part(*described(own), (c_int32 * len(rows.experts))(*rows.experts))
+    return made[ids]
+
+
+class MixtureRows(NamedTuple):
+    """What a mixture makes of rows."""
+
+    y: torch.Tensor
+    """`[rows, hidden]`, in the dtype of the rows."""
+    chosen: torch.Tensor
+    """`[rows, per_token]` int64: the experts of each row, the best first."""
+    weights: torch.Tensor
+    """Likewise, float32."""
+
+
+class NativeMixture:
+    """A layer's router, experts and shared expert, in the library's form."""
+
+    def __init__(
+        self,
+        router: Panels,
+        experts: NativeExperts,
+        routing: Routing,
+        gating: NativeGating,
+        *,
+        router_bias: torch.Tensor | None = None,
+        correction: torch.Tensor | None = None,
+        factors: torch.Tensor | None = None,
+        shared: NativeExperts | None = None,
+        shared_gate: torch.Tensor | None = None,
+    ) -> None:
+        """router: of float32, `[experts, hidden]`. router_bias, correction: `[experts]`.
+        factors: likewise, of their weights. shared: one expert that every
+        row goes to. shared_gate: `[1, hidden]`, of its output.
+        """
+        if router.data.dtype != torch.float32:
+            raise ValueError(f"a router's weights are of {router.data.dtype}; they must be of float32")
+        self._hidden, self._per_token = router.inputs, routing.per_token
+        matrices = [*experts.gate_up, *experts.down]
+        self._dtype = next((each.data.dtype for each in matrices if isinstance(each, Panels)), None)
+        self._kept: list[Any] = [router, experts, shared]  # the description has addresses of these
+        self._description = MixtureDescriptor(
+            hidden=self._hidden,
+            experts=router.outputs,
+            size=experts.down[0].inputs,
+            shared_size=0 if shared is None else shared.down[0].inputs,
+            router=router.data.data_ptr(),
+            router_bias=self._values(router_bias),
+            routing=RoutingDescriptor(
+                correction=self._values(correction),
+                factors=self._values(factors),
+                per_token=routing.per_token,
+                scoring=NativeScoring[routing.scoring.name],
+                renormalised=routing.renormalised,
+                groups=routing.groups,
+                kept_groups=routing.kept_groups,
+                group_best=routing.group_best,
+                epsilon=routing.epsilon,
+                factor=routing.factor,
+                jitter=routing.jitter,
+            ),
+            activation=gating.activation,
+            alpha=gating.alpha,
+            limit=gating.limit,
+            gate_up=self._matrices(experts.gate_up, experts.gate_up_bias),
+            down=self._matrices(experts.down, experts.down_bias),
+            shared_gate_up=self._matrices(() if shared is None else shared.gate_up),
+            shared_down=self._matrices(() if shared is None else shared.down),
+            shared_gate=self._values(shared_gate),
+            of_inputs=routing.of_inputs,
+        )
+
+    @property
+    def address(self) -> int:
+        """Of its description, which lives as long as the object."""
+        return addressof(self._description)
+
+    def _values(self, tensor: torch.Tensor | None) -> int | None:
+        """Address of a tensor's values as float32, which are kept."""
+        if tensor is None:
+            return None
+        self._kept.append(values := tensor.float().contiguous())
+        return values.data_ptr()
+
+    def _matrices(
+        self, matrices: Sequence[Panels | IntegerPanels], biases: Sequence[torch.Tensor] | None = None
+    ) -> ExpertMatricesDescriptor:
+        length = len(matrices)
+        data = (c_void_p * length)(*(each.data.data_ptr() for each in matrices))
+        integers = bias = None
+        if any(isinstance(each, IntegerPanels) for each in matrices):
+            integers = (IntegersDescriptor * length)(*map(described_integers, matrices))
+        if biases is not None:
+            bias = (c_void_p * length)(*map(self._values, biases))
+        arrays = data, integers, bias
+        self._kept.append(arrays)
+        return ExpertMatricesDescriptor(*(None if each is None else addressof(each) for each in arrays))
+
+    def mix(self, x: torch.Tensor, lora: NativeMixtureLora | None = None) -> MixtureRows:
+        """Compute the mixture of rows `[rows, hidden]`. lora: the step's adapters.
+
+        Raises RuntimeError if the matrices were packed for the native library, and it is no longer in use.
+        """
+        if (found := library()) is None:
+            raise RuntimeError("experts were packed for the native library, which is no longer in use; pack them again")
+        rows = len(x)
+        wide, y = x.float().contiguous(), torch.empty(rows, self._hidden)
+        chosen = torch.empty(rows, self._per_token, dtype=torch.int64)
+        weights = torch.empty(rows, self._per_token)
+        step = MixtureStepDescriptor(
+            rows,
+            *(each.data_ptr() for each in (wide, y, chosen, weights)),
+            None if lora is None else addressof(lora.description),
+            0 if lora is None else ELEMENT_OF[lora.dtype],
+        )
+        element = ELEMENT_OF[self._dtype or x.dtype]
+        found.chorus_mix(torch.get_num_threads(), element, addressof(self._description), addressof(step))
+        return MixtureRows(y.to(x.dtype), chosen, weights)

@@ -1,0 +1,262 @@
+// Norms, rotary embedding, gated activations and factors of one token.
+#pragma once
+#include <algorithm>
+#include "simd/simd.h"
+
+namespace chorus {
+
+// Σ x²
+inline float sum_of_squares(const float* x, int n) {
+    Floats squares = floats(0);
+    for (int i = 0; i < n; i += kLanes) {
+        const Floats v = load16(x + i, head(n - i));
+        squares = fma(v, v, squares);
+    }
+    return sum(squares);
+}
+
+// out = x / sqrt(mean + eps) · weight
+//
+//   x, out  [n]; may be the same
+//   weight  [n] float32
+//   n       elements
+//   mean    of the squares of all elements that are normalised together
+template <class T>
+inline void scale_to_norm(const float* x, const float* weight, int n, float mean, float eps, T* out) {
+    const Floats factor = floats(1.0f / __builtin_sqrtf(mean + eps));
+    for (int i = 0; i < n; i += kLanes) {
+        const Head here = head(n - i);
+        store16(out + i, load16(x + i, here) * factor * load16(weight + i, here), here);
+    }
+}
+
+// out = x / sqrt(mean(x²) + eps) · weight; parameters as above
+template <class T>
+inline void rms_norm(const float* x, const float* weight, int n, float eps, T* out) {
+    scale_to_norm(x, weight, n, sum_of_squares(x, n) / n, eps, out);
+}
+
+// out = (x - mean(x)) / sqrt(variance(x) + eps) · weight + bias; bias: [n] float32, or null; other parameters as above
+template <class T>
+inline void layer_norm(const float* x, const float* weight, const float* bias, int n, float eps, T* out) {
+    Floats all = floats(0), squares = floats(0);
+    for (int i = 0; i < n; i += kLanes) all = all + load16(x + i, head(n - i));
+    const Floats mean = floats(sum(all) / n);
+    for (int i = 0; i < n; i += kLanes) {
+        const Floats v = keep(load16(x + i, head(n - i)) - mean, head(n - i), floats(0));
+        squares = fma(v, v, squares);
+    }
+    const Floats factor = floats(1.0f / __builtin_sqrtf(sum(squares) / n + eps));
+    for (int i = 0; i < n; i += kLanes) {
+        const Head here = head(n - i);
+        const Floats v = (load16(x + i, here) - mean) * factor * load16(weight + i, here);
+        store16(out + i, bias ? v + load16(bias + i, here) : v, here);
+    }
+}
+
+// The norm of a model.
+struct Norm {
+    float eps;
+    bool centered;  // LayerNorm, rather than RMSNorm
+    bool biased;  // a weight's bias lies behind it
+
+    template <class T>
+    void run(const float* x, const float* weight, int n, T* out) const {
+        if (centered) layer_norm(x, weight, biased ? weight + n : nullptr, n, eps, out);
+        else rms_norm(x, weight, n, eps, out);
+    }
+};
+
+// Rotate elements i and i + dim / 2 together.
+//
+//   x, out    [dim]; may be the same
+//   cos, sin  [dim] float32: of the token's position
+template <class Out>
+inline void rotate_halves(const float* x, const float* cos, const float* sin, int dim, Out* out) {
+    const int half = dim / 2;
+    for (int i = 0; i < half; i += kLanes) {
+        const Head here = head(half - i);
+        const Floats a = load16(x + i, here), b = load16(x + half + i, here);
+        const Floats c0 = load16(cos + i, here), s0 = load16(sin + i, here);
+        const Floats c1 = load16(cos + half + i, here), s1 = load16(sin + half + i, here);
+        store16(out + i, fms(a, c0, b * s0), here);
+        store16(out + half + i, fma(b, c1, a * s1), here);
+    }
+}
+
+// Rotate elements 2i and 2i + 1 together; parameters as above
+template <class Out>
+inline void rotate_pairs(const float* x, const float* cos, const float* sin, int dim, Out* out) {
+    for (int i = 0; i < dim; i += kLanes) {
+        const Head here = head(dim - i);
+        float other[kLanes] = {};
+        for (int j = 0; j < std::min(kLanes, dim - i); j += 2) other[j] = -x[i + j + 1], other[j + 1] = x[i + j];
+        store16(out + i, fma(load16(x + i, here), load16(cos + i, here), load16(other) * load16(sin + i, here)), here);
+    }
+}
+
+// Copy n elements, rounded to the type of `out`.
+template <class In, class Out>
+inline void convert(const In* x, int n, Out* out) {
+    for (int i = 0; i < n; i += kLanes) store16(out + i, load16(x + i, head(n - i)), head(n - i));
+}
+
+// A position's angles.
+//
+//   cos, sin     [dim] float32
+//   dim          leading elements of a head that are rotated; the others are kept
+//   interleaved  elements 2i and 2i + 1 together, rather than i and i + dim / 2
+struct Rotation {
+    const float *cos, *sin;
+    int dim;
+    bool interleaved;
+
+    // x, out: [head_dim], apart
+    template <class Out>
+    void run(const float* x, int head_dim, Out* out) const {
+        if (interleaved) rotate_pairs(x, cos, sin, dim, out);
+        else rotate_halves(x, cos, sin, dim, out);
+        convert(x + dim, head_dim - dim, out + dim);
+    }
+};
+
+// out = x · weight, element by element
+template <class T>
+inline void multiply_each(const float* x, const float* weight, int n, T* out) {
+    for (int i = 0; i < n; i += kLanes) {
+        const Head here = head(n - i);
+        store16(out + i, load16(x + i, here) * load16(weight + i, here), here);
+    }
+}
+
+// out = factor · x; parameters as above
+template <class T>
+inline void multiply(const float* x, float factor, int n, T* out) {
+    for (int i = 0; i < n; i += kLanes) store16(out + i, load16(x + i, head(n - i)) * floats(factor), head(n - i));
+}
+
+// x = factor · x
+inline void scale_by(float* x, int n, float factor) { multiply(x, factor, n, x); }
+
+// out = x + y
+template <class T>
+inline void sum(const float* x, const float* y, int n, T* out) {
+    for (int i = 0; i < n; i += kLanes)
+        store16(out + i, load16(x + i, head(n - i)) + load16(y + i, head(n - i)), head(n - i));
+}
+
+// x += factor · y
+inline void add_scaled(const float* y, int n, float factor, float* x) {
+    for (int i = 0; i < n; i += kLanes) {
+        const Head here = head(n - i);
+        store16(x + i, load16(x + i, here) + load16(y + i, here) * floats(factor), here);
+    }
+}
+
+// x = softcap · tanh(factor · x / softcap)
+inline void cap(float* x, int n, float factor, float softcap) {
+    const Floats inner = floats(factor / softcap), outer = floats(softcap);
+    for (int i = 0; i < n; i += kLanes) store16(x + i, outer * tanh16(load16(x + i, head(n - i)) * inner), head(n - i));
+}
+
+// log(1 + e^x) = max(x, 0) + log(1 + u) with u = e^-|x|, and log(1 + u) = 2 · atanh(u / (2 + u)), whose series in steps of at
+// most 1/9 takes eight terms.
+inline Floats softplus16(Floats x) {
+    const Floats u = exp16(floats(0) - as_floats(as_words(x) & words(0x7FFFFFFF)));
+    const Floats s = u / (u + floats(2.0f)), squared = s * s;
+    Floats p = floats(2.0f / 15);
+    p = fma(p, squared, floats(2.0f / 13));
+    p = fma(p, squared, floats(2.0f / 11));
+    p = fma(p, squared, floats(2.0f / 9));
+    p = fma(p, squared, floats(2.0f / 7));
+    p = fma(p, squared, floats(2.0f / 5));
+    p = fma(p, squared, floats(2.0f / 3));
+    p = fma(p, squared, floats(2.0f));
+    return fma(p, s, max(floats(0), x));  // this order lets NaN through
+}
+
+// 1 / (1 + e^-x)
+inline Floats sigmoid16(Floats x) { return floats(1.0f) / (floats(1.0f) + exp16(min(floats(88.0f), floats(0) - x))); }
+
+// x / (1 + e^-x)
+inline Floats silu16(Floats x) { return x / (floats(1.0f) + exp16(min(floats(88.0f), floats(0) - x))); }
+
+// out = silu(gate) · up
+//
+//   gate, up  [n] float32
+//   n         elements
+//   out       [n]
+template <class T>
+inline void silu_and_mul(const float* gate, const float* up, int n, T* out) {
+    for (int i = 0; i < n; i += kLanes) {
+        const Head here = head(n - i);
+        store16(out + i, silu16(load16(gate + i, here)) * load16(up + i, here), here);
+    }
+}
+
+// gelu(x) by tanh: x/2 · (1 + tanh(u)) = x / (1 + e^(-2u)) with u = sqrt(2/π) · (x + 0.044715 x³)
+inline Floats gelu16(Floats x) {
+    const Floats u = x * fma(x * x, floats(0.0713548162726f), floats(1.59576912160573f));
+    return x / (floats(1.0f) + exp16(min(floats(88.0f), floats(0) - u)));
+}
+
+// out = gelu(gate) · up; parameters as above
+template <class T>
+inline void gelu_and_mul(const float* gate, const float* up, int n, T* out) {
+    for (int i = 0; i < n; i += kLanes) {
+        const Head here = head(n - i);
+        store16(out + i, gelu16(load16(gate + i, here)) * load16(up + i, here), here);
+    }
+}
+
+// x · sigmoid(gate), with one gate of all
+//
+//   x  [n]: changed
+template <class T>
+inline void apply_gate_of_all(float gate, int n, T* x) {
+    const Floats e = exp16(min(floats(88.0f), floats(-gate)));
+    for (int i = 0; i < n; i += kLanes) {
+        const Head here = head(n - i);
+        store16(x + i, load16(x + i, here) / (floats(1.0f) + e), here);
+    }
+}
+
+// x · sigmoid(gate)
+//
+//   gate  [n] float32
+//   x     [n]: changed
+template <class T>
+inline void apply_gate(const float* gate, int n, T* x) {
+    for (int i = 0; i < n; i += kLanes) {
+        const Head here = head(n - i);
+        const Floats e = exp16(min(floats(88.0f), floats(0) - load16(gate + i, here)));
+        store16(x + i, load16(x + i, here) / (floats(1.0f) + e), here);
+    }
+}
+
+// out = (up + 1) · gate · sigmoid(alpha · gate), with gate at most `limit` and up within ± limit; other parameters as of
+// silu_and_mul
+template <class T>
+inline void clamped_swiglu(const float* gate, const float* up, int n, float alpha, float limit, T* out) {
+    for (int i = 0; i < n; i += kLanes) {
+        const Head here = head(n - i);
+        const Floats g = min(floats(limit), load16(gate + i, here));  // this order lets NaN through
+        const Floats u = max(floats(-limit), min(floats(limit), load16(up + i, here)));
+        const Floats e = exp16(min(floats(88.0f), g * floats(-alpha)));
+        store16(out + i, (u + floats(1.0f)) * (g / (floats(1.0f) + e)), here);
+    }
+}
+
+// Of a gate; then those without one.
+enum Activation : int32_t { kSilu, kGelu, kClampedSwiglu, kGeluAlone, kGeluByErf, kReluSquared, kXielu };
+
+inline bool is_gated(Activation activation) { return activation < kGeluAlone; }
+
+// The activation has a gate and no parameters.
+template <class T>
+inline void activate(Activation activation, const float* gate, const float* up, int n, T* out) {
+    if (activation == kGelu) gelu_and_mul(gate, up, n, out);
+    else silu_and_mul(gate, up, n, out);
+}
+
+}  // namespace chorus

@@ -1,0 +1,203 @@
+// LoRA products that other processes of the machine compute, of prompts with an adapter that is still being copied into its pages
+// (CPU-assisted prefill, CaraServe §4).
+//
+// The rows of x are handed over in memory that the processes share, by `Ranks`: rank 0 is the process of the base model, the
+// others are offload workers. An exchange takes two meetings. Rank 0's part of the first is rows of x, and it goes on with the
+// base product without waiting; the offload workers' parts of the second are x·A·B of a share of the rows each. They read A and
+// B from the adapter's image in host memory. What is to be computed stands in a `Exchange` of its own, as a GPU's host
+// writes that long before the GPU, as rank 0, writes the rows.
+#pragma once
+#include <algorithm>
+#include <vector>
+#include "team/buffer.h"
+#include "program/descriptors.h"
+#include "elementwise/elementwise.h"
+#include "ranks/ranks.h"
+
+namespace chorus {
+
+constexpr int kMaxOffloaded = 1000;  // most segments that are handed over at once
+
+constexpr int kMaxExchanges =
+    1 << 12;  // of a step, four a layer; the next one of a step is written when this one was read
+
+// What a layer's product needs beside the rows of x.
+struct alignas(64) Exchange {
+    int32_t layer;
+    int32_t product;
+    uint8_t active[kMaxOffloaded];  // of each offloaded segment: whether its rows are there
+};
+
+// That of the exchange which is under way, of either meeting.
+template <class H>
+inline H& exchange_of(const Ranks& ranks, H* exchanges) {
+    return exchanges[ranks.sums() / 2 % kMaxExchanges];
+}
+
+// Rank 0's side, within a step. One thread at a time; `add` on any.
+template <class T>
+class Offloader {
+    using X = Act<T>;
+
+   public:
+    explicit Offloader(const ModelDesc& model) : products_(model) {}
+
+    // Offload a layer of the segments with pages that lack it, if the image has it; a layer that is offloaded has no rows in the
+    // segment's own descriptor. Called before the layer.
+    void begin_layer(const StepDesc& step, int layer) {
+        const OffloadDesc& offloaded = *step.offloaded;
+        std::fill(active_, active_ + offloaded.count, 0);
+        if (offloaded.ranks->state() != Ranks::kWell) return;
+        for (int i = 0; i < offloaded.count; i++) {
+            const int s = offloaded.segment[i];
+            const auto* pages = step.segment_ready[s];
+            if (step.segment_late[s] || pages->load(std::memory_order_acquire) > layer) continue;
+            if (offloaded.first_elem[i][layer] < 0 ||
+                offloaded.image_ready[i]->load(std::memory_order_acquire) <= layer)
+                continue;
+            offloaded.first_elem[i][layer] = -1;
+            active_[i] = 1;
+            offloaded.layers[i]++;
+        }
+    }
+    // Hand rows of a task's x over, if a segment's adapter changes the product.
+    void offload(const LoraTask<T>& task) {
+        const OffloadDesc& offloaded = *task.step.offloaded;
+        const Segments& segments = task.step.segments;
+        offloaded_ = false;
+        auto& head = exchange_of(*offloaded.ranks, offloaded.exchanges);
+        const Rows<X> mine{(X*)offloaded.ranks->mine(), task.x.stride};
+        for (int i = 0; i < offloaded.count; i++) {
+            const int s = offloaded.segment[i];
+            head.active[i] = active_[i] && products_.changed(task.product, *segments.adapters[s]);
+            if (!head.active[i]) continue;
+            offloaded_ = true;
+            memcpy(mine[offloaded.row[i]], task.x[segments.begin[s]],
+                   (offloaded.row[i + 1] - offloaded.row[i]) * mine.stride * sizeof(X));
+        }
+        if (!offloaded_) return;
+        head.layer = task.layer;
+        head.product = task.product;
+        offloaded.ranks->post();
+    }
+
+    // Wait for what was handed over. If an offload worker has ended, the rows are void.
+    void collect(const StepDesc& step) {
+        if (!offloaded_ || step.offloaded->ranks->meet() == Ranks::kWell) return;
+        offloaded_ = false;
+        for (int i = 0; i < step.offloaded->count; i++)
+            if (active_[i]) step.segment_late[step.offloaded->segment[i]] = 1;
+        std::fill(active_, active_ + step.offloaded->count, 0);
+    }
+
+    // Add what was computed to the token's row of a task's y.
+    void add(const LoraTask<T>& task, int token) const {
+        if (!offloaded_) return;
+        const OffloadDesc& offloaded = *task.step.offloaded;
+        const Segments& segments = task.step.segments;
+        float* y = task.y[token];
+        for (int i = 0; i < offloaded.count; i++) {
+            const int s = offloaded.segment[i];
+            const Adapter& adapter = *segments.adapters[s];
+            if (!active_[i] || token < segments.begin[s] || token >= segments.end[s]) continue;
+            const int row = offloaded.row[i] + token - segments.begin[s];
+            const int32_t* end = std::upper_bound(offloaded.share, offloaded.share + offloaded.ranks->size(), row);
+            const int rank = (int)(end - offloaded.share);
+            const float* part =
+                offloaded.ranks->part(rank) + (row - end[-1]) * spread<float>(products_.outputs(task.product));
+            for (const Target& t : products_.targets(task.product))
+                if (adapter.has(t.module))
+                    for (int c = t.column; c < t.column + t.width; c++) y[c] += part[c];
+        }
+    }
+
+   private:
+    const Products products_;
+    uint8_t active_[kMaxOffloaded] = {};
+    bool offloaded_ = false;  // the product that is under way
+};
+
+// Hand rows over as the first product's input of layer 0, of one segment, to measure what that takes.
+//
+//   ranks      rank 0's
+//   exchanges  [kMaxExchanges]
+//   x          [rows, k] float32
+template <class T>
+void post_exchange(Ranks& ranks, Exchange* exchanges, const float* x, int64_t rows, int k) {
+    auto& head = exchange_of(ranks, exchanges);
+    head.layer = 0;
+    head.product = 0;
+    head.active[0] = 1;
+    for (int64_t r = 0; r < rows; r++) convert(x + r * k, k, (Act<T>*)ranks.mine() + r * spread<Act<T>>(k));
+    ranks.post();
+}
+
+struct AnyOffloadWorker {
+    virtual ~AnyOffloadWorker() = default;
+    virtual void serve(Ranks& ranks, const OffloadWorkerDesc& desc) = 0;
+};
+
+// An offload worker's side, on one thread.
+template <class T>
+class OffloadWorker final : public AnyOffloadWorker {
+    using X = Act<T>;
+
+   public:
+    // Compute a share of every exchange of a step, until rank 0 ends it.
+    void serve(Ranks& ranks, const OffloadWorkerDesc& desc) override {
+        const Products products(desc.products, desc.num_products);
+        while (ranks.meet() == Ranks::kWell) {
+            const Exchange& head = exchange_of(ranks, desc.exchanges);
+            compute(products, desc, head, (const X*)ranks.part(0), ranks.mine());
+            if (ranks.meet() != Ranks::kWell) return;
+        }
+    }
+
+   private:
+    // This offload worker's share of an exchange.
+    //
+    //   products  of the model
+    //   desc      of the step
+    //   head      what is to be computed
+    //   all_x     the rows that were handed over
+    //   all_y     the LoRA terms of this offload worker's rows: written
+    void compute(const Products& products, const OffloadWorkerDesc& desc, const Exchange& head, const X* all_x,
+                 float* all_y) {
+        const int inputs = products.inputs(head.product);
+        const Rows<const X> every_x{all_x, spread<X>(inputs)};
+        const Rows<float> every_y{all_y, spread<float>(products.outputs(head.product))};
+        const auto& targets = products.targets(head.product);
+        for (int i = 0; i < desc.count; i++) {
+            const Adapter& adapter = *desc.adapters[i];
+            const int begin = std::max(desc.first, desc.row[i]), end = std::min(desc.last, desc.row[i + 1]);
+            if (!head.active[i] || begin >= end) continue;
+            const Arena<T> image{(T*)desc.images[i], desc.page_elems};
+            const int32_t own_begin = 0, own_end = end - begin;
+            const Adapter* adapters[1] = {&adapter};
+            const Segments one{1, &own_begin, &own_end, adapters, nullptr, 0, 0};
+            const Rows<const X> x = every_x.from(begin);
+            const Rows<float> y = every_y.from(begin - desc.first);
+            const long ldh = (adapter.rank + 2) & ~1;
+            grow(h_, targets.size() * own_end * ldh);
+            scratch_.reserve(adapter.rank, inputs);
+            auto module = [&](const LoraUnit& u) { return targets[u.module].module; };
+            auto h = [&](const LoraUnit& u) { return Rows<X>{h_.data() + u.module * own_end * ldh, ldh}; };
+            units_.clear();
+            shrink_units(one, targets, 0, own_end, units_);
+            for (const LoraUnit& u : units_)
+                shrink<T>(image, a_rows(adapter, head.layer, module(u), u, inputs), u, x, h(u), scratch_, {});
+            for (const Target& t : targets)
+                for (int r = 0; r < own_end; r++) std::fill_n(y[r] + t.column, t.width, 0.0f);
+            expand_units(one, 0, targets, 1, units_);
+            for (const LoraUnit& u : units_)
+                expand<T>(image, b_rows(adapter, head.layer, module(u), u), u, h(u),
+                          y.from(0, targets[u.module].column), scratch_, {});
+        }
+    }
+
+    Buffer<X> h_;
+    LoraScratch<T> scratch_;
+    std::vector<LoraUnit> units_;
+};
+
+}  // namespace chorus

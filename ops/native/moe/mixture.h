@@ -1,0 +1,352 @@
+// A layer's mixture of experts, run by a team of threads:
+//
+//   y[r] = Σ_i weight[r, i] · down_e(activation(gate_e(x[r])) · up_e(x[r])) (+ sigmoid(gate[r]) · shared(x[r]))
+//
+// over the experts e = chosen[r, i] of each row, the best first; with `of_inputs` the weight is of x[r] instead. Rows are
+// gathered by expert, and only the experts that a row goes to are read. A row's bits depend on no other row.
+//
+// Threads meet after the router, the choice, gate and up, and down. What one of these phases needs of an expert's rows, each
+// thread makes by itself: where they are gathered, and the inputs of the products that it computes.
+#pragma once
+#include <algorithm>
+#include <cmath>
+#include <vector>
+#include "team/buffer.h"
+#include "elementwise/elementwise.h"
+#include "moe/mixture_lora.h"
+#include "lora/model_lora.h"
+#include "gemm/multiply.h"
+#include "moe/router.h"
+#include "team/shares.h"
+#include "elementwise/ungated.h"
+
+namespace chorus {
+
+// Experts' matrices of one shape. Mirrors ExpertMatricesDescriptor of ops/library/native_descriptors.py, and so on.
+struct ExpertMatrices {
+    const void* const* w;  // [experts] packed: see gemm.h, and integers.h
+    const Integers* integers;  // [experts]; null: all are of T
+    const float* const* bias;  // [experts] of [outputs]; null: none
+
+    template <class T>
+    Weights<T> of(int expert, int outputs, int inputs) const {
+        return {w[expert], bias ? bias[expert] : nullptr, outputs, inputs, integers ? integers[expert] : Integers{}};
+    }
+};
+
+struct MixtureDesc {
+    int32_t hidden, experts, size, shared_size;  // widths of an expert and of the shared one; 0: no shared expert
+    const float* router;  // [experts, hidden], packed
+    const float* router_bias;  // [experts]; null: none
+    RoutingDesc routing;
+    Activation activation;
+    float alpha, limit;  // of kClampedSwiglu
+    ExpertMatrices gate_up, down;
+    ExpertMatrices shared_gate_up, shared_down;  // of one expert
+    const float* shared_gate;  // [hidden]; null: the shared expert's output is added as it is
+    int32_t of_inputs;  // 1: weights are of the experts' inputs, not of their outputs; then gate_up has no bias
+
+    // Columns of gate and up of an expert, which may have no gate.
+    int ups(int of_size) const { return of_size << is_gated(activation); }
+};
+
+struct MixtureStepDesc {
+    int32_t rows;
+    const float* x;  // [rows, hidden]
+    float* y;  // [rows, hidden]: written
+    int64_t* chosen;  // [rows, per_token]: written, the best first
+    float* weights;  // likewise
+    const MixtureLoraDesc* lora;  // null: no adapters
+    int32_t lora_element;  // of the adapters: kF32 or kBF16
+};
+
+// Where the rows of a step are gathered: expert after expert, an expert's rows in order.
+class GatheredRows {
+   public:
+    // chosen, weights: [rows, per_token], of each row the best expert first
+    void gather(const int64_t* chosen, const float* weights, int rows, int per_token, int experts) {
+        const int pairs = rows * per_token;
+        counts.assign(experts, 0);
+        place.resize(pairs), row.resize(pairs), weight.resize(pairs);
+        for (int i = 0; i < pairs; i++) counts[chosen[i]]++;
+        next_.assign(experts, 0);
+        for (int e = 1; e < experts; e++) next_[e] = next_[e - 1] + counts[e - 1];
+        for (int i = 0; i < pairs; i++) {
+            const int to = place[i] = next_[chosen[i]]++;
+            row[to] = i / per_token;
+            weight[to] = weights[i];
+        }
+    }
+
+    std::vector<int32_t> counts;  // [experts]: rows that go to each
+    std::vector<int> place;  // [rows, per_token]: where the row is among those that are gathered
+    std::vector<int> row;  // of each that is gathered
+    std::vector<float> weight;  // likewise, of the row's expert
+
+   private:
+    std::vector<int> next_;
+};
+
+// Memory of a step's mixtures, for those of all layers.
+template <class T>
+struct MixtureMemory {
+    // Of a thread.
+    struct Own {
+        GatheredRows gathered;
+        std::vector<int> units;  // before each expert's in a phase, and behind the last
+        FixedScratch<T> fixed;
+        FixedScratch<float> of_router;
+        Buffer<Act<T>> x;  // inputs of an expert's products
+        std::vector<float> row;
+        Router router;
+    };
+
+    std::vector<Own> own;
+    Buffer<float> logits, shared_gates;  // [rows, experts] and [rows]
+    Buffer<float> gate_up, outputs;  // [rows · per_token, 2 · size] and [rows · per_token, hidden]
+    Buffer<float> shared_gate_up, shared_outputs;  // [rows, 2 · shared_size] and [rows, hidden]
+
+    // Make room for a mixture. threads: the most of a team.
+    void reserve(const MixtureDesc& m, int rows, int threads) {
+        if ((int)own.size() < threads) own = std::vector<Own>(threads);
+        const size_t pairs = (size_t)rows * m.routing.per_token;
+        grow(logits, (size_t)rows * m.experts);
+        grow(shared_gates, rows);
+        grow_rows(gate_up, pairs, m.ups(m.size));
+        grow_rows(outputs, pairs, m.hidden);
+        grow_rows(shared_gate_up, m.shared_size ? rows : 0, m.ups(m.shared_size));
+        grow_rows(shared_outputs, m.shared_size ? rows : 0, m.hidden);
+    }
+};
+
+template <class T>
+class Mixture {
+    using X = Act<T>;
+    using Own = typename MixtureMemory<T>::Own;
+
+   public:
+    // x: [rows, hidden], inputs of the experts' products; step.x is the router's input. memory: has room for the mixture. layer, targets: of the model; see
+    // AnyMixtureLora. lora: the step's adapters; null: none
+    Mixture(const MixtureDesc& m, const MixtureStepDesc& step, Rows<const X> x, MixtureMemory<T>& memory,
+            AnyMixtureLora* lora, int layer, const MixtureTargets* targets)
+        : m_(m),
+          step_(step),
+          x_(x),
+          memory_(memory),
+          lora_(lora),
+          layer_(layer),
+          targets_(targets),
+          per_token_(m.routing.per_token),
+          shared_rows_(m.shared_size ? step.rows : 0) {}
+
+    // Compute what `add_up` adds up. Called by every thread of the team alike, but not first: see Decoder::walk.
+    void run(Team& team, Team::Member& me) {
+        Own& own = memory_.own[me.thread];
+        route(team, me, own);
+        const auto source = [&](bool of_experts) {
+            return [&, of_experts](int i, float* out) {
+                convert(x_[of_experts ? own.gathered.row[i] : i], m_.hidden, out);
+            };
+        };
+        run_products(team, me, own, {m_.gate_up, m_.shared_gate_up, m_.hidden, m_.hidden, gate_up(), shared_gate_up()},
+                     {m_.ups(m_.size), m_.ups(m_.shared_size)}, {kExpertGateUp, kSharedGateUp},
+                     {source(true), source(false)},
+                     [&](int first, int rows, bool shared) { return gathered(own, first, rows, shared); });
+        const auto hidden = [&](bool of_experts) {
+            return [&, of_experts](int i, float* out) { activate_row(own, i, !of_experts, out); };
+        };
+        run_products(team, me, own, {m_.down, m_.shared_down, m_.size, m_.shared_size, outputs(), shared_outputs()},
+                     {m_.hidden, m_.hidden}, {kExpertDown, kSharedDown}, {hidden(true), hidden(false)},
+                     [&](int first, int rows, bool shared) { return activated(own, first, rows, shared); });
+    }
+
+    // Write a row of what `run` has computed: [hidden]. thread: that calls it
+    void add_up(int row, int thread, float* out) const {
+        const int* place = memory_.own[thread].gathered.place.data() + (long)row * per_token_;
+        const float* weights = step_.weights + (long)row * per_token_;
+        const float factor = m_.shared_gate ? 1.0f / (1.0f + std::exp(-memory_.shared_gates[row])) : 1.0f;
+        for (int c = 0; c < m_.hidden; c += kLanes) {
+            const Head here = head(m_.hidden - c);
+            Floats sum = load16(outputs()[place[0]] + c, here) * weight(weights[0]);
+            for (int i = 1; i < per_token_; i++) sum = sum + load16(outputs()[place[i]] + c, here) * weight(weights[i]);
+            if (m_.shared_size) sum = sum + load16(shared_outputs()[row] + c, here) * floats(factor);
+            store16(out + c, sum, here);
+        }
+    }
+
+   private:
+    // Products of experts with their rows, and those of the shared expert.
+    struct Products {
+        const ExpertMatrices &w, &shared_w;
+        int inputs, shared_inputs;
+        Rows<float> y, shared_y;
+    };
+    // Something of experts, and of the shared one.
+    template <class V>
+    struct Both {
+        V own, shared;
+    };
+
+    // Choose experts, and gather rows by expert.
+    void route(Team& team, Team::Member& me, Own& own) {
+        const Rows<float> logits{memory_.logits.data(), m_.experts}, gates{memory_.shared_gates.data(), 1};
+        const Product<float> router{
+            wide(), step_.rows, {m_.router, m_.router_bias, m_.experts, m_.hidden, {}}, logits, own.of_router.begin()};
+        const int first = lora_ ? 1 : 0, products = step_.rows ? router.units() : 0, end = first + products;
+        each_part(team, me, end + (m_.shared_gate ? step_.rows : 0), [&](int i, bool more) {
+            if (i < first) lora_->begin_layer(layer_, targets_);
+            else if (i < end) router.run(i - first, more && i + 1 < end);
+            else gates[i - end][0] = dot<float>(wide()[i - end], m_.shared_gate, m_.hidden);
+        });
+        if (lora_) {
+            const RowSource x = [&](int i, float* out) { std::copy_n(wide()[i], m_.hidden, out); };
+            shrink(team, me, {kRouter, kSharedGate}, {m_.hidden, m_.hidden}, {x, x});
+            lora_->expand(team, me, {{kRouter, logits}, {kSharedGate, gates}});
+        }
+        each_part(team, me, step_.rows, [&](int r, bool) {
+            const long at = (long)r * per_token_;
+            own.router.choose(m_.routing, logits[r], m_.experts, step_.chosen + at, step_.weights + at);
+        });
+        own.gathered.gather(step_.chosen, step_.weights, step_.rows, per_token_, m_.experts);
+        if (lora_ && lora_->changes_experts())
+            team.each(me, 1, [&](int) { lora_->route(own.gathered.counts.data(), m_.experts, own.gathered.row); });
+    }
+
+    // Shrinks of two products by themselves.
+    void shrink(Team& team, Team::Member& me, Both<MixtureProduct> products, Both<int> inputs, Both<RowSource> x) {
+        const int own = lora_->shrinks(products.own), count = own + lora_->shrinks(products.shared);
+        if (!count) return;
+        each_part(team, me, count, [&](int i, bool more) {
+            if (i < own) lora_->shrink(products.own, i, more && i + 1 < own, inputs.own, x.own, me.thread);
+            else lora_->shrink(products.shared, i - own, more, inputs.shared, x.shared, me.thread);
+        });
+    }
+
+    // The products of all experts that rows go to, with what adapters add.
+    //
+    //   outputs   of products
+    //   products  for adapters
+    //   x         rows of inputs, for adapters
+    //   rows_of   rows_of(first, rows, shared): inputs of an expert's rows, the first of which is the first-th that is
+    //             gathered or, with `shared`, of the step
+    template <class RowsOf>
+    void run_products(Team& team, Team::Member& me, Own& own, const Products& it, Both<int> outputs,
+                      Both<MixtureProduct> products, Both<RowSource> x, RowsOf rows_of) {
+        const auto& counts = own.gathered.counts;
+        const auto chunks = [](int rows) { return (rows + kRowChunk - 1) / kRowChunk; };
+        const auto panels = [](int columns) { return (columns + kPanel - 1) / kPanel; };
+        own.units.clear();
+        int units = 0;
+        for (const int rows : counts) own.units.push_back(units), units += chunks(rows) * panels(outputs.own);
+        own.units.push_back(units), units += chunks(shared_rows_) * panels(outputs.shared);
+        const int shrinks = lora_ ? lora_->shrinks(products.own) : 0;
+        const int all = shrinks + (lora_ ? lora_->shrinks(products.shared) : 0);
+        int expert = 0, first = 0, of = -1,
+            of_chunk = -1;  // of the last unit: the expert, its first row; whose x is made
+        Rows<const X> inputs{};
+        each_part(team, me, units + all, [&](int i, bool more) {
+            if (i >= units) {
+                i -= units;
+                if (i < shrinks)
+                    return lora_->shrink(products.own, i, more && i + 1 < shrinks, it.inputs, x.own, me.thread);
+                return lora_->shrink(products.shared, i - shrinks, more, it.shared_inputs, x.shared, me.thread);
+            }
+            if (i < own.units[expert]) expert = first = 0;  // another thread's
+            const int last = m_.experts;  // the shared one
+            while (expert < last && i >= own.units[expert + 1]) first += counts[expert++];
+            const bool shared = expert == last;
+            const int columns = shared ? outputs.shared : outputs.own, each = panels(columns);
+            const int unit = i - own.units[expert], chunk = unit / each, begin = chunk * kRowChunk;
+            const int rows = std::min(kRowChunk, (shared ? shared_rows_ : counts[expert]) - begin);
+            if (of != expert || of_chunk != chunk) {
+                inputs = rows_of((shared ? 0 : first) + begin, rows, shared);
+                own.fixed.begin();
+                of = expert, of_chunk = chunk;
+            }
+            const Rows<float> y = (shared ? it.shared_y : it.y).from((shared ? 0 : first) + begin);
+            const Weights<T> w = shared ? it.shared_w.template of<T>(0, columns, it.shared_inputs)
+                                        : it.w.template of<T>(expert, columns, it.inputs);
+            Product<T>{inputs, rows, w, y, &own.fixed}.run(unit % each, more && unit % each + 1 < each);
+        });
+        if (lora_) lora_->expand(team, me, {{products.own, it.y}, {products.shared, it.shared_y}});
+    }
+
+    // Inputs of some rows' gate and up.
+    Rows<const X> gathered(Own& own, int first, int rows, bool shared) const {
+        if (shared) return x_.from(first);
+        const int* row = own.gathered.row.data() + first;
+        if (row[rows - 1] - row[0] == rows - 1) return x_.from(row[0]);  // they follow each other
+        grow_rows(own.x, rows, m_.hidden);
+        const Rows<X> to = rows_of(own.x, m_.hidden);
+        for (int i = 0; i < rows; i++) std::copy_n(x_[row[i]], m_.hidden, to[i]);
+        return to;
+    }
+
+    // Inputs of some rows' down.
+    Rows<const X> activated(Own& own, int first, int rows, bool shared) const {
+        const int size = shared ? m_.shared_size : m_.size;
+        grow_rows(own.x, rows, size);
+        const Rows<X> to = rows_of(own.x, size);
+        for (int i = 0; i < rows; i++) activate_row(own, first + i, shared, to[i]);
+        return to;
+    }
+
+    // out = activation(gate) · up, or activation(up) without a gate, of a row that is gathered or, with `shared`, of the step.
+    template <class Out>
+    void activate_row(Own& own, int i, bool shared, Out* out) const {
+        const int size = shared ? m_.shared_size : m_.size;
+        const float* gate = shared ? shared_gate_up()[i] : gate_up()[i];
+        if (m_.of_inputs && !shared) {
+            grow(own.row, m_.ups(size));
+            std::copy_n(gate, m_.ups(size), own.row.data());
+            scale_by(own.row.data(), m_.ups(size), own.gathered.weight[i]);
+            gate = own.row.data();
+        }
+        if (m_.activation == kClampedSwiglu) clamped_swiglu(gate, gate + size, size, m_.alpha, m_.limit, out);
+        else if (is_gated(m_.activation)) activate(m_.activation, gate, gate + size, size, out);
+        else activate_alone(m_.activation, nullptr, gate, size, out);
+    }
+
+    // The factor of an expert's output.
+    Floats weight(float of_expert) const { return floats(m_.of_inputs ? 1.0f : of_expert); }
+
+    Rows<const float> wide() const { return {step_.x, m_.hidden}; }
+    Rows<float> gate_up() const { return rows_of(memory_.gate_up, m_.ups(m_.size)); }
+    Rows<float> outputs() const { return rows_of(memory_.outputs, m_.hidden); }
+    Rows<float> shared_gate_up() const { return rows_of(memory_.shared_gate_up, m_.ups(m_.shared_size)); }
+    Rows<float> shared_outputs() const { return rows_of(memory_.shared_outputs, m_.hidden); }
+
+    const MixtureDesc& m_;
+    const MixtureStepDesc& step_;
+    const Rows<const X> x_;
+    MixtureMemory<T>& memory_;
+    AnyMixtureLora* const lora_;
+    const int layer_;
+    const MixtureTargets* const targets_;
+    const int per_token_, shared_rows_;
+};
+
+// Compute a layer's mixture for the rows of a step.
+//
+//   m     the layer
+//   step  not written; the memory that it points to is
+//   lora  the step's adapters; null: none
+template <class T>
+void mix(Team& team, const MixtureDesc& m, const MixtureStepDesc& step, AnyMixtureLora* lora) {
+    thread_local MixtureMemory<T> memory;  // the caller's: all threads of its team use the same
+    thread_local Buffer<Act<T>> acts;
+    memory.reserve(m, step.rows, team.most());
+    grow_rows(acts, step.rows, m.hidden);
+    const Rows<Act<T>> x = rows_of(acts, m.hidden);
+    Mixture<T> mixture(m, step, x, memory, lora, step.lora ? step.lora->layer : 0,
+                       step.lora ? step.lora->targets : nullptr);
+    team.run([&](Team::Member& me) {
+        team.each(me, step.rows, [&](int r) {  // not by parts: see Decoder::walk
+            convert(step.x + (long)r * m.hidden, m.hidden, x[r]);
+        });
+        mixture.run(team, me);
+        each_part(team, me, step.rows, [&](int r, bool) { mixture.add_up(r, me.thread, step.y + (long)r * m.hidden); });
+    });
+}
+
+}  // namespace chorus

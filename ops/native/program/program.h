@@ -1,0 +1,213 @@
+// Ops of a model's layers, which the decoder runs one after the other: core/model/program/native_ops.py lists them.
+//
+// An op reads and writes registers, [tokens, width] each. Ops of rows work on each token by itself, so that neighbours among
+// them are one pass over the tokens; before and behind each of the others the threads meet.
+#pragma once
+#include "elementwise/elementwise.h"
+#include "mixers/gated_delta.h"
+#include "gemm/integers.h"
+#include "attention/latent_attention.h"
+
+namespace chorus {
+
+struct MixtureDesc;
+struct MixtureTargets;
+
+// What a register's elements are: float32; of the type that products read; float32 in memory that all TP ranks read; float32, of
+// gates and what they multiply, which a step of many tokens doesn't keep.
+enum class Memory : int32_t { kFloat, kRounded, kShared, kGates };
+
+// Of register 0: the residual stream.
+struct RegisterDesc {
+    Memory memory;
+    int32_t width;
+};
+
+// Ops; those of rows come last.
+enum class OpKind : int32_t {
+    kArrive,  // ArriveOp
+    kMeet,  // ranks meet: parts in shared registers can be added up; no arguments
+    kGemm,  // GemmOp
+    kGateUp,  // GateUpOp
+    kAttend,  // AttendOp
+    kLatentAttend,  // LatentAttendOp
+    kMix,  // MixOp
+    kMoe,  // MoeOp
+    kNorm,  // NormOp
+    kKeep,  // KeepOp
+    kCopy,  // CopyOp
+    kScale,  // ScaleOp
+    kAdd,  // AddOp
+    kSum,  // SumOp
+    kActivate,  // ActivateOp
+    kReduce,  // ReduceOp
+    kRoute,  // RouteOp
+    kCombine,  // MoeOp: what its experts give is added up
+};
+
+inline bool is_of_rows(OpKind kind) { return kind >= OpKind::kNorm; }
+
+// An op and its arguments, a structure of its kind's.
+struct OpDesc {
+    OpKind kind;
+    const void* arguments;
+};
+
+// Wait for what adapters have in a layer, before its first product.
+struct ArriveOp {
+    int32_t layer;
+};
+
+// out (+)= x · wᵀ + bias, with what adapters add; see LoraTask.
+struct GemmOp {
+    int32_t x, out, accumulate, product, layer, number;
+    const void* w;  // packed panels
+    const float* bias;  // [outputs]; null: there is none
+    Integers integers;  // how weights are whole numbers
+};
+
+// act = activation(factor · gate) · up, or activation(up) without a gate, of the gates and ups that a product gives.
+struct GateUpOp {
+    GemmOp gemm;
+    int32_t act, size;
+    Activation activation;
+    float factor;
+    const float* xielu;  // [4]: parameters of that activation
+};
+
+// A norm of queries and keys: of each head, with weights that all have, of all heads at once, or a LayerNorm of each head with
+// weights of its own.
+enum HeadNorm : int32_t { kEachHead, kAllHeads, kOwnHeads };
+
+// Where the gates of attention's output are: nowhere, behind each head's query, or behind queries, keys and values, one of each
+// head or of each element.
+enum OutputGate : int32_t { kNoGate, kBesideQueries, kOfHeads, kApart };
+
+// Heads of a layer's attention: of queries, of keys and of values, and elements of each.
+struct Heads {
+    int32_t count, kv, dim;
+
+    int q_size() const { return count * dim; }
+    int kv_size() const { return kv * dim; }
+    bool operator==(const Heads& other) const { return count == other.count && kv == other.kv && dim == other.dim; }
+};
+
+// out = attention of the queries that x has, behind which are keys and values, which are written to their pages.
+struct AttendOp {
+    int32_t x, q, out;  // q: of rotated queries
+    Heads heads;
+    int32_t page_group, page_layer;  // whose pages have its K and V, and its place among the layers in them
+    int32_t has_keys;  // 0: x has queries alone; keys and values are another layer's
+    int32_t keys_are_values;  // 1: there are no projected values: they are keys before their norm
+    int32_t norms_values;  // 1: every head of values is normalised, without weights
+    HeadNorm head_norm;  // where q_norm and k_norm are there
+    OutputGate output_gate;
+    int32_t kv_copies;  // TP ranks that have the same K/V heads
+    int32_t window;  // tokens that a query sees, itself included; 0: all before it
+    int32_t chunked;  // 1: it sees those of its own chunk of `window` tokens alone
+    int32_t rotary_dim;  // leading elements of a head that are rotated
+    int32_t interleaved;  // 1: elements 2i and 2i + 1 are rotated together; 0: i and i + rotary_dim / 2
+    float eps;  // of norms of heads
+    float scale;  // of scores
+    float softcap;  // scores s become softcap · tanh(s / softcap); 0: they stay
+    float k_scale, v_scale;  // what is stored of K and V stands for so many times that: of FP8, else 1
+    const float *q_norm, *k_norm;  // [head_dim], or of every head: see HeadNorm; null where there is none
+    const float* sinks;  // [heads]; null where there is none
+    const float *cos, *sin;  // [positions, rotary_dim]: of each element; with the attention factor
+    const float* query_factors;  // [positions]; null: queries have none
+    const float* query_weights;  // [head_dim], of rotated queries; null: they have none
+
+    // Between queries there are gates.
+    bool gaps() const { return output_gate == kBesideQueries; }
+    // Elements of x: of queries, and of keys and values.
+    int q_rows() const { return heads.q_size() << gaps(); }
+    int kv_rows() const { return heads.kv_size() * (!has_keys ? 0 : keys_are_values ? 1 : 2); }
+};
+
+// out = attention of the queries that columns of q have, over latents.
+struct LatentAttendOp {
+    int32_t q, column, out, layer;
+    LatentDesc latent;
+};
+
+// Columns of x are the latent, and the key that all heads share, of a token: they go to their pages.
+struct KeepOp {
+    int32_t x, column;
+    LatentDesc latent;
+};
+
+// out = what a recurrent mixer makes of x.
+struct MixOp {
+    int32_t x, out;
+    int32_t state_layer;  // its place among layers with a state
+    DeltaWeights weights;
+};
+
+// out = what the experts make of x, which `RouteOp` gave to their router: computed by a `kMoe`, added up by a `kCombine`.
+struct MoeOp {
+    int32_t x, out, layer;
+    const MixtureDesc* experts;
+    const MixtureTargets* targets;  // [kMixtureProducts]: what adapters change of it
+};
+
+// The router reads x.
+struct RouteOp {
+    int32_t x;
+};
+
+// out = norm(columns of x); without a weight, the columns divided by their norm.
+struct NormOp {
+    int32_t x, column, width, out;
+    int32_t centered, biased;  // 1: norms subtract the mean, and have biases
+    float eps;
+    const float* weight;  // [width], or [2, width] with a bias
+};
+
+// Columns of out = columns of x.
+struct CopyOp {
+    int32_t x, column, width, out, out_column;
+};
+
+// Columns of out = factor · columns of x.
+struct ScaleOp {
+    int32_t x, column, width, out, out_column;
+    float factor;
+    const float* weights;  // [width], in place of a factor; null: there are none
+};
+
+// x += factor · y
+struct AddOp {
+    int32_t x, y, width;
+    float factor;
+};
+
+// out = x + y
+struct SumOp {
+    int32_t x, y, width, out;
+};
+
+// out = activation(gate) · up of the halves of x, or activation(x) without a gate.
+struct ActivateOp {
+    int32_t x, size, out;
+    Activation activation;
+    const float* xielu;  // [4]: parameters of that activation
+};
+
+// out (+)= the sum of all ranks' parts, after they have met.
+struct ReduceOp {
+    int32_t out, width, accumulate;
+};
+
+// An op's arguments.
+template <class Arguments>
+inline const Arguments& arguments_of(const OpDesc& op) {
+    return *(const Arguments*)op.arguments;
+}
+
+// The product that an op computes; null: none.
+inline const GemmOp* gemm_of(const OpDesc& op) {
+    if (op.kind == OpKind::kGemm) return &arguments_of<GemmOp>(op);
+    return op.kind == OpKind::kGateUp ? &arguments_of<GateUpOp>(op).gemm : nullptr;
+}
+
+}  // namespace chorus

@@ -1,0 +1,108 @@
+// Ops that work on each token by itself; see program.h.
+#pragma once
+#include "moe/experts_part.h"
+#include "attention/latents.h"
+#include "program/registers.h"
+#include "elementwise/ungated.h"
+
+namespace chorus {
+
+template <class T>
+class RowOps {
+   public:
+    RowOps(Registers<T>& registers, ExpertsPart<T>& experts, LatentsPart<T>& latents)
+        : registers_(registers), experts_(experts), latents_(latents) {}
+
+    void join(Ranks* ranks) { ranks_ = ranks; }
+
+    // Run an op on a token of a step. thread: that calls it
+    void run(const StepDesc& step, const OpDesc& op, int token, int thread) {
+        switch (op.kind) {
+            case OpKind::kNorm: return norm(arguments_of<NormOp>(op), token);
+            case OpKind::kKeep: return keep(step, arguments_of<KeepOp>(op), token);
+            case OpKind::kCopy: return copy(arguments_of<CopyOp>(op), token);
+            case OpKind::kScale: return scale(arguments_of<ScaleOp>(op), token);
+            case OpKind::kAdd: return add(arguments_of<AddOp>(op), token);
+            case OpKind::kSum: return sum(arguments_of<SumOp>(op), token);
+            case OpKind::kActivate: return activate(arguments_of<ActivateOp>(op), token);
+            case OpKind::kReduce: return reduce(arguments_of<ReduceOp>(op), token);
+            case OpKind::kRoute: return experts_.take(token, registers_.rounded(arguments_of<RouteOp>(op).x)[token]);
+            case OpKind::kCombine: return combine(arguments_of<MoeOp>(op), token, thread);
+            default: return;
+        }
+    }
+
+    // act = activation(factor · gate) · up of a token, in place of what no product has fused; y: with gate and up
+    void gate(const GateUpOp& op, float* y, int token) {
+        auto* act = registers_.rounded(op.act)[token];
+        if (op.factor != 1) scale_by(y, op.size, op.factor);
+        activate(op.activation, op.xielu, y, op.size, act);
+    }
+
+   private:
+    float* row(int r, int token) { return registers_.floats(r)[token]; }
+
+    // write(to), with a token's row of a register, as its elements are
+    template <class Write>
+    void write(int r, int token, Write write) {
+        if (registers_.is_rounded(r)) write(registers_.rounded(r)[token]);
+        else write(row(r, token));
+    }
+
+    void norm(const NormOp& op, int token) {
+        const Norm norm{op.eps, op.centered != 0, op.biased != 0};
+        const float* x = row(op.x, token) + op.column;
+        write(op.out, token, [&](auto* to) { norm.run(x, op.weight, op.width, to); });
+    }
+
+    void keep(const StepDesc& step, const KeepOp& op, int token) {
+        latents_.keep(step, op.latent, token, row(op.x, token) + op.column);
+    }
+
+    void copy(const CopyOp& op, int token) {
+        const float* x = row(op.x, token) + op.column;
+        write(op.out, token, [&](auto* to) { convert(x, op.width, to + op.out_column); });
+    }
+
+    void scale(const ScaleOp& op, int token) {
+        const float* x = row(op.x, token) + op.column;
+        write(op.out, token, [&](auto* to) {
+            if (op.weights) multiply_each(x, op.weights, op.width, to + op.out_column);
+            else multiply(x, op.factor, op.width, to + op.out_column);
+        });
+    }
+
+    void add(const AddOp& op, int token) { add_scaled(row(op.y, token), op.width, op.factor, row(op.x, token)); }
+
+    void sum(const SumOp& op, int token) {
+        const float *x = row(op.x, token), *y = row(op.y, token);
+        write(op.out, token, [&](auto* to) { chorus::sum(x, y, op.width, to); });
+    }
+
+    void activate(const ActivateOp& op, int token) {
+        const float* x = row(op.x, token);
+        write(op.out, token, [&](auto* to) { activate(op.activation, op.xielu, x, op.size, to); });
+    }
+
+    // x: gate and up of `size` elements each, or what an activation without a gate reads
+    template <class To>
+    static void activate(Activation activation, const float* xielu, const float* x, int size, To* to) {
+        if (is_gated(activation)) chorus::activate(activation, x, x + size, size, to);
+        else activate_alone(activation, xielu, x, size, to);
+    }
+
+    void reduce(const ReduceOp& op, int token) {
+        const Rows<float> out = registers_.floats(op.out);
+        if (!op.accumulate) std::fill_n(out[token], op.width, 0.0f);
+        ranks_->add(out[token], token * out.stride, op.width);
+    }
+
+    void combine(const MoeOp& op, int token, int thread) { experts_.add_up(op, token, thread, row(op.out, token)); }
+
+    Registers<T>& registers_;
+    ExpertsPart<T>& experts_;
+    LatentsPart<T>& latents_;
+    Ranks* ranks_ = nullptr;
+};
+
+}  // namespace chorus

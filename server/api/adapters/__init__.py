@@ -1,0 +1,1 @@
+"""Routes that load, name, send and scale adapters."""

@@ -1,0 +1,1 @@
+"""Embeddings, scores and classes: `/v1/embeddings`, `/score`, `/rerank`, `/pooling`."""

@@ -1,0 +1,196 @@
+"""Each form of an adapter on each group of projections gives the log-probabilities of transformers + peft."""
+
+from __future__ import annotations
+
+import random
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import cache
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from chorus.core.model.read_config import read_model_config
+from chorus.graphs.runner import StepMode
+from chorus.memory.files.error import AdapterFormatError
+from chorus.memory.pages.projections import Group
+
+from ...kept import kept_files
+from ..conftest import Driver, quiet
+from ..merging.test_merged import merge
+from ..tiny_families import NO_OUT_PROJ, load_peft, save_family, train_vectors, without_conversion
+
+pytestmark = [pytest.mark.numerics, pytest.mark.wide]
+
+#: Together they have every group.
+FAMILIES = ("llama-biased", "deepseek-v3", "kimi-linear", "falcon-h1", "gemma-3n", "qwen3.5-moe")
+
+INVOCATION = [7, 9]
+
+#: name → arguments of `LoraConfig`.
+FORMS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "rslora": {"use_rslora": True},
+    "dora": {"use_dora": True},
+    "lora-bias": {"lora_bias": True},
+    "alora": {"alora_invocation_tokens": INVOCATION},
+    "alora-lora-bias": {"alora_invocation_tokens": INVOCATION, "lora_bias": True},
+    "lora-only": {"bias": "lora_only"},
+}
+
+#: Of the whole model, with tests of their own in `test_model_modules.py`; routed experts, which are parameters of
+#: all of them: see `test_expert_adapters.py`; and out_proj beside attention, on which PEFT puts no LoRA.
+ELSEWHERE = {
+    Group.EMBEDDING,
+    Group.HEAD,
+    Group.EMBEDDING_ROWS,
+    Group.HEAD_ROWS,
+    Group.ROUTER,
+    Group.EXPERT_GATE_UP,
+    Group.EXPERT_DOWN,
+    Group.BESIDE_OUT,
+}
+
+SHARED = (Group.SHARED_GATE_UP, Group.SHARED_DOWN, Group.SHARED_GATE)
+WITH_VECTORS = ("dora", "lora-bias", "alora-lora-bias")
+
+#: (form, group) → why it is refused.
+REFUSED: dict[tuple[str, Group], str] = {
+    **dict.fromkeys(product(WITH_VECTORS, SHARED), "a part of a mixture of experts, where plain LoRA alone is served"),
+    **dict.fromkeys(product(WITH_VECTORS, [Group.INPUTS]), "on a module other than a projection of a layer"),
+    **dict.fromkeys(product(["alora", "alora-lora-bias"], [Group.KV_UP]), "which makes keys and values of the tokens"),
+}
+
+#: Largest difference of a log-probability: transformers' own is 0.005 of the same in float64 on `qwen3.5-moe`.
+NEAR = 0.03
+
+
+def is_computed_by_peft(family: str, form: str, group: Group) -> bool:
+    """False where PEFT's forward pass raises an error."""
+    return not (family == "qwen3.5-moe" and form == "alora" and group in SHARED)
+
+
+@pytest.fixture
+def kernels() -> str:
+    return "auto"
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model, and an adapter of a form on each of its groups."""
+
+    model: Path
+    adapters: dict[str, Path]
+
+
+@cache
+def groups_of(family: str) -> dict[Group, tuple[str, ...]]:
+    """The ends of the modules' names of each of a family's groups."""
+    modules = read_model_config(model_of(family)).module_paths
+    found: dict[Group, dict[str, None]] = {}
+    for layer in range(modules.projections.num_layers):
+        for path, names in modules.in_layer(layer).items():
+            if path.endswith("out_proj") and family.startswith(NO_OUT_PROJ):
+                continue
+            found.setdefault(modules.projections[names[0]].group, {})[f"layers.{layer}.{path}"] = None
+    for projection in modules.projections.model:
+        found.setdefault(projection.group, {})[projection.path] = None
+    return {group: tuple(paths) for group, paths in found.items() if group not in ELSEWHERE}
+
+
+def model_of(family: str) -> Path:
+    return kept_files(f"group forms {family}", lambda root: save_family(family, root / "model")) / "model"
+
+
+def subject_of(family: str, form: str) -> Subject:
+    groups = [group for group in groups_of(family) if is_computed_by_peft(family, form, group)]
+
+    def write(root: Path) -> None:
+        for group in groups:
+            save_form(family, groups_of(family)[group], root / group.name.lower(), form)
+
+    root = kept_files(f"group forms {family} {form}", write)
+    return Subject(model_of(family), {group.name.lower(): root / group.name.lower() for group in groups})
+
+
+@quiet()
+@without_conversion()
+def save_form(family: str, paths: tuple[str, ...], path: Path, form: str) -> None:
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(5)
+    lora = LoraConfig(
+        r=3, lora_alpha=5, target_modules=[*paths], init_lora_weights=False, task_type="CAUSAL_LM", **FORMS[form]
+    )
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(model_of(family)), lora)
+    train_vectors(model)
+    model.save_pretrained(path)
+
+
+def expected(it: Subject, name: str | None, prompt: list[int]) -> torch.Tensor:
+    """PEFT's log-probability of each token of a prompt but the first."""
+    model = load_peft(it.model, {} if name is None else {name: it.adapters[name]})
+    with quiet(), torch.inference_mode():
+        scores = model(input_ids=torch.tensor([prompt]), use_cache=False).logits[0, :-1].log_softmax(-1)
+    return scores.gather(1, torch.tensor(prompt[1:])[:, None])[:, 0]
+
+
+def found(driver: Driver, name: str | None, prompt: list[int]) -> torch.Tensor:
+    answer = driver.run(f"{name} {len(driver.answers)}", name, prompt, max_tokens=2, prompt_logprobs=1)
+    assert answer.prompt_logprobs is not None, answer.error
+    return torch.tensor([each.logprob for each in answer.prompt_logprobs])
+
+
+def prompt_of(name: str) -> list[int]:
+    """Tokens with the invocation of activated LoRA among them."""
+    rng = random.Random(name)
+    tokens = [rng.randrange(12, 150) for _ in range(40)]
+    return tokens[:13] + INVOCATION + tokens[13:]
+
+
+def register(driver: Driver, it: Subject, form: str) -> list[str]:
+    """The adapters that are served; of the others the reason is right."""
+    names = []
+    for name, path in it.adapters.items():
+        why = REFUSED.get((form, Group[name.upper()]))
+        with pytest.raises(AdapterFormatError, match=why) if why else nullcontext():
+            driver.engine.store.register(name, path)
+        if why is None:
+            names.append(name)
+    return names
+
+
+def check_near(found: torch.Tensor, want: torch.Tensor, name: str) -> None:
+    assert float((found - want).abs().max()) < NEAR, name
+
+
+def test_the_families_have_every_group():
+    assert {group for family in FAMILIES for group in groups_of(family)} == {*Group} - ELSEWHERE
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_form_on_each_group(drive, family, form):
+    """Of prompts in small chunks and in one, and with each adapter in the weights, beside the base model."""
+    it = subject_of(family, form)
+    limits = {"adapters": {}, "max_num_seqs": 4, "max_model_len": 128, "prefix_cache": False}
+    drivers = [drive(it, max_num_batched_tokens=chunk, **limits) for chunk in (7, 64)]
+    served = [register(driver, it, form) for driver in drivers]
+    assert served[0]
+    for name in served[0]:
+        prompt = prompt_of(name)
+        base, want = expected(it, None, prompt), expected(it, name, prompt)
+        assert float((base - want).abs().max()) > 2 * NEAR, f"{name} changes nothing"
+        for driver in drivers:
+            check_near(found(driver, name, prompt), want, name)
+        if not driver.engine.store.get(name).manifest.unmerged_targets:
+            merge(driver, name)
+            driver.plans.clear()
+            check_near(found(driver, name, prompt), want, name)
+            check_near(found(driver, None, prompt), base, name)
+            assert {plan.mode for plan in driver.plans} == {StepMode.MERGED}
+            driver.engine.unmerge()

@@ -1,0 +1,76 @@
+"""The native sources compile without a warning, and the installed library was built from them."""
+
+from __future__ import annotations
+
+import platform
+import runpy
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from chorus.ops.library import native_library
+
+ROOT = Path(__file__).parents[3]
+LEVELS = {"x86_64": ("amx", "avx512bf16", "avx512", "avx2"), "aarch64": ("neon",)}.get(platform.machine(), ())
+
+
+pytestmark = pytest.mark.skipif(
+    shutil.which("g++") is None or platform.system() != "Linux" or not LEVELS,
+    reason="needs g++ on a system that the native library is for",
+)
+
+
+BUILD = runpy.run_path(str(ROOT / "setup.py"))
+HERE = [level for level in BUILD["levels_to_build"](BUILD["features"](), "here") if level in LEVELS]
+LIBRARIES = {level: BUILD["library"](level) for level in BUILD["LEVELS"]}
+
+
+@pytest.mark.parametrize("level", HERE)
+def test_where_there_is_a_compiler_there_is_the_library(level):
+    """An installation without it goes on with torch's operators, and tests of the library skip: a broken build would
+    not be seen. A level that the processor does not have is built, and not used. Where none was built it was done
+    without a compiler (`CC=false`), which `.ci/run` rules out.
+    """
+    if not any(map(native_library.built, LEVELS)):
+        pytest.skip("the package was built without a compiler")
+    assert native_library.built(level) is not None, (
+        f"pip install -e . did not build chorus.ops._native_{level}, or from other sources"
+    )
+
+
+def test_a_machine_builds_the_levels_that_it_runs():
+    """And AVX2's, which any that it is moved to has. With all of them an installation takes minutes more."""
+    build, avx512 = BUILD["levels_to_build"], {"avx2", "avx512f", "avx512bw", "avx512vl", "avx512dq"}
+    assert build({"avx2", "fma"}, "here") == ["avx2", "neon"]
+    assert build(avx512, "here") == ["avx512", "avx2", "neon"]
+    assert build(avx512 | {"avx512_bf16", "avx512_vnni"}, "here") == ["avx512bf16", "avx512", "avx2", "neon"]
+    assert build(BUILD["FEATURES"]["amx"], "here") == build(set(), "all") == build(None, "here") == [*BUILD["LEVELS"]]
+    with pytest.raises(SystemExit, match="CHORUS_BUILD_LEVELS is 'avx2': set it to 'here' or 'all'"):
+        build(set(), "avx2")
+    assert set(native_library.levels()) <= set(HERE), "a level that this processor runs"
+
+
+def test_every_level_is_built_from_all_headers():
+    assert BUILD["LEVELS"] == native_library.LEVELS
+    for library in LIBRARIES.values():
+        assert "ops/native/decoder.h" in library.depends
+        assert library.optional, "a compiler that a level is too new for must still build the others"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("level", [level for level in LIBRARIES if level != "avx512bf16"])  # all of it is in amx's
+def test_no_warnings(level):
+    """Only warnings of the compiler's front end: generating a level's code takes a minute or two. That each level
+    assembles is checked where it runs, and of all by the job that builds wheels.
+    """
+    library = LIBRARIES[level]
+    flags = library.extra_compile_args
+    assert {"-Wall", "-Wextra"} <= set(flags) and "-w" not in flags
+    assert "-ffp-contract=off" in flags, (
+        "additions and multiplications are joined where the source says so, nowhere else"
+    )
+    command = ["g++", *flags, "-Werror", "-fsyntax-only", *library.sources]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr

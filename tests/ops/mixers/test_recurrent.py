@@ -1,0 +1,170 @@
+"""Short convolutions and Mamba 2 give what transformers' modules give, however prompts are cut, and with drafts."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from chorus.ops.mixers.mamba2 import MambaWeights
+from chorus.ops.mixers.recurrent import RecurrentState, RecurrentWeights
+from chorus.ops.mixers.short_conv import ShortConvWeights
+
+pytestmark = [pytest.mark.numerics, pytest.mark.wide]
+
+TOLERANCE = {"rtol": 2e-4, "atol": 2e-5}
+MOST = 5
+"""Drafts of a step."""
+
+
+class Layer:
+    """transformers' module with random weights, and the same as `RecurrentWeights`."""
+
+    module: Any
+    weights: RecurrentWeights
+    shapes: tuple[tuple[int, ...], ...]
+
+    def __init__(self, make: Any, config: Any) -> None:
+        torch.manual_seed(0)
+        self.module = make(config, 0).eval()
+        with torch.no_grad():
+            for name, parameter in self.module.named_parameters():
+                if name in ("D", "dt_bias") or name.endswith("bias"):
+                    parameter.normal_()
+                elif name == "norm.weight":
+                    parameter.uniform_(0.5, 1.5)
+
+    def state(self, sequences: int, drafts: int = 0) -> RecurrentState:
+        conv, recurrent, draft = self.shapes
+        kept = torch.full((sequences, drafts, *draft), torch.nan) if drafts else None
+        return RecurrentState(torch.zeros(sequences, *conv), torch.zeros(sequences, *recurrent), kept)
+
+    @torch.no_grad()
+    def rows(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.module.in_proj(hidden)
+
+    @torch.no_grad()
+    def out(self, mixed: torch.Tensor) -> torch.Tensor:
+        return self.module.out_proj(mixed)
+
+    @torch.no_grad()
+    def want(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.module(hidden[None])[0]
+
+
+class Conv(Layer):
+    def __init__(self, bias: bool) -> None:
+        from transformers import Lfm2Config
+        from transformers.models.lfm2.modeling_lfm2 import Lfm2ShortConv
+
+        config = Lfm2Config(hidden_size=48, num_hidden_layers=1, layer_types=["conv"], conv_L_cache=4, conv_bias=bias)
+        super().__init__(Lfm2ShortConv, config)
+        conv = self.module.conv
+        self.weights = ShortConvWeights(conv.weight.detach().squeeze(1).T, conv.bias.detach() if bias else None)
+        self.shapes = (3, 48), (0,), (48,)
+
+
+class Mamba(Layer):
+    def __init__(self, groups: int) -> None:
+        from transformers import GraniteMoeHybridConfig
+        from transformers.models.granitemoehybrid.modeling_granitemoehybrid import GraniteMoeHybridMambaLayer
+
+        config = GraniteMoeHybridConfig(
+            hidden_size=48, num_hidden_layers=1, layer_types=["linear_attention"], mamba_n_heads=6, mamba_d_head=16,
+            mamba_n_groups=groups, mamba_d_state=24, mamba_chunk_size=32,
+        )  # fmt: skip
+        super().__init__(GraniteMoeHybridMambaLayer, config)
+        it = {name: parameter.detach() for name, parameter in self.module.named_parameters()}
+        own = (it[name] for name in ("conv1d.bias", "dt_bias", "A_log", "D", "norm.weight"))
+        self.weights = MambaWeights(it["conv1d.weight"].squeeze(1).T, *own, config.rms_norm_eps, groups)
+        channels = 96 + 2 * groups * 24
+        self.shapes = (3, channels), (6, 24, 16), (channels + 6,)
+
+
+@pytest.fixture(scope="module", params=["conv", "conv-biased", "mamba", "mamba-groups"])
+def layer(request) -> Layer:
+    return {
+        "conv": lambda: Conv(bias=False),
+        "conv-biased": lambda: Conv(bias=True),
+        "mamba": lambda: Mamba(1),
+        "mamba-groups": lambda: Mamba(3),
+    }[request.param]()
+
+
+@pytest.mark.parametrize("size", [1, 7, 64, 150])
+def test_a_prompt_is_what_transformers_makes_of_it(layer, size):
+    hidden, state = torch.randn(150, 48), layer.state(1)
+    parts = layer.rows(hidden).split(size)
+    got = torch.cat([layer.weights.mix(rows, state, [0, len(rows)]) for rows in parts])
+    torch.testing.assert_close(layer.out(got), layer.want(hidden), **TOLERANCE)
+
+
+def test_a_sequence_does_not_depend_on_its_batch(layer):
+    rows = [layer.rows(torch.randn(length, 48)) for length in (70, 3, 1, 1)]
+    together = layer.state(4)
+    together.conv.normal_()
+    together.recurrent.normal_()
+    before = RecurrentState(together.conv.clone(), together.recurrent.clone())
+    indptr = [0, *itertools.accumulate(map(len, rows))]
+    got = layer.weights.mix(torch.cat(rows), together, indptr).split([len(each) for each in rows])
+    for index, own in enumerate(rows):
+        alone = before.of(slice(index, index + 1))
+        found = layer.weights.mix(own, alone, [0, len(own)])
+        torch.testing.assert_close(found, got[index], rtol=2e-6, atol=2e-6)
+        torch.testing.assert_close(alone.recurrent[0], together.recurrent[index], rtol=2e-6, atol=2e-6)
+
+
+def test_bfloat16_is_computed_in_float32(layer):
+    rows = layer.rows(torch.randn(70, 48)).bfloat16()
+    got, want = (layer.weights.mix(each, layer.state(1), [0, 70]) for each in (rows, rows.float()))
+    assert torch.equal(got, want.bfloat16())
+
+
+def verified(rng: random.Random, left: int) -> Iterator[tuple[int, int]]:
+    """Steps that compute `left` tokens: how many drafts of each are right, and how many are wrong."""
+    while left > 0:
+        right = min(rng.randint(0, 2), left - 1)
+        yield right, rng.randint(1, MOST - right)
+        left -= 1 + right
+
+
+@pytest.mark.parametrize("is_captured", [False, True], ids=["mix", "step"])
+def test_rejected_drafts_leave_no_trace(layer, is_captured):
+    """Two sequences; steps that verify drafts give the known and the accepted tokens what one token at a time gives."""
+    rng, length = random.Random(0), 25
+    rows, plain = [layer.rows(torch.randn(length, 48)) for _ in range(2)], layer.state(2)
+    want = [
+        layer.weights.mix(torch.cat(pair), plain, [0, 1, 2])
+        for pair in zip(*(each.split(1) for each in rows), strict=True)
+    ]
+    state, done, accepted = layer.state(2, MOST), [0, 0], [0, 0]
+    for steps in zip(*(verified(rng, length) for _ in rows), strict=False):
+        drafts, parts = [sum(step) for step in steps], []
+        for own, at, (right, wrong) in zip(rows, done, steps, strict=True):
+            parts.append(torch.cat((own[at : at + 1 + right], torch.randn(wrong, own.shape[1]))))
+        lengths = [len(part) for part in parts]
+        indptr = [0, *itertools.accumulate(lengths)]
+        if is_captured:
+            numbers = (torch.tensor(each) for each in (indptr[:2], lengths, accepted))
+            out = layer.weights.step(torch.cat(parts), state, *numbers)
+        else:
+            out = layer.weights.mix(torch.cat(parts), state, indptr, accepted, drafts)
+        for index, (found, (right, _)) in enumerate(zip(out.split(lengths), steps, strict=True)):
+            for token in range(1 + right):
+                torch.testing.assert_close(found[token], want[done[index] + token][index], **TOLERANCE)
+            done[index] += 1 + right
+        accepted = [right for right, _ in steps]
+    assert max(done) == length
+
+
+def test_padding_of_a_step_changes_nothing(layer):
+    """A sequence without tokens, whose first is beyond the last, and another order of sequences."""
+    rows = layer.rows(torch.randn(2, 48))
+    want = layer.weights.mix(rows, layer.state(2), [0, 1, 2])
+    numbers = torch.tensor([[1, 0, 2], [1, 1, 0], [0, 0, 0]])
+    got = layer.weights.step(rows, layer.state(3, 2), *numbers)
+    torch.testing.assert_close(got, want, rtol=2e-6, atol=2e-6)

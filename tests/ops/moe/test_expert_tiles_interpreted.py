@@ -1,0 +1,142 @@
+"""Products of experts by tiles: values in Triton's interpreter against float64, and bits of rows in other company.
+
+Run in a process that interprets, see `tests/interpreted.py`.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from chorus.ops.gemm.narrow_weights import NarrowWeight, keep, keep_float4, stack
+from chorus.ops.moe.expert_tiles import ExpertTiles, Stack
+from chorus.ops.moe.expert_tiles_schedule import num_tiles
+from chorus.ops.moe.expert_tiles_triton import multiply
+from chorus.ops.moe.routing_triton import tiles_of
+
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9}
+
+#: (rows, experts, experts of a row, inputs, outputs): one row; more experts than pairs; tiles of 64 rows; of 128; all
+#: experts.
+SHAPES = [(1, 8, 2, 64, 40), (5, 16, 4, 40, 50), (70, 4, 2, 72, 33), (200, 6, 3, 16, 64), (9, 3, 3, 130, 20)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def exact():
+    from ..bf16_interpreter import fix_bf16, multiply_row_by_row
+
+    fix_bf16()
+    multiply_row_by_row()
+
+
+def chosen_experts(rows, experts, each, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.rand(rows, experts, generator=generator).topk(each).indices
+
+
+@pytest.mark.parametrize(("rows", "experts", "each"), [shape[:3] for shape in SHAPES] + [(64, 4, 1), (65, 4, 1)])
+@pytest.mark.parametrize("skewed", [False, True])
+def test_every_pair_is_in_one_tile_of_its_expert(rows, experts, each, skewed):
+    """Of tiles by torch; for those of base products see `test_routing_interpreted`."""
+    chosen = torch.arange(each).expand(rows, each) if skewed else chosen_experts(rows, experts, each)
+    tiles = ExpertTiles.of(chosen.contiguous(), experts, 16 if rows < 64 else 64)
+    assert len(tiles.expert) == num_tiles(rows * each, experts, tiles.block_t)
+    seen = []
+    for expert, first, end in zip(tiles.expert.tolist(), tiles.first.tolist(), tiles.end.tolist(), strict=True):
+        assert 0 <= end - first <= tiles.block_t
+        pairs = tiles.pairs[first:end].tolist()
+        assert {int(chosen.flatten()[pair]) for pair in pairs} <= {expert}
+        seen += pairs
+    assert sorted(seen) == list(range(rows * each))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("bias", [False, True])
+def test_values_of_both_products(shape, dtype, bias):
+    """Of rows that go to several experts, and of rows that each go to one."""
+    rows, experts, each, inputs, outputs = shape
+    generator, chosen = torch.Generator().manual_seed(1), chosen_experts(rows, experts, each)
+    weight = (torch.randn(experts, outputs, inputs, generator=generator) / inputs**0.5).to(dtype)
+    biases = torch.randn(experts, outputs, generator=generator).to(dtype) if bias else None
+    tiles, of_pair = tiles_of(chosen, experts), chosen.flatten()
+    for count, per_row in ((rows, each), (rows * each, 1)):
+        x = torch.randn(count, inputs + 3, generator=generator).to(dtype)[:, :inputs]
+        found = multiply(x, Stack(weight, biases), tiles, per_row)
+        of_row = x.double().repeat_interleave(per_row, 0)
+        want = torch.einsum("pi,poi->po", of_row, weight.double()[of_pair])
+        want += 0 if biases is None else biases.double()[of_pair]
+        assert (found.double() - want).abs().max() <= TOLERANCE[dtype] * want.abs().max()
+
+
+@pytest.mark.parametrize("rows", [12, 150])
+def test_a_rows_bits_do_not_depend_on_its_company(rows):
+    generator, chosen = torch.Generator().manual_seed(2), chosen_experts(rows, 6, 2)
+    weight, x = torch.randn(6, 40, 100, generator=generator), torch.randn(rows, 100, generator=generator)
+    whole = multiply(x, Stack(weight), tiles_of(chosen, 6), 2).view(rows, 2, -1)
+    fewer = list(range(rows))[:: -1 if rows < 64 else -2]
+    found = multiply(x[fewer], Stack(weight), tiles_of(chosen[fewer], 6), 2).view(len(fewer), 2, -1)
+    assert torch.equal(found, whole[fewer])
+    if rows < 64:
+        alone = multiply(x[7:8], Stack(weight), tiles_of(chosen[7:8], 6), 2)
+        assert torch.equal(alone, whole[7])
+
+
+#: (form, inputs, group): whole rows and groups, with an input that no block divides; every group of MXFP4 has 32.
+NARROW = [
+    ("int8", 72, 72),
+    ("int4", 192, 64),
+    ("int4 zeros", 320, 128),
+    ("int4 zeros", 160, 160),
+    ("fp8", 200, 128),
+    ("fp8", 40, 40),
+    ("mxfp4", 32, 32),
+    ("mxfp4", 288, 32),
+]
+
+
+def narrow_stack(form: str, experts: int, outputs: int, inputs: int, group: int, dtype: torch.dtype) -> NarrowWeight:
+    generator, cpu = torch.Generator().manual_seed(3), torch.device("cpu")
+
+    def whole(low, high, *shape):
+        return torch.randint(low, high, shape, generator=generator, dtype=torch.int8)
+
+    def matrix() -> NarrowWeight:
+        groups = -(-inputs // group)
+        scales = torch.rand(outputs, groups, generator=generator) / 32 + 1 / 64
+        if form == "mxfp4":
+            doubles = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12], dtype=torch.int8)
+            numbers = doubles[whole(0, 8, outputs, inputs).long()] * (1 - 2 * whole(0, 2, outputs, inputs))
+            exponents = whole(-6, 2, outputs, groups).float()
+            exponents[0, 0], exponents[-1, -1] = -127, 20  # the least one, a subnormal number, and a large one
+            return keep_float4(numbers, torch.exp2(exponents), dtype=dtype, device=cpu)
+        if form == "fp8":
+            values = (torch.randn(outputs, inputs, generator=generator) * 8).to(torch.float8_e4m3fn)
+            return keep(values, scales, None, bits=8, group=group, dtype=dtype, device=cpu)
+        bits = int(form[3])
+        half = 1 << bits - 1
+        zeros = whole(-half, half - 1, outputs, groups) if form.endswith("zeros") else None
+        values = whole(-half, half - 1, outputs, inputs)
+        return keep(values, scales, zeros, bits=bits, group=group, dtype=dtype, device=cpu)
+
+    found = stack([matrix() for _ in range(experts)])
+    assert found is not None and found.shape == (experts, outputs, inputs)
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("form", "inputs", "group"), NARROW)
+def test_narrow_experts_are_multiplied_as_the_numbers_that_they_stand_for(form, inputs, group, dtype):
+    """Of rows with a single 1, the result is a column of a weight, bit by bit; in tiles of 16 rows and of 64."""
+    generator, outputs = torch.Generator().manual_seed(4), 41
+    weight = narrow_stack(form, 4, outputs, inputs, group, dtype)
+    dense, ones = weight.dense(), torch.eye(inputs, dtype=dtype)
+    assert dense.isfinite().all() and dense.count_nonzero() > dense.numel() / 2
+    for at in (torch.arange(0, inputs, 7)[:40], torch.arange(65) * 37 % inputs):
+        chosen = chosen_experts(len(at), 4, 2)
+        found = multiply(ones[at], Stack(weight), tiles_of(chosen, 4), 2)
+        assert torch.equal(found, dense[chosen.flatten(), :, at.repeat_interleave(2)])
+    biases, chosen = torch.randn(4, outputs, generator=generator).to(dtype), chosen_experts(5, 4, 2)
+    x, tiles = torch.randn(5, inputs, generator=generator).to(dtype), tiles_of(chosen, 4)
+    found, want = (multiply(x, Stack(each, biases), tiles, 2).double() for each in (weight, dense))
+    assert (found - want).abs().max() <= TOLERANCE[dtype] * want.abs().max()

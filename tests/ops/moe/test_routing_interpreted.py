@@ -1,0 +1,77 @@
+"""Routing of tokens to experts by a GPU's kernels: values in Triton's interpreter against torch's.
+
+Run in a process that interprets, see `tests/interpreted.py`.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from chorus.core.model.moe.experts import mix_experts
+from chorus.core.model.specs.layers import Experts, Routing
+from chorus.ops.launch_triton import KernelLauncher
+
+from ...dispatched import dispatched
+from .routing_cases import (
+    DTYPES,
+    ROUTINGS,
+    SORTED,
+    check_choice,
+    check_logits,
+    check_odd_logits,
+    check_sort,
+    check_sum,
+    stacked,
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def exact():
+    from ..bf16_interpreter import fix_bf16, multiply_row_by_row
+
+    fix_bf16()
+    multiply_row_by_row()
+
+
+@pytest.mark.parametrize("name", ROUTINGS)
+@pytest.mark.parametrize("rows", [1, 9])
+def test_rows_choose_the_experts_that_torch_chooses(name, rows):
+    check_choice(name, rows, "cpu")
+
+
+@pytest.mark.parametrize("name", ["qwen3", "granite", "groups", "odd groups"])
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+def test_logits_that_are_equal_or_no_numbers_choose_experts_that_there_are(name):
+    check_odd_logits(name, "cpu")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bias", [False, True])
+def test_logits_are_products_in_float32(dtype, bias):
+    check_logits(dtype, "cpu", bias=bias)
+
+
+@pytest.mark.parametrize("sizes", SORTED)
+@pytest.mark.parametrize("skewed", [False, True])
+def test_every_pair_is_in_one_tile_of_its_expert(sizes, skewed):
+    check_sort(*sizes, "cpu", skewed=skewed)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shared", ["none", "plain", "gated"])
+def test_outputs_are_added_up_as_torch_adds_them(dtype, shared):
+    check_sum(dtype, shared, "cpu")
+
+
+def test_a_mixture_takes_a_launch_for_each_of_its_steps(monkeypatch):
+    """Of torch's operations there is the activation alone, which is one kernel on a GPU."""
+    launched = []
+    monkeypatch.setattr(KernelLauncher, "__call__", lambda self, *_: launched.append(self._kernel.__name__))
+    weights, spec = stacked(16), Experts(16, 8, Routing(4, renormalised=True))
+    x = torch.ones(5, 24)
+    with dispatched() as operations:
+        mix_experts(x, weights, spec)
+    products = ["multiply_tiles"] * 2
+    assert launched == ["multiply_router", "choose_experts", "sort_pairs", *products, "add_experts"]
+    assert operations == {"neg": 1, "exp_": 1, "add_": 1, "div": 1, "mul": 1}, "of silu, on a CPU, and of the product"
