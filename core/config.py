@@ -243,7 +243,7 @@ class EngineConfig(BaseModel):
     )
     limit_mm_per_prompt: dict[str, Annotated[int, Field(ge=0, le=256)]] = Field(
         default={"image": 16},
-        description="the most images of a request, as JSON: {\"image\": 4}; 0: images are refused, and the vision "
+        description='the most images of a request, as JSON: {"image": 4}; 0: images are refused, and the vision '
         "tower is not read",
     )
     encoder_threads: int = Field(

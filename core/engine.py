@@ -436,9 +436,7 @@ class Engine:
         return run_rows_alone(self.executor, plan)
 
 
-def _encoder_of(
-    config: EngineConfig, executor: Executor
-) -> Callable[[Callable[[], None]], ImageEncoder] | None:
+def _encoder_of(config: EngineConfig, executor: Executor) -> Callable[[Callable[[], None]], ImageEncoder] | None:
     """What makes the encoder of images; None where they are not served."""
     from .executors.base import ModelExecutor
 

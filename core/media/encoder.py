@@ -90,6 +90,11 @@ class ImageEncoder:
         """True while a request waits for its images, or has not been taken yet."""
         return bool(self._pending)
 
+    @property
+    def num_pending(self) -> int:
+        """Requests that wait here."""
+        return len(self._pending)
+
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._pending
 

@@ -65,8 +65,7 @@ class AdaptedPatches(nn.Conv2d):
 
 
 def make_adaptable(module: nn.Module) -> dict[str, AdaptedLinear | AdaptedPatches]:
-    """Give all linear layers and patch convolutions of a module a class that adapters can change; return them by name.
-    """
+    """Give a module's linear layers and patch convolutions a class that adapters can change; return them by name."""
     found: dict[str, Any] = {}
     for name, each in module.named_modules():
         if type(each) is nn.Linear:

@@ -5,6 +5,7 @@ Tests: tests/core/media/test_towers.py
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -76,18 +77,31 @@ def _without_text(directory: Path, architecture: str, spec: VisionSpec, dtype: t
     if getattr(text, "layer_types", None) is not None:
         text.layer_types = []
     kind = getattr(transformers, architecture)
-    whole, info = kind.from_pretrained(
-        directory, config=config, dtype=dtype, output_loading_info=True, local_files_only=True
-    )
+    with _quiet():
+        whole, info = kind.from_pretrained(
+            directory, config=config, dtype=dtype, output_loading_info=True, local_files_only=True
+        )
     begins = tuple(f"model.{name}." for name in spec.modules)
     lacking = sorted(name for name in info["missing_keys"] if name.startswith(begins))
     lacking += sorted(str(each) for each in info["mismatched_keys"] if str(each[0]).startswith(begins))
     if lacking:
-        raise ValueError(f"{directory} has no {lacking[0]}, which its vision tower needs, nor {len(lacking) - 1} others")
+        raise ValueError(f"{directory} has no {lacking[0]}, which its tower needs, nor {len(lacking) - 1} others")
     for name in [each for each, _ in whole.model.named_children() if each not in spec.modules]:
         setattr(whole.model, name, None)
     whole.lm_head = None
     return whole.eval().requires_grad_(False)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the report of the text part's tensors, which are left out on purpose."""
+    logger = logging.getLogger("transformers.modeling_utils")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def skeleton(directory: Path, architecture: str, spec: VisionSpec) -> torch.nn.Module:

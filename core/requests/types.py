@@ -145,7 +145,8 @@ class ScheduledSequence:
     @property
     def is_ragged(self) -> bool:
         """True if no captured step can compute it: it has several known tokens, wants prompt logprobs, is pooled,
-        or has a row of an image."""
+        or has a row of an image.
+        """
         return len(self.tokens) - self.drafts != 1 or self.wants_states or self.sees
 
 

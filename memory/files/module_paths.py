@@ -288,7 +288,8 @@ class ModulePaths:
         """
         heads = (head.rpartition(".")[2] for head in self.heads)
         tower = dict.fromkeys(() if self.tower is None else self.tower.copied, IN_TOWER)
-        return {"unembed_tokens": "lm_head", self.embeddings: "embed_tokens", **dict.fromkeys(heads, "lm_head"), **tower}
+        own = {"unembed_tokens": "lm_head", self.embeddings: "embed_tokens", **dict.fromkeys(heads, "lm_head")}
+        return own | tower
 
     @property
     def num_matrices(self) -> int:
@@ -342,7 +343,9 @@ def _as_given(
     base_tokens: BaseTokens | None,
     tower: TowerShapes | None,
 ) -> ModulePaths:
-    """See `ModulePaths.as_given`. base_rows, base_tokens, tower: those of `modules`; equal ones may be of several models."""
+    """See `ModulePaths.as_given`. base_rows, base_tokens, tower: those of `modules`; equal modules may be of several
+    models.
+    """
     own = modules.projections
     sliced = {modules.slices[path].projection for path in modules.slices.keys() & paths}
     paths |= {own[name].path for name in sliced}

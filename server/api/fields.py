@@ -224,7 +224,7 @@ def check_messages(messages: Any) -> None:
             _check_other(name, f"{where}.", len(others))
         content = message.get("content")
         for number, part in enumerate(content if isinstance(content, list) else ()):
-            if isinstance(part, dict) and part.get("type") in ("text", "input_text"):  # others are refused as a whole
+            if isinstance(part, dict) and part.get("type") in ("text", "input_text"):  # others check their own
                 _check_part(part, f"{where}.content[{number}].")
 
 

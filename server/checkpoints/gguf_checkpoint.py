@@ -32,6 +32,7 @@ def convert(source: Path, target: Path, config: Mapping[str, Any]) -> None:
     require_gguf()
     import torch
     from safetensors.torch import save_file
+
     mend_torchvision()
     from transformers import AutoTokenizer
 

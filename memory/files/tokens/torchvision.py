@@ -28,7 +28,7 @@ def mend_torchvision() -> None:
     if find_spec("torchvision") is None:
         return
     try:
-        import torchvision  # noqa: F401
+        import torchvision
     except RuntimeError as error:
         if "torchvision::" not in str(error):
             raise
@@ -36,7 +36,7 @@ def mend_torchvision() -> None:
 
         for name in [each for each in sys.modules if each.partition(".")[0] == "torchvision"]:
             del sys.modules[name]
-        library = torch.library.Library("torchvision", "DEF")  # noqa: TOR901
+        library = torch.library.Library("torchvision", "DEF")
         for operator in _OPERATORS:
             library.define(operator)
         _kept.append(library)
