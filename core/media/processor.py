@@ -1,6 +1,6 @@
 """The model's own image processor: an image's tensors, the text that takes its placeholder's place, and its rows.
 
-Tests: tests/core/media/test_towers.py
+Tests: tests/core/media/test_served_images.py
 """
 
 from __future__ import annotations

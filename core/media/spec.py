@@ -5,7 +5,7 @@ here and in a step: positions on three axes (`StepBatch.positions` of three rows
 positions that see each other (in the page groups' masks, with chunks that end before or behind a block), and additions
 to later layers (rows beside those of `MediaRows`, by layer).
 
-Tests: tests/core/media/test_towers.py
+Tests: tests/core/media/test_served_images.py
 """
 
 from __future__ import annotations

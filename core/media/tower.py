@@ -1,6 +1,6 @@
 """A vision tower with its projector: transformers' own modules, loaded without the text part.
 
-Tests: tests/core/media/test_towers.py
+Tests: tests/core/media/test_served_images.py
 """
 
 from __future__ import annotations
@@ -94,8 +94,8 @@ def _without_text(directory: Path, architecture: str, spec: VisionSpec, dtype: t
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the report of the text part's tensors, which are left out on purpose."""
-    logger = logging.getLogger("transformers.modeling_utils")
+    """Without the reports of the text part's tensors, which are left out on purpose."""
+    logger = logging.getLogger("transformers")
     level = logger.level
     logger.setLevel(logging.ERROR)
     try:

@@ -1,6 +1,6 @@
 """Prepares the images of conversations: decoded, counted, and told apart, on threads of their own.
 
-Tests: tests/server/api/test_images.py
+Tests: tests/server/test_image_requests.py
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Images in the conversations that a program gives: PIL images, files and bytes, besides what the HTTP API takes.
 
-Tests: tests/server/library/test_images.py
+Tests: tests/server/test_image_requests.py
 """
 
 from __future__ import annotations
