@@ -45,7 +45,6 @@ JOBS = {
     "import opentelemetry.exporter.otlp.proto.http": INTEGRATIONS,
     "import opentelemetry.sdk": INTEGRATIONS,
     "needs the extra vision": INTEGRATIONS,
-    "import PIL": INTEGRATIONS,
     "import anthropic": INTEGRATIONS,
     "import inspect_ai": INTEGRATIONS,
     "import instructor": INTEGRATIONS,

@@ -16,7 +16,7 @@ from chorus.server.api.image_parts import image_of
 
 from ..core.media.tiny_vision import needs_vision, tiny
 
-pytestmark = [needs_vision, pytest.mark.integration]
+pytestmark = [pytest.mark.integration, needs_vision]
 
 
 def png(width: int, height: int, data: bytes = b"") -> bytes:

@@ -21,7 +21,7 @@ from chorus.server.text.tokenizer import Tokenizer
 from ..core.media.tiny_vision import Reference, needs_vision, tiny
 from .conftest import Live, live_server
 
-pytestmark = [needs_vision, pytest.mark.integration]
+pytestmark = [pytest.mark.integration, needs_vision]
 
 COUNT = 6
 GREEDY: dict[str, Any] = {"max_tokens": COUNT, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
@@ -44,7 +44,7 @@ def live(reference: Reference) -> Iterator[Live]:
         dtype="float32",
         device="cpu",
     )
-    settings = {"model": path, "limit_mm_per_prompt": {"image": 4}}
+    settings = {"model": path, "served_model_name": "base", "limit_mm_per_prompt": {"image": 4}}
     engine: Any = Engine.from_config(config)
     with live_server(engine, Tokenizer.load(path), settings=settings) as found:
         yield found
@@ -115,7 +115,8 @@ def test_responses_and_messages(live: Live, reference: Reference) -> None:
     source = {"type": "base64", "media_type": "image/png", "data": file_of(image)}
     blocks = [{"type": "image", "source": source}, HI]
     told = live.post("/v1/messages", messages=[{"role": "user", "content": blocks}], max_tokens=COUNT, **fields).json()
-    assert told["usage"]["input_tokens"] == count and told["content"][0]["text"] == text
+    usage = told["usage"]
+    assert usage["input_tokens"] + usage["cache_read_input_tokens"] == count and told["content"][0]["text"] == text
     counted = live.post("/v1/messages/count_tokens", messages=[{"role": "user", "content": blocks}], model="base")
     assert counted.json()["input_tokens"] == count
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from tokenizers import AddedToken, Tokenizer
 
+from chorus.core.media.lacking import why_lacking
 from chorus.memory.files.tokens.torchvision import mend_torchvision
 
 from ...conftest import quiet
@@ -34,8 +35,9 @@ TEMPLATE = (
 SEQUENCE = 4
 """Rows of a tile: 32 x 32 pixels in patches of 8 are 16, of which the connector makes one of four."""
 
+#: Beside `pytest.mark.integration`: `.ci/integrations` runs the tests that have it.
 needs_vision = pytest.mark.skipif(
-    any(__import__("importlib.util").util.find_spec(name) is None for name in ("PIL", "torchvision", "num2words")),
+    why_lacking() is not None,
     reason="needs the extra vision",
 )
 
