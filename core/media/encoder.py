@@ -25,8 +25,8 @@ from .images import BadImage
 
 if TYPE_CHECKING:
     from ..requests.request import BoundVersion, Request
+    from .linear import TowerChanges
     from .processor import Prepared
-    from .tower_adapter import TowerChanges
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ Tests: tests/core/media/test_tower_adapters.py
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -34,6 +34,14 @@ class Change:
         magnitude = None if self.magnitude is None else self.magnitude.to(dtype)
         bias = None if self.bias is None else self.bias.to(dtype)
         return replace(self, a=self.a.to(dtype), b=self.b.to(dtype), magnitude=magnitude, bias=bias)
+
+
+@dataclass(slots=True)
+class TowerChanges:
+    """An adapter's part in a tower: changes of modules, and parameters that take the place of the tower's own."""
+
+    modules: dict[str, Change] = field(default_factory=dict)
+    copies: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 class AdaptedLinear(nn.Linear):

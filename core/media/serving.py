@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from ..model.specs.config import ModelConfig
     from ..requests.request import BoundVersion
     from .encoder import ImageEncoder
+    from .linear import TowerChanges
     from .processor import Prepared
-    from .tower_adapter import TowerChanges
 
 _PROCESSORS = ("preprocessor_config.json", "processor_config.json")
 

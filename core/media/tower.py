@@ -14,9 +14,8 @@ from typing import Any
 import torch
 
 from ...memory.files.tokens.torchvision import mend_torchvision
-from .linear import make_adaptable
+from .linear import TowerChanges, make_adaptable
 from .spec import VisionSpec
-from .tower_adapter import TowerChanges
 
 
 class Tower:

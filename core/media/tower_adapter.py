@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,19 +19,11 @@ from ...memory.files.identity import open_unchanged
 from ...memory.files.peft_names import PREFIX
 from ...memory.files.tower_tensors import LORA_BIAS, MAGNITUDE, A, B
 from ...memory.files.values import read_values
-from .linear import Change
+from .linear import Change, TowerChanges
 from .spec import VisionSpec
 
 if TYPE_CHECKING:
     from ...memory.files.manifest import AdapterManifest
-
-
-@dataclass(slots=True)
-class TowerChanges:
-    """An adapter's part in a tower: changes of modules, and parameters that take the place of the tower's own."""
-
-    modules: dict[str, Change] = field(default_factory=dict)
-    copies: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 def read_changes(manifest: AdapterManifest) -> TowerChanges | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any
 
 from ...memory.pages.prefix import Key
@@ -66,24 +67,19 @@ def placed(tokens: Sequence[int], placeholder: int, rows: Sequence[int]) -> list
 
     Raises ValueError if there are more or fewer placeholders than rows.
     """
-    runs: list[list[tuple[int, int]]] = [[] for _ in rows]
-    at, left = 0, rows[0] if rows else 0
-    total = 0
-    for position, token in enumerate(tokens):
-        if token != placeholder:
-            continue
-        total += 1
-        while at < len(rows) and not left:
-            at += 1
-            left = rows[at] if at < len(rows) else 0
-        if at == len(rows):
-            continue
-        own = runs[at]
-        if own and own[-1][0] + own[-1][1] == position:
-            own[-1] = own[-1][0], own[-1][1] + 1
+    places = [position for position, token in enumerate(tokens) if token == placeholder]
+    if len(places) != sum(rows):
+        raise ValueError(f"the prompt has {len(places)} places of images, and the images have {sum(rows)} rows")
+    ends = list(accumulate(rows, initial=0))
+    return [_runs(places[begin:end]) for begin, end in pairwise(ends)]
+
+
+def _runs(places: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """Rising positions as first positions and numbers of consecutive ones."""
+    found: list[tuple[int, int]] = []
+    for place in places:
+        if found and sum(found[-1]) == place:
+            found[-1] = found[-1][0], found[-1][1] + 1
         else:
-            own.append((position, 1))
-        left -= 1
-    if total != sum(rows):
-        raise ValueError(f"the prompt has {total} places of images, and the images have {sum(rows)} rows")
-    return [tuple(own) for own in runs]
+            found.append((place, 1))
+    return tuple(found)

@@ -89,9 +89,9 @@ def inspect_adapter(path: Path, modules: ModulePaths, roots: Sequence[Path] = ()
         with AdapterWeights(directory, form, modules, config and config.peft_version) as file:
             stem, modules = file.stem, file.modules
             config = config or form.config(directory, file.given_modules, modules)
-            if not config.has_head and not config.trained_tokens and not file.tower:
+            if not config.has_head and not config.trained_tokens:
                 refuse_no_lora(file.path, file.tensors, file.given_name)
-            tower = () if modules.tower is None else tower_tensors(file, file.tower, config, modules.tower)
+            tower = tower_tensors(file, file.tower, config, modules.tower)
             _check_invocation(config, modules.vocab_size)
             rows, dropped, num_tokens, added = find_rows(file, config, directory, modules)
             tokens = _own_tokens(path, directory, modules, added)
@@ -114,7 +114,7 @@ def inspect_adapter(path: Path, modules: ModulePaths, roots: Sequence[Path] = ()
             others = {name for target in vectors for name in vector_names(target, projections)}
             others.update(TENSORS if config.has_head else ())
             _check_names(file, names, config, projections, others)
-            is_larger = bool(targets) and take_computed_ranks(file, targets, names, projections)
+            is_larger = take_computed_ranks(file, targets, names, projections)
             _check_shapes(file, targets, names, config, projections)
             parts = parts_of(targets, projections) + rows
             # of stacked experts, and of rows by unit, B is read in another order; slices are joined

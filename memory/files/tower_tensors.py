@@ -102,24 +102,28 @@ class _Checked:
                 raise self.refuse(first, f"is not targeted by {CONFIG_FILE} (target_modules, exclude_modules)")
             if not {A, B} <= parts.keys():
                 raise self.refuse(first, "has no other side: A and B are needed; save the adapter again")
-            weight = self.shapes.linear[module]
-            if len(weight) == 4 and MAGNITUDE in parts:
-                raise self.refuse(parts[MAGNITUDE][0], "is DoRA on a convolution, which is not served; use plain LoRA")
-            for part, wanted in _shapes(weight, rank_and_scale[0]).items():
-                if part in parts and parts[part][1].shape != wanted:
-                    name, info = parts[part]
-                    raise self.refuse(name, f"has shape {list(info.shape)}, {list(wanted)} is needed")
+            self._check_shapes(parts, self.shapes.linear[module], rank_and_scale[0])
             found += [TowerTensor(name, module, part, rank_and_scale[1]) for part, (name, _) in parts.items()]
         return found
 
+    def _check_shapes(self, parts: Mapping[str, tuple[str, TensorInfo]], weight: tuple[int, ...], rank: int) -> None:
+        if len(weight) == 4 and MAGNITUDE in parts:
+            raise self.refuse(parts[MAGNITUDE][0], "is DoRA on a convolution, which is not served; use plain LoRA")
+        for part, wanted in _shapes(weight, rank).items():
+            if part in parts and parts[part][1].shape != wanted:
+                name, info = parts[part]
+                raise self.refuse(name, f"has shape {list(info.shape)}, {list(wanted)} is needed")
+
 
 def tower_tensors(
-    file: TensorFile, found: Mapping[str, TensorInfo], config: AdapterConfig, shapes: TowerShapes
+    file: TensorFile, found: Mapping[str, TensorInfo], config: AdapterConfig, shapes: TowerShapes | None
 ) -> tuple[TowerTensor, ...]:
-    """The tower part of an adapter. found: its tensors outside the text part, by plain name.
+    """The tower part of an adapter. found: its tensors there, by plain name. shapes: None: none is served.
 
     Raises AdapterFormatError for what would not be served as PEFT applies it.
     """
+    if shapes is None:
+        return ()
     if found and config.invocation_tokens:
         raise config.refuse(
             "alora_invocation_tokens",

@@ -501,6 +501,6 @@ class PrefixCache:
         self._order.add(item, count, count * self._costs.prefix_page, block.uses, depth=block.depth)
 
 
-def _key(tokens: tuple[Key, ...], branch: Branch | None) -> tuple[int, ...]:
+def _key(tokens: tuple[Key, ...], branch: Branch | None) -> tuple[Key, ...]:
     """A child's key: branches of other versions, or from other tokens on, are other children."""
     return tokens if branch is None else (*tokens, *branch)

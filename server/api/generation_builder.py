@@ -256,8 +256,7 @@ class GenerationBuilder:
         )
         own_end = self._own_end(asked, tokenizer)
         choices = []
-        for number, prompt in enumerate(prompts):
-            items = media[number] if media else ()
+        for prompt, items in zip(prompts, media or [()] * len(prompts), strict=True):
             for params in asked.sampling_params(limit - len(prompt), defaults, bad_words, unasked, grammar):
                 if own_end is not None:
                     params = replace(params, stop_token_ids=(*params.stop_token_ids, own_end))

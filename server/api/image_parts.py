@@ -75,7 +75,7 @@ def _of_source(source: Any) -> ImageFile:
     if not isinstance(source, Mapping) or source.get("type") not in ("base64", "url"):
         raise ValueError("needs a source of type base64, with media_type and data")
     if source["type"] == "url":
-        return _of_url(source.get("url") if isinstance(source.get("url"), str) else "")
+        return _of_url(str(source.get("url")))
     if not isinstance(data := source.get("data"), str):
         raise ValueError("has no data in its source; send base64")
     return _of_base64(data)

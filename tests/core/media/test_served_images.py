@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import random
+import shutil
 from collections.abc import Iterator
+from dataclasses import replace
+from io import BytesIO
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -118,6 +122,58 @@ def test_images_and_adapters_in_one_batch(asked: Asked, kernels: str) -> None:
     assert found == wanted
 
 
+def files() -> dict[str, bytes]:
+    """An image as files of other kinds than RGB."""
+    from PIL import Image
+
+    def file_of(image: Any, format: str = "PNG", **more: Any) -> bytes:
+        file = BytesIO()
+        image.save(file, format, **more)
+        return file.getvalue()
+
+    rgb = picture(8, (60, 40))
+    transparent = rgb.copy()
+    transparent.putalpha(Image.linear_gradient("L").resize(rgb.size))
+    turned = rgb.getexif()
+    turned[0x0112] = 6
+    deep = np.random.default_rng(2).integers(0, 1 << 16, (40, 60), dtype=np.uint16)
+    return {
+        "grey": file_of(rgb.convert("L")),
+        "palette": file_of(rgb.convert("P")),
+        "transparent": file_of(transparent),
+        "16 bits": file_of(Image.fromarray(deep)),
+        "turned": file_of(rgb, "JPEG", exif=turned),
+    }
+
+
+def test_each_kind_of_file_is_seen_as_its_rgb_image(asked: Asked, engine: Engine) -> None:
+    from chorus.core.media.images import open_image
+
+    for name, data in files().items():
+        request = asked.request(name, None, [open_image(data)])
+        (item,) = request.media
+        engine.add_request(Request(name, request.token_ids, request.params, media=(replace(item, data=data),)))
+    assert answers(engine) == {name: asked.wanted[name] for name in files()}
+
+
+def test_the_digest_covers_pixels_and_settings(asked: Asked, tmp_path: Path) -> None:
+    """Else rows of another resolution would be found in a cache."""
+    from chorus.core.media.processor import ImageProcessor
+
+    image, path = picture(1, (40, 60)), tmp_path / "other"
+    own = asked.processor.digest(image)
+    shutil.copytree(asked.reference.path, path, ignore=shutil.ignore_patterns("adapters", "*.safetensors"))
+    assert ImageProcessor(path).digest(image) == own
+    for name in ("preprocessor_config.json", "processor_config.json"):
+        if (path / name).exists():
+            text = (path / name).read_text()
+            (path / name).write_text(text.replace('"longest_edge": 96', '"longest_edge": 64'))
+    assert ImageProcessor(path).digest(image) != own
+    other = image.copy()
+    other.putpixel((0, 0), (0, 0, 0))
+    assert asked.processor.digest(other) != own != asked.processor.digest(image.transpose(2))
+
+
 def test_an_adapter_changes_what_is_seen(asked: Asked) -> None:
     """Else a tower that ignores adapters would pass."""
     image = picture(1, (40, 60))
@@ -165,7 +221,7 @@ def test_a_tower_alone_shares_no_blocks_with_the_base(asked: Asked, engine: Engi
 @pytest.mark.parametrize("preemption", ["swap", "recompute"])
 @pytest.mark.parametrize("after", [0, 3], ids=["within its images", "behind them"])
 def test_preempted_requests_keep_their_images(asked: Asked, preemption: str, after: int) -> None:
-    engine = engine_of(asked, preemption=preemption, prefix_cache=False, max_num_batched_tokens=16)
+    engine = engine_of(asked, preemption=preemption, prefix_cache=False, max_num_batched_tokens=16, max_num_seqs=8)
     request = asked.request("preempted", "linear", [picture(1, (40, 60)), picture(2, (30, 90))])
     engine.add_request(request)
     found: list[int] = []
