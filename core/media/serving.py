@@ -10,8 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..model.specs.vision import VisionSpec
 from .lacking import why_lacking
-from .spec import VisionSpec
 
 if TYPE_CHECKING:
     import torch

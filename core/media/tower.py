@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from ...memory.files.tokens.torchvision import mend_torchvision
+from ..model.specs.vision import VisionSpec
 from .linear import TowerChanges, make_adaptable
-from .spec import VisionSpec
 
 
 class Tower:

@@ -19,8 +19,8 @@ from ...memory.files.identity import open_unchanged
 from ...memory.files.peft_names import PREFIX
 from ...memory.files.tower_tensors import LORA_BIAS, MAGNITUDE, A, B
 from ...memory.files.values import read_values
+from ..model.specs.vision import VisionSpec
 from .linear import Change, TowerChanges
-from .spec import VisionSpec
 
 if TYPE_CHECKING:
     from ...memory.files.manifest import AdapterManifest

@@ -11,11 +11,11 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 
-from ...media.spec import VisionSpec
 from ..config_json import ConfigJson
 from ..specs.config import ModelConfig
 from ..specs.family import NULLS, Family
 from ..specs.tensor_names import BESIDE_VISION, LLAMA_TENSORS, TensorNames
+from ..specs.vision import VisionSpec
 from . import (
     cohere,
     deepseek,

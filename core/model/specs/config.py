@@ -16,12 +16,12 @@ from ....memory.files.tower_shapes import TowerShapes
 from ....memory.files.whole_copies import BaseRows
 from ....memory.pages.layer_projections import model_projections
 from ....memory.pages.projections import Group, Projections, UnitRows, unit_rows
-from ...media.spec import VisionSpec
 from ..checkpoints.quantization.format import WeightFormat
 from ..config_json import UnsupportedModel
 from .layers import AttentionSpec, Experts, LayerInputSpec, LayerSpec, MediaTokens, NormSpec, StreamsSpec
 from .recurrent import RecurrentSpec
 from .tensor_names import LLAMA_TENSORS, TensorNames
+from .vision import VisionSpec
 
 if TYPE_CHECKING:
     import torch

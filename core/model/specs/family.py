@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from ...media.spec import VisionSpec
 from ..config_json import ConfigJson
 from .config import ModelConfig
 from .tensor_names import LLAMA_TENSORS, TensorNames
+from .vision import VisionSpec
 
 #: Fields that may be null in every family that has them, and those of ropes.
 NULLS = frozenset(
