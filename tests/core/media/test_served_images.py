@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import shutil
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from io import BytesIO
@@ -302,6 +303,42 @@ def test_an_aborted_request_leaves_the_others(asked: Asked, engine: Engine) -> N
     found = answers(engine)
     assert found == {name: asked.wanted[name] for name in ("0", "2")}
     engine.check_integrity()
+
+
+def test_text_does_not_wait_for_images(asked: Asked, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    from chorus.core.media.tower import Tower
+
+    encode, may_go = Tower.encode, threading.Event()
+
+    def held(*args: Any) -> torch.Tensor:
+        may_go.wait()
+        return encode(*args)
+
+    monkeypatch.setattr(Tower, "encode", held)
+    seeing = asked.request("seeing", None, [picture(1, (40, 60))])
+    engine.add_request(seeing)
+    engine.add_request(asked.request("text", "linear", []))
+    found: dict[str, list[int]] = {"text": [], "seeing": []}
+    while len(found["text"]) < COUNT:
+        for output in engine.step():
+            found[output.request_id] += output.token_ids
+    assert not found["seeing"] and engine.has_work() and engine.stats().num_waiting_for_images == 1
+    may_go.set()
+    found |= answers(engine)
+    assert found == {name: asked.wanted[name] for name in found}
+
+
+def test_tenants_share_neither_rows_nor_blocks(asked: Asked, engine: Engine) -> None:
+    """Else one could find out, by time or `cached_tokens`, which images another has sent."""
+    image, cached = picture(1, (40, 60)), dict[str, int]()
+    for name, tenant, salt in (("a", "a", ""), ("b", "b", ""), ("c", "b", "salt"), ("d", "a", "")):
+        engine.add_request(asked.request(name, None, [image], tenant=tenant, cache_salt=salt))
+        while engine.has_work():
+            for output in engine.step():
+                cached.setdefault(output.request_id, output.num_cached_tokens)
+    assert cached["a"] == cached["b"] == cached["c"] == 0 < cached["d"]
+    assert engine.encoder is not None
+    assert (engine.encoder.num_encoded, engine.encoder.num_found) == (3, 1)
 
 
 def test_a_small_cache_serves_many_images(asked: Asked) -> None:
