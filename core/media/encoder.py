@@ -3,7 +3,7 @@
 A request waits here for its own images alone; no step waits. Tenants take turns. The thread, and the threads of torch
 that it starts, run at a low priority.
 
-Tests: tests/core/media/test_served_images.py
+Tests: tests/core/media/test_encoder.py, tests/core/media/test_served_images.py
 """
 
 from __future__ import annotations
