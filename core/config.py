@@ -5,9 +5,10 @@ Tests: tests/server/test_settings.py.
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -347,6 +348,19 @@ class EngineConfig(BaseModel):
     def host_bytes(self) -> int:
         """`host_cache_bytes`, or the least default while it has not been derived from the machine's memory."""
         return LEAST_HOST_CACHE_BYTES if self.host_cache_bytes is None else self.host_cache_bytes
+
+    @field_validator("limit_mm_per_prompt", mode="before")
+    @classmethod
+    def _read_limits(cls, given: Any) -> Any:
+        """A text is JSON, or NAME=COUNT."""
+        if not isinstance(given, str):
+            return given
+        if "=" in given and "{" not in given:
+            given = json.dumps(dict([given.split("=", 1)]))
+        try:
+            return json.loads(given)
+        except json.JSONDecodeError:
+            raise ValueError('it must be JSON, such as {"image": 4}') from None
 
     @field_validator("limit_mm_per_prompt")
     @classmethod

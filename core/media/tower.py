@@ -93,14 +93,19 @@ def _without_text(directory: Path, architecture: str, spec: VisionSpec, dtype: t
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the reports of the text part's tensors, which are left out on purpose."""
-    logger = logging.getLogger("transformers")
+    """Without a progress bar, and the reports of the text part's tensors, which are left out on purpose."""
+    from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
+
+    logger, shows_progress = logging.getLogger("transformers"), is_progress_bar_enabled()
     level = logger.level
     logger.setLevel(logging.ERROR)
+    disable_progress_bar()
     try:
         yield
     finally:
         logger.setLevel(level)
+        if shows_progress:
+            enable_progress_bar()
 
 
 def skeleton(directory: Path, architecture: str, spec: VisionSpec) -> torch.nn.Module:
