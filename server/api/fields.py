@@ -142,7 +142,7 @@ ELSEWHERE = {
     "generationConfig": _THEMSELVES,
     "generation_config": _THEMSELVES,
     "guided_decoding": "use structured_outputs",
-    "images": "send images as content parts of messages, {\"type\": \"image_url\", …}",
+    "images": 'send images as content parts of messages, {"type": "image_url", …}',
     "keep_alive": "PATCH /v1/adapters/NAME with pinned keeps an adapter resident",
     "max_length": "use max_tokens, which counts generated tokens only",
     "max_output_tokens": "use max_tokens",
