@@ -35,6 +35,8 @@ class ChatMessage(BaseModel):
     @field_validator("content", mode="before")
     @classmethod
     def _read_parts(cls, content: Any) -> Any:
+        if content is not None and not isinstance(content, str | list):
+            raise ValueError("it must be a text, or a list of parts")
         if not isinstance(content, list):
             return content
         parts = [_part(part, index) for index, part in enumerate(content)]
