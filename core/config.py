@@ -5,9 +5,10 @@ Tests: tests/server/test_settings.py.
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -253,6 +254,23 @@ class EngineConfig(BaseModel):
         description="share the prefix cache between tenants; a tenant can then find out what another has asked. "
         "A request's cache_salt applies either way",
     )
+    limit_mm_per_prompt: dict[str, Annotated[int, Field(ge=0, le=256)]] = Field(
+        default={"image": 16},
+        description='the most images of a request, as JSON: {"image": 4}; 0: images are refused, and the vision '
+        "tower is not read",
+    )
+    encoder_threads: int = Field(
+        default=1,
+        ge=1,
+        le=256,
+        description="threads that encode images, beside those of steps and at a lower priority",
+    )
+    encoder_cache_bytes: int = Field(
+        default=256 << 20,
+        ge=0,
+        description="host memory for rows of encoded images, evicted least recently used first. Requests that hold "
+        "more than that keep others' images waiting",
+    )
     lookahead: int = Field(
         default=8, ge=1, description="number of waiting requests whose adapters are read into host memory ahead"
     )
@@ -342,6 +360,26 @@ class EngineConfig(BaseModel):
     def host_bytes(self) -> int:
         """`host_cache_bytes`, or the least default while it has not been derived from the machine's memory."""
         return LEAST_HOST_CACHE_BYTES if self.host_cache_bytes is None else self.host_cache_bytes
+
+    @field_validator("limit_mm_per_prompt", mode="before")
+    @classmethod
+    def _read_limits(cls, given: Any) -> Any:
+        """A text is JSON, or NAME=COUNT."""
+        if not isinstance(given, str):
+            return given
+        if "=" in given and "{" not in given:
+            given = json.dumps(dict([given.split("=", 1)]))
+        try:
+            return json.loads(given)
+        except json.JSONDecodeError:
+            raise ValueError('it must be JSON, such as {"image": 4}') from None
+
+    @field_validator("limit_mm_per_prompt")
+    @classmethod
+    def _only_images(cls, limits: dict[str, int]) -> dict[str, int]:
+        if others := sorted(limits.keys() - {"image"}):
+            raise ValueError(f"{others[0]} is not served; only image may be limited")
+        return limits
 
     @field_validator("device")
     @classmethod

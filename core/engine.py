@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..memory.adapters.adapter import Adapter
 from ..memory.adapters.reclaimer import Reclaimer
@@ -35,6 +35,7 @@ from .engine_stats import EngineStats, stats_of
 from .executors.alone import run_rows_alone
 from .executors.base import Executor, ModelInfo
 from .kv_events import KvEvents
+from .media.serving import open_encoder
 from .merging.merging import Merging
 from .merging.mode_policy import ModePolicy
 from .merging.modes import Modes, mode_policy
@@ -42,7 +43,8 @@ from .merging.step_samples import StepSample, StepSamples
 from .policies import Policies
 from .requests.record import NotHere, from_record
 from .requests.request import Request
-from .requests.types import NOT_FINITE, RequestOutput, StepPlan, StepResult
+from .requests.request_params import InvalidRequest
+from .requests.types import NOT_FINITE, FinishReason, RequestOutput, StepPlan, StepResult
 from .scheduling.load_ahead import LoadPolicy
 from .scheduling.request_memory import RequestMemory, swaps
 from .scheduling.scheduler import Scheduler
@@ -51,6 +53,9 @@ from .served_adapters import ServedAdapters
 from .speculation.answer_cache import AnswerCache
 from .speculation.ngrams import NgramProposer
 from .speculation.speculation import Speculation
+
+if TYPE_CHECKING:
+    from .media.encoder import ImageEncoder
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +79,9 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
         reads: Reads | None = None,
         policies: Policies | None = None,
+        encoder: Callable[[Callable[[], None]], ImageEncoder] | None = None,
     ) -> None:
+        """encoder: makes what encodes images, of a function that wakes the engine; None: they are not served."""
         self.config = config
         self.model: ModelInfo = executor.model
         self.executor = executor
@@ -160,6 +167,7 @@ class Engine:
         self.async_steps = (
             None if start is None else AsyncSteps(start, executor, self._plan_ahead, self.scheduler.rollback)
         )
+        self.encoder = None if encoder is None else encoder(self.wake)
         self.samples = StepSamples()
         self._decode_seconds = 0.0  # of the last decode step; they bound the time that a merge takes between two steps
         self._next_check = 0.0
@@ -178,7 +186,8 @@ class Engine:
         from .executors.choice import completed, open_executor
 
         config = completed(config)
-        engine = cls(config, open_executor(config), reads=reads)
+        executor = open_executor(config)
+        engine = cls(config, executor, reads=reads, encoder=_encoder_of(config, executor))
         engine.adapters.register_directories(modules)
         return engine
 
@@ -244,9 +253,10 @@ class Engine:
         Raises InvalidRequest, naming the field, if it can't be served as asked, and Overloaded if too many wait.
         """
         self._accept(request)
-        self.scheduler.check_room(request.fairness_key)
+        waiting = 0 if self.encoder is None else self.encoder.num_waiting(request.fairness_key)
+        self.scheduler.check_room(request.fairness_key, 1 + waiting)
         request.arrival_time = request.arrival_time or self._clock()
-        self.scheduler.add(request)
+        self._add(request)
 
     def check_room(self, tenant: str, adapter_name: str | None, count: int) -> None:
         """Raise Overloaded if `count` more requests would not be queued now; from any thread."""
@@ -267,11 +277,36 @@ class Engine:
             if request.adapter is None:
                 return NotHere(request.adapter_name, record["content_hash"])
         self._accept(request)
-        self.scheduler.add(request)
+        self._add(request)
         return request
+
+    def _add(self, request: Request) -> None:
+        """Queue an accepted request: one with images once they are encoded."""
+        if not request.media:
+            self.scheduler.add(request)
+            return
+        assert self.encoder is not None, "the request was accepted"
+        if request.adapter is not None:
+            self.store.hold(request.adapter)
+        self.encoder.submit(request)
+
+    def _add_encoded(self) -> None:
+        """Queue the requests whose images have been encoded; end those whose images can't be."""
+        for request, error, failure in () if self.encoder is None else self.encoder.take():
+            if error is None:
+                self.scheduler.add(request)
+            else:
+                ended = RequestOutput(request.id, (), FinishReason.ERROR, error=error, failure=failure)
+                self.scheduler.lifecycle.ended_outside_steps.append(ended)
+            if request.adapter is not None:
+                self.store.let_go(request.adapter)
 
     def abort(self, request_id: str) -> bool:
         """End a request and free its pages; it has no further output. False if it is unknown or done."""
+        if self.encoder is not None and (request := self.encoder.cancel(request_id)) is not None:
+            if request.adapter is not None:
+                self.store.let_go(request.adapter)
+            return True
         return self.scheduler.abort(request_id)
 
     def reset_prefix_cache(
@@ -293,7 +328,12 @@ class Engine:
         return count
 
     def has_work(self) -> bool:
-        return self.scheduler.has_work()
+        return self.scheduler.has_work() or self.is_encoding
+
+    @property
+    def is_encoding(self) -> bool:
+        """True while a request waits for its images."""
+        return self.encoder is not None and self.encoder.has_work()
 
     def pop_ended(self) -> list[RequestOutput]:
         """Return the outputs of requests that ended outside of a step, once. For a driver that pauses its steps."""
@@ -316,6 +356,7 @@ class Engine:
         if self.async_steps is not None and self.async_steps.plan is not None:
             return self.async_steps.plan
         merging = self.merging
+        self._add_encoded()
         if self.modes is not None:
             self.modes.decide()
         if merging.is_under_way:
@@ -357,7 +398,7 @@ class Engine:
         """Sleep for a moment unless there are outputs already: nothing can run."""
         self.scheduler.note_pause()
         outputs = self.scheduler.pop_failed()
-        if not outputs and self.scheduler.has_work() and not self.swapped.wait(READ_WAIT_SECONDS):
+        if not outputs and self.has_work() and not self.swapped.wait(READ_WAIT_SECONDS):
             self.store.images.wait(READ_WAIT_SECONDS)
         return outputs
 
@@ -438,11 +479,15 @@ class Engine:
         """Write cached prefixes to files, if there are to be any, and let go of everything."""
         if self.disk is not None and self.host is not None:
             self.disk.close(self.host.copy_of)
+        if self.encoder is not None:
+            self.encoder.close()
         self.store.close()
         self.executor.close()
 
     def _accept(self, request: Request) -> None:
         """Raise InvalidRequest unless a request can be served; bind it to its adapter, tenant and ends."""
+        if self.encoder is not None and request.id in self.encoder:
+            raise InvalidRequest("request_id", f"request id {request.id!r} is in use; choose another")
         self.scheduler.check_new(request.id)
         self._servable.accept(request, self.adapters.find)
 
@@ -467,3 +512,12 @@ class Engine:
         except Exception:
             logger.exception("step %d failed; running its %d requests alone", plan.step_id, len(plan.sequences))
         return run_rows_alone(self.executor, plan)
+
+
+def _encoder_of(config: EngineConfig, executor: Executor) -> Callable[[Callable[[], None]], ImageEncoder] | None:
+    """What makes the encoder of images; None where they are not served."""
+    from .executors.base import ModelExecutor
+
+    if executor.model.why_blind is not None or not isinstance(executor, ModelExecutor):
+        return None
+    return lambda wake: open_encoder(config, executor.whole, executor.dtype, wake)

@@ -116,6 +116,9 @@ class EngineStats:
     oldest_read_seconds: float = _now(
         "adapter_read_stalled_seconds", "Longest time that a current adapter read has made no progress", largest=True
     )
+    num_waiting_for_images: int = _now("requests_waiting_for_images", "Requests whose images are being encoded")
+    num_encoded_images: int = _counted("images_encoded", "Images encoded")
+    num_found_images: int = _counted("images_found", "Images of requests whose rows were there already")
     num_failed_reads: int = _counted("adapter_failed_reads", "Adapter reads that failed")
     num_timed_out_reads: int = _counted(
         "adapter_timed_out_reads", "Adapter reads that timed out", old_name="adapter_given_up_reads"
@@ -194,6 +197,7 @@ def stats_of(engine: Any) -> EngineStats:
     """Return the counts of an `Engine` as they are now. Called in every step."""
     scheduler, merging, modes, events = engine.scheduler, engine.merging, engine.modes, engine.kv_events
     reads, count = engine.store.images.counts(), engine.pool.count
+    encoder = engine.encoder
     stats = EngineStats(
         **dict(zip(_PATHS, _at_paths(engine), strict=True)),
         num_running=len(scheduler.running),
@@ -205,6 +209,9 @@ def stats_of(engine: Any) -> EngineStats:
         num_swapped=len(engine.swapped),
         num_reads=reads.num_under_way,
         num_failed_reads=reads.num_failed,
+        num_waiting_for_images=0 if encoder is None else encoder.num_pending,
+        num_encoded_images=0 if encoder is None else encoder.num_encoded,
+        num_found_images=0 if encoder is None else encoder.num_found,
         num_timed_out_reads=reads.num_given_up,
         oldest_read_seconds=reads.oldest_seconds,
         num_async_steps=engine.async_steps.num_async if engine.async_steps else 0,

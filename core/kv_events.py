@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from ..memory.adapters.adapter import Adapter
 from ..memory.adapters.store import AdapterStore
-from ..memory.pages.block import BASE_VERSION, Block, Place, Root
+from ..memory.pages.block import BASE_VERSION, Block, Key, Place, Root
 
 MAX_EVENTS = 1 << 17
 """Events that wait to be published. They take some 50 MB, and a step of 1,024 tokens brings 64 of them."""
@@ -25,7 +25,7 @@ class Stored(NamedTuple):
 
     number: int
     parent: int | None
-    tokens: tuple[int, ...]
+    tokens: tuple[Key, ...]
     adapter: str | None
     version: int
     content_hash: str | None

@@ -196,7 +196,9 @@ def report_contents(name: str, manifest: AdapterManifest) -> None:
         layers = f"{manifest.stem}.layers" if manifest.stem else "layers"
         logger.info("adapter %s: its %s are served as the base model's %s.layers", name, layers, STEM)
     if manifest.num_left_out:
-        logger.info(
+        sees = manifest.modules is not None and manifest.modules.tower is not None
+        logger.log(
+            logging.WARNING if sees else logging.INFO,
             "adapter %s: %d of its tensors are outside the text model, such as in a vision tower, and have no effect",
             name,
             manifest.num_left_out,

@@ -46,6 +46,7 @@ class Servable:
         if request.adapter_name is not None and request.adapter is None:
             request.adapter = request.bound = find(request.adapter_name, request.sibling, request.tenant)
         self.check_tokens(request)
+        self._check_images(request)
         self._set_head(request)
         if request.adapter is not None and request.adapter.manifest.invocation_tokens:
             self._activate(request, request.adapter)
@@ -54,6 +55,31 @@ class Servable:
         self.limit_output(request)
         self.check_grammar(request.params.grammar)
         self.set_ends(request)
+
+    def _check_images(self, request: Request) -> None:
+        """Check a request's images and its placeholders; set what tells its rows from others'."""
+        model, media = self._model, request.media
+        if media and model.why_blind is not None:
+            raise InvalidRequest("messages", f"images are not served: {model.why_blind}")
+        most = self._config.limit_mm_per_prompt.get("image", 0)
+        if len(media) > most:
+            raise InvalidRequest(
+                "messages", f"the request has {len(media)} images, at most {most} are taken (limit_mm_per_prompt)"
+            )
+        placeholders = request.token_ids[: request.num_prompt_tokens].count(model.image_token or -1)
+        if placeholders != sum(item.num_rows for item in media):
+            raise InvalidRequest(
+                "prompt",
+                f"token {model.image_token} stands for a part of an image, and the prompt has it without one; leave "
+                "it out, and send images as content parts of messages",
+            )
+        bound = request.bound
+        if bound is None or not bound.manifest.tower:
+            return
+        if media:
+            request.media_scope = f"@{getattr(bound, 'version', bound.label)}"
+        if not bound.manifest.parts and not bound.manifest.vectors:
+            request.adapter = None  # it changes images alone
 
     def _set_head(self, request: Request) -> None:
         """Set the head of a request that classifies: its adapter's own, or the model's if it has no adapter."""

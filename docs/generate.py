@@ -190,7 +190,8 @@ def models() -> str:
         "These families are served on the CPU, with their adapters, and give the tokens of `transformers` and `peft`: "
         "tests compare them for tiny random models of each family. `chorus models MODEL` says the same of a "
         "checkpoint. For GPUs see the [support matrix](support-matrix.md).\n",
-        "A checkpoint that also sees images or video is served for text: the tensors of its tower are left out.\n",
+        "A checkpoint that also sees images or video is served for text, and the tensors of its tower are left out, "
+        "unless its line has images among what is served: see [Images](../how-to/images.md).\n",
         "| family | `architectures` in `config.json` | limits |\n|---|---|---|",
     ]
     for family in ALL:

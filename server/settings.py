@@ -309,6 +309,9 @@ class Settings(BaseSettings, EngineConfig, RequestLimits):  # pyright: ignore[re
         default=None,
         description="comma-separated origins of web pages that may call the server; '*' is any; default: none",
     )
+    limit_mm_per_prompt: Annotated[dict[str, Annotated[int, Field(ge=0, le=256)]], NoDecode] = Field(
+        default={"image": 16}, description=EngineConfig.model_fields["limit_mm_per_prompt"].description
+    )
     weights: Annotated[dict[str, float], NoDecode, BeforeValidator(_read_weights)] = Field(
         default={},
         description="shares of tenants or adapters, as comma-separated NAME=WEIGHT: weight 2 gets twice as much "

@@ -44,6 +44,7 @@ JOBS = {
     "import s3fs": INTEGRATIONS,
     "import opentelemetry.exporter.otlp.proto.http": INTEGRATIONS,
     "import opentelemetry.sdk": INTEGRATIONS,
+    "needs the extra vision": INTEGRATIONS,
     "import anthropic": INTEGRATIONS,
     "import inspect_ai": INTEGRATIONS,
     "import instructor": INTEGRATIONS,

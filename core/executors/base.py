@@ -20,6 +20,7 @@ from ...memory.transfers.swap_backend import SwapBackend
 from ...memory.transfers.transfer import ExecutorLost
 from ..cold_start import ColdStarts
 from ..config import EngineConfig
+from ..media.serving import why_blind, with_tower
 from ..model.checkpoints.quantization.round_to_nearest import quantiser_of
 from ..model.read_config import read_model_config
 from ..model.specs.config import ModelConfig, UnsupportedModel
@@ -70,6 +71,13 @@ class ModelInfo:
     """Share of its experts that a token goes to; 0: it has no mixture of experts."""
     limits: EngineLimits | None = field(default=None, compare=False)
     """None in a simulation, and for replicas of earlier versions."""
+    why_blind: str | None = field(
+        default="images are served so far by a server whose engine is in its own process, not by replicas",
+        compare=False,
+    )
+    """Why images are refused; None: they are served."""
+    image_token: int | None = field(default=None, compare=False)
+    """The token at images' positions, where they are served."""
 
 
 class ShadowBackend(Protocol):
@@ -209,6 +217,9 @@ class ExecutorBase:
 class ModelExecutor(ExecutorBase):
     """The shapes of the configured checkpoint: everything that an executor knows before it reads weights."""
 
+    on_gpu = False
+    """Whether it computes on a GPU."""
+
     state_slots = 2
     """Slots of a request for its recurrent states: one more than steps that are under way at once."""
 
@@ -223,6 +234,9 @@ class ModelExecutor(ExecutorBase):
         super().__init__()
         self.whole, self.shard = read_model_config(config.model, config.tokenizer), shard
         """Shapes of the share; `whole` has those of the whole model."""
+        blind = why_blind(config, self.whole, on_gpu=self.on_gpu)
+        if blind is None:
+            self.whole = with_tower(config, self.whole)
         self.config = model = shard.config(self.whole)
         # a mixture's have tables of their own
         names = list(dict.fromkeys(each.place for each in model.projections if not each.is_of_mixture))
@@ -252,6 +266,8 @@ class ModelExecutor(ExecutorBase):
             speculates=config.speculates,
             expert_share=model.experts.share_per_token if model.experts else 0.0,
             limits=EngineLimits(config.max_num_seqs, config.max_num_batched_tokens, self._max_lora_rank(config)),
+            why_blind=blind,
+            image_token=None if blind else model.image_token,
         )
         self.layout = self._page_layout(config, limit)
 

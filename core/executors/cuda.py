@@ -87,6 +87,8 @@ class watched:
 class CudaShapes(ModelExecutor):
     """The shapes of a checkpoint that GPUs serve, with their defaults."""
 
+    on_gpu = True
+
     def __init__(self, config: EngineConfig, shard: Shard = WHOLE, *, device: CudaDevice) -> None:
         """Raises UnsupportedModel."""
         self._device = device

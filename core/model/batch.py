@@ -93,6 +93,15 @@ class StatesOfSteps(StepStates, Protocol):
         ...
 
 
+class MediaRows(NamedTuple):
+    """Rows of images that a step has in the place of tokens' embeddings."""
+
+    places: torch.Tensor
+    """`[rows]` int64: the tokens' indices in the step."""
+    rows: torch.Tensor
+    """`[rows, hidden]`."""
+
+
 @dataclass(slots=True)
 class StepBatch(Generic[P, L]):
     """Inputs of a forward pass, with attention and adapters in the form that the model takes.
@@ -117,6 +126,20 @@ class StepBatch(Generic[P, L]):
     merged: bool = False
     backends: GemmBackends = field(default_factory=lambda: BY_LIBRARY)
     states: StepStates | None = None
+    media: MediaRows | None = None
+    """None: no token stands for a row of an image."""
+
+
+def media_rows(rows: Sequence[ScheduledSequence], begins: Sequence[int]) -> MediaRows | None:
+    """The rows of images at the positions that sequences compute. begins: index of each one's first token."""
+    places, found = list[int](), list[torch.Tensor]()
+    for sequence, begin in zip(rows, begins, strict=False):
+        for item, encoded in zip(sequence.media, sequence.media_rows, strict=True):
+            for position, row, count in item.places(sequence.start, sequence.kv_len):
+                first = begin + position - sequence.start
+                places += range(first, first + count)
+                found.append(encoded[row : row + count])
+    return MediaRows(torch.tensor(places, dtype=torch.long), torch.cat(found)) if found else None
 
 
 def _kept_tokens(rows: Sequence[ScheduledSequence], begins: Sequence[int]) -> tuple[list[int], list[int]]:
@@ -183,4 +206,5 @@ def ragged_batch(
         kept_tokens=torch.tensor(kept, dtype=torch.long) if kept else None,
         merged=merged,
         states=states,
+        media=media_rows(rows, qo_indptr),
     )

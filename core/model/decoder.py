@@ -330,7 +330,11 @@ class DecoderModel:
         rows = rows if self._embedding_factor == 1.0 else rows * self._embedding_factor
         if self._media is not None:
             rows = self._with_media(rows, token_ids, self._media)
-        return normed(rows.to(self._dtype), self._norm, self.config.norm) if self.config.embedding_norm else rows
+        if self.config.embedding_norm:
+            rows = normed(rows.to(self._dtype), self._norm, self.config.norm)
+        if (media := batch.media) is not None:
+            rows = rows.index_copy(0, media.places.to(rows.device), media.rows.to(rows.device, rows.dtype))
+        return rows
 
     def _with_media(self, rows: torch.Tensor, token_ids: torch.Tensor, media: torch.Tensor) -> torch.Tensor:
         """Embeddings `[tokens, hidden]`, those of tokens of images and sound replaced by their own."""

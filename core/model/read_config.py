@@ -60,6 +60,8 @@ def read_model_config(directory: Path, tokenizer: Path | None = None) -> ModelCo
         eos_token_ids=eos,
         tensors=family.tensors if model.tensors is LLAMA_TENSORS else model.tensors,
         weight_format=weight_format,
+        vision=family.vision,
+        image_token=None if family.vision is None else raw.optional(family.vision.token_field),
     )
     return replace(model, base_rows=CheckpointRows(directory, model), base_tokens=BaseTokens(tokenizer or directory))
 

@@ -9,10 +9,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from .media import MediaItem
 from .plan_wire import params_from_wire, params_to_wire
 from .request import Request
 
-VERSION = 7
+VERSION = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,7 @@ def to_record(request: Request, now: float) -> dict[str, Any]:
         "tenant": request.tenant,
         "cache_salt": request.cache_salt,
         "choice_group": request.choice_group,
+        "media": [item.to_wire() for item in request.media],
         "prediction": list(request.prediction),
         "age": now - request.arrival_time,
         "num_paid_tokens": max(request.num_paid_tokens, request.num_computed_tokens),
@@ -67,6 +69,7 @@ def from_record(data: Mapping[str, Any], now: float) -> Request:
         tenant=data["tenant"],
         cache_salt=data["cache_salt"],
         choice_group=data["choice_group"],
+        media=tuple(map(MediaItem.from_wire, data["media"])),
         prediction=data["prediction"],
         num_paid_tokens=data["num_paid_tokens"],
     )

@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ...memory.pages.layout import NEVER
+from .media import MediaItem, keys_of
 from .request_params import RequestParams
 from .types import FinishReason, SamplerState, TokenLogprobs
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from ...memory.disk.tier import ReadAhead
     from ...memory.files.manifest import AdapterManifest
     from ...memory.files.score_head import ScoreHead
-    from ...memory.pages.block import Block
+    from ...memory.pages.block import Block, Key
     from ...memory.pages.block_table import BlockTable
     from ...memory.transfers.swapped_kv import KvImage
     from ...memory.transfers.transfer import Transfer
@@ -76,6 +77,8 @@ class Request:
     """Prefix-cache blocks are shared only between requests of equal salt."""
     choice_group: str = ""
     """Shared by the choices of one API request, which take turns; empty for a request with one choice."""
+    media: tuple[MediaItem, ...] = ()
+    """The images of its prompt, in order."""
     prediction: Sequence[int] = ()
     """Tokens that the client expects in the answer. They are a source of proposals and don't change the answer."""
     _: KW_ONLY
@@ -101,6 +104,10 @@ class Request:
     adapter: Adapter | None = None
     lora_from: int = 0
     """Position of the first token that its adapter changes; before it, its KV is the base model's."""
+    media_rows: list[Any] = field(default_factory=list)
+    """The rows of each image, a tensor `[rows, hidden]`, once it is encoded."""
+    media_scope: str = ""
+    """Tells its images' rows apart from those of other adapters, where its adapter changes the tower."""
     bound: BoundVersion | None = None
     """The version that all of its steps compute with, once it is accepted."""
     sibling: Request | None = None
@@ -167,6 +174,11 @@ class Request:
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
+
+    def keys(self, begin: int = 0, end: int | None = None) -> Sequence[Key]:
+        """What the prefix cache compares of its tokens."""
+        tokens = self.token_ids[begin:end]
+        return keys_of(tokens, self.media, begin, self.media_scope) if self.media else tokens
 
     @property
     def needs_prompt_states(self) -> bool:

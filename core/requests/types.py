@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import takewhile
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...graphs.runner import StepMode
 from ...memory.files.error import LoadFailure
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from ...memory.adapters.adapter import Adapter
     from ...memory.pages.states import StateSlots
     from .grammar_work import GrammarState
+    from .media import MediaItem
     from .pooling import PooledSum
     from .request_params import RequestParams
 
@@ -86,6 +87,10 @@ class ScheduledSequence:
     """The step says which slot it reads, and which it writes."""
     lora_from: int = 0
     """Position of the first token that its adapter changes; before it, tokens are the base model's."""
+    media: Sequence[MediaItem] = ()
+    """The images of its prompt."""
+    media_rows: Sequence[Any] = field(default=(), repr=False, compare=False)
+    """The rows of each, a tensor."""
     drafts: int = 0
     """The last so many of `tokens` are proposed: they are not among `token_ids`. A token is sampled after each of them,
     too; the scheduler takes those that follow accepted drafts. KV of rejected ones is overwritten."""
@@ -128,14 +133,21 @@ class ScheduledSequence:
         return self.params.pooling is not None or self.wants_prompt_logprobs
 
     @property
+    def sees(self) -> bool:
+        """True if any of its tokens stands for a row of an image."""
+        return any(True for item in self.media for _ in item.places(self.start, self.kv_len))
+
+    @property
     def looks_back(self) -> bool:
         """True if the tokens generated so far change which ones may be sampled next."""
         return looks_back(self.params)
 
     @property
     def is_ragged(self) -> bool:
-        """True if no captured step can compute it: it has several known tokens, wants prompt logprobs, or is pooled."""
-        return len(self.tokens) - self.drafts != 1 or self.wants_states
+        """True if no captured step can compute it: it has several known tokens, wants prompt logprobs, is pooled,
+        or has a row of an image.
+        """
+        return len(self.tokens) - self.drafts != 1 or self.wants_states or self.sees
 
 
 def looks_back(params: RequestParams) -> bool:

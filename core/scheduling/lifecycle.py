@@ -96,6 +96,7 @@ class Lifecycle:
         else:
             self.waiting.remove(request)
         request.finish_reason, request.state = reason, RequestState.DONE
+        request.media_rows.clear()  # others' images wait for that memory
         del self.requests[request.id]
         if self.note_answer is not None:
             self.note_answer(request)

@@ -359,6 +359,8 @@ def _new_sequence(request: Request, count: int) -> ScheduledSequence:
         states=states,
         state_step=0 if states is None else states.steps,
         lora_from=request.lora_from,
+        media=request.media,
+        media_rows=request.media_rows,
     )
     if count == 1 and samples:
         request.sequence = sequence

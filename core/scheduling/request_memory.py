@@ -79,7 +79,7 @@ class RequestMemory:
         if not self.use_prefix_cache or request.needs_prompt_states:
             return []
         version, scope = _version(request.adapter), self.scope(request)
-        blocks = self.prefix.match(version, request.token_ids, scope, request.lora_from)
+        blocks = self.prefix.match(version, request.keys(), scope, request.lora_from)
         if blocks and self.host is not None and self._has_images_to_fetch(blocks):
             resident = self.prefix.resident(blocks)
             is_copied = request.kv_image is None and self._is_worth_copying(blocks, resident)
@@ -97,7 +97,7 @@ class RequestMemory:
         version, scope = _version(request.adapter), self.scope(request)
         request.reading = self.disk.read_ahead(
             version,
-            request.token_ids,
+            request.keys(),
             scope,
             request.lora_from,
             self.block_tokens,
@@ -529,7 +529,7 @@ class RequestMemory:
         step = self.block_tokens
         while request.caching and request.num_known_blocks < request.num_computed_tokens // step:
             index = request.num_known_blocks
-            tokens = request.token_ids[index * step : (index + 1) * step]
+            tokens = request.keys(index * step, (index + 1) * step)
             pages = request.block_table.of_blocks(range(index, index + 1))
             version, scope = _version(request.adapter), self.scope(request)
             block = None

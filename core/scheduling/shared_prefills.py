@@ -82,10 +82,10 @@ class SharedPrefills:
 
     def _key(self, request: Request) -> object:
         if request.prompt_hash is None:
-            request.prompt_hash = hash(tuple(request.token_ids[: request.num_prompt_tokens]))
+            request.prompt_hash = hash(tuple(request.keys(0, request.num_prompt_tokens)))
         return request.adapter, self._memory.scope(request), request.prompt_hash
 
 
 def _has_same_prompt(one: Request, other: Request) -> bool:
     count = one.num_prompt_tokens
-    return count == other.num_prompt_tokens and one.token_ids[:count] == other.token_ids[:count]
+    return count == other.num_prompt_tokens and one.keys(0, count) == other.keys(0, count)

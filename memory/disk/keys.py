@@ -9,6 +9,10 @@ import hashlib
 import struct
 from array import array
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ..pages.block import Key
 
 LAYOUT_VERSION = 1
 """To be raised whenever the code computes other KV, or lays it out otherwise, for the same model and tokens."""
@@ -35,11 +39,14 @@ class BlockKeys:
             _add(digest, part)
         return digest.digest()
 
-    def after(self, parent: bytes, tokens: Sequence[int], owner: str = "", changed_from: int = 0) -> bytes:
+    def after(self, parent: bytes, tokens: Sequence[Key], owner: str = "", changed_from: int = 0) -> bytes:
         """Of a block. owner: the adapter that begins to act in it, from its token `changed_from` on; empty: none."""
-        digest = _hash(b"block")
+        images = [(at, *each) for at, each in enumerate(tokens) if not isinstance(each, int)]
+        digest = _hash(b"images" if images else b"block")
         _add(digest, parent)
-        _add(digest, array("q", tokens).tobytes())
+        _add(digest, array("q", [each if isinstance(each, int) else 0 for each in tokens]).tobytes())
+        if images:
+            _add(digest, repr(images).encode())
         if owner:
             _add(digest, owner.encode())
             _add(digest, struct.pack("<q", changed_from))

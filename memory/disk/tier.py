@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..host.daemon_pool import DaemonPool
-from ..pages.block import BASE_VERSION, Block, Root
+from ..pages.block import BASE_VERSION, Block, Key, Root
 from .folder import BlockFolder, Place, SealedBlock
 from .keys import BASE, BlockKeys
 
@@ -71,7 +71,7 @@ class ReadAhead:
     version: int
     scope: tuple[str, str]
     changed_from: int
-    tokens: list[tuple[int, ...]]
+    tokens: list[tuple[Key, ...]]
     """Of each block."""
     places: list[Place]
     parent: Block | None
@@ -265,7 +265,7 @@ class DiskTier:
     def read_ahead(
         self,
         version: int,
-        tokens: Sequence[int],
+        tokens: Sequence[Key],
         scope: tuple[str, str],
         changed_from: int,
         block_tokens: int,
@@ -304,12 +304,12 @@ class DiskTier:
         self,
         version: int,
         known: Sequence[Block],
-        tokens: Sequence[int],
+        tokens: Sequence[Key],
         scope: tuple[str, str],
         changed_from: int,
         blocks: range,
         step: int,
-    ) -> tuple[list[Place], list[tuple[int, ...]]]:
+    ) -> tuple[list[Place], list[tuple[Key, ...]]]:
         """Places and tokens of the blocks of a prompt after the known ones; none if a content hash is not known."""
         owner = self._owner(version)
         if owner is None:
@@ -318,7 +318,7 @@ class DiskTier:
         digest = self._digest(known[-1]) if known else self.keys.root(acting, scope)
         if digest is None:
             return [], []
-        places, runs = list[Place](), list[tuple[int, ...]]()
+        places, runs = list[Place](), list[tuple[Key, ...]]()
         tenant = self.folder.tenant(scope[0])
         for index in blocks:
             start = index * step

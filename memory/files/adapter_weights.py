@@ -84,6 +84,8 @@ class AdapterWeights(RowsFile):
         """Where the file has the base model's projections; once `tensors` was read."""
         self.num_left_out = 0
         """Tensors of `ModulePaths.left_out`, once `tensors` was read."""
+        self.tower: dict[str, TensorInfo] = {}
+        """Those of them in a vision tower that is served, by name; once `tensors` was read."""
         self._head_names: set[str] = set()
         self.slices: dict[Target, SlicedTarget] = {}
         """The projections that it has in slices, once `tensors` was read."""
@@ -98,6 +100,9 @@ class AdapterWeights(RowsFile):
         self.modules = self.modules.as_given(self._paths, self._stems)
         for name, info in self._of_own_projections(listed).items():
             is_in_layer = name.startswith(IN_LAYERS)
+            if self.modules.tower is not None and self.modules.tower.has(name):
+                self.tower[name] = info
+                continue
             if self._is_unused(name, in_layers) if is_in_layer else self._is_apart(name, info, left_out):
                 continue
             for own_name, own in self._shares(name, info) if self.modules.stacked else ((name, info),):

@@ -28,6 +28,8 @@ def take_computed_ranks(
 
     names: of A and B. Raises AdapterFormatError for a rank that is not the configuration's, or too large.
     """
+    if not targets:  # it changes a vision tower alone
+        return False
     is_larger, most_dim = False, _largest(targets, projections)
     for (layer, module), (rank, scale) in list(targets.items()):
         info = file.tensors[names[layer, module][0]]

@@ -37,6 +37,9 @@ BIASES = ("none", "all", "lora_only")
 
 _MAX_SCALE = 3e38  # scales are applied in float32
 
+#: In place of a usual name: the module is in a vision tower, whose tensors are checked there (`tower_tensors`).
+IN_TOWER = ""
+
 #: Another name of a module of `COPIED`.
 _USUAL = {"unembed_tokens": "lm_head"}
 
@@ -340,10 +343,12 @@ class _Fields:
         return (value,) if isinstance(value, str) else value
 
     def saved_modules(self) -> tuple[str, ...]:
-        """Last parts of the names in `modules_to_save`, without score heads; others by their usual names."""
+        """Last parts of the names in `modules_to_save`, without score heads and modules of a vision tower; others by
+        their usual names.
+        """
         found = (name.rpartition(".")[2] for name in self.saved_names())
         named = dict.fromkeys(self._usual.get(name, name) for name in found)
-        return tuple(name for name in named if not (self.has_head and name in MODULES))
+        return tuple(name for name in named if name != IN_TOWER and not (self.has_head and name in MODULES))
 
     def trained_tokens(self) -> dict[str, tuple[int, ...]]:
         """Of each module by its usual name; a list is of the token embeddings."""

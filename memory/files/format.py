@@ -31,6 +31,7 @@ from .targets import Targets, layers_with, parts_of, targets_of
 from .tensor_file import TensorFile, TensorPlaces, digest_of
 from .tensor_info import TensorInfo
 from .tokens.added_tokens import OwnTokens, own_tokens
+from .tower_tensors import tower_tensors
 from .trained_rows import find_rows, module_of
 from .unserved import mend_of, refuse_no_lora, why_not_lora
 from .vectors import LORA_BIAS, vector_targets, why_no_vector
@@ -90,10 +91,13 @@ def inspect_adapter(path: Path, modules: ModulePaths, roots: Sequence[Path] = ()
             config = config or form.config(directory, file.given_modules, modules)
             if not config.has_head and not config.trained_tokens:
                 refuse_no_lora(file.path, file.tensors, file.given_name)
+            tower = tower_tensors(file, file.tower, config, modules.tower)
             _check_invocation(config, modules.vocab_size)
             rows, dropped, num_tokens, added = find_rows(file, config, directory, modules)
             tokens = _own_tokens(path, directory, modules, added)
-            targets, factors = targets_of(config, stem, modules, file.head_names, file.slices)
+            targets, factors = targets_of(
+                config, stem, modules, file.head_names, file.slices, may_be_none=bool(tower) and not file.tensors
+            )
             file.scale_slices(factors)
             modules = file.modules
             projections = modules.projections
@@ -139,6 +143,7 @@ def inspect_adapter(path: Path, modules: ModulePaths, roots: Sequence[Path] = ()
                 added=added,
                 form=form.title,
                 is_larger=is_larger,
+                tower=tower,
             )
 
 

@@ -115,6 +115,8 @@ class _Reader:
         all of its B is. Only the base model's weights could tell that vectors are without effect.
         """
         modules = _modules(manifest)
+        if manifest.tower and any(map(self._has_values, self._tower(manifest))):
+            return True
         if manifest.vectors or manifest.head is not None or any(part.token_ids for part in manifest.parts):
             return True
         return any(
@@ -146,10 +148,19 @@ class _Reader:
             for pair in matrices_of(part, layer, projection.name, _modules(manifest)):
                 a, b = (self._file.tensor(name) for name, _ in pair)
                 self._add(digest, f"{layer} {_named(projection, part)} {_form_of(a)} {_form_of(b)}\n", a, b)
+        for each, info in zip(manifest.tower, self._tower(manifest), strict=True):
+            self._add(digest, f"{each.module} {each.part} {each.scale.hex()} {_form_of(info)}\n", info)
         for name in self._others(manifest):
             info = self._file.tensor(name)
             self._add(digest, f"{name} {info.dtype}{info.shape}\n", info)
         return digest.hexdigest()
+
+    def _tower(self, manifest: AdapterManifest) -> list[TensorInfo]:
+        """The tensors of its tower part, in the order of the manifest."""
+        _ = self._file.tensors
+        if any(each.name not in self._file.tower for each in manifest.tower):
+            raise self._file.changed()
+        return [self._file.tower[each.name] for each in manifest.tower]
 
     def _others(self, manifest: AdapterManifest) -> Iterator[str]:
         """Names of the tensors of vectors and of a score head."""

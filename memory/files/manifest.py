@@ -16,6 +16,7 @@ from .peft_names import STEM
 from .score_head import ScoreHead
 from .tensor_file import FileIdentity, TensorPlaces
 from .tokens.added_tokens import OwnTokens
+from .tower_tensors import TowerTensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +77,9 @@ class AdapterManifest:
     is_larger: bool = False
     """True if its A and B are computed, and may be larger than the tensors that they are computed from."""
 
+    tower: tuple[TowerTensor, ...] = ()
+    """Its tensors in a vision tower that is served."""
+
     sources: tuple[tuple[AdapterManifest, float], ...] = ()
     """The adapters that it is composed of, each with a scale; empty: it has files of its own."""
 
@@ -92,6 +96,8 @@ class AdapterManifest:
             return "has a tokenizer with tokens of its own, which can't be composed with others"
         if any(part.token_ids for part in self.parts):
             return "has trained token rows, which can't be composed with others"
+        if self.tower:
+            return "changes the vision tower, which can't be composed with others"
         if any(part.experts for part in self.parts):
             return "changes experts, which can't be composed with others"
         return None
@@ -99,7 +105,7 @@ class AdapterManifest:
     @property
     def rank(self) -> int:
         """The largest rank of any module."""
-        return max(part.rank for part in self.parts if not part.token_ids)
+        return max((part.rank for part in self.parts if not part.token_ids), default=0)
 
     @property
     def targets(self) -> tuple[str, ...]:

@@ -17,8 +17,10 @@ from itertools import product
 from typing import Any
 
 from ..pages.projections import Group, Projection, Projections, UnitRows
+from .config import IN_TOWER
 from .slices import Slice, slices_of
 from .tokens.base_tokens import BaseTokens
+from .tower_shapes import TowerShapes
 from .whole_copies import BaseRows
 
 _NESTED = ".base_layer"
@@ -159,6 +161,9 @@ class ModulePaths:
     units: tuple[tuple[str, UnitRows], ...] = ()
     """Own paths of projections of `fused` whose rows the base model has by unit, and where these are in its matrix."""
 
+    tower: TowerShapes | None = field(default=None, compare=False, repr=False)
+    """The vision tower, where images are served; None: adapters' tensors there have no effect."""
+
     base_rows: BaseRows | None = field(default=None, compare=False, repr=False)
     """The base model's own rows, with which adapters' copies are compared; None: they are not at hand."""
 
@@ -278,9 +283,13 @@ class ModulePaths:
 
     @property
     def usual_names(self) -> dict[str, str]:
-        """Last parts of names of embeddings and heads, and the usual ones; also Tinker's of a head."""
+        """Last parts of names of embeddings and heads, and the usual ones; also Tinker's of a head. Of a vision tower's
+        modules `IN_TOWER`.
+        """
         heads = (head.rpartition(".")[2] for head in self.heads)
-        return {"unembed_tokens": "lm_head", self.embeddings: "embed_tokens", **dict.fromkeys(heads, "lm_head")}
+        tower = dict.fromkeys(() if self.tower is None else self.tower.copied, IN_TOWER)
+        own = {"unembed_tokens": "lm_head", self.embeddings: "embed_tokens", **dict.fromkeys(heads, "lm_head")}
+        return own | tower
 
     @property
     def num_matrices(self) -> int:
@@ -300,11 +309,11 @@ class ModulePaths:
         is_usual = (usual | parts | self.slices.keys()).isdisjoint(paths) and not self.projections.mixture
         if is_usual and is_tie_known:
             return self
-        return _as_given(self, frozenset(paths), is_tie_known, self.base_rows, self.base_tokens)
+        return _as_given(self, frozenset(paths), is_tie_known, self.base_rows, self.base_tokens, self.tower)
 
     def with_sides(self, *, are_swapped: bool) -> ModulePaths:
         """Where an adapter has these projections whose A and B of stacked experts are so."""
-        return _with_sides(self, are_swapped, self.base_rows, self.base_tokens)
+        return _with_sides(self, are_swapped, self.base_rows, self.base_tokens, self.tower)
 
     @cached_property
     def usual(self) -> dict[str, str]:
@@ -332,8 +341,11 @@ def _as_given(
     is_tie_known: bool,
     base_rows: BaseRows | None,
     base_tokens: BaseTokens | None,
+    tower: TowerShapes | None,
 ) -> ModulePaths:
-    """See `ModulePaths.as_given`. base_rows, base_tokens: those of `modules`; equal ones may be of several models."""
+    """See `ModulePaths.as_given`. base_rows, base_tokens, tower: those of `modules`; equal modules may be of several
+    models.
+    """
     own = modules.projections
     sliced = {modules.slices[path].projection for path in modules.slices.keys() & paths}
     paths |= {own[name].path for name in sliced}
@@ -358,16 +370,21 @@ def _as_given(
         given_slices=frozenset(path for path, each in modules.slices.items() if each.projection in sliced),
         base_rows=base_rows,
         base_tokens=base_tokens,
+        tower=tower,
         **_experts_as_given(modules, paths),
     )
 
 
 @lru_cache(64)
 def _with_sides(
-    modules: ModulePaths, are_swapped: bool, base_rows: BaseRows | None, base_tokens: BaseTokens | None
+    modules: ModulePaths,
+    are_swapped: bool,
+    base_rows: BaseRows | None,
+    base_tokens: BaseTokens | None,
+    tower: TowerShapes | None,
 ) -> ModulePaths:
-    """See `ModulePaths.with_sides`, and `_as_given` for the last two."""
-    return replace(modules, are_swapped=are_swapped, base_rows=base_rows, base_tokens=base_tokens)
+    """See `ModulePaths.with_sides`, and `_as_given` for the last three."""
+    return replace(modules, are_swapped=are_swapped, base_rows=base_rows, base_tokens=base_tokens, tower=tower)
 
 
 def _experts_as_given(modules: ModulePaths, paths: frozenset[str]) -> dict[str, Any]:

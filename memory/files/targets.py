@@ -28,11 +28,13 @@ def targets_of(
     modules: ModulePaths,
     head_names: Collection[str],
     slices: Mapping[tuple[int, str], SlicedTarget],
+    *,
+    may_be_none: bool = False,
 ) -> tuple[Targets, SliceFactors]:
     """(layer, module) → rank and scale of all that the configuration targets; and the factors of slices.
 
     "all-linear" leaves the embeddings and the head out, as PEFT does; not a head by Tinker's name, as Tinker does.
-    head_names, slices: see `AdapterWeights`.
+    head_names, slices: see `AdapterWeights`. may_be_none: the adapter changes a vision tower alone.
     """
     file = config.file
     found = _found(config, stem, modules, head_names)
@@ -46,7 +48,7 @@ def targets_of(
     targets |= _parameter_targets(config, stem, modules, targets)
     if config.ties_weights and modules.ties_trained:
         targets |= _tied_targets(config, targets, modules)
-    if not targets:
+    if not targets and not may_be_none:
         raise AdapterFormatError(
             f"{file}: target_modules, exclude_modules and layers_to_transform match none of {modules.names} "
             f"in the base model's {modules.projections.num_layers} layers{_elsewhere(config, stem, modules)}"

@@ -11,6 +11,9 @@ from typing import Any, NamedTuple, Protocol
 
 from .pool import PagePool
 
+Key = int | tuple[str, int]
+"""What is compared of a position: its token, or the digest of an image and the number of a row of it."""
+
 #: Version of the base model's trie; adapter versions count from 1.
 BASE_VERSION = 0
 
@@ -58,7 +61,7 @@ class Block:
     def __init__(
         self,
         parent: Block | None,
-        tokens: tuple[int, ...],
+        tokens: tuple[Key, ...],
         pages: Sequence[int],
         number: int,
         branch: Branch | None = None,
@@ -72,7 +75,7 @@ class Block:
         self.pages = list(pages)
         """One of each page group; `PagePool.DUMMY` where it was evicted: pages in windows, or all of them."""
         self.depth = 0 if parent is None else parent.depth + 1
-        self.children: dict[tuple[int, ...], Block] = {}
+        self.children: dict[tuple[Key, ...], Block] = {}
         self.uses = 1
         self.is_known = True
         self.is_resident = True
@@ -92,7 +95,7 @@ class Block:
         """The state after its tokens, if it is kept."""
 
     @property
-    def key(self) -> tuple[int, ...]:
+    def key(self) -> tuple[Key, ...]:
         """Its parent's key for it."""
         return key_of(self.tokens, self.branch)
 
@@ -160,6 +163,6 @@ class BlockListener(Protocol):
     def removed(self, number: int, place: Place) -> None: ...
 
 
-def key_of(tokens: tuple[int, ...], branch: Branch | None) -> tuple[int, ...]:
+def key_of(tokens: tuple[Key, ...], branch: Branch | None) -> tuple[Key, ...]:
     """A child's key: branches of other versions, or from other tokens on, are other children."""
     return tokens if branch is None else (*tokens, *branch)

@@ -23,6 +23,7 @@ from .block import (
     Branch,
     Cached,
     KeptState,
+    Key,
     Place,
     Root,
     WindowPages,
@@ -104,7 +105,7 @@ class PrefixCache:
         """Pages of known blocks."""
         return len(self.by_page)
 
-    def match(self, version: int, tokens: Sequence[int], scope: Hashable = None, changed_from: int = 0) -> list[Block]:
+    def match(self, version: int, tokens: Sequence[Key], scope: Hashable = None, changed_from: int = 0) -> list[Block]:
         """The longest known run of full blocks that `tokens` begin with, leaving at least one token to compute, from
         which a request can go on: each page group has all pages that the next token sees, or images of them.
 
@@ -114,7 +115,7 @@ class PrefixCache:
         found = self.walk(version, tokens, scope, changed_from)
         return self._usable(found) if self._windowed or self._has_states else found
 
-    def walk(self, version: int, tokens: Sequence[int], scope: Hashable = None, changed_from: int = 0) -> list[Block]:
+    def walk(self, version: int, tokens: Sequence[Key], scope: Hashable = None, changed_from: int = 0) -> list[Block]:
         """The known blocks that `tokens` begin with, usable or not; arguments as of `match`."""
         found: list[Block] = []
         roots = self._roots.get(BASE_VERSION if changed_from else version)
@@ -245,7 +246,7 @@ class PrefixCache:
         self,
         version: int,
         parent: Block | None,
-        tokens: Sequence[int],
+        tokens: Sequence[Key],
         pages: Sequence[int],
         scope: Hashable = None,
         changed_from: int = 0,
@@ -324,7 +325,7 @@ class PrefixCache:
         return True
 
     def adopt(
-        self, version: int, parent: Block | None, tokens: Sequence[int], scope: Hashable, changed_from: int
+        self, version: int, parent: Block | None, tokens: Sequence[Key], scope: Hashable, changed_from: int
     ) -> Block | None:
         """Return the block after `parent`, which may be new and then gets images at once; None if that is impossible.
 
@@ -370,7 +371,7 @@ class PrefixCache:
         self,
         version: int,
         parent: Block | None,
-        tokens: Sequence[int],
+        tokens: Sequence[Key],
         pages: Sequence[int],
         scope: Hashable = None,
         changed_from: int = 0,

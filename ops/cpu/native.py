@@ -123,6 +123,13 @@ def check_step(
         _check(name, values, limit)
 
 
+def _media(tokens: int, places: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The row of each token `[tokens]` int32, -1 where it has none, and the rows in float32."""
+    row_of = torch.full((tokens,), -1, dtype=torch.int32)
+    row_of[places] = torch.arange(len(places), dtype=torch.int32)
+    return row_of, rows.float().contiguous()
+
+
 def _check(name: str, values: Sequence[int], limit: int) -> None:
     if values and not 0 <= min(values) <= max(values) < limit:
         wrong = next(value for value in values if not 0 <= value < limit)
@@ -214,6 +221,7 @@ class NativeDecoder:
         states: NativeStates | None = None,
         model_segments: Segments | None = None,
         mixture_segments: Segments | None = None,
+        media: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """Compute a step and write its KV; return logits `[kept, vocab + added]` float32, in memory that the next step
         overwrites. The first rank has columns of the tokens that adapters of the step add to the model's: -inf in rows
@@ -225,6 +233,7 @@ class NativeDecoder:
         afterwards; those of prompt log-probabilities come first. max_stall: total seconds to wait for adapters being
         loaded. merged: use the weights of `use_merged`. states: needed by a model with Gated DeltaNet. model_segments:
         of adapters of the model's own modules, mixture_segments: of those of mixtures of experts; None: there are none.
+        media: rows that are some tokens' embeddings, see `MediaRows`.
 
         Afterwards `best` has a token for each logit token: the argmax (the first of equal ones; -1 if a logit is NaN or
         +inf) or, for tokens in `row_params`, a sampled one. Logits that sampling needs and that were not kept are
@@ -278,6 +287,9 @@ class NativeDecoder:
         if self._model.recurrent is not None:
             self._set_states(states, len(rows.kv_lens))
         step.max_stall_ns = int(max_stall * 1e9)
+        row_of, media_rows = (None, None) if media is None else _media(len(token_ids), *media)
+        step.media = None if row_of is None else _pointer(row_of)
+        step.media_rows = None if media_rows is None else _pointer(media_rows)
         step.ops = self._merged.address if merged and self._merged is not None else None
         step.offloaded = None if offloaded is None else offloaded.address
         self._library.chorus_decoder_forward(self._handle, ctypes.addressof(step))

@@ -198,7 +198,7 @@ class StepDescriptor(Structure):
         ("model_segments", SegmentsDescriptor),
         ("model_ready", c_void_p),
         ("model_late", c_void_p),
-        *((name, c_void_p) for name in ("mixture", "mixture_ready", "mixture_late")),
+        *((name, c_void_p) for name in ("mixture", "mixture_ready", "mixture_late", "media", "media_rows")),
     ]
 
 

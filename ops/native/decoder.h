@@ -173,6 +173,8 @@ class Decoder final : public AnyDecoder {
             embedding_lora_.add(step.model_segments, me.thread, t, step.token_ids[t], x[t]);
             if (m_.embedding_multiplier != 1) scale_by(x[t], hidden, m_.embedding_multiplier);
             if (m_.embedding_norm) norm_.run(x[t], m_.norm, hidden, x[t]);
+            if (step.media && step.media[t] >= 0)  // after all that is done to tokens' own embeddings
+                std::copy_n(step.media_rows + step.media[t] * (int64_t)hidden, hidden, x[t]);
         });
         const OpDesc *op = step.ops ? step.ops : ops_.data(), *end = op + ops_.size();
         while (op != end) {

@@ -86,6 +86,7 @@ class Api:
         body: dict[str, object] = {"status": "ok" if healthy else "draining" if self._gate.draining else "unavailable"}
         if request.state.identity is not None and not request.state.identity.grant.limited:
             body["stats"] = asdict(self._worker.stats)
+            body["images"] = self._worker.model.why_blind or "served"
             if not healthy:
                 body["reason"] = self._worker.trouble or "the server is shutting down"
         return JsonResponse(body, status_code=200 if healthy else 503)

@@ -8,15 +8,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema, field_validator, model_validator
 from pydantic_core import from_json
 
 from ..access.limits import RequestLimits, check_counts, check_json
 from ..errors import ApiError, validated
-from ..text.tokenizer import RESERVED_FOR_TEMPLATE, Conversation, Tokenizer
+from ..text.tokenizer import RESERVED_FOR_TEMPLATE, Conversation, Tokenizer, text_in
 from .fields import MESSAGE, check_messages, other_fields
+from .image_parts import image_of, is_image
 from .openai import GenerationRequest, LogprobCount
 from .tool_fields import ToolFields
+
+PARTS = {"type": "array", "items": {"type": "object"}}
+"""The schema of content in parts."""
 
 
 class ChatMessage(BaseModel):
@@ -25,20 +29,20 @@ class ChatMessage(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     role: str
-    content: str | None = None
+    content: str | Annotated[list[Any], WithJsonSchema(PARTS)] | None = None
+    """A text; or, if it has images, its parts: those of text, and `{"type": "image", "image": ImageFile}`."""
 
     @field_validator("content", mode="before")
     @classmethod
-    def _join_text_parts(cls, content: Any) -> Any:
+    def _read_parts(cls, content: Any) -> Any:
+        if content is not None and not isinstance(content, str | list):
+            raise ValueError("it must be a text, or a list of parts")
         if not isinstance(content, list):
             return content
-        texts = []
-        for index, part in enumerate(content):
-            text = part.get("text") if isinstance(part, dict) and part.get("type") in ("text", "input_text") else None
-            if not isinstance(text, str):
-                raise ValueError(f"part {index} is not text; only parts of type text are supported")
-            texts.append(text)
-        return "\n".join(texts)
+        parts = [_part(part, index) for index, part in enumerate(content)]
+        if any(part["type"] == "image" for part in parts):
+            return parts
+        return "\n".join(part["text"] for part in parts)
 
     @model_validator(mode="after")
     def _has_content(self) -> ChatMessage:
@@ -70,6 +74,18 @@ class ChatMessage(BaseModel):
         names = [name for name in given if name in MESSAGE]
         shown = {name: given[name] for name in (*names, *other_fields(given))}
         return {**shown, "role": self.role, "content": self.content or ""}
+
+
+def _part(part: Any, index: int) -> dict[str, Any]:
+    if is_image(part):
+        try:
+            return {"type": "image", "image": image_of(part)}
+        except ValueError as error:
+            raise ValueError(f"part {index} {error}") from None
+    text = part.get("text") if isinstance(part, dict) and part.get("type") in ("text", "input_text") else None
+    if not isinstance(text, str):
+        raise ValueError(f"part {index} is neither text nor an image; parts of type text and image_url are supported")
+    return {"type": "text", "text": text}
 
 
 class ConversationBody(BaseModel):
@@ -208,7 +224,7 @@ class ChatBatch:
     def begun(self) -> list[str]:
         """The text before each choice under `echo`: the last message, if it is the assistant's."""
         last = [one.messages[-1] for one in self.conversations]
-        return [message["content"] if message["role"] == "assistant" else "" for message in last]
+        return [text_in(message["content"]) if message["role"] == "assistant" else "" for message in last]
 
     @classmethod
     def parse(cls, body: bytes, limits: RequestLimits) -> ChatBatch:

@@ -13,6 +13,7 @@ from ...core.requests.request import Request
 from .caller import Caller
 
 if TYPE_CHECKING:
+    from ...core.requests.media import MediaItem
     from ...core.requests.request_params import RequestParams
 
 
@@ -32,8 +33,8 @@ class EngineRequests:
     """Tokens that answers are predicted to have; see `Request`."""
     _made: list[Request] = field(default_factory=list)
 
-    def next(self, prompt: list[int], params: RequestParams) -> Request:
-        """The request of the next choice."""
+    def next(self, prompt: list[int], params: RequestParams, media: tuple[MediaItem, ...] = ()) -> Request:
+        """The request of the next choice. media: the prompt's images."""
         request = Request(
             f"{self.call_id}-{len(self._made)}",
             prompt,
@@ -44,6 +45,7 @@ class EngineRequests:
             cache_salt=self.cache_salt,
             choice_group="" if self.is_alone else self.call_id,
             prediction=self.prediction,
+            media=media,
             sibling=self._made[0] if self._made else None,
         )
         self._made.append(request)

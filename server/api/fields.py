@@ -142,7 +142,7 @@ ELSEWHERE = {
     "generationConfig": _THEMSELVES,
     "generation_config": _THEMSELVES,
     "guided_decoding": "use structured_outputs",
-    "images": "language models are served, which read text only",
+    "images": 'send images as content parts of messages, {"type": "image_url", …}',
     "keep_alive": "PATCH /v1/adapters/NAME with pinned keeps an adapter resident",
     "max_length": "use max_tokens, which counts generated tokens only",
     "max_output_tokens": "use max_tokens",
@@ -224,7 +224,7 @@ def check_messages(messages: Any) -> None:
             _check_other(name, f"{where}.", len(others))
         content = message.get("content")
         for number, part in enumerate(content if isinstance(content, list) else ()):
-            if isinstance(part, dict) and part.get("type") in ("text", "input_text"):  # others are refused as a whole
+            if isinstance(part, dict) and part.get("type") in ("text", "input_text"):  # others check their own
                 _check_part(part, f"{where}.content[{number}].")
 
 

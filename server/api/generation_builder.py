@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
@@ -15,6 +15,7 @@ from starlette.requests import Request
 
 from ...core.requests.grammar import Grammar
 from ...core.requests.grammars import InvalidGrammar, grammars_of
+from ...core.requests.media import MediaItem
 from ...core.requests.request_params import InvalidRequest, Seeds
 from ...memory.adapters.composition import Composition, InvalidComposition, read_composition
 from ...memory.adapters.store import UnknownAdapter
@@ -29,15 +30,17 @@ from ..executors import DaemonPool
 from ..log_lines import note_request
 from ..settings import Settings
 from ..text.output_syntax import OutputSyntax
-from ..text.tokenizer import Tokenizer
+from ..text.tokenizer import Conversation, Tokenizer
 from .adapters.numbered_adapters import numbered
 from .caller import Caller
 from .chat_request import ChatBatch
 from .completion_request import CompletionRequest
 from .engine_requests import EngineRequests
+from .image_parts import images_in
 from .near import no_model_like
 from .openai import GenerationRequest, names_of
 from .price import check_steering, unasked_limit
+from .request_images import RequestImages, items_of
 from .sampling_defaults import SamplingDefaults
 
 T = TypeVar("T")
@@ -63,8 +66,10 @@ class GenerationBuilder:
     tokenizers: AdapterTokenizers
     """Those of adapters that bring their own."""
     seeds: Seeds = field(init=False)
+    images: RequestImages = field(init=False)
 
     def __post_init__(self) -> None:
+        self.images = RequestImages(self.settings.model, self.settings.limit_mm_per_prompt.get("image", 0))
         self.seeds = Seeds(self.settings.seed)
 
     async def parse(self, read: Callable[[bytes, RequestLimits], T], request: Request) -> T:
@@ -112,9 +117,33 @@ class GenerationBuilder:
         self.check(caller, asked, len(batch.conversations))
         most = self.most_tokens(asked)
         tokenizer = await self.tokenizer_of(caller, asked.model, asked.lora_path)
-        encoded = [await tokenizer.encode_chat(one, most) for one in batch.conversations]
-        prompts = [asked.cut(prompt, context) for prompt in encoded]
-        return await self.make(prefix, caller, asked, prompts, arrival=arrival, tokenizer=tokenizer)
+        prompts, media = list[list[int]](), list[tuple[MediaItem, ...]]()
+        for one in batch.conversations:
+            tokens, items = await self.encode_chat(caller, asked, tokenizer, one, most)
+            prompts.append(cut := asked.cut(tokens, context))
+            media.append(items)
+            if items and len(cut) < len(tokens):
+                what = "truncate_prompt_tokens"
+                raise InvalidRequest(what, f"{what} would cut a prompt with images; send fewer messages or images")
+        return await self.make(prefix, caller, asked, prompts, arrival=arrival, tokenizer=tokenizer, media=media)
+
+    async def encode_chat(
+        self, caller: Caller, asked: GenerationRequest, tokenizer: Tokenizer, conversation: Conversation, most: int
+    ) -> tuple[list[int], tuple[MediaItem, ...]]:
+        """The tokens of a conversation's prompt, at most `most`, and its images. Nothing of an image is decoded before
+        the caller may use the model.
+        """
+        images = images_in(conversation.messages)
+        if not images:
+            return await tokenizer.encode_chat(conversation, most), ()
+        await self.require(caller, asked.model, asked.lora_path)
+        model = self.worker.model
+        found = await self.images.prepared(images, model)
+        texts, placeholder = tuple(image.text for image in found), self.images.placeholder()
+        conversation = replace(conversation, placeholder=placeholder, image_texts=texts)
+        tokens = await tokenizer.encode_chat(conversation, most)
+        assert model.image_token is not None, "the model sees"
+        return tokens, items_of(tokens, found, model.image_token)
 
     async def _number(self, caller: Caller, asked: GenerationRequest) -> None:
         """Name the adapters that a request gives by numbers. Raises an ApiError for one that the caller may not use,
@@ -193,8 +222,9 @@ class GenerationBuilder:
         *,
         arrival: float,
         tokenizer: Tokenizer,
+        media: Sequence[tuple[MediaItem, ...]] = (),
     ) -> Generation:
-        """The generation for prompts. tokenizer: the one that made them."""
+        """The generation for prompts. tokenizer: the one that made them. media: the images of each; empty: of none."""
         what = "prompt" if isinstance(asked, CompletionRequest) else "messages"
         limit = self.worker.model.max_model_len
         for prompt in prompts:
@@ -227,11 +257,11 @@ class GenerationBuilder:
         )
         own_end = self._own_end(asked, tokenizer)
         choices = []
-        for prompt in prompts:
+        for prompt, items in zip(prompts, media or [()] * len(prompts), strict=True):
             for params in asked.sampling_params(limit - len(prompt), defaults, bad_words, unasked, grammar):
                 if own_end is not None:
                     params = replace(params, stop_token_ids=(*params.stop_token_ids, own_end))
-                engine_request = requests.next(prompt, self.seeds.fill(params))
+                engine_request = requests.next(prompt, self.seeds.fill(params), items)
                 text_stream = tokenizer.text_stream(
                     stop,
                     skip_special_tokens=asked.skip_special_tokens,

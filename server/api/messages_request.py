@@ -14,7 +14,7 @@ from ..access.limits import RequestLimits
 from ..errors import ApiError, clipped
 from .chat_request import ChatCompletionRequest
 from .fields import unsupported
-from .translation import AsChat, objects, part_text, text_of, typed, wrong
+from .translation import AsChat, chat_part, content_of, objects, text_of, typed, wrong
 
 NO_THREAD = "thread_not_found"
 """Error code for a request that continues a thread: Anthropic's client then sends the whole conversation."""
@@ -125,7 +125,7 @@ def _of_message(message: dict[str, Any], where: str) -> list[dict[str, Any]]:
         return [{"role": role, "content": content}]
     results: list[dict[str, Any]] = []
     calls: list[dict[str, Any]] = []
-    texts: list[str] = []
+    parts: list[dict[str, Any]] = []
     thoughts: list[str] = []
     for index, block in enumerate(objects(content, f"{where}.content")):
         at = f"{where}.content[{index}]"
@@ -133,18 +133,18 @@ def _of_message(message: dict[str, Any], where: str) -> list[dict[str, Any]]:
         if kind == "tool_use":
             calls.append(_call(block, at))
         elif kind == "tool_result":
-            output = text_of(block.get("content"), f"{at}.content", ("text",))
+            output = content_of(block.get("content"), f"{at}.content", ("text",))
             results.append({"role": "tool", "content": output or "", "tool_call_id": _id(block, "tool_use_id", at)})
         elif kind == "thinking":
             thoughts.append(typed(block, "thinking", str, "a string", f"{at}.") or "")
         elif kind != "redacted_thinking":  # only its maker can read it
-            texts.append(part_text(block, at, ("text",)))
-    rest: dict[str, Any] = {"role": role, "content": "\n".join(texts) if texts else None}
+            parts.append(chat_part(block, at, ("text",)))
+    rest: dict[str, Any] = {"role": role, "content": parts or None}
     if calls:
         rest["tool_calls"] = calls
     if thoughts:
         rest["reasoning_content"] = "\n".join(thoughts)
-    return [*results, rest] if texts or calls or thoughts or not results else results
+    return [*results, rest] if parts or calls or thoughts or not results else results
 
 
 def _call(block: dict[str, Any], where: str) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from ..errors import clipped
 from .chat_request import ChatCompletionRequest
 from .fields import unsupported
 from .json_text import dumps
-from .translation import AsChat, objects, part_text, text_of, typed, wrong
+from .translation import AsChat, content_of, objects, part_text, typed, wrong
 
 _STATELESS = "this server stores nothing between requests; send the whole conversation in input"
 
@@ -124,11 +124,15 @@ def _messages(instructions: str | None, items: list[dict[str, Any]]) -> list[dic
     told = [_message(item, f"input[{index}]") for index, item in enumerate(items)]
     if instructions:
         told.insert(0, {"role": "system", "content": instructions})
-    first = [each["content"] for each in takewhile(lambda each: each["role"] == "system" and each["content"], told)]
+    first = [each["content"] for each in takewhile(_is_system_text, told)]
     messages: list[dict[str, Any]] = [{"role": "system", "content": "\n\n".join(first)}] if first else []
     for message in told[len(first) :]:
         _add_message(messages, message)
     return messages
+
+
+def _is_system_text(message: dict[str, Any]) -> bool:
+    return message["role"] == "system" and bool(message["content"]) and isinstance(message["content"], str)
 
 
 def _add_message(messages: list[dict[str, Any]], message: dict[str, Any]) -> None:
@@ -155,7 +159,7 @@ def _message(item: dict[str, Any], where: str) -> dict[str, Any]:
         call = {"id": _call_id(item, where), "type": "function", "function": names}
         return {"role": "assistant", "content": None, "tool_calls": [call]}
     if kind == "function_call_output":
-        output = text_of(item.get("output"), f"{where}.output", TEXTS)
+        output = content_of(item.get("output"), f"{where}.output", TEXTS)
         return {"role": "tool", "content": output or "", "tool_call_id": _call_id(item, where)}
     if kind == "reasoning":
         parts = objects(item.get("content") or item.get("summary") or [], f"{where}.content")
@@ -170,7 +174,7 @@ def _spoken(item: dict[str, Any], where: str) -> dict[str, Any]:
     role = item.get("role")
     if not isinstance(role, str):
         raise wrong(f"{where}.role", "a string")
-    content = text_of(item.get("content"), f"{where}.content", TEXTS)
+    content = content_of(item.get("content"), f"{where}.content", TEXTS)
     return {"role": "system" if role == "developer" else role, "content": content}
 
 

@@ -72,7 +72,8 @@ class TextApi:
         chat, path = isinstance(asked, ChatToTokens), getattr(asked, "lora_path", None)
         tokenizer = await self._builder.tokenizer_of(Caller.of(request), asked.model, path, chat=chat)
         if isinstance(asked, ChatToTokens):
-            tokens = await tokenizer.encode_chat(asked.conversation(), limit)
+            caller = Caller.of(request)
+            tokens, _ = await self._builder.encode_chat(caller, asked, tokenizer, asked.conversation(), limit)
         else:
             specials = asked.add_special_tokens
             (tokens,) = await tokenizer.encode([asked.prompt], add_special_tokens=specials, most=limit)
@@ -110,4 +111,8 @@ class TextApi:
         await self._builder.require(Caller.of(request), asked.model, asked.lora_path)
         with renaming(names):
             tokenizer = await self._builder.tokenizer_of(Caller.of(request), asked.model, asked.lora_path)
-            return len(await tokenizer.encode_chat(asked.conversation(), self._worker.model.max_model_len))
+            most = self._worker.model.max_model_len
+            tokens, _ = await self._builder.encode_chat(
+                Caller.of(request), asked, tokenizer, asked.conversation(), most
+            )
+            return len(tokens)

@@ -17,6 +17,7 @@ from ..access.limits import RequestLimits, check_json
 from ..errors import ApiError, clipped, validated
 from .chat_request import ChatCompletionRequest
 from .fields import unknown_field, unsupported
+from .image_parts import image_of, is_image
 from .openai import Name
 
 CHATS_OWN = frozenset(
@@ -171,6 +172,23 @@ def text_of(content: Any, where: str, kinds: Collection[str]) -> str | None:
     if content is None or isinstance(content, str):
         return content
     return "\n".join(part_text(part, f"{where}[{index}]", kinds) for index, part in enumerate(objects(content, where)))
+
+
+def content_of(content: Any, where: str, kinds: Collection[str]) -> str | list[dict[str, Any]] | None:
+    """A content with or without images: its text as of `text_of`, or the parts of a chat message."""
+    if not isinstance(content, list) or not any(map(is_image, content)):
+        return text_of(content, where, kinds)
+    return [chat_part(part, f"{where}[{index}]", kinds) for index, part in enumerate(objects(content, where))]
+
+
+def chat_part(part: dict[str, Any], where: str, kinds: Collection[str]) -> dict[str, Any]:
+    """A part of text or an image as a part of a chat message."""
+    if not is_image(part):
+        return {"type": "text", "text": part_text(part, where, kinds)}
+    try:
+        return {"type": "image", "image": image_of(part)}
+    except ValueError as error:
+        raise unsupported(where, f"{where} {error}") from None
 
 
 def part_text(part: dict[str, Any], where: str, kinds: Collection[str]) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ...core.model.checkpoints.load_progress import progress
+from ...memory.files.tokens.torchvision import mend_torchvision
 
 
 class MissingGguf(ImportError):
@@ -31,6 +32,8 @@ def convert(source: Path, target: Path, config: Mapping[str, Any]) -> None:
     require_gguf()
     import torch
     from safetensors.torch import save_file
+
+    mend_torchvision()
     from transformers import AutoTokenizer
 
     from ...core.model.checkpoints.gguf_checkpoint import GgufCheckpoint

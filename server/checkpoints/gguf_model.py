@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ...core.model.config_json import UnsupportedModel
+from ...memory.files.tokens.torchvision import mend_torchvision
 
 #: Changes when directories that were made before are not good any longer.
 _VERSION = 2
@@ -65,6 +66,7 @@ def _write_config(file: Path, made: Path) -> None:
 def _write_tokenizer(file: Path, made: Path) -> None:
     if _link(file, made, _TOKENIZER):
         return
+    mend_torchvision()
     from transformers import AutoTokenizer
 
     try:

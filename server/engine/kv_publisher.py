@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import msgpack
 
 from ...core.kv_events import KvEvents, Removed, Stored
-from ...memory.pages.block import Place
+from ...memory.pages.block import Key, Place
 from ..executors import Repeating
 
 if TYPE_CHECKING:
@@ -52,6 +52,9 @@ END = (-1).to_bytes(8, "big", signed=True)
 
 MEDIUMS = {Place.POOL: "GPU", Place.HOST: "CPU", Place.DISK: "STORAGE"}
 """vLLM's words for where KV is. GPU: a step can use it: the page pool's, also on a CPU."""
+
+IMAGE_TOKENS = 1 << 31
+"""Set in the numbers that stand for rows of images."""
 
 Hash = int
 Event = dict[str, Any]
@@ -96,7 +99,7 @@ class KvBatches:
             self._num_blocks[digest, event.place] += 1
             if last is not None and (parent, event.place) == last and event.changed_from is None:
                 made[-1]["block_hashes"].append(digest)
-                made[-1]["token_ids"].extend(event.tokens)
+                made[-1]["token_ids"].extend(map(_token, event.tokens))
             else:
                 made.append(self._stored(event, digest, parent))
             last = digest, event.place
@@ -123,7 +126,7 @@ class KvBatches:
             "type": "BlockStored",
             "block_hashes": [digest],
             "parent_block_hash": parent,
-            "token_ids": list(event.tokens),
+            "token_ids": list(map(_token, event.tokens)),
             "block_size": self._block_tokens,
             "lora_id": event.version or None,
             "medium": MEDIUMS[event.place],
@@ -145,6 +148,13 @@ class KvBatches:
         if event.changed_from is not None:
             start += repr((event.content_hash, event.changed_from)).encode()
         return int.from_bytes(hashlib.sha256(start + repr(event.tokens).encode()).digest()[:8], "big")
+
+
+def _token(key: Key) -> int:
+    """A position's token for subscribers: of a row of an image a number that no vocabulary has, made of its digest."""
+    if isinstance(key, int):
+        return key
+    return IMAGE_TOKENS | int.from_bytes(hashlib.sha256(repr(key).encode()).digest()[:4], "big")
 
 
 def _add_removed(made: list[Event], gone: Hash, medium: str) -> None:

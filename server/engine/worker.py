@@ -333,7 +333,7 @@ class EngineWorker:
     def _note_progress(self) -> None:
         """Show the watchdog that steps or reads make progress; None when idle."""
         if self._has_work():
-            if self.stats.num_steps != self._steps or self.stats.num_reads:
+            if self.stats.num_steps != self._steps or self.stats.num_reads or self.stats.num_waiting_for_images:
                 self.progress = next(self._marks)
         else:
             if self.failure is None:

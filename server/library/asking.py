@@ -30,6 +30,7 @@ from ..engine.sourced_adapters import SourcedAdapters
 from ..errors import validated
 from .completion import Collected, Completion, completion_of, streamed_completion, used_adapter
 from .embedding import Classification, Embedding
+from .images import with_files
 from .params import SamplingParams, plain_copy, python_errors
 
 R = TypeVar("R")
@@ -75,7 +76,7 @@ class PromptRequest:
     def body(self) -> dict[str, Any]:
         """The body of the equivalent HTTP request."""
         params = self.params
-        body = params.for_chat(plain_copy(self.prompt)) if self.is_chat else params.for_text(self.prompt)
+        body = params.for_chat(plain_copy(with_files(self.prompt))) if self.is_chat else params.for_text(self.prompt)
         body.pop("return_token_ids", None)
         return body if self.adapter is None else {**body, "lora_path": self.adapter}
 

@@ -199,6 +199,16 @@ class Options(TypedDict, total=False):
     """Share the prefix cache between tenants; a tenant can then find out what another has asked. A request's
     cache_salt applies either way. Default: False.
     """
+    limit_mm_per_prompt: Mapping[str, int]
+    """The most images of a request, as JSON: {"image": 4}; 0: images are refused, and the vision tower is not read.
+    Default: {'image': 16}.
+    """
+    encoder_threads: int
+    """Threads that encode images, beside those of steps and at a lower priority. Default: 1."""
+    encoder_cache_bytes: int
+    """Host memory for rows of encoded images, evicted least recently used first. Requests that hold more than that
+    keep others' images waiting. Default: 256MiB.
+    """
     lookahead: int
     """Number of waiting requests whose adapters are read into host memory ahead. Default: 8."""
     prefetch: int

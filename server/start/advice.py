@@ -60,7 +60,6 @@ INSTEAD = {
     "--kv-cache-memory-bytes": "use --memory-bytes, which holds KV and adapters",
     "--kv-events-config": "use --kv-events-endpoint",
     "--kv-transfer-config": "requests move between replicas of `chorus cluster up` by themselves",
-    "--limit-mm-per-prompt": "language models are served, which read text only",
     "--log-config": "use --log-level",
     "--logits-processors": "no code of others is run; requests have logit_bias, bad_words and grammars",
     "--max-seq-len-to-capture": "use --graph-capture",

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import Environment, TemplateSyntaxError, meta
 
 from ...core.requests.request_params import InvalidRequest
+from ...memory.files.tokens.torchvision import mend_torchvision
 from ..errors import clipped, too_long
 from ..executors import DaemonPool
 from .detokenizer import ByteDetokenizer, Decoder, Detokenizer, TextStream
@@ -94,6 +95,30 @@ class Conversation:
     """The template's own variables, such as `enable_thinking`."""
     add_special_tokens: bool = False
     """The tokenizer adds its special tokens to the template's."""
+    placeholder: str = ""
+    """What the template writes for an image."""
+    image_texts: tuple[str, ...] = ()
+    """What stands there in the prompt, for each image in order."""
+
+    @property
+    def num_images(self) -> int:
+        contents = (message["content"] for message in self.messages if isinstance(message["content"], list))
+        return sum(part["type"] == "image" for content in contents for part in content)
+
+    def with_images(self, prompt: str) -> str:
+        """The template's text with those of images. Raises InvalidRequest if it has not the place of each."""
+        if not self.num_images:
+            return prompt
+        if not self.placeholder:
+            raise InvalidRequest("messages", "images are served in generation so far, not here; send text alone")
+        first, *others = prompt.split(self.placeholder)
+        if len(others) != len(self.image_texts):
+            raise InvalidRequest(
+                "messages",
+                f"the chat template writes {len(others)} places for {len(self.image_texts)} images; send images in "
+                "messages of the role user",
+            )
+        return first + "".join(text + rest for text, rest in zip(self.image_texts, others, strict=True))
 
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
@@ -129,6 +154,30 @@ def _variables(template: str) -> frozenset[str]:
     except TemplateSyntaxError:
         return frozenset()
     return frozenset(meta.find_undeclared_variables(parsed))
+
+
+_PROBE = "zqx"
+
+
+@lru_cache(maxsize=64)
+def _drops_texts(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
+    """True if a chat template writes the text of a part, and not that of a content that is a text."""
+
+    def writes(content: Any) -> bool:
+        try:
+            messages = [{"role": "user", "content": content}]
+            return _PROBE in str(tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False))
+        except Exception:  # templates are programs: this one refuses such messages
+            return False
+
+    return not writes(_PROBE) and writes([{"type": "text", "text": _PROBE}])
+
+
+def text_in(content: str | list[dict[str, Any]]) -> str:
+    """The text of a message's content."""
+    if isinstance(content, str):
+        return content
+    return "\n".join(part["text"] for part in content if part["type"] == "text")
 
 
 def _is_generic(model: Path, found: Path) -> bool:
@@ -214,6 +263,7 @@ class Tokenizer:
         if _is_generic(model, found):
             from transformers import PreTrainedTokenizerFast as Loader
         else:
+            mend_torchvision()
             from transformers import AutoTokenizer as Loader
         loaded = cls(Loader.from_pretrained(str(found), local_files_only=True))
         loaded = loaded if chat_template is None else loaded.with_chat_template(_read_template(chat_template))
@@ -313,7 +363,8 @@ class Tokenizer:
     async def encode_chat(self, conversation: Conversation, most: int | None = None) -> list[int]:
         """The tokens of the prompt that asks the model to continue a conversation; see `apply_chat_template`."""
         messages = conversation.messages
-        large = len(messages) > THREAD_MESSAGES or sum(len(m["content"]) for m in messages) > THREAD_CHARACTERS
+        length = sum(len(m["content"]) for m in messages)
+        large = len(messages) > THREAD_MESSAGES or length > THREAD_CHARACTERS or conversation.num_images > 0
         more = any(message.keys() - {"role", "content"} for message in messages)  # such as tool calls, of any number
         if large or more or conversation.tools or conversation.variables or self._spelt.are_in(messages):
             return await self._threads.run(self.encode_chat_now, conversation, most)
@@ -405,13 +456,14 @@ class Tokenizer:
         given = conversation.messages, conversation.tools, conversation.variables
         messages, tools, variables = (self._spelt.marked(each, mark) for each in given)
         if all(a is b for a, b in zip(given, (messages, tools, variables), strict=True)):
-            prompt = self.apply_chat_template(conversation)
+            prompt = conversation.with_images(self.apply_chat_template(conversation))
             self._check_length(prompt, most, "messages")
             return self._encode([prompt], conversation.add_special_tokens)[0]
         try:
             prompt = self.apply_chat_template(
                 replace(conversation, messages=messages, tools=tools, variables=variables)
             )
+            prompt = conversation.with_images(prompt)
         except InvalidRequest as error:
             raise InvalidRequest(error.field, str(error).replace(mark, "")) from None
         self._check_length(prompt.replace(mark, ""), most, "messages")
@@ -450,7 +502,7 @@ class Tokenizer:
         self._check_roles(conversation.messages)
         try:
             prompt = self._tokenizer.apply_chat_template(
-                self._with_reasoning(conversation.messages),
+                self._as_read(self._with_reasoning(conversation.messages)),
                 tools=conversation.tools or None,  # pyright: ignore[reportArgumentType]  # a list of either
                 tokenize=False,
                 add_generation_prompt=conversation.begins_output,
@@ -461,6 +513,22 @@ class Tokenizer:
             reason = clipped(str(error))
             raise InvalidRequest("messages", f"the model's chat template refuses the messages: {reason}") from error
         return str(prompt)
+
+    def _as_read(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The messages, texts as lists of one part where the template writes nothing else: those of some models that
+        see take each content for a list, and would leave a text out.
+        """
+        if not self._needs_parts(self.chat_template):
+            return messages
+        return [
+            {**message, "content": [{"type": "text", "text": content}]}
+            if isinstance(content := message.get("content"), str) and content
+            else message
+            for message in messages
+        ]
+
+    def _needs_parts(self, template: str) -> bool:
+        return "type" in template and _drops_texts(self._tokenizer, template)
 
     def _with_reasoning(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """The messages, with their reasoning in the field that the chat template reads: families name it differently.

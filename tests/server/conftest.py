@@ -138,6 +138,8 @@ class FakeEngine:
             window=None,
             expert_share=0.0,
             limits=None,
+            why_blind="this engine is a fake",
+            image_token=None,
         )
         self.store = FakeStore(adapters)
         self.adapters = SimpleNamespace(quarantine={}, paused=set())

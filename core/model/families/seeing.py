@@ -15,6 +15,7 @@ from ..config_json import ConfigJson
 from ..specs.config import ModelConfig
 from ..specs.family import NULLS, Family
 from ..specs.tensor_names import BESIDE_VISION, LLAMA_TENSORS, TensorNames
+from ..specs.vision import VisionSpec
 from . import (
     cohere,
     deepseek,
@@ -124,10 +125,18 @@ def _beside_vision(own: TensorNames) -> TensorNames:
     return replace(own, prefixes=_TENSORS.prefixes, heads=_TENSORS.heads, left_out=left_out)
 
 
-def _family(title: str, *architectures: str, text: str, tied: bool = False, notes: str = "text only") -> Family:
+def _family(
+    title: str,
+    *architectures: str,
+    text: str,
+    tied: bool = False,
+    notes: str = "text only",
+    vision: VisionSpec | None = None,
+) -> Family:
     """text: see `_reader`. tied: whether embeddings are, where no field says so."""
     defaults = {"tie_word_embeddings": tied}
-    return Family(f"{title} (text)", architectures, _reader(text), defaults, _TENSORS, notes=notes)
+    title = title if vision else f"{title} (text)"
+    return Family(title, architectures, _reader(text), defaults, _TENSORS, notes=notes, vision=vision)
 
 
 LLAVA = _family("LLaVA and Pixtral", "LlavaForConditionalGeneration", text="llama")
@@ -140,7 +149,14 @@ INTERNVL_CHAT = replace(
     _family("InternVL 2.5 to 3.5, as first published", "InternVLChatModel", text="qwen2"), text_part="llm_config"
 )
 IDEFICS = _family(
-    "Idefics 3 and SmolVLM", "Idefics3ForConditionalGeneration", "SmolVLMForConditionalGeneration", text="llama"
+    "Idefics 3 and SmolVLM",
+    "Idefics3ForConditionalGeneration",
+    "SmolVLMForConditionalGeneration",
+    text="llama",
+    notes="text and images; no video",
+    vision=VisionSpec(
+        ("vision_model", "connector"), ("pixel_values", "pixel_attention_mask"), copied=("modality_projection",)
+    ),
 )
 AYA = _family(
     "Aya Vision and Command A Vision",

@@ -204,6 +204,7 @@ class NativeDecoderModel:
             states=states,
             model_segments=None if lora is None else lora.of_model.segments,
             mixture_segments=None if lora is None else lora.of_mixtures.segments,
+            media=batch.media,
         )
         return self._gathered(logits)
 

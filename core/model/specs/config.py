@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from ....memory.files.module_paths import AROUND, ModulePaths
 from ....memory.files.tokens.base_tokens import BaseTokens
+from ....memory.files.tower_shapes import TowerShapes
 from ....memory.files.whole_copies import BaseRows
 from ....memory.pages.layer_projections import model_projections
 from ....memory.pages.projections import Group, Projections, UnitRows, unit_rows
@@ -20,6 +21,7 @@ from ..config_json import UnsupportedModel
 from .layers import AttentionSpec, Experts, LayerInputSpec, LayerSpec, MediaTokens, NormSpec, StreamsSpec
 from .recurrent import RecurrentSpec
 from .tensor_names import LLAMA_TENSORS, TensorNames
+from .vision import VisionSpec
 
 if TYPE_CHECKING:
     import torch
@@ -91,6 +93,15 @@ class ModelConfig:
 
     base_tokens: BaseTokens | None = field(default=None, compare=False, repr=False)
     """The tokens of the model's tokenizer; None: it is not known where it is."""
+
+    vision: VisionSpec | None = None
+    """The vision part, of a family whose images are served."""
+
+    image_token: int | None = None
+    """The token that stands at images' positions."""
+
+    tower: TowerShapes | None = field(default=None, compare=False, repr=False)
+    """The vision part's modules, where images are served."""
 
     media: tuple[MediaTokens, ...] = ()
     """Tokens with embeddings made by others than the text part, the last of the vocabulary, in order."""
@@ -283,6 +294,7 @@ class ModelConfig:
             biased=biased,
             is_tied=self.tie_word_embeddings,
             head_part=self.tensors.head_part,
+            tower=self.tower,
             base_rows=self.base_rows,
             base_tokens=self.base_tokens,
         )

@@ -13,6 +13,7 @@ from typing import Any
 from ..config_json import ConfigJson
 from .config import ModelConfig
 from .tensor_names import LLAMA_TENSORS, TensorNames
+from .vision import VisionSpec
 
 #: Fields that may be null in every family that has them, and those of ropes.
 NULLS = frozenset(
@@ -88,6 +89,9 @@ class Family:
     """The field of `config.json` that describes the text part, where a model has others; of a part of a part, both with
     a dot between them.
     """
+
+    vision: VisionSpec | None = None
+    """The vision part, where images are served; None: a checkpoint that has one is served for text alone."""
 
     head_part: str = ""
     """The field of the part whose class has the output projection, and says whether it is tied. Empty: that is the

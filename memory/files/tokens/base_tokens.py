@@ -17,6 +17,7 @@ from typing import Any
 
 from ..json_stream import PIECE_BYTES, JsonStream
 from .tokenizer_json import MAX_ADDED, MAX_BYTES, PARTS, TOKENIZER, Model, read_members, read_model
+from .torchvision import mend_torchvision
 
 log = logging.getLogger(__name__)
 
@@ -212,6 +213,7 @@ def made_parts(parts: Mapping[str, Any]) -> dict[str, Any]:
 
 def _load(directory: Path) -> Any:
     """The tokenizer of a base model as transformers loads it; None if it can't."""
+    mend_torchvision()
     from transformers import AutoTokenizer
 
     try:

@@ -112,6 +112,9 @@ struct StepDesc {
     const MixtureLoraDesc* mixture;
     const std::atomic<int32_t>* const* mixture_ready;
     int32_t* mixture_late;
+    // Rows of images in the place of tokens' embeddings; media null: the step has none.
+    const int32_t* media;  // [tokens]: the row of each; below 0: the token's own embedding
+    const float* media_rows;  // [rows of images, hidden]
 };
 
 // One matrix of a layer, the projections of a group, with adapters in it; all parts change something in it.

@@ -124,6 +124,7 @@ constexpr Field kLayout[] = {
         AT(StepDesc, samples), AT(StepDesc, ops), AT(StepDesc, offloaded), AT(StepDesc, state_read), AT(StepDesc, state_written), AT(StepDesc, state_fresh),
         AT(StepDesc, state_accepted), AT(StepDesc, state_drafts), AT(StepDesc, state_stride), AT(StepDesc, model_segments), AT(StepDesc, model_ready), AT(StepDesc, model_late),
         AT(StepDesc, mixture), AT(StepDesc, mixture_ready), AT(StepDesc, mixture_late),
+        AT(StepDesc, media), AT(StepDesc, media_rows),
     ALL(OffloadDesc), AT(OffloadDesc, ranks), AT(OffloadDesc, count), AT(OffloadDesc, segment), AT(OffloadDesc, row),
         AT(OffloadDesc, share), AT(OffloadDesc, first_elem), AT(OffloadDesc, image_ready), AT(OffloadDesc, layers),
         AT(OffloadDesc, exchanges),

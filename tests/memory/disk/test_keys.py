@@ -53,3 +53,9 @@ def test_a_branch_is_another_block_for_each_adapter_and_token():
         keys.after(root, (1, 2), "bb", 1),
     }
     assert len(found) == 4
+
+
+def test_rows_of_images_count_and_are_no_tokens():
+    """The placeholder's token is the same for all images."""
+    blocks = [((0, 2), (3, 4)), ((("aa", 0), 2), (3, 4)), ((("aa", 1), 2), (3, 4)), ((("bb", 0), 2), (3, 4))]
+    assert len({chain(blocks=each) for each in blocks}) == len(blocks)

@@ -206,9 +206,11 @@ def test_a_request_begins_at_a_checkpoint_in_host_memory():
         memory.evict(1)
     blocks = memory.match(tokens)
     assert len(blocks) == 2
-    assert blocks[-1].checkpoint.images == [[("state", tuple(tokens))]]
+    state = blocks[-1].checkpoint
+    assert state is not None
+    assert state.images == [[("state", tuple(tokens))]]
     assert memory.prefix.resident(blocks) == []
-    memory.tier.forget_state(blocks[-1].checkpoint)
+    memory.tier.forget_state(state)
     memory.prefix.dropped(blocks[-1].checkpoint)
     assert memory.match(tokens) == [], "a block without a checkpoint is no beginning"
 

@@ -152,7 +152,7 @@ def test_text_format_is_a_grammar():
         ({"input": [{"role": "user", "content": 5}]}, "input[0].content"),
         (
             {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
-            "input[0].content[0].type",
+            "input[0].content[0]",
         ),
         ({"input": [{"role": "user", "content": [{"type": []}]}]}, "input[0].content[0].type"),
         ({"input": [{"role": "user", "content": [{"type": "text", "text": 4}]}]}, "input[0].content[0].text"),

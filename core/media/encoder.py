@@ -1,0 +1,250 @@
+"""Encodes the images of waiting requests on a thread of its own, and keeps rows for the next use of an image.
+
+A request waits here for its own images alone; no step waits. Tenants take turns. The thread, and the threads of torch
+that it starts, run at a low priority.
+
+Tests: tests/core/media/test_encoder.py, tests/core/media/test_served_images.py
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+import weakref
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import torch
+
+from ...memory.files.error import AdapterFormatError, LoadFailure
+from ..requests.media import MediaItem
+from .images import BadImage
+
+if TYPE_CHECKING:
+    from ..requests.request import BoundVersion, Request
+    from .linear import TowerChanges
+    from .processor import Prepared
+
+logger = logging.getLogger(__name__)
+
+_NICE = 10
+_MEMORY_CHECK_SECONDS = 0.02
+
+RowsKey = tuple[str, str, str, str]
+"""A tenant scope, a salt, an item's digest, and the adapter's part in the tower; the tower is one per encoder."""
+
+
+class RowMaker(Protocol):
+    """The model's part: images and towers."""
+
+    def prepare(self, data: bytes) -> Prepared: ...
+    def changes(self, bound: BoundVersion) -> TowerChanges | None: ...
+    def encode(self, prepared: Prepared, changes: TowerChanges | None) -> torch.Tensor: ...
+
+
+class Encoded(NamedTuple):
+    """A request whose images are encoded, or can't be."""
+
+    request: Request
+    error: str | None = None
+    failure: LoadFailure | None = None
+
+
+class ImageEncoder:
+    """See the module. All methods but those of the thread are called by the engine's thread."""
+
+    def __init__(
+        self,
+        maker: Callable[[], RowMaker],
+        cache_bytes: int,
+        threads: int,
+        wake: Callable[[], None],
+        *,
+        share: bool = False,
+    ) -> None:
+        """maker: reads the tower; called on the encoder's thread with the first image. share: between tenants."""
+        self._make, self._bytes, self._threads, self._wake, self._share = maker, cache_bytes, threads, wake, share
+        self._maker: RowMaker | None = None
+        self._changed = threading.Condition()
+        self._waiting: OrderedDict[str, deque[Request]] = OrderedDict()  # by tenant; the first one is next
+        self._cancelled: set[str] = set()
+        self._done: deque[Encoded] = deque()
+        self._pending: dict[str, Request] = {}
+        self._closed = False
+        self._thread: threading.Thread | None = None
+        self._cache: OrderedDict[RowsKey, torch.Tensor] = OrderedDict()
+        self._cached_bytes = 0
+        self._live: dict[int, int] = {}  # bytes of rows that anything holds, by the number of each
+        self._numbers = 0
+        self.num_encoded = 0
+        """Images that were encoded, not found."""
+        self.num_found = 0
+        """Images whose rows were there already."""
+
+    # --- the engine's thread ---
+
+    def has_work(self) -> bool:
+        """True while a request waits for its images, or has not been taken yet."""
+        return bool(self._pending)
+
+    @property
+    def num_pending(self) -> int:
+        """Requests that wait here."""
+        return len(self._pending)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._pending
+
+    def num_waiting(self, tenant: str) -> int:
+        """Requests of a tenant that wait for their images."""
+        return sum(request.fairness_key == tenant for request in self._pending.values())
+
+    def submit(self, request: Request) -> None:
+        """Encode a request's images; `take` returns it afterwards."""
+        with self._changed:
+            self._pending[request.id] = request
+            self._waiting.setdefault(request.fairness_key, deque()).append(request)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="chorus-images", daemon=True)
+                self._thread.start()
+            self._changed.notify()
+
+    def take(self) -> list[Encoded]:
+        """Requests whose images have been encoded since the last call."""
+        found = []
+        while self._done:
+            one = self._done.popleft()
+            if self._pending.pop(one.request.id, None) is one.request:
+                found.append(one)
+        return found
+
+    def cancel(self, request_id: str) -> Request | None:
+        """Forget a waiting request; None if there is none."""
+        with self._changed:
+            request = self._pending.pop(request_id, None)
+            tenant = self._waiting.get(request.fairness_key) if request is not None else None
+            if request is not None and tenant is not None and request in tenant:
+                tenant.remove(request)
+                if not tenant:
+                    del self._waiting[request.fairness_key]
+        return request
+
+    def close(self) -> None:
+        """End the thread after the image that it is encoding."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+        if self._thread is not None:
+            self._thread.join()
+
+    # --- its own thread ---
+
+    def _run(self) -> None:
+        _lower_priority()
+        torch.set_num_threads(self._threads)
+        while (request := self._next()) is not None:
+            try:
+                self._encode(request)
+                done = Encoded(request)
+            except AdapterFormatError as error:
+                done = Encoded(request, str(error), error.failure)
+            except BadImage as error:
+                done = Encoded(request, f"an image {error}")
+            except Exception as error:
+                logger.exception("encoding the images of %s failed", request.id)
+                done = Encoded(request, f"its images could not be encoded: {type(error).__name__}: {error}")
+            self._done.append(done)
+            self._wake()
+
+    def _next(self) -> Request | None:
+        """The next request, of the tenant whose turn it is; None at the end."""
+        with self._changed:
+            while not self._waiting and not self._closed:
+                self._changed.wait()
+            if self._closed:
+                return None
+            tenant, requests = self._waiting.popitem(last=False)
+            request = requests.popleft()
+            if requests:
+                self._waiting[tenant] = requests
+            return request
+
+    def _encode(self, request: Request) -> None:
+        rows = []
+        changes: TowerChanges | None = None
+        has_changes = False
+        for item in request.media:
+            if request.id not in self._pending:
+                return
+            key = self._key(request, item)
+            found = self._cache.get(key)
+            if found is None:
+                maker = self._maker_now()
+                if not has_changes and request.media_scope and request.bound is not None:
+                    changes, has_changes = maker.changes(request.bound), True
+                self._wait_for_room(request, sum(each.nbytes for each in rows))
+                found = self._rows(maker, item, changes)
+                self._keep(key, found)
+            else:
+                self._cache.move_to_end(key)
+                self.num_found += 1
+            rows.append(found)
+        request.media_rows[:] = rows
+
+    def _key(self, request: Request, item: MediaItem) -> RowsKey:
+        tenant = "" if self._share else request.tenant
+        return tenant, request.cache_salt, item.digest, request.media_scope
+
+    def _maker_now(self) -> RowMaker:
+        if self._maker is None:
+            self._maker = self._make()
+        return self._maker
+
+    def _rows(self, maker: RowMaker, item: MediaItem, changes: TowerChanges | None) -> torch.Tensor:
+        prepared = maker.prepare(item.data)
+        if prepared.digest != item.digest:
+            raise RuntimeError("the image was prepared otherwise where the request came in; run equal versions")
+        rows = maker.encode(prepared, changes)
+        if len(rows) != item.num_rows:
+            raise RuntimeError(f"the tower gives {len(rows)} rows, the prompt has {item.num_rows} places")
+        self.num_encoded += 1
+        return rows.clone()
+
+    def _keep(self, key: RowsKey, rows: torch.Tensor) -> None:
+        """Keep rows for other requests, as long as there is room."""
+        size = rows.nbytes
+        self._numbers += 1
+        self._live[self._numbers] = size
+        weakref.finalize(rows, self._live.pop, self._numbers, None)
+        self._cache[key] = rows
+        self._cached_bytes += size
+        while self._cached_bytes > self._bytes and len(self._cache) > 1:
+            _, gone = self._cache.popitem(last=False)
+            self._cached_bytes -= gone.nbytes
+
+    def _wait_for_room(self, request: Request, own_bytes: int) -> None:
+        """Wait while other requests hold more rows than the cache may have; what the cache alone holds goes first.
+
+        own_bytes: of the request's own rows so far. Those others have all of theirs, so they run and end.
+        """
+        while request.id in self._pending and not self._closed:
+            held = sum(list(self._live.values()))
+            if held <= self._bytes or held <= own_bytes:
+                return
+            if self._cache:
+                _, gone = self._cache.popitem(last=False)
+                self._cached_bytes -= gone.nbytes
+                del gone
+            else:
+                time.sleep(_MEMORY_CHECK_SECONDS)
+
+
+def _lower_priority() -> None:
+    """Let steps go first: on Linux a priority is a thread's own, and that of the threads that it starts."""
+    try:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+    except (OSError, AttributeError):
+        logger.debug("the encoder of images runs at the usual priority")

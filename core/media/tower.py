@@ -1,0 +1,126 @@
+"""A vision tower with its projector: transformers' own modules, loaded without the text part.
+
+Tests: tests/core/media/test_served_images.py
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...memory.files.tokens.torchvision import mend_torchvision
+from ..model.specs.vision import VisionSpec
+from .linear import TowerChanges, make_adaptable
+
+
+class Tower:
+    """Makes rows of an image, for one adapter at a time. Not safe to use from several threads at once."""
+
+    def __init__(self, directory: Path, architecture: str, spec: VisionSpec, dtype: torch.dtype) -> None:
+        """Read the tower of a checkpoint. Raises ValueError if it lacks any of the tower's tensors."""
+        self._spec, self._dtype = spec, dtype
+        whole = _without_text(directory, architecture, spec, dtype)
+        self._base: Any = whole.model
+        self._adaptable = {}
+        for name in spec.modules:
+            inner = make_adaptable(getattr(self._base, name))
+            self._adaptable |= {f"{name}.{path}" if path else name: each for path, each in inner.items()}
+
+    def encode(self, tensors: Mapping[str, torch.Tensor], changes: TowerChanges | None = None) -> torch.Tensor:
+        """The rows `[rows, hidden]` of one image. tensors: of the image processor. changes: an adapter's."""
+        given = {name: tensors[name] for name in self._spec.arguments if name in tensors}
+        with torch.inference_mode(), self._changed(changes):
+            features = self._base.get_image_features(**given).pooler_output
+            rows = torch.cat(list(features)) if isinstance(features, list | tuple) else features
+            return rows.reshape(-1, rows.shape[-1])
+
+    @contextmanager
+    def _changed(self, changes: TowerChanges | None) -> Iterator[None]:
+        """Use an adapter."""
+        if changes is None:
+            yield
+            return
+        own = {f"{name}.{rest}": value for name in self._spec.modules for rest, value in _parameters(self._base, name)}
+        kept = {name: own[name].data for name in changes.copies}
+        try:
+            for name, change in changes.modules.items():
+                self._adaptable[name].change = change.to(self._dtype)
+            for name, value in changes.copies.items():
+                own[name].data = value.to(self._dtype)
+            yield
+        finally:
+            for name in changes.modules:
+                self._adaptable[name].change = None
+            for name, value in kept.items():
+                own[name].data = value
+
+
+def _parameters(base: Any, name: str) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    return getattr(base, name).named_parameters()
+
+
+def _without_text(directory: Path, architecture: str, spec: VisionSpec, dtype: torch.dtype) -> Any:
+    """The model with a text part of no layers, all but the tower dropped."""
+    mend_torchvision()
+    import transformers
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(directory, local_files_only=True)
+    text = config.get_text_config()
+    text.num_hidden_layers = 0
+    if getattr(text, "layer_types", None) is not None:
+        text.layer_types = []
+    kind = getattr(transformers, architecture)
+    with _quiet():
+        whole, info = kind.from_pretrained(
+            directory, config=config, dtype=dtype, output_loading_info=True, local_files_only=True
+        )
+    begins = tuple(f"model.{name}." for name in spec.modules)
+    lacking = sorted(name for name in info["missing_keys"] if name.startswith(begins))
+    lacking += sorted(str(each) for each in info["mismatched_keys"] if str(each[0]).startswith(begins))
+    if lacking:
+        raise ValueError(f"{directory} has no {lacking[0]}, which its tower needs, nor {len(lacking) - 1} others")
+    for name in [each for each, _ in whole.model.named_children() if each not in spec.modules]:
+        setattr(whole.model, name, None)
+    whole.lm_head = None
+    return whole.eval().requires_grad_(False)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without a progress bar, and the reports of the text part's tensors, which are left out on purpose."""
+    from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
+
+    logger, shows_progress = logging.getLogger("transformers"), is_progress_bar_enabled()
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    disable_progress_bar()
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+        if shows_progress:
+            enable_progress_bar()
+
+
+def skeleton(directory: Path, architecture: str, spec: VisionSpec) -> torch.nn.Module:
+    """The same without weights: names and shapes of the modules that adapters may change."""
+    mend_torchvision()
+    import transformers
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(directory, local_files_only=True)
+    text = config.get_text_config()
+    text.num_hidden_layers = 0
+    if getattr(text, "layer_types", None) is not None:
+        text.layer_types = []
+    with torch.device("meta"):
+        whole = getattr(transformers, architecture)(config)
+    for name in [each for each, _ in whole.model.named_children() if each not in spec.modules]:
+        setattr(whole.model, name, None)
+    return whole.model

@@ -1,0 +1,33 @@
+"""What a family's vision part is called in transformers; it needs neither torch nor Pillow.
+
+Families whose image positions are ordinary causal tokens need nothing else. What others need beside is a further field
+here and in a step: positions on three axes (`StepBatch.positions` of three rows, and a delta for decoding), blocks of
+positions that see each other (in the page groups' masks, with chunks that end before or behind a block), and additions
+to later layers (rows beside those of `MediaRows`, by layer).
+
+Tests: tests/core/media/test_served_images.py
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class VisionSpec:
+    """The vision part of a family."""
+
+    modules: tuple[str, ...]
+    """Names, within the model's `model`, of what makes rows of an image: the tower and its projector."""
+
+    arguments: tuple[str, ...]
+    """Those of the image processor's tensors that `get_image_features` takes."""
+
+    copied: tuple[str, ...] = ()
+    """Names of modules inside those that adapters may have whole (`modules_to_save`), besides them."""
+
+    token_field: str = "image_token_id"
+    """The field of `config.json` with the placeholder's token."""
+
+    renamed: tuple[tuple[str, str], ...] = ()
+    """Beginnings of modules' names in adapters that earlier versions of transformers trained, and their names now."""

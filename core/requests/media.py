@@ -1,0 +1,85 @@
+"""Images of a prompt: each is a file's bytes, and the positions of the prompt that its rows stand at.
+
+No tensors here, and nothing is decoded.
+
+Tests: tests/core/media/test_items.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any
+
+from ...memory.pages.block import Key
+
+
+@dataclass(frozen=True, slots=True)
+class MediaItem:
+    """An image in a prompt."""
+
+    data: bytes
+    """The file, as the client gave it."""
+    digest: str
+    """Of its pixels and of everything that decides what becomes of them before the encoder."""
+    runs: tuple[tuple[int, int], ...]
+    """First position in the prompt, and number of positions, of each run of its rows; in order. Between runs there are
+    ordinary tokens, such as those that tell rows and columns of tiles."""
+
+    @property
+    def num_rows(self) -> int:
+        return sum(count for _, count in self.runs)
+
+    def places(self, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
+        """The runs within positions `begin … end`: the first position, the first row, and how many."""
+        row = 0
+        for first, count in self.runs:
+            low, high = max(first, begin), min(first + count, end)
+            if low < high:
+                yield low, row + low - first, high - low
+            row += count
+
+    def to_wire(self) -> dict[str, Any]:
+        """The item as plain data."""
+        return {"data": self.data, "digest": self.digest, "runs": [list(run) for run in self.runs]}
+
+    @classmethod
+    def from_wire(cls, data: Mapping[str, Any]) -> MediaItem:
+        return cls(data["data"], data["digest"], tuple((first, count) for first, count in data["runs"]))
+
+
+def keys_of(tokens: Sequence[int], media: Sequence[MediaItem], begin: int, scope: str = "") -> list[Key]:
+    """The tokens from position `begin` on, with pairs at the positions of images. scope: tells apart rows that an
+    adapter changes.
+    """
+    found: list[Key] = list(tokens)
+    for item in media:
+        digest = item.digest + scope
+        for position, row, count in item.places(begin, begin + len(tokens)):
+            at = position - begin
+            found[at : at + count] = [(digest, each) for each in range(row, row + count)]
+    return found
+
+
+def placed(tokens: Sequence[int], placeholder: int, rows: Sequence[int]) -> list[tuple[tuple[int, int], ...]]:
+    """The runs of images with so many rows each, which are all the placeholders among the tokens, in order.
+
+    Raises ValueError if there are more or fewer placeholders than rows.
+    """
+    places = [position for position, token in enumerate(tokens) if token == placeholder]
+    if len(places) != sum(rows):
+        raise ValueError(f"the prompt has {len(places)} places of images, and the images have {sum(rows)} rows")
+    ends = list(accumulate(rows, initial=0))
+    return [_runs(places[begin:end]) for begin, end in pairwise(ends)]
+
+
+def _runs(places: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """Rising positions as first positions and numbers of consecutive ones."""
+    found: list[tuple[int, int]] = []
+    for place in places:
+        if found and sum(found[-1]) == place:
+            found[-1] = found[-1][0], found[-1][1] + 1
+        else:
+            found.append((place, 1))
+    return tuple(found)

@@ -1,0 +1,115 @@
+"""Images in a conversation: content parts of OpenAI's, Anthropic's and Hugging Face's formats, read into files.
+
+Nothing is fetched, opened or decoded here. A part's file is in a data URL or in base64; `LLM` gives files and PIL
+images itself.
+
+Tests: tests/server/api/test_image_parts.py
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...core.media.images import BadImage, check_size
+from ..errors import clipped
+
+IMAGE_PARTS = ("image_url", "input_image", "image")
+"""Values of `type` of parts that are images."""
+
+DETAILS = ("auto", "high", "original")
+"""Values of `detail` that ask for what the model's own processor does."""
+
+_FIELDS = {
+    "image_url": frozenset({"type", "image_url", "cache_control", "uuid"}),
+    "input_image": frozenset({"type", "image_url", "detail", "file_id"}),
+    "image": frozenset({"type", "source", "image", "cache_control"}),
+}
+
+_DATA_URL = re.compile(r"data:(?P<kind>[-\w.+]+/[-\w.+]+)?(?:;[-\w]+=[-\w.]+)*;base64,", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ImageFile:
+    """A file of an image that a client sent, or a program gave."""
+
+    data: bytes = field(repr=False)
+
+
+def is_image(part: Any) -> bool:
+    """True if a content part is an image."""
+    return isinstance(part, Mapping) and part.get("type") in IMAGE_PARTS
+
+
+def image_of(part: Mapping[str, Any]) -> ImageFile:
+    """The file of an image's part. Raises ValueError, whose text goes on after the part's name."""
+    kind = part["type"]
+    for name, value in part.items():
+        if name not in _FIELDS[kind] and value is not None:
+            raise ValueError(f"has a field {clipped(str(name))!r}, which an {kind} does not have; leave it out")
+    if isinstance(given := part.get("image"), ImageFile):
+        return given
+    if kind == "image":
+        return _of_source(part.get("source"))
+    if part.get("file_id") is not None:
+        raise ValueError("names a file_id, and this server keeps no files; send the image itself as a data URL")
+    url, detail = part.get("image_url"), part.get("detail")
+    if isinstance(url, Mapping):
+        if others := url.keys() - {"url", "detail"}:
+            raise ValueError(f"has a field {clipped(min(others))!r} in image_url; it may have url and detail")
+        url, detail = url.get("url"), url.get("detail")
+    if detail is not None and detail not in DETAILS:
+        shown = clipped(repr(detail))
+        raise ValueError(f"has detail {shown}: images are prepared as the model's processor says; send a smaller one")
+    if not isinstance(url, str):
+        raise ValueError("has no image_url; send a data URL")
+    return _of_url(url)
+
+
+def _of_source(source: Any) -> ImageFile:
+    """The file of Anthropic's `source`."""
+    if not isinstance(source, Mapping) or source.get("type") not in ("base64", "url"):
+        raise ValueError("needs a source of type base64, with media_type and data")
+    if source["type"] == "url":
+        return _of_url(str(source.get("url")))
+    if not isinstance(data := source.get("data"), str):
+        raise ValueError("has no data in its source; send base64")
+    return _of_base64(data)
+
+
+def _of_url(url: str) -> ImageFile:
+    if match := _DATA_URL.match(url):
+        return _of_base64(url[match.end() :])
+    scheme = url.partition(":")[0].lower()[:16] if ":" in url[:20] else ""
+    if scheme in ("http", "https"):
+        raise ValueError(f"is an {scheme} URL, and this server fetches none; send the image itself as a data URL")
+    raise ValueError("is no data URL: it must begin with data:image/png;base64, or the like")
+
+
+def _of_base64(text: str) -> ImageFile:
+    try:
+        check_size(len(text) * 3 // 4 - 2)
+        data = base64.b64decode(text, validate=True)
+        check_size(len(data))
+    except BadImage as error:
+        raise ValueError(str(error)) from None
+    except (binascii.Error, ValueError):
+        raise ValueError("is not base64; encode the file's bytes") from None
+    if not data:
+        raise ValueError("is empty; send the file's bytes")
+    return ImageFile(data)
+
+
+def images_in(messages: Iterable[Mapping[str, Any]]) -> list[tuple[str, ImageFile]]:
+    """The images of a conversation in order, each with the name of its part."""
+    return [
+        (f"messages[{number}].content[{index}]", part["image"])
+        for number, message in enumerate(messages)
+        if isinstance(content := message.get("content"), list)
+        for index, part in enumerate(content)
+        if part["type"] == "image"
+    ]

@@ -1,0 +1,103 @@
+"""Prepares the images of conversations: decoded, counted, and told apart, on threads of their own.
+
+Tests: tests/server/test_image_requests.py
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from ...core.media.images import BadImage
+from ...core.requests.media import MediaItem, placed
+from ...core.requests.request_params import InvalidRequest
+from ..executors import DaemonPool
+from .image_parts import ImageFile
+
+if TYPE_CHECKING:
+    from ...core.executors.base import ModelInfo
+    from ...core.media.processor import ImageProcessor
+
+THREADS = 1
+"""Images that are decoded at once: each may take hundreds of megabytes."""
+
+MOST_KNOWN = 1024
+
+
+class ImageText(NamedTuple):
+    """What a prompt needs to know of an image."""
+
+    data: bytes
+    digest: str
+    text: str
+    num_rows: int
+
+
+@dataclass(slots=True)
+class RequestImages:
+    """The images of a server's requests."""
+
+    directory: Path
+    """The model's."""
+    most: int
+    """Images of one request."""
+    _threads: DaemonPool = field(default_factory=lambda: DaemonPool("images", THREADS))
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _processor: ImageProcessor | None = None
+    _known: OrderedDict[bytes, ImageText] = field(default_factory=OrderedDict)  # by the hash of a file's bytes
+
+    async def prepared(self, images: Sequence[tuple[str, ImageFile]], model: ModelInfo) -> list[ImageText]:
+        """Prepare images, each with its name for errors. Raises InvalidRequest, which names the image."""
+        if model.why_blind is not None:
+            name = images[0][0]
+            raise InvalidRequest(name, f"{name} is an image, and images are not served: {model.why_blind}")
+        if len(images) > self.most:
+            name = images[self.most][0]
+            raise InvalidRequest(
+                name, f"{name} is image {self.most + 1}, at most {self.most} are taken in a request; send fewer"
+            )
+        return list(await asyncio.gather(*(self._threads.run(self._prepare, *each) for each in images)))
+
+    def placeholder(self) -> str:
+        """The text at images' places in a prompt."""
+        return self._processor_now().placeholder
+
+    def _prepare(self, name: str, file: ImageFile) -> ImageText:
+        key = hashlib.blake2b(file.data, digest_size=20).digest()
+        with self._lock:
+            if (known := self._known.get(key)) is not None:
+                self._known.move_to_end(key)
+                return known._replace(data=file.data)
+        try:
+            found = self._processor_now().of_file(file.data)
+        except BadImage as error:
+            raise InvalidRequest(name, f"{name}: the image {error}") from None
+        image = ImageText(b"", found.digest, found.text, found.num_rows)
+        with self._lock:
+            self._known[key] = image
+            while len(self._known) > MOST_KNOWN:
+                self._known.popitem(last=False)
+        return image._replace(data=file.data)
+
+    def _processor_now(self) -> ImageProcessor:
+        with self._lock:
+            if self._processor is None:
+                from ...core.media.processor import ImageProcessor
+
+                self._processor = ImageProcessor(self.directory)
+            return self._processor
+
+
+def items_of(tokens: Sequence[int], images: Sequence[ImageText], placeholder: int) -> tuple[MediaItem, ...]:
+    """The images of a prompt, at their places among its tokens. Raises InvalidRequest if they don't fit."""
+    try:
+        runs = placed(tokens, placeholder, [image.num_rows for image in images])
+    except ValueError as error:
+        raise InvalidRequest("messages", f"messages: {error}; the chat template or a text has placeholders") from None
+    return tuple(MediaItem(image.data, image.digest, own) for image, own in zip(images, runs, strict=True))

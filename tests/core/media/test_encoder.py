@@ -1,0 +1,151 @@
+"""The encoder's queue and cache, with rows that no model makes."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from chorus.core.media.encoder import Encoded, ImageEncoder
+from chorus.core.media.images import BadImage
+from chorus.core.requests.media import MediaItem
+from chorus.core.requests.request import Request
+from chorus.core.requests.request_params import RequestParams
+
+
+class Maker:
+    """Rows `[2, 4]` float32, of 32 bytes; it waits until it may go."""
+
+    def __init__(self) -> None:
+        self.may_go, self.began, self.encoded = threading.Event(), threading.Event(), list[str]()
+
+    def prepare(self, data: bytes) -> Any:
+        if data == b"bad":
+            raise BadImage("is no image")
+        return SimpleNamespace(digest=data.decode(), tensors={})
+
+    def changes(self, bound: Any) -> Any:
+        return bound
+
+    def encode(self, prepared: Any, changes: Any) -> torch.Tensor:
+        self.began.set()
+        self.may_go.wait()
+        self.encoded.append(prepared.digest + ("" if changes is None else f" {changes}"))
+        return torch.zeros(2, 4)
+
+
+def request(id: str, *images: str, tenant: str = "", scope: str = "") -> Request:
+    media = tuple(MediaItem(each.encode(), each, ((index * 2, 2),)) for index, each in enumerate(images))
+    found = Request(id, [0] * 2 * len(images), RequestParams(), tenant=tenant, media=media)
+    found.fairness_key, found.media_scope = tenant, scope
+    found.bound = "adapter" if scope else None  # pyright: ignore[reportAttributeAccessIssue]
+    return found
+
+
+class Driven:
+    """An encoder, and what it has done."""
+
+    def __init__(self, cache_bytes: int = 1 << 20, share: bool = False) -> None:
+        self.maker, self._woken = Maker(), threading.Event()
+        self.encoder = ImageEncoder(lambda: self.maker, cache_bytes, 1, self._woken.set, share=share)
+
+    def wait(self, count: int) -> list[Encoded]:
+        found: list[Encoded] = []
+        while len(found) < count:
+            assert self._woken.wait(60)
+            self._woken.clear()
+            found += self.encoder.take()
+        return found
+
+    def close(self) -> None:
+        self.maker.may_go.set()
+        self.encoder.close()
+
+
+@pytest.fixture
+def driven(request: pytest.FixtureRequest) -> Any:
+    made: list[Driven] = []
+
+    def make(**fields: Any) -> Driven:
+        made.append(Driven(**fields))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+Make = Callable[..., Driven]
+
+
+def test_tenants_take_turns(driven: Make) -> None:
+    it = driven()
+    it.encoder.submit(request("first", "x", tenant="a"))
+    assert it.maker.began.wait(60)
+    for number in range(3):
+        it.encoder.submit(request(f"a{number}", f"a{number}", tenant="a"))
+    it.encoder.submit(request("b", "b", tenant="b"))
+    assert it.encoder.num_waiting("a") == 4 and it.encoder.num_waiting("b") == 1
+    it.maker.may_go.set()
+    it.wait(5)
+    assert it.maker.encoded in (["x", "a0", "b", "a1", "a2"], ["x", "b", "a0", "a1", "a2"])
+    assert not it.encoder.has_work()
+
+
+def test_rows_are_shared_by_scope_alone(driven: Make) -> None:
+    it = driven()
+    it.maker.may_go.set()
+    for number, (tenant, scope) in enumerate((("a", ""), ("a", ""), ("b", ""), ("a", "@2"), ("a", "@2"), ("a", ""))):
+        it.encoder.submit(request(f"{number}", "x", tenant=tenant, scope=scope))
+    done = it.wait(6)
+    assert it.maker.encoded == ["x", "x", "x adapter"] or sorted(it.maker.encoded) == ["x", "x", "x adapter"]
+    rows = {one.request.id: one.request.media_rows[0] for one in done}
+    assert rows["0"] is rows["1"] is rows["5"] and rows["3"] is rows["4"] and rows["2"] is not rows["0"]
+    shared = driven(share=True)
+    shared.maker.may_go.set()
+    for tenant in "ab":
+        shared.encoder.submit(request(tenant, "x", tenant=tenant))
+    shared.wait(2)
+    assert shared.encoder.num_encoded == shared.encoder.num_found == 1
+
+
+def test_an_image_that_fails_fails_its_request_alone(driven: Make) -> None:
+    it = driven()
+    it.maker.may_go.set()
+    for id, image in (("1", "x"), ("2", "bad"), ("3", "y")):
+        it.encoder.submit(request(id, image))
+    errors = {one.request.id: one.error for one in it.wait(3)}
+    assert errors == {"1": None, "2": "an image is no image", "3": None}
+
+
+def test_a_cancelled_request_is_not_taken(driven: Make) -> None:
+    it = driven()
+    it.encoder.submit(request("running", "x"))
+    assert it.maker.began.wait(60)
+    it.encoder.submit(request("waiting", "y"))
+    it.encoder.submit(request("kept", "z"))
+    assert it.encoder.cancel("waiting") is not None and it.encoder.cancel("waiting") is None
+    assert it.encoder.cancel("running") is not None
+    it.maker.may_go.set()
+    assert [one.request.id for one in it.wait(1)] == ["kept"]
+    assert "y" not in it.maker.encoded and not it.encoder.has_work()
+
+
+def test_rows_of_requests_bound_what_is_encoded(driven: Make) -> None:
+    """A request keeps its rows; others' images wait until it has ended. One request may have more than the bound."""
+    it = driven(cache_bytes=64)
+    it.maker.may_go.set()
+    it.encoder.submit(request("1", "a", "b", "c"))
+    (first,) = it.wait(1)
+    assert len(first.request.media_rows) == 3
+    it.encoder.submit(request("2", "d"))
+    gc.collect()
+    assert it.encoder.has_work() and not it.encoder.take()
+    first.request.media_rows.clear()
+    (second,) = it.wait(1)
+    assert second.request.id == "2" and second.error is None

@@ -1,0 +1,64 @@
+"""Servers that can't see say why, and serve text as before."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from chorus.core.config import EngineConfig
+from chorus.core.media import lacking
+from chorus.core.media.serving import why_blind
+from chorus.core.model.read_config import read_model_config
+
+from .tiny_vision import needs_vision, tiny
+
+
+def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {"PIL": object(), "torchvision": None, "num2words": None}
+    monkeypatch.setattr(lacking, "find_spec", found.get)
+    assert lacking.why_lacking() == ("torchvision and num2words are not installed: pip install 'chorus-lora[vision]'")
+    monkeypatch.setattr(lacking, "find_spec", lambda _: object())
+    assert lacking.why_lacking() is None
+
+
+@needs_vision
+@pytest.mark.integration
+def test_each_reason_is_told() -> None:
+    path = tiny("smolvlm")
+    config, model = EngineConfig(model=path), read_model_config(path)
+    assert model.image_token is not None
+
+    def why(model: Any = model, on_gpu: bool = False, **fields: Any) -> str | None:
+        return why_blind(config.model_copy(update=fields), model, on_gpu=on_gpu)
+
+    assert why() is None
+    assert "on a GPU" in str(why(on_gpu=True))
+    assert "tensor_parallel_size" in str(why(tensor_parallel_size=2))
+    assert "dummy" in str(why(load_format="dummy"))
+    assert "allows no image" in str(why(limit_mm_per_prompt={"image": 0}))
+    elsewhere = config.model_copy(update={"model": path / "adapters"})
+    assert "preprocessor_config.json" in str(why_blind(elsewhere, model, on_gpu=False))
+    assert "text alone" in str(why(model=replace(model, vision=None)))
+
+
+@needs_vision
+@pytest.mark.integration
+def test_transformers_is_imported_beside_any_torch() -> None:
+    """A torchvision of the package index would keep transformers' tokenizers from being imported."""
+    program = (
+        "from chorus.memory.files.tokens.torchvision import mend_torchvision; mend_torchvision();"
+        "from transformers import AutoTokenizer, LlamaConfig, AutoImageProcessor; print('imported')"
+    )
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=250)
+    assert found.stdout.strip() == "imported", found.stderr
+
+
+def test_a_processor_is_not_imported_for_text() -> None:
+    """`chorus.core.engine` imports neither Pillow nor torchvision."""
+    program = "import sys, chorus.core.engine; print(sorted({'PIL', 'torchvision'} & set(sys.modules)))"
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=250)
+    assert found.stdout.strip() == "[]", found.stderr

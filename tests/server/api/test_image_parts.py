@@ -1,0 +1,59 @@
+"""Content parts that are images, in each API's format."""
+
+from __future__ import annotations
+
+import base64
+
+import pytest
+
+from chorus.server.api.image_parts import ImageFile, image_of, images_in
+
+DATA = b"\x89PNG some bytes"
+TEXT = base64.b64encode(DATA).decode()
+URL = f"data:image/png;base64,{TEXT}"
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"type": "image_url", "image_url": {"url": URL}},
+        {"type": "image_url", "image_url": {"url": URL, "detail": "high"}, "cache_control": {"type": "ephemeral"}},
+        {"type": "image_url", "image_url": URL},
+        {"type": "image_url", "image_url": {"url": f"data:image/png;name=a.png;base64,{TEXT}"}},
+        {"type": "image_url", "image_url": {"url": f"data:;base64,{TEXT}"}},
+        {"type": "input_image", "image_url": URL, "detail": "auto"},
+        {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": TEXT}},
+        {"type": "image", "source": {"type": "url", "url": URL}},
+    ],
+)
+def test_each_form_has_the_file(part: dict) -> None:
+    assert image_of(part).data == DATA
+
+
+@pytest.mark.parametrize(
+    ("part", "why"),
+    [
+        ({"type": "image_url"}, "has no image_url"),
+        ({"type": "image_url", "image_url": {"url": URL, "size": 3}}, "'size'"),
+        ({"type": "image_url", "image_url": {"url": URL}, "image": "x"}, "'image'"),
+        ({"type": "input_image", "file_id": "file-1"}, "keeps no files"),
+        ({"type": "input_image", "image_url": URL, "detail": "low"}, "detail"),
+        ({"type": "image", "source": {"type": "file", "file_id": "f"}}, "base64"),
+        ({"type": "image", "source": {"type": "base64"}}, "no data"),
+        ({"type": "image", "image": "/etc/passwd"}, "source"),
+        ({"type": "image", "path": "/etc/passwd"}, "'path'"),
+    ],
+)
+def test_what_is_wrong_is_named(part: dict, why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        image_of(part)
+
+
+def test_images_are_named_by_message_and_part() -> None:
+    one, other = ImageFile(b"1"), ImageFile(b"2")
+    messages = [
+        {"content": "text"},
+        {"content": [{"type": "text", "text": "a"}, {"type": "image", "image": one}]},
+        {"content": [{"type": "image", "image": other}]},
+    ]
+    assert images_in(messages) == [("messages[1].content[1]", one), ("messages[2].content[0]", other)]

@@ -1,0 +1,224 @@
+"""Requests with images over HTTP and by `LLM`: every format, what is counted, and what is refused by name."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterator
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from chorus import LLM
+from chorus.core.config import EngineConfig
+from chorus.core.engine import Engine
+from chorus.core.requests.request_params import InvalidRequest
+from chorus.server.library.params import SamplingParams
+from chorus.server.text.tokenizer import Tokenizer
+
+from ..core.media.tiny_vision import Reference, needs_vision, tiny
+from .conftest import Live, live_server
+
+pytestmark = [pytest.mark.integration, needs_vision]
+
+COUNT = 6
+GREEDY: dict[str, Any] = {"max_tokens": COUNT, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+
+
+@pytest.fixture(scope="module")
+def reference() -> Reference:
+    return Reference("smolvlm")
+
+
+@pytest.fixture(scope="module")
+def live(reference: Reference) -> Iterator[Live]:
+    path = reference.path
+    config = EngineConfig(
+        model=path,
+        adapters=path / "adapters",
+        memory_bytes=64 << 20,
+        threads=1,
+        cpu_kernels="torch",
+        dtype="float32",
+        device="cpu",
+    )
+    settings = {"model": path, "served_model_name": "base", "limit_mm_per_prompt": {"image": 4}}
+    engine: Any = Engine.from_config(config)
+    with live_server(engine, Tokenizer.load(path), settings=settings) as found:
+        yield found
+
+
+def picture(size: tuple[int, int], colour: str) -> Any:
+    from PIL import Image, ImageDraw
+
+    image = Image.new("RGB", size, colour)
+    ImageDraw.Draw(image).ellipse((2, 3, size[0] // 2, size[1] - 2), fill="white")
+    return image
+
+
+def file_of(image: Any) -> str:
+    file = BytesIO()
+    image.save(file, "PNG")
+    return base64.b64encode(file.getvalue()).decode()
+
+
+def url_of(image: Any) -> str:
+    return f"data:image/png;base64,{file_of(image)}"
+
+
+def wanted(reference: Reference, adapter: str | None, messages: list[Any], images: list[Any]) -> tuple[int, list[int]]:
+    prompt, answer = reference.answer(adapter, messages, images, COUNT)
+    return len(prompt), answer
+
+
+SEEN = {"type": "image"}
+HI = {"type": "text", "text": "hi"}
+
+
+def test_chat_with_images_in_several_turns(live: Live, reference: Reference) -> None:
+    first, second = picture((40, 60), "red"), picture((90, 30), "navy")
+    messages = [
+        {"role": "user", "content": [{"type": "image_url", "image_url": {"url": url_of(first), "detail": "auto"}}, HI]},
+        {"role": "assistant", "content": "yes"},
+        {"role": "user", "content": [HI, {"type": "image_url", "image_url": {"url": url_of(second)}}]},
+    ]
+    same = [{"role": "user", "content": [SEEN, HI]}, messages[1], {"role": "user", "content": [HI, SEEN]}]
+    for adapter in (None, "linear", "tower"):
+        count, answer = wanted(reference, adapter, same, [first, second])
+        told = live.post("/v1/chat/completions", messages=messages, model=adapter or "base", **GREEDY).json()
+        assert told["choices"][0]["token_ids"] == answer, told
+        assert told["usage"]["prompt_tokens"] == count
+    counted = live.post("/tokenize", messages=messages, model="base").json()
+    assert counted["count"] == wanted(reference, None, same, [first, second])[0]
+
+
+def test_two_choices_share_an_image(live: Live, reference: Reference) -> None:
+    image = picture((60, 40), "green")
+    messages = [{"role": "user", "content": [{"type": "image_url", "image_url": url_of(image)}, HI]}]
+    _, answer = wanted(reference, "seven", [{"role": "user", "content": [SEEN, HI]}], [image])
+    told = live.post("/v1/chat/completions", messages=messages, model="seven", n=2, **GREEDY).json()
+    assert [choice["token_ids"] for choice in told["choices"]] == [answer, answer]
+
+
+def test_responses_and_messages(live: Live, reference: Reference) -> None:
+    image = picture((50, 50), "orange")
+    count, answer = wanted(reference, None, [{"role": "user", "content": [SEEN, HI]}], [image])
+    text = reference.processor.tokenizer.decode(answer, skip_special_tokens=True)
+    parts = [{"type": "input_image", "image_url": url_of(image)}, {"type": "input_text", "text": "hi"}]
+    fields = {"temperature": 0, "ignore_eos": True, "model": "base"}
+    told = live.post(
+        "/v1/responses", input=[{"role": "user", "content": parts}], max_output_tokens=COUNT, **fields
+    ).json()
+    assert told["usage"]["input_tokens"] == count and told["output"][0]["content"][0]["text"] == text
+    source = {"type": "base64", "media_type": "image/png", "data": file_of(image)}
+    blocks = [{"type": "image", "source": source}, HI]
+    told = live.post("/v1/messages", messages=[{"role": "user", "content": blocks}], max_tokens=COUNT, **fields).json()
+    usage = told["usage"]
+    assert usage["input_tokens"] + usage["cache_read_input_tokens"] == count and told["content"][0]["text"] == text
+    counted = live.post("/v1/messages/count_tokens", messages=[{"role": "user", "content": blocks}], model="base")
+    assert counted.json()["input_tokens"] == count
+
+
+def test_an_image_in_a_tool_result(live: Live) -> None:
+    source = {"type": "base64", "media_type": "image/png", "data": file_of(picture((40, 60), "red"))}
+    result = {"type": "tool_result", "tool_use_id": "c1", "content": [{"type": "image", "source": source}, HI]}
+    call = {"type": "tool_use", "id": "c1", "name": "look", "input": {}}
+    messages = [
+        {"role": "user", "content": "look"},
+        {"role": "assistant", "content": [call]},
+        {"role": "user", "content": [result]},
+    ]
+    with_image = live.post("/v1/messages/count_tokens", messages=messages, model="base").json()["input_tokens"]
+    result["content"] = [HI]
+    without = live.post("/v1/messages/count_tokens", messages=messages, model="base").json()["input_tokens"]
+    assert with_image > without + 20
+
+
+def refused(answer: httpx.Response) -> tuple[str, str]:
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    return error["message"], error["param"]
+
+
+def chat(live: Live, *parts: Any, **fields: Any) -> httpx.Response:
+    messages = [{"role": "user", "content": "a"}, {"role": "user", "content": [HI, *parts]}]
+    return live.post("/v1/chat/completions", messages=messages, **{"model": "base", "max_tokens": 2, **fields})
+
+
+def as_part(url: Any, **more: Any) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": url, **more}}
+
+
+def test_each_refusal_names_the_image(live: Live) -> None:
+    good = as_part(url_of(picture((20, 20), "red")))
+    message, param = refused(chat(live, good, as_part("data:image/png;base64,aGVsbG8=")))
+    assert param == "messages[1].content[2]" and "no image that is read" in message
+    message, _ = refused(chat(live, as_part("https://example.org/a.png")))
+    assert "part 1" in message and "fetches none" in message
+    message, _ = refused(chat(live, as_part(url_of(picture((20, 20), "red")), detail="low")))
+    assert "detail" in message
+    message, param = refused(chat(live, *[good] * 5))
+    assert param == "messages[1].content[5]" and "at most 4" in message
+    message, _ = refused(chat(live, {"type": "video_url", "video_url": {"url": "x"}}))
+    assert "neither text nor an image" in message
+    message, param = refused(chat(live, good, truncate_prompt_tokens=5))
+    assert param == "truncate_prompt_tokens"
+
+
+def test_nothing_is_decoded_for_an_unknown_model(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    from chorus.core.media import processor
+
+    monkeypatch.setattr(processor, "open_image", lambda _: pytest.fail("it was decoded"))
+    answer = chat(live, as_part(url_of(picture((21, 22), "red"))), model="nobody")
+    assert answer.status_code == 404, answer.text
+
+
+def test_a_typed_placeholder_is_text(live: Live) -> None:
+    """As every special token that a client writes in a conversation."""
+    image = picture((40, 60), "red")
+    plain = live.post(
+        "/tokenize", messages=[{"role": "user", "content": [as_part(url_of(image))]}], model="base"
+    ).json()
+    typed = [as_part(url_of(image)), {"type": "text", "text": "<image>"}]
+    counted = live.post("/tokenize", messages=[{"role": "user", "content": typed}], model="base").json()
+    assert counted["count"] == plain["count"] + len("<image>")
+    message, param = refused(live.post("/v1/completions", prompt="a <image> b", model="base", max_tokens=2))
+    assert param == "prompt" and "stands for a part of an image" in message
+
+
+def test_text_is_served_where_the_template_takes_parts_alone(live: Live, reference: Reference) -> None:
+    """SmolVLM's published template iterates over content, and writes nothing of a text."""
+    template = reference.processor.tokenizer.chat_template
+    begin, end = template.index("{% if message['content'] is string %}"), template.index("{% if message['content'][0]")
+    lists_only = template[:begin] + template[end:].replace("{% endfor %}{% endif %}<end", "{% endfor %}<end")
+    tokenizer = Tokenizer.load(reference.path).with_chat_template(lists_only)
+    messages = [{"role": "user", "content": "hi"}]
+    both = tokenizer.encode_chat_now(messages), Tokenizer.load(reference.path).encode_chat_now(messages)
+    assert both[0] == both[1]
+
+
+def test_a_program_gives_pil_images_paths_and_bytes(reference: Reference, tmp_path: Path) -> None:
+    image = picture((40, 60), "purple")
+    path = tmp_path / "image.png"
+    image.save(path)
+    _, answer = wanted(reference, "text", [{"role": "user", "content": [SEEN, HI]}], [image])
+    params = SamplingParams(max_tokens=COUNT, temperature=0, ignore_eos=True)
+    options: dict[str, Any] = {"memory_bytes": 64 << 20, "cpu_kernels": "torch", "dtype": "float32", "device": "cpu"}
+    with LLM(tiny("smolvlm"), adapters=reference.path / "adapters", **options) as llm:
+        for part in (
+            {"type": "image", "image": image},
+            {"type": "image", "image": path.read_bytes()},
+            {"type": "image", "path": str(path)},
+            {"type": "image_url", "image_url": {"url": url_of(image)}},
+        ):
+            told = llm.chat([{"role": "user", "content": [part, HI]}], params, "text")
+            assert list(told.token_ids) == answer
+        for part, why in (
+            ({"type": "image", "path": str(tmp_path / "none.png")}, "can't be read"),
+            ({"type": "image", "url": "http://127.0.0.1/a.png"}, "not fetched"),
+            ({"type": "image"}, "has nothing"),
+        ):
+            with pytest.raises(InvalidRequest, match=why):
+                llm.chat([{"role": "user", "content": [part, HI]}], params)
