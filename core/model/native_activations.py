@@ -6,7 +6,7 @@ Tests: tests/core/model/program/test_native_ops.py, tests/core/model/moe/test_ex
 from __future__ import annotations
 
 from ...ops.library.native_descriptors import NativeActivation
-from .specs.layers import Activation, UngatedActivation
+from .specs.feed_forward import Activation, UngatedActivation
 
 _GATED = {
     Activation.SILU: NativeActivation.SILU,

@@ -50,7 +50,7 @@ def packed_shape(n: int, k: int, dtype: torch.dtype) -> tuple[int, int, int, int
 
 @dataclass(frozen=True, slots=True)
 class LatentShape:
-    """Sizes of kv_b_proj of latent attention: see `core.model.specs.layers.LatentSpec`."""
+    """Sizes of kv_b_proj of latent attention: see `core.model.specs.attention.LatentSpec`."""
 
     heads: int
     kv_rank: int

@@ -19,7 +19,7 @@ import torch
 from ...core.model.lora.lora_state import rows_in
 from ...core.model.moe.experts import ListedExperts, choose, mix_experts, packed_experts
 from ...core.model.moe.mixture_lora import MixtureLora
-from ...core.model.specs.layers import Experts, Routing
+from ...core.model.specs.feed_forward import Experts, Routing
 from ...memory.pages import hugepages
 from ...memory.pages.adapter_layout import AdapterLayout, uniform_parts
 from ...memory.pages.layer_projections import mixture_projections

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 from ..checkpoints.pull import PullError, resolve_model
 
 if TYPE_CHECKING:
+    from ...core.model.specs.attention import AttentionSpec
     from ...core.model.specs.config import ModelConfig
-    from ...core.model.specs.layers import AttentionSpec, Experts
+    from ...core.model.specs.feed_forward import Experts
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

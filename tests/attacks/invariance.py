@@ -22,17 +22,10 @@ import torch
 from chorus.core.model.program.native_decoder import native_layer
 from chorus.core.model.program.native_ops import NativeProgram
 from chorus.core.model.program.native_place import Tables, layer_places
-from chorus.core.model.specs.layers import (
-    PARALLEL,
-    Activation,
-    AttentionSpec,
-    GatedSpec,
-    HeadNorm,
-    LatentSpec,
-    LayerSpec,
-    Norms,
-    NormSpec,
-)
+from chorus.core.model.specs.attention import AttentionSpec, HeadNorm, LatentSpec
+from chorus.core.model.specs.feed_forward import Activation, GatedSpec
+from chorus.core.model.specs.layers import LayerSpec
+from chorus.core.model.specs.norms import PARALLEL, Norms, NormSpec
 from chorus.core.model.specs.rope_config import RopeConfig
 from chorus.core.model.weights.layer_weights import LayerWeights
 from chorus.memory.pages.adapter_layout import AdapterLayout, AdapterPart

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from chorus.core.model.specs.attention import AttentionSpec
 from chorus.core.model.specs.config import ModelConfig
-from chorus.core.model.specs.layers import AttentionSpec, GatedSpec, LayerSpec, NormSpec
+from chorus.core.model.specs.feed_forward import GatedSpec
+from chorus.core.model.specs.layers import LayerSpec
+from chorus.core.model.specs.norms import NormSpec
 from chorus.core.model.specs.rope_config import RopeConfig
 
 LLAMA = ModelConfig(

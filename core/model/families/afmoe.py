@@ -9,9 +9,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..config_json import ConfigJson
+from ..specs.attention import HeadNorm, OutputGate
 from ..specs.config import ModelConfig
 from ..specs.family import Family
-from ..specs.layers import HeadNorm, LayerSpec, Norms, OutputGate, Routing, Scoring
+from ..specs.feed_forward import Routing, Scoring
+from ..specs.layers import LayerSpec
+from ..specs.norms import Norms
 from ..specs.tensor_names import CORRECTION, TensorNames
 from . import glm_moe, reading, rotary
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from ..config_json import ConfigJson
+from ..specs.attention import HeadNorm
 from ..specs.config import ModelConfig
 from ..specs.family import Family
-from ..specs.layers import HeadNorm, LayerSpec, UngatedActivation
+from ..specs.feed_forward import UngatedActivation
+from ..specs.layers import LayerSpec
 from ..specs.tensor_names import TensorNames
 from . import reading, rotary
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from ..config_json import ConfigJson
+from ..specs.attention import AttentionSpec
 from ..specs.config import ModelConfig
 from ..specs.family import Family
-from ..specs.layers import AttentionSpec, LayerSpec, NormSpec, UngatedActivation
+from ..specs.feed_forward import UngatedActivation
+from ..specs.layers import LayerSpec
+from ..specs.norms import NormSpec
 from . import reading, rotary
 
 

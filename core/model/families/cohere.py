@@ -9,9 +9,12 @@ Tests: tests/core/test_families.py, tests/core/test_experts.py
 from __future__ import annotations
 
 from ..config_json import ConfigJson
+from ..specs.attention import AttentionSpec, HeadNorm
 from ..specs.config import ModelConfig
 from ..specs.family import Family, text_shape
-from ..specs.layers import AttentionSpec, HeadNorm, LayerSpec, Norms, NormSpec, Routing, Scoring
+from ..specs.feed_forward import Routing, Scoring
+from ..specs.layers import LayerSpec
+from ..specs.norms import Norms, NormSpec
 from ..specs.tensor_names import TensorNames
 from . import glm_moe, reading, rotary
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 from ..config_json import ConfigJson
 from ..specs.config import ModelConfig
 from ..specs.family import Family, text_shape
-from ..specs.layers import Routing
+from ..specs.feed_forward import Routing
 from . import glm_moe, latent, reading
 
 

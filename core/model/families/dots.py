@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from ..config_json import ConfigJson
+from ..specs.attention import AttentionSpec, HeadNorm
 from ..specs.config import ModelConfig
 from ..specs.family import Family
-from ..specs.layers import AttentionSpec, HeadNorm
 from . import glm_moe, reading, rotary
 
 

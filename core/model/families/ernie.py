@@ -7,9 +7,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..config_json import ConfigJson
+from ..specs.attention import AttentionSpec
 from ..specs.config import ModelConfig
 from ..specs.family import Family, text_shape
-from ..specs.layers import AttentionSpec, LayerSpec, Routing
+from ..specs.feed_forward import Routing
+from ..specs.layers import LayerSpec
 from ..specs.tensor_names import CORRECTION, LLAMA_NORMS, TEXT_AND_IMAGES, TensorNames
 from . import reading, rotary
 

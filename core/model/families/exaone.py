@@ -10,9 +10,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..config_json import ConfigJson
+from ..specs.attention import AttentionSpec, HeadNorm
 from ..specs.config import ModelConfig
 from ..specs.family import Family, text_shape
-from ..specs.layers import AttentionSpec, HeadNorm, LayerSpec, Norms
+from ..specs.layers import LayerSpec
+from ..specs.norms import Norms
 from ..specs.tensor_names import AFTER_NORMS, CORRECTION, LLAMA_TENSORS, TEXT_AND_IMAGES, TensorNames
 from . import glm_moe, llama, reading, rotary
 

@@ -8,9 +8,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..config_json import ConfigJson
+from ..specs.attention import AttentionSpec
 from ..specs.config import ModelConfig
 from ..specs.family import Family
-from ..specs.layers import AttentionSpec, GatedSpec, LayerSpec, MixerBeside
+from ..specs.feed_forward import GatedSpec
+from ..specs.layers import LayerSpec, MixerBeside
 from . import reading, rotary
 from .bamba import BAMBA
 from .mamba import MAMBA_2_DEFAULTS, mamba_2

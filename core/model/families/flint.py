@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..config_json import ConfigJson
+from ..specs.attention import HeadNorm
 from ..specs.config import ModelConfig
 from ..specs.family import Family
-from ..specs.layers import HeadNorm, Routing, Scoring
+from ..specs.feed_forward import Routing, Scoring
 from ..specs.tensor_names import LLAMA_NORMS, TensorNames
 from . import reading, rotary
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from ..config_json import ConfigJson
+from ..specs.attention import AttentionSpec, HeadNorm
 from ..specs.config import ModelConfig
 from ..specs.family import Family, text_shape
-from ..specs.layers import AttentionSpec, HeadNorm, LayerSpec, Norms
+from ..specs.layers import LayerSpec
+from ..specs.norms import Norms
 from ..specs.rope_config import RopeConfig
 from . import reading, rotary
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from ..config_json import ConfigJson
 from ..specs.config import ModelConfig
 from ..specs.family import Family, text_shape
-from ..specs.layers import Norms
+from ..specs.norms import Norms
 from ..specs.tensor_names import AROUND_NORMS, TensorNames
 from . import gemma, reading, rotary
 

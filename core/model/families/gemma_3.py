@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..config_json import ConfigJson
+from ..specs.attention import HeadNorm
 from ..specs.config import ModelConfig
 from ..specs.family import Family, text_shape
-from ..specs.layers import HeadNorm, Norms
+from ..specs.norms import Norms
 from ..specs.tensor_names import AROUND_NORMS, BESIDE_VISION, TensorNames
 from . import gemma, reading, rotary
 

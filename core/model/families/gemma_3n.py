@@ -10,18 +10,12 @@ from dataclasses import replace
 from functools import partial
 
 from ..config_json import ConfigJson
+from ..specs.attention import AttentionSpec, HeadNorm
 from ..specs.config import ModelConfig
 from ..specs.family import Family
-from ..specs.layers import (
-    AttentionSpec,
-    GatedSpec,
-    HeadNorm,
-    LayerInputSpec,
-    LayerSpec,
-    MediaTokens,
-    Norms,
-    StreamsSpec,
-)
+from ..specs.feed_forward import GatedSpec
+from ..specs.layers import LayerInputSpec, LayerSpec, MediaTokens, StreamsSpec
+from ..specs.norms import Norms
 from ..specs.tensor_names import AROUND_NORMS, BESIDE_VISION, TensorNames
 from . import gemma_3, gemma_4, reading, rotary
 from .reading import FULL, SLIDING

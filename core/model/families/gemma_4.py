@@ -9,9 +9,12 @@ from dataclasses import replace
 from functools import partial
 
 from ..config_json import ConfigJson
+from ..specs.attention import AttentionSpec, HeadNorm
 from ..specs.config import ModelConfig
 from ..specs.family import Family, text_shape
-from ..specs.layers import AttentionSpec, Experts, HeadNorm, LayerInputSpec, LayerSpec, Norms, Routing
+from ..specs.feed_forward import Experts, Routing
+from ..specs.layers import LayerInputSpec, LayerSpec
+from ..specs.norms import Norms
 from ..specs.rope_config import RopeConfig
 from ..specs.tensor_names import AROUND_NORMS, BESIDE_VISION, TensorNames
 from . import reading, rotary

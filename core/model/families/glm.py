@@ -8,9 +8,11 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from ..config_json import ConfigJson
+from ..specs.attention import AttentionSpec
 from ..specs.config import ModelConfig
 from ..specs.family import Family, text_shape
-from ..specs.layers import AttentionSpec, LayerSpec, Norms
+from ..specs.layers import LayerSpec
+from ..specs.norms import Norms
 from ..specs.tensor_names import FUSED_GATE_UP, LLAMA_NORMS, TEXT_AND_IMAGES, TensorNames
 from . import reading, rotary
 

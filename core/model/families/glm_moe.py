@@ -12,9 +12,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ..config_json import ConfigJson
+from ..specs.attention import AttentionSpec, HeadNorm
 from ..specs.config import ModelConfig
 from ..specs.family import Family, text_shape
-from ..specs.layers import AttentionSpec, HeadNorm, Routing
+from ..specs.feed_forward import Routing
 from ..specs.recurrent import RecurrentSpec
 from ..specs.tensor_names import LATENT_NORMS, LLAMA_NORMS, TEXT_AND_IMAGES, TensorNames
 from . import latent, reading, rotary

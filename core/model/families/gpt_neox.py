@@ -6,9 +6,12 @@ q, k and v are one projection, which has the rows of all three by head.
 from __future__ import annotations
 
 from ..config_json import ConfigJson
+from ..specs.attention import AttentionSpec
 from ..specs.config import ModelConfig
 from ..specs.family import Family
-from ..specs.layers import AttentionSpec, LayerSpec, Norms, UngatedActivation
+from ..specs.feed_forward import UngatedActivation
+from ..specs.layers import LayerSpec
+from ..specs.norms import Norms
 from ..specs.tensor_names import LLAMA_NORMS, TensorNames
 from . import reading, rotary
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from ..config_json import ConfigJson
+from ..specs.attention import AttentionSpec
 from ..specs.config import ModelConfig
 from ..specs.family import Family, text_shape
-from ..specs.layers import AttentionSpec, ClampedSwiglu, LayerSpec, Routing, Scoring
+from ..specs.feed_forward import ClampedSwiglu, Routing, Scoring
+from ..specs.layers import LayerSpec
 from ..specs.tensor_names import LLAMA_NORMS, TensorNames
 from . import reading, rotary
 

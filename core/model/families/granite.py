@@ -11,9 +11,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..config_json import ConfigJson
+from ..specs.attention import AttentionSpec
 from ..specs.config import ModelConfig
 from ..specs.family import Family, text_shape
-from ..specs.layers import AttentionSpec, Experts, GatedSpec, LayerSpec, Routing, Scoring
+from ..specs.feed_forward import Experts, GatedSpec, Routing, Scoring
+from ..specs.layers import LayerSpec
 from ..specs.rope_config import RopeConfig
 from ..specs.tensor_names import LLAMA_NORMS, TensorNames
 from . import reading, rotary

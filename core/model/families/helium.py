@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from ..config_json import ConfigJson
+from ..specs.attention import AttentionSpec
 from ..specs.config import ModelConfig
 from ..specs.family import Family
-from ..specs.layers import AttentionSpec, LayerSpec
+from ..specs.layers import LayerSpec
 from . import reading, rotary
 
 

@@ -10,7 +10,9 @@ from __future__ import annotations
 from ..config_json import ConfigJson
 from ..specs.config import ModelConfig
 from ..specs.family import Family
-from ..specs.layers import LayerSpec, Norms, Routing, Scoring
+from ..specs.feed_forward import Routing, Scoring
+from ..specs.layers import LayerSpec
+from ..specs.norms import Norms
 from ..specs.tensor_names import CORRECTION, TensorNames
 from . import exaone, glm, glm_moe, reading
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..config_json import ConfigJson
-from ..specs.layers import AttentionSpec, LatentSpec, QueryGrowth
+from ..specs.attention import AttentionSpec, LatentSpec, QueryGrowth
 from ..specs.rope_config import RopeConfig
 from . import reading, rotary
 

@@ -8,9 +8,12 @@ Tests: tests/core/test_hybrids.py, tests/core/test_experts.py
 from __future__ import annotations
 
 from ..config_json import ConfigJson
+from ..specs.attention import AttentionSpec, HeadNorm
 from ..specs.config import ModelConfig
 from ..specs.family import Family, text_shape
-from ..specs.layers import AttentionSpec, Experts, GatedSpec, HeadNorm, LayerSpec, NormSpec, Routing, Scoring
+from ..specs.feed_forward import Experts, GatedSpec, Routing, Scoring
+from ..specs.layers import LayerSpec
+from ..specs.norms import NormSpec
 from ..specs.recurrent import ShortConvSpec
 from ..specs.tensor_names import TensorNames
 from . import reading, rotary

@@ -9,9 +9,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..config_json import ConfigJson
+from ..specs.attention import AttentionSpec, HeadNorm, OutputGate
 from ..specs.config import ModelConfig
 from ..specs.family import Family, text_shape
-from ..specs.layers import AttentionSpec, GatedSpec, HeadNorm, LayerSpec, Norms, NormSpec, OutputGate
+from ..specs.feed_forward import GatedSpec
+from ..specs.layers import LayerSpec
+from ..specs.norms import Norms, NormSpec
 from ..specs.recurrent import ShortConvSpec
 from ..specs.rope_config import RopeConfig
 from ..specs.tensor_names import TensorNames

@@ -8,9 +8,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..config_json import ConfigJson
+from ..specs.attention import AttentionSpec, HeadNorm, QueryGrowth
 from ..specs.config import ModelConfig
 from ..specs.family import Family, text_shape
-from ..specs.layers import AttentionSpec, HeadNorm, LayerSpec, QueryGrowth, Routing, Scoring
+from ..specs.feed_forward import Routing, Scoring
+from ..specs.layers import LayerSpec
 from ..specs.rope_config import RopeConfig
 from ..specs.tensor_names import BESIDE_VISION, LLAMA_NORMS, TensorNames
 from . import reading, rotary

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 
 from ..config_json import ConfigJson
-from ..specs.layers import Activation
+from ..specs.feed_forward import Activation
 from ..specs.recurrent import MambaSpec
 from . import reading
 

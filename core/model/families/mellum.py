@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from ..config_json import ConfigJson
+from ..specs.attention import AttentionSpec, HeadNorm
 from ..specs.config import ModelConfig
 from ..specs.family import Family
-from ..specs.layers import AttentionSpec, HeadNorm, Routing
+from ..specs.feed_forward import Routing
 from ..specs.tensor_names import TensorNames
 from . import reading, rotary
 

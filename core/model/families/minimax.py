@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from ..config_json import ConfigJson
+from ..specs.attention import AttentionSpec, HeadNorm
 from ..specs.config import ModelConfig
 from ..specs.family import Family
-from ..specs.layers import AttentionSpec, HeadNorm, LayerSpec, Routing, Scoring
+from ..specs.feed_forward import Routing, Scoring
+from ..specs.layers import LayerSpec
 from ..specs.tensor_names import CORRECTION, LLAMA_NORMS, TensorNames
 from . import reading, rotary
 

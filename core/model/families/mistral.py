@@ -11,9 +11,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ..config_json import ConfigJson
+from ..specs.attention import AttentionSpec, QueryGrowth
 from ..specs.config import ModelConfig
 from ..specs.family import Family, text_shape
-from ..specs.layers import AttentionSpec, LayerSpec, QueryGrowth, Routing
+from ..specs.feed_forward import Routing
+from ..specs.layers import LayerSpec
 from ..specs.tensor_names import BESIDE_VISION
 from . import glm_moe, latent, reading, rotary
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from ..config_json import ConfigJson
+from ..specs.attention import AttentionSpec
 from ..specs.config import ModelConfig
 from ..specs.family import Family
-from ..specs.layers import AttentionSpec, LayerSpec, Routing
+from ..specs.feed_forward import Routing
+from ..specs.layers import LayerSpec
 from ..specs.tensor_names import LLAMA_NORMS, TensorNames
 from . import reading, rotary
 

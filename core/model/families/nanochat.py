@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..config_json import ConfigJson
+from ..specs.attention import AttentionSpec, HeadNorm
 from ..specs.config import ModelConfig
 from ..specs.family import Family
-from ..specs.layers import AttentionSpec, HeadNorm, LayerSpec, NormSpec, UngatedActivation
+from ..specs.feed_forward import UngatedActivation
+from ..specs.layers import LayerSpec
+from ..specs.norms import NormSpec
 from ..specs.tensor_names import TensorNames
 from . import reading, rotary
 

@@ -7,9 +7,12 @@ Tests: tests/core/test_hybrids.py, tests/core/test_experts.py
 from __future__ import annotations
 
 from ..config_json import ConfigJson
+from ..specs.attention import AttentionSpec
 from ..specs.config import ModelConfig
 from ..specs.family import Family
-from ..specs.layers import AttentionSpec, Experts, LayerSpec, NormSpec, UngatedActivation, UngatedSpec
+from ..specs.feed_forward import Experts, UngatedActivation, UngatedSpec
+from ..specs.layers import LayerSpec
+from ..specs.norms import NormSpec
 from ..specs.recurrent import MambaSpec
 from ..specs.tensor_names import CORRECTION, TensorNames
 from . import reading

@@ -5,9 +5,11 @@ without weights.
 from __future__ import annotations
 
 from ..config_json import ConfigJson
+from ..specs.attention import AttentionSpec, HeadNorm
 from ..specs.config import ModelConfig
 from ..specs.family import Family, text_shape
-from ..specs.layers import AttentionSpec, HeadNorm, LayerSpec, Norms, NormSpec
+from ..specs.layers import LayerSpec
+from ..specs.norms import Norms, NormSpec
 from ..specs.rope_config import RopeConfig
 from ..specs.tensor_names import AFTER_NORMS, TensorNames
 from . import reading, rotary

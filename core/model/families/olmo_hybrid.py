@@ -7,9 +7,12 @@ Tests: tests/core/test_hybrids.py
 from __future__ import annotations
 
 from ..config_json import ConfigJson
+from ..specs.attention import AttentionSpec, HeadNorm
 from ..specs.config import ModelConfig
 from ..specs.family import Family
-from ..specs.layers import Activation, AttentionSpec, HeadNorm, LayerSpec, Norms
+from ..specs.feed_forward import Activation
+from ..specs.layers import LayerSpec
+from ..specs.norms import Norms
 from ..specs.recurrent import GatedDeltaSpec
 from ..specs.rope_config import RopeConfig
 from ..specs.tensor_names import AFTER_NORMS, JOINED_CONVS, TensorNames

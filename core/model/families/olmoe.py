@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from ..config_json import ConfigJson
+from ..specs.attention import HeadNorm
 from ..specs.config import ModelConfig
 from ..specs.family import Family
-from ..specs.layers import HeadNorm, LayerSpec, Norms, Routing
+from ..specs.feed_forward import Routing
+from ..specs.layers import LayerSpec
+from ..specs.norms import Norms
 from ..specs.tensor_names import AFTER_NORMS, TensorNames
 from . import reading, rotary
 

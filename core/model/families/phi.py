@@ -6,9 +6,12 @@ Phi-1, 1.5 and 2 have attention and a feed-forward part without a gate side by s
 from __future__ import annotations
 
 from ..config_json import ConfigJson
+from ..specs.attention import AttentionSpec
 from ..specs.config import ModelConfig
 from ..specs.family import Family, text_shape
-from ..specs.layers import AttentionSpec, LayerSpec, Norms, UngatedActivation
+from ..specs.feed_forward import UngatedActivation
+from ..specs.layers import LayerSpec
+from ..specs.norms import Norms
 from ..specs.tensor_names import FUSED_GATE_UP, FUSED_QKV, TensorNames
 from . import reading, rotary
 

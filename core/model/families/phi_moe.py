@@ -10,7 +10,8 @@ from dataclasses import replace
 from ..config_json import ConfigJson
 from ..specs.config import ModelConfig
 from ..specs.family import Family
-from ..specs.layers import LayerSpec, Routing, Scoring
+from ..specs.feed_forward import Routing, Scoring
+from ..specs.layers import LayerSpec
 from ..specs.tensor_names import TensorNames
 from . import mixtral, reading, rotary
 

@@ -13,9 +13,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..config_json import ConfigJson
+from ..specs.attention import AttentionSpec, HeadNorm, OutputGate
 from ..specs.config import ModelConfig
 from ..specs.family import Family, text_shape
-from ..specs.layers import AttentionSpec, Experts, GatedSpec, HeadNorm, LayerSpec, OutputGate, Routing
+from ..specs.feed_forward import Experts, GatedSpec, Routing
+from ..specs.layers import LayerSpec
 from ..specs.recurrent import GatedDeltaSpec
 from ..specs.tensor_names import TensorNames
 from . import reading, rotary

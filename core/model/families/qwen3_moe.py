@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..config_json import ConfigJson
+from ..specs.attention import HeadNorm
 from ..specs.config import ModelConfig
 from ..specs.family import Family, text_shape
-from ..specs.layers import HeadNorm, Routing
+from ..specs.feed_forward import Routing
 from ..specs.tensor_names import TEXT_AND_IMAGES
 from . import reading, rotary
 

@@ -10,20 +10,20 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from ..config_json import ConfigJson, UnsupportedModel
+from ..specs.attention import AttentionSpec
 from ..specs.config import ModelConfig
-from ..specs.layers import (
+from ..specs.feed_forward import (
     Activation,
-    AttentionSpec,
     ClampedSwiglu,
     Experts,
     GatedSpec,
-    LayerSpec,
-    NormSpec,
     Routing,
     Scoring,
     UngatedActivation,
     UngatedSpec,
 )
+from ..specs.layers import LayerSpec
+from ..specs.norms import NormSpec
 from ..specs.recurrent import RecurrentSpec
 
 DTYPES = ("float32", "bfloat16", "float16")

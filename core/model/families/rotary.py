@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 from ..config_json import ConfigJson
-from ..specs.layers import AttentionSpec
+from ..specs.attention import AttentionSpec
 from ..specs.rope_config import ROPE_TYPES, RopeConfig
 from . import reading
 

@@ -13,7 +13,7 @@ from ....ops.attention.latents_schedule import takes_heads
 from ....ops.lora.sgmv import Segments
 from ....ops.lora.sgmv_tables import SgmvTables
 from ....ops.lora.sgmv_tiles import MERGED_TERMS
-from ..specs.layers import LatentSpec
+from ..specs.attention import LatentSpec
 
 if TYPE_CHECKING:
     from ....ops.attention.latents_triton import LatentLora, LaunchedLora

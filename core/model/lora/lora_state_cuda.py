@@ -26,8 +26,8 @@ from ....ops.moe.mixture_tables import MAX_PARTS, Parts
 from ....ops.table_records import Copy
 from ...cpus import available_cpus
 from ..moe.mixture_launches import MixtureForm, MixtureLaunches, MixtureLimits, MixtureState
+from ..specs.attention import LatentSpec
 from ..specs.config import ModelConfig
-from ..specs.layers import LatentSpec
 from .latent_launches import LatentLaunches
 from .lora_launches import LoraLaunches, StepOffload, Tail, Variant
 from .lora_state import LoraState, RowAdapters

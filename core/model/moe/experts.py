@@ -29,7 +29,7 @@ from ....ops.moe.native_mixture import NativeExperts, NativeGating, NativeMixtur
 from ..checkpoints.quantization.group_scaled import GroupScaled
 from ..checkpoints.quantization.groups import pack_scaled
 from ..native_activations import native_activation
-from ..specs.layers import Activation, ClampedSwiglu, Experts, Routing, Scoring, UngatedActivation
+from ..specs.feed_forward import Activation, ClampedSwiglu, Experts, Routing, Scoring, UngatedActivation
 from .mixture_launches import MixtureLaunches
 from .mixture_lora import Going, MixtureLora
 

@@ -16,7 +16,7 @@ from ....ops.gemm import narrow_weights
 from ....ops.gemm.narrow_weights import NarrowWeight
 from ....ops.moe.expert_tiles import Stack
 from ....ops.moe.routing_schedule import choice_constants
-from ..specs.layers import Experts, Routing
+from ..specs.feed_forward import Experts, Routing
 from .experts import ExpertChoice, ExpertWeights, ListedExperts, SharedOutputs, activated, lora_of, unpacked
 from .mixture_launches import MixtureLaunches
 from .mixture_lora import MixtureLora

@@ -10,18 +10,10 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from ....memory.pages.projections import Group
-from ..specs.layers import (
-    PARALLEL,
-    AttentionSpec,
-    Experts,
-    GatedSpec,
-    LatentSpec,
-    LayerSpec,
-    MixerBeside,
-    NormSpec,
-    StreamsSpec,
-    UngatedActivation,
-)
+from ..specs.attention import AttentionSpec, LatentSpec
+from ..specs.feed_forward import Experts, GatedSpec, UngatedActivation
+from ..specs.layers import LayerSpec, MixerBeside, StreamsSpec
+from ..specs.norms import PARALLEL, NormSpec
 from ..specs.recurrent import RecurrentSpec
 from ..weights.slots import MATRICES, norms_of
 from .ops import (

@@ -11,7 +11,8 @@ import torch
 
 from ....ops.library.native_descriptors import NativeHeadNorm
 from ....ops.library.native_model import LatentShape
-from ..specs.layers import AttentionSpec, HeadNorm, LatentSpec, NormSpec
+from ..specs.attention import AttentionSpec, HeadNorm, LatentSpec
+from ..specs.norms import NormSpec
 from .native_place import Late, LayerPlace, score_scale, weight_of
 
 _HEAD_NORMS: dict[HeadNorm | None, NativeHeadNorm] = {

@@ -28,8 +28,9 @@ from ..lora.lora_state import LoraState, lora_groups
 from ..moe.experts import ExpertKernels, ListedExperts
 from ..moe.mixture_lora import mixture_modules
 from ..paged_states import PagedStates
+from ..specs.attention import AttentionSpec
 from ..specs.config import ModelConfig
-from ..specs.layers import AttentionSpec, LayerSpec
+from ..specs.layers import LayerSpec
 from ..specs.recurrent import RecurrentSpec
 from ..weights.kept_weights import expert_packs
 from ..weights.layer_weights import LayerWeights

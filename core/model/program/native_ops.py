@@ -19,7 +19,10 @@ from ....ops.library.native_descriptors import NativeOutputGate
 from ....ops.library.native_program import NativeOp
 from ..moe.experts import what_native_lacks
 from ..native_activations import native_activation
-from ..specs.layers import Activation, HeadNorm, LayerSpec, NormSpec, OutputGate
+from ..specs.attention import HeadNorm, OutputGate
+from ..specs.feed_forward import Activation
+from ..specs.layers import LayerSpec
+from ..specs.norms import NormSpec
 from ..weights.slots import RECURRENT
 from .builder import layer_program
 from .native_attention import attend_arguments, latent_arguments

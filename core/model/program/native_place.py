@@ -17,7 +17,8 @@ from ....ops.elementwise.elementwise import rotary_table
 from ....ops.elementwise.float8_kv import UNSCALED, KvScales
 from ....ops.library.native_model import LayerMixture
 from ....ops.library.native_program import NativeOp
-from ..specs.layers import AttentionSpec, LayerSpec, QueryGrowth, kv_index
+from ..specs.attention import AttentionSpec, QueryGrowth
+from ..specs.layers import LayerSpec, kv_index
 from ..specs.rope_config import RopeConfig
 from ..weights.layer_weights import LayerWeights
 

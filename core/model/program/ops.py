@@ -12,7 +12,9 @@ from dataclasses import dataclass, fields
 from typing import ClassVar
 
 from ....memory.pages.projections import Group
-from ..specs.layers import Activation, AttentionSpec, Experts, LatentSpec, NormSpec, UngatedActivation
+from ..specs.attention import AttentionSpec, LatentSpec
+from ..specs.feed_forward import Activation, Experts, UngatedActivation
+from ..specs.norms import NormSpec
 from ..specs.recurrent import RecurrentSpec
 
 #: The residual stream `[tokens, hidden]`.

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from ....memory.pages.projections import Group
-from ..specs.layers import Activation
+from ..specs.feed_forward import Activation
 from .ops import Activate, Add, Begin, Gemm, Norm, Op
 
 

@@ -8,8 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
+from ..specs.attention import AttentionSpec, HeadNorm
 from ..specs.config import ModelConfig
-from ..specs.layers import AttentionSpec, Experts, HeadNorm, LayerSpec, NormSpec
+from ..specs.feed_forward import Experts
+from ..specs.layers import LayerSpec
+from ..specs.norms import NormSpec
 from ..specs.rope_config import RopeConfig
 from .builder import LayerProgram, layer_program
 from .ops import (

@@ -9,7 +9,8 @@ import torch
 
 from ....ops.attention.attention import PLAIN, Scores
 from ....ops.elementwise.elementwise import HeadNorms
-from ..specs.layers import AttentionSpec, HeadNorm, NormSpec
+from ..specs.attention import AttentionSpec, HeadNorm
+from ..specs.norms import NormSpec
 from ..weights.layer_weights import LayerWeights
 from .builder import Kept
 from .ops import Attend, LatentAttend

@@ -36,7 +36,8 @@ from ..batch import GemmBackend, GemmBackends, GemmKind
 from ..lora.step_lora import ATTN_O, DOWN, GATE_UP, QKV
 from ..moe.experts import activated, mix_experts
 from ..nvtx_spans import span
-from ..specs.layers import NormSpec, OutputGate
+from ..specs.attention import OutputGate
+from ..specs.norms import NormSpec
 from ..weights.rounding_weight import RoundingWeight
 from .builder import Kept
 from .ops import (

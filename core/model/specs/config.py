@@ -18,7 +18,10 @@ from ....memory.pages.layer_projections import model_projections
 from ....memory.pages.projections import Group, Projections, UnitRows, unit_rows
 from ..checkpoints.quantization.format import WeightFormat
 from ..config_json import UnsupportedModel
-from .layers import AttentionSpec, Experts, LayerInputSpec, LayerSpec, MediaTokens, NormSpec, StreamsSpec
+from .attention import AttentionSpec
+from .feed_forward import Experts
+from .layers import LayerInputSpec, LayerSpec, MediaTokens, StreamsSpec
+from .norms import NormSpec
 from .recurrent import RecurrentSpec
 from .tensor_names import LLAMA_TENSORS, TensorNames
 from .vision import VisionSpec

@@ -29,7 +29,7 @@ from ..checkpoints.quantization.rounded_inputs import Float8Inputs, RoundedInput
 from ..moe.experts import ExpertKernels, ExpertPack, ExpertWeights, ListedExperts, packed_experts
 from ..moe.narrow_experts import narrow_expert
 from ..moe.stacked_experts import stacked_experts
-from ..specs.layers import NormSpec
+from ..specs.norms import NormSpec
 from .layer_weights import LayerWeights
 from .rounding_weight import RoundingWeight
 from .slots import EXPERTS, Keep, Slot

@@ -15,8 +15,11 @@ from enum import Enum, auto
 from functools import cache
 
 from ....memory.pages.projections import INPUT_GROUPS, LOW_RANK_GROUPS, Group, Projection, sections_of, share_of
+from ..specs.attention import AttentionSpec, HeadNorm
 from ..specs.config import ModelConfig
-from ..specs.layers import AttentionSpec, Experts, HeadNorm, LayerSpec, Norms, NormSpec, StreamsSpec, UngatedActivation
+from ..specs.feed_forward import Experts, UngatedActivation
+from ..specs.layers import LayerSpec, StreamsSpec
+from ..specs.norms import Norms, NormSpec
 from ..specs.tensor_names import CORRECTION
 
 #: A part of a tensor: slices of its first dimensions.

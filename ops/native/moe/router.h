@@ -13,7 +13,7 @@ namespace chorus {
 // sigmoid of the chosen ones, likewise; of one expert after another the softmax over those near it that are left.
 enum Scoring : int32_t { kSoftmax, kSoftmaxOfChosen, kSigmoid, kSigmoidOfChosen, kSparseMixer };
 
-// Which experts a row goes to, and their weights; mirrors `Routing` of core/model/specs/layers.py.
+// Which experts a row goes to, and their weights; mirrors `Routing` of ops/moe/routing.py.
 struct RoutingDesc {
     const float* correction;  // [experts], added to the scores that choose, not to the weights; null: none
     const float* factors;  // [experts], of the weights of each; null: none

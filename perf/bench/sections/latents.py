@@ -23,7 +23,7 @@ from .registry import rows_table
 
 
 class _Shape(NamedTuple):
-    """See `core.model.specs.layers.LatentSpec`."""
+    """See `core.model.specs.attention.LatentSpec`."""
 
     heads: int
     key_dim: int

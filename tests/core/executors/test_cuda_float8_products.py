@@ -12,8 +12,10 @@ from chorus.core.executors.cuda_float8_products import check_float8_products, ch
 from chorus.core.model.batch import GemmBackend
 from chorus.core.model.checkpoints.quantization.round_to_nearest import RoundToNearest
 from chorus.core.model.decoder import DecoderModel
+from chorus.core.model.specs.attention import AttentionSpec
 from chorus.core.model.specs.config import UnsupportedModel
-from chorus.core.model.specs.layers import AttentionSpec, GatedSpec, LayerSpec
+from chorus.core.model.specs.feed_forward import GatedSpec
+from chorus.core.model.specs.layers import LayerSpec
 from chorus.core.model.specs.rope_config import RopeConfig
 from chorus.core.model.weights.dummy_weights import DummyWeights
 from chorus.core.model.weights.weight_plan import NARROW

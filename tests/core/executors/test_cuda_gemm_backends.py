@@ -28,7 +28,9 @@ from chorus.core.executors.cuda_gemm_backends import (  # noqa: E402
 from chorus.core.model.batch import GemmBackend, GemmBackends, GemmKind  # noqa: E402
 from chorus.core.model.decoder import DecoderModel  # noqa: E402
 from chorus.core.model.lora.lora_state_cuda import CudaLoraState, StepLimits  # noqa: E402
-from chorus.core.model.specs.layers import AttentionSpec, GatedSpec, LayerSpec  # noqa: E402
+from chorus.core.model.specs.attention import AttentionSpec  # noqa: E402
+from chorus.core.model.specs.feed_forward import GatedSpec  # noqa: E402
+from chorus.core.model.specs.layers import LayerSpec  # noqa: E402
 from chorus.core.model.specs.rope_config import RopeConfig  # noqa: E402
 from chorus.core.model.weights.dummy_weights import DummyWeights  # noqa: E402
 from chorus.graphs.runner import StepForm, StepMode, StepPart  # noqa: E402

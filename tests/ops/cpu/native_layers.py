@@ -13,18 +13,10 @@ from chorus.core.model.lora.lora_state import rows_in
 from chorus.core.model.program.native_decoder import native_layer
 from chorus.core.model.program.native_ops import NativeProgram
 from chorus.core.model.program.native_place import Tables, layer_places
-from chorus.core.model.specs.layers import (
-    Activation,
-    AttentionSpec,
-    GatedSpec,
-    HeadNorm,
-    LayerSpec,
-    Norms,
-    NormSpec,
-    OutputGate,
-    UngatedActivation,
-    UngatedSpec,
-)
+from chorus.core.model.specs.attention import AttentionSpec, HeadNorm, OutputGate
+from chorus.core.model.specs.feed_forward import Activation, GatedSpec, UngatedActivation, UngatedSpec
+from chorus.core.model.specs.layers import LayerSpec
+from chorus.core.model.specs.norms import Norms, NormSpec
 from chorus.core.model.specs.rope_config import RopeConfig
 from chorus.core.model.weights.layer_weights import LayerWeights
 from chorus.memory.pages.adapter_layout import AdapterLayout, uniform_parts

@@ -13,7 +13,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from chorus.core.model.specs.layers import Activation, HeadNorm, Norms, OutputGate, UngatedActivation
+from chorus.core.model.specs.attention import HeadNorm, OutputGate
+from chorus.core.model.specs.feed_forward import Activation, UngatedActivation
+from chorus.core.model.specs.norms import Norms
 from chorus.ops.cpu import native
 from chorus.ops.cpu.lora_offload import EXCHANGES_BYTES, OffloadedSegments, OffloadWorker, exchange_floats
 from chorus.ops.elementwise.float8_kv import UNSCALED

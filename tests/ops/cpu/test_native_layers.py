@@ -9,7 +9,9 @@ import pytest
 import torch
 from allpairspy import AllPairs
 
-from chorus.core.model.specs.layers import Activation, HeadNorm, Norms, OutputGate, UngatedActivation
+from chorus.core.model.specs.attention import HeadNorm, OutputGate
+from chorus.core.model.specs.feed_forward import Activation, UngatedActivation
+from chorus.core.model.specs.norms import Norms
 from chorus.ops.cpu import native
 from chorus.ops.elementwise.float8_kv import UNSCALED, KvScales
 from chorus.ops.library import native_library

@@ -9,7 +9,10 @@ import torch
 
 from chorus.core.model.program.native_ops import NativeProgram
 from chorus.core.model.program.native_place import Tables, layer_places
-from chorus.core.model.specs.layers import AttentionSpec, GatedSpec, LayerSpec, Norms, NormSpec
+from chorus.core.model.specs.attention import AttentionSpec
+from chorus.core.model.specs.feed_forward import GatedSpec
+from chorus.core.model.specs.layers import LayerSpec
+from chorus.core.model.specs.norms import Norms, NormSpec
 from chorus.core.model.weights.layer_weights import LayerWeights
 from chorus.memory.pages.layer_projections import dense_projections
 from chorus.ops.cpu import native

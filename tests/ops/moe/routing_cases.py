@@ -9,7 +9,7 @@ import torch
 
 from chorus.core.model.moe.experts import ListedExperts, SharedOutputs, choose
 from chorus.core.model.moe.stacked_experts import StackedExperts
-from chorus.core.model.specs.layers import Routing, Scoring
+from chorus.core.model.specs.feed_forward import Routing, Scoring
 from chorus.ops.moe.expert_tiles import Stack
 from chorus.ops.moe.expert_tiles_schedule import num_tiles, tile_rows
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from chorus.core.model.moe.experts import ListedExperts, choose
-from chorus.core.model.specs.layers import ClampedSwiglu, Experts, Routing, Scoring
+from chorus.core.model.specs.feed_forward import ClampedSwiglu, Experts, Routing, Scoring
 from chorus.ops.cpu.lora_offload import described
 from chorus.ops.library import native_library
 from chorus.ops.lora.sgmv import MAX_MODULES, AdapterRows, Segments

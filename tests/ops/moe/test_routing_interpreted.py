@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from chorus.core.model.moe.experts import mix_experts
-from chorus.core.model.specs.layers import Experts, Routing
+from chorus.core.model.specs.feed_forward import Experts, Routing
 from chorus.ops.launch_triton import KernelLauncher
 
 from ...dispatched import dispatched

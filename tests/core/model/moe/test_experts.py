@@ -10,7 +10,7 @@ import torch
 
 from chorus.core.model.moe.experts import ListedExperts, choose, mix_experts
 from chorus.core.model.moe.mixture_lora import MixtureLora
-from chorus.core.model.specs.layers import Activation, ClampedSwiglu, Experts, Routing, Scoring
+from chorus.core.model.specs.feed_forward import Activation, ClampedSwiglu, Experts, Routing, Scoring
 from chorus.memory.pages.projections import MIXTURE_GROUPS, Group
 from chorus.ops.library import native_library
 from chorus.ops.lora.sgmv import AdapterRows, Segments

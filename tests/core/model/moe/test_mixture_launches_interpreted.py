@@ -18,7 +18,9 @@ from chorus.core.model.lora.lora_state_cuda import CudaLoraState, StepLimits
 from chorus.core.model.moe.experts import ExpertPack, ListedExperts, mix_experts, packed_experts
 from chorus.core.model.moe.mixture_launches import MixtureForm
 from chorus.core.model.moe.stacked_experts import stacked_experts
-from chorus.core.model.specs.layers import AttentionSpec, Experts, LayerSpec, Routing
+from chorus.core.model.specs.attention import AttentionSpec
+from chorus.core.model.specs.feed_forward import Experts, Routing
+from chorus.core.model.specs.layers import LayerSpec
 from chorus.core.model.specs.rope_config import RopeConfig
 from chorus.core.requests.types import BASE_LORA_INDEX
 from chorus.memory.pages.adapter_layout import AdapterLayout, AdapterPart

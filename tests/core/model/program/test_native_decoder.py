@@ -13,21 +13,18 @@ import torch
 from chorus.core.model.batch import StepBatch
 from chorus.core.model.program.native_decoder import NativeDecoderModel, why_unsupported
 from chorus.core.model.program.native_place import Tables, score_scale
-from chorus.core.model.specs.layers import (
+from chorus.core.model.specs.attention import AttentionSpec, HeadNorm, OutputGate
+from chorus.core.model.specs.feed_forward import (
     Activation,
-    AttentionSpec,
     ClampedSwiglu,
     Experts,
     GatedSpec,
-    HeadNorm,
-    LayerSpec,
-    Norms,
-    OutputGate,
     Routing,
-    StreamsSpec,
     UngatedActivation,
     UngatedSpec,
 )
+from chorus.core.model.specs.layers import LayerSpec, StreamsSpec
+from chorus.core.model.specs.norms import Norms
 from chorus.core.model.specs.rope_config import RopeConfig
 from chorus.core.model.weights.layer_weights import LayerWeights
 from chorus.memory.pages.arena import Arena

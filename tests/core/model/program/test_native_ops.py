@@ -8,17 +8,10 @@ import pytest
 
 from chorus.core.model.program.native_buffers import NoNativeOp
 from chorus.core.model.program.native_ops import NativeProgram
-from chorus.core.model.specs.layers import (
-    Activation,
-    AttentionSpec,
-    Experts,
-    GatedSpec,
-    LayerSpec,
-    Norms,
-    NormSpec,
-    OutputGate,
-    Routing,
-)
+from chorus.core.model.specs.attention import AttentionSpec, OutputGate
+from chorus.core.model.specs.feed_forward import Activation, Experts, GatedSpec, Routing
+from chorus.core.model.specs.layers import LayerSpec
+from chorus.core.model.specs.norms import Norms, NormSpec
 from chorus.core.model.specs.rope_config import RopeConfig
 from chorus.memory.pages.projections import Projections
 from chorus.ops.library.native_program import NativeOp

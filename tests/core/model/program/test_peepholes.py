@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from chorus.core.model.program.ops import Activate, Add, Begin, Gemm, Norm, Scale
 from chorus.core.model.program.peepholes import fused, fused_layers
-from chorus.core.model.specs.layers import Activation, NormSpec
+from chorus.core.model.specs.feed_forward import Activation
+from chorus.core.model.specs.norms import NormSpec
 from chorus.memory.pages.projections import Group
 
 NORM = NormSpec(1e-6)

@@ -14,8 +14,9 @@ import torch
 
 from chorus.core.model.families import FAMILIES
 from chorus.core.model.read_config import read_model_config
+from chorus.core.model.specs.attention import HeadNorm, LatentSpec, QueryGrowth
 from chorus.core.model.specs.config import UnsupportedModel
-from chorus.core.model.specs.layers import ClampedSwiglu, Experts, HeadNorm, LatentSpec, QueryGrowth, Routing, Scoring
+from chorus.core.model.specs.feed_forward import ClampedSwiglu, Experts, Routing, Scoring
 from chorus.core.model.specs.recurrent import GatedDeltaSpec
 from chorus.core.model.specs.rope_config import RopeConfig
 from chorus.core.model.weights.shard import Shard

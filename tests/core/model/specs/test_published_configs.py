@@ -9,8 +9,8 @@ import torch
 
 from chorus.core.model.families.seeing import TEXTS
 from chorus.core.model.read_config import read_model_config
+from chorus.core.model.specs.attention import QueryGrowth
 from chorus.core.model.specs.config import UnsupportedModel
-from chorus.core.model.specs.layers import QueryGrowth
 from chorus.core.model.weights.tensor_parts import tensor_shapes
 
 from ...published_configs import PUBLISHED

@@ -1,0 +1,234 @@
+"""Specifications of attention: its heads, their norms and rotary embedding, latents, and gates of its output.
+
+Tests: tests/core/model/specs/test_model_config.py, tests/core/paths
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+from ....memory.pages.layer_projections import attention_projections, latent_projections
+from ....memory.pages.layout import KvShape
+from ....memory.pages.projections import Group, Projection
+from .rope_config import RopeConfig
+
+if TYPE_CHECKING:
+    import torch
+
+
+class HeadNorm(StrEnum):
+    """Norm of queries and keys, before they are rotated unless it says otherwise."""
+
+    EACH = "each"
+    """Every head by itself, with weights `[head_dim]`: Qwen3, Gemma 3."""
+
+    ALL = "all"
+    """All heads of a token at once, with weights `[heads · head_dim]`: OLMo 2."""
+
+    BARE = "bare"
+    """Every head by itself, without weights: nanochat, and Llama 4, which norms rotated heads. Rotating changes no
+    norm.
+    """
+
+    OWN = "own"
+    """LayerNorm of every head by itself, each with weights of its own, `[heads · head_dim]`: Command R+."""
+
+    ROTATED = "rotated"
+    """Every head by itself after it was rotated, with weights `[head_dim]`: Hunyuan. Rotating changes no norm, so heads
+    are divided by their norms before, and the queries alone are multiplied by both weights after.
+    """
+
+
+class OutputGate(StrEnum):
+    """Where the gates of attention's output come from."""
+
+    BESIDE_QUERIES = "beside queries"
+    """q_proj gives each head a query and then a gate: Qwen3.5."""
+
+    APART = "apart"
+    """g_proj gives every element one: AFMoE."""
+
+    OF_HEADS = "of heads"
+    """g_proj gives every head one: LFM3."""
+
+
+@dataclass(frozen=True, slots=True)
+class QueryGrowth:
+    """Queries grow with their position p, by `1 + beta · log(1 + floor((p + first) / positions))` (Llama 4,
+    Ministral 3).
+    """
+
+    beta: float
+    positions: int
+
+    first: int = 0
+    """Number of the first position."""
+
+    def factors(self, count: int) -> torch.Tensor:
+        """Of positions 0 … count-1, float32."""
+        import torch
+
+        numbers = torch.arange(self.first, self.first + count)
+        return 1 + self.beta * torch.log(1 + torch.floor(numbers / self.positions))
+
+
+@dataclass(frozen=True, slots=True)
+class LatentSpec:
+    """Latent attention (MLA, DeepSeek-V2, arXiv 2405.04434 §2.1): of a token, one latent is kept in place of the keys
+    and values of all heads, with a rotated key that all heads share.
+
+    Head h has the key `[key_h · c, k_rotated]` and the value `value_h · c`, where c is the latent. Its score is
+    `(key_hᵀ · q_h) · c + q_rotated · k_rotated` and its output `value_h · Σ weight · c`. So the cache has one KV head,
+    whose key is `[c, k_rotated]` and whose value is c: see `ops.attention.latents`.
+    """
+
+    q_rank: int
+    """Width of the queries' latents; 0: queries are made of the layer's input."""
+
+    kv_rank: int
+    """Width of c."""
+
+    key_dim: int
+    """Elements of a head's key that are not rotated."""
+
+    rotated_dim: int
+    value_dim: int
+    """Elements of a head's value."""
+
+    eps: float
+    """Of the norms of latents."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSpec:
+    """Causal grouped-query attention."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+    scale: float
+    """Factor of the scores q · k, usually head_dim^-0.5."""
+
+    rope: RopeConfig | None
+    """None: queries and keys are not rotated (NoPE)."""
+
+    window: int | None = None
+    """Tokens that a query sees, itself included; None: all before it."""
+
+    chunked: bool = False
+    """The window begins at a multiple of its length: a query sees the tokens of its own chunk alone (Llama 4)."""
+
+    softcap: float | None = None
+    """Scores s become `softcap · tanh(s / softcap)`."""
+
+    head_norm: HeadNorm | None = None
+    qkv_bias: bool = False
+    o_bias: bool = False
+
+    output_gate: OutputGate | None = None
+    """Gates of what was attended: `o_proj(attended · sigmoid(gate))`."""
+
+    query_growth: QueryGrowth | None = None
+
+    sinks: bool = False
+    """Each head has a learned score that joins the softmax's denominator (gpt-oss)."""
+
+    kv_copies: int = 1
+    """TP ranks that have the same K/V heads, because there are more ranks than heads."""
+
+    latent: LatentSpec | None = None
+    """Keys and values are latents. Then there is one KV head, of `kv_rank + rotated_dim` elements."""
+
+    keys_are_values: bool = False
+    """There is no v_proj: the output of k_proj, before its norm, is the values, too (Gemma 4)."""
+
+    value_norm: bool = False
+    """Every head of values is normalised, without weights (Gemma 4)."""
+
+    shares_kv: bool = False
+    """It has no keys and values of its own: it reads those of the last layer before it that has its form and keys
+    (Gemma 4).
+    """
+
+    form: str = ""
+    """Tells its projections apart from those of other layers' attention of another shape; see `Projection`."""
+
+    def window_within(self, max_model_len: int) -> int | None:
+        """The window, unless no request of so many tokens can leave it."""
+        return None if self.window is None or self.window >= max_model_len else self.window
+
+    @property
+    def q_size(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        return self.num_kv_heads * self.head_dim
+
+    @property
+    def cached_value_dim(self) -> int | None:
+        """Elements of a cached key that are its value; None: values are cached, too."""
+        return None if self.latent is None else self.latent.kv_rank
+
+    @property
+    def query_dim(self) -> int:
+        """Elements of a head's query."""
+        return self.head_dim if self.latent is None else self.latent.key_dim + self.latent.rotated_dim
+
+    @property
+    def attended_dim(self) -> int:
+        """Elements of a head's output."""
+        return self.head_dim if self.latent is None else self.latent.value_dim
+
+    @property
+    def q_rows(self) -> int:
+        """Rows of q_proj: queries, and the gates where it gives them."""
+        return self.q_size * (1 + (self.output_gate is OutputGate.BESIDE_QUERIES))
+
+    @property
+    def gate_size(self) -> int:
+        """Elements of the gates of a token's output."""
+        return 0 if self.output_gate is None else self.q_size
+
+    @property
+    def biased_inputs(self) -> list[str]:
+        """Paths of the projections that `qkv_bias` is of."""
+        parts = ("q_proj", "k_proj", "v_proj") if self.latent is None else ("q_a_proj", "kv_a_proj_with_mqa")
+        return [f"self_attn.{part}" for part in parts]
+
+    def projections(self, hidden: int) -> tuple[Projection, ...]:
+        """Its matrices. hidden: width of the residual stream."""
+        if (latent := self.latent) is not None:
+            widths = {"key": latent.key_dim, "rotated": latent.rotated_dim, "value": latent.value_dim}
+            return latent_projections(hidden, self.num_heads, q_rank=latent.q_rank, kv_rank=latent.kv_rank, **widths)
+        *inputs, output = attention_projections(
+            hidden,
+            self.num_heads,
+            self.num_kv_heads,
+            self.head_dim,
+            gate=self.output_gate is OutputGate.BESIDE_QUERIES,
+            keys_and_values=0 if self.shares_kv else 1 if self.keys_are_values else 2,
+            form=self.form,
+        )
+        if self.output_gate in (OutputGate.APART, OutputGate.OF_HEADS):
+            size = self.q_size if self.output_gate is OutputGate.APART else self.num_heads
+            gate = Projection("self_attn.g_proj", Group.MIXER_IN, hidden, size, self.num_heads, form=self.form)
+            inputs.append(gate)
+        return (*inputs, output)
+
+    @property
+    def kv_shape(self) -> KvShape:
+        """Of its keys and values."""
+        return KvShape(self.num_kv_heads, self.head_dim)
+
+    def share(self, size: int) -> AttentionSpec:
+        """One of `size` ranks' share."""
+        return replace(
+            self,
+            num_heads=self.num_heads // size,
+            num_kv_heads=max(1, self.num_kv_heads // size),
+            kv_copies=max(1, size // self.num_kv_heads),
+        )

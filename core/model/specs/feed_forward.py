@@ -1,0 +1,154 @@
+"""Specifications of feed-forward parts: gated or not, or a mixture of experts.
+
+Tests: tests/core/model/specs/test_model_config.py, tests/core/paths
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from ....memory.pages.layer_projections import gated_projections, mixture_projections
+from ....memory.pages.projections import Projection
+from ....ops.moe.routing import Routing as Routing
+from ....ops.moe.routing import Scoring as Scoring
+
+
+class Activation(StrEnum):
+    """Activation of a gated feed-forward part, by transformers' names."""
+
+    SILU = "silu"
+    GELU_TANH = "gelu_pytorch_tanh"
+
+
+@dataclass(frozen=True, slots=True)
+class ClampedSwiglu:
+    """`(up + 1) · gate · sigmoid(alpha · gate)`, with gate at most `limit` and up within ± `limit` (gpt-oss)."""
+
+    alpha: float
+    limit: float
+
+
+class UngatedActivation(StrEnum):
+    """Activation of a feed-forward part without a gate, by transformers' names."""
+
+    GELU_TANH = "gelu_pytorch_tanh"
+
+    GELU = "gelu"
+    """With the error function: GPT-NeoX."""
+
+    RELU_SQUARED = "relu2"
+    """`max(x, 0)²`: Nemotron, Arcee."""
+
+    XIELU = "xielu"
+    """See `ops.elementwise.elementwise.xielu`; each layer has learned parameters (Apertus)."""
+
+
+@dataclass(frozen=True, slots=True)
+class GatedSpec:
+    """`factor · down(activation(gate_factor · gate(x)) · up(x))`."""
+
+    size: int
+    """Width of gate and up."""
+
+    activation: Activation = Activation.SILU
+    bias: bool = False
+
+    form: str = ""
+    """See `AttentionSpec.form`."""
+
+    gate_factor: float = 1.0
+    """Of gate's output, before its activation (Falcon-H1)."""
+
+    factor: float = 1.0
+    """Of the part's output, likewise."""
+
+    sparsity: float = 0.0
+    """Share of a token's gates that become 0 if they are normally distributed: those below the cutoff of that share,
+    which is subtracted from the others (Gemma 3n). 0: none.
+    """
+
+    def projections(self, hidden: int) -> tuple[Projection, ...]:
+        """See `AttentionSpec.projections`."""
+        return gated_projections(hidden, self.size, self.form)
+
+    def share(self, size: int) -> GatedSpec:
+        """One of `size` ranks' share."""
+        return replace(self, size=self.size // size)
+
+
+@dataclass(frozen=True, slots=True)
+class UngatedSpec:
+    """`down(activation(up(x)))`."""
+
+    size: int
+    """Width of up."""
+
+    activation: UngatedActivation
+    bias: bool = False
+
+    form = ""
+
+    def projections(self, hidden: int) -> tuple[Projection, ...]:
+        """See `AttentionSpec.projections`."""
+        return gated_projections(hidden, self.size)[1:]
+
+    def share(self, size: int) -> UngatedSpec:
+        """One of `size` ranks' share."""
+        return replace(self, size=self.size // size)
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """A mixture of experts, each a gated part: `Σ weight · down(activation(gate(x)) · up(x))` of the experts that a
+    router chooses for a token, and of the shared one where there is one. `ClampedSwiglu` has a form of its own; with an
+    `UngatedActivation` each is `down(activation(up(x)))`.
+    """
+
+    count: int
+
+    size: int
+    """Width of an expert's gate and up."""
+
+    routing: Routing
+    activation: Activation | ClampedSwiglu | UngatedActivation = Activation.SILU
+
+    shared_size: int = 0
+    """Width of the gate and up of an expert that every token goes to; 0: there is none."""
+
+    shared_gate: bool = False
+    """The shared expert's output is multiplied by the sigmoid of a product of x (Qwen3.5)."""
+
+    biased: bool = False
+    """Each expert's gate, up and down have biases (gpt-oss)."""
+
+    factor: float = 1.0
+    """Of the sum of all experts' outputs (Cohere 2 MoE)."""
+
+    bias = False
+
+    @property
+    def is_gated(self) -> bool:
+        """True if experts have gates."""
+        return not isinstance(self.activation, UngatedActivation)
+
+    @property
+    def active_size(self) -> int:
+        """Width of all that a token goes through."""
+        return self.routing.per_token * self.size + self.shared_size
+
+    @property
+    def share_per_token(self) -> float:
+        """Share of the experts that a token goes to."""
+        return self.routing.per_token / self.count
+
+    def projections(self, hidden: int) -> tuple[Projection, ...]:
+        """See `AttentionSpec.projections`; those of experts are of each one."""
+        shared_gate, has_gates = self.shared_gate, self.is_gated
+        return mixture_projections(
+            hidden, self.count, self.size, self.shared_size, shared_gate=shared_gate, has_gates=has_gates
+        )
+
+    def share(self, size: int) -> Experts:
+        """One of `size` ranks' share: of all experts some columns."""
+        return replace(self, size=self.size // size, shared_size=self.shared_size // size)

@@ -1,0 +1,51 @@
+"""Norms of the residual stream: their kind, and where a layer has them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Norms(StrEnum):
+    """Where the norms of a layer stand."""
+
+    BEFORE = "before"
+    """`x += f(norm(x))`: Llama."""
+
+    AFTER = "after"
+    """`x += norm(f(x))`: OLMo 2, EXAONE 4."""
+
+    AROUND = "around"
+    """`x += norm_out(f(norm(x)))`: Gemma, GLM-4."""
+
+    PARALLEL = "parallel"
+    """`n = norm(x); x += mixer(n) + feed_forward(n)`: Cohere."""
+
+    PARALLEL_APART = "parallel, apart"
+    """`x += mixer(norm(x)) + feed_forward(norm_2(x))`: GPT-NeoX."""
+
+
+#: Those with which the feed-forward part does not read the mixer's output.
+PARALLEL = frozenset((Norms.PARALLEL, Norms.PARALLEL_APART))
+
+
+@dataclass(frozen=True, slots=True)
+class NormSpec:
+    """A norm over the last dimension, with statistics in float32."""
+
+    eps: float
+
+    centered: bool = False
+    """LayerNorm without bias, which subtracts the mean (Cohere), rather than RMSNorm."""
+
+    one_plus: bool = False
+    """The checkpoint stores weight - 1 (Gemma)."""
+
+    wide: bool = False
+    """Multiply by the weight in float32 and round then (Gemma, OLMo 2), rather than round before (Llama)."""
+
+    biased: bool = False
+    """A bias is added: LayerNorm as PyTorch has it (StarCoder 2). `centered` and `wide` are true, too."""
+
+    weightless: bool = False
+    """The checkpoint has no weight, which is 1 (OLMo)."""
