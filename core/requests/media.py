@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ...memory.pages.block import Key
+if TYPE_CHECKING:
+    from ...memory.pages.block import Key
 
 
 @dataclass(frozen=True, slots=True)

@@ -288,6 +288,8 @@ def _position(sequence: ScheduledSequence, request_id: str, tokens: list[int]) -
         states=sequence.states,
         state_step=sequence.state_step,
         lora_from=sequence.lora_from,
+        media=sequence.media,
+        media_rows=sequence.media_rows,
     )
 
 

@@ -131,7 +131,7 @@ class EngineControl:
         if (resets := _BOOLEANS.get(given.lower())) is None:
             raise ApiError(400, f"{name} is {clipped(given)!r}; it must be true or false", param=name)
         count = await asyncio.wrap_future(self._worker.reset_prefix_cache(reset_running_requests=resets))
-        audit.info("%s reset the prefix cache: %d pages", request.state.caller, count)
+        audit.info("%s reset the prefix cache: %d blocks", request.state.caller, count)
         return JsonResponse({"success": True})
 
     async def flush_cache(self, request: Request) -> Response:

@@ -165,6 +165,9 @@ class FakeEngine:
         self._generated = 0
         self._last: StepInfo | None = None
 
+    def reset_prefix_cache(self, *, reset_running_requests: bool = False) -> int:
+        return 0
+
     def add_request(self, request: Request) -> None:
         self.threads.add(threading.get_ident())
         if request.adapter_name is not None:

@@ -143,7 +143,7 @@ def test_every_field_of_an_adapter_is_judged():
     files = {"path", "file_size", "mtime_ns", "places", "identity", "stem", "modules", "num_left_out", "sources"}
     files |= {"dropped", "untrained", "form", "is_larger"}
     told = {"content_hash", "no_effect", "base_model", "names_other_base"}
-    refused = {"invocation_tokens", "vectors", "head", "tokens"}
+    refused = {"invocation_tokens", "vectors", "head", "tokens", "tower"}
     of_rows = {"num_tokens", "added"}  # that are refused
     assert {field.name for field in fields(AdapterManifest)} == {"parts"} | files | told | refused | of_rows
     assert {field.name for field in fields(AdapterPart)} == {

@@ -229,6 +229,17 @@ RIGHTS = {
     ("GET", "/ui/ui.js"): Right.OPEN,
     ("GET", "/ui/ui.css"): Right.OPEN,
     ("GET", "/ui/events"): Right.OPERATOR,
+    ("GET", "/get_world_size"): Right.ADMIN,
+    ("GET", "/is_sleeping"): Right.ADMIN,
+    ("GET", "/flush_cache"): Right.ADMIN,
+    ("POST", "/flush_cache"): Right.ADMIN,
+    ("POST", "/reset_prefix_cache"): Right.ADMIN,
+    ("POST", "/load_lora_adapter"): Right.ADMIN,
+    ("POST", "/unload_lora_adapter"): Right.ADMIN,
+    ("POST", "/pause_generation"): Right.ADMIN,
+    ("POST", "/continue_generation"): Right.ADMIN,
+    ("POST", "/sleep"): Right.ADMIN,
+    ("POST", "/wake_up"): Right.ADMIN,
 }
 STREAMS = ["/ui/events"]
 """Paths with an answer that has no end."""
