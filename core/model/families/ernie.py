@@ -1,5 +1,7 @@
 """ERNIE 4.5 (text): Llama that rotates neighbouring pairs; ERNIE-4.5-MoE chooses experts by a softmax with a learned
 correction. The text part of PaddleOCR-VL rotates halves.
+
+Tests: tests/core/model/specs/test_published_configs.py, tests/core/paths
 """
 
 from __future__ import annotations
