@@ -194,8 +194,8 @@ class Engine:
     def _host_tier(self, budget: HostBudget) -> CachedPages | None:
         """Return the tier for cached pages that are evicted; None if nothing can be copied, or nothing is cached."""
         swaps, config, layout = self.executor.swaps, self.config, self.executor.layout
-        if swaps is None or not swaps.copies_at_once or not config.prefix_cache or not config.host_bytes:
-            return None  # a step would wait for a device's copy of each page that is evicted
+        if swaps is None or not swaps.keeps_evicted or not config.prefix_cache or not config.host_bytes:
+            return None
         windowed = [group for group, window in enumerate(layout.group_windows) if window is not None]
         tier = CachedPages(swaps, budget, self.prefix, self.costs, layout.page_bytes, windowed)
         self.prefix.tier = tier
@@ -209,7 +209,9 @@ class Engine:
         from .kv_identity import identity_of  # needs torch
 
         if host is None or swaps is None:
-            raise ValueError("kv_cache_dir is set, but this executor can't copy KV; leave it out")
+            raise ValueError(
+                "kv_cache_dir is set, but only engines on CPUs keep prefixes that leave the page pool; leave it out"
+            )
         page_bytes = len(swaps.bytes_of(swaps.new_image()))
         folder = BlockFolder(config.kv_cache_dir, config.kv_cache_disk_bytes, page_bytes)
         device, remembered = type(self.executor).__name__, config.kv_cache_dir / "model"

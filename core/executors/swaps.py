@@ -30,7 +30,7 @@ class PageSwaps:
         self._scope = scope
         self._page_elems = arena.layout.page_elems
         self._dtype = arena.pages.dtype
-        self.copies_at_once = not arena.pages.is_cuda
+        self.copies_at_once = self.keeps_evicted = not arena.pages.is_cuda
         self.page_seconds = self._measure(arena.num_pages)
 
     def copy_out(self, pages: Sequence[int]) -> tuple[torch.Tensor, Transfer | None]:

@@ -21,6 +21,11 @@ class SwapBackend(Protocol):
         """True if copies out are complete when `copy_out` returns."""
         ...
 
+    @property
+    def keeps_evicted(self) -> bool:
+        """True if pages that are evicted are copied to host memory first: a step must not wait for a device's copy."""
+        ...
+
     def copy_out(self, pages: Sequence[int]) -> tuple[Any, Transfer | None]:
         """Begin to copy pages to host memory; return the image, and its transfer unless it is already complete."""
         ...

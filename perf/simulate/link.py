@@ -174,6 +174,11 @@ class SimSwaps:
         """False: a copy takes the link's time."""
         return False
 
+    @property
+    def keeps_evicted(self) -> bool:
+        """False, as of a GPU."""
+        return False
+
     def copy_out(self, pages: Sequence[int]) -> tuple[None, SimTransfer | None]:
         return None, self._send(len(pages))
 

@@ -35,7 +35,7 @@ class CheckedSwaps:
         self._delay = delay
         self._trouble = trouble
         self._num_under_way = 0
-        self.copies_at_once = not delay
+        self.copies_at_once, self.keeps_evicted = not delay, True
 
     def copy_out(self, pages: Sequence[int]) -> tuple[list[list[object]], SwapCopy | None]:
         image: list[list[object]] = []

@@ -52,7 +52,7 @@ class LateSwaps:
 
     def __init__(self, swaps: SwapBackend, draw: random.Random) -> None:
         self.page_seconds = swaps.page_seconds
-        self.copies_at_once = False
+        self.copies_at_once, self.keeps_evicted = False, True
         self._swaps = swaps
         self._draw = draw
 

@@ -184,7 +184,8 @@ class Reference:
         text = self.processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         given = {"images": [list(images)]} if images else {}
         inputs = self.processor(text=text, return_tensors="pt", add_special_tokens=False, **given)
-        inputs.pop("rows", None), inputs.pop("cols", None)
+        for name in ("rows", "cols"):
+            inputs.pop(name, None)
         with torch.inference_mode():
             out = self._model(adapter).generate(
                 **inputs, max_new_tokens=count, min_new_tokens=count, do_sample=False, eos_token_id=None

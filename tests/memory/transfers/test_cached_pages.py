@@ -18,7 +18,7 @@ class Backend:
     """Copies contents of pages at once."""
 
     page_seconds = 1e-4
-    copies_at_once = True
+    copies_at_once = keeps_evicted = True
 
     def __init__(self, num_pages):
         self.arena = [None] * num_pages

@@ -62,7 +62,7 @@ def test_each_request_has_a_span_below_its_callers(start, fake_engine):
         "gen_ai.usage.completion_tokens": 4,
         "gen_ai.response.finish_reasons": ("stop",),
         "chorus.adapter": "alice",
-        "chorus.tenant": "127.0.0.1",
+        "chorus.tenant": "at-127.0.0.1",
         "chorus.kv_page_seconds": 0.0,
     }
     assert times.pop("gen_ai.latency.time_per_output_token") >= 0
