@@ -97,7 +97,10 @@ def add_up_flags(parser: argparse.ArgumentParser, count: Callable[[str], int]) -
     """Flags of `chorus cluster up`. count: parses a number above 0."""
     parser.add_argument("--replicas", type=count, default=2, metavar="N", help="replicas (default: 2)")
     parser.add_argument(
-        "--policy", choices=POLICIES, default="least-delay", help="which replica gets a request (default: least-delay)"
+        "--policy",
+        choices=tuple(POLICIES),
+        default="least-delay",
+        help="which replica gets a request (default: least-delay)",
     )
     parser.add_argument(
         "--slo-tpot",

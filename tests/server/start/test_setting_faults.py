@@ -8,6 +8,7 @@ import pytest
 
 from chorus import InvalidRequest
 from chorus.server.cli.command import main, make_parser
+from chorus.server.cluster.router import POLICIES
 from chorus.server.library.options import settings_of
 from chorus.server.settings import Settings
 from chorus.server.start.flags import UsageError, read_settings
@@ -164,3 +165,9 @@ def test_the_library_names_a_variable_and_a_file(monkeypatch, tmp_path):
     ) as caught:
         settings_of({"config": path, "max_num_seqs": 3})
     assert caught.value.field == "config"
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_policy_is_no_command(policy):
+    """The parser of commands looked for further ones among the choices of flags, and a policy is a function."""
+    assert make_parser().parse(["cluster", "up", "--policy", policy]).policy == policy
