@@ -222,7 +222,7 @@ class CheckedOrder:
         self._out_since = {each: since.get(each, (now, self._decided[1])) for each in left_out & may_run}
         patience, count = self._config.max_overtake_seconds, len(left_out) + len(self._ran(plan) - {None})
         for adapter, (then, step) in self._out_since.items():
-            is_late = now - then > patience + min(patience, LONGEST_ROUND) and self._decided[1] - step > 3 * count
+            is_late = now - then > patience + min(patience, LONGEST_ROUND) and self._decided[1] - step > 4 * count
             promise(not is_late, "{} is descheduled since {}, now {}", adapter, then, now)
 
     def _check_shares(
