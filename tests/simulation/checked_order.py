@@ -217,12 +217,14 @@ class CheckedOrder:
         """Check that no adapter of running requests is descheduled beyond its time and a round of the others."""
         now = self._decided[0]
         self._reached["adapters took turns"] += bool(left_out)
-        may_run = {each.adapter for each in self._scheduler.running if each.restoring is None and not each.choice_group}
+        # A prompt that another tenant's decoding holds back takes part in no turn.
+        running = [each for each in self._scheduler.running if each.restoring is None and not each.choice_group]
+        may_run = {each.adapter for each in running if not self._is_bounded(each)}
         since = self._out_since
         self._out_since = {each: since.get(each, (now, self._decided[1])) for each in left_out & may_run}
         patience, count = self._config.max_overtake_seconds, len(left_out) + len(self._ran(plan) - {None})
         for adapter, (then, step) in self._out_since.items():
-            is_late = now - then > patience + min(patience, LONGEST_ROUND) and self._decided[1] - step > 4 * count
+            is_late = now - then > patience + min(patience, LONGEST_ROUND) and self._decided[1] - step > 3 * count
             promise(not is_late, "{} is descheduled since {}, now {}", adapter, then, now)
 
     def _check_shares(
