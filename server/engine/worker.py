@@ -180,8 +180,8 @@ class EngineWorker:
         return self._enqueue(partial(self._abort, request_id), unless_running=False)
 
     def call(self, function: Callable[[Engine], T]) -> Future[T]:
-        """Runs `function(engine)` between two steps; the future holds its result."""
-        return self._enqueue(lambda: function(self._engine))
+        """Runs `function(engine)` between two steps; the future holds its result, and `stats` shows its effect."""
+        return self._enqueue(partial(self._act, lambda: function(self._engine)))
 
     def record_kv_events(self) -> Future[tuple[KvEvents, int]]:
         return self.call(lambda engine: (engine.record_kv_events(), engine.block_tokens))
@@ -191,10 +191,10 @@ class EngineWorker:
         return self._enqueue(partial(self._freeze, frozen))
 
     def sleep(self) -> Future[None]:
-        return self._enqueue(self._sleep)
+        return self._enqueue(partial(self._act, self._sleep))
 
     def wake(self) -> Future[None]:
-        return self._enqueue(self._wake_up)
+        return self._enqueue(partial(self._act, self._wake_up))
 
     def reset_prefix_cache(self, *, reset_running_requests: bool) -> Future[int]:
         return self.call(lambda engine: engine.reset_prefix_cache(reset_running_requests=reset_running_requests))
@@ -351,6 +351,11 @@ class EngineWorker:
 
     def _has_work(self) -> bool:
         return self.failure is None and self._state is WorkerState.RUNNING and self._engine.has_work()
+
+    def _act(self, function: Callable[[], T]) -> T:
+        result = function()
+        self.stats = self._engine.stats()  # before the caller is answered, who may look
+        return result
 
     def _freeze(self, frozen: bool) -> None:
         with self._wake:

@@ -5,6 +5,7 @@ import threading
 import time
 from concurrent.futures import Future
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,6 +13,7 @@ from chorus.core.requests.request import Request
 from chorus.core.requests.request_params import InvalidRequest, RequestParams
 from chorus.core.requests.types import FinishReason
 from chorus.memory.transfers.transfer import ExecutorLost
+from chorus.server.engine import worker as worker_module
 from chorus.server.engine.watchdog import POLL_SECONDS, Watchdog
 from chorus.server.engine.worker import MAX_FAILED_STEPS, EngineWorker
 from chorus.server.errors import EngineUnavailable
@@ -172,6 +174,27 @@ def test_a_call_that_raises_gives_its_error_to_the_caller(worker):
     with pytest.raises(ZeroDivisionError):
         worker.call(lambda engine: 1 / 0).result(5)
     assert worker.healthy
+
+
+@pytest.mark.parametrize("ask", ["call", "sleep", "wake"])
+def test_who_has_an_answer_sees_its_effect_in_the_stats(worker, fake_engine, monkeypatch, ask):
+    """They were made anew after the caller had been answered: `/metrics` showed the pages of a cache that was reset."""
+    gate, before, seen = threading.Event(), fake_engine.stats(), []
+    state = [before]
+    monkeypatch.setattr(fake_engine, "stats", lambda: state[0])
+
+    def act(_=None):
+        assert gate.wait(5)
+        state[0] = replace(before, num_steps=before.num_steps + 1)
+
+    monkeypatch.setattr(worker_module, "Sleep", lambda _: act() if ask == "sleep" else SimpleNamespace(wake=act))
+    if ask == "wake":
+        worker.sleep().result(5)
+    asked = worker.call(act) if ask == "call" else getattr(worker, ask)()
+    asked.add_done_callback(lambda _: seen.append(worker.stats.num_steps - before.num_steps))  # on the worker's thread
+    gate.set()
+    asked.result(5)
+    assert seen == [1]
 
 
 def test_idle_means_asleep(worker, fake_engine):
