@@ -40,9 +40,18 @@ def with_metrics(*router):
     return command(*router, "--prometheus-port", str(free_port()))
 
 
+def is_healthy(client):
+    return is_successful(client, "/health")
+
+
+def knows_its_workers(client):
+    """Whether all three servers take part: sglang-router says that it is healthy before it has registered them."""
+    return is_successful(client, "/readiness") and client.get("/readiness").json()["healthy_workers"] == 3
+
+
 @contextmanager
-def routing(log, *arguments, ready="/health"):
-    """A router as a process of its own; gives a client of it. ready: the route that says that it has started."""
+def routing(log, *arguments, ready=is_healthy):
+    """A router as a process of its own; gives a client of it. ready(client): whether it has started."""
     port = free_port()
     common = ("--host", "127.0.0.1", "--port", str(port))
     direct = {**os.environ, "NO_PROXY": "*", "no_proxy": "*", "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
@@ -51,7 +60,7 @@ def routing(log, *arguments, ready="/health"):
         try:
             with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=SECONDS, trust_env=False) as client:
                 deadline = time.monotonic() + SECONDS
-                while not is_ready(client, ready):
+                while not ready(client):
                     assert process.poll() is None and time.monotonic() < deadline, log.read_text("utf-8", "replace")
                     time.sleep(0.05)
                 yield client
@@ -60,7 +69,7 @@ def routing(log, *arguments, ready="/health"):
             process.wait()
 
 
-def is_ready(client, route):
+def is_successful(client, route):
     try:
         return client.get(route).status_code == 200
     except httpx.TransportError:
@@ -75,7 +84,8 @@ def is_ready(client, route):
 def test_a_router_in_front_of_three_servers(start, make_engine, read_events, tmp_path, router):
     arguments = with_metrics(*router)
     lives = [start(make_engine(["alice", "bob"])) for _ in range(3)]
-    with routing(tmp_path / "log", *arguments, "--worker-urls", *(live.url for live in lives)) as client:
+    urls = [live.url for live in lives]
+    with routing(tmp_path / "log", *arguments, "--worker-urls", *urls, ready=knows_its_workers) as client:
         for _ in range(6):
             answer = client.post("/v1/completions", json={"model": "alice", "prompt": "abc"})
             assert answer.status_code == 200, answer.text
@@ -107,7 +117,7 @@ def test_litellm_proxy_in_front_of_a_server(start, make_engine, read_events, tmp
         json.dumps({"model_list": models, "litellm_settings": {"num_retries": 0}, "general_settings": general})
     )
     arguments = command("litellm", "--config", str(config), package="litellm[proxy]")
-    with routing(tmp_path / "log", *arguments, ready="/health/liveliness") as client:
+    with routing(tmp_path / "log", *arguments, ready=lambda client: is_successful(client, "/health/liveliness")) as client:
         asked = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 5}
         whole = client.post("/v1/chat/completions", json={"model": "support", **asked})
         assert whole.status_code == 200, whole.text
@@ -148,7 +158,8 @@ def test_vllm_router_sends_prompts_to_the_server_that_has_cached_them(start, sub
         assert answer.status_code == 200, answer.text
         return answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
 
-    with routing(tmp_path / "log", *arguments, "--worker-urls", *(live.url for live in lives)) as client:
+    urls = [live.url for live in lives]
+    with routing(tmp_path / "log", *arguments, "--worker-urls", *urls, ready=knows_its_workers) as client:
         for attempt in range(20):  # until the router has read the events: each time with new prompts
             numbers = range(6 * attempt, 6 * attempt + 6)
             for number in numbers:
