@@ -93,7 +93,6 @@ JOBS = {
     "needs an NVIDIA GPU of compute capability 8.9 or later": GPU,
     "needs two NVIDIA GPUs": GPU,
     "no test of the file matches …": OTHER_CASE,
-    "steps of other sizes round otherwise": OTHER_CASE,
     "str(error)": OTHER_CASE,
 }
 """Reasons, with `…` for what differs, and the job in which such a test runs."""

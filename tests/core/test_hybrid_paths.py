@@ -146,14 +146,15 @@ SAMPLED = [*WAYS[:7], WAYS[8], WAYS[9], *WAYS[14:]]
 """Sampling parameters of requests that speculate, and one of those that don't."""
 
 
-@pytest.mark.parametrize(("family", "kernels"), ONE)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("family", "kernels", "dtype"),
+    [(*case, "float32") for case in ONE]
+    + [(family, "native", "bfloat16") for family, kernels in ONE if kernels == "native"],
+)
 def test_outputs_are_those_without_speculation(tiny, drive, kernels, family, dtype):
-    """Sampled tokens and log-probabilities, of mixed adapters; the native decoder's to the bit. Some steps fail, and
-    run again sequence by sequence.
+    """Sampled tokens and log-probabilities, of mixed adapters; the native decoder's to the bit (torch's kernels round
+    steps of other sizes otherwise in bfloat16). Some steps fail, and run again sequence by sequence.
     """
-    if kernels == "torch" and dtype == "bfloat16":
-        pytest.skip("steps of other sizes round otherwise")
     it, rng = tiny(family), random.Random(family)
     asked = [
         ([None, *ADAPTERS][index % 4], [rng.randrange(3, 150) for _ in range(rng.randint(3, 30))], "",
@@ -172,11 +173,12 @@ def test_outputs_are_those_without_speculation(tiny, drive, kernels, family, dty
         if plan.num_drafts and plan.step_id % 5 == 0 and len(plan.sequences) > 1:
             raise RuntimeError("an injected fault")
 
-    for proposer in (Right(answer), Drawn(answer, random.Random(7))):
+    for proposer, least in ((Right(answer), 0.9), (Drawn(answer, random.Random(7)), 0.05)):
         driver = speculating(drive, it, proposer, before=fail, **limits)
         ask(driver, it, asked)
         same(driver.drain(), want, kernels)
-        assert driver.engine.stats().num_accepted_tokens > 10
+        stats = driver.engine.stats()
+        assert stats.num_accepted_tokens > least * stats.num_proposed_tokens > 0
 
 
 @both
