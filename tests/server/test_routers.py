@@ -117,7 +117,9 @@ def test_litellm_proxy_in_front_of_a_server(start, make_engine, read_events, tmp
         json.dumps({"model_list": models, "litellm_settings": {"num_retries": 0}, "general_settings": general})
     )
     arguments = command("litellm", "--config", str(config), package="litellm[proxy]")
-    with routing(tmp_path / "log", *arguments, ready=lambda client: is_successful(client, "/health/liveliness")) as client:
+    with routing(
+        tmp_path / "log", *arguments, ready=lambda client: is_successful(client, "/health/liveliness")
+    ) as client:
         asked = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 5}
         whole = client.post("/v1/chat/completions", json={"model": "support", **asked})
         assert whole.status_code == 200, whole.text
