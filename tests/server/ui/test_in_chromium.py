@@ -132,7 +132,10 @@ def drawn(browser, more=1):
 
 
 LAYOUT_SHIFT = """window.shifts = []; new PerformanceObserver((list) => window.shifts.push(...list.getEntries().map(
-    (one) => one.value))).observe({type: 'layout-shift', buffered: false});"""
+    (one) => [one.value, one.sources.map(({node, previousRect: a, currentRect: b}) =>
+        `${node?.id || node?.className || node?.parentNode?.id || node?.nodeName}: ${node?.textContent.slice(0, 60)}, from `
+        + `${[a.x, a.y, a.width, a.height]} to ${[b.x, b.y, b.width, b.height]}`)]
+    ))).observe({type: 'layout-shift', buffered: false});"""
 
 
 def test_light_and_dark_narrow_and_wide(browser, large, tmp_path):
@@ -150,7 +153,8 @@ def test_light_and_dark_narrow_and_wide(browser, large, tmp_path):
             drawn(browser, 2)
             browser.run(LAYOUT_SHIFT)
             drawn(browser, 2)
-            assert sum(browser.run("return window.shifts")) < 1e-3, "nothing moves while numbers change"
+            shifts = browser.run("return window.shifts")
+            assert sum(value for value, _ in shifts) < 1e-3, f"nothing moves while numbers change: {shifts}"
             assert browser.run("return document.documentElement.scrollWidth <= innerWidth"), "nothing is cut off"
             frames.append(float(browser.run("return document.documentElement.dataset.frame")))
             backs.append(browser.run("return getComputedStyle(document.body).backgroundColor"))
