@@ -19,12 +19,11 @@ import itertools
 import time
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 
 from ...memory.transfers.cuda_driver import CupyDriver
-from ...ops.cpu.lora_offload import EXCHANGES_BYTES, input_dtype, product_widths, row_elems
-from ...ops.library.native_descriptors import EXCHANGE, MAX_EXCHANGES, ProductShape
+from ...ops.cpu.lora_offload import exchanges_at, input_dtype, product_widths, row_elems
+from ...ops.library.native_descriptors import ProductShape
 from ...ops.ranks.ranks import Ranks, RanksLost
 
 _MASK = 0xFFFFFFFF
@@ -45,8 +44,7 @@ class CudaExchange:
     ) -> None:
         """ranks: of rank 0, in pinned memory. exchanges: see `OffloadedSegments`. products, dtype: the model's."""
         self._ranks, self._driver, self._widths = ranks, driver, product_widths(products)
-        memory = (ctypes.c_uint8 * EXCHANGES_BYTES).from_address(exchanges)
-        self._exchanges = np.ctypeslib.as_array(memory).view(EXCHANGE)
+        self._exchanges = exchanges_at(exchanges)
         inputs = input_dtype(dtype)
         self._x_elems = [row_elems(inputs, width) for width, _ in self._widths]
         self._y_elems = [row_elems(torch.float32, width) for _, width in self._widths]
@@ -70,7 +68,7 @@ class CudaExchange:
         active: the offloaded segments that the rows belong to.
         """
         driver, ranks, stream = self._driver, self._ranks, self._driver.compute_stream()
-        asked = self._exchanges[ranks.num_sums // 2 % MAX_EXCHANGES]
+        asked = self._exchanges[ranks.num_sums // 2 % len(self._exchanges)]
         asked["layer"], asked["product"] = layer, product
         asked["active"][:] = 0
         asked["active"][list(active)] = 1

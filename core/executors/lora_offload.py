@@ -32,8 +32,7 @@ from ...memory.pages.projections import Group
 from ...memory.transfers.dma import Dma
 from ...memory.transfers.pinned import PinnedBuffers
 from ...memory.transfers.transfer import ExecutorLost, Transfer
-from ...ops.cpu.lora_offload import EXCHANGES_BYTES, OffloadedSegments, exchange_floats, post_exchange
-from ...ops.library.native_descriptors import MAX_OFFLOADED
+from ...ops.cpu.lora_offload import OffloadedSegments, exchange_floats, exchanges_bytes, most_offloaded, post_exchange
 from ...ops.lora.sgmv import AdapterRows, Segments
 from ..cold_start import Arrival, ColdStart, ColdStarts, CpuLoraCost, Stalls, stalls
 from ..config import EngineConfig
@@ -142,7 +141,7 @@ class LoraOffload:
         layout = MemoryLayout(
             1 + workers,
             exchange_floats(products, self._most_rows),
-            EXCHANGES_BYTES,
+            exchanges_bytes(),
             image_bytes(config.host_bytes),
             is_woken=pinning is None,
         )
@@ -240,7 +239,7 @@ class LoraOffload:
                 continue
             own = [index for index, ready in enumerate(segments.ready) if ready == address]
             lengths = [segments.end[index] - segments.begin[index] for index in own]
-            fits = row[-1] + sum(lengths) <= self._most_rows and len(entries) + len(own) <= MAX_OFFLOADED
+            fits = row[-1] + sum(lengths) <= self._most_rows and len(entries) + len(own) <= most_offloaded()
             fits = fits and coming.layout.vectors is None  # which come after what LoRA adds
             fits = fits and not self._is_awaited(coming.layout)
             offset = self._offset_to_offload(address, coming, sum(lengths), now, fits)

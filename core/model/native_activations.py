@@ -1,4 +1,4 @@
-"""The native library's numbers of activations.
+"""The native library's names of activations.
 
 Tests: tests/core/model/program/test_native_ops.py, tests/core/model/moe/test_experts.py
 """
@@ -23,5 +23,5 @@ _UNGATED = {
 
 
 def native_activation(activation: Activation | UngatedActivation) -> NativeActivation:
-    """The number of an activation of a feed-forward part or of experts."""
+    """The name of an activation of a feed-forward part or of experts."""
     return _GATED[activation] if isinstance(activation, Activation) else _UNGATED[activation]

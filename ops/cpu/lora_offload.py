@@ -14,24 +14,32 @@ from ctypes import c_int32, c_void_p
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from ..library.described_adapters import described
-from ..library.native_descriptors import (
-    ELEMENT_OF,
-    EXCHANGE,
-    MAX_EXCHANGES,
-    OffloadDescriptor,
-    OffloadWorkerDescriptor,
-    ProductShape,
-    described_products,
-)
-from ..library.native_library import library
+from ..library.native_descriptors import ELEMENT_OF, ProductShape, described_products
+from ..library.native_layout import layout_of
+from ..library.native_library import library, native_layout, required
 from ..lora.sgmv import AdapterRows, Segments
 from ..ranks.ranks import Ranks
 
-#: Bytes of the descriptions of a step's exchanges.
-EXCHANGES_BYTES = MAX_EXCHANGES * EXCHANGE.itemsize
+
+def exchanges_bytes() -> int:
+    """Bytes of the descriptions of a step's exchanges."""
+    layout = native_layout()
+    return layout.number("kMaxExchanges") * layout.record("Exchange").itemsize
+
+
+def most_offloaded() -> int:
+    """The most segments of a step that can be offloaded at once."""
+    return native_layout().length("Exchange.active")
+
+
+def exchanges_at(address: int) -> np.ndarray:
+    """The descriptions of a step's exchanges, in memory of `exchanges_bytes`."""
+    memory = (ctypes.c_uint8 * exchanges_bytes()).from_address(address)
+    return np.ctypeslib.as_array(memory).view(native_layout().record("Exchange"))
 
 
 @dataclass(slots=True)
@@ -48,7 +56,7 @@ class OffloadedSegments:
     image_ready: Sequence[int]
     """For each entry the address of an int32, the number of layers in host memory."""
     exchanges: int
-    """Address of `EXCHANGES_BYTES`."""
+    """Address of `exchanges_bytes`."""
     layers: Sequence[int] = ()
     """Set by the step: the number of layers offloaded for each entry."""
 
@@ -80,8 +88,18 @@ class OffloadTables:
             self._layers,
         )
         self._kept = own, tables  # the descriptor points to these
-        self._descriptor = OffloadDescriptor(
-            offloaded.ranks.handle, count, *map(ctypes.addressof, tables), offloaded.exchanges
+        segment, row, share, first_elem, image_ready, layers = map(ctypes.addressof, tables)
+        self._descriptor = native_layout().filled(
+            "OffloadDesc",
+            ranks=offloaded.ranks.handle,
+            count=count,
+            segment=segment,
+            row=row,
+            share=share,
+            first_elem=first_elem,
+            image_ready=image_ready,
+            layers=layers,
+            exchanges=offloaded.exchanges,
         )
 
     @property
@@ -97,10 +115,8 @@ class OffloadWorker:
     """Computes a share of the offloaded rows of each step, in its own process. products: of the model's layers."""
 
     def __init__(self, products: Sequence[ProductShape], dtype: torch.dtype) -> None:
-        found = library()
-        if found is None:
-            raise RuntimeError("the native library is not built; reinstall chorus with a C++ compiler")
-        self._library, self._products = found, described_products(products)
+        self._library = found = required()
+        self._layout, self._products = layout_of(found), described_products(products)
         self._handle = found.chorus_offload_create(ELEMENT_OF[dtype])
 
     def serve(
@@ -125,13 +141,14 @@ class OffloadWorker:
             (c_void_p * count)(*(ctypes.addressof(each) for each, _ in own)),
             (c_void_p * count)(*images),
         )
-        descriptor = OffloadWorkerDescriptor(
+        descriptor = self._layout.filled(
+            "OffloadWorkerDesc",
             num_products=len(self._products),
             first=share[0],
             last=share[1],
             count=count,
             page_elems=page_elems,
-            products=self._products,
+            products=ctypes.addressof(self._products),
             row=ctypes.addressof(tables[0]),
             adapters=ctypes.addressof(tables[1]),
             images=ctypes.addressof(tables[2]),
@@ -177,7 +194,4 @@ def post_exchange(ranks: Ranks, exchanges: int, x: torch.Tensor, dtype: torch.dt
     dtype: of the model. exchanges: see `OffloadedSegments`. After `ranks.meet` the LoRA terms are in the workers'
     parts.
     """
-    found = library()
-    if found is None:
-        raise RuntimeError("the native library is not built; reinstall chorus with a C++ compiler")
-    found.chorus_offload_post(ranks.handle, exchanges, ELEMENT_OF[dtype], x.data_ptr(), len(x), x.shape[1])
+    required().chorus_offload_post(ranks.handle, exchanges, ELEMENT_OF[dtype], x.data_ptr(), len(x), x.shape[1])

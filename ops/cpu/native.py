@@ -9,7 +9,7 @@ import ctypes
 import os
 from array import array
 from collections.abc import Collection, Mapping, Sequence
-from ctypes import c_int32, c_void_p
+from ctypes import Structure, c_int32, c_void_p
 from dataclasses import asdict
 from itertools import accumulate
 from typing import Any, Protocol
@@ -22,18 +22,11 @@ from ..library.described_adapters import described
 from ..library.described_ops import DescribedOps, described_registers
 from ..library.native_descriptors import (
     ELEMENT_OF,
-    LOGPROB_ROW,
-    SAMPLE_ROW,
-    AdapterDescriptor,
-    MergeDescriptor,
-    ModelDescriptor,
-    SegmentsDescriptor,
-    StepDescriptor,
     described_products,
 )
 from ..library.native_integers import IntegerPanels, described_integers
 from ..library.native_layout import layout_of
-from ..library.native_library import library
+from ..library.native_library import required
 from ..library.native_model import NativeModel
 from ..library.native_program import NativeOp
 from ..lora.sgmv import AdapterRows, Segments
@@ -157,19 +150,17 @@ class NativeDecoder:
         """ranks: the TP ranks that compute shares of each layer with this one; then the model's vocabulary is a share,
         too.
         """
-        found = library()
-        if found is None:
-            raise RuntimeError("the native library is not built; reinstall chorus with a C++ compiler")
-        self._library = found
+        self._library = found = required()
         self._model = model  # keeps the tensors alive
-        self._adapters: WeakKeyDictionary[AdapterRows, tuple[AdapterDescriptor, tuple[torch.Tensor, ...]]] = (
-            WeakKeyDictionary()
-        )
+        self._adapters: WeakKeyDictionary[AdapterRows, tuple[Structure, tuple[torch.Tensor, ...]]] = WeakKeyDictionary()
         self._layout = layout_of(found)
         self._merged: DescribedOps | None = None  # of `use_merged`
         self._ops = ops = DescribedOps(model.ops, self._layout)
         registers = described_registers(model.registers, self._layout)
-        description = ModelDescriptor(
+        products = described_products(model.products)
+        shape, places = model.recurrent or (None, None)
+        description = self._layout.filled(
+            "ModelDesc",
             hidden=model.hidden, layers=model.num_layers, vocab=model.vocab, block_tokens=model.block_tokens,
             page_groups=model.page_groups, num_products=len(model.products), eps=model.eps,
             centered=model.centered, biased=model.biased, embedding_multiplier=model.embedding_multiplier,
@@ -177,7 +168,7 @@ class NativeDecoder:
             logits_scale=model.logits_scale, logits_softcap=model.logits_softcap,
             ops=ops.address, num_ops=ops.count,
             registers=ctypes.addressof(registers), num_registers=len(model.registers),
-            products=described_products(model.products),
+            products=ctypes.addressof(products),
             embed=_pointer(model.embed), lm_head=_data_of(model.lm_head),
             lm_head_integers=described_integers(model.lm_head), norm=_pointer(model.norm),
             arena=_pointer(model.arena), page_elems=model.arena.shape[1],
@@ -185,14 +176,14 @@ class NativeDecoder:
             embed_module=model.embed_module, head_module=model.head_module,
             embed_rows_module=model.embed_rows_module, head_rows_module=model.head_rows_module,
             first_token=model.first_token,
-            **{name: value for part in model.recurrent or () for name, value in asdict(part).items()},
+            delta={} if shape is None else asdict(shape), **({} if places is None else asdict(places)),
         )  # fmt: skip
         self._handle = None  # until it is made, which may fail
         self.best: list[int] = []
         self.kept: Sequence[int] | None = None
         self.row_params: Mapping[int, RowSamplingParams] = {}
         self.offloading: Offloading | None = None
-        self._step = StepDescriptor()
+        self._step = self._layout.filled("StepDesc")
         self._logits, self._prompt_logits = _LogitsRoom(), _LogitsRoom()
         self._step.logits_width = model.vocab
         self._segments: tuple[Segments | None, tuple[Any, ...]] = (None, ())
@@ -280,7 +271,7 @@ class NativeDecoder:
         step.best = best.buffer_info()[0]
         rows_to_sample = None
         if self.row_params:
-            sampled = _sample_rows(self.row_params.values())
+            sampled = self.sampling.described(self.row_params.values())
             rows_to_sample = np.zeros(wanted, sampled.dtype)
             rows_to_sample[list(self.row_params)] = sampled
         step.samples = None if rows_to_sample is None else rows_to_sample.ctypes.data
@@ -347,7 +338,8 @@ class NativeDecoder:
         Returns the largest factor by which the norm of a row grows; infinity if a sum is not finite.
         """
         parts = (c_void_p * len(rows))(*(ctypes.addressof(self._descriptor(part)) for part in rows))
-        merge = MergeDescriptor(
+        merge = self._layout.filled(
+            "MergeDesc",
             origin=_data_of(origin),
             integers=described_integers(origin),
             to=_pointer(out),
@@ -394,7 +386,8 @@ class NativeDecoder:
         step = self._step
         step.logits_width = self._model.vocab + self._num_added(segments)
         if segments is None or not segments.rows:
-            step.model_segments, step.model_ready, step.model_late = SegmentsDescriptor(), None, None
+            step.model_segments = self._layout.filled("Segments")
+            step.model_ready = step.model_late = None
             self._model_segments = segments, ()
             return
         step.model_segments, kept = self._described_segments(segments)
@@ -425,7 +418,7 @@ class NativeDecoder:
         last = (rows.token_ids[-1] for rows in segments.rows if rows.token_ids and rows.a_offset[module] >= 0)
         return max((token + 1 - vocab for token in last if token >= vocab), default=0)
 
-    def _described_segments(self, segments: Segments) -> tuple[SegmentsDescriptor, tuple[Any, ...]]:
+    def _described_segments(self, segments: Segments) -> tuple[Structure, tuple[Any, ...]]:
         """A step's segments, and what is to be kept alive as long as the step points to it: with the adapters first,
         then the counts of arrived layers, if any is still coming, and room for those that are late.
         """
@@ -434,7 +427,8 @@ class NativeDecoder:
         begin, end = (c_int32 * count)(*segments.begin), (c_int32 * count)(*segments.end)
         level = (c_int32 * count)(*segments.level) if any(segments.level) else None
         ready, late = _arrivals(segments)
-        found = SegmentsDescriptor(
+        found = self._layout.filled(
+            "Segments",
             count=count,
             begin=ctypes.addressof(begin),
             end=ctypes.addressof(end),
@@ -458,7 +452,7 @@ class NativeDecoder:
     def __del__(self) -> None:
         self.close()
 
-    def _descriptor(self, rows: AdapterRows) -> AdapterDescriptor:
+    def _descriptor(self, rows: AdapterRows) -> Structure:
         found = self._adapters.get(rows)
         if found is None:
             found = self._adapters[rows] = described(rows)
@@ -472,12 +466,21 @@ class NativeSampling:
 
     def __init__(self, library: ctypes.CDLL, decoder: int) -> None:
         self._run = library.chorus_decoder_sample
+        layout = layout_of(library)
+        self._samples, self._logprobs = layout.record("SampleRow"), layout.record("LogprobRow")
         self._decoder = decoder
+
+    def described(self, row_params: Collection[RowSamplingParams]) -> np.ndarray:
+        """Samples in the library's form, without logits."""
+        found = np.zeros(len(row_params), self._samples)
+        temperature, found["u"], found["top_k"], found["top_p"], found["min_p"] = zip(*row_params, strict=True)
+        found["inverse_temperature"] = [inverse_temperature(it) for it in temperature]
+        return found
 
     def sample(self, logits: torch.Tensor, rows: Sequence[int], row_params: Sequence[RowSamplingParams]) -> list[int]:
         """Sample a token for each of `rows` of the logits; -1 if no logit is above -inf, or one is NaN or +inf."""
         first, stride = _rows_of(logits)
-        rows_to_sample = _sample_rows(row_params)
+        rows_to_sample = self.described(row_params)
         rows_to_sample["logits"] = first + np.asarray(rows) * stride
         self._run(self._decoder, rows_to_sample.ctypes.data, len(rows_to_sample), None, 0, logits.shape[1])
         return rows_to_sample["token"].tolist()
@@ -487,7 +490,7 @@ class NativeSampling:
     ) -> RowLogprobs:
         """Log-probability of a token for each of `rows`, and of as many of its most likely tokens as `counts` says."""
         most = min(max(counts), logits.shape[1])
-        logprobs = np.empty(len(rows), LOGPROB_ROW)
+        logprobs = np.empty(len(rows), self._logprobs)
         ids, values = np.empty((len(rows), most), np.int64), np.empty((len(rows), most))
         first, stride = _rows_of(logits)
         logprobs["logits"] = first + np.asarray(rows) * stride
@@ -496,16 +499,6 @@ class NativeSampling:
         logprobs["values"] = values.ctypes.data + 8 * most * np.arange(len(rows))
         self._run(self._decoder, None, 0, logprobs.ctypes.data, len(logprobs), logits.shape[1])
         return RowLogprobs(logprobs["own"].tolist(), ids.tolist(), values.tolist())
-
-
-def _sample_rows(row_params: Collection[RowSamplingParams]) -> np.ndarray:
-    """Descriptors of samples, without logits."""
-    rows_to_sample = np.zeros(len(row_params), SAMPLE_ROW)
-    temperature, rows_to_sample["u"], rows_to_sample["top_k"], rows_to_sample["top_p"], rows_to_sample["min_p"] = zip(
-        *row_params, strict=True
-    )
-    rows_to_sample["inverse_temperature"] = [inverse_temperature(it) for it in temperature]
-    return rows_to_sample
 
 
 def _rows_of(logits: torch.Tensor) -> tuple[int, int]:

@@ -11,8 +11,8 @@ from itertools import accumulate
 
 import torch
 
-from ..library.native_descriptors import DeltaDescriptor
-from ..library.native_library import library
+from ..library.native_layout import layout_of
+from ..library.native_library import required
 from ..mixers.gated_delta import DeltaWeights
 from ..mixers.recurrent import RecurrentState
 
@@ -36,9 +36,7 @@ def run_delta(
     step go, instead of their own place; with drafts it must be given. accepted, drafts: see
     `DeltaWeights.mix`. times: how often the layer is computed.
     """
-    found = library()
-    if found is None:
-        raise RuntimeError("the native library is not built; reinstall chorus with a C++ compiler")
+    found = required()
     count, v_heads, k_dim, v_dim = state.recurrent.shape
     channels = state.conv.shape[2]
     after = after or state
@@ -50,19 +48,24 @@ def run_delta(
     most = 0 if state.drafts is None else state.drafts.shape[1]
     if max(*accepted, *drafts, 0, 0) > most or (any(drafts) and after is state):
         raise ValueError(f"states keep the inputs of {most} drafts, and those of a step go to another place")
-    step = DeltaDescriptor(
-        k_heads=(channels - v_heads * v_dim) // (2 * k_dim),
-        v_heads=v_heads,
-        k_dim=k_dim,
-        v_dim=v_dim,
-        conv_size=len(weights.conv),
-        eps=weights.eps,
-        beta=weights.beta,
-        by_channel=weights.by_channel,
-        taps=_pointer(weights.conv),
-        dt_bias=_pointer(weights.dt_bias),
-        a_log=_pointer(weights.a_log),
-        norm=_pointer(weights.norm),
+    step = layout_of(found).filled(
+        "DeltaDesc",
+        shape={
+            "k_heads": (channels - v_heads * v_dim) // (2 * k_dim),
+            "v_heads": v_heads,
+            "k_dim": k_dim,
+            "v_dim": v_dim,
+            "conv_size": len(weights.conv),
+            "eps": weights.eps,
+            "beta": weights.beta,
+            "by_channel": weights.by_channel,
+        },
+        weights={
+            "taps": _pointer(weights.conv),
+            "dt_bias": _pointer(weights.dt_bias),
+            "a_log": _pointer(weights.a_log),
+            "delta_norm": _pointer(weights.norm),
+        },
         rows=count,
         qo_indptr=indptr.data_ptr(),
         begins=fresh.data_ptr(),

@@ -15,7 +15,8 @@ import numpy as np
 import torch
 
 from ..library import native_library
-from ..library.native_descriptors import ELEMENT_OF, READ_GROUP, READ_JOB, SPAN, ReadFaultDescriptor, ReadJob
+from ..library.native_descriptors import ELEMENT_OF, ReadJob
+from ..library.native_layout import layout_of
 
 _FAULTS = {1: "ends", 2: "unreadable", 3: "not finite", 4: "beyond range"}
 
@@ -30,12 +31,12 @@ class ReadJobs:
     ) -> None:
         """jobs: `ReadJob`s, or `[jobs, 11]` int64 with their fields in order. They are read in groups.
 
-        groups: `[groups, 4]` int64, as in `READ_GROUP`: the range of each group's spans, then the range of its jobs.
-        spans: `[spans, 2]` int64, as in `SPAN`: the byte ranges of the file that are needed.
+        groups: `[groups, 4]` int64, the range of each group's spans, then the range of its jobs.
+        spans: `[spans, 2]` int64, the byte ranges of the file that are needed.
         """
         self._table, self._groups, self._spans = (
-            np.ascontiguousarray(rows, dtype=np.int64).reshape(-1, len(record.names or ()))
-            for rows, record in ((jobs, READ_JOB), (groups, READ_GROUP), (spans, SPAN))
+            np.ascontiguousarray(rows, dtype=np.int64).reshape(-1, columns)
+            for rows, columns in ((jobs, len(ReadJob._fields)), (groups, 4), (spans, 2))
         )
         self.addresses = tuple(array.ctypes.data for array in (self._spans, self._groups, self._table))
         self.num_groups = len(self._groups)
@@ -100,7 +101,7 @@ class FileRows:
         if self._handle is None or not self._left:
             raise ValueError("no group is left to read")
         self._left -= 1
-        fault = ReadFaultDescriptor()
+        fault = layout_of(self._library).filled("ReadFault")
         if self._library.chorus_rows_next(self._handle, out.data_ptr(), ctypes.addressof(fault)):
             return None
         return ReadFault(fault.job, "AB"[fault.side], _FAULTS[fault.fault], fault.error)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping, Sequence
-from ctypes import Array, Structure
+from ctypes import Array
 from typing import Any
 
 import torch
@@ -26,12 +26,12 @@ class DescribedOps:
     def __init__(self, ops: Sequence[NativeOp], layout: NativeLayout) -> None:
         self._kept: list[Any] = []
         self._layout = layout
-        self._array = _array_of(layout, "OpDesc", len(ops))
+        self._array = layout.array("OpDesc", [{}] * len(ops))
         for at, op in enumerate(ops):
             self._array[at].kind = layout.number(f"OpKind.k{op.kind}")
             name = _ARGUMENTS.get(op.kind, f"{op.kind}Op")
             if name is not None:
-                arguments = layout.filled(name, self._readable(op.arguments))
+                arguments = layout.filled(name, **self._readable(op.arguments))
                 self._array[at].arguments = ctypes.addressof(arguments)
                 self._kept.append(arguments)
         self.address, self.count = ctypes.addressof(self._array), len(ops)
@@ -43,9 +43,7 @@ class DescribedOps:
             if isinstance(value, Mapping):
                 found[name] = self._readable(value)
             elif isinstance(value, IntegerPanels):
-                integers = described_integers(value)
-                found[name] = self._address(value.data)
-                found["integers"] = {each: getattr(integers, each) for each, *_ in integers._fields_}
+                found[name], found["integers"] = self._address(value.data), described_integers(value)
                 self._kept.append(value)
             elif isinstance(value, torch.Tensor):
                 found[name] = self._address(value)
@@ -66,13 +64,6 @@ class DescribedOps:
         return tensor.data_ptr()
 
 
-def described_registers(registers: Sequence[Register], layout: NativeLayout) -> Array[Structure]:
+def described_registers(registers: Sequence[Register], layout: NativeLayout) -> Array[Any]:
     """Registers as the library reads them."""
-    found = _array_of(layout, "RegisterDesc", len(registers))
-    for own, register in zip(found, registers, strict=True):
-        own.memory, own.width = layout.number(f"Memory.k{register.memory}"), register.width
-    return found
-
-
-def _array_of(layout: NativeLayout, name: str, count: int) -> Any:
-    return (layout.structure(name) * count)()
+    return layout.array("RegisterDesc", [{"memory": f"k{each.memory}", "width": each.width} for each in registers])

@@ -5,11 +5,14 @@ Tests: tests/ops/library/test_native_integers.py
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from ctypes import Array
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from .native_descriptors import IntegersDescriptor
+from .native_library import native_layout
 from .native_model import PANEL
 
 BITS = (4, 8)
@@ -126,13 +129,25 @@ def unpack_integers(weight: IntegerPanels) -> torch.Tensor:
     return values * of_inputs(weight.scales)
 
 
-def described_integers(weight: object) -> IntegersDescriptor:
-    """How a matrix is whole numbers, in the library's form; without bits where it is of a model's dtype."""
+def described_integers(weight: object) -> dict[str, Any]:
+    """The library's `Integers` of a matrix: how it is whole numbers; empty where it is of a model's dtype."""
     if not isinstance(weight, IntegerPanels):
-        return IntegersDescriptor()
-    zeros = None if weight.zeros is None else weight.zeros.data_ptr()
-    inputs = weight.input_bits, weight.input_block
-    return IntegersDescriptor(weight.scales.data_ptr(), zeros, weight.bits, weight.group, *inputs)
+        return {}
+    return {
+        "scales": weight.scales.data_ptr(),
+        "zeros": None if weight.zeros is None else weight.zeros.data_ptr(),
+        "bits": weight.bits,
+        "group": weight.group,
+        "input_bits": weight.input_bits,
+        "input_block": weight.input_block,
+    }
+
+
+def integers_of_each(matrices: Sequence[object]) -> Array[Any] | None:
+    """The library's `Integers` of matrices; None if none of them is whole numbers."""
+    if not any(isinstance(each, IntegerPanels) for each in matrices):
+        return None
+    return native_layout().array("Integers", [described_integers(each) for each in matrices])
 
 
 def _by_panel(values: torch.Tensor, panels: int) -> torch.Tensor:

@@ -19,8 +19,7 @@ from pathlib import Path
 
 import torch
 
-from .native_descriptors import layout
-from .native_layout import Field
+from .native_layout import Field, NativeLayout, layout_of
 
 logger = logging.getLogger(__name__)
 
@@ -80,6 +79,17 @@ _FUNCTIONS = (
 )
 
 
+#: Tables that Python writes as rows of numbers, with their columns.
+_TABLES = {
+    "ReadJob": (
+        "a_start", "b_start", "a_element", "b_element", "rank", "d_in", "d_out", "first", "slab_elems", "a_offset",
+        "b_offset",
+    ),
+    "ReadGroup": ("spans_begin", "spans_end", "jobs_begin", "jobs_end"),
+    "Span": ("start", "end"),
+}  # fmt: skip
+
+
 @cache
 def built(level: str) -> ctypes.CDLL | None:
     """The library compiled for a level; None if it was not built. `levels` lists those that this processor can run."""
@@ -103,24 +113,9 @@ def opened(path: Path) -> ctypes.CDLL:
             if function is None:
                 raise OSError(f"it was built from other sources, without {name}")
             function.restype, function.argtypes = result, arguments
-        if differing := differing_fields(found):
+        if differing := layout_of(found).lacking(_TABLES):
             raise OSError(f"it was built from other sources, with another {', '.join(differing)}")
     return found
-
-
-def differing_fields(found: ctypes.CDLL) -> list[str]:
-    """Return the structures and fields that have another position or size in a library than here, such as
-    `StepDesc.rows`.
-
-    A field that only one of them has differs, too.
-    """
-    count = c_int64()
-    fields = found.chorus_layout(count)
-    theirs = {field.name.decode(): (field.offset, field.bytes) for field in fields[: count.value]}
-    own = layout()
-    structures = {name.partition(".")[0] for name in own}
-    compared = {name: place for name, place in theirs.items() if name.partition(".")[0] in structures}
-    return sorted({name for name, _ in set(compared.items()) ^ set(own.items())})
 
 
 def levels() -> list[str]:
@@ -154,6 +149,18 @@ def library() -> ctypes.CDLL | None:
     """The library of the level in use; None if there is none."""
     chosen = level()
     return None if chosen is None else built(chosen)
+
+
+def required() -> ctypes.CDLL:
+    """The library of the level in use. Raises RuntimeError if there is none."""
+    if (found := library()) is None:
+        raise RuntimeError("the native library is not built; reinstall chorus with a C++ compiler")
+    return found
+
+
+def native_layout() -> NativeLayout:
+    """The structures of the library in use. Raises RuntimeError if there is none."""
+    return layout_of(required())
 
 
 def available(dtype: torch.dtype) -> bool:

@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from ctypes import Array
 from dataclasses import dataclass
-from enum import IntEnum
+from enum import StrEnum
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from .native_descriptors import MixtureTargetsDescriptor, ProductShape
+from .native_descriptors import ProductShape
 from .native_program import NativeOp, Register
 
 PANEL = 32  # output columns of a packed panel, kPanel in gemm.h
@@ -103,21 +103,21 @@ class LayerMixture(NamedTuple):
     """A layer's mixture of experts as its feed-forward part."""
 
     weights: DescribedMixture
-    targets: Array[MixtureTargetsDescriptor]
+    targets: Array[Any]
     """What adapters change of it; see `MixtureModules.described`."""
 
 
-class NativeMixer(IntEnum):
-    """A recurrent mixer of the library."""
+class NativeMixer(StrEnum):
+    """A recurrent mixer, by its name in the library."""
 
-    DELTA = 0
-    SHORT_CONV = 1
-    MAMBA2 = 2
+    DELTA = "kDelta"
+    SHORT_CONV = "kShortConv"
+    MAMBA2 = "kMamba2"
 
 
 @dataclass(frozen=True, slots=True)
 class NativeShape:
-    """Shapes of a recurrent mixer, as `native/gated_delta.h` has them."""
+    """Shapes of a recurrent mixer, by the names of its `DeltaShape`."""
 
     mixer: NativeMixer
     k_heads: int
@@ -125,7 +125,7 @@ class NativeShape:
     k_dim: int
     v_dim: int
     conv_size: int
-    delta_eps: float
+    eps: float
     beta: float = 1.0
 
     dt_min: float = 0.0

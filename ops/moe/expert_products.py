@@ -17,8 +17,8 @@ from torch.nn.functional import linear
 
 from ..gemm import packed_gemm
 from ..library import native_model
-from ..library.native_descriptors import ELEMENT_OF, IntegersDescriptor
-from ..library.native_integers import IntegerPanels, described_integers, unpack_integers
+from ..library.native_descriptors import ELEMENT_OF
+from ..library.native_integers import IntegerPanels, integers_of_each, unpack_integers
 from ..library.native_library import available, library
 
 
@@ -93,9 +93,6 @@ def _by_library(
     outputs, inputs = matrices[0].outputs, matrices[0].inputs
     rows, y = x.float().contiguous(), torch.empty(len(x), outputs)
     dtype = next((each.data.dtype for each in matrices if isinstance(each, Panels)), x.dtype)
-    integers = None
-    if any(isinstance(each, IntegerPanels) for each in matrices):
-        integers = (IntegersDescriptor * count)(*map(described_integers, matrices))
     added = None if biases is None else [bias.float().contiguous() for bias in biases]
     found.chorus_multiply(
         torch.get_num_threads(),
@@ -103,7 +100,7 @@ def _by_library(
         count,
         (c_int64 * count)(*ends),
         (c_void_p * count)(*(matrix.data.data_ptr() for matrix in matrices)),
-        integers,
+        integers_of_each(matrices),
         None if added is None else (c_void_p * count)(*(bias.data_ptr() for bias in added)),
         outputs,
         inputs,

@@ -6,7 +6,7 @@ Tests: tests/ops/moe/test_native_mixture.py, tests/core/model/moe/test_experts.p
 from __future__ import annotations
 
 from collections.abc import Sequence
-from ctypes import Array, addressof, c_int32, c_void_p
+from ctypes import Array, Structure, addressof, c_int32, c_void_p
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -16,20 +16,11 @@ import torch
 from ..library.described_adapters import described
 from ..library.native_descriptors import (
     ELEMENT_OF,
-    AdapterDescriptor,
-    ExpertMatricesDescriptor,
-    IntegersDescriptor,
-    MixtureDescriptor,
-    MixtureLoraDescriptor,
-    MixtureStepDescriptor,
-    MixtureTargetsDescriptor,
     NativeActivation,
     NativeScoring,
-    RoutingDescriptor,
-    SegmentsDescriptor,
 )
-from ..library.native_integers import IntegerPanels, described_integers
-from ..library.native_library import library
+from ..library.native_integers import IntegerPanels, integers_of_each
+from ..library.native_library import library, native_layout
 from ..lora.sgmv import AdapterRows, Segments
 from .expert_products import Panels
 from .routing import Routing
@@ -74,13 +65,14 @@ class MixtureModules(NamedTuple):
         """Of all of them."""
         return tuple(module for own in self for module, _, _ in own)
 
-    def described(self, ids: Sequence[int]) -> Array[MixtureTargetsDescriptor]:
+    def described(self, ids: Sequence[int]) -> Array[Any]:
         """In the library's form. ids: see `NativeMixtureLora`."""
-        found = (MixtureTargetsDescriptor * len(self))()
+        layout = native_layout()
+        found = layout.array("MixtureTargets", [{"count": len(own)} for own in self])
         for targets, own in zip(found, self, strict=True):
-            targets.count = len(own)
-            values = [value for module, column, width in own for value in (ids.index(module), column, width)]
-            targets.targets[: len(values)] = values
+            targets.targets[: len(own)] = [
+                layout.structure("Target")(ids.index(module), column, width) for module, column, width in own
+            ]
         return found
 
 
@@ -93,7 +85,7 @@ class NativeMixtureLora:
         segments: Segments,
         ids: tuple[int, ...],
         layer: int = 0,
-        targets: Array[MixtureTargetsDescriptor] | None = None,
+        targets: Array[Any] | None = None,
     ) -> None:
         """arena: `[pages, page_elems]`. segments: of the step's rows. ids: the mixtures' modules, which the library
         knows by their places here: a model may have more than its descriptors have room for. layer, targets: of a call
@@ -107,10 +99,12 @@ class NativeMixtureLora:
         num_experts = (c_int32 * length)(*(len(part.experts) for part in parts))
         arrays = adapters, begin, end, level, experts, num_experts
         self.dtype = arena.dtype
-        self.description = MixtureLoraDescriptor(
+        begins, ends, addresses, levels = map(addressof, (begin, end, adapters, level))
+        self.description = native_layout().filled(
+            "MixtureLoraDesc",
             arena=arena.data_ptr(),
             page_elems=arena.shape[1],
-            segments=SegmentsDescriptor(length, *map(addressof, (begin, end, adapters, level))),
+            segments={"count": length, "begin": begins, "end": ends, "adapters": addresses, "level": levels},
             experts=addressof(experts),
             num_experts=addressof(num_experts),
             layer=layer,
@@ -122,7 +116,7 @@ class NativeMixtureLora:
 class _Part(NamedTuple):
     """A part of an adapter in the library's form."""
 
-    adapter: AdapterDescriptor
+    adapter: Structure
     tensors: tuple[torch.Tensor, ...]
     """To which it points."""
     experts: Array[c_int32]
@@ -179,26 +173,27 @@ class NativeMixture:
         matrices = [*experts.gate_up, *experts.down]
         self._dtype = next((each.data.dtype for each in matrices if isinstance(each, Panels)), None)
         self._kept: list[Any] = [router, experts, shared]  # the description has addresses of these
-        self._description = MixtureDescriptor(
+        self._description = native_layout().filled(
+            "MixtureDesc",
             hidden=self._hidden,
             experts=router.outputs,
             size=experts.down[0].inputs,
             shared_size=0 if shared is None else shared.down[0].inputs,
             router=router.data.data_ptr(),
             router_bias=self._values(router_bias),
-            routing=RoutingDescriptor(
-                correction=self._values(correction),
-                factors=self._values(factors),
-                per_token=routing.per_token,
-                scoring=NativeScoring[routing.scoring.name],
-                renormalised=routing.renormalised,
-                groups=routing.groups,
-                kept_groups=routing.kept_groups,
-                group_best=routing.group_best,
-                epsilon=routing.epsilon,
-                factor=routing.factor,
-                jitter=routing.jitter,
-            ),
+            routing={
+                "correction": self._values(correction),
+                "factors": self._values(factors),
+                "per_token": routing.per_token,
+                "scoring": NativeScoring[routing.scoring.name],
+                "renormalised": routing.renormalised,
+                "groups": routing.groups,
+                "kept_groups": routing.kept_groups,
+                "group_best": routing.group_best,
+                "epsilon": routing.epsilon,
+                "factor": routing.factor,
+                "jitter": routing.jitter,
+            },
             activation=gating.activation,
             alpha=gating.alpha,
             limit=gating.limit,
@@ -224,17 +219,18 @@ class NativeMixture:
 
     def _matrices(
         self, matrices: Sequence[Panels | IntegerPanels], biases: Sequence[torch.Tensor] | None = None
-    ) -> ExpertMatricesDescriptor:
+    ) -> dict[str, int | None]:
         length = len(matrices)
-        data = (c_void_p * length)(*(each.data.data_ptr() for each in matrices))
-        integers = bias = None
-        if any(isinstance(each, IntegerPanels) for each in matrices):
-            integers = (IntegersDescriptor * length)(*map(described_integers, matrices))
+        data, integers, bias = (
+            (c_void_p * length)(*(each.data.data_ptr() for each in matrices)),
+            integers_of_each(matrices),
+            None,
+        )
         if biases is not None:
             bias = (c_void_p * length)(*map(self._values, biases))
-        arrays = data, integers, bias
+        arrays = {"w": data, "integers": integers, "bias": bias}
         self._kept.append(arrays)
-        return ExpertMatricesDescriptor(*(None if each is None else addressof(each) for each in arrays))
+        return {name: None if each is None else addressof(each) for name, each in arrays.items()}
 
     def mix(self, x: torch.Tensor, lora: NativeMixtureLora | None = None) -> MixtureRows:
         """Compute the mixture of rows `[rows, hidden]`. lora: the step's adapters.
@@ -247,11 +243,15 @@ class NativeMixture:
         wide, y = x.float().contiguous(), torch.empty(rows, self._hidden)
         chosen = torch.empty(rows, self._per_token, dtype=torch.int64)
         weights = torch.empty(rows, self._per_token)
-        step = MixtureStepDescriptor(
-            rows,
-            *(each.data_ptr() for each in (wide, y, chosen, weights)),
-            None if lora is None else addressof(lora.description),
-            0 if lora is None else ELEMENT_OF[lora.dtype],
+        step = native_layout().filled(
+            "MixtureStepDesc",
+            rows=rows,
+            x=wide.data_ptr(),
+            y=y.data_ptr(),
+            chosen=chosen.data_ptr(),
+            weights=weights.data_ptr(),
+            lora=None if lora is None else addressof(lora.description),
+            lora_element=0 if lora is None else ELEMENT_OF[lora.dtype],
         )
         element = ELEMENT_OF[self._dtype or x.dtype]
         found.chorus_mix(torch.get_num_threads(), element, addressof(self._description), addressof(step))

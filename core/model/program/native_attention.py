@@ -30,7 +30,7 @@ def attend_arguments(mixer: AttentionSpec, norm: NormSpec) -> dict[str, Any]:
         "has_keys": int(not mixer.shares_kv),
         "keys_are_values": int(mixer.keys_are_values),
         "norms_values": int(mixer.value_norm),
-        "head_norm": int(_HEAD_NORMS.get(mixer.head_norm, NativeHeadNorm.EACH)),
+        "head_norm": _HEAD_NORMS.get(mixer.head_norm, NativeHeadNorm.EACH),
         "kv_copies": mixer.kv_copies,
         "window": mixer.window or 0,
         "chunked": int(mixer.chunked),

@@ -335,7 +335,7 @@ class _Lowering:
             x=x,
             q=Held(q, "Rounded"),
             out=self._rounded[out],
-            output_gate=int(_OUTPUT_GATES[mixer.output_gate]),
+            output_gate=_OUTPUT_GATES[mixer.output_gate],
             **attend_arguments(mixer, op.norm),
         )
         self._done |= {at + 1, last}
@@ -410,7 +410,7 @@ def _routed(op: Moe) -> str:
 
 def _activation(op: Activate, size: int) -> dict[str, Any]:
     xielu = None if op.parameters is None else weight_of(op.parameters)
-    return {"size": size, "activation": int(native_activation(op.activation)), "xielu": xielu}
+    return {"size": size, "activation": native_activation(op.activation), "xielu": xielu}
 
 
 def _number_of(slot: str) -> Late:

@@ -11,13 +11,13 @@
 
 namespace chorus {
 
-// A structure; or, of one, a field; or an enumerator.
+// A structure; or, of one, a field; or an enumerator or constant.
 //
-//   name    a structure's, `Structure.field`, or `Enumeration.kName`
-//   offset  in bytes; of an enumerator its number
+//   name    a structure's, `Structure.field`, `Enumeration.kName`, or a constant's
+//   offset  in bytes; of an enumerator or a constant its number
 //   bytes   of all elements
 //   type    of its elements: as Python's struct module names it; P: a pointer, S: a structure, E: an enumerator
-//   of      the name of that structure
+//   of      the name of that structure, or of the enumeration whose numbers a field has
 struct Field {
     const char* name;
     int64_t offset, bytes;
@@ -40,7 +40,10 @@ constexpr char type_of() {
     {#S "." #name, offsetof(S, field), sizeof(S::field), type_of<decltype(S::field)>(), nullptr}
 #define AT(S, field) NAMED(S, field, field)
 #define PART(S, field, Type) {#S "." #field, offsetof(S, field), sizeof(S::field), 'S', #Type}
+#define CHOICE(S, field, Enum) \
+    {#S "." #field, offsetof(S, field), sizeof(S::field), type_of<decltype(S::field)>(), #Enum}
 #define NUMBER(Enum, name) {#Enum "." #name, (int64_t)Enum::name, 0, 'E', nullptr}
+#define CONSTANT(name) {#name, name, 0, 'E', nullptr}
 // clang-format off: by structure
 constexpr Field kLayout[] = {
     ALL(Adapter), AT(Adapter, pages), AT(Adapter, first_elem), AT(Adapter, rank), AT(Adapter, scale),
@@ -48,13 +51,13 @@ constexpr Field kLayout[] = {
         AT(Adapter, tokens),
     ALL(Integers), AT(Integers, scales), AT(Integers, zeros), AT(Integers, bits), AT(Integers, group),
         AT(Integers, input_bits), AT(Integers, input_block),
-    ALL(RegisterDesc), AT(RegisterDesc, memory), AT(RegisterDesc, width),
-    ALL(OpDesc), AT(OpDesc, kind), AT(OpDesc, arguments),
+    ALL(RegisterDesc), CHOICE(RegisterDesc, memory, Memory), AT(RegisterDesc, width),
+    ALL(OpDesc), CHOICE(OpDesc, kind, OpKind), AT(OpDesc, arguments),
     ALL(ArriveOp), AT(ArriveOp, layer),
     ALL(GemmOp), AT(GemmOp, x), AT(GemmOp, out), AT(GemmOp, accumulate), AT(GemmOp, product), AT(GemmOp, layer), AT(GemmOp, number), AT(GemmOp, w), AT(GemmOp, bias), PART(GemmOp, integers, Integers),
-    ALL(GateUpOp), PART(GateUpOp, gemm, GemmOp), AT(GateUpOp, act), AT(GateUpOp, size), AT(GateUpOp, activation), AT(GateUpOp, factor), AT(GateUpOp, xielu),
+    ALL(GateUpOp), PART(GateUpOp, gemm, GemmOp), AT(GateUpOp, act), AT(GateUpOp, size), CHOICE(GateUpOp, activation, Activation), AT(GateUpOp, factor), AT(GateUpOp, xielu),
     ALL(Heads), AT(Heads, count), AT(Heads, kv), AT(Heads, dim),
-    ALL(AttendOp), AT(AttendOp, x), AT(AttendOp, q), AT(AttendOp, out), PART(AttendOp, heads, Heads), AT(AttendOp, page_group), AT(AttendOp, page_layer), AT(AttendOp, has_keys), AT(AttendOp, keys_are_values), AT(AttendOp, norms_values), AT(AttendOp, head_norm), AT(AttendOp, output_gate), AT(AttendOp, kv_copies), AT(AttendOp, window), AT(AttendOp, chunked), AT(AttendOp, rotary_dim), AT(AttendOp, interleaved), AT(AttendOp, eps), AT(AttendOp, scale), AT(AttendOp, softcap), AT(AttendOp, k_scale), AT(AttendOp, v_scale), AT(AttendOp, q_norm), AT(AttendOp, k_norm), AT(AttendOp, sinks), AT(AttendOp, cos), AT(AttendOp, sin), AT(AttendOp, query_factors), AT(AttendOp, query_weights),
+    ALL(AttendOp), AT(AttendOp, x), AT(AttendOp, q), AT(AttendOp, out), PART(AttendOp, heads, Heads), AT(AttendOp, page_group), AT(AttendOp, page_layer), AT(AttendOp, has_keys), AT(AttendOp, keys_are_values), AT(AttendOp, norms_values), CHOICE(AttendOp, head_norm, HeadNorm), CHOICE(AttendOp, output_gate, OutputGate), AT(AttendOp, kv_copies), AT(AttendOp, window), AT(AttendOp, chunked), AT(AttendOp, rotary_dim), AT(AttendOp, interleaved), AT(AttendOp, eps), AT(AttendOp, scale), AT(AttendOp, softcap), AT(AttendOp, k_scale), AT(AttendOp, v_scale), AT(AttendOp, q_norm), AT(AttendOp, k_norm), AT(AttendOp, sinks), AT(AttendOp, cos), AT(AttendOp, sin), AT(AttendOp, query_factors), AT(AttendOp, query_weights),
     ALL(LatentDesc), AT(LatentDesc, heads), AT(LatentDesc, kv_rank), AT(LatentDesc, key), AT(LatentDesc, rotated),
         AT(LatentDesc, value), AT(LatentDesc, rotary_dim), AT(LatentDesc, interleaved), AT(LatentDesc, page_group),
         AT(LatentDesc, module), AT(LatentDesc, eps), AT(LatentDesc, scale), AT(LatentDesc, k_norm), AT(LatentDesc, cos),
@@ -62,6 +65,9 @@ constexpr Field kLayout[] = {
     ALL(LatentAttendOp), AT(LatentAttendOp, q), AT(LatentAttendOp, column), AT(LatentAttendOp, out), AT(LatentAttendOp, layer),
         PART(LatentAttendOp, latent, LatentDesc),
     ALL(KeepOp), AT(KeepOp, x), AT(KeepOp, column), PART(KeepOp, latent, LatentDesc),
+    ALL(DeltaShape), CHOICE(DeltaShape, mixer, Mixer), AT(DeltaShape, k_heads), AT(DeltaShape, v_heads), AT(DeltaShape, k_dim),
+        AT(DeltaShape, v_dim), AT(DeltaShape, conv_size), AT(DeltaShape, eps), AT(DeltaShape, beta), AT(DeltaShape, dt_min),
+        AT(DeltaShape, gates_norm), AT(DeltaShape, group_ranks), AT(DeltaShape, by_channel),
     ALL(DeltaWeights), NAMED(DeltaWeights, taps, conv), AT(DeltaWeights, dt_bias), AT(DeltaWeights, a_log), NAMED(DeltaWeights, delta_norm, norm), AT(DeltaWeights, conv_bias), AT(DeltaWeights, d),
     ALL(MixOp), AT(MixOp, x), AT(MixOp, out), AT(MixOp, state_layer), PART(MixOp, weights, DeltaWeights),
     ALL(MoeOp), AT(MoeOp, x), AT(MoeOp, out), AT(MoeOp, layer), AT(MoeOp, experts), AT(MoeOp, targets),
@@ -71,7 +77,7 @@ constexpr Field kLayout[] = {
     ALL(ScaleOp), AT(ScaleOp, x), AT(ScaleOp, column), AT(ScaleOp, width), AT(ScaleOp, out), AT(ScaleOp, out_column), AT(ScaleOp, factor), AT(ScaleOp, weights),
     ALL(AddOp), AT(AddOp, x), AT(AddOp, y), AT(AddOp, width), AT(AddOp, factor),
     ALL(SumOp), AT(SumOp, x), AT(SumOp, y), AT(SumOp, width), AT(SumOp, out),
-    ALL(ActivateOp), AT(ActivateOp, x), AT(ActivateOp, size), AT(ActivateOp, out), AT(ActivateOp, activation), AT(ActivateOp, xielu),
+    ALL(ActivateOp), AT(ActivateOp, x), AT(ActivateOp, size), AT(ActivateOp, out), CHOICE(ActivateOp, activation, Activation), AT(ActivateOp, xielu),
     ALL(ReduceOp), AT(ReduceOp, out), AT(ReduceOp, width), AT(ReduceOp, accumulate),
     NUMBER(OpKind, kArrive),
     NUMBER(OpKind, kMeet),
@@ -95,19 +101,23 @@ constexpr Field kLayout[] = {
     NUMBER(Memory, kRounded),
     NUMBER(Memory, kShared),
     NUMBER(Memory, kGates),
-    ALL(ProductDesc), AT(ProductDesc, inputs), AT(ProductDesc, count), AT(ProductDesc, row_parallel), AT(ProductDesc, targets),
+    NUMBER(Activation, kSilu), NUMBER(Activation, kGelu), NUMBER(Activation, kClampedSwiglu), NUMBER(Activation, kGeluAlone), NUMBER(Activation, kGeluByErf), NUMBER(Activation, kReluSquared), NUMBER(Activation, kXielu),
+    NUMBER(HeadNorm, kEachHead), NUMBER(HeadNorm, kAllHeads), NUMBER(HeadNorm, kOwnHeads),
+    NUMBER(OutputGate, kNoGate), NUMBER(OutputGate, kBesideQueries), NUMBER(OutputGate, kOfHeads), NUMBER(OutputGate, kApart),
+    NUMBER(Scoring, kSoftmax), NUMBER(Scoring, kSoftmaxOfChosen), NUMBER(Scoring, kSigmoid), NUMBER(Scoring, kSigmoidOfChosen), NUMBER(Scoring, kSparseMixer),
+    NUMBER(Mixer, kDelta), NUMBER(Mixer, kShortConv), NUMBER(Mixer, kMamba2),
+    NUMBER(Element, kF32), NUMBER(Element, kF16), NUMBER(Element, kBF16),
+    CONSTANT(kMaxExchanges), CONSTANT(kPanel),
+    ALL(Target), AT(Target, module), AT(Target, column), AT(Target, width),
+    ALL(ProductDesc), AT(ProductDesc, inputs), AT(ProductDesc, count), AT(ProductDesc, row_parallel), PART(ProductDesc, targets, Target),
     ALL(ModelDesc), AT(ModelDesc, hidden), AT(ModelDesc, layers), AT(ModelDesc, vocab), AT(ModelDesc, block_tokens),
         AT(ModelDesc, page_groups), AT(ModelDesc, num_products),
         AT(ModelDesc, eps), AT(ModelDesc, centered), AT(ModelDesc, biased), AT(ModelDesc, embedding_multiplier), AT(ModelDesc, logits_scale),
         AT(ModelDesc, head_bias), AT(ModelDesc, embedding_norm),
         AT(ModelDesc, logits_softcap), AT(ModelDesc, ops), AT(ModelDesc, registers), AT(ModelDesc, num_ops), AT(ModelDesc, num_registers), AT(ModelDesc, products), AT(ModelDesc, embed), AT(ModelDesc, lm_head),
-        AT(ModelDesc, lm_head_integers),
+        PART(ModelDesc, lm_head_integers, Integers),
         AT(ModelDesc, norm), AT(ModelDesc, arena), AT(ModelDesc, page_elems), AT(ModelDesc, page_bytes),
-        AT(ModelDesc, float8_kv), NAMED(ModelDesc, mixer, delta.mixer), NAMED(ModelDesc, k_heads, delta.k_heads), NAMED(ModelDesc, v_heads, delta.v_heads),
-        NAMED(ModelDesc, k_dim, delta.k_dim), NAMED(ModelDesc, v_dim, delta.v_dim),
-        NAMED(ModelDesc, conv_size, delta.conv_size), NAMED(ModelDesc, delta_eps, delta.eps), NAMED(ModelDesc, beta, delta.beta),
-        NAMED(ModelDesc, dt_min, delta.dt_min), NAMED(ModelDesc, gates_norm, delta.gates_norm),
-        NAMED(ModelDesc, group_ranks, delta.group_ranks), NAMED(ModelDesc, by_channel, delta.by_channel),
+        AT(ModelDesc, float8_kv), PART(ModelDesc, delta, DeltaShape),
         AT(ModelDesc, convs_per_page), AT(ModelDesc, heads_per_page), AT(ModelDesc, conv_pages),
         AT(ModelDesc, most_drafts), AT(ModelDesc, drafts_per_page), AT(ModelDesc, draft_page),
         AT(ModelDesc, embed_module), AT(ModelDesc, head_module),
@@ -119,10 +129,10 @@ constexpr Field kLayout[] = {
         AT(StepDesc, token_ids), AT(StepDesc, positions), AT(StepDesc, page), AT(StepDesc, offset),
         AT(StepDesc, qo_indptr), AT(StepDesc, kv_lens), AT(StepDesc, page_table), AT(StepDesc, table_stride),
         AT(StepDesc, page_stride),
-        AT(StepDesc, logit_tokens), AT(StepDesc, segments), AT(StepDesc, segment_ready), AT(StepDesc, segment_late),
+        AT(StepDesc, logit_tokens), PART(StepDesc, segments, Segments), AT(StepDesc, segment_ready), AT(StepDesc, segment_late),
         AT(StepDesc, max_stall_ns), AT(StepDesc, logits), AT(StepDesc, logit_rows), AT(StepDesc, best),
         AT(StepDesc, samples), AT(StepDesc, ops), AT(StepDesc, offloaded), AT(StepDesc, state_read), AT(StepDesc, state_written), AT(StepDesc, state_fresh),
-        AT(StepDesc, state_accepted), AT(StepDesc, state_drafts), AT(StepDesc, state_stride), AT(StepDesc, model_segments), AT(StepDesc, model_ready), AT(StepDesc, model_late),
+        AT(StepDesc, state_accepted), AT(StepDesc, state_drafts), AT(StepDesc, state_stride), PART(StepDesc, model_segments, Segments), AT(StepDesc, model_ready), AT(StepDesc, model_late),
         AT(StepDesc, mixture), AT(StepDesc, mixture_ready), AT(StepDesc, mixture_late),
         AT(StepDesc, media), AT(StepDesc, media_rows),
     ALL(OffloadDesc), AT(OffloadDesc, ranks), AT(OffloadDesc, count), AT(OffloadDesc, segment), AT(OffloadDesc, row),
@@ -131,34 +141,27 @@ constexpr Field kLayout[] = {
     ALL(OffloadWorkerDesc), AT(OffloadWorkerDesc, num_products), AT(OffloadWorkerDesc, products),
         AT(OffloadWorkerDesc, first), AT(OffloadWorkerDesc, last), AT(OffloadWorkerDesc, count), AT(OffloadWorkerDesc, page_elems),
         AT(OffloadWorkerDesc, row), AT(OffloadWorkerDesc, adapters), AT(OffloadWorkerDesc, images), AT(OffloadWorkerDesc, exchanges),
-    ALL(MergeDesc), AT(MergeDesc, origin), AT(MergeDesc, integers), AT(MergeDesc, to), AT(MergeDesc, product), AT(MergeDesc, layer),
+    ALL(MergeDesc), AT(MergeDesc, origin), PART(MergeDesc, integers, Integers), AT(MergeDesc, to), AT(MergeDesc, product), AT(MergeDesc, layer),
         AT(MergeDesc, parts), AT(MergeDesc, count),
-    ALL(DeltaDesc), NAMED(DeltaDesc, mixer, shape.mixer), NAMED(DeltaDesc, k_heads, shape.k_heads), NAMED(DeltaDesc, v_heads, shape.v_heads),
-        NAMED(DeltaDesc, k_dim, shape.k_dim), NAMED(DeltaDesc, v_dim, shape.v_dim),
-        NAMED(DeltaDesc, conv_size, shape.conv_size), NAMED(DeltaDesc, eps, shape.eps), NAMED(DeltaDesc, beta, shape.beta),
-        NAMED(DeltaDesc, dt_min, shape.dt_min), NAMED(DeltaDesc, gates_norm, shape.gates_norm),
-        NAMED(DeltaDesc, group_ranks, shape.group_ranks), NAMED(DeltaDesc, by_channel, shape.by_channel),
-        NAMED(DeltaDesc, taps, weights.conv), NAMED(DeltaDesc, dt_bias, weights.dt_bias),
-        NAMED(DeltaDesc, a_log, weights.a_log), NAMED(DeltaDesc, norm, weights.norm), NAMED(DeltaDesc, conv_bias, weights.conv_bias),
-        NAMED(DeltaDesc, d, weights.d), AT(DeltaDesc, rows),
+    ALL(DeltaDesc), PART(DeltaDesc, shape, DeltaShape), PART(DeltaDesc, weights, DeltaWeights), AT(DeltaDesc, rows),
         AT(DeltaDesc, qo_indptr), AT(DeltaDesc, begins), AT(DeltaDesc, accepted), AT(DeltaDesc, drafts),
         AT(DeltaDesc, most_drafts), AT(DeltaDesc, conv_in), AT(DeltaDesc, recurrent_in), AT(DeltaDesc, drafts_in),
         AT(DeltaDesc, conv_out), AT(DeltaDesc, recurrent_out), AT(DeltaDesc, drafts_out), AT(DeltaDesc, mixed),
         AT(DeltaDesc, out),
     ALL(ExpertMatrices), AT(ExpertMatrices, w), AT(ExpertMatrices, integers), AT(ExpertMatrices, bias),
-    ALL(RoutingDesc), AT(RoutingDesc, correction), AT(RoutingDesc, factors), AT(RoutingDesc, per_token), AT(RoutingDesc, scoring),
+    ALL(RoutingDesc), AT(RoutingDesc, correction), AT(RoutingDesc, factors), AT(RoutingDesc, per_token), CHOICE(RoutingDesc, scoring, Scoring),
         AT(RoutingDesc, renormalised), AT(RoutingDesc, groups), AT(RoutingDesc, kept_groups),
         AT(RoutingDesc, group_best), AT(RoutingDesc, epsilon), AT(RoutingDesc, factor), AT(RoutingDesc, jitter),
     ALL(MixtureDesc), AT(MixtureDesc, hidden), AT(MixtureDesc, experts), AT(MixtureDesc, size),
-        AT(MixtureDesc, shared_size), AT(MixtureDesc, router), AT(MixtureDesc, router_bias), AT(MixtureDesc, routing),
-        AT(MixtureDesc, activation), AT(MixtureDesc, alpha), AT(MixtureDesc, limit), AT(MixtureDesc, gate_up),
-        AT(MixtureDesc, down), AT(MixtureDesc, shared_gate_up), AT(MixtureDesc, shared_down),
+        AT(MixtureDesc, shared_size), AT(MixtureDesc, router), AT(MixtureDesc, router_bias), PART(MixtureDesc, routing, RoutingDesc),
+        CHOICE(MixtureDesc, activation, Activation), AT(MixtureDesc, alpha), AT(MixtureDesc, limit), PART(MixtureDesc, gate_up, ExpertMatrices),
+        PART(MixtureDesc, down, ExpertMatrices), PART(MixtureDesc, shared_gate_up, ExpertMatrices), PART(MixtureDesc, shared_down, ExpertMatrices),
         AT(MixtureDesc, shared_gate), AT(MixtureDesc, of_inputs),
     ALL(MixtureStepDesc), AT(MixtureStepDesc, rows), AT(MixtureStepDesc, x), AT(MixtureStepDesc, y),
         AT(MixtureStepDesc, chosen), AT(MixtureStepDesc, weights), AT(MixtureStepDesc, lora), AT(MixtureStepDesc, lora_element),
-    ALL(MixtureTargets), AT(MixtureTargets, count), AT(MixtureTargets, targets),
+    ALL(MixtureTargets), AT(MixtureTargets, count), PART(MixtureTargets, targets, Target),
     ALL(MixtureLoraDesc), AT(MixtureLoraDesc, arena), AT(MixtureLoraDesc, page_elems),
-        AT(MixtureLoraDesc, segments), AT(MixtureLoraDesc, experts), AT(MixtureLoraDesc, num_experts),
+        PART(MixtureLoraDesc, segments, Segments), AT(MixtureLoraDesc, experts), AT(MixtureLoraDesc, num_experts),
         AT(MixtureLoraDesc, layer), AT(MixtureLoraDesc, targets),
     ALL(Exchange), AT(Exchange, layer), AT(Exchange, product), AT(Exchange, active),
     ALL(SampleRow), AT(SampleRow, inverse_temperature), AT(SampleRow, u), AT(SampleRow, top_p), AT(SampleRow, min_p), AT(SampleRow, top_k),
@@ -178,6 +181,8 @@ constexpr Field kLayout[] = {
 #undef AT
 #undef NAMED
 #undef PART
+#undef CHOICE
 #undef NUMBER
+#undef CONSTANT
 
 }  // namespace chorus

@@ -15,9 +15,8 @@ from chorus.core.executors.cuda_exchange import CudaExchange
 from chorus.memory.pages.layer_projections import dense_projections
 from chorus.memory.transfers import cuda_driver
 from chorus.memory.transfers.cuda_driver import CupyDriver
-from chorus.ops.cpu.lora_offload import EXCHANGES_BYTES, product_widths, row_elems
+from chorus.ops.cpu.lora_offload import exchanges_at, exchanges_bytes, product_widths, row_elems
 from chorus.ops.library import native_library
-from chorus.ops.library.native_descriptors import EXCHANGE
 from chorus.ops.ranks.ranks import Ranks
 
 from ...memory.fake_cuda import FakeDriver
@@ -65,7 +64,7 @@ class Process:
         return True
 
     def _compute(self) -> None:
-        asked = np.frombuffer((ctypes.c_char * EXCHANGES_BYTES).from_address(self.step.exchanges), EXCHANGE)[self.count]
+        asked = exchanges_at(self.step.exchanges)[self.count]
         assert (asked["layer"], asked["product"]) == EXCHANGES[self.count]
         assert asked["active"].tolist()[:3] == [1, 0, 1]
         inputs, outputs = WIDTHS[asked["product"]]
@@ -90,7 +89,7 @@ class Step:
         size, floats = 1 + processes, ROWS * row_elems(torch.float32, max(map(max, WIDTHS)))
         self.memory = mmap.mmap(-1, Ranks.num_bytes(size, floats))
         self.ranks = [Ranks(self.memory, rank, size, floats, 5.0) for rank in range(size)]
-        self._asked = np.zeros(EXCHANGES_BYTES, np.uint8)
+        self._asked = np.zeros(exchanges_bytes(), np.uint8)
         self.exchanges = self._asked.ctypes.data
         self.driver = Driver()
         self.exchange = CudaExchange(

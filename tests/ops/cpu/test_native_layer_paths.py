@@ -17,7 +17,7 @@ from chorus.core.model.specs.attention import HeadNorm, OutputGate
 from chorus.core.model.specs.feed_forward import Activation, UngatedActivation
 from chorus.core.model.specs.norms import Norms
 from chorus.ops.cpu import native
-from chorus.ops.cpu.lora_offload import EXCHANGES_BYTES, OffloadedSegments, OffloadWorker, exchange_floats
+from chorus.ops.cpu.lora_offload import OffloadedSegments, OffloadWorker, exchange_floats, exchanges_bytes
 from chorus.ops.elementwise.float8_kv import UNSCALED
 from chorus.ops.library import native_library
 from chorus.ops.lora.sgmv import Segments
@@ -129,7 +129,7 @@ class Offload:
         (rows,) = model.rows
         floats = exchange_floats(products, len(rows) * LENGTH)
         self._memory = mmap.mmap(-1, Ranks.num_bytes(2, floats))
-        self._exchanges = mmap.mmap(-1, EXCHANGES_BYTES)
+        self._exchanges = mmap.mmap(-1, exchanges_bytes())
         self._ranks = [Ranks(self._memory, rank, 2, floats, 60.0) for rank in range(2)]
         self._worker = OffloadWorker(products, model.dtype)
         pages = rows[0].pages

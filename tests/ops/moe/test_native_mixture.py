@@ -168,7 +168,9 @@ def test_modules_of_mixtures_may_be_beyond_those_that_descriptors_have_room_for(
     lora = NativeMixtureLora(torch.zeros(1, 64), segments, ids)
     assert (lora.description.segments.count, lora.description.layer, lora.description.targets) == (1, 0, None)
     modules = MixtureModules((), (), (), (), gate_up=((ids[1], 0, 5), (ids[2], 5, 5)), down=((ids[0], 0, 7),))
-    targets = [(each.count, list(each.targets)) for each in modules.described(ids)]
-    assert targets == [(0, [0] * 6)] * 4 + [(2, [1, 0, 5, 2, 5, 5]), (1, [0, 0, 7, 0, 0, 0])]
+    targets = [
+        (each.count, [(own.module, own.column, own.width) for own in each.targets]) for each in modules.described(ids)
+    ]
+    assert targets == [(0, [(0, 0, 0)] * 2)] * 4 + [(2, [(1, 0, 5), (2, 5, 5)]), (1, [(0, 0, 7), (0, 0, 0)])]
     of_layers, _ = described(rows_of({3: 4}, MAX_MODULES + 3))
     assert list(of_layers.a_offset) == [-1] * 3 + [4] + [-1] * 12
