@@ -163,7 +163,7 @@ class NativeDecoder:
             "ModelDesc",
             hidden=model.hidden, layers=model.num_layers, vocab=model.vocab, block_tokens=model.block_tokens,
             page_groups=model.page_groups, num_products=len(model.products), eps=model.eps,
-            centered=model.centered, biased=model.biased, embedding_multiplier=model.embedding_multiplier,
+            norm_kind=model.norm_kind, embedding_multiplier=model.embedding_multiplier,
             head_bias=_pointer_or_null(model.head_bias), embedding_norm=model.embedding_norm,
             logits_scale=model.logits_scale, logits_softcap=model.logits_softcap,
             ops=ops.address, num_ops=ops.count,

@@ -1,4 +1,4 @@
-"""The native library's structures and numbers, made of what it says of itself: see `native/layout.h`.
+"""The native library's structures and numbers, made of what it says of itself: see `native/program/layout.h`.
 
 Tests: tests/ops/library/test_native_layout.py
 """

@@ -179,11 +179,8 @@ class NativeModel:
     arena: torch.Tensor
     """`[pages, elems]`."""
 
-    centered: bool = False
-    """Norms subtract the mean: LayerNorm."""
-
-    biased: bool = False
-    """Norms have biases: their weights are `[2, hidden]`. Those of heads have none."""
+    norm_kind: str = "kRms"
+    """The kind of the norms of embeddings and of the last layer's output, by its name in the library."""
 
     embedding_multiplier: float = 1.0
     logits_scale: float = 1.0

@@ -172,7 +172,7 @@ class Decoder final : public AnyDecoder {
             else std::fill(x[t], x[t] + hidden, 0.0f);  // an adapter has the row
             embedding_lora_.add(step.model_segments, me.thread, t, step.token_ids[t], x[t]);
             if (m_.embedding_multiplier != 1) scale_by(x[t], hidden, m_.embedding_multiplier);
-            if (m_.embedding_norm) norm_.run(x[t], m_.norm, hidden, x[t]);
+            if (m_.embedding_norm) norm(x[t], x[t]);
             if (step.media && step.media[t] >= 0)  // after all that is done to tokens' own embeddings
                 std::copy_n(step.media_rows + step.media[t] * (int64_t)hidden, hidden, x[t]);
         });
@@ -189,7 +189,7 @@ class Decoder final : public AnyDecoder {
             }
         }
         team_.each(me, step.logits_wanted + step.states_wanted,
-                   [&](int r) { norm_.run(x[step.logit_tokens[r]], m_.norm, hidden, normed[r]); });
+                   [&](int r) { norm(x[step.logit_tokens[r]], normed[r]); });
         const int rows = step.logits_wanted;
         head_.shrink_adapters(me, normed);
         head_.run(me, normed, {rows, step.logits, step.logit_rows, step.samples});
@@ -339,8 +339,13 @@ class Decoder final : public AnyDecoder {
         }
     }
 
+    // The norm of embeddings, and of the last layer's output.
+    template <class Out>
+    void norm(const float* x, Out* out) const {
+        run_norm(m_.norm_kind, x, m_.norm, m_.hidden, m_.eps, out);
+    }
+
     ModelDesc m_;
-    const Norm norm_{m_.eps, m_.centered != 0, m_.biased != 0};
     const std::vector<OpDesc> ops_;
     Team team_;
     Registers<T> registers_;

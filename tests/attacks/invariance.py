@@ -19,13 +19,14 @@ from typing import Any
 
 import torch
 
+from chorus.core.model.native_names import native_norm
 from chorus.core.model.program.native_decoder import native_layer
 from chorus.core.model.program.native_ops import NativeProgram
 from chorus.core.model.program.native_place import Tables, layer_places
 from chorus.core.model.specs.attention import AttentionSpec, HeadNorm, LatentSpec
 from chorus.core.model.specs.feed_forward import Activation, GatedSpec
 from chorus.core.model.specs.layers import LayerSpec
-from chorus.core.model.specs.norms import PARALLEL, Norms, NormSpec
+from chorus.core.model.specs.norms import PARALLEL, NormKind, Norms, NormSpec
 from chorus.core.model.specs.rope_config import RopeConfig
 from chorus.core.model.weights.layer_weights import LayerWeights
 from chorus.memory.pages.adapter_layout import AdapterLayout, AdapterPart
@@ -185,7 +186,7 @@ def build(
         KvScales(rng.choice((1.0, 0.01)), rng.choice((1.0, 0.003))) if float8_kv else UNSCALED
         for _ in range(num_layers)
     ]
-    norm = NormSpec(1e-5, centered=rng.random() < 0.2)
+    norm = NormSpec(1e-5, NormKind.LAYER if rng.random() < 0.2 else NormKind.RMS)
     program = NativeProgram(specs, norm, hidden, table)
     planes = [index * layout.block_tokens * drawn.head_dim for index in range(num_layers)] if latents else ()
     places = layer_places(specs, layers, Tables.of(specs, requests_end), kv_scales=scales, planes=planes)
@@ -205,7 +206,7 @@ def build(
         norm=vector(hidden),
         arena=arena,
         float8_kv=float8_kv,
-        centered=norm.centered,
+        norm_kind=native_norm(norm.kind),
         logits_scale=rng.choice((1.0, 0.25)),
         logits_softcap=rng.choice((0.0, 20.0)),
         embedding_multiplier=rng.choice((1.0, 3.0)),

@@ -14,7 +14,7 @@ from ..specs.config import ModelConfig
 from ..specs.family import Family, text_shape
 from ..specs.feed_forward import Routing, Scoring
 from ..specs.layers import LayerSpec
-from ..specs.norms import Norms, NormSpec
+from ..specs.norms import NormKind, Norms, NormSpec
 from ..specs.tensor_names import TensorNames
 from . import glm_moe, reading, rotary
 
@@ -122,7 +122,7 @@ def _read_1(fields: ConfigJson) -> ModelConfig:
 
 
 def _model(fields: ConfigJson, layers: list[LayerSpec]) -> ModelConfig:
-    norm = NormSpec(fields.number("layer_norm_eps"), centered=True, wide=True)
+    norm = NormSpec(fields.number("layer_norm_eps"), NormKind.LAYER, wide=True)
     return reading.dense(fields, layers, norm, logits_scale=fields.number("logit_scale"))
 
 

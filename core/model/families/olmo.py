@@ -9,7 +9,7 @@ from ..specs.attention import AttentionSpec, HeadNorm
 from ..specs.config import ModelConfig
 from ..specs.family import Family, text_shape
 from ..specs.layers import LayerSpec
-from ..specs.norms import Norms, NormSpec
+from ..specs.norms import NormKind, Norms, NormSpec
 from ..specs.rope_config import RopeConfig
 from ..specs.tensor_names import AFTER_NORMS, TensorNames
 from . import reading, rotary
@@ -43,7 +43,7 @@ def _read_1(fields: ConfigJson) -> ModelConfig:
     heads, bias = reading.heads(fields), fields.boolean("attention_bias")
     rope = rotary.rope(fields, heads.head_dim)
     attention = AttentionSpec(*heads, scale=heads.head_dim**-0.5, rope=rope, qkv_bias=bias, o_bias=bias)
-    norm = NormSpec(1e-5, centered=True, wide=True, weightless=True)
+    norm = NormSpec(1e-5, NormKind.LAYER, wide=True, weightless=True)
     layer = LayerSpec(attention, reading.gated(fields))
     return reading.dense(fields, [layer] * fields.integer("num_hidden_layers"), norm)
 

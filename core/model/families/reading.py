@@ -23,7 +23,7 @@ from ..specs.feed_forward import (
     UngatedSpec,
 )
 from ..specs.layers import LayerSpec
-from ..specs.norms import NormSpec
+from ..specs.norms import NormKind, NormSpec
 from ..specs.recurrent import RecurrentSpec
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -104,7 +104,7 @@ _GELU_TANH = ("gelu_new", "gelu_fast")
 def layer_norm(fields: ConfigJson, eps: str, *, one_plus: bool = False) -> NormSpec:
     """LayerNorm with a bias. eps: the field of it, 1e-5 where it is missing."""
     found = fields.number(eps, None if fields.has(eps) else 1e-5)
-    return NormSpec(found, centered=True, one_plus=one_plus, wide=True, biased=True)
+    return NormSpec(found, NormKind.BIASED_LAYER, one_plus=one_plus, wide=True)
 
 
 #: Names of the number of experts; transformers writes any of them.

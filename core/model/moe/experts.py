@@ -28,7 +28,7 @@ from ....ops.moe.expert_products import Matrix, Panels, multiply_each
 from ....ops.moe.native_mixture import NativeExperts, NativeGating, NativeMixture
 from ..checkpoints.quantization.group_scaled import GroupScaled
 from ..checkpoints.quantization.groups import pack_scaled
-from ..native_activations import native_activation
+from ..native_names import native_activation
 from ..specs.feed_forward import Activation, ClampedSwiglu, Experts, Routing, Scoring, UngatedActivation
 from .mixture_launches import MixtureLaunches
 from .mixture_lora import Going, MixtureLora

@@ -27,6 +27,7 @@ from ..checkpoints.quantization.groups import is_packable, pack_scaled, plain
 from ..lora.lora_state import LoraState, lora_groups
 from ..moe.experts import ExpertKernels, ListedExperts
 from ..moe.mixture_lora import mixture_modules
+from ..native_names import native_norm
 from ..paged_states import PagedStates
 from ..specs.attention import AttentionSpec
 from ..specs.config import ModelConfig
@@ -113,7 +114,7 @@ class NativeDecoderModel:
             hidden=config.hidden_size, vocab=vocab, num_layers=config.num_layers,
             ops=self._ops(self.layers), registers=self._program.registers,
             block_tokens=arena.layout.block_tokens, eps=config.norm.eps,
-            centered=config.norm.centered, biased=config.norm.biased,
+            norm_kind=native_norm(config.norm.kind),
             float8_kv=arena.layout.float8_kv,
             products=config.projections.products, product_of=config.projections.product_in,
             positions=max_model_len, page_groups=arena.layout.pages_per_block, embed=embed,

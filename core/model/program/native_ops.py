@@ -18,7 +18,7 @@ from ....memory.pages.projections import Group, Product, Projections
 from ....ops.library.native_descriptors import NativeOutputGate
 from ....ops.library.native_program import NativeOp
 from ..moe.experts import what_native_lacks
-from ..native_activations import native_activation
+from ..native_names import native_activation, native_norm
 from ..specs.attention import HeadNorm, OutputGate
 from ..specs.feed_forward import Activation
 from ..specs.layers import LayerSpec
@@ -260,7 +260,7 @@ class _Lowering:
     def _norm(self, at: int, op: Norm) -> None:
         x, column, width = self._read(at, op.x)
         out, norm = self._out(self._buffers.writes[at][op.out]), op.norm
-        own = {"centered": int(norm.centered), "biased": int(norm.biased), "eps": norm.eps}
+        own = {"norm": native_norm(norm.kind), "eps": norm.eps}
         self._emit("Norm", x=x, column=column, width=width, out=out, weight=weight_of(op.weight), **own)
         self._route_next(out)
 

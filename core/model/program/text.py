@@ -114,8 +114,7 @@ def _detail(op: Op, layer: LayerSpec, hidden: int) -> str:
 
 
 def _norm(norm: NormSpec) -> str:
-    name = "LayerNorm with a bias" if norm.biased else "LayerNorm" if norm.centered else "RMSNorm"
-    return f"{name}, eps {norm.eps:g}"
+    return f"{norm.kind}, eps {norm.eps:g}"
 
 
 def _rope(rope: RopeConfig | None) -> str:

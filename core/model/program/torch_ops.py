@@ -37,7 +37,7 @@ from ..lora.step_lora import ATTN_O, DOWN, GATE_UP, QKV
 from ..moe.experts import activated, mix_experts
 from ..nvtx_spans import span
 from ..specs.attention import OutputGate
-from ..specs.norms import NormSpec
+from ..specs.norms import NormKind, NormSpec
 from ..weights.rounding_weight import RoundingWeight
 from .builder import Kept
 from .ops import (
@@ -130,11 +130,13 @@ def _norm(op: Norm, at: Place) -> Run:
 
 def normed(x: torch.Tensor, weight: torch.Tensor, norm: NormSpec, added: torch.Tensor | None = None) -> torch.Tensor:
     """The norm of x `[tokens, hidden]`, to which `added` is added in place first."""
-    if norm.biased:
-        return layer_norm(x if added is None else x.add_(added), weight[0], norm.eps, weight[1])
-    if added is None:
-        return (layer_norm if norm.centered else rms_norm)(x, weight, norm.eps)
-    return (add_layer_norm if norm.centered else add_rms_norm)(added, x, weight, norm.eps)
+    match norm.kind:
+        case NormKind.RMS:
+            return rms_norm(x, weight, norm.eps) if added is None else add_rms_norm(added, x, weight, norm.eps)
+        case NormKind.LAYER:
+            return layer_norm(x, weight, norm.eps) if added is None else add_layer_norm(added, x, weight, norm.eps)
+        case NormKind.BIASED_LAYER:
+            return layer_norm(x if added is None else x.add_(added), weight[0], norm.eps, weight[1])
 
 
 def _gemm(op: Gemm, at: Place) -> Run:

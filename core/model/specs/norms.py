@@ -29,14 +29,25 @@ class Norms(StrEnum):
 PARALLEL = frozenset((Norms.PARALLEL, Norms.PARALLEL_APART))
 
 
+class NormKind(StrEnum):
+    """What a norm computes. The native library has its own of the same names."""
+
+    RMS = "RMSNorm"
+
+    LAYER = "LayerNorm"
+    """The mean is subtracted, and no bias is added (Cohere)."""
+
+    BIASED_LAYER = "LayerNorm with a bias"
+    """As PyTorch has it (StarCoder 2). `NormSpec.wide` is true, too."""
+
+
 @dataclass(frozen=True, slots=True)
 class NormSpec:
     """A norm over the last dimension, with statistics in float32."""
 
     eps: float
 
-    centered: bool = False
-    """LayerNorm without bias, which subtracts the mean (Cohere), rather than RMSNorm."""
+    kind: NormKind = NormKind.RMS
 
     one_plus: bool = False
     """The checkpoint stores weight - 1 (Gemma)."""
@@ -44,8 +55,10 @@ class NormSpec:
     wide: bool = False
     """Multiply by the weight in float32 and round then (Gemma, OLMo 2), rather than round before (Llama)."""
 
-    biased: bool = False
-    """A bias is added: LayerNorm as PyTorch has it (StarCoder 2). `centered` and `wide` are true, too."""
-
     weightless: bool = False
     """The checkpoint has no weight, which is 1 (OLMo)."""
+
+    @property
+    def biased(self) -> bool:
+        """Whether a bias stands beside the weight."""
+        return self.kind is NormKind.BIASED_LAYER

@@ -54,18 +54,24 @@ inline void layer_norm(const float* x, const float* weight, const float* bias, i
     }
 }
 
-// The norm of a model.
-struct Norm {
-    float eps;
-    bool centered;  // LayerNorm, rather than RMSNorm
-    bool biased;  // a weight's bias lies behind it
+// What a norm computes: as Python's NormKind, by name.
+#define NORM_KINDS(EACH) \
+    EACH(NormKind, kRms) \
+    EACH(NormKind, kLayer) \
+    EACH(NormKind, kBiasedLayer)  // a weight's bias lies behind it
 
-    template <class T>
-    void run(const float* x, const float* weight, int n, T* out) const {
-        if (centered) layer_norm(x, weight, biased ? weight + n : nullptr, n, eps, out);
-        else rms_norm(x, weight, n, eps, out);
+#define NAME(Enum, name) name,
+enum class NormKind : int32_t { NORM_KINDS(NAME) };
+#undef NAME
+
+template <class T>
+inline void run_norm(NormKind kind, const float* x, const float* weight, int n, float eps, T* out) {
+    switch (kind) {
+        case NormKind::kRms: return rms_norm(x, weight, n, eps, out);
+        case NormKind::kLayer: return layer_norm(x, weight, nullptr, n, eps, out);
+        case NormKind::kBiasedLayer: return layer_norm(x, weight, weight + n, n, eps, out);
     }
-};
+}
 
 // Rotate elements i and i + dim / 2 together.
 //

@@ -19,7 +19,7 @@ namespace chorus {
 constexpr int64_t kSector = 4096;  // O_DIRECT wants offsets, lengths and addresses to be multiples of the disk's
 constexpr int kBuffers = 2;  // a group in use, the next under way: more would take the disk's time from that
 
-// Mirrors the groups of ReadJobs in ops/cpu/native_reader.py: spans and jobs of each, by their numbers.
+// A group of reads, described to Python by program/layout.h: spans and jobs of each, by their numbers.
 struct ReadGroup {
     int64_t spans_begin, spans_end, jobs_begin, jobs_end;
 };

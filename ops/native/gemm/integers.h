@@ -13,7 +13,7 @@
 
 namespace chorus {
 
-// How a matrix's weights are whole numbers. Mirrors IntegersDescriptor of ops/library/native_descriptors.py.
+// How a matrix's weights are whole numbers. Described to Python by program/layout.h.
 //
 //   scales  [panels, groups, kPanel]
 //   zeros   [panels, groups, kPanel] bf16: zero points less the center; null: all are the center

@@ -14,7 +14,7 @@ constexpr int kAddedRows = 16;  // the same of Bᵀ
 constexpr int kLongSegment = 12;  // tokens from which a segment's expand is worth doing tile by tile
 
 // A part of an adapter in pages of the arena: one slab for each rank-row of a layer, with that row of every module's A and Bᵀ.
-// Mirrors AdapterDescriptor of ops/library/native_descriptors.py.
+// Described to Python by program/layout.h.
 struct Adapter {
     const int64_t* pages;  // of the arena, in order
     const int64_t* first_elem;  // [layers of the model]: where the layer's first slab begins, -1 where it has none
@@ -90,7 +90,7 @@ struct LoraUnit {
 };
 
 // The step's segments: tokens begin[s] … end[s]-1 use *adapters[s]. Several may have the same tokens; if of one level,
-// they have no module of a layer in common, so that their units never meet. Mirrors SegmentsDescriptor of ops/library/native_descriptors.py.
+// they have no module of a layer in common, so that their units never meet. Described to Python by program/layout.h.
 struct Segments {
     int32_t count;
     const int32_t *begin, *end;  // [count]

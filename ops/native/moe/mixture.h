@@ -22,7 +22,7 @@
 
 namespace chorus {
 
-// Experts' matrices of one shape. Mirrors ExpertMatricesDescriptor of ops/library/native_descriptors.py, and so on.
+// Experts' matrices of one shape. Described to Python by program/layout.h.
 struct ExpertMatrices {
     const void* const* w;  // [experts] packed: see gemm.h, and integers.h
     const Integers* integers;  // [experts]; null: all are of T

@@ -23,7 +23,7 @@ enum MixtureProduct : int32_t {
     kMixtureProducts
 };
 
-// Projections of a product. Mirrors MixtureTargetsDescriptor of ops/library/native_descriptors.py.
+// Projections of a product. Described to Python by program/layout.h.
 struct MixtureTargets {
     int32_t count;
     Target targets[2];  // [count]

@@ -24,7 +24,7 @@ struct ProductDesc {
 struct ModelDesc {
     int32_t hidden, layers, vocab, block_tokens, page_groups, num_products;
     float eps;
-    int32_t centered, biased;  // 1: norms subtract the mean, and have biases
+    NormKind norm_kind;  // of embeddings and of the last layer's output
     float embedding_multiplier, logits_scale;
     const float* head_bias;  // [vocab]; null: the output projection has none
     int32_t embedding_norm;  // 1: embeddings are normalised, as the last layer's output is

@@ -43,6 +43,7 @@ constexpr char type_of() {
 #define CHOICE(S, field, Enum) \
     {#S "." #field, offsetof(S, field), sizeof(S::field), type_of<decltype(S::field)>(), #Enum}
 #define NUMBER(Enum, name) {#Enum "." #name, (int64_t)Enum::name, 0, 'E', nullptr}
+#define EACH_NUMBER(Enum, name) NUMBER(Enum, name),
 #define CONSTANT(name) {#name, name, 0, 'E', nullptr}
 // clang-format off: by structure
 constexpr Field kLayout[] = {
@@ -72,7 +73,7 @@ constexpr Field kLayout[] = {
     ALL(MixOp), AT(MixOp, x), AT(MixOp, out), AT(MixOp, state_layer), PART(MixOp, weights, DeltaWeights),
     ALL(MoeOp), AT(MoeOp, x), AT(MoeOp, out), AT(MoeOp, layer), AT(MoeOp, experts), AT(MoeOp, targets),
     ALL(RouteOp), AT(RouteOp, x),
-    ALL(NormOp), AT(NormOp, x), AT(NormOp, column), AT(NormOp, width), AT(NormOp, out), AT(NormOp, centered), AT(NormOp, biased), AT(NormOp, eps), AT(NormOp, weight),
+    ALL(NormOp), AT(NormOp, x), AT(NormOp, column), AT(NormOp, width), AT(NormOp, out), CHOICE(NormOp, norm, NormKind), AT(NormOp, eps), AT(NormOp, weight),
     ALL(CopyOp), AT(CopyOp, x), AT(CopyOp, column), AT(CopyOp, width), AT(CopyOp, out), AT(CopyOp, out_column),
     ALL(ScaleOp), AT(ScaleOp, x), AT(ScaleOp, column), AT(ScaleOp, width), AT(ScaleOp, out), AT(ScaleOp, out_column), AT(ScaleOp, factor), AT(ScaleOp, weights),
     ALL(AddOp), AT(AddOp, x), AT(AddOp, y), AT(AddOp, width), AT(AddOp, factor),
@@ -102,6 +103,7 @@ constexpr Field kLayout[] = {
     NUMBER(Memory, kShared),
     NUMBER(Memory, kGates),
     NUMBER(Activation, kSilu), NUMBER(Activation, kGelu), NUMBER(Activation, kClampedSwiglu), NUMBER(Activation, kGeluAlone), NUMBER(Activation, kGeluByErf), NUMBER(Activation, kReluSquared), NUMBER(Activation, kXielu),
+    NORM_KINDS(EACH_NUMBER)
     NUMBER(HeadNorm, kEachHead), NUMBER(HeadNorm, kAllHeads), NUMBER(HeadNorm, kOwnHeads),
     NUMBER(OutputGate, kNoGate), NUMBER(OutputGate, kBesideQueries), NUMBER(OutputGate, kOfHeads), NUMBER(OutputGate, kApart),
     NUMBER(Scoring, kSoftmax), NUMBER(Scoring, kSoftmaxOfChosen), NUMBER(Scoring, kSigmoid), NUMBER(Scoring, kSigmoidOfChosen), NUMBER(Scoring, kSparseMixer),
@@ -112,7 +114,7 @@ constexpr Field kLayout[] = {
     ALL(ProductDesc), AT(ProductDesc, inputs), AT(ProductDesc, count), AT(ProductDesc, row_parallel), PART(ProductDesc, targets, Target),
     ALL(ModelDesc), AT(ModelDesc, hidden), AT(ModelDesc, layers), AT(ModelDesc, vocab), AT(ModelDesc, block_tokens),
         AT(ModelDesc, page_groups), AT(ModelDesc, num_products),
-        AT(ModelDesc, eps), AT(ModelDesc, centered), AT(ModelDesc, biased), AT(ModelDesc, embedding_multiplier), AT(ModelDesc, logits_scale),
+        AT(ModelDesc, eps), CHOICE(ModelDesc, norm_kind, NormKind), AT(ModelDesc, embedding_multiplier), AT(ModelDesc, logits_scale),
         AT(ModelDesc, head_bias), AT(ModelDesc, embedding_norm),
         AT(ModelDesc, logits_softcap), AT(ModelDesc, ops), AT(ModelDesc, registers), AT(ModelDesc, num_ops), AT(ModelDesc, num_registers), AT(ModelDesc, products), AT(ModelDesc, embed), AT(ModelDesc, lm_head),
         PART(ModelDesc, lm_head_integers, Integers),

@@ -158,7 +158,7 @@ struct RouteOp {
 // out = norm(columns of x); without a weight, the columns divided by their norm.
 struct NormOp {
     int32_t x, column, width, out;
-    int32_t centered, biased;  // 1: norms subtract the mean, and have biases
+    NormKind norm;
     float eps;
     const float* weight;  // [width], or [2, width] with a bias
 };

@@ -50,9 +50,8 @@ class RowOps {
     }
 
     void norm(const NormOp& op, int token) {
-        const Norm norm{op.eps, op.centered != 0, op.biased != 0};
         const float* x = row(op.x, token) + op.column;
-        write(op.out, token, [&](auto* to) { norm.run(x, op.weight, op.width, to); });
+        write(op.out, token, [&](auto* to) { run_norm(op.norm, x, op.weight, op.width, op.eps, to); });
     }
 
     void keep(const StepDesc& step, const KeepOp& op, int token) {

@@ -12,7 +12,7 @@
 
 namespace chorus {
 
-// Mirrors SAMPLE_ROW of ops/library/native_descriptors.py.
+// Described to Python by program/layout.h.
 struct SampleRow {
     double inverse_temperature;  // 0: the largest
     double u, top_p, min_p;

@@ -7,7 +7,7 @@
 
 namespace chorus {
 
-// Mirrors LOGPROB_ROW of ops/library/native_descriptors.py.
+// Described to Python by program/layout.h.
 struct LogprobRow {
     const float* logits;
     int64_t token, count;

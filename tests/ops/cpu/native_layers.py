@@ -10,13 +10,14 @@ from typing import Any
 import torch
 
 from chorus.core.model.lora.lora_state import rows_in
+from chorus.core.model.native_names import native_norm
 from chorus.core.model.program.native_decoder import native_layer
 from chorus.core.model.program.native_ops import NativeProgram
 from chorus.core.model.program.native_place import Tables, layer_places
 from chorus.core.model.specs.attention import AttentionSpec, HeadNorm, OutputGate
 from chorus.core.model.specs.feed_forward import Activation, GatedSpec, UngatedActivation, UngatedSpec
 from chorus.core.model.specs.layers import LayerSpec
-from chorus.core.model.specs.norms import Norms, NormSpec
+from chorus.core.model.specs.norms import NormKind, Norms, NormSpec
 from chorus.core.model.specs.rope_config import RopeConfig
 from chorus.core.model.weights.layer_weights import LayerWeights
 from chorus.memory.pages.adapter_layout import AdapterLayout, uniform_parts
@@ -59,8 +60,7 @@ class Kind:
     keys_are_values: bool = False
     scaled: bool = False
     norms: Norms = Norms.BEFORE
-    centered: bool = False
-    norm_biased: bool = False
+    norm_kind: NormKind = NormKind.RMS
     residual_multiplier: float = 1.0
     activation: Activation | UngatedActivation = Activation.SILU
     """Without a gate if it is an `UngatedActivation`."""
@@ -95,7 +95,7 @@ class Kind:
 
     @property
     def norm(self) -> NormSpec:
-        return NormSpec(1e-5, self.centered or self.norm_biased, biased=self.norm_biased)
+        return NormSpec(1e-5, self.norm_kind)
 
     @property
     def rope(self) -> RopeConfig | None:
@@ -223,8 +223,7 @@ class Model:
             norm=self.norm,
             arena=self.arena,
             float8_kv=self.layout.float8_kv,
-            centered=kind.norm.centered,
-            biased=kind.norm.biased,
+            norm_kind=native_norm(kind.norm_kind),
             embedding_multiplier=kind.embedding_multiplier,
             embedding_norm=kind.embedding_norm,
             head_bias=self.head_bias,
@@ -411,7 +410,7 @@ def reference(
 
 
 def norm(spec: NormSpec, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    if spec.centered:
+    if spec.kind is not NormKind.RMS:
         x = x - x.mean(-1, keepdim=True)
     weight, bias = weight.double().unbind() if weight.dim() == 2 else (weight.double(), 0.0)
     return x / (x.square().mean(-1, keepdim=True) + spec.eps).sqrt() * weight + bias
@@ -522,7 +521,7 @@ class _Layer:
         """LayerNorm of each head `[heads, tokens, head_dim]` with weights of its own."""
         assert weight is not None
         ones = torch.ones(x.shape[-1])
-        return norm(NormSpec(self.model.kind.norm.eps, True), x, ones) * weight.double().view(len(x), 1, -1)
+        return norm(NormSpec(self.model.kind.norm.eps, NormKind.LAYER), x, ones) * weight.double().view(len(x), 1, -1)
 
     def stored(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values as they are in pages: rounded, of numbers that are nearly these."""

@@ -15,7 +15,7 @@ import torch
 
 from chorus.core.model.specs.attention import HeadNorm, OutputGate
 from chorus.core.model.specs.feed_forward import Activation, UngatedActivation
-from chorus.core.model.specs.norms import Norms
+from chorus.core.model.specs.norms import NormKind, Norms
 from chorus.ops.cpu import native
 from chorus.ops.cpu.lora_offload import OffloadedSegments, OffloadWorker, exchange_floats, exchanges_bytes
 from chorus.ops.elementwise.float8_kv import UNSCALED
@@ -49,20 +49,22 @@ KINDS = {
     "OLMo 2": Kind(norms=Norms.AFTER, head_norm=HeadNorm.ALL),
     "GLM-4": Kind(norms=Norms.AROUND, interleaved=True, rotated=0.5),
     "Cohere 2": Kind(
-        norms=Norms.PARALLEL, centered=True, interleaved=True, window=16, alternating=True, logits_scale=0.2
+        norms=Norms.PARALLEL, norm_kind=NormKind.LAYER, interleaved=True, window=16, alternating=True, logits_scale=0.2
     ),
-    "StarCoder 2": Kind(norm_biased=True, activation=UngatedActivation.GELU_TANH, biased=True, window=16),
+    "StarCoder 2": Kind(
+        norm_kind=NormKind.BIASED_LAYER, activation=UngatedActivation.GELU_TANH, biased=True, window=16
+    ),
     "Apertus": Kind(activation=UngatedActivation.XIELU, head_norm=HeadNorm.EACH),
     "Granite SWA": Kind(sinks=True, window=16, alternating=True),
     "Hunyuan": Kind(head_norm=HeadNorm.ROTATED, biased=True),
-    "Command R+": Kind(norms=Norms.PARALLEL, centered=True, head_norm=HeadNorm.OWN, interleaved=True),
+    "Command R+": Kind(norms=Norms.PARALLEL, norm_kind=NormKind.LAYER, head_norm=HeadNorm.OWN, interleaved=True),
     "AFMoE": Kind(norms=Norms.AROUND, head_norm=HeadNorm.EACH, output_gate=OutputGate.APART),
     "gates between queries": Kind(head_norm=HeadNorm.ALL, output_gate=OutputGate.BESIDE_QUERIES),
     "LFM3": Kind(head_norm=HeadNorm.EACH, output_gate=OutputGate.OF_HEADS),
     "Llama 4": Kind(head_norm=HeadNorm.BARE, window=16, chunked=True, alternating=True, interleaved=True),
     "nanochat": Kind(head_norm=HeadNorm.BARE, embedding_norm=True, logits_softcap=3.0),
-    "GPT-NeoX": Kind(norms=Norms.PARALLEL_APART, norm_biased=True, activation=UngatedActivation.GELU),
-    "Phi-2": Kind(norms=Norms.PARALLEL, norm_biased=True, head_biased=True, biased=True, rotated=0.5),
+    "GPT-NeoX": Kind(norms=Norms.PARALLEL_APART, norm_kind=NormKind.BIASED_LAYER, activation=UngatedActivation.GELU),
+    "Phi-2": Kind(norms=Norms.PARALLEL, norm_kind=NormKind.BIASED_LAYER, head_biased=True, biased=True, rotated=0.5),
     "Gemma 4": Kind(
         norms=Norms.AROUND, head_norm=HeadNorm.EACH, value_norm=True, keys_are_values=True, scaled=True, window=16
     ),

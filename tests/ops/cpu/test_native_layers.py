@@ -11,7 +11,7 @@ from allpairspy import AllPairs
 
 from chorus.core.model.specs.attention import HeadNorm, OutputGate
 from chorus.core.model.specs.feed_forward import Activation, UngatedActivation
-from chorus.core.model.specs.norms import Norms
+from chorus.core.model.specs.norms import NormKind, Norms
 from chorus.ops.cpu import native
 from chorus.ops.elementwise.float8_kv import UNSCALED, KvScales
 from chorus.ops.library import native_library
@@ -39,8 +39,7 @@ VALUES: OrderedDict[str, list[Any]] = OrderedDict(
     chunked=[False, True],
     sinks=[False, True],
     norms=list(Norms),
-    centered=[False, True],
-    norm_biased=[False, True],
+    norm_kind=list(NormKind),
     residual_multiplier=[1.0, 0.22],
     activation=[*Activation, *UngatedActivation],
     biased=[False, True],
@@ -94,9 +93,9 @@ SINGLE = {
     "norms after": {"norms": Norms.AFTER},
     "norms around": {"norms": Norms.AROUND},
     "parallel": {"norms": Norms.PARALLEL},
-    "centered": {"centered": True, "head_norm": HeadNorm.EACH},
-    "norms with biases": {"norm_biased": True},
-    "norms with biases around": {"norm_biased": True, "norms": Norms.AROUND},
+    "centered": {"norm_kind": NormKind.LAYER, "head_norm": HeadNorm.EACH},
+    "norms with biases": {"norm_kind": NormKind.BIASED_LAYER},
+    "norms with biases around": {"norm_kind": NormKind.BIASED_LAYER, "norms": Norms.AROUND},
     "residual multiplier": {"residual_multiplier": 0.22},
     "gelu": {"activation": Activation.GELU_TANH},
     "gelu in panels of its own": {"activation": Activation.GELU_TANH, "ffn": 96},

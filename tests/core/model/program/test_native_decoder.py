@@ -24,7 +24,7 @@ from chorus.core.model.specs.feed_forward import (
     UngatedSpec,
 )
 from chorus.core.model.specs.layers import LayerSpec, StreamsSpec
-from chorus.core.model.specs.norms import Norms
+from chorus.core.model.specs.norms import NormKind, Norms
 from chorus.core.model.specs.rope_config import RopeConfig
 from chorus.core.model.weights.layer_weights import LayerWeights
 from chorus.memory.pages.arena import Arena
@@ -203,9 +203,20 @@ class GivenWeights:
 @pytest.mark.parametrize(
     "kind",
     [
-        Kind(embedding_multiplier=3.0, logits_scale=0.3, logits_softcap=2.0, residual_multiplier=0.22, centered=True),
+        Kind(
+            embedding_multiplier=3.0,
+            logits_scale=0.3,
+            logits_softcap=2.0,
+            residual_multiplier=0.22,
+            norm_kind=NormKind.LAYER,
+        ),
         Kind(norms=Norms.AFTER, head_norm=HeadNorm.ALL, window=9, softcap=3.0, alternating=True, scale=0.3),
-        Kind(norm_biased=True, head_biased=True, activation=UngatedActivation.XIELU, head_norm=HeadNorm.ROTATED),
+        Kind(
+            norm_kind=NormKind.BIASED_LAYER,
+            head_biased=True,
+            activation=UngatedActivation.XIELU,
+            head_norm=HeadNorm.ROTATED,
+        ),
         Kind(norms=Norms.PARALLEL_APART, window=9, chunked=True, head_norm=HeadNorm.OWN, sinks=True),
         Kind(output_gate=OutputGate.APART, embedding_norm=True, head_norm=HeadNorm.BARE),
         Kind(norms=Norms.AROUND, rotated=0.5, interleaved=True, activation=Activation.GELU_TANH, biased=True),

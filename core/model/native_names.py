@@ -1,4 +1,4 @@
-"""The native library's names of activations.
+"""The native library's names of activations and of norms.
 
 Tests: tests/core/model/program/test_native_ops.py, tests/core/model/moe/test_experts.py
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from ...ops.library.native_descriptors import NativeActivation
 from .specs.feed_forward import Activation, UngatedActivation
+from .specs.norms import NormKind
 
 _GATED = {
     Activation.SILU: NativeActivation.SILU,
@@ -25,3 +26,8 @@ _UNGATED = {
 def native_activation(activation: Activation | UngatedActivation) -> NativeActivation:
     """The name of an activation of a feed-forward part or of experts."""
     return _GATED[activation] if isinstance(activation, Activation) else _UNGATED[activation]
+
+
+def native_norm(kind: NormKind) -> str:
+    """The name of a kind of norm."""
+    return "k" + kind.name.title().replace("_", "")
