@@ -55,8 +55,8 @@ inline void layer_norm(const float* x, const float* weight, const float* bias, i
 }
 
 // What a norm computes: as Python's NormKind, by name.
-#define NORM_KINDS(EACH) \
-    EACH(NormKind, kRms) \
+#define NORM_KINDS(EACH)   \
+    EACH(NormKind, kRms)   \
     EACH(NormKind, kLayer) \
     EACH(NormKind, kBiasedLayer)  // a weight's bias lies behind it
 
