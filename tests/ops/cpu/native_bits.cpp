@@ -131,26 +131,26 @@ enum Register {
 // The ops of layers, and what they point to.
 class Program {
    public:
-    // l: the layer's number. centered: of its norms
-    void add(const Layer& layer, int l, int ffn, bool centered) {
+    // l: the layer's number. kind: of its norms
+    void add(const Layer& layer, int l, int ffn, NormKind kind) {
         if (l) op(OpKind::kArrive, ArriveOp{l});
-        norm(layer.attention_norm, kStream, kNormed, centered);
+        norm(layer.attention_norm, kStream, kNormed, kind);
         const bool latents = layer.latent.heads;
         op(OpKind::kGemm, gemm(layer, l, kQkv, kNormed, latents ? kLatentIn : kIn, false));
         if (latents) {
             op(OpKind::kKeep, KeepOp{kLatentIn, kQueryRank, layer.latent});
-            op(OpKind::kNorm, NormOp{kLatentIn, 0, kQueryRank, kQueryLatents, 0, 0, 1e-6f, layer.query_norm});
+            op(OpKind::kNorm, NormOp{kLatentIn, 0, kQueryRank, kQueryLatents, NormKind::kRms, 1e-6f, layer.query_norm});
             op(OpKind::kGemm, gemm(layer, l, kQueryUp, kQueryLatents, kLatentQueries, false));
         }
-        if (layer.parallel) feed_forward(layer, l, ffn, centered);
+        if (layer.parallel) feed_forward(layer, l, ffn, kind);
         AttendOp attend = layer.attend;
         attend.x = kIn, attend.q = kRotatedQueries, attend.out = kAttended;
         if (latents) op(OpKind::kLatentAttend, LatentAttendOp{kLatentQueries, 0, kLatentOut, l, layer.latent});
         else op(OpKind::kAttend, attend);
-        part(layer, l, kO, latents ? kLatentOut : kAttended, layer.attention_out_norm, centered);
+        part(layer, l, kO, latents ? kLatentOut : kAttended, layer.attention_out_norm, kind);
         if (layer.parallel) return;
-        norm(layer.mlp_norm, kStream, kNormed, centered);
-        feed_forward(layer, l, ffn, centered);
+        norm(layer.mlp_norm, kStream, kNormed, kind);
+        feed_forward(layer, l, ffn, kind);
     }
 
     std::vector<OpDesc> ops;
@@ -161,34 +161,34 @@ class Program {
         memcpy(kept, &arguments, sizeof arguments);
         ops.push_back({kind, kept});
     }
-    void norm(const float* weight, int x, int out, bool centered) {
-        if (weight) op(OpKind::kNorm, NormOp{x, 0, kHidden, out, centered, 0, 1e-5f, weight});
+    void norm(const float* weight, int x, int out, NormKind kind) {
+        if (weight) op(OpKind::kNorm, NormOp{x, 0, kHidden, out, kind, 1e-5f, weight});
         else op(OpKind::kCopy, CopyOp{x, 0, kHidden, out, 0});
     }
     GemmOp gemm(const Layer& layer, int l, Group group, int x, int out, bool accumulate) {
         return {x, out, accumulate, layer.product[group], l, number_++, layer.weights[group], layer.bias[group],
                 layer.integers[group]};
     }
-    void feed_forward(const Layer& layer, int l, int ffn, bool centered) {
+    void feed_forward(const Layer& layer, int l, int ffn, NormKind kind) {
         if (layer.experts) {
             op(OpKind::kRoute, RouteOp{kNormed});
             const MoeOp moe{kNormed, kPart, l, layer.experts, layer.targets};
             op(OpKind::kMoe, moe), op(OpKind::kCombine, moe);
             op(OpKind::kScale, ScaleOp{kPart, 0, kHidden, kPart, 0, 0.9f, nullptr});
-            return add_part(layer, layer.mlp_out_norm, centered);
+            return add_part(layer, layer.mlp_out_norm, kind);
         }
         op(OpKind::kGateUp,
            GateUpOp{gemm(layer, l, kGateUp, kNormed, kGatesUp, false), kAct, ffn, layer.activation, 1, nullptr});
-        part(layer, l, kDown, kAct, layer.mlp_out_norm, centered);
+        part(layer, l, kDown, kAct, layer.mlp_out_norm, kind);
     }
     // A product that is added to the residual stream.
-    void part(const Layer& layer, int l, Group group, int x, const float* out_norm, bool centered) {
+    void part(const Layer& layer, int l, Group group, int x, const float* out_norm, NormKind kind) {
         const bool direct = !out_norm && layer.residual_multiplier == 1;
         op(OpKind::kGemm, gemm(layer, l, group, x, direct ? kStream : kPart, direct));
-        if (!direct) add_part(layer, out_norm, centered);
+        if (!direct) add_part(layer, out_norm, kind);
     }
-    void add_part(const Layer& layer, const float* out_norm, bool centered) {
-        if (out_norm) norm(out_norm, kPart, kPart, centered);
+    void add_part(const Layer& layer, const float* out_norm, NormKind kind) {
+        if (out_norm) norm(out_norm, kPart, kPart, kind);
         op(OpKind::kAdd, AddOp{kStream, kPart, kHidden, layer.residual_multiplier});
     }
 
@@ -269,7 +269,7 @@ void run(bool kinds, int bits = 0, bool float8 = false, bool mixes = false, bool
         layers[1].attend.head_norm = kAllHeads;
         layers[1].attend.rotary_dim = 0, layers[1].attention_norm = layers[1].mlp_norm = nullptr;
         layers[2].parallel = true, layers[2].attend.window = 5, layers[2].attend.rotary_dim = 10;
-        model.centered = 1, model.embedding_multiplier = 2.5f, model.logits_scale = 0.5f, model.logits_softcap = 3;
+        model.norm_kind = NormKind::kLayer, model.embedding_multiplier = 2.5f, model.logits_scale = 0.5f, model.logits_softcap = 3;
     }
     Experts experts(weight, vector);
     if (mixes) {
@@ -291,7 +291,7 @@ void run(bool kinds, int bits = 0, bool float8 = false, bool mixes = false, bool
         own.query_factors = kinds ? vector(256, 0.3f, 1) : nullptr, own.bias = kinds ? vector(kMade, 0.3f, 0) : nullptr;
     }
     Program program;
-    for (int l = 0; l < kLayers; l++) program.add(layers[l], l, kFfn, model.centered);
+    for (int l = 0; l < kLayers; l++) program.add(layers[l], l, kFfn, model.norm_kind);
     const RegisterDesc registers[] = {{Memory::kFloat, kHidden},        {Memory::kRounded, kHidden},
                                       {Memory::kFloat, kQ + 2 * kKv},   {Memory::kRounded, kQ},
                                       {Memory::kRounded, kQ},           {Memory::kFloat, kHidden},
