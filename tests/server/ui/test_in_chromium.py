@@ -134,7 +134,8 @@ def drawn(browser, more=1):
 LAYOUT_SHIFT = """window.shifts = []; new PerformanceObserver((list) => window.shifts.push(...list.getEntries().map(
     (one) => [one.value, one.sources.map(({node, previousRect: a, currentRect: b}) =>
         `${node?.id || node?.className || node?.parentNode?.id || node?.nodeName}: `
-        + `${node?.textContent.slice(0, 60)}, from ${[a.x, a.y, a.width, a.height]} to ${[b.x, b.y, b.width, b.height]}`)]
+        + `${node?.textContent.slice(0, 60)}, from ${[a.x, a.y, a.width, a.height]} `
+        + `to ${[b.x, b.y, b.width, b.height]}`)]
     ))).observe({type: 'layout-shift', buffered: false});"""
 
 
