@@ -48,6 +48,10 @@ class NativeLayout:
                 self._sizes[name] = entry.bytes
         self._made: dict[str, type[Structure]] = {}
 
+    def has(self, name: str) -> bool:
+        """True if there is such an enumerator or constant."""
+        return name in self._numbers
+
     def number(self, name: str) -> int:
         """The number of an enumerator, such as `OpKind.kGemm`, or a constant, such as `kPanel`."""
         if name not in self._numbers:

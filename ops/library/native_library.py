@@ -163,6 +163,11 @@ def native_layout() -> NativeLayout:
     return layout_of(required())
 
 
+def lacks(name: str) -> bool:
+    """True if there is a library, and it has no such enumerator, as `NormKind.kRms`."""
+    return (found := library()) is not None and not layout_of(found).has(name)
+
+
 def available(dtype: torch.dtype) -> bool:
     """True if the library was built, and this processor can run it in `dtype`."""
     return why_unavailable(dtype) is None

@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ....memory.pages.projections import Group, Product, Projections
+from ....ops.library import native_library
 from ....ops.library.native_descriptors import NativeOutputGate
 from ....ops.library.native_program import NativeOp
 from ..moe.experts import what_native_lacks
@@ -260,7 +261,10 @@ class _Lowering:
     def _norm(self, at: int, op: Norm) -> None:
         x, column, width = self._read(at, op.x)
         out, norm = self._out(self._buffers.writes[at][op.out]), op.norm
-        own = {"norm": native_norm(norm.kind), "eps": norm.eps}
+        kind = native_norm(norm.kind)
+        if native_library.lacks(f"NormKind.{kind}"):
+            raise NoNativeOp(f"norm of the kind {norm.kind}")
+        own = {"norm": kind, "eps": norm.eps}
         self._emit("Norm", x=x, column=column, width=width, out=out, weight=weight_of(op.weight), **own)
         self._route_next(out)
 

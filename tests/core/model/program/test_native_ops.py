@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from enum import StrEnum
 
 import pytest
 
@@ -14,6 +15,7 @@ from chorus.core.model.specs.layers import LayerSpec
 from chorus.core.model.specs.norms import Norms, NormSpec
 from chorus.core.model.specs.rope_config import RopeConfig
 from chorus.memory.pages.projections import Projections
+from chorus.ops.library import native_library
 from chorus.ops.library.native_program import NativeOp
 
 HIDDEN = 32
@@ -42,6 +44,17 @@ def test_a_layer_as_llama_has_it():
     assert up.arguments["act"] == down.arguments["x"] != up.arguments["gemm"]["x"]
     numbers = [inputs.arguments, output.arguments, up.arguments["gemm"], down.arguments]
     assert [each["number"] for each in numbers] == [0, 1, 2, 3]
+
+
+class OtherNorm(StrEnum):
+    MAXIMUM = "norm by the maximum"
+
+
+@pytest.mark.skipif(not native_library.levels(), reason="needs the native library")
+def test_a_kind_of_norm_that_the_library_lacks_is_refused_by_name():
+    table = Projections((LAYER.projections(HIDDEN),))
+    with pytest.raises(NoNativeOp, match="norm by the maximum"):
+        NativeProgram([LAYER], NormSpec(1e-6, OtherNorm.MAXIMUM), HIDDEN, table)
 
 
 def test_each_layer_but_the_first_waits_for_adapters_before_its_first_product():
