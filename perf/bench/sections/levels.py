@@ -20,7 +20,6 @@ import torch
 
 from ....core.model.read_config import read_model_config
 from ....memory.pages import hugepages
-from ....ops.cpu import native
 from ....ops.library import native_library
 from ....ops.library.native_descriptors import ELEMENT_OF
 from ...report.table import Table
@@ -94,13 +93,12 @@ def _used(level: str, build: Path | None) -> AbstractContextManager[Any]:
     if build is None:
         return patch.dict(os.environ, {native_library.ISA: level})
     library = native_library.opened(build)
-    return patch.object(native, "library", lambda: library)
+    return patch.object(native_library, "library", lambda: library)
 
 
 def rates(context: Context, threads: int) -> dict[str, float]:
     """Bytes and operations per second, the best of a few."""
-    library, num_bytes = native.library(), context.pick(1 << 20, 512 << 20, 512 << 20)
-    assert library is not None
+    library, num_bytes = native_library.required(), context.pick(1 << 20, 512 << 20, 512 << 20)
     memory = hugepages.zeros((num_bytes,), torch.uint8).fill_(1)
     reads = [library.chorus_read_rate(threads, memory.data_ptr(), num_bytes) for _ in range(context.pick(1, 4, 4))]
     element = ELEMENT_OF[context.dtype]

@@ -32,6 +32,7 @@ def output(folder: Path, compiler: list[str], simd: str, emulator: list[str]) ->
 
 @pytest.mark.integration
 @pytest.mark.long
+@pytest.mark.timeout(1200)
 @pytest.mark.skipif(
     not shutil.which("aarch64-linux-gnu-g++") or not shutil.which("qemu-aarch64"),
     reason="needs a compiler for aarch64 (g++-aarch64-linux-gnu) and its emulator (qemu-user)",
