@@ -312,6 +312,12 @@ class Settings(BaseSettings, EngineConfig, RequestLimits):  # pyright: ignore[re
     limit_mm_per_prompt: Annotated[dict[str, Annotated[int, Field(ge=0, le=256)]], NoDecode] = Field(
         default={"image": 16}, description=EngineConfig.model_fields["limit_mm_per_prompt"].description
     )
+    allowed_media_domains: Annotated[list[str], NoDecode, Commas, _checked(Allowed.of_hosts)] = Field(
+        default=[],
+        description="comma-separated domains that images of requests may be fetched from by URL: images.example, "
+        "*.images.example, http://files:9000 for one without TLS, and private addresses or networks such as "
+        "10.1.0.0/16 that names may lead to; redirects are not followed; default: none",
+    )
     weights: Annotated[dict[str, float], NoDecode, BeforeValidator(_read_weights)] = Field(
         default={},
         description="shares of tenants or adapters, as comma-separated NAME=WEIGHT: weight 2 gets twice as much "

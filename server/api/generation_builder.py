@@ -36,6 +36,7 @@ from .caller import Caller
 from .chat_request import ChatBatch
 from .completion_request import CompletionRequest
 from .engine_requests import EngineRequests
+from .image_fetch import ImageFetcher
 from .image_parts import images_in
 from .near import no_model_like
 from .openai import GenerationRequest, names_of
@@ -69,7 +70,9 @@ class GenerationBuilder:
     images: RequestImages = field(init=False)
 
     def __post_init__(self) -> None:
-        self.images = RequestImages(self.settings.model, self.settings.limit_mm_per_prompt.get("image", 0))
+        settings = self.settings
+        most, fetcher = settings.limit_mm_per_prompt.get("image", 0), ImageFetcher(settings.allowed_media_domains)
+        self.images = RequestImages(settings.model, most, fetcher)
         self.seeds = Seeds(self.settings.seed)
 
     async def parse(self, read: Callable[[bytes, RequestLimits], T], request: Request) -> T:
@@ -138,7 +141,7 @@ class GenerationBuilder:
             return await tokenizer.encode_chat(conversation, most), ()
         await self.require(caller, asked.model, asked.lora_path)
         model = self.worker.model
-        found = await self.images.prepared(images, model)
+        found = await self.images.prepared(images, model, caller.tenant)
         texts, placeholder = tuple(image.text for image in found), self.images.placeholder()
         conversation = replace(conversation, placeholder=placeholder, image_texts=texts)
         tokens = await tokenizer.encode_chat(conversation, most)

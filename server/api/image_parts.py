@@ -1,7 +1,7 @@
 """Images in a conversation: content parts of OpenAI's, Anthropic's and Hugging Face's formats, read into files.
 
-Nothing is fetched, opened or decoded here. A part's file is in a data URL or in base64; `LLM` gives files and PIL
-images itself.
+Nothing is fetched, opened or decoded here. A part's file is in a data URL or in base64, or at an http(s) URL; `LLM`
+gives files and PIL images itself.
 
 Tests: tests/server/api/test_image_parts.py
 """
@@ -40,13 +40,24 @@ class ImageFile:
     data: bytes = field(repr=False)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class ImageUrl:
+    """Where an image is that a client did not send."""
+
+    url: str
+
+
+MAX_URL = 4096
+"""Characters of an http(s) URL."""
+
+
 def is_image(part: Any) -> bool:
     """True if a content part is an image."""
     return isinstance(part, Mapping) and part.get("type") in IMAGE_PARTS
 
 
-def image_of(part: Mapping[str, Any]) -> ImageFile:
-    """The file of an image's part. Raises ValueError, whose text goes on after the part's name."""
+def image_of(part: Mapping[str, Any]) -> ImageFile | ImageUrl:
+    """The file of an image's part, or where it is. Raises ValueError, whose text goes on after the part's name."""
     kind = part["type"]
     for name, value in part.items():
         if name not in _FIELDS[kind] and value is not None:
@@ -70,10 +81,10 @@ def image_of(part: Mapping[str, Any]) -> ImageFile:
     return _of_url(url)
 
 
-def _of_source(source: Any) -> ImageFile:
+def _of_source(source: Any) -> ImageFile | ImageUrl:
     """The file of Anthropic's `source`."""
     if not isinstance(source, Mapping) or source.get("type") not in ("base64", "url"):
-        raise ValueError("needs a source of type base64, with media_type and data")
+        raise ValueError("needs a source of type base64, with media_type and data, or of type url")
     if source["type"] == "url":
         return _of_url(str(source.get("url")))
     if not isinstance(data := source.get("data"), str):
@@ -81,12 +92,14 @@ def _of_source(source: Any) -> ImageFile:
     return _of_base64(data)
 
 
-def _of_url(url: str) -> ImageFile:
+def _of_url(url: str) -> ImageFile | ImageUrl:
     if match := _DATA_URL.match(url):
         return _of_base64(url[match.end() :])
     scheme = url.partition(":")[0].lower()[:16] if ":" in url[:20] else ""
     if scheme in ("http", "https"):
-        raise ValueError(f"is an {scheme} URL, and this server fetches none; send the image itself as a data URL")
+        if len(url) > MAX_URL:
+            raise ValueError(f"has a URL of {len(url)} characters, at most {MAX_URL} are taken; send a data URL")
+        return ImageUrl(url)
     raise ValueError("is no data URL: it must begin with data:image/png;base64, or the like")
 
 
@@ -104,7 +117,7 @@ def _of_base64(text: str) -> ImageFile:
     return ImageFile(data)
 
 
-def images_in(messages: Iterable[Mapping[str, Any]]) -> list[tuple[str, ImageFile]]:
+def images_in(messages: Iterable[Mapping[str, Any]]) -> list[tuple[str, ImageFile | ImageUrl]]:
     """The images of a conversation in order, each with the name of its part."""
     return [
         (f"messages[{number}].content[{index}]", part["image"])

@@ -1,4 +1,4 @@
-"""Prepares the images of conversations: decoded, counted, and told apart, on threads of their own.
+"""Prepares the images of conversations: fetched, decoded, counted, and told apart, on threads of their own.
 
 Tests: tests/server/test_image_requests.py
 """
@@ -18,7 +18,8 @@ from ...core.media.images import BadImage
 from ...core.requests.media import MediaItem, placed
 from ...core.requests.request_params import InvalidRequest
 from ..executors import DaemonPool
-from .image_parts import ImageFile
+from .image_fetch import ImageFetcher, Room
+from .image_parts import ImageFile, ImageUrl
 
 if TYPE_CHECKING:
     from ...core.executors.base import ModelInfo
@@ -47,13 +48,19 @@ class RequestImages:
     """The model's."""
     most: int
     """Images of one request."""
+    fetcher: ImageFetcher = field(default_factory=lambda: ImageFetcher(()))
     _threads: DaemonPool = field(default_factory=lambda: DaemonPool("images", THREADS))
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _processor: ImageProcessor | None = None
     _known: OrderedDict[bytes, ImageText] = field(default_factory=OrderedDict)  # by the hash of a file's bytes
 
-    async def prepared(self, images: Sequence[tuple[str, ImageFile]], model: ModelInfo) -> list[ImageText]:
-        """Prepare images, each with its name for errors. Raises InvalidRequest, which names the image."""
+    async def prepared(
+        self, images: Sequence[tuple[str, ImageFile | ImageUrl]], model: ModelInfo, tenant: str = ""
+    ) -> list[ImageText]:
+        """Fetch and prepare images, each with its name for errors. Raises InvalidRequest, which names the image.
+
+        tenant: whose turn it is to fetch.
+        """
         if model.why_blind is not None:
             name = images[0][0]
             raise InvalidRequest(name, f"{name} is an image, and images are not served: {model.why_blind}")
@@ -62,7 +69,16 @@ class RequestImages:
             raise InvalidRequest(
                 name, f"{name} is image {self.most + 1}, at most {self.most} are taken in a request; send fewer"
             )
-        return list(await asyncio.gather(*(self._threads.run(self._prepare, *each) for each in images)))
+        room = Room()
+        return list(await asyncio.gather(*(self._one(*each, tenant, room) for each in images)))
+
+    async def _one(self, name: str, image: ImageFile | ImageUrl, tenant: str, room: Room) -> ImageText:
+        if isinstance(image, ImageUrl):
+            try:
+                image = ImageFile(await self.fetcher.fetched(tenant, image.url, room))
+            except BadImage as error:
+                raise InvalidRequest(name, f"{name}: the image {error}") from None
+        return await self._threads.run(self._prepare, name, image)
 
     def placeholder(self) -> str:
         """The text at images' places in a prompt."""

@@ -35,6 +35,7 @@ GROUPS = {
         "allow_unauthenticated",
         "allowed_hosts",
         "cors_origins",
+        "allowed_media_domains",
         "adapter_roots",
         "adapter_source",
         "adapter_source_hosts",

@@ -29,6 +29,14 @@ class Allowed:
         for entry in entries:
             self._add(entry)
 
+    @classmethod
+    def of_hosts(cls, entries: Iterable[str] = ()) -> Allowed:
+        """A list without buckets. Raises ValueError for one, and for an invalid entry."""
+        found = cls(entries)
+        for scheme, bucket in sorted(found._buckets):
+            raise ValueError(f"'{scheme}://{bucket}' is a bucket; give hosts, addresses or networks")
+        return found
+
     def check_url(self, scheme: str, host: str, port: int | None) -> None:
         """Raises StoreRefused unless a request with this scheme may go to this host."""
         host, port = plain(host), port or _PORTS.get(scheme, 0)

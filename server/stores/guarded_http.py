@@ -16,7 +16,9 @@ from .deadline import SILENT_SECONDS, Deadline
 MAX_REDIRECTS = 5
 
 
-def guarded_client(allowed: Allowed, deadline: Deadline, headers: dict[str, str] | None = None) -> httpx.Client:
+def guarded_client(
+    allowed: Allowed, deadline: Deadline, headers: dict[str, str] | None = None, redirects: int = MAX_REDIRECTS
+) -> httpx.Client:
     """A client for one download. Its requests raise StoreRefused and StoreAway in addition to httpx's errors.
 
     Proxies of the environment are not used: a proxy would resolve names by itself.
@@ -24,8 +26,8 @@ def guarded_client(allowed: Allowed, deadline: Deadline, headers: dict[str, str]
     return httpx.Client(
         transport=_Transport(allowed, deadline),
         headers={"accept-encoding": "identity", **(headers or {})},
-        follow_redirects=True,
-        max_redirects=MAX_REDIRECTS,
+        follow_redirects=redirects > 0,
+        max_redirects=redirects,
         timeout=SILENT_SECONDS,
         trust_env=False,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import struct
 import time
@@ -12,7 +13,8 @@ from io import BytesIO
 import pytest
 
 from chorus.core.media.images import MAX_BYTES, BadImage, open_image
-from chorus.server.api.image_parts import image_of
+from chorus.server.api.image_fetch import ImageFetcher, Room
+from chorus.server.api.image_parts import ImageUrl, image_of
 
 from ..core.media.tiny_vision import needs_vision, tiny
 
@@ -96,6 +98,7 @@ def test_other_files_are_no_images(data: bytes) -> None:
 def test_nothing_is_fetched_or_opened(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     import socket
 
+    loop = asyncio.new_event_loop()
     monkeypatch.setattr(socket, "socket", lambda *_: pytest.fail("it was fetched"))
     for part in (
         {"type": "image_url", "image_url": {"url": url}},
@@ -104,9 +107,12 @@ def test_nothing_is_fetched_or_opened(url: str, monkeypatch: pytest.MonkeyPatch)
         {"type": "image", "source": {"type": "url", "url": url}},
     ):
         with pytest.raises(ValueError, match=r"is|has"):
-            image_of(part)
+            found = image_of(part)
+            assert isinstance(found, ImageUrl)
+            loop.run_until_complete(ImageFetcher(()).fetched("acme", found.url, Room()))
     with pytest.raises(ValueError, match="source"):
         image_of({"type": "image", "image": url})
+    loop.close()
 
 
 def test_base64_beyond_the_limit_is_not_decoded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ from chorus.server.text.tokenizer import Tokenizer
 
 from ..core.media.tiny_vision import Reference, needs_vision, tiny
 from .conftest import Live, live_server
+from .stores.store_server import StoreServer, store_server
 
 pytestmark = [pytest.mark.integration, needs_vision]
 
@@ -33,7 +34,13 @@ def reference() -> Reference:
 
 
 @pytest.fixture(scope="module")
-def live(reference: Reference) -> Iterator[Live]:
+def host() -> Iterator[StoreServer]:
+    with store_server() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def live(reference: Reference, host: StoreServer) -> Iterator[Live]:
     path = reference.path
     config = EngineConfig(
         model=path,
@@ -44,7 +51,12 @@ def live(reference: Reference) -> Iterator[Live]:
         dtype="float32",
         device="cpu",
     )
-    settings = {"model": path, "served_model_name": "base", "limit_mm_per_prompt": {"image": 4}}
+    settings = {
+        "model": path,
+        "served_model_name": "base",
+        "limit_mm_per_prompt": {"image": 4},
+        "allowed_media_domains": host.url,
+    }
     engine: Any = Engine.from_config(config)
     with live_server(engine, Tokenizer.load(path), settings=settings) as found:
         yield found
@@ -92,6 +104,25 @@ def test_chat_with_images_in_several_turns(live: Live, reference: Reference) -> 
         assert told["usage"]["prompt_tokens"] == count
     counted = live.post("/tokenize", messages=messages, model="base").json()
     assert counted["count"] == wanted(reference, None, same, [first, second])[0]
+
+
+def test_images_by_urls_of_an_allowed_domain(live: Live, reference: Reference, host: StoreServer) -> None:
+    image = picture((30, 70), "purple")
+    host.paths["/a.png"] = base64.b64decode(file_of(image))
+    url = f"{host.url}/a.png"
+    count, answer = wanted(reference, None, [{"role": "user", "content": [SEEN, HI]}], [image])
+    messages = [{"role": "user", "content": [as_part(url), HI]}]
+    told = live.post("/v1/chat/completions", messages=messages, model="base", **GREEDY).json()
+    assert told["choices"][0]["token_ids"] == answer, told
+    assert told["usage"]["prompt_tokens"] == count
+    blocks = [{"type": "image", "source": {"type": "url", "url": url}}, HI]
+    counted = live.post("/v1/messages/count_tokens", messages=[{"role": "user", "content": blocks}], model="base")
+    assert counted.json()["input_tokens"] == count
+    asked = host.asked["/a.png"]
+    refused_by = live.post("/v1/chat/completions", messages=messages, model="absent", **GREEDY)
+    assert refused_by.status_code == 404 and host.asked["/a.png"] == asked, "nothing is fetched for who may not ask"
+    message, param = refused(chat(live, as_part(f"{host.url}/absent.png")))
+    assert param == "messages[1].content[1]" and "answers 404" in message
 
 
 def test_two_choices_share_an_image(live: Live, reference: Reference) -> None:
@@ -155,8 +186,8 @@ def test_each_refusal_names_the_image(live: Live) -> None:
     good = as_part(url_of(picture((20, 20), "red")))
     message, param = refused(chat(live, good, as_part("data:image/png;base64,aGVsbG8=")))
     assert param == "messages[1].content[2]" and "no image that is read" in message
-    message, _ = refused(chat(live, as_part("https://example.org/a.png")))
-    assert "part 1" in message and "fetches none" in message
+    message, param = refused(chat(live, as_part("https://example.org/a.png")))
+    assert param == "messages[1].content[1]" and "does not fetch from" in message
     message, _ = refused(chat(live, as_part(url_of(picture((20, 20), "red")), detail="low")))
     assert "detail" in message
     message, param = refused(chat(live, *[good] * 5))
