@@ -62,7 +62,7 @@ def image_of(part: Mapping[str, Any]) -> ImageFile | ImageUrl:
     for name, value in part.items():
         if name not in _FIELDS[kind] and value is not None:
             raise ValueError(f"has a field {clipped(str(name))!r}, which an {kind} does not have; leave it out")
-    if isinstance(given := part.get("image"), ImageFile):
+    if isinstance(given := part.get("image"), ImageFile | ImageUrl):
         return given
     if kind == "image":
         return _of_source(part.get("source"))

@@ -6,7 +6,7 @@ import base64
 
 import pytest
 
-from chorus.server.api.image_parts import ImageFile, image_of, images_in
+from chorus.server.api.image_parts import ImageFile, ImageUrl, image_of, images_in
 
 DATA = b"\x89PNG some bytes"
 TEXT = base64.b64encode(DATA).decode()
@@ -31,11 +31,26 @@ def test_each_form_has_the_file(part: dict) -> None:
 
 
 @pytest.mark.parametrize(
+    "part",
+    [
+        {"type": "image_url", "image_url": {"url": "https://images.example/a.png"}},
+        {"type": "input_image", "image_url": "https://images.example/a.png"},
+        {"type": "image", "source": {"type": "url", "url": "https://images.example/a.png"}},
+    ],
+)
+def test_a_url_stays_where_it_is(part: dict) -> None:
+    found = image_of(part)
+    assert isinstance(found, ImageUrl) and found.url == "https://images.example/a.png"
+    assert image_of({"type": "image", "image": found}) is found, "one API's part as another's"
+
+
+@pytest.mark.parametrize(
     ("part", "why"),
     [
         ({"type": "image_url"}, "has no image_url"),
         ({"type": "image_url", "image_url": {"url": URL, "size": 3}}, "'size'"),
         ({"type": "image_url", "image_url": {"url": URL}, "image": "x"}, "'image'"),
+        ({"type": "image_url", "image_url": f"https://images.example/{'a' * 5000}"}, "characters"),
         ({"type": "input_image", "file_id": "file-1"}, "keeps no files"),
         ({"type": "input_image", "image_url": URL, "detail": "low"}, "detail"),
         ({"type": "image", "source": {"type": "file", "file_id": "f"}}, "base64"),
