@@ -72,7 +72,7 @@ class GenerationBuilder:
     def __post_init__(self) -> None:
         settings = self.settings
         most, fetcher = settings.limit_mm_per_prompt.get("image", 0), ImageFetcher(settings.allowed_media_domains)
-        self.images = RequestImages(settings.model, most, fetcher)
+        self.images = RequestImages(settings.model, most, settings.max_body_bytes, fetcher)
         self.seeds = Seeds(self.settings.seed)
 
     async def parse(self, read: Callable[[bytes, RequestLimits], T], request: Request) -> T:

@@ -9,6 +9,7 @@ Tests: tests/server/api/test_image_fetch.py
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from weakref import WeakValueDictionary
@@ -25,9 +26,6 @@ from ..stores.guarded_http import guarded_client
 SECONDS = 10.0
 """Until an image must have come, from the moment that its name is resolved."""
 
-MAX_REQUEST_BYTES = 64 << 20
-"""Of all images of a request that are fetched."""
-
 THREADS = 32
 OF_A_TENANT = 4
 """Images that are fetched for a tenant at once: servers that answer slowly hold up nobody else's."""
@@ -38,14 +36,18 @@ _INSTEAD = "send the image itself as a data URL"
 
 @dataclass(slots=True)
 class Room:
-    """Bytes that a request's images may still take."""
+    """Bytes that a request's fetched images may take: no more than a body that has them as data URLs."""
 
-    left: int = MAX_REQUEST_BYTES
+    most: int
+    _taken: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def take(self, num_bytes: int) -> None:
-        self.left -= num_bytes
-        if self.left < 0:
-            raise BadImage(f"is one too many: at most {MAX_REQUEST_BYTES} bytes are fetched for a request; send fewer")
+        with self._lock:
+            self._taken += num_bytes
+            if self._taken > self.most:
+                reason = f"is one too many: at most {self.most} bytes are fetched for a request (max_body_bytes)"
+                raise BadImage(f"{reason}; send fewer, or smaller ones")
 
 
 @dataclass(slots=True)

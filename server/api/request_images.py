@@ -48,6 +48,8 @@ class RequestImages:
     """The model's."""
     most: int
     """Images of one request."""
+    most_bytes: int = 8 << 20
+    """That are fetched for one request."""
     fetcher: ImageFetcher = field(default_factory=lambda: ImageFetcher(()))
     _threads: DaemonPool = field(default_factory=lambda: DaemonPool("images", THREADS))
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -69,7 +71,7 @@ class RequestImages:
             raise InvalidRequest(
                 name, f"{name} is image {self.most + 1}, at most {self.most} are taken in a request; send fewer"
             )
-        room = Room()
+        room = Room(self.most_bytes)
         return list(await asyncio.gather(*(self._one(*each, tenant, room) for each in images)))
 
     async def _one(self, name: str, image: ImageFile | ImageUrl, tenant: str, room: Room) -> ImageText:

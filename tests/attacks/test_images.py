@@ -109,7 +109,7 @@ def test_nothing_is_fetched_or_opened(url: str, monkeypatch: pytest.MonkeyPatch)
         with pytest.raises(ValueError, match=r"is|has"):
             found = image_of(part)
             assert isinstance(found, ImageUrl)
-            loop.run_until_complete(ImageFetcher(()).fetched("acme", found.url, Room()))
+            loop.run_until_complete(ImageFetcher(()).fetched("acme", found.url, Room(1 << 20)))
     with pytest.raises(ValueError, match="source"):
         image_of({"type": "image", "image": url})
     loop.close()

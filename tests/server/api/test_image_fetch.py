@@ -29,7 +29,7 @@ def host() -> Iterator[StoreServer]:
 
 
 def fetched(fetcher: ImageFetcher, url: str, room: Room | None = None) -> bytes:
-    return asyncio.run(fetcher.fetched("acme", url, room or Room()))
+    return asyncio.run(fetcher.fetched("acme", url, room or Room(1 << 20)))
 
 
 def refusal(fetcher: ImageFetcher, url: str, room: Room | None = None) -> str:
@@ -155,15 +155,19 @@ def test_a_tenants_slow_hosts_hold_up_nobody_else(host: StoreServer) -> None:
     fetcher = ImageFetcher([host.url], seconds=60)
 
     async def run() -> list[bytes]:
-        left = [asyncio.ensure_future(fetcher.fetched("acme", f"{host.url}/waits.png", Room())) for _ in range(3)]
+        left = [
+            asyncio.ensure_future(fetcher.fetched("acme", f"{host.url}/waits.png", Room(1 << 20))) for _ in range(3)
+        ]
         while now < len(left):
             await asyncio.sleep(0.01)
         for each in left:
             each.cancel()
-        more = [asyncio.ensure_future(fetcher.fetched("acme", f"{host.url}/waits.png", Room())) for _ in range(12)]
+        more = [
+            asyncio.ensure_future(fetcher.fetched("acme", f"{host.url}/waits.png", Room(1 << 20))) for _ in range(12)
+        ]
         while now < OF_A_TENANT:
             await asyncio.sleep(0.01)
-        assert await fetcher.fetched("beta", f"{host.url}/a.png", Room()) == DATA
+        assert await fetcher.fetched("beta", f"{host.url}/a.png", Room(1 << 20)) == DATA
         assert not any(each.done() for each in more)
         go.set()
         return await asyncio.gather(*more)
