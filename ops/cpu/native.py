@@ -158,7 +158,7 @@ class NativeDecoder:
         self._ops = ops = DescribedOps(model.ops, self._layout)
         registers = described_registers(model.registers, self._layout)
         products = described_products(model.products)
-        shape, places = model.recurrent or (None, None)
+        shape, pages = model.recurrent or (None, None)
         description = self._layout.filled(
             "ModelDesc",
             hidden=model.hidden, layers=model.num_layers, vocab=model.vocab, block_tokens=model.block_tokens,
@@ -176,7 +176,7 @@ class NativeDecoder:
             embed_module=model.embed_module, head_module=model.head_module,
             embed_rows_module=model.embed_rows_module, head_rows_module=model.head_rows_module,
             first_token=model.first_token,
-            delta={} if shape is None else asdict(shape), **({} if places is None else asdict(places)),
+            delta={} if shape is None else asdict(shape), **({} if pages is None else asdict(pages)),
         )  # fmt: skip
         self._handle = None  # until it is made, which may fail
         self.best: list[int] = []
@@ -471,7 +471,7 @@ class NativeSampling:
         self._decoder = decoder
 
     def described(self, row_params: Collection[RowSamplingParams]) -> np.ndarray:
-        """Samples in the library's form, without logits."""
+        """Rows of the library's `SampleRow`, one per sampled token; their logits are set later."""
         found = np.zeros(len(row_params), self._samples)
         temperature, found["u"], found["top_k"], found["top_p"], found["min_p"] = zip(*row_params, strict=True)
         found["inverse_temperature"] = [inverse_temperature(it) for it in temperature]

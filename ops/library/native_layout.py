@@ -1,4 +1,6 @@
-"""The native library's structures and numbers, made of what it says of itself: see `native/program/layout.h`.
+"""The native library's structures, records and enumerators, built from the layout that it exports.
+
+The library lists them in `native/program/layout.h`.
 
 Tests: tests/ops/library/test_native_layout.py
 """
@@ -59,7 +61,9 @@ class NativeLayout:
         return self._numbers[name]
 
     def lacking(self, tables: Mapping[str, Sequence[str]]) -> list[str]:
-        """What is not as this source has it: tables with other columns, and structures in fields that don't say which.
+        """The names by which a library differs from this source code; empty if it fits.
+
+        They are tables with other columns, and fields that hold a structure without naming it.
 
         tables: columns of each table.
         """

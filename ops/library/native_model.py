@@ -180,7 +180,7 @@ class NativeModel:
     """`[pages, elems]`."""
 
     norm_kind: str = "kRms"
-    """The kind of the norms of embeddings and of the last layer's output, by its name in the library."""
+    """The kind of the norms after the embedding and before the output head, by its name in the library."""
 
     embedding_multiplier: float = 1.0
     logits_scale: float = 1.0

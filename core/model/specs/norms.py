@@ -30,7 +30,7 @@ PARALLEL = frozenset((Norms.PARALLEL, Norms.PARALLEL_APART))
 
 
 class NormKind(StrEnum):
-    """What a norm computes. The native library has its own of the same names."""
+    """The formula of a norm. The native library has an enumeration of the same name and members."""
 
     RMS = "RMSNorm"
 
@@ -60,5 +60,5 @@ class NormSpec:
 
     @property
     def biased(self) -> bool:
-        """Whether a bias stands beside the weight."""
+        """True if the norm has a bias as well as a weight."""
         return self.kind is NormKind.BIASED_LAYER

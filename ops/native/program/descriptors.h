@@ -24,7 +24,7 @@ struct ProductDesc {
 struct ModelDesc {
     int32_t hidden, layers, vocab, block_tokens, page_groups, num_products;
     float eps;
-    NormKind norm_kind;  // of embeddings and of the last layer's output
+    NormKind norm_kind;  // of the norms after the embedding and before the output head
     float embedding_multiplier, logits_scale;
     const float* head_bias;  // [vocab]; null: the output projection has none
     int32_t embedding_norm;  // 1: embeddings are normalised, as the last layer's output is
