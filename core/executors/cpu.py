@@ -35,12 +35,14 @@ from ..model.added_tokens import (
     with_added,
 )
 from ..model.batch import RowPlan, StepBatch, ragged_batch
-from ..model.decoder import DecoderModel, capped
+from ..model.decoder import DecoderModel
 from ..model.lora.lora_state import LoraState
 from ..model.moe.experts import ExpertKernels
 from ..model.paged_states import PagedStates
 from ..model.pooling import add_pooled
+from ..model.program.ends import cap_of
 from ..model.program.native_decoder import NativeDecoderModel
+from ..model.program.torch_ends import capped
 from ..model.sampler import (
     RowLogits,
     Sampling,
@@ -372,7 +374,7 @@ class TorchSteps(CpuSteps[GroupedAttention]):
         """See `AddedLogits`."""
         logits = self._lora.added_logits(adapter, states)
         absent = logits.isneginf()
-        return capped(logits, self._decoder.config).masked_fill_(absent, -torch.inf)
+        return capped(logits, cap_of(self._decoder.config)).masked_fill_(absent, -torch.inf)
 
     def compute(self, plan: StepPlan, kept: Sequence[int]) -> None:
         self._decoder.gathered(self.forward(plan))

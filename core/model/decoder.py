@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
-from torch.nn.functional import embedding
 
 from ...memory.pages.arena import Arena
 from ...memory.pages.projections import Group
@@ -26,29 +26,29 @@ from ...ops.lora.sgmv import AdapterRows
 from ...ops.ranks.ranks import Collectives
 from ..requests.types import CannotMerge
 from .batch import GemmBackend, GemmKind, StepStates
-from .checkpoints.quantization.groups import plain
-from .layer_inputs import LayerInputs
 from .lora.lora_state import lora_groups
 from .lora.step_lora import HeadLora, StepLora
 from .moe.experts import ExpertKernels
 from .nvtx_spans import span
 from .paged_states import PagedStates
 from .program.builder import Kept, layer_program
-from .program.ops import FURTHER, STREAM, STREAMS, Gemm
-from .program.torch_ops import Weight, backend_for, kind_of, multiply, normed, run_ops
-from .program.torch_program import TorchProgram
-from .program.torch_step import Batch, Bound, Residual, Step
+from .program.ends import LOGITS, STATES, end_gemms, end_programs, lasting_buffers
+from .program.ops import INPUTS, STREAM, Gemm
+from .program.torch_gemm import Weight, kind_of, multiply
+from .program.torch_ops import Runs, run_ops
+from .program.torch_program import Final, TorchProgram
+from .program.torch_step import AddedLogits, Batch, Bound, Residual, Step, batch_of_parts
 from .specs.config import ModelConfig
 from .specs.layers import kv_index
 from .specs.rope_config import RopeConfig
-from .streams import streams_of
-from .weights.kept_weights import expert_packs, matrix_pack, moved, moved_norm
+from .weights.end_weights import end_weights
+from .weights.kept_weights import expert_packs, matrix_pack, moved
 from .weights.layer_weights import LayerWeights
 from .weights.rounding_weight import RoundingWeight
 from .weights.shadow import INPUTS_ARE_ROUNDED
 from .weights.slots import MERGED_MATRICES, slots
 from .weights.weight_plan import Way
-from .weights.weights import Pack, Weights
+from .weights.weights import Weights
 
 
 @dataclass(slots=True)
@@ -58,24 +58,26 @@ class Flow:
     x: torch.Tensor
     """The residual stream `[tokens, hidden]`."""
 
-    streams: torch.Tensor
-    """`[tokens, streams · hidden]`: what layers have in its place where the residual is several streams, no columns
-    where it is one.
-    """
-
-    inputs: torch.Tensor
-    """`[tokens, layers · size]`: further inputs of layers; no columns where they have none."""
-
     kept: dict[Kept, torch.Tensor]
-    """`[tokens, …]`: what `LayerProgram.reads` and `mixed` say, shared by all layers with buffers of one shape."""
+    """`[tokens, …]`: what `LayerProgram.reads` and `mixed` say, shared by all layers with buffers of one shape, and
+    what outlives layers.
+    """
 
     mixed: tuple[Kept, ...]
     """Those which mixers write."""
 
+    lasting: tuple[Kept, ...]
+    """Those which outlive layers: several streams of the residual, and further inputs of all layers."""
+
+    @property
+    def names(self) -> dict[str, torch.Tensor]:
+        """What every piece finds."""
+        return {STREAM: self.x} | {each.name: self.kept[each] for each in self.lasting}
+
     def of(self, tokens: int) -> Flow:
         """The buffers of the first tokens alone, in the same memory."""
         kept = {name: each[:tokens] for name, each in self.kept.items()}
-        return Flow(self.x[:tokens], self.streams[:tokens], self.inputs[:tokens], kept, self.mixed)
+        return Flow(self.x[:tokens], kept, self.mixed, self.lasting)
 
     def pad(self, tokens: int) -> None:
         """Have zeros for what mixers don't write behind so many tokens."""
@@ -124,29 +126,20 @@ class DecoderModel:
         self._ranks = ranks
         self._arena = arena
         device = arena.pages.device
-        embed = weights.embed()
-        head = weights.quantised_head(embed)
+        table = weights.embed()
         packs = dtype == torch.float32
-        self._dtype = dtype = dtype or embed.dtype
-        self._embed = embed.to(device)
+        self._dtype = dtype = dtype or table.dtype
         if device.type == "cpu" and weights.plan.matrices is Way.LEAVE and weights.rounds_inputs:
             weights.plan = replace(weights.plan, rounds_inputs=True)
-        kept = matrix_pack(weights.plan, device, embed.dtype, packs=packs)
-        self._lm_head = self._embed
-        if packs or head is not embed:
-            self._lm_head = plain(head, embed.dtype) if kept is None else kept(head)
-        self._head_bias = None if (bias := weights.lm_head_bias()) is None else bias.to(device)
+        kept = matrix_pack(weights.plan, device, table.dtype, packs=packs)
+        self._ends = end_weights(config, weights, table, kept, dtype, device, packs=packs)
         pack_expert, keep_experts = expert_packs(expert_kernels, weights.plan, dtype, device)
         read = zip(weights.layers(kept, pack_expert), config.layers, strict=True)
         own = (config.norm, device, dtype, keep_experts)
         self.layers = [moved(layer, slots(spec, config), *own) for layer, spec in read]
+        self._weights: Sequence[LayerWeights] = [*self.layers, self._ends]
         self._merged: Sequence[LayerWeights] = ()
         self._groups = lora_groups(config.projections)
-        self._norm = moved_norm(weights.norm(), config.norm, device, dtype)
-        self._inputs = self._layer_inputs(weights, kept, device)
-        self._streams = streams_of(config, weights, kept)
-        self._media = None if (media := weights.media()) is None else media.to(device, dtype)
-        self._embedding_factor = config.embedding_factor(embed.dtype)
         self.kept_states: torch.Tensor | None = None
         """Normalised states of the last step's kept tokens; to be reset before a captured step, which has none."""
         self._logit_states: torch.Tensor | None = None
@@ -155,13 +148,15 @@ class DecoderModel:
         self._rotary = {rope: _rotary(rope, max_model_len, dtype, device) for rope in ropes}
         self._program = TorchProgram(
             [layer_program(layer, config.norm) for layer in config.layers],
-            self.layers,
+            end_programs(config),
+            self._weights,
             Bound(
                 arena=arena,
                 ranks=ranks,
                 kv_index=kv_index(config.layers),
                 kv_scales=_kv_scales(weights, arena),
                 page_groups=arena.layout.group_of_layer,
+                num_layers=config.num_layers,
                 max_model_len=max_model_len,
                 dtype=dtype,
                 device=device,
@@ -197,31 +192,37 @@ class DecoderModel:
         """Compute the step's tokens and write their KV. Returns logits `[logit_tokens, vocab]` float32, in `logits` if
         that is given; of several ranks this one's columns, see `gathered`.
         """
-        x = self.run_layers(self._embedded(batch).to(self._dtype), batch)
+        x = self.run_layers(self._embedded(batch), batch)
         return self.compute_logits(x, batch, logits)
 
     def embed(self, batch: Batch, out: torch.Tensor) -> None:
         """Write the embeddings of a step's tokens to out `[tokens, hidden]`, which `run_layers` takes."""
         out.copy_(self._embedded(batch))
 
+    def _embedded(self, batch: Batch) -> torch.Tensor:
+        """Embeddings `[tokens, hidden]` of a step's tokens."""
+        return self._run_end(self._program.ends.embed, batch, {})[STREAM]
+
+    def _run_end(self, runs: Runs, batch: Batch, names: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Run ops of an end, which find these buffers; returns what they leave."""
+        run_ops(runs, Step(batch, self._weights, names))
+        return names
+
     def run_layers(self, x: torch.Tensor, batch: Batch, inputs: torch.Tensor | None = None) -> Residual:
         """Compute all layers, from the embeddings x `[tokens, hidden]`, which are changed, to what `compute_logits`
         takes. inputs: of `make_inputs`; None: they are made here.
         """
         inputs = self.make_inputs(batch, x) if inputs is None else inputs
-        step, lora, pending = self._step(batch, {STREAM: x}, batch.states), batch.lora, self._program.pending
-        if self._streams is not None:
-            step.names[STREAMS] = self._streams.split(x, self._streams.within(x), batch.backends)
-        for index, runs in enumerate(self._program.layers):
+        names = {STREAM: x} if inputs is None else {STREAM: x, INPUTS: inputs}
+        step, lora, program = self._step(batch, names, batch.states), batch.lora, self._program
+        run_ops(program.ends.split, step)
+        for index, runs in enumerate(program.layers):
             with span(f"layer.{index}"):
                 if lora is not None:
                     lora.wait(index)
-                if inputs is not None:
-                    step.names[FURTHER] = self._further(inputs, index)
                 run_ops(runs, step)
-        if self._streams is not None:
-            self._streams.join(step.names[STREAMS], x, batch.backends)
-        return Residual(x, None if pending is None else step.names[pending])
+        run_ops(program.ends.join, step)
+        return Residual(x, None if program.pending is None else names[program.pending])
 
     def _step(
         self,
@@ -234,11 +235,7 @@ class DecoderModel:
         rotations: dict[RopeConfig | None, Rotation | None] = {None: None}
         for rope, rotary in self._rotary.items():
             rotations[rope] = rotary.at(batch.positions)
-        return Step(batch, self._merged if batch.merged else self.layers, names, states, kept, rotations)
-
-    def _further(self, inputs: torch.Tensor, index: int) -> torch.Tensor:
-        """A layer's share of `make_inputs`."""
-        return inputs.view(len(inputs), len(self.layers), -1)[:, index]
+        return Step(batch, self._merged if batch.merged else self._weights, names, states, kept, rotations)
 
     def piece(self, index: int, batch: Batch, flow: Flow) -> None:
         """Compute the part between the mixers of layer `index - 1` and those of layer `index`: the rest of the one, and
@@ -247,25 +244,21 @@ class DecoderModel:
 
         Pieces 0 … layers, with `mix` between each and the next, and `compute_logits` after the last, are a `forward`.
         """
-        names = {STREAM: flow.x}
-        if self._streams is not None:
-            names[STREAMS] = self._streams.within(flow.x, flow.streams)
+        names, ends = flow.names, self._program.ends
+        step = self._step(batch, names, kept=flow.kept)
         if not index:
             self.embed(batch, flow.x)
             if (inputs := self.make_inputs(batch, flow.x)) is not None:
-                flow.inputs.copy_(inputs)
-            if self._streams is not None:
-                self._streams.split(flow.x, names[STREAMS])
-        if index and self._inputs is not None:
-            names[FURTHER] = self._further(flow.inputs, index - 1)
+                names[INPUTS].copy_(inputs)
+            run_ops(ends.split, step)
         runs, reads, leaves = self._program.pieces[index]
         names |= {each.name: flow.kept[each].flatten(1) for each in reads}
-        run_ops(runs, self._step(batch, names, kept=flow.kept))
+        run_ops(runs, step)
         for each in leaves:
             if (found := names[each.name]).data_ptr() != flow.kept[each].data_ptr():
                 flow.kept[each].copy_(found)
-        if index == len(self.layers) and self._streams is not None:
-            self._streams.join(names[STREAMS], flow.x)
+        if index == len(self.layers):
+            run_ops(ends.join, step)
 
     def mix(self, index: int, batch: Batch, states: StepStates | None, flow: Flow) -> None:
         """Run a layer's mixers, as many as it has, between two pieces."""
@@ -284,72 +277,36 @@ class DecoderModel:
         """Zeros for pieces of up to so many tokens."""
         programs, dtype, device = self._program.programs, self._dtype, self._arena.pages.device
         mixed = tuple({each for program in programs for each in program.mixed})
-        kept = {each for program in programs for each in program.reads}.union(mixed)
-        streams = 0 if self._streams is None else self._streams.width
-        return Flow(
-            x=self.new_rows(tokens),
-            streams=torch.zeros(tokens, streams, dtype=dtype, device=device),
-            inputs=self.new_inputs(tokens),
-            kept={each: torch.zeros(tokens, *each.shape, dtype=dtype, device=device) for each in kept},
-            mixed=mixed,
-        )
+        lasting = lasting_buffers(self.config)
+        every = {each for program in programs for each in program.reads}.union(mixed, lasting)
+        kept = {each: torch.zeros(tokens, *each.shape, dtype=dtype, device=device) for each in every}
+        return Flow(self.new_rows(tokens), kept, mixed, lasting)
 
     def compute_logits(self, x: Residual, batch: Batch, logits: torch.Tensor | None = None) -> torch.Tensor:
         """Logits of the batch's tokens from the last layer's output; see `forward`."""
-        self.kept_states, lora = None, batch.lora
+        self.kept_states, lora, ends = None, batch.lora, self._program.ends
         with span("logits"):
             if batch.kept_tokens is not None:
-                self.kept_states = self._final(x, batch.kept_tokens)
+                self.kept_states = self._final(ends.kept, x, batch)
                 self._prompt_lora = None if lora is None else lora.prompt_logits()
-            self._logit_states = normed = self._final(x, batch.logit_tokens)
-            backend = backend_for(batch.backends, self._lm_head, is_head=True)
-            found = multiply(backend, normed, self._lm_head)
-            found = found.float() if logits is None else logits.copy_(found)
-            if lora is not None and (head := lora.logits()) is not None:
-                head.add(found, normed, self._first_token)
-            return self._capped(found)
+            self._logit_states = self._final(ends.states, x, batch)
+            head = None if lora is None else lora.logits()
+            return self._logits(self._logit_states, batch, None if head is None else head.add, logits)
 
-    def _final(self, x: Residual, tokens: torch.Tensor | None) -> torch.Tensor:
-        """The final norm of some tokens' rows; None: of all, in place."""
-        rows, added = x if tokens is None else (None if each is None else each[tokens] for each in x)
-        assert rows is not None, "there is a residual stream"
-        return normed(rows, self._norm, self.config.norm, added)
+    def _final(self, final: Final, x: Residual, batch: Batch) -> torch.Tensor:
+        """The final norm of some tokens' rows; of all it may be in place."""
+        names, pending = {STREAM: x.rows}, self._program.pending
+        if x.added is None or pending is None:
+            return self._run_end(final.whole, batch, names)[STATES]
+        return self._run_end(final.added, batch, {**names, pending: x.added})[STATES]
 
-    def _capped(self, logits: torch.Tensor) -> torch.Tensor:
-        """See `capped`. Tokens that adapters have rows of keep the model's bias."""
-        if self._head_bias is not None:
-            logits.add_(self._head_bias)
-        return capped(logits, self.config)
-
-    def _embedded(self, batch: Batch) -> torch.Tensor:
-        """Embeddings `[tokens, hidden]` of a step's tokens."""
-        lora, token_ids = batch.lora, batch.token_ids
-        rows = embedding(token_ids if lora is None else lora.known(token_ids), self._embed)
-        if lora is not None:
-            lora.embed(rows, batch.token_ids)
-        rows = rows if self._embedding_factor == 1.0 else rows * self._embedding_factor
-        if self._media is not None:
-            rows = self._with_media(rows, token_ids, self._media)
-        if self.config.embedding_norm:
-            rows = normed(rows.to(self._dtype), self._norm, self.config.norm)
-        if (media := batch.media) is not None:
-            rows = rows.index_copy(0, media.places.to(rows.device), media.rows.to(rows.device, rows.dtype))
-        return rows
-
-    def _with_media(self, rows: torch.Tensor, token_ids: torch.Tensor, media: torch.Tensor) -> torch.Tensor:
-        """Embeddings `[tokens, hidden]`, those of tokens of images and sound replaced by their own."""
-        places = token_ids - self.config.media[0].first
-        own = embedding(places.clamp(0, len(media) - 1), media)
-        return torch.where((places >= 0)[:, None], own, rows.to(own.dtype))
-
-    def _layer_inputs(self, weights: Weights, kept: Pack | None, device: torch.device) -> LayerInputs | None:
-        """None for a model whose layers have no further inputs."""
-        config = self.config
-        if (spec := config.layer_inputs) is None:
-            return None
-        table, project, norm = weights.layer_inputs(kept)
-        norm = moved_norm(norm, config.norm, device, self._dtype)
-        return LayerInputs(spec, table.to(device), project, norm, config.norm.eps)
+    def _logits(
+        self, states: torch.Tensor, batch: Batch, added: AddedLogits | None, memory: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Logits of final states, in `memory` if it is given. added: see `Step.added_logits`."""
+        names = {STATES: states} if memory is None else {STATES: states, LOGITS: memory}
+        run_ops(self._program.ends.logits, Step(batch, self._weights, names, added_logits=added))
+        return names[LOGITS]
 
     def new_inputs(self, tokens: int) -> torch.Tensor:
         """Zeros for further inputs of layers; without columns where they have none."""
@@ -361,10 +318,7 @@ class DecoderModel:
         """Further inputs of all layers, `[tokens, layers · size]`; None where they have none. embedded: the residual
         stream before all layers.
         """
-        if self._inputs is None:
-            return None
-        token_ids = batch.token_ids if batch.lora is None else batch.lora.known(batch.token_ids)
-        return self._inputs.of(token_ids, embedded, batch.lora, batch.backends)
+        return self._run_end(self._program.ends.inputs, batch, {STREAM: embedded}).get(INPUTS)
 
     @property
     def bias_dtype(self) -> torch.dtype:
@@ -392,15 +346,12 @@ class DecoderModel:
 
     def use_merged(self, layers: Sequence[LayerWeights] | None) -> None:
         """Have steps that say so take these layers; None: there are none."""
-        self._merged = layers or ()
+        self._merged = [*layers, self._ends] if layers else ()
 
     def prompt_logits(self, begin: int, end: int) -> torch.Tensor:
         """Logits `[end - begin, vocab]` float32 of some of the last step's prompt-logprob tokens."""
-        hidden = self._kept(begin, end)
-        logits = multiply(GemmBackend.LIBRARY, hidden, self._lm_head).float()
-        if self._prompt_lora is not None:
-            self._prompt_lora.add(logits, hidden, self._first_token, begin)
-        return self.gathered(self._capped(logits))
+        added = None if self._prompt_lora is None else partial(self._prompt_lora.add, begin=begin)
+        return self.gathered(self._logits(self._kept(begin, end), batch_of_parts(), added))
 
     def hidden_states(self, begin: int, end: int) -> torch.Tensor:
         """Final hidden states `[end - begin, hidden]` float32 of some of the last step's kept tokens."""
@@ -432,14 +383,9 @@ class DecoderModel:
         return self._arena
 
     @property
-    def _first_token(self) -> int:
-        """Token of this rank's first column of the logits."""
-        return 0 if self._ranks is None else self.config.vocab_size * self._ranks.rank // self._ranks.size
-
-    @property
     def logits_width(self) -> int:
         """Columns of the logits that this rank computes."""
-        return len(self._lm_head)
+        return len(self._ends["head"])
 
     @property
     def ranks(self) -> Collectives | None:
@@ -461,11 +407,11 @@ class DecoderModel:
             use = GemmUse(op.group.name, weights[op.weight], index, op)
             key = index if every else products[index][op.group]
             found.setdefault(kind, {}).setdefault((key, op.group), use)
-        apart = [] if self._inputs is None else [("INPUTS", self._inputs.project)]
-        apart += [] if self._streams is None else [("STREAMS", weight) for weight in self._streams.weights]
-        for at, (name, weight) in enumerate(apart):
-            found.setdefault(kind_of(weight), {}).setdefault((at, name) if every else name, GemmUse(name, weight))
-        found[kind_of(self._lm_head, is_head=True)] = {Group.HEAD: GemmUse(Group.HEAD.name, self._lm_head)}
+        for slot, name in end_gemms(self.config):
+            use = GemmUse(name, self._ends[slot])
+            found.setdefault(kind_of(use.weight), {}).setdefault(slot if every else name, use)
+        head = self._ends["head"]
+        found[kind_of(head, is_head=True)] = {Group.HEAD: GemmUse(Group.HEAD.name, head)}
         return {kind: list(uses.values()) for kind, uses in found.items()}
 
     def run_gemm(
@@ -484,14 +430,6 @@ class DecoderModel:
         own = self.layers[use.layer] if weights is None else weights
         kind = kind_of(own[use.op.weight], own.get(use.op.bias), silu=use.op.silu)
         return self._program.run_gemm(use.layer, use.op, x, {kind: backend}, lora, own)
-
-
-def capped(logits: torch.Tensor, config: ModelConfig) -> torch.Tensor:
-    """Scale and cap logits in place, where the model does."""
-    scale, cap = config.logits_scale, config.logits_softcap
-    if scale != 1.0:
-        logits.mul_(scale)
-    return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
 
 def _kv_scales(weights: Weights, arena: Arena) -> list[KvScales]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import torch
 
 from ....graphs.runner import NO_TAIL, USUAL_ROOM, EagerReason, LaunchSize
+from ....memory.pages.projections import Group
 from ....ops.attention.latents import AbsorbedLora
 from ....ops.lora.sgmv_schedule import Schedule
 from ....ops.lora.sgmv_tables import MAX_GRID, SgmvTables
@@ -57,7 +58,7 @@ class LaunchState(Protocol):
 
     def embed(self, rows: torch.Tensor, token_ids: torch.Tensor, /) -> None: ...
 
-    def add_inputs(self, y: torch.Tensor, x: torch.Tensor, /) -> None: ...
+    def add(self, group: int, y: torch.Tensor, x: torch.Tensor, layer: int, /) -> None: ...
 
     def use_logits(self, sampled: Sequence[int], scored: Sequence[int], /) -> None: ...
 
@@ -182,10 +183,14 @@ class LoraLaunches:
         return {} if self.tail is None else self._state.sgmvs(self.tail.schedule, self.terms)
 
     def add(self, group: int, y: torch.Tensor, x: torch.Tensor, layer: int, *, compile_only: bool = False) -> None:
-        """Add the LoRA terms of the first `num_tiles` tiles for a group's projections, and those of the tail.
+        """Add the LoRA terms of the first `num_tiles` tiles for a group's projections, and those of the tail. Captured
+        steps have nothing of further inputs' group: what adapters do to it runs before them, as `embed`.
 
         compile_only: see `sgmv_triton.Sgmv`.
         """
+        if group == Group.INPUTS:
+            self._state.add(group, y, x, layer)
+            return
         index = self._state.product_in[layer][group]
         if True in self.scales:
             self._state.scale(group, y, layer, undo=True)
@@ -204,7 +209,9 @@ class LoraLaunches:
         """Multiply with A only; return None if tiles have more than one token, or records of several adapters, or if
         adapters have vectors.
         """
-        if self.terms > 1 or self.tail is not None or self.schedule.tensor_cores or self.scales:
+        if group == Group.INPUTS or self.terms > 1 or self.tail is not None:
+            return None
+        if self.schedule.tensor_cores or self.scales:
             return None
         product = self._products[self._state.product_in[layer][group]]
         return product.shrink(x, layer, self._tiles, self.num_tiles, compile_only=compile_only)
@@ -212,10 +219,6 @@ class LoraLaunches:
     def embed(self, rows: torch.Tensor, token_ids: torch.Tensor) -> None:
         """See `StepLora.embed`. Captured steps have nothing of it: what adapters do to embeddings runs before them."""
         self._state.embed(rows, token_ids)
-
-    def add_inputs(self, y: torch.Tensor, x: torch.Tensor) -> None:
-        """See `StepLora.add_inputs`; as `embed`, it runs before captured steps."""
-        self._state.add_inputs(y, x)
 
     def known(self, token_ids: torch.Tensor) -> torch.Tensor:
         """See `StepLora.known`: a GPU serves no adapters that add tokens."""

@@ -187,6 +187,10 @@ class LoraState:
         """Torch's operators lend nothing."""
 
     def add(self, group: int, y: torch.Tensor, x: torch.Tensor, layer: int) -> None:
+        """See `StepLora.add`."""
+        if group == Group.INPUTS:
+            self._add_inputs(y, x)
+            return
         modules = self._groups[layer][group]
         has_vectors = bool(self.in_layers.segments.vectors)
         if has_vectors:
@@ -194,6 +198,12 @@ class LoraState:
         sgmv(y, x, self.arena, self.in_layers.segments, layer, modules=modules)
         if has_vectors:
             scale_outputs(y, self.arena, self.in_layers.segments, layer, modules)
+
+    def _add_inputs(self, y: torch.Tensor, x: torch.Tensor) -> None:
+        module = self._inputs
+        if module is not None and any(rows.a_offset[module] >= 0 for rows in self.of_model.segments.rows):
+            self.wait(0)
+            sgmv(y, x, self.arena, self.of_model.segments, 0, modules=((module, 0, y.shape[1]),))
 
     def absorbed(self, layer: int) -> AbsorbedLora | None:
         """See `StepLora.absorbed`."""
@@ -215,13 +225,6 @@ class LoraState:
                 self._trained.replace_embeddings(rows, token_ids, self.arena, self.of_model.segments)
             inputs, _ = self._projections.dims_of(self._embedding)
             add_embeddings(rows, token_ids, self.arena, self.of_model.segments, self._embedding, vocab=inputs)
-
-    def add_inputs(self, y: torch.Tensor, x: torch.Tensor) -> None:
-        """See `StepLora.add_inputs`."""
-        module = self._inputs
-        if module is not None and any(rows.a_offset[module] >= 0 for rows in self.of_model.segments.rows):
-            self.wait(0)
-            sgmv(y, x, self.arena, self.of_model.segments, 0, modules=((module, 0, y.shape[1]),))
 
     def known(self, token_ids: torch.Tensor) -> torch.Tensor:
         """See `StepLora.known`."""

@@ -44,7 +44,8 @@ class StepLora(Protocol):
 
     def add(self, group: int, y: torch.Tensor, x: torch.Tensor, layer: int, /) -> None:
         """Add the adapters' products of a group of projections with a common input: QKV, ATTN_O, GATE_UP or DOWN,
-        latent attention's queries, one of a layer's further input, of two small matrices, or of a mixture of experts.
+        latent attention's queries, one of a layer's further input, of two small matrices, or of a mixture of experts;
+        INPUTS of all layers' further inputs, where `layer` does not count.
         """
 
     def shrink(self, group: int, x: torch.Tensor, layer: int, /) -> Shrunk | None:
@@ -60,9 +61,6 @@ class StepLora(Protocol):
 
     def embed(self, rows: torch.Tensor, token_ids: torch.Tensor, /) -> None:
         """Add the adapters' terms to embeddings `[tokens, hidden]`; waits for the adapters' first layer."""
-
-    def add_inputs(self, y: torch.Tensor, x: torch.Tensor, /) -> None:
-        """Add the adapters' products of embeddings x `[tokens, hidden]` to the further inputs of all layers."""
 
     def known(self, token_ids: torch.Tensor, /) -> torch.Tensor:
         """The tokens, with any of the model's in place of those that an adapter adds: `embed` writes their rows."""

@@ -17,7 +17,6 @@ from ..specs.norms import PARALLEL, NormSpec
 from ..specs.recurrent import RecurrentSpec
 from ..weights.slots import MATRICES, norms_of
 from .ops import (
-    FURTHER,
     STREAM,
     Activate,
     Add,
@@ -43,6 +42,7 @@ from .ops import (
     SparseGates,
     StreamFactors,
     Sum,
+    TakeInput,
     TakeStream,
     View,
 )
@@ -258,7 +258,7 @@ class _Builder:
         spec = self.spec.dense
         assert isinstance(spec, GatedSpec), "a layer with inputs has a gated part"
         gate = self._gemm(Group.INPUT_GATE, rows, "g")
-        self._put(Concat((gate, FURTHER), "g"))
+        self._put(Concat((gate, self._put(TakeInput())), "g"))
         self._put(Activate("g", "f", spec.activation))
         self._gemm(Group.INPUT_PROJECTION, "f", "y")
         return self._output("y", "input_norm", ("input_norm",))

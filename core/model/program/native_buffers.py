@@ -8,17 +8,19 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from .native_registers import Value
-from .ops import FURTHER, STREAM, Add, Gemm, Moe, Op, Read, Scale, View, name_of
+from .ops import STREAM, Add, Gemm, Moe, Op, Read, Scale, View, name_of
 
-#: Ops that the library has no function for.
+#: Ops that the library has no function for, by what models then have.
 _TITLES = {
     "TakeStream": "residual of several streams",
+    "TakeInput": "further input of layers",
+    "EmbedMedia": "embedding of tokens of images and sound",
     "SparseGates": "sparse gate",
 }
 
 
 class NoNativeOp(Exception):
-    """The library has no function for an op with its arguments; says what layers have instead."""
+    """The library has no function for an op with its arguments; says what a model has in its place."""
 
 
 class Buffers:
@@ -30,8 +32,7 @@ class Buffers:
         self.readers: dict[Value, list[Op]] = {}
         names = {STREAM: stream}
         for op in ops:
-            if type(op).__name__ in _TITLES:
-                raise NoNativeOp(_TITLES[type(op).__name__])
+            check_native(op)
             own = {name: _known(names, name, op) for name in map(name_of, op.reads)}
             for value in own.values():
                 self.readers.setdefault(value, []).append(op)
@@ -43,9 +44,15 @@ class Buffers:
             self.writes.append(written)
 
 
+def check_native(op: Op) -> None:
+    """Raise NoNativeOp for an op of a kind that the library has no function for."""
+    if (title := _TITLES.get(type(op).__name__)) is not None:
+        raise NoNativeOp(title)
+
+
 def _known(names: Mapping[str, Value], name: str, op: Op) -> Value:
     if name not in names:
-        raise NoNativeOp("further input of layers" if name == FURTHER else f"{type(op).__name__} of {name!r}")
+        raise NoNativeOp(f"{type(op).__name__} of {name!r}")
     return names[name]
 
 

@@ -39,8 +39,9 @@ from ..weights.shadow import INPUTS_ARE_ROUNDED
 from ..weights.slots import EXPERTS, MERGED_MATRICES
 from ..weights.weight_plan import PACKED
 from ..weights.weights import Weights
+from .ends import cap_of, end_programs
 from .native_attention import latent_shape
-from .native_buffers import NoNativeOp
+from .native_buffers import NoNativeOp, check_native
 from .native_ops import NativeProgram
 from .native_place import Tables, layer_places
 
@@ -50,9 +51,7 @@ def why_unsupported(config: ModelConfig, dtype: torch.dtype) -> str | None:
     try:
         _program(config)
     except NoNativeOp as error:
-        return f"it has no {error}, and this model's layers have it"
-    if config.media:
-        return "it has no embedding of tokens of images and sound, which this model has"
+        return f"it has no {error}, and this model has it"
     pair = 4 // dtype.itemsize
     parts = [layer.dense.size for layer in config.layers if layer.dense is not None]
     inner = sorted({config.hidden_size, *parts, *(size for it in config.attention_shapes for size in _inputs_of(it))})
@@ -70,7 +69,10 @@ def why_unsupported(config: ModelConfig, dtype: torch.dtype) -> str | None:
 def _program(config: ModelConfig) -> NativeProgram:
     """The ops of a model, or of a TP rank's share. Raises NoNativeOp."""
     of_share = config.num_ranks > 1
-    return NativeProgram(config.layers, config.norm, config.hidden_size, config.projections, has_ranks=of_share)
+    found = NativeProgram(config.layers, config.norm, config.hidden_size, config.projections, has_ranks=of_share)
+    for op in (*(ends := end_programs(config)).before, *ends.behind):
+        check_native(op)
+    return found
 
 
 def _inputs_of(mixer: AttentionSpec) -> tuple[int, ...]:
@@ -120,8 +122,8 @@ class NativeDecoderModel:
             positions=max_model_len, page_groups=arena.layout.pages_per_block, embed=embed,
             lm_head=packed.add(head), norm=weights.norm().float(), arena=arena.pages,
             head_bias=weights.lm_head_bias(), embedding_norm=config.embedding_norm,
-            embedding_multiplier=config.embedding_factor(embed.dtype), logits_scale=config.logits_scale,
-            logits_softcap=config.logits_softcap or 0.0,
+            embedding_multiplier=config.embedding_factor(embed.dtype), logits_scale=cap_of(config).scale,
+            logits_softcap=cap_of(config).cap or 0.0,
             recurrent=_native_recurrent(config.recurrent, arena.layout),
             embed_module=_module(config, Group.EMBEDDING), head_module=_module(config, Group.HEAD),
             embed_rows_module=_module(config, Group.EMBEDDING_ROWS),

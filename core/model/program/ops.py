@@ -23,8 +23,8 @@ STREAM = "x"
 #: Several residual streams `[tokens, streams, hidden]`.
 STREAMS = "s"
 
-#: The layer's further input `[tokens, size]`.
-FURTHER = "inputs"
+#: Further inputs of all layers `[tokens, layers · size]`, and the layer's `[tokens, size]`.
+INPUTS, FURTHER = "inputs", "input"
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,6 +323,17 @@ class AllReduce(Op):
     WRITES = ("y",)
 
     y: str
+
+
+@dataclass(frozen=True, slots=True)
+class TakeInput(Op):
+    """`out = inputs[:, layer]`."""
+
+    READS = ("inputs",)
+    WRITES = ("out",)
+
+    out: str = FURTHER
+    inputs: str = INPUTS
 
 
 @dataclass(frozen=True, slots=True)

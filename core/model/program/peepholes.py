@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from ....memory.pages.projections import Group
 from ..specs.feed_forward import Activation
+from .end_ops import Select
 from .ops import Activate, Add, Begin, Gemm, Norm, Op
 
 
@@ -21,6 +22,8 @@ def fused(ops: Iterable[Op]) -> list[Op]:
             found[-1] = one
         elif isinstance(op, Begin) and found and isinstance(found[-1], Add):
             found.insert(-1, op)  # what it adds may be added by the norm that follows
+        elif isinstance(op, Select) and found and isinstance(added := found[-1], Add) and op.parts == (added.x,):
+            found.insert(-1, replace(op, parts=(added.x, added.y)))  # likewise
         else:
             found.append(op)
     return found

@@ -5,7 +5,7 @@ Tests: tests/core/model/program/test_text.py
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 
 from ..specs.attention import AttentionSpec, HeadNorm
@@ -15,6 +15,8 @@ from ..specs.layers import LayerSpec
 from ..specs.norms import NormSpec
 from ..specs.rope_config import RopeConfig
 from .builder import LayerProgram, layer_program
+from .end_text import end_detail
+from .ends import end_programs
 from .ops import (
     Activate,
     Add,
@@ -37,7 +39,16 @@ from .ops import (
 
 
 def program_lines(config: ModelConfig) -> list[str]:
-    """The programs of all layers, each once, and which layers have it."""
+    """The programs of a model's ends and of all layers: each once, and which layers have it."""
+    ends = end_programs(config)
+    before, behind = (
+        _aligned((_formula(op), end_detail(op, config)) for op in ops) for ops in (ends.before, ends.behind)
+    )
+    lines = ["before the layers:", *(f"  {line}" for line in before), *_layer_lines(config)]
+    return [*lines, "behind the layers:", *(f"  {line}" for line in behind)]
+
+
+def _layer_lines(config: ModelConfig) -> list[str]:
     found: dict[tuple[str, ...], list[int]] = {}
     for index, layer in enumerate(config.layers):
         found.setdefault(tuple(_lines(layer, layer_program(layer, config.norm), config.hidden_size)), []).append(index)
@@ -58,10 +69,14 @@ def _layers(indices: Sequence[int], count: int) -> str:
 
 def _lines(layer: LayerSpec, program: LayerProgram, hidden: int) -> Iterator[str]:
     ops = [op for op in program.ops if not isinstance(op, Begin | End)]
-    rows = [(_formula(op), _detail(op, layer, hidden)) for op in ops]
+    return _aligned((_formula(op), _detail(op, layer, hidden)) for op in ops)
+
+
+def _aligned(rows: Iterable[tuple[str, str]]) -> Iterator[str]:
+    """Formulas, and behind the longest one their details."""
+    rows = list(rows)
     width = max(len(formula) for formula, _ in rows)
-    for formula, detail in rows:
-        yield f"{formula:{width}}  {detail}".rstrip()
+    return (f"{formula:{width}}  {detail}".rstrip() for formula, detail in rows)
 
 
 def _formula(op: Op) -> str:
@@ -78,7 +93,7 @@ def _formula(op: Op) -> str:
             return f"{op.streams} += (1 + {op.factors}) ⊗ ({op.x} - {op.before})"
         case Gemm():
             return f"{op.out} ← gemm[{op.group.name}] {reads}"
-    return f"{', '.join(op.writes)} ← {_name(op)} {reads}"
+    return f"{', '.join(op.writes)} ← {_name(op)} {reads}".rstrip()
 
 
 def _name(op: Op) -> str:

@@ -6,12 +6,10 @@ Tests: tests/core/test_families.py
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch.nn.functional import linear
 
-from ....memory.pages.projections import LAYER_GROUPS
 from ....ops.elementwise.elementwise import (
     add_layer_norm,
     add_rms_norm,
@@ -20,7 +18,6 @@ from ....ops.elementwise.elementwise import (
     rms_norm,
     rotate,
     rotate_and_write,
-    silu_and_mul,
     split_gates,
     split_gates_apart,
     split_gates_of_heads,
@@ -29,17 +26,12 @@ from ....ops.elementwise.elementwise import (
 )
 from ....ops.elementwise.rotation import KvSlots
 from ....ops.elementwise.sparse_gates import sparse_gates
-from ....ops.gemm import float8_rows
-from ....ops.gemm.narrow_weights import NarrowWeight
-from ....ops.gemm.packed_gemm import packed_linear
-from ..batch import GemmBackend, GemmBackends, GemmKind
-from ..lora.step_lora import ATTN_O, DOWN, GATE_UP, QKV
 from ..moe.experts import activated, mix_experts
 from ..nvtx_spans import span
 from ..specs.attention import OutputGate
 from ..specs.norms import NormKind, NormSpec
-from ..weights.rounding_weight import RoundingWeight
 from .builder import Kept
+from .end_ops import Cap, Embed, EmbedMedia, JoinStreams, Logits, NormParts, PlaceImages, Select, SplitStreams
 from .ops import (
     Activate,
     Add,
@@ -62,18 +54,26 @@ from .ops import (
     SparseGates,
     StreamFactors,
     Sum,
+    TakeInput,
     TakeStream,
 )
+from .torch_ends import (
+    cap,
+    embed,
+    embed_media,
+    join_streams,
+    logits,
+    norm_parts,
+    place_images,
+    select,
+    split_streams,
+    take_input,
+)
+from .torch_gemm import gemm
 from .torch_heads import attended_of, head_norms, query_growth, query_weights, scores_of
 from .torch_latents import latent_attend, latents
 from .torch_step import Place, Run, Step, reader
 from .torch_streams import add_to_others, correct_streams, predict_streams, stream_factors, take_stream
-
-if TYPE_CHECKING:
-    from ....ops.lora.sgmv_triton import Shrunk
-
-#: A weight of a GEMM, as a device or a CPU keeps it.
-Weight = torch.Tensor | NarrowWeight | RoundingWeight
 
 #: Ops, each with the buffers that nothing reads after it.
 Runs = list[tuple[Run, tuple[str, ...]]]
@@ -82,14 +82,6 @@ _SPLITS = {
     OutputGate.BESIDE_QUERIES: split_gates,
     OutputGate.APART: split_gates_apart,
     OutputGate.OF_HEADS: split_gates_of_heads,
-}
-
-#: Spans of the groups of projections, with the base weights and with adapters.
-_SPANS = {
-    QKV: ("attn.qkv", "lora.qkv"),
-    ATTN_O: ("attn.o", "lora.o"),
-    GATE_UP: ("mlp.gate_up", "lora.gate_up"),
-    DOWN: ("mlp.down", "lora.down"),
 }
 
 
@@ -137,89 +129,6 @@ def normed(x: torch.Tensor, weight: torch.Tensor, norm: NormSpec, added: torch.T
             return layer_norm(x, weight, norm.eps) if added is None else add_layer_norm(added, x, weight, norm.eps)
         case NormKind.BIASED_LAYER:
             return layer_norm(x if added is None else x.add_(added), weight[0], norm.eps, weight[1])
-
-
-def _gemm(op: Gemm, at: Place) -> Run:
-    """A GEMM with what adapters add, gated or not; in one launch but for shrink where the backend has that."""
-    read, index, slot, bias_slot, out, silu = reader(op.x), at.index, op.weight, op.bias, op.out, op.silu
-    group, offloads = int(op.group), op.group in LAYER_GROUPS
-    base_name, lora_name = _SPANS.get(group, (op.group.name.lower(), f"lora.{op.group.name.lower()}"))
-
-    def run(step: Step) -> None:
-        names, weights, lora, shrunk = step.names, step.layers[index], step.batch.lora, None
-        x, weight, bias = read(names), weights[slot], weights.get(bias_slot)
-        backend = backend_for(step.batch.backends, weight, bias, silu=silu)
-        if lora is not None:
-            if offloads:
-                lora.offload(group, x, index)
-            if backend is GemmBackend.EXPANDED:
-                with span(lora_name):
-                    shrunk = lora.shrink(group, x, index)
-        is_added = lora is None or shrunk is not None
-        with span(base_name):
-            y = multiply(backend, x, weight, bias, gate=silu and is_added, shrunk=shrunk)
-        if lora is not None and shrunk is None:
-            with span(lora_name):
-                lora.add(group, y, x, index)
-            y = silu_and_mul(y) if silu else y
-        names[out] = y
-
-    return run
-
-
-def backend_for(
-    backends: GemmBackends,
-    weight: Weight,
-    bias: torch.Tensor | None = None,
-    *,
-    silu: bool = False,
-    is_head: bool = False,
-) -> GemmBackend:
-    """The backend of a GEMM, among those of a step."""
-    if not backends:
-        return GemmBackend.LIBRARY
-    return backends.get(kind_of(weight, bias, silu=silu, is_head=is_head), GemmBackend.LIBRARY)
-
-
-def kind_of(weight: Weight, bias: torch.Tensor | None = None, *, silu: bool = False, is_head: bool = False) -> GemmKind:
-    """The kind of a GEMM with a weight `[outputs, inputs]`."""
-    weight = weight.weight if isinstance(weight, RoundingWeight) else weight
-    form = str(weight.dtype).removeprefix("torch.")
-    if isinstance(weight, NarrowWeight):
-        name = "MXFP4" if weight.float4 else "FP8" if weight.float8 else f"int{weight.bits}"
-        form = f"{name} in groups of {weight.group}"
-        form += " with zeros" * (weight.zeros is not None) + ", rounds inputs" * weight.rounds_inputs
-    outputs, inputs = weight.shape
-    return GemmKind(outputs, inputs, form, bias is not None, silu, is_head)
-
-
-def multiply(
-    backend: GemmBackend,
-    x: torch.Tensor,
-    weight: Weight,
-    bias: torch.Tensor | None = None,
-    *,
-    gate: bool = False,
-    shrunk: Shrunk | None = None,
-) -> torch.Tensor:
-    """`x @ weightᵀ + bias`. x: `[rows, in]`, weight: `[out, in]`; a narrow one is widened in memory for the
-    library, and x is rounded for one that says so. gate: `silu(gate) · up` of the halves of that, the
-    same bits as one after the other of the same way. shrunk: of adapters that are expanded in the product's launch.
-    """
-    if isinstance(weight, RoundingWeight):
-        x, weight = weight.inputs(x), weight.weight
-    if isinstance(weight, NarrowWeight) and weight.rounds_inputs:
-        if backend is GemmBackend.LIBRARY:
-            y = float8_rows.multiply(x, weight, bias)
-            return silu_and_mul(y) if gate else y
-        x = float8_rows.rounded(x)
-    if backend is GemmBackend.LIBRARY:
-        weight = weight.dense() if isinstance(weight, NarrowWeight) else weight
-        y = (packed_linear if weight.is_mkldnn else linear)(x, weight, bias)
-        return silu_and_mul(y) if gate else y
-    from ....ops.gemm import small_gemm_triton  # needs triton
-
-    return small_gemm_triton.multiply(x, weight, bias, silu=gate, shrunk=shrunk)
 
 
 def _gate_output(op: GateOutput, _: Place) -> Run:
@@ -381,20 +290,30 @@ _RUNS: dict[type[Op], Callable[[Any, Place], Run]] = {
     AddToOthers: add_to_others,
     AllReduce: _all_reduce,
     Attend: _attend,
+    Cap: cap,
     Concat: _concat,
     CorrectStreams: correct_streams,
+    Embed: embed,
+    EmbedMedia: embed_media,
     GateOutput: _gate_output,
-    Gemm: _gemm,
+    Gemm: gemm,
     Heads: _heads,
+    JoinStreams: join_streams,
     LatentAttend: latent_attend,
     Latents: latents,
+    Logits: logits,
     Mix: _mix,
     Moe: _moe,
     Norm: _norm,
+    NormParts: norm_parts,
+    PlaceImages: place_images,
     PredictStreams: predict_streams,
     Scale: _scale,
+    Select: select,
     SparseGates: _sparse_gates,
+    SplitStreams: split_streams,
     StreamFactors: stream_factors,
     Sum: _sum,
+    TakeInput: take_input,
     TakeStream: take_stream,
 }

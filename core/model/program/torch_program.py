@@ -1,4 +1,4 @@
-"""Programs of all layers, bound to a model: run at once, or in pieces between which mixers stand.
+"""Programs of all layers and of the ends, bound to a model: run at once, or in pieces between which mixers stand.
 
 Tests: tests/core/test_families.py, tests/core/test_hybrids.py
 """
@@ -16,13 +16,14 @@ from ..batch import BY_LIBRARY, GemmBackends
 from ..lora.step_lora import StepLora
 from ..weights.layer_weights import LayerWeights
 from .builder import Kept, LayerProgram
-from .ops import FURTHER, STREAM, STREAMS, Add, Begin, End, Gemm, Op, name_of
+from .ends import LOGITS, STATES, EndPrograms
+from .ops import INPUTS, STREAM, STREAMS, Add, Begin, End, Gemm, Op, name_of
 from .peepholes import fused, fused_layers
 from .torch_ops import Runs, bind, run_ops, within_span
 from .torch_step import Bound, Place, Step, batch_of_parts
 
 #: Buffers that outlive a layer.
-_LASTING = frozenset({STREAM, STREAMS, FURTHER})
+_LASTING = frozenset({STREAM, STREAMS, INPUTS})
 
 #: What a GEMM reads that is run alone.
 _ALONE = "alone"
@@ -38,11 +39,36 @@ class Piece(NamedTuple):
     leaves: tuple[Kept, ...]
 
 
-class TorchProgram:
-    """The programs of all layers, bound to a model."""
+class Final(NamedTuple):
+    """Ops that make final states of some tokens."""
 
-    def __init__(self, programs: Sequence[LayerProgram], layers: Sequence[LayerWeights], model: Bound) -> None:
-        self.programs, self._layers, self.model = programs, layers, model
+    whole: Runs
+    """Where the residual stream is whole."""
+
+    added: Runs
+    """Where they add what the last layer has left apart."""
+
+
+class Ends(NamedTuple):
+    """The parts of `EndPrograms`."""
+
+    embed: Runs
+    inputs: Runs
+    split: Runs
+    join: Runs
+    kept: Final
+    states: Final
+    logits: Runs
+
+
+class TorchProgram:
+    """The programs of all layers and of a model's ends, bound to the model."""
+
+    def __init__(
+        self, programs: Sequence[LayerProgram], ends: EndPrograms, weights: Sequence[LayerWeights], model: Bound
+    ) -> None:
+        """weights: of all layers, and behind them those of the model's ends."""
+        self.programs, self._end_programs, self._layers, self.model = programs, ends, weights, model
         self.bind()
 
     def bind(self) -> None:
@@ -59,6 +85,28 @@ class TorchProgram:
             for index, program in enumerate(programs)
         ]
         self.pieces = [self._piece(index) for index in range(len(programs) + 1)]
+        self.ends = self._bound_ends(last)
+
+    def _bound_ends(self, pending: Add | None) -> Ends:
+        """pending: what the last layer's end adds."""
+        ends = self._end_programs
+
+        def bound(ops: Sequence[Op], *live: str) -> Runs:
+            return self._bound(len(self.programs), fused(ops), set(live))
+
+        def final(ops: Sequence[Op]) -> Final:
+            added = ops if pending is None else (pending, *ops)
+            return Final(bound(ops, STATES), bound(added, STATES))
+
+        return Ends(
+            embed=bound(ends.embed),
+            inputs=bound(ends.inputs),
+            split=bound(ends.split),
+            join=bound(ends.join),
+            kept=final(ends.kept),
+            states=final(ends.states),
+            logits=bound(ends.logits, STATES, LOGITS),
+        )
 
     def _piece(self, index: int) -> Piece:
         first: list[Op] = [] if not index else fused(self.programs[index - 1].after)

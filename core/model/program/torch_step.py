@@ -24,6 +24,9 @@ from ..weights.layer_weights import LayerWeights
 from .builder import Kept
 from .ops import Read, View
 
+#: Adds what adapters do to logits `[rows, columns]` of states `[rows, hidden]`; then the token of the first column.
+AddedLogits = Callable[[torch.Tensor, torch.Tensor, int], None]
+
 #: A step's batch in the form that this interpreter takes.
 Batch = StepBatch[GroupedAttention, StepLora]
 
@@ -39,6 +42,7 @@ class Bound:
 
     kv_scales: Sequence[KvScales]
     page_groups: Sequence[int]
+    num_layers: int
     max_model_len: int
     dtype: torch.dtype
     device: torch.device
@@ -60,7 +64,7 @@ class Step:
 
     batch: Batch
     layers: Sequence[LayerWeights] | Mapping[int, LayerWeights]
-    """The model's, or merged ones."""
+    """Weights of all layers, or merged ones, and behind them those of the model's ends."""
 
     names: dict[str, torch.Tensor]
     """What each buffer is now."""
@@ -71,6 +75,9 @@ class Step:
 
     rotations: Mapping[RopeConfig | None, Rotation | None] = field(default_factory=dict)
     """The angles of its tokens, for each rope of the model."""
+
+    added_logits: AddedLogits | None = None
+    """Adds to logits what adapters do."""
 
 
 def batch_of_parts(
@@ -84,7 +91,7 @@ def batch_of_parts(
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where an op stands: in a layer of a model."""
+    """Where an op stands: in a layer of a model, or behind the last one for an op of its ends."""
 
     index: int
     weights: LayerWeights

@@ -28,7 +28,7 @@ from .rope_config import RopeConfig
 
 @dataclass(frozen=True, slots=True)
 class LayerInputSpec:
-    """Each layer gates a further input of a token (see `LayerInputs`), behind its feed-forward part.
+    """Each layer gates a further input of a token (see `program.ends`), behind its feed-forward part.
 
     x += norm(project(activation(gate(x)) · input))
     """

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import cache
+from typing import NamedTuple
 
 from ....memory.pages.projections import INPUT_GROUPS, LOW_RANK_GROUPS, Group, Projection, sections_of, share_of
 from ..specs.attention import AttentionSpec, HeadNorm
@@ -150,6 +151,21 @@ class Slot:
         """The tensors of each weight of the slot."""
         length = len(self.tensors) // max(1, self.count)
         return (self.tensors[first : first + length] for first in range(0, len(self.tensors), length))
+
+
+class StreamSlots(NamedTuple):
+    """Slots of the matrices that make all streams but the first, and of those that these go through at last."""
+
+    made: tuple[str, ...]
+    joined: tuple[str, ...]
+
+
+def stream_slots(streams: StreamsSpec | None) -> StreamSlots | None:
+    """The slots of a model's own matrices of several streams; None: its residual is one stream."""
+    if streams is None:
+        return None
+    others = range(1, streams.count)
+    return StreamSlots(tuple(f"stream_in_{at}" for at in others), tuple(f"stream_out_{at}" for at in others))
 
 
 def norms_of(layer: LayerSpec) -> tuple[str, ...]:

@@ -96,7 +96,7 @@ class Weights(ABC):
             yield self._layer(i, pack, pack_expert)
 
     def layer_inputs(self, pack: Pack | None = None) -> tuple[torch.Tensor, Any, torch.Tensor]:
-        """The table, the projection and the norm of `LayerInputs`, for a model that has them."""
+        """The table, the projection and the norm of further inputs, for a model whose layers have them."""
         return self._read(INPUT_TABLE), self._whole(INPUT_PROJECTION, pack), self._norm(INPUT_NORM)
 
     def media(self) -> torch.Tensor | None:

@@ -114,7 +114,8 @@ def test_programs_of_layers(tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps(GEMMA))
     assert cli.main(["models", str(tmp_path), "--program"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "layers 0-4, 6:" and "layer 5:" in lines
+    titles = [line for line in lines if not line.startswith(" ")]
+    assert titles == ["before the layers:", "layers 0-4, 6:", "layer 5:", "behind the layers:"]
     assert sum(line.startswith("  q ← heads in") for line in lines) == 2
     assert cli.main(["models", "--program"]) == 2
     assert "--program needs a MODEL" in capsys.readouterr().err

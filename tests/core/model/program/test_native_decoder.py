@@ -67,6 +67,7 @@ class Config:
             "kv_layers": [layer.mixer for layer in self.layers if layer.mixer],
             "layer_inputs": None,
             "media": (),
+            "vision": None,
             "streams": self.layers[0].streams,
             "head_bias": kind.head_biased,
             "num_experts": next((layer.experts.count for layer in self.layers if layer.experts), 0),
@@ -125,7 +126,7 @@ class TestRefusals:
         assert refused(replace(plain, activation=UngatedActivation.RELU_SQUARED)) is None
         assert refused(replace(plain, routing=Routing(2, scaled=True))) is None
         xielu = refused(replace(plain, activation=UngatedActivation.XIELU))
-        assert xielu == "it has no mixture of experts with xielu, and this model's layers have it"
+        assert xielu == "it has no mixture of experts with xielu, and this model has it"
         assert refused(plain, feed_forward=LAYER.feed_forward, beside=plain) is None
         if native_library.available(torch.bfloat16):
             odd = refused(replace(plain, size=41), torch.bfloat16)

@@ -40,6 +40,8 @@ ADDED = ["y ← all_reduce y", "x += y"]
 
 def test_layers_with_one_program_are_printed_once(tmp_path):
     assert formulas(tmp_path, QWEN3_MOE) == [
+        "before the layers:",
+        "x ← embed",
         "layers 0, 2-3:",
         *MIXER,
         *ADDED,
@@ -54,6 +56,10 @@ def test_layers_with_one_program_are_printed_once(tmp_path):
         "f ← activate gu",
         "y ← gemm[DOWN] f",
         *ADDED,
+        "behind the layers:",
+        "x ← select x",
+        "n ← norm x",
+        "logits ← logits n",
     ]
 
 
@@ -63,3 +69,4 @@ def test_lines_have_shapes_and_kinds(tmp_path):
     assert "in ← gemm[MIXER_IN] n  64 → 128: q_proj, k_proj, v_proj" in lines
     assert "y ← moe n              8 experts of 32, 2 for each token by softmax" in lines
     assert "gu ← gemm[GATE_UP] n   64 → 192: gate_proj, up_proj" in lines
+    assert {"x ← embed  100 tokens → 64: embed_tokens", "logits ← logits n  64 → 100: lm_head"} <= lines

@@ -1,0 +1,132 @@
+"""Turns what a model's configuration says of its ends into ops.
+
+Tests: tests/core/model/program/test_ends.py
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ....memory.pages.projections import Group
+from ..specs.config import ModelConfig
+from ..weights.slots import stream_slots
+from .builder import Kept
+from .end_ops import (
+    Cap,
+    Embed,
+    EmbedMedia,
+    JoinStreams,
+    Logits,
+    NormParts,
+    PlaceImages,
+    Rows,
+    Select,
+    SplitStreams,
+)
+from .ops import INPUTS, STREAM, STREAMS, Gemm, Norm, Op, Scale, Sum
+
+#: Buffers behind all layers: normalised states `[rows, hidden]`, and logits `[rows, vocab]` float32.
+STATES, LOGITS = "n", "logits"
+
+
+@dataclass(frozen=True, slots=True)
+class EndPrograms:
+    """The ops of a model's ends, in the parts that steps run apart."""
+
+    embed: tuple[Op, ...]
+    """They leave the residual stream's beginning."""
+
+    inputs: tuple[Op, ...]
+    """They make further inputs of all layers; none where layers have none."""
+
+    split: tuple[Op, ...]
+    """They make several streams of the residual stream."""
+
+    join: tuple[Op, ...]
+    """They make one of them, behind all layers."""
+
+    kept: tuple[Op, ...]
+    """They make final states of tokens whose states are kept."""
+
+    states: tuple[Op, ...]
+    """They make final states of tokens with logits."""
+
+    logits: tuple[Op, ...]
+    """They make logits of final states."""
+
+    @property
+    def before(self) -> tuple[Op, ...]:
+        """All before the layers, in order."""
+        return self.embed + self.inputs + self.split
+
+    @property
+    def behind(self) -> tuple[Op, ...]:
+        """All behind the layers, for tokens with logits."""
+        return self.join + self.states + self.logits
+
+
+def end_programs(config: ModelConfig) -> EndPrograms:
+    """The programs of a model's ends. config: of the model, or of a TP rank's share."""
+    streams = stream_slots(config.streams)
+    final = Norm(STREAM, STATES, "norm", config.norm)
+    return EndPrograms(
+        embed=tuple(_embed(config)),
+        inputs=tuple(_inputs(config)),
+        split=() if streams is None else (SplitStreams(streams.made),),
+        join=() if streams is None else (JoinStreams(streams.joined),),
+        kept=(Select((STREAM,), Rows.KEPT), final),
+        states=(Select((STREAM,), Rows.LOGITS), final),
+        logits=tuple(_logits(config)),
+    )
+
+
+def lasting_buffers(config: ModelConfig) -> tuple[Kept, ...]:
+    """Buffers besides the residual stream that outlive layers."""
+    found = list[Kept]()
+    if (streams := config.streams) is not None:
+        found.append(Kept(STREAMS, (streams.count, config.hidden_size)))
+    if (inputs := config.layer_inputs) is not None:
+        found.append(Kept(INPUTS, (config.num_layers * inputs.size,)))
+    return tuple(found)
+
+
+def end_gemms(config: ModelConfig) -> list[tuple[str, str]]:
+    """The slots of matrices of the ends but the head's, and the name of each one's kind."""
+    inputs = [] if config.layer_inputs is None else [("inputs", Group.INPUTS.name)]
+    streams = stream_slots(config.streams)
+    return inputs + [(slot, "STREAMS") for slots in streams or () for slot in slots]
+
+
+def _embed(config: ModelConfig) -> list[Op]:
+    found: list[Op] = [Embed(STREAM, "embed", config.embedding_multiplier, adapted=True)]
+    if config.media:
+        found.append(EmbedMedia(STREAM, STREAM, config.media[0].first))
+    if config.embedding_norm:
+        found.append(Norm(STREAM, STREAM, "norm", config.norm))
+    return found if config.vision is None else [*found, PlaceImages(STREAM, "embed")]
+
+
+def _inputs(config: ModelConfig) -> list[Op]:
+    """`(norm(project(embedding) · hidden^-0.5) + row · size^0.5) · 2^-0.5`, of all layers at once."""
+    if (spec := config.layer_inputs) is None:
+        return []
+    beyond = spec.vocab if spec.first_for_others else None
+    return [
+        Embed("rows", "input_table", spec.size**0.5, first_from=beyond),
+        Gemm(Group.INPUTS, STREAM, INPUTS, "inputs"),
+        Scale(INPUTS, INPUTS, config.hidden_size**-0.5),
+        NormParts(INPUTS, INPUTS, "inputs_norm", config.norm.eps),
+        Sum(INPUTS, "rows", INPUTS),
+        Scale(INPUTS, INPUTS, 2**-0.5),
+    ]
+
+
+def _logits(config: ModelConfig) -> list[Op]:
+    found: list[Op] = [Logits(STATES, LOGITS, config.vocab_size, bias="head_bias" if config.head_bias else None)]
+    cap = cap_of(config)
+    return found if cap == Cap(LOGITS) else [*found, cap]
+
+
+def cap_of(config: ModelConfig) -> Cap:
+    """What becomes of logits at last; tokens that adapters add, too, get it."""
+    return Cap(LOGITS, config.logits_scale, config.logits_softcap)

@@ -1,0 +1,48 @@
+"""Weights of a model's ends, by the slots that their ops name.
+
+Tests: tests/core/model/program/test_ends.py
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..checkpoints.quantization.groups import plain
+from ..specs.config import ModelConfig
+from .kept_weights import moved_norm
+from .layer_weights import LayerWeights
+from .slots import stream_slots
+from .weights import Pack, Weights
+
+
+def end_weights(
+    config: ModelConfig,
+    weights: Weights,
+    table: torch.Tensor,
+    kept: Pack | None,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    packs: bool,
+) -> LayerWeights:
+    """Read them. table: `Weights.embed`. kept: see `Weights.layers`. dtype: what steps compute in. packs: the head is
+    packed, also where it is tied to the embeddings.
+    """
+    head, embed = weights.quantised_head(table), table.to(device)
+    found: dict[str, Any] = {"embed": embed, "head": embed}
+    if packs or head is not table:
+        found["head"] = plain(head, table.dtype) if kept is None else kept(head)
+    found["norm"] = moved_norm(weights.norm(), config.norm, device, dtype)
+    if (bias := weights.lm_head_bias()) is not None:
+        found["head_bias"] = bias.to(device)
+    if (media := weights.media()) is not None:
+        found["media"] = media.to(device, dtype)
+    if config.layer_inputs is not None:
+        rows, found["inputs"], norm = weights.layer_inputs(kept)
+        found |= {"input_table": rows.to(device), "inputs_norm": moved_norm(norm, config.norm, device, dtype)}
+    if (streams := stream_slots(config.streams)) is not None:
+        pairs = zip(streams, weights.streams(kept), strict=True)
+        found |= {slot: matrix for slots, own in pairs for slot, matrix in zip(slots, own, strict=True)}
+    return found
