@@ -23,9 +23,9 @@ _UNGATED = {
 }
 
 
-def native_activation(activation: Activation | UngatedActivation) -> NativeActivation:
-    """The name of an activation of a feed-forward part or of experts."""
-    return _GATED[activation] if isinstance(activation, Activation) else _UNGATED[activation]
+def native_activation(activation: Activation | UngatedActivation) -> NativeActivation | None:
+    """The name of an activation of a feed-forward part or of experts; None: the library does not compute it."""
+    return _GATED.get(activation) if isinstance(activation, Activation) else _UNGATED.get(activation)
 
 
 def native_norm(kind: NormKind) -> str:

@@ -197,7 +197,8 @@ def _gating(activation: Activation | ClampedSwiglu | UngatedActivation) -> Nativ
         return NativeGating(NativeActivation.CLAMPED_SWIGLU, activation.alpha, activation.limit)
     if activation is UngatedActivation.XIELU:  # which has parameters
         return None
-    return NativeGating(native_activation(activation))
+    found = native_activation(activation)
+    return None if found is None else NativeGating(found)
 
 
 def what_native_lacks(spec: Experts) -> str | None:

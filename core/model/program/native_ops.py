@@ -413,8 +413,10 @@ def _routed(op: Moe) -> str:
 
 
 def _activation(op: Activate, size: int) -> dict[str, Any]:
+    if (activation := native_activation(op.activation)) is None:
+        raise NoNativeOp(f"activation {op.activation}")
     xielu = None if op.parameters is None else weight_of(op.parameters)
-    return {"size": size, "activation": native_activation(op.activation), "xielu": xielu}
+    return {"size": size, "activation": activation, "xielu": xielu}
 
 
 def _number_of(slot: str) -> Late:

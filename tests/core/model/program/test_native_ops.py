@@ -57,6 +57,24 @@ def test_a_kind_of_norm_that_the_library_lacks_is_refused_by_name():
         NativeProgram([LAYER], NormSpec(1e-6, OtherNorm.MAXIMUM), HIDDEN, table)
 
 
+class OtherActivation(StrEnum):
+    SQUARE = "square"
+
+
+@pytest.mark.parametrize(
+    ("feed_forward", "named"),
+    [
+        (replace(LAYER.feed_forward, activation=OtherActivation.SQUARE), "activation square"),
+        (replace(EXPERTS, activation=OtherActivation.SQUARE), "mixture of experts with square"),
+    ],
+    ids=["dense", "experts"],
+)
+def test_an_activation_that_the_library_lacks_is_refused_by_name(feed_forward, named):
+    layer = replace(LAYER, feed_forward=feed_forward)
+    with pytest.raises(NoNativeOp, match=named):
+        NativeProgram([layer], NormSpec(1e-6), HIDDEN, Projections((layer.projections(HIDDEN),)))
+
+
 def test_each_layer_but_the_first_waits_for_adapters_before_its_first_product():
     assert kinds(LAYER, LAYER).endswith("Norm GateUp Gemm Norm Arrive Gemm Attend Gemm Norm GateUp Gemm")
 
