@@ -151,8 +151,7 @@ class DecoderModel:
         """Normalised states of the last step's kept tokens; to be reset before a captured step, which has none."""
         self._logit_states: torch.Tensor | None = None
         self._prompt_lora: HeadLora | None = None
-        ropes = dict.fromkeys(layer.rope for layer in config.layers if layer.rope is not None)
-        self._rotary = {rope: _rotary(rope, max_model_len, dtype, device) for rope in ropes}
+        self._rotary = {rope: _rotary(rope, max_model_len, dtype, device) for rope in config.ropes}
         self._program = TorchProgram(
             [layer_program(layer, config.norm) for layer in config.layers],
             self.layers,
@@ -233,7 +232,7 @@ class DecoderModel:
         """A step whose ops find these buffers. kept: see `Step.kept`."""
         rotations: dict[RopeConfig | None, Rotation | None] = {None: None}
         for rope, rotary in self._rotary.items():
-            rotations[rope] = rotary.at(batch.positions)
+            rotations[rope] = rotary.at(batch.positions, batch.axes)
         return Step(batch, self._merged if batch.merged else self.layers, names, states, kept, rotations)
 
     def _further(self, inputs: torch.Tensor, index: int) -> torch.Tensor:
@@ -500,6 +499,12 @@ def _kv_scales(weights: Weights, arena: Arena) -> list[KvScales]:
 
 
 def _rotary(rope: RopeConfig, positions: int, dtype: torch.dtype, device: torch.device) -> RotaryEmbedding:
-    frequencies = rope.angles(positions)
-    factor, interleaved = rope.attention_factor, rope.interleaved
-    return RotaryEmbedding(frequencies, positions, dtype, device, factor=factor, interleaved=interleaved)
+    return RotaryEmbedding(
+        rope.angles(positions),
+        positions,
+        dtype,
+        device,
+        factor=rope.attention_factor,
+        interleaved=rope.interleaved,
+        axes=rope.element_axes,
+    )

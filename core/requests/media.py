@@ -27,6 +27,9 @@ class MediaItem:
     runs: tuple[tuple[int, int], ...]
     """First position in the prompt, and number of positions, of each run of its rows; in order. Between runs there are
     ordinary tokens, such as those that tell rows and columns of tiles."""
+    grid: tuple[int, ...] = ()
+    """Rows by time, height and width, of a model whose positions have these axes: see `axis_positions`. Then its rows are
+    one run. Empty: each row has the next position."""
 
     @property
     def num_rows(self) -> int:
@@ -43,11 +46,13 @@ class MediaItem:
 
     def to_wire(self) -> dict[str, Any]:
         """The item as plain data."""
-        return {"data": self.data, "digest": self.digest, "runs": [list(run) for run in self.runs]}
+        runs = [list(run) for run in self.runs]
+        return {"data": self.data, "digest": self.digest, "runs": runs, "grid": list(self.grid)}
 
     @classmethod
     def from_wire(cls, data: Mapping[str, Any]) -> MediaItem:
-        return cls(data["data"], data["digest"], tuple((first, count) for first, count in data["runs"]))
+        runs = tuple((first, count) for first, count in data["runs"])
+        return cls(data["data"], data["digest"], runs, tuple(data["grid"]))
 
 
 def keys_of(tokens: Sequence[int], media: Sequence[MediaItem], begin: int, scope: str = "") -> list[Key]:

@@ -107,7 +107,7 @@ class _Checked:
         return found
 
     def _check_shapes(self, parts: Mapping[str, tuple[str, TensorInfo]], weight: tuple[int, ...], rank: int) -> None:
-        if len(weight) == 4 and MAGNITUDE in parts:
+        if len(weight) > 2 and MAGNITUDE in parts:
             raise self.refuse(parts[MAGNITUDE][0], "is DoRA on a convolution, which is not served; use plain LoRA")
         for part, wanted in _shapes(weight, rank).items():
             if part in parts and parts[part][1].shape != wanted:

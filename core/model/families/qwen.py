@@ -11,6 +11,7 @@ from ..specs.config import ModelConfig
 from ..specs.family import Family, text_shape
 from ..specs.layers import LayerSpec
 from ..specs.tensor_names import TEXT_AND_IMAGES
+from ..specs.vision import VisionSpec
 from . import reading, rotary
 
 
@@ -18,9 +19,12 @@ def reader(
     head_norm: HeadNorm | None,
     rope_names: Mapping[str, str] = MappingProxyType({}),
     sections: tuple[int, ...] = (),
+    *,
+    interleaved: bool = False,
 ) -> Callable[[ConfigJson], ModelConfig]:
     """head_norm: of Qwen3, whose biases are an option; Qwen2 always has those of q, k and v alone. rope_names: other
-    names of types of ropes. sections: of M-RoPE where no field has them; empty: transformers doesn't split by them.
+    names of types of ropes. sections: of M-RoPE where no field has them; empty: positions have one axis. interleaved: see
+    `rotary.in_sections`.
     """
 
     def read(fields: ConfigJson) -> ModelConfig:
@@ -28,7 +32,7 @@ def reader(
         bias = fields.boolean("attention_bias") if head_norm else True
         rope = rotary.rope(fields, heads.head_dim, names=rope_names)
         if sections:
-            rotary.check_sections(fields, rope, sections)
+            rope = rotary.in_sections(fields, rope, sections, interleaved=interleaved)
         layers = [
             LayerSpec(
                 AttentionSpec(
@@ -83,14 +87,19 @@ QWEN3 = Family(
     nulls=("num_key_value_heads",),
     shape=text_shape(151936, 4096, 22016, 32, 32),
 )
+VISION = VisionSpec(
+    ("visual",), ("pixel_values", "image_grid_thw"), copied=("merger",), grid="image_grid_thw"
+)
 QWEN2_VL = Family(
-    "Qwen2-VL and Qwen2.5-VL (text)",
+    "Qwen2-VL and Qwen2.5-VL",
     ("Qwen2_5_VLForConditionalGeneration", "Qwen2VLForConditionalGeneration"),
-    reader(None, {"mrope": "default"}, (16, 24, 24)),  # of text alone
+    reader(None, {"mrope": "default"}, (16, 24, 24)),
     _QWEN2_VL,
     TEXT_AND_IMAGES,
+    notes="text and images; no video",
     nulls=("num_key_value_heads", "use_sliding_window"),
     shape=text_shape(152064, 8192, 29568, 80, 64),
+    vision=VISION,
 )
 QWEN3_VL = Family(
     "Qwen3-VL (text)",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -82,6 +83,22 @@ def check_sections(fields: ConfigJson, rope: RopeConfig, default: tuple[int, ...
     if sum(sections) != rope.dim // 2:
         why = f"its sum must be {rope.dim // 2}, half of the elements that rotate"
         raise scaling.refuse("mrope_section", f"{why}; by default it is {list(default)}")
+
+
+def in_sections(fields: ConfigJson, rope: RopeConfig, default: tuple[int, ...], *, interleaved: bool) -> RopeConfig:
+    """The rope whose frequencies turn by positions of time, height and width, after a check; see `check_sections`.
+
+    interleaved: neighbours turn by time, height and width in turn, as far as the sections of the two latter go, and the
+    others by time. Else those of a section lie in a row.
+    """
+    check_sections(fields, rope, default)
+    sections = rope_fields(fields).indices("mrope_section") or default
+    if not interleaved:
+        return replace(rope, axes=tuple(index % 3 for index, count in enumerate(sections) for _ in range(count)))
+    if len(sections) != 3:
+        raise rope_fields(fields).refuse("mrope_section", "sections of time, height and width are needed")
+    places = (each % 3 if each // 3 < sections[each % 3] else 0 for each in range(rope.dim // 2))
+    return replace(rope, axes=tuple(places))
 
 
 def rope_type_of(scaling: ConfigJson) -> str:

@@ -23,6 +23,7 @@ from .feed_forward import Experts
 from .layers import LayerInputSpec, LayerSpec, MediaTokens, StreamsSpec
 from .norms import NormSpec
 from .recurrent import RecurrentSpec
+from .rope_config import RopeConfig
 from .tensor_names import LLAMA_TENSORS, TensorNames
 from .vision import VisionSpec
 
@@ -145,6 +146,11 @@ class ModelConfig:
     def kv_layers(self) -> tuple[AttentionSpec, ...]:
         """The mixers of layers with keys and values of their own."""
         return tuple(mixer for mixer in self.attention_layers if not mixer.shares_kv)
+
+    @property
+    def ropes(self) -> tuple[RopeConfig, ...]:
+        """The different ropes of its layers."""
+        return tuple(dict.fromkeys(layer.rope for layer in self.layers if layer.rope is not None))
 
     @property
     def attention(self) -> AttentionSpec:
