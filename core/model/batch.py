@@ -100,7 +100,11 @@ class MediaRows(NamedTuple):
     places: torch.Tensor
     """`[rows]` int64: the tokens' indices in the step."""
     rows: torch.Tensor
-    """`[rows, hidden]`."""
+    """`[rows, parts · hidden]`: what takes an embedding's place, then what `AddMedia` adds behind layers."""
+
+    def part(self, index: int, hidden: int) -> torch.Tensor:
+        """One part of the rows, `[rows, hidden]`."""
+        return self.rows[:, index * hidden : (index + 1) * hidden]
 
 
 class AxisPositions(NamedTuple):

@@ -39,7 +39,7 @@ from .program.torch_ops import Weight, backend_for, kind_of, multiply, normed, r
 from .program.torch_program import TorchProgram
 from .program.torch_step import Batch, Bound, Residual, Step
 from .specs.config import ModelConfig
-from .specs.layers import kv_index
+from .specs.layers import kv_index, ropes_of
 from .specs.rope_config import RopeConfig
 from .streams import streams_of
 from .weights.kept_weights import expert_packs, matrix_pack, moved, moved_norm
@@ -151,7 +151,7 @@ class DecoderModel:
         """Normalised states of the last step's kept tokens; to be reset before a captured step, which has none."""
         self._logit_states: torch.Tensor | None = None
         self._prompt_lora: HeadLora | None = None
-        self._rotary = {rope: _rotary(rope, max_model_len, dtype, device) for rope in config.ropes}
+        self._rotary = {rope: _rotary(rope, max_model_len, dtype, device) for rope in ropes_of(config.layers)}
         self._program = TorchProgram(
             [layer_program(layer, config.norm) for layer in config.layers],
             self.layers,
@@ -332,7 +332,8 @@ class DecoderModel:
         if self.config.embedding_norm:
             rows = normed(rows.to(self._dtype), self._norm, self.config.norm)
         if (media := batch.media) is not None:
-            rows = rows.index_copy(0, media.places.to(rows.device), media.rows.to(rows.device, rows.dtype))
+            own = media.part(0, rows.shape[1]).to(rows.device, rows.dtype)
+            rows = rows.index_copy(0, media.places.to(rows.device), own)
         return rows
 
     def _with_media(self, rows: torch.Tensor, token_ids: torch.Tensor, media: torch.Tensor) -> torch.Tensor:

@@ -19,7 +19,7 @@ from ....ops.library.native_model import LayerMixture
 from ....ops.library.native_program import NativeOp
 from ..batch import AxisPositions
 from ..specs.attention import AttentionSpec, QueryGrowth
-from ..specs.layers import LayerSpec, kv_index
+from ..specs.layers import LayerSpec, kv_index, ropes_of
 from ..specs.rope_config import RopeConfig
 from ..weights.layer_weights import LayerWeights
 
@@ -43,11 +43,10 @@ class Tables:
     def of(cls, layers: Sequence[LayerSpec], positions: int, spare: int = 0) -> Tables:
         """Those that the layers need."""
         mixers = [layer.attention for layer in layers if layer.attention is not None]
-        ropes = dict.fromkeys(mixer.rope for mixer in mixers if mixer.rope is not None)
         growths = dict.fromkeys(mixer.query_growth for mixer in mixers if mixer.query_growth is not None)
         return cls(
             positions,
-            {rope: _angles(rope, positions, spare) for rope in ropes},
+            {rope: _angles(rope, positions, spare) for rope in ropes_of(layers)},
             {growth: growth.factors(positions) for growth in growths},
             spare,
         )

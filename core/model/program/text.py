@@ -18,6 +18,7 @@ from .builder import LayerProgram, layer_program
 from .ops import (
     Activate,
     Add,
+    AddMedia,
     AddToOthers,
     Attend,
     Begin,
@@ -70,6 +71,8 @@ def _formula(op: Op) -> str:
     match op:
         case Add():
             return f"{op.x} += {op.y}"
+        case AddMedia():
+            return f"{op.x} += image[{op.part}]"
         case AddToOthers():
             return f"{op.streams}[1:] += {op.y}"
         case PredictStreams():

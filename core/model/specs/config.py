@@ -23,7 +23,6 @@ from .feed_forward import Experts
 from .layers import LayerInputSpec, LayerSpec, MediaTokens, StreamsSpec
 from .norms import NormSpec
 from .recurrent import RecurrentSpec
-from .rope_config import RopeConfig
 from .tensor_names import LLAMA_TENSORS, TensorNames
 from .vision import VisionSpec
 
@@ -104,6 +103,9 @@ class ModelConfig:
     image_token: int | None = None
     """The token that stands at images' positions."""
 
+    num_media_additions: int = 0
+    """Layers behind which parts of images' rows are added, where images are served; the first ones."""
+
     tower: TowerShapes | None = field(default=None, compare=False, repr=False)
     """The vision part's modules, where images are served."""
 
@@ -146,11 +148,6 @@ class ModelConfig:
     def kv_layers(self) -> tuple[AttentionSpec, ...]:
         """The mixers of layers with keys and values of their own."""
         return tuple(mixer for mixer in self.attention_layers if not mixer.shares_kv)
-
-    @property
-    def ropes(self) -> tuple[RopeConfig, ...]:
-        """The different ropes of its layers."""
-        return tuple(dict.fromkeys(layer.rope for layer in self.layers if layer.rope is not None))
 
     @property
     def attention(self) -> AttentionSpec:

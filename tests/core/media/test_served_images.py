@@ -84,10 +84,9 @@ def asked(request: pytest.FixtureRequest) -> Asked:
 def engine_of(asked: Asked, kernels: str = "torch", **fields: Any) -> Engine:
     path = asked.reference.path
     usual = {"memory_bytes": 64 << 20, "max_num_batched_tokens": 48, "threads": 1, "prefix_cache": True}
+    usual["adapters"] = path / "adapters"
     return Engine.from_config(
-        EngineConfig(
-            model=path, adapters=path / "adapters", cpu_kernels=kernels, device="cpu", dtype="float32", **usual | fields
-        )
+        EngineConfig(model=path, cpu_kernels=kernels, device="cpu", dtype="float32", **usual | fields)
     )
 
 

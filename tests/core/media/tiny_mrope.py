@@ -19,8 +19,18 @@ TEMPLATE = (
     "{% endif %}{{ '<|im_end|>\\n' }}{% endfor %}{% if add_generation_prompt %}{{ 'assistant\\n' }}{% endif %}"
 )
 
-FAMILIES = {"qwen2_vl": "Qwen2VL", "qwen2_5_vl": "Qwen2_5_VL"}
+FAMILIES = {
+    "qwen2_vl": "Qwen2VL",
+    "qwen2_5_vl": "Qwen2_5_VL",
+    "qwen3_vl": "Qwen3VL",
+    "qwen3_5": "Qwen3_5",
+    "qwen3_vl_moe": "Qwen3VLMoe",
+    "qwen3_5_moe": "Qwen3_5Moe",
+}
 """Beginnings of classes' names, by `model_type`."""
+
+_PROCESSORS = {"qwen2_vl": "Qwen2VL", "qwen2_5_vl": "Qwen2_5_VL"}
+"""Processors of others than Qwen3VL."""
 
 _SECTIONS = {"rope_type": "default", "rope_theta": 5000.0, "mrope_section": [2, 3, 3]}
 _TEXT = {
@@ -38,7 +48,34 @@ _TEXT = {
 }
 _TOWER = {"patch_size": 4, "temporal_patch_size": 2, "spatial_merge_size": 2, "depth": 2, "num_heads": 2}
 
-TEXTS: dict[str, dict[str, Any]] = {"qwen2_vl": _TEXT, "qwen2_5_vl": _TEXT}
+_LATER = {**_TEXT, "head_dim": 16, "num_hidden_layers": 4}
+_HYBRID = {
+    **_LATER,
+    "head_dim": 32,
+    "rope_parameters": {**_SECTIONS, "partial_rotary_factor": 0.5},
+    "full_attention_interval": 2,
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
+_EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "shared_expert_intermediate_size": 32,
+}
+_LATER_TOWER = {**_TOWER, "hidden_size": 32, "intermediate_size": 48, "out_hidden_size": 64, "num_position_embeddings": 64}
+
+TEXTS: dict[str, dict[str, Any]] = {
+    "qwen2_vl": _TEXT,
+    "qwen2_5_vl": _TEXT,
+    "qwen3_vl": _LATER,
+    "qwen3_5": _HYBRID,
+    "qwen3_vl_moe": {**_LATER, **_EXPERTS, "decoder_sparse_step": 1},
+    "qwen3_5_moe": {**_HYBRID, **_EXPERTS},
+}
 TOWERS: dict[str, dict[str, Any]] = {
     "qwen2_vl": {**_TOWER, "embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2},
     "qwen2_5_vl": {
@@ -49,6 +86,10 @@ TOWERS: dict[str, dict[str, Any]] = {
         "window_size": 16,
         "fullatt_block_indexes": [1],
     },
+    "qwen3_vl": {**_LATER_TOWER, "depth": 3, "deepstack_visual_indexes": [0, 2]},
+    "qwen3_5": _LATER_TOWER,
+    "qwen3_vl_moe": {**_LATER_TOWER, "depth": 3, "deepstack_visual_indexes": [0, 2]},
+    "qwen3_5_moe": _LATER_TOWER,
 }
 SIZE = {"shortest_edge": 16 * 16, "longest_edge": 48 * 40}
 """Pixels of an image: patches of four by four, of which four are a row, make 4 to 30 rows."""
@@ -76,7 +117,7 @@ def save_model(family: str, path: Path) -> None:
     name, own = FAMILIES[family], {"patch_size": 4, "size": SIZE}
     images = transformers.Qwen2VLImageProcessor(**own)
     videos = transformers.Qwen2VLVideoProcessor(**own)
-    kind = getattr(transformers, f"{name}Processor")
+    kind = getattr(transformers, f"{_PROCESSORS.get(family, 'Qwen3VL')}Processor")
     kind(images, wrapped, video_processor=videos, chat_template=TEMPLATE).save_pretrained(path)
     ids = {mark: wrapped.convert_tokens_to_ids(mark) for mark in MARKS}
     config = getattr(transformers, f"{name}Config")(
