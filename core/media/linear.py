@@ -84,23 +84,24 @@ class AdaptedTubes(nn.Conv3d):
         return super().forward(input) + conv3d(inner, change.b, change.bias) * change.scale
 
 
-_ADAPTABLE: dict[type[nn.Module], type[nn.Module]] = {
-    nn.Linear: AdaptedLinear,
-    nn.Conv2d: AdaptedPatches,
-    nn.Conv3d: AdaptedTubes,
-}
-
-
 def make_adaptable(module: nn.Module) -> dict[str, AdaptedLinear | AdaptedPatches | AdaptedTubes]:
     """Give a module's linear layers and patch convolutions a class that adapters can change; return them by name."""
     found: dict[str, Any] = {}
     for name, each in module.named_modules():
-        if type(each) is nn.Linear or is_patches(each):
-            each.__class__ = _ADAPTABLE[type(each)]
-            found[name] = each
+        if type(each) is nn.Linear:
+            each.__class__ = AdaptedLinear
+        elif isinstance(each, nn.Conv2d) and is_patches(each):
+            each.__class__ = AdaptedPatches
+        elif isinstance(each, nn.Conv3d) and is_patches(each):
+            each.__class__ = AdaptedTubes
+        else:
+            continue
+        found[name] = each
     return found
 
 
 def is_patches(module: nn.Module) -> bool:
     """True for a convolution whose windows don't overlap."""
-    return type(module) in (nn.Conv2d, nn.Conv3d) and module.kernel_size == module.stride and module.groups == 1
+    if not isinstance(module, nn.Conv2d | nn.Conv3d) or type(module) not in (nn.Conv2d, nn.Conv3d):
+        return False
+    return module.kernel_size == module.stride and module.groups == 1

@@ -91,9 +91,9 @@ class ImageProcessor:
             raise BadImage(f"of {size} pixels is refused by the model's image processor: {reason}") from None
         text = self._text.replace_image_token(found, 0)
         num_rows = text.count(self.placeholder)
-        return Prepared(self.digest(image), text, num_rows, dict(found), self._grid(found, num_rows))
+        return Prepared(self.digest(image), text, num_rows, dict(found), self.grid(found, num_rows))
 
-    def _grid(self, found: Mapping[str, Any], num_rows: int) -> tuple[int, ...]:
+    def grid(self, found: Mapping[str, Any], num_rows: int) -> tuple[int, ...]:
         """Rows of an image by time, height and width, where the model's positions have these axes."""
         if not self._grid_name:
             return ()

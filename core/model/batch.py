@@ -158,9 +158,7 @@ def media_rows(rows: Sequence[ScheduledSequence], begins: Sequence[int]) -> Medi
     return MediaRows(torch.tensor(places, dtype=torch.long), torch.cat(found)) if found else None
 
 
-def _by_axes(
-    rows: Sequence[ScheduledSequence], begins: Sequence[int], positions: torch.Tensor
-) -> AxisPositions | None:
+def _by_axes(rows: Sequence[ScheduledSequence], begins: Sequence[int], positions: torch.Tensor) -> AxisPositions | None:
     """The positions of images' rows, where they have axes. positions: of the step's tokens by their places in the
     sequences; they are changed to those behind images.
     """

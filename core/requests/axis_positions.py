@@ -16,11 +16,6 @@ import numpy as np
 from .media import MediaItem
 
 
-def position_shift(media: Sequence[MediaItem], place: int) -> int:
-    """What is added to a token's place in the prompt to get its position; of the images before it. At most 0."""
-    return sum(_shift(item) for item in media if item.grid and sum(item.runs[-1]) <= place)
-
-
 def axis_positions(media: Sequence[MediaItem], begin: int, end: int) -> np.ndarray:
     """Positions `[3, end - begin]` int64 of the tokens at places `begin … end`."""
     found = np.tile(np.arange(begin, end), (3, 1))
@@ -33,11 +28,6 @@ def axis_positions(media: Sequence[MediaItem], begin: int, end: int) -> np.ndarr
         rows = np.arange(low - first, high - first)
         if len(rows):
             found[:, low - begin : high - begin] = first + shift + np.stack(np.unravel_index(rows, item.grid))
-        shift += _shift(item)
-        found[:, high - begin :] += _shift(item)
+        shift += item.position_shift
+        found[:, high - begin :] += item.position_shift
     return found
-
-
-def _shift(item: MediaItem) -> int:
-    """By how much less the text behind an image has gone on than the image has rows."""
-    return max(item.grid[1:]) - item.num_rows

@@ -16,13 +16,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...graphs.runner import StepMode
 from ...memory.files.error import LoadFailure
-from .axis_positions import position_shift
+from .media import MediaItem, position_shift
 
 if TYPE_CHECKING:
     from ...memory.adapters.adapter import Adapter
     from ...memory.pages.states import StateSlots
     from .grammar_work import GrammarState
-    from .media import MediaItem
     from .pooling import PooledSum
     from .request_params import RequestParams
 

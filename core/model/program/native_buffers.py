@@ -38,8 +38,9 @@ class Buffers:
             self.reads.append(own)
             written = {}
             for name in op.writes:
-                is_in_place = name in own and (isinstance(op, Add | AddMedia) or (isinstance(op, Scale) and op.in_place))
-                names[name] = written[name] = own[name] if is_in_place else Value(name, widths(op, own))
+                is_in_place = isinstance(op, Add | AddMedia) or (isinstance(op, Scale) and op.in_place)
+                keeps = name in own and is_in_place
+                names[name] = written[name] = own[name] if keeps else Value(name, widths(op, own))
             self.writes.append(written)
 
 

@@ -28,8 +28,8 @@ class RopeConfig:
     """Rotate elements 2i and 2i + 1 together (GLM, Cohere), rather than i and i + dim / 2."""
 
     axes: tuple[int, ...] = ()
-    """For each frequency, the axis whose position it turns by: 0 time, 1 height, 2 width (M-RoPE). Empty: positions have
-    one axis. They differ at images alone."""
+    """For each frequency, the axis whose position it turns by: 0 time, 1 height, 2 width (M-RoPE). Empty: positions
+    have one axis. They differ at images alone."""
 
     backward: bool = False
     """Rotate the other way (nanochat)."""

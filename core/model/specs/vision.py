@@ -1,9 +1,9 @@
 """What a family's vision part is called in transformers; it needs neither torch nor Pillow.
 
 Families whose image positions are ordinary causal tokens need nothing else. What others need beside is a further field
-here and in a step: positions on three axes (`grid`, and `StepBatch.axes`), additions behind layers (`additions`, further
-parts of `MediaRows`, and the op `AddMedia`), and blocks of positions that see each other (in the page groups' masks, with
-chunks that end before or behind a block).
+here and in a step: positions on three axes (`grid`, and `StepBatch.axes`), additions behind layers (`additions`,
+further parts of `MediaRows`, and the op `AddMedia`), and blocks of positions that see each other (in the page groups'
+masks, with chunks that end before or behind a block).
 
 Tests: tests/core/media/test_served_images.py
 """
@@ -30,8 +30,8 @@ class VisionSpec:
     """The field of `config.json` with the placeholder's token."""
 
     additions: tuple[int, ...] = ()
-    """Layers of the tower whose rows are added behind the text part's first layers, one behind each, where `vision_config`
-    names no others in `deepstack_visual_indexes`. Empty: nothing is added."""
+    """Layers of the tower whose rows are added behind the text part's first layers, one behind each, where
+    `vision_config` names no others in `deepstack_visual_indexes`. Empty: nothing is added."""
 
     grid: str = ""
     """The image processor's tensor of patches by time, height and width, of a family whose positions have these axes

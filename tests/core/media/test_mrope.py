@@ -5,13 +5,18 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
 
+from chorus.core.config import EngineConfig
+from chorus.core.executors import base
 from chorus.core.media.processor import ImageProcessor
+from chorus.core.media.serving import with_tower
+from chorus.core.model.specs.config import ModelConfig
 from chorus.core.requests import types
 from chorus.memory.files.peft_names import PREFIX
 
@@ -38,13 +43,13 @@ def served(asked: Asked, count: int = COUNT, **fields: Any) -> tuple[list[int], 
 
 
 def swapped(monkeypatch: pytest.MonkeyPatch) -> None:
-    grid = ImageProcessor._grid
+    grid = ImageProcessor.grid
 
     def other(*args: Any) -> tuple[int, ...]:
         time, height, width = grid(*args)
         return time, width, height
 
-    monkeypatch.setattr(ImageProcessor, "_grid", other)
+    monkeypatch.setattr(ImageProcessor, "grid", other)
 
 
 def without_shift(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,7 +57,7 @@ def without_shift(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def without_axes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ImageProcessor, "_grid", lambda *_: ())
+    monkeypatch.setattr(ImageProcessor, "grid", lambda *_: ())
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
@@ -65,6 +70,26 @@ def test_planted_faults_are_found(
     assert found == wanted
     plant(monkeypatch)
     assert served(asked, count, kernels=kernels)[0] != wanted
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("parts", [(0, 1, 2, 0), (2, 1, 0, 0), (1, 0, 0, 0), (0, 0, 0, 0)], ids=str)
+def test_additions_behind_other_layers_are_found(
+    parts: tuple[int, ...], kernels: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One layer off, in another order, one of them alone, and none."""
+    asked = Asked("qwen3_vl")
+    found, wanted = served(asked, kernels=kernels)
+    assert found == wanted
+
+    def planted(config: EngineConfig, model: ModelConfig) -> ModelConfig:
+        model = with_tower(config, model)
+        assert [layer.media_part for layer in model.layers] == [1, 2, 0, 0]
+        pairs = zip(model.layers, parts, strict=True)
+        return replace(model, layers=tuple(replace(layer, media_part=part) for layer, part in pairs))
+
+    monkeypatch.setattr(base, "with_tower", planted)
+    assert served(asked, kernels=kernels)[0] != wanted
 
 
 @pytest.mark.parametrize("kernels", KERNELS)

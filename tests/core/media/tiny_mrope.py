@@ -66,7 +66,13 @@ _EXPERTS = {
     "moe_intermediate_size": 48,
     "shared_expert_intermediate_size": 32,
 }
-_LATER_TOWER = {**_TOWER, "hidden_size": 32, "intermediate_size": 48, "out_hidden_size": 64, "num_position_embeddings": 64}
+_LATER_TOWER = {
+    **_TOWER,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "out_hidden_size": 64,
+    "num_position_embeddings": 64,
+}
 
 TEXTS: dict[str, dict[str, Any]] = {
     "qwen2_vl": _TEXT,

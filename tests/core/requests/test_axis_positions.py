@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from chorus.core.requests.axis_positions import axis_positions, position_shift
-from chorus.core.requests.media import MediaItem
+from chorus.core.requests.axis_positions import axis_positions
+from chorus.core.requests.media import MediaItem, position_shift
 from chorus.memory.files.tokens.torchvision import mend_torchvision
 
 FAMILIES = {
