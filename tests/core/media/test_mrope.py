@@ -117,7 +117,8 @@ def test_drafts_stand_behind_the_images(asked: Asked, kernels: str) -> None:
 def older(path: Path, to: Path, pattern: str | None) -> None:
     """An adapter as an earlier transformers and peft saved it. pattern: its `target_modules` then."""
     shutil.copytree(path, to)
-    names = {f"{PREFIX}model.visual.": f"{PREFIX}visual.", f"{PREFIX}model.language_model.": f"{PREFIX}model."}
+    names = {f"{PREFIX}model.visual.": f"{PREFIX}visual.", f"{PREFIX}model.projector.": f"{PREFIX}mlp_AR."}
+    names[f"{PREFIX}model.language_model."] = f"{PREFIX}model."
 
     def of(name: str) -> str:
         for now, then in names.items():
@@ -135,7 +136,9 @@ def older(path: Path, to: Path, pattern: str | None) -> None:
 
 def test_adapters_with_older_names(asked: Asked, tmp_path: Path) -> None:
     adapters = asked.reference.path / "adapters"
-    patterns = {"seven": None, "tower": r"visual.*\.(qkv|proj|fc1|linear_fc1|gate_proj|mlp\.0|mlp\.2)", "copied": None}
+    tower = tiny_mrope.adapters(asked.reference.family)["tower"]["target_modules"]
+    older_tower = tower.removeprefix(".*").replace("projector", "mlp_AR")
+    patterns = {"seven": None, "tower": older_tower, "copied": None}
     for name, pattern in patterns.items():
         older(adapters / name, tmp_path / name, pattern)
     engine = engine_of(asked, adapters=tmp_path)

@@ -76,7 +76,14 @@ class Asked:
         return Request(id, prompt, params, adapter, media=items, **fields)
 
 
-@pytest.fixture(scope="module", params=list(FAMILIES))
+#: Families with tests of their own of what they have in common; the rest of theirs are `wide`.
+EVERY = [
+    name if name in ("smolvlm", "idefics3", "qwen2_5_vl", "qwen3_vl") else pytest.param(name, marks=pytest.mark.wide)
+    for name in FAMILIES
+]
+
+
+@pytest.fixture(scope="module", params=EVERY)
 def asked(request: pytest.FixtureRequest) -> Asked:
     return Asked(request.param)
 

@@ -88,7 +88,7 @@ def tiny(family: str) -> Path:
 
 def adapters(family: str) -> dict[str, dict[str, Any]]:
     """A family's adapters: fields of PEFT's configuration, by name."""
-    return ADAPTERS if family in IDEFICS else ADAPTERS | tiny_mrope.ADAPTERS
+    return ADAPTERS if family in IDEFICS else ADAPTERS | tiny_mrope.adapters(family)
 
 
 @quiet()

@@ -20,6 +20,11 @@ FAMILIES = {
     "qwen3_vl_moe": "Qwen3VLMoe",
     "qwen3_5": "Qwen3_5",
     "qwen3_5_moe": "Qwen3_5Moe",
+    "glm4v": "Glm4v",
+    "glm46v": "Glm46V",
+    "glm_ocr": "GlmOcr",
+    "glm4v_moe": "Glm4vMoe",
+    "paddleocr_vl": "PaddleOCRVL",
 }
 
 

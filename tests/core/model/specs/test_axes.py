@@ -29,7 +29,13 @@ FAMILIES = {
     "qwen3_vl_moe": ("Qwen3VLMoe", 128),
     "qwen3_5": ("Qwen3_5", 256),
     "qwen3_5_moe": ("Qwen3_5Moe", 256),
+    "glm4v": ("Glm4v", 64),
+    "glm_ocr": ("GlmOcr", 64),
+    "glm4v_moe": ("Glm4vMoe", 128),
+    "paddleocr_vl": ("PaddleOCRVL", 128),
 }
+SHARES = {"qwen3_5": 0.25, "qwen3_5_moe": 0.25, "glm4v_moe": 0.5}
+"""The parts of heads that rotate, where not all does."""
 
 
 def saved(name: str, path: Path, rope: dict[str, Any], head_dim: int) -> Any:
@@ -56,8 +62,8 @@ def test_angles_are_those_of_transformers(family: str, sections: list[int] | Non
     shared: dict[str, Any] = {"rope_type": "default", "rope_theta": 5000.0}
     if sections is not None:
         head_dim, shared["mrope_section"] = 32, sections
-    if name.startswith("Qwen3_5"):
-        shared["partial_rotary_factor"] = 0.25 if sections is None else 1.0
+    if (share := SHARES.get(family)) is not None:
+        shared["partial_rotary_factor"] = share if sections is None else 1.0
     config = saved(name, tmp_path, shared, head_dim)
     rope = rope_of(tmp_path)
     module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
