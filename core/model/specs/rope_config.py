@@ -1,4 +1,7 @@
-"""Rotary frequencies of a checkpoint, and their scaling, bit for bit as in transformers (modeling_rope_utils.py)."""
+"""Rotary frequencies of a checkpoint, and their scaling, bit for bit as in transformers (modeling_rope_utils.py).
+
+Tests: tests/core/model/specs/test_model_config.py, tests/core/model/specs/test_axes.py
+"""
 
 from __future__ import annotations
 
