@@ -13,7 +13,7 @@ from typing import Generic, Protocol, TypeVar
 
 import torch
 
-from ...graphs.buffers import DecodeBuffers
+from ...graphs.buffers import DecodeBuffers, DecodeViews
 from ...graphs.runner import DecodeBuckets, GraphRunner, StepForm, StepMode
 from ...memory.adapters.adapter import Adapter
 from ...memory.pages import hugepages
@@ -115,7 +115,13 @@ class CpuExecutor(ModelExecutor):
             if native:
                 self.warn_if_dequantised("the native decoder multiplies", only_float8=True)
                 self.decoder = decoder = NativeDecoderModel(
-                    self.config, weights, self.arena, max_model_len=max_model_len, threads=threads, ranks=ranks
+                    self.config,
+                    weights,
+                    self.arena,
+                    max_model_len=max_model_len,
+                    threads=threads,
+                    ranks=ranks,
+                    image_tokens=0 if self.model.why_blind else config.max_num_batched_tokens,
                 )
                 torch.set_num_threads(1)  # the native decoder does the work; torch's threads would only spin
                 if self._offload is not None:
@@ -288,7 +294,7 @@ class CpuSteps(ABC, Generic[A]):
         """Fill the bucket's static buffers, then replay its captured step."""
         rows = plan.sequences
         if plan.num_drafts:
-            self._fill_drafted(bucket, rows)
+            views = self._fill_drafted(bucket, rows)
         else:
             views = self._buffers.fill(
                 bucket, [row.tokens[0] for row in rows], [row.start for row in rows], [row.pages for row in rows]
@@ -296,13 +302,14 @@ class CpuSteps(ABC, Generic[A]):
             self._attention_of(bucket).plan(range(bucket + 1), views.page_table, views.kv_lens)
             if self._states is not None:
                 self._states.set_step(rows, range(bucket + 1))
+        _shift_positions(views.positions, rows)
         if plan.mode is StepMode.BASE:
             return self.graphs.replay(bucket, StepForm(StepMode.BASE))
         runs = adapter_runs(rows) if plan.num_drafts else ([row.lora_index for row in rows], [1] * len(rows))
         self._lora.set_step(plan.adapters, *runs, plan.merged)
         return self.graphs.replay(bucket, StepForm(plan.mode))
 
-    def _fill_drafted(self, bucket: int, rows: Sequence[ScheduledSequence]) -> None:
+    def _fill_drafted(self, bucket: int, rows: Sequence[ScheduledSequence]) -> DecodeViews:
         """Fill a bucket for a step with drafts. Attention handles all tokens of a sequence together."""
         lengths = [len(row.tokens) for row in rows]
         views = self._buffers.fill(
@@ -316,6 +323,7 @@ class CpuSteps(ABC, Generic[A]):
         self._attention_of(bucket).plan(qo_indptr, views.page_table[: len(views.kv_lens)], views.kv_lens)
         if self._states is not None:
             self._states.set_step(rows, qo_indptr)
+        return views
 
     def _attention_of(self, bucket: int) -> A:
         if (found := self._bucket_attention.get(bucket)) is None:
@@ -336,6 +344,15 @@ class CpuSteps(ABC, Generic[A]):
         )
         decoder = self._computing
         return lambda: decoder.forward(batch)
+
+
+def _shift_positions(positions: torch.Tensor, rows: Sequence[ScheduledSequence]) -> None:
+    """Move the positions of tokens behind images, where these have axes; `[tokens]`, places so far."""
+    begin = 0
+    for row in rows:
+        if shift := row.position_shift:
+            positions[begin : begin + len(row.tokens)] += shift
+        begin += len(row.tokens)
 
 
 class TorchSteps(CpuSteps[GroupedAttention]):

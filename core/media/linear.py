@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.functional import conv2d, linear
+from torch.nn.functional import conv2d, conv3d, linear
 
 
 @dataclass(slots=True)
@@ -72,14 +72,28 @@ class AdaptedPatches(nn.Conv2d):
         return super().forward(input) + conv2d(inner, change.b, change.bias) * change.scale
 
 
-def make_adaptable(module: nn.Module) -> dict[str, AdaptedLinear | AdaptedPatches]:
+class AdaptedTubes(nn.Conv3d):
+    """The same of patches of several frames."""
+
+    change: Change | None = None
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if (change := self.change) is None:
+            return super().forward(input)
+        inner = conv3d(input, change.a, None, self.stride, self.padding, self.dilation)
+        return super().forward(input) + conv3d(inner, change.b, change.bias) * change.scale
+
+
+def make_adaptable(module: nn.Module) -> dict[str, AdaptedLinear | AdaptedPatches | AdaptedTubes]:
     """Give a module's linear layers and patch convolutions a class that adapters can change; return them by name."""
     found: dict[str, Any] = {}
     for name, each in module.named_modules():
         if type(each) is nn.Linear:
             each.__class__ = AdaptedLinear
-        elif is_patches(each):
+        elif isinstance(each, nn.Conv2d) and is_patches(each):
             each.__class__ = AdaptedPatches
+        elif isinstance(each, nn.Conv3d) and is_patches(each):
+            each.__class__ = AdaptedTubes
         else:
             continue
         found[name] = each
@@ -88,4 +102,6 @@ def make_adaptable(module: nn.Module) -> dict[str, AdaptedLinear | AdaptedPatche
 
 def is_patches(module: nn.Module) -> bool:
     """True for a convolution whose windows don't overlap."""
-    return type(module) is nn.Conv2d and module.kernel_size == module.stride and module.groups == 1
+    if not isinstance(module, nn.Conv2d | nn.Conv3d) or type(module) not in (nn.Conv2d, nn.Conv3d):
+        return False
+    return module.kernel_size == module.stride and module.groups == 1

@@ -46,11 +46,13 @@ def why_blind(config: EngineConfig, model: ModelConfig, *, on_gpu: bool) -> str 
 
 
 def with_tower(config: EngineConfig, model: ModelConfig) -> ModelConfig:
-    """The model with the modules of its tower, for adapters."""
+    """The model with the modules of its tower, for adapters, and with the layers' additions of images' rows."""
     from .tower_adapter import CheckpointTower
 
     assert model.vision is not None, "the model sees"
-    return replace(model, tower=CheckpointTower(config.model, model.architecture, model.vision))
+    added = range(model.num_media_additions)
+    layers = tuple(replace(each, media_part=at + 1) if at in added else each for at, each in enumerate(model.layers))
+    return replace(model, layers=layers, tower=CheckpointTower(config.model, model.architecture, model.vision))
 
 
 class CheckpointRows:

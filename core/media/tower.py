@@ -6,7 +6,7 @@ Tests: tests/core/media/test_served_images.py
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -32,12 +32,14 @@ class Tower:
             self._adaptable |= {f"{name}.{path}" if path else name: each for path, each in inner.items()}
 
     def encode(self, tensors: Mapping[str, torch.Tensor], changes: TowerChanges | None = None) -> torch.Tensor:
-        """The rows `[rows, hidden]` of one image. tensors: of the image processor. changes: an adapter's."""
+        """The rows `[rows, parts · hidden]` of one image: see `MediaRows`. tensors: of the image processor. changes: an
+        adapter's.
+        """
         given = {name: tensors[name] for name in self._spec.arguments if name in tensors}
         with torch.inference_mode(), self._changed(changes):
-            features = self._base.get_image_features(**given).pooler_output
-            rows = torch.cat(list(features)) if isinstance(features, list | tuple) else features
-            return rows.reshape(-1, rows.shape[-1])
+            found = self._base.get_image_features(**given)
+            parts = [found.pooler_output, *(found.deepstack_features if self._spec.additions else ())]
+            return torch.cat([_rows(each) for each in parts], 1)
 
     @contextmanager
     def _changed(self, changes: TowerChanges | None) -> Iterator[None]:
@@ -58,6 +60,12 @@ class Tower:
                 self._adaptable[name].change = None
             for name, value in kept.items():
                 own[name].data = value
+
+
+def _rows(features: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor:
+    """Features of an image as `[rows, hidden]`: some towers give them by tile."""
+    rows = torch.cat(list(features)) if isinstance(features, list | tuple) else features
+    return rows.reshape(-1, rows.shape[-1])  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _parameters(base: Any, name: str) -> Iterator[tuple[str, torch.nn.Parameter]]:

@@ -18,6 +18,7 @@ from ...graphs.buffers import split_columns
 from ...memory.pages.layout import PageLayout
 from ...ops.mixers.recurrent import RecurrentWeights
 from ...ops.ranks.ranks import Collectives
+from ..requests.axis_positions import axis_positions
 from ..requests.types import ScheduledSequence
 from .lora.step_lora import StepLora
 from .sampler import following_tokens
@@ -99,7 +100,20 @@ class MediaRows(NamedTuple):
     places: torch.Tensor
     """`[rows]` int64: the tokens' indices in the step."""
     rows: torch.Tensor
-    """`[rows, hidden]`."""
+    """`[rows, parts · hidden]`: what takes an embedding's place, then what `AddMedia` adds behind layers."""
+
+    def part(self, index: int, hidden: int) -> torch.Tensor:
+        """One part of the rows, `[rows, hidden]`."""
+        return self.rows[:, index * hidden : (index + 1) * hidden]
+
+
+class AxisPositions(NamedTuple):
+    """Tokens whose positions differ between axes."""
+
+    places: torch.Tensor
+    """`[tokens]` int64: their indices in the step."""
+    positions: torch.Tensor
+    """`[3, tokens]` int64."""
 
 
 @dataclass(slots=True)
@@ -107,7 +121,7 @@ class StepBatch(Generic[P, L]):
     """Inputs of a forward pass, with attention and adapters in the form that the model takes.
 
     token_ids, positions, offset: `[tokens]` int64. page: `[page groups, tokens]` int64; (page, offset) is where a
-    token's KV is written.
+    token's KV is written. positions: by which heads are rotated.
     logit_tokens: `[logits]` int64, indices of the tokens to compute logits for; None: every token.
     kept_tokens: `[kept]` int64, indices of the tokens whose hidden states are kept after the step: first those of
     prompt logprobs, whose logits are then computed in slices, then pooled ones. lora: None when no row uses an adapter.
@@ -128,6 +142,8 @@ class StepBatch(Generic[P, L]):
     states: StepStates | None = None
     media: MediaRows | None = None
     """None: no token stands for a row of an image."""
+    axes: AxisPositions | None = None
+    """None: each token has one position on all axes."""
 
 
 def media_rows(rows: Sequence[ScheduledSequence], begins: Sequence[int]) -> MediaRows | None:
@@ -140,6 +156,26 @@ def media_rows(rows: Sequence[ScheduledSequence], begins: Sequence[int]) -> Medi
                 places += range(first, first + count)
                 found.append(encoded[row : row + count])
     return MediaRows(torch.tensor(places, dtype=torch.long), torch.cat(found)) if found else None
+
+
+def _by_axes(rows: Sequence[ScheduledSequence], begins: Sequence[int], positions: torch.Tensor) -> AxisPositions | None:
+    """The positions of images' rows, where they have axes. positions: of the step's tokens by their places in the
+    sequences; they are changed to those behind images.
+    """
+    places, found = list[int](), list[np.ndarray]()
+    for sequence, begin in zip(rows, begins, strict=False):
+        if not any(item.grid for item in sequence.media):
+            continue
+        own = axis_positions(sequence.media, sequence.start, sequence.kv_len)
+        positions[begin : begin + own.shape[1]] = torch.from_numpy(own[0])
+        for item in sequence.media if sequence.sees else ():
+            for first, _, count in item.places(sequence.start, sequence.kv_len):
+                at = first - sequence.start
+                places += range(begin + at, begin + at + count)
+                found.append(own[:, at : at + count])
+    if not found:
+        return None
+    return AxisPositions(torch.tensor(places), torch.from_numpy(np.concatenate(found, axis=1)))
 
 
 def _kept_tokens(rows: Sequence[ScheduledSequence], begins: Sequence[int]) -> tuple[list[int], list[int]]:
@@ -192,6 +228,7 @@ def ragged_batch(
     _tell_logits(lora, logit_tokens, prompt_tokens)
     offset = [position % block_tokens for position in positions]
     columns = torch.tensor((token_ids, positions, offset, *page), dtype=torch.long)
+    axes = _by_axes(rows, qo_indptr, columns[1])
     table = np.full((len(rows), max(len(row.pages) for row in rows)), dummy_page)  # mostly padding beside a long row
     for row, pages in zip(rows, table, strict=True):
         pages[: len(row.pages)] = row.pages
@@ -207,4 +244,5 @@ def ragged_batch(
         merged=merged,
         states=states,
         media=media_rows(rows, qo_indptr),
+        axes=axes,
     )

@@ -39,7 +39,7 @@ from .program.torch_ops import Runs, run_ops
 from .program.torch_program import Final, TorchProgram
 from .program.torch_step import AddedLogits, Batch, Bound, Residual, Step, batch_of_parts
 from .specs.config import ModelConfig
-from .specs.layers import kv_index
+from .specs.layers import kv_index, ropes_of
 from .specs.rope_config import RopeConfig
 from .weights.end_weights import end_weights
 from .weights.kept_weights import expert_packs, matrix_pack, moved
@@ -144,8 +144,7 @@ class DecoderModel:
         """Normalised states of the last step's kept tokens; to be reset before a captured step, which has none."""
         self._logit_states: torch.Tensor | None = None
         self._prompt_lora: HeadLora | None = None
-        ropes = dict.fromkeys(layer.rope for layer in config.layers if layer.rope is not None)
-        self._rotary = {rope: _rotary(rope, max_model_len, dtype, device) for rope in ropes}
+        self._rotary = {rope: _rotary(rope, max_model_len, dtype, device) for rope in ropes_of(config.layers)}
         self._program = TorchProgram(
             [layer_program(layer, config.norm) for layer in config.layers],
             end_programs(config),
@@ -234,7 +233,7 @@ class DecoderModel:
         """A step whose ops find these buffers. kept: see `Step.kept`."""
         rotations: dict[RopeConfig | None, Rotation | None] = {None: None}
         for rope, rotary in self._rotary.items():
-            rotations[rope] = rotary.at(batch.positions)
+            rotations[rope] = rotary.at(batch.positions, batch.axes)
         return Step(batch, self._merged if batch.merged else self._weights, names, states, kept, rotations)
 
     def piece(self, index: int, batch: Batch, flow: Flow) -> None:
@@ -438,6 +437,12 @@ def _kv_scales(weights: Weights, arena: Arena) -> list[KvScales]:
 
 
 def _rotary(rope: RopeConfig, positions: int, dtype: torch.dtype, device: torch.device) -> RotaryEmbedding:
-    frequencies = rope.angles(positions)
-    factor, interleaved = rope.attention_factor, rope.interleaved
-    return RotaryEmbedding(frequencies, positions, dtype, device, factor=factor, interleaved=interleaved)
+    return RotaryEmbedding(
+        rope.angles(positions),
+        positions,
+        dtype,
+        device,
+        factor=rope.attention_factor,
+        interleaved=rope.interleaved,
+        axes=rope.element_axes,
+    )

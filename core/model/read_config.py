@@ -15,6 +15,7 @@ from .families import FAMILIES, OF_TYPES
 from .specs.config import ModelConfig, UnsupportedModel
 from .specs.family import NULLS, Family
 from .specs.tensor_names import LLAMA_TENSORS
+from .specs.vision import VisionSpec
 from .weights.base_rows import CheckpointRows
 
 #: Ends of transformers' names of architectures: with an output projection, with a score head, and without any head.
@@ -62,6 +63,7 @@ def read_model_config(directory: Path, tokenizer: Path | None = None) -> ModelCo
         weight_format=weight_format,
         vision=family.vision,
         image_token=None if family.vision is None else raw.optional(family.vision.token_field),
+        num_media_additions=_num_additions(raw, family.vision),
     )
     return replace(model, base_rows=CheckpointRows(directory, model), base_tokens=BaseTokens(tokenizer or directory))
 
@@ -71,6 +73,15 @@ def _read(family: Family, fields: ConfigJson) -> ModelConfig:
         if fields.raw.get(name) == []:
             raise fields.refuse(name, "a type for each layer is needed; leave the field out for the family's default")
     return family.read(fields)
+
+
+def _num_additions(raw: ConfigJson, vision: VisionSpec | None) -> int:
+    """See `VisionSpec.additions`."""
+    if vision is None or not vision.additions:
+        return 0
+    own = raw.object("vision_config")
+    named = own is not None and own.has("deepstack_visual_indexes")
+    return len(own.indices("deepstack_visual_indexes") if own is not None and named else vision.additions)
 
 
 def family_of(architecture: str) -> tuple[Family | None, str]:

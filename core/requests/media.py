@@ -27,10 +27,18 @@ class MediaItem:
     runs: tuple[tuple[int, int], ...]
     """First position in the prompt, and number of positions, of each run of its rows; in order. Between runs there are
     ordinary tokens, such as those that tell rows and columns of tiles."""
+    grid: tuple[int, ...] = ()
+    """Rows by time, height and width, of a model whose positions have these axes: see `axis_positions`. Then its rows
+    are one run. Empty: each row has the next position."""
 
     @property
     def num_rows(self) -> int:
         return sum(count for _, count in self.runs)
+
+    @property
+    def position_shift(self) -> int:
+        """What positions behind it differ by from those of as much text: they go on after its longer side."""
+        return max(self.grid[1:]) - self.num_rows if self.grid else 0
 
     def places(self, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
         """The runs within positions `begin … end`: the first position, the first row, and how many."""
@@ -43,11 +51,18 @@ class MediaItem:
 
     def to_wire(self) -> dict[str, Any]:
         """The item as plain data."""
-        return {"data": self.data, "digest": self.digest, "runs": [list(run) for run in self.runs]}
+        runs = [list(run) for run in self.runs]
+        return {"data": self.data, "digest": self.digest, "runs": runs, "grid": list(self.grid)}
 
     @classmethod
     def from_wire(cls, data: Mapping[str, Any]) -> MediaItem:
-        return cls(data["data"], data["digest"], tuple((first, count) for first, count in data["runs"]))
+        runs = tuple((first, count) for first, count in data["runs"])
+        return cls(data["data"], data["digest"], runs, tuple(data["grid"]))
+
+
+def position_shift(media: Sequence[MediaItem], place: int) -> int:
+    """What is added to the place of a token in its sequence to get its position; by the images before it. At most 0."""
+    return sum(item.position_shift for item in media if item.grid and sum(item.runs[-1]) <= place)
 
 
 def keys_of(tokens: Sequence[int], media: Sequence[MediaItem], begin: int, scope: str = "") -> list[Key]:

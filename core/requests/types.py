@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...graphs.runner import StepMode
 from ...memory.files.error import LoadFailure
+from .media import MediaItem, position_shift
 
 if TYPE_CHECKING:
     from ...memory.adapters.adapter import Adapter
     from ...memory.pages.states import StateSlots
     from .grammar_work import GrammarState
-    from .media import MediaItem
     from .pooling import PooledSum
     from .request_params import RequestParams
 
@@ -131,6 +131,11 @@ class ScheduledSequence:
     def wants_states(self) -> bool:
         """True if results are made of its tokens' hidden states, or logits, after the step."""
         return self.params.pooling is not None or self.wants_prompt_logprobs
+
+    @property
+    def position_shift(self) -> int:
+        """What its first token's position differs by from its place in the sequence: see `axis_positions`."""
+        return position_shift(self.media, self.start) if self.media else 0
 
     @property
     def sees(self) -> bool:

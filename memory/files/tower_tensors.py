@@ -61,7 +61,7 @@ class _Checked:
 
     def tensors(self, found: Mapping[str, TensorInfo]) -> tuple[TowerTensor, ...]:
         lora: dict[str, dict[str, tuple[str, TensorInfo]]] = defaultdict(dict)
-        copies: list[TowerTensor] = []
+        given, copies = dict[str, str](), list[TowerTensor]()
         for name, info in found.items():
             plain = _ADAPTER_NAME.sub(r".\1", name.removeprefix(PREFIX))
             match = _PART.fullmatch(plain)
@@ -73,7 +73,8 @@ class _Checked:
                 what = "is on a module that is no linear layer of the vision tower and no convolution of its patches"
                 raise self.refuse(name, f"{what}; leave it out of target_modules, or name it in exclude_modules")
             lora[module][_PARTS[match[2]]] = name, info
-        return (*self._changes(lora), *copies)
+            given[module] = match[1]
+        return (*self._changes(lora, given), *copies)
 
     def _own(self, name: str) -> str:
         """A module's name without what is around the tower."""
@@ -91,13 +92,16 @@ class _Checked:
             raise self.refuse(name, f"has shape {list(info.shape)}, {list(shape)} is needed")
         return TowerTensor(name, own, "")
 
-    def _changes(self, lora: Mapping[str, dict[str, tuple[str, TensorInfo]]]) -> list[TowerTensor]:
-        names = {f"model.{module}": module for module in self.shapes.linear}
+    def _changes(
+        self, lora: Mapping[str, dict[str, tuple[str, TensorInfo]]], given: Mapping[str, str]
+    ) -> list[TowerTensor]:
+        """given: the modules' names in the file, which patterns of an older adapter match rather than today's."""
+        names = dict.fromkeys((*given.values(), *(f"model.{module}" for module in self.shapes.linear)))
         targets = self.config.targets(ModuleNames([*names]))
         found = []
         for module, parts in lora.items():
             first = next(iter(parts.values()))[0]
-            rank_and_scale = targets.get(f"model.{module}")
+            rank_and_scale = targets.get(given[module]) or targets.get(f"model.{module}")
             if rank_and_scale is None:
                 raise self.refuse(first, f"is not targeted by {CONFIG_FILE} (target_modules, exclude_modules)")
             if not {A, B} <= parts.keys():
@@ -107,7 +111,7 @@ class _Checked:
         return found
 
     def _check_shapes(self, parts: Mapping[str, tuple[str, TensorInfo]], weight: tuple[int, ...], rank: int) -> None:
-        if len(weight) == 4 and MAGNITUDE in parts:
+        if len(weight) > 2 and MAGNITUDE in parts:
             raise self.refuse(parts[MAGNITUDE][0], "is DoRA on a convolution, which is not served; use plain LoRA")
         for part, wanted in _shapes(weight, rank).items():
             if part in parts and parts[part][1].shape != wanted:

@@ -281,6 +281,7 @@ class NativeDecoder:
         row_of, media_rows = (None, None) if media is None else _media(len(token_ids), *media)
         step.media = None if row_of is None else _pointer(row_of)
         step.media_rows = None if media_rows is None else _pointer(media_rows)
+        step.media_stride = 0 if media_rows is None else media_rows.shape[1]
         step.ops = self._merged.address if merged and self._merged is not None else None
         step.offloaded = None if offloaded is None else offloaded.address
         self._library.chorus_decoder_forward(self._handle, ctypes.addressof(step))

@@ -5,6 +5,7 @@ On a CPU by torch; on a GPU each is one pass of a kernel in `elementwise_triton`
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -84,17 +85,26 @@ class RotaryEmbedding:
         *,
         factor: float = 1.0,
         interleaved: bool = False,
+        axes: Sequence[int] = (),
     ) -> None:
-        """factor: of cos and sin."""
+        """factor: of cos and sin. axes: of each rotated element, see `rows_of_axes`; empty: positions have one."""
+        self._axes = torch.tensor(axes, dtype=torch.long)
         cos, sin = rotary_table(inv_freq, num_positions, factor=factor, interleaved=interleaved)
         self._cos, self._sin = cos.to(device, dtype), sin.to(device, dtype)
         self._interleaved = interleaved
 
-    def at(self, positions: torch.Tensor) -> Rotation:
-        """positions: `[tokens]` int64. Gathered once a step on a CPU; a GPU's kernels find the rows themselves."""
+    def at(self, positions: torch.Tensor, axes: tuple[torch.Tensor, torch.Tensor] | None = None) -> Rotation:
+        """positions: `[tokens]` int64. Gathered once a step on a CPU; a GPU's kernels find the rows themselves.
+
+        axes: indices of tokens whose positions differ between axes, and these positions `[axes, tokens]`; on a CPU.
+        """
         if _uses_kernels(positions):
             return Rotation(self._cos, self._sin, positions, self._interleaved)
-        return Rotation(self._cos[positions], self._sin[positions], None, self._interleaved)
+        cos, sin = self._cos[positions], self._sin[positions]
+        if axes is not None and len(self._axes):
+            places, own = axes
+            cos[places], sin[places] = (rows_of_axes(table, self._axes, own) for table in (self._cos, self._sin))
+        return Rotation(cos, sin, None, self._interleaved)
 
 
 def rotary_table(
@@ -104,6 +114,15 @@ def rotary_table(
     angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), inv_freq.float())
     angles = angles.repeat_interleave(2, dim=-1) if interleaved else torch.cat((angles, angles), dim=-1)
     return angles.cos() * factor, angles.sin() * factor
+
+
+def rows_of_axes(table: torch.Tensor, axes: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Rows `[tokens, dim]` of tokens whose positions differ between axes (M-RoPE).
+
+    table: `[positions, dim]`, of `rotary_table`. axes: `[dim]` int64, the axis of each element. positions: `[axes,
+    tokens]` int64.
+    """
+    return table[positions[axes], torch.arange(len(axes))[:, None]].T
 
 
 def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool = False) -> torch.Tensor:

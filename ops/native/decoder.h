@@ -174,7 +174,7 @@ class Decoder final : public AnyDecoder {
             if (m_.embedding_multiplier != 1) scale_by(x[t], hidden, m_.embedding_multiplier);
             if (m_.embedding_norm) norm(x[t], x[t]);
             if (step.media && step.media[t] >= 0)  // after all that is done to tokens' own embeddings
-                std::copy_n(step.media_rows + step.media[t] * (int64_t)hidden, hidden, x[t]);
+                std::copy_n(step.media_rows + step.media[t] * step.media_stride, hidden, x[t]);
         });
         const OpDesc *op = step.ops ? step.ops : ops_.data(), *end = op + ops_.size();
         while (op != end) {

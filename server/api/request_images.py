@@ -38,6 +38,7 @@ class ImageText(NamedTuple):
     digest: str
     text: str
     num_rows: int
+    grid: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)
@@ -96,7 +97,7 @@ class RequestImages:
             found = self._processor_now().of_file(file.data)
         except BadImage as error:
             raise InvalidRequest(name, f"{name}: the image {error}") from None
-        image = ImageText(b"", found.digest, found.text, found.num_rows)
+        image = ImageText(b"", found.digest, found.text, found.num_rows, found.grid)
         with self._lock:
             self._known[key] = image
             while len(self._known) > MOST_KNOWN:
@@ -118,4 +119,4 @@ def items_of(tokens: Sequence[int], images: Sequence[ImageText], placeholder: in
         runs = placed(tokens, placeholder, [image.num_rows for image in images])
     except ValueError as error:
         raise InvalidRequest("messages", f"messages: {error}; the chat template or a text has placeholders") from None
-    return tuple(MediaItem(image.data, image.digest, own) for image, own in zip(images, runs, strict=True))
+    return tuple(MediaItem(image.data, image.digest, own, image.grid) for image, own in zip(images, runs, strict=True))

@@ -124,7 +124,7 @@ def described(directory: Path) -> list[str]:
         f"{' or '.join(map(_heads, model.attention_shapes))}, vocabulary {model.vocab_size}",
         f"adapters may target: {model.module_paths.names}",
     ]
-    if model.vision is not None:
+    if model.image_token is not None:
         lines.append("images: served on CPUs, by the extra vision, with adapters of the vision tower")
     if (form := _form(directory, model)) is not None:
         lines.append(f"weights: {form}, {_kept(model)}")

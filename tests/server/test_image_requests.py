@@ -253,3 +253,22 @@ def test_a_program_gives_pil_images_paths_and_bytes(reference: Reference, tmp_pa
         ):
             with pytest.raises(InvalidRequest, match=why):
                 llm.chat([{"role": "user", "content": [part, HI]}], params)
+
+
+def test_images_on_axes_over_http() -> None:
+    """Positions behind images come from their grids, which the server's processor tells."""
+    reference = Reference("qwen3_vl")
+    path = reference.path
+    config = EngineConfig(model=path, adapters=path / "adapters", memory_bytes=64 << 20, threads=1, dtype="float32")
+    engine: Any = Engine.from_config(config.model_copy(update={"device": "cpu"}))
+    images = [picture((90, 30), "red"), picture((40, 60), "navy")]
+    turns = [{"role": "assistant", "content": "yes"}, {"role": "user", "content": "why"}]
+    same = [{"role": "user", "content": [SEEN, HI, SEEN]}, *turns]
+    sent = [{"role": "user", "content": [as_part(url_of(images[0])), HI, as_part(url_of(images[1]))]}, *turns]
+    settings = {"model": path, "served_model_name": "base"}
+    with live_server(engine, Tokenizer.load(path), settings=settings) as live:
+        for adapter in (None, "tower", "linear"):
+            count, answer = wanted(reference, adapter, same, images)
+            told = live.post("/v1/chat/completions", messages=sent, model=adapter or "base", n=2, **GREEDY).json()
+            assert [choice["token_ids"] for choice in told["choices"]] == [answer, answer], told
+            assert told["usage"]["prompt_tokens"] == count

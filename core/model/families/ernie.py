@@ -1,5 +1,5 @@
 """ERNIE 4.5 (text): Llama that rotates neighbouring pairs; ERNIE-4.5-MoE chooses experts by a softmax with a learned
-correction. The text part of PaddleOCR-VL rotates halves.
+correction. PaddleOCR-VL rotates halves.
 
 Tests: tests/core/model/specs/test_published_configs.py, tests/core/paths
 """
@@ -15,7 +15,7 @@ from ..specs.family import Family, text_shape
 from ..specs.feed_forward import Routing
 from ..specs.layers import LayerSpec
 from ..specs.tensor_names import CORRECTION, LLAMA_NORMS, TEXT_AND_IMAGES, TensorNames
-from . import reading, rotary
+from . import qwen, reading, rotary
 
 
 def _attention(fields: ConfigJson, *, bias: bool, interleaved: bool = True) -> AttentionSpec:
@@ -25,18 +25,17 @@ def _attention(fields: ConfigJson, *, bias: bool, interleaved: bool = True) -> A
 
 
 def _read(fields: ConfigJson) -> ModelConfig:
-    return _model(fields, interleaved=True)
+    return _model(fields, _attention(fields, bias=fields.boolean("use_bias")))
 
 
 def _read_ocr(fields: ConfigJson) -> ModelConfig:
-    rope = rotary.rope(fields, reading.heads(fields).head_dim)
-    rotary.check_sections(fields, rope, (16, 24, 24))
-    return _model(fields, interleaved=False)
+    attention = _attention(fields, bias=fields.boolean("use_bias"), interleaved=False)
+    assert attention.rope is not None, "all layers rotate"
+    return _model(fields, replace(attention, rope=qwen.AXES(fields, attention.rope)))
 
 
-def _model(fields: ConfigJson, *, interleaved: bool) -> ModelConfig:
-    bias = fields.boolean("use_bias")
-    layer = LayerSpec(_attention(fields, bias=bias, interleaved=interleaved), reading.gated(fields, bias=bias))
+def _model(fields: ConfigJson, attention: AttentionSpec) -> ModelConfig:
+    layer = LayerSpec(attention, reading.gated(fields, bias=fields.boolean("use_bias")))
     return reading.dense(fields, [layer] * fields.integer("num_hidden_layers"), reading.rms_norm(fields))
 
 
@@ -107,7 +106,7 @@ ERNIE_4_5_MOE = Family(
     nulls=("num_key_value_heads", "use_bias"),
 )
 PADDLEOCR_VL = Family(
-    "PaddleOCR-VL (text)",
+    "PaddleOCR-VL",
     ("PaddleOCRVLForConditionalGeneration",),
     _read_ocr,
     {
@@ -119,6 +118,8 @@ PADDLEOCR_VL = Family(
         "tie_word_embeddings": True,
     },
     replace(TEXT_AND_IMAGES, left_out=(*TEXT_AND_IMAGES.left_out, "mlp_AR.", "model.projector.")),
+    notes=qwen.IMAGES,
     nulls=("head_dim", "num_key_value_heads", "use_bias"),
     shape=text_shape(103424, 1024, 3072, 18, 16),
+    vision=replace(qwen.VISION, modules=("visual", "projector"), copied=(), renamed=(("mlp_AR", "projector"),)),
 )

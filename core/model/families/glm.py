@@ -1,5 +1,5 @@
-"""GLM-4: half of each head rotates, by neighbouring pairs; GLM-4-0414 and the text part of GLM-4.1V also norm the
-output of each part.
+"""GLM-4: half of each head rotates, by neighbouring pairs; GLM-4-0414 and GLM-4.1V also norm the output of each
+part.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from ..specs.family import Family, text_shape
 from ..specs.layers import LayerSpec
 from ..specs.norms import Norms
 from ..specs.tensor_names import FUSED_GATE_UP, LLAMA_NORMS, TEXT_AND_IMAGES, TensorNames
-from . import reading, rotary
+from . import qwen, reading, rotary
 
 
 def _reader(norms: Norms, *, qkv_bias: bool = False, has_images: bool = False) -> Callable[[ConfigJson], ModelConfig]:
-    """qkv_bias: without a field that says so. has_images: the rope has sections."""
+    """qkv_bias: without a field that says so. has_images: positions have axes."""
 
     def read(fields: ConfigJson) -> ModelConfig:
         heads = reading.heads(fields)
         rope = rotary.rope(fields, heads.head_dim, interleaved=True)
         if has_images:
-            rotary.check_sections(fields, rope, SECTIONS)
+            rope = rotary.in_sections(fields, rope, SECTIONS)
         attention = AttentionSpec(
             *heads,
             scale=heads.head_dim**-0.5,
@@ -76,7 +76,7 @@ GLM_4 = Family(
     _NAMES_4,
 )
 GLM_4_1V = Family(
-    "GLM-4.1V (text)",
+    "GLM-4.1V",
     ("Glm4vForConditionalGeneration",),
     _reader(Norms.AROUND, qkv_bias=True, has_images=True),
     {
@@ -86,15 +86,18 @@ GLM_4_1V = Family(
         "partial_rotary_factor": 1.0,
     },
     replace(TEXT_AND_IMAGES, names=_NAMES_4.names, fused=FUSED_GATE_UP),
+    notes=qwen.IMAGES,
     nulls=("num_key_value_heads",),
     shape=text_shape(151552, 4096, 13696, 40, 32),
+    vision=qwen.VISION,
 )
 GLM_OCR = Family(
-    "GLM-OCR (text)",
+    "GLM-OCR",
     ("GlmOcrForConditionalGeneration",),
     _read_ocr,
     {**GLM_4_1V.defaults, "num_key_value_heads": 8, "max_position_embeddings": 131072},
     GLM_4_1V.tensors,
-    notes="the draft layer after the last is left out",
+    notes=f"{qwen.IMAGES}; the draft layer after the last is left out",
     shape=text_shape(59392, 1024, 4096, 16, 16),
+    vision=qwen.VISION,
 )

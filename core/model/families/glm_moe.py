@@ -1,5 +1,4 @@
-"""GLM-4.5, 4.6 and 4.7, and the text part of GLM-4.5V: experts chosen by sigmoids with a learned correction, after a
-few dense layers.
+"""GLM-4.5, 4.6 and 4.7, and GLM-4.5V: experts chosen by sigmoids with a learned correction, after a few dense layers.
 
 GLM-4.7-Flash has latent attention besides.
 
@@ -18,7 +17,7 @@ from ..specs.family import Family, text_shape
 from ..specs.feed_forward import Routing
 from ..specs.recurrent import RecurrentSpec
 from ..specs.tensor_names import LATENT_NORMS, LLAMA_NORMS, TEXT_AND_IMAGES, TensorNames
-from . import latent, reading, rotary
+from . import latent, qwen, reading, rotary
 
 #: Of M-RoPE, where `mrope_section` is missing.
 _SECTIONS = (8, 12, 12)
@@ -35,7 +34,7 @@ def _read(fields: ConfigJson) -> ModelConfig:
 def _read_text(fields: ConfigJson) -> ModelConfig:
     attention = _attention(fields)
     if attention.rope is not None:
-        rotary.check_sections(fields, attention.rope, _SECTIONS)
+        attention = replace(attention, rope=rotary.in_sections(fields, attention.rope, _SECTIONS))
     return model(fields, attention, replace(TEXT_AND_IMAGES, names=NAMES))
 
 
@@ -109,7 +108,7 @@ GLM_4_MOE = Family(
     notes="draft layers after the last are left out",
 )
 GLM_4_5V = Family(
-    "GLM-4.5V (text)",
+    "GLM-4.5V",
     ("Glm4vMoeForConditionalGeneration",),
     _read_text,
     {
@@ -118,8 +117,9 @@ GLM_4_5V = Family(
         "attention_bias": True,
     },
     replace(TEXT_AND_IMAGES, names=NAMES),
-    notes="draft layers after the last are left out",
+    notes=f"{qwen.IMAGES}; draft layers after the last are left out",
     shape=text_shape(151424, 4096, 10944, 46, 96),
+    vision=qwen.VISION,
 )
 GLM_4_MOE_LITE = Family(
     "GLM-4.7-Flash",

@@ -40,7 +40,7 @@ def _of_whole(thinker: Family, *architectures: str) -> Family:
 QWEN2_5_OMNI = Family(
     "Qwen2.5-Omni's thinker (text)",
     ("Qwen2_5OmniThinkerForConditionalGeneration",),
-    qwen.reader(None, sections=(16, 24, 24)),
+    qwen.reader(None, axes=qwen.AXES),
     {
         **qwen.QWEN2.defaults,
         "num_key_value_heads": 4,

@@ -1,8 +1,10 @@
-"""Qwen 2, 2.5 and 3, and the text parts of Qwen2-VL, Qwen2.5-VL and Qwen3-VL."""
+"""Qwen 2, 2.5 and 3, and Qwen2-VL, Qwen2.5-VL and Qwen3-VL, whose positions have axes where images stand."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
 
 from ..config_json import ConfigJson
@@ -10,25 +12,26 @@ from ..specs.attention import AttentionSpec, HeadNorm
 from ..specs.config import ModelConfig
 from ..specs.family import Family, text_shape
 from ..specs.layers import LayerSpec
+from ..specs.rope_config import RopeConfig
 from ..specs.tensor_names import TEXT_AND_IMAGES
+from ..specs.vision import VisionSpec
 from . import reading, rotary
 
 
 def reader(
     head_norm: HeadNorm | None,
     rope_names: Mapping[str, str] = MappingProxyType({}),
-    sections: tuple[int, ...] = (),
+    axes: Callable[[ConfigJson, RopeConfig], RopeConfig] | None = None,
 ) -> Callable[[ConfigJson], ModelConfig]:
     """head_norm: of Qwen3, whose biases are an option; Qwen2 always has those of q, k and v alone. rope_names: other
-    names of types of ropes. sections: of M-RoPE where no field has them; empty: transformers doesn't split by them.
+    names of types of ropes. axes: gives the rope its axes; None: positions have one.
     """
 
     def read(fields: ConfigJson) -> ModelConfig:
         heads, count = reading.heads(fields), fields.integer("num_hidden_layers")
         bias = fields.boolean("attention_bias") if head_norm else True
         rope = rotary.rope(fields, heads.head_dim, names=rope_names)
-        if sections:
-            rotary.check_sections(fields, rope, sections)
+        rope = rope if axes is None else axes(fields, rope)
         layers = [
             LayerSpec(
                 AttentionSpec(
@@ -83,21 +86,30 @@ QWEN3 = Family(
     nulls=("num_key_value_heads",),
     shape=text_shape(151936, 4096, 22016, 32, 32),
 )
+IMAGES = "text and images; no video"
+AXES = partial(rotary.in_sections, default=(16, 24, 24))
+VISION = VisionSpec(("visual",), ("pixel_values", "image_grid_thw"), copied=("merger",), grid="image_grid_thw")
 QWEN2_VL = Family(
-    "Qwen2-VL and Qwen2.5-VL (text)",
+    "Qwen2-VL and Qwen2.5-VL",
     ("Qwen2_5_VLForConditionalGeneration", "Qwen2VLForConditionalGeneration"),
-    reader(None, {"mrope": "default"}, (16, 24, 24)),  # of text alone
+    reader(None, {"mrope": "default"}, AXES),
     _QWEN2_VL,
     TEXT_AND_IMAGES,
+    notes=IMAGES,
     nulls=("num_key_value_heads", "use_sliding_window"),
     shape=text_shape(152064, 8192, 29568, 80, 64),
+    vision=VISION,
 )
+QWEN3_AXES = partial(rotary.in_turns, default=(24, 20, 20))
+QWEN3_VISION = replace(VISION, copied=("merger", "deepstack_merger_list"), additions=(8, 16, 24))
 QWEN3_VL = Family(
-    "Qwen3-VL (text)",
+    "Qwen3-VL",
     ("Qwen3VLForConditionalGeneration",),
-    reader(HeadNorm.EACH),
+    reader(HeadNorm.EACH, axes=QWEN3_AXES),
     _QWEN3_VL,
     TEXT_AND_IMAGES,
+    notes=IMAGES,
     nulls=("num_key_value_heads",),
     shape=text_shape(151936, 4096, 22016, 32, 32),
+    vision=QWEN3_VISION,
 )

@@ -1,4 +1,4 @@
-"""Qwen3.5 and 3.6 (text), and Qwen3-Next: layers of Gated DeltaNet, and every fourth layer attention with an output
+"""Qwen3.5 and 3.6, and Qwen3-Next: layers of Gated DeltaNet, and every fourth layer attention with an output
 gate.
 
 Qwen3.5-MoE has a mixture of experts in every layer, and an expert that every token goes to. So has Qwen3-Next, whose
@@ -10,6 +10,7 @@ Tests: tests/core/test_hybrids.py, tests/core/test_families.py
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from ..config_json import ConfigJson
@@ -20,19 +21,20 @@ from ..specs.feed_forward import Experts, GatedSpec, Routing
 from ..specs.layers import LayerSpec
 from ..specs.recurrent import GatedDeltaSpec
 from ..specs.tensor_names import TensorNames
-from . import reading, rotary
+from . import qwen, reading, rotary
 
 _LINEAR = "linear_attention"
 
 
 def _read(fields: ConfigJson) -> ModelConfig:
-    return _model(fields, reading.gated(fields))
+    return _model(fields, _by_axes(fields), reading.gated(fields))
 
 
 def _read_experts(fields: ConfigJson) -> ModelConfig:
     shared = fields.integer("shared_expert_intermediate_size")
     routing = Routing(1, renormalised=True)
-    return _model(fields, reading.experts(fields, routing, shared_size=shared, shared_gate=True))
+    experts = reading.experts(fields, routing, shared_size=shared, shared_gate=True)
+    return _model(fields, _by_axes(fields), experts)
 
 
 def _read_next(fields: ConfigJson) -> ModelConfig:
@@ -41,19 +43,22 @@ def _read_next(fields: ConfigJson) -> ModelConfig:
     experts = reading.experts(fields, routing, shared_size=shared, shared_gate=True)
     step, dense = fields.integer("decoder_sparse_step"), set(fields.indices("mlp_only_layers"))
     count = fields.integer("num_hidden_layers")
-    return _model(
-        fields, experts, [index not in dense and (index + 1) % step == 0 for index in range(count)], tensors=_NEXT_NAMES
-    )
+    has_experts = [index not in dense and (index + 1) % step == 0 for index in range(count)]
+    return _model(fields, _attention(fields), experts, has_experts, tensors=_NEXT_NAMES)
 
 
 def _model(
-    fields: ConfigJson, feed_forward: GatedSpec | Experts, has_experts: Sequence[bool] | None = None, **options: Any
+    fields: ConfigJson,
+    attention: AttentionSpec,
+    feed_forward: GatedSpec | Experts,
+    has_experts: Sequence[bool] | None = None,
+    **options: Any,
 ) -> ModelConfig:
     """has_experts: of each layer, where not all have this feed-forward part. options: other fields of `ModelConfig`."""
     norm = reading.rms_norm(fields, one_plus=True)
     if feed_forward.activation != "silu":
         raise fields.refuse("hidden_act", "Gated DeltaNet is supported with silu alone")
-    mixers = {reading.FULL: _attention(fields), _LINEAR: _delta(fields, norm.eps)}
+    mixers = {reading.FULL: attention, _LINEAR: _delta(fields, norm.eps)}
     types = _layer_types(fields)
     has_experts = has_experts or [True] * len(types)
     plain = feed_forward if all(has_experts) else reading.gated(fields)
@@ -70,6 +75,12 @@ def _layer_types(fields: ConfigJson) -> list[str]:
 
 def _attention(fields: ConfigJson) -> AttentionSpec:
     return rotary.attention(fields, head_norm=HeadNorm.EACH, output_gate=OutputGate.BESIDE_QUERIES)
+
+
+def _by_axes(fields: ConfigJson) -> AttentionSpec:
+    """Attention whose positions have axes where images stand."""
+    found = _attention(fields)
+    return found if found.rope is None else replace(found, rope=rotary.in_turns(fields, found.rope, (11, 11, 10)))
 
 
 def _delta(fields: ConfigJson, eps: float) -> GatedDeltaSpec:
@@ -99,16 +110,17 @@ _DEFAULTS = {
 }
 _NAMES = TensorNames(prefixes=("model.language_model.", "model."), left_out=("visual.", "model.visual.", "mtp."))
 QWEN3_5 = Family(
-    "Qwen3.5 and 3.6 (dense, text)",
+    "Qwen3.5 and 3.6 (dense)",
     ("Qwen3_5ForConditionalGeneration", "Qwen3_5ForCausalLM"),
     _read,
     _DEFAULTS,
     _NAMES,
-    notes="text only; draft layers (`mtp`) are left out",
+    notes=f"{qwen.IMAGES}; draft layers (`mtp`) are left out",
     shape=text_shape(248320, 4096, 12288, 32, 16),
+    vision=qwen.VISION,
 )
 QWEN3_5_MOE = Family(
-    "Qwen3.5-MoE (text)",
+    "Qwen3.5-MoE",
     ("Qwen3_5MoeForConditionalGeneration", "Qwen3_5MoeForCausalLM"),
     _read_experts,
     {
@@ -120,8 +132,9 @@ QWEN3_5_MOE = Family(
         "num_experts_per_tok": 8,
     },
     _NAMES,
-    notes="text only; draft layers (`mtp`) are left out",
+    notes=f"{qwen.IMAGES}; draft layers (`mtp`) are left out",
     shape=text_shape(248320, 2048, None, 40, 16),
+    vision=qwen.VISION,
 )
 _FUSED = {
     "linear_attn.in_proj_qkvz": ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z"),

@@ -1,4 +1,4 @@
-"""Qwen3 with a mixture of experts, in all layers or in some, and the text part of Qwen3-VL-MoE."""
+"""Qwen3 with a mixture of experts, in all layers or in some, and Qwen3-VL-MoE."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..specs.config import ModelConfig
 from ..specs.family import Family, text_shape
 from ..specs.feed_forward import Routing
 from ..specs.tensor_names import TEXT_AND_IMAGES
-from . import reading, rotary
+from . import qwen, reading, rotary
 
 
 def _read(fields: ConfigJson) -> ModelConfig:
@@ -18,13 +18,15 @@ def _read(fields: ConfigJson) -> ModelConfig:
     return _model(fields, window, renormalised=fields.boolean("norm_topk_prob"))
 
 
-def _read_text(fields: ConfigJson) -> ModelConfig:
-    return _model(fields, None, renormalised=True)
+def _read_seeing(fields: ConfigJson) -> ModelConfig:
+    return _model(fields, None, renormalised=True, has_axes=True)
 
 
-def _model(fields: ConfigJson, window: int | None, *, renormalised: bool) -> ModelConfig:
+def _model(fields: ConfigJson, window: int | None, *, renormalised: bool, has_axes: bool = False) -> ModelConfig:
     count = fields.integer("num_hidden_layers")
     attention = rotary.attention(fields, head_norm=HeadNorm.EACH, window=window)
+    if has_axes and attention.rope is not None:
+        attention = replace(attention, rope=qwen.QWEN3_AXES(fields, attention.rope))
     experts = reading.experts(fields, Routing(1, renormalised=renormalised))
     step, dense = fields.integer("decoder_sparse_step"), set(fields.indices("mlp_only_layers"))
     has_experts = [index not in dense and (index + 1) % step == 0 for index in range(count)]
@@ -49,9 +51,9 @@ QWEN3_MOE = Family(
     shape=text_shape(151936, 2048, 6144, 24, 32),
 )
 QWEN3_VL_MOE = Family(
-    "Qwen3-VL-MoE (text)",
+    "Qwen3-VL-MoE",
     ("Qwen3VLMoeForConditionalGeneration",),
-    _read_text,
+    _read_seeing,
     {
         "num_key_value_heads": 16,
         "max_position_embeddings": 128000,
@@ -63,6 +65,8 @@ QWEN3_VL_MOE = Family(
         "decoder_sparse_step": 1,
     },
     replace(TEXT_AND_IMAGES, transposed=True, by_shape=True),
+    notes=qwen.IMAGES,
     nulls=("head_dim",),
     shape=text_shape(151936, 2048, 5632, 24, 16),
+    vision=qwen.QWEN3_VISION,
 )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -82,6 +83,28 @@ def check_sections(fields: ConfigJson, rope: RopeConfig, default: tuple[int, ...
     if sum(sections) != rope.dim // 2:
         why = f"its sum must be {rope.dim // 2}, half of the elements that rotate"
         raise scaling.refuse("mrope_section", f"{why}; by default it is {list(default)}")
+
+
+def in_sections(fields: ConfigJson, rope: RopeConfig, default: tuple[int, ...]) -> RopeConfig:
+    """The rope with axes of time, height and width, after a check: the frequencies of an axis' section lie in a row.
+
+    default: see `check_sections`.
+    """
+    check_sections(fields, rope, default)
+    sections = rope_fields(fields).indices("mrope_section") or default
+    return replace(rope, axes=tuple(index % 3 for index, count in enumerate(sections) for _ in range(count)))
+
+
+def in_turns(fields: ConfigJson, rope: RopeConfig, default: tuple[int, int, int]) -> RopeConfig:
+    """The rope with axes of time, height and width, which frequencies have in turn; as many of height and of width as
+    their sections say, and the others are of time.
+    """
+    scaling = rope_fields(fields)
+    sections = scaling.indices("mrope_section") or default
+    if len(sections) < 3:
+        raise scaling.refuse("mrope_section", f"three sections are needed; by default they are {list(default)}")
+    turns = ((place % 3, place // 3) for place in range(rope.dim // 2))
+    return replace(rope, axes=tuple(axis if turn < sections[axis] else 0 for axis, turn in turns))
 
 
 def rope_type_of(scaling: ConfigJson) -> str:

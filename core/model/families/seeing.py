@@ -173,7 +173,9 @@ KIMI_K2_5 = _family(
     tied=True,
     notes=deepseek.DEEPSEEK_V3.notes,
 )
-GLM_4_6V = _family("GLM-4.6V", "Glm46VForConditionalGeneration", text="glm4v_text")
+GLM_4_6V = _family(
+    "GLM-4.6V", "Glm46VForConditionalGeneration", text="glm4v_text", notes=qwen.IMAGES, vision=qwen.VISION
+)
 LIGHTON_OCR = _family("LightOnOCR", "LightOnOcrForConditionalGeneration", text="qwen3", tied=True)
 VIP_LLAVA = _family("ViP-LLaVA", "VipLlavaForConditionalGeneration", text="llama")
 VIDEO_LLAVA = _family("Video-LLaVA", "VideoLlavaForConditionalGeneration", text="llama")

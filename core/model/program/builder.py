@@ -20,6 +20,7 @@ from .ops import (
     STREAM,
     Activate,
     Add,
+    AddMedia,
     AddToOthers,
     AllReduce,
     Attend,
@@ -119,6 +120,8 @@ class _Builder:
             self._add(self._further(STREAM))
         if spec.scaled:
             self._put(Scale(STREAM, STREAM, weight="scalar", in_place=True))
+        if spec.media_part:
+            self._put(AddMedia(STREAM, spec.media_part))
 
     def _put(self, op: Op) -> str:
         """Append an op; returns the buffer that it writes first."""

@@ -31,7 +31,7 @@ from ..native_names import native_norm
 from ..paged_states import PagedStates
 from ..specs.attention import AttentionSpec
 from ..specs.config import ModelConfig
-from ..specs.layers import LayerSpec
+from ..specs.layers import LayerSpec, ropes_of
 from ..specs.recurrent import RecurrentSpec
 from ..weights.kept_weights import expert_packs
 from ..weights.layer_weights import LayerWeights
@@ -93,8 +93,10 @@ class NativeDecoderModel:
         max_model_len: int,
         threads: int | None,
         ranks: Ranks | None = None,
+        *,
+        image_tokens: int = 0,
     ) -> None:
-        """ranks: see `DecoderModel`."""
+        """ranks: see `DecoderModel`. image_tokens: the most tokens of a step that stand for rows of images."""
         self.config = config
         self._ranks = ranks
         embed = weights.embed()
@@ -107,7 +109,8 @@ class NativeDecoderModel:
             if isinstance(experts := layer.get(EXPERTS), ListedExperts):
                 layer[EXPERTS] = keep(experts)
         self._mixtures, mixture_ids = _native_mixtures(config, self.layers)
-        self._tables, self._kv_scales = Tables.of(config.layers, max_model_len), kv_scales
+        spare = image_tokens if any(rope.axes for rope in ropes_of(config.layers)) else 0
+        self._tables, self._kv_scales = Tables.of(config.layers, max_model_len, spare), kv_scales
         self._program, self._layout = _program(config), arena.layout
         self._planes = [int(keys.storage_offset() - arena.pages.storage_offset()) for keys, _ in arena.kv_layers]
         head = weights.quantised_head(embed)
@@ -119,7 +122,7 @@ class NativeDecoderModel:
             norm_kind=native_norm(config.norm.kind),
             float8_kv=arena.layout.float8_kv,
             products=config.projections.products, product_of=config.projections.product_in,
-            positions=max_model_len, page_groups=arena.layout.pages_per_block, embed=embed,
+            positions=max_model_len + spare, page_groups=arena.layout.pages_per_block, embed=embed,
             lm_head=packed.add(head), norm=weights.norm().float(), arena=arena.pages,
             head_bias=weights.lm_head_bias(), embedding_norm=config.embedding_norm,
             embedding_multiplier=config.embedding_factor(embed.dtype), logits_scale=cap_of(config).scale,
@@ -196,7 +199,7 @@ class NativeDecoderModel:
         states = batch.states if isinstance(batch.states, PagedStates) else None
         logits = self._decoder.forward(
             token_ids=batch.token_ids,
-            positions=batch.positions,
+            positions=batch.positions if batch.axes is None else self._tables.by_axes(batch.positions, batch.axes),
             page=batch.page,
             offset=batch.offset,
             rows=batch.attention,

@@ -34,6 +34,7 @@ from .ops import (
     STREAM,
     Activate,
     Add,
+    AddMedia,
     AllReduce,
     Attend,
     Begin,
@@ -312,6 +313,12 @@ class _Lowering:
         x = Held(self._buffers.reads[at][op.x])
         self._emit("Add", x=x, y=Held(y), width=y.width, factor=1.0)
 
+    def _add_media(self, at: int, op: AddMedia) -> None:
+        if native_library.lacks("OpKind.kAddMedia"):
+            raise NoNativeOp("addition of images' rows")
+        x = self._buffers.reads[at][op.x]
+        self._emit("AddMedia", x=Held(x), width=x.width, part=op.part)
+
     def _sum(self, at: int, op: Sum) -> None:
         x, y = (self._buffers.reads[at][name_of(each)] for each in (op.x, op.y))
 
@@ -396,6 +403,7 @@ class _Lowering:
     _LOWERED: ClassVar[dict[type[Op], Callable[[_Lowering, int, Any], None]]] = {
         Activate: _activate,
         Add: _add,
+        AddMedia: _add_media,
         Concat: _concat,
         Gemm: _gemm,
         Heads: _heads,

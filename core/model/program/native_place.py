@@ -13,12 +13,13 @@ import numpy as np
 import torch
 
 from ....memory.pages.layout import PageGroup, PageLayout
-from ....ops.elementwise.elementwise import rotary_table
+from ....ops.elementwise.elementwise import rotary_table, rows_of_axes
 from ....ops.elementwise.float8_kv import UNSCALED, KvScales
 from ....ops.library.native_model import LayerMixture
 from ....ops.library.native_program import NativeOp
+from ..batch import AxisPositions
 from ..specs.attention import AttentionSpec, QueryGrowth
-from ..specs.layers import LayerSpec, kv_index
+from ..specs.layers import LayerSpec, kv_index, ropes_of
 from ..specs.rope_config import RopeConfig
 from ..weights.layer_weights import LayerWeights
 
@@ -29,26 +30,45 @@ class Tables:
 
     positions: int
     angles: Mapping[RopeConfig, tuple[torch.Tensor, torch.Tensor]]
-    """Cosines and sines `[positions, rotary_dim]` float32: of each rotated element, times the attention factor."""
+    """Cosines and sines `[positions + spare, rotary_dim]` float32: of each rotated element, times the attention factor.
+    """
 
     growths: Mapping[QueryGrowth, torch.Tensor]
     """Factors of queries, `[positions]` float32."""
 
+    spare: int = 0
+    """Rows behind those of positions, for tokens of a step whose positions differ between axes."""
+
     @classmethod
-    def of(cls, layers: Sequence[LayerSpec], positions: int) -> Tables:
+    def of(cls, layers: Sequence[LayerSpec], positions: int, spare: int = 0) -> Tables:
         """Those that the layers need."""
         mixers = [layer.attention for layer in layers if layer.attention is not None]
-        ropes = dict.fromkeys(mixer.rope for mixer in mixers if mixer.rope is not None)
         growths = dict.fromkeys(mixer.query_growth for mixer in mixers if mixer.query_growth is not None)
         return cls(
             positions,
-            {rope: _angles(rope, positions) for rope in ropes},
+            {rope: _angles(rope, positions, spare) for rope in ropes_of(layers)},
             {growth: growth.factors(positions) for growth in growths},
+            spare,
         )
 
+    def by_axes(self, positions: torch.Tensor, axes: AxisPositions) -> torch.Tensor:
+        """A step's rows of these tables, `[tokens]` int64; those of tokens whose positions differ between axes are made
+        here, and hold until the next step. positions: of all tokens, of which those are overwritten.
+        """
+        count = len(axes.places)
+        if count > self.spare or self.growths:
+            raise RuntimeError(f"{count} tokens of a step have positions on axes, there is room for {self.spare}")
+        for rope, tables in self.angles.items():
+            element_axes = torch.tensor(rope.element_axes)
+            for table in tables:
+                table[self.positions : self.positions + count] = rows_of_axes(table, element_axes, axes.positions)
+        made = torch.arange(self.positions, self.positions + count)
+        return positions.index_copy(0, axes.places, made)
 
-def _angles(rope: RopeConfig, positions: int) -> tuple[torch.Tensor, torch.Tensor]:
-    return rotary_table(rope.angles(positions), positions, factor=rope.attention_factor, interleaved=rope.interleaved)
+
+def _angles(rope: RopeConfig, positions: int, spare: int) -> tuple[torch.Tensor, torch.Tensor]:
+    own = {"factor": rope.attention_factor, "interleaved": rope.interleaved}
+    return rotary_table(rope.angles(positions), positions + spare, **own)
 
 
 @dataclass(slots=True)

@@ -287,6 +287,17 @@ class Add(Op):
 
 
 @dataclass(frozen=True, slots=True)
+class AddMedia(Op):
+    """`x += part` of an image's row, of tokens that stand for one; see `MediaRows`."""
+
+    READS = ("x",)
+    WRITES = ("x",)
+
+    x: str
+    part: int
+
+
+@dataclass(frozen=True, slots=True)
 class Sum(Op):
     """`out = x + y`."""
 

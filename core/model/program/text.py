@@ -20,6 +20,7 @@ from .ends import end_programs
 from .ops import (
     Activate,
     Add,
+    AddMedia,
     AddToOthers,
     Attend,
     Begin,
@@ -85,6 +86,8 @@ def _formula(op: Op) -> str:
     match op:
         case Add():
             return f"{op.x} += {op.y}"
+        case AddMedia():
+            return f"{op.x} += image[{op.part}]"
         case AddToOthers():
             return f"{op.streams}[1:] += {op.y}"
         case PredictStreams():

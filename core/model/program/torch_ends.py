@@ -55,7 +55,7 @@ def place_images(op: PlaceImages, at: Place) -> Run:
     def run(step: Step) -> None:
         if (media := step.batch.media) is not None:
             x = step.names[op.x]
-            rows = media.rows.to(x.device, step.layers[index][op.table].dtype)
+            rows = media.part(0, x.shape[1]).to(x.device, step.layers[index][op.table].dtype)
             x.index_copy_(0, media.places.to(x.device), rows.to(x.dtype))
 
     return run

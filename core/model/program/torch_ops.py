@@ -35,6 +35,7 @@ from .end_ops import Cap, Embed, EmbedMedia, JoinStreams, Logits, NormParts, Pla
 from .ops import (
     Activate,
     Add,
+    AddMedia,
     AddToOthers,
     AllReduce,
     Attend,
@@ -253,6 +254,15 @@ def _add(op: Add, _: Place) -> Run:
     return run
 
 
+def _add_media(op: AddMedia, _: Place) -> Run:
+    def run(step: Step) -> None:
+        if (media := step.batch.media) is not None:
+            x = step.names[op.x]
+            x.index_add_(0, media.places.to(x.device), media.part(op.part, x.shape[1]).to(x.device, x.dtype))
+
+    return run
+
+
 def _sum(op: Sum, _: Place) -> Run:
     def run(step: Step) -> None:
         step.names[op.out] = step.names[op.x] + step.names[op.y]
@@ -287,6 +297,7 @@ def _all_reduce(op: AllReduce, at: Place) -> Run:
 _RUNS: dict[type[Op], Callable[[Any, Place], Run]] = {
     Activate: _activate,
     Add: _add,
+    AddMedia: _add_media,
     AddToOthers: add_to_others,
     AllReduce: _all_reduce,
     Attend: _attend,

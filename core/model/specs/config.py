@@ -103,6 +103,9 @@ class ModelConfig:
     image_token: int | None = None
     """The token that stands at images' positions."""
 
+    num_media_additions: int = 0
+    """Layers behind which parts of images' rows are added, where images are served; the first ones."""
+
     tower: TowerShapes | None = field(default=None, compare=False, repr=False)
     """The vision part's modules, where images are served."""
 

@@ -141,6 +141,9 @@ class LayerSpec:
     mixer_beside: MixerBeside | None = None
     """A second mixer of a layer with attention."""
 
+    media_part: int = 0
+    """The part of images' rows that is added to the residual stream behind the layer; 0: none is. See `MediaRows`."""
+
     streams: StreamsSpec | None = None
     """None: the residual is one stream. A layer of several is whole, has `Norms.AROUND` and a further input."""
 
@@ -207,6 +210,11 @@ class LayerSpec:
             beside=None if self.beside is None else self.beside.share(size),
             mixer_beside=None if self.mixer_beside is None else self.mixer_beside.share(size),
         )
+
+
+def ropes_of(layers: Sequence[LayerSpec]) -> list[RopeConfig]:
+    """The different ropes of layers."""
+    return list(dict.fromkeys(layer.rope for layer in layers if layer.rope is not None))
 
 
 def kv_index(layers: Sequence[LayerSpec]) -> list[int]:

@@ -1,4 +1,7 @@
-"""Rotary frequencies of a checkpoint, and their scaling, bit for bit as in transformers (modeling_rope_utils.py)."""
+"""Rotary frequencies of a checkpoint, and their scaling, bit for bit as in transformers (modeling_rope_utils.py).
+
+Tests: tests/core/model/specs/test_model_config.py, tests/core/model/specs/test_axes.py
+"""
 
 from __future__ import annotations
 
@@ -26,6 +29,10 @@ class RopeConfig:
 
     interleaved: bool = False
     """Rotate elements 2i and 2i + 1 together (GLM, Cohere), rather than i and i + dim / 2."""
+
+    axes: tuple[int, ...] = ()
+    """For each frequency, the axis whose position it turns by: 0 time, 1 height, 2 width (M-RoPE). Empty: positions
+    have one axis. They differ at images alone."""
 
     backward: bool = False
     """Rotate the other way (nanochat)."""
@@ -82,6 +89,11 @@ class RopeConfig:
         """By how much a position rotates each pair: `inverse_frequencies`, with their sign."""
         frequencies = self.inverse_frequencies(positions)
         return -frequencies if self.backward else frequencies
+
+    @property
+    def element_axes(self) -> list[int]:
+        """`axes`, of each rotated element."""
+        return [axis for axis in self.axes for _ in range(2)] if self.interleaved else [*self.axes, *self.axes]
 
     def _llama3(self, frequencies: torch.Tensor) -> torch.Tensor:
         """Long wavelengths are stretched by `factor`, short ones kept, medium ones interpolated."""

@@ -114,7 +114,8 @@ struct StepDesc {
     int32_t* mixture_late;
     // Rows of images in the place of tokens' embeddings; media null: the step has none.
     const int32_t* media;  // [tokens]: the row of each; below 0: the token's own embedding
-    const float* media_rows;  // [rows of images, hidden]
+    const float* media_rows;  // [rows of images, media_stride]: in an embedding's place, then what AddMediaOp adds
+    int64_t media_stride;
 };
 
 // One matrix of a layer, the projections of a group, with adapters in it; all parts change something in it.

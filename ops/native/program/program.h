@@ -43,6 +43,7 @@ enum class OpKind : int32_t {
     kReduce,  // ReduceOp
     kRoute,  // RouteOp
     kCombine,  // MoeOp: what its experts give is added up
+    kAddMedia,  // AddMediaOp
 };
 
 inline bool is_of_rows(OpKind kind) { return kind >= OpKind::kNorm; }
@@ -179,6 +180,11 @@ struct ScaleOp {
 struct AddOp {
     int32_t x, y, width;
     float factor;
+};
+
+// x += a part of an image's row, of tokens that stand for one.
+struct AddMediaOp {
+    int32_t x, width, part;
 };
 
 // out = x + y

@@ -23,6 +23,7 @@ class RowOps {
             case OpKind::kCopy: return copy(arguments_of<CopyOp>(op), token);
             case OpKind::kScale: return scale(arguments_of<ScaleOp>(op), token);
             case OpKind::kAdd: return add(arguments_of<AddOp>(op), token);
+            case OpKind::kAddMedia: return add_media(step, arguments_of<AddMediaOp>(op), token);
             case OpKind::kSum: return sum(arguments_of<SumOp>(op), token);
             case OpKind::kActivate: return activate(arguments_of<ActivateOp>(op), token);
             case OpKind::kReduce: return reduce(arguments_of<ReduceOp>(op), token);
@@ -72,6 +73,12 @@ class RowOps {
     }
 
     void add(const AddOp& op, int token) { add_scaled(row(op.y, token), op.width, op.factor, row(op.x, token)); }
+
+    void add_media(const StepDesc& step, const AddMediaOp& op, int token) {
+        if (!step.media || step.media[token] < 0) return;
+        const float* image = step.media_rows + step.media[token] * step.media_stride;
+        add_scaled(image + op.part * (int64_t)op.width, op.width, 1.0f, row(op.x, token));
+    }
 
     void sum(const SumOp& op, int token) {
         const float *x = row(op.x, token), *y = row(op.y, token);

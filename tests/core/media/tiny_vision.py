@@ -16,6 +16,7 @@ from chorus.memory.files.tokens.torchvision import mend_torchvision
 from ...conftest import quiet
 from ...kept import kept_files
 from ...tiny_tokenizer import save_tokenizer
+from . import tiny_mrope
 
 MARKS = (
     "<image>",
@@ -41,7 +42,8 @@ needs_vision = pytest.mark.skipif(
     reason="needs the extra vision",
 )
 
-FAMILIES = {"smolvlm": "SmolVLM", "idefics3": "Idefics3"}
+IDEFICS = {"smolvlm": "SmolVLM", "idefics3": "Idefics3"}
+FAMILIES = {**IDEFICS, **tiny_mrope.FAMILIES}
 TEXT = {
     "model_type": "llama",
     "hidden_size": 64,
@@ -84,9 +86,21 @@ def tiny(family: str) -> Path:
     return kept_files(f"vision-{family}", lambda path: _save(family, path))
 
 
+def adapters(family: str) -> dict[str, dict[str, Any]]:
+    """A family's adapters: fields of PEFT's configuration, by name."""
+    return ADAPTERS if family in IDEFICS else ADAPTERS | tiny_mrope.adapters(family)
+
+
 @quiet()
 def _save(family: str, path: Path) -> None:
     mend_torchvision()
+    save = _save_idefics if family in IDEFICS else tiny_mrope.save_model
+    save(family, path)
+    for seed, (title, fields) in enumerate(adapters(family).items()):
+        save_adapter(path, family, title, fields, seed)
+
+
+def _save_idefics(family: str, path: Path) -> None:
     import transformers
 
     save_tokenizer(path)
@@ -125,8 +139,6 @@ def _save(family: str, path: Path) -> None:
                 parameter.normal_(0, 0.3)
     model.generation_config.eos_token_id = 2
     model.save_pretrained(path)
-    for seed, (title, fields) in enumerate(ADAPTERS.items()):
-        save_adapter(path, family, title, fields, seed)
 
 
 @quiet()

@@ -75,6 +75,12 @@ def test_an_activation_that_the_library_lacks_is_refused_by_name(feed_forward, n
         NativeProgram([layer], NormSpec(1e-6), HIDDEN, Projections((layer.projections(HIDDEN),)))
 
 
+def test_additions_of_images_are_refused_by_a_library_without_them(monkeypatch):
+    monkeypatch.setattr(native_library, "lacks", lambda name: name == "OpKind.kAddMedia")
+    with pytest.raises(NoNativeOp, match="addition of images' rows"):
+        lowered(replace(LAYER, media_part=1))
+
+
 def test_each_layer_but_the_first_waits_for_adapters_before_its_first_product():
     assert kinds(LAYER, LAYER).endswith("Norm GateUp Gemm Norm Arrive Gemm Attend Gemm Norm GateUp Gemm")
 
@@ -92,6 +98,7 @@ def test_each_layer_but_the_first_waits_for_adapters_before_its_first_product():
         (replace(LAYER, feed_forward=replace(EXPERTS, factor=0.5)), "Norm Gemm Attend Gemm Norm Route Moe Combine Add"),
         (replace(LAYER, feed_forward=None), "Norm Gemm Attend Gemm"),
         (replace(LAYER, mixer=None), "Norm GateUp Gemm"),
+        (replace(LAYER, media_part=2), "Norm Gemm Attend Gemm Norm GateUp Gemm AddMedia"),
     ],
 )
 def test_layers_of_other_forms(layer, expected):

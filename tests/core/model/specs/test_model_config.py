@@ -835,7 +835,7 @@ def test_gated_delta_net_stands_between_layers_of_attention(tmp_path):
     assert config.recurrent == GatedDeltaSpec(2, 6, 16, 8, eps=1e-6)
     assert (config.recurrent.channels, config.recurrent.in_size) == (112, 112 + 48 + 12)
     assert config.attention.output_gate
-    assert config.attention.rope == RopeConfig(8, 1e7)
+    assert config.attention.rope == RopeConfig(8, 1e7, axes=(0, 1, 2, 0))
     shapes = tensor_shapes(config)
     assert shapes["model.layers.0.linear_attn.in_proj_qkv.weight"] == (112, 64)
     assert shapes["model.layers.0.linear_attn.conv1d.weight"] == (112, 1, 4)
