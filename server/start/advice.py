@@ -79,7 +79,7 @@ INSTEAD = {
     ),
     "--task": "leave it out: every model also embeds, classifies and scores; see docs/how-to/embeddings.md",
     "--tokenizer-revision": "fetch that revision, and give its directory by --tokenizer",
-    "--uds": "use --host and --port; a proxy may listen on a socket",
+    "--uds": "use --unix-socket, which is a socket beside --host and --port",
     "--attention-backend": "use --attention",
     "--chat-template-content-format": "chat templates are given contents as text; use a template that reads text, by "
     "--chat-template",
