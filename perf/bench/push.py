@@ -1,11 +1,11 @@
-"""Time from a trainer's push to the first token of the new version: `python -m chorus.perf.serving.push`.
+"""Time from a trainer's push to the first token of the new version: `python -m chorus.perf.bench.push`.
 
 A server of a random model gets new versions of an adapter one after another: as a form over HTTP, as a directory in
 shared memory, and as a descriptor over a Unix socket. After each push one streamed request names the adapter. The goal
 compares the median time from the push to its first token with the time that hashing the weights and copying them
 twice takes on this machine, measured between the pushes.
 
-Tests: tests/perf/serving/test_push.py
+Tests: tests/perf/bench/test_push.py
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from statistics import median
 
 import httpx
 
-from ..bench.machine import processor
-from ..bench.random_model import RandomModel, adapters, checkpoint
-from ..bench.sizes import SIZES
 from ..report.command import count, judge, parser, say
 from ..report.table import Goal, Table
-from .errors import LoadError
-from .server_process import launched
+from ..serving.errors import LoadError
+from ..serving.server_process import launched
+from .machine import processor
+from .random_model import RandomModel, adapters, checkpoint
+from .sizes import SIZES
 
 NAME = "policy"
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"

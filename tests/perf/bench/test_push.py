@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from chorus.perf.serving.push import WAYS, main, versions
+from chorus.perf.bench.push import WAYS, main, versions
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="memory files are Linux's")
