@@ -10,7 +10,7 @@ import pytest
 from chorus.perf.bench.push import WAYS, main, versions
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="memory files are Linux's")
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
 def test_each_way_of_a_push_is_measured(capsys, tmp_path):
     asked = ["--model-size", "tiny", "--rank", "4", "--pushes", "1", "--memory", "16MiB", "--work-dir", str(tmp_path)]
     code = main(asked)

@@ -19,7 +19,7 @@ from chorus.memory.files.config import CONFIG_FILE
 from chorus.memory.files.form import WEIGHTS_FILE
 from chorus.server.http.unix_socket import MAX_DESCRIPTORS, Unsealed, check_sealed, unix_listener
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory files are Linux's")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
 
 SHRINK, GROW, WRITE = 2, 4, 8
 ALL = SHRINK | GROW | WRITE
