@@ -87,11 +87,11 @@ def _with(module: Any) -> Callable[[str], int]:
 
 
 def _tried(match: Callable[[str], int], pattern: str) -> dict[str, Any]:
-    least = math.inf
+    least, found = math.inf, None
     for _ in range(3):
         began = time.perf_counter()
         try:
-            found: Any = match(pattern)
+            found = match(pattern)
         except Exception as error:
             found = f"refused: {str(error).split(':')[-1].strip()[:60] or type(error).__name__}"
         least = min(least, time.perf_counter() - began)
@@ -151,10 +151,10 @@ PATIENCE = 4.0
 
 def http(requests: int = 2000) -> dict[str, dict[str, Any]]:
     """For each protocol: requests per second of one connection, and what it did with each attack."""
-    limits = {"head_seconds": 1.0, "body_seconds": 1.0, "whole_body_seconds": 2.0}
+    limits = Settings(head_seconds=1.0, body_seconds=1.0, whole_body_seconds=2.0)
     found = {}
     for name, server in (("ours", _ours_served), ("uvicorn", _plainly_served)):
-        with server(Settings(**limits)) as port:
+        with server(limits) as port:
             _rate(port, 100)
             found[name] = {
                 "requests_per_second": _rate(port, requests),
