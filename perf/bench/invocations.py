@@ -13,6 +13,7 @@ from __future__ import annotations
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from statistics import median
@@ -62,9 +63,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _measured(arguments: Any, work: Path) -> tuple[dict[str, list[float]], dict[str, Any]]:
     """Seconds of each request, and the fewest cached tokens, by the kind of the model that is asked."""
-    geometry = SIZES[arguments.size].geometry
-    model = RandomModel(geometry, (arguments.rank,) * (arguments.invocations + 1))
     room = arguments.prompt + arguments.tail + len(INVOCATION) + 2
+    geometry = replace(SIZES[arguments.size].geometry, positions=room)
+    model = RandomModel(geometry, (arguments.rank,) * (arguments.invocations + 1))
     config = EngineConfig(
         model=checkpoint(model, work),
         device="cpu",
