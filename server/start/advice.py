@@ -83,7 +83,7 @@ INSTEAD = {
     "--attention-backend": "use --attention",
     "--chat-template-content-format": "chat templates are given contents as text; use a template that reads text, by "
     "--chat-template",
-    "--enable-sleep-mode": "weights stay in memory; POST /pause and POST /resume stop and continue steps",
+    "--enable-sleep-mode": "leave it out: POST /sleep needs no flag; it frees KV and the pages of adapters",
     "--long-lora-scaling-factors": "adapters have the model's context; change rope_scaling in its config.json",
     "--disable-radix-cache": "use --no-prefix-cache",
     "--dist-init-addr": "a model lies on one machine; use `chorus cluster up --ray` for replicas on several",
