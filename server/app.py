@@ -210,6 +210,7 @@ def create_app(
         GuardedRoute("DELETE", "/v1/adapters/{name:path}", adapters.remove, Right.ADMIN),
         GuardedRoute("GET", "/lora-adapters", adapters.list_numbered, Right.KEY),
         GuardedRoute("POST", "/v1/load_lora_adapter", adapters.load_lora_adapter, Right.ADMIN, takes_forms=True),
+        GuardedRoute("POST", "/skyrl/v1/load_lora_adapter", adapters.load_for_skyrl, Right.ADMIN),
         GuardedRoute("POST", "/v1/unload_lora_adapter", adapters.unload_lora_adapter, Right.ADMIN),
         GuardedRoute("POST", "/load_lora_adapter", of_sglang.load, Right.ADMIN),
         GuardedRoute("POST", "/unload_lora_adapter", of_sglang.unload, Right.ADMIN),

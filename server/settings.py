@@ -158,6 +158,11 @@ class Settings(BaseSettings, EngineConfig, RequestLimits):  # pyright: ignore[re
     config: Path | None = Field(default=None, description="TOML file with any of these settings")
     host: str = Field(default="127.0.0.1", description="address to listen on")
     port: int = Field(default=8000, ge=0, le=65535, description="port to listen on; 0 picks a free one")
+    unix_socket: Path | None = Field(
+        default=None,
+        description="Unix socket to listen on as well, for programs of the server's own user (mode 0600). An adapter's "
+        "weights may come over it as the descriptor of a sealed memory file. Default: none",
+    )
     max_body_bytes: int = Field(default=8 << 20, ge=1024, description="largest request body that is accepted")
     max_held_body_bytes: int = Field(
         default=256 << 20,

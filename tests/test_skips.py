@@ -53,6 +53,8 @@ JOBS = {
     "import litellm": INTEGRATIONS,
     "import lm_eval": INTEGRATIONS,
     "import pydantic_ai": INTEGRATIONS,
+    "import aiohttp": INTEGRATIONS,
+    "import skyrl": INTEGRATIONS,
     "import trl": INTEGRATIONS,
     "import ray": INTEGRATIONS,
     "needs ray": INTEGRATIONS,

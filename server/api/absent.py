@@ -18,8 +18,8 @@ _WEIGHTS = (
     "POST /v1/load_lora_adapter"
 )
 _TENSORS = (
-    "an adapter comes as its files, in one request: POST /v1/load_lora_adapter takes them in a form, or names their "
-    "directory, which may be in /dev/shm"
+    "an adapter comes as its files, in one request: POST /v1/load_lora_adapter takes them in a form, names their "
+    "directory, which may be in /dev/shm, or takes a memory file over the Unix socket of --unix-socket"
 )
 _ABORTS = (
     "a request ends when its client closes the connection; DELETE /v1/adapters/NAME?force=true ends those of an adapter"

@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ..access.limits import RequestLimits, check_json
-from . import generate_request, messages_request, responses_request
+from . import generate_request, messages_request, responses_request, tokens_api
 from .caller import Caller
 from .chat_request import ChatBatch, ChatCompletionRequest, Conversations, has_messages
 from .completion_request import CompletionRequest
@@ -28,6 +28,7 @@ from .responder import MakeFormat, Responder
 from .responses import ChatFormat, CompletionFormat
 from .responses_format import ResponsesFormat
 from .responses_request import ResponsesBody, ResponsesRequest
+from .tokens_api import TokensBody, TokensFormat
 from .translation import renaming
 
 CHAT_NAMES = {"prompt": "messages"}
@@ -84,6 +85,11 @@ def _generate(body: bytes, limits: RequestLimits, stream: bool | None = False) -
     return ParsedRequest(asked.completion, partial(GenerateFormat, asked), "cmpl-", generate_request.NAMES)
 
 
+def _tokens(body: bytes, limits: RequestLimits) -> ParsedRequest:
+    """vLLM's completion of tokens with tokens."""
+    return ParsedRequest(TokensBody.read(body, limits).completion(limits), TokensFormat, "generate-", tokens_api.NAMES)
+
+
 ROUTES: dict[str, tuple[Callable[[bytes, RequestLimits], ParsedRequest], type[BaseModel] | None]] = {
     "/v1/completions": (_completion, CompletionRequest),
     "/v1/chat/completions": (_chat, ChatCompletionRequest),
@@ -93,6 +99,7 @@ ROUTES: dict[str, tuple[Callable[[bytes, RequestLimits], ParsedRequest], type[Ba
     "/generate": (_generate, GenerateBody),
     "/generate_stream": (partial(_generate, stream=True), GenerateBody),
     "/": (partial(_generate, stream=None), GenerateBody),
+    "/inference/v1/generate": (_tokens, TokensBody),
     "/invocations": (_invocation, None),
 }
 """Parsers and fields of the bodies of each path; None: one of two others."""

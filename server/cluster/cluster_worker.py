@@ -42,6 +42,7 @@ from .cluster_view import (
     total,
     view_of,
 )
+from .control import Control, chained
 from .dispatcher import Dispatcher
 from .link import Link
 from .registered_catalog import RegisteredCatalog
@@ -98,6 +99,7 @@ class ClusterWorker:
         self._subscribers = Subscribers()
         self.dispatcher = Dispatcher(links, policy, self._deliver, settings.give_up_seconds, estimates=estimates)
         self.dispatcher.on_change = self._changed
+        self.control = Control(links)
         self.lookers: list[Callable[[], None]] = [self.dispatcher.look]
         """Called every `LOOK_SECONDS` on the loop; append to it before `start`."""
         self.collector = ClusterCollector(self.dispatcher)
@@ -265,18 +267,31 @@ class ClusterWorker:
     def record_kv_events(self) -> Future[tuple[KvEvents, int]]:
         return failed(RuntimeError("kv_events_endpoint is for one engine: a cluster routes by itself; leave it out"))
 
-    def freeze(self, *, frozen: bool) -> Future[None]:
-        return failed(InvalidRequest("mode", "a cluster can't be paused; pause adapters, with PATCH /v1/adapters/NAME"))
+    def freeze(self, *, frozen: bool) -> Future[int]:
+        return self._alone("mode") or self._control(partial(self.control.freeze, frozen))
 
-    def sleep(self) -> Future[None]:
-        return failed(InvalidRequest("level", "a cluster can't sleep; stop replicas that are not needed"))
+    def sleep(self) -> Future[int]:
+        return self._alone("level") or self._control(self.control.sleep)
 
-    def wake(self) -> Future[None]:
-        return done(None)
+    def wake(self) -> Future[int]:
+        return self._control(self.control.wake)
 
     def reset_prefix_cache(self, *, reset_running_requests: bool) -> Future[int]:
-        message = "a cluster's prefix caches can't be reset; cached prefixes of a replaced adapter are dropped with it"
-        return failed(InvalidRequest("reset_running_requests", message))
+        return self._control(partial(self.control.reset, reset_running_requests))
+
+    def _alone(self, field: str) -> Future[int] | None:
+        """A failure if other API servers serve the same clients: they would not know that the engines stand still."""
+        if self.shared is None:
+            return None
+        return failed(InvalidRequest(field, "the cluster has several API servers; start it with --api-servers 1"))
+
+    def _control(self, begin: Callable[[], Future[int]]) -> Future[int]:
+        """Begin a command on the loop; its result."""
+        if self.failure is not None:
+            return failed(EngineUnavailable(self.failure))
+        result: Future[int] = Future()
+        self.soon(chained, begin, result)
+        return result
 
     def view(self) -> Future[EngineView]:
         return done(view_of(self.dispatcher.fleet, self.adapters, self._gone_costs))
@@ -308,12 +323,17 @@ class ClusterWorker:
         if link.hello is not None:
             hello = link.hello
             self._model = replace(hello.model, speculates=hello.speculates, limits=hello.limits)
+        self.control.on_up(link)
         self.dispatcher.on_up(link)
 
     def on_frame(self, link: Link, frame: Any) -> None:
-        self.dispatcher.on_frame(link, frame)
+        if frame.kind == "controlled":
+            self.control.on_reply(link, *frame.fields)
+        else:
+            self.dispatcher.on_frame(link, frame)
 
     def on_down(self, link: Link, *, stuck: bool) -> None:
+        self.control.on_down(link)
         if link.stats is not None:
             self._gone = total((self._gone, counted(link.stats)))
             self._gone_costs = added([*self._gone_costs, *link.spent])

@@ -31,6 +31,7 @@ from ..engine.engine_adapters import MOST_OVERFLOWS
 from ..errors import EngineUnavailable
 from ..executors import DaemonPool, PoolFull
 from ..rare_log import RareLog
+from .commands import FREEZE, RESET, SLEEP, WAKE, failure_of
 from .report import Hello, LearnedCosts, Report
 from .rows import to_row
 from .stream import FrameStream, accept
@@ -43,8 +44,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-TO_REPLICA = ("submit", "abort", "load", "pin", "prefetch", "forget", "drain")
-FROM_REPLICA = ("hello", "taken", "refused", "out", "loaded", "pinned", "stats")
+TO_REPLICA = ("submit", "abort", "load", "pin", "prefetch", "forget", "drain", "control")
+FROM_REPLICA = ("hello", "taken", "refused", "out", "loaded", "pinned", "stats", "controlled")
 
 REPORT_SECONDS = 0.1
 """Seconds between two reports of a busy replica."""
@@ -181,6 +182,15 @@ class Replica:
         if content_hash in self._loaded:
             self.worker.adapters.unpin(content_hash)
 
+    def control(self, kind: str, argument: bool) -> Future[Any]:
+        """Carry out a command of `Control`."""
+        worker = self.worker
+        if kind == FREEZE:
+            return worker.freeze(frozen=argument)
+        if kind == RESET:
+            return worker.reset_prefix_cache(reset_running_requests=argument)
+        return {SLEEP: worker.sleep, WAKE: worker.wake}[kind]()
+
     def compile(self, grammar: Mapping[str, Any]) -> Future[None]:
         """Compile a request's grammar while steps go on, before the engine needs it; the compiler reports faults."""
         return self._compiler.submit(self._compile, grammar)
@@ -217,7 +227,9 @@ class _ApiServer:
             "pin": self._pin,
             "prefetch": self._prefetch,
             "drain": replica.drain,
+            "control": self._control,
         }
+        self._has_stopped = False
 
     @property
     def num_open(self) -> int:
@@ -235,10 +247,13 @@ class _ApiServer:
             self._stream.close(str(error))
 
     def end(self) -> None:
-        """Abort the API server's requests."""
+        """Abort the API server's requests, and start an engine that it has stopped."""
         for request_id in self._open:
             self._worker.abort(request_id)
         self._open.clear()
+        if self._has_stopped:  # nobody else would start the engine again
+            self._replica.control(WAKE, True)
+            self._replica.control(FREEZE, False)
         self._stream.close()
 
     def _obey(self, frame: Frame) -> None:
@@ -347,6 +362,20 @@ class _ApiServer:
         if isinstance(error, InvalidRequest):
             failure = LoadFailure.NO_ROOM
         self.send(kind, content_hash, failure.value, str(error) if known else "the replica's log says why")
+
+    def _control(self, number: int, kind: str, argument: bool) -> None:
+        if type(number) is not int or type(argument) is not bool:
+            raise TypeError("a command must have a number and a boolean")
+        self._has_stopped |= kind in (FREEZE, SLEEP)
+        future = self._replica.control(kind, argument)
+        future.add_done_callback(partial(self._call_soon, self._tell_control, number))
+
+    def _tell_control(self, number: int, future: Future[Any]) -> None:
+        error = future.exception()
+        if error is None:
+            self.send("controlled", number, future.result() or 0, None, "")
+        else:
+            self.send("controlled", number, 0, failure_of(error), str(error))
 
     def _prefetch(self, content_hash: str) -> None:
         _check_text(content_hash)

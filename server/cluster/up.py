@@ -56,6 +56,8 @@ def up(plan: ClusterPlan, settings: Settings, given: dict[str, Any]) -> int:
         )
     if settings.adapter_as_base is not None and (plan.api_servers > 1 or plan.registry is not None):
         raise LaunchError(str(NotAlone("--adapter-as-base")))
+    if settings.unix_socket is not None and plan.api_servers > 1:
+        raise LaunchError("--unix-socket: one process listens there; start with --api-servers 1, or leave it out")
     try:
         MigrationSettings.of(plan.migration_setting)
     except ValueError as error:

@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ...core.requests.types import RequestOutput
 from .backend_adapters import BackendAdapters
@@ -93,17 +93,17 @@ class Backend(Protocol):
         """
         ...
 
-    def freeze(self, *, frozen: bool) -> Future[None]:
+    def freeze(self, *, frozen: bool) -> Future[Any]:
         """Stop stepping, or continue. The future fails with InvalidRequest if the backend does not support it."""
         ...
 
-    def sleep(self) -> Future[None]:
+    def sleep(self) -> Future[Any]:
         """Freeze, and free the memory of the pages. The future fails with InvalidRequest if the backend can't, and with
         CannotSleep.
         """
         ...
 
-    def wake(self) -> Future[None]:
+    def wake(self) -> Future[Any]:
         """End `sleep`; the backend stays frozen."""
         ...
 

@@ -8,6 +8,8 @@ import socket
 import time
 from typing import Protocol
 
+from .unix_socket import Descriptors
+
 MAX_HEAD_BYTES = 64 << 10
 """Bytes of a request's line and headers, and of anything between two parts of its body."""
 
@@ -31,6 +33,7 @@ class Accepted:
         self.descriptor = client.fileno()  # asyncio looks sockets up slowly
         self.address = address
         self.place: str | None = None
+        self.descriptors = Descriptors() if client.family == socket.AF_UNIX else None
         self.data = bytearray()
         self.begun = False
         self.is_whole = False
@@ -39,7 +42,10 @@ class Accepted:
 
     def read(self) -> bool:
         """Read the received bytes. True if the connection can start: it has a request's head, or nothing more comes."""
-        data = self.socket.recv(MAX_HEAD_BYTES)
+        if self.descriptors is None:
+            data = self.socket.recv(MAX_HEAD_BYTES)
+        else:
+            data = self.descriptors.receive(self.socket, MAX_HEAD_BYTES)
         self.data += data
         head = self.data.find(b"\r\n\r\n") + 4
         length = _LENGTH.search(self.data, 0, head)
@@ -59,6 +65,8 @@ class Accepted:
         self.begun = True
         asyncio.get_running_loop().remove_reader(self.descriptor)
         self.socket.close()
+        if self.descriptors is not None:
+            self.descriptors.close()
 
     def expire(self) -> bool:
         """Close it: no part of a request has come that could be answered."""

@@ -9,6 +9,7 @@ from heapq import heappop, heappush
 
 from .accepted import Accepted
 from .connections import Connections
+from .unix_socket import ADDRESS
 
 ACCEPT_AT_ONCE = 512
 """Connections accepted in one callback of the event loop; accepting takes a tenth of the time of starting.
@@ -66,7 +67,7 @@ class Acceptor:
                 self._pause(listener)
                 return
             client.setblocking(False)
-            one = Accepted(client, address[0])
+            one = Accepted(client, address[0] if isinstance(address, tuple) else ADDRESS)
             if self._connections.add(one) and not self._read(one):
                 self._loop.add_reader(one.descriptor, self._read, one)
 

@@ -25,6 +25,7 @@ GENERATING = (
     "/v1/responses",
     "/v1/messages",
     "/invocations",
+    "/inference/v1/generate",
     "/v1/embeddings",
     "/classify",
     "/v1/classify",

@@ -15,6 +15,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from ..errors import ApiError
 from .accepted import MAX_HEAD_BYTES, Accepted, Limits
 from .connections import Connections
+from .unix_socket import SCOPE
 
 # Logger of clients' mistakes. They go into the response, not into the log, which clients could otherwise fill.
 _log = logging.getLogger(f"{__name__}.requests")
@@ -66,6 +67,7 @@ class HttpConnection(HttpToolsProtocol):
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         transport.set_write_buffer_limits(0)
+        self.client = self.client or (self._accepted.address, 0)
         self._connections.begin(self._accepted, self)
 
     def close(self) -> None:
@@ -73,6 +75,8 @@ class HttpConnection(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._connections.remove(self)
+        if self._accepted.descriptors is not None:
+            self._accepted.descriptors.close()
         super().connection_lost(exc)
         for cycle in self._cycles:  # uvicorn knows only the latest
             cycle.disconnected = True
@@ -110,6 +114,8 @@ class HttpConnection(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
+        if self._accepted.descriptors is not None:
+            self.scope[SCOPE] = self._accepted.descriptors  # pyright: ignore[reportGeneralTypeIssues]
         self._in_head, self._head_bytes, self._num_hosts = True, 0, 0
 
     def on_header(self, name: bytes, value: bytes) -> None:

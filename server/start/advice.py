@@ -79,11 +79,11 @@ INSTEAD = {
     ),
     "--task": "leave it out: every model also embeds, classifies and scores; see docs/how-to/embeddings.md",
     "--tokenizer-revision": "fetch that revision, and give its directory by --tokenizer",
-    "--uds": "use --host and --port; a proxy may listen on a socket",
+    "--uds": "use --unix-socket, which is a socket beside --host and --port",
     "--attention-backend": "use --attention",
     "--chat-template-content-format": "chat templates are given contents as text; use a template that reads text, by "
     "--chat-template",
-    "--enable-sleep-mode": "weights stay in memory; POST /pause and POST /resume stop and continue steps",
+    "--enable-sleep-mode": "leave it out: POST /sleep needs no flag; it frees KV and the pages of adapters",
     "--long-lora-scaling-factors": "adapters have the model's context; change rope_scaling in its config.json",
     "--disable-radix-cache": "use --no-prefix-cache",
     "--dist-init-addr": "a model lies on one machine; use `chorus cluster up --ray` for replicas on several",

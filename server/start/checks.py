@@ -103,10 +103,7 @@ def check_access(settings: Settings) -> str | None:
     Raises LaunchError if `allow_unauthenticated` is not set in that case, or if a key can't be used.
     """
     if settings.host.startswith(("unix:", "/")):
-        raise LaunchError(
-            f"--host is {settings.host!r}: the server listens on addresses, not on Unix sockets; use --host 127.0.0.1, "
-            "and let a proxy listen on the socket"
-        )
+        raise LaunchError(f"--host is {settings.host!r}: a host is an address; use --unix-socket for a Unix socket")
     try:
         keys = settings.client_keys()
     except InvalidKey as error:

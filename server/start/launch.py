@@ -15,8 +15,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import uvicorn
@@ -38,6 +39,7 @@ from ..engine.worker import EngineWorker
 from ..http.connections import Connections
 from ..http.protocol import HttpConnection
 from ..http.server import LISTEN_BACKLOG, HttpServer
+from ..http.unix_socket import unix_listener
 from ..machine_faults import reason_of
 from ..settings import LoraModule, Settings
 from ..text.tokenizer import Tokenizer
@@ -237,7 +239,10 @@ def serve(
     """Serve until a signal; return the exit code, 1 if the engine broke down. See `build_app` and `bind`."""
     check_model(settings)
     warnings = [one for one in (check_access(settings), warn_of_rights(settings)) if one is not None]
-    with bind(settings.host, settings.port, settings.send_seconds, shares_port=shares_port) as bound:
+    with ExitStack() as stack:
+        address = settings.host, settings.port, settings.send_seconds
+        bound = stack.enter_context(bind(*address, shares_port=shares_port))
+        others = [] if settings.unix_socket is None else [_enter_unix(stack, settings.unix_socket)]
         app = build_app(settings, open_backend)
         take_short_turns()
         # otherwise the timer ends the process
@@ -251,8 +256,16 @@ def serve(
         log.info("listening on %s", url_of(bound))
         on_listening()
         server = http_server(app, settings)
-        server.run(sockets=[bound])
+        server.run(sockets=[bound, *others])
     return server.exit_code
+
+
+def _enter_unix(stack: ExitStack, path: Path) -> socket.socket:
+    """The bound socket of `--unix-socket`, removed at the end of the stack. Raises LaunchError."""
+    try:
+        return stack.enter_context(unix_listener(path))
+    except OSError as error:
+        raise LaunchError(f"can't listen on {path}: {error.strerror or error}; choose another --unix-socket") from None
 
 
 @contextmanager

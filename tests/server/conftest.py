@@ -43,6 +43,7 @@ from chorus.server.engine.tracing import Tracer
 from chorus.server.engine.usage_file import UsageFile
 from chorus.server.engine.worker import EngineWorker
 from chorus.server.http.server import HttpServer
+from chorus.server.http.unix_socket import unix_listener
 from chorus.server.settings import Settings
 from chorus.server.start.launch import bind, http_server, url_of
 from chorus.server.text.tokenizer import Tokenizer
@@ -423,7 +424,10 @@ def live_server(
     telemetry = Telemetry(None, recorder, tracer, usage_file)
     publisher = kv_publisher_of(worker, chosen)
     app = create_app(worker, tokenizer, chosen, defaults or SamplingDefaults(), publisher, telemetry)
-    with bind("127.0.0.1", 0, chosen.send_seconds) as bound:
+    with bind("127.0.0.1", 0, chosen.send_seconds) as bound, ExitStack() as stack:
+        listeners = [bound]
+        if chosen.unix_socket is not None:
+            listeners.append(stack.enter_context(unix_listener(chosen.unix_socket)))
         server = http_server(app, chosen)
         served, loops = wrap(app), []
 
@@ -433,7 +437,7 @@ def live_server(
             await served(scope, receive, send)
 
         server.config.app = noting_the_loop
-        thread = threading.Thread(target=server.run, args=([bound],), daemon=True)
+        thread = threading.Thread(target=server.run, args=(listeners,), daemon=True)
         thread.start()
         while not server.started:
             time.sleep(0.002)

@@ -339,6 +339,12 @@ class AdapterApi:
         headers = {ADAPTER: adapter_header(seen.name, seen.label, seen.manifest.content_hash)}
         return PlainTextResponse(f"Success: LoRA adapter '{asked.name}' added successfully.", headers=headers)
 
+    async def load_for_skyrl(self, request: Request) -> Response:
+        """SkyRL's name of it, which replaces an adapter of the same name."""
+        asked = await self.read(LoadLoraAdapter, request)
+        await self.load(request, asked, None, replace=True)
+        return JsonResponse({"status": "ok", "lora_name": asked.name})
+
     async def unload_lora_adapter(self, request: Request) -> Response:
         asked = await self.read(UnloadLoraAdapter, request)
         await self.unload(request, asked.lora_name, "lora_name", force=bool(asked.force))
@@ -355,6 +361,15 @@ class AdapterApi:
         return JsonResponse(entries)
 
     # --- common ---
+
+    async def find(self, path: str, field: str) -> Path:
+        """See `AdapterRoots.find`, on a thread; an ApiError if the disk takes too long."""
+        try:
+            async with asyncio.timeout(self.load_seconds):
+                return await self._loads.beside(self._roots.find, path, field)
+        except TimeoutError:
+            message = f"the disk did not answer within {self.load_seconds:g} seconds (adapter_load_seconds)"
+            raise ApiError(504, message, code="load_timed_out") from None
 
     async def read(self, kind: type[T], request: Request) -> T:
         async with read_body(request, self._settings.max_body_bytes) as body:

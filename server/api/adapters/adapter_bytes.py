@@ -1,4 +1,5 @@
-"""Adapters sent as bytes, in JSON with base64 or in a form, written to disk as they arrive.
+"""Adapters sent as bytes, in JSON with base64 or in a form, written to disk as they arrive; or as a descriptor of a
+memory file, over a Unix socket.
 
 Tests: tests/server/api/adapters/test_adapter_versions.py, tests/server/api/adapters/test_uploads_kept.py
 """
@@ -7,12 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from functools import partial
+from io import FileIO
 from typing import TYPE_CHECKING, Any
 
-from pydantic import RootModel
+from pydantic import BaseModel, ConfigDict, Field, RootModel
 from starlette.requests import Request
 
 from ....memory.files.config import CONFIG_FILE
@@ -25,6 +28,7 @@ from ...errors import ApiError, validated
 from ...executors import PoolFull
 from ...http.form import boundary_of, pieces
 from ...http.json_strings import Base64, LongStrings, TooManyMarks
+from ...http.unix_socket import SCOPE, Descriptors, Unsealed, check_sealed
 from .upload import AdapterUpload
 
 if TYPE_CHECKING:
@@ -48,6 +52,15 @@ MARKS_OF_VALUE = 8
 """Quotes, brackets, commas, colons and strings of a value, at most."""
 
 WRITE_BYTES = 1 << 20
+COPY_BYTES = 4 << 20
+
+
+class GivenDescriptor(BaseModel):
+    """The file in `adapter_model`, by the number of the descriptor among those of the connection."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    descriptor: int = Field(ge=0)
 
 
 @asynccontextmanager
@@ -165,7 +178,10 @@ async def _read_json(
     if not fields.keys() & {CONFIG, *_ENCODED}:
         return fields
     config = fields.pop(CONFIG, None)
+    given = fields.pop(WEIGHTS) if isinstance(fields.get(WEIGHTS), dict) else None
     _drop_encoded(fields)
+    if given is not None:
+        await _write_descriptor(upload, request.scope.get(SCOPE), validated(GivenDescriptor, given).descriptor)
     await _write_config(upload, config)
     _require(upload)
     return fields
@@ -177,6 +193,34 @@ async def _write_config(upload: AdapterUpload, config: Any) -> None:
         config = json.dumps(config)
     if isinstance(config, str):
         await upload.write(CONFIG_FILE, config.encode("utf-8", "replace"))
+
+
+async def _write_descriptor(upload: AdapterUpload, descriptors: Descriptors | None, number: int) -> None:
+    """Copy a memory file, which its sender can't change any more, on a thread. Raises an ApiError."""
+    if descriptors is None:
+        message = f"{WEIGHTS}: descriptors come only over the Unix socket of --unix-socket"
+        raise ApiError(400, message, param=WEIGHTS, code="no_descriptor")
+    try:
+        file = descriptors.take(number)
+    except KeyError:
+        message = (
+            f"{WEIGHTS}: the connection has brought no descriptor {number}, or it was used; send it with the first "
+            "bytes of a new connection"
+        )
+        raise ApiError(400, message, param=WEIGHTS, code="no_descriptor") from None
+    with file:
+        try:
+            check_sealed(file.fileno())
+        except Unsealed as error:
+            raise ApiError(400, f"{WEIGHTS}: {error}", param=WEIGHTS, code="invalid_descriptor") from None
+        size = os.fstat(file.fileno()).st_size
+        await upload.begin(size)
+        for at in range(0, size, COPY_BYTES):
+            await upload.write(WEIGHTS_FILE, partial(_read_at, file, at))
+
+
+def _read_at(file: FileIO, at: int) -> bytes:
+    return os.pread(file.fileno(), COPY_BYTES, at)
 
 
 def _fed(text: LongStrings, part: bytes, settings: Settings) -> Iterator[tuple[str, bytes]]:

@@ -12,6 +12,7 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
+from ....memory.adapters.store import UnknownAdapter
 from ...errors import ApiError, JsonResponse
 from ...settings import AdapterName
 from .adapter_api import AdapterApi, AdapterBody, AdapterPath, NamedAdapter, pin_adapter, shown_path
@@ -45,12 +46,23 @@ class SglangAdapters:
     async def load(self, request: Request) -> Response:
         try:
             asked = await self._adapters.read(LoadOfSglang, request)
-            await self._adapters.load(request, asked, None, replace=False)
+            await self._adapters.load(request, asked, None, replace=await self._lies_elsewhere(asked))
             if asked.pinned:
                 await pin_adapter(self._adapters.names, asked.name, self._adapters.load_seconds)
         except ApiError as error:
             return await self._answer(request, error)
         return await self._answer(request)
+
+    async def _lies_elsewhere(self, asked: LoadOfSglang) -> bool:
+        """True if the name stands for files at another path: prime-rl's client loads each version under one name, where
+        SGLang's unload it first.
+        """
+        try:
+            seen = await asyncio.wrap_future(self._adapters.names.state(asked.name))
+        except UnknownAdapter:
+            return False
+        found = await self._adapters.find(asked.path or "", "lora_path")
+        return found != seen.manifest.path
 
     async def unload(self, request: Request) -> Response:
         try:

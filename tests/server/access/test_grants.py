@@ -42,6 +42,7 @@ def routes_of(name):
         ("/v1/messages", {"messages": messages, "max_tokens": 4}),
         ("/v1/messages/count_tokens", {"messages": messages}),
         ("/v1/responses/input_tokens", {"input": "hi"}),
+        ("/inference/v1/generate", {"token_ids": [97], "sampling_params": {"max_tokens": 2}}),
         ("/tokenize", {"prompt": "hi"}),
         ("/detokenize", {"tokens": [97]}),
     ):
@@ -60,6 +61,7 @@ def routes_of(name):
     yield "DELETE", f"/v1/adapters/{name}", None
     yield "POST", "/v1/adapters", {"name": name, "path": "x"}
     yield "POST", "/v1/load_lora_adapter", {"lora_name": name, "lora_path": "x"}
+    yield "POST", "/skyrl/v1/load_lora_adapter", {"lora_name": name, "lora_path": "x"}
     yield "POST", "/v1/unload_lora_adapter", {"lora_name": name}
 
 

@@ -90,7 +90,7 @@ def test_version(capsys):
         (["serve", "--lora-modules", "../x=/tmp"], 2, "lora-modules"),
         (["serve", "--lora-modules", "chorus-builtin:x=/tmp"], 1, "like the base model"),
         (["serve", "--host", "0.0.0.0"], 1, "--allow-unauthenticated"),
-        (["serve", "--host", "unix:/run/chorus.sock"], 1, "not on Unix sockets; use --host 127.0.0.1"),
+        (["serve", "--host", "unix:/run/chorus.sock"], 1, "use --unix-socket for a Unix socket"),
         (["serve", "--api-key", "short"], 2, "8 to 512 characters"),
         (["serve", "--api-key-file", "/nowhere/keys"], 1, "/nowhere/keys"),
         (["serve", "--port"], 2, "--port"),

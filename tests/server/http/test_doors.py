@@ -200,6 +200,8 @@ RIGHTS = {
     ("POST", "/v1/chat/completions"): Right.KEY,
     **{("POST", path): Right.KEY for path in (*GENERATES, *POOLING)},
     ("GET", "/info"): Right.KEY,
+    ("POST", "/inference/v1/generate"): Right.KEY,
+    ("POST", "/skyrl/v1/load_lora_adapter"): Right.ADMIN,
     ("POST", "/pause"): Right.ADMIN,
     ("POST", "/resume"): Right.ADMIN,
     ("POST", "/v1/adapters/{name:path}/drain"): Right.ADMIN,

@@ -34,7 +34,7 @@ def test_load_and_unload(live, tmp_path):
     body = live.post("/load_lora_adapter", lora_name="a", lora_path="r8-attention", pinned=True).json()
     assert body == {"success": True, "error_message": "", "loaded_adapters": {"a": str(tmp_path / "r8-attention")}}
     assert live.client.get("/v1/adapters/a").json()["pinned"]
-    again = live.post("/load_lora_adapter", lora_name="a", lora_path="r2-qv")
+    again = live.post("/load_lora_adapter", lora_name="a", lora_path="r8-attention")
     assert again.status_code == 400 and not again.json()["success"]
     assert "already been loaded" in again.json()["error_message"] and list(again.json()["loaded_adapters"]) == ["a"]
     assert live.post("/unload_lora_adapter", lora_name="a").json() == {
@@ -43,6 +43,16 @@ def test_load_and_unload(live, tmp_path):
         "loaded_adapters": {},
     }
     assert live.post("/unload_lora_adapter", lora_name="a").status_code == 404
+
+
+def test_a_name_gets_the_files_at_another_path_as_prime_rl_s_client_sends_each_step(live):
+    for name, path in (("one", "r2-qv"), ("two", "r8-attention")):
+        assert live.post("/load_lora_adapter", lora_name=name, lora_path=path).status_code == 200
+        assert live.post("/load_lora_adapter", lora_name="policy", lora_path=path).json()["success"]
+        assert tokens(live, "policy") == tokens(live, name)
+    outside = live.post("/load_lora_adapter", lora_name="policy", lora_path="/elsewhere")
+    assert outside.status_code == 403 and not outside.json()["success"]
+    assert tokens(live, "policy") == tokens(live, "two")
 
 
 def test_a_wrong_field_is_told(live):

@@ -1,0 +1,151 @@
+"""The page of measurements on CPUs, drawn from the files in perf/results: `python -m chorus.perf.report.history`.
+
+Each folder `cpu-DATE-COMMIT` there has one JSON file per command: the last line that the command printed. The page
+`perf/results/history.md` has a table per command, and a line for each folder, the newest first. `--check` fails if the
+page is stale.
+
+Tests: tests/perf/report/test_history.py
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from .command import parser
+
+RESULTS = Path(__file__).parent.parent / "results"
+PAGE = "history.md"
+FOLDER = re.compile(r"cpu-(\d{4}-\d\d-\d\d)-([0-9a-f]{7,})")
+
+Values = Mapping[str, Any]
+
+
+class Measured(NamedTuple):
+    """A command, and the cells of a line of its table."""
+
+    command: str
+    columns: Sequence[str]
+    cells: Callable[[Values], Sequence[str]]
+
+
+def _ms(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{1e3 * seconds:.0f}"
+
+
+def _many(found: Values) -> list[str]:
+    hot, cold = found["hot"], found["cold"]
+    times = [_ms(each[mark]) for mark in ("p50", "p99") for each in (hot, cold)]
+    memory = f"{found['bytes_at_end'] / 1e6:.0f}"
+    return [f"{found['adapters']:,}", f"{found['start_seconds']:.0f}", memory, *times, str(found["errors"])]
+
+
+def _killed(found: Values) -> list[str]:
+    counts = [str(found[name]) for name in ("answers", "wrong", "lost", "delayed")]
+    return [*counts, f"{found['longest_delay']:.2f}"]
+
+
+def _invocations(found: Values) -> list[str]:
+    medians = {kind: sorted(each)[len(each) // 2] for kind, each in found["seconds"].items()}
+    ratio = medians["activated"] / medians["plain"]
+    return [f"{found['prompt']:,}", _ms(medians["plain"]), _ms(medians["activated"]), f"{ratio:.3f}"]
+
+
+def _company(found: Values) -> list[str]:
+    return [found["model_size"], ", ".join(f"{row['sequences']}: {row['ratio']:.2f}" for row in found["rows"])]
+
+
+def _push(found: Values) -> list[str]:
+    floor = found["floor"]
+    ratios = [f"{sorted(each)[len(each) // 2] / floor:.2f}" for each in found["seconds"].values()]
+    return [f"{found['bytes'] / 1e6:.0f}", _ms(floor), *ratios]
+
+
+def _chunks(found: Values) -> list[str]:
+    rows = [
+        f"{row['family']}: {row['most']:.4f}" for row in found["rows"] if row["kernels"] == "torch" and "most" in row
+    ]
+    return [str(found["chunk"]), ", ".join(rows)]
+
+
+COMMANDS = {
+    "many_adapters": Measured(
+        "python -m chorus.perf.bench.many_adapters",
+        ["adapters", "start, s", "MB", "hot p50, ms", "cold p50, ms", "hot p99, ms", "cold p99, ms", "errors"],
+        _many,
+    ),
+    "killed_replica": Measured(
+        "python -m chorus.perf.serving.killed_replica",
+        ["answers", "wrong", "lost", "delayed", "longest delay, s"],
+        _killed,
+    ),
+    "invocations": Measured(
+        "python -m chorus.perf.bench.invocations",
+        ["prompt tokens", "plain LoRA, ms", "activated, ms", "activated / plain"],
+        _invocations,
+    ),
+    "company": Measured(
+        "python -m chorus.perf.bench.company", ["model", "step of 8 mixed adapters / base, by sequences"], _company
+    ),
+    "push": Measured(
+        "python -m chorus.perf.bench.push",
+        ["MB", "hash and two copies, ms", "form / that", "directory / that", "descriptor / that"],
+        _push,
+    ),
+    "chunk_difference": Measured(
+        "python -m chorus.perf.bench.chunk_difference",
+        ["tokens of a chunk", "largest difference of a log-probability, PyTorch's operators"],
+        _chunks,
+    ),
+}
+"""By the name of the file."""
+
+
+def page(results: Path) -> str:
+    """The text of the page."""
+    return "\n".join(_lines(results))
+
+
+def _lines(results: Path) -> Iterator[str]:
+    yield "# Measurements on CPUs\n"
+    yield (
+        "Drawn by `python -m chorus.perf.report.history` from the folders next to it. `about.txt` in a folder tells "
+        "the machine, and whether it was idle: numbers of a busy one show that a command works, and little more.\n"
+    )
+    folders = sorted((each for each in results.iterdir() if FOLDER.fullmatch(each.name)), reverse=True)
+    for name, measured in COMMANDS.items():
+        files = [(folder, folder / f"{name}.json") for folder in folders]
+        found = [(folder, json.loads(path.read_text("utf-8"))) for folder, path in files if path.exists()]
+        if not found:
+            continue
+        yield f"## `{measured.command}`\n"
+        yield f"| date | commit | machine | {' | '.join(measured.columns)} |"
+        yield "|---" * (3 + len(measured.columns)) + "|"
+        for folder, values in found:
+            date, commit = FOLDER.fullmatch(folder.name).groups()  # pyright: ignore[reportOptionalMemberAccess]
+            about = (folder / "about.txt").read_text("utf-8").strip()
+            yield f"| {date} | {commit} | {about} | {' | '.join(measured.cells(values))} |"
+        yield ""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    command = parser(__spec__, __doc__)
+    command.add_argument("--check", action="store_true", help="fail if the page is stale")
+    command.add_argument("--results", type=Path, default=RESULTS)
+    args = command.parse_args(argv)
+    path, text = args.results / PAGE, page(args.results)
+    if args.check:
+        if not path.exists() or path.read_text("utf-8") != text:
+            print(f"{path} is stale: run python -m chorus.perf.report.history", file=sys.stderr)
+            return 1
+        return 0
+    path.write_text(text, "utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,31 @@
+"""Commands to a replica's engine, and their failures, as words on the wire.
+
+Tests: tests/server/cluster/test_control.py
+"""
+
+from __future__ import annotations
+
+from ...core.requests.request_params import InvalidRequest
+from ...core.sleep import CannotSleep
+from ..errors import EngineUnavailable
+
+FREEZE, SLEEP, WAKE, RESET = "freeze", "sleep", "wake", "reset"
+
+BUSY = "busy"
+"""Failure of a sleep that may be tried again; other failures name a wrong field, or are empty."""
+
+
+def failure_of(error: BaseException) -> str:
+    """The failure of a command, for the wire."""
+    if isinstance(error, CannotSleep):
+        return BUSY
+    return f"field:{error.field}" if isinstance(error, InvalidRequest) else ""
+
+
+def error_of(failure: str, text: str) -> Exception:
+    """The error of a command, from the wire."""
+    if failure == BUSY:
+        return CannotSleep(text)
+    if failure.startswith("field:"):
+        return InvalidRequest(failure.removeprefix("field:"), text)
+    return EngineUnavailable(text)
