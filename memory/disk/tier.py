@@ -411,6 +411,9 @@ class DiskTier:
             time.sleep(0.005)
         self._writer.shutdown()
         self._readers.shutdown()
+        writes = self._writing is not None and not self._writing.done()
+        if not writes and all(job.future is None or job.future.done() for job in self._jobs.values()):
+            self.folder.close()  # else a thread that hangs still has it
 
     def _save_the_rest(self, copy_out: Callable[[int], Any], end: float) -> None:
         """Write the blocks that only the pool has, parents first."""
@@ -421,7 +424,14 @@ class DiskTier:
                 time.sleep(0.005)
             if time.monotonic() > end:
                 return
-            if block.parent is not None and (sealed := _all_of(block, copy_out)) is not None:
+            if block.parent is None:
+                continue
+            try:
+                sealed = _all_of(block, copy_out)
+            except Exception as error:
+                logger.warning("a cached block is not written, as it could not be copied: %s", error)
+                continue
+            if sealed is not None:
                 self._enqueue(block, sealed, 1 << 62)
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import random
 import threading
 
 import pytest
 
+from chorus.core import kv_identity
 from chorus.core.requests.request import Request
 from chorus.core.requests.request_params import RequestParams
 from chorus.memory.disk.keys import BlockKeys
@@ -217,6 +219,33 @@ def test_servers_of_other_bytes_share_no_block(disk_server, change):
     assert second.engine.stats().num_bad_files == 0
 
 
+def test_servers_of_other_dtypes_of_one_size_share_no_block(disk_server):
+    first = disk_server(dtype="bfloat16", cpu_kernels="torch")
+    ask(first, 0, None, PROMPT)
+    stop(first)
+    assert ask(disk_server(dtype="float16", cpu_kernels="torch"), 0, None, PROMPT)[1] == 0
+
+
+def test_a_page_that_can_t_be_copied_holds_up_no_stop(disk_server):
+    driver = disk_server()
+    ask(driver, 0, None, PROMPT)
+    driver.engine.executor.swaps.copy_out = fail
+    driver.engine.close()
+    assert driver.engine.disk.folder.num_bytes == 0
+
+
+def fail(pages):
+    raise OSError("no memory")
+
+
+def test_a_closed_engine_holds_no_file_open(disk_server):
+    before = len(os.listdir("/proc/self/fd"))
+    driver = disk_server()
+    ask(driver, 0, None, PROMPT)
+    driver.engine.close()
+    assert len(os.listdir("/proc/self/fd")) <= before
+
+
 def test_a_reloaded_adapter_never_meets_the_blocks_of_another_content(gqa, disk_server):
     first = disk_server()
     ask(first, 0, "r2-qv", PROMPT)
@@ -299,12 +328,13 @@ def test_a_key_without_the_adapter_s_content_is_found(gqa, disk_server, monkeypa
 
 
 def test_a_key_without_the_dtype_is_found(disk_server, monkeypatch):
-    monkeypatch.setattr("chorus.core.kv_identity.identity_of", lambda *arguments: {})
-    monkeypatch.setattr("chorus.memory.disk.folder.BlockFolder._size", lambda self, count: 32 + count * 64 + 32)
-    first = disk_server(kv_cache_dtype="fp8", block_tokens=8)
+    """Float16 has as many bytes as bfloat16."""
+    without = tuple(name for name in vars(kv_identity)["_SETTINGS"] if name != "dtype")
+    monkeypatch.setattr(kv_identity, "_SETTINGS", without)
+    first = disk_server(dtype="bfloat16", cpu_kernels="torch")
     ask(first, 0, None, PROMPT)
-    keys = first.engine.disk.keys.identity
-    assert keys == disk_server(dtype="bfloat16").engine.disk.keys.identity, "the planted fault"
+    stop(first)
+    assert ask(disk_server(dtype="float16", cpu_kernels="torch"), 0, None, PROMPT)[1] > 0, "the planted fault"
 
 
 def test_an_owner_that_is_remembered_by_name_is_found(gqa, disk_server, monkeypatch):
