@@ -127,6 +127,11 @@ class DiskTier:
         """Write and read on these threads; the writer runs one call after another."""
         self._writer, self._readers = writer, readers
 
+    @property
+    def shared_name(self) -> str:
+        """Equal for tiers that find each other's blocks: those of one folder and one identity."""
+        return self.folder.seal_of(b"identity" + self.keys.identity).hex()[:32]
+
     # -- for the budget
 
     @property
