@@ -226,6 +226,7 @@ class Engine:
             costs=self.costs,
             page_bytes=self.executor.layout.page_bytes,
             content_of=self.store.content_of,
+            parts_of=self.store.parts_of,
             clock=self._clock,
             wake=self.wake,
         )

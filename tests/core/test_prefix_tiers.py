@@ -11,6 +11,7 @@ import pytest
 from chorus.core import kv_identity
 from chorus.core.requests.request import Request
 from chorus.core.requests.request_params import RequestParams
+from chorus.memory.adapters.composition import Composition
 from chorus.memory.disk.keys import BlockKeys
 from chorus.memory.disk.tier import DiskTier
 from chorus.memory.files.identity import with_content
@@ -268,6 +269,37 @@ def test_deleting_an_adapter_removes_its_blocks_from_files(disk_server):
     driver.engine.adapters.remove("r2-qv")
     driver.engine.disk.wait()
     assert {each.name for each in blocks.iterdir()} == {content["r1-all"]}
+
+
+def test_deleting_an_adapter_removes_the_blocks_of_what_is_composed_of_it(disk_server):
+    """Also those that an earlier server wrote, and those of a composition that a request still uses."""
+    both = Composition.of([("r2-qv", 0.5), ("r1-all", 1.0)]).model
+    half = Composition.of([("r1-all", 0.5)]).model
+    names = [None, "r2-qv", "r1-all", both, half]
+    first = disk_server()
+    for name in names:
+        ask(first, 0, name, PROMPT)
+    stop(first)
+    blocks = first.engine.config.kv_cache_dir / "blocks"
+    assert len(list(blocks.iterdir())) == 5
+    second = disk_server()
+    assert ask(second, 0, both, PROMPT)[1] == 48
+    second.engine.add_request(Request("runs", PROMPT, RequestParams(max_tokens=9, ignore_eos=True), both))
+    second.answers["runs"] = Answer()
+    second.step()
+    second.engine.adapters.remove("r2-qv")
+    second.engine.disk.wait()
+    content = second.engine.store.get("r1-all").manifest.content_hash
+    left = {each.name.split(".")[0] for each in blocks.iterdir()}
+    assert len(left) == 3
+    assert {"base", content} < left
+    while second.engine.has_work():
+        second.step()
+    second.engine.reclaimer.reclaim_all()
+    stop(second)
+    assert {each.name.split(".")[0] for each in blocks.iterdir()} == left, "nothing is written of what is gone"
+    third = disk_server()
+    assert [ask(third, 0, name, PROMPT)[1] for name in names] == [48, 0, 48, 0, 48]
 
 
 def test_resetting_the_prefix_cache_forgets_the_tiers_that_are_named(disk_server):
