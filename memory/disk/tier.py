@@ -244,7 +244,7 @@ class DiskTier:
                     self._queued_bytes -= len(sealed.pages) * self.page_bytes
 
     def remove_owner(self, content_hash: str) -> Future[int]:
-        """Remove blocks of an adapter and of its compositions, also those that wait to be written, in the background."""
+        """Remove blocks of an adapter and of its compositions, also those that wait to be written, soon."""
         with self._lock:
             self._removed.add(content_hash)
         return self._writer.submit(self._remove_owner, content_hash)
