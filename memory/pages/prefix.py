@@ -415,6 +415,7 @@ class PrefixCache:
             groups = [group for group in self._windowed if self._is_unused(block.pages[group])]
             if self.tier is not None:
                 self.tier.save(block, groups)
+                self._order.discard(item)  # offered anew if a descendant's images made room
             self._forget(block, groups)
             return
         self._evict_block(item)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import tempfile
 from dataclasses import replace
@@ -14,6 +15,7 @@ from chorus.core.policies import Policies
 from chorus.core.requests.request_params import RequestParams, Seeds
 from chorus.memory.adapters.adapter import Adapter
 from chorus.memory.adapters.composition import Composition
+from chorus.memory.disk.folder import KEY_BYTES
 from chorus.memory.files.error import AdapterFormatError
 from chorus.memory.host.image import HostImage
 from chorus.memory.pages.block import Place
@@ -139,6 +141,8 @@ class CheckedRun(EngineRun):
         if not can_copy or (not self.has_files and self._disk_rng.random() < 0.5):
             return config
         self._folder = tempfile.TemporaryDirectory()
+        with open(os.open(f"{self._folder.name}/key", os.O_WRONLY | os.O_CREAT, 0o600), "wb") as key:
+            key.write(bytes(KEY_BYTES))  # names of files follow from it, and with them the run
         rng = self._disk_rng
         files = {"kv_cache_dir": Path(self._folder.name), "kv_cache_disk_bytes": rng.choice(CAPACITIES)}
         host_bytes, more_pages = rng.choice([4000, 1 << 16, 1 << 20, 1 << 20]), rng.choice([0, 40, 80])
@@ -274,6 +278,7 @@ class CheckedRun(EngineRun):
         if rng.random() < 0.9:
             self.engine.reclaimer.reclaim_all()
             self.clock.advance(rng.choice([0.001, 0.05, 2.0]))
+            self._check_invariants()
         if rng.random() < 0.3:
             self.files.damage()
         if rng.random() < 0.4:

@@ -55,8 +55,8 @@ class Killed(BaseException):
 class FaultyDisk(Files):
     """Calls fail now and then, are short, or change what they read; times of files jump."""
 
-    def __init__(self, rng: random.Random, reached: Counter[str], trouble: float) -> None:
-        self._rng, self._reached, self._trouble = rng, reached, trouble
+    def __init__(self, clock: VirtualClock, rng: random.Random, reached: Counter[str], trouble: float) -> None:
+        self._clock, self._rng, self._reached, self._trouble = clock, rng, reached, trouble
         self.calls_left = math.inf
         """Until the process is killed."""
 
@@ -96,6 +96,7 @@ class FaultyDisk(Files):
     def rename(self, path: str, other: str) -> None:
         self._call("failed rename")
         super().rename(path, other)
+        self._date(other)
 
     def unlink(self, path: str) -> None:
         self._call("failed removal")
@@ -106,12 +107,13 @@ class FaultyDisk(Files):
         super().make_folder(path)
 
     def touch(self, path: str) -> None:
-        """The clock of the machine jumps now and then."""
         self._call("failed touch")
-        super().touch(path)
-        if self._meets("clock jump"):
-            jumped = self._rng.choice([0, 1 << 31, (1 << 31) - 1])
-            os.utime(path, (jumped, jumped))
+        self._date(path)
+
+    def _date(self, path: str) -> None:
+        """Date a file. The clock of the machine jumps now and then."""
+        seconds = self._rng.choice([0.0, 2.0**31]) if self._meets("clock jump") else self._clock.now
+        os.utime(path, (seconds, seconds))
 
 
 class VirtualPool:
@@ -185,7 +187,7 @@ class FilesInVirtualTime:
         self.root = Path(disk.folder.root)
         self.num_foreign_bytes = 0
         """Bytes that no server wrote."""
-        self._calls = disk.folder.files = FaultyDisk(rng, reached, rng.choice([0.0, 0.0, 0.02, 0.2]))
+        self._calls = disk.folder.files = FaultyDisk(clock, rng, reached, rng.choice([0.0, 0.0, 0.02, 0.2]))
         disk.close_seconds = 0.01
         # else it reads, and copies, hardly ever
         disk.costs = RestoreCosts(prefix_page=rng.choice([1e-3, 0.05, 1.0]), disk_prefix_page=0.0)
