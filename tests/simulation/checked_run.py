@@ -336,7 +336,7 @@ class CheckedRun(EngineRun):
         assert disk is not None
         self.reached["prefix from a file"] += disk.num_hit_tokens
         self.reached["damaged file"] += disk.folder.num_bad
-        self.reached["hit of host memory"] += self.engine.memory.num_host_hit_tokens
+        self.reached["hit of host memory"] += self.engine.memory.copies.num_hit_tokens
         capacity = disk.folder.capacity_bytes
         promise(disk.folder.num_bytes <= capacity, "files are counted as more bytes than they may have")
         promise(

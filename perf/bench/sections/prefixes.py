@@ -1,11 +1,10 @@
 """Adapters with a system prompt each, more than the page pool holds: prefixes from host memory and from files.
 
-The pool has room for a tenth of the adapters and of the prompts' KV, host memory for all adapters and for half of the KV,
-files for all. Each prompt is computed once, one
-after another. Then requests come by a Zipf law and by a uniform one: a time to first token counts for the tier that its
-prefix came from, and is held against the same prompts' when nothing was cached. An engine that begins with the files
-alone, after one that wrote nothing at its end, as if killed, serves each prompt once: with the system's copies of the
-files in memory, and dropped.
+The pool has room for a tenth of the adapters and of the prompts' KV, host memory for all adapters and for half of the
+KV, files for all. Each prompt is computed once, one after another. Then requests come by a Zipf law and by a uniform
+one: a time to first token counts for the tier that its prefix came from, and is held against the same prompts' when
+nothing was cached. An engine that begins with the files alone, after one that wrote nothing at its end, as if killed,
+serves each prompt once: with the system's copies of the files in memory, and dropped.
 
 "beside" is the time between two tokens of sequences that decode while such requests come, with the tiers and without.
 "nothing" is the rate of prompts that have nothing in common, in turns with the tiers and without.
@@ -134,17 +133,21 @@ class _Study:
         }
         if tiers:
             fields |= {"kv_cache_dir": self._folder, "kv_cache_disk_bytes": max(1 << 20, 2 * self._kv_bytes)}
-        limits = {"max_seqs": num_decoding + 1, "max_batched": 512, "max_len": max(load.prompt_tokens + 2 * ANSWER, DECODED)}
+        limits = {
+            "max_seqs": num_decoding + 1,
+            "max_batched": 512,
+            "max_len": max(load.prompt_tokens + 2 * ANSWER, DECODED),
+        }
         with Subject(self._context, self._adapters, **limits, **fields) as subject:
             engine = subject.engine
             for _, adapter in list(engine.store.registered()):
                 engine.store.note(adapter, with_content(adapter.manifest))
             if not tiers:
-                engine.prefix.tier = engine.host = engine.memory.host = None
+                engine.prefix.tier = engine.host = engine.memory.copies.host = None
             if self._context.smoke:  # times mean nothing
-                engine.memory.costs = RestoreCosts(prefix_page=1.0)
+                engine.memory.copies.costs = RestoreCosts(prefix_page=1.0)
                 if engine.disk is not None:
-                    engine.disk.costs = engine.memory.costs
+                    engine.disk.costs = engine.memory.copies.costs
             yield subject
 
     def _serve(self, subject: Subject, name: str, served: Served, prompt: Sequence[int] = (), beside: int = 0) -> None:
