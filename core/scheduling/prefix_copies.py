@@ -50,8 +50,8 @@ class PrefixCopies:
     """Time of the copies."""
 
     def are_needed(self, blocks: list[Block]) -> bool:
-        """True if a request that begins with these blocks needs images."""
-        if not blocks or self.host is None:
+        """True if a request that begins with these blocks, at least one, needs images."""
+        if self.host is None:
             return False
         state = blocks[-1].checkpoint
         return bool(self.prefix.absent(blocks)) or (state is not None and not state.pages)

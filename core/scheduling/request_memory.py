@@ -76,7 +76,7 @@ class RequestMemory:
             return []
         version, scope = _version(request.adapter), self.scope(request)
         blocks = self.prefix.match(version, request.keys(), scope, request.lora_from)
-        if self.copies.are_needed(blocks):
+        if blocks and self.copies.are_needed(blocks):
             resident = self.prefix.resident(blocks)
             is_copied = request.kv_image is None and self.copies.are_worth_it(blocks, resident)
             request.num_passed_tokens = 0 if is_copied else (len(blocks) - len(resident)) * self.block_tokens
@@ -156,7 +156,7 @@ class RequestMemory:
 
     def _start(self, request: Request, blocks: list[Block], count: int) -> None:
         self.copies.num_recomputed_tokens += request.num_passed_tokens
-        fetch = self.copies.plan(blocks)
+        fetch = self.copies.plan(blocks) if blocks else None
         taken, windows = self.prefix.take(blocks, request.num_tokens), self.layout.group_windows
         image = request.kv_image
         if image is not None:
