@@ -210,7 +210,8 @@ class Engine:
 
         if host is None or swaps is None:
             raise ValueError(
-                "kv_cache_dir is set, but only engines on CPUs keep prefixes that leave the page pool; leave it out"
+                "kv_cache_dir is set, but this engine's executor copies no prefixes that leave the page pool to host "
+                "memory, from where files are written; leave it out"
             )
         page_bytes = len(swaps.bytes_of(swaps.new_image()))
         folder = BlockFolder(config.kv_cache_dir, config.kv_cache_disk_bytes, page_bytes)
@@ -226,6 +227,7 @@ class Engine:
             costs=self.costs,
             page_bytes=self.executor.layout.page_bytes,
             content_of=self.store.content_of,
+            parts_of=self.store.parts_of,
             clock=self._clock,
             wake=self.wake,
         )

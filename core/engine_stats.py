@@ -150,15 +150,15 @@ class EngineStats:
         "prefix_hit_tokens", "Tokens found in the prefix cache", "prefix.num_hit_tokens", "prefix_cache_hits"
     )
     num_host_hit_tokens: int = _counted(
-        "prefix_host_hit_tokens", "Prefix tokens copied from host memory", "memory.num_host_hit_tokens"
+        "prefix_host_hit_tokens", "Prefix tokens copied from host memory", "memory.copies.num_hit_tokens"
     )
     num_recomputed_tokens: int = _counted(
         "prefix_recomputed_tokens",
         "Prefix tokens in host memory that were computed again, because that takes less time",
-        "memory.num_recomputed_tokens",
+        "memory.copies.num_recomputed_tokens",
     )
     fetch_seconds: float = _counted(
-        "prefix_fetch_seconds", "Time of copies of prefixes from host memory", "memory.fetch_seconds"
+        "prefix_fetch_seconds", "Time of copies of prefixes from host memory", "memory.copies.seconds"
     )
     host_cached_bytes: int = _now("prefix_host_bytes", "Host memory used by cached prefixes")
     num_disk_hit_tokens: int = _counted("prefix_disk_hit_tokens", "Prefix tokens read from files")

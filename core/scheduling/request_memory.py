@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from ...memory.adapters.adapter import Adapter
 from ...memory.adapters.reclaimer import Reclaimer
@@ -26,12 +26,9 @@ from ...memory.transfers.swapped_kv import KvImage, SwappedKv
 from ...memory.transfers.transfer import ExecutorLost
 from ..requests.prefix_fetch import Fetch
 from ..requests.request import Request, RequestState
+from .prefix_copies import CopyFailed, PrefixCopies
 
 logger = logging.getLogger(__name__)
-
-
-class _FetchFailed(Exception):
-    """Cached blocks could not be copied from host memory, and were forgotten."""
 
 
 @dataclass(eq=False)
@@ -64,10 +61,9 @@ class RequestMemory:
 
     def __post_init__(self) -> None:
         self.block_tokens = self.layout.block_tokens
-        self.num_host_hit_tokens = self.num_recomputed_tokens = 0
-        """Prefix tokens that were copied from host memory, and those computed again because that takes less time."""
-        self.fetch_seconds = 0.0
-        """Time of the copies from host memory."""
+        self.copies = PrefixCopies(
+            self.host, self.pool, self.prefix, self.reclaimer, self.swapped, self.layout, self.costs, self.clock
+        )
 
     @property
     def num_available_pages(self) -> int:
@@ -80,9 +76,9 @@ class RequestMemory:
             return []
         version, scope = _version(request.adapter), self.scope(request)
         blocks = self.prefix.match(version, request.keys(), scope, request.lora_from)
-        if blocks and self.host is not None and self._has_images_to_fetch(blocks):
+        if blocks and self.copies.are_needed(blocks):
             resident = self.prefix.resident(blocks)
-            is_copied = request.kv_image is None and self._is_worth_copying(blocks, resident)
+            is_copied = request.kv_image is None and self.copies.are_worth_it(blocks, resident)
             request.num_passed_tokens = 0 if is_copied else (len(blocks) - len(resident)) * self.block_tokens
             if not is_copied:
                 blocks = resident
@@ -113,16 +109,6 @@ class RequestMemory:
             return True
         request.reading = None
         return False
-
-    def _has_images_to_fetch(self, blocks: list[Block]) -> bool:
-        state = blocks[-1].checkpoint
-        return bool(self.prefix.absent(blocks)) or (state is not None and not state.pages)
-
-    def _is_worth_copying(self, blocks: list[Block], resident: list[Block]) -> bool:
-        """True if copying what is in host memory is measured to take less time than computing the tokens again."""
-        copied = len(self.prefix.absent(blocks)) + (self.layout.state_pages if blocks[-1].checkpoint else 0)
-        computed = (len(blocks) - len(resident)) * self.layout.pages_per_block
-        return copied * self.costs.host_prefix_page < computed * self.costs.prefix_page
 
     def fetched_by(self, blocks: list[Block]) -> Request | None:
         """Return a request that is copying some of these blocks from host memory: their pages come with it."""
@@ -165,12 +151,12 @@ class RequestMemory:
         """
         try:
             self._start(request, blocks, count)
-        except _FetchFailed:
+        except CopyFailed:
             self._start(request, self.match(request), count)
 
     def _start(self, request: Request, blocks: list[Block], count: int) -> None:
-        self.num_recomputed_tokens += request.num_passed_tokens
-        fetch = self._begin_fetch(blocks)
+        self.copies.num_recomputed_tokens += request.num_passed_tokens
+        fetch = self.copies.plan(blocks) if blocks else None
         taken, windows = self.prefix.take(blocks, request.num_tokens), self.layout.group_windows
         image = request.kv_image
         if image is not None:
@@ -184,7 +170,7 @@ class RequestMemory:
             table.free()
             if image is not None:
                 self.swapped.let_go(image)
-            self._end_fetch(fetch)
+            self.copies.end(fetch)
             raise
         if table.states is not None:
             self._add_state_slots(table.states)
@@ -197,7 +183,7 @@ class RequestMemory:
         request.leaves_at = self.layout.first_leaving(request.num_computed_tokens)
         kept = self.kept_tokens(request, blocks)
         if fetch is not None:
-            self._fetch(request, fetch)
+            self._copy(request, fetch)
         elif image is not None and kept > request.num_computed_tokens:
             self._restore(request, image, len(blocks))
         elif image is not None:
@@ -206,76 +192,18 @@ class RequestMemory:
         if request.restoring is None:
             self.grow(request, request.num_computed_tokens + count)
 
-    # -- from host memory
-
-    def _begin_fetch(self, blocks: list[Block]) -> Fetch | None:
-        """Hold the images that a request needs of its blocks; None if it needs none."""
-        if not blocks or self.host is None or not self._has_images_to_fetch(blocks):
-            return None
-        self.host.hold(blocks)
-        return Fetch(blocks, self.prefix.absent(blocks), self.clock())
-
-    def _end_fetch(self, fetch: Fetch | None) -> None:
-        if fetch is not None and self.host is not None:
-            self.host.let_go(fetch.blocks)
-
-    def _fetch(self, request: Request, fetch: Fetch) -> None:
-        """Begin to copy what a request needs of its blocks from host memory into pages of its own."""
-        table, images, pages = request.block_table, list[Any](), list[int]()
-        self.reclaimer.make_room(len(fetch.places))
-        for (at, block, group), page in zip(
-            fetch.places, self.pool.allocate(len(fetch.places), PageKind.KV), strict=True
-        ):
-            table.pages[at] = page
-            images.append(block.images[group])
-            pages.append(page)
-        if fetch.checkpoint:
-            state = fetch.blocks[-1].checkpoint
-            assert state is not None
-            images += state.images
-            pages += fetch.checkpoint
-        fetch.image = KvImage(images, 0, range(len(fetch.blocks)), [], num_tokens=request.num_computed_tokens)
-        request.fetch = fetch
+    def _copy(self, request: Request, fetch: Fetch) -> None:
+        """Begin to copy the request's blocks from host memory. Raises CopyFailed; then nothing is held."""
         try:
-            request.restoring = self.swapped.fetch(fetch.image, pages)
-        except ExecutorLost:
-            raise
-        except Exception:
-            logger.exception("cached KV could not be copied back for request %s", request.id)
+            self.copies.begin(request, fetch)
+        except CopyFailed:
             self.release(request)
-            self._end_fetch(fetch)
-            self._forget_images(fetch)
+            self.copies.end(fetch)
+            self.copies.give_up(fetch)
             request.fetch = None
-            raise _FetchFailed from None
-        if request.restoring is None:
-            self._finish_fetch(request, fetch)
-        else:
+            raise
+        if request.restoring is not None:
             self.arriving.append(request)
-
-    def _finish_fetch(self, request: Request, fetch: Fetch) -> None:
-        """Give the blocks the pages that their images were copied into."""
-        step, pages, is_needed = self.layout.pages_per_block, request.block_table.pages, True
-        fetched: dict[int, list[int]] = {}
-        for at, _, group in fetch.places:
-            fetched.setdefault(at // step, [PagePool.DUMMY] * step)[group] = pages[at]
-        for index, block in enumerate(fetch.blocks):
-            own = fetched.get(index)
-            if own is None and block.is_resident:
-                continue
-            checkpoint = fetch.checkpoint if block is fetch.blocks[-1] else ()
-            is_needed = is_needed and self.prefix.give_back(block, own or [PagePool.DUMMY] * step, checkpoint)
-        if fetch.checkpoint and len(fetch.blocks) - 1 not in fetched and fetch.blocks[-1].is_resident:
-            state = fetch.blocks[-1].checkpoint
-            if state is not None and not state.pages:
-                self.prefix.keep_checkpoint(fetch.blocks[-1], fetch.checkpoint, state.accepted)
-        if not is_needed:
-            request.caching = False
-        self._end_fetch(fetch)
-        request.fetch = None
-        seconds, count = self.clock() - fetch.begun, len(fetch.places) + len(fetch.checkpoint)
-        self.costs.observe("host_prefix_page", seconds / count)
-        self.fetch_seconds += seconds
-        self.num_host_hit_tokens += sum(index in fetched for index in range(len(fetch.blocks))) * self.block_tokens
 
     def _pin_adapter(self, request: Request) -> None:
         """Pin the request's adapter, with room made for it. Raises the errors of loading it."""
@@ -408,22 +336,17 @@ class RequestMemory:
                 request.restoring = None
                 self.arriving.remove(request)
                 if request.fetch is not None:
-                    self._finish_fetch(request, request.fetch)
+                    self.copies.finish(request, request.fetch)
                 else:
                     request.kv_image = None
             elif request.restoring in failed:
                 lost.append(request)
         for request in lost:
             if request.fetch is not None:
-                self._forget_images(request.fetch)
+                self.copies.give_up(request.fetch)
             elif request.kv_image is not None:
                 self.swapped.drop(request.kv_image)
         return lost
-
-    def _forget_images(self, fetch: Fetch) -> None:
-        """Forget the blocks whose images could not be copied back: they are computed again."""
-        for block in reversed(fetch.blocks):
-            self.prefix.forget_images(block)
 
     def forget_image(self, request: Request) -> None:
         """Drop the KV of an ended request from host memory."""
@@ -556,7 +479,7 @@ class RequestMemory:
             assert image is not None
             self.arriving.remove(request)
             self.swapped.cancel(image, request.block_table)
-            self._end_fetch(fetch)
+            self.copies.end(fetch)
             request.restoring = request.fetch = None
         request.block_table.free()
         request.note_pages(0, self.clock())

@@ -184,6 +184,12 @@ class AdapterStore:
         adapter = self._by_version.get(version)
         return None if adapter is None else adapter.manifest.content_hash
 
+    def parts_of(self, version: int) -> list[str]:
+        """The content hashes of what a registered version is composed of, as far as they are known."""
+        adapter = self._by_version.get(version)
+        sources = () if adapter is None else adapter.manifest.sources
+        return [one.content_hash for one, _ in sources if one.content_hash is not None]
+
     def note(self, adapter: Adapter, manifest: AdapterManifest) -> None:
         """Update the manifest of a registered version, for example with its content hash."""
         self._unindex(adapter)

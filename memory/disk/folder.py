@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from .files import Files
+from .keys import is_of
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +54,7 @@ class Place(NamedTuple):
     """Where a block's file lies."""
 
     owner: str
-    """What it was computed with: an adapter's content hash, or the base model."""
+    """What it was computed with: an adapter, by `keys.owner_name`, or the base model."""
     tenant: str
     key: str
 
@@ -214,8 +215,10 @@ class BlockFolder:
     # -- removal
 
     def remove_owner(self, owner: str) -> int:
-        """Remove all blocks of an adapter's content; return how many."""
-        return self._remove_all([f"{self.root}/blocks/{_name(owner)}"])
+        """Remove all blocks of an adapter's content, and of what is composed of it; return how many."""
+        content = _name(owner)
+        found = self.files.entries(f"{self.root}/blocks")
+        return self._remove_all([entry.path for entry in found if is_of(entry.name, content)])
 
     def remove_tenant(self, tenant: str) -> int:
         """Remove all blocks of a tenant; return how many."""

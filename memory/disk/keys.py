@@ -21,6 +21,20 @@ BASE = "base"
 """The owner of blocks that no adapter changed."""
 
 
+_PART_DIGITS = 16
+
+
+def owner_name(content_hash: str, parts: Sequence[str] = ()) -> str:
+    """The name of an owner's folder. parts: content hashes of the adapters that it is composed of."""
+    return ".".join([content_hash, *(part[:_PART_DIGITS] for part in parts)])
+
+
+def is_of(owner: str, content_hash: str) -> bool:
+    """True if an owner's name is that of an adapter, or of one that is composed of it."""
+    whole, *parts = owner.split(".")
+    return content_hash == whole or content_hash[:_PART_DIGITS] in parts
+
+
 class BlockKeys:
     """Hashes over a chain: the server's identity, the owner and scope, then block after block."""
 

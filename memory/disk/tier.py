@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from ..host.daemon_pool import DaemonPool
 from ..pages.block import BASE_VERSION, Block, Key, Root
 from .folder import BlockFolder, Place, SealedBlock
-from .keys import BASE, BlockKeys
+from .keys import BASE, BlockKeys, is_of, owner_name
 
 if TYPE_CHECKING:
     from ..host.budget import HostBudget
@@ -102,6 +102,8 @@ class DiskTier:
     page_bytes: int
     content_of: Callable[[int], str | None]
     """Returns the content hash of a registered adapter version; None if that is not known."""
+    parts_of: Callable[[int], Sequence[str]]
+    """Returns the content hashes of what a registered version is composed of."""
     clock: Callable[[], float]
     wake: Callable[[], None] = lambda: None
     """Called when a read has ended, from its thread."""
@@ -127,6 +129,11 @@ class DiskTier:
         """Write and read on these threads; the writer runs one call after another."""
         self._writer, self._readers = writer, readers
 
+    @property
+    def shared_name(self) -> str:
+        """Equal for tiers that find each other's blocks: those of one folder and one identity."""
+        return self.folder.seal_of(b"identity" + self.keys.identity).hex()[:32]
+
     # -- for the budget
 
     @property
@@ -149,7 +156,10 @@ class DiskTier:
         owner = self._owner(version)
         if digest is None or owner is None or not isinstance(scope, tuple):
             return None
-        return Place(owner, self.folder.tenant(scope[0]), digest.hex())
+        return Place(self._folder_of(version, owner), self.folder.tenant(scope[0]), digest.hex())
+
+    def _folder_of(self, version: int, owner: str) -> str:
+        return BASE if version == BASE_VERSION else owner_name(owner, self.parts_of(version))
 
     def _owner(self, version: int) -> str | None:
         return BASE if version == BASE_VERSION else self.content_of(version)
@@ -223,7 +233,7 @@ class DiskTier:
                     self._writing = None
                     return
                 place, sealed = self._queue.popleft()
-                is_removed = place.owner in self._removed
+                is_removed = any(is_of(place.owner, content) for content in self._removed)
             try:
                 if not is_removed and not self.folder.has(place, sealed):
                     self.folder.write(place, sealed, [self.pages.bytes_of(image) for image in sealed.pages])
@@ -234,7 +244,7 @@ class DiskTier:
                     self._queued_bytes -= len(sealed.pages) * self.page_bytes
 
     def remove_owner(self, content_hash: str) -> Future[int]:
-        """Remove an adapter's blocks, also those that wait to be written, in the background."""
+        """Remove blocks of an adapter and of its compositions, also those that wait to be written, soon."""
         with self._lock:
             self._removed.add(content_hash)
         return self._writer.submit(self._remove_owner, content_hash)
@@ -318,7 +328,7 @@ class DiskTier:
         digest = self._digest(known[-1]) if known else self.keys.root(acting, scope)
         if digest is None:
             return [], []
-        places, runs = list[Place](), list[tuple[Key, ...]]()
+        places, runs, folder = list[Place](), list[tuple[Key, ...]](), self._folder_of(version, owner)
         tenant = self.folder.tenant(scope[0])
         for index in blocks:
             start = index * step
@@ -327,7 +337,7 @@ class DiskTier:
                 digest = self.keys.after(digest, run, owner, changed_from - start)
             else:
                 digest = self.keys.after(digest, run)
-            acting = owner if changed_from < start + step else BASE
+            acting = folder if changed_from < start + step else BASE
             places.append(Place(acting, tenant, digest.hex()))
             runs.append(run)
         return places, runs
@@ -411,6 +421,9 @@ class DiskTier:
             time.sleep(0.005)
         self._writer.shutdown()
         self._readers.shutdown()
+        writes = self._writing is not None and not self._writing.done()
+        if not writes and all(job.future is None or job.future.done() for job in self._jobs.values()):
+            self.folder.close()  # else a thread that hangs still has it
 
     def _save_the_rest(self, copy_out: Callable[[int], Any], end: float) -> None:
         """Write the blocks that only the pool has, parents first."""
@@ -421,7 +434,14 @@ class DiskTier:
                 time.sleep(0.005)
             if time.monotonic() > end:
                 return
-            if block.parent is not None and (sealed := _all_of(block, copy_out)) is not None:
+            if block.parent is None:
+                continue
+            try:
+                sealed = _all_of(block, copy_out)
+            except Exception as error:
+                logger.warning("a cached block is not written, as it could not be copied: %s", error)
+                continue
+            if sealed is not None:
                 self._enqueue(block, sealed, 1 << 62)
 
 

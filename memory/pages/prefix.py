@@ -13,8 +13,7 @@ so no choice of tokens reaches another scope's blocks.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Container, Hashable, Iterable, Iterator, Sequence
-from typing import Protocol
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 
 from .block import (
     BASE_VERSION,
@@ -31,33 +30,10 @@ from .block import (
 )
 from .eviction import EvictionOrder, RestoreCosts
 from .pool import PageKind, PagePool
+from .prefix_tier import BlocksBelow, Tier
 
 
-class Tier(Protocol):
-    """Keeps images of blocks that lose their pages, and of checkpoints. It tells the cache of what it drops."""
-
-    def save(self, block: Block, groups: Iterable[int]) -> None:
-        """Make images of a block's pages in some groups, as far as there is room for them."""
-        ...
-
-    def save_state(self, state: KeptState) -> None:
-        """Make images of a checkpoint's pages, if there is room for them."""
-        ...
-
-    def offer(self, block: Block) -> None:
-        """Update whether a block's images may be dropped, and when."""
-        ...
-
-    def forget(self, block: Block) -> None:
-        """Drop a block's images, and those of its checkpoint."""
-        ...
-
-    def forget_state(self, state: KeptState) -> None:
-        """Drop a checkpoint's images."""
-        ...
-
-
-class PrefixCache:
+class PrefixCache(BlocksBelow):
     """Known full blocks, used or evictable.
 
     A request that knows a block also holds its ancestors' pages, except those that have left a window. Therefore an
@@ -288,42 +264,6 @@ class PrefixCache:
             self.by_page[page] = block
             self._pool.keep(page)
 
-    def _return(self, block: Block, pages: Sequence[int]) -> None:
-        """Give a block that has only images pages again, which the caller uses: they hold the same."""
-        parent = block.parent
-        assert parent is not None
-        block.is_resident = True
-        block.pages = list(pages)
-        self._keep_pages(block, pages)
-        parent.num_resident_children += 1
-        self._offer(parent)
-        self.tell_stored(block, Place.POOL)
-        if self.tier is not None:
-            self.tier.offer(block)
-
-    def give_back(self, block: Block, pages: Sequence[int], checkpoint: Sequence[int] = ()) -> bool:
-        """Give a matched block pages that its images were copied into, which the caller uses; parents come first.
-
-        pages: of each group; DUMMY where nothing was copied. checkpoint: pages of the state after it. Returns False if
-        the cache no longer needs some of them: then the caller keeps its pages to itself, and inserts nothing after it.
-        """
-        parent = block.parent
-        if not block.is_known or parent is None or not parent.is_resident:
-            return False
-        if not block.is_resident:
-            self._return(block, pages)
-        else:
-            for group in filter(pages.__getitem__, range(len(pages))):
-                if block.pages[group]:
-                    return False
-                block.pages[group] = pages[group]
-                self._keep_pages(block, (pages[group],))
-            self._offer(block)
-        if checkpoint:
-            state = block.checkpoint
-            return state is not None and self.keep_checkpoint(block, checkpoint, state.accepted)
-        return True
-
     def adopt(
         self, version: int, parent: Block | None, tokens: Sequence[Key], scope: Hashable, changed_from: int
     ) -> Block | None:
@@ -415,6 +355,7 @@ class PrefixCache:
             groups = [group for group in self._windowed if self._is_unused(block.pages[group])]
             if self.tier is not None:
                 self.tier.save(block, groups)
+                self._order.discard(item)  # offered anew if a descendant's images made room
             self._forget(block, groups)
             return
         self._evict_block(item)
@@ -431,19 +372,6 @@ class PrefixCache:
                 return
         self.forget(block)
 
-    def _leave_to_tier(self, block: Block) -> None:
-        """Free the pages of a leaf of which there are images."""
-        self._order.discard(block)
-        self._forget(block, range(len(block.pages)))
-        self.tell_removed(block, Place.POOL)
-        block.is_resident = False
-        parent = block.parent
-        assert parent is not None
-        parent.num_resident_children -= 1
-        self._offer(parent)
-        if self.tier is not None:
-            self.tier.offer(block)
-
     def forget(self, block: Block) -> None:
         """Forget a leaf, with its descendants that have only images."""
         found = [block]
@@ -453,25 +381,6 @@ class PrefixCache:
             self._forget_block(each)
         if block.parent is not None:  # the root of a trie has no page and is never offered
             self._remove_child(block.parent, block)
-
-    def forget_images(self, block: Block) -> None:
-        """Forget a block's images, which could not be copied back, and all that is useless without them."""
-        if not block.is_known or self.tier is None:
-            return
-        if not block.is_resident:
-            self.forget(block)
-            return
-        self.tier.forget(block)
-        if block.checkpoint is not None and not block.checkpoint.pages:
-            block.checkpoint = None
-
-    def dropped(self, item: Cached) -> None:
-        """Forget what has lost its images, and has no page either; the tier below calls it."""
-        if isinstance(item, KeptState):
-            if not item.pages:
-                item.block.checkpoint = None
-        elif isinstance(item, Block) and not item.is_resident:
-            self.forget(item)
 
     def _remove_child(self, parent: Block, block: Block) -> None:
         """Take a forgotten block out of the trie."""
@@ -512,50 +421,6 @@ class PrefixCache:
             if each.is_resident and each.is_known:
                 self._order.discard(each)
                 self.evict(each)
-
-    def clear(self, places: Container[Place] = frozenset(Place)) -> int:
-        """Forget what no request uses in some places; return the number of blocks that were forgotten there.
-
-        A block in the pool stays in host memory if it has images there and only the pool is cleared.
-        """
-        found: list[Block] = list(self.roots())
-        for block in found:
-            found += block.children.values()
-        count = 0
-        for block in reversed(found):
-            if block.parent is None or not block.is_known:
-                continue
-            if Place.HOST in places and block.images and not block.holds:
-                count += not block.is_resident
-                self._clear_images(block)
-            if Place.POOL in places and block.is_known and block.is_resident:
-                count += self._clear_pages(block)
-        return count
-
-    def _clear_images(self, block: Block) -> None:
-        if not block.is_resident and block.children:
-            return  # a descendant is being copied back
-        self.forget_images(block)
-
-    def _clear_pages(self, block: Block) -> bool:
-        """Free a block's unused pages, and forget it if none of its images is left; False if a request uses it."""
-        state = block.checkpoint
-        if state is not None and state in self._order:
-            if state.images:
-                self._free_checkpoint(state)
-            else:
-                self._forget_checkpoint(block)
-        if block.in_windows is not None and block.in_windows in self._order:
-            self._order.discard(block.in_windows)
-            self._forget(block, [group for group in self._windowed if self._is_unused(block.pages[group])])
-            self._offer(block)
-        if block not in self._order:
-            return False
-        if self.tier is not None and block.has_images(self._windowed):
-            self._leave_to_tier(block)
-        else:
-            self.forget(block)
-        return True
 
     def roots(self) -> Iterator[Root]:
         """The root of every trie."""
@@ -682,16 +547,6 @@ class PrefixCache:
     def _add(self, item: Block | WindowPages, block: Block, count: int) -> None:
         """Make `count` pages of a block evictable."""
         self._order.add(item, count, count * self._costs.prefix_page, block.uses, depth=block.depth)
-
-    def tell_stored(self, block: Block, place: Place) -> None:
-        """Tell the listener that all of a block is in a place."""
-        if self.listener is not None:
-            self.listener.stored(*block.origin, block, place)
-
-    def tell_removed(self, block: Block, place: Place) -> None:
-        """Tell the listener that a block is no longer in a place."""
-        if self.listener is not None:
-            self.listener.removed(block.number, place)
 
 
 def _has_checkpoint(block: Block, *, with_images: bool) -> bool:

@@ -10,7 +10,7 @@ from ...memory.adapters.adapter import Tier
 from ...memory.files.error import AdapterFormatError, LoadFailure
 from .in_flight_table import OpenRequest, Placements
 from .link import Link
-from .router import Holders, Replicas, ReplicaState
+from .router import Holders, PrefixPlaces, Replicas, ReplicaState
 
 _NEAREST = (Tier.DEVICE, Tier.LOADING, Tier.HOST, Tier.FAILED)
 
@@ -24,6 +24,7 @@ class Fleet(Placements):
         self.links = links
         self._loads = {link.name: _ReplicaLoad(link) for link in links}
         self._holders = Holders()
+        self.prefixes = PrefixPlaces()
         self._pins: Mapping[str, Path] = {}
         self._candidates: dict[str | None, tuple[Sequence[Link], Replicas]] = {}  # by content, for new requests
 
@@ -169,12 +170,14 @@ class Fleet(Placements):
         """A replica has connected, with nothing of this API server's."""
         if link.hello is not None:
             self.state_of(link).max_num_seqs = link.hello.max_num_seqs
+            self.prefixes.note_folder(link.name, link.hello.kv_folder)
         self.changed()
         self.keep_pins(link)
 
     def note_down(self, link: Link) -> None:
         """A replica is gone, and this API server's requests have left it."""
         self._holders.remove(link.name, self._loads[link.name].held)
+        self.prefixes.forget(link.name)
         self._loads[link.name] = _ReplicaLoad(link)
         self.changed()
 
@@ -188,6 +191,10 @@ class Fleet(Placements):
             load.num_others = num_others
             state.free_tokens = int((stats.num_free_pages + stats.num_cached_pages) / hello.pages_per_token)
             state.kv_tokens = int(stats.num_kv_pages / hello.pages_per_token)
+            if hello.page_bytes:
+                pages = stats.num_kv_pages + stats.num_cached_pages + stats.host_cached_bytes / hello.page_bytes
+                coming = state.pending_tokens  # of prompts that the report may not have yet
+                self.prefixes.limit(link.name, int(pages / hello.pages_per_token) + coming)
             held = {*link.on_host, *load.adapters}
             self._holders.remove(link.name, load.held - held)
             self._holders.add(link.name, held - load.held)

@@ -13,7 +13,7 @@ from ...memory.files.error import LoadFailure
 from .fleet import Fleet
 from .in_flight_table import InFlightTable, OpenRequest
 from .link import Link
-from .router import Policy, Replicas
+from .router import FOLLOWS_PREFIXES, Policy, Replicas, runs_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +40,7 @@ class Placer:
         self._in_flight = in_flight
         self._fleet = fleet
         self._policy = policy
+        self._follows_prefixes = isinstance(policy, FOLLOWS_PREFIXES)
         self._fail = fail
         self._clock = clock
         self._last_of_group: dict[str, OpenRequest] = {}  # the last request placed of each group of choices
@@ -61,29 +62,34 @@ class Placer:
                 self._fail(request, failure[1], LoadFailure(failure[0]))
             return
         request.stuck_since = None
+        runs = runs_of(request.record) if self._follows_prefixes else []
         if target is None or target not in links:
             if self._is_held:  # first come, first served
                 return
-            index = self._choose(RoutedRequest(content, len(request.record["tokens"]), request.rank), request, replicas)
+            wanted = RoutedRequest(content, len(request.record["tokens"]), request.rank)
+            index = self._choose(wanted, request, replicas, runs)
             if index is None:
                 self._is_held = True
                 return
             target = links[index]
+        self._fleet.prefixes.note(target.name, runs)
         attempt = self._in_flight.place(request, target.name, target.identity)
         request.record["age"] = self._clock() - request.arrival
         request.record["num_paid_tokens"] = len(request.record["tokens"]) - 1 if request.num_output_tokens else 0
         target.send("submit", request.record, attempt)
 
-    def _choose(self, wanted: RoutedRequest, request: OpenRequest, replicas: Replicas) -> int | None:
-        """The index of the policy's choice. Choices of one API request share a prompt, so a further one goes to the
-        replica of the previous one while that has room. A request that finds no room even on an empty replica never
-        will: it is sent there, and the replica reports the reason.
+    def _choose(self, wanted: RoutedRequest, request: OpenRequest, replicas: Replicas, runs: list[bytes]) -> int | None:
+        """The index of the policy's choice, among replicas that have the prompt's beginning if there are any.
+
+        Choices of one API request share a prompt, so a further one goes to the replica of the previous one while that
+        has room. A request that finds no room even on an empty replica never will: it is sent there, and the replica
+        reports the reason.
         """
         group = request.record["choice_group"]
         before = self._last_of_group.get(group)
         index = None if before is None or before.replica is None else replicas.find(before.replica)
         if index is None or not replicas[index].has_room(wanted):
-            index = self._policy(wanted, replicas)
+            index = self._fleet.prefixes.choose(self._policy, wanted, runs, replicas)
         if index is None:
             index = next((i for i, replica in enumerate(replicas) if not replica.num_requests), None)
         if group and index is not None:

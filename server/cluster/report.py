@@ -141,6 +141,10 @@ class Hello(Told):
     """See `ModelInfo.speculates`; replicas of earlier versions don't say."""
     limits: EngineLimits | None = None
     """See `ModelInfo.limits`."""
+    page_bytes: int = 0
+    """Of a page, so that host memory of cached prefixes can be counted in tokens; 0 from earlier versions."""
+    kv_folder: str = ""
+    """Equal for replicas that find each other's cached prefixes in files; empty without such a folder."""
 
     @classmethod
     def of(cls, engine: Engine, pid: int) -> Hello:
@@ -156,6 +160,8 @@ class Hello(Told):
             pid=pid,
             speculates=engine.model.speculates,
             limits=engine.model.limits,
+            page_bytes=engine.executor.layout.page_bytes,
+            kv_folder="" if engine.disk is None else engine.disk.shared_name,
         )
 
 

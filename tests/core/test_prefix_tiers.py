@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import random
 import threading
 
 import pytest
 
+from chorus.core import kv_identity
 from chorus.core.requests.request import Request
 from chorus.core.requests.request_params import RequestParams
+from chorus.memory.adapters.composition import Composition
 from chorus.memory.disk.keys import BlockKeys
 from chorus.memory.disk.tier import DiskTier
 from chorus.memory.files.identity import with_content
@@ -217,6 +220,33 @@ def test_servers_of_other_bytes_share_no_block(disk_server, change):
     assert second.engine.stats().num_bad_files == 0
 
 
+def test_servers_of_other_dtypes_of_one_size_share_no_block(disk_server):
+    first = disk_server(dtype="bfloat16", cpu_kernels="torch")
+    ask(first, 0, None, PROMPT)
+    stop(first)
+    assert ask(disk_server(dtype="float16", cpu_kernels="torch"), 0, None, PROMPT)[1] == 0
+
+
+def test_a_page_that_can_t_be_copied_holds_up_no_stop(disk_server):
+    driver = disk_server()
+    ask(driver, 0, None, PROMPT)
+    driver.engine.executor.swaps.copy_out = fail
+    driver.engine.close()
+    assert driver.engine.disk.folder.num_bytes == 0
+
+
+def fail(pages):
+    raise OSError("no memory")
+
+
+def test_a_closed_engine_holds_no_file_open(disk_server):
+    before = len(os.listdir("/proc/self/fd"))
+    driver = disk_server()
+    ask(driver, 0, None, PROMPT)
+    driver.engine.close()
+    assert len(os.listdir("/proc/self/fd")) <= before
+
+
 def test_a_reloaded_adapter_never_meets_the_blocks_of_another_content(gqa, disk_server):
     first = disk_server()
     ask(first, 0, "r2-qv", PROMPT)
@@ -239,6 +269,37 @@ def test_deleting_an_adapter_removes_its_blocks_from_files(disk_server):
     driver.engine.adapters.remove("r2-qv")
     driver.engine.disk.wait()
     assert {each.name for each in blocks.iterdir()} == {content["r1-all"]}
+
+
+def test_deleting_an_adapter_removes_the_blocks_of_what_is_composed_of_it(disk_server):
+    """Also those that an earlier server wrote, and those of a composition that a request still uses."""
+    both = Composition.of([("r2-qv", 0.5), ("r1-all", 1.0)]).model
+    half = Composition.of([("r1-all", 0.5)]).model
+    names = [None, "r2-qv", "r1-all", both, half]
+    first = disk_server()
+    for name in names:
+        ask(first, 0, name, PROMPT)
+    stop(first)
+    blocks = first.engine.config.kv_cache_dir / "blocks"
+    assert len(list(blocks.iterdir())) == 5
+    second = disk_server()
+    assert ask(second, 0, both, PROMPT)[1] == 48
+    second.engine.add_request(Request("runs", PROMPT, RequestParams(max_tokens=9, ignore_eos=True), both))
+    second.answers["runs"] = Answer()
+    second.step()
+    second.engine.adapters.remove("r2-qv")
+    second.engine.disk.wait()
+    content = second.engine.store.get("r1-all").manifest.content_hash
+    left = {each.name.split(".")[0] for each in blocks.iterdir()}
+    assert len(left) == 3
+    assert {"base", content} < left
+    while second.engine.has_work():
+        second.step()
+    second.engine.reclaimer.reclaim_all()
+    stop(second)
+    assert {each.name.split(".")[0] for each in blocks.iterdir()} == left, "nothing is written of what is gone"
+    third = disk_server()
+    assert [ask(third, 0, name, PROMPT)[1] for name in names] == [48, 0, 48, 0, 48]
 
 
 def test_resetting_the_prefix_cache_forgets_the_tiers_that_are_named(disk_server):
@@ -299,12 +360,13 @@ def test_a_key_without_the_adapter_s_content_is_found(gqa, disk_server, monkeypa
 
 
 def test_a_key_without_the_dtype_is_found(disk_server, monkeypatch):
-    monkeypatch.setattr("chorus.core.kv_identity.identity_of", lambda *arguments: {})
-    monkeypatch.setattr("chorus.memory.disk.folder.BlockFolder._size", lambda self, count: 32 + count * 64 + 32)
-    first = disk_server(kv_cache_dtype="fp8", block_tokens=8)
+    """Float16 has as many bytes as bfloat16."""
+    without = tuple(name for name in vars(kv_identity)["_SETTINGS"] if name != "dtype")
+    monkeypatch.setattr(kv_identity, "_SETTINGS", without)
+    first = disk_server(dtype="bfloat16", cpu_kernels="torch")
     ask(first, 0, None, PROMPT)
-    keys = first.engine.disk.keys.identity
-    assert keys == disk_server(dtype="bfloat16").engine.disk.keys.identity, "the planted fault"
+    stop(first)
+    assert ask(disk_server(dtype="float16", cpu_kernels="torch"), 0, None, PROMPT)[1] > 0, "the planted fault"
 
 
 def test_an_owner_that_is_remembered_by_name_is_found(gqa, disk_server, monkeypatch):

@@ -129,7 +129,11 @@ class Asked:
         """True if the KV of the first `count` tokens is the other's, given that the tokens are."""
         if self.adapter is None or self.changed_from >= count:
             return other.adapter is None or other.changed_from >= count
-        return self.changed_from == other.changed_from and self.adapter in (other.adapter, *other.earlier)
+        if self.changed_from != other.changed_from:
+            return False
+        content = self.adapter.manifest.content_hash
+        had = [each for each in (other.adapter, *other.earlier) if each is not None]
+        return any(each is self.adapter or (content and each.manifest.content_hash == content) for each in had)
 
     def check_end(self, alone: Told) -> None:
         """Check the answer, or its part before an error, against the one that the request gets alone."""

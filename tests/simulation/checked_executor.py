@@ -219,7 +219,8 @@ class CheckedExecutor(ExecutorBase):
                 result.retract(row.request_id)
                 continue
             content = content_of(adapter)
-            want = kv_of(content, known_and_drafts(row)[: row.kv_len], row.lora_from if content else 0)
+            tokens, changed_from = known_and_drafts(row)[: row.kv_len], row.lora_from if content else 0
+            want = kv_of(content, tokens, changed_from, self.config.dtype)
             self._check_state(row, want)
             self._write(row, want)
             self._check_seen(row, want)

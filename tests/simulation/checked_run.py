@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import tempfile
 from dataclasses import replace
@@ -14,30 +15,33 @@ from chorus.core.policies import Policies
 from chorus.core.requests.request_params import RequestParams, Seeds
 from chorus.memory.adapters.adapter import Adapter
 from chorus.memory.adapters.composition import Composition
+from chorus.memory.disk.folder import KEY_BYTES
 from chorus.memory.files.error import AdapterFormatError
 from chorus.memory.host.image import HostImage
-from chorus.memory.pages.block import BASE_VERSION, Block, Place
+from chorus.memory.pages.block import Place
 from chorus.memory.pages.layout import page_groups
-from chorus.memory.pages.pool import PageKind
 from chorus.perf.inline_reads import InlineReads
 
 from ..core.speculation.stand_ins import Drawn, Free
-from .asked import Asked, Told, Violation, promise
+from .asked import Asked, Told, promise
 from .checked_adapters import CheckedAdapters, Disk, contents_read
-from .checked_executor import CheckedExecutor, of_group, state_in
+from .checked_blocks import CheckedBlocks
+from .checked_executor import CheckedExecutor
 from .checked_order import CheckedOrder
 from .checked_shadow import CheckedShadow
 from .checked_swaps import CheckedSwaps
 from .engine_run import EngineRun
-from .faulty_disk import FileImage, in_virtual_time
+from .faulty_disk import FileImage, FilesInVirtualTime
 from .invariants import Invariants
 from .late_results import late_results
 from .made_up_grammar import made_up
-from .made_up_model import MAX_MODEL_LEN, VOCAB, answer_alone, branched, content_of, empty_memory, kv_before, kv_behind
+from .made_up_model import MAX_MODEL_LEN, VOCAB, answer_alone, empty_memory
 from .virtual_reads import VirtualClock, VirtualReads
 
 PATIENCE = 120.0
 """Virtual seconds within which every request must have ended once nothing new comes."""
+CAPACITIES = [1 << 10, 1 << 13, *[1 << 20] * 4]
+"""Bytes that files may have; those of a small page have about a hundred."""
 LONGEST_NAP = 0.5
 """Virtual seconds between two steps at most while only reads are waited for and nothing new comes."""
 
@@ -47,6 +51,8 @@ class CheckedRun(EngineRun):
 
     names = ("alto", "bass", "tenor", "soprano")
     acts = {**EngineRun.acts, "preempt": 2, "pin": 3, "load_checked": 1, "load_nothing": 1}
+    has_files = False
+    """True to keep cached prefixes in files in each run, not only in some."""
 
     def __init__(self, rng: random.Random) -> None:
         super().__init__(rng)
@@ -73,6 +79,14 @@ class CheckedRun(EngineRun):
         speed, trouble = rng.choice([0.0002, 0.002, 0.02, 0.2]), rng.choice([0.0, 0.0, 0.1, 0.3])
         self.disk = Disk(own, speed, config.adapter_read_seconds, trouble)
         self.disk.has_activated = True
+        self._own, self._apart = own, apart
+        self._start(self._with_disk(config), rng)
+        for name in self.names[: rng.randint(1, len(self.names))]:
+            self._register(name, self._new_directory())
+
+    def _start(self, config: EngineConfig, rng: random.Random) -> None:
+        """Make the engine, over an executor of its own. rng: what draws how reads and copies go."""
+        own, apart = self._own, self._apart
         assert config.num_pages is not None
         memory = empty_memory(config.num_pages, config.block_tokens)
         is_inline = rng.random() < 0.1  # reads that a step asks for are there at once
@@ -81,6 +95,8 @@ class CheckedRun(EngineRun):
         adapters = CheckedAdapters(self.disk, pause, self.clock, memory, own, self.reached)
         shadow = CheckedShadow(memory, self.clock) if rng.random() < 0.7 else None
         delay, trouble = rng.choice([0.0, 0.005, 0.005, 0.1, 0.1, 0.1]), rng.choice([0.0, 0.3, 0.3])
+        if config.kv_cache_dir is not None:  # what is copied seldom is found seldom
+            trouble = self._disk_rng.choice([0.0, 0.0, trouble])
         swaps = CheckedSwaps(memory, self.clock, own, self.reached, delay, trouble)
         swaps = None if config.preemption == "recompute" else swaps
         self.executor = CheckedExecutor(
@@ -95,13 +111,11 @@ class CheckedRun(EngineRun):
             self._windows,
             self._state_pages,
         )
-        config = self._with_disk(config, swaps)
         proposer = Drawn(lambda request: self._alone(self.asked[request.id]).tokens, apart)
-        policies = Policies(proposer=proposer)
-        self.engine = Engine(config, late_results(self.executor, rng), self.clock, reads, policies)
+        self.engine = Engine(config, late_results(self.executor, rng), self.clock, reads, Policies(proposer=proposer))
         proposer.use(self.engine)
         if self.engine.disk is not None:
-            in_virtual_time(self.engine.disk, self.clock, self._disk_rng, self.reached)
+            self.files = FilesInVirtualTime(self.engine, self.clock, self._disk_rng, self.reached)
         self.predict = lambda: proposer.predict(VOCAB)
         self._grammars = random.Random(repr(apart.getstate())) if config.speculates else None
         """What draws grammars: a source of its own, too."""
@@ -109,22 +123,32 @@ class CheckedRun(EngineRun):
             self.engine.speculation.cost = cast(Any, Free())
         self.executor.pool, self.executor.prefix = self.engine.pool, self.engine.prefix
         self.invariants = Invariants(self.engine, self.reached)
+        self.blocks = CheckedBlocks(self.engine, self.executor, self.reached)
         self.order = CheckedOrder(self.engine, self.clock, self.asked, self.reached)
         self.executor.on_plan = self.order.on_plan
+        self._num_preemptions = self._num_given_up = 0
         self._note_sent_back()
         self._let_images_wait()
-        for name in self.names[: rng.randint(1, len(self.names))]:
-            self._register(name, self._new_directory())
 
-    def _with_disk(self, config: EngineConfig, swaps: CheckedSwaps | None) -> EngineConfig:
+    def _with_disk(self, config: EngineConfig) -> EngineConfig:
         """Keep cached prefixes in files in some runs; it draws from a source of its own, as the other draws stay."""
         self._disk_rng = random.Random(f"disk {config.seed}")
         FileImage.known = []
-        if swaps is None or not config.prefix_cache or not config.host_bytes or self._disk_rng.random() < 0.5:
+        if self.has_files:
+            copied = "swap" if config.preemption == "recompute" else config.preemption
+            config = config.model_copy(update={"prefix_cache": True, "preemption": copied, "host_cache_bytes": 1})
+        can_copy = config.preemption != "recompute" and config.prefix_cache and bool(config.host_bytes)
+        if not can_copy or (not self.has_files and self._disk_rng.random() < 0.5):
             return config
         self._folder = tempfile.TemporaryDirectory()
-        capacity = self._disk_rng.choice([1 << 10, 1 << 12, 1 << 20])
-        return config.model_copy(update={"kv_cache_dir": Path(self._folder.name), "kv_cache_disk_bytes": capacity})
+        with open(os.open(f"{self._folder.name}/key", os.O_WRONLY | os.O_CREAT, 0o600), "wb") as key:
+            key.write(bytes(KEY_BYTES))  # names of files follow from it, and with them the run
+        rng = self._disk_rng
+        files = {"kv_cache_dir": Path(self._folder.name), "kv_cache_disk_bytes": rng.choice(CAPACITIES)}
+        host_bytes, more_pages = rng.choice([4000, 1 << 16, 1 << 20, 1 << 20]), rng.choice([0, 40, 80])
+        assert config.num_pages is not None
+        room = {"host_cache_bytes": host_bytes, "num_pages": config.num_pages + more_pages}
+        return config.model_copy(update={**files, **room})
 
     def _let_images_wait(self) -> None:
         """Check that the engine waits for reads only while it has some."""
@@ -194,7 +218,7 @@ class CheckedRun(EngineRun):
 
     def _ask(self) -> None:
         """One request, several with a common prefix, several choices of one request, or one that may not fit."""
-        if self.engine.disk is not None and self._disk_rng.random() < 0.3:
+        if self.engine.disk is not None and self._disk_rng.random() < 0.5:
             self._leave_only_files()
         rng = self.rng
         name = rng.choice([None, *self.current, *self.current]) if rng.random() < 0.95 else rng.choice(self.names)
@@ -238,11 +262,86 @@ class CheckedRun(EngineRun):
     def _alone(self, asked: Asked) -> Told:
         return answer_alone(asked)
 
+    # -- files
+
     def _leave_only_files(self) -> None:
-        """Forget all that nothing uses, once it had the time to be written."""
-        self.engine.reclaimer.reclaim_all()
-        self._wait()
-        self.engine.reset_prefix_cache(tiers=[Place.POOL, Place.HOST])
+        """Forget all that nothing uses, once it had the time to be written, or begin anew with the same files, which
+        may have been damaged; then ask again what was asked before.
+        """
+        rng = self._disk_rng
+        for _ in range(rng.choice([0, 10, 300, 300])):
+            if not self.engine.has_work():
+                break
+            self._step()
+            self._check_invariants()
+        before = [each for each in self.asked.values() if each.told.tokens][-4:]
+        if rng.random() < 0.9:
+            self.engine.reclaimer.reclaim_all()
+            self.clock.advance(rng.choice([0.001, 0.05, 2.0]))
+            self._check_invariants()
+        if rng.random() < 0.3:
+            self.files.damage()
+        if rng.random() < 0.4:
+            self._restart()
+        elif rng.random() < 0.2:
+            self.engine.reset_prefix_cache(tiers=[Place.POOL, Place.HOST])
+        else:
+            budget = self.engine.store.images.budget
+            budget.make_room(budget.capacity_bytes)
+        for each in rng.sample(before, min(len(before), rng.choice([0, 1, 3]))):
+            self._ask_again(each)
+
+    def _restart(self) -> None:
+        """Stop or kill the engine, and start another over the same files. Adapters may change meanwhile, and so may the
+        dtype.
+        """
+        rng, kept = self._disk_rng, list(self.current.items())
+        was_stopped = rng.random() < 0.5
+        for id in list(self.active):
+            self.active.pop(id).aborted = True
+        self._count_files()
+        if was_stopped:
+            self.files.stop()
+        else:
+            self.files.kill()
+        self.engine.close()
+        self.reached["stopped and begun anew" if was_stopped else "killed and begun anew"] += 1
+        self.current.clear()
+        self.pinned.clear()
+        dtype = rng.choice(["auto", "auto", "auto", "bfloat16"])
+        self._start(self.engine.config.model_copy(update={"dtype": dtype}), rng)
+        for name, adapter in kept:
+            path = adapter.manifest.path
+            if rng.random() < 0.3:
+                self.disk.write(path, rng.randint(1, 7))
+            self._register(name, path)
+
+    def _ask_again(self, asked: Asked) -> None:
+        """A request that begins with the prompt of an earlier one: mostly of the same tenant, for the same name."""
+        rng, before = self._disk_rng, asked.request
+        params = RequestParams(max_tokens=rng.randint(1, 6), temperature=0.0, ignore_eos=True)
+        prompt = asked.tokens if rng.random() < 0.5 else [*asked.prompt, rng.randrange(2, VOCAB)]
+        name, tenant, salt = before.adapter_name, before.tenant, before.cache_salt
+        match rng.randrange(8):
+            case 0:
+                name = rng.choice([None, *self.names])
+            case 1:
+                tenant = rng.choice(["", "a", "b"])
+            case 2:
+                salt = rng.choice(["", "salt"])
+        self._submit(name, prompt, self.seeds.fill(params), tenant, salt)
+
+    def _count_files(self) -> None:
+        disk = self.engine.disk
+        assert disk is not None
+        self.reached["prefix from a file"] += disk.num_hit_tokens
+        self.reached["damaged file"] += disk.folder.num_bad
+        self.reached["hit of host memory"] += self.engine.memory.copies.num_hit_tokens
+        capacity = disk.folder.capacity_bytes
+        promise(disk.folder.num_bytes <= capacity, "files are counted as more bytes than they may have")
+        promise(
+            self.files.num_bytes() <= capacity + self.files.num_foreign_bytes, "files have more bytes than they may"
+        )
 
     def _preempt(self) -> None:
         """One after another, so that copies out and back overlap, or with steps between them, which copies outlast."""
@@ -344,7 +443,7 @@ class CheckedRun(EngineRun):
     def _after_step(self) -> None:
         self.order.after()
         if self.order.has_run:
-            self._check_cached_blocks()
+            self.blocks.check()
 
     def _check_invariants(self) -> None:
         super()._check_invariants()
@@ -355,95 +454,12 @@ class CheckedRun(EngineRun):
 
     def finish(self) -> None:
         super().finish()
-        if (disk := self.engine.disk) is not None:
-            self.reached["prefix from a file"] += disk.num_hit_tokens
-            self.reached["damaged file"] += disk.folder.num_bad
-            promise(disk.folder.num_bytes <= disk.folder.capacity_bytes, "files have more bytes than they may")
+        if self.engine.disk is not None:
+            self._count_files()
         promise(self.has_hung or not self.engine.store.images.num_bytes, "host memory holds an adapter that is gone")
 
-    def _check_block(self, block: Block, version: int, want: list[int], pages: set[int]) -> int:
-        """Check a known block's pages, and that what is unused of them can be evicted; add them to `pages`, and return
-        how many are unused.
-        """
-        kinds = {page: self.engine.pool.kind(page) for page in block.pages if page}
-        windows = self.executor.layout.group_windows
-        wanted = [[of_group(group, value) for value in want] for group in range(len(windows))]
-        for group, image in block.images.items():
-            promise(image[0] == wanted[group], "host memory has another page than the block's")
-            self.reached["page in host memory"] += 1
-        if not block.is_resident:
-            return self._check_hosted(block, want[-1])
-        for group, page in enumerate(block.pages):
-            promise(bool(page) or windows[group] is not None, "a block lost a page that is in no window")
-            if page and self.executor.memory[page] != [of_group(group, value) for value in want]:
-                raise Violation(f"the cached block {block.tokens} of version {version} holds something else")
-        if pages.intersection(kinds) or not {PageKind.KV, PageKind.CACHED}.issuperset(kinds.values()):
-            raise Violation(f"pages {kinds} of a known block are others', too, or of other kinds")
-        pages.update(kinds)
-        unused_state = self._check_checkpoint(block, want[-1], pages)
-        order, unused = self.engine.reclaimer.order, [page for page, kind in kinds.items() if kind is PageKind.CACHED]
-        anchors = [page for page, window in zip(block.pages, windows, strict=True) if not window] or kinds
-        num_resident = sum(child.is_resident for child in block.children.values())
-        promise(num_resident == block.num_resident_children, "a block counts other descendants with pages")
-        is_unused = not num_resident and set(anchors) <= set(unused)
-        promise(bool(kinds) or bool(num_resident), "a known block without pages or descendants that have any")
-        in_windows = [page for page, window in zip(block.pages, windows, strict=True) if window and page in unused]
-        if (block in order) != is_unused or (block.in_windows in order) != (bool(in_windows) and not is_unused):
-            raise Violation(f"pages {kinds} can be evicted, and must not, or can't, and must")
-        return len(unused) + unused_state
 
-    def _check_hosted(self, block: Block, kv: int) -> int:
-        """Check a block that has only images; it has no page."""
-        windows = self.executor.layout.group_windows
-        promise(not any(block.pages), "a block without pages has some")
-        promise(not any(child.is_resident for child in block.children.values()), "a descendant has pages")
-        full = {group for group, window in enumerate(windows) if window is None}
-        promise(full <= block.images.keys(), "a block without pages lacks an image")
-        promise(bool(block.images or block.children), "a known block without pages, images or descendants")
-        promise(block not in self.engine.reclaimer.order, "a block without pages can be evicted")
-        self.reached["block in host memory"] += 1
-        return self._check_checkpoint(block, kv, set())
+class FilesRun(CheckedRun):
+    """A run in which cached prefixes are kept in files."""
 
-    def _check_checkpoint(self, block: Block, kv: int, pages: set[int]) -> int:
-        """Check the state that is kept after a block, as `_check_block`."""
-        if (checkpoint := block.checkpoint) is None:
-            return 0
-        if not checkpoint.pages:
-            promise(bool(checkpoint.images), "a checkpoint without pages or images")
-            self.reached["checkpoint in host memory"] += 1
-            return 0
-        held, kinds = checkpoint.pages, {self.engine.pool.kind(page) for page in checkpoint.pages}
-        self.reached["checkpoint"] += 1
-        memory, layout = self.executor.memory, self.executor.layout
-        promise(state_in(memory, layout, held, checkpoint.accepted) == kv, "another state is kept")
-        self.reached["checkpoint after accepted drafts"] += checkpoint.accepted > 0
-        promise(len(kinds) == 1 and kinds <= {PageKind.KV, PageKind.CACHED}, "a checkpoint's pages are of other kinds")
-        promise(not pages.intersection(held), "a checkpoint's pages are a block's, too")
-        pages.update(held)
-        is_unused = kinds == {PageKind.CACHED}
-        promise((checkpoint in self.engine.reclaimer.order) == is_unused, "a checkpoint can be evicted, or can't")
-        return len(held) * is_unused
-
-    def _check_cached_blocks(self) -> None:
-        """Every known block's page holds the KV of its adapter version and tokens, and only live versions have any."""
-        prefix, pool = self.engine.prefix, self.engine.pool
-        contents = {each.version: content_of(each) for each in self.engine.store.versions()}
-        contents[BASE_VERSION] = content_of(None)
-        pages, num_cached = set[int](), 0
-        for root in prefix.roots():
-            promise(root.version in contents, "blocks of a version that is gone")
-            stack = [(child, kv_before(contents[root.version])) for child in root.children.values()]
-            while stack:
-                block, last = stack.pop()
-                if (branch := block.branch) is None:
-                    want = kv_behind(last, block.tokens)
-                else:
-                    promise(branch.version in contents, "a branch of a version that is gone")
-                    self.reached["branch"] += 1
-                    before = kv_behind(last, block.tokens[: branch.changed_from])
-                    begin = branched((before or [last])[-1], contents[branch.version])
-                    want = before + kv_behind(begin, block.tokens[branch.changed_from :])
-                num_cached += self._check_block(block, root.version, want, pages)
-                stack += [(child, want[-1]) for child in block.children.values()]
-        promise(len(prefix) == len(pages), "the cache counts other blocks than it has")
-        promise(pool.count(PageKind.CACHED) == num_cached, "a cached page of no known block")
+    has_files = True

@@ -5,6 +5,8 @@ Prints how many runs each driver needs to find each fault.
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import itertools
 import math
 import sys
@@ -13,7 +15,7 @@ from dataclasses import replace
 
 from pytest import MonkeyPatch
 
-from chorus.core import engine
+from chorus.core import engine, kv_identity
 from chorus.core.merging.merging import Merging
 from chorus.core.requests.record import from_record
 from chorus.core.requests.types import StepPlan
@@ -25,6 +27,8 @@ from chorus.core.served_adapters import ServedAdapters
 from chorus.core.speculation.grammar_drafts import GrammarDrafts
 from chorus.core.speculation.speculation import Speculation
 from chorus.memory.adapters.store import AdapterStore
+from chorus.memory.disk.folder import SEAL_BYTES, BlockFolder
+from chorus.memory.disk.keys import BlockKeys
 from chorus.memory.host.images import HostImages
 from chorus.memory.pages.pool import PageKind, PagePool
 from chorus.memory.pages.prefix import PrefixCache
@@ -202,6 +206,67 @@ def scores_of_what_is_left(patch):
             request.params = params
 
     patch.setattr(RequestMemory, "match", as_if_unscored)
+
+
+# -- prefixes in files
+
+
+def files_of_any_adapter(patch):
+    """The key of a block in files does not cover the adapter that computed it."""
+    root, after = BlockKeys.root, BlockKeys.after
+    patch.setattr(BlockKeys, "root", lambda self, owner, scope: root(self, "", scope))
+    patch.setattr(BlockKeys, "after", lambda self, parent, tokens, *branch: after(self, parent, tokens))
+    patch.setattr(BlockFolder, "_path", lambda self, place: f"{self.root}/{place.folder.split('/')[0]}/{place.key}")
+
+
+def files_of_any_dtype(patch):
+    """The key of a block in files does not cover the dtype."""
+    patch.setattr(kv_identity, "_SETTINGS", tuple(set(vars(kv_identity)["_SETTINGS"]) - {"dtype"}))
+
+
+def files_of_a_name(patch):
+    """The key of a block in files has an adapter's name for its content: stale after a reload."""
+    content_of = AdapterStore.content_of
+
+    def name_of(self, version):
+        known = content_of(self, version)
+        return known and "".join(filter(str.isalnum, self._by_version[version].name))
+
+    patch.setattr(AdapterStore, "content_of", name_of)
+
+
+def files_of_any_tenant(patch):
+    """The key of a block in files does not cover who may hit it."""
+    root = BlockKeys.root
+    patch.setattr(BlockKeys, "root", lambda self, owner, scope: root(self, owner, ("", "")))
+    patch.setattr(BlockFolder, "tenant", lambda self, name: "all")
+
+
+def files_without_a_seal(patch):
+    """A file of the right length is believed."""
+    patch.setattr(hmac, "compare_digest", lambda one, other: True)
+
+
+def files_sealed_without_their_key(patch):
+    """A block's seal holds for any block of its length."""
+    blake2b = hashlib.blake2b
+
+    def without(data=b"", **options):
+        is_name = len(data) == 64 and options.get("digest_size") == SEAL_BYTES and "key" in options
+        return blake2b(b"" if is_name else data, **options)
+
+    patch.setattr(hashlib, "blake2b", without)
+
+
+def files_beyond_the_bound(patch):
+    """Files are written however many there are."""
+    patch.setattr(BlockFolder, "_evict_to", lambda self, num_bytes: True)
+
+
+def files_left_by_the_killed(patch):
+    """A file that a killed process began stays, and is not counted."""
+    patch.setattr(BlockFolder, "_sweep", lambda self: None)
+    patch.setattr(BlockFolder, "_all", lambda self: self._walk(f"{self.root}/blocks"))
 
 
 # -- rows
@@ -389,6 +454,18 @@ FAULTS: tuple[Fault, ...] = (
     swapped_states_without_their_drafts,
 )
 
+IN_FILES: tuple[Fault, ...] = (
+    files_of_any_adapter,
+    files_of_any_dtype,
+    files_of_a_name,
+    files_of_any_tenant,
+    files_without_a_seal,
+    files_sealed_without_their_key,
+    files_beyond_the_bound,
+    files_left_by_the_killed,
+)
+"""Faults that runs with files are to find."""
+
 
 def found_after(fault: Fault, runs_until: Callable[[int], int | None], most: int) -> int | None:
     """Return the number of runs that a driver needs to find a planted fault; None if `most` find nothing."""
@@ -413,6 +490,9 @@ def main(argv: list[str] | None = None) -> int:
     for fault in (each for each in FAULTS if each.__name__ in (args.names or [each.__name__])):
         counts = found[fault.__name__] = [found_after(fault, driver, args.runs) for driver in DRIVERS.values()]
         print(f"{fault.__name__:28}", *(f"{count or 'never':>12}" for count in counts), flush=True)
+    for fault in (each for each in IN_FILES if each.__name__ in (args.names or [each.__name__])):
+        counts = found[fault.__name__] = [found_after(fault, seeds.runs_of_files_until_one_fails, args.runs)] * 2
+        print(f"{fault.__name__:28} {counts[0] or 'never':>12}", flush=True)
     columns = list(zip(*found.values(), strict=True))
     rates = {name: sum(each is not None for each in column) for name, column in zip(DRIVERS, columns, strict=True)}
     missed = any(count is None for count in itertools.chain(*columns))

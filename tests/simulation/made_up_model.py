@@ -60,14 +60,15 @@ def next_token(
     return may[drawn % len(may)]
 
 
-def kv_of(content: int, tokens: Sequence[int], changed_from: int = 0) -> list[int]:
-    """The KV of `tokens`, position by position: it depends on the adapter's content and on every token so far.
+def kv_of(content: int, tokens: Sequence[int], changed_from: int = 0, dtype: str = "auto") -> list[int]:
+    """The KV of `tokens`, position by position: it depends on the adapter's content, on the dtype and on every token so
+    far.
 
     changed_from: the first token that the adapter changes.
     """
     if not changed_from:
-        return kv_behind(kv_before(content), tuple(tokens))
-    base = kv_behind(kv_before(BASE_CONTENT), tuple(tokens[:changed_from]))
+        return kv_behind(kv_before(content, dtype), tuple(tokens))
+    base = kv_behind(kv_before(BASE_CONTENT, dtype), tuple(tokens[:changed_from]))
     return base + kv_behind(branched(base[-1], content), tuple(tokens[changed_from:]))
 
 
@@ -76,9 +77,9 @@ def branched(last: int, content: int) -> int:
     return hash((last, -1, content)) if content else last
 
 
-def kv_before(content: int) -> int:
+def kv_before(content: int, dtype: str = "auto") -> int:
     """The value before the first token, from which its KV follows."""
-    return hash(content)
+    return hash(content) if dtype == "auto" else hash((content, zlib.crc32(dtype.encode())))
 
 
 @lru_cache(1 << 14)

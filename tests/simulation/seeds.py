@@ -15,13 +15,13 @@ from __future__ import annotations
 import multiprocessing
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 from chorus.perf.report.command import conclude, parser
 
-from .checked_run import CheckedRun
+from .checked_run import CheckedRun, FilesRun
 from .engine_run import Campaign, Outcome, run_seed
 
 LOG_EVERY = 1000
@@ -31,16 +31,25 @@ def simulate(seed: int) -> Outcome:
     return run_seed(seed, CheckedRun)
 
 
-def runs_until_one_fails(most: int) -> int | None:
-    return next((seed + 1 for seed in range(most) if simulate(seed)[1] is not None), None)
+def simulate_files(seed: int) -> Outcome:
+    """A run in which cached prefixes are kept in files."""
+    return run_seed(seed, FilesRun)
 
 
-def outcomes(seeds: range, jobs: int) -> Iterator[Outcome]:
+def runs_until_one_fails(most: int, simulated: Callable[[int], Outcome] = simulate) -> int | None:
+    return next((seed + 1 for seed in range(most) if simulated(seed)[1] is not None), None)
+
+
+def runs_of_files_until_one_fails(most: int) -> int | None:
+    return runs_until_one_fails(most, simulate_files)
+
+
+def outcomes(seeds: range, jobs: int, simulated: Callable[[int], Outcome]) -> Iterator[Outcome]:
     if jobs == 1:
-        yield from map(simulate, seeds)
+        yield from map(simulated, seeds)
         return
     with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
-        yield from pool.map(simulate, seeds, chunksize=50)
+        yield from pool.map(simulated, seeds, chunksize=50)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -49,9 +58,11 @@ def main(argv: list[str] | None = None) -> int:
     command.add_argument("--first", type=int, default=0, help="the first seed; with --seeds 1 to see one again")
     command.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="processes")
     command.add_argument("--log", type=Path, help="file to which progress is appended, to go on from with --first")
+    command.add_argument("--files", action="store_true", help="keep cached prefixes in files in each run")
     args = command.parse_args(argv)
     campaign = Campaign(args.log, LOG_EVERY)
-    for outcome in outcomes(range(args.first, args.first + args.seeds), args.jobs):
+    simulated = simulate_files if args.files else simulate
+    for outcome in outcomes(range(args.first, args.first + args.seeds), args.jobs, simulated):
         campaign.add(outcome)
     return conclude(campaign.result(), not campaign.failed)
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 
 from chorus.core.requests.request import RequestState
 
 from . import machine, seeds
 from .checked_run import CheckedRun
-from .faults import FAULTS, found_after
+from .faults import FAULTS, IN_FILES, found_after
 
 #: A checkpoint once took the pages that its request needed, which was preempted again and again.
 LACKS_PAGES_FOR_ITS_CHECKPOINT = 1078
@@ -78,6 +80,19 @@ EVERYWHERE = {
 }
 """Events that the runs must reach, or they check little."""
 
+WITH_FILES = {
+    "prefix from a file",
+    "hit of host memory",
+    "stopped and begun anew",
+    "killed and begun anew",
+    "damaged file",
+    "disk: failed write",
+    "disk: full",
+    "disk: short write",
+    *(f"file: {how}" for how in ("cut", "empty", "flip", "folder", "gone", "longer", "swap")),
+}
+"""Those that forty runs with files must reach."""
+
 
 @pytest.mark.wide
 def test_runs_from_seeds_keep_every_promise():
@@ -112,6 +127,19 @@ def test_runs_of_hypothesis_keep_every_promise_and_reach_every_event():
 def test_a_planted_fault_is_found(fault):
     """By the seeds; `python -m tests.simulation.faults` says how soon by hypothesis, too, which takes minutes."""
     assert found_after(fault, seeds.runs_until_one_fails, 600) is not None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", IN_FILES)
+def test_a_fault_planted_in_files_is_found(fault):
+    assert found_after(fault, seeds.runs_of_files_until_one_fails, 1000) is not None
+
+
+@pytest.mark.wide
+def test_runs_with_files_keep_every_promise_and_reach_what_may_happen_to_files():
+    found = [seeds.simulate_files(seed) for seed in range(40)]
+    assert [(seed, cause) for seed, cause, _ in found if cause is not None] == []
+    assert sum((reached for *_, reached in found), Counter()) >= Counter(dict.fromkeys(WITH_FILES, 1))
 
 
 def test_a_checkpoint_takes_no_pages_that_its_request_needs():

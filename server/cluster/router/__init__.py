@@ -6,6 +6,7 @@ from .affinity import Affinity
 from .estimates import AnswerLengths, Estimates
 from .least_delay import LeastDelay
 from .pending_time import PendingTime
+from .prefixes import PrefixPlaces, runs_of
 from .rank_aware import RankAware
 from .replicas import Holders, Policy, Replicas, ReplicaState, Routed
 from .simple import Consolidate, FirstFit, MostIdle, Random, Sampled
@@ -23,7 +24,11 @@ POLICIES: Mapping[str, Callable[[Estimates, int | None], Policy]] = {
     "random": lambda estimates, seed: Random(seed),
 }
 
+FOLLOWS_PREFIXES = (LeastDelay, Affinity)
+"""Policies that choose among replicas with a prompt's beginning first; the others are baselines."""
+
 __all__ = [
+    "FOLLOWS_PREFIXES",
     "POLICIES",
     "Affinity",
     "AnswerLengths",
@@ -35,10 +40,12 @@ __all__ = [
     "MostIdle",
     "PendingTime",
     "Policy",
+    "PrefixPlaces",
     "Random",
     "RankAware",
     "ReplicaState",
     "Replicas",
     "Routed",
     "Sampled",
+    "runs_of",
 ]

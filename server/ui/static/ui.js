@@ -46,6 +46,11 @@ const counted = (number, noun) => `${count(number)} ${noun}${number === 1 ? "" :
 const share = (part, whole) => (whole ? `${((100 * part) / whole).toFixed(part && part < whole / 100 ? 1 : 0)} %` : "0 %");
 const modelName = (adapter) => (adapter === BASE ? `${data.model} (base)` : adapter);
 
+function size(bytes) {
+  const unit = Math.min(4, Math.floor(Math.log10(Math.max(1, bytes)) / 3));
+  return `${(bytes / 1000 ** unit).toFixed(unit ? 1 : 0)} ${["bytes", "kB", "MB", "GB", "TB"][unit]}`;
+}
+
 function seconds(value) {
   if (value === null || value === undefined) return "–";
   return value < 1 ? `${(1000 * value).toFixed(value < 0.01 ? 1 : 0)} ms` : `${value.toFixed(value < 10 ? 2 : 1)} s`;
@@ -488,6 +493,9 @@ function drawArena() {
   $("arena-replicas").hidden = isHere;
   const { stats } = data;
   setText($("arena-size"), `${count(stats.pages)} pages, ${count(stats.free_pages)} free`);
+  const below = [[stats.host_cached_bytes, "in host memory"], [stats.disk_bytes, "in files"]];
+  const tiers = below.filter((one) => one[0]).map(([bytes, where]) => `${size(bytes)} ${where}`);
+  setText($("prefixes"), `Idle prefixes: ${[counted(stats.cached_pages, "page"), ...tiers].join(" · ")}`);
   if (!isHere) {
     drawReplicas();
     return;

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from chorus.memory.disk.files import Files
 from chorus.memory.disk.folder import BlockFolder, FolderRefused, Place, SealedBlock
+from chorus.memory.disk.keys import BASE, owner_name
 
 PAGE_BYTES = 64
 PLACE = Place("base", "t", "ab" * 32)
@@ -274,6 +275,18 @@ def test_removal_by_adapter_and_by_tenant(root):
     assert folder.num_bytes == real_bytes(root)
     assert folder.clear() == 2
     assert (folder.num_bytes, real_bytes(root)) == (0, 0)
+
+
+def test_an_adapter_s_removal_takes_what_is_composed_of_it(root):
+    folder, (one, two, three) = open_folder(root), ("1" * 64, "2" * 64, "3" * 64)
+    composed = [owner_name("c" * 64, [one, two]), owner_name("d" * 64, [two]), owner_name("e" * 64, [three, one])]
+    for owner in (BASE, one, two, three, *composed):
+        write(folder, Place(owner, folder.tenant("mine"), PLACE.key))
+    assert folder.remove_owner(one) == 3
+    left = {path.name for path in (root / "blocks").iterdir()}
+    assert left == {BASE, two, three, composed[1]}
+    assert folder.remove_tenant("mine") == 4
+    assert folder.num_bytes == real_bytes(root) == 0
 
 
 @pytest.mark.parametrize("owner", ["", "..", "a/b", "."])

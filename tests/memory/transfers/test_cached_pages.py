@@ -229,3 +229,19 @@ def test_clearing_a_tier_leaves_the_other():
     memory.prefix.clear()
     assert (memory.match(tokens), memory.tier.num_bytes) == ([], 0)
     assert memory.pool.num_free == memory.pool.num_usable
+
+
+def test_pages_in_windows_that_left_are_not_offered_again_when_a_descendant_made_room_for_them():
+    memory = Memory(host_pages=2, windows=(None, 3))
+    memory.store(tokens := list(range(8)))
+    (parent,) = memory.prefix.walk(1, [*tokens[:4], 0])
+    memory.pool.retain(parent.pages[:1])  # a request goes on after it
+    memory.prefix.release([])
+    memory.evict(1)
+    child = memory.prefix.walk(1, [*tokens, 0])[1]
+    assert not child.is_resident and len(child.images) == 2
+    assert memory.order.pop() is parent.in_windows
+    memory.prefix.evict(parent.in_windows)
+    assert parent.pages[1] == PagePool.DUMMY
+    assert not child.is_known, "its images made room"
+    assert parent.in_windows not in memory.order

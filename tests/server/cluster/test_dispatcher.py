@@ -49,8 +49,8 @@ class ApiServer:
         for link in self.links:
             self.up(link)
 
-    def up(self, link, identity=SAME, max_num_seqs=8):
-        link.hello = Hello(identity, ModelInfo(300, 512, (2,)), max_num_seqs, 8, 16, 1 / 16, 1)
+    def up(self, link, identity=SAME, max_num_seqs=8, **hello):
+        link.hello = Hello(identity, ModelInfo(300, 512, (2,)), max_num_seqs, 8, 16, 1 / 16, 1, **hello)
         self.dispatcher.on_up(link)
 
     def down(self, link, *, stuck=False):
@@ -58,12 +58,12 @@ class ApiServer:
         self.dispatcher.on_down(link, stuck=stuck)
         link.reset()  # as the link does
 
-    def ask(self, name="q", content=None, adapter=None, call="") -> Future:
+    def ask(self, name="q", content=None, adapter=None, call="", tokens=(1, 2)) -> Future:
         accepted: Future = Future()
         record = {
             "id": name,
-            "tokens": [1, 2],
-            "num_prompt_tokens": 2,
+            "tokens": list(tokens),
+            "num_prompt_tokens": len(tokens),
             "content_hash": content,
             "adapter": adapter,
             "tenant": "",
@@ -90,6 +90,52 @@ class ApiServer:
 @pytest.fixture
 def api_server():
     return ApiServer()
+
+
+PROMPTS = [[number, *range(300)] for number in range(4)]
+
+
+def finish(api_server, name):
+    api_server.frame(api_server.at(name), "out", None, [[name, 1, [2], {"finish": "stop", "stop": 2}]])
+
+
+def test_a_prompt_goes_to_the_replica_whose_memory_has_its_beginning():
+    api_server = ApiServer(3, LeastDelay(Estimates()))
+    homes = {}
+    for turn in range(4):
+        for number, prompt in enumerate(PROMPTS):
+            name = f"{turn} {number}"
+            api_server.ask(name, tokens=[*prompt, turn])
+            assert homes.setdefault(number, api_server.at(name)) is api_server.at(name)
+            api_server.ask(f"between {name}")  # so that the others are not always idle
+            finish(api_server, name)
+            finish(api_server, f"between {name}")
+
+
+def test_a_prompt_whose_replica_is_gone_goes_to_one_that_shares_its_files():
+    api_server = ApiServer(4, LeastDelay(Estimates()))
+    for link, folder in zip(api_server.links, ("x", "y", "x", "y"), strict=True):
+        api_server.up(link, kv_folder=folder, page_bytes=64)
+    for number, prompt in enumerate(PROMPTS):
+        api_server.ask(f"{number}", tokens=prompt)
+        first = api_server.at(f"{number}")
+        finish(api_server, f"{number}")
+        folder = first.hello.kv_folder
+        api_server.down(first)
+        api_server.ask(f"again {number}", tokens=prompt)
+        second = api_server.at(f"again {number}")
+        assert second is not first
+        assert second.hello.kv_folder == folder
+        finish(api_server, f"again {number}")
+        api_server.up(first, kv_folder=folder, page_bytes=64)
+
+
+def test_policies_that_are_baselines_follow_no_prefix():
+    api_server = ApiServer(2, MostIdle())
+    api_server.ask("a", tokens=PROMPTS[0])
+    first = api_server.at("a")
+    api_server.ask("b", tokens=PROMPTS[0])
+    assert api_server.at("b") is not first
 
 
 def test_a_dead_replicas_request_goes_on_elsewhere_with_what_the_client_has(api_server):

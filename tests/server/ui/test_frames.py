@@ -104,6 +104,7 @@ def test_a_reader_of_deltas_sees_what_a_new_one_sees(seen, most_owners):
         for picture in seen:
             data, everything = encoder.encode(picture, NOTHING, {"point": [1]}, {"model": "base"})
             body, new = reader.take(data), Reader()
+            assert {"cached_pages", "host_cached_bytes", "disk_bytes"} <= body["stats"].keys()
             assert body["stats"]["running"] == 0 and new.take(everything)["model"] == "base"
             for one in (reader, new):
                 assert [one.owner(page)[0] for page in range(12)] == list(picture.kinds)

@@ -1,0 +1,206 @@
+"""The prefix cache's part of the tier below: blocks that leave the page pool for it, and come back.
+
+Tests: tests/memory/transfers/test_cached_pages.py, tests/simulation
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Container, Iterable, Iterator, Sequence
+from typing import Protocol
+
+from .block import Block, BlockListener, Cached, KeptState, Place, Root
+from .eviction import EvictionOrder
+
+
+class Tier(Protocol):
+    """Keeps images of blocks that lose their pages, and of checkpoints. It tells the cache of what it drops."""
+
+    def save(self, block: Block, groups: Iterable[int]) -> None:
+        """Make images of a block's pages in some groups, as far as there is room for them."""
+        ...
+
+    def save_state(self, state: KeptState) -> None:
+        """Make images of a checkpoint's pages, if there is room for them."""
+        ...
+
+    def offer(self, block: Block) -> None:
+        """Update whether a block's images may be dropped, and when."""
+        ...
+
+    def forget(self, block: Block) -> None:
+        """Drop a block's images, and those of its checkpoint."""
+        ...
+
+    def forget_state(self, state: KeptState) -> None:
+        """Drop a checkpoint's images."""
+        ...
+
+
+class BlocksBelow(ABC):
+    """What a prefix cache does with blocks that have images in a tier below."""
+
+    tier: Tier | None
+    listener: BlockListener | None
+    _order: EvictionOrder
+    _windowed: list[int]
+
+    def give_back(self, block: Block, pages: Sequence[int], checkpoint: Sequence[int] = ()) -> bool:
+        """Give a matched block pages that its images were copied into, which the caller uses; parents come first.
+
+        pages: of each group; DUMMY where nothing was copied. checkpoint: pages of the state after it. Returns False if
+        the cache no longer needs some of them: then the caller keeps its pages to itself, and inserts nothing after it.
+        """
+        parent = block.parent
+        if not block.is_known or parent is None or not parent.is_resident:
+            return False
+        if not block.is_resident:
+            self._return(block, pages)
+        else:
+            for group in filter(pages.__getitem__, range(len(pages))):
+                if block.pages[group]:
+                    return False
+                block.pages[group] = pages[group]
+                self._keep_pages(block, (pages[group],))
+            self._offer(block)
+        if checkpoint:
+            state = block.checkpoint
+            return state is not None and self.keep_checkpoint(block, checkpoint, state.accepted)
+        return True
+
+    def _return(self, block: Block, pages: Sequence[int]) -> None:
+        """Give a block that has only images pages again, which the caller uses: they hold the same."""
+        parent = block.parent
+        assert parent is not None
+        block.is_resident = True
+        block.pages = list(pages)
+        self._keep_pages(block, pages)
+        parent.num_resident_children += 1
+        self._offer(parent)
+        self.tell_stored(block, Place.POOL)
+        if self.tier is not None:
+            self.tier.offer(block)
+
+    def _leave_to_tier(self, block: Block) -> None:
+        """Free the pages of a leaf of which there are images."""
+        self._order.discard(block)
+        self._forget(block, range(len(block.pages)))
+        self.tell_removed(block, Place.POOL)
+        block.is_resident = False
+        parent = block.parent
+        assert parent is not None
+        parent.num_resident_children -= 1
+        self._offer(parent)
+        if self.tier is not None:
+            self.tier.offer(block)
+
+    def forget_images(self, block: Block) -> None:
+        """Forget a block's images, which could not be copied back, and all that is useless without them."""
+        if not block.is_known or self.tier is None:
+            return
+        if not block.is_resident:
+            self.forget(block)
+            return
+        self.tier.forget(block)
+        if block.checkpoint is not None and not block.checkpoint.pages:
+            block.checkpoint = None
+
+    def dropped(self, item: Cached) -> None:
+        """Forget what has lost its images, and has no page either; the tier below calls it."""
+        if isinstance(item, KeptState):
+            if not item.pages:
+                item.block.checkpoint = None
+        elif isinstance(item, Block) and not item.is_resident:
+            self.forget(item)
+
+    def clear(self, places: Container[Place] = frozenset(Place)) -> int:
+        """Forget what no request uses in some places; return the number of blocks that were forgotten there.
+
+        A block in the pool stays in host memory if it has images there and only the pool is cleared.
+        """
+        found: list[Block] = list(self.roots())
+        for block in found:
+            found += block.children.values()
+        count = 0
+        for block in reversed(found):
+            if block.parent is None or not block.is_known:
+                continue
+            if Place.HOST in places and block.images and not block.holds:
+                count += not block.is_resident
+                self._clear_images(block)
+            if Place.POOL in places and block.is_known and block.is_resident:
+                count += self._clear_pages(block)
+        return count
+
+    def _clear_images(self, block: Block) -> None:
+        if not block.is_resident and block.children:
+            return  # a descendant is being copied back
+        self.forget_images(block)
+
+    def _clear_pages(self, block: Block) -> bool:
+        """Free a block's unused pages, and forget it if none of its images is left; False if a request uses it."""
+        state = block.checkpoint
+        if state is not None and state in self._order:
+            if state.images:
+                self._free_checkpoint(state)
+            else:
+                self._forget_checkpoint(block)
+        if block.in_windows is not None and block.in_windows in self._order:
+            self._order.discard(block.in_windows)
+            self._forget(block, [group for group in self._windowed if self._is_unused(block.pages[group])])
+            self._offer(block)
+        if block not in self._order:
+            return False
+        if self.tier is not None and block.has_images(self._windowed):
+            self._leave_to_tier(block)
+        else:
+            self.forget(block)
+        return True
+
+    def tell_stored(self, block: Block, place: Place) -> None:
+        """Tell the listener that all of a block is in a place."""
+        if self.listener is not None:
+            self.listener.stored(*block.origin, block, place)
+
+    def tell_removed(self, block: Block, place: Place) -> None:
+        """Tell the listener that a block is no longer in a place."""
+        if self.listener is not None:
+            self.listener.removed(block.number, place)
+
+    # -- of the cache
+
+    @abstractmethod
+    def roots(self) -> Iterator[Root]:
+        """The root of every trie."""
+
+    @abstractmethod
+    def forget(self, block: Block) -> None:
+        """Forget a leaf, with its descendants that have only images."""
+
+    @abstractmethod
+    def keep_checkpoint(self, block: Block, pages: Sequence[int], accepted: int = 0) -> bool:
+        """Keep the state after a block's tokens; False if that is impossible, or done."""
+
+    @abstractmethod
+    def _keep_pages(self, block: Block, pages: Sequence[int]) -> None:
+        """Note whose block pages are."""
+
+    @abstractmethod
+    def _offer(self, block: Block) -> None:
+        """Make a block evictable if it is an unused leaf, or else its unused pages in windows."""
+
+    @abstractmethod
+    def _is_unused(self, page: int) -> bool:
+        """True for a known page that no request uses."""
+
+    @abstractmethod
+    def _forget(self, block: Block, groups: Iterable[int]) -> None:
+        """Forget a block's pages in some groups, and free those that are unused."""
+
+    @abstractmethod
+    def _forget_checkpoint(self, block: Block) -> None:
+        """Forget a block's checkpoint, with its images."""
+
+    @abstractmethod
+    def _free_checkpoint(self, checkpoint: KeptState) -> None:
+        """Free a checkpoint's pages."""
