@@ -8,10 +8,12 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import dataclass
+from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...memory.files.tokens.torchvision import mend_torchvision
+from ..model.read_config import read_model_config
 from .images import BadImage, open_image
 
 if TYPE_CHECKING:
@@ -48,11 +50,20 @@ class ImageProcessor:
         # By its own class: a processor of all of a model's inputs may bring another backend.
         self._images: Any = AutoImageProcessor.from_pretrained(directory, backend=BACKEND, local_files_only=True)
         self._text: Any = AutoProcessor.from_pretrained(directory, local_files_only=True)
+        # What resizes is fixed above; the other one knows with which arguments the model wants it.
+        self._text.image_processor = self._images
         self.placeholder: str = self._text.image_token
+        self._row: str = self._text.tokenizer.convert_ids_to_tokens(self._text.image_token_id)
+        # Not public, and the only call that gives an image's tensors with the text that stands for it.
+        self._prepare: Any = self._text._process_images  # noqa: SLF001
+        self._arguments = self._arguments_of_model()
+        vision = read_model_config(directory).vision
+        self._least_rows = 1 if vision is None else vision.least_rows
         settings = {
             "class": type(self._images).__name__,
             "settings": self._images.to_dict(),
-            "text": [type(self._text).__name__, getattr(self._text, "image_seq_len", None)],
+            "text": [type(self._text).__name__, self._text.to_dict()],
+            "arguments": self._arguments,
             "versions": [BACKEND, PIL.__version__, torchvision.__version__, transformers.__version__],
         }
         self._settings = json.dumps(settings, sort_keys=True, default=str).encode()
@@ -70,15 +81,30 @@ class ImageProcessor:
         """Prepare an image in RGB. Raises BadImage for one that the model's processor refuses."""
         import torch
 
+        size = f"{image.size[0]} x {image.size[1]}"
         try:
             with torch.inference_mode():
-                found = self._images([[image]], return_row_col_info=True, return_tensors="pt")
+                found, (text,) = self._prepare([[image]], **self._arguments)
         except Exception as error:  # processors raise what they like about sizes that they don't take
             reason = " ".join(str(error).split())[:200]
-            size = f"{image.size[0]} x {image.size[1]}"
             raise BadImage(f"of {size} pixels is refused by the model's image processor: {reason}") from None
-        text = self._text.replace_image_token(found, 0)
-        return Prepared(self.digest(image), text, text.count(self.placeholder), dict(found))
+        num_rows = text.count(self._row)
+        if num_rows < self._least_rows:
+            least = self._least_rows
+            raise BadImage(
+                f"of {size} pixels makes {num_rows} tokens, and at least {least} are needed; send a larger one"
+            )
+        return Prepared(self.digest(image), text, num_rows, dict(found))
+
+    def _arguments_of_model(self) -> dict[str, Any]:
+        """What the model's processor of text and images is called with if nobody says otherwise."""
+        merged: dict[str, Any] = self._text._merge_kwargs(  # noqa: SLF001  # see `_prepare`
+            tokenizer_init_kwargs=self._text.tokenizer.init_kwargs,
+            images_kwargs={"return_tensors": "pt"},
+        )
+        own = signature(self._prepare).parameters.values()
+        beside = {each.name: merged[each.name] for each in own if each.kind != each.VAR_KEYWORD and each.name in merged}
+        return {**beside, **merged["images_kwargs"]}
 
     def digest(self, image: Image) -> str:
         """Of an image's pixels, and of all that decides what the encoder is given of them."""

@@ -84,10 +84,12 @@ class CheckpointTower:
     def has(self, name: str) -> bool:
         begins = (*self.spec.modules, *(before for before, _ in self.spec.renamed))
         own = name.removeprefix(PREFIX).removeprefix("model.")
-        return own.startswith(tuple(f"{each}." for each in begins))
+        if not own.startswith(tuple(f"{each}." for each in begins)):
+            return False
+        return not self.current(own).startswith(tuple(f"{each}." for each in self.spec.unused))
 
     def current(self, name: str) -> str:
         for before, now in self.spec.renamed:
-            if name.startswith(before):
+            if name.startswith(f"{before}."):
                 return now + name.removeprefix(before)
         return name

@@ -61,6 +61,7 @@ class _Checked:
 
     def tensors(self, found: Mapping[str, TensorInfo]) -> tuple[TowerTensor, ...]:
         lora: dict[str, dict[str, tuple[str, TensorInfo]]] = defaultdict(dict)
+        given: dict[str, str] = {}
         copies: list[TowerTensor] = []
         for name, info in found.items():
             plain = _ADAPTER_NAME.sub(r".\1", name.removeprefix(PREFIX))
@@ -72,8 +73,8 @@ class _Checked:
             if module not in self.shapes.linear:
                 what = "is on a module that is no linear layer of the vision tower and no convolution of its patches"
                 raise self.refuse(name, f"{what}; leave it out of target_modules, or name it in exclude_modules")
-            lora[module][_PARTS[match[2]]] = name, info
-        return (*self._changes(lora), *copies)
+            lora[module][_PARTS[match[2]]], given[module] = (name, info), match[1]
+        return (*self._changes(lora, given), *copies)
 
     def _own(self, name: str) -> str:
         """A module's name without what is around the tower."""
@@ -91,13 +92,16 @@ class _Checked:
             raise self.refuse(name, f"has shape {list(info.shape)}, {list(shape)} is needed")
         return TowerTensor(name, own, "")
 
-    def _changes(self, lora: Mapping[str, dict[str, tuple[str, TensorInfo]]]) -> list[TowerTensor]:
-        names = {f"model.{module}": module for module in self.shapes.linear}
+    def _changes(
+        self, lora: Mapping[str, dict[str, tuple[str, TensorInfo]]], given: Mapping[str, str]
+    ) -> list[TowerTensor]:
+        """given: the file's names of modules, which the patterns of its configuration are for."""
+        names = dict.fromkeys((*given.values(), *(f"model.{module}" for module in self.shapes.linear)))
         targets = self.config.targets(ModuleNames([*names]))
         found = []
         for module, parts in lora.items():
             first = next(iter(parts.values()))[0]
-            rank_and_scale = targets.get(f"model.{module}")
+            rank_and_scale = targets.get(given[module], targets.get(f"model.{module}"))
             if rank_and_scale is None:
                 raise self.refuse(first, f"is not targeted by {CONFIG_FILE} (target_modules, exclude_modules)")
             if not {A, B} <= parts.keys():

@@ -165,6 +165,7 @@ ALL: tuple[Family, ...] = (
     kimi_linear.KIMI_LINEAR,
     seeing.LLAVA,
     seeing.LLAVA_NEXT,
+    seeing.LLAVA_NEXT_VIDEO,
     seeing.LLAVA_ONEVISION,
     seeing.INTERNVL,
     seeing.INTERNVL_CHAT,

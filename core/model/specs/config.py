@@ -103,6 +103,9 @@ class ModelConfig:
     image_token: int | None = None
     """The token that stands at images' positions."""
 
+    scales_image_rows: bool = False
+    """Rows of images take `embedding_multiplier`, as tokens' embeddings do."""
+
     tower: TowerShapes | None = field(default=None, compare=False, repr=False)
     """The vision part's modules, where images are served."""
 

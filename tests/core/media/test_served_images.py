@@ -1,4 +1,4 @@
-"""Images of Idefics 3 and SmolVLM, with adapters of text, tower and both: tokens of transformers and peft."""
+"""What an engine does with images: tokens of transformers and peft. All families: test_seeing_families.py."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from chorus.core.requests.request import Request
 from chorus.core.requests.request_params import InvalidRequest, RequestParams
 from chorus.ops.library import native_library
 
-from .tiny_vision import ADAPTERS, FAMILIES, Reference, needs_vision, tiny
+from .seeing_families import SEEING
+from .tiny_vision import ADAPTERS, Reference, needs_vision, tiny
 
 pytestmark = [pytest.mark.numerics, pytest.mark.integration, needs_vision]
 
@@ -75,7 +76,13 @@ class Asked:
         return Request(id, prompt, params, adapter, media=items, **fields)
 
 
-@pytest.fixture(scope="module", params=list(FAMILIES))
+def images_of(asked: Asked) -> list[Any]:
+    """An image of each size that the family takes."""
+    refused = SEEING[asked.reference.family].refused
+    return [picture(seed, size) for seed, (name, size) in enumerate(SIZES.items()) if name not in refused]
+
+
+@pytest.fixture(scope="module", params=["smolvlm", "mistral3"])
 def asked(request: pytest.FixtureRequest) -> Asked:
     return Asked(request.param)
 
@@ -108,7 +115,7 @@ def engine(asked: Asked) -> Iterator[Engine]:
 
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_images_and_adapters_in_one_batch(asked: Asked, kernels: str) -> None:
-    images = [picture(seed, size) for seed, size in enumerate(SIZES.values())]
+    images = images_of(asked)
     engine = engine_of(asked, kernels, max_num_batched_tokens=37)  # chunks end inside images
     assert not engine.adapters.quarantine and engine.model.why_blind is None
     wanted = {}
