@@ -52,7 +52,7 @@ class ImageProcessor:
         self._text: Any = AutoProcessor.from_pretrained(directory, local_files_only=True)
         # What resizes is fixed above; the other one knows with which arguments the model wants it.
         self._text.image_processor = self._images
-        self.placeholder: str = self._text.image_token
+        self.placeholder: str = getattr(self._text, "image_placeholder_token", self._text.image_token)
         self._row: str = self._text.tokenizer.convert_ids_to_tokens(self._text.image_token_id)
         # Not public, and the only call that gives an image's tensors with the text that stands for it.
         self._prepare: Any = self._text._process_images  # noqa: SLF001

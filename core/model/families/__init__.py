@@ -182,6 +182,7 @@ ALL: tuple[Family, ...] = (
     seeing.GOT_OCR_2,
     seeing.QIANFAN_OCR,
     seeing.DEEPSEEK_VL,
+    seeing.DEEPSEEK_VL_HYBRID,
     seeing.JANUS,
     seeing.MINICPM_V,
     omni.QWEN2_5_OMNI,

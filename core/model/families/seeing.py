@@ -190,20 +190,51 @@ KIMI_K2_5 = _family(
     notes=deepseek.DEEPSEEK_V3.notes,
 )
 GLM_4_6V = _family("GLM-4.6V", "Glm46VForConditionalGeneration", text="glm4v_text")
-LIGHTON_OCR = _family("LightOnOCR", "LightOnOcrForConditionalGeneration", text="qwen3", tied=True)
-VIP_LLAVA = _family("ViP-LLaVA", "VipLlavaForConditionalGeneration", text="llama")
+LIGHTON_OCR = _family(
+    "LightOnOCR",
+    "LightOnOcrForConditionalGeneration",
+    text="qwen3",
+    tied=True,
+    vision=VisionSpec(
+        ("vision_encoder", "vision_projection"),
+        ("pixel_values", "image_sizes"),
+        copied=("linear_1", "linear_2", "patch_merger"),
+        token=151655,
+        least_rows=2,
+    ),
+)
+VIP_LLAVA = _family(
+    "ViP-LLaVA", "VipLlavaForConditionalGeneration", text="llama", vision=replace(PROJECTED, token=32000)
+)
 VIDEO_LLAVA = _family("Video-LLaVA", "VideoLlavaForConditionalGeneration", text="llama")
 VIDEO_LLAMA_3 = _family("VideoLLaMA 3", "VideoLlama3ForConditionalGeneration", text="qwen2")
 IDEFICS_2 = _family("Idefics 2", "Idefics2ForConditionalGeneration", text="mistral")
 OVIS_2 = _family("Ovis 2", "Ovis2ForConditionalGeneration", text="qwen2", tied=True)
-GOT_OCR_2 = _family("GOT-OCR 2", "GotOcr2ForConditionalGeneration", text="qwen2", tied=True)
-QIANFAN_OCR = _family("Qianfan-OCR", "QianfanOCRForConditionalGeneration", text="qwen3")
+GOT_OCR_2 = _family(
+    "GOT-OCR 2",
+    "GotOcr2ForConditionalGeneration",
+    text="qwen2",
+    tied=True,
+    vision=replace(PROJECTED, copied=(), token=151859),
+)
+QIANFAN_OCR = _family(
+    "Qianfan-OCR", "QianfanOCRForConditionalGeneration", text="qwen3", vision=replace(PROJECTED, token=151667)
+)
 DEEPSEEK_VL = _family(
     "DeepSeek-VL",
     "DeepseekVLForConditionalGeneration",
-    "DeepseekVLHybridForConditionalGeneration",
     text="llama",
     tied=True,
+    vision=VisionSpec(
+        ("vision_model", "aligner"),
+        ("pixel_values",),
+        copied=("linear1", "linear2"),
+        unused=("vision_model.head",),
+        token=100015,
+    ),
+)
+DEEPSEEK_VL_HYBRID = _family(
+    "DeepSeek-VL with two towers", "DeepseekVLHybridForConditionalGeneration", text="llama", tied=True
 )
 JANUS = _family("Janus and Janus-Pro", "JanusForConditionalGeneration", text="llama", tied=True)
 MINICPM_V = _family("MiniCPM-V 4.6", "MiniCPMV4_6ForConditionalGeneration", text="qwen3_5_text")

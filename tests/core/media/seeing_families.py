@@ -50,6 +50,10 @@ class Seeing:
     named: dict[str, str] = field(default_factory=dict)
     """Those that the tokenizer has attributes for."""
     config: dict[str, Any] = field(default_factory=dict)
+    original: bool = True
+    """transformers saves its tensors under the names that published checkpoints have."""
+    nested: bool = True
+    """transformers' processor takes a list of each prompt's images."""
     videos: tuple[str, dict[str, Any]] | None = None
     """The processor of videos, where the whole processor needs one."""
     projector: str = "multi_modal_projector"
@@ -207,5 +211,63 @@ SEEING: dict[str, Seeing] = {
         },
         config={"alignment_intermediate_size": 32},
         renamed=_CLIP_OLD,
+    ),
+    "lighton_ocr": Seeing(
+        "LightOnOcr", {"model_type": "qwen3", "head_dim": 16}, PIXTRAL,
+        ("Pixtral", {"size": {"longest_edge": 64}, "patch_size": {"height": 16, "width": 16}}),
+        ("LightOnOcr", {"patch_size": 8, "spatial_merge_size": 2}),
+        mark="<|image_pad|>",
+        around=("<|vision_pad|>", "<|vision_end|>"),
+        named={
+            "image_token": "<|image_pad|>", "image_break_token": "<|vision_pad|>", "image_end_token": "<|vision_end|>",
+        },
+        config={"spatial_merge_size": 2},
+        projector="vision_projection",
+        tower_linear=r".*(vision_encoder.*(q_proj|o_proj|up_proj|patch_conv)|vision_projection.*(linear|merging))",
+        tower_dora=r".*vision_encoder.*(q_proj|down_proj)|.*language_model.*v_proj",
+        refused=("small",),
+    ),
+    "qianfan_ocr": Seeing(
+        "QianfanOCR", {"model_type": "qwen3", "head_dim": 16},
+        {"model_type": "qianfan_ocr_vision", **_INTERNVL},
+        ("GotOcr2", _CROPS),
+        ("QianfanOCR", {"image_seq_length": 4}),
+        mark="<IMG_CONTEXT>",
+        original=False,
+        place="<image>",
+        around=("<image>", "<img>", "</img>"),
+        named={"start_image_token": "<img>", "end_image_token": "</img>", "context_image_token": "<IMG_CONTEXT>"},
+        tower_linear=r".*(vision_tower.*(q_proj|v_proj|fc1|projection_layer|patch_embeddings.projection)"
+        r"|multi_modal_projector.*linear_\d)",
+    ),
+    "vipllava": Seeing(
+        "VipLlava", _LLAMA, CLIP, ("CLIP", _CLIP_SIZE),
+        ("Llava", {"patch_size": 8, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}),
+        config={"vision_feature_layers": [-2, -1]},
+        renamed=_CLIP_OLD,
+    ),
+    "deepseek_vl": Seeing(
+        "DeepseekVL", _LLAMA, SIGLIP,
+        ("DeepseekVL", {"size": {"height": 32, "width": 32}, "min_size": 4}),
+        ("DeepseekVL", {"num_image_tokens": 16}),
+        mark="<image_placeholder>",
+        named={"image_token": "<image_placeholder>"},
+        projector="aligner",
+        tower_linear=r".*(vision_model.*(q_proj|v_proj|fc1|out_proj|patch_embedding)|aligner.*linear)",
+        tower_dora=r".*vision_model.*(q_proj|fc2)|.*language_model.*v_proj",
+    ),
+    "got_ocr2": Seeing(
+        "GotOcr2", {"model_type": "qwen2", "use_sliding_window": False},
+        {
+            "hidden_size": 32, "output_channels": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "mlp_dim": 32,
+            "image_size": 128, "patch_size": 2, "global_attn_indexes": [], "window_size": 8, "initializer_range": 0.4,
+        },
+        ("GotOcr2", {"size": {"height": 128, "width": 128}}),
+        ("GotOcr2", {}),
+        mark="<imgpad>",
+        nested=False,
+        around=("<img>", "</img>"),
+        tower_linear=r".*(vision_tower.*(qkv|lin1|patch_embed.projection)|multi_modal_projector.*proj)",
+        tower_dora=r".*vision_tower.*(qkv|lin2)|.*language_model.*v_proj",
     ),
 }  # fmt: skip

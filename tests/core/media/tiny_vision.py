@@ -103,7 +103,7 @@ def _save(family: str, path: Path) -> None:
             elif not title.startswith(("model.text_model.", "model.language_model.", "lm_head.")):
                 parameter.normal_(0, 0.3)
     model.generation_config.eos_token_id = 2
-    model.save_pretrained(path)
+    model.save_pretrained(path, save_original_format=it.original)
     for seed, (title, fields) in enumerate(adapters_of(family).items()):
         save_adapter(path, family, title, fields, seed)
 
@@ -161,7 +161,7 @@ class Reference:
     ) -> tuple[list[int], list[int]]:
         """The prompt's tokens, and the greedy answer of `count` tokens. images: in RGB."""
         text = self.processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        given = {"images": [list(images)]} if images else {}
+        given = {"images": [list(images)] if SEEING[self.family].nested else list(images)} if images else {}
         inputs = self.processor(text=text, return_tensors="pt", add_special_tokens=False, **given)
         for name in ("rows", "cols"):
             inputs.pop(name, None)
