@@ -259,6 +259,13 @@ class EngineConfig(BaseModel):
         description='the most images of a request, as JSON: {"image": 4}; 0: images are refused, and the vision '
         "tower is not read",
     )
+    max_image_tokens: int = Field(
+        default=4096,
+        ge=1,
+        le=1 << 20,
+        description="the most tokens of an image: a larger one is made smaller if the model's image processor has a "
+        "setting for that, else it is refused",
+    )
     encoder_threads: int = Field(
         default=1,
         ge=1,

@@ -40,7 +40,7 @@ RowsKey = tuple[str, str, str, str]
 class RowMaker(Protocol):
     """The model's part: images and towers."""
 
-    def prepare(self, data: bytes) -> Prepared: ...
+    def prepare(self, item: MediaItem) -> Prepared: ...
     def changes(self, bound: BoundVersion) -> TowerChanges | None: ...
     def encode(self, prepared: Prepared, changes: TowerChanges | None) -> torch.Tensor: ...
 
@@ -204,7 +204,7 @@ class ImageEncoder:
         return self._maker
 
     def _rows(self, maker: RowMaker, item: MediaItem, changes: TowerChanges | None) -> torch.Tensor:
-        prepared = maker.prepare(item.data)
+        prepared = maker.prepare(item)
         if prepared.digest != item.digest:
             raise RuntimeError("the image was prepared otherwise where the request came in; run equal versions")
         rows = maker.encode(prepared, changes)

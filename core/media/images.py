@@ -9,6 +9,8 @@ from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from PIL.Image import Image
 
 MAX_BYTES = 20 << 20
@@ -32,10 +34,11 @@ def check_size(num_bytes: int) -> None:
         raise BadImage(f"has {num_bytes} bytes, at most {MAX_BYTES} are taken; send a smaller file")
 
 
-def open_image(data: bytes) -> Image:
+def open_image(data: bytes, check: Callable[[tuple[int, int]], object] | None = None) -> Image:
     """The image of a file, in RGB; of an animation the first frame.
 
-    Its size is checked before any pixel is decoded. Raises BadImage.
+    Its size is checked before any pixel is decoded. check: raises BadImage for a width and height, too.
+    Raises BadImage.
     """
     from PIL import Image, ImageOps, UnidentifiedImageError
 
@@ -53,6 +56,11 @@ def open_image(data: bytes) -> Image:
         raise BadImage(
             f"has {width} x {height} = {width * height} pixels, at most {MAX_PIXELS} are taken; send a smaller image"
         )
+    if check is not None:
+        try:
+            check((height, width))  # as a turn, which is known once it is decoded, may make it
+        except BadImage:
+            check((width, height))
     try:
         image.load()
         return in_rgb(ImageOps.exif_transpose(image))

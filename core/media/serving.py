@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from ..config import EngineConfig
     from ..model.specs.config import ModelConfig
+    from ..requests.media import MediaItem
     from ..requests.request import BoundVersion
     from .encoder import ImageEncoder
     from .linear import TowerChanges
@@ -64,8 +65,8 @@ class CheckpointRows:
         self._tower = Tower(directory, model.architecture, model.vision, dtype)
         self._factor = model.embedding_factor(dtype) if model.scales_image_rows else 1.0
 
-    def prepare(self, data: bytes) -> Prepared:
-        return self._processor.of_file(data)
+    def prepare(self, item: MediaItem) -> Prepared:
+        return self._processor.of_file(item.data, item.settings)
 
     def changes(self, bound: BoundVersion) -> TowerChanges | None:
         from .tower_adapter import read_changes

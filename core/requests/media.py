@@ -8,7 +8,7 @@ Tests: tests/core/media/test_items.py
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +28,9 @@ class MediaItem:
     """First position in the prompt, and number of positions, of each run of its rows; in order. Between runs there are
     ordinary tokens, such as those that tell rows and columns of tiles."""
 
+    settings: Mapping[str, Any] = field(default_factory=dict, kw_only=True, hash=False)
+    """Of its image processor, where they are not the model's own: see `ImageSettings`."""
+
     @property
     def num_rows(self) -> int:
         return sum(count for _, count in self.runs)
@@ -43,11 +46,13 @@ class MediaItem:
 
     def to_wire(self) -> dict[str, Any]:
         """The item as plain data."""
-        return {"data": self.data, "digest": self.digest, "runs": [list(run) for run in self.runs]}
+        runs = [list(run) for run in self.runs]
+        return {"data": self.data, "digest": self.digest, "runs": runs, "settings": dict(self.settings)}
 
     @classmethod
     def from_wire(cls, data: Mapping[str, Any]) -> MediaItem:
-        return cls(data["data"], data["digest"], tuple((first, count) for first, count in data["runs"]))
+        runs = tuple((first, count) for first, count in data["runs"])
+        return cls(data["data"], data["digest"], runs, settings=data["settings"])
 
 
 def keys_of(tokens: Sequence[int], media: Sequence[MediaItem], begin: int, scope: str = "") -> list[Key]:

@@ -13,7 +13,7 @@ from .media import MediaItem
 from .plan_wire import params_from_wire, params_to_wire
 from .request import Request
 
-VERSION = 8
+VERSION = 9
 
 
 @dataclass(frozen=True, slots=True)

@@ -203,6 +203,10 @@ class Options(TypedDict, total=False):
     """The most images of a request, as JSON: {"image": 4}; 0: images are refused, and the vision tower is not read.
     Default: {'image': 16}.
     """
+    max_image_tokens: int
+    """The most tokens of an image: a larger one is made smaller if the model's image processor has a setting for
+    that, else it is refused. Default: 4096.
+    """
     encoder_threads: int
     """Threads that encode images, beside those of steps and at a lower priority. Default: 1."""
     encoder_cache_bytes: int

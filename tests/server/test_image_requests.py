@@ -125,6 +125,44 @@ def test_images_by_urls_of_an_allowed_domain(live: Live, reference: Reference, h
     assert param == "messages[1].content[1]" and "answers 404" in message
 
 
+def test_a_request_sets_how_its_images_are_prepared(live: Live, reference: Reference) -> None:
+    image, settings = picture((70, 90), "red"), {"size": {"longest_edge": 64}}
+    same = [{"role": "user", "content": [SEEN, HI]}]
+    prompt, answer = reference.answer("seven", same, [image], COUNT, settings)
+    messages = [{"role": "user", "content": [as_part(url_of(image)), HI]}]
+    asked: dict[str, Any] = {"messages": messages, "model": "seven", "mm_processor_kwargs": settings}
+    told = live.post("/v1/chat/completions", **asked, **GREEDY).json()
+    assert told["choices"][0]["token_ids"] == answer and told["usage"]["prompt_tokens"] == len(prompt)
+    assert live.post("/tokenize", **asked).json()["count"] == len(prompt)
+    assert len(prompt) < wanted(reference, "seven", same, [image])[0]
+    for given, why in (
+        ({"size": {"longest_edge": 97}}, "from 1 to 96"),
+        ({"max_pixels": 10}, "max_pixels is no setting of this model's images; it has do_image_splitting, size"),
+        ({"size": 5}, "must be an object"),
+    ):
+        message, param = refused(live.post("/v1/chat/completions", **{**asked, "mm_processor_kwargs": given}, **GREEDY))
+        assert param == "mm_processor_kwargs" and why in message
+    assert live.post("/v1/completions", prompt="a", model="base", mm_processor_kwargs=settings).status_code == 400
+
+
+def test_an_image_of_too_many_tokens_is_made_smaller_or_refused(reference: Reference) -> None:
+    image = picture((90, 90), "red")
+    prompt, answer = reference.answer(None, [{"role": "user", "content": [SEEN, HI]}], [image], COUNT)
+    params = SamplingParams(max_tokens=COUNT, temperature=0, ignore_eos=True)
+    options: dict[str, Any] = {"memory_bytes": 64 << 20, "cpu_kernels": "torch", "dtype": "float32", "device": "cpu"}
+    own = prompt.count(reference.processor.image_token_id)
+    for most, is_own in ((own, True), (own - 1, False), (4, None)):
+        with LLM(reference.path, max_image_tokens=most, **options) as llm:
+            messages = [{"role": "user", "content": [{"type": "image", "image": image}, HI]}]
+            if is_own is None:
+                with pytest.raises(InvalidRequest, match=r"at most 4 are taken \(max_image_tokens\)"):
+                    llm.chat(messages, params)
+                continue
+            told = llm.chat(messages, params)
+            assert (len(told.prompt_token_ids) == len(prompt)) == is_own
+            assert (list(told.token_ids) == answer) or not is_own
+
+
 def test_two_choices_share_an_image(live: Live, reference: Reference) -> None:
     image = picture((60, 40), "green")
     messages = [{"role": "user", "content": [{"type": "image_url", "image_url": url_of(image)}, HI]}]
@@ -201,7 +239,7 @@ def test_each_refusal_names_the_image(live: Live) -> None:
 def test_nothing_is_decoded_for_an_unknown_model(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     from chorus.core.media import processor
 
-    monkeypatch.setattr(processor, "open_image", lambda _: pytest.fail("it was decoded"))
+    monkeypatch.setattr(processor, "open_image", lambda *_: pytest.fail("it was decoded"))
     answer = chat(live, as_part(url_of(picture((21, 22), "red"))), model="nobody")
     assert answer.status_code == 404, answer.text
 

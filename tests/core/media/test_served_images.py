@@ -62,15 +62,22 @@ class Asked:
         self.wanted: dict[str, list[int]] = {}
 
     def request(
-        self, id: str, adapter: str | None, images: list[Any], text: str = "hi", count: int = COUNT, **fields: Any
+        self,
+        id: str,
+        adapter: str | None,
+        images: list[Any],
+        text: str = "hi",
+        count: int = COUNT,
+        settings: dict[str, Any] | None = None,
+        **fields: Any,
     ) -> Request:
         content = [*({"type": "image"} for _ in images), {"type": "text", "text": text}]
         messages = [{"role": "user", "content": content}]
-        prompt, self.wanted[id] = self.reference.answer(adapter, messages, images, count)
-        found = [self.processor.of_image(image) for image in images]
+        prompt, self.wanted[id] = self.reference.answer(adapter, messages, images, count, settings)
+        found = [self.processor.of_image(image, settings) for image in images]
         runs = placed(prompt, self.placeholder, [each.num_rows for each in found])
         items = tuple(
-            MediaItem(self._encoded(image), each.digest, own)
+            MediaItem(self._encoded(image), each.digest, own, settings=each.settings)
             for image, each, own in zip(images, found, runs, strict=True)
         )
         params = RequestParams(max_tokens=count, temperature=0, ignore_eos=True)

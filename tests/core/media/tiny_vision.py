@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -157,12 +157,17 @@ class Reference:
 
     @quiet()
     def answer(
-        self, adapter: str | None, messages: list[dict[str, Any]], images: Sequence[Any], count: int
+        self,
+        adapter: str | None,
+        messages: list[dict[str, Any]],
+        images: Sequence[Any],
+        count: int,
+        settings: Mapping[str, Any] | None = None,
     ) -> tuple[list[int], list[int]]:
-        """The prompt's tokens, and the greedy answer of `count` tokens. images: in RGB."""
+        """The prompt's tokens, and the greedy answer of `count` tokens. images: in RGB. settings: of the processor."""
         text = self.processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         given = {"images": [list(images)] if SEEING[self.family].nested else list(images)} if images else {}
-        inputs = self.processor(text=text, return_tensors="pt", add_special_tokens=False, **given)
+        inputs = self.processor(text=text, return_tensors="pt", add_special_tokens=False, **given, **(settings or {}))
         for name in ("rows", "cols"):
             inputs.pop(name, None)
         with torch.inference_mode():
