@@ -275,8 +275,8 @@ class EngineConfig(BaseModel):
     encoder_cache_bytes: int = Field(
         default=256 << 20,
         ge=0,
-        description="host memory for rows of encoded images, evicted least recently used first. Requests that hold "
-        "more than that keep others' images waiting",
+        description="host memory for rows of encoded images and for the pixels of the one that is being encoded, "
+        "evicted least recently used first. Requests that hold more than that keep others' images waiting",
     )
     lookahead: int = Field(
         default=8, ge=1, description="number of waiting requests whose adapters are read into host memory ahead"

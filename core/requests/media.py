@@ -30,6 +30,8 @@ class MediaItem:
 
     settings: Mapping[str, Any] = field(default_factory=dict, kw_only=True, hash=False)
     """Of its image processor, where they are not the model's own: see `ImageSettings`."""
+    held: object = field(default=None, kw_only=True, compare=False, repr=False)
+    """What accounts for the file's memory as long as it is referred to."""
 
     @property
     def num_rows(self) -> int:

@@ -73,7 +73,7 @@ class GenerationBuilder:
         settings = self.settings
         most, fetcher = settings.limit_mm_per_prompt.get("image", 0), ImageFetcher(settings.allowed_media_domains)
         bounds = settings.max_body_bytes, settings.max_image_tokens
-        self.images = RequestImages(settings.model, most, *bounds, fetcher)
+        self.images = RequestImages(settings.model, most, *bounds, fetcher=fetcher)
         self.seeds = Seeds(self.settings.seed)
 
     async def parse(self, read: Callable[[bytes, RequestLimits], T], request: Request) -> T:

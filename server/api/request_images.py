@@ -21,6 +21,7 @@ from ...core.media.settings import BadSetting
 from ...core.requests.media import MediaItem, placed
 from ...core.requests.request_params import InvalidRequest
 from ..executors import DaemonPool
+from ..http.gate import Held, SharedLimit
 from .image_fetch import ImageFetcher, Room
 from .image_parts import ImageFile, ImageUrl
 
@@ -43,6 +44,8 @@ class ImageText(NamedTuple):
     num_rows: int
     settings: Mapping[str, Any] = MappingProxyType({})
     """See `MediaItem.settings`."""
+    held: object = None
+    """See `MediaItem.held`."""
 
 
 @dataclass(slots=True)
@@ -57,6 +60,8 @@ class RequestImages:
     """That are fetched for one request."""
     max_tokens: int | None = None
     """Of an image; None: any number."""
+    files: SharedLimit = field(default_factory=lambda: SharedLimit("bytes of images"))
+    """Limits the bytes of files that requests hold."""
     fetcher: ImageFetcher = field(default_factory=lambda: ImageFetcher(()))
     _threads: DaemonPool = field(default_factory=lambda: DaemonPool("images", THREADS))
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -83,7 +88,14 @@ class RequestImages:
                 name, f"{name} is image {self.most + 1}, at most {self.most} are taken in a request; send fewer"
             )
         room, settings = Room(self.most_bytes), await self._threads.run(self._checked, asked or {})
-        return list(await asyncio.gather(*(self._one(*each, tenant, room, settings) for each in images)))
+        held = Held(self.files, tenant)
+        try:
+            held.take(sum(len(image.data) for _, image in images if isinstance(image, ImageFile)))
+            found = await asyncio.gather(*(self._one(*each, tenant, room, settings, held) for each in images))
+        except BaseException:  # its traceback refers to them
+            held.give_back()
+            raise
+        return [image._replace(held=held) for image in found]
 
     def _checked(self, asked: Mapping[str, Any]) -> dict[str, Any]:
         try:
@@ -92,13 +104,14 @@ class RequestImages:
             raise InvalidRequest("mm_processor_kwargs", f"mm_processor_kwargs: {error}") from None
 
     async def _one(
-        self, name: str, image: ImageFile | ImageUrl, tenant: str, room: Room, settings: Mapping[str, Any]
+        self, name: str, image: ImageFile | ImageUrl, tenant: str, room: Room, settings: Mapping[str, Any], held: Held
     ) -> ImageText:
         if isinstance(image, ImageUrl):
             try:
                 image = ImageFile(await self.fetcher.fetched(tenant, image.url, room))
             except BadImage as error:
                 raise InvalidRequest(name, f"{name}: the image {error}") from None
+            held.take(len(image.data))
         return await self._threads.run(self._prepare, name, image, settings)
 
     def placeholder(self) -> str:
@@ -138,6 +151,6 @@ def items_of(tokens: Sequence[int], images: Sequence[ImageText], placeholder: in
     except ValueError as error:
         raise InvalidRequest("messages", f"messages: {error}; the chat template or a text has placeholders") from None
     return tuple(
-        MediaItem(image.data, image.digest, own, settings=image.settings)
+        MediaItem(image.data, image.digest, own, settings=image.settings, held=image.held)
         for image, own in zip(images, runs, strict=True)
     )

@@ -210,8 +210,8 @@ class Options(TypedDict, total=False):
     encoder_threads: int
     """Threads that encode images, beside those of steps and at a lower priority. Default: 1."""
     encoder_cache_bytes: int
-    """Host memory for rows of encoded images, evicted least recently used first. Requests that hold more than that
-    keep others' images waiting. Default: 256MiB.
+    """Host memory for rows of encoded images and for the pixels of the one that is being encoded, evicted least
+    recently used first. Requests that hold more than that keep others' images waiting. Default: 256MiB.
     """
     lookahead: int
     """Number of waiting requests whose adapters are read into host memory ahead. Default: 8."""

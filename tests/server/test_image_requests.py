@@ -56,6 +56,7 @@ def live(reference: Reference, host: StoreServer) -> Iterator[Live]:
         "served_model_name": "base",
         "limit_mm_per_prompt": {"image": 4},
         "allowed_media_domains": host.url,
+        "adapter_roots": (path,),
     }
     engine: Any = Engine.from_config(config)
     with live_server(engine, Tokenizer.load(path), settings=settings) as found:
@@ -143,6 +144,18 @@ def test_a_request_sets_how_its_images_are_prepared(live: Live, reference: Refer
         message, param = refused(live.post("/v1/chat/completions", **{**asked, "mm_processor_kwargs": given}, **GREEDY))
         assert param == "mm_processor_kwargs" and why in message
     assert live.post("/v1/completions", prompt="a", model="base", mm_processor_kwargs=settings).status_code == 400
+
+
+@pytest.mark.parametrize("name", ["tower", "copied"])
+def test_an_adapter_of_the_tower_is_loaded_while_serving(live: Live, reference: Reference, name: str) -> None:
+    image = picture((40, 60), "teal")
+    path = str(reference.path / "adapters" / name)
+    loaded = live.post("/v1/load_lora_adapter", lora_name=f"new {name}", lora_path=path)
+    assert loaded.status_code == 200, loaded.text
+    _, answer = wanted(reference, name, [{"role": "user", "content": [SEEN, HI]}], [image])
+    messages = [{"role": "user", "content": [as_part(url_of(image)), HI]}]
+    told = live.post("/v1/chat/completions", messages=messages, model=f"new {name}", **GREEDY).json()
+    assert told["choices"][0]["token_ids"] == answer, told
 
 
 def test_an_image_of_too_many_tokens_is_made_smaller_or_refused(reference: Reference) -> None:

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from chorus.core.config import EngineConfig
+from chorus.core.engine import Engine
 from chorus.core.media.linear import AdaptedLinear, AdaptedPatches, Change, make_adaptable
 from chorus.core.media.serving import with_tower
 from chorus.core.media.tower_adapter import read_changes
@@ -142,6 +143,23 @@ def test_an_activated_adapter_of_a_tower_is_refused(modules: ModulePaths, tmp_pa
     path = changed(tmp_path, "seven", lambda _: None, alora_invocation_tokens=[5], use_rslora=False)
     with pytest.raises(AdapterFormatError, match="alora_invocation_tokens"):
         inspect_adapter(path, modules)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("name", ["tower", "copied"])
+def test_weights_that_are_no_numbers_are_refused(tmp_path: Path, name: str, value: float) -> None:
+    """When they are checked, not with the first image; and those of a tower alone are checked."""
+    path = tiny("smolvlm")
+
+    def change(tensors: Any) -> None:
+        last = sorted(each for each in tensors if "connector" in each or "vision_model" in each)[-1]
+        tensors[last].view(-1)[-1] = value
+
+    engine = Engine.from_config(EngineConfig(model=path, memory_bytes=64 << 20, device="cpu", cpu_kernels="torch"))
+    assert not engine.adapters.check(path / "adapters" / name).no_effect
+    with pytest.raises(AdapterFormatError, match="NaN or infinit"):
+        engine.adapters.check(changed(tmp_path, name, change))
+    engine.close()
 
 
 def test_a_composed_adapter_has_no_tower(modules: ModulePaths) -> None:
