@@ -157,7 +157,7 @@ def test_weights_that_are_no_numbers_are_refused(tmp_path: Path, name: str, valu
 
     engine = Engine.from_config(EngineConfig(model=path, memory_bytes=64 << 20, device="cpu", cpu_kernels="torch"))
     assert not engine.adapters.check(path / "adapters" / name).no_effect
-    with pytest.raises(AdapterFormatError, match="NaN or infinit"):
+    with pytest.raises(AdapterFormatError, match="NaN or infinity"):
         engine.adapters.check(changed(tmp_path, name, change))
     engine.close()
 
