@@ -18,6 +18,9 @@ MAX_PIXELS = 50_000_000
 MAX_ITEMS = 16
 """Images of one request, unless the server says otherwise."""
 
+BACKEND = "torchvision"
+"""What resizes, for all families: others differ by a grey level."""
+
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 """What is decoded: no format here runs programs or refers to other files."""
 

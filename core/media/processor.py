@@ -15,14 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 from ...memory.files.tokens.torchvision import mend_torchvision
 from ..model.read_config import read_model_config
-from .images import BadImage, open_image
+from .images import BACKEND, BadImage, open_image
 from .settings import ImageSettings, TokenLimit
 
 if TYPE_CHECKING:
     from PIL.Image import Image
-
-BACKEND = "torchvision"
-"""What resizes, for all families: others differ by a grey level."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import shutil
 from collections.abc import Iterator
 from io import BytesIO
 from pathlib import Path
@@ -15,6 +16,7 @@ from chorus import LLM
 from chorus.core.config import EngineConfig
 from chorus.core.engine import Engine
 from chorus.core.requests.request_params import InvalidRequest
+from chorus.server.cli.models import described
 from chorus.server.library.params import SamplingParams
 from chorus.server.text.tokenizer import Tokenizer
 
@@ -88,6 +90,21 @@ def wanted(reference: Reference, adapter: str | None, messages: list[Any], image
 
 SEEN = {"type": "image"}
 HI = {"type": "text", "text": "hi"}
+
+
+def test_the_server_tells_that_it_sees(live: Live) -> None:
+    told = live.client.get("/health").json()
+    assert told["images"] == "served"
+    assert told["image_limits"] == {"backend": "torchvision", "max_image_tokens": 4096, "limit_mm_per_prompt": 4}
+    assert live.client.get("/model_info").json()["has_image_understanding"] is True
+
+
+def test_a_checkpoint_is_said_to_see(reference: Reference, tmp_path: Path) -> None:
+    (line,) = [each for each in described(reference.path) if each.startswith("images:")]
+    assert line == "images: served on CPUs, with adapters of the vision tower"
+    shutil.copy(reference.path / "config.json", tmp_path)
+    (line,) = [each for each in described(tmp_path) if each.startswith("images:")]
+    assert "not served: the model has no preprocessor_config.json" in line
 
 
 def test_chat_with_images_in_several_turns(live: Live, reference: Reference) -> None:

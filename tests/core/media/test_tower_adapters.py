@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from chorus.core.media.linear import AdaptedLinear, AdaptedPatches, Change, make
 from chorus.core.media.serving import with_tower
 from chorus.core.media.tower_adapter import read_changes
 from chorus.core.model.read_config import read_model_config
+from chorus.core.quarantine import report_contents
 from chorus.memory.files.error import AdapterFormatError
 from chorus.memory.files.format import inspect_adapter
 from chorus.memory.files.identity import with_content
@@ -69,11 +71,15 @@ def test_an_adapter_of_text_alone_has_none(modules: ModulePaths) -> None:
     assert manifest.tower == () and read_changes(manifest) is None
 
 
-def test_without_the_tower_its_tensors_have_no_effect() -> None:
+def test_without_the_tower_its_tensors_have_no_effect(caplog: pytest.LogCaptureFixture) -> None:
     """On a server that takes no images."""
     plain = read_model_config(tiny("smolvlm")).module_paths
     manifest = inspect_adapter(tiny("smolvlm") / "adapters" / "seven", plain)
     assert manifest.num_left_out and not manifest.tower
+    report_contents("seven", manifest)
+    (told,) = caplog.records
+    assert told.levelno == logging.WARNING and "vision tower" in told.getMessage()
+    assert "images are not served" in told.getMessage()
     with pytest.raises(AdapterFormatError, match="match none"):
         inspect_adapter(tiny("smolvlm") / "adapters" / "tower", plain)
 
