@@ -167,7 +167,8 @@ class Reference:
         """The prompt's tokens, and the greedy answer of `count` tokens. images: in RGB. settings: of the processor."""
         text = self.processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         given = {"images": [list(images)] if SEEING[self.family].nested else list(images)} if images else {}
-        inputs = self.processor(text=text, return_tensors="pt", add_special_tokens=False, **given, **(settings or {}))
+        reader = self.processor if images else self.processor.tokenizer  # some processors need images
+        inputs = reader(text=text, return_tensors="pt", add_special_tokens=False, **given, **(settings or {}))
         for name in ("rows", "cols"):
             inputs.pop(name, None)
         with torch.inference_mode():
