@@ -259,6 +259,13 @@ class EngineConfig(BaseModel):
         description='the most images of a request, as JSON: {"image": 4}; 0: images are refused, and the vision '
         "tower is not read",
     )
+    max_image_tokens: int = Field(
+        default=4096,
+        ge=1,
+        le=1 << 20,
+        description="the most tokens of an image: a larger one is made smaller if the model's image processor has a "
+        "setting for that, else it is refused",
+    )
     encoder_threads: int = Field(
         default=1,
         ge=1,
@@ -268,8 +275,8 @@ class EngineConfig(BaseModel):
     encoder_cache_bytes: int = Field(
         default=256 << 20,
         ge=0,
-        description="host memory for rows of encoded images, evicted least recently used first. Requests that hold "
-        "more than that keep others' images waiting",
+        description="host memory for rows of encoded images and for the pixels of the one that is being encoded, "
+        "evicted least recently used first. Requests that hold more than that keep others' images waiting",
     )
     lookahead: int = Field(
         default=8, ge=1, description="number of waiting requests whose adapters are read into host memory ahead"

@@ -197,11 +197,11 @@ def report_contents(name: str, manifest: AdapterManifest) -> None:
         logger.info("adapter %s: its %s are served as the base model's %s.layers", name, layers, STEM)
     if manifest.num_left_out:
         sees = manifest.modules is not None and manifest.modules.tower is not None
-        logger.log(
-            logging.WARNING if sees else logging.INFO,
-            "adapter %s: %d of its tensors are outside the text model, such as in a vision tower, and have no effect",
+        logger.warning(
+            "adapter %s: %d of its tensors are outside the text model, such as in a vision tower, and have no effect%s",
             name,
             manifest.num_left_out,
+            "" if sees else ": images are not served, and GET /health says why",
         )
     if manifest.untrained:
         logger.info(

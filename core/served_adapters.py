@@ -69,6 +69,10 @@ class ServedAdapters:
         The hash of the content is left out: it takes several times as long as all the rest.
         """
         self._files.read(manifest, self._store.layout_of(manifest), image or HostImage())
+        if manifest.tower:
+            from .media.tower_adapter import check_changes
+
+            check_changes(manifest)
         return with_effect(manifest)
 
     # -- names

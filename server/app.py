@@ -84,7 +84,8 @@ def create_app(
     defaults: sampling parameters of requests that leave them out. kv_publisher, and the parts
     of telemetry: run as long as the app. Raises RuntimeError if no more threads can be started.
     """
-    gate = Gate(max(settings.max_held_body_bytes, 2 * settings.max_body_bytes), worker.shared)
+    least = 2 * settings.max_body_bytes  # so that each body finds room
+    gate = Gate(max(settings.max_held_body_bytes, least), worker.shared, max(settings.max_held_image_bytes, least))
     executors = Executors()
     tokenizer.window = worker.model.window
     keys = settings.client_keys()
@@ -112,6 +113,7 @@ def create_app(
         threads=executors.text,
         tokenizers=tokenizers,
     )
+    builder.images.files = gate.images
     responder = Responder(
         worker=worker,
         settings=settings,

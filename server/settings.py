@@ -46,6 +46,7 @@ SIZES = (
     "host_cache_bytes",
     "max_body_bytes",
     "max_held_body_bytes",
+    "max_held_image_bytes",
     "adapter_source_bytes",
     "adapter_cache_bytes",
     "max_adapter_bytes",
@@ -168,6 +169,12 @@ class Settings(BaseSettings, EngineConfig, RequestLimits):  # pyright: ignore[re
         default=256 << 20,
         ge=1024,
         description="maximum bytes of request bodies being read at once; a tenant may hold at most as many as "
+        "are free for others",
+    )
+    max_held_image_bytes: int = Field(
+        default=256 << 20,
+        ge=1024,
+        description="maximum bytes of the image files of requests in progress; a tenant may hold at most as many as "
         "are free for others",
     )
     generation_config: Literal["auto", "vllm"] = Field(

@@ -40,7 +40,7 @@ RowsKey = tuple[str, str, str, str]
 class RowMaker(Protocol):
     """The model's part: images and towers."""
 
-    def prepare(self, data: bytes) -> Prepared: ...
+    def prepare(self, item: MediaItem) -> Prepared: ...
     def changes(self, bound: BoundVersion) -> TowerChanges | None: ...
     def encode(self, prepared: Prepared, changes: TowerChanges | None) -> torch.Tensor: ...
 
@@ -77,7 +77,7 @@ class ImageEncoder:
         self._thread: threading.Thread | None = None
         self._cache: OrderedDict[RowsKey, torch.Tensor] = OrderedDict()
         self._cached_bytes = 0
-        self._live: dict[int, int] = {}  # bytes of rows that anything holds, by the number of each
+        self._live: dict[int, int] = {}  # bytes of rows and pixels that anything holds, by the number of each
         self._numbers = 0
         self.num_encoded = 0
         """Images that were encoded, not found."""
@@ -145,19 +145,26 @@ class ImageEncoder:
     def _run(self) -> None:
         _lower_priority()
         torch.set_num_threads(self._threads)
-        while (request := self._next()) is not None:
-            try:
-                self._encode(request)
-                done = Encoded(request)
-            except AdapterFormatError as error:
-                done = Encoded(request, str(error), error.failure)
-            except BadImage as error:
-                done = Encoded(request, f"an image {error}")
-            except Exception as error:
-                logger.exception("encoding the images of %s failed", request.id)
-                done = Encoded(request, f"its images could not be encoded: {type(error).__name__}: {error}")
-            self._done.append(done)
-            self._wake()
+        while self._turn():
+            pass
+
+    def _turn(self) -> bool:
+        """Encode the next request's images; False at the end. Nothing of it is kept while waiting for another."""
+        if (request := self._next()) is None:
+            return False
+        try:
+            self._encode(request)
+            done = Encoded(request)
+        except AdapterFormatError as error:
+            done = Encoded(request, str(error), error.failure)
+        except BadImage as error:
+            done = Encoded(request, f"an image {error}")
+        except Exception as error:
+            logger.exception("encoding the images of %s failed", request.id)
+            done = Encoded(request, f"its images could not be encoded: {type(error).__name__}: {error}")
+        self._done.append(done)
+        self._wake()
+        return True
 
     def _next(self) -> Request | None:
         """The next request, of the tenant whose turn it is; None at the end."""
@@ -185,8 +192,10 @@ class ImageEncoder:
                 maker = self._maker_now()
                 if not has_changes and request.media_scope and request.bound is not None:
                     changes, has_changes = maker.changes(request.bound), True
-                self._wait_for_room(request, sum(each.nbytes for each in rows))
-                found = self._rows(maker, item, changes)
+                own = sum(each.nbytes for each in rows)
+                self._wait_for_room(request, own)
+                if (found := self._rows(maker, request, item, changes, own)) is None:
+                    return
                 self._keep(key, found)
             else:
                 self._cache.move_to_end(key)
@@ -203,11 +212,22 @@ class ImageEncoder:
             self._maker = self._make()
         return self._maker
 
-    def _rows(self, maker: RowMaker, item: MediaItem, changes: TowerChanges | None) -> torch.Tensor:
-        prepared = maker.prepare(item.data)
+    def _rows(
+        self, maker: RowMaker, request: Request, item: MediaItem, changes: TowerChanges | None, own_bytes: int
+    ) -> torch.Tensor | None:
+        """An image's rows; None if the request was cancelled. own_bytes: of the request's other rows."""
+        prepared = maker.prepare(item)
         if prepared.digest != item.digest:
             raise RuntimeError("the image was prepared otherwise where the request came in; run equal versions")
-        rows = maker.encode(prepared, changes)
+        pixels = sum(each.nbytes for each in prepared.tensors.values() if isinstance(each, torch.Tensor))
+        number = self._count(pixels)
+        try:
+            self._wait_for_room(request, own_bytes + pixels)
+            if request.id not in self._pending:
+                return None
+            rows = maker.encode(prepared, changes)
+        finally:
+            del self._live[number]
         if len(rows) != item.num_rows:
             raise RuntimeError(f"the tower gives {len(rows)} rows, the prompt has {item.num_rows} places")
         self.num_encoded += 1
@@ -216,19 +236,23 @@ class ImageEncoder:
     def _keep(self, key: RowsKey, rows: torch.Tensor) -> None:
         """Keep rows for other requests, as long as there is room."""
         size = rows.nbytes
-        self._numbers += 1
-        self._live[self._numbers] = size
-        weakref.finalize(rows, self._live.pop, self._numbers, None)
+        weakref.finalize(rows, self._live.pop, self._count(size), None)
         self._cache[key] = rows
         self._cached_bytes += size
         while self._cached_bytes > self._bytes and len(self._cache) > 1:
             _, gone = self._cache.popitem(last=False)
             self._cached_bytes -= gone.nbytes
 
+    def _count(self, size: int) -> int:
+        """Count bytes that something holds; return what they are counted under."""
+        self._numbers += 1
+        self._live[self._numbers] = size
+        return self._numbers
+
     def _wait_for_room(self, request: Request, own_bytes: int) -> None:
         """Wait while other requests hold more rows than the cache may have; what the cache alone holds goes first.
 
-        own_bytes: of the request's own rows so far. Those others have all of theirs, so they run and end.
+        own_bytes: of the request's own rows so far, and of pixels. Others have all of theirs, so they run and end.
         """
         while request.id in self._pending and not self._closed:
             held = sum(list(self._live.values()))

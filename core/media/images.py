@@ -9,12 +9,17 @@ from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from PIL.Image import Image
 
 MAX_BYTES = 20 << 20
 MAX_PIXELS = 50_000_000
 MAX_ITEMS = 16
 """Images of one request, unless the server says otherwise."""
+
+BACKEND = "torchvision"
+"""What resizes, for all families: others differ by a grey level."""
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 """What is decoded: no format here runs programs or refers to other files."""
@@ -32,10 +37,11 @@ def check_size(num_bytes: int) -> None:
         raise BadImage(f"has {num_bytes} bytes, at most {MAX_BYTES} are taken; send a smaller file")
 
 
-def open_image(data: bytes) -> Image:
+def open_image(data: bytes, check: Callable[[tuple[int, int]], object] | None = None) -> Image:
     """The image of a file, in RGB; of an animation the first frame.
 
-    Its size is checked before any pixel is decoded. Raises BadImage.
+    Its size is checked before any pixel is decoded. check: raises BadImage for a width and height, too.
+    Raises BadImage.
     """
     from PIL import Image, ImageOps, UnidentifiedImageError
 
@@ -53,6 +59,11 @@ def open_image(data: bytes) -> Image:
         raise BadImage(
             f"has {width} x {height} = {width * height} pixels, at most {MAX_PIXELS} are taken; send a smaller image"
         )
+    if check is not None:
+        try:
+            check((height, width))  # as a turn, which is known once it is decoded, may make it
+        except BadImage:
+            check((width, height))
     try:
         image.load()
         return in_rgb(ImageOps.exif_transpose(image))

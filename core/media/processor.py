@@ -8,23 +8,19 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...memory.files.tokens.torchvision import mend_torchvision
 from ..model.read_config import read_model_config
-from .images import BadImage, open_image
+from .images import BACKEND, BadImage, open_image
+from .settings import ImageSettings, TokenLimit
 
 if TYPE_CHECKING:
     from PIL.Image import Image
-
-#: Options of image processors that know them.
-_OPTIONS = {"return_row_col_info": True}
-
-BACKEND = "torchvision"
-"""What resizes, for all families: others differ by a grey level."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,13 +36,18 @@ class Prepared:
     """The image processor's output."""
     grid: tuple[int, ...] = ()
     """See `MediaItem.grid`."""
+    settings: dict[str, Any] = field(default_factory=dict)
+    """See `MediaItem.settings`."""
 
 
 class ImageProcessor:
     """Prepares images as the checkpoint says. Safe to use from several threads."""
 
-    def __init__(self, directory: Path) -> None:
-        """Raises OSError or ValueError for a checkpoint without what is needed."""
+    def __init__(self, directory: Path, max_tokens: int | None = None) -> None:
+        """max_tokens: of an image, which is made smaller, or else refused; None: as its settings say.
+
+        Raises OSError or ValueError for a checkpoint without what is needed.
+        """
         mend_torchvision()
         import PIL
         import torchvision  # pyright: ignore[reportMissingImports]  # only with the extra `vision`
@@ -56,15 +57,23 @@ class ImageProcessor:
         # By its own class: a processor of all of a model's inputs may bring another backend.
         self._images: Any = AutoImageProcessor.from_pretrained(directory, backend=BACKEND, local_files_only=True)
         self._text: Any = AutoProcessor.from_pretrained(directory, local_files_only=True)
-        self.placeholder: str = self._text.image_token
-        known = self._images.valid_kwargs.__annotations__
-        self._options = {name: value for name, value in _OPTIONS.items() if name in known}
-        spec = read_model_config(directory).vision
-        self._grid_name = "" if spec is None else spec.grid
+        # What resizes is fixed above; the other one knows with which arguments the model wants it.
+        self._text.image_processor = self._images
+        self.placeholder: str = getattr(self._text, "image_placeholder_token", self._text.image_token)
+        self._row: str = self._text.tokenizer.convert_ids_to_tokens(self._text.image_token_id)
+        # Not public, and the only call that gives an image's tensors with the text that stands for it.
+        self._prepare: Any = self._text._process_images  # noqa: SLF001
+        self._arguments = self._arguments_of_model()
+        vision = read_model_config(directory).vision
+        self._least_rows = 1 if vision is None else vision.least_rows
+        self._grid_name = "" if vision is None else vision.grid
+        self.settings = ImageSettings.of(self._images)
+        self._limit = None if max_tokens is None else TokenLimit(max_tokens, self.settings, self.count)
         settings = {
             "class": type(self._images).__name__,
             "settings": self._images.to_dict(),
-            "text": [type(self._text).__name__, getattr(self._text, "image_seq_len", None)],
+            "text": [type(self._text).__name__, self._text.to_dict()],
+            "arguments": self._arguments,
             "versions": [BACKEND, PIL.__version__, torchvision.__version__, transformers.__version__],
         }
         self._settings = json.dumps(settings, sort_keys=True, default=str).encode()
@@ -74,24 +83,62 @@ class ImageProcessor:
         """The processor's class."""
         return type(self._images).__name__
 
-    def of_file(self, data: bytes) -> Prepared:
-        """Prepare the image of a file. Raises BadImage."""
-        return self.of_image(open_image(data))
+    def of_file(self, data: bytes, settings: Mapping[str, Any] | None = None) -> Prepared:
+        """Prepare the image of a file. settings: a request's, or an item's. Raises BadImage."""
+        return self.of_image(open_image(data, self._check_size(dict(settings or {}))), settings)
 
-    def of_image(self, image: Image) -> Prepared:
+    def of_image(self, image: Image, settings: Mapping[str, Any] | None = None) -> Prepared:
         """Prepare an image in RGB. Raises BadImage for one that the model's processor refuses."""
+        limit, own = self._limit, dict(settings or {})
+        if limit is None:
+            return self._of_image(image, own)
+        found = self._of_image(image, limit.fitted(image.size, own))
+        if found.num_rows > limit.most:  # more than its size told
+            smaller = self.settings.smaller(found.settings, lambda each: self._fits(image, each, limit.most))
+            if smaller is None:
+                raise limit.refusal(image.size, str(found.num_rows))
+            found = self._of_image(image, smaller)
+        return found
+
+    def _fits(self, image: Image, settings: Mapping[str, Any], most: int) -> bool:
+        try:
+            return self._of_image(image, dict(settings)).num_rows <= most
+        except BadImage:
+            return False
+
+    def _check_size(self, settings: dict[str, Any]) -> Callable[[tuple[int, int]], object] | None:
+        """What refuses an image by its size, before it is decoded."""
+        limit = self._limit
+        return None if limit is None else lambda size: limit.fitted(size, settings)
+
+    def count(self, size: tuple[int, int], settings: Mapping[str, Any]) -> int | None:
+        """At most so many rows has an image of a width and height; None: the model's processors can't tell."""
+        sizes = [size[::-1]]
+        try:
+            if counted := getattr(self._text, "_get_num_multimodal_tokens", None):
+                return int(counted(image_sizes=sizes, **settings)["num_image_tokens"][0])
+            tiles, *_ = self._images.get_number_of_image_patches(*sizes[0], {**self._arguments, **settings})
+            return int(tiles) * int(self._text.image_seq_len)
+        except Exception:  # a processor without these, or a size that it refuses
+            return None
+
+    def _of_image(self, image: Image, settings: dict[str, Any]) -> Prepared:
         import torch
 
+        size = f"{image.size[0]} x {image.size[1]}"
         try:
             with torch.inference_mode():
-                found = self._images([[image]], return_tensors="pt", **self._options)
+                found, (text,) = self._prepare([[image]], **{**self._arguments, **settings})
         except Exception as error:  # processors raise what they like about sizes that they don't take
             reason = " ".join(str(error).split())[:200]
-            size = f"{image.size[0]} x {image.size[1]}"
             raise BadImage(f"of {size} pixels is refused by the model's image processor: {reason}") from None
-        text = self._text.replace_image_token(found, 0)
-        num_rows = text.count(self.placeholder)
-        return Prepared(self.digest(image), text, num_rows, dict(found), self.grid(found, num_rows))
+        num_rows = text.count(self._row)
+        if num_rows < self._least_rows:
+            least = self._least_rows
+            raise BadImage(
+                f"of {size} pixels makes {num_rows} tokens, and at least {least} are needed; send a larger one"
+            )
+        return Prepared(self.digest(image, settings), text, num_rows, dict(found), self.grid(found, num_rows), settings)
 
     def grid(self, found: Mapping[str, Any], num_rows: int) -> tuple[int, ...]:
         """Rows of an image by time, height and width, where the model's positions have these axes."""
@@ -104,9 +151,21 @@ class ImageProcessor:
             raise RuntimeError(f"an image has {grid} rows by time, height and width, its text has {num_rows} places")
         return grid
 
-    def digest(self, image: Image) -> str:
+    def _arguments_of_model(self) -> dict[str, Any]:
+        """What the model's processor of text and images is called with if nobody says otherwise."""
+        merged: dict[str, Any] = self._text._merge_kwargs(  # noqa: SLF001  # see `_prepare`
+            tokenizer_init_kwargs=self._text.tokenizer.init_kwargs,
+            images_kwargs={"return_tensors": "pt"},
+        )
+        own = signature(self._prepare).parameters.values()
+        beside = {each.name: merged[each.name] for each in own if each.kind != each.VAR_KEYWORD and each.name in merged}
+        return {**beside, **merged["images_kwargs"]}
+
+    def digest(self, image: Image, settings: Mapping[str, Any] | None = None) -> str:
         """Of an image's pixels, and of all that decides what the encoder is given of them."""
         found = hashlib.blake2b(self._settings, digest_size=16)
+        if settings:
+            found.update(json.dumps(settings, sort_keys=True).encode())
         found.update(f"\n{image.size}\n".encode())
         found.update(image.tobytes())
         return found.hexdigest()

@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..model.specs.vision import VisionSpec
 from .lacking import why_lacking
 
 if TYPE_CHECKING:
@@ -18,6 +17,7 @@ if TYPE_CHECKING:
 
     from ..config import EngineConfig
     from ..model.specs.config import ModelConfig
+    from ..requests.media import MediaItem
     from ..requests.request import BoundVersion
     from .encoder import ImageEncoder
     from .linear import TowerChanges
@@ -58,15 +58,17 @@ def with_tower(config: EngineConfig, model: ModelConfig) -> ModelConfig:
 class CheckpointRows:
     """A checkpoint's image processor and tower; see `RowMaker`."""
 
-    def __init__(self, directory: Path, architecture: str, spec: VisionSpec, dtype: torch.dtype) -> None:
+    def __init__(self, directory: Path, model: ModelConfig, dtype: torch.dtype) -> None:
         from .processor import ImageProcessor
         from .tower import Tower
 
+        assert model.vision is not None, "the model sees"
         self._processor = ImageProcessor(directory)
-        self._tower = Tower(directory, architecture, spec, dtype)
+        self._tower = Tower(directory, model.architecture, model.vision, dtype)
+        self._factor = model.embedding_factor(dtype) if model.scales_image_rows else 1.0
 
-    def prepare(self, data: bytes) -> Prepared:
-        return self._processor.of_file(data)
+    def prepare(self, item: MediaItem) -> Prepared:
+        return self._processor.of_file(item.data, item.settings)
 
     def changes(self, bound: BoundVersion) -> TowerChanges | None:
         from .tower_adapter import read_changes
@@ -74,7 +76,8 @@ class CheckpointRows:
         return read_changes(bound.manifest)
 
     def encode(self, prepared: Prepared, changes: TowerChanges | None) -> torch.Tensor:
-        return self._tower.encode(prepared.tensors, changes)
+        rows = self._tower.encode(prepared.tensors, changes)
+        return rows if self._factor == 1.0 else rows * self._factor
 
 
 def open_encoder(
@@ -83,10 +86,8 @@ def open_encoder(
     """The encoder of a model whose images are served; it reads the tower with the first image."""
     from .encoder import ImageEncoder
 
-    spec = model.vision
-    assert spec is not None, "the model sees"
     return ImageEncoder(
-        lambda: CheckpointRows(config.model, model.architecture, spec, dtype),
+        lambda: CheckpointRows(config.model, model, dtype),
         config.encoder_cache_bytes,
         config.encoder_threads,
         wake,

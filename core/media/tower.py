@@ -36,6 +36,7 @@ class Tower:
         adapter's.
         """
         given = {name: tensors[name] for name in self._spec.arguments if name in tensors}
+        given = {name: value.to(self._dtype) if value.is_floating_point() else value for name, value in given.items()}
         with torch.inference_mode(), self._changed(changes):
             found = self._base.get_image_features(**given)
             parts = [found.pooler_output, *(found.deepstack_features if self._spec.additions else ())]
@@ -88,9 +89,9 @@ def _without_text(directory: Path, architecture: str, spec: VisionSpec, dtype: t
         whole, info = kind.from_pretrained(
             directory, config=config, dtype=dtype, output_loading_info=True, local_files_only=True
         )
-    begins = tuple(f"model.{name}." for name in spec.modules)
-    lacking = sorted(name for name in info["missing_keys"] if name.startswith(begins))
-    lacking += sorted(str(each) for each in info["mismatched_keys"] if str(each[0]).startswith(begins))
+    begins = tuple(f"model.{name}." for name in (*spec.modules, *spec.parameters))
+    lacking = sorted(name for name in info["missing_keys"] if f"{name}.".startswith(begins))
+    lacking += sorted(str(each) for each in info["mismatched_keys"] if f"{each[0]}.".startswith(begins))
     if lacking:
         raise ValueError(f"{directory} has no {lacking[0]}, which its tower needs, nor {len(lacking) - 1} others")
     for name in [each for each, _ in whole.model.named_children() if each not in spec.modules]:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ...memory.files.adapter_weights import AdapterWeights
+from ...memory.files.error import AdapterFormatError, shown
 from ...memory.files.identity import open_unchanged
 from ...memory.files.peft_names import PREFIX
 from ...memory.files.tower_tensors import LORA_BIAS, MAGNITUDE, A, B
@@ -46,6 +47,17 @@ def read_changes(manifest: AdapterManifest) -> TowerChanges | None:
     for module, own in parts.items():
         changes.modules[module] = Change(own[A], own[B], scales[module], own.get(MAGNITUDE), own.get(LORA_BIAS))
     return changes
+
+
+def check_changes(manifest: AdapterManifest) -> None:
+    """Raise AdapterFormatError if a value of an adapter's tower part is no finite number."""
+    with open_unchanged(manifest) as file:
+        assert isinstance(file, AdapterWeights), "an adapter that is composed of others has no part in a tower"
+        _ = file.tensors
+        for each in manifest.tower:
+            if not bool(read_values(file, file.tower[each.name]).isfinite().all()):
+                at = f"{file.path}: tensor {shown(file.given_name(each.name))} holds"
+                raise AdapterFormatError(f"{at} NaN or infinity; the training diverged or the file is corrupt")
 
 
 @dataclass(frozen=True)
@@ -84,10 +96,12 @@ class CheckpointTower:
     def has(self, name: str) -> bool:
         begins = (*self.spec.modules, *(before for before, _ in self.spec.renamed))
         own = name.removeprefix(PREFIX).removeprefix("model.")
-        return own.startswith(tuple(f"{each}." for each in begins))
+        if not own.startswith(tuple(f"{each}." for each in begins)):
+            return False
+        return not self.current(own).startswith(tuple(f"{each}." for each in self.spec.unused))
 
     def current(self, name: str) -> str:
         for before, now in self.spec.renamed:
-            if name.startswith(before):
+            if name.startswith(f"{before}."):
                 return now + name.removeprefix(before)
         return name

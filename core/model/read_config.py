@@ -15,7 +15,7 @@ from .families import FAMILIES, OF_TYPES
 from .specs.config import ModelConfig, UnsupportedModel
 from .specs.family import NULLS, Family
 from .specs.tensor_names import LLAMA_TENSORS
-from .specs.vision import VisionSpec
+from .specs.vision import TOKEN_FIELDS, VisionSpec
 from .weights.base_rows import CheckpointRows
 
 #: Ends of transformers' names of architectures: with an output projection, with a score head, and without any head.
@@ -62,10 +62,18 @@ def read_model_config(directory: Path, tokenizer: Path | None = None) -> ModelCo
         tensors=family.tensors if model.tensors is LLAMA_TENSORS else model.tensors,
         weight_format=weight_format,
         vision=family.vision,
-        image_token=None if family.vision is None else raw.optional(family.vision.token_field),
+        image_token=_image_token(raw, family.vision),
         num_media_additions=_num_additions(raw, family.vision),
     )
     return replace(model, base_rows=CheckpointRows(directory, model), base_tokens=BaseTokens(tokenizer or directory))
+
+
+def _image_token(raw: ConfigJson, vision: VisionSpec | None) -> int | None:
+    """The token at images' positions, of a model that sees."""
+    if vision is None:
+        return None
+    named = (raw.optional(name) for name in TOKEN_FIELDS)
+    return next((token for token in named if token is not None), vision.token)
 
 
 def _read(family: Family, fields: ConfigJson) -> ModelConfig:

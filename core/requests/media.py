@@ -8,7 +8,7 @@ Tests: tests/core/media/test_items.py
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +31,11 @@ class MediaItem:
     """Rows by time, height and width, of a model whose positions have these axes: see `axis_positions`. Then its rows
     are one run. Empty: each row has the next position."""
 
+    settings: Mapping[str, Any] = field(default_factory=dict, kw_only=True, hash=False)
+    """Of its image processor, where they are not the model's own: see `ImageSettings`."""
+    held: object = field(default=None, kw_only=True, compare=False, repr=False)
+    """What accounts for the file's memory as long as it is referred to."""
+
     @property
     def num_rows(self) -> int:
         return sum(count for _, count in self.runs)
@@ -51,13 +56,13 @@ class MediaItem:
 
     def to_wire(self) -> dict[str, Any]:
         """The item as plain data."""
-        runs = [list(run) for run in self.runs]
-        return {"data": self.data, "digest": self.digest, "runs": runs, "grid": list(self.grid)}
+        runs, settings = [list(run) for run in self.runs], dict(self.settings)
+        return {"data": self.data, "digest": self.digest, "runs": runs, "grid": list(self.grid), "settings": settings}
 
     @classmethod
     def from_wire(cls, data: Mapping[str, Any]) -> MediaItem:
         runs = tuple((first, count) for first, count in data["runs"])
-        return cls(data["data"], data["digest"], runs, tuple(data["grid"]))
+        return cls(data["data"], data["digest"], runs, tuple(data["grid"]), settings=data["settings"])
 
 
 def position_shift(media: Sequence[MediaItem], place: int) -> int:

@@ -16,6 +16,7 @@ from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
 from ...core.executors.base import EngineLimits
+from ...core.media.images import BACKEND
 from ...memory.adapters.store import UnknownAdapter
 from ..access.grants import NOWHERE, Grant
 from ..checkpoints.pull import hub_name
@@ -87,6 +88,12 @@ class Api:
         if request.state.identity is not None and not request.state.identity.grant.limited:
             body["stats"] = asdict(self._worker.stats)
             body["images"] = self._worker.model.why_blind or "served"
+            if self._worker.model.why_blind is None:
+                body["image_limits"] = {
+                    "backend": BACKEND,
+                    "max_image_tokens": self._settings.max_image_tokens,
+                    "limit_mm_per_prompt": self._settings.limit_mm_per_prompt.get("image", 0),
+                }
             if not healthy:
                 body["reason"] = self._worker.trouble or "the server is shutting down"
         return JsonResponse(body, status_code=200 if healthy else 503)
@@ -141,7 +148,8 @@ class Api:
         """The model's information for SGLang's router. Of directories it shows only names."""
         name = self._settings.model_root
         names = {"model_path": name, "tokenizer_path": name, "served_model_name": self._settings.base_name}
-        lacks = {"has_image_understanding": False, "has_audio_understanding": False}
+        sees = self._worker.model.why_blind is None
+        lacks = {"has_image_understanding": sees, "has_audio_understanding": False}
         return JsonResponse({**names, "is_generation": True, "preferred_sampling_params": None, **lacks})
 
     async def info(self, _: Request) -> Response:

@@ -111,6 +111,7 @@ class ChatCompletionRequest(ConversationBody, ToolFields, GenerationRequest):
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] = {}
+    mm_processor_kwargs: dict[str, Any] = {}
 
     def check(self, limits: RequestLimits) -> None:
         if self.top_logprobs and not self.logprobs:

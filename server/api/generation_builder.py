@@ -72,7 +72,8 @@ class GenerationBuilder:
     def __post_init__(self) -> None:
         settings = self.settings
         most, fetcher = settings.limit_mm_per_prompt.get("image", 0), ImageFetcher(settings.allowed_media_domains)
-        self.images = RequestImages(settings.model, most, settings.max_body_bytes, fetcher)
+        bounds = settings.max_body_bytes, settings.max_image_tokens
+        self.images = RequestImages(settings.model, most, *bounds, fetcher=fetcher)
         self.seeds = Seeds(self.settings.seed)
 
     async def parse(self, read: Callable[[bytes, RequestLimits], T], request: Request) -> T:
@@ -141,7 +142,7 @@ class GenerationBuilder:
             return await tokenizer.encode_chat(conversation, most), ()
         await self.require(caller, asked.model, asked.lora_path)
         model = self.worker.model
-        found = await self.images.prepared(images, model, caller.tenant)
+        found = await self.images.prepared(images, model, caller.tenant, getattr(asked, "mm_processor_kwargs", None))
         texts, placeholder = tuple(image.text for image in found), self.images.placeholder()
         conversation = replace(conversation, placeholder=placeholder, image_texts=texts)
         tokens = await tokenizer.encode_chat(conversation, most)

@@ -7,17 +7,21 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...core.media.images import BadImage
+from ...core.media.settings import BadSetting
 from ...core.requests.media import MediaItem, placed
 from ...core.requests.request_params import InvalidRequest
 from ..executors import DaemonPool
+from ..http.gate import Held, SharedLimit
 from .image_fetch import ImageFetcher, Room
 from .image_parts import ImageFile, ImageUrl
 
@@ -39,6 +43,10 @@ class ImageText(NamedTuple):
     text: str
     num_rows: int
     grid: tuple[int, ...] = ()
+    settings: Mapping[str, Any] = MappingProxyType({})
+    """See `MediaItem.settings`."""
+    held: object = None
+    """See `MediaItem.held`."""
 
 
 @dataclass(slots=True)
@@ -51,6 +59,10 @@ class RequestImages:
     """Images of one request."""
     most_bytes: int = 8 << 20
     """That are fetched for one request."""
+    max_tokens: int | None = None
+    """Of an image; None: any number."""
+    files: SharedLimit = field(default_factory=lambda: SharedLimit("bytes of images"))
+    """Limits the bytes of files that requests hold."""
     fetcher: ImageFetcher = field(default_factory=lambda: ImageFetcher(()))
     _threads: DaemonPool = field(default_factory=lambda: DaemonPool("images", THREADS))
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -58,11 +70,15 @@ class RequestImages:
     _known: OrderedDict[bytes, ImageText] = field(default_factory=OrderedDict)  # by the hash of a file's bytes
 
     async def prepared(
-        self, images: Sequence[tuple[str, ImageFile | ImageUrl]], model: ModelInfo, tenant: str = ""
+        self,
+        images: Sequence[tuple[str, ImageFile | ImageUrl]],
+        model: ModelInfo,
+        tenant: str = "",
+        asked: Mapping[str, Any] | None = None,
     ) -> list[ImageText]:
         """Fetch and prepare images, each with its name for errors. Raises InvalidRequest, which names the image.
 
-        tenant: whose turn it is to fetch.
+        tenant: whose turn it is to fetch. asked: the request's `mm_processor_kwargs`.
         """
         if model.why_blind is not None:
             name = images[0][0]
@@ -72,32 +88,48 @@ class RequestImages:
             raise InvalidRequest(
                 name, f"{name} is image {self.most + 1}, at most {self.most} are taken in a request; send fewer"
             )
-        room = Room(self.most_bytes)
-        return list(await asyncio.gather(*(self._one(*each, tenant, room) for each in images)))
+        room, settings = Room(self.most_bytes), await self._threads.run(self._checked, asked or {})
+        held = Held(self.files, tenant)
+        try:
+            held.take(sum(len(image.data) for _, image in images if isinstance(image, ImageFile)))
+            found = await asyncio.gather(*(self._one(*each, tenant, room, settings, held) for each in images))
+        except BaseException:  # its traceback refers to them
+            held.give_back()
+            raise
+        return [image._replace(held=held) for image in found]
 
-    async def _one(self, name: str, image: ImageFile | ImageUrl, tenant: str, room: Room) -> ImageText:
+    def _checked(self, asked: Mapping[str, Any]) -> dict[str, Any]:
+        try:
+            return self._processor_now().settings.checked(asked) if asked else {}
+        except BadSetting as error:
+            raise InvalidRequest("mm_processor_kwargs", f"mm_processor_kwargs: {error}") from None
+
+    async def _one(
+        self, name: str, image: ImageFile | ImageUrl, tenant: str, room: Room, settings: Mapping[str, Any], held: Held
+    ) -> ImageText:
         if isinstance(image, ImageUrl):
             try:
                 image = ImageFile(await self.fetcher.fetched(tenant, image.url, room))
             except BadImage as error:
                 raise InvalidRequest(name, f"{name}: the image {error}") from None
-        return await self._threads.run(self._prepare, name, image)
+            held.take(len(image.data))
+        return await self._threads.run(self._prepare, name, image, settings)
 
     def placeholder(self) -> str:
         """The text at images' places in a prompt."""
         return self._processor_now().placeholder
 
-    def _prepare(self, name: str, file: ImageFile) -> ImageText:
-        key = hashlib.blake2b(file.data, digest_size=20).digest()
+    def _prepare(self, name: str, file: ImageFile, settings: Mapping[str, Any]) -> ImageText:
+        key = hashlib.blake2b(file.data, digest_size=20).digest() + json.dumps(settings, sort_keys=True).encode()
         with self._lock:
             if (known := self._known.get(key)) is not None:
                 self._known.move_to_end(key)
                 return known._replace(data=file.data)
         try:
-            found = self._processor_now().of_file(file.data)
+            found = self._processor_now().of_file(file.data, settings)
         except BadImage as error:
             raise InvalidRequest(name, f"{name}: the image {error}") from None
-        image = ImageText(b"", found.digest, found.text, found.num_rows, found.grid)
+        image = ImageText(b"", found.digest, found.text, found.num_rows, found.grid, found.settings)
         with self._lock:
             self._known[key] = image
             while len(self._known) > MOST_KNOWN:
@@ -109,7 +141,7 @@ class RequestImages:
             if self._processor is None:
                 from ...core.media.processor import ImageProcessor
 
-                self._processor = ImageProcessor(self.directory)
+                self._processor = ImageProcessor(self.directory, self.max_tokens)
             return self._processor
 
 
@@ -119,4 +151,7 @@ def items_of(tokens: Sequence[int], images: Sequence[ImageText], placeholder: in
         runs = placed(tokens, placeholder, [image.num_rows for image in images])
     except ValueError as error:
         raise InvalidRequest("messages", f"messages: {error}; the chat template or a text has placeholders") from None
-    return tuple(MediaItem(image.data, image.digest, own, image.grid) for image, own in zip(images, runs, strict=True))
+    return tuple(
+        MediaItem(image.data, image.digest, own, image.grid, settings=image.settings, held=image.held)
+        for image, own in zip(images, runs, strict=True)
+    )

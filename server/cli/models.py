@@ -109,6 +109,8 @@ def programs(directory: Path) -> list[str]:
 
 def described(directory: Path) -> list[str]:
     """What a checkpoint's configuration says. Raises UnsupportedModel if it would not be served."""
+    from ...core.config import EngineConfig
+    from ...core.media.serving import why_blind
     from ...core.model.read_config import family_of, read_model_config
 
     model = read_model_config(directory)
@@ -124,8 +126,9 @@ def described(directory: Path) -> list[str]:
         f"{' or '.join(map(_heads, model.attention_shapes))}, vocabulary {model.vocab_size}",
         f"adapters may target: {model.module_paths.names}",
     ]
-    if model.image_token is not None:
-        lines.append("images: served on CPUs, by the extra vision, with adapters of the vision tower")
+    if model.vision is not None and model.image_token is not None:
+        why = why_blind(EngineConfig(model=directory), model, on_gpu=False)
+        lines.append(f"images: {f'not served: {why}' if why else 'served on CPUs, with adapters of the vision tower'}")
     if (form := _form(directory, model)) is not None:
         lines.append(f"weights: {form}, {_kept(model)}")
     if experts := model.experts:

@@ -6,6 +6,8 @@ Tests: tests/server/access/test_shared_bounds.py
 from __future__ import annotations
 
 import asyncio
+import threading
+import weakref
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -47,18 +49,20 @@ class SharedLimit:
         self._what = what
         self._held: Counter[str] = Counter()
         self.total = 0
+        self._changing = threading.RLock()  # what is held may be given back on any thread
 
     def take(self, tenant: str, count: int = 1) -> None:
         """Hold `count` more. Raises an ApiError: 503 if all tenants together have too many, 429 if this one has."""
-        if self.most is not None and self._held[tenant] + count > (free := self.most - self.total):
-            if full := count > free:
-                text = f"{self.total} {self._what} are in progress, which is all this server takes"
-            else:
-                own = self._held[tenant]
-                text = f"{own} of your {self._what} are in progress, and there is room for {free} of all clients"
-            raise ApiError(503 if full else 429, f"{text}; try again later", code="overloaded", retry_after=1)
-        self._held[tenant] += count
-        self.total += count
+        with self._changing:
+            if self.most is not None and self._held[tenant] + count > (free := self.most - self.total):
+                if full := count > free:
+                    text = f"{self.total} {self._what} are in progress, which is all this server takes"
+                else:
+                    own = self._held[tenant]
+                    text = f"{own} of your {self._what} are in progress, and there is room for {free} of all clients"
+                raise ApiError(503 if full else 429, f"{text}; try again later", code="overloaded", retry_after=1)
+            self._held[tenant] += count
+            self.total += count
 
     def held(self, tenant: str) -> int:
         """Number that a tenant holds."""
@@ -66,10 +70,34 @@ class SharedLimit:
 
     def give_back(self, tenant: str, count: int = 1) -> None:
         """Hold `count` fewer."""
-        self.total -= count
-        self._held[tenant] -= count
-        if not self._held[tenant]:
-            del self._held[tenant]
+        with self._changing:
+            self.total -= count
+            self._held[tenant] -= count
+            if not self._held[tenant]:
+                del self._held[tenant]
+
+
+class Held:
+    """What a request holds of a limit until nothing refers to this."""
+
+    def __init__(self, limit: SharedLimit, tenant: str) -> None:
+        self._limit, self._tenant, self._counts = limit, tenant, list[int]()
+        weakref.finalize(self, _give_back, limit, tenant, self._counts).atexit = False
+
+    def take(self, count: int) -> None:
+        """Hold `count` more. Raises an ApiError, as `SharedLimit.take` does."""
+        self._limit.take(self._tenant, count)
+        self._counts.append(count)
+
+    def give_back(self) -> None:
+        """Hold nothing more."""
+        _give_back(self._limit, self._tenant, self._counts)
+
+
+def _give_back(limit: SharedLimit, tenant: str, counts: list[int]) -> None:
+    count = sum(counts)
+    counts.clear()
+    limit.give_back(tenant, count)
 
 
 ASLEEP_SECONDS = 5.0
@@ -79,9 +107,15 @@ ASLEEP_SECONDS = 5.0
 class Gate:
     """Admits and counts requests; while draining, it admits none that asks for work."""
 
-    def __init__(self, most_body_bytes: int | None = None, shared: Path | None = None) -> None:
+    def __init__(
+        self,
+        most_body_bytes: int | None = None,
+        shared: Path | None = None,
+        most_image_bytes: int | None = None,
+    ) -> None:
         """most_body_bytes: maximum for all bodies being read. shared: directory in which the processes that serve the
-        same clients count the keys' limits together; None: there is one process.
+        same clients count the keys' limits together; None: there is one process. most_image_bytes: maximum for images'
+        files of requests in progress.
         """
         self.requests = SharedLimit("requests")
         """Requests in progress that ask for work; read-only requests are not counted."""
@@ -89,6 +123,7 @@ class Gate:
         """The same for keys with a limit, by the key's tenant rather than one that a gateway names within it."""
         self.tokens = TokenBudgets(file=shared and shared / "tokens")
         self.bodies = SharedLimit("bytes of bodies", most_body_bytes)
+        self.images = SharedLimit("bytes of images", most_image_bytes)
         self.draining = False
         self.cutting = False
         self.asleep = False

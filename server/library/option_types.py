@@ -203,11 +203,15 @@ class Options(TypedDict, total=False):
     """The most images of a request, as JSON: {"image": 4}; 0: images are refused, and the vision tower is not read.
     Default: {'image': 16}.
     """
+    max_image_tokens: int
+    """The most tokens of an image: a larger one is made smaller if the model's image processor has a setting for
+    that, else it is refused. Default: 4096.
+    """
     encoder_threads: int
     """Threads that encode images, beside those of steps and at a lower priority. Default: 1."""
     encoder_cache_bytes: int
-    """Host memory for rows of encoded images, evicted least recently used first. Requests that hold more than that
-    keep others' images waiting. Default: 256MiB.
+    """Host memory for rows of encoded images and for the pixels of the one that is being encoded, evicted least
+    recently used first. Requests that hold more than that keep others' images waiting. Default: 256MiB.
     """
     lookahead: int
     """Number of waiting requests whose adapters are read into host memory ahead. Default: 8."""

@@ -119,6 +119,7 @@ class SamplingFields(TypedDict, total=False):
     add_generation_prompt: bool | None
     continue_final_message: bool
     chat_template_kwargs: Mapping[str, Any]
+    mm_processor_kwargs: Mapping[str, Any]
 
 
 class SamplingParams:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import shutil
 from collections.abc import Iterator
 from io import BytesIO
 from pathlib import Path
@@ -15,6 +16,7 @@ from chorus import LLM
 from chorus.core.config import EngineConfig
 from chorus.core.engine import Engine
 from chorus.core.requests.request_params import InvalidRequest
+from chorus.server.cli.models import described
 from chorus.server.library.params import SamplingParams
 from chorus.server.text.tokenizer import Tokenizer
 
@@ -56,6 +58,7 @@ def live(reference: Reference, host: StoreServer) -> Iterator[Live]:
         "served_model_name": "base",
         "limit_mm_per_prompt": {"image": 4},
         "allowed_media_domains": host.url,
+        "adapter_roots": (path,),
     }
     engine: Any = Engine.from_config(config)
     with live_server(engine, Tokenizer.load(path), settings=settings) as found:
@@ -87,6 +90,21 @@ def wanted(reference: Reference, adapter: str | None, messages: list[Any], image
 
 SEEN = {"type": "image"}
 HI = {"type": "text", "text": "hi"}
+
+
+def test_the_server_tells_that_it_sees(live: Live) -> None:
+    told = live.client.get("/health").json()
+    assert told["images"] == "served"
+    assert told["image_limits"] == {"backend": "torchvision", "max_image_tokens": 4096, "limit_mm_per_prompt": 4}
+    assert live.client.get("/model_info").json()["has_image_understanding"] is True
+
+
+def test_a_checkpoint_is_said_to_see(reference: Reference, tmp_path: Path) -> None:
+    (line,) = [each for each in described(reference.path) if each.startswith("images:")]
+    assert line == "images: served on CPUs, with adapters of the vision tower"
+    shutil.copy(reference.path / "config.json", tmp_path)
+    (line,) = [each for each in described(tmp_path) if each.startswith("images:")]
+    assert "not served: the model has no preprocessor_config.json" in line
 
 
 def test_chat_with_images_in_several_turns(live: Live, reference: Reference) -> None:
@@ -123,6 +141,56 @@ def test_images_by_urls_of_an_allowed_domain(live: Live, reference: Reference, h
     assert refused_by.status_code == 404 and host.asked["/a.png"] == asked, "nothing is fetched for who may not ask"
     message, param = refused(chat(live, as_part(f"{host.url}/absent.png")))
     assert param == "messages[1].content[1]" and "answers 404" in message
+
+
+def test_a_request_sets_how_its_images_are_prepared(live: Live, reference: Reference) -> None:
+    image, settings = picture((70, 90), "red"), {"size": {"longest_edge": 64}}
+    same = [{"role": "user", "content": [SEEN, HI]}]
+    prompt, answer = reference.answer("seven", same, [image], COUNT, settings)
+    messages = [{"role": "user", "content": [as_part(url_of(image)), HI]}]
+    asked: dict[str, Any] = {"messages": messages, "model": "seven", "mm_processor_kwargs": settings}
+    told = live.post("/v1/chat/completions", **asked, **GREEDY).json()
+    assert told["choices"][0]["token_ids"] == answer and told["usage"]["prompt_tokens"] == len(prompt)
+    assert live.post("/tokenize", **asked).json()["count"] == len(prompt)
+    assert len(prompt) < wanted(reference, "seven", same, [image])[0]
+    for given, why in (
+        ({"size": {"longest_edge": 97}}, "from 1 to 96"),
+        ({"max_pixels": 10}, "max_pixels is no setting of this model's images; it has do_image_splitting, size"),
+        ({"size": 5}, "must be an object"),
+    ):
+        message, param = refused(live.post("/v1/chat/completions", **{**asked, "mm_processor_kwargs": given}, **GREEDY))
+        assert param == "mm_processor_kwargs" and why in message
+    assert live.post("/v1/completions", prompt="a", model="base", mm_processor_kwargs=settings).status_code == 400
+
+
+@pytest.mark.parametrize("name", ["tower", "copied"])
+def test_an_adapter_of_the_tower_is_loaded_while_serving(live: Live, reference: Reference, name: str) -> None:
+    image = picture((40, 60), "teal")
+    path = str(reference.path / "adapters" / name)
+    loaded = live.post("/v1/load_lora_adapter", lora_name=f"new {name}", lora_path=path)
+    assert loaded.status_code == 200, loaded.text
+    _, answer = wanted(reference, name, [{"role": "user", "content": [SEEN, HI]}], [image])
+    messages = [{"role": "user", "content": [as_part(url_of(image)), HI]}]
+    told = live.post("/v1/chat/completions", messages=messages, model=f"new {name}", **GREEDY).json()
+    assert told["choices"][0]["token_ids"] == answer, told
+
+
+def test_an_image_of_too_many_tokens_is_made_smaller_or_refused(reference: Reference) -> None:
+    image = picture((90, 90), "red")
+    prompt, answer = reference.answer(None, [{"role": "user", "content": [SEEN, HI]}], [image], COUNT)
+    params = SamplingParams(max_tokens=COUNT, temperature=0, ignore_eos=True)
+    options: dict[str, Any] = {"memory_bytes": 64 << 20, "cpu_kernels": "torch", "dtype": "float32", "device": "cpu"}
+    own = prompt.count(reference.processor.image_token_id)
+    for most, is_own in ((own, True), (own - 1, False), (4, None)):
+        with LLM(reference.path, max_image_tokens=most, **options) as llm:
+            messages = [{"role": "user", "content": [{"type": "image", "image": image}, HI]}]
+            if is_own is None:
+                with pytest.raises(InvalidRequest, match=r"at most 4 are taken \(max_image_tokens\)"):
+                    llm.chat(messages, params)
+                continue
+            told = llm.chat(messages, params)
+            assert (len(told.prompt_token_ids) == len(prompt)) == is_own
+            assert (list(told.token_ids) == answer) or not is_own
 
 
 def test_two_choices_share_an_image(live: Live, reference: Reference) -> None:
@@ -201,7 +269,7 @@ def test_each_refusal_names_the_image(live: Live) -> None:
 def test_nothing_is_decoded_for_an_unknown_model(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     from chorus.core.media import processor
 
-    monkeypatch.setattr(processor, "open_image", lambda _: pytest.fail("it was decoded"))
+    monkeypatch.setattr(processor, "open_image", lambda *_: pytest.fail("it was decoded"))
     answer = chat(live, as_part(url_of(picture((21, 22), "red"))), model="nobody")
     assert answer.status_code == 404, answer.text
 

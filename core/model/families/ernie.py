@@ -15,6 +15,7 @@ from ..specs.family import Family, text_shape
 from ..specs.feed_forward import Routing
 from ..specs.layers import LayerSpec
 from ..specs.tensor_names import CORRECTION, LLAMA_NORMS, TEXT_AND_IMAGES, TensorNames
+from ..specs.vision import SEES
 from . import qwen, reading, rotary
 
 
@@ -118,8 +119,14 @@ PADDLEOCR_VL = Family(
         "tie_word_embeddings": True,
     },
     replace(TEXT_AND_IMAGES, left_out=(*TEXT_AND_IMAGES.left_out, "mlp_AR.", "model.projector.")),
-    notes=qwen.IMAGES,
+    notes=SEES,
     nulls=("head_dim", "num_key_value_heads", "use_bias"),
     shape=text_shape(103424, 1024, 3072, 18, 16),
-    vision=replace(qwen.VISION, modules=("visual", "projector"), copied=(), renamed=(("mlp_AR", "projector"),)),
+    vision=replace(
+        qwen.VISION,
+        token=100295,
+        modules=("visual", "projector"),
+        copied=(),
+        renamed=(("mlp_AR", "projector"),),
+    ),
 )

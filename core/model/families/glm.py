@@ -14,6 +14,7 @@ from ..specs.family import Family, text_shape
 from ..specs.layers import LayerSpec
 from ..specs.norms import Norms
 from ..specs.tensor_names import FUSED_GATE_UP, LLAMA_NORMS, TEXT_AND_IMAGES, TensorNames
+from ..specs.vision import SEES
 from . import qwen, reading, rotary
 
 
@@ -75,6 +76,7 @@ GLM_4 = Family(
     _DEFAULTS,
     _NAMES_4,
 )
+VISION = replace(qwen.VISION, token=151343)
 GLM_4_1V = Family(
     "GLM-4.1V",
     ("Glm4vForConditionalGeneration",),
@@ -86,10 +88,10 @@ GLM_4_1V = Family(
         "partial_rotary_factor": 1.0,
     },
     replace(TEXT_AND_IMAGES, names=_NAMES_4.names, fused=FUSED_GATE_UP),
-    notes=qwen.IMAGES,
+    notes=SEES,
     nulls=("num_key_value_heads",),
     shape=text_shape(151552, 4096, 13696, 40, 32),
-    vision=qwen.VISION,
+    vision=VISION,
 )
 GLM_OCR = Family(
     "GLM-OCR",
@@ -97,7 +99,7 @@ GLM_OCR = Family(
     _read_ocr,
     {**GLM_4_1V.defaults, "num_key_value_heads": 8, "max_position_embeddings": 131072},
     GLM_4_1V.tensors,
-    notes=f"{qwen.IMAGES}; the draft layer after the last is left out",
+    notes=f"{SEES}; the draft layer after the last is left out",
     shape=text_shape(59392, 1024, 4096, 16, 16),
-    vision=qwen.VISION,
+    vision=replace(VISION, token=59280),
 )

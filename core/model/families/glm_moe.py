@@ -17,6 +17,7 @@ from ..specs.family import Family, text_shape
 from ..specs.feed_forward import Routing
 from ..specs.recurrent import RecurrentSpec
 from ..specs.tensor_names import LATENT_NORMS, LLAMA_NORMS, TEXT_AND_IMAGES, TensorNames
+from ..specs.vision import SEES
 from . import latent, qwen, reading, rotary
 
 #: Of M-RoPE, where `mrope_section` is missing.
@@ -117,9 +118,9 @@ GLM_4_5V = Family(
         "attention_bias": True,
     },
     replace(TEXT_AND_IMAGES, names=NAMES),
-    notes=f"{qwen.IMAGES}; draft layers after the last are left out",
+    notes=f"{SEES}; draft layers after the last are left out",
     shape=text_shape(151424, 4096, 10944, 46, 96),
-    vision=qwen.VISION,
+    vision=replace(qwen.VISION, token=151363),
 )
 GLM_4_MOE_LITE = Family(
     "GLM-4.7-Flash",

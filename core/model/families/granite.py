@@ -41,7 +41,8 @@ def _model(fields: ConfigJson, feed_forward: GatedSpec | Experts, *, rotates: bo
     layer = LayerSpec(attention, feed_forward, residual_multiplier=residual)
     layers = [layer] * fields.integer("num_hidden_layers")
     norm = reading.rms_norm(fields)
-    return reading.dense(fields, layers, norm, embedding_multiplier=embedding, logits_scale=1 / logits)
+    model = reading.dense(fields, layers, norm, embedding_multiplier=embedding, logits_scale=1 / logits)
+    return replace(model, scales_image_rows=True)
 
 
 def _read(fields: ConfigJson) -> ModelConfig:

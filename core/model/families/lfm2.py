@@ -7,6 +7,8 @@ Tests: tests/core/test_hybrids.py, tests/core/test_experts.py
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ..config_json import ConfigJson
 from ..specs.attention import AttentionSpec, HeadNorm
 from ..specs.config import ModelConfig
@@ -16,6 +18,7 @@ from ..specs.layers import LayerSpec
 from ..specs.norms import NormSpec
 from ..specs.recurrent import ShortConvSpec
 from ..specs.tensor_names import TensorNames
+from ..specs.vision import PROJECTED, SEES
 from . import reading, rotary
 
 _CONV = "conv"
@@ -113,7 +116,7 @@ LFM2 = Family(
     TensorNames(norm="embedding_norm", names=_NAMES),
 )
 LFM2_VL = Family(
-    "LFM2-VL (text)",
+    "LFM2-VL",
     ("Lfm2VlForConditionalGeneration",),
     _read,
     _DENSE,
@@ -124,8 +127,13 @@ LFM2_VL = Family(
         names=_NAMES,
         left_out=("model.vision_tower.", "model.multi_modal_projector.", "vision_tower.", "multi_modal_projector."),
     ),
-    notes="text only",
+    notes=SEES,
     shape=text_shape(65536, 2560, 12288, 32, 32),
+    vision=replace(
+        PROJECTED,
+        arguments=("pixel_values", "spatial_shapes", "pixel_attention_mask"),
+        token=396,
+    ),
 )
 LFM2_MOE = Family(
     "LFM2-MoE",

@@ -17,6 +17,7 @@ from ..specs.family import Family, text_shape
 from ..specs.feed_forward import Routing
 from ..specs.layers import LayerSpec
 from ..specs.tensor_names import BESIDE_VISION
+from ..specs.vision import PROJECTED, SEES
 from . import glm_moe, latent, reading, rotary
 
 
@@ -146,9 +147,11 @@ _DEFAULTS_4 = {
     "num_nextn_predict_layers": 0,
 }  # fmt: skip
 MISTRAL_3 = Family(
-    "Mistral Small 3 and 4, and Ministral 3 (text)",
+    "Mistral Small 3 and 4, and Ministral 3",
     ("Mistral3ForConditionalGeneration",),
     _read_beside_vision,
     tensors=BESIDE_VISION,
+    notes=SEES,
     nulls=("head_dim",),
+    vision=replace(PROJECTED, copied=("linear_1", "linear_2", "patch_merger"), token=10, least_rows=2),
 )

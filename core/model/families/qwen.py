@@ -14,7 +14,7 @@ from ..specs.family import Family, text_shape
 from ..specs.layers import LayerSpec
 from ..specs.rope_config import RopeConfig
 from ..specs.tensor_names import TEXT_AND_IMAGES
-from ..specs.vision import VisionSpec
+from ..specs.vision import SEES, VisionSpec
 from . import reading, rotary
 
 
@@ -86,16 +86,17 @@ QWEN3 = Family(
     nulls=("num_key_value_heads",),
     shape=text_shape(151936, 4096, 22016, 32, 32),
 )
-IMAGES = "text and images; no video"
 AXES = partial(rotary.in_sections, default=(16, 24, 24))
-VISION = VisionSpec(("visual",), ("pixel_values", "image_grid_thw"), copied=("merger",), grid="image_grid_thw")
+VISION = VisionSpec(
+    ("visual",), ("pixel_values", "image_grid_thw"), copied=("merger",), token=151655, grid="image_grid_thw"
+)
 QWEN2_VL = Family(
     "Qwen2-VL and Qwen2.5-VL",
     ("Qwen2_5_VLForConditionalGeneration", "Qwen2VLForConditionalGeneration"),
     reader(None, {"mrope": "default"}, AXES),
     _QWEN2_VL,
     TEXT_AND_IMAGES,
-    notes=IMAGES,
+    notes=SEES,
     nulls=("num_key_value_heads", "use_sliding_window"),
     shape=text_shape(152064, 8192, 29568, 80, 64),
     vision=VISION,
@@ -108,7 +109,7 @@ QWEN3_VL = Family(
     reader(HeadNorm.EACH, axes=QWEN3_AXES),
     _QWEN3_VL,
     TEXT_AND_IMAGES,
-    notes=IMAGES,
+    notes=SEES,
     nulls=("num_key_value_heads",),
     shape=text_shape(151936, 4096, 22016, 32, 32),
     vision=QWEN3_VISION,

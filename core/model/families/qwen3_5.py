@@ -21,6 +21,7 @@ from ..specs.feed_forward import Experts, GatedSpec, Routing
 from ..specs.layers import LayerSpec
 from ..specs.recurrent import GatedDeltaSpec
 from ..specs.tensor_names import TensorNames
+from ..specs.vision import SEES
 from . import qwen, reading, rotary
 
 _LINEAR = "linear_attention"
@@ -115,9 +116,9 @@ QWEN3_5 = Family(
     _read,
     _DEFAULTS,
     _NAMES,
-    notes=f"{qwen.IMAGES}; draft layers (`mtp`) are left out",
+    notes=f"{SEES}; draft layers (`mtp`) are left out",
     shape=text_shape(248320, 4096, 12288, 32, 16),
-    vision=qwen.VISION,
+    vision=replace(qwen.VISION, token=248056),
 )
 QWEN3_5_MOE = Family(
     "Qwen3.5-MoE",
@@ -132,9 +133,9 @@ QWEN3_5_MOE = Family(
         "num_experts_per_tok": 8,
     },
     _NAMES,
-    notes=f"{qwen.IMAGES}; draft layers (`mtp`) are left out",
+    notes=f"{SEES}; draft layers (`mtp`) are left out",
     shape=text_shape(248320, 2048, None, 40, 16),
-    vision=qwen.VISION,
+    vision=replace(qwen.VISION, token=248056),
 )
 _FUSED = {
     "linear_attn.in_proj_qkvz": ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z"),

@@ -10,6 +10,7 @@ from ..specs.config import ModelConfig
 from ..specs.family import Family, text_shape
 from ..specs.feed_forward import Routing
 from ..specs.tensor_names import TEXT_AND_IMAGES
+from ..specs.vision import SEES
 from . import qwen, reading, rotary
 
 
@@ -65,7 +66,7 @@ QWEN3_VL_MOE = Family(
         "decoder_sparse_step": 1,
     },
     replace(TEXT_AND_IMAGES, transposed=True, by_shape=True),
-    notes=qwen.IMAGES,
+    notes=SEES,
     nulls=("head_dim",),
     shape=text_shape(151936, 2048, 5632, 24, 16),
     vision=qwen.QWEN3_VISION,

@@ -15,7 +15,7 @@ from ..config_json import ConfigJson
 from ..specs.config import ModelConfig
 from ..specs.family import NULLS, Family
 from ..specs.tensor_names import BESIDE_VISION, LLAMA_TENSORS, TensorNames
-from ..specs.vision import VisionSpec
+from ..specs.vision import PROJECTED, SEES, VisionSpec
 from . import (
     cohere,
     deepseek,
@@ -130,21 +130,34 @@ def _family(
     *architectures: str,
     text: str,
     tied: bool = False,
-    notes: str = "text only",
+    notes: str = "",
     vision: VisionSpec | None = None,
 ) -> Family:
     """text: see `_reader`. tied: whether embeddings are, where no field says so."""
     defaults = {"tie_word_embeddings": tied}
     title = title if vision else f"{title} (text)"
+    notes = notes or (SEES if vision else "text only")
     return Family(title, architectures, _reader(text), defaults, _TENSORS, notes=notes, vision=vision)
 
 
-LLAVA = _family("LLaVA and Pixtral", "LlavaForConditionalGeneration", text="llama")
-LLAVA_NEXT = _family(
-    "LLaVA-NeXT", "LlavaNextForConditionalGeneration", "LlavaNextVideoForConditionalGeneration", text="llama"
+LLAVA = _family(
+    "LLaVA and Pixtral", "LlavaForConditionalGeneration", text="llama", vision=replace(PROJECTED, token=32000)
 )
+LLAVA_NEXT = _family(
+    "LLaVA-NeXT and Granite Vision 3",
+    "LlavaNextForConditionalGeneration",
+    text="llama",
+    vision=replace(PROJECTED, token=32000, parameters=("image_newline",)),
+)
+LLAVA_NEXT_VIDEO = _family("LLaVA-NeXT-Video", "LlavaNextVideoForConditionalGeneration", text="llama")
 LLAVA_ONEVISION = _family("LLaVA-OneVision", "LlavaOnevisionForConditionalGeneration", text="qwen2")
-INTERNVL = _family("InternVL 3 and 3.5", "InternVLForConditionalGeneration", text="qwen2", tied=True)
+INTERNVL = _family(
+    "InternVL 3 and 3.5",
+    "InternVLForConditionalGeneration",
+    text="qwen2",
+    tied=True,
+    vision=replace(PROJECTED, token=151667),
+)
 INTERNVL_CHAT = replace(
     _family("InternVL 2.5 to 3.5, as first published", "InternVLChatModel", text="qwen2"), text_part="llm_config"
 )
@@ -153,9 +166,11 @@ IDEFICS = _family(
     "Idefics3ForConditionalGeneration",
     "SmolVLMForConditionalGeneration",
     text="llama",
-    notes="text and images; no video",
     vision=VisionSpec(
-        ("vision_model", "connector"), ("pixel_values", "pixel_attention_mask"), copied=("modality_projection",)
+        ("vision_model", "connector"),
+        ("pixel_values", "pixel_attention_mask"),
+        copied=("modality_projection",),
+        token=128257,
     ),
 )
 AYA = _family(
@@ -164,6 +179,7 @@ AYA = _family(
     "Cohere2VisionForConditionalGeneration",
     text="cohere2",
     tied=True,
+    vision=replace(PROJECTED, token=255036),
 )
 KIMI_K2_5 = _family(
     "Kimi K2.5",
@@ -173,23 +189,52 @@ KIMI_K2_5 = _family(
     tied=True,
     notes=deepseek.DEEPSEEK_V3.notes,
 )
-GLM_4_6V = _family(
-    "GLM-4.6V", "Glm46VForConditionalGeneration", text="glm4v_text", notes=qwen.IMAGES, vision=qwen.VISION
+GLM_4_6V = _family("GLM-4.6V", "Glm46VForConditionalGeneration", text="glm4v_text", notes=SEES, vision=glm.VISION)
+LIGHTON_OCR = _family(
+    "LightOnOCR",
+    "LightOnOcrForConditionalGeneration",
+    text="qwen3",
+    tied=True,
+    vision=VisionSpec(
+        ("vision_encoder", "vision_projection"),
+        ("pixel_values", "image_sizes"),
+        copied=("linear_1", "linear_2", "patch_merger"),
+        token=151655,
+        least_rows=2,
+    ),
 )
-LIGHTON_OCR = _family("LightOnOCR", "LightOnOcrForConditionalGeneration", text="qwen3", tied=True)
-VIP_LLAVA = _family("ViP-LLaVA", "VipLlavaForConditionalGeneration", text="llama")
+VIP_LLAVA = _family(
+    "ViP-LLaVA", "VipLlavaForConditionalGeneration", text="llama", vision=replace(PROJECTED, token=32000)
+)
 VIDEO_LLAVA = _family("Video-LLaVA", "VideoLlavaForConditionalGeneration", text="llama")
 VIDEO_LLAMA_3 = _family("VideoLLaMA 3", "VideoLlama3ForConditionalGeneration", text="qwen2")
 IDEFICS_2 = _family("Idefics 2", "Idefics2ForConditionalGeneration", text="mistral")
 OVIS_2 = _family("Ovis 2", "Ovis2ForConditionalGeneration", text="qwen2", tied=True)
-GOT_OCR_2 = _family("GOT-OCR 2", "GotOcr2ForConditionalGeneration", text="qwen2", tied=True)
-QIANFAN_OCR = _family("Qianfan-OCR", "QianfanOCRForConditionalGeneration", text="qwen3")
+GOT_OCR_2 = _family(
+    "GOT-OCR 2",
+    "GotOcr2ForConditionalGeneration",
+    text="qwen2",
+    tied=True,
+    vision=replace(PROJECTED, copied=(), token=151859),
+)
+QIANFAN_OCR = _family(
+    "Qianfan-OCR", "QianfanOCRForConditionalGeneration", text="qwen3", vision=replace(PROJECTED, token=151667)
+)
 DEEPSEEK_VL = _family(
     "DeepSeek-VL",
     "DeepseekVLForConditionalGeneration",
-    "DeepseekVLHybridForConditionalGeneration",
     text="llama",
     tied=True,
+    vision=VisionSpec(
+        ("vision_model", "aligner"),
+        ("pixel_values",),
+        copied=("linear1", "linear2"),
+        unused=("vision_model.head",),
+        token=100015,
+    ),
+)
+DEEPSEEK_VL_HYBRID = _family(
+    "DeepSeek-VL with two towers", "DeepseekVLHybridForConditionalGeneration", text="llama", tied=True
 )
 JANUS = _family("Janus and Janus-Pro", "JanusForConditionalGeneration", text="llama", tied=True)
 MINICPM_V = _family("MiniCPM-V 4.6", "MiniCPMV4_6ForConditionalGeneration", text="qwen3_5_text")

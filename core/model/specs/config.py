@@ -106,6 +106,9 @@ class ModelConfig:
     num_media_additions: int = 0
     """Layers behind which parts of images' rows are added, where images are served; the first ones."""
 
+    scales_image_rows: bool = False
+    """Rows of images take `embedding_multiplier`, as tokens' embeddings do."""
+
     tower: TowerShapes | None = field(default=None, compare=False, repr=False)
     """The vision part's modules, where images are served."""
 

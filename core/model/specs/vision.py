@@ -12,6 +12,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+TOKEN_FIELDS = ("image_token_id", "image_token_index")
+"""Fields of `config.json` with the placeholder's token; a checkpoint has at most one of them."""
+
 
 @dataclass(frozen=True, slots=True)
 class VisionSpec:
@@ -26,8 +29,17 @@ class VisionSpec:
     copied: tuple[str, ...] = ()
     """Names of modules inside those that adapters may have whole (`modules_to_save`), besides them."""
 
-    token_field: str = "image_token_id"
-    """The field of `config.json` with the placeholder's token."""
+    token: int | None = None
+    """The placeholder's token where `config.json` names none: transformers leaves out what equals its default."""
+
+    parameters: tuple[str, ...] = ()
+    """Names, within the model's `model`, of parameters of its own that rows are made with."""
+
+    unused: tuple[str, ...] = ()
+    """Names of modules inside those that no row depends on; adapters' tensors there have no effect."""
+
+    least_rows: int = 1
+    """Rows that an image must have: transformers' module fails for fewer."""
 
     additions: tuple[int, ...] = ()
     """Layers of the tower whose rows are added behind the text part's first layers, one behind each, where
@@ -39,3 +51,16 @@ class VisionSpec:
 
     renamed: tuple[tuple[str, str], ...] = ()
     """Beginnings of modules' names in adapters that earlier versions of transformers trained, and their names now."""
+
+
+SEES = "text and images; no video"
+"""The notes of a family whose images are served."""
+
+PROJECTED = VisionSpec(
+    ("vision_tower", "multi_modal_projector"),
+    ("pixel_values", "image_sizes"),
+    copied=("linear_1", "linear_2"),
+    unused=("vision_tower.head",),  # SigLIP's, which pools
+    renamed=(("vision_tower.vision_model", "vision_tower"),),
+)
+"""A tower and a projector under the names that most families give them."""

@@ -24,10 +24,10 @@ class Maker:
     def __init__(self) -> None:
         self.may_go, self.began, self.encoded = threading.Event(), threading.Event(), list[str]()
 
-    def prepare(self, data: bytes) -> Any:
-        if data == b"bad":
+    def prepare(self, item: MediaItem) -> Any:
+        if item.data == b"bad":
             raise BadImage("is no image")
-        return SimpleNamespace(digest=data.decode(), tensors={})
+        return SimpleNamespace(digest=item.data.decode(), tensors={})
 
     def changes(self, bound: Any) -> Any:
         return bound

@@ -1,4 +1,4 @@
-"""Images of Idefics 3 and SmolVLM, with adapters of text, tower and both: tokens of transformers and peft."""
+"""What an engine does with images: tokens of transformers and peft. All families: test_seeing_families.py."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ from chorus.core.requests.request import Request
 from chorus.core.requests.request_params import InvalidRequest, RequestParams
 from chorus.ops.library import native_library
 
-from .tiny_vision import ADAPTERS, FAMILIES, Reference, needs_vision, tiny
+from . import tiny_mrope
+from .tiny_vision import ADAPTERS, Reference, needs_vision, refused_of, tiny
 
 pytestmark = [pytest.mark.numerics, pytest.mark.integration, needs_vision]
 
@@ -61,25 +62,38 @@ class Asked:
         self.wanted: dict[str, list[int]] = {}
 
     def request(
-        self, id: str, adapter: str | None, images: list[Any], text: str = "hi", count: int = COUNT, **fields: Any
+        self,
+        id: str,
+        adapter: str | None,
+        images: list[Any],
+        text: str = "hi",
+        count: int = COUNT,
+        settings: dict[str, Any] | None = None,
+        **fields: Any,
     ) -> Request:
         content = [*({"type": "image"} for _ in images), {"type": "text", "text": text}]
         messages = [{"role": "user", "content": content}]
-        prompt, self.wanted[id] = self.reference.answer(adapter, messages, images, count)
-        found = [self.processor.of_image(image) for image in images]
+        prompt, self.wanted[id] = self.reference.answer(adapter, messages, images, count, settings)
+        found = [self.processor.of_image(image, settings) for image in images]
         runs = placed(prompt, self.placeholder, [each.num_rows for each in found])
         items = tuple(
-            MediaItem(self._encoded(image), each.digest, own, each.grid)
+            MediaItem(self._encoded(image), each.digest, own, each.grid, settings=each.settings)
             for image, each, own in zip(images, found, runs, strict=True)
         )
         params = RequestParams(max_tokens=count, temperature=0, ignore_eos=True)
         return Request(id, prompt, params, adapter, media=items, **fields)
 
 
+def images_of(asked: Asked) -> list[Any]:
+    """An image of each size that the family takes."""
+    refused = refused_of(asked.reference.family)
+    return [picture(seed, size) for seed, (name, size) in enumerate(SIZES.items()) if name not in refused]
+
+
 #: Families with tests of their own of what they have in common; the rest of theirs are `wide`.
 EVERY = [
-    name if name in ("smolvlm", "idefics3", "qwen2_5_vl", "qwen3_vl") else pytest.param(name, marks=pytest.mark.wide)
-    for name in FAMILIES
+    name if name in ("smolvlm", "mistral3", "qwen2_5_vl", "qwen3_vl") else pytest.param(name, marks=pytest.mark.wide)
+    for name in ("smolvlm", "mistral3", *tiny_mrope.FAMILIES)
 ]
 
 
@@ -115,7 +129,7 @@ def engine(asked: Asked) -> Iterator[Engine]:
 
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_images_and_adapters_in_one_batch(asked: Asked, kernels: str) -> None:
-    images = [picture(seed, size) for seed, size in enumerate(SIZES.values())]
+    images = images_of(asked)
     engine = engine_of(asked, kernels, max_num_batched_tokens=37)  # chunks end inside images
     assert not engine.adapters.quarantine and engine.model.why_blind is None
     wanted = {}
@@ -175,7 +189,7 @@ def test_the_digest_covers_pixels_and_settings(asked: Asked, tmp_path: Path) -> 
     for name in ("preprocessor_config.json", "processor_config.json"):
         if (path / name).exists():
             text = (path / name).read_text()
-            (path / name).write_text(re.sub(r'"longest_edge": \d+', '"longest_edge": 64', text))
+            (path / name).write_text(re.sub(r'"longest_edge": \d+', '"longest_edge": 48', text))
     assert ImageProcessor(path).digest(image) != own
     other = image.copy()
     other.putpixel((0, 0), (0, 0, 0))

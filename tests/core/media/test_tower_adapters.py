@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -13,10 +14,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from chorus.core.config import EngineConfig
+from chorus.core.engine import Engine
 from chorus.core.media.linear import AdaptedLinear, AdaptedPatches, Change, make_adaptable
 from chorus.core.media.serving import with_tower
 from chorus.core.media.tower_adapter import read_changes
 from chorus.core.model.read_config import read_model_config
+from chorus.core.quarantine import report_contents
 from chorus.memory.files.error import AdapterFormatError
 from chorus.memory.files.format import inspect_adapter
 from chorus.memory.files.identity import with_content
@@ -68,11 +71,15 @@ def test_an_adapter_of_text_alone_has_none(modules: ModulePaths) -> None:
     assert manifest.tower == () and read_changes(manifest) is None
 
 
-def test_without_the_tower_its_tensors_have_no_effect() -> None:
+def test_without_the_tower_its_tensors_have_no_effect(caplog: pytest.LogCaptureFixture) -> None:
     """On a server that takes no images."""
     plain = read_model_config(tiny("smolvlm")).module_paths
     manifest = inspect_adapter(tiny("smolvlm") / "adapters" / "seven", plain)
     assert manifest.num_left_out and not manifest.tower
+    report_contents("seven", manifest)
+    (told,) = caplog.records
+    assert told.levelno == logging.WARNING and "vision tower" in told.getMessage()
+    assert "images are not served" in told.getMessage()
     with pytest.raises(AdapterFormatError, match="match none"):
         inspect_adapter(tiny("smolvlm") / "adapters" / "tower", plain)
 
@@ -142,6 +149,23 @@ def test_an_activated_adapter_of_a_tower_is_refused(modules: ModulePaths, tmp_pa
     path = changed(tmp_path, "seven", lambda _: None, alora_invocation_tokens=[5], use_rslora=False)
     with pytest.raises(AdapterFormatError, match="alora_invocation_tokens"):
         inspect_adapter(path, modules)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("name", ["tower", "copied"])
+def test_weights_that_are_no_numbers_are_refused(tmp_path: Path, name: str, value: float) -> None:
+    """When they are checked, not with the first image; and those of a tower alone are checked."""
+    path = tiny("smolvlm")
+
+    def change(tensors: Any) -> None:
+        last = sorted(each for each in tensors if "connector" in each or "vision_model" in each)[-1]
+        tensors[last].view(-1)[-1] = value
+
+    engine = Engine.from_config(EngineConfig(model=path, memory_bytes=64 << 20, device="cpu", cpu_kernels="torch"))
+    assert not engine.adapters.check(path / "adapters" / name).no_effect
+    with pytest.raises(AdapterFormatError, match="NaN or infinity"):
+        engine.adapters.check(changed(tmp_path, name, change))
+    engine.close()
 
 
 def test_a_composed_adapter_has_no_tower(modules: ModulePaths) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,68 +17,47 @@ from ...conftest import quiet
 from ...kept import kept_files
 from ...tiny_tokenizer import save_tokenizer
 from . import tiny_mrope
+from .seeing_families import SEEING, TEXT
 
-MARKS = (
-    "<image>",
-    "<fake_token_around_image>",
-    "<global-img>",
-    "<end_of_utterance>",
-    *(f"<row_{row}_col_{column}>" for row in range(1, 5) for column in range(1, 5)),
-)
 TEMPLATE = (
     "{% for message in messages %}{{ message['role'] | capitalize }}"
     "{% if message['content'] is string %}{{ ': ' + message['content'] }}{% else %}"
     "{% if message['content'][0]['type'] == 'image' %}{{ ':' }}{% else %}{{ ': ' }}{% endif %}"
     "{% for part in message['content'] %}{% if part['type'] == 'text' %}{{ part['text'] }}"
-    "{% elif part['type'] == 'image' %}{{ '<image>' }}{% endif %}{% endfor %}{% endif %}<end_of_utterance>\n"
+    "{% elif part['type'] == 'image' %}{{ '@PLACE@' }}{% endif %}{% endfor %}{% endif %}<end_of_utterance>\n"
     "{% endfor %}{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"
 )
-SEQUENCE = 4
-"""Rows of a tile: 32 x 32 pixels in patches of 8 are 16, of which the connector makes one of four."""
-
 #: Beside `pytest.mark.integration`: `.ci/integrations` runs the tests that have it.
 needs_vision = pytest.mark.skipif(
     why_lacking() is not None,
     reason="needs the extra vision",
 )
 
-IDEFICS = {"smolvlm": "SmolVLM", "idefics3": "Idefics3"}
-FAMILIES = {**IDEFICS, **tiny_mrope.FAMILIES}
-TEXT = {
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 2048,
-    "initializer_range": 0.25,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
-TOWER = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "image_size": 32,
-    "patch_size": 8,
-    "initializer_range": 0.4,
-}
-
+ENDS = "<end_of_utterance>"
 SEVEN = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-TEXT_ONLY = r".*text_model.*\.(q_proj|v_proj|down_proj)"
-TOWER_ONLY = r".*(vision_model.*(q_proj|k_proj|v_proj|fc1|out_proj|patch_embedding)|connector.*proj)"
+ADAPTERS = ("text", "seven", "linear", "tower", "dora", "copied")
 
-ADAPTERS: dict[str, dict[str, Any]] = {
-    "text": {"target_modules": TEXT_ONLY},
-    "seven": {"target_modules": SEVEN, "use_rslora": True},
-    "linear": {"target_modules": "all-linear", "lora_alpha": 3},
-    "tower": {"target_modules": TOWER_ONLY},
-    "dora": {"target_modules": r".*vision_model.*(q_proj|fc2)|.*text_model.*v_proj", "use_dora": True},
-    "copied": {"target_modules": ["q_proj", "v_proj"], "modules_to_save": ["connector"]},
-}
+
+def adapters_of(family: str) -> dict[str, dict[str, Any]]:
+    """Fields of peft's configuration of each adapter."""
+    common = {
+        "seven": {"target_modules": SEVEN, "use_rslora": True},
+        "linear": {"target_modules": "all-linear", "lora_alpha": 3},
+    }
+    if family in tiny_mrope.FAMILIES:
+        return common | tiny_mrope.adapters(family)
+    it = SEEING[family]
+    return common | {
+        "text": {"target_modules": it.text_linear},
+        "tower": {"target_modules": it.tower_linear},
+        "dora": {"target_modules": it.tower_dora, "use_dora": True},
+        "copied": {"target_modules": ["q_proj", "v_proj"], "modules_to_save": [it.projector]},
+    }
+
+
+def refused_of(family: str) -> tuple[str, ...]:
+    """Sizes of images that a family's processor or tower does not take."""
+    return SEEING[family].refused if family in SEEING else ()
 
 
 def tiny(family: str) -> Path:
@@ -86,59 +65,62 @@ def tiny(family: str) -> Path:
     return kept_files(f"vision-{family}", lambda path: _save(family, path))
 
 
-def adapters(family: str) -> dict[str, dict[str, Any]]:
-    """A family's adapters: fields of PEFT's configuration, by name."""
-    return ADAPTERS if family in IDEFICS else ADAPTERS | tiny_mrope.adapters(family)
-
-
 @quiet()
 def _save(family: str, path: Path) -> None:
     mend_torchvision()
-    save = _save_idefics if family in IDEFICS else tiny_mrope.save_model
+    save = tiny_mrope.save_model if family in tiny_mrope.FAMILIES else _save_model
     save(family, path)
-    for seed, (title, fields) in enumerate(adapters(family).items()):
+    for seed, (title, fields) in enumerate(adapters_of(family).items()):
         save_adapter(path, family, title, fields, seed)
 
 
-def _save_idefics(family: str, path: Path) -> None:
+def _save_model(family: str, path: Path) -> None:
     import transformers
 
+    it = SEEING[family]
     save_tokenizer(path)
     tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
-    tokenizer.add_special_tokens([AddedToken(mark, special=True, normalized=False) for mark in MARKS])
+    marks = dict.fromkeys((it.mark, *it.around, ENDS))
+    tokenizer.add_special_tokens([AddedToken(mark, special=True, normalized=False) for mark in marks])
     tokenizer.save(str(path / "tokenizer.json"))
     wrapped = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>", pad_token="<unk>"
+        tokenizer_object=tokenizer,
+        bos_token="<s>",
+        eos_token="</s>",
+        unk_token="<unk>",
+        pad_token="<unk>",
+        extra_special_tokens=it.named,
     )
-    wrapped.chat_template = TEMPLATE
-    name = FAMILIES[family]
-    size: dict[str, Any] = {"size": {"longest_edge": 96}, "max_image_size": {"longest_edge": 32}}
-    images = getattr(transformers, f"{name}ImageProcessor")(**size)
-    parts: dict[str, Any] = {"image_processor": images, "tokenizer": wrapped, "image_seq_len": SEQUENCE}
-    if family == "smolvlm":
-        parts["video_processor"] = transformers.SmolVLMVideoProcessor(**size)
-    processor = getattr(transformers, f"{name}Processor")(**parts)
-    processor.chat_template = TEMPLATE
+    wrapped.chat_template = template = TEMPLATE.replace("@PLACE@", it.place or it.mark)
+
+    def made(named: tuple[str, dict[str, Any]], kind: str, **more: Any) -> Any:
+        return getattr(transformers, f"{named[0]}{kind}")(**named[1], **more)
+
+    parts: dict[str, Any] = {"image_processor": made(it.images, "ImageProcessor"), "tokenizer": wrapped}
+    if it.videos:
+        parts["video_processor"] = made(it.videos, "VideoProcessor")
+    processor = made(it.processor, "Processor", **parts)
+    processor.chat_template = template
     processor.save_pretrained(path)
     vocab = -(-len(wrapped) // 8) * 8
-    config = getattr(transformers, f"{name}Config")(
-        text_config={**TEXT, "vocab_size": vocab},
-        vision_config=TOWER,
-        scale_factor=2,
-        image_token_id=wrapped.convert_tokens_to_ids("<image>"),
-        pad_token_id=0,
+    config = getattr(transformers, f"{it.name}Config")(
+        text_config={**TEXT, **it.text, "vocab_size": vocab},
+        vision_config=it.tower,
+        image_token_id=wrapped.convert_tokens_to_ids(it.mark),
         tie_word_embeddings=False,
+        **it.config,
     )
     torch.manual_seed(5)
-    model = getattr(transformers, f"{name}ForConditionalGeneration")(config).float()
+    model = getattr(transformers, f"{it.name}ForConditionalGeneration")(config).float()
+    model.config.pad_token_id = 0
     with torch.no_grad():
         for title, parameter in model.named_parameters():
             if "norm" in title and parameter.dim() == 1:
                 parameter.uniform_(0.5, 1.5)
-            elif "connector" in title or "vision_model" in title:
+            elif not title.startswith(("model.text_model.", "model.language_model.", "lm_head.")):
                 parameter.normal_(0, 0.3)
     model.generation_config.eos_token_id = 2
-    model.save_pretrained(path)
+    model.save_pretrained(path, save_original_format=it.original)
 
 
 @quiet()
@@ -161,7 +143,8 @@ def save_adapter(path: Path, family: str, title: str, fields: dict[str, Any], se
 def reference(path: Path, family: str) -> Any:
     import transformers
 
-    kind = getattr(transformers, f"{FAMILIES[family]}ForConditionalGeneration")
+    name = tiny_mrope.FAMILIES[family] if family in tiny_mrope.FAMILIES else SEEING[family].name
+    kind = getattr(transformers, f"{name}ForConditionalGeneration")
     return kind.from_pretrained(path, dtype=torch.float32).eval()
 
 
@@ -176,6 +159,7 @@ class Reference:
         self.path, self.family = tiny(family), family
         self.processor: Any = AutoProcessor.from_pretrained(self.path)
         self.processor.image_processor = AutoImageProcessor.from_pretrained(self.path, backend="torchvision")
+        self._is_nested = family not in SEEING or SEEING[family].nested
         self._models: dict[str | None, Any] = {}
 
     def _model(self, adapter: str | None) -> Any:
@@ -190,12 +174,18 @@ class Reference:
 
     @quiet()
     def answer(
-        self, adapter: str | None, messages: list[dict[str, Any]], images: Sequence[Any], count: int
+        self,
+        adapter: str | None,
+        messages: list[dict[str, Any]],
+        images: Sequence[Any],
+        count: int,
+        settings: Mapping[str, Any] | None = None,
     ) -> tuple[list[int], list[int]]:
-        """The prompt's tokens, and the greedy answer of `count` tokens. images: in RGB."""
+        """The prompt's tokens, and the greedy answer of `count` tokens. images: in RGB. settings: of the processor."""
         text = self.processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        given = {"images": [list(images)]} if images else {}
-        inputs = self.processor(text=text, return_tensors="pt", add_special_tokens=False, **given)
+        given = {"images": [list(images)] if self._is_nested else list(images)} if images else {}
+        reader = self.processor if images else self.processor.tokenizer  # some processors need images
+        inputs = reader(text=text, return_tensors="pt", add_special_tokens=False, **given, **(settings or {}))
         for name in ("rows", "cols"):
             inputs.pop(name, None)
         with torch.inference_mode():

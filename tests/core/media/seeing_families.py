@@ -1,0 +1,273 @@
+"""Parts of tiny models that see, a family each: text, tower, image processor, and the text's marks around images."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+TEXT = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 4096,
+    "initializer_range": 0.25,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+TOWER = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "initializer_range": 0.4,
+}
+CLIP = {"model_type": "clip_vision_model", "image_size": 32, "patch_size": 8, **TOWER}
+SIGLIP = {"model_type": "siglip_vision_model", "image_size": 32, "patch_size": 8, **TOWER}
+PIXTRAL = {"model_type": "pixtral", "image_size": 64, "patch_size": 8, "head_dim": 16, **TOWER}
+
+
+@dataclass(frozen=True)
+class Seeing:
+    """A tiny model that sees; names are those of transformers' classes."""
+
+    name: str
+    """Of its classes of configuration and model, without their ends."""
+    text: dict[str, Any]
+    tower: dict[str, Any]
+    images: tuple[str, dict[str, Any]]
+    """The image processor's class, and its settings."""
+    processor: tuple[str, dict[str, Any]]
+    """The class of the processor of text and images, and its arguments."""
+    mark: str = "<image>"
+    """The token at rows' places."""
+    place: str = ""
+    """What a chat template writes for an image, where it is something else."""
+    around: tuple[str, ...] = ()
+    """Other tokens of images."""
+    named: dict[str, str] = field(default_factory=dict)
+    """Those that the tokenizer has attributes for."""
+    config: dict[str, Any] = field(default_factory=dict)
+    original: bool = True
+    """transformers saves its tensors under the names that published checkpoints have."""
+    nested: bool = True
+    """transformers' processor takes a list of each prompt's images."""
+    videos: tuple[str, dict[str, Any]] | None = None
+    """The processor of videos, where the whole processor needs one."""
+    projector: str = "multi_modal_projector"
+    """The module that adapters may have whole."""
+    tower_linear: str = r".*(vision_tower.*(q_proj|v_proj|fc1|out_proj|patch_embedding)|multi_modal_projector.*linear)"
+    """A pattern of modules of the tower and the projector."""
+    tower_dora: str = r".*vision_tower.*(q_proj|fc2)|.*language_model.*v_proj"
+    text_linear: str = r".*language_model.*\.(q_proj|v_proj|down_proj)"
+    refused: tuple[str, ...] = ()
+    """Sizes of images that the processor or the tower does not take."""
+    renamed: tuple[tuple[str, str], ...] = ()
+    """Parts of modules' names, as they are now and as transformers 4 had them."""
+
+
+OLD = (("model.language_model.", "language_model.model."), ("model.multi_modal_projector", "multi_modal_projector"))
+"""Of models whose text part was a whole one."""
+_CLIP_OLD = (*OLD, ("model.vision_tower.", "vision_tower.vision_model."))
+_PLAIN_OLD = (*OLD, ("model.vision_tower.", "vision_tower."))
+
+_CROPS = {"size": {"height": 16, "width": 16}, "crop_to_patches": True, "max_patches": 4}
+_CLIP_SIZE = {"size": {"shortest_edge": 32}, "crop_size": {"height": 32, "width": 32}}
+_NEXT_SIZE = {**_CLIP_SIZE, "image_grid_pinpoints": [[32, 64], [64, 32], [64, 64]]}
+_LLAMA = {"model_type": "llama"}
+_IDEFICS_SIZE = {"size": {"longest_edge": 96}, "max_image_size": {"longest_edge": 32}}
+_IDEFICS = {
+    "around": (
+        "<fake_token_around_image>",
+        "<global-img>",
+        *(f"<row_{row}_col_{column}>" for row in range(1, 5) for column in range(1, 5)),
+    ),
+    "config": {"scale_factor": 2},
+    "projector": "connector",
+    "tower_linear": r".*(vision_model.*(q_proj|k_proj|v_proj|fc1|out_proj|patch_embedding)|connector.*proj)",
+    "tower_dora": r".*vision_model.*(q_proj|fc2)|.*text_model.*v_proj",
+    "text_linear": r".*text_model.*\.(q_proj|v_proj|down_proj)",
+}
+"""Four rows a tile: 32 x 32 pixels in patches of 8 are 16, of which the connector makes one of four."""
+_PATCHES = {"image_size": 32, "patch_size": 8, **TOWER}
+_INTERNVL = {"image_size": [16, 16], "patch_size": [4, 4], **TOWER}
+
+SEEING: dict[str, Seeing] = {
+    "smolvlm": Seeing(
+        "SmolVLM", _LLAMA, _PATCHES, ("SmolVLM", _IDEFICS_SIZE), ("SmolVLM", {"image_seq_len": 4}),
+        videos=("SmolVLM", _IDEFICS_SIZE), **_IDEFICS,
+    ),
+    "idefics3": Seeing(
+        "Idefics3", _LLAMA, _PATCHES, ("Idefics3", _IDEFICS_SIZE), ("Idefics3", {"image_seq_len": 4}), **_IDEFICS
+    ),
+    "mistral3": Seeing(
+        "Mistral3",
+        {"model_type": "ministral3", "head_dim": 16, "rope_parameters": {
+            "type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64,
+            "beta_fast": 32.0, "beta_slow": 1.0, "mscale_all_dim": 1.0, "mscale": 1.0, "llama_4_scaling_beta": 0.1,
+        }},
+        PIXTRAL,
+        ("Pixtral", {"size": {"longest_edge": 64}, "patch_size": {"height": 8, "width": 8}}),
+        ("Pixtral", {"patch_size": 8, "spatial_merge_size": 2}),
+        mark="[IMG]",
+        around=("[IMG_BREAK]", "[IMG_END]"),
+        config={"spatial_merge_size": 2},
+        tower_linear=r".*(vision_tower.*(q_proj|o_proj|up_proj|patch_conv)|multi_modal_projector.*(linear|merging))",
+        tower_dora=r".*vision_tower.*(q_proj|down_proj)|.*language_model.*v_proj",
+        refused=("small",),  # it has one row
+        renamed=_PLAIN_OLD,
+    ),
+    "internvl": Seeing(
+        "InternVL",
+        {"model_type": "qwen2", "use_sliding_window": False},
+        {"model_type": "internvl_vision", **_INTERNVL},
+        ("GotOcr2", _CROPS),
+        ("InternVL", {"image_seq_length": 4}),
+        mark="<IMG_CONTEXT>",
+        around=("<img>", "</img>", "<video>"),
+        named={
+            "start_image_token": "<img>", "end_image_token": "</img>", "context_image_token": "<IMG_CONTEXT>",
+            "video_token": "<video>",
+        },
+        videos=("InternVL", {}),
+        tower_linear=r".*(vision_tower.*(q_proj|v_proj|fc1|projection_layer|patch_embeddings.projection)"
+        r"|multi_modal_projector.*linear_\d)",
+        renamed=_PLAIN_OLD,
+    ),
+    "llava": Seeing(
+        "Llava", _LLAMA, CLIP, ("CLIP", _CLIP_SIZE),
+        ("Llava", {"patch_size": 8, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}),
+        renamed=_CLIP_OLD,
+    ),
+    "pixtral": Seeing(
+        "Llava",
+        {"model_type": "mistral", "sliding_window": None},
+        PIXTRAL,
+        ("Pixtral", {"size": {"longest_edge": 32}, "patch_size": {"height": 8, "width": 8}}),
+        ("Pixtral", {"patch_size": 8}),
+        mark="[IMG]",
+        around=("[IMG_BREAK]", "[IMG_END]"),
+        config={"vision_feature_layer": -1, "vision_feature_select_strategy": "full"},
+        refused=("one pixel high",),  # it becomes smaller than a pixel
+        tower_linear=r".*(vision_tower.*(q_proj|o_proj|up_proj|patch_conv)|multi_modal_projector.*linear)",
+        tower_dora=r".*vision_tower.*(q_proj|down_proj)|.*language_model.*v_proj",
+        renamed=_PLAIN_OLD,
+    ),
+    "llava_next": Seeing(
+        "LlavaNext", {"model_type": "mistral", "sliding_window": None}, CLIP, ("LlavaNext", _NEXT_SIZE),
+        ("LlavaNext", {"patch_size": 8, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}),
+        config={"image_grid_pinpoints": [[32, 64], [64, 32], [64, 64]]},
+        renamed=_CLIP_OLD,
+    ),
+    "granite_vision": Seeing(
+        "LlavaNext",
+        {"model_type": "granite", "embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 2.0},
+        SIGLIP,
+        ("LlavaNext", {**_NEXT_SIZE, "size": {"height": 32, "width": 32}, "do_center_crop": False}),
+        ("LlavaNext", {"patch_size": 8, "vision_feature_select_strategy": "full"}),
+        config={
+            "image_grid_pinpoints": [[32, 64], [64, 32], [64, 64]],
+            "vision_feature_layer": [-2, -1], "vision_feature_select_strategy": "full",
+        },
+        renamed=_CLIP_OLD,
+    ),
+    "lfm2_vl": Seeing(
+        "Lfm2Vl",
+        {"model_type": "lfm2", "layer_types": ["full_attention", "conv", "full_attention"], "block_multiple_of": 16},
+        {"model_type": "siglip2_vision_model", "num_patches": 16, "patch_size": 8, **TOWER},
+        ("Lfm2Vl", {
+            "tile_size": 32, "encoder_patch_size": 8, "min_image_tokens": 2, "max_image_tokens": 4, "max_tiles": 4,
+        }),
+        ("Lfm2Vl", {}),
+        around=(
+            "<|image_start|>", "<|image_end|>", "<|img_thumbnail|>",
+            *(f"<|img_row_{row}_col_{column}|>" for row in range(1, 5) for column in range(1, 5)),
+        ),
+        text_linear=r".*language_model.*\.(q_proj|v_proj|w2|in_proj)",
+        renamed=(*OLD, ("model.vision_tower.", "vision_tower.vision_model.")),
+    ),
+    "aya": Seeing(
+        "AyaVision", {"model_type": "cohere2", "sliding_window": 20},
+        SIGLIP,
+        ("GotOcr2", {"size": {"height": 32, "width": 32}, "crop_to_patches": True, "max_patches": 4}),
+        ("AyaVision", {"patch_size": 8, "img_size": 32, "downsample_factor": 2}),
+        mark="<|IMG_PATCH|>",
+        place="<image>",
+        around=("<image>", "<|START_OF_IMG|>", "<|END_OF_IMG|>", "TILE_GLOBAL", "TILE"),
+        config={"downsample_factor": 2, "adapter_layer_norm_eps": 1e-6},
+        renamed=_CLIP_OLD,
+    ),
+    "cohere2_vision": Seeing(
+        "Cohere2Vision", {"model_type": "cohere2", "sliding_window": 20},
+        SIGLIP,
+        ("Cohere2Vision", {"size": {"height": 32, "width": 32}, "max_patches": 4, "patch_size": 2}),
+        ("Cohere2Vision", {}),
+        around=("<|START_OF_IMG|>", "<|END_OF_IMG|>", "<|IMG_LINE_BREAK|>"),
+        named={
+            "boi_token": "<|START_OF_IMG|>", "eoi_token": "<|END_OF_IMG|>", "image_token": "<image>",
+            "img_line_break_token": "<|IMG_LINE_BREAK|>",
+        },
+        config={"alignment_intermediate_size": 32},
+        renamed=_CLIP_OLD,
+    ),
+    "lighton_ocr": Seeing(
+        "LightOnOcr", {"model_type": "qwen3", "head_dim": 16}, PIXTRAL,
+        ("Pixtral", {"size": {"longest_edge": 64}, "patch_size": {"height": 16, "width": 16}}),
+        ("LightOnOcr", {"patch_size": 8, "spatial_merge_size": 2}),
+        mark="<|image_pad|>",
+        around=("<|vision_pad|>", "<|vision_end|>"),
+        named={
+            "image_token": "<|image_pad|>", "image_break_token": "<|vision_pad|>", "image_end_token": "<|vision_end|>",
+        },
+        config={"spatial_merge_size": 2},
+        projector="vision_projection",
+        tower_linear=r".*(vision_encoder.*(q_proj|o_proj|up_proj|patch_conv)|vision_projection.*(linear|merging))",
+        tower_dora=r".*vision_encoder.*(q_proj|down_proj)|.*language_model.*v_proj",
+        refused=("small",),
+    ),
+    "qianfan_ocr": Seeing(
+        "QianfanOCR", {"model_type": "qwen3", "head_dim": 16},
+        {"model_type": "qianfan_ocr_vision", **_INTERNVL},
+        ("GotOcr2", _CROPS),
+        ("QianfanOCR", {"image_seq_length": 4}),
+        mark="<IMG_CONTEXT>",
+        original=False,
+        place="<image>",
+        around=("<image>", "<img>", "</img>"),
+        named={"start_image_token": "<img>", "end_image_token": "</img>", "context_image_token": "<IMG_CONTEXT>"},
+        tower_linear=r".*(vision_tower.*(q_proj|v_proj|fc1|projection_layer|patch_embeddings.projection)"
+        r"|multi_modal_projector.*linear_\d)",
+    ),
+    "vipllava": Seeing(
+        "VipLlava", _LLAMA, CLIP, ("CLIP", _CLIP_SIZE),
+        ("Llava", {"patch_size": 8, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}),
+        config={"vision_feature_layers": [-2, -1]},
+        renamed=_CLIP_OLD,
+    ),
+    "deepseek_vl": Seeing(
+        "DeepseekVL", _LLAMA, SIGLIP,
+        ("DeepseekVL", {"size": {"height": 32, "width": 32}, "min_size": 4}),
+        ("DeepseekVL", {"num_image_tokens": 16}),
+        mark="<image_placeholder>",
+        named={"image_token": "<image_placeholder>"},
+        projector="aligner",
+        tower_linear=r".*(vision_model.*(q_proj|v_proj|fc1|out_proj|patch_embedding)|aligner.*linear)",
+        tower_dora=r".*vision_model.*(q_proj|fc2)|.*language_model.*v_proj",
+    ),
+    "got_ocr2": Seeing(
+        "GotOcr2", {"model_type": "qwen2", "use_sliding_window": False},
+        {
+            "hidden_size": 32, "output_channels": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "mlp_dim": 32,
+            "image_size": 128, "patch_size": 2, "global_attn_indexes": [], "window_size": 8, "initializer_range": 0.4,
+        },
+        ("GotOcr2", {"size": {"height": 128, "width": 128}}),
+        ("GotOcr2", {}),
+        mark="<imgpad>",
+        nested=False,
+        around=("<img>", "</img>"),
+        tower_linear=r".*(vision_tower.*(qkv|lin1|patch_embed.projection)|multi_modal_projector.*proj)",
+        tower_dora=r".*vision_tower.*(qkv|lin2)|.*language_model.*v_proj",
+    ),
+}  # fmt: skip
