@@ -10,7 +10,7 @@ from pathlib import Path
 from .control_groups import PROC, control_groups
 
 #: Features, as /proc/cpuinfo names them, any one of which makes torch's products in 16 bits faster than in float32.
-FAST_PRODUCTS = {
+FAST_GEMMS = {
     "bfloat16": frozenset({"avx512_bf16", "amx_bf16", "bf16"}),  # the last is ARM's
     "float16": frozenset({"avx512_fp16", "amx_fp16"}),
 }
@@ -55,9 +55,9 @@ def _limit(group: Path, version: int) -> float | None:
         return None  # no such file in a hierarchy's root, or without the controller
 
 
-def has_fast_products(dtype: str, proc: Path = Path("/proc")) -> bool:
+def has_fast_gemms(dtype: str, proc: Path = Path("/proc")) -> bool:
     """True if the processor multiplies matrices of `dtype` as fast as float32's: by its features, never by a timing."""
-    wanted = FAST_PRODUCTS.get(dtype)
+    wanted = FAST_GEMMS.get(dtype)
     return wanted is None or not wanted.isdisjoint(features(proc))
 
 

@@ -20,7 +20,7 @@ from ..memory.disk.keys import BlockKeys
 from ..memory.disk.tier import DiskTier
 from ..memory.host.budget import HostBudget
 from ..memory.host.images import HostImages, Reads, ThreadReads
-from ..memory.pages.block import Place
+from ..memory.pages.block import Medium
 from ..memory.pages.eviction import EvictionOrder, RestoreCosts
 from ..memory.pages.pool import PagePool
 from ..memory.pages.prefix import PrefixCache
@@ -314,18 +314,18 @@ class Engine:
         return self.scheduler.abort(request_id)
 
     def reset_prefix_cache(
-        self, *, reset_running_requests: bool = False, tiers: Collection[Place] = tuple(Place)
+        self, *, reset_running_requests: bool = False, tiers: Collection[Medium] = tuple(Medium)
     ) -> int:
         """Forget the cached prefixes in some tiers; return how many blocks were forgotten.
 
         Running requests keep their KV, which no other request will use if the page pool and host memory are cleared.
         Files are removed in the background, and not counted. reset_running_requests: preempt running requests, too.
         """
-        if Place.DISK in tiers and self.disk is not None:
+        if Medium.DISK in tiers and self.disk is not None:
             self.disk.clear()
         if reset_running_requests:
             self.scheduler.reset_running()
-        if not {Place.POOL, Place.HOST} <= {*tiers}:
+        if not {Medium.POOL, Medium.HOST} <= {*tiers}:
             return self.prefix.clear(frozenset(tiers))
         count = self.prefix.drop_all()
         self.scheduler.stop_caching()

@@ -8,14 +8,14 @@ from typing import NamedTuple
 
 from ..memory.adapters.adapter import Adapter
 from ..memory.adapters.store import AdapterStore
-from ..memory.pages.block import BASE_VERSION, Block, Key, Place, Root
+from ..memory.pages.block import BASE_VERSION, Block, Key, Medium, Root
 
 MAX_EVENTS = 1 << 17
 """Events that wait to be published. They take some 50 MB, and a step of 1,024 tokens brings 64 of them."""
 
 
 class Stored(NamedTuple):
-    """A block that is in a place from now on. parent: its parent's number, None for the first of a prompt.
+    """A block that is in a medium from now on. parent: its parent's number, None for the first of a prompt.
 
     adapter, version, content_hash: of the adapter that it was computed with, None and 0 for the base model. An
     adapter's hash is always known: until it is, its blocks are not told of. changed_from: index of the first of its
@@ -31,18 +31,18 @@ class Stored(NamedTuple):
     content_hash: str | None
     scope: Hashable
     changed_from: int | None = None
-    place: Place = Place.POOL
+    medium: Medium = Medium.POOL
 
 
 class Removed(NamedTuple):
-    """A block that is no longer in a place, by its number."""
+    """A block that is no longer in a medium, by its number."""
 
     number: int
-    place: Place = Place.POOL
+    medium: Medium = Medium.POOL
 
 
-_Recorded = tuple[Block, Adapter | None, Hashable, Place]
-"""A block, its adapter, its scope and its place."""
+_Recorded = tuple[Block, Adapter | None, Hashable, Medium]
+"""A block, its adapter, its scope and its medium."""
 
 
 class KvEvents:
@@ -63,23 +63,23 @@ class KvEvents:
         self._adapters: dict[int, Adapter] = {}  # by version
         self._held: dict[
             Removed, _Recorded
-        ] = {}  # by number and place, in order: blocks of adapters without a content hash
+        ] = {}  # by number and medium, in order: blocks of adapters without a content hash
         self.num_recorded = 0
         self.num_dropped = 0
 
     # --- the engine's thread ---
 
-    def stored(self, version: int, scope: Hashable, block: Block, place: Place) -> None:
-        """Record a block that is in a place from now on, after its parent."""
+    def stored(self, version: int, scope: Hashable, block: Block, medium: Medium) -> None:
+        """Record a block that is in a medium from now on, after its parent."""
         if self._has_room():
             adapter = None if version == BASE_VERSION else self._adapter(version)
             # a block's number, parent and tokens never change: they are read later, in the publisher's thread
-            self._events.append((block, adapter, scope, place))
+            self._events.append((block, adapter, scope, medium))
 
-    def removed(self, number: int, place: Place) -> None:
-        """Record that a block is no longer in a place."""
+    def removed(self, number: int, medium: Medium) -> None:
+        """Record that a block is no longer in a medium."""
         if self._has_room():
-            self._events.append(Removed(number, place))
+            self._events.append(Removed(number, medium))
 
     def _has_room(self) -> bool:
         if self._is_losing or len(self._events) >= self._most:
@@ -118,19 +118,19 @@ class KvEvents:
 
     def _tell(self, one: _Recorded, hashes: dict[Adapter, str | None], told: list[Stored | Removed]) -> None:
         """Tell of a block, or hold it. hashes: of the adapters so far, filled on the way."""
-        block, adapter, scope, place = one
+        block, adapter, scope, medium = one
         content_hash = None
         if adapter is not None:
             if adapter not in hashes:
                 hashes[adapter] = adapter.manifest.content_hash
             content_hash = hashes[adapter]
             if content_hash is None:
-                self._held[Removed(block.number, place)] = one
+                self._held[Removed(block.number, medium)] = one
                 return
-        told.append(_stored(block, adapter, content_hash, scope, place))
+        told.append(_stored(block, adapter, content_hash, scope, medium))
 
 
-def _stored(block: Block, adapter: Adapter | None, content_hash: str | None, scope: Hashable, place: Place) -> Stored:
+def _stored(block: Block, adapter: Adapter | None, content_hash: str | None, scope: Hashable, medium: Medium) -> Stored:
     parent = None if block.parent is None or isinstance(block.parent, Root) else block.parent.number
     name, version = (None, BASE_VERSION) if adapter is None else (adapter.name, adapter.version)
     return Stored(
@@ -142,5 +142,5 @@ def _stored(block: Block, adapter: Adapter | None, content_hash: str | None, sco
         content_hash=content_hash,
         scope=scope,
         changed_from=None if block.branch is None else block.branch.changed_from,
-        place=place,
+        medium=medium,
     )

@@ -155,7 +155,7 @@ class StepProfiler:
     def _place(self, adapter: Adapter, image: HostImage) -> float:
         """Seconds to write an image that has been read into the adapter's pages."""
         began = time.perf_counter()
-        transfer = self._executor.adapters.place(image, adapter.layout, adapter.pages)
+        transfer = self._executor.adapters.load(image, adapter.layout, adapter.pages)
         while transfer is not None and not transfer.is_done():
             time.sleep(0)
         return time.perf_counter() - began

@@ -141,7 +141,7 @@ class Geometry(_Strict):
                 raise ValueError(f"{each.path} is in layer {wrong[0]}; layers are 0 to {self.num_layers - 1}")
         if not self._kv_shapes:
             raise ValueError("modules have no k_proj; pages hold the keys of the layers that have it")
-        _ = self.projections.products  # raises ValueError
+        _ = self.projections.gemm_shapes  # raises ValueError
         return self
 
     def with_projections(self, projections: Projections) -> Geometry:

@@ -79,7 +79,7 @@ class ModelAdapters:
             raise RuntimeError(f"{manifest.path} can't be read without the base model's weights")
         read_image(manifest, form, image, self.dma.buffers, self._open_rows, base=self.base)
 
-    def place(self, image: HostImage, layout: AdapterLayout, pages: list[int]) -> Transfer | None:
+    def load(self, image: HostImage, layout: AdapterLayout, pages: list[int]) -> Transfer | None:
         with self._scope():
             transfer = self.dma.copies.start(image, layout, pages)
             return None if transfer.is_done() else transfer

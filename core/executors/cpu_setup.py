@@ -12,7 +12,7 @@ import torch
 from ...memory.pages.layout import PageLayout
 from ...ops.library import native_library
 from ..config import EngineConfig
-from ..cpus import available_cpus, has_fast_products
+from ..cpus import available_cpus, has_fast_gemms
 from ..model.program.native_decoder import why_unsupported
 from ..model.specs.config import ModelConfig, UnsupportedModel
 from ..model.weights.narrow_bytes import kept_bytes
@@ -87,7 +87,7 @@ def torch_gemms(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) ->
     only on the processor's features and the machine's size, so replicas on equal machines give the same outputs.
     """
     name = str(dtype).removeprefix("torch.")
-    if has_fast_products(name):
+    if has_fast_gemms(name):
         return dtype
     num_bytes = kept_bytes(model, torch.float32.itemsize)
     limit = int(WIDE_SHARE * total_bytes()) - (config.memory_bytes or 0)

@@ -45,7 +45,7 @@ from ..requests.types import ScheduledSequence, StepPlan, StepResult
 from . import cuda_memory
 from .adapters import CudaAdapters
 from .base import ModelExecutor
-from .cuda_float8_products import check_float8_products
+from .cuda_float8_gemms import check_float8_gemms
 from .cuda_lora_offload import CudaLoraOffload, CudaOffloadAdapters
 from .cuda_merged import CudaShadow
 from .cuda_outputs import Outputs
@@ -95,7 +95,7 @@ class CudaShapes(ModelExecutor):
         self.state_slots = 3 if config.launches_ahead else 2
         super().__init__(config, shard)
         if config.fp8_activations:
-            check_float8_products(self._dtype, device.torch_device)
+            check_float8_gemms(self._dtype, device.torch_device)
         if config.offload_workers and (further := self._without_offload()):
             raise UnsupportedModel(
                 f"offload_workers is {config.offload_workers}, and for GPUs they compute no {', '.join(further)}, "

@@ -22,8 +22,8 @@ from collections.abc import Sequence
 import torch
 
 from ...memory.transfers.cuda_driver import CupyDriver
-from ...ops.cpu.lora_offload import exchanges_at, input_dtype, product_widths, row_elems
-from ...ops.library.native_descriptors import ProductShape
+from ...ops.cpu.lora_offload import exchanges_at, gemm_widths, input_dtype, row_elems
+from ...ops.library.native_descriptors import GemmShape
 from ...ops.ranks.ranks import Ranks, RanksLost
 
 _MASK = 0xFFFFFFFF
@@ -37,13 +37,13 @@ class CudaExchange:
         ranks: Ranks,
         exchanges: int,
         driver: CupyDriver,
-        products: Sequence[ProductShape],
+        gemm_shapes: Sequence[GemmShape],
         dtype: torch.dtype,
         most_rows: int,
         device: torch.device,
     ) -> None:
-        """ranks: of rank 0, in pinned memory. exchanges: see `OffloadedSegments`. products, dtype: the model's."""
-        self._ranks, self._driver, self._widths = ranks, driver, product_widths(products)
+        """ranks: of rank 0, in pinned memory. exchanges: see `OffloadedSegments`. gemm_shapes, dtype: the model's."""
+        self._ranks, self._driver, self._widths = ranks, driver, gemm_widths(gemm_shapes)
         self._exchanges = exchanges_at(exchanges)
         inputs = input_dtype(dtype)
         self._x_elems = [row_elems(inputs, width) for width, _ in self._widths]
@@ -57,30 +57,30 @@ class CudaExchange:
         self.is_given_up = False
         """LoRA terms that came back since then are void."""
 
-    def input_rows(self, product: int, rows: int) -> torch.Tensor:
+    def input_rows(self, shape: int, rows: int) -> torch.Tensor:
         """Rows `[rows, in]` on the device, to be written before they are offloaded."""
-        elems = self._x_elems[product]
-        return self._x[: rows * elems].view(rows, elems)[:, : self._widths[product][0]]
+        elems = self._x_elems[shape]
+        return self._x[: rows * elems].view(rows, elems)[:, : self._widths[shape][0]]
 
-    def offload(self, product: int, layer: int, active: Sequence[int], rows: int) -> None:
+    def offload(self, shape: int, layer: int, active: Sequence[int], rows: int) -> None:
         """Send `rows` of the `input_rows` to the workers, once the compute stream's work so far is done.
 
         active: the offloaded segments that the rows belong to.
         """
         driver, ranks, stream = self._driver, self._ranks, self._driver.compute_stream()
         asked = self._exchanges[ranks.num_sums // 2 % len(self._exchanges)]
-        asked["layer"], asked["product"] = layer, product
+        asked["layer"], asked["shape"] = layer, shape
         asked["active"][:] = 0
         asked["active"][list(active)] = 1
         number = ranks.count()
         if ranks.num_sums == 1:
             self._words[0].value = number - 1  # the stream writes only the lower half
         self._number = number
-        num_bytes = rows * self._x_elems[product] * self._x.itemsize
+        num_bytes = rows * self._x_elems[shape] * self._x.itemsize
         driver.memcpy_async(ranks.part(0), self._x.data_ptr(), num_bytes, False, stream)
         driver.write_value(stream, ranks.word(0), number & _MASK)
 
-    def collect(self, product: int, share: Sequence[int]) -> torch.Tensor:
+    def collect(self, shape: int, share: Sequence[int]) -> torch.Tensor:
         """Return the LoRA terms `[rows, out]` float32 of the last exchange, valid for work launched from now on.
 
         share: see `OffloadedSegments`.
@@ -90,13 +90,13 @@ class CudaExchange:
         driver.write_value(stream, ranks.word(0), number & _MASK)
         for rank in range(1, ranks.size):
             driver.wait_value(stream, ranks.word(rank), number & _MASK)
-        elems = self._y_elems[product]
+        elems = self._y_elems[shape]
         row_bytes = elems * self._y.itemsize
         for rank, (begin, end) in enumerate(itertools.pairwise(share), 1):
             if begin < end:
                 target = self._y.data_ptr() + begin * row_bytes
                 driver.memcpy_async(target, ranks.part(rank), (end - begin) * row_bytes, True, stream)
-        return self._y[: share[-1] * elems].view(share[-1], elems)[:, : self._widths[product][1]]
+        return self._y[: share[-1] * elems].view(share[-1], elems)[:, : self._widths[shape][1]]
 
     def is_stuck(self, patience: float) -> bool:
         """True if the device waits for a worker that has ended, or no launched exchange has progressed for `patience`

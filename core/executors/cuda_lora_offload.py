@@ -73,7 +73,7 @@ class CudaLoraOffload(LoraOffload):
             ranks=self._ranks,
             exchanges=self._memory.exchanges,
             driver=driver,
-            products=self._products,
+            gemm_shapes=self._gemm_shapes,
             dtype=dtype,
             most_rows=self._most_rows,
             device=device.torch_device,
@@ -174,9 +174,9 @@ class CudaLoraOffload(LoraOffload):
 
 
 def _uses(projections: Projections) -> list[tuple[int, int, list[int]]]:
-    """Of each product, how many groups of all layers are it, its outputs and its modules."""
-    uses, products = Counter(itertools.chain.from_iterable(projections.product_of)), enumerate(projections.products)
-    return [(uses[index], each.outputs, [module for module, _, _ in each.modules]) for index, each in products]
+    """Of each GEMM's sizes, how many groups of all layers have them, its outputs and its modules."""
+    uses, shapes = Counter(itertools.chain.from_iterable(projections.gemm_shape_of)), enumerate(projections.gemm_shapes)
+    return [(uses[index], each.outputs, [module for module, _, _ in each.modules]) for index, each in shapes]
 
 
 class CudaStepOffload:
@@ -193,7 +193,7 @@ class CudaStepOffload:
     ) -> None:
         """Give each offloaded segment its own descriptor, in which the offloaded layers are left out."""
         self._exchange, self._offloaded, self._tables = exchange, offloaded, tables
-        self._products, self._product_of = projections.products, projections.product_of
+        self._gemm_shapes, self._gemm_shape_of = projections.gemm_shapes, projections.gemm_shape_of
         self._places = [range(segments.begin[entry], segments.end[entry]) for entry in offloaded.entries]
         self._ready = [segments.ready[entry] for entry in offloaded.entries]
         self._rows = [replace(segments.rows[entry]) for entry in offloaded.entries]
@@ -221,29 +221,29 @@ class CudaStepOffload:
         return True
 
     def offload(self, group: int, x: torch.Tensor, layer: int) -> None:
-        product = self._product_of[layer][group]
-        self._under_way = [index for index in self._active.get(layer, ()) if self._changes(self._rows[index], product)]
+        shape = self._gemm_shape_of[layer][group]
+        self._under_way = [index for index in self._active.get(layer, ()) if self._changes(self._rows[index], shape)]
         if not self._under_way:
             return
         row = self._offloaded.row
-        given = self._exchange.input_rows(product, row[-1])
+        given = self._exchange.input_rows(shape, row[-1])
         for index in self._under_way:
             tokens = self._places[index]
             given[row[index] : row[index + 1]].copy_(x[tokens.start : tokens.stop])
-        self._exchange.offload(product, layer, self._under_way, row[-1])
+        self._exchange.offload(shape, layer, self._under_way, row[-1])
 
     def collect(self, group: int, y: torch.Tensor, layer: int) -> None:
         if not self._under_way:
             return
-        product = self._product_of[layer][group]
-        row, terms = self._offloaded.row, self._exchange.collect(product, self._offloaded.share)
+        shape = self._gemm_shape_of[layer][group]
+        row, terms = self._offloaded.row, self._exchange.collect(shape, self._offloaded.share)
         for index in self._under_way:
             tokens = self._places[index]
             y[tokens.start : tokens.stop].add_(terms[row[index] : row[index + 1]])
         self._under_way = []
 
-    def _changes(self, rows: AdapterRows, product: int) -> bool:
-        return any(rows.b_offset[module] >= 0 for module, _, _ in self._products[product].modules)
+    def _changes(self, rows: AdapterRows, shape: int) -> bool:
+        return any(rows.b_offset[module] >= 0 for module, _, _ in self._gemm_shapes[shape].modules)
 
     def _is_well(self) -> bool:
         try:

@@ -31,7 +31,7 @@ from ..requests.draft_length import most_logits
 from ..requests.types import ScheduledSequence, adapter_runs
 from . import cuda_decode, cuda_memory, cuda_piecewise
 from .cuda_decode import DecodeSteps
-from .cuda_float8_products import choose_float8_products
+from .cuda_float8_gemms import choose_float8_gemms
 from .cuda_merged import KEPT_PLACES, MERGED_FORMS, PlacedGraphs
 from .cuda_outputs import Outputs, StepOutputs
 from .cuda_piecewise import PiecewiseSteps, token_buckets
@@ -216,7 +216,7 @@ class CudaSteps:
         """Compile LoRA kernels and choose GEMM backends; `largest_step` and captures compile the other kernels."""
         self.lora.warm_up()
         if self._config.fp8_activations:
-            choose_float8_products(self.decoder, self._config.max_num_batched_tokens, self._device)
+            choose_float8_gemms(self.decoder, self._config.max_num_batched_tokens, self._device)
         self.decoding.choose_backends()
 
     def capture_ahead(self) -> None:

@@ -101,9 +101,9 @@ class OffloadAdapters(ModelAdapters):
         self.dma = Dma(self.dma.copies, PinnedBuffers(memory, memory.layout.room_bytes))
         self.coming = weakref.WeakKeyDictionary()
 
-    def place(self, image: HostImage, layout: AdapterLayout, pages: list[int]) -> Transfer | None:
+    def load(self, image: HostImage, layout: AdapterLayout, pages: list[int]) -> Transfer | None:
         began = time.monotonic()
-        transfer = super().place(image, layout, pages)
+        transfer = super().load(image, layout, pages)
         if transfer is not None:
             self.coming[transfer] = _Coming(image, layout, began)
         return transfer
@@ -134,13 +134,13 @@ class LoraOffload:
         self._projections = model.projections
         latents = (each.name for layer in model.projections.layers for each in layer if each.group is Group.KV_UP)
         self._awaited = {model.projections.id(name) for name in (*model.projections.mixture, *latents)}
-        self._products = products = model.projections.products
+        self._gemm_shapes = gemm_shapes = model.projections.gemm_shapes
         # each part of an adapter has rows of its own
         parts = len(uniform_parts(model.projections, 1))
         self._most_rows = parts * max(_PROFILE_TOKENS, most_rows or config.max_num_batched_tokens)
         layout = MemoryLayout(
             1 + workers,
-            exchange_floats(products, self._most_rows),
+            exchange_floats(gemm_shapes, self._most_rows),
             exchanges_bytes(),
             image_bytes(config.host_bytes),
             is_woken=pinning is None,
@@ -155,7 +155,7 @@ class LoraOffload:
                     OffloadWorkerProcess,
                     layout=layout,
                     number=number,
-                    products=products,
+                    gemm_shapes=gemm_shapes,
                     dtype=dtype,
                     page_elems=self._page_elems,
                     cpu=cpus[number - 1],
@@ -194,7 +194,7 @@ class LoraOffload:
         except BaseException:
             self.close()
             raise
-        inputs, (_, _, width) = self._products[0].inputs, self._products[0].modules[0]
+        inputs, (_, _, width) = self._gemm_shapes[0].inputs, self._gemm_shapes[0].modules[0]
         elems = _PROFILE_RANK * (inputs + width)
         self.profile = OffloadProfile(one, max(0.0, many - one) / (elems * (_PROFILE_TOKENS - 1)))
         logger.info(
@@ -364,7 +364,7 @@ class LoraOffload:
 
         workers: number of offload workers that share the tokens.
         """
-        hidden, (module, _, width) = self._products[0].inputs, self._products[0].modules[0]
+        hidden, (module, _, width) = self._gemm_shapes[0].inputs, self._gemm_shapes[0].modules[0]
         pages = range(-(-rank * (hidden + width) // self._page_elems))
         image = self.adapters.dma.buffers.take((len(pages), self._page_elems), self._dtype).zero_()
         offset = self._memory.offset(image)
@@ -392,7 +392,7 @@ class LoraOffload:
         return statistics.median(found)
 
     def _exchange_once(self, x: torch.Tensor, share: Sequence[int]) -> None:
-        """Send rows of one offloaded segment's input of the first product, and wait for the LoRA terms."""
+        """Send rows of one offloaded segment's input of the first GEMM, and wait for the LoRA terms."""
         post_exchange(self._ranks, self._memory.exchanges, x, self._dtype)
         self._ranks.meet()
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from ...ops.cpu.lora_offload import OffloadWorker
-from ...ops.library.native_descriptors import ProductShape
+from ...ops.library.native_descriptors import GemmShape
 from ...ops.lora.sgmv import AdapterRows
 from .shared_memory import MemoryLayout, SharedMemory
 
@@ -30,7 +30,7 @@ class OffloadWorkerProcess:
         *,
         layout: MemoryLayout,
         number: int,
-        products: Sequence[ProductShape],
+        gemm_shapes: Sequence[GemmShape],
         dtype: torch.dtype,
         page_elems: int,
         cpu: int | None,
@@ -40,7 +40,7 @@ class OffloadWorkerProcess:
             os.sched_setaffinity(0, {cpu})
         self._memory = SharedMemory(memory_fd, layout)
         self._ranks = self._memory.ranks(number, _PATIENCE_SECONDS)
-        self._offload_worker = OffloadWorker(products, dtype)
+        self._offload_worker = OffloadWorker(gemm_shapes, dtype)
         self._number, self._page_elems = number, page_elems
 
     def serve(

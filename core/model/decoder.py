@@ -397,14 +397,14 @@ class DecoderModel:
         return self._dtype
 
     def gemms(self, *, every: bool = False) -> dict[GemmKind, list[GemmUse]]:
-        """Where the model has GEMMs of each kind: of each product that adapters add to, the first. every: all."""
+        """Where the model has GEMMs of each kind: of each GEMM that adapters add to, the first. every: all."""
         found: dict[GemmKind, dict[object, GemmUse]] = {}
-        products = self.config.projections.product_in
+        shapes = self.config.projections.gemm_shape_in
         for index, op in self._program.gemms():
             weights = self.layers[index]
             kind = kind_of(weights[op.weight], weights.get(op.bias), silu=op.silu)
             use = GemmUse(op.group.name, weights[op.weight], index, op)
-            key = index if every else products[index][op.group]
+            key = index if every else shapes[index][op.group]
             found.setdefault(kind, {}).setdefault((key, op.group), use)
         for slot, name in end_gemms(self.config):
             use = GemmUse(name, self._ends[slot])

@@ -107,7 +107,7 @@ class AdapterBackend(Protocol):
         """Read the weights into `image` and publish every layer; called on its own thread."""
         ...
 
-    def place(self, image: HostImage, layout: AdapterLayout, pages: list[int]) -> Transfer | None:
+    def load(self, image: HostImage, layout: AdapterLayout, pages: list[int]) -> Transfer | None:
         """Move an image, complete or still being read, into its pages; None if the move is already done."""
         ...
 

@@ -23,7 +23,7 @@ from ..files.identity import Weights, open_unchanged
 from ..files.manifest import AdapterManifest
 from ..files.module_paths import ModulePaths
 from ..files.peft_names import tensor_shapes
-from ..files.tensor_file import ITEM_BYTES, TensorPlaces, digest_of
+from ..files.tensor_file import ITEM_BYTES, TensorSpans, digest_of
 from ..files.trained_rows import module_of, row_runs
 from ..pages.adapter_layout import AdapterLayout, AdapterPart, PartLayout
 from ..pages.projections import Projection, Projections
@@ -78,10 +78,10 @@ class RowsInFile(Protocol):
 
 
 def _jobs_by_layer(
-    parts: tuple[AdapterPart, ...], places: TensorPlaces, layout: AdapterLayout, projections: Projections
+    parts: tuple[AdapterPart, ...], tensor_spans: TensorSpans, layout: AdapterLayout, projections: Projections
 ) -> list[list[tuple[int, ...]]]:
     by_layer: list[list[tuple[int, ...]]] = [[] for _ in range(layout.num_layers)]
-    starts = iter(places)
+    starts = iter(tensor_spans)
     for part, place in zip(parts, layout.parts, strict=True):
         slabs = place.slabs
         for layer, name in product(part.layers, part.targets):
@@ -126,12 +126,12 @@ def _jobs_of_rows(
 @lru_cache(64)
 def row_jobs(
     parts: tuple[AdapterPart, ...],
-    places: TensorPlaces,
+    tensor_spans: TensorSpans,
     layout: AdapterLayout,
     projections: Projections,
 ) -> RowJobs:
     """The jobs of an adapter; adapters of equal shape and file layout share them."""
-    by_layer = _jobs_by_layer(parts, places, layout, projections)
+    by_layer = _jobs_by_layer(parts, tensor_spans, layout, projections)
     spans = [list(chain.from_iterable(map(_spans, jobs))) for jobs in by_layer]
     layers = tuple(_groups([sum(end - start for start, end in found) for found in spans]))
     groups: list[tuple[int, int, int, int]] = []
@@ -140,7 +140,7 @@ def row_jobs(
     for index, group in enumerate(layers):
         first_span, first_job = len(merged), num_jobs
         wanted = [span for layer in group for span in spans[layer]]
-        merged += _merged([*wanted, (0, places.header_bytes)] if index == 0 else wanted)
+        merged += _merged([*wanted, (0, tensor_spans.header_bytes)] if index == 0 else wanted)
         num_jobs += sum(len(by_layer[layer]) for layer in group)
         groups.append((first_span, len(merged), first_job, num_jobs))
     return RowJobs(
@@ -227,12 +227,12 @@ def read_image(
         image.publish(layout.num_layers)
         return
     with open_unchanged(manifest) as file:
-        if open_rows is None or manifest.places is None or isinstance(file, ComposedWeights):
+        if open_rows is None or manifest.tensor_spans is None or isinstance(file, ComposedWeights):
             done = _read_by_torch(take(), range(layout.num_layers))
         else:
-            jobs = row_jobs(manifest.parts, manifest.places, layout, projections)
+            jobs = row_jobs(manifest.parts, manifest.tensor_spans, layout, projections)
             rows = open_rows(file.fd, jobs, math.prod(shape), dtype)
-            done = _read_by_rows(file, manifest.places, jobs, take, rows)
+            done = _read_by_rows(file, manifest.tensor_spans, jobs, take, rows)
         vectors = None  # a composed adapter has none
         if not isinstance(file, ComposedWeights):
             vectors = VectorReader.of(file, manifest, layout, base, projections=projections)
@@ -247,7 +247,7 @@ def read_image(
 
 def _read_by_rows(
     file: AdapterWeights,
-    places: TensorPlaces,
+    tensor_spans: TensorSpans,
     jobs: RowJobs,
     take: Callable[[], list[_PartReader]],
     rows: RowsInFile,
@@ -257,7 +257,7 @@ def _read_by_rows(
         parts = take()  # while the disk is busy
         for layers in jobs.layers:
             fault = rows.next(parts[0].data)
-            if layers.start == 0 and _is_other_header(rows, places, fault):
+            if layers.start == 0 and _is_other_header(rows, tensor_spans, fault):
                 raise file.changed()
             if fault is not None:
                 deque(_read_by_torch(parts, layers), maxlen=0)  # raises the error
@@ -272,10 +272,10 @@ def _read_by_torch(parts: list[_PartReader], layers: range) -> Generator[int]:
         yield layer + 1
 
 
-def _is_other_header(rows: RowsInFile, places: TensorPlaces, fault: object | None) -> bool:
+def _is_other_header(rows: RowsInFile, tensor_spans: TensorSpans, fault: object | None) -> bool:
     """True if the header that was read is not the one that was inspected; unknown where it could not be read."""
     try:
-        return digest_of(rows.bytes(0, places.header_bytes)) != places.digest
+        return digest_of(rows.bytes(0, tensor_spans.header_bytes)) != tensor_spans.digest
     except LookupError:
         if fault is None:
             raise

@@ -180,7 +180,7 @@ class AdapterLoads:
         pages = self._pool.allocate(adapter.num_pages, PageKind.ADAPTER)
         start, is_slow = self._clock(), image.is_slow
         try:
-            adapter.transfer = self._backend.place(image, adapter.layout, pages)
+            adapter.transfer = self._backend.load(image, adapter.layout, pages)
         except BaseException:
             self._pool.release(pages)
             raise

@@ -50,7 +50,7 @@ class FolderRefused(ValueError):
     """The folder can't be used; the message says why, and what to do."""
 
 
-class Place(NamedTuple):
+class BlockFile(NamedTuple):
     """Where a block's file lies."""
 
     owner: str
@@ -112,13 +112,13 @@ class BlockFolder:
         """The keyed hash of other data that lies in the folder."""
         return hashlib.blake2b(data, key=self._key, digest_size=SEAL_BYTES).digest()
 
-    def has(self, place: Place, block: SealedBlock) -> bool:
+    def has(self, file: BlockFile, block: SealedBlock) -> bool:
         """True if there seems to be a file with at least as many pages."""
-        return self._bytes_of(self._path(place)) >= self._size(len(block.pages))
+        return self._bytes_of(self._path(file)) >= self._size(len(block.pages))
 
-    def read(self, place: Place, make: Callable[[], tuple[Any, memoryview]]) -> SealedBlock | None:
+    def read(self, file: BlockFile, make: Callable[[], tuple[Any, memoryview]]) -> SealedBlock | None:
         """Read a block; None if there is no sound file. make: returns a new image of a page, and its bytes."""
-        path = self._path(place)
+        path = self._path(file)
         try:
             fd = self.files.open(path)
         except FileNotFoundError:
@@ -127,7 +127,7 @@ class BlockFolder:
             self._fail("opened", path, error)
             return None
         try:
-            found = self._read(fd, place, make)
+            found = self._read(fd, file, make)
         except OSError as error:
             self._fail("read", path, error)
             return None
@@ -143,11 +143,11 @@ class BlockFolder:
             self.files.touch(path)
         return found
 
-    def _read(self, fd: int, place: Place, make: Callable[[], tuple[Any, memoryview]]) -> SealedBlock | None:
+    def _read(self, fd: int, file: BlockFile, make: Callable[[], tuple[Any, memoryview]]) -> SealedBlock | None:
         status = self.files.stat(fd)
         if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
             return None
-        seal = hashlib.blake2b(place.key.encode(), key=self._key, digest_size=SEAL_BYTES)
+        seal = hashlib.blake2b(file.key.encode(), key=self._key, digest_size=SEAL_BYTES)
         head = memoryview(bytearray(_HEAD.size))
         if not self._fill(fd, head):
             return None
@@ -170,7 +170,7 @@ class BlockFolder:
         self.num_read_bytes += status.st_size
         return SealedBlock(groups, num_state_pages, accepted, pages)
 
-    def write(self, place: Place, block: SealedBlock, data: Sequence[memoryview]) -> bool:
+    def write(self, file: BlockFile, block: SealedBlock, data: Sequence[memoryview]) -> bool:
         """Write a block's file, in place of the one that it may have; False if the disk refuses.
 
         data: the bytes of its pages.
@@ -178,7 +178,7 @@ class BlockFolder:
         size, new = self._size(len(data)), f"{self.root}/new/{secrets.token_hex(8)}"
         mask = sum(1 << group for group in block.groups)
         head = _HEAD.pack(MAGIC, mask, block.num_state_pages, block.accepted, self._page_bytes)
-        seal = hashlib.blake2b(place.key.encode(), key=self._key, digest_size=SEAL_BYTES)
+        seal = hashlib.blake2b(file.key.encode(), key=self._key, digest_size=SEAL_BYTES)
         fd = -1
         try:
             with self.locked():
@@ -195,13 +195,13 @@ class BlockFolder:
                 seal.update(part)
                 self._put(fd, part)
             self._put(fd, seal.digest())
-            self.files.make_folder(f"{self.root}/{place.folder}")
+            self.files.make_folder(f"{self.root}/{file.folder}")
             with self.locked():
-                replaced = self._bytes_of(self._path(place))
-                self.files.rename(new, self._path(place))
+                replaced = self._bytes_of(self._path(file))
+                self.files.rename(new, self._path(file))
                 self._count(-replaced)
         except OSError as error:
-            self._fail("written", self._path(place), error)
+            self._fail("written", self._path(file), error)
             if fd >= 0:
                 self._remove(new)
             return False
@@ -352,8 +352,8 @@ class BlockFolder:
     def _digest(self, kind: bytes, name: bytes) -> str:
         return hashlib.blake2b(name, key=self._key, digest_size=16, person=kind).hexdigest()
 
-    def _path(self, place: Place) -> str:
-        return f"{self.root}/{place.folder}/{place.key}"
+    def _path(self, file: BlockFile) -> str:
+        return f"{self.root}/{file.folder}/{file.key}"
 
     def _size(self, num_pages: int) -> int:
         return _HEAD.size + num_pages * self._page_bytes + SEAL_BYTES

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from ..host.daemon_pool import DaemonPool
 from ..pages.block import BASE_VERSION, Block, Key, Root
-from .folder import BlockFolder, Place, SealedBlock
+from .folder import BlockFile, BlockFolder, SealedBlock
 from .keys import BASE, BlockKeys, is_of, owner_name
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class ReadAhead:
     changed_from: int
     tokens: list[tuple[Key, ...]]
     """Of each block."""
-    places: list[Place]
+    files: list[BlockFile]
     parent: Block | None
     begun: float
     deadline: float
@@ -113,7 +113,7 @@ class DiskTier:
     def __post_init__(self) -> None:
         self.use_pools(DaemonPool("kv-write", 1, 1 << 20), DaemonPool("kv-read", READERS, 64))
         self._lock = threading.Lock()
-        self._queue: deque[tuple[Place, SealedBlock]] = deque()
+        self._queue: deque[tuple[BlockFile, SealedBlock]] = deque()
         self._queued_bytes = 0
         self._writing: Future[None] | None = None
         self._removed: set[str] = set()
@@ -149,14 +149,14 @@ class DiskTier:
 
     # -- keys
 
-    def place_of(self, block: Block) -> Place | None:
+    def file_of(self, block: Block) -> BlockFile | None:
         """Where a block's file lies; None while its adapter's content hash is not known."""
         digest = self._digest(block)
         version, scope = block.origin
         owner = self._owner(version)
         if digest is None or owner is None or not isinstance(scope, tuple):
             return None
-        return Place(self._folder_of(version, owner), self.folder.tenant(scope[0]), digest.hex())
+        return BlockFile(self._folder_of(version, owner), self.folder.tenant(scope[0]), digest.hex())
 
     def _folder_of(self, version: int, owner: str) -> str:
         return BASE if version == BASE_VERSION else owner_name(owner, self.parts_of(version))
@@ -209,10 +209,10 @@ class DiskTier:
 
     def _enqueue(self, block: Block, sealed: SealedBlock, most: int) -> bool:
         size = len(sealed.pages) * self.page_bytes
-        if self._queued_bytes + size > most or (place := self.place_of(block)) is None:
+        if self._queued_bytes + size > most or (file := self.file_of(block)) is None:
             return False
         with self._lock:
-            self._queue.append((place, sealed))
+            self._queue.append((file, sealed))
             self._queued_bytes += size
             starts = self._writing is None or self._writing.done()
         if starts:
@@ -232,11 +232,11 @@ class DiskTier:
                 if not self._queue:
                     self._writing = None
                     return
-                place, sealed = self._queue.popleft()
-                is_removed = any(is_of(place.owner, content) for content in self._removed)
+                file, sealed = self._queue.popleft()
+                is_removed = any(is_of(file.owner, content) for content in self._removed)
             try:
-                if not is_removed and not self.folder.has(place, sealed):
-                    self.folder.write(place, sealed, [self.pages.bytes_of(image) for image in sealed.pages])
+                if not is_removed and not self.folder.has(file, sealed):
+                    self.folder.write(file, sealed, [self.pages.bytes_of(image) for image in sealed.pages])
             except Exception:
                 logger.exception("a cached block was not written")
             finally:
@@ -287,30 +287,30 @@ class DiskTier:
         """
         known = self.prefix.walk(version, tokens, scope, changed_from)
         first, end = len(known), (len(tokens) - 1) // block_tokens
-        places, runs = self._places(version, known, tokens, scope, changed_from, range(first, end), block_tokens)
-        if not places:
+        files, runs = self._files(version, known, tokens, scope, changed_from, range(first, end), block_tokens)
+        if not files:
             return None
-        if (job := self._jobs.get(places[0].key)) is not None:
+        if (job := self._jobs.get(files[0].key)) is not None:
             job.wanted_by.append(is_wanted)
             return job
         per_block = self.prefix.num_groups
-        num_bytes = len(places) * per_block * self.page_bytes
-        seconds = len(places) * per_block * self.costs.prefix_page
-        if len(places) * per_block * self.costs.disk_prefix_page > seconds or not self.budget.claim(num_bytes):
+        num_bytes = len(files) * per_block * self.page_bytes
+        seconds = len(files) * per_block * self.costs.prefix_page
+        if len(files) * per_block * self.costs.disk_prefix_page > seconds or not self.budget.claim(num_bytes):
             return None
         now = self.clock()
         parent = known[-1] if known else None
-        job = ReadAhead(version, scope, changed_from, runs, places, parent, now, now + seconds, [is_wanted], num_bytes)
+        job = ReadAhead(version, scope, changed_from, runs, files, parent, now, now + seconds, [is_wanted], num_bytes)
         try:
             job.future = self._readers.submit(self._read, job)
         except Exception as error:  # too many reads hang, or there is no thread
             logger.debug("no cached block is read: %s", error)
             return None
         self._reserved_bytes += num_bytes
-        self._jobs[places[0].key] = job
+        self._jobs[files[0].key] = job
         return job
 
-    def _places(
+    def _files(
         self,
         version: int,
         known: Sequence[Block],
@@ -319,7 +319,7 @@ class DiskTier:
         changed_from: int,
         blocks: range,
         step: int,
-    ) -> tuple[list[Place], list[tuple[Key, ...]]]:
+    ) -> tuple[list[BlockFile], list[tuple[Key, ...]]]:
         """Places and tokens of the blocks of a prompt after the known ones; none if a content hash is not known."""
         owner = self._owner(version)
         if owner is None:
@@ -328,7 +328,7 @@ class DiskTier:
         digest = self._digest(known[-1]) if known else self.keys.root(acting, scope)
         if digest is None:
             return [], []
-        places, runs, folder = list[Place](), list[tuple[Key, ...]](), self._folder_of(version, owner)
+        files, runs, folder = list[BlockFile](), list[tuple[Key, ...]](), self._folder_of(version, owner)
         tenant = self.folder.tenant(scope[0])
         for index in blocks:
             start = index * step
@@ -338,15 +338,15 @@ class DiskTier:
             else:
                 digest = self.keys.after(digest, run)
             acting = folder if changed_from < start + step else BASE
-            places.append(Place(acting, tenant, digest.hex()))
+            files.append(BlockFile(acting, tenant, digest.hex()))
             runs.append(run)
-        return places, runs
+        return files, runs
 
     def _read(self, job: ReadAhead) -> None:
         """Read block after block until one is missing; runs on a reading thread."""
         try:
-            for place in job.places:
-                if job.has_ended or (found := self.folder.read(place, self._make)) is None:
+            for file in job.files:
+                if job.has_ended or (found := self.folder.read(file, self._make)) is None:
                     return
                 job.num_pages += len(found.pages)
                 job.found.append(found)

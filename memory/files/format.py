@@ -28,7 +28,7 @@ from .module_paths import ExpertForm, ModulePaths
 from .peft_names import LAYER, PREFIX, is_of_a, matrix_shapes, module_keys, tensor_names, vector_names
 from .score_head import TENSORS, read_score_head
 from .targets import Targets, layers_with, parts_of, targets_of
-from .tensor_file import TensorFile, TensorPlaces, digest_of
+from .tensor_file import TensorFile, TensorSpans, digest_of
 from .tensor_info import TensorInfo
 from .tokens.added_tokens import OwnTokens, own_tokens
 from .tower_tensors import tower_tensors
@@ -120,14 +120,14 @@ def inspect_adapter(path: Path, modules: ModulePaths, roots: Sequence[Path] = ()
             # of stacked experts, and of rows by unit, B is read in another order; slices are joined
             is_plain = form.is_plain and modules.experts is not ExpertForm.STACKED
             is_plain = is_plain and not modules.units and not modules.given_slices
-            places = _places(file, parts, names, projections) if is_plain else None
-            parts, places = _shared(parts, places)
+            tensor_spans = _tensor_spans(file, parts, names, projections) if is_plain else None
+            parts, tensor_spans = _shared(parts, tensor_spans)
             return AdapterManifest(
                 path,
                 parts,
                 file_size=file.size,
                 mtime_ns=file.mtime_ns,
-                places=places,
+                tensor_spans=tensor_spans,
                 identity=file.identity,
                 stem=stem,
                 base_model=config.base_model,
@@ -220,9 +220,9 @@ def _check_invocation(config: AdapterConfig, vocab_size: int | None) -> None:
         )
 
 
-def _places(
+def _tensor_spans(
     file: AdapterWeights, parts: tuple[AdapterPart, ...], names: Names, projections: Projections
-) -> TensorPlaces:
+) -> TensorSpans:
     """Of A and B, of each expert where they are so; of whole rows the tensor that has them, twice."""
 
     def tensors() -> Iterator[TensorInfo]:
@@ -236,7 +236,7 @@ def _places(
                 for pair in map(names.__getitem__, zip(repeat(layer), own, strict=False)):
                     yield from map(tensor, pair)
 
-    return TensorPlaces.pack(len(file.header), digest_of(file.header), tensors())
+    return TensorSpans.pack(len(file.header), digest_of(file.header), tensors())
 
 
 @lru_cache(1024)
@@ -247,10 +247,10 @@ def _same_vectors(vectors: tuple[VectorTarget, ...]) -> tuple[VectorTarget, ...]
 
 @lru_cache(1024)
 def _shared(
-    parts: tuple[AdapterPart, ...], places: TensorPlaces | None
-) -> tuple[tuple[AdapterPart, ...], TensorPlaces | None]:
+    parts: tuple[AdapterPart, ...], tensor_spans: TensorSpans | None
+) -> tuple[tuple[AdapterPart, ...], TensorSpans | None]:
     """Equal ones as one object: most of thousands of adapters have the shapes of another and were saved alike."""
-    return parts, places
+    return parts, tensor_spans
 
 
 def _leave_out(modules: Collection[str], targets: Targets, names: Names, projections: Projections) -> None:

@@ -93,8 +93,8 @@ def _is_copy(file: AdapterWeights, manifest: AdapterManifest) -> bool:
     """True if the file has the registered bytes."""
     return (
         file.size == manifest.file_size
-        and manifest.places is not None
-        and digest_of(file.header) == manifest.places.digest
+        and manifest.tensor_spans is not None
+        and digest_of(file.header) == manifest.tensor_spans.digest
         and _Reader(file).hash(manifest) == manifest.content_hash
     )
 

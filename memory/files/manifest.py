@@ -14,7 +14,7 @@ from .module_paths import ModulePaths
 from .peft_form import PeftForm
 from .peft_names import STEM
 from .score_head import ScoreHead
-from .tensor_file import FileIdentity, TensorPlaces
+from .tensor_file import FileIdentity, TensorSpans
 from .tokens.added_tokens import OwnTokens
 from .tower_tensors import TowerTensor
 
@@ -35,7 +35,7 @@ class AdapterManifest:
     parts: tuple[AdapterPart, ...]
     file_size: int = 0
     mtime_ns: int = 0
-    places: TensorPlaces | None = None
+    tensor_spans: TensorSpans | None = None
     identity: FileIdentity | None = None
     stem: str = STEM
     content_hash: str | None = None

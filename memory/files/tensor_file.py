@@ -227,7 +227,7 @@ _TYPE_BITS = 2
 
 
 @dataclass(frozen=True, slots=True)
-class TensorPlaces:
+class TensorSpans:
     """Iterates over (first byte, index of the element type in `ITEM_BYTES`) of each tensor."""
 
     header_bytes: int
@@ -238,7 +238,7 @@ class TensorPlaces:
     """The positions, 8 bytes each."""
 
     @classmethod
-    def pack(cls, header_bytes: int, digest: bytes, tensors: Iterable[TensorInfo]) -> TensorPlaces:
+    def pack(cls, header_bytes: int, digest: bytes, tensors: Iterable[TensorInfo]) -> TensorSpans:
         numbers = array("q", (info.offset << _TYPE_BITS | _TYPES.index(info.dtype) for info in tensors))
         return cls(header_bytes, digest, numbers.tobytes())
 

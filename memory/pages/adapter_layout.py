@@ -87,7 +87,7 @@ def uniform_parts(
 
 @dataclass(frozen=True, slots=True)
 class PartLayout:
-    """Place of a part. Rank-row i of layer l begins at element `first_elem[l] + i · slabs.slab_elems` of the adapter.
+    """Medium of a part. Rank-row i of layer l begins at element `first_elem[l] + i · slabs.slab_elems` of the adapter.
 
     first_elem is -1 for a layer that the part doesn't change. layer_elems: elements of its slabs in one layer.
     """

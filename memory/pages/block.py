@@ -18,8 +18,8 @@ Key = int | tuple[str, int]
 BASE_VERSION = 0
 
 
-class Place(StrEnum):
-    """A place of a block's KV."""
+class Medium(StrEnum):
+    """A medium that may have a block's KV."""
 
     POOL = "pool"
     HOST = "host"
@@ -156,11 +156,11 @@ Cached = Block | WindowPages | KeptState
 
 
 class BlockListener(Protocol):
-    """Called when all pages of a block are in a place, after its parent's, and when they are not any more."""
+    """Called when all pages of a block are in a medium, after its parent's, and when they are not any more."""
 
-    def stored(self, version: int, scope: Hashable, block: Block, place: Place) -> None: ...
+    def stored(self, version: int, scope: Hashable, block: Block, medium: Medium) -> None: ...
 
-    def removed(self, number: int, place: Place) -> None: ...
+    def removed(self, number: int, medium: Medium) -> None: ...
 
 
 def key_of(tokens: tuple[Key, ...], branch: Branch | None) -> tuple[Key, ...]:

@@ -23,7 +23,7 @@ from .block import (
     Cached,
     KeptState,
     Key,
-    Place,
+    Medium,
     Root,
     WindowPages,
     key_of,
@@ -256,7 +256,7 @@ class PrefixCache(BlocksBelow):
         self._keep_pages(block, pages)
         if self.listener is not None:
             is_changed = changed_from < start + self._block_tokens
-            self.listener.stored(version if is_changed else BASE_VERSION, scope, block, Place.POOL)
+            self.listener.stored(version if is_changed else BASE_VERSION, scope, block, Medium.POOL)
         return block
 
     def _keep_pages(self, block: Block, pages: Sequence[int]) -> None:
@@ -472,7 +472,7 @@ class PrefixCache(BlocksBelow):
             if not branches:
                 del self._branches[block.branch.version]
         if block.is_resident:
-            self.tell_removed(block, Place.POOL)
+            self.tell_removed(block, Medium.POOL)
         self._forget(block, range(len(block.pages)))
         self._forget_checkpoint(block)
         if self.tier is not None:

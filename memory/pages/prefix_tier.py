@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import Protocol
 
-from .block import Block, BlockListener, Cached, KeptState, Place, Root
+from .block import Block, BlockListener, Cached, KeptState, Medium, Root
 from .eviction import EvictionOrder
 
 
@@ -77,7 +77,7 @@ class BlocksBelow(ABC):
         self._keep_pages(block, pages)
         parent.num_resident_children += 1
         self._offer(parent)
-        self.tell_stored(block, Place.POOL)
+        self.tell_stored(block, Medium.POOL)
         if self.tier is not None:
             self.tier.offer(block)
 
@@ -85,7 +85,7 @@ class BlocksBelow(ABC):
         """Free the pages of a leaf of which there are images."""
         self._order.discard(block)
         self._forget(block, range(len(block.pages)))
-        self.tell_removed(block, Place.POOL)
+        self.tell_removed(block, Medium.POOL)
         block.is_resident = False
         parent = block.parent
         assert parent is not None
@@ -113,8 +113,8 @@ class BlocksBelow(ABC):
         elif isinstance(item, Block) and not item.is_resident:
             self.forget(item)
 
-    def clear(self, places: Container[Place] = frozenset(Place)) -> int:
-        """Forget what no request uses in some places; return the number of blocks that were forgotten there.
+    def clear(self, mediums: Container[Medium] = frozenset(Medium)) -> int:
+        """Forget what no request uses in some mediums; return the number of blocks that were forgotten there.
 
         A block in the pool stays in host memory if it has images there and only the pool is cleared.
         """
@@ -125,10 +125,10 @@ class BlocksBelow(ABC):
         for block in reversed(found):
             if block.parent is None or not block.is_known:
                 continue
-            if Place.HOST in places and block.images and not block.holds:
+            if Medium.HOST in mediums and block.images and not block.holds:
                 count += not block.is_resident
                 self._clear_images(block)
-            if Place.POOL in places and block.is_known and block.is_resident:
+            if Medium.POOL in mediums and block.is_known and block.is_resident:
                 count += self._clear_pages(block)
         return count
 
@@ -157,15 +157,15 @@ class BlocksBelow(ABC):
             self.forget(block)
         return True
 
-    def tell_stored(self, block: Block, place: Place) -> None:
-        """Tell the listener that all of a block is in a place."""
+    def tell_stored(self, block: Block, medium: Medium) -> None:
+        """Tell the listener that all of a block is in a medium."""
         if self.listener is not None:
-            self.listener.stored(*block.origin, block, place)
+            self.listener.stored(*block.origin, block, medium)
 
-    def tell_removed(self, block: Block, place: Place) -> None:
-        """Tell the listener that a block is no longer in a place."""
+    def tell_removed(self, block: Block, medium: Medium) -> None:
+        """Tell the listener that a block is no longer in a medium."""
         if self.listener is not None:
-            self.listener.removed(block.number, place)
+            self.listener.removed(block.number, medium)
 
     # -- of the cache
 

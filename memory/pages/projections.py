@@ -283,8 +283,8 @@ def sections_of(sections: Sequence[tuple[int, int]], rank: int, size: int) -> tu
     return tuple(shares)
 
 
-class Product(NamedTuple):
-    """A product of a layer: the projections of a group."""
+class GemmShape(NamedTuple):
+    """The sizes of a GEMM of a layer: of the projections of a group, side by side."""
 
     group: Group
     inputs: int
@@ -417,21 +417,21 @@ class Projections:
         return frozenset(each.name for each in self._all if each.is_of_mixture)
 
     @property
-    def products(self) -> tuple[Product, ...]:
-        """The different products of all layers. ValueError if a group has no common input."""
-        return self._products[0]
+    def gemm_shapes(self) -> tuple[GemmShape, ...]:
+        """The different sizes of GEMMs of all layers. ValueError if a group has no common input."""
+        return self._gemm_shapes[0]
 
     @property
-    def product_of(self) -> tuple[tuple[int, ...], ...]:
-        """Indices in `products`, by layer and group of `LAYER_GROUPS`."""
-        return tuple(tuple(found[group] for group in LAYER_GROUPS) for found in self._products[1])
+    def gemm_shape_of(self) -> tuple[tuple[int, ...], ...]:
+        """Indices in `gemm_shapes`, by layer and group of `LAYER_GROUPS`."""
+        return tuple(tuple(found[group] for group in LAYER_GROUPS) for found in self._gemm_shapes[1])
 
     @property
-    def product_in(self) -> tuple[Mapping[int, int], ...]:
-        """Indices in `products`, by layer and group: of every layer's groups, and of `FURTHER_GROUPS` but for
+    def gemm_shape_in(self) -> tuple[Mapping[int, int], ...]:
+        """Indices in `gemm_shapes`, by layer and group: of every layer's groups, and of `FURTHER_GROUPS` but for
         `KV_UP`, whose outputs are never computed.
         """
-        return self._products[1]
+        return self._gemm_shapes[1]
 
     @cached_property
     def unmerged(self) -> frozenset[str]:
@@ -503,21 +503,21 @@ class Projections:
         return {name: tuple(layers) for name, layers in found.items()}
 
     @cached_property
-    def _products(self) -> tuple[tuple[Product, ...], tuple[Mapping[int, int], ...]]:
-        """The different products, and those of each layer."""
-        found: dict[Product, int] = {}
+    def _gemm_shapes(self) -> tuple[tuple[GemmShape, ...], tuple[Mapping[int, int], ...]]:
+        """The different sizes of GEMMs, and those of each layer."""
+        found: dict[GemmShape, int] = {}
         of_layer: list[Mapping[int, int]] = []
         for layer in self.layers:
             own = {each.group for each in layer}
             groups = (*LAYER_GROUPS, *(group for group in FURTHER_GROUPS if group in own and group is not Group.KV_UP))
-            of_layer.append({group: found.setdefault(self._product(layer, group), len(found)) for group in groups})
+            of_layer.append({group: found.setdefault(self._gemm_shape(layer, group), len(found)) for group in groups})
         return tuple(found), tuple(of_layer)
 
-    def _product(self, layer: Sequence[Projection], group: Group) -> Product:
+    def _gemm_shape(self, layer: Sequence[Projection], group: Group) -> GemmShape:
         own = [projection for projection in layer if projection.group is group]
         part = _FEED_FORWARD if group in _FEED_FORWARD else _MIXER
         if not own and group in LAYER_GROUPS and part.isdisjoint(projection.group for projection in layer):
-            return Product(group, 0, ())  # the layer has experts, or one part alone
+            return GemmShape(group, 0, ())  # the layer has experts, or one part alone
         if not own:
             raise ValueError(f"a layer has no projection of the group {group.name}: {layer}")
         if len({projection.inputs for projection in own}) > 1:
@@ -525,4 +525,4 @@ class Projections:
         own.sort(key=lambda projection: self._ids[projection.name])
         begins = accumulate((each.outputs for each in own), initial=0)
         modules = ((self._ids[each.name], begin, each.outputs) for each, begin in zip(own, begins, strict=False))
-        return Product(group, own[0].inputs, tuple(modules))
+        return GemmShape(group, own[0].inputs, tuple(modules))

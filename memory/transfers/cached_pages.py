@@ -11,7 +11,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..host.budget import HostBudget
-from ..pages.block import Block, Cached, KeptState, Place, WindowPages
+from ..pages.block import Block, Cached, KeptState, Medium, WindowPages
 from ..pages.pool import IntegrityError
 from .transfer import ExecutorLost
 
@@ -234,7 +234,7 @@ class CachedPages:
         self.num_bytes += self._page_bytes
         self.num_saved_pages += 1
         if not was_whole and self._is_whole(block):
-            self._prefix.tell_stored(block, Place.HOST)
+            self._prefix.tell_stored(block, Medium.HOST)
 
     def _put_state(self, state: KeptState, images: list[Any]) -> None:
         state.images = images
@@ -251,4 +251,4 @@ class CachedPages:
             del block.images[group]
         self.num_bytes -= len(groups) * self._page_bytes
         if was_whole and not self._is_whole(block):
-            self._prefix.tell_removed(block, Place.HOST)
+            self._prefix.tell_removed(block, Medium.HOST)

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from ..library.described_adapters import described
-from ..library.native_descriptors import ELEMENT_OF, ProductShape, described_products
+from ..library.native_descriptors import ELEMENT_OF, GemmShape, described_gemm_shapes
 from ..library.native_layout import layout_of
 from ..library.native_library import library, native_layout, required
 from ..lora.sgmv import AdapterRows, Segments
@@ -112,11 +112,11 @@ class OffloadTables:
 
 
 class OffloadWorker:
-    """Computes a share of the offloaded rows of each step, in its own process. products: of the model's layers."""
+    """Computes a share of the offloaded rows of each step, in its own process. gemm_shapes: of the model's layers."""
 
-    def __init__(self, products: Sequence[ProductShape], dtype: torch.dtype) -> None:
+    def __init__(self, gemm_shapes: Sequence[GemmShape], dtype: torch.dtype) -> None:
         self._library = found = required()
-        self._layout, self._products = layout_of(found), described_products(products)
+        self._layout, self._gemm_shapes = layout_of(found), described_gemm_shapes(gemm_shapes)
         self._handle = found.chorus_offload_create(ELEMENT_OF[dtype])
 
     def serve(
@@ -143,12 +143,12 @@ class OffloadWorker:
         )
         descriptor = self._layout.filled(
             "OffloadWorkerDesc",
-            num_products=len(self._products),
+            num_gemm_shapes=len(self._gemm_shapes),
             first=share[0],
             last=share[1],
             count=count,
             page_elems=page_elems,
-            products=ctypes.addressof(self._products),
+            gemm_shapes=ctypes.addressof(self._gemm_shapes),
             row=ctypes.addressof(tables[0]),
             adapters=ctypes.addressof(tables[1]),
             images=ctypes.addressof(tables[2]),
@@ -162,17 +162,17 @@ class OffloadWorker:
             self._handle = None
 
 
-def exchange_floats(products: Sequence[ProductShape], tokens: int) -> int:
+def exchange_floats(gemm_shapes: Sequence[GemmShape], tokens: int) -> int:
     """Float32 values of memory that a process needs for `tokens` rows of x or of LoRA terms. See `Ranks`."""
     found = library()
     if found is None:
         return 0
-    return tokens * row_elems(torch.float32, max(map(max, product_widths(products))))
+    return tokens * row_elems(torch.float32, max(map(max, gemm_widths(gemm_shapes))))
 
 
-def product_widths(products: Sequence[ProductShape]) -> list[tuple[int, int]]:
-    """Inputs and outputs of products."""
-    return [(inputs, sum(width for _, _, width in modules)) for _, inputs, modules in products]
+def gemm_widths(gemm_shapes: Sequence[GemmShape]) -> list[tuple[int, int]]:
+    """Inputs and outputs of each."""
+    return [(inputs, sum(width for _, _, width in modules)) for _, inputs, modules in gemm_shapes]
 
 
 def input_dtype(dtype: torch.dtype) -> torch.dtype:

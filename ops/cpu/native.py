@@ -22,7 +22,7 @@ from ..library.described_adapters import described
 from ..library.described_ops import DescribedOps, described_registers
 from ..library.native_descriptors import (
     ELEMENT_OF,
-    described_products,
+    described_gemm_shapes,
 )
 from ..library.native_integers import IntegerPanels, described_integers
 from ..library.native_layout import layout_of
@@ -157,18 +157,18 @@ class NativeDecoder:
         self._merged: DescribedOps | None = None  # of `use_merged`
         self._ops = ops = DescribedOps(model.ops, self._layout)
         registers = described_registers(model.registers, self._layout)
-        products = described_products(model.products)
+        gemm_shapes = described_gemm_shapes(model.gemm_shapes)
         shape, pages = model.recurrent or (None, None)
         description = self._layout.filled(
             "ModelDesc",
             hidden=model.hidden, layers=model.num_layers, vocab=model.vocab, block_tokens=model.block_tokens,
-            page_groups=model.page_groups, num_products=len(model.products), eps=model.eps,
+            page_groups=model.page_groups, num_gemm_shapes=len(model.gemm_shapes), eps=model.eps,
             norm_kind=model.norm_kind, embedding_multiplier=model.embedding_multiplier,
             head_bias=_pointer_or_null(model.head_bias), embedding_norm=model.embedding_norm,
             logits_scale=model.logits_scale, logits_softcap=model.logits_softcap,
             ops=ops.address, num_ops=ops.count,
             registers=ctypes.addressof(registers), num_registers=len(model.registers),
-            products=ctypes.addressof(products),
+            gemm_shapes=ctypes.addressof(gemm_shapes),
             embed=_pointer(model.embed), lm_head=_data_of(model.lm_head),
             lm_head_integers=described_integers(model.lm_head), norm=_pointer(model.norm),
             arena=_pointer(model.arena), page_elems=model.arena.shape[1],
@@ -344,7 +344,7 @@ class NativeDecoder:
             origin=_data_of(origin),
             integers=described_integers(origin),
             to=_pointer(out),
-            product=self._model.product_of[layer][group],
+            shape=self._model.gemm_shape_of[layer][group],
             layer=layer,
             parts=ctypes.addressof(parts),
             count=len(rows),

@@ -25,23 +25,23 @@ class Element(IntEnum):
 
 ELEMENT_OF = {torch.float32: Element.F32, torch.float16: Element.F16, torch.bfloat16: Element.BF16}
 
-#: A product of layers: its group in a layer, inputs, and (module id, first column, width) of its projections.
-ProductShape = tuple[int, int, Sequence[tuple[int, int, int]]]
+#: The sizes of a GEMM of layers: its group in a layer, inputs, and (module id, first column, width) of its projections.
+GemmShape = tuple[int, int, Sequence[tuple[int, int, int]]]
 
 _ROW_PARALLEL = (1, 3, 20)
 """Groups of layers whose inputs TP ranks share, as `memory.pages.projections` numbers them."""
 
 
-def described_products(products: Sequence[ProductShape]) -> Array[Any]:
-    """Products in the library's form."""
+def described_gemm_shapes(shapes: Sequence[GemmShape]) -> Array[Any]:
+    """Sizes of GEMMs in the library's form."""
     layout = native_layout()
-    most, most_id = layout.length("ProductDesc.targets"), layout.length("Adapter.a_offset")
-    found = layout.array("ProductDesc", [{}] * len(products))
-    for descriptor, (group, inputs, modules) in zip(found, products, strict=True):
+    most, most_id = layout.length("GemmShapeDesc.targets"), layout.length("Adapter.a_offset")
+    found = layout.array("GemmShapeDesc", [{}] * len(shapes))
+    for descriptor, (group, inputs, modules) in zip(found, shapes, strict=True):
         if len(modules) > most or any(module >= most_id for module, _, _ in modules):
             raise ValueError(
-                f"a product has the modules {[module for module, _, _ in modules]}; the native library has room for "
-                f"{most} of a product, with ids below {most_id}"
+                f"a GEMM has the modules {[module for module, _, _ in modules]}; the native library has room for "
+                f"{most} of a GEMM, with ids below {most_id}"
             )
         descriptor.row_parallel = group in _ROW_PARALLEL
         descriptor.inputs, descriptor.count = inputs, len(modules)

@@ -72,7 +72,7 @@ _FUNCTIONS = (
     ("offload_destroy", None, c_void_p),
     ("read_rate", c_double, c_int, c_void_p, c_int64),
     ("update_rate", c_double, c_int, c_void_p, c_int64),
-    ("product_rate", c_double, c_int, c_int64, c_int64),
+    ("gemm_rate", c_double, c_int, c_int64, c_int64),
     ("multiply", None, c_int, c_int64, c_int, *(c_void_p,) * 4, c_int, c_int, c_void_p, c_void_p),
     ("mix", None, c_int, c_int64, c_void_p, c_void_p),
     ("delta_run", c_double, c_int, c_void_p, c_int),

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from .native_descriptors import ProductShape
+from .native_descriptors import GemmShape
 from .native_program import NativeOp, Register
 
 PANEL = 32  # output columns of a packed panel, kPanel in gemm.h
@@ -166,10 +166,10 @@ class NativeModel:
     """Of all layers."""
 
     registers: Sequence[Register]
-    products: Sequence[ProductShape]
-    """The different products of the layers."""
-    product_of: Sequence[Mapping[int, int]]
-    """Indices in `products`, by layer and group."""
+    gemm_shapes: Sequence[GemmShape]
+    """The different sizes of the layers' GEMMs."""
+    gemm_shape_of: Sequence[Mapping[int, int]]
+    """Indices in `gemm_shapes`, by layer and group."""
     positions: int
     embed: torch.Tensor
     """`[vocab, hidden]`."""

@@ -22,7 +22,7 @@ from ..library.native_descriptors import (
 from ..library.native_integers import IntegerPanels, integers_of_each
 from ..library.native_library import library, native_layout
 from ..lora.sgmv import AdapterRows, Segments
-from .expert_products import Panels
+from .expert_gemms import Panels
 from .routing import Routing
 
 

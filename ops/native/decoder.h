@@ -1,6 +1,6 @@
 // A step of a decoder as one call: every thread runs the ops of all layers, meeting after each phase.
 //
-// No Python, allocation or dispatch between the products; the step's variable part (rows, block tables, segments) is
+// No Python, allocation or dispatch between the shapes; the step's variable part (rows, block tables, segments) is
 // read from a StepDesc, so that one function serves decode buckets and ragged prefill steps alike.
 #pragma once
 #include <algorithm>
@@ -118,7 +118,7 @@ class Decoder final : public AnyDecoder {
 
     float merge(const MergeDesc& desc) override {
         const Arena<T> arena{(T*)m_.arena, m_.page_elems};
-        return merge_.run(desc, projections_.products(), arena);
+        return merge_.run(desc, projections_.shapes(), arena);
     }
 
     void sample(SampleRow* samples, int num_samples, LogprobRow* logprobs, int num_logprobs, int columns) override {
@@ -207,7 +207,7 @@ class Decoder final : public AnyDecoder {
         switch (op.kind) {
             case OpKind::kArrive: return arrive(step, me, arguments_of<ArriveOp>(op).layer);
             case OpKind::kMeet: return team_.each(me, 1, [&](int) { ranks_->meet(); });
-            case OpKind::kGemm: return run_product(me, task(step, arguments_of<GemmOp>(op)));
+            case OpKind::kGemm: return run_gemm(me, task(step, arguments_of<GemmOp>(op)));
             case OpKind::kGateUp: return gate_up(step, me, op);
             case OpKind::kAttend: return attention_.run(me, step, arguments_of<AttendOp>(op));
             case OpKind::kLatentAttend: return attend_latents(step, me, arguments_of<LatentAttendOp>(op));
@@ -225,12 +225,12 @@ class Decoder final : public AnyDecoder {
         latents_.attend(me, step, op.latent, op.layer, q, registers_.rounded(op.out));
     }
 
-    // y = x · wᵀ + bias, with the step's LoRA products.
+    // y = x · wᵀ + bias, with the step's LoRA shapes.
     LoraTask<T> task(const StepDesc& step, const GemmOp& op) {
-        const Products& products = projections_.products();
-        const Weights<T> weights{op.w, op.bias, products.outputs(op.product), products.inputs(op.product), op.integers};
+        const GemmShapes& shapes = projections_.shapes();
+        const Weights<T> weights{op.w, op.bias, shapes.outputs(op.shape), shapes.inputs(op.shape), op.integers};
         return {step,
-                op.product,
+                op.shape,
                 op.layer,
                 op.number,
                 weights,
@@ -242,14 +242,14 @@ class Decoder final : public AnyDecoder {
     // The step has many tokens, and the activation is computed as soon as a tile of the product is.
     bool fuses(const OpDesc& op) const {
         const auto& it = arguments_of<GateUpOp>(op);
-        return is_gated(it.activation) && projections_.gated(it.gemm.product);
+        return is_gated(it.activation) && projections_.gated(it.gemm.shape);
     }
 
     void gate_up(const StepDesc& step, Team::Member& me, const OpDesc& op) {
         const auto& it = arguments_of<GateUpOp>(op);
         const LoraTask<T> up = task(step, it.gemm);
         if (fuses(op)) return projections_.run_gated(me, up, it.activation, it.factor, registers_.rounded(it.act));
-        run_product(me, up);
+        run_gemm(me, up);
         each_part(team_, me, step.tokens, [&](int t, bool) { row_ops_.gate(it, up.y[t], t); });
     }
 
@@ -272,7 +272,7 @@ class Decoder final : public AnyDecoder {
     }
 
     // `Projections::run`, beside which other processes compute what is offloaded to them.
-    void run_product(Team::Member& me, const LoraTask<T>& task) {
+    void run_gemm(Team::Member& me, const LoraTask<T>& task) {
         if (task.step.offloaded) team_.each(me, 1, [&](int) { offloader_.offload(task); });
         projections_.run(me, task);
         if (!task.step.offloaded) return;

@@ -115,9 +115,9 @@ CHORUS_API double chorus_read_rate(int threads, const char* memory, int64_t byte
 //   threads  all at once
 //   element  kF32 or kBF16
 //   rounds   how often a register tile is multiplied
-CHORUS_API double chorus_product_rate(int threads, Element element, int64_t rounds) {
+CHORUS_API double chorus_gemm_rate(int threads, Element element, int64_t rounds) {
     Team team(threads);
-    return with_type(element, [&](auto zero) { return product_rate<decltype(zero)>(team, rounds); });
+    return with_type(element, [&](auto zero) { return gemm_rate<decltype(zero)>(team, rounds); });
 }
 
 // Bytes per second that threads read and write of a memory, in place; parameters as of chorus_read_rate.

@@ -26,7 +26,7 @@ from ...memory.pages.layer_projections import mixture_projections
 from ...memory.pages.projections import MIXTURE_GROUPS, Group, Projections
 from ...ops.gemm import packed_gemm
 from ...ops.lora.sgmv import Segments
-from ...ops.moe import expert_products
+from ...ops.moe import expert_gemms
 from ..report.command import judge, parser
 from ..report.table import Goal, Table
 from .recurrent_step import read_rate
@@ -37,7 +37,7 @@ BARS = {1: 0.7, 8: 0.6}
 ADAPTERS_BAR = 0.6
 """Share of the rate without adapters that a step of eight rows with eight adapters must reach."""
 
-PACKS = {"native": partial(expert_products.pack, take=hugepages.Pieces().take), "torch": packed_gemm.pack}
+PACKS = {"native": partial(expert_gemms.pack, take=hugepages.Pieces().take), "torch": packed_gemm.pack}
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Adapters:
 class Layers:
     """Random experts of some layers."""
 
-    def __init__(self, shape: Shape, count: int, pack: expert_products.Pack = expert_products.pack) -> None:
+    def __init__(self, shape: Shape, count: int, pack: expert_gemms.Pack = expert_gemms.pack) -> None:
         self._shape, self._pack, self._turn = shape, pack, 0
         self._generator = torch.Generator().manual_seed(0)
         self._layers = [self._layer() for _ in range(count)]
@@ -96,7 +96,7 @@ class Layers:
     def _layer(self) -> ListedExperts:
         shape = self._shape
 
-        def matrix(rows: int, columns: int) -> expert_products.Matrix:
+        def matrix(rows: int, columns: int) -> expert_gemms.Matrix:
             return self._pack(torch.randn(rows, columns, generator=self._generator).div_(columns**0.5).bfloat16())
 
         router = torch.randn(shape.count, shape.hidden, generator=self._generator)
@@ -111,7 +111,7 @@ class Layers:
         weights, lora = self._layers[layer], adapters and adapters.of(layer)
         self._turn += 1
         x = torch.randn(rows, self._shape.hidden, generator=self._generator).bfloat16()
-        logits = x.float() @ expert_products.unpack(weights.router).T
+        logits = x.float() @ expert_gemms.unpack(weights.router).T
         if lora is not None:
             lora.add(Group.ROUTER, logits, x.float())
         used = len(choose(logits, spec.routing).experts.unique())

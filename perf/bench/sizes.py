@@ -45,7 +45,8 @@ class Geometry:
     @property
     def groups(self) -> dict[str, tuple[int, tuple[tuple[int, int, int], ...]]]:
         """Per group: inputs, and (module id, first column, width) of its projections, in order."""
-        return {name: (each.inputs, each.modules) for name, each in zip(GROUPS, self.projections.products, strict=True)}
+        gemms = zip(GROUPS, self.projections.gemm_shapes, strict=True)
+        return {name: (each.inputs, each.modules) for name, each in gemms}
 
     @property
     def layer_params(self) -> int:

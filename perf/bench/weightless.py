@@ -36,5 +36,5 @@ class WeightlessAdapters:
     def save(self, layout: AdapterLayout, pages: list[int]) -> None:
         """There is nothing to save."""
 
-    def place(self, image: HostImage, layout: AdapterLayout, pages: list[int]) -> None:
+    def load(self, image: HostImage, layout: AdapterLayout, pages: list[int]) -> None:
         """There is nothing to move."""

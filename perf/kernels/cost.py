@@ -81,7 +81,7 @@ def attention_cost(
     return Cost(moved, 4 * tokens * num_heads * head_dim)
 
 
-def product_cost(tokens: int, d_in: int, d_out: int, itemsize: int, *, silu: bool = False) -> Cost:
+def gemm_cost(tokens: int, d_in: int, d_out: int, itemsize: int, *, silu: bool = False) -> Cost:
     """bytes: the weight, x read and y written. flops: 2 per row and element of the weight, plus the activation's.
     d_out: columns of y, with `silu` half of the weight's rows.
     """

@@ -297,7 +297,7 @@ class SimAdapterBackend:
     def save(self, layout: AdapterLayout, pages: list[int]) -> None:
         """Simulated directories never change."""
 
-    def place(self, image: HostImage, layout: AdapterLayout, pages: list[int]) -> SimTransfer | None:
+    def load(self, image: HostImage, layout: AdapterLayout, pages: list[int]) -> SimTransfer | None:
         while image.data is None:  # the transfer's end depends on the read's
             self.reads.begin_next()
         now, seconds = self._clock.now, self._costs.link.seconds(image.data)

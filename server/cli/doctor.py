@@ -12,7 +12,7 @@ from typing import TextIO
 
 import torch
 
-from ...core.cpus import FAST_PRODUCTS, available_cpus, features, has_fast_products, processor_name
+from ...core.cpus import FAST_GEMMS, available_cpus, features, has_fast_gemms, processor_name
 from ...core.executors.choice import uses_gpu
 from ...core.executors.host_memory import available_bytes, total_bytes
 from ...memory.host.bandwidth import Bandwidth
@@ -80,7 +80,7 @@ def _kernels(fixes: list[str]) -> str:
     if level is not None:
         if here and level != here[0]:
             fixes.append(f"{native_library.ISA} unset: this processor has {here[0]}")
-        if not FAST_PRODUCTS["bfloat16"] & features():
+        if not FAST_GEMMS["bfloat16"] & features():
             fixes.append("a processor with bfloat16 products (AVX-512-BF16, AMX-BF16 or ARM's BF16)")
         return f"the native decoder, {level}" + (f" (of {', '.join(here)})" if len(here) > 1 else "")
     reason = native_library.why_unavailable(torch.float32)
@@ -88,7 +88,7 @@ def _kernels(fixes: list[str]) -> str:
         fixes.append("a C++ compiler (g++ or clang++), then Chorus installed again")
     else:
         fixes.append(f"the native decoder: {reason}")
-    dtypes = [name for name in FAST_PRODUCTS if has_fast_products(name)]
+    dtypes = [name for name in FAST_GEMMS if has_fast_gemms(name)]
     computes = f"fast in {' and '.join(dtypes)}" if dtypes else "weights in 16 bits are kept as float32 too"
     return f"torch's operators ({torch.backends.cpu.get_cpu_capability()}; {computes}): {reason}"
 

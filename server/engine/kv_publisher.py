@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import msgpack
 
 from ...core.kv_events import KvEvents, Removed, Stored
-from ...memory.pages.block import Key, Place
+from ...memory.pages.block import Key, Medium
 from ..executors import Repeating
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ MAX_UNSENT = 100_000
 END = (-1).to_bytes(8, "big", signed=True)
 """Sequence number of the message that ends a replay."""
 
-MEDIUMS = {Place.POOL: "GPU", Place.HOST: "CPU", Place.DISK: "STORAGE"}
+MEDIUMS = {Medium.POOL: "GPU", Medium.HOST: "CPU", Medium.DISK: "STORAGE"}
 """vLLM's words for where KV is. GPU: a step can use it: the page pool's, also on a CPU."""
 
 IMAGE_TOKENS = 1 << 31
@@ -72,53 +72,53 @@ class KvBatches:
         self._model = model
         self._block_tokens = block_tokens
         self._hashes: dict[int, Hash] = {}  # by number, of the published blocks
-        self._places: dict[int, set[Place]] = {}  # by number, of the published blocks
-        self._num_blocks: Counter[tuple[Hash, Place]] = Counter()
+        self._mediums: dict[int, set[Medium]] = {}  # by number, of the published blocks
+        self._num_blocks: Counter[tuple[Hash, Medium]] = Counter()
         # equal blocks of two versions with the same content have one hash
 
     def __len__(self) -> int:
         return len(self._hashes)
 
     def events(self, recorded: Iterable[Stored | Removed]) -> list[Event]:
-        """The events in order; consecutive stored blocks of one adapter in one place, or blocks removed together, form
+        """The events in order; consecutive stored blocks of one adapter in one medium, or blocks removed together, form
         one event.
         """
         made: list[Event] = []
-        last: tuple[Hash, Place] | None = None  # of a stored event that further blocks may be added to
+        last: tuple[Hash, Medium] | None = None  # of a stored event that further blocks may be added to
         for event in recorded:
             if isinstance(event, Removed):
                 if (gone := self._forget(event)) is not None:
-                    _add_removed(made, gone, MEDIUMS[event.place])
+                    _add_removed(made, gone, MEDIUMS[event.medium])
                     last = None
                 continue
             parent = None if event.parent is None else self._hashes.get(event.parent)
             if parent is None and event.parent is not None:
                 continue  # the parent's event was lost, so this block's hash is unknown
             digest = self._hashes[event.number] = self._hash(parent, event)
-            self._places.setdefault(event.number, set()).add(event.place)
-            self._num_blocks[digest, event.place] += 1
-            if last is not None and (parent, event.place) == last and event.changed_from is None:
+            self._mediums.setdefault(event.number, set()).add(event.medium)
+            self._num_blocks[digest, event.medium] += 1
+            if last is not None and (parent, event.medium) == last and event.changed_from is None:
                 made[-1]["block_hashes"].append(digest)
                 made[-1]["token_ids"].extend(map(_token, event.tokens))
             else:
                 made.append(self._stored(event, digest, parent))
-            last = digest, event.place
+            last = digest, event.medium
         return made
 
     def _forget(self, event: Removed) -> Hash | None:
-        """Forget a block's place; return its hash if no other block with this hash is there."""
-        number, place = event
-        places = self._places.get(number, set())
-        if place not in places:
+        """Forget a block's medium; return its hash if no other block with this hash is there."""
+        number, medium = event
+        mediums = self._mediums.get(number, set())
+        if medium not in mediums:
             return None
-        places.discard(place)
+        mediums.discard(medium)
         gone = self._hashes[number]
-        if not places:
-            del self._hashes[number], self._places[number]
-        self._num_blocks[gone, place] -= 1
-        if self._num_blocks[gone, place] > 0:
+        if not mediums:
+            del self._hashes[number], self._mediums[number]
+        self._num_blocks[gone, medium] -= 1
+        if self._num_blocks[gone, medium] > 0:
             return None
-        del self._num_blocks[gone, place]
+        del self._num_blocks[gone, medium]
         return gone
 
     def _stored(self, event: Stored, digest: Hash, parent: Hash | None) -> Event:
@@ -129,14 +129,14 @@ class KvBatches:
             "token_ids": list(map(_token, event.tokens)),
             "block_size": self._block_tokens,
             "lora_id": event.version or None,
-            "medium": MEDIUMS[event.place],
+            "medium": MEDIUMS[event.medium],
             "lora_name": event.adapter,
         }
 
     def clear(self) -> list[Event]:
         """The event that clears a subscriber's blocks; clears this object's, too."""
         self._hashes.clear()
-        self._places.clear()
+        self._mediums.clear()
         self._num_blocks.clear()
         return [{"type": "AllBlocksCleared"}]
 

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 
 from chorus.core.model.native_names import native_norm
+from chorus.core.model.program.native_binding import Tables, layer_bindings
 from chorus.core.model.program.native_decoder import native_layer
 from chorus.core.model.program.native_ops import NativeProgram
-from chorus.core.model.program.native_place import Tables, layer_places
 from chorus.core.model.specs.attention import AttentionSpec, HeadNorm, LatentSpec
 from chorus.core.model.specs.feed_forward import Activation, GatedSpec
 from chorus.core.model.specs.layers import LayerSpec
@@ -128,9 +128,9 @@ def build(
     def bias(width: int) -> torch.Tensor | None:
         return vector(width, biased, 0.0)
 
-    def layer(spec: LayerSpec, products: Mapping[int, int]) -> LayerWeights:
+    def layer(spec: LayerSpec, shapes: Mapping[int, int]) -> LayerWeights:
         def matrix(group: Group) -> Any:
-            return packed(table.products[products[group]].outputs, table.products[products[group]].inputs)
+            return packed(table.gemm_shapes[shapes[group]].outputs, table.gemm_shapes[shapes[group]].inputs)
 
         mixer = spec.attention
         assert mixer is not None
@@ -143,7 +143,7 @@ def build(
             "o": matrix(Group.MIXER_OUT),
             "gate_up": matrix(Group.GATE_UP),
             "down": matrix(Group.DOWN),
-            "qkv_bias": bias(table.products[products[Group.MIXER_IN]].outputs),
+            "qkv_bias": bias(table.gemm_shapes[shapes[Group.MIXER_IN]].outputs),
             "o_bias": bias(hidden),
             "gate_up_bias": bias(2 * ffn),
             "down_bias": bias(hidden),
@@ -158,7 +158,7 @@ def build(
             found |= {f"{name}_norm": vector(count * mixer.head_dim) for name, count in zip("qk", heads, strict=True)}
         return native_layer(LayerWeights(**found), spec)
 
-    layers = list(map(layer, specs, table.product_in))
+    layers = list(map(layer, specs, table.gemm_shape_in))
     longest = rng.random() < 0.15
     requests = [
         Request([rng.randrange(vocab) for _ in range(rng.randint(100, 260) if longest and not i else length)], [])
@@ -189,7 +189,7 @@ def build(
     norm = NormSpec(1e-5, NormKind.LAYER if rng.random() < 0.2 else NormKind.RMS)
     program = NativeProgram(specs, norm, hidden, table)
     planes = [index * layout.block_tokens * drawn.head_dim for index in range(num_layers)] if latents else ()
-    places = layer_places(specs, layers, Tables.of(specs, requests_end), kv_scales=scales, planes=planes)
+    places = layer_bindings(specs, layers, Tables.of(specs, requests_end), kv_scales=scales, planes=planes)
     model = native_model.NativeModel(
         hidden=hidden,
         vocab=vocab,
@@ -198,8 +198,8 @@ def build(
         num_layers=num_layers,
         ops=program.ops(places),
         registers=program.registers,
-        products=table.products,
-        product_of=table.product_in,
+        gemm_shapes=table.gemm_shapes,
+        gemm_shape_of=table.gemm_shape_in,
         positions=requests_end,
         embed=weights(vocab, hidden),
         lm_head=native_model.pack(weights(vocab, hidden)),

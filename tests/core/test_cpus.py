@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from chorus.core.cpus import available_cpus, cpu_quota, features, has_fast_products, processor_name
+from chorus.core.cpus import available_cpus, cpu_quota, features, has_fast_gemms, processor_name
 
 
 @pytest.fixture
@@ -110,5 +110,5 @@ def test_which_products_are_fast_is_read_from_the_processors_features(tmp_path, 
         (tmp_path / "cpuinfo").write_text(text)
     assert processor_name(tmp_path) == name or name is None
     assert bool(features(tmp_path)) == (text is not None)
-    found = [has_fast_products(dtype, tmp_path) for dtype in ("bfloat16", "float16", "float32")]
+    found = [has_fast_gemms(dtype, tmp_path) for dtype in ("bfloat16", "float16", "float32")]
     assert found == [bfloat16, float16, True]

@@ -480,19 +480,19 @@ def test_adapter_that_breaks_after_registration_fails_its_requests_alone(gqa, dr
 
 def test_failing_load_that_is_no_format_error_fails_its_request_alone(gqa, drive, monkeypatch):
     driver = drive(gqa)
-    place = driver.executor.adapters.place
+    place = driver.executor.adapters.load
 
     def failing(image, layout, pages):
         raise RuntimeError("the copy failed")
 
     driver.add("stays", None, [5] * 9, max_tokens=6)
     driver.step()
-    monkeypatch.setattr(driver.executor.adapters, "place", failing)
+    monkeypatch.setattr(driver.executor.adapters, "load", failing)
     driver.add("x", "r1-all", [5] * 9, max_tokens=6)
     driver.step()
     assert driver.answers["x"].finish_reason is FinishReason.ERROR
     assert "the copy failed" in driver.answers["x"].error and driver.answers["x"].failure is None
-    monkeypatch.setattr(driver.executor.adapters, "place", place)
+    monkeypatch.setattr(driver.executor.adapters, "load", place)
     assert driver.run("y", "r1-all", [5] * 9, max_tokens=6).tokens == gqa.greedy("r1-all", [5] * 9, 6)
     assert driver.answers["stays"].tokens == gqa.greedy(None, [5] * 9, 6)
 
@@ -544,7 +544,7 @@ def test_an_executor_that_is_lost_while_it_loads_an_adapter_fails_no_request_alo
     def lost(image, layout, pages):
         raise ExecutorLost("the device failed: an ECC error")
 
-    monkeypatch.setattr(driver.executor.adapters, "place", lost)
+    monkeypatch.setattr(driver.executor.adapters, "load", lost)
     if prefetch:  # the slot is taken: the other's adapter is loaded ahead
         driver.add("runs", None, [5] * 9, max_tokens=30)
     driver.add("x", "r1-all", [5] * 9, max_tokens=6)

@@ -29,7 +29,7 @@ from chorus.memory.files.error import AdapterFormatError
 from chorus.memory.files.format import inspect_adapter
 from chorus.memory.pages.layer_projections import dense_projections
 from chorus.ops.library import native_library
-from chorus.ops.moe.expert_products import Panels
+from chorus.ops.moe.expert_gemms import Panels
 
 from ..graphs.host_device import HostDevice
 from .test_families import executor_of, logits_of

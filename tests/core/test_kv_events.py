@@ -6,7 +6,7 @@ import pytest
 
 from chorus.core.kv_events import KvEvents, Stored
 from chorus.memory.files.identity import with_content
-from chorus.memory.pages.block import Place
+from chorus.memory.pages.block import Medium
 
 pytestmark = pytest.mark.wide
 
@@ -31,8 +31,8 @@ class Mirror:
             if isinstance(event, Stored):
                 assert event.adapter is None or event.content_hash is not None
                 before = () if event.parent is None else self._tokens(event.parent)
-                assert (event.number, event.place) not in self.blocks
-                self.blocks[event.number, event.place] = (event.adapter, before + event.tokens)
+                assert (event.number, event.medium) not in self.blocks
+                self.blocks[event.number, event.medium] = (event.adapter, before + event.tokens)
             else:
                 del self.blocks[event]
         return lost
@@ -63,7 +63,7 @@ def cached(engine):
 def places_of(block, layout):
     """Whether a block is in each place."""
     windowed = [group for group, window in enumerate(layout.group_windows) if window]
-    return {Place.POOL: block.is_resident, Place.HOST: block.has_images(windowed)}
+    return {Medium.POOL: block.is_resident, Medium.HOST: block.has_images(windowed)}
 
 
 def blocks_after(block):

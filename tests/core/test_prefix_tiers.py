@@ -15,7 +15,7 @@ from chorus.memory.adapters.composition import Composition
 from chorus.memory.disk.keys import BlockKeys
 from chorus.memory.disk.tier import DiskTier
 from chorus.memory.files.identity import with_content
-from chorus.memory.pages.block import Place
+from chorus.memory.pages.block import Medium
 from chorus.memory.pages.eviction import RestoreCosts
 
 from .conftest import Answer
@@ -307,7 +307,7 @@ def test_resetting_the_prefix_cache_forgets_the_tiers_that_are_named(disk_server
     ask(driver, 0, None, PROMPT)
     driver.engine.reclaimer.reclaim_all()
     settle(driver.engine)
-    assert driver.engine.reset_prefix_cache(tiers=[Place.POOL, Place.HOST]) > 0
+    assert driver.engine.reset_prefix_cache(tiers=[Medium.POOL, Medium.HOST]) > 0
     assert ask(driver, 0, None, PROMPT)[1] == 48, "files are left"
     driver.engine.reset_prefix_cache()
     driver.engine.disk.wait()

@@ -40,14 +40,14 @@ def test_an_engine_with_nothing_else_to_do_sees_a_pinned_adapter_s_copy_end(is_k
     """It stayed "loading" until the next request came, and the pages of a cancelled copy stayed taken."""
     checked = CheckedEngine(adapters="a")
     backend, store = checked.executor.adapters, checked.engine.store
-    inner, looks = backend.place, iter([False] * 3)
+    inner, looks = backend.load, iter([False] * 3)
 
     def place(image, layout, pages):
         assert inner(image, layout, pages) is None
         ended = lambda: next(looks, True)  # noqa: E731
         return Mock(is_done=ended, is_quiet=ended, has_failed=lambda: False)
 
-    with patch.object(backend, "place", place):
+    with patch.object(backend, "load", place):
         assert checked.engine.adapters.pin("a")
     adapter = store.get("a")
     assert store.tier(adapter) is Tier.LOADING

@@ -42,7 +42,7 @@ class FakeBackend:
         image.data = manifest.path.name
         image.publish(layout.num_layers)
 
-    def place(self, image: HostImage, layout: AdapterLayout, pages: list[int]) -> FakeTransfer | None:
+    def load(self, image: HostImage, layout: AdapterLayout, pages: list[int]) -> FakeTransfer | None:
         if image.data in self.stuck:
             raise RuntimeError("no copy")
         transfer = FakeTransfer(image, layout, lambda: self.placed.append((image.data, list(pages))))

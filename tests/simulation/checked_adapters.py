@@ -158,7 +158,7 @@ class CheckedAdapters:
         self._reached["saved"] += 1
         return image
 
-    def place(self, image: HostImage, layout: AdapterLayout, pages: list[int]) -> CheckedTransfer | None:
+    def load(self, image: HostImage, layout: AdapterLayout, pages: list[int]) -> CheckedTransfer | None:
         transfer = CheckedTransfer(image, layout, pages, self._memory, self._clock, self._rng)
         self._reached["streamed"] += not transfer.is_done()
         return None if transfer.is_done() else transfer

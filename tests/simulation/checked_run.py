@@ -18,7 +18,7 @@ from chorus.memory.adapters.composition import Composition
 from chorus.memory.disk.folder import KEY_BYTES
 from chorus.memory.files.error import AdapterFormatError
 from chorus.memory.host.image import HostImage
-from chorus.memory.pages.block import Place
+from chorus.memory.pages.block import Medium
 from chorus.memory.pages.layout import page_groups
 from chorus.perf.inline_reads import InlineReads
 
@@ -284,7 +284,7 @@ class CheckedRun(EngineRun):
         if rng.random() < 0.4:
             self._restart()
         elif rng.random() < 0.2:
-            self.engine.reset_prefix_cache(tiers=[Place.POOL, Place.HOST])
+            self.engine.reset_prefix_cache(tiers=[Medium.POOL, Medium.HOST])
         else:
             budget = self.engine.store.images.budget
             budget.make_room(budget.capacity_bytes)

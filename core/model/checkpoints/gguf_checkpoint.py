@@ -13,7 +13,7 @@ import torch
 from ..config_json import UnsupportedModel
 from .checkpoint import Checkpoint, TensorEntry
 from .gguf_file import MEND, GgufFile
-from .gguf_places import Place, places
+from .gguf_sources import GgufSource, sources
 from .quantization.group_scaled import row_chunks
 
 
@@ -23,8 +23,8 @@ class GgufCheckpoint(Checkpoint):
     def __init__(self, path: Path, wanted: Collection[str]) -> None:
         """wanted: names of transformers that may be asked for."""
         self._file = GgufFile(path)
-        self._places = places(self._file, wanted)
-        super().__init__(path, {name: TensorEntry(path, place.shape, "F32") for name, place in self._places.items()})
+        self._places = sources(self._file, wanted)
+        super().__init__(path, {name: TensorEntry(path, source.shape, "F32") for name, source in self._places.items()})
 
     def read_into(self, target: torch.Tensor, name: str, part: Sequence[slice] = ()) -> None:
         if target.ndim != 2:
@@ -37,26 +37,26 @@ class GgufCheckpoint(Checkpoint):
 
     def read(self, name: str, part: Sequence[slice] = ()) -> torch.Tensor:
         rows, *others = part or (slice(None),)
-        place = self._places[name]
-        if len(place.parts) == 1:
-            values = self._file.rows_of(place.parts[0], rows if place.order is None else place.order()[rows])
+        source = self._places[name]
+        if len(source.parts) == 1:
+            values = self._file.rows_of(source.parts[0], rows if source.order is None else source.order()[rows])
         else:
-            values = self._of_several(place, rows)
-        if place.values is not None:
-            values = place.values(values)
+            values = self._of_several(source, rows)
+        if source.values is not None:
+            values = source.values(values)
             if not bool(values.isfinite().all()):
                 raise UnsupportedModel(
-                    f"{self._file.path}: tensor {place.parts[0].tensor} has values that {name} cannot have; {MEND}"
+                    f"{self._file.path}: tensor {source.parts[0].tensor} has values that {name} cannot have; {MEND}"
                 )
-        return values.view(-1, *place.shape[1:])[(slice(None), *others)]
+        return values.view(-1, *source.shape[1:])[(slice(None), *others)]
 
-    def _of_several(self, place: Place, rows: slice) -> torch.Tensor:
+    def _of_several(self, source: GgufSource, rows: slice) -> torch.Tensor:
         """Rows of a tensor whose rows are in several."""
-        every = torch.arange(place.shape[0]) if place.order is None else place.order()
+        every = torch.arange(source.shape[0]) if source.order is None else source.order()
         wanted = every[rows]
-        found = torch.empty((len(wanted), *place.shape[1:]))
+        found = torch.empty((len(wanted), *source.shape[1:]))
         first = 0
-        for part in place.parts:
+        for part in source.parts:
             count = self._file.num_rows(part)
             own = (wanted >= first) & (wanted < first + count)
             if bool(own.any()):

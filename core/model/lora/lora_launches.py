@@ -49,7 +49,7 @@ class LaunchState(Protocol):
     """What launches read of a step: `CudaLoraState`."""
 
     tables: SgmvTables
-    product_in: tuple[Mapping[int, int], ...]
+    gemm_shape_in: tuple[Mapping[int, int], ...]
     offloaded: StepOffload | None
 
     def sgmvs(self, schedule: Schedule, terms: int, /) -> dict[int, Sgmv]: ...
@@ -175,11 +175,11 @@ class LoraLaunches:
         return found if most <= min(self._state.tables.max_tiles, MAX_GRID) else None
 
     @cached_property
-    def _products(self) -> dict[int, Sgmv]:
+    def _sgmvs(self) -> dict[int, Sgmv]:
         return self._state.sgmvs(self.schedule, self.terms)
 
     @cached_property
-    def _tail_products(self) -> dict[int, Sgmv]:
+    def _tail_sgmvs(self) -> dict[int, Sgmv]:
         return {} if self.tail is None else self._state.sgmvs(self.tail.schedule, self.terms)
 
     def add(self, group: int, y: torch.Tensor, x: torch.Tensor, layer: int, *, compile_only: bool = False) -> None:
@@ -191,13 +191,13 @@ class LoraLaunches:
         if group == Group.INPUTS:
             self._state.add(group, y, x, layer)
             return
-        index = self._state.product_in[layer][group]
+        index = self._state.gemm_shape_in[layer][group]
         if True in self.scales:
             self._state.scale(group, y, layer, undo=True)
         if (tail := self.tail) is not None:
             last = y[tail.border :], x[tail.border :]
-            self._tail_products[index](*last, layer, self._tail_tiles, tail.num_tiles)
-        self._products[index](
+            self._tail_sgmvs[index](*last, layer, self._tail_tiles, tail.num_tiles)
+        self._sgmvs[index](
             y, x, layer, tiles=self._tiles, num_tiles=self.num_tiles, tokens=self._tokens, compile_only=compile_only
         )
         if (offloaded := self._state.offloaded) is not None:
@@ -213,8 +213,8 @@ class LoraLaunches:
             return None
         if self.schedule.tensor_cores or self.scales:
             return None
-        product = self._products[self._state.product_in[layer][group]]
-        return product.shrink(x, layer, self._tiles, self.num_tiles, compile_only=compile_only)
+        sgmv = self._sgmvs[self._state.gemm_shape_in[layer][group]]
+        return sgmv.shrink(x, layer, self._tiles, self.num_tiles, compile_only=compile_only)
 
     def embed(self, rows: torch.Tensor, token_ids: torch.Tensor) -> None:
         """See `StepLora.embed`. Captured steps have nothing of it: what adapters do to embeddings runs before them."""

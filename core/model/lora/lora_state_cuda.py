@@ -14,7 +14,7 @@ from ....memory.adapters.adapter import Adapter
 from ....memory.files.whole_copies import MAX_TRAINED_ROWS
 from ....memory.pages.adapter_layout import AdapterLayout, AdapterPart, VectorTarget, uniform_parts
 from ....memory.pages.layout import PageLayout, SlabLayout
-from ....memory.pages.projections import MIXTURE_GROUPS, Group, Product
+from ....memory.pages.projections import MIXTURE_GROUPS, GemmShape, Group
 from ....memory.transfers.transfer import Transfer
 from ....ops.lora.in_parts import Modules, launch_for
 from ....ops.lora.sgmv import AdapterRows, Segments
@@ -96,15 +96,15 @@ class CudaLoraState(LoraState):
         possible = self._possible()
         least_tile = min(schedule.tile_tokens for schedule in self._prefills.values())
         self._projections = config.projections
-        self.products = config.projections.products
-        """The different products of the model's layers."""
-        self._launched = {index: each for index, each in enumerate(self.products) if each.modules}
+        self.gemm_shapes = config.projections.gemm_shapes
+        """The different sizes of the layers' GEMMs."""
+        self._launched = {index: each for index, each in enumerate(self.gemm_shapes) if each.modules}
         """Those with modules: a layer with experts has none for its gate, up and down."""
-        self.product_in = config.projections.product_in
-        """Indices in `products`, by layer and group."""
+        self.gemm_shape_in = config.projections.gemm_shape_in
+        """Indices in `gemm_shapes`, by layer and group."""
         self._usual_parts = len(uniform_parts(self._projections, self.max_rank))
         widest = self._widest()
-        self._products: dict[tuple[Schedule, int], dict[int, Sgmv]] = {}
+        self._sgmvs: dict[tuple[Schedule, int], dict[int, Sgmv]] = {}
         self._scales: dict[bool, dict[int, ScaleRows]] = {}
         self.offloading: Callable[[Segments, Sequence[int], SgmvTables], StepOffload | None] | None = None
         """Chooses the segments of a step with prompts to offload; called with the segments, the `lora_index` of each,
@@ -182,8 +182,8 @@ class CudaLoraState(LoraState):
     def use_arena(self, arena: torch.Tensor) -> None:
         """From now on, read adapters from another arena of the same layout."""
         self.arena = arena
-        for product in (one for made in (*self._products.values(), *self._scales.values()) for one in made.values()):
-            product.use_arena(arena)
+        for sgmv in (one for made in (*self._sgmvs.values(), *self._scales.values()) for one in made.values()):
+            sgmv.use_arena(arena)
         if self._latent_launches is not None:
             self._latent_launches.use_arena(arena)
         if self.mixtures is not None:
@@ -373,8 +373,8 @@ class CudaLoraState(LoraState):
         return LoraLaunches(self, schedule, 0, variant=Variant(eager=EagerReason.EXPERTS, mixture=form))
 
     def sgmvs(self, schedule: Schedule, terms: int) -> dict[int, Sgmv]:
-        """Return a schedule's launches by the index of the product, made once. terms: records of a tile."""
-        if (found := self._products.get((schedule, terms))) is None:
+        """Return a schedule's launches by the index of the GEMM's sizes, made once. terms: records of a tile."""
+        if (found := self._sgmvs.get((schedule, terms))) is None:
             from ....ops.lora.sgmv_triton import Sgmv  # needs triton
 
             def launch(modules: Modules, inputs: int) -> Sgmv:
@@ -384,7 +384,7 @@ class CudaLoraState(LoraState):
                 index: launch_for(each.modules, partial(launch, inputs=each.inputs))
                 for index, each in self._launched.items()
             }
-            self._products[schedule, terms] = found
+            self._sgmvs[schedule, terms] = found
         return found
 
     def launched_latents(self, layer: int, tiles: torch.Tensor, num_tiles: int, terms: int) -> LaunchedLora | None:
@@ -402,7 +402,7 @@ class CudaLoraState(LoraState):
                 for index, each in self._launched.items()
             }
             self._scales[undo] = found
-        found[self.product_in[layer][group]](y, layer, compile_only=compile_only)
+        found[self.gemm_shape_in[layer][group]](y, layer, compile_only=compile_only)
 
     def rest(self) -> None:
         """Make the tables say that there is nothing to do, for any launch."""
@@ -455,11 +455,11 @@ class CudaLoraState(LoraState):
         ((module, _, width),) = next(groups[Group.KV_UP] for groups in self._groups if groups[Group.KV_UP])
         return LatentLaunches(latent, module, width, self.arena, self.tables)
 
-    def _first_uses(self) -> list[tuple[tuple[int, int], Product]]:
-        """The layer and group that first use each product."""
+    def _first_uses(self) -> list[tuple[tuple[int, int], GemmShape]]:
+        """The layer and group that first have each."""
         found: dict[int, tuple[int, int]] = {}
-        for layer, products in enumerate(self.product_in):
-            for group, index in products.items():
+        for layer, shapes in enumerate(self.gemm_shape_in):
+            for group, index in shapes.items():
                 found.setdefault(index, (layer, group))
         return [(place, self._launched[index]) for index, place in found.items() if index in self._launched]
 

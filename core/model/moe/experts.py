@@ -1,6 +1,6 @@
 """A mixture of experts in one step: rows are routed, gathered by expert, multiplied, and added up in a fixed order.
 
-A row's result depends on no other row: its products don't (see `ops.moe.expert_products`), and its experts are added up
+A row's result depends on no other row: its products don't (see `ops.moe.expert_gemms`), and its experts are added up
 from the best to the worst.
 """
 
@@ -23,8 +23,8 @@ from ....ops.gemm import packed_gemm
 from ....ops.gemm.narrow_weights import NarrowWeight
 from ....ops.library.native_descriptors import NativeActivation
 from ....ops.library.native_integers import IntegerPanels
-from ....ops.moe import expert_products
-from ....ops.moe.expert_products import Matrix, Panels, multiply_each
+from ....ops.moe import expert_gemms
+from ....ops.moe.expert_gemms import Matrix, Panels, multiply_each
 from ....ops.moe.native_mixture import NativeExperts, NativeGating, NativeMixture
 from ..checkpoints.quantization.group_scaled import GroupScaled
 from ..checkpoints.quantization.groups import pack_scaled
@@ -251,7 +251,7 @@ class ExpertPack:
     """Packs a matrix of an expert, as it is read from a checkpoint, for kernels."""
 
     dtype: torch.dtype
-    pack: expert_products.Pack
+    pack: expert_gemms.Pack
     """Packs a tensor of `dtype`."""
     pack_integers: Callable[[GroupScaled], Matrix | NarrowWeight] = pack_scaled
     """Packs narrow values with scales."""
@@ -272,7 +272,7 @@ def packed_experts(experts: ListedExperts, dtype: torch.dtype) -> ListedExperts:
     is_native = bool(_packed_natively(experts.gate_up))
     return replace(
         experts,
-        router=(expert_products.pack if is_native else packed_gemm.pack)(*unpacked([experts.router])),
+        router=(expert_gemms.pack if is_native else packed_gemm.pack)(*unpacked([experts.router])),
         **{
             name: [each.to(dtype).float() if is_native else each.to(dtype) for each in found]
             for name in biases

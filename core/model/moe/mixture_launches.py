@@ -97,7 +97,7 @@ class MixtureState:
             make_copy,
         )
         self._tokens = tokens
-        self._products: dict[tuple[Schedule, int], Sgmv] = {}
+        self._sgmvs: dict[tuple[Schedule, int], Sgmv] = {}
 
     @property
     def scratch(self) -> int:
@@ -114,13 +114,13 @@ class MixtureState:
     def use_scratch(self, partial_sums: torch.Tensor) -> None:
         """Share the partial sums of other launches on the same stream."""
         self.tables.tiles.h = partial_sums
-        self._products.clear()
+        self._sgmvs.clear()
 
     def use_arena(self, arena: torch.Tensor) -> None:
         """From now on, read adapters from another arena of the same layout."""
         self.arena = arena
-        for product in self._products.values():
-            product.use_arena(arena)
+        for sgmv in self._sgmvs.values():
+            sgmv.use_arena(arena)
 
     def _most_runs(self, tokens: int, adapters: int | None = None) -> int:
         """The most tiles of so many tokens' pairs in runs of one adapter and expert."""
@@ -131,15 +131,15 @@ class MixtureState:
         """Those of a layer; None if it has none of the groups that a step changes."""
         return MixtureLaunches(self, layer, form) if form.groups else None
 
-    def product(self, schedule: Schedule, group: int) -> Sgmv:
+    def sgmv(self, schedule: Schedule, group: int) -> Sgmv:
         """A schedule's launches for a group, made once."""
-        if (found := self._products.get((schedule, group))) is None:
+        if (found := self._sgmvs.get((schedule, group))) is None:
             from ....ops.lora.sgmv_triton import Sgmv  # needs triton
 
             its = self.tables.groups[group]
             with dependent_launch.only(False):  # the launch before writes the tiles
                 found = Sgmv(self.arena, self.tables.tiles, its.modules, its.inputs, schedule)
-            self._products[schedule, group] = found
+            self._sgmvs[schedule, group] = found
         return found
 
     def add_singles(
@@ -163,7 +163,7 @@ class MixtureState:
         written = write(
             self.tables, group, layer, pairs=pairs, first_pair=first, chosen=chosen, compile_only=compile_only
         )
-        self._multiply(self.product(self._single, group), y, x, written, compile_only=compile_only)
+        self._multiply(self.sgmv(self._single, group), y, x, written, compile_only=compile_only)
 
     def add_runs(
         self,
@@ -181,14 +181,14 @@ class MixtureState:
 
         written = write(self.tables, group, layer, chosen=chosen, runs=runs, compile_only=compile_only)
         rows = len(runs.pairs)
-        self._multiply(self.product(self._runs, group), y[:rows], x[:rows], written, compile_only=compile_only)
+        self._multiply(self.sgmv(self._runs, group), y[:rows], x[:rows], written, compile_only=compile_only)
 
-    def _multiply(self, product: Sgmv, y: torch.Tensor, x: torch.Tensor, written: int, *, compile_only: bool) -> None:
+    def _multiply(self, sgmv: Sgmv, y: torch.Tensor, x: torch.Tensor, written: int, *, compile_only: bool) -> None:
         """Add the products of the tiles that were written; more than a launch can have are in several."""
         tiles = self.tables.tiles.tiles
         for begin in range(0, written, MAX_GRID):
             own = tiles[begin:] if begin else tiles
-            product(y, x, 0, own, min(written - begin, MAX_GRID), compile_only=compile_only)
+            sgmv(y, x, 0, own, min(written - begin, MAX_GRID), compile_only=compile_only)
 
     def runs_of(self, chosen: torch.Tensor, adapters: int) -> ExpertTiles:
         """Tiles of tokens' pairs, by expert and adapter. adapters: the most that the tokens have."""

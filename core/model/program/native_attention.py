@@ -13,7 +13,7 @@ from ....ops.library.native_descriptors import NativeHeadNorm
 from ....ops.library.native_model import LatentShape
 from ..specs.attention import AttentionSpec, HeadNorm, LatentSpec
 from ..specs.norms import NormSpec
-from .native_place import Late, LayerPlace, score_scale, weight_of
+from .native_binding import Late, LayerBinding, score_scale, weight_of
 
 _HEAD_NORMS: dict[HeadNorm | None, NativeHeadNorm] = {
     HeadNorm.ALL: NativeHeadNorm.ALL,
@@ -83,7 +83,7 @@ def _norms(mixer: AttentionSpec) -> dict[str, Late]:
     return {"q_norm": weight_of("q_norm"), "k_norm": weight_of("k_norm")}
 
 
-def _both(at: LayerPlace) -> torch.Tensor:
+def _both(at: LayerBinding) -> torch.Tensor:
     return weight_of("q_norm")(at) * weight_of("k_norm")(at)
 
 

@@ -66,5 +66,5 @@ def columns_of(read: Read, value: Value) -> tuple[int, int]:
 
 
 def reads_rounded(op: Op, name: str) -> bool:
-    """An op reads all of a buffer as products do."""
+    """An op reads all of a buffer as GEMMs do."""
     return isinstance(op, Gemm | Moe) and name in op.reads

@@ -41,9 +41,9 @@ from ..weights.weight_plan import PACKED
 from ..weights.weights import Weights
 from .ends import cap_of, end_programs
 from .native_attention import latent_shape
+from .native_binding import Tables, layer_bindings
 from .native_buffers import NoNativeOp, check_native
 from .native_ops import NativeProgram
-from .native_place import Tables, layer_places
 
 
 def why_unsupported(config: ModelConfig, dtype: torch.dtype) -> str | None:
@@ -76,7 +76,7 @@ def _program(config: ModelConfig) -> NativeProgram:
 
 
 def _inputs_of(mixer: AttentionSpec) -> tuple[int, ...]:
-    """Rows of the weights that attention has besides its input product."""
+    """Rows of the weights that attention has besides its input GEMM."""
     if (latent := mixer.latent) is None:
         return (mixer.q_size,)
     return mixer.num_heads * latent.value_dim, latent.q_rank, latent.key_dim, latent.kv_rank
@@ -121,7 +121,7 @@ class NativeDecoderModel:
             block_tokens=arena.layout.block_tokens, eps=config.norm.eps,
             norm_kind=native_norm(config.norm.kind),
             float8_kv=arena.layout.float8_kv,
-            products=config.projections.products, product_of=config.projections.product_in,
+            gemm_shapes=config.projections.gemm_shapes, gemm_shape_of=config.projections.gemm_shape_in,
             positions=max_model_len + spare, page_groups=arena.layout.pages_per_block, embed=embed,
             lm_head=packed.add(head), norm=weights.norm().float(), arena=arena.pages,
             head_bias=weights.lm_head_bias(), embedding_norm=config.embedding_norm,
@@ -224,7 +224,7 @@ class NativeDecoderModel:
             return origin.shape, origin.dtype
         if isinstance(origin, native_integers.IntegerPanels) and origin.input_bits == 8:
             raise CannotMerge(INPUTS_ARE_ROUNDED)
-        projection = self.config.projections.products[self.config.projections.product_in[layer][group]]
+        projection = self.config.projections.gemm_shapes[self.config.projections.gemm_shape_in[layer][group]]
         dtype = self._arena.pages.dtype
         return torch.Size(native_model.packed_shape(projection.outputs, projection.inputs, dtype)), dtype
 
@@ -250,10 +250,10 @@ class NativeDecoderModel:
 
     def _ops(self, layers: Sequence[LayerWeights]) -> list[NativeOp]:
         """All layers' ops, with these weights."""
-        places = layer_places(
+        bindings = layer_bindings(
             self.config.layers, layers, self._tables, self._layout, self._kv_scales, self._mixtures, self._planes
         )
-        return self._program.ops(places)
+        return self._program.ops(bindings)
 
     def close(self) -> None:
         self._decoder.close()
@@ -279,15 +279,15 @@ def _native_mixtures(
 def _native_recurrent(
     recurrent: RecurrentSpec | None, layout: PageLayout
 ) -> tuple[native_model.NativeShape, native_model.NativeStates] | None:
-    if recurrent is None or (places := layout.states) is None:
+    if recurrent is None or (bindings := layout.states) is None:
         return None
     return recurrent.native_shape(), native_model.NativeStates(
-        convs_per_page=places.convs_per_page,
-        heads_per_page=places.heads_per_page,
-        conv_pages=places.num_conv_pages,
-        most_drafts=places.shape.most_drafts,
-        drafts_per_page=places.drafts_per_page,
-        draft_page=places.first_draft_page,
+        convs_per_page=bindings.convs_per_page,
+        heads_per_page=bindings.heads_per_page,
+        conv_pages=bindings.num_conv_pages,
+        most_drafts=bindings.shape.most_drafts,
+        drafts_per_page=bindings.drafts_per_page,
+        draft_page=bindings.first_draft_page,
     )
 
 

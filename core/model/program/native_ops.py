@@ -1,7 +1,7 @@
 """Turns a layer's program into the native decoder's ops.
 
 An op of the program is one of the library's, but for what one kernel does together: gate, up and their activation;
-queries, keys, attention and its gates; a product and the sum that it is added to.
+queries, keys, attention and its gates; a GEMM and the sum that it is added to.
 
 Tests: tests/core/model/program/test_native_ops.py
 """
@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from ....memory.pages.projections import Group, Product, Projections
+from ....memory.pages.projections import GemmShape, Group, Projections
 from ....ops.library import native_library
 from ....ops.library.native_descriptors import NativeOutputGate
 from ....ops.library.native_program import NativeOp
@@ -27,8 +27,8 @@ from ..specs.norms import NormSpec
 from ..weights.slots import RECURRENT
 from .builder import layer_program
 from .native_attention import attend_arguments, latent_arguments
+from .native_binding import Late, LayerBinding, filled, weight_of
 from .native_buffers import Buffers, NoNativeOp, columns_of, reads_rounded
-from .native_place import Late, LayerPlace, filled, weight_of
 from .native_registers import Held, Registers, Value
 from .ops import (
     STREAM,
@@ -92,9 +92,9 @@ class NativeProgram:
         """What ops read and write."""
         return self._registers.all
 
-    def ops(self, places: Sequence[LayerPlace]) -> list[NativeOp]:
-        """All layers' ops, with the weights of these places."""
-        return [filled(op, at) for ops, at in zip(self._ops, places, strict=True) for op in ops]
+    def ops(self, bindings: Sequence[LayerBinding]) -> list[NativeOp]:
+        """All layers' ops, with the weights of these bindings."""
+        return [filled(op, at) for ops, at in zip(self._ops, bindings, strict=True) for op in ops]
 
 
 class _Lowering:
@@ -120,7 +120,7 @@ class _Lowering:
         self._has_arrived = index == 0  # every step waits for the first layer before its embeddings
 
     def run(self, number: int) -> list[NativeOp]:
-        """The ops. number: of the model's products before them."""
+        """The ops. number: of the model's GEMMs before them."""
         self._number = number
         for at, op in enumerate(self._ops):
             if at in self._done:
@@ -131,14 +131,14 @@ class _Lowering:
     def _emit(self, kind: str, **arguments: Any) -> None:
         self._found.append(NativeOp(kind, arguments))
 
-    def _product(self, op: Gemm) -> tuple[int, Product]:
-        number = self._table.product_in[self._index][op.group]
-        return number, self._table.products[number]
+    def _gemm_shape(self, op: Gemm) -> tuple[int, GemmShape]:
+        number = self._table.gemm_shape_in[self._index][op.group]
+        return number, self._table.gemm_shapes[number]
 
     def _width(self, op: Op, own: Mapping[str, Value]) -> int:
         """Columns of what an op writes."""
         if isinstance(op, Gemm):
-            return self._product(op)[1].outputs
+            return self._gemm_shape(op)[1].outputs
         if isinstance(op, Heads):
             return op.attention.q_size
         if isinstance(op, Latents):
@@ -159,7 +159,7 @@ class _Lowering:
         return Held(value), *columns_of(read, value)
 
     def _read_rounded(self, at: int, read: Read) -> Held:
-        """What a product reads, of the type that it does."""
+        """What a GEMM reads, of the type that it does."""
         held, column, width = self._read(at, read)
         if isinstance(read, str) and (found := self._rounded.get(held.value)) is not None:
             return found
@@ -170,7 +170,7 @@ class _Lowering:
         return to
 
     def _out(self, value: Value) -> Held:
-        """Where an op of rows writes a value: as products read it if they alone do."""
+        """Where an op of rows writes a value: as GEMMs read it if they alone do."""
         readers = self._buffers.readers.get(value, [])
         if readers and all(reads_rounded(op, value.name) for op in readers):
             self._rounded[value] = Held(value, "Rounded")
@@ -221,12 +221,12 @@ class _Lowering:
             self._has_arrived = True
 
     def _gemm_arguments(self, at: int, op: Gemm, out: Held, *, accumulate: bool) -> dict[str, Any]:
-        number, _ = self._product(op)
+        number, _ = self._gemm_shape(op)
         found = {
             "x": self._read_rounded(at, op.x),
             "out": out,
             "accumulate": int(accumulate),
-            "product": number,
+            "shape": number,
             "layer": self._index,
             "number": self._number,
             "w": weight_of(op.weight),
@@ -352,7 +352,7 @@ class _Lowering:
         self._done |= {at + 1, last}
 
     def _latents(self, at: int, op: Latents) -> None:
-        """Write latents to their pages right after the product that makes them, and attend over them."""
+        """Write latents to their pages right after the GEMM that makes them, and attend over them."""
         attend = self._ops[at + 1]
         if not isinstance(attend, LatentAttend) or attend.q != op.q:
             raise NoNativeOp("queries that something else than attention reads")
@@ -432,13 +432,13 @@ def _number_of(slot: str) -> Late:
     return lambda at: float(weight(at))
 
 
-def _mixer_weights(at: LayerPlace) -> Mapping[str, Any]:
+def _mixer_weights(at: LayerBinding) -> Mapping[str, Any]:
     return at.weights[RECURRENT].native_tensors
 
 
-def _mixture_address(at: LayerPlace) -> Any:
+def _mixture_address(at: LayerBinding) -> Any:
     return None if at.mixture is None else at.mixture.weights
 
 
-def _mixture_targets(at: LayerPlace) -> Any:
+def _mixture_targets(at: LayerBinding) -> Any:
     return None if at.mixture is None else at.mixture.targets

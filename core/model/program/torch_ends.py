@@ -13,13 +13,13 @@ from .builder import Kept
 from .end_ops import Cap, Embed, EmbedMedia, JoinStreams, Logits, NormParts, PlaceImages, Rows, Select, SplitStreams
 from .ops import TakeInput
 from .torch_gemm import backend_for, multiply
-from .torch_step import Place, Run, Step
+from .torch_step import OpContext, Run, Step
 
 #: The least mean square that a stream is scaled by.
 _LEAST_SQUARE = 1e-5
 
 
-def embed(op: Embed, at: Place) -> Run:
+def embed(op: Embed, at: OpContext) -> Run:
     index, model = at.index, at.model
 
     def run(step: Step) -> None:
@@ -37,7 +37,7 @@ def embed(op: Embed, at: Place) -> Run:
     return run
 
 
-def embed_media(op: EmbedMedia, at: Place) -> Run:
+def embed_media(op: EmbedMedia, at: OpContext) -> Run:
     index = at.index
 
     def run(step: Step) -> None:
@@ -49,7 +49,7 @@ def embed_media(op: EmbedMedia, at: Place) -> Run:
     return run
 
 
-def place_images(op: PlaceImages, at: Place) -> Run:
+def place_images(op: PlaceImages, at: OpContext) -> Run:
     index = at.index
 
     def run(step: Step) -> None:
@@ -61,7 +61,7 @@ def place_images(op: PlaceImages, at: Place) -> Run:
     return run
 
 
-def take_input(op: TakeInput, at: Place) -> Run:
+def take_input(op: TakeInput, at: OpContext) -> Run:
     index, layers = at.index, at.model.num_layers
 
     def run(step: Step) -> None:
@@ -71,7 +71,7 @@ def take_input(op: TakeInput, at: Place) -> Run:
     return run
 
 
-def norm_parts(op: NormParts, at: Place) -> Run:
+def norm_parts(op: NormParts, at: OpContext) -> Run:
     index = at.index
 
     def run(step: Step) -> None:
@@ -81,7 +81,7 @@ def norm_parts(op: NormParts, at: Place) -> Run:
     return run
 
 
-def split_streams(op: SplitStreams, at: Place) -> Run:
+def split_streams(op: SplitStreams, at: OpContext) -> Run:
     index, count = at.index, len(op.weights) + 1
 
     def run(step: Step) -> None:
@@ -97,7 +97,7 @@ def split_streams(op: SplitStreams, at: Place) -> Run:
     return run
 
 
-def join_streams(op: JoinStreams, at: Place) -> Run:
+def join_streams(op: JoinStreams, at: OpContext) -> Run:
     index = at.index
 
     def run(step: Step) -> None:
@@ -117,7 +117,7 @@ def _as_large(rows: torch.Tensor, as_these: torch.Tensor) -> torch.Tensor:
     return rows * want / rows.square().mean(-1, keepdim=True).clamp(min=_LEAST_SQUARE).sqrt()
 
 
-def select(op: Select, _: Place) -> Run:
+def select(op: Select, _: OpContext) -> Run:
     def run(step: Step) -> None:
         tokens = step.batch.logit_tokens if op.rows is Rows.LOGITS else step.batch.kept_tokens
         if tokens is not None:  # else all tokens have logits
@@ -126,7 +126,7 @@ def select(op: Select, _: Place) -> Run:
     return run
 
 
-def logits(op: Logits, at: Place) -> Run:
+def logits(op: Logits, at: OpContext) -> Run:
     index, model = at.index, at.model
 
     def run(step: Step) -> None:
@@ -144,7 +144,7 @@ def logits(op: Logits, at: Place) -> Run:
     return run
 
 
-def cap(op: Cap, _: Place) -> Run:
+def cap(op: Cap, _: OpContext) -> Run:
     def run(step: Step) -> None:
         step.names[op.x] = capped(step.names[op.x], op)
 

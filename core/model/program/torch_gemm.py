@@ -20,7 +20,7 @@ from ..lora.step_lora import ATTN_O, DOWN, GATE_UP, QKV
 from ..nvtx_spans import span
 from ..weights.rounding_weight import RoundingWeight
 from .ops import Gemm
-from .torch_step import Place, Run, Step, reader
+from .torch_step import OpContext, Run, Step, reader
 
 if TYPE_CHECKING:
     from ....ops.lora.sgmv_triton import Shrunk
@@ -37,7 +37,7 @@ _SPANS = {
 }
 
 
-def gemm(op: Gemm, at: Place) -> Run:
+def gemm(op: Gemm, at: OpContext) -> Run:
     """A GEMM with what adapters add, gated or not; in one launch but for shrink where the backend has that."""
     read, index, slot, bias_slot, out, silu = reader(op.x), at.index, op.weight, op.bias, op.out, op.silu
     group, offloads = int(op.group), op.group in LAYER_GROUPS

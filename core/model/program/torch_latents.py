@@ -12,10 +12,10 @@ from ..nvtx_spans import span
 from .builder import Kept
 from .ops import LatentAttend, Latents
 from .torch_heads import attended_of, query_growth, scores_of
-from .torch_step import Place, Run, Step, reader
+from .torch_step import OpContext, Run, Step, reader
 
 
-def latents(op: Latents, at: Place) -> Run:
+def latents(op: Latents, at: OpContext) -> Run:
     mixer, spec, queries, kept_of = op.attention, op.latent, reader(op.x), reader(op.kept)
     kv, model, growth = at.model.kv_index[at.index], at.model, query_growth(op.attention, at.model)
     q_out = Kept(op.q, (mixer.num_heads, mixer.query_dim))
@@ -35,7 +35,7 @@ def latents(op: Latents, at: Place) -> Run:
     return run
 
 
-def latent_attend(op: LatentAttend, at: Place) -> Run:
+def latent_attend(op: LatentAttend, at: OpContext) -> Run:
     scores, index, model = scores_of(op.attention, at.model.max_model_len), at.index, at.model
     spec, kv, kept = op.latent, model.kv_index[index], attended_of(op)
 

@@ -73,7 +73,7 @@ from .torch_ends import (
 from .torch_gemm import gemm
 from .torch_heads import attended_of, head_norms, query_growth, query_weights, scores_of
 from .torch_latents import latent_attend, latents
-from .torch_step import Place, Run, Step, reader
+from .torch_step import OpContext, Run, Step, reader
 from .torch_streams import add_to_others, correct_streams, predict_streams, stream_factors, take_stream
 
 #: Ops, each with the buffers that nothing reads after it.
@@ -86,7 +86,7 @@ _SPLITS = {
 }
 
 
-def bind(op: Op, at: Place) -> Run:
+def bind(op: Op, at: OpContext) -> Run:
     """What runs an op in its place."""
     return _RUNS[type(op)](op, at)
 
@@ -110,7 +110,7 @@ def within_span(name: str, runs: Runs) -> Run:
     return run
 
 
-def _norm(op: Norm, at: Place) -> Run:
+def _norm(op: Norm, at: OpContext) -> Run:
     read, index, slot, out, added, norm = reader(op.x), at.index, op.weight, op.out, op.added, op.norm
 
     def run(step: Step) -> None:
@@ -132,7 +132,7 @@ def normed(x: torch.Tensor, weight: torch.Tensor, norm: NormSpec, added: torch.T
             return layer_norm(x if added is None else x.add_(added), weight[0], norm.eps, weight[1])
 
 
-def _gate_output(op: GateOutput, _: Place) -> Run:
+def _gate_output(op: GateOutput, _: OpContext) -> Run:
     def run(step: Step) -> None:
         names = step.names
         gates = names[op.gates]
@@ -141,7 +141,7 @@ def _gate_output(op: GateOutput, _: Place) -> Run:
     return run
 
 
-def _heads(op: Heads, at: Place) -> Run:
+def _heads(op: Heads, at: OpContext) -> Run:
     mixer, read, model, kv = op.attention, reader(op.x), at.model, at.model.kv_index[at.index]
     norms, weights = head_norms(at.weights, mixer, op.norm, model), query_weights(at.weights, mixer)
     growth, eps, q_out = query_growth(mixer, model), op.norm.eps, Kept(op.q, (mixer.num_heads, mixer.query_dim))
@@ -174,7 +174,7 @@ def _heads(op: Heads, at: Place) -> Run:
     return run
 
 
-def _attend(op: Attend, at: Place) -> Run:
+def _attend(op: Attend, at: OpContext) -> Run:
     kv, model = at.model.kv_index[at.index], at.model
     scores, kept = scores_of(op.attention, model.max_model_len), attended_of(op)
 
@@ -188,7 +188,7 @@ def _attend(op: Attend, at: Place) -> Run:
     return run
 
 
-def _mix(op: Mix, at: Place) -> Run:
+def _mix(op: Mix, at: OpContext) -> Run:
     read, index, kept, model = reader(op.x), at.index, Kept(op.out, (op.mixer.out_size,)), at.model
 
     def run(step: Step) -> None:
@@ -203,7 +203,7 @@ def _mix(op: Mix, at: Place) -> Run:
     return run
 
 
-def _concat(op: Concat, _: Place) -> Run:
+def _concat(op: Concat, _: OpContext) -> Run:
     reads = [reader(part) for part in op.parts]
 
     def run(step: Step) -> None:
@@ -212,7 +212,7 @@ def _concat(op: Concat, _: Place) -> Run:
     return run
 
 
-def _activate(op: Activate, at: Place) -> Run:
+def _activate(op: Activate, at: OpContext) -> Run:
     read, index, slot = reader(op.x), at.index, op.parameters
 
     def run(step: Step) -> None:
@@ -225,7 +225,7 @@ def _activate(op: Activate, at: Place) -> Run:
     return run
 
 
-def _sparse_gates(op: SparseGates, at: Place) -> Run:
+def _sparse_gates(op: SparseGates, at: OpContext) -> Run:
     model = at.model
 
     def run(step: Step) -> None:
@@ -234,7 +234,7 @@ def _sparse_gates(op: SparseGates, at: Place) -> Run:
     return run
 
 
-def _moe(op: Moe, at: Place) -> Run:
+def _moe(op: Moe, at: OpContext) -> Run:
     read, index, spec = reader(op.x), at.index, op.spec
     routed_of = None if op.routed is None else reader(op.routed)
 
@@ -247,14 +247,14 @@ def _moe(op: Moe, at: Place) -> Run:
     return run
 
 
-def _add(op: Add, _: Place) -> Run:
+def _add(op: Add, _: OpContext) -> Run:
     def run(step: Step) -> None:
         step.names[op.x].add_(step.names[op.y])
 
     return run
 
 
-def _add_media(op: AddMedia, _: Place) -> Run:
+def _add_media(op: AddMedia, _: OpContext) -> Run:
     def run(step: Step) -> None:
         if (media := step.batch.media) is not None:
             x = step.names[op.x]
@@ -263,14 +263,14 @@ def _add_media(op: AddMedia, _: Place) -> Run:
     return run
 
 
-def _sum(op: Sum, _: Place) -> Run:
+def _sum(op: Sum, _: OpContext) -> Run:
     def run(step: Step) -> None:
         step.names[op.out] = step.names[op.x] + step.names[op.y]
 
     return run
 
 
-def _scale(op: Scale, at: Place) -> Run:
+def _scale(op: Scale, at: OpContext) -> Run:
     read, index, slot = reader(op.x), at.index, op.weight
 
     def run(step: Step) -> None:
@@ -284,7 +284,7 @@ def _scale(op: Scale, at: Place) -> Run:
     return run
 
 
-def _all_reduce(op: AllReduce, at: Place) -> Run:
+def _all_reduce(op: AllReduce, at: OpContext) -> Run:
     model = at.model
 
     def run(step: Step) -> None:
@@ -294,7 +294,7 @@ def _all_reduce(op: AllReduce, at: Place) -> Run:
     return run
 
 
-_RUNS: dict[type[Op], Callable[[Any, Place], Run]] = {
+_RUNS: dict[type[Op], Callable[[Any, OpContext], Run]] = {
     Activate: _activate,
     Add: _add,
     AddMedia: _add_media,

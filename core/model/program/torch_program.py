@@ -20,7 +20,7 @@ from .ends import LOGITS, STATES, EndPrograms
 from .ops import INPUTS, STREAM, STREAMS, Add, Begin, End, Gemm, Op, name_of
 from .peepholes import fused, fused_layers
 from .torch_ops import Runs, bind, run_ops, within_span
-from .torch_step import Bound, Place, Step, batch_of_parts
+from .torch_step import Bound, OpContext, Step, batch_of_parts
 
 #: Buffers that outlive a layer.
 _LASTING = frozenset({STREAM, STREAMS, INPUTS})
@@ -133,7 +133,7 @@ class TorchProgram:
                 around.append((within_span(name, found), ()))
                 found = around
             else:
-                found.append((bind(op, Place(index, self._layers[index], self.model)), dead))
+                found.append((bind(op, OpContext(index, self._layers[index], self.model)), dead))
         return found
 
     def kept(self) -> tuple[set[Kept], tuple[Kept, ...]]:

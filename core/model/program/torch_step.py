@@ -90,7 +90,7 @@ def batch_of_parts(
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class OpContext:
     """Where an op stands: in a layer of a model, or behind the last one for an op of its ends."""
 
     index: int

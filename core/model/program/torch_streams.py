@@ -9,17 +9,17 @@ from torch.nn.functional import linear
 
 from ....ops.elementwise.elementwise import rms_norm
 from .ops import AddToOthers, CorrectStreams, PredictStreams, StreamFactors, TakeStream
-from .torch_step import Place, Run, Step
+from .torch_step import OpContext, Run, Step
 
 
-def take_stream(op: TakeStream, _: Place) -> Run:
+def take_stream(op: TakeStream, _: OpContext) -> Run:
     def run(step: Step) -> None:
         step.names[op.out] = step.names[op.streams][:, op.active].clone()
 
     return run
 
 
-def stream_factors(op: StreamFactors, at: Place) -> Run:
+def stream_factors(op: StreamFactors, at: OpContext) -> Run:
     index = at.index
 
     def run(step: Step) -> None:
@@ -30,7 +30,7 @@ def stream_factors(op: StreamFactors, at: Place) -> Run:
     return run
 
 
-def predict_streams(op: PredictStreams, _: Place) -> Run:
+def predict_streams(op: PredictStreams, _: OpContext) -> Run:
     def run(step: Step) -> None:
         streams = step.names[op.streams]
         count = streams.shape[1]
@@ -39,7 +39,7 @@ def predict_streams(op: PredictStreams, _: Place) -> Run:
     return run
 
 
-def correct_streams(op: CorrectStreams, _: Place) -> Run:
+def correct_streams(op: CorrectStreams, _: OpContext) -> Run:
     def run(step: Step) -> None:
         names = step.names
         factors, change = names[op.factors] + 1.0, names[op.x] - names[op.before]
@@ -48,7 +48,7 @@ def correct_streams(op: CorrectStreams, _: Place) -> Run:
     return run
 
 
-def add_to_others(op: AddToOthers, _: Place) -> Run:
+def add_to_others(op: AddToOthers, _: OpContext) -> Run:
     def run(step: Step) -> None:
         step.names[op.streams][:, 1:] += step.names[op.y][:, None]
 

@@ -1,6 +1,6 @@
 """How a decoder keeps the weights that it reads: packed, narrow or dense, on its device.
 
-Tests: tests/core/model/weights/test_narrow_bytes.py, tests/core/executors/test_cuda_float8_products.py
+Tests: tests/core/model/weights/test_narrow_bytes.py, tests/core/executors/test_cuda_float8_gemms.py
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ....memory.pages import hugepages
 from ....ops.gemm.narrow_weights import NarrowWeight, keep
 from ....ops.gemm.packed_gemm import pack
 from ....ops.library import native_library
-from ....ops.moe import expert_products
+from ....ops.moe import expert_gemms
 from ..checkpoints.quantization.group_scaled import GroupScaled
 from ..checkpoints.quantization.groups import (
     evenly_grouped,
@@ -116,6 +116,6 @@ def expert_packs(
     if kernels is ExpertKernels.TORCH:
         return ExpertPack(dtype, pack), keep
     take = hugepages.Pieces().take
-    pack_matrix, pack_integers = partial(expert_products.pack, take=take), partial(pack_scaled, take=take)
+    pack_matrix, pack_integers = partial(expert_gemms.pack, take=take), partial(pack_scaled, take=take)
     reads = PACKED.reads_expert if native_library.available(dtype) else None
     return ExpertPack(dtype, pack_matrix, pack_integers, reads), keep

@@ -90,9 +90,9 @@ struct LatentScratch {
 template <class X>
 inline void multiply_panel(Rows<const X> x, int rows, Panel<X> w, const Outputs& out) {
 #ifdef CHORUS_AMX
-    if constexpr (std::is_same_v<X, bf16>) return tiles_product<AmxTiles>(x, rows, w, out, 0);
+    if constexpr (std::is_same_v<X, bf16>) return tiles_gemm<AmxTiles>(x, rows, w, out, 0);
 #endif
-    panel_product<X>(x, rows, w, out);
+    panel_gemm<X>(x, rows, w, out);
 }
 
 // Lay keys out as a panel, one in each column.

@@ -10,7 +10,7 @@
 #include "team/buffer.h"
 #include "program/descriptors.h"
 #include "attention/latent_attention.h"
-#include "gemm/product.h"
+#include "gemm/gemm_units.h"
 #include "lora/sgmv.h"
 #include "team/shares.h"
 #include "lora/vectors.h"
@@ -184,7 +184,7 @@ class LatentsPart {
     void multiply(Scratch& own, const Unit& unit, Rows<const X> x, const Weights<T>& w, Rows<float> sums, bool more) {
         for (int p = unit.panel; p < unit.end; p++) {
             const int column = p * kPanel;
-            weights_product<T>({x, 0, unit.tokens, 0, unit.tokens}, w, column,
+            weights_gemm<T>({x, 0, unit.tokens, 0, unit.tokens}, w, column,
                                {sums.from(0, column), w.columns(column), false, w.bias ? w.bias + column : nullptr},
                                own.fixed, nullptr, more || p + 1 < unit.end);
         }

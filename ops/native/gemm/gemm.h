@@ -156,7 +156,7 @@ inline void fetch_outputs(Rows<float> y, int rows) {
 //   extra  added as well; null: none
 //   more   the panel behind this one comes next, and is fetched meanwhile
 template <class T>
-inline void panel_product(Rows<const Act<T>> x, int rows, Panel<T> w, Outputs out, const Extra<Act<T>>* extra = nullptr,
+inline void panel_gemm(Rows<const Act<T>> x, int rows, Panel<T> w, Outputs out, const Extra<Act<T>>* extra = nullptr,
                           bool more = false) {
     constexpr int pair = Kind<T>::pair;
     constexpr long word = kPanel * pair * sizeof(T);

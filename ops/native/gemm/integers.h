@@ -181,9 +181,9 @@ __attribute__((noinline)) void integer_tile(const FixedRows& x, const IntegerPan
     }
 }
 
-// out (+)= x · wᵀ + bias: rows against one panel; see panel_product.
+// out (+)= x · wᵀ + bias: rows against one panel; see panel_gemm.
 template <class F, int BITS>
-inline void integers_product_of(FixedRows x, int rows, const IntegerPanel& w, Outputs out, bool more) {
+inline void integers_gemm_of(FixedRows x, int rows, const IntegerPanel& w, Outputs out, bool more) {
     constexpr int most = kRows / F::parts, wide = std::max(1, kWideRows / F::parts);
     int tiles = (rows + most - 1) / most;
     const long words = (w.k + WholeWord<BITS>::inputs - 1) / WholeWord<BITS>::inputs;
@@ -203,9 +203,9 @@ inline void integers_product_of(FixedRows x, int rows, const IntegerPanel& w, Ou
 }
 
 template <class F>
-inline void integers_product_as(const FixedRows& x, int rows, const IntegerPanel& w, const Outputs& out, bool more) {
-    if (w.bits == 4) integers_product_of<F, 4>(x, rows, w, out, more);
-    else integers_product_of<F, 8>(x, rows, w, out, more);
+inline void integers_gemm_as(const FixedRows& x, int rows, const IntegerPanel& w, const Outputs& out, bool more) {
+    if (w.bits == 4) integers_gemm_of<F, 4>(x, rows, w, out, more);
+    else integers_gemm_of<F, 8>(x, rows, w, out, more);
 }
 
 // The weights of a panel as float32: [k, kPanel].

@@ -5,7 +5,7 @@
 #include <vector>
 #include "team/buffer.h"
 #include "elementwise/elementwise.h"
-#include "gemm/product.h"
+#include "gemm/gemm_units.h"
 #include "team/shares.h"
 
 namespace chorus {
@@ -34,36 +34,36 @@ class OwnTeam {
     int threads_ = 0;
 };
 
-// Products of rows with different matrices, as units of work for the team: one product after the other.
+// GEMMs of rows with different matrices, as units of work for the team: one after the other.
 template <class T>
-class ProductList {
+class GemmList {
    public:
     void clear() {
-        products_.clear();
+        gemms_.clear();
         units_.assign(1, 0);
     }
     // Append y = x · wᵀ + bias of some rows, if there are any.
     void add(Rows<const Act<T>> x, int rows, const Weights<T>& w, Rows<float> y) {
         if (!rows) return;
-        products_.push_back({x, rows, w, y, nullptr});
-        units_.push_back(units_.back() + products_.back().units());
+        gemms_.push_back({x, rows, w, y, nullptr});
+        units_.push_back(units_.back() + gemms_.back().units());
     }
     // Compute all of them; called by every thread of the team alike, but not first: see Decoder::walk.
     void run(Team& team, Team::Member& me) const {
-        thread_local FixedScratch<T> fixed;  // of the thread that runs this, of the product that it was last used for
+        thread_local FixedScratch<T> fixed;  // of the thread that runs this, of the GEMM that it was last used for
         int last = -1;
         each_part(team, me, units_.back(), [&](int i, bool more) {
             const int p = int(std::upper_bound(units_.begin(), units_.end(), i) - units_.begin()) - 1;
-            Product<T> product = products_[p];
-            product.fixed = p == last ? &fixed : fixed.begin();
+            Gemm<T> gemm = gemms_[p];
+            gemm.fixed = p == last ? &fixed : fixed.begin();
             last = p;
-            product.run(i - units_[p], more && i + 1 < units_[p + 1]);
+            gemm.run(i - units_[p], more && i + 1 < units_[p + 1]);
         });
     }
 
    private:
-    std::vector<Product<T>> products_;
-    std::vector<int> units_{0};  // before each product's
+    std::vector<Gemm<T>> gemms_;
+    std::vector<int> units_{0};  // before each one's
 };
 
 // y[i] = x[i] · w[m]ᵀ + bias[m] for the rows i from ends[m - 1] up to ends[m].
@@ -85,16 +85,16 @@ void multiply_each(Team& team, int count, const int64_t* ends, const void* const
     const int rows = (int)ends[count - 1];
     grow_rows(memory, rows, inputs);
     const Rows<X> acts = rows_of(memory, inputs);
-    ProductList<T> products;
+    GemmList<T> gemms;
     for (int m = 0, first = 0; m < count; first = (int)ends[m++])
-        products.add(acts.from(first), (int)ends[m] - first,
+        gemms.add(acts.from(first), (int)ends[m] - first,
                      {w[m], bias ? bias[m] : nullptr, outputs, inputs, integers ? integers[m] : Integers{}},
                      {y + (long)first * outputs, outputs});
     team.run([&](Team::Member& me) {
         team.each(me, rows, [&](int r) {  // not by parts: see Decoder::walk
             convert(x + (long)r * inputs, inputs, acts[r]);
         });
-        products.run(team, me);
+        gemms.run(team, me);
     });
 }
 

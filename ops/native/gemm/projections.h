@@ -6,7 +6,7 @@
 #include "team/chunks.h"
 #include "program/descriptors.h"
 #include "elementwise/elementwise.h"
-#include "gemm/product.h"
+#include "gemm/gemm_units.h"
 #include "ranks/rank_shrinks.h"
 #include "team/shares.h"
 #include "lora/vectors.h"
@@ -21,29 +21,29 @@ class Projections {
     Projections(const ModelDesc& model, Team& team)
         : m_(model),
           team_(team),
-          products_(model),
-          ranks_(products_.count()),
+          shapes_(model),
+          ranks_(shapes_.count()),
           scratch_(team.most()),
-          shrink_(products_.count()),
-          expand_(products_.count()),
-          shrink_chunk_(products_.count()),
-          most_targets_(products_.most([&](int p) { return products_.targets(p).size(); })),
-          most_inputs_(products_.most([&](int p) { return products_.inputs(p); })) {
-        std::vector<int> uses(products_.count());
+          shrink_(shapes_.count()),
+          expand_(shapes_.count()),
+          shrink_chunk_(shapes_.count()),
+          most_targets_(shapes_.most([&](int p) { return shapes_.targets(p).size(); })),
+          most_inputs_(shapes_.most([&](int p) { return shapes_.inputs(p); })) {
+        std::vector<int> uses(shapes_.count());
         for (int i = 0; i < model.num_ops; i++)
             if (const GemmOp* gemm = gemm_of(model.ops[i])) {
                 uses_before_.insert(uses_before_.end(), uses.begin(), uses.end());
-                uses[gemm->product]++;
+                uses[gemm->shape]++;
             }
     }
 
     // Of several ranks: see RankShrinks.
     void join(Ranks* ranks) { ranks_.join(ranks); }
 
-    const Products& products() const { return products_; }
+    const GemmShapes& shapes() const { return shapes_; }
     bool few() const { return few_; }      // the step has few tokens
     // True if it has many, and gate and up of the product have panels of their own.
-    bool gated(int p) const { return gated_ && products_.outputs(p) % (2 * kPanel) == 0; }
+    bool gated(int p) const { return gated_ && shapes_.outputs(p) % (2 * kPanel) == 0; }
 
     // Units of work of the step, the same for all layers.
     void plan(const StepDesc& step) {
@@ -67,9 +67,9 @@ class Projections {
         const int chunks = chunks_.count();
         if ((int)gates_.size() < chunks) gates_ = std::vector<Team::Gate>(chunks);
         for (auto& gate : gates_) gate.given = gate.done = 0;
-        for (int p = 0; p < products_.count(); p++) plan_product(segments, p, levels);
+        for (int p = 0; p < shapes_.count(); p++) plan_gemm(segments, p, levels);
         if (vectors_.is_any())
-            grow(aside_, (size_t)step.tokens * products_.most([&](int p) { return products_.outputs(p); }));
+            grow(aside_, (size_t)step.tokens * shapes_.most([&](int p) { return shapes_.outputs(p); }));
         for (auto& s : scratch_) {
             if (gated_) grow(s.gated, (size_t)2 * kPanel * chunks_.longest());
             s.lora.reserve(rank, most_inputs_);
@@ -88,8 +88,8 @@ class Projections {
     //   me    the thread; all threads of the team run the same task
     //   task  the product
     void run(Team::Member& me, const LoraTask<T>& task) {
-        if (!vectors_.is_any()) return run_products(me, task);
-        const int outputs = products_.outputs(task.product);
+        if (!vectors_.is_any()) return run_gemm(me, task);
+        const int outputs = shapes_.outputs(task.shape);
         const Rows<float> aside{aside_.data(), outputs};
         auto each_row = [&](auto work) { each_part(team_, me, task.step.tokens, [&](int t, bool) { work(t); }); };
         if (task.accumulate)
@@ -98,7 +98,7 @@ class Projections {
                 std::copy_n(task.y[t], outputs, aside[t]);
                 std::fill_n(task.y[t], outputs, 0.0f);
             });
-        run_products(me, task);
+        run_gemm(me, task);
         each_row([&](int t) {
             if (!has_vectors(task, t)) return;
             scale_tile(task, {t, 1, 0, outputs}, task.y.from(t), false);
@@ -107,35 +107,35 @@ class Projections {
     }
 
     // As `run`, without vectors that are applied last; those that are undone are.
-    void run_products(Team::Member& me, const LoraTask<T>& task) {
-        const int p = task.product;
-        const Product<T> product{task.x,          task.step.tokens, task.w, task.y, scratch_[me.thread].fixed.begin(),
+    void run_gemm(Team::Member& me, const LoraTask<T>& task) {
+        const int p = task.shape;
+        const Gemm<T> gemm{task.x,          task.step.tokens, task.w, task.y, scratch_[me.thread].fixed.begin(),
                                  task.accumulate, &chunks_.cuts()};
-        auto run_base = [&](int i, bool more) { product.run(i, more); };
+        auto run_base = [&](int i, bool more) { gemm.run(i, more); };
         auto shrink_into = [&](Rows<X> h) {
             return [&, h](const LoraUnit& u, const LoraUnit* next) { run_shrink(me, task, h, u, next); };
         };
         if (ranks_.of(p)) {
             shrink_[p].each(team_, me, shrink_into({ranks_.mine(), ldh_}));
             if (!me.thread) ranks_.post();
-            each_part(team_, me, product.units(), run_base);
+            each_part(team_, me, gemm.units(), run_base);
             team_.each(me, 1, [&](int) {
                 ranks_.collect(task, h(), [&](const LoraUnit& u) { return row_of(task.step, u) + u.token; });
             });
         } else if (few_) {
-            shrink_[p].each_beside(team_, me, product.units(), run_base, shrink_into(h()));
+            shrink_[p].each_beside(team_, me, gemm.units(), run_base, shrink_into(h()));
         } else {
             const int panels = task.w.panels();
             chunks_.each_tile(team_, me, panels, [&](int i, bool more) {
                 shrink_chunk(me, task, i / panels);
-                if (!fused_) return product.run(i, more);
-                const Tile tile = product.tile_of(i);
-                run_tile(me, task, product, tile, task.y.from(tile.row, tile.column), false);
+                if (!fused_) return gemm.run(i, more);
+                const Tile tile = gemm.tile_of(i);
+                run_tile(me, task, gemm, tile, task.y.from(tile.row, tile.column), false);
             });
         }
         if (task.step.segments.undoes)
             each_part(team_, me, task.step.tokens,
-                      [&](int t, bool) { scale_tile(task, {t, 1, 0, products_.outputs(p)}, task.y.from(t), true); });
+                      [&](int t, bool) { scale_tile(task, {t, 1, 0, shapes_.outputs(p)}, task.y.from(t), true); });
         auto run_unit = [&](const LoraUnit& u, const LoraUnit* next) { run_expand(me, task, u, next, task.y); };
         // Level after level: what tokens have a second time is added to what they have first.
         for (const Shares<LoraUnit>& level : expand_[p])
@@ -151,17 +151,17 @@ class Projections {
     //   factor      of the gate, before its activation
     //   act         [tokens, ffn]
     void run_gated(Team::Member& me, const LoraTask<T>& task, Activation activation, float factor, Rows<X> act) {
-        const Product<T> product{task.x, task.step.tokens, task.w, {}, scratch_[me.thread].fixed.begin(),
+        const Gemm<T> gemm{task.x, task.step.tokens, task.w, {}, scratch_[me.thread].fixed.begin(),
                                  false,  &chunks_.cuts()};
-        const int size = products_.outputs(task.product) / 2, panels = size / kPanel;
+        const int size = shapes_.outputs(task.shape) / 2, panels = size / kPanel;
         chunks_.each_tile(team_, me, panels, [&](int i, bool) {
             shrink_chunk(me, task, i / panels);
-            const Tile gate = product.tile_of(i / panels * 2 * panels + i % panels);
+            const Tile gate = gemm.tile_of(i / panels * 2 * panels + i % panels);
             Tile up = gate;
             up.column += size;
             const Rows<float> out{scratch_[me.thread].gated.data(), 2 * kPanel};
-            run_tile(me, task, product, gate, out, true);
-            run_tile(me, task, product, up, out.from(0, kPanel), true);
+            run_tile(me, task, gemm, gate, out, true);
+            run_tile(me, task, gemm, up, out.from(0, kPanel), true);
             if (vectors_.is_any()) {
                 scale_tile(task, gate, out, false);
                 scale_tile(task, up, out.from(0, kPanel), false);
@@ -180,8 +180,8 @@ class Projections {
     };
 
     // One product's shrinks, by chunks of tokens, and its expands, by levels of segments.
-    void plan_product(const Segments& segments, int p, int levels) {
-        const auto& targets = products_.targets(p);
+    void plan_gemm(const Segments& segments, int p, int levels) {
+        const auto& targets = shapes_.targets(p);
         Shares<LoraUnit>& shrinks = shrink_[p];
         shrinks.units.clear();
         shrink_chunk_[p].assign(1, 0);
@@ -189,7 +189,7 @@ class Projections {
             shrink_units(segments, targets, chunks_.cuts()[c], chunks_.cuts()[c + 1], shrinks.units);
             shrink_chunk_[p].push_back((int)shrinks.units.size());
         }
-        ranks_.plan(p, products_.row_parallel(p), shrinks.units);
+        ranks_.plan(p, shapes_.row_parallel(p), shrinks.units);
         if (few_) shrinks.split(team_.size(), [](const LoraUnit& u) { return u.count * u.tokens; });
         expand_[p].resize(levels);
         for (int level = 0; level < levels; level++) {
@@ -206,19 +206,19 @@ class Projections {
     // Before a tile of the chunk: what its adapters' expands need.
     void shrink_chunk(const Team::Member& me, const LoraTask<T>& task, int chunk) {
         auto units = [&](int p) { return shrink_chunk_[p][chunk + 1] - shrink_chunk_[p][chunk]; };
-        const int own = units(task.product);
+        const int own = units(task.shape);
         if (!own) return;
-        int first = 0;  // of the product's among all units that pass the chunk's gate
-        const int* uses = &uses_before_[task.gemm * products_.count()];
-        for (int p = 0; p < products_.count(); p++) first += uses[p] * units(p);
-        const LoraUnit* unit = shrink_[task.product].units.data() + shrink_chunk_[task.product][chunk];
+        int first = 0;  // of the GEMM's among all units that pass the chunk's gate
+        const int* uses = &uses_before_[task.gemm * shapes_.count()];
+        for (int p = 0; p < shapes_.count(); p++) first += uses[p] * units(p);
+        const LoraUnit* unit = shrink_[task.shape].units.data() + shrink_chunk_[task.shape][chunk];
         team_.pass(gates_[chunk], first + own, [&](int i) { run_shrink(me, task, h(), unit[i - first], nullptr); });
     }
 
     // The unit's rows of A in the layer; none where there is no unit, or its adapter has nothing in the layer.
     RankRows a_of(const LoraTask<T>& task, const LoraUnit* u) const {
         if (!u || !task.has(*u)) return {};
-        return a_rows(task.adapter(*u), task.layer, target(task, *u).module, *u, products_.inputs(task.product));
+        return a_rows(task.adapter(*u), task.layer, target(task, *u).module, *u, shapes_.inputs(task.shape));
     }
     // The same of Bᵀ.
     RankRows b_of(const LoraTask<T>& task, const LoraUnit* u) const {
@@ -242,7 +242,7 @@ class Projections {
                   scratch_[me.thread].lora, b_of(task, next));
     }
 
-    // A tile of a product, with the expands that are fused with it or, where the tile stays in the cache, all of
+    // A tile of a gemm, with the expands that are fused with it or, where the tile stays in the cache, all of
     // them. Unfused expands, and what the panel can't take in one piece, are added to what the product gave.
     //
     //   me       the thread
@@ -251,20 +251,20 @@ class Projections {
     //   tile     rows and columns of y
     //   out      [tile.rows, tile.columns]
     //   all      whether unfused expands are added here
-    void run_tile(const Team::Member& me, const LoraTask<T>& task, const Product<T>& product, const Tile& tile,
+    void run_tile(const Team::Member& me, const LoraTask<T>& task, const Gemm<T>& gemm, const Tile& tile,
                   Rows<float> out, bool all) {
         const Segments& segments = task.step.segments;
         int done = tile.row;  // rows below are complete
         auto base = [&](int end, const Extra<X>* extra) {
             const Tile part{done, end - done, tile.column, tile.columns};
-            if (part.rows > 0) product.run(part, out.from(done - tile.row), extra);
+            if (part.rows > 0) gemm.run(part, out.from(done - tile.row), extra);
             done = end;
         };
         auto fits = [&](const LoraUnit& u) {
             return u.token >= done && u.count == tile.columns && segments.is_fused(u.segment);
         };
         bool rest = false;
-        expand_tile(segments, task.product, tile, 0, all, [&](const LoraUnit& u) {
+        expand_tile(segments, task.shape, tile, 0, all, [&](const LoraUnit& u) {
             if (!task.has(u)) return;
             if (!fits(u)) return (void)(rest = true);
             base(u.token, nullptr);
@@ -276,26 +276,26 @@ class Projections {
         auto add = [&](const LoraUnit& u) { run_expand(me, task, u, nullptr, out.from(-tile.row, -tile.column)); };
         done = tile.row;
         if (rest)
-            expand_tile(segments, task.product, tile, 0, all, [&](const LoraUnit& u) {
+            expand_tile(segments, task.shape, tile, 0, all, [&](const LoraUnit& u) {
                 if (!task.has(u)) return;
                 if (fits(u)) done = u.token + u.tokens;
                 else add(u);
             });
-        for (int level = 1; all && level < (int)expand_[task.product].size(); level++)
-            expand_tile(segments, task.product, tile, level, all, add);
+        for (int level = 1; all && level < (int)expand_[task.shape].size(); level++)
+            expand_tile(segments, task.shape, tile, level, all, add);
     }
 
-    // True if a token's adapter has vectors for the product.
+    // True if a token's adapter has vectors for the gemm.
     bool has_vectors(const LoraTask<T>& task, int token) const {
         bool found = false;
         vectors_.each(token, [&](int s) {
-            for (const Target& target : products_.targets(task.product))
+            for (const Target& target : shapes_.targets(task.shape))
                 found |= vector_place<T>(*task.step.segments.adapters[s], task.layer, target).scale >= 0;
         });
         return found;
     }
 
-    // Apply vectors to a tile of the product.
+    // Apply vectors to a tile of the gemm.
     //
     //   task  the product with its adapters
     //   tile  rows and columns of y
@@ -306,7 +306,7 @@ class Projections {
             vectors_.each(tile.row + r, [&](int s) {
                 const Adapter& adapter = *task.step.segments.adapters[s];
                 if ((adapter.scale < 0) != undo) return;
-                for (const Target& target : products_.targets(task.product)) {
+                for (const Target& target : shapes_.targets(task.shape)) {
                     const auto part = target.within(tile.column, tile.columns);
                     const VectorPlace place = vector_place<T>(adapter, task.layer, target);
                     if (place.scale < 0) continue;
@@ -320,7 +320,7 @@ class Projections {
             });
     }
 
-    // run(unit), with the parts of expands that lie in a tile of the product.
+    // run(unit), with the parts of expands that lie in a tile of the gemm.
     //
     //   segments  of the step
     //   p         the product
@@ -334,8 +334,8 @@ class Projections {
             const int begin = std::max(tile.row, segments.begin[s]);
             const int end = std::min(tile.row + tile.rows, segments.end[s]);
             if (begin >= end) continue;
-            for (int m = 0; m < (int)products_.targets(p).size(); m++) {
-                const Target& target = products_.targets(p)[m];
+            for (int m = 0; m < (int)shapes_.targets(p).size(); m++) {
+                const Target& target = shapes_.targets(p)[m];
                 const auto part = target.within(tile.column, tile.columns);
                 if (part.any() && segments.adapters[s]->has(target.module))
                     run({s, m, part.first, part.last - part.first, begin, end - begin});
@@ -345,10 +345,10 @@ class Projections {
 
     Arena<T> arena() const { return {(T*)m_.arena, m_.page_elems}; }
     const Target& target(const LoraTask<T>& task, const LoraUnit& u) const {
-        return products_.targets(task.product)[u.module];
+        return shapes_.targets(task.shape)[u.module];
     }
 
-    // Outputs of the shrinks: for each level, of each module of a product, the tokens' rows.
+    // Outputs of the shrinks: for each level, of each module of a gemm, the tokens' rows.
     Rows<X> h() { return {h_.data(), ldh_}; }
     long row_of(const StepDesc& step, const LoraUnit& u) const {
         return (u.module + most_targets_ * step.segments.level_of(u.segment)) * (long)step.tokens;
@@ -357,16 +357,16 @@ class Projections {
 
     const ModelDesc m_;
     Team& team_;
-    const Products products_;
+    const GemmShapes shapes_;
     RankShrinks<T> ranks_;
     std::vector<Scratch> scratch_;
-    std::vector<Shares<LoraUnit>> shrink_;  // of each product
-    std::vector<std::vector<Shares<LoraUnit>>> expand_;  // of each product and level
+    std::vector<Shares<LoraUnit>> shrink_;  // of each GEMM's sizes
+    std::vector<std::vector<Shares<LoraUnit>>> expand_;  // of each GEMM's sizes and level
     std::vector<Team::Gate> gates_;  // of the chunks
     Chunks chunks_;
-    std::vector<std::vector<int>> shrink_chunk_;  // where each chunk's shrinks of a product begin
-    const int most_targets_, most_inputs_;  // of a product
-    std::vector<int> uses_before_;  // [gemms, products]: how many earlier ones are the product
+    std::vector<std::vector<int>> shrink_chunk_;  // where each chunk's shrinks of a GEMM begin
+    const int most_targets_, most_inputs_;  // of a GEMM
+    std::vector<int> uses_before_;  // [gemms, shapes]: how many earlier ones have the shape
     Buffer<X> h_;
     VectorSegments vectors_;
     Buffer<float> aside_;  // of y's rows

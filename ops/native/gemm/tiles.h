@@ -93,7 +93,7 @@ CHORUS_INLINE void store_tiles(Rows<float> to, bool two) {
 //   out             [rows, columns]
 //   prefetch_bytes  how far ahead of the panel memory is fetched while the first rows pass
 template <class Tiles>
-inline void tiles_product(Rows<const bf16> x, int rows, Panel<bf16> w, Outputs out, long prefetch_bytes) {
+inline void tiles_gemm(Rows<const bf16> x, int rows, Panel<bf16> w, Outputs out, long prefetch_bytes) {
     alignas(64) float memory[2 * kTileRows * kTilePanel];
     const Rows<float> sums{memory, kTilePanel};
     const bool direct = out.columns == kTilePanel;
@@ -160,7 +160,7 @@ inline bool tiles_are_exact() {
                 const bool accumulate = start & 1;
                 const float* added = start & 2 ? bias : nullptr;
                 for (int i = 0; i < most * kTilePanel; i++) y[i] = number(i + 2);
-                tiles_product<Tiles>({x, ld}, rows, {panel, k}, {{y, kTilePanel}, columns, accumulate, added}, 0);
+                tiles_gemm<Tiles>({x, ld}, rows, {panel, k}, {{y, kTilePanel}, columns, accumulate, added}, 0);
                 for (int r = 0; r < most; r++)
                     for (int c = 0; c < kTilePanel; c++) {
                         float wanted = number(r * kTilePanel + c + 2);

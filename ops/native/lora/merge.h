@@ -61,9 +61,9 @@ class Merge {
     //   arena     with the adapters
     //   returns   the largest ratio of the norms of a row of the result and of the row of W that it comes from, 0 where nothing
     //             changes; infinite where a result is not finite. Rounding makes an error in proportion to the result.
-    float run(const MergeDesc& desc, const Products& products, const Arena<T>& arena) {
-        const Task task{desc, products.targets(desc.product), arena, products.inputs(desc.product),
-                        products.outputs(desc.product)};
+    float run(const MergeDesc& desc, const GemmShapes& shapes, const Arena<T>& arena) {
+        const Task task{desc, shapes.targets(desc.shape), arena, shapes.inputs(desc.shape),
+                        shapes.outputs(desc.shape)};
         for (auto& scratch : scratch_) {
             grow(scratch.parts, desc.count * task.group.size());
             for (Part& part : scratch.parts) part.ready = false;

@@ -24,7 +24,7 @@ constexpr int kMaxExchanges =
 // What a layer's product needs beside the rows of x.
 struct alignas(64) Exchange {
     int32_t layer;
-    int32_t product;
+    int32_t shape;
     uint8_t active[kMaxOffloaded];  // of each offloaded segment: whether its rows are there
 };
 
@@ -40,7 +40,7 @@ class Offloader {
     using X = Act<T>;
 
    public:
-    explicit Offloader(const ModelDesc& model) : products_(model) {}
+    explicit Offloader(const ModelDesc& model) : shapes_(model) {}
 
     // Offload a layer of the segments with pages that lack it, if the image has it; a layer that is offloaded has no rows in the
     // segment's own descriptor. Called before the layer.
@@ -69,7 +69,7 @@ class Offloader {
         const Rows<X> mine{(X*)offloaded.ranks->mine(), task.x.stride};
         for (int i = 0; i < offloaded.count; i++) {
             const int s = offloaded.segment[i];
-            head.active[i] = active_[i] && products_.changed(task.product, *segments.adapters[s]);
+            head.active[i] = active_[i] && shapes_.changed(task.shape, *segments.adapters[s]);
             if (!head.active[i]) continue;
             offloaded_ = true;
             memcpy(mine[offloaded.row[i]], task.x[segments.begin[s]],
@@ -77,7 +77,7 @@ class Offloader {
         }
         if (!offloaded_) return;
         head.layer = task.layer;
-        head.product = task.product;
+        head.shape = task.shape;
         offloaded.ranks->post();
     }
 
@@ -104,15 +104,15 @@ class Offloader {
             const int32_t* end = std::upper_bound(offloaded.share, offloaded.share + offloaded.ranks->size(), row);
             const int rank = (int)(end - offloaded.share);
             const float* part =
-                offloaded.ranks->part(rank) + (row - end[-1]) * spread<float>(products_.outputs(task.product));
-            for (const Target& t : products_.targets(task.product))
+                offloaded.ranks->part(rank) + (row - end[-1]) * spread<float>(shapes_.outputs(task.shape));
+            for (const Target& t : shapes_.targets(task.shape))
                 if (adapter.has(t.module))
                     for (int c = t.column; c < t.column + t.width; c++) y[c] += part[c];
         }
     }
 
    private:
-    const Products products_;
+    const GemmShapes shapes_;
     uint8_t active_[kMaxOffloaded] = {};
     bool offloaded_ = false;  // the product that is under way
 };
@@ -126,7 +126,7 @@ template <class T>
 void post_exchange(Ranks& ranks, Exchange* exchanges, const float* x, int64_t rows, int k) {
     auto& head = exchange_of(ranks, exchanges);
     head.layer = 0;
-    head.product = 0;
+    head.shape = 0;
     head.active[0] = 1;
     for (int64_t r = 0; r < rows; r++) convert(x + r * k, k, (Act<T>*)ranks.mine() + r * spread<Act<T>>(k));
     ranks.post();
@@ -145,10 +145,10 @@ class OffloadWorker final : public AnyOffloadWorker {
    public:
     // Compute a share of every exchange of a step, until rank 0 ends it.
     void serve(Ranks& ranks, const OffloadWorkerDesc& desc) override {
-        const Products products(desc.products, desc.num_products);
+        const GemmShapes shapes(desc.gemm_shapes, desc.num_gemm_shapes);
         while (ranks.meet() == Ranks::kWell) {
             const Exchange& head = exchange_of(ranks, desc.exchanges);
-            compute(products, desc, head, (const X*)ranks.part(0), ranks.mine());
+            compute(shapes, desc, head, (const X*)ranks.part(0), ranks.mine());
             if (ranks.meet() != Ranks::kWell) return;
         }
     }
@@ -161,12 +161,12 @@ class OffloadWorker final : public AnyOffloadWorker {
     //   head      what is to be computed
     //   all_x     the rows that were handed over
     //   all_y     the LoRA terms of this offload worker's rows: written
-    void compute(const Products& products, const OffloadWorkerDesc& desc, const Exchange& head, const X* all_x,
+    void compute(const GemmShapes& shapes, const OffloadWorkerDesc& desc, const Exchange& head, const X* all_x,
                  float* all_y) {
-        const int inputs = products.inputs(head.product);
+        const int inputs = shapes.inputs(head.shape);
         const Rows<const X> every_x{all_x, spread<X>(inputs)};
-        const Rows<float> every_y{all_y, spread<float>(products.outputs(head.product))};
-        const auto& targets = products.targets(head.product);
+        const Rows<float> every_y{all_y, spread<float>(shapes.outputs(head.shape))};
+        const auto& targets = shapes.targets(head.shape);
         for (int i = 0; i < desc.count; i++) {
             const Adapter& adapter = *desc.adapters[i];
             const int begin = std::max(desc.first, desc.row[i]), end = std::min(desc.last, desc.row[i + 1]);

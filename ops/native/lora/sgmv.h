@@ -295,7 +295,7 @@ inline void expand(const Arena<T>& arena, const RankRows& b, const LoraUnit& uni
     for (int c = 0; c < unit.count; c += kPanel) {
         const int columns = std::min(kPanel, unit.count - c);
         pack_rows(rows, rank, c, columns, own.panel.data());
-        panel_product<Act<T>>(h, unit.tokens, panel, {y.from(0, c), columns, true, nullptr});
+        panel_gemm<Act<T>>(h, unit.tokens, panel, {y.from(0, c), columns, true, nullptr});
     }
 }
 

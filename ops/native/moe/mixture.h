@@ -133,7 +133,7 @@ class Mixture {
     using Own = typename MixtureMemory<T>::Own;
 
    public:
-    // x: [rows, hidden], inputs of the experts' products; step.x is the router's input. memory: has room for the mixture. layer, targets: of the model; see
+    // x: [rows, hidden], inputs of the experts' gemms; step.x is the router's input. memory: has room for the mixture. layer, targets: of the model; see
     // AnyMixtureLora. lora: the step's adapters; null: none
     Mixture(const MixtureDesc& m, const MixtureStepDesc& step, Rows<const X> x, MixtureMemory<T>& memory,
             AnyMixtureLora* lora, int layer, const MixtureTargets* targets)
@@ -158,7 +158,7 @@ class Mixture {
         };
         if (fuses()) run_gated(team, me, own);
         else
-            run_products(team, me, own,
+            run_gemm(team, me, own,
                          {m_.gate_up, m_.shared_gate_up, m_.hidden, m_.hidden, gate_up(), shared_gate_up()},
                          {m_.ups(m_.size), m_.ups(m_.shared_size)}, {kExpertGateUp, kSharedGateUp},
                          {source(true), source(false)},
@@ -166,7 +166,7 @@ class Mixture {
         const auto hidden = [&](bool of_experts) {
             return [&, of_experts](int i, float* out) { activate_row(own, i, !of_experts, out); };
         };
-        run_products(team, me, own, {m_.down, m_.shared_down, m_.size, m_.shared_size, outputs(), shared_outputs()},
+        run_gemm(team, me, own, {m_.down, m_.shared_down, m_.size, m_.shared_size, outputs(), shared_outputs()},
                      {m_.hidden, m_.hidden}, {kExpertDown, kSharedDown}, {hidden(true), hidden(false)},
                      [&](int first, int rows, bool shared) { return activated(own, first, rows, shared); });
     }
@@ -187,7 +187,7 @@ class Mixture {
 
    private:
     // Products of experts with their rows, and those of the shared expert.
-    struct Products {
+    struct Gemms {
         const ExpertMatrices &w, &shared_w;
         int inputs, shared_inputs;
         Rows<float> y, shared_y;
@@ -201,9 +201,9 @@ class Mixture {
     // Choose experts, and gather rows by expert.
     void route(Team& team, Team::Member& me, Own& own) {
         const Rows<float> logits{memory_.logits.data(), m_.experts}, gates{memory_.shared_gates.data(), 1};
-        const Product<float> router{
+        const Gemm<float> router{
             wide(), step_.rows, {m_.router, m_.router_bias, m_.experts, m_.hidden, {}}, logits, own.of_router.begin()};
-        const int first = lora_ ? 1 : 0, products = step_.rows ? router.units() : 0, end = first + products;
+        const int first = lora_ ? 1 : 0, gemms = step_.rows ? router.units() : 0, end = first + gemms;
         each_part(team, me, end + (m_.shared_gate ? step_.rows : 0), [&](int i, bool more) {
             if (i < first) lora_->begin_layer(layer_, targets_);
             else if (i < end) router.run(i - first, more && i + 1 < end);
@@ -224,12 +224,12 @@ class Mixture {
     }
 
     // Shrinks of two products by themselves.
-    void shrink(Team& team, Team::Member& me, Both<MixtureProduct> products, Both<int> inputs, Both<RowSource> x) {
-        const int own = lora_->shrinks(products.own), count = own + lora_->shrinks(products.shared);
+    void shrink(Team& team, Team::Member& me, Both<MixtureGemm> gemms, Both<int> inputs, Both<RowSource> x) {
+        const int own = lora_->shrinks(gemms.own), count = own + lora_->shrinks(gemms.shared);
         if (!count) return;
         each_part(team, me, count, [&](int i, bool more) {
-            if (i < own) lora_->shrink(products.own, i, more && i + 1 < own, inputs.own, x.own, me.thread);
-            else lora_->shrink(products.shared, i - own, more, inputs.shared, x.shared, me.thread);
+            if (i < own) lora_->shrink(gemms.own, i, more && i + 1 < own, inputs.own, x.own, me.thread);
+            else lora_->shrink(gemms.shared, i - own, more, inputs.shared, x.shared, me.thread);
         });
     }
 
@@ -276,10 +276,10 @@ class Mixture {
     //   x         rows of inputs, for adapters
     //   rows_of   rows_of(first, rows, shared): inputs of a tile's rows
     template <class RowsOf>
-    void run_products(Team& team, Team::Member& me, Own& own, const Products& it, Both<int> outputs,
-                      Both<MixtureProduct> products, Both<RowSource> x, RowsOf rows_of) {
-        const int shrinks = lora_ ? lora_->shrinks(products.own) : 0;
-        const int all = shrinks + (lora_ ? lora_->shrinks(products.shared) : 0);
+    void run_gemm(Team& team, Team::Member& me, Own& own, const Gemms& it, Both<int> outputs,
+                      Both<MixtureGemm> gemms, Both<RowSource> x, RowsOf rows_of) {
+        const int shrinks = lora_ ? lora_->shrinks(gemms.own) : 0;
+        const int all = shrinks + (lora_ ? lora_->shrinks(gemms.shared) : 0);
         Rows<const X> inputs{};
         each_tile(
             team, me, own, {panels_of(outputs.own), panels_of(outputs.shared)}, all,
@@ -288,14 +288,14 @@ class Mixture {
                 const Rows<float> y = (t.shared ? it.shared_y : it.y).from(t.first);
                 const Weights<T> w = t.shared ? it.shared_w.template of<T>(0, outputs.shared, it.shared_inputs)
                                               : it.w.template of<T>(t.expert, outputs.own, it.inputs);
-                Product<T>{inputs, t.rows, w, y, &own.fixed}.run(t.panel, t.more);
+                Gemm<T>{inputs, t.rows, w, y, &own.fixed}.run(t.panel, t.more);
             },
             [&](int i, bool more) {
                 if (i < shrinks)
-                    return lora_->shrink(products.own, i, more && i + 1 < shrinks, it.inputs, x.own, me.thread);
-                lora_->shrink(products.shared, i - shrinks, more, it.shared_inputs, x.shared, me.thread);
+                    return lora_->shrink(gemms.own, i, more && i + 1 < shrinks, it.inputs, x.own, me.thread);
+                lora_->shrink(gemms.shared, i - shrinks, more, it.shared_inputs, x.shared, me.thread);
             });
-        if (lora_) lora_->expand(team, me, {{products.own, it.y}, {products.shared, it.shared_y}});
+        if (lora_) lora_->expand(team, me, {{gemms.own, it.y}, {gemms.shared, it.shared_y}});
     }
 
     // Activations are computed tile by tile, in place of gates and ups: of many rows that adapters add nothing to.
@@ -315,9 +315,9 @@ class Mixture {
             const int size = t.shared ? m_.shared_size : m_.size, column = t.panel * kPanel;
             const Weights<T> w = t.shared ? m_.shared_gate_up.template of<T>(0, 2 * size, m_.hidden)
                                           : m_.gate_up.template of<T>(t.expert, 2 * size, m_.hidden);
-            const Product<T> product{inputs, t.rows, w, {}, &own.fixed};
-            product.run({0, t.rows, column, kPanel}, out);
-            product.run({0, t.rows, column + size, kPanel}, out.from(0, kPanel));
+            const Gemm<T> gemm{inputs, t.rows, w, {}, &own.fixed};
+            gemm.run({0, t.rows, column, kPanel}, out);
+            gemm.run({0, t.rows, column + size, kPanel}, out.from(0, kPanel));
             for (int r = 0; r < t.rows; r++) {
                 if (m_.of_inputs && !t.shared) scale_by(out[r], 2 * kPanel, own.gathered.weight[t.first + r]);
                 activate_row(out[r], out[r] + kPanel, kPanel, acts(t.shared)[t.first + r] + column);

@@ -13,17 +13,17 @@
 namespace chorus {
 
 // Products of a mixture that adapters change; as MIXTURE_GROUPS of memory/pages/projections.py.
-enum MixtureProduct : int32_t {
+enum MixtureGemm : int32_t {
     kRouter,
     kSharedGate,
     kSharedGateUp,
     kSharedDown,
     kExpertGateUp,
     kExpertDown,
-    kMixtureProducts
+    kMixtureGemms
 };
 
-// Projections of a product. Described to Python by program/layout.h.
+// Projections of a gemm. Described to Python by program/layout.h.
 struct MixtureTargets {
     int32_t count;
     Target targets[2];  // [count]
@@ -39,12 +39,12 @@ struct MixtureLoraDesc {
     const int32_t* const* experts;
     const int32_t* num_experts;
     int32_t layer;  // that a call of its own computes, and the same layer's projections; not of a step of a decoder
-    const MixtureTargets* targets;  // [kMixtureProducts]
+    const MixtureTargets* targets;  // [kMixtureGemms]
 };
 
-// What a product adds adapters to.
+// What a gemm adds adapters to.
 struct MixtureOutputs {
-    MixtureProduct product;
+    MixtureGemm gemm;
     Rows<float> y;  // [rows, outputs]; of experts, of what is gathered
 };
 
@@ -61,7 +61,7 @@ struct AnyMixtureLora {
     // Begin a layer. One thread calls it before any other function of the layer.
     //
     //   layer    of the model
-    //   targets  [kMixtureProducts]: of the layer's products
+    //   targets  [kMixtureGemms]: of the layer's products
     virtual void begin_layer(int layer, const MixtureTargets* targets) = 0;
 
     // True if an adapter of the step may change experts in the layer: then `route` must be called.
@@ -74,8 +74,8 @@ struct AnyMixtureLora {
     //   row      expert after expert, the rows that go to it, in rising order; must outlive the layer
     virtual void route(const int32_t* counts, int experts, const std::vector<int>& row) = 0;
 
-    // Number of shrinks, h = scale · x · Aᵀ, of a product.
-    virtual int shrinks(MixtureProduct product) const = 0;
+    // Number of shrinks, h = scale · x · Aᵀ, of a gemm.
+    virtual int shrinks(MixtureGemm gemm) const = 0;
 
     // Compute one of them.
     //
@@ -83,7 +83,7 @@ struct AnyMixtureLora {
     //   inputs   of the product
     //   x        the product's
     //   thread   that computes it
-    virtual void shrink(MixtureProduct product, int i, bool more, int inputs, const RowSource& x, int thread) = 0;
+    virtual void shrink(MixtureGemm gemm, int i, bool more, int inputs, const RowSource& x, int thread) = 0;
 
     // y += h · Bᵀ of some products, whose shrinks are done. Called by every thread of the team alike.
     virtual void expand(Team& team, Team::Member& me, std::initializer_list<MixtureOutputs> outputs) = 0;
@@ -109,8 +109,8 @@ class MixtureLora final : public AnyMixtureLora {
         layer_ = layer;
         targets_ = targets;
         for (Own& own : own_) own.tokens = 0;
-        for (int p = 0; p < kMixtureProducts; p++) clear(plans_[p]);
-        for (const MixtureProduct p : {kRouter, kSharedGate, kSharedGateUp, kSharedDown})
+        for (int p = 0; p < kMixtureGemms; p++) clear(plans_[p]);
+        for (const MixtureGemm p : {kRouter, kSharedGate, kSharedGateUp, kSharedDown})
             plan(p, desc_->segments, layer, rows_);
         changes_experts_ = false;
         for (int s = 0; s < desc_->segments.count; s++)
@@ -147,18 +147,18 @@ class MixtureLora final : public AnyMixtureLora {
         }
         const Segments of_experts{
             (int32_t)adapters_.size(), begins_.data(), ends_.data(), pointers_.data(), levels_.data(), 0, 0};
-        for (const MixtureProduct p : {kExpertGateUp, kExpertDown}) plan(p, of_experts, 0, (int)row.size());
+        for (const MixtureGemm p : {kExpertGateUp, kExpertDown}) plan(p, of_experts, 0, (int)row.size());
     }
 
-    int shrinks(MixtureProduct product) const override { return (int)plans_[product].shrinks.size(); }
+    int shrinks(MixtureGemm gemm) const override { return (int)plans_[gemm].shrinks.size(); }
 
-    void shrink(MixtureProduct product, int i, bool more, int inputs, const RowSource& x, int thread) override {
-        const Plan& it = plans_[product];
+    void shrink(MixtureGemm gemm, int i, bool more, int inputs, const RowSource& x, int thread) override {
+        const Plan& it = plans_[gemm];
         Own& own = own_[thread];
         const LoraUnit& u = it.shrinks[i];
         own.scratch.reserve(rank_, inputs);
-        if (own.product != product || own.token != u.token || own.tokens != u.tokens) {
-            own.product = product, own.token = u.token, own.tokens = u.tokens;
+        if (own.gemm != gemm || own.token != u.token || own.tokens != u.tokens) {
+            own.gemm = gemm, own.token = u.token, own.tokens = u.tokens;
             grow_rows(own.x, u.tokens, inputs);
             grow(own.row, inputs);
             for (int t = 0; t < u.tokens; t++) {
@@ -174,14 +174,14 @@ class MixtureLora final : public AnyMixtureLora {
         LoraScratch<T>& scratch = own_[me.thread].scratch;
         scratch.reserve(rank_, 0);
         size_t levels = 0;
-        for (const auto& each : outputs) levels = std::max(levels, plans_[each.product].expands.size());
+        for (const auto& each : outputs) levels = std::max(levels, plans_[each.gemm].expands.size());
         for (size_t level = 0; level < levels; level++) {
             int count = 0;
-            for (const auto& each : outputs) count += units(each.product, level);
+            for (const auto& each : outputs) count += units(each.gemm, level);
             if (!count) continue;
             each_part(team, me, count, [&](int i, bool more) {
                 for (const auto& each : outputs) {
-                    const int own = units(each.product, level);
+                    const int own = units(each.gemm, level);
                     if (i < own) return expand(each, level, i, more && i + 1 < own, scratch);
                     i -= own;
                 }
@@ -190,7 +190,7 @@ class MixtureLora final : public AnyMixtureLora {
     }
 
    private:
-    // A product's segments, and units of work on them. Each product has its own: a thread may begin the next one while
+    // A product's segments, and units of work on them. Each gemm has its own: a thread may begin the next one while
     // another has still to see that it is done with this one.
     struct Plan {
         int layer;  // of the segments' adapters
@@ -205,12 +205,12 @@ class MixtureLora final : public AnyMixtureLora {
         const Target& target(const LoraUnit& u) const { return targets[u.module]; }
     };
 
-    // A thread's memory. product, token, tokens: of the rows that x has.
+    // A thread's memory. gemm, token, tokens: of the rows that x has.
     struct Own {
         LoraScratch<T> scratch;
         Buffer<X> x;
         std::vector<float> row;
-        MixtureProduct product;
+        MixtureGemm gemm;
         int token, tokens = 0;
     };
 
@@ -219,10 +219,10 @@ class MixtureLora final : public AnyMixtureLora {
         for (auto& level : it.expands) level.clear();
     }
 
-    // layer: of the segments' adapters. rows: that the product has.
-    void plan(MixtureProduct product, const Segments& segments, int layer, int rows) {
-        Plan& it = plans_[product];
-        const MixtureTargets& its = targets_[product];
+    // layer: of the segments' adapters. rows: that the gemm has.
+    void plan(MixtureGemm gemm, const Segments& segments, int layer, int rows) {
+        Plan& it = plans_[gemm];
+        const MixtureTargets& its = targets_[gemm];
         it.targets.assign(its.targets, its.targets + its.count);
         it.layer = layer;
         it.rows = rows;
@@ -244,13 +244,13 @@ class MixtureLora final : public AnyMixtureLora {
         grow(it.h, (size_t)levels * it.targets.size() * rows * ldh_);
     }
 
-    int units(MixtureProduct product, size_t level) const {
-        const auto& expands = plans_[product].expands;
+    int units(MixtureGemm gemm, size_t level) const {
+        const auto& expands = plans_[gemm].expands;
         return level < expands.size() ? (int)expands[level].size() : 0;
     }
 
     void expand(const MixtureOutputs& to, size_t level, int i, bool more, LoraScratch<T>& scratch) {
-        Plan& it = plans_[to.product];
+        Plan& it = plans_[to.gemm];
         const LoraUnit* u = &it.expands[level][i];
         chorus::expand<T>(arena_, b_of(it, u), *u, h_of(it, *u), to.y.from(0, it.target(*u).column), scratch,
                           b_of(it, more ? u + 1 : nullptr));
@@ -279,7 +279,7 @@ class MixtureLora final : public AnyMixtureLora {
     std::vector<Adapter> adapters_;
     std::vector<int64_t> first_elems_;
     std::vector<const Adapter*> pointers_;
-    Plan plans_[kMixtureProducts];
+    Plan plans_[kMixtureGemms];
     long ldh_ = 0;
     std::vector<Own> own_;
 };

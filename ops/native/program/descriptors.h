@@ -6,7 +6,7 @@
 #include "elementwise/elementwise.h"
 #include "mixers/gated_delta.h"
 #include "sampling/panels.h"
-#include "gemm/product.h"
+#include "gemm/gemm_units.h"
 #include "program/program.h"
 #include "lora/sgmv.h"
 
@@ -15,14 +15,14 @@ namespace chorus {
 constexpr int kMaxTargets = 6;  // most projections of a group
 
 // A group of projections with a common input, and outputs side by side. Layers whose groups are the same share it.
-struct ProductDesc {
+struct GemmShapeDesc {
     int32_t inputs, count;
     int32_t row_parallel;  // 1: each TP rank has a share of the inputs, rather than of the outputs
     Target targets[kMaxTargets];  // [count]
 };
 
 struct ModelDesc {
-    int32_t hidden, layers, vocab, block_tokens, page_groups, num_products;
+    int32_t hidden, layers, vocab, block_tokens, page_groups, num_gemm_shapes;
     float eps;
     NormKind norm_kind;  // of the norms after the embedding and before the output head
     float embedding_multiplier, logits_scale;
@@ -32,7 +32,7 @@ struct ModelDesc {
     const OpDesc* ops;  // of all layers
     const RegisterDesc* registers;
     int64_t num_ops, num_registers;
-    const ProductDesc* products;
+    const GemmShapeDesc* gemm_shapes;
     const void *embed, *lm_head;  // [vocab, hidden] as it is; packed panels
     Integers lm_head_integers;
     const float* norm;  // [hidden], or [2, hidden] with a bias
@@ -51,7 +51,7 @@ class Ranks;
 struct Exchange;
 struct MixtureLoraDesc;
 
-// Segments of a step with products that other processes compute until its layers are in their pages: see offload.h.
+// Segments of a step with LoRA terms that other processes compute until its layers are in their pages: see offload.h.
 struct OffloadDesc {
     Ranks* ranks;
     int64_t count;
@@ -66,9 +66,9 @@ struct OffloadDesc {
 
 // What an offload worker knows of a step's segments. first, last: its rows.
 struct OffloadWorkerDesc {
-    int32_t num_products, first, last;
+    int32_t num_gemm_shapes, first, last;
     int64_t count, page_elems;
-    const ProductDesc* products;  // of the model
+    const GemmShapeDesc* gemm_shapes;  // of the model
     const int32_t* row;  // [count + 1]
     const Adapter* const* adapters;  // [count]: their pages are the image's
     void* const* images;  // [count]
@@ -123,26 +123,26 @@ struct MergeDesc {
     const void* origin;  // the group's weights, in packed panels
     Integers integers;  // how they are whole numbers
     void* to;  // the same with the adapters: written
-    int32_t product;
+    int32_t shape;
     int32_t layer;
     const Adapter* const* parts;  // [count]
     int64_t count;
 };
 
-// A model's products.
-class Products {
+// The sizes of a model's GEMMs.
+class GemmShapes {
    public:
-    Products(const ProductDesc* products, int count) : items_(count) {
+    GemmShapes(const GemmShapeDesc* shapes, int count) : items_(count) {
         for (int p = 0; p < count; p++) {
             Item& item = items_[p];
-            item.row_parallel = products[p].row_parallel;
-            item.inputs = products[p].inputs;
-            item.targets.assign(products[p].targets, products[p].targets + products[p].count);
+            item.row_parallel = shapes[p].row_parallel;
+            item.inputs = shapes[p].inputs;
+            item.targets.assign(shapes[p].targets, shapes[p].targets + shapes[p].count);
             item.outputs = 0;
             for (const Target& t : item.targets) item.outputs += t.width;
         }
     }
-    explicit Products(const ModelDesc& m) : Products(m.products, m.num_products) {}
+    explicit GemmShapes(const ModelDesc& m) : GemmShapes(m.gemm_shapes, m.num_gemm_shapes) {}
 
     int count() const { return (int)items_.size(); }
     bool row_parallel(int p) const { return items_[p].row_parallel; }
@@ -150,7 +150,7 @@ class Products {
     int outputs(int p) const { return items_[p].outputs; }
     const std::vector<Target>& targets(int p) const { return items_[p].targets; }
 
-    // The largest value(p) of a product p.
+    // The largest value(p) of sizes p.
     template <class Value>
     int most(Value value) const {
         int found = 0;
@@ -171,20 +171,20 @@ class Products {
     std::vector<Item> items_;
 };
 
-// One group's product of a layer in a step, with what adapters add: y (+)= x · wᵀ + bias + Σ scale · x · Aᵀ · Bᵀ, of each
+// One group's GEMM of a layer in a step, with what adapters add: y (+)= x · wᵀ + bias + Σ scale · x · Aᵀ · Bᵀ, of each
 // segment's adapter on the segment's rows.
 //
-//   product     number of the product
+//   shape       number of its sizes
 //   layer       number of the layer
-//   gemm        number of the product among those of all layers, in their order
-//   w           the product's weights in the layer
+//   gemm        number of the GEMM among those of all layers, in their order
+//   w           its weights in the layer
 //   x           [tokens, inputs]
 //   y           [tokens, outputs]
 //   accumulate  true: y is added to
 template <class T>
 struct LoraTask {
     const StepDesc& step;
-    int product;
+    int shape;
     int layer;
     int gemm;
     Weights<T> w;

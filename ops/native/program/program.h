@@ -61,7 +61,7 @@ struct ArriveOp {
 
 // out (+)= x · wᵀ + bias, with what adapters add; see LoraTask.
 struct GemmOp {
-    int32_t x, out, accumulate, product, layer, number;
+    int32_t x, out, accumulate, shape, layer, number;
     const void* w;  // packed panels
     const float* bias;  // [outputs]; null: there is none
     Integers integers;  // how weights are whole numbers
@@ -148,7 +148,7 @@ struct MixOp {
 struct MoeOp {
     int32_t x, out, layer;
     const MixtureDesc* experts;
-    const MixtureTargets* targets;  // [kMixtureProducts]: what adapters change of it
+    const MixtureTargets* targets;  // [kMixtureGemms]: what adapters change of it
 };
 
 // The router reads x.

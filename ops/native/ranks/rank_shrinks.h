@@ -17,7 +17,7 @@ class RankShrinks {
     using X = Act<T>;
 
    public:
-    explicit RankShrinks(int products) : all_(products) {}
+    explicit RankShrinks(int shapes) : all_(shapes) {}
 
     void join(Ranks* ranks) { ranks_ = ranks; }
 
@@ -32,7 +32,7 @@ class RankShrinks {
     // Note a product's units.
     //
     //   p             the product
-    //   row_parallel  of the product: see ProductDesc
+    //   row_parallel  of the product: see GemmShapeDesc
     //   units         all of them; what remains is what this rank is to compute
     void plan(int p, bool row_parallel, std::vector<LoraUnit>& units) {
         all_[p].units.clear();
@@ -59,7 +59,7 @@ class RankShrinks {
     template <class RowOf>
     void collect(const LoraTask<T>& task, Rows<X> h, RowOf row_of) const {
         if (ranks_->wait() != Ranks::kWell) return;
-        const Shares<LoraUnit>& all = all_[task.product];
+        const Shares<LoraUnit>& all = all_[task.shape];
         for (int owner = 0; owner < ranks_->size(); owner++) {
             const Rows<const X> part{(const X*)ranks_->part(owner), h.stride};
             for (int i = all.bounds[owner]; i < all.bounds[owner + 1]; i++) {
@@ -76,7 +76,7 @@ class RankShrinks {
    private:
     Ranks* ranks_ = nullptr;
     bool is_shared_ = false;
-    std::vector<Shares<LoraUnit>> all_;  // of the products that are shared; each rank's run
+    std::vector<Shares<LoraUnit>> all_;  // of the GEMMs that are shared; each rank's run
 };
 
 }  // namespace chorus

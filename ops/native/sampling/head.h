@@ -7,7 +7,7 @@
 #include "program/descriptors.h"
 #include "elementwise/elementwise.h"
 #include "lora/model_lora.h"
-#include "gemm/product.h"
+#include "gemm/gemm_units.h"
 #include "team/shares.h"
 
 namespace chorus {
@@ -83,7 +83,7 @@ class OutputHead {
         const bool direct = to.logits && !to.kept;
         Best* best = best_.data() + (long)me.thread * to.count;
         std::fill(best, best + to.count, Best{});
-        const Product<T> head{x, to.count, weights_, {to.logits, width_}, scratch_[me.thread].fixed.begin()};
+        const Gemm<T> head{x, to.count, weights_, {to.logits, width_}, scratch_[me.thread].fixed.begin()};
         const int panels = weights_.panels(), runs = (panels + run_panels_ - 1) / run_panels_;  // of a row chunk
         each_part(team_, me, head.chunks() * runs, [&](int i, bool more) {
             const int first = i % runs * run_panels_, last = std::min(panels, first + run_panels_);
@@ -144,7 +144,7 @@ class OutputHead {
                 float* y = scratch_[thread].logits.data();
                 const int vocab = weights_.outputs, columns = std::clamp(vocab - column, 0, kPanel);
                 if (columns) {
-                    weights_product<T>({x, row, 1, row, 1}, weights_, column, {{y, kPanel}, columns, false, nullptr},
+                    weights_gemm<T>({x, row, 1, row, 1}, weights_, column, {{y, kPanel}, columns, false, nullptr},
                                        scratch_[thread].fixed);
                     lora_.add(thread, row, 1, column, columns, x, {y, kPanel});
                     if (bias_) add_scaled(bias_ + column, columns, 1, y);

@@ -73,7 +73,7 @@ inline double tiles_rate(Team& team, int64_t rounds) {
 //   team    threads
 //   rounds  how often a register tile is multiplied
 template <class T>
-inline double product_rate(Team& team, int64_t rounds) {
+inline double gemm_rate(Team& team, int64_t rounds) {
 #ifdef CHORUS_AMX
     if constexpr (std::is_same_v<T, bf16>) return tiles_rate(team, rounds);
 #endif

@@ -12,7 +12,7 @@ import torch
 from ....core.model.batch import GemmBackend
 from ....core.model.program.torch_gemm import multiply
 from ....ops.gemm.small_gemm_schedule import MAX_ROWS, fewest_rows
-from ...kernels.cost import Cost, product_cost
+from ...kernels.cost import Cost, gemm_cost
 from ...report.table import Table
 from ..context import Context
 from ..lora_case import layers_for
@@ -50,7 +50,7 @@ class _Case:
 
         self.weights = [draw(d_out, d_in) / d_in**0.5 for _ in range(self.layers)]
         self.x = draw(rows, d_in)
-        self.cost: Cost = product_cost(rows, d_in, d_out // 2 if self.gate else d_out, itemsize, silu=self.gate)
+        self.cost: Cost = gemm_cost(rows, d_in, d_out // 2 if self.gate else d_out, itemsize, silu=self.gate)
 
     def product(self, backend: GemmBackend, weight: torch.Tensor) -> torch.Tensor:
         return multiply(backend, self.x, weight, gate=self.gate)

@@ -27,7 +27,7 @@ from chorus.memory.host.buffers import HostBuffers
 from chorus.memory.host.image import HostImage
 from chorus.memory.host.images import ThreadReads
 from chorus.memory.pages.adapter_layout import AdapterLayout
-from chorus.ops.moe.expert_products import unpack
+from chorus.ops.moe.expert_gemms import unpack
 
 from ..paths.asked import answers, told
 from ..test_streaming import Gate

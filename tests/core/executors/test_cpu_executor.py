@@ -133,7 +133,7 @@ def test_where_the_processor_is_slow_in_the_models_dtype_torch_computes_in_float
     subject, monkeypatch, caplog, fast, total, dtype, said
 ):
     """By the processor's features and the machine's memory alone; pages hold the checkpoint's dtype."""
-    monkeypatch.setattr(cpu_setup, "has_fast_products", lambda name: fast or name != "bfloat16")
+    monkeypatch.setattr(cpu_setup, "has_fast_gemms", lambda name: fast or name != "bfloat16")
     monkeypatch.setattr(cpu_setup, "total_bytes", lambda: total)
     config = {"model": subject("wide_heads").model, "memory_bytes": 8 << 20, "cpu_kernels": "torch", "threads": 1}
     with caplog.at_level("WARNING", logger="chorus"):

@@ -15,7 +15,7 @@ from chorus.core.executors.cuda_exchange import CudaExchange
 from chorus.memory.pages.layer_projections import dense_projections
 from chorus.memory.transfers import cuda_driver
 from chorus.memory.transfers.cuda_driver import CupyDriver
-from chorus.ops.cpu.lora_offload import exchanges_at, exchanges_bytes, product_widths, row_elems
+from chorus.ops.cpu.lora_offload import exchanges_at, exchanges_bytes, gemm_widths, row_elems
 from chorus.ops.library import native_library
 from chorus.ops.ranks.ranks import Ranks
 
@@ -27,8 +27,8 @@ pytestmark = [
 ]
 
 ROWS, LAYERS, RANK = 5, 3, 2
-PRODUCTS = dense_projections(LAYERS, hidden=6, ffn=10, heads=2, kv_heads=1, head_dim=2).products
-WIDTHS = product_widths(PRODUCTS)
+SHAPES = dense_projections(LAYERS, hidden=6, ffn=10, heads=2, kv_heads=1, head_dim=2).gemm_shapes
+WIDTHS = gemm_widths(SHAPES)
 EXCHANGES = [(layer, group) for layer in range(LAYERS) for group in range(len(WIDTHS))]
 
 
@@ -65,9 +65,9 @@ class Process:
 
     def _compute(self) -> None:
         asked = exchanges_at(self.step.exchanges)[self.count]
-        assert (asked["layer"], asked["product"]) == EXCHANGES[self.count]
+        assert (asked["layer"], asked["shape"]) == EXCHANGES[self.count]
         assert asked["active"].tolist()[:3] == [1, 0, 1]
-        inputs, outputs = WIDTHS[asked["product"]]
+        inputs, outputs = WIDTHS[asked["shape"]]
         begin, end = self.step.share[self.number - 1 : self.number + 1]
         x = _floats(self.ranks.part(0), ROWS, inputs)[begin:end]
         a, b = self.step.weights[self.count]
@@ -93,7 +93,7 @@ class Step:
         self.exchanges = self._asked.ctypes.data
         self.driver = Driver()
         self.exchange = CudaExchange(
-            self.ranks[0], self.exchanges, self.driver, PRODUCTS, torch.float32, ROWS, torch.device("cpu")
+            self.ranks[0], self.exchanges, self.driver, SHAPES, torch.float32, ROWS, torch.device("cpu")
         )
         rng = np.random.default_rng(1)
         self.weights = [

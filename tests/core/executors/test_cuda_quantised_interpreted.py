@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from chorus.core.config import EngineConfig
 from chorus.core.engine import Engine
-from chorus.core.executors import cuda_float8_products, cuda_gemm_backends, cuda_memory
+from chorus.core.executors import cuda_float8_gemms, cuda_gemm_backends, cuda_memory
 from chorus.core.executors.cuda import CudaExecutor
 from chorus.core.model.batch import BY_LIBRARY, GemmBackend
 from chorus.core.model.checkpoints.quantization.round_to_nearest import RoundToNearest
@@ -195,9 +195,9 @@ def test_activations_in_fp8_are_those_of_the_reference_in_steps_of_any_size(
     drive, model, tmp_path, monkeypatch, in_float8
 ):
     """Prompts by the library, decode steps by the kernel for few rows, beside adapters, which get them unrounded."""
-    monkeypatch.setattr(cuda_float8_products, "DTYPES", {torch.float32})
+    monkeypatch.setattr(cuda_float8_gemms, "DTYPES", {torch.float32})
     if not in_float8:
-        monkeypatch.setattr(cuda_float8_products, "NEAR", math.nan)  # the device's clock says 0
+        monkeypatch.setattr(cuda_float8_gemms, "NEAR", math.nan)  # the device's clock says 0
     twin = shutil.copytree(model.model, tmp_path / "twin")
     tensors = load_file(twin / "model.safetensors")
     for key in [key for key in tensors if key.endswith("_proj.weight")]:
@@ -213,7 +213,7 @@ def test_activations_in_fp8_are_those_of_the_reference_in_steps_of_any_size(
 
 
 def test_activations_in_fp8_need_weights_that_ask_for_them(drive, monkeypatch):
-    monkeypatch.setattr(cuda_float8_products, "DTYPES", {torch.float32})
+    monkeypatch.setattr(cuda_float8_gemms, "DTYPES", {torch.float32})
     with pytest.raises(UnsupportedModel, match="no weights of the model are FP8 with activations in FP8; leave it out"):
         drive(quantization="int8", fp8_activations=True)
 

@@ -18,7 +18,7 @@ from chorus.core.model.weights.weight_loader import WeightLoader
 from chorus.core.model.weights.weight_plan import Way, WeightPlan
 from chorus.ops.library import native_library
 from chorus.ops.library.native_integers import IntegerPanels
-from chorus.ops.moe.expert_products import Panels, pack, unpack
+from chorus.ops.moe.expert_gemms import Panels, pack, unpack
 
 from ..model.checkpoints.quantization.test_forms import with_experts
 from ..model.checkpoints.quantization.test_mxfp4 import write_mxfp4

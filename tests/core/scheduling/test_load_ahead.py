@@ -67,13 +67,13 @@ def test_an_adapter_that_cannot_be_read_ends_its_waiting_requests_alone(gqa, dri
 
 def test_a_load_ahead_that_fails_raises_nothing(gqa, drive):
     driver = drive(gqa, prefetch=4, max_num_seqs=1)
-    backend, place = driver.executor.adapters, driver.executor.adapters.place
-    backend.place = lambda *args: (_ for _ in ()).throw(RuntimeError("no copy"))
+    backend, place = driver.executor.adapters, driver.executor.adapters.load
+    backend.load = lambda *args: (_ for _ in ()).throw(RuntimeError("no copy"))
     driver.add("base", None, [5] * 9, max_tokens=20)
     driver.add("x", OTHER, [7] * 5, max_tokens=4)
     for _ in range(4):
         driver.step()
-    backend.place = place
+    backend.load = place
     answers = driver.drain()
     assert answers["base"].tokens == gqa.greedy(None, [5] * 9, 20)
     assert answers["x"].tokens == gqa.greedy(OTHER, [7] * 5, 4)

@@ -818,14 +818,14 @@ def test_how_many_more_fit_counts_free_pages_and_cached_kv(store, pool, use):
 def test_no_step_waits_for_bytes_that_the_host_copies(store, backend, use, monkeypatch, is_slow):
     """They come from ordinary memory, as late as those of a disk: steps wait only for copies that the device makes."""
     monkeypatch.setattr(HostImage, "is_slow", property(lambda image: is_slow))
-    place = backend.place
+    place = backend.load
 
     def later(*args):
         transfer = place(*args)
         assert transfer is None
         return Unfinished()
 
-    monkeypatch.setattr(backend, "place", later)
+    monkeypatch.setattr(backend, "load", later)
     (a,) = register(store, a="three")
     use.start(a)
     is_slow_now, is_slow = is_slow, False

@@ -13,7 +13,7 @@ import torch
 from chorus.memory.adapters.image import ImageForm, read_image, row_jobs
 from chorus.memory.files.error import AdapterFormatError
 from chorus.memory.files.format import inspect_adapter
-from chorus.memory.files.tensor_file import ITEM_BYTES, TensorPlaces
+from chorus.memory.files.tensor_file import ITEM_BYTES, TensorSpans
 from chorus.memory.files.tensor_info import TensorInfo
 from chorus.memory.host.buffers import HostBuffers
 from chorus.memory.host.image import HostImage
@@ -110,7 +110,7 @@ def test_adapters_of_one_shape_share_their_jobs(adapter_draft, tmp_path):
     found = []
     for seed in range(2):
         manifest, layout = inspected(adapter_draft(seed=seed).write(tmp_path / f"a{seed}"))
-        found.append((manifest.places, row_jobs(manifest.parts, manifest.places, layout, TINY)))
+        found.append((manifest.tensor_spans, row_jobs(manifest.parts, manifest.tensor_spans, layout, TINY)))
     assert found[0][0] is found[1][0]
     assert found[0][1] is found[1][1]
 
@@ -146,7 +146,7 @@ def test_rows_that_are_refused_are_read_again_to_say_why(adapter_draft, tmp_path
 
 def test_places_are_packed_and_unpacked():
     tensors = [TensorInfo(name, (1, 1), offset, 1) for offset, name in enumerate(ITEM_BYTES, start=1 << 40)]
-    places = TensorPlaces.pack(99, b"digest", tensors)
+    places = TensorSpans.pack(99, b"digest", tensors)
     assert list(places) == [((1 << 40) + index, index) for index in range(len(ITEM_BYTES))]
     assert len(places.packed) == 8 * len(tensors)
     assert np.frombuffer(places.packed, dtype=np.int64).min() > 0
@@ -154,7 +154,7 @@ def test_places_are_packed_and_unpacked():
 
 def test_spans_that_lie_close_are_read_as_one(adapter_draft, tmp_path):
     manifest, layout = inspected(adapter_draft().write(tmp_path / "a"))
-    jobs = row_jobs(manifest.parts, manifest.places, layout, TINY)
+    jobs = row_jobs(manifest.parts, manifest.tensor_spans, layout, TINY)
     assert jobs.layers == (range(LAYERS),)
     assert jobs.groups.tolist() == [[0, 1, 0, len(jobs.table)]]
     assert jobs.spans.tolist() == [[0, manifest.file_size]]

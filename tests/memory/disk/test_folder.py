@@ -16,11 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chorus.memory.disk.files import Files
-from chorus.memory.disk.folder import BlockFolder, FolderRefused, Place, SealedBlock
+from chorus.memory.disk.folder import BlockFile, BlockFolder, FolderRefused, SealedBlock
 from chorus.memory.disk.keys import BASE, owner_name
 
 PAGE_BYTES = 64
-PLACE = Place("base", "t", "ab" * 32)
+PLACE = BlockFile("base", "t", "ab" * 32)
 OVERHEAD = 32 + 32
 
 
@@ -265,7 +265,7 @@ def test_a_lost_key_makes_every_block_a_miss_and_no_failed_start(root):
 def test_removal_by_adapter_and_by_tenant(root):
     folder = open_folder(root)
     mine, yours = folder.tenant("mine"), folder.tenant("yours")
-    places = [Place(owner, tenant, PLACE.key) for owner in ("base", "aa", "bb") for tenant in (mine, yours)]
+    places = [BlockFile(owner, tenant, PLACE.key) for owner in ("base", "aa", "bb") for tenant in (mine, yours)]
     for place in places:
         write(folder, place)
     assert folder.remove_owner("aa") == 2
@@ -281,7 +281,7 @@ def test_an_adapter_s_removal_takes_what_is_composed_of_it(root):
     folder, (one, two, three) = open_folder(root), ("1" * 64, "2" * 64, "3" * 64)
     composed = [owner_name("c" * 64, [one, two]), owner_name("d" * 64, [two]), owner_name("e" * 64, [three, one])]
     for owner in (BASE, one, two, three, *composed):
-        write(folder, Place(owner, folder.tenant("mine"), PLACE.key))
+        write(folder, BlockFile(owner, folder.tenant("mine"), PLACE.key))
     assert folder.remove_owner(one) == 3
     left = {path.name for path in (root / "blocks").iterdir()}
     assert left == {BASE, two, three, composed[1]}
@@ -305,7 +305,7 @@ _WRITER = """
 import os, sys
 sys.path[:0] = {paths!r}
 from pathlib import Path
-from chorus.memory.disk.folder import BlockFolder, Place, SealedBlock
+from chorus.memory.disk.folder import BlockFolder, BlockFile, SealedBlock
 folder = BlockFolder(Path({root!r}), {capacity}, {page_bytes})
 print("ready", flush=True)
 number = int(sys.argv[1])
@@ -313,7 +313,7 @@ while True:
     number += 2
     data = [bytes([number % 251]) * {page_bytes}] * 3
     block = SealedBlock((0, 1, 2), 0, 0, data)
-    folder.write(Place("base", "t", f"{{number:064x}}"), block, [memoryview(each) for each in data])
+    folder.write(BlockFile("base", "t", f"{{number:064x}}"), block, [memoryview(each) for each in data])
 """
 
 
@@ -343,7 +343,7 @@ def test_the_bound_holds_and_no_torn_block_is_read_whenever_writers_are_killed(r
         assert folder.num_bytes == real_bytes(root) <= capacity
         assert list((root / "new").iterdir()) == []
         for path in (root / "blocks" / "base" / "t").iterdir():
-            found = folder.read(Place("base", "t", path.name), lambda: _image(page_bytes))
+            found = folder.read(BlockFile("base", "t", path.name), lambda: _image(page_bytes))
             assert found is not None
             assert {bytes(each) for each in found.pages} == {bytes([int(path.name, 16) % 251]) * page_bytes}
 

@@ -140,7 +140,7 @@ def test_a_source_outside_the_roots_is_refused(two, tmp_path):
 
 def test_every_field_of_an_adapter_is_judged():
     """What an adapter has beyond A and B must be composed, or make it one that `why_alone` refuses."""
-    files = {"path", "file_size", "mtime_ns", "places", "identity", "stem", "modules", "num_left_out", "sources"}
+    files = {"path", "file_size", "mtime_ns", "tensor_spans", "identity", "stem", "modules", "num_left_out", "sources"}
     files |= {"dropped", "untrained", "form", "is_larger"}
     told = {"content_hash", "no_effect", "base_model", "names_other_base"}
     refused = {"invocation_tokens", "vectors", "head", "tokens", "tower"}

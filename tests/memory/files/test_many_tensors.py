@@ -47,8 +47,8 @@ def test_calls_for_each_tensor(files):
         manifest = inspect_adapter(*files)
     finally:
         sys.setprofile(None)
-    assert manifest.places is not None
-    assert len(list(manifest.places)) == NUM_TENSORS
+    assert manifest.tensor_spans is not None
+    assert len(list(manifest.tensor_spans)) == NUM_TENSORS
     assert count / NUM_TENSORS < MOST_CALLS
 
 
@@ -64,6 +64,6 @@ def test_memory_for_each_tensor(files):
         tracemalloc.stop()
         gc.enable()
     assert peak / NUM_TENSORS < MOST_BYTES
-    assert manifest.places is not None
-    assert len(manifest.places.packed) == 8 * NUM_TENSORS
+    assert manifest.tensor_spans is not None
+    assert len(manifest.tensor_spans.packed) == 8 * NUM_TENSORS
     assert kept < MOST_KEPT

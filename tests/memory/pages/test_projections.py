@@ -28,13 +28,13 @@ def test_ids_of_a_model_of_equal_layers_are_those_that_slabs_and_content_hashes_
 
 
 def test_a_group_is_one_product_with_its_outputs_side_by_side():
-    assert [(each.group, each.inputs, each.outputs, each.modules) for each in TINY.products] == [
+    assert [(each.group, each.inputs, each.outputs, each.modules) for each in TINY.gemm_shapes] == [
         (Group.MIXER_IN, 16, 32, ((0, 0, 16), (1, 16, 8), (2, 24, 8))),
         (Group.MIXER_OUT, 16, 16, ((3, 0, 16),)),
         (Group.GATE_UP, 16, 48, ((4, 0, 24), (5, 24, 24))),
         (Group.DOWN, 24, 16, ((6, 0, 16),)),
     ]
-    assert TINY.product_of == ((0, 1, 2, 3),) * 3
+    assert TINY.gemm_shape_of == ((0, 1, 2, 3),) * 3
 
 
 def test_layers_of_two_kinds_share_the_products_that_are_equal():
@@ -52,11 +52,11 @@ def test_layers_of_two_kinds_share_the_products_that_are_equal():
     )
     assert table.layers_of("q_proj") == (2,) and table.layers_of("in_proj_z") == (0, 1, 3)
     assert table.layers_of("gate_proj") == (0, 1, 2, 3)
-    assert len(table.products) == 6
+    assert len(table.gemm_shapes) == 6
     linear, full = (0, 1, 2, 3), (4, 5, 2, 3)
-    assert table.product_of == (linear, linear, full, linear)
-    assert table.products[0].modules == ((0, 0, 32), (1, 32, 16), (2, 48, 4), (3, 52, 4))
-    assert table.products[full[0]].modules == ((4, 0, 16), (5, 16, 8), (6, 24, 8))
+    assert table.gemm_shape_of == (linear, linear, full, linear)
+    assert table.gemm_shapes[0].modules == ((0, 0, 32), (1, 32, 16), (2, 48, 4), (3, 52, 4))
+    assert table.gemm_shapes[full[0]].modules == ((4, 0, 16), (5, 16, 8), (6, 24, 8))
 
 
 def test_sums_count_the_layers_that_have_a_projection():
@@ -76,9 +76,9 @@ def test_projections_of_one_name_must_be_equal():
 def test_projections_of_a_group_must_have_one_input():
     layer = (*TINY.layers[0], Projection("mlp.down_2", Group.DOWN, 6, 16, 1))
     with pytest.raises(ValueError, match="DOWN have no common input"):
-        _ = Projections((layer,)).products
+        _ = Projections((layer,)).gemm_shapes
     with pytest.raises(ValueError, match="no projection of the group DOWN"):
-        _ = Projections((TINY.layers[0][:-1],)).products
+        _ = Projections((TINY.layers[0][:-1],)).gemm_shapes
 
 
 def test_a_table_is_a_value():
@@ -129,4 +129,4 @@ def test_slabs_of_a_layer_hold_only_what_it_has():
 
 def test_linear_attention_is_one_product_of_four():
     table = Projections((linear_projections(16, 8, 16, 2, 4) + TINY.layers[0][4:],))
-    assert [len(each.modules) for each in table.products] == [4, 1, 2, 1]
+    assert [len(each.modules) for each in table.gemm_shapes] == [4, 1, 2, 1]

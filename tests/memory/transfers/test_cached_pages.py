@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from chorus.memory.host.budget import HostBudget
-from chorus.memory.pages.block import Place
+from chorus.memory.pages.block import Medium
 from chorus.memory.pages.eviction import EvictionOrder, RestoreCosts
 from chorus.memory.pages.pool import PageKind, PagePool
 from chorus.memory.pages.prefix import PrefixCache
@@ -220,10 +220,10 @@ def test_clearing_a_tier_leaves_the_other():
     memory.store(tokens := list(range(8)))
     memory.evict(2)
     memory.store(tokens)
-    assert memory.prefix.clear({Place.POOL}) == 2
+    assert memory.prefix.clear({Medium.POOL}) == 2
     assert [block.is_resident for block in memory.match(tokens)] == [False, False]
     memory.store(tokens)
-    memory.prefix.clear({Place.HOST})
+    memory.prefix.clear({Medium.HOST})
     assert [(block.is_resident, block.images) for block in memory.match(tokens)] == [(True, {}), (True, {})]
     memory.evict(1)
     memory.prefix.clear()

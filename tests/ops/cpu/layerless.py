@@ -29,8 +29,8 @@ def layerless_model(head: torch.Tensor, embed: torch.Tensor | None = None, **cha
         "num_layers": 0,
         "ops": [],
         "registers": [Register("Float", hidden)],
-        "products": [],
-        "product_of": [],
+        "gemm_shapes": [],
+        "gemm_shape_of": [],
         "positions": 1,
         "arena": torch.zeros(2, 64, dtype=head.dtype),
     }

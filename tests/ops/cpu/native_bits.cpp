@@ -8,7 +8,7 @@ using namespace chorus;
 namespace {
 
 constexpr int kHidden = 72, kLayers = 3, kHeads = 6, kKvHeads = 2, kHeadDim = 20, kVocab = 203, kBlock = 16;
-enum Group { kQkv, kO, kGateUp, kDown, kQueryUp, kGroups };  // a layer's products; of queries from their latents
+enum Group { kQkv, kO, kGateUp, kDown, kQueryUp, kGroups };  // a layer's GEMMs; of queries from their latents
 constexpr Group kDense[] = {kQkv, kO, kGateUp, kDown};
 constexpr int kQ = kHeads * kHeadDim, kKv = kKvHeads * kHeadDim, kPages = 200, kTable = 12, kRank = 5;
 // Of latents: of queries and of keys and values, elements of a key and of a value.
@@ -49,7 +49,7 @@ uint64_t hash(const void* data, size_t bytes) {  // of words of 32 bits, by FNV-
 //   weight  weight(n, k): a random matrix
 //   vector  vector(n, scale, middle): random numbers
 template <class Weight, class Vector> struct Experts {
-    static constexpr int kCount = 9, kSize = 40, kShared = 24, kProducts = 8;
+    static constexpr int kCount = 9, kSize = 40, kShared = 24, kGemms = 8;
 
     Experts(Weight weight, Vector vector) {
         for (int e = 0; e < kCount; e++) {
@@ -64,12 +64,12 @@ template <class Weight, class Vector> struct Experts {
         desc.gate_up = {up, nullptr, up_bias}, desc.down = {down, nullptr, down_bias};
         desc.shared_gate_up = {&shared_up, nullptr, nullptr}, desc.shared_down = {&shared_down, nullptr, nullptr};
         desc.shared_gate = vector(kHidden, 1, 0);
-        const int in[kProducts] = {kHidden, kHidden, kHidden, kHidden, kShared, kHidden, kHidden, kSize},
-                  out[kProducts] = {kCount, 1, kShared, kShared, kHidden, kSize, kSize, kHidden};
+        const int in[kGemms] = {kHidden, kHidden, kHidden, kHidden, kShared, kHidden, kHidden, kSize},
+                  out[kGemms] = {kCount, 1, kShared, kShared, kHidden, kSize, kSize, kHidden};
         for (Adapter* part : {&of_layer, &of_experts}) {
             for (int m = 0; m < kModules; m++) part->a_offset[m] = part->b_offset[m] = -1;
             const bool experts = part == &of_experts;
-            for (int m = experts ? 5 : 0; m < (experts ? kProducts : 5); m++) {
+            for (int m = experts ? 5 : 0; m < (experts ? kGemms : 5); m++) {
                 part->a_offset[m] = (int)part->slab_elems, part->b_offset[m] = (int)part->slab_elems + in[m];
                 part->slab_elems += in[m] + out[m];
             }
@@ -98,7 +98,7 @@ template <class Weight, class Vector> struct Experts {
     const void *up[kCount], *down[kCount], *shared_up, *shared_down;
     const float *up_bias[kCount], *down_bias[kCount];
     MixtureDesc desc{};
-    MixtureTargets targets[kMixtureProducts];
+    MixtureTargets targets[kMixtureGemms];
     Adapter of_layer{}, of_experts{};
     int64_t first[2 * kLayers];
     const int32_t own[4] = {0, 2, 3, 7}, counts[2] = {0, 4}, *const lists[2] = {nullptr, own};
@@ -111,7 +111,7 @@ struct Layer {
     const void* weights[kGroups];
     const float* bias[kGroups];
     Integers integers[kGroups];
-    int product[kGroups] = {kQkv, kO, kGateUp, kDown, -1};
+    int shape[kGroups] = {kQkv, kO, kGateUp, kDown, -1};
     const float *attention_norm, *attention_out_norm, *mlp_norm, *mlp_out_norm;  // null: it has none
     float residual_multiplier = 1;
     bool parallel = false;
@@ -166,7 +166,7 @@ class Program {
         else op(OpKind::kCopy, CopyOp{x, 0, kHidden, out, 0});
     }
     GemmOp gemm(const Layer& layer, int l, Group group, int x, int out, bool accumulate) {
-        return {x, out, accumulate, layer.product[group], l, number_++, layer.weights[group], layer.bias[group],
+        return {x, out, accumulate, layer.shape[group], l, number_++, layer.weights[group], layer.bias[group],
                 layer.integers[group]};
     }
     void feed_forward(const Layer& layer, int l, int ffn, NormKind kind) {
@@ -181,7 +181,7 @@ class Program {
            GateUpOp{gemm(layer, l, kGateUp, kNormed, kGatesUp, false), kAct, ffn, layer.activation, 1, nullptr});
         part(layer, l, kDown, kAct, layer.mlp_out_norm, kind);
     }
-    // A product that is added to the residual stream.
+    // A GEMM that is added to the residual stream.
     void part(const Layer& layer, int l, Group group, int x, const float* out_norm, NormKind kind) {
         const bool direct = !out_norm && layer.residual_multiplier == 1;
         op(OpKind::kGemm, gemm(layer, l, group, x, direct ? kStream : kPart, direct));
@@ -245,7 +245,7 @@ void run(bool kinds, int bits = 0, bool float8 = false, bool mixes = false, bool
         own.scale = 1.0f / std::sqrt((float)kHeadDim), own.heads = {kHeads, kKvHeads, kHeadDim}, own.has_keys = 1;
         own.k_scale = float8 ? 0.03f : 1, own.v_scale = float8 ? 0.004f : 1;
     }
-    const ProductDesc products[] = {{kHidden, 3, 0, {{0, 0, kQ}, {1, kQ, kKv}, {2, kQ + kKv, kKv}}},
+    const GemmShapeDesc shapes[] = {{kHidden, 3, 0, {{0, 0, kQ}, {1, kQ, kKv}, {2, kQ + kKv, kKv}}},
                                     {kQ, 1, 1, {{3, 0, kHidden}}},
                                     {kHidden, 2, 0, {{4, 0, kFfn}, {5, kFfn, kFfn}}},
                                     {kFfn, 1, 1, {{6, 0, kHidden}}},
@@ -256,8 +256,8 @@ void run(bool kinds, int bits = 0, bool float8 = false, bool mixes = false, bool
     ModelDesc model{};
     model.hidden = kHidden, model.layers = kLayers, model.vocab = kVocab, model.block_tokens = kBlock,
     model.page_groups = 1;
-    model.num_products = 7, model.eps = 1e-5f, model.embedding_multiplier = model.logits_scale = 1;
-    model.products = products, model.embed = embed.data(),
+    model.num_gemm_shapes = 7, model.eps = 1e-5f, model.embedding_multiplier = model.logits_scale = 1;
+    model.gemm_shapes = shapes, model.embed = embed.data(),
     model.lm_head = weight(kVocab, kHidden);
     model.norm = norm, model.arena = arena.data(), model.page_elems = page_elems;
     model.page_bytes = page_elems * sizeof(T), model.float8_kv = float8;
@@ -280,7 +280,7 @@ void run(bool kinds, int bits = 0, bool float8 = false, bool mixes = false, bool
         layer.weights[kQkv] = weight(kQueryRank + kKvRank + kRotated, kHidden), layer.bias[kQkv] = nullptr;
         layer.weights[kQueryUp] = weight(kQueries, kQueryRank), layer.weights[kO] = weight(kHidden, kHeads * kValue);
         layer.integers[kQkv] = layer.integers[kO] = {};
-        layer.product[kQkv] = 4, layer.product[kQueryUp] = 5, layer.product[kO] = 6;
+        layer.shape[kQkv] = 4, layer.shape[kQueryUp] = 5, layer.shape[kO] = 6;
         const int panels = (kKvRank + kPanel - 1) / kPanel, values = (kValue + kPanel - 1) / kPanel;
         LatentDesc& own = layer.latent;
         own.kv_up = weight(kPanel * kHeads, panels * kKey + values * kKvRank);

@@ -11,9 +11,9 @@ import torch
 
 from chorus.core.model.lora.lora_state import rows_in
 from chorus.core.model.native_names import native_norm
+from chorus.core.model.program.native_binding import Tables, layer_bindings
 from chorus.core.model.program.native_decoder import native_layer
 from chorus.core.model.program.native_ops import NativeProgram
-from chorus.core.model.program.native_place import Tables, layer_places
 from chorus.core.model.specs.attention import AttentionSpec, HeadNorm, OutputGate
 from chorus.core.model.specs.feed_forward import Activation, GatedSpec, UngatedActivation, UngatedSpec
 from chorus.core.model.specs.layers import LayerSpec
@@ -242,12 +242,12 @@ class Model:
     ) -> dict[str, Any]:
         """The fields of a native model that say what its layers compute."""
         kind, weights = self.kind, list(map(native_layer, weights, specs))
-        products = table.products, table.product_in
+        shapes = table.gemm_shapes, table.gemm_shape_in
         program = NativeProgram(specs, kind.norm, kind.hidden, table, has_ranks=has_ranks)
         scales = [kind.kv_scales] * LAYERS if kind.kv_scales else ()
-        ops = program.ops(layer_places(specs, weights, Tables.of(specs, positions), kv_scales=scales))
+        ops = program.ops(layer_bindings(specs, weights, Tables.of(specs, positions), kv_scales=scales))
         own = {"num_layers": len(specs), "ops": ops, "registers": program.registers}
-        return own | dict(zip(("products", "product_of"), products, strict=True))
+        return own | dict(zip(("gemm_shapes", "gemm_shape_of"), shapes, strict=True))
 
     def take(self, tokens: int) -> list[int]:
         """Pages for a sequence."""

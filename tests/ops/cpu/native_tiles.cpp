@@ -1,4 +1,4 @@
-// Prints what products by tiles give, with the tile registers of AMX as its manual defines them: for machines without them.
+// Prints what GEMMs by tiles give, with the tile registers of AMX as its manual defines them: for machines without them.
 #include "gemm/tiles.h"
 #include <cmath>
 #include <cstdio>
@@ -90,10 +90,10 @@ int main() {
             for (auto& v : panel) v = narrow(random_number());
             std::vector<float> y(rows * kTilePanel), one(kTilePanel);
             const Panel<bf16> w{panel.data(), k};
-            tiles_product<EmulatedTiles>({x.data(), k}, rows, w, {{y.data(), kTilePanel}, kTilePanel, false, nullptr},
+            tiles_gemm<EmulatedTiles>({x.data(), k}, rows, w, {{y.data(), kTilePanel}, kTilePanel, false, nullptr},
                                          0);
             for (int r = 0; r < rows; r++) {
-                tiles_product<EmulatedTiles>({x.data() + r * k, k}, 1, w,
+                tiles_gemm<EmulatedTiles>({x.data() + r * k, k}, 1, w,
                                              {{one.data(), kTilePanel}, kTilePanel, false, nullptr}, 0);
                 alone &= !memcmp(one.data(), y.data() + r * kTilePanel, kTilePanel * sizeof(float));
                 for (int c = 0; c < kTilePanel; c++) {

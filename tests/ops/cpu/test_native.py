@@ -65,8 +65,8 @@ class TestChecks:
         num_layers=0,
         ops=[],
         registers=[],
-        products=[],
-        product_of=[],
+        gemm_shapes=[],
+        gemm_shape_of=[],
         positions=6,
         arena=torch.zeros(5, 64),
     )

@@ -127,13 +127,13 @@ class Offload:
     """Offloads every layer of a step with one adapter to a thread."""
 
     def __init__(self, model: Model) -> None:
-        products = model.table.products
+        shapes = model.table.gemm_shapes
         (rows,) = model.rows
-        floats = exchange_floats(products, len(rows) * LENGTH)
+        floats = exchange_floats(shapes, len(rows) * LENGTH)
         self._memory = mmap.mmap(-1, Ranks.num_bytes(2, floats))
         self._exchanges = mmap.mmap(-1, exchanges_bytes())
         self._ranks = [Ranks(self._memory, rank, 2, floats, 60.0) for rank in range(2)]
-        self._worker = OffloadWorker(products, model.dtype)
+        self._worker = OffloadWorker(shapes, model.dtype)
         pages = rows[0].pages
         self._rows = [replace(part, pages=range(len(pages))) for part in rows]
         self._image = model.arena[pages].contiguous()

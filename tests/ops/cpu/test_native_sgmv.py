@@ -373,10 +373,10 @@ def test_torch_does_what_the_definition_says(base, shape, seed):
     arena = torch.full((NUM_PAGES, step.layout.page_elems), float("nan"))
     for page, values in step.adapters.items():
         arena[page] = values
-    for product in step.base.config.projections.products:
+    for shape in step.base.config.projections.gemm_shapes:
         for layer in range(LAYERS):
-            x = torch.randn(sum(step.lengths), product.inputs, generator=step.generator)
-            actual, expected = torch.ones(len(x), product.outputs), torch.ones(len(x), product.outputs)
-            sgmv(actual, x, arena, step.segments, layer, product.modules)
-            sgmv_ref(expected, x, arena, step.segments, layer, product.modules)
+            x = torch.randn(sum(step.lengths), shape.inputs, generator=step.generator)
+            actual, expected = torch.ones(len(x), shape.outputs), torch.ones(len(x), shape.outputs)
+            sgmv(actual, x, arena, step.segments, layer, shape.modules)
+            sgmv_ref(expected, x, arena, step.segments, layer, shape.modules)
             torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)

@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
+from chorus.core.model.program.native_binding import Tables, layer_bindings
 from chorus.core.model.program.native_ops import NativeProgram
-from chorus.core.model.program.native_place import Tables, layer_places
 from chorus.core.model.specs.attention import AttentionSpec
 from chorus.core.model.specs.feed_forward import GatedSpec
 from chorus.core.model.specs.layers import LayerSpec
@@ -84,15 +84,15 @@ def a_layer_that_stores_its_inputs(values: torch.Tensor, scales: KvScales) -> na
     table = dense_projections(1, size, size, 1, 1, size)
     specs = [LayerSpec(AttentionSpec(1, 1, size, 1.0, None), GatedSpec(size), Norms.AFTER)]
     program = NativeProgram(specs, NormSpec(1e-6), size, table)
-    ops = program.ops(layer_places(specs, [layer], Tables.of(specs, 1), kv_scales=[scales]))
+    ops = program.ops(layer_bindings(specs, [layer], Tables.of(specs, 1), kv_scales=[scales]))
     return layerless_model(
         torch.zeros_like(values),
         values,
         num_layers=1,
         ops=[op for op in ops if op.kind != "Norm"],
         registers=program.registers,
-        products=table.products,
-        product_of=table.product_in,
+        gemm_shapes=table.gemm_shapes,
+        gemm_shape_of=table.gemm_shape_in,
         block_tokens=1,
         arena=torch.zeros(tokens, 2 * size // values.itemsize, dtype=values.dtype),
         float8_kv=True,

@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from chorus.core.executors.cuda_float8_products import LEAST_CAPABILITY
+from chorus.core.executors.cuda_float8_gemms import LEAST_CAPABILITY
 from chorus.ops.gemm import float8_rows
 from chorus.ops.gemm.narrow_weights import NarrowWeight
 

@@ -87,8 +87,8 @@ def test_structures_are_made_as_the_library_has_them():
     assert listed
     for name in listed:
         assert ctypes.sizeof(layout.structure(name)) == layout._sizes[name], name  # noqa: SLF001
-    gemm = layout.filled("GateUpOp", gemm={"product": 3, "w": 8}, factor=0.5, activation="kXielu")
-    assert (gemm.gemm.product, gemm.gemm.w, gemm.factor, gemm.size) == (3, 8, 0.5, 0)
+    gemm = layout.filled("GateUpOp", gemm={"shape": 3, "w": 8}, factor=0.5, activation="kXielu")
+    assert (gemm.gemm.shape, gemm.gemm.w, gemm.factor, gemm.size) == (3, 8, 0.5, 0)
     assert gemm.activation == layout.number("Activation.kXielu")
 
 

@@ -12,7 +12,7 @@ from chorus.core.model.specs.feed_forward import ClampedSwiglu, Experts, Routing
 from chorus.ops.cpu.lora_offload import described
 from chorus.ops.library import native_library
 from chorus.ops.lora.sgmv import MAX_MODULES, AdapterRows, Segments
-from chorus.ops.moe.expert_products import Panels, pack
+from chorus.ops.moe.expert_gemms import Panels, pack
 from chorus.ops.moe.native_mixture import MixtureModules, NativeMixture, NativeMixtureLora
 
 LEVELS = native_library.levels()

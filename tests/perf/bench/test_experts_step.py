@@ -12,7 +12,7 @@ from chorus.core.model.moe import experts as mixture
 from chorus.core.model.moe.mixture_lora import MixtureLora
 from chorus.memory.pages.projections import Group
 from chorus.ops.library import native_library
-from chorus.ops.moe.expert_products import Matrix
+from chorus.ops.moe.expert_gemms import Matrix
 from chorus.perf.bench import experts_step
 from chorus.perf.bench.experts_step import Adapters, Layers, Shape, main
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from chorus.perf.kernels import __main__ as kernels
-from chorus.perf.kernels.cost import product_cost
+from chorus.perf.kernels.cost import gemm_cost
 from chorus.perf.kernels.variants import FORMS, SHARED_LIMIT, Line, Variant, compile_all, plain_variants, variants
 
 GOOD = Line(
@@ -81,9 +81,9 @@ def test_variants_differ():
 
 
 def test_a_product_costs_its_weights_once_and_its_rows():
-    assert product_cost(16, 4096, 4096, 2).bytes == 2 * 4096 * (4096 + 2 * 16)
-    assert product_cost(16, 4096, 14336, 2, silu=True).bytes == 2 * (4096 * 28672 + 16 * (4096 + 14336))
-    assert product_cost(16, 4096, 6144, 2).flops == 2 * 16 * 4096 * 6144
+    assert gemm_cost(16, 4096, 4096, 2).bytes == 2 * 4096 * (4096 + 2 * 16)
+    assert gemm_cost(16, 4096, 14336, 2, silu=True).bytes == 2 * (4096 * 28672 + 16 * (4096 + 14336))
+    assert gemm_cost(16, 4096, 6144, 2).flops == 2 * 16 * 4096 * 6144
 
 
 @pytest.mark.triton

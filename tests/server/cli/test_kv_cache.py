@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from chorus.memory.disk.folder import BlockFolder, Place, SealedBlock
+from chorus.memory.disk.folder import BlockFile, BlockFolder, SealedBlock
 from chorus.server.cli.command import main
 
 
@@ -14,7 +14,7 @@ def folder(tmp_path):
     for owner in ("base", "aa"):
         for tenant in ("mine", "yours"):
             block = SealedBlock((0,), 0, 0, [bytes(8)])
-            assert made.write(Place(owner, made.tenant(tenant), "00"), block, [memoryview(bytes(8))])
+            assert made.write(BlockFile(owner, made.tenant(tenant), "00"), block, [memoryview(bytes(8))])
     return made
 
 

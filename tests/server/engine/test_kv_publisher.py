@@ -8,7 +8,7 @@ import msgpack
 import pytest
 
 from chorus.core.kv_events import KvEvents, Removed, Stored
-from chorus.memory.pages.block import Place
+from chorus.memory.pages.block import Medium
 from chorus.server.cluster.cluster_worker import ClusterWorker
 from chorus.server.engine.kv_publisher import END, KvBatches, KvPublisher, is_local, kv_publisher_of
 from chorus.server.settings import Settings
@@ -88,7 +88,7 @@ def test_hashes_agree_between_servers_and_differ_where_the_kv_or_its_owner_does(
 
 def test_events_name_the_medium_of_each_place_of_a_block():
     made = batches()
-    events = made.events([stored(5), stored(5)._replace(place=Place.HOST), Removed(5), Removed(5, Place.HOST)])
+    events = made.events([stored(5), stored(5)._replace(medium=Medium.HOST), Removed(5), Removed(5, Medium.HOST)])
     assert [(event["type"], event["medium"]) for event in events] == [
         ("BlockStored", "GPU"),
         ("BlockStored", "CPU"),
@@ -102,7 +102,7 @@ def test_events_name_the_medium_of_each_place_of_a_block():
 def test_a_child_in_host_memory_has_its_parent_s_hash_from_the_pool():
     made = batches()
     (parent,) = made.events([stored(5), stored(6, 5, (3, 4))])[0]["block_hashes"][:1]
-    (event,) = made.events([stored(6, 5, (3, 4))._replace(place=Place.HOST)])
+    (event,) = made.events([stored(6, 5, (3, 4))._replace(medium=Medium.HOST)])
     assert (event["parent_block_hash"], event["medium"]) == (parent, "CPU")
 
 
@@ -177,8 +177,8 @@ def test_a_subscriber_reads_batches_and_asks_for_what_it_missed(events, publish)
     subscriber, asker = publish("kv@here@base")
     (begin,) = batches_until(asker, 1).values()
     assert begin[1:] == [[{"type": "AllBlocksCleared"}], 0], "what an earlier process told of is gone"
-    events.stored(0, ("", ""), first := block(5), Place.POOL)
-    events.stored(0, ("", ""), block(6, (3, 4), first), Place.POOL)
+    events.stored(0, ("", ""), first := block(5), Medium.POOL)
+    events.stored(0, ("", ""), block(6, (3, 4), first), Medium.POOL)
     while True:
         topic, sequence, payload = subscriber.recv_multipart()
         seconds, told, rank = msgpack.unpackb(payload)
@@ -195,7 +195,7 @@ def test_after_a_loss_subscribers_begin_anew(events, publish):
     _, asker = publish()
     batches_until(asker, 1)
     for number in range(5, 12):  # no more than 4 wait
-        events.stored(0, ("", ""), block(number), Place.POOL)
+        events.stored(0, ("", ""), block(number), Medium.POOL)
     kinds = [event["type"] for _, told, _ in batches_until(asker, 3).values() for event in told]
     assert kinds[0] == "AllBlocksCleared" and kinds[-1] == "AllBlocksCleared" and events.num_dropped > 0
     assert kinds.count("BlockStored") == events.num_recorded >= 4
@@ -229,7 +229,7 @@ def test_a_server_publishes_what_its_engine_caches(start, fake_engine, tmp_path)
     asker = zmq.Context.instance().socket(zmq.DEALER)
     asker.rcvtimeo = 20_000
     asker.connect(replay)
-    events.stored(0, ("", ""), block(5, range(16)), Place.POOL)
+    events.stored(0, ("", ""), block(5, range(16)), Medium.POOL)
     (told,) = batches_until(asker, 2)[1][1]
     assert (told["type"], told["token_ids"], told["block_size"]) == ("BlockStored", list(range(16)), 16)
     asker.close(linger=0)

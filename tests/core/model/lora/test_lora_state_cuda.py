@@ -245,9 +245,9 @@ class TestLayersOfTwoKinds:
         assert state.begin_bucket([one], [0], captured := state.bucket(1)) is captured
 
     def test_launches_are_of_the_layers_products(self, state):
-        assert [len(product.modules) for product in state.products] == [4, 1, 2, 1, 3, 1]
-        products = [tuple(each.values()) for each in state.product_in]
-        assert products == [(0, 1, 2, 3), (0, 1, 2, 3), (4, 5, 2, 3), (0, 1, 2, 3)]
+        assert [len(shape.modules) for shape in state.gemm_shapes] == [4, 1, 2, 1, 3, 1]
+        shapes = [tuple(each.values()) for each in state.gemm_shape_in]
+        assert shapes == [(0, 1, 2, 3), (0, 1, 2, 3), (4, 5, 2, 3), (0, 1, 2, 3)]
 
     def test_sample_adapters_have_all_parts(self, state):
         assert SampleAdapters(state, 4, 0).launches(4).num_tiles == 12

@@ -14,7 +14,7 @@ from chorus.core.model.specs.feed_forward import Activation, ClampedSwiglu, Expe
 from chorus.memory.pages.projections import MIXTURE_GROUPS, Group
 from chorus.ops.library import native_library
 from chorus.ops.lora.sgmv import AdapterRows, Segments
-from chorus.ops.moe.expert_products import Matrix, pack, unpack
+from chorus.ops.moe.expert_gemms import Matrix, pack, unpack
 
 pytestmark = pytest.mark.wide
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from chorus.core.model.batch import StepBatch
+from chorus.core.model.program.native_binding import Tables, score_scale
 from chorus.core.model.program.native_decoder import NativeDecoderModel, why_unsupported
-from chorus.core.model.program.native_place import Tables, score_scale
 from chorus.core.model.specs.attention import AttentionSpec, HeadNorm, OutputGate
 from chorus.core.model.specs.feed_forward import (
     Activation,

@@ -22,7 +22,7 @@ from chorus.core.model.weights.shard import Shard
 from chorus.core.model.weights.weight_loader import WeightLoader
 from chorus.core.model.weights.weight_plan import PACKED
 from chorus.ops.library.native_integers import IntegerPanels
-from chorus.ops.moe.expert_products import unpack
+from chorus.ops.moe.expert_gemms import unpack
 
 from .....tables import LAYER_MATRICES
 from .forms import FORMS

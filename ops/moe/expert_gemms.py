@@ -3,7 +3,7 @@
 By the native library, in one call for all matrices of a shape, each in the model's dtype or as whole numbers with
 scales; where it isn't there, or can't pack a matrix, by oneDNN.
 
-Tests: tests/ops/moe/test_expert_products.py
+Tests: tests/ops/moe/test_expert_gemms.py
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def multiply_each(
         return _by_library(x, ends, matrices, biases)  # type: ignore[arg-type]
     begins = (0, *ends)
     products = [
-        _product(x[begin:end], matrix, None if biases is None else biases[index])
+        _gemm(x[begin:end], matrix, None if biases is None else biases[index])
         for index, (begin, end, matrix) in enumerate(zip(begins, ends, matrices, strict=False))
     ]
     return products[0] if len(products) == 1 else torch.cat(products)
@@ -110,7 +110,7 @@ def _by_library(
     return y.to(x.dtype)
 
 
-def _product(x: torch.Tensor, weight: Matrix, bias: torch.Tensor | None) -> torch.Tensor:
+def _gemm(x: torch.Tensor, weight: Matrix, bias: torch.Tensor | None) -> torch.Tensor:
     """`x @ weightᵀ + bias`. Of one row alone, oneDNN may take another kernel, which adds up in another order."""
     if isinstance(weight, Panels | IntegerPanels):
         raise TypeError("matrices of one call must be packed alike")

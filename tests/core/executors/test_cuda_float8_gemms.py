@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from chorus.core.executors import cuda_float8_products
-from chorus.core.executors.cuda_float8_products import check_float8_products, choose_float8_products
+from chorus.core.executors import cuda_float8_gemms
+from chorus.core.executors.cuda_float8_gemms import check_float8_gemms, choose_float8_gemms
 from chorus.core.model.batch import GemmBackend
 from chorus.core.model.checkpoints.quantization.round_to_nearest import RoundToNearest
 from chorus.core.model.decoder import DecoderModel
@@ -61,7 +61,7 @@ def test_each_kind_takes_the_faster_way_in_all_layers(caplog):
     caplog.set_level("INFO")
     decoder = decoder_of()
     clock = Clock((2.0, 1.0), (1.0, 2.0), (1.0, 1.01), (1.0, 1.03))
-    choose_float8_products(decoder, 72, LateDevice(), clock)
+    choose_float8_gemms(decoder, 72, LateDevice(), clock)
     assert chosen(decoder) == [{True}, {False}, {True}, {False}]
     assert clock.is_done()
     assert (
@@ -81,7 +81,7 @@ def test_wrong_values_and_failures_leave_them_widened(monkeypatch, caplog):
 
     monkeypatch.setattr(torch, "_scaled_mm", broken)
     decoder = decoder_of()
-    choose_float8_products(decoder, 72, LateDevice(), Clock((2.0, 1.0), (2.0, 1.0)))
+    choose_float8_gemms(decoder, 72, LateDevice(), Clock((2.0, 1.0), (2.0, 1.0)))
     assert chosen(decoder) == [{False}, {False}, {True}, {True}]
     assert "of MIXER_IN are not used: RuntimeError: no kernel" in caplog.text
     assert "of MIXER_OUT are not used: they differ by" in caplog.text
@@ -89,7 +89,7 @@ def test_wrong_values_and_failures_leave_them_widened(monkeypatch, caplog):
 
 def test_nothing_is_chosen_for_weights_that_keep_activations():
     decoder = decoder_of(float8_inputs=False)
-    choose_float8_products(decoder, 72, LateDevice(), Clock())
+    choose_float8_gemms(decoder, 72, LateDevice(), Clock())
     assert chosen(decoder) == [{False}] * 4
     assert not any(layer[name].rounds_inputs for layer in decoder.layers for name in LAYER_MATRICES)
 
@@ -117,9 +117,9 @@ def test_both_ways_compute_a_step_from_the_same_rounded_rows(monkeypatch):
 
 def test_where_they_can_not_be_multiplied_it_is_refused(monkeypatch):
     with pytest.raises(UnsupportedModel, match="but dtype is float16; leave it out, or set dtype to bfloat16"):
-        check_float8_products(torch.float16, torch.device("cuda", 0))
+        check_float8_gemms(torch.float16, torch.device("cuda", 0))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 6))
     with pytest.raises(UnsupportedModel, match=r"needs compute capability 8\.9, cuda:0 has 8\.6; leave it out"):
-        check_float8_products(torch.bfloat16, torch.device("cuda", 0))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: cuda_float8_products.LEAST_CAPABILITY)
-    check_float8_products(torch.bfloat16, torch.device("cuda", 0))
+        check_float8_gemms(torch.bfloat16, torch.device("cuda", 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: cuda_float8_gemms.LEAST_CAPABILITY)
+    check_float8_gemms(torch.bfloat16, torch.device("cuda", 0))

@@ -78,7 +78,7 @@ _SHARED_GATE = ".shared_expert_gate.weight"
 _PLAIN_NORM = "linear_attn.norm.weight"
 
 
-class Place(NamedTuple):
+class GgufSource(NamedTuple):
     """Where a file has a tensor of transformers."""
 
     parts: tuple[Stored, ...]
@@ -94,15 +94,15 @@ class Place(NamedTuple):
     """Makes transformers' values of the file's. None: they are the same."""
 
 
-def places(file: GgufFile, wanted: Collection[str]) -> dict[str, Place]:
+def sources(file: GgufFile, wanted: Collection[str]) -> dict[str, GgufSource]:
     """Names of transformers → where the file has them. Tensors that are not wanted have the file's name, but those of
     draft layers, which are named as layers of the model.
     """
     names = _Names(file)
-    found = {name: place for name in wanted if (place := names.place(name)) is not None}
-    used = {part.tensor for place in found.values() for part in place.parts}
+    found = {name: source for name in wanted if (source := names.source(name)) is not None}
+    used = {part.tensor for source in found.values() for part in source.parts}
     others = file.tensors.keys() - used - _FROM_CONFIG
-    return found | {names.unused(name): Place((Stored(name),), names.shape(Stored(name))) for name in others}
+    return found | {names.unused(name): GgufSource((Stored(name),), names.shape(Stored(name))) for name in others}
 
 
 class _Names:
@@ -138,11 +138,11 @@ class _Names:
             return (1, *shape)
         return shape if part.expert is None else shape[1:]
 
-    def place(self, name: str) -> Place | None:
+    def source(self, name: str) -> GgufSource | None:
         """Where the file has a tensor of transformers; None: it has not."""
         made = _MADE.get(self.file.architecture)
-        if made is not None and (place := made(self, name)) is not None:
-            return place
+        if made is not None and (source := made(self, name)) is not None:
+            return source
         expert = _EXPERT.search(name)
         number = None if expert is None else int(expert[1])
         found = self._find(name if expert is None else f"{name[: expert.start()]}.experts.{name[expert.end() :]}")
@@ -156,7 +156,7 @@ class _Names:
         shape = self.shape(part)
         if name.endswith(_KERNELS) and len(shape) == 2:
             shape = (shape[0], 1, shape[1])
-        return Place((part,), shape, self._order(name, shape[0]), self._values(name))
+        return GgufSource((part,), shape, self._order(name, shape[0]), self._values(name))
 
     def unused(self, name: str) -> str:
         """The name of a tensor of the file that is not wanted."""
@@ -170,10 +170,10 @@ class _Names:
         found = layer and f"blk.{layer[1]}.{tensor}"
         return found if found in self.file.tensors else None
 
-    def joined(self, parts: tuple[Stored, ...], order: Callable[[], torch.Tensor] | None = None) -> Place:
-        """The place of a tensor with the rows of several."""
+    def joined(self, parts: tuple[Stored, ...], order: Callable[[], torch.Tensor] | None = None) -> GgufSource:
+        """The source of a tensor with the rows of several."""
         shapes = [self.shape(part) for part in parts]
-        return Place(parts, (sum(shape[0] for shape in shapes), *shapes[0][1:]), order)
+        return GgufSource(parts, (sum(shape[0] for shape in shapes), *shapes[0][1:]), order)
 
     def by_unit(self, field: str, sizes: tuple[int, ...]) -> Callable[[], torch.Tensor]:
         """The order of rows of a tensor that has those of each unit together, where the file has runs of rows of all
@@ -200,7 +200,7 @@ class _Names:
             name.removeprefix("model."), (".weight", ".bias")
         )
 
-    def _of_gate_and_up(self, found: str, expert: int) -> Place | None:
+    def _of_gate_and_up(self, found: str, expert: int) -> GgufSource | None:
         """A matrix of an expert in a tensor of gates and ups, which the converter makes on request."""
         matrix = next((each for each in ("gate", "up") if f".ffn_{each}_exps." in found), None)
         both = matrix and found.replace(f".ffn_{matrix}_exps.", ".ffn_gate_up_exps.")
@@ -209,7 +209,7 @@ class _Names:
         part = Stored(both, expert)
         rows, *others = self.shape(part)
         first = 0 if matrix == "gate" else rows // 2
-        return Place((part,), (rows // 2, *others), partial(torch.arange, first, first + rows // 2))
+        return GgufSource((part,), (rows // 2, *others), partial(torch.arange, first, first + rows // 2))
 
     def _order(self, name: str, rows: int) -> Callable[[], torch.Tensor] | None:
         module = name.split(".")[-2]
@@ -246,7 +246,7 @@ def _log(values: torch.Tensor) -> torch.Tensor:
     return (-values).log()
 
 
-def _kv_up(names: _Names, name: str) -> Place | None:
+def _kv_up(names: _Names, name: str) -> GgufSource | None:
     """DeepSeek's keys and values of latents: of every head its keys, then its values; newer files have them apart."""
     if not name.endswith(".kv_b_proj.weight") or names.block(name, "attn_kv_b.weight"):
         return None
@@ -258,7 +258,7 @@ def _kv_up(names: _Names, name: str) -> Place | None:
     return names.joined(parts, names.by_unit("attention.head_count", sizes))
 
 
-def _qkv(names: _Names, name: str) -> Place | None:
+def _qkv(names: _Names, name: str) -> GgufSource | None:
     """GPT-NeoX' q, k and v by head."""
     kind = name.rpartition(".")[2]
     found = names.block(name, f"attn_qkv.{kind}") if name.endswith(f".query_key_value.{kind}") else None
@@ -269,7 +269,7 @@ def _qkv(names: _Names, name: str) -> Place | None:
     return names.joined((part,), order)
 
 
-def _qkvz(names: _Names, name: str) -> Place | None:
+def _qkvz(names: _Names, name: str) -> GgufSource | None:
     """Qwen3-Next's q, k, v and z by head of keys; older files have one tensor of transformers' order."""
     if not name.endswith(".in_proj_qkvz.weight"):
         return None
@@ -282,7 +282,7 @@ def _qkvz(names: _Names, name: str) -> Place | None:
     return names.joined(parts, names.by_unit("ssm.group_count", (keys, keys, values, values)))
 
 
-def _gate_and_up(names: _Names, name: str) -> Place | None:
+def _gate_and_up(names: _Names, name: str) -> GgufSource | None:
     """Gate and up of Granite-MoE's shared expert."""
     if not name.endswith(".shared_mlp.input_linear.weight"):
         return None
@@ -291,7 +291,7 @@ def _gate_and_up(names: _Names, name: str) -> Place | None:
 
 
 #: Architectures that have some tensors made of others, or in another order.
-_MADE: dict[str, Callable[[_Names, str], Place | None]] = {
+_MADE: dict[str, Callable[[_Names, str], GgufSource | None]] = {
     "deepseek2": _kv_up,
     "gptneox": _qkv,
     "granitemoe": _gate_and_up,

@@ -2,7 +2,7 @@
 
 Both multiply the same rounded activations, so the choice changes outputs by rounding alone.
 
-Tests: tests/core/executors/test_cuda_float8_products.py
+Tests: tests/core/executors/test_cuda_float8_gemms.py
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from .cuda_gemm_races import NEAR
 logger = logging.getLogger(__name__)
 
 DTYPES = {torch.bfloat16}
-"""Dtypes of products of FP8 with FP8 with a scale per row."""
+"""Dtypes of GEMMs of FP8 with FP8 with a scale per row."""
 
 LEAST_CAPABILITY = (8, 9)
 """Compute capability from which GPUs multiply FP8."""
 
 SAMPLED = 4
-"""Layers whose products are timed: together their weights are larger than a GPU's cache."""
+"""Layers whose GEMMs are timed: together their weights are larger than a GPU's cache."""
 
 Seconds = Callable[[Callable[[], object]], float]
 """Device seconds of some work, captured."""
 
 
-def check_float8_products(dtype: torch.dtype, device: torch.device) -> None:
+def check_float8_gemms(dtype: torch.dtype, device: torch.device) -> None:
     """Raise UnsupportedModel if activations of a dtype in FP8 can't be multiplied as they are on a device."""
     if dtype not in DTYPES:
         name = str(dtype).removeprefix("torch.")
@@ -51,10 +51,8 @@ def check_float8_products(dtype: torch.dtype, device: torch.device) -> None:
         )
 
 
-def choose_float8_products(
-    decoder: DecoderModel, rows: int, device: CudaDevice, seconds: Seconds | None = None
-) -> None:
-    """Choose for each kind of GEMM, for the library's products of any number of rows.
+def choose_float8_gemms(decoder: DecoderModel, rows: int, device: CudaDevice, seconds: Seconds | None = None) -> None:
+    """Choose for each kind of GEMM, for the library's GEMMs of any number of rows.
 
     Weights are multiplied as they are where that gives the values of widened ones, and steps of `rows` tokens are not
     slower by more than they vary. Call it before anything is captured. seconds: default: the device's.

@@ -14,7 +14,7 @@ from chorus.core.model.checkpoints.quantization.rounded_inputs import RoundedInp
 from chorus.ops.gemm import packed_gemm
 from chorus.ops.library import native_library
 from chorus.ops.library.native_integers import IntegerPanels, pack_integers
-from chorus.ops.moe.expert_products import Panels, multiply_each, pack, unpack
+from chorus.ops.moe.expert_gemms import Panels, multiply_each, pack, unpack
 
 pytestmark = pytest.mark.wide
 

@@ -56,20 +56,20 @@ struct ChunkRows {
 //
 //   column  the panel's first
 //   fixed   the thread's, of this product
-//   other parameters as of panel_product
+//   other parameters as of panel_gemm
 template <class T>
-inline void weights_product(const ChunkRows<T>& chunk, const Weights<T>& w, int column, const Outputs& out,
+inline void weights_gemm(const ChunkRows<T>& chunk, const Weights<T>& w, int column, const Outputs& out,
                             FixedScratch<T>& fixed, const Extra<Act<T>>* extra = nullptr, bool more = false) {
     const Rows<const Act<T>> x = chunk.x.from(chunk.row);
     const auto add_extra = [&] {
-        if (extra) panel_product<Act<T>>(extra->x, chunk.rows, extra->w, {out.y, out.columns, true, nullptr});
+        if (extra) panel_gemm<Act<T>>(extra->x, chunk.rows, extra->w, {out.y, out.columns, true, nullptr});
     };
     if (w.integers.bits) {
         const IntegerPanel panel = w.integer_panel(column);
         const auto multiply_as = [&](auto form) {
             using F = decltype(form);
             const FixedRows rows = fixed.template of<F>(chunk.x, chunk.first, chunk.count, w.inputs, panel.inputs());
-            integers_product_as<F>(rows.from(chunk.row - chunk.first), chunk.rows, panel, out, more);
+            integers_gemm_as<F>(rows.from(chunk.row - chunk.first), chunk.rows, panel, out, more);
         };
         if (panel.input_bits == 8) multiply_as(Whole8{});
         else multiply_as(Fine<T>{});
@@ -77,11 +77,11 @@ inline void weights_product(const ChunkRows<T>& chunk, const Weights<T>& w, int 
     }
 #ifdef CHORUS_AMX
     if constexpr (std::is_same_v<T, bf16>) {
-        tiles_product<AmxTiles>(x, chunk.rows, w.panel(column), out, kPrefetchBytes);
+        tiles_gemm<AmxTiles>(x, chunk.rows, w.panel(column), out, kPrefetchBytes);
         return add_extra();
     }
 #endif
-    panel_product<T>(x, chunk.rows, w.panel(column), out, extra, more);
+    panel_gemm<T>(x, chunk.rows, w.panel(column), out, extra, more);
 }
 
 struct Tile {
@@ -93,10 +93,10 @@ struct Tile {
 //   x           [rows, inputs]
 //   y           [rows, outputs]
 //   fixed       the thread's that runs the units
-//   accumulate  true: the product is added to y
+//   accumulate  true: it is added to y
 //   cuts        where the row chunks begin and the last ends; null: every kRowChunk rows
 template <class T>
-struct Product {
+struct Gemm {
     Rows<const Act<T>> x;
     int rows;
     Weights<T> w;
@@ -120,11 +120,11 @@ struct Product {
         if (accumulate && more) fetch_outputs(out.from(0, kPanel), std::min(t.rows, kRows));
         run(t, out, nullptr, more);
     }
-    // A tile, or some of one's rows, to `out`. extra, more: see panel_product.
+    // A tile, or some of one's rows, to `out`. extra, more: see panel_gemm.
     void run(const Tile& t, Rows<float> out, const Extra<Act<T>>* extra = nullptr, bool more = false) const {
         const int chunk =
             cuts ? int(std::upper_bound(cuts->begin(), cuts->end() - 1, t.row) - cuts->begin()) - 1 : t.row / kRowChunk;
-        weights_product<T>({x, begin(chunk), end(chunk) - begin(chunk), t.row, t.rows}, w, t.column,
+        weights_gemm<T>({x, begin(chunk), end(chunk) - begin(chunk), t.row, t.rows}, w, t.column,
                            {out, t.columns, accumulate, w.bias ? w.bias + t.column : nullptr}, *fixed, extra, more);
     }
 };

@@ -72,7 +72,7 @@ def _angles(rope: RopeConfig, positions: int, spare: int) -> tuple[torch.Tensor,
 
 
 @dataclass(slots=True)
-class LayerPlace:
+class LayerBinding:
     """A layer: what its ops' arguments are made of."""
 
     weights: LayerWeights
@@ -94,7 +94,7 @@ class LayerPlace:
 
 
 #: An argument that is known only when an op is described.
-Late = Callable[[LayerPlace], Any]
+Late = Callable[[LayerBinding], Any]
 
 
 def weight_of(slot: str) -> Late:
@@ -102,19 +102,19 @@ def weight_of(slot: str) -> Late:
     return lambda at: at.weights.get(slot)
 
 
-def filled(op: NativeOp, at: LayerPlace) -> NativeOp:
+def filled(op: NativeOp, at: LayerBinding) -> NativeOp:
     """An op with what its layer has in place of `Late` arguments."""
     return NativeOp(op.kind, _filled(op.arguments, at))
 
 
-def _filled(arguments: Mapping[str, Any], at: LayerPlace) -> dict[str, Any]:
+def _filled(arguments: Mapping[str, Any], at: LayerBinding) -> dict[str, Any]:
     return {
         name: each(at) if callable(each) else _filled(each, at) if isinstance(each, Mapping) else each
         for name, each in arguments.items()
     }
 
 
-def layer_places(
+def layer_bindings(
     layers: Sequence[LayerSpec],
     weights: Sequence[LayerWeights],
     tables: Tables,
@@ -122,17 +122,17 @@ def layer_places(
     kv_scales: Sequence[KvScales] = (),
     mixtures: Sequence[LayerMixture | None] = (),
     planes: Sequence[int] = (),
-) -> list[LayerPlace]:
-    """The layers' places. layout: where their KV is; by default all layers' in each page. kv_scales: of each layer's
+) -> list[LayerBinding]:
+    """The layers' bindings. layout: where their KV is; by default all layers' in each page. kv_scales: of each layer's
     KV; none: it is not in FP8. mixtures: by layer; empty: no layer has any. planes: of each layer's KV, elements from a
     page's beginning; needed for latents.
     """
     kv_of, with_state = kv_index(layers), 0
     groups = (PageGroup(tuple(range(len(layers)))),) if layout is None else layout.groups
     pages = {layer: (group, at) for group, each in enumerate(groups) for at, layer in enumerate(each.layers)}
-    found: list[LayerPlace] = []
+    found: list[LayerBinding] = []
     for index, (layer, own) in enumerate(zip(layers, weights, strict=True)):
-        place = LayerPlace(own, tables, state_layer=with_state, mixture=mixtures[index] if mixtures else None)
+        place = LayerBinding(own, tables, state_layer=with_state, mixture=mixtures[index] if mixtures else None)
         if layer.attention is not None:
             place.page_group, place.page_layer = pages[kv_of[index]]
             place.kv_scales = kv_scales[kv_of[index]] if kv_scales else UNSCALED
