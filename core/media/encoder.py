@@ -187,19 +187,19 @@ class ImageEncoder:
             if request.id not in self._pending:
                 return
             key = self._key(request, item)
-            found = self._cache.get(key)
-            if found is None:
-                maker = self._maker_now()
-                if not has_changes and request.media_scope and request.bound is not None:
-                    changes, has_changes = maker.changes(request.bound), True
-                own = sum(each.nbytes for each in rows)
-                self._wait_for_room(request, own)
-                if (found := self._rows(maker, request, item, changes, own)) is None:
-                    return
-                self._keep(key, found)
-            else:
+            if (found := self._cache.get(key)) is not None:
                 self._cache.move_to_end(key)
                 self.num_found += 1
+                rows.append(found)
+                continue
+            maker = self._maker_now()
+            if not has_changes and request.media_scope and request.bound is not None:
+                changes, has_changes = maker.changes(request.bound), True
+            own = sum(each.nbytes for each in rows)
+            self._wait_for_room(request, own)
+            if (found := self._rows(maker, request, item, changes, own)) is None:
+                return
+            self._keep(key, found)
             rows.append(found)
         request.media_rows[:] = rows
 

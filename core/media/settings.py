@@ -45,11 +45,9 @@ class ImageSettings:
         """Those of an image processor of transformers."""
         known, size = processor.valid_kwargs.__annotations__, getattr(processor, _SIZE, None) or {}
         size = {name: value for name, value in dict(size).items() if value is not None}
-        numbers: dict[str, int] = {}
-        for least, most in _NUMBERS.items():
-            own = size.get(_EDGE) if most == "max_pixels" else getattr(processor, most, None)
-            if isinstance(own, int):
-                numbers |= {name: own for name in (least, most) if name in known}
+        mosts = {most: getattr(processor, most, None) for most in _NUMBERS.values()} | {"max_pixels": size.get(_EDGE)}
+        owns = {name: mosts[most] for least, most in _NUMBERS.items() for name in (least, most) if name in known}
+        numbers = {name: own for name, own in owns.items() if isinstance(own, int)}
         has_edge = "max_pixels" not in numbers and set(size) == {_EDGE}
         return cls(numbers, tuple(name for name in _SWITCHES if name in known), size[_EDGE] if has_edge else None)
 

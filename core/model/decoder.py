@@ -34,8 +34,7 @@ from .paged_states import PagedStates
 from .program.builder import Kept, layer_program
 from .program.ends import LOGITS, STATES, end_gemms, end_programs, lasting_buffers
 from .program.ops import INPUTS, STREAM, Gemm
-from .program.torch_gemm import Weight, kind_of, multiply
-from .program.torch_ops import Runs, run_ops
+from .program.torch_ops import Runs, Weight, kind_of, multiply, run_ops
 from .program.torch_program import Final, TorchProgram
 from .program.torch_step import AddedLogits, Batch, Bound, Residual, Step, batch_of_parts
 from .specs.config import ModelConfig

@@ -107,10 +107,19 @@ def programs(directory: Path) -> list[str]:
     return program_lines(read_model_config(directory))
 
 
-def described(directory: Path) -> list[str]:
-    """What a checkpoint's configuration says. Raises UnsupportedModel if it would not be served."""
+def _images(directory: Path, model: ModelConfig) -> list[str]:
+    """Whether images are served; nothing of a model that doesn't see."""
     from ...core.config import EngineConfig
     from ...core.media.serving import why_blind
+
+    if model.vision is None or model.image_token is None:
+        return []
+    why = why_blind(EngineConfig(model=directory), model, on_gpu=False)
+    return [f"images: {f'not served: {why}' if why else 'served on CPUs, with adapters of the vision tower'}"]
+
+
+def described(directory: Path) -> list[str]:
+    """What a checkpoint's configuration says. Raises UnsupportedModel if it would not be served."""
     from ...core.model.read_config import family_of, read_model_config
 
     model = read_model_config(directory)
@@ -126,9 +135,7 @@ def described(directory: Path) -> list[str]:
         f"{' or '.join(map(_heads, model.attention_shapes))}, vocabulary {model.vocab_size}",
         f"adapters may target: {model.module_paths.names}",
     ]
-    if model.vision is not None and model.image_token is not None:
-        why = why_blind(EngineConfig(model=directory), model, on_gpu=False)
-        lines.append(f"images: {f'not served: {why}' if why else 'served on CPUs, with adapters of the vision tower'}")
+    lines += _images(directory, model)
     if (form := _form(directory, model)) is not None:
         lines.append(f"weights: {form}, {_kept(model)}")
     if experts := model.experts:

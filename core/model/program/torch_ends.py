@@ -10,31 +10,13 @@ from torch.nn.functional import embedding
 
 from ....ops.elementwise.elementwise import rms_norm
 from .builder import Kept
-from .end_ops import Cap, Embed, EmbedMedia, JoinStreams, Logits, NormParts, PlaceImages, Rows, Select, SplitStreams
+from .end_ops import Cap, EmbedMedia, JoinStreams, NormParts, PlaceImages, SplitStreams
 from .ops import TakeInput
-from .torch_gemm import backend_for, multiply
+from .torch_ops import backend_for, multiply
 from .torch_step import OpContext, Run, Step
 
 #: The least mean square that a stream is scaled by.
 _LEAST_SQUARE = 1e-5
-
-
-def embed(op: Embed, at: OpContext) -> Run:
-    index, model = at.index, at.model
-
-    def run(step: Step) -> None:
-        table, token_ids, lora = step.layers[index][op.table], step.batch.token_ids, step.batch.lora
-        known = token_ids if lora is None else lora.known(token_ids)
-        if op.first_from is not None:
-            known = known.where(known < op.first_from, 0)
-        rows = embedding(known, table)
-        if lora is not None and op.adapted:
-            lora.embed(rows, token_ids)
-        if op.factor != 1.0:
-            rows = rows * float(torch.tensor(op.factor, dtype=rows.dtype))
-        step.names[op.out] = rows.to(model.dtype)
-
-    return run
 
 
 def embed_media(op: EmbedMedia, at: OpContext) -> Run:
@@ -115,33 +97,6 @@ def _as_large(rows: torch.Tensor, as_these: torch.Tensor) -> torch.Tensor:
     """Rows `[tokens, hidden]`, each multiplied so that it has the root mean square of the other."""
     want = as_these.square().mean(-1, keepdim=True) ** 0.5
     return rows * want / rows.square().mean(-1, keepdim=True).clamp(min=_LEAST_SQUARE).sqrt()
-
-
-def select(op: Select, _: OpContext) -> Run:
-    def run(step: Step) -> None:
-        tokens = step.batch.logit_tokens if op.rows is Rows.LOGITS else step.batch.kept_tokens
-        if tokens is not None:  # else all tokens have logits
-            step.names |= {each: step.names[each][tokens] for each in op.parts}
-
-    return run
-
-
-def logits(op: Logits, at: OpContext) -> Run:
-    index, model = at.index, at.model
-
-    def run(step: Step) -> None:
-        names, weights = step.names, step.layers[index]
-        x, weight, memory = names[op.x], weights[op.weight], names.get(op.out)
-        found = multiply(backend_for(step.batch.backends, weight, is_head=True), x, weight)
-        found = found.float() if memory is None else memory.copy_(found)
-        if step.added_logits is not None:
-            ranks = model.ranks
-            step.added_logits(found, x, 0 if ranks is None else op.vocab * ranks.rank // ranks.size)
-        if op.bias is not None:
-            found.add_(weights[op.bias])
-        names[op.out] = found
-
-    return run
 
 
 def cap(op: Cap, _: OpContext) -> Run:

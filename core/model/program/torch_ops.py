@@ -1,23 +1,24 @@
-"""The torch interpreter's ops: each runs the kernel that fits the device.
+"""Ops that most models have, in the torch interpreter: each runs the kernel that fits the device.
 
 Tests: tests/core/test_families.py
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
+from torch.nn.functional import embedding, linear
 
+from ....memory.pages.projections import LAYER_GROUPS
 from ....ops.elementwise.elementwise import (
     add_layer_norm,
     add_rms_norm,
-    gate_output,
     layer_norm,
     rms_norm,
     rotate,
     rotate_and_write,
+    silu_and_mul,
     split_gates,
     split_gates_apart,
     split_gates_of_heads,
@@ -25,56 +26,27 @@ from ....ops.elementwise.elementwise import (
     xielu,
 )
 from ....ops.elementwise.rotation import KvSlots
-from ....ops.elementwise.sparse_gates import sparse_gates
-from ..moe.experts import activated, mix_experts
+from ....ops.gemm import float8_rows
+from ....ops.gemm.narrow_weights import NarrowWeight
+from ....ops.gemm.packed_gemm import packed_linear
+from ..batch import GemmBackend, GemmBackends, GemmKind
+from ..lora.step_lora import ATTN_O, DOWN, GATE_UP, QKV
+from ..moe.experts import activated
 from ..nvtx_spans import span
 from ..specs.attention import OutputGate
 from ..specs.norms import NormKind, NormSpec
+from ..weights.rounding_weight import RoundingWeight
 from .builder import Kept
-from .end_ops import Cap, Embed, EmbedMedia, JoinStreams, Logits, NormParts, PlaceImages, Select, SplitStreams
-from .ops import (
-    Activate,
-    Add,
-    AddMedia,
-    AddToOthers,
-    AllReduce,
-    Attend,
-    Concat,
-    CorrectStreams,
-    GateOutput,
-    Gemm,
-    Heads,
-    LatentAttend,
-    Latents,
-    Mix,
-    Moe,
-    Norm,
-    Op,
-    PredictStreams,
-    Scale,
-    SparseGates,
-    StreamFactors,
-    Sum,
-    TakeInput,
-    TakeStream,
-)
-from .torch_ends import (
-    cap,
-    embed,
-    embed_media,
-    join_streams,
-    logits,
-    norm_parts,
-    place_images,
-    select,
-    split_streams,
-    take_input,
-)
-from .torch_gemm import gemm
+from .end_ops import Embed, Logits, Rows, Select
+from .ops import Activate, Add, AllReduce, Attend, Gemm, Heads, Norm
 from .torch_heads import attended_of, head_norms, query_growth, query_weights, scores_of
-from .torch_latents import latent_attend, latents
 from .torch_step import OpContext, Run, Step, reader
-from .torch_streams import add_to_others, correct_streams, predict_streams, stream_factors, take_stream
+
+if TYPE_CHECKING:
+    from ....ops.lora.sgmv_triton import Shrunk
+
+#: A weight of a GEMM, as a device or a CPU keeps it.
+Weight = torch.Tensor | NarrowWeight | RoundingWeight
 
 #: Ops, each with the buffers that nothing reads after it.
 Runs = list[tuple[Run, tuple[str, ...]]]
@@ -86,9 +58,13 @@ _SPLITS = {
 }
 
 
-def bind(op: Op, at: OpContext) -> Run:
-    """What runs an op in its place."""
-    return _RUNS[type(op)](op, at)
+#: Spans of the groups of projections, with the base weights and with adapters.
+_SPANS = {
+    QKV: ("attn.qkv", "lora.qkv"),
+    ATTN_O: ("attn.o", "lora.o"),
+    GATE_UP: ("mlp.gate_up", "lora.gate_up"),
+    DOWN: ("mlp.down", "lora.down"),
+}
 
 
 def run_ops(runs: Runs, step: Step) -> None:
@@ -110,7 +86,7 @@ def within_span(name: str, runs: Runs) -> Run:
     return run
 
 
-def _norm(op: Norm, at: OpContext) -> Run:
+def norm(op: Norm, at: OpContext) -> Run:
     read, index, slot, out, added, norm = reader(op.x), at.index, op.weight, op.out, op.added, op.norm
 
     def run(step: Step) -> None:
@@ -132,16 +108,90 @@ def normed(x: torch.Tensor, weight: torch.Tensor, norm: NormSpec, added: torch.T
             return layer_norm(x if added is None else x.add_(added), weight[0], norm.eps, weight[1])
 
 
-def _gate_output(op: GateOutput, _: OpContext) -> Run:
+def gemm(op: Gemm, at: OpContext) -> Run:
+    """A GEMM with what adapters add, gated or not; in one launch but for shrink where the backend has that."""
+    read, index, slot, bias_slot, out, silu = reader(op.x), at.index, op.weight, op.bias, op.out, op.silu
+    group, offloads = int(op.group), op.group in LAYER_GROUPS
+    base_name, lora_name = _SPANS.get(group, (op.group.name.lower(), f"lora.{op.group.name.lower()}"))
+
     def run(step: Step) -> None:
-        names = step.names
-        gates = names[op.gates]
-        names[op.out] = gate_output(names[op.x], gates)
+        names, weights, lora, shrunk = step.names, step.layers[index], step.batch.lora, None
+        x, weight, bias = read(names), weights[slot], weights.get(bias_slot)
+        backend = backend_for(step.batch.backends, weight, bias, silu=silu)
+        if lora is not None:
+            if offloads:
+                lora.offload(group, x, index)
+            if backend is GemmBackend.EXPANDED:
+                with span(lora_name):
+                    shrunk = lora.shrink(group, x, index)
+        is_added = lora is None or shrunk is not None
+        with span(base_name):
+            y = multiply(backend, x, weight, bias, gate=silu and is_added, shrunk=shrunk)
+        if lora is not None and shrunk is None:
+            with span(lora_name):
+                lora.add(group, y, x, index)
+            y = silu_and_mul(y) if silu else y
+        names[out] = y
 
     return run
 
 
-def _heads(op: Heads, at: OpContext) -> Run:
+def backend_for(
+    backends: GemmBackends,
+    weight: Weight,
+    bias: torch.Tensor | None = None,
+    *,
+    silu: bool = False,
+    is_head: bool = False,
+) -> GemmBackend:
+    """The backend of a GEMM, among those of a step."""
+    if not backends:
+        return GemmBackend.LIBRARY
+    return backends.get(kind_of(weight, bias, silu=silu, is_head=is_head), GemmBackend.LIBRARY)
+
+
+def kind_of(weight: Weight, bias: torch.Tensor | None = None, *, silu: bool = False, is_head: bool = False) -> GemmKind:
+    """The kind of a GEMM with a weight `[outputs, inputs]`."""
+    weight = weight.weight if isinstance(weight, RoundingWeight) else weight
+    form = str(weight.dtype).removeprefix("torch.")
+    if isinstance(weight, NarrowWeight):
+        name = "MXFP4" if weight.float4 else "FP8" if weight.float8 else f"int{weight.bits}"
+        form = f"{name} in groups of {weight.group}"
+        form += " with zeros" * (weight.zeros is not None) + ", rounds inputs" * weight.rounds_inputs
+    outputs, inputs = weight.shape
+    return GemmKind(outputs, inputs, form, bias is not None, silu, is_head)
+
+
+def multiply(
+    backend: GemmBackend,
+    x: torch.Tensor,
+    weight: Weight,
+    bias: torch.Tensor | None = None,
+    *,
+    gate: bool = False,
+    shrunk: Shrunk | None = None,
+) -> torch.Tensor:
+    """`x @ weightᵀ + bias`. x: `[rows, in]`, weight: `[out, in]`; a narrow one is widened in memory for the
+    library, and x is rounded for one that says so. gate: `silu(gate) · up` of the halves of that, the
+    same bits as one after the other of the same way. shrunk: of adapters that are expanded in the product's launch.
+    """
+    if isinstance(weight, RoundingWeight):
+        x, weight = weight.inputs(x), weight.weight
+    if isinstance(weight, NarrowWeight) and weight.rounds_inputs:
+        if backend is GemmBackend.LIBRARY:
+            y = float8_rows.multiply(x, weight, bias)
+            return silu_and_mul(y) if gate else y
+        x = float8_rows.rounded(x)
+    if backend is GemmBackend.LIBRARY:
+        weight = weight.dense() if isinstance(weight, NarrowWeight) else weight
+        y = (packed_linear if weight.is_mkldnn else linear)(x, weight, bias)
+        return silu_and_mul(y) if gate else y
+    from ....ops.gemm import small_gemm_triton  # needs triton
+
+    return small_gemm_triton.multiply(x, weight, bias, silu=gate, shrunk=shrunk)
+
+
+def heads(op: Heads, at: OpContext) -> Run:
     mixer, read, model, kv = op.attention, reader(op.x), at.model, at.model.kv_index[at.index]
     norms, weights = head_norms(at.weights, mixer, op.norm, model), query_weights(at.weights, mixer)
     growth, eps, q_out = query_growth(mixer, model), op.norm.eps, Kept(op.q, (mixer.num_heads, mixer.query_dim))
@@ -174,7 +224,7 @@ def _heads(op: Heads, at: OpContext) -> Run:
     return run
 
 
-def _attend(op: Attend, at: OpContext) -> Run:
+def attend(op: Attend, at: OpContext) -> Run:
     kv, model = at.model.kv_index[at.index], at.model
     scores, kept = scores_of(op.attention, model.max_model_len), attended_of(op)
 
@@ -188,31 +238,7 @@ def _attend(op: Attend, at: OpContext) -> Run:
     return run
 
 
-def _mix(op: Mix, at: OpContext) -> Run:
-    read, index, kept, model = reader(op.x), at.index, Kept(op.out, (op.mixer.out_size,)), at.model
-
-    def run(step: Step) -> None:
-        states = step.states
-        if states is None:
-            raise RuntimeError(f"layer {index} has a recurrent mixer, and the step has no states for it")
-        with span("recurrent.run"):
-            y = states.mix(index, read(step.names), at.weights[op.weights], model.ranks)
-        out = step.kept.get(kept)
-        step.names[op.out] = y if out is None else out.copy_(y)
-
-    return run
-
-
-def _concat(op: Concat, _: OpContext) -> Run:
-    reads = [reader(part) for part in op.parts]
-
-    def run(step: Step) -> None:
-        step.names[op.out] = torch.cat([read(step.names) for read in reads], 1)
-
-    return run
-
-
-def _activate(op: Activate, at: OpContext) -> Run:
+def activate(op: Activate, at: OpContext) -> Run:
     read, index, slot = reader(op.x), at.index, op.parameters
 
     def run(step: Step) -> None:
@@ -225,66 +251,14 @@ def _activate(op: Activate, at: OpContext) -> Run:
     return run
 
 
-def _sparse_gates(op: SparseGates, at: OpContext) -> Run:
-    model = at.model
-
-    def run(step: Step) -> None:
-        step.names[op.out] = sparse_gates(step.names[op.x], op.sparsity, model.ranks)
-
-    return run
-
-
-def _moe(op: Moe, at: OpContext) -> Run:
-    read, index, spec = reader(op.x), at.index, op.spec
-    routed_of = None if op.routed is None else reader(op.routed)
-
-    def run(step: Step) -> None:
-        names, experts, lora = step.names, step.layers[index][op.experts], step.batch.lora
-        added = None if lora is None else lora.mixture(index)
-        routed = None if routed_of is None else routed_of(names)
-        names[op.out] = mix_experts(read(names), experts, spec, added, routed)
-
-    return run
-
-
-def _add(op: Add, _: OpContext) -> Run:
+def add(op: Add, _: OpContext) -> Run:
     def run(step: Step) -> None:
         step.names[op.x].add_(step.names[op.y])
 
     return run
 
 
-def _add_media(op: AddMedia, _: OpContext) -> Run:
-    def run(step: Step) -> None:
-        if (media := step.batch.media) is not None:
-            x = step.names[op.x]
-            x.index_add_(0, media.places.to(x.device), media.part(op.part, x.shape[1]).to(x.device, x.dtype))
-
-    return run
-
-
-def _sum(op: Sum, _: OpContext) -> Run:
-    def run(step: Step) -> None:
-        step.names[op.out] = step.names[op.x] + step.names[op.y]
-
-    return run
-
-
-def _scale(op: Scale, at: OpContext) -> Run:
-    read, index, slot = reader(op.x), at.index, op.weight
-
-    def run(step: Step) -> None:
-        x = read(step.names)
-        factor = op.factor if slot is None else step.layers[index][slot]
-        if op.in_place:
-            x.mul_(factor)
-        else:
-            step.names[op.out] = x * factor
-
-    return run
-
-
-def _all_reduce(op: AllReduce, at: OpContext) -> Run:
+def all_reduce(op: AllReduce, at: OpContext) -> Run:
     model = at.model
 
     def run(step: Step) -> None:
@@ -294,37 +268,46 @@ def _all_reduce(op: AllReduce, at: OpContext) -> Run:
     return run
 
 
-_RUNS: dict[type[Op], Callable[[Any, OpContext], Run]] = {
-    Activate: _activate,
-    Add: _add,
-    AddMedia: _add_media,
-    AddToOthers: add_to_others,
-    AllReduce: _all_reduce,
-    Attend: _attend,
-    Cap: cap,
-    Concat: _concat,
-    CorrectStreams: correct_streams,
-    Embed: embed,
-    EmbedMedia: embed_media,
-    GateOutput: _gate_output,
-    Gemm: gemm,
-    Heads: _heads,
-    JoinStreams: join_streams,
-    LatentAttend: latent_attend,
-    Latents: latents,
-    Logits: logits,
-    Mix: _mix,
-    Moe: _moe,
-    Norm: _norm,
-    NormParts: norm_parts,
-    PlaceImages: place_images,
-    PredictStreams: predict_streams,
-    Scale: _scale,
-    Select: select,
-    SparseGates: _sparse_gates,
-    SplitStreams: split_streams,
-    StreamFactors: stream_factors,
-    Sum: _sum,
-    TakeInput: take_input,
-    TakeStream: take_stream,
-}
+def embed(op: Embed, at: OpContext) -> Run:
+    index, model = at.index, at.model
+
+    def run(step: Step) -> None:
+        table, token_ids, lora = step.layers[index][op.table], step.batch.token_ids, step.batch.lora
+        known = token_ids if lora is None else lora.known(token_ids)
+        if op.first_from is not None:
+            known = known.where(known < op.first_from, 0)
+        rows = embedding(known, table)
+        if lora is not None and op.adapted:
+            lora.embed(rows, token_ids)
+        if op.factor != 1.0:
+            rows = rows * float(torch.tensor(op.factor, dtype=rows.dtype))
+        step.names[op.out] = rows.to(model.dtype)
+
+    return run
+
+
+def select(op: Select, _: OpContext) -> Run:
+    def run(step: Step) -> None:
+        tokens = step.batch.logit_tokens if op.rows is Rows.LOGITS else step.batch.kept_tokens
+        if tokens is not None:  # else all tokens have logits
+            step.names |= {each: step.names[each][tokens] for each in op.parts}
+
+    return run
+
+
+def logits(op: Logits, at: OpContext) -> Run:
+    index, model = at.index, at.model
+
+    def run(step: Step) -> None:
+        names, weights = step.names, step.layers[index]
+        x, weight, memory = names[op.x], weights[op.weight], names.get(op.out)
+        found = multiply(backend_for(step.batch.backends, weight, is_head=True), x, weight)
+        found = found.float() if memory is None else memory.copy_(found)
+        if step.added_logits is not None:
+            ranks = model.ranks
+            step.added_logits(found, x, 0 if ranks is None else op.vocab * ranks.rank // ranks.size)
+        if op.bias is not None:
+            found.add_(weights[op.bias])
+        names[op.out] = found
+
+    return run

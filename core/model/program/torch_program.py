@@ -19,7 +19,8 @@ from .builder import Kept, LayerProgram
 from .ends import LOGITS, STATES, EndPrograms
 from .ops import INPUTS, STREAM, STREAMS, Add, Begin, End, Gemm, Op, name_of
 from .peepholes import fused, fused_layers
-from .torch_ops import Runs, bind, run_ops, within_span
+from .torch_bind import bind
+from .torch_ops import Runs, run_ops, within_span
 from .torch_step import Bound, OpContext, Step, batch_of_parts
 
 #: Buffers that outlive a layer.

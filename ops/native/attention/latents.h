@@ -185,8 +185,8 @@ class LatentsPart {
         for (int p = unit.panel; p < unit.end; p++) {
             const int column = p * kPanel;
             weights_gemm<T>({x, 0, unit.tokens, 0, unit.tokens}, w, column,
-                               {sums.from(0, column), w.columns(column), false, w.bias ? w.bias + column : nullptr},
-                               own.fixed, nullptr, more || p + 1 < unit.end);
+                            {sums.from(0, column), w.columns(column), false, w.bias ? w.bias + column : nullptr},
+                            own.fixed, nullptr, more || p + 1 < unit.end);
         }
     }
 

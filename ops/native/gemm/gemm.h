@@ -157,7 +157,7 @@ inline void fetch_outputs(Rows<float> y, int rows) {
 //   more   the panel behind this one comes next, and is fetched meanwhile
 template <class T>
 inline void panel_gemm(Rows<const Act<T>> x, int rows, Panel<T> w, Outputs out, const Extra<Act<T>>* extra = nullptr,
-                          bool more = false) {
+                       bool more = false) {
     constexpr int pair = Kind<T>::pair;
     constexpr long word = kPanel * pair * sizeof(T);
     Extra<Act<T>> here{};

@@ -59,7 +59,7 @@ struct ChunkRows {
 //   other parameters as of panel_gemm
 template <class T>
 inline void weights_gemm(const ChunkRows<T>& chunk, const Weights<T>& w, int column, const Outputs& out,
-                            FixedScratch<T>& fixed, const Extra<Act<T>>* extra = nullptr, bool more = false) {
+                         FixedScratch<T>& fixed, const Extra<Act<T>>* extra = nullptr, bool more = false) {
     const Rows<const Act<T>> x = chunk.x.from(chunk.row);
     const auto add_extra = [&] {
         if (extra) panel_gemm<Act<T>>(extra->x, chunk.rows, extra->w, {out.y, out.columns, true, nullptr});
@@ -125,7 +125,7 @@ struct Gemm {
         const int chunk =
             cuts ? int(std::upper_bound(cuts->begin(), cuts->end() - 1, t.row) - cuts->begin()) - 1 : t.row / kRowChunk;
         weights_gemm<T>({x, begin(chunk), end(chunk) - begin(chunk), t.row, t.rows}, w, t.column,
-                           {out, t.columns, accumulate, w.bias ? w.bias + t.column : nullptr}, *fixed, extra, more);
+                        {out, t.columns, accumulate, w.bias ? w.bias + t.column : nullptr}, *fixed, extra, more);
     }
 };
 

@@ -88,8 +88,8 @@ void multiply_each(Team& team, int count, const int64_t* ends, const void* const
     GemmList<T> gemms;
     for (int m = 0, first = 0; m < count; first = (int)ends[m++])
         gemms.add(acts.from(first), (int)ends[m] - first,
-                     {w[m], bias ? bias[m] : nullptr, outputs, inputs, integers ? integers[m] : Integers{}},
-                     {y + (long)first * outputs, outputs});
+                  {w[m], bias ? bias[m] : nullptr, outputs, inputs, integers ? integers[m] : Integers{}},
+                  {y + (long)first * outputs, outputs});
     team.run([&](Team::Member& me) {
         team.each(me, rows, [&](int r) {  // not by parts: see Decoder::walk
             convert(x + (long)r * inputs, inputs, acts[r]);

@@ -110,7 +110,7 @@ class Projections {
     void run_gemm(Team::Member& me, const LoraTask<T>& task) {
         const int p = task.shape;
         const Gemm<T> gemm{task.x,          task.step.tokens, task.w, task.y, scratch_[me.thread].fixed.begin(),
-                                 task.accumulate, &chunks_.cuts()};
+                           task.accumulate, &chunks_.cuts()};
         auto run_base = [&](int i, bool more) { gemm.run(i, more); };
         auto shrink_into = [&](Rows<X> h) {
             return [&, h](const LoraUnit& u, const LoraUnit* next) { run_shrink(me, task, h, u, next); };
@@ -152,7 +152,7 @@ class Projections {
     //   act         [tokens, ffn]
     void run_gated(Team::Member& me, const LoraTask<T>& task, Activation activation, float factor, Rows<X> act) {
         const Gemm<T> gemm{task.x, task.step.tokens, task.w, {}, scratch_[me.thread].fixed.begin(),
-                                 false,  &chunks_.cuts()};
+                           false,  &chunks_.cuts()};
         const int size = shapes_.outputs(task.shape) / 2, panels = size / kPanel;
         chunks_.each_tile(team_, me, panels, [&](int i, bool) {
             shrink_chunk(me, task, i / panels);

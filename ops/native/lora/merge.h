@@ -62,8 +62,7 @@ class Merge {
     //   returns   the largest ratio of the norms of a row of the result and of the row of W that it comes from, 0 where nothing
     //             changes; infinite where a result is not finite. Rounding makes an error in proportion to the result.
     float run(const MergeDesc& desc, const GemmShapes& shapes, const Arena<T>& arena) {
-        const Task task{desc, shapes.targets(desc.shape), arena, shapes.inputs(desc.shape),
-                        shapes.outputs(desc.shape)};
+        const Task task{desc, shapes.targets(desc.shape), arena, shapes.inputs(desc.shape), shapes.outputs(desc.shape)};
         for (auto& scratch : scratch_) {
             grow(scratch.parts, desc.count * task.group.size());
             for (Part& part : scratch.parts) part.ready = false;

@@ -158,17 +158,16 @@ class Mixture {
         };
         if (fuses()) run_gated(team, me, own);
         else
-            run_gemm(team, me, own,
-                         {m_.gate_up, m_.shared_gate_up, m_.hidden, m_.hidden, gate_up(), shared_gate_up()},
-                         {m_.ups(m_.size), m_.ups(m_.shared_size)}, {kExpertGateUp, kSharedGateUp},
-                         {source(true), source(false)},
-                         [&](int first, int rows, bool shared) { return gathered(own, first, rows, shared); });
+            run_gemm(team, me, own, {m_.gate_up, m_.shared_gate_up, m_.hidden, m_.hidden, gate_up(), shared_gate_up()},
+                     {m_.ups(m_.size), m_.ups(m_.shared_size)}, {kExpertGateUp, kSharedGateUp},
+                     {source(true), source(false)},
+                     [&](int first, int rows, bool shared) { return gathered(own, first, rows, shared); });
         const auto hidden = [&](bool of_experts) {
             return [&, of_experts](int i, float* out) { activate_row(own, i, !of_experts, out); };
         };
         run_gemm(team, me, own, {m_.down, m_.shared_down, m_.size, m_.shared_size, outputs(), shared_outputs()},
-                     {m_.hidden, m_.hidden}, {kExpertDown, kSharedDown}, {hidden(true), hidden(false)},
-                     [&](int first, int rows, bool shared) { return activated(own, first, rows, shared); });
+                 {m_.hidden, m_.hidden}, {kExpertDown, kSharedDown}, {hidden(true), hidden(false)},
+                 [&](int first, int rows, bool shared) { return activated(own, first, rows, shared); });
     }
 
     // Write a row of what `run` has computed: [hidden]. thread: that calls it
@@ -276,8 +275,8 @@ class Mixture {
     //   x         rows of inputs, for adapters
     //   rows_of   rows_of(first, rows, shared): inputs of a tile's rows
     template <class RowsOf>
-    void run_gemm(Team& team, Team::Member& me, Own& own, const Gemms& it, Both<int> outputs,
-                      Both<MixtureGemm> gemms, Both<RowSource> x, RowsOf rows_of) {
+    void run_gemm(Team& team, Team::Member& me, Own& own, const Gemms& it, Both<int> outputs, Both<MixtureGemm> gemms,
+                  Both<RowSource> x, RowsOf rows_of) {
         const int shrinks = lora_ ? lora_->shrinks(gemms.own) : 0;
         const int all = shrinks + (lora_ ? lora_->shrinks(gemms.shared) : 0);
         Rows<const X> inputs{};

@@ -145,7 +145,7 @@ class OutputHead {
                 const int vocab = weights_.outputs, columns = std::clamp(vocab - column, 0, kPanel);
                 if (columns) {
                     weights_gemm<T>({x, row, 1, row, 1}, weights_, column, {{y, kPanel}, columns, false, nullptr},
-                                       scratch_[thread].fixed);
+                                    scratch_[thread].fixed);
                     lora_.add(thread, row, 1, column, columns, x, {y, kPanel});
                     if (bias_) add_scaled(bias_ + column, columns, 1, y);
                     finish(y, columns);

@@ -157,6 +157,23 @@ async def _read_json(
     request: Request, loads: AdapterLoader, upload: AdapterUpload, room: _HeldBytes, settings: Settings
 ) -> dict[str, Any]:
     """Read a body whose weights are written to disk as they arrive, and whose other fields are small."""
+    rest = await _stream_json(request, upload, room, settings)
+    is_long = len(rest) > MAX_FIELD_BYTES
+    fields = await loads.beside(_json, rest, settings) if is_long else _json(rest, settings)
+    if not fields.keys() & {CONFIG, *_ENCODED}:
+        return fields
+    config = fields.pop(CONFIG, None)
+    given = fields.pop(WEIGHTS) if isinstance(fields.get(WEIGHTS), dict) else None
+    _drop_encoded(fields)
+    if given is not None:
+        await _write_descriptor(upload, request.scope.get(SCOPE), validated(GivenDescriptor, given).descriptor)
+    await _write_config(upload, config)
+    _require(upload)
+    return fields
+
+
+async def _stream_json(request: Request, upload: AdapterUpload, room: _HeldBytes, settings: Settings) -> bytes:
+    """Write encoded files as they arrive; returns the body without them."""
     text = LongStrings(_ENCODED, MARKS_OF_VALUE * settings.max_json_values)
     files = {field: _Base64File(upload, field, file) for field, file in _ENCODED.items()}
     async for part in request.stream():
@@ -172,19 +189,7 @@ async def _read_json(
         room.take(len(text.rest) - before)
         if len(text.rest) > settings.max_body_bytes:
             raise ApiError(413, f"the body is larger than the {settings.max_body_bytes} bytes that this server accepts")
-    rest = bytes(text.rest)
-    is_long = len(rest) > MAX_FIELD_BYTES
-    fields = await loads.beside(_json, rest, settings) if is_long else _json(rest, settings)
-    if not fields.keys() & {CONFIG, *_ENCODED}:
-        return fields
-    config = fields.pop(CONFIG, None)
-    given = fields.pop(WEIGHTS) if isinstance(fields.get(WEIGHTS), dict) else None
-    _drop_encoded(fields)
-    if given is not None:
-        await _write_descriptor(upload, request.scope.get(SCOPE), validated(GivenDescriptor, given).descriptor)
-    await _write_config(upload, config)
-    _require(upload)
-    return fields
+    return bytes(text.rest)
 
 
 async def _write_config(upload: AdapterUpload, config: Any) -> None:

@@ -109,10 +109,7 @@ class PrefixPlaces:
         for found in self._preferred(keys, replicas) if keys else ():
             if len(found) == len(replicas):
                 break
-            mean = sum(each.num_requests for each in replicas) / len(replicas)
-            most = max(FREE_REQUESTS, SLACK * mean)
-            fit = [at for at in found if replicas[at].num_requests < most and replicas[at].has_room(request)]
-            if fit:
+            if fit := _fit(found, request, replicas):
                 chosen = policy(request, Replicas(replicas[at] for at in fit))
                 return None if chosen is None else fit[chosen]
         return policy(request, replicas)
@@ -135,3 +132,9 @@ def _longest(counts: Sequence[int]) -> list[int]:
     """Indices of the largest counts; none if nothing was counted."""
     most = max(counts, default=0)
     return [index for index, count in enumerate(counts) if count == most] if most else []
+
+
+def _fit(found: Sequence[int], request: Routed, replicas: Replicas) -> list[int]:
+    """Those replicas of `found` that have room and are not overloaded."""
+    most = max(FREE_REQUESTS, SLACK * sum(each.num_requests for each in replicas) / len(replicas))
+    return [at for at in found if replicas[at].num_requests < most and replicas[at].has_room(request)]

@@ -15,7 +15,7 @@ from chorus.core.model import decoder as model_module
 from chorus.core.model import nvtx_spans
 from chorus.core.model.batch import StepBatch
 from chorus.core.model.lora.step_lora import ATTN_O, DOWN, GATE_UP, QKV
-from chorus.core.model.program import torch_gemm, torch_ops
+from chorus.core.model.program import torch_ops
 
 
 def test_off_by_default(monkeypatch):
@@ -89,7 +89,6 @@ def test_the_spans_of_a_step(subject, monkeypatch, lora):
 
     monkeypatch.setattr(model_module, "span", span)
     monkeypatch.setattr(torch_ops, "span", span)
-    monkeypatch.setattr(torch_gemm, "span", span)
     decoder = executor.decoder
     attention = decoder.new_attention()
     attention.plan([0, 2], torch.tensor([[1]]), [2])

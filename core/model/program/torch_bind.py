@@ -1,0 +1,56 @@
+"""Says which function runs each kind of op in the torch interpreter.
+
+Tests: tests/core/test_families.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from . import end_ops, ops, torch_ends, torch_ops, torch_other_ops
+from .ops import Op
+from .torch_latents import latent_attend, latents
+from .torch_step import OpContext, Run
+from .torch_streams import add_to_others, correct_streams, predict_streams, stream_factors, take_stream
+
+
+def bind(op: Op, at: OpContext) -> Run:
+    """What runs an op in its place."""
+    return _RUNS[type(op)](op, at)
+
+
+_RUNS: dict[type[Op], Callable[[Any, OpContext], Run]] = {
+    ops.Activate: torch_ops.activate,
+    ops.Add: torch_ops.add,
+    ops.AddMedia: torch_other_ops.add_media,
+    ops.AddToOthers: add_to_others,
+    ops.AllReduce: torch_ops.all_reduce,
+    ops.Attend: torch_ops.attend,
+    ops.Concat: torch_other_ops.concat,
+    ops.CorrectStreams: correct_streams,
+    ops.GateOutput: torch_other_ops.gate_output,
+    ops.Gemm: torch_ops.gemm,
+    ops.Heads: torch_ops.heads,
+    ops.LatentAttend: latent_attend,
+    ops.Latents: latents,
+    ops.Mix: torch_other_ops.mix,
+    ops.Moe: torch_other_ops.moe,
+    ops.Norm: torch_ops.norm,
+    ops.PredictStreams: predict_streams,
+    ops.Scale: torch_other_ops.scale,
+    ops.SparseGates: torch_other_ops.sparse_gates,
+    ops.StreamFactors: stream_factors,
+    ops.Sum: torch_other_ops.plus,
+    ops.TakeInput: torch_ends.take_input,
+    ops.TakeStream: take_stream,
+    end_ops.Cap: torch_ends.cap,
+    end_ops.Embed: torch_ops.embed,
+    end_ops.EmbedMedia: torch_ends.embed_media,
+    end_ops.JoinStreams: torch_ends.join_streams,
+    end_ops.Logits: torch_ops.logits,
+    end_ops.NormParts: torch_ends.norm_parts,
+    end_ops.PlaceImages: torch_ends.place_images,
+    end_ops.Select: torch_ops.select,
+    end_ops.SplitStreams: torch_ends.split_streams,
+}

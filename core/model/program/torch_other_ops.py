@@ -1,0 +1,101 @@
+"""Ops that only some models have, in the torch interpreter.
+
+Tests: tests/core/test_families.py
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ....ops.elementwise import elementwise
+from ....ops.elementwise.sparse_gates import sparse_gates as with_sparse_gates
+from ..moe.experts import mix_experts
+from ..nvtx_spans import span
+from .builder import Kept
+from .ops import AddMedia, Concat, GateOutput, Mix, Moe, Scale, SparseGates, Sum
+from .torch_step import OpContext, Run, Step, reader
+
+
+def gate_output(op: GateOutput, _: OpContext) -> Run:
+    def run(step: Step) -> None:
+        names = step.names
+        gates = names[op.gates]
+        names[op.out] = elementwise.gate_output(names[op.x], gates)
+
+    return run
+
+
+def mix(op: Mix, at: OpContext) -> Run:
+    read, index, kept, model = reader(op.x), at.index, Kept(op.out, (op.mixer.out_size,)), at.model
+
+    def run(step: Step) -> None:
+        states = step.states
+        if states is None:
+            raise RuntimeError(f"layer {index} has a recurrent mixer, and the step has no states for it")
+        with span("recurrent.run"):
+            y = states.mix(index, read(step.names), at.weights[op.weights], model.ranks)
+        out = step.kept.get(kept)
+        step.names[op.out] = y if out is None else out.copy_(y)
+
+    return run
+
+
+def concat(op: Concat, _: OpContext) -> Run:
+    reads = [reader(part) for part in op.parts]
+
+    def run(step: Step) -> None:
+        step.names[op.out] = torch.cat([read(step.names) for read in reads], 1)
+
+    return run
+
+
+def sparse_gates(op: SparseGates, at: OpContext) -> Run:
+    model = at.model
+
+    def run(step: Step) -> None:
+        step.names[op.out] = with_sparse_gates(step.names[op.x], op.sparsity, model.ranks)
+
+    return run
+
+
+def moe(op: Moe, at: OpContext) -> Run:
+    read, index, spec = reader(op.x), at.index, op.spec
+    routed_of = None if op.routed is None else reader(op.routed)
+
+    def run(step: Step) -> None:
+        names, experts, lora = step.names, step.layers[index][op.experts], step.batch.lora
+        added = None if lora is None else lora.mixture(index)
+        routed = None if routed_of is None else routed_of(names)
+        names[op.out] = mix_experts(read(names), experts, spec, added, routed)
+
+    return run
+
+
+def add_media(op: AddMedia, _: OpContext) -> Run:
+    def run(step: Step) -> None:
+        if (media := step.batch.media) is not None:
+            x = step.names[op.x]
+            x.index_add_(0, media.places.to(x.device), media.part(op.part, x.shape[1]).to(x.device, x.dtype))
+
+    return run
+
+
+def plus(op: Sum, _: OpContext) -> Run:
+    def run(step: Step) -> None:
+        step.names[op.out] = step.names[op.x] + step.names[op.y]
+
+    return run
+
+
+def scale(op: Scale, at: OpContext) -> Run:
+    read, index, slot = reader(op.x), at.index, op.weight
+
+    def run(step: Step) -> None:
+        x = read(step.names)
+        factor = op.factor if slot is None else step.layers[index][slot]
+        if op.in_place:
+            x.mul_(factor)
+        else:
+            step.names[op.out] = x * factor
+
+    return run
