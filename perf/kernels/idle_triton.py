@@ -16,7 +16,6 @@ from triton import compiler
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import DriverConfig
 
-from ...core.model import decoder
 from ...core.model.program import torch_ops
 from ...ops.elementwise import elementwise_triton
 from ...ops.elementwise.elementwise import RotaryEmbedding, Rotation
@@ -84,7 +83,7 @@ def idle_kernels(launched: Callable[[str], object] = lambda _: None) -> Iterator
             stack.enter_context(patch.object(owner, name, getattr(elementwise_triton, name)))
         for owner, name, value in (
             (torch_ops, "linear", linear),
-            (decoder, "embedding", _embedding),
+            (torch_ops, "embedding", _embedding),
             (RotaryEmbedding, "at", _at),
         ):
             stack.enter_context(patch.object(owner, name, value))
@@ -95,5 +94,5 @@ def _embedding(ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return weight.new_empty(len(ids), weight.shape[1])
 
 
-def _at(self: RotaryEmbedding, positions: torch.Tensor) -> Rotation:
+def _at(self: RotaryEmbedding, positions: torch.Tensor, _: object = None) -> Rotation:
     return Rotation(self._cos, self._sin, positions)

@@ -102,7 +102,7 @@ def rates(context: Context, threads: int) -> dict[str, float]:
     memory = hugepages.zeros((num_bytes,), torch.uint8).fill_(1)
     reads = [library.chorus_read_rate(threads, memory.data_ptr(), num_bytes) for _ in range(context.pick(1, 4, 4))]
     element = ELEMENT_OF[context.dtype]
-    products = [library.chorus_product_rate(threads, element, _PRODUCTS) for _ in range(context.pick(1, 4, 4))]
+    products = [library.chorus_gemm_rate(threads, element, _PRODUCTS) for _ in range(context.pick(1, 4, 4))]
     return {"read": max(reads), "products": max(products)}
 
 

@@ -314,7 +314,7 @@ def test_a_cpu_that_is_measured_has_sections_and_bars_of_its_own(tmp_path, capsy
 
 def test_a_gpu_leaves_out_what_is_of_cpus(tmp_path):
     known = Options.parse(["--quick", "--out", str(tmp_path)]).known
-    of_cpus = {"swapping", "tenants", "peers", "ranks", "levels", "families", "quantization", "kv_cache"}
+    of_cpus = {"swapping", "prefixes", "tenants", "peers", "ranks", "levels", "families", "quantization", "kv_cache"}
     assert set(SECTIONS) - set(known) == of_cpus
 
 
