@@ -363,7 +363,7 @@ class Addresses(LateDevice):
     steps: CudaSteps
 
     def _merged_weights(self):
-        return [layer["qkv"].data_ptr() for layer in self.steps.decoder._merged]  # noqa: SLF001
+        return [layer["qkv"].data_ptr() for layer in self.steps.decoder._merged if "qkv" in layer]  # noqa: SLF001
 
     def capture(self, work):
         captured = super().capture(work)
