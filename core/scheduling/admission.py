@@ -22,7 +22,7 @@ from .queue_order import QueueOrder
 from .queues import AdapterQueue, WaitingQueue
 from .request_memory import RequestMemory
 from .shared_prefills import SharedPrefills
-from .shares import PageShares
+from .shares import PageShares, have_donor
 from .step_builder import SlotSource, StepBuilder
 
 DOUBT_SECONDS = 10.0
@@ -292,6 +292,8 @@ class Admission:
 
     def _beyond_shares(self, request: Request, builder: StepBuilder) -> list[Request]:
         """Return the requests to preempt for one that lacks pages within its tenant's share."""
+        if not have_donor(builder.running, request.fairness_key):
+            return []
         pages = builder.pages
         return self._pages.find_victims(request, builder.running, pages.growth, builder.now, pages.from_end)
 

@@ -43,6 +43,11 @@ def max_min_level(
     return math.inf
 
 
+def have_donor(running: Running, tenant: str) -> bool:
+    """True if another tenant than this one has several running requests: from no others are pages taken."""
+    return any(count > 1 and each != tenant for each, count in running.tenants.items())
+
+
 class PageShares:
     """Splits the pages for KV by weight among the tenants with requests in progress (`max_min_level`).
 
