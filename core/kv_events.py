@@ -35,7 +35,7 @@ class Stored(NamedTuple):
 
 
 class Removed(NamedTuple):
-    """A block that is no longer in a medium, by its number."""
+    """A block, by its number, that left the page pool, host memory or the disk."""
 
     number: int
     medium: Medium = Medium.POOL
@@ -77,7 +77,7 @@ class KvEvents:
             self._events.append((block, adapter, scope, medium))
 
     def removed(self, number: int, medium: Medium) -> None:
-        """Record that a block is no longer in a medium."""
+        """Record that a block left the page pool, host memory or the disk."""
         if self._has_room():
             self._events.append(Removed(number, medium))
 

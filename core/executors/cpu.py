@@ -347,7 +347,7 @@ class CpuSteps(ABC, Generic[A]):
 
 
 def _shift_positions(positions: torch.Tensor, rows: Sequence[ScheduledSequence]) -> None:
-    """Move the positions of tokens behind images, where these have axes; `[tokens]`, places so far."""
+    """Correct positions `[tokens]` of tokens behind images that stand on axes; they were indices in the sequence."""
     begin = 0
     for row in rows:
         if shift := row.position_shift:

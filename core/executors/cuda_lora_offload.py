@@ -174,7 +174,7 @@ class CudaLoraOffload(LoraOffload):
 
 
 def _uses(projections: Projections) -> list[tuple[int, int, list[int]]]:
-    """Of each GEMM's sizes, how many groups of all layers have them, its outputs and its modules."""
+    """For each size of GEMM: how many groups of layers have it, its outputs, and its modules."""
     uses, shapes = Counter(itertools.chain.from_iterable(projections.gemm_shape_of)), enumerate(projections.gemm_shapes)
     return [(uses[index], each.outputs, [module for module, _, _ in each.modules]) for index, each in shapes]
 

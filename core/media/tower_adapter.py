@@ -50,7 +50,7 @@ def read_changes(manifest: AdapterManifest) -> TowerChanges | None:
 
 
 def check_changes(manifest: AdapterManifest) -> None:
-    """Raise AdapterFormatError if a value of an adapter's tower part is no finite number."""
+    """Raise AdapterFormatError if a value of an adapter's tower part is not a finite number."""
     with open_unchanged(manifest) as file:
         assert isinstance(file, AdapterWeights), "an adapter that is composed of others has no part in a tower"
         _ = file.tensors

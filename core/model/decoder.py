@@ -202,7 +202,7 @@ class DecoderModel:
         return self._run_end(self._program.ends.embed, batch, {})[STREAM]
 
     def _run_end(self, runs: Runs, batch: Batch, names: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Run ops of an end, which find these buffers; returns what they leave."""
+        """Run ops of the model's beginning or end on these buffers; returns the buffers afterwards."""
         run_ops(runs, Step(batch, self._weights, names))
         return names
 
