@@ -168,16 +168,16 @@ def _go_towards(wanted: Mapping[int, float], found: list[float]) -> list[int]:
 def _solution(squares: Sequence[Sequence[float]], sums: Sequence[float], free: Sequence[int]) -> list[float]:
     """Solve the equations of the free unknowns by elimination; they are positive definite, and need no pivots."""
     rows = [[*(squares[index][other] for other in free), sums[index]] for index in free]
-    for place, pivot in enumerate(rows):
-        for row in rows[place + 1 :]:
-            factor = row[place] / pivot[place]
-            row[place + 1 :] = [
-                one - factor * other for one, other in zip(row[place + 1 :], pivot[place + 1 :], strict=True)
+    for column, pivot in enumerate(rows):
+        for row in rows[column + 1 :]:
+            factor = row[column] / pivot[column]
+            row[column + 1 :] = [
+                one - factor * other for one, other in zip(row[column + 1 :], pivot[column + 1 :], strict=True)
             ]
     found: list[float] = []
-    for place in reversed(range(len(rows))):
-        row = rows[place]
-        found.insert(0, (row[-1] - _product(row[place + 1 : -1], found)) / row[place])
+    for column in reversed(range(len(rows))):
+        row = rows[column]
+        found.insert(0, (row[-1] - _product(row[column + 1 : -1], found)) / row[column])
     return found
 
 

@@ -26,9 +26,9 @@ def accept_drafts(plan: StepPlan, rows: Sequence[ScheduledSequence], result: Ste
         drafts = sequence.tokens[len(sequence.tokens) - sequence.drafts :]
         sampled = result.tokens.get(sequence.request_id)
         for count, draft in enumerate(drafts):
-            place = rows[at + 1 + count].request_id
-            token, logprobs = result.tokens.pop(place, None), result.logprobs.pop(place, None)
-            result.errors.pop(place, None)
+            row_id = rows[at + 1 + count].request_id
+            token, logprobs = result.tokens.pop(row_id, None), result.logprobs.pop(row_id, None)
+            result.errors.pop(row_id, None)
             if sampled != draft or token is None:
                 sampled = None
                 continue

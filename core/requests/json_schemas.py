@@ -198,23 +198,23 @@ def resolved(reference: str, root: Any) -> Any:
     return found if reference.startswith("#") else None
 
 
-def moved(schema: Any, place: str) -> Any:
-    """A schema whose references mean the same once its document is at `place` of another, such as `/$defs/inner`."""
+def moved(schema: Any, pointer: str) -> Any:
+    """A schema whose references mean the same once its document is at `pointer` of another, such as `/$defs/inner`."""
     if not isinstance(schema, Mapping):
         return schema
-    inside = {name: _moved_value(name, value, place) for name, value in schema.items()}
+    inside = {name: _moved_value(name, value, pointer) for name, value in schema.items()}
     reference = schema.get("$ref")
     if isinstance(reference, str) and reference.startswith("#"):
-        inside["$ref"] = f"#{place}{reference[1:]}"
+        inside["$ref"] = f"#{pointer}{reference[1:]}"
     return inside
 
 
-def _moved_value(name: str, value: Any, place: str) -> Any:
+def _moved_value(name: str, value: Any, pointer: str) -> Any:
     if name in _MAPS and isinstance(value, Mapping):
-        return {key: moved(each, place) for key, each in value.items()}
+        return {key: moved(each, pointer) for key, each in value.items()}
     if isinstance(value, list) and name in (*_LISTS, "items"):
-        return [moved(each, place) for each in value]
-    return moved(value, place) if name in _SINGLES else value
+        return [moved(each, pointer) for each in value]
+    return moved(value, pointer) if name in _SINGLES else value
 
 
 def relaxed(schema: Any) -> Any:

@@ -192,38 +192,38 @@ def edited(
         ban(logits, _masks(restricted, vocab, grammars))
     if logits.device.type == "cpu":  # where these few numbers cost torch several times as long
         _edit_here(flat.numpy(), np.concatenate(ids), np.concatenate(changes, axis=1), undo)
-        places = ()
+        indices = ()
     else:
-        places = _to(np.concatenate(ids), logits.device)
-    if len(places):
+        indices = _to(np.concatenate(ids), logits.device)
+    if len(indices):
         bias, divisor, less = _to(np.concatenate(changes, axis=1), logits.device)
-        before = flat[places]
-        undo.append((flat, places, before))
+        before = flat[indices]
+        undo.append((flat, indices, before))
         after = before + bias
         after = torch.where(after > 0, after / divisor, after * divisor) - less
-        flat[places] = after.clamp_(max=_MOST)
+        flat[indices] = after.clamp_(max=_MOST)
     if banned:
-        places = _to(np.unique(banned), logits.device)
-        undo.append((flat, places, flat[places]))
-        flat[places] = -torch.inf
+        indices = _to(np.unique(banned), logits.device)
+        undo.append((flat, indices, flat[indices]))
+        flat[indices] = -torch.inf
     try:
         yield
     finally:
-        for target, places, before in reversed(undo):
-            target[places] = before
+        for target, indices, before in reversed(undo):
+            target[indices] = before
 
 
 def _edit_here(
-    flat: np.ndarray, places: np.ndarray, changes: np.ndarray, undo: list[tuple[np.ndarray, np.ndarray, np.ndarray]]
+    flat: np.ndarray, indices: np.ndarray, changes: np.ndarray, undo: list[tuple[np.ndarray, np.ndarray, np.ndarray]]
 ) -> None:
     """Change logits in this machine's memory as `edited` changes logits of a device, to the same bits."""
     bias, divisor, less = changes
-    before = flat[places]
-    undo.append((flat, places, before))
+    before = flat[indices]
+    undo.append((flat, indices, before))
     with np.errstate(all="ignore"):
         after = before + bias
         after = np.where(after > 0, after / divisor, after * divisor) - less
-        flat[places] = np.minimum(after, np.float32(_MOST))
+        flat[indices] = np.minimum(after, np.float32(_MOST))
 
 
 def _masks(

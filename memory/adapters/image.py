@@ -82,13 +82,13 @@ def _jobs_by_layer(
 ) -> list[list[tuple[int, ...]]]:
     by_layer: list[list[tuple[int, ...]]] = [[] for _ in range(layout.num_layers)]
     starts = iter(tensor_spans)
-    for part, place in zip(parts, layout.parts, strict=True):
-        slabs = place.slabs
+    for part, part_layout in zip(parts, layout.parts, strict=True):
+        slabs = part_layout.slabs
         for layer, name in product(part.layers, part.targets):
-            m, first = projections.id(name), place.first_elem[layer]
+            m, first = projections.id(name), part_layout.first_elem[layer]
             if part.token_ids:
                 tensor, _ = next(starts), next(starts)
-                by_layer[layer] += _jobs_of_rows(part, place, layer, tensor, projections[name])
+                by_layer[layer] += _jobs_of_rows(part, part_layout, layer, tensor, projections[name])
                 continue
             for index in range(max(1, len(part.experts))):
                 (a_start, a_type), (b_start, b_type) = next(starts), next(starts)
@@ -110,16 +110,16 @@ def _jobs_by_layer(
 
 
 def _jobs_of_rows(
-    part: AdapterPart, place: PartLayout, layer: int, tensor: tuple[int, int], projection: Projection
+    part: AdapterPart, part_layout: PartLayout, layer: int, tensor: tuple[int, int], projection: Projection
 ) -> Iterator[tuple[int, ...]]:
     """Of whole rows, those side by side in the file at once: A alone, and nothing of B. tensor: where it begins, and
     its element type.
     """
-    (start, kind), slab_elems = tensor, place.slabs.slab_elems
+    (start, kind), slab_elems = tensor, part_layout.slabs.slab_elems
     bytes_each = projection.inputs * tuple(ITEM_BYTES.values())[kind]
     for first, file_row, count in row_runs(part):
         at = start + file_row * bytes_each
-        to = place.first_elem[layer] + first * slab_elems
+        to = part_layout.first_elem[layer] + first * slab_elems
         yield at, at, kind, kind, count, *projection.dims, to, slab_elems, 0, 0
 
 
@@ -216,8 +216,8 @@ def read_image(
     def take() -> list[_PartReader]:
         data = image.take(buffers, shape, dtype)
         return [
-            _PartReader(file, part, place, data.view(-1), projections=projections, modules=manifest.modules)
-            for part, place in zip(manifest.parts, layout.parts, strict=True)
+            _PartReader(file, part, part_layout, data.view(-1), projections=projections, modules=manifest.modules)
+            for part, part_layout in zip(manifest.parts, layout.parts, strict=True)
         ]
 
     if not manifest.parts and not manifest.sources:  # it changes a vision tower alone
@@ -288,7 +288,7 @@ class _PartReader:
 
     _file: Weights
     _part: AdapterPart
-    _place: PartLayout
+    _part_layout: PartLayout
     data: torch.Tensor
     projections: Projections
     modules: ModulePaths | None
@@ -296,7 +296,7 @@ class _PartReader:
 
     def read(self, layer: int) -> None:
         """By way of buffers small enough for the caches, so that every byte is read and written once."""
-        part, slabs, first = self._part, self._place.slabs, self._place.first_elem[layer]
+        part, slabs, first = self._part, self._part_layout.slabs, self._part_layout.first_elem[layer]
         if first < 0:
             return
         buffer, rows = self._buffers
@@ -336,7 +336,7 @@ class _PartReader:
 
         part = self._part
         widest = max(max(self.projections[name].dims) for name in part.targets)
-        rows = torch.zeros(part.num_rows, self._place.slabs.slab_elems, dtype=self.data.dtype)
+        rows = torch.zeros(part.num_rows, self._part_layout.slabs.slab_elems, dtype=self.data.dtype)
         return torch.empty(part.num_rows * widest * 4, dtype=torch.uint8), rows
 
 

@@ -202,11 +202,11 @@ class AdapterConfig:
         if not self._saved_names:
             return 0
         inner = tuple(f".{saved}." for saved in self._saved_names)
-        return names.places(name for name in names.names if any(each in f".{name}." for each in inner))
+        return names.ends_of(name for name in names.names if any(each in f".{name}." for each in inner))
 
     def parameter_targets(self, names: ModuleNames) -> dict[str, tuple[int, float]]:
         """As `targets`, of parameters. names: of parameters of the model."""
-        return self._ranks_and_scales(names, names.places(self.parameters_in(names)))
+        return self._ranks_and_scales(names, names.ends_of(self.parameters_in(names)))
 
     def parameters_in(self, names: ModuleNames) -> set[str]:
         """Those of the names that it names."""
@@ -230,7 +230,7 @@ class AdapterConfig:
         for pattern, anywhere in self._layer_patterns:
             ends |= pattern.before_number(names, anywhere=anywhere)
         found = ((name, _LAYER.search(name)) for name in names.at(ends))
-        return names.places(name for name, layer in found if layer and int(layer[1]) in layers)
+        return names.ends_of(name for name, layer in found if layer and int(layer[1]) in layers)
 
 
 _ANY_LAYER = r".*?\.[^.]*"
@@ -457,13 +457,13 @@ class _Matcher:
 
     def named(self, names: ModuleNames) -> int:
         """The ends of the names that are given in full."""
-        return names.places(name for name in names.names if name in self._names)
+        return names.ends_of(name for name in names.names if name in self._names)
 
     def ends(self, names: ModuleNames) -> int:
         """The ends of all names that match."""
         if self._pattern is not None:
             return self._pattern.whole(names)
-        return names.places(name for tail in self._names for name in names.with_tail(tail))
+        return names.ends_of(name for tail in self._names for name in names.with_tail(tail))
 
 
 def _first_matches(

@@ -44,7 +44,7 @@ class ContentStore:
     max_bytes: limit of one adapter. max_total_bytes: limit of all together. Raises OSError if the root can't be used.
     """
 
-    places: tuple[str, ...] = ("",)
+    folders: tuple[str, ...] = ("",)
     """The directories below the root whose content counts."""
 
     def __init__(self, root: Path, max_bytes: int, max_total_bytes: int) -> None:
@@ -95,7 +95,7 @@ class ContentStore:
     def recount(self) -> None:
         """Count the bytes on disk: processes that were killed have freed nothing."""
         with self._counting():
-            found = [path for place in self.places for path in _directories(self.root / place)]
+            found = [path for folder in self.folders for path in _directories(self.root / folder)]
             self._write_count(sum(map(_bytes_taken, found)))
 
     def remove_unused(self, is_used: Callable[[list[Path]], Collection[Path]]) -> None:
@@ -276,10 +276,10 @@ def _sync(directory: Path) -> None:
         os.close(fd)
 
 
-def _directories(place: Path) -> list[Path]:
+def _directories(folder: Path) -> list[Path]:
     """Directories of content, complete or being written."""
     with suppress(FileNotFoundError):
-        return [one for one in place.iterdir() if CONTENT_NAME.fullmatch(one.name) or one.name.startswith(DRAFT)]
+        return [one for one in folder.iterdir() if CONTENT_NAME.fullmatch(one.name) or one.name.startswith(DRAFT)]
     return []
 
 

@@ -10,11 +10,11 @@ _MAX_RUNS = 64  # kept: files of one model mostly repeat the same few kinds of c
 
 
 class ModuleNames:
-    """Module names one after another. A set of places between their characters is one number, with a bit for each
-    place.
+    """Module names one after another. A set of positions between their characters is one number, with a bit for each
+    position.
 
-    starts, ends: the places before each name's first and after its last character. After a name's end follows a place
-    that no character leads to, so no match can continue from one name into the next.
+    starts, ends: the positions before each name's first and after its last character. After a name's end follows a
+    position that no character leads to, so no match can continue from one name into the next.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -24,38 +24,38 @@ class ModuleNames:
         self._end_of: dict[str, int] = {}
         self._name_at: dict[int, str] = {}
         self._tails: dict[int, dict[str, list[str]]] = {}
-        starts, place = [], 0
+        starts, position = [], 0
         for name in names:
-            starts.append(place)
-            place += len(name)
-            self._end_of[name], self._name_at[place] = place, name
-            place += 1
-        self.starts = _number(starts, place)
-        self.ends = _number(self._name_at, place)
-        self.everywhere = (1 << place) - 1
-        places: dict[str, list[int]] = defaultdict(list)
+            starts.append(position)
+            position += len(name)
+            self._end_of[name], self._name_at[position] = position, name
+            position += 1
+        self.starts = _number(starts, position)
+        self.ends = _number(self._name_at, position)
+        self.everywhere = (1 << position) - 1
+        positions: dict[str, list[int]] = defaultdict(list)
         for at, character in enumerate(self.text):
-            places[character].append(at)
-        self._characters = {each: _number(found, place) for each, found in places.items() if each != "\n"}
+            positions[character].append(at)
+        self._characters = {each: _number(found, position) for each, found in positions.items() if each != "\n"}
         self.after_dots = self.character(".") << 1
         word = self.where(re.compile(r"\w").match)
         self.word_boundaries = word ^ (word << 1 & self.everywhere)
         self._runs: dict[int, tuple[int, ...]] = {}
 
     def character(self, character: str) -> int:
-        """The places just before each `character`."""
+        """The positions just before each `character`."""
         return self._characters.get(character, 0)
 
     def where(self, is_taken: Callable[[str], object]) -> int:
-        """The places just before a character that `is_taken` accepts."""
+        """The positions just before a character that `is_taken` accepts."""
         found = 0
-        for character, places in self._characters.items():
+        for character, positions in self._characters.items():
             if is_taken(character):
-                found |= places
+                found |= positions
         return found
 
     def runs(self, characters: int) -> tuple[int, ...]:
-        """The places before runs of 1, 2, 4, … of some characters. characters: the places before these characters."""
+        """The positions before runs of 1, 2, 4, … of some characters. characters: the positions before these."""
         if characters not in self._runs:
             found, run, count = [], characters, 1
             while run:
@@ -67,7 +67,7 @@ class ModuleNames:
             self._runs[characters] = tuple(found)
         return self._runs[characters]
 
-    def places(self, names: Iterable[str]) -> int:
+    def ends_of(self, names: Iterable[str]) -> int:
         """The ends of some of the names."""
         return _number([self._end_of[name] for name in names], len(self.text))
 
@@ -88,14 +88,14 @@ class ModuleNames:
         return found
 
     def at(self, ends: int) -> list[str]:
-        """The names that end in a set of places, in order."""
+        """The names that end in a set of positions, in order."""
         bits = f"{ends:b}"[::-1]
-        return [name for place, name in self._name_at.items() if bits[place : place + 1] == "1"]
+        return [name for position, name in self._name_at.items() if bits[position : position + 1] == "1"]
 
 
-def _number(places: Iterable[int], size: int) -> int:
-    """The number with the bits `places`, all below `size`."""
+def _number(positions: Iterable[int], size: int) -> int:
+    """The number with the bits `positions`, all below `size`."""
     bits = bytearray(b"0") * size
-    for place in places:
-        bits[size - 1 - place] = ord("1")
+    for position in positions:
+        bits[size - 1 - position] = ord("1")
     return int(bits, 2) if size else 0

@@ -1,7 +1,7 @@
 """Regular expressions from untrusted files, matched with module names like `re`, but in a bounded number of steps.
 
-`re` parses them. There is no backtracking. A step leads from the set of all places where a prefix of the pattern may
-end to the places where a longer prefix may end, in all module names at once. It supports the syntax of PEFT's files:
+`re` parses them. There is no backtracking. A step leads from the set of all positions where a prefix of the pattern may
+end to the positions where a longer prefix may end, in all module names at once. It supports the syntax of PEFT's files:
 literals, `.`, classes, groups, alternatives, repeats, and look-ahead, which ms-swift uses anywhere in a pattern and
 google-re2 lacks. Everything else is refused by name.
 """
@@ -67,12 +67,12 @@ class _Walk:
     steps: Steps
     backwards: bool = False
 
-    def move(self, places: int, characters: int, count: int = 1) -> int:
+    def move(self, positions: int, characters: int, count: int = 1) -> int:
         """Move over `count` characters that are among `characters`."""
-        return places >> count & characters if self.backwards else (places & characters) << count
+        return positions >> count & characters if self.backwards else (positions & characters) << count
 
 
-#: A part of a pattern: maps the places where it may begin to the places where it may end.
+#: A part of a pattern: maps the positions where it may begin to the positions where it may end.
 _Part = Callable[[_Walk, int], int]
 
 
@@ -113,12 +113,12 @@ class NamePattern:
         begin = names.starts | names.after_dots if anywhere else names.starts
         return self._run(names, begin, _NUMBER)
 
-    def _run(self, names: ModuleNames, places: int, then: Sequence[_Part] = ()) -> int:
+    def _run(self, names: ModuleNames, positions: int, then: Sequence[_Part] = ()) -> int:
         part = _sequence([self._parse(), *then])
-        if not places:
+        if not positions:
             return 0
         try:
-            return part(_Walk(names, self._steps), places) & names.ends
+            return part(_Walk(names, self._steps), positions) & names.ends
         except PatternError as error:
             raise self._refuse(f"{error}; matching stopped at {shown(self._pattern)}") from None
 
@@ -135,13 +135,13 @@ class NamePattern:
 def _word(text: str) -> _Part:
     """Literals one after another, the largest part of most patterns."""
 
-    def run(walk: _Walk, places: int) -> int:
+    def run(walk: _Walk, positions: int) -> int:
         walk.steps.take(1 + len(text) // 8)
         for character in reversed(text) if walk.backwards else text:
-            if not places:
+            if not positions:
                 break
-            places = walk.move(places, walk.names.character(character))
-        return places
+            positions = walk.move(positions, walk.names.character(character))
+        return positions
 
     return run
 
@@ -158,28 +158,28 @@ class _Class:
             self._known = names, names.where(self._is_taken)
         return self._known[1]
 
-    def __call__(self, walk: _Walk, places: int) -> int:
+    def __call__(self, walk: _Walk, positions: int) -> int:
         walk.steps.take()
-        return walk.move(places, self.characters(walk.names))
+        return walk.move(positions, self.characters(walk.names))
 
-    def repeat(self, walk: _Walk, places: int) -> int:
+    def repeat(self, walk: _Walk, positions: int) -> int:
         """Any number of them, including none, in logarithmically many steps."""
         for power, run in enumerate(walk.names.runs(self.characters(walk.names))):
             walk.steps.take()
-            places |= walk.move(places, run, 1 << power)
-        return places
+            positions |= walk.move(positions, run, 1 << power)
+        return positions
 
 
 def _sequence(parts: list[_Part]) -> _Part:
     if len(parts) == 1:
         return parts[0]
 
-    def run(walk: _Walk, places: int) -> int:
+    def run(walk: _Walk, positions: int) -> int:
         for part in reversed(parts) if walk.backwards else parts:
-            if not places:
+            if not positions:
                 return 0
-            places = part(walk, places)
-        return places
+            positions = part(walk, positions)
+        return positions
 
     return run
 
@@ -188,30 +188,30 @@ def _either(parts: list[_Part]) -> _Part:
     if len(parts) == 1:
         return parts[0]
 
-    def run(walk: _Walk, places: int) -> int:
+    def run(walk: _Walk, positions: int) -> int:
         found = 0
         for part in parts:
-            found |= part(walk, places)
+            found |= part(walk, positions)
         return found
 
     return run
 
 
 def _repeat(part: _Part, least: int, most: int | None) -> _Part:
-    def run(walk: _Walk, places: int) -> int:
+    def run(walk: _Walk, positions: int) -> int:
         for _ in range(least):
-            if not places:
+            if not positions:
                 return 0
             walk.steps.take()
-            places = part(walk, places)
+            positions = part(walk, positions)
         if most is None and isinstance(part, _Class):
-            return part.repeat(walk, places)
-        found = new = places
+            return part.repeat(walk, positions)
+        found = new = positions
         for _ in range(walk.names.longest + 1 if most is None else most - least):
             if not new:
                 break
             walk.steps.take()
-            new = part(walk, new) & ~found  # a place reached with fewer repeats is better than with more
+            new = part(walk, new) & ~found  # a position reached with fewer repeats is better than with more
             found |= new
         return found
 
@@ -219,11 +219,11 @@ def _repeat(part: _Part, least: int, most: int | None) -> _Part:
 
 
 def _where(find: Callable[[ModuleNames], int]) -> _Part:
-    """Match nothing, at certain places."""
+    """Match nothing, at certain positions."""
 
-    def run(walk: _Walk, places: int) -> int:
+    def run(walk: _Walk, positions: int) -> int:
         walk.steps.take()
-        return places & find(walk.names)
+        return positions & find(walk.names)
 
     return run
 
@@ -231,9 +231,9 @@ def _where(find: Callable[[ModuleNames], int]) -> _Part:
 def _ahead(part: _Part, wanted: bool) -> _Part:
     """Match nothing, where `part` follows, or where it does not."""
 
-    def run(walk: _Walk, places: int) -> int:
+    def run(walk: _Walk, positions: int) -> int:
         begins = part(_Walk(walk.names, walk.steps, backwards=True), walk.names.everywhere)
-        return places & begins if wanted else places & ~begins
+        return positions & begins if wanted else positions & ~begins
 
     return run
 

@@ -53,7 +53,7 @@ class Owner(NamedTuple):
 class OwnedStore(ContentStore):
     """A content store with an owner, see the module. A cluster's processes may share it; a file counts bytes."""
 
-    places = ("", LOST)
+    folders = ("", LOST)
 
     def __init__(
         self,

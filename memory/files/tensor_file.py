@@ -202,9 +202,9 @@ def _tensor(fields: Mapping[str, Any], start: int) -> TensorInfo | str:
         return f" has dtype {shown(dtype)}; {', '.join(ITEM_BYTES)} are served: convert the adapter to one of them"
     if (shape := _counts(given)) is None:
         return f" has shape {shown(given)}, not a list of sizes; it is corrupt"
-    if (places := _counts(offsets)) is None or len(places) != 2:
+    if (span := _counts(offsets)) is None or len(span) != 2:
         return f" has data_offsets {shown(offsets)}, not two positions; it is corrupt"
-    begin, end = places
+    begin, end = span
     num_bytes = math.prod(shape) * ITEM_BYTES[dtype]
     if end - begin != num_bytes:
         needs = f"shape {shown(given)} in {dtype} needs {shown(num_bytes)}"

@@ -56,7 +56,9 @@ def _invocations(found: Values) -> list[str]:
 
 
 def _company(found: Values) -> list[str]:
-    return [found["model_size"], ", ".join(f"{row['sequences']}: {row['ratio']:.2f}" for row in found["rows"])]
+    kinds = [f" on {row['adapters']}" if row.get("adapters", "all") != "all" else "" for row in found["rows"]]
+    rows = zip(found["rows"], kinds, strict=True)
+    return [found["model_size"], ", ".join(f"{row['sequences']}{kind}: {row['ratio']:.2f}" for row, kind in rows)]
 
 
 def _push(found: Values) -> list[str]:

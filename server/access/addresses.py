@@ -21,7 +21,7 @@ def parse_address(text: str) -> IpAddress | None:
 
 
 @lru_cache(4096)
-def place_of(address: str) -> str:
+def network_of(address: str) -> str:
     """The tenant name of a client without a key. A /64 network is one client: it may be one machine."""
     known = parse_address(address)
     if known is None:
@@ -71,17 +71,17 @@ class ConnectionLimiter:
         """Count a connection; return the client address that it counts for, None for a proxy's."""
         if address in self._proxies:
             return None
-        place = place_of(address)
-        self._counts[place] += 1
-        return place
+        network = network_of(address)
+        self._counts[network] += 1
+        return network
 
-    def leave(self, place: str | None) -> None:
+    def leave(self, network: str | None) -> None:
         """Uncount a connection."""
-        if place is not None:
-            self._counts[place] -= 1
-            if not self._counts[place]:
-                del self._counts[place]
+        if network is not None:
+            self._counts[network] -= 1
+            if not self._counts[network]:
+                del self._counts[network]
 
-    def is_over(self, place: str | None) -> bool:
+    def is_over(self, network: str | None) -> bool:
         """True if a client address has more connections than allowed."""
-        return place is not None and self._counts[place] > self._limit
+        return network is not None and self._counts[network] > self._limit

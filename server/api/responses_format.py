@@ -58,20 +58,20 @@ class ResponsesFormat(BlockFormat):
     def _opened(self, block: ContentBlock) -> Iterator[Body]:
         yield self._event("output_item.added", output_index=block.index, item=self._item(block, done=False))
         if block.kind is not PartKind.CALL:
-            yield self._event("content_part.added", part=self._part(block, ""), **self._place(block))
+            yield self._event("content_part.added", part=self._part(block, ""), **self._position(block))
 
     def _added(self, block: ContentBlock, text: str, scores: list[Body]) -> Iterator[Body]:
         more = {"logprobs": scores} if block.kind is PartKind.CONTENT else {}
-        yield self._event(f"{self._field(block)}.delta", delta=text, **self._place(block), **more)
+        yield self._event(f"{self._field(block)}.delta", delta=text, **self._position(block), **more)
 
     def _closed(self, block: ContentBlock) -> Iterator[Body]:
-        text, place = block.text, self._place(block)
+        text, position = block.text, self._position(block)
         if block.kind is PartKind.CALL:
-            yield self._event("function_call_arguments.done", name=block.name, arguments=text, **place)
+            yield self._event("function_call_arguments.done", name=block.name, arguments=text, **position)
         else:
             more = {"logprobs": block.scores} if block.kind is PartKind.CONTENT else {}
-            yield self._event(f"{self._field(block)}.done", text=text, **place, **more)
-            yield self._event("content_part.done", part=self._part(block, text), **place)
+            yield self._event(f"{self._field(block)}.done", text=text, **position, **more)
+            yield self._event("content_part.done", part=self._part(block, text), **position)
         yield self._event("output_item.done", output_index=block.index, item=self._item(block, done=True))
 
     def _event(self, name: str, /, **fields: Any) -> Body:
@@ -82,9 +82,9 @@ class ResponsesFormat(BlockFormat):
         """The name of the block's text in events."""
         return _PARTS.get(block.kind, "function_call_arguments")
 
-    def _place(self, block: ContentBlock) -> Body:
-        place = {"item_id": self._id(block), "output_index": block.index}
-        return place if block.kind is PartKind.CALL else {**place, "content_index": 0}
+    def _position(self, block: ContentBlock) -> Body:
+        position = {"item_id": self._id(block), "output_index": block.index}
+        return position if block.kind is PartKind.CALL else {**position, "content_index": 0}
 
     def _id(self, block: ContentBlock) -> str:
         return f"{_PREFIXES[block.kind]}{self._generation.id.removeprefix('resp_')}_{block.index}"

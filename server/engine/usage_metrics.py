@@ -34,7 +34,7 @@ _COUNTS = (
     ("generated_tokens", GENERATED, "Generated tokens", "generation_tokens"),
     ("kv_page_seconds", PAGE_SECONDS, "Pages of KV of ended requests, times the seconds that they held them", ""),
 )
-"""Counters: name, place in a row, text, and vLLM's name of the sum over all models."""
+"""Counters: name, column, text, and vLLM's name of the sum over all models."""
 
 _TIMES = (
     ("time_to_first_token", TTFT, "Time from arrival to the first token"),
@@ -58,10 +58,10 @@ class ModelUsage(Collector):
         rows = self._usage.by_model()
         total, series = _series(rows, self._names, self._split)
         yield from _families("", "model", series)
-        for _, place, text, theirs in _COUNTS:
+        for _, column, text, theirs in _COUNTS:
             if theirs:
                 family = CounterMetricFamily(f"vllm:{theirs}", text, labels=MODEL_LABELS)
-                yield with_samples(family, (self._everything, total[place]))
+                yield with_samples(family, (self._everything, total[column]))
         family = CounterMetricFamily(
             "vllm:request_success", "Finished requests", labels=(*MODEL_LABELS, "finished_reason")
         )
@@ -129,9 +129,9 @@ def _families(prefix: str, noun: str, series: Mapping[str, np.ndarray]) -> Itera
             if count
         ),
     )
-    for name, place, text, _ in _COUNTS:
+    for name, column, text, _ in _COUNTS:
         family = CounterMetricFamily(f"chorus_{prefix}{name}", text, labels=(noun,))
-        yield with_samples(family, *(((label(one),), row[place]) for one, row in series.items()))
+        yield with_samples(family, *(((label(one),), row[column]) for one, row in series.items()))
     for name, times, text in _TIMES:
         yield _times(f"chorus_{noun}_{name}_seconds", text, noun, times, series)
 

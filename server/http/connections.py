@@ -22,7 +22,7 @@ LOG_SECONDS = 10.0
 class Connection(Protocol):
     """An accepted or started connection."""
 
-    place: str | None
+    network: str | None
     """See `ConnectionLimiter`."""
 
     @property
@@ -54,7 +54,7 @@ class Connections:
     def __init__(self, count: int, settings: Settings) -> None:
         """count: maximum number of connections."""
         self.count = count
-        self.places = ConnectionLimiter(
+        self.limiter = ConnectionLimiter(
             settings.max_connections_per_address or count // 2, Networks(settings.trusted_proxies or ())
         )
         self.num_made = 0
@@ -82,10 +82,10 @@ class Connections:
     def add(self, one: Accepted) -> bool:
         """A connection was accepted: close it, or another one, if there are too many. False if it was closed."""
         self.num_made += 1
-        place = one.place = self.places.enter(one.address)
+        network = one.network = self.limiter.enter(one.address)
         self._all.add(one)
-        if self.places.is_over(place):
-            self.close(next((other for other in self._waiting if other.place == place), one))
+        if self.limiter.is_over(network):
+            self.close(next((other for other in self._waiting if other.network == network), one))
         elif len(self._all) > self.count:
             self.close(next(iter(self._waiting), one))
         self.note(one)
@@ -95,7 +95,7 @@ class Connections:
 
     def begin(self, accepted: Connection, connection: Connection) -> None:
         """An accepted connection was started."""
-        connection.place = accepted.place
+        connection.network = accepted.network
         self._all.discard(accepted)
         self._all.add(connection)
         self.note(connection)
@@ -112,7 +112,7 @@ class Connections:
         if one in self._all:
             self._all.discard(one)
             self._waiting.pop(one, None)
-            self.places.leave(one.place)
+            self.limiter.leave(one.network)
 
     def make_room(self) -> None:
         """Close the connection that waits longest, because no descriptor is left."""
@@ -135,10 +135,10 @@ class Connections:
         if self._num_closed and now >= self._log_after:
             self._log_after = now + LOG_SECONDS
             log.warning(
-                "closed %d connections that were too many or kept it waiting; %d are open, from %d places",
+                "closed %d connections that were too many or kept it waiting; %d are open, from %d networks",
                 self._num_closed,
                 len(self._all),
-                len(self.places),
+                len(self.limiter),
             )
             self._num_closed = 0
         active = self._all or self._num_closed

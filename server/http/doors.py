@@ -14,7 +14,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ..access.addresses import Networks, forwarded_client, place_of
+from ..access.addresses import Networks, forwarded_client, network_of
 from ..access.hosts import Hosts
 from ..access.keys import Keys, RequestIdentity, Right
 from ..errors import REQUEST_ID, ApiError, clipped
@@ -136,7 +136,7 @@ class Doors:
             self._find_client(scope, headers)
             identity = self._admit(scope, headers)
             known = identity or RequestIdentity(may_change_adapters=False, sees_tenants=False)
-            caller = known.tenant or place_of((scope.get("client") or ("",))[0])
+            caller = known.tenant or network_of((scope.get("client") or ("",))[0])
             tenant = (self.tenants and self.tenants.tenant(headers, peer, known.tenant)) or caller
             note_request(tenant=tenant)
             budget = known.grant.tokens_per_minute

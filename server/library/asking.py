@@ -165,21 +165,21 @@ class Asking:
         begin: Callable[[Sequence[Any], str | None], Awaitable[Begun[R]]],
     ) -> list[R]:
         """Results in the order of the inputs; an adapter's are computed together."""
-        places: dict[str | None, list[int]] = defaultdict(list)
-        for place, adapter in enumerate(adapters):
-            places[adapter].append(place)
+        indices: dict[str | None, list[int]] = defaultdict(list)
+        for index, adapter in enumerate(adapters):
+            indices[adapter].append(index)
         found: dict[int, R] = {}
         step = min(self.most, self.builder.settings.max_inputs)
-        for adapter, its in places.items():
+        for adapter, its in indices.items():
             for first in range(0, len(its), step):
                 part = its[first : first + step]
                 await self._take(len(part))
                 try:
-                    results = await self._results(lambda: begin([given[place] for place in part], adapter), adapter)  # noqa: B023 - awaited here
+                    results = await self._results(lambda: begin([given[index] for index in part], adapter), adapter)  # noqa: B023 - awaited here
                     found.update(zip(part, results, strict=True))
                 finally:
                     await self._give_back(len(part))
-        return [found[place] for place in range(len(given))]
+        return [found[index] for index in range(len(given))]
 
     async def _results(self, begin: Callable[[], Awaitable[Begun[R]]], adapter: str | None) -> list[R]:
         with python_errors(), renaming(INPUTS):

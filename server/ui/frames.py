@@ -163,14 +163,14 @@ def runs(values: np.ndarray) -> np.ndarray:
 
 def changes(before: np.ndarray, after: np.ndarray) -> np.ndarray:
     """Runs of equal values that have changed: number of pages since the previous run, count, value."""
-    places = np.flatnonzero(before != after)
-    if not len(places):
-        return places
-    values = after[places]
-    breaks = np.flatnonzero((np.diff(places) != 1) | (values[1:] != values[:-1])) + 1
+    changed = np.flatnonzero(before != after)
+    if not len(changed):
+        return changed
+    values = after[changed]
+    breaks = np.flatnonzero((np.diff(changed) != 1) | (values[1:] != values[:-1])) + 1
     first = np.concatenate(([0], breaks))
-    lengths = np.diff(first, append=len(places))
-    starts = places[first]
+    lengths = np.diff(first, append=len(changed))
+    starts = changed[first]
     gaps = np.diff(np.concatenate(([0], starts))) - np.concatenate(([0], lengths[:-1]))
     return np.stack((gaps, lengths, values[first]), axis=1).ravel()
 

@@ -132,12 +132,12 @@ def layer_bindings(
     pages = {layer: (group, at) for group, each in enumerate(groups) for at, layer in enumerate(each.layers)}
     found: list[LayerBinding] = []
     for index, (layer, own) in enumerate(zip(layers, weights, strict=True)):
-        place = LayerBinding(own, tables, state_layer=with_state, mixture=mixtures[index] if mixtures else None)
+        binding = LayerBinding(own, tables, state_layer=with_state, mixture=mixtures[index] if mixtures else None)
         if layer.attention is not None:
-            place.page_group, place.page_layer = pages[kv_of[index]]
-            place.kv_scales = kv_scales[kv_of[index]] if kv_scales else UNSCALED
-            place.plane = planes[kv_of[index]] if planes else 0
-        found.append(place)
+            binding.page_group, binding.page_layer = pages[kv_of[index]]
+            binding.kv_scales = kv_scales[kv_of[index]] if kv_scales else UNSCALED
+            binding.plane = planes[kv_of[index]] if planes else 0
+        found.append(binding)
         with_state += layer.recurrent is not None
     return found
 

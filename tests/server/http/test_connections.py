@@ -259,14 +259,14 @@ def test_one_address_cannot_hold_all_connections(start, fake_engine, calls_of):
     fake_engine.gate.set()
     for connection in busy:
         assert b'"text":"abc"' in ends(connection)
-    live.wait_until(lambda: not live.server.connections.places.is_over("at-127.0.0.1"), 30)
+    live.wait_until(lambda: not live.server.connections.limiter.is_over("at-127.0.0.1"), 30)
     assert b"200 OK" in ends(connect(live, ASKS))
     idle.sendall(ASKS)
     assert b"200 OK" in ends(idle), "other addresses lost nothing"
     for connection in (*silent, *proxied):
         connection.close()
     live.wait_until(lambda: not open_ones(live), 30)
-    assert not live.server.connections.places
+    assert not live.server.connections.limiter
 
 
 def test_a_tenant_leaves_room_for_requests_of_others(start, fake_engine, calls_of):
