@@ -18,6 +18,7 @@ _GATED = {
 _UNGATED = {
     UngatedActivation.GELU_TANH: NativeActivation.GELU_ALONE,
     UngatedActivation.GELU: NativeActivation.GELU_BY_ERF,
+    UngatedActivation.RELU: NativeActivation.RELU,
     UngatedActivation.RELU_SQUARED: NativeActivation.RELU_SQUARED,
     UngatedActivation.XIELU: NativeActivation.XIELU,
 }

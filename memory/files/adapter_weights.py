@@ -22,7 +22,7 @@ from .directory import AdapterDirectory
 from .error import AdapterFormatError, shown
 from .form import AdapterForm
 from .module_paths import ExpertForm, ModulePaths, StackedSides, without_nesting
-from .peft_names import EMBEDDINGS, HEAD, IN_LAYERS, PREFIX, STEM, UNEMBED, tensor_names, tensor_shapes
+from .peft_names import EMBEDDINGS, HEAD, IN_LAYERS, LAYERS, PREFIX, STEM, UNEMBED, tensor_names, tensor_shapes
 from .slices import SlicedTarget, SliceFactors, Target, by_target
 from .tensor_info import TensorInfo
 from .unserved import mend_of
@@ -49,11 +49,11 @@ _SIDES = {"lora_A.weight": "A", "lora_B.weight": "B"}
 
 
 @lru_cache(16)
-def _wrapped(around: tuple[str, ...], embeddings: str) -> re.Pattern[str]:
-    """A pattern of the prefix that a tensor's name may have. around, embeddings: see `ModulePaths`."""
+def _wrapped(around: tuple[str, ...], layers: str, embeddings: str) -> re.Pattern[str]:
+    """A pattern of the prefix that a tensor's name may have. around, layers, embeddings: see `ModulePaths`."""
     return re.compile(
         rf"(?:base_model\.model\.)?((?:(?:{'|'.join(map(re.escape, around))})\.){{0,4}})"
-        rf"(?=layers\.[0-9]|{re.escape(embeddings)}\.|embed_tokens\.|unembed_tokens\.|lm_head\.)"
+        rf"(?={re.escape(layers)}\.[0-9]|{re.escape(embeddings)}\.|embed_tokens\.|unembed_tokens\.|lm_head\.)"
     )
 
 
@@ -372,7 +372,8 @@ class AdapterWeights(RowsFile):
         if not name.endswith((".lora_A.weight", ".lora_B.weight")) and (named := _ADAPTER_NAME.search(name)):
             self._adapters.add(named[2])
             name = f"{name[: named.end(1)]}{name[named.end() :]}"
-        found = _wrapped(self.modules.around, self.modules.embeddings).match(name)
+        modules = self.modules
+        found = _wrapped(modules.around, modules.layers, modules.embeddings).match(name)
         rest = "" if found is None else name[found.end() :]
         if found is None or (rest.startswith(f"{HEAD}.") and self._is_usual_head(name, found[1])):
             return self._plain_of_head(name)
@@ -380,7 +381,8 @@ class AdapterWeights(RowsFile):
             self._head_names.add(UNEMBED)
             return f"{PREFIX}{HEAD}{rest.removeprefix(UNEMBED).removeprefix(HEAD)}"
         own, is_there, kind = rest.partition(".")
-        rest = f"{EMBEDDINGS}.{kind}" if is_there and own == self.modules.embeddings else rest
+        usual = {modules.embeddings: EMBEDDINGS, modules.layers: LAYERS}
+        rest = f"{usual.get(own, own)}.{kind}" if is_there else rest
         self._stems.add(found[1][:-1])
         plain = f"{PREFIX}{STEM}.{rest}"
         match = _IN_LAYER.fullmatch(plain)

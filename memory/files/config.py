@@ -46,7 +46,6 @@ _USUAL = {"unembed_tokens": "lm_head"}
 #: Fields that change the arithmetic in unsupported ways, with the remedy for each.
 _UNSERVED = {
     "layer_replication": "the base model's layers are fixed; train without layer_replication",
-    "fan_in_fan_out": "weights stored transposed are not supported; the base model has none: set it to false",
     "use_qalora": "QALoRA is not supported; train plain LoRA",
     "use_bdlora": "block-diagonal LoRA is not supported; train plain LoRA",
     "arrow_config": "Arrow routing is not supported; serve its adapters under names of their own",
@@ -73,6 +72,7 @@ _SERVED = frozenset(
         "layers_to_transform",
         "layers_pattern",
         "bias",
+        "fan_in_fan_out",
         "lora_bias",
         "use_dora",
         "modules_to_save",

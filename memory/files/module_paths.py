@@ -95,6 +95,9 @@ class ModulePaths:
     further: tuple[tuple[str, str], ...] = ()
     """A projection, and another path that it has in a version of the model, or in a trainer's."""
 
+    layers: str = "layers"
+    """The name before a layer's number."""
+
     embeddings: str = "embed_tokens"
     """The name of the token embeddings."""
 

@@ -24,6 +24,7 @@ LAYER = re.compile(r"\.layers\.([0-9]{1,6})\.")
 STEM = "model"
 HEAD = "lm_head"
 EMBEDDINGS = "embed_tokens"
+LAYERS = "layers"
 #: Other names of the output projection (Tinker's), among the modules of the model's parent and beside it.
 UNEMBED = "unembed_tokens"
 

@@ -42,7 +42,7 @@ def targets_of(
     for name, (layer, parts, rank_and_scale) in found.items():
         for module in parts:  # of several paths to a projection the first is the adapter's own
             targets.setdefault((layer, module), rank_and_scale)
-        if (path := name.partition(f"layers.{layer}.")[2]) in modules.given_slices:
+        if (path := name.partition(f"{modules.layers}.{layer}.")[2]) in modules.given_slices:
             named[layer, parts[0]][path] = rank_and_scale
     factors = check_slices(config, named, slices, targets)
     targets |= _parameter_targets(config, stem, modules, targets)
@@ -88,12 +88,12 @@ def _keys(stem: str, modules: ModulePaths) -> tuple[ModuleNames, dict[str, tuple
     keys, inner = {}, []
     for layer in range(modules.projections.num_layers):
         own = modules.in_layer(layer)
-        keys |= {f"{level}layers.{layer}.{path}": (layer, parts) for path, parts in own.items()}
+        keys |= {f"{level}{modules.layers}.{layer}.{path}": (layer, parts) for path, parts in own.items()}
         parents = sorted({f".{path.rpartition('.')[0]}" for path in own})
         names = ["", ".mlp.act_fn", ".input_layernorm", ".post_attention_layernorm", *parents]
-        inner += [f"{level}layers.{layer}{name}" for name in names]
+        inner += [f"{level}{modules.layers}.{layer}{name}" for name in names]
     keys |= _model_keys(stem, modules)
-    others = [f"{level}{name}" for name in (modules.embeddings, "layers", "norm", "rotary_emb")]
+    others = [f"{level}{name}" for name in (modules.embeddings, modules.layers, "norm", "rotary_emb")]
     others += [*modules.heads, stem] if stem else []  # without a module around the layers there is no head
     return ModuleNames([*dict.fromkeys((*keys, *others, *inner))]), keys
 
@@ -163,7 +163,7 @@ def _parameter_keys(stem: str, modules: ModulePaths) -> tuple[ModuleNames, dict[
         level = f"{stem}." if stem else ""
         for path, parts in modules.stacked_experts:
             layers = modules.projections.layers_of(parts[0])
-            found |= {f"{level}layers.{layer}.{path}": (layer, parts) for layer in layers}
+            found |= {f"{level}{modules.layers}.{layer}.{path}": (layer, parts) for layer in layers}
     return ModuleNames([*found]), found
 
 
@@ -194,7 +194,7 @@ def _elsewhere(config: AdapterConfig, stem: str, modules: ModulePaths) -> str:
     """The targets that a configuration without any would have if every layer had every projection."""
     level, projections = f"{stem}." if stem else "", modules.projections
     parts_of = {
-        f"{level}layers.{layer}.{path}": (layer, parts[0])
+        f"{level}{modules.layers}.{layer}.{path}": (layer, parts[0])
         for layer in range(projections.num_layers)
         for path, parts in modules.by_path.items()
     }

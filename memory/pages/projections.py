@@ -258,9 +258,11 @@ class UnitRows(NamedTuple):
         ]
 
 
-def unit_rows(projections: Sequence[Projection]) -> tuple[UnitRows, ...]:
-    """Where a matrix of projections by unit has each. All have the same units."""
-    units = projections[0].units
+def unit_rows(projections: Sequence[Projection], units: int | None = None) -> tuple[UnitRows, ...]:
+    """Where a matrix of projections by unit has each. units: their number; None: that of the projection with the
+    fewest, such as heads of keys. Others have several of theirs in each.
+    """
+    units = units or min(each.units for each in projections)
     widths = [[each // units for each in it.sections or (it.outputs,)] for it in projections]
     begins = accumulate((width for own in widths for width in own), initial=0)
     total = sum(map(sum, widths))

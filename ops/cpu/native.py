@@ -165,6 +165,7 @@ class NativeDecoder:
             page_groups=model.page_groups, num_gemm_shapes=len(model.gemm_shapes), eps=model.eps,
             norm_kind=model.norm_kind, embedding_multiplier=model.embedding_multiplier,
             head_bias=_pointer_or_null(model.head_bias), embedding_norm=model.embedding_norm,
+            position_table=_pointer_or_null(model.position_table),
             logits_scale=model.logits_scale, logits_softcap=model.logits_softcap,
             ops=ops.address, num_ops=ops.count,
             registers=ctypes.addressof(registers), num_registers=len(model.registers),

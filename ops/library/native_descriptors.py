@@ -60,6 +60,7 @@ class NativeActivation(StrEnum):
     GELU_ALONE = "kGeluAlone"
     """As GELU, without a gate; so are all below."""
     GELU_BY_ERF = "kGeluByErf"
+    RELU = "kRelu"
     RELU_SQUARED = "kReluSquared"
     XIELU = "kXielu"
 

@@ -191,6 +191,9 @@ class NativeModel:
     head_bias: torch.Tensor | None = None
     """`[vocab]` float32, of the logits before their scale; None: there is none."""
 
+    position_table: torch.Tensor | None = None
+    """`[positions, hidden]` float32, added to embeddings; None: nothing is."""
+
     embedding_norm: bool = False
     """Embeddings are normalised, as the output of the last layer is."""
 

@@ -172,6 +172,8 @@ class Decoder final : public AnyDecoder {
             else std::fill(x[t], x[t] + hidden, 0.0f);  // an adapter has the row
             embedding_lora_.add(step.model_segments, me.thread, t, step.token_ids[t], x[t]);
             if (m_.embedding_multiplier != 1) scale_by(x[t], hidden, m_.embedding_multiplier);
+            if (m_.position_table)
+                add_scaled(m_.position_table + step.positions[t] * (int64_t)hidden, hidden, 1.0f, x[t]);
             if (m_.embedding_norm) norm(x[t], x[t]);
             if (step.media && step.media[t] >= 0)  // after all that is done to tokens' own embeddings
                 std::copy_n(step.media_rows + step.media[t] * step.media_stride, hidden, x[t]);

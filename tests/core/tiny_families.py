@@ -300,6 +300,30 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], str]] = {
         },
         "50GB",
     ),
+    "gpt-2": ("GPT2Config", {"scale_attn_by_inverse_layer_idx": True, "n_inner": 96}, "50GB"),
+    "gpt-bigcode": ("GPTBigCodeConfig", {"initializer_range": 0.4}, "20KB"),
+    "gpt-bigcode-heads": ("GPTBigCodeConfig", {"multi_query": False, "n_inner": 80, "initializer_range": 0.4}, "50GB"),
+    "gpt-neo": (
+        "GPTNeoConfig",
+        {"attention_types": [[["global", "local"], 1]], "window_size": 20, "initializer_range": 0.2},
+        "50GB",
+    ),
+    "gpt-j": ("GPTJConfig", {"rotary_dim": 8, "initializer_range": 0.3}, "50GB"),
+    "codegen": ("CodeGenConfig", {"rotary_dim": 8, "initializer_range": 0.3}, "20KB"),
+    "falcon-7b": ("FalconConfig", {"num_kv_heads": None, "initializer_range": 0.4}, "50GB"),
+    "falcon-40b": (
+        "FalconConfig",
+        {"new_decoder_architecture": True, "num_kv_heads": 2, "ffn_hidden_size": 96},
+        "20KB",
+    ),
+    "falcon-heads": (
+        "FalconConfig",
+        {"multi_query": False, "parallel_attn": False, "bias": True, "num_kv_heads": None, "initializer_range": 0.4},
+        "50GB",
+    ),
+    "opt": ("OPTConfig", {"ffn_dim": 96, "init_std": 0.3, "pad_token_id": 0}, "50GB"),
+    "biogpt": ("BioGptConfig", {"initializer_range": 0.3, "pad_token_id": 0}, "50GB"),
+    "xglm": ("XGLMConfig", {"ffn_dim": 96, "init_std": 0.3, "pad_token_id": 0}, "20KB"),
     "llama-4-dense": (
         "Llama4TextConfig",
         {
@@ -1000,7 +1024,7 @@ def randomise(model: torch.nn.Module) -> None:
         for name, parameter in model.named_parameters():
             if name.endswith("altup.router_norm.weight"):
                 parameter.uniform_(24, 72)
-            elif "norm" in name or name.endswith("correct_output_scale"):
+            elif "norm" in name or ".ln_" in name or name.endswith("correct_output_scale"):
                 parameter.uniform_(0.5, 1.5)
             elif name.endswith("bias"):
                 parameter.normal_(0, 0.02 if "moe_statics" in name else 0.3)

@@ -465,6 +465,12 @@ def activated(gate_up: torch.Tensor, activation: Activation | ClampedSwiglu | Un
 
 def activated_alone(up: torch.Tensor, activation: UngatedActivation) -> torch.Tensor:
     """Without a gate, and without parameters of its own. up: `[rows, ffn]`."""
-    if activation is UngatedActivation.RELU_SQUARED:
-        return relu_squared(up)
-    return (gelu if activation is UngatedActivation.GELU else gelu_tanh)(up)
+    return _ALONE[activation](up)
+
+
+_ALONE: dict[UngatedActivation, Callable[[torch.Tensor], torch.Tensor]] = {
+    UngatedActivation.GELU: gelu,
+    UngatedActivation.GELU_TANH: gelu_tanh,
+    UngatedActivation.RELU: torch.relu,
+    UngatedActivation.RELU_SQUARED: relu_squared,
+}

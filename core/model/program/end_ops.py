@@ -40,6 +40,18 @@ class Embed(Op):
 
 
 @dataclass(frozen=True, slots=True)
+class AddPositions(Op):
+    """`x += table[position]`."""
+
+    READS = ("x",)
+    WRITES = ("x",)
+    SLOTS = ("table",)
+
+    x: str
+    table: str = "positions"
+
+
+@dataclass(frozen=True, slots=True)
 class EmbedMedia(Op):
     """Rows of tokens of images and of sound, from `first` on: of a table of their own, in place of x's."""
 

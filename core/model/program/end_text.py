@@ -9,7 +9,18 @@ from collections.abc import Callable
 from typing import Any
 
 from ..specs.config import ModelConfig
-from .end_ops import Cap, Embed, EmbedMedia, JoinStreams, Logits, NormParts, PlaceImages, Select, SplitStreams
+from .end_ops import (
+    AddPositions,
+    Cap,
+    Embed,
+    EmbedMedia,
+    JoinStreams,
+    Logits,
+    NormParts,
+    PlaceImages,
+    Select,
+    SplitStreams,
+)
 from .ops import Gemm, Norm, Op, Scale
 
 
@@ -37,7 +48,14 @@ def _cap(op: Cap, _: ModelConfig) -> str:
     return ", ".join(each for each in (scale, cap) if each)
 
 
+def _positions(_: AddPositions, config: ModelConfig) -> str:
+    table = config.position_table
+    assert table is not None, "the op is of a model with a table"
+    return f"{table.rows:,} positions → {config.hidden_size}: {'sinusoids' if table.is_made else 'learned'}"
+
+
 _DETAILS: dict[type[Op], Callable[[Any, ModelConfig], str]] = {
+    AddPositions: _positions,
     Cap: _cap,
     Embed: _embed,
     EmbedMedia: lambda op, _: f"tokens of images and sound, from {op.first:,} on: {op.table}",

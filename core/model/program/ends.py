@@ -12,6 +12,7 @@ from ..specs.config import ModelConfig
 from ..weights.slots import stream_slots
 from .builder import Kept
 from .end_ops import (
+    AddPositions,
     Cap,
     Embed,
     EmbedMedia,
@@ -99,6 +100,8 @@ def end_gemms(config: ModelConfig) -> list[tuple[str, str]]:
 
 def _embed(config: ModelConfig) -> list[Op]:
     found: list[Op] = [Embed(STREAM, "embed", config.embedding_multiplier, adapted=True)]
+    if config.position_table is not None:
+        found.append(AddPositions(STREAM))
     if config.media:
         found.append(EmbedMedia(STREAM, STREAM, config.media[0].first))
     if config.embedding_norm:

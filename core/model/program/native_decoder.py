@@ -124,6 +124,7 @@ class NativeDecoderModel:
             gemm_shapes=config.projections.gemm_shapes, gemm_shape_of=config.projections.gemm_shape_in,
             positions=max_model_len + spare, page_groups=arena.layout.pages_per_block, embed=embed,
             lm_head=packed.add(head), norm=weights.norm().float(), arena=arena.pages,
+            position_table=None if (table := weights.position_table()) is None else table.float(),
             head_bias=weights.lm_head_bias(), embedding_norm=config.embedding_norm,
             embedding_multiplier=config.embedding_factor(embed.dtype), logits_scale=cap_of(config).scale,
             logits_softcap=cap_of(config).cap or 0.0,

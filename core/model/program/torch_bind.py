@@ -44,6 +44,7 @@ _RUNS: dict[type[Op], Callable[[Any, OpContext], Run]] = {
     ops.Sum: torch_other_ops.plus,
     ops.TakeInput: torch_ends.take_input,
     ops.TakeStream: take_stream,
+    end_ops.AddPositions: torch_ends.add_positions,
     end_ops.Cap: torch_ends.cap,
     end_ops.Embed: torch_ops.embed,
     end_ops.EmbedMedia: torch_ends.embed_media,

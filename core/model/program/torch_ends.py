@@ -10,13 +10,22 @@ from torch.nn.functional import embedding
 
 from ....ops.elementwise.elementwise import rms_norm
 from .builder import Kept
-from .end_ops import Cap, EmbedMedia, JoinStreams, NormParts, PlaceImages, SplitStreams
+from .end_ops import AddPositions, Cap, EmbedMedia, JoinStreams, NormParts, PlaceImages, SplitStreams
 from .ops import TakeInput
 from .torch_ops import backend_for, multiply
 from .torch_step import OpContext, Run, Step
 
 #: The least mean square that a stream is scaled by.
 _LEAST_SQUARE = 1e-5
+
+
+def add_positions(op: AddPositions, at: OpContext) -> Run:
+    index = at.index
+
+    def run(step: Step) -> None:
+        step.names[op.x] += embedding(step.batch.positions, step.layers[index][op.table])
+
+    return run
 
 
 def embed_media(op: EmbedMedia, at: OpContext) -> Run:

@@ -22,6 +22,7 @@ from .attention import AttentionSpec
 from .feed_forward import Experts
 from .layers import LayerInputSpec, LayerSpec, MediaTokens, StreamsSpec
 from .norms import NormSpec
+from .positions import PositionTable
 from .recurrent import RecurrentSpec
 from .tensor_names import LLAMA_TENSORS, TensorNames
 from .vision import VisionSpec
@@ -61,6 +62,9 @@ class ModelConfig:
 
     embedding_norm: bool = False
     """Embeddings are normalised, as the last layer's output is (nanochat); the norm is weightless."""
+
+    position_table: PositionTable | None = None
+    """What is added to embeddings for their positions; None: nothing."""
 
     logits_scale: float = 1.0
     """Factor of the logits."""
@@ -252,12 +256,12 @@ class ModelConfig:
     def unit_rows(self) -> Mapping[str, UnitRows]:
         """Paths of projections whose rows the checkpoint has by unit in a tensor of several, and where."""
         by_path = {projection.path: projection for projection in self.projections}
-        fused = (self.tensors.fused[name] for name in self.tensors.by_unit)
-        return {
-            path: rows
-            for parts in fused
-            for path, rows in zip(parts, unit_rows([by_path[part] for part in parts]), strict=True)
-        }
+        found: dict[str, UnitRows] = {}
+        for name in self.tensors.by_unit:
+            parts = self.tensors.fused[name]
+            rows = unit_rows([by_path[part] for part in parts], self.tensors.units.get(name))
+            found |= zip(parts, rows, strict=True)
+        return found
 
     @cached_property
     def module_paths(self) -> ModulePaths:
@@ -292,6 +296,7 @@ class ModelConfig:
             ),
             stacked_alternate=self.tensors.alternates,
             stacked_sides=self.tensors.stacked_sides,
+            layers=self.tensors.layers,
             embeddings=self.tensors.embeddings,
             heads=tuple(head.removesuffix(".weight") for head in self.tensors.heads),
             head_has_bias=self.head_bias,

@@ -37,6 +37,9 @@ class UngatedActivation(StrEnum):
     GELU = "gelu"
     """With the error function: GPT-NeoX."""
 
+    RELU = "relu"
+    """OPT."""
+
     RELU_SQUARED = "relu2"
     """`max(x, 0)²`: Nemotron, Arcee."""
 

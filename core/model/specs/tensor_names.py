@@ -74,6 +74,9 @@ class TensorNames:
     embeddings: str = "embed_tokens"
     """The name of the token embeddings."""
 
+    positions: str = ""
+    """The name of the table of positions, of families that have one."""
+
     layers: str = "layers"
     """The name before a layer's number."""
 
@@ -97,9 +100,15 @@ class TensorNames:
     """Tensors of `fused` that have the first unit's rows of each part, then the second unit's, and so on; units are as
     TP ranks share them, such as heads (Qwen3-Next)."""
 
+    units: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
+    """A tensor of `by_unit` → its number of units, where they aren't such (CodeGen)."""
+
     stacked_experts: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: MappingProxyType(STACKED_EXPERTS))
     """A tensor in a layer `[experts, out, in]` → the matrices of each expert whose rows are stacked in it, in order;
     used where the checkpoint has it instead of a tensor for each expert."""
+
+    inputs_first: bool = False
+    """Matrices of layers, but for experts', are `[in, out]` (GPT-2)."""
 
     alternates: bool = False
     """In a stacked tensor, rows of the matrices alternate, rather than follow one another (gpt-oss)."""

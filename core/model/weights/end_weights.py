@@ -37,6 +37,8 @@ def end_weights(
     found["norm"] = moved_norm(weights.norm(), config.norm, device, dtype)
     if (bias := weights.lm_head_bias()) is not None:
         found["head_bias"] = bias.to(device)
+    if (positions := weights.position_table()) is not None:
+        found["positions"] = positions.to(device)
     if (media := weights.media()) is not None:
         found["media"] = media.to(device, dtype)
     if config.layer_inputs is not None:

@@ -26,6 +26,8 @@ _MATRICES = ("gate_proj", "up_proj", "down_proj")
 #: Of several streams, by number.
 STREAM_IN, STREAM_OUT = "model.altup_projections.{}.weight", "model.altup_unembed_projections.{}.weight"
 
+POSITIONS = "model.position_table.weight"
+
 #: Of further inputs of layers.
 INPUT_TABLE, INPUT_PROJECTION = "model.embed_tokens_per_layer.weight", "model.per_layer_model_projection.weight"
 INPUT_NORM = "model.per_layer_projection_norm.weight"
@@ -54,6 +56,8 @@ def model_parts(config: ModelConfig) -> dict[str, SlotTensor]:
         shapes[LM_HEAD] = (vocab, hidden)
     if config.head_bias and config.has_lm_head:
         shapes[LM_HEAD_BIAS] = (vocab,)
+    if (table := config.position_table) is not None and not table.is_made:
+        shapes[POSITIONS] = (table.first + table.rows, hidden)
     if (inputs := config.layer_inputs) is not None:
         width = config.num_layers * inputs.size
         shapes |= {INPUT_TABLE: (inputs.vocab, width), INPUT_PROJECTION: (width, hidden), INPUT_NORM: (inputs.size,)}
@@ -126,6 +130,7 @@ def sources(config: ModelConfig, names: Container[str]) -> dict[str, Source]:
     head = next((each for each in tensors.heads if each in names), tensors.heads[0])
     found = {LM_HEAD: Source(head), NORM: Source(f"{prefix}{tensors.norm}.weight")}
     found[EMBED] = Source(f"{prefix}{tensors.embeddings}.weight")
+    found[POSITIONS] = Source(f"{prefix}{tensors.positions}.weight")
     biases = {bias_of(each): Source(bias_of(found[each].name)) for each in (NORM, LM_HEAD)}
     for part in model_parts(config):
         around = prefix if part.startswith(_MODEL) else prefix.removesuffix(_TEXT_PART)
@@ -161,13 +166,14 @@ def _layer_source(
         return _expert_source(tensors, at, int(number), matrix, kind, rows=rows, names=names)
     own = _plain_source(tensors, at, part, names)
     fused = next((name for name, stack in tensors.fused.items() if path in stack), None)
+    transposed = tensors.inputs_first and len(shapes[part]) == 2
     if fused is None or (own in names and f"{at}{fused}.{kind}" not in names):
-        return Source(own)
+        return Source(own, transposed=transposed)
     if path in units:
-        return Source(f"{at}{fused}.{kind}", units=units[path])
+        return Source(f"{at}{fused}.{kind}", transposed=transposed, units=units[path])
     stack = tensors.fused[fused]
     first = sum(shapes[f"{each}.{kind}"][0] for each in stack[: stack.index(path)])
-    return Source(f"{at}{fused}.{kind}", first)
+    return Source(f"{at}{fused}.{kind}", first, transposed=transposed)
 
 
 def _plain_source(tensors: TensorNames, at: str, part: str, names: Container[str]) -> str:
@@ -240,6 +246,11 @@ def stored_projections(config: ModelConfig, names: Collection[str]) -> StoredPro
         if part not in quantised:
             continue
         name, first, expert, *_ = source = found[part]
+        if expert is None and source.transposed:
+            raise UnsupportedModel(
+                f"tensor {name} is [in, out], and programs that read compressed-tensors take [out, in] alone; serve "
+                "the original checkpoint with --quantization"
+            )
         if expert is None:
             stored.matrices.add(name)
         elif name.endswith(tuple(STACKED_EXPERTS)) and source == Source(name, first, expert):

@@ -47,8 +47,10 @@ _CHUNK, _ROWS = 1 << 23, 128
 #: Beginnings of names that a message has.
 _NAMED = 6
 
-#: Constants of old checkpoints: rotary frequencies, and GPT-NeoX's causal masks.
-_IGNORED = re.compile(r"\.(self_attn|attention)\.rotary_emb\.inv_freq$|\.attention\.(masked_)?bias$")
+#: Constants of old checkpoints: rotary frequencies, and causal masks.
+_IGNORED = re.compile(
+    r"\.(self_attn|attention)\.rotary_emb\.inv_freq$|\.(attention|attn)\.((masked_)?bias|causal_mask)$"
+)
 
 
 def _some(beginnings: Sequence[str]) -> str:
@@ -106,6 +108,11 @@ class WeightLoader(Weights):
         how = self._config.weight_format
         if how is None:
             return {}
+        if self._config.tensors.inputs_first:
+            raise UnsupportedModel(
+                f"{self._checkpoint.directory}: quantised checkpoints of a family whose matrices are [in, out] are not "
+                "supported; use the original checkpoint, with --quantization"
+            )
         covered = {*quantised_parts(self._config), LM_HEAD, INPUT_PROJECTION, *stream_parts(self._config)}
         parts = self._tensors.keys() - (model_parts(self._config).keys() - covered)
         matrices = {self._sources[part].name for part in parts if part.endswith(".weight")}
@@ -144,7 +151,7 @@ class WeightLoader(Weights):
             rows, *others = shapes[name]
             matrix = (rows // len(numbers), *others)
             shapes[name] = (len(numbers), *(matrix[::-1] if name in transposed else matrix))
-        return shapes
+        return shapes | {name: shapes[name][::-1] for name in transposed - experts.keys()}
 
     def _not_transposed(self) -> dict[str, Source]:
         """The sources of parts in stacks whose shape says that they are not transposed."""
@@ -334,6 +341,9 @@ class WeightLoader(Weights):
                 how.read_into(target[chunk], self._checkpoint, name, (these, columns))
         elif name in self._wrapped:
             target.copy_(self._checkpoint.read(name).flatten()[tuple(part)])
+        elif source.expert is None and source.transposed:
+            rows, columns = rows_and_columns(part, self._stored[name][::-1])
+            target.copy_(self._checkpoint.read(name, (columns, rows)).T)
         elif source.expert is None:
             self._checkpoint.read_into(target, name, part)
         elif source.transposed:
@@ -345,7 +355,7 @@ class WeightLoader(Weights):
     def _rows(self, name: str, source: Source, share: Part) -> Part:
         """A part of the rank's share, as slices of the tensor that the checkpoint has it in."""
         rows = self._tensors[name].shape[0]
-        if source.expert is None and rows == self._stored[source.name][0]:
+        if source.expert is None and rows == self._stored[source.name][-1 if source.transposed else 0]:
             return share
         start, stop, _ = (share[0] if share else slice(None)).indices(rows)
         first = source.first + start * source.step

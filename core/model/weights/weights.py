@@ -21,6 +21,7 @@ from ..checkpoints.quantization.round_to_nearest import RoundToNearest
 from ..checkpoints.quantization.rounded_inputs import Float8Inputs, RoundedInputs
 from ..moe.experts import ExpertPack, ListedExperts
 from ..specs.config import ModelConfig
+from ..specs.positions import sinusoids
 from .layer_weights import LayerWeights
 from .narrow_bytes import kept_bytes
 from .shard import WHOLE, Shard
@@ -37,6 +38,7 @@ from .tensor_parts import (
     MEDIA_PROJECTION,
     MEDIA_ROWS,
     NORM,
+    POSITIONS,
     STREAM_IN,
     STREAM_OUT,
     bias_of,
@@ -98,6 +100,15 @@ class Weights(ABC):
     def layer_inputs(self, pack: Pack | None = None) -> tuple[torch.Tensor, Any, torch.Tensor]:
         """The table, the projection and the norm of further inputs, for a model whose layers have them."""
         return self._read(INPUT_TABLE), self._whole(INPUT_PROJECTION, pack), self._norm(INPUT_NORM)
+
+    def position_table(self) -> torch.Tensor | None:
+        """What is added to embeddings at positions 0, 1, …, `[positions, hidden]`; None: nothing is."""
+        if (table := self._config.position_table) is None:
+            return None
+        every = (
+            sinusoids(table.first + table.rows, self._config.hidden_size) if table.is_made else self._read(POSITIONS)
+        )
+        return every[table.first :].to(self._dtype)
 
     def media(self) -> torch.Tensor | None:
         """Embeddings of `ModelConfig.media`, `[tokens, hidden]`; None where there are none."""

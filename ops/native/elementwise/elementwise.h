@@ -254,7 +254,7 @@ inline void clamped_swiglu(const float* gate, const float* up, int n, float alph
 }
 
 // Of a gate; then those without one.
-enum Activation : int32_t { kSilu, kGelu, kClampedSwiglu, kGeluAlone, kGeluByErf, kReluSquared, kXielu };
+enum Activation : int32_t { kSilu, kGelu, kClampedSwiglu, kGeluAlone, kGeluByErf, kReluSquared, kXielu, kRelu };
 
 inline bool is_gated(Activation activation) { return activation < kGeluAlone; }
 

@@ -63,6 +63,7 @@ inline void activate_alone(Activation activation, const float* xielu, const floa
         case kGeluAlone: return map16(x, n, out, [&](Floats v) { return gelu16(v); });
         case kGeluByErf: return map16(x, n, out, [&](Floats v) { return v * normal16(v); });
         case kXielu: return map16(x, n, out, Xielu(xielu));
+        case kRelu: return map16(x, n, out, [&](Floats v) { return max(zero, v); });
         default:  // kReluSquared
             return map16(x, n, out, [&](Floats v) {
                 const Floats up = max(zero, v);

@@ -27,6 +27,7 @@ struct ModelDesc {
     NormKind norm_kind;  // of the norms after the embedding and before the output head
     float embedding_multiplier, logits_scale;
     const float* head_bias;  // [vocab]; null: the output projection has none
+    const float* position_table;  // [positions, hidden]: added to embeddings; null: nothing is
     int32_t embedding_norm;  // 1: embeddings are normalised, as the last layer's output is
     float logits_softcap;  // logits x become logits_softcap · tanh(x / logits_softcap); 0: they stay
     const OpDesc* ops;  // of all layers

@@ -104,7 +104,7 @@ constexpr Field kLayout[] = {
     NUMBER(Memory, kRounded),
     NUMBER(Memory, kShared),
     NUMBER(Memory, kGates),
-    NUMBER(Activation, kSilu), NUMBER(Activation, kGelu), NUMBER(Activation, kClampedSwiglu), NUMBER(Activation, kGeluAlone), NUMBER(Activation, kGeluByErf), NUMBER(Activation, kReluSquared), NUMBER(Activation, kXielu),
+    NUMBER(Activation, kSilu), NUMBER(Activation, kGelu), NUMBER(Activation, kClampedSwiglu), NUMBER(Activation, kGeluAlone), NUMBER(Activation, kGeluByErf), NUMBER(Activation, kReluSquared), NUMBER(Activation, kXielu), NUMBER(Activation, kRelu),
     NORM_KINDS(EACH_NUMBER)
     NUMBER(HeadNorm, kEachHead), NUMBER(HeadNorm, kAllHeads), NUMBER(HeadNorm, kOwnHeads),
     NUMBER(OutputGate, kNoGate), NUMBER(OutputGate, kBesideQueries), NUMBER(OutputGate, kOfHeads), NUMBER(OutputGate, kApart),
@@ -117,7 +117,7 @@ constexpr Field kLayout[] = {
     ALL(ModelDesc), AT(ModelDesc, hidden), AT(ModelDesc, layers), AT(ModelDesc, vocab), AT(ModelDesc, block_tokens),
         AT(ModelDesc, page_groups), AT(ModelDesc, num_gemm_shapes),
         AT(ModelDesc, eps), CHOICE(ModelDesc, norm_kind, NormKind), AT(ModelDesc, embedding_multiplier), AT(ModelDesc, logits_scale),
-        AT(ModelDesc, head_bias), AT(ModelDesc, embedding_norm),
+        AT(ModelDesc, head_bias), AT(ModelDesc, position_table), AT(ModelDesc, embedding_norm),
         AT(ModelDesc, logits_softcap), AT(ModelDesc, ops), AT(ModelDesc, registers), AT(ModelDesc, num_ops), AT(ModelDesc, num_registers), AT(ModelDesc, gemm_shapes), AT(ModelDesc, embed), AT(ModelDesc, lm_head),
         PART(ModelDesc, lm_head_integers, Integers),
         AT(ModelDesc, norm), AT(ModelDesc, arena), AT(ModelDesc, page_elems), AT(ModelDesc, page_bytes),

@@ -1,0 +1,177 @@
+"""GPT-2, GPT-Neo and StarCoder 1: learned positions, LayerNorm, and a feed-forward part without a gate.
+
+GPT-2's matrices are stored with inputs first, and q, k and v are one of them. Of GPT-Neo, scores have no factor, and
+every other layer has a window. StarCoder 1 (GPT-BigCode) has one head of keys and values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from ..config_json import ConfigJson
+from ..specs.attention import AttentionSpec
+from ..specs.config import ModelConfig
+from ..specs.family import Family
+from ..specs.feed_forward import UngatedActivation
+from ..specs.layers import LayerSpec
+from ..specs.positions import PositionTable
+from ..specs.tensor_names import TensorNames
+from . import reading
+
+SIZES = {
+    "hidden_size": "n_embd",
+    "max_position_embeddings": "n_positions",
+    "num_attention_heads": "n_head",
+    "num_hidden_layers": "n_layer",
+}
+"""Names of sizes → GPT-2's, which older families of the kind have, too."""
+
+TOKENS = {"bos_token_id": 50256, "eos_token_id": 50256}
+_NORMS = {"attention_norm": "ln_1", "mlp_norm": "ln_2"}
+_QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+
+_SIZES_OF_NEO = {"num_attention_heads": "num_heads", "num_hidden_layers": "num_layers"}
+
+
+def sizes(fields: ConfigJson, names: Mapping[str, str] = SIZES, inner: str = "n_inner") -> ConfigJson:
+    """The fields under the usual names. inner: the field of the feed-forward part's width, by default four times that
+    of the residual stream.
+    """
+    fields = alone(reading.renamed(fields, names))
+    width = fields.optional(inner) or 4 * fields.integer("hidden_size")
+    return fields.with_values({"intermediate_size": width})
+
+
+def alone(fields: ConfigJson) -> ConfigJson:
+    """The fields without those of other families that transformers leaves out, too."""
+    return fields.without("num_key_value_heads").without("head_dim")
+
+
+def positions(fields: ConfigJson, **options: Any) -> PositionTable:
+    """options: of the table."""
+    return PositionTable(fields.integer("max_position_embeddings"), **options)
+
+
+def _read(fields: ConfigJson) -> ModelConfig:
+    if fields.boolean("add_cross_attention"):
+        raise fields.refuse("add_cross_attention", "a decoder beside an encoder is not supported")
+    return _model(fields, kv_heads=0, by_layer=fields.boolean("scale_attn_by_inverse_layer_idx"))
+
+
+def _read_bigcode(fields: ConfigJson) -> ModelConfig:
+    one = fields.boolean("multi_query")
+    found = _model(fields, kv_heads=int(one))
+    return found if one else replace(found, tensors=replace(_BIGCODE_NAMES, by_unit=("attn.c_attn",)))
+
+
+def _model(fields: ConfigJson, kv_heads: int, *, by_layer: bool = False) -> ModelConfig:
+    """kv_heads: 0: as many as query heads. by_layer: scores are divided by a layer's number, too, from 1 on."""
+    fields = sizes(fields)
+    heads = reading.heads(fields.with_values({"num_key_value_heads": kv_heads} if kv_heads else {}))
+    factor = heads.head_dim**-0.5 if fields.boolean("scale_attn_weights") else 1.0
+    feed_forward = reading.ungated(fields, "activation_function", default=UngatedActivation.GELU_TANH, bias=True)
+    layers = []
+    for layer in range(fields.integer("num_hidden_layers")):
+        scale = factor / (layer + 1) if by_layer else factor
+        attention = AttentionSpec(*heads, scale=scale, rope=None, qkv_bias=True, o_bias=True)
+        layers.append(LayerSpec(attention, feed_forward))
+    norm = reading.layer_norm(fields, "layer_norm_epsilon")
+    return reading.dense(fields, layers, norm, position_table=positions(fields))
+
+
+def _read_neo(fields: ConfigJson) -> ModelConfig:
+    fields = sizes(fields, _SIZES_OF_NEO, "intermediate_size")
+    heads = reading.heads(fields)
+    plain = AttentionSpec(*heads, scale=1.0, rope=None, o_bias=True)
+    local = replace(plain, window=fields.integer("window_size"))
+    feed_forward = reading.ungated(fields, "activation_function", default=UngatedActivation.GELU_TANH, bias=True)
+    layers = [LayerSpec(local if each else plain, feed_forward) for each in _has_window(fields)]
+    norm = reading.layer_norm(fields, "layer_norm_epsilon")
+    return reading.dense(fields, layers, norm, position_table=positions(fields))
+
+
+def _has_window(fields: ConfigJson) -> list[bool]:
+    """Of each layer, from runs such as `[[["global", "local"], 12]]`."""
+    count, runs = fields.integer("num_hidden_layers"), fields.raw.get("attention_types") or [[["global", "local"], 12]]
+    try:
+        kinds = [kind for some, times in runs for _ in range(times) for kind in some]
+    except (TypeError, ValueError):
+        raise fields.refuse("attention_types", "a list of pairs is needed: kinds of layers, and how often") from None
+    if unknown := {*map(str, kinds)} - {"global", "local"}:
+        raise fields.refuse("attention_types", f"{min(unknown)} is not supported; supported: global, local")
+    if len(kinds) != count:
+        raise fields.refuse("attention_types", f"{len(kinds)} kinds for num_layers, {count}")
+    return [kind == "local" for kind in kinds]
+
+
+_NAMES = TensorNames(
+    prefixes=("transformer.", ""),
+    norm="ln_f",
+    embeddings="wte",
+    positions="wpe",
+    layers="h",
+    inputs_first=True,
+    names={
+        **_NORMS,
+        "self_attn.o_proj": "attn.c_proj",
+        "mlp.up_proj": "mlp.c_fc",
+        "mlp.down_proj": "mlp.c_proj",
+    },
+    fused={"attn.c_attn": _QKV},
+)
+_BIGCODE_NAMES = replace(_NAMES, inputs_first=False)
+
+GPT_2 = Family(
+    "GPT-2",
+    ("GPT2LMHeadModel",),
+    _read,
+    {
+        **TOKENS,
+        "max_position_embeddings": 1024,
+        "scale_attn_weights": True,
+        "scale_attn_by_inverse_layer_idx": False,
+        "add_cross_attention": False,
+        "tie_word_embeddings": True,
+    },
+    _NAMES,
+    nulls=("n_inner",),
+)
+GPT_BIGCODE = Family(
+    "StarCoder 1 (GPT-BigCode)",
+    ("GPTBigCodeForCausalLM",),
+    _read_bigcode,
+    {
+        **TOKENS,
+        "max_position_embeddings": 1024,
+        "scale_attn_weights": True,
+        "multi_query": True,
+        "tie_word_embeddings": True,
+    },
+    _BIGCODE_NAMES,
+    nulls=("n_inner",),
+)
+GPT_NEO = Family(
+    "GPT-Neo",
+    ("GPTNeoForCausalLM",),
+    _read_neo,
+    {**TOKENS, "max_position_embeddings": 2048, "window_size": 256, "tie_word_embeddings": True},
+    TensorNames(
+        prefixes=("transformer.", ""),
+        norm="ln_f",
+        embeddings="wte",
+        positions="wpe",
+        layers="h",
+        names={
+            **_NORMS,
+            "self_attn.q_proj": "attn.attention.q_proj",
+            "self_attn.k_proj": "attn.attention.k_proj",
+            "self_attn.v_proj": "attn.attention.v_proj",
+            "self_attn.o_proj": "attn.attention.out_proj",
+            "mlp.up_proj": "mlp.c_fc",
+            "mlp.down_proj": "mlp.c_proj",
+        },
+    ),
+    nulls=("intermediate_size", "attention_types"),
+)
