@@ -35,6 +35,7 @@ from .cuda_float8_gemms import choose_float8_gemms
 from .cuda_merged import KEPT_PLACES, MERGED_FORMS, PlacedGraphs
 from .cuda_outputs import Outputs, StepOutputs
 from .cuda_piecewise import PiecewiseSteps, token_buckets
+from .cuda_row_backends import choose_row_backends
 from .cuda_sample_rows import largest_rows
 
 logger = logging.getLogger(__name__)
@@ -165,6 +166,7 @@ class CudaSteps:
             merged=is_merged,
             states=states,
         )
+        host.backends = self.mixed.backends.of(bucket or num_tokens)
         assert host.logit_tokens is not None
         if sources is not None:
             places = torch.tensor(sources)
@@ -217,7 +219,15 @@ class CudaSteps:
         self.lora.warm_up()
         if self._config.fp8_activations:
             choose_float8_gemms(self.decoder, self._config.max_num_batched_tokens, self._device)
-        self.decoding.choose_backends()
+        self.mixed.backends = choose_row_backends(
+            self._config.small_gemm,
+            self.decoder,
+            self._device,
+            most_rows=max(self._config.max_num_batched_tokens, self.decoding.sizes[-1]),
+            most_logits=len(self.outputs.logits),
+            captures=self.decoding.captures,
+        )
+        self.decoding.choose_backends(self.mixed.backends)
 
     def capture_ahead(self) -> None:
         """Capture every bucket of decode steps and of mixed steps, largest first."""
