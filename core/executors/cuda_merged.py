@@ -6,6 +6,7 @@ Tests: tests/core/executors/test_cuda_interpreted.py
 from __future__ import annotations
 
 import itertools
+import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
@@ -26,6 +27,8 @@ from ..model.program.torch_ops import kind_of
 from ..model.weights.shadow import Places, ShadowWeights, changes, places_of
 from ..model.weights.slots import MERGED_MATRICES
 from ..requests.types import CannotMerge
+
+logger = logging.getLogger(__name__)
 
 #: Modes in which steps with merged weights are captured.
 MERGED_MODES = (StepMode.MERGED, StepMode.MIXTURE)
@@ -196,17 +199,28 @@ class CudaShadow(ShadowWeights):
         """
         for groups in _GROUPS_AHEAD:
             targets = [at for at in self._mergeable() if at[1] in groups]
-            with suppress(CannotMerge):
-                sizes = self._sizes(targets)
-                costs = np.zeros(self._arena.num_pages, np.uint32)
-                costs[PagePool.DUMMY] = BLOCKED
-                if targets and (runs := place_runs(sizes, costs)) is not None:
-                    layers = [*self._model.layers]
-                    for at, run in zip(targets, runs, strict=True):
-                        layers[at[0]] = {**layers[at[0]], MERGED_MATRICES[at[1]]: self._place(*at, run)}
-                    self._model.use_merged(layers)
-                    graphs.capture_all(places_of(targets, runs), more)
+            try:
+                self._capture_ahead(graphs, targets, more)
+            except CannotMerge as error:
+                logger.info("merged steps are not captured at the start: %s", error)
+            except Exception:  # as while an adapter is merged: steps go on without
+                logger.exception("merged steps could not be captured at the start")
         self._model.use_merged(None)
+
+    def _capture_ahead(
+        self, graphs: PlacedGraphs, targets: Sequence[tuple[int, int]], more: Sequence[tuple[int, StepForm]]
+    ) -> None:
+        """Capture the steps of one set of matrices, if the arena has room for them."""
+        costs = np.zeros(self._arena.num_pages, np.uint32)
+        costs[PagePool.DUMMY] = BLOCKED
+        runs = place_runs(self._sizes(targets), costs) if targets else None
+        if runs is None:
+            return
+        layers = [*self._model.layers]
+        for (layer, group), run in zip(targets, runs, strict=True):
+            layers[layer] = {**layers[layer], MERGED_MATRICES[group]: self._place(layer, group, run)}
+        self._model.use_merged(layers)
+        graphs.capture_all(places_of(targets, runs), more)
 
     def _mergeable(self) -> list[tuple[int, int]]:
         """Layer and group of each matrix that an adapter may change."""
