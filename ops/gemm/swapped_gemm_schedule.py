@@ -96,5 +96,6 @@ def swapped_constants(d_in: int, d_out: int, tile: Tile, form: WeightForm, *, bi
 def swapped_options(constants: SwappedConstants) -> dict[str, int | bool]:
     """Options of a launch."""
     options = {"num_warps": constants.warps, "num_stages": constants.stages, "enable_fp_fusion": False}
-    # else the assembler spills some where it would fit three programs on a multiprocessor
-    return options | ({"maxnreg": 200} if constants.block_t == TILE_ROWS[2] and constants.warps == 4 else {})
+    # else the assembler spills some registers to fit one more program on a multiprocessor
+    is_short = constants.warps == 4 and (constants.float8 or constants.block_t == TILE_ROWS[2])
+    return options | ({"maxnreg": 200} if is_short else {})

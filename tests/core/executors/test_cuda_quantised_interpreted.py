@@ -175,7 +175,7 @@ class WideningClock(LateDevice):
         return 1 + self._seconds * len(widened)
 
 
-@pytest.mark.parametrize(("seconds", "wins"), [(0.1, True), (0.0, False), (-0.1, False)])
+@pytest.mark.parametrize(("seconds", "wins"), [(0.1, True), (0.0, False)])
 def test_auto_takes_the_kernel_for_many_rows_where_it_is_faster_than_widening(drive, seconds, wins):
     """Not where they are equal."""
     driver = drive(
