@@ -333,7 +333,7 @@ def _swapped(d_in: int, d_out: int, rows: int, form: small.WeightForm) -> Elemen
 #: GEMMs of all tiles with narrow weights as the first operand, of 14336 inputs and 4096 columns; of 4 bits without zero
 #: points, too, and FP8 with a scale per row.
 SWAPPED = {
-    f"swapped{rows}-{name}": _swapped(14336, 4096, rows, form)
+    f"swapped-{name}.{rows}": _swapped(14336, 4096, rows, form)
     for rows, (name, form) in product(
         swapped.TILE_ROWS,
         {**FORMS, "int4-middle": small.WeightForm(4, 128), "fp8-rows": small.WeightForm(8, float8=True)}.items(),
