@@ -187,6 +187,8 @@ class CudaExecutor(CudaShapes):
                 self.shadow.rehearse(steps.lora.whole, self._config.max_lora_rank)
                 self.steps.decoding.choose_attention()
                 self.steps.capture_ahead()
+                if self._config.mode_policy != "manual":
+                    self.shadow.capture_ahead(steps.merged_graphs, steps.merged_pieces)
             self._device.synchronize()
             if self._offload is not None:
                 self._offload.join()

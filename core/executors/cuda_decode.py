@@ -19,6 +19,7 @@ from ...memory.pages.pool import PagePool
 from ...ops import dependent_launch
 from ...ops.attention.attention import GroupedAttention
 from ...ops.attention.attention_backend import GroupedBackend
+from ...ops.gemm.small_gemm_schedule import MAX_ROWS
 from ...ops.lora.sgmv_tiles import MERGED_TERMS
 from ..config import EngineConfig
 from ..model.batch import BY_LIBRARY, GemmBackends, StepBatch
@@ -34,6 +35,7 @@ from .cuda_attention_choice import choose_decode_attention
 from .cuda_gemm_backends import choose_gemm_backends, compile_late
 from .cuda_merged import MERGED_MODES, PlacedGraphs
 from .cuda_outputs import Outputs, StepOutputs
+from .cuda_row_backends import RowBackends
 from .cuda_sample_rows import scattered_rows
 
 #: Forms of decode steps that are captured ahead.
@@ -220,9 +222,12 @@ class DecodeSteps:
 
     # -- before the first step
 
-    def choose_backends(self) -> None:
-        """Choose the GEMM backends of each bucket, and the buckets whose kernels begin early."""
-        self.backends = choose_gemm_backends(
+    def choose_backends(self, by_rows: RowBackends) -> None:
+        """Choose the GEMM backends of each bucket, and the buckets whose kernels begin early.
+
+        by_rows: those chosen for steps of more rows than the kernels for few take.
+        """
+        few = choose_gemm_backends(
             self._config.small_gemm,
             self._decoder,
             self._lora,
@@ -230,6 +235,7 @@ class DecodeSteps:
             self._device,
             seconds=self._seconds if self.captures else None,
         )
+        self.backends = {size: by_rows.of(size) if size > MAX_ROWS else each for size, each in few.items()}
         if self.captures and dependent_launch.begins_early(self._device.torch_device):
             compile_late(self._decoder, self.backends)
             self._late = dependent_launch.better_late(

@@ -28,7 +28,7 @@ from .cuda_gemm_races import NEAR, GemmRaces, with_each
 
 logger = logging.getLogger(__name__)
 
-SmallGemm = Literal["auto", "on", "fused", "off"]
+SmallGemm = Literal["auto", "on", "fused", "swapped", "off"]
 
 #: Device seconds of a whole captured step: of a bucket, with backends and with adapters, or None.
 StepSeconds = Callable[[int, GemmBackends, SampleAdapters | None], float]
@@ -63,6 +63,7 @@ def choose_gemm_backends(
     - `off`: only the library.
     - `on`: Chorus's kernel wherever it gives the library's values.
     - `fused`: the same, with adapters expanded in it.
+    - `swapped`: the same, but narrow weights by the kernel that has them as the first operand.
     - `auto`: the fastest of a few combinations, per bucket (`choose_combination`). One serves both kinds of steps, so a
       sequence's result does not depend on other sequences' adapters. Eager steps get Chorus's kernel for narrow weights
       alone.
@@ -80,11 +81,11 @@ def choose_gemm_backends(
     with SampleAdapters(lora, max(few), free) as samples:
         for bucket in few:
             launches = samples.launches(bucket)
-            rows = {kind: _Rows(decoder, launches, kind, uses[0], bucket) for kind, uses in gemms.items()}
+            rows = {kind: GemmRows(decoder, launches, kind, uses[0], bucket) for kind, uses in gemms.items()}
             asked = {kind: _usable(setting, each, device, refused) for kind, each in rows.items()}
             combinations, why = combinations_of(asked), ""
             if setting != "auto" or seconds is None:
-                backends[bucket] = combinations["on" if setting == "auto" else setting]
+                backends[bucket] = combinations.get(setting, combinations["on"])
             else:
                 combinations = with_each(combinations, races.of(bucket, asked))
                 timed, expands = partial(_step_seconds, seconds, bucket, samples), bucket <= MAX_EXPANDED_ROWS
@@ -123,8 +124,11 @@ def asked_backends(setting: SmallGemm, kind: GemmKind, rows: int) -> list[GemmBa
     Beyond MAX_EXPANDED_ROWS, `fused` means `on`.
     """
     asked = [GemmBackend.SMALL, *([] if kind.is_head or rows > MAX_EXPANDED_ROWS else [GemmBackend.EXPANDED])]
+    swapped = [GemmBackend.SWAPPED] * kind.is_narrow
     if setting == "auto":
-        return asked
+        return asked + swapped
+    if setting == "swapped" and swapped:
+        return swapped
     return asked[-1:] if setting == "fused" else asked[:1]
 
 
@@ -143,7 +147,7 @@ def compile_ahead(setting: SmallGemm, decoder: DecoderModel, lora: CudaLoraState
         for rows, (kind, uses) in itertools.product(tiles.values(), decoder.gemms().items()):
             for use in uses:
                 with suppress(Exception):
-                    x, weight, bias = _sample(decoder, use, rows)
+                    x, weight, bias = sample_inputs(decoder, use, rows)
                     for silu in {False, kind.silu}:  # adapters may be added after the GEMM and before the activation
                         multiply(x, weight, bias, silu=silu, compile_only=True)
                     expands = GemmBackend.EXPANDED in asked_backends(setting, kind, rows)
@@ -152,7 +156,7 @@ def compile_ahead(setting: SmallGemm, decoder: DecoderModel, lora: CudaLoraState
                         multiply(x, weight, bias, silu=kind.silu, shrunk=shrunk, compile_only=True)
 
 
-def _sample(
+def sample_inputs(
     decoder: DecoderModel, use: GemmUse, rows: int
 ) -> tuple[torch.Tensor, torch.Tensor | NarrowWeight, torch.Tensor | None]:
     """Rows for a GEMM, its weight and its bias."""
@@ -174,12 +178,12 @@ def compile_late(decoder: DecoderModel, backends: Mapping[int, GemmBackends]) ->
         (tile_rows(bucket), kind)
         for bucket, chosen in backends.items()
         for kind, backend in chosen.items()
-        if backend is not GemmBackend.LIBRARY
+        if backend in (GemmBackend.SMALL, GemmBackend.EXPANDED)
     }
     with dependent_launch.only(False), compiling(available_cpus()):
         for rows, kind in sorted(used):
             with suppress(Exception):
-                multiply(*_sample(decoder, gemms[kind][0], rows), silu=kind.silu, compile_only=True)
+                multiply(*sample_inputs(decoder, gemms[kind][0], rows), silu=kind.silu, compile_only=True)
 
 
 def combinations_of(asked: Mapping[GemmKind, Collection[GemmBackend]]) -> dict[str, GemmBackends]:
@@ -187,7 +191,7 @@ def combinations_of(asked: Mapping[GemmKind, Collection[GemmBackend]]) -> dict[s
 
     asked: by GEMM, the backends that it may use instead of the library's.
     """
-    small, expanded = GemmBackend.SMALL, GemmBackend.EXPANDED
+    small, expanded, swapped = GemmBackend.SMALL, GemmBackend.EXPANDED, GemmBackend.SWAPPED
 
     def with_first(*wanted: GemmBackend, head: bool = True) -> GemmBackends:
         found = {kind: next((each for each in wanted if each in own), None) for kind, own in asked.items()}
@@ -197,6 +201,7 @@ def combinations_of(asked: Mapping[GemmKind, Collection[GemmBackend]]) -> dict[s
         "on": with_first(small),
         "fused": with_first(expanded, small),
         "on, logits by the library": with_first(small, head=False),
+        **({"swapped": with_first(swapped, small)} if any(kind.is_narrow for kind in asked) else {}),
         "off": BY_LIBRARY,
     }
 
@@ -238,7 +243,7 @@ def _step_seconds(
     return seconds(bucket, backends, samples if has_lora else None)
 
 
-def _usable(setting: SmallGemm, rows: _Rows, device: CudaDevice, refused: Refused) -> list[GemmBackend]:
+def _usable(setting: SmallGemm, rows: GemmRows, device: CudaDevice, refused: Refused) -> list[GemmBackend]:
     """Return the backends to try for a GEMM that work. refused: those found to be wrong before; it adds more. Where
     Chorus's kernel doesn't work, neither does it with adapters expanded: without any, both are one launch.
     """
@@ -255,16 +260,19 @@ def _usable(setting: SmallGemm, rows: _Rows, device: CudaDevice, refused: Refuse
     return usable
 
 
-class _Rows:
+class GemmRows:
     """Random input rows of a GEMM, from a seed, to try backends with."""
 
-    def __init__(self, decoder: DecoderModel, launches: LoraLaunches, kind: GemmKind, use: GemmUse, count: int) -> None:
+    def __init__(
+        self, decoder: DecoderModel, launches: LoraLaunches | None, kind: GemmKind, use: GemmUse, count: int
+    ) -> None:
+        """launches: of adapters; None: none are added."""
         self._decoder, self._launches, self._use, self.kind, self.count = decoder, launches, use, kind, count
-        self._steps = (False,) if use.op is None else (False, True)
+        self._steps = (False,) if use.op is None or launches is None else (False, True)
         self.name = f"{use.name} {kind.inputs} → {kind.outputs} in {kind.form}"
         generator = torch.Generator().manual_seed(kind.outputs)
         sampled = torch.randn(count, kind.inputs, generator=generator)
-        self._x = sampled.to(decoder.arena.pages.device, decoder.dtype)
+        self.x = sampled.to(decoder.arena.pages.device, decoder.dtype)
 
     def problem(self, backend: GemmBackend, device: CudaDevice) -> str | None:
         """Why a backend can't be used: it does not compile, or its values differ from the library's; None if it can."""
@@ -274,7 +282,7 @@ class _Rows:
             if device.failure() is not None:
                 raise
             return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-        limit, error = TOLERANCE[self._x.dtype], max(errors, key=lambda error: math.inf if math.isnan(error) else error)
+        limit, error = TOLERANCE[self.x.dtype], max(errors, key=lambda error: math.inf if math.isnan(error) else error)
         return None if error <= limit else f"it differs by {error:.1e} of the largest value, more than {limit:.1e}"
 
     def _error(self, backend: GemmBackend, has_lora: bool) -> float:
@@ -282,4 +290,4 @@ class _Rows:
         return float((got - want).abs().max() / want.abs().max())
 
     def _gemm(self, backend: GemmBackend, has_lora: bool) -> torch.Tensor:
-        return self._decoder.run_gemm(self._use, backend, self._x, self._launches if has_lora else None)
+        return self._decoder.run_gemm(self._use, backend, self.x, self._launches if has_lora else None)

@@ -6,28 +6,47 @@ Tests: tests/core/executors/test_cuda_interpreted.py
 from __future__ import annotations
 
 import itertools
+import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
 
+import numpy as np
 import torch
 
-from ...graphs.runner import CapturedStep, GraphRunner, LaunchSize, StepForm, StepMode
+from ...graphs.runner import NO_TAIL, CapturedStep, GraphRunner, LaunchSize, StepForm, StepMode, StepPart
 from ...memory.pages.adapter_layout import AdapterLayout, AdapterPart
 from ...memory.pages.arena import Arena
+from ...memory.pages.pool import PagePool
+from ...memory.pages.projections import Group
+from ...memory.pages.runs import BLOCKED, place_runs
 from ...ops.lora.sgmv import AdapterRows
 from ..model.decoder import DecoderModel
 from ..model.lora.lora_state import LoraState, rows_in
 from ..model.program.torch_ops import kind_of
-from ..model.weights.shadow import Places, ShadowWeights, changes
+from ..model.weights.shadow import Places, ShadowWeights, changes, places_of
 from ..model.weights.slots import MERGED_MATRICES
 from ..requests.types import CannotMerge
+
+logger = logging.getLogger(__name__)
 
 #: Modes in which steps with merged weights are captured.
 MERGED_MODES = (StepMode.MERGED, StepMode.MIXTURE)
 
 #: Forms of decode steps that are captured once weights are merged.
 MERGED_FORMS = (StepForm(StepMode.MERGED), StepForm(StepMode.MIXTURE), StepForm(StepMode.MIXTURE, room=LaunchSize(1)))
+
+#: Forms of steps with prompts, which are captured for the places of the start alone: elsewhere when the first such step
+#: runs, as each takes a graph for every layer.
+MERGED_PIECES = (
+    StepForm(StepMode.MERGED, StepPart.PIECES),
+    StepForm(StepMode.MIXTURE, StepPart.PIECES),
+    StepForm(StepMode.MIXTURE, StepPart.PIECES, room=NO_TAIL),
+)
+
+#: The groups of matrices whose merged steps are captured at the start: all, as most adapters have them, and those of
+#: queries, keys and values alone, which PEFT chooses for many families.
+_GROUPS_AHEAD = tuple(MERGED_MATRICES), (int(Group.MIXER_IN),)
 
 #: Number of address sets to keep graphs for: adapters that target other projections than the last one need other sets.
 KEPT_PLACES = 2
@@ -44,14 +63,13 @@ class PlacedGraphs:
     def __init__(
         self,
         capture: Callable[[int, StepForm], Callable[[], None]],
-        prepare: Callable[[int], None],
-        ahead: Sequence[int],
+        prepare: Callable[[int, StepForm], None],
+        ahead: Sequence[tuple[int, StepForm]],
     ) -> None:
-        """prepare: fills a bucket's buffers with a step without sequences. ahead: the buckets to capture before the
-        first step needs them, largest first.
+        """prepare: fills the buffers of a bucket and a form with a step without sequences. ahead: what to capture
+        before the first step needs it, the largest buckets first.
         """
-        self._capture, self._prepare = capture, prepare
-        self._keys = [(bucket, form) for bucket in ahead for form in MERGED_FORMS]
+        self._capture, self._prepare, self._keys = capture, prepare, ahead
         self._runners: OrderedDict[Places, GraphRunner[None]] = OrderedDict()  # most recently used last
         self._current: GraphRunner[None] | None = None
         self._left: list[tuple[int, StepForm]] = []
@@ -73,16 +91,25 @@ class PlacedGraphs:
 
     def use(self, places: Places) -> None:
         """Use these places from now on."""
+        self._use(places, self._keys)
+
+    def capture_all(self, places: Places, more: Sequence[tuple[int, StepForm]]) -> None:
+        """Capture the steps of these places now, and `more` than is captured ahead between steps."""
+        self._use(places, [*self._keys, *more])
+        while self._left:
+            self.capture_next()
+
+    def _use(self, places: Places, keys: Sequence[tuple[int, StepForm]]) -> None:
         runner = self._runners.pop(places, None) or GraphRunner(self._capture)
         while len(self._runners) >= KEPT_PLACES:
             self._runners.popitem(last=False)[1].close()
         self._runners[places] = self._current = runner
-        self._left = [key for key in self._keys if key not in runner.keys]
+        self._left = [key for key in keys if key not in runner.keys]
 
     def capture_next(self) -> None:
         """Capture the next of the remaining steps."""
         bucket, form = self._left.pop(0)
-        self._prepare(bucket)
+        self._prepare(bucket, form)
         self._of_now().capture(bucket, form)
 
     def replay(self, bucket: int, form: StepForm) -> None:
@@ -163,6 +190,46 @@ class CudaShadow(ShadowWeights):
             place = elems[: shape.numel()].view(shape)
             self._model.merge(layer, group, changed, self._origin(layer, group), place)
             place.zero_()
+
+    def capture_ahead(self, graphs: PlacedGraphs, more: Sequence[tuple[int, StepForm]]) -> None:
+        """Capture merged steps with weights in the pages that a first merge takes: the last ones, which are allocated
+        last. While these pages can be had, merging an adapter of the same matrices captures nothing between steps.
+
+        Nothing may be in the arena. more: steps to capture beyond those that are captured between steps.
+        """
+        for groups in _GROUPS_AHEAD:
+            targets = [at for at in self._mergeable() if at[1] in groups]
+            try:
+                self._capture_ahead(graphs, targets, more)
+            except CannotMerge as error:
+                logger.info("merged steps are not captured at the start: %s", error)
+            except Exception:  # as while an adapter is merged: steps go on without
+                logger.exception("merged steps could not be captured at the start")
+        self._model.use_merged(None)
+
+    def _capture_ahead(
+        self, graphs: PlacedGraphs, targets: Sequence[tuple[int, int]], more: Sequence[tuple[int, StepForm]]
+    ) -> None:
+        """Capture the steps of one set of matrices, if the arena has room for them."""
+        costs = np.zeros(self._arena.num_pages, np.uint32)
+        costs[PagePool.DUMMY] = BLOCKED
+        runs = place_runs(self._sizes(targets), costs) if targets else None
+        if runs is None:
+            return
+        layers = [*self._model.layers]
+        for (layer, group), run in zip(targets, runs, strict=True):
+            layers[layer] = {**layers[layer], MERGED_MATRICES[group]: self._place(layer, group, run)}
+        self._model.use_merged(layers)
+        graphs.capture_all(places_of(targets, runs), more)
+
+    def _mergeable(self) -> list[tuple[int, int]]:
+        """Layer and group of each matrix that an adapter may change."""
+        return [
+            (index, group)
+            for index, layer in enumerate(self._model.layers)
+            for group, name in MERGED_MATRICES.items()
+            if name in layer and self._lora.modules(index, group)
+        ]
 
     def advance(self, max_seconds: float) -> bool:
         """See `ShadowWeights.advance`."""

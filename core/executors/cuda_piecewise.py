@@ -20,6 +20,7 @@ from ..model.lora.lora_launches import LoraLaunches
 from ..model.lora.lora_state_cuda import CudaLoraState
 from ..model.program.torch_step import Batch, Residual
 from .cuda_merged import MERGED_MODES, PlacedGraphs
+from .cuda_row_backends import RowBackends
 
 #: Tokens of the smallest bucket, below which reading the weights sets a step's time; and between two buckets.
 _LEAST, _STEP = 32, 64
@@ -73,6 +74,8 @@ class PiecewiseSteps:
         self._captures = False
         self._launches = {size: lora.padded(size) for size in sizes}
         self._mixture_launches = {size: lora.padded(size, MERGED_TERMS) for size in sizes}
+        self.backends = RowBackends()
+        """The backends of GEMMs by a step's tokens."""
         self._first: Callable[[], None] | None = None  # of the current step, if it is not the captured one
         self.graphs: GraphRunner[None] = GraphRunner(self.capture, lambda: device.memory()[0])
 
@@ -139,6 +142,7 @@ class PiecewiseSteps:
             attention=self._attention,
             lora=lora,
             merged=merged,
+            backends=self.backends.of(bucket),
         )
         flow = self._flow.of(bucket)
         pieces = [partial(self._decoder.piece, index, batch, flow) for index in range(len(self._decoder.layers) + 1)]

@@ -54,7 +54,7 @@ class CudaTpWorker(TpWorker):
         self._copies = copies = TpWorkerCopies(
             self._rank_context, self._cuda, self._devices.open_driver(self._rank_context.device)
         )
-        self.place, self.copy, self.cancel = copies.place, copies.copy, copies.cancel
+        self.place, self.copy, self.cancel, self.pin = copies.place, copies.copy, copies.cancel, copies.pin
 
     def step(self, plan: Mapping[str, Any], asks_logits: bool, coming: Mapping[int, int | None]) -> list[str]:
         """Launch a step; see `CudaExecutor.follow`.

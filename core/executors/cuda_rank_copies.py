@@ -10,6 +10,7 @@ Tests: tests/core/executors/test_cuda_ranks.py
 
 from __future__ import annotations
 
+import logging
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -23,6 +24,7 @@ from ...memory.files.manifest import AdapterManifest
 from ...memory.host.image import HostImage, LayerStream
 from ...memory.pages.adapter_layout import AdapterLayout
 from ...memory.pages.arena import Arena
+from ...memory.transfers.dma import RESERVED_BYTES
 from ...memory.transfers.pinned import PinnedBuffers
 from ...memory.transfers.transfer import ExecutorLost, Transfer, check_pages
 from .adapters import check_tables
@@ -31,6 +33,8 @@ from .cuda import CudaExecutor
 from .cuda_rank_memory import COMING, DONE, FAILED, NUM_COPIES, VOID, DeviceRankContext
 from .rank_adapters import RankAdapters, RankBuffers
 from .shared_memory import SharedMemory
+
+logger = logging.getLogger(__name__)
 
 #: Seconds between two checks of a copy that the host waits for.
 _LOOK_SECONDS = 5e-4
@@ -166,7 +170,10 @@ class CudaRankAdapters(RankAdapters):
         """shapes: of a rank's share."""
         arena, size = copies.first.arena, memory.layout.size
         host = Arena(arena.layout, 2, arena.pages.dtype, "cpu")
-        buffers = RankBuffers(PinnedBuffers(memory, memory.layout.room_bytes), size, memory)
+        pinned = PinnedBuffers(memory, memory.layout.room_bytes)
+        pinned.reserve(min(memory.layout.room_bytes, RESERVED_BYTES))
+        copies.send("pin", list(memory.chunks.items()))  # so that no step waits for a rank that pins them
+        buffers = RankBuffers(pinned, size, memory)
         base = shapes.base_weights
         super().__init__(shapes.whole, shapes.config, arena=host, copies=copies, buffers=buffers, size=size, base=base)
         self._max_rank = max_rank
@@ -195,6 +202,11 @@ class TpWorkerCopies:
     def get(self, number: int) -> Transfer | None:
         """Return a copy, or None if it has ended."""
         return self._transfers.get(number)
+
+    def pin(self, chunks: Sequence[tuple[int, int]]) -> None:
+        """Pin chunks of the first rank: first byte and size of each."""
+        for chunk in chunks:
+            self._pin(*chunk)
 
     def place(
         self, number: int, offsets: list[int], chunk: tuple[int, int], layout: AdapterLayout, pages: list[int]
@@ -236,15 +248,21 @@ class TpWorkerCopies:
         return self._rank_context.memory.tensor(offset, (num_pages, self._page_elems), self._dtype)
 
     def _pin(self, chunk: int, num_bytes: int) -> None:
-        """Pin a chunk of the first rank, replacing overlapping chunks that it no longer has."""
+        """Pin a chunk of the first rank, replacing overlapping chunks that it no longer has. Memory that the system
+        refuses to pin is copied while the host waits.
+        """
         if self._pinning is None or self._pinned.get(chunk) == num_bytes:
             return
         for begin, size in list(self._pinned.items()):
             if begin < chunk + num_bytes and chunk < begin + size:
                 self._pinning.unpin(self._rank_context.memory.address(begin))
                 del self._pinned[begin]
-        self._pinning.pin(self._rank_context.memory.address(chunk), num_bytes)
-        self._pinned[chunk] = num_bytes
+        try:
+            self._pinning.pin(self._rank_context.memory.address(chunk), num_bytes)
+        except MemoryError as error:
+            logger.warning("cannot pin %d bytes of host memory (%s); adapters load slower", num_bytes, error)
+        else:
+            self._pinned[chunk] = num_bytes
 
 
 def _whole(data: torch.Tensor, num_layers: int) -> HostImage:

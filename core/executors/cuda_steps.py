@@ -32,9 +32,10 @@ from ..requests.types import ScheduledSequence, adapter_runs
 from . import cuda_decode, cuda_memory, cuda_piecewise
 from .cuda_decode import DecodeSteps
 from .cuda_float8_gemms import choose_float8_gemms
-from .cuda_merged import KEPT_PLACES, MERGED_FORMS, PlacedGraphs
+from .cuda_merged import KEPT_PLACES, MERGED_FORMS, MERGED_PIECES, PlacedGraphs
 from .cuda_outputs import Outputs, StepOutputs
 from .cuda_piecewise import PiecewiseSteps, token_buckets
+from .cuda_row_backends import choose_row_backends
 from .cuda_sample_rows import largest_rows
 
 logger = logging.getLogger(__name__)
@@ -113,8 +114,12 @@ class CudaSteps:
         )
         # TP ranks make merged weights at their own pace, but must capture together: in a step that all of them have
         is_ahead = self.decoding.captures and config.graph_capture == "ahead" and model.ranks is None
-        ahead = self.decoding.sizes[::-1] if is_ahead else ()
-        self.merged_graphs = PlacedGraphs(self._capture, self.decoding.prepare, ahead)
+        sizes = self.decoding.sizes[::-1] if is_ahead else ()
+        ahead = [(bucket, form) for bucket in sizes for form in MERGED_FORMS]
+        self.merged_graphs = PlacedGraphs(self._capture, self._prepare, ahead)
+        pieces = self.mixed.sizes[::-1] if is_ahead else ()
+        self.merged_pieces = [(bucket, form) for bucket in pieces for form in MERGED_PIECES]
+        """Steps with prompts that are captured at the start for merged weights."""
 
     def use_arena(self, arena: Arena) -> None:
         """Use another arena of the same layout from now on; nothing may have been captured yet."""
@@ -165,6 +170,7 @@ class CudaSteps:
             merged=is_merged,
             states=states,
         )
+        host.backends = self.mixed.backends.of(bucket or num_tokens)
         assert host.logit_tokens is not None
         if sources is not None:
             places = torch.tensor(sources)
@@ -217,7 +223,15 @@ class CudaSteps:
         self.lora.warm_up()
         if self._config.fp8_activations:
             choose_float8_gemms(self.decoder, self._config.max_num_batched_tokens, self._device)
-        self.decoding.choose_backends()
+        self.mixed.backends = choose_row_backends(
+            self._config.small_gemm,
+            self.decoder,
+            self._device,
+            most_rows=max(self._config.max_num_batched_tokens, self.decoding.sizes[-1]),
+            most_logits=len(self.outputs.logits),
+            captures=self.decoding.captures,
+        )
+        self.decoding.choose_backends(self.mixed.backends)
 
     def capture_ahead(self) -> None:
         """Capture every bucket of decode steps and of mixed steps, largest first."""
@@ -281,6 +295,10 @@ class CudaSteps:
         self.decoding.graphs.close()
         self.merged_graphs.close()
         self.mixed.graphs.close()
+
+    def _prepare(self, bucket: int, form: StepForm) -> None:
+        """Make a form's buffers hold a step without sequences."""
+        (self.mixed if form.part is StepPart.PIECES else self.decoding).prepare(bucket)
 
     def _capture(self, bucket: int, form: StepForm) -> Callable[[], None]:
         """Capture a step with merged weights."""

@@ -44,7 +44,7 @@ LOOK_SECONDS = 2e-5
 NUM_COUNTS = 4096
 
 #: Messages without a reply.
-_UNANSWERED = ("know", "place", "copy", "cancel")
+_UNANSWERED = ("know", "place", "copy", "cancel", "pin")
 
 
 class CountedTransfer(CompleteTransfer):

@@ -36,7 +36,7 @@ class PageSwaps:
     def copy_out(self, pages: Sequence[int]) -> tuple[torch.Tensor, Transfer | None]:
         """Copy pages out; raises MemoryError if the system grants no host memory."""
         with self._scope():
-            image = self._dma.buffers.take((len(pages), self._page_elems), self._dtype)
+            image = self._dma.buffers.take_now((len(pages), self._page_elems), self._dtype)
             return image, _rest(self._dma.copies.copy_pages(image, pages, to_device=False))
 
     def new_image(self) -> torch.Tensor:

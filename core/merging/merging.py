@@ -21,8 +21,11 @@ from ..requests.types import CannotMerge
 logger = logging.getLogger(__name__)
 
 #: Share of a step's time that merging may take between two steps; chosen: a pause is shorter than a step, and a merge
-#: ends before many steps have passed. At least one matrix is made each time, or on a GPU one step captured, which may
-#: take longer.
+#: ends before many steps have passed. At least one matrix is made each time. Where a mode policy merges on a GPU, steps
+#: with merged weights are captured at the start, in the pages that are allocated last, for adapters that change every
+#: matrix or only those of queries, keys and values. For other adapters, or where those pages are in use, one step is
+#: captured each time, which takes longer than a step. So it is where only a program calls `Engine.merge`, and on TP
+#: ranks, which capture a step when they first run it.
 SHARE = 0.5
 
 #: Seconds until a policy's choice that found no room is tried again; searching for runs takes a while.

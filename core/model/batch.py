@@ -41,12 +41,14 @@ class GemmBackend(StrEnum):
 
     LIBRARY: cuBLAS on a GPU. SMALL: our kernel, for at most `small_gemm_schedule.MAX_ROWS` rows in 16 bits, with the
     activation behind the product where there is one. EXPANDED: as SMALL, for at most MAX_EXPANDED_ROWS rows, and
-    adapters are expanded in the same launch, so that the activation stays in it.
+    adapters are expanded in the same launch, so that the activation stays in it. SWAPPED: our kernel for narrow weights
+    and any number of rows, `swapped_gemm_triton`.
     """
 
     LIBRARY = "library"
     SMALL = "small"
     EXPANDED = "expanded"
+    SWAPPED = "swapped"
 
 
 class GemmKind(NamedTuple):
@@ -65,6 +67,9 @@ class GemmKind(NamedTuple):
 
     is_head: bool = False
     """It gives the logits."""
+
+    is_narrow: bool = False
+    """The weight is a `NarrowWeight`."""
 
 
 #: GEMM backends of a step: of each kind of GEMM that the library does not compute.

@@ -25,6 +25,10 @@ class Buffers(Protocol):
         """Allocate an uninitialized tensor, whose memory is its own while it or a view of it lives."""
         ...
 
+    def take_now(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """As `take`, but without waiting for memory that the system makes fast first: for threads that launch steps."""
+        return self.take(shape, dtype)
+
     def is_slow(self, tensor: torch.Tensor) -> bool:
         """True if a tensor of `take` lies in memory that is copied slower than other memory of this source."""
         return False

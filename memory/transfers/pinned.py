@@ -9,6 +9,7 @@ import weakref
 from bisect import bisect
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -17,6 +18,7 @@ import torch
 
 from ..host.buffers import Buffers, HostBuffers
 from .cuda_driver import CupyCalls
+from .transfer import ExecutorLost
 
 logger = logging.getLogger(__name__)
 
@@ -159,6 +161,18 @@ class PinnedBuffers(Buffers):
             return self._ordinary.take(shape, dtype)
         return pinned
 
+    def take_now(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """As `take`, but from chunks that are pinned already: to pin one takes tens of milliseconds. Another thread
+        pins one for the next tensors.
+        """
+        pinned = self._take_pinned(shape, dtype, may_pin=False)
+        if pinned is not None:
+            return pinned
+        if not self._pinning.locked():
+            num_units = _num_units(math.prod(shape) * dtype.itemsize)
+            threading.Thread(target=self._grow, args=(num_units,), name="chorus-pinning", daemon=True).start()
+        return self._ordinary.take(shape, dtype)
+
     def is_slow(self, tensor: torch.Tensor) -> bool:
         """True if a tensor of `take` lies in ordinary memory. Never waits for the lock: a live tensor's chunk stays."""
         address = tensor.data_ptr()
@@ -187,12 +201,12 @@ class PinnedBuffers(Buffers):
                     self._chunks.append(chunk)
             return self._held()
 
-    def _take_pinned(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor | None:
-        """Allocate pinned memory. Return None if it is full."""
+    def _take_pinned(self, shape: Sequence[int], dtype: torch.dtype, *, may_pin: bool = True) -> torch.Tensor | None:
+        """Allocate pinned memory. Return None if it is full. may_pin: pin a chunk if the others are full."""
         count = math.prod(shape)
-        num_units = max(1, -(-count * dtype.itemsize // UNIT_BYTES))
+        num_units = _num_units(count * dtype.itemsize)
         lease = self._find(num_units)
-        if lease is None:
+        if lease is None and may_pin:
             with self._pinning:
                 lease = self._find(num_units)  # perhaps in a chunk that another thread has just pinned
                 if lease is None:
@@ -207,6 +221,12 @@ class PinnedBuffers(Buffers):
                 if (first := chunk.extents.take(num_units)) is not None:
                     return self._lease(chunk, first, num_units)
         return None
+
+    def _grow(self, num_units: int) -> None:
+        """Pin a chunk with room for so many units, unless there is one by now."""
+        with self._pinning, suppress(ExecutorLost):  # of which the next step tells
+            if self._find(num_units) is None:
+                self._extend(num_units)  # the lease is dropped at once
 
     def _extend(self, num_units: int) -> np.ndarray | None:
         """Lease part of a new chunk, if one may be pinned. The caller holds `_pinning`."""
@@ -283,6 +303,10 @@ class PinnedBuffers(Buffers):
 def bytes_of(tensor: torch.Tensor) -> np.ndarray:
     """View a contiguous tensor on the host as bytes."""
     return tensor.view(-1).view(torch.uint8).numpy()
+
+
+def _num_units(num_bytes: int) -> int:
+    return max(1, -(-num_bytes // UNIT_BYTES))
 
 
 def _power_of_two(num_bytes: int) -> int:

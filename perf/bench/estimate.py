@@ -12,7 +12,8 @@ Then the same of mixtures: that run's steps with one adapter in the weights and 
 Programs that go take `--program-ns` with them, and launches `--launch-us`.
 
 Then the bytes of quantised projections. In decode steps of up to 64 rows our kernel reads them as they are kept. In
-larger steps and prompts they are read, widened in memory, and read again by the library.
+larger steps and prompts they are read, widened in memory, and read again by the library, or read once by the kernel
+that has them as the first operand: its tiles of rows run one after the other and find them in the L2 cache.
 
 Tests: tests/perf/bench/test_launches.py
 """
@@ -139,10 +140,11 @@ def widened(sections: dict[str, Any]) -> list[str]:
     columns = {}
     for name in _QUANTISED:
         narrow = geometry.layer_bytes(2, RoundToNearest(name))
-        columns[name] = narrow, narrow + 2 * dense
-    columns = {"bf16": (dense, dense), **columns}
+        columns[name] = narrow, narrow + 2 * dense, narrow
+    columns = {"bf16": (dense,) * 3, **columns}
     lines = [_line("bytes of projections", columns), _line("---", ["---"] * len(columns))]
-    for place, name in enumerate((f"up to {MAX_ROWS} rows", "more rows, and prompts")):
+    more = "more rows, and prompts"
+    for place, name in enumerate((f"up to {MAX_ROWS} rows", f"{more}, widened", f"{more}, operands swapped")):
         moved = [each[place] for each in columns.values()]
         lines.append(_line(f"{name}: GB", [f"{each / 1e9:.2f}" for each in moved]))
         lines.append(_line(f"{name}: ms at least", [f"{1e3 * each / bandwidth:.2f}" for each in moved]))

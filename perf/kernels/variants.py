@@ -22,6 +22,7 @@ from ...ops.dependent_launch import LEAST_MAJOR
 from ...ops.elementwise import elementwise_schedule
 from ...ops.elementwise.elementwise_schedule import GatedConstants, Gating, HeadNorming
 from ...ops.gemm import small_gemm_schedule as small
+from ...ops.gemm import swapped_gemm_schedule as swapped
 from ...ops.gemm.float8_rows_schedule import RoundConstants
 from ...ops.gemm.narrow_weights import FLOAT4_GROUP
 from ...ops.gemm.narrow_weights_schedule import WIDEN_WARPS, WidenConstants
@@ -311,6 +312,32 @@ WIDENED = {
         others={**dict(_weight_fields(form)), "outputs": "i32"},
     )
     for name, form in FORMS.items()
+}
+
+
+def _swapped(d_in: int, d_out: int, rows: int, form: small.WeightForm) -> Elementwise:
+    """rows: of the step."""
+    form = form if form.group < d_in else form._replace(group=0)
+    constants = swapped.swapped_constants(d_in, d_out, swapped.tile_of(rows, form), form)
+    return Elementwise(
+        "gemm.swapped_gemm_triton",
+        "multiply_swapped",
+        constants={"C": constants},
+        options=swapped.swapped_options(constants),
+        own=("y", "x", "bias"),
+        others={"weight": _weight_fields(form), "rows": "i32", **_strides("x")},
+        pointer="data",
+    )
+
+
+#: GEMMs of all tiles with narrow weights as the first operand, of 14336 inputs and 4096 columns; of 4 bits without zero
+#: points, too, and FP8 with a scale per row.
+SWAPPED = {
+    f"swapped-{name}.{rows}": _swapped(14336, 4096, rows, form)
+    for rows, (name, form) in product(
+        swapped.TILE_ROWS,
+        {**FORMS, "int4-middle": small.WeightForm(4, 128), "fp8-rows": small.WeightForm(8, float8=True)}.items(),
+    )
 }
 
 #: Rows of activations rounded to FP8: of the widest norm and of the widest activation.
@@ -648,7 +675,7 @@ LATENT_LORA = {
 }
 
 #: Launches that read no rank-rows, or those of one projection alone.
-PLAIN = ELEMENTWISE | WIDENED | ROUNDED | PRODUCTS | DRAWS | DELTAS | VECTORS | EXPERTS | NARROW_EXPERTS
+PLAIN = ELEMENTWISE | WIDENED | ROUNDED | PRODUCTS | SWAPPED | DRAWS | DELTAS | VECTORS | EXPERTS | NARROW_EXPERTS
 PLAIN |= ROUTING | MIXTURE_TILES | LATENT_LORA
 
 
@@ -814,6 +841,9 @@ def plain_variants() -> Iterator[Variant]:
             its: small.GemmConstants = launch.constants["C"]
             most = small.MAX_EXPANDED_ROWS if its.parts else small.MAX_ROWS
             yield Variant(launch.kernel, group, dtype, min(its.block_t, most))
+    for group, launch in SWAPPED.items():
+        for dtype in ("bf16", "fp16"):
+            yield Variant(launch.kernel, group, dtype, launch.constants["C"].block_t)
     for group, launch in LATENT_LORA.items():
         for dtype in ("bf16", "fp16"):
             yield Variant(launch.kernel, group, dtype, 64)

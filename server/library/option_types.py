@@ -144,11 +144,13 @@ class Options(TypedDict, total=False):
     measured to be faster at the start. xqa: FlashInfer, with XQA for all decode steps. A named backend that is not
     available stops the start. triton's decode attention is batch-invariant. Default: auto.
     """
-    small_gemm: Literal["auto", "on", "fused", "off"]
-    """On a GPU: GEMM backend of the base weights in decode steps of up to 64 sequences. auto: measured at the start
-    for each shape; on: our kernel; fused: our kernel with LoRA expand fused in, up to 32 sequences; off: cuBLAS,
-    with quantised weights kept dequantised. With on or fused, results are the same for all batch sizes up to 16,
-    and for all from 17 to 64, at every start. Default: auto.
+    small_gemm: Literal["auto", "on", "fused", "swapped", "off"]
+    """On a GPU: GEMM backend of the base weights in decode steps of up to 64 sequences, and of quantised ones in
+    all steps. auto: measured at the start for each shape; on: our kernel; fused: our kernel with LoRA expand fused
+    in, up to 32 sequences; swapped: on, but quantised weights by our kernel for steps of any size, which widens
+    them in registers; off: cuBLAS, with quantised weights kept dequantised. With on or fused, results are the same
+    for all batch sizes up to 16, and for all from 17 to 64, at every start; beyond 64 sequences and in prompts they
+    widen quantised weights in memory for cuBLAS. Default: auto.
     """
     max_lora_rank: int
     """Largest rank of an adapter on a GPU, at most 256; adapter tables are sized for it at the start. A CPU has no

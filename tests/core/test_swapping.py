@@ -437,5 +437,15 @@ def test_pages_go_out_and_come_back_on_a_cpu():
     assert (arena.pages[5:] == -1).all()
 
 
+def test_a_step_that_swaps_waits_for_no_memory_to_be_pinned(monkeypatch):
+    layout = PageLayout(2, 2, 4, 4, 4)
+    arena = Arena(layout, 8, torch.float32, "cpu")
+    swap = PageSwaps(arena, dma := open_dma(arena.pages, 0))
+    monkeypatch.setattr(dma.buffers, "take_now", lambda shape, dtype: torch.zeros(shape, dtype=dtype))
+    monkeypatch.setattr(dma.buffers, "take", None)
+    image, _ = swap.copy_out([5, 2])
+    assert image.shape == (2, layout.page_elems)
+
+
 def test_config_says_what_may_be_chosen():
     assert EngineConfig.model_fields["preemption"].default in SETTINGS

@@ -103,6 +103,20 @@ def multiply_row_by_row() -> None:
     InterpreterBuilder.create_dot = create_dot
 
 
+def multiply_column_by_column() -> None:
+    """As `multiply_row_by_row`, of matrices whose columns are the rows of a step."""
+    plain_dot = InterpreterBuilder.create_dot
+
+    def create_dot(self: Any, a: Any, b: Any, d: Any, input_precision: Any, max_num_imprecise_acc: Any) -> Any:
+        each = TensorHandle(np.ascontiguousarray(b.data.T)[:, :, None], b.dtype.scalar)
+        sums = TensorHandle(np.ascontiguousarray(d.data.T)[:, :, None], d.dtype.scalar)
+        whole = TensorHandle(a.data[None], a.dtype.scalar)
+        found = plain_dot(self, whole, each, sums, input_precision, max_num_imprecise_acc).data
+        return TensorHandle(np.ascontiguousarray(found[:, :, 0].T), d.dtype.scalar)
+
+    InterpreterBuilder.create_dot = create_dot
+
+
 def _widened(handle: Any) -> Any:
     if handle.dtype.scalar != tl.bfloat16:
         return handle

@@ -159,7 +159,7 @@ def kind_of(weight: Weight, bias: torch.Tensor | None = None, *, silu: bool = Fa
         form = f"{name} in groups of {weight.group}"
         form += " with zeros" * (weight.zeros is not None) + ", rounds inputs" * weight.rounds_inputs
     outputs, inputs = weight.shape
-    return GemmKind(outputs, inputs, form, bias is not None, silu, is_head)
+    return GemmKind(outputs, inputs, form, bias is not None, silu, is_head, isinstance(weight, NarrowWeight))
 
 
 def multiply(
@@ -177,18 +177,30 @@ def multiply(
     """
     if isinstance(weight, RoundingWeight):
         x, weight = weight.inputs(x), weight.weight
-    if isinstance(weight, NarrowWeight) and weight.rounds_inputs:
-        if backend is GemmBackend.LIBRARY:
-            y = float8_rows.multiply(x, weight, bias)
-            return silu_and_mul(y) if gate else y
+    if isinstance(weight, NarrowWeight) and weight.rounds_inputs and backend is not GemmBackend.LIBRARY:
         x = float8_rows.rounded(x)
-    if backend is GemmBackend.LIBRARY:
-        weight = weight.dense() if isinstance(weight, NarrowWeight) else weight
-        y = (packed_linear if weight.is_mkldnn else linear)(x, weight, bias)
-        return silu_and_mul(y) if gate else y
-    from ....ops.gemm import small_gemm_triton  # needs triton
+    if backend in (GemmBackend.SMALL, GemmBackend.EXPANDED):
+        from ....ops.gemm import small_gemm_triton  # needs triton
 
-    return small_gemm_triton.multiply(x, weight, bias, silu=gate, shrunk=shrunk)
+        return small_gemm_triton.multiply(x, weight, bias, silu=gate, shrunk=shrunk)
+    if isinstance(weight, NarrowWeight):
+        y = _multiply_narrow(backend, x, weight, bias)
+    else:
+        y = (packed_linear if weight.is_mkldnn else linear)(x, weight, bias)
+    return silu_and_mul(y) if gate else y
+
+
+def _multiply_narrow(
+    backend: GemmBackend, x: torch.Tensor, weight: NarrowWeight, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """See `multiply`; by the library, or by the kernel that has the weights as the first operand."""
+    if backend is GemmBackend.SWAPPED:
+        from ....ops.gemm import swapped_gemm_triton  # needs triton
+
+        return swapped_gemm_triton.multiply(x, weight, bias)
+    if weight.rounds_inputs:
+        return float8_rows.multiply(x, weight, bias)
+    return linear(x, weight.dense(), bias)
 
 
 def heads(op: Heads, at: OpContext) -> Run:

@@ -70,6 +70,11 @@ class MergeableModel(Protocol):
 Places = tuple[tuple[int, int, range], ...]
 
 
+def places_of(targets: Sequence[tuple[int, int]], runs: Sequence[range]) -> Places:
+    """targets: layer and group of each matrix. runs: of these."""
+    return tuple((*at, run) for at, run in zip(targets, runs, strict=True))
+
+
 class CapturedSteps(Protocol):
     """Captured steps, which contain the addresses of their weights."""
 
@@ -113,8 +118,11 @@ class ShadowWeights:
 
     def sizes(self, adapter: Adapter) -> list[int]:
         """Pages of each run that an adapter's merged weights take, one run for each matrix that it changes."""
+        return self._sizes(self._targets(adapter))
+
+    def _sizes(self, targets: Sequence[tuple[int, int]]) -> list[int]:
         page = self._arena.layout.page_bytes
-        forms = [self._model.merged_form(*at) for at in self._targets(adapter)]
+        forms = [self._model.merged_form(*at) for at in targets]
         return [-(-shape.numel() * dtype.itemsize // page) for shape, dtype in forms]
 
     def wished_runs(self, adapter: Adapter) -> list[range] | None:
@@ -131,14 +139,12 @@ class ShadowWeights:
         """Give an adapter that is complete in the arena the runs of `sizes`, for `advance` to fill."""
         self.drop()
         self.adapter = adapter
-        elems, page = self._arena.pages.view(-1), self._arena.layout.page_elems
         self._layers = list(self._model.layers)
         targets = self._targets(adapter)
         if self._captured is not None:
-            self._captured.use(tuple((*at, run) for at, run in zip(targets, runs, strict=True)))
+            self._captured.use(places_of(targets, runs))
         for (layer, group), run in zip(targets, runs, strict=True):
-            shape, dtype = self._model.merged_form(layer, group)
-            place = elems[run.start * page :].view(dtype)[: shape.numel()].view(shape)
+            place = self._place(layer, group, run)
             self._left.append((layer, group, place))
             parts = {MERGED_MATRICES[group]: place}
             if _has_biases(adapter):
@@ -146,6 +152,12 @@ class ShadowWeights:
             self._layers[layer] = {**self._layers[layer], **parts}
         self._left.reverse()
         self._num_elems = sum(place.numel() for _, _, place in self._left)
+
+    def _place(self, layer: int, group: int, run: range) -> torch.Tensor:
+        """A matrix in a run of pages."""
+        shape, dtype = self._model.merged_form(layer, group)
+        elems = self._arena.pages.view(-1)[run.start * self._arena.layout.page_elems :]
+        return elems.view(dtype)[: shape.numel()].view(shape)
 
     def advance(self, max_seconds: float) -> bool:
         """Make the next matrix, and more while there is time; return True once all are made and steps may use them.

@@ -229,6 +229,18 @@ def test_a_refused_backend_is_in_no_combination_but_each_is_still_timed():
     assert len(clock.asked) == 7 + 6, "adapters of so many rows are added by launches of their own"
 
 
+def test_narrow_weights_have_one_more_combination_also_if_their_kernel_is_refused():
+    """On the rank that refuses it, too."""
+    small, swapped = GemmBackend.SMALL, GemmBackend.SWAPPED
+    narrow = GemmKind(64, 96, "int4 in groups of 32", is_narrow=True)
+    assert asked_backends("auto", narrow, 64) == [small, swapped]
+    assert [asked_backends(setting, narrow, 16) for setting in ("on", "swapped")] == [[small], [swapped]]
+    assert asked_backends("swapped", DOWN, 16) == [small]
+    assert combinations_of({narrow: [small, swapped], DOWN: [small]})["swapped"] == {narrow: swapped, DOWN: small}
+    assert combinations_of({narrow: [small], DOWN: [small]})["swapped"] == {narrow: small, DOWN: small}
+    assert "swapped" not in combinations_of({DOWN: [small]})
+
+
 def launch_all(decoder: DecoderModel, lora: CudaLoraState, rows: int) -> None:
     """Every product by every way, in all layers, with adapters and without."""
     for kind, places in decoder.gemms(every=True).items():

@@ -509,6 +509,23 @@ def test_merging_another_adapter_captures_nothing(drive, tiny, monkeypatch):
     assert driver.engine.stats().num_merges == 4
 
 
+@pytest.mark.parametrize(("name", "mixed_graph_tokens"), [("r1-qv", 0), ("r17-all", 12)])
+def test_a_first_merge_captures_nothing_between_steps(drive, tiny, name, mixed_graph_tokens):
+    """Nor do the steps after it, with prompts and with others beside, where a policy may merge."""
+    driver = drive(
+        adapters=[name, "r5-o-down"], max_num_seqs=2, graph_capture="ahead", mode_policy="fastest",
+        mixed_graph_tokens=mixed_graph_tokens,
+    )  # fmt: skip
+    driver.engine.modes = None  # this test merges
+    executor = driver.executor.inner
+    places, captures = executor.steps.merged_graphs.places, executor._device.num_captures  # noqa: SLF001
+    merge(driver, name)
+    assert executor.steps.merged_graphs.places[0] in places
+    check(driver, ask(driver, tiny, (name, 2, 3), (None, 3, 2), ("r5-o-down", 3, 2)))
+    assert executor._device.num_captures == captures  # noqa: SLF001
+    assert StepMode.MERGED in {plan.mode for plan in driver.plans}
+
+
 def test_a_shadow_elsewhere_has_graphs_of_its_own(drive, tiny):
     """Others have taken the pages in which the last one was."""
     driver = drive(adapters=["r1-qv"], max_num_seqs=1, graph_capture="ahead")

@@ -67,7 +67,7 @@ def drive(model, monkeypatch):
     """`drive(PATH, **config)`: an engine on a late device. few_rows: its kernel for few rows takes float32, too."""
     engines = []
 
-    def make(path: Path = model.model, few_rows: bool = True, **config) -> Driver:
+    def make(path: Path = model.model, few_rows: bool = True, device_: LateDevice | None = None, **config) -> Driver:
         if few_rows:
             monkeypatch.setitem(cuda_gemm_backends.TOLERANCE, torch.float32, 1e-5)
         defaults = {
@@ -76,7 +76,7 @@ def drive(model, monkeypatch):
             "graph_capture": "lazy", "small_gemm": "on",
         }  # fmt: skip
         settings = EngineConfig(model=path, **{**defaults, **config})
-        executor = RecordingExecutor(CudaExecutor(settings, LateDevice()))
+        executor = RecordingExecutor(CudaExecutor(settings, device_ or LateDevice()))
         engine = Engine(settings, executor, ticking(), InlineReads())
         engines.append(engine)
         for name, directory in model.adapters.items():
@@ -98,18 +98,99 @@ REQUESTS = (None, 9, 3), ("all", 5, 4), ("qv", 14, 3)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("small_gemm", ["on", "fused"])
+@pytest.mark.parametrize("small_gemm", ["on", "fused", "swapped"])
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 def test_answers_are_those_of_the_model_that_the_weights_stand_for(drive, twins, quantization, small_gemm):
-    """Prompts by the library and decode steps by the kernel for few rows, beside adapters."""
+    """Prompts by the library and decode steps by the kernel for few rows, or all by the kernel for any number of rows,
+    beside adapters.
+    """
     driver = drive(quantization=quantization, small_gemm=small_gemm)
     assert kept(driver) == {NarrowWeight}
-    backends = driver.executor.inner.steps.decoding.backends
-    assert {each for of_bucket in backends.values() for each in of_bucket.values()} & {
-        GemmBackend.SMALL,
-        GemmBackend.EXPANDED,
-    }
+    assert used(driver) & {
+        "on": {GemmBackend.SMALL}, "fused": {GemmBackend.EXPANDED}, "swapped": {GemmBackend.SWAPPED},
+    }[small_gemm]  # fmt: skip
     check(driver, ask(driver, twins[quantization], *REQUESTS))
+
+
+def used(driver: Driver) -> set[GemmBackend]:
+    """Backends of GEMMs in decode steps."""
+    backends = driver.executor.inner.steps.decoding.backends
+    return {each for of_bucket in backends.values() for each in of_bucket.values()}
+
+
+class WidenedCount:
+    """Counts weights that are widened, and the rows of steps."""
+
+    def __init__(self, driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.widened, self.steps = 0, []
+        steps, dense = driver.executor.inner.steps, NarrowWeight.dense
+
+        def count(weight: NarrowWeight) -> torch.Tensor:
+            self.widened += 1
+            return dense(weight)
+
+        def noting(launch, rows_of):
+            def run(*args, **kwargs):
+                before = self.widened
+                found = launch(*args, **kwargs)
+                self.steps.append((rows_of(*args), self.widened - before))
+                return found
+
+            return run
+
+        monkeypatch.setattr(NarrowWeight, "dense", count)
+        monkeypatch.setattr(steps.decoding, "run", noting(steps.decoding.run, lambda bucket, rows, *_: len(rows)))
+        monkeypatch.setattr(
+            steps, "ragged", noting(steps.ragged, lambda rows, *_: sum(len(row.tokens) for row in rows))
+        )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mixed_graph_tokens", [0, 320])
+def test_steps_of_many_rows_widen_no_narrow_weight(drive, monkeypatch, mixed_graph_tokens):
+    """Prompts of 300 tokens in one step, eager or captured in pieces, and a decode step of 100 sequences."""
+    driver = drive(
+        quantization="int4", small_gemm="swapped", max_num_seqs=100, max_num_batched_tokens=320,
+        mixed_graph_tokens=mixed_graph_tokens, memory_bytes=8 << 20,
+    )  # fmt: skip
+    count = WidenedCount(driver, monkeypatch)
+    for index in range(100):
+        driver.add(f"{index}", None, [5 + index % 7, 7, 3], max_tokens=2)
+    driver.drain()
+    assert count.steps == [(300, 0), (100, 0)]
+
+
+class WideningClock(LateDevice):
+    """Times work by the weights that it widens; each takes `seconds`, all else one second."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self._seconds = seconds
+
+    def seconds(self, work, count=5):
+        widened, dense = [], NarrowWeight.dense
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(NarrowWeight, "dense", lambda weight: widened.append(weight) or dense(weight))
+            work()
+        return 1 + self._seconds * len(widened)
+
+
+@pytest.mark.parametrize(("seconds", "wins"), [(0.1, True), (0.0, False)])
+def test_auto_takes_the_kernel_for_many_rows_where_it_is_faster_than_widening(drive, seconds, wins):
+    """Not where they are equal."""
+    driver = drive(
+        quantization="int8", small_gemm="auto", max_num_seqs=3, device_=WideningClock(seconds), graph_capture="lazy"
+    )
+    steps = driver.executor.inner.steps
+    found = {rows: set(steps.mixed.backends.of(rows).values()) for rows in (1, 3, 12)}
+    assert found == dict.fromkeys((1, 3, 12), {GemmBackend.SWAPPED} if wins else set())
+    assert GemmBackend.SWAPPED not in used(driver), "the kernel for few rows is as fast"
+
+
+def test_settings_that_time_nothing_leave_prompts_to_the_library(drive):
+    for small_gemm in ("on", "fused"):
+        driver = drive(quantization="int8", small_gemm=small_gemm)
+        assert driver.executor.inner.steps.mixed.backends.of(12) == BY_LIBRARY
 
 
 def test_the_library_multiplies_them_too(drive, twins):

@@ -7,12 +7,15 @@ import os
 from functools import partial
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
 from chorus.core.config import EngineConfig
-from chorus.core.executors import choice
+from chorus.core.executors import choice, cuda_rank_copies
 from chorus.core.executors.cuda import CudaExecutor, watched
+from chorus.core.executors.cuda_rank_copies import CudaRankAdapters, TpWorkerCopies
+from chorus.core.executors.rank_adapters import RankAdapters
 from chorus.core.executors.shared_memory import MemoryLayout, SharedMemory
 from chorus.graphs.device import CudaDevice, DeviceError
 from chorus.memory.transfers.transfer import ExecutorLost
@@ -98,6 +101,46 @@ def test_a_rank_waits_for_no_device_between_two_messages():
     executor._device.is_failed = True  # noqa: SLF001
     with pytest.raises(ExecutorLost, match="the device failed: an illegal address"):
         executor.advance()
+
+
+def refused(address, num_bytes):
+    raise MemoryError("no more")
+
+
+def test_ranks_pin_memory_for_the_first_images_before_any_step(monkeypatch):
+    """A rank that pinned a chunk when it gets the first copy from it would keep the others' steps waiting."""
+    layout = MemoryLayout(2, 1 << 10, 64, 1 << 20, is_woken=False)
+    fd, drivers, sent = SharedMemory.create(layout), [FakeDriver(), FakeDriver()], []
+    first, other = (SharedMemory(fd, layout, driver) for driver in (drivers[0], None))
+    os.close(fd)
+    pages = SimpleNamespace(pages=torch.zeros(4, 16), layout=SimpleNamespace(page_elems=16))
+    arena = SimpleNamespace(layout=pages.layout, pages=pages.pages)
+    copies = SimpleNamespace(first=SimpleNamespace(arena=arena), send=lambda *message: sent.append(message))
+    shapes = SimpleNamespace(base_weights=None, whole=None, config=None)
+    monkeypatch.setattr(cuda_rank_copies, "Arena", lambda *_: None)
+    monkeypatch.setattr(RankAdapters, "__init__", lambda self, *_, buffers, **__: setattr(self, "kept", buffers))
+    adapters = CudaRankAdapters(shapes, copies, first, 8)
+    image = adapters.kept.take((3, 16), torch.float32)
+
+    started = []
+    executor = SimpleNamespace(
+        layout=pages.layout,
+        arena=pages,
+        adapters=SimpleNamespace(copy_pages=lambda *copy, to_device: started.append(copy)),
+    )
+    rank = SimpleNamespace(shard=SimpleNamespace(rank=1), states=np.zeros((2, 1), np.int32), memory=other)
+    worker = TpWorkerCopies(rank, executor, drivers[1])
+    for name, *arguments in sent:
+        getattr(worker, name)(*arguments)
+    pinned = dict(drivers[1].pinned)
+    assert sum(pinned.values()) == 1 << 20
+    offset = first.offset(image)
+    worker.copy(0, [offset, offset + image.stride(0) * 4], next(iter(first.chunks.items())), [1, 2, 3], True)
+    assert len(started) == 1
+    assert drivers[1].pinned == pinned, "pinned for the copy"
+    monkeypatch.setattr(drivers[1], "pin", refused)
+    worker.copy(1, [offset, offset + image.stride(0) * 4], (layout.first_room + (1 << 30), 4096), [1, 2, 3], True)
+    assert len(started) == 2, "a rank that may pin no more copies slower"
 
 
 def test_images_alone_are_pinned_where_devices_add_up_among_themselves():

@@ -389,3 +389,31 @@ def test_what_the_system_does_not_pin_ahead_is_no_error():
     buffers = PinnedBuffers(memory, 64 * PAGE_BYTES, 8 * PAGE_BYTES)
     memory.allocate = lambda num_bytes: (_ for _ in ()).throw(MemoryError("no more"))
     assert buffers.reserve(64 * PAGE_BYTES) == 0
+
+
+class NotingMemory:
+    """Ordinary memory, with the names of the threads that asked for it."""
+
+    def __init__(self) -> None:
+        self.threads: list[str] = []
+
+    def allocate(self, num_bytes):
+        self.threads.append(threading.current_thread().name)
+        return bytearray(num_bytes)
+
+    def trim(self):
+        pass
+
+
+def test_a_thread_that_launches_steps_pins_no_chunk():
+    """It gets ordinary memory at once, and another thread pins a chunk for the next tensor."""
+    memory = NotingMemory()
+    buffers = PinnedBuffers(memory, 64 * PAGE_BYTES, 16 * PAGE_BYTES)
+    assert buffers.is_slow(buffers.take_now((3, PAGE_ELEMS), DTYPE))
+    for thread in threading.enumerate():
+        if thread.name == "chorus-pinning":
+            thread.join(SECONDS)
+    assert memory.threads == ["chorus-pinning"]
+    pinned = [buffers.take_now((8, PAGE_ELEMS), DTYPE) for _ in range(2)]
+    assert not any(map(buffers.is_slow, pinned))
+    assert memory.threads == ["chorus-pinning"]

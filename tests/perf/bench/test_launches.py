@@ -69,7 +69,7 @@ def test_the_table_of_the_documentation_is_that_of_the_counts(decodes):
 
 
 def test_quantised_weights_beyond_the_kernels_rows_move_more_bytes_than_those_of_16_bits():
-    """They are widened in memory for the library, in every step."""
+    """Where they are widened in memory for the library, in every step; not with the operands swapped."""
     lines = widened(json.loads(RESULTS.read_text("utf-8"))["sections"])
     assert "\n".join(lines) in DOCS.read_text("utf-8"), "run python -m chorus.perf.bench.estimate, and copy its table"
     table = {
@@ -79,8 +79,9 @@ def test_quantised_weights_beyond_the_kernels_rows_move_more_bytes_than_those_of
     weights = 32 * (2 * 4096 * (4096 + 1024) + 3 * 4096 * 14336)  # Llama-3.1-8B
     assert dense == pytest.approx(2 * weights / 1e9, abs=0.01)
     assert narrow[-1] == pytest.approx(weights * (4 + 32 / 128) / 8 / 1e9, abs=0.01), "a scale for 128 inputs"
-    more = table["more rows, and prompts: GB"]
+    more = table["more rows, and prompts, widened: GB"]
     assert more == pytest.approx([dense, *(each + 2 * dense for each in narrow)], abs=0.02)
+    assert table["more rows, and prompts, operands swapped: GB"] == [dense, *narrow]
 
 
 def test_the_estimate_goes_by_its_arguments(capsys):

@@ -1,0 +1,138 @@
+"""Chooses who multiplies narrow weights in steps of many rows: Chorus's kernel, or the library, which has them widened.
+
+Tests: tests/core/executors/test_cuda_quantised_interpreted.py
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from importlib.util import find_spec
+
+from ...graphs.device import CudaDevice
+from ...ops.gemm.narrow_weights import NarrowWeight
+from ...ops.gemm.swapped_gemm_schedule import TILE_ROWS
+from ..cpus import available_cpus
+from ..model.batch import BY_LIBRARY, GemmBackend, GemmBackends, GemmKind
+from ..model.decoder import DecoderModel, GemmUse
+from .cuda_gemm_backends import TOLERANCE, GemmRows, SmallGemm, sample_inputs
+
+logger = logging.getLogger(__name__)
+
+#: Chorus's kernel must take a smaller share of the library's time than this: times vary by less.
+_CLEAR = 0.98
+
+#: The least rows for which a choice is made; steps of fewer have the same.
+_LEAST = TILE_ROWS[0]
+
+
+class RowBackends:
+    """GEMM backends of prompts, and of decode steps with more rows than the kernels for few take, by their rows."""
+
+    def __init__(self, by_rows: Mapping[int, GemmBackends] | None = None) -> None:
+        """by_rows: for steps of up to so many rows. Larger steps have those of the largest."""
+        self._by_rows = {} if by_rows is None else by_rows
+        self._sizes = sorted(self._by_rows)
+
+    def of(self, rows: int) -> GemmBackends:
+        """The backends of a step of so many rows."""
+        if not self._sizes:
+            return BY_LIBRARY
+        return self._by_rows[self._sizes[min(bisect_left(self._sizes, rows), len(self._sizes) - 1)]]
+
+
+def choose_row_backends(
+    setting: SmallGemm,
+    decoder: DecoderModel,
+    device: CudaDevice,
+    *,
+    most_rows: int,
+    most_logits: int,
+    captures: bool,
+) -> RowBackends:
+    """Choose the GEMM backends of steps with up to `most_rows` rows, for each power of 2 from 16 on.
+
+    Call it before anything is captured and before the arena is allocated: it uses free memory. most_logits: of a step.
+
+    setting:
+    - `auto`: Chorus's kernel for each GEMM with narrow weights, up to the most rows with which it is faster than the
+      library, which widens them in memory first. captures: steps are captured, so GEMMs may be timed.
+    - `swapped`: Chorus's kernel for all of them, wherever it gives the library's values.
+    - others: the library, as no measurement shows that the kernel is faster.
+    """
+    is_asked = setting == "swapped" or (setting == "auto" and captures)
+    gemms = _narrow_gemms(decoder) if is_asked else {}
+    if not gemms:
+        return RowBackends()
+    _compile(decoder, gemms)
+    by_rows: dict[int, dict[GemmKind, GemmBackend]] = {size: {} for size in _sizes(most_rows)}
+    for kind, uses in gemms.items():
+        for size, chosen in by_rows.items():
+            count = min(size, most_logits) if kind.is_head else size
+            if not _is_chosen(setting, decoder, device, uses, GemmRows(decoder, None, kind, uses[0], count)):
+                break
+            chosen[kind] = GemmBackend.SWAPPED
+    return RowBackends(by_rows)
+
+
+def _narrow_gemms(decoder: DecoderModel) -> dict[GemmKind, list[GemmUse]]:
+    """The GEMMs that the kernel may compute."""
+    if decoder.dtype not in TOLERANCE or find_spec("triton") is None:
+        return {}
+    return {kind: uses for kind, uses in decoder.gemms(every=True).items() if kind.is_narrow}
+
+
+def _is_chosen(
+    setting: SmallGemm, decoder: DecoderModel, device: CudaDevice, uses: Sequence[GemmUse], rows: GemmRows
+) -> bool:
+    """Whether Chorus's kernel computes a GEMM of so many rows: it works, and if they are timed, is faster."""
+    is_new = rows.count <= TILE_ROWS[-1]  # steps of more rows have the same kernel
+    problem = rows.problem(GemmBackend.SWAPPED, device) if is_new else None
+    if problem is not None:
+        logger.warning("%s of %s is not used: %s", GemmBackend.SWAPPED, rows.name, problem)
+        return False
+    return setting != "auto" or _is_faster(decoder, device, rows, uses)
+
+
+def _sizes(most: int) -> list[int]:
+    """16, 32, 64, … ending exactly at `most`."""
+    doubled = itertools.takewhile(lambda size: size < most, (_LEAST << power for power in itertools.count()))
+    return [*doubled, most]
+
+
+def _compile(decoder: DecoderModel, gemms: Mapping[GemmKind, Sequence[GemmUse]]) -> None:
+    """Compile every kernel that may be launched, as many at once as there are processors. One that fails here fails
+    again when it is tried, and is refused then.
+    """
+    from ...ops.gemm.swapped_gemm_triton import multiply
+    from ...ops.launch_triton import compiling  # needs triton
+
+    with compiling(available_cpus()):
+        for rows, uses in itertools.product(TILE_ROWS, gemms.values()):
+            with suppress(Exception):
+                x, weight, bias = sample_inputs(decoder, uses[0], rows)
+                assert isinstance(weight, NarrowWeight)
+                multiply(x, weight, bias, compile_only=True)
+
+
+def _is_faster(decoder: DecoderModel, device: CudaDevice, rows: GemmRows, uses: Sequence[GemmUse]) -> bool:
+    """Whether Chorus's kernel is: all of the model's uses of a GEMM in turn, so that weights come from memory."""
+
+    def run(backend: GemmBackend) -> None:
+        for use in uses:
+            decoder.run_gemm(use, backend, rows.x)
+
+    own, library = (device.seconds(partial(run, each)) for each in (GemmBackend.SWAPPED, GemmBackend.LIBRARY))
+    logger.info(
+        "%s, %d rows: µs of %d uses %.0f with operands swapped, widened %.0f",
+        rows.name,
+        rows.count,
+        len(uses),
+        1e6 * own,
+        1e6 * library,
+    )
+    return own < _CLEAR * library
