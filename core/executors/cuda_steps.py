@@ -175,11 +175,11 @@ class CudaSteps:
             self.outputs.take_sampled(batch.token_ids)
         logits, chosen = self.outputs.of(len(host.logit_tokens))
         if bucket is None:
-            self.decoder.forward(batch, logits)
+            logits = self.decoder.forward(batch, logits)
         else:
             graphs = self.merged_graphs if is_merged else None
             x = self.mixed.run(bucket, num_tokens, lora, states, graphs)
-            self.decoder.compute_logits(x, batch, logits)
+            logits = self.decoder.compute_logits(x, batch, logits)
         self.outputs.pick(logits, chosen)
         return logits, chosen
 

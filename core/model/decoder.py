@@ -32,7 +32,7 @@ from .moe.experts import ExpertKernels
 from .nvtx_spans import span
 from .paged_states import PagedStates
 from .program.builder import Kept, layer_program
-from .program.ends import LOGITS, STATES, end_gemms, end_programs, lasting_buffers
+from .program.ends import LOGITS, STATES, end_gemms, end_programs, lasting_buffers, logits_dtype
 from .program.ops import INPUTS, STREAM, Gemm
 from .program.torch_ops import Runs, Weight, kind_of, multiply, run_ops
 from .program.torch_program import Final, TorchProgram
@@ -187,8 +187,11 @@ class DecoderModel:
         """Nothing outlives the object."""
 
     def forward(self, batch: Batch, logits: torch.Tensor | None = None) -> torch.Tensor:
-        """Compute the step's tokens and write their KV. Returns logits `[logit_tokens, vocab]` float32, in `logits` if
-        that is given; of several ranks this one's columns, see `gathered`.
+        """Compute the step's tokens and write their KV. Returns logits `[logit_tokens, vocab]` float32; of several
+        ranks this one's columns, see `gathered`.
+
+        logits: memory for them, in `logits_dtype`; not used for logits to which adapters add something, unless it is
+        float32.
         """
         x = self.run_layers(self._embedded(batch), batch)
         return self.compute_logits(x, batch, logits)
@@ -384,6 +387,11 @@ class DecoderModel:
     def logits_width(self) -> int:
         """Columns of the logits that this rank computes."""
         return len(self._ends["head"])
+
+    @property
+    def logits_dtype(self) -> torch.dtype:
+        """Of the memory that `forward` takes for logits."""
+        return logits_dtype(self.config, self._dtype)
 
     @property
     def ranks(self) -> Collectives | None:

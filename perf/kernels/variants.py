@@ -556,7 +556,7 @@ ROUTING = {
     "routing.sum shared": _sum(2048, 8, shared=True),
 }
 
-_DRAWN = {"logits": "*fp32", "entries": "*fp64", "row_stride": "i32"}
+_DRAWN = {"logits": "*own", "entries": "*fp64", "row_stride": "i32"}
 _PEAKS = {"peaks": "*fp32", "lows": "*fp32"}
 _SUMS = {"sums": "*fp64"}
 
@@ -573,7 +573,7 @@ def _draws(vocab: int) -> dict[str, Elementwise]:
     }
 
 
-#: Launches that sample tokens from float32 logits of Llama-3.1-8B's vocabulary.
+#: Launches that sample tokens from logits of Llama-3.1-8B's vocabulary.
 DRAWS = _draws(128256)
 
 
@@ -797,9 +797,7 @@ def variants() -> Iterator[Variant]:
 
 
 def plain_variants() -> Iterator[Variant]:
-    """Every launch that reads no adapter; a kernel is the same for any number of tokens. GEMMs have no f32 variant;
-    sampling has no other.
-    """
+    """Every launch that reads no adapter; a kernel is the same for any number of tokens. GEMMs have no f32 variant."""
     for group, (_, _, head_dim) in ATTENTION.items():
         for dtype, itemsize in ITEMSIZE.items():
             if LATENTS.get(group, head_dim) <= largest_head(itemsize) and not (
@@ -820,7 +818,10 @@ def plain_variants() -> Iterator[Variant]:
     for group, launch in (EXPERTS | NARROW_EXPERTS).items():
         for dtype in ("bf16", "fp16"):
             yield Variant(launch.kernel, group, dtype, launch.constants["C"].block_t)
-    for group, launch in (DRAWS | MIXTURE_TILES).items():
+    for group, launch in DRAWS.items():
+        for dtype in ITEMSIZE:
+            yield Variant(launch.kernel, group, dtype, 64)
+    for group, launch in MIXTURE_TILES.items():
         yield Variant(launch.kernel, group, "fp32", 64)
     for group, launch in ROUTING.items():
         for dtype in ("bf16", "fp16") if launch.own else ("fp32",):

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+from torch import mm
 from torch.nn.functional import embedding, linear
 
 from ....memory.pages.projections import LAYER_GROUPS
@@ -170,25 +171,36 @@ def multiply(
     *,
     gate: bool = False,
     shrunk: Shrunk | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`x @ weightᵀ + bias`. x: `[rows, in]`, weight: `[out, in]`; a narrow one is widened in memory for the
     library, and x is rounded for one that says so. gate: `silu(gate) · up` of the halves of that, the
     same bits as one after the other of the same way. shrunk: of adapters that are expanded in the product's launch.
+    out: where the product is written, contiguous, in x's dtype; without a bias and a gate.
     """
     if isinstance(weight, RoundingWeight):
         x, weight = weight.inputs(x), weight.weight
-    if isinstance(weight, NarrowWeight) and weight.rounds_inputs:
-        if backend is GemmBackend.LIBRARY:
-            y = float8_rows.multiply(x, weight, bias)
-            return silu_and_mul(y) if gate else y
-        x = float8_rows.rounded(x)
-    if backend is GemmBackend.LIBRARY:
-        weight = weight.dense() if isinstance(weight, NarrowWeight) else weight
-        y = (packed_linear if weight.is_mkldnn else linear)(x, weight, bias)
-        return silu_and_mul(y) if gate else y
-    from ....ops.gemm import small_gemm_triton  # needs triton
+    if backend is not GemmBackend.LIBRARY:
+        from ....ops.gemm import small_gemm_triton  # needs triton
 
-    return small_gemm_triton.multiply(x, weight, bias, silu=gate, shrunk=shrunk)
+        x = float8_rows.rounded(x) if isinstance(weight, NarrowWeight) and weight.rounds_inputs else x
+        return small_gemm_triton.multiply(x, weight, bias, silu=gate, shrunk=shrunk, out=out)
+    y = _multiply_by_library(x, weight, bias, out)
+    y = silu_and_mul(y) if gate else y
+    return y if out is None or y is out else out.copy_(y)
+
+
+def _multiply_by_library(
+    x: torch.Tensor, weight: torch.Tensor | NarrowWeight, bias: torch.Tensor | None, out: torch.Tensor | None
+) -> torch.Tensor:
+    """out: see `multiply`; left alone where the library can't write there."""
+    if isinstance(weight, NarrowWeight):
+        if weight.rounds_inputs:
+            return float8_rows.multiply(x, weight, bias)
+        weight = weight.dense()
+    if weight.is_mkldnn:
+        return packed_linear(x, weight, bias)
+    return linear(x, weight, bias) if out is None else mm(x, weight.t(), out=out)
 
 
 def heads(op: Heads, at: OpContext) -> Run:
@@ -301,8 +313,13 @@ def logits(op: Logits, at: OpContext) -> Run:
     def run(step: Step) -> None:
         names, weights = step.names, step.layers[index]
         x, weight, memory = names[op.x], weights[op.weight], names.get(op.out)
-        found = multiply(backend_for(step.batch.backends, weight, is_head=True), x, weight)
-        found = found.float() if memory is None else memory.copy_(found)
+        backend = backend_for(step.batch.backends, weight, is_head=True)
+        if memory is not None and memory.dtype == x.dtype and step.added_logits is None:
+            names[op.out] = multiply(backend, x, weight, out=memory)  # nothing is added: see `logits_dtype`
+            return
+        found = multiply(backend, x, weight)
+        is_wide = memory is not None and memory.dtype == torch.float32
+        found = memory.copy_(found) if memory is not None and is_wide else found.float()
         if step.added_logits is not None:
             ranks = model.ranks
             step.added_logits(found, x, 0 if ranks is None else op.vocab * ranks.rank // ranks.size)
