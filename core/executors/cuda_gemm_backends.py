@@ -37,6 +37,9 @@ StepSeconds = Callable[[int, GemmBackends, SampleAdapters | None], float]
 #: a step than the second: two times of one step differ by less.
 _CLEAR, _SAVED = 0.99, 0.25
 
+#: The most rows of the steps of prompts that are timed.
+TIMED_ROWS = 2048
+
 #: GEMM backends found to be wrong, by GEMM and tile.
 Refused = set[tuple[GemmKind, int, GemmBackend]]
 
@@ -94,6 +97,17 @@ def choose_gemm_backends(
     return backends
 
 
+def choose_for_prompts(setting: SmallGemm, decoder: DecoderModel, rows: int, device: CudaDevice) -> GemmBackends:
+    """Backends of steps of many rows: whether launches of experts are joined. rows: of a step that is timed."""
+    kinds = {kind: uses for kind, uses in decoder.gemms().items() if kind.experts}
+    if setting == "off" or not kinds or _obstacle(setting, decoder.dtype, kinds) is not None:
+        return BY_LIBRARY
+    races = GemmRaces(decoder, device, [])
+    chosen = [kind for kind in kinds if setting != "auto" or races.is_faster(kind, rows)]
+    logger.info("launches of experts in steps of many rows are joined for %d of %d kinds", len(chosen), len(kinds))
+    return dict.fromkeys(chosen, GemmBackend.SMALL)
+
+
 def _served(
     setting: SmallGemm, gemms: Mapping[GemmKind, list[GemmUse]], *, captures: bool
 ) -> dict[GemmKind, list[GemmUse]]:
@@ -122,7 +136,8 @@ def asked_backends(setting: SmallGemm, kind: GemmKind, rows: int) -> list[GemmBa
 
     Beyond MAX_EXPANDED_ROWS, `fused` means `on`.
     """
-    asked = [GemmBackend.SMALL, *([] if kind.is_head or rows > MAX_EXPANDED_ROWS else [GemmBackend.EXPANDED])]
+    alone = kind.is_head or kind.experts > 0
+    asked = [GemmBackend.SMALL, *([] if alone or rows > MAX_EXPANDED_ROWS else [GemmBackend.EXPANDED])]
     if setting == "auto":
         return asked
     return asked[-1:] if setting == "fused" else asked[:1]
@@ -141,7 +156,7 @@ def compile_ahead(setting: SmallGemm, decoder: DecoderModel, lora: CudaLoraState
     tiles = {tile_rows(rows): rows for rows in reversed(buckets)}  # by tile, the least rows: all backends
     with compiling(available_cpus()):
         for rows, (kind, uses) in itertools.product(tiles.values(), decoder.gemms().items()):
-            for use in uses:
+            for use in () if kind.experts else uses:
                 with suppress(Exception):
                     x, weight, bias = _sample(decoder, use, rows)
                     for silu in {False, kind.silu}:  # adapters may be added after the GEMM and before the activation
@@ -174,7 +189,7 @@ def compile_late(decoder: DecoderModel, backends: Mapping[int, GemmBackends]) ->
         (tile_rows(bucket), kind)
         for bucket, chosen in backends.items()
         for kind, backend in chosen.items()
-        if backend is not GemmBackend.LIBRARY
+        if backend is not GemmBackend.LIBRARY and not kind.experts
     }
     with dependent_launch.only(False), compiling(available_cpus()):
         for rows, kind in sorted(used):

@@ -45,13 +45,14 @@ class GemmRaces:
         """Chorus's kernel for each GEMM that it may compute, unless the library is clearly faster. asked: see
         `combinations_of`.
         """
-        small = GemmBackend.SMALL
-        return {kind: small for kind, own in asked.items() if small in own and self._is_faster(kind, tile_rows(bucket))}
+        small, rows = GemmBackend.SMALL, self._rows[tile_rows(bucket)]
+        return {kind: small for kind, own in asked.items() if small in own and self.is_faster(kind, rows)}
 
-    def _is_faster(self, kind: GemmKind, tile: int) -> bool:
-        if (kind, tile) not in self._times:
+    def is_faster(self, kind: GemmKind, rows: int) -> bool:
+        """Whether the library is not clearly faster than Chorus's kernel for so many rows."""
+        if (kind, rows) not in self._times:
             generator = torch.Generator().manual_seed(kind.outputs)
-            x = torch.randn(self._rows[tile], kind.inputs, generator=generator)
+            x = torch.randn(rows, kind.inputs, generator=generator)
             x = x.to(self._decoder.arena.pages.device, self._decoder.dtype)
 
             def run(backend: GemmBackend) -> None:
@@ -61,7 +62,7 @@ class GemmRaces:
             own, library = (
                 self._device.seconds(partial(run, each)) for each in (GemmBackend.SMALL, GemmBackend.LIBRARY)
             )
-            self._times[kind, tile] = own <= NEAR * library
+            self._times[kind, rows] = own <= NEAR * library
             logger.info(
                 "%s %d → %d, %d rows: µs of %d uses %.0f, by the library %.0f",
                 self._uses[kind][0].name,
@@ -72,4 +73,4 @@ class GemmRaces:
                 1e6 * own,
                 1e6 * library,
             )
-        return self._times[kind, tile]
+        return self._times[kind, rows]

@@ -14,7 +14,7 @@ from ...graphs.runner import NO_TAIL, USUAL_ROOM, GraphRunner, StepForm, StepMod
 from ...memory.adapters.adapter import Adapter
 from ...ops.attention.attention import GroupedAttention
 from ...ops.lora.sgmv_tiles import MERGED_TERMS
-from ..model.batch import StepBatch, StepStates
+from ..model.batch import BY_LIBRARY, GemmBackends, StepBatch, StepStates
 from ..model.decoder import DecoderModel
 from ..model.lora.lora_launches import LoraLaunches
 from ..model.lora.lora_state_cuda import CudaLoraState
@@ -73,6 +73,8 @@ class PiecewiseSteps:
         self._captures = False
         self._launches = {size: lora.padded(size) for size in sizes}
         self._mixture_launches = {size: lora.padded(size, MERGED_TERMS) for size in sizes}
+        self.backends: GemmBackends = BY_LIBRARY
+        """Of steps with prompts, captured in pieces or not."""
         self._first: Callable[[], None] | None = None  # of the current step, if it is not the captured one
         self.graphs: GraphRunner[None] = GraphRunner(self.capture, lambda: device.memory()[0])
 
@@ -139,6 +141,7 @@ class PiecewiseSteps:
             attention=self._attention,
             lora=lora,
             merged=merged,
+            backends=self.backends,
         )
         flow = self._flow.of(bucket)
         pieces = [partial(self._decoder.piece, index, batch, flow) for index in range(len(self._decoder.layers) + 1)]

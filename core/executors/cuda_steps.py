@@ -32,6 +32,7 @@ from ..requests.types import ScheduledSequence, adapter_runs
 from . import cuda_decode, cuda_memory, cuda_piecewise
 from .cuda_decode import DecodeSteps
 from .cuda_float8_gemms import choose_float8_gemms
+from .cuda_gemm_backends import TIMED_ROWS, choose_for_prompts
 from .cuda_merged import KEPT_PLACES, MERGED_FORMS, PlacedGraphs
 from .cuda_outputs import Outputs, StepOutputs
 from .cuda_piecewise import PiecewiseSteps, token_buckets
@@ -208,7 +209,8 @@ class CudaSteps:
         names = ("token_ids", "positions", "offset", "page")
         inputs = dict(zip(names, split_columns(columns[: len(values), : len(batch.token_ids)]), strict=True))
         rest = zip(wanted.items(), columns[len(values) :], strict=True)
-        return replace(batch, **inputs, **{name: column[: len(each)] for (name, each), column in rest})
+        indices = {name: column[: len(each)] for (name, each), column in rest}
+        return replace(batch, **inputs, **indices, backends=self.mixed.backends)
 
     # -- capture
 
@@ -218,6 +220,8 @@ class CudaSteps:
         if self._config.fp8_activations:
             choose_float8_gemms(self.decoder, self._config.max_num_batched_tokens, self._device)
         self.decoding.choose_backends()
+        rows = min(self._config.max_num_batched_tokens, TIMED_ROWS)
+        self.mixed.backends = choose_for_prompts(self._config.small_gemm, self.decoder, rows, self._device)
 
     def capture_ahead(self) -> None:
         """Capture every bucket of decode steps and of mixed steps, largest first."""

@@ -40,7 +40,8 @@ class GemmBackend(StrEnum):
     """Multiplier of rows with weights.
 
     LIBRARY: cuBLAS on a GPU. SMALL: our kernel, for at most `small_gemm_schedule.MAX_ROWS` rows in 16 bits, with the
-    activation behind the product where there is one. EXPANDED: as SMALL, for at most MAX_EXPANDED_ROWS rows, and
+    activation behind the product where there is one; for a mixture's experts, of any rows, the activation in the launch
+    of gate and up. EXPANDED: as SMALL, for at most MAX_EXPANDED_ROWS rows, and
     adapters are expanded in the same launch, so that the activation stays in it.
     """
 
@@ -65,6 +66,9 @@ class GemmKind(NamedTuple):
 
     is_head: bool = False
     """It gives the logits."""
+
+    experts: int = 0
+    """Matrices of a mixture, each with gate and up, of which a row is multiplied with some; 0: it is one matrix."""
 
 
 #: GEMM backends of a step: of each kind of GEMM that the library does not compute.

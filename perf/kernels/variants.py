@@ -391,11 +391,18 @@ def _attention(
 
 
 def _experts(
-    d_in: int, d_out: int, rows: int, *, per_row: int, bias: bool = False, form: small.WeightForm = small.FULL
+    d_in: int,
+    d_out: int,
+    rows: int,
+    *,
+    per_row: int,
+    bias: bool = False,
+    form: small.WeightForm = small.FULL,
+    gate: expert_tiles_schedule.Gate | None = None,
 ) -> Elementwise:
-    """Products of a layer with 128 experts. rows: tokens of a step; each goes to 8 experts."""
+    """Products of a layer with 128 experts. rows: tokens of a step; each goes to 8 experts. gate: of the activation."""
     its = expert_tiles_schedule
-    numbers = {"per_row": per_row, "experts": 128, "bias": bias, "form": form}
+    numbers = {"per_row": per_row, "experts": 128, "bias": bias, "form": form, "gate": gate}
     block_t = its.tile_rows(rows, rows * 8, 128, its.most_rows(form))
     constants = its.tile_constants(d_in, d_out, block_t, 2, **numbers)
     return Elementwise(
@@ -434,6 +441,27 @@ NARROW_EXPERTS = {
         2880, 5760, rows, per_row=4, bias=True, form=small.WeightForm(4, FLOAT4_GROUP, float4=True)
     )
     for rows in (64, 512, 2048)
+}
+
+
+_SILU = expert_tiles_schedule.Gate()
+_SWIGLU = expert_tiles_schedule.Gate(Gating.CLAMPED_SWIGLU, 1.702, 7.0)
+
+#: Gate and up of the same models with their activations in the launch.
+GATED_EXPERTS = {
+    **{f"gated.{rows}": _experts(2048, 768, rows, per_row=8, gate=_SILU) for rows in (64, 512, 2048)},
+    **{f"gated-biased.{rows}": _experts(2880, 2880, rows, per_row=4, bias=True, gate=_SWIGLU) for rows in (64, 2048)},
+    **{
+        f"gated-{name}.{rows}": _experts(2048, 768, rows, per_row=8, form=form, gate=_SILU)
+        for name, form in (FORMS | {"int8": small.WeightForm(8)}).items()
+        for rows in (64, 2048)
+    },
+    **{
+        f"gated-mxfp4.{rows}": _experts(
+            2880, 2880, rows, per_row=4, bias=True, form=small.WeightForm(4, FLOAT4_GROUP, float4=True), gate=_SWIGLU
+        )
+        for rows in (64, 2048)
+    },
 }
 
 
@@ -649,7 +677,7 @@ LATENT_LORA = {
 
 #: Launches that read no rank-rows, or those of one projection alone.
 PLAIN = ELEMENTWISE | WIDENED | ROUNDED | PRODUCTS | DRAWS | DELTAS | VECTORS | EXPERTS | NARROW_EXPERTS
-PLAIN |= ROUTING | MIXTURE_TILES | LATENT_LORA
+PLAIN |= GATED_EXPERTS | ROUTING | MIXTURE_TILES | LATENT_LORA
 
 
 @dataclass(frozen=True, slots=True)
@@ -815,7 +843,7 @@ def plain_variants() -> Iterator[Variant]:
     for group, launch in LATENT_LORA.items():
         for dtype in ("bf16", "fp16"):
             yield Variant(launch.kernel, group, dtype, 64)
-    for group, launch in (EXPERTS | NARROW_EXPERTS).items():
+    for group, launch in (EXPERTS | NARROW_EXPERTS | GATED_EXPERTS).items():
         for dtype in ("bf16", "fp16"):
             yield Variant(launch.kernel, group, dtype, launch.constants["C"].block_t)
     for group, launch in DRAWS.items():

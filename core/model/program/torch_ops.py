@@ -152,15 +152,15 @@ def backend_for(
 
 
 def kind_of(weight: Weight, bias: torch.Tensor | None = None, *, silu: bool = False, is_head: bool = False) -> GemmKind:
-    """The kind of a GEMM with a weight `[outputs, inputs]`."""
+    """The kind of a GEMM with a weight `[outputs, inputs]`, or with those of experts `[experts, outputs, inputs]`."""
     weight = weight.weight if isinstance(weight, RoundingWeight) else weight
     form = str(weight.dtype).removeprefix("torch.")
     if isinstance(weight, NarrowWeight):
         name = "MXFP4" if weight.float4 else "FP8" if weight.float8 else f"int{weight.bits}"
         form = f"{name} in groups of {weight.group}"
         form += " with zeros" * (weight.zeros is not None) + ", rounds inputs" * weight.rounds_inputs
-    outputs, inputs = weight.shape
-    return GemmKind(outputs, inputs, form, bias is not None, silu, is_head)
+    *experts, outputs, inputs = weight.shape
+    return GemmKind(outputs, inputs, form, bias is not None, silu, is_head, *experts)
 
 
 def multiply(

@@ -21,6 +21,7 @@ from chorus.core.executors.cuda_decode import DecodeSteps  # noqa: E402
 from chorus.core.executors.cuda_gemm_backends import (  # noqa: E402
     asked_backends,
     choose_combination,
+    choose_for_prompts,
     combinations_of,
     compile_ahead,
     compile_late,
@@ -227,6 +228,36 @@ def test_a_refused_backend_is_in_no_combination_but_each_is_still_timed():
     assert len(clock.asked) == 7
     choose_combination(combinations, clock, expands=False)
     assert len(clock.asked) == 7 + 6, "adapters of so many rows are added by launches of their own"
+
+
+@pytest.mark.parametrize(
+    ("setting", "slower", "joins"),
+    [("auto", 1.01, True), ("auto", 1.05, False), ("on", 9.0, True), ("off", 0.5, False)],
+)
+def test_launches_of_experts_are_joined_in_prompts_unless_that_is_clearly_slower(setting, slower, joins):
+    """All layers' mixtures are timed, by themselves: other products of prompts are the library's."""
+    kind = GemmKind(192, 64, "bfloat16", experts=8)
+    uses, asked = [SimpleNamespace(name="EXPERTS", layer=index) for index in range(3)], []
+    decoder = SimpleNamespace(
+        dtype=torch.bfloat16,
+        arena=SimpleNamespace(pages=torch.empty(0)),
+        gemms=lambda every=False: {DOWN: uses[:1], kind: uses if every else uses[:1]},
+        run_gemm=lambda use, backend, x: asked.append((use.layer, backend, len(x))),
+    )
+
+    def seconds(run):
+        asked.clear()
+        run()
+        (backend,) = {each[1] for each in asked}
+        assert asked == [(layer, backend, 500) for layer in range(3)]
+        return slower if backend is GemmBackend.SMALL else 1.0
+
+    found = choose_for_prompts(setting, decoder, 500, SimpleNamespace(seconds=seconds))
+    assert found == ({kind: GemmBackend.SMALL} if joins else {})
+
+
+def test_experts_have_no_adapters_expanded_in_their_launches():
+    assert asked_backends("auto", GemmKind(192, 64, "bfloat16", experts=8), 1) == [GemmBackend.SMALL]
 
 
 def launch_all(decoder: DecoderModel, lora: CudaLoraState, rows: int) -> None:
