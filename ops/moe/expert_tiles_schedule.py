@@ -66,6 +66,8 @@ class TileConstants:
     """See `Gate`; None: products are the result."""
     alpha: float = 0.0
     limit: float = 0.0
+    pdl: bool = False
+    """The previous launch may still be running when this one begins."""
 
 
 def most_rows(form: WeightForm) -> int:
@@ -101,6 +103,7 @@ def tile_constants(
     bias: bool,
     form: WeightForm = FULL,
     gate: Gate | None = None,
+    pdl: bool = False,
 ) -> TileConstants:
     """d_out: columns of the result. itemsize: of an element of x. A block of narrow weights has one scale, but for
     MXFP4.
@@ -127,6 +130,7 @@ def tile_constants(
         float4=form.float4,
         unit=form.unit,
         **({} if gate is None else gate._asdict()),
+        pdl=pdl,
     )
 
 

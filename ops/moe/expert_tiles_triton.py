@@ -12,7 +12,9 @@ from functools import cache
 import torch
 import triton
 import triton.language as tl
+import triton.language.extra.cuda as cuda
 
+from .. import dependent_launch
 from ..elementwise.gates_triton import gated
 from ..gemm.narrow_weights import FLOAT4_GROUP
 from ..gemm.narrow_weights_triton import float4_values, powers_of
@@ -61,6 +63,9 @@ def multiply_tiles(y, x, weight, bias, pairs, expert_of, first_of, end_of, x_str
     D_OUT: tl.constexpr = C.d_out
     GATED: tl.constexpr = C.gating is not None
     ROWS: tl.constexpr = 2 * D_OUT if GATED else D_OUT
+    if C.pdl:
+        cuda.gdc_launch_dependents()
+        cuda.gdc_wait()
     tile = tl.program_id(0)
     dtype = y.dtype.element_ty
     first = tl.load(first_of + tile)
@@ -133,6 +138,7 @@ def multiply(x: torch.Tensor, stack: Stack, tiles: ExpertTiles, per_row: int, ga
         bias=bias is not None,
         form=form_of(weight, d_in),
         gate=gate,
+        pdl=dependent_launch.begins_early(x.device),
     )
     grid = len(tiles.expert), -(-matrix_rows // constants.block_n), 1
     tables = tiles.pairs, tiles.expert, tiles.first, tiles.end
@@ -142,7 +148,8 @@ def multiply(x: torch.Tensor, stack: Stack, tiles: ExpertTiles, per_row: int, ga
 
 @cache
 def _launcher(constants: TileConstants) -> KernelLauncher:
-    return KernelLauncher(multiply_tiles, {"C": constants, **tile_options(constants)})
+    options = {**tile_options(constants), **dependent_launch.options(constants.pdl)}
+    return KernelLauncher(multiply_tiles, {"C": constants, **options})
 
 
 # Rules for type checkers are at the end, so that kernels keep their lines.

@@ -36,6 +36,8 @@ class RouterConstants:
     bias: bool
     wide: bool
     """The weights are float32; others have the dtype of x."""
+    pdl: bool = False
+    """The previous launch may still be running when this one begins."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +45,8 @@ class ChoiceConstants(Routing):
     """Compile-time constants of the choice of experts."""
 
     experts: int
+    pdl: bool = False
+    """See `RouterConstants`."""
 
     @property
     def group_size(self) -> int:
@@ -79,6 +83,8 @@ class SortConstants:
     """There are fewer pairs than experts and full tiles: see `expert_tiles_schedule.num_tiles`."""
     block: int = SORT_BLOCK
     entries: int = ENTRY_BLOCK
+    pdl: bool = False
+    """See `RouterConstants`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,9 +97,13 @@ class SumConstants:
     gated: bool
     """The shared expert's outputs have gates."""
     block: int = SUM_BLOCK
+    pdl: bool = False
+    """See `RouterConstants`."""
 
 
-def router_constants(d_in: int, experts: int, rows: int, *, bias: bool, wide: bool) -> RouterConstants:
+def router_constants(
+    d_in: int, experts: int, rows: int, *, bias: bool, wide: bool, pdl: bool = False
+) -> RouterConstants:
     """rows: of a step."""
     is_few = rows <= TILE_ROWS[-1]
     return RouterConstants(
@@ -105,6 +115,7 @@ def router_constants(d_in: int, experts: int, rows: int, *, bias: bool, wide: bo
         stages=4 if is_few else 3,
         bias=bias,
         wide=wide,
+        pdl=pdl,
     )
 
 

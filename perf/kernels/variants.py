@@ -72,7 +72,7 @@ _ADAPTERS = (
 
 #: Pointers to memory that exists before a step's first launch.
 _READY = {"arena", "data", "scales", "zeros", "bias", "norm", "indptr", "last_page_len", "indices"}
-_READY |= {"tiles", "offsets", "places", "first_elem", "pages"}
+_READY |= {"tiles", "offsets", "places", "first_elem", "pages", "weight"}
 
 #: `small_gemm_triton.Weight`: in the variant's dtype, and narrow, with scales.
 _PLAIN = ("data", "*own"), ("scales", "*own"), ("zeros", "*own")

@@ -12,6 +12,7 @@ import torch
 
 from chorus.core.model.moe.experts import mix_experts
 from chorus.core.model.specs.feed_forward import Activation, ClampedSwiglu, Experts, Routing, UngatedActivation
+from chorus.ops import dependent_launch
 from chorus.ops.launch_triton import KernelLauncher
 from chorus.ops.moe.expert_tiles import Stack
 
@@ -84,6 +85,21 @@ def test_a_mixture_takes_a_launch_for_each_of_its_steps(monkeypatch):
         mix_experts(x, weights, spec, joins=True)
     assert launched == ["multiply_router", "choose_experts", "sort_pairs", *products, "add_experts"]
     assert not operations, "the activation is in the first product's launch"
+
+
+def test_every_launch_of_a_mixture_begins_early_where_launches_do(monkeypatch):
+    """That none reads too early is checked on the compiled kernels: `perf.kernels`."""
+    launched = []
+
+    def note(self, *_):
+        launched.append((self._constants["C"].pdl, self._constants.get("launch_pdl", False)))
+
+    monkeypatch.setattr(KernelLauncher, "__call__", note)
+    for early in (True, False):
+        launched.clear()
+        monkeypatch.setattr(dependent_launch, "begins_early", lambda device, early=early: early)
+        mix_experts(torch.ones(5, 24), stacked(16), Experts(16, 8, Routing(4)), joins=True)
+        assert launched == [(early, early)] * 6
 
 
 @pytest.mark.parametrize("rows", [1, 4, 5, 70])
