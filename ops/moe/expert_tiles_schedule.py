@@ -18,6 +18,10 @@ TILE_ROWS = 16, 64, 128
 #: and a tile of 128 rows reads 2/3 of the bytes for a product that one of 64 reads.
 _MANY_ROWS = 96
 
+#: The most rows of a step whose pairs are a tile each, unsorted. Two rows seldom go to the same of many experts; where
+#: they do, the second one's weights come from the L2 cache.
+UNSORTED_ROWS = 4
+
 #: Narrow weights that a program of few rows reads of a column at once.
 _NARROW_K = 128
 
@@ -66,6 +70,8 @@ class TileConstants:
     """See `Gate`; None: products are the result."""
     alpha: float = 0.0
     limit: float = 0.0
+    of_pairs: bool = False
+    """See `ExpertTiles.of_pairs`."""
     pdl: bool = False
     """The previous launch may still be running when this one begins."""
 
@@ -103,6 +109,7 @@ def tile_constants(
     bias: bool,
     form: WeightForm = FULL,
     gate: Gate | None = None,
+    of_pairs: bool = False,
     pdl: bool = False,
 ) -> TileConstants:
     """d_out: columns of the result. itemsize: of an element of x. A block of narrow weights has one scale, but for
@@ -130,6 +137,7 @@ def tile_constants(
         float4=form.float4,
         unit=form.unit,
         **({} if gate is None else gate._asdict()),
+        of_pairs=of_pairs,
         pdl=pdl,
     )
 

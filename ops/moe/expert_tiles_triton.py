@@ -68,13 +68,17 @@ def multiply_tiles(y, x, weight, bias, pairs, expert_of, first_of, end_of, x_str
         cuda.gdc_wait()
     tile = tl.program_id(0)
     dtype = y.dtype.element_ty
-    first = tl.load(first_of + tile)
-    end = tl.load(end_of + tile)
+    first, end = tile, tile + 1
+    if not C.of_pairs:
+        first = tl.load(first_of + tile)
+        end = tl.load(end_of + tile)
     if first < end:
         expert = tl.load(expert_of + tile).to(tl.int64)
         place = first + tl.arange(0, BLOCK_T)
         own = place < end
-        pair = tl.load(pairs + place, mask=own, other=0).to(tl.int64)
+        pair = tl.where(own, place, 0).to(tl.int64)
+        if not C.of_pairs:
+            pair = tl.load(pairs + place, mask=own, other=0).to(tl.int64)
         column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
         own_column = column < ROWS
         if GATED:  # rows of gate and of up alternate, so that one thread has both of a result
@@ -138,6 +142,7 @@ def multiply(x: torch.Tensor, stack: Stack, tiles: ExpertTiles, per_row: int, ga
         bias=bias is not None,
         form=form_of(weight, d_in),
         gate=gate,
+        of_pairs=tiles.of_pairs,
         pdl=dependent_launch.begins_early(x.device),
     )
     grid = len(tiles.expert), -(-matrix_rows // constants.block_n), 1

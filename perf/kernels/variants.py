@@ -399,10 +399,11 @@ def _experts(
     bias: bool = False,
     form: small.WeightForm = small.FULL,
     gate: expert_tiles_schedule.Gate | None = None,
+    of_pairs: bool = False,
 ) -> Elementwise:
     """Products of a layer with 128 experts. rows: tokens of a step; each goes to 8 experts. gate: of the activation."""
     its = expert_tiles_schedule
-    numbers = {"per_row": per_row, "experts": 128, "bias": bias, "form": form, "gate": gate}
+    numbers = {"per_row": per_row, "experts": 128, "bias": bias, "form": form, "gate": gate, "of_pairs": of_pairs}
     block_t = its.tile_rows(rows, rows * 8, 128, its.most_rows(form))
     constants = its.tile_constants(d_in, d_out, block_t, 2, **numbers)
     return Elementwise(
@@ -413,7 +414,7 @@ def _experts(
         own=("y", "x", "bias"),
         others={
             "weight": _weight_fields(form),
-            **dict.fromkeys(("pairs", "expert_of", "first_of", "end_of"), "*i32"),
+            **dict.fromkeys(("pairs", "expert_of", "first_of", "end_of"), "*i64" if of_pairs else "*i32"),
             **_strides("x"),
         },
         pointer="data",
@@ -450,6 +451,8 @@ _SWIGLU = expert_tiles_schedule.Gate(Gating.CLAMPED_SWIGLU, 1.702, 7.0)
 #: Gate and up of the same models with their activations in the launch.
 GATED_EXPERTS = {
     **{f"gated.{rows}": _experts(2048, 768, rows, per_row=8, gate=_SILU) for rows in (64, 512, 2048)},
+    "gated.4": _experts(2048, 768, 4, per_row=8, gate=_SILU, of_pairs=True),
+    "gated-down.4": _experts(768, 2048, 4, per_row=1, of_pairs=True),
     **{f"gated-biased.{rows}": _experts(2880, 2880, rows, per_row=4, bias=True, gate=_SWIGLU) for rows in (64, 2048)},
     **{
         f"gated-{name}.{rows}": _experts(2048, 768, rows, per_row=8, form=form, gate=_SILU)

@@ -15,8 +15,8 @@ from ....memory.pages.projections import Group
 from ....ops.elementwise.elementwise_schedule import Gating
 from ....ops.gemm import narrow_weights
 from ....ops.gemm.narrow_weights import NarrowWeight
-from ....ops.moe.expert_tiles import Stack
-from ....ops.moe.expert_tiles_schedule import Gate
+from ....ops.moe.expert_tiles import ExpertTiles, Stack
+from ....ops.moe.expert_tiles_schedule import UNSORTED_ROWS, Gate
 from ....ops.moe.routing_schedule import choice_constants
 from ..specs.feed_forward import Activation, ClampedSwiglu, Experts, Routing, UngatedActivation
 from .experts import ExpertChoice, ExpertWeights, ListedExperts, SharedOutputs, activated, lora_of, unpacked
@@ -78,9 +78,12 @@ class StackedExperts(ExpertWeights):
         from ....ops.moe.expert_tiles_triton import multiply
         from ....ops.moe.routing_triton import tiles_of
 
-        tiles, per_token = tiles_of(chosen, spec.count, self.gate_up, self.down), spec.routing.per_token
-        launches = lora_of(lora, MixtureLaunches)
+        per_token, launches = spec.routing.per_token, lora_of(lora, MixtureLaunches)
         added = None if launches is None else launches.routed(chosen)
+        if joins and len(chosen) <= UNSORTED_ROWS and (added is None or not added.has_runs):
+            tiles = ExpertTiles.unsorted(chosen)
+        else:
+            tiles = tiles_of(chosen, spec.count, self.gate_up, self.down)
         if added is None:
             gate = _gate_of(spec.activation) if joins and factors is None else None
             hidden = multiply(x, self.gate_up, tiles, per_token, gate)

@@ -125,6 +125,18 @@ def test_an_activation_in_the_launch_of_narrow_experts_is_that_behind_it(form):
     assert (found.double() - apart.double()).abs().max() <= 2.0**-6 * apart.double().abs().max()
 
 
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(("rows", "gate"), [(1, None), (4, Gate()), (4, None)])
+def test_pairs_that_are_not_sorted_have_the_bits_of_sorted_ones(rows, gate, dtype):
+    """Two rows go to the same expert among others."""
+    generator, chosen = torch.Generator().manual_seed(7), torch.tensor([[3, 1], [1, 0], [2, 3], [0, 2]])[:rows]
+    weight = torch.randn(4, 40, 100, generator=generator).to(dtype)
+    x, stack = torch.randn(rows, 100, generator=generator).to(dtype), Stack(weight, weight[:, :, 0].contiguous())
+    tiles = ExpertTiles.unsorted(chosen)
+    assert len(tiles.expert) == 2 * rows
+    assert torch.equal(multiply(x, stack, tiles, 2, gate), multiply(x, stack, tiles_of(chosen, 4), 2, gate))
+
+
 #: (form, inputs, group): whole rows and groups, with an input that no block divides; every group of MXFP4 has 32.
 NARROW = [
     ("int8", 72, 72),

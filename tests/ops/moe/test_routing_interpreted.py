@@ -85,6 +85,9 @@ def test_a_mixture_takes_a_launch_for_each_of_its_steps(monkeypatch):
         mix_experts(x, weights, spec, joins=True)
     assert launched == ["multiply_router", "choose_experts", "sort_pairs", *products, "add_experts"]
     assert not operations, "the activation is in the first product's launch"
+    launched.clear()
+    mix_experts(x[:4], weights, spec, joins=True)
+    assert launched == ["multiply_router", "choose_experts", *products, "add_experts"], "four rows are not sorted"
 
 
 def test_every_launch_of_a_mixture_begins_early_where_launches_do(monkeypatch):
