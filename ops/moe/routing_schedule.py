@@ -14,8 +14,9 @@ from .routing import Routing
 #: Rows of a tile of the router's product: of steps with few rows, and of others.
 TILE_ROWS = 16, 64
 
-#: Pairs that a program sorts at once, and entries of tiles that it writes at once.
-SORT_BLOCK, ENTRY_BLOCK = 1024, 32
+#: Pairs that a program sorts at once, of steps with up to so many and of others: a program waits for each block's load
+#: in turn. And entries of tiles that it writes at once.
+SORT_BLOCKS, ENTRY_BLOCK = (1024, 4096), 32
 
 #: Columns of the sum of experts' outputs that a program adds up.
 SUM_BLOCK = 1024
@@ -81,7 +82,7 @@ class SortConstants:
     """Rows of a tile."""
     few: bool
     """There are fewer pairs than experts and full tiles: see `expert_tiles_schedule.num_tiles`."""
-    block: int = SORT_BLOCK
+    block: int = SORT_BLOCKS[0]
     entries: int = ENTRY_BLOCK
     pdl: bool = False
     """See `RouterConstants`."""
@@ -129,9 +130,14 @@ def choice_options() -> dict[str, int | bool]:
     return {"num_warps": 1, "enable_fp_fusion": False}
 
 
-def sort_options() -> dict[str, int | bool]:
+def sort_block(pairs: int) -> int:
+    """Pairs of a step that a program sorts at once."""
+    return SORT_BLOCKS[pairs > SORT_BLOCKS[0]]
+
+
+def sort_options(constants: SortConstants) -> dict[str, int | bool]:
     """See `router_options`."""
-    return {"num_warps": 4}
+    return {"num_warps": 8 if constants.block > SORT_BLOCKS[0] else 4}
 
 
 def sum_options() -> dict[str, int | bool]:

@@ -34,6 +34,7 @@ from .routing_schedule import (
     choice_options,
     router_constants,
     router_options,
+    sort_block,
     sort_options,
     sum_options,
 )
@@ -263,14 +264,15 @@ def tiles_of(chosen: torch.Tensor, experts: int, *stacks: Stack) -> ExpertTiles:
     parts = [torch.empty(size, dtype=torch.int32, device=chosen.device) for size in (count, made, made, made)]
     if count:
         early = dependent_launch.begins_early(chosen.device)
-        launch = _sort(SortConstants(experts, block_t, has_few_pairs(count, experts, block_t), pdl=early))
+        few, block = has_few_pairs(count, experts, block_t), sort_block(count)
+        launch = _sort(SortConstants(experts, block_t, few, block, pdl=early))
         launch((experts, 1, 1), (*parts, chosen), (count,), ())
     return ExpertTiles(block_t, *parts)
 
 
 @cache
 def _sort(constants: SortConstants) -> KernelLauncher:
-    options = {**sort_options(), **dependent_launch.options(constants.pdl)}
+    options = {**sort_options(constants), **dependent_launch.options(constants.pdl)}
     return KernelLauncher(sort_pairs, {"C": constants, **options})
 
 

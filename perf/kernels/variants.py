@@ -41,7 +41,7 @@ from ...ops.mixers import gated_delta_schedule
 from ...ops.moe import expert_tiles_schedule, routing_schedule
 from ...ops.moe.mixture_tables import TileWriter
 from ...ops.moe.routing import Routing, Scoring
-from ...ops.moe.routing_schedule import SortConstants, SumConstants, choice_constants
+from ...ops.moe.routing_schedule import SortConstants, SumConstants, choice_constants, sort_block
 from ...ops.sampling import sampling_schedule
 from ..bench.sizes import SIZES
 
@@ -542,12 +542,13 @@ def _choice(
     )
 
 
-def _sort(block_t: int, *, few: bool = False) -> Elementwise:
+def _sort(block_t: int, pairs: int, *, few: bool = False) -> Elementwise:
+    constants = SortConstants(128, block_t, few, sort_block(pairs))
     return Elementwise(
         "moe.routing_triton",
         "sort_pairs",
-        constants={"C": SortConstants(128, block_t, few)},
-        options=routing_schedule.sort_options(),
+        constants={"C": constants},
+        options=routing_schedule.sort_options(constants),
         own=(),
         others={
             **dict.fromkeys(("pairs", "expert_of", "first_of", "end_of"), "*i32"),
@@ -581,8 +582,8 @@ ROUTING = {
     "routing.choice in groups": _choice(256, 8, Scoring.SIGMOID, groups=8, kept_groups=4),
     "routing.choice of inputs": _choice(128, 1, Scoring.SIGMOID_OF_CHOSEN),
     "routing.choice one by one": _choice(16, 2, Scoring.SPARSE_MIXER, jitter=0.01),
-    "routing.sort few": _sort(16, few=True),
-    "routing.sort": _sort(64),
+    "routing.sort few": _sort(16, 64, few=True),
+    "routing.sort": _sort(64, 4096),
     "routing.sum": _sum(2048, 8),
     "routing.sum shared": _sum(2048, 8, shared=True),
 }
