@@ -17,6 +17,7 @@ from ...graphs.device import CudaDevice
 from ...ops import dependent_launch
 from ...ops.gemm.narrow_weights import NarrowWeight
 from ...ops.gemm.small_gemm_schedule import MAX_EXPANDED_ROWS, MAX_ROWS, tile_rows
+from ...ops.gemm.split_gemm_schedule import is_split
 from ..cpus import available_cpus
 from ..model.batch import BY_LIBRARY, GemmBackend, GemmBackends, GemmKind
 from ..model.decoder import DecoderModel, GemmUse
@@ -103,7 +104,8 @@ def choose_for_prompts(setting: SmallGemm, decoder: DecoderModel, rows: int, dev
     if setting == "off" or not kinds or _obstacle(setting, decoder.dtype, kinds) is not None:
         return BY_LIBRARY
     races = GemmRaces(decoder, device, [])
-    chosen = [kind for kind in kinds if setting != "auto" or races.is_faster(kind, rows)]
+    small, library = GemmBackend.SMALL, GemmBackend.LIBRARY
+    chosen = [kind for kind in kinds if setting != "auto" or races.fastest(kind, rows, [small]) is not library]
     logger.info("launches of experts in steps of many rows are joined for %d of %d kinds", len(chosen), len(kinds))
     return dict.fromkeys(chosen, GemmBackend.SMALL)
 
@@ -134,13 +136,20 @@ def _obstacle(setting: SmallGemm, dtype: torch.dtype, gemms: Mapping[GemmKind, l
 def asked_backends(setting: SmallGemm, kind: GemmKind, rows: int) -> list[GemmBackend]:
     """Backends other than the library to try for a GEMM of so many rows.
 
-    Beyond MAX_EXPANDED_ROWS, `fused` means `on`.
+    Beyond MAX_EXPANDED_ROWS, `fused` means `on`. Programs that share inputs are tried by `auto` alone.
     """
     alone = kind.is_head or kind.experts > 0
     asked = [GemmBackend.SMALL, *([] if alone or rows > MAX_EXPANDED_ROWS else [GemmBackend.EXPANDED])]
     if setting == "auto":
-        return asked
+        return [*asked, *([GemmBackend.SPLIT] if _can_split(kind, rows) else [])]
     return asked[-1:] if setting == "fused" else asked[:1]
+
+
+def _can_split(kind: GemmKind, rows: int) -> bool:
+    """Whether programs may share a GEMM's inputs: of a plain weight, with no activation after it."""
+    is_plain = getattr(torch, kind.form, None) in TOLERANCE
+    is_alone = not (kind.silu or kind.is_head or kind.experts)
+    return is_plain and is_alone and is_split(kind.outputs, kind.inputs, rows)
 
 
 def compile_ahead(setting: SmallGemm, decoder: DecoderModel, lora: CudaLoraState, buckets: Sequence[int]) -> None:
@@ -149,7 +158,6 @@ def compile_ahead(setting: SmallGemm, decoder: DecoderModel, lora: CudaLoraState
     It covers all backends of each GEMM, with and without adapters. A kernel that fails here fails again when it is
     tried, and is refused then.
     """
-    from ...ops.gemm.small_gemm_triton import multiply
     from ...ops.launch_triton import compiling  # needs triton
 
     launches = lora.bucket(MAX_ROWS)
@@ -158,13 +166,29 @@ def compile_ahead(setting: SmallGemm, decoder: DecoderModel, lora: CudaLoraState
         for rows, (kind, uses) in itertools.product(tiles.values(), decoder.gemms().items()):
             for use in () if kind.experts else uses:
                 with suppress(Exception):
-                    x, weight, bias = _sample(decoder, use, rows)
-                    for silu in {False, kind.silu}:  # adapters may be added after the GEMM and before the activation
-                        multiply(x, weight, bias, silu=silu, compile_only=True)
-                    expands = GemmBackend.EXPANDED in asked_backends(setting, kind, rows)
-                    if expands and use.op is not None and use.layer is not None:
-                        shrunk = launches.shrink(use.op.group, x, use.layer, compile_only=True)
-                        multiply(x, weight, bias, silu=kind.silu, shrunk=shrunk, compile_only=True)
+                    _compile_use(decoder, launches, use, kind, rows, asked_backends(setting, kind, rows))
+
+
+def _compile_use(
+    decoder: DecoderModel,
+    launches: LoraLaunches,
+    use: GemmUse,
+    kind: GemmKind,
+    rows: int,
+    backends: Collection[GemmBackend],
+) -> None:
+    """Compile a GEMM's kernels for these backends."""
+    from ...ops.gemm.small_gemm_triton import multiply
+    from ...ops.gemm.split_gemm_triton import multiply as multiply_split  # need triton
+
+    x, weight, bias = _sample(decoder, use, rows)
+    for silu in {False, kind.silu}:  # adapters may be added after the GEMM and before the activation
+        multiply(x, weight, bias, silu=silu, compile_only=True)
+    if GemmBackend.SPLIT in backends and isinstance(weight, torch.Tensor):
+        multiply_split(x, weight, bias, compile_only=True)
+    if GemmBackend.EXPANDED in backends and use.op is not None and use.layer is not None:
+        shrunk = launches.shrink(use.op.group, x, use.layer, compile_only=True)
+        multiply(x, weight, bias, silu=kind.silu, shrunk=shrunk, compile_only=True)
 
 
 def _sample(
@@ -182,19 +206,24 @@ def _sample(
 def compile_late(decoder: DecoderModel, backends: Mapping[int, GemmBackends]) -> None:
     """Compile the kernels that base steps with these backends launch if none begins early, as `compile_ahead` does."""
     from ...ops.gemm.small_gemm_triton import multiply
+    from ...ops.gemm.split_gemm_triton import multiply as multiply_split
     from ...ops.launch_triton import compiling  # needs triton
 
     gemms = decoder.gemms()
     used = {
-        (tile_rows(bucket), kind)
+        (tile_rows(bucket), kind, backend)
         for bucket, chosen in backends.items()
         for kind, backend in chosen.items()
         if backend is not GemmBackend.LIBRARY and not kind.experts
     }
     with dependent_launch.only(False), compiling(available_cpus()):
-        for rows, kind in sorted(used):
+        for rows, kind, backend in sorted(used):
             with suppress(Exception):
-                multiply(*_sample(decoder, gemms[kind][0], rows), silu=kind.silu, compile_only=True)
+                x, weight, bias = _sample(decoder, gemms[kind][0], rows)
+                if backend is GemmBackend.SPLIT and isinstance(weight, torch.Tensor):
+                    multiply_split(x, weight, bias, compile_only=True)
+                else:
+                    multiply(x, weight, bias, silu=kind.silu, compile_only=True)
 
 
 def combinations_of(asked: Mapping[GemmKind, Collection[GemmBackend]]) -> dict[str, GemmBackends]:

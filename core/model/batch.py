@@ -42,12 +42,14 @@ class GemmBackend(StrEnum):
     LIBRARY: cuBLAS on a GPU. SMALL: our kernel, for at most `small_gemm_schedule.MAX_ROWS` rows in 16 bits, with the
     activation behind the product where there is one; for a mixture's experts, of any rows, the activation in the launch
     of gate and up, and no sort of few rows. EXPANDED: as SMALL, for at most MAX_EXPANDED_ROWS rows, and
-    adapters are expanded in the same launch, so that the activation stays in it.
+    adapters are expanded in the same launch, so that the activation stays in it. SPLIT: our kernel in which programs
+    share the inputs of the same columns, for plain weights and the rows and shapes of `split_gemm_schedule.is_split`.
     """
 
     LIBRARY = "library"
     SMALL = "small"
     EXPANDED = "expanded"
+    SPLIT = "split"
 
 
 class GemmKind(NamedTuple):

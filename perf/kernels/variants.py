@@ -25,6 +25,7 @@ from ...ops.gemm import small_gemm_schedule as small
 from ...ops.gemm.float8_rows_schedule import RoundConstants
 from ...ops.gemm.narrow_weights import FLOAT4_GROUP
 from ...ops.gemm.narrow_weights_schedule import WIDEN_WARPS, WidenConstants
+from ...ops.gemm.split_gemm_schedule import SplitConstants, split_options
 from ...ops.lora.sgmv_schedule import (
     ExpandShape,
     Schedule,
@@ -299,6 +300,23 @@ PRODUCTS = dict(
         *(each for of in (_products, _kept) for each in of("many", "multi", small.TILE_ROWS[-1])),
     ]
 )
+
+
+def _split(d_in: int, d_out: int) -> Elementwise:
+    constants = SplitConstants(d_in, d_out, bias=False)
+    return Elementwise(
+        "gemm.split_gemm_triton",
+        "multiply_parts",
+        constants={"C": constants},
+        options=split_options(constants),
+        own=("y", "x", "data", "bias"),
+        others={"partial": "*fp32", "arrived": "*i32", "tokens": "i32", **_strides("x")},
+        pointer="data",
+    )
+
+
+#: GEMMs whose inputs several programs share.
+SPLIT = {"split.o": _split(4096, 4096), "split.down": _split(14336, 4096)}
 
 #: Narrow weights widened for a GEMM of many rows.
 WIDENED = {
@@ -681,7 +699,7 @@ LATENT_LORA = {
 
 #: Launches that read no rank-rows, or those of one projection alone.
 PLAIN = ELEMENTWISE | WIDENED | ROUNDED | PRODUCTS | DRAWS | DELTAS | VECTORS | EXPERTS | NARROW_EXPERTS
-PLAIN |= GATED_EXPERTS | ROUTING | MIXTURE_TILES | LATENT_LORA
+PLAIN |= SPLIT | GATED_EXPERTS | ROUTING | MIXTURE_TILES | LATENT_LORA
 
 
 @dataclass(frozen=True, slots=True)
@@ -844,7 +862,7 @@ def plain_variants() -> Iterator[Variant]:
             its: small.GemmConstants = launch.constants["C"]
             most = small.MAX_EXPANDED_ROWS if its.parts else small.MAX_ROWS
             yield Variant(launch.kernel, group, dtype, min(its.block_t, most))
-    for group, launch in LATENT_LORA.items():
+    for group, launch in (LATENT_LORA | SPLIT).items():
         for dtype in ("bf16", "fp16"):
             yield Variant(launch.kernel, group, dtype, 64)
     for group, launch in (EXPERTS | NARROW_EXPERTS | GATED_EXPERTS).items():

@@ -181,8 +181,10 @@ def multiply(
     if isinstance(weight, RoundingWeight):
         x, weight = weight.inputs(x), weight.weight
     if backend is not GemmBackend.LIBRARY:
-        from ....ops.gemm import small_gemm_triton  # needs triton
+        from ....ops.gemm import small_gemm_triton, split_gemm_triton  # need triton
 
+        if backend is GemmBackend.SPLIT and isinstance(weight, torch.Tensor):
+            return split_gemm_triton.multiply(x, weight, bias)
         x = float8_rows.rounded(x) if isinstance(weight, NarrowWeight) and weight.rounds_inputs else x
         return small_gemm_triton.multiply(x, weight, bias, silu=gate, shrunk=shrunk, out=out)
     y = _multiply_by_library(x, weight, bias, out)

@@ -1083,7 +1083,7 @@ def test_each_gemm_may_be_by_what_takes_least_time_for_it(tiny, float32_products
         assert silu not in backends
         assert {backends[kind] for kind in others} == {SMALL}
     assert "each by its own race 6000 + 6000" in caplog.text
-    assert "GATE_UP 32 → 96, 2 rows: µs of 2 uses 4000000, by the library 2000000" in caplog.text
+    assert "GATE_UP 32 → 96, 2 rows: µs of 2 uses: small 4000000, library 2000000" in caplog.text
     executor.close()
 
 
