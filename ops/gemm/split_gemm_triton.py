@@ -46,6 +46,7 @@ def multiply_parts(y, x, data, bias, partial, arrived, tokens, x_stride, C: tl.c
     D_IN: tl.constexpr = C.d_in
     D_OUT: tl.constexpr = C.d_out
     SHARE: tl.constexpr = C.share
+    FETCHED: tl.constexpr = C.fetched
     block, part = tl.program_id(0), tl.program_id(1)
     within = tl.arange(0, BLOCK_N)
     column = block * BLOCK_N + within
@@ -57,7 +58,7 @@ def multiply_parts(y, x, data, bias, partial, arrived, tokens, x_stride, C: tl.c
         cuda.gdc_launch_dependents()
         lines = tl.arange(0, 4)[None, :] * 64  # elements of a cache line
         first = data + tl.minimum(column, D_OUT - 1).to(tl.int64)[:, None] * D_IN
-        for step in tl.static_range(0, C.fetched, 256):
+        for step in tl.static_range(0, FETCHED, 256):
             _prefetch(first + tl.minimum(begin + step + lines, D_IN - 1))
         cuda.gdc_wait()
     k = tl.arange(0, BLOCK_K)
