@@ -138,18 +138,18 @@ class DecodeSteps:
         eager = EagerReason.OFF if not self.captures else None if launches is None else launches.eager
         if eager is not None:
             self.eager[eager] += 1
-            self._step(bucket, launches, merged is not None)()
-        elif launches is None:
+            return self._step(bucket, launches, merged is not None)()
+        if launches is None:
             graphs.replay(bucket, StepForm(mode))
         elif self._lora.of_model.segments.rows:
             batch = self._batch(bucket, launches, merged is not None)
             form = _form(mode, StepPart.LAYERS, launches)
-            self._around_layers(batch, partial(graphs.replay, bucket, form))
+            return self._around_layers(batch, partial(graphs.replay, bucket, form))
         else:
             graphs.replay(bucket, _form(mode, StepPart.WHOLE, launches))
         return self._outputs.of(bucket)
 
-    def _around_layers(self, batch: StepBatch[GroupedAttention, LoraLaunches], layers: Callable[[], None]) -> None:
+    def _around_layers(self, batch: StepBatch[GroupedAttention, LoraLaunches], layers: Callable[[], None]) -> Outputs:
         """Run a decode step whose adapters change embeddings or logits, which are computed before and after layers."""
         bucket = len(batch.token_ids)
         embedded, rows, added = (each[:bucket] for each in self._residual)
@@ -158,8 +158,9 @@ class DecodeSteps:
             self._inputs[:bucket].copy_(inputs)
         layers()
         logits, chosen = self._outputs.of(bucket)
-        self._decoder.compute_logits(Residual(rows, added), batch, logits)
+        logits = self._decoder.compute_logits(Residual(rows, added), batch, logits)
         self._outputs.pick(logits, chosen)
+        return logits, chosen
 
     def _fill(
         self,
@@ -196,14 +197,17 @@ class DecodeSteps:
 
     def _step(
         self, bucket: int, lora: LoraLaunches | None, merged: bool = False, backends: GemmBackends | None = None
-    ) -> Callable[[], None]:
-        """Make a bucket's step, from static buffers to static buffers. backends: see `_batch`."""
+    ) -> Callable[[], Outputs]:
+        """Make a bucket's step, from static buffers to static buffers, but for logits that adapters change. backends:
+        see `_batch`.
+        """
         batch = self._batch(bucket, lora, merged, backends)
-        logits, chosen = self._outputs.of(bucket)
+        memory, chosen = self._outputs.of(bucket)
 
-        def step() -> None:
-            self._decoder.forward(batch, logits)
+        def step() -> Outputs:
+            logits = self._decoder.forward(batch, memory)
             self._outputs.pick(logits, chosen)
+            return logits, chosen
 
         return step
 

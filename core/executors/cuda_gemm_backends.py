@@ -17,6 +17,7 @@ from ...graphs.device import CudaDevice
 from ...ops import dependent_launch
 from ...ops.gemm.narrow_weights import NarrowWeight
 from ...ops.gemm.small_gemm_schedule import MAX_EXPANDED_ROWS, MAX_ROWS, tile_rows
+from ...ops.gemm.split_gemm_schedule import is_split
 from ..cpus import available_cpus
 from ..model.batch import BY_LIBRARY, GemmBackend, GemmBackends, GemmKind
 from ..model.decoder import DecoderModel, GemmUse
@@ -36,6 +37,9 @@ StepSeconds = Callable[[int, GemmBackends, SampleAdapters | None], float]
 #: `fused` must take a smaller share of a step with adapters than the first, and save a larger share of what they add to
 #: a step than the second: two times of one step differ by less.
 _CLEAR, _SAVED = 0.99, 0.25
+
+#: The most rows of the steps of prompts that are timed.
+TIMED_ROWS = 2048
 
 #: GEMM backends found to be wrong, by GEMM and tile.
 Refused = set[tuple[GemmKind, int, GemmBackend]]
@@ -95,6 +99,18 @@ def choose_gemm_backends(
     return backends
 
 
+def choose_for_prompts(setting: SmallGemm, decoder: DecoderModel, rows: int, device: CudaDevice) -> GemmBackends:
+    """Backends of steps of many rows: whether launches of experts are joined. rows: of a step that is timed."""
+    kinds = {kind: uses for kind, uses in decoder.gemms().items() if kind.experts}
+    if setting == "off" or not kinds or _obstacle(setting, decoder.dtype, kinds) is not None:
+        return BY_LIBRARY
+    races = GemmRaces(decoder, device, [])
+    small, library = GemmBackend.SMALL, GemmBackend.LIBRARY
+    chosen = [kind for kind in kinds if setting != "auto" or races.fastest(kind, rows, [small]) is not library]
+    logger.info("launches of experts in steps of many rows are joined for %d of %d kinds", len(chosen), len(kinds))
+    return dict.fromkeys(chosen, GemmBackend.SMALL)
+
+
 def _served(
     setting: SmallGemm, gemms: Mapping[GemmKind, list[GemmUse]], *, captures: bool
 ) -> dict[GemmKind, list[GemmUse]]:
@@ -121,15 +137,23 @@ def _obstacle(setting: SmallGemm, dtype: torch.dtype, gemms: Mapping[GemmKind, l
 def asked_backends(setting: SmallGemm, kind: GemmKind, rows: int) -> list[GemmBackend]:
     """Backends other than the library to try for a GEMM of so many rows.
 
-    Beyond MAX_EXPANDED_ROWS, `fused` means `on`.
+    Beyond MAX_EXPANDED_ROWS, `fused` means `on`. Programs that share inputs are tried by `auto` alone.
     """
-    asked = [GemmBackend.SMALL, *([] if kind.is_head or rows > MAX_EXPANDED_ROWS else [GemmBackend.EXPANDED])]
+    alone = kind.is_head or kind.experts > 0
+    asked = [GemmBackend.SMALL, *([] if alone or rows > MAX_EXPANDED_ROWS else [GemmBackend.EXPANDED])]
     swapped = [GemmBackend.SWAPPED] * kind.is_narrow
     if setting == "auto":
-        return asked + swapped
+        return [*asked, *([GemmBackend.SPLIT] if _can_split(kind, rows) else []), *swapped]
     if setting == "swapped" and swapped:
         return swapped
     return asked[-1:] if setting == "fused" else asked[:1]
+
+
+def _can_split(kind: GemmKind, rows: int) -> bool:
+    """Whether programs may share a GEMM's inputs: of a plain weight, with no activation after it."""
+    is_plain = getattr(torch, kind.form, None) in TOLERANCE
+    is_alone = not (kind.silu or kind.is_head or kind.experts)
+    return is_plain and is_alone and is_split(kind.outputs, kind.inputs, rows)
 
 
 def compile_ahead(setting: SmallGemm, decoder: DecoderModel, lora: CudaLoraState, buckets: Sequence[int]) -> None:
@@ -138,22 +162,37 @@ def compile_ahead(setting: SmallGemm, decoder: DecoderModel, lora: CudaLoraState
     It covers all backends of each GEMM, with and without adapters. A kernel that fails here fails again when it is
     tried, and is refused then.
     """
-    from ...ops.gemm.small_gemm_triton import multiply
     from ...ops.launch_triton import compiling  # needs triton
 
     launches = lora.bucket(MAX_ROWS)
     tiles = {tile_rows(rows): rows for rows in reversed(buckets)}  # by tile, the least rows: all backends
     with compiling(available_cpus()):
         for rows, (kind, uses) in itertools.product(tiles.values(), decoder.gemms().items()):
-            for use in uses:
+            for use in () if kind.experts else uses:
                 with suppress(Exception):
-                    x, weight, bias = sample_inputs(decoder, use, rows)
-                    for silu in {False, kind.silu}:  # adapters may be added after the GEMM and before the activation
-                        multiply(x, weight, bias, silu=silu, compile_only=True)
-                    expands = GemmBackend.EXPANDED in asked_backends(setting, kind, rows)
-                    if expands and use.op is not None and use.layer is not None:
-                        shrunk = launches.shrink(use.op.group, x, use.layer, compile_only=True)
-                        multiply(x, weight, bias, silu=kind.silu, shrunk=shrunk, compile_only=True)
+                    _compile_use(decoder, launches, use, kind, rows, asked_backends(setting, kind, rows))
+
+
+def _compile_use(
+    decoder: DecoderModel,
+    launches: LoraLaunches,
+    use: GemmUse,
+    kind: GemmKind,
+    rows: int,
+    backends: Collection[GemmBackend],
+) -> None:
+    """Compile a GEMM's kernels for these backends."""
+    from ...ops.gemm.small_gemm_triton import multiply
+    from ...ops.gemm.split_gemm_triton import multiply as multiply_split  # need triton
+
+    x, weight, bias = sample_inputs(decoder, use, rows)
+    for silu in {False, kind.silu}:  # adapters may be added after the GEMM and before the activation
+        multiply(x, weight, bias, silu=silu, compile_only=True)
+    if GemmBackend.SPLIT in backends and isinstance(weight, torch.Tensor):
+        multiply_split(x, weight, bias, compile_only=True)
+    if GemmBackend.EXPANDED in backends and use.op is not None and use.layer is not None:
+        shrunk = launches.shrink(use.op.group, x, use.layer, compile_only=True)
+        multiply(x, weight, bias, silu=kind.silu, shrunk=shrunk, compile_only=True)
 
 
 def sample_inputs(
@@ -171,19 +210,24 @@ def sample_inputs(
 def compile_late(decoder: DecoderModel, backends: Mapping[int, GemmBackends]) -> None:
     """Compile the kernels that base steps with these backends launch if none begins early, as `compile_ahead` does."""
     from ...ops.gemm.small_gemm_triton import multiply
+    from ...ops.gemm.split_gemm_triton import multiply as multiply_split
     from ...ops.launch_triton import compiling  # needs triton
 
     gemms = decoder.gemms()
     used = {
-        (tile_rows(bucket), kind)
+        (tile_rows(bucket), kind, backend)
         for bucket, chosen in backends.items()
         for kind, backend in chosen.items()
-        if backend in (GemmBackend.SMALL, GemmBackend.EXPANDED)
+        if backend in (GemmBackend.SMALL, GemmBackend.EXPANDED, GemmBackend.SPLIT) and not kind.experts
     }
     with dependent_launch.only(False), compiling(available_cpus()):
-        for rows, kind in sorted(used):
+        for rows, kind, backend in sorted(used):
             with suppress(Exception):
-                multiply(*sample_inputs(decoder, gemms[kind][0], rows), silu=kind.silu, compile_only=True)
+                x, weight, bias = sample_inputs(decoder, gemms[kind][0], rows)
+                if backend is GemmBackend.SPLIT and isinstance(weight, torch.Tensor):
+                    multiply_split(x, weight, bias, compile_only=True)
+                else:
+                    multiply(x, weight, bias, silu=kind.silu, compile_only=True)
 
 
 def combinations_of(asked: Mapping[GemmKind, Collection[GemmBackend]]) -> dict[str, GemmBackends]:

@@ -29,9 +29,9 @@ from ..requests.draft_length import most_logits
 from ..requests.grammars import grammars_of
 from ..requests.types import ScheduledSequence, StepResult
 
-#: A step's logits, at least one row per sequence; and `[2, rows]` int64: the argmax, and 1 if it is defined (no NaN or
-#: +inf). Both are on the device, perhaps still being computed. With several TP ranks, only the first rank's `[2, rows]`
-#: is valid.
+#: A step's logits, at least one row per sequence, in the model's dtype or float32; and `[2, rows]` int64: the argmax,
+#: and 1 if it is defined (no NaN or +inf). Both are on the device, perhaps still being computed. With several TP ranks,
+#: only the first rank's `[2, rows]` is valid.
 Outputs = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -58,7 +58,7 @@ class StepOutputs:
     def __init__(self, config: EngineConfig, model: DecoderModel, device: CudaDevice) -> None:
         self._decoder = model
         rows, where = most_logits(config), device.torch_device
-        self.logits = torch.zeros(rows, model.logits_width, device=where)
+        self.logits = torch.zeros(rows, model.logits_width, dtype=model.logits_dtype, device=where)
         vocab = torch.arange(model.config.vocab_size, device=where)
         self._samplable = torch.cat((torch.zeros(2 * rows, dtype=torch.long, device=where), vocab))
         """The last step's tokens and the other output of `pick`; then every token id of the vocabulary."""
@@ -80,7 +80,7 @@ class StepOutputs:
         """Write to out `[2, rows]` int64 the argmax of each row, and 1 if it is defined: no NaN and no +inf."""
         best, tokens = logits.max(-1)
         if (ranks := self._decoder.ranks) is not None:
-            found = _of_all_ranks(best, tokens, ranks, self._decoder.config.vocab_size)
+            found = _of_all_ranks(best.float(), tokens, ranks, self._decoder.config.vocab_size)
             if found is None:
                 return
             best, tokens = found
@@ -173,7 +173,7 @@ def _of_all_ranks(
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Return the largest logit of each row and its token over all ranks; None on ranks other than the first.
 
-    NaN counts as the largest, as in `max`. Token ids are exact in float32 below 2^24.
+    best: float32, in which token ids are exact below 2^24. NaN counts as the largest, as in `max`.
     """
     first = vocab * ranks.rank // ranks.size
     pairs = ranks.gather(torch.stack((best, (tokens + first).to(best.dtype)), -1), 2 * ranks.size)

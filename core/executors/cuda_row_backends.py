@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from importlib.util import find_spec
+from types import MappingProxyType
 
 from ...graphs.device import CudaDevice
 from ...ops.gemm.narrow_weights import NarrowWeight
@@ -33,15 +34,18 @@ _LEAST = TILE_ROWS[0]
 class RowBackends:
     """GEMM backends of prompts, and of decode steps with more rows than the kernels for few take, by their rows."""
 
-    def __init__(self, by_rows: Mapping[int, GemmBackends] | None = None) -> None:
-        """by_rows: for steps of up to so many rows. Larger steps have those of the largest."""
-        self._by_rows = {} if by_rows is None else by_rows
+    def __init__(
+        self, by_rows: Mapping[int, GemmBackends] = MappingProxyType({}), always: GemmBackends = BY_LIBRARY
+    ) -> None:
+        """by_rows: for steps of up to so many rows. Larger steps have those of the largest. always: for all steps."""
+        self._by_rows = {size: {**always, **chosen} for size, chosen in by_rows.items()}
+        self._always = always
         self._sizes = sorted(self._by_rows)
 
     def of(self, rows: int) -> GemmBackends:
         """The backends of a step of so many rows."""
         if not self._sizes:
-            return BY_LIBRARY
+            return self._always
         return self._by_rows[self._sizes[min(bisect_left(self._sizes, rows), len(self._sizes) - 1)]]
 
 
@@ -53,10 +57,12 @@ def choose_row_backends(
     most_rows: int,
     most_logits: int,
     captures: bool,
+    always: GemmBackends = BY_LIBRARY,
 ) -> RowBackends:
     """Choose the GEMM backends of steps with up to `most_rows` rows, for each power of 2 from 16 on.
 
     Call it before anything is captured and before the arena is allocated: it uses free memory. most_logits: of a step.
+    always: backends of other GEMMs, for steps of any size.
 
     setting:
     - `auto`: Chorus's kernel for each GEMM with narrow weights, up to the most rows with which it is faster than the
@@ -67,7 +73,7 @@ def choose_row_backends(
     is_asked = setting == "swapped" or (setting == "auto" and captures)
     gemms = _narrow_gemms(decoder) if is_asked else {}
     if not gemms:
-        return RowBackends()
+        return RowBackends(always=always)
     _compile(decoder, gemms)
     by_rows: dict[int, dict[GemmKind, GemmBackend]] = {size: {} for size in _sizes(most_rows)}
     for kind, uses in gemms.items():
@@ -76,7 +82,7 @@ def choose_row_backends(
             if not _is_chosen(setting, decoder, device, uses, GemmRows(decoder, None, kind, uses[0], count)):
                 break
             chosen[kind] = GemmBackend.SWAPPED
-    return RowBackends(by_rows)
+    return RowBackends(by_rows, always)
 
 
 def _narrow_gemms(decoder: DecoderModel) -> dict[GemmKind, list[GemmUse]]:

@@ -32,6 +32,7 @@ from ..requests.types import ScheduledSequence, adapter_runs
 from . import cuda_decode, cuda_memory, cuda_piecewise
 from .cuda_decode import DecodeSteps
 from .cuda_float8_gemms import choose_float8_gemms
+from .cuda_gemm_backends import TIMED_ROWS, choose_for_prompts
 from .cuda_merged import KEPT_PLACES, MERGED_FORMS, MERGED_PIECES, PlacedGraphs
 from .cuda_outputs import Outputs, StepOutputs
 from .cuda_piecewise import PiecewiseSteps, token_buckets
@@ -181,11 +182,11 @@ class CudaSteps:
             self.outputs.take_sampled(batch.token_ids)
         logits, chosen = self.outputs.of(len(host.logit_tokens))
         if bucket is None:
-            self.decoder.forward(batch, logits)
+            logits = self.decoder.forward(batch, logits)
         else:
             graphs = self.merged_graphs if is_merged else None
             x = self.mixed.run(bucket, num_tokens, lora, states, graphs)
-            self.decoder.compute_logits(x, batch, logits)
+            logits = self.decoder.compute_logits(x, batch, logits)
         self.outputs.pick(logits, chosen)
         return logits, chosen
 
@@ -214,7 +215,8 @@ class CudaSteps:
         names = ("token_ids", "positions", "offset", "page")
         inputs = dict(zip(names, split_columns(columns[: len(values), : len(batch.token_ids)]), strict=True))
         rest = zip(wanted.items(), columns[len(values) :], strict=True)
-        return replace(batch, **inputs, **{name: column[: len(each)] for (name, each), column in rest})
+        indices = {name: column[: len(each)] for (name, each), column in rest}
+        return replace(batch, **inputs, **indices)
 
     # -- capture
 
@@ -223,13 +225,18 @@ class CudaSteps:
         self.lora.warm_up()
         if self._config.fp8_activations:
             choose_float8_gemms(self.decoder, self._config.max_num_batched_tokens, self._device)
+        most_rows = max(self._config.max_num_batched_tokens, self.decoding.sizes[-1])
+        experts = choose_for_prompts(
+            self._config.small_gemm, self.decoder, min(self._config.max_num_batched_tokens, TIMED_ROWS), self._device
+        )
         self.mixed.backends = choose_row_backends(
             self._config.small_gemm,
             self.decoder,
             self._device,
-            most_rows=max(self._config.max_num_batched_tokens, self.decoding.sizes[-1]),
+            most_rows=most_rows,
             most_logits=len(self.outputs.logits),
             captures=self.decoding.captures,
+            always=experts,
         )
         self.decoding.choose_backends(self.mixed.backends)
 

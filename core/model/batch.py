@@ -40,14 +40,17 @@ class GemmBackend(StrEnum):
     """Multiplier of rows with weights.
 
     LIBRARY: cuBLAS on a GPU. SMALL: our kernel, for at most `small_gemm_schedule.MAX_ROWS` rows in 16 bits, with the
-    activation behind the product where there is one. EXPANDED: as SMALL, for at most MAX_EXPANDED_ROWS rows, and
-    adapters are expanded in the same launch, so that the activation stays in it. SWAPPED: our kernel for narrow weights
-    and any number of rows, `swapped_gemm_triton`.
+    activation behind the product where there is one; for a mixture's experts, of any rows, the activation in the launch
+    of gate and up, and no sort of few rows. EXPANDED: as SMALL, for at most MAX_EXPANDED_ROWS rows, and
+    adapters are expanded in the same launch, so that the activation stays in it. SPLIT: our kernel in which programs
+    share the inputs of the same columns, for plain weights and the rows and shapes of `split_gemm_schedule.is_split`.
+    SWAPPED: our kernel for narrow weights and any number of rows, `swapped_gemm_triton`.
     """
 
     LIBRARY = "library"
     SMALL = "small"
     EXPANDED = "expanded"
+    SPLIT = "split"
     SWAPPED = "swapped"
 
 
@@ -68,8 +71,11 @@ class GemmKind(NamedTuple):
     is_head: bool = False
     """It gives the logits."""
 
+    experts: int = 0
+    """Matrices of a mixture, each with gate and up, of which a row is multiplied with some; 0: it is one matrix."""
+
     is_narrow: bool = False
-    """The weight is a `NarrowWeight`."""
+    """The weight is a `NarrowWeight`, and one matrix."""
 
 
 #: GEMM backends of a step: of each kind of GEMM that the library does not compute.

@@ -29,12 +29,14 @@ from .batch import GemmBackend, GemmKind, StepStates
 from .lora.lora_state import lora_groups
 from .lora.step_lora import HeadLora, StepLora
 from .moe.experts import ExpertKernels
+from .moe.stacked_experts import StackedExperts
 from .nvtx_spans import span
 from .paged_states import PagedStates
 from .program.builder import Kept, layer_program
-from .program.ends import LOGITS, STATES, end_gemms, end_programs, lasting_buffers
-from .program.ops import INPUTS, STREAM, Gemm
+from .program.ends import LOGITS, STATES, end_gemms, end_programs, lasting_buffers, logits_dtype
+from .program.ops import INPUTS, STREAM, Gemm, Moe
 from .program.torch_ops import Runs, Weight, kind_of, multiply, run_ops
+from .program.torch_other_ops import kind_of_experts
 from .program.torch_program import Final, TorchProgram
 from .program.torch_step import AddedLogits, Batch, Bound, Residual, Step, batch_of_parts
 from .specs.config import ModelConfig
@@ -95,6 +97,9 @@ class GemmUse(NamedTuple):
     """None: it is the model's own."""
 
     op: Gemm | None = None
+
+    mixture: tuple[int, Moe] | None = None
+    """The layer of a mixture of experts, and its op: `weight` has gate and up of all experts."""
 
 
 class DecoderModel:
@@ -187,8 +192,11 @@ class DecoderModel:
         """Nothing outlives the object."""
 
     def forward(self, batch: Batch, logits: torch.Tensor | None = None) -> torch.Tensor:
-        """Compute the step's tokens and write their KV. Returns logits `[logit_tokens, vocab]` float32, in `logits` if
-        that is given; of several ranks this one's columns, see `gathered`.
+        """Compute the step's tokens and write their KV. Returns logits `[logit_tokens, vocab]` float32; of several
+        ranks this one's columns, see `gathered`.
+
+        logits: memory for them, in `logits_dtype`; not used for logits to which adapters add something, unless it is
+        float32.
         """
         x = self.run_layers(self._embedded(batch), batch)
         return self.compute_logits(x, batch, logits)
@@ -386,6 +394,11 @@ class DecoderModel:
         return len(self._ends["head"])
 
     @property
+    def logits_dtype(self) -> torch.dtype:
+        """Of the memory that `forward` takes for logits."""
+        return logits_dtype(self.config, self._dtype)
+
+    @property
     def ranks(self) -> Collectives | None:
         """The ranks that compute shares with this one; None where it computes all."""
         return self._ranks
@@ -405,6 +418,11 @@ class DecoderModel:
             use = GemmUse(op.group.name, weights[op.weight], index, op)
             key = index if every else shapes[index][op.group]
             found.setdefault(kind, {}).setdefault((key, op.group), use)
+        for index, op in self._program.mixtures():
+            experts = self.layers[index][op.experts]
+            if isinstance(experts, StackedExperts) and experts.can_join(op.spec) and (kind := kind_of_experts(experts)):
+                use = GemmUse("EXPERTS", experts.gate_up.data, mixture=(index, op))
+                found.setdefault(kind, {}).setdefault(index if every else kind, use)
         for slot, name in end_gemms(self.config):
             use = GemmUse(name, self._ends[slot])
             found.setdefault(kind_of(use.weight), {}).setdefault(slot if every else name, use)
@@ -421,8 +439,13 @@ class DecoderModel:
         weights: LayerWeights | None = None,
     ) -> torch.Tensor:
         """A GEMM alone, of x `[rows, in]`, as a step runs it: with what adapters add, and the activation that is
-        computed with it. weights: others than the layer's.
+        computed with it; for experts the whole mixture, without adapters. weights: others than the layer's.
         """
+        if use.mixture is not None:
+            index, mixture = use.mixture
+            kind = kind_of_experts(self.layers[index][mixture.experts])
+            backends = {} if kind is None or backend is GemmBackend.LIBRARY else {kind: backend}
+            return self._program.run_mixture(index, mixture, x, backends)
         if use.layer is None or use.op is None:
             return multiply(backend, x, use.weight)
         own = self.layers[use.layer] if weights is None else weights

@@ -136,9 +136,9 @@ def sample_tokens(
 class DeviceSampling:
     """The same sampling as `sample_tokens`, launched on the logits' device; the host waits for it later, once.
 
-    chosen: `[2, …]` int64 on the device: the argmax of each entry, and 1 if it is defined. logits: `[…, vocab]`
-    float32, beginning with the entries' own. fetch: starts fetching values from the device, and returns a function that
-    waits for them.
+    chosen: `[2, …]` int64 on the device: the argmax of each entry, and 1 if it is defined. logits: `[…, vocab]`,
+    float32 or in a dtype of 16 bits, beginning with the entries' own. fetch: starts fetching values from the device,
+    and returns a function that waits for them.
     """
 
     def __init__(
@@ -154,8 +154,9 @@ class DeviceSampling:
         self._asked = asked = _Asked(rows, at)
         found = torch.cat((chosen, chosen[:1], chosen[:1]))
         if asked.sampled:
-            with asked.edits(logits, at, eos_token_ids, grammars):
-                sample_into(found[2:], logits, asked.sampled, asked.row_params)
+            drawn = logits.float() if asked.edits_logits else logits  # a copy of logits in other dtypes
+            with asked.edits(drawn, at, eos_token_ids, grammars):
+                sample_into(found[2:], drawn, asked.sampled, asked.row_params)
         values, self.tokens = found[:3], found[3]
         """`[…]` int64 on the device, the sampled tokens; undefined for entries that sample none."""
         self._count = values.numel()
@@ -209,6 +210,11 @@ class _Asked:
         self.counts = [
             0 if params[index].logprob_token_ids else params[index].logprobs or 0 for index in self.with_logprobs
         ]
+
+    @property
+    def edits_logits(self) -> bool:
+        """True if a sampling request asks for edits, which are of float32."""
+        return any(_reshapes_logits(self._rows[index].params) for index in self.sampled)
 
     def edits(
         self,

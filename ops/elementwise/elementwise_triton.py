@@ -1,7 +1,6 @@
 """Elementwise parts of a decoder layer on a GPU, each in one pass over its values.
 
-They round sums, normalised values and products to the model's dtype exactly where the PyTorch code of `elementwise`
-does. Import this module lazily: it needs triton.
+They round to the model's dtype exactly where the PyTorch code of `elementwise` does. Import lazily: it needs triton.
 """
 
 # A kernel is Triton's language in Python's syntax, so type checkers misread its arguments and loops.
@@ -33,6 +32,7 @@ from .elementwise_schedule import (
     rotary_blocks,
     rotary_options,
 )
+from .gates_triton import gated
 from .rotation import HeadNorms, KvSlots, NewLatents, Rotation
 
 _WHOLE = tl.constexpr(HeadNorming.WHOLE.value)
@@ -384,10 +384,10 @@ def _rotary(constants: RotaryConstants) -> KernelLauncher:
 
 @triton.jit
 def gate_and_mul_rows(y, gate_up, gate_up_stride, y_stride, C: tl.constexpr):
-    """y[t, i] = f(gate_up[t, i]) · gate_up[t, ffn + i], rounded to y's dtype wherever PyTorch rounds it.
+    """y[t, i] = f(gate_up[t, i]) · gate_up[t, ffn + i], see `gated`.
 
-    f: silu, or gelu by its approximation with tanh. A clamped SwiGLU is `elementwise.clamped_swiglu`. Grid (tokens,
-    blocks of ffn). gate_up: [tokens, 2 · ffn], y: [tokens, ffn], with the given row strides. C: `GatedConstants`.
+    Grid (tokens, blocks of ffn). gate_up: [tokens, 2 · ffn], y: [tokens, ffn], with the given row strides. C:
+    `GatedConstants`.
     """
     FFN: tl.constexpr = C.ffn
     BLOCK: tl.constexpr = C.block
@@ -400,19 +400,7 @@ def gate_and_mul_rows(y, gate_up, gate_up_stride, y_stride, C: tl.constexpr):
         cuda.gdc_wait()
     gate = tl.load(place, mask=own, other=0.0).to(tl.float32)
     up = tl.load(place + FFN, mask=own, other=0.0).to(tl.float32)
-    dtype = y.dtype.element_ty
-    if C.gating == "silu":
-        gated = gate / (1.0 + tl.exp(-gate))
-    elif C.gating == "gelu":
-        # (1 + tanh(u)) / 2 = sigmoid(2 u)
-        gated = gate / (1.0 + tl.exp(-1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)))
-    else:
-        gate = tl.where(gate > C.limit, C.limit, gate)  # unlike tl.minimum, this keeps NaN
-        up = tl.where(up > C.limit, C.limit, tl.where(up < -C.limit, -C.limit, up))
-        sigmoid = (1.0 / (1.0 + tl.exp(-(gate * C.alpha).to(dtype).to(tl.float32)))).to(dtype)
-        gated = gate * sigmoid.to(tl.float32)
-        up = (up + 1.0).to(dtype).to(tl.float32)
-    tl.store(y + row * y_stride + column, (gated.to(dtype).to(tl.float32) * up).to(dtype), mask=own)
+    tl.store(y + row * y_stride + column, gated(gate, up, y.dtype.element_ty, C), mask=own)
 
 
 def gate_and_mul(gate_up: torch.Tensor, gating: Gating, alpha: float = 0.0, limit: float = 0.0) -> torch.Tensor:

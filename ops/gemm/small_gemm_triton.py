@@ -439,14 +439,16 @@ def multiply(
     *,
     silu: bool = False,
     shrunk: Shrunk | None = None,
+    out: torch.Tensor | None = None,
     compile_only: bool = False,
 ) -> torch.Tensor:
     """Return `x @ weightᵀ + bias`, `[rows, out]`; with `silu`, `silu(gate) · up` of its halves, `[rows, out / 2]`.
 
     x: `[rows, in]`, at most MAX_ROWS. weight: `[out, in]`, contiguous. A narrow weight's stored numbers are multiplied,
     and sums by the scales, so these products are closer to it than those of `weight.dense()`, which is rounded. shrunk:
-    result of `Sgmv.shrink` for x, whose LoRA terms are to be added. compile_only: compile the kernels that would be
-    launched, in parallel within `launch_triton.compiling`, and compute nothing.
+    result of `Sgmv.shrink` for x, whose LoRA terms are to be added. out: where the result is written, contiguous, in
+    x's dtype. compile_only: compile the kernels that would be launched, in parallel within `launch_triton.compiling`,
+    and compute nothing.
     """
     tokens, d_in = x.shape
     if tokens > MAX_ROWS:
@@ -455,13 +457,16 @@ def multiply(
         raise ValueError(f"adapters of {tokens} rows can't be expanded in a GEMM; at most {MAX_EXPANDED_ROWS} rows can")
     if x.stride(1) != 1 or not weight.is_contiguous():
         raise ValueError("rows of x and the whole weight must be contiguous")
-    y = torch.empty(tokens, len(weight) // 2 if silu else len(weight), dtype=x.dtype, device=x.device)
+    shape = tokens, len(weight) // 2 if silu else len(weight)
+    y = torch.empty(shape, dtype=x.dtype, device=x.device) if out is None else out
+    if y.shape != shape or y.dtype != x.dtype or not y.is_contiguous():
+        raise ValueError(f"out must be {list(shape)}, contiguous and in {x.dtype}")
     if not tokens:
         return y
-    shape = None if shrunk is None else shrunk.shape
+    expanded = None if shrunk is None else shrunk.shape
     early = dependent_launch.begins_early(x.device)
     form = form_of(weight, d_in)
-    launch, blocks = _launch(len(weight), d_in, tile_rows(tokens), form, bias is not None, silu, shape, early)
+    launch, blocks = _launch(len(weight), d_in, tile_rows(tokens), form, bias is not None, silu, expanded, early)
     adapters, free = (Adapters(*(x,) * 7), (0,) * 4) if shrunk is None else (shrunk.adapters, shrunk.free)
     tensors, strides = (y, x, parts_of(weight), x if bias is None else bias, adapters), (x.stride(0),)
     if compile_only:

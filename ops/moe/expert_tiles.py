@@ -7,12 +7,12 @@ Tests: tests/ops/moe/test_expert_tiles_interpreted.py
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from ..gemm.narrow_weights import NarrowWeight
-from .expert_tiles_schedule import num_tiles
+from .expert_tiles_schedule import TILE_ROWS, num_tiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +44,15 @@ class ExpertTiles:
     """Place in `pairs` where a tile begins, and `end`: where it ends; the same for a tile that is not needed."""
 
     end: torch.Tensor
+
+    of_pairs: bool = field(default=False, kw_only=True)
+    """Each pair is a tile of its own, in order. All tables are then `[tiles]` int64, the expert of each pair."""
+
+    @classmethod
+    def unsorted(cls, chosen: torch.Tensor) -> ExpertTiles:
+        """Tiles of a pair each, which no launch needs to make. chosen: see `of`; contiguous."""
+        each = chosen.flatten()
+        return cls(TILE_ROWS[0], each, each, each, each, of_pairs=True)
 
     @classmethod
     def of(cls, chosen: torch.Tensor, experts: int, block_t: int, used: int | None = None) -> ExpertTiles:

@@ -6,7 +6,9 @@ Tests: tests/ops/moe/test_expert_tiles_interpreted.py
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
+from ..elementwise.elementwise_schedule import Gating
 from ..gemm.small_gemm_schedule import FULL, WeightForm
 
 #: Rows of a tile: those of one matrix instruction of a warp, of a warp group, and of two.
@@ -16,8 +18,20 @@ TILE_ROWS = 16, 64, 128
 #: and a tile of 128 rows reads 2/3 of the bytes for a product that one of 64 reads.
 _MANY_ROWS = 96
 
+#: The most rows of a step whose pairs are a tile each, unsorted. Two rows seldom go to the same of many experts; where
+#: they do, the second one's weights come from the L2 cache.
+UNSORTED_ROWS = 4
+
 #: Narrow weights that a program of few rows reads of a column at once.
 _NARROW_K = 128
+
+
+class Gate(NamedTuple):
+    """The activation of products whose matrices are gate and up, one above the other; see `GatedConstants`."""
+
+    gating: Gating = Gating.SILU
+    alpha: float = 0.0
+    limit: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,10 +40,11 @@ class TileConstants:
 
     d_in: int
     d_out: int
+    """Columns of the result; with `gating`, half of a matrix's rows."""
     block_t: int
     """Rows of a tile."""
     block_n: int
-    """Columns of the result of a program."""
+    """Rows of a matrix that a program reads."""
     block_k: int
     """Inputs that are multiplied at once."""
     stages: int
@@ -51,6 +66,14 @@ class TileConstants:
     """See `WeightForm.unit`."""
     splits: int = 1
     """Parts of the sum over the inputs: see `GemmConstants`."""
+    gating: Gating | None = None
+    """See `Gate`; None: products are the result."""
+    alpha: float = 0.0
+    limit: float = 0.0
+    of_pairs: bool = False
+    """See `ExpertTiles.of_pairs`."""
+    pdl: bool = False
+    """The previous launch may still be running when this one begins."""
 
 
 def most_rows(form: WeightForm) -> int:
@@ -85,8 +108,13 @@ def tile_constants(
     experts: int,
     bias: bool,
     form: WeightForm = FULL,
+    gate: Gate | None = None,
+    of_pairs: bool = False,
+    pdl: bool = False,
 ) -> TileConstants:
-    """itemsize: of an element of x. A block of narrow weights has one scale, but for MXFP4."""
+    """d_out: columns of the result. itemsize: of an element of x. A block of narrow weights has one scale, but for
+    MXFP4.
+    """
     is_wide = block_t > TILE_ROWS[0] and itemsize == 2
     block_k = 64 if itemsize == 2 else 32
     if form.bits < 16 and not is_wide and itemsize == 2 and (form.float4 or not form.group % _NARROW_K):
@@ -108,6 +136,9 @@ def tile_constants(
         float8=form.float8,
         float4=form.float4,
         unit=form.unit,
+        **({} if gate is None else gate._asdict()),
+        of_pairs=of_pairs,
+        pdl=pdl,
     )
 
 

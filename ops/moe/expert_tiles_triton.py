@@ -12,13 +12,16 @@ from functools import cache
 import torch
 import triton
 import triton.language as tl
+import triton.language.extra.cuda as cuda
 
+from .. import dependent_launch
+from ..elementwise.gates_triton import gated
 from ..gemm.narrow_weights import FLOAT4_GROUP
 from ..gemm.narrow_weights_triton import float4_values, powers_of
 from ..gemm.small_gemm_triton import _add_product, _load_scale, _load_weight, form_of, parts_of
 from ..launch_triton import KernelLauncher
 from .expert_tiles import ExpertTiles, Stack
-from .expert_tiles_schedule import TileConstants, tile_constants, tile_options
+from .expert_tiles_schedule import Gate, TileConstants, tile_constants, tile_options
 
 _FLOAT4_GROUP = tl.constexpr(FLOAT4_GROUP)
 
@@ -45,9 +48,11 @@ def _load_float4(data, scales, step, own, dtype: tl.constexpr, C: tl.constexpr):
 def multiply_tiles(y, x, weight, bias, pairs, expert_of, first_of, end_of, x_stride, C: tl.constexpr):
     """y[p, n] = Σ_k x[p // per_row, k] · weight[e, n, k] + bias[e, n], rounded, for pairs p of each tile's expert e.
 
-    Grid (tiles, blocks of columns). y: [rows · per_row, d_out], contiguous. x: [rows, d_in], rows x_stride apart.
-    weight: `small_gemm_triton.Weight`, [experts, d_out, d_in]; bias: [experts, d_out]; contiguous. pairs: see
-    `ExpertTiles`, as for the others. C: `TileConstants`.
+    With gating, y is `gated` of these results for weight[e, n] and weight[e, d_out + n], each rounded first.
+
+    Grid (tiles, blocks of a matrix's rows). y: [rows · per_row, d_out], contiguous. x: [rows, d_in], rows x_stride
+    apart. weight: `small_gemm_triton.Weight`, [experts, d_out or 2 · d_out, d_in]; bias: [experts, the same];
+    contiguous. pairs: see `ExpertTiles`, as for the others. C: `TileConstants`.
 
     The inputs are summed in order, and a tile is padded with zeros, so a row's bits don't depend on its company.
     """
@@ -56,27 +61,38 @@ def multiply_tiles(y, x, weight, bias, pairs, expert_of, first_of, end_of, x_str
     BLOCK_K: tl.constexpr = C.block_k
     D_IN: tl.constexpr = C.d_in
     D_OUT: tl.constexpr = C.d_out
+    GATED: tl.constexpr = C.gating is not None
+    ROWS: tl.constexpr = 2 * D_OUT if GATED else D_OUT
+    if C.pdl:
+        cuda.gdc_launch_dependents()
+        cuda.gdc_wait()
     tile = tl.program_id(0)
     dtype = y.dtype.element_ty
-    first = tl.load(first_of + tile)
-    end = tl.load(end_of + tile)
+    first, end = tile, tile + 1
+    if not C.of_pairs:
+        first = tl.load(first_of + tile)
+        end = tl.load(end_of + tile)
     if first < end:
         expert = tl.load(expert_of + tile).to(tl.int64)
         place = first + tl.arange(0, BLOCK_T)
         own = place < end
-        pair = tl.load(pairs + place, mask=own, other=0).to(tl.int64)
+        pair = tl.where(own, place, 0).to(tl.int64)
+        if not C.of_pairs:
+            pair = tl.load(pairs + place, mask=own, other=0).to(tl.int64)
         column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-        own_column = column < D_OUT
+        own_column = column < ROWS
+        if GATED:  # rows of gate and of up alternate, so that one thread has both of a result
+            column = column // 2 + column % 2 * D_OUT
         k = tl.arange(0, BLOCK_K)
         rows = x + (pair // C.per_row)[:, None] * x_stride + k[None, :]
         if C.bits < 16:
-            row, own_row = (expert * D_OUT + column)[:, None], own_column[:, None]
+            row, own_row = (expert * ROWS + column)[:, None], own_column[:, None]
             data = weight.data + row * (D_IN * C.bits // C.unit)
             scales, zeros = weight.scales + row * C.groups, weight.zeros + row * C.groups
             if not C.float4:
                 scale, zero = _load_scale(scales, zeros, own_row, C)
         else:
-            columns = weight.data + (expert * D_OUT + column)[None, :] * D_IN + k[:, None]
+            columns = weight.data + (expert * ROWS + column)[None, :] * D_IN + k[:, None]
         total = tl.zeros((BLOCK_T, BLOCK_N), dtype=tl.float32)
         for step in tl.range(0, D_IN, BLOCK_K, num_stages=C.stages):
             inside = step + k < D_IN
@@ -91,20 +107,28 @@ def multiply_tiles(y, x, weight, bias, pairs, expert_of, first_of, end_of, x_str
                 w = tl.load(columns + step, mask=inside[:, None] & own_column[None, :], other=0.0)
                 total = tl.dot(value, w, total, input_precision="ieee")
         if C.bias:
-            total += tl.load(bias + expert * D_OUT + column, mask=own_column, other=0.0).to(tl.float32)[None, :]
+            total += tl.load(bias + expert * ROWS + column, mask=own_column, other=0.0).to(tl.float32)[None, :]
+        value = total.to(dtype)
+        if GATED:
+            gate, up = tl.split(tl.reshape(value, (BLOCK_T, BLOCK_N // 2, 2)))
+            value = gated(gate.to(tl.float32), up.to(tl.float32), dtype, C)
+            column = tl.program_id(1) * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
+            own_column = column < D_OUT
         out = y + pair[:, None] * D_OUT + column[None, :]
-        tl.store(out, total.to(dtype), mask=own[:, None] & own_column[None, :])
+        tl.store(out, value, mask=own[:, None] & own_column[None, :])
 
 
-def multiply(x: torch.Tensor, stack: Stack, tiles: ExpertTiles, per_row: int) -> torch.Tensor:
+def multiply(x: torch.Tensor, stack: Stack, tiles: ExpertTiles, per_row: int, gate: Gate | None = None) -> torch.Tensor:
     """Multiply rows by the matrices of the experts that they go to, and add these' biases, in float32.
 
-    x: `[rows, inputs]`. per_row: experts of each of them. Returns `[rows · per_row, outputs]` in x's dtype, by pair. A
-    row's bits don't depend on other rows of a step with tiles of this size. MXFP4 is widened as it is loaded, to the
+    x: `[rows, inputs]`. per_row: experts of each of them. gate: the matrices are gate and up, and this is computed of
+    their results, with the bits of the activation by itself. Returns `[rows · per_row, outputs]` in x's dtype, by pair.
+    A row's bits don't depend on other rows of a step with tiles of this size. MXFP4 is widened as it is loaded, to the
     numbers of `weight.dense()`; other narrow weights as `small_gemm_triton.multiply` has them.
     """
     weight, bias = stack.data, stack.bias
-    experts, d_out, d_in = weight.shape
+    experts, matrix_rows, d_in = weight.shape
+    d_out = matrix_rows if gate is None else matrix_rows // 2
     if x.stride(1) != 1 or not weight.is_contiguous():
         raise ValueError("rows of x, and the weights, must be contiguous")
     y = torch.empty(len(x) * per_row, d_out, dtype=x.dtype, device=x.device)
@@ -117,8 +141,11 @@ def multiply(x: torch.Tensor, stack: Stack, tiles: ExpertTiles, per_row: int) ->
         experts=experts,
         bias=bias is not None,
         form=form_of(weight, d_in),
+        gate=gate,
+        of_pairs=tiles.of_pairs,
+        pdl=dependent_launch.begins_early(x.device),
     )
-    grid = len(tiles.expert), -(-d_out // constants.block_n), 1
+    grid = len(tiles.expert), -(-matrix_rows // constants.block_n), 1
     tables = tiles.pairs, tiles.expert, tiles.first, tiles.end
     _launcher(constants)(grid, (y, x, parts_of(weight), y if bias is None else bias, *tables), (), (x.stride(0),))
     return y
@@ -126,7 +153,8 @@ def multiply(x: torch.Tensor, stack: Stack, tiles: ExpertTiles, per_row: int) ->
 
 @cache
 def _launcher(constants: TileConstants) -> KernelLauncher:
-    return KernelLauncher(multiply_tiles, {"C": constants, **tile_options(constants)})
+    options = {**tile_options(constants), **dependent_launch.options(constants.pdl)}
+    return KernelLauncher(multiply_tiles, {"C": constants, **options})
 
 
 # Rules for type checkers are at the end, so that kernels keep their lines.

@@ -14,8 +14,9 @@ from .routing import Routing
 #: Rows of a tile of the router's product: of steps with few rows, and of others.
 TILE_ROWS = 16, 64
 
-#: Pairs that a program sorts at once, and entries of tiles that it writes at once.
-SORT_BLOCK, ENTRY_BLOCK = 1024, 32
+#: Pairs that a program sorts at once, of steps with up to so many and of others: a program waits for each block's load
+#: in turn. And entries of tiles that it writes at once.
+SORT_BLOCKS, ENTRY_BLOCK = (1024, 4096), 32
 
 #: Columns of the sum of experts' outputs that a program adds up.
 SUM_BLOCK = 1024
@@ -36,6 +37,8 @@ class RouterConstants:
     bias: bool
     wide: bool
     """The weights are float32; others have the dtype of x."""
+    pdl: bool = False
+    """The previous launch may still be running when this one begins."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +46,8 @@ class ChoiceConstants(Routing):
     """Compile-time constants of the choice of experts."""
 
     experts: int
+    pdl: bool = False
+    """See `RouterConstants`."""
 
     @property
     def group_size(self) -> int:
@@ -77,8 +82,10 @@ class SortConstants:
     """Rows of a tile."""
     few: bool
     """There are fewer pairs than experts and full tiles: see `expert_tiles_schedule.num_tiles`."""
-    block: int = SORT_BLOCK
+    block: int = SORT_BLOCKS[0]
     entries: int = ENTRY_BLOCK
+    pdl: bool = False
+    """See `RouterConstants`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,9 +98,13 @@ class SumConstants:
     gated: bool
     """The shared expert's outputs have gates."""
     block: int = SUM_BLOCK
+    pdl: bool = False
+    """See `RouterConstants`."""
 
 
-def router_constants(d_in: int, experts: int, rows: int, *, bias: bool, wide: bool) -> RouterConstants:
+def router_constants(
+    d_in: int, experts: int, rows: int, *, bias: bool, wide: bool, pdl: bool = False
+) -> RouterConstants:
     """rows: of a step."""
     is_few = rows <= TILE_ROWS[-1]
     return RouterConstants(
@@ -105,6 +116,7 @@ def router_constants(d_in: int, experts: int, rows: int, *, bias: bool, wide: bo
         stages=4 if is_few else 3,
         bias=bias,
         wide=wide,
+        pdl=pdl,
     )
 
 
@@ -118,9 +130,14 @@ def choice_options() -> dict[str, int | bool]:
     return {"num_warps": 1, "enable_fp_fusion": False}
 
 
-def sort_options() -> dict[str, int | bool]:
+def sort_block(pairs: int) -> int:
+    """Pairs of a step that a program sorts at once."""
+    return SORT_BLOCKS[pairs > SORT_BLOCKS[0]]
+
+
+def sort_options(constants: SortConstants) -> dict[str, int | bool]:
     """See `router_options`."""
-    return {"num_warps": 4}
+    return {"num_warps": 8 if constants.block > SORT_BLOCKS[0] else 4}
 
 
 def sum_options() -> dict[str, int | bool]:

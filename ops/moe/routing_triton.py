@@ -1,5 +1,7 @@
 """Routing of tokens to experts on a GPU: logits, choice, tiles, and the weighted sum of what comes back, a launch each.
 
+With pdl, a kernel waits for the previous launch before it reads or writes anything but the router's weights.
+
 Import this module lazily: it needs triton.
 
 Tests: tests/ops/moe/test_routing_interpreted.py, tests/ops/moe/test_routing_gpu.py
@@ -9,13 +11,16 @@ Tests: tests/ops/moe/test_routing_interpreted.py, tests/ops/moe/test_routing_gpu
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import torch
 import triton
 import triton.language as tl
+import triton.language.extra.cuda as cuda
 
-from ..gemm.small_gemm_triton import form_of
+from .. import dependent_launch
+from ..gemm.small_gemm_triton import _prefetch, form_of
 from ..launch_triton import KernelLauncher
 from .expert_tiles import ExpertTiles, Stack
 from .expert_tiles_schedule import TILE_ROWS, has_few_pairs, most_rows, num_tiles, tile_rows
@@ -29,6 +34,7 @@ from .routing_schedule import (
     choice_options,
     router_constants,
     router_options,
+    sort_block,
     sort_options,
     sum_options,
 )
@@ -55,6 +61,15 @@ def multiply_router(y, x, weight, bias, rows, x_stride, C: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     expert = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     own_row, own_expert = row < rows, expert < EXPERTS
+    if C.pdl:
+        cuda.gdc_launch_dependents()
+        if BLOCK_T == 16:
+            LINE: tl.constexpr = 32 if C.wide else 64  # elements of a cache line
+            lines = tl.arange(0, 16)[None, :] * LINE
+            its = weight + tl.minimum(expert, EXPERTS - 1)[:, None] * D_IN
+            for step in range(0, D_IN, 16 * LINE):
+                _prefetch(its + tl.minimum(step + lines, D_IN - 1))
+        cuda.gdc_wait()
     k = tl.arange(0, BLOCK_K)
     values = x + row[:, None] * x_stride + k[None, :]
     columns = weight + expert[None, :] * D_IN + k[:, None]
@@ -83,8 +98,8 @@ def logits(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     y = torch.empty(len(x), experts, dtype=torch.float32, device=x.device)
     if not len(x):
         return y
-    wide = weight.dtype == torch.float32
-    constants = router_constants(d_in, experts, len(x), bias=bias is not None, wide=wide)
+    wide, early = weight.dtype == torch.float32, dependent_launch.begins_early(x.device)
+    constants = router_constants(d_in, experts, len(x), bias=bias is not None, wide=wide, pdl=early)
     grid = -(-len(x) // constants.block_t), -(-experts // constants.block_n), 1
     _router(constants)(grid, (y, x, weight, y if bias is None else bias), (len(x),), (x.stride(0),))
     return y
@@ -92,7 +107,8 @@ def logits(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 
 @cache
 def _router(constants: RouterConstants) -> KernelLauncher:
-    return KernelLauncher(multiply_router, {"C": constants, **router_options(constants)})
+    options = {**router_options(constants), **dependent_launch.options(constants.pdl)}
+    return KernelLauncher(multiply_router, {"C": constants, **options})
 
 
 @triton.jit
@@ -110,6 +126,9 @@ def choose_experts(chosen, weights, logits, correction, C: tl.constexpr):
     PER_TOKEN: tl.constexpr = C.per_token
     KEPT: tl.constexpr = C.kept_groups
     NONE: tl.constexpr = float("-inf")
+    if C.pdl:
+        cuda.gdc_launch_dependents()
+        cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     group, member = tl.arange(0, C.block_g), tl.arange(0, BLOCK_S)
     expert = group[:, None] * SIZE + member[None, :]
@@ -184,13 +203,15 @@ def choose(
     weights = torch.empty(shape, dtype=torch.float32, device=logits.device)
     if len(logits):
         added = logits if correction is None else correction
-        _choice(constants)((len(logits), 1, 1), (chosen, weights, logits, added), (), ())
+        launch = _choice(constants, dependent_launch.begins_early(logits.device))
+        launch((len(logits), 1, 1), (chosen, weights, logits, added), (), ())
     return chosen, weights
 
 
 @cache
-def _choice(constants: ChoiceConstants) -> KernelLauncher:
-    return KernelLauncher(choose_experts, {"C": constants, **choice_options()})
+def _choice(constants: ChoiceConstants, early: bool) -> KernelLauncher:
+    options = {**choice_options(), **dependent_launch.options(early)}
+    return KernelLauncher(choose_experts, {"C": replace(constants, pdl=early), **options})
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
@@ -203,6 +224,9 @@ def sort_pairs(pairs, expert_of, first_of, end_of, chosen, num_pairs, C: tl.cons
     """
     BLOCK: tl.constexpr = C.block
     BLOCK_T: tl.constexpr = C.block_t
+    if C.pdl:
+        cuda.gdc_launch_dependents()
+        cuda.gdc_wait()
     expert = tl.program_id(0)
     lane = tl.arange(0, BLOCK)
     begin = expert * 0
@@ -239,14 +263,17 @@ def tiles_of(chosen: torch.Tensor, experts: int, *stacks: Stack) -> ExpertTiles:
     made = num_tiles(count, experts, block_t)
     parts = [torch.empty(size, dtype=torch.int32, device=chosen.device) for size in (count, made, made, made)]
     if count:
-        launch = _sort(SortConstants(experts, block_t, has_few_pairs(count, experts, block_t)))
+        early = dependent_launch.begins_early(chosen.device)
+        few, block = has_few_pairs(count, experts, block_t), sort_block(count)
+        launch = _sort(SortConstants(experts, block_t, few, block, pdl=early))
         launch((experts, 1, 1), (*parts, chosen), (count,), ())
     return ExpertTiles(block_t, *parts)
 
 
 @cache
 def _sort(constants: SortConstants) -> KernelLauncher:
-    return KernelLauncher(sort_pairs, {"C": constants, **sort_options()})
+    options = {**sort_options(constants), **dependent_launch.options(constants.pdl)}
+    return KernelLauncher(sort_pairs, {"C": constants, **options})
 
 
 @triton.jit
@@ -259,6 +286,9 @@ def add_experts(out, outputs, weights, shared, gates, C: tl.constexpr):
     WIDTH: tl.constexpr = C.width
     BLOCK: tl.constexpr = C.block
     PER_TOKEN: tl.constexpr = C.per_token
+    if C.pdl:
+        cuda.gdc_launch_dependents()
+        cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     own = column < WIDTH
@@ -292,16 +322,18 @@ def add_up(
     if not all(each.is_contiguous() for each in given):
         raise ValueError("outputs and weights must be contiguous")
     if rows:
-        launch = _sum(SumConstants(width, per_token, shared is not None, gates is not None))
+        early = dependent_launch.begins_early(outputs.device)
+        launch = _sum(SumConstants(width, per_token, shared is not None, gates is not None, pdl=early))
         launch((rows, -(-width // SUM_BLOCK), 1), (out, *given), (), ())
     return out
 
 
 @cache
 def _sum(constants: SumConstants) -> KernelLauncher:
-    return KernelLauncher(add_experts, {"C": constants, **sum_options()})
+    options = {**sum_options(), **dependent_launch.options(constants.pdl)}
+    return KernelLauncher(add_experts, {"C": constants, **options})
 
 
 # Rules for type checkers are at the end, so that kernels keep their lines.
 # pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportPossiblyUnboundVariable=false, reportAssignmentType=false
-# pyright: reportOperatorIssue=false
+# pyright: reportOperatorIssue=false, reportArgumentType=false

@@ -47,7 +47,7 @@ class GroupCollectives:
     def gather(self, part: torch.Tensor, width: int) -> torch.Tensor:
         """See `Collectives.gather`. Shares differ by at most one column, and are sent padded to the widest."""
         rows, most = len(part), -(-width // self.size)
-        sent = part.new_zeros(rows, most, dtype=torch.float32)
+        sent = part.new_zeros(rows, most)
         sent[:, : part.shape[1]] = part
         found = sent.new_empty(self.size * rows, most)
         self._launch(_all_gather, found, sent)

@@ -190,7 +190,7 @@ def sample(logits: torch.Tensor, row_params: Sequence[RowSamplingParams], width:
     """Sample one token per row by inverse transform sampling over the kept tokens in vocabulary order; nothing is
     sorted.
 
-    logits: `[rows, vocab]` float32. The host never waits for their device. temperature 0 is greedy. min_p applies to
+    logits: `[rows, vocab]`, any dtype. The host never waits for their device. temperature 0 is greedy. min_p applies to
     the tempered distribution, then top_k, then top_p to the renormalised rest (as in vLLM); among equal logits the
     first are kept. Vocabulary order is used instead of probability order, so nearly equal logits can't swap places
     between batches. Masses are float64, so an exponential that differs in its last bit, as on other devices, still
@@ -208,7 +208,7 @@ def row_logprobs(logits: torch.Tensor, tokens: torch.Tensor, count: int) -> torc
     """`[rows, 1 + 2 · count]` float64: log-probability of the token, the most likely tokens, and theirs; see
     `read_logprobs`.
 
-    logits: `[rows, vocab]` float32. tokens: `[rows]` int64. The host never waits for their device.
+    logits: `[rows, vocab]`, of any dtype. tokens: `[rows]` int64. The host never waits for their device.
     """
     step, count = _slice_rows(logits.shape[1]), min(count, logits.shape[1])
     return torch.cat([_score(*part, count) for part in zip(logits.split(step), tokens.split(step), strict=True)])

@@ -59,11 +59,17 @@ def ban_tokens(logits, masks, width, row_stride, C: tl.constexpr):
 
 
 @triton.jit
+def _load_logits(place, own):
+    """Load logits in float32, whatever they are kept in; -inf where `own` is false."""
+    return tl.load(place, mask=own, other=-_INF).to(tl.float32)
+
+
+@triton.jit
 def find_peaks(peaks, lows, logits, entries, row_stride, C: tl.constexpr):
     """peaks[d, b], lows[d, b]: the largest and the least finite logit in block b of entry d's row; +inf if it has a
     NaN.
 
-    Grid (blocks, entries). logits: [rows, vocab] float32, rows row_stride apart. entries: [entries, fields].
+    Grid (blocks, entries). logits: [rows, vocab], rows row_stride apart. entries: [entries, fields].
     """
     VOCAB: tl.constexpr = C.vocab
     BLOCK: tl.constexpr = C.block
@@ -72,7 +78,7 @@ def find_peaks(peaks, lows, logits, entries, row_stride, C: tl.constexpr):
     block, entry = tl.program_id(0), tl.program_id(1)
     row = tl.load(entries + entry * FIELDS).to(tl.int64)
     token = block * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(logits + row * row_stride + token, mask=token < VOCAB, other=-_INF)
+    x = _load_logits(logits + row * row_stride + token, token < VOCAB)
     has_nan = tl.max((x != x).to(tl.int32), axis=0) > 0
     place = entry * BLOCKS + block
     tl.store(peaks + place, tl.where(has_nan, _INF, tl.max(x, axis=0)))
@@ -115,7 +121,7 @@ def weigh_blocks(sums, peaks, lows, logits, entries, row_stride, C: tl.constexpr
     peak = tl.max(tl.load(peaks + entry * BLOCKS + each, mask=each < BLOCKS, other=-_INF), axis=0)
     if (inverse > 0.0) & (peak > -_INF) & (peak < _INF):
         token = block * BLOCK + tl.arange(0, BLOCK)
-        x = tl.load(logits + row * row_stride + token, mask=token < VOCAB, other=-_INF)
+        x = _load_logits(logits + row * row_stride + token, token < VOCAB)
         most = peak.to(tl.float64)
         scaled = (x.to(tl.float64) - most) * inverse
         weight = tl.where(scaled >= floor, tl.where(limited, 1.0, tl.exp(scaled)), 0.0)
@@ -142,7 +148,7 @@ def _collect(out, tokens, count, row, most, inverse, floor, least, above, LISTED
         token = place
         if LISTED:
             token = tl.load(tokens + place, mask=own, other=0)
-        x = tl.load(row + token, mask=own, other=-_INF)
+        x = _load_logits(row + token, own)
         key = _key(x, token)
         own = own & (key >= least) & (key < above) & ((x.to(tl.float64) - most) * inverse >= floor)
         rank = tl.cumsum(own.to(tl.int32), axis=0) - 1
@@ -161,7 +167,7 @@ def _weigh(tokens, count, row, most, inverse, by_mass, keys, KEYS: tl.constexpr,
         place = begin + tl.arange(0, CHUNK)
         own = place < count
         token = tl.load(tokens + place, mask=own, other=0)
-        x = tl.load(row + token, mask=own, other=-_INF)
+        x = _load_logits(row + token, own)
         mass = tl.where(by_mass, tl.exp((x.to(tl.float64) - most) * inverse), 1.0)
         weight = tl.where(own, mass, 0.0)
         total += tl.where(_key(x, token)[None, :] >= keys[:, None], weight[None, :], 0.0)
@@ -195,7 +201,7 @@ def _last_kept(
     found = least
     while left > 1:
         at = tl.load(spare + (tl.arange(0, PIVOTS).to(tl.int64) * left // PIVOTS))
-        keys = _key(tl.load(row + at), at)
+        keys = _key(tl.load(row + at).to(tl.float32), at)
         upto = weight + _weigh(spare, left, row, most, inverse, by_mass, keys, PIVOTS, C.chunk)
         enough = upto >= target
         found = tl.maximum(found, tl.max(tl.where(enough, keys, found), axis=0))
@@ -204,7 +210,7 @@ def _last_kept(
         left = _collect(spare, spare, left, row, most, inverse, floor, found, above, True, BLOCK)
     if left == 1:
         token = tl.load(spare)
-        found = _key(tl.load(row + token), token)
+        found = _key(tl.load(row + token).to(tl.float32), token)
     return found
 
 
@@ -220,7 +226,7 @@ def _weigh_blocks(tokens, count, row, most, inverse, least, C: tl.constexpr):
         place = begin + tl.arange(0, CHUNK)
         own = place < count
         token = tl.load(tokens + place, mask=own, other=0)
-        x = tl.load(row + token, mask=own, other=-_INF)
+        x = _load_logits(row + token, own)
         mass = tl.where(own & (_key(x, token) >= least), tl.exp((x.to(tl.float64) - most) * inverse), 0.0)
         total += tl.where((token // BLOCK)[None, :] == block[:, None], mass[None, :], 0.0)
     return tl.sum(total, axis=1)
@@ -277,7 +283,7 @@ def pick_tokens(
         if inverse == 0.0:
             block = tl.min(tl.where(tops == peak, each, PADDED), axis=0)
             at = block * BLOCK + tl.arange(0, BLOCK)
-            x = tl.load(row + at, mask=at < VOCAB, other=-_INF)
+            x = _load_logits(row + at, at < VOCAB)
             token = tl.min(tl.where(x == peak, at, VOCAB), axis=0).to(tl.int64)
         else:
             most = peak.to(tl.float64)
@@ -330,7 +336,7 @@ def pick_tokens(
             share = u * tl.sum(masses, axis=0)
             block, sum_before = _first_above(masses, share, PADDED)
             at = block * BLOCK + tl.arange(0, BLOCK)
-            x = tl.load(row + at, mask=at < VOCAB, other=-_INF)
+            x = _load_logits(row + at, at < VOCAB)
             scaled = (x.to(tl.float64) - most) * inverse
             own = (scaled >= floor) & (_key(x, at) >= least)
             within, _ = _first_above(tl.where(own, tl.exp(scaled), 0.0), share - sum_before, BLOCK)
@@ -340,7 +346,7 @@ def pick_tokens(
 
 
 def sample(tokens: torch.Tensor, logits: torch.Tensor, entries: torch.Tensor, num_limited: int) -> None:
-    """Sample into `tokens` `[2, rows]` int64 from logits `[rows, vocab]` float32; see the module.
+    """Sample into `tokens` `[2, rows]` int64 from logits `[rows, vocab]`; see the module.
 
     entries: `[entries, FIELDS]` float64, on the device. num_limited: entries with top_k or top_p.
     """

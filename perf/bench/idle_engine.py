@@ -78,6 +78,11 @@ class StubDevice(CudaDevice):
 def _nothing(*_: Any, **__: Any) -> None: ...
 
 
+def _forward(decoder: DecoderModel, batch: Any, logits: torch.Tensor) -> torch.Tensor:
+    """No computation: the logits are what they were."""
+    return logits
+
+
 class Wrapper:
     """Any of FlashInfer's wrappers; here they plan nothing and compute nothing."""
 
@@ -136,7 +141,7 @@ def idle_engine(
         stack.enter_context(patch.object(cuda, "choose_attention", flashinfer))
         stack.enter_context(patch.object(CudaLoraState, "warm_up", _nothing))
         if not forward:
-            stack.enter_context(patch.object(DecoderModel, "forward", _nothing))
+            stack.enter_context(patch.object(DecoderModel, "forward", _forward))
         executor = CudaExecutor(config, device)
         executor.steps.outputs.logits[:, 1] = 1.0  # token 1 for every sequence
         engine = Engine(config, executor, reads=InlineReads())

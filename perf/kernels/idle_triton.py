@@ -70,7 +70,11 @@ def idle_kernels(launched: Callable[[str], object] = lambda _: None) -> Iterator
 
     def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         launched("product")
-        return x.new_zeros(len(x), len(weight))  # including logits, which must be numbers
+        return x.new_zeros(len(x), len(weight))
+
+    def mm(x: torch.Tensor, weight: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
+        launched("product")
+        return out.zero_()  # logits, which must be numbers
 
     with ExitStack() as stack:
         stack.enter_context(idle_compiler(lambda kernel, *_: launched(kernel.name)))
@@ -83,6 +87,7 @@ def idle_kernels(launched: Callable[[str], object] = lambda _: None) -> Iterator
             stack.enter_context(patch.object(owner, name, getattr(elementwise_triton, name)))
         for owner, name, value in (
             (torch_ops, "linear", linear),
+            (torch_ops, "mm", mm),
             (torch_ops, "embedding", _embedding),
             (RotaryEmbedding, "at", _at),
         ):

@@ -11,6 +11,7 @@ _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 _REGISTER = re.compile(r"%[A-Za-z_]\w*(?:\.[xyz])?")
 _STATEMENT = re.compile(r"(?:@(?P<guard>!?%\w+)\s+)?(?P<op>[a-z][\w.:]*)\s*(?P<rest>.*)", re.DOTALL)
 _LABEL = re.compile(r"\s*([$\w]+):")
+_LABEL_AFTER_SCOPE = re.compile(r"[\s{}]*([$\w]+):")
 _BRANCH = re.compile(r"\bbra(?:\.uni)?\s+([$\w]+)")
 _BITS = re.compile(r"\.[bfus](\d+)$")
 
@@ -54,6 +55,9 @@ class Ptx:
         blocks: list[list[_Instruction]] = [[]]
         labels: dict[str, int] = {}
         for statement in body.split(";"):
+            after_scope = _LABEL_AFTER_SCOPE.match(statement)
+            if after_scope and after_scope[1] in targets:  # behind inline assembly
+                statement = statement[after_scope.start(1) :]
             while label := _LABEL.match(statement):
                 if blocks[-1] and label[1] in targets:
                     blocks.append([])

@@ -26,6 +26,7 @@ from ...ops.gemm import swapped_gemm_schedule as swapped
 from ...ops.gemm.float8_rows_schedule import RoundConstants
 from ...ops.gemm.narrow_weights import FLOAT4_GROUP
 from ...ops.gemm.narrow_weights_schedule import WIDEN_WARPS, WidenConstants
+from ...ops.gemm.split_gemm_schedule import SplitConstants, split_options
 from ...ops.lora.sgmv_schedule import (
     ExpandShape,
     Schedule,
@@ -42,7 +43,7 @@ from ...ops.mixers import gated_delta_schedule
 from ...ops.moe import expert_tiles_schedule, routing_schedule
 from ...ops.moe.mixture_tables import TileWriter
 from ...ops.moe.routing import Routing, Scoring
-from ...ops.moe.routing_schedule import SortConstants, SumConstants, choice_constants
+from ...ops.moe.routing_schedule import SortConstants, SumConstants, choice_constants, sort_block
 from ...ops.sampling import sampling_schedule
 from ..bench.sizes import SIZES
 
@@ -73,7 +74,7 @@ _ADAPTERS = (
 
 #: Pointers to memory that exists before a step's first launch.
 _READY = {"arena", "data", "scales", "zeros", "bias", "norm", "indptr", "last_page_len", "indices"}
-_READY |= {"tiles", "offsets", "places", "first_elem", "pages"}
+_READY |= {"tiles", "offsets", "places", "first_elem", "pages", "weight"}
 
 #: `small_gemm_triton.Weight`: in the variant's dtype, and narrow, with scales.
 _PLAIN = ("data", "*own"), ("scales", "*own"), ("zeros", "*own")
@@ -301,6 +302,23 @@ PRODUCTS = dict(
     ]
 )
 
+
+def _split(d_in: int, d_out: int) -> Elementwise:
+    constants = SplitConstants(d_in, d_out, bias=False)
+    return Elementwise(
+        "gemm.split_gemm_triton",
+        "multiply_parts",
+        constants={"C": constants},
+        options=split_options(constants),
+        own=("y", "x", "data", "bias"),
+        others={"partial": "*fp32", "arrived": "*i32", "tokens": "i32", **_strides("x")},
+        pointer="data",
+    )
+
+
+#: GEMMs whose inputs several programs share.
+SPLIT = {"split.o": _split(4096, 4096), "split.down": _split(14336, 4096)}
+
 #: Narrow weights widened for a GEMM of many rows.
 WIDENED = {
     f"widen-{name}": Elementwise(
@@ -418,11 +436,19 @@ def _attention(
 
 
 def _experts(
-    d_in: int, d_out: int, rows: int, *, per_row: int, bias: bool = False, form: small.WeightForm = small.FULL
+    d_in: int,
+    d_out: int,
+    rows: int,
+    *,
+    per_row: int,
+    bias: bool = False,
+    form: small.WeightForm = small.FULL,
+    gate: expert_tiles_schedule.Gate | None = None,
+    of_pairs: bool = False,
 ) -> Elementwise:
-    """Products of a layer with 128 experts. rows: tokens of a step; each goes to 8 experts."""
+    """Products of a layer with 128 experts. rows: tokens of a step; each goes to 8 experts. gate: of the activation."""
     its = expert_tiles_schedule
-    numbers = {"per_row": per_row, "experts": 128, "bias": bias, "form": form}
+    numbers = {"per_row": per_row, "experts": 128, "bias": bias, "form": form, "gate": gate, "of_pairs": of_pairs}
     block_t = its.tile_rows(rows, rows * 8, 128, its.most_rows(form))
     constants = its.tile_constants(d_in, d_out, block_t, 2, **numbers)
     return Elementwise(
@@ -433,7 +459,7 @@ def _experts(
         own=("y", "x", "bias"),
         others={
             "weight": _weight_fields(form),
-            **dict.fromkeys(("pairs", "expert_of", "first_of", "end_of"), "*i32"),
+            **dict.fromkeys(("pairs", "expert_of", "first_of", "end_of"), "*i64" if of_pairs else "*i32"),
             **_strides("x"),
         },
         pointer="data",
@@ -461,6 +487,29 @@ NARROW_EXPERTS = {
         2880, 5760, rows, per_row=4, bias=True, form=small.WeightForm(4, FLOAT4_GROUP, float4=True)
     )
     for rows in (64, 512, 2048)
+}
+
+
+_SILU = expert_tiles_schedule.Gate()
+_SWIGLU = expert_tiles_schedule.Gate(Gating.CLAMPED_SWIGLU, 1.702, 7.0)
+
+#: Gate and up of the same models with their activations in the launch.
+GATED_EXPERTS = {
+    **{f"gated.{rows}": _experts(2048, 768, rows, per_row=8, gate=_SILU) for rows in (64, 512, 2048)},
+    "gated.4": _experts(2048, 768, 4, per_row=8, gate=_SILU, of_pairs=True),
+    "gated-down.4": _experts(768, 2048, 4, per_row=1, of_pairs=True),
+    **{f"gated-biased.{rows}": _experts(2880, 2880, rows, per_row=4, bias=True, gate=_SWIGLU) for rows in (64, 2048)},
+    **{
+        f"gated-{name}.{rows}": _experts(2048, 768, rows, per_row=8, form=form, gate=_SILU)
+        for name, form in (FORMS | {"int8": small.WeightForm(8)}).items()
+        for rows in (64, 2048)
+    },
+    **{
+        f"gated-mxfp4.{rows}": _experts(
+            2880, 2880, rows, per_row=4, bias=True, form=small.WeightForm(4, FLOAT4_GROUP, float4=True), gate=_SWIGLU
+        )
+        for rows in (64, 2048)
+    },
 }
 
 
@@ -538,12 +587,13 @@ def _choice(
     )
 
 
-def _sort(block_t: int, *, few: bool = False) -> Elementwise:
+def _sort(block_t: int, pairs: int, *, few: bool = False) -> Elementwise:
+    constants = SortConstants(128, block_t, few, sort_block(pairs))
     return Elementwise(
         "moe.routing_triton",
         "sort_pairs",
-        constants={"C": SortConstants(128, block_t, few)},
-        options=routing_schedule.sort_options(),
+        constants={"C": constants},
+        options=routing_schedule.sort_options(constants),
         own=(),
         others={
             **dict.fromkeys(("pairs", "expert_of", "first_of", "end_of"), "*i32"),
@@ -577,13 +627,13 @@ ROUTING = {
     "routing.choice in groups": _choice(256, 8, Scoring.SIGMOID, groups=8, kept_groups=4),
     "routing.choice of inputs": _choice(128, 1, Scoring.SIGMOID_OF_CHOSEN),
     "routing.choice one by one": _choice(16, 2, Scoring.SPARSE_MIXER, jitter=0.01),
-    "routing.sort few": _sort(16, few=True),
-    "routing.sort": _sort(64),
+    "routing.sort few": _sort(16, 64, few=True),
+    "routing.sort": _sort(64, 4096),
     "routing.sum": _sum(2048, 8),
     "routing.sum shared": _sum(2048, 8, shared=True),
 }
 
-_DRAWN = {"logits": "*fp32", "entries": "*fp64", "row_stride": "i32"}
+_DRAWN = {"logits": "*own", "entries": "*fp64", "row_stride": "i32"}
 _PEAKS = {"peaks": "*fp32", "lows": "*fp32"}
 _SUMS = {"sums": "*fp64"}
 
@@ -600,7 +650,7 @@ def _draws(vocab: int) -> dict[str, Elementwise]:
     }
 
 
-#: Launches that sample tokens from float32 logits of Llama-3.1-8B's vocabulary.
+#: Launches that sample tokens from logits of Llama-3.1-8B's vocabulary.
 DRAWS = _draws(128256)
 
 
@@ -676,7 +726,7 @@ LATENT_LORA = {
 
 #: Launches that read no rank-rows, or those of one projection alone.
 PLAIN = ELEMENTWISE | WIDENED | ROUNDED | PRODUCTS | SWAPPED | DRAWS | DELTAS | VECTORS | EXPERTS | NARROW_EXPERTS
-PLAIN |= ROUTING | MIXTURE_TILES | LATENT_LORA
+PLAIN |= SPLIT | GATED_EXPERTS | ROUTING | MIXTURE_TILES | LATENT_LORA
 
 
 @dataclass(frozen=True, slots=True)
@@ -824,9 +874,7 @@ def variants() -> Iterator[Variant]:
 
 
 def plain_variants() -> Iterator[Variant]:
-    """Every launch that reads no adapter; a kernel is the same for any number of tokens. GEMMs have no f32 variant;
-    sampling has no other.
-    """
+    """Every launch that reads no adapter; a kernel is the same for any number of tokens. GEMMs have no f32 variant."""
     for group, (_, _, head_dim) in ATTENTION.items():
         for dtype, itemsize in ITEMSIZE.items():
             if LATENTS.get(group, head_dim) <= largest_head(itemsize) and not (
@@ -844,13 +892,16 @@ def plain_variants() -> Iterator[Variant]:
     for group, launch in SWAPPED.items():
         for dtype in ("bf16", "fp16"):
             yield Variant(launch.kernel, group, dtype, launch.constants["C"].block_t)
-    for group, launch in LATENT_LORA.items():
+    for group, launch in (LATENT_LORA | SPLIT).items():
         for dtype in ("bf16", "fp16"):
             yield Variant(launch.kernel, group, dtype, 64)
-    for group, launch in (EXPERTS | NARROW_EXPERTS).items():
+    for group, launch in (EXPERTS | NARROW_EXPERTS | GATED_EXPERTS).items():
         for dtype in ("bf16", "fp16"):
             yield Variant(launch.kernel, group, dtype, launch.constants["C"].block_t)
-    for group, launch in (DRAWS | MIXTURE_TILES).items():
+    for group, launch in DRAWS.items():
+        for dtype in ITEMSIZE:
+            yield Variant(launch.kernel, group, dtype, 64)
+    for group, launch in MIXTURE_TILES.items():
         yield Variant(launch.kernel, group, "fp32", 64)
     for group, launch in ROUTING.items():
         for dtype in ("bf16", "fp16") if launch.own else ("fp32",):

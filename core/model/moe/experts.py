@@ -84,12 +84,15 @@ class ExpertWeights(ABC):
         spec: Experts,
         lora: MixtureLora | MixtureLaunches | None = None,
         factors: torch.Tensor | None = None,
+        *,
+        joins: bool = False,
     ) -> torch.Tensor:
         """The experts' outputs for rows `[rows, hidden]`: `[rows · per_token, hidden]`. Only those that a row goes to
         are read.
 
         chosen: `[rows, per_token]` int64, the experts of each row. lora: the step's adapters; None: no adapters.
-        factors: `[rows, per_token]` float32, of the experts' inputs; None: they are as they are.
+        factors: `[rows, per_token]` float32, of the experts' inputs; None: they are as they are. joins: see
+        `mix_experts`.
         """
 
     @abstractmethod
@@ -156,6 +159,8 @@ class ListedExperts(ExpertWeights):
         spec: Experts,
         lora: MixtureLora | MixtureLaunches | None = None,
         factors: torch.Tensor | None = None,
+        *,
+        joins: bool = False,
     ) -> torch.Tensor:
         experts = chosen.flatten().numpy()
         places = experts.argsort(kind="stable")  # in `chosen`, expert after expert
@@ -351,9 +356,12 @@ def mix_experts(
     spec: Experts,
     lora: MixtureLora | MixtureLaunches | None = None,
     routed: torch.Tensor | None = None,
+    *,
+    joins: bool = False,
 ) -> torch.Tensor:
     """The output of a layer's mixture of experts for rows `[rows, hidden]`. lora: the step's adapters. routed: the
-    router's input, where that is another one than the experts'.
+    router's input, where that is another one than the experts'. joins: on a GPU, with fewer launches, as `SMALL` of
+    `GemmBackend` says.
     """
     if routed is None and (native := weights.native(spec)) is not None:
         return native.mix(x, None if (own := lora_of(lora, MixtureLora)) is None else own.native).y
@@ -365,7 +373,7 @@ def mix_experts(
     if weights.factors is not None:
         factors = factors * weights.factors[experts]
     of_inputs = factors if spec.routing.of_inputs else None
-    outputs = weights.outputs(x, experts, spec, lora, of_inputs).view(*experts.shape, -1)
+    outputs = weights.outputs(x, experts, spec, lora, of_inputs, joins=joins).view(*experts.shape, -1)
     factors = factors if of_inputs is None else torch.ones_like(factors)
     return weights.add_up(outputs, factors, _of_shared(x, weights, spec, lora))
 

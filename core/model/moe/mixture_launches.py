@@ -254,6 +254,11 @@ class RoutedLora:
             self._pairs = torch.arange(chosen.numel(), device=chosen.device)
             self._pairs[: len(head)] = head.to(self._pairs.dtype)
 
+    @property
+    def has_runs(self) -> bool:
+        """True if rows are in another order than pairs."""
+        return self._runs is not None
+
     def gathered(self, x: torch.Tensor) -> torch.Tensor:
         """Rows `[tokens · per_token, in]` of tokens x `[tokens, in]`."""
         per_token = self._chosen.shape[1]

@@ -12,11 +12,13 @@ from typing import Any
 import torch
 
 from ....memory.pages.projections import Group
+from ....ops.elementwise.elementwise_schedule import Gating
 from ....ops.gemm import narrow_weights
 from ....ops.gemm.narrow_weights import NarrowWeight
-from ....ops.moe.expert_tiles import Stack
+from ....ops.moe.expert_tiles import ExpertTiles, Stack
+from ....ops.moe.expert_tiles_schedule import UNSORTED_ROWS, Gate
 from ....ops.moe.routing_schedule import choice_constants
-from ..specs.feed_forward import Experts, Routing
+from ..specs.feed_forward import Activation, ClampedSwiglu, Experts, Routing, UngatedActivation
 from .experts import ExpertChoice, ExpertWeights, ListedExperts, SharedOutputs, activated, lora_of, unpacked
 from .mixture_launches import MixtureLaunches
 from .mixture_lora import MixtureLora
@@ -33,6 +35,10 @@ class StackedExperts(ExpertWeights):
 
     down: Stack
     """Of each expert `[hidden, size]`, with its biases."""
+
+    def can_join(self, spec: Experts) -> bool:
+        """Whether `outputs` has launches to join for many rows, too."""
+        return _gate_of(spec.activation) is not None and not spec.routing.of_inputs
 
     # These modules need triton.
 
@@ -66,18 +72,24 @@ class StackedExperts(ExpertWeights):
         spec: Experts,
         lora: MixtureLora | MixtureLaunches | None = None,
         factors: torch.Tensor | None = None,
+        *,
+        joins: bool = False,
     ) -> torch.Tensor:
         from ....ops.moe.expert_tiles_triton import multiply
         from ....ops.moe.routing_triton import tiles_of
 
-        tiles, per_token = tiles_of(chosen, spec.count, self.gate_up, self.down), spec.routing.per_token
-        launches = lora_of(lora, MixtureLaunches)
+        per_token, launches = spec.routing.per_token, lora_of(lora, MixtureLaunches)
         added = None if launches is None else launches.routed(chosen)
+        if joins and len(chosen) <= UNSORTED_ROWS and (added is None or not added.has_runs):
+            tiles = ExpertTiles.unsorted(chosen)
+        else:
+            tiles = tiles_of(chosen, spec.count, self.gate_up, self.down)
         if added is None:
-            y = multiply(x, self.gate_up, tiles, per_token)
+            gate = _gate_of(spec.activation) if joins and factors is None else None
+            hidden = multiply(x, self.gate_up, tiles, per_token, gate)
             if factors is not None:
-                y.mul_(factors.view(-1, 1))
-            return multiply(activated(y, spec.activation), self.down, tiles, 1)
+                hidden.mul_(factors.view(-1, 1))
+            return multiply(hidden if gate else activated(hidden, spec.activation), self.down, tiles, 1)
         x, tiles = added.gathered(x), added.in_rows(tiles)
         y = multiply(x, self.gate_up, tiles, 1)
         added.add(Group.EXPERT_GATE_UP, y, x)
@@ -87,6 +99,19 @@ class StackedExperts(ExpertWeights):
         y = multiply(hidden, self.down, tiles, 1)
         added.add(Group.EXPERT_DOWN, y, hidden)
         return added.by_pair(y)
+
+
+def _gate_of(activation: Activation | ClampedSwiglu | UngatedActivation) -> Gate | None:
+    """The activation as the launch of gate and up computes it; None: it does not."""
+    match activation:
+        case ClampedSwiglu(alpha, limit):
+            return Gate(Gating.CLAMPED_SWIGLU, alpha, limit)
+        case Activation.SILU:
+            return Gate(Gating.SILU)
+        case Activation.GELU_TANH:
+            return Gate(Gating.GELU)
+        case UngatedActivation():
+            return None
 
 
 def stacked_experts(experts: ListedExperts, dtype: torch.dtype, device: torch.device) -> StackedExperts:

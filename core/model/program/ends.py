@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from ....memory.pages.projections import Group
 from ..specs.config import ModelConfig
 from ..weights.slots import stream_slots
@@ -26,7 +28,7 @@ from .end_ops import (
 )
 from .ops import INPUTS, STREAM, STREAMS, Gemm, Norm, Op, Scale, Sum
 
-#: Buffers behind all layers: normalised states `[rows, hidden]`, and logits `[rows, vocab]` float32.
+#: Buffers behind all layers: normalised states `[rows, hidden]`, and logits `[rows, vocab]`.
 STATES, LOGITS = "n", "logits"
 
 
@@ -128,6 +130,13 @@ def _logits(config: ModelConfig) -> list[Op]:
     found: list[Op] = [Logits(STATES, LOGITS, config.vocab_size, bias="head_bias" if config.head_bias else None)]
     cap = cap_of(config)
     return found if cap == Cap(LOGITS) else [*found, cap]
+
+
+def logits_dtype(config: ModelConfig, dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which a GPU keeps a step's logits: that of the head's product, unless something is computed on them
+    afterwards, in float32. dtype: the model's.
+    """
+    return torch.float32 if config.head_bias or cap_of(config) != Cap(LOGITS) else dtype
 
 
 def cap_of(config: ModelConfig) -> Cap:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+from torch import mm
 from torch.nn.functional import embedding, linear
 
 from ....memory.pages.projections import LAYER_GROUPS
@@ -151,15 +152,17 @@ def backend_for(
 
 
 def kind_of(weight: Weight, bias: torch.Tensor | None = None, *, silu: bool = False, is_head: bool = False) -> GemmKind:
-    """The kind of a GEMM with a weight `[outputs, inputs]`."""
+    """The kind of a GEMM with a weight `[outputs, inputs]`, or with those of experts `[experts, outputs, inputs]`."""
     weight = weight.weight if isinstance(weight, RoundingWeight) else weight
     form = str(weight.dtype).removeprefix("torch.")
     if isinstance(weight, NarrowWeight):
         name = "MXFP4" if weight.float4 else "FP8" if weight.float8 else f"int{weight.bits}"
         form = f"{name} in groups of {weight.group}"
         form += " with zeros" * (weight.zeros is not None) + ", rounds inputs" * weight.rounds_inputs
-    outputs, inputs = weight.shape
-    return GemmKind(outputs, inputs, form, bias is not None, silu, is_head, isinstance(weight, NarrowWeight))
+    *experts, outputs, inputs = weight.shape
+    count = experts[0] if experts else 0
+    is_narrow = isinstance(weight, NarrowWeight) and not count
+    return GemmKind(outputs, inputs, form, bias is not None, silu, is_head, count, is_narrow)
 
 
 def multiply(
@@ -170,37 +173,44 @@ def multiply(
     *,
     gate: bool = False,
     shrunk: Shrunk | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`x @ weightᵀ + bias`. x: `[rows, in]`, weight: `[out, in]`; a narrow one is widened in memory for the
     library, and x is rounded for one that says so. gate: `silu(gate) · up` of the halves of that, the
     same bits as one after the other of the same way. shrunk: of adapters that are expanded in the product's launch.
+    out: where the product is written, contiguous, in x's dtype; without a bias and a gate.
     """
     if isinstance(weight, RoundingWeight):
         x, weight = weight.inputs(x), weight.weight
     if isinstance(weight, NarrowWeight) and weight.rounds_inputs and backend is not GemmBackend.LIBRARY:
         x = float8_rows.rounded(x)
-    if backend in (GemmBackend.SMALL, GemmBackend.EXPANDED):
-        from ....ops.gemm import small_gemm_triton  # needs triton
+    if backend in (GemmBackend.SMALL, GemmBackend.EXPANDED, GemmBackend.SPLIT):
+        from ....ops.gemm import small_gemm_triton, split_gemm_triton  # need triton
 
-        return small_gemm_triton.multiply(x, weight, bias, silu=gate, shrunk=shrunk)
-    if isinstance(weight, NarrowWeight):
-        y = _multiply_narrow(backend, x, weight, bias)
-    else:
-        y = (packed_linear if weight.is_mkldnn else linear)(x, weight, bias)
-    return silu_and_mul(y) if gate else y
-
-
-def _multiply_narrow(
-    backend: GemmBackend, x: torch.Tensor, weight: NarrowWeight, bias: torch.Tensor | None
-) -> torch.Tensor:
-    """See `multiply`; by the library, or by the kernel that has the weights as the first operand."""
-    if backend is GemmBackend.SWAPPED:
+        if backend is GemmBackend.SPLIT and isinstance(weight, torch.Tensor):
+            return split_gemm_triton.multiply(x, weight, bias)
+        return small_gemm_triton.multiply(x, weight, bias, silu=gate, shrunk=shrunk, out=out)
+    if backend is GemmBackend.SWAPPED and isinstance(weight, NarrowWeight):
         from ....ops.gemm import swapped_gemm_triton  # needs triton
 
-        return swapped_gemm_triton.multiply(x, weight, bias)
-    if weight.rounds_inputs:
-        return float8_rows.multiply(x, weight, bias)
-    return linear(x, weight.dense(), bias)
+        y = swapped_gemm_triton.multiply(x, weight, bias)
+    else:
+        y = _multiply_by_library(x, weight, bias, out)
+    y = silu_and_mul(y) if gate else y
+    return y if out is None or y is out else out.copy_(y)
+
+
+def _multiply_by_library(
+    x: torch.Tensor, weight: torch.Tensor | NarrowWeight, bias: torch.Tensor | None, out: torch.Tensor | None
+) -> torch.Tensor:
+    """out: see `multiply`; left alone where the library can't write there."""
+    if isinstance(weight, NarrowWeight):
+        if weight.rounds_inputs:
+            return float8_rows.multiply(x, weight, bias)
+        weight = weight.dense()
+    if weight.is_mkldnn:
+        return packed_linear(x, weight, bias)
+    return linear(x, weight, bias) if out is None else mm(x, weight.t(), out=out)
 
 
 def heads(op: Heads, at: OpContext) -> Run:
@@ -313,8 +323,13 @@ def logits(op: Logits, at: OpContext) -> Run:
     def run(step: Step) -> None:
         names, weights = step.names, step.layers[index]
         x, weight, memory = names[op.x], weights[op.weight], names.get(op.out)
-        found = multiply(backend_for(step.batch.backends, weight, is_head=True), x, weight)
-        found = found.float() if memory is None else memory.copy_(found)
+        backend = backend_for(step.batch.backends, weight, is_head=True)
+        if memory is not None and memory.dtype == x.dtype and step.added_logits is None:
+            names[op.out] = multiply(backend, x, weight, out=memory)  # nothing is added: see `logits_dtype`
+            return
+        found = multiply(backend, x, weight)
+        is_wide = memory is not None and memory.dtype == torch.float32
+        found = memory.copy_(found) if memory is not None and is_wide else found.float()
         if step.added_logits is not None:
             ranks = model.ranks
             step.added_logits(found, x, 0 if ranks is None else op.vocab * ranks.rank // ranks.size)

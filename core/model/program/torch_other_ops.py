@@ -9,10 +9,13 @@ import torch
 
 from ....ops.elementwise import elementwise
 from ....ops.elementwise.sparse_gates import sparse_gates as with_sparse_gates
-from ..moe.experts import mix_experts
+from ..batch import GemmKind
+from ..moe.experts import ExpertWeights, mix_experts
+from ..moe.stacked_experts import StackedExperts
 from ..nvtx_spans import span
 from .builder import Kept
 from .ops import AddMedia, Concat, GateOutput, Mix, Moe, Scale, SparseGates, Sum
+from .torch_ops import kind_of
 from .torch_step import OpContext, Run, Step, reader
 
 
@@ -58,6 +61,11 @@ def sparse_gates(op: SparseGates, at: OpContext) -> Run:
     return run
 
 
+def kind_of_experts(experts: ExpertWeights) -> GemmKind | None:
+    """The kind of a layer's gate and up, whose launches may be joined to others; None: there are no such launches."""
+    return kind_of(experts.gate_up.data, experts.gate_up.bias) if isinstance(experts, StackedExperts) else None
+
+
 def moe(op: Moe, at: OpContext) -> Run:
     read, index, spec = reader(op.x), at.index, op.spec
     routed_of = None if op.routed is None else reader(op.routed)
@@ -66,7 +74,8 @@ def moe(op: Moe, at: OpContext) -> Run:
         names, experts, lora = step.names, step.layers[index][op.experts], step.batch.lora
         added = None if lora is None else lora.mixture(index)
         routed = None if routed_of is None else routed_of(names)
-        names[op.out] = mix_experts(read(names), experts, spec, added, routed)
+        joins = bool(backends := step.batch.backends) and kind_of_experts(experts) in backends
+        names[op.out] = mix_experts(read(names), experts, spec, added, routed, joins=joins)
 
     return run
 

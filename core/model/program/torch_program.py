@@ -17,7 +17,7 @@ from ..lora.step_lora import StepLora
 from ..weights.layer_weights import LayerWeights
 from .builder import Kept, LayerProgram
 from .ends import LOGITS, STATES, EndPrograms
-from .ops import INPUTS, STREAM, STREAMS, Add, Begin, End, Gemm, Op, name_of
+from .ops import INPUTS, STREAM, STREAMS, Add, Begin, End, Gemm, Moe, Op, name_of
 from .peepholes import fused, fused_layers
 from .torch_bind import bind
 from .torch_ops import Runs, run_ops, within_span
@@ -152,6 +152,16 @@ class TorchProgram:
     def gemms(self) -> Iterator[tuple[int, Gemm]]:
         """The GEMMs of all layers as a step runs them, each with its layer."""
         return ((index, op) for index, ops in enumerate(self._whole) for op in ops if isinstance(op, Gemm))
+
+    def mixtures(self) -> Iterator[tuple[int, Moe]]:
+        """The mixtures of experts of all layers, each with its layer."""
+        return ((index, op) for index, ops in enumerate(self._whole) for op in ops if isinstance(op, Moe))
+
+    def run_mixture(self, index: int, op: Moe, x: torch.Tensor, backends: GemmBackends) -> torch.Tensor:
+        """A mixture of `mixtures` alone, of x `[rows, hidden]`, which its router gets, too."""
+        step = Step(batch_of_parts(backends=backends), self._layers, {_ALONE: x})
+        run_ops(self._bound(index, [replace(op, x=_ALONE, routed=None)], {op.out}), step)
+        return step.names[op.out]
 
     def run_gemm(
         self,

@@ -8,9 +8,11 @@ from __future__ import annotations
 from functools import cache
 
 import pytest
+import torch
 
 from chorus.core.config import EngineConfig
 from chorus.core.engine import Engine
+from chorus.core.executors import cuda_gemm_backends
 from chorus.core.executors.cuda import CudaExecutor
 from chorus.core.model.moe.mixture_launches import MixtureState
 from chorus.graphs.runner import EagerReason, StepMode
@@ -92,6 +94,18 @@ def test_prompts_and_decode_steps(mixture, drive):
     check(it, driver, ("r2-experts", 9, 3), (None, 5, 4), ("r4-router", 4, 4), ("r6-down", 3, 4))
     assert ROUTER | EXPERTS in captured_groups(driver)
     assert EagerReason.TILES not in driver.executor.inner.steps.eager
+
+
+@pytest.mark.parametrize("family", ["gpt-oss", *(["mixtral", "llama-4"] if EVERY else [])])
+def test_launches_of_experts_that_are_joined_serve_prompts_and_decode_steps(mixture, drive, family, monkeypatch):
+    """In float32, which our kernels serve here, too; adapters on experts keep the activation apart."""
+    monkeypatch.setitem(cuda_gemm_backends.TOLERANCE, torch.float32, 1e-4)
+    it = mixture(family)
+    driver = drive(it, small_gemm="on", mixed_graph_tokens=24)
+    steps, joined = driver.executor.inner.steps, family != "llama-4"
+    for backends in (steps.mixed.backends, *steps.decoding.backends.values()):
+        assert any(kind.experts for kind in backends) == joined
+    check(it, driver, (None, 9, 3), ("r2-experts", 6, 3))
 
 
 @pytest.mark.slow

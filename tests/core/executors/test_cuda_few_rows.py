@@ -46,7 +46,7 @@ def test_a_decode_step_widens_no_narrow_weight(tmp_path, family, monkeypatch):
     executor = executor_of(tmp_path, **options)
     decoder, dense, widened, launched = executor.decoder, NarrowWeight.dense, [], []
 
-    def multiply(x, weight, bias=None, *, silu=False, shrunk=None, compile_only=False):
+    def multiply(x, weight, bias=None, *, silu=False, shrunk=None, out=None, compile_only=False):
         launched.append(weight)
         y = linear(x, dense(weight) if isinstance(weight, NarrowWeight) else weight, bias)
         return silu_and_mul(y) if silu else y

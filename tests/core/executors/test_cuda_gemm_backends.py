@@ -21,10 +21,12 @@ from chorus.core.executors.cuda_decode import DecodeSteps  # noqa: E402
 from chorus.core.executors.cuda_gemm_backends import (  # noqa: E402
     asked_backends,
     choose_combination,
+    choose_for_prompts,
     combinations_of,
     compile_ahead,
     compile_late,
 )
+from chorus.core.executors.cuda_gemm_races import GemmRaces  # noqa: E402
 from chorus.core.model.batch import GemmBackend, GemmBackends, GemmKind  # noqa: E402
 from chorus.core.model.decoder import DecoderModel  # noqa: E402
 from chorus.core.model.lora.lora_state_cuda import CudaLoraState, StepLimits  # noqa: E402
@@ -239,6 +241,83 @@ def test_narrow_weights_have_one_more_combination_also_if_their_kernel_is_refuse
     assert combinations_of({narrow: [small, swapped], DOWN: [small]})["swapped"] == {narrow: swapped, DOWN: small}
     assert combinations_of({narrow: [small], DOWN: [small]})["swapped"] == {narrow: small, DOWN: small}
     assert "swapped" not in combinations_of({DOWN: [small]})
+
+
+@pytest.mark.parametrize(
+    ("setting", "slower", "joins"),
+    [("auto", 1.01, True), ("auto", 1.05, False), ("on", 9.0, True), ("off", 0.5, False)],
+)
+def test_launches_of_experts_are_joined_in_prompts_unless_that_is_clearly_slower(setting, slower, joins):
+    """All layers' mixtures are timed, by themselves: other products of prompts are the library's."""
+    kind = GemmKind(192, 64, "bfloat16", experts=8)
+    uses, asked = [SimpleNamespace(name="EXPERTS", layer=index) for index in range(3)], []
+    decoder = SimpleNamespace(
+        dtype=torch.bfloat16,
+        arena=SimpleNamespace(pages=torch.empty(0)),
+        gemms=lambda every=False: {DOWN: uses[:1], kind: uses if every else uses[:1]},
+        run_gemm=lambda use, backend, x: asked.append((use.layer, backend, len(x))),
+    )
+
+    def seconds(run):
+        asked.clear()
+        run()
+        (backend,) = {each[1] for each in asked}
+        assert asked == [(layer, backend, 500) for layer in range(3)]
+        return slower if backend is GemmBackend.SMALL else 1.0
+
+    found = choose_for_prompts(setting, decoder, 500, SimpleNamespace(seconds=seconds))
+    assert found == ({kind: GemmBackend.SMALL} if joins else {})
+
+
+def test_programs_share_the_inputs_of_long_plain_sums_where_the_race_decides():
+    small, expanded, split = GemmBackend.SMALL, GemmBackend.EXPANDED, GemmBackend.SPLIT
+    down = GemmKind(4096, 14336, "bfloat16")
+    assert [asked_backends("auto", down, rows) for rows in (16, 17, 64)] == [
+        [small, expanded],
+        [small, expanded, split],
+        [small, split],
+    ]
+    others = [down._replace(silu=True), down._replace(is_head=True), down._replace(form="int4 in groups of 128")]
+    assert not any(split in asked_backends("auto", each, 64) for each in [*others, down._replace(outputs=28672)])
+    assert not any(split in asked_backends(setting, down, 64) for setting in ("on", "fused"))
+
+
+@pytest.mark.parametrize(
+    ("times", "chosen"),
+    [
+        ({"small": 45.0, "split": 36.0, "library": 35.5}, "split"),
+        ({"small": 36.0, "split": 35.5, "library": 40.0}, "small"),
+        ({"small": 45.0, "split": 40.0, "library": 35.5}, "library"),
+        ({"small": 36.0, "library": 35.5}, "small"),
+        ({"library": 35.5}, "library"),
+    ],
+)
+def test_a_race_takes_the_first_backend_that_none_is_clearly_faster_than(times, chosen):
+    """Each is timed once for a tile, over all uses; what no step may use isn't timed."""
+    uses, asked, now = [SimpleNamespace(name="DOWN")] * 3, [], []
+    decoder = SimpleNamespace(
+        dtype=torch.bfloat16,
+        arena=SimpleNamespace(pages=torch.empty(0)),
+        gemms=lambda every: {DOWN: uses},
+        run_gemm=lambda use, backend, x: now.append((backend, len(x))),
+    )
+
+    def seconds(run):
+        now.clear()
+        run()
+        asked.extend(now)
+        return times[now[0][0]] * 1e-6
+
+    races = GemmRaces(decoder, SimpleNamespace(seconds=seconds), [24, 64])
+    usable = [GemmBackend(each) for each in times if each != "library"]
+    for bucket in (24, 64):
+        assert races.of(bucket, {DOWN: usable}) == ({} if chosen == "library" else {DOWN: chosen})
+    raced = times if usable else ()
+    assert asked == [(GemmBackend(each), 64) for each in raced for _ in uses]
+
+
+def test_experts_have_no_adapters_expanded_in_their_launches():
+    assert asked_backends("auto", GemmKind(192, 64, "bfloat16", experts=8), 1) == [GemmBackend.SMALL]
 
 
 def launch_all(decoder: DecoderModel, lora: CudaLoraState, rows: int) -> None:

@@ -235,6 +235,29 @@ def test_a_gpu_is_waited_for_once_whatever_rows_ask_for(monkeypatch):
     assert len(fetched) == 1
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_logits_of_16_bits_are_drawn_from_as_their_float32_copy_is(dtype, monkeypatch):
+    """Edits are of a copy in float32: a bias of 0.01 would be lost in bfloat16. Steps without edits make no copy."""
+    ways = [{}, {"temperature": 1.0}, {"temperature": 0.7, "top_p": 0.8, "logprobs": 3}, {"logprobs": 2}]
+    edits = [
+        {"logit_bias": {5: 0.01}, "temperature": 1.0},
+        {"repetition_penalty": 1.3, "logprobs": 1},
+        {"min_tokens": 3, "presence_penalty": 0.3},
+        {"allowed_token_ids": (3, 4), "temperature": 1.0, "logprobs": 2},
+    ]
+    copied, plain = [], torch.Tensor.float
+    monkeypatch.setattr(torch.Tensor, "float", lambda self: copied.append(self.shape) or plain(self))
+    for more in ([], edits):
+        rows = [row(str(at), [2, 3], [4], seed=at, **way) for at, way in enumerate([*ways, *more])]
+        logits = logits_of(9, len(rows)).to(dtype)
+        before = logits.clone()
+        want = draw_on_device(rows, plain(logits))
+        copied.clear()
+        assert draw_on_device(rows, logits) == want
+        assert torch.equal(logits, before)
+        assert copied == [logits.shape] * bool(more)
+
+
 def test_only_rows_with_the_models_own_logits_are_left_to_its_kernels():
     assert plain_row_params(row("greedy", [2])) is None
     assert plain_row_params(row("chunk", [2, 3], temperature=1.0, samples=False)) is None

@@ -5,12 +5,17 @@ Run in a process that interprets, see `tests/interpreted.py`.
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
+from chorus.ops.elementwise.elementwise import clamped_swiglu, gelu_and_mul, silu_and_mul
+from chorus.ops.elementwise.elementwise_schedule import Gating
+from chorus.ops.elementwise.elementwise_triton import gate_and_mul
 from chorus.ops.gemm.narrow_weights import NarrowWeight, keep, keep_float4, stack
 from chorus.ops.moe.expert_tiles import ExpertTiles, Stack
-from chorus.ops.moe.expert_tiles_schedule import num_tiles
+from chorus.ops.moe.expert_tiles_schedule import Gate, num_tiles
 from chorus.ops.moe.expert_tiles_triton import multiply
 from chorus.ops.moe.routing_triton import tiles_of
 
@@ -80,6 +85,56 @@ def test_a_rows_bits_do_not_depend_on_its_company(rows):
     if rows < 64:
         alone = multiply(x[7:8], Stack(weight), tiles_of(chosen[7:8], 6), 2)
         assert torch.equal(alone, whole[7])
+
+
+GATES = {
+    "silu": (Gate(), silu_and_mul),
+    "gelu": (Gate(Gating.GELU), gelu_and_mul),
+    "swiglu": (Gate(Gating.CLAMPED_SWIGLU, 1.702, 7.0), partial(clamped_swiglu, alpha=1.702, limit=7.0)),
+}
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("shape", [(1, 8, 2, 64, 20), (5, 16, 4, 40, 33), (70, 4, 2, 72, 70)])
+@pytest.mark.parametrize("name", GATES)
+def test_an_activation_in_the_launch_is_that_of_the_rounded_products(name, shape, dtype):
+    """Bit for bit as the kernel of the activation computes it, and close to float64."""
+    rows, experts, each, inputs, outputs = shape
+    gate, torchs = GATES[name]
+    generator, chosen = torch.Generator().manual_seed(5), chosen_experts(rows, experts, each)
+    # sums of whole numbers are exact in any order
+    weight = torch.randint(-4, 5, (experts, 2 * outputs, inputs), generator=generator).to(dtype)
+    biases = torch.randint(-4, 5, (experts, 2 * outputs), generator=generator).to(dtype)
+    x = torch.randint(-4, 5, (rows, inputs), generator=generator).to(dtype) / 8
+    tiles, stack = tiles_of(chosen, experts), Stack(weight, biases)
+    found, apart = multiply(x, stack, tiles, each, gate), multiply(x, stack, tiles, each)
+    assert found.shape == (rows * each, outputs)
+    assert torch.equal(found, gate_and_mul(apart, *gate))
+    of_pair = chosen.flatten()
+    products = torch.einsum("pi,poi->po", x.double().repeat_interleave(each, 0), weight.double()[of_pair])
+    want = torchs((products + biases.double()[of_pair]).to(dtype).double())
+    assert (found.double() - want).abs().max() <= TOLERANCE[dtype] * want.abs().max()
+
+
+@pytest.mark.parametrize("form", ["int4 zeros", "fp8", "mxfp4"])
+def test_an_activation_in_the_launch_of_narrow_experts_is_that_behind_it(form):
+    x, chosen = torch.randn(5, 256, generator=torch.Generator().manual_seed(6)).bfloat16(), chosen_experts(5, 4, 2)
+    stack = Stack(narrow_stack(form, 4, 72, 256, 32 if form == "mxfp4" else 128, torch.bfloat16))
+    tiles = tiles_of(chosen, 4)
+    found, apart = multiply(x, stack, tiles, 2, Gate()), gate_and_mul(multiply(x, stack, tiles, 2), Gating.SILU)
+    assert (found.double() - apart.double()).abs().max() <= 2.0**-6 * apart.double().abs().max()
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(("rows", "gate"), [(1, None), (4, Gate()), (4, None)])
+def test_pairs_that_are_not_sorted_have_the_bits_of_sorted_ones(rows, gate, dtype):
+    """Two rows go to the same expert among others."""
+    generator, chosen = torch.Generator().manual_seed(7), torch.tensor([[3, 1], [1, 0], [2, 3], [0, 2]])[:rows]
+    weight = torch.randn(4, 40, 100, generator=generator).to(dtype)
+    x, stack = torch.randn(rows, 100, generator=generator).to(dtype), Stack(weight, weight[:, :, 0].contiguous())
+    tiles = ExpertTiles.unsorted(chosen)
+    assert len(tiles.expert) == 2 * rows
+    assert torch.equal(multiply(x, stack, tiles, 2, gate), multiply(x, stack, tiles_of(chosen, 4), 2, gate))
 
 
 #: (form, inputs, group): whole rows and groups, with an input that no block divides; every group of MXFP4 has 32.

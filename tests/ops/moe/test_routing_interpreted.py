@@ -5,12 +5,16 @@ Run in a process that interprets, see `tests/interpreted.py`.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from chorus.core.model.moe.experts import mix_experts
-from chorus.core.model.specs.feed_forward import Experts, Routing
+from chorus.core.model.specs.feed_forward import Activation, ClampedSwiglu, Experts, Routing, UngatedActivation
+from chorus.ops import dependent_launch
 from chorus.ops.launch_triton import KernelLauncher
+from chorus.ops.moe.expert_tiles import Stack
 
 from ...dispatched import dispatched
 from .routing_cases import (
@@ -22,6 +26,7 @@ from .routing_cases import (
     check_odd_logits,
     check_sort,
     check_sum,
+    random_rows,
     stacked,
 )
 
@@ -75,3 +80,40 @@ def test_a_mixture_takes_a_launch_for_each_of_its_steps(monkeypatch):
     products = ["multiply_tiles"] * 2
     assert launched == ["multiply_router", "choose_experts", "sort_pairs", *products, "add_experts"]
     assert operations == {"neg": 1, "exp_": 1, "add_": 1, "div": 1, "mul": 1}, "of silu, on a CPU, and of the product"
+    launched.clear()
+    with dispatched() as operations:
+        mix_experts(x, weights, spec, joins=True)
+    assert launched == ["multiply_router", "choose_experts", "sort_pairs", *products, "add_experts"]
+    assert not operations, "the activation is in the first product's launch"
+    launched.clear()
+    mix_experts(x[:4], weights, spec, joins=True)
+    assert launched == ["multiply_router", "choose_experts", *products, "add_experts"], "four rows are not sorted"
+
+
+def test_every_launch_of_a_mixture_begins_early_where_launches_do(monkeypatch):
+    """That none reads too early is checked on the compiled kernels: `perf.kernels`."""
+    launched = []
+
+    def note(self, *_):
+        launched.append((self._constants["C"].pdl, self._constants.get("launch_pdl", False)))
+
+    monkeypatch.setattr(KernelLauncher, "__call__", note)
+    for early in (True, False):
+        launched.clear()
+        monkeypatch.setattr(dependent_launch, "begins_early", lambda device, early=early: early)
+        mix_experts(torch.ones(5, 24), stacked(16), Experts(16, 8, Routing(4)), joins=True)
+        assert launched == [(early, early)] * 6
+
+
+@pytest.mark.parametrize("rows", [1, 4, 5, 70])
+@pytest.mark.parametrize("activation", [Activation.SILU, ClampedSwiglu(1.702, 7.0), UngatedActivation.RELU_SQUARED])
+def test_joined_launches_give_the_values_of_launches_apart(rows, activation):
+    """Also where the activation is not joined: it has no gate, or weights are of the experts' inputs."""
+    up = isinstance(activation, UngatedActivation)
+    weights = stacked(16, hidden=24, size=4 if up else 8)
+    weights = replace(weights, down=Stack(stacked(16).down.data)) if up else weights
+    x = random_rows(rows, 24, seed=rows)
+    for of_inputs in (False, True):
+        spec = Experts(16, 8, Routing(4, renormalised=True, of_inputs=of_inputs), activation=activation)
+        apart, joined = (mix_experts(x, weights, spec, joins=joins) for joins in (False, True))
+        torch.testing.assert_close(joined, apart, rtol=1e-5, atol=1e-6)

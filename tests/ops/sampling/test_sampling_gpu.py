@@ -10,7 +10,7 @@ import torch
 from chorus.ops.sampling.sampling import RowSamplingParams, sample_into
 
 from .test_sampling import make_logits
-from .test_sampling_triton import check, check_bans, check_broken_rows, check_company
+from .test_sampling_triton import check, check_bans, check_broken_rows, check_company, check_narrow_logits
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 
@@ -56,6 +56,7 @@ def test_broken_rows():
 def test_rows_do_not_depend_on_company():
     check_company("cuda")
     check_bans("cuda")
+    check_narrow_logits("cuda")
 
 
 def test_nothing_is_waited_for():

@@ -103,6 +103,16 @@ def check_bans(device: str) -> None:
         assert torch.equal(want[[0, 2]], logits[[0, 2]]) and (vocab < 33 or want[1].isinf().any())
 
 
+def check_narrow_logits(device: str) -> None:
+    """Logits in bf16 and fp16 give the tokens of their copy in float32."""
+    ways = [{}, {"top_p": 0.9}, {"top_k": 40}, {"min_p": 0.01, "top_p": 0.8}, {"temperature": 0.0}]
+    row_params = [RowSamplingParams(**{"temperature": 1.0, "u": uniform(8, i), **way}) for i, way in enumerate(ways)]
+    for dtype, kind in ((torch.bfloat16, "plain"), (torch.bfloat16, "holes"), (torch.float16, "ties")):
+        logits = make_logits(9001, 3, 3.0, kind, len(ways)).to(dtype).to(device)
+        got, want = (draw(each, list(range(len(ways))), row_params) for each in (logits, logits.float()))
+        assert torch.equal(got, want)
+
+
 def interpret() -> None:
     """Run in a process of its own."""
 
@@ -129,6 +139,7 @@ def interpret() -> None:
     check_broken_rows("cpu")
     check_company("cpu")
     check_bans("cpu")
+    check_narrow_logits("cpu")
 
 
 def check_zeros_of_both_signs() -> None:

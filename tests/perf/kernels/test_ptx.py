@@ -78,6 +78,23 @@ $L__BB0_2:
     assert parse(after).barriers == 1
 
 
+def test_a_branch_may_lead_behind_a_scope_of_inline_assembly():
+    ptx = parse("""
+	setp.lt.s32 	%p1, %r9, 0;
+	@%p1 bra 	$L__BB0_2;
+	{
+	.reg .pred complete;
+	waitLoop:
+	@!complete bra.uni waitLoop;
+	}
+	// end inline asm
+$L__BB0_2:
+	ld.global.b32 { %r2 }, [ %rd1 + 0 ];
+	ret;""")
+    assert "$L__BB0_2" in ptx.labels
+    assert ptx.loads_before(0) == 0
+
+
 def test_what_goes_round_a_loop_counts_once():
     ptx = parse("""
 	mov.b64 	%rd3, %rd1;
