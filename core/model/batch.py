@@ -16,9 +16,11 @@ import torch
 
 from ...graphs.buffers import split_columns
 from ...memory.pages.layout import PageLayout
+from ...ops.attention.blocks import BlockSpans
 from ...ops.mixers.recurrent import RecurrentWeights
 from ...ops.ranks.ranks import Collectives
 from ..requests.axis_positions import axis_positions
+from ..requests.blocks import spans_of
 from ..requests.types import ScheduledSequence
 from .lora.step_lora import StepLora
 from .sampler import following_tokens
@@ -29,7 +31,14 @@ T = TypeVar("T")
 class RowPlan(Protocol):
     """A step's rows as a model's attention takes them: `Attention`, or `NativeRows`."""
 
-    def plan(self, qo_indptr: Sequence[int], page_table: torch.Tensor, kv_lens: Sequence[int]) -> None: ...
+    def plan(
+        self,
+        qo_indptr: Sequence[int],
+        page_table: torch.Tensor,
+        kv_lens: Sequence[int],
+        *,
+        blocks: BlockSpans | None = None,
+    ) -> None: ...
 
 
 P = TypeVar("P", bound=RowPlan, covariant=True)
@@ -234,7 +243,8 @@ def ragged_batch(
         pages[: len(row.pages)] = row.pages
     if states is not None:
         states.set_step(rows, qo_indptr)
-    attention.plan(qo_indptr, torch.from_numpy(table), [row.kv_len for row in rows])
+    spans = spans_of([(row.blocks, row.start, row.kv_len) for row in rows])
+    attention.plan(qo_indptr, torch.from_numpy(table), [row.kv_len for row in rows], blocks=spans)
     return StepBatch(
         *split_columns(columns),
         attention=attention,

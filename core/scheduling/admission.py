@@ -78,6 +78,11 @@ class Admission:
                     yield next(iter(queue))
         yield from self.waiting
 
+    @property
+    def has_leaders(self) -> bool:
+        """True if `release_held_back` may forget a request that has computed its prompt, or has ended."""
+        return bool(self._prefills.leaders)
+
     def release_held_back(self) -> None:
         """Release requests whose shared prefill is done, and forget late adapters that have been read.
 
@@ -188,7 +193,7 @@ class Admission:
                 return
             if self._prefills.hold_back(request, kept) or self._prefills.wait_for_fetch(request, blocks):
                 builder.order.advance()
-            elif (fitting := builder.tokens.most(request, count)) > 0:
+            elif (fitting := builder.tokens.whole(request, kept, builder.tokens.most(request, count))) > 0:
                 yield request, blocks, fitting
             else:
                 return
