@@ -85,7 +85,9 @@ class Servable:
 
     def _set_blocks(self, request: Request) -> None:
         """Set which positions of the prompt see each other."""
-        kind, prompt = self._model.image_blocks, request.token_ids[: request.num_prompt_tokens]
+        if (kind := self._model.image_blocks) is None:
+            return
+        prompt = request.token_ids[: request.num_prompt_tokens]
         request.blocks = blocks = blocks_of(kind, prompt, request.media, request.media_scope)
         most = self._chunk - self._config.max_num_seqs  # what is left of a step beside sequences that decode
         if blocks.longest > most:

@@ -187,6 +187,13 @@ def _by_axes(rows: Sequence[ScheduledSequence], begins: Sequence[int], positions
     return AxisPositions(torch.tensor(places), torch.from_numpy(np.concatenate(found, axis=1)))
 
 
+def _blocks(rows: Sequence[ScheduledSequence]) -> BlockSpans | None:
+    """The blocks of a step's tokens; None if no prompt has any, as most haven't."""
+    if not any(row.blocks.spans for row in rows):
+        return None
+    return spans_of([(row.blocks, row.start, row.kv_len) for row in rows])
+
+
 def _kept_tokens(rows: Sequence[ScheduledSequence], begins: Sequence[int]) -> tuple[list[int], list[int]]:
     """Tokens of prompt log-probabilities, and pooled ones: see `StepBatch.kept_tokens`. begins: index of each row's
     first token.
@@ -243,8 +250,7 @@ def ragged_batch(
         pages[: len(row.pages)] = row.pages
     if states is not None:
         states.set_step(rows, qo_indptr)
-    spans = spans_of([(row.blocks, row.start, row.kv_len) for row in rows])
-    attention.plan(qo_indptr, torch.from_numpy(table), [row.kv_len for row in rows], blocks=spans)
+    attention.plan(qo_indptr, torch.from_numpy(table), [row.kv_len for row in rows], blocks=_blocks(rows))
     return StepBatch(
         *split_columns(columns),
         attention=attention,

@@ -54,6 +54,8 @@ class Admission:
 
     def __post_init__(self) -> None:
         self._prefills = SharedPrefills(self.memory, self.waiting)
+        self.leaders = self._prefills.leaders
+        """While there are any, `release_held_back` may forget one that has computed its prompt, or has ended."""
         self._max_num_seqs = self.limits.max_num_seqs
         self.late: set[Adapter] = set()
         """Adapters that missed their deadline: requests for them start only once they have been read."""
@@ -77,11 +79,6 @@ class Admission:
                 if queue is not None and queue.adapter is not None and not queue.adapter.pages:
                     yield next(iter(queue))
         yield from self.waiting
-
-    @property
-    def has_leaders(self) -> bool:
-        """True if `release_held_back` may forget a request that has computed its prompt, or has ended."""
-        return bool(self._prefills.leaders)
 
     def release_held_back(self) -> None:
         """Release requests whose shared prefill is done, and forget late adapters that have been read.

@@ -80,7 +80,8 @@ class SharedPrefills:
     def _shareable(self, request: Request) -> int:
         """Return how many prompt tokens are in full blocks that an equal prompt could start from."""
         size = self._memory.block_tokens
-        return request.blocks.cached((request.num_prompt_tokens - 1) // size, size) * size
+        count = (request.num_prompt_tokens - 1) // size
+        return size * (request.blocks.cached(count, size) if request.blocks.spans else count)
 
     def _key(self, request: Request) -> object:
         if request.prompt_hash is None:

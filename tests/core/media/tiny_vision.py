@@ -155,12 +155,12 @@ def save_adapter(path: Path, family: str, title: str, fields: dict[str, Any], se
     model.save_pretrained(str(path / "adapters" / title))
 
 
-def reference(path: Path, family: str) -> Any:
+def reference(path: Path, family: str, dtype: torch.dtype = torch.float32) -> Any:
     import transformers
 
     name = tiny_mrope.FAMILIES[family] if family in tiny_mrope.FAMILIES else SEEING[family].name
     kind = getattr(transformers, f"{name}ForConditionalGeneration")
-    return kind.from_pretrained(path, dtype=torch.float32).eval()
+    return kind.from_pretrained(path, dtype=dtype).eval()
 
 
 class Reference:
