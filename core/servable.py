@@ -17,6 +17,7 @@ from ..memory.pages.layout import PageLayout
 from ..memory.pages.pool import PagePool
 from .config import EngineConfig
 from .executors.base import ModelInfo
+from .requests.blocks import Blocks, blocks_of
 from .requests.grammar import Grammar
 from .requests.grammars import InvalidGrammar
 from .requests.request import Request
@@ -50,6 +51,7 @@ class Servable:
         self._set_head(request)
         if request.adapter is not None and request.adapter.manifest.invocation_tokens:
             self._activate(request, request.adapter)
+        self._set_blocks(request)
         name = request.adapter_name if request.bound is None else request.bound.name
         request.fairness_key = self.fairness_key(request.tenant, name)
         self.limit_output(request)
@@ -80,6 +82,28 @@ class Servable:
             request.media_scope = f"@{getattr(bound, 'version', bound.label)}"
         if not bound.manifest.parts and not bound.manifest.vectors:
             request.adapter = None  # it changes images alone
+
+    def _set_blocks(self, request: Request) -> None:
+        """Set which positions of the prompt see each other."""
+        if (kind := self._model.image_blocks) is None:
+            return
+        prompt = request.token_ids[: request.num_prompt_tokens]
+        request.blocks = blocks = blocks_of(kind, prompt, request.media, request.media_scope)
+        most = self._chunk - self._config.max_num_seqs  # what is left of a step beside sequences that decode
+        if blocks.longest > most:
+            what = "an image's" if kind is Blocks.IMAGES else "the prompt's"
+            needed = blocks.longest + self._config.max_num_seqs
+            raise InvalidRequest(
+                "messages",
+                f"{what} {blocks.longest} tokens see each other, so that one step computes them, which takes {most}; "
+                f"raise max_num_batched_tokens to at least {needed}",
+            )
+        if blocks.prompt and request.lora_from:
+            raise InvalidRequest(
+                "model",
+                f"adapter {request.adapter_name!r} begins within the prompt (alora_invocation_tokens), whose tokens "
+                "see each other in this model; use an adapter without these tokens",
+            )
 
     def _set_head(self, request: Request) -> None:
         """Set the head of a request that classifies: its adapter's own, or the model's if it has no adapter."""

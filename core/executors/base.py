@@ -26,6 +26,7 @@ from ..model.read_config import read_model_config
 from ..model.specs.config import ModelConfig, UnsupportedModel
 from ..model.specs.recurrent import RecurrentSpec
 from ..model.weights.shard import WHOLE, Shard
+from ..requests.blocks import Blocks
 from ..requests.draft_length import MOST_DRAFTS
 from ..requests.grammars import Grammars, grammars_of
 from ..requests.types import StepPlan, StepResult
@@ -78,6 +79,8 @@ class ModelInfo:
     """Why images are refused; None: they are served."""
     image_token: int | None = field(default=None, compare=False)
     """The token at images' positions, where they are served."""
+    image_blocks: Blocks | None = field(default=None, compare=False)
+    """Which positions of a prompt with images see each other, where images are served."""
 
 
 class ShadowBackend(Protocol):
@@ -237,6 +240,11 @@ class ModelExecutor(ExecutorBase):
         blind = why_blind(config, self.whole, on_gpu=self.on_gpu)
         if blind is None:
             self.whole = with_tower(config, self.whole)
+        elif self.whole.image_blocks is Blocks.PROMPT:
+            raise UnsupportedModel(
+                f"{config.model}: all tokens of a prompt see each other, which is computed only where images are "
+                f"served: {blind}"
+            )
         self.config = model = shard.config(self.whole)
         # a mixture's have tables of their own
         names = list(dict.fromkeys(each.place for each in model.projections if not each.is_of_mixture))
@@ -268,6 +276,7 @@ class ModelExecutor(ExecutorBase):
             limits=EngineLimits(config.max_num_seqs, config.max_num_batched_tokens, self._max_lora_rank(config)),
             why_blind=blind,
             image_token=None if blind else model.image_token,
+            image_blocks=None if blind else model.image_blocks,
         )
         self.layout = self._page_layout(config, limit)
 

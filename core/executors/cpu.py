@@ -53,7 +53,8 @@ from ..model.sampler import (
     prompt_logprob_slices,
     sample_tokens,
 )
-from ..model.specs.config import UnsupportedModel
+from ..model.specs.config import ModelConfig, UnsupportedModel
+from ..model.specs.layers import ropes_of
 from ..model.verification import accept_drafts
 from ..model.weights.open_weights import open_weights
 from ..model.weights.shadow import ShadowWeights
@@ -219,6 +220,9 @@ class SampleStep(Protocol):
 class _Decoder(Protocol[A]):
     """A decoder, with its own form of attention."""
 
+    @property
+    def config(self) -> ModelConfig: ...
+
     def new_attention(self) -> A: ...
 
     def new_states(self) -> PagedStates | None: ...
@@ -239,6 +243,7 @@ class CpuSteps(ABC, Generic[A]):
     ) -> None:
         """sizes: of the buckets; the largest has room for every decode step."""
         self._computing = decoder
+        self._has_axes = any(rope.axes for rope in ropes_of(decoder.config.layers))
         self._lora = lora
         self._layout = layout
         self._eager_attention = decoder.new_attention()
@@ -288,6 +293,9 @@ class CpuSteps(ABC, Generic[A]):
             merged=plan.merged is not None,
             states=self._states,
         )
+        lookup = self._computing.config.image_lookup
+        if batch.media is not None and lookup is not None:
+            batch.token_ids[batch.media.places] = lookup  # their embeddings are rows of images
         return self._computing.forward(batch)
 
     def _decode(self, plan: StepPlan, bucket: int) -> torch.Tensor:
@@ -302,7 +310,8 @@ class CpuSteps(ABC, Generic[A]):
             self._attention_of(bucket).plan(range(bucket + 1), views.page_table, views.kv_lens)
             if self._states is not None:
                 self._states.set_step(rows, range(bucket + 1))
-        _shift_positions(views.positions, rows)
+        if self._has_axes:
+            _shift_positions(views.positions, rows)
         if plan.mode is StepMode.BASE:
             return self.graphs.replay(bucket, StepForm(StepMode.BASE))
         runs = adapter_runs(rows) if plan.num_drafts else ([row.lora_index for row in rows], [1] * len(rows))

@@ -29,6 +29,11 @@ class Change:
     magnitude: torch.Tensor | None = None
     bias: torch.Tensor | None = None
 
+    @property
+    def delta(self) -> torch.Tensor:
+        """What LoRA adds to a matrix of its own shape, `[out, in]`."""
+        return self.scale * (self.b @ self.a)
+
     def to(self, dtype: torch.dtype) -> Change:
         """The same in another dtype."""
         magnitude = None if self.magnitude is None else self.magnitude.to(dtype)

@@ -60,11 +60,12 @@ class ImageProcessor:
         # What resizes is fixed above; the other one knows with which arguments the model wants it.
         self._text.image_processor = self._images
         self.placeholder: str = getattr(self._text, "image_placeholder_token", self._text.image_token)
-        self._row: str = self._text.tokenizer.convert_ids_to_tokens(self._text.image_token_id)
+        model = read_model_config(directory)
+        self._row: str = self._text.tokenizer.convert_ids_to_tokens(model.image_token)
         # Not public, and the only call that gives an image's tensors with the text that stands for it.
         self._prepare: Any = self._text._process_images  # noqa: SLF001
         self._arguments = self._arguments_of_model()
-        vision = read_model_config(directory).vision
+        vision = model.vision
         self._least_rows = 1 if vision is None else vision.least_rows
         self._grid_name = "" if vision is None else vision.grid
         self.settings = ImageSettings.of(self._images)

@@ -10,6 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ...ops.attention.blocks import BlockMask
+from ..requests.blocks import Blocks
 from .lacking import why_lacking
 
 if TYPE_CHECKING:
@@ -17,6 +19,8 @@ if TYPE_CHECKING:
 
     from ..config import EngineConfig
     from ..model.specs.config import ModelConfig
+    from ..model.specs.layers import LayerSpec
+    from ..model.specs.vision import VisionSpec
     from ..requests.media import MediaItem
     from ..requests.request import BoundVersion
     from .encoder import ImageEncoder
@@ -46,13 +50,26 @@ def why_blind(config: EngineConfig, model: ModelConfig, *, on_gpu: bool) -> str 
 
 
 def with_tower(config: EngineConfig, model: ModelConfig) -> ModelConfig:
-    """The model with the modules of its tower, for adapters, and with the layers' additions of images' rows."""
+    """The model with the modules of its tower, for adapters, and with what images need of its layers: additions of
+    their rows, and masks of their blocks.
+    """
     from .tower_adapter import CheckpointTower
 
     assert model.vision is not None, "the model sees"
     added = range(model.num_media_additions)
     layers = tuple(replace(each, media_part=at + 1) if at in added else each for at, each in enumerate(model.layers))
+    if model.image_blocks is not None:
+        layers = tuple(_with_blocks(each, model.image_blocks, model.vision) for each in layers)
     return replace(model, layers=layers, tower=CheckpointTower(config.model, model.architecture, model.vision))
+
+
+def _with_blocks(layer: LayerSpec, blocks: Blocks, vision: VisionSpec) -> LayerSpec:
+    """The layer with the mask of images' blocks, if it has one."""
+    mixer = layer.attention
+    if mixer is None or (vision.blocks_are_optional and mixer.window is None):
+        return layer
+    mask = BlockMask.WHOLE if blocks is Blocks.PROMPT else BlockMask.IN_WINDOW
+    return replace(layer, mixer=replace(mixer, blocks=mask))
 
 
 class CheckpointRows:

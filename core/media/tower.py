@@ -30,6 +30,7 @@ class Tower:
         for name in spec.modules:
             inner = make_adaptable(getattr(self._base, name))
             self._adaptable |= {f"{name}.{path}" if path else name: each for path, each in inner.items()}
+        self._matrices = {each.rpartition(".")[0]: each for each in spec.matrices}
 
     def encode(self, tensors: Mapping[str, torch.Tensor], changes: TowerChanges | None = None) -> torch.Tensor:
         """The rows `[rows, parts · hidden]` of one image: see `MediaRows`. tensors: of the image processor. changes: an
@@ -49,15 +50,19 @@ class Tower:
             yield
             return
         own = {f"{name}.{rest}": value for name in self._spec.modules for rest, value in _parameters(self._base, name)}
-        kept = {name: own[name].data for name in changes.copies}
+        matrices = {self._matrices[name]: each for name, each in changes.modules.items() if name in self._matrices}
+        kept = {name: own[name].data for name in (*changes.copies, *matrices)}
+        adapted = [name for name in changes.modules if name not in self._matrices]
         try:
-            for name, change in changes.modules.items():
-                self._adaptable[name].change = change.to(self._dtype)
+            for name in adapted:
+                self._adaptable[name].change = changes.modules[name].to(self._dtype)
             for name, value in changes.copies.items():
                 own[name].data = value.to(self._dtype)
+            for name, change in matrices.items():
+                own[name].data = own[name].data + change.to(self._dtype).delta
             yield
         finally:
-            for name in changes.modules:
+            for name in adapted:
                 self._adaptable[name].change = None
             for name, value in kept.items():
                 own[name].data = value
@@ -80,14 +85,16 @@ def _without_text(directory: Path, architecture: str, spec: VisionSpec, dtype: t
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(directory, local_files_only=True)
-    text = config.get_text_config()
-    text.num_hidden_layers = 0
-    if getattr(text, "layer_types", None) is not None:
-        text.layer_types = []
+    _leave_out_text(config)
     kind = getattr(transformers, architecture)
     with _quiet():
         whole, info = kind.from_pretrained(
-            directory, config=config, dtype=dtype, output_loading_info=True, local_files_only=True
+            directory,
+            config=config,
+            dtype=dtype,
+            output_loading_info=True,
+            local_files_only=True,
+            ignore_mismatched_sizes=True,  # of what depends on the number of layers; the tower's are looked at below
         )
     begins = tuple(f"model.{name}." for name in (*spec.modules, *spec.parameters))
     lacking = sorted(name for name in info["missing_keys"] if f"{name}.".startswith(begins))
@@ -98,6 +105,18 @@ def _without_text(directory: Path, architecture: str, spec: VisionSpec, dtype: t
         setattr(whole.model, name, None)
     whole.lm_head = None
     return whole.eval().requires_grad_(False)
+
+
+def _leave_out_text(config: Any) -> None:
+    """Have a configuration's text part have no layers, and the model no tower of sound."""
+    text = config.get_text_config()
+    text.num_hidden_layers = 0
+    if getattr(text, "layer_types", None) is not None:
+        text.layer_types = []
+    if getattr(text, "num_kv_shared_layers", None):
+        text.num_kv_shared_layers = 0
+    if getattr(config, "audio_config", None) is not None:
+        config.audio_config = None
 
 
 @contextmanager
@@ -124,10 +143,7 @@ def skeleton(directory: Path, architecture: str, spec: VisionSpec) -> torch.nn.M
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(directory, local_files_only=True)
-    text = config.get_text_config()
-    text.num_hidden_layers = 0
-    if getattr(text, "layer_types", None) is not None:
-        text.layer_types = []
+    _leave_out_text(config)
     with torch.device("meta"):
         whole = getattr(transformers, architecture)(config)
     for name in [each for each, _ in whole.model.named_children() if each not in spec.modules]:

@@ -78,12 +78,17 @@ class CheckpointTower:
     def linear(self) -> Mapping[str, tuple[int, ...]]:
         from .linear import is_patches
 
-        return {
+        found = {
             name: tuple(each.weight.shape)
             for name, each in self._modules.named_modules()
             if type(each) is torch.nn.Linear or is_patches(each)
             if isinstance(each.weight, torch.Tensor)
         }
+        return found | {name: self.parameters[parameter] for name, parameter in self.matrices.items()}
+
+    @property
+    def matrices(self) -> Mapping[str, str]:
+        return {each.rpartition(".")[0]: each for each in self.spec.matrices}
 
     @cached_property
     def parameters(self) -> Mapping[str, tuple[int, ...]]:

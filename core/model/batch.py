@@ -16,9 +16,11 @@ import torch
 
 from ...graphs.buffers import split_columns
 from ...memory.pages.layout import PageLayout
+from ...ops.attention.blocks import BlockSpans
 from ...ops.mixers.recurrent import RecurrentWeights
 from ...ops.ranks.ranks import Collectives
 from ..requests.axis_positions import axis_positions
+from ..requests.blocks import spans_of
 from ..requests.types import ScheduledSequence
 from .lora.step_lora import StepLora
 from .sampler import following_tokens
@@ -29,7 +31,14 @@ T = TypeVar("T")
 class RowPlan(Protocol):
     """A step's rows as a model's attention takes them: `Attention`, or `NativeRows`."""
 
-    def plan(self, qo_indptr: Sequence[int], page_table: torch.Tensor, kv_lens: Sequence[int]) -> None: ...
+    def plan(
+        self,
+        qo_indptr: Sequence[int],
+        page_table: torch.Tensor,
+        kv_lens: Sequence[int],
+        *,
+        blocks: BlockSpans | None = None,
+    ) -> None: ...
 
 
 P = TypeVar("P", bound=RowPlan, covariant=True)
@@ -189,6 +198,13 @@ def _by_axes(rows: Sequence[ScheduledSequence], begins: Sequence[int], positions
     return AxisPositions(torch.tensor(places), torch.from_numpy(np.concatenate(found, axis=1)))
 
 
+def _blocks(rows: Sequence[ScheduledSequence]) -> BlockSpans | None:
+    """The blocks of a step's tokens; None if no prompt has any, as most haven't."""
+    if not any(row.blocks.spans for row in rows):
+        return None
+    return spans_of([(row.blocks, row.start, row.kv_len) for row in rows])
+
+
 def _kept_tokens(rows: Sequence[ScheduledSequence], begins: Sequence[int]) -> tuple[list[int], list[int]]:
     """Tokens of prompt log-probabilities, and pooled ones: see `StepBatch.kept_tokens`. begins: index of each row's
     first token.
@@ -245,7 +261,7 @@ def ragged_batch(
         pages[: len(row.pages)] = row.pages
     if states is not None:
         states.set_step(rows, qo_indptr)
-    attention.plan(qo_indptr, torch.from_numpy(table), [row.kv_len for row in rows])
+    attention.plan(qo_indptr, torch.from_numpy(table), [row.kv_len for row in rows], blocks=_blocks(rows))
     return StepBatch(
         *split_columns(columns),
         attention=attention,

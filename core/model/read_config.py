@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ...memory.files.tokens.base_tokens import BaseTokens
+from ..requests.blocks import Blocks
 from .checkpoints.quantization.registry import read_format
 from .config_json import ConfigJson
 from .families import FAMILIES, OF_TYPES
@@ -64,6 +65,8 @@ def read_model_config(directory: Path, tokenizer: Path | None = None) -> ModelCo
         vision=family.vision,
         image_token=_image_token(raw, family.vision),
         num_media_additions=_num_additions(raw, family.vision),
+        image_blocks=_blocks(text, family.vision),
+        image_lookup=text.integer("pad_token_id", 0, least=0) if family.vision and family.vision.pads_lookups else None,
     )
     return replace(model, base_rows=CheckpointRows(directory, model), base_tokens=BaseTokens(tokenizer or directory))
 
@@ -90,6 +93,13 @@ def _num_additions(raw: ConfigJson, vision: VisionSpec | None) -> int:
     own = raw.object("vision_config")
     named = own is not None and own.has("deepstack_visual_indexes")
     return len(own.indices("deepstack_visual_indexes") if own is not None and named else vision.additions)
+
+
+def _blocks(text: ConfigJson, vision: VisionSpec | None) -> Blocks | None:
+    """See `VisionSpec.blocks`. text: the text part."""
+    if vision is None or (vision.blocks_are_optional and text.raw.get("use_bidirectional_attention") != "vision"):
+        return None
+    return vision.blocks
 
 
 def family_of(architecture: str) -> tuple[Family | None, str]:

@@ -11,6 +11,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ...memory.pages.layout import NEVER
+from .blocks import NO_BLOCKS, PromptBlocks
 from .media import MediaItem, keys_of
 from .request_params import RequestParams
 from .types import FinishReason, SamplerState, TokenLogprobs
@@ -108,6 +109,8 @@ class Request:
     """The rows of each image, a tensor `[rows, hidden]`, once it is encoded."""
     media_scope: str = ""
     """Tells its images' rows apart from those of other adapters, where its adapter changes the tower."""
+    blocks: PromptBlocks = NO_BLOCKS
+    """Positions of its prompt that see each other."""
     bound: BoundVersion | None = None
     """The version that all of its steps compute with, once it is accepted."""
     sibling: Request | None = None
@@ -178,6 +181,9 @@ class Request:
     def keys(self, begin: int = 0, end: int | None = None) -> Sequence[Key]:
         """What the prefix cache compares of its tokens."""
         tokens = self.token_ids[begin:end]
+        if self.blocks.prompt:
+            places = range(begin, min(begin + len(tokens), self.num_prompt_tokens))
+            return [*((self.blocks.prompt, place) for place in places), *tokens[len(places) :]]
         return keys_of(tokens, self.media, begin, self.media_scope) if self.media else tokens
 
     @property

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...graphs.runner import StepMode
 from ...memory.files.error import LoadFailure
+from .blocks import NO_BLOCKS, PromptBlocks
 from .media import MediaItem, position_shift
 
 if TYPE_CHECKING:
@@ -91,6 +92,8 @@ class ScheduledSequence:
     """The images of its prompt."""
     media_rows: Sequence[Any] = field(default=(), repr=False, compare=False)
     """The rows of each, a tensor."""
+    blocks: PromptBlocks = NO_BLOCKS
+    """Positions of its prompt that see each other."""
     drafts: int = 0
     """The last so many of `tokens` are proposed: they are not among `token_ids`. A token is sampled after each of them,
     too; the scheduler takes those that follow accepted drafts. KV of rejected ones is overwritten."""

@@ -54,6 +54,8 @@ class Admission:
 
     def __post_init__(self) -> None:
         self._prefills = SharedPrefills(self.memory, self.waiting)
+        self.leaders = self._prefills.leaders
+        """While there are any, `release_held_back` may forget one that has computed its prompt, or has ended."""
         self._max_num_seqs = self.limits.max_num_seqs
         self.late: set[Adapter] = set()
         """Adapters that missed their deadline: requests for them start only once they have been read."""
@@ -188,7 +190,7 @@ class Admission:
                 return
             if self._prefills.hold_back(request, kept) or self._prefills.wait_for_fetch(request, blocks):
                 builder.order.advance()
-            elif (fitting := builder.tokens.most(request, count)) > 0:
+            elif (fitting := builder.tokens.whole(request, kept, builder.tokens.most(request, count))) > 0:
                 yield request, blocks, fitting
             else:
                 return

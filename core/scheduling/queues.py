@@ -361,6 +361,7 @@ def _new_sequence(request: Request, count: int) -> ScheduledSequence:
         lora_from=request.lora_from,
         media=request.media,
         media_rows=request.media_rows,
+        blocks=request.blocks,
     )
     if count == 1 and samples:
         request.sequence = sequence

@@ -76,6 +76,8 @@ class RequestMemory:
             return []
         version, scope = _version(request.adapter), self.scope(request)
         blocks = self.prefix.match(version, request.keys(), scope, request.lora_from)
+        if request.blocks.spans:
+            blocks = blocks[: request.blocks.cached(len(blocks), self.block_tokens)]
         if blocks and self.copies.are_needed(blocks):
             resident = self.prefix.resident(blocks)
             is_copied = request.kv_image is None and self.copies.are_worth_it(blocks, resident)
@@ -319,6 +321,8 @@ class RequestMemory:
                 if self.pool.references(page) <= 1 + leaving[page]:
                     break
                 first += 1
+            if request.blocks.spans:
+                first = request.blocks.cached(first, self.block_tokens)  # `match` finds no more
         try:
             request.kv_image = self.swapped.swap_out(request.block_table, range(first, last), num_tokens)
         except ExecutorLost:

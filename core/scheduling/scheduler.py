@@ -373,8 +373,11 @@ class Scheduler:
 
     def _note_end(self, result: StepResult) -> None:
         """Note what grammars have taken in a step, and whether no other step follows it at once."""
-        if self.target is not None and not self.has_work():
-            self.target.pause()
+        if (self._admission.leaders or self.target is not None) and not self.has_work():
+            if self._admission.leaders:
+                self._admission.release_held_back()  # nothing keeps an ended request, nor its images
+            if self.target is not None:
+                self.target.pause()
         if not (result.grammar_seconds or self.grammars.heavy):
             return
         spent = result.grammar_seconds.items()
@@ -430,7 +433,7 @@ class Scheduler:
             self._finish_loads()
         if self.disk is not None and self.disk.is_reading:
             self.disk.advance()
-        if self.waiting or self._admission.late:
+        if self.waiting or self._admission.late or self._admission.leaders:
             self._admission.release_held_back()
 
     @property

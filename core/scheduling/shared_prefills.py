@@ -20,16 +20,17 @@ class SharedPrefills:
 
     _memory: RequestMemory
     _waiting: WaitingQueue
-    _leaders: dict[object, Request] = field(default_factory=dict)
+    leaders: dict[object, Request] = field(default_factory=dict)
+    """By what tells their prompts apart: those that compute one, and those that did until `release_followers`."""
     _followers: dict[Request, list[Request]] = field(default_factory=dict)
     _fetched: dict[Request, list[Request]] = field(default_factory=dict)
     _reading: list[Request] = field(default_factory=list)
 
     def hold_back(self, request: Request, num_tokens: int) -> bool:
         """Hold a request back if another one computes its prompt. num_tokens: tokens of it that have KV already."""
-        if not self._leaders or self._shareable(request) <= num_tokens or request.needs_prompt_states:
+        if not self.leaders or self._shareable(request) <= num_tokens or request.needs_prompt_states:
             return False
-        leader = self._leaders.get(self._key(request))
+        leader = self.leaders.get(self._key(request))
         if leader is None or not self._leads(leader) or not _has_same_prompt(leader, request):
             return False
         self._waiting.hold_back(request)
@@ -56,7 +57,7 @@ class SharedPrefills:
     def begin(self, request: Request) -> None:
         """Make an admitted request the leader of its prompt, if there is none."""
         if request.caching and self._leads(request):
-            self._leaders.setdefault(self._key(request), request)
+            self.leaders.setdefault(self._key(request), request)
 
     def release_followers(self) -> None:
         """Release a leader's followers once it has computed the prompt, or copied it, or never will."""
@@ -66,9 +67,9 @@ class SharedPrefills:
         for fetching in [each for each in self._fetched if each.fetch is None]:
             for request in reversed(self._fetched.pop(fetching)):
                 self._waiting.release(request)
-        for key, leader in list(self._leaders.items()):
+        for key, leader in list(self.leaders.items()):
             if not self._leads(leader):
-                del self._leaders[key]
+                del self.leaders[key]
                 for request in reversed(self._followers.pop(leader, ())):
                     self._waiting.release(request)
 
@@ -78,7 +79,9 @@ class SharedPrefills:
 
     def _shareable(self, request: Request) -> int:
         """Return how many prompt tokens are in full blocks that an equal prompt could start from."""
-        return (request.num_prompt_tokens - 1) // self._memory.block_tokens * self._memory.block_tokens
+        size = self._memory.block_tokens
+        count = (request.num_prompt_tokens - 1) // size
+        return size * (request.blocks.cached(count, size) if request.blocks.spans else count)
 
     def _key(self, request: Request) -> object:
         if request.prompt_hash is None:

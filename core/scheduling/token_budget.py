@@ -78,19 +78,34 @@ class TokenBudget:
             if not request.is_running:  # preempted for an earlier request
                 continue
             wanted = min(self.left, self._next_chunk(request))
-            count = self.most(request, wanted)
-            if shares is not None and num_missing(request) > 1:
-                count = min(count, shares[request.fairness_key])
-                shares[request.fairness_key] -= count
+            count = self._count(request, wanted, shares)
             if count < wanted:
                 self._truncated.append(request)
             if count:
                 self._schedule(request, count)
 
+    def _count(self, request: Request, wanted: int, shares: dict[str, int] | None) -> int:
+        """How many of `wanted` tokens a running request gets. shares: of tenants with prompts, which are charged."""
+        count, start, tenant = self.most(request, wanted), request.num_computed_tokens, request.fairness_key
+        if shares is None or num_missing(request) <= 1:
+            return self.whole(request, start, count)
+        count = self.whole(request, start, min(count, max(0, shares[tenant])))
+        shares[tenant] -= count
+        return count
+
     def most(self, request: Request, count: int) -> int:
         """Return how many of `count` tokens of a request fit in what is left of the step."""
         count = min(count, self.left)
         return count if self.work is None or count < 2 else self.work.most(request, count)
+
+    def whole(self, request: Request, start: int, count: int) -> int:
+        """Return `count` tokens of a request from `start` on, fewer or more where a block of its prompt would be cut; 0
+        if the block does not fit in what is left of the step. What prompts may take of its time does not cut a block.
+        """
+        if not count or not request.blocks.spans:
+            return count
+        count = request.blocks.chunk(start, count)
+        return count if count <= self.left else 0
 
     def take(self, request: Request, count: int) -> None:
         """Record that the step computes `count` tokens of a request, which are not of `counts` yet."""
@@ -122,8 +137,9 @@ class TokenBudget:
                 continue
             if not count and len(counts) >= limits.max_num_seqs:
                 continue
-            more = self.most(request, self._next_chunk(request) - count)
-            end = request.num_computed_tokens + count + more
+            start = request.num_computed_tokens + count
+            more = self.whole(request, start, self.most(request, self._next_chunk(request) - count))
+            end = start + more
             if more > 0 and (request.room >= end or self._lifecycle.memory.grow(request, end)):
                 self.take(request, more)
 

@@ -17,6 +17,7 @@ from .module_names import ModuleNames
 from .module_paths import ExpertForm, ModulePaths
 from .peft_names import HEAD, LAYER, UNEMBED
 from .slices import SlicedTarget, SliceFactors, check_slices
+from .tower_shapes import TowerShapes
 
 Targets = dict[tuple[int, str], tuple[int, float]]
 """Rank and scale by layer and projection."""
@@ -126,7 +127,7 @@ def _parameter_targets(
     if not config.parameters:
         return {}
     names, keys = _parameter_keys(stem, modules)
-    _check_parameters(config, names, keys)
+    _check_parameters(config, names, keys, modules.tower)
     found = {}
     for name, rank_and_scale in config.parameter_targets(names).items():
         layer, parts = keys[name]
@@ -140,12 +141,18 @@ def _parameter_targets(
     return found
 
 
-def _check_parameters(config: AdapterConfig, names: ModuleNames, keys: Collection[str]) -> None:
-    """Raise AdapterFormatError for parameters that are not served, or that the file has no tensors of."""
+def _check_parameters(
+    config: AdapterConfig, names: ModuleNames, keys: Collection[str], tower: TowerShapes | None
+) -> None:
+    """Raise AdapterFormatError for parameters that are not served, or that the file has no tensors of. tower: has
+    others, which are checked with it.
+    """
+    of_tower = [] if tower is None else [f".model.{name}" for name in tower.matrices.values()]
     without = {f".{key.rsplit('.', 2)[0]}.weight" for key in keys}  # modules of modules have no weight of their own
     for each in config.parameters:
         is_of_none = any(name.endswith(f".{each}") for name in without)  # PEFT, too, passes these over
-        if not is_of_none and not names.with_tail(each):
+        is_of_tower = any(name.endswith(f".{each}") for name in of_tower)
+        if not is_of_none and not is_of_tower and not names.with_tail(each):
             served = ", ".join(dict.fromkeys(LAYER.split(key)[-1] for key in keys))
             raise AdapterFormatError(
                 f"{config.file}: target_parameters has {shown(each)}, which is none of the parameters that are served "

@@ -14,7 +14,12 @@ class TowerShapes(Protocol):
 
     @property
     def linear(self) -> Mapping[str, tuple[int, ...]]:
-        """Linear layers and patch convolutions, by name, with the shape of their weight."""
+        """Linear layers and patch convolutions, by name, with the shape of their weight; and `matrices`."""
+        ...
+
+    @property
+    def matrices(self) -> Mapping[str, str]:
+        """Modules of `linear` that are no layers: each has a matrix as a parameter, here by its whole name."""
         ...
 
     @property

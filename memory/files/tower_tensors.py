@@ -96,8 +96,10 @@ class _Checked:
         self, lora: Mapping[str, dict[str, tuple[str, TensorInfo]]], given: Mapping[str, str]
     ) -> list[TowerTensor]:
         """given: the modules' names in the file, which patterns of an older adapter match rather than today's."""
-        names = dict.fromkeys((*given.values(), *(f"model.{module}" for module in self.shapes.linear)))
-        targets = self.config.targets(ModuleNames([*names]))
+        matrices = self.shapes.matrices
+        plain = (module for module in self.shapes.linear if module not in matrices)
+        names = dict.fromkeys((*given.values(), *(f"model.{module}" for module in plain)))
+        targets = {**self.config.targets(ModuleNames([*names])), **self._matrices(lora, given)}
         found = []
         for module, parts in lora.items():
             first = next(iter(parts.values()))[0]
@@ -109,6 +111,14 @@ class _Checked:
             self._check_shapes(parts, self.shapes.linear[module], rank_and_scale[0])
             found += [TowerTensor(name, module, part, rank_and_scale[1]) for part, (name, _) in parts.items()]
         return found
+
+    def _matrices(
+        self, lora: Mapping[str, dict[str, tuple[str, TensorInfo]]], given: Mapping[str, str]
+    ) -> dict[str, tuple[int, float]]:
+        """Rank and scale of matrices that are targeted as parameters, by their modules' names in the file."""
+        own = {module: name for module, name in self.shapes.matrices.items() if module in lora}
+        targets = self.config.parameter_targets(ModuleNames([f"model.{name}" for name in own.values()]))
+        return {given[module]: targets[f"model.{name}"] for module, name in own.items() if f"model.{name}" in targets}
 
     def _check_shapes(self, parts: Mapping[str, tuple[str, TensorInfo]], weight: tuple[int, ...], rank: int) -> None:
         if len(weight) > 2 and MAGNITUDE in parts:

@@ -18,6 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from ..elementwise.float8_kv import DTYPE as FLOAT8
 from ..elementwise.float8_kv import UNSCALED, KvScales
 from ..upload import on_device
+from .blocks import BlockMask, BlockSpans
 from .latents import LatentHeads
 
 
@@ -36,6 +37,9 @@ class Scores:
 
     has_sinks: bool = False
     """Each head has a sink, which `Attention.run` takes: one more score in the softmax, of a value of zeros."""
+
+    blocks: BlockMask = BlockMask.NONE
+    """What a query sees of its token's block, where a step has blocks."""
 
 
 #: Scores that are made at once where attention makes them, which soft caps, sinks and latents ask for: in float32
@@ -108,6 +112,8 @@ class PlannedRows(NamedTuple):
     tables: Sequence[Sequence[int]] | None = None
     parts: int | None = None
     """Rows at the beginning that are parts of chunks of prompts, of any length; None: those with several tokens."""
+    blocks: BlockSpans | None = None
+    """None: the step has none."""
 
     @property
     def num_prefills(self) -> int:
@@ -125,10 +131,12 @@ class PlannedRows(NamedTuple):
         width = self.page_table.shape[1]
         places = firsts[:, None] + np.arange(min(width, -(-int(lens.max(initial=1)) // block_tokens)))
         table = self.page_table.gather(1, torch.from_numpy(places.clip(max=width - 1)))
-        return PlannedRows(self.qo_indptr, table, lens.tolist())
+        return PlannedRows(self.qo_indptr, table, lens.tolist(), blocks=self.blocks)
 
     def in_chunks(self, chunk: int, block_tokens: int) -> PlannedRows:
         """As if each row's tokens of a chunk of the text were a row of their own, which begins with that chunk."""
+        if self.blocks is not None:
+            raise NotImplementedError("blocks of tokens that see each other, in layers that attend to chunks")
         indptr, lens = np.array(self.qo_indptr), np.array(self.kv_lens)
         firsts = lens - np.diff(indptr)
         counts = np.maximum(1, (lens - 1) // chunk - firsts // chunk + 1)
@@ -166,6 +174,8 @@ class Attention(ABC):
 
     takes_sinks = False
     """Whether it serves layers with sinks."""
+    takes_blocks = False
+    """Whether it serves steps with blocks."""
 
     def plan(
         self,
@@ -174,6 +184,7 @@ class Attention(ABC):
         kv_lens: Sequence[int],
         tables: Sequence[Sequence[int]] | None = None,
         parts: int | None = None,
+        blocks: BlockSpans | None = None,
     ) -> None:
         """Prepare a step.
 
@@ -181,9 +192,12 @@ class Attention(ABC):
         page_table: `[rows, max_pages]` int64, in host memory wherever the cache is; entries past a row's pages must be
         valid page ids (the dummy page). tables: the block tables that page_table was filled from, for implementations
         that keep their results for the last step's; they are lists that only ever grow.
-        Rows with more than one token come first, unless `parts` says how many do: see `PlannedRows`.
+        Rows with more than one token come first, unless `parts` says how many do: see `PlannedRows`. blocks: of the
+        step's tokens, where layers have masks for them.
         """
-        self._plan(PlannedRows(qo_indptr, page_table, kv_lens, tables, parts))
+        if blocks is not None and not self.takes_blocks:
+            raise NotImplementedError(f"{type(self).__name__} has no blocks of tokens that see each other")
+        self._plan(PlannedRows(qo_indptr, page_table, kv_lens, tables, parts, blocks))
 
     def run(
         self,
@@ -251,7 +265,7 @@ class PagedAttention(Attention):
     tokens times all that it sees.
     """
 
-    takes_sinks = True
+    takes_sinks = takes_blocks = True
 
     def __init__(self, heads: HeadShape, device: torch.device | str = "cpu") -> None:
         self._device = torch.device(device)
@@ -274,7 +288,7 @@ class PagedAttention(Attention):
             for row in range(num_prefills):
                 tokens, kv_len = slice(qo_indptr[row], qo_indptr[row + 1]), kv_lens[row]
                 self._prefills.append(
-                    Prefill(tokens, pages[row, : -(-kv_len // self._block_tokens)], kv_len, self._device)
+                    Prefill(tokens, pages[row, : -(-kv_len // self._block_tokens)], kv_len, self._device, rows.blocks)
                 )
         self._first_decode_token = qo_indptr[num_prefills]
         if num_prefills < len(kv_lens):
@@ -305,7 +319,12 @@ class PagedAttention(Attention):
                 k, v = (each.repeat_interleave(q.shape[1] // self._kv_heads, dim=1) for each in (k, v))
             attended = _attend(rows, k, v, prefill.mask(scores), scores, sinks=sinks)
             if broken is not None:
-                attended = attended.masked_fill(self._who_sees(broken, attended.shape, scores.window), torch.nan)
+                if prefill.has_blocks(scores):
+                    seen = (broken.transpose(2, 3) & prefill.seen_with_blocks(scores)).any(-1, keepdim=True)
+                    seen = seen.repeat_interleave(attended.shape[1] // seen.shape[1], dim=1)
+                else:
+                    seen = self._who_sees(broken, attended.shape, scores.window)
+                attended = attended.masked_fill(seen, torch.nan)
             out[prefill.tokens] = attended[0].transpose(0, 1)
         if len(self._decode_pages):
             count = len(self._decode_pages)
@@ -412,6 +431,7 @@ class GroupedAttention:
         page_table: torch.Tensor,
         kv_lens: Sequence[int],
         tables: Sequence[Sequence[int]] | None = None,
+        blocks: BlockSpans | None = None,
     ) -> None:
         """See `Attention.plan`. page_table: `[rows, max_pages]`, a page of each group for every block.
 
@@ -420,11 +440,11 @@ class GroupedAttention:
         """
         count = len(self._groups)
         if count == 1 and self._groups[0][1] is None:
-            self._groups[0][0].plan(qo_indptr, page_table, kv_lens, tables)
+            self._groups[0][0].plan(qo_indptr, page_table, kv_lens, tables, blocks=blocks)
             return
         for index, (attention, window) in enumerate(self._groups):
             own = None if tables is None or window is not None else [GroupTable(each, index, count) for each in tables]
-            rows = PlannedRows(qo_indptr, page_table[:, index::count], kv_lens, own)
+            rows = PlannedRows(qo_indptr, page_table[:, index::count], kv_lens, own, blocks=blocks)
             if window is not None:
                 rows = (rows.in_chunks if self._chunked else rows.seen)(window, self._block_tokens)
             attention.plan(*rows)
@@ -439,24 +459,58 @@ _ALL_SEEN = None, True
 
 
 class Prefill:
-    """A row with more than one token. tokens: its last tokens of `kv_len`, among the step's; pages: that hold them."""
+    """A row with more than one token. tokens: its last tokens of `kv_len`, among the step's; pages: that hold them.
+    blocks: of the step's tokens.
+    """
 
-    __slots__ = ("_device", "_masks", "kv_len", "pages", "tokens")
+    __slots__ = ("_blocks", "_device", "_masks", "kv_len", "pages", "tokens")
 
-    def __init__(self, tokens: slice, pages: torch.Tensor, kv_len: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        tokens: slice,
+        pages: torch.Tensor,
+        kv_len: int,
+        device: torch.device,
+        blocks: BlockSpans | None = None,
+    ) -> None:
         self.tokens, self.pages, self.kv_len, self._device = tokens, pages, kv_len, device
-        self._masks: dict[tuple[int | None, bool], torch.Tensor | None] = {}
+        own = None if blocks is None else BlockSpans(*(each[tokens] for each in blocks))
+        self._blocks = own if own is not None and (own.before.any() or own.behind.any()) else None
+        self._masks: dict[tuple[int | None, bool] | Scores, torch.Tensor | None] = {}
 
     def mask(self, scores: Scores) -> torch.Tensor | None:
         """What its tokens see of their keys, made once a plan for each window; None: plain causal attention of a whole
         sequence.
         """
+        if self.has_blocks(scores):
+            return self.seen_with_blocks(scores)
         window, explicit = scores.window, scores.softcap is not None or scores.has_sinks
         if window is not None and window >= self.kv_len:
             window = None
         if (key := (window, explicit)) not in self._masks:
             self._masks[key] = self._make(window, explicit)
         return self._masks[key]
+
+    def has_blocks(self, scores: Scores) -> bool:
+        """True if some of its tokens see others behind them, in layers with these scores."""
+        return self._blocks is not None and scores.blocks is not BlockMask.NONE
+
+    def seen_with_blocks(self, scores: Scores) -> torch.Tensor:
+        """True where one of its tokens `[length, kv_len]` sees a token, with blocks; made once a plan for each kind of
+        scores.
+        """
+        if (found := self._masks.get(scores)) is not None:
+            return found
+        assert self._blocks is not None
+        before, behind = (torch.from_numpy(each).long()[:, None] for each in self._blocks)
+        own = torch.arange(self.kv_len - len(before), self.kv_len)[:, None]
+        first = torch.zeros_like(own) if scores.window is None else own - scores.window + 1
+        if scores.blocks is BlockMask.WHOLE:
+            first = torch.minimum(first, own - before)
+        place = torch.arange(self.kv_len)
+        found = on_device((place >= first) & (place <= own + behind), self._device)
+        self._masks[scores] = found
+        return found
 
     @property
     def visible(self) -> torch.Tensor:

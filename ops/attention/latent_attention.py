@@ -16,6 +16,8 @@ from .latents import LatentHeads
 class LatentAttention(PagedAttention):
     """Has keys and values made for chunks of many tokens; all other rows attend over latents themselves."""
 
+    takes_blocks = False
+
     def _attend_latents(
         self, q: torch.Tensor, cache: torch.Tensor, heads: LatentHeads, out: torch.Tensor, scores: Scores
     ) -> None:

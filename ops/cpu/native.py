@@ -18,6 +18,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 
+from ..attention.blocks import BlockSpans
 from ..library.described_adapters import described
 from ..library.described_ops import DescribedOps, described_registers
 from ..library.native_descriptors import (
@@ -69,13 +70,21 @@ class NativeStates(Protocol):
 class NativeRows:
     """A step's sequences for the native decoder, with the `plan` signature of `PagedAttention`."""
 
-    __slots__ = ("kv_lens", "page_table", "qo_indptr")
+    __slots__ = ("blocks", "kv_lens", "page_table", "qo_indptr")
 
-    def plan(self, qo_indptr: Sequence[int], page_table: torch.Tensor, kv_lens: Sequence[int]) -> None:
+    def plan(
+        self,
+        qo_indptr: Sequence[int],
+        page_table: torch.Tensor,
+        kv_lens: Sequence[int],
+        *,
+        blocks: BlockSpans | None = None,
+    ) -> None:
         """See `PagedAttention.plan`; here sequences may come in any order."""
         self.qo_indptr = array("i", qo_indptr)  # int32; making a tensor of a few numbers takes ten times as long
         self.kv_lens = array("i", kv_lens)
         self.page_table = page_table
+        self.blocks = blocks
 
 
 def _without_added(token_ids: torch.Tensor, vocab: int, segments: Segments | None) -> torch.Tensor:
@@ -283,6 +292,8 @@ class NativeDecoder:
         step.media = None if row_of is None else _pointer(row_of)
         step.media_rows = None if media_rows is None else _pointer(media_rows)
         step.media_stride = 0 if media_rows is None else media_rows.shape[1]
+        step.block_before = None if rows.blocks is None else rows.blocks.before.ctypes.data
+        step.block_behind = None if rows.blocks is None else rows.blocks.behind.ctypes.data
         step.ops = self._merged.address if merged and self._merged is not None else None
         step.offloaded = None if offloaded is None else offloaded.address
         self._library.chorus_decoder_forward(self._handle, ctypes.addressof(step))

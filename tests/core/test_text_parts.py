@@ -277,8 +277,9 @@ PUBLISHED = {"KimiK25ForConditionalGeneration", "InternVLChatModel", "Qwen2_5Omn
 #: The thinker with its talker, see `test_a_thinker_is_the_same_with_its_talker`.
 WITH_TALKERS = {"Qwen2_5OmniForConditionalGeneration", "Qwen3OmniMoeForConditionalGeneration"}
 
-#: Of which transformers can't make a model here, for want of a package: see test_streams.py.
-ELSEWHERE = {"Gemma3nForConditionalGeneration"}
+#: Of which transformers can't make a model here, for want of a package: see test_streams.py. PaliGemma is served with
+#: images alone: see media/test_seeing_families.py.
+ELSEWHERE = {"Gemma3nForConditionalGeneration", "PaliGemmaForConditionalGeneration"}
 
 
 def test_every_architecture_is_covered():

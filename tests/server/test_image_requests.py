@@ -163,6 +163,27 @@ def test_a_request_sets_how_its_images_are_prepared(live: Live, reference: Refer
     assert live.post("/v1/completions", prompt="a", model="base", mm_processor_kwargs=settings).status_code == 400
 
 
+def test_settings_of_images_by_other_routes(live: Live, reference: Reference) -> None:
+    image, settings = picture((70, 90), "blue"), {"size": {"longest_edge": 64}}
+    prompt, answer = reference.answer(None, [{"role": "user", "content": [SEEN, HI]}], [image], COUNT, settings)
+    text = reference.processor.tokenizer.decode(answer, skip_special_tokens=True)
+    fields = {"temperature": 0, "ignore_eos": True, "model": "base"}
+    parts = [{"type": "input_image", "image_url": url_of(image)}, {"type": "input_text", "text": "hi"}]
+    responses = {"input": [{"role": "user", "content": parts}], "max_output_tokens": COUNT, **fields}
+    source = {"type": "base64", "media_type": "image/png", "data": file_of(image)}
+    blocks = [{"type": "image", "source": source}, HI]
+    messages = {"messages": [{"role": "user", "content": blocks}], "max_tokens": COUNT, **fields}
+    told = live.post("/v1/responses", **responses, mm_processor_kwargs=settings).json()
+    assert told["usage"]["input_tokens"] == len(prompt) and told["output"][0]["content"][0]["text"] == text
+    told = live.post("/v1/messages", **messages, mm_processor_kwargs=settings).json()
+    usage = told["usage"]
+    assert usage["input_tokens"] + usage["cache_read_input_tokens"] == len(prompt)
+    assert told["content"][0]["text"] == text
+    for route, asked in (("/v1/responses", responses), ("/v1/messages", messages)):
+        refusal = live.post(route, **asked, mm_processor_kwargs={"max_pixels": 10})
+        assert refusal.status_code == 400 and "max_pixels is no setting of this model's images" in refusal.text
+
+
 @pytest.mark.parametrize("name", ["tower", "copied"])
 def test_an_adapter_of_the_tower_is_loaded_while_serving(live: Live, reference: Reference, name: str) -> None:
     image = picture((40, 60), "teal")

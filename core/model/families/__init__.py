@@ -198,6 +198,7 @@ ALL: tuple[Family, ...] = (
     seeing.DEEPSEEK_VL_HYBRID,
     seeing.JANUS,
     seeing.MINICPM_V,
+    seeing.PALIGEMMA,
     omni.QWEN2_5_OMNI,
     omni.QWEN2_5_OMNI_WHOLE,
     omni.QWEN3_OMNI,

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ...requests.blocks import Blocks
 from ..config_json import ConfigJson
 from ..specs.attention import HeadNorm
 from ..specs.config import ModelConfig
 from ..specs.family import Family, text_shape
 from ..specs.norms import Norms
 from ..specs.tensor_names import AROUND_NORMS, BESIDE_VISION, TensorNames
+from ..specs.vision import PROJECTED, SEES
 from . import gemma, reading, rotary
 
 
@@ -33,10 +35,19 @@ GEMMA_3 = Family(
     nulls=("final_logit_softcapping",),
 )
 GEMMA_3_TEXT = Family(
-    "Gemma 3 (text)",
+    "Gemma 3 with images",
     ("Gemma3ForConditionalGeneration",),
     _read,
     _DEFAULTS,
     replace(BESIDE_VISION, names=AROUND_NORMS),
+    notes=SEES,
     shape=text_shape(262208, 2304, 9216, 26, 8),
+    vision=replace(
+        PROJECTED,
+        arguments=("pixel_values",),
+        copied=(),
+        matrices=("multi_modal_projector.mm_input_projection_weight",),
+        token=262144,
+        blocks=Blocks.IMAGES,
+    ),
 )

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
+from ...requests.blocks import Blocks
 from ..config_json import ConfigJson
 from ..specs.attention import AttentionSpec, HeadNorm
 from ..specs.config import ModelConfig
@@ -17,6 +18,7 @@ from ..specs.layers import LayerInputSpec, LayerSpec
 from ..specs.norms import Norms
 from ..specs.rope_config import RopeConfig
 from ..specs.tensor_names import AROUND_NORMS, BESIDE_VISION, TensorNames
+from ..specs.vision import SEES, VisionSpec
 from . import reading, rotary
 from .reading import FULL, SLIDING, Heads
 
@@ -200,14 +202,23 @@ _NULLS = ("final_logit_softcapping",)
 
 GEMMA_4 = Family("Gemma 4", ("Gemma4ForCausalLM",), _read_plain, _DEFAULTS, _PLAIN, _NOTES, nulls=_NULLS)
 GEMMA_4_TEXT = Family(
-    "Gemma 4 (text)",
+    "Gemma 4 with images",
     ("Gemma4ForConditionalGeneration",),
     _read_text,
     _DEFAULTS,
     _TENSORS,
-    _NOTES,
+    f"{SEES}, no sound; {_NOTES}",
     nulls=_NULLS,
     shape=text_shape(262144, 2304, 9216, 30, 8),
+    vision=VisionSpec(
+        ("vision_tower", "embed_vision"),
+        ("pixel_values", "image_position_ids"),
+        copied=("embedding_projection",),
+        token=258880,
+        blocks=Blocks.IMAGES,
+        blocks_are_optional=True,
+        pads_lookups=True,
+    ),
 )
 GEMMA_4_UNIFIED = Family(
     "Gemma 4 Unified",

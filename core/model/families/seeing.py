@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 
+from ...requests.blocks import Blocks
 from ..config_json import ConfigJson
 from ..specs.config import ModelConfig
 from ..specs.family import NULLS, Family
@@ -100,9 +101,9 @@ _TENSORS = replace(
 )
 
 
-def _reader(default: str) -> Callable[[ConfigJson], ModelConfig]:
-    """default: the type of a text part that names none. In transformers, these models neither scale nor cap logits,
-    even if their text part does so alone.
+def _reader(default: str, left_out: tuple[str, ...] = ()) -> Callable[[ConfigJson], ModelConfig]:
+    """default: the type of a text part that names none. left_out: fields of it that say how images are seen. In
+    transformers, these models neither scale nor cap logits, even if their text part does so alone.
     """
 
     def read(fields: ConfigJson) -> ModelConfig:
@@ -110,6 +111,8 @@ def _reader(default: str) -> Callable[[ConfigJson], ModelConfig]:
         if not isinstance(name, str) or (family := TEXTS.get(name)) is None:
             raise fields.refuse("model_type", f"not supported as a text part; supported: {', '.join(TEXTS)}")
         fields = fields.with_defaults({**family.defaults, **family.shape})
+        for each in left_out:
+            fields = fields.without(each)
         model = family.read(fields.with_nulls(NULLS | {*family.nulls}))
         tensors = _beside_vision(family.tensors if model.tensors is LLAMA_TENSORS else model.tensors)
         return replace(model, logits_scale=1.0, logits_softcap=None, tensors=tensors)
@@ -237,4 +240,14 @@ DEEPSEEK_VL_HYBRID = _family(
     "DeepSeek-VL with two towers", "DeepseekVLHybridForConditionalGeneration", text="llama", tied=True
 )
 JANUS = _family("Janus and Janus-Pro", "JanusForConditionalGeneration", text="llama", tied=True)
+PALIGEMMA = replace(
+    _family(
+        "PaliGemma 1 and 2",
+        "PaliGemmaForConditionalGeneration",
+        text="gemma",
+        tied=True,
+        vision=replace(PROJECTED, arguments=("pixel_values",), copied=("linear",), token=256000, blocks=Blocks.PROMPT),
+    ),
+    read=_reader("gemma", ("use_bidirectional_attention",)),
+)
 MINICPM_V = _family("MiniCPM-V 4.6", "MiniCPMV4_6ForConditionalGeneration", text="qwen3_5_text")

@@ -14,6 +14,7 @@ from ....ops.library.native_model import LatentShape
 from ..specs.attention import AttentionSpec, HeadNorm, LatentSpec
 from ..specs.norms import NormSpec
 from .native_binding import Late, LayerBinding, score_scale, weight_of
+from .native_buffers import NoNativeOp
 
 _HEAD_NORMS: dict[HeadNorm | None, NativeHeadNorm] = {
     HeadNorm.ALL: NativeHeadNorm.ALL,
@@ -34,6 +35,7 @@ def attend_arguments(mixer: AttentionSpec, norm: NormSpec) -> dict[str, Any]:
         "kv_copies": mixer.kv_copies,
         "window": mixer.window or 0,
         "chunked": int(mixer.chunked),
+        "blocks": int(mixer.blocks),
         "interleaved": int(mixer.rope is not None and mixer.rope.interleaved),
         "eps": norm.eps,
         "scale": score_scale(mixer),
@@ -48,6 +50,8 @@ def attend_arguments(mixer: AttentionSpec, norm: NormSpec) -> dict[str, Any]:
 
 def latent_arguments(mixer: AttentionSpec, latent: LatentSpec, module: int) -> dict[str, Any]:
     """The arguments of ops over latents besides registers. module: the id of kv_b_proj."""
+    if mixer.blocks:
+        raise NoNativeOp("blocks of tokens that see each other, over latents")
     return {
         "heads": mixer.num_heads,
         "kv_rank": latent.kv_rank,

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 
+from ....ops.attention.blocks import BlockMask
 from ..specs.attention import AttentionSpec, HeadNorm
 from ..specs.config import ModelConfig
 from ..specs.feed_forward import Experts
@@ -159,11 +160,19 @@ def _heads(mixer: AttentionSpec) -> str:
     return f"{heads}, {own}{values}{growth}; writes keys and values"
 
 
+_BLOCKS = {
+    BlockMask.NONE: "",
+    BlockMask.IN_WINDOW: ", and those behind it in an image",
+    BlockMask.WHOLE: ", and all of the prompt",
+}
+
+
 def _attention(mixer: AttentionSpec) -> str:
     seen = "all tokens" if mixer.window is None else f"the last {mixer.window:,} tokens"
     if mixer.chunked and mixer.window is not None:
         seen = f"its own chunk of {mixer.window:,} tokens"
     cap = "" if mixer.softcap is None else f", soft cap {mixer.softcap:g}"
+    seen += _BLOCKS[mixer.blocks]
     return f"sees {seen}; scale {mixer.scale:g}{cap}{', sinks' * mixer.sinks}"
 
 

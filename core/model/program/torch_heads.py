@@ -30,7 +30,7 @@ def scores_of(mixer: AttentionSpec | None, max_model_len: int) -> Scores:
         return PLAIN
     scale = None if mixer.scale == mixer.head_dim**-0.5 else mixer.scale
     window = None if mixer.chunked else mixer.window_within(max_model_len)  # a chunk is a row of its own
-    found = Scores(scale, window, mixer.softcap, mixer.sinks)
+    found = Scores(scale, window, mixer.softcap, mixer.sinks, mixer.blocks)
     return PLAIN if found == PLAIN else found
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from ....memory.pages.layer_projections import attention_projections, latent_projections
 from ....memory.pages.layout import KvShape
 from ....memory.pages.projections import Group, Projection
+from ....ops.attention.blocks import BlockMask
 from .rope_config import RopeConfig
 
 if TYPE_CHECKING:
@@ -152,6 +153,9 @@ class AttentionSpec:
     """It has no keys and values of its own: it reads those of the last layer before it that has its form and keys
     (Gemma 4).
     """
+
+    blocks: BlockMask = BlockMask.NONE
+    """What a token of a block sees of it."""
 
     form: str = ""
     """Tells its projections apart from those of other layers' attention of another shape; see `Projection`."""

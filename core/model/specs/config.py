@@ -16,6 +16,7 @@ from ....memory.files.tower_shapes import TowerShapes
 from ....memory.files.whole_copies import BaseRows
 from ....memory.pages.layer_projections import model_projections
 from ....memory.pages.projections import Group, Projections, UnitRows, unit_rows
+from ...requests.blocks import Blocks
 from ..checkpoints.quantization.format import WeightFormat
 from ..config_json import UnsupportedModel
 from .attention import AttentionSpec
@@ -109,6 +110,12 @@ class ModelConfig:
 
     num_media_additions: int = 0
     """Layers behind which parts of images' rows are added, where images are served; the first ones."""
+
+    image_blocks: Blocks | None = None
+    """Which positions of a prompt with images see each other, where images are served."""
+
+    image_lookup: int | None = None
+    """The token by which further inputs of layers are looked up at images' positions; None: there are none."""
 
     scales_image_rows: bool = False
     """Rows of images take `embedding_multiplier`, as tokens' embeddings do."""

@@ -2,8 +2,8 @@
 
 Families whose image positions are ordinary causal tokens need nothing else. What others need beside is a further field
 here and in a step: positions on three axes (`grid`, and `StepBatch.axes`), additions behind layers (`additions`,
-further parts of `MediaRows`, and the op `AddMedia`), and blocks of positions that see each other (in the page groups'
-masks, with chunks that end before or behind a block).
+further parts of `MediaRows`, and the op `AddMedia`), and blocks of positions that see each other (`blocks`,
+`AttentionSpec.blocks`, `Request.blocks`, and `BlockSpans` of a step).
 
 Tests: tests/core/media/test_served_images.py
 """
@@ -11,6 +11,8 @@ Tests: tests/core/media/test_served_images.py
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+from ...requests.blocks import Blocks
 
 TOKEN_FIELDS = ("image_token_id", "image_token_index")
 """Fields of `config.json` with the placeholder's token; a checkpoint has at most one of them."""
@@ -35,6 +37,10 @@ class VisionSpec:
     parameters: tuple[str, ...] = ()
     """Names, within the model's `model`, of parameters of its own that rows are made with."""
 
+    matrices: tuple[str, ...] = ()
+    """Names of parameters, within the model's `model`, by which rows are multiplied without a module around them;
+    adapters may change them (`target_parameters`). No other parameter of their modules may be."""
+
     unused: tuple[str, ...] = ()
     """Names of modules inside those that no row depends on; adapters' tensors there have no effect."""
 
@@ -48,6 +54,16 @@ class VisionSpec:
     grid: str = ""
     """The image processor's tensor of patches by time, height and width, of a family whose positions have these axes
     (`RopeConfig.axes`). Empty: they have one, on which each row has the next position."""
+
+    blocks: Blocks | None = None
+    """None: image positions are causal, as text is."""
+
+    blocks_are_optional: bool = False
+    """There are blocks only in layers with windows, and only where the text part's `use_bidirectional_attention` is
+    `vision`."""
+
+    pads_lookups: bool = False
+    """Where rows of images are, further inputs of layers are those of the padding token."""
 
     renamed: tuple[tuple[str, str], ...] = ()
     """Beginnings of modules' names in adapters that earlier versions of transformers trained, and their names now."""

@@ -110,8 +110,10 @@ class Attention {
             for (int i = 0; i < y.stride; i += kLanes) prefetch(y[t + 1] + i);
             rotate(t, 0, heads.kv);
         });
+        const BlockSight blocks{step.block_before, step.block_behind, (BlockMask)w.blocks};
         shape_of(heads).prompts.each(team_, me, [&](const AttentionUnit& unit, const AttentionUnit*) {
-            chorus::attend<P>(cache, unit, q, out, row_of(unit.row), step.qo_indptr[unit.row + 1], scratch_[me.thread]);
+            chorus::attend<P>(cache, unit, q, out, row_of(unit.row), step.qo_indptr[unit.row + 1], blocks,
+                              scratch_[me.thread]);
             for (int t = unit.token; t < unit.token + unit.tokens; t++)
                 gate(w, y[t], unit.kv_head * cache.group, cache.group, out[t]);
         });

@@ -12,6 +12,26 @@ namespace chorus {
 constexpr int kQueryBlock = 48;  // query vectors (token, head) of a unit
 constexpr int kQueryTile = 6;  // that share a pass over the values
 
+// What a token sees of its block: tokens of a prompt that see each other, also those behind them, as an image's do.
+enum BlockMask : int32_t { kCausal, kInWindow, kWholeBlock };
+
+// The blocks of a step's tokens, in a layer.
+//
+//   before, behind  [tokens]: tokens of its block before and behind each; null: there are no blocks
+//   mask            kInWindow: a token sees all of its block behind it, and what the window has before it; kWholeBlock: all of it
+struct BlockSight {
+    const int32_t *before, *behind;
+    BlockMask mask;
+
+    bool any() const { return behind && mask != kCausal; }
+    // Keys from the row's first one on that a token sees, of `own` up to its own.
+    int visible(int token, int own) const { return any() ? own + behind[token] : own; }
+    // The first key that it sees; first: without blocks.
+    int first(int token, int own, int first) const {
+        return any() && mask == kWholeBlock ? std::min(first, own - 1 - before[token]) : first;
+    }
+};
+
 // Some tokens of a row, for the query heads that share a K/V head.
 struct AttentionUnit {
     int row, kv_head, token, tokens;
@@ -183,12 +203,16 @@ inline void attend_tile(const PagedCache<T>& cache, const QueryTile<Act<T>>& til
 //   q, out   [tokens of the step, heads · head_dim]
 //   row      its tokens, the unit's included
 //   row_end  the step's token behind the row's last
+//   blocks   of the step's tokens; of two tokens the later one sees no key before the first that the other sees, and its last
+//            one is no earlier
 //   scratch  memory of the thread
 template <class T>
 inline void attend(const PagedCache<T>& cache, const AttentionUnit& unit, Rows<const Act<T>> q, Rows<Act<T>> out,
-                   KvRow row, int row_end, AttentionScratch& scratch) {
-    auto visible = [&](int token) { return row.length - (row_end - 1 - token); };  // keys up to the token's own
-    const int begin = cache.first(visible(unit.token)) / (2 * kLanes) * 2 * kLanes;
+                   KvRow row, int row_end, const BlockSight& blocks, AttentionScratch& scratch) {
+    auto own = [&](int token) { return row.length - (row_end - 1 - token); };  // keys up to the token's own
+    auto visible = [&](int token) { return blocks.visible(token, own(token)); };
+    auto first_of = [&](int token) { return blocks.first(token, own(token), cache.first(own(token))); };
+    const int begin = first_of(unit.token) / (2 * kLanes) * 2 * kLanes;
     const int seen = visible(unit.token + unit.tokens - 1) - begin;  // from there on, by the unit's last token
     const int padded = (seen + 2 * kLanes - 1) / (2 * kLanes) * 2 * kLanes, head_dim = cache.head_dim;
     using A = Kind<Act<T>>;
@@ -224,7 +248,7 @@ inline void attend(const PagedCache<T>& cache, const AttentionUnit& unit, Rows<c
             const long at = (long)tile.head[i] * head_dim;
             tile.q[i] = q[token] + at, tile.out[i] = out[token] + at;
             tile.visible[i] = visible(token) - begin;
-            tile.first[i] = cache.first(visible(token)) - begin;
+            tile.first[i] = first_of(token) - begin;
         }
         with_number<kQueryTile>(count, [&](auto n) { attend_tile<T, n()>(cache, tile, padded, scratch); });
     }

@@ -117,6 +117,7 @@ struct StepDesc {
     const int32_t* media;  // [tokens]: the row of each; below 0: the token's own embedding
     const float* media_rows;  // [rows of images, media_stride]: in an embedding's place, then what AddMediaOp adds
     int64_t media_stride;
+    const int32_t *block_before, *block_behind;  // [tokens]: see BlockSight; null: the step has no blocks
 };
 
 // One matrix of a layer, the projections of a group, with adapters in it; all parts change something in it.

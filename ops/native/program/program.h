@@ -106,6 +106,7 @@ struct AttendOp {
     int32_t kv_copies;  // TP ranks that have the same K/V heads
     int32_t window;  // tokens that a query sees, itself included; 0: all before it
     int32_t chunked;  // 1: it sees those of its own chunk of `window` tokens alone
+    int32_t blocks;  // what it sees of its token's block in a step that has any: see BlockSight
     int32_t rotary_dim;  // leading elements of a head that are rotated
     int32_t interleaved;  // 1: elements 2i and 2i + 1 are rotated together; 0: i and i + rotary_dim / 2
     float eps;  // of norms of heads

@@ -56,12 +56,27 @@ class Seeing:
     """transformers' processor takes a list of each prompt's images."""
     videos: tuple[str, dict[str, Any]] | None = None
     """The processor of videos, where the whole processor needs one."""
+    sound: str = ""
+    """The class of the processor of sound, likewise."""
     projector: str = "multi_modal_projector"
     """The module that adapters may have whole."""
     tower_linear: str = r".*(vision_tower.*(q_proj|v_proj|fc1|out_proj|patch_embedding)|multi_modal_projector.*linear)"
     """A pattern of modules of the tower and the projector."""
     tower_dora: str = r".*vision_tower.*(q_proj|fc2)|.*language_model.*v_proj"
     text_linear: str = r".*language_model.*\.(q_proj|v_proj|down_proj)"
+    seven: str | None = None
+    """A pattern in place of the seven usual names, where peft refuses these."""
+    excluded: str = ""
+    """A pattern of modules that adapters may not change."""
+    matrix: str = ""
+    """A parameter of the projector that adapters may change."""
+    adds: tuple[str, ...] = ()
+    """Tokens that the whole processor adds to the tokenizer."""
+    step: dict[str, int] = field(default_factory=lambda: {"max_num_batched_tokens": 37})
+    """Settings with which chunks end inside images, or else before and behind them: in some models a step has all of an
+    image, or of a prompt with images."""
+    typed: bool = False
+    """transformers is told of each token whether it is a prompt's."""
     refused: tuple[str, ...] = ()
     """Sizes of images that the processor or the tower does not take."""
     renamed: tuple[tuple[str, str], ...] = ()
@@ -94,7 +109,97 @@ _IDEFICS = {
 _PATCHES = {"image_size": 32, "patch_size": 8, **TOWER}
 _INTERNVL = {"image_size": [16, 16], "patch_size": [4, 4], **TOWER}
 
+_LOCATIONS = (*(f"<loc{i:0>4}>" for i in range(1024)), *(f"<seg{i:0>3}>" for i in range(128)))
+_GEMMA_MARKS = {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>", "image_token": "<image_soft_token>"}
+_PALIGEMMA = {
+    "images": ("Siglip", {"size": {"height": 32, "width": 32}, "image_seq_length": 16}),
+    "processor": ("PaliGemma", {}),
+    "named": {"image_token": "<image>"},
+    "adds": _LOCATIONS,
+    "typed": True,
+    "config": {"projection_dim": 64, "hidden_size": 64},
+    "step": {"max_num_batched_tokens": 160, "max_num_seqs": 4},
+    "tower_linear": r".*(vision_tower.*(q_proj|v_proj|fc1|out_proj|patch_embedding)|multi_modal_projector.*linear)",
+    "renamed": _CLIP_OLD,
+}
+_GEMMA_4 = {
+    "tower": {
+        "model_type": "gemma4_vision",
+        "patch_size": 4,
+        "pooling_kernel_size": 3,
+        "head_dim": 16,
+        "num_key_value_heads": 2,
+        "position_embedding_size": 256,
+        "use_clipped_linears": True,
+        **TOWER,
+    },
+    "images": ("Gemma4", {"patch_size": 4, "pooling_kernel_size": 3, "max_soft_tokens": 70}),
+    "processor": ("Gemma4", {"image_seq_length": 70}),
+    "videos": ("Gemma4", {}),
+    "sound": "Gemma4",
+    "mark": "<|image|>",
+    "around": ("<|image>", "<image|>", "<|video|>", "<|audio|>", "<|audio>", "<audio|>"),
+    "named": {
+        "boi_token": "<|image>",
+        "eoi_token": "<image|>",
+        "image_token": "<|image|>",
+        "audio_token": "<|audio|>",
+        "boa_token": "<|audio>",
+        "eoa_token": "<audio|>",
+    },
+    "projector": "embed_vision",
+    "tower_linear": r".*(vision_tower.*(q_proj|v_proj|up_proj|down_proj)\.linear|vision_tower.*input_proj"
+    r"|embed_vision.*projection)",
+    "tower_dora": r".*vision_tower.*(q_proj|down_proj)\.linear|.*language_model.*v_proj",
+    "seven": r".*language_model.*\.(q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj)",
+}
+
 SEEING: dict[str, Seeing] = {
+    "gemma3": Seeing(
+        "Gemma3",
+        {
+            "model_type": "gemma3_text", "head_dim": 16, "sliding_window": 6, "query_pre_attn_scalar": 16,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+        },
+        {**SIGLIP, "vision_use_head": False},
+        ("Gemma3", {"size": {"height": 32, "width": 32}}),
+        ("Gemma3", {"image_seq_length": 16}),
+        mark="<image_soft_token>",
+        place="<start_of_image>",
+        around=("<start_of_image>", "<end_of_image>"),
+        named=_GEMMA_MARKS,
+        config={"mm_tokens_per_image": 16},
+        matrix="multi_modal_projector.mm_input_projection_weight",
+        step={"max_num_batched_tokens": 37, "max_num_seqs": 4},
+        renamed=_CLIP_OLD,
+    ),
+    "gemma4": Seeing(
+        "Gemma4",
+        {
+            "model_type": "gemma4_text", "head_dim": 16, "global_head_dim": 32, "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True, "num_hidden_layers": 4, "sliding_window": 20, "hidden_size_per_layer_input": 0,
+            "layer_types": ["sliding_attention", "full_attention"] * 2, "use_bidirectional_attention": "vision",
+        },
+        step={"max_num_batched_tokens": 97, "max_num_seqs": 4},
+        **_GEMMA_4,
+    ),
+    "gemma4_inputs": Seeing(
+        "Gemma4",
+        {
+            "model_type": "gemma4_text", "head_dim": 16, "global_head_dim": 32, "num_hidden_layers": 4,
+            "sliding_window": 20, "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 12, "vocab_size_per_layer_input": 2048,
+        },
+        excluded=r".*per_layer_model_projection",
+        **_GEMMA_4,
+    ),
+    "paligemma": Seeing("PaliGemma", {"model_type": "gemma", "head_dim": 16}, SIGLIP, **_PALIGEMMA),
+    "paligemma2": Seeing(
+        "PaliGemma",
+        {"model_type": "gemma2", "head_dim": 16, "sliding_window": 20, "query_pre_attn_scalar": 16},
+        SIGLIP,
+        **_PALIGEMMA,
+    ),
     "smolvlm": Seeing(
         "SmolVLM", _LLAMA, _PATCHES, ("SmolVLM", _IDEFICS_SIZE), ("SmolVLM", {"image_seq_len": 4}),
         videos=("SmolVLM", _IDEFICS_SIZE), **_IDEFICS,

@@ -23,7 +23,7 @@ from chorus.memory.files.format import inspect_adapter
 
 from .seeing_families import SEEING
 from .test_served_images import SIZES, Asked, answers, engine_of, files, images_of, picture
-from .tiny_vision import ADAPTERS, needs_vision, tiny
+from .tiny_vision import ADAPTERS, adapters_of, needs_vision, tiny
 
 pytestmark = [pytest.mark.numerics, pytest.mark.integration, needs_vision]
 
@@ -52,11 +52,11 @@ def wanted(asked: Asked, requests: list[Request]) -> dict[str, list[int]]:
 def test_images_and_adapters_in_one_batch(asked: Asked, kernels: str) -> None:
     """Images of all sizes, one to four a request, beside requests of text; chunks end inside images."""
     images, requests = images_of(asked), list[Request]()
-    for number, adapter in enumerate((None, *ADAPTERS)):
+    for number, adapter in enumerate((None, *adapters_of(asked.reference.family))):
         for count in (0, 1 + number % 4):
             own = [images[(number + index) % len(images)] for index in range(count)]
             requests.append(asked.request(f"{adapter} {count}", adapter, own))
-    assert drain(asked, requests, kernels=kernels, max_num_batched_tokens=37) == wanted(asked, requests)
+    assert drain(asked, requests, kernels=kernels) == wanted(asked, requests)
 
 
 def test_each_size_is_served_or_refused(asked: Asked) -> None:

@@ -18,6 +18,7 @@ import torch
 
 from chorus.core.config import EngineConfig
 from chorus.core.engine import Engine
+from chorus.core.model.read_config import read_model_config
 from chorus.core.requests.media import MediaItem, placed
 from chorus.core.requests.record import to_record
 from chorus.core.requests.request import Request
@@ -25,7 +26,7 @@ from chorus.core.requests.request_params import InvalidRequest, RequestParams
 from chorus.ops.library import native_library
 
 from . import tiny_mrope
-from .tiny_vision import ADAPTERS, Reference, needs_vision, refused_of, tiny
+from .tiny_vision import ADAPTERS, Reference, needs_vision, refused_of, step_of, tiny
 
 pytestmark = [pytest.mark.numerics, pytest.mark.integration, needs_vision]
 
@@ -58,7 +59,7 @@ class Asked:
         from chorus.core.media.processor import ImageProcessor
 
         self.reference, self.processor, self._encoded = Reference(family), ImageProcessor(tiny(family)), encoded
-        self.placeholder = self.reference.processor.image_token_id
+        self.placeholder = read_model_config(self.reference.path).image_token
         self.wanted: dict[str, list[int]] = {}
 
     def request(
@@ -106,6 +107,7 @@ def engine_of(asked: Asked, kernels: str = "torch", **fields: Any) -> Engine:
     path = asked.reference.path
     usual = {"memory_bytes": 64 << 20, "max_num_batched_tokens": 48, "threads": 1, "prefix_cache": True}
     usual["adapters"] = path / "adapters"
+    usual |= step_of(asked.reference.family)
     return Engine.from_config(
         EngineConfig(model=path, cpu_kernels=kernels, device="cpu", dtype="float32", **usual | fields)
     )

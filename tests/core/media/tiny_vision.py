@@ -47,17 +47,28 @@ def adapters_of(family: str) -> dict[str, dict[str, Any]]:
     if family in tiny_mrope.FAMILIES:
         return common | tiny_mrope.adapters(family)
     it = SEEING[family]
+    if it.seven is not None:
+        common["seven"] = {"target_modules": it.seven, "use_rslora": True}
+    if it.excluded:
+        common["linear"]["exclude_modules"] = it.excluded
+    if it.matrix:
+        common["matrix"] = {"target_modules": ["q_proj", "v_proj"], "target_parameters": [it.matrix]}
     return common | {
         "text": {"target_modules": it.text_linear},
         "tower": {"target_modules": it.tower_linear},
         "dora": {"target_modules": it.tower_dora, "use_dora": True},
-        "copied": {"target_modules": ["q_proj", "v_proj"], "modules_to_save": [it.projector]},
+        "copied": {"target_modules": it.seven or ["q_proj", "v_proj"], "modules_to_save": [it.projector]},
     }
 
 
 def refused_of(family: str) -> tuple[str, ...]:
     """Sizes of images that a family's processor or tower does not take."""
     return SEEING[family].refused if family in SEEING else ()
+
+
+def step_of(family: str) -> dict[str, int]:
+    """Settings of a server with which a step has all that it must of an image, or of a prompt with images."""
+    return SEEING[family].step if family in SEEING else {}
 
 
 def tiny(family: str) -> Path:
@@ -91,6 +102,8 @@ def _save_model(family: str, path: Path) -> None:
         pad_token="<unk>",
         extra_special_tokens=it.named,
     )
+    if it.adds:
+        wrapped.add_tokens([*it.adds])
     wrapped.chat_template = template = TEMPLATE.replace("@PLACE@", it.place or it.mark)
 
     def made(named: tuple[str, dict[str, Any]], kind: str, **more: Any) -> Any:
@@ -99,6 +112,8 @@ def _save_model(family: str, path: Path) -> None:
     parts: dict[str, Any] = {"image_processor": made(it.images, "ImageProcessor"), "tokenizer": wrapped}
     if it.videos:
         parts["video_processor"] = made(it.videos, "VideoProcessor")
+    if it.sound:
+        parts["feature_extractor"] = made((it.sound, {}), "AudioFeatureExtractor")
     processor = made(it.processor, "Processor", **parts)
     processor.chat_template = template
     processor.save_pretrained(path)
@@ -140,12 +155,12 @@ def save_adapter(path: Path, family: str, title: str, fields: dict[str, Any], se
     model.save_pretrained(str(path / "adapters" / title))
 
 
-def reference(path: Path, family: str) -> Any:
+def reference(path: Path, family: str, dtype: torch.dtype = torch.float32) -> Any:
     import transformers
 
     name = tiny_mrope.FAMILIES[family] if family in tiny_mrope.FAMILIES else SEEING[family].name
     kind = getattr(transformers, f"{name}ForConditionalGeneration")
-    return kind.from_pretrained(path, dtype=torch.float32).eval()
+    return kind.from_pretrained(path, dtype=dtype).eval()
 
 
 class Reference:
@@ -186,6 +201,8 @@ class Reference:
         given = {"images": [list(images)] if self._is_nested else list(images)} if images else {}
         reader = self.processor if images else self.processor.tokenizer  # some processors need images
         inputs = reader(text=text, return_tensors="pt", add_special_tokens=False, **given, **(settings or {}))
+        if self.family in SEEING and SEEING[self.family].typed:
+            inputs["token_type_ids"] = torch.zeros_like(inputs["input_ids"])
         for name in ("rows", "cols"):
             inputs.pop(name, None)
         with torch.inference_mode():

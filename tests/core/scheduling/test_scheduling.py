@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import sys
 from collections import Counter
@@ -289,6 +290,23 @@ def test_answers_of_one_prompt_compute_it_once(budget):
     checked.drain()
     prefill = 30 + 7 * (30 - 28)
     assert checked.computed == prefill + 8
+
+
+@pytest.mark.parametrize("max_tokens", [1, 4])
+def test_nothing_keeps_a_request_that_has_ended(max_tokens):
+    """Nor its images, until another request comes, however late."""
+    checked = CheckedEngine(prefix_cache=True, max_num_batched_tokens=64)
+    for index in range(3):
+        checked.add(f"ended {index}", prompt=[5 + index] * 30, max_tokens=max_tokens)
+
+    def kept():
+        return sum(isinstance(each, Request) and each.id.startswith("ended") for each in gc.get_objects())
+
+    assert kept() == 3
+    checked.drain()
+    checked.asked.clear()
+    gc.collect()
+    assert not kept()
 
 
 def test_followers_go_on_when_the_leader_is_aborted_and_one_of_them_leads():
