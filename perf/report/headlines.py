@@ -35,6 +35,8 @@ class Headline(NamedTuple):
     question: Callable[[Values], str]
     answer: Callable[[Values], str]
     bars: Callable[[Values], Bars] | None = None
+    options: Callable[[Values], str] = lambda found: ""
+    """Of the command, where they are not its defaults."""
 
 
 def _many_answer(found: Values) -> str:
@@ -107,10 +109,12 @@ HEADLINES = {
     "invocations": Headline(
         "chorus.perf.bench.invocations",
         lambda found: (
-            f"activated LoRA, invoked after a prompt of {found['prompt']:,} tokens: first token over plain LoRA's"
+            f"activated LoRA, invoked after {found['prompt']:,} tokens ({found.get('model_size', '125m')} model): "
+            "first token over plain LoRA's"
         ),
         _activated_answer,
         _activated_bars,
+        lambda found: f" --size {found['model_size']}" if "model_size" in found else "",
     ),
     "company": Headline(
         "chorus.perf.bench.company",
@@ -158,7 +162,11 @@ def table(found: Sequence[Found]) -> str:
     """The lines of README's table, marks included."""
     lines = [BEGIN, "| question | measured | rerun it |", "|---|---|---|"]
     for headline, values, _ in found:
-        cells = headline.question(values), headline.answer(values), f"`python -m {headline.command}`"
+        cells = (
+            headline.question(values),
+            headline.answer(values),
+            f"`python -m {headline.command}{headline.options(values)}`",
+        )
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join([*lines, END])
 
