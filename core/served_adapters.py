@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,7 +12,7 @@ from ..memory.adapters.composition import Composition, InvalidComposition, read_
 from ..memory.adapters.reclaimer import Reclaimer
 from ..memory.adapters.store import UnknownAdapter
 from ..memory.files.error import AdapterFormatError, LoadFailure
-from ..memory.files.identity import with_effect
+from ..memory.files.identity import ContentHash, with_content, with_effect
 from ..memory.files.manifest import AdapterManifest
 from ..memory.host.image import HostImage
 from .base_name import names_of, with_base
@@ -64,16 +65,18 @@ class ServedAdapters:
         return with_base(self._files.inspect(path, roots), self._base_names, strict=self._config.strict_base)
 
     def check_weights(self, manifest: AdapterManifest, image: HostImage | None = None) -> AdapterManifest:
-        """Read and check the weights of an adapter that was inspected; the manifest with whether they change nothing.
-
-        The hash of the content is left out: it takes several times as long as all the rest.
+        """Read and check the weights of an adapter that was inspected; the manifest with their hash, and with whether
+        they change nothing.
         """
-        self._files.read(manifest, self._store.layout_of(manifest), image or HostImage())
+        content = None if manifest.sources else ContentHash(manifest)
+        self._files.read(manifest, self._store.layout_of(manifest), image or HostImage(), content)
         if manifest.tower:
             from .media.tower_adapter import check_changes
 
             check_changes(manifest)
-        return with_effect(manifest)
+        if content is None or content.value is None:
+            return with_content(manifest)
+        return replace(with_effect(manifest), content_hash=content.value)
 
     # -- names
 

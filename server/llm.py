@@ -26,6 +26,7 @@ from .api.sampling_defaults import SamplingDefaults
 from .engine.adapter_loader import AdapterLoader
 from .engine.adapter_tokenizers import AdapterTokenizers
 from .engine.engine_view import AdapterState
+from .engine.load_source import LoadSource
 from .engine.sourced_adapters import SourcedAdapters
 from .engine.telemetry import Telemetry
 from .errors import validated
@@ -413,12 +414,12 @@ class LLM:
             raise InvalidRequest("path", "give a directory as path, or config and weights (and files), and not both")
         keep = keep_versions or self._settings.keep_versions
         if path is not None:
-            find = Path(path).absolute
-            state, _ = self._loads.load(plain, find, replace=replace, label=label or None, keep=keep).result()
+            source = LoadSource(Path(path).absolute)
+            state, _ = self._loads.load(plain, source, replace=replace, label=label or None, keep=keep).result()
         else:
             with self._files.draft(config, weights, files) as draft:
-                load = self._loads.load(plain, draft.seal, replace=replace, label=label or None, keep=keep)
-                state, _ = load.result()
+                source = LoadSource.upload(draft)
+                state, _ = self._loads.load(plain, source, replace=replace, label=label or None, keep=keep).result()
         if pinned is not None:
             (self.pin_adapter if pinned else self.unpin_adapter)(plain)
         return versioned(plain, state.label)

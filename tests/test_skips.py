@@ -56,6 +56,7 @@ JOBS = {
     "import aiohttp": INTEGRATIONS,
     "import skyrl": INTEGRATIONS,
     "import trl": INTEGRATIONS,
+    "verl is not installed": INTEGRATIONS,
     "import ray": INTEGRATIONS,
     "needs ray": INTEGRATIONS,
     "needs aiperf: uv tool install aiperf": INTEGRATIONS,

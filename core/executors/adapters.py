@@ -18,6 +18,7 @@ from ...memory.adapters.image import ImageForm, RowJobs, read_image
 from ...memory.adapters.vectors import BaseWeights
 from ...memory.files.composed import inspect as inspect_adapter
 from ...memory.files.error import AdapterFormatError
+from ...memory.files.identity import ContentHash
 from ...memory.files.manifest import AdapterManifest
 from ...memory.files.methods.registry import CONVERT
 from ...memory.host.image import HostImage
@@ -73,11 +74,13 @@ class ModelAdapters:
             )
         return found
 
-    def read(self, manifest: AdapterManifest, layout: AdapterLayout, image: HostImage) -> None:
+    def read(
+        self, manifest: AdapterManifest, layout: AdapterLayout, image: HostImage, content: ContentHash | None = None
+    ) -> None:
         form = ImageForm(layout, self._config.projections, self._page.page_elems, self._dtype)
         if manifest.vectors and self.base is None:
             raise RuntimeError(f"{manifest.path} can't be read without the base model's weights")
-        read_image(manifest, form, image, self.dma.buffers, self._open_rows, base=self.base)
+        read_image(manifest, form, image, self.dma.buffers, self._open_rows, base=self.base, content=content)
 
     def load(self, image: HostImage, layout: AdapterLayout, pages: list[int]) -> Transfer | None:
         with self._scope():

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from ...memory.adapters.vectors import BaseWeights
+from ...memory.files.identity import ContentHash
 from ...memory.files.manifest import AdapterManifest
 from ...memory.host.buffers import Buffers
 from ...memory.host.image import HostImage, LayerStream
@@ -76,7 +77,9 @@ class RankAdapters(ModelAdapters):
     def inspect(self, path: Path, roots: Sequence[Path] = ()) -> AdapterManifest:
         return self._whole.inspect(path, roots)
 
-    def read(self, manifest: AdapterManifest, layout: AdapterLayout, image: HostImage) -> None:
+    def read(
+        self, manifest: AdapterManifest, layout: AdapterLayout, image: HostImage, content: ContentHash | None = None
+    ) -> None:
         """Read the file once, and cut each layer's shares as soon as it is read."""
         whole_layout, whole = self._whole.layout(manifest), HostImage()
         shares = image.take(self.dma.buffers, (layout.num_pages, self._page.page_elems), self._dtype)
@@ -94,7 +97,7 @@ class RankAdapters(ModelAdapters):
             image.publish(ready)
 
         whole.follow(cut)
-        self._whole.read(manifest, whole_layout, whole)
+        self._whole.read(manifest, whole_layout, whole, content)
 
 
 class ArenaCopies:

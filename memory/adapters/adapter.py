@@ -12,6 +12,7 @@ from ..files.error import AdapterFormatError, shown
 from .composition import is_composition
 
 if TYPE_CHECKING:
+    from ..files.identity import ContentHash
     from ..files.manifest import AdapterManifest
     from ..host.image import HostImage
     from ..pages.adapter_layout import AdapterLayout
@@ -103,8 +104,12 @@ class AdapterBackend(Protocol):
 
     def layout(self, manifest: AdapterManifest) -> AdapterLayout: ...
 
-    def read(self, manifest: AdapterManifest, layout: AdapterLayout, image: HostImage) -> None:
-        """Read the weights into `image` and publish every layer; called on its own thread."""
+    def read(
+        self, manifest: AdapterManifest, layout: AdapterLayout, image: HostImage, content: ContentHash | None = None
+    ) -> None:
+        """Read the weights into `image` and publish every layer; called on its own thread. content: may get the bytes
+        as they are read, and has the hash afterwards if it did.
+        """
         ...
 
     def load(self, image: HostImage, layout: AdapterLayout, pages: list[int]) -> Transfer | None:

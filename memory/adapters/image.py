@@ -5,10 +5,9 @@ Tests: tests/memory/adapters/test_row_jobs.py, tests/memory/files/test_adapter_f
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import chain, product
@@ -19,7 +18,7 @@ import numpy as np
 from ..files.adapter_weights import matrices_of
 from ..files.composed import ComposedWeights
 from ..files.error import AdapterFormatError
-from ..files.identity import Weights, open_unchanged
+from ..files.identity import ContentHash, Weights, open_unchanged
 from ..files.manifest import AdapterManifest
 from ..files.module_paths import ModulePaths
 from ..files.peft_names import tensor_shapes
@@ -27,6 +26,7 @@ from ..files.tensor_file import ITEM_BYTES, TensorSpans, digest_of
 from ..files.trained_rows import module_of, row_runs
 from ..pages.adapter_layout import AdapterLayout, AdapterPart, PartLayout
 from ..pages.projections import Projection, Projections
+from .layer_hashes import LayerHashes
 from .vectors import BaseWeights, VectorReader
 
 if TYPE_CHECKING:
@@ -70,8 +70,10 @@ class RowsInFile(Protocol):
         """Lay out the next group's rows in `out`, flat. None when done; else the error, and the group is passed."""
         ...
 
-    def bytes(self, start: int, end: int) -> bytes:
-        """Bytes of the file, of the group that was read last. LookupError when that was not read."""
+    def bytes(self, start: int, end: int) -> memoryview:
+        """Bytes of the file, of the group that was read last, until `close` or the second `next` from now. LookupError
+        when they were not read.
+        """
         ...
 
     def close(self) -> None: ...
@@ -202,11 +204,13 @@ def read_image(
     open_rows: OpenRows | None = None,
     *,
     base: BaseWeights | None = None,
+    content: ContentHash | None = None,
 ) -> None:
     """Read the adapter's weights into `image`, cast to the model's dtype.
 
     Layers are published as they are read; bytes between rows may be anything. open_rows: a faster way than torch's;
     rows that it refuses are read again here, to say why. base: the weights for vectors; None: they are only checked.
+    content: gets the bytes as they are read, and has the hash afterwards if `open_rows` has read them.
     AdapterFormatError when the file can't be read, is no longer the inspected one, or holds NaN or infinity, before or
     after the cast.
     """
@@ -227,12 +231,7 @@ def read_image(
         image.publish(layout.num_layers)
         return
     with open_unchanged(manifest) as file:
-        if open_rows is None or manifest.tensor_spans is None or isinstance(file, ComposedWeights):
-            done = _read_by_torch(take(), range(layout.num_layers))
-        else:
-            jobs = row_jobs(manifest.parts, manifest.tensor_spans, layout, projections)
-            rows = open_rows(file.fd, jobs, math.prod(shape), dtype)
-            done = _read_by_rows(file, manifest.tensor_spans, jobs, take, rows)
+        done = _begun(file, manifest, form, take, open_rows, content)
         vectors = None  # a composed adapter has none
         if not isinstance(file, ComposedWeights):
             vectors = VectorReader.of(file, manifest, layout, base, projections=projections)
@@ -245,22 +244,45 @@ def read_image(
                 image.publish(num_ready)
 
 
+def _begun(
+    file: Weights,
+    manifest: AdapterManifest,
+    form: ImageForm,
+    take: Callable[[], list[_PartReader]],
+    open_rows: OpenRows | None,
+    content: ContentHash | None,
+) -> Generator[int]:
+    """Begin to read, by rows if that can be done; yields how many layers are in the image."""
+    layout, projections, page_elems, dtype = form
+    if open_rows is None or manifest.tensor_spans is None or isinstance(file, ComposedWeights):
+        return _read_by_torch(take(), range(layout.num_layers))
+    jobs = row_jobs(manifest.parts, manifest.tensor_spans, layout, projections)
+    rows = open_rows(file.fd, jobs, layout.num_pages * page_elems, dtype)
+    hashes = None if content is None else LayerHashes(content, file)
+    return _read_by_rows(file, manifest.tensor_spans, jobs, take, rows, hashes)
+
+
 def _read_by_rows(
     file: AdapterWeights,
     tensor_spans: TensorSpans,
     jobs: RowJobs,
     take: Callable[[], list[_PartReader]],
     rows: RowsInFile,
+    hashes: LayerHashes | None = None,
 ) -> Generator[int]:
     """Some layers at once, as they come from the disk; yields how many are in the image. take: makes room for it."""
-    with closing(rows):
+    with closing(rows), nullcontext() if hashes is None else closing(hashes):
         parts = take()  # while the disk is busy
-        for layers in jobs.layers:
+        for layers, (first_span, last_span, *_) in zip(jobs.layers, jobs.groups.tolist(), strict=True):
             fault = rows.next(parts[0].data)
             if layers.start == 0 and _is_other_header(rows, tensor_spans, fault):
                 raise file.changed()
             if fault is not None:
                 deque(_read_by_torch(parts, layers), maxlen=0)  # raises the error
+            if hashes is not None:
+                hashes.add(layers, rows, jobs.spans[first_span:last_span].tolist())
+                if layers is jobs.layers[-1]:
+                    hashes.finish()
             yield layers.stop
 
 

@@ -1,4 +1,4 @@
-"""Uploaded adapters: each is in a directory named by the SHA-256 of its files, which is complete or does not exist.
+"""Uploaded adapters: each is in a directory named by a hash of its files, which is complete or does not exist.
 
 An upload is staged in a temporary directory, and gets its final name atomically once all of it is on disk. Several
 processes may share one root: a process locks the directories that it writes or holds.
@@ -14,7 +14,7 @@ import re
 import shutil
 import tempfile
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
@@ -58,13 +58,14 @@ class ContentStore:
             _remove_unless_written(left)
         self.recount()
 
-    def draft(self, expected: int = 0) -> StagedUpload:
+    def draft(self, expected: int = 0, known_later: Collection[str] = ()) -> StagedUpload:
         """Stage an empty upload, in a `with` block. Raises StoreFull.
 
-        expected: bytes reserved from the start, so concurrent uploads don't take them from each other.
+        expected: bytes reserved from the start, so concurrent uploads don't take them from each other. known_later:
+        files that are not hashed as they are written, because `seal` gets a hash of what is in them.
         """
         self.reserve(expected)
-        return StagedUpload(self, expected)
+        return StagedUpload(self, expected, known_later)
 
     def directories(self) -> list[Path]:
         """Complete directories."""
@@ -171,9 +172,10 @@ class StagedUpload:
     With `seal` they are kept at least that long, even if nothing uses them yet. Calls run one at a time.
     """
 
-    def __init__(self, store: ContentStore, reserved: int) -> None:
-        """reserved: bytes reserved for it."""
+    def __init__(self, store: ContentStore, reserved: int, known_later: Collection[str] = ()) -> None:
+        """reserved: bytes reserved for it. known_later: see `ContentStore.draft`."""
         self._store = store
+        self._known_later = known_later
         self._reserved = reserved
         self._sealed: tuple[Path, bool] | None = None
         self._held: int | None = None
@@ -182,7 +184,7 @@ class StagedUpload:
         fcntl.flock(self._lock, fcntl.LOCK_SH)
         with (self._path / ROOM_FILE).open("wb") as room:
             room.truncate(reserved)  # a sparse file takes no room itself
-        self._files: dict[str, tuple[BinaryIO, hashlib._Hash]] = {}
+        self._files: dict[str, tuple[BinaryIO, hashlib._Hash | None]] = {}
         self._is_over = False
         self._busy = threading.Lock()
         self.num_bytes = 0
@@ -239,27 +241,40 @@ class StagedUpload:
             self._reserved += more
         self.num_bytes += len(data)
         if name not in self._files:
-            self._files[name] = (self._path / name).open("xb"), hashlib.sha256()
+            digest = None if name in self._known_later else hashlib.sha256()
+            self._files[name] = (self._path / name).open("xb"), digest
         file, digest = self._files[name]
         file.write(data)
-        digest.update(data)
+        if digest is not None:
+            digest.update(data)
 
-    def seal(self) -> Path:
-        """Move the files to their final directory and return it; if they already exist there, return that one."""
+    def directory(self) -> Path:
+        """Where all that was written can be read until `seal`."""
         with self._busy:
             self._require_open()
-            return self._seal()
+            for file, _ in self._files.values():
+                file.flush()
+            return self._path
+
+    def seal(self, hashes: Mapping[str, str] | None = None) -> Path:
+        """Move the files to their final directory and return it; if they already exist there, return that one. hashes:
+        of the files that were to be `known_later`, by name.
+        """
+        with self._busy:
+            self._require_open()
+            return self._seal(hashes or {})
 
     def _require_open(self) -> None:
         if self._is_over:
             raise OSError("the upload has ended")
 
-    def _seal(self) -> Path:
+    def _seal(self, hashes: Mapping[str, str]) -> Path:
         content = hashlib.sha256()
         for name, (file, digest) in sorted(self._files.items()):
             file.flush()
             os.fsync(file.fileno())
-            content.update(f"{name}\0{digest.hexdigest()}\n".encode())
+            known = hashes[name] if digest is None else digest.hexdigest()
+            content.update(f"{name}\0{known}\n".encode())
         path = self._store.root / content.hexdigest()
         (self._path / ROOM_FILE).unlink(missing_ok=True)
         os.fsync(self._lock)

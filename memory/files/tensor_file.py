@@ -247,5 +247,5 @@ class TensorSpans:
             yield number >> _TYPE_BITS, number & (1 << _TYPE_BITS) - 1
 
 
-def digest_of(header: bytes) -> bytes:
+def digest_of(header: bytes | memoryview) -> bytes:
     return blake2b(header, digest_size=16).digest()

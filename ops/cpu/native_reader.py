@@ -106,14 +106,14 @@ class FileRows:
             return None
         return ReadFault(fault.job, "AB"[fault.side], _FAULTS[fault.fault], fault.error)
 
-    def bytes(self, start: int, end: int) -> bytes:
-        """Copy the file's bytes `start` … `end` from the group read last. Raises LookupError if it does not contain
-        them.
+    def bytes(self, start: int, end: int) -> memoryview:
+        """The file's bytes `start` … `end` of the group read last, valid until `close`, or until `next` has been called
+        twice more. Raises LookupError if the group does not contain them.
         """
         at = self._library.chorus_rows_at(self._handle, start, end - start) if self._handle else None
         if at is None:
             raise LookupError(f"bytes {start} to {end} are not in the group read last")
-        return ctypes.string_at(at, end - start)
+        return memoryview((ctypes.c_char * (end - start)).from_address(at)).cast("B")
 
     def close(self) -> None:
         """Wait for reads in flight and drop them. A second call does nothing."""

@@ -58,7 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         table.add(kind, cached[kind], 1e3 * value, value / found["plain"])
     table.show()
     goal = Goal("activated over plain", ratio, MOST, at_most=True)
-    return judge({"device": processor(), "prompt": arguments.prompt, "seconds": seconds, "cached": cached}, [goal])
+    result = {"device": processor(), "model_size": arguments.size, "prompt": arguments.prompt}
+    return judge({**result, "seconds": seconds, "cached": cached}, [goal])
 
 
 def _measured(arguments: Any, work: Path) -> tuple[dict[str, list[float]], dict[str, Any]]:

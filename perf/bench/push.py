@@ -123,30 +123,31 @@ WAYS = {"form": _form, "directory": _directory, "descriptor": _descriptor}
 def versions(weights: bytes) -> Iterator[bytes]:
     """The weights, each time with another last byte but one: the low byte of a bfloat16 value."""
     for number in range(256):
-        yield weights[:-2] + bytes([weights[-2] ^ number]) + weights[-1:]
+        yield b"".join((memoryview(weights)[:-2], bytes([weights[-2] ^ number]), weights[-1:]))
 
 
 def floor_seconds(weights: bytes) -> float:
     """Seconds to hash the weights once and to copy them twice, to memory that was touched before."""
-    places = bytearray(len(weights)), bytearray(len(weights))
+    place = memoryview(bytearray(len(weights)))
+    place[:] = weights
     began = time.perf_counter()
     hashlib.sha256(weights).digest()
-    places[0][:] = weights
-    places[1][:] = places[0]
+    for _ in range(2):
+        place[:] = weights
     return time.perf_counter() - began
 
 
-def measured(to: Target, source: Path, pushes: int) -> dict[str, list[float]]:
+def measured(to: Target, source: Path, pushes: int, ways: Sequence[str]) -> dict[str, list[float]]:
     """Seconds of each push by its way, and of the floor; the ways take turns."""
     config, weights = (source / CONFIG).read_bytes(), (source / WEIGHTS).read_bytes()
-    found: dict[str, list[float]] = {way: [] for way in (*WAYS, "floor")}
+    found: dict[str, list[float]] = {way: [] for way in (*ways, "floor")}
     made = versions(weights)
     for turn in range(pushes + 1):
         say(f"turn {turn}")
         floor = floor_seconds(weights)
         seconds = {"floor": floor}
-        for number, (name, way) in enumerate(WAYS.items()):
-            with way(to, config, next(made)) as push:
+        for number, name in enumerate(ways):
+            with WAYS[name](to, config, next(made)) as push:
                 began = time.perf_counter()
                 push()
                 to.first_token([5 + turn, 6 + number, 7, 8])
@@ -162,6 +163,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     command.add_argument("--model-size", choices=SIZES, default="125m", metavar="NAME")
     command.add_argument("--rank", type=count, default=256, help="of the adapter")
     command.add_argument("--pushes", type=count, default=5, help="measured pushes of each way")
+    command.add_argument("--ways", nargs="+", choices=WAYS, default=[*WAYS], metavar="WAY", help="of a push, in turns")
     command.add_argument("--memory", default="2GiB", help="for KV and adapters")
     command.add_argument("--work-dir", type=Path, default=Path("build/push"))
     args = command.parse_args(argv)
@@ -186,7 +188,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 launched([*flags, "--unix-socket", str(unix_socket)]) as server,
                 httpx.Client(base_url=server.url, timeout=_TIMEOUT, trust_env=False) as client,
             ):
-                found = measured(Target(client, unix_socket, folder), source, args.pushes)
+                found = measured(Target(client, unix_socket, folder), source, args.pushes, args.ways)
         except LoadError as error:
             print(f"push: {error}", file=sys.stderr)
             return 2

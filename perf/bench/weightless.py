@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from ...memory.files.identity import ContentHash
 from ...memory.files.manifest import AdapterManifest
 from ...memory.host.image import HostImage
 from ...memory.pages.adapter_layout import AdapterLayout, uniform_parts
@@ -30,7 +31,9 @@ class WeightlessAdapters:
             self._layouts[rank] = AdapterLayout.build(manifest.parts, self._projections, page.page_elems, page.itemsize)
         return self._layouts[rank]
 
-    def read(self, manifest: AdapterManifest, layout: AdapterLayout, image: HostImage) -> None:
+    def read(
+        self, manifest: AdapterManifest, layout: AdapterLayout, image: HostImage, content: ContentHash | None = None
+    ) -> None:
         image.publish(layout.num_layers)
 
     def save(self, layout: AdapterLayout, pages: list[int]) -> None:

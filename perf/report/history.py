@@ -52,7 +52,13 @@ def _killed(found: Values) -> list[str]:
 def _invocations(found: Values) -> list[str]:
     medians = {kind: sorted(each)[len(each) // 2] for kind, each in found["seconds"].items()}
     ratio = medians["activated"] / medians["plain"]
-    return [f"{found['prompt']:,}", _ms(medians["plain"]), _ms(medians["activated"]), f"{ratio:.3f}"]
+    return [
+        found.get("model_size", "-"),
+        f"{found['prompt']:,}",
+        _ms(medians["plain"]),
+        _ms(medians["activated"]),
+        f"{ratio:.3f}",
+    ]
 
 
 def _company(found: Values) -> list[str]:
@@ -63,8 +69,9 @@ def _company(found: Values) -> list[str]:
 
 def _push(found: Values) -> list[str]:
     floor = found["floor"]
-    ratios = [f"{sorted(each)[len(each) // 2] / floor:.2f}" for each in found["seconds"].values()]
-    return [f"{found['bytes'] / 1e6:.0f}", _ms(floor), *ratios]
+    ratios = {way: f"{sorted(each)[len(each) // 2] / floor:.2f}" for way, each in found["seconds"].items()}
+    ways = [ratios.get(way, "-") for way in ("form", "directory", "descriptor")]
+    return [f"{found['bytes'] / 1e6:.0f}", _ms(floor), *ways]
 
 
 def _chunks(found: Values) -> list[str]:
@@ -87,7 +94,7 @@ COMMANDS = {
     ),
     "invocations": Measured(
         "python -m chorus.perf.bench.invocations",
-        ["prompt tokens", "plain LoRA, ms", "activated, ms", "activated / plain"],
+        ["model", "prompt tokens", "plain LoRA, ms", "activated, ms", "activated / plain"],
         _invocations,
     ),
     "company": Measured(

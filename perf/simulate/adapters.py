@@ -12,6 +12,7 @@ from typing import Any
 from ...core.costs.models import CostModel
 from ...core.costs.profile import Geometry
 from ...memory.files.error import AdapterFormatError
+from ...memory.files.identity import ContentHash
 from ...memory.files.manifest import AdapterManifest
 from ...memory.host.image import HostImage, LayerStream
 from ...memory.host.reads import Reads
@@ -263,7 +264,9 @@ class SimAdapterBackend:
     def layout(self, manifest: AdapterManifest) -> AdapterLayout:
         return self._adapters.layout(str(manifest.path))
 
-    def read(self, manifest: AdapterManifest, layout: AdapterLayout, image: HostImage) -> None:
+    def read(
+        self, manifest: AdapterManifest, layout: AdapterLayout, image: HostImage, content: ContentHash | None = None
+    ) -> None:
         clock, seconds = self._clock, self._costs.disk.seconds(manifest.file_size)
         start = clock.now
         clock.now = start + seconds / layout.num_layers

@@ -26,7 +26,7 @@ from ...memory.files.error import AdapterFormatError, LoadFailure
 from ...memory.files.format import inspect_adapter
 from ...memory.files.identity import with_content
 from ...memory.files.manifest import AdapterManifest
-from ..engine.backend import SHUTTING_DOWN, OnOutput
+from ..engine.backend import SHUTTING_DOWN, OnOutput, Settle, in_place
 from ..engine.backend_adapters import done
 from ..engine.engine_view import EngineView, Picture
 from ..engine.subscribers import Subscribers
@@ -303,14 +303,20 @@ class ClusterWorker:
             otherwise=Picture(),
         )
 
-    def check_adapter(self, path: Path, roots: Sequence[Path] = (), image: HostImage | None = None) -> AdapterManifest:
-        """Have the replicas check the weights, too, and keep them under their hash."""
+    def check_adapter(
+        self,
+        path: Path,
+        roots: Sequence[Path] = (),
+        image: HostImage | None = None,
+        settle: Settle = in_place,
+    ) -> AdapterManifest:
+        """Have the replicas check the weights, too, where `settle` has moved them, and keep them under their hash."""
         if self.failure is not None:
             raise EngineUnavailable(self.failure)
-        manifest = with_content(self._inspect(path, roots))
+        manifest = settle(with_content(self._inspect(path, roots)))
         content = manifest.content_hash
         if content is not None:
-            self._load_everywhere(content, path)
+            self._load_everywhere(content, manifest.path)
         return manifest
 
     def check_weights(self, manifest: AdapterManifest) -> AdapterManifest:

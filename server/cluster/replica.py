@@ -24,7 +24,7 @@ from ...core.requests.types import FinishReason, RequestOutput, StepInfo
 from ...memory.adapters.adapter import Tier
 from ...memory.adapters.adapter_costs import AdapterCosts, merged
 from ...memory.files.error import AdapterFormatError, LoadFailure
-from ...memory.files.identity import open_unchanged, with_content
+from ...memory.files.identity import open_unchanged
 from ...memory.host.image import HostImage
 from ...memory.pages.pool import OutOfPages
 from ..engine.engine_adapters import MOST_OVERFLOWS
@@ -164,7 +164,7 @@ class Replica:
 
     def _read(self, content_hash: str, path: Path) -> tuple[AdapterManifest, HostImage]:
         image = HostImage()
-        manifest = with_content(self.worker.check_adapter(path, self._roots, image))
+        manifest = self.worker.check_adapter(path, self._roots, image)
         if manifest.content_hash != content_hash:
             raise WrongContent(f"{path}: now holds another adapter; register it again")
         with open_unchanged(manifest):

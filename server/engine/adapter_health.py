@@ -116,7 +116,7 @@ class AdapterHealthChecker(Repeating):
     def _try(self, one: Quarantined, stamp: Stamp) -> None:
         try:
             image = HostImage()
-            manifest = self._beside(lambda: with_content(self._worker.check_adapter(one.path, self._places, image)))
+            manifest = self._beside(lambda: self._worker.check_adapter(one.path, self._places, image))
         except AdapterFormatError as error:
             log.warning("adapter %s changed, but is not served: %s", one.name, error)
             again = replace(one, reason=str(error), stamp=stamp)
@@ -150,7 +150,7 @@ class AdapterHealthChecker(Repeating):
     def _look(self, manifest: AdapterManifest) -> AdapterManifest:
         """Check the weights, unless a load did, and hash them."""
         if manifest.no_effect is None:
-            self._worker.check_weights(manifest)
+            manifest = self._worker.check_weights(manifest)
         return with_content(manifest)
 
     def _give_up(self, name: str, version: int, manifest: AdapterManifest, error: AdapterFormatError) -> None:

@@ -19,7 +19,7 @@ from ...memory.adapters.registry_store import Entry, RegistryStore
 from ...memory.adapters.store import UnknownAdapter
 from ...memory.adapters.versions import split_version
 from ...memory.files.error import shown
-from ...memory.files.identity import open_unchanged, with_content
+from ...memory.files.identity import open_unchanged
 from ...memory.host.daemon_pool import DaemonPool, PoolFull, ask_for_short_slices, give_up
 from ...memory.host.image import HostImage
 from ...memory.host.reads import SLOW_SECONDS
@@ -27,6 +27,7 @@ from ..errors import ApiError
 from .adapter_health import AdapterHealthChecker
 from .backend import Backend
 from .engine_view import AdapterState
+from .load_source import LoadSource
 from .name_changes import NameChanges, Removed
 
 if TYPE_CHECKING:
@@ -204,27 +205,25 @@ class AdapterLoader:
     def load(
         self,
         name: str,
-        find: Callable[[], Path],
-        roots: Sequence[Path] = (),
+        source: LoadSource,
         *,
         replace: bool = True,
         by: str = HERE,
         label: str | None = None,
         keep: int = 1,
     ) -> Future[tuple[AdapterState, bool]]:
-        """Load the directory that `find` returns. The future gives the adapter once requests may use it, and whether it
-        replaced another.
+        """Load the adapter of a source. The future gives the adapter once requests may use it, and whether it replaced
+        another.
 
-        find: reads the disk, so it runs in the background, too. roots: directories that must contain its files; empty:
-        any. by: the caller's name in the log. label, keep: as in `AdapterStore.register`. Raises PoolFull. Errors of
-        the future: those of `find`, AdapterFormatError, FileExistsError for a name that it may not `replace` or an
+        by: the caller's name in the log. label, keep: as in `AdapterStore.register`. Raises PoolFull. Errors of the
+        future: those of `source.find`, AdapterFormatError, FileExistsError for a name that it may not `replace` or an
         existing version, LoadTimedOut, PoolFull if too many loads hang, and StorageUnavailable if the change can't be
         recorded, in which case the adapter is not served.
         """
         with self._asking:
             before = self._latest.get(name)
             put = partial(self._put, name, by=by, replace=replace, label=label, keep=keep)
-            load = partial(self._load, before, name, find=find, roots=roots, replace=replace, put=put)
+            load = partial(self._load, before, name, source, replace=replace, put=put)
             future = self._latest[name] = self._pool.submit(load)
         future.add_done_callback(partial(self._forget, name))
         return future
@@ -238,18 +237,17 @@ class AdapterLoader:
         self,
         before: Future | None,
         name: str,
+        source: LoadSource,
         *,
-        find: Callable[[], Path],
-        roots: Sequence[Path],
         replace: bool,
         put: Callable[[AdapterManifest, HostImage], tuple[AdapterState, bool]],
     ) -> tuple[AdapterState, bool]:
         if before is not None:
             wait([before])
-        directory = self._beside(find)
+        directory = self._beside(source.find)
         if not replace and self._is_there(name):
             raise FileExistsError(name)
-        return put(*self._beside(partial(self._check, directory, roots)))
+        return put(*self._beside(partial(self._check, directory, source)))
 
     def _put(
         self,
@@ -278,10 +276,10 @@ class AdapterLoader:
         except UnknownAdapter:
             return False
 
-    def _check(self, directory: Path, roots: Sequence[Path]) -> tuple[AdapterManifest, HostImage]:
+    def _check(self, directory: Path, source: LoadSource) -> tuple[AdapterManifest, HostImage]:
         """The adapter to be swapped in, as it is on the disk at the end of the check, and its weights."""
         image = HostImage()
-        manifest = with_content(self._worker.check_adapter(directory, roots, image))
+        manifest = self._worker.check_adapter(directory, source.roots, image, source.settle)
         with open_unchanged(manifest):
             return manifest, image
 

@@ -28,7 +28,16 @@ if TYPE_CHECKING:
 
 OnOutput = Callable[[RequestOutput], None]
 
+Settle = Callable[["AdapterManifest"], "AdapterManifest"]
+"""Moves the files of a checked adapter, and returns the manifest of where they stay."""
+
+
 SHUTTING_DOWN = "the server is shutting down"
+
+
+def in_place(manifest: AdapterManifest) -> AdapterManifest:
+    """Leave the files where they are."""
+    return manifest
 
 
 class Backend(Protocol):
@@ -119,8 +128,15 @@ class Backend(Protocol):
         """A snapshot for the operator's page."""
         ...
 
-    def check_adapter(self, path: Path, roots: Sequence[Path] = (), image: HostImage | None = None) -> AdapterManifest:
-        """Read and check an adapter on the caller's thread. image: receives the weights, for `put`.
+    def check_adapter(
+        self,
+        path: Path,
+        roots: Sequence[Path] = (),
+        image: HostImage | None = None,
+        settle: Settle = in_place,
+    ) -> AdapterManifest:
+        """Read, check and hash an adapter on the caller's thread. image: receives the weights, for `put`. settle: moves
+        the files, once they are hashed, and returns the manifest of where they stay.
 
         Raises AdapterFormatError.
         """

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from ...memory.adapters.registry_store import Entry, RegistryStore
 from ...memory.files.content_store import StagedUpload
 from ...memory.files.error import AdapterFormatError
-from ...memory.files.identity import with_content
+from ...memory.files.form import WEIGHTS_FILE
 from ...memory.files.owned_store import OwnedStore, Owner
 from ...memory.host.image import HostImage
 
@@ -69,8 +69,8 @@ class LoadedAdapters:
         return self._files.max_bytes
 
     def draft(self, expected: int) -> StagedUpload:
-        """Files to write; see `ContentStore.draft`."""
-        return self._files.draft(expected)
+        """Files to write, of which the weights are hashed when they are checked; see `ContentStore.draft`."""
+        return self._files.draft(expected, known_later=(WEIGHTS_FILE,))
 
     def restore(self, worker: Backend) -> None:
         """Register the recorded names. An adapter whose files have changed is skipped, and the log names it."""
@@ -87,7 +87,7 @@ class LoadedAdapters:
     def _restore(self, worker: Backend, name: str, entry: Entry, keep: int) -> None:
         image = HostImage()
         try:
-            manifest = with_content(worker.check_adapter(self._files.find(Path(entry.path)), (), image))
+            manifest = worker.check_adapter(self._files.find(Path(entry.path)), (), image)
             if manifest.content_hash != entry.content_hash:
                 raise AdapterFormatError(f"{entry.path}: the files have changed since")
             put = worker.adapters.put(name, manifest, image, replace=True, label=entry.label, keep=keep)

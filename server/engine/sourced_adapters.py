@@ -30,6 +30,7 @@ from ..stores.rules import Location
 from .adapter_loader import AdapterLoader, LoadTimedOut
 from .backend_adapters import BackendAdapters
 from .generation import Generation
+from .load_source import LoadSource
 
 log = logging.getLogger(__name__)
 
@@ -225,7 +226,7 @@ class SourcedAdapters:
             return path
 
         try:
-            await asyncio.wrap_future(self._loads.load(name, find, roots, replace=False, by=BY))
+            await asyncio.wrap_future(self._loads.load(name, LoadSource(find, roots), replace=False, by=BY))
         except FileExistsError:  # another API server, or an operator, was faster
             pass
         except AdapterFormatError as error:

@@ -21,7 +21,7 @@ from ...core.sleep import Sleep
 from ...memory.pages.pool import IntegrityError
 from ...memory.transfers.transfer import ExecutorLost
 from ..errors import EngineUnavailable
-from .backend import SHUTTING_DOWN, OnOutput
+from .backend import SHUTTING_DOWN, OnOutput, Settle, in_place
 from .engine_adapters import EngineAdapters
 from .engine_view import EngineView, Picture
 from .subscribers import Subscribers
@@ -205,14 +205,21 @@ class EngineWorker:
     def picture(self) -> Future[Picture]:
         return self.call(Picture.of)
 
-    def check_adapter(self, path: Path, roots: Sequence[Path] = (), image: HostImage | None = None) -> AdapterManifest:
+    def check_adapter(
+        self,
+        path: Path,
+        roots: Sequence[Path] = (),
+        image: HostImage | None = None,
+        settle: Settle = in_place,
+    ) -> AdapterManifest:
         """Reads and checks an adapter on the caller's thread, while steps go on. Raises AdapterFormatError.
 
-        roots: directories that must contain its files; empty: any. image: receives the weights, for `register`.
+        roots: directories that must contain its files; empty: any. image: receives the weights, for `register`. settle:
+        see `Backend.check_adapter`.
         """
         if self.failure is not None:
             raise EngineUnavailable(self.failure)
-        return self._engine.adapters.check(path, roots, image)
+        return settle(self._engine.adapters.check(path, roots, image))
 
     def check_weights(self, manifest: AdapterManifest) -> AdapterManifest:
         """Reads and checks the weights of an adapter with a checked header; otherwise like `check_adapter`."""

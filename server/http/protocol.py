@@ -32,11 +32,16 @@ _MESSAGES = {
     400: "this is no valid HTTP/1.1 request",
     408: "the request's body came too slowly: it paused for body_seconds, or took longer than whole_body_seconds and a "
     "second more for each body_bytes_per_second; send it faster, or raise these settings",
-    413: "a GET or HEAD request has no body here",
+    413: "the body of a GET or HEAD request is larger than the 64 KiB that this server reads and ignores",
     431: "the request's line and headers are larger than this server takes",
 }
 
 _CODES = {408: "body_timed_out"}
+
+MAX_IGNORED_BYTES = 64 << 10
+"""The longest body of a GET or HEAD request. It means nothing (RFC 9110, section 9.3.1): it is read, so that the next
+request is found after it, and no route sees it.
+"""
 
 
 class _Refused(Exception):
@@ -61,6 +66,7 @@ class HttpConnection(HttpToolsProtocol):
         self._in_head = self._in_body = self._refused = False
         self._head_bytes = self._num_hosts = 0
         self._body_bytes = 0  # bytes of the body received so far
+        self._ignored_bytes: int | None = None  # bytes of a body that means nothing; None: the body means something
         self._silent_bytes = 0  # bytes received since the parser last found anything
         self._since = self._read_at = time.monotonic()  # when a head, a body or a wait began, or bytes came
 
@@ -108,7 +114,10 @@ class HttpConnection(HttpToolsProtocol):
         self._silent_bytes += len(data)
         self._body_bytes += len(data)
         super().data_received(data)
-        self._pass_body()
+        try:
+            self._pass_body()
+        except _Refused as refused:
+            self._refuse(refused.args[0])
         if self._silent_bytes > MAX_HEAD_BYTES and not self._refused:
             self._refuse(431)
 
@@ -127,9 +136,7 @@ class HttpConnection(HttpToolsProtocol):
         self._num_hosts += name == b"host"
         if len(self.headers) > MAX_HEADERS or self._head_bytes + len(self.url) > MAX_HEAD_BYTES:
             raise _Refused(431)
-        if (name == b"transfer-encoding" or (name == b"content-length" and value.strip(b"0"))) and (
-            self.parser.get_method() in (b"GET", b"HEAD")
-        ):
+        if name == b"content-length" and self._has_idle_body and _exceeds(value, MAX_IGNORED_BYTES):
             raise _Refused(413)
 
     def on_headers_complete(self) -> None:
@@ -139,7 +146,7 @@ class HttpConnection(HttpToolsProtocol):
         super().on_headers_complete()
         self._cycles.append(self.cycle)
         self._in_head, self._in_body, self._since, self._silent_bytes = False, True, self._read_at, 0
-        self._body_bytes = 0
+        self._body_bytes, self._ignored_bytes = 0, 0 if self._has_idle_body else None
 
     def on_message_complete(self) -> None:
         self._pass_body()
@@ -147,10 +154,21 @@ class HttpConnection(HttpToolsProtocol):
         self._in_body, self._silent_bytes = False, 0
         self._connections.note(self)
 
+    @property
+    def _has_idle_body(self) -> bool:
+        """True if a body of the request whose head was parsed last means nothing."""
+        return self.parser.get_method() in (b"GET", b"HEAD")
+
     def _pass_body(self) -> None:
+        """Hand on what was received of a body. Raises _Refused for too much of one that means nothing."""
         if self._body:
-            super().on_body(bytes(self._body))
+            if self._ignored_bytes is None:
+                super().on_body(bytes(self._body))
+            else:
+                self._ignored_bytes += len(self._body)
             self._body.clear()
+            if self._ignored_bytes is not None and self._ignored_bytes > MAX_IGNORED_BYTES:
+                raise _Refused(413)
             self._silent_bytes *= not self._cycles  # data after the response is useless
 
     def on_response_complete(self) -> None:
@@ -235,3 +253,9 @@ class HttpConnection(HttpToolsProtocol):
 
     def _unsupported_upgrade_warning(self) -> None:
         """Upgrades are not supported; the request is answered as it is."""
+
+
+def _exceeds(length: bytes, most: int) -> bool:
+    """True if a body's length, in digits, is more; the parser refuses what are no digits."""
+    digits = length.strip().lstrip(b"0")
+    return len(digits) > len(str(most)) or (digits.isdigit() and int(digits) > most)

@@ -145,3 +145,12 @@ def test_a_sample_in_tinker_s_form(play, ids_of):
         assert all(len(each) == 2 for each in made["topk_prompt_logprobs"][1:])
 
     play(act)
+
+
+def test_the_number_of_processes_of_a_server(play):
+    """It is asked by a GET with a body."""
+
+    async def act(client, _):
+        assert await client.get_world_size() == (1, 1)
+
+    play(act)

@@ -9,6 +9,7 @@ from pathlib import Path
 from chorus.memory.adapters.adapter import Adapter
 from chorus.memory.adapters.store import AdapterStore
 from chorus.memory.files.error import AdapterFormatError
+from chorus.memory.files.identity import ContentHash
 from chorus.memory.files.manifest import AdapterManifest
 from chorus.memory.host.image import HostImage, LayerStream
 from chorus.memory.host.images import Reads
@@ -35,7 +36,9 @@ class FakeBackend:
     def layout(self, manifest: AdapterManifest) -> AdapterLayout:
         return AdapterLayout((), num_elems=manifest.rank, num_pages=manifest.rank, num_layers=1)
 
-    def read(self, manifest: AdapterManifest, layout: AdapterLayout, image: HostImage) -> None:
+    def read(
+        self, manifest: AdapterManifest, layout: AdapterLayout, image: HostImage, content: ContentHash | None = None
+    ) -> None:
         self.reads.append(manifest.path.name)
         if manifest.path.name in self.broken:
             raise AdapterFormatError(f"{manifest.path}: cannot be read")

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from chorus.memory.files.error import AdapterFormatError
+from chorus.memory.files.identity import ContentHash
 from chorus.memory.files.manifest import AdapterManifest
 from chorus.memory.host.image import HostImage, LayerStream
 from chorus.memory.pages.adapter_layout import AdapterLayout, AdapterPart
@@ -125,7 +126,9 @@ class CheckedAdapters:
         pages, num_layers = manifest.rank, max(self._disk.layers[content] for content in contents_read(manifest))
         return AdapterLayout((), num_elems=pages, num_pages=pages, num_layers=num_layers)
 
-    def read(self, manifest: AdapterManifest, layout: AdapterLayout, image: HostImage) -> None:
+    def read(
+        self, manifest: AdapterManifest, layout: AdapterLayout, image: HostImage, content: ContentHash | None = None
+    ) -> None:
         """Read layer by layer, each from all files: a composed adapter's are those of its sources."""
         files = [source for source, _ in manifest.sources] or [manifest]
         read = [(file.path, file.mtime_ns, self._disk.fate(file.path, file.mtime_ns)) for file in files]

@@ -12,6 +12,7 @@ log-probabilities.
     python -m tests.simulation.real_run --ranks 2           # or: --offload-workers 1, with adapters over a slow link
     python -m tests.simulation.real_run --base qwen3.5      # a tiny random model: a name of tests/core/tiny_families.py
     python -m tests.simulation.real_run --base qwen3-moe --kv-cache-dtype fp8
+    python -m tests.simulation.real_run --files             # cached prefixes in files, which all engines share
 """
 
 from __future__ import annotations
@@ -22,8 +23,10 @@ import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 from unittest.mock import patch
@@ -42,6 +45,7 @@ from chorus.core.requests.request_params import RequestParams
 from chorus.core.requests.types import StepPlan, StepResult
 from chorus.memory.adapters.adapter import Adapter, Tier
 from chorus.memory.files.error import AdapterFormatError
+from chorus.memory.pages.eviction import RestoreCosts
 from chorus.perf.report.command import conclude, parser
 from chorus.server.demo.builtin import BUILTIN_ADAPTERS, BUILTIN_MODEL
 from chorus.server.demo.skills import BASE, SKILLS, prompt, sample_inputs
@@ -207,6 +211,7 @@ class RealRun(EngineRun):
         over: threading.Event,
         ranks: int = 1,
         offload_workers: int = 0,
+        files: Path | None = None,
     ) -> None:
         super().__init__(rng)
         self._ranks, self._offload_workers = ranks, offload_workers
@@ -219,6 +224,8 @@ class RealRun(EngineRun):
         if apart.random() < 0.5:
             cached = apart.choice([0, 200, 2000])
             config = config.model_copy(update={"speculation": "ngram", "speculation_cache_tokens": cached})
+        if files is not None:
+            config = _with_files(config, files, random.Random(repr(apart.getstate())), self.reached)
         with patch.object(ModelExecutor, "state_slots", 3):  # as on a GPU, so that steps may be launched ahead
             inner = open_executor(config)
         self.executor: Any = Faulty(inner)
@@ -226,6 +233,8 @@ class RealRun(EngineRun):
         policies = Policies(proposer=proposer)
         self.engine = Engine(config, late_results(self.executor, rng), policies=policies)
         proposer.use(self.engine)
+        if self.engine.disk is not None:  # a tiny model computes a block in less time than its file is read in
+            self.engine.disk.costs = RestoreCosts(prefix_page=1e3)
         self.predict = lambda: proposer.predict(self.engine.model.vocab_size)
         if self.engine.speculation is not None and apart.random() < 0.8:
             self.engine.speculation.cost = cast(Any, Free())
@@ -343,6 +352,8 @@ class RealRun(EngineRun):
         promise(not self.active, f"requests never end: {list(self.active)[:5]}")
         self._remove_adapters()
         self.over.set()
+        if (disk := self.engine.disk) is not None:
+            self.reached["tokens from files"] += disk.num_hit_tokens
         end = time.monotonic() + GRACE
         while self.engine.stats().num_reads and time.monotonic() < end:
             self.engine.step()
@@ -356,13 +367,56 @@ def _config(base: Base, **options: Any) -> EngineConfig:
     return EngineConfig(**{**fixed, **base.options, **options})
 
 
-def simulate(seed: int, calm: Calm, ranks: int = 1, offload_workers: int = 0) -> Outcome:
-    over = threading.Event()
-    with tempfile.TemporaryDirectory(prefix="chorus-run-") as where:
-        try:
-            return run_seed(seed, lambda rng: RealRun(rng, calm, Path(where), over, ranks, offload_workers))
-        finally:
-            over.set()
+def _with_files(config: EngineConfig, folder: Path, rng: random.Random, reached: Counter[str]) -> EngineConfig:
+    """Keep cached prefixes in the files of a folder, some of which have been damaged since the last engine."""
+    for path in sorted(folder.rglob("*")):
+        if path.is_file() and path.name != "key" and path.stat().st_size and rng.random() < 0.05:
+            _damage(path, rng)
+            reached["damaged files"] += 1
+    copied = "swap" if config.preemption == "recompute" else config.preemption
+    room = {
+        "kv_cache_dir": folder,
+        "kv_cache_disk_bytes": rng.choice([1 << 18, 1 << 22, 1 << 26]),
+        "host_cache_bytes": rng.choice([100_000, 1 << 30, 1 << 30]),
+        "block_tokens": 4,  # prompts are short
+    }
+    return config.model_copy(update={**room, "prefix_cache": True, "preemption": copied})
+
+
+def _damage(path: Path, rng: random.Random) -> None:
+    """Flip a bit of a file, or cut it."""
+    data = bytearray(path.read_bytes())
+    at = rng.randrange(len(data))
+    if rng.random() < 0.3:
+        del data[at:]
+    else:
+        data[at] ^= 1 << rng.randrange(8)
+    path.write_bytes(data)
+
+
+def simulate(seed: int, calm: Calm, ranks: int = 1, offload_workers: int = 0, files: Path | None = None) -> Outcome:
+    """files: a folder for cached prefixes, of engines one after another; each is begun twice, to find its own files."""
+    cause, reached = None, Counter[str]()
+    for _ in range(1 if files is None else 2):
+        over = threading.Event()
+        with tempfile.TemporaryDirectory(prefix="chorus-run-") as where:
+            begin = partial(
+                RealRun,
+                calm=calm,
+                where=Path(where),
+                over=over,
+                ranks=ranks,
+                offload_workers=offload_workers,
+                files=files,
+            )
+            try:
+                _, cause, found = run_seed(seed, begin)
+            finally:
+                over.set()
+        reached += found
+        if cause is not None:
+            break
+    return seed, cause, reached
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -375,12 +429,15 @@ def main(argv: list[str] | None = None) -> int:
     command.add_argument("--offload-workers", type=int, default=0, help="offload workers of each engine")
     command.add_argument("--base", help="a tiny random model, in place of the built-in one")
     command.add_argument("--kv-cache-dtype", default="auto", help="of a tiny model's engines")
+    command.add_argument("--files", action="store_true", help="keep cached prefixes in files, which all engines share")
     args = command.parse_args(argv)
     base = tiny_base(args.base, kv_cache_dtype=args.kv_cache_dtype) if args.base else demo_base()
     calm, campaign = Calm(base), Campaign(args.log, 1)
-    while campaign.reached["answered"] < args.answers and len(campaign.failed) <= 20:
-        seed = 1_000_000 * args.seed + args.first + campaign.count
-        campaign.add(simulate(seed, calm, args.ranks, args.offload_workers))
+    with tempfile.TemporaryDirectory(prefix="chorus-run-") as name:
+        files = Path(name) if args.files else None
+        while campaign.reached["answered"] < args.answers and len(campaign.failed) <= 20:
+            seed = 1_000_000 * args.seed + args.first + campaign.count
+            campaign.add(simulate(seed, calm, args.ranks, args.offload_workers, files))
     return conclude({"ok": not campaign.failed, **campaign.result()}, not campaign.failed)
 
 

@@ -26,6 +26,15 @@ def test_the_engine_keeps_its_promises(calm):
     assert all(reached["answered"] >= 12 for *_, reached in runs)
 
 
+@pytest.mark.wide
+def test_engines_that_share_files_of_prefixes_keep_their_promises(calm, tmp_path):
+    """Each is begun twice, and finds what it wrote, some of it damaged meanwhile."""
+    runs = [simulate(seed, calm, files=tmp_path) for seed in range(3)]
+    assert [cause for _, cause, _ in runs if cause is not None] == []
+    assert sum(reached["tokens from files"] for *_, reached in runs) > 0
+    assert sum(reached["damaged files"] for *_, reached in runs) > 0
+
+
 def another_token(monkeypatch):
     execute = real_run.Faulty.execute
 

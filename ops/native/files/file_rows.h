@@ -17,7 +17,9 @@
 namespace chorus {
 
 constexpr int64_t kSector = 4096;  // O_DIRECT wants offsets, lengths and addresses to be multiples of the disk's
-constexpr int kBuffers = 2;  // a group in use, the next under way: more would take the disk's time from that
+// A group in use, the next under way, and the one before it, which may still be hashed. No other is under way: it would
+// take the disk's time from the next.
+constexpr int kBuffers = 3;
 
 // A group of reads, described to Python by program/layout.h: spans and jobs of each, by their numbers.
 struct ReadGroup {
@@ -124,8 +126,8 @@ class FileRows {
         return true;
     }
 
-    // Address of some of the file's bytes, of the group that `next` read last, until it is called again; null if they were
-    // not read.
+    // Address of some of the file's bytes, of the group that `next` read last, until it has been called twice more; null if
+    // they were not read.
     //
     //   start  first byte
     //   bytes  their number

@@ -31,6 +31,7 @@ from ...engine.backend import Backend
 from ...engine.backend_adapters import BackendAdapters
 from ...engine.base_after_load import BaseAfterLoad
 from ...engine.engine_view import AdapterState
+from ...engine.load_source import LoadSource
 from ...engine.sourced_adapters import SourcedAdapters
 from ...errors import DISK_FAULTS, ApiError, JsonResponse, T, clipped, read_body, validated
 from ...executors import DaemonPool
@@ -389,17 +390,17 @@ class AdapterApi:
             )
         name, label = checked_name(self._settings, asked.name, name_field)
         replace = replace or bool(label and asked.keeps_labels)  # it replaces no version: a label means one content
-        roots, find = self._roots.roots, partial(self._roots.find, path or "", path_field)
         if upload is None:
             self._roots.require()
+            source = LoadSource(partial(self._roots.find, path or "", path_field), self._roots.roots)
         else:
-            roots, find = (), upload.seal
+            source = upload.source
         if asked.as_base:
             await self._loads.beside(self._loads.check_alone, "as_base")
         keep = self._keep(asked, label)
         with _load_errors(name_field, path_field):
             load = self._loads.load(
-                name, find, roots, replace=replace, by=request.state.caller, label=label or None, keep=keep
+                name, source, replace=replace, by=request.state.caller, label=label or None, keep=keep
             )
             if asked.as_base is not None:
                 load.add_done_callback(partial(self._loads.loaded_as_base, name, request.state.caller, asked.as_base))

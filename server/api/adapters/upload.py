@@ -6,11 +6,11 @@ import asyncio
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ....memory.files.content_store import StagedUpload
 from ...engine.adapter_loader import LoadTimedOut
+from ...engine.load_source import LoadSource
 from ...errors import ApiError
 
 if TYPE_CHECKING:
@@ -62,9 +62,10 @@ class AdapterUpload:
 
         await self._wait_for(self._loads.on_uploads(write))
 
-    def seal(self) -> Path:
-        """See `StagedUpload.seal`; not for the event loop."""
-        return self._draft.seal()
+    @property
+    def source(self) -> LoadSource:
+        """The files for a load; not to be used on the event loop."""
+        return LoadSource.upload(self._draft)
 
     async def end(self, *, failed: bool) -> None:
         """End the staged upload, once nothing uses it any more. failed: nothing may need its files."""

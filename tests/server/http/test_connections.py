@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 import pytest
 
 from chorus.server.http.connections import Connections
-from chorus.server.http.protocol import MAX_HEADERS, MAX_PIPELINED
+from chorus.server.http.protocol import MAX_HEADERS, MAX_IGNORED_BYTES, MAX_PIPELINED
 from chorus.server.start.launch import RESERVED_DESCRIPTORS, max_connections
 
 pytestmark = pytest.mark.wide
@@ -319,13 +319,59 @@ def test_a_body_in_bytewise_chunks_is_handed_on_in_large_parts(start, fake_engin
     assert sum(parts) == len(body) and len(parts) < 500
 
 
+GET = b"GET /ping HTTP/1.1\r\nhost: localhost\r\n"
+
+
 @pytest.mark.parametrize(
-    "sent", [b"transfer-encoding: chunked\r\n\r\n1\r\nx\r\n", b"content-length: 1\r\n\r\nx"], ids=["chunked", "sized"]
+    "sent",
+    [
+        b"content-length: 2\r\n\r\n{}",
+        b"content-length: 00000000000002\r\n\r\n{}",
+        b"content-length: %d\r\n\r\n%s" % (MAX_IGNORED_BYTES, b"x" * MAX_IGNORED_BYTES),
+        b"transfer-encoding: chunked\r\n\r\n" + b"2\r\n{}\r\n" * 99 + b"0\r\n\r\n",
+    ],
+    ids=["short", "zeros", "longest", "chunked"],
 )
-def test_a_get_has_no_body(start, fake_engine, sent):
+@pytest.mark.parametrize("method", [b"GET", b"HEAD"])
+def test_the_body_of_a_get_is_read_and_ignored(start, fake_engine, method, sent):
+    """The request after it is found, even if the body looks like one."""
     live = start(fake_engine, settings=HURRIED)
-    answer = ends(connect(live, b"GET /ping HTTP/1.1\r\nhost: localhost\r\n" + sent))
-    assert answer.startswith(b"HTTP/1.1 413 ") and b'"invalid_http"' in answer
+    request = GET.replace(b"GET", method) + sent.replace(b"{}", b"{}" if method == b"HEAD" else b"GE")
+    received = ends(connect(live, request + ASKS))
+    assert received.count(b"HTTP/1.1 200 ") == 2, received[:500]
+    assert b"HTTP/1.1 4" not in received
+
+
+def test_a_get_is_answered_before_its_body_has_come(start, fake_engine):
+    live = start(fake_engine, settings=PATIENT)
+    connection = connect(live, GET + b"content-length: 5\r\n\r\n{}")
+    assert connection.recv(1 << 16).startswith(b"HTTP/1.1 200 ")
+    connection.sendall(b"   " + ASKS)
+    assert b"HTTP/1.1 200 " in ends(connection)
+
+
+@pytest.mark.parametrize(
+    ("sent", "statuses"),
+    [
+        (b"content-length: %d\r\n\r\n" % (MAX_IGNORED_BYTES + 1), [413]),
+        (b"content-length: 99999999999999999999999999\r\n\r\n", [400]),
+        # the response may be complete before the body is found to be too long
+        (b"transfer-encoding: chunked\r\n\r\n" + b"1000\r\n%s\r\n" % (b"x" * 4096) * 40, [200, 413]),
+    ],
+    ids=["sized", "beyond numbers", "chunked"],
+)
+def test_a_large_body_of_a_get_is_refused(start, fake_engine, sent, statuses):
+    live = start(fake_engine, settings=HURRIED)
+    received = ends(connect(live, GET + sent + ASKS))
+    (status,) = re.findall(rb"HTTP/1.1 (\d+) ", received)
+    assert int(status) in statuses
+
+
+def test_a_slow_body_of_a_get_is_cut(start, fake_engine):
+    live = start(fake_engine, settings=HURRIED)
+    began = time.monotonic()
+    ends(connect(live, GET + b"content-length: 5\r\n\r\n{"))
+    assert time.monotonic() - began < 30
 
 
 @pytest.mark.parametrize(

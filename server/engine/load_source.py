@@ -1,0 +1,42 @@
+"""Where the files of a load come from, and where they stay.
+
+Tests: tests/server/api/adapters/test_uploads_kept.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from ...memory.files.form import WEIGHTS_FILE
+from ...memory.files.identity import moved
+from .backend import Settle, in_place
+
+if TYPE_CHECKING:
+    from ...memory.files.content_store import StagedUpload
+    from ...memory.files.manifest import AdapterManifest
+
+
+class LoadSource(NamedTuple):
+    """The files of a load."""
+
+    find: Callable[[], Path]
+    """Returns their directory; it reads the disk, so it runs in the background."""
+
+    roots: Sequence[Path] = ()
+    """Directories that must contain the files; empty: any."""
+
+    settle: Settle = in_place
+    """See `Backend.check_adapter`."""
+
+    @classmethod
+    def upload(cls, draft: StagedUpload) -> LoadSource:
+        """Uploaded files, which get their final directory once they were checked."""
+        return cls(draft.directory, settle=partial(_sealed, draft))
+
+
+def _sealed(draft: StagedUpload, manifest: AdapterManifest) -> AdapterManifest:
+    assert manifest.content_hash is not None  # it was checked
+    return moved(manifest, draft.seal({WEIGHTS_FILE: manifest.content_hash}))

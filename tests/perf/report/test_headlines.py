@@ -1,0 +1,72 @@
+"""README's measurements are those of the newest results, in its table and in its pictures."""
+
+from __future__ import annotations
+
+import json
+from xml.etree import ElementTree
+
+import pytest
+
+from chorus.perf.report.headlines import BEGIN, END, HEADLINES, is_stale, main, newest, table, told, with_table
+from chorus.perf.report.history import COMMANDS, RESULTS
+
+KILLED = {"answers": 1000, "wrong": 0, "lost": 1, "delayed": 2, "longest_delay": 0.5}
+PUSH = {
+    "bytes": 2_000_000_000,
+    "floor": 2.0,
+    "seconds": {"form": [9.0], "directory": [3.0, 2.0, 9.0], "descriptor": [4.0]},
+}
+
+
+@pytest.fixture
+def results(tmp_path):
+    for folder, lost in (("cpu-2026-01-02-abcdef1", 7), ("cpu-2026-03-04-abcdef2", 1)):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "killed_replica.json").write_text(json.dumps(KILLED | {"lost": lost}))
+    (tmp_path / "cpu-2026-01-02-abcdef1" / "push.json").write_text(json.dumps(PUSH))
+    return tmp_path
+
+
+def test_readme_and_its_pictures_are_not_stale():
+    assert main(["--check"]) == 0
+
+
+def test_each_headline_is_drawn_from_a_file_that_history_knows():
+    assert HEADLINES.keys() <= COMMANDS.keys()
+    for headline, values, folder in newest(RESULTS):
+        assert headline.question(values) and headline.answer(values)
+        assert (RESULTS / folder).is_dir()
+
+
+def test_the_newest_result_of_each_command_is_taken(results):
+    lines = table(newest(results)).splitlines()
+    assert (lines[0], lines[-1]) == (BEGIN, END)
+    killed = next(line for line in lines if "killed_replica" in line)
+    assert "0, 1 and 2 of 1,000" in killed
+    push = next(line for line in lines if "perf.bench.push" in line)
+    assert "directory 1.50, descriptor 2.00" in push and "2.0 GB" in push
+
+
+def test_a_text_keeps_what_is_around_its_table(results):
+    lines = table(newest(results))
+    text = with_table(f"before\n{BEGIN}\nold\n{END}\nafter\n", lines)
+    assert text == f"before\n{lines}\nafter\n" == with_table(text, lines)
+    with pytest.raises(ValueError, match="has no"):
+        with_table("no marks", lines)
+
+
+def test_what_was_drawn_is_not_stale_until_a_result_comes(results):
+    pytest.importorskip("matplotlib")
+    readme, pictures = results / "README.md", results / "pictures"
+    pictures.mkdir()
+    readme.write_text(f"{BEGIN}\n{END}\n")
+    arguments = ["--results", str(results), "--readme", str(readme), "--pictures", str(pictures)]
+    assert len(is_stale(results, readme, pictures)) == 3
+    assert main([*arguments, "--check"]) == 1
+    assert main(arguments) == 0
+    assert is_stale(results, readme, pictures) == []
+    for path in pictures.iterdir():
+        texts = "".join(ElementTree.parse(path).getroot().itertext())
+        assert told(newest(results)) in texts
+    (results / "cpu-2026-03-04-abcdef2" / "push.json").write_text(json.dumps(PUSH | {"floor": 1.0}))
+    assert len(is_stale(results, readme, pictures)) == 3
