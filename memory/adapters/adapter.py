@@ -1,4 +1,7 @@
-"""An adapter version, and the interface of the backend that reads and moves adapter bytes."""
+"""An adapter version, and the interface of the backend that reads and moves adapter bytes.
+
+Tests: tests/memory/adapters/test_adapter_store.py
+"""
 
 from __future__ import annotations
 
