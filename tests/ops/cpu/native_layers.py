@@ -18,6 +18,7 @@ from chorus.core.model.specs.attention import AttentionSpec, HeadNorm, OutputGat
 from chorus.core.model.specs.feed_forward import Activation, GatedSpec, UngatedActivation, UngatedSpec
 from chorus.core.model.specs.layers import LayerSpec
 from chorus.core.model.specs.norms import NormKind, Norms, NormSpec
+from chorus.core.model.specs.positions import PositionTable
 from chorus.core.model.specs.rope_config import RopeConfig
 from chorus.core.model.weights.layer_weights import LayerWeights
 from chorus.memory.pages.adapter_layout import AdapterLayout, uniform_parts
@@ -68,6 +69,7 @@ class Kind:
     part_factor: float = 1.0
     biased: bool = False
     embedding_multiplier: float = 1.0
+    position_table: PositionTable | None = None
     embedding_norm: bool = False
     head_biased: bool = False
     logits_scale: float = 1.0
@@ -196,6 +198,8 @@ class Model:
         self.head = self._matrix(VOCAB, hidden, 2 * hidden**-0.5)
         self.norm = self._norm()
         self.head_bias = self._vector(VOCAB, 0.0, kind.head_biased)
+        table = kind.position_table
+        self.position_table = None if table is None else self._matrix(table.rows, hidden, 1.0).float()
         self.arena = torch.empty((self.pages, self.layout.page_elems), dtype=self.dtype)
         self.spoil(range(self.pages))
         self._free = list(range(1, self.pages))
@@ -225,6 +229,7 @@ class Model:
             float8_kv=self.layout.float8_kv,
             norm_kind=native_norm(kind.norm_kind),
             embedding_multiplier=kind.embedding_multiplier,
+            position_table=self.position_table,
             embedding_norm=kind.embedding_norm,
             head_bias=self.head_bias,
             logits_scale=kind.logits_scale,
@@ -398,6 +403,7 @@ def reference(
     """
     kind = model.kind
     x = model.embed.double()[list(tokens)] * kind.embedding_multiplier
+    x = x if model.position_table is None else x + model.position_table[: len(tokens)].double()
     x = norm(kind.norm, x, model.norm) if kind.embedding_norm else x
     for index, (spec, weights) in enumerate(zip(model.specs, model.weights, strict=True)):
         x = _Layer(model, index, spec, weights, adapter, pages)(x)
@@ -559,6 +565,7 @@ GATED: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
 UNGATED: dict[UngatedActivation, Callable[[torch.Tensor], torch.Tensor]] = {
     UngatedActivation.GELU_TANH: _gelu_tanh,
     UngatedActivation.GELU: torch.nn.functional.gelu,
+    UngatedActivation.RELU: lambda x: x.relu(),
     UngatedActivation.RELU_SQUARED: lambda x: x.relu().square(),
 }
 

@@ -12,6 +12,7 @@ from allpairspy import AllPairs
 from chorus.core.model.specs.attention import HeadNorm, OutputGate
 from chorus.core.model.specs.feed_forward import Activation, UngatedActivation
 from chorus.core.model.specs.norms import NormKind, Norms
+from chorus.core.model.specs.positions import PositionTable
 from chorus.ops.cpu import native
 from chorus.ops.elementwise.float8_kv import UNSCALED, KvScales
 from chorus.ops.library import native_library
@@ -86,6 +87,8 @@ SINGLE = {
     "chunks that begin within sixteen keys": {"window": 10, "chunked": True, "sinks": True},
     "norms of parallel parts": {"norms": Norms.PARALLEL_APART},
     "norm of embeddings": {"embedding_norm": True},
+    "positions": {"position_table": PositionTable(256), "embedding_multiplier": 3.0},
+    "ReLU": {"activation": UngatedActivation.RELU, "ffn": 96},
     "bias of the head": {"head_biased": True, "logits_scale": 0.3, "logits_softcap": 2.0},
     "norm of values": {"value_norm": True, "head_norm": HeadNorm.EACH},
     "keys as values": {"keys_are_values": True, "head_norm": HeadNorm.EACH, "window": 7},

@@ -25,6 +25,7 @@ from chorus.core.model.specs.feed_forward import (
 )
 from chorus.core.model.specs.layers import LayerSpec, StreamsSpec
 from chorus.core.model.specs.norms import NormKind, Norms
+from chorus.core.model.specs.positions import PositionTable
 from chorus.core.model.specs.rope_config import RopeConfig
 from chorus.core.model.weights.layer_weights import LayerWeights
 from chorus.memory.pages.arena import Arena
@@ -193,6 +194,9 @@ class GivenWeights:
     def lm_head_bias(self) -> torch.Tensor | None:
         return self._model.head_bias
 
+    def position_table(self) -> torch.Tensor | None:
+        return self._model.position_table
+
     def layers(self, pack: Callable[[torch.Tensor], torch.Tensor], pack_expert: object) -> Iterator[LayerWeights]:
         for layer in self._model.weights:
             parts = {name: part for name, part in vars(layer).items() if name != "whole"}
@@ -215,6 +219,7 @@ class GivenWeights:
         Kind(
             norm_kind=NormKind.BIASED_LAYER,
             head_biased=True,
+            position_table=PositionTable(64),
             activation=UngatedActivation.XIELU,
             head_norm=HeadNorm.ROTATED,
         ),
