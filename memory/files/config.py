@@ -1,7 +1,7 @@
 """`adapter_config.json`: the modules that an adapter changes, with their ranks and scales, exactly as PEFT computes
 them.
 
-Tests: tests/memory/files/test_adapter_files.py, tests/memory/files/test_name_pattern.py.
+Tests: tests/memory/files/test_adapter_files.py, tests/memory/files/names/test_name_pattern.py.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from . import strict_json
 from .default_targets import default_targets
 from .directory import AdapterDirectory
 from .error import AdapterFormatError, shown
-from .module_names import ModuleNames
-from .name_pattern import NamePattern, Steps
+from .names.module_names import ModuleNames
+from .names.name_pattern import NamePattern, Steps
 from .score_head import MODULES
 from .whole_copies import COPIED, MAX_TRAINED_ROWS
 

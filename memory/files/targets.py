@@ -13,8 +13,8 @@ from ..pages.adapter_layout import AdapterPart
 from ..pages.projections import Group, Projections
 from .config import AdapterConfig
 from .error import AdapterFormatError, shown
-from .module_names import ModuleNames
 from .module_paths import ExpertForm, ModulePaths
+from .names.module_names import ModuleNames
 from .peft_names import HEAD, LAYER, UNEMBED
 from .slices import SlicedTarget, SliceFactors, check_slices
 from .tower_shapes import TowerShapes

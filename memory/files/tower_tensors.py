@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from .config import CONFIG_FILE, AdapterConfig
 from .error import AdapterFormatError, shown
-from .module_names import ModuleNames
+from .names.module_names import ModuleNames
 from .peft_names import PREFIX
 from .tensor_file import TensorFile
 from .tensor_info import TensorInfo

@@ -29,8 +29,8 @@ from ...memory.files.config import CONFIG_FILE
 from ..inline_reads import InlineReads
 from ..report.command import judge, parser
 from ..report.table import Goal, Table
-from .random_model import RandomModel, adapters, checkpoint
-from .sizes import SIZES
+from .models.random_model import RandomModel, adapters, checkpoint
+from .models.sizes import SIZES
 from .timer import in_turns, ratio
 
 BAR = 1.2

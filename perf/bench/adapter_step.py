@@ -30,8 +30,8 @@ from typing import Any, NamedTuple
 from ..report.command import judge, parser
 from ..report.table import Goal, Table
 from .context import Context
-from .random_model import AdapterForm
-from .sizes import SIZES
+from .models.random_model import AdapterForm
+from .models.sizes import SIZES
 from .store import ResultStore
 from .subject import Subject
 from .timer import WallTimer, in_turns

@@ -31,8 +31,8 @@ from ...memory.pages.prefix import PrefixCache
 from ...memory.pages.shadow import ShadowPages
 from ..inline_reads import InlineReads
 from ..report.command import conclude, parser
-from .sizes import SIZES
-from .weightless import WeightlessAdapters
+from .models.sizes import SIZES
+from .models.weightless import WeightlessAdapters
 
 RANKS = (4, 8, 16, 32, 64)
 

@@ -26,9 +26,9 @@ from ...core.requests.request_params import RequestParams
 from ..inline_reads import InlineReads
 from ..report.command import conclude, count, parser, say
 from ..report.table import Table
-from .families import FAMILIES
 from .machine import processor
-from .sizes import SIZES, ModelSize
+from .models.families import FAMILIES
+from .models.sizes import SIZES, ModelSize
 
 KERNELS = ("torch", "native")
 

@@ -25,8 +25,8 @@ from ..report.command import conclude, count, parser, say
 from ..report.table import Table
 from .context import Context
 from .machine import processor
-from .random_mixture import MixtureShape, MixtureSize, write_adapter
-from .sizes import SIZES
+from .models.random_mixture import MixtureShape, MixtureSize, write_adapter
+from .models.sizes import SIZES
 from .store import ResultStore
 from .subject import Subject
 from .timer import WallTimer, in_turns, ratio

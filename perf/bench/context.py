@@ -17,9 +17,9 @@ import torch
 
 from ...core.model.checkpoints.quantization.round_to_nearest import Name, RoundToNearest
 from ..report.command import say
-from .random_model import AdapterForm, RandomModel
-from .random_model import adapters as random_adapters
-from .sizes import ModelSize, is_smoke
+from .models.random_model import AdapterForm, RandomModel
+from .models.random_model import adapters as random_adapters
+from .models.sizes import ModelSize, is_smoke
 from .store import ResultStore
 from .timer import Timer
 

@@ -22,7 +22,7 @@ import torch
 
 from ..report.command import conclude, parser
 from ..report.table import Table
-from .sizes import SIZES, Geometry
+from .models.sizes import SIZES, Geometry
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from ...ops.lora.sgmv_schedule import decode
 from ..report.command import parser
 from ..report.table import shown
 from .launches import decode_launches
-from .sizes import SIZES
+from .models.sizes import SIZES
 
 RESULTS = Path(__file__).parents[1] / "results" / "h100-2026-11-22-e391802" / "result.json"
 _BUCKETS = 1, 8, 16, 32, 64

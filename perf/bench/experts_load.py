@@ -46,7 +46,7 @@ from ...memory.pages.layout import PageLayout
 from ...memory.pages.pool import PagePool
 from ..report.command import judge, parser
 from ..report.table import Goal, Table
-from .random_mixture import MixtureShape, write_adapter
+from .models.random_mixture import MixtureShape, write_adapter
 
 PLAIN_BAR = 0.5
 """Least rate of a load, as a share of that of reading and copying the bytes once."""

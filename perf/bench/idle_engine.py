@@ -25,8 +25,8 @@ from ...core.requests.request_params import RequestParams
 from ...graphs.device import CudaDevice
 from ...ops.attention.attention import AttentionSetup
 from ..inline_reads import InlineReads
-from . import random_model
-from .sizes import Geometry
+from .models import random_model
+from .models.sizes import Geometry
 
 GEOMETRY = Geometry(hidden=64, ffn=64, layers=8, heads=4, kv_heads=1, vocab=320, positions=1 << 16)
 _RANK = 16

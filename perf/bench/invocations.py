@@ -28,8 +28,8 @@ from ..report.command import count, judge, parser, say
 from ..report.table import Goal, Table
 from .activated import INVOCATION, Asker, activated
 from .machine import processor
-from .random_model import RandomModel, adapters, checkpoint
-from .sizes import SIZES
+from .models.random_model import RandomModel, adapters, checkpoint
+from .models.sizes import SIZES
 
 MOST = 0.05
 """Most that the time of an activated adapter may be of a plain one's, for a prompt of 32k tokens."""

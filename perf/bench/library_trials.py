@@ -26,8 +26,8 @@ import uvicorn
 from tokenizers import Tokenizer as Backend
 from tokenizers.decoders import DecodeStream
 
-from ...memory.files.module_names import ModuleNames
-from ...memory.files.name_pattern import NamePattern, Steps
+from ...memory.files.names.module_names import ModuleNames
+from ...memory.files.names.name_pattern import NamePattern, Steps
 from ...server.demo.builtin import BUILTIN_MODEL
 from ...server.settings import Settings
 from ...server.start.launch import build_app, serving

@@ -32,11 +32,11 @@ from ...core.model.read_config import read_model_config
 from ..report.command import count, judge, parser, say
 from ..report.table import Goal, Table
 from .context import Context
-from .families import fields_of
 from .machine import processor
+from .models.families import fields_of
+from .models.sizes import SIZES, ModelSize
 from .sections.families import weights_of
 from .sections.levels import prefill, rates
-from .sizes import SIZES, ModelSize
 from .store import ResultStore
 from .subject import Subject
 from .timer import WallTimer

@@ -1,6 +1,6 @@
 """The LoRA work of a decode step on synthetic adapters in pages, with a model's true shapes.
 
-Tests: tests/perf/bench/test_sizes.py
+Tests: tests/perf/bench/models/test_sizes.py
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ...ops.lora.sgmv import sgmv as sgmv_torch
 from ...ops.lora.sgmv_schedule import Schedule
 from ...ops.lora.sgmv_tables import SgmvTables, TableSizes
 from ..kernels.cost import Cost, expand_cost, shrink_cost
-from .sizes import ModelSize
+from .models.sizes import ModelSize
 
 #: Scale of the weights; B's is the same as A's.
 _SCALE = 0.02

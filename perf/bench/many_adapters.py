@@ -28,8 +28,8 @@ from ..serving.errors import LoadError
 from ..serving.server_process import launched
 from ..workload.popularity import PowerLaw
 from .machine import family, need_psutil, processor
-from .random_model import RandomModel, adapters, checkpoint
-from .sizes import SIZES
+from .models.random_model import RandomModel, adapters, checkpoint
+from .models.sizes import SIZES
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _TIMEOUT = 300.0

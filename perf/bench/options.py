@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 from ...core.config import EngineConfig
 from .. import bench
 from ..report.command import parser
-from .families import FAMILIES
+from .models.families import FAMILIES
+from .models.sizes import SIZES, TINY, is_smoke
 from .sections.registry import SECTIONS, sections_of
-from .sizes import SIZES, TINY, is_smoke
 from .store import ResultStore
 
 if TYPE_CHECKING:

@@ -33,8 +33,8 @@ from ..report.table import Goal, Table
 from ..serving.errors import LoadError
 from ..serving.server_process import launched
 from .machine import processor
-from .random_model import RandomModel, adapters, checkpoint
-from .sizes import SIZES
+from .models.random_model import RandomModel, adapters, checkpoint
+from .models.sizes import SIZES
 
 NAME = "policy"
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"

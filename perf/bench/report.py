@@ -8,8 +8,8 @@ from typing import Any
 
 from ..report.table import Goal, Table, goal_table
 from .goals import goals
+from .models.sizes import is_smoke
 from .sections.registry import SECTIONS, rows_table, section
-from .sizes import is_smoke
 
 REPORT = "report.txt"
 SMOKE = "smoke run, not a measurement"

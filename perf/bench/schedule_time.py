@@ -25,7 +25,7 @@ from ...memory.host.images import Reads
 from ...memory.pages.layer_projections import dense_projections
 from ...memory.pages.layout import PageLayout
 from ..report.command import conclude, parser
-from .weightless import WeightlessAdapters
+from .models.weightless import WeightlessAdapters
 
 _LAYERS = 4
 _PROJECTIONS = dense_projections(_LAYERS, hidden=64, ffn=64, heads=1, kv_heads=1, head_dim=64)

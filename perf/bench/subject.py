@@ -25,7 +25,7 @@ from ...memory.adapters.adapter import Tier
 from ...memory.transfers.pinned import CHUNK_BYTES
 from ..inline_reads import InlineReads
 from .context import Context
-from .sizes import NamedShape
+from .models.sizes import NamedShape
 
 #: Largest rank that the engine supports.
 MAX_RANK = 64

@@ -14,7 +14,7 @@ import torch
 from ...core.model.lora.lora_state_cuda import CudaLoraState, StepLimits
 from ...core.model.read_config import read_model_config
 from ...ops.table_records import Copy
-from .sizes import SIZES
+from .models.sizes import SIZES
 
 #: (rows, largest rank) of the counted engines: defaults of GPUs with 14 GiB and with 40 GiB, and the most rows.
 CASES = (128, 256), (256, 64), (256, 256), (4096, 256)

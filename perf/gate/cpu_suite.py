@@ -26,8 +26,8 @@ from ..bench.allocator import Study
 from ..bench.context import Context
 from ..bench.host_time import host_times, prefill_time, timed
 from ..bench.machine import processor
+from ..bench.models.sizes import Geometry, ModelSize
 from ..bench.schedule_time import Load, schedule_times
-from ..bench.sizes import Geometry, ModelSize
 from ..bench.store import ResultStore
 from ..bench.subject import Subject
 from ..bench.timer import WallTimer

@@ -45,7 +45,7 @@ from ...ops.moe.mixture_tables import TileWriter
 from ...ops.moe.routing import Routing, Scoring
 from ...ops.moe.routing_schedule import SortConstants, SumConstants, choice_constants, sort_block
 from ...ops.sampling import sampling_schedule
-from ..bench.sizes import SIZES
+from ..bench.models.sizes import SIZES
 
 if TYPE_CHECKING:
     from .compiled_triton import Job

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..bench.environment import describe
+from ..bench.models.sizes import SIZES
 from ..bench.options import Options, engine_field
-from ..bench.sizes import SIZES
 from ..report.command import conclude, count, parser, say
 from . import nsight
 from .trace import STEP, Step, TraceError, read_chrome, read_nsight

@@ -20,7 +20,7 @@ import torch
 from ....memory.files.module_paths import ExpertForm
 from ...report.table import Table
 from ..context import Context
-from ..random_mixture import MixtureShape, MixtureSize, write_adapter
+from ..models.random_mixture import MixtureShape, MixtureSize, write_adapter
 from ..subject import Subject
 from .registry import rows_table
 

@@ -20,7 +20,7 @@ from ....core.model.read_config import read_model_config
 from ....core.model.specs.config import ModelConfig
 from ...report.table import Table
 from ..context import Context
-from ..families import FAMILIES
+from ..models.families import FAMILIES
 from ..subject import Subject
 from ..timer import in_turns
 from .levels import decode, prefill, rates

@@ -16,7 +16,7 @@ from ...report.table import Table
 from ...serving.server_process import LaunchedServer, launched
 from ...serving.streams import Answered, read_streams
 from ..context import Context
-from ..random_model import write_tokenizer
+from ..models.random_model import write_tokenizer
 from .mixes import RANK, load
 from .registry import rows_table
 

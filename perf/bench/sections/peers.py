@@ -33,7 +33,7 @@ from ...serving.server_process import LaunchedServer, free_port, launched, start
 from ...serving.streams import read_streams
 from ..context import Context
 from ..machine import FOREIGN_LIMIT, CpuSample, family
-from ..random_model import RandomModel, checkpoint
+from ..models.random_model import RandomModel, checkpoint
 from .http import bodies
 from .registry import rows_table
 

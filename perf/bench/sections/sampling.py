@@ -17,7 +17,7 @@ from ....core.requests.grammar import Grammar
 from ....ops.sampling.sampling import RowSamplingParams, sample, sample_into, sampling_rows, uniform
 from ...report.table import Goal, Table
 from ..context import Context
-from ..random_model import write_tokenizer
+from ..models.random_model import write_tokenizer
 from ..subject import Subject
 from ..timer import in_turns, ratio
 from .registry import rows_table

@@ -24,8 +24,8 @@ from chorus.graphs.runner import StepMode
 from chorus.memory.adapters.adapter import Tier
 from chorus.memory.host.images import Reads, ThreadReads
 from chorus.ops.library import native_library
-from chorus.perf.bench.random_model import RandomModel, adapters, checkpoint
-from chorus.perf.bench.sizes import Geometry
+from chorus.perf.bench.models.random_model import RandomModel, adapters, checkpoint
+from chorus.perf.bench.models.sizes import Geometry
 from chorus.perf.inline_reads import InlineReads
 
 from ...greedy import MIN_MARGIN

@@ -23,8 +23,8 @@ from chorus.core.model.moe.stacked_experts import StackedExperts
 from chorus.core.model.read_config import read_model_config
 from chorus.graphs.runner import StepMode
 from chorus.ops.gemm.narrow_weights import NarrowWeight
-from chorus.perf.bench.random_model import RandomModel, adapters, checkpoint
-from chorus.perf.bench.sizes import Geometry
+from chorus.perf.bench.models.random_model import RandomModel, adapters, checkpoint
+from chorus.perf.bench.models.sizes import Geometry
 
 from ...conftest import ModelSpec, Subject, save_model
 from ...greedy import MIN_MARGIN

@@ -12,8 +12,8 @@ from chorus.core.config import EngineConfig
 from chorus.core.engine import Engine
 from chorus.core.executors.choice import completed, open_executor
 from chorus.memory.transfers.transfer import ExecutorLost
-from chorus.perf.bench.random_model import RandomModel, adapters, checkpoint
-from chorus.perf.bench.sizes import Geometry
+from chorus.perf.bench.models.random_model import RandomModel, adapters, checkpoint
+from chorus.perf.bench.models.sizes import Geometry
 from chorus.perf.inline_reads import InlineReads
 
 from ..conftest import Answer, Driver, RecordingExecutor, ticking

@@ -23,8 +23,8 @@ from chorus.core.model.weights.open_weights import open_weights
 from chorus.core.model.weights.shard import Shard
 from chorus.core.model.weights.weight_loader import WeightLoader
 from chorus.core.model.weights.weight_plan import PACKED
-from chorus.perf.bench import random_model
-from chorus.perf.bench.sizes import Geometry
+from chorus.perf.bench.models import random_model
+from chorus.perf.bench.models.sizes import Geometry
 from chorus.server.cluster.report import model_hash
 
 from ...tables import LAYER_MATRICES

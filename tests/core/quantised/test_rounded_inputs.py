@@ -19,8 +19,8 @@ from chorus.core.model.checkpoints.quantization.rounded_inputs import BLOCK, Rou
 from chorus.core.requests.types import CannotMerge
 from chorus.ops.library import native_library
 from chorus.ops.library.native_integers import IntegerPanels
-from chorus.perf.bench import random_model
-from chorus.perf.bench.sizes import Geometry
+from chorus.perf.bench.models import random_model
+from chorus.perf.bench.models.sizes import Geometry
 
 from ...conftest import ADAPTERS, ModelSpec, Subject, save_adapter, save_model
 from ...tables import LAYER_MATRICES

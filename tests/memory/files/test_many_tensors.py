@@ -11,7 +11,7 @@ import pytest
 from chorus.core.model.read_config import read_model_config
 from chorus.memory.files.format import inspect_adapter
 from chorus.memory.files.module_paths import ExpertForm
-from chorus.perf.bench.random_mixture import MixtureShape, write_adapter
+from chorus.perf.bench.models.random_mixture import MixtureShape, write_adapter
 
 SHAPE = MixtureShape(layers=4, hidden=8, size=8, count=64, per_token=2, heads=2, kv_heads=1, head_dim=4, vocab=64)
 NUM_TENSORS = 2 * SHAPE.layers * (3 * SHAPE.count + 4)

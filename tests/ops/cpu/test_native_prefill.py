@@ -11,8 +11,8 @@ from chorus.core.model.batch import StepBatch
 from chorus.core.model.lora.lora_state import LoraState
 from chorus.memory.pages.adapter_layout import AdapterLayout, AdapterPart
 from chorus.ops.lora.sgmv import AdapterRows
-from chorus.perf.bench import random_model
-from chorus.perf.bench.sizes import Geometry
+from chorus.perf.bench.models import random_model
+from chorus.perf.bench.models.sizes import Geometry
 
 from ...tables import LLAMA
 

@@ -10,7 +10,7 @@ import pytest
 from chorus.memory.adapters.adapter import Tier
 from chorus.perf.bench import adapter_step
 from chorus.perf.bench.adapter_step import Build, Turn, conclude, main
-from chorus.perf.bench.sizes import SIZES
+from chorus.perf.bench.models.sizes import SIZES
 from chorus.perf.bench.subject import Subject
 
 FLAGS = ["--model-size=tiny", "--steps=2"]

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from chorus.perf.bench.chunk_difference import main
-from chorus.perf.bench.sizes import TINY
+from chorus.perf.bench.models.sizes import TINY
 
 FLAGS = ["--model-size", TINY, "--layers", "2", "--families", "deepseek-v3", "--tokens", "200", "--chunk", "100"]
 

@@ -6,7 +6,7 @@ import json
 
 from chorus.perf.bench import company
 from chorus.perf.bench.company import main
-from chorus.perf.bench.random_mixture import MixtureShape
+from chorus.perf.bench.models.random_mixture import MixtureShape
 
 
 def test_each_number_of_sequences_has_its_ratio(capsys):

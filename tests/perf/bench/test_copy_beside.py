@@ -8,7 +8,7 @@ import pytest
 
 from chorus.perf.bench import copy_beside
 from chorus.perf.bench.copy_beside import Case, main, measure
-from chorus.perf.bench.sizes import Geometry
+from chorus.perf.bench.models.sizes import Geometry
 
 TINY = Geometry(hidden=32, ffn=64, layers=2, heads=2, kv_heads=1, vocab=64)
 

@@ -13,7 +13,7 @@ from chorus.memory.adapters.adapter import Tier
 from chorus.memory.files.module_paths import ExpertForm
 from chorus.perf.bench import experts_load
 from chorus.perf.bench.experts_load import NAME, FirstTokens, LoadOnly, main
-from chorus.perf.bench.random_mixture import MixtureShape, write_adapter
+from chorus.perf.bench.models.random_mixture import MixtureShape, write_adapter
 
 SMALL = MixtureShape(layers=3, hidden=64, size=32, count=4, per_token=2, heads=2, kv_heads=1, head_dim=32, vocab=256)
 FLAGS = "--layers 3 --hidden 64 --size 32 --count 4 --per-token 2 --heads 2 --kv-heads 1 --head-dim 32 --vocab 256"

@@ -10,7 +10,7 @@ import pytest
 from chorus.core.config import EngineConfig
 from chorus.core.engine import Engine
 from chorus.perf.bench.llamacpp_steps import ARCHITECTURES, CASES, PLAIN, main, parse_rates, write_gguf
-from chorus.perf.bench.sizes import SIZES
+from chorus.perf.bench.models.sizes import SIZES
 
 SAID = """
 llama_context: n_ctx = 4096

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 
 from chorus.perf.bench.many_adapters import WEIGHTS, main
-from chorus.perf.bench.random_model import RandomModel, adapters
-from chorus.perf.bench.sizes import SIZES
+from chorus.perf.bench.models.random_model import RandomModel, adapters
+from chorus.perf.bench.models.sizes import SIZES
 
 
 def test_a_moment_with_a_few_dozen(capsys, tmp_path):

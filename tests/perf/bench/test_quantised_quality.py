@@ -7,9 +7,9 @@ import json
 import pytest
 from tokenizers import Tokenizer
 
-from chorus.perf.bench import random_model
+from chorus.perf.bench.models import random_model
+from chorus.perf.bench.models.sizes import Geometry
 from chorus.perf.bench.quantised_quality import in_common, main, pairs
-from chorus.perf.bench.sizes import Geometry
 
 LINES = [{"instruction": "Why is water wet?", "response": "It is so."}, {"question": "1 + 1?", "answer": "It is 2."}]
 

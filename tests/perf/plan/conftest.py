@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from chorus.perf.bench.sizes import SIZES
+from chorus.perf.bench.models.sizes import SIZES
 from chorus.server.engine.recorder import HEADER
 
 

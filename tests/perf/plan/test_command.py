@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 import pytest
 
 from chorus.core.costs.profile import load_profile
-from chorus.perf.bench.random_mixture import MixtureShape
+from chorus.perf.bench.models.random_mixture import MixtureShape
 from chorus.perf.plan import command
 from chorus.server.checkpoints.pull import models_dir
 from chorus.server.cli.command import make_parser

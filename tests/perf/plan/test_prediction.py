@@ -12,7 +12,7 @@ import pytest
 from chorus.core.config import EngineConfig
 from chorus.core.costs.models import StepCost, StepWork
 from chorus.core.model.specs.config import UnsupportedModel
-from chorus.perf.bench.sizes import SIZES
+from chorus.perf.bench.models.sizes import SIZES
 from chorus.perf.plan import prediction
 from chorus.perf.plan.prediction import GPUS, gpu_named, predicted_profile
 from chorus.perf.plan.requests import PlanError

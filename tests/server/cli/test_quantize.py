@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from chorus.core.model.checkpoints.quantization.round_to_nearest import RoundToNearest
-from chorus.perf.bench import random_model
-from chorus.perf.bench.sizes import Geometry
+from chorus.perf.bench.models import random_model
+from chorus.perf.bench.models.sizes import Geometry
 from chorus.server.cli.command import main
 
 from ...core.test_families import executor_of, logits_of

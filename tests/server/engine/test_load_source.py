@@ -12,8 +12,8 @@ from chorus import LLM
 from chorus.memory.files import content_store, identity
 from chorus.memory.files.config import CONFIG_FILE
 from chorus.memory.files.form import WEIGHTS_FILE
-from chorus.perf.bench.random_model import RandomModel, adapters, checkpoint
-from chorus.perf.bench.sizes import SIZES, TINY
+from chorus.perf.bench.models.random_model import RandomModel, adapters, checkpoint
+from chorus.perf.bench.models.sizes import SIZES, TINY
 
 pytestmark = [pytest.mark.native, pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")]
 

@@ -12,7 +12,7 @@ from chorus.core.model.checkpoints.quantization.round_to_nearest import NAMES, R
 from chorus.core.model.read_config import read_model_config
 from chorus.core.model.weights.dummy_weights import DummyWeights
 from chorus.ops.gemm.narrow_weights import keep
-from chorus.perf.bench.random_mixture import MixtureShape
+from chorus.perf.bench.models.random_mixture import MixtureShape
 
 GPU = "lazy:0"
 """Stands for a GPU: a device that tensors without data may be on in any build of PyTorch."""

@@ -9,8 +9,8 @@ from tokenizers import Tokenizer
 
 from chorus.core.model.read_config import read_model_config
 from chorus.memory.files.format import inspect_adapter
-from chorus.perf.bench.random_model import RandomModel, adapters, checkpoint
-from chorus.perf.bench.sizes import Geometry
+from chorus.perf.bench.models.random_model import RandomModel, adapters, checkpoint
+from chorus.perf.bench.models.sizes import Geometry
 
 TINY = RandomModel(Geometry(hidden=128, ffn=256, layers=2, heads=4, kv_heads=2, vocab=1024), ranks=(8, 16, 32, 64))
 

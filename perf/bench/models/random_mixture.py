@@ -2,7 +2,7 @@
 
 Adapters are written layer by layer, so that memory never holds one. All forms of an adapter have the same deltas.
 
-Tests: tests/perf/bench/test_random_mixture.py
+Tests: tests/perf/bench/models/test_random_mixture.py
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from typing import NamedTuple
 
 import torch
 
-from ...core.model.checkpoints.quantization.round_to_nearest import RoundToNearest
-from ...memory.files.config import CONFIG_FILE
-from ...memory.files.form import WEIGHTS_FILE
-from ...memory.files.module_paths import ExpertForm
-from ...memory.pages.layout import PageLayout
+from ....core.model.checkpoints.quantization.round_to_nearest import RoundToNearest
+from ....memory.files.config import CONFIG_FILE
+from ....memory.files.form import WEIGHTS_FILE
+from ....memory.files.module_paths import ExpertForm
+from ....memory.pages.layout import PageLayout
 
 _PREFIX = "base_model.model."
 _SCALE = 0.02

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
-from .error import shown
+from ..error import shown
 from .module_names import ModuleNames
 
 MAX_CHARACTERS = 2000

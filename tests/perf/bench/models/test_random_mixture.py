@@ -17,7 +17,7 @@ from chorus.memory.host.buffers import HostBuffers
 from chorus.memory.host.image import HostImage
 from chorus.memory.pages.adapter_layout import AdapterLayout
 from chorus.ops.cpu import native_reader
-from chorus.perf.bench.random_mixture import MixtureShape, write_adapter
+from chorus.perf.bench.models.random_mixture import MixtureShape, write_adapter
 
 SMALL = MixtureShape(layers=3, hidden=16, size=8, count=4, per_token=2, heads=2, kv_heads=1, head_dim=8, vocab=64)
 RANK = 2

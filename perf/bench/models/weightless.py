@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from ...memory.files.identity import ContentHash
-from ...memory.files.manifest import AdapterManifest
-from ...memory.host.image import HostImage
-from ...memory.pages.adapter_layout import AdapterLayout, uniform_parts
-from ...memory.pages.layout import PageLayout
-from ...memory.pages.projections import Projections
+from ....memory.files.identity import ContentHash
+from ....memory.files.manifest import AdapterManifest
+from ....memory.host.image import HostImage
+from ....memory.pages.adapter_layout import AdapterLayout, uniform_parts
+from ....memory.pages.layout import PageLayout
+from ....memory.pages.projections import Projections
 
 
 class WeightlessAdapters:

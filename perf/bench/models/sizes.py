@@ -9,10 +9,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
-from ...core.model.checkpoints.quantization.round_to_nearest import RoundToNearest
-from ...memory.pages.layer_projections import dense_projections
-from ...memory.pages.layout import PageLayout
-from ...memory.pages.projections import Projections
+from ....core.model.checkpoints.quantization.round_to_nearest import RoundToNearest
+from ....memory.pages.layer_projections import dense_projections
+from ....memory.pages.layout import PageLayout
+from ....memory.pages.projections import Projections
 from .families import fields_of
 
 #: Names of a layer's products. The LoRA products of projections that share an input are one pair of launches.

@@ -13,8 +13,8 @@ import pytest
 from chorus.memory.files.config import CONFIG_FILE, MAX_PATTERNS, AdapterConfig, read_fields
 from chorus.memory.files.directory import AdapterDirectory
 from chorus.memory.files.error import AdapterFormatError
-from chorus.memory.files.module_names import ModuleNames
-from chorus.memory.files.name_pattern import MAX_CHARACTERS, MAX_STEPS, NamePattern, Steps
+from chorus.memory.files.names.module_names import ModuleNames
+from chorus.memory.files.names.name_pattern import MAX_CHARACTERS, MAX_STEPS, NamePattern, Steps
 
 KEYS = [
     f"model.layers.{layer}.{block}_proj" for layer in range(3) for block in ("self_attn.q", "self_attn.k", "mlp.up")
@@ -139,7 +139,7 @@ def test_classes_of_many_kinds_take_too_many_steps():
 
 def test_matching_gives_way_however_many_steps_are_taken_at_once(monkeypatch):
     pauses = []
-    monkeypatch.setattr("chorus.memory.files.name_pattern.time.sleep", pauses.append)
+    monkeypatch.setattr("chorus.memory.files.names.name_pattern.time.sleep", pauses.append)
     steps = Steps(1 + 64 * 101)
     for _ in range(64):
         steps.take(101)  # leaves 64 of them but once

@@ -9,7 +9,7 @@ from chorus.core.model.read_config import read_model_config
 from chorus.core.model.weights.tensor_parts import tensor_shapes
 from chorus.ops.lora.sgmv_schedule import decode
 from chorus.perf.bench.lora_case import ArenaPages, LoraCase, layer_bytes, layers_for, num_pages
-from chorus.perf.bench.sizes import SIZES, Geometry
+from chorus.perf.bench.models.sizes import SIZES, Geometry
 from chorus.perf.kernels.variants import GROUPS
 
 LLAMA, TINY = SIZES["llama-3.1-8b"], SIZES["tiny"]
