@@ -9,16 +9,19 @@ Tests: tests/core/requests/test_blocks.py
 from __future__ import annotations
 
 import hashlib
+from array import array
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from operator import itemgetter
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from ...ops.attention.blocks import BlockSpans
 from .media import MediaItem
+
+if TYPE_CHECKING:
+    import numpy as np
 
 _FIRST = itemgetter(0)
 
@@ -76,6 +79,8 @@ class PromptBlocks:
 
     def of(self, start: int, end: int) -> tuple[np.ndarray, np.ndarray]:
         """See `BlockSpans`, of positions `start … end`. Raises CutBlock if a block is not wholly within them."""
+        import numpy as np  # not needed to schedule
+
         before, behind = (np.zeros(end - start, dtype=np.int32) for _ in range(2))
         for first, last in self.spans:
             if last <= start or first >= end:
@@ -93,7 +98,7 @@ NO_BLOCKS = PromptBlocks()
 def blocks_of(kind: Blocks | None, tokens: Sequence[int], media: Sequence[MediaItem], scope: str = "") -> PromptBlocks:
     """The blocks of a prompt. scope: see `keys_of`."""
     if kind is Blocks.PROMPT:
-        digest = hashlib.blake2b(np.asarray(tokens, dtype=np.int64).tobytes(), digest_size=16)
+        digest = hashlib.blake2b(array("q", tokens).tobytes(), digest_size=16)
         for item in media:
             digest.update(f"\n{item.digest}{scope} {item.runs}".encode())
         return PromptBlocks(((0, len(tokens)),), digest.hexdigest())
@@ -114,6 +119,8 @@ def spans_of(parts: Sequence[tuple[PromptBlocks, int, int]]) -> BlockSpans | Non
     """
     if not any(blocks.spans and start < blocks.spans[-1][1] for blocks, start, _ in parts):
         return None
+    import numpy as np
+
     found = [blocks.of(start, end) for blocks, start, end in parts]
     before, behind = (np.concatenate(each) for each in zip(*found, strict=True))
     return BlockSpans(before, behind) if before.any() or behind.any() else None

@@ -298,6 +298,7 @@ def _position(sequence: ScheduledSequence, request_id: str, tokens: list[int]) -
         lora_from=sequence.lora_from,
         media=sequence.media,
         media_rows=sequence.media_rows,
+        blocks=sequence.blocks,
     )
 
 

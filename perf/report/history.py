@@ -74,6 +74,14 @@ def _push(found: Values) -> list[str]:
     return [f"{found['bytes'] / 1e6:.0f}", _ms(floor), *ways]
 
 
+def _families(found: Values) -> list[str]:
+    rows: dict[str, list[str]] = {}
+    for row in found["values"]["rows"]:
+        if row["family"] != "llama":
+            rows.setdefault(row["case"], []).append(f"{row['family']}: {row['over_first']:.2f}")
+    return [", ".join(each) for each in rows.values()]
+
+
 def _chunks(found: Values) -> list[str]:
     rows = [
         f"{row['family']}: {row['most']:.4f}" for row in found["rows"] if row["kernels"] == "torch" and "most" in row
@@ -99,6 +107,11 @@ COMMANDS = {
     ),
     "company": Measured(
         "python -m chorus.perf.bench.company", ["model", "step of 8 mixed adapters / base, by sequences"], _company
+    ),
+    "families": Measured(
+        "python -m chorus.perf.bench --device cpu --model-size 170m --sections families",
+        ["share of the limit over Llama's: decode, 1 row", "8 rows", "prompts"],
+        _families,
     ),
     "push": Measured(
         "python -m chorus.perf.bench.push",

@@ -2,6 +2,8 @@
 
 GPT-2's matrices are stored with inputs first, and q, k and v are one of them. Of GPT-Neo, scores have no factor, and
 every other layer has a window. StarCoder 1 (GPT-BigCode) has one head of keys and values.
+
+Tests: tests/core/test_families.py, tests/core/paths
 """
 
 from __future__ import annotations

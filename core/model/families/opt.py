@@ -1,5 +1,7 @@
 """OPT, BioGPT and XGLM: positions from row 2 of a table, LayerNorm, biases of all projections, and a feed-forward part
 without a gate. XGLM's table is made of sines and cosines.
+
+Tests: tests/core/test_families.py, tests/core/paths
 """
 
 from __future__ import annotations

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from chorus.ops.attention.attention import GroupedAttention, HeadShape, PagedAttention, Scores
-from chorus.ops.attention.attention_triton import TritonDecodeAttention
 from chorus.ops.attention.blocks import BlockMask, BlockSpans
 
 BLOCK, HEADS = 4, HeadShape(4, 2, 16, 4)
@@ -75,6 +74,9 @@ def test_a_key_that_is_not_finite_reaches_those_that_see_it() -> None:
 
 
 def test_attention_without_blocks_says_so() -> None:
+    pytest.importorskip("triton")
+    from chorus.ops.attention.attention_triton import TritonDecodeAttention
+
     attention = TritonDecodeAttention.__new__(TritonDecodeAttention)
     with pytest.raises(NotImplementedError, match="TritonDecodeAttention has no blocks"):
         attention.plan([0, 2], torch.zeros(1, 1).long(), [2], blocks=BlockSpans(*spans(2, 0, (0, 2))))

@@ -666,7 +666,7 @@ WRONG = [
         "quantization_config.quant_method is missing: not supported",
     ),
     ({"architectures": "LlamaForCausalLM"}, "architectures is 'LlamaForCausalLM': a list"),
-    ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel is not supported; supported: LlamaForCausalLM, Mistral"),
+    ({"architectures": ["RwkvForCausalLM"]}, "RwkvForCausalLM is not supported; supported: LlamaForCausalLM, Mistral"),
     ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM is not supported;"),
     ({"architectures": []}, "architecture none named is not supported"),
     ({"architectures": ...}, "architecture none named is not supported"),
