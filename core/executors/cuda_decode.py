@@ -22,7 +22,7 @@ from ...ops.attention.attention_backend import GroupedBackend
 from ...ops.gemm.small_gemm_schedule import MAX_ROWS
 from ...ops.lora.sgmv_tiles import MERGED_TERMS
 from ..config import EngineConfig
-from ..model.batch import BY_LIBRARY, GemmBackends, StepBatch
+from ..model.batch import BY_LIBRARY, GemmBackends, RowBackends, StepBatch
 from ..model.decoder import DecoderModel
 from ..model.lora.lora_launches import LoraLaunches
 from ..model.lora.lora_state_cuda import CudaLoraState
@@ -35,7 +35,6 @@ from .cuda_attention_choice import choose_decode_attention
 from .cuda_gemm_backends import choose_gemm_backends, compile_late
 from .cuda_merged import MERGED_MODES, PlacedGraphs
 from .cuda_outputs import Outputs, StepOutputs
-from .cuda_row_backends import RowBackends
 from .cuda_sample_rows import scattered_rows
 
 #: Forms of decode steps that are captured ahead.

@@ -14,13 +14,12 @@ from ...graphs.runner import NO_TAIL, USUAL_ROOM, GraphRunner, StepForm, StepMod
 from ...memory.adapters.adapter import Adapter
 from ...ops.attention.attention import GroupedAttention
 from ...ops.lora.sgmv_tiles import MERGED_TERMS
-from ..model.batch import StepBatch, StepStates
+from ..model.batch import RowBackends, StepBatch, StepStates
 from ..model.decoder import DecoderModel
 from ..model.lora.lora_launches import LoraLaunches
 from ..model.lora.lora_state_cuda import CudaLoraState
 from ..model.program.torch_step import Batch, Residual
 from .cuda_merged import MERGED_MODES, PlacedGraphs
-from .cuda_row_backends import RowBackends
 
 #: Tokens of the smallest bucket, below which reading the weights sets a step's time; and between two buckets.
 _LEAST, _STEP = 32, 64

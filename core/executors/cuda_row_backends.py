@@ -7,18 +7,16 @@ from __future__ import annotations
 
 import itertools
 import logging
-from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from importlib.util import find_spec
-from types import MappingProxyType
 
 from ...graphs.device import CudaDevice
 from ...ops.gemm.narrow_weights import NarrowWeight
 from ...ops.gemm.swapped_gemm_schedule import TILE_ROWS
 from ..cpus import available_cpus
-from ..model.batch import BY_LIBRARY, GemmBackend, GemmBackends, GemmKind
+from ..model.batch import BY_LIBRARY, GemmBackend, GemmBackends, GemmKind, RowBackends
 from ..model.decoder import DecoderModel, GemmUse
 from .cuda_gemm_backends import TOLERANCE, GemmRows, SmallGemm, sample_inputs
 
@@ -29,24 +27,6 @@ _CLEAR = 0.98
 
 #: The least rows for which a choice is made; steps of fewer have the same.
 _LEAST = TILE_ROWS[0]
-
-
-class RowBackends:
-    """GEMM backends of prompts, and of decode steps with more rows than the kernels for few take, by their rows."""
-
-    def __init__(
-        self, by_rows: Mapping[int, GemmBackends] = MappingProxyType({}), always: GemmBackends = BY_LIBRARY
-    ) -> None:
-        """by_rows: for steps of up to so many rows. Larger steps have those of the largest. always: for all steps."""
-        self._by_rows = {size: {**always, **chosen} for size, chosen in by_rows.items()}
-        self._always = always
-        self._sizes = sorted(self._by_rows)
-
-    def of(self, rows: int) -> GemmBackends:
-        """The backends of a step of so many rows."""
-        if not self._sizes:
-            return self._always
-        return self._by_rows[self._sizes[min(bisect_left(self._sizes, rows), len(self._sizes) - 1)]]
 
 
 def choose_row_backends(

@@ -5,6 +5,7 @@ Tests: tests/core/model/program/test_native_decoder.py, tests/core/executors/tes
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -91,6 +92,24 @@ class GemmKind(NamedTuple):
 GemmBackends = Mapping[GemmKind, GemmBackend]
 
 BY_LIBRARY: GemmBackends = MappingProxyType({})
+
+
+class RowBackends:
+    """GEMM backends of prompts, and of decode steps with more rows than the kernels for few take, by their rows."""
+
+    def __init__(
+        self, by_rows: Mapping[int, GemmBackends] = MappingProxyType({}), always: GemmBackends = BY_LIBRARY
+    ) -> None:
+        """by_rows: for steps of up to so many rows. Larger steps have those of the largest. always: for all steps."""
+        self._by_rows = {size: {**always, **chosen} for size, chosen in by_rows.items()}
+        self._always = always
+        self._sizes = sorted(self._by_rows)
+
+    def of(self, rows: int) -> GemmBackends:
+        """The backends of a step of so many rows."""
+        if not self._sizes:
+            return self._always
+        return self._by_rows[self._sizes[min(bisect_left(self._sizes, rows), len(self._sizes) - 1)]]
 
 
 class StepStates(Protocol):
