@@ -29,8 +29,8 @@ from ..tiny_families import make_all_linear, make_tiny
 from .family_drivers import EVERY, drivers
 from .test_cuda_ranks_interpreted import DEVICES, one_launch_at_a_time  # noqa: F401 - a fixture
 
-#: Every row of the table, or multipliers; layers side by side; norms with biases, and no gate.
-FAMILIES = [row.name for row in FAMILY_ROWS] if EVERY else ["granite", "cohere-2", "starcoder-2"]
+#: Every row of the table, or multipliers; layers side by side; norms with biases, and no gate; a table of positions.
+FAMILIES = [row.name for row in FAMILY_ROWS] if EVERY else ["granite", "cohere-2", "starcoder-2", "gpt-2"]
 #: Mixtures of experts: a plain one; with dense layers between; with biases, sinks and windows; with shared experts and
 #: states; with chunks of attention and weighted inputs; with a sparse mixer and LayerNorms.
 MIXTURES = [
