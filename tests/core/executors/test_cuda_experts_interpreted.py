@@ -103,7 +103,7 @@ def test_launches_of_experts_that_are_joined_serve_prompts_and_decode_steps(mixt
     it = mixture(family)
     driver = drive(it, small_gemm="on", mixed_graph_tokens=24)
     steps, joined = driver.executor.inner.steps, family != "llama-4"
-    for backends in (steps.mixed.backends, *steps.decoding.backends.values()):
+    for backends in (steps.mixed.backends.of(24), *steps.decoding.backends.values()):
         assert any(kind.experts for kind in backends) == joined
     check(it, driver, (None, 9, 3), ("r2-experts", 6, 3))
 
