@@ -32,7 +32,7 @@ class Accepted:
         self.socket = client
         self.descriptor = client.fileno()  # asyncio looks sockets up slowly
         self.address = address
-        self.place: str | None = None
+        self.network: str | None = None
         self.descriptors = Descriptors() if client.family == socket.AF_UNIX else None
         self.data = bytearray()
         self.begun = False

@@ -59,7 +59,7 @@ class HttpConnection(HttpToolsProtocol):
         super().__init__(*args, **kwargs)
         self.parser: Any  # uvicorn forgets it in the end
         self.logger = _log
-        self.place: str | None = None
+        self.network: str | None = None
         """Address of the client, if its connections are counted."""
         self._connections, self._accepted = connections, accepted
         self._cycles: list[Any] = []  # requests without a complete response, oldest first

@@ -8,6 +8,7 @@ import shutil
 import sys
 import types
 from pathlib import Path
+from typing import Any
 from unittest.mock import MagicMock
 
 import numpy as np
@@ -71,9 +72,10 @@ def verl():
     (root,) = SPEC.submodule_search_locations
     for name in TRAINERS:
         sys.modules[name] = MagicMock(name=name)
-    sys.modules["hydra"].main = lambda **_: lambda function: function
-    sys.modules["sglang.srt.entrypoints.EngineBase"].EngineBase = _Base
-    sys.modules["sglang.srt.server_args"].ServerArgs = _Address
+    stubs: dict[str, Any] = dict(sys.modules)
+    stubs["hydra"].main = lambda **_: lambda function: function
+    stubs["sglang.srt.entrypoints.EngineBase"].EngineBase = _Base
+    stubs["sglang.srt.server_args"].ServerArgs = _Address
 
     def load(path: str) -> types.ModuleType:
         spec = importlib.util.spec_from_file_location(Path(path).stem, Path(root) / path)

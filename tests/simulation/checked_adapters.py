@@ -134,8 +134,8 @@ class CheckedAdapters:
         read = [(file.path, file.mtime_ns, self._disk.fate(file.path, file.mtime_ns)) for file in files]
         self._disk.note_slow(contents_read(manifest), sum(fate.seconds for *_, fate in read) / layout.num_layers)
         for layer in range(layout.num_layers):
-            for path, content, fate in read:
-                self._read_layer(path, content, fate, layer, layout.num_layers)
+            for path, version, fate in read:
+                self._read_layer(path, version, fate, layer, layout.num_layers)
             image.data = content_in(manifest)
             image.publish(layer + 1)
 
