@@ -140,9 +140,10 @@ def _ours(subject: Subject, load: Load, count: int, is_prompt: bool) -> float:
 def peer_rates(tree: Path, model: Path, load: Load, threads: int) -> dict[str, float]:
     """llama.cpp's tokens per second by case."""
     counts = sorted({number for number, _ in CASES.values()})
-    room = max(counts) * (load.prompt + load.steps + 16)
+    room = max(counts) * (load.prompt + load.steps + 256)  # it rounds a sequence's room down to a multiple of 256
     command = [tree / "build" / "bin" / "llama-batched-bench", "-m", model, "-c", room, "-b", 2048, "-ub", 512]
-    command += ["-npp", load.prompt, "-ntg", load.steps, "-npl", ",".join(map(str, counts))]
+    loads = ",".join(map(str, [*counts, counts[0]]))  # the line of the last one is lost at times, when it ends
+    command += ["-npp", load.prompt, "-ntg", load.steps, "-npl", loads]
     command += ["-t", threads, "-tb", threads, "--output-format", "jsonl"]
     said = subprocess.run([*map(str, command)], check=True, capture_output=True, text=True).stdout
     return parse_rates(said)
