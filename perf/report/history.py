@@ -82,6 +82,13 @@ def _families(found: Values) -> list[str]:
     return [", ".join(each) for each in rows.values()]
 
 
+def _llamacpp(found: Values) -> list[str]:
+    rows: dict[str, list[str]] = {}
+    for row in found["rows"]:
+        rows.setdefault(row["case"], []).append(f"{row['quantization']}: {row['ratio']:.2f}")
+    return [found["family"], *(", ".join(each) for each in rows.values())]
+
+
 def _chunks(found: Values) -> list[str]:
     rows = [
         f"{row['family']}: {row['most']:.4f}" for row in found["rows"] if row["kernels"] == "torch" and "most" in row
@@ -112,6 +119,16 @@ COMMANDS = {
         "python -m chorus.perf.bench --device cpu --model-size 170m --sections families",
         ["share of the limit over Llama's: decode, 1 row", "8 rows", "prompts"],
         _families,
+    ),
+    "company_mixture": Measured(
+        "python -m chorus.perf.bench.company --model-size mixture",
+        ["model", "step of 8 adapters / base, by sequences"],
+        _company,
+    ),
+    "llamacpp_steps": Measured(
+        "python -m chorus.perf.bench.llamacpp_steps TREE",
+        ["family", "ours / llama.cpp: decode, 1 row", "8 rows", "a prompt", "8 prompts"],
+        _llamacpp,
     ),
     "push": Measured(
         "python -m chorus.perf.bench.push",
