@@ -82,7 +82,7 @@ class GemmKind(NamedTuple):
     """It gives the logits."""
 
     experts: int = 0
-    """Matrices of a mixture, each with gate and up, of which a row is multiplied with some; 0: it is one matrix."""
+    """Number of experts, if it is the GEMM of a mixture's gate and up; 0: it has one matrix."""
 
     is_narrow: bool = False
     """The weight is a `NarrowWeight`, and one matrix."""

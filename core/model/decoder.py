@@ -395,7 +395,7 @@ class DecoderModel:
 
     @property
     def logits_dtype(self) -> torch.dtype:
-        """Of the memory that `forward` takes for logits."""
+        """Dtype of the memory that `forward` takes for logits."""
         return logits_dtype(self.config, self._dtype)
 
     @property

@@ -38,8 +38,8 @@ _SIZES_OF_NEO = {"num_attention_heads": "num_heads", "num_hidden_layers": "num_l
 
 
 def sizes(fields: ConfigJson, names: Mapping[str, str] = SIZES, inner: str = "n_inner") -> ConfigJson:
-    """The fields under the usual names. inner: the field of the feed-forward part's width, by default four times that
-    of the residual stream.
+    """The fields under the usual names. inner: the field of the feed-forward part's width. Without a value, the width
+    is four times `hidden_size`.
     """
     fields = alone(reading.renamed(fields, names))
     width = fields.optional(inner) or 4 * fields.integer("hidden_size")
@@ -95,10 +95,10 @@ def _read_neo(fields: ConfigJson) -> ModelConfig:
 
 
 def _has_window(fields: ConfigJson) -> list[bool]:
-    """Of each layer, from runs such as `[[["global", "local"], 12]]`."""
+    """Which layers have a window. `attention_types` says it in runs, such as `[[["global", "local"], 12]]`."""
     count, runs = fields.integer("num_hidden_layers"), fields.raw.get("attention_types") or [[["global", "local"], 12]]
     try:
-        kinds = [kind for some, times in runs for _ in range(times) for kind in some]
+        kinds = [kind for some, times in runs for kind in [*some] * min(times, count + 1)]
     except (TypeError, ValueError):
         raise fields.refuse("attention_types", "a list of pairs is needed: kinds of layers, and how often") from None
     if unknown := {*map(str, kinds)} - {"global", "local"}:

@@ -62,7 +62,7 @@ def sparse_gates(op: SparseGates, at: OpContext) -> Run:
 
 
 def kind_of_experts(experts: ExpertWeights) -> GemmKind | None:
-    """The kind of a layer's gate and up, whose launches may be joined to others; None: there are no such launches."""
+    """The kind of GEMM of the experts' gate and up, by which backends are chosen; None: our kernels don't run it."""
     return kind_of(experts.gate_up.data, experts.gate_up.bias) if isinstance(experts, StackedExperts) else None
 
 

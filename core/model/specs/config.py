@@ -65,7 +65,7 @@ class ModelConfig:
     """Embeddings are normalised, as the last layer's output is (nanochat); the norm is weightless."""
 
     position_table: PositionTable | None = None
-    """What is added to embeddings for their positions; None: nothing."""
+    """The table of position embeddings, which are added to the tokens'; None: the model has none."""
 
     logits_scale: float = 1.0
     """Factor of the logits."""

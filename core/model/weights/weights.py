@@ -102,7 +102,7 @@ class Weights(ABC):
         return self._read(INPUT_TABLE), self._whole(INPUT_PROJECTION, pack), self._norm(INPUT_NORM)
 
     def position_table(self) -> torch.Tensor | None:
-        """What is added to embeddings at positions 0, 1, …, `[positions, hidden]`; None: nothing is."""
+        """Position embeddings `[positions, hidden]`, from position 0 on; None: the model has none."""
         if (table := self._config.position_table) is None:
             return None
         every = (

@@ -666,6 +666,15 @@ WRONG = [
         "quantization_config.quant_method is missing: not supported",
     ),
     ({"architectures": "LlamaForCausalLM"}, "architectures is 'LlamaForCausalLM': a list"),
+    ({"architectures": ["FalconForCausalLM"], "alibi": True}, "alibi is True: ALiBi is not supported"),
+    (
+        {"architectures": ["OPTForCausalLM"], "do_layer_norm_before": False},
+        "do_layer_norm_before is False: norms",
+    ),
+    (
+        {"architectures": ["GPTNeoForCausalLM"], "attention_types": [[["global"], 10**12]]},
+        "attention_types is",
+    ),
     ({"architectures": ["RwkvForCausalLM"]}, "RwkvForCausalLM is not supported; supported: LlamaForCausalLM, Mistral"),
     ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM is not supported;"),
     ({"architectures": []}, "architecture none named is not supported"),
