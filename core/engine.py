@@ -100,6 +100,7 @@ class Engine:
             config.adapter_read_seconds,
             lru=config.eviction == "lru",
         )
+        executor.adapters.keep_within(images.budget.free_bytes)
         self.store = AdapterStore(
             self.pool,
             backend=executor.adapters,

@@ -82,6 +82,10 @@ class ModelAdapters:
             raise RuntimeError(f"{manifest.path} can't be read without the base model's weights")
         read_image(manifest, form, image, self.dma.buffers, self._open_rows, base=self.base, content=content)
 
+    def keep_within(self, room: Callable[[], int]) -> None:
+        """See `Buffers.keep_within`."""
+        self.dma.buffers.keep_within(room)
+
     def load(self, image: HostImage, layout: AdapterLayout, pages: list[int]) -> Transfer | None:
         with self._scope():
             transfer = self.dma.copies.start(image, layout, pages)

@@ -33,7 +33,7 @@ from ..requests.draft_length import most_logits
 from ..requests.types import BASE_LORA_INDEX, ScheduledSequence
 from .cuda_attention_choice import choose_decode_attention
 from .cuda_gemm_backends import choose_gemm_backends, compile_late
-from .cuda_merged import MERGED_MODES, PlacedGraphs
+from .cuda_merged import MERGED_MODES, MergedGraphs
 from .cuda_outputs import Outputs, StepOutputs
 from .cuda_sample_rows import scattered_rows
 
@@ -106,7 +106,7 @@ class DecodeSteps:
         sources: Sequence[int] | None = None,
         merged: Adapter | None = None,
         *,
-        merged_graphs: PlacedGraphs,
+        merged_graphs: MergedGraphs,
         drafted: Sequence[ScheduledSequence] | None = None,
     ) -> Outputs:
         """Run a step with one token per sequence in the bucket's static buffers, captured if steps are.

@@ -24,7 +24,7 @@ from ...ops.lora.sgmv import AdapterRows
 from ..model.decoder import DecoderModel
 from ..model.lora.lora_state import LoraState, rows_in
 from ..model.program.torch_ops import kind_of
-from ..model.weights.shadow import Places, ShadowWeights, changes, places_of
+from ..model.weights.shadow import Addresses, ShadowWeights, addresses_of, changes
 from ..model.weights.slots import MERGED_MATRICES
 from ..requests.types import CannotMerge
 
@@ -36,8 +36,8 @@ MERGED_MODES = (StepMode.MERGED, StepMode.MIXTURE)
 #: Forms of decode steps that are captured once weights are merged.
 MERGED_FORMS = (StepForm(StepMode.MERGED), StepForm(StepMode.MIXTURE), StepForm(StepMode.MIXTURE, room=LaunchSize(1)))
 
-#: Forms of steps with prompts, which are captured for the places of the start alone: elsewhere when the first such step
-#: runs, as each takes a graph for every layer.
+#: Forms of steps with prompts, which are captured for the addresses of the start alone: at others when the first such
+#: step runs, as each takes a graph for every layer.
 MERGED_PIECES = (
     StepForm(StepMode.MERGED, StepPart.PIECES),
     StepForm(StepMode.MIXTURE, StepPart.PIECES),
@@ -49,11 +49,11 @@ MERGED_PIECES = (
 _GROUPS_AHEAD = tuple(MERGED_MATRICES), (int(Group.MIXER_IN),)
 
 #: Number of address sets to keep graphs for: adapters that target other projections than the last one need other sets.
-KEPT_PLACES = 2
+KEPT_ADDRESSES = 2
 
 
-class PlacedGraphs:
-    """Graphs of merged steps for the last few places (sets of addresses) of merged weights.
+class MergedGraphs:
+    """Graphs of merged steps for the last few sets of addresses of merged weights.
 
     A graph contains the addresses of its weights. Therefore merged weights are made at the addresses of the previous
     ones of the same matrices, and merging another adapter captures nothing. If these pages can't be used, graphs are
@@ -70,40 +70,40 @@ class PlacedGraphs:
         before the first step needs it, the largest buckets first.
         """
         self._capture, self._prepare, self._keys = capture, prepare, ahead
-        self._runners: OrderedDict[Places, GraphRunner[None]] = OrderedDict()  # most recently used last
+        self._runners: OrderedDict[Addresses, GraphRunner[None]] = OrderedDict()  # most recently used last
         self._current: GraphRunner[None] | None = None
         self._left: list[tuple[int, StepForm]] = []
 
     @property
-    def places(self) -> Sequence[Places]:
-        """Places that have graphs, most recently used first."""
+    def addresses(self) -> Sequence[Addresses]:
+        """Sets of addresses that have graphs, most recently used first."""
         return [*reversed(self._runners)]
 
     @property
     def report(self) -> list[CapturedStep]:
-        """The captured buckets and modes for all places."""
+        """The captured buckets and modes for all addresses."""
         return [step for runner in self._runners.values() for step in runner.report]
 
     @property
     def num_left(self) -> int:
-        """Number of steps still to be captured ahead for the current places."""
+        """Number of steps still to be captured ahead for the current addresses."""
         return len(self._left)
 
-    def use(self, places: Places) -> None:
-        """Use these places from now on."""
-        self._use(places, self._keys)
+    def use(self, addresses: Addresses) -> None:
+        """Use these addresses from now on."""
+        self._use(addresses, self._keys)
 
-    def capture_all(self, places: Places, more: Sequence[tuple[int, StepForm]]) -> None:
-        """Capture the steps of these places now, and `more` than is captured ahead between steps."""
-        self._use(places, [*self._keys, *more])
+    def capture_all(self, addresses: Addresses, more: Sequence[tuple[int, StepForm]]) -> None:
+        """Capture the steps of these addresses now, and `more` than is captured ahead between steps."""
+        self._use(addresses, [*self._keys, *more])
         while self._left:
             self.capture_next()
 
-    def _use(self, places: Places, keys: Sequence[tuple[int, StepForm]]) -> None:
-        runner = self._runners.pop(places, None) or GraphRunner(self._capture)
-        while len(self._runners) >= KEPT_PLACES:
+    def _use(self, addresses: Addresses, keys: Sequence[tuple[int, StepForm]]) -> None:
+        runner = self._runners.pop(addresses, None) or GraphRunner(self._capture)
+        while len(self._runners) >= KEPT_ADDRESSES:
             self._runners.popitem(last=False)[1].close()
-        self._runners[places] = self._current = runner
+        self._runners[addresses] = self._current = runner
         self._left = [key for key in keys if key not in runner.keys]
 
     def capture_next(self) -> None:
@@ -113,7 +113,7 @@ class PlacedGraphs:
         self._of_now().capture(bucket, form)
 
     def replay(self, bucket: int, form: StepForm) -> None:
-        """Run a step with the weights in the current places."""
+        """Run a step with the weights at the current addresses."""
         self._of_now().replay(bucket, form)
 
     def close(self) -> None:
@@ -154,7 +154,7 @@ class CudaShadow(ShadowWeights):
         model: DecoderModel,
         arena: Arena,
         lora: LoraState,
-        graphs: PlacedGraphs,
+        graphs: MergedGraphs,
         scope: Callable[[], AbstractContextManager[None]],
     ) -> None:
         """scope: context for work on the device."""
@@ -177,7 +177,7 @@ class CudaShadow(ShadowWeights):
         for rank in _ranks(max_rank):
             parts, layout = whole(rank)
             pages = list(range(layout.num_pages))
-            rows = [rows_in(part, place, pages) for part, place in zip(parts, layout.parts, strict=True)]
+            rows = [rows_in(part, at, pages) for part, at in zip(parts, layout.parts, strict=True)]
             for at in kinds.values():
                 with suppress(CannotMerge):
                     self._rehearse(*at, rows, self._arena.pages[len(pages) :].view(-1))
@@ -187,11 +187,11 @@ class CudaShadow(ShadowWeights):
         shape, dtype = self._model.merged_form(layer, group)
         changed = [row for row in rows if changes(row, layer, self._lora.modules(layer, group))]
         if changed and shape.numel() <= (elems := free.view(dtype)).numel():
-            place = elems[: shape.numel()].view(shape)
-            self._model.merge(layer, group, changed, self._origin(layer, group), place)
-            place.zero_()
+            matrix = elems[: shape.numel()].view(shape)
+            self._model.merge(layer, group, changed, self._origin(layer, group), matrix)
+            matrix.zero_()
 
-    def capture_ahead(self, graphs: PlacedGraphs, more: Sequence[tuple[int, StepForm]]) -> None:
+    def capture_ahead(self, graphs: MergedGraphs, more: Sequence[tuple[int, StepForm]]) -> None:
         """Capture merged steps with weights in the pages that a first merge takes: the last ones, which are allocated
         last. While these pages can be had, merging an adapter of the same matrices captures nothing between steps.
 
@@ -208,7 +208,7 @@ class CudaShadow(ShadowWeights):
         self._model.use_merged(None)
 
     def _capture_ahead(
-        self, graphs: PlacedGraphs, targets: Sequence[tuple[int, int]], more: Sequence[tuple[int, StepForm]]
+        self, graphs: MergedGraphs, targets: Sequence[tuple[int, int]], more: Sequence[tuple[int, StepForm]]
     ) -> None:
         """Capture the steps of one set of matrices, if the arena has room for them."""
         costs = np.zeros(self._arena.num_pages, np.uint32)
@@ -218,9 +218,9 @@ class CudaShadow(ShadowWeights):
             return
         layers = [*self._model.layers]
         for (layer, group), run in zip(targets, runs, strict=True):
-            layers[layer] = {**layers[layer], MERGED_MATRICES[group]: self._place(layer, group, run)}
+            layers[layer] = {**layers[layer], MERGED_MATRICES[group]: self._matrix(layer, group, run)}
         self._model.use_merged(layers)
-        graphs.capture_all(places_of(targets, runs), more)
+        graphs.capture_all(addresses_of(targets, runs), more)
 
     def _mergeable(self) -> list[tuple[int, int]]:
         """Layer and group of each matrix that an adapter may change."""

@@ -19,7 +19,7 @@ from ..model.decoder import DecoderModel
 from ..model.lora.lora_launches import LoraLaunches
 from ..model.lora.lora_state_cuda import CudaLoraState
 from ..model.program.torch_step import Batch, Residual
-from .cuda_merged import MERGED_MODES, PlacedGraphs
+from .cuda_merged import MERGED_MODES, MergedGraphs
 
 #: Tokens of the smallest bucket, below which reading the weights sets a step's time; and between two buckets.
 _LEAST, _STEP = 32, 64
@@ -102,7 +102,7 @@ class PiecewiseSteps:
         num_tokens: int,
         lora: Lora,
         states: StepStates | None = None,
-        merged: PlacedGraphs | None = None,
+        merged: MergedGraphs | None = None,
     ) -> Residual:
         """Compute a step with inputs in `columns`, up to the residual stream after the last layer.
 

@@ -33,7 +33,7 @@ from . import cuda_decode, cuda_memory, cuda_piecewise
 from .cuda_decode import DecodeSteps
 from .cuda_float8_gemms import choose_float8_gemms
 from .cuda_gemm_backends import TIMED_ROWS, choose_for_prompts
-from .cuda_merged import KEPT_PLACES, MERGED_FORMS, MERGED_PIECES, PlacedGraphs
+from .cuda_merged import KEPT_ADDRESSES, MERGED_FORMS, MERGED_PIECES, MergedGraphs
 from .cuda_outputs import Outputs, StepOutputs
 from .cuda_piecewise import PiecewiseSteps, token_buckets
 from .cuda_row_backends import choose_row_backends
@@ -117,7 +117,7 @@ class CudaSteps:
         is_ahead = self.decoding.captures and config.graph_capture == "ahead" and model.ranks is None
         sizes = self.decoding.sizes[::-1] if is_ahead else ()
         ahead = [(bucket, form) for bucket in sizes for form in MERGED_FORMS]
-        self.merged_graphs = PlacedGraphs(self._capture, self._prepare, ahead)
+        self.merged_graphs = MergedGraphs(self._capture, self._prepare, ahead)
         pieces = self.mixed.sizes[::-1] if is_ahead else ()
         self.merged_pieces = [(bucket, form) for bucket in pieces for form in MERGED_PIECES]
         """Steps with prompts that are captured at the start for merged weights."""
@@ -266,7 +266,7 @@ class CudaSteps:
                 steps.prepare(bucket)
                 steps.graphs.capture(bucket, forms[1])
             first, *second = (step.num_bytes for step in steps.graphs.report)
-            most = len(forms) + _MORE_FORMS + KEPT_PLACES * len(MERGED_FORMS)
+            most = len(forms) + _MORE_FORMS + KEPT_ADDRESSES * len(MERGED_FORMS)
             total += first + (len(steps.sizes) * most - 1) * sum(second)
         self.decoding.graphs.clear()
         self.mixed.graphs.clear()

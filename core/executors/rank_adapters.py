@@ -90,9 +90,9 @@ class RankAdapters(ModelAdapters):
             ready = whole.stream.num_ready
             for layer in range(done, ready):
                 for rank, (share, parts) in enumerate(zip(shares, self._parts, strict=True)):
-                    places = (whole_layout, whole.data), (layout, share)
-                    _cut(manifest, layer, *places, parts=parts, projections=self._projections)
-                    _cut_vectors(manifest, layer, *places, parts=parts, projections=self._projections, rank=rank)
+                    images = (whole_layout, whole.data), (layout, share)
+                    _cut(manifest, layer, *images, parts=parts, projections=self._projections)
+                    _cut_vectors(manifest, layer, *images, parts=parts, projections=self._projections, rank=rank)
             done = ready
             image.publish(ready)
 
@@ -159,20 +159,20 @@ def _cut(
     whole, share: layout and elements. parts: the rank's inputs, and parts of the outputs, of each projection.
     projections: the whole ones and the shares.
     """
-    places = zip(manifest.parts, whole[0].parts, share[0].parts, strict=True)
-    for part, from_place, to_place in places:
-        if from_place.first_elem[layer] < 0:
+    layouts = zip(manifest.parts, whole[0].parts, share[0].parts, strict=True)
+    for part, from_part, to_part in layouts:
+        if from_part.first_elem[layer] < 0:
             continue
         source, target = (
-            data.view(-1)[place.first_elem[layer] :][: place.layer_elems].view(part.num_rows, -1)
-            for place, (_, data) in ((from_place, whole), (to_place, share))
+            data.view(-1)[layout.first_elem[layer] :][: layout.layer_elems].view(part.num_rows, -1)
+            for layout, (_, data) in ((from_part, whole), (to_part, share))
         )
         for name in part.targets:
             m = projections[0].id(name)
             (d_in, d_out), (to_in, to_out) = (each[name].dims for each in projections)
             inputs, outputs = parts[name]
-            a, b = from_place.slabs.a_offset[m], from_place.slabs.b_offset[m]
-            to_a, to_b = to_place.slabs.a_offset[m], to_place.slabs.b_offset[m]
+            a, b = from_part.slabs.a_offset[m], from_part.slabs.b_offset[m]
+            to_a, to_b = to_part.slabs.a_offset[m], to_part.slabs.b_offset[m]
             target[:, to_a : to_a + to_in] = source[:, a : a + d_in][:, inputs]
             rows = source[:, b : b + d_out]
             share_of_rows = torch.cat([rows[:, each] for each in outputs], 1)
@@ -190,13 +190,13 @@ def _cut_vectors(
 ) -> None:
     """Copy a rank's part of a layer's vectors; see `_cut`."""
     (from_layout, source), (to_layout, target) = whole, share
-    places, to_places = from_layout.vectors, to_layout.vectors
-    if places is None or to_places is None:
+    vectors, to_vectors = from_layout.vectors, to_layout.vectors
+    if vectors is None or to_vectors is None:
         return
     names = [each.module for each in manifest.vectors if each.layer == layer]
     for name, is_offset in itertools.product(names, (False, True)):
         projection, m = projections[0][name], projections[0].id(name)
-        at, to = (each.first_elem[layer][m] for each in (places, to_places))
+        at, to = (each.first_elem[layer][m] for each in (vectors, to_vectors))
         found = _vector(source, at, projection.outputs, is_offset)
         own = torch.cat([found[each] for each in parts[name][1]])
         if is_offset and rank and projection.is_row_parallel:

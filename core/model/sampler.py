@@ -127,9 +127,9 @@ def sample_tokens(
             tokens[index] = token
     if asked.with_logprobs:
         own = [max(0, tokens[index]) for index in asked.with_logprobs]
-        places = [at[index] for index in asked.with_logprobs]
-        logprobs = sampling.row_logprobs(values, places, own, asked.counts)
-        named = asked.named_logits(values, places, torch.tensor(own)).tolist() if asked.width else None
+        wanted = [at[index] for index in asked.with_logprobs]
+        logprobs = sampling.row_logprobs(values, wanted, own, asked.counts)
+        named = asked.named_logits(values, wanted, torch.tensor(own)).tolist() if asked.width else None
     return asked.result(argmax, tokens, logprobs, named)
 
 
@@ -227,13 +227,13 @@ class _Asked:
         reshaped = [(at[i], self._rows[i]) for i in self.sampled if _reshapes_logits(self._rows[i].params)]
         return edited(logits, reshaped, eos_token_ids, grammars) if reshaped else nullcontext()
 
-    def named_logits(self, logits: torch.Tensor, places: Sequence[int], tokens: torch.Tensor) -> torch.Tensor:
+    def named_logits(self, logits: torch.Tensor, at: Sequence[int], tokens: torch.Tensor) -> torch.Tensor:
         """Logits of each entry's named tokens, minus the logit of its own token: `[with_logprobs, width]` float64.
 
-        places: the rows of the logits. tokens: `[with_logprobs]` int64, on the device of the logits.
+        at: the rows of the logits. tokens: `[with_logprobs]` int64, on the device of the logits.
         """
         padded = [ids + (0,) * (self.width - len(ids)) for ids in self.named]
-        rows, ids = (on_device(torch.tensor(each), logits.device) for each in (places, padded))
+        rows, ids = (on_device(torch.tensor(each), logits.device) for each in (at, padded))
         return logits[rows[:, None], ids].double() - logits[rows, tokens].double()[:, None]
 
     def result(
@@ -249,9 +249,9 @@ class _Asked:
             result.grammar_seconds = grammar_seconds(matched)
         if logprobs is not None:
             found = _logprobs(logprobs, [tokens[index] for index in self.with_logprobs], self.counts)
-            for place, (ids, less) in enumerate(zip(self.named, named or (), strict=False)):
+            for number, (ids, less) in enumerate(zip(self.named, named or (), strict=False)):
                 if ids:
-                    found[place] = _with_named(found[place], ids, less)
+                    found[number] = _with_named(found[number], ids, less)
             names = [self._rows[index].request_id for index in self.with_logprobs]
             result.logprobs = {name: it for name, it in zip(names, found, strict=True) if name in result.tokens}
         return result

@@ -5,7 +5,7 @@ Tests: tests/memory/adapters/test_adapter_store.py
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -103,6 +103,10 @@ class AdapterBackend(Protocol):
 
     def inspect(self, path: Path, roots: Sequence[Path] = ()) -> AdapterManifest:
         """Check a directory and the headers of its files. With `roots`, the files must be below one of them."""
+        ...
+
+    def keep_within(self, room: Callable[[], int]) -> None:
+        """Keep the memory of freed images for the next ones while `room()` bytes of host memory are free."""
         ...
 
     def layout(self, manifest: AdapterManifest) -> AdapterLayout: ...

@@ -75,7 +75,6 @@ class ReadAhead:
     """Of each block."""
     files: list[BlockFile]
     parent: Block | None
-    begun: float
     deadline: float
     """When to compute the tokens instead."""
     wanted_by: list[Callable[[], bool]]
@@ -86,6 +85,8 @@ class ReadAhead:
     num_taken: int = 0
     has_ended: bool = False
     num_pages: int = 0
+    seconds: float = 0.0
+    """That the reading thread took. A step may notice the end much later."""
 
 
 @dataclass(eq=False)
@@ -296,11 +297,17 @@ class DiskTier:
         per_block = self.prefix.num_groups
         num_bytes = len(files) * per_block * self.page_bytes
         seconds = len(files) * per_block * self.costs.prefix_page
-        if len(files) * per_block * self.costs.disk_prefix_page > seconds or not self.budget.claim(num_bytes):
+        if len(files) * per_block * self.costs.disk_prefix_page > seconds:
+            self.costs.doubt("disk_prefix_page")
+            return None
+        self.host.hold(known)  # else room is made of what the blocks are to come after
+        has_room = self.budget.claim(num_bytes)
+        self.host.let_go(known)
+        if not has_room:
             return None
         now = self.clock()
         parent = known[-1] if known else None
-        job = ReadAhead(version, scope, changed_from, runs, files, parent, now, now + seconds, [is_wanted], num_bytes)
+        job = ReadAhead(version, scope, changed_from, runs, files, parent, now + seconds, [is_wanted], num_bytes)
         try:
             job.future = self._readers.submit(self._read, job)
         except Exception as error:  # too many reads hang, or there is no thread
@@ -344,6 +351,7 @@ class DiskTier:
 
     def _read(self, job: ReadAhead) -> None:
         """Read block after block until one is missing; runs on a reading thread."""
+        began = self.clock()
         try:
             for file in job.files:
                 if job.has_ended or (found := self.folder.read(file, self._make)) is None:
@@ -351,6 +359,7 @@ class DiskTier:
                 job.num_pages += len(found.pages)
                 job.found.append(found)
         finally:
+            job.seconds = max(0.0, self.clock() - began)
             self.wake()
 
     def _make(self) -> tuple[Any, memoryview]:
@@ -377,10 +386,9 @@ class DiskTier:
             del self._jobs[key]
             job.has_ended = True
             self._reserved_bytes -= job.num_reserved
-            seconds = self.clock() - job.begun
-            self.read_seconds += seconds
+            self.read_seconds += job.seconds
             if job.num_pages:
-                self.costs.observe("disk_prefix_page", seconds / job.num_pages)
+                self.costs.observe("disk_prefix_page", job.seconds / job.num_pages)
 
     def _take_in(self, job: ReadAhead, found: SealedBlock) -> None:
         """Add a block that was read to the cache, with images alone."""

@@ -5,7 +5,7 @@ Tests: tests/memory/host/test_host_budget.py
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -45,16 +45,20 @@ class HostBudget:
         self.capacity_bytes = capacity_bytes
         self._order = EvictionOrder(lru=lru)
         self._offers: dict[Hashable, _Offer] = {}
-        self._lodgers: list[Lodger] = []
+        self._lodgers: dict[Lodger, Callable[[], int]] = {}
 
-    def join(self, lodger: Lodger) -> None:
-        """Count a lodger's bytes."""
-        self._lodgers.append(lodger)
+    def join(self, lodger: Lodger, behind: Callable[[], int] = lambda: 0) -> None:
+        """Count a lodger's bytes. behind: returns those of items that it offers once others have been dropped."""
+        self._lodgers[lodger] = behind
 
     @property
     def num_bytes(self) -> int:
         """Bytes in use."""
         return sum(lodger.num_bytes for lodger in self._lodgers)
+
+    def free_bytes(self) -> int:
+        """Bytes that are not in use."""
+        return self.capacity_bytes - self.num_bytes
 
     def excess(self, num_bytes: int) -> int:
         """Bytes to free before `num_bytes` more fit; zero or less if they fit."""
@@ -85,13 +89,17 @@ class HostBudget:
             self._order.discard(item)
 
     def can_spare(self, num_bytes: int) -> bool:
-        """True if at least `num_bytes` may be dropped that no waiting request needs."""
+        """True if at least `num_bytes` may be dropped, one item after another, that no waiting request needs."""
         for item, offer in self._offers.items():
             if num_bytes <= 0:
                 break
             if self._is_spare(item):
                 num_bytes -= offer.num_bytes
-        return num_bytes <= 0
+        return num_bytes <= 0 or num_bytes <= sum(behind() for behind in self._lodgers.values())
+
+    def offered_bytes(self, lodger: Lodger) -> int:
+        """Bytes of a lodger's items that are offered."""
+        return sum(offer.num_bytes for offer in self._offers.values() if offer.lodger is lodger)
 
     def has_room(self, num_bytes: int) -> bool:
         """True if `num_bytes` more fit once everything is dropped that no waiting request needs."""
@@ -110,7 +118,8 @@ class HostBudget:
         if not self.has_room(num_bytes):
             return False
         while self.excess(num_bytes) > 0:
-            self._drop_next(wanted=False)
+            if self._drop_next(wanted=False) is None:
+                return False
         return True
 
     def admit(self, lodger: Lodger, item: Hashable, num_bytes: int, cost: float, uses: int, *, depth: int = 0) -> bool:

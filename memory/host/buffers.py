@@ -8,7 +8,7 @@ import mmap
 import threading
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -29,6 +29,9 @@ class Buffers(Protocol):
         """As `take`, but without waiting for memory that the system makes fast first: for threads that launch steps."""
         return self.take(shape, dtype)
 
+    def keep_within(self, room: Callable[[], int]) -> None:
+        """Keep freed memory for the next tensors while `room()` bytes are free; any thread calls it. May do nothing."""
+
     def is_slow(self, tensor: torch.Tensor) -> bool:
         """True if a tensor of `take` lies in memory that is copied slower than other memory of this source."""
         return False
@@ -44,7 +47,8 @@ class HostBuffers(Buffers):
     """Allocates tensors; when the last reference to one is dropped, its memory is kept for the next.
 
     The system clears every fresh page, which takes longer than reading an adapter into it. Up to `max_idle_bytes` are
-    kept; beyond that, the longest idle memory is returned to the system. Any thread may take or drop.
+    kept, or as many as `keep_within` allows; beyond that, the longest idle memory is returned to the system. Any thread
+    may take or drop.
 
     A finalizer returns a dropped tensor's memory. It may run at any line of any thread, even in this class, so it never
     waits for the lock.
@@ -52,6 +56,7 @@ class HostBuffers(Buffers):
 
     def __init__(self, max_idle_bytes: int = 128 << 20) -> None:
         self._max_idle_bytes = max_idle_bytes
+        self._room: Callable[[], int] = lambda: 0
         self._idle: list[mmap.mmap] = []  # longest idle first
         self._dropped: deque[mmap.mmap] = deque()  # filled by finalizers
         self._lock = threading.Lock()
@@ -69,6 +74,9 @@ class HostBuffers(Buffers):
         lease = (ctypes.c_char * len(mapping)).from_buffer(mapping)
         weakref.finalize(lease, self._give_back, mapping).atexit = False
         return torch.frombuffer(lease, dtype=dtype, count=count).view(*shape)
+
+    def keep_within(self, room: Callable[[], int]) -> None:
+        self._room = room
 
     def _find(self, num_bytes: int) -> mmap.mmap | None:
         """The smallest idle mapping that is large enough and does not waste too much."""
@@ -94,5 +102,6 @@ class HostBuffers(Buffers):
         """Move dropped memory to the idle list, and keep it within the limit. The caller holds the lock."""
         while self._dropped:
             self._idle.append(self._dropped.popleft())
-        while self.idle_bytes > self._max_idle_bytes:
+        most = max(self._max_idle_bytes, self._room())
+        while self.idle_bytes > most:
             self._idle.pop(0)

@@ -99,7 +99,7 @@ class PartLayout:
 
 @dataclass(frozen=True, slots=True)
 class VectorLayout:
-    """Places of an adapter's vectors, in float32 whatever its dtype: a scale and an offset for each output of a module.
+    """Layout of an adapter's vectors, in float32 whatever its dtype: a scale and an offset for each output of a module.
 
     The offsets of a module begin `vector_elems` elements after its scales.
     """
@@ -136,7 +136,7 @@ def vector_elems(outputs: int, itemsize: int) -> int:
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class AdapterLayout:
-    """Every part's place, and how many pages the adapter takes in all.
+    """Every part's layout, and how many pages the adapter takes in all.
 
     An adapter is one run of `num_elems` elements over its pages: element v is in its page `v // page_elems`, at
     `v % page_elems`. Slabs and even rows go on in the next page, so only the last page has room left over.
@@ -159,7 +159,7 @@ class AdapterLayout:
         vectors: Sequence[VectorTarget] = (),
     ) -> AdapterLayout:
         """Lay out parts one after another, each layer-major, and then vectors."""
-        placed, num_layers = [], projections.num_layers
+        laid_out, num_layers = [], projections.num_layers
         elem = 0
         for part in parts:
             slabs = SlabLayout.build(projections, part.targets, itemsize)
@@ -167,11 +167,11 @@ class AdapterLayout:
             for layer in part.layers:
                 first_elem[layer] = elem
                 elem += part.num_rows * slabs.slab_elems
-            placed.append(PartLayout(slabs, tuple(first_elem), part.num_rows * slabs.slab_elems))
-        places = VectorLayout.build(vectors, projections, elem, itemsize)
-        if places is not None:
-            elem = places.layer_elems[-1][1]
-        return cls(tuple(placed), elem, -(-elem // page_elems), num_layers, places)
+            laid_out.append(PartLayout(slabs, tuple(first_elem), part.num_rows * slabs.slab_elems))
+        own = VectorLayout.build(vectors, projections, elem, itemsize)
+        if own is not None:
+            elem = own.layer_elems[-1][1]
+        return cls(tuple(laid_out), elem, -(-elem // page_elems), num_layers, own)
 
     def layer_ranges(self, layer: int) -> list[tuple[int, int]]:
         """The runs of elements `begin … end` that hold a layer: one for each part that changes it, one of vectors."""

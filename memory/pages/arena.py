@@ -32,17 +32,17 @@ class Arena:
         else:
             self.pages = torch.zeros(shape, dtype=dtype, device=device)
         kv = self.pages.view(torch.float8_e4m3fn) if layout.float8_kv else self.pages
-        places = {layer: at for group in layout.groups for at, layer in enumerate(group.layers)}
-        self.kv_layers = [_kv_of(kv, layout, layer, places[layer]) for layer in range(layout.num_layers)]
+        indices = {layer: at for group in layout.groups for at, layer in enumerate(group.layers)}
+        self.kv_layers = [_kv_of(kv, layout, layer, indices[layer]) for layer in range(layout.num_layers)]
         """K and V of each layer: strided views `[num_pages, block_tokens, kv_heads, head_dim]` of the pages. V has
         fewer elements of a head where it is part of K.
         """
 
 
-def _kv_of(kv: torch.Tensor, layout: PageLayout, layer: int, place: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V of the layer in a place of its group's pages."""
+def _kv_of(kv: torch.Tensor, layout: PageLayout, layer: int, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V of a layer, the given one of its group."""
     shape = layout.layer_shapes[layer]
     size = layout.block_tokens * shape.elems
-    firsts = (layout.kv_parts * place * size + part * size for part in range(layout.kv_parts))
+    firsts = (layout.kv_parts * index * size + part * size for part in range(layout.kv_parts))
     parts = [kv[:, first : first + size].view(len(kv), layout.block_tokens, *shape) for first in firsts]
     return parts[0], parts[-1][..., : layout.value_dim]

@@ -12,7 +12,7 @@ import heapq
 import itertools
 import math
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 
@@ -33,6 +33,11 @@ class RestoreCosts:
     def observe(self, name: str, seconds_per_page: float) -> None:
         """Move a cost a fifth of the way to a new measurement."""
         setattr(self, name, getattr(self, name) + 0.2 * (seconds_per_page - getattr(self, name)))
+
+    def doubt(self, name: str) -> None:
+        """Move a cost a fifth of the way back to its first value: it was too high for anything to measure it."""
+        (first,) = (each.default for each in fields(self) if each.name == name)
+        self.observe(name, first)
 
 
 class EvictionOrder:
@@ -88,7 +93,7 @@ class EvictionOrder:
     def pop(self, accepts: Callable[[Any], bool] | None = None) -> Hashable:
         """Remove and return the item to evict next. Raises IndexError if there is none.
 
-        accepts: returns False for an item that can't be evicted now; it keeps its place.
+        accepts: returns False for an item that can't be evicted now; it keeps its position.
         """
         kept: list[tuple[bool, float, int, int, Hashable]] = []
         try:

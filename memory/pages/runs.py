@@ -21,15 +21,15 @@ def place_runs(sizes: Sequence[int], costs: np.ndarray) -> list[range] | None:
     placed first. Each run is placed where it costs least, and among those as late as possible: pages are allocated from
     the front, so the runs then split few free stretches.
     """
-    places = _Places(costs)
+    free = _Runs(costs)
     runs: list[range] = [range(0)] * len(sizes)
     placed: list[range] = []
     for size, group in groupby(sorted(range(len(sizes)), key=lambda index: -sizes[index]), sizes.__getitem__):
         if size > len(costs) or size >= BLOCKED:
             return None
-        places.open(size, placed)
+        free.open(size, placed)
         for index in group:
-            first = places.take()
+            first = free.take()
             if first is None:
                 return None
             runs[index] = range(first, first + size)
@@ -37,7 +37,7 @@ def place_runs(sizes: Sequence[int], costs: np.ndarray) -> list[range] | None:
     return runs
 
 
-class _Places:
+class _Runs:
     """Costs of runs of one size by first page, with the minimum of every `_WIDTH` of them: scanning all is too slow."""
 
     def __init__(self, costs: np.ndarray) -> None:

@@ -61,7 +61,8 @@ class CachedPages:
         """Where blocks are written; None: nowhere."""
         self.num_bytes = 0
         self.num_saved_pages = self.num_fetched_pages = 0
-        budget.join(self)
+        self._held: set[Block] = set()
+        budget.join(self, self._num_bytes_behind)
 
     # -- for the prefix cache
 
@@ -150,6 +151,7 @@ class CachedPages:
 
     def hold(self, blocks: Sequence[Block]) -> None:
         """Keep the images of blocks while they are copied back."""
+        self._held.update(blocks)
         for block in blocks:
             block.holds += 1
             self.offer(block)
@@ -158,6 +160,8 @@ class CachedPages:
         """End `hold`."""
         for block in blocks:
             block.holds -= 1
+            if not block.holds:
+                self._held.discard(block)
             if block.is_known:
                 self.offer(block)
 
@@ -179,6 +183,13 @@ class CachedPages:
         else:
             self._drop_images(item, list(item.images))
         self._prefix.dropped(item)
+
+    def _num_bytes_behind(self) -> int:
+        """Bytes of images that are offered once those of their descendants have been dropped."""
+        held = 0
+        for block in self._held:
+            held += len(block.images) + (0 if block.checkpoint is None else len(block.checkpoint.images))
+        return self.num_bytes - held * self._page_bytes - self._budget.offered_bytes(self)
 
     def check_integrity(self) -> None:
         """Raise IntegrityError unless the images in the cache have as many bytes as are counted."""

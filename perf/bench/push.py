@@ -181,6 +181,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             args.memory,
             "--max-adapter-bytes",
             str(num_bytes + (1 << 20)),
+            "--host-cache-bytes",
+            str(4 * num_bytes),
         ]
         flags += ["--adapter-roots", shared, "--adapter-uploads", str(folder / "uploads")]
         try:

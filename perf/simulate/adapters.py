@@ -261,6 +261,9 @@ class SimAdapterBackend:
     def inspect(self, path: Path, roots: Sequence[Path] = ()) -> AdapterManifest:
         return self._adapters.manifest(str(path))
 
+    def keep_within(self, room: Callable[[], int]) -> None:
+        """Does nothing: no image has memory of its own."""
+
     def layout(self, manifest: AdapterManifest) -> AdapterLayout:
         return self._adapters.layout(str(manifest.path))
 

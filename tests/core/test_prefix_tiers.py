@@ -23,6 +23,7 @@ from .conftest import Answer
 pytestmark = pytest.mark.pairs(alone="kernels")
 
 FAMILIES = ["qwen3", "mistral-window", "gemma-3", "qwen3.5", "deepseek-v3", "llama3"]
+OBSERVE = RestoreCosts.observe
 LIMITS = {"block_tokens": 4, "max_model_len": 96, "max_num_batched_tokens": 64, "state_checkpoint_tokens": 8}
 
 
@@ -328,6 +329,59 @@ def test_a_disk_that_hangs_costs_hits_and_no_request(disk_server, monkeypatch):
         assert_same(found, wanted)
     finally:
         go.set()
+
+
+def test_a_read_costs_what_its_thread_took_however_late_a_step_notices(disk_server, monkeypatch):
+    """One read that was noticed after a long step had made files dearer than computing, for good."""
+    first = disk_server()
+    ask(first, 0, None, PROMPT)
+    stop(first)
+    second, measured, now = disk_server(), [], [0.0]
+    disk = second.engine.disk
+    read, advance = disk.folder.read, disk.advance
+
+    def slow_read(file, make):
+        now[0] += 1.0
+        return read(file, make)
+
+    def late_advance():
+        if disk.is_reading and all(job.future.done() for job in disk._jobs.values()):  # noqa: SLF001
+            now[0] += 1000.0
+        advance()
+
+    monkeypatch.setattr(disk, "clock", lambda: now[0])
+    monkeypatch.setattr(disk.folder, "read", slow_read)
+    monkeypatch.setattr(disk, "advance", late_advance)
+    monkeypatch.setattr(RestoreCosts, "observe", lambda self, name, seconds: measured.append((name, seconds)))
+    assert ask(second, 0, None, PROMPT)[1] == 48
+    assert ("disk_prefix_page", 1.0) in measured and disk.read_seconds == 12.0
+
+
+def test_room_for_a_read_is_not_made_of_the_blocks_that_come_before(disk_server, monkeypatch):
+    first = disk_server()
+    ask(first, 0, None, PROMPT)
+    stop(first)
+    second, known, held = disk_server(), [], []
+    ask(second, 0, None, PROMPT[:25])
+    engine = second.engine
+    walk, claim = engine.prefix.walk, engine.disk.budget.claim
+    monkeypatch.setattr(engine.prefix, "walk", lambda *given: known.append(walk(*given)) or known[-1])
+    monkeypatch.setattr(
+        engine.disk.budget, "claim", lambda size: held.append([each.holds for each in known[-1]]) or claim(size)
+    )
+    assert ask(second, 1, None, PROMPT)[1] == 48
+    assert held[0] == [1] * 6 and not any(each.holds for blocks in known for each in blocks)
+
+
+def test_files_that_are_too_dear_are_tried_again_some_day(disk_server, monkeypatch):
+    first = disk_server()
+    ask(first, 0, None, PROMPT)
+    stop(first)
+    second = disk_server()
+    monkeypatch.setattr(RestoreCosts, "observe", OBSERVE)
+    second.engine.costs.prefix_page, second.engine.costs.disk_prefix_page = 1.0, 3.0
+    assert ask(second, 0, None, PROMPT)[1] == 0
+    assert second.engine.costs.disk_prefix_page < 3.0
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,9 @@ class FakeBackend:
             raise AdapterFormatError(f"{path}: no such directory")
         return AdapterManifest(path, (AdapterPart(self.SIZES[path.name], 1.0, (0,), ("q_proj",)),))
 
+    def keep_within(self, room: Callable[[], int]) -> None:
+        """Does nothing: no image has memory of its own."""
+
     def layout(self, manifest: AdapterManifest) -> AdapterLayout:
         return AdapterLayout((), num_elems=manifest.rank, num_pages=manifest.rank, num_layers=1)
 

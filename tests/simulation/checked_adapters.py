@@ -122,6 +122,9 @@ class CheckedAdapters:
             modules=TINY_PATHS,
         )
 
+    def keep_within(self, room: Callable[[], int]) -> None:
+        """Does nothing: no image has memory of its own."""
+
     def layout(self, manifest: AdapterManifest) -> AdapterLayout:
         pages, num_layers = manifest.rank, max(self._disk.layers[content] for content in contents_read(manifest))
         return AdapterLayout((), num_elems=pages, num_pages=pages, num_layers=num_layers)

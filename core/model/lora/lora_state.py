@@ -30,8 +30,8 @@ from .step_lora import HeadLora
 
 T = TypeVar("T")
 
-#: Adapter of a row: its slot, or several in the order in which they are added up, each with a factor of its
-#: scale. ((3, 1.0), (0, -1.0)) is what slot 3 adds beyond slot 0.
+#: Adapter of a row: its index, or several in the order in which they are added up, each with a factor of its
+#: scale. ((3, 1.0), (0, -1.0)) is what adapter 3 adds beyond adapter 0.
 RowAdapters = int | tuple[tuple[int, float], ...]
 
 
@@ -50,7 +50,7 @@ class LoraState:
         self.of_mixtures = AdaptedPart(projections, lambda it: it.is_of_mixture)
         """Parts that change mixtures of experts."""
         self._parts = self.in_layers, self.of_model, self.of_mixtures
-        self._coming: dict[int, Transfer] = {}  # by slot
+        self._coming: dict[int, Transfer] = {}  # by index
         self._late: set[int] = set()
         self._logit_tokens: tuple[Sequence[int] | None, Sequence[int]] = None, ()
         self._patience = 0.0  # seconds that the step may still wait
@@ -77,9 +77,9 @@ class LoraState:
     ) -> None:
         """Describe a step: row i has `lengths[i]` tokens and uses `adapters[lora_indices[i]]`, or the base model at -1.
 
-        Neighbouring rows of the same slot, or of the same several, become one segment. merged: the adapter merged into
-        the weights: it is subtracted from the rows of other adapters (neighbouring rows as one segment), and its own
-        rows have no LoRA work in layers. The model's own modules are never merged.
+        Neighbouring rows of the same adapter, or of the same several, become one segment. merged: the adapter merged
+        into the weights: it is subtracted from the rows of other adapters (neighbouring rows as one segment), and its
+        own rows have no LoRA work in layers. The model's own modules are never merged.
         """
         self._logit_tokens = None, ()
         if self._is_last_step(adapters, lora_indices, lengths, merged):
@@ -175,7 +175,7 @@ class LoraState:
         return False
 
     def late_indices(self) -> set[int]:
-        """Slots of adapters that missed the deadline: their rows are void."""
+        """Indices of adapters that missed the deadline: their rows are void."""
         return self._late.union(*(part.late for part in self._parts))
 
     def late_requests(self, rows: Sequence[ScheduledSequence]) -> list[str]:
@@ -278,7 +278,7 @@ class AdaptedPart:
         self._projections, self._has, self._has_vectors = projections, has, vectors
         self.segments = Segments()
         self.lora_indices: list[int] = []
-        """The slot of each segment's adapter."""
+        """The index of each segment's adapter."""
         self._rows: WeakKeyDictionary[Adapter, tuple[list[int], list[AdapterRows]]] = WeakKeyDictionary()
         self._scaled: WeakKeyDictionary[AdapterRows, dict[float, AdapterRows]] = WeakKeyDictionary()
 
@@ -301,7 +301,7 @@ class AdaptedPart:
 
     @property
     def late(self) -> list[int]:
-        """Slots of adapters that the step waited for in vain."""
+        """Indices of adapters that the step waited for in vain."""
         return [self.lora_indices[index] for index in self.segments.late]
 
     def rows_of(self, adapter: Adapter) -> list[AdapterRows]:
@@ -309,8 +309,8 @@ class AdaptedPart:
         pages, rows = self._rows.get(adapter, (None, []))
         if pages is not adapter.pages:
             pairs = zip(adapter.manifest.parts, adapter.layout.parts, strict=True)
-            own = ((part, place) for part, place in pairs if self._has(self._projections[part.targets[0]]))
-            rows = [rows_in(part, place, adapter.pages) for part, place in own]
+            own = ((part, layout) for part, layout in pairs if self._has(self._projections[part.targets[0]]))
+            rows = [rows_in(part, layout, adapter.pages) for part, layout in own]
             if self._has_vectors and (vectors := adapter.layout.vectors) is not None:
                 rows.append(vectors_in(vectors, adapter.pages))
             self._rows[adapter] = adapter.pages, rows
@@ -339,9 +339,9 @@ def _runs(keys: Sequence[T], lengths: Sequence[int]) -> Iterator[tuple[T, int, i
         begin = end
 
 
-def rows_in(part: AdapterPart, place: PartLayout, pages: list[int]) -> AdapterRows:
+def rows_in(part: AdapterPart, layout: PartLayout, pages: list[int]) -> AdapterRows:
     """A part's rows where the adapter has these pages."""
-    slabs = place.slabs
+    slabs = layout.slabs
     return AdapterRows(
         pages=pages,
         rank=part.rank,
@@ -349,15 +349,15 @@ def rows_in(part: AdapterPart, place: PartLayout, pages: list[int]) -> AdapterRo
         slab_elems=slabs.slab_elems,
         a_offset=slabs.a_offset,
         b_offset=slabs.b_offset,
-        first_elem=place.first_elem,
+        first_elem=layout.first_elem,
         token_ids=part.token_ids,
         experts=part.experts,
     )
 
 
-def vectors_in(place: VectorLayout, pages: list[int]) -> AdapterRows:
+def vectors_in(layout: VectorLayout, pages: list[int]) -> AdapterRows:
     """An adapter's vectors where it has these pages."""
-    without = (-1,) * len(place.first_elem[0])
+    without = (-1,) * len(layout.first_elem[0])
     return AdapterRows(
         pages=pages,
         rank=0,
@@ -365,8 +365,8 @@ def vectors_in(place: VectorLayout, pages: list[int]) -> AdapterRows:
         slab_elems=0,
         a_offset=without,
         b_offset=without,
-        first_elem=[begin if begin < end else -1 for begin, end in place.layer_elems],
-        vectors=place.first_elem,
+        first_elem=[begin if begin < end else -1 for begin, end in layout.layer_elems],
+        vectors=layout.first_elem,
     )
 
 

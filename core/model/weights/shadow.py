@@ -66,11 +66,11 @@ class MergeableModel(Protocol):
         ...
 
 
-#: Places of merged matrices: layer, group and run of pages of each.
-Places = tuple[tuple[int, int, range], ...]
+#: Addresses of merged matrices: layer, group and run of pages of each.
+Addresses = tuple[tuple[int, int, range], ...]
 
 
-def places_of(targets: Sequence[tuple[int, int]], runs: Sequence[range]) -> Places:
+def addresses_of(targets: Sequence[tuple[int, int]], runs: Sequence[range]) -> Addresses:
     """targets: layer and group of each matrix. runs: of these."""
     return tuple((*at, run) for at, run in zip(targets, runs, strict=True))
 
@@ -79,17 +79,17 @@ class CapturedSteps(Protocol):
     """Captured steps, which contain the addresses of their weights."""
 
     @property
-    def places(self) -> Sequence[Places]:
-        """Places with captured steps, most recently used first."""
+    def addresses(self) -> Sequence[Addresses]:
+        """Sets of addresses with captured steps, most recently used first."""
         ...
 
-    def use(self, places: Places, /) -> None:
-        """Set the places for steps in merged mode."""
+    def use(self, addresses: Addresses, /) -> None:
+        """Set the addresses for steps in merged mode."""
         ...
 
     @property
     def num_left(self) -> int:
-        """Number of steps still to be captured for the places in use."""
+        """Number of steps still to be captured for the addresses in use."""
         ...
 
     def capture_next(self) -> None:
@@ -110,9 +110,9 @@ class ShadowWeights:
         self._captured = captured
         self.adapter: Adapter | None = None
         """The merged adapter; None if there is none."""
-        self._left: list[tuple[int, int, torch.Tensor]] = []  # layer, group and place of matrices still to be made
+        self._left: list[tuple[int, int, torch.Tensor]] = []  # layer, group and matrix of those still to be made
         self._num_elems = 0  # of all matrices
-        self._num_touched = 0  # elements of the next matrix's place that already have memory from the system
+        self._num_touched = 0  # elements of the next matrix that already have memory from the system
         self._pace = 0.0  # seconds per element of the last matrix; 0: none so far
         self._layers: list[LayerWeights] = []
 
@@ -130,9 +130,9 @@ class ShadowWeights:
         if self._captured is None:
             return None
         targets = self._targets(adapter)
-        for places in self._captured.places:
-            if [(layer, group) for layer, group, _ in places] == targets:
-                return [run for _, _, run in places]
+        for addresses in self._captured.addresses:
+            if [(layer, group) for layer, group, _ in addresses] == targets:
+                return [run for _, _, run in addresses]
         return None
 
     def begin(self, adapter: Adapter, runs: Sequence[range]) -> None:
@@ -142,18 +142,18 @@ class ShadowWeights:
         self._layers = list(self._model.layers)
         targets = self._targets(adapter)
         if self._captured is not None:
-            self._captured.use(places_of(targets, runs))
+            self._captured.use(addresses_of(targets, runs))
         for (layer, group), run in zip(targets, runs, strict=True):
-            place = self._place(layer, group, run)
-            self._left.append((layer, group, place))
-            parts = {MERGED_MATRICES[group]: place}
+            matrix = self._matrix(layer, group, run)
+            self._left.append((layer, group, matrix))
+            parts = {MERGED_MATRICES[group]: matrix}
             if _has_biases(adapter):
                 parts[f"{MERGED_MATRICES[group]}_bias"] = self._merged_bias(adapter, layer, group)
             self._layers[layer] = {**self._layers[layer], **parts}
         self._left.reverse()
-        self._num_elems = sum(place.numel() for _, _, place in self._left)
+        self._num_elems = sum(matrix.numel() for _, _, matrix in self._left)
 
-    def _place(self, layer: int, group: int, run: range) -> torch.Tensor:
+    def _matrix(self, layer: int, group: int, run: range) -> torch.Tensor:
         """A matrix in a run of pages."""
         shape, dtype = self._model.merged_form(layer, group)
         elems = self._arena.pages.view(-1)[run.start * self._arena.layout.page_elems :]
@@ -171,16 +171,16 @@ class ShadowWeights:
         end = time.perf_counter() + max_seconds
         has_worked = False
         while self._left:
-            layer, group, place = self._left[-1]
-            if not self._is_touched(place):
+            layer, group, matrix = self._left[-1]
+            if not self._is_touched(matrix):
                 has_worked = True
-                if not self._touch_until(place, end):
+                if not self._touch_until(matrix, end):
                     return False
-            if has_worked and (not self._pace or time.perf_counter() + self._pace * place.numel() > end):
+            if has_worked and (not self._pace or time.perf_counter() + self._pace * matrix.numel() > end):
                 return False
             has_worked = True
             self._left.pop()
-            self._make(self.adapter, layer, group, place)
+            self._make(self.adapter, layer, group, matrix)
         self._model.use_merged(self._layers)
         captured = self._captured
         if captured is None or not captured.num_left:
@@ -195,21 +195,21 @@ class ShadowWeights:
                 f"adapter {adapter.name!r} has biases, and captured steps read the base model's; it is served unmerged"
             )
 
-    def _make(self, adapter: Adapter, layer: int, group: int, place: torch.Tensor) -> None:
+    def _make(self, adapter: Adapter, layer: int, group: int, matrix: torch.Tensor) -> None:
         modules = self._lora.modules(layer, group)
         parts = [part for part in self._lora.in_layers.rows_of(adapter) if changes(part, layer, modules)]
         began = time.perf_counter()
-        growth = self._model.merge(layer, group, parts, self._origin(layer, group), place)
-        most = MOST_GROWTH[place.itemsize]
+        growth = self._model.merge(layer, group, parts, self._origin(layer, group), matrix)
+        most = MOST_GROWTH[matrix.itemsize]
         if not growth <= most:
             raise CannotMerge(
                 f"adapter {adapter.name!r} makes a row of layer {layer}'s {MERGED_MATRICES[group]} weights "
                 f"{growth:.3g} times as large, but rounding allows {most:g}; it is served unmerged"
             )
-        self._pace, self._num_touched = (time.perf_counter() - began) / place.numel(), 0
+        self._pace, self._num_touched = (time.perf_counter() - began) / matrix.numel(), 0
 
     def _merged_bias(self, adapter: Adapter, layer: int, group: int) -> torch.Tensor:
-        """The biases of a group's outputs with an adapter's in place of the base model's."""
+        """The biases of a group's outputs with an adapter's instead of the base model's."""
         modules = self._lora.columns(layer, group)
         base = self._model.layers[layer].get(f"{MERGED_MATRICES[group]}_bias")
         device, outputs = self._arena.pages.device, sum(width for _, _, width in modules)
@@ -220,36 +220,36 @@ class ShadowWeights:
                     bias[column : column + width].mul_(found[0]).add_(found[1])
         return bias.to(self._model.bias_dtype)
 
-    def _touch_until(self, place: torch.Tensor, end: float) -> bool:
-        """Touch a place piece by piece while there is time for another; return True once all of it is touched."""
+    def _touch_until(self, matrix: torch.Tensor, end: float) -> bool:
+        """Touch a matrix piece by piece while there is time for another; return True once all of it is touched."""
         began = time.perf_counter()
         for pieces in itertools.count(1):
-            if self._touch(place):
+            if self._touch(matrix):
                 return True
             now = time.perf_counter()
             if now + (now - began) / pieces > end:
                 return False
         raise AssertionError
 
-    def _is_touched(self, place: torch.Tensor) -> bool:
-        """True if a place has its memory: on a GPU, if it is small, or once `_touch` has finished."""
-        is_small = place.numel() * place.itemsize <= PIECE_BYTES
-        return is_small or place.device.type != "cpu" or self._num_touched >= place.numel()
+    def _is_touched(self, matrix: torch.Tensor) -> bool:
+        """True if a matrix has its memory: on a GPU, if it is small, or once `_touch` has finished."""
+        is_small = matrix.numel() * matrix.itemsize <= PIECE_BYTES
+        return is_small or matrix.device.type != "cpu" or self._num_touched >= matrix.numel()
 
-    def _touch(self, place: torch.Tensor) -> bool:
-        """Make the system provide memory for the next piece of a place; return True for the last piece.
+    def _touch(self, matrix: torch.Tensor) -> bool:
+        """Make the system provide memory for the next piece of a matrix; return True for the last piece.
 
         The system does so when a page is first written. That may take longer than writing all of its data.
         """
-        start, size = self._num_touched, place.itemsize
-        place.view(-1)[start : start + PIECE_BYTES // size : mmap.PAGESIZE // size] = 0
-        self._num_touched = min(start + PIECE_BYTES // size, place.numel())
-        return self._num_touched == place.numel()
+        start, size = self._num_touched, matrix.itemsize
+        matrix.view(-1)[start : start + PIECE_BYTES // size : mmap.PAGESIZE // size] = 0
+        self._num_touched = min(start + PIECE_BYTES // size, matrix.numel())
+        return self._num_touched == matrix.numel()
 
     @property
     def share_made(self) -> float:
         """Share of the matrices' elements that are made, 0 to 1."""
-        left = sum([place.numel() for _, _, place in self._left])
+        left = sum([matrix.numel() for _, _, matrix in self._left])
         return 1 - left / self._num_elems if self._num_elems else 0.0
 
     def drop(self) -> None:
@@ -280,8 +280,8 @@ class ShadowWeights:
 
 def changes(part: AdapterRows, layer: int, modules: Sequence[int]) -> bool:
     """True if a part of an adapter changes one of these modules in a layer."""
-    places = part.a_offset if part.vectors is None else part.vectors[layer]
-    return part.first_elem[layer] >= 0 and any(places[module] >= 0 for module in modules)
+    addresses = part.a_offset if part.vectors is None else part.vectors[layer]
+    return part.first_elem[layer] >= 0 and any(addresses[module] >= 0 for module in modules)
 
 
 def _has_biases(adapter: Adapter) -> bool:

@@ -248,7 +248,7 @@ class WeightLoader(Weights):
     def _read(
         self, *names: str, reuse: bool = False, dtype: torch.dtype | None = None, whole: bool = False
     ) -> torch.Tensor:
-        """Each is read straight into its place."""
+        """Each is read straight into its rows of the result."""
         shape = self._shape(names, whole)
         if reuse:
             if self._scratch.numel() < shape.numel():
@@ -259,21 +259,21 @@ class WeightLoader(Weights):
             target = torch.empty(shape, dtype=dtype or self._dtype)
         for name, share in zip(names, target.split([self._shape([name], whole)[0] for name in names]), strict=True):
             source, parts = self._sources[name], ((),) if whole else self._parts(name)
-            places = share.split([part_shape(self._tensors[name].shape, part)[0] for part in parts])
-            for part, place in zip(parts, places, strict=True):
-                self._read_share(place, name, source, part)
+            targets = share.split([part_shape(self._tensors[name].shape, part)[0] for part in parts])
+            for part, own in zip(parts, targets, strict=True):
+                self._read_share(own, name, source, part)
             self._advance(name)
         return target
 
-    def _read_share(self, place: torch.Tensor, name: str, source: Source, share: Part) -> None:
+    def _read_share(self, target: torch.Tensor, name: str, source: Source, share: Part) -> None:
         """share: of the part, as slices; see `_rows`."""
         if source.units is None:
-            self._read_part(place, source, self._rows(name, source, share))
+            self._read_part(target, source, self._rows(name, source, share))
             return
         span, rows = self._span(name, source.units, share)
-        held = torch.empty((span.stop - span.start, *place.shape[1:]), dtype=place.dtype)
+        held = torch.empty((span.stop - span.start, *target.shape[1:]), dtype=target.dtype)
         self._read_part(held, source, (span, *share[1:]))
-        torch.index_select(held, 0, rows, out=place)
+        torch.index_select(held, 0, rows, out=target)
 
     def _span(self, name: str, units: UnitRows, share: Part) -> tuple[slice, torch.Tensor]:
         """The rows of the checkpoint's tensor from the first to the last of a share of a part, and which of them are

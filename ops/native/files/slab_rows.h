@@ -9,6 +9,7 @@
 namespace chorus {
 
 constexpr long kChunkBytes = 128 << 10;  // converted at once: that, and the same converted, stay in L2
+constexpr long kLeastRows = 64;  // of B, at once: rows of Bᵀ lie far apart, so each is written by whole cache lines
 
 enum Element : int64_t { kF32 = 0, kF16 = 1, kBF16 = 2 };
 enum Fault : int64_t { kNone = 0, kEnds = 1, kUnreadable = 2, kNotFinite = 3, kBeyondRange = 4 };
@@ -190,7 +191,7 @@ class SlabRows {
     static void transpose(const typename Stored<S>::type* x, long rows, long width, Rows<typename Stored<D>::type> out,
                           uint32_t& top) {
         using Out = typename Stored<D>::type;
-        const long most = std::max<long>(16, kChunkBytes / (width * (long)sizeof(*x)) / 16 * 16);
+        const long most = std::max(kLeastRows, kChunkBytes / (width * (long)sizeof(*x)) / 16 * 16);
         thread_local std::vector<char> buffer;  // kept: the system clears fresh pages at some cost
         const size_t bytes = (size_t)std::min(most, rows) * width * sizeof(Out);
         if (S != D && buffer.size() < bytes) buffer.resize(bytes);

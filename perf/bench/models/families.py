@@ -13,6 +13,11 @@ def fields_of(family: str, layers: int, heads: int, head_dim: int) -> dict[str, 
     fields: dict[str, Any] = {"head_dim": head_dim, **FAMILIES[family]}
     if family == "deepseek-v3":  # latents serve all heads
         fields["num_key_value_heads"] = heads
+    if family == "lfm2":
+        kinds = ["full_attention" if layer % 3 == 2 else "conv" for layer in range(layers)]
+        fields |= {"layer_types": kinds}
+    if family == "nemotron-h":  # each layer is one part
+        fields["hybrid_override_pattern"] = ("M-M-M*-" * layers)[:layers]
     if every is not None:
         kinds = [_GLOBAL if layer % every == every - 1 else _LOCAL for layer in range(layers)]
         fields |= {"sliding_window": 512, "layer_types": kinds}
@@ -46,6 +51,24 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "linear_key_head_dim": 64,
         "linear_value_head_dim": 64,
     },
+    "lfm2": {"architectures": ["Lfm2ForCausalLM"], "model_type": "lfm2", "block_auto_adjust_ff_dim": False},
+    "nemotron-h": {
+        "architectures": ["NemotronHForCausalLM"],
+        "model_type": "nemotron_h",
+        "mamba_num_heads": 32,
+        "mamba_head_dim": 64,
+        "ssm_state_size": 128,
+        "n_groups": 8,
+    },
+    "falcon-h1": {
+        "architectures": ["FalconH1ForCausalLM"],
+        "model_type": "falcon_h1",
+        "mamba_d_ssm": 1024,
+        "mamba_n_heads": 16,
+        "mamba_d_head": 64,
+        "mamba_d_state": 128,
+        "mamba_n_groups": 1,
+    },
     "starcoder-2": {
         "architectures": ["Starcoder2ForCausalLM"],
         "model_type": "starcoder2",
@@ -63,6 +86,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "norm_topk_prob": True,
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
+    },
+    "qwen3.5-moe": {
+        "architectures": ["Qwen3_5MoeForCausalLM"],
+        "model_type": "qwen3_5_moe_text",
+        "linear_num_key_heads": 8,
+        "linear_num_value_heads": 8,
+        "linear_key_head_dim": 64,
+        "linear_value_head_dim": 64,
+        "num_experts": 64,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 224,
+        "shared_expert_intermediate_size": 256,
     },
     "gpt-oss": {
         "architectures": ["GptOssForCausalLM"],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ....memory.files.identity import ContentHash
@@ -24,6 +24,9 @@ class WeightlessAdapters:
     def inspect(self, path: Path, roots: Sequence[Path] = ()) -> AdapterManifest:
         rank = int(path.name.rpartition("-")[2])
         return AdapterManifest(path, uniform_parts(self._projections, rank))
+
+    def keep_within(self, room: Callable[[], int]) -> None:
+        """Does nothing: no image has memory of its own."""
 
     def layout(self, manifest: AdapterManifest) -> AdapterLayout:
         page, rank = self._page, manifest.rank

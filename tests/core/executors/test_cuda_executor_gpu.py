@@ -343,7 +343,7 @@ def test_merged_graphs_equal_eager_steps_bit_for_bit_and_outlive_their_adapter(d
         assert mine[:common] == its[:common]
         assert answers == others
         counts.append(len(captured.executor.inner.captured))
-        places.append({*captured.executor.inner.steps.merged_graphs.places})
+        places.append({*captured.executor.inner.steps.merged_graphs.addresses})
         for driver in (captured, eager):
             driver.engine.unmerge()
             driver.answers.clear()

@@ -518,9 +518,9 @@ def test_a_first_merge_captures_nothing_between_steps(drive, tiny, name, mixed_g
     )  # fmt: skip
     driver.engine.modes = None  # this test merges
     executor = driver.executor.inner
-    places, captures = executor.steps.merged_graphs.places, executor._device.num_captures  # noqa: SLF001
+    places, captures = executor.steps.merged_graphs.addresses, executor._device.num_captures  # noqa: SLF001
     merge(driver, name)
-    assert executor.steps.merged_graphs.places[0] in places
+    assert executor.steps.merged_graphs.addresses[0] in places
     check(driver, ask(driver, tiny, (name, 2, 3), (None, 3, 2), ("r5-o-down", 3, 2)))
     assert executor._device.num_captures == captures  # noqa: SLF001
     assert StepMode.MERGED in {plan.mode for plan in driver.plans}

@@ -101,6 +101,35 @@ def test_a_new_item_displaces_only_what_comes_before_it_in_the_order():
     assert dear.dropped == []
 
 
+class Chain(Lodger):
+    """Offers its last item alone: one may be dropped once those after it have been."""
+
+    def __init__(self, budget, sizes, *, held=0):
+        """held: the first items, which can't be dropped."""
+        super().__init__(budget)
+        self.budget, self.kept = budget, held
+        self.sizes = {f"{id(self)}-{index}": size for index, size in enumerate(sizes)}
+        budget.join(self, lambda: sum([*self.sizes.values()][self.kept : -1]))
+        self.offer()
+
+    def offer(self):
+        for item in self.items[self.kept :][-1:]:
+            self.budget.offer(self, item, self.sizes[item], 1, 1)
+
+    def drop(self, item):
+        super().drop(item)
+        self.offer()
+
+
+def test_a_claim_counts_what_can_be_dropped_after_other_items():
+    """Else a long prompt finds no room among many prompts' blocks, each of which offers its last one."""
+    budget = HostBudget(100)
+    chain = Chain(budget, [10, 20, 30, 40], held=1)
+    assert not budget.claim(95) and chain.dropped == []
+    assert budget.claim(70) and chain.dropped == [40, 30]
+    assert budget.claim(90) and chain.dropped == [40, 30, 20]
+
+
 sizes = st.lists(st.integers(1, 20), max_size=6)
 
 

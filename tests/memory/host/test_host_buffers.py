@@ -75,6 +75,19 @@ def test_what_idles_longest_goes_beyond_the_limit():
     assert buffers.idle_bytes == 0
 
 
+def test_more_is_kept_while_the_host_cache_has_room_for_it():
+    """A new version of a large adapter is then read into memory that the system need not clear again."""
+    buffers, room = HostBuffers(max_idle_bytes=1 << 19), [3 << 19]
+    buffers.keep_within(lambda: room[0])
+    held = [buffers.take((1 << 19,), torch.uint8) for _ in range(4)]
+    held.clear()
+    assert buffers.idle_bytes == 3 << 19
+    room[0] = -5
+    large = buffers.take((1 << 22,), torch.uint8)
+    assert buffers.idle_bytes == 1 << 19, "the cache has filled"
+    del large
+
+
 class CollectingList(list):
     """Runs the garbage collector whenever somebody goes through it."""
 

@@ -149,3 +149,11 @@ def test_measured_costs_are_smoothed():
     for _ in range(60):
         costs.observe("prefix_page", 2.0)
     assert costs.prefix_page == pytest.approx(2.0, rel=1e-4)
+
+
+def test_a_cost_that_forbids_its_own_measuring_falls():
+    """One slow read must not end all reads: nothing else would ever measure them again."""
+    costs = RestoreCosts(disk_prefix_page=1.0)
+    for _ in range(30):
+        costs.doubt("disk_prefix_page")
+    assert costs.disk_prefix_page < 5 * RestoreCosts().disk_prefix_page

@@ -72,12 +72,12 @@ def test_many_runs_of_one_size_are_priced_once(monkeypatch):
     """To look at all pages for each run took longer than a step."""
     priced = []
 
-    class Counted(runs._Places):  # noqa: SLF001
+    class Counted(runs._Runs):  # noqa: SLF001
         def open(self, size, placed):
             priced.append(size)
             return super().open(size, placed)
 
-    monkeypatch.setattr(runs, "_Places", Counted)
+    monkeypatch.setattr(runs, "_Runs", Counted)
     found = runs.place_runs([30] * 20 + [7] * 20, np.zeros(1000, np.uint32))
     assert priced == [30, 7] and found is not None
     assert len({page for run in found for page in run}) == 20 * 37

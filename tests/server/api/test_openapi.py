@@ -1,12 +1,16 @@
 """The OpenAPI document describes the routes' fields, and allows the requests of clients."""
 
 import json
+import re
+from pathlib import Path
 
 import jsonschema
 import pytest
 
 from chorus.server.api.absent import ABSENT
 from chorus.server.api.openapi import BODIES
+
+ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.fixture(scope="module")
@@ -33,6 +37,13 @@ def test_every_route_but_the_absent_ones_is_there(described):
         assert "requestBody" in paths[path][method.lower()], path
     names = [operation["operationId"] for path in paths.values() for operation in path.values()]
     assert len(names) == len(set(names))
+
+
+def test_every_route_is_on_a_page(described):
+    pages = "".join(page.read_text("utf-8") for page in (ROOT / "docs").rglob("*.md"))
+    told = {re.sub(r"\{\w+\}|NAME|ID", "…", path) for path in re.findall(r"/[\w/{}.-]*", pages)}
+    untold = sorted(path for path in described["paths"] if re.sub(r"\{\w+\}", "…", path) not in told)
+    assert not untold, "add them to docs/reference/http-api.md"
 
 
 def test_queries_are_those_of_their_method(described):
