@@ -82,6 +82,17 @@ def _families(found: Values) -> list[str]:
     return [", ".join(each) for each in rows.values()]
 
 
+def _prefixes(found: Values) -> list[str]:
+    values = found["values"]
+    hits = {
+        tier: ", ".join(
+            f"{row['requests']}: {row[tier] / values['computed']:.2f}" for row in values["rows"] if row[tier]
+        )
+        for tier in ("host", "files")
+    }
+    return [f"{values['num_adapters']} of {values['prompt_tokens']:,}", _ms(values["computed"]), *hits.values()]
+
+
 def _llamacpp(found: Values) -> list[str]:
     rows: dict[str, list[str]] = {}
     for row in found["rows"]:
@@ -119,6 +130,11 @@ COMMANDS = {
         "python -m chorus.perf.bench --device cpu --model-size 170m --sections families",
         ["share of the limit over Llama's: decode, 1 row", "8 rows", "prompts"],
         _families,
+    ),
+    "prefixes": Measured(
+        "python -m chorus.perf.bench --device cpu --model-size 125m --sections prefixes",
+        ["prompts, tokens", "computed, ms", "first token from host memory / computed", "from files / computed"],
+        _prefixes,
     ),
     "company_mixture": Measured(
         "python -m chorus.perf.bench.company --model-size mixture",

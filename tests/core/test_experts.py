@@ -250,7 +250,12 @@ def qwen_adapter(path: Path, targets: list[str], tensor: str, **fields: Any) -> 
             {"use_dora": True},
             r"DoRA or a bias is on experts\.0\.gate_proj of layer 0, .* plain LoRA alone is served",
         ),
-        (["gate"], "mlp.gate", {"lora_bias": True}, "DoRA, a bias or a scale is on gate of layer 0, .* plain LoRA alone"),
+        (
+            ["gate"],
+            "mlp.gate",
+            {"lora_bias": True},
+            "DoRA, a bias or a scale is on gate of layer 0, .* plain LoRA alone",
+        ),
         (
             ["q_proj", "gate_proj"],
             "mlp.shared_expert.gate_proj",
