@@ -337,6 +337,11 @@ def test_a_disk_that_hangs_costs_hits_and_no_request(disk_server, monkeypatch):
         ({"kv_cache_dir": None}, "kv_cache_dir is not"),
         ({"prefix_cache": False}, "prefix_cache is off"),
         ({"host_cache_bytes": 0}, "host_cache_bytes is 0"),
+        ({"host_prefix_cache": "off"}, "kv_cache_dir is set, but host_prefix_cache is 'off'"),
+        (
+            {"kv_cache_dir": None, "kv_cache_disk_bytes": None, "prefix_cache": False, "host_prefix_cache": "on"},
+            "host_prefix_cache is 'on', but prefix_cache is off",
+        ),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(disk_server, config, error):

@@ -149,3 +149,16 @@ def test_measured_costs_are_smoothed():
     for _ in range(60):
         costs.observe("prefix_page", 2.0)
     assert costs.prefix_page == pytest.approx(2.0, rel=1e-4)
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 3), st.integers(1, 4), st.booleans(), st.booleans())))
+def test_what_comes_next_is_named_in_its_order_and_stays(acts):
+    order = EvictionOrder()
+    for item, pages, uses, wanted, goes in acts:
+        if goes:
+            order.discard(item)
+        else:
+            order.add(item, pages, 1.0, uses, wanted=wanted, depth=item % 2)
+    named = list(order.upcoming())
+    assert len(named) == len(order)
+    assert named == drain(order)
